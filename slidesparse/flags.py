@@ -1,0 +1,62 @@
+"""The environment flags, read strictly: nonsense is an error, never a default.  Standard library only.
+
+==========================  =====================================================================
+``USE_CUSPARSELT=1``        the sparse path: quant_slide -> 2:4 GEMM -> dequantize
+``USE_CUBLASLT=1``          the dense path through the same steps, the papers' baseline
+``DISABLE_SLIDESPARSE=1``   the plugin does nothing: vLLM's own kernels
+``SPARSITY=2_8`` / ``6:8``  the pattern; needed only when the checkpoint does not carry it
+==========================  =====================================================================
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from slidesparse.pattern import PatternError, SlidePattern
+
+USE_CUSPARSELT = "USE_CUSPARSELT"
+USE_CUBLASLT = "USE_CUBLASLT"
+DISABLE = "DISABLE_SLIDESPARSE"
+SPARSITY = "SPARSITY"
+
+SPARSE, DENSE = "sparse", "dense"
+_TRUE, _FALSE = ("1", "true", "yes", "on"), ("", "0", "false", "no", "off")
+
+
+class FlagError(ValueError):
+    """An environment flag with a value that means nothing, or flags that contradict each other."""
+
+
+@dataclass(frozen=True)
+class Flags:
+    """What the environment asks for."""
+
+    path: str | None = None  # "sparse", "dense", or None: let the checkpoint decide
+    pattern: SlidePattern | None = None
+    disabled: bool = False
+
+    @classmethod
+    def from_environment(cls, environ: Mapping[str, str] | None = None) -> Flags:
+        """Read the flags.  Raises FlagError naming the variable, its value and the values allowed."""
+        environ = os.environ if environ is None else environ
+        sparse, dense = _switch(environ, USE_CUSPARSELT), _switch(environ, USE_CUBLASLT)
+        if sparse and dense:
+            raise FlagError(f"{USE_CUSPARSELT} and {USE_CUBLASLT} are both set; they choose one path, so unset one")
+        pattern = None
+        if environ.get(SPARSITY):
+            try:
+                pattern = SlidePattern.parse(environ[SPARSITY])
+            except PatternError as error:
+                raise FlagError(f"environment variable {SPARSITY}: {error}") from error
+        return cls(SPARSE if sparse else DENSE if dense else None, pattern, _switch(environ, DISABLE))
+
+
+def _switch(environ: Mapping[str, str], name: str) -> bool:
+    value = environ.get(name, "").strip().lower()
+    if value in _TRUE:
+        return True
+    if value in _FALSE:
+        return False
+    raise FlagError(f"environment variable {name}={environ[name]!r}: use 1 or 0")

@@ -1,0 +1,71 @@
+"""GEMM providers, one a file, behind one interface.
+
+A provider holds a weight in the form it likes (`GemmProvider.pack`) and multiplies quantized activations with it.
+A sparse provider is given slided [N, K'] weights, a dense one weights as they are; both get activations whose K
+is a multiple of four.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from importlib import import_module
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+PROVIDERS = {
+    "cusparselt": "slidesparse.gemm.cusparselt:CuSparseLt",
+    "cublaslt": "slidesparse.gemm.cublaslt:CublasLt",
+    "reference": "slidesparse.gemm.reference:Reference",
+}
+
+
+class BackendError(RuntimeError):
+    """A backend that was asked for cannot run here; the message says what is missing and the remedy."""
+
+
+class GemmProvider(Protocol):
+    """What `slidesparse.ops` needs of a backend.  Implementations keep no state per call."""
+
+    name: str
+
+    def unusable(self, device: torch.device) -> str | None:
+        """Why this provider cannot run on ``device``, in words with the remedy; None when it can.  Never raises."""
+
+    def pack(self, weight: Tensor) -> Tensor:
+        """Turn a weight [N, K'] INT8 or FP8 E4M3 into the one tensor `scaled_matmul` wants."""
+
+    def scaled_matmul(
+        self,
+        q: Tensor,
+        scale_x: Tensor,
+        weight: Tensor,
+        scale_w: Tensor,
+        bias: Tensor | None,
+        out_dtype: torch.dtype,
+    ) -> Tensor:
+        """(q @ weight.T) * scale_w * scale_x + bias.
+
+        q [M, K'] INT8 or FP8, scale_x [M, 1] float32, weight from `pack`, scale_w [N, 1] float32, bias [N] or
+        None -> [M, N] of ``out_dtype``.  M may be 0.
+        """
+
+
+@cache
+def provider(name: str) -> GemmProvider:
+    """The provider called ``name``.  Raises BackendError for a name that is not known."""
+    if name not in PROVIDERS:
+        raise BackendError(f"backend {name!r} is not known; the backends are {', '.join(PROVIDERS)}")
+    module, attribute = PROVIDERS[name].split(":")
+    made: GemmProvider = getattr(import_module(module), attribute)()
+    return made
+
+
+def require(name: str, device: torch.device) -> GemmProvider:
+    """The provider, or BackendError with the reason when it cannot run on ``device``."""
+    found = provider(name)
+    reason = found.unusable(device)
+    if reason:
+        raise BackendError(f"backend {name} cannot run on {device}: {reason}")
+    return found

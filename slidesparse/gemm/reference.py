@@ -1,0 +1,34 @@
+"""The exact backend in plain torch, for any device; see `slidesparse.reference`."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from slidesparse import reference
+
+
+class Reference:
+    """INT8 accumulates exactly, FP8 in float32.  Right to the last bit, not fast."""
+
+    name = "reference"
+
+    def unusable(self, device: torch.device) -> str | None:
+        """Runs wherever torch does."""
+        return None
+
+    def pack(self, weight: Tensor) -> Tensor:
+        """[N, K'] as it is."""
+        return weight
+
+    def scaled_matmul(
+        self,
+        q: Tensor,
+        scale_x: Tensor,
+        weight: Tensor,
+        scale_w: Tensor,
+        bias: Tensor | None,
+        out_dtype: torch.dtype,
+    ) -> Tensor:
+        """See `slidesparse.gemm.GemmProvider.scaled_matmul`."""
+        return reference.dequant_bias(reference.matmul(q, weight), scale_x, scale_w, bias, out_dtype)

@@ -1,0 +1,110 @@
+"""The torch operators ``torch.ops.slidesparse.*``: what graphs see, and the only place that dispatches.
+
+A sparse linear layer is two calls, [M, K] -> [M, N]::
+
+    q, s_x = torch.ops.slidesparse.quant_slide(x, length, phase, dtype)
+    y = torch.ops.slidesparse.scaled_matmul(q, s_x, weight, s_w, bias, out_dtype, backend)
+
+They are opaque to torch.compile, with fakes that are symbolic in M, so one graph serves every number of tokens.
+Nothing but the outputs is theirs to allocate for; they choose nothing from the environment.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from slidesparse import gemm, reference
+from slidesparse.pattern import SlideLayout
+
+ABI = 1  # of operators and packed weights; part of vLLM's compile-cache key
+
+NAMESPACE = "slidesparse"
+_library = torch.library.Library(NAMESPACE, "FRAGMENT")
+
+
+def quant_slide(x: Tensor, length: int, phase: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Quantize each token and lift it into the windows of blocks of ``length`` after ``phase`` zero columns.
+
+    x [M, K] float -> q [M, K'] of ``dtype`` (torch.int8 or torch.float8_e4m3fn), scale [M, 1] float32.
+    A length of 4 lifts nothing, it only pads K to a multiple of 4: the dense path.
+    Rounds as stock vLLM does on x's device (`slidesparse.quantize`).
+    """
+    layout = SlideLayout(x.shape[1], phase, length)
+    return reference.quant_slide(x, layout, dtype, "cpu" if x.device.type == "cpu" else "cuda")
+
+
+def _quant_slide_fake(x: Tensor, length: int, phase: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    slided = SlideLayout(x.shape[1], phase, length).slided
+    return x.new_empty(x.shape[0], slided, dtype=dtype), x.new_empty(x.shape[0], 1, dtype=torch.float32)
+
+
+def scaled_matmul(
+    q: Tensor,
+    scale_x: Tensor,
+    weight: Tensor,
+    scale_w: Tensor,
+    bias: Tensor | None,
+    out_dtype: torch.dtype,
+    backend: str,
+) -> Tensor:
+    """(q @ weight.T) * scale_w * scale_x + bias, by ``backend`` (see `slidesparse.gemm`).
+
+    q [M, K'] INT8 or FP8, scale_x [M, 1], weight as the backend packed it, scale_w [N, 1] float32, bias [N] or
+    None -> [M, N] of ``out_dtype``.
+    """
+    return gemm.provider(backend).scaled_matmul(q, scale_x, weight, scale_w, bias, out_dtype)
+
+
+def _scaled_matmul_fake(
+    q: Tensor,
+    scale_x: Tensor,
+    weight: Tensor,
+    scale_w: Tensor,
+    bias: Tensor | None,
+    out_dtype: torch.dtype,
+    backend: str,
+) -> Tensor:
+    return q.new_empty(q.shape[0], scale_w.shape[0], dtype=out_dtype)
+
+
+def _register(name: str, schema: str, implementation: object, fake: object) -> None:
+    """Define an operator once a process, however often the plugin is loaded."""
+    if hasattr(getattr(torch.ops, NAMESPACE), name):
+        return
+    _library.define(name + schema, tags=(torch.Tag.pt2_compliant_tag,))
+    for key in ("CPU", "CUDA"):
+        _library.impl(name, implementation, key)
+    torch.library.register_fake(f"{NAMESPACE}::{name}", fake, lib=_library)
+
+
+_register(
+    "quant_slide",
+    "(Tensor x, SymInt length, SymInt phase, ScalarType dtype) -> (Tensor, Tensor)",
+    quant_slide,
+    _quant_slide_fake,
+)
+_register(
+    "scaled_matmul",
+    "(Tensor q, Tensor scale_x, Tensor weight, Tensor scale_w, Tensor? bias, ScalarType out_dtype, str backend)"
+    " -> Tensor",
+    scaled_matmul,
+    _scaled_matmul_fake,
+)
+
+
+def linear(
+    x: Tensor,
+    weight: Tensor,
+    scale_w: Tensor,
+    bias: Tensor | None,
+    length: int,
+    phase: int,
+    dtype: torch.dtype,
+    backend: str,
+) -> Tensor:
+    """A whole layer: x [..., K] -> [..., N] of x's dtype.  The arguments are those of the two operators."""
+    tokens = x.reshape(-1, x.shape[-1])
+    q, scale_x = torch.ops.slidesparse.quant_slide(tokens, length, phase, dtype)
+    y = torch.ops.slidesparse.scaled_matmul(q, scale_x, weight, scale_w, bias, x.dtype, backend)
+    return y.view(*x.shape[:-1], scale_w.shape[0])

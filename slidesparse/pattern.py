@@ -1,0 +1,156 @@
+"""The (2N-2):2N sparsity patterns and the geometry of their sliding windows.  Standard library only.
+
+A pattern ``(2N-2):2N`` allows at most 2N-2 non-zeros in each block of L = 2N consecutive weights of a row.
+N-1 windows of four weights, two apart, cover the block; each holds at most two non-zeros, which is the
+2:4 form that sparse tensor cores execute (arXiv 2603.05232, section 3).  For 6:8, L = 8::
+
+    block        a0 a1 a2 a3 a4 a5 a6 a7
+    window 0     a0 a1 a2 a3
+    window 1           a2 a3 a4 a5
+    window 2                 a4 a5 a6 a7
+    slided row   a0 a1 a2 a3|a2 a3 a4 a5|a4 a5 a6 a7      each weight in one window, zero in the other
+
+so K in-features become gamma * K = (2 - 2/N) * K, at half the multiplications per element.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from fractions import Fraction
+
+HARDWARE_NONZEROS, HARDWARE_LENGTH = 2, 4  # 2:4, what sparse tensor cores execute
+STRIDE = HARDWARE_LENGTH - HARDWARE_NONZEROS
+ZEROS = 2  # every pattern of the family prunes two weights of a block
+
+EXAMPLES = "2:4, 4:6, 6:8, 8:10, 10:12, 12:14, 14:16 (or 2_4, 2_6, 2_8, ...), and 2_inf"
+
+
+class PatternError(ValueError):
+    """A sparsity pattern that cannot be read, or a weight that breaks its pattern."""
+
+
+@dataclass(frozen=True)
+class SlidePattern:
+    """A (2N-2):2N pattern; ``length`` is L = 2N, or None for ``2_inf``.
+
+    ``2_inf`` takes a row of any weights as one block with two padding zeros, so that every dense weight
+    obeys it.  It validates the machinery at gamma = 2 and gains nothing.
+    """
+
+    length: int | None
+
+    def __post_init__(self) -> None:
+        if self.length is not None and (self.length < HARDWARE_LENGTH or self.length % 2):
+            raise PatternError(
+                f"a sparsity pattern has an even block length of at least {HARDWARE_LENGTH}, "
+                f"found {self.length}; use one of {EXAMPLES}"
+            )
+
+    @classmethod
+    def parse(cls, text: str | SlidePattern) -> SlidePattern:
+        """Read ``"6:8"`` (non-zeros : length) or ``"2_8"`` (zeros _ length): the same pattern.
+
+        Raises PatternError that names what was found, what is allowed and, where a digit tells, what was meant.
+        """
+        if isinstance(text, SlidePattern):
+            return text
+        found = str(text).strip().lower()
+        if found in ("2_inf", "2_\N{INFINITY}"):
+            return cls(None)
+        match = re.fullmatch(r"(\d+)([:_])(\d+)", found)
+        if not match:
+            raise PatternError(f"sparsity {text!r} is not a pattern; use one of {EXAMPLES}")
+        first, separator, length = int(match[1]), match[2], int(match[3])
+        zeros = first if separator == "_" else length - first
+        if zeros != ZEROS:
+            hint = ""
+            if length >= HARDWARE_LENGTH and length % 2 == 0 and first in (ZEROS, length - ZEROS):
+                hint = f"; did you mean {cls(length)}?"
+            raise PatternError(
+                f"sparsity {text!r} prunes {zeros} of every {length} weights, "
+                f"but the windows cover exactly {ZEROS} of an even number; use one of {EXAMPLES}{hint}"
+            )
+        if length % 2 or length < HARDWARE_LENGTH:
+            raise PatternError(
+                f"sparsity {text!r} has block length {length}, but blocks of {HARDWARE_LENGTH} or more, "
+                f"even, are needed; use one of {EXAMPLES}"
+            )
+        return cls(length)
+
+    @property
+    def ratio(self) -> str:
+        """The paper's spelling, non-zeros : length, such as ``6:8``."""
+        return "2_inf" if self.length is None else f"{self.length - ZEROS}:{self.length}"
+
+    @property
+    def flag(self) -> str:
+        """The environment flag's spelling, zeros _ length, such as ``2_8``."""
+        return "2_inf" if self.length is None else f"{ZEROS}_{self.length}"
+
+    def __str__(self) -> str:
+        if self.length is None:
+            return "2_inf (nothing pruned)"
+        return f"{self.ratio} ({ZEROS} of every {self.length} pruned)"
+
+    @property
+    def density(self) -> Fraction:
+        """Largest share of non-zeros: (2N-2)/2N, 1 for 2_inf."""
+        return Fraction(1) if self.length is None else Fraction(self.length - ZEROS, self.length)
+
+    @property
+    def expansion(self) -> Fraction:
+        """gamma, slided in-features over in-features: 2 - 2/N, 2 for 2_inf."""
+        return 2 * self.density
+
+    @property
+    def speedup_bound(self) -> Fraction:
+        """N/(N-1), what sparse tensor cores of twice the dense rate give at most; 1 for 2_inf."""
+        return 1 / self.density
+
+    def layout(self, in_features: int, phase: int = 0) -> SlideLayout:
+        """Where the windows of a row of ``in_features`` weights lie.
+
+        ``phase`` columns of the first block belong to another tensor-parallel shard (see `shard_phase`).
+        """
+        if in_features < 0 or phase < 0 or (self.length is not None and phase >= self.length):
+            raise ValueError(
+                f"layout of {in_features} in-features at phase {phase}: both must be at least 0, and the phase "
+                f"below the block length {self.length}"
+            )
+        if self.length is None:  # the block is the row, padded to even, with one padding pair
+            return SlideLayout(in_features, 0, max(in_features + in_features % 2, 2) + ZEROS)
+        return SlideLayout(in_features, phase, self.length)
+
+    def shard_phase(self, start: int) -> int:
+        """Columns of the block that come before global column ``start``, where a shard begins."""
+        return 0 if self.length is None else start % self.length
+
+
+@dataclass(frozen=True)
+class SlideLayout:
+    """Windows over one row of K weights, preceded by ``phase`` zeros and followed by zeros up to whole blocks."""
+
+    in_features: int  # K
+    phase: int  # zero columns on the left, below the block length
+    length: int  # L, even
+
+    @property
+    def blocks(self) -> int:
+        """Blocks of L weights that the phase and the row fill, the last one perhaps in part."""
+        return -(-(self.phase + self.in_features) // self.length) if self.in_features else 0
+
+    @property
+    def padded(self) -> int:
+        """Columns of the padded row: blocks * L."""
+        return self.blocks * self.length
+
+    @property
+    def windows(self) -> int:
+        """Windows of a block: N - 1."""
+        return self.length // 2 - 1
+
+    @property
+    def slided(self) -> int:
+        """K', columns of the slided row: blocks * (N-1) * 4."""
+        return self.blocks * self.windows * HARDWARE_LENGTH

@@ -1,0 +1,77 @@
+"""Masks that make a weight obey its pattern: magnitude and random.  Pure torch, any device.
+
+Both keep, in each block of L weights of a row, all but the two least important.  Padding counts among the
+zeros, so a tail block of t < L weights loses max(0, t - (L - 2)) of them.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from slidesparse.pattern import ZEROS, SlidePattern
+from slidesparse.slide import bits, blocks_of
+
+METHODS = ("magnitude", "random")
+
+
+def prune(
+    w: Tensor, pattern: SlidePattern, method: str = "magnitude", seed: int = 0, phase: int = 0
+) -> Tensor:
+    """Zero the fewest weights that make ``w`` obey ``pattern``.
+
+    Args:
+        w: [N, K] of any real dtype; INT8 and FP8 are pruned by the magnitude of their codes.
+        method: "magnitude" drops the two smallest of a block (ties: the leftmost), "random" any two.
+        seed: of the random choice; the same seed gives the same mask on every device.
+        phase: zero columns before the row, as in `slidesparse.slide.slide`.
+
+    Returns:
+        A new [N, K] of the same dtype; every kept weight unchanged bit for bit.
+
+    Raises:
+        ValueError: an unknown method.
+    """
+    if method == "magnitude":
+        importance = _magnitude(w)
+    elif method == "random":
+        generator = torch.Generator().manual_seed(seed)
+        importance = torch.rand(w.shape, generator=generator).add_(1).to(w.device)
+    else:
+        raise ValueError(f"pruning method {method!r} is not known; use one of {', '.join(METHODS)}")
+    return prune_by_importance(w, importance, pattern, phase)
+
+
+def _magnitude(w: Tensor) -> Tensor:
+    """|w| as integers of the same order: floats compare as their bits do once the sign is gone."""
+    if w.dtype == torch.int8:
+        return w.to(torch.int16).abs_()
+    as_integers = bits(w)
+    return as_integers & torch.iinfo(as_integers.dtype).max
+
+
+def prune_by_importance(w: Tensor, importance: Tensor, pattern: SlidePattern, phase: int = 0) -> Tensor:
+    """Zero the two least important weights of each block; see `prune`.
+
+    ``importance`` [N, K] of any signed real dtype, nowhere negative and without NaN.
+    """
+    if pattern.length is None:
+        return w.clone()
+    layout = pattern.layout(w.shape[1], phase)
+    right = layout.padded - layout.in_features - phase
+    scores = importance
+    if layout.blocks and (phase or right):
+        scores = torch.nn.functional.pad(importance, (phase, right), value=-1)
+    scores = scores.reshape(-1, layout.length).t().contiguous()  # [L, blocks]: position by position
+    least = scores[0].minimum(scores[1])
+    second = scores[0].maximum(scores[1])
+    for position in scores[2:]:
+        second = second.minimum(position.maximum(least))
+        least = least.minimum(position)
+    ties = ZEROS - (least < second).to(torch.int8)  # how many equal to the second may go
+    kept = blocks_of(bits(w), layout).flatten(0, 1).clone()
+    for position, column in zip(scores, kept.unbind(-1), strict=True):
+        tie = (position == second).to(torch.int8).mul_(ties > 0)
+        ties -= tie
+        column *= (tie == 0) & (position >= second)
+    return kept.view(w.shape[0], layout.padded)[:, phase : phase + layout.in_features].contiguous().view(w.dtype)

@@ -1,0 +1,89 @@
+"""The oracle: exact torch implementations of the three steps of a sparse linear layer.
+
+    q, s_x = quant_slide(x)          [M, K] -> [M, K'] INT8 / FP8 and [M, 1]
+    acc    = matmul(q, w')           [M, K'] @ [N, K'].T -> [M, N]
+    y      = dequant_bias(acc)       acc * s_w * s_x + bias
+
+Every other backend is tested against these functions.  They are also the backend of machines without
+sparse tensor cores: right to the last bit, not fast.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from slidesparse.pattern import SlideLayout
+from slidesparse.quantize import INT8, Arithmetic, quantize_rows
+from slidesparse.slide import lift_layout
+
+# A float32 sum of INT8 products is exact, in any order, below 2**24 = 1024 * 128 * 128.
+# In a 2:4 weight at most every second product is not zero, so 2048 columns stay below it.
+EXACT_COLUMNS = 2048
+_INT_MM_ROWS = 4  # up to so many tokens torch._int_mm, which walks the weight, beats converting the weight
+_CHUNK_ELEMENTS = 2**22  # weights converted to float32 at a time: 16 MB
+
+
+def quant_slide(
+    x: Tensor, layout: SlideLayout, dtype: torch.dtype, arithmetic: Arithmetic = "cuda"
+) -> tuple[Tensor, Tensor]:
+    """Quantize each token and lift it: [M, K] -> q [M, K'] of ``dtype``, scale [M, 1] float32."""
+    q, scale = quantize_rows(x, dtype, arithmetic)
+    return lift_layout(q, layout), scale
+
+
+def matmul(q: Tensor, weight: Tensor) -> Tensor:
+    """Accumulate q [M, K'] with a slided weight [N, K'].
+
+    INT8 gives the exact INT32 [M, N]; FP8 gives float32, summed in float32.
+    Whatever groups of four the weight holds, at most two of each are not zero (see `EXACT_COLUMNS`).
+    """
+    if q.dtype == INT8:
+        return _int8_matmul_cuda(q, weight) if q.is_cuda else _int8_matmul(q, weight)
+    rows = max(1, _CHUNK_ELEMENTS // max(1, weight.shape[1]))
+    out = q.new_empty(q.shape[0], weight.shape[0], dtype=torch.float32)
+    activations = q.float()
+    for start in range(0, weight.shape[0], rows):
+        part = weight[start : start + rows].float()
+        torch.mm(activations, part.t(), out=out[:, start : start + rows])
+    return out
+
+
+def _int8_matmul(q: Tensor, weight: Tensor) -> Tensor:
+    if 0 < q.shape[0] <= _INT_MM_ROWS and q.shape[1]:
+        return torch._int_mm(q, weight.t())
+    out = torch.zeros(q.shape[0], weight.shape[0], dtype=torch.int32, device=q.device)
+    for column in range(0, q.shape[1], EXACT_COLUMNS):
+        columns = slice(column, column + EXACT_COLUMNS)
+        activations = q[:, columns].float()
+        rows = max(1, _CHUNK_ELEMENTS // activations.shape[1])
+        for start in range(0, weight.shape[0], rows):
+            part = weight[start : start + rows, columns].float()
+            out[:, start : start + rows] += (activations @ part.t()).to(torch.int32)
+    return out
+
+
+def _int8_matmul_cuda(q: Tensor, weight: Tensor) -> Tensor:
+    """torch._int_mm on CUDA (cuBLASLt), padded to what it asks for: more than 16 rows, multiples of 8."""
+    (m, k), n = q.shape, weight.shape[0]
+    if not (m and n and k):
+        return torch.zeros(m, n, dtype=torch.int32, device=q.device)
+    pad = torch.nn.functional.pad
+    rows = max(32, m + -m % 8)
+    a = pad(q, (0, -k % 8, 0, rows - m))
+    b = pad(weight, (0, -k % 8, 0, -n % 8)) if k % 8 or n % 8 else weight
+    return torch._int_mm(a, b.t())[:m, :n]
+
+
+def dequant_bias(
+    acc: Tensor, scale_x: Tensor, scale_w: Tensor, bias: Tensor | None, out_dtype: torch.dtype
+) -> Tensor:
+    """y = (acc * scale_w) * scale_x + bias, in float32, rounded once to ``out_dtype``.
+
+    acc [M, N] INT32 or float32; scale_x [M, 1], scale_w [N] or [N, 1] float32; bias [N] or None.
+    """
+    out = acc.float() * scale_w.reshape(1, -1)
+    out *= scale_x.reshape(-1, 1)
+    if bias is not None:
+        out += bias.float()
+    return out.to(out_dtype)

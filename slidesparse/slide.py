@@ -1,0 +1,186 @@
+"""Slide weights into 2:4 windows, back, and lift activations to match.  Pure torch, any device.
+
+Which window takes a weight has a closed form.  Split the block into pairs; window j sees the pairs j and
+j+1, so a pair has an earlier and a later window::
+
+    pair      0   1   2   3        window 0: pairs 0 1
+              ab  cd  ef  gh       window 1: pairs 1 2
+                                   window 2: pairs 2 3
+
+Greedily, left to right, a window takes what its first pair has left, then as much of its second pair as
+two places allow (Algorithm 2 of arXiv 2603.05232).  What pair j leaves to its later window is then
+r_j = max(0, r_{j-1} + c_j - 2) with c_j its non-zeros and r_0 = c_0.  As c_j - 2 <= 0, that is
+r_j = max(0, 2 - z_j) where z_j counts the zeros of pairs 0..j: a cumulative sum instead of a loop.
+The block fits when it has two zeros, for then the last pair, which has no later window, leaves nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from slidesparse.pattern import HARDWARE_LENGTH, HARDWARE_NONZEROS, STRIDE, ZEROS, PatternError, SlideLayout, SlidePattern
+
+CHUNK_ELEMENTS = 2**21
+_BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+class Violation(NamedTuple):
+    """Blocks of a weight that hold more non-zeros than the pattern allows."""
+
+    count: int  # offending blocks in all
+    row: int  # of the first one
+    block: int
+    nonzeros: int  # that it holds
+
+
+def bits(w: Tensor) -> Tensor:
+    """A view of ``w`` as integers of its width, so that FP8 and -0.0 move unchanged."""
+    return w if not w.dtype.is_floating_point else w.view(_BITS[w.element_size()])
+
+
+def nonzero(w: Tensor) -> Tensor:
+    """Boolean [...]: which elements are not zero; -0.0 is zero.  Works for float8, which has no ``!=``."""
+    if w.dtype.is_floating_point and w.element_size() == 1:
+        return (w.view(torch.int8) & 0x7F) != 0
+    return w != 0
+
+
+def blocks_of(w: Tensor, layout: SlideLayout) -> Tensor:
+    """[N, K] -> [N, blocks, L], zeros added on the left (phase) and right.  A view when nothing is added."""
+    right = layout.padded - layout.phase - layout.in_features
+    if layout.blocks and (layout.phase or right):
+        w = torch.nn.functional.pad(bits(w), (layout.phase, right)).view(w.dtype)
+    return w.reshape(w.shape[0], layout.blocks, layout.length)
+
+
+def row_chunks(rows: int, columns: int) -> Iterator[slice]:
+    """Slices over ``rows`` of about CHUNK_ELEMENTS elements each: what bounds temporary memory."""
+    step = max(1, CHUNK_ELEMENTS // max(1, columns))
+    return (slice(start, min(start + step, rows)) for start in range(0, rows, step))
+
+
+def violations(w: Tensor, pattern: SlidePattern, phase: int = 0) -> Violation | None:
+    """The first block of ``w`` [N, K] with more than L-2 non-zeros and how many such there are, or None."""
+    if pattern.length is None:
+        return None
+    layout = pattern.layout(w.shape[1], phase)
+    count_type = torch.int16 if layout.length < 2**15 else torch.int32
+    first: Violation | None = None
+    for rows in row_chunks(*w.shape):
+        counts = blocks_of(nonzero(w[rows]), layout).sum(-1, dtype=count_type)
+        bad = counts > layout.length - ZEROS
+        total = int(bad.sum())
+        if first:
+            first = first._replace(count=first.count + total)
+        elif total:
+            row, block = divmod(int(bad.flatten().to(torch.int8).argmax()), layout.blocks)
+            first = Violation(total, rows.start + row, block, int(counts[row, block]))
+    return first
+
+
+def violation_message(layer: str, found: Violation, pattern: SlidePattern, phase: int = 0) -> str:
+    """What to tell somebody whose weights break their pattern: layer, row, block, count, and the remedy."""
+    assert pattern.length is not None  # any row obeys 2_inf
+    return (
+        f"{layer}: row {found.row}, block {found.block} (columns from {found.block * pattern.length - phase}) has "
+        f"{found.nonzeros} non-zeros, {pattern} allows {pattern.length - ZEROS}; {found.count} blocks of the layer "
+        f"break the pattern. Prune the weights first: slidesparse convert SRC OUT --sparsity {pattern.ratio}"
+    )
+
+
+def require_pattern(w: Tensor, pattern: SlidePattern, layer: str, phase: int = 0) -> None:
+    """Raise PatternError with layer, row, block and count unless ``w`` [N, K] obeys ``pattern``."""
+    found = violations(w, pattern, phase)
+    if found:
+        raise PatternError(violation_message(layer, found, pattern, phase))
+
+
+def slide(w: Tensor, pattern: SlidePattern, phase: int = 0, layer: str = "weight") -> Tensor:
+    """Rewrite a weight that obeys ``pattern`` as overlapping 2:4 windows, without loss.
+
+    Args:
+        w: [N, K] of any real dtype (INT8, FP8, floats), any device.
+        phase: zero columns to put before the row (tensor-parallel shards).
+        layer: what an error calls the weight.
+
+    Returns:
+        [N, K'] of the same dtype, K' = pattern.layout(K, phase).slided.  Each group of four has at most two
+        non-zeros; each weight stands in one window bit for bit, -0.0 included.
+
+    Raises:
+        PatternError: a block has more non-zeros than the pattern allows (with layer, row, block, count).
+    """
+    require_pattern(w, pattern, layer, phase)
+    layout = pattern.layout(w.shape[1], phase)
+    out = bits(w).new_empty(w.shape[0], layout.slided)
+    for rows in row_chunks(*w.shape):
+        windows = out[rows].view(-1, layout.windows, HARDWARE_LENGTH)
+        _slide_blocks(blocks_of(w[rows], layout).flatten(0, 1), windows)
+    return out.view(w.dtype)
+
+
+def _slide_blocks(blocks: Tensor, out: Tensor) -> None:
+    """blocks [B, L] -> windows ``out`` [B, N-1, 4], integers of the same width."""
+    present = nonzero(blocks).view(torch.int8)
+    values = bits(blocks)
+    length, windows = blocks.shape[1], out.shape[1]
+    zeros = torch.zeros(blocks.shape[0], dtype=torch.int8 if length < 2**7 else torch.int32, device=blocks.device)
+    for j in range(windows + 1):  # pair by pair, all blocks at once
+        first, second = present[:, 2 * j], present[:, 2 * j + 1]
+        count = first + second
+        zeros += 2 - count
+        early = count - (ZEROS - zeros).clamp_(min=0)  # c_j - r_j, in order within the pair
+        take_first = torch.minimum(first, early)
+        take = torch.stack((take_first, early - take_first), -1).to(values.dtype)
+        if j == windows:  # the last pair has no later window; a -0.0 there must not be lost
+            take.fill_(1)
+        pair = values[:, 2 * j : 2 * j + 2]
+        if j > 0:
+            out[:, j - 1, STRIDE:] = pair * take
+        if j < windows:
+            out[:, j, :STRIDE] = pair * (1 - take)
+
+
+def unslide(slided: Tensor, pattern: SlidePattern, in_features: int, phase: int = 0) -> Tensor:
+    """Undo `slide`: [N, K'] -> [N, K], bit for bit.  Raises ValueError when K' does not fit K and the pattern."""
+    layout = pattern.layout(in_features, phase)
+    if slided.shape[1] != layout.slided:
+        raise ValueError(
+            f"a slided weight of {in_features} in-features at {pattern} has {layout.slided} columns, "
+            f"found {slided.shape[1]}"
+        )
+    windows = bits(slided).reshape(slided.shape[0], layout.blocks, layout.windows, HARDWARE_LENGTH)
+    pairs = windows.new_zeros(slided.shape[0], layout.blocks, layout.length // 2, 2)
+    pairs[..., :-1, :] = windows[..., :STRIDE]
+    pairs[..., 1:, :] |= windows[..., STRIDE:]  # of a weight's two places at most one has bits set
+    row = pairs.reshape(slided.shape[0], layout.padded)
+    return row[:, layout.phase : layout.phase + in_features].contiguous().view(slided.dtype)
+
+
+def is_two_four(slided: Tensor) -> bool:
+    """Whether every group of four columns of [N, K'] has at most two non-zeros."""
+    counts = nonzero(slided).unflatten(-1, (-1, HARDWARE_LENGTH)).sum(-1)
+    return not bool((counts > HARDWARE_NONZEROS).any())
+
+
+def lift(x: Tensor, pattern: SlidePattern, phase: int = 0) -> Tensor:
+    """Repeat activations as the windows see them: [..., K] -> [..., K'], so that slide(w) @ lift(x) == w @ x.
+
+    No arithmetic.  Columns that only padding fills are zero.
+    """
+    return lift_layout(x, pattern.layout(x.shape[-1], phase))
+
+
+def lift_layout(x: Tensor, layout: SlideLayout) -> Tensor:
+    """`lift` for a layout at hand; the last dimension of ``x`` is K."""
+    if layout.blocks == 0:
+        return x
+    blocks = blocks_of(x.reshape(-1, x.shape[-1]), layout)
+    windows = bits(blocks).unfold(-1, HARDWARE_LENGTH, STRIDE)  # [M, blocks, N-1, 4], a view
+    return windows.reshape(*x.shape[:-1], layout.slided).view(x.dtype)
+
+

@@ -1,0 +1,23 @@
+"""The vLLM plugin, installed as ``slidesparse.vllm_patch``.
+
+vLLM calls `register` in every process, perhaps more than once, through the entry point group
+``vllm.general_plugins``.  The top level here imports only the standard library: vLLM swallows an ImportError of an
+entry-point module, whereas an exception inside `register` stops the start-up, which is what a wrong flag deserves.
+"""
+
+from __future__ import annotations
+
+
+def register() -> None:
+    """Make quantization method ``slidesparse`` known to vLLM.  Idempotent; initializes no device.
+
+    Raises FlagError for an environment flag that means nothing, CompatibilityError for a vLLM that cannot work.
+    """
+    from slidesparse.flags import Flags
+
+    if Flags.from_environment().disabled:
+        return
+    from slidesparse.vllm_patch import compat
+
+    compat.check()
+    from slidesparse.vllm_patch import config  # noqa: F401  (registers itself on import)

@@ -1,0 +1,42 @@
+"""Count which layers run sparse and why the others do not, and say it in one line."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from slidesparse.vllm_patch.resolve import Resolution
+
+
+class Census:
+    """The layers of one model in one process.  Layers settle while they load; the last one triggers the line."""
+
+    def __init__(self) -> None:
+        self.pending: set[str] = set()
+        self.sparse: set[str] = set()
+        self.dense: dict[str, str] = {}  # layer -> reason
+
+    def expect(self, layer: str) -> None:
+        """A layer that will settle when its weights are loaded."""
+        self.pending.add(layer)
+
+    def settle(self, layer: str, reason: str | None = None) -> bool:
+        """The layer runs on our path (no reason) or on vLLM's own kernel.  True when it was the last one awaited."""
+        awaited = layer in self.pending
+        self.pending.discard(layer)
+        if reason is None:
+            self.sparse.add(layer)
+            self.dense.pop(layer, None)
+        else:
+            self.dense[layer] = reason
+            self.sparse.discard(layer)
+        return awaited and not self.pending
+
+    def line(self, resolution: Resolution) -> str:
+        """``SlideSparse 6:8 (2 of every 8 pruned): 24 layers sparse, 1 dense (1 lm_head); backend ...``"""
+        reasons = ", ".join(f"{n} {why}" for why, n in sorted(Counter(self.dense.values()).items()))
+        dense = f"{len(self.dense)} dense" + (f" ({reasons})" if reasons else "")
+        kind = "sparse" if resolution.path == "sparse" else "on the cuBLASLt path, not slid"
+        return (
+            f"SlideSparse {resolution.slide_pattern}: {len(self.sparse)} layers {kind}, {dense}; "
+            f"{resolution.layout} layout; backend {resolution.backend}: {resolution.reason}"
+        )

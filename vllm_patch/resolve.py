@@ -1,0 +1,94 @@
+"""Decide, once and in the front-end process, what a model is served with, and stamp it into its config.
+
+vLLM hashes the model's ``quantization_config`` into the key of its compile cache, and hands it to worker processes
+that may not see our environment.  So everything that changes the graph is written there, and read from there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import MutableMapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from slidesparse import __version__
+from slidesparse.flags import DENSE, SPARSE, SPARSITY, USE_CUBLASLT, USE_CUSPARSELT, Flags
+from slidesparse.metadata import KEY, Metadata
+from slidesparse.pattern import SlidePattern
+
+STAMP = "slidesparse_serving"  # in quantization_config, in memory only
+
+
+class ResolveError(ValueError):
+    """Flags and checkpoint that do not go together."""
+
+
+@dataclass(frozen=True)
+class Resolution:
+    """What the layers of one model are served with."""
+
+    pattern: str  # "6:8"
+    path: str  # "sparse" or "dense"
+    backend: str  # a name of slidesparse.gemm.PROVIDERS
+    reason: str  # why that backend, in words
+    layout: str  # of the checkpoint: "dense" or "slided"
+    abi: int
+    plugin: str  # version
+
+    @property
+    def slide_pattern(self) -> SlidePattern:
+        """The pattern, parsed."""
+        return SlidePattern.parse(self.pattern)
+
+
+def wanted(quantization_config: MutableMapping[str, Any], flags: Flags) -> bool:
+    """Whether the plugin takes this checkpoint: its metadata says so, or a flag does."""
+    return KEY in quantization_config or flags.path is not None
+
+
+def resolve(quantization_config: MutableMapping[str, Any], flags: Flags, on_cuda: bool) -> Resolution:
+    """The resolution stamped into ``quantization_config``, made and stamped first when there is none.
+
+    Raises ResolveError when the flags contradict the checkpoint or leave the pattern open.
+    """
+    if STAMP in quantization_config:
+        return Resolution(**quantization_config[STAMP])
+    metadata = Metadata.of_config(quantization_config)
+    path = flags.path or SPARSE
+    pattern = _pattern(metadata, flags, path)
+    layout = metadata.layout if metadata else "dense"
+    if path == DENSE and layout == "slided":
+        raise ResolveError(
+            f"{USE_CUBLASLT}=1 runs dense weights, but this checkpoint holds slided ones; "
+            f"use {USE_CUSPARSELT}=1, or convert with --layout dense"
+        )
+    backend, reason = _backend(path, on_cuda)
+    from slidesparse.ops import ABI  # late: brings torch in
+
+    made = Resolution(pattern.ratio, path, backend, reason, layout, ABI, __version__)
+    quantization_config[STAMP] = asdict(made)
+    return made
+
+
+def _pattern(metadata: Metadata | None, flags: Flags, path: str) -> SlidePattern:
+    if metadata and flags.pattern and metadata.pattern != flags.pattern:
+        raise ResolveError(
+            f"environment variable {SPARSITY} asks for {flags.pattern}, but the checkpoint was pruned to "
+            f"{metadata.pattern}; unset {SPARSITY} or set {SPARSITY}={metadata.pattern.flag}"
+        )
+    pattern = flags.pattern or (metadata.pattern if metadata else None)
+    if pattern:
+        return pattern
+    if path == DENSE:
+        return SlidePattern(4)  # nothing is slid; recorded only so that the stamp is whole
+    raise ResolveError(
+        f"{USE_CUSPARSELT}=1 needs to know the sparsity pattern: this checkpoint does not carry one, so set "
+        f"{SPARSITY} (2_8 for 6:8), or convert it: slidesparse convert SRC OUT --sparsity 6:8"
+    )
+
+
+def _backend(path: str, on_cuda: bool) -> tuple[str, str]:
+    if not on_cuda:
+        return "reference", "no CUDA device here, so exact arithmetic in torch"
+    if path == SPARSE:
+        return "cusparselt", "CUDA device"
+    return "cublaslt", f"CUDA device, {USE_CUBLASLT}=1"

@@ -1,0 +1,177 @@
+"""The scheme of one linear layer: vLLM's W8A8 scheme creates the parameters, ours packs them and multiplies."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from vllm.logger import init_logger
+from vllm.model_executor.layers.quantization.compressed_tensors.schemes import (
+    CompressedTensorsScheme,
+    CompressedTensorsW8A8Fp8,
+    CompressedTensorsW8A8Int8,
+)
+from vllm.model_executor.parameter import ModelWeightParameter
+
+from slidesparse import gemm, ops
+from slidesparse.flags import SPARSE
+from slidesparse.metadata import LayerEntry
+from slidesparse.pattern import HARDWARE_LENGTH, PatternError, SlidePattern
+from slidesparse.prune import prune
+from slidesparse.slide import bits, is_two_four, slide, violation_message, violations
+from slidesparse.vllm_patch import compat
+
+if TYPE_CHECKING:
+    from slidesparse.vllm_patch.config import SlideSparseConfig
+
+logger = init_logger("vllm.slidesparse")
+
+HARDWARE = SlidePattern(HARDWARE_LENGTH)
+PACKED = "_slidesparse_packed"  # marks a parameter that is already in the backend's form
+
+
+def refusal(scheme: Any) -> str | None:
+    """Why a layer stays with vLLM's own scheme, in words for the summary line; None when ours takes it."""
+    if isinstance(scheme, CompressedTensorsW8A8Int8):
+        if scheme.is_static_input_scheme:
+            return "static activations"
+        return None if scheme.input_symmetric else "asymmetric activations"
+    if isinstance(scheme, CompressedTensorsW8A8Fp8):
+        if scheme.is_static_input_scheme:
+            return "static activations"
+        return "block FP8" if str(getattr(scheme.strategy, "value", scheme.strategy)) == "block" else None
+    return type(scheme).__name__.removeprefix("CompressedTensors")
+
+
+class SlideSparseScheme(CompressedTensorsScheme):
+    """W8A8 with per-token dynamic activations, run as quant_slide and scaled_matmul.
+
+    A weight that breaks the pattern is an error when the checkpoint says the layer is pruned (``entry``), and goes
+    to vLLM's own scheme when only a flag said so.
+    """
+
+    def __init__(
+        self, config: SlideSparseConfig, inner: CompressedTensorsScheme, name: str, entry: LayerEntry | None
+    ) -> None:
+        self.config = config
+        self.inner = inner
+        self.name = name
+        self.pruned_by_us = entry is not None
+        self.pattern = entry.pattern if entry else config.resolution.slide_pattern
+        self.slided = config.resolution.layout == "slided"
+        self.arguments: tuple[int, int, torch.dtype, str] | None = None  # of ops.linear, once loaded; None: inner's
+        self.phase = 0
+        self.in_features = 0
+
+    @classmethod
+    def get_min_capability(cls) -> int:
+        """Ampere, the first with 2:4 sparse tensor cores; the wrapped scheme has been asked for its own."""
+        return 80
+
+    def create_weights(self, layer: torch.nn.Module, **kwargs: Any) -> None:
+        """Let vLLM's scheme create the parameters; slided checkpoints hold K' columns instead of K."""
+        self.inner.create_weights(layer=layer, **kwargs)
+        compat.forget_input_quant_key(layer)
+        shard, whole = kwargs["input_size_per_partition"], kwargs["input_size"]
+        self.in_features = shard
+        rank = getattr(layer, "tp_rank", 0) if shard != whole else 0
+        self.phase = self.pattern.shard_phase(rank * shard)
+        self.dummy = compat.loads_dummy_weights()
+        if self.slided:
+            self._require_whole_blocks(shard, whole)
+            weight = layer.weight
+            slided = torch.empty(
+                weight.shape[0], self.pattern.layout(shard).slided, dtype=weight.dtype, device=weight.device
+            )
+            layer.register_parameter(
+                "weight",
+                ModelWeightParameter(data=slided, input_dim=1, output_dim=0, weight_loader=kwargs["weight_loader"]),
+            )
+
+    def _require_whole_blocks(self, shard: int, whole: int) -> None:
+        """A slided row can be cut between blocks only; say which tensor-parallel sizes do so."""
+        length = self.pattern.length
+        if shard == whole or (length and whole % length == 0 and shard % length == 0):
+            return
+        sizes = [n for n in range(1, 65) if length and whole % length == 0 and (whole // length) % n == 0]
+        works = ", ".join(map(str, sizes)) if sizes else "1"
+        raise PatternError(
+            f"{self.name}: the slided layout of {whole} in-features at {self.pattern} cannot be cut into "
+            f"{whole // shard} tensor-parallel shards of whole blocks; tensor-parallel sizes that work: {works}. "
+            "The dense layout works at any size: slidesparse convert SRC OUT --layout dense"
+        )
+
+    def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
+        """Slide and pack the weight, or hand the layer to vLLM's scheme.  May run again, also after a reload."""
+        if getattr(layer.weight, PACKED, False):
+            return
+        weight = layer.weight.data
+        dtype, sparse = weight.dtype, self.config.resolution.path == SPARSE
+        ready = self._slided(weight) if sparse else _pad_columns(weight, HARDWARE_LENGTH)
+        if ready is None:
+            self.arguments = None
+            self.inner.process_weights_after_loading(layer)
+            self._settle("whose weights break the pattern")
+            return
+        layout = self.pattern.layout(self.in_features, self.phase) if sparse else HARDWARE.layout(self.in_features)
+        backend = gemm.require(self.config.resolution.backend, weight.device)
+        del weight
+        layer.weight = torch.nn.Parameter(backend.pack(ready), requires_grad=False)
+        setattr(layer.weight, PACKED, True)
+        layer.weight_scale = torch.nn.Parameter(self._channel_scale(layer), requires_grad=False)
+        layer.input_scale = None
+        self.arguments = (layout.length, layout.phase, dtype, backend.name)
+        self._settle(None)
+
+    def _slided(self, weight: Tensor) -> Tensor | None:
+        """[N, K] or [N, K'] as loaded -> [N, K'] 2:4; None when the layer is not ours to refuse."""
+        if self.slided:
+            if self.dummy:
+                weight = prune(weight, HARDWARE)
+            elif not is_two_four(weight):
+                found = violations(weight, HARDWARE)
+                assert found is not None
+                raise PatternError(violation_message(self.name, found, HARDWARE))
+            return weight
+        if self.dummy:
+            weight = prune(weight, self.pattern, phase=self.phase)
+        found = violations(weight, self.pattern, self.phase)
+        if found is None:
+            return slide(weight, self.pattern, self.phase, self.name)
+        if self.pruned_by_us:
+            raise PatternError(violation_message(self.name, found, self.pattern))
+        return None
+
+    def _channel_scale(self, layer: torch.nn.Module) -> Tensor:
+        """[N, 1] float32: a per-tensor scale holds for each row of its part of a fused layer."""
+        scale, rows = layer.weight_scale.data.float(), sum(layer.logical_widths)
+        if scale.numel() == rows:
+            return scale.reshape(-1, 1)
+        widths = torch.tensor(layer.logical_widths, device=scale.device)
+        return scale.reshape(-1).expand(len(widths)).repeat_interleave(widths).reshape(-1, 1)
+
+    def _settle(self, reason: str | None) -> None:
+        """Count the layer; after the last one, print the summary, or refuse to serve nothing sparse."""
+        census, resolution = self.config.census, self.config.resolution
+        if not census.settle(self.name, reason):
+            return
+        if not census.sparse:
+            raise PatternError(
+                f"{census.line(resolution)}. No layer of this checkpoint obeys the pattern, so there is nothing to "
+                f"run sparse. Convert it: slidesparse convert SRC OUT --sparsity {resolution.pattern}; "
+                "or set DISABLE_SLIDESPARSE=1"
+            )
+        logger.info("%s", census.line(resolution))
+
+    def apply_weights(self, layer: torch.nn.Module, x: Tensor, bias: Tensor | None = None) -> Tensor:
+        """x [..., K] -> [..., N] of x's dtype."""
+        if self.arguments is None:
+            return self.inner.apply_weights(layer, x, bias)
+        return ops.linear(x, layer.weight, layer.weight_scale, bias, *self.arguments)
+
+
+def _pad_columns(weight: Tensor, multiple: int) -> Tensor:
+    """[N, K] with zero columns up to a multiple, as quant_slide pads the activations."""
+    missing = -weight.shape[1] % multiple
+    return torch.nn.functional.pad(bits(weight), (0, missing)).view(weight.dtype) if missing else weight
