@@ -43,7 +43,9 @@ class Flags:
         environ = os.environ if environ is None else environ
         sparse, dense = _switch(environ, USE_CUSPARSELT), _switch(environ, USE_CUBLASLT)
         if sparse and dense:
-            raise FlagError(f"{USE_CUSPARSELT} and {USE_CUBLASLT} are both set; they choose one path, so unset one")
+            raise FlagError(
+                f"{USE_CUSPARSELT} and {USE_CUBLASLT} are both set; they choose one path, so unset one"
+            )
         pattern = None
         if environ.get(SPARSITY):
             try:

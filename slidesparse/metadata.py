@@ -53,7 +53,9 @@ class Metadata:
 
     def __post_init__(self) -> None:
         if self.layout not in LAYOUTS:
-            raise MetadataError(f"layout {self.layout!r} is not known; the layouts are {' and '.join(LAYOUTS)}")
+            raise MetadataError(
+                f"layout {self.layout!r} is not known; the layouts are {' and '.join(LAYOUTS)}"
+            )
 
     def to_json(self) -> dict[str, Any]:
         """The block as config.json holds it."""
@@ -85,7 +87,9 @@ class Metadata:
                 str(name): LayerEntry(SlidePattern.parse(entry["pattern"]), int(entry["in_features"]))
                 for name, entry in dict(block["layers"]).items()
             }
-            return cls(SlidePattern.parse(block["pattern"]), block["layout"], layers, str(block.get("tool", "")))
+            return cls(
+                SlidePattern.parse(block["pattern"]), block["layout"], layers, str(block.get("tool", ""))
+            )
         except MetadataError:
             raise
         except PatternError as error:

@@ -3,13 +3,16 @@
 A sparse linear layer is two calls, [M, K] -> [M, N]::
 
     q, s_x = torch.ops.slidesparse.quant_slide(x, length, phase, dtype)
-    y = torch.ops.slidesparse.scaled_matmul(q, s_x, weight, s_w, bias, out_dtype, backend)
+    y: Tensor = torch.ops.slidesparse.scaled_matmul(q, s_x, weight, s_w, bias, out_dtype, backend)
 
 They are opaque to torch.compile, with fakes that are symbolic in M, so one graph serves every number of tokens.
 Nothing but the outputs is theirs to allocate for; they choose nothing from the environment.
 """
 
 from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,7 +23,8 @@ from slidesparse.pattern import SlideLayout
 ABI = 1  # of operators and packed weights; part of vLLM's compile-cache key
 
 NAMESPACE = "slidesparse"
-_library = torch.library.Library(NAMESPACE, "FRAGMENT")
+if "_library" not in globals():  # a reload keeps the operators: they go when their library object does
+    _library = torch.library.Library(NAMESPACE, "FRAGMENT")
 
 
 def quant_slide(x: Tensor, length: int, phase: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -68,7 +72,7 @@ def _scaled_matmul_fake(
     return q.new_empty(q.shape[0], scale_w.shape[0], dtype=out_dtype)
 
 
-def _register(name: str, schema: str, implementation: object, fake: object) -> None:
+def _register(name: str, schema: str, implementation: Callable[..., Any], fake: Callable[..., Any]) -> None:
     """Define an operator once a process, however often the plugin is loaded."""
     if hasattr(getattr(torch.ops, NAMESPACE), name):
         return
@@ -106,5 +110,5 @@ def linear(
     """A whole layer: x [..., K] -> [..., N] of x's dtype.  The arguments are those of the two operators."""
     tokens = x.reshape(-1, x.shape[-1])
     q, scale_x = torch.ops.slidesparse.quant_slide(tokens, length, phase, dtype)
-    y = torch.ops.slidesparse.scaled_matmul(q, scale_x, weight, scale_w, bias, x.dtype, backend)
+    y: Tensor = torch.ops.slidesparse.scaled_matmul(q, scale_x, weight, scale_w, bias, x.dtype, backend)
     return y.view(*x.shape[:-1], scale_w.shape[0])

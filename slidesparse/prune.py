@@ -74,4 +74,6 @@ def prune_by_importance(w: Tensor, importance: Tensor, pattern: SlidePattern, ph
         tie = (position == second).to(torch.int8).mul_(ties > 0)
         ties -= tie
         column *= (tie == 0) & (position >= second)
-    return kept.view(w.shape[0], layout.padded)[:, phase : phase + layout.in_features].contiguous().view(w.dtype)
+    return (
+        kept.view(w.shape[0], layout.padded)[:, phase : phase + layout.in_features].contiguous().view(w.dtype)
+    )

@@ -17,18 +17,27 @@ The block fits when it has two zeros, for then the last pair, which has no later
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import NamedTuple
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-from slidesparse.pattern import HARDWARE_LENGTH, HARDWARE_NONZEROS, STRIDE, ZEROS, PatternError, SlideLayout, SlidePattern
+from slidesparse.pattern import (
+    HARDWARE_LENGTH,
+    HARDWARE_NONZEROS,
+    STRIDE,
+    ZEROS,
+    PatternError,
+    SlideLayout,
+    SlidePattern,
+)
 
 CHUNK_ELEMENTS = 2**21
 _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
-class Violation(NamedTuple):
+@dataclass(frozen=True)
+class Violation:
     """Blocks of a weight that hold more non-zeros than the pattern allows."""
 
     count: int  # offending blocks in all
@@ -75,7 +84,7 @@ def violations(w: Tensor, pattern: SlidePattern, phase: int = 0) -> Violation | 
         bad = counts > layout.length - ZEROS
         total = int(bad.sum())
         if first:
-            first = first._replace(count=first.count + total)
+            first = replace(first, count=first.count + total)
         elif total:
             row, block = divmod(int(bad.flatten().to(torch.int8).argmax()), layout.blocks)
             first = Violation(total, rows.start + row, block, int(counts[row, block]))
@@ -128,7 +137,9 @@ def _slide_blocks(blocks: Tensor, out: Tensor) -> None:
     present = nonzero(blocks).view(torch.int8)
     values = bits(blocks)
     length, windows = blocks.shape[1], out.shape[1]
-    zeros = torch.zeros(blocks.shape[0], dtype=torch.int8 if length < 2**7 else torch.int32, device=blocks.device)
+    zeros = torch.zeros(
+        blocks.shape[0], dtype=torch.int8 if length < 2**7 else torch.int32, device=blocks.device
+    )
     for j in range(windows + 1):  # pair by pair, all blocks at once
         first, second = present[:, 2 * j], present[:, 2 * j + 1]
         count = first + second
@@ -182,5 +193,3 @@ def lift_layout(x: Tensor, layout: SlideLayout) -> Tensor:
     blocks = blocks_of(x.reshape(-1, x.shape[-1]), layout)
     windows = bits(blocks).unfold(-1, HARDWARE_LENGTH, STRIDE)  # [M, blocks, N-1, 4], a view
     return windows.reshape(*x.shape[:-1], layout.slided).view(x.dtype)
-
-

@@ -54,7 +54,9 @@ def sparse(zygote: Zygote, model: str, layers: int = 8, **kwargs: object) -> Ans
 
 
 @pytest.mark.parametrize("model", FAMILIES)
-def test_int8_tokens_equal_stock_and_layouts_equal_each_other(zygote: Zygote, store: Path, model: Decoder) -> None:
+def test_int8_tokens_equal_stock_and_layouts_equal_each_other(
+    zygote: Zygote, store: Path, model: Decoder
+) -> None:
     dense, slided = (checkpoint(store, model, "6:8", layout) for layout in ("dense", "slided"))
     expected = stock(zygote, dense)
     assert len({tuple(tokens) for tokens in expected.tokens}) == len(expected.tokens)  # the model does answer
@@ -103,7 +105,9 @@ def test_flags_alone_make_an_ordinary_checkpoint_sparse(zygote: Zygote, store: P
     assert sparse(zygote, str(bare), env=spawned, task="strip_env").tokens == left_alone.tokens
 
 
-@pytest.mark.parametrize("eager", [True, pytest.param(False, marks=pytest.mark.slow)], ids=["eager", "compiled"])
+@pytest.mark.parametrize(
+    "eager", [True, pytest.param(False, marks=pytest.mark.slow)], ids=["eager", "compiled"]
+)
 def test_fp8_is_as_exact_as_stock(zygote: Zygote, store: Path, eager: bool) -> None:
     """Both sum FP8 products in float32, in different orders.
 
@@ -168,7 +172,9 @@ def test_slided_layout_that_cannot_be_cut_says_which_sizes_work(zygote: Zygote, 
 
 @pytest.mark.parametrize("layout", ["dense", "slided"])
 @pytest.mark.parametrize("quant", ["int8", "fp8"])
-def test_dummy_weights_are_pruned_into_the_pattern(zygote: Zygote, store: Path, layout: str, quant: str) -> None:
+def test_dummy_weights_are_pruned_into_the_pattern(
+    zygote: Zygote, store: Path, layout: str, quant: str
+) -> None:
     model = checkpoint(store, QWEN, "6:8", layout, quant)
     assert sparse(zygote, model, options={"load_format": "dummy"}).tokens
 

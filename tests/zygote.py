@@ -29,6 +29,7 @@ class Request:
     env: dict[str, str] = field(default_factory=dict)
     options: dict[str, Any] = field(default_factory=dict)  # of vllm.LLM
     task: str = "generate"  # or "logprobs", "config_hash", "strip_env", "reload"
+    pretend_cuda: bool = False  # resolve as on a machine with a GPU
     exact_fp8: bool = False  # accumulate FP8 in float64: the yardstick for everybody's error
 
 
@@ -53,7 +54,9 @@ class Zygote:
     """The parent's side."""
 
     def __init__(self) -> None:
-        self.cache = tempfile.TemporaryDirectory(prefix="vllm-cache-")  # compiled graphs of this run, no others
+        self.cache = tempfile.TemporaryDirectory(
+            prefix="vllm-cache-"
+        )  # compiled graphs of this run, no others
         env = {name: value for name, value in os.environ.items() if name not in FLAGS}
         env |= {
             "VLLM_CPU_KVCACHE_SPACE": "1",
@@ -66,11 +69,14 @@ class Zygote:
             "OMP_NUM_THREADS": "1",
         }
         command = [sys.executable, str(HERE)]
-        self.process = subprocess.Popen(command, env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        self.process = subprocess.Popen(
+            command, env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
 
     def ask(self, request: Request) -> Answer:
         """Start the engine, wait for its answer."""
-        assert self.process.stdin and self.process.stdout
+        assert self.process.stdin is not None
+        assert self.process.stdout is not None
         self.process.stdin.write(json.dumps(asdict(request)) + "\n")
         self.process.stdin.flush()
         line = self.process.stdout.readline()
@@ -88,14 +94,17 @@ def _run(request: Request) -> Answer:
     os.environ.update(request.env)
     if request.exact_fp8:
         _accumulate_fp8_in_float64()
+    if request.pretend_cuda:
+        from slidesparse.vllm_patch import config
+
+        plain = config.resolve
+        config.resolve = lambda quantization, flags, on_cuda: plain(quantization, flags, True)
     if request.task == "config_hash":
         return Answer(config_hash=_config(request).compute_hash())
-    from vllm import LLM, SamplingParams
+    from vllm import SamplingParams
 
-    if request.task == "strip_env":
-        llm = _engine_without_flags(request)
-    else:
-        llm = LLM(request.model, **_options(request))
+    make = _engine_without_flags if request.task == "strip_env" else _engine
+    llm = make(request)
     prompts = [{"prompt_token_ids": prompt} for prompt in PROMPTS]
     sampling = SamplingParams(max_tokens=16, temperature=0, ignore_eos=True, detokenize=False)
     if request.task == "logprobs":
@@ -115,6 +124,7 @@ def _run(request: Request) -> Answer:
 def _options(request: Request) -> dict[str, Any]:
     # float32, because vLLM's kernels for AVX2 truncate to bfloat16 where everybody else rounds
     common = {"skip_tokenizer_init": True, "max_model_len": 256, "max_num_seqs": 8, "dtype": "float32"}
+    common["gpu_memory_utilization"] = 0.2  # of the memory of a CPU too, and other tests may run beside
     return {**common, "enforce_eager": True, **request.options}
 
 
@@ -124,9 +134,14 @@ def _config(request: Request) -> Any:
     return EngineArgs(model=request.model, **_options(request)).create_engine_config()
 
 
+def _engine(request: Request) -> Any:
+    from vllm import LLM
+
+    return LLM(request.model, **_options(request))
+
+
 def _engine_without_flags(request: Request) -> Any:
     """An engine whose processes do not see the flags under which its config was made."""
-    from vllm import LLM
     from vllm.engine.arg_utils import EngineArgs
 
     make = EngineArgs.create_engine_config
@@ -138,14 +153,16 @@ def _engine_without_flags(request: Request) -> Any:
         return config
 
     EngineArgs.create_engine_config = make_then_forget
-    return LLM(request.model, **_options(request))
+    return _engine(request)
 
 
 def _accumulate_fp8_in_float64() -> None:
     from slidesparse import reference
 
     plain = reference.matmul
-    reference.matmul = lambda q, w: (q.double() @ w.double().t()) if q.dtype.is_floating_point else plain(q, w)
+    reference.matmul = lambda q, w: (
+        (q.double() @ w.double().t()) if q.dtype.is_floating_point else plain(q, w)
+    )
 
 
 def _child(request: Request, log: str, out: int) -> None:

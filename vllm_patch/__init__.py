@@ -7,6 +7,9 @@ entry-point module, whereas an exception inside `register` stops the start-up, w
 
 from __future__ import annotations
 
+import logging
+import multiprocessing
+
 
 def register() -> None:
     """Make quantization method ``slidesparse`` known to vLLM.  Idempotent; initializes no device.
@@ -15,9 +18,15 @@ def register() -> None:
     """
     from slidesparse.flags import Flags
 
-    if Flags.from_environment().disabled:
+    flags = Flags.from_environment()
+    if flags.disabled:
         return
     from slidesparse.vllm_patch import compat
 
     compat.check()
     from slidesparse.vllm_patch import config  # noqa: F401  (registers itself on import)
+
+    if (flags.path or flags.pattern) and multiprocessing.parent_process() is None:
+        logging.getLogger("vllm.slidesparse").info(
+            "SlideSparse flags are set; they act on compressed-tensors W8A8 checkpoints; a line will count their layers"
+        )

@@ -60,3 +60,8 @@ def loads_dummy_weights() -> bool:
     from vllm.config import get_current_vllm_config
 
     return str(get_current_vllm_config().load_config.load_format).endswith("dummy")
+
+
+def checkpoint_name(layer: str) -> str:
+    """The checkpoint's name of a layer where vLLM's own differs: it calls BERT's self-attention ``output``."""
+    return layer.replace(".attention.output.qkv_proj", ".attention.self.qkv_proj")

@@ -4,22 +4,28 @@ from __future__ import annotations
 
 from typing import Any
 
-from vllm.logger import init_logger
-from vllm.model_executor.layers.linear import LinearBase
-from vllm.model_executor.layers.quantization import register_quantization_config
-from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors import CompressedTensorsConfig
-from vllm.platforms import current_platform
-
-from slidesparse.flags import Flags
-from slidesparse.metadata import QUANT_METHOD, Metadata
 from slidesparse.vllm_patch import compat
 from slidesparse.vllm_patch.census import Census
 from slidesparse.vllm_patch.resolve import Resolution, ResolveError, resolve, wanted
 from slidesparse.vllm_patch.scheme import SlideSparseScheme, refusal
+from vllm.logger import init_logger
+from vllm.model_executor.layers.linear import LinearBase
+from vllm.model_executor.layers.quantization import register_quantization_config
+from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors import (
+    CompressedTensorsConfig,
+)
+from vllm.platforms import current_platform
+
+from slidesparse.flags import Flags
+from slidesparse.metadata import QUANT_METHOD, LayerEntry, Metadata
 
 logger = init_logger("vllm.slidesparse")
 
 COMPRESSED_TENSORS = "compressed-tensors"
+WHAT_IT_TAKES = (
+    "the plugin takes compressed-tensors W8A8 with dynamic per-token activations. Convert the original model: "
+    "slidesparse convert SRC OUT --sparsity 6:8; or unset the flag"
+)
 
 
 @register_quantization_config(QUANT_METHOD)
@@ -36,7 +42,12 @@ class SlideSparseConfig(CompressedTensorsConfig):
     ) -> str | None:
         """Take checkpoints with our metadata, and compressed-tensors ones when a flag asks for it."""
         flags = Flags.from_environment()
-        if not hf_quant_cfg or hf_quant_cfg.get("quant_method") not in (COMPRESSED_TENSORS, QUANT_METHOD):
+        method = (hf_quant_cfg or {}).get("quant_method")
+        if hf_quant_cfg is None or method not in (COMPRESSED_TENSORS, QUANT_METHOD):
+            if flags.path:
+                raise ResolveError(
+                    f"a SlideSparse flag is set, but this checkpoint is quantized by {method!r}; {WHAT_IT_TAKES}"
+                )
             return None
         if user_quant not in (None, QUANT_METHOD):
             if flags.path:
@@ -50,6 +61,10 @@ class SlideSparseConfig(CompressedTensorsConfig):
     def from_config(cls, config: dict[str, Any]) -> SlideSparseConfig:
         """Resolve flags and metadata once, stamp the result into ``config``, and parse the rest as vLLM does."""
         resolution = resolve(config, Flags.from_environment(), current_platform.is_cuda())
+        if not any(map(_is_dynamic_w8a8, config.get("config_groups", {}).values())):
+            raise ResolveError(
+                f"no group of layers of this checkpoint is W8A8 with dynamic activations; {WHAT_IT_TAKES}"
+            )
         config.pop("sparsity_config", None)  # newer vLLM rejects it; our metadata says all it said
         made = super().from_config(config)
         made.resolution = resolution
@@ -83,28 +98,42 @@ class SlideSparseConfig(CompressedTensorsConfig):
             self.census.settle(name, "lm_head")
             return scheme
         reason = "not quantized" if scheme is None else refusal(scheme)
-        entry = None
-        if reason is None and self.metadata:
-            entry, reason = self._entry(name)
+        entry = None if reason else self._entry(name)
+        if reason is None and entry is None and self.resolution.layout == "slided":
+            reason = "not pruned"
         if reason is not None:
             self.census.settle(name, reason)
             return scheme
         self.census.expect(name)
         return SlideSparseScheme(self, scheme, name, entry)
 
-    def _entry(self, name: str) -> tuple[Any, str | None]:
-        """The metadata of a layer, of the first of its parts when vLLM fuses several; or why it is not sparse."""
-        assert self.metadata is not None
-        last = name.rsplit(".", 1)[-1]
+    def _entry(self, name: str) -> LayerEntry | None:
+        """What the metadata says of a layer, of all its parts when vLLM fuses several; None when it says nothing."""
+        head, _, last = compat.checkpoint_name(name).rpartition(".")
         parts = self.packed_modules_mapping.get(last, [last])
-        names = [name[: len(name) - len(last)] + part for part in parts]
-        entries = {n: self.metadata.layers[n] for n in names if n in self.metadata.layers}
-        if not entries:
-            return None, "not pruned"
-        found = list(entries.values())
-        if len(entries) < len(names) or any(entry != found[0] for entry in found):
+        entries = {part: self._lookup(f"{head}.{part}") for part in parts}
+        found = [entry for entry in entries.values() if entry]
+        if found and any(entry != found[0] for entry in entries.values()):
+            pruned = ", ".join(
+                f"{part} {entry.pattern.ratio if entry else 'unpruned'}" for part, entry in entries.items()
+            )
             raise ResolveError(
-                f"{name} joins {', '.join(parts)}, of which only {', '.join(entries)} are pruned alike; "
+                f"{name} joins {', '.join(parts)}, which the checkpoint holds as {pruned}; "
                 "convert again with the same pattern for all of them"
             )
-        return found[0], None
+        return found[0] if found else None
+
+    def _lookup(self, name: str) -> LayerEntry | None:
+        """A layer of the metadata; vLLM may put a prefix before the checkpoint's name, or drop one."""
+        layers = self.metadata.layers if self.metadata else {}
+        if name in layers:
+            return layers[name]
+        for known, entry in layers.items():
+            if name.endswith(f".{known}") or known.endswith(f".{name}"):
+                return entry
+        return None
+
+
+def _is_dynamic_w8a8(group: dict[str, Any]) -> bool:
+    weights, activations = group.get("weights") or {}, group.get("input_activations") or {}
+    return weights.get("num_bits") == activations.get("num_bits") == 8 and bool(activations.get("dynamic"))

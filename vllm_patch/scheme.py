@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import torch
+from slidesparse.vllm_patch import compat
 from torch import Tensor
 from vllm.logger import init_logger
 from vllm.model_executor.layers.quantization.compressed_tensors.schemes import (
@@ -20,7 +21,6 @@ from slidesparse.metadata import LayerEntry
 from slidesparse.pattern import HARDWARE_LENGTH, PatternError, SlidePattern
 from slidesparse.prune import prune
 from slidesparse.slide import bits, is_two_four, slide, violation_message, violations
-from slidesparse.vllm_patch import compat
 
 if TYPE_CHECKING:
     from slidesparse.vllm_patch.config import SlideSparseConfig
@@ -60,7 +60,9 @@ class SlideSparseScheme(CompressedTensorsScheme):
         self.pruned_by_us = entry is not None
         self.pattern = entry.pattern if entry else config.resolution.slide_pattern
         self.slided = config.resolution.layout == "slided"
-        self.arguments: tuple[int, int, torch.dtype, str] | None = None  # of ops.linear, once loaded; None: inner's
+        self.arguments: tuple[int, int, torch.dtype, str] | None = (
+            None  # of ops.linear, once loaded; None: inner's
+        )
         self.phase = 0
         self.in_features = 0
 
@@ -86,7 +88,9 @@ class SlideSparseScheme(CompressedTensorsScheme):
             )
             layer.register_parameter(
                 "weight",
-                ModelWeightParameter(data=slided, input_dim=1, output_dim=0, weight_loader=kwargs["weight_loader"]),
+                ModelWeightParameter(
+                    data=slided, input_dim=1, output_dim=0, weight_loader=kwargs["weight_loader"]
+                ),
             )
 
     def _require_whole_blocks(self, shard: int, whole: int) -> None:
@@ -114,7 +118,9 @@ class SlideSparseScheme(CompressedTensorsScheme):
             self.inner.process_weights_after_loading(layer)
             self._settle("whose weights break the pattern")
             return
-        layout = self.pattern.layout(self.in_features, self.phase) if sparse else HARDWARE.layout(self.in_features)
+        layout = (
+            self.pattern.layout(self.in_features, self.phase) if sparse else HARDWARE.layout(self.in_features)
+        )
         backend = gemm.require(self.config.resolution.backend, weight.device)
         del weight
         layer.weight = torch.nn.Parameter(backend.pack(ready), requires_grad=False)

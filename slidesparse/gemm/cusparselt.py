@@ -27,7 +27,9 @@ class CuSparseLt:
             return "it needs an NVIDIA GPU; the reference backend runs on this machine"
         capability = torch.cuda.get_device_capability(device)
         if capability < _CAPABILITY[INT8]:
-            return f"compute capability {capability} has no 2:4 sparse tensor cores, 8.0 (Ampere) or later has"
+            return (
+                f"compute capability {capability} has no 2:4 sparse tensor cores, 8.0 (Ampere) or later has"
+            )
         if not (hasattr(torch, "_cslt_compress") and torch.backends.cusparselt.is_available()):
             return "this torch was built without cuSPARSELt; install a CUDA build of torch 2.6 or later"
         return None

