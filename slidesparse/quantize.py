@@ -5,12 +5,12 @@
 
 The stock kernels of vLLM compute this with slightly different arithmetic on CUDA and on the CPU, which
 decides how near-ties such as 63.5 round.  Both are here, so that a layer quantizes as stock vLLM does on
-the same device, bit for bit:
+the same device, bit for bit (rows with NaN or Inf, and zero rows on the CPU, apart: see `quantize_rows`):
 
 ======  ===================================================  ==========================================
         ``"cuda"``                                           ``"cpu"``
 ======  ===================================================  ==========================================
-INT8    x * (127 / absmax)                                   x * (1 / scale), the reciprocal in float64
+INT8    x * (127 / absmax)                                   x * (1 / scale)
 FP8     x / scale, scale at least 1 / (448 * 512)            x * (1 / scale), the same least scale
 ======  ===================================================  ==========================================
 
@@ -44,8 +44,10 @@ def quantize_rows(x: Tensor, dtype: torch.dtype, arithmetic: Arithmetic = "cuda"
 
     Returns:
         q [M, K] of ``dtype`` and scale [M, 1] float32 with x ~ q * scale.  A zero row gives zeros (INT8: with
-        scale 0).  NaN does not count towards the scale and becomes 0 in INT8, NaN in FP8.  A row with Inf gets
-        scale Inf, so that the product is NaN instead of a plausible number.
+        scale 0).  NaN does not count towards the scale and becomes 0 in INT8 (as in vLLM) and NaN in FP8 (vLLM's
+        CUDA kernel makes it 448, which hides it).  A row with Inf gets scale Inf, so that the product is NaN
+        instead of a plausible number.  INT8 rows whose absmax is below 2**-121, where 127 / absmax overflows,
+        keep only their signs.
 
     Raises:
         TypeError: another dtype.
@@ -60,15 +62,16 @@ def quantize_rows(x: Tensor, dtype: torch.dtype, arithmetic: Arithmetic = "cuda"
         absmax = values.new_zeros(x.shape[0], 1)
     else:
         absmax = values.abs().nan_to_num_(nan=0.0, posinf=torch.inf).amax(-1, keepdim=True)
-    scale = absmax / LARGEST[dtype]
+    largest = torch.full_like(
+        absmax, LARGEST[dtype]
+    )  # torch divides by a number in another way than by a tensor
+    scale = absmax / largest
     if dtype == FP8:
         scale = scale.clamp_(min=FP8_LEAST_SCALE)
         scaled = values / scale if arithmetic == "cuda" else values * scale.reciprocal()
         return scaled.clamp_(-LARGEST[FP8], LARGEST[FP8]).to(FP8), scale
-    if arithmetic == "cuda":
-        inverse = torch.where(absmax == 0, 0.0, LARGEST[INT8] / absmax)
-    else:
-        inverse = torch.where(absmax == 0, 0.0, scale.double().reciprocal().float())
+    inverse = torch.div(largest, absmax) if arithmetic == "cuda" else scale.reciprocal()
+    inverse.masked_fill_(absmax == 0, 0.0)
     rounded = (values * inverse).round_().clamp_(-128.0, 127.0)
     return rounded.nan_to_num_(nan=0.0).to(INT8), scale
 

@@ -17,7 +17,7 @@ The block fits when it has two zeros, for then the last pair, which has no later
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -36,11 +36,10 @@ CHUNK_ELEMENTS = 2**21
 _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
-@dataclass(frozen=True)
-class Violation:
+class Violation(NamedTuple):
     """Blocks of a weight that hold more non-zeros than the pattern allows."""
 
-    count: int  # offending blocks in all
+    total: int  # offending blocks in all
     row: int  # of the first one
     block: int
     nonzeros: int  # that it holds
@@ -84,7 +83,7 @@ def violations(w: Tensor, pattern: SlidePattern, phase: int = 0) -> Violation | 
         bad = counts > layout.length - ZEROS
         total = int(bad.sum())
         if first:
-            first = replace(first, count=first.count + total)
+            first = first._replace(total=first.total + total)
         elif total:
             row, block = divmod(int(bad.flatten().to(torch.int8).argmax()), layout.blocks)
             first = Violation(total, rows.start + row, block, int(counts[row, block]))
@@ -96,7 +95,7 @@ def violation_message(layer: str, found: Violation, pattern: SlidePattern, phase
     assert pattern.length is not None  # any row obeys 2_inf
     return (
         f"{layer}: row {found.row}, block {found.block} (columns from {found.block * pattern.length - phase}) has "
-        f"{found.nonzeros} non-zeros, {pattern} allows {pattern.length - ZEROS}; {found.count} blocks of the layer "
+        f"{found.nonzeros} non-zeros, {pattern} allows {pattern.length - ZEROS}; {found.total} blocks of the layer "
         f"break the pattern. Prune the weights first: slidesparse convert SRC OUT --sparsity {pattern.ratio}"
     )
 

@@ -133,3 +133,33 @@ def test_gpu_backends_equal_the_reference(backend: str, pattern: str, dtype: tor
         own_error = (expected.double() - exact).abs().max()
         rounding = exact.abs().max() * 2.0**-24
         assert (found.double() - exact).abs().max() <= 2 * own_error + 2 * rounding
+
+
+@pytest.mark.gpu
+@pytest.mark.vllm
+@pytest.mark.parametrize("x_dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("k", [64, 1000, 3584, 4099])
+def test_gpu_quantization_equals_stock_vllm(k: int, dtype: torch.dtype, x_dtype: torch.dtype) -> None:
+    """Bit for bit, from rows near the smallest floats to large ones, zero rows and ties included."""
+    from vllm import _custom_ops as stock
+
+    generator = torch.Generator().manual_seed(k)
+    spread = torch.logspace(-30, 4, 500)[:, None] * torch.randn(500, k, generator=generator)
+    ties = torch.randint(-254, 255, (500, k), generator=generator) * 0.5
+    ties[:, 0] = 127
+    x = (
+        torch.cat([spread, ties, torch.zeros(1, k), torch.randn(3000, k, generator=generator)])
+        .to(x_dtype)
+        .cuda()
+    )
+    if dtype == INT8:
+        expected, scale, _ = stock.scaled_int8_quant(x)
+    else:
+        expected, scale = stock.scaled_fp8_quant(x, use_per_token_if_dynamic=True)
+    q, scale_x = torch.ops.slidesparse.quant_slide(x, 4, 0, dtype)
+    assert torch.equal(scale_x, scale)
+    assert torch.equal(q[:, :k].view(torch.int8), expected.view(torch.int8))
+    both_on_cpu = reference.quantize_rows(x.cpu(), dtype, "cuda")
+    assert torch.equal(both_on_cpu[0].view(torch.int8), expected.cpu().view(torch.int8))
+    assert torch.equal(both_on_cpu[1], scale.cpu())

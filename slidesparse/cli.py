@@ -1,0 +1,315 @@
+"""The command line: results on stdout, progress and errors on stderr; torch only in commands that need it.
+
+Exit codes: 0 ok, 1 a check failed, 2 usage or unusable input, 3 environment.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn
+
+import typer
+from rich.console import Console
+from rich.markup import escape
+from rich.progress import (
+    BarColumn,
+    DownloadColumn,
+    Progress,
+    TextColumn,
+    TimeRemainingColumn,
+    TransferSpeedColumn,
+)
+from rich.table import Table
+
+from slidesparse import __version__
+
+if TYPE_CHECKING:
+    from slidesparse.convert import Progress as Callback
+    from slidesparse.convert import Report
+    from slidesparse.inspection import CheckpointReport, LayerReport
+
+FAILED, USAGE, ENVIRONMENT = 1, 2, 3
+
+app = typer.Typer(
+    name="slidesparse",
+    help="(2N-2):2N structured sparsity on 2:4 sparse tensor cores, for vLLM.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+bench_app = typer.Typer(help="Measure this machine.", no_args_is_help=True)
+app.add_typer(bench_app, name="bench")
+
+out = Console(highlight=False, soft_wrap=True)
+err = Console(stderr=True, highlight=False, soft_wrap=True)
+
+Json = Annotated[bool, typer.Option("--json", help="Print JSON for machines.")]
+Sparsity = Annotated[
+    str, typer.Option("--sparsity", "-s", help="The pattern: 6:8, or 2_8, which is the same.")
+]
+
+
+def main() -> None:
+    """The ``slidesparse`` command."""
+    app()
+
+
+@app.callback(invoke_without_command=True)
+def _top(
+    context: typer.Context,
+    version: Annotated[bool, typer.Option("--version", help="Print the version.")] = False,
+) -> None:
+    if version:
+        out.print(f"slidesparse {__version__}")
+        raise typer.Exit
+    if context.invoked_subcommand is None:
+        raise typer.Exit
+
+
+def _fail(code: int, message: object) -> NoReturn:
+    err.print(f"[bold red]error:[/] {escape(str(message))}")
+    raise typer.Exit(code)
+
+
+@contextmanager
+def _explained() -> Iterator[None]:
+    """Errors that a user can act on become one message and an exit code."""
+    from slidesparse.pattern import PatternError
+
+    try:
+        from slidesparse.architectures import ArchitectureError
+        from slidesparse.checkpoint import CheckpointError
+        from slidesparse.convert import SpaceError
+        from slidesparse.metadata import MetadataError
+        from slidesparse.stored import DamagedError
+    except ImportError as error:
+        missing = (getattr(error, "name", None) or "").split(".")[0]
+        if missing not in ("torch", "numpy"):
+            raise
+        _fail(
+            ENVIRONMENT,
+            f"this command needs {missing}, which cannot be imported ({error}); "
+            "pip install 'slidesparse[cpu]', or 'slidesparse[cuda]' on a machine with an NVIDIA GPU",
+        )
+    try:
+        yield
+    except DamagedError as error:
+        _fail(FAILED, error)
+    except (CheckpointError, ArchitectureError, MetadataError, PatternError) as error:
+        _fail(USAGE, error)
+    except SpaceError as error:
+        _fail(ENVIRONMENT, error)
+    except OSError as error:
+        _fail(ENVIRONMENT, f"{error.strerror or error}: {error.filename or 'while reading or writing'}")
+    except KeyboardInterrupt:
+        err.print("interrupted; nothing is left behind")
+        raise typer.Exit(130) from None
+
+
+def _pattern(text: str) -> Any:
+    from slidesparse.pattern import PatternError, SlidePattern
+
+    try:
+        return SlidePattern.parse(text)
+    except PatternError as error:
+        _fail(USAGE, f"--sparsity: {error}")
+
+
+@app.command()
+def convert(
+    source: Annotated[
+        Path, typer.Argument(help="A Hugging Face folder: FP32, FP16, BF16, or W8A8.", metavar="SRC")
+    ],
+    target: Annotated[Path, typer.Argument(help="The folder to make.", metavar="OUT")],
+    sparsity: Sparsity,
+    quant: Annotated[
+        str | None, typer.Option(help="int8 or fp8; by default int8, or what a W8A8 source has.")
+    ] = None,
+    layout: Annotated[
+        str, typer.Option(help="dense, which stock vLLM serves too, or slided, packed offline.")
+    ] = "dense",
+    method: Annotated[str, typer.Option(help="What to prune: by magnitude, or at random.")] = "magnitude",
+    ignore: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Leave layers whose name matches this regex as they are; may be repeated.", metavar="REGEX"
+        ),
+    ] = None,
+    linear: Annotated[
+        str | None,
+        typer.Option(help="Which layers to prune, for architectures that are not known.", metavar="REGEX"),
+    ] = None,
+    seed: Annotated[int, typer.Option(help="Of --method random.")] = 0,
+) -> None:
+    """Prune a model to a pattern and write it as a W8A8 checkpoint."""
+    pattern = _pattern(sparsity)
+    with _explained(), _progress_bar() as progress:
+        from slidesparse.convert import convert as run
+
+        report = run(
+            source,
+            target,
+            pattern=pattern,
+            quant=quant,
+            layout=layout,
+            method=method,
+            ignore=ignore or [],
+            linear=linear,
+            seed=seed,
+            progress=progress,
+        )
+    _summarize(report)
+
+
+@contextmanager
+def _progress_bar() -> Iterator[Callback | None]:
+    """A bar in bytes over both passes, on stderr; nothing when that is not a terminal."""
+    if not err.is_terminal:
+        yield None
+        return
+    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
+    with Progress(*columns, TimeRemainingColumn(), console=err, transient=True) as bar:
+        task = bar.add_task("checking")
+
+        def advance(phase: str, done: int, total: int) -> None:
+            before = total if phase == "writing" else 0
+            bar.update(task, description=f"{phase:8}", completed=before + done, total=2 * total)
+
+        yield advance
+
+
+def _summarize(report: Report) -> None:
+    err.print(escape(f"converted {report.source} in {report.seconds:.1f} s"))
+    reasons = ", ".join(
+        f"{n} by {why}" if why.startswith("--") else f"{n} {_reason(why)}" for why, n in _kept(report)
+    )
+    lines = [
+        f"pattern   {report.pattern}, {report.pattern.flag} as SPARSITY",
+        f"layers    {len(report.pruned)} pruned to {report.quant} W8A8, {report.layout} layout; "
+        f"{len(report.kept)} left as they are{f' ({reasons})' if reasons else ''}",
+        f"bytes     {report.bytes_in / 1e6:.1f} MB -> {report.bytes_out / 1e6:.1f} MB, "
+        f"at {report.rate:.0f} MB/s of input",
+        f"serve     vllm serve {report.out}",
+    ]
+    out.print(escape("\n".join(lines)))
+
+
+def _kept(report: Report) -> list[tuple[str, int]]:
+    return sorted(Counter(report.kept.values()).items())
+
+
+def _reason(why: str) -> str:
+    return f"by {why}" if why.startswith("the source") else f"{why}"
+
+
+@app.command()
+def inspect(
+    folder: Annotated[Path, typer.Argument(help="Any checkpoint folder.", metavar="DIR")],
+    as_json: Json = False,
+) -> None:
+    """Show each layer: shape, dtype, pattern, violations, bytes, expansion.  Exit 1 for a violation."""
+    with _explained():
+        from slidesparse.inspection import inspect as run
+
+        report = run(folder)
+    if as_json:
+        print(json.dumps(report.to_json(), indent=2))
+    else:
+        _show_layers(report)
+    raise typer.Exit(FAILED if report.violations else 0)
+
+
+def _show_layers(report: CheckpointReport) -> None:
+    claimed = f"{report.pattern} ({report.layout} layout)" if report.pattern else "none claimed"
+    table = Table(title=f"{report.folder}: pattern {claimed}", title_justify="left")
+    table.add_column("layer", overflow="fold")
+    for name in ("N x K", "dtype", "pattern", "obeys", "violations", "bytes", "expansion"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for layer in report.layers:
+        table.add_row(*_cells(layer))
+    wide = out if out.is_terminal else Console(highlight=False, width=160)
+    wide.print(table)
+    for layer in report.layers:
+        if layer.first_violation:
+            out.print(escape(layer.first_violation), style="red")
+    total = sum(layer.bytes for layer in report.layers)
+    out.print(f"{len(report.layers)} layers, {total / 1e6:.1f} MB, {report.violations} violations")
+
+
+def _cells(layer: LayerReport) -> list[str]:
+    return [
+        layer.name,
+        f"{layer.out_features} x {layer.in_features}",
+        layer.dtype,
+        layer.pattern or "-",
+        layer.satisfies or "-",
+        str(layer.violations) if layer.pattern else "-",
+        f"{layer.bytes:,}",
+        f"{layer.expansion:.3f}" if layer.expansion else "-",
+    ]
+
+
+@app.command()
+def verify(
+    first: Annotated[Path, typer.Argument(help="A checkpoint folder.", metavar="A")],
+    second: Annotated[Path, typer.Argument(help="Another one.", metavar="B")],
+    as_json: Json = False,
+) -> None:
+    """Compare two checkpoints bit for bit, whatever their layouts and shards.  Exit 0 if equal, 1 if not."""
+    with _explained():
+        from slidesparse.inspection import verify as run
+
+        found = run(first, second)
+    if as_json:
+        print(json.dumps(found.to_json(), indent=2))
+    elif found.difference:
+        out.print(escape(f"different: {found.difference}"))
+    else:
+        out.print(
+            escape(
+                f"equal: {found.tensors} tensors, {found.slided} of them compared through the slided layout"
+            )
+        )
+    raise typer.Exit(0 if found.equal else FAILED)
+
+
+@app.command()
+def doctor(as_json: Json = False) -> None:
+    """Tell what this machine can run, what is missing, and the remedy.  Never fails."""
+    from slidesparse.doctor import collect, render
+
+    report = collect()
+    print(json.dumps(report, indent=2) if as_json else render(report))
+
+
+@bench_app.command("convert")
+def bench_convert(
+    size: Annotated[str, typer.Option(help="Of the synthetic BF16 model, such as 500MB or 2GB.")] = "2GB",
+    sparsity: Sparsity = "6:8",
+    quant: Annotated[str, typer.Option(help="int8 or fp8.")] = "int8",
+    layout: Annotated[str, typer.Option(help="dense or slided.")] = "dense",
+    folder: Annotated[
+        Path | None, typer.Option(help="Where to put the models; by default the system's.")
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Convert a synthetic Llama-style model; report MB/s of BF16 input and the peak memory."""
+    pattern = _pattern(sparsity)
+    with _explained():
+        from slidesparse.bench import convert as bench
+
+        try:
+            wanted = bench.parse_size(size)
+        except ValueError as error:
+            _fail(USAGE, error)
+        result = bench.run(wanted, pattern, quant, layout, folder)
+    print(json.dumps(result.to_json(), indent=2) if as_json else result.render())
+
+
+if __name__ == "__main__":
+    main()

