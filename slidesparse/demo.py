@@ -225,7 +225,8 @@ def _wait(process: subprocess.Popen[bytes], address: str, log: Path) -> None:
             time.sleep(0.5)
     ended = "ended" if process.poll() is not None else f"did not answer within {START_SECONDS} s"
     lines = log.read_text(errors="replace").splitlines()
-    causes = [line for line in lines if re.search(r"\w+Error: ", line)] or lines[-5:]
+    raised = [line for line in lines if re.search(r"(ERROR|pid=).*\b\w+(Error|Exception): ", line)]
+    causes = [line for line in raised if "WARNING" not in line] or lines[-5:]
     raise DemoError(f"vllm serve {ended}; its log is {log}\n" + "\n".join(causes[:5]))
 
 

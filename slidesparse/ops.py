@@ -19,6 +19,7 @@ from torch import Tensor
 
 from slidesparse import gemm, reference
 from slidesparse.pattern import SlideLayout
+from slidesparse.quantize import arithmetic_of
 
 ABI = 1  # of operators and packed weights; part of vLLM's compile-cache key
 
@@ -35,7 +36,7 @@ def quant_slide(x: Tensor, length: int, phase: int, dtype: torch.dtype) -> tuple
     Rounds as stock vLLM does on x's device (`slidesparse.quantize`).
     """
     layout = SlideLayout(x.shape[1], phase, length)
-    return reference.quant_slide(x, layout, dtype, "cpu" if x.device.type == "cpu" else "cuda")
+    return reference.quant_slide(x, layout, dtype, arithmetic_of(x))
 
 
 def _quant_slide_fake(x: Tensor, length: int, phase: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:

@@ -34,6 +34,11 @@ FP8_LEAST_SCALE = 1.0 / (448.0 * 512.0)
 NAMES = {"int8": INT8, "fp8": FP8}
 
 
+def arithmetic_of(x: Tensor) -> Arithmetic:
+    """Whose arithmetic to follow for a tensor: that of stock vLLM's kernels on its device."""
+    return "cpu" if x.device.type == "cpu" else "cuda"
+
+
 def quantize_rows(x: Tensor, dtype: torch.dtype, arithmetic: Arithmetic = "cuda") -> tuple[Tensor, Tensor]:
     """Quantize each row with its own scale; the scale returned is the one used.
 

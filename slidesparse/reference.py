@@ -76,14 +76,27 @@ def _int8_matmul_cuda(q: Tensor, weight: Tensor) -> Tensor:
 
 
 def dequant_bias(
-    acc: Tensor, scale_x: Tensor, scale_w: Tensor, bias: Tensor | None, out_dtype: torch.dtype
+    acc: Tensor,
+    scale_x: Tensor,
+    scale_w: Tensor,
+    bias: Tensor | None,
+    out_dtype: torch.dtype,
+    arithmetic: Arithmetic = "cuda",
 ) -> Tensor:
     """y = (acc * scale_w) * scale_x + bias, in float32, rounded once to ``out_dtype``.
 
     acc [M, N] INT32 or float32; scale_x [M, 1], scale_w [N] or [N, 1] float32; bias [N] or None.
+    The last product and the bias are one fused multiply-add in "cuda" arithmetic, as in the epilogue of vLLM's
+    CUTLASS kernels, and two roundings in "cpu" arithmetic, as in its oneDNN kernel.
     """
     out = acc.float() * scale_w.reshape(1, -1)
-    out *= scale_x.reshape(-1, 1)
-    if bias is not None:
-        out += bias.float()
+    scale_x = scale_x.reshape(-1, 1)
+    if bias is None:
+        out *= scale_x
+    elif arithmetic == "cpu":
+        out = out.mul_(scale_x).add_(bias.float())
+    elif acc.is_cuda:
+        out = torch.addcmul(bias.float(), out, scale_x)
+    else:  # torch's addcmul does not fuse here; in float64 the product is exact
+        out = torch.addcmul(bias.double(), out.double(), scale_x.double()).float()
     return out.to(out_dtype)

@@ -112,9 +112,11 @@ def test_backends_say_why_they_cannot_run() -> None:
 @pytest.mark.parametrize("pattern", PATTERNS)
 @pytest.mark.parametrize("backend", ["cusparselt", "reference"])
 def test_gpu_backends_equal_the_reference(backend: str, pattern: str, dtype: torch.dtype, m: int) -> None:
-    """INT8 bit for bit; FP8 within twice the reference's own error against float64."""
-    n, k = 97, 1000
-    layout, slided, scale, _ = layer(pattern, dtype, n, k)
+    """INT8 bit for bit.  FP8 within twice the error of the dense tensor-core kernel, in fast accumulation as stock
+    vLLM uses it: tensor cores keep about 14 bits of an FP8 sum, sparse or dense.
+    """
+    n, k = 112, 1008
+    layout, slided, scale, weight = layer(pattern, dtype, n, k)
     x = torch.randn(m, k, generator=torch.Generator().manual_seed(m)).to(torch.bfloat16)
     bias = torch.randn(n, generator=torch.Generator().manual_seed(0)).to(torch.bfloat16)
     q, scale_x = reference.quant_slide(x, layout, dtype, "cuda")
@@ -122,17 +124,26 @@ def test_gpu_backends_equal_the_reference(backend: str, pattern: str, dtype: tor
     assert torch.equal(on_gpu.cpu().view(torch.int8), q.view(torch.int8))
     assert torch.equal(scale_gpu.cpu(), scale_x)
     provider = gemm.require(backend, torch.device("cuda"))
-    packed = provider.pack(slided.cuda())
-    arguments = (packed, scale.cuda(), bias.cuda(), torch.float32)
+    arguments = (provider.pack(slided.cuda()), scale.cuda(), bias.cuda(), torch.float32)
     found = provider.scaled_matmul(on_gpu, scale_gpu, *arguments).cpu()
-    expected = reference.dequant_bias(reference.matmul(q, slided), scale_x, scale, bias, torch.float32)
     if dtype == INT8:
-        assert torch.equal(found, expected)
-    else:
-        exact = (q.double() @ slided.double().t()) * scale.double().t() * scale_x.double() + bias.double()
-        own_error = (expected.double() - exact).abs().max()
-        rounding = exact.abs().max() * 2.0**-24
-        assert (found.double() - exact).abs().max() <= 2 * own_error + 2 * rounding
+        assert torch.equal(
+            found, reference.dequant_bias(reference.matmul(q, slided), scale_x, scale, bias, torch.float32)
+        )
+        return
+    exact = q.double() @ slided.double().t()
+    dense = quantize_rows(x, dtype)[0].cuda()
+    one = torch.ones((), device="cuda")
+    padded = torch.nn.functional.pad(dense.view(torch.int8), (0, 0, 0, -m % 16)).view(dtype)
+    product = torch._scaled_mm(
+        padded, weight.cuda().t(), scale_a=one, scale_b=one, out_dtype=torch.float32, use_fast_accum=True
+    )
+    of_dense = (product[:m].cpu().double() - exact).abs()
+    unscaled = (found.double() - bias.double()) / (scale.double().t() * scale_x.double())
+    rounding = (exact.abs() + (bias.double() / (scale.double().t() * scale_x.double())).abs()) * 2.0**-22
+    of_ours = ((unscaled - exact).abs() - rounding).clamp(min=0)
+    assert of_ours.max() <= 2 * of_dense.max()
+    assert of_ours.mean() <= 2 * of_dense.mean()
 
 
 @pytest.mark.gpu

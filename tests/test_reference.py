@@ -131,8 +131,13 @@ def test_dequant_scales_by_the_channel_first_and_rounds_once() -> None:
     bias = generator.standard_normal(96).astype(np.float32) * 2.0**28
     expected = (acc.astype(np.float32) * s_w.T) * s_x + bias.astype(np.float32)
     tensors = [torch.from_numpy(value) for value in (acc, s_x, s_w, bias.astype(np.float32))]
-    assert_same_bits(dequant_bias(*tensors, torch.float32), torch.from_numpy(expected))
-    assert_same_bits(dequant_bias(*tensors, torch.bfloat16), torch.from_numpy(expected).bfloat16())
+    assert_same_bits(dequant_bias(*tensors, torch.float32, "cpu"), torch.from_numpy(expected))
+    assert_same_bits(dequant_bias(*tensors, torch.bfloat16, "cpu"), torch.from_numpy(expected).bfloat16())
+    # CUDA fuses the last product and the bias: exact in the 64 bits of a long double, rounded once
+    product = (acc.astype(np.float32) * s_w.T).astype(np.longdouble) * s_x.astype(np.longdouble)
+    fused = (product + bias.astype(np.longdouble)).astype(np.float32)
+    assert int((fused != expected).sum()) > 100
+    assert_same_bits(dequant_bias(*tensors, torch.float32, "cuda"), torch.from_numpy(fused))
     other = (acc.astype(np.float32) * s_x) * s_w.T + bias.astype(np.float32)
     assert int((expected != other).sum()) > 100
     twice = (torch.from_numpy(expected - bias).bfloat16() + tensors[3].bfloat16()).bfloat16()

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from slidesparse import reference
+from slidesparse.quantize import arithmetic_of
 
 
 class Reference:
@@ -31,4 +32,5 @@ class Reference:
         out_dtype: torch.dtype,
     ) -> Tensor:
         """See `slidesparse.gemm.GemmProvider.scaled_matmul`."""
-        return reference.dequant_bias(reference.matmul(q, weight), scale_x, scale_w, bias, out_dtype)
+        acc = reference.matmul(q, weight)
+        return reference.dequant_bias(acc, scale_x, scale_w, bias, out_dtype, arithmetic_of(q))
