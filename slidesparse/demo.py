@@ -127,7 +127,11 @@ def _run(out: Path, console: Console) -> int:
             )
             for job, (folder, flags) in jobs.items()
         }
-        served = {job: future.result() for job, future in futures.items()}
+        try:
+            served = {job: future.result() for job, future in futures.items()}
+        except DemoError:
+            pool.shutdown(cancel_futures=True)  # the others would fail alike
+            raise
     console.print(_table(source, models, served))
     console.print(_note(machine), highlight=False)
     console.print(
@@ -261,7 +265,7 @@ def _table(source: Path, models: dict[str, Path], served: dict[tuple[str, str], 
     )
     for name in ("pattern", "on disk", "layers", "backend", "cosine, SlideSparse", "cosine, stock vLLM"):
         table.add_column(name, justify="right" if "cosine" in name or name == "on disk" else "left")
-    table.add_row("none: the original, FP32", _megabytes(source), "-", "-", "-", "1.0000")
+    table.add_row("none: the original", _megabytes(source), "-", "-", "-", "1.0000")
     for pattern, folder in models.items():
         ours, stock = served[pattern, "ours"], served[pattern, "stock"]
         line = re.match(
