@@ -1,7 +1,6 @@
 """Which tensors of a model are linear layers, and which of them vLLM fuses.  Standard library only.
 
-Never lm_head, embeddings, norms, routers, poolers or classifiers: the patterns name what is taken, not what
-is left.
+Never lm_head, embeddings, norms, routers, poolers or classifiers: the patterns name what is taken.
 """
 
 from __future__ import annotations
@@ -12,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 WEIGHT = ".weight"
+SCALE = ".weight_scale"
 
 
 class ArchitectureError(ValueError):
@@ -80,13 +80,18 @@ def compile_regex(text: str, option: str) -> re.Pattern[str]:
         ) from error
 
 
+def architecture_of(config: Mapping[str, Any]) -> str | None:
+    """The first of config.json's ``architectures``, or None when it names none."""
+    found = config.get("architectures")
+    return found[0] if isinstance(found, list) and found and isinstance(found[0], str) else None
+
+
 def family_of(config: Mapping[str, Any], tensors: Iterable[str], linear: str | None = None) -> Family:
     """The family of a model from its config.json, or one made of ``linear``, a regex searched in layer names.
 
     Raises ArchitectureError for mixture-of-experts models and for architectures that are not known.
     """
-    architectures = config.get("architectures") or []
-    found = architectures[0] if isinstance(architectures, list) and architectures else None
+    found = architecture_of(config)
     expert = next((name for name in tensors if _EXPERTS.search(name)), None)
     if expert or "moe" in str(found).lower():
         raise ArchitectureError(
@@ -95,13 +100,13 @@ def family_of(config: Mapping[str, Any], tensors: Iterable[str], linear: str | N
         )
     if linear is not None:
         return Family(compile_regex(linear, "--linear"), DECODER.fused + ENCODER.fused)
-    if found not in FAMILIES:
+    if found is None or found not in FAMILIES:
         what = f"architecture {found!r} is not known" if found else "config.json names no architecture"
         raise ArchitectureError(
             f"{what}; known are {', '.join(sorted(FAMILIES))}. "
             "For another, name its linear layers yourself: --linear REGEX, searched in layer names"
         )
-    return FAMILIES[str(found)]
+    return FAMILIES[found]
 
 
 def ignored(layers: Sequence[str], groups: Iterable[tuple[str, ...]], regexes: Sequence[str]) -> set[str]:

@@ -1,5 +1,4 @@
-"""What each GEMM backend is and needs, in words.  Standard library only: doctor must work where torch does
-not.
+"""What each GEMM backend is and needs, in words.  Standard library only, as doctor must work without torch.
 
 The backends themselves are in slidesparse/gemm/, one a file.
 """

@@ -173,7 +173,7 @@ def _single_file(folder: Path) -> list[str]:
     if found:
         raise CheckpointError(
             f"{folder} holds {len(found)} {SUFFIX} files ({found[0]}, ...) and no {INDEX}, which says "
-            "which of them make up the model; fetch the index too"
+            "which of them make up the model; fetch the index too, or remove the files of no use"
         )
     others = sorted(path.name for path in folder.iterdir() if path.suffix in (".bin", ".pt", ".pth", ".gguf"))
     hint = f" (it has {others[0]}: save the model again with safe_serialization=True)" if others else ""

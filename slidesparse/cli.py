@@ -1,18 +1,20 @@
 """The command line: results on stdout, progress and errors on stderr; torch only in commands that need it.
 
-Exit codes: 0 ok, 1 a check failed, 2 usage or unusable input, 3 environment.
+Exit codes: 0 ok, 1 a check failed, 2 usage or unusable input, 3 environment, 130 interrupted.
 """
 
 from __future__ import annotations
 
 import json
-from collections import Counter
+import shlex
+from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, NoReturn
+from typing import TYPE_CHECKING, Annotated, NoReturn
 
 import typer
+from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.markup import escape
 from rich.progress import (
@@ -31,8 +33,11 @@ if TYPE_CHECKING:
     from slidesparse.convert import Progress as Callback
     from slidesparse.convert import Report
     from slidesparse.inspection import CheckpointReport, LayerReport
+    from slidesparse.pattern import SlidePattern
 
-FAILED, USAGE, ENVIRONMENT = 1, 2, 3
+FAILED, USAGE, ENVIRONMENT, INTERRUPTED = 1, 2, 3, 130
+MOST_NAMES = 3  # of layers, in a summary
+MOST_COLUMNS = 1000  # of characters, in a table
 
 app = typer.Typer(
     name="slidesparse",
@@ -108,10 +113,10 @@ def _explained() -> Iterator[None]:
         _fail(ENVIRONMENT, f"{error.strerror or error}: {error.filename or 'while reading or writing'}")
     except KeyboardInterrupt:
         err.print("interrupted; nothing is left behind")
-        raise typer.Exit(130) from None
+        raise typer.Exit(INTERRUPTED) from None
 
 
-def _pattern(text: str) -> Any:
+def _pattern(text: str) -> SlidePattern:
     from slidesparse.pattern import PatternError, SlidePattern
 
     try:
@@ -144,7 +149,7 @@ def convert(
         str | None,
         typer.Option(help="Which layers to prune, for architectures that are not known.", metavar="REGEX"),
     ] = None,
-    seed: Annotated[int, typer.Option(help="Of --method random.")] = 0,
+    seed: Annotated[int, typer.Option(help="Seed of --method random.")] = 0,
 ) -> None:
     """Prune a model to a pattern and write it as a W8A8 checkpoint."""
     pattern = _pattern(sparsity)
@@ -174,7 +179,7 @@ def _progress_bar() -> Iterator[Callback | None]:
         return
     columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
     with Progress(*columns, TimeRemainingColumn(), console=err, transient=True) as bar:
-        task = bar.add_task("checking")
+        task = bar.add_task("checking", total=None)
 
         def advance(phase: str, done: int, total: int) -> None:
             before = total if phase == "writing" else 0
@@ -184,27 +189,17 @@ def _progress_bar() -> Iterator[Callback | None]:
 
 
 def _summarize(report: Report) -> None:
-    err.print(escape(f"converted {report.source} in {report.seconds:.1f} s"))
-    reasons = ", ".join(
-        f"{n} by {why}" if why.startswith("--") else f"{n} {_reason(why)}" for why, n in _kept(report)
-    )
-    lines = [
-        f"pattern   {report.pattern}, {report.pattern.flag} as SPARSITY",
-        f"layers    {len(report.pruned)} pruned to {report.quant} W8A8, {report.layout} layout; "
-        f"{len(report.kept)} left as they are{f' ({reasons})' if reasons else ''}",
-        f"bytes     {report.bytes_in / 1e6:.1f} MB -> {report.bytes_out / 1e6:.1f} MB, "
-        f"at {report.rate:.0f} MB/s of input",
-        f"serve     vllm serve {report.out}",
-    ]
-    out.print(escape("\n".join(lines)))
-
-
-def _kept(report: Report) -> list[tuple[str, int]]:
-    return sorted(Counter(report.kept.values()).items())
-
-
-def _reason(why: str) -> str:
-    return f"by {why}" if why.startswith("the source") else f"{why}"
+    out.print(escape(f"pattern   {report.pattern}; as a flag, SPARSITY={report.pattern.flag}"))
+    out.print(escape(f"layers    {len(report.pruned)} in {report.quant} W8A8, {report.layout} layout"))
+    reasons = defaultdict(list)
+    for name, why in report.kept.items():
+        reasons[why].append(name)
+    for why, names in sorted(reasons.items()):
+        shown = f"{', '.join(names[:MOST_NAMES])}{', ...' if len(names) > MOST_NAMES else ''}"
+        out.print(escape(f"kept      {len(names)} as in the source ({why}): {shown}"))
+    size = f"{report.bytes_in / 1e6:.1f} MB -> {report.bytes_out / 1e6:.1f} MB"
+    out.print(f"bytes     {size} in {report.seconds:.1f} s, {report.rate:.0f} MB/s of input")
+    out.print(escape(f"serve     vllm serve {shlex.quote(str(report.out))}"))
 
 
 @app.command()
@@ -226,14 +221,21 @@ def inspect(
 
 def _show_layers(report: CheckpointReport) -> None:
     claimed = f"{report.pattern} ({report.layout} layout)" if report.pattern else "none claimed"
-    table = Table(title=f"{report.folder}: pattern {claimed}", title_justify="left")
-    table.add_column("layer", overflow="fold")
+    out.print(escape(f"{report.folder}: pattern {claimed}"))
+    table = Table("layer", box=SIMPLE_HEAD, pad_edge=False)
     for name in ("N x K", "dtype", "pattern", "obeys", "violations", "bytes", "expansion"):
         table.add_column(name, justify="right", no_wrap=True)
     for layer in report.layers:
         table.add_row(*_cells(layer))
-    wide = out if out.is_terminal else Console(highlight=False, width=160)
-    wide.print(table)
+    natural = Console(width=MOST_COLUMNS).measure(table).maximum
+    if out.is_terminal and out.width < natural:
+        for layer in report.layers:
+            name, shape, dtype, pattern, obeys, broken, size, expansion = _cells(layer)
+            out.print(escape(name))
+            out.print(f"  {shape} {dtype}, pattern {pattern}, obeys {obeys}, violations {broken}")
+            out.print(f"  {size} bytes, expansion {expansion}")
+    else:
+        Console(highlight=False, width=natural).print(table)
     for layer in report.layers:
         if layer.first_violation:
             out.print(escape(layer.first_violation), style="red")
@@ -241,8 +243,8 @@ def _show_layers(report: CheckpointReport) -> None:
     out.print(f"{len(report.layers)} layers, {total / 1e6:.1f} MB, {report.violations} violations")
 
 
-def _cells(layer: LayerReport) -> list[str]:
-    return [
+def _cells(layer: LayerReport) -> tuple[str, ...]:
+    return (
         layer.name,
         f"{layer.out_features} x {layer.in_features}",
         layer.dtype,
@@ -251,7 +253,7 @@ def _cells(layer: LayerReport) -> list[str]:
         str(layer.violations) if layer.pattern else "-",
         f"{layer.bytes:,}",
         f"{layer.expansion:.3f}" if layer.expansion else "-",
-    ]
+    )
 
 
 @app.command()
@@ -281,20 +283,21 @@ def verify(
 @app.command()
 def doctor(as_json: Json = False) -> None:
     """Tell what this machine can run, what is missing, and the remedy.  Never fails."""
-    from slidesparse.doctor import collect, render
+    from slidesparse.doctor import main as run
 
-    report = collect()
-    print(json.dumps(report, indent=2) if as_json else render(report))
+    run(["--json"] if as_json else [])
 
 
 @bench_app.command("convert")
 def bench_convert(
-    size: Annotated[str, typer.Option(help="Of the synthetic BF16 model, such as 500MB or 2GB.")] = "2GB",
+    size: Annotated[
+        str, typer.Option(help="Size of the synthetic BF16 model, such as 500MB or 2GB.")
+    ] = "2GB",
     sparsity: Sparsity = "6:8",
     quant: Annotated[str, typer.Option(help="int8 or fp8.")] = "int8",
     layout: Annotated[str, typer.Option(help="dense or slided.")] = "dense",
     folder: Annotated[
-        Path | None, typer.Option(help="Where to put the models; by default the system's.")
+        Path | None, typer.Option(help="Where to put the models; by default the system's temporary folder.")
     ] = None,
     as_json: Json = False,
 ) -> None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import errno
 import fcntl
 import hashlib
+import json
 import os
 import secrets
 import shutil
@@ -35,18 +36,9 @@ from slidesparse.stored import restore
 Progress = Callable[[str, int, int], None]  # phase, bytes done, bytes in all
 
 MOST_WORKERS = 8
+MODULES = "modules.json"  # of sentence-transformers
 _WEIGHT_SUFFIXES = (
-    SUFFIX,
-    ".bin",
-    ".pt",
-    ".pth",
-    ".ckpt",
-    ".gguf",
-    ".onnx",
-    ".onnx_data",
-    ".h5",
-    ".msgpack",
-    ".ot",
+    *(SUFFIX, ".bin", ".pt", ".pth", ".ckpt", ".gguf", ".onnx", ".onnx_data", ".h5", ".msgpack", ".ot"),
 )
 
 
@@ -91,9 +83,9 @@ def convert(
     """Prune the linear layers of ``source`` to ``pattern`` and write the W8A8 checkpoint ``out``.
 
     Args:
-        source: a Hugging Face folder in FP32, FP16 or BF16, or a compressed-tensors W8A8 one (whose scales
-        and ignore
-            list are kept), or one made by this function with the same pattern (whose layout alone changes).
+        source: a Hugging Face folder in FP32, FP16 or BF16, or a compressed-tensors W8A8 one (whose scales and
+            ignore list are kept), or one made by this function with the same pattern (whose layout alone
+            changes).
         out: the folder to make; absent or empty.
         quant: "int8" or "fp8"; None takes what a W8A8 source has, and int8 for a float one.
         layout: "dense" [N, K], which stock vLLM serves, or "slided" [N, K'].
@@ -112,7 +104,8 @@ def convert(
     checkpoint = Checkpoint.open(source)
     plan = make_plan(checkpoint, pattern, quant, layout, method, ignore, linear, seed)
     others = _other_files(source)
-    _require_space(out, plan.bytes_out() + sum((source / name).stat().st_size for name in others))
+    _remove_stale(out)
+    _require_space(out, plan.disk_bytes() + sum((source / name).stat().st_size for name in others))
     with checkpoint.reader() as reader, _workers() as pool:
         _check_values(plan, reader, pool, progress)
         try:
@@ -127,13 +120,11 @@ def convert(
         except OSError as error:
             if error.errno in (errno.ENOSPC, errno.EDQUOT):
                 raise SpaceError(
-                    f"no space left in {out.parent.resolve()} while writing {plan.bytes_out() / 1e6:.0f} "
+                    f"no space left in {out.resolve().parent} while writing {plan.disk_bytes() / 1e6:.0f} "
                     "MB; nothing is left behind. Free some space or choose another output folder, then run "
                     "the same command again"
                 ) from error
             raise
-    seconds = time.monotonic() - started
-    written = sum(spec.nbytes for part in plan.parts for spec in part.out)
     return Report(
         source=source,
         out=out,
@@ -143,8 +134,8 @@ def convert(
         pruned=tuple(plan.pruned),
         kept=plan.kept,
         bytes_in=plan.bytes_in,
-        bytes_out=written,
-        seconds=seconds,
+        bytes_out=plan.bytes_out,
+        seconds=time.monotonic() - started,
     )
 
 
@@ -153,29 +144,48 @@ def _require_free_name(source: Path, out: Path) -> None:
         raise CheckpointError(f"output folder {out} is not empty; name a new one, or empty it first")
     if out.exists() and not out.is_dir():
         raise CheckpointError(f"output folder {out} is a file; name a new folder")
+    above = _existing_parent(out)
+    if not above.is_dir():
+        raise CheckpointError(f"output folder {out} lies below {above}, which is a file; name another folder")
     if out.resolve().is_relative_to(source.resolve()):
         raise CheckpointError(f"output folder {out} lies inside the source {source}; name one elsewhere")
 
 
+def _existing_parent(out: Path) -> Path:
+    """The nearest thing above ``out`` that exists."""
+    return next(path for path in out.resolve().parents if path.exists())
+
+
 def _other_files(source: Path) -> list[Path]:
-    """What is copied: all but weights and hidden files, and folders of modules (with a config) whole."""
+    """What is copied: all but weights and hidden files; the folders that modules.json names, whole."""
     found = []
+    modules = _module_folders(source)
     for path in sorted(source.rglob("*")):
         name = path.relative_to(source)
         if not path.is_file() or any(part.startswith(".") for part in name.parts):
             continue
         is_weight = path.name.endswith((*_WEIGHT_SUFFIXES, *(f"{s}.index.json" for s in _WEIGHT_SUFFIXES)))
-        of_module = len(name.parts) > 1 and (path.parent / CONFIG).exists()
-        if (is_weight and not of_module) or str(name) in (CONFIG, INDEX):
+        if (is_weight and name.parts[0] not in modules) or str(name) in (CONFIG, INDEX):
             continue
         found.append(name)
     return found
 
 
+def _module_folders(source: Path) -> set[str]:
+    """Folders of the further modules, such as 2_Dense, of a sentence-transformers model."""
+    path = source / MODULES
+    if not path.exists():
+        return set()
+    try:
+        return {str(module["path"]) for module in json.loads(path.read_bytes()) if module["path"]}
+    except (ValueError, KeyError, TypeError) as error:
+        raise CheckpointError(
+            f"{path} is not a list of modules with their paths ({type(error).__name__}: {error}); fetch it again"
+        ) from error
+
+
 def _require_space(out: Path, needed: int) -> None:
-    folder = out.resolve().parent
-    while not folder.exists():
-        folder = folder.parent
+    folder = _existing_parent(out)
     free = shutil.disk_usage(folder).free
     if free < needed:
         raise SpaceError(
@@ -199,21 +209,27 @@ def _workers() -> Iterator[ThreadPoolExecutor]:
         torch.set_num_threads(before)
 
 
+def _partial_name(out: Path) -> str:
+    return f".{out.resolve().name}.partial-"
+
+
+def _remove_stale(out: Path) -> None:
+    """Free the space of killed conversions to ``out``.  CheckpointError if one is still running."""
+    parent = out.resolve().parent
+    for stale in list(parent.iterdir()) if parent.exists() else ():
+        if stale.name.startswith(_partial_name(out)):
+            with _locked(stale, out):
+                shutil.rmtree(stale)
+
+
 @contextmanager
 def _partial_folder(out: Path) -> Iterator[Path]:
-    """A hidden sibling of ``out`` that is gone afterwards, unless published; those of killed runs are
-    removed.
+    """A hidden sibling of ``out``, gone afterwards unless published.
 
     A lock on it, which the kernel drops with its process, tells a killed run from a running one.
     """
-    parent = out.resolve().parent
-    parent.mkdir(parents=True, exist_ok=True)
-    prefix = f".{out.resolve().name}.partial-"
-    for stale in [path for path in parent.iterdir() if path.name.startswith(prefix)]:
-        with _locked(stale, out):
-            shutil.rmtree(stale)
-    partial = parent / f"{prefix}{secrets.token_hex(4)}"
-    partial.mkdir()
+    partial = out.resolve().parent / f"{_partial_name(out)}{secrets.token_hex(4)}"
+    partial.mkdir(parents=True)
     try:
         with _locked(partial, out):
             yield partial
@@ -242,7 +258,7 @@ def _publish(partial: Path, out: Path) -> None:
             _sync(path)
     _sync(partial)
     try:
-        os.rename(partial, out)
+        os.rename(partial, out.resolve())
     except OSError as error:
         if error.errno in (errno.ENOTEMPTY, errno.EEXIST):
             raise CheckpointError(

@@ -23,7 +23,7 @@ from typing import Any, TypeVar
 
 from slidesparse import __version__
 from slidesparse.backends import BACKENDS, VLLM_OLDEST, VLLM_TESTED, Facts, included, probe
-from slidesparse.flags import Flags
+from slidesparse.flags import DISABLE, SPARSITY, USE_CUBLASLT, USE_CUSPARSELT, Flags
 
 Report = dict[str, Any]
 T = TypeVar("T")
@@ -231,9 +231,13 @@ def _plugin() -> Report:
     return {"registered": bool(found), "loads": loads, "why": why}
 
 
+def is_flag(name: str) -> bool:
+    """Whether an environment variable is one of ours."""
+    return name in (USE_CUSPARSELT, USE_CUBLASLT, DISABLE, SPARSITY) or name.startswith("SLIDESPARSE_")
+
+
 def _flags() -> Report:
-    names = ("USE_CUSPARSELT", "USE_CUBLASLT", "DISABLE_SLIDESPARSE", "SPARSITY")
-    chosen = {k: v for k, v in sorted(os.environ.items()) if k in names or k.startswith("SLIDESPARSE_")}
+    chosen = {name: value for name, value in sorted(os.environ.items()) if is_flag(name)}
     try:
         flags = Flags.from_environment()
     except ValueError as error:

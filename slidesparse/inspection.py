@@ -11,14 +11,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from slidesparse.architectures import FAMILIES, WEIGHT
+from slidesparse.architectures import FAMILIES, SCALE, WEIGHT, architecture_of
 from slidesparse.checkpoint import Checkpoint, Reader, TensorSpec
 from slidesparse.metadata import Metadata
 from slidesparse.pattern import SlidePattern
 from slidesparse.slide import bits, violations
-from slidesparse.stored import DamagedError, restore
+from slidesparse.stored import DamagedError, open_checkpoint, restore
 
-SCALE = ".weight_scale"
 RATIOS = ("2:4", "4:6", "6:8", "8:10", "10:12", "12:14", "14:16")  # sparsest first
 _NOT_A_LAYER = re.compile(r"embed|lm_head|norm|\.wte$|\.wpe$", re.IGNORECASE)
 
@@ -60,8 +59,7 @@ class CheckpointReport:
 
 def inspect(folder: str | Path) -> CheckpointReport:
     """Read all linear layers of a checkpoint, converted or not.  Raises CheckpointError for a broken one."""
-    checkpoint = Checkpoint.open(folder)
-    metadata = Metadata.of_config(checkpoint.quantization_config())
+    checkpoint, metadata = open_checkpoint(folder)
     with checkpoint.reader() as reader:
         layers = tuple(
             _inspect_layer(checkpoint, reader, metadata, name) for name in _layers(checkpoint, metadata)
@@ -72,19 +70,14 @@ def inspect(folder: str | Path) -> CheckpointReport:
 
 def _layers(checkpoint: Checkpoint, metadata: Metadata | None) -> list[str]:
     """Layers of the metadata and of the architecture; of an unknown one, all matrices that may be layers."""
-    names = list(checkpoint.tensors)
-    architecture = (checkpoint.config.get("architectures") or [None])[0]
-    if architecture in FAMILIES:
-        found = set(FAMILIES[architecture].layers(names))
+    family = FAMILIES.get(architecture_of(checkpoint.config) or "")
+    if family:
+        found = set(family.layers(checkpoint.tensors))
     else:
-        found = {name.removesuffix(WEIGHT) for name in names if name.endswith(WEIGHT)}
+        found = {name.removesuffix(WEIGHT) for name in checkpoint.tensors if name.endswith(WEIGHT)}
         found = {name for name in found if not _NOT_A_LAYER.search(name)}
-    found |= set(metadata.layers if metadata else ())
-    for name in metadata.layers if metadata else ():
-        checkpoint.require(name + WEIGHT)
-    return [
-        name for name in sorted(found, key=_natural) if len(checkpoint.tensors[name + WEIGHT].spec.shape) == 2
-    ]
+    matrices = {name for name in found if len(checkpoint.tensors[name + WEIGHT].spec.shape) == 2}
+    return sorted(matrices.union(metadata.layers if metadata else ()), key=_natural)
 
 
 def _natural(name: str) -> list[tuple[int, str]]:
@@ -168,10 +161,7 @@ class _Side:
     """One of the checkpoints compared, its layers seen as dense."""
 
     def __init__(self, folder: str | Path) -> None:
-        self.checkpoint = Checkpoint.open(folder)
-        self.metadata = Metadata.of_config(self.checkpoint.quantization_config())
-        for layer in self.metadata.layers if self.metadata else ():
-            self.checkpoint.require(layer + WEIGHT)
+        self.checkpoint, self.metadata = open_checkpoint(folder)
 
     def slided(self, name: str) -> bool:
         """Whether a tensor is the weight of a slided layer."""

@@ -41,6 +41,12 @@ class LayerEntry:
     pattern: SlidePattern
     in_features: int
 
+    def __post_init__(self) -> None:
+        if self.in_features < 0:
+            raise MetadataError(
+                f"in_features is {self.in_features}, it must be at least 0; convert the checkpoint again"
+            )
+
 
 @dataclass(frozen=True)
 class Metadata:

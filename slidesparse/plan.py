@@ -4,20 +4,20 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Container, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import slidesparse
 from slidesparse import architectures
-from slidesparse.architectures import WEIGHT
-from slidesparse.checkpoint import FLOATS, INDEX, Checkpoint, CheckpointError, TensorSpec, plan_file
+from slidesparse.architectures import SCALE, WEIGHT
+from slidesparse.checkpoint import CONFIG, FLOATS, INDEX, Checkpoint, CheckpointError, TensorSpec, plan_file
 from slidesparse.metadata import KEY, LAYOUTS, QUANT_METHOD, LayerEntry, Metadata
 from slidesparse.pattern import SlidePattern
 from slidesparse.prune import METHODS
+from slidesparse.stored import require_shape
 from slidesparse.w8a8 import KINDS, W8A8, ignore_list, new_block, parse_block
 
-SCALE = ".weight_scale"
 _EMBEDDING = re.compile(r"embed|\.wte$|\.wpe$")
 
 # Why a two-dimensional weight is left as it is
@@ -65,8 +65,13 @@ class Plan:
         """What an output file holds."""
         return [spec for part in self.parts if part.file == file for spec in part.out]
 
+    @property
     def bytes_out(self) -> int:
-        """Bytes of all output files, headers included."""
+        """Bytes of all tensors written."""
+        return sum(spec.nbytes for part in self.parts for spec in part.out)
+
+    def disk_bytes(self) -> int:
+        """Bytes of all files of tensors written, headers included."""
         return sum(plan_file(self.specs(file))[2] for file in self.checkpoint.files)
 
     def index(self) -> bytes | None:
@@ -74,9 +79,8 @@ class Plan:
         if self.checkpoint.index is None:
             return None
         files = {spec.name: part.file for part in self.parts for spec in part.out}
-        total = sum(spec.nbytes for part in self.parts for spec in part.out)
         old = self.checkpoint.index.get("metadata")
-        metadata = {**(old if isinstance(old, dict) else {}), "total_size": total}
+        metadata = {**(old if isinstance(old, dict) else {}), "total_size": self.bytes_out}
         return _json({"metadata": metadata, "weight_map": dict(sorted(files.items()))})
 
     def small_files(self) -> Iterator[tuple[str, bytes]]:
@@ -84,7 +88,7 @@ class Plan:
         index = self.index()
         if index is not None:
             yield INDEX, index
-        yield "config.json", _json(self.config)
+        yield CONFIG, _json(self.config)
 
 
 def _json(value: object) -> bytes:
@@ -102,53 +106,27 @@ def make_plan(
     seed: int,
 ) -> Plan:
     """Decide everything; the arguments and errors are those of `slidesparse.convert.convert`."""
-    _require("--layout", layout, LAYOUTS)
-    _require("--method", method, METHODS)
-    if quant is not None:
-        _require("--quant", quant, tuple(KINDS))
+    require_options(quant, layout, method)
     block = checkpoint.quantization_config()
     source = parse_block(block) if block is not None else None
-    converted = _converted(block, pattern, ignore)
     if source and quant not in (None, source.quant):
         raise CheckpointError(
             f"--quant {quant} contradicts the source, whose weights are {source.quant} already; leave "
             "--quant out, or start from the original float checkpoint"
         )
-    names = list(checkpoint.tensors)
-    family = architectures.family_of(checkpoint.config, names, linear)
-    candidates = list(converted.layers) if converted else family.layers(names)
-    if not candidates:
-        raise CheckpointError(
-            f"none of the {len(names)} tensors is a linear layer by the names expected "
-            f"({family.linear.pattern}); name them yourself: --linear REGEX, searched in layer names"
-        )
-    left = architectures.ignored(candidates, family.groups(candidates), ignore)
-    chosen, kept = [], {name: BY_IGNORE for name in candidates if name in left}
-    for name in candidates:
-        if name in left:
-            continue
-        if source and _left_by_source(checkpoint, name, source):
-            kept[name] = BY_SOURCE
-        else:
-            chosen.append(name)
-    if not chosen:
-        raise CheckpointError("every linear layer is ignored, so nothing is left to prune; ignore fewer")
+    converted = _converted(block, pattern)
+    if converted:
+        _require_nothing_to_choose(method, ignore, linear)
+        chosen, kept = list(converted.layers), dict[str, str]()
+    else:
+        chosen, kept = _choose(checkpoint, source, ignore, linear)
     target = source or W8A8(quant or "int8", "channel")
     sizes = {name: _in_features(checkpoint, name, source, converted) for name in chosen}
-    if source is None:
-        _no_scales(checkpoint, chosen)
     parts = tuple(
         _part(checkpoint, name, target, pattern, layout, sizes, source is None) for name in checkpoint.tensors
     )
-    for name in names:
-        layer, spec = name.removesuffix(WEIGHT), checkpoint.tensors[name].spec
-        if (
-            name.endswith(WEIGHT)
-            and len(spec.shape) == 2
-            and layer not in sizes
-            and not _EMBEDDING.search(layer)
-        ):
-            kept.setdefault(layer, NOT_LINEAR)
+    for layer in _other_matrices(checkpoint, sizes):
+        kept.setdefault(layer, BY_SOURCE if source and source.ignores(layer) else NOT_LINEAR)
     metadata = Metadata(
         pattern,
         layout,
@@ -172,12 +150,19 @@ def make_plan(
     )
 
 
-def _require(option: str, value: str, allowed: Sequence[str]) -> None:
-    if value not in allowed:
-        raise CheckpointError(f"{option} {value!r} is not known; use one of {', '.join(allowed)}")
+def require_options(quant: str | None, layout: str, method: str = "magnitude") -> None:
+    """CheckpointError, which names the option and its values, for one that is not known."""
+    options = {
+        "--quant": (quant or "int8", KINDS),
+        "--layout": (layout, LAYOUTS),
+        "--method": (method, METHODS),
+    }
+    for option, (value, allowed) in options.items():
+        if value not in allowed:
+            raise CheckpointError(f"{option} {value!r} is not known; use one of {', '.join(allowed)}")
 
 
-def _converted(block: dict[str, Any] | None, pattern: SlidePattern, ignore: Sequence[str]) -> Metadata | None:
+def _converted(block: dict[str, Any] | None, pattern: SlidePattern) -> Metadata | None:
     """The metadata of a source that we converted, which must have the pattern asked for."""
     found = Metadata.of_config(block)
     if found is None:
@@ -193,25 +178,56 @@ def _converted(block: dict[str, Any] | None, pattern: SlidePattern, ignore: Sequ
             "loses more than it must, so start from the original checkpoint, or give --sparsity "
             f"{found.pattern.ratio} to change the layout only"
         )
-    if ignore:
+    if not found.layers:
         raise CheckpointError(
-            "--ignore does not go with a source that is already pruned, as only its layout changes; "
-            "start from the original checkpoint"
+            f"quantization_config.{KEY} of the source lists no layer; start from the original checkpoint"
         )
     return found
 
 
-def _left_by_source(checkpoint: Checkpoint, layer: str, source: W8A8) -> bool:
-    """Whether a W8A8 source ignores a layer; CheckpointError for a float layer that it does not ignore."""
-    spec = checkpoint.require(layer + WEIGHT)
-    if spec.dtype == source.dtype:
-        return False
-    if spec.dtype in FLOATS and source.ignores(layer):
-        return True
-    raise CheckpointError(
-        f"tensor {spec.name} is {spec.dtype}, but quantization_config promises {source.dtype} "
-        f"({source.quant}) and does not ignore it; fetch the checkpoint again"
-    )
+def _require_nothing_to_choose(method: str, ignore: Sequence[str], linear: str | None) -> None:
+    given = {
+        "--ignore": bool(ignore),
+        "--linear": linear is not None,
+        f"--method {method}": method != METHODS[0],
+    }
+    for option in (option for option, is_given in given.items() if is_given):
+        raise CheckpointError(
+            f"{option} does not go with a source that is already pruned, as only its layout changes; "
+            "start from the original checkpoint"
+        )
+
+
+def _choose(
+    checkpoint: Checkpoint, source: W8A8 | None, ignore: Sequence[str], linear: str | None
+) -> tuple[list[str], dict[str, str]]:
+    """The linear layers to prune, and why the others are left as they are."""
+    names = list(checkpoint.tensors)
+    family = architectures.family_of(checkpoint.config, names, linear)
+    candidates = family.layers(names)
+    if not candidates:
+        raise CheckpointError(
+            f"none of the {len(names)} tensors is a linear layer by the names expected "
+            f"({family.linear.pattern}); name them yourself: --linear REGEX, searched in layer names"
+        )
+    left = architectures.ignored(candidates, family.groups(candidates), ignore)
+    kept = {name: BY_IGNORE for name in candidates if name in left}
+    for name in candidates:
+        if source and checkpoint.require(name + WEIGHT).dtype in FLOATS and source.ignores(name):
+            kept.setdefault(name, BY_SOURCE)
+    chosen = [name for name in candidates if name not in kept]
+    if not chosen:
+        raise CheckpointError("every linear layer is ignored, so nothing is left to prune; ignore fewer")
+    return chosen, kept
+
+
+def _other_matrices(checkpoint: Checkpoint, pruned: Container[str]) -> Iterator[str]:
+    """The layers of two-dimensional weights that are neither pruned nor embeddings."""
+    for name, stored in checkpoint.tensors.items():
+        layer = name.removesuffix(WEIGHT)
+        is_matrix = layer != name and len(stored.spec.shape) == 2
+        if is_matrix and layer not in pruned and not _EMBEDDING.search(layer):
+            yield layer
 
 
 def _in_features(checkpoint: Checkpoint, layer: str, source: W8A8 | None, converted: Metadata | None) -> int:
@@ -227,7 +243,18 @@ def _in_features(checkpoint: Checkpoint, layer: str, source: W8A8 | None, conver
                 f"tensor {spec.name} is {spec.dtype}; without a quantization_config the dtypes taken are "
                 f"{', '.join(FLOATS)}"
             )
+        if layer + SCALE in checkpoint.tensors:
+            raise CheckpointError(
+                f"the source has {layer + SCALE} but no quantization_config in config.json; fetch its "
+                "config.json again"
+            )
         return spec.shape[1]
+    if spec.dtype != source.dtype:
+        raise CheckpointError(
+            f"tensor {spec.name} is {spec.dtype}, but quantization_config promises {source.dtype} "
+            f"({source.quant}) and does not ignore it; fetch the checkpoint again, or start from the original "
+            "one if it leaves some layers unquantized on purpose"
+        )
     scale = checkpoint.require(layer + SCALE)
     expected = {"channel": spec.shape[0], "tensor": 1}[source.strategy]
     if scale.dtype not in FLOATS or scale.rows * scale.columns != expected or len(scale.shape) > 2:
@@ -237,26 +264,8 @@ def _in_features(checkpoint: Checkpoint, layer: str, source: W8A8 | None, conver
         )
     if converted is None:
         return spec.shape[1]
-    entry = converted.layers[layer]
-    stored = (
-        entry.pattern.layout(entry.in_features).slided if converted.layout == "slided" else entry.in_features
-    )
-    if spec.shape[1] != stored:
-        raise CheckpointError(
-            f"tensor {spec.name} has {spec.shape[1]} columns; {entry.in_features} in-features at "
-            f"{entry.pattern} in the {converted.layout} layout have {stored}; convert the original "
-            "checkpoint again"
-        )
-    return entry.in_features
-
-
-def _no_scales(checkpoint: Checkpoint, layers: Sequence[str]) -> None:
-    for layer in layers:
-        if layer + SCALE in checkpoint.tensors:
-            raise CheckpointError(
-                f"the source has {layer + SCALE} but no quantization_config in config.json; fetch its "
-                "config.json again"
-            )
+    require_shape(checkpoint, converted, layer)
+    return converted.layers[layer].in_features
 
 
 def _part(

@@ -1,9 +1,13 @@
-"""Rows of a pruned layer as a converted checkpoint stores them, turned back to [rows, K] and checked."""
+"""The pruned layers of a converted checkpoint as stored: checked, and turned back to [rows, K]."""
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from torch import Tensor
 
+from slidesparse.architectures import WEIGHT
+from slidesparse.checkpoint import Checkpoint, CheckpointError
 from slidesparse.metadata import Metadata
 from slidesparse.pattern import PatternError
 from slidesparse.slide import Violation, bits, slide, unslide, violation_message, violations
@@ -15,6 +19,28 @@ class DamagedError(PatternError):
     def __init__(self, message: str, found: Violation) -> None:
         super().__init__(message)
         self.found = found
+
+
+def open_checkpoint(folder: str | Path) -> tuple[Checkpoint, Metadata | None]:
+    """A checkpoint and its metadata, if we converted it; CheckpointError unless the layers listed are there."""
+    checkpoint = Checkpoint.open(folder)
+    metadata = Metadata.of_config(checkpoint.quantization_config())
+    if metadata:
+        for layer in metadata.layers:
+            require_shape(checkpoint, metadata, layer)
+    return checkpoint, metadata
+
+
+def require_shape(checkpoint: Checkpoint, metadata: Metadata, layer: str) -> None:
+    """CheckpointError unless a pruned layer's weight is a matrix with the columns its metadata promises."""
+    spec, entry = checkpoint.require(layer + WEIGHT), metadata.layers[layer]
+    k = entry.in_features
+    stored = entry.pattern.layout(k).slided if metadata.layout == "slided" else k
+    if len(spec.shape) != 2 or spec.shape[1] != stored:
+        raise CheckpointError(
+            f"tensor {spec.name} has shape {list(spec.shape)}; {k} in-features at {entry.pattern} in the "
+            f"{metadata.layout} layout have {stored} columns; convert the original checkpoint again"
+        )
 
 
 def restore(values: Tensor, metadata: Metadata, layer: str, first_row: int = 0) -> Tensor:

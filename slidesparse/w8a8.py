@@ -12,14 +12,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from slidesparse.architectures import compile_regex
 from slidesparse.checkpoint import CheckpointError
 from slidesparse.metadata import QUANT_METHOD
 
 METHODS = ("compressed-tensors", QUANT_METHOD)
-KINDS = {
-    "int8": ("int", "I8"),
-    "fp8": ("float", "F8_E4M3"),
-}  # quant -> compressed-tensors type, safetensors dtype
+KINDS = {"int8": ("int", "I8"), "fp8": ("float", "F8_E4M3")}  # quant -> type, dtype of safetensors
 _FORMATS = ("int-quantized", "float-quantized", "naive-quantized")
 
 
@@ -76,9 +74,10 @@ def parse_block(block: Mapping[str, Any]) -> W8A8:
         raise _refusal(
             f"format {form!r} and status {status!r}", f"a compressed one of {', '.join(_FORMATS)} is"
         )
-    sparsity = (block.get("sparsity_config") or {}).get("format", "dense")
-    if sparsity != "dense":
-        raise _refusal(f"weights stored as {sparsity!r}", "plain ones are")
+    sparsity = block.get("sparsity_config") or {}
+    stored = sparsity.get("format", "dense") if isinstance(sparsity, dict) else sparsity
+    if stored != "dense":
+        raise _refusal(f"weights stored as {stored!r}", "plain ones are")
     if block.get("transform_config"):
         raise _refusal("a transform_config (rotations of the activations)", "checkpoints without one are")
     groups = block.get("config_groups")
@@ -91,6 +90,9 @@ def parse_block(block: Mapping[str, Any]) -> W8A8:
     ignore = block.get("ignore") or []
     if not isinstance(ignore, list) or not all(isinstance(name, str) for name in ignore):
         raise _refusal("an ignore list that is not a list of names", "a list of names is")
+    for entry in ignore:
+        if entry.startswith("re:"):
+            compile_regex(entry[3:], "the source's ignore list:")
     (quant, strategy), *_ = kinds
     return W8A8(quant, strategy, tuple(ignore))
 
@@ -100,6 +102,8 @@ def _group(name: str, group: Any) -> tuple[str, str]:
     if not isinstance(group, dict):
         raise _refusal(f"{name} that is not an object", "weights and input_activations are")
     weights, inputs = group.get("weights") or {}, group.get("input_activations") or {}
+    if not isinstance(weights, dict) or not isinstance(inputs, dict):
+        raise _refusal(f"weights or input_activations that are no objects in {name}", "objects are")
     bits, kind = weights.get("num_bits", 8), weights.get("type", "int")
     quant = next((quant for quant, (type_, _) in KINDS.items() if (type_, 8) == (kind, bits)), None)
     if not weights or quant is None:
@@ -114,8 +118,8 @@ def _group(name: str, group: Any) -> tuple[str, str]:
     if (inputs.get("num_bits", 8), inputs.get("type", "int")) != (8, kind):
         raise _refusal(f"activations of another type than the weights in {name}", f"8-bit {kind} ones are")
     if inputs.get("dynamic", False) is not True or inputs.get("strategy") != "token":
-        kind = "static activations" if not inputs.get("dynamic") else "activations not quantized per token"
-        raise _refusal(f"{kind} in {name}", "dynamic per-token ones are")
+        found = "activations not quantized per token" if inputs.get("dynamic") else "static activations"
+        raise _refusal(f"{found} in {name}", "dynamic per-token ones are")
     if not inputs.get("symmetric", True):
         raise _refusal(f"asymmetric activations in {name}", "symmetric ones are")
     if group.get("output_activations"):

@@ -9,10 +9,11 @@ import sys
 from pathlib import Path
 
 import pytest
-from checkpoints import LLAMA, MODEL, Q, config_of, llama, tensors_of, write
+from checkpoints import DOWN, LLAMA, MODEL, Q, config_of, llama, tensors_of, write
+from rich.console import Console
 from typer.testing import CliRunner
 
-from slidesparse import __version__
+from slidesparse import __version__, cli
 from slidesparse.bench import convert as bench
 from slidesparse.cli import app
 
@@ -40,22 +41,24 @@ def converted(source: Path, tmp_path: Path) -> Path:
 
 @pytest.mark.parametrize("sparsity", ["6:8", "2_8"])
 def test_convert_summarizes_on_stdout(source: Path, tmp_path: Path, sparsity: str) -> None:
-    out = tmp_path / "out"
-    done = Done("convert", source, out, "--sparsity", sparsity, "--ignore", r"0.*down", "--ignore", r"o_proj")
-    assert done.code == 0
-    lines = done.out.splitlines()
-    assert lines[0] == "pattern   6:8 (2 of every 8 pruned), 2_8 as SPARSITY"
-    assert lines[1] == (
-        "layers    11 pruned to int8 W8A8, dense layout; "
-        "4 left as they are (3 by --ignore, 1 not a linear layer of a block)"
+    out = tmp_path / "two words"
+    done = Done(
+        "convert", source, out, "--sparsity", sparsity, "--ignore", r"0.*down", "--ignore", "self_attn"
     )
+    assert (done.code, done.err) == (0, "")
+    lines = done.out.splitlines()
+    assert lines[:2] == [
+        "pattern   6:8 (2 of every 8 pruned); as a flag, SPARSITY=2_8",
+        "layers    5 in int8 W8A8, dense layout",
+    ]
+    assert lines[2].startswith(f"kept      9 as in the source (--ignore): {DOWN}, model.layers.0.self_attn.")
+    assert lines[2].endswith("_proj, ...")
+    assert lines[3] == "kept      1 as in the source (not a linear layer of a block): lm_head"
     before, after = (
         sum(tensor.nbytes for tensor in tensors_of(folder).values()) / 1e6 for folder in (source, out)
     )
-    assert lines[2].startswith(f"bytes     {before:.1f} MB -> {after:.1f} MB, at ")
-    assert lines[3] == f"serve     vllm serve {out}"
-    assert done.err.strip().startswith(f"converted {source} in ")  # the only line without a terminal
-    assert len(done.err.strip().splitlines()) == 1
+    assert lines[4].startswith(f"bytes     {before:.1f} MB -> {after:.1f} MB in ")
+    assert lines[5:] == [f"serve     vllm serve '{out}'"]
 
 
 @pytest.mark.parametrize("layout", ["dense", "slided"])
@@ -163,10 +166,23 @@ def test_inspect(converted: Path) -> None:
     assert done.code == 0
     assert "pattern 6:8 (dense layout)" in done.out
     (line,) = (line for line in done.out.splitlines() if Q in line)
-    assert [cell.strip() for cell in line.strip("│").split("│")] == [
-        Q, "64 x 64", "I8", "6:8", "6:8", "0", "4,352", "1.500",
-    ]  # fmt: skip
+    assert line.split() == [Q, "64", "x", "64", "I8", "6:8", "6:8", "0", "4,352", "1.500"]
     assert done.out.splitlines()[-1].startswith("14 layers, ")
+
+
+@pytest.mark.parametrize("columns", [60, 200])
+def test_inspect_hides_nothing_in_a_narrow_terminal(
+    converted: Path, monkeypatch: pytest.MonkeyPatch, columns: int
+) -> None:
+    terminal = Console(highlight=False, soft_wrap=True, force_terminal=True, color_system=None, width=columns)
+    monkeypatch.setattr(cli, "out", terminal)
+    lines = Done("inspect", converted).out.splitlines()
+    (start,) = (i for i, line in enumerate(lines) if Q in line)
+    row = lines[start : start + (3 if columns == 60 else 1)]
+    assert max(map(len, row)) <= columns
+    assert {"64", "x", "I8", "6:8", "4,352", "1.500"} <= set(
+        " ".join(row).replace(",  ", " ").replace(", ", " ").split()
+    )
 
 
 def test_inspect_as_json(converted: Path) -> None:
@@ -224,12 +240,18 @@ def test_version_and_help() -> None:
 # Without torch
 
 WITHOUT_TORCH = """
-import sys
+import importlib.metadata, sys
 class Blocker:
     def find_spec(self, name, path=None, target=None):
         if name.split(".")[0] in ("torch", "numpy", "vllm", "triton"):
             raise ModuleNotFoundError(f"No module named {name!r}", name=name)
 sys.meta_path.insert(0, Blocker())
+version = importlib.metadata.version
+def version_without_torch(name):
+    if name == "torch":
+        raise importlib.metadata.PackageNotFoundError(name)
+    return version(name)
+importlib.metadata.version = version_without_torch
 from slidesparse.cli import main
 sys.argv[0] = "slidesparse"
 main()
@@ -278,7 +300,7 @@ def small_bench(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("small_bench")
-def test_bench_convert(tmp_path: Path) -> None:
+def test_bench_convert(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     done = Done("bench", "convert", "--size", "2MB", "--layout", "slided", "--folder", tmp_path, "--json")
     assert done.code == 0, done.err
     found = json.loads(done.out)
@@ -287,10 +309,22 @@ def test_bench_convert(tmp_path: Path) -> None:
     assert found["rate"] == pytest.approx(found["bytes_in"] / 1e6 / found["seconds"])
     assert found["start_bytes"] <= found["peak_bytes"] <= found["allowed_bytes"]
     assert list(tmp_path.iterdir()) == []
-    assert "MB/s of input" in Done("bench", "convert", "--size", "2MB").out
+    del found["allowed_bytes"]
+    monkeypatch.setattr(bench, "run", lambda *_: bench.Result(**found))
+    lines = Done("bench", "convert", "--size", "2MB").out.splitlines()
+    assert [line.split()[0] for line in lines] == ["converted", "rate", "peak", "conditions"]
+    assert lines[1].startswith(f"rate        {found['rate']:.0f} MB/s of input")
 
 
-def test_bench_refuses_sizes_that_are_none() -> None:
-    done = Done("bench", "convert", "--size", "big")
+@pytest.mark.parametrize(
+    ("option", "words"),
+    [
+        ("--size", "--size 'big' is not a size; use MB or GB, such as 500MB or 2GB"),
+        ("--quant", "--quant 'big' is not known; use one of int8, fp8"),
+        ("--layout", "--layout 'big' is not known; use one of dense, slided"),
+    ],
+)
+def test_bench_refuses_options_at_once(option: str, words: str) -> None:
+    done = Done("bench", "convert", option, "big")
     assert done.code == 2
-    assert "--size 'big' is not a size; use MB or GB, such as 500MB or 2GB" in done.err
+    assert words in done.err

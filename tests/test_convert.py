@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -26,7 +27,7 @@ from checkpoints import (
     w8a8,
     write,
 )
-from models import float_tensors
+from models import float_tensors, quantization_config
 from safetensors import safe_open
 from strategies import NAMED, assert_same_bits
 
@@ -39,7 +40,6 @@ from slidesparse.pattern import SlidePattern
 from slidesparse.prune import prune
 from slidesparse.quantize import NAMES, quantize_rows
 from slidesparse.slide import slide, violations
-from slidesparse.w8a8 import new_block
 
 SIX_EIGHT = SlidePattern.parse("6:8")
 LINEARS = sorted(LLAMA.linears())
@@ -76,39 +76,16 @@ def test_float_source(tmp_path: Path, ratio: str, quant: str, layout: str) -> No
     }
 
 
-def test_the_config_is_what_compressed_tensors_and_vllm_read(tmp_path: Path) -> None:
-    convert(llama(tmp_path / "source"), tmp_path / "out", pattern=SIX_EIGHT, ignore=["0.*down_proj"])
-    config = config_of(tmp_path / "out")
+@pytest.mark.parametrize("quant", ["int8", "fp8"])
+def test_the_config_is_the_one_that_vllm_serves_in_other_tests(tmp_path: Path, quant: str) -> None:
+    source, out = llama(tmp_path / "source"), tmp_path / "out"
+    convert(source, out, pattern=SIX_EIGHT, quant=quant, ignore=["0.*down_proj"])
+    config = config_of(out)
     block = config.pop("quantization_config")
-    assert config == config_of(tmp_path / "source")
+    assert config == config_of(source)
     assert Metadata.of_config(block)
     del block["slidesparse"]
-    assert block == {
-        "quant_method": "compressed-tensors",
-        "format": "int-quantized",
-        "quantization_status": "compressed",
-        "config_groups": {
-            "group_0": {
-                "targets": ["Linear"],
-                "weights": {
-                    "num_bits": 8, "type": "int", "symmetric": True, "strategy": "channel", "dynamic": False,
-                },
-                "input_activations": {
-                    "num_bits": 8, "type": "int", "symmetric": True, "strategy": "token", "dynamic": True,
-                },
-            }
-        },
-        "ignore": ["lm_head", DOWN],
-    }  # fmt: skip
-
-
-@pytest.mark.parametrize("quant", ["int8", "fp8"])
-def test_compressed_tensors_accepts_the_arguments(quant: str) -> None:
-    arguments = pytest.importorskip("compressed_tensors.quantization").QuantizationArgs
-    block = new_block(quant, [])
-    for values in (block["config_groups"]["group_0"][key] for key in ("weights", "input_activations")):
-        parsed = arguments.model_validate(values)
-        assert {name: getattr(parsed, name) for name in values} == values
+    assert block == {**quantization_config(quant), "ignore": ["lm_head", DOWN]}
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
@@ -130,7 +107,7 @@ def test_w8a8_source_keeps_scales_and_ignore(tmp_path: Path, quant: str, strateg
     report = convert(source, tmp_path / "out", pattern=SIX_EIGHT, layout=layout)
     before, after = tensors_of(source), tensors_of(tmp_path / "out")
     assert report.quant == quant
-    assert report.kept == {DOWN: "the source's ignore list", "lm_head": "not a linear layer of a block"}
+    assert report.kept == dict.fromkeys((DOWN, "lm_head"), "the source's ignore list")
     assert set(after) == set(before)
     for name, tensor in before.items():
         if name.removesuffix(".weight") in LINEARS and not name.startswith(DOWN):
@@ -175,6 +152,14 @@ def test_same_input_same_bytes(tmp_path: Path, shards: int) -> None:
     assert different != snapshot(tmp_path / "a")
 
 
+def test_same_bytes_with_any_number_of_processors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = llama(tmp_path / "source")
+    for count in (1, 2, 7):
+        monkeypatch.setattr(os, "sched_getaffinity", lambda _, count=count: set(range(count)))
+        convert(source, tmp_path / f"{count}", pattern=SIX_EIGHT, method="random")
+    assert snapshot(tmp_path / "1") == snapshot(tmp_path / "2") == snapshot(tmp_path / "7")
+
+
 def test_random_is_independent_of_shards_and_obeys(tmp_path: Path) -> None:
     for shards in (1, 3):
         source = llama(tmp_path / f"source{shards}", shards=shards)
@@ -212,6 +197,11 @@ def test_bert_layers_and_other_files(tmp_path: Path) -> None:
     (source / "2_Dense").mkdir()
     for name in ("config.json", MODEL):
         (source / "2_Dense" / name).write_bytes(b"a module of sentence-transformers, with its weights")
+    modules = [{"path": path} for path in ("", "1_Pooling", "2_Dense")]
+    (source / "modules.json").write_text(json.dumps(modules))
+    (source / "checkpoint-500").mkdir()
+    for name in ("config.json", MODEL, "optimizer.pt"):
+        (source / "checkpoint-500" / name).write_bytes(b"of the training")
     report = convert(source, tmp_path / "out", pattern=SlidePattern.parse("4:6"), ignore=["1.intermediate"])
     assert len(report.pruned) == 11
     assert report.kept == {
@@ -219,6 +209,7 @@ def test_bert_layers_and_other_files(tmp_path: Path) -> None:
         "pooler.dense": "not a linear layer of a block",
     }
     kept = {"1_Pooling/config.json", "2_Dense/config.json", f"2_Dense/{MODEL}", "tokenizer.json"}
+    kept |= {"modules.json", "checkpoint-500/config.json"}
     assert set(snapshot(tmp_path / "out")) == kept | {"config.json", MODEL}
     ignore = config_of(tmp_path / "out")["quantization_config"]["ignore"]
     assert ignore == [  # vLLM puts "model." before the names of a bare encoder
@@ -264,6 +255,9 @@ def test_linear_names_the_layers_of_an_unknown_architecture(tmp_path: Path) -> N
     assert report.pruned == ("blocks.0.fc1",)
     assert report.kept == {"head": "not a linear layer of a block"}
     assert config_of(tmp_path / "out")["quantization_config"]["ignore"] == ["lm_head", "head"]
+    again = convert(tmp_path / "out", tmp_path / "slided", pattern=SIX_EIGHT, layout="slided")
+    assert again.pruned == report.pruned
+    assert again.kept == {"head": "the source's ignore list"}
 
 
 def test_the_older_config_name_is_replaced(tmp_path: Path) -> None:
@@ -281,6 +275,11 @@ def test_an_empty_folder_may_be_filled_and_parents_are_made(tmp_path: Path) -> N
     (tmp_path / "empty").mkdir()
     convert(source, tmp_path / "empty", pattern=SIX_EIGHT)
     convert(source, tmp_path / "new" / "below" / "out", pattern=SIX_EIGHT)
+    (tmp_path / "target").mkdir()
+    for name in ("target", "dangling"):  # a link to a folder on another disk, say
+        (tmp_path / f"to {name}").symlink_to(name)
+        convert(source, tmp_path / f"to {name}", pattern=SIX_EIGHT)
+        assert snapshot(tmp_path / name) == snapshot(tmp_path / "empty")
     assert snapshot(tmp_path / "empty") == snapshot(tmp_path / "new" / "below" / "out")
 
 
@@ -318,7 +317,9 @@ convert.convert(sys.argv[1], sys.argv[2], pattern=SlidePattern.parse("6:8"))
 """
 
 
-def test_a_killed_conversion_leaves_nothing_that_looks_finished(tmp_path: Path) -> None:
+def test_a_killed_conversion_leaves_nothing_that_looks_finished(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     source = llama(tmp_path / "source")
     out = tmp_path / "out"
     command = [sys.executable, "-c", KILLED, str(source), str(out)]
@@ -329,6 +330,8 @@ def test_a_killed_conversion_leaves_nothing_that_looks_finished(tmp_path: Path) 
     assert re.fullmatch(r"\.out\.partial-\w+", partial.name)
     assert (partial / MODEL).exists()
     assert not (partial / "config.json").exists()
+    usage = shutil.disk_usage(tmp_path)  # what was left does not count as space that is taken
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=0) if partial.exists() else usage)
     convert(source, out, pattern=SIX_EIGHT)  # the same again just works, and cleans up
     assert {path.name for path in tmp_path.iterdir()} == {"source", "out"}
     convert(source, tmp_path / "other", pattern=SIX_EIGHT)

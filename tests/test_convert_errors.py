@@ -255,7 +255,7 @@ def test_unknown_architecture(tmp_path: Path) -> None:
     )  # fmt: skip
 
 
-@pytest.mark.parametrize("value", [None, [], "LlamaForCausalLM"])
+@pytest.mark.parametrize("value", [None, [], "LlamaForCausalLM", {"a": 1}, [["LlamaForCausalLM"]]])
 def test_no_architecture(tmp_path: Path, value: object) -> None:
     source = llama(tmp_path / "source")
     edit_json(source / "config.json", architectures=value)
@@ -332,6 +332,13 @@ def test_output_is_a_file(tmp_path: Path) -> None:
     source = llama(tmp_path / "source")
     (tmp_path / "out").write_text("")
     refused(source, "is a file; name a new folder")
+    refused(source, f"lies below {tmp_path / 'out'}, which is a file", out="out/new/below")
+
+
+def test_modules_that_cannot_be_read(tmp_path: Path) -> None:
+    source = llama(tmp_path / "source")
+    (source / "modules.json").write_text('[{"name": "1"}]')
+    refused(source, "modules.json is not a list of modules with their paths", "fetch it again")
 
 
 def test_output_inside_the_source(tmp_path: Path) -> None:

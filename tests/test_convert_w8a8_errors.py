@@ -11,7 +11,10 @@ import torch
 from checkpoints import DOWN, Q, config_of, edit_json, llama, refused, tensors_of, w8a8, write
 
 from slidesparse import checkpoint as checkpoint_module
+from slidesparse.architectures import ArchitectureError
+from slidesparse.checkpoint import CheckpointError
 from slidesparse.convert import convert
+from slidesparse.inspection import inspect, verify
 from slidesparse.metadata import MetadataError
 from slidesparse.pattern import PatternError, SlidePattern
 
@@ -70,6 +73,11 @@ EDITS = {
         "groups with different arguments (int8 per channel and int8 per tensor)",
     ),
     "no groups": Edit(lambda b: b.pop("config_groups"), "no config_groups"),
+    "bad weights": Edit(
+        lambda b: b["config_groups"]["group_0"].update(weights="int8"),
+        "weights or input_activations that are no",
+    ),
+    "bad sparsity": Edit(lambda b: b.update(sparsity_config="dense, I think"), "'dense, I think'"),
     "bad group": Edit(lambda b: b["config_groups"].update(group_0=3), "group_0 that is not an object"),
     "packed": Edit(lambda b: b.update(format="pack-quantized"), "format 'pack-quantized'"),
     "frozen": Edit(lambda b: b.update(quantization_status="frozen"), "status 'frozen'"),
@@ -88,6 +96,14 @@ def test_w8a8_of_another_kind(tmp_path: Path, name: str) -> None:
     EDITS[name].change(block)
     edit_json(source / "config.json", quantization_config=block)
     refused(source, EDITS[name].words, "tart from the original checkpoint")
+
+
+def test_ignore_list_with_a_bad_regex(tmp_path: Path) -> None:
+    source = w8a8(tmp_path / "source")
+    block = config_of(source)["quantization_config"]
+    edit_json(source / "config.json", quantization_config={**block, "ignore": ["re:mlp.(down"]})
+    words = "the source's ignore list: 'mlp.(down' is not a Python regular expression"
+    refused(source, words, error=ArchitectureError)
 
 
 def test_w8a8_layer_that_is_float_and_not_ignored(tmp_path: Path) -> None:
@@ -153,8 +169,12 @@ def test_another_pattern(converted: Path) -> None:
     )  # fmt: skip
 
 
-def test_ignore_of_a_pruned_source(converted: Path) -> None:
-    refused(converted, "--ignore does not go with a source that is already pruned", ignore=["down"])
+@pytest.mark.parametrize(
+    ("option", "value"), [("--ignore", ["down"]), ("--linear", "down"), ("--method random", "random")]
+)
+def test_choices_for_a_pruned_source(converted: Path, option: str, value: object) -> None:
+    words = f"{option} does not go with a source that is already pruned"
+    refused(converted, words, **{option.split()[0].removeprefix("--"): value})
 
 
 def test_violated_pattern(converted: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -195,7 +215,18 @@ def test_metadata_of_another_size(converted: Path) -> None:
     block = config_of(converted)["quantization_config"]
     block["slidesparse"]["layers"][Q]["in_features"] = 72
     edit_json(converted / "config.json", quantization_config=block)
-    refused(converted, f"tensor {Q}.weight has", "72 in-features at 6:8")
+    words = f"tensor {Q}.weight has", "72 in-features at 6:8"
+    refused(converted, *words)
+    for read in (inspect, lambda folder: verify(folder, folder)):
+        with pytest.raises(CheckpointError, match=words[1]):
+            read(converted)
+
+
+def test_metadata_without_layers(converted: Path) -> None:
+    block = config_of(converted)["quantization_config"]
+    block["slidesparse"]["layers"] = {}
+    edit_json(converted / "config.json", quantization_config=block)
+    refused(converted, "lists no layer; start from the original checkpoint")
 
 
 def test_metadata_of_a_newer_version(converted: Path) -> None:

@@ -7,6 +7,7 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,25 +17,34 @@ from slidesparse import backends, doctor
 from slidesparse.backends import BACKENDS, Facts, probe
 
 ROOT = Path(__file__).parent.parent
+Collect = Callable[[], dict[str, Any]]
 GPU = Facts("2.11.0", None, "13.0", True, True, True, (9, 0))
 
-BLOCKER = """
+BLOCKED = ("torch", "vllm", "triton", "numpy", "rich", "typer")
+DOCTOR = f"""
 import sys
 class Blocker:
     def find_spec(self, name, path=None, target=None):
-        if name.split(".")[0] in {names!r}:
+        if name.split(".")[0] in {BLOCKED}:
             raise ImportError(name + " is blocked")
 sys.meta_path.insert(0, Blocker())
+from slidesparse.doctor import main
+sys.exit(main(sys.argv[1:]))
 """
 
 
-def run_doctor(*arguments: str, blocked: tuple[str, ...] = (), **environ: str) -> str:
-    """Standard output of doctor in a process of its own, with a plain environment."""
-    program = BLOCKER.format(names=blocked) if blocked else ""
-    program += f"import sys\nfrom slidesparse.doctor import main\nsys.exit(main({list(arguments)!r}))"
-    plain = {"PATH": os.environ["PATH"], "PYTHONPATH": str(ROOT), **environ}
+def run_doctor(*arguments: str, bare: bool = True, **environ: str) -> str:
+    """Standard output of doctor in a process of its own, without site-packages if ``bare``.
+
+    It is itself without torch in any case; where torch is installed, it starts another process to import it.
+    """
     done = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, timeout=300, env=plain, check=False
+        [sys.executable, *(["-S"] if bare else []), "-c", DOCTOR, *arguments],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        env={"PATH": os.environ["PATH"], "PYTHONPATH": str(ROOT), **environ},
+        check=False,
     )
     assert (done.returncode, done.stderr) == (0, "")
     return done.stdout
@@ -42,7 +52,17 @@ def run_doctor(*arguments: str, blocked: tuple[str, ...] = (), **environ: str) -
 
 @pytest.fixture(scope="module")
 def report() -> dict[str, Any]:
-    return json.loads(run_doctor("--json"))
+    """What doctor says here, in JSON; the one run that imports torch."""
+    return json.loads(run_doctor("--json", bare=False))
+
+
+@pytest.fixture
+def collect(report: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> Collect:
+    """Doctor in this process, with what is known of torch, and no flags but the test's."""
+    for name in [name for name in os.environ if doctor.is_flag(name)]:
+        monkeypatch.delenv(name)
+    monkeypatch.setattr(doctor, "_torch", lambda: report["torch"])
+    return doctor.collect
 
 
 def test_json_has_every_section_and_is_what_collect_gives(report: dict[str, Any]) -> None:
@@ -89,37 +109,19 @@ def test_text_names_everything(report: dict[str, Any]) -> None:
             assert words in text
 
 
-def test_without_torch_and_vllm_in_this_process() -> None:
-    """Doctor itself imports neither: with both blocked the report is no poorer."""
-    found = json.loads(run_doctor("--json", blocked=("torch", "vllm", "triton", "numpy", "rich", "typer")))
-    assert found["backends"]["reference"]["usable"]
-
-
 def test_on_a_bare_python() -> None:
     """No site-packages at all: nothing is installed, and that is what it says."""
-    program = "import sys; from slidesparse.doctor import main; sys.exit(main(sys.argv[1:]))"
-    outputs = []
-    for arguments in (["--json"], []):
-        done = subprocess.run(
-            [sys.executable, "-S", "-c", program, *arguments],
-            capture_output=True,
-            text=True,
-            timeout=60,
-            env={"PYTHONPATH": str(ROOT), "PATH": ""},
-            check=False,
-        )
-        assert (done.returncode, done.stderr) == (0, "")
-        outputs.append(done.stdout)
-    found = json.loads(outputs[0])
+    found = json.loads(run_doctor("--json", PATH=""))
     assert found["torch"] == {"version": None}
     assert found["vllm"]["status"] == "not installed"
     assert found["backends"]["reference"]["lacks"] == ["torch is not installed"]
     assert found["backends"]["reference"]["remedy"] == "pip install 'slidesparse[cpu]'"
-    assert "torch is not installed" in outputs[1]
+    assert "torch is not installed" in run_doctor(PATH="")
 
 
-def test_empty_path() -> None:
-    found = json.loads(run_doctor("--json", PATH=""))
+def test_empty_path(collect: Collect, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", "")
+    found = collect()
     assert found["gpus"] == {"list": [], "why": "nvidia-smi is not on the PATH"}
     assert found["libraries"]["nvcc"] is None
     assert found["libraries"]["cxx"] is None
@@ -134,15 +136,22 @@ def test_empty_path() -> None:
         ("USE_CUSPARSELT", "maybe", "USE_CUSPARSELT='maybe': use 1 or 0"),
     ],
 )
-def test_garbage_in_flags_is_reported(flag: str, value: str, words: str) -> None:
-    found = json.loads(run_doctor("--json", **{flag: value, "PYTHONUTF8": "1"}))
+def test_garbage_in_flags_is_reported(
+    collect: Collect,
+    monkeypatch: pytest.MonkeyPatch,
+    flag: str,
+    value: str,
+    words: str,
+) -> None:
+    monkeypatch.setenv(flag, value)
+    found = collect()
     assert found["flags"]["set"] == {flag: value}
     assert words in found["flags"]["error"]
     assert words in doctor.render(found)
 
 
 def test_a_reader_that_stops_early() -> None:
-    command = f"{sys.executable} -m slidesparse.doctor | true; exit ${{PIPESTATUS[0]}}"
+    command = f"{sys.executable} -S -m slidesparse.doctor | true; exit ${{PIPESTATUS[0]}}"
     done = subprocess.run(
         ["bash", "-c", command], capture_output=True, text=True, cwd=ROOT, timeout=300, check=False
     )
@@ -191,17 +200,20 @@ def test_every_probe_may_fail(monkeypatch: pytest.MonkeyPatch) -> None:
     assert text.count("the disk is gone") >= 6
 
 
-def test_output_of_nvidia_smi_is_read(tmp_path: Path) -> None:
+def test_output_of_nvidia_smi_is_read(
+    tmp_path: Path, collect: Collect, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
     tool = tmp_path / "nvidia-smi"
     tool.write_text(
         "#!/bin/sh\necho 'NVIDIA H200, 580.95.05, 9.0, 143771'\necho 'NVIDIA A100, 580.95.05, 8.0, 81920'\n"
     )
     tool.chmod(0o755)
-    found = json.loads(run_doctor("--json", PATH=str(tmp_path)))
+    found = json.loads(json.dumps(collect()))
     assert [gpu["name"] for gpu in found["gpus"]["list"]] == ["NVIDIA H200", "NVIDIA A100"]
     assert "NVIDIA H200, compute capability 9.0, 143771 MiB, driver 580.95.05" in doctor.render(found)
     tool.write_text("#!/bin/sh\necho 'NVIDIA-SMI has failed because of the driver.'\nexit 9\n")
-    found = json.loads(run_doctor("--json", PATH=str(tmp_path)))
+    found = json.loads(json.dumps(collect()))
     assert "nvidia-smi exited with 9: NVIDIA-SMI has failed" in found["gpus"]["error"]
 
 

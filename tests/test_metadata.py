@@ -92,3 +92,10 @@ def test_a_damaged_block_says_what_is_wrong(block: Any, words: list[str]) -> Non
         Metadata.from_json(block)
     assert [word for word in words if word not in str(error.value)] == []
     assert block == before
+
+
+def test_negative_in_features() -> None:
+    layers = {"a": {"pattern": "6:8", "in_features": -8}}
+    block = {"version": 1, "pattern": "6:8", "layout": "dense", "layers": layers}
+    with pytest.raises(MetadataError, match="in_features is -8, it must be at least 0"):
+        Metadata.from_json(block)

@@ -1,5 +1,4 @@
-"""How fast a conversion of a synthetic BF16 Llama-style model runs, and in how much memory, in a child
-process.
+"""How fast a synthetic BF16 Llama-style model is converted, in a child process, and in how much memory.
 
 The source is in the page cache, as it has just been written; the output is synced to the disk within the time
 measured.
@@ -22,6 +21,7 @@ import torch
 
 from slidesparse.checkpoint import CheckpointError, TensorSpec, Writer
 from slidesparse.pattern import SlidePattern
+from slidesparse.plan import require_options
 
 HIDDEN, INTERMEDIATE, VOCABULARY = 4096, 14336, 32000
 GOAL = 200.0  # MB/s of BF16 input on two processors
@@ -72,12 +72,10 @@ class Result:
         """Some lines for people."""
         return "\n".join(
             [
-                f"converted   {self.bytes_in / 1e6:.0f} MB BF16 -> {self.bytes_out / 1e6:.0f} MB "
-                f"{self.quant}, "
+                f"converted   {self.bytes_in / 1e6:.0f} MB BF16 -> {self.bytes_out / 1e6:.0f} MB {self.quant}, "
                 f"{self.pattern}, {self.layout} layout, in {self.seconds:.1f} s",
                 f"rate        {self.rate:.0f} MB/s of input (goal on two processors: {GOAL:.0f})",
-                f"peak memory {self.peak_bytes / 1e6:.0f} MB, {self.start_bytes / 1e6:.0f} of it before the "
-                "start "
+                f"peak memory {self.peak_bytes / 1e6:.0f} MB, {self.start_bytes / 1e6:.0f} of it before the start "
                 f"(allowed: {self.allowed_bytes / 1e6:.0f}, twice the largest tensor and 1 GB)",
                 f"conditions  {self.processors} processors, {self.machine}, torch {self.torch}, "
                 f"load {self.load:.1f}, source in the page cache, output synced",
@@ -133,8 +131,9 @@ def _layer() -> dict[str, tuple[int, ...]]:
 def run(size: int, pattern: SlidePattern, quant: str, layout: str, folder: Path | None = None) -> Result:
     """Make the model in a temporary folder (below ``folder``), convert it, and measure.
 
-    Raises CheckpointError when the conversion fails, with what it said.
+    Raises CheckpointError for an option that is not known, and when the conversion fails, with what it said.
     """
+    require_options(quant, layout)
     with tempfile.TemporaryDirectory(prefix="slidesparse-bench-", dir=folder) as scratch:
         source, out = Path(scratch) / "source", Path(scratch) / "out"
         source.mkdir()
