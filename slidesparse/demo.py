@@ -190,15 +190,18 @@ def this_machine() -> Machine:
 def embed(model: Path, flags: dict[str, str], options: tuple[str, ...], log: Path) -> Served:
     """Serve ``model`` with the environment ``flags`` and ask for the embeddings of SENTENCES; raises DemoError."""
     with _server(model, flags, options, log) as address:
-        body = json.dumps({"model": str(model), "input": SENTENCES}).encode()
-        request = urllib.request.Request(
-            f"{address}/v1/embeddings", body, {"Content-Type": "application/json"}
-        )
-        with urllib.request.urlopen(request, timeout=120) as response:
-            data = json.load(response)["data"]
+        embeddings = [_ask(address, str(model), sentence) for sentence in SENTENCES]
     summary = re.search(r"SlideSparse (\S+ \(.*)", log.read_text(errors="replace"))
-    ordered = sorted(data, key=lambda item: item["index"])
-    return Served([item["embedding"] for item in ordered], summary[1] if summary else "")
+    return Served(embeddings, summary[1] if summary else "")
+
+
+def _ask(address: str, model: str, sentence: str) -> list[float]:
+    """One sentence a request: how a server batches several depends on timing, and last bits on the batch."""
+    body = json.dumps({"model": model, "input": sentence}).encode()
+    request = urllib.request.Request(f"{address}/v1/embeddings", body, {"Content-Type": "application/json"})
+    with urllib.request.urlopen(request, timeout=120) as response:
+        embedding: list[float] = json.load(response)["data"][0]["embedding"]
+    return embedding
 
 
 @contextmanager
