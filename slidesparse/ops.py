@@ -35,8 +35,11 @@ def quant_slide(x: Tensor, length: int, phase: int, dtype: torch.dtype) -> tuple
     A length of 4 lifts nothing, it only pads K to a multiple of 4: the dense path.
     Rounds as stock vLLM does on x's device (`slidesparse.quantize`).
     """
-    layout = SlideLayout(x.shape[1], phase, length)
-    return reference.quant_slide(x, layout, dtype, arithmetic_of(x))
+    if x.is_cuda:
+        from slidesparse.kernels.quant_slide import quant_slide as kernel  # late: needs Triton
+
+        return kernel(x, length, phase, dtype)
+    return reference.quant_slide(x, SlideLayout(x.shape[1], phase, length), dtype, arithmetic_of(x))
 
 
 def _quant_slide_fake(x: Tensor, length: int, phase: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from functools import cache
 from importlib import import_module
+from importlib.util import find_spec
 from typing import Protocol
 
 import torch
@@ -60,6 +61,15 @@ def provider(name: str) -> GemmProvider:
     module, attribute = PROVIDERS[name].split(":")
     made: GemmProvider = getattr(import_module(module), attribute)()
     return made
+
+
+def missing_triton() -> str | None:
+    """What GPU backends say without Triton, whose kernels quantize and scale for them; None when it is there."""
+    return (
+        None
+        if find_spec("triton")
+        else "Triton is not installed; install a CUDA build of torch, which brings it"
+    )
 
 
 def require(name: str, device: torch.device) -> GemmProvider:

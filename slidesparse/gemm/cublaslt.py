@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from slidesparse import reference
+from slidesparse.gemm import missing_triton
 from slidesparse.quantize import INT8
 
 _ALIGNMENT = 16
@@ -20,7 +20,7 @@ class CublasLt:
         """Needs an NVIDIA GPU; FP8 needs compute capability 8.9."""
         if device.type != "cuda" or not torch.cuda.is_available():
             return "it needs an NVIDIA GPU; the reference backend runs on this machine"
-        return None
+        return missing_triton()
 
     def pack(self, weight: Tensor) -> Tensor:
         """[N, K] padded to multiples of 16."""
@@ -46,4 +46,6 @@ class CublasLt:
         else:
             one = torch.ones((), dtype=torch.float32, device=q.device)
             acc = torch._scaled_mm(padded, weight.t(), scale_a=one, scale_b=one, out_dtype=torch.float32)
-        return reference.dequant_bias(acc[:m, :n], scale_x, scale_w, bias, out_dtype)
+        from slidesparse.kernels.dequant_bias import dequant_bias  # late: needs Triton
+
+        return dequant_bias(acc[:m, :n], scale_x, scale_w, bias, out_dtype)

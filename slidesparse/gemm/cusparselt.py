@@ -1,7 +1,7 @@
 """NVIDIA's cuSPARSELt: 2:4 sparse GEMM on sparse tensor cores, through torch's binding of it.
 
 The product is taken transposed, out.T [N, M] = weight [N, K'] @ q.T [K', M], because cuSPARSELt wants the sparse
-matrix on the left.  INT8 comes back as INT32, FP8 as float32, and `slidesparse.reference.dequant_bias` scales it.
+matrix on the left.  INT8 comes back as INT32, FP8 as float32, and `slidesparse.kernels.dequant_bias` scales it.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from slidesparse import reference
+from slidesparse.gemm import missing_triton
 from slidesparse.quantize import FP8, INT8
 
 _ALIGNMENT = 32  # rows, columns and tokens of an 8-bit product, as cuSPARSELt asks for
@@ -32,7 +32,7 @@ class CuSparseLt:
             )
         if not (hasattr(torch, "_cslt_compress") and torch.backends.cusparselt.is_available()):
             return "this torch was built without cuSPARSELt; install a CUDA build of torch 2.6 or later"
-        return None
+        return missing_triton()
 
     def pack(self, weight: Tensor) -> Tensor:
         """2:4 [N, K'] -> the values and metadata cuSPARSELt reads, N and K' padded to multiples of 32."""
@@ -59,7 +59,9 @@ class CuSparseLt:
         padded = torch.nn.functional.pad(_bits(q), (0, -k % _ALIGNMENT, 0, -m % _ALIGNMENT)).view(q.dtype)
         acc_dtype = torch.int32 if q.dtype == INT8 else torch.float32
         acc = torch._cslt_sparse_mm(weight, padded.t(), out_dtype=acc_dtype, transpose_result=True)
-        return reference.dequant_bias(acc[:m, :n], scale_x, scale_w, bias, out_dtype)
+        from slidesparse.kernels.dequant_bias import dequant_bias  # late: needs Triton
+
+        return dequant_bias(acc[:m, :n], scale_x, scale_w, bias, out_dtype)
 
 
 def _bits(x: Tensor) -> Tensor:

@@ -1,0 +1,59 @@
+"""The GPU's Triton kernels, one a file: `quant_slide`, `quant_only`, `dequant_bias`.
+
+Bit-identical to `slidesparse.reference` with ``arithmetic="cuda"``, on the GPU and in Triton's interpreter
+(TRITON_INTERPRET=1).  This package needs neither Triton nor a GPU; its modules need Triton when imported, and
+a GPU (or the interpreter) when called.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+KINDS = ("quant_slide", "quant_only", "dequant_bias")
+
+
+class Config(NamedTuple):
+    """How a kernel is launched.
+
+    ``block`` counts what one step of a program handles along the row: words of four codes (quant_slide, quant_only)
+    or columns (dequant_bias).  ``rows`` is the rows of a program.
+    """
+
+    block: int  # a power of two
+    rows: int  # a power of two; 1 for the quantizing kernels, which give a program one row
+    warps: int
+
+
+# kind -> ((largest size, largest M, how to launch), ...): the first entry that holds both counts.  Sizes are K for the
+# quantizing kernels and N for dequant_bias; None is any.
+_Entry = tuple[int | None, int | None, Config]
+TABLE: dict[str, tuple[_Entry, ...]] = {
+    "quant_slide": (
+        (1024, None, Config(256, 1, 2)),
+        (4096, None, Config(512, 1, 4)),
+        (8192, None, Config(1024, 1, 8)),
+        (32768, None, Config(1024, 1, 16)),
+        (None, None, Config(4096, 1, 16)),
+    ),
+    "quant_only": (
+        (1024, None, Config(256, 1, 2)),
+        (4096, None, Config(1024, 1, 4)),
+        (8192, None, Config(2048, 1, 8)),
+        (None, None, Config(8192, 1, 8)),
+    ),
+    "dequant_bias": (
+        (None, 64, Config(256, 1, 1)),
+        (None, None, Config(1024, 4, 4)),
+    ),
+}
+
+
+def config(kind: str, size: int, m: int) -> Config:
+    """How to launch ``kind`` for rows of ``size`` (K, or N for dequant_bias) and ``m`` rows.
+
+    Raises KeyError for a kind that is not in KINDS.
+    """
+    for largest_size, largest_m, found in TABLE[kind]:
+        if (largest_size is None or size <= largest_size) and (largest_m is None or m <= largest_m):
+            return found
+    raise AssertionError(f"the table of {kind} has no entry for any size")  # its last entry has no limits

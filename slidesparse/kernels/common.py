@@ -1,0 +1,276 @@
+"""What the kernels share: reading rows, rounding to INT8 and E4M3, and the checks of their launchers.
+
+Device functions come in two forms that give the same bits.  ``NATIVE`` uses instructions of the GPU; the other form
+is plain arithmetic, for Triton's interpreter.  Codes are made by integer arithmetic in both, so E4M3 needs no GPU that
+has it.
+"""
+
+# ruff: noqa: N803, SIM108, SIM300 (compile-time arguments in capitals, as is Triton's convention)
+# mypy: disable-error-code="untyped-decorator,no-untyped-def"
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from slidesparse.quantize import FP8, INT8, quantize_rows
+
+FLOATS = (torch.bfloat16, torch.float16, torch.float32)
+
+
+@triton.jit
+def widen(value):
+    """float32 of bfloat16, float16 or float32; exact.  The interpreter has no bfloat16 arithmetic: move its bits."""
+    if value.dtype == tl.bfloat16:
+        wide = (value.to(tl.int16, bitcast=True).to(tl.int32) << 16).to(tl.float32, bitcast=True)
+    else:
+        wide = value.to(tl.float32)
+    return wide
+
+
+@triton.jit
+def narrow(value, DTYPE: tl.constexpr, NATIVE: tl.constexpr):
+    """float32 -> DTYPE, to nearest, ties to even; the interpreter's own bfloat16 rounds ties up."""
+    if NATIVE or DTYPE != tl.bfloat16:
+        result = value.to(DTYPE)
+    else:
+        bits = value.to(tl.int32, bitcast=True)
+        rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
+        rounded = tl.where(value == value, rounded, 0x7FC0)
+        result = rounded.to(tl.int16).to(tl.bfloat16, bitcast=True)
+    return result
+
+
+@triton.jit
+def halves(word, BF16: tl.constexpr):
+    """The two 16-bit floats of an int32, the lower address first, as float32."""
+    if BF16:
+        low = (word << 16).to(tl.float32, bitcast=True)
+        high = (word & -65536).to(tl.float32, bitcast=True)
+    else:
+        low = word.to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
+        high = (word >> 16).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
+    return low, high
+
+
+@triton.jit
+def magnitude(value, NATIVE: tl.constexpr):
+    """|value|, made for a maximum that leaves out NaN: the GPU's does so by itself, the interpreter's may not."""
+    size = tl.abs(value)
+    if not NATIVE:
+        size = tl.where(size == size, size, 0.0)
+    return size
+
+
+@triton.jit
+def absmax_of(values):
+    """The largest of a block of magnitudes; 0 where all of them are NaN."""
+    largest = tl.max(values, 0)
+    return tl.where(largest == largest, largest, 0.0)
+
+
+@triton.jit
+def load_four(x, column, valid, K: tl.constexpr, PAIRS: tl.constexpr, BF16: tl.constexpr):
+    """Four columns from ``column`` on as float32, zero outside [0, K).
+
+    PAIRS: ``x`` points to int32 words of two 16-bit floats, and column and K are even.
+    """
+    if PAIRS:
+        pair = column // 2
+        first = tl.load(x + pair, mask=valid & (pair >= 0) & (pair < K // 2), other=0)
+        second = tl.load(x + pair + 1, mask=valid & (pair + 1 >= 0) & (pair + 1 < K // 2), other=0)
+        a, b = halves(first, BF16)
+        c, d = halves(second, BF16)
+    else:
+        a = widen(tl.load(x + column, mask=valid & (column >= 0) & (column < K), other=0.0))
+        b = widen(tl.load(x + column + 1, mask=valid & (column + 1 >= 0) & (column + 1 < K), other=0.0))
+        c = widen(tl.load(x + column + 2, mask=valid & (column + 2 >= 0) & (column + 2 < K), other=0.0))
+        d = widen(tl.load(x + column + 3, mask=valid & (column + 3 >= 0) & (column + 3 < K), other=0.0))
+    return a, b, c, d
+
+
+@triton.jit
+def load_quad(x, word, valid):
+    """Word ``word`` of a row of int64 words of four 16-bit floats, as two int32; zero where not ``valid``."""
+    quad = tl.load(x + word, mask=valid, other=0)
+    return quad.to(tl.int32), (quad >> 32).to(tl.int32)
+
+
+@triton.jit
+def absmax_of_four(a, b, c, d, NATIVE: tl.constexpr):
+    """The largest magnitude in four blocks, without NaNs."""
+    first = tl.maximum(magnitude(a, NATIVE), magnitude(b, NATIVE))
+    second = tl.maximum(magnitude(c, NATIVE), magnitude(d, NATIVE))
+    return absmax_of(tl.maximum(first, second))
+
+
+@triton.jit
+def row_absmax(
+    x, K: tl.constexpr, PAIRS: tl.constexpr, BF16: tl.constexpr, NATIVE: tl.constexpr, BLOCK: tl.constexpr
+):
+    """The largest magnitude of a row of K, without its NaNs.  ``x`` and PAIRS as in `load_four`."""
+    if PAIRS:
+        largest = tl.zeros([BLOCK], tl.float32)
+        for start in tl.static_range(0, K // 2, BLOCK):
+            column = start + tl.arange(0, BLOCK)
+            low, high = halves(tl.load(x + column, mask=column < K // 2, other=0), BF16)
+            largest = tl.maximum(largest, tl.maximum(magnitude(low, NATIVE), magnitude(high, NATIVE)))
+    else:
+        largest = tl.zeros([2 * BLOCK], tl.float32)
+        for start in tl.static_range(0, K, 2 * BLOCK):
+            column = start + tl.arange(0, 2 * BLOCK)
+            value = widen(tl.load(x + column, mask=column < K, other=0.0))
+            largest = tl.maximum(largest, magnitude(value, NATIVE))
+    return absmax_of(largest)
+
+
+@triton.jit
+def row_scale(absmax, E4M3: tl.constexpr):
+    """(scale, factor) of a row: what is stored, and what `codes_of` multiplies by.  Divisions as IEEE has them."""
+    if E4M3:
+        scale = tl.maximum(tl.div_rn(absmax, 448.0), 4.359654017857143e-06)  # 1 / (448 * 512)
+        factor = tl.div_rn(1.0, scale)
+    else:
+        scale = tl.div_rn(absmax, 127.0)
+        factor = tl.where(absmax == 0.0, 0.0, tl.div_rn(127.0, absmax))
+    return scale, factor
+
+
+@triton.jit
+def fused(a, b, c, NATIVE: tl.constexpr):
+    """a * b + c, rounded once.
+
+    The interpreter's own may round twice.  In float64 the product of two float32 is exact; its sum is rounded to 53
+    bits and then to 24, as the reference does it.
+    """
+    if NATIVE:
+        result = tl.fma(a, b, c)
+    else:
+        result = (a.to(tl.float64) * b.to(tl.float64) + c.to(tl.float64)).to(tl.float32)
+    return result
+
+
+@triton.jit
+def quotient(value, scale, inverse, NATIVE: tl.constexpr):
+    """value / scale, whose E4M3 code is that of the IEEE quotient; ``inverse`` is 1 / scale rounded to nearest.
+
+    One correction of value * inverse by its exact remainder.  Codes could differ only where value is within some
+    ulps of scale times a tie of E4M3, which has 5 significant bits: for all 2^23 significands of scale, all 16
+    of a tie and the 7 nearest values, the result is the IEEE quotient.  Far below 2^-100, where the remainder is not
+    exact, both give a zero.
+
+    The remainder of an infinite scale would be NaN; without it the result is value * 0, as value / Inf is.  The sum
+    with the remainder loses the sign of -0.0, hence the last line.
+    """
+    near = value * inverse
+    minus = tl.where(scale == float("inf"), 0.0, 0.0 - scale)
+    remainder = fused(near, minus, value, NATIVE)
+    result = fused(remainder, inverse, near, NATIVE)
+    sign = (value.to(tl.int32, bitcast=True) >> 31) << 31
+    return (result.to(tl.int32, bitcast=True) | sign).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def int8_code(scaled):
+    """Nearest integer, ties to even, within -128..127, NaN 0; in the low byte of an int32.
+
+    In [2^23, 2^24) float32 counts in ones, so adding 1.5 * 2^23 rounds as wanted and leaves the integer in the low
+    bits.  No compiler may merge the sum with the product that gave ``scaled``: between them there is the clamp.
+    """
+    number = tl.where(scaled == scaled, scaled, 0.0)
+    number = tl.minimum(tl.maximum(number, -128.0), 127.0)
+    return (number + 12582912.0).to(tl.int32, bitcast=True) & 0xFF
+
+
+@triton.jit
+def fp8_code(value):
+    """E4M3 to nearest, ties to even, at most 448, NaN 0x7F; in the low byte of an int32.
+
+    A number of exponent e >= -6 (subnormals: -6) counts in steps of 2^(e-3).  Adding 2^(e+20), where float32 has that
+    step, rounds to it; the low bits of the sum are the steps, 8 to 16 of them, and 8 * (e+6) more make the code.
+    """
+    bits = value.to(tl.int32, bitcast=True)
+    size = bits & 0x7FFFFFFF
+    clamped = tl.minimum(size, 0x43E00000)  # 448
+    exponent = tl.maximum(clamped & 0x7F800000, 0x3C800000)  # 2^-6
+    anchor = exponent + (20 << 23)
+    rounded = clamped.to(tl.float32, bitcast=True) + anchor.to(tl.float32, bitcast=True)
+    code = rounded.to(tl.int32, bitcast=True) - anchor + ((exponent - 0x3C800000) >> 20)
+    return tl.where(size > 0x7F800000, 0x7F, code | ((bits >> 24) & 0x80))
+
+
+@triton.jit
+def codes_of(a, b, c, d, scale, factor, E4M3: tl.constexpr, NATIVE: tl.constexpr):
+    """Four float32 -> their four codes in one int32, the first in the lowest byte."""
+    if E4M3:
+        a, b = fp8_code(quotient(a, scale, factor, NATIVE)), fp8_code(quotient(b, scale, factor, NATIVE))
+        c, d = fp8_code(quotient(c, scale, factor, NATIVE)), fp8_code(quotient(d, scale, factor, NATIVE))
+    else:
+        a, b = int8_code(a * factor), int8_code(b * factor)
+        c, d = int8_code(c * factor), int8_code(d * factor)
+    return a | (b << 8) | (c << 16) | (d << 24)
+
+
+def interpreted() -> bool:
+    """Whether kernels run in Triton's interpreter, as was decided when they were defined."""
+    return not isinstance(widen, triton.runtime.JITFunction)
+
+
+def require(name: str, tensor: Tensor, dimensions: int, dtypes: tuple[torch.dtype, ...]) -> None:
+    """Raise unless ``tensor`` is what a kernel takes: dtype, dimensions, unit last stride, a device it runs on."""
+    if tensor.dtype not in dtypes:
+        allowed = ", ".join(map(str, dtypes))
+        raise TypeError(f"{name} has dtype {tensor.dtype}; the kernel takes {allowed}: convert it first")
+    if tensor.dim() != dimensions:
+        raise ValueError(
+            f"{name} has shape {tuple(tensor.shape)}; the kernel takes {dimensions} dimensions: reshape it"
+        )
+    if tensor.shape[-1] > 1 and tensor.stride(-1) != 1:
+        raise ValueError(
+            f"{name} has strides {tensor.stride()}; the kernel takes a last stride of 1: call contiguous()"
+        )
+    if not (tensor.is_cuda or interpreted()):
+        raise ValueError(
+            f"{name} is on {tensor.device}; the kernel takes CUDA tensors: use slidesparse.reference elsewhere, "
+            "or set TRITON_INTERPRET=1 before Triton is imported"
+        )
+
+
+def require_codes(dtype: torch.dtype) -> None:
+    """Raise TypeError unless rows can be quantized to ``dtype``."""
+    if dtype not in (INT8, FP8):
+        raise TypeError(f"cannot quantize to {dtype}; use torch.int8 or torch.float8_e4m3fn")
+
+
+def scale_without_columns(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """scale [M, 1] of rows of no columns, as the reference has it."""
+    return quantize_rows(x[:, :0], dtype)[1]
+
+
+def words_of(x: Tensor, bytes_of_word: int) -> Tensor | None:
+    """x [M, K] of 16-bit floats as integers of 4 or 8 bytes, a view; None where K or the alignment forbids it."""
+    floats = bytes_of_word // 2
+    if x.element_size() != 2 or x.data_ptr() % bytes_of_word:
+        return None
+    if x.shape[1] % floats or x.stride(0) % floats or x.stride(1) != 1 or x.storage_offset() % floats:
+        return None
+    return x.view(torch.int32 if bytes_of_word == 4 else torch.int64)
+
+
+def step(block: int, count: int, most: int = 16) -> int:
+    """``block``, doubled until ``count`` takes at most ``most`` steps, as they are unrolled, and no more than needed.
+
+    Powers of two.
+    """
+    while block * most < count:
+        block *= 2
+    return max(16, min(block, int(triton.next_power_of_2(max(1, count)))))
+
+
+def on_device_of(x: Tensor) -> AbstractContextManager[object]:
+    """Triton launches on the current device: make it that of ``x``."""
+    return torch.cuda.device(x.device) if x.is_cuda else nullcontext()

@@ -1,0 +1,118 @@
+"""Quantize tokens, K padded with zeros to a multiple of 4: the dense path, which lifts nothing.
+
+    scale[m] = max_k |x[m, k]| / Q        q[m, k] = round(x[m, k] / scale[m])
+
+Equal to `quant_slide` with blocks of 4, whose windows do not overlap, and faster: a row is read in wide words.
+One program per row; a row that fits into one block is held in registers, a longer one is read twice.
+"""
+
+# ruff: noqa: N803 (compile-time arguments in capitals, as is Triton's convention)
+# mypy: disable-error-code="untyped-decorator,no-untyped-def"
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from slidesparse.kernels import Config, common, config
+from slidesparse.kernels.common import (
+    absmax_of_four,
+    codes_of,
+    halves,
+    load_four,
+    load_quad,
+    row_scale,
+)
+from slidesparse.pattern import HARDWARE_LENGTH
+from slidesparse.quantize import FP8
+
+
+@triton.jit
+def _load(x, word, K: tl.constexpr, WORDS: tl.constexpr, QUADS: tl.constexpr, BF16: tl.constexpr):
+    if QUADS:
+        first, second = load_quad(x, word, word < WORDS)
+        a, b = halves(first, BF16)
+        c, d = halves(second, BF16)
+    else:
+        a, b, c, d = load_four(x, 4 * word, word < WORDS, K, False, BF16)
+    return a, b, c, d
+
+
+@triton.jit
+def _kernel(
+    x,
+    q,
+    scales,
+    stride,  # of x's rows, in what x points to
+    K: tl.constexpr,
+    WORDS: tl.constexpr,  # ceil(K / 4)
+    QUADS: tl.constexpr,  # x points to int64 words of four 16-bit floats
+    BF16: tl.constexpr,
+    E4M3: tl.constexpr,
+    NATIVE: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    x += row * stride
+    q += row * WORDS
+    if WORDS <= BLOCK:
+        word = tl.arange(0, BLOCK)
+        a, b, c, d = _load(x, word, K, WORDS, QUADS, BF16)
+        scale, factor = row_scale(absmax_of_four(a, b, c, d, NATIVE), E4M3)
+        codes = codes_of(a, b, c, d, scale, factor, E4M3, NATIVE)
+        tl.store(q + word, codes, mask=word < WORDS)
+    else:
+        absmax = 0.0
+        for start in tl.static_range(0, WORDS, BLOCK):
+            a, b, c, d = _load(x, start + tl.arange(0, BLOCK), K, WORDS, QUADS, BF16)
+            absmax = tl.maximum(absmax, absmax_of_four(a, b, c, d, NATIVE))
+        scale, factor = row_scale(absmax, E4M3)
+        for start in tl.static_range(0, WORDS, BLOCK):
+            word = start + tl.arange(0, BLOCK)
+            a, b, c, d = _load(x, word, K, WORDS, QUADS, BF16)
+            codes = codes_of(a, b, c, d, scale, factor, E4M3, NATIVE)
+            tl.store(q + word, codes, mask=word < WORDS)
+    tl.store(scales + row, scale)
+
+
+def quant_only(x: Tensor, dtype: torch.dtype, launch: Config | None = None) -> tuple[Tensor, Tensor]:
+    """x [M, K] bfloat16, float16 or float32 -> q [M, 4 * ceil(K / 4)] of ``dtype``, scale [M, 1] float32.
+
+    Args:
+        x: rows may be any stride apart; within a row the stride is 1.
+        dtype: torch.int8 or torch.float8_e4m3fn.
+        launch: block and warps, instead of the table's.
+
+    Raises:
+        TypeError, ValueError: what was found, what is allowed.
+    """
+    common.require("x", x, 2, common.FLOATS)
+    common.require_codes(dtype)
+    m, k = x.shape
+    words = -(-k // HARDWARE_LENGTH)
+    q = torch.empty(m, words, dtype=torch.int32, device=x.device)
+    if not m or not words:
+        return q.view(dtype), common.scale_without_columns(x, dtype)
+    scales = torch.empty(m, 1, dtype=torch.float32, device=x.device)
+    quads = common.words_of(x, 8)
+    rows = x if quads is None else quads
+    launch = launch or config("quant_only", k, m)
+    with common.on_device_of(x):
+        _kernel[(m,)](
+            rows,
+            q,
+            scales,
+            rows.stride(0),
+            K=k,
+            WORDS=words,
+            QUADS=quads is not None,
+            BF16=x.dtype == torch.bfloat16,
+            E4M3=dtype == FP8,
+            NATIVE=not common.interpreted(),
+            BLOCK=common.step(launch.block, words),
+            num_warps=launch.warps,
+            enable_fp_fusion=False,
+        )
+    return q.view(dtype), scales
