@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from slidesparse import gemm, reference
-from slidesparse.pattern import SlideLayout
+from slidesparse.pattern import HARDWARE_LENGTH, SlideLayout
 from slidesparse.quantize import arithmetic_of
 
 ABI = 1  # of operators and packed weights; part of vLLM's compile-cache key
@@ -36,10 +36,17 @@ def quant_slide(x: Tensor, length: int, phase: int, dtype: torch.dtype) -> tuple
     Rounds as stock vLLM does on x's device (`slidesparse.quantize`).
     """
     if x.is_cuda:
-        from slidesparse.kernels.quant_slide import quant_slide as kernel  # late: needs Triton
-
-        return kernel(x, length, phase, dtype)
+        return _quant_slide_cuda(x, length, phase, dtype)
     return reference.quant_slide(x, SlideLayout(x.shape[1], phase, length), dtype, arithmetic_of(x))
+
+
+def _quant_slide_cuda(x: Tensor, length: int, phase: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    from slidesparse.kernels.quant_only import quant_only  # late: these need Triton
+    from slidesparse.kernels.quant_slide import quant_slide as kernel
+
+    if length == HARDWARE_LENGTH and phase == 0:
+        return quant_only(x, dtype)
+    return kernel(x, length, phase, dtype)
 
 
 def _quant_slide_fake(x: Tensor, length: int, phase: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:

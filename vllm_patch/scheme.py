@@ -20,7 +20,7 @@ from slidesparse.flags import SPARSE
 from slidesparse.metadata import LayerEntry
 from slidesparse.pattern import HARDWARE_LENGTH, PatternError, SlidePattern
 from slidesparse.prune import prune
-from slidesparse.slide import bits, is_two_four, slide, violation_message, violations
+from slidesparse.slide import bits, require_pattern, slide
 
 if TYPE_CHECKING:
     from slidesparse.vllm_patch.config import SlideSparseConfig
@@ -135,19 +135,17 @@ class SlideSparseScheme(CompressedTensorsScheme):
         if self.slided:
             if self.dummy:
                 weight = prune(weight, HARDWARE)
-            elif not is_two_four(weight):
-                found = violations(weight, HARDWARE)
-                assert found is not None
-                raise PatternError(violation_message(self.name, found, HARDWARE))
+            else:
+                require_pattern(weight, HARDWARE, self.name)
             return weight
         if self.dummy:
             weight = prune(weight, self.pattern, phase=self.phase)
-        found = violations(weight, self.pattern, self.phase)
-        if found is None:
+        try:
             return slide(weight, self.pattern, self.phase, self.name)
-        if self.pruned_by_us:
-            raise PatternError(violation_message(self.name, found, self.pattern))
-        return None
+        except PatternError:
+            if self.pruned_by_us:
+                raise
+            return None
 
     def _channel_scale(self, layer: torch.nn.Module) -> Tensor:
         """[N, 1] float32: a per-tensor scale holds for each row of its part of a fused layer."""
