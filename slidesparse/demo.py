@@ -182,7 +182,7 @@ def this_machine() -> Machine:
     flags = Path("/proc/cpuinfo").read_text() if Path("/proc/cpuinfo").exists() else ""
     vnni = bool(re.search(r"\b(avx_vnni|avx512_vnni|amx_int8)\b", flags))
     words = "no NVIDIA GPU, so the CPU build of vLLM and the reference backend (exact arithmetic)"
-    # float32, because vLLM's CPU kernels truncate to bfloat16 on machines without AVX512-BF16
+    # float32, because vLLM's AVX2 kernels truncate to bfloat16 where everybody else rounds
     exact = vnni or platform.machine() != "x86_64"
     return Machine(words, (*common, "--dtype", "float32"), exact, servers=2)
 
