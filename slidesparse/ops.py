@@ -6,7 +6,7 @@ A sparse linear layer is two calls, [M, K] -> [M, N]::
     y: Tensor = torch.ops.slidesparse.scaled_matmul(q, s_x, weight, s_w, bias, out_dtype, backend)
 
 They are opaque to torch.compile, with fakes that are symbolic in M, so one graph serves every number of tokens.
-Nothing but the outputs is theirs to allocate for; they choose nothing from the environment.
+They choose nothing from the environment: what is to run comes with the call.
 """
 
 from __future__ import annotations

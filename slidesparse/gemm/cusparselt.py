@@ -13,7 +13,7 @@ from slidesparse.gemm import missing_triton
 from slidesparse.quantize import FP8, INT8
 
 _ALIGNMENT = 32  # rows, columns and tokens of an 8-bit product, as cuSPARSELt asks for
-_CAPABILITY = {INT8: (8, 0), FP8: (8, 9)}
+_CAPABILITY = (8, 0)  # FP8 needs 8.9, which vLLM asks for itself
 
 
 class CuSparseLt:
@@ -26,7 +26,7 @@ class CuSparseLt:
         if device.type != "cuda" or not torch.cuda.is_available():
             return "it needs an NVIDIA GPU; the reference backend runs on this machine"
         capability = torch.cuda.get_device_capability(device)
-        if capability < _CAPABILITY[INT8]:
+        if capability < _CAPABILITY:
             return (
                 f"compute capability {capability} has no 2:4 sparse tensor cores, 8.0 (Ampere) or later has"
             )
