@@ -5,7 +5,8 @@ The backends themselves are in slidesparse/gemm/, one a file.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 
 # The vLLM versions that the plugin works with, and the two it was tested with from end to end.
@@ -17,6 +18,12 @@ FP8_CAPABILITY = (8, 9)  # Ada: the first FP8 tensor cores
 
 INSTALL_CPU = "pip install 'slidesparse[cpu]'"
 INSTALL_CUDA = "pip install 'slidesparse[cuda]'"
+
+GPU = "an NVIDIA GPU of compute capability 8.0 or later"
+TORCH = "a CUDA build of torch, with Triton"
+EXTENSION = (
+    "our extension that calls it, built at installation or when first used: a C++ compiler, pybind11, headers"
+)
 
 
 @dataclass(frozen=True)
@@ -32,12 +39,12 @@ BACKENDS = (
     Backend(
         "cusparselt",
         "2:4 products on sparse tensor cores, through cuSPARSELt",
-        ("an NVIDIA GPU of compute capability 8.0 or later", "a CUDA build of torch with cuSPARSELt"),
+        (GPU, TORCH, "cuSPARSELt 0.8 to 0.10", EXTENSION),
     ),
     Backend(
         "cublaslt",
         "dense products on tensor cores, through cuBLASLt: the baseline",
-        ("an NVIDIA GPU of compute capability 8.0 or later", "a CUDA build of torch"),
+        (GPU, TORCH, "cuBLASLt, which comes with CUDA builds of torch", EXTENSION),
     ),
     Backend("reference", "exact torch arithmetic on any machine; right, not fast", ("torch",)),
 )
@@ -51,9 +58,11 @@ class Facts:
     torch_error: str | None = None  # why it cannot be imported
     cuda_build: str | None = None  # the CUDA version torch was built for, None: a CPU build
     cuda_available: bool = False  # torch can use the GPU
-    cusparselt: bool = False  # torch can use cuSPARSELt
+    triton: bool = False  # is installed
     gpu: bool = False  # nvidia-smi lists one
     capability: tuple[int, int] | None = None  # the least of the GPUs'
+    # What is wrong with the library and with the extension of a backend, by its name: (lack, remedy) each.
+    lacks: Mapping[str, tuple[tuple[str, str], ...]] = field(default_factory=dict)
 
 
 def included(name: str) -> bool:
@@ -85,7 +94,7 @@ def _torch_lacks(facts: Facts, install: str) -> list[tuple[str, str]]:
 
 
 def _gpu_lacks(name: str, facts: Facts) -> list[tuple[str, str]]:
-    """In the order in which a person would mend it: the GPU, torch, its CUDA build, the libraries."""
+    """In the order in which a person would mend it: the GPU, torch, its CUDA build, library and extension."""
     if not facts.gpu:
         remedy = "use a machine with an NVIDIA GPU and its driver; the reference backend runs without one"
         return [
@@ -106,7 +115,6 @@ def _gpu_lacks(name: str, facts: Facts) -> list[tuple[str, str]]:
     elif not facts.cuda_available:
         remedy = "update the driver, or install a torch built for the CUDA version that nvidia-smi shows"
         found.append((f"torch {facts.torch}, built for CUDA {facts.cuda_build}, cannot use the GPU", remedy))
-    elif name == "cusparselt" and not facts.cusparselt:
-        remedy = "pip install 'torch>=2.6' nvidia-cusparselt-cu12 (cu13 beside a CUDA 13 build of torch)"
-        found.append((f"torch {facts.torch} finds no cuSPARSELt", remedy))
-    return found
+    if not facts.triton:
+        found.append(("Triton is not installed", "install a CUDA build of torch, which brings it"))
+    return [*found, *facts.lacks.get(name, ())]

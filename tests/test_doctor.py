@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -190,8 +191,10 @@ def test_every_probe_may_fail(monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(*_: object, **__: object) -> None:
         raise OSError("the disk is gone")
 
-    for name in ("_run", "_version", "_release", "_library", "_tool"):
+    for name in ("_run", "_version", "_tool"):
         monkeypatch.setattr(doctor, name, broken)
+    for name in ("find_library", "extension_state", "numbers"):
+        monkeypatch.setattr(doctor.toolchain, name, broken)
     monkeypatch.setattr(doctor.platform, "platform", broken)
     monkeypatch.setattr(doctor.importlib.metadata, "entry_points", broken)
     monkeypatch.setattr(doctor.Flags, "from_environment", broken)
@@ -239,8 +242,14 @@ def test_output_of_nvidia_smi_is_read(
         (
             "cusparselt",
             Facts("2.11.0", None, "13.0", True, False, True),
-            "finds no cuSPARSELt",
-            "nvidia-cusparselt",
+            "Triton is not installed",
+            "CUDA build of torch",
+        ),
+        (
+            "cusparselt",
+            replace(GPU, lacks={"cusparselt": (("no such library", "pip install it"),)}),
+            "no such library",
+            "pip install it",
         ),
         (
             "cusparselt",

@@ -17,17 +17,18 @@ PLUGIN = ROOT / "vllm_patch"
 LAYERS = [
     {"__init__"},
     {"pattern"},
-    {"slide", "prune", "quantize", "metadata", "flags", "theory", "backends"},
+    {"slide", "prune", "quantize", "metadata", "flags", "theory", "backends", "toolchain"},
     {"reference", "kernels", "checkpoint", "architectures"},
     {"gemm", "w8a8", "stored"},
     {"ops"},
     {"plan", "convert", "inspection", "bench", "report", "tune", "doctor", "demo"},
+    {"cli_bench"},
     {"cli", "__main__"},
 ]
 LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}
 
 STDLIB_ONLY = ["slidesparse", *(f"slidesparse.{name}" for name in ("pattern", "metadata", "flags"))]
-STDLIB_ONLY += [f"slidesparse.{name}" for name in ("doctor", "backends", "theory")]
+STDLIB_ONLY += [f"slidesparse.{name}" for name in ("doctor", "backends", "theory", "toolchain")]
 
 
 def module_name(path: Path) -> str:

@@ -38,7 +38,7 @@ def test_a_layer_equals_its_dense_product(pattern: str, dtype: torch.dtype, m: i
     bias = torch.linspace(-1, 1, n).to(torch.bfloat16)
     q, scale_x = quantize_rows(x, dtype, "cpu")
     exact = dequantize_rows(q, scale_x).double() @ dequantize_rows(weight, scale).double().t() + bias.double()
-    found = ops.linear(x, slided, scale, bias, layout.length, layout.phase, dtype, "reference")
+    found = ops.linear(x, slided, scale, bias, layout.length, layout.phase, dtype, layout.slided, "reference")
     assert found.dtype == x.dtype
     assert found.shape == (m, n)
     # one rounding to bfloat16, and float32 sums and scales of terms that add up to no more than `largest`
@@ -54,7 +54,7 @@ def test_a_layer_equals_its_dense_product(pattern: str, dtype: torch.dtype, m: i
 def test_opcheck_quant_slide(dtype: torch.dtype, phase: int) -> None:
     for m in (0, 1, 5):
         torch.library.opcheck(
-            torch.ops.slidesparse.quant_slide.default, (torch.randn(m, 30), 8, phase, dtype)
+            torch.ops.slidesparse.quant_slide.default, (torch.randn(m, 30), 8, phase, dtype, 64)
         )
 
 
@@ -62,7 +62,7 @@ def test_opcheck_quant_slide(dtype: torch.dtype, phase: int) -> None:
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_opcheck_scaled_matmul(dtype: torch.dtype, with_bias: bool) -> None:
     layout, slided, scale, _ = layer("6:8", dtype, 12, 30)
-    q, scale_x = torch.ops.slidesparse.quant_slide(torch.randn(5, 30), layout.length, 0, dtype)
+    q, scale_x = torch.ops.slidesparse.quant_slide(torch.randn(5, 30), layout.length, 0, dtype, layout.slided)
     bias = torch.randn(12) if with_bias else None
     arguments = (q, scale_x, slided, scale, bias, torch.bfloat16, "reference")
     checks = ["test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic"]
@@ -79,7 +79,9 @@ def test_four_linears_compile_to_one_graph_for_every_number_of_tokens() -> None:
 
     def block(x: Tensor) -> Tensor:
         for _ in range(4):
-            x = ops.linear(x, slided, scale, None, layout.length, layout.phase, INT8, "reference")
+            x = ops.linear(
+                x, slided, scale, None, layout.length, layout.phase, INT8, layout.slided, "reference"
+            )
         return x
 
     compiled = torch.compile(block, fullgraph=True, dynamic=True, backend=counter)
@@ -120,7 +122,7 @@ def test_gpu_backends_equal_the_reference(backend: str, pattern: str, dtype: tor
     x = torch.randn(m, k, generator=torch.Generator().manual_seed(m)).to(torch.bfloat16)
     bias = torch.randn(n, generator=torch.Generator().manual_seed(0)).to(torch.bfloat16)
     q, scale_x = reference.quant_slide(x, layout, dtype, "cuda")
-    on_gpu, scale_gpu = torch.ops.slidesparse.quant_slide(x.cuda(), layout.length, 0, dtype)
+    on_gpu, scale_gpu = torch.ops.slidesparse.quant_slide(x.cuda(), layout.length, 0, dtype, layout.slided)
     assert torch.equal(on_gpu.cpu().view(torch.int8), q.view(torch.int8))
     assert torch.equal(scale_gpu.cpu(), scale_x)
     provider = gemm.require(backend, torch.device("cuda"))
@@ -168,7 +170,7 @@ def test_gpu_quantization_equals_stock_vllm(k: int, dtype: torch.dtype, x_dtype:
         expected, scale, _ = stock.scaled_int8_quant(x)
     else:
         expected, scale = stock.scaled_fp8_quant(x, use_per_token_if_dynamic=True)
-    q, scale_x = torch.ops.slidesparse.quant_slide(x, 4, 0, dtype)
+    q, scale_x = torch.ops.slidesparse.quant_slide(x, 4, 0, dtype, x.shape[1] + -x.shape[1] % 4)
     assert torch.equal(scale_x, scale)
     assert torch.equal(q[:, :k].view(torch.int8), expected.view(torch.int8))
     both_on_cpu = reference.quantize_rows(x.cpu(), dtype, "cuda")

@@ -20,7 +20,7 @@ from slidesparse.flags import SPARSE
 from slidesparse.metadata import LayerEntry
 from slidesparse.pattern import HARDWARE_LENGTH, PatternError, SlidePattern
 from slidesparse.prune import prune
-from slidesparse.slide import bits, require_pattern, slide
+from slidesparse.slide import bits, require_pattern
 
 if TYPE_CHECKING:
     from slidesparse.vllm_patch.config import SlideSparseConfig
@@ -60,7 +60,7 @@ class SlideSparseScheme(CompressedTensorsScheme):
         self.pruned_by_us = entry is not None
         self.pattern = entry.pattern if entry else config.resolution.slide_pattern
         self.slided = config.resolution.layout == "slided"
-        self.arguments: tuple[int, int, torch.dtype, str] | None = (
+        self.arguments: tuple[int, int, torch.dtype, int, str] | None = (
             None  # of ops.linear, once loaded; None: inner's
         )
         self.phase = 0
@@ -112,8 +112,9 @@ class SlideSparseScheme(CompressedTensorsScheme):
             return
         weight = layer.weight.data
         dtype, sparse = weight.dtype, self.config.resolution.path == SPARSE
-        ready = self._slided(weight) if sparse else _pad_columns(weight, HARDWARE_LENGTH)
-        if ready is None:
+        backend = gemm.require(self.config.resolution.backend, weight.device)
+        packed = self._packed(weight, backend.name) if sparse else backend.pack(_whole_words(weight))
+        if packed is None:
             self.arguments = None
             self.inner.process_weights_after_loading(layer)
             self._settle("whose weights break the pattern")
@@ -121,27 +122,27 @@ class SlideSparseScheme(CompressedTensorsScheme):
         layout = (
             self.pattern.layout(self.in_features, self.phase) if sparse else HARDWARE.layout(self.in_features)
         )
-        backend = gemm.require(self.config.resolution.backend, weight.device)
         del weight
-        layer.weight = torch.nn.Parameter(backend.pack(ready), requires_grad=False)
+        layer.weight = torch.nn.Parameter(packed, requires_grad=False)
         setattr(layer.weight, PACKED, True)
         layer.weight_scale = torch.nn.Parameter(self._channel_scale(layer), requires_grad=False)
         layer.input_scale = None
-        self.arguments = (layout.length, layout.phase, dtype, backend.name)
+        columns = gemm.columns(backend.name, layout.slided)
+        self.arguments = (layout.length, layout.phase, dtype, columns, backend.name)
         self._settle(None)
 
-    def _slided(self, weight: Tensor) -> Tensor | None:
-        """[N, K] or [N, K'] as loaded -> [N, K'] 2:4; None when the layer is not ours to refuse."""
+    def _packed(self, weight: Tensor, backend: str) -> Tensor | None:
+        """[N, K] or [N, K'] as loaded -> as the backend wants it; None when the layer is not ours to refuse."""
         if self.slided:
             if self.dummy:
                 weight = prune(weight, HARDWARE)
             else:
                 require_pattern(weight, HARDWARE, self.name)
-            return weight
+            return gemm.provider(backend).pack(weight)
         if self.dummy:
             weight = prune(weight, self.pattern, phase=self.phase)
         try:
-            return slide(weight, self.pattern, self.phase, self.name)
+            return gemm.slide_and_pack(backend, weight, self.pattern, self.phase, self.name)
         except PatternError:
             if self.pruned_by_us:
                 raise
@@ -175,7 +176,7 @@ class SlideSparseScheme(CompressedTensorsScheme):
         return ops.linear(x, layer.weight, layer.weight_scale, bias, *self.arguments)
 
 
-def _pad_columns(weight: Tensor, multiple: int) -> Tensor:
-    """[N, K] with zero columns up to a multiple, as quant_slide pads the activations."""
-    missing = -weight.shape[1] % multiple
+def _whole_words(weight: Tensor) -> Tensor:
+    """[N, K] with zero columns up to whole words of four, as quant_slide pads the activations."""
+    missing = -weight.shape[1] % HARDWARE_LENGTH
     return torch.nn.functional.pad(bits(weight), (0, missing)).view(weight.dtype) if missing else weight

@@ -1,8 +1,8 @@
 """GEMM providers, one a file, behind one interface.
 
 A provider holds a weight in the form it likes (`GemmProvider.pack`) and multiplies quantized activations with it.
-A sparse provider is given slided [N, K'] weights, a dense one weights as they are; both get activations whose K
-is a multiple of four.
+A sparse provider is given slided [N, K'] weights, a dense one weights as they are; both get activations with columns
+up to a multiple of `GemmProvider.alignment`.
 """
 
 from __future__ import annotations
@@ -14,6 +14,9 @@ from typing import Protocol
 
 import torch
 from torch import Tensor
+
+from slidesparse.pattern import SlidePattern
+from slidesparse.slide import require_pattern, slide
 
 PROVIDERS = {
     "cusparselt": "slidesparse.gemm.cusparselt:CuSparseLt",
@@ -30,6 +33,7 @@ class GemmProvider(Protocol):
     """What `slidesparse.ops` needs of a backend.  Implementations keep no state per call."""
 
     name: str
+    alignment: int  # the multiple that the columns of activations are padded to, with zeros
 
     def unusable(self, device: torch.device) -> str | None:
         """Why this provider cannot run on ``device``, in words with the remedy; None when it can.  Never raises."""
@@ -72,6 +76,11 @@ def missing_triton() -> str | None:
     )
 
 
+def columns(name: str, slided: int) -> int:
+    """The width of the activations that backend ``name`` takes for weights of ``slided`` columns."""
+    return slided + -slided % provider(name).alignment
+
+
 def require(name: str, device: torch.device) -> GemmProvider:
     """The provider, or BackendError with the reason when it cannot run on ``device``."""
     found = provider(name)
@@ -79,3 +88,22 @@ def require(name: str, device: torch.device) -> GemmProvider:
     if reason:
         raise BackendError(f"backend {name} cannot run on {device}: {reason}")
     return found
+
+
+def slide_and_pack(name: str, weight: Tensor, pattern: SlidePattern, phase: int, layer: str) -> Tensor:
+    """A pruned weight [N, K] INT8 or FP8, slid into 2:4 windows and packed for the sparse backend ``name``.
+
+    On a GPU chunk by chunk, so that it takes little memory beside the weight and the result.
+    Raises PatternError, with what ``layer`` is called, when the weight breaks the pattern.
+    """
+    backend = provider(name)
+    if weight.is_cuda and name == "cusparselt":
+        packed, broken = backend.slide_and_pack(weight, pattern.layout(weight.shape[1], phase))  # type: ignore[attr-defined]
+        if broken:
+            require_pattern(weight, pattern, layer, phase)
+            raise AssertionError(
+                f"{layer}: the GPU found {broken} blocks that break {pattern}, the check none"
+            )
+        found: Tensor = packed
+        return found
+    return backend.pack(slide(weight, pattern, phase, layer))

@@ -1,32 +1,209 @@
-"""NVIDIA's cuBLASLt: the dense GEMM that the papers compare with, through torch's bindings of it."""
+"""NVIDIA's cuBLASLt: the dense GEMM that the papers compare with, through our binding csrc/cublaslt.cpp.
+
+FP8 accumulates fast, as stock vLLM's kernels do, and on Hopper and later scales by out-feature and by token and adds
+the bias in its epilogue.  INT8 it gives as INT32 only (or as INT8, of no use to a layer); a Triton kernel scales that.
+"""
 
 from __future__ import annotations
+
+import zlib
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from slidesparse.gemm import missing_triton
-from slidesparse.quantize import INT8
+from slidesparse.gemm import library, missing_triton, plans
+from slidesparse.gemm.library import (
+    NAMES,
+    TN,
+    Layout,
+    LibraryError,
+    Problem,
+    require_fp4,
+    require_operand,
+)
+from slidesparse.quantize import FP8
 
-_ALIGNMENT = 16
+CAPABILITY = (8, 0)  # FP8 needs 8.9, which vLLM asks for itself
+VECTOR_CAPABILITY, VECTOR_VERSION = (9, 0), 120900  # of scaling by vectors
+# Up to so many tokens a product to BF16 and a scaling kernel after it beat the product that scales, for which the
+# library has one algorithm only: at 64 tokens Qwen2.5-7B's four FP8 products take 74 us on an H200, scaling 149 us.
+PLAIN_TOKENS = 128
+HEURISTICS = 100  # at most so many are asked for; the library has fewer
+ALGORITHM_BYTES = 64
+OUTPUTS = {
+    "int8": ("int32", "int8"),
+    "fp8": ("bf16", "fp16", "fp32"),
+    "fp16": ("fp16", "fp32"),
+    "bf16": ("bf16", "fp32"),
+}
+SCALE_TYPE = {"int32": "int32"}  # of alpha, by output; others: fp32
+
+
+class Plan:
+    """See `slidesparse.gemm.library.Plan`."""
+
+    def __init__(self, native: Any, algorithm: str, index: int) -> None:
+        self._native = native
+        self._index = index
+        self.algorithm = algorithm
+        self.workspace = int(native.workspace)
+
+    def run(
+        self,
+        activations: Tensor,
+        weight: Tensor,
+        out: Tensor,
+        scale_w: Tensor | None = None,
+        scale_x: Tensor | None = None,
+        bias: Tensor | None = None,
+    ) -> None:
+        """See `slidesparse.gemm.library.Plan.run`."""
+        stream = plans.stream_of(self._index)
+        try:
+            self._native.run(
+                activations.data_ptr(),
+                weight.data_ptr(),
+                out.data_ptr(),
+                plans.workspace(self._index, stream) if self.workspace else 0,
+                stream,
+                0 if scale_w is None else scale_w.data_ptr(),
+                0 if scale_x is None else scale_x.data_ptr(),
+                0 if bias is None else bias.data_ptr(),
+            )
+        except RuntimeError as error:
+            raise LibraryError(str(error)) from None
+
+
+class Library:
+    """See `slidesparse.gemm.library.Library`."""
+
+    name = "cublaslt"
+    sparse = False
+
+    def version(self) -> str:
+        """Such as "13.1.0"."""
+        number = int(plans.call(plans.extension(self.name).version))
+        return f"{number // 10000}.{number // 100 % 100}.{number % 100}"
+
+    def unusable(self, device: torch.device) -> str | None:
+        """Needs a GPU with INT8 tensor cores, the library, and the extension."""
+        if device.type != "cuda" or not torch.cuda.is_available():
+            return "it needs an NVIDIA GPU; the reference backend runs on this machine"
+        capability = torch.cuda.get_device_capability(device)
+        if capability < CAPABILITY:
+            return f"compute capability {capability} is not supported, 8.0 (Ampere) or later is"
+        try:
+            self.version()
+        except LibraryError as error:
+            return str(error)
+        return missing_triton()
+
+    def outputs(self, dtype: str) -> tuple[str, ...]:
+        """See `slidesparse.gemm.library.Library`."""
+        return OUTPUTS.get(dtype, ())
+
+    def epilogue(self, dtype: str, out: str) -> str:
+        """ "both" for FP8 to 16 bits on Hopper and later with cuBLAS 12.9, else "none"."""
+        if dtype != "fp8" or out not in ("bf16", "fp16"):
+            return "none"
+        version = int(plans.call(plans.extension(self.name).version))
+        able = torch.cuda.get_device_capability() >= VECTOR_CAPABILITY and version >= VECTOR_VERSION
+        return "both" if able else "none"
+
+    def pack(self, weight: Tensor, layout: Layout = TN) -> Tensor:
+        """[n, k] contiguous, as it is; [k, n] for a layout whose N is contiguous."""
+        require_operand(weight.dtype)
+        return weight.contiguous() if layout.weight_k else weight.t().contiguous()
+
+    def algorithms(self, problem: Problem, device: torch.device, layout: Layout = TN) -> list[str]:
+        """All that the library's heuristics propose, best first, in hexadecimal with a checksum."""
+        native = self._native(problem, device, layout)
+        with plans.on_device(plans.index_of(device)):
+            found = plans.call(native.heuristics, HEURISTICS, plans.WORKSPACE)
+        return [_text(algorithm) for algorithm in found]
+
+    def plan(
+        self,
+        problem: Problem,
+        device: torch.device,
+        algorithm: str | None = None,
+        layout: Layout = TN,
+    ) -> Plan:
+        """See `slidesparse.gemm.library.Library`."""
+        native = self._native(problem, device, layout)
+        with plans.on_device(plans.index_of(device)):
+            if algorithm is None:
+                proposed = plans.call(native.heuristics, 1, plans.WORKSPACE)
+                if not proposed:
+                    raise LibraryError(f"cuBLASLt has no algorithm for {problem}, {layout}")
+                chosen = proposed[0]
+            else:
+                chosen = _bytes(algorithm)
+            plans.call(native.choose, chosen)
+        if native.workspace > plans.WORKSPACE:
+            raise LibraryError(
+                f"algorithm {algorithm} wants a workspace of {native.workspace} bytes, a stream has {plans.WORKSPACE}; "
+                f"{problem}"
+            )
+        return Plan(native, algorithm or "", plans.index_of(device))
+
+    def _native(self, problem: Problem, device: torch.device, layout: Layout = TN) -> Any:
+        if problem.dtype == "fp4":
+            require_fp4(torch.cuda.get_device_capability(device))
+        if problem.out not in OUTPUTS.get(problem.dtype, ()):
+            raise LibraryError(f"cuBLASLt products are {OUTPUTS}, asked for {problem}")
+        if problem.scale == "channel" or (problem.scale == "both" and problem.dtype != "fp8"):
+            raise LibraryError(f"cuBLASLt scales FP8 only, by out-feature and token, asked for {problem}")
+        module = plans.extension(self.name)
+        types = module.TYPES
+        bias = types[problem.out] if problem.bias else -1
+        with plans.on_device(plans.index_of(device)):
+            return plans.call(
+                module.Plan,
+                plans.handle(self.name, plans.index_of(device)),
+                *(problem.n, problem.k, problem.m),
+                *(types[problem.dtype], types[problem.out], module.COMPUTE[problem.dtype]),
+                types[SCALE_TYPE.get(problem.out, "fp32")],
+                module.Epilogue(problem.scale == "both", bias, problem.dtype == "fp8"),
+                module.Layout(layout.weight_k, layout.activations_k, layout.output_n),
+                f"{problem}, {layout}",
+            )
+
+
+LIBRARY = Library()
+
+
+def _text(algorithm: bytes) -> str:
+    """An algorithm in hexadecimal without the zeros at its end, and a checksum: the library crashes on a wrong one."""
+    return f"{algorithm.hex().rstrip('0')}-{zlib.crc32(algorithm):08x}"
+
+
+def _bytes(text: str) -> bytes:
+    """What `_text` wrote.  Raises LibraryError for anything else."""
+    digits, _, checksum = text.partition("-")
+    try:
+        algorithm = bytes.fromhex(digits.ljust(2 * ALGORITHM_BYTES, "0"))
+        if len(algorithm) == ALGORITHM_BYTES and zlib.crc32(algorithm) == int(checksum, 16):
+            return algorithm
+    except ValueError:
+        pass
+    raise LibraryError(f"{text!r} is no cuBLASLt algorithm in hexadecimal with its checksum; tune again")
 
 
 class CublasLt:
-    """Dense tensor cores; INT8 gives INT32, FP8 float32, scaled afterwards."""
+    """The provider: see `slidesparse.gemm.GemmProvider`."""
 
     name = "cublaslt"
+    alignment = 16
 
     def unusable(self, device: torch.device) -> str | None:
-        """Needs an NVIDIA GPU; FP8 needs compute capability 8.9."""
-        if device.type != "cuda" or not torch.cuda.is_available():
-            return "it needs an NVIDIA GPU; the reference backend runs on this machine"
-        return missing_triton()
+        """See `Library.unusable`."""
+        return LIBRARY.unusable(device)
 
     def pack(self, weight: Tensor) -> Tensor:
-        """[N, K] padded to multiples of 16."""
-        n, k = weight.shape
-        bits = torch.nn.functional.pad(weight.view(torch.int8), (0, -k % _ALIGNMENT, 0, -n % _ALIGNMENT))
-        return bits.view(weight.dtype)
+        """[N, K] padded with zeros to multiples of 16."""
+        return LIBRARY.pack(plans.pad(weight, self.alignment, self.alignment))
 
     def scaled_matmul(
         self,
@@ -38,14 +215,54 @@ class CublasLt:
         out_dtype: torch.dtype,
     ) -> Tensor:
         """See `slidesparse.gemm.GemmProvider.scaled_matmul`."""
-        (m, k), n = q.shape, scale_w.shape[0]
-        rows = max(32, m + -m % _ALIGNMENT)
-        padded = torch.nn.functional.pad(q.view(torch.int8), (0, -k % _ALIGNMENT, 0, rows - m)).view(q.dtype)
-        if q.dtype == INT8:
-            acc = torch._int_mm(padded, weight.t())
-        else:
-            one = torch.ones((), dtype=torch.float32, device=q.device)
-            acc = torch._scaled_mm(padded, weight.t(), scale_a=one, scale_b=one, out_dtype=torch.float32)
+        n = scale_w.shape[0]
+        if q.shape[0] == 0:
+            return q.new_empty(0, n, dtype=out_dtype)
+        q = plans.pad(q, self.alignment)
+        if n % self.alignment == 0 and q.shape[0] > PLAIN_TOKENS and self._scales(q, out_dtype):
+            bias = bias.to(out_dtype) if bias is not None else None
+            return self._product(q, weight, n, out_dtype, scale_w, scale_x, bias)
         from slidesparse.kernels.dequant_bias import dequant_bias  # late: needs Triton
 
-        return dequant_bias(acc[:m, :n], scale_x, scale_w, bias, out_dtype)
+        half = (
+            q.dtype == FP8 and out_dtype == torch.bfloat16
+        )  # as the sparse backend: half the bytes in between
+        acc = self._product(q, weight, n, torch.bfloat16 if half else plans.SUMS[q.dtype])
+        return dequant_bias(acc, scale_x, scale_w, bias, out_dtype)
+
+    def _scales(self, q: Tensor, out_dtype: torch.dtype) -> bool:
+        return q.dtype == FP8 and LIBRARY.epilogue("fp8", NAMES[out_dtype]) == "both"
+
+    def _product(
+        self,
+        q: Tensor,
+        weight: Tensor,
+        n: int,
+        dtype: torch.dtype,
+        scale_w: Tensor | None = None,
+        scale_x: Tensor | None = None,
+        bias: Tensor | None = None,
+    ) -> Tensor:
+        (m, k), columns, device = q.shape, n + -n % self.alignment, q.device
+        rows = plans.bucket(m)
+        scale_x = scale_x if scale_x is None else plans.with_rows(scale_x, rows)
+        key = (q.dtype, dtype, columns, k, rows, scale_w is not None, bias is not None)
+        with plans.on_device(plans.index_of(device)):
+            plan = plans.plans(self.name, device.index).get(key, self._plan, *key, device)
+            out = torch.empty(rows, columns, dtype=dtype, device=device)
+            plan.run(plans.with_rows(q, rows), weight, out, scale_w, scale_x, bias)
+        return out[:m, :n]
+
+    def _plan(
+        self,
+        operand: torch.dtype,
+        out: torch.dtype,
+        n: int,
+        k: int,
+        m: int,
+        scaled: bool,
+        bias: bool,
+        device: torch.device,
+    ) -> library.Plan:
+        problem = Problem(NAMES[operand], NAMES[out], n, k, m, "both" if scaled else "none", bias)
+        return plans.tuned_plan(LIBRARY, problem, device)

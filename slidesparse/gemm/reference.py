@@ -13,6 +13,7 @@ class Reference:
     """INT8 accumulates exactly, FP8 in float32.  Right to the last bit, not fast."""
 
     name = "reference"
+    alignment = 4
 
     def unusable(self, device: torch.device) -> str | None:
         """Runs wherever torch does."""

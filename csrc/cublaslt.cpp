@@ -1,0 +1,310 @@
+// cuBLASLt: out [M, N] = activations [M, K] @ weight [N, K].T, dense.
+//
+// As in cusparselt.cpp the column-major product is out.T [N, M] = weight [N, K] @ activations.T [K,
+// M].  FP8 can be scaled by a vector of either side in the epilogue (Hopper, cuBLAS 12.9 and
+// later): weight scales [N] on the left, token scales [M] on the right, and a bias [N] after both.
+
+#include <cublasLt.h>
+#include <cuda_runtime_api.h>
+#include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
+
+#include <cstdint>
+#include <cstring>
+#include <memory>
+#include <sstream>
+#include <stdexcept>
+#include <string>
+#include <vector>
+
+#include "library.h"
+
+namespace py = pybind11;
+
+namespace slidesparse {
+namespace {
+
+// Newer than the oldest headers we build with; values are part of the library's ABI.
+constexpr auto kScaleModeWeight = static_cast<cublasLtMatmulDescAttributes_t>(31);
+constexpr auto kScaleModeActivations = static_cast<cublasLtMatmulDescAttributes_t>(32);
+constexpr std::int32_t kOuterVector = 3;
+
+struct Api {
+  SharedLibrary library;
+#define SLIDESPARSE_FUNCTIONS(X)          \
+  X(cublasLtCreate)                       \
+  X(cublasLtDestroy)                      \
+  X(cublasLtGetVersion)                   \
+  X(cublasLtGetStatusName)                \
+  X(cublasLtGetStatusString)              \
+  X(cublasLtMatrixLayoutCreate)           \
+  X(cublasLtMatrixLayoutDestroy)          \
+  X(cublasLtMatrixLayoutSetAttribute)     \
+  X(cublasLtMatmulDescCreate)             \
+  X(cublasLtMatmulDescDestroy)            \
+  X(cublasLtMatmulDescSetAttribute)       \
+  X(cublasLtMatmulPreferenceCreate)       \
+  X(cublasLtMatmulPreferenceDestroy)      \
+  X(cublasLtMatmulPreferenceSetAttribute) \
+  X(cublasLtMatmulAlgoGetHeuristic)       \
+  X(cublasLtMatmulAlgoCheck)              \
+  X(cublasLtMatmul)
+#define SLIDESPARSE_DECLARE(name) decltype(&::name) name = nullptr;
+  SLIDESPARSE_FUNCTIONS(SLIDESPARSE_DECLARE)
+#undef SLIDESPARSE_DECLARE
+};
+
+Api api;
+
+void Load(const std::string& path) {
+  if (api.library.loaded()) {
+    if (path != api.library.path()) {
+      throw std::runtime_error("cuBLASLt is already loaded from " + api.library.path() +
+                               ", not from " + path);
+    }
+    return;
+  }
+  Api found;
+  found.library.Open(path);
+#define SLIDESPARSE_FIND(name) found.library.Find(#name, &found.name);
+  SLIDESPARSE_FUNCTIONS(SLIDESPARSE_FIND)
+#undef SLIDESPARSE_FIND
+  api = found;
+}
+
+// Throws what the library said, after what we asked of it.
+void Check(cublasStatus_t status, const char* call, const std::string& what) {
+  if (status == CUBLAS_STATUS_SUCCESS) return;
+  std::ostringstream message;
+  message << call << " failed: " << api.cublasLtGetStatusName(status) << " ("
+          << api.cublasLtGetStatusString(status) << "); " << what;
+  throw std::runtime_error(message.str());
+}
+#define SLIDESPARSE_CALL(what, name, ...) Check(api.name(__VA_ARGS__), #name, what)
+
+std::size_t Version() {
+  if (!api.library.loaded()) throw std::runtime_error("cuBLASLt is not loaded");
+  return api.cublasLtGetVersion();
+}
+
+// A library handle, of the device that is current when it is made.  One thread uses it at a time.
+class Handle {
+ public:
+  Handle() {
+    if (!api.library.loaded()) throw std::runtime_error("cuBLASLt is not loaded");
+    SLIDESPARSE_CALL("making a handle", cublasLtCreate, &handle_);
+  }
+  ~Handle() { api.cublasLtDestroy(handle_); }
+  Handle(const Handle&) = delete;
+  Handle& operator=(const Handle&) = delete;
+
+  cublasLtHandle_t get() const { return handle_; }
+
+ private:
+  cublasLtHandle_t handle_ = nullptr;
+};
+
+// A matrix: column-major with `rows` contiguous, or row-major with `cols` contiguous.
+class Matrix {
+ public:
+  Matrix(std::int64_t rows, std::int64_t cols, cudaDataType type, bool column_major,
+         const std::string& what) {
+    SLIDESPARSE_CALL(what, cublasLtMatrixLayoutCreate, &matrix_, type, rows, cols,
+                     column_major ? rows : cols);
+    if (column_major) return;
+    const cublasLtOrder_t order = CUBLASLT_ORDER_ROW;
+    const auto status = api.cublasLtMatrixLayoutSetAttribute(matrix_, CUBLASLT_MATRIX_LAYOUT_ORDER,
+                                                             &order, sizeof(order));
+    if (status != CUBLAS_STATUS_SUCCESS) api.cublasLtMatrixLayoutDestroy(matrix_);
+    Check(status, "cublasLtMatrixLayoutSetAttribute", what);
+  }
+  ~Matrix() { api.cublasLtMatrixLayoutDestroy(matrix_); }
+  Matrix(const Matrix&) = delete;
+  Matrix& operator=(const Matrix&) = delete;
+
+  cublasLtMatrixLayout_t get() const { return matrix_; }
+
+ private:
+  cublasLtMatrixLayout_t matrix_ = nullptr;
+};
+
+// What a product does after its sums, beside rounding to the output's type.
+struct Epilogue {
+  bool scale_vectors = false;  // weight scales [n] and token scales [m]
+  int bias_type = -1;          // cudaDataType of a bias [n]; -1: none
+  bool fast_accumulation = false;
+};
+
+// A product with its types and epilogue, and after `Choose` an algorithm.
+class Plan {
+ public:
+  Plan(std::shared_ptr<Handle> handle, std::int64_t n, std::int64_t k, std::int64_t m,
+       int operand_type, int output_type, int compute_type, int scale_type, Epilogue epilogue,
+       Layout layout, std::string what)
+      : handle_(std::move(handle)),
+        what_(std::move(what)),
+        epilogue_(epilogue),
+        integer_scale_(scale_type == CUDA_R_32I) {
+    const auto operand = static_cast<cudaDataType>(operand_type);
+    weight_ = layout.weight_k ? std::make_unique<Matrix>(k, n, operand, true, what_)
+                              : std::make_unique<Matrix>(n, k, operand, true, what_);
+    activations_ = layout.activations_k ? std::make_unique<Matrix>(k, m, operand, true, what_)
+                                        : std::make_unique<Matrix>(m, k, operand, true, what_);
+    out_ = std::make_unique<Matrix>(n, m, static_cast<cudaDataType>(output_type), layout.output_n,
+                                    what_);
+    SLIDESPARSE_CALL(what_, cublasLtMatmulDescCreate, &matmul_,
+                     static_cast<cublasComputeType_t>(compute_type),
+                     static_cast<cudaDataType>(scale_type));
+    try {
+      Set(CUBLASLT_MATMUL_DESC_TRANSA, layout.weight_k ? CUBLAS_OP_T : CUBLAS_OP_N);
+      Set(CUBLASLT_MATMUL_DESC_TRANSB, layout.activations_k ? CUBLAS_OP_N : CUBLAS_OP_T);
+      if (epilogue_.fast_accumulation) Set(CUBLASLT_MATMUL_DESC_FAST_ACCUM, std::int8_t{1});
+      if (epilogue_.scale_vectors) {
+        Set(kScaleModeWeight, kOuterVector);
+        Set(kScaleModeActivations, kOuterVector);
+        const void* anything = this;  // heuristics ask whether there are scales, not where
+        Set(CUBLASLT_MATMUL_DESC_A_SCALE_POINTER, anything);
+        Set(CUBLASLT_MATMUL_DESC_B_SCALE_POINTER, anything);
+      }
+      if (epilogue_.bias_type >= 0) {
+        Set(CUBLASLT_MATMUL_DESC_EPILOGUE, CUBLASLT_EPILOGUE_BIAS);
+        Set(CUBLASLT_MATMUL_DESC_BIAS_DATA_TYPE, static_cast<std::int32_t>(epilogue_.bias_type));
+        const void* anything = this;
+        Set(CUBLASLT_MATMUL_DESC_BIAS_POINTER, anything);
+      }
+    } catch (...) {
+      api.cublasLtMatmulDescDestroy(matmul_);
+      throw;
+    }
+  }
+  ~Plan() { api.cublasLtMatmulDescDestroy(matmul_); }
+  Plan(const Plan&) = delete;
+  Plan& operator=(const Plan&) = delete;
+
+  // The algorithms that the library proposes within `workspace_limit` bytes, best first, each as
+  // bytes.
+  std::vector<py::bytes> Heuristics(int most, std::size_t workspace_limit) const {
+    cublasLtMatmulPreference_t preference = nullptr;
+    SLIDESPARSE_CALL(what_, cublasLtMatmulPreferenceCreate, &preference);
+    std::vector<cublasLtMatmulHeuristicResult_t> results(most);
+    int found = 0;
+    auto status = api.cublasLtMatmulPreferenceSetAttribute(
+        preference, CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES, &workspace_limit,
+        sizeof(workspace_limit));
+    if (status == CUBLAS_STATUS_SUCCESS) {
+      status = api.cublasLtMatmulAlgoGetHeuristic(handle_->get(), matmul_, weight_->get(),
+                                                  activations_->get(), out_->get(), out_->get(),
+                                                  preference, most, results.data(), &found);
+    }
+    api.cublasLtMatmulPreferenceDestroy(preference);
+    Check(status, "cublasLtMatmulAlgoGetHeuristic", what_);
+    std::vector<py::bytes> algorithms;
+    for (int i = 0; i < found; ++i) {
+      if (results[i].state != CUBLAS_STATUS_SUCCESS) continue;
+      algorithms.emplace_back(reinterpret_cast<const char*>(&results[i].algo),
+                              sizeof(results[i].algo));
+    }
+    return algorithms;
+  }
+
+  // Settle on an algorithm that `Heuristics` gave, for this or an equal product.
+  void Choose(const std::string& algorithm) {
+    if (algorithm.size() != sizeof(algorithm_)) {
+      std::ostringstream message;
+      message << "a cuBLASLt algorithm has " << sizeof(algorithm_) << " bytes, found "
+              << algorithm.size() << "; " << what_;
+      throw std::runtime_error(message.str());
+    }
+    std::memcpy(&algorithm_, algorithm.data(), sizeof(algorithm_));
+    cublasLtMatmulHeuristicResult_t result;
+    SLIDESPARSE_CALL(what_, cublasLtMatmulAlgoCheck, handle_->get(), matmul_, weight_->get(),
+                     activations_->get(), out_->get(), out_->get(), &algorithm_, &result);
+    workspace_ = result.workspaceSize;
+    chosen_ = true;
+  }
+
+  std::size_t workspace() const { return workspace_; }
+
+  // Launches on `stream`.  Addresses that the epilogue does not use are 0.
+  void Run(std::uintptr_t activations, std::uintptr_t weight, std::uintptr_t out,
+           std::uintptr_t workspace, std::uintptr_t stream, std::uintptr_t weight_scales,
+           std::uintptr_t token_scales, std::uintptr_t bias) {
+    if (!chosen_) throw std::runtime_error("this plan has no algorithm yet; " + what_);
+    if (epilogue_.scale_vectors != (weight_scales != 0 && token_scales != 0) ||
+        (epilogue_.bias_type >= 0) != (bias != 0)) {
+      throw std::runtime_error("the scales or the bias given are not those of the plan; " + what_);
+    }
+    if (epilogue_.scale_vectors) {
+      Set(CUBLASLT_MATMUL_DESC_A_SCALE_POINTER, static_cast<const void*>(Pointer(weight_scales)));
+      Set(CUBLASLT_MATMUL_DESC_B_SCALE_POINTER, static_cast<const void*>(Pointer(token_scales)));
+    }
+    if (bias != 0) Set(CUBLASLT_MATMUL_DESC_BIAS_POINTER, static_cast<const void*>(Pointer(bias)));
+    const float one = 1.0f, zero = 0.0f;
+    const std::int32_t integer_one = 1, integer_zero = 0;
+    const void* alpha = integer_scale_ ? static_cast<const void*>(&integer_one) : &one;
+    const void* beta = integer_scale_ ? static_cast<const void*>(&integer_zero) : &zero;
+    SLIDESPARSE_CALL(what_, cublasLtMatmul, handle_->get(), matmul_, alpha, Pointer(weight),
+                     weight_->get(), Pointer(activations), activations_->get(), beta, Pointer(out),
+                     out_->get(), Pointer(out), out_->get(), &algorithm_, Pointer(workspace),
+                     workspace_, static_cast<cudaStream_t>(Pointer(stream)));
+  }
+
+ private:
+  template <typename Value>
+  void Set(cublasLtMatmulDescAttributes_t attribute, Value value) {
+    SLIDESPARSE_CALL(what_, cublasLtMatmulDescSetAttribute, matmul_, attribute, &value,
+                     sizeof(value));
+  }
+
+  std::shared_ptr<Handle> handle_;
+  std::string what_;
+  Epilogue epilogue_;
+  bool integer_scale_;
+  std::unique_ptr<Matrix> weight_, activations_, out_;
+  cublasLtMatmulDesc_t matmul_ = nullptr;
+  cublasLtMatmulAlgo_t algorithm_{};
+  bool chosen_ = false;
+  std::size_t workspace_ = 0;
+};
+
+}  // namespace
+}  // namespace slidesparse
+
+PYBIND11_MODULE(SLIDESPARSE_MODULE, module) {
+  using namespace slidesparse;
+  module.doc() = "cuBLASLt on raw pointers";
+  module.attr("SOURCES") = SLIDESPARSE_SOURCES;
+  module.attr("TYPES") = py::dict(py::arg("int8") = static_cast<int>(CUDA_R_8I),
+                                  py::arg("int32") = static_cast<int>(CUDA_R_32I),
+                                  py::arg("fp8") = static_cast<int>(CUDA_R_8F_E4M3),
+                                  py::arg("fp16") = static_cast<int>(CUDA_R_16F),
+                                  py::arg("bf16") = static_cast<int>(CUDA_R_16BF),
+                                  py::arg("fp32") = static_cast<int>(CUDA_R_32F));
+  module.attr("COMPUTE") = py::dict(py::arg("int8") = static_cast<int>(CUBLAS_COMPUTE_32I),
+                                    py::arg("fp8") = static_cast<int>(CUBLAS_COMPUTE_32F),
+                                    py::arg("fp16") = static_cast<int>(CUBLAS_COMPUTE_32F),
+                                    py::arg("bf16") = static_cast<int>(CUBLAS_COMPUTE_32F));
+  module.def("load", &Load, py::arg("path"), "Open the library; RuntimeError when it cannot be.");
+  module.def("version", &Version, "Of the library that is loaded: 130100 is 13.1.0.");
+  py::class_<Handle, std::shared_ptr<Handle>>(module, "Handle",
+                                              "A handle of the current device, for one thread.")
+      .def(py::init<>());
+  py::class_<Epilogue>(module, "Epilogue", py::module_local())
+      .def(py::init<bool, int, bool>(), py::arg("scale_vectors"), py::arg("bias_type"),
+           py::arg("fast_accumulation"));
+  py::class_<Layout>(module, "Layout", py::module_local())
+      .def(py::init<bool, bool, bool>(), py::arg("weight_k"), py::arg("activations_k"),
+           py::arg("output_n"));
+  py::class_<Plan>(module, "Plan")
+      .def(py::init<std::shared_ptr<Handle>, std::int64_t, std::int64_t, std::int64_t, int, int,
+                    int, int, Epilogue, Layout, std::string>(),
+           py::arg("handle"), py::arg("n"), py::arg("k"), py::arg("m"), py::arg("operand_type"),
+           py::arg("output_type"), py::arg("compute_type"), py::arg("scale_type"),
+           py::arg("epilogue"), py::arg("layout"), py::arg("what"))
+      .def("heuristics", &Plan::Heuristics, py::arg("most"), py::arg("workspace_limit"))
+      .def("choose", &Plan::Choose, py::arg("algorithm"))
+      .def_property_readonly("workspace", &Plan::workspace)
+      .def("run", &Plan::Run, py::arg("activations"), py::arg("weight"), py::arg("out"),
+           py::arg("workspace"), py::arg("stream"), py::arg("weight_scales"),
+           py::arg("token_scales"), py::arg("bias"), py::call_guard<py::gil_scoped_release>());
+}

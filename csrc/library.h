@@ -1,0 +1,60 @@
+// What both extensions share: loading a CUDA library at run time, and errors that say what was
+// asked for.
+//
+// The extensions are host code.  They take raw device pointers, sizes and a stream as integers, and
+// link against neither torch nor CUDA: one build serves any torch, and a machine without the
+// library can still import it.
+
+#pragma once
+
+#include <dlfcn.h>
+#include <pybind11/pybind11.h>
+
+#include <cstdint>
+#include <stdexcept>
+#include <string>
+
+namespace slidesparse {
+
+// A shared library, opened once and never closed: plans may outlive whoever opened it.
+class SharedLibrary {
+ public:
+  void Open(const std::string& path) {
+    handle_ = dlopen(path.c_str(), RTLD_NOW | RTLD_LOCAL);
+    if (handle_ == nullptr) {
+      const char* why = dlerror();
+      throw std::runtime_error("cannot load " + path + ": " +
+                               (why != nullptr ? why : "unknown error"));
+    }
+    path_ = path;
+  }
+
+  // The function called `name`.  Throws when this version of the library has none.
+  template <typename Function>
+  void Find(const char* name, Function* function) const {
+    void* symbol = dlsym(handle_, name);
+    if (symbol == nullptr) {
+      throw std::runtime_error(path_ + " has no function " + name + ": it is too old");
+    }
+    *function = reinterpret_cast<Function>(symbol);
+  }
+
+  bool loaded() const { return handle_ != nullptr; }
+  const std::string& path() const { return path_; }
+
+ private:
+  void* handle_ = nullptr;
+  std::string path_;
+};
+
+// Which of the three matrices are stored with their K (weight, activations) or N (output) dimension
+// contiguous. All true is what serving uses.
+struct Layout {
+  bool weight_k = true;
+  bool activations_k = true;
+  bool output_n = true;
+};
+
+inline void* Pointer(std::uintptr_t address) { return reinterpret_cast<void*>(address); }
+
+}  // namespace slidesparse

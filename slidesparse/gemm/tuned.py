@@ -1,0 +1,251 @@
+"""The table of tuned algorithms: which one to take for a problem, found by ``slidesparse tune``.
+
+One JSON file per GPU, compute capability, library and library version, as each of them changes what is fastest and what
+an algorithm's name means.  A file lies in the user's cache, where it wins, or ships with the package::
+
+    {"format": 1, "gpu": "NVIDIA H200", "capability": "9.0", "library": "cusparselt", "version": "0.8.0",
+     "entries": {"int8 -> bf16, scale channel, bias no, n 4608, k 5376": {"64": {"algorithm": "...", "us": 9.1}}}}
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import os
+import re
+import tempfile
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from slidesparse.gemm.library import Problem
+
+FORMAT = 1
+CACHE = "SLIDESPARSE_CACHE"  # environment variable: the folder, instead of ~/.cache/slidesparse
+SHIPPED = Path(__file__).parent.parent / "tuned_tables"
+
+_logger = logging.getLogger("slidesparse")
+
+
+class TableError(RuntimeError):
+    """A table of tuned algorithms that cannot be used; names the file and the remedy."""
+
+
+@dataclass(frozen=True)
+class Subject:
+    """What a table is about."""
+
+    library: str  # "cusparselt", "cublaslt"
+    version: str  # of the library, such as "0.8.0"
+    gpu: str  # the full name, such as "NVIDIA H200"
+    capability: tuple[int, int]  # compute capability
+
+    @property
+    def file(self) -> str:
+        """The table's file name, such as ``nvidia-h200_sm90_cusparselt-0.8.0.json``."""
+        major, minor = self.capability
+        return f"{_slug(self.gpu)}_sm{major}{minor}_{_slug(self.library)}-{_slug(self.version)}.json"
+
+    def facts(self) -> dict[str, str]:
+        """The four facts as the file spells them."""
+        return {
+            "gpu": self.gpu,
+            "capability": ".".join(map(str, self.capability)),
+            "library": self.library,
+            "version": self.version,
+        }
+
+
+@dataclass(frozen=True)
+class Tuned:
+    """The fastest algorithm of a problem, and its time in microseconds."""
+
+    algorithm: str
+    us: float
+
+
+Entries = dict[str, dict[int, Tuned]]  # key_of(problem) -> M -> the best
+
+
+def folder() -> Path:
+    """Where the user's tables lie: $SLIDESPARSE_CACHE, else $XDG_CACHE_HOME/slidesparse, else ~/.cache."""
+    if chosen := os.environ.get(CACHE):
+        return Path(chosen) / "tuned"
+    base = os.environ.get("XDG_CACHE_HOME")
+    return (Path(base) if base else Path.home() / ".cache") / "slidesparse" / "tuned"
+
+
+def key_of(problem: Problem) -> str:
+    """A problem without its M, as text."""
+    bias = "yes" if problem.bias else "no"
+    types = f"{problem.dtype} -> {problem.out}"
+    return f"{types}, scale {problem.scale}, bias {bias}, n {problem.n}, k {problem.k}"
+
+
+def choice(
+    library_name: str, library_version: str, gpu_name: str, capability: tuple[int, int], problem: Problem
+) -> str | None:
+    """The algorithm tuned for ``problem``, or None when there is none.
+
+    Types, epilogue, n and k must be equal; of the tuned M the smallest that is at least m counts, else the largest.
+    Raises TableError for a damaged file.
+    """
+    subject = Subject(library_name, library_version, gpu_name, (capability[0], capability[1]))
+    return _for_tokens(_tables(subject, folder()).get(key_of(problem)), problem.m)
+
+
+def neighbour(
+    library_name: str, library_version: str, gpu_name: str, capability: tuple[int, int], problem: Problem
+) -> str | None:
+    """The algorithm tuned for the shape nearest to an untuned one, or None when nothing of its types is tuned.
+
+    Nearest by the ratios of n and of k.  Libraries' own heuristics miss by up to two times where this misses by some
+    percent: which tile is fastest depends on the types and on how many tiles there are, little on the shape.
+    """
+    subject = Subject(library_name, library_version, gpu_name, (capability[0], capability[1]))
+    same = key_of(problem).partition(", n ")[0]
+    found = [
+        (abs(math.log2(problem.n / n)) + abs(math.log2(problem.k / k)), n, k, measured)
+        for key, measured in _tables(subject, folder()).items()
+        for types, n, k in (_parts(key),)
+        if types == same
+    ]
+    return _for_tokens(min(found, key=lambda one: one[:3])[3], problem.m) if found else None
+
+
+def _for_tokens(measured: dict[int, Tuned] | None, m: int) -> str | None:
+    if not measured:
+        return None
+    at_least = [tokens for tokens in measured if tokens >= m]
+    return measured[min(at_least) if at_least else max(measured)].algorithm
+
+
+def _parts(key: str) -> tuple[str, int, int]:
+    """What `key_of` put together: types and epilogue, n, k."""
+    types, _, shape = key.partition(", n ")
+    n, _, k = shape.partition(", k ")
+    return types, int(n), int(k)
+
+
+def tuned(subject: Subject, problem: Problem) -> Tuned | None:
+    """What is in the tables for exactly this problem, its M included."""
+    return _tables(subject, folder()).get(key_of(problem), {}).get(problem.m)
+
+
+def note_untuned(library_name: str, problem: Problem, instead: str) -> None:
+    """Log, once per library, operand type, n and k, that a problem is not tuned, what runs, and how to tune it."""
+    _note_once(library_name, problem.dtype, problem.n, problem.k, instead)
+
+
+@cache
+def _note_once(library: str, dtype: str, n: int, k: int, instead: str) -> None:
+    # 2:4 does not expand K, so --shapes then means the K' that the library sees.
+    pattern = " --pattern 2:4" if library == "cusparselt" else ""
+    _logger.warning(
+        "%s has no tuned algorithm for %s weights [%d, %d] and takes %s; "
+        "to tune: slidesparse tune --library %s --dtype %s%s --shapes %dx%d",
+        *(library, dtype, n, k, instead, library, dtype, pattern, n, k),
+    )
+
+
+def note_refused(library_name: str, problem: Problem, algorithm: str, error: str) -> None:
+    """Log, once per library, problem without its m, and algorithm, that the tuned algorithm does not run."""
+    _note_refused_once(library_name, key_of(problem), algorithm, error)
+
+
+@cache
+def _note_refused_once(library: str, key: str, algorithm: str, error: str) -> None:
+    _logger.warning(
+        "%s refuses the algorithm %s that was tuned for %s, and its own heuristic runs instead: %s",
+        *(library, algorithm, key, error),
+    )
+
+
+def save(subject: Subject, results: Iterable[tuple[Problem, Tuned]]) -> Path:
+    """Merge results into the user's table and publish it atomically; returns its path.
+
+    The file is read again just before, so what another process has added stays.  Raises TableError when the
+    file there is damaged; it is not overwritten.
+    """
+    path = folder() / subject.file
+    path.parent.mkdir(parents=True, exist_ok=True)
+    entries = _read(path, subject)
+    for problem, best in results:
+        entries.setdefault(key_of(problem), {})[problem.m] = best
+    document = {"format": FORMAT, **subject.facts(), "entries": _plain(entries)}
+    _publish(path, json.dumps(document, indent=1) + "\n")
+    _tables.cache_clear()
+    return path
+
+
+def _plain(entries: Entries) -> dict[str, Any]:
+    return {
+        key: {
+            str(m): {"algorithm": best.algorithm, "us": round(best.us, 3)} for m, best in sorted(ms.items())
+        }
+        for key, ms in sorted(entries.items())
+    }
+
+
+def _publish(path: Path, text: str) -> None:
+    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    try:
+        with os.fdopen(handle, "w") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        os.chmod(temporary, 0o644)  # mkstemp lets only its owner read
+        os.replace(temporary, path)
+    except BaseException:
+        Path(temporary).unlink(missing_ok=True)
+        raise
+
+
+@cache
+def _tables(subject: Subject, users: Path) -> Entries:
+    """The shipped table, with the user's laid over it entry by entry."""
+    entries = _read(SHIPPED / subject.file, subject)
+    for key, measured in _read(users / subject.file, subject).items():
+        entries.setdefault(key, {}).update(measured)
+    return entries
+
+
+def _read(path: Path, subject: Subject) -> Entries:
+    """The entries of one file; none when there is no file."""
+    try:
+        text = path.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        return {}
+    except (OSError, UnicodeDecodeError) as error:
+        raise _error(path, f"cannot be read: {error}") from error
+    try:
+        document = json.loads(text)
+    except ValueError as error:
+        raise _error(path, f"is not JSON: {error}") from error
+    if not isinstance(document, dict) or document.get("format") != FORMAT:
+        found = document.get("format") if isinstance(document, dict) else type(document).__name__
+        raise _error(path, f"has format {found!r}, but this version reads {FORMAT}")
+    for name, expected in subject.facts().items():
+        if document.get(name) != expected:
+            raise _error(path, f"is about {name} {document.get(name)!r}, not {expected!r} as its name says")
+    try:
+        return {
+            str(key): {int(m): Tuned(str(one["algorithm"]), float(one["us"])) for m, one in ms.items()}
+            for key, ms in document["entries"].items()
+        }
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise _error(path, f"is damaged: {type(error).__name__}: {error}") from error
+
+
+def _error(path: Path, what: str) -> TableError:
+    return TableError(
+        f"the table of tuned algorithms {path} {what}; delete it and run `slidesparse tune` again, "
+        f"or set {CACHE} to another folder"
+    )
+
+
+def _slug(text: str) -> str:
+    return re.sub(r"[^a-z0-9.]+", "-", text.lower()).strip("-")
