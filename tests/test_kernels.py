@@ -112,9 +112,9 @@ def check_quantization(
         launches, (0, start, 0), (on_device, gapped, on_device), strict=False
     ):
         tokens, codes = source_rows[first:], (expected[0][first:], expected[1][first:])
-        assert_same_codes(quant_slide(tokens, layout.length, phase, dtype, launch), codes)
+        assert_same_codes(quant_slide(tokens, layout.length, phase, dtype, launch=launch), codes)
         if layout.length == 4 and phase == 0:
-            assert_same_codes(quant_only(tokens, dtype, launch), codes)
+            assert_same_codes(quant_only(tokens, dtype, launch=launch), codes)
     assert_same_bits(on_device, before)
 
 

@@ -1,8 +1,7 @@
 """What the kernels share: reading rows, rounding to INT8 and E4M3, and the checks of their launchers.
 
-Device functions come in two forms that give the same bits.  ``NATIVE`` uses instructions of the GPU; the other form
-is plain arithmetic, for Triton's interpreter.  Codes are made by integer arithmetic in both, so E4M3 needs no GPU that
-has it.
+Device functions come in forms that give the same bits, chosen by ``NATIVE`` (see `native`): plain arithmetic for
+Triton's interpreter, and instructions of the GPU, with or without its conversion to E4M3.
 """
 
 # ruff: noqa: N803, SIM108, SIM300 (compile-time arguments in capitals, as is Triton's convention)
@@ -17,6 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from slidesparse.pattern import HARDWARE_LENGTH
 from slidesparse.quantize import FP8, INT8, quantize_rows
 
 FLOATS = (torch.bfloat16, torch.float16, torch.float32)
@@ -204,20 +204,103 @@ def fp8_code(value):
 
 
 @triton.jit
+def int8_word(a, b, c, d):
+    """Four float32 -> their INT8 codes in one int32, as `int8_code` makes them, by the GPU's own conversions.
+
+    To the nearest integer, ties to even, NaN to 0; then saturated to 8 bits and packed, two at a time.
+    """
+    return tl.inline_asm_elementwise(
+        """
+        {
+        .reg .b32 i0, i1, i2, i3, high;
+        cvt.rni.s32.f32 i0, $1;
+        cvt.rni.s32.f32 i1, $2;
+        cvt.rni.s32.f32 i2, $3;
+        cvt.rni.s32.f32 i3, $4;
+        cvt.pack.sat.s8.s32.b32 high, i3, i2, 0;
+        cvt.pack.sat.s8.s32.b32 $0, i1, i0, high;
+        }
+        """,
+        "=r,f,f,f,f",
+        [a, b, c, d],
+        dtype=tl.int32,
+        is_pure=True,
+        pack=1,
+    )
+
+
+@triton.jit
+def fp8_pair(low, high):
+    """Two float32 -> their E4M3 codes in the low half of an int32: those of `fp8_code`, by the GPU's conversion."""
+    return tl.inline_asm_elementwise(
+        """
+        {
+        .reg .b16 pair;
+        cvt.rn.satfinite.e4m3x2.f32 pair, $2, $1;
+        cvt.u32.u16 $0, pair;
+        }
+        """,
+        "=r,f,f",
+        [low, high],
+        dtype=tl.int32,
+        is_pure=True,
+        pack=1,
+    )
+
+
+@triton.jit
 def codes_of(a, b, c, d, scale, factor, E4M3: tl.constexpr, NATIVE: tl.constexpr):
     """Four float32 -> their four codes in one int32, the first in the lowest byte."""
     if E4M3:
-        a, b = fp8_code(quotient(a, scale, factor, NATIVE)), fp8_code(quotient(b, scale, factor, NATIVE))
-        c, d = fp8_code(quotient(c, scale, factor, NATIVE)), fp8_code(quotient(d, scale, factor, NATIVE))
+        a, b = quotient(a, scale, factor, NATIVE), quotient(b, scale, factor, NATIVE)
+        c, d = quotient(c, scale, factor, NATIVE), quotient(d, scale, factor, NATIVE)
+        if NATIVE == 2:
+            # By arithmetic: ptxas 12.8 turns a move of two halves into conversions that merge, and gets some wrong.
+            word = fp8_pair(a, b) + fp8_pair(c, d) * 65536
+        else:
+            a, b, c, d = fp8_code(a), fp8_code(b), fp8_code(c), fp8_code(d)
+            word = a | (b << 8) | (c << 16) | (d << 24)
+    elif NATIVE:
+        word = int8_word(a * factor, b * factor, c * factor, d * factor)
     else:
         a, b = int8_code(a * factor), int8_code(b * factor)
         c, d = int8_code(c * factor), int8_code(d * factor)
-    return a | (b << 8) | (c << 16) | (d << 24)
+        word = a | (b << 8) | (c << 16) | (d << 24)
+    return word
 
 
 def interpreted() -> bool:
     """Whether kernels run in Triton's interpreter, as was decided when they were defined."""
     return not isinstance(widen, triton.runtime.JITFunction)
+
+
+def native(x: Tensor) -> int:
+    """0 in Triton's interpreter, 1 on GPUs, 2 on those that convert to E4M3 themselves (compute capability 8.9)."""
+    if interpreted():
+        return 0
+    return 2 if torch.cuda.get_device_capability(x.device) >= (8, 9) else 1
+
+
+def quantized(x: Tensor, columns: int, rows: int) -> tuple[Tensor, Tensor]:
+    """Memory for the codes and scales of x [M, K]: int32 words [M, columns / 4] and float32 [M, 1], not written.
+
+    ``rows``, when larger than M, is how many rows can be read behind the addresses of both.
+    """
+    m = x.shape[0]
+    words = torch.empty(max(m, rows), columns // HARDWARE_LENGTH, dtype=torch.int32, device=x.device)
+    scales = torch.empty(max(m, rows), 1, dtype=torch.float32, device=x.device)
+    return words[:m], scales[:m]
+
+
+def require_columns(columns: int | None, least: int) -> int:
+    """The width of a row of codes: ``columns``, or ``least`` rounded up to whole words when that is None."""
+    if columns is None:
+        return least + -least % HARDWARE_LENGTH
+    if columns < least or columns % HARDWARE_LENGTH:
+        raise ValueError(
+            f"{columns} columns of codes are asked for; they must be a multiple of {HARDWARE_LENGTH}, {least} or more"
+        )
+    return columns
 
 
 def require(name: str, tensor: Tensor, dimensions: int, dtypes: tuple[torch.dtype, ...]) -> None:

@@ -108,7 +108,7 @@ def dequant_bias(
             n,
             HAS_BIAS=bias is not None,
             FUSED=arithmetic == "cuda",
-            NATIVE=not common.interpreted(),
+            NATIVE=common.native(acc),
             ROWS=launch.rows,
             BLOCK=launch.block,
             num_warps=launch.warps,

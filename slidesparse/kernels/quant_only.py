@@ -1,4 +1,4 @@
-"""Quantize tokens, K padded with zeros to a multiple of 4: the dense path, which lifts nothing.
+"""Quantize tokens, K padded with zeros to whole words of 4: the dense path, which lifts nothing.
 
     scale[m] = max_k |x[m, k]| / Q        q[m, k] = round(x[m, k] / scale[m])
 
@@ -32,7 +32,7 @@ from slidesparse.quantize import FP8
 @triton.jit
 def _load(x, word, K: tl.constexpr, WORDS: tl.constexpr, QUADS: tl.constexpr, BF16: tl.constexpr):
     if QUADS:
-        first, second = load_quad(x, word, word < WORDS)
+        first, second = load_quad(x, word, word < K // 4)
         a, b = halves(first, BF16)
         c, d = halves(second, BF16)
     else:
@@ -47,7 +47,7 @@ def _kernel(
     scales,
     stride,  # of x's rows, in what x points to
     K: tl.constexpr,
-    WORDS: tl.constexpr,  # ceil(K / 4)
+    WORDS: tl.constexpr,  # of a row of q, at least K / 4
     QUADS: tl.constexpr,  # x points to int64 words of four 16-bit floats
     BF16: tl.constexpr,
     E4M3: tl.constexpr,
@@ -77,12 +77,16 @@ def _kernel(
     tl.store(scales + row, scale)
 
 
-def quant_only(x: Tensor, dtype: torch.dtype, launch: Config | None = None) -> tuple[Tensor, Tensor]:
-    """x [M, K] bfloat16, float16 or float32 -> q [M, 4 * ceil(K / 4)] of ``dtype``, scale [M, 1] float32.
+def quant_only(
+    x: Tensor, dtype: torch.dtype, columns: int | None = None, rows: int = 0, launch: Config | None = None
+) -> tuple[Tensor, Tensor]:
+    """x [M, K] bfloat16, float16 or float32 -> q [M, columns] of ``dtype``, scale [M, 1] float32.
 
     Args:
         x: rows may be any stride apart; within a row the stride is 1.
         dtype: torch.int8 or torch.float8_e4m3fn.
+        columns: of a row of codes, a multiple of 4; zeros fill those beyond K.  None: 4 * ceil(K / 4).
+        rows: how many rows the memory behind q and scale can be read for, if more than M; not written beyond M.
         launch: block and warps, instead of the table's.
 
     Raises:
@@ -91,26 +95,25 @@ def quant_only(x: Tensor, dtype: torch.dtype, launch: Config | None = None) -> t
     common.require("x", x, 2, common.FLOATS)
     common.require_codes(dtype)
     m, k = x.shape
-    words = -(-k // HARDWARE_LENGTH)
-    q = torch.empty(m, words, dtype=torch.int32, device=x.device)
-    if not m or not words:
-        return q.view(dtype), common.scale_without_columns(x, dtype)
-    scales = torch.empty(m, 1, dtype=torch.float32, device=x.device)
+    words = common.require_columns(columns, k) // HARDWARE_LENGTH
+    q, scales = common.quantized(x, words * HARDWARE_LENGTH, rows)
+    if not m or not k:
+        return q.zero_().view(dtype), common.scale_without_columns(x, dtype)
     quads = common.words_of(x, 8)
-    rows = x if quads is None else quads
+    source = x if quads is None else quads
     launch = launch or config("quant_only", k, m)
     with common.on_device_of(x):
         _kernel[(m,)](
-            rows,
+            source,
             q,
             scales,
-            rows.stride(0),
+            source.stride(0),
             K=k,
             WORDS=words,
             QUADS=quads is not None,
             BF16=x.dtype == torch.bfloat16,
             E4M3=dtype == FP8,
-            NATIVE=not common.interpreted(),
+            NATIVE=common.native(x),
             BLOCK=common.step(launch.block, words),
             num_warps=launch.warps,
             enable_fp_fusion=False,

@@ -42,7 +42,7 @@ def _kernel(
     scales,
     stride,  # of x's rows, in what x points to
     K: tl.constexpr,
-    WORDS: tl.constexpr,  # K' / 4
+    WORDS: tl.constexpr,  # of a row of q, at least K' / 4
     LENGTH: tl.constexpr,
     PHASE: tl.constexpr,
     PAIRS: tl.constexpr,  # x points to int32 words of two 16-bit floats
@@ -71,15 +71,23 @@ def _kernel(
 
 
 def quant_slide(
-    x: Tensor, length: int, phase: int, dtype: torch.dtype, launch: Config | None = None
+    x: Tensor,
+    length: int,
+    phase: int,
+    dtype: torch.dtype,
+    columns: int | None = None,
+    rows: int = 0,
+    launch: Config | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """x [M, K] bfloat16, float16 or float32 -> q [M, K'] of ``dtype``, scale [M, 1] float32.
+    """x [M, K] bfloat16, float16 or float32 -> q [M, columns] of ``dtype``, scale [M, 1] float32.
 
     Args:
         x: rows may be any stride apart; within a row the stride is 1.
         length: L of the pattern's blocks; 4 lifts nothing and pads K to a multiple of 4.
         phase: zero columns before the row.
         dtype: torch.int8 or torch.float8_e4m3fn.
+        columns: of a row of codes, a multiple of 4; zeros fill those beyond K'.  None: K'.
+        rows: how many rows the memory behind q and scale can be read for, if more than M; not written beyond M.
         launch: block and warps, instead of the table's.
 
     Raises:
@@ -93,20 +101,19 @@ def quant_slide(
             "the phase in 0..length-1"
         )
     m, k = x.shape
-    words = SlideLayout(k, phase, length).slided // HARDWARE_LENGTH
-    q = torch.empty(m, words, dtype=torch.int32, device=x.device)
-    if not m or not words:
-        return q.view(dtype), common.scale_without_columns(x, dtype)
-    scales = torch.empty(m, 1, dtype=torch.float32, device=x.device)
+    words = common.require_columns(columns, SlideLayout(k, phase, length).slided) // HARDWARE_LENGTH
+    q, scales = common.quantized(x, words * HARDWARE_LENGTH, rows)
+    if not m or not k:
+        return q.zero_().view(dtype), common.scale_without_columns(x, dtype)
     pairs = None if phase % 2 else common.words_of(x, 4)
-    rows = x if pairs is None else pairs
+    source = x if pairs is None else pairs
     launch = launch or config("quant_slide", k, m)
     with common.on_device_of(x):
         _kernel[(m,)](
-            rows,
+            source,
             q,
             scales,
-            rows.stride(0),
+            source.stride(0),
             K=k,
             WORDS=words,
             LENGTH=length,
@@ -114,7 +121,7 @@ def quant_slide(
             PAIRS=pairs is not None,
             BF16=x.dtype == torch.bfloat16,
             E4M3=dtype == FP8,
-            NATIVE=not common.interpreted(),
+            NATIVE=common.native(x),
             BLOCK=common.step(launch.block, max(words, k // 2)),
             num_warps=launch.warps,
             enable_fp_fusion=False,

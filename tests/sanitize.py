@@ -1,0 +1,250 @@
+"""Every kernel and both GEMM libraries on small odd shapes, to be run where accesses out of bounds are seen::
+
+    compute-sanitizer --tool memcheck --error-exitcode 9 python tests/sanitize.py
+
+Tensors get memory of their own, not a piece of torch's pool, so that the tool knows where they end.  Inputs lie between
+NaN, Inf or large codes and outputs, where they can be handed over, between guards that must survive.  Results are
+compared with the reference.  Exits with 1 when one differs; the tool tells the rest.
+
+Codes reach to the next bucket of tokens and are not written beyond the last token (`slidesparse.ops`): GEMMs read them
+and nobody reads what comes of it.  The tool initcheck reports that and no other; racecheck and synccheck need no care.
+"""
+
+from __future__ import annotations
+
+import os
+
+os.environ["PYTORCH_NO_CUDA_MEMORY_CACHING"] = "1"  # before torch is imported
+
+import sys
+from collections.abc import Callable, Iterator
+
+import torch
+from torch import Tensor
+
+from slidesparse import gemm, reference
+from slidesparse.gemm import plans
+from slidesparse.gemm.cublaslt import LIBRARY as CUBLASLT
+from slidesparse.gemm.cusparselt import LIBRARY as CUSPARSELT
+from slidesparse.gemm.library import Library, Problem
+from slidesparse.kernels.dequant_bias import dequant_bias
+from slidesparse.kernels.quant_only import quant_only
+from slidesparse.kernels.quant_slide import quant_slide
+from slidesparse.kernels.slide_weight import slide_weight
+from slidesparse.pattern import SlidePattern
+from slidesparse.prune import prune
+from slidesparse.quantize import FP8, INT8, quantize_rows
+from slidesparse.slide import slide
+
+GUARD = 0x55  # bytes around outputs
+MARGIN = 64  # columns or rows of poison, a multiple of what alignment wants
+TOKENS = (1, 5, 17)
+GEOMETRIES = (
+    ("2:4", 37, 0),
+    ("6:8", 75, 0),
+    ("6:8", 76, 3),
+    ("4:6", 1003, 0),
+    ("14:16", 2050, 1),
+    ("2_inf", 33, 0),
+)
+SOURCES = (torch.bfloat16, torch.float16, torch.float32)
+CODES = (INT8, FP8)
+
+Case = tuple[str, Callable[[], bool]]
+
+
+def normal(m: int, k: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.randn(m, k, generator=torch.Generator().manual_seed(m * k)).to(dtype)
+
+
+def tight(x: Tensor) -> Tensor:
+    """On the GPU, with nothing around: reading next to it is out of bounds."""
+    return x.contiguous().cuda()
+
+
+def poisoned(x: Tensor) -> Tensor:
+    """On the GPU, rows between columns that would show: NaN and Inf, or the largest codes."""
+    value = torch.nan if x.dtype.is_floating_point and x.element_size() > 1 else 0x7F  # in FP8 a NaN
+    bits = x.view(torch.int8) if x.element_size() == 1 else x
+    wide = torch.full((x.shape[0], x.shape[1] + 2 * MARGIN), value, dtype=bits.dtype, device="cuda")
+    wide[:, MARGIN : MARGIN + x.shape[1]] = bits.cuda()
+    if x.element_size() > 1 and x.dtype.is_floating_point:
+        wide[:, -MARGIN:] = torch.inf
+    return wide[:, MARGIN : MARGIN + x.shape[1]].view(x.dtype)
+
+
+class Guarded:
+    """An output [rows, columns] between rows of guards, of which not one may change."""
+
+    def __init__(self, rows: int, columns: int, dtype: torch.dtype, gap: int = 0) -> None:
+        size = dtype.itemsize
+        self._bytes = torch.full(
+            (rows + 2 * MARGIN, (columns + gap) * size), GUARD, dtype=torch.uint8, device="cuda"
+        )
+        self.out = self._bytes[MARGIN : MARGIN + rows, : columns * size].view(dtype)
+
+    def untouched(self) -> bool:
+        """Whether all but the output is as it was; ends the output."""
+        self.out.view(torch.uint8).fill_(GUARD)
+        return bool((self._bytes == GUARD).all())
+
+
+def same(found: Tensor, expected: Tensor) -> bool:
+    """Equal bit for bit."""
+    integers = {1: torch.int8, 2: torch.int16, 4: torch.int32}[expected.element_size()]
+    one, other = found.cpu().contiguous(), expected.cpu().contiguous()
+    return one.dtype == other.dtype and torch.equal(one.view(integers), other.view(integers))
+
+
+def quantization() -> Iterator[Case]:
+    for pattern, k, phase in GEOMETRIES:
+        for source in SOURCES if k == 75 else SOURCES[:1]:  # to compile takes time
+            for dtype in CODES:
+
+                def run(
+                    pattern: str = pattern,
+                    k: int = k,
+                    phase: int = phase,
+                    source: torch.dtype = source,
+                    dtype: torch.dtype = dtype,
+                ) -> bool:
+                    layout, right = SlidePattern.parse(pattern).layout(k, phase), True
+                    columns = layout.slided + -layout.slided % 32
+                    for m in TOKENS:
+                        x = normal(m, k, source)
+                        q, scale = reference.quant_slide(x, layout, dtype)
+                        for tokens in (tight(x), poisoned(x)):
+                            found = quant_slide(tokens, layout.length, phase, dtype, columns, plans.bucket(m))
+                            right &= same(found[0][:, : layout.slided], q) and same(found[1], scale)
+                            right &= not bool(found[0][:, layout.slided :].view(INT8).any())
+                            plain, scale_of_plain = quant_only(tokens, dtype, rows=plans.bucket(m))
+                            expected, expected_scale = quantize_rows(x, dtype)
+                            right &= same(plain[:, :k], expected) and same(scale_of_plain, expected_scale)
+                    return right
+
+                yield f"quant_slide, quant_only {pattern} K={k} phase={phase} {source} {dtype}", run
+
+
+def dequantization() -> Iterator[Case]:
+    for n in (1, 37, 1003):
+        for source in (torch.int32, torch.float32, torch.bfloat16):
+            for out_dtype in SOURCES if n == 37 else SOURCES[:1]:
+
+                def run(n: int = n, source: torch.dtype = source, out_dtype: torch.dtype = out_dtype) -> bool:
+                    right = True
+                    scale_w = tight(torch.linspace(0.005, 0.015, n).reshape(n, 1))
+                    for m in TOKENS:
+                        acc, scale_x = (normal(m, n) * 1000).to(source), tight(normal(m, 1).abs())
+                        for bias in (None, tight(normal(1, n)[0].to(out_dtype))):
+                            for sums in (tight(acc), poisoned(acc)):
+                                found = dequant_bias(sums, scale_x, scale_w, bias, out_dtype)
+                                expected = reference.dequant_bias(sums, scale_x, scale_w, bias, out_dtype)
+                                right &= same(found, expected)
+                    return right
+
+                yield f"dequant_bias N={n} {source} -> {out_dtype}", run
+
+
+def sliding() -> Iterator[Case]:
+    for pattern, k, phase in (*GEOMETRIES, ("30:32", 70, 31), ("126:128", 130, 0)):
+        for dtype in CODES:
+
+            def run(
+                pattern: str = pattern, k: int = k, phase: int = phase, dtype: torch.dtype = dtype
+            ) -> bool:
+                parsed, right = SlidePattern.parse(pattern), True
+                for n in TOKENS:
+                    w = prune(quantize_rows(normal(n, k), dtype)[0], parsed, phase=phase)
+                    expected = slide(w, parsed, phase)
+                    layout = parsed.layout(k, phase)
+                    columns = layout.slided + -layout.slided % 32
+                    for weight in (tight(w), poisoned(w)):
+                        guarded = Guarded(n, columns, dtype, gap=32)
+                        broken = slide_weight(weight, layout.length, phase, guarded.out)
+                        right &= same(guarded.out[:, : layout.slided], expected) and not int(broken)
+                        right &= not bool(guarded.out[:, layout.slided :].view(INT8).any())
+                        right &= guarded.untouched()
+                return right
+
+            yield f"slide_weight {pattern} K={k} phase={phase} {dtype}", run
+
+
+def products() -> Iterator[Case]:
+    """Plans alone, with a guarded output: INT32 exact, FP8 to BF16 within some percent of the norm."""
+    device = torch.device("cuda", torch.cuda.current_device())
+    libraries: tuple[Library, ...] = (CUSPARSELT, CUBLASLT)
+    for library in libraries:
+        for dtype, name, out in ((INT8, "int8", torch.int32), (FP8, "fp8", torch.bfloat16)):
+
+            def run(
+                library: Library = library,
+                dtype: torch.dtype = dtype,
+                name: str = name,
+                out: torch.dtype = out,
+            ) -> bool:
+                right = True
+                for n, k in ((32, 64), (96, 160), (224, 1056)):
+                    w = prune(quantize_rows(normal(n, k), dtype)[0], SlidePattern(4))
+                    packed = library.pack(tight(w))
+                    for m in (16, 48):
+                        q = quantize_rows(normal(m, k), dtype)[0]
+                        problem = Problem(name, "int32" if dtype == INT8 else "bf16", n, k, m)
+                        guarded = Guarded(m, n, out)
+                        library.plan(problem, device).run(tight(q), packed, guarded.out)
+                        expected = q.double() @ w.double().t()
+                        apart = guarded.out.cpu().double() - expected
+                        right &= float(apart.norm() / expected.norm()) <= (0 if dtype == INT8 else 0.02)
+                        right &= guarded.untouched()
+                return right
+
+            yield f"{library.name} {name} -> {out}", run
+
+
+def layers() -> Iterator[Case]:
+    """From tokens to outputs, N and K that need padding: what serving launches, against the reference backend."""
+    for backend, length in (("cusparselt", 8), ("cublaslt", 4)):
+
+        def run(backend: str = backend, length: int = length) -> bool:
+            n, k, right = 45, 75, True
+            pattern = SlidePattern(length)
+            w, scale_w = quantize_rows(prune(normal(n, k), pattern), INT8)
+            if backend == "cusparselt":
+                packed = gemm.slide_and_pack(backend, tight(w), pattern, 0, "the layer")
+            else:
+                packed = gemm.provider(backend).pack(tight(w))
+            layout = pattern.layout(k)
+            for m in TOKENS:
+                x, bias = normal(m, k, torch.bfloat16), normal(1, n, torch.bfloat16)[0]
+                q, scale_x = torch.ops.slidesparse.quant_slide(
+                    tight(x), length, 0, INT8, gemm.columns(backend, layout.slided)
+                )
+                found = torch.ops.slidesparse.scaled_matmul(
+                    q, scale_x, packed, tight(scale_w), tight(bias), torch.float32, backend
+                )
+                codes, scale = quantize_rows(x, INT8)
+                sums = (codes.double() @ w.double().t()).to(torch.int32)
+                right &= same(
+                    found, reference.dequant_bias(sums, scale, scale_w, bias, torch.float32, "cuda")
+                )
+            return right
+
+        yield f"a layer by {backend}", run
+
+
+def main() -> int:
+    """Run everything; 1 when a result is not what it should be."""
+    import slidesparse.ops  # noqa: F401  registers the operators
+
+    wrong = 0
+    for cases in (quantization(), dequantization(), sliding(), products(), layers()):
+        for name, run in cases:
+            right = run()
+            torch.cuda.synchronize()
+            wrong += not right
+            print("right" if right else "WRONG", name.replace("torch.", ""), flush=True)
+    print(f"{wrong} results are wrong")
+    return 1 if wrong else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
