@@ -27,7 +27,7 @@ from rich.progress import (
 )
 from rich.table import Table
 
-from slidesparse import __version__
+from slidesparse import __version__, cli_bench
 
 if TYPE_CHECKING:
     from slidesparse.convert import Progress as Callback
@@ -312,6 +312,9 @@ def bench_convert(
             _fail(USAGE, error)
         result = bench.run(wanted, pattern, quant, layout, folder)
     print(json.dumps(result.to_json(), indent=2) if as_json else result.render())
+
+
+cli_bench.register(app, bench_app)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,116 @@
+"""Memory bandwidth of the kernels that quantize and scale, against a device-to-device copy of as many bytes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from slidesparse.bench.measure import Launch, exact
+from slidesparse.bench.records import Records
+from slidesparse.bench.session import Session, free
+from slidesparse.gemm.library import DTYPES
+from slidesparse.pattern import SlidePattern
+
+KEY = ("kernel", "dtype", "M", "K")
+COLUMNS = (*KEY, "us", "GBps", "copy_GBps", "fraction")
+TOKENS = (4096, 16384)
+WIDTHS = (2048, 3584, 18944)  # in-features; for dequant_bias the out-features
+PATTERN = SlidePattern(8)
+ACCUMULATORS = ("int32", "bf16")  # what the libraries leave to be scaled
+FLOAT = torch.bfloat16
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One kernel at one size; ``dtype`` is the one it quantizes to, or that of the accumulators it scales."""
+
+    kernel: str  # "quant_only", "quant_slide 6:8", "dequant_bias"
+    dtype: str
+    m: int
+    k: int
+
+    @property
+    def moved(self) -> int:
+        """Bytes that are read and written at least: each input and output once."""
+        size, float_size = DTYPES[self.dtype].itemsize, FLOAT.itemsize
+        elements = self.m * self.k
+        if self.kernel == "dequant_bias":
+            vectors = 4 * self.m + (4 + float_size) * self.k  # scale_x, scale_w and the bias
+            return elements * (size + float_size) + vectors
+        columns = self.k if self.kernel == "quant_only" else PATTERN.layout(self.k).slided
+        return elements * float_size + self.m * columns * size + 4 * self.m
+
+
+def cells() -> list[Cell]:
+    """Everything that is measured."""
+    quantizers = [
+        (kernel, dtype)
+        for kernel in ("quant_only", f"quant_slide {PATTERN.ratio}")
+        for dtype in ("int8", "fp8")
+    ]
+    kernels = [*quantizers, *(("dequant_bias", dtype) for dtype in ACCUMULATORS)]
+    return [Cell(kernel, dtype, m, k) for kernel, dtype in kernels for m in TOKENS for k in WIDTHS]
+
+
+class BandwidthBench:
+    """Fills FOLDER/bandwidth.csv."""
+
+    def __init__(self, session: Session, folder: Path) -> None:
+        self._session = session
+        self.records = Records(folder / "bandwidth.csv", COLUMNS, KEY)
+
+    def run(self) -> bool:
+        """Measure what is not in the table.  False when the time was up before the end."""
+        for cell in cells():
+            key = {"kernel": cell.kernel, "dtype": cell.dtype, "M": cell.m, "K": cell.k}
+            if not self.records.has(**key):
+                if self._session.deadline.passed:
+                    return False
+                self.records.add(key | self._measure(cell))
+                free(self._session.gpu)
+            self._session.advance(f"{cell.kernel} {cell.dtype} {cell.m}x{cell.k}")
+        return True
+
+    def _measure(self, cell: Cell) -> dict[str, object]:
+        copies = self._session.inputs.cold(cell.moved)
+        us = exact(self._session.clock, self._launch(cell, copies), copies).p50
+        rate = cell.moved / us / 1e3
+        copy_us = self._session.copy_us(cell.moved // 2)
+        copy_rate = 2 * (cell.moved // 2) / copy_us / 1e3
+        return {"us": us, "GBps": rate, "copy_GBps": copy_rate, "fraction": rate / copy_rate}
+
+    def _launch(self, cell: Cell, copies: int) -> Launch:
+        inputs = self._session.inputs
+        if cell.kernel == "dequant_bias":
+            return _scale(
+                inputs.activations(cell.dtype, cell.m, cell.k, copies),
+                (inputs.scale(cell.m).view(-1, 1), inputs.scale(cell.k).view(-1, 1)),
+                inputs.floats((cell.k,), FLOAT),
+            )
+        rows = inputs.activations("bf16", cell.m, cell.k, copies)
+        return _quantize(cell, rows)
+
+
+def _quantize(cell: Cell, rows: list[Tensor]) -> Launch:
+    # late: the kernels need Triton
+    from slidesparse.kernels.quant_only import quant_only
+    from slidesparse.kernels.quant_slide import quant_slide
+
+    kind = DTYPES[cell.dtype]
+    length = PATTERN.layout(cell.k).length
+    run: Callable[[Tensor], object] = (
+        (lambda x: quant_only(x, kind))
+        if cell.kernel == "quant_only"
+        else (lambda x: quant_slide(x, length, 0, kind))
+    )
+    return lambda i: run(rows[i])
+
+
+def _scale(accumulators: list[Tensor], scales: tuple[Tensor, Tensor], bias: Tensor) -> Launch:
+    from slidesparse.kernels.dequant_bias import dequant_bias  # late: needs Triton
+
+    return lambda i: dequant_bias(accumulators[i], *scales, bias, FLOAT)
