@@ -19,6 +19,7 @@ KEY = ("kernel", "dtype", "M", "K")
 COLUMNS = (*KEY, "us", "GBps", "copy_GBps", "fraction")
 TOKENS = (4096, 16384)
 WIDTHS = (2048, 3584, 18944)  # in-features; for dequant_bias the out-features
+PAGE = 4096  # bytes
 PATTERN = SlidePattern(8)
 ACCUMULATORS = ("int32", "bf16")  # what the libraries leave to be scaled
 FLOAT = torch.bfloat16
@@ -79,8 +80,8 @@ class BandwidthBench:
         copies = self._session.inputs.cold(cell.moved)
         us = exact(self._session.clock, self._launch(cell, copies), copies).p50
         rate = cell.moved / us / 1e3
-        copy_us = self._session.copy_us(cell.moved // 2)
-        copy_rate = 2 * (cell.moved // 2) / copy_us / 1e3
+        copied = cell.moved // 2 // PAGE * PAGE  # odd sizes are copied at two thirds of the rate
+        copy_rate = 2 * copied / self._session.copy_us(copied) / 1e3
         return {"us": us, "GBps": rate, "copy_GBps": copy_rate, "fraction": rate / copy_rate}
 
     def _launch(self, cell: Cell, copies: int) -> Launch:
