@@ -57,28 +57,17 @@ struct Api {
 Api api;
 
 void Load(const std::string& path) {
-  if (api.library.loaded()) {
-    if (path != api.library.path()) {
-      throw std::runtime_error("cuBLASLt is already loaded from " + api.library.path() +
-                               ", not from " + path);
-    }
-    return;
-  }
-  Api found;
-  found.library.Open(path);
-#define SLIDESPARSE_FIND(name) found.library.Find(#name, &found.name);
-  SLIDESPARSE_FUNCTIONS(SLIDESPARSE_FIND)
+  LoadOnce(&api, "cuBLASLt", path, [](Api* found) {
+#define SLIDESPARSE_FIND(name) found->library.Find(#name, &found->name);
+    SLIDESPARSE_FUNCTIONS(SLIDESPARSE_FIND)
 #undef SLIDESPARSE_FIND
-  api = found;
+  });
 }
 
-// Throws what the library said, after what we asked of it.
 void Check(cublasStatus_t status, const char* call, const std::string& what) {
-  if (status == CUBLAS_STATUS_SUCCESS) return;
-  std::ostringstream message;
-  message << call << " failed: " << api.cublasLtGetStatusName(status) << " ("
-          << api.cublasLtGetStatusString(status) << "); " << what;
-  throw std::runtime_error(message.str());
+  if (status != CUBLAS_STATUS_SUCCESS) {
+    Fail(call, api.cublasLtGetStatusName(status), api.cublasLtGetStatusString(status), what);
+  }
 }
 #define SLIDESPARSE_CALL(what, name, ...) Check(api.name(__VA_ARGS__), #name, what)
 

@@ -59,28 +59,17 @@ struct Api {
 Api api;
 
 void Load(const std::string& path) {
-  if (api.library.loaded()) {
-    if (path != api.library.path()) {
-      throw std::runtime_error("cuSPARSELt is already loaded from " + api.library.path() +
-                               ", not from " + path);
-    }
-    return;
-  }
-  Api found;
-  found.library.Open(path);
-#define SLIDESPARSE_FIND(name) found.library.Find(#name, &found.name);
-  SLIDESPARSE_FUNCTIONS(SLIDESPARSE_FIND)
+  LoadOnce(&api, "cuSPARSELt", path, [](Api* found) {
+#define SLIDESPARSE_FIND(name) found->library.Find(#name, &found->name);
+    SLIDESPARSE_FUNCTIONS(SLIDESPARSE_FIND)
 #undef SLIDESPARSE_FIND
-  api = found;
+  });
 }
 
-// Throws what the library said, after what we asked of it.
 void Check(cusparseStatus_t status, const char* call, const std::string& what) {
-  if (status == CUSPARSE_STATUS_SUCCESS) return;
-  std::ostringstream message;
-  message << call << " failed: " << api.cusparseLtGetErrorName(status) << " ("
-          << api.cusparseLtGetErrorString(status) << "); " << what;
-  throw std::runtime_error(message.str());
+  if (status != CUSPARSE_STATUS_SUCCESS) {
+    Fail(call, api.cusparseLtGetErrorName(status), api.cusparseLtGetErrorString(status), what);
+  }
 }
 #define SLIDESPARSE_CALL(what, name, ...) Check(api.name(__VA_ARGS__), #name, what)
 
@@ -232,16 +221,16 @@ class Plan {
                      static_cast<cudaStream_t>(Pointer(stream)));
   }
 
-  // Launches on `stream`.  `scales` holds n float32 on the device, or is 0 without scale_rows.
+  // Launches on `stream`.  `weight_scales` holds n float32 on the device, or is 0 without
+  // scale_rows; token scales and a bias the library cannot apply.
   void Run(std::uintptr_t activations, std::uintptr_t weight, std::uintptr_t out,
-           std::uintptr_t workspace, std::uintptr_t stream, std::uintptr_t scales) const {
+           std::uintptr_t workspace, std::uintptr_t stream, std::uintptr_t weight_scales,
+           std::uintptr_t token_scales, std::uintptr_t bias) const {
     const float one = 1.0f, zero = 0.0f;
-    if (scale_rows_ != (scales != 0)) {
-      throw std::runtime_error(scale_rows_
-                                   ? "this plan scales rows, but no scales were given"
-                                   : "this plan does not scale rows, but scales were given");
+    if (scale_rows_ != (weight_scales != 0) || token_scales != 0 || bias != 0) {
+      throw std::runtime_error("the scales or the bias given are not those of the plan; " + what_);
     }
-    const void* alpha = scale_rows_ ? Pointer(scales) : &one;
+    const void* alpha = scale_rows_ ? Pointer(weight_scales) : &one;
     auto on_stream = static_cast<cudaStream_t>(Pointer(stream));
     SLIDESPARSE_CALL(what_, cusparseLtMatmul, handle_->get(), &plan_, alpha, Pointer(weight),
                      Pointer(activations), &zero, Pointer(out), Pointer(out), Pointer(workspace),
@@ -315,6 +304,6 @@ PYBIND11_MODULE(SLIDESPARSE_MODULE, module) {
       .def("compress", &Plan::Compress, py::arg("dense"), py::arg("compressed"), py::arg("buffer"),
            py::arg("stream"), py::call_guard<py::gil_scoped_release>())
       .def("run", &Plan::Run, py::arg("activations"), py::arg("weight"), py::arg("out"),
-           py::arg("workspace"), py::arg("stream"), py::arg("scales"),
-           py::call_guard<py::gil_scoped_release>());
+           py::arg("workspace"), py::arg("stream"), py::arg("weight_scales"),
+           py::arg("token_scales"), py::arg("bias"), py::call_guard<py::gil_scoped_release>());
 }

@@ -47,6 +47,30 @@ class SharedLibrary {
   std::string path_;
 };
 
+// Opens the library at `path` and finds its functions, once; `Api` has a member `library` and, by
+// X-macro, a member per function, which `find` fills.
+template <typename Api, typename Find>
+void LoadOnce(Api* api, const char* name, const std::string& path, Find find) {
+  if (api->library.loaded()) {
+    if (path != api->library.path()) {
+      throw std::runtime_error(std::string(name) + " is already loaded from " +
+                               api->library.path() + ", not from " + path);
+    }
+    return;
+  }
+  Api found;
+  found.library.Open(path);
+  find(&found);
+  *api = found;
+}
+
+// Throws what the library said, after what we asked of it.
+[[noreturn]] inline void Fail(const char* call, const char* name, const char* description,
+                              const std::string& what) {
+  throw std::runtime_error(std::string(call) + " failed: " + name + " (" + description + "); " +
+                           what);
+}
+
 // Which of the three matrices are stored with their K (weight, activations) or N (output) dimension
 // contiguous. All true is what serving uses.
 struct Layout {

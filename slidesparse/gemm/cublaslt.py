@@ -12,19 +12,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from slidesparse.gemm import library, missing_triton, plans
+from slidesparse.gemm import library, plans
 from slidesparse.gemm.library import (
     NAMES,
     TN,
     Layout,
     LibraryError,
     Problem,
-    require_fp4,
     require_operand,
 )
+from slidesparse.gemm.native import NativeLibrary, NativePlan
 from slidesparse.quantize import FP8
 
-CAPABILITY = (8, 0)  # FP8 needs 8.9, which vLLM asks for itself
 VECTOR_CAPABILITY, VECTOR_VERSION = (9, 0), 120900  # of scaling by vectors
 # Up to so many tokens a product to BF16 and a scaling kernel after it beat the product that scales, for which the
 # library has one algorithm only: at 64 tokens Qwen2.5-7B's four FP8 products take 74 us on an H200, scaling 149 us.
@@ -40,68 +39,17 @@ OUTPUTS = {
 SCALE_TYPE = {"int32": "int32"}  # of alpha, by output; others: fp32
 
 
-class Plan:
-    """See `slidesparse.gemm.library.Plan`."""
-
-    def __init__(self, native: Any, algorithm: str, index: int) -> None:
-        self._native = native
-        self._index = index
-        self.algorithm = algorithm
-        self.workspace = int(native.workspace)
-
-    def run(
-        self,
-        activations: Tensor,
-        weight: Tensor,
-        out: Tensor,
-        scale_w: Tensor | None = None,
-        scale_x: Tensor | None = None,
-        bias: Tensor | None = None,
-    ) -> None:
-        """See `slidesparse.gemm.library.Plan.run`."""
-        stream = plans.stream_of(self._index)
-        try:
-            self._native.run(
-                activations.data_ptr(),
-                weight.data_ptr(),
-                out.data_ptr(),
-                plans.workspace(self._index, stream) if self.workspace else 0,
-                stream,
-                0 if scale_w is None else scale_w.data_ptr(),
-                0 if scale_x is None else scale_x.data_ptr(),
-                0 if bias is None else bias.data_ptr(),
-            )
-        except RuntimeError as error:
-            raise LibraryError(str(error)) from None
-
-
-class Library:
+class Library(NativeLibrary):
     """See `slidesparse.gemm.library.Library`."""
 
     name = "cublaslt"
     sparse = False
+    products = OUTPUTS
 
     def version(self) -> str:
         """Such as "13.1.0"."""
         number = int(plans.call(plans.extension(self.name).version))
         return f"{number // 10000}.{number // 100 % 100}.{number % 100}"
-
-    def unusable(self, device: torch.device) -> str | None:
-        """Needs a GPU with INT8 tensor cores, the library, and the extension."""
-        if device.type != "cuda" or not torch.cuda.is_available():
-            return "it needs an NVIDIA GPU; the reference backend runs on this machine"
-        capability = torch.cuda.get_device_capability(device)
-        if capability < CAPABILITY:
-            return f"compute capability {capability} is not supported, 8.0 (Ampere) or later is"
-        try:
-            self.version()
-        except LibraryError as error:
-            return str(error)
-        return missing_triton()
-
-    def outputs(self, dtype: str) -> tuple[str, ...]:
-        """See `slidesparse.gemm.library.Library`."""
-        return OUTPUTS.get(dtype, ())
 
     def epilogue(self, dtype: str, out: str) -> str:
         """ "both" for FP8 to 16 bits on Hopper and later with cuBLAS 12.9, else "none"."""
@@ -129,7 +77,7 @@ class Library:
         device: torch.device,
         algorithm: str | None = None,
         layout: Layout = TN,
-    ) -> Plan:
+    ) -> NativePlan:
         """See `slidesparse.gemm.library.Library`."""
         native = self._native(problem, device, layout)
         with plans.on_device(plans.index_of(device)):
@@ -141,18 +89,10 @@ class Library:
             else:
                 chosen = _bytes(algorithm)
             plans.call(native.choose, chosen)
-        if native.workspace > plans.WORKSPACE:
-            raise LibraryError(
-                f"algorithm {algorithm} wants a workspace of {native.workspace} bytes, a stream has {plans.WORKSPACE}; "
-                f"{problem}"
-            )
-        return Plan(native, algorithm or "", plans.index_of(device))
+        return NativePlan(native, algorithm, plans.index_of(device))
 
     def _native(self, problem: Problem, device: torch.device, layout: Layout = TN) -> Any:
-        if problem.dtype == "fp4":
-            require_fp4(torch.cuda.get_device_capability(device))
-        if problem.out not in OUTPUTS.get(problem.dtype, ()):
-            raise LibraryError(f"cuBLASLt products are {OUTPUTS}, asked for {problem}")
+        self.require(problem, device)
         if problem.scale == "channel" or (problem.scale == "both" and problem.dtype != "fp8"):
             raise LibraryError(f"cuBLASLt scales FP8 only, by out-feature and token, asked for {problem}")
         module = plans.extension(self.name)

@@ -14,20 +14,19 @@ import torch
 from torch import Tensor
 
 from slidesparse import toolchain
-from slidesparse.gemm import library, missing_triton, plans
+from slidesparse.gemm import library, plans
 from slidesparse.gemm.library import (
     NAMES,
     TN,
     Layout,
     LibraryError,
     Problem,
-    require_fp4,
     require_operand,
 )
+from slidesparse.gemm.native import NativeLibrary, NativePlan
 from slidesparse.pattern import HARDWARE_LENGTH, SlideLayout, SlidePattern
 from slidesparse.slide import require_pattern
 
-CAPABILITY = (8, 0)  # FP8 needs 8.9, which vLLM asks for itself
 ALIGNMENT = {1: 32, 2: 16}  # bytes of an element -> the multiple of rows and columns of a weight
 OUTPUTS = {
     "int8": ("bf16", "int32", "fp16", "int8"),
@@ -46,44 +45,12 @@ CHUNK = 16 << 20  # bytes of windows that are compressed at a time
 SLACK = 4096
 
 
-class Plan:
-    """See `slidesparse.gemm.library.Plan`."""
-
-    def __init__(self, native: Any, algorithm: str, index: int) -> None:
-        self._native = native
-        self._index = index
-        self.algorithm = algorithm
-        self.workspace = int(native.workspace)
-
-    def run(
-        self,
-        activations: Tensor,
-        weight: Tensor,
-        out: Tensor,
-        scale_w: Tensor | None = None,
-        scale_x: Tensor | None = None,
-        bias: Tensor | None = None,
-    ) -> None:
-        """See `slidesparse.gemm.library.Plan.run`."""
-        stream = plans.stream_of(self._index)
-        try:
-            self._native.run(
-                activations.data_ptr(),
-                weight.data_ptr(),
-                out.data_ptr(),
-                plans.workspace(self._index, stream) if self.workspace else 0,
-                stream,
-                0 if scale_w is None else scale_w.data_ptr(),
-            )
-        except RuntimeError as error:
-            raise LibraryError(str(error)) from None
-
-
-class Library:
+class Library(NativeLibrary):
     """See `slidesparse.gemm.library.Library`."""
 
     name = "cusparselt"
     sparse = True
+    products = OUTPUTS
 
     def version(self) -> str:
         """Such as "0.8.0"; see `slidesparse.gemm.library.Library`."""
@@ -93,25 +60,6 @@ class Library:
         except toolchain.ToolchainError as error:
             raise LibraryError(str(error)) from None
         return ".".join(map(str, found))
-
-    def unusable(self, device: torch.device) -> str | None:
-        """Needs a GPU with sparse tensor cores, the library, and the extension."""
-        if device.type != "cuda" or not torch.cuda.is_available():
-            return "it needs an NVIDIA GPU; the reference backend runs on this machine"
-        capability = torch.cuda.get_device_capability(device)
-        if capability < CAPABILITY:
-            return (
-                f"compute capability {capability} has no 2:4 sparse tensor cores, 8.0 (Ampere) or later has"
-            )
-        try:
-            self.version()
-        except LibraryError as error:
-            return str(error)
-        return missing_triton()
-
-    def outputs(self, dtype: str) -> tuple[str, ...]:
-        """See `slidesparse.gemm.library.Library`."""
-        return OUTPUTS.get(dtype, ())
 
     def epilogue(self, dtype: str, out: str) -> str:
         """What serving asks for: nothing, since the kernel that applies token scales applies both in one pass."""
@@ -164,23 +112,15 @@ class Library:
         device: torch.device,
         algorithm: str | None = None,
         layout: Layout = TN,
-    ) -> Plan:
+    ) -> NativePlan:
         """See `slidesparse.gemm.library.Library`."""
         native = self._native(problem, device, algorithm, layout)
-        if native.workspace > plans.WORKSPACE:
-            raise LibraryError(
-                f"algorithm {algorithm} wants a workspace of {native.workspace} bytes, a stream has {plans.WORKSPACE}; "
-                f"{problem}"
-            )
-        return Plan(native, algorithm or "", plans.index_of(device))
+        return NativePlan(native, algorithm, plans.index_of(device))
 
     def _native(
         self, problem: Problem, device: torch.device, algorithm: str | None, layout: Layout = TN
     ) -> Any:
-        if problem.dtype == "fp4":
-            require_fp4(torch.cuda.get_device_capability(device))
-        if problem.dtype not in OUTPUTS or problem.out not in OUTPUTS[problem.dtype]:
-            raise LibraryError(f"cuSPARSELt products are {OUTPUTS}, asked for {problem}")
+        self.require(problem, device)
         if problem.bias or problem.scale == "both":
             raise LibraryError(f"cuSPARSELt can scale by out-feature only, asked for {problem}")
         module, index = plans.extension(self.name), plans.index_of(device)
