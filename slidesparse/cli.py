@@ -27,7 +27,7 @@ from rich.progress import (
 )
 from rich.table import Table
 
-from slidesparse import __version__, cli_bench
+from slidesparse import __version__, cli_bench, cli_synth
 
 if TYPE_CHECKING:
     from slidesparse.convert import Progress as Callback
@@ -315,6 +315,7 @@ def bench_convert(
 
 
 cli_bench.register(app, bench_app)
+cli_synth.register(app, _explained)
 
 
 if __name__ == "__main__":

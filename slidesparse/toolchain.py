@@ -15,6 +15,7 @@ import ctypes.util
 import hashlib
 import importlib.metadata
 import importlib.util
+import logging
 import os
 import platform
 import re
@@ -30,6 +31,8 @@ from pathlib import Path
 EXTENSIONS = ("cusparselt", "cublaslt")
 FLAGS = ("-std=c++17", "-O2", "-fPIC", "-shared", "-fvisibility=hidden")
 COMPILE_SECONDS = 300
+
+_logger = logging.getLogger("slidesparse")
 
 
 class ToolchainError(RuntimeError):

@@ -19,10 +19,10 @@ LAYERS = [
     {"pattern"},
     {"slide", "prune", "quantize", "metadata", "flags", "theory", "backends", "toolchain"},
     {"reference", "kernels", "checkpoint", "architectures"},
-    {"gemm", "w8a8", "stored"},
+    {"gemm", "w8a8", "stored", "decoder"},
     {"ops"},
-    {"plan", "convert", "inspection", "bench", "report", "tune", "doctor", "demo"},
-    {"cli_bench"},
+    {"plan", "convert", "synth", "inspection", "bench", "report", "tune", "doctor", "demo"},
+    {"cli_bench", "cli_synth"},
     {"cli", "__main__"},
 ]
 LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}
