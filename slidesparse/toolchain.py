@@ -343,7 +343,8 @@ def _key(name: str, words: list[str]) -> str:
             if (folder / header).is_file():
                 digest.update((folder / header).read_bytes())
     version = subprocess.run([*compiler(), "--version"], capture_output=True, text=True, check=False).stdout
-    digest.update(importlib.metadata.version("pybind11").encode())
+    bindings = pybind11_include() / "pybind11" / "detail" / "common.h"  # says which version it is
+    digest.update(bindings.read_bytes() if bindings.is_file() else b"")
     digest.update(f"{version}\0{sysconfig.get_config_var('SOABI')}\0{platform.machine()}".encode())
     return digest.hexdigest()[:20]
 
