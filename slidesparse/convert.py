@@ -9,16 +9,11 @@ config.json is its last file.
 from __future__ import annotations
 
 import errno
-import fcntl
-import hashlib
 import json
-import os
-import secrets
 import shutil
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -29,21 +24,26 @@ from slidesparse.checkpoint import CONFIG, DTYPES, INDEX, SUFFIX, Checkpoint, Ch
 from slidesparse.pattern import SlidePattern
 from slidesparse.plan import Part, Plan, make_plan
 from slidesparse.prune import prune
+from slidesparse.publish import (
+    SpaceError,
+    chunk_seed,
+    partial_folder,
+    publish,
+    remove_stale,
+    require_free_name,
+    require_space,
+    workers,
+)
 from slidesparse.quantize import FP8, NAMES, quantize_rows
 from slidesparse.slide import slide
 from slidesparse.stored import restore
 
 Progress = Callable[[str, int, int], None]  # phase, bytes done, bytes in all
 
-MOST_WORKERS = 8
 MODULES = "modules.json"  # of sentence-transformers
 _WEIGHT_SUFFIXES = (
     *(SUFFIX, ".bin", ".pt", ".pth", ".ckpt", ".gguf", ".onnx", ".onnx_data", ".h5", ".msgpack", ".ot"),
 )
-
-
-class SpaceError(RuntimeError):
-    """Not enough room for the output."""
 
 
 @dataclass(frozen=True)
@@ -100,23 +100,23 @@ def convert(
     """
     started = time.monotonic()
     source, out = Path(source), Path(out)
-    _require_free_name(source, out)
+    require_free_name(source, out)
     checkpoint = Checkpoint.open(source)
     plan = make_plan(checkpoint, pattern, quant, layout, method, ignore, linear, seed)
     others = _other_files(source)
-    _remove_stale(out)
-    _require_space(out, plan.disk_bytes() + sum((source / name).stat().st_size for name in others))
-    with checkpoint.reader() as reader, _workers() as pool:
+    remove_stale(out)
+    require_space(out, plan.disk_bytes() + sum((source / name).stat().st_size for name in others))
+    with checkpoint.reader() as reader, workers() as pool:
         _check_values(plan, reader, pool, progress)
         try:
-            with _partial_folder(out) as partial:
+            with partial_folder(out) as partial:
                 for name in others:
                     (partial / name).parent.mkdir(parents=True, exist_ok=True)
                     shutil.copyfile(source / name, partial / name)
                 _write_tensors(plan, reader, pool, partial, progress)
                 for file, content in plan.small_files():
                     (partial / file).write_bytes(content)
-                _publish(partial, out)
+                publish(partial, out)
         except OSError as error:
             if error.errno in (errno.ENOSPC, errno.EDQUOT):
                 raise SpaceError(
@@ -137,23 +137,6 @@ def convert(
         bytes_out=plan.bytes_out,
         seconds=time.monotonic() - started,
     )
-
-
-def _require_free_name(source: Path, out: Path) -> None:
-    if out.is_dir() and any(out.iterdir()):
-        raise CheckpointError(f"output folder {out} is not empty; name a new one, or empty it first")
-    if out.exists() and not out.is_dir():
-        raise CheckpointError(f"output folder {out} is a file; name a new folder")
-    above = _existing_parent(out)
-    if not above.is_dir():
-        raise CheckpointError(f"output folder {out} lies below {above}, which is a file; name another folder")
-    if out.resolve().is_relative_to(source.resolve()):
-        raise CheckpointError(f"output folder {out} lies inside the source {source}; name one elsewhere")
-
-
-def _existing_parent(out: Path) -> Path:
-    """The nearest thing above ``out`` that exists."""
-    return next(path for path in out.resolve().parents if path.exists())
 
 
 def _other_files(source: Path) -> list[Path]:
@@ -182,98 +165,6 @@ def _module_folders(source: Path) -> set[str]:
         raise CheckpointError(
             f"{path} is not a list of modules with their paths ({type(error).__name__}: {error}); fetch it again"
         ) from error
-
-
-def _require_space(out: Path, needed: int) -> None:
-    folder = _existing_parent(out)
-    free = shutil.disk_usage(folder).free
-    if free < needed:
-        raise SpaceError(
-            f"no space left for {out}: it needs {needed / 1e6:.1f} MB, {folder} has {free / 1e6:.1f} MB "
-            "free; free some space or choose another output folder"
-        )
-
-
-@contextmanager
-def _workers() -> Iterator[ThreadPoolExecutor]:
-    """A thread for each processor; torch's own threads would only wait for each other."""
-    count = max(1, min(MOST_WORKERS, len(os.sched_getaffinity(0))))
-    before = torch.get_num_threads()
-    pool = ThreadPoolExecutor(
-        count, thread_name_prefix="slidesparse", initializer=torch.set_num_threads, initargs=(1,)
-    )
-    try:
-        with pool:
-            yield pool
-    finally:
-        torch.set_num_threads(before)
-
-
-def _partial_name(out: Path) -> str:
-    return f".{out.resolve().name}.partial-"
-
-
-def _remove_stale(out: Path) -> None:
-    """Free the space of killed conversions to ``out``.  CheckpointError if one is still running."""
-    parent = out.resolve().parent
-    for stale in list(parent.iterdir()) if parent.exists() else ():
-        if stale.name.startswith(_partial_name(out)):
-            with _locked(stale, out):
-                shutil.rmtree(stale)
-
-
-@contextmanager
-def _partial_folder(out: Path) -> Iterator[Path]:
-    """A hidden sibling of ``out``, gone afterwards unless published.
-
-    A lock on it, which the kernel drops with its process, tells a killed run from a running one.
-    """
-    partial = out.resolve().parent / f"{_partial_name(out)}{secrets.token_hex(4)}"
-    partial.mkdir(parents=True)
-    try:
-        with _locked(partial, out):
-            yield partial
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
-
-
-@contextmanager
-def _locked(partial: Path, out: Path) -> Iterator[None]:
-    descriptor = os.open(partial, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        yield
-    except BlockingIOError:
-        raise CheckpointError(
-            f"another conversion is writing {out} (in {partial}); wait for it or stop it"
-        ) from None
-    finally:
-        os.close(descriptor)
-
-
-def _publish(partial: Path, out: Path) -> None:
-    """Everything to the disk, then one rename."""
-    for path in sorted(partial.rglob("*")):
-        if not path.name.endswith(SUFFIX) or path.parent != partial:  # shards are synced as they are closed
-            _sync(path)
-    _sync(partial)
-    try:
-        os.rename(partial, out.resolve())
-    except OSError as error:
-        if error.errno in (errno.ENOTEMPTY, errno.EEXIST):
-            raise CheckpointError(
-                f"output folder {out} was filled by somebody else meanwhile; name a new one"
-            ) from error
-        raise
-    _sync(out.resolve().parent)
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def _each_chunk(
@@ -376,16 +267,10 @@ def _pack(plan: Plan, part: Part, rows: slice, values: Tensor) -> tuple[Tensor, 
     if plan.converted is not None:
         weight = restore(values, plan.converted, part.layer, rows.start)
     else:
-        weight = prune(values, plan.pattern, plan.method, _seed(plan.seed, part.source.name, rows.start))
+        weight = prune(values, plan.pattern, plan.method, chunk_seed(plan.seed, part.source.name, rows.start))
         if plan.from_float:
             weight, scale = quantize_rows(weight, NAMES[plan.quant], "cuda")
     if plan.layout == "slided":
         weight = slide(weight, plan.pattern, layer=part.layer)
     assert weight.dtype == DTYPES[part.out[0].dtype]
     return weight, scale
-
-
-def _seed(seed: int, name: str, row: int) -> int:
-    """The seed of a chunk: of its tensor and first row, so that no order of work changes it."""
-    digest = hashlib.sha256(f"{seed}\0{name}\0{row}".encode()).digest()
-    return int.from_bytes(digest[:8], "little") >> 1

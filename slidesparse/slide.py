@@ -19,7 +19,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -160,14 +159,14 @@ def _slide_blocks(blocks: Tensor, out: Tensor) -> None:
                 torch.mul(value, 1 - taken, out=slots[HARDWARE_LENGTH * j + i])
     flat = out.view(count, windows * HARDWARE_LENGTH)
     if flat.is_cpu:
-        np.copyto(flat.numpy(), slots.numpy().T)
+        flat.numpy()[...] = slots.numpy().T
     else:
         flat.copy_(slots.t())
 
 
 def _transposed(x: Tensor) -> Tensor:
     """x.T contiguous; NumPy copies small integers this way four times as fast as torch does on a CPU."""
-    return torch.from_numpy(np.ascontiguousarray(x.numpy().T)) if x.is_cpu else x.t().contiguous()
+    return torch.from_numpy(x.numpy().T.copy("C")) if x.is_cpu else x.t().contiguous()
 
 
 def unslide(slided: Tensor, pattern: SlidePattern, in_features: int, phase: int = 0) -> Tensor:

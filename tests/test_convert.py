@@ -32,7 +32,6 @@ from safetensors import safe_open
 from strategies import NAMED, assert_same_bits
 
 from slidesparse import checkpoint as checkpoint_module
-from slidesparse import convert as convert_module
 from slidesparse.checkpoint import CheckpointError
 from slidesparse.convert import convert
 from slidesparse.metadata import Metadata
@@ -381,7 +380,7 @@ def test_config_is_the_last_file_and_everything_is_synced(
         synced.append("rename")
         rename(partial, out)
 
-    monkeypatch.setattr(convert_module.os, "rename", renamed)
+    monkeypatch.setattr(os, "rename", renamed)
     convert(llama(tmp_path / "source"), tmp_path / "out", pattern=SIX_EIGHT)
     names = [Path(name).name for name in synced]
     assert {MODEL, "config.json", "tokenizer.json"} <= set(names[: names.index("rename")])

@@ -34,8 +34,9 @@ from safetensors.torch import save_file
 from slidesparse import checkpoint as checkpoint_module
 from slidesparse.architectures import ArchitectureError
 from slidesparse.checkpoint import CheckpointError
-from slidesparse.convert import SpaceError, convert
+from slidesparse.convert import convert
 from slidesparse.pattern import SlidePattern
+from slidesparse.publish import SpaceError
 from slidesparse.slide import bits
 
 SIX_EIGHT = SlidePattern.parse("6:8")

@@ -18,11 +18,11 @@ LAYERS = [
     {"__init__"},
     {"pattern"},
     {"slide", "prune", "quantize", "metadata", "flags", "theory", "backends", "toolchain"},
-    {"reference", "kernels", "checkpoint", "architectures"},
-    {"gemm", "w8a8", "stored", "decoder"},
+    {"reference", "kernels", "profiling", "checkpoint", "architectures"},
+    {"gemm", "w8a8", "stored", "publish", "decoder"},
     {"ops"},
     {"plan", "convert", "synth", "inspection", "bench", "report", "tune", "doctor", "demo"},
-    {"cli_bench", "cli_synth"},
+    {"cli_bench", "cli_e2e", "cli_synth"},
     {"cli", "__main__"},
 ]
 LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}

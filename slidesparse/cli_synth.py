@@ -1,0 +1,114 @@
+"""The command ``slidesparse synth``: a checkpoint of random weights."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.console import Console
+from rich.markup import escape
+from rich.progress import BarColumn, DownloadColumn, Progress, TimeRemainingColumn, TransferSpeedColumn
+
+if TYPE_CHECKING:
+    from slidesparse.synth import Progress as Callback
+    from slidesparse.synth import Report
+
+out = Console(highlight=False, soft_wrap=True)
+err = Console(stderr=True, highlight=False, soft_wrap=True)
+
+
+def register(app: typer.Typer, explained: Callable[[], AbstractContextManager[None]]) -> None:
+    """Add the command; ``explained`` turns errors that a user can act on into a message and an exit code."""
+
+    @app.command()
+    def synth(
+        config: Annotated[
+            str,
+            typer.Argument(
+                help="A config.json, a folder that holds one, or Qwen2.5-7B, Qwen2.5-14B, Llama3.2-1B, Llama3.2-3B.",
+                metavar="CONFIG",
+            ),
+        ],
+        target: Annotated[Path, typer.Argument(help="The folder to make.", metavar="OUT")],
+        quant: Annotated[str, typer.Option(help="int8 or fp8.")] = "int8",
+        sparsity: Annotated[
+            str | None,
+            typer.Option(
+                "--sparsity", "-s", help="Prune to this pattern, such as 6:8; by default not at all."
+            ),
+        ] = None,
+        layout: Annotated[
+            str, typer.Option(help="dense, which stock vLLM serves too, or slided, packed offline.")
+        ] = "dense",
+        seed: Annotated[int, typer.Option(help="Of the random weights.")] = 0,
+        layers: Annotated[
+            int | None, typer.Option(help="Only the first so many layers of the model.", metavar="N")
+        ] = None,
+        shard_size: Annotated[
+            str, typer.Option(help="Of tensors in a file, at most: such as 500MB or 4GB.")
+        ] = "4GB",
+    ) -> None:
+        """Write a W8A8 checkpoint of random weights of a model's shapes, to measure speed with."""
+        with explained(), _progress_bar() as progress:
+            from slidesparse.pattern import SlidePattern
+            from slidesparse.synth import synth as run
+
+            report = run(
+                config,
+                target,
+                quant=quant,
+                pattern=None if sparsity is None else SlidePattern.parse(sparsity),
+                layout=layout,
+                seed=seed,
+                layers=layers,
+                shard_bytes=_shard_bytes(shard_size),
+                progress=progress,
+            )
+        _summarize(report)
+
+
+def _shard_bytes(text: str) -> int:
+    from slidesparse.bench.convert import parse_size
+    from slidesparse.checkpoint import CheckpointError
+
+    try:
+        return parse_size(text)
+    except ValueError:
+        raise CheckpointError(
+            f"--shard-size {text!r} is not a size; use MB or GB, such as 500MB or 4GB"
+        ) from None
+
+
+@contextmanager
+def _progress_bar() -> Iterator[Callback | None]:
+    """A bar in bytes on stderr; nothing when that is not a terminal."""
+    if not err.is_terminal:
+        yield None
+        return
+    columns = (BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
+    with Progress("writing", *columns, console=err, transient=True) as bar:
+        task = bar.add_task("", total=None)
+        yield lambda done, total: bar.update(task, completed=done, total=total)
+
+
+def _summarize(report: Report) -> None:
+    pruned = f"pruned to {report.pattern}, {report.layout} layout" if report.pattern else "not pruned"
+    if report.replaced:
+        out.print(escape(f"config    its own quantization_config ({report.replaced}) is replaced"))
+    out.print(
+        f"model     {report.architecture}, {report.layers} layers in {report.quant} W8A8, {escape(pruned)}"
+    )
+    out.print(f"weights   random, seed {report.seed}: for figures of speed, not for answers")
+    files = f"{report.files} file{'s' if report.files > 1 else ''}"
+    size = f"{report.bytes_out / 1e6:.1f} MB in {files}, {report.seconds:.1f} s, {report.rate:.0f} MB/s"
+    out.print(f"bytes     {size}")
+    out.print(
+        escape(
+            f"serve     vllm serve {shlex.quote(str(report.out))} --skip-tokenizer-init "
+            "(needed: no tokenizer is written)"
+        )
+    )

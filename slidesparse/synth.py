@@ -1,0 +1,351 @@
+"""``slidesparse synth``: a W8A8 checkpoint of random weights, for measuring speed without the real ones.
+
+A decoder's float checkpoint is imagined from its config, and the plan of its conversion gives names, shapes,
+config and metadata: they are those that `slidesparse.convert` writes.  The values are made as fast as a disk
+takes them.  For each projection one sample of rows is drawn, pruned and quantized as convert does it::
+
+    w ~ N(0, 1/K), so that a layer keeps the scale of what enters it       embeddings, lm_head, biases:
+    codes, scales = quantize_rows(prune(w))                                N(0, initializer_range^2); norms: 1
+
+and each run of R rows of each tensor is the sample again, changed so that no two rows of a tensor are equal::
+
+    sample row    | block 0 | block 1 | block 2 | block 3 | tail |      blocks of L weights, L being the pattern's
+    turned by 1   | block 1 | block 2 | block 3 | block 0 | tail |      each run of a tensor by another number
+    negated         for a random half of the rows (zeros stay as they are, also those of FP8)
+    shuffled        rows, with their scales, in a random order
+
+Whole blocks move, so the pattern holds, and in the slided layout, where a block is (N-1) windows, the result is
+what sliding the turned row gives.  R is large enough that no tensor needs a turn twice.
+"""
+
+from __future__ import annotations
+
+import errno
+import re
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import slidesparse
+from slidesparse.architectures import architecture_of
+from slidesparse.checkpoint import (
+    CONFIG,
+    DTYPES,
+    Checkpoint,
+    CheckpointError,
+    StoredTensor,
+    TensorSpec,
+    Writer,
+)
+from slidesparse.decoder import first_layers, read_config, tensors
+from slidesparse.metadata import KEY
+from slidesparse.pattern import SlidePattern
+from slidesparse.plan import Part, Plan, make_plan
+from slidesparse.prune import prune
+from slidesparse.publish import (
+    SpaceError,
+    chunk_seed,
+    partial_folder,
+    publish,
+    remove_stale,
+    require_free_name,
+    require_space,
+    workers,
+)
+from slidesparse.quantize import NAMES, quantize_rows
+from slidesparse.slide import bits, slide
+
+Progress = Callable[[int, int], None]  # bytes written, bytes in all
+
+MARK = "slidesparse_synth"  # in config.json: says that the weights are random
+SHARD_BYTES = 4 * 10**9
+INITIALIZER_RANGE = 0.02  # of a config that does not say
+
+
+@dataclass(frozen=True)
+class Report:
+    """What was made."""
+
+    out: Path
+    architecture: str
+    layers: int  # of the decoder
+    pattern: SlidePattern | None
+    quant: str
+    layout: str
+    seed: int
+    files: int  # shards
+    bytes_out: int
+    seconds: float
+    replaced: str | None  # quant_method of the config's own quantization_config, which gave way
+
+    @property
+    def rate(self) -> float:
+        """MB of tensors written a second, fsync included."""
+        return self.bytes_out / 1e6 / max(self.seconds, 1e-9)
+
+
+def synth(
+    config: str | Path,
+    out: str | Path,
+    *,
+    quant: str = "int8",
+    pattern: SlidePattern | None = None,
+    layout: str = "dense",
+    seed: int = 0,
+    layers: int | None = None,
+    shard_bytes: int = SHARD_BYTES,
+    progress: Progress | None = None,
+) -> Report:
+    """Write the W8A8 checkpoint ``out`` of a model with random weights; no tokenizer.
+
+    Args:
+        config: a config.json, a folder that holds one, or a name of `slidesparse.decoder.PUBLIC`.
+        out: the folder to make; absent or empty.
+        quant: "int8" or "fp8".
+        pattern: what the linear layers are pruned to; None leaves them dense, without our metadata.
+        layout: "dense" [N, K] or, with a pattern, "slided" [N, K'].
+        seed: the same seed gives the same bytes (with the same torch).
+        layers: keep only so many of the decoder's layers, the first ones.
+        shard_bytes: of tensors in a file, at most, unless one tensor is larger.
+        progress: called with bytes written and bytes in all.
+
+    Raises CheckpointError, ArchitectureError or PatternError before anything is written when the config or the
+    options do not do, SpaceError when the output does not fit.
+    """
+    started = time.monotonic()
+    out = Path(out)
+    require_free_name(Path(config) / CONFIG, out)
+    model = read_config(config)
+    replaced = _own_quantization(model)
+    if layers is not None:
+        model = first_layers(model, layers)
+    std = _initializer_range(model)
+    plan = _plan(model, quant, pattern, layout, seed, shard_bytes)
+    remove_stale(out)
+    require_space(out, plan.disk_bytes())
+    try:
+        with workers() as pool, partial_folder(out) as partial:
+            _write(_Recipe(plan, std, seed), pool, partial, progress)
+            for file, content in plan.small_files():
+                (partial / file).write_bytes(content)
+            publish(partial, out)
+    except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            raise SpaceError(
+                f"no space left in {out.resolve().parent} while writing {plan.disk_bytes() / 1e6:.0f} MB; nothing "
+                "is left behind. Free some space, choose another output folder, or make fewer --layers"
+            ) from error
+        raise
+    return Report(
+        out=out,
+        architecture=str(architecture_of(model)),
+        layers=int(model["num_hidden_layers"]),
+        pattern=pattern,
+        quant=plan.quant,
+        layout=layout,
+        seed=seed,
+        files=len(plan.checkpoint.files),
+        bytes_out=plan.bytes_out,
+        seconds=time.monotonic() - started,
+        replaced=replaced,
+    )
+
+
+def _own_quantization(model: dict[str, Any]) -> str | None:
+    """Take the config's own quantization out, which the one asked for replaces; its quant_method."""
+    found = [model.pop(key, None) for key in ("quantization_config", "compression_config")]
+    block = next((block for block in found if block), None)
+    return None if block is None else str(block.get("quant_method") if isinstance(block, dict) else block)
+
+
+def _initializer_range(model: dict[str, Any]) -> float:
+    value = model.get("initializer_range", INITIALIZER_RANGE)
+    if not isinstance(value, int | float) or not 0 < value < 1:
+        raise CheckpointError(f"config.json: initializer_range is {value!r}; it must lie between 0 and 1")
+    return float(value)
+
+
+def _plan(
+    model: dict[str, Any], quant: str, pattern: SlidePattern | None, layout: str, seed: int, limit: int
+) -> Plan:
+    """The plan by which a float checkpoint of the model would be converted, cut into shards."""
+    if pattern is None and layout == "slided":
+        raise CheckpointError("--layout slided needs a pattern: give --sparsity, such as 6:8")
+    if limit < 1:
+        raise CheckpointError(f"--shard-size is {limit} bytes; it must be at least 1")
+    file = "model.safetensors"
+    marked = {
+        **model,
+        MARK: {"weights": "random", "seed": seed, "tool": f"slidesparse {slidesparse.__version__}"},
+    }
+    found = {spec.name: StoredTensor(spec, file, 0) for spec in tensors(model)}
+    imagined = Checkpoint(Path(file), marked, None, (file,), found)
+    plan = make_plan(imagined, pattern or SlidePattern(None), quant, layout, "magnitude", (), None, seed)
+    if pattern is None:
+        block = {key: value for key, value in plan.config["quantization_config"].items() if key != KEY}
+        plan = replace(plan, config={**plan.config, "quantization_config": block})
+    return _sharded(plan, limit)
+
+
+def _sharded(plan: Plan, limit: int) -> Plan:
+    """The plan with its tensors, in their order, spread over files of at most ``limit`` bytes of tensors."""
+    numbers, size = [0], 0
+    for part in plan.parts:
+        added = sum(spec.nbytes for spec in part.out)
+        full = size > 0 and size + added > limit
+        numbers.append(numbers[-1] + full)
+        size = added if full else size + added
+    count = numbers[-1] + 1
+    if count == 1:
+        return plan
+    names = [f"model-{i + 1:05}-of-{count:05}.safetensors" for i in range(count)]
+    parts = tuple(replace(part, file=names[i]) for part, i in zip(plan.parts, numbers[1:], strict=True))
+    return replace(plan, parts=parts, checkpoint=replace(plan.checkpoint, files=tuple(names), index={}))
+
+
+@dataclass(frozen=True)
+class _Sample:
+    """R rows to make others of; see the module."""
+
+    turning: Tensor  # [2R, 2W] integers: rows above their negatives, the W columns of whole blocks twice
+    tail: Tensor  # [2R, columns after the whole blocks]
+    scale: Tensor | None  # [R, 1] float32
+    dtype: torch.dtype
+    rows: int  # R
+    turns: int  # different ones: the number of whole blocks, at least 1
+
+    def make(self, count: int, turn: int, generator: torch.Generator) -> tuple[Tensor, Tensor | None]:
+        """``count`` rows [count, columns], at most R, turned by ``turn`` blocks, and their scales."""
+        order = torch.randperm(self.rows, generator=generator)[:count]
+        signed = order + self.rows * torch.randint(0, 2, (count,), generator=generator)
+        width = self.turning.shape[1] // 2
+        start = turn % self.turns * (width // self.turns)
+        values = self.turning[:, start : start + width].index_select(0, signed)
+        if self.tail.shape[1]:
+            values = torch.cat([values, self.tail.index_select(0, signed)], 1)
+        return values.view(self.dtype), None if self.scale is None else self.scale.index_select(0, order)
+
+
+@dataclass(frozen=True)
+class _Recipe:
+    """How the values of each tensor come about."""
+
+    plan: Plan
+    std: float  # of what is not a linear layer
+    seed: int
+
+    @property
+    def late(self) -> bool:
+        """Whether rows are slided only after they were turned: a row of 2_inf is a single block."""
+        return self.plan.layout == "slided" and self.plan.pattern.length is None
+
+    def draw(self, part: Part) -> _Sample:
+        """The sample of a tensor's projection."""
+        n, k = part.source.shape
+        length = (self.plan.pattern.length if part.layer else None) or 1
+        blocks = k // length
+        least = next(part.source.chunks()).stop
+        rows = min(n, max(least, -(-n // blocks))) if blocks else n
+        generator = torch.Generator().manual_seed(chunk_seed(self.seed, projection(part), 0))
+        pieces = TensorSpec("", part.source.dtype, (rows, k)).chunks()
+        drawn = [self._rows(part, piece.stop - piece.start, generator) for piece in pieces]
+        values = torch.cat([bits(codes) for codes, _ in drawn])
+        dtype = drawn[0][0].dtype
+        both = torch.cat([values, _negated(values, dtype)])
+        unit = length
+        if part.layer and self.plan.layout == "slided" and not self.late:
+            unit = self.plan.pattern.layout(length).slided
+        width = blocks * unit
+        return _Sample(
+            turning=torch.cat([both[:, :width], both[:, :width]], 1),
+            tail=both[:, width:].contiguous(),
+            scale=torch.cat([scale for _, scale in drawn]) if part.layer else None,
+            dtype=dtype,
+            rows=rows,
+            turns=max(1, blocks),
+        )
+
+    def _rows(self, part: Part, count: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+        """Rows as convert writes them, and their scales (none outside of linear layers)."""
+        k = part.source.columns
+        values = torch.randn(count, k, generator=generator).mul_(k**-0.5 if part.layer else self.std)
+        values = values.to(DTYPES[part.source.dtype])
+        if part.layer is None:
+            return values, torch.empty(0)
+        codes, scale = quantize_rows(prune(values, self.plan.pattern), NAMES[self.plan.quant], "cuda")
+        if self.plan.layout == "slided" and not self.late:
+            codes = slide(codes, self.plan.pattern, layer=part.layer)
+        return codes, scale
+
+    def make(self, part: Part, rows: slice, sample: _Sample | None) -> tuple[Tensor, Tensor | None]:
+        """Rows of a tensor as they are written, [rows, columns], and their scales; of a vector, the whole."""
+        name, count = part.source.name, rows.stop - rows.start
+        generator = torch.Generator().manual_seed(chunk_seed(self.seed, name, rows.start))
+        if sample is None:
+            values = torch.ones(count, 1)
+            if name.endswith(".bias"):
+                values = torch.randn(count, 1, generator=generator).mul_(self.std)
+            return values.to(DTYPES[part.source.dtype]), None
+        first = chunk_seed(self.seed, name, 0)
+        values, scale = sample.make(count, first + rows.start // sample.rows, generator)
+        if part.layer and self.late:
+            values = slide(values, self.plan.pattern, layer=part.layer)
+        return values, scale
+
+
+def projection(part: Part) -> str:
+    """A tensor's name without the number of its layer: tensors that share it share a sample."""
+    return re.sub(r"\.\d+\.", ".", part.source.name)
+
+
+def _negated(values: Tensor, dtype: torch.dtype) -> Tensor:
+    """The bits of -x from those of x; a zero stays +0.0, which sliding takes for no weight."""
+    if not dtype.is_floating_point:
+        return -values  # symmetric codes: never -128
+    limits = torch.iinfo(values.dtype)
+    return torch.where((values & limits.max) == 0, values, values ^ limits.min)
+
+
+def _write(recipe: _Recipe, pool: ThreadPoolExecutor, folder: Path, progress: Progress | None) -> None:
+    parts, done = recipe.plan.parts, 0
+    matrices = {projection(part): part for part in parts if len(part.source.shape) == 2}
+    samples = dict(zip(matrices, pool.map(recipe.draw, matrices.values()), strict=True))
+    for file in recipe.plan.checkpoint.files:
+        writer = Writer(folder / file, recipe.plan.specs(file))
+        jobs = [
+            (part, rows, samples.get(projection(part)))
+            for part in parts
+            if part.file == file
+            for rows in _runs(part, samples.get(projection(part)))
+        ]
+
+        def work(job: tuple[Part, slice, _Sample | None], writer: Writer = writer) -> int:
+            part, rows, sample = job
+            values, scale = recipe.make(part, rows, sample)
+            writer.write(part.out[0].name, rows.start, values)
+            if scale is None:
+                return values.nbytes
+            writer.write(part.out[1].name, rows.start, scale)
+            return values.nbytes + scale.nbytes
+
+        try:
+            for size in pool.map(work, jobs):
+                done += size
+                if progress:
+                    progress(done, recipe.plan.bytes_out)
+            writer.close()
+        finally:
+            writer.close(sync=False)
+
+
+def _runs(part: Part, sample: _Sample | None) -> Iterator[slice]:
+    """The rows of a tensor, so many at a time as its sample has; a vector as a whole."""
+    n = part.source.rows
+    step = sample.rows if sample else n
+    return (slice(start, min(start + step, n)) for start in range(0, n, step))
