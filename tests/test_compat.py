@@ -22,11 +22,14 @@ def test_too_old(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_outside_the_tested_range(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, version: str, warnings: int
 ) -> None:
+    """One line a process, however often vLLM loads the plugin."""
     from slidesparse.vllm_patch import compat
 
+    compat._warn.cache_clear()
     monkeypatch.setattr(compat, "installed", lambda: Version(version))
     monkeypatch.setattr(compat.logger, "propagate", True)
     with caplog.at_level(logging.WARNING, logger=compat.logger.name):
+        compat.check()
         compat.check()
     said = [record.getMessage() for record in caplog.records if "tested with vLLM" in record.getMessage()]
     assert len(said) == warnings

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 
 from packaging.version import Version
@@ -29,7 +30,7 @@ def installed() -> Version | None:
 
 
 def check() -> None:
-    """Raise CompatibilityError for a vLLM older than VLLM_OLDEST; warn once outside the tested range."""
+    """Raise CompatibilityError for a vLLM older than VLLM_OLDEST; warn outside the tested range, once a process."""
     found = installed()
     if found is None:
         return  # built from source without metadata: nothing to judge by
@@ -38,10 +39,15 @@ def check() -> None:
             f"slidesparse needs vLLM {VLLM_OLDEST} or later, found {found}; upgrade vLLM or set DISABLE_SLIDESPARSE=1"
         )
     if not Version(VLLM_TESTED[0]) <= found <= Version(VLLM_TESTED[-1]):
-        logger.warning(
-            "slidesparse is tested with vLLM %s to %s, this is %s; DISABLE_SLIDESPARSE=1 switches it off",
-            *(VLLM_TESTED[0], VLLM_TESTED[-1], found),
-        )
+        _warn(found)
+
+
+@cache  # vLLM may load a plugin several times
+def _warn(found: Version) -> None:
+    logger.warning(
+        "slidesparse is tested with vLLM %s to %s, this is %s; DISABLE_SLIDESPARSE=1 switches it off",
+        *(VLLM_TESTED[0], VLLM_TESTED[-1], found),
+    )
 
 
 def is_moe(layer: object) -> bool:
