@@ -5,6 +5,7 @@
 ``USE_CUBLASLT=1``          the dense path through the same steps, the papers' baseline
 ``DISABLE_SLIDESPARSE=1``   the plugin does nothing: vLLM's own kernels
 ``SPARSITY=2_8`` / ``6:8``  the pattern; needed only when the checkpoint does not carry it
+``SLIDESPARSE_PROFILE=1``   times of layers, printed when the process ends (`slidesparse.profiling`)
 ==========================  =====================================================================
 """
 
@@ -20,6 +21,7 @@ USE_CUSPARSELT = "USE_CUSPARSELT"
 USE_CUBLASLT = "USE_CUBLASLT"
 DISABLE = "DISABLE_SLIDESPARSE"
 SPARSITY = "SPARSITY"
+PROFILE = "SLIDESPARSE_PROFILE"
 
 SPARSE, DENSE = "sparse", "dense"
 _TRUE, _FALSE = ("1", "true", "yes", "on"), ("", "0", "false", "no", "off")
@@ -36,6 +38,7 @@ class Flags:
     path: str | None = None  # "sparse", "dense", or None: let the checkpoint decide
     pattern: SlidePattern | None = None
     disabled: bool = False
+    profile: bool = False
 
     @classmethod
     def from_environment(cls, environ: Mapping[str, str] | None = None) -> Flags:
@@ -52,7 +55,8 @@ class Flags:
                 pattern = SlidePattern.parse(environ[SPARSITY])
             except PatternError as error:
                 raise FlagError(f"environment variable {SPARSITY}: {error}") from error
-        return cls(SPARSE if sparse else DENSE if dense else None, pattern, _switch(environ, DISABLE))
+        path = SPARSE if sparse else DENSE if dense else None
+        return cls(path, pattern, _switch(environ, DISABLE), _switch(environ, PROFILE))
 
 
 def _switch(environ: Mapping[str, str], name: str) -> bool:

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from slidesparse import gemm, reference
+from slidesparse import gemm, profiling, reference
 from slidesparse.gemm.plans import bucket
 from slidesparse.pattern import HARDWARE_LENGTH, SlideLayout
 from slidesparse.quantize import arithmetic_of
@@ -39,6 +39,13 @@ def quant_slide(
     A length of 4 at phase 0 lifts nothing: the dense path.
     Rounds as stock vLLM does on x's device (`slidesparse.quantize`).
     """
+    with profiling.stage("quantize", x):
+        return _quant_slide(x, length, phase, dtype, columns)
+
+
+def _quant_slide(
+    x: Tensor, length: int, phase: int, dtype: torch.dtype, columns: int
+) -> tuple[Tensor, Tensor]:
     if x.is_cuda:
         return _quant_slide_cuda(x, length, phase, dtype, columns)
     layout = SlideLayout(x.shape[1], phase, length)
@@ -81,6 +88,7 @@ def scaled_matmul(
     q [M, K'] INT8 or FP8, scale_x [M, 1], weight as the backend packed it, scale_w [N, 1] float32, bias [N] or
     None -> [M, N] of ``out_dtype``.
     """
+    profiling.layer(weight, scale_w.shape[0], q)
     return gemm.provider(backend).scaled_matmul(q, scale_x, weight, scale_w, bias, out_dtype)
 
 

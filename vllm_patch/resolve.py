@@ -33,6 +33,7 @@ class Resolution:
     layout: str  # of the checkpoint: "dense" or "slided"
     abi: int
     plugin: str  # version
+    profile: bool  # whether to time layers
 
     @property
     def slide_pattern(self) -> SlidePattern:
@@ -64,7 +65,7 @@ def resolve(quantization_config: MutableMapping[str, Any], flags: Flags, on_cuda
     backend, reason = _backend(path, on_cuda)
     from slidesparse.ops import ABI  # late: brings torch in
 
-    made = Resolution(pattern.ratio, path, backend, reason, layout, ABI, __version__)
+    made = Resolution(pattern.ratio, path, backend, reason, layout, ABI, __version__, flags.profile)
     quantization_config[STAMP] = asdict(made)
     return made
 

@@ -15,7 +15,7 @@ from vllm.model_executor.layers.quantization.compressed_tensors.schemes import (
 )
 from vllm.model_executor.parameter import ModelWeightParameter
 
-from slidesparse import gemm, ops
+from slidesparse import gemm, ops, profiling
 from slidesparse.flags import SPARSE
 from slidesparse.metadata import LayerEntry
 from slidesparse.pattern import HARDWARE_LENGTH, PatternError, SlidePattern
@@ -129,6 +129,8 @@ class SlideSparseScheme(CompressedTensorsScheme):
         layer.input_scale = None
         columns = gemm.columns(backend.name, layout.slided)
         self.arguments = (layout.length, layout.phase, dtype, columns, backend.name)
+        if self.config.resolution.profile:
+            profiling.enable().kinds[packed.data_ptr()] = self.name.rpartition(".")[2]
         self._settle(None)
 
     def _packed(self, weight: Tensor, backend: str) -> Tensor | None:

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from slidesparse import profiling
 from slidesparse.gemm import library, plans
 from slidesparse.gemm.library import (
     NAMES,
@@ -161,14 +162,16 @@ class CublasLt:
         q = plans.pad(q, self.alignment)
         if n % self.alignment == 0 and q.shape[0] > PLAIN_TOKENS and self._scales(q, out_dtype):
             bias = bias.to(out_dtype) if bias is not None else None
-            return self._product(q, weight, n, out_dtype, scale_w, scale_x, bias)
+            with profiling.stage("product", q):
+                return self._product(q, weight, n, out_dtype, scale_w, scale_x, bias)
         from slidesparse.kernels.dequant_bias import dequant_bias  # late: needs Triton
 
-        half = (
-            q.dtype == FP8 and out_dtype == torch.bfloat16
-        )  # as the sparse backend: half the bytes in between
-        acc = self._product(q, weight, n, torch.bfloat16 if half else plans.SUMS[q.dtype])
-        return dequant_bias(acc, scale_x, scale_w, bias, out_dtype)
+        # FP8 to BF16 as the sparse backend does it: half the bytes in between
+        half = q.dtype == FP8 and out_dtype == torch.bfloat16
+        with profiling.stage("product", q):
+            acc = self._product(q, weight, n, torch.bfloat16 if half else plans.SUMS[q.dtype])
+        with profiling.stage("scale", q):
+            return dequant_bias(acc, scale_x, scale_w, bias, out_dtype)
 
     def _scales(self, q: Tensor, out_dtype: torch.dtype) -> bool:
         return q.dtype == FP8 and LIBRARY.epilogue("fp8", NAMES[out_dtype]) == "both"
@@ -189,6 +192,7 @@ class CublasLt:
         key = (q.dtype, dtype, columns, k, rows, scale_w is not None, bias is not None)
         with plans.on_device(plans.index_of(device)):
             plan = plans.plans(self.name, device.index).get(key, self._plan, *key, device)
+            profiling.chose(plan.algorithm)
             out = torch.empty(rows, columns, dtype=dtype, device=device)
             plan.run(plans.with_rows(q, rows), weight, out, scale_w, scale_x, bias)
         return out[:m, :n]

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from slidesparse import toolchain
+from slidesparse import profiling, toolchain
 from slidesparse.gemm import library, plans
 from slidesparse.gemm.library import (
     NAMES,
@@ -210,8 +210,11 @@ class CuSparseLt:
         m, n = q.shape[0], scale_w.shape[0]
         if m == 0:
             return q.new_empty(0, n, dtype=out_dtype)
-        acc = self.accumulate(q, weight, n, out_dtype if out_dtype == torch.bfloat16 else plans.SUMS[q.dtype])
-        return dequant_bias(acc, scale_x, scale_w, bias, out_dtype)
+        sums = out_dtype if out_dtype == torch.bfloat16 else plans.SUMS[q.dtype]
+        with profiling.stage("product", q):
+            acc = self.accumulate(q, weight, n, sums)
+        with profiling.stage("scale", q):
+            return dequant_bias(acc, scale_x, scale_w, bias, out_dtype)
 
     def accumulate(self, q: Tensor, weight: Tensor, n: int, dtype: torch.dtype) -> Tensor:
         """q [M, K'] @ weight.T, not scaled -> [M, N] of ``dtype`` (INT32 or float32: full sums; BF16), rows strided."""
@@ -222,6 +225,7 @@ class CuSparseLt:
         key = (q.dtype, dtype, columns, k, rows)
         with plans.on_device(index):
             plan = plans.plans(self.name, index).get(key, self._plan, *key, q.device)
+            profiling.chose(plan.algorithm)
             out = q.new_empty(rows, columns, dtype=dtype)
             plan.run(q if rows == m else plans.with_rows(q, rows), weight, out)
         return out if rows == m and columns == n else out[:m, :n]

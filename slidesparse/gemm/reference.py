@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from slidesparse import reference
+from slidesparse import profiling, reference
 from slidesparse.quantize import arithmetic_of
 
 
@@ -33,5 +33,7 @@ class Reference:
         out_dtype: torch.dtype,
     ) -> Tensor:
         """See `slidesparse.gemm.GemmProvider.scaled_matmul`."""
-        acc = reference.matmul(q, weight)
-        return reference.dequant_bias(acc, scale_x, scale_w, bias, out_dtype, arithmetic_of(q))
+        with profiling.stage("product", q):
+            acc = reference.matmul(q, weight)
+        with profiling.stage("scale", q):
+            return reference.dequant_bias(acc, scale_x, scale_w, bias, out_dtype, arithmetic_of(q))
