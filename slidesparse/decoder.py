@@ -181,6 +181,24 @@ def _biased(config: Config, architecture: str) -> tuple[str, ...]:
     return ((*_QKV, "o_proj") if attention else ()) + (_MLP if config.get("mlp_bias") else ())
 
 
+def tokenizer_files(config: Config) -> dict[str, bytes]:
+    """A tokenizer of one word a token, "t0" to "t151935": file -> content.
+
+    It stands in for the real one, so that vLLM's commands, which tokenize, run with lengths that are kept.
+    """
+    words = {f"t{token}": token for token in range(_number(config, "vocab_size"))}
+    splitter = {"type": "WhitespaceSplit"}
+    model = {"type": "WordLevel", "vocab": words, "unk_token": "t0"}
+    tokenizer = {"version": "1.0", "added_tokens": [], "pre_tokenizer": splitter, "model": model}
+    settings = {"tokenizer_class": "PreTrainedTokenizerFast"}
+    for name in ("bos_token", "eos_token", "pad_token", "unk_token"):  # all, or a class adds words of its own
+        found = config.get(f"{name}_id")
+        found = found[0] if isinstance(found, list) and found else found
+        settings[name] = f"t{found if type(found) is int and 0 <= found < len(words) else 0}"
+    files = {"tokenizer.json": tokenizer, "tokenizer_config.json": settings}
+    return {name: json.dumps(content).encode() for name, content in files.items()}
+
+
 def _number(config: Config, key: str, default: int | None = None) -> int:
     value = default if config.get(key) is None else config[key]
     if type(value) is not int or value < 1:

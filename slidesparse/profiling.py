@@ -4,7 +4,8 @@
     gate_up_proj  4096  28     60.1      1407.2   98.3   41.0%         19
 
 Stages are timed on the GPU with CUDA events around what is launched, on a CPU with a clock; microseconds are means of a
-call.  A step is the time from one call of a model's first layer to the next.  Calls that are captured into a CUDA
+call.  A step is the time from one call of a model's first layer to the next, pauses
+left out.  Calls that are captured into a CUDA
 graph cannot be timed, as a replay runs no Python: they are counted, and the table says so.
 """
 
@@ -22,6 +23,7 @@ import torch
 from torch import Tensor
 
 STAGES = ("quantize", "product", "scale")
+PAUSE_US = 1e6  # from here on the time between two steps was spent waiting for requests
 PENDING = 4096  # events that wait to be read; more make the host wait for the GPU
 
 Key = tuple[str, int]  # a layer's kind, and its tokens rounded up to a power of two
@@ -98,8 +100,9 @@ class Profiler:
         for key, name, start, end in self._pending:
             us = _between(start, end)
             if name == "step":
-                self.step_us += us
-                self.steps += 1
+                if us < PAUSE_US:
+                    self.step_us += us
+                    self.steps += 1
             else:
                 self.entries[key].us[name] += us
         self._pending.clear()

@@ -43,7 +43,7 @@ from slidesparse.checkpoint import (
     TensorSpec,
     Writer,
 )
-from slidesparse.decoder import first_layers, read_config, tensors
+from slidesparse.decoder import first_layers, read_config, tensors, tokenizer_files
 from slidesparse.metadata import KEY
 from slidesparse.pattern import SlidePattern
 from slidesparse.plan import Part, Plan, make_plan
@@ -102,7 +102,7 @@ def synth(
     shard_bytes: int = SHARD_BYTES,
     progress: Progress | None = None,
 ) -> Report:
-    """Write the W8A8 checkpoint ``out`` of a model with random weights; no tokenizer.
+    """Write the W8A8 checkpoint ``out`` of a model with random weights, and a tokenizer that stands in.
 
     Args:
         config: a config.json, a folder that holds one, or a name of `slidesparse.decoder.PUBLIC`.
@@ -132,7 +132,7 @@ def synth(
     try:
         with workers() as pool, partial_folder(out) as partial:
             _write(_Recipe(plan, std, seed), pool, partial, progress)
-            for file, content in plan.small_files():
+            for file, content in (*tokenizer_files(model).items(), *plan.small_files()):
                 (partial / file).write_bytes(content)
             publish(partial, out)
     except OSError as error:

@@ -350,10 +350,18 @@ def test_the_command_says_what_it_made_and_how_to_serve_it(tmp_path: Path) -> No
     result = CliRunner().invoke(app, ["synth", str(config_file(tmp_path).parent), str(out), *options])
     assert result.exit_code == 0, result.output
     assert "Qwen2ForCausalLM, 1 layers in fp8 W8A8, pruned to 6:8" in result.stdout
-    assert "random, seed 0" in result.stdout
-    last = result.stdout.splitlines()[-1]
-    assert f"vllm serve {out} --skip-tokenizer-init" in last
-    assert not [path for path in out.iterdir() if "token" in path.name]
+    assert result.stdout.splitlines()[-1].endswith(f"vllm serve {out}")
+
+
+def test_the_tokenizer_keeps_the_lengths_of_prompts(tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    synth(config_file(tmp_path), tmp_path / "out", layers=1)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "out")
+    size = json.loads((tmp_path / "out" / "config.json").read_text())["vocab_size"]
+    tokens = [1, 0, 7, 7, size - 1]
+    assert len(tokenizer) == size
+    assert tokenizer.decode(tokens) == f"t1 t0 t7 t7 t{size - 1}"
+    assert tokenizer.encode(tokenizer.decode(tokens), add_special_tokens=False) == tokens
 
 
 PLAIN = {**QWEN.config(), "attention_bias": False, "sliding_window": None}
