@@ -106,5 +106,6 @@ def _summarize(report: Report) -> None:
     files = f"{report.files} file{'s' if report.files > 1 else ''}"
     size = f"{report.bytes_out / 1e6:.1f} MB in {files}, {report.seconds:.1f} s, {report.rate:.0f} MB/s"
     out.print(f"bytes     {size}")
+    made = shlex.quote(str(report.out))
     out.print("tokens    one word each, t0 t1 t2 ...: the tokenizer stands in for the model's own")
-    out.print(escape(f"serve     vllm serve {shlex.quote(str(report.out))}"))
+    out.print(escape(f"serve     vllm serve {made} --tokenizer {made}/tokenizer"))

@@ -74,6 +74,7 @@ PUBLIC: Mapping[str, Config] = {
     "Qwen2.5-7B": {**_QWEN25, **_sizes(3584, 18944, 28, 4, 28), "rms_norm_eps": 1e-6},
     "Qwen2.5-14B": {**_QWEN25, **_sizes(5120, 13824, 40, 8, 48), "rms_norm_eps": 1e-5},
 }
+TOKENIZER = "tokenizer"  # the folder of `tokenizer_files` in a checkpoint
 NOT_SERVED = ("BitNet-2B",)  # of the models that the benchmarks of kernels know
 
 
@@ -184,17 +185,14 @@ def _biased(config: Config, architecture: str) -> tuple[str, ...]:
 def tokenizer_files(config: Config) -> dict[str, bytes]:
     """A tokenizer of one word a token, "t0" to "t151935": file -> content.
 
-    It stands in for the real one, so that vLLM's commands, which tokenize, run with lengths that are kept.
+    It stands in for the real one, so that vLLM's commands, which tokenize, run with lengths that are kept.  It needs a
+    folder of its own: beside a config.json transformers takes the model's class, whose decoder joins words.
     """
     words = {f"t{token}": token for token in range(_number(config, "vocab_size"))}
     splitter = {"type": "WhitespaceSplit"}
     model = {"type": "WordLevel", "vocab": words, "unk_token": "t0"}
     tokenizer = {"version": "1.0", "added_tokens": [], "pre_tokenizer": splitter, "model": model}
-    settings = {"tokenizer_class": "PreTrainedTokenizerFast"}
-    for name in ("bos_token", "eos_token", "pad_token", "unk_token"):  # all, or a class adds words of its own
-        found = config.get(f"{name}_id")
-        found = found[0] if isinstance(found, list) and found else found
-        settings[name] = f"t{found if type(found) is int and 0 <= found < len(words) else 0}"
+    settings = {"tokenizer_class": "PreTrainedTokenizerFast", "unk_token": "t0", "pad_token": "t0"}
     files = {"tokenizer.json": tokenizer, "tokenizer_config.json": settings}
     return {name: json.dumps(content).encode() for name, content in files.items()}
 

@@ -43,7 +43,7 @@ from slidesparse.checkpoint import (
     TensorSpec,
     Writer,
 )
-from slidesparse.decoder import first_layers, read_config, tensors, tokenizer_files
+from slidesparse.decoder import TOKENIZER, first_layers, read_config, tensors, tokenizer_files
 from slidesparse.metadata import KEY
 from slidesparse.pattern import SlidePattern
 from slidesparse.plan import Part, Plan, make_plan
@@ -132,7 +132,10 @@ def synth(
     try:
         with workers() as pool, partial_folder(out) as partial:
             _write(_Recipe(plan, std, seed), pool, partial, progress)
-            for file, content in (*tokenizer_files(model).items(), *plan.small_files()):
+            (partial / TOKENIZER).mkdir()
+            for file, content in tokenizer_files(model).items():
+                (partial / TOKENIZER / file).write_bytes(content)
+            for file, content in plan.small_files():
                 (partial / file).write_bytes(content)
             publish(partial, out)
     except OSError as error:
