@@ -27,7 +27,7 @@ from rich.progress import (
 )
 from rich.table import Table
 
-from slidesparse import __version__, cli_bench, cli_synth
+from slidesparse import __version__, cli_bench, cli_e2e, cli_synth
 
 if TYPE_CHECKING:
     from slidesparse.convert import Progress as Callback
@@ -89,8 +89,8 @@ def _explained() -> Iterator[None]:
     try:
         from slidesparse.architectures import ArchitectureError
         from slidesparse.checkpoint import CheckpointError
-        from slidesparse.convert import SpaceError
         from slidesparse.metadata import MetadataError
+        from slidesparse.publish import SpaceError
         from slidesparse.stored import DamagedError
     except ImportError as error:
         missing = (getattr(error, "name", None) or "").split(".")[0]
@@ -315,6 +315,7 @@ def bench_convert(
 
 
 cli_bench.register(app, bench_app)
+cli_e2e.register(bench_app)
 cli_synth.register(app, _explained)
 
 

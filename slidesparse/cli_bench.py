@@ -66,13 +66,13 @@ def register(app: typer.Typer, bench: typer.Typer) -> None:
     bench.command("layout")(layout)
 
 
-def _fail(code: int, message: object) -> NoReturn:
+def fail(code: int, message: object) -> NoReturn:
     err.print(f"[bold red]error:[/] {escape(str(message))}")
     raise typer.Exit(code)
 
 
 @contextmanager
-def _explained() -> Iterator[None]:
+def explained() -> Iterator[None]:
     """Errors that a user can act on become one message and an exit code."""
     try:
         from slidesparse.bench.machine import MissingError
@@ -84,15 +84,15 @@ def _explained() -> Iterator[None]:
     except ImportError as error:
         if (error.name or "").partition(".")[0] not in ("torch", "numpy"):
             raise
-        _fail(ENVIRONMENT, f"this command needs {error.name}: pip install 'slidesparse[cuda]' ({error})")
+        fail(ENVIRONMENT, f"this command needs {error.name}: pip install 'slidesparse[cuda]' ({error})")
     try:
         yield
     except (ShapeError, PatternError, RecordsError) as error:
-        _fail(USAGE, error)
+        fail(USAGE, error)
     except (MissingError, TableError, LibraryError) as error:
-        _fail(ENVIRONMENT, error)
+        fail(ENVIRONMENT, error)
     except OSError as error:
-        _fail(ENVIRONMENT, f"{error.strerror or error}: {error.filename or 'while reading or writing'}")
+        fail(ENVIRONMENT, f"{error.strerror or error}: {error.filename or 'while reading or writing'}")
     except KeyboardInterrupt:
         err.print("interrupted; repeat the command to go on")
         raise typer.Exit(INTERRUPTED) from None
@@ -184,7 +184,7 @@ def tune(
 ) -> None:
     """Search the fastest GEMM algorithms for this GPU, and save them where serving looks."""
     began = time.monotonic()
-    with _explained():
+    with explained():
         from slidesparse.bench import machine
         from slidesparse.bench.shapes import parse_choice
         from slidesparse.gemm.tuned import folder
@@ -221,7 +221,7 @@ def kernel(
 ) -> None:
     """GEMM alone: cuBLASLt, cuSPARSELt at each pattern and vLLM's kernel; writes OUT/kernel.csv."""
     began = time.monotonic()
-    with _explained():
+    with explained():
         from slidesparse.bench import machine
         from slidesparse.bench.kernel import DTYPES, KernelBench, model_groups, square_groups
         from slidesparse.bench.records import amend_conditions, write_conditions
@@ -265,7 +265,7 @@ def linear(
 ) -> None:
     """Whole layers: quantize, GEMM, scale, with the tuned algorithms; writes OUT/linear.csv."""
     began = time.monotonic()
-    with _explained():
+    with explained():
         from slidesparse.bench import machine
         from slidesparse.bench.kernel import model_groups
         from slidesparse.bench.linear import LinearBench
@@ -292,7 +292,7 @@ def linear(
 def bandwidth(out: Out = Path("bench_out"), time_limit: Limit = None, as_json: Json = False) -> None:
     """The quantizing and scaling kernels against a copy of as many bytes; writes OUT/bandwidth.csv."""
     began = time.monotonic()
-    with _explained():
+    with explained():
         from slidesparse.bench import machine
         from slidesparse.bench.bandwidth import BandwidthBench, cells
         from slidesparse.bench.records import write_conditions
@@ -324,7 +324,7 @@ def layout(
 ) -> None:
     """Both libraries in the eight memory layouts, weights at 6:8; writes OUT/layout.csv."""
     began = time.monotonic()
-    with _explained():
+    with explained():
         from slidesparse.bench import machine
         from slidesparse.bench.kernel import DTYPES
         from slidesparse.bench.layout import PATTERN, LayoutBench, outputs_of, products
@@ -364,12 +364,12 @@ def report(
     ] = None,
 ) -> None:
     """Turn the tables of a folder into Markdown pages and plots; prints their paths."""
-    with _explained():
+    with explained():
         from slidesparse import report as reports
 
         try:
             written = reports.render(folder, reference)
         except reports.ReportError as error:
-            _fail(USAGE, error)
+            fail(USAGE, error)
         for path in written:
             print(path)

@@ -162,3 +162,15 @@ def converted(source: Path, out: Path, pattern: str, layout: str = "dense") -> P
 
     convert(source, out, pattern=SlidePattern.parse(pattern), layout=layout)
     return out
+
+
+def write_config(
+    folder: Path, pattern: str | None, quant: str = "int8", layout: str = "dense", model: Decoder = QWEN
+) -> Path:
+    """The config.json of a W8A8 checkpoint, pruned or not, and nothing else."""
+    folder.mkdir(parents=True)
+    block = quantization_config(quant)
+    if pattern:
+        block["slidesparse"] = {"version": 1, "pattern": pattern, "layout": layout, "layers": {}}
+    (folder / "config.json").write_text(json.dumps(model.config() | {"quantization_config": block}))
+    return folder

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import importlib.metadata
+import os
+import platform
+import re
 import shutil
 import subprocess
 from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib import import_module
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -101,14 +105,30 @@ def conditions(gpu: Gpu, libraries: Sequence[Library]) -> dict[str, Any]:
         "capability": ".".join(map(str, gpu.capability)),
         "l2_bytes": gpu.l2_bytes,
         **_smi(gpu),
-        "versions": {
-            "slidesparse": __version__,
-            "torch": torch.__version__,
-            "cuda": torch.version.cuda,
-            "triton": _installed("triton"),
-            "vllm": _installed("vllm"),
-            **{library.name: library.version() for library in libraries},
-        },
+        "versions": {**_versions(), **{library.name: library.version() for library in libraries}},
+    }
+
+
+def cpu_conditions() -> dict[str, Any]:
+    """The same of a machine without a GPU."""
+    info = Path("/proc/cpuinfo").read_text(errors="replace") if Path("/proc/cpuinfo").is_file() else ""
+    model = re.search(r"^model name\s*:\s*(.+)$", info, re.M)
+    return {
+        "gpu": None,
+        "capability": None,
+        "cpu": model[1].strip() if model else platform.processor() or platform.machine(),
+        "cores": os.cpu_count(),
+        "versions": _versions(),
+    }
+
+
+def _versions() -> dict[str, str | None]:
+    return {
+        "slidesparse": __version__,
+        "torch": torch.__version__,
+        "cuda": torch.version.cuda,
+        "triton": _installed("triton"),
+        "vllm": _installed("vllm"),
     }
 
 

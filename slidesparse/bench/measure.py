@@ -184,3 +184,8 @@ class Deadline:
     def passed(self) -> bool:
         """Whether the time is up; never without a limit."""
         return self._end is not None and self._now() >= self._end
+
+    @property
+    def left(self) -> float | None:
+        """Seconds until the time is up, at least 0; None without a limit."""
+        return None if self._end is None else max(0.0, self._end - self._now())

@@ -86,14 +86,19 @@ def _drop_torn_line(path: Path) -> None:
             file.truncate(whole)
 
 
-def write_conditions(path: Path, found: Mapping[str, Any], command: Sequence[str] | None = None) -> None:
+def write_conditions(
+    path: Path,
+    found: Mapping[str, Any],
+    command: Sequence[str] | None = None,
+    same: Sequence[str] = SAME,
+) -> None:
     """Write conditions beside a table, with the date and the command line of this run added to those before.
 
-    Raises RecordsError when the table was begun on another GPU or with other versions: figures of two machines
-    in one table could not be told apart.
+    Raises RecordsError when the table was begun on another GPU or with other versions, or whatever ``same`` names:
+    figures of two machines in one table could not be told apart.
     """
     before = _read(path)
-    for name in SAME:
+    for name in same:
         if before and before.get(name) != found.get(name):
             raise RecordsError(
                 f"{path} was measured with {name} {before.get(name)}, but here it is {found.get(name)}; "

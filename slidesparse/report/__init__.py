@@ -13,6 +13,8 @@ from pathlib import Path
 from slidesparse.report import plots
 from slidesparse.report.compare import compare_page
 from slidesparse.report.data import STOCK, ReportError, Results, read_kernel, read_linear
+from slidesparse.report.e2e import EndToEnd, e2e_page, read_e2e
+from slidesparse.report.e2e import draw as draw_e2e
 from slidesparse.report.layouts import Layouts, layout_page, read_layouts
 from slidesparse.report.markdown import bullets, cell, table
 from slidesparse.report.pages import bandwidth_page, kernel_page, linear_page, page
@@ -25,6 +27,7 @@ PAGES = {
     "linear.md": "linear layers with quantization and scaling, against stock vLLM",
     "bandwidth.md": "kernels that memory bounds",
     "layout.md": "memory layouts that the libraries take, and their speed",
+    "e2e.md": "whole models in vLLM: tokens per second",
     "comparison.md": "speed-ups beside those of a reference",
 }
 COMMANDS = "commands"  # key of the conditions: a list of command lines
@@ -33,7 +36,7 @@ COMMANDS = "commands"  # key of the conditions: a list of command lines
 def render(folder: Path, reference: Path | None = None) -> list[Path]:
     """Write the report of ``folder`` into it: README.md, a page for each benchmark that is there, and plots.
 
-    Reads kernel, linear and layout .csv and .json, and bandwidth.csv, any of which may be missing or stop early;
+    Reads kernel, linear, layout and e2e .csv and .json, and bandwidth.csv, any of which may be missing or stop early;
     ``reference`` is a folder of earlier figures to compare with (`slidesparse.report.compare`).  Everything is
     read before anything is written, and the same files give the same bytes.
 
@@ -45,10 +48,10 @@ def render(folder: Path, reference: Path | None = None) -> list[Path]:
             raise ReportError(f"{given} is not a folder")
     kernel, linear = read_kernel(folder), read_linear(folder)
     bandwidth, notes = bandwidth_page(folder)
-    layouts = read_layouts(folder)
-    if not (kernel.rows or linear.rows or bandwidth or layouts.rows):
+    layouts, whole = read_layouts(folder), read_e2e(folder)
+    if not (kernel.rows or linear.rows or bandwidth or layouts.rows or whole.rows):
         raise ReportError(
-            f"{folder} holds no measurement in kernel.csv, linear.csv, bandwidth.csv or layout.csv; "
+            f"{folder} holds no measurement in kernel.csv, linear.csv, bandwidth.csv, layout.csv or e2e.csv; "
             "run a benchmark into it first"
         )
     models = model_sections(kernel)
@@ -58,24 +61,38 @@ def render(folder: Path, reference: Path | None = None) -> list[Path]:
     drawn = plots.available()
     kernel_plots = plots.draw("kernel", folder, products) if drawn else []
     linear_plots = plots.draw("linear", folder, layers, STOCK) if drawn else []
+    e2e_plots = draw_e2e(folder, whole) if drawn else []
     texts = {
         "kernel.md": kernel_page(kernel, products, kernel_plots) if kernel.rows else "",
         "linear.md": linear_page(linear, layers, linear_plots) if linear.rows else "",
         "bandwidth.md": bandwidth,
         "layout.md": layout_page(layouts),
+        "e2e.md": e2e_page(whole, e2e_plots),
         "comparison.md": page(comparison),
     }
     texts = {name: text for name, text in texts.items() if text.strip()}
-    missing = [*kernel.notes, *linear.notes, *notes, *layouts.notes, *(f"Reference: {note}" for note in more)]
-    missing += [f"{s.title}, {s.dtype.upper()}: {line}" for s in (*products, *layers) for line in s.absent]
-    texts["README.md"] = _readme(list(texts), missing, [kernel, linear, layouts], drawn=drawn)
+    missing = [
+        *kernel.notes,
+        *linear.notes,
+        *notes,
+        *layouts.notes,
+        *whole.notes,
+        *(f"Reference: {note}" for note in more),
+    ]
+    sections = [*products, *layers, *(row.section for row in whole.rows)]
+    missing += [f"{s.title}, {s.dtype.upper()}: {line}" for s in sections for line in s.absent]
+    texts["README.md"] = _readme(list(texts), missing, [kernel, linear, layouts, whole], drawn=drawn)
     for name, text in texts.items():
         (folder / name).write_text(text, encoding="utf-8")
-    return [*(folder / name for name in texts), *kernel_plots, *linear_plots]
+    return [*(folder / name for name in texts), *kernel_plots, *linear_plots, *e2e_plots]
 
 
 def _readme(
-    pages: Sequence[str], missing: Sequence[str], measured: Sequence[Results | Layouts], *, drawn: bool
+    pages: Sequence[str],
+    missing: Sequence[str],
+    measured: Sequence[Results | Layouts | EndToEnd],
+    *,
+    drawn: bool,
 ) -> str:
     parts = ["# Measurements", bullets(f"[{name}]({name}): {PAGES[name]}" for name in pages)]
     if not drawn:
@@ -87,7 +104,7 @@ def _readme(
     return page(parts)
 
 
-def _conditions(results: Results | Layouts) -> list[str]:
+def _conditions(results: Results | Layouts | EndToEnd) -> list[str]:
     """The commands, and a table of everything else in the JSON file."""
     found = dict(results.conditions)
     commands = "\n".join(map(str, found.pop(COMMANDS, [])))

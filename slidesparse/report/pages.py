@@ -27,10 +27,10 @@ def kernel_page(results: Results, sections: Sequence[Section], plots: Sequence[P
         "Median latencies of the product alone; of a model, its four layers summed where all four were measured. "
         "Speed-up: latency of the dense product / ours, of the same run. `-`: not measured.",
         _spread(results),
-        *_images(plots),
+        *images(plots),
     ]
     for section in sections:
-        parts += [*_head(section), *_speedups(section), *_share(section), *_efficiency(section)]
+        parts += [*head(section), *_speedups(section), *share(section), *efficiency(section)]
         if ceilings:
             parts += _floor(section, ceilings)
     return page(parts)
@@ -43,11 +43,11 @@ def linear_page(results: Results, sections: Sequence[Section], plots: Sequence[P
         "Median latencies of the four linear layers of a model, summed, each with its quantization and scaling. "
         "Speed-up: latency of the dense layers / ours, of the same run. `-`: not measured.",
         _spread(results),
-        *_images(plots),
+        *images(plots),
         *losses(sections),
     ]
     for section in sections:
-        parts += [*_head(section), *_speedups(section), *_share(section)]
+        parts += [*head(section), *_speedups(section), *share(section)]
     return page(parts)
 
 
@@ -81,7 +81,8 @@ def page(parts: Sequence[str]) -> str:
     return "\n\n".join(part.rstrip("\n") for part in parts if part) + "\n"
 
 
-def _images(plots: Sequence[Path]) -> list[str]:
+def images(plots: Sequence[Path]) -> list[str]:
+    """A Markdown image for each plot."""
     return [f"![{path.stem.replace('-', ' ')}]({path.name})" for path in plots]
 
 
@@ -97,14 +98,16 @@ def _spread(results: Results) -> str:
     )
 
 
-def _head(section: Section) -> list[str]:
+def head(section: Section) -> list[str]:
+    """A heading, and what was not measured."""
     parts = [f"## {section.title}, {section.dtype.upper()}"]
     if section.absent:
         parts.append(f"Missing here:\n\n{bullets(section.absent)}")
     return parts
 
 
-def _bound(pattern: SlidePattern) -> str:
+def bound(pattern: SlidePattern) -> str:
+    """N/(N-1), the speed-up that the pattern allows."""
     return times(float(pattern.speedup_bound))
 
 
@@ -119,7 +122,7 @@ def _speedups(section: Section) -> list[str]:
             section,
             lambda pattern, m: times(section.speedup(pattern, m, provider)),
             [(f"{name} us", latency(name)) for name in lead],
-            ("N/(N-1)", _bound),
+            ("N/(N-1)", bound),
         )
 
     if not section.baselines:
@@ -131,7 +134,8 @@ def _speedups(section: Section) -> list[str]:
     return parts
 
 
-def _share(section: Section) -> list[str]:
+def share(section: Section) -> list[str]:
+    """A table of speed-ups as shares of the bound; nothing where there is none."""
     return _relative(
         section,
         section.share_of_bound,
@@ -140,7 +144,8 @@ def _share(section: Section) -> list[str]:
     )
 
 
-def _efficiency(section: Section) -> list[str]:
+def efficiency(section: Section) -> list[str]:
+    """A table of the algorithmic efficiency; nothing where there is none."""
     return _relative(
         section,
         section.efficiency,

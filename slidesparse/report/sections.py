@@ -130,7 +130,7 @@ def square_sections(results: Results) -> list[Section]:
         rows = [row for row in results.rows if row.mode == SQUARE and row.dtype == dtype]
         us = {(row.provider, row.pattern, row.m): row.p50 for row in rows}
         shapes = tuple(sorted({(row.m, row.n, row.k) for row in rows}))
-        sections.append(Section("Square, M = N = K", dtype, us, SQUARE, _absent(us, us), shapes))
+        sections.append(Section("Square, M = N = K", dtype, us, SQUARE, absent_cells(us, us), shapes))
     return sections
 
 
@@ -153,11 +153,11 @@ def model_sections(results: Results) -> list[Section]:
             if len(named) == LAYERS:
                 us, partial = _sums(of_model, set(named))
                 shapes = tuple((0, *shape) for shape in named.values())
-                sections.append(Section(model, dtype, us, MODEL, _absent(keys, us, partial), shapes))
+                sections.append(Section(model, dtype, us, MODEL, absent_cells(keys, us, partial), shapes))
                 continue
             for layer, shape in named.items():
                 us = {(row.provider, row.pattern, row.m): row.p50 for row in of_model if row.layer == layer}
-                title, absent = f"{model} {layer}".strip(), _absent(keys, us)
+                title, absent = f"{model} {layer}".strip(), absent_cells(keys, us)
                 sections.append(Section(title, dtype, us, MODEL, absent, ((0, *shape),)))
     return sections
 
@@ -171,7 +171,7 @@ def linear_sections(results: Results) -> list[Section]:
         for model in sorted({row.model for row in rows}):
             summed = (row for row in rows if row.model == model and row.layer == SUM)
             us = {(row.provider, row.pattern, row.m): row.p50 for row in summed}
-            sections.append(Section(model, dtype, us, MODEL, _absent(keys, us)))
+            sections.append(Section(model, dtype, us, MODEL, absent_cells(keys, us)))
     return sections
 
 
@@ -191,7 +191,7 @@ def _sums(rows: Iterable[Measurement], layers: set[str]) -> tuple[dict[Key, floa
     return sums, partial
 
 
-def _absent(
+def absent_cells(
     wanted: Iterable[Key], us: Mapping[Key, float], why: Mapping[Key, str] | None = None
 ) -> tuple[str, ...]:
     """Cells of the grid (each provider and pattern, each M, of ``wanted``) that ``us`` lacks, in words."""
