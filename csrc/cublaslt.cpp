@@ -173,20 +173,22 @@ class Plan {
   // The algorithms that the library proposes within `workspace_limit` bytes, best first, each as
   // bytes.
   std::vector<py::bytes> Heuristics(int most, std::size_t workspace_limit) const {
+    std::vector<cublasLtMatmulHeuristicResult_t> results(most);
     cublasLtMatmulPreference_t preference = nullptr;
     SLIDESPARSE_CALL(what_, cublasLtMatmulPreferenceCreate, &preference);
-    std::vector<cublasLtMatmulHeuristicResult_t> results(most);
     int found = 0;
+    const char* call = "cublasLtMatmulPreferenceSetAttribute";
     auto status = api.cublasLtMatmulPreferenceSetAttribute(
         preference, CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES, &workspace_limit,
         sizeof(workspace_limit));
     if (status == CUBLAS_STATUS_SUCCESS) {
+      call = "cublasLtMatmulAlgoGetHeuristic";
       status = api.cublasLtMatmulAlgoGetHeuristic(handle_->get(), matmul_, weight_->get(),
                                                   activations_->get(), out_->get(), out_->get(),
                                                   preference, most, results.data(), &found);
     }
     api.cublasLtMatmulPreferenceDestroy(preference);
-    Check(status, "cublasLtMatmulAlgoGetHeuristic", what_);
+    Check(status, call, what_);
     std::vector<py::bytes> algorithms;
     for (int i = 0; i < found; ++i) {
       if (results[i].state != CUBLAS_STATUS_SUCCESS) continue;
@@ -204,10 +206,12 @@ class Plan {
               << algorithm.size() << "; " << what_;
       throw std::runtime_error(message.str());
     }
-    std::memcpy(&algorithm_, algorithm.data(), sizeof(algorithm_));
+    cublasLtMatmulAlgo_t asked;
+    std::memcpy(&asked, algorithm.data(), sizeof(asked));
     cublasLtMatmulHeuristicResult_t result;
     SLIDESPARSE_CALL(what_, cublasLtMatmulAlgoCheck, handle_->get(), matmul_, weight_->get(),
-                     activations_->get(), out_->get(), out_->get(), &algorithm_, &result);
+                     activations_->get(), out_->get(), out_->get(), &asked, &result);
+    algorithm_ = asked;
     workspace_ = result.workspaceSize;
     chosen_ = true;
   }
@@ -219,7 +223,8 @@ class Plan {
            std::uintptr_t workspace, std::uintptr_t stream, std::uintptr_t weight_scales,
            std::uintptr_t token_scales, std::uintptr_t bias) {
     if (!chosen_) throw std::runtime_error("this plan has no algorithm yet; " + what_);
-    if (epilogue_.scale_vectors != (weight_scales != 0 && token_scales != 0) ||
+    if (epilogue_.scale_vectors != (weight_scales != 0) ||
+        epilogue_.scale_vectors != (token_scales != 0) ||
         (epilogue_.bias_type >= 0) != (bias != 0)) {
       throw std::runtime_error("the scales or the bias given are not those of the plan; " + what_);
     }
@@ -287,9 +292,9 @@ PYBIND11_MODULE(SLIDESPARSE_MODULE, module) {
   py::class_<Plan>(module, "Plan")
       .def(py::init<std::shared_ptr<Handle>, std::int64_t, std::int64_t, std::int64_t, int, int,
                     int, int, Epilogue, Layout, std::string>(),
-           py::arg("handle"), py::arg("n"), py::arg("k"), py::arg("m"), py::arg("operand_type"),
-           py::arg("output_type"), py::arg("compute_type"), py::arg("scale_type"),
-           py::arg("epilogue"), py::arg("layout"), py::arg("what"))
+           py::arg("handle").none(false), py::arg("n"), py::arg("k"), py::arg("m"),
+           py::arg("operand_type"), py::arg("output_type"), py::arg("compute_type"),
+           py::arg("scale_type"), py::arg("epilogue"), py::arg("layout"), py::arg("what"))
       .def("heuristics", &Plan::Heuristics, py::arg("most"), py::arg("workspace_limit"))
       .def("choose", &Plan::Choose, py::arg("algorithm"))
       .def_property_readonly("workspace", &Plan::workspace)

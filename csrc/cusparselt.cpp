@@ -1,11 +1,10 @@
-// cuSPARSELt: out [M, N] = activations [M, K] m, k weight [N, K].T with a 2:4 weight.
+// cuSPARSELt: out [M, N] = activations [M, K] @ weight [N, K].T with a 2:4 weight.
 //
-// The library works on column-major matrices and the structured one stands on the left, so what it
-// computes is
+// The structured matrix stands on the left, so what the library computes is
 //
-//     out.T [N, M] = weight [N, K] m, k activations.T [K, M]
+//     out.T [N, M] = weight [N, K] @ activations.T [K, M]
 //
-// whose column-major output is the row-major out [M, N].  Its "rows" are therefore our
+// whose output, column-major, is the row-major out [M, N].  Its "rows" are therefore our
 // out-features: a vector of alphas, one a row, is the per-channel scale of the weight.
 
 #include <cuda_runtime_api.h>
@@ -295,9 +294,9 @@ PYBIND11_MODULE(SLIDESPARSE_MODULE, module) {
   py::class_<Plan>(module, "Plan")
       .def(py::init<std::shared_ptr<Handle>, std::int64_t, std::int64_t, std::int64_t, int, int,
                     int, bool, Algorithm, Layout, std::string>(),
-           py::arg("handle"), py::arg("n"), py::arg("k"), py::arg("m"), py::arg("operand_type"),
-           py::arg("output_type"), py::arg("compute_type"), py::arg("scale_rows"),
-           py::arg("algorithm"), py::arg("layout"), py::arg("what"))
+           py::arg("handle").none(false), py::arg("n"), py::arg("k"), py::arg("m"),
+           py::arg("operand_type"), py::arg("output_type"), py::arg("compute_type"),
+           py::arg("scale_rows"), py::arg("algorithm"), py::arg("layout"), py::arg("what"))
       .def_property_readonly("workspace", &Plan::workspace)
       .def_property_readonly("algorithms", &Plan::algorithms)
       .def("compressed_size", &Plan::CompressedSize)
