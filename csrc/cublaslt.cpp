@@ -25,8 +25,8 @@ namespace slidesparse {
 namespace {
 
 // Newer than the oldest headers we build with; values are part of the library's ABI.
-constexpr auto kScaleModeWeight = static_cast<cublasLtMatmulDescAttributes_t>(31);
-constexpr auto kScaleModeActivations = static_cast<cublasLtMatmulDescAttributes_t>(32);
+const auto kScaleModeWeight = static_cast<cublasLtMatmulDescAttributes_t>(31);
+const auto kScaleModeActivations = static_cast<cublasLtMatmulDescAttributes_t>(32);
 constexpr std::int32_t kOuterVector = 3;
 
 struct Api {
