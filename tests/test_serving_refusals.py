@@ -75,7 +75,7 @@ def test_other_schemes_are_left_to_vllm_and_counted(zygote: Zygote, pruned: Path
     tensors = {
         "model.layers.0.mlp.down_proj.input_scale": torch.tensor([0.05]),
         "model.layers.0.self_attn.o_proj.weight_scale": None,
-        "model.layers.0.self_attn.o_proj.weight": torch.randn(QWEN.hidden, QWEN.heads * QWEN.head_dim) * 0.05,
+        "model.layers.0.self_attn.o_proj.weight": torch.randn(dense.shape, generator=generator) * 0.05,
         "model.layers.1.self_attn.o_proj.weight": dense,
     }
     model = edited(
