@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from slidesparse.gemm.library import Problem
+from slidesparse.toolchain import cache_folder
 
 FORMAT = 1
 CACHE = "SLIDESPARSE_CACHE"  # environment variable: the folder, instead of ~/.cache/slidesparse
@@ -72,10 +73,7 @@ Entries = dict[str, dict[int, Tuned]]  # key_of(problem) -> M -> the best
 
 def folder() -> Path:
     """Where the user's tables lie: $SLIDESPARSE_CACHE, else $XDG_CACHE_HOME/slidesparse, else ~/.cache."""
-    if chosen := os.environ.get(CACHE):
-        return Path(chosen) / "tuned"
-    base = os.environ.get("XDG_CACHE_HOME")
-    return (Path(base) if base else Path.home() / ".cache") / "slidesparse" / "tuned"
+    return cache_folder() / "tuned"
 
 
 def key_of(problem: Problem) -> str:
