@@ -76,6 +76,12 @@ def e2e(
     out: Out = Path("bench_out"),
     time_limit: Limit = None,
     run_limit: Annotated[float, typer.Option(help="Seconds of one run, loading included.")] = 1800.0,
+    resident: Annotated[
+        bool,
+        typer.Option(
+            "--resident", help="Keep all engines loaded, side by side on the GPU, and let them take turns."
+        ),
+    ] = False,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Print the commands still to run, and run none.")
     ] = False,
@@ -107,9 +113,9 @@ def e2e(
         if dry_run:
             _print_commands(out, runs, work)
             return
-        bench = _prepare(out, found, chosen, work, deadline)
-        bench.run_seconds = run_limit
-        finished = _run(bench, runs)
+        with _prepare(out, found, chosen, work, deadline, resident=resident) as bench:
+            bench.run_seconds = run_limit
+            finished = _run(bench, runs)
         _report(bench, finished, as_json)
     if bench.failures:
         raise typer.Exit(FAILED)
@@ -134,9 +140,11 @@ def _print_commands(out: Path, runs: Sequence[Run], work: Workload) -> None:
             print(shown(run, command(vllm, version, run, work, result)))
 
 
-def _prepare(out: Path, model: Model, systems: Sequence[str], work: Workload, deadline: Deadline) -> E2eBench:
+def _prepare(
+    out: Path, model: Model, systems: Sequence[str], work: Workload, deadline: Deadline, *, resident: bool
+) -> E2eBench:
     """Write the conditions, and open the table."""
-    from slidesparse.bench import e2e_runs
+    from slidesparse.bench import e2e_resident, e2e_runs
     from slidesparse.bench.e2e_models import DENSE
     from slidesparse.bench.records import write_conditions
 
@@ -146,9 +154,10 @@ def _prepare(out: Path, model: Model, systems: Sequence[str], work: Workload, de
     if set(systems) != {"sparse"}:
         folders[DENSE] = str(model.dense.folder)
     facts |= {f"{model.name} {pattern} checkpoint": folder for pattern, folder in folders.items()}
-    facts["workload"] = work.conditions
+    facts["workload"] = e2e_resident.workload(work) if resident else work.conditions
     write_conditions(out / "e2e.json", facts, same=e2e_runs.CONDITIONS)
-    return e2e_runs.E2eBench(out, vllm, e2e_runs.vllm_version(facts), work, deadline)
+    kind = e2e_resident.ResidentBench if resident else e2e_runs.E2eBench
+    return kind(out, vllm, e2e_runs.vllm_version(facts), work, deadline)
 
 
 def _run(bench: E2eBench, runs: Sequence[Run]) -> bool:

@@ -104,7 +104,9 @@ def test_the_commands_fill_their_tables(tmp_path: Path) -> None:
 
     first, again = run("tune", *common), run("tune", *common)
     assert first["known"] == again["tuned"] == 0
-    assert first["tuned"] == again["known"] == 2 * 2 * (2 + 2 * 2 + 2)  # cuBLASLt, cuSPARSELt, its INT32
+    assert (
+        first["tuned"] == again["known"] == 2 * 2 * (3 + 2 * 2 + 2)
+    )  # cuBLASLt, FP8 twice; cuSPARSELt, its INT32
     bench = [*common, "--no-stock", "--out", str(tmp_path / "out")]
     run("bench", "kernel", *bench)
     run("bench", "linear", *bench)

@@ -174,12 +174,19 @@ def _require_fit(variant: Variant, size: Size, what: str) -> None:
         )
 
 
-def command(vllm: str, version: Version | None, run: Run, workload: Workload, result: Path) -> list[str]:
+def command(
+    vllm: str,
+    version: Version | None,
+    run: Run,
+    workload: Workload,
+    result: Path,
+    size: Size | None = None,
+) -> list[str]:
     """The command line of a run, the same for every system but for the checkpoint; ``result`` gets vLLM's JSON.
 
-    ``version`` None: it is not known, and taken for a new one.
+    ``version`` None: it is not known, and taken for a new one.  ``size`` None is that of the run.
     """
-    size = run.size
+    size = size or run.size
     longest = size.prompt + size.output + SLACK
     if run.variant.positions is not None:
         longest = min(longest, run.variant.positions)

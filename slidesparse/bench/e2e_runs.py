@@ -16,6 +16,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from multiprocessing import get_context
 from pathlib import Path
+from types import TracebackType
 from typing import Any
 
 from packaging.version import InvalidVersion, Version
@@ -175,10 +176,11 @@ def execute(words: Sequence[str], env: Mapping[str, str], log: Path, seconds: fl
         except subprocess.TimeoutExpired:
             return None
         finally:
-            _end(process)
+            end(process)
 
 
-def _end(process: subprocess.Popen[bytes]) -> None:
+def end(process: subprocess.Popen[bytes]) -> None:
+    """End a process that leads a group, and the group."""
     if process.poll() is None:
         os.killpg(process.pid, signal.SIGTERM)
         with suppress(subprocess.TimeoutExpired):
@@ -205,6 +207,14 @@ class E2eBench:
     def __post_init__(self) -> None:
         self.records = Records(self.out / "e2e.csv", COLUMNS, KEY)
         (self.out / "logs").mkdir(exist_ok=True)
+
+    def __enter__(self) -> E2eBench:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Nothing is left running between runs."""
 
     def run(self, runs: Sequence[Run]) -> bool:
         """Do those that are not in the table yet; a failed one is noted in ``failures``.  False: time was up."""
