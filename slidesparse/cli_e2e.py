@@ -61,6 +61,9 @@ def e2e(
         str | None,
         typer.Option("--m", help="Tokens of a step; default 512 to 65536 for prefill, 64 to 512 for decode."),
     ] = None,
+    decode_m: Annotated[
+        str | None, typer.Option("--decode-m", help="For decode, instead of --m: its sequences.")
+    ] = None,
     systems: Annotated[
         str,
         typer.Option(help="stock: without the plugin; off: DISABLE_SLIDESPARSE=1; cublaslt; sparse."),
@@ -82,6 +85,13 @@ def e2e(
             "--resident", help="Keep all engines loaded, side by side on the GPU, and let them take turns."
         ),
     ] = False,
+    profile: Annotated[
+        bool,
+        typer.Option(
+            "--profile",
+            help="With --resident, on a GPU: record a step's kernels; writes OUT/e2e_profile.csv.",
+        ),
+    ] = False,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Print the commands still to run, and run none.")
     ] = False,
@@ -89,12 +99,14 @@ def e2e(
 ) -> None:
     """Tokens per second of whole models: stock vLLM, dense cuBLASLt, sparse; writes OUT/e2e.csv."""
     with _refused():
-        from slidesparse.bench.e2e import STAGES, SYSTEMS, Workload
+        from slidesparse.bench.e2e import DECODE, PREFILL, STAGES, SYSTEMS, TOKENS, Workload
         from slidesparse.bench.e2e import runs as plan
         from slidesparse.bench.e2e_models import find_model
         from slidesparse.bench.measure import Deadline
         from slidesparse.bench.shapes import parse_choice, parse_patterns, parse_tokens
 
+        if profile and not resident:
+            fail(USAGE, "--profile needs --resident")
         deadline = Deadline(time_limit)
         chosen = parse_choice("--systems", systems, tuple(SYSTEMS))
         found = find_model(
@@ -109,11 +121,13 @@ def e2e(
             prompt_len, prefill_steps, decode_prompt_len, decode_steps, tuple(shlex.split(vllm_args))
         )
         stages_asked = parse_choice("--stages", stages, STAGES)
-        runs = plan(found, stages_asked, parse_tokens(m) if m else None, chosen, rounds, work)
+        asked = {PREFILL: m, DECODE: decode_m or m}
+        tokens = {stage: parse_tokens(text) for stage, text in asked.items() if text}
+        runs = plan(found, stages_asked, {**TOKENS, **tokens}, chosen, rounds, work)
         if dry_run:
             _print_commands(out, runs, work)
             return
-        with _prepare(out, found, chosen, work, deadline, resident=resident) as bench:
+        with _prepare(out, found, chosen, work, deadline, resident=resident, profile=profile) as bench:
             bench.run_seconds = run_limit
             finished = _run(bench, runs)
         _report(bench, finished, as_json)
@@ -141,7 +155,14 @@ def _print_commands(out: Path, runs: Sequence[Run], work: Workload) -> None:
 
 
 def _prepare(
-    out: Path, model: Model, systems: Sequence[str], work: Workload, deadline: Deadline, *, resident: bool
+    out: Path,
+    model: Model,
+    systems: Sequence[str],
+    work: Workload,
+    deadline: Deadline,
+    *,
+    resident: bool,
+    profile: bool,
 ) -> E2eBench:
     """Write the conditions, and open the table."""
     from slidesparse.bench import e2e_resident, e2e_runs
@@ -156,8 +177,10 @@ def _prepare(
     facts |= {f"{model.name} {pattern} checkpoint": folder for pattern, folder in folders.items()}
     facts["workload"] = e2e_resident.workload(work) if resident else work.conditions
     write_conditions(out / "e2e.json", facts, same=e2e_runs.CONDITIONS)
-    kind = e2e_resident.ResidentBench if resident else e2e_runs.E2eBench
-    return kind(out, vllm, e2e_runs.vllm_version(facts), work, deadline)
+    version = e2e_runs.vllm_version(facts)
+    if resident:
+        return e2e_resident.ResidentBench(out, vllm, version, work, deadline, profile=profile)
+    return e2e_runs.E2eBench(out, vllm, version, work, deadline)
 
 
 def _run(bench: E2eBench, runs: Sequence[Run]) -> bool:

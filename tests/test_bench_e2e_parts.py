@@ -11,7 +11,7 @@ from models import write_config
 from packaging.version import Version
 
 from slidesparse.bench import e2e_runs
-from slidesparse.bench.e2e import CUBLASLT, OFF, SPARSE, STOCK, Workload, command, environment, runs
+from slidesparse.bench.e2e import CUBLASLT, OFF, SPARSE, STOCK, TOKENS, Workload, command, environment, runs
 from slidesparse.bench.e2e_models import DENSE, E2eError, find_model
 from slidesparse.bench.e2e_runs import RunError, check_log, check_room, tokens_per_second
 
@@ -47,11 +47,11 @@ def test_the_steps_have_m_tokens() -> None:
 
 def test_the_paper_s_cells_are_the_default(tmp_path: Path) -> None:
     model = find_model(write_config(tmp_path / "m", "6:8"), None, None, None, dense=True, sparse=True)
-    cells = runs(model, ("prefill", "decode"), None, (STOCK,), 1, Workload(prompt_len=256, decode_steps=100))
+    cells = runs(model, ("prefill", "decode"), TOKENS, (STOCK,), 1, Workload(prompt_len=256, decode_steps=100))
     assert [run.m for run in cells if run.stage == "prefill"] == [2**i for i in range(9, 17)]
     assert [run.m for run in cells if run.stage == "decode"] == [64, 128, 256, 512]
     with pytest.raises(E2eError, match=r"prefill M 512 needs sequences of 513 tokens, .* takes 512"):
-        runs(model, ("prefill",), (512,), (STOCK,), 1, Workload())
+        runs(model, ("prefill",), {"prefill": (512,)}, (STOCK,), 1, Workload())
 
 
 @pytest.mark.parametrize(("version", "random", "warm"), [("0.13.0", False, False), ("0.25.1", True, True)])
@@ -59,7 +59,7 @@ def test_options_that_a_vllm_lacks_are_left_out(
     tmp_path: Path, version: str, random: bool, warm: bool
 ) -> None:
     model = find_model(write_config(tmp_path / "m", "6:8"), None, None, None, dense=True, sparse=True)
-    (run,) = runs(model, ("prefill",), (128,), (STOCK,), 1, Workload())
+    (run,) = runs(model, ("prefill",), {"prefill": (128,)}, (STOCK,), 1, Workload())
     words = command("vllm", Version(version), run, Workload(), tmp_path / "x.json")
     assert ("--random-input-len" in words, "--num-warmups" in words) == (random, warm)
     assert words[words.index("--input-len") + 1] == "128"
@@ -89,7 +89,7 @@ def test_models_by_name(tmp_path: Path) -> None:
 
 def one_run(tmp_path: Path, stage: str = "prefill", system: str = STOCK, m: int = 128) -> Any:
     model = find_model(write_config(tmp_path / "m", "6:8"), None, None, None, dense=True, sparse=True)
-    return runs(model, (stage,), (m,), (system,), 1, Workload(prompt_len=8))[0]
+    return runs(model, (stage,), {stage: (m,)}, (system,), 1, Workload(prompt_len=8))[0]
 
 
 def test_figures_of_another_run_are_refused(tmp_path: Path) -> None:

@@ -58,7 +58,14 @@ def tiny(tmp_path: Path) -> Path:
 def planned(tiny: Path) -> list[Run]:
     model = find_model(tiny, None, None, None, dense=True, sparse=True)
     work = Workload(prompt_len=32, prefill_steps=3, decode_steps=8)
-    return runs(model, ("prefill", "decode"), (64, 128), ("stock", "sparse"), 2, work)
+    return runs(
+        model,
+        ("prefill", "decode"),
+        {"prefill": (64, 128), "decode": (64, 128)},
+        ("stock", "sparse"),
+        2,
+        work,
+    )
 
 
 def test_an_engine_is_large_enough_for_all_its_runs(tiny: Path) -> None:

@@ -140,14 +140,14 @@ class Run:
 def runs(
     model: Model,
     stages: Sequence[str],
-    tokens: Sequence[int] | None,
+    tokens: Mapping[str, Sequence[int]],
     systems: Sequence[str],
     rounds: int,
     workload: Workload,
 ) -> list[Run]:
     """All runs in order: round after round, the systems of a cell in turn, every other round backwards.
 
-    ``tokens`` None is the M of the paper.  Raises E2eError for an M that cannot be run.
+    ``tokens`` has the M of each stage.  Raises E2eError for an M that cannot be run.
     """
     columns = [(system, DENSE, model.dense) for system in systems if system != SPARSE]
     if SPARSE in systems:
@@ -155,7 +155,7 @@ def runs(
     found = []
     for number in range(1, rounds + 1):
         for stage in stages:
-            for m in tokens or TOKENS[stage]:
+            for m in tokens[stage]:
                 size = workload.size(stage, m)
                 for system, pattern, variant in columns[:: 1 if number % 2 else -1]:
                     _require_fit(variant, size, f"{stage} M {m}")

@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import os
 import selectors
+import shutil
 import subprocess
 import sys
 import time
@@ -20,7 +21,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import IO
 
-from slidesparse.bench import e2e_worker
+from slidesparse.bench import e2e_profile, e2e_worker
 from slidesparse.bench.e2e import DECODE, Run, Size, Workload, command, environment
 from slidesparse.bench.e2e_runs import (
     E2eBench,
@@ -31,6 +32,7 @@ from slidesparse.bench.e2e_runs import (
     log_of,
     tokens_per_second,
 )
+from slidesparse.bench.records import Records
 
 BLOCK = 16  # tokens of a block of vLLM's KV cache
 ROOM = 1.1  # of what the runs need: sequences that end are still there when new ones begin
@@ -139,6 +141,7 @@ class Worker:
 class ResidentBench(E2eBench):
     """`E2eBench` with engines that stay; ends them when it is left (``with ResidentBench(...) as bench``)."""
 
+    profile: bool = False  # record the kernels of a step of each cell, too
     _workers: dict[Engine, Worker] = field(default_factory=dict)
     _broken: dict[Engine, str] = field(default_factory=dict)
 
@@ -172,6 +175,8 @@ class ResidentBench(E2eBench):
         words = self.words(run, largest(runs))
         cache = cache_tokens(runs) * bytes_per_token(engine.folder)
         words += ["--kv-cache-memory-bytes", str(cache), "--gpu-memory-utilization", str(SHARE)]
+        if self.profile:
+            words += e2e_profile.options(self._traces(engine))
         env = environment(run.system, os.environ)
         # vLLM's caches of compiled code are not made for processes that fill the same entry at once
         env["VLLM_CACHE_ROOT"] = str((self.out / "cache" / engine.file_name).resolve())
@@ -209,8 +214,34 @@ class ResidentBench(E2eBench):
         text = worker.text()
         line = check_log(run, text)
         check_room(run, text)
-        found = json.loads(result.read_text(encoding="utf-8"))
-        return tokens_per_second(run, found), line
+        figure = tokens_per_second(run, json.loads(result.read_text(encoding="utf-8")))
+        if self.profile and run.round == 1:
+            try:
+                self._record(run, engine, worker)
+            except RunError as error:  # the figure stands
+                self._note(run, f"its profile: {error}")
+        return figure, line
+
+    def _traces(self, engine: Engine) -> Path:
+        return self.out / "traces" / engine.file_name
+
+    def _record(self, run: Run, engine: Engine, worker: Worker) -> None:
+        """Run the cell once more under vLLM's profiler, and note its kernels.  Raises RunError."""
+        folder = self._traces(engine)
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir(parents=True)
+        worker.send([run.m if run.stage != DECODE else 0, [*self.words(run, run.size), "--profile"]])
+        if not worker.wait(self._seconds(time.monotonic())):
+            raise RunError("profiling took too long")
+        try:
+            kernels = e2e_profile.read(folder)
+        except e2e_profile.ProfileError as error:
+            raise RunError(str(error)) from None
+        key = {name: value for name, value in run.key.items() if name != "round"}
+        table = Records(self.out / "e2e_profile.csv", e2e_profile.COLUMNS, e2e_profile.KEY)
+        for row in e2e_profile.rows(key, kernels):
+            if not table.has(**{name: row[name] for name in e2e_profile.KEY}):
+                table.add(row)
 
 
 def workload(found: Workload) -> dict[str, object]:

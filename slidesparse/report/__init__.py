@@ -19,6 +19,7 @@ from slidesparse.report.layouts import Layouts, layout_page, read_layouts
 from slidesparse.report.markdown import bullets, cell, table
 from slidesparse.report.pages import bandwidth_page, kernel_page, linear_page, page
 from slidesparse.report.sections import linear_sections, model_sections, square_sections
+from slidesparse.report.steps import read_steps, steps_page
 
 __all__ = ["ReportError", "render"]
 
@@ -28,6 +29,7 @@ PAGES = {
     "bandwidth.md": "kernels that memory bounds",
     "layout.md": "memory layouts that the libraries take, and their speed",
     "e2e.md": "whole models in vLLM: tokens per second",
+    "e2e_profile.md": "where the time of a step of a whole model goes",
     "comparison.md": "speed-ups beside those of a reference",
 }
 COMMANDS = "commands"  # key of the conditions: a list of command lines
@@ -36,9 +38,9 @@ COMMANDS = "commands"  # key of the conditions: a list of command lines
 def render(folder: Path, reference: Path | None = None) -> list[Path]:
     """Write the report of ``folder`` into it: README.md, a page for each benchmark that is there, and plots.
 
-    Reads kernel, linear, layout and e2e .csv and .json, and bandwidth.csv, any of which may be missing or stop early;
-    ``reference`` is a folder of earlier figures to compare with (`slidesparse.report.compare`).  Everything is
-    read before anything is written, and the same files give the same bytes.
+    Reads kernel, linear, layout and e2e .csv and .json, bandwidth.csv and e2e_profile.csv, any of which may be missing
+    or stop early; ``reference`` is a folder of earlier figures to compare with (`slidesparse.report.compare`).
+    Everything is read before anything is written, and the same files give the same bytes.
 
     Returns the paths written.  Raises ReportError for a folder that is not there or holds none of the files, and for
     a file that cannot be understood.
@@ -48,7 +50,7 @@ def render(folder: Path, reference: Path | None = None) -> list[Path]:
             raise ReportError(f"{given} is not a folder")
     kernel, linear = read_kernel(folder), read_linear(folder)
     bandwidth, notes = bandwidth_page(folder)
-    layouts, whole = read_layouts(folder), read_e2e(folder)
+    layouts, whole, steps = read_layouts(folder), read_e2e(folder), read_steps(folder)
     if not (kernel.rows or linear.rows or bandwidth or layouts.rows or whole.rows):
         raise ReportError(
             f"{folder} holds no measurement in kernel.csv, linear.csv, bandwidth.csv, layout.csv or e2e.csv; "
@@ -68,6 +70,7 @@ def render(folder: Path, reference: Path | None = None) -> list[Path]:
         "bandwidth.md": bandwidth,
         "layout.md": layout_page(layouts),
         "e2e.md": e2e_page(whole, e2e_plots),
+        "e2e_profile.md": steps_page(steps),
         "comparison.md": page(comparison),
     }
     texts = {name: text for name, text in texts.items() if text.strip()}

@@ -123,7 +123,7 @@ def e2e_page(found: EndToEnd, drawn: Sequence[Path]) -> str:
         "# Whole models",
         "Tokens per second of `vllm bench throughput`: prompt and output tokens together for prefill (one output "
         "token a prompt), output tokens alone for decode. M: tokens of a step. Each figure is the median of the "
-        "rounds, every run a fresh process; ±: half of (largest - smallest) / median. `-`: not measured. "
+        f"rounds, {_processes(found)}; ±: half of (largest - smallest) / median. `-`: not measured. "
         "N/(N-1) bounds linear layers: attention, sampling and the engine's own time are in these figures as well.",
         _noise(found),
         *images(drawn),
@@ -132,6 +132,11 @@ def e2e_page(found: EndToEnd, drawn: Sequence[Path]) -> str:
     for row in found.rows:
         parts += [*head(row.section), *_tables(row)]
     return page(parts)
+
+
+def _processes(found: EndToEnd) -> str:
+    engines = (found.conditions.get("workload") or {}).get("engines")
+    return f"engines {engines} on the GPU and taking turns" if engines else "every run a fresh process"
 
 
 def _noise(found: EndToEnd) -> str:

@@ -1,0 +1,90 @@
+"""The kernels of a step: from a trace of PyTorch's profiler to the page of the report."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from pathlib import Path
+
+import pytest
+
+from slidesparse.bench import e2e_profile
+from slidesparse.bench.records import Records
+from slidesparse.report import render
+
+
+def trace(folder: Path, events: list[dict[str, object]]) -> None:
+    folder.mkdir(exist_ok=True)
+    with gzip.open(folder / "rank0.1.pt.trace.json.gz", "wt") as file:
+        json.dump({"traceEvents": events}, file)
+
+
+def event(name: str, start: float, duration: float, category: str = "kernel") -> dict[str, object]:
+    return {"name": name, "cat": category, "ts": start, "dur": duration}
+
+
+def test_a_step_is_its_kernels_and_what_none_covers(tmp_path: Path) -> None:
+    """Two steps of 50 us: 10 + 20 us of kernels that overlap by 5, and 25 us without one."""
+    events: list[dict[str, object]] = [event("aten::mm", 0, 1000, "cpu_op")]
+    for start in (100, 150):
+        events += [event("_quant_slide", start, 10), event("cutlass::device_kernel<x>", start + 5, 20)]
+    events.append(event("Memset (Device)", 199, 1, "gpu_memset"))
+    trace(tmp_path, events)
+    found = {one.name: one for one in e2e_profile.read(tmp_path, steps=2)}
+    assert (found["_quant_slide"].kind, found["_quant_slide"].calls, found["_quant_slide"].us) == (
+        "quantize",
+        1,
+        10,
+    )
+    assert (found["cutlass::device_kernel<x>"].kind, found["cutlass::device_kernel<x>"].us) == ("product", 20)
+    assert found["Memset (Device)"].calls == 0.5
+    assert found["idle"].us == (100 - 2 * 25 - 1) / 2
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        ("_quant_only_kernel", "quantize"),
+        ("void vllm::dynamic_scaled_int8_quant_kernel<c10::BFloat16>", "quantize"),
+        ("_dequant_bias_kernel", "scale"),
+        ("void cutlass::device_kernel<flash::enable_sm90<flash::FlashAttnFwdSm90>>", "attention"),
+        ("nvjet_tst_128x64", "product"),
+        ("triton_red_fused_2", "norm and activation"),
+        ("void at::native::vectorized_elementwise_kernel", "sampling and the rest"),
+    ],
+)
+def test_kernels_are_told_by_their_names(name: str, kind: str) -> None:
+    assert e2e_profile.kind(name) == kind
+
+
+def test_a_trace_that_tells_nothing_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(e2e_profile.ProfileError, match="left no trace"):
+        e2e_profile.read(tmp_path)
+    trace(tmp_path, [event("aten::mm", 0, 1, "cpu_op")])
+    with pytest.raises(e2e_profile.ProfileError, match="holds no kernel"):
+        e2e_profile.read(tmp_path)
+    (tmp_path / "later.json").write_text("{")
+    (tmp_path / "rank0.1.pt.trace.json.gz").unlink()
+    with pytest.raises(e2e_profile.ProfileError, match="is no trace"):
+        e2e_profile.read(tmp_path)
+
+
+def test_the_report_adds_up_what_kernels_do(tmp_path: Path) -> None:
+    kernels = [
+        e2e_profile.Kernel("cutlass_a", "product", 4, 30.0),
+        e2e_profile.Kernel("cutlass_b", "product", 1, 10.0),
+        e2e_profile.Kernel("idle", "idle", 0, 10.0),
+    ]
+    table = Records(tmp_path / "e2e_profile.csv", e2e_profile.COLUMNS, e2e_profile.KEY)
+    key = {"model": "m", "dtype": "int8", "stage": "decode", "M": 64, "pattern": "6:8", "system": "sparse"}
+    for row in e2e_profile.rows(key, kernels):
+        table.add(row)
+    (tmp_path / "bandwidth.csv").write_text(
+        "kernel,dtype,M,K,us,GBps,copy_GBps,fraction\nquant_only,int8,64,64,1,1,1,1\n"
+    )
+    render(tmp_path)
+    text = (tmp_path / "e2e_profile.md").read_text()
+    assert "## m, INT8, decode, M 64" in text
+    assert "| product | 40.00 |" in text
+    assert "| all | 50.00 |" in text
+    assert "| sparse 6:8 | cutlass_a | product | 4 | 30.00 | 60.0% |" in text
