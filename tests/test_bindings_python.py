@@ -255,6 +255,16 @@ def test_the_algorithms_of_cublaslt(loaded: dict[str, Native]) -> None:
         dense.LIBRARY.plan(DENSE, CPU)
 
 
+def test_algorithms_that_crash_are_neither_offered_nor_run(loaded: dict[str, Native]) -> None:
+    loaded["cusparselt"].fake.set(algorithms=52, major=0, minor=8, patch=0)
+    problem = Problem("fp16", "fp16", 64, 96, 32)
+    assert sparse.LIBRARY.algorithms(problem, CPU)[:37] == [*map(str, range(36)), "0/2x1"]
+    for algorithm in ("36", "51"):
+        with pytest.raises(LibraryError, match=rf"algorithm {algorithm} of cuSPARSELt 0.8.0 crashes for fp16"):
+            sparse.LIBRARY.plan(problem, CPU, algorithm)
+    assert len({one for one in sparse.LIBRARY.algorithms(SPARSE, CPU) if "/" not in one}) == 52
+
+
 def test_the_algorithms_of_cusparselt(loaded: dict[str, Native], monkeypatch: pytest.MonkeyPatch) -> None:
     """Where tiles are few, with the ways of splitting K that the library takes."""
     fake = loaded["cusparselt"].fake
