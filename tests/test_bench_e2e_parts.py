@@ -64,7 +64,7 @@ def test_options_that_a_vllm_lacks_are_left_out(
     assert ("--random-input-len" in words, "--num-warmups" in words) == (random, warm)
     assert words[words.index("--input-len") + 1] == "128"
     assert words[words.index("--max-num-batched-tokens") + 1] == "128"
-    assert words[words.index("--max-model-len") + 1] == str(128 + 1 + 32)
+    assert words[words.index("--max-model-len") + 1] == str((128 + 1) * 5 // 4 + 32)
     assert "--no-enable-prefix-caching" in words
 
 

@@ -50,6 +50,7 @@ def test_a_step_is_its_kernels_and_what_none_covers(tmp_path: Path) -> None:
         ("void cutlass::device_kernel<flash::enable_sm90<flash::FlashAttnFwdSm90>>", "attention"),
         ("nvjet_tst_128x64", "product"),
         ("triton_red_fused_2", "norm and activation"),
+        ("triton_poi_fused_dynamic_scaled_int8_quant_mul_silu_slice_1", "norm and activation"),
         ("void at::native::vectorized_elementwise_kernel", "sampling and the rest"),
     ],
 )

@@ -60,6 +60,15 @@ def test_only_finalists_are_timed_well_and_slow_ones_never() -> None:
     }
 
 
+def test_k_is_split_for_the_algorithms_that_are_fast_without() -> None:
+    times = {str(i): 10.0 + i for i in range(8)} | {f"{i}/2x1": 9.0 + i for i in range(8)}
+    library = FakeLibrary(times=times | {"7/2x1": 1.0})
+    found = find(library, INT8)
+    assert (found.algorithm, found.tried) == ("0/2x1", 8 + 4)
+    only_split = FakeLibrary(times={"refused": 1.0, "1/2x1": 3.0, "2/2x1": 2.0})
+    assert find(only_split, INT8).algorithm == "2/2x1"
+
+
 def test_without_a_graph_the_algorithm_is_marked() -> None:
     library = FakeLibrary()
     assert find(library, INT8, FakeClock(library, graphs=False)).label == "good (no graph)"

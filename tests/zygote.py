@@ -8,17 +8,25 @@ from __future__ import annotations
 
 import json
 import os
+import queue
+import select
+import signal
 import subprocess
 import sys
 import tempfile
+import time
 import traceback
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+import engine_tasks
+
 HERE = Path(__file__).resolve()
+GRACE = 5.0  # seconds
 FLAGS = ("USE_CUSPARSELT", "USE_CUBLASLT", "DISABLE_SLIDESPARSE", "SPARSITY")
-PROMPTS = [[(7 * i * j + 3) % 500 for j in range(1, 5 + 9 * i)] for i in range(1, 6)]
 
 
 @dataclass
@@ -28,9 +36,14 @@ class Request:
     model: str
     env: dict[str, str] = field(default_factory=dict)
     options: dict[str, Any] = field(default_factory=dict)  # of vllm.LLM
-    task: str = "generate"  # or "logprobs", "config_hash", "strip_env", "reload"
+    task: str = "generate"  # or "config_hash", "strip_env", or another one of engine_tasks.TASKS
+    work: dict[str, Any] = field(default_factory=dict)  # what the task takes
     pretend_cuda: bool = False  # resolve as on a machine with a GPU
     exact_fp8: bool = False  # accumulate FP8 in float64: the yardstick for everybody's error
+    yardstick: str = (
+        ""  # serve by the reference backend with sums in "float64", or those rounded to "bfloat16"
+    )
+    seconds: int = 600  # after which the engine is ended
 
 
 @dataclass
@@ -42,6 +55,7 @@ class Answer:
     tokens: list[list[int]] = field(default_factory=list)
     logprobs: list[list[float]] = field(default_factory=list)  # top-1, per prompt and position
     config_hash: str = ""
+    data: dict[str, Any] = field(default_factory=dict)  # of tasks that find out more
 
     @property
     def summary(self) -> str:
@@ -65,6 +79,9 @@ class Zygote:
             "VLLM_CPU_OMP_THREADS_BIND": "nobind",
             "VLLM_CACHE_ROOT": self.cache.name,
             "VLLM_NO_USAGE_STATS": "1",
+            "VLLM_USE_FLASHINFER_SAMPLER": "0",
+            "VLLM_ALLREDUCE_USE_SYMM_MEM": "0",
+            "PYTORCH_NVML_BASED_CUDA_CHECK": "1",  # a look at the GPU must not spoil it for forked children
             "HF_HUB_OFFLINE": "1",
             "OMP_NUM_THREADS": "1",
         }
@@ -90,35 +107,47 @@ class Zygote:
         self.cache.cleanup()
 
 
+class Zygotes:
+    """Several, so that as many engines run at a time; they import vLLM from now on, all at once."""
+
+    def __init__(self, count: int) -> None:
+        self.all = [Zygote() for _ in range(count)]
+        self._free: queue.SimpleQueue[Zygote] = queue.SimpleQueue()
+        for one in self.all:
+            self._free.put(one)
+        self._pool = ThreadPoolExecutor(count)
+
+    def submit(self, request: Request) -> Future[Answer]:
+        """The answer to come of the first zygote that is free, in the order of the requests."""
+        return self._pool.submit(self._ask, request)
+
+    def _ask(self, request: Request) -> Answer:
+        one = self._free.get()
+        try:
+            return one.ask(request)
+        finally:
+            self._free.put(one)
+
+    def close(self) -> None:
+        """Drop what has not begun, end the processes."""
+        self._pool.shutdown(cancel_futures=True)
+        for one in self.all:
+            one.close()
+
+
 def _run(request: Request) -> Answer:
     os.environ.update(request.env)
     if request.exact_fp8:
         _accumulate_fp8_in_float64()
-    if request.pretend_cuda:
-        from slidesparse.vllm_patch import config
-
-        plain = config.resolve
-        config.resolve = lambda quantization, flags, on_cuda: plain(quantization, flags, True)
+    if request.pretend_cuda or request.yardstick:
+        _resolve_as(on_cuda=request.pretend_cuda)
+    if request.yardstick:
+        _accumulate_in_float64(request.yardstick)
     if request.task == "config_hash":
         return Answer(config_hash=_config(request).compute_hash())
-    from vllm import SamplingParams
-
     make = _engine_without_flags if request.task == "strip_env" else _engine
-    llm = make(request)
-    prompts = [{"prompt_token_ids": prompt} for prompt in PROMPTS]
-    sampling = SamplingParams(max_tokens=16, temperature=0, ignore_eos=True, detokenize=False)
-    if request.task == "logprobs":
-        sampling = SamplingParams(max_tokens=1, temperature=0, prompt_logprobs=1, detokenize=False)
-    if request.task == "reload":
-        llm.collective_rpc("reload_weights")
-    outputs = llm.generate(prompts, sampling, use_tqdm=False)
-    answer = Answer(tokens=[list(output.outputs[0].token_ids) for output in outputs])
-    if request.task == "logprobs":
-        answer.logprobs = [
-            [max(entry.logprob for entry in position.values()) for position in output.prompt_logprobs[1:]]
-            for output in outputs
-        ]
-    return answer
+    found = engine_tasks.TASKS.get(request.task, engine_tasks.generate)(make(request), request.work)
+    return Answer(found.pop("error", ""), "", found.pop("tokens", []), found.pop("logprobs", []), data=found)
 
 
 def _options(request: Request) -> dict[str, Any]:
@@ -156,6 +185,14 @@ def _engine_without_flags(request: Request) -> Any:
     return _engine(request)
 
 
+def _resolve_as(on_cuda: bool) -> None:
+    """Choose the backend of a machine with a GPU, or of one without, which is the reference."""
+    from slidesparse.vllm_patch import config
+
+    plain = config.resolve
+    config.resolve = lambda quantization, flags, _: plain(quantization, flags, on_cuda)
+
+
 def _accumulate_fp8_in_float64() -> None:
     from slidesparse import reference
 
@@ -165,7 +202,21 @@ def _accumulate_fp8_in_float64() -> None:
     )
 
 
+def _accumulate_in_float64(rounded_to: str) -> None:
+    """Sums of INT8 products, which stay below 2**53, are exact; those of FP8 nearly so."""
+    import torch
+
+    from slidesparse import reference
+
+    dtype = getattr(torch, rounded_to)
+    reference.matmul = lambda q, w: (q.float().double() @ w.float().double().t()).to(dtype)
+
+
 def _child(request: Request, log: str, out: int) -> None:
+    os.setsid()  # so that it can be ended with all processes that it starts
+    os.register_at_fork(
+        after_in_child=lambda: os.closerange(out, out + 1)
+    )  # the answer is there without them
     with open(log, "w") as sink:
         os.dup2(sink.fileno(), 1)
         os.dup2(sink.fileno(), 2)
@@ -180,14 +231,53 @@ def _child(request: Request, log: str, out: int) -> None:
         json.dump(asdict(answer), pipe)
 
 
+def _import_vllm() -> None:
+    """All that engines import later, as long as it leaves the GPU alone."""
+    import torch
+    import vllm
+    from vllm.model_executor.models.llama import LlamaForCausalLM
+    from vllm.model_executor.models.qwen2 import Qwen2ForCausalLM
+    from vllm.platforms import current_platform
+
+    # vLLM starts a process to look at a model that it knows by name only
+    for model in (LlamaForCausalLM, Qwen2ForCausalLM):
+        vllm.ModelRegistry.register_model(model.__name__, model)
+    if current_platform.is_cuda():
+        import vllm.v1.attention.backends.flash_attn
+        import vllm.v1.worker.gpu.model_runner
+        import vllm.v1.worker.gpu_worker
+    else:
+        import vllm.v1.worker.cpu_worker
+    if torch.cuda.is_initialized():
+        raise RuntimeError("importing vLLM has initialized CUDA: no forked child could use it")
+
+
+def _text_of(readable: int, seconds: int) -> str | None:
+    """All that comes out of a pipe until its end, or None when it has not ended after so long."""
+    text, until = b"", time.monotonic() + seconds
+    while select.select([readable], [], [], max(0.0, until - time.monotonic()))[0]:
+        part = os.read(readable, 1 << 20)
+        text += part
+        if not part:
+            return text.decode()
+    return None
+
+
+def _end(group: int) -> None:
+    """Let the processes that an engine has started end; kill those that do not, such as workers waiting for others."""
+    until = time.monotonic() + GRACE
+    with suppress(ProcessLookupError):
+        while time.monotonic() < until:
+            os.killpg(group, 0)
+            time.sleep(0.02)
+        os.killpg(group, signal.SIGKILL)
+
+
 def main() -> None:
     """Serve requests until stdin ends."""
     answers = os.dup(1)
     os.dup2(2, 1)  # whatever is printed is not an answer
-    import vllm
-    import vllm.model_executor.models.llama
-    import vllm.model_executor.models.qwen2
-    import vllm.v1.worker.cpu_worker  # noqa: F401
+    _import_vllm()
 
     for line in sys.stdin:
         request = Request(**json.loads(line))
@@ -199,10 +289,16 @@ def main() -> None:
                 _child(request, log.name, writable)
                 os._exit(0)
             os.close(writable)
-            with os.fdopen(readable) as pipe:
-                text = pipe.read()
+            text = _text_of(readable, request.seconds)
+            os.close(readable)
+            if text is None:
+                os.killpg(pid, signal.SIGKILL)
             os.waitpid(pid, 0)
-            answer = Answer(**json.loads(text)) if text else Answer(error="the engine's process died")
+            _end(pid)
+            ended = f"the engine gave no answer in {request.seconds} s" if text is None else ""
+            answer = (
+                Answer(**json.loads(text)) if text else Answer(error=ended or "the engine's process died")
+            )
             answer.log = Path(log.name).read_text(errors="replace")
         os.write(answers, (json.dumps(asdict(answer)) + "\n").encode())
 

@@ -52,7 +52,9 @@ PLUGIN_GROUPS = tuple(
 
 WARMUP_STEPS = 2  # of prefill, before the clock starts; decode warms up with all its sequences
 LEAST_SEQUENCES = 256  # vLLM's own limit while serving: the CUDA graphs it captures depend on it
-SLACK = 32  # tokens by which a random prompt may come out longer than asked for
+# Room for prompts, beyond a quarter of their length: a random one may come out longer than asked for, and vLLM refuses
+# a text by its characters: so many for each token that fits as the longest token has, spaces between them not counted.
+SLACK = 32  # tokens
 RANDOM_LENGTHS = Version("0.14")  # the first vLLM with --random-input-len, which it prefers to --input-len
 WARMUPS = Version("0.22")  # the first vLLM with --num-warmups
 
@@ -187,7 +189,7 @@ def command(
     ``version`` None: it is not known, and taken for a new one.  ``size`` None is that of the run.
     """
     size = size or run.size
-    longest = size.prompt + size.output + SLACK
+    longest = (size.prompt + size.output) * 5 // 4 + SLACK
     if run.variant.positions is not None:
         longest = min(longest, run.variant.positions)
     words = [vllm, "bench", "throughput", "--model", str(run.variant.folder), "--dataset-name", "random"]

@@ -25,11 +25,11 @@ NAME = 120  # characters kept of a kernel's name, which C++ templates make thous
 
 # The first that fits a kernel's name says what it does.
 CLASSES = {
-    "quantize": r"quant_(only|slide)|per_token.*quant|(int8|fp8).*quant|quant.*(int8|fp8)",
+    "norm and activation": r"^triton_|rms_?norm|silu|act_and_mul",  # Inductor names its kernels after what they feed
     "scale": r"dequant_bias",
+    "quantize": r"quant_(only|slide)|per_token.*quant|(int8|fp8).*quant|quant.*(int8|fp8)",
     "attention": r"flash|attention|fmha|reshape_and_cache|rotary|merge_attn",
     "product": r"cutlass|gemm|nvjet|cusparse|_sp_|spmma|wgmma|splitk|hopper",
-    "norm and activation": r"triton_|rms_?norm|silu|act_and_mul",
     "sampling and the rest": r"",
 }
 

@@ -1,0 +1,104 @@
+"""Two GPUs: tensor and pipeline parallelism beside stock vLLM with the same parallelism.
+
+INT8 in float16 is compared bit for bit, as on one GPU: each rank's layers give stock's bits, and a sum of two ranks has
+one order.  A row-parallel shard of K = 256 or 704 has 128 or 352 columns: whole blocks of 4 and 8, but not of 6 and 10.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+import torch
+from gpu_farm import (
+    Engine,
+    Farm,
+    compiled_beside_stock,
+    differences,
+    forced,
+    greedy,
+    mean_error,
+    needed,
+    needs,
+    require_only_rounding,
+)
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.vllm,
+    pytest.mark.slow,
+    pytest.mark.skipif(torch.cuda.device_count() < 2, reason="two GPUs are needed"),
+]
+
+AT_A_TIME = 6  # two processes each, whose all-reduces wait for each other across the time slices of the GPUs
+TP = Engine("int8", "6:8", "float16", parallel="tp")
+PP = Engine("int8", "6:8", "float16", parallel="pp")
+
+
+@pytest.fixture(scope="module")
+def farm(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Farm]:
+    made = Farm(tmp_path_factory.mktemp("models"), {}, AT_A_TIME)
+    for engine in needed(request):
+        made.start(engine)
+    yield made
+    made.close()
+
+
+def beside_stock(engine: Engine) -> list[Engine]:
+    return [replace(engine, system="stock", layout="dense"), engine]
+
+
+@needs(beside_stock)
+@pytest.mark.parametrize(
+    "engine",
+    [
+        *(pytest.param(replace(TP, pattern=p), id=f"TP {p}") for p in ("2:4", "4:6", "6:8", "8:10")),
+        *(pytest.param(replace(TP, pattern=p, layout="slided"), id=f"TP {p} slided") for p in ("2:4", "6:8")),
+        pytest.param(replace(TP, mode="graphs"), id="TP 6:8 graphs"),
+        pytest.param(PP, id="PP 6:8"),
+        pytest.param(replace(PP, layout="slided"), id="PP 6:8 slided"),
+        pytest.param(replace(PP, mode="graphs"), id="PP 6:8 graphs"),
+    ],
+)
+def test_int8_in_float16_is_stock_bit_for_bit(farm: Farm, engine: Engine) -> None:
+    stock, ours = farm.answers(beside_stock(engine))
+    assert not differences(greedy(ours), greedy(stock))
+    assert not differences(forced(ours), forced(stock))
+
+
+def fp8() -> list[Engine]:
+    engine = replace(TP, quant="fp8", dtype="bfloat16")
+    return [replace(engine, system=name) for name in ("stock", "exact", "sparse", "rounded")]
+
+
+@needs(fp8)
+def test_fp8_is_as_exact_as_stock(farm: Farm) -> None:
+    """See the test of this name in test_gpu_serving.py."""
+    stock, exact, sparse, rounded = map(forced, farm.answers(fp8()))
+    ours, of_stock = mean_error(sparse, rounded), mean_error(stock, exact)
+    print(f"FP8 6:8 TP=2: mean error {ours:.2e}, stock's {of_stock:.2e}")
+    assert ours <= 2 * of_stock
+
+
+@needs(compiled_beside_stock)
+@pytest.mark.parametrize("engine", [pytest.param(TP, id="TP"), pytest.param(PP, id="PP")])
+def test_compiled_tokens_are_eager_ones(farm: Farm, engine: Engine) -> None:
+    require_only_rounding(*farm.answers(compiled_beside_stock(engine)))
+
+
+def refused(pattern: str) -> list[Engine]:
+    return [replace(TP, pattern=pattern, layout="slided")]
+
+
+@needs(refused)
+@pytest.mark.parametrize("pattern", ["4:6", "8:10"])
+def test_slided_layouts_that_cannot_be_cut_are_refused_before_loading(farm: Farm, pattern: str) -> None:
+    answer = farm.start(refused(pattern)[0]).result()
+    message = answer.error + answer.log
+    assert answer.error
+    assert "self_attn.o_proj: the slided layout of 256 in-features at " + pattern in message
+    assert "2 tensor-parallel shards of whole blocks; tensor-parallel sizes that work: 1." in message
+    assert "slidesparse convert SRC OUT --layout dense" in message
+    assert "Loading safetensors" not in message
+    assert "Model loading took" not in message

@@ -1,0 +1,235 @@
+"""A thousand requests through vLLM's own HTTP server, a tenth of them cancelled: no error, no growth, stock's metrics.
+
+On a machine with a GPU the server runs there, compiled and with graphs, else by the reference backend.
+"""
+
+from __future__ import annotations
+
+import http.client
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from models import QWEN, converted, write_w8a8
+
+pytestmark = [pytest.mark.vllm, pytest.mark.slow]
+
+ON_GPU = torch.cuda.is_available()
+MODEL = replace(QWEN, head_dim=64)  # which FlashAttention has kernels for
+REQUESTS, SETTLED, THREADS = 1000, 300, 16
+CANCELLED = 10  # one in so many
+CANCELLED_TOKENS = 440  # more than there is time for, mostly
+MEBIBYTE = 1 << 20
+# Of host memory, after the first requests.  On a CPU the server grows by 1 to 4 MiB anyway; a leak of 12 KB a request
+# would show, and a prompt's activations of one layer are 20 to 40.  On a GPU sizes of prefill batches come up for the
+# first time later, too, which makes plans, of some KB each, and loads kernels.
+GROWTH = (32 if ON_GPU else 8) * MEBIBYTE
+GPU_GROWTH = 32 * MEBIBYTE  # PyTorch's allocator takes segments of 2 and 20
+START_SECONDS = 300
+
+ENVIRONMENT = {
+    "HF_HUB_OFFLINE": "1",
+    "OMP_NUM_THREADS": "1",
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_USE_FLASHINFER_SAMPLER": "0",
+}
+OPTIONS = [
+    *("--skip-tokenizer-init", "--served-model-name", "model", "--host", "127.0.0.1"),
+    *("--max-model-len", "512", "--max-num-seqs", "32"),
+    *("--block-size", "32", "--num-gpu-blocks-override", "256"),  # few, so that all have soon been touched
+    *("--disable-uvicorn-access-log", "--gpu-memory-utilization", "0.2"),
+    *(() if ON_GPU else ("--enforce-eager", "--dtype", "float32")),
+]
+
+
+class Server:
+    """``vllm serve`` and the processes that it starts."""
+
+    def __init__(self, model: Path, folder: Path, env: dict[str, str]) -> None:
+        self.port, self.log = _free_port(), folder / "log"
+        vllm = [sys.executable, "-m", "vllm.entrypoints.cli.main"]
+        command = [*vllm, "serve", str(model), *OPTIONS, "--port", str(self.port)]
+        env = os.environ | ENVIRONMENT | {"VLLM_CACHE_ROOT": str(folder)} | env
+        with self.log.open("w") as sink:
+            self.process = subprocess.Popen(
+                command, env=env, stdout=sink, stderr=subprocess.STDOUT, start_new_session=True
+            )
+
+    def wait(self) -> Server:
+        until = time.monotonic() + START_SECONDS
+        while not self.healthy():
+            assert self.process.poll() is None, self.log.read_text()[-4000:]
+            assert time.monotonic() < until, self.log.read_text()[-4000:]
+            time.sleep(0.5)
+        return self
+
+    def healthy(self) -> bool:
+        try:
+            return self._get("/health")[0] == 200
+        except OSError:
+            return False
+
+    def metrics(self) -> str:
+        status, text = self._get("/metrics")
+        assert status == 200
+        return text
+
+    def resident(self) -> int:
+        """Bytes of host memory of all processes of its session, as Linux counts them."""
+        pages = 0
+        for stat in Path("/proc").glob("[0-9]*/stat"):
+            with suppress(OSError):  # the process has ended
+                fields = stat.read_text().rpartition(")")[2].split()
+                pages += int(fields[21]) if int(fields[3]) == self.process.pid else 0
+        return pages * os.sysconf("SC_PAGE_SIZE")
+
+    def complete(self, prompt: list[int], tokens: int) -> dict[str, Any]:
+        connection, response = self._post(prompt, tokens, stream=False)
+        answer = json.loads(response.read())
+        connection.close()
+        assert response.status == 200, answer
+        return answer  # type: ignore[no-any-return]
+
+    def cancel(self, prompt: list[int]) -> None:
+        """Hang up after the first piece of the answer."""
+        connection, response = self._post(prompt, CANCELLED_TOKENS, stream=True)
+        assert response.status == 200, response.read()
+        assert response.readline().startswith(b"data: ")
+        connection.close()
+
+    def _post(
+        self, prompt: list[int], tokens: int, stream: bool
+    ) -> tuple[http.client.HTTPConnection, http.client.HTTPResponse]:
+        body = {
+            "model": "model",
+            "prompt": prompt,
+            "max_tokens": tokens,
+            "temperature": 0,
+            "ignore_eos": True,
+            "return_token_ids": True,
+            "stream": stream,
+        }
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=120)
+        connection.request("POST", "/v1/completions", json.dumps(body), {"Content-Type": "application/json"})
+        return connection, connection.getresponse()
+
+    def _get(self, path: str) -> tuple[int, str]:
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=30)
+        try:
+            connection.request("GET", path)
+            response = connection.getresponse()
+            return response.status, response.read().decode()
+        finally:
+            connection.close()
+
+    def close(self) -> None:
+        if self.process.poll() is None:
+            self.process.send_signal(signal.SIGINT)
+            try:
+                self.process.wait(60)
+            except subprocess.TimeoutExpired:
+                os.killpg(self.process.pid, signal.SIGKILL)
+                self.process.wait()
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+@pytest.fixture(scope="module")
+def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Server, Server]]:
+    """Stock's and ours, of the same checkpoint, started side by side."""
+    folder = tmp_path_factory.mktemp("soak")
+    model = converted(write_w8a8(MODEL, folder / "source"), folder / "pruned", "6:8")
+    environments = {"stock": {"DISABLE_SLIDESPARSE": "1"}, "sparse": {}}
+    started = []
+    for name, env in environments.items():
+        (folder / name).mkdir()
+        started.append(Server(model, folder / name, env))
+    try:
+        yield started[0].wait(), started[1].wait()
+    finally:
+        for server in started:
+            server.close()
+
+
+def ask(server: Server, number: int) -> None:
+    """One of the requests: short and long prompts, few and many tokens."""
+    prompt = [(number * 31 + 7 * i) % 500 for i in range(1 + number * 13 % 64)]
+    if number % CANCELLED == 3:
+        server.cancel(prompt)
+        return
+    tokens = 1 + number * 5 % 12
+    answer = server.complete(prompt, tokens)
+    assert answer["usage"]["completion_tokens"] == len(answer["choices"][0]["token_ids"]) == tokens
+
+
+def run(server: Server, numbers: range) -> None:
+    with ThreadPoolExecutor(THREADS) as pool:
+        list(pool.map(lambda number: ask(server, number), numbers))
+
+
+def metric_names(server: Server) -> set[str]:
+    return set(re.findall(r"^# TYPE (\S+)", server.metrics(), re.MULTILINE))
+
+
+def finished(server: Server) -> dict[str, int]:
+    """How many requests have finished, by reason; those that were cancelled are not among them."""
+    pattern = r'^vllm:request_success_total\{.*finished_reason="(\w+)".*\} (\S+)$'
+    return {
+        reason: int(float(count)) for reason, count in re.findall(pattern, server.metrics(), re.MULTILINE)
+    }
+
+
+def test_a_thousand_requests(servers: tuple[Server, Server]) -> None:
+    stock, ours = servers
+    run(stock, range(20))
+    started = len(ours.log.read_text())
+    run(ours, range(SETTLED))
+    host, gpu = ours.resident(), _gpu_memory()
+    run(ours, range(SETTLED, REQUESTS))
+    grown, gpu_grown = ours.resident() - host, _gpu_memory() - gpu
+    print(
+        f"{REQUESTS - SETTLED} requests: {grown / MEBIBYTE:.1f} MiB more, of the GPU {gpu_grown / MEBIBYTE:.1f}"
+    )
+
+    assert ours.healthy()
+    reasons = finished(ours)
+    cancelled = REQUESTS // CANCELLED
+    too_late = reasons.pop("length") - (
+        REQUESTS - cancelled
+    )  # finished before it was seen that the client had gone
+    assert 0 <= too_late < cancelled // 2
+    assert not any(reasons.values())
+    assert grown < GROWTH
+    assert gpu_grown < GPU_GROWTH
+    assert metric_names(ours) == metric_names(stock)
+    log = ours.log.read_text()
+    assert "SlideSparse 6:8 (2 of every 8 pruned): 8 layers sparse, 1 dense (1 lm_head)" in log
+    served = log[started:]
+    assert "Traceback" not in served, served[-4000:]
+    assert "ERROR" not in served, served[-4000:]
+
+
+def _gpu_memory() -> int:
+    if not ON_GPU:
+        return 0
+    free, whole = torch.cuda.mem_get_info()
+    return whole - free
