@@ -38,12 +38,12 @@ test: lint typecheck pytest
 lint: venv
 	@$(BIN)/ruff check .
 	@$(BIN)/ruff format --check .
-	@$(BIN)/clang-format --dry-run --Werror csrc/*.cpp csrc/*.h
+	@$(BIN)/clang-format --dry-run --Werror csrc/*.cpp csrc/*.h csrc/hopper/*.cu csrc/hopper/*.cuh
 
 format: venv
 	@$(BIN)/ruff check --fix .
 	@$(BIN)/ruff format .
-	@$(BIN)/clang-format -i csrc/*.cpp csrc/*.h
+	@$(BIN)/clang-format -i csrc/*.cpp csrc/*.h csrc/hopper/*.cu csrc/hopper/*.cuh
 
 typecheck: venv
 	@$(BIN)/mypy

@@ -14,6 +14,7 @@ VLLM_OLDEST = "0.13.0"
 VLLM_TESTED = ("0.25.1", "0.28.0")
 
 SPARSE_CAPABILITY = (8, 0)  # Ampere: the first sparse tensor cores
+HOPPER_CAPABILITY = (9, 0)  # whose instructions neither earlier nor later GPUs have
 FP8_CAPABILITY = (8, 9)  # Ada: the first FP8 tensor cores
 
 INSTALL_CPU = "pip install 'slidesparse[cpu]'"
@@ -45,6 +46,15 @@ BACKENDS = (
         "cublaslt",
         "dense products on tensor cores, through cuBLASLt: the baseline",
         (GPU, TORCH, "cuBLASLt, which comes with CUDA builds of torch", EXTENSION),
+    ),
+    Backend(
+        "hopper",
+        "2:4 products with scales and bias in one launch, through our own kernels for Hopper",
+        (
+            "an NVIDIA GPU of compute capability 9.0",
+            TORCH,
+            "our kernels, compiled at installation or when first used: nvcc 12.0 or later, a C++ compiler",
+        ),
     ),
     Backend("reference", "exact torch arithmetic on any machine; right, not fast", ("torch",)),
 )
@@ -106,6 +116,10 @@ def _gpu_lacks(name: str, facts: Facts) -> list[tuple[str, str]]:
         major, minor = facts.capability
         lack = f"the GPU has compute capability {major}.{minor}; 8.0 (Ampere) or later is needed"
         found.append((lack, "use an Ampere or later GPU; the reference backend runs on any machine"))
+    elif name == "hopper" and facts.capability and facts.capability != HOPPER_CAPABILITY:
+        major, minor = facts.capability
+        lack = f"the GPU has compute capability {major}.{minor}; the kernels are for 9.0 (Hopper) alone"
+        found.append((lack, "use the backend cusparselt, or a Hopper GPU"))
     without = _torch_lacks(facts, INSTALL_CUDA)
     if without:
         return found + without

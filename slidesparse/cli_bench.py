@@ -52,6 +52,9 @@ Limit = Annotated[
 VllmLibrary = Annotated[
     Path | None, typer.Option(help="vLLM's compiled kernels (_C*.so), when vLLM is not installed.")
 ]
+Libraries = Annotated[
+    str | None, typer.Option("--library", help="GEMM libraries, comma-separated; default all for this GPU.")
+]
 NoStock = Annotated[bool, typer.Option("--no-stock", help="Leave vLLM's own kernels out.")]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON for machines.")]
 
@@ -143,6 +146,16 @@ def _models(names: str | None, shapes: str | None) -> list[tuple[str, tuple[Laye
     return [model(name) for name in (split(names) if names else MODELS)]
 
 
+def _libraries(gpu: Gpu, names: str | None) -> list[Library]:
+    from slidesparse.bench import machine
+    from slidesparse.bench.shapes import parse_choice
+
+    chosen = (
+        parse_choice("--library", names, tuple(machine.LIBRARIES)) if names else machine.libraries_of(gpu)
+    )
+    return machine.require_libraries(gpu, chosen)
+
+
 def _stock(path: Path | None, left_out: bool) -> Stock | None:
     from slidesparse.bench.stock import find
 
@@ -186,7 +199,7 @@ def tune(
     began = time.monotonic()
     with explained():
         from slidesparse.bench import machine
-        from slidesparse.bench.shapes import parse_choice
+        from slidesparse.bench.shapes import FEW_TOKENS, parse_choice
         from slidesparse.gemm.tuned import folder
         from slidesparse.tune import jobs
         from slidesparse.tune import tune as run
@@ -195,6 +208,8 @@ def tune(
         dtypes = parse_choice("--dtype", dtype, machine.SERVED)
         names = parse_choice("--library", library, tuple(machine.LIBRARIES))
         patterns, tokens = _patterns(pattern), _tokens(m)
+        if m is None and "hopper" in names:
+            tokens = (*FEW_TOKENS, *tokens)
         gpu = machine.require_gpu()
         todo = jobs(machine.require_libraries(gpu, names), layers, dtypes, patterns, tokens)
         with _session(gpu, began, time_limit) as (session, bar):
@@ -215,11 +230,12 @@ def kernel(
     m: Tokens = None,
     out: Out = Path("bench_out"),
     time_limit: Limit = None,
+    library: Libraries = None,
     vllm_library: VllmLibrary = None,
     no_stock: NoStock = False,
     as_json: Json = False,
 ) -> None:
-    """GEMM alone: cuBLASLt, cuSPARSELt at each pattern and vLLM's kernel; writes OUT/kernel.csv."""
+    """GEMM alone: cuBLASLt, the sparse libraries at each pattern and vLLM's kernel; writes OUT/kernel.csv."""
     began = time.monotonic()
     with explained():
         from slidesparse.bench import machine
@@ -235,7 +251,7 @@ def kernel(
         else:
             groups = model_groups(_models(model, shapes), dtypes, tokens)
         gpu = machine.require_gpu()
-        libraries, stock = machine.require_libraries(gpu), _stock(vllm_library, no_stock)
+        libraries, stock = _libraries(gpu, library), _stock(vllm_library, no_stock)
         write_conditions(out / "kernel.json", _facts(gpu, libraries, stock))
         with _session(gpu, began, time_limit) as (session, bar):
             bench = KernelBench(session, libraries, stock, patterns, out)
@@ -259,6 +275,7 @@ def linear(
     m: Tokens = None,
     out: Out = Path("bench_out"),
     time_limit: Limit = None,
+    library: Libraries = None,
     vllm_library: VllmLibrary = None,
     no_stock: NoStock = False,
     as_json: Json = False,
@@ -275,7 +292,7 @@ def linear(
         dtypes = parse_choice("--dtype", dtype, machine.SERVED)
         patterns, groups = _patterns(pattern), model_groups(_models(model, shapes), dtypes, _tokens(m))
         gpu = machine.require_gpu()
-        libraries, stock = machine.require_libraries(gpu), _stock(vllm_library, no_stock)
+        libraries, stock = _libraries(gpu, library), _stock(vllm_library, no_stock)
         write_conditions(out / "linear.json", _facts(gpu, libraries, stock))
         with _session(gpu, began, time_limit) as (session, bar):
             bench = LinearBench(session, libraries, stock, patterns, out)

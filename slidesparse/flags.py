@@ -5,6 +5,7 @@
 ``USE_CUBLASLT=1``          the dense path through the same steps, the papers' baseline
 ``DISABLE_SLIDESPARSE=1``   the plugin does nothing: vLLM's own kernels
 ``SPARSITY=2_8`` / ``6:8``  the pattern; needed only when the checkpoint does not carry it
+``SLIDESPARSE_BACKEND``     of the sparse path: ``auto`` (default), ``cusparselt`` or ``hopper``
 ``SLIDESPARSE_PROFILE=1``   times of layers, printed when the process ends (`slidesparse.profiling`)
 ==========================  =====================================================================
 """
@@ -22,8 +23,10 @@ USE_CUBLASLT = "USE_CUBLASLT"
 DISABLE = "DISABLE_SLIDESPARSE"
 SPARSITY = "SPARSITY"
 PROFILE = "SLIDESPARSE_PROFILE"
+BACKEND = "SLIDESPARSE_BACKEND"
 
 SPARSE, DENSE = "sparse", "dense"
+AUTO, SPARSE_BACKENDS = "auto", ("cusparselt", "hopper")
 _TRUE, _FALSE = ("1", "true", "yes", "on"), ("", "0", "false", "no", "off")
 
 
@@ -39,6 +42,7 @@ class Flags:
     pattern: SlidePattern | None = None
     disabled: bool = False
     profile: bool = False
+    backend: str | None = None  # of SPARSE_BACKENDS, or None: the best of the machine
 
     @classmethod
     def from_environment(cls, environ: Mapping[str, str] | None = None) -> Flags:
@@ -56,7 +60,23 @@ class Flags:
             except PatternError as error:
                 raise FlagError(f"environment variable {SPARSITY}: {error}") from error
         path = SPARSE if sparse else DENSE if dense else None
-        return cls(path, pattern, _switch(environ, DISABLE), _switch(environ, PROFILE))
+        backend = _backend(environ)
+        if backend and dense:
+            raise FlagError(
+                f"{USE_CUBLASLT} asks for the dense path, {BACKEND}={backend} for one of the sparse path; unset one"
+            )
+        return cls(path, pattern, _switch(environ, DISABLE), _switch(environ, PROFILE), backend)
+
+
+def _backend(environ: Mapping[str, str]) -> str | None:
+    value = environ.get(BACKEND, "").strip().lower()
+    if value in SPARSE_BACKENDS:
+        return value
+    if value in ("", AUTO):
+        return None
+    raise FlagError(
+        f"environment variable {BACKEND}={environ[BACKEND]!r}: use {AUTO}, {' or '.join(SPARSE_BACKENDS)}"
+    )
 
 
 def _switch(environ: Mapping[str, str], name: str) -> bool:

@@ -273,22 +273,38 @@ def cache_folder() -> Path:
 
 
 def build(name: str) -> Path:
-    """Compile extension ``name`` unless the cache has it; the path of the module.
-
-    A finished module appears under its name by one rename, and processes that want the same one wait for the first.
-    Raises ToolchainError with the compiler's words when it fails.
-    """
+    """Compile extension ``name`` unless the cache has it; the path of the module.  Raises ToolchainError."""
     words, target = _cached(name)
+    return publish(
+        target, lambda made: compile_with([str(made) if word == target.name else word for word in words])
+    )
+
+
+def publish(target: Path, make: Callable[[Path], None]) -> Path:
+    """``target``, written by ``make`` unless it is there.  Raises ToolchainError when its folder cannot be written.
+
+    A finished file appears under its name by one rename, and processes that want the same one wait for the first.
+    """
     if target.is_file():
         return target
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         with _lock(target.with_name(f"{target.name}.lock")):
             if not target.is_file():
-                _compile(words, target.parent, target)
+                _publish(target, make)
     except OSError as error:
         raise _unwritable(target.parent, error.strerror or str(error)) from None
     return target
+
+
+def _publish(target: Path, make: Callable[[Path], None]) -> None:
+    _logger.info("building %s", target)
+    with tempfile.TemporaryDirectory(dir=target.parent, prefix="building-") as scratch:
+        made = Path(scratch) / target.name
+        make(made)
+        with made.open("rb") as file:
+            os.fsync(file.fileno())
+        os.replace(made, target)
 
 
 def _unwritable(folder: Path, why: str) -> ToolchainError:
@@ -318,22 +334,33 @@ class Extension:
     note: str = ""  # on a build of older sources that was installed and is not used
 
 
-def extension_state(name: str) -> Extension:
-    """What asking for extension ``name`` will do, without doing it.  Raises ToolchainError when it will fail."""
-    installed = Path(__file__).parent / "gemm" / file_name(name)
-    note = ""
-    if installed.is_file():
-        # The digest stands in the file as text; importing the module would need its package, and so torch.
-        if sources_digest().encode() in installed.read_bytes():
-            return Extension("installed", str(installed))
-        note = f"{installed} was built from other sources and is not used"
-    target = _cached(name)[1]
+def installed(file: str, digest: str) -> Path | None:
+    """What was compiled at installation as ``file``, unless it was from other sources than those of ``digest``.
+
+    The digest stands in the file as text; importing a module would need its package, and so torch.
+    """
+    found = Path(__file__).parent / "gemm" / file
+    return found if found.is_file() and digest.encode() in found.read_bytes() else None
+
+
+def state(file: str, digest: str, cached: Callable[[], Path]) -> Extension:
+    """What asking for ``file`` will do; ``cached`` says where the cache has it.  Raises ToolchainError."""
+    if there := installed(file, digest):
+        return Extension("installed", str(there))
+    stale = Path(__file__).parent / "gemm" / file
+    note = f"{stale} was built from other sources and is not used" if stale.is_file() else ""
+    target = cached()
     if target.is_file():
         return Extension("built in the cache", str(target), note)
     parent = next(folder for folder in target.parents if folder.exists())
     if not (parent.is_dir() and os.access(parent, os.W_OK)):
         raise _unwritable(target.parent, f"{parent} is no folder that may be written")
     return Extension("can be built when first used", str(target), note)
+
+
+def extension_state(name: str) -> Extension:
+    """`state` of extension ``name``."""
+    return state(file_name(name), sources_digest(), lambda: _cached(name)[1])
 
 
 def _key(name: str, words: list[str]) -> str:
@@ -358,24 +385,15 @@ def _lock(path: Path) -> Iterator[None]:
         yield
 
 
-def _compile(words: list[str], folder: Path, target: Path) -> None:
-    with tempfile.TemporaryDirectory(dir=folder, prefix="building-") as scratch:
-        made = Path(scratch) / target.name
-        compile_with([str(made) if word == target.name else word for word in words])
-        with made.open("rb") as file:
-            os.fsync(file.fileno())
-        os.replace(made, target)
-
-
-def compile_with(words: Sequence[str]) -> None:
-    """Run the compiler's command line.  Raises ToolchainError with its words when it fails."""
-    remedy = "$CXX chooses another compiler"
+def compile_with(
+    words: Sequence[str], seconds: float | None = None, remedy: str = "$CXX chooses another compiler"
+) -> None:
+    """Run a compiler's command line.  Raises ToolchainError with its words when it fails."""
+    seconds = COMPILE_SECONDS if seconds is None else seconds
     try:
-        done = subprocess.run(words, capture_output=True, text=True, timeout=COMPILE_SECONDS, check=False)
+        done = subprocess.run(words, capture_output=True, text=True, timeout=seconds, check=False)
     except subprocess.TimeoutExpired:
-        raise ToolchainError(
-            f"the compiler took more than {COMPILE_SECONDS} s: {' '.join(words)}", remedy
-        ) from None
+        raise ToolchainError(f"the compiler took more than {seconds} s: {' '.join(words)}", remedy) from None
     if done.returncode:
         said = "\n".join(re.split(r"\r?\n", done.stderr.strip())[:20])
         raise ToolchainError(f"the compiler failed: {' '.join(words)}\n{said}", remedy)

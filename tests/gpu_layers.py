@@ -7,6 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TypeVar
 
+import pytest
 import torch
 from torch import Tensor
 
@@ -18,7 +19,9 @@ from slidesparse.prune import prune
 from slidesparse.quantize import FP8, INT8, quantize_rows
 from slidesparse.slide import lift_layout
 
-LIBRARIES = {"cusparselt": cusparselt.LIBRARY, "cublaslt": cublaslt.LIBRARY}
+LIBRARIES = {"cusparselt": cusparselt.LIBRARY, "cublaslt": cublaslt.LIBRARY}  # NVIDIA's
+BACKENDS = (*LIBRARIES, "hopper")
+HOPPER = (9, 0)
 ON_CPU = 100  # rows up to which exact products are computed there, by other code than the GPU's
 
 T = TypeVar("T")
@@ -27,6 +30,13 @@ T = TypeVar("T")
 def gpu() -> torch.device:
     """The current GPU, with its index, which plans need."""
     return torch.device("cuda", torch.cuda.current_device())
+
+
+def require_hopper() -> None:
+    """Skip the test on any other GPU."""
+    capability = torch.cuda.get_device_capability()
+    if capability != HOPPER:
+        pytest.skip(f"the Hopper kernels are for compute capability 9.0, this GPU has {capability}")
 
 
 def codes(rows: int, columns: int, seed: int) -> Tensor:
@@ -105,7 +115,12 @@ class Layer:
 
 
 def layer(backend: str, pattern: str, dtype: torch.dtype, n: int, k: int) -> Layer:
-    """INT8 weights of every code, FP8 ones of normal numbers; the dense backend takes them pruned but not slid."""
+    """INT8 weights of every code, FP8 ones of normal numbers; the dense backend takes them pruned but not slid.
+
+    Skips the test where the backend is for other GPUs.
+    """
+    if backend == "hopper":
+        require_hopper()
     parsed = SlidePattern.parse(pattern)
     if dtype == FP8:
         weight, scale = quantize_rows(prune(normal(n, k, n * k, torch.float32), parsed), dtype)

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from slidesparse import gemm, reference
-from slidesparse.gemm import plans
+from slidesparse.gemm import hopper, hopper_configs, plans
 from slidesparse.gemm.cublaslt import LIBRARY as CUBLASLT
 from slidesparse.gemm.cusparselt import LIBRARY as CUSPARSELT
 from slidesparse.gemm.library import Library, Problem
@@ -231,12 +231,38 @@ def layers() -> Iterator[Case]:
         yield f"a layer by {backend}", run
 
 
+def hopper_products() -> Iterator[Case]:
+    """The Hopper kernels in every configuration, with nothing behind operands and guards around the output."""
+    device = torch.device("cuda", torch.cuda.current_device())
+    if torch.cuda.get_device_capability(device) != hopper.CAPABILITY:
+        return
+    sms = torch.cuda.get_device_properties(device).multi_processor_count
+    for m, n, k in ((1, 8, 16), (5, 65, 144), (17, 136, 400), (100, 71, 1040), (300, 200, 272)):
+
+        def run(m: int = m, n: int = n, k: int = k) -> bool:
+            w, scale_w = quantize_rows(prune(normal(n, k), SlidePattern(4)), INT8)
+            packed = hopper.LIBRARY.pack(tight(w))
+            q, scale_x = quantize_rows(normal(m, k), INT8)
+            sums = (q.double() @ w.double().t()).to(torch.int32)
+            expected = reference.dequant_bias(sums, scale_x, scale_w, None, torch.bfloat16, "cuda")
+            operands = tight(q), packed
+            scales, right = (tight(scale_w), tight(scale_x)), True
+            for config in hopper_configs.candidates(n, k, m, sms, 10**6):
+                plan = hopper.LIBRARY.plan(Problem("int8", "bf16", n, k, m, "both"), device, str(config))
+                guarded = Guarded(m, n, torch.bfloat16)
+                plan.run(*operands, guarded.out, *scales)
+                right &= same(guarded.out, expected) and guarded.untouched()
+            return right
+
+        yield f"hopper {m} x {n} x {k}", run
+
+
 def main() -> int:
     """Run everything; 1 when a result is not what it should be."""
     import slidesparse.ops  # noqa: F401  registers the operators
 
     wrong = 0
-    for cases in (quantization(), dequantization(), sliding(), products(), layers()):
+    for cases in (quantization(), dequantization(), sliding(), products(), layers(), hopper_products()):
         for name, run in cases:
             right = run()
             torch.cuda.synchronize()

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from slidesparse import backends, doctor
+from slidesparse import backends, doctor, doctor_words, nvcc
 from slidesparse.backends import BACKENDS, Facts, probe
 
 ROOT = Path(__file__).parent.parent
@@ -90,7 +90,7 @@ def test_torch_is_what_torch_says_of_itself(report: dict[str, Any]) -> None:
 
 
 def test_text_names_everything(report: dict[str, Any]) -> None:
-    text = doctor.render(report)
+    text = doctor_words.render(report)
     for word in (
         "slidesparse",
         "Python",
@@ -122,11 +122,14 @@ def test_on_a_bare_python() -> None:
 
 def test_empty_path(collect: Collect, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", "")
+    monkeypatch.setattr(nvcc, "HOMES", ())
+    monkeypatch.setattr(nvcc, "USUAL", "/nowhere/nvcc")
+    monkeypatch.setattr(nvcc, "WHEELS", ())
     found = collect()
     assert found["gpus"] == {"list": [], "why": "nvidia-smi is not on the PATH"}
-    assert found["libraries"]["nvcc"] is None
+    assert found["libraries"]["nvcc"]["lack"].startswith("nvcc was not found")
     assert found["libraries"]["cxx"] is None
-    assert "none: nvidia-smi is not on the PATH" in doctor.render(found)
+    assert "none: nvidia-smi is not on the PATH" in doctor_words.render(found)
 
 
 @pytest.mark.parametrize(
@@ -148,7 +151,7 @@ def test_garbage_in_flags_is_reported(
     found = collect()
     assert found["flags"]["set"] == {flag: value}
     assert words in found["flags"]["error"]
-    assert words in doctor.render(found)
+    assert words in doctor_words.render(found)
 
 
 def test_a_reader_that_stops_early() -> None:
@@ -199,7 +202,7 @@ def test_every_probe_may_fail(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(doctor.importlib.metadata, "entry_points", broken)
     monkeypatch.setattr(doctor.Flags, "from_environment", broken)
     monkeypatch.setattr(doctor.shutil, "which", lambda _: "/bin/nvidia-smi")
-    text = doctor.render(json.loads(json.dumps(doctor.collect())))
+    text = doctor_words.render(json.loads(json.dumps(doctor.collect())))
     assert text.count("the disk is gone") >= 6
 
 
@@ -214,7 +217,7 @@ def test_output_of_nvidia_smi_is_read(
     tool.chmod(0o755)
     found = json.loads(json.dumps(collect()))
     assert [gpu["name"] for gpu in found["gpus"]["list"]] == ["NVIDIA H200", "NVIDIA A100"]
-    assert "NVIDIA H200, compute capability 9.0, 143771 MiB, driver 580.95.05" in doctor.render(found)
+    assert "NVIDIA H200, compute capability 9.0, 143771 MiB, driver 580.95.05" in doctor_words.render(found)
     tool.write_text("#!/bin/sh\necho 'NVIDIA-SMI has failed because of the driver.'\nexit 9\n")
     found = json.loads(json.dumps(collect()))
     assert "nvidia-smi exited with 9: NVIDIA-SMI has failed" in found["gpus"]["error"]
@@ -334,14 +337,14 @@ def test_which_build_of_vllm(versions: dict[str, str], words: str, monkeypatch: 
         return versions[name]
 
     monkeypatch.setattr(doctor.importlib.metadata, "version", version)
-    assert words in doctor._vllm_words(doctor._vllm())
+    assert words in doctor_words._vllm_words(doctor._vllm())
 
 
 def test_the_saturation_note_is_for_x86_without_vnni(report: dict[str, Any]) -> None:
     note = "saturates sums of pairs at 16"
-    assert (note in doctor.render(report)) == report["system"]["int8_saturates"]
+    assert (note in doctor_words.render(report)) == report["system"]["int8_saturates"]
     if report["system"]["machine"] != "x86_64":
         assert not report["system"]["int8_saturates"]
     for features, expected in ((["AVX2"], True), (["AVX2", "AVX-VNNI"], False), ([], False)):
         system = {**report["system"], "features": features, "int8_saturates": expected}
-        assert (note in doctor.render({**report, "system": system})) == expected
+        assert (note in doctor_words.render({**report, "system": system})) == expected

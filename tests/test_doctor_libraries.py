@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from slidesparse import doctor, toolchain
+from slidesparse import doctor, doctor_words, nvcc, toolchain
 from slidesparse.backends import BACKENDS, Facts, probe
 
 GPU = Facts("2.11.0", None, "13.0", True, True, True, (9, 0))
@@ -29,11 +29,12 @@ def test_every_part_of_the_libraries_may_fail(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(toolchain, "extension_state", broken)
     found = doctor.collect()
     lacks = doctor._facts(found).lacks
-    assert set(lacks) == set(toolchain.EXTENSIONS)
-    for name, said in lacks.items():
+    assert set(lacks) == {*toolchain.EXTENSIONS, nvcc.NAME}
+    for name in toolchain.EXTENSIONS:
+        said = lacks[name]
         assert said == (("OSError: the disk is gone", "mend what the message names"),) * 2
         assert probe(name, replace(GPU, lacks=lacks))[1] == ["OSError: the disk is gone"] * 2
-    assert found["libraries"]["nvcc"] == doctor._tool("nvcc")
+    assert found["libraries"]["nvcc"] == doctor._missing(doctor._nvcc)
 
 
 @pytest.mark.parametrize(
@@ -56,7 +57,7 @@ def test_the_library_found_and_its_version(
 
     monkeypatch.setattr(toolchain, "find_library", find)
     found = doctor._libraries({"cuda_build": "13.0"})
-    assert doctor._found_words(found["cusparselt"]).startswith(words)
+    assert doctor_words._found_words(found["cusparselt"]).startswith(words)
     assert ("remedy" in found["cusparselt"]) == ("was found" in words)
     assert asked == [13, 13]
     doctor._libraries({"cuda_build": None})
@@ -71,9 +72,11 @@ def test_what_lacks_is_said_with_its_remedy(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(toolchain, "pybind11_include", lambda: Path())
     monkeypatch.setattr(toolchain, "file_name", lambda name: "none.so")
     found = doctor.collect()
-    text = doctor.render(found)
+    text = doctor_words.render(found)
     assert "SLIDESPARSE_CUSPARSELT=/nowhere/libcusparseLt.so.0 is not a file" in text
-    assert text.count("no C++ compiler was found") == len(toolchain.EXTENSIONS)
+    for name in toolchain.EXTENSIONS:
+        assert found["libraries"]["extensions"][name]["lack"].startswith("no C++ compiler was found")
+    assert text.count("no C++ compiler was found") >= len(toolchain.EXTENSIONS)
     _, lacks, remedy = probe("cusparselt", replace(GPU, lacks=doctor._facts(found).lacks))
     assert [words.partition(":")[0] for words in lacks] == [
         "cuSPARSELt was not found",

@@ -99,10 +99,11 @@ def test_registering_twice_changes_nothing() -> None:
 
 def test_backends_say_why_they_cannot_run() -> None:
     with pytest.raises(
-        gemm.BackendError, match="'fast' is not known; the backends are cusparselt, cublaslt, reference"
+        gemm.BackendError,
+        match="'fast' is not known; the backends are cusparselt, cublaslt, hopper, reference",
     ):
         gemm.provider("fast")
-    for name in ("cusparselt", "cublaslt"):
+    for name in ("cusparselt", "cublaslt", "hopper"):
         with pytest.raises(gemm.BackendError, match=f"{name} cannot run on cpu: it needs an NVIDIA GPU"):
             gemm.require(name, torch.device("cpu"))
     assert gemm.require("reference", torch.device("cpu")).name == "reference"

@@ -112,7 +112,7 @@ def test_the_flag() -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("backend", ["cusparselt", "cublaslt"])
+@pytest.mark.parametrize("backend", ["cusparselt", "cublaslt", "hopper"])
 def test_times_on_a_gpu_and_counts_what_graphs_capture(backend: str, profiler: Profiler) -> None:
     from gpu_layers import layer as gpu_layer
     from gpu_layers import normal
@@ -130,6 +130,6 @@ def test_times_on_a_gpu_and_counts_what_graphs_capture(backend: str, profiler: P
     entry = profiler.entries[kind, tokens]
     assert (kind, tokens) == (f"256x{made.columns}", 64)
     assert (entry.calls, entry.captured) == (4, 1)
-    assert all(us > 0 for us in entry.us.values())
+    assert [us > 0 for us in entry.us.values()] == [True, True, backend != "hopper"]  # whose product scales
     assert profiler.steps == 2
     assert profiler.step_us > 0

@@ -36,7 +36,11 @@ def load_general_plugins(): ...
     "vllm/envs.py": "if TYPE_CHECKING:\n    VLLM_PLUGINS: list[str] | None = None\n",
     "vllm/logger.py": "def init_logger(name: str): ...\n",
     "vllm/platforms/__init__.py": "current_platform: Platform\n",
-    "vllm/platforms/interface.py": "class Platform:\n    def is_cuda(self): ...\n",
+    "vllm/platforms/interface.py": """
+class Platform:
+    def is_cuda(self): ...
+    def get_device_capability(self, device_id=0): ...
+""",
     "vllm/config/__init__.py": """
 from vllm.config.load import LoadConfig
 from vllm.config.vllm import VllmConfig, get_current_vllm_config
@@ -88,7 +92,8 @@ class CompressedTensorsConfig(QuantizationConfig):
 class CompressedTensorsLinearMethod:
     def create_weights(self, layer, input_size_per_partition, input_size, **extra):
         layer.scheme.create_weights(
-            layer=layer, input_size=input_size, input_size_per_partition=1, weight_loader=extra["weight_loader"]
+            layer=layer, input_size=input_size, input_size_per_partition=1, params_dtype=extra["dtype"],
+            weight_loader=extra["weight_loader"],
         )
     def process_weights_after_loading(self, layer):
         layer.scheme.process_weights_after_loading(layer)

@@ -12,23 +12,23 @@ class Census:
 
     def __init__(self) -> None:
         self.pending: set[str] = set()
-        self.sparse: set[str] = set()
+        self.sparse: dict[str, str] = {}  # layer -> its pattern
         self.dense: dict[str, str] = {}  # layer -> reason
 
     def expect(self, layer: str) -> None:
         """A layer that will settle when its weights are loaded."""
         self.pending.add(layer)
 
-    def settle(self, layer: str, reason: str | None = None) -> bool:
+    def settle(self, layer: str, reason: str | None = None, pattern: str = "") -> bool:
         """The layer runs on our path (no reason) or on vLLM's own kernel.  True when it was the last one awaited."""
         awaited = layer in self.pending
         self.pending.discard(layer)
         if reason is None:
-            self.sparse.add(layer)
+            self.sparse[layer] = pattern
             self.dense.pop(layer, None)
         else:
             self.dense[layer] = reason
-            self.sparse.discard(layer)
+            self.sparse.pop(layer, None)
         return awaited and not self.pending
 
     def line(self, resolution: Resolution) -> str:
@@ -36,6 +36,9 @@ class Census:
         reasons = ", ".join(f"{n} {why}" for why, n in sorted(Counter(self.dense.values()).items()))
         dense = f"{len(self.dense)} dense" + (f" ({reasons})" if reasons else "")
         kind = "sparse" if resolution.path == "sparse" else "on the cuBLASLt path, not slid"
+        patterns = Counter(self.sparse.values())
+        if len(patterns) > 1:
+            kind += f" ({', '.join(f'{n} at {pattern}' for pattern, n in sorted(patterns.items()))})"
         return (
             f"SlideSparse {resolution.slide_pattern}: {len(self.sparse)} layers {kind}, {dense}; "
             f"{resolution.layout} layout; backend {resolution.backend}: {resolution.reason}"

@@ -118,6 +118,7 @@ REQUIREMENTS: tuple[Requirement, ...] = (
     Call("vllm.logger:init_logger", "(name)"),
     Call(f"{_LAYERS}.quantization:register_quantization_config", "(name)"),
     Call("vllm.platforms.interface:Platform.is_cuda", "()"),
+    Call("vllm.platforms.interface:Platform.get_device_capability", "()"),
     Defined("vllm.platforms:current_platform"),
     Defined(f"{_LAYERS}.linear:LinearBase"),
     *(Override(f"{_CONFIG}.{name}", ours) for name, ours in CONFIG_METHODS.items()),
@@ -146,7 +147,7 @@ REQUIREMENTS: tuple[Requirement, ...] = (
         f"{_METHOD}.create_weights",
         "create_weights",
         SCHEME_METHODS["create_weights"],
-        passes=("layer", "input_size", "input_size_per_partition", "weight_loader"),
+        passes=("layer", "input_size", "input_size_per_partition", "params_dtype", "weight_loader"),
     ),
     CallSite(
         f"{_METHOD}.process_weights_after_loading",

@@ -10,12 +10,16 @@ from collections.abc import MutableMapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from slidesparse import __version__
-from slidesparse.flags import DENSE, SPARSE, SPARSITY, USE_CUBLASLT, USE_CUSPARSELT, Flags
+from slidesparse import __version__, nvcc
+from slidesparse.backends import HOPPER_CAPABILITY
+from slidesparse.flags import BACKEND, DENSE, SPARSE, SPARSITY, USE_CUBLASLT, USE_CUSPARSELT, Flags
 from slidesparse.metadata import KEY, Metadata
 from slidesparse.pattern import SlidePattern
 
 STAMP = "slidesparse_serving"  # in quantization_config, in memory only
+ON_HOPPER = (
+    "cusparselt"  # the sparse backend of compute capability 9.0 when no flag chooses: this or "hopper"
+)
 
 
 class ResolveError(ValueError):
@@ -62,7 +66,7 @@ def resolve(quantization_config: MutableMapping[str, Any], flags: Flags, on_cuda
             f"{USE_CUBLASLT}=1 runs dense weights, but this checkpoint holds slided ones; "
             f"use {USE_CUSPARSELT}=1, or convert with --layout dense"
         )
-    backend, reason = _backend(path, on_cuda)
+    backend, reason = _backend(path, on_cuda, flags.backend)
     from slidesparse.ops import ABI  # late: brings torch in
 
     made = Resolution(pattern.ratio, path, backend, reason, layout, ABI, __version__, flags.profile)
@@ -87,9 +91,32 @@ def _pattern(metadata: Metadata | None, flags: Flags, path: str) -> SlidePattern
     )
 
 
-def _backend(path: str, on_cuda: bool) -> tuple[str, str]:
+def _backend(path: str, on_cuda: bool, wanted: str | None) -> tuple[str, str]:
     if not on_cuda:
+        if wanted:
+            raise ResolveError(
+                f"{BACKEND}={wanted} needs an NVIDIA GPU, vLLM finds none here; unset it: the reference backend runs"
+            )
         return "reference", "no CUDA device here, so exact arithmetic in torch"
-    if path == SPARSE:
+    if path == DENSE:
+        return "cublaslt", f"CUDA device, {USE_CUBLASLT}=1"
+    return (wanted, f"CUDA device, {BACKEND}={wanted}") if wanted else _preferred(_capability())
+
+
+def _preferred(capability: tuple[int, int] | None) -> tuple[str, str]:
+    """The sparse backend of a GPU.  Our kernels must be compiled, or nvcc be there; otherwise the reason says so."""
+    if capability != HOPPER_CAPABILITY or ON_HOPPER != "hopper":
         return "cusparselt", "CUDA device"
-    return "cublaslt", f"CUDA device, {USE_CUBLASLT}=1"
+    try:
+        nvcc.state()
+    except nvcc.ToolchainError as error:
+        return "cusparselt", f"CUDA device; hopper would be faster, but {error}"
+    return "hopper", "CUDA device of compute capability 9.0"
+
+
+def _capability() -> tuple[int, int] | None:
+    """Of the GPU, None where vLLM does not know; without initializing CUDA."""
+    from vllm.platforms import current_platform  # late: the rest of this file needs no vLLM
+
+    found = current_platform.get_device_capability()
+    return None if found is None else (found.major, found.minor)

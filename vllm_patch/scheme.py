@@ -73,6 +73,7 @@ class SlideSparseScheme(CompressedTensorsScheme):
 
     def create_weights(self, layer: torch.nn.Module, **kwargs: Any) -> None:
         """Let vLLM's scheme create the parameters; slided checkpoints hold K' columns instead of K."""
+        gemm.require_output(self.config.resolution.backend, kwargs["params_dtype"])
         self.inner.create_weights(layer=layer, **kwargs)
         compat.forget_input_quant_key(layer)
         shard, whole = kwargs["input_size_per_partition"], kwargs["input_size"]
@@ -161,7 +162,7 @@ class SlideSparseScheme(CompressedTensorsScheme):
     def _settle(self, reason: str | None) -> None:
         """Count the layer; after the last one, print the summary, or refuse to serve nothing sparse."""
         census, resolution = self.config.census, self.config.resolution
-        if not census.settle(self.name, reason):
+        if not census.settle(self.name, reason, self.pattern.ratio):
             return
         if not census.sparse:
             raise PatternError(

@@ -1,4 +1,4 @@
-"""GEMM alone: dense cuBLASLt, cuSPARSELt at each pattern, and vLLM's own kernel, side by side.
+"""GEMM alone: dense cuBLASLt, the sparse libraries at each pattern, and vLLM's own kernel, side by side.
 
 Every library is given its best algorithm, searched for each shape and M.  All providers of one shape and M are
 measured one after the other in one run, so that they meet the same clocks.
@@ -170,9 +170,8 @@ class KernelBench:
 
     def _time(self, cell: Cell, problem: Problem, weights: list[Tensor]) -> tuple[Timing, str]:
         if cell.library:
-            scales = dict.fromkeys(
-                (problem.scale, "none")
-            )  # dense: the faster of scaling in the epilogue and not
+            # dense: the faster of scaling in the epilogue and not
+            scales = dict.fromkeys((problem.scale, problem.scale if cell.library.sparse else "none"))
             searches = [
                 self._session.search(cell.library, replace(problem, scale=one), weights) for one in scales
             ]

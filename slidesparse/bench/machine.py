@@ -17,10 +17,16 @@ from typing import Any
 import torch
 
 from slidesparse import __version__
+from slidesparse.backends import HOPPER_CAPABILITY
 from slidesparse.gemm.library import OPERANDS, Library, LibraryError
 from slidesparse.gemm.tuned import Subject
 
-LIBRARIES = {"cublaslt": "slidesparse.gemm.cublaslt", "cusparselt": "slidesparse.gemm.cusparselt"}
+LIBRARIES = {
+    "cublaslt": "slidesparse.gemm.cublaslt",
+    "cusparselt": "slidesparse.gemm.cusparselt",
+    "hopper": "slidesparse.gemm.hopper",
+}
+NVIDIAS = ("cublaslt", "cusparselt")  # which run on any GPU that serves
 SERVED = ("int8", "fp8")  # the operand types that serving runs
 TOOL_SECONDS = 20
 # name in the conditions -> field of nvidia-smi
@@ -77,7 +83,12 @@ def require_gpu() -> Gpu:
     )
 
 
-def require_libraries(gpu: Gpu, names: Sequence[str] = tuple(LIBRARIES)) -> list[Library]:
+def libraries_of(gpu: Gpu) -> tuple[str, ...]:
+    """The names of the GEMM libraries that there are for a GPU like this."""
+    return tuple(LIBRARIES) if gpu.capability == HOPPER_CAPABILITY else NVIDIAS
+
+
+def require_libraries(gpu: Gpu, names: Sequence[str] = NVIDIAS) -> list[Library]:
     """The GEMM libraries of these names.  Raises MissingError with the reason when one cannot run on ``gpu``."""
     found = []
     for name in names:

@@ -10,17 +10,18 @@ from __future__ import annotations
 from functools import cache
 from importlib import import_module
 from importlib.util import find_spec
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
 
-from slidesparse.pattern import SlidePattern
+from slidesparse.pattern import SlideLayout, SlidePattern
 from slidesparse.slide import require_pattern, slide
 
 PROVIDERS = {
     "cusparselt": "slidesparse.gemm.cusparselt:CuSparseLt",
     "cublaslt": "slidesparse.gemm.cublaslt:CublasLt",
+    "hopper": "slidesparse.gemm.hopper:Hopper",
     "reference": "slidesparse.gemm.reference:Reference",
 }
 
@@ -34,6 +35,7 @@ class GemmProvider(Protocol):
 
     name: str
     alignment: int  # the multiple that the columns of activations are padded to, with zeros
+    outputs: tuple[torch.dtype, ...]  # of `scaled_matmul`
 
     def unusable(self, device: torch.device) -> str | None:
         """Why this provider cannot run on ``device``, in words with the remedy; None when it can.  Never raises."""
@@ -55,6 +57,14 @@ class GemmProvider(Protocol):
         q [M, K'] INT8 or FP8, scale_x [M, 1] float32, weight from `pack`, scale_w [N, 1] float32, bias [N] or
         None -> [M, N] of ``out_dtype``.  M may be 0.
         """
+
+
+@runtime_checkable
+class SlidingProvider(Protocol):
+    """A sparse provider that slides weights on the GPU itself."""
+
+    def slide_and_pack(self, weight: Tensor, layout: SlideLayout) -> tuple[Tensor, int]:
+        """A pruned weight [N, K] -> the packed form of its windows, and how many blocks break the pattern."""
 
 
 @cache
@@ -90,6 +100,16 @@ def require(name: str, device: torch.device) -> GemmProvider:
     return found
 
 
+def require_output(name: str, dtype: torch.dtype) -> None:
+    """Raise BackendError when backend ``name`` has no outputs of ``dtype``, the model's."""
+    outputs = provider(name).outputs
+    if dtype not in outputs:
+        raise BackendError(
+            f"backend {name} writes {', '.join(map(str, outputs))}, this model computes in {dtype}; serve it with "
+            "--dtype bfloat16 or float16, or with another backend"
+        )
+
+
 def slide_and_pack(name: str, weight: Tensor, pattern: SlidePattern, phase: int, layer: str) -> Tensor:
     """A pruned weight [N, K] INT8 or FP8, slid into 2:4 windows and packed for the sparse backend ``name``.
 
@@ -97,13 +117,12 @@ def slide_and_pack(name: str, weight: Tensor, pattern: SlidePattern, phase: int,
     Raises PatternError, with what ``layer`` is called, when the weight breaks the pattern.
     """
     backend = provider(name)
-    if weight.is_cuda and name == "cusparselt":
-        packed, broken = backend.slide_and_pack(weight, pattern.layout(weight.shape[1], phase))  # type: ignore[attr-defined]
+    if weight.is_cuda and isinstance(backend, SlidingProvider):
+        packed, broken = backend.slide_and_pack(weight, pattern.layout(weight.shape[1], phase))
         if broken:
             require_pattern(weight, pattern, layer, phase)
             raise AssertionError(
                 f"{layer}: the GPU found {broken} blocks that break {pattern}, the check none"
             )
-        found: Tensor = packed
-        return found
+        return packed
     return backend.pack(slide(weight, pattern, phase, layer))

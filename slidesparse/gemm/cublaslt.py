@@ -137,6 +137,7 @@ class CublasLt:
 
     name = "cublaslt"
     alignment = 16
+    outputs = (torch.bfloat16, torch.float16, torch.float32)
 
     def unusable(self, device: torch.device) -> str | None:
         """See `Library.unusable`."""

@@ -1,8 +1,9 @@
-"""What the two GEMM libraries of the GPU have in common: problems, algorithms, plans.
+"""What the GEMM libraries of the GPU have in common: problems, algorithms, plans.
 
 A `Problem` is one product with its types and epilogue, an algorithm one way in which a library computes it, named by
-a short text that its author understands, and a `Plan` both, ready to run.  `slidesparse.gemm.cusparselt` and
-`slidesparse.gemm.cublaslt` implement `Library`; tuning and benchmarks need no more than this file.
+a short text that its author understands, and a `Plan` both, ready to run.  `slidesparse.gemm.cusparselt`,
+`slidesparse.gemm.cublaslt` and `slidesparse.gemm.hopper` implement `Library`; tuning and benchmarks need no more than
+this file.
 """
 
 from __future__ import annotations
@@ -123,7 +124,7 @@ class Plan(Protocol):
 class Library(Protocol):
     """A GEMM library."""
 
-    name: str  # "cusparselt", "cublaslt"
+    name: str  # "cusparselt", "cublaslt", "hopper"
     sparse: bool  # whether it takes 2:4 weights (slided ones) instead of dense ones
 
     def version(self) -> str:

@@ -195,10 +195,11 @@ def pad(x: Tensor, columns: int, rows: int = 1) -> Tensor:
     return torch.nn.functional.pad(x.view(torch.int8), missing).view(x.dtype)
 
 
-def tuned_plan(library: Library, problem: Problem, device: torch.device) -> Plan:
+def tuned_plan(library: Library, problem: Problem, device: torch.device, neighbours: bool = True) -> Plan:
     """The plan by the algorithm that tuning found.
 
-    For an untuned shape, which is logged once, by that of the nearest tuned one, else by the library's heuristic.
+    For an untuned shape, which is logged once, by that of the nearest tuned one if ``neighbours``, else by the
+    library's heuristic.
     A bias changes no algorithm, so problems with one look theirs up without.
     """
     gpu, capability = torch.cuda.get_device_name(device), torch.cuda.get_device_capability(device)
@@ -206,7 +207,7 @@ def tuned_plan(library: Library, problem: Problem, device: torch.device) -> Plan
     plain = replace(problem, bias=False)
     algorithm = tuned.choice(*subject, plain)
     if algorithm is None:
-        algorithm = tuned.neighbour(*subject, plain)
+        algorithm = tuned.neighbour(*subject, plain) if neighbours else None
         instead = "its own heuristic" if algorithm is None else "that of the nearest tuned shape"
         tuned.note_untuned(library.name, problem, instead)
     try:

@@ -14,6 +14,7 @@ class Reference:
 
     name = "reference"
     alignment = 4
+    outputs = (torch.bfloat16, torch.float16, torch.float32)
 
     def unusable(self, device: torch.device) -> str | None:
         """Runs wherever torch does."""

@@ -39,7 +39,7 @@ class TableError(RuntimeError):
 class Subject:
     """What a table is about."""
 
-    library: str  # "cusparselt", "cublaslt"
+    library: str  # "cusparselt", "cublaslt", "hopper"
     version: str  # of the library, such as "0.8.0"
     gpu: str  # the full name, such as "NVIDIA H200"
     capability: tuple[int, int]  # compute capability
@@ -141,7 +141,7 @@ def note_untuned(library_name: str, problem: Problem, instead: str) -> None:
 @cache
 def _note_once(library: str, dtype: str, n: int, k: int, instead: str) -> None:
     # 2:4 does not expand K, so --shapes then means the K' that the library sees.
-    pattern = " --pattern 2:4" if library == "cusparselt" else ""
+    pattern = " --pattern 2:4" if library in ("cusparselt", "hopper") else ""
     _logger.warning(
         "%s has no tuned algorithm for %s weights [%d, %d] and takes %s; "
         "to tune: slidesparse tune --library %s --dtype %s%s --shapes %dx%d",

@@ -1,4 +1,4 @@
-"""The GPU's Triton kernels, one a file: `quant_slide`, `quant_only`, `dequant_bias`, and `slide_weight` for loading.
+"""The GPU's Triton kernels, one a file: `quant_slide`, `quant_only`, `dequant_bias`; for loading, two more.
 
 Bit-identical to `slidesparse.reference` with ``arithmetic="cuda"``, on the GPU and in Triton's interpreter
 (TRITON_INTERPRET=1).  This package needs neither Triton nor a GPU; its modules need Triton when imported, and
@@ -10,6 +10,10 @@ from __future__ import annotations
 from typing import NamedTuple
 
 KINDS = ("quant_slide", "quant_only", "dequant_bias")
+
+# When the quantizing kernels let the product behind them start, if that waits for their results itself (on Hopper and
+# later): "early", as soon as they run; "late", before they write the codes; "off", when they end.
+LAUNCH_DEPENDENTS = "late"
 
 
 class Config(NamedTuple):

@@ -10,12 +10,14 @@ Triton's interpreter, and instructions of the GPU, with or without its conversio
 from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
+from functools import cache
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from slidesparse import kernels
 from slidesparse.pattern import HARDWARE_LENGTH
 from slidesparse.quantize import FP8, INT8, quantize_rows
 
@@ -269,6 +271,21 @@ def codes_of(a, b, c, d, scale, factor, E4M3: tl.constexpr, NATIVE: tl.constexpr
     return word
 
 
+@triton.jit
+def launch_dependents():
+    """Let the next kernel of the stream start, if it was launched to wait for this one's results itself."""
+    tl.inline_asm_elementwise(
+        "griddepcontrol.launch_dependents; // $0", "=r", [], dtype=tl.int32, is_pure=False, pack=1
+    )
+
+
+def dependents(x: Tensor) -> int:
+    """`kernels.LAUNCH_DEPENDENTS` as kernels take it: 0 off, 1 early, 2 late; off where the GPU does not know it."""
+    if interpreted() or _capability(x.device) < (9, 0):
+        return 0
+    return ("off", "early", "late").index(kernels.LAUNCH_DEPENDENTS)
+
+
 def interpreted() -> bool:
     """Whether kernels run in Triton's interpreter, as was decided when they were defined."""
     return not isinstance(widen, triton.runtime.JITFunction)
@@ -278,7 +295,12 @@ def native(x: Tensor) -> int:
     """0 in Triton's interpreter, 1 on GPUs, 2 on those that convert to E4M3 themselves (compute capability 8.9)."""
     if interpreted():
         return 0
-    return 2 if torch.cuda.get_device_capability(x.device) >= (8, 9) else 1
+    return 2 if _capability(x.device) >= (8, 9) else 1
+
+
+@cache
+def _capability(device: torch.device) -> tuple[int, int]:
+    return torch.cuda.get_device_capability(device)
 
 
 def quantized(x: Tensor, columns: int, rows: int) -> tuple[Tensor, Tensor]:
@@ -289,7 +311,7 @@ def quantized(x: Tensor, columns: int, rows: int) -> tuple[Tensor, Tensor]:
     m = x.shape[0]
     words = torch.empty(max(m, rows), columns // HARDWARE_LENGTH, dtype=torch.int32, device=x.device)
     scales = torch.empty(max(m, rows), 1, dtype=torch.float32, device=x.device)
-    return words[:m], scales[:m]
+    return (words, scales) if m >= rows else (words[:m], scales[:m])
 
 
 def require_columns(columns: int | None, least: int) -> int:
@@ -351,9 +373,11 @@ def step(block: int, count: int, most: int = 16) -> int:
     """
     while block * most < count:
         block *= 2
-    return max(16, min(block, int(triton.next_power_of_2(max(1, count)))))
+    return max(16, min(block, 1 << max(0, count - 1).bit_length()))
 
 
 def on_device_of(x: Tensor) -> AbstractContextManager[object]:
     """Triton launches on the current device: make it that of ``x``."""
-    return torch.cuda.device(x.device) if x.is_cuda else nullcontext()
+    if not x.is_cuda or x.get_device() == torch.cuda.current_device():
+        return nullcontext()
+    return torch.cuda.device(x.device)

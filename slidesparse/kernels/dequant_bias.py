@@ -20,13 +20,14 @@ from torch import Tensor
 
 from slidesparse.kernels import Config, common, config
 from slidesparse.kernels.common import fused, narrow, widen
+from slidesparse.kernels.launch import Launcher
 from slidesparse.quantize import Arithmetic
 
 ACCUMULATORS = (torch.int32, torch.float32, torch.bfloat16)
 
 
 @triton.jit(do_not_specialize=["M"])  # one kernel for any number of tokens
-def _kernel(
+def dequant_bias_kernel(
     acc,
     scale_x,
     scale_w,
@@ -59,6 +60,9 @@ def _kernel(
         value = value * per_row
     value = narrow(value, out.dtype.element_ty, NATIVE)
     tl.store(out + row[:, None] * N + column[None, :], value, mask=inside)
+
+
+_launch = Launcher(dequant_bias_kernel)
 
 
 def dequant_bias(
@@ -97,22 +101,18 @@ def dequant_bias(
         return out
     launch = launch or config("dequant_bias", n, m)
     with common.on_device_of(acc):
-        _kernel[(triton.cdiv(m, launch.rows), triton.cdiv(n, launch.block))](
-            acc,
-            scale_x,
-            scale_w,
-            bias,
-            out,
-            acc.stride(0),
-            m,
-            n,
-            HAS_BIAS=bias is not None,
-            FUSED=arithmetic == "cuda",
-            NATIVE=common.native(acc),
-            ROWS=launch.rows,
-            BLOCK=launch.block,
-            num_warps=launch.warps,
-            enable_fp_fusion=False,
+        _launch(
+            (-(-m // launch.rows), -(-n // launch.block), 1),
+            (acc, scale_x, scale_w, bias, out),
+            (acc.stride(0), m, n),
+            {
+                "HAS_BIAS": bias is not None,
+                "FUSED": arithmetic == "cuda",
+                "NATIVE": common.native(acc),
+                "ROWS": launch.rows,
+                "BLOCK": launch.block,
+            },
+            launch.warps,
         )
     return out
 
@@ -120,9 +120,10 @@ def dequant_bias(
 def _require_vector(
     name: str, vector: Tensor, count: int, dtypes: tuple[torch.dtype, ...], acc: Tensor
 ) -> None:
-    flat = vector.reshape(-1) if vector.is_contiguous() else vector
-    common.require(name, flat, 1, dtypes)
-    if flat.numel() != count or not vector.is_contiguous() or vector.device != acc.device:
+    contiguous = vector.is_contiguous()
+    if vector.dtype not in dtypes or not contiguous:
+        common.require(name, vector.reshape(-1) if contiguous else vector, 1, dtypes)
+    if vector.numel() != count or not contiguous or vector.device != acc.device:
         raise ValueError(
             f"{name} has shape {tuple(vector.shape)} and strides {vector.stride()} on {vector.device}; for acc of "
             f"shape {tuple(acc.shape)} it must hold {count} elements, contiguous, on {acc.device}"

@@ -21,10 +21,12 @@ from slidesparse.kernels.common import (
     absmax_of_four,
     codes_of,
     halves,
+    launch_dependents,
     load_four,
     load_quad,
     row_scale,
 )
+from slidesparse.kernels.launch import Launcher
 from slidesparse.pattern import HARDWARE_LENGTH
 from slidesparse.quantize import FP8
 
@@ -41,7 +43,7 @@ def _load(x, word, K: tl.constexpr, WORDS: tl.constexpr, QUADS: tl.constexpr, BF
 
 
 @triton.jit
-def _kernel(
+def quant_only_kernel(
     x,
     q,
     scales,
@@ -52,8 +54,11 @@ def _kernel(
     BF16: tl.constexpr,
     E4M3: tl.constexpr,
     NATIVE: tl.constexpr,
+    DEPENDENTS: tl.constexpr,  # see `common.dependents`
     BLOCK: tl.constexpr,
 ):
+    if DEPENDENTS == 1:
+        launch_dependents()
     row = tl.program_id(0).to(tl.int64)
     x += row * stride
     q += row * WORDS
@@ -61,6 +66,8 @@ def _kernel(
         word = tl.arange(0, BLOCK)
         a, b, c, d = _load(x, word, K, WORDS, QUADS, BF16)
         scale, factor = row_scale(absmax_of_four(a, b, c, d, NATIVE), E4M3)
+        if DEPENDENTS == 2:
+            launch_dependents()
         codes = codes_of(a, b, c, d, scale, factor, E4M3, NATIVE)
         tl.store(q + word, codes, mask=word < WORDS)
     else:
@@ -69,12 +76,17 @@ def _kernel(
             a, b, c, d = _load(x, start + tl.arange(0, BLOCK), K, WORDS, QUADS, BF16)
             absmax = tl.maximum(absmax, absmax_of_four(a, b, c, d, NATIVE))
         scale, factor = row_scale(absmax, E4M3)
+        if DEPENDENTS == 2:
+            launch_dependents()
         for start in tl.static_range(0, WORDS, BLOCK):
             word = start + tl.arange(0, BLOCK)
             a, b, c, d = _load(x, word, K, WORDS, QUADS, BF16)
             codes = codes_of(a, b, c, d, scale, factor, E4M3, NATIVE)
             tl.store(q + word, codes, mask=word < WORDS)
     tl.store(scales + row, scale)
+
+
+_launch = Launcher(quant_only_kernel)
 
 
 def quant_only(
@@ -103,19 +115,20 @@ def quant_only(
     source = x if quads is None else quads
     launch = launch or config("quant_only", k, m)
     with common.on_device_of(x):
-        _kernel[(m,)](
-            source,
-            q,
-            scales,
-            source.stride(0),
-            K=k,
-            WORDS=words,
-            QUADS=quads is not None,
-            BF16=x.dtype == torch.bfloat16,
-            E4M3=dtype == FP8,
-            NATIVE=common.native(x),
-            BLOCK=common.step(launch.block, words),
-            num_warps=launch.warps,
-            enable_fp_fusion=False,
+        _launch(
+            (m, 1, 1),
+            (source, q, scales),
+            (source.stride(0),),
+            {
+                "K": k,
+                "WORDS": words,
+                "QUADS": quads is not None,
+                "BF16": x.dtype == torch.bfloat16,
+                "E4M3": dtype == FP8,
+                "NATIVE": common.native(x),
+                "DEPENDENTS": common.dependents(x),
+                "BLOCK": common.step(launch.block, words),
+            },
+            launch.warps,
         )
     return q.view(dtype), scales

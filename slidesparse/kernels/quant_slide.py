@@ -23,7 +23,15 @@ import triton.language as tl
 from torch import Tensor
 
 from slidesparse.kernels import Config, common, config
-from slidesparse.kernels.common import absmax_of_four, codes_of, load_four, row_absmax, row_scale
+from slidesparse.kernels.common import (
+    absmax_of_four,
+    codes_of,
+    launch_dependents,
+    load_four,
+    row_absmax,
+    row_scale,
+)
+from slidesparse.kernels.launch import Launcher
 from slidesparse.pattern import HARDWARE_LENGTH, SlideLayout
 from slidesparse.quantize import FP8
 
@@ -36,7 +44,7 @@ def _column(word, LENGTH: tl.constexpr, PHASE: tl.constexpr):
 
 
 @triton.jit
-def _kernel(
+def quant_slide_kernel(
     x,
     q,
     scales,
@@ -49,8 +57,11 @@ def _kernel(
     BF16: tl.constexpr,
     E4M3: tl.constexpr,
     NATIVE: tl.constexpr,
+    DEPENDENTS: tl.constexpr,  # see `common.dependents`
     BLOCK: tl.constexpr,
 ):
+    if DEPENDENTS == 1:
+        launch_dependents()
     row = tl.program_id(0).to(tl.int64)
     x += row * stride
     q += row * WORDS
@@ -58,16 +69,23 @@ def _kernel(
         word = tl.arange(0, BLOCK)
         a, b, c, d = load_four(x, _column(word, LENGTH, PHASE), word < WORDS, K, PAIRS, BF16)
         scale, factor = row_scale(absmax_of_four(a, b, c, d, NATIVE), E4M3)
+        if DEPENDENTS == 2:
+            launch_dependents()
         codes = codes_of(a, b, c, d, scale, factor, E4M3, NATIVE)
         tl.store(q + word, codes, mask=word < WORDS)
     else:
         scale, factor = row_scale(row_absmax(x, K, PAIRS, BF16, NATIVE, BLOCK), E4M3)
+        if DEPENDENTS == 2:
+            launch_dependents()
         for start in tl.static_range(0, WORDS, BLOCK):
             word = start + tl.arange(0, BLOCK)
             a, b, c, d = load_four(x, _column(word, LENGTH, PHASE), word < WORDS, K, PAIRS, BF16)
             codes = codes_of(a, b, c, d, scale, factor, E4M3, NATIVE)
             tl.store(q + word, codes, mask=word < WORDS)
     tl.store(scales + row, scale)
+
+
+_launch = Launcher(quant_slide_kernel)
 
 
 def quant_slide(
@@ -109,21 +127,22 @@ def quant_slide(
     source = x if pairs is None else pairs
     launch = launch or config("quant_slide", k, m)
     with common.on_device_of(x):
-        _kernel[(m,)](
-            source,
-            q,
-            scales,
-            source.stride(0),
-            K=k,
-            WORDS=words,
-            LENGTH=length,
-            PHASE=phase,
-            PAIRS=pairs is not None,
-            BF16=x.dtype == torch.bfloat16,
-            E4M3=dtype == FP8,
-            NATIVE=common.native(x),
-            BLOCK=common.step(launch.block, max(words, k // 2)),
-            num_warps=launch.warps,
-            enable_fp_fusion=False,
+        _launch(
+            (m, 1, 1),
+            (source, q, scales),
+            (source.stride(0),),
+            {
+                "K": k,
+                "WORDS": words,
+                "LENGTH": length,
+                "PHASE": phase,
+                "PAIRS": pairs is not None,
+                "BF16": x.dtype == torch.bfloat16,
+                "E4M3": dtype == FP8,
+                "NATIVE": common.native(x),
+                "DEPENDENTS": common.dependents(x),
+                "BLOCK": common.step(launch.block, max(words, k // 2)),
+            },
+            launch.warps,
         )
     return q.view(dtype), scales

@@ -1,0 +1,87 @@
+// What the kernels are given, and the arithmetic of their epilogues.
+
+#pragma once
+
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+
+#include "ptx.cuh"
+#include "wgmma.cuh"
+
+namespace slidesparse::hopper {
+
+constexpr int kStripRows = 64;      // out-features of a warpgroup
+constexpr int kBlockColumns = 128;  // of a stage, and of a packed block
+constexpr int kProducts = kBlockColumns / kProductColumns;
+constexpr int kValueBytes = kStripRows * kBlockColumns / 2;
+constexpr int kPlaceBytes = kStripRows * kBlockColumns / 8;
+constexpr int kPackedBytes = kValueBytes + kPlaceBytes;  // of a block of 64 x 128
+constexpr int kMostSplits = 8;
+
+enum class Float : int { kNone = 0, kBFloat16 = 1, kFloat16 = 2, kFloat32 = 3 };
+
+struct Arguments {
+  CUtensorMap q;  // boxes of kTokens / sharers rows by kBlockColumns, swizzled by 128 bytes
+  const std::uint8_t* weight;  // [strips][blocks][kPackedBytes]
+  void* out;
+  const float* scale_w;
+  const float* scale_x;
+  const void* bias;
+  int m, n;
+  int strips, blocks;  // of the packed weight
+  int sharers, splits;
+  int stages;
+  Float out_type, bias_type;
+  bool wide;  // rows of the output begin at multiples of 16 bytes
+
+  // Of the streaming kernel.
+  std::uint32_t* flags;  // kFlagWords for each block of threads, all zero between launches
+  uint4* partials;       // [blocks of threads][kTokens / 8][consumers]
+  std::uint32_t units;   // tiles x blocks
+  bool seeded;  // no tile is shared by more than two: the second's sums begin with the first's
+};
+
+constexpr int kFlagWords = 8;            // one sector of 32 bytes
+constexpr int kMostStreamBlocks = 1024;  // of threads, of a launch of the streaming kernel
+
+__device__ __forceinline__ float Widen(const void* from, int index, Float type) {
+  if (type == Float::kFloat32) return LoadNow(static_cast<const float*>(from) + index);
+  const std::uint16_t bits = LoadNow(static_cast<const std::uint16_t*>(from) + index);
+  return type == Float::kBFloat16 ? __bfloat162float(__ushort_as_bfloat16(bits))
+                                  : __half2float(__ushort_as_half(bits));
+}
+
+__device__ __forceinline__ std::uint16_t Narrow(float value, Float type) {
+  return type == Float::kBFloat16 ? __bfloat16_as_ushort(__float2bfloat16_rn(value))
+                                  : __half_as_ushort(__float2half_rn(value));
+}
+
+// Two, the first in the low half.
+__device__ __forceinline__ std::uint32_t Narrow(float first, float second, Float type) {
+  std::uint32_t both;
+  if (type == Float::kBFloat16) {
+    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(both) : "f"(second), "f"(first));
+  } else {
+    asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(both) : "f"(second), "f"(first));
+  }
+  return both;
+}
+
+__device__ __forceinline__ int Add(std::uint32_t bits, int sum) {
+  return static_cast<int>(bits) + sum;
+}
+__device__ __forceinline__ float Add(std::uint32_t bits, float sum) {
+  return __fadd_rn(sum, __uint_as_float(bits));
+}
+__device__ __forceinline__ float ToFloat(int sum) { return __int2float_rn(sum); }
+__device__ __forceinline__ float ToFloat(float sum) { return sum; }
+
+template <class Type>
+__device__ __forceinline__ typename Type::Sum FromBits(std::uint32_t bits) {
+  return Add(bits, typename Type::Sum{});
+}
+
+__device__ __forceinline__ std::uint32_t ToBits(int sum) { return static_cast<std::uint32_t>(sum); }
+__device__ __forceinline__ std::uint32_t ToBits(float sum) { return __float_as_uint(sum); }
+
+}  // namespace slidesparse::hopper

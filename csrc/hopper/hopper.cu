@@ -1,0 +1,139 @@
+// The library's functions, by C linkage: raw device pointers, sizes and a stream; no torch.  Each
+// returns null, or what went wrong in words that stay valid until this thread calls again.
+
+#include <dlfcn.h>
+
+#include <cstdio>
+
+#include "launch.cuh"
+
+namespace slidesparse::hopper {
+namespace {
+
+thread_local char message[256];
+
+constexpr int kFlagBytes = kMostStreamBlocks * kFlagWords * 4;
+
+template <class... Values>
+const char* Fail(const char* format, Values... values) {
+  std::snprintf(message, sizeof(message), format, values...);
+  return message;
+}
+
+using EncodeTiled = CUresult (*)(CUtensorMap*, CUtensorMapDataType, cuuint32_t, void*,
+                                 const cuuint64_t*, const cuuint64_t*, const cuuint32_t*,
+                                 const cuuint32_t*, CUtensorMapInterleave, CUtensorMapSwizzle,
+                                 CUtensorMapL2promotion, CUtensorMapFloatOOBfill);
+
+// The driver's function; it is in every process that has a CUDA context.
+EncodeTiled FindEncodeTiled() {
+  void* driver = dlopen("libcuda.so.1", RTLD_LAZY | RTLD_LOCAL);
+  return driver ? reinterpret_cast<EncodeTiled>(dlsym(driver, "cuTensorMapEncodeTiled")) : nullptr;
+}
+
+}  // namespace
+
+extern "C" {
+
+// One product, as slidesparse.gemm.hopper lays it out.
+struct SlidesparseHopperCall {
+  const void* q;  // [m, k], rows k bytes apart
+  const void* weight;
+  void* out;  // [m, n]
+  const void* scale_w;
+  const void* scale_x;
+  const void* bias;
+  void* stream;
+  std::int32_t m, n, k;
+  std::int32_t strips, blocks;        // of the packed weight
+  std::int32_t fp8;                   // else INT8
+  std::int32_t out_type, bias_type;   // of Float
+  std::int32_t block_strips, tokens;  // the instance
+  std::int32_t sharers, splits;
+  std::int32_t shared_bytes;
+  std::int32_t dependent;
+};
+
+static const char* Run(const SlidesparseHopperCall* call, void* workspace, int grid) {
+  static const EncodeTiled encode = FindEncodeTiled();
+  if (encode == nullptr) return Fail("libcuda.so.1 has no cuTensorMapEncodeTiled: it is too old");
+  Arguments arguments = {};
+  const cuuint64_t sizes[2] = {static_cast<cuuint64_t>(call->k), static_cast<cuuint64_t>(call->m)};
+  const cuuint64_t strides[1] = {static_cast<cuuint64_t>(call->k)};
+  const cuuint32_t box[2] = {kBlockColumns, static_cast<cuuint32_t>(call->tokens / call->sharers)};
+  const cuuint32_t steps[2] = {1, 1};
+  const CUresult encoded =
+      encode(&arguments.q, CU_TENSOR_MAP_DATA_TYPE_UINT8, 2, const_cast<void*>(call->q), sizes,
+             strides, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
+             CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+  if (encoded != CUDA_SUCCESS) {
+    return Fail("cuTensorMapEncodeTiled refused activations [%d, %d] at %p: error %d", call->m,
+                call->k, call->q, static_cast<int>(encoded));
+  }
+  arguments.weight = static_cast<const std::uint8_t*>(call->weight);
+  arguments.out = call->out;
+  arguments.scale_w = static_cast<const float*>(call->scale_w);
+  arguments.scale_x = static_cast<const float*>(call->scale_x);
+  arguments.bias = call->bias;
+  arguments.m = call->m;
+  arguments.n = call->n;
+  arguments.strips = call->strips;
+  arguments.blocks = call->blocks;
+  arguments.sharers = call->sharers;
+  arguments.splits = call->splits;
+  arguments.out_type = static_cast<Float>(call->out_type);
+  arguments.bias_type = static_cast<Float>(call->bias_type);
+  arguments.flags = static_cast<std::uint32_t*>(workspace);
+  arguments.partials = reinterpret_cast<uint4*>(static_cast<std::uint8_t*>(workspace) + kFlagBytes);
+  arguments.wide = call->n % 8 == 0 && reinterpret_cast<std::uintptr_t>(call->out) % 16 == 0;
+  const Launch launch = {static_cast<cudaStream_t>(call->stream), call->block_strips,
+                         call->shared_bytes, call->dependent != 0, grid};
+  cudaError_t error = cudaErrorInvalidConfiguration;
+  switch (call->tokens) {
+#define SLIDESPARSE_TOKENS(count)                                     \
+  case count:                                                         \
+    error = call->fp8 ? LaunchTokens<Fp8, count>(arguments, launch)   \
+                      : LaunchTokens<Int8, count>(arguments, launch); \
+    break;
+    SLIDESPARSE_TOKENS(8)
+    SLIDESPARSE_TOKENS(16)
+    SLIDESPARSE_TOKENS(32)
+    SLIDESPARSE_TOKENS(64)
+    SLIDESPARSE_TOKENS(128)
+    SLIDESPARSE_TOKENS(256)
+#undef SLIDESPARSE_TOKENS
+    default:
+      break;
+  }
+  if (error == cudaSuccess) return nullptr;
+  return Fail("%s (%s) for m %d, n %d, k %d, %d strips x %d tokens, cluster %d x %d, %d bytes",
+              cudaGetErrorName(error), cudaGetErrorString(error), call->m, call->n, call->k,
+              call->block_strips, call->tokens, call->sharers, call->splits, call->shared_bytes);
+}
+
+// The clustered kernel.
+__attribute__((visibility("default"))) const char* slidesparse_hopper_gemm(
+    const SlidesparseHopperCall* call) {
+  return Run(call, nullptr, 0);
+}
+
+// The streaming kernel on `grid` blocks of threads, best as many as run at a time.  `workspace`
+// holds slidesparse_hopper_workspace bytes, zero when it was allocated, for launches that follow
+// each other.  The call's splits have no meaning.
+__attribute__((visibility("default"))) const char* slidesparse_hopper_stream(
+    const SlidesparseHopperCall* call, void* workspace, std::int32_t grid) {
+  if (grid < 1 || grid > kMostStreamBlocks) {
+    return Fail("a grid of %d blocks: 1 to %d are allowed", grid, kMostStreamBlocks);
+  }
+  return Run(call, workspace, grid);
+}
+
+// Bytes that slidesparse_hopper_stream's workspace needs for an instance and a grid.  Every
+// instance may use the workspace of the one that needs most.
+__attribute__((visibility("default"))) std::int64_t slidesparse_hopper_workspace(
+    std::int32_t block_strips, std::int32_t tokens, std::int32_t grid) {
+  return kFlagBytes + static_cast<std::int64_t>(grid) * block_strips * kStripRows * tokens * 4;
+}
+
+}  // extern "C"
+}  // namespace slidesparse::hopper

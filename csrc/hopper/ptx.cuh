@@ -1,0 +1,269 @@
+// The PTX of Hopper that the kernels use, one instruction a function.
+
+#pragma once
+
+#include <cuda.h>
+
+#include <cstdint>
+
+namespace slidesparse::hopper {
+
+// L2 eviction policies, as createpolicy.fractional encodes them for a fraction of 1.
+constexpr std::uint64_t kEvictFirst = 0x12F0000000000000;
+constexpr std::uint64_t kEvictLast = 0x14F0000000000000;
+
+__device__ __forceinline__ std::uint32_t SharedAddress(const void* pointer) {
+  return static_cast<std::uint32_t>(__cvta_generic_to_shared(pointer));
+}
+
+// ---- mbarriers ----
+
+__device__ __forceinline__ void BarrierInit(std::uint32_t barrier, int arrivals) {
+  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals) : "memory");
+}
+
+// Makes initialized barriers visible to the copy engine and to the other blocks of the cluster.
+__device__ __forceinline__ void BarrierInitFence() {
+  asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+  asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+}
+
+__device__ __forceinline__ void BarrierExpect(std::uint32_t barrier, std::uint32_t bytes) {
+  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes)
+               : "memory");
+}
+
+__device__ __forceinline__ void BarrierArrive(std::uint32_t barrier) {
+  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
+}
+
+// The address of a shared variable of this block in block `rank` of the cluster.
+__device__ __forceinline__ std::uint32_t MapToBlock(std::uint32_t address, std::uint32_t rank) {
+  std::uint32_t mapped;
+  asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(mapped) : "r"(address), "r"(rank));
+  return mapped;
+}
+
+// At the barrier at the same address of block `rank`.  What it orders is that this thread has read;
+// a release at the scope of the cluster would flush writes that there are not.
+__device__ __forceinline__ void BarrierArriveAt(std::uint32_t barrier, std::uint32_t rank) {
+  asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];" ::"r"(MapToBlock(barrier, rank))
+               : "memory");
+}
+
+__device__ __forceinline__ bool BarrierTryWait(std::uint32_t barrier, std::uint32_t parity) {
+  std::uint32_t done;
+  asm volatile(
+      "{\n.reg .pred p;\n"
+      "mbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2;\n"
+      "selp.u32 %0, 1, 0, p;\n}"
+      : "=r"(done)
+      : "r"(barrier), "r"(parity)
+      : "memory");
+  return done != 0;
+}
+
+// Waits for the phase of `parity` to end.  With SLIDESPARSE_TRAP a wait of two seconds ends the
+// kernel with an error.
+__device__ __forceinline__ void BarrierWait(std::uint32_t barrier, std::uint32_t parity) {
+#ifdef SLIDESPARSE_TRAP
+  if (BarrierTryWait(barrier, parity)) return;
+  std::uint64_t start, now;
+  asm volatile("mov.u64 %0, %globaltimer;" : "=l"(start));
+  while (!BarrierTryWait(barrier, parity)) {
+    asm volatile("mov.u64 %0, %globaltimer;" : "=l"(now));
+    if (now - start > 2000000000ull) asm volatile("trap;");
+  }
+#else
+  while (!BarrierTryWait(barrier, parity)) {
+  }
+#endif
+}
+
+// A barrier of `threads` threads of the block, whole warps.
+__device__ __forceinline__ void NamedBarrier(int id, int threads) {
+  asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
+}
+
+// ---- clusters and dependent launches ----
+
+// Orders nothing but the arrival itself.
+__device__ __forceinline__ void ClusterArriveRelaxed() {
+  asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
+}
+
+__device__ __forceinline__ void ClusterArrive() {
+  asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
+}
+
+__device__ __forceinline__ void ClusterWait() {
+  asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
+}
+
+// Returns when the kernels that this one was launched behind have ended and their writes can be
+// read.
+__device__ __forceinline__ void WaitForPredecessors() {
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+}
+
+// ---- the copy engine ----
+
+__device__ __forceinline__ void CopyBytes(std::uint32_t to, const void* from, std::uint32_t bytes,
+                                          std::uint32_t barrier, std::uint64_t policy) {
+  asm volatile(
+      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint "
+      "[%0], [%1], %2, [%3], %4;" ::"r"(to),
+      "l"(from), "r"(bytes), "r"(barrier), "l"(policy)
+      : "memory");
+}
+
+__device__ __forceinline__ void PrefetchMap(const CUtensorMap* map) {
+  asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
+}
+
+__device__ __forceinline__ void CopyTile(std::uint32_t to, const CUtensorMap* map, int column,
+                                         int row, std::uint32_t barrier, std::uint64_t policy) {
+  asm volatile(
+      "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint "
+      "[%0], [%1, {%4, %5}], [%2], %3;" ::"r"(to),
+      "l"(map), "r"(barrier), "l"(policy), "r"(column), "r"(row)
+      : "memory");
+}
+
+// The same to the blocks of the cluster whose bits are set, at the same address of each, completing
+// on the barrier at the same address of each.
+__device__ __forceinline__ void CopyTileToBlocks(std::uint32_t to, const CUtensorMap* map,
+                                                 int column, int row, std::uint32_t barrier,
+                                                 std::uint16_t blocks, std::uint64_t policy) {
+  asm volatile(
+      "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes"
+      ".multicast::cluster.L2::cache_hint [%0], [%1, {%5, %6}], [%2], %3, %4;" ::"r"(to),
+      "l"(map), "r"(barrier), "h"(blocks), "l"(policy), "r"(column), "r"(row)
+      : "memory");
+}
+
+// ---- loads and stores ----
+
+__device__ __forceinline__ uint4 LoadShared128(std::uint32_t address) {
+  uint4 value;
+  asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(value.x), "=r"(value.y), "=r"(value.z), "=r"(value.w)
+               : "r"(address)
+               : "memory");
+  return value;
+}
+
+__device__ __forceinline__ std::uint32_t LoadShared32(std::uint32_t address) {
+  std::uint32_t value;
+  asm volatile("ld.shared.u32 %0, [%1];" : "=r"(value) : "r"(address) : "memory");
+  return value;
+}
+
+__device__ __forceinline__ uint4 LoadCluster128(std::uint32_t address) {
+  uint4 value;
+  asm volatile("ld.shared::cluster.v4.u32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(value.x), "=r"(value.y), "=r"(value.z), "=r"(value.w)
+               : "r"(address)
+               : "memory");
+  return value;
+}
+
+__device__ __forceinline__ void StoreShared32(std::uint32_t address, std::uint32_t value) {
+  asm volatile("st.shared.u32 [%0], %1;" ::"r"(address), "r"(value) : "memory");
+}
+
+__device__ __forceinline__ float2 LoadSharedFloats(std::uint32_t address) {
+  float2 value;
+  asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];"
+               : "=f"(value.x), "=f"(value.y)
+               : "r"(address)
+               : "memory");
+  return value;
+}
+
+__device__ __forceinline__ void StoreShared64(std::uint32_t address, std::uint32_t first,
+                                              std::uint32_t second) {
+  asm volatile("st.shared.v2.u32 [%0], {%1, %2};" ::"r"(address), "r"(first), "r"(second)
+               : "memory");
+}
+
+// Two 8 x 8 matrices of 16-bit elements, transposed: lane l < 16 gives the address of column l % 8
+// of matrix l / 8, and every lane 4 r + c elements 2 c (low half) and 2 c + 1 of row r of both.
+__device__ __forceinline__ void StoreTransposed(std::uint32_t address, std::uint32_t first,
+                                                std::uint32_t second) {
+  asm volatile("stmatrix.sync.aligned.m8n8.x2.trans.shared.b16 [%0], {%1, %2};" ::"r"(address),
+               "r"(first), "r"(second)
+               : "memory");
+}
+
+// A load and a store that pass the first-level cache by.
+__device__ __forceinline__ uint4 LoadGlobal128(const uint4* from) {
+  uint4 value;
+  asm volatile("ld.global.cg.v4.u32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(value.x), "=r"(value.y), "=r"(value.z), "=r"(value.w)
+               : "l"(from)
+               : "memory");
+  return value;
+}
+
+// Loads if `condition`; else the words stay what they are.
+__device__ __forceinline__ void LoadGlobal128If(bool condition, const uint4* from, std::uint32_t& x,
+                                                std::uint32_t& y, std::uint32_t& z,
+                                                std::uint32_t& w) {
+  asm volatile(
+      "{\n.reg .pred p;\nsetp.ne.b32 p, %5, 0;\n"
+      "@p ld.global.cg.v4.u32 {%0, %1, %2, %3}, [%4];\n}"
+      : "+r"(x), "+r"(y), "+r"(z), "+r"(w)
+      : "l"(from), "r"(static_cast<int>(condition))
+      : "memory");
+}
+
+__device__ __forceinline__ void StoreGlobal128(uint4* to, uint4 value) {
+  asm volatile("st.global.cg.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(to), "r"(value.x), "r"(value.y),
+               "r"(value.z), "r"(value.w)
+               : "memory");
+}
+
+// ---- flags in global memory ----
+
+// Sets a flag when all that this thread has seen written can be read by who sees the flag.
+__device__ __forceinline__ void RaiseFlag(std::uint32_t* flag) {
+  asm volatile("fence.acq_rel.gpu;\nst.relaxed.gpu.global.u32 [%0], 1;" ::"l"(flag) : "memory");
+}
+
+__device__ __forceinline__ bool FlagIsUp(const std::uint32_t* flag) {
+  std::uint32_t found;
+  asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(found) : "l"(flag) : "memory");
+  return found != 0;
+}
+
+// Waits for a flag and lowers it.
+__device__ __forceinline__ void TakeFlag(std::uint32_t* flag) {
+#ifdef SLIDESPARSE_TRAP
+  std::uint64_t start, now;
+  asm volatile("mov.u64 %0, %globaltimer;" : "=l"(start));
+  while (!FlagIsUp(flag)) {
+    asm volatile("mov.u64 %0, %globaltimer;" : "=l"(now));
+    if (now - start > 2000000000ull) asm volatile("trap;");
+  }
+#else
+  while (!FlagIsUp(flag)) {
+  }
+#endif
+  asm volatile("st.relaxed.gpu.global.u32 [%0], 0;" ::"l"(flag) : "memory");
+}
+
+// A load that the compiler leaves where it stands.
+__device__ __forceinline__ float LoadNow(const float* from) {
+  float value;
+  asm volatile("ld.global.f32 %0, [%1];" : "=f"(value) : "l"(from) : "memory");
+  return value;
+}
+
+__device__ __forceinline__ std::uint16_t LoadNow(const std::uint16_t* from) {
+  std::uint16_t value;
+  asm volatile("ld.global.u16 %0, [%1];" : "=h"(value) : "l"(from) : "memory");
+  return value;
+}
+
+}  // namespace slidesparse::hopper

@@ -1,0 +1,117 @@
+// Sparse warpgroup products, 64 out-features x T tokens x 64 columns: A from registers, B from
+// shared memory.
+//
+// A warpgroup's thread (warp w of 4, lane 4 g + t) holds of A, the weight, with columns counted
+// after compression:
+//
+//     a[0]  row 16 w + g      columns 4 t .. 4 t + 3        a[2]  row 16 w + g      columns 16 + 4
+//     t .. a[1]  row 16 w + g + 8  columns 4 t ..                a[3]  row 16 w + g + 8  columns 16
+//     + 4 t ..
+//
+// and the places of the non-zeros, 4 bits per group of four columns, of half a row: lane 4 g + 2 h
+// + r holds those of row 16 w + g + 8 r, columns 32 h .. 32 h + 31, the first group in the lowest
+// bits.  Of the sums it holds
+//
+//     d[4 j + 2 r + e]  row 16 w + g + 8 r, token 8 j + 2 t + e
+//
+// Source: PTX ISA, asynchronous warpgroup products with sparse A; the layouts of cute's SM90 atoms.
+
+#pragma once
+
+#include <cstdint>
+
+namespace slidesparse::hopper {
+
+// What a product multiplies and what it sums in.
+struct Int8 {
+  using Sum = int;
+};
+struct Fp8 {
+  using Sum = float;
+};
+
+// The columns that one product advances by, and the non-zeros among them.
+constexpr int kProductColumns = 64;
+
+__device__ __forceinline__ void ProductFence() {
+  asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
+}
+
+__device__ __forceinline__ void ProductCommit() {
+  asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
+}
+
+// Waits until at most `kPending` committed groups are not finished.
+template <int kPending>
+__device__ __forceinline__ void ProductWait() {
+  asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(kPending) : "memory");
+}
+
+// Describes K-contiguous rows of 128 bytes with the 128-byte swizzle, 8 rows every 1024 bytes.
+__device__ __forceinline__ std::uint64_t Descriptor(std::uint32_t address) {
+  constexpr std::uint64_t kSwizzle128 = std::uint64_t{1} << 62;
+  constexpr std::uint64_t kStride = std::uint64_t{1024 >> 4} << 32;
+  constexpr std::uint64_t kLeading = std::uint64_t{1} << 16;
+  return kSwizzle128 | kStride | kLeading | ((address & 0x3FFFF) >> 4);
+}
+
+// d += a * b.
+template <class Type, int kTokens>
+struct Product;
+
+// clang-format off
+#define SLIDESPARSE_LIST_4 "%0, %1, %2, %3"
+#define SLIDESPARSE_LIST_8 SLIDESPARSE_LIST_4 \
+    ", %4, %5, %6, %7"
+#define SLIDESPARSE_LIST_16 SLIDESPARSE_LIST_8 \
+    ", %8, %9, %10, %11, %12, %13, %14, %15"
+#define SLIDESPARSE_LIST_32 SLIDESPARSE_LIST_16 \
+    ", %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
+#define SLIDESPARSE_LIST_64 SLIDESPARSE_LIST_32 \
+    ", %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47" \
+    ", %48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
+#define SLIDESPARSE_LIST_128 SLIDESPARSE_LIST_64 \
+    ", %64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79" \
+    ", %80, %81, %82, %83, %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95" \
+    ", %96, %97, %98, %99, %100, %101, %102, %103, %104, %105, %106, %107, %108, %109, %110, %111" \
+    ", %112, %113, %114, %115, %116, %117, %118, %119, %120, %121, %122, %123, %124, %125, %126, %127"
+
+#define SLIDESPARSE_SUMS_4(c, i) "+" c(d[i]), "+" c(d[i + 1]), "+" c(d[i + 2]), "+" c(d[i + 3])
+#define SLIDESPARSE_SUMS_8(c, i) SLIDESPARSE_SUMS_4(c, i), SLIDESPARSE_SUMS_4(c, i + 4)
+#define SLIDESPARSE_SUMS_16(c, i) SLIDESPARSE_SUMS_8(c, i), SLIDESPARSE_SUMS_8(c, i + 8)
+#define SLIDESPARSE_SUMS_32(c, i) SLIDESPARSE_SUMS_16(c, i), SLIDESPARSE_SUMS_16(c, i + 16)
+#define SLIDESPARSE_SUMS_64(c, i) SLIDESPARSE_SUMS_32(c, i), SLIDESPARSE_SUMS_32(c, i + 32)
+#define SLIDESPARSE_SUMS_128(c, i) SLIDESPARSE_SUMS_64(c, i), SLIDESPARSE_SUMS_64(c, i + 64)
+
+// Operands after the sums: a at %A0 .. %A3, the descriptor of b, the places, and that the sums are added to.
+#define SLIDESPARSE_PRODUCT(TYPE, C, KIND, SCALES, TOKENS, SUMS, A0, A1, A2, A3, B, E, P)                    \
+  template <>                                                                                                \
+  struct Product<TYPE, TOKENS> {                                                                             \
+    static __device__ __forceinline__ void Add(std::uint32_t (&d)[SUMS], const uint4& a, std::uint64_t b,    \
+                                               std::uint32_t places) {                                       \
+      asm volatile(                                                                                          \
+          "{\n.reg .pred p;\nsetp.ne.b32 p, %" #P ", 0;\n"                                                   \
+          "wgmma.mma_async.sp.sync.aligned.m64n" #TOKENS "k64." KIND " {" SLIDESPARSE_LIST_##SUMS "}, {%" #A0 \
+          ", %" #A1 ", %" #A2 ", %" #A3 "}, %" #B ", %" #E ", 0, p" SCALES ";\n}"                            \
+          : SLIDESPARSE_SUMS_##SUMS(C, 0)                                                                    \
+          : "r"(a.x), "r"(a.y), "r"(a.z), "r"(a.w), "l"(b), "r"(places), "n"(1));                             \
+    }                                                                                                        \
+  };
+
+SLIDESPARSE_PRODUCT(Int8, "r", "s32.s8.s8", "", 8, 4, 4, 5, 6, 7, 8, 9, 10)
+SLIDESPARSE_PRODUCT(Int8, "r", "s32.s8.s8", "", 16, 8, 8, 9, 10, 11, 12, 13, 14)
+SLIDESPARSE_PRODUCT(Int8, "r", "s32.s8.s8", "", 32, 16, 16, 17, 18, 19, 20, 21, 22)
+SLIDESPARSE_PRODUCT(Int8, "r", "s32.s8.s8", "", 64, 32, 32, 33, 34, 35, 36, 37, 38)
+SLIDESPARSE_PRODUCT(Int8, "r", "s32.s8.s8", "", 128, 64, 64, 65, 66, 67, 68, 69, 70)
+SLIDESPARSE_PRODUCT(Int8, "r", "s32.s8.s8", "", 256, 128, 128, 129, 130, 131, 132, 133, 134)
+SLIDESPARSE_PRODUCT(Fp8, "r", "f32.e4m3.e4m3", ", 1, 1", 8, 4, 4, 5, 6, 7, 8, 9, 10)
+SLIDESPARSE_PRODUCT(Fp8, "r", "f32.e4m3.e4m3", ", 1, 1", 16, 8, 8, 9, 10, 11, 12, 13, 14)
+SLIDESPARSE_PRODUCT(Fp8, "r", "f32.e4m3.e4m3", ", 1, 1", 32, 16, 16, 17, 18, 19, 20, 21, 22)
+SLIDESPARSE_PRODUCT(Fp8, "r", "f32.e4m3.e4m3", ", 1, 1", 64, 32, 32, 33, 34, 35, 36, 37, 38)
+SLIDESPARSE_PRODUCT(Fp8, "r", "f32.e4m3.e4m3", ", 1, 1", 128, 64, 64, 65, 66, 67, 68, 69, 70)
+SLIDESPARSE_PRODUCT(Fp8, "r", "f32.e4m3.e4m3", ", 1, 1", 256, 128, 128, 129, 130, 131, 132, 133, 134)
+
+#undef SLIDESPARSE_PRODUCT
+// clang-format on
+
+}  // namespace slidesparse::hopper

@@ -1,0 +1,110 @@
+"""The packed 2:4 weight of the Hopper kernels, written and read in plain torch: what tests hold the GPU's packer to.
+
+Out-features go in strips of 64, columns of the slided weight in blocks of 128, both filled up with zeros.  The blocks
+of a strip follow each other, so that a stretch of K' of a strip is one contiguous copy::
+
+    packed  uint8 [strips, blocks, 5120]
+    block   values 2048 (columns 0..63) | values 2048 (columns 64..127) | places 512 | places 512
+
+Values stand as the 128 threads that multiply the strip hold them, 16 bytes each, four registers.  For thread
+(warp w of 4, lane 4 g + t), and with columns counted after compression, two of four::
+
+    register 0  row 16 w + g      columns 4 t .. 4 t + 3       register 2  row 16 w + g      columns 16 + 4 t ..
+    register 1  row 16 w + g + 8  columns 4 t ..               register 3  row 16 w + g + 8  columns 16 + 4 t ..
+
+Places are a 32-bit word of each thread (w, 4 g + 2 h + r): for row 16 w + g + 8 r and each of the eight groups of four
+columns from 32 h on, two times two bits, the first group and place lowest.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+STRIP = 64  # out-features
+BLOCK = 128  # columns of the slided weight
+VALUE_BYTES = STRIP * BLOCK // 2
+PLACE_BYTES = STRIP * BLOCK // 8
+BLOCK_BYTES = VALUE_BYTES + PLACE_BYTES
+
+# Which two of four columns are kept, by the bits of the non-zeros; the hardware wants two different ones, in order.
+_KEPT = {
+    0b0000: (0, 1),
+    0b0001: (0, 1),
+    0b0010: (0, 1),
+    0b0100: (0, 2),
+    0b1000: (0, 3),
+    0b0011: (0, 1),
+    0b0101: (0, 2),
+    0b1001: (0, 3),
+    0b0110: (1, 2),
+    0b1010: (1, 3),
+    0b1100: (2, 3),
+}
+
+
+def strips_of(n: int) -> int:
+    """Strips of ``n`` out-features."""
+    return -(-n // STRIP)
+
+
+def blocks_of(slided: int) -> int:
+    """Blocks of ``slided`` columns."""
+    return -(-slided // BLOCK)
+
+
+def packed_bytes(n: int, slided: int) -> int:
+    """The size of a packed weight [n, slided]."""
+    return strips_of(n) * blocks_of(slided) * BLOCK_BYTES
+
+
+def pack(weight: Tensor) -> Tensor:
+    """2:4 [N, K'] of one-byte elements, any device -> uint8 [strips * blocks * 5120].
+
+    -0.0 counts as zero, and may become +0.0.  Raises ValueError for a group of four with more than two non-zeros.
+    """
+    n, slided = weight.shape
+    strips, blocks = strips_of(n), blocks_of(slided)
+    codes = torch.nn.functional.pad(
+        weight.view(torch.uint8), (0, blocks * BLOCK - slided, 0, strips * STRIP - n)
+    )
+    groups = codes.view(strips * STRIP, blocks * BLOCK // 4, 4)
+    sizes = groups & 0x7F if weight.dtype.is_floating_point else groups
+    powers = torch.tensor([1, 2, 4, 8], dtype=torch.uint8, device=weight.device)
+    kept = _table(weight.device)[((sizes != 0) * powers).sum(-1)]  # [rows, groups, 2]
+    if bool((kept < 0).any()):
+        row, group = (int(i) for i in (kept[..., 0] < 0).nonzero()[0])
+        raise ValueError(
+            f"row {row}, columns {4 * group} to {4 * group + 3} hold more than two non-zeros: slide the weight first"
+        )
+    values = groups.gather(-1, kept)
+    nibbles = (kept[..., 0] | kept[..., 1] << 2).to(torch.uint8)
+    packed = torch.empty(strips, blocks, BLOCK_BYTES, dtype=torch.uint8, device=weight.device)
+    # rows: strip, w, r, g; columns: block, product, half, t, byte -> thread by thread
+    fragments = values.reshape(strips, 4, 2, 8, blocks, 2, 2, 4, 4).permute(0, 4, 5, 1, 3, 7, 6, 2, 8)
+    packed[..., :VALUE_BYTES] = fragments.reshape(strips, blocks, VALUE_BYTES)
+    # columns: block, product, half, pair of groups, which -> product, thread (w, g, half, r), pair
+    pairs = nibbles.view(strips, 4, 2, 8, blocks, 2, 2, 4, 2)
+    words = (pairs[..., 0] | pairs[..., 1] << 4).permute(0, 4, 5, 1, 3, 6, 2, 7)
+    packed[..., VALUE_BYTES:] = words.reshape(strips, blocks, PLACE_BYTES)
+    return packed.view(-1)
+
+
+def unpack(packed: Tensor, n: int, slided: int, dtype: torch.dtype) -> Tensor:
+    """What `pack` was given: [N, K'] of ``dtype``."""
+    strips, blocks = strips_of(n), blocks_of(slided)
+    packed = packed.view(strips, blocks, BLOCK_BYTES)
+    fragments = packed[..., :VALUE_BYTES].reshape(strips, blocks, 2, 4, 8, 4, 2, 2, 4)
+    values = fragments.permute(0, 3, 7, 4, 1, 2, 6, 5, 8).reshape(strips * STRIP, blocks * BLOCK // 4, 2)
+    words = packed[..., VALUE_BYTES:].reshape(strips, blocks, 2, 4, 8, 2, 2, 4)
+    pairs = words.permute(0, 3, 6, 4, 1, 2, 5, 7)  # strip, w, r, g, block, product, half, pair
+    nibbles = torch.stack((pairs & 15, pairs >> 4), -1).reshape(strips * STRIP, blocks * BLOCK // 4)
+    kept = torch.stack((nibbles & 3, nibbles >> 2), -1).long()
+    groups = torch.zeros(*nibbles.shape, 4, dtype=torch.uint8, device=packed.device)
+    groups.scatter_(-1, kept, values)
+    return groups.view(strips * STRIP, blocks * BLOCK)[:n, :slided].contiguous().view(dtype)
+
+
+def _table(device: torch.device) -> Tensor:
+    kept = [_KEPT.get(bits, (-1, -1)) for bits in range(16)]
+    return torch.tensor(kept, dtype=torch.int64, device=device)

@@ -1,0 +1,59 @@
+"""Launching Triton kernels again and again, without Triton's own look-up each time.
+
+``kernel[grid](...)`` of Triton inspects every argument and reads its settings from the environment, tens of
+microseconds of host time; outside CUDA graphs a model's step is hundreds of launches.  What it returns, the compiled
+kernel, is launched in some microseconds (``compiled[grid](...)``, as Triton's tutorial on fused softmax does), provided
+that the arguments are of the kind that it was compiled for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+ALIGNED = 16  # bytes of addresses, and the divisor of numbers, for which Triton compiles another kernel
+
+
+class Launcher:
+    """A kernel, with the forms of it that Triton has compiled.  Not for kernels that are autotuned."""
+
+    def __init__(self, kernel: Any) -> None:
+        self._kernel = kernel
+        self._compiled: dict[Hashable, Any] = {}
+
+    def __call__(
+        self,
+        grid: tuple[int, int, int],
+        tensors: Sequence[Tensor | None],
+        numbers: Sequence[int],
+        constants: dict[str, Any],
+        warps: int,
+    ) -> None:
+        """Launch on the current stream of the current device.
+
+        ``tensors``, ``numbers`` and ``constants`` are the kernel's parameters in its order, the last its compile-time
+        ones by name.
+        """
+        key = (
+            *(None if one is None else (one.dtype, one.data_ptr() % ALIGNED == 0) for one in tensors),
+            *((one == 1, one % ALIGNED == 0, one < 2**31) for one in numbers),
+            *constants.values(),
+            warps,
+            torch.cuda.current_device() if _on_gpu(tensors) else None,
+        )
+        compiled = self._compiled.get(key)
+        if compiled is not None:
+            compiled[grid](*tensors, *numbers, *constants.values())
+            return
+        compiled = self._kernel[grid](
+            *tensors, *numbers, **constants, num_warps=warps, enable_fp_fusion=False
+        )
+        if compiled is not None:  # Triton's interpreter compiles nothing
+            self._compiled[key] = compiled
+
+
+def _on_gpu(tensors: Sequence[Tensor | None]) -> bool:
+    return tensors[0] is not None and tensors[0].is_cuda

@@ -1,0 +1,341 @@
+"""The Hopper kernels on a GPU: INT8 bit for bit, FP8 within a bound, in every configuration, behind any kernel."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+from gpu_layers import Layer, codes, dense_sums, exact, gpu, layer, normal, require_hopper
+from strategies import assert_same_bits
+from test_gpu_plans import host_us
+from torch import Tensor
+
+from slidesparse import gemm, kernels, reference
+from slidesparse.gemm import hopper, hopper_configs
+from slidesparse.gemm.library import NAMES, LibraryError, Problem
+from slidesparse.pattern import SlidePattern
+from slidesparse.prune import prune
+from slidesparse.quantize import FP8, INT8, quantize_rows
+from slidesparse.slide import lift_layout
+
+pytestmark = pytest.mark.gpu
+
+PATTERNS = ["2:4", "4:6", "6:8", "8:10", "10:12", "12:14", "14:16", "2_inf"]
+TOKENS = [1, 3, 8, 9, 16, 17, 64, 100, 129, 300, 2048, 16384]
+N, K = 1001, 1003  # no multiples of anything
+OUTPUTS = (torch.bfloat16, torch.float16)
+UNITS = {torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}  # half an ulp, relative
+
+
+@pytest.fixture(autouse=True, scope="module")
+def on_hopper() -> None:
+    require_hopper()
+
+
+def scales(count: int, seed: int) -> Tensor:
+    """[count, 1] of about what INT8 weights and activations have."""
+    generator = torch.Generator("cuda").manual_seed(seed)
+    return torch.rand(count, 1, generator=generator, device=gpu()) * 0.01 + 0.001
+
+
+def scaled(sums: Tensor, made: Layer, scale_x: Tensor, bias: Tensor | None, out: torch.dtype) -> Tensor:
+    """What the epilogue makes of exact sums."""
+    return reference.dequant_bias(sums.to(torch.int32), scale_x, made.scale, bias, out, "cuda")
+
+
+@pytest.fixture(scope="module", params=PATTERNS)
+def int8_layer(request: pytest.FixtureRequest) -> Layer:
+    return layer("hopper", request.param, INT8, N, K)
+
+
+@pytest.mark.parametrize("m", TOKENS)
+def test_int8_is_exact(int8_layer: Layer, m: int) -> None:
+    """Sums and their scaling, for both outputs, and without a bias or with one of each type."""
+    q, scale_x = codes(m, K, seed=m), scales(m, m)
+    lifted, sums = int8_layer.lifted(q), exact(q, int8_layer.weight)
+    for out in OUTPUTS:
+        for bias in (None, normal(1, N, 1)[0].to(out), normal(1, N, 2, torch.float32)[0]):
+            found = int8_layer.product(lifted, scale_x, bias, out)
+            assert_same_bits(found, scaled(sums, int8_layer, scale_x, bias, out))
+    assert_same_bits(int8_layer.product(lifted, scale_x, bias, out), found)  # and the same again
+
+
+def test_int8_sums_beyond_float32() -> None:
+    """Sums between 2^24 and 2^25 are rounded once, to float32, as everywhere else."""
+    m, n, k = 17, 64, 4096
+    made = layer("hopper", "2:4", INT8, n, k)
+    weight = torch.where(made.weight == 0, 0, made.weight.clamp(100, 127) | codes(n, k, 3) & 3).to(INT8)
+    q, ones = codes(m, k, seed=m).clamp(100, 127) | codes(m, k, 4) & 3, torch.ones(64, 1, device=gpu())
+    sums = exact(q, weight)
+    assert int(sums.min()) > 2**24
+    small = ones * 2.0**-12  # so that FP16 holds the result
+    found = gemm.provider("hopper").scaled_matmul(
+        q, ones[:m], gemm.provider("hopper").pack(weight), small, None, torch.float16
+    )
+    expected = reference.dequant_bias(sums.to(torch.int32), ones[:m], small, None, torch.float16, "cuda")
+    assert_same_bits(found, expected)
+
+
+@pytest.mark.parametrize("m", [1, 17, 100, 2048])
+@pytest.mark.parametrize("pattern", PATTERNS)
+def test_fp8_errs_at_most_twice_as_much_as_the_dense_kernel(pattern: str, m: int) -> None:
+    """With scales of 1, so what is left beside the sum's own error is one rounding: a result r is further from its sum
+    by up to UNIT / (1 - UNIT) * |r|.  Sums are made small for FP16 by scale_w, a power of two, which rounds nothing.
+    """
+    made = layer("hopper", pattern, FP8, N, K)
+    q = normal(m, K, seed=m, dtype=torch.float32).mul_(100).clamp_(-448, 448).to(FP8)
+    sums = exact(q, made.weight)
+    of_dense = (dense_sums(q, made.weight).double() - sums).abs().max()
+    shrink = torch.full((N, 1), 2.0**-10, device=gpu())
+    ones = torch.ones(m, 1, device=gpu())
+    for out in OUTPUTS:
+        found = gemm.provider("hopper").scaled_matmul(made.lifted(q), ones, made.packed, shrink, None, out)
+        found = found.double() * 2.0**10
+        tiny = 2.0**-25 * 2.0**10 if out == torch.float16 else 0.0  # half of FP16's subnormal step
+        beyond = (found - sums).abs() - found.abs() * (UNITS[out] / (1 - UNITS[out])) - tiny
+        assert beyond.max() <= 2 * of_dense
+
+
+def configurations(n: int, k: int, m: int) -> list[hopper_configs.Config]:
+    sms = torch.cuda.get_device_properties(gpu()).multi_processor_count
+    return hopper_configs.candidates(n, k, m, sms, 10**6)
+
+
+@pytest.mark.parametrize(
+    ("m", "n", "k"),
+    [(1, 333, 1000), (7, 4608, 512), (16, 65, 8192), (40, 640, 64), (100, 201, 777), (300, 513, 1536)],
+)
+def test_every_configuration_gives_the_same(m: int, n: int, k: int) -> None:
+    """Bit for bit, also where parts of K are summed elsewhere; and none is refused."""
+    made = layer("hopper", "2:4", INT8, n, k)
+    q, scale_x, bias = codes(m, k, seed=5), scales(m, 5), normal(1, n, 6)[0]
+    lifted = torch.nn.functional.pad(made.lifted(q), (0, made.columns - made.lifted(q).shape[1]))
+    expected = scaled(exact(q, made.weight), made, scale_x, bias, torch.bfloat16)
+    problem = Problem("int8", "bf16", n, made.columns, m, "both", True)
+    out = torch.empty_like(expected)
+    found = configurations(n, k, m)
+    assert {config.design for config in found} == {"split", "stream"}
+    for config in found:
+        plan = hopper.LIBRARY.plan(problem, gpu(), str(config))
+        for _ in range(2):  # a workspace must be left as it was found
+            out.fill_(torch.nan)
+            plan.run(lifted, made.packed, out, made.scale, scale_x, bias)
+            assert torch.equal(out, expected), config
+
+
+def random_case(rng: random.Random, index: int) -> tuple[str, Tensor]:
+    """A product of random sizes, types and configuration: what it is, and how many of its outputs are wrong.
+
+    INT8: not equal.  FP8: further from float64 than the tensor cores' sums may be.  These are cut to about 14 bits of
+    the largest summand in each step of 32 columns; 2^-9 of the sum of magnitudes is above that for these K, and above
+    rounding float32 sums.  That every product is there, and at its place, is what INT8 shows.
+    """
+    m = rng.choice((rng.randint(1, 16), rng.randint(1, 130), rng.randint(1, 600)))
+    n, k = rng.randint(1, 900), rng.randint(1, 2000)
+    dtype, out = rng.choice((INT8, FP8)), rng.choice(OUTPUTS)
+    pattern = SlidePattern.parse(rng.choice(PATTERNS[:7]))
+    phase = rng.randrange(pattern.length or 1)
+    numbers = codes(n, k, index) if dtype == INT8 else normal(n, k, index, torch.float32) * 60
+    weight = prune(numbers, pattern, phase=phase).to(dtype)
+    layout = pattern.layout(k, phase)
+    columns = gemm.columns("hopper", layout.slided)
+    plain = (
+        codes(m, k, index + 1) if dtype == INT8 else (normal(m, k, index + 1) * 100).clamp(-448, 448).to(FP8)
+    )
+    lifted = lift_layout(plain, layout)
+    q = torch.nn.functional.pad(lifted.view(INT8), (0, columns - layout.slided)).view(dtype)
+    scale_x = scales(m, index + 1)
+    scale_w = scales(n, index)
+    bias = rng.choice((None, normal(1, n, 2)[0].to(out), normal(1, n, 2, torch.float32)[0]))
+    packed = gemm.slide_and_pack("hopper", weight, pattern, phase, "the layer of a test")
+    config = rng.choice(configurations(n, columns, m))
+    plan = hopper.LIBRARY.plan(Problem(NAMES[dtype], "bf16", n, columns, m, "both"), gpu(), str(config))
+    found = torch.full((m, n), torch.nan, dtype=out, device=gpu())
+    plan.run(q, packed, found, scale_w, scale_x, bias)
+    wide, plain = weight.double(), plain.double()
+    sums = plain @ wide.t()
+    if dtype == INT8:
+        expected = reference.dequant_bias(sums.to(torch.int32), scale_x, scale_w, bias, out, "cuda")
+        wrong = (found != expected) | found.isnan()
+    else:
+        both = scale_w.double().t() * scale_x.double()
+        y = sums * both + (0 if bias is None else bias.double())
+        slack = (plain.abs() @ wide.abs().t()) * both * 2.0**-9
+        bound = slack + UNITS[out] * (y.abs() + slack) + 2.0**-24
+        wrong = ~((found.double() - y).abs() <= bound)
+    name = f"{index}: {NAMES[dtype]} m {m} n {n} k {k} {pattern.ratio} phase {phase} {config} {out}"
+    return name, wrong.sum()
+
+
+@pytest.mark.slow
+def test_ten_thousand_random_shapes() -> None:
+    rng = random.Random(20)
+    names, wrong = zip(*(random_case(rng, index) for index in range(10_000)), strict=True)
+    counts = torch.stack(wrong).tolist()
+    bad = [f"{name}: {count} wrong" for name, count in zip(names, counts, strict=True) if count]
+    assert not bad, f"{len(bad)} of {len(names)}: {bad[:5]}"
+
+
+@pytest.mark.parametrize("position", ["off", "early", "late"])
+@pytest.mark.parametrize(
+    ("m", "pattern"), [(1, "6:8"), (64, "6:8"), (64, "2:4"), (3000, "6:8"), (3000, "2:4")]
+)
+def test_a_layer_whenever_its_product_may_start(
+    position: str, m: int, pattern: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With tokens that change from call to call, in memory that the calls before have used."""
+    monkeypatch.setattr(kernels, "LAUNCH_DEPENDENTS", position)
+    made = layer("hopper", pattern, INT8, 1024, 3584)
+    inputs = [normal(m, 3584, seed) * (seed + 1) for seed in range(4)]
+    expected = []
+    for x in inputs:
+        q, scale_x = made.quantized(x)
+        torch.cuda.synchronize()
+        expected.append(made.product(q, scale_x, None, torch.bfloat16))
+        torch.cuda.synchronize()
+    wrong = torch.zeros((), dtype=torch.int64, device=gpu())
+    for i in range(100):
+        wrong += (made.linear(inputs[i % 4]) != expected[i % 4]).sum()
+    assert int(wrong) == 0
+
+
+@pytest.fixture(scope="module")
+def fronts() -> tuple[Layer, Tensor, Tensor, list[Tensor], list[Tensor], list[Tensor]]:
+    """A layer, memory for its codes and scales, and several of those with their outputs."""
+    made, m = layer("hopper", "2:4", INT8, 256, 16384), 256
+    sources = [codes(m, 16384, seed) for seed in range(3)]
+    sizes = [scales(m, seed) for seed in range(3)]
+    torch.cuda.synchronize()
+    expected = [made.product(q, s, None, torch.bfloat16) for q, s in zip(sources, sizes, strict=True)]
+    torch.cuda.synchronize()
+    return made, torch.empty_like(sources[0]), torch.empty_like(sizes[0]), sources, sizes, expected
+
+
+def test_kernels_in_front_that_are_not_ours(fronts: tuple) -> None:  # type: ignore[type-arg]
+    """An elementwise kernel that writes the codes, long enough to be overtaken, and one that writes the scales."""
+    made, q, scale_x, sources, sizes, expected = fronts
+    wrong = torch.zeros((), dtype=torch.int64, device=gpu())
+    for i in range(200):
+        j = i % 3
+        if i % 2:
+            torch.mul(sizes[j], 1, out=scale_x)
+            torch.bitwise_or(sources[j], 0, out=q)
+        else:
+            torch.bitwise_or(sources[j], 0, out=q)
+            torch.mul(sizes[j], 1, out=scale_x)
+        wrong += (made.product(q, scale_x, None, torch.bfloat16) != expected[j]).sum()
+    assert int(wrong) == 0
+
+
+def test_a_graph_with_copies_and_joins_in_front(fronts: tuple) -> None:  # type: ignore[type-arg]
+    """Behind a copy, behind a memory set, behind another stream, and as the first of all."""
+    made, q, scale_x, sources, sizes, expected = fronts
+    stream, other, graph = torch.cuda.Stream(), torch.cuda.Stream(), torch.cuda.CUDAGraph()
+    first, zeros = sources[0].clone(), torch.zeros_like(q)
+    torch.cuda.synchronize()
+
+    def product(codes_: Tensor, scale: Tensor) -> Tensor:
+        return made.product(codes_, scale, None, torch.bfloat16)
+
+    with torch.cuda.stream(stream):
+        product(first, sizes[0])
+    torch.cuda.synchronize()
+    with torch.cuda.graph(graph, stream=stream):
+        alone = product(first, sizes[0])
+        scale_x.copy_(sizes[1])
+        q.copy_(sources[1])
+        copied = product(q, scale_x)
+        zeros.zero_()
+        nothing = product(zeros, scale_x)
+        other.wait_stream(stream)
+        with torch.cuda.stream(other):
+            torch.bitwise_or(sources[2], 0, out=q)
+            torch.mul(sizes[2], 1, out=scale_x)
+        stream.wait_stream(other)
+        joined = product(q, scale_x)
+    for _ in range(50):
+        graph.replay()
+    torch.cuda.synchronize()
+    assert torch.equal(alone, expected[0])
+    assert torch.equal(copied, expected[1])
+    assert not bool(nothing.any())
+    assert torch.equal(joined, expected[2])
+
+
+def test_capturing_on_a_stream_of_its_own() -> None:
+    """The streaming kernel's workspace is there although nothing ran on the stream before."""
+    made = layer("hopper", "2:4", INT8, 512, 4096)
+    q, scale_x = codes(64, 4096, 1), scales(64, 1)
+    problem = Problem("int8", "bf16", 512, 4096, 64, "both")
+    names = [str(config) for config in configurations(512, 4096, 64) if config.design == "stream"]
+    plan = hopper.LIBRARY.plan(problem, gpu(), names[0])
+    out, graph = torch.empty(64, 512, dtype=torch.bfloat16, device=gpu()), torch.cuda.CUDAGraph()
+    plan.run(q, made.packed, out, made.scale, scale_x)
+    expected = out.clone()
+    torch.cuda.synchronize()
+    with torch.cuda.graph(graph, stream=torch.cuda.Stream()):
+        plan.run(q, made.packed, out, made.scale, scale_x)
+    for _ in range(3):
+        out.zero_()
+        graph.replay()
+        assert torch.equal(out, expected)
+
+
+def test_the_second_gpu() -> None:
+    if torch.cuda.device_count() < 2:
+        pytest.skip("one GPU only")
+    weight, x = codes(200, 300, 1), normal(33, 300, 2)
+    pattern = SlidePattern(8)
+    weight = prune(weight, pattern)
+    outputs = []
+    for device in ("cuda:0", "cuda:1"):
+        packed = gemm.slide_and_pack("hopper", weight.to(device), pattern, 0, "the layer of a test")
+        columns = gemm.columns("hopper", pattern.layout(300).slided)
+        q, scale_x = torch.ops.slidesparse.quant_slide(x.to(device), 8, 0, INT8, columns)
+        ones = torch.ones(200, 1, device=device)
+        outputs.append(
+            torch.ops.slidesparse.scaled_matmul(
+                q, scale_x, packed, ones, None, torch.bfloat16, "hopper"
+            ).cpu()
+        )
+    assert_same_bits(outputs[1], outputs[0])
+
+
+@pytest.fixture
+def small() -> Layer:
+    return layer("hopper", "2:4", INT8, 64, 64)
+
+
+@pytest.mark.slow
+def test_host_time_of_a_product(small: Layer) -> None:
+    """From the call of a plan to the launch at most 15 us, as for the other sparse backend."""
+    q, scale_x = small.quantized(normal(16, 64, 0))
+    out = torch.empty(16, 64, dtype=torch.bfloat16, device=gpu())
+    plan = hopper.LIBRARY.plan(Problem("int8", "bf16", 64, 64, 16, "both"), gpu())
+    of_plan = host_us(lambda: plan.run(q, small.packed, out, small.scale, scale_x))
+    of_provider = host_us(lambda: small.product(q, scale_x, None, torch.bfloat16))
+    print(f"host time of a product: {of_plan:.1f} us, by the operator {of_provider:.1f} us")
+    assert of_plan <= 15, f"{of_plan:.1f} us"
+
+
+def test_what_a_launch_refuses_is_told(small: Layer) -> None:
+    """More tokens than a grid has tiles, of a configuration that tuning would not choose."""
+    m = 8 * hopper_configs.MOST_TILES + 1
+    plan = hopper.LIBRARY.plan(Problem("int8", "bf16", 64, 64, m, "both"), gpu(), "split:1x8/1x1/1")
+    q, scale_x = torch.zeros(m, 64, dtype=INT8, device=gpu()), torch.ones(m, 1, device=gpu())
+    out = torch.empty(m, 64, dtype=torch.bfloat16, device=gpu())
+    with pytest.raises(
+        LibraryError, match="cudaErrorInvalidConfiguration .* by configuration split:1x8/1x1/1"
+    ):
+        plan.run(q, small.packed, out, small.scale, scale_x)
+    assert not bool(small.product(q, scale_x, None, torch.bfloat16).any())  # by a configuration that can
+
+
+def test_codes_equal_vllms(small: Layer) -> None:
+    """Whatever starts when, codes and scales are those of the reference."""
+    x = normal(100, 64, 3)
+    q, scale_x = small.quantized(x)
+    expected = quantize_rows(x.cpu(), INT8)
+    assert_same_bits(q.cpu(), expected[0])
+    assert_same_bits(scale_x.cpu(), expected[1])
