@@ -66,7 +66,9 @@ def e2e(
     ] = None,
     systems: Annotated[
         str,
-        typer.Option(help="stock: without the plugin; off: DISABLE_SLIDESPARSE=1; cublaslt; sparse."),
+        typer.Option(
+            help="stock: without the plugin; off: DISABLE_SLIDESPARSE=1; cublaslt; sparse; hopper: our own kernels."
+        ),
     ] = "stock,off,cublaslt,sparse",
     rounds: Annotated[int, typer.Option(min=1, help="Runs of each, in alternating order.")] = 3,
     prompt_len: Annotated[int, typer.Option(help="Tokens of a prompt of prefill at most.")] = 1024,
@@ -99,7 +101,7 @@ def e2e(
 ) -> None:
     """Tokens per second of whole models: stock vLLM, dense cuBLASLt, sparse; writes OUT/e2e.csv."""
     with _refused():
-        from slidesparse.bench.e2e import DECODE, PREFILL, STAGES, SYSTEMS, TOKENS, Workload
+        from slidesparse.bench.e2e import DECODE, PREFILL, SLIDED, STAGES, SYSTEMS, TOKENS, Workload
         from slidesparse.bench.e2e import runs as plan
         from slidesparse.bench.e2e_models import find_model
         from slidesparse.bench.measure import Deadline
@@ -114,8 +116,8 @@ def e2e(
             models,
             name,
             parse_patterns(patterns) if patterns else None,
-            dense=chosen != ("sparse",),
-            sparse="sparse" in chosen,
+            dense=not set(chosen) <= set(SLIDED),
+            sparse=not set(chosen).isdisjoint(SLIDED),
         )
         work = Workload(
             prompt_len, prefill_steps, decode_prompt_len, decode_steps, tuple(shlex.split(vllm_args))
@@ -166,13 +168,14 @@ def _prepare(
 ) -> E2eBench:
     """Write the conditions, and open the table."""
     from slidesparse.bench import e2e_resident, e2e_runs
+    from slidesparse.bench.e2e import SLIDED
     from slidesparse.bench.e2e_models import DENSE
     from slidesparse.bench.records import write_conditions
 
     vllm = e2e_runs.find_vllm()
     facts = e2e_runs.conditions(systems)
     folders = {pattern: str(variant.folder) for pattern, variant in model.sparse.items()}
-    if set(systems) != {"sparse"}:
+    if not set(systems) <= set(SLIDED):
         folders[DENSE] = str(model.dense.folder)
     facts |= {f"{model.name} {pattern} checkpoint": folder for pattern, folder in folders.items()}
     facts["workload"] = e2e_resident.workload(work) if resident else work.conditions

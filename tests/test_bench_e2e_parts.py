@@ -11,7 +11,18 @@ from models import write_config
 from packaging.version import Version
 
 from slidesparse.bench import e2e_runs
-from slidesparse.bench.e2e import CUBLASLT, OFF, SPARSE, STOCK, TOKENS, Workload, command, environment, runs
+from slidesparse.bench.e2e import (
+    CUBLASLT,
+    HOPPER,
+    OFF,
+    SPARSE,
+    STOCK,
+    TOKENS,
+    Workload,
+    command,
+    environment,
+    runs,
+)
 from slidesparse.bench.e2e_models import DENSE, E2eError, find_model
 from slidesparse.bench.e2e_runs import RunError, check_log, check_room, tokens_per_second
 
@@ -47,7 +58,9 @@ def test_the_steps_have_m_tokens() -> None:
 
 def test_the_paper_s_cells_are_the_default(tmp_path: Path) -> None:
     model = find_model(write_config(tmp_path / "m", "6:8"), None, None, None, dense=True, sparse=True)
-    cells = runs(model, ("prefill", "decode"), TOKENS, (STOCK,), 1, Workload(prompt_len=256, decode_steps=100))
+    cells = runs(
+        model, ("prefill", "decode"), TOKENS, (STOCK,), 1, Workload(prompt_len=256, decode_steps=100)
+    )
     assert [run.m for run in cells if run.stage == "prefill"] == [2**i for i in range(9, 17)]
     assert [run.m for run in cells if run.stage == "decode"] == [64, 128, 256, 512]
     with pytest.raises(E2eError, match=r"prefill M 512 needs sequences of 513 tokens, .* takes 512"):
@@ -154,3 +167,18 @@ def test_no_process_outlives_a_run(tmp_path: Path, seconds: float) -> None:
     while left.exists() and left.read_text().rsplit(")", 1)[1].split()[0] != "Z":
         assert time.monotonic() < deadline, "the child still runs"
         time.sleep(0.02)
+
+
+def test_our_own_kernels_are_a_system_beside_the_library(tmp_path: Path) -> None:
+    write_config(tmp_path / "2_8", "6:8")
+    model = find_model(tmp_path, None, None, None, dense=False, sparse=True)
+    found = runs(model, ("decode",), {"decode": (64,)}, (SPARSE, HOPPER), 2, Workload(decode_steps=8))
+    assert [(run.system, run.pattern) for run in found] == [
+        (SPARSE, "6:8"),
+        (HOPPER, "6:8"),
+        (HOPPER, "6:8"),
+        (SPARSE, "6:8"),
+    ]
+    flags = {"USE_CUSPARSELT": "1", "SLIDESPARSE_BACKEND": "hopper"}
+    assert environment(HOPPER, {"SLIDESPARSE_BACKEND": "cusparselt", "HOME": "/"}).items() >= flags.items()
+    assert "SLIDESPARSE_BACKEND" not in environment(SPARSE, {"SLIDESPARSE_BACKEND": "hopper"})

@@ -57,6 +57,17 @@ def test_speedups_share_of_the_bound_and_efficiency(tmp_path: Path) -> None:
     assert "20.0% in the median, 20.0% at most" in text
 
 
+def test_another_sparse_provider_has_a_section_of_its_own(tmp_path: Path) -> None:
+    lines = [
+        square("int8", "dense", 64, "cublaslt", 100),
+        square("int8", "6:8", 64, "cusparselt", 80),
+        square("int8", "6:8", 64, "hopper", 50),
+    ]
+    text = kernel(tmp_path, lines)
+    (library, *_), (own, *_) = (tables(text, f"Square, M = N = K{by}, INT8") for by in ("", ", hopper"))
+    assert (library[1], own[1]) == (["64", "100.0", "1.25"], ["64", "100.0", "2.00"])
+
+
 # The paper's theoretical ratios (appendix D.5.1): a pattern that reaches them has 100%.
 @pytest.mark.parametrize(
     ("pattern", "ratio"), [("4:6", 3 / 4), ("6:8", 2 / 3), ("8:10", 5 / 8), ("2_inf", 1 / 2)]

@@ -26,7 +26,7 @@ from packaging.version import Version
 
 from slidesparse.bench.e2e_models import DENSE, E2eError, Model, Variant
 from slidesparse.decoder import TOKENIZER
-from slidesparse.flags import DISABLE, SPARSITY, USE_CUBLASLT, USE_CUSPARSELT
+from slidesparse.flags import BACKEND, DISABLE, SPARSITY, USE_CUBLASLT, USE_CUSPARSELT
 
 PREFILL, DECODE = "prefill", "decode"
 STAGES = (PREFILL, DECODE)
@@ -34,15 +34,17 @@ TOKENS = {
     PREFILL: (512, 1024, 2048, 4096, 8192, 16384, 32768, 65536),
     DECODE: (64, 128, 256, 512),
 }
-STOCK, OFF, CUBLASLT, SPARSE = "stock", "off", "cublaslt", "sparse"
+STOCK, OFF, CUBLASLT, SPARSE, HOPPER = "stock", "off", "cublaslt", "sparse", "hopper"
+SLIDED = (SPARSE, HOPPER)  # the systems that run a pattern: as the plugin would, and by our own kernels
 # What each system sets, of our flags; the plugin is not even loaded for stock (`environment`).
 SYSTEMS: dict[str, dict[str, str]] = {
     STOCK: {},
     OFF: {DISABLE: "1"},
     CUBLASLT: {USE_CUBLASLT: "1"},
     SPARSE: {USE_CUSPARSELT: "1"},
+    HOPPER: {USE_CUSPARSELT: "1", BACKEND: "hopper"},
 }
-FLAGS = (USE_CUSPARSELT, USE_CUBLASLT, DISABLE, SPARSITY)
+FLAGS = (USE_CUSPARSELT, USE_CUBLASLT, DISABLE, SPARSITY, BACKEND)
 
 PLUGIN, PLUGINS = "slidesparse", "VLLM_PLUGINS"
 # The groups of entry points that vLLM loads whole when VLLM_PLUGINS is not set.
@@ -151,9 +153,9 @@ def runs(
 
     ``tokens`` has the M of each stage.  Raises E2eError for an M that cannot be run.
     """
-    columns = [(system, DENSE, model.dense) for system in systems if system != SPARSE]
-    if SPARSE in systems:
-        columns += [(SPARSE, pattern, variant) for pattern, variant in model.sparse.items()]
+    columns = [(system, DENSE, model.dense) for system in systems if system not in SLIDED]
+    for system in (name for name in systems if name in SLIDED):
+        columns += [(system, pattern, variant) for pattern, variant in model.sparse.items()]
     found = []
     for number in range(1, rounds + 1):
         for stage in stages:

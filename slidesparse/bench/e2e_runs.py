@@ -25,6 +25,8 @@ from slidesparse.bench import machine
 from slidesparse.bench.e2e import (
     CUBLASLT,
     DECODE,
+    HOPPER,
+    SLIDED,
     SPARSE,
     Run,
     Workload,
@@ -38,7 +40,7 @@ from slidesparse.bench.records import SAME, Records, amend_conditions
 KEY = ("model", "dtype", "stage", "M", "pattern", "system", "round")
 COLUMNS = (*KEY, "tokens_per_s")
 CONDITIONS = (*SAME, "cpu", "workload")  # that all rows of a table share
-LIBRARIES = {CUBLASLT: "cublaslt", SPARSE: "cusparselt"}  # what a system needs on a GPU
+LIBRARIES = {CUBLASLT: "cublaslt", SPARSE: "cusparselt", HOPPER: "hopper"}  # what a system needs on a GPU
 RUN_SECONDS = 1800.0  # of one process: loading, compiling and capturing included
 END_SECONDS = 15  # between asking a process to end and making it
 LAST_LINES, CAUSES = 8, 3
@@ -145,7 +147,7 @@ def check_log(run: Run, text: str) -> str:
             "the plugin did not count its layers in the log: it is not installed in the environment of the vllm "
             "command, or VLLM_LOGGING_LEVEL hides its line"
         )
-    kind, pattern = ("sparse", run.pattern) if run.system == SPARSE else ("on the cuBLASLt", said["pattern"])
+    kind, pattern = ("sparse", run.pattern) if run.system in SLIDED else ("on the cuBLASLt", said["pattern"])
     if (said["kind"], said["pattern"]) != (kind, pattern) or not int(said["layers"]):
         raise RunError(f"the plugin served {said['line']}, not {run.label}")
     return said["line"]

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from slidesparse.report import plots
 from slidesparse.report.compare import compare_page
-from slidesparse.report.data import STOCK, ReportError, Results, read_kernel, read_linear
+from slidesparse.report.data import SPARSE, STOCK, ReportError, Results, read_kernel, read_linear
 from slidesparse.report.e2e import EndToEnd, e2e_page, read_e2e
 from slidesparse.report.e2e import draw as draw_e2e
 from slidesparse.report.layouts import Layouts, layout_page, read_layouts
@@ -58,7 +58,9 @@ def render(folder: Path, reference: Path | None = None) -> list[Path]:
         )
     models = model_sections(kernel)
     products, layers = [*square_sections(kernel), *models], linear_sections(linear)
-    comparison, more = compare_page(models, reference) if reference else ([], [])
+    comparison, more = (
+        compare_page([s for s in models if s.ours == SPARSE], reference) if reference else ([], [])
+    )
 
     drawn = plots.available()
     kernel_plots = plots.draw("kernel", folder, products) if drawn else []

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
@@ -13,6 +13,8 @@ from slidesparse.pattern import SlidePattern
 from slidesparse.report import plots
 from slidesparse.report.data import (
     DENSE,
+    HOPPER,
+    OURS,
     SPARSE,
     STOCK,
     ReportError,
@@ -24,13 +26,13 @@ from slidesparse.report.data import (
 from slidesparse.report.losses import cells, sentence
 from slidesparse.report.markdown import NOTHING, grid, percent, table, times
 from slidesparse.report.pages import bound, efficiency, head, images, page, share
-from slidesparse.report.sections import Key, Section, absent_cells
+from slidesparse.report.sections import Key, Section, absent_cells, beside_dense, by_provider, named
 
 E2E_COLUMNS = ("model", "dtype", "stage", "M", "pattern", "system", "round", "tokens_per_s")
 STAGES = ("prefill", "decode")
 OFF = "off"
 # The column ``system`` -> the provider it stands for in the tables and plots of all pages.
-PROVIDERS = {STOCK: STOCK, OFF: OFF, "cublaslt": DENSE, "sparse": SPARSE}
+PROVIDERS = {STOCK: STOCK, OFF: OFF, "cublaslt": DENSE, "sparse": SPARSE, HOPPER: HOPPER}
 NAMES = {STOCK: "stock vLLM, without the plugin", DENSE: "dense cuBLASLt through the plugin"}
 
 
@@ -86,23 +88,26 @@ def read_e2e(folder: Path) -> EndToEnd:
             if value not in allowed:
                 raise ReportError(f"{line.place}: {column} is {value!r}; allowed: {', '.join(allowed)}")
         pattern, rate = line.pattern("pattern"), line.number("tokens_per_s")
-        if (pattern is None) == (system == "sparse"):
+        if (pattern is None) == (PROVIDERS[system] in OURS):
             raise ReportError(f"{line.place}: {system} with pattern {line.fields['pattern']!r}")
         if rate is not None:
             subject = line.fields["model"], line.fields["dtype"].lower(), stage
             cell = PROVIDERS[system], pattern, line.integer("M")
             found[subject][cell][line.integer("round")] = rate
     order = sorted(found, key=lambda s: (s[0], dtype_order(s[1]), STAGES.index(s[2])))
-    rows = [_measured(subject, found[subject]) for subject in order]
+    rows = [row for subject in order for row in _measured(subject, found[subject])]
     return EndToEnd("e2e", tuple(rows), conditions, (*notes, *more))
 
 
-def _measured(subject: tuple[str, str, str], cells: Mapping[Key, Mapping[int, float]]) -> Measured:
+def _measured(subject: tuple[str, str, str], cells: Mapping[Key, Mapping[int, float]]) -> Iterator[Measured]:
+    """One for each of our sparse providers."""
     model, dtype, stage = subject
-    rates = {key: Rate(tuple(by_round.values())) for key, by_round in cells.items()}
-    us = {key: 1e6 / rate.median for key, rate in rates.items()}
-    section = Section(f"{model}, {stage}", dtype, us, absent=absent_cells(us, us))
-    return Measured(model, stage, section, rates)
+    all_rates = {key: Rate(tuple(by_round.values())) for key, by_round in cells.items()}
+    for ours in by_provider(all_rates):
+        rates = beside_dense(all_rates, ours)
+        us = {key: 1e6 / rate.median for key, rate in rates.items()}
+        title = named(f"{model}, {stage}", ours)
+        yield Measured(model, stage, Section(title, dtype, us, absent=absent_cells(us, us), ours=ours), rates)
 
 
 def draw(folder: Path, found: EndToEnd) -> list[Path]:
@@ -178,7 +183,7 @@ def _tables(row: Measured) -> list[str]:
     columns: list[tuple[str, str, SlidePattern | None]] = [
         (name, provider, None) for name, provider in PROVIDERS.items() if provider in section.baselines
     ]
-    columns += [(pattern.ratio, SPARSE, pattern) for pattern in section.patterns]
+    columns += [(pattern.ratio, section.ours, pattern) for pattern in section.patterns]
     rates = [
         [str(m), *(str(row.rates.get((provider, pattern, m), NOTHING)) for _, provider, pattern in columns)]
         for m in section.ms

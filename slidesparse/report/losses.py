@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from slidesparse.pattern import SlidePattern
-from slidesparse.report.data import SPARSE, STOCK, pattern_order
+from slidesparse.report.data import STOCK, pattern_order
 from slidesparse.report.markdown import NOTHING, microseconds, table, times
 from slidesparse.report.sections import Section
 
@@ -45,7 +45,7 @@ class Cell:
 def cells(sections: Sequence[Section], pattern: SlidePattern) -> list[Cell]:
     """Every M of every section."""
     return [
-        Cell(s.title, s.dtype, m, s.us.get((SPARSE, pattern, m)), s.us.get((STOCK, None, m)))
+        Cell(s.title, s.dtype, m, s.us.get((s.ours, pattern, m)), s.us.get((STOCK, None, m)))
         for s in sections
         for m in s.ms
     ]

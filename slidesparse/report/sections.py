@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from slidesparse.pattern import HARDWARE_LENGTH, HARDWARE_NONZEROS, SlidePattern
 from slidesparse.report.data import (
     DENSE,
     LAYERS,
     MODEL,
+    OURS,
     SPARSE,
     SQUARE,
     SUM,
@@ -22,6 +23,7 @@ from slidesparse.report.data import (
     pattern_order,
 )
 
+T = TypeVar("T")
 Key = tuple[str, "SlidePattern | None", int]  # provider, pattern (None: dense), M
 TWO_FOUR = SlidePattern(HARDWARE_LENGTH)
 ELEMENT_BYTES = {"int8": 1, "fp8": 1, "fp16": 2, "bf16": 2}
@@ -39,6 +41,7 @@ class Section:
     mode: str = MODEL
     absent: tuple[str, ...] = ()  # what others have at this dtype and this one does not, in words
     shapes: tuple[tuple[int, int, int], ...] = ()  # (M or 0 for any M, N, K) of the products
+    ours: str = SPARSE  # the sparse provider
 
     @property
     def ms(self) -> list[int]:
@@ -48,7 +51,7 @@ class Section:
     @property
     def patterns(self) -> list[SlidePattern]:
         """Those of our provider, sparsest first."""
-        found = {pattern for provider, pattern, _ in self.us if provider == SPARSE and pattern is not None}
+        found = {pattern for provider, pattern, _ in self.us if provider == self.ours and pattern is not None}
         return sorted(found, key=pattern_order)
 
     @property
@@ -59,7 +62,7 @@ class Section:
 
     def speedup(self, pattern: SlidePattern, m: int, over: str = DENSE) -> float | None:
         """Dense latency of ``over`` / ours; None unless both were measured."""
-        ours, dense = self.us.get((SPARSE, pattern, m)), self.us.get((over, None, m))
+        ours, dense = self.us.get((self.ours, pattern, m)), self.us.get((over, None, m))
         return dense / ours if ours and dense else None
 
     def share_of_bound(self, pattern: SlidePattern, m: int) -> float | None:
@@ -123,19 +126,55 @@ class Ceilings:
         return max(compute, moved / (self.copy * 1e3))
 
 
+def by_provider(keys: Iterable[Key]) -> list[str]:
+    """Our sparse providers that are among ``keys``; cuSPARSELt when there is none."""
+    found = {provider for provider, pattern, _ in keys if pattern is not None}
+    return [name for name in OURS if name in found] or [SPARSE]
+
+
+def beside_dense(us: Mapping[Key, T], ours: str) -> dict[Key, T]:
+    """The cells of dense providers and of our provider ``ours``."""
+    return {key: value for key, value in us.items() if key[1] is None or key[0] == ours}
+
+
+def named(title: str, ours: str) -> str:
+    """The title of a section, with the provider where that is not cuSPARSELt."""
+    return title if ours == SPARSE else f"{title}, {ours}"
+
+
+def _each(
+    title: str,
+    dtype: str,
+    us: Mapping[Key, float],
+    mode: str = MODEL,
+    wanted: Iterable[Key] | None = None,
+    partial: Mapping[Key, str] | None = None,
+    shapes: tuple[tuple[int, int, int], ...] = (),
+) -> list[Section]:
+    """A section for each of our sparse providers, beside the dense ones; ``wanted`` are the cells that others have."""
+    whole = dict.fromkeys(us if wanted is None else wanted, 0.0)
+    sections = []
+    for ours in by_provider(us):
+        absent = absent_cells(beside_dense(whole, ours), us, partial)
+        sections.append(
+            Section(named(title, ours), dtype, beside_dense(us, ours), mode, absent, shapes, ours)
+        )
+    return sections
+
+
 def square_sections(results: Results) -> list[Section]:
-    """One for each dtype of the square products."""
+    """One for each dtype of the square products, and sparse provider."""
     sections = []
     for dtype in results.dtypes(SQUARE):
         rows = [row for row in results.rows if row.mode == SQUARE and row.dtype == dtype]
         us = {(row.provider, row.pattern, row.m): row.p50 for row in rows}
         shapes = tuple(sorted({(row.m, row.n, row.k) for row in rows}))
-        sections.append(Section("Square, M = N = K", dtype, us, SQUARE, absent_cells(us, us), shapes))
+        sections += _each("Square, M = N = K", dtype, us, SQUARE, shapes=shapes)
     return sections
 
 
 def model_sections(results: Results) -> list[Section]:
-    """One for each model and dtype, its four layers summed; a sum only where all four were measured.
+    """One for each model, dtype and sparse provider, its four layers summed; a sum only where all four were measured.
 
     The layers of a model are those that occur anywhere in the file.  Where they are not four (a list of shapes, or a
     run that stopped early) nothing can be summed, and each layer is a section.
@@ -148,22 +187,22 @@ def model_sections(results: Results) -> list[Section]:
     for dtype in results.dtypes(MODEL):
         rows = [row for row in results.rows if row.mode == MODEL and row.dtype == dtype]
         keys = {(row.provider, row.pattern, row.m) for row in rows}
-        for model, named in sorted(layers.items()):
+        for model, layers_of in sorted(layers.items()):
             of_model = [row for row in rows if row.model == model]
-            if len(named) == LAYERS:
-                us, partial = _sums(of_model, set(named))
-                shapes = tuple((0, *shape) for shape in named.values())
-                sections.append(Section(model, dtype, us, MODEL, absent_cells(keys, us, partial), shapes))
+            if len(layers_of) == LAYERS:
+                us, partial = _sums(of_model, set(layers_of))
+                shapes = tuple((0, *shape) for shape in layers_of.values())
+                sections += _each(model, dtype, us, MODEL, keys, partial, shapes)
                 continue
-            for layer, shape in named.items():
+            for layer, shape in layers_of.items():
                 us = {(row.provider, row.pattern, row.m): row.p50 for row in of_model if row.layer == layer}
-                title, absent = f"{model} {layer}".strip(), absent_cells(keys, us)
-                sections.append(Section(title, dtype, us, MODEL, absent, ((0, *shape),)))
+                title = f"{model} {layer}".strip()
+                sections += _each(title, dtype, us, MODEL, keys, shapes=((0, *shape),))
     return sections
 
 
 def linear_sections(results: Results) -> list[Section]:
-    """One for each model and dtype of ``linear.csv``: its layer ``sum``, as the benchmark wrote it."""
+    """One for each model, dtype and sparse provider of ``linear.csv``: its layer ``sum``, as the benchmark wrote it."""
     sections = []
     for dtype in results.dtypes(MODEL):
         rows = [row for row in results.rows if row.dtype == dtype]
@@ -171,7 +210,7 @@ def linear_sections(results: Results) -> list[Section]:
         for model in sorted({row.model for row in rows}):
             summed = (row for row in rows if row.model == model and row.layer == SUM)
             us = {(row.provider, row.pattern, row.m): row.p50 for row in summed}
-            sections.append(Section(model, dtype, us, MODEL, absent_cells(keys, us)))
+            sections += _each(model, dtype, us, MODEL, keys)
     return sections
 
 
