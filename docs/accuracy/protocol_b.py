@@ -167,7 +167,7 @@ def main() -> None:
         if pattern == DENSE:
             convert(source, made, pattern=SlidePattern(None), quant=quant)
         else:
-            calibration = Calibration(str(calib), CALIBRATION_TEXTS, LONGEST)
+            calibration = Calibration(str(calib), CALIBRATION_TEXTS, LONGEST, resume=True)
             parsed = SlidePattern.parse(pattern)
             report = convert(
                 source, made, pattern=parsed, quant=quant, method=method, calibration=calibration, seed=SEED
