@@ -120,7 +120,7 @@ def test_the_log_tells_which_system_ran(tmp_path: Path) -> None:
     sparse = (
         "SlideSparse 6:8 (2 of every 8 pruned): 8 layers sparse, 1 dense (1 lm_head); dense layout; backend x"
     )
-    dense = sparse.replace("sparse,", "on the cuBLASLt path, not slid,")
+    dense = "SlideSparse dense: 8 layers on the cuBLASLt path, not slid, 1 dense (1 lm_head); dense layout; backend x"
     names = iter("abcdefgh")
     by = {s: one_run(tmp_path / next(names), system=s) for s in (STOCK, OFF, CUBLASLT, SPARSE)}
     assert check_log(by[SPARSE], f"INFO {sparse}\nmore").startswith(

@@ -35,11 +35,13 @@ class Census:
         """``SlideSparse 6:8 (2 of every 8 pruned): 24 layers sparse, 1 dense (1 lm_head); backend ...``"""
         reasons = ", ".join(f"{n} {why}" for why, n in sorted(Counter(self.dense.values()).items()))
         dense = f"{len(self.dense)} dense" + (f" ({reasons})" if reasons else "")
-        kind = "sparse" if resolution.path == "sparse" else "on the cuBLASLt path, not slid"
+        sparse = resolution.path == "sparse"
+        subject = str(resolution.slide_pattern) if sparse else "dense"
+        kind = "sparse" if sparse else "on the cuBLASLt path, not slid"
         patterns = Counter(self.sparse.values())
         if len(patterns) > 1:
             kind += f" ({', '.join(f'{n} at {pattern}' for pattern, n in sorted(patterns.items()))})"
         return (
-            f"SlideSparse {resolution.slide_pattern}: {len(self.sparse)} layers {kind}, {dense}; "
+            f"SlideSparse {subject}: {len(self.sparse)} layers {kind}, {dense}; "
             f"{resolution.layout} layout; backend {resolution.backend}: {resolution.reason}"
         )
