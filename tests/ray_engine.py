@@ -1,0 +1,107 @@
+"""Serve with one of vLLM's Ray executors, on a Ray of our own whose workers see none of our flags, and ask the workers.
+
+A program: ``ray_engine.py REQUEST ANSWER`` runs a `RayRequest` and writes {"executor", "tokens", "driver", "workers"}.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import socket
+import sys
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import engine_tasks
+
+from slidesparse import flags
+
+FLAGS = (
+    *(flags.USE_CUSPARSELT, flags.USE_CUBLASLT, flags.DISABLE),
+    *(flags.SPARSITY, flags.PROFILE, flags.BACKEND),
+)
+RANKS = 2
+
+
+@dataclass(frozen=True)
+class RayRequest:
+    """An engine of RANKS tensor-parallel ranks."""
+
+    model: str
+    env: dict[str, str]  # of the driver only
+    options: dict[str, Any]  # of vllm.LLM
+
+
+def describe(config: Any) -> dict[str, Any]:
+    """How a process sees the quantization of a VllmConfig."""
+    found = config.quant_config
+    resolution = asdict(found.resolution) if "resolution" in vars(found) else None
+    return {"method": type(found).__name__, "resolution": resolution}
+
+
+def describe_worker(worker: Any) -> dict[str, Any]:
+    """`describe` in a worker; for each layer of ours the block length and the backend that it multiplies with; what
+    the process is; what of our flags it can see; its shared memory.
+    """
+    import ray
+    import vllm.plugins
+    from vllm.platforms import current_platform
+
+    schemes = {name: getattr(module, "scheme", None) for name, module in worker.get_model().named_modules()}
+    ours = {name: scheme.arguments for name, scheme in schemes.items() if hasattr(scheme, "arguments")}
+    return {
+        **describe(worker.vllm_config),
+        "layers": {name: [arguments[0], arguments[-1]] for name, arguments in ours.items()},
+        "actor": ray.get_runtime_context().get_actor_id(),
+        "platform": type(current_platform).__name__,
+        "plugins_loaded": vllm.plugins.plugins_loaded,
+        "flags": {name: value for name, value in os.environ.items() if name in FLAGS},
+        "shared": re.findall(r"/dev/shm/\S+", Path("/proc/self/maps").read_text()),
+    }
+
+
+def serve(request: RayRequest) -> dict[str, Any]:
+    """An engine's life.  Ray starts before the flags are there, like a cluster that knows nothing of us."""
+    import ray
+
+    ray.init(
+        address="local",
+        num_cpus=1,
+        num_gpus=RANKS,
+        include_dashboard=False,
+        object_store_memory=100 << 20,  # bytes
+        _temp_dir=os.environ["RAY_TMPDIR"],
+    )
+    # Below here vLLM looks for a port, after which it names shared memory; left alone, root always gets port 100.
+    os.environ["VLLM_DP_MASTER_PORT"] = str(_free_port() - 100)
+    os.environ.update(request.env)
+
+    from vllm import LLM
+
+    ranks = {"tensor_parallel_size": RANKS, "distributed_executor_backend": "ray"}
+    llm = LLM(request.model, **request.options, **ranks)
+    answer = {
+        "executor": type(llm.llm_engine.model_executor).__name__,
+        "tokens": engine_tasks.generate(llm, {})["tokens"],
+        "driver": describe(llm.llm_engine.vllm_config),
+        "workers": llm.collective_rpc(describe_worker),
+    }
+    llm.llm_engine.engine_core.shutdown()
+    ray.shutdown()
+    for worker in answer["workers"]:  # vLLM kills them, so that they could not clear up
+        for path in worker.pop("shared"):
+            Path(path).unlink(missing_ok=True)
+    return answer
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+if __name__ == "__main__":
+    asked = RayRequest(**json.loads(Path(sys.argv[1]).read_text()))
+    Path(sys.argv[2]).write_text(json.dumps(serve(asked)))
