@@ -10,6 +10,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+# Never pruned, whatever a regex of the user matches: output heads, embeddings, routers of experts
+_NEVER = re.compile(r"(^|\.)(lm_head|embed\w*|\w*embeddings?|wte|wpe|router|gate)(\.|$)")
+
 WEIGHT = ".weight"
 SCALE = ".weight_scale"
 
@@ -28,7 +31,7 @@ class Family:
     def layers(self, tensors: Iterable[str]) -> list[str]:
         """The linear layers among tensor names, in their order, without ``.weight``."""
         names = (name.removesuffix(WEIGHT) for name in tensors if name.endswith(WEIGHT))
-        return [name for name in names if self.linear.search(name)]
+        return [name for name in names if self.linear.search(name) and not _NEVER.search(name)]
 
     def groups(self, layers: Iterable[str]) -> list[tuple[str, ...]]:
         """Layers that vLLM fuses, each group in the order of the layers."""
@@ -109,31 +112,36 @@ def family_of(config: Mapping[str, Any], tensors: Iterable[str], linear: str | N
     return FAMILIES[found]
 
 
-def ignored(layers: Sequence[str], groups: Iterable[tuple[str, ...]], regexes: Sequence[str]) -> set[str]:
-    """The layers that ``--ignore`` regexes match: ``re.search`` on the name without ``.weight``.
+def matched(
+    layers: Sequence[str], groups: Iterable[tuple[str, ...]], regexes: Sequence[str], option: str
+) -> set[str]:
+    """The layers that the regexes of ``option`` match: ``re.search`` on the name without ``.weight``.
 
     Raises ArchitectureError for a regex that does not compile or matches nothing, and for one that takes a
-    part of a group that vLLM fuses, as the parts of one matrix must be quantized alike.
+    part of a group that vLLM fuses, as the parts of one matrix must be treated alike.
     """
     found: set[str] = set()
     for text in regexes:
-        regex = compile_regex(text, "--ignore")
-        matched = {name for name in layers if regex.search(name)}
-        if not matched:
+        regex = compile_regex(text, option)
+        these = {name for name in layers if regex.search(name)}
+        if not these:
             example = f", such as {layers[0]}" if layers else ""
             raise ArchitectureError(
-                f"--ignore {text!r} matches none of the {len(layers)} linear layers{example}"
+                f"{option} {text!r} matches none of the {len(layers)} linear layers{example}"
             )
-        found |= matched
+        found |= these
     for group in groups:
         inside = [name for name in group if name in found]
         if inside and len(inside) < len(group):
             outside = [name for name in group if name not in found]
             raise ArchitectureError(
-                f"--ignore covers {', '.join(inside)} but not {', '.join(outside)}; vLLM joins them to one "
-                "matrix, so ignore all of them or none"
+                f"{option} covers {', '.join(inside)} but not {', '.join(outside)}; vLLM joins them to one "
+                f"matrix, so {_VERBS[option]} all of them or none"
             )
     return found
+
+
+_VERBS = {"--ignore": "ignore", "--skip": "skip", "--layer": "name"}
 
 
 def serving_names(layer: str) -> list[str]:

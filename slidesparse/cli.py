@@ -6,8 +6,6 @@ Exit codes: 0 ok, 1 a check failed, 2 usage or unusable input, 3 environment, 13
 from __future__ import annotations
 
 import json
-import shlex
-from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -17,26 +15,15 @@ import typer
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.markup import escape
-from rich.progress import (
-    BarColumn,
-    DownloadColumn,
-    Progress,
-    TextColumn,
-    TimeRemainingColumn,
-    TransferSpeedColumn,
-)
 from rich.table import Table
 
-from slidesparse import __version__, cli_bench, cli_e2e, cli_synth
+from slidesparse import __version__, cli_bench, cli_convert, cli_e2e, cli_eval, cli_synth
 
 if TYPE_CHECKING:
-    from slidesparse.convert import Progress as Callback
-    from slidesparse.convert import Report
     from slidesparse.inspection import CheckpointReport, LayerReport
     from slidesparse.pattern import SlidePattern
 
 FAILED, USAGE, ENVIRONMENT, INTERRUPTED = 1, 2, 3, 130
-MOST_NAMES = 3  # of layers, in a summary
 MOST_COLUMNS = 1000  # of characters, in a table
 
 app = typer.Typer(
@@ -88,6 +75,7 @@ def _explained() -> Iterator[None]:
 
     try:
         from slidesparse.architectures import ArchitectureError
+        from slidesparse.calibrate.errors import CalibrationError, MissingPackageError
         from slidesparse.checkpoint import CheckpointError
         from slidesparse.metadata import MetadataError
         from slidesparse.publish import SpaceError
@@ -105,9 +93,9 @@ def _explained() -> Iterator[None]:
         yield
     except DamagedError as error:
         _fail(FAILED, error)
-    except (CheckpointError, ArchitectureError, MetadataError, PatternError) as error:
+    except (CheckpointError, ArchitectureError, CalibrationError, MetadataError, PatternError) as error:
         _fail(USAGE, error)
-    except SpaceError as error:
+    except (SpaceError, MissingPackageError) as error:
         _fail(ENVIRONMENT, error)
     except OSError as error:
         _fail(ENVIRONMENT, f"{error.strerror or error}: {error.filename or 'while reading or writing'}")
@@ -123,83 +111,6 @@ def _pattern(text: str) -> SlidePattern:
         return SlidePattern.parse(text)
     except PatternError as error:
         _fail(USAGE, f"--sparsity: {error}")
-
-
-@app.command()
-def convert(
-    source: Annotated[
-        Path, typer.Argument(help="A Hugging Face folder: FP32, FP16, BF16, or W8A8.", metavar="SRC")
-    ],
-    target: Annotated[Path, typer.Argument(help="The folder to make.", metavar="OUT")],
-    sparsity: Sparsity,
-    quant: Annotated[
-        str | None, typer.Option(help="int8 or fp8; by default int8, or what a W8A8 source has.")
-    ] = None,
-    layout: Annotated[
-        str, typer.Option(help="dense, which stock vLLM serves too, or slided, packed offline.")
-    ] = "dense",
-    method: Annotated[str, typer.Option(help="What to prune: by magnitude, or at random.")] = "magnitude",
-    ignore: Annotated[
-        list[str] | None,
-        typer.Option(
-            help="Leave layers whose name matches this regex as they are; may be repeated.", metavar="REGEX"
-        ),
-    ] = None,
-    linear: Annotated[
-        str | None,
-        typer.Option(help="Which layers to prune, for architectures that are not known.", metavar="REGEX"),
-    ] = None,
-    seed: Annotated[int, typer.Option(help="Seed of --method random.")] = 0,
-) -> None:
-    """Prune a model to a pattern and write it as a W8A8 checkpoint."""
-    pattern = _pattern(sparsity)
-    with _explained(), _progress_bar() as progress:
-        from slidesparse.convert import convert as run
-
-        report = run(
-            source,
-            target,
-            pattern=pattern,
-            quant=quant,
-            layout=layout,
-            method=method,
-            ignore=ignore or [],
-            linear=linear,
-            seed=seed,
-            progress=progress,
-        )
-    _summarize(report)
-
-
-@contextmanager
-def _progress_bar() -> Iterator[Callback | None]:
-    """A bar in bytes over both passes, on stderr; nothing when that is not a terminal."""
-    if not err.is_terminal:
-        yield None
-        return
-    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
-    with Progress(*columns, TimeRemainingColumn(), console=err, transient=True) as bar:
-        task = bar.add_task("checking", total=None)
-
-        def advance(phase: str, done: int, total: int) -> None:
-            before = total if phase == "writing" else 0
-            bar.update(task, description=f"{phase:8}", completed=before + done, total=2 * total)
-
-        yield advance
-
-
-def _summarize(report: Report) -> None:
-    out.print(escape(f"pattern   {report.pattern}; as a flag, SPARSITY={report.pattern.flag}"))
-    out.print(escape(f"layers    {len(report.pruned)} in {report.quant} W8A8, {report.layout} layout"))
-    reasons = defaultdict(list)
-    for name, why in report.kept.items():
-        reasons[why].append(name)
-    for why, names in sorted(reasons.items()):
-        shown = f"{', '.join(names[:MOST_NAMES])}{', ...' if len(names) > MOST_NAMES else ''}"
-        out.print(escape(f"kept      {len(names)} as in the source ({why}): {shown}"))
-    size = f"{report.bytes_in / 1e6:.1f} MB -> {report.bytes_out / 1e6:.1f} MB"
-    out.print(f"bytes     {size} in {report.seconds:.1f} s, {report.rate:.0f} MB/s of input")
-    out.print(escape(f"serve     vllm serve {shlex.quote(str(report.out))}"))
 
 
 @app.command()
@@ -314,8 +225,10 @@ def bench_convert(
     print(json.dumps(result.to_json(), indent=2) if as_json else result.render())
 
 
+cli_convert.register(app, _explained)
 cli_bench.register(app, bench_app)
 cli_e2e.register(bench_app)
+cli_eval.register(app, _explained)
 cli_synth.register(app, _explained)
 
 

@@ -4,6 +4,10 @@ Two passes over the source, row chunk by row chunk on a few threads: the first r
 what is not finite, the second prunes, quantizes, slides and writes.  Memory is a few chunks, whatever the
 size of the model. The output grows in a hidden sibling folder and appears under its name by one rename;
 config.json is its last file.
+
+With calibration data a pass in between prunes and quantizes layer by layer (`slidesparse.calibrate`) into a
+second hidden folder, which outlives a killed run; the pass that writes takes codes and scales from there, and
+what it wrote is read back and checked before it gets its name.
 """
 
 from __future__ import annotations
@@ -14,12 +18,21 @@ import shutil
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from slidesparse import architectures
+from slidesparse.architectures import SCALE, WEIGHT
+from slidesparse.calibrate.pipeline import calibrate, rank
+from slidesparse.calibrate.report import Facts, layer_rows, read_back, sensitivity
+from slidesparse.calibrate.run import Calibration, choose_method, prepare, share, worst_layers
+from slidesparse.calibrate.work import open_work
 from slidesparse.checkpoint import CONFIG, DTYPES, INDEX, SUFFIX, Checkpoint, CheckpointError, Reader, Writer
 from slidesparse.pattern import SlidePattern
 from slidesparse.plan import Part, Plan, make_plan
@@ -48,22 +61,38 @@ _WEIGHT_SUFFIXES = (
 
 @dataclass(frozen=True)
 class Report:
-    """What a conversion did."""
+    """What a conversion did, or with ``dry_run`` would do."""
 
     source: Path
     out: Path
     pattern: SlidePattern
     quant: str
     layout: str
-    pruned: tuple[str, ...]
+    method: str
+    patterns: dict[str, SlidePattern]  # pruned layers
     kept: dict[str, str]  # 2-D weights left as they are -> why
+    skipped: dict[str, str]  # linear layers quantized, not pruned -> why
     bytes_in: int
     bytes_out: int
     seconds: float
+    samples: str = ""  # of calibration, in words
+    note: str = ""  # what the user should know of them
+    layers: tuple[dict[str, Any], ...] = ()  # of `calibrate.report.layer_rows`; with calibration or check
+    made: bool = True  # whether anything was pruned now, not just laid out anew
+
+    @property
+    def pruned(self) -> tuple[str, ...]:
+        """The pruned layers."""
+        return tuple(self.patterns)
+
+    @property
+    def sensitivity(self) -> list[str]:
+        """The pruned layers, the largest error of their output first; empty without calibration."""
+        return sensitivity(self.layers)
 
     @property
     def rate(self) -> float:
-        """MB of source tensors a second, both passes together."""
+        """MB of source tensors a second, all passes together."""
         return self.bytes_in / 1e6 / max(self.seconds, 1e-9)
 
 
@@ -74,10 +103,16 @@ def convert(
     pattern: SlidePattern,
     quant: str | None = None,
     layout: str = "dense",
-    method: str = "magnitude",
+    method: str | None = None,
     ignore: Sequence[str] = (),
     linear: str | None = None,
     seed: int = 0,
+    layer: Sequence[str] = (),
+    skip: Sequence[str] = (),
+    skip_worst: str | None = None,
+    calibration: Calibration | None = None,
+    check: bool = False,
+    dry_run: bool = False,
     progress: Progress | None = None,
 ) -> Report:
     """Prune the linear layers of ``source`` to ``pattern`` and write the W8A8 checkpoint ``out``.
@@ -89,54 +124,123 @@ def convert(
         out: the folder to make; absent or empty.
         quant: "int8" or "fp8"; None takes what a W8A8 source has, and int8 for a float one.
         layout: "dense" [N, K], which stock vLLM serves, or "slided" [N, K'].
-        method: "magnitude" or "random" (by ``seed``).
+        method: "sparsegpt" or "wanda", which need ``calibration``, "magnitude", or "random" (by ``seed``); None takes
+            sparsegpt with calibration data and magnitude without.
         ignore: regexes of layers to leave exactly as they are, searched in names without ".weight".
         linear: regex of the layers to prune, instead of those of the architecture.
+        layer: "REGEX=PATTERN" for layers of another pattern; of several that match, the last counts.
+        skip: regexes of layers to quantize without pruning them.
+        skip_worst: such as "5%": skip also so many of the layers, those that pruning costs most; needs calibration.
+        calibration: data to prune by, from float weights of known architectures; with its ``resume``, a killed run
+            goes on from the layers that it finished, and the output is the same bytes.
+        check: read the output back and fill ``Report.layers`` also without calibration.
+        dry_run: decide and check everything that can be without reading weights; write nothing.
         progress: called with phase, bytes done and bytes in all.
 
-    Same input, same bytes out.  Raises CheckpointError, ArchitectureError, MetadataError or PatternError
-    before anything is written when the source or the options do not do, SpaceError when the output does not
-    fit.
+    Same input, same bytes out; with calibration, on the same machine.  Raises CheckpointError, ArchitectureError,
+    MetadataError, PatternError, CalibrationError or MissingPackageError before anything is written when the source or
+    the options do not do, SpaceError when the output does not fit, DamagedError when what was written is not what
+    should have been.
     """
     started = time.monotonic()
     source, out = Path(source), Path(out)
     require_free_name(source, out)
     checkpoint = Checkpoint.open(source)
-    plan = make_plan(checkpoint, pattern, quant, layout, method, ignore, linear, seed)
-    others = _other_files(source)
-    remove_stale(out)
-    require_space(out, plan.disk_bytes() + sum((source / name).stat().st_size for name in others))
-    with checkpoint.reader() as reader, workers() as pool:
-        _check_values(plan, reader, pool, progress)
-        try:
-            with partial_folder(out) as partial:
-                for name in others:
-                    (partial / name).parent.mkdir(parents=True, exist_ok=True)
-                    shutil.copyfile(source / name, partial / name)
-                _write_tensors(plan, reader, pool, partial, progress)
-                for file, content in plan.small_files():
-                    (partial / file).write_bytes(content)
-                publish(partial, out)
-        except OSError as error:
-            if error.errno in (errno.ENOSPC, errno.EDQUOT):
-                raise SpaceError(
-                    f"no space left in {out.resolve().parent} while writing {plan.disk_bytes() / 1e6:.0f} "
-                    "MB; nothing is left behind. Free some space or choose another output folder, then run "
-                    "the same command again"
-                ) from error
-            raise
+    method = choose_method(method, calibration)
+    replan = partial(
+        make_plan, checkpoint, pattern, quant, layout, method, ignore, linear, seed, rules=layer, skip=skip
+    )
+    plan = replan()
+    worst = share(skip_worst) if skip_worst is not None else 0.0
+    if worst and not calibration:
+        raise CheckpointError(
+            "--skip-worst needs calibration data to tell which layers those are: --calib FILE.jsonl"
+        )
+    task = prepare(plan, calibration) if calibration else None
+    rows: list[dict[str, Any]] = []
+    if not dry_run:
+        others = _other_files(source)
+        remove_stale(out)
+        copied = sum((source / name).stat().st_size for name in others)
+        require_space(out, plan.disk_bytes() + copied + (task.disk_bytes() if task else 0))
+        with _space_explained(out, plan, kept=task is not None), checkpoint.reader() as reader:
+            with workers() as pool:
+                _check_values(plan, reader, pool, progress)
+            if task and calibration:
+                state = {**task.state(), "skip_worst": worst}
+                with open_work(out, state, calibration.resume) as work:
+                    if worst:
+                        plan = replan(worst=_worst(rank(task, reader, work, progress), plan, worst))
+                        task = replace(task, layers=plan.patterns)
+                    calibrate(task, reader, work, progress)
+                    with work.tensors().reader() as codes:
+                        facts = _write(plan, others, out, reader, codes, True, progress)
+                    rows = layer_rows(facts, work.rows(), plan.method)
+                    work.remove()
+            else:
+                facts = _write(plan, others, out, reader, None, check, progress)
+                rows = layer_rows(facts, (), plan.method)
     return Report(
         source=source,
         out=out,
         pattern=pattern,
         quant=plan.quant,
         layout=layout,
-        pruned=tuple(plan.pruned),
+        method=plan.method,
+        patterns=plan.patterns,
         kept=plan.kept,
+        skipped=plan.skipped,
         bytes_in=plan.bytes_in,
         bytes_out=plan.bytes_out,
         seconds=time.monotonic() - started,
+        samples=task.samples.words if task else "",
+        note=task.samples.note if task else "",
+        layers=tuple(rows),
+        made=not plan.converted,
     )
+
+
+@contextmanager
+def _space_explained(out: Path, plan: Plan, kept: bool) -> Iterator[None]:
+    """A full disk becomes a SpaceError; ``kept``: finished layers stay for another run."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        left = "the layers pruned so far are kept for --resume" if kept else "nothing is left behind"
+        raise SpaceError(
+            f"no space left in {out.resolve().parent} while writing {plan.disk_bytes() / 1e6:.0f} MB; {left}. "
+            "Free some space or choose another output folder, then run the same command again"
+        ) from error
+
+
+def _write(
+    plan: Plan,
+    others: Sequence[Path],
+    out: Path,
+    reader: Reader,
+    codes: Reader | None,
+    check: bool,
+    progress: Progress | None,
+) -> list[Facts]:
+    """Write the output and publish it; with ``check`` not before it has been read back."""
+    source = plan.checkpoint.folder
+    with workers() as pool, partial_folder(out) as folder:
+        for name in others:
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(source / name, folder / name)
+        _write_tensors(plan, reader, codes, pool, folder, progress)
+        for file, content in plan.small_files():
+            (folder / file).write_bytes(content)
+        facts = read_back(folder, plan.checkpoint) if check else []
+        publish(folder, out)
+    return facts
+
+
+def _worst(errors: dict[str, float], plan: Plan, part: float) -> frozenset[str]:
+    family = architectures.family_of(plan.checkpoint.config, plan.checkpoint.tensors)
+    return worst_layers(errors, family.groups(plan.pruned), part)
 
 
 def _other_files(source: Path) -> list[Path]:
@@ -229,7 +333,12 @@ def _not_finite_message(reader: Reader, part: Part) -> str:
 
 
 def _write_tensors(
-    plan: Plan, reader: Reader, pool: ThreadPoolExecutor, folder: Path, progress: Progress | None
+    plan: Plan,
+    reader: Reader,
+    codes: Reader | None,
+    pool: ThreadPoolExecutor,
+    folder: Path,
+    progress: Progress | None,
 ) -> None:
     done = 0
     for file in plan.checkpoint.files:
@@ -238,7 +347,7 @@ def _write_tensors(
             parts = [part for part in plan.parts if part.file == file]
 
             def work(part: Part, rows: slice, writer: Writer = writer) -> None:
-                _write_chunk(plan, reader, writer, part, rows)
+                _write_chunk(plan, reader, codes, writer, part, rows)
 
             for size in _each_chunk(parts, pool, work):
                 done += size
@@ -249,28 +358,30 @@ def _write_tensors(
             writer.close(sync=False)
 
 
-def _write_chunk(plan: Plan, reader: Reader, writer: Writer, part: Part, rows: slice) -> None:
-    values = reader.rows(part.source.name, rows)
+def _write_chunk(
+    plan: Plan, reader: Reader, codes: Reader | None, writer: Writer, part: Part, rows: slice
+) -> None:
     if part.layer is None:
-        writer.write(part.source.name, rows.start, values)
+        writer.write(part.source.name, rows.start, reader.rows(part.source.name, rows))
         return
-    weight, scale = _pack(plan, part, rows, values)
+    if codes and part.pattern:
+        weight = codes.rows(part.layer + WEIGHT, rows)
+        scale: Tensor | None = codes.rows(part.layer + SCALE, rows)
+    else:
+        weight, scale = _pack(plan, part, rows, reader.rows(part.source.name, rows))
+    if part.pattern and plan.layout == "slided":
+        weight = slide(weight, part.pattern, layer=part.layer)
+    assert weight.dtype == DTYPES[part.out[0].dtype]
     writer.write(part.out[0].name, rows.start, weight)
     if scale is not None:
         writer.write(part.out[1].name, rows.start, scale)
 
 
 def _pack(plan: Plan, part: Part, rows: slice, values: Tensor) -> tuple[Tensor, Tensor | None]:
-    """The rows of a weight as they are written, with their scales if the source has none."""
+    """The rows of a weight as they are written in the dense layout, with their scales if the source has none."""
     assert part.layer
-    scale = None
     if plan.converted is not None:
-        weight = restore(values, plan.converted, part.layer, rows.start)
-    else:
-        weight = prune(values, plan.pattern, plan.method, chunk_seed(plan.seed, part.source.name, rows.start))
-        if plan.from_float:
-            weight, scale = quantize_rows(weight, NAMES[plan.quant], "cuda")
-    if plan.layout == "slided":
-        weight = slide(weight, plan.pattern, layer=part.layer)
-    assert weight.dtype == DTYPES[part.out[0].dtype]
-    return weight, scale
+        return restore(values, plan.converted, part.layer, rows.start), None
+    if part.pattern:
+        values = prune(values, part.pattern, plan.method, chunk_seed(plan.seed, part.source.name, rows.start))
+    return quantize_rows(values, NAMES[plan.quant], "cuda") if plan.from_float else (values, None)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Container, Iterator, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,7 +13,7 @@ from slidesparse import architectures
 from slidesparse.architectures import SCALE, WEIGHT
 from slidesparse.checkpoint import CONFIG, FLOATS, INDEX, Checkpoint, CheckpointError, TensorSpec, plan_file
 from slidesparse.metadata import KEY, LAYOUTS, QUANT_METHOD, LayerEntry, Metadata
-from slidesparse.pattern import SlidePattern
+from slidesparse.pattern import PatternError, SlidePattern
 from slidesparse.prune import METHODS
 from slidesparse.stored import require_shape
 from slidesparse.w8a8 import KINDS, W8A8, ignore_list, new_block, parse_block
@@ -22,6 +22,11 @@ _EMBEDDING = re.compile(r"embed|\.wte$|\.wpe$")
 
 # Why a two-dimensional weight is left as it is
 BY_IGNORE, BY_SOURCE, NOT_LINEAR = "--ignore", "the source's ignore list", "not a linear layer of a block"
+# Why a linear layer is quantized without being pruned
+BY_SKIP, BY_WORST = "--skip", "--skip-worst"
+
+CALIBRATED = ("sparsegpt", "wanda")  # methods that need calibration data
+ALL_METHODS = (*CALIBRATED, *METHODS)
 
 
 @dataclass(frozen=True)
@@ -31,8 +36,9 @@ class Part:
     source: TensorSpec
     file: str
     out: tuple[TensorSpec, ...]
-    layer: str | None = None  # the name of a pruned layer
+    layer: str | None = None  # the name of a layer that is quantized, and pruned if it has a pattern
     in_features: int = 0  # its K
+    pattern: SlidePattern | None = None
 
 
 @dataclass(frozen=True)
@@ -47,6 +53,7 @@ class Plan:
     seed: int
     parts: tuple[Part, ...]
     kept: dict[str, str]  # 2-D weights left as they are -> why
+    skipped: dict[str, str]  # linear layers quantized, not pruned -> why
     config: dict[str, Any]  # the config.json to write
     from_float: bool
     converted: Metadata | None  # of a source that we converted: it is laid out anew, not pruned
@@ -54,7 +61,12 @@ class Plan:
     @property
     def pruned(self) -> list[str]:
         """The pruned layers."""
-        return [part.layer for part in self.parts if part.layer]
+        return list(self.patterns)
+
+    @property
+    def patterns(self) -> dict[str, SlidePattern]:
+        """The pruned layers, each with its pattern."""
+        return {part.layer: part.pattern for part in self.parts if part.layer and part.pattern}
 
     @property
     def bytes_in(self) -> int:
@@ -104,8 +116,14 @@ def make_plan(
     ignore: Sequence[str],
     linear: str | None,
     seed: int,
+    rules: Sequence[str] = (),
+    skip: Sequence[str] = (),
+    worst: Container[str] = (),
 ) -> Plan:
-    """Decide everything; the arguments and errors are those of `slidesparse.convert.convert`."""
+    """Decide everything; the arguments and errors are those of `slidesparse.convert.convert`.
+
+    ``rules`` are its ``layer``; ``worst`` are names of layers to skip.
+    """
     require_options(quant, layout, method)
     block = checkpoint.quantization_config()
     source = parse_block(block) if block is not None else None
@@ -115,22 +133,31 @@ def make_plan(
             "--quant out, or start from the original float checkpoint"
         )
     converted = _converted(block, pattern)
+    skipped: dict[str, str] = {}
     if converted:
-        _require_nothing_to_choose(method, ignore, linear)
-        chosen, kept = list(converted.layers), dict[str, str]()
+        _require_nothing_to_choose(method, ignore, linear, rules, skip)
+        kept = dict[str, str]()
+        patterns: dict[str, SlidePattern | None] = {n: e.pattern for n, e in converted.layers.items()}
     else:
-        chosen, kept = _choose(checkpoint, source, ignore, linear)
+        chosen, kept, groups = _choose(checkpoint, source, ignore, linear)
+        skipped = dict.fromkeys((name for name in chosen if name in worst), BY_WORST)
+        skipped |= dict.fromkeys(architectures.matched(chosen, groups, skip, BY_SKIP), BY_SKIP)
+        pruned = _patterns(chosen, groups, pattern, rules)
+        patterns = {name: None if name in skipped else pruned[name] for name in chosen}
+        if not any(patterns.values()):
+            raise CheckpointError("every linear layer is skipped, so nothing is left to prune; skip fewer")
     target = source or W8A8(quant or "int8", "channel")
-    sizes = {name: _in_features(checkpoint, name, source, converted) for name in chosen}
+    sizes = {name: _in_features(checkpoint, name, source, converted) for name in patterns}
     parts = tuple(
-        _part(checkpoint, name, target, pattern, layout, sizes, source is None) for name in checkpoint.tensors
+        _part(checkpoint, name, target, patterns, layout, sizes, source is None)
+        for name in checkpoint.tensors
     )
     for layer in _other_matrices(checkpoint, sizes):
         kept.setdefault(layer, BY_SOURCE if source and source.ignores(layer) else NOT_LINEAR)
     metadata = Metadata(
         pattern,
         layout,
-        {name: LayerEntry(pattern, k) for name, k in sizes.items()},
+        {name: LayerEntry(found, sizes[name]) for name, found in patterns.items() if found},
         f"slidesparse {slidesparse.__version__}",
     )
     new = dict(block) if block is not None else new_block(target.quant, _ignore_names(kept))
@@ -144,10 +171,28 @@ def make_plan(
         seed=seed,
         parts=parts,
         kept=kept,
+        skipped=skipped,
         config=config,
         from_float=source is None,
         converted=converted,
     )
+
+
+def _patterns(
+    chosen: Sequence[str], groups: Sequence[tuple[str, ...]], pattern: SlidePattern, rules: Sequence[str]
+) -> dict[str, SlidePattern]:
+    """The pattern of each layer: that of the last ``--layer REGEX=PATTERN`` that matches it, or the common one."""
+    found = dict.fromkeys(chosen, pattern)
+    for rule in rules:
+        regex, separator, ratio = rule.rpartition("=")
+        if not separator or not regex:
+            raise CheckpointError(f"--layer {rule!r} is not REGEX=PATTERN, such as 'down_proj=8:10'")
+        try:
+            parsed = SlidePattern.parse(ratio)
+        except PatternError as error:
+            raise PatternError(f"--layer {rule!r}: {error}") from error
+        found |= dict.fromkeys(architectures.matched(chosen, groups, [regex], "--layer"), parsed)
+    return found
 
 
 def require_options(quant: str | None, layout: str, method: str = "magnitude") -> None:
@@ -155,7 +200,7 @@ def require_options(quant: str | None, layout: str, method: str = "magnitude") -
     options = {
         "--quant": (quant or "int8", KINDS),
         "--layout": (layout, LAYOUTS),
-        "--method": (method, METHODS),
+        "--method": (method, ALL_METHODS),
     }
     for option, (value, allowed) in options.items():
         if value not in allowed:
@@ -172,7 +217,7 @@ def _converted(block: dict[str, Any] | None, pattern: SlidePattern) -> Metadata 
                 "tells its pattern and layout; start from the original checkpoint"
             )
         return None
-    if found.pattern != pattern or any(entry.pattern != pattern for entry in found.layers.values()):
+    if found.pattern != pattern:
         raise CheckpointError(
             f"the source is already pruned to {found.pattern}, --sparsity asks for {pattern}; pruning twice "
             "loses more than it must, so start from the original checkpoint, or give --sparsity "
@@ -185,10 +230,14 @@ def _converted(block: dict[str, Any] | None, pattern: SlidePattern) -> Metadata 
     return found
 
 
-def _require_nothing_to_choose(method: str, ignore: Sequence[str], linear: str | None) -> None:
+def _require_nothing_to_choose(
+    method: str, ignore: Sequence[str], linear: str | None, rules: Sequence[str], skip: Sequence[str]
+) -> None:
     given = {
         "--ignore": bool(ignore),
         "--linear": linear is not None,
+        "--layer": bool(rules),
+        "--skip": bool(skip),
         f"--method {method}": method != METHODS[0],
     }
     for option in (option for option, is_given in given.items() if is_given):
@@ -200,8 +249,8 @@ def _require_nothing_to_choose(method: str, ignore: Sequence[str], linear: str |
 
 def _choose(
     checkpoint: Checkpoint, source: W8A8 | None, ignore: Sequence[str], linear: str | None
-) -> tuple[list[str], dict[str, str]]:
-    """The linear layers to prune, and why the others are left as they are."""
+) -> tuple[list[str], dict[str, str], list[tuple[str, ...]]]:
+    """The linear layers to quantize, why the others are left as they are, and which of the first vLLM fuses."""
     names = list(checkpoint.tensors)
     family = architectures.family_of(checkpoint.config, names, linear)
     candidates = family.layers(names)
@@ -210,7 +259,7 @@ def _choose(
             f"none of the {len(names)} tensors is a linear layer by the names expected "
             f"({family.linear.pattern}); name them yourself: --linear REGEX, searched in layer names"
         )
-    left = architectures.ignored(candidates, family.groups(candidates), ignore)
+    left = architectures.matched(candidates, family.groups(candidates), ignore, BY_IGNORE)
     kept = {name: BY_IGNORE for name in candidates if name in left}
     for name in candidates:
         if source and checkpoint.require(name + WEIGHT).dtype in FLOATS and source.ignores(name):
@@ -218,7 +267,7 @@ def _choose(
     chosen = [name for name in candidates if name not in kept]
     if not chosen:
         raise CheckpointError("every linear layer is ignored, so nothing is left to prune; ignore fewer")
-    return chosen, kept
+    return chosen, kept, family.groups(chosen)
 
 
 def _other_matrices(checkpoint: Checkpoint, pruned: Container[str]) -> Iterator[str]:
@@ -231,7 +280,7 @@ def _other_matrices(checkpoint: Checkpoint, pruned: Container[str]) -> Iterator[
 
 
 def _in_features(checkpoint: Checkpoint, layer: str, source: W8A8 | None, converted: Metadata | None) -> int:
-    """K of a layer to be pruned, after checking dtype and shape of its weight and scale."""
+    """K of a layer to be quantized, after checking dtype and shape of its weight and scale."""
     spec = checkpoint.require(layer + WEIGHT)
     if len(spec.shape) != 2 or 0 in spec.shape:
         raise CheckpointError(
@@ -272,7 +321,7 @@ def _part(
     checkpoint: Checkpoint,
     name: str,
     target: W8A8,
-    pattern: SlidePattern,
+    patterns: Mapping[str, SlidePattern | None],
     layout: str,
     sizes: dict[str, int],
     from_float: bool,
@@ -281,12 +330,12 @@ def _part(
     spec = stored.spec
     if not name.endswith(WEIGHT) or layer not in sizes:
         return Part(spec, stored.file, (spec,))
-    rows, k = spec.shape[0], sizes[layer]
-    columns = pattern.layout(k).slided if layout == "slided" else k
+    rows, k, pattern = spec.shape[0], sizes[layer], patterns[layer]
+    columns = pattern.layout(k).slided if pattern and layout == "slided" else k
     out = [TensorSpec(name, target.dtype, (rows, columns))]
     if from_float:
         out.append(TensorSpec(layer + SCALE, "F32", (rows, 1)))
-    return Part(spec, stored.file, tuple(out), layer, k)
+    return Part(spec, stored.file, tuple(out), layer, k, pattern)
 
 
 def _ignore_names(kept: dict[str, str]) -> list[str]:

@@ -311,7 +311,7 @@ def test_everything_ignored(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("option", "allowed"),
-    [("quant", "int8, fp8"), ("layout", "dense, slided"), ("method", "magnitude, random")],
+    [("quant", "int8, fp8"), ("layout", "dense, slided"), ("method", "sparsegpt, wanda, magnitude, random")],
 )
 def test_unknown_choices(tmp_path: Path, option: str, allowed: str) -> None:
     refused(llama(tmp_path / "source"), f"--{option} 'x' is not known; use one of {allowed}", **{option: "x"})

@@ -1,0 +1,204 @@
+"""Calibration data: texts or token ids become samples that the layers are run on."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from slidesparse.calibrate.errors import CalibrationError, MissingPackageError
+from slidesparse.calibrate.models import Model
+
+RANDOM = "random"
+SAMPLES, SEQLEN = 128, 2048
+KINDS = "FILE.jsonl (a text a line), FILE.npy (token ids), or the word random"
+TOKENIZER = "tokenizer.json"
+
+
+@dataclass(frozen=True)
+class Samples:
+    """What the layers are run on."""
+
+    ids: tuple[Tensor, ...]  # int64 [tokens] each
+    origin: str  # in words
+    note: str = ""  # what the user should know
+
+    @property
+    def tokens(self) -> int:
+        """Over all samples."""
+        return sum(len(sample) for sample in self.ids)
+
+    @property
+    def words(self) -> str:
+        """Such as ``calib.jsonl, 128 samples, 262144 tokens``."""
+        return f"{self.origin}, {len(self.ids)} samples, {self.tokens} tokens"
+
+    @property
+    def digest(self) -> str:
+        """A hash of all ids and of where samples end."""
+        found = hashlib.sha256()
+        for sample in self.ids:
+            found.update(f"{len(sample)}:".encode())
+            found.update(sample.numpy().tobytes())
+        return found.hexdigest()
+
+
+def load_samples(
+    calib: str, model: Model, samples: int = SAMPLES, seqlen: int | None = None, seed: int = 0
+) -> Samples:
+    """Read calibration data.
+
+    Args:
+        calib: a ``.jsonl`` file of texts (strings, or objects with "text"), tokenized with the checkpoint's own
+            tokenizer; a ``.npy`` file of ids, [samples, tokens] or one stream [tokens]; or "random".
+        samples: how many to draw; with fewer at hand all are taken, and `Samples.note` says so.
+        seqlen: tokens of a sample; by default SEQLEN or what the model takes.  Decoders read texts as one stream cut
+            into samples of this length, encoders each text by itself, truncated to it.
+        seed: of the choice.
+
+    Raises CalibrationError for data that do not do, MissingPackageError without a tokenizer library.
+    """
+    if samples < 1:
+        raise CalibrationError(f"--samples {samples} is too few; at least 1 is needed, 128 are usual")
+    if seqlen is not None and not 2 <= seqlen <= model.longest:
+        raise CalibrationError(
+            f"--seqlen {seqlen} is not from 2 to {model.longest}, which is as far as this model looks"
+        )
+    length = seqlen or min(SEQLEN, model.longest)
+    generator = np.random.default_rng(seed)
+    if calib == RANDOM:
+        drawn = generator.integers(0, model.vocabulary, (samples, length))
+        note = "random tokens show the layers nothing of the texts they will meet: for trying things out only"
+        return Samples(tuple(torch.from_numpy(row) for row in drawn), "random tokens", note)
+    path = Path(calib)
+    if path.suffix not in (".jsonl", ".npy"):
+        raise CalibrationError(f"--calib {calib!r} is not of a kind known; give {KINDS}")
+    if not path.is_file():
+        raise CalibrationError(f"--calib {calib!r} is no file; give {KINDS}")
+    if path.suffix == ".npy":
+        found = _from_ids(path, length)
+        chosen = [found[i] for i in sorted(generator.permutation(len(found))[:samples])]
+    else:
+        texts = _texts(path)
+        shuffled = (texts[i] for i in generator.permutation(len(texts)))
+        encode = tokenizer_of(model.checkpoint.folder)
+        take = _streamed if model.is_decoder else _one_by_one
+        chosen = take((encode(text) for text in shuffled), samples, length)
+    if not chosen:
+        raise CalibrationError(
+            f"{path} gives no sample of {length} tokens; give more text, or a smaller --seqlen"
+        )
+    note = ""
+    if len(chosen) < samples:
+        note = f"{path.name} gives {len(chosen)} samples of at most {length} tokens, {samples} were asked for"
+    ids = tuple(torch.from_numpy(np.ascontiguousarray(row, dtype=np.int64)) for row in chosen)
+    return Samples(ids, path.name, note)
+
+
+def _from_ids(path: Path, length: int) -> list[np.ndarray]:
+    try:
+        found = np.load(path, allow_pickle=False)
+    except ValueError as error:
+        raise CalibrationError(f"{path} is not an array of numbers that NumPy wrote: {error}") from error
+    if not isinstance(found, np.ndarray) or found.dtype.kind not in "iu" or found.ndim not in (1, 2):
+        what = f"{found.dtype} {list(found.shape)}" if isinstance(found, np.ndarray) else type(found).__name__
+        raise CalibrationError(f"{path} holds {what}; token ids are integers [samples, tokens], or [tokens]")
+    if found.ndim == 1:
+        whole = len(found) // length * length
+        return list(found[:whole].reshape(-1, length))
+    return [row[:length] for row in found] if found.shape[1] > 1 else []
+
+
+def _texts(path: Path) -> list[str]:
+    found = []
+    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+        if not line.strip():
+            continue
+        try:
+            value = json.loads(line)
+            text = value["text"] if isinstance(value, dict) else value
+            if not isinstance(text, str):
+                raise TypeError(f"it holds a {type(text).__name__}")
+        except (ValueError, KeyError, TypeError) as error:
+            raise CalibrationError(
+                f'{path}, line {number}: {type(error).__name__}: {error}; each line must be {{"text": "..."}} '
+                'or "..." in JSON'
+            ) from error
+        if text.strip():
+            found.append(text)
+    if not found:
+        raise CalibrationError(f"{path} holds no text")
+    return found
+
+
+def tokenizer_of(folder: Path) -> Callable[[str], list[int]]:
+    """Text to ids, special tokens included, with the checkpoint's own tokenizer."""
+    if not (folder / TOKENIZER).is_file():
+        return _slow_tokenizer(folder)
+    try:
+        from tokenizers import Tokenizer
+    except ImportError as error:
+        raise MissingPackageError(
+            f"texts need a tokenizer, but the package tokenizers cannot be imported ({error}); pip install "
+            "tokenizers, or give token ids: --calib ids.npy"
+        ) from error
+    try:
+        tokenizer = Tokenizer.from_file(str(folder / TOKENIZER))
+    except Exception as error:  # the library raises plain Exception
+        raise CalibrationError(
+            f"{folder / TOKENIZER} is not a tokenizer that the package tokenizers reads ({error}); fetch it again, "
+            "or give token ids: --calib ids.npy"
+        ) from error
+    tokenizer.no_padding()
+    tokenizer.no_truncation()
+    return lambda text: list(tokenizer.encode(text).ids)
+
+
+def _slow_tokenizer(folder: Path) -> Callable[[str], list[int]]:
+    """For checkpoints that carry another form of tokenizer, such as tokenizer.model."""
+    if not any(folder.glob("tokenizer*")) and not any(folder.glob("vocab*")):
+        raise CalibrationError(
+            f"{folder} has no tokenizer ({TOKENIZER}), which texts need; fetch it, or give token ids: --calib ids.npy"
+        )
+    try:
+        from transformers import AutoTokenizer
+    except ImportError as error:
+        raise MissingPackageError(
+            f"{folder} has no {TOKENIZER}, and its other tokenizer needs the package transformers, which cannot be "
+            f"imported ({error}); pip install transformers, or give token ids: --calib ids.npy"
+        ) from error
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    except (OSError, ValueError, ImportError) as error:
+        raise CalibrationError(
+            f"the tokenizer of {folder} cannot be read: {error}; give token ids: --calib ids.npy"
+        ) from error
+    return lambda text: list(tokenizer(text)["input_ids"])
+
+
+def _streamed(encoded: Iterator[list[int]], samples: int, length: int) -> list[np.ndarray]:
+    """Documents one after the other, cut into samples; no more are read than needed."""
+    stream: list[int] = []
+    for ids in encoded:
+        stream += ids
+        if len(stream) >= samples * length:
+            break
+    count = min(samples, len(stream) // length)
+    return list(np.asarray(stream[: count * length], dtype=np.int64).reshape(count, length))
+
+
+def _one_by_one(encoded: Iterator[list[int]], samples: int, length: int) -> list[np.ndarray]:
+    """A text a sample; the last token of a long one, which ends it, is kept."""
+    found = []
+    for ids in encoded:
+        cut = ids if len(ids) <= length else [*ids[: length - 1], ids[-1]]
+        found.append(np.asarray(cut, dtype=np.int64))
+        if len(found) == samples:
+            break
+    return found

@@ -1,0 +1,286 @@
+"""Prune and quantize a model layer by layer, each fed by the layers already pruned.
+
+For a layer of the model and each of its stages (see `slidesparse.calibrate.forward`): run the samples as far as the
+stage's inputs, sum up H, prune the linear layers that read them, quantize the result with its mask kept, and put what
+will be served in their place, so that the next stage sees what it will see.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict, dataclass
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import slidesparse
+from slidesparse.architectures import SCALE, WEIGHT
+from slidesparse.calibrate.cache import HiddenStates
+from slidesparse.calibrate.data import Samples
+from slidesparse.calibrate.errors import CalibrationError
+from slidesparse.calibrate.forward import Block, DecoderBlock, EncoderBlock
+from slidesparse.calibrate.hessian import Hessian, output_error
+from slidesparse.calibrate.models import Model
+from slidesparse.calibrate.refine import SWEEPS, refine
+from slidesparse.calibrate.sparsegpt import damping_for, factor, sparsegpt
+from slidesparse.calibrate.wanda import wanda
+from slidesparse.calibrate.work import RANKING, Work
+from slidesparse.checkpoint import Checkpoint, Reader
+from slidesparse.pattern import SlidePattern
+from slidesparse.prune import prune
+from slidesparse.quantize import NAMES, dequantize_rows, quantize_rows
+
+BATCH_TOKENS = {"cpu": 2048, "cuda": 16384}
+
+Progress = Callable[[str, int, int], None]  # phase, bytes done, bytes in all
+
+
+@dataclass(frozen=True)
+class LayerResult:
+    """What became of one linear layer."""
+
+    name: str
+    pattern: str
+    method: str
+    error_pruned: (
+        float  # |X (W - W')^T| / |X W^T| over the calibration tokens, X as the pruned layers before give it
+    )
+    error_quantized: float  # the same with W' quantized
+    tokens: int
+    seconds: float  # of the stage, shared by its layers
+
+
+@dataclass(frozen=True)
+class Task:
+    """All that decides what a calibrated run computes."""
+
+    model: Model
+    layers: Mapping[str, SlidePattern]  # linear layers to prune -> pattern
+    samples: Samples
+    method: str
+    quant: str
+    device: torch.device
+    sweeps: int = SWEEPS  # of `slidesparse.calibrate.refine`, after sparsegpt
+
+    def disk_bytes(self) -> int:
+        """Bytes of finished layers, and of hidden states if they are spilled."""
+        specs = [self.model.checkpoint.require(name + WEIGHT) for name in self.layers]
+        return (
+            sum(spec.rows * (spec.columns + 4) for spec in specs)
+            + 4 * self.samples.tokens * self.model.hidden
+        )
+
+    def state(self) -> dict[str, Any]:
+        """What a run that goes on from another's layers must share with it."""
+        return {
+            "slidesparse": slidesparse.__version__,
+            "source": _fingerprint(self.model.checkpoint),
+            "layers": {name: pattern.ratio for name, pattern in sorted(self.layers.items())},
+            "samples": self.samples.digest,
+            "method": self.method,
+            "sweeps": self.sweeps if self.method == "sparsegpt" else 0,
+            "quant": self.quant,
+            "device": self.device.type,
+            "threads": torch.get_num_threads() if self.device.type == "cpu" else 0,
+        }
+
+
+def require_layers(model: Model, layers: Mapping[str, SlidePattern]) -> None:
+    """CalibrationError unless every linear layer to prune is one that `Model.load` runs."""
+    run = {name for number in range(model.blocks) for stage in _stages(model, number) for name in stage}
+    for name in layers:
+        if name not in run:
+            raise CalibrationError(
+                f"{name} is none of the linear layers that calibration runs in a {model.kind} model, such as "
+                f"{min(run)}; leave it out, or do without --calib"
+            )
+
+
+def _stages(model: Model, number: int) -> list[list[str]]:
+    kind = DecoderBlock if model.is_decoder else EncoderBlock
+    return [[model.prefix(number) + name for name in stage] for stage in kind.stages]
+
+
+def calibrate(task: Task, reader: Reader, work: Work, progress: Progress | None = None) -> None:
+    """Prune and quantize the layers of ``task``; `Work.publish` each layer of the model as it is done.
+
+    What is published already is run, not made again.  The same task on the same machine gives the same bytes.
+    Raises CalibrationError when activations are not finite.
+    """
+    counted = _Progress(task, "pruning", progress)
+
+    def visit(number: int, block: Block, states: HiddenStates) -> None:
+        if work.done(number):
+            _restore(task.model, number, block, work)
+        else:
+            tensors: dict[str, Tensor] = {}
+            rows: list[dict[str, Any]] = []
+            for stage, names in enumerate(block.stages):
+                for result, codes, scale in _prune_stage(task, number, block, stage, names, states):
+                    tensors[result.name + WEIGHT], tensors[result.name + SCALE] = codes, scale
+                    rows.append(asdict(result))
+            work.publish(number, tensors, rows)
+        counted.finished(number)
+
+    _walk(task, reader, work.folder, visit)
+
+
+def rank(task: Task, reader: Reader, work: Work, progress: Progress | None = None) -> dict[str, float]:
+    """The relative output error each layer of ``task`` would have, pruned by Wanda in the dense model: a cheap
+    guess, without factorizations, at what costs most.  Kept in ``work``."""
+    kept = work.read_json(RANKING)
+    if kept is not None:
+        return {str(name): float(error) for name, error in kept.items()}
+    found: dict[str, float] = {}
+    counted = _Progress(task, "ranking", progress)
+
+    def visit(number: int, block: Block, states: HiddenStates) -> None:
+        for stage, names in enumerate(block.stages):
+            chosen = [name for name in names if task.model.prefix(number) + name in task.layers]
+            if not chosen:
+                continue
+            h = _hessian(block, stage, states).matrix
+            for name in chosen:
+                full, w = task.model.prefix(number) + name, block.weights[name + WEIGHT]
+                found[full] = output_error(w, wanda(w, h, task.layers[full]), h)
+        counted.finished(number)
+
+    _walk(task, reader, work.folder, visit)
+    work.write_json(RANKING, found)
+    return found
+
+
+class _Progress:
+    """Bytes of the linear layers to prune, done and in all."""
+
+    def __init__(self, task: Task, phase: str, report: Progress | None) -> None:
+        self._model, self._phase, self._report, self._done = task.model, phase, report, 0
+        self._sizes = {name: task.model.checkpoint.require(name + WEIGHT).nbytes for name in task.layers}
+
+    def finished(self, number: int) -> None:
+        """A layer of the model is done."""
+        self._done += sum(
+            self._sizes.get(name, 0) for stage in _stages(self._model, number) for name in stage
+        )
+        if self._report:
+            self._report(self._phase, self._done, sum(self._sizes.values()))
+
+
+@torch.inference_mode()
+def _walk(
+    task: Task, reader: Reader, folder: Path, visit: Callable[[int, Block, HiddenStates], None]
+) -> None:
+    """Run the samples through the model's layers up to the last one with something to prune."""
+    batches = list(_batches(task.samples, BATCH_TOKENS.get(task.device.type, BATCH_TOKENS["cpu"])))
+    states = HiddenStates([(*ids.shape, task.model.hidden) for ids in batches], task.device, folder)
+    embed = task.model.embedder(reader, task.samples.ids, task.device)
+    for i, ids in enumerate(batches):
+        states[i] = embed(ids)
+    del embed
+    wanted = [
+        number
+        for number in range(task.model.blocks)
+        if any(name in task.layers for stage in _stages(task.model, number) for name in stage)
+    ]
+    try:
+        last = max(wanted, default=-1)
+        for number in range(last + 1):
+            block = task.model.load(reader, number, task.device)
+            visit(number, block, states)
+            for i in range(len(states) if number < last else 0):
+                states[i] = block.output(states[i])
+    finally:
+        states.close()
+
+
+def _batches(samples: Samples, tokens: int) -> Iterator[Tensor]:
+    """Samples of equal length together, [batch, tokens], about ``tokens`` in each; nothing is padded."""
+    for length, group in groupby(sorted(samples.ids, key=len), key=len):
+        alike = torch.stack(list(group))
+        yield from alike.split(max(1, tokens // length))
+
+
+def _hessian(block: Block, stage: int, states: HiddenStates) -> Hessian:
+    hessian: Hessian | None = None
+    for i in range(len(states)):
+        x = block.input(stage, states[i])
+        hessian = hessian or Hessian(x.shape[-1], x.device)
+        hessian.add(x)
+    assert hessian is not None
+    return hessian
+
+
+def _prune_stage(
+    task: Task, number: int, block: Block, stage: int, names: tuple[str, ...], states: HiddenStates
+) -> Iterator[tuple[LayerResult, Tensor, Tensor]]:
+    """Prune, quantize and replace in ``block`` the linear layers of a stage; with codes and scales of each."""
+    prefix = task.model.prefix(number)
+    chosen = [name for name in names if prefix + name in task.layers]
+    if not chosen:
+        return
+    started = time.monotonic()
+    hessian = _hessian(block, stage, states)
+    pruned = _prune_rows(task, hessian, {name: block.weights[name + WEIGHT] for name in chosen}, prefix)
+    for name in chosen:
+        w = block.weights[name + WEIGHT]
+        codes, scale = quantize_rows(pruned[name], NAMES[task.quant], "cuda")
+        served = dequantize_rows(codes, scale)
+        block.weights[name + WEIGHT] = served
+        result = LayerResult(
+            name=prefix + name,
+            pattern=task.layers[prefix + name].ratio,
+            method=task.method,
+            error_pruned=output_error(w, pruned[name], hessian.matrix),
+            error_quantized=output_error(w, served, hessian.matrix),
+            tokens=hessian.tokens,
+            seconds=round((time.monotonic() - started) / len(chosen), 3),
+        )
+        yield result, codes, scale
+
+
+def _prune_rows(
+    task: Task, hessian: Hessian, weights: Mapping[str, Tensor], prefix: str
+) -> dict[str, Tensor]:
+    """Prune layers that read the same inputs; those of one pattern together, as their rows do not see each other."""
+    found: dict[str, Tensor] = {}
+    h, damping = hessian.matrix, damping_for(len(hessian.matrix), hessian.tokens)
+    upper = factor(h, damping) if task.method == "sparsegpt" else None
+    for pattern in dict.fromkeys(task.layers[prefix + name] for name in weights):
+        names = [name for name in weights if task.layers[prefix + name] == pattern]
+        w = torch.cat([weights[name] for name in names])
+        if upper is not None:
+            first = sparsegpt(w, upper, pattern)
+            pruned = refine(w, first, h, pattern, sweeps=task.sweeps, damping=damping)
+        elif task.method == "wanda":
+            pruned = wanda(w, h, pattern)
+        else:
+            pruned = prune(w, pattern, task.method)
+        parts = pruned.split([weights[name].shape[0] for name in names])
+        found |= dict(zip(names, parts, strict=True))
+    return found
+
+
+def _restore(model: Model, number: int, block: Block, work: Work) -> None:
+    """Put published layers in place of the source's."""
+    with (found := work.tensors()).reader() as reader:
+        for name in (name for stage in block.stages for name in stage):
+            full = model.prefix(number) + name
+            if full + WEIGHT in found.tensors:
+                codes, scale = (reader.whole(full + suffix) for suffix in (WEIGHT, SCALE))
+                device = block.weights[name + WEIGHT].device
+                block.weights[name + WEIGHT] = dequantize_rows(codes.to(device), scale.to(device))
+
+
+def _fingerprint(checkpoint: Checkpoint) -> str:
+    """Of a source's names, shapes, sizes and times of change; its bytes are too many to read again."""
+    found = hashlib.sha256(repr(sorted(checkpoint.tensors.values())).encode())
+    for file in checkpoint.files:
+        status = (checkpoint.folder / file).stat()
+        found.update(f"{file} {status.st_size} {status.st_mtime_ns}".encode())
+    found.update((checkpoint.folder / "config.json").read_bytes())
+    return found.hexdigest()

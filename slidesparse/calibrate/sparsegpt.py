@@ -1,0 +1,156 @@
+"""SparseGPT for (2N-2):2N patterns: remove weights, and let the others of the row make up for them.
+
+For a row w and inputs with H = sum of x x^T, removing the weights P of a block while all columns F from the block
+on stay free costs, and asks of the row, by the formulas of the optimal brain surgeon::
+
+    cost(P) = w_P (A_PP)^-1 w_P^T      w_F -= w_P (A_PP)^-1 A_PF      A = (H_FF)^-1
+
+Blocks go from left to right; those behind are frozen.  With H^-1 = U^T U, U upper triangular, A = U_FF^T U_FF, so
+that one factorization serves all rows and blocks, and its corner U_gg all that the choice in block g needs::
+
+    columns    frozen | g: L columns | rest of the batch | later batches
+    U                 | U_gg         | U[g, batch]       | U[batch, later]
+    row               | chosen here  | updated at once   | updated once a batch
+
+SparseGPT (arXiv 2301.00774) weighs the weights of a block one by one, removes them column by column, and cannot
+update those of the block already behind.  Here a block's two are weighed as a pair and removed together, which costs
+less error and L times fewer steps; `slidesparse.calibrate.refine` goes on from there.  The padding of a partial block
+counts among its zeros: a tail of t columns loses max(0, t - (L-2)).
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+
+from slidesparse.calibrate.errors import CalibrationError
+from slidesparse.pattern import ZEROS, PatternError, SlidePattern
+
+DAMPING = 0.01  # of the mean of H's diagonal, added to it: as in SparseGPT and GPTQ, where tokens are many
+SHRINKAGE = 0.2  # times K / tokens, if that is more: where they are few, see `damping_for`
+BATCH_COLUMNS = 128  # whole blocks of about so many columns are updated before the columns behind them
+CHOICE_ELEMENTS = 2**24  # of costs at a time
+
+
+def damping_for(in_features: int, tokens: int) -> float:
+    """How much to damp H [K, K] summed over ``tokens``: DAMPING, and more where few tokens tell of many inputs.
+
+    Measured on layers of MiniLM with 288 to 10354 tokens at K = 384 and 1536: the damping that gives the smallest
+    error on other tokens is about 0.2 K / tokens.
+    """
+    return max(DAMPING, SHRINKAGE * in_features / max(1, tokens))
+
+
+def damped(hessian: Tensor, damping: float = DAMPING) -> Tensor:
+    """H + damping * mean(diag H) * I, [K, K] float64.
+
+    It gives inputs never seen a small weight of their own, so that their weights are the first to go and otherwise keep
+    what they have; where no input was ever seen, all count alike.
+
+    Raises CalibrationError when H is not finite.
+    """
+    double = hessian.to(torch.float64, copy=True)
+    mean = float(double.diagonal().mean()) if len(double) else 0.0
+    if not mean < float("inf"):
+        raise CalibrationError(
+            "the inputs of a layer are not finite (NaN or Inf), so nothing can be learned from them; the weights or "
+            "the calibration ids are damaged, or the model overflows float32"
+        )
+    double.diagonal().add_(damping * mean if mean > 0 else 1.0)
+    return double
+
+
+def factor(hessian: Tensor, damping: float = DAMPING, dtype: torch.dtype = torch.float32) -> Tensor:
+    """U [K, K] upper triangular of ``dtype`` with U^T U = (H `damped`)^-1, computed in float64."""
+    # H = V V^T with V upper triangular is the Cholesky factorization of H read from its last row and column
+    flipped = damped(hessian, damping).flip(0, 1)
+    upper = torch.linalg.cholesky(flipped)
+    del flipped  # one of the largest tensors of all
+    upper = upper.flip(0, 1)
+    identity = torch.eye(len(upper), dtype=torch.float64, device=upper.device)
+    inverse: Tensor = torch.linalg.solve_triangular(upper, identity, upper=True)
+    return inverse.to(dtype)
+
+
+def blocks(in_features: int, pattern: SlidePattern, phase: int = 0) -> list[slice]:
+    """The columns of each block; the first lacks ``phase`` of them, the last may be short."""
+    if pattern.length is None:
+        return []
+    layout = pattern.layout(in_features, phase)
+    edges = [number * layout.length - phase for number in range(layout.blocks + 1)]
+    return [slice(max(0, a), min(in_features, b)) for a, b in pairwise(edges)]
+
+
+def sparsegpt(w: Tensor, upper: Tensor, pattern: SlidePattern, phase: int = 0) -> Tensor:
+    """Prune ``w`` to ``pattern`` and update what remains.
+
+    Args:
+        w: [N, K] of any float dtype.
+        upper: [K, K], the `factor` of its inputs' H.
+        phase: zero columns before the row, as in `slidesparse.slide.slide`.
+
+    Returns:
+        A new [N, K] of the dtype of ``upper`` that obeys the pattern, its pruned weights +0.0.
+    """
+    if upper.shape != (w.shape[1], w.shape[1]):
+        raise PatternError(f"H of {list(upper.shape)} does not belong to a weight of {list(w.shape)}")
+    out = w.to(upper.dtype, copy=True)
+    if pattern.length is None:
+        return out
+    groups = blocks(w.shape[1], pattern, phase)
+    step = max(1, BATCH_COLUMNS // pattern.length)
+    for first in range(0, len(groups), step):
+        batch = groups[first : first + step]
+        start, stop = batch[0].start, batch[-1].stop
+        errors = out.new_zeros(len(w), stop - start)
+        for group in batch:
+            surplus = group.stop - group.start - (pattern.length - ZEROS)
+            if surplus <= 0:
+                continue
+            corner = upper[group, group]
+            share, gone = choose(out[:, group], corner.t() @ corner, surplus)
+            error = share @ corner.t()
+            errors[:, group.start - start : group.stop - start] = error
+            out[:, group.start : stop] -= error @ upper[group, group.start : stop]
+            out[:, group].masked_fill_(gone, 0.0)
+        out[:, stop:] -= errors @ upper[start:stop, stop:]
+    return out
+
+
+def choose(w: Tensor, a: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """The cheapest ``count`` (1 or 2) of each row of ``w`` [N, L] to remove, A being ``a`` [L, L]; ties: the leftmost.
+
+    Returns w_P (A_PP)^-1 spread over [N, L], zero elsewhere, and whether each weight is in P.
+    """
+    share, gone = torch.zeros_like(w), torch.zeros_like(w, dtype=torch.bool)
+    first, second = _candidates(w.shape[1], count, w.device)
+    own, other, both = a[first, first], a[second, second], a[first, second]
+    step = max(1, CHOICE_ELEMENTS // len(first))
+    for rows in (slice(start, start + step) for start in range(0, len(w), step)):
+        part = w[rows]
+        left, right = part[:, first], part[:, second]
+        if count == 1:
+            best = (left * left / own).argmin(-1, keepdim=True)
+            chosen = [(first, left / own)]
+        else:
+            determinant = own * other - both * both
+            of_left = (left * other - right * both) / determinant
+            of_right = (right * own - left * both) / determinant
+            best = (left * of_left + right * of_right).argmin(-1, keepdim=True)
+            chosen = [(first, of_left), (second, of_right)]
+        for columns, values in chosen:
+            where = columns[best]
+            share[rows].scatter_(-1, where, values.gather(-1, best))
+            gone[rows].scatter_(-1, where, True)
+    return share, gone
+
+
+@cache
+def _candidates(length: int, count: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """All choices of ``count`` (1 or 2) of ``length`` columns, from the left: the first and the last of each."""
+    with torch.inference_mode(False):
+        found = torch.combinations(torch.arange(length, device=device), count)
+        return found[:, 0].contiguous(), found[:, -1].contiguous()

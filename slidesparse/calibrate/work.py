@@ -1,0 +1,158 @@
+"""The hidden folder beside the output that holds finished layers, so that a killed run goes on where it was.
+
+::
+
+    .OUT.calibrated/
+      state.json                     what the run was started with; another run is refused
+      ranking.json                   with --skip-worst: what pruning each layer would cost
+      layer-00000.json               the report's rows of a decoder layer
+      layer-00000.safetensors        its codes and scales; last, and by one rename: it marks the layer as done
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import shutil
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from slidesparse.calibrate.errors import CalibrationError
+from slidesparse.checkpoint import NAMES, SUFFIX, Checkpoint, StoredTensor, TensorSpec, Writer, read_header
+
+STATE, RANKING = "state.json", "ranking.json"
+
+
+@dataclass(frozen=True)
+class Work:
+    """The folder of one run, locked by it."""
+
+    folder: Path
+
+    def done(self, number: int) -> bool:
+        """Whether a layer of the model is finished."""
+        return (self.folder / _file(number)).exists()
+
+    def publish(self, number: int, tensors: Mapping[str, Tensor], rows: list[dict[str, Any]]) -> None:
+        """Keep a finished layer: all of it, or, if killed, nothing."""
+        self.write_json(f"layer-{number:05}.json", rows)
+        specs = [TensorSpec(name, NAMES[t.dtype], tuple(t.shape)) for name, t in tensors.items()]
+        partial = self.folder / f".{_file(number)}"
+        partial.unlink(missing_ok=True)
+        writer = Writer(partial, specs)
+        try:
+            for name, tensor in tensors.items():
+                writer.write(name, 0, tensor.cpu())
+            writer.close()
+        finally:
+            writer.close(sync=False)
+        os.rename(partial, self.folder / _file(number))
+        _sync(self.folder)
+
+    def write_json(self, name: str, value: object) -> None:
+        """Keep a small file, whole."""
+        partial = self.folder / f".{name}"
+        with partial.open("w") as file:
+            json.dump(value, file, indent=1)
+            file.flush()
+            os.fsync(file.fileno())
+        os.rename(partial, self.folder / name)
+
+    def read_json(self, name: str) -> Any:
+        """What `write_json` kept under a name, or None."""
+        path = self.folder / name
+        return json.loads(path.read_bytes()) if path.exists() else None
+
+    def rows(self) -> list[dict[str, Any]]:
+        """The report's rows of all finished layers, in their order."""
+        done = sorted(path.stem for path in self.folder.glob(f"layer-*{SUFFIX}"))
+        return [row for name in done for row in self.read_json(f"{name}.json")]
+
+    def tensors(self) -> Checkpoint:
+        """All finished layers, as a checkpoint to read from."""
+        files = sorted(path.name for path in self.folder.glob(f"layer-*{SUFFIX}"))
+        found: dict[str, StoredTensor] = {}
+        for file in files:
+            found |= {tensor.spec.name: tensor for tensor in read_header(self.folder / file)}
+        return Checkpoint(self.folder, {}, None, tuple(files), found)
+
+    def remove(self) -> None:
+        """The output is published; nothing of this is needed any more."""
+        shutil.rmtree(self.folder)
+
+
+def work_folder(out: Path) -> Path:
+    """Where finished layers of a conversion to ``out`` are kept."""
+    return out.resolve().parent / f".{out.resolve().name}.calibrated"
+
+
+@contextmanager
+def open_work(out: Path, state: Mapping[str, Any], resume: bool) -> Iterator[Work]:
+    """Lock the folder, made if need be; left behind when the run fails, for ``resume`` to go on from.
+
+    Raises CalibrationError when one with finished work is there and ``resume`` is false, when it belongs to a run that
+    was started otherwise (naming what differs), and when another run holds it.
+    """
+    folder = work_folder(out)
+    kept = any(folder.glob(f"layer-*{SUFFIX}")) or (folder / RANKING).exists()
+    if kept and not resume:
+        raise CalibrationError(
+            f"{folder} holds the finished layers of a run that did not end; --resume goes on from them, removing the "
+            "folder starts anew"
+        )
+    folder.mkdir(parents=True, exist_ok=True)
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise CalibrationError(
+                f"another calibration is writing {out} (in {folder}); wait for it or stop it"
+            ) from None
+        work = Work(folder)
+        if not kept:
+            (folder / STATE).unlink(missing_ok=True)
+        _require_same(work, state)
+        yield work
+    finally:
+        os.close(descriptor)
+
+
+def _require_same(work: Work, state: Mapping[str, Any]) -> None:
+    found = work.read_json(STATE)
+    plain = json.loads(json.dumps(dict(state)))
+    if found is None:
+        work.write_json(STATE, plain)
+        return
+    different = sorted(key for key in {*found, *plain} if found.get(key) != plain.get(key))
+    if different:
+        shown = "; ".join(
+            f"{key} was {_shown(found.get(key))}, is {_shown(plain.get(key))}" for key in different
+        )
+        raise CalibrationError(
+            f"--resume: {work.folder} was started otherwise ({shown}); run the same command as then, or remove the "
+            "folder to start anew"
+        )
+
+
+def _shown(value: object) -> str:
+    text = json.dumps(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."
+
+
+def _file(number: int) -> str:
+    return f"layer-{number:05}{SUFFIX}"
+
+
+def _sync(folder: Path) -> None:
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,159 @@
+"""The commands ``slidesparse eval``: quality of a checkpoint as vLLM serves it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.markup import escape
+
+if TYPE_CHECKING:
+    from slidesparse.evaluate.embedding import Embedding
+    from slidesparse.evaluate.engine import Engine
+    from slidesparse.evaluate.intervals import Interval
+    from slidesparse.evaluate.perplexity import Perplexity
+
+USAGE, ENVIRONMENT = 2, 3
+
+out = Console(highlight=False, soft_wrap=True)
+err = Console(stderr=True, highlight=False, soft_wrap=True)
+
+Model = Annotated[Path, typer.Argument(help="The checkpoint to evaluate.", metavar="DIR")]
+Against = Annotated[
+    Path | None,
+    typer.Option(help="Another checkpoint, such as the original, to compare with.", metavar="DIR"),
+]
+Samples = Annotated[int | None, typer.Option(help="The first so many only.", metavar="N")]
+Options = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--option",
+        help="An option of vLLM's LLM, such as dtype=float32; may be repeated.",
+        metavar="NAME=VALUE",
+    ),
+]
+Log = Annotated[Path | None, typer.Option(help="Append what vLLM prints to this file.", metavar="FILE")]
+Json = Annotated[bool, typer.Option("--json", help="Print JSON for machines.")]
+
+
+def register(app: typer.Typer, explained: Callable[[], AbstractContextManager[None]]) -> None:
+    """Add the commands; ``explained`` turns errors that a user can act on into a message and an exit code."""
+    eval_app = typer.Typer(
+        help="Measure the quality of a checkpoint as vLLM serves it.", no_args_is_help=True
+    )
+    app.add_typer(eval_app, name="eval")
+
+    @eval_app.command()
+    def perplexity(
+        model: Model,
+        data: Annotated[
+            str, typer.Option(help="Text: FILE.txt, FILE.jsonl, or ids: FILE.npy.", metavar="FILE")
+        ],
+        against: Against = None,
+        seqlen: Annotated[int, typer.Option(help="Tokens of a window.", metavar="N")] = 2048,
+        samples: Samples = None,
+        top: Annotated[
+            int,
+            typer.Option(help="Likeliest tokens compared for KL; -1 for all, which is slow.", metavar="N"),
+        ] = 20,
+        option: Options = None,
+        log: Log = None,
+        as_json: Json = False,
+    ) -> None:
+        """Perplexity of a decoder on a text, paired with another checkpoint's: difference, top-1, KL."""
+        with explained(), _explained():
+            from slidesparse.evaluate.perplexity import measure
+            from slidesparse.evaluate.texts import windows
+
+            ids = windows(data, model, seqlen, samples)
+            found = measure(model, ids, against, top, _engine(option, log))
+        print(json.dumps(found.to_json(), indent=2)) if as_json else _show_perplexity(found)
+
+    @eval_app.command()
+    def embedding(
+        model: Model,
+        data: Annotated[
+            str, typer.Option(help='FILE.jsonl of {"text"}, or of pairs {"query", "text"}.', metavar="FILE")
+        ],
+        against: Against = None,
+        samples: Samples = None,
+        longest: Annotated[int, typer.Option(help="Tokens of a text, at most.", metavar="N")] = 256,
+        option: Options = None,
+        log: Log = None,
+        as_json: Json = False,
+    ) -> None:
+        """Embeddings of an encoder beside another checkpoint's: cosine, and of pairs the retrieval."""
+        with explained(), _explained():
+            from slidesparse.evaluate.embedding import measure
+            from slidesparse.evaluate.texts import texts_or_pairs
+
+            found = measure(
+                model, texts_or_pairs(data, model, samples, longest), against, _engine(option, log)
+            )
+        print(json.dumps(found.to_json(), indent=2)) if as_json else _show_embedding(found)
+
+
+class _explained:  # noqa: N801  (a context manager, used as a function)
+    """The errors of evaluation."""
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: object) -> None:
+        from slidesparse.evaluate.engine import EvaluationError, MissingVllmError
+
+        if isinstance(error, EvaluationError | MissingVllmError):
+            err.print(f"[bold red]error:[/] {escape(str(error))}")
+            raise typer.Exit(USAGE if isinstance(error, EvaluationError) else ENVIRONMENT) from None
+
+
+def _engine(options: list[str] | None, log: Path | None) -> Engine:
+    from slidesparse.evaluate.engine import Engine, EvaluationError
+
+    found: dict[str, Any] = {}
+    for text in options or []:
+        name, separator, value = text.partition("=")
+        if not separator or not name.isidentifier():
+            raise EvaluationError(f"--option {text!r} is not NAME=VALUE, such as dtype=float32")
+        try:
+            found[name] = json.loads(value)
+        except ValueError:
+            found[name] = value
+    return Engine(found, log)
+
+
+def _show(name: str, found: Interval | None, digits: int = 4, unit: str = "") -> None:
+    if found is not None:
+        low, high = (f"{value:.{digits}f}{unit}" for value in (found.low, found.high))
+        out.print(escape(f"{name:17} {found.value:.{digits}f}{unit}  (95%: {low} to {high})"))
+
+
+def _show_perplexity(found: Perplexity) -> None:
+    out.print(escape(f"{'model':17} {found.model}: {found.served_by or 'vLLM itself'}"))
+    out.print(f"{'data':17} {found.windows} windows, {found.tokens} tokens scored")
+    _show("perplexity", found.perplexity)
+    if found.comparison is None:
+        return
+    out.print(escape(f"{'against':17} {found.against}: {found.against_served_by or 'vLLM itself'}"))
+    _show("its perplexity", found.comparison.perplexity)
+    _show("difference", found.comparison.delta_pct, 3, "%")
+    _show("same top token", found.comparison.top1)
+    _show("KL" if found.comparison.exact else "KL, at least", found.comparison.kl, 5)
+
+
+def _show_embedding(found: Embedding) -> None:
+    out.print(escape(f"{'model':17} {found.model}: {found.served_by or 'vLLM itself'}"))
+    if found.against:
+        out.print(escape(f"{'against':17} {found.against}: {found.against_served_by or 'vLLM itself'}"))
+    out.print(f"{'data':17} {found.texts} texts")
+    _show("cosine, mean", found.cosine_mean)
+    _show("cosine, 1%", found.cosine_p1)
+    _show("same nearest 10", found.top10)
+    _show("MRR", found.mrr)
+    _show("its MRR", found.mrr_against)
+    _show("MRR lost", found.mrr_loss)

@@ -1,0 +1,106 @@
+"""``slidesparse eval embedding``: how far a served encoder's embeddings are from another's, and what that costs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from slidesparse.evaluate.engine import Engine
+from slidesparse.evaluate.intervals import Array, Interval, bootstrap, mean, percentile
+from slidesparse.evaluate.texts import Texts
+
+NEAREST = 10
+FIRST_PERCENTILE = 0.01
+
+
+@dataclass(frozen=True)
+class Embedding:
+    """What was measured.  Without pairs the figures of retrieval are None, without a reference those that need it."""
+
+    model: str
+    against: str | None
+    texts: int
+    cosine_mean: Interval | None
+    cosine_p1: Interval | None  # first percentile
+    top10: Interval | None  # share of the reference's ten nearest documents that are among the model's
+    mrr: Interval | None
+    mrr_against: Interval | None
+    mrr_loss: Interval | None  # paired
+    served_by: str
+    against_served_by: str
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain values."""
+        found = {name: value for name, value in vars(self).items() if value is not None and value != ""}
+        return {name: v.to_json() if isinstance(v, Interval) else v for name, v in found.items()}
+
+
+def measure(
+    model: Path, texts: Texts, against: Path | None = None, engine: Engine | None = None
+) -> Embedding:
+    """Embed ``texts`` with ``model`` and with ``against``.  Intervals draw texts, or pairs."""
+    engine = engine or Engine()
+    ids = [*texts.queries, *(texts.documents or [])]
+    ours = engine.score(model, "embedding", ids)
+    theirs = engine.score(against, "embedding", ids) if against else None
+    return summarize(
+        str(model),
+        str(against) if against else None,
+        ours.arrays["embeddings"],
+        theirs.arrays["embeddings"] if theirs else None,
+        texts.documents is not None,
+        (ours.served_by, theirs.served_by if theirs else ""),
+    )
+
+
+def summarize(
+    model: str, against: str | None, ours: Array, theirs: Array | None, paired: bool, served: tuple[str, str]
+) -> Embedding:
+    """The figures from embeddings [texts, hidden]; of pairs, all queries and then all documents."""
+    ours = _unit(ours)
+    theirs = None if theirs is None else _unit(theirs)
+    cosines = None if theirs is None else (ours * theirs).sum(-1)
+    found = _retrieval(ours) if paired else None
+    wanted = _retrieval(theirs) if paired and theirs is not None else None
+    overlap = None
+    if found and wanted:
+        pairs = zip(found.nearest, wanted.nearest, strict=True)
+        overlap = np.asarray([len(set(a) & set(b)) / len(b) for a, b in pairs])
+    return Embedding(
+        model=model,
+        against=against,
+        texts=len(ours),
+        cosine_mean=None if cosines is None else bootstrap(mean, cosines),
+        cosine_p1=None if cosines is None else bootstrap(percentile(FIRST_PERCENTILE), cosines),
+        top10=None if overlap is None else bootstrap(mean, overlap),
+        mrr=bootstrap(mean, found.reciprocal) if found else None,
+        mrr_against=bootstrap(mean, wanted.reciprocal) if wanted else None,
+        mrr_loss=bootstrap(mean, wanted.reciprocal - found.reciprocal) if found and wanted else None,
+        served_by=served[0],
+        against_served_by=served[1],
+    )
+
+
+@dataclass(frozen=True)
+class _Retrieval:
+    reciprocal: Array  # [pairs], 1 / rank of a query's own document
+    nearest: Array  # [pairs, NEAREST], documents
+
+
+def _retrieval(embeddings: Array) -> _Retrieval:
+    """Every query against the documents of all pairs; of equal similarities, the own document comes last."""
+    queries, documents = np.split(embeddings, 2)
+    similar = queries @ documents.T
+    own = similar.diagonal()[:, None]
+    ranks = (similar >= own).sum(1)
+    count = min(NEAREST, len(documents))
+    nearest = np.argsort(-similar, axis=1, kind="stable")[:, :count]
+    return _Retrieval(1 / ranks, nearest)
+
+
+def _unit(vectors: Array) -> Array:
+    vectors = vectors.astype(np.float64)
+    return np.asarray(vectors / np.linalg.norm(vectors, axis=-1, keepdims=True))

@@ -1,0 +1,105 @@
+"""Start vLLM for one checkpoint in a process of its own, and take what it computed."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from slidesparse.flags import DISABLE
+
+WORKER = "slidesparse.evaluate.worker"
+SERVED = re.compile(r"SlideSparse (\S+ \([^)]*\): \d+ layers .*)")
+ERROR = re.compile(r"\b\w+(?:Error|Exception): .*")
+MOST_LINES = 5  # of a log, in an error
+
+
+class EvaluationError(RuntimeError):
+    """An evaluation that cannot be done: data, options, or an engine that failed."""
+
+
+class MissingVllmError(RuntimeError):
+    """vLLM is not installed."""
+
+
+@dataclass(frozen=True)
+class Scored:
+    """What an engine computed, and the plugin's line from its log: "" when the plugin did not serve."""
+
+    arrays: Mapping[str, np.ndarray]
+    served_by: str
+
+
+@dataclass(frozen=True)
+class Engine:
+    """How checkpoints are served."""
+
+    options: Mapping[str, Any] = field(default_factory=dict)  # of vllm.LLM
+    log: Path | None = None  # a file to keep what the engine prints; otherwise it goes when the engine worked
+
+    def score(
+        self, model: Path, task: str, ids: Sequence[Sequence[int]], top: int = 0, stock: bool = False
+    ) -> Scored:
+        """Run ``task`` of `slidesparse.evaluate.worker`.
+
+        Args:
+            stock: switch the plugin off.
+
+        Raises EvaluationError with the cause from the engine's log, MissingVllmError when there is no vLLM.
+        """
+        if importlib.util.find_spec("vllm") is None:
+            raise MissingVllmError(
+                "evaluation serves the model, but vLLM is not installed: pip install 'slidesparse[cpu]', or "
+                "'slidesparse[cuda]' on a machine with an NVIDIA GPU"
+            )
+        longest = max(len(sample) for sample in ids)
+        options = {"enforce_eager": True, "max_model_len": longest + 1, **self.options}
+        request = {"model": str(model), "task": task, "ids": ids, "top": top, "options": options}
+        with tempfile.TemporaryDirectory() as folder:
+            out, log = Path(folder) / "out.npz", self.log or Path(folder) / "log"
+            with log.open("ab") as sink:
+                sink.write(f"# {task} of {model}\n".encode())
+                sink.flush()
+                start = sink.tell()
+                done = subprocess.run(
+                    [sys.executable, "-m", WORKER, str(out)],
+                    input=json.dumps(request).encode(),
+                    env=_environment(stock),
+                    stdout=sink,
+                    stderr=sink,
+                    check=False,
+                )
+            text = log.read_bytes()[start:].decode(errors="replace")
+            if done.returncode or not out.exists():
+                raise EvaluationError(f"vLLM could not evaluate {model}:\n{_cause(text)}")
+            with np.load(out) as found:
+                arrays = {name: found[name] for name in found.files}
+        said = SERVED.search(text)
+        return Scored(arrays, said[1] if said else "")
+
+
+def _environment(stock: bool) -> dict[str, str]:
+    """Ours, offline, and on CPUs without binding to cores that others may use."""
+    defaults = {
+        "VLLM_CPU_KVCACHE_SPACE": "1",
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+        "VLLM_NO_USAGE_STATS": "1",
+    }
+    forced = {"HF_HUB_OFFLINE": "1"} | ({DISABLE: "1"} if stock else {})
+    return {**defaults, **os.environ, **forced}
+
+
+def _cause(log: str) -> str:
+    lines = log.splitlines()
+    raised = [line for line in lines if ERROR.search(line) and "WARNING" not in line]
+    return "\n".join(raised[:MOST_LINES] or lines[-MOST_LINES:])

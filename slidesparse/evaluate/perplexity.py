@@ -1,0 +1,157 @@
+"""``slidesparse eval perplexity``: how well a served model predicts a text, beside another on the same text."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from slidesparse.evaluate.engine import Engine, EvaluationError, Scored
+from slidesparse.evaluate.intervals import Array, Interval, bootstrap, ratio
+
+TOP = 20  # likeliest tokens compared, what vLLM gives at most unless asked; all with -1
+LARGEST = 2 * 10**9  # bytes of log-probabilities, at most
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """A model beside another, the reference, on the same tokens."""
+
+    perplexity: Interval  # of the reference
+    delta_pct: Interval  # of the model's perplexity over the reference's, in percent; paired
+    top1: Interval  # share of positions whose likeliest token is the same
+    kl: Interval  # mean KL(reference || model) in nats; see `divergence`
+    exact: bool  # whether KL is over the whole vocabulary, or a lower bound
+
+
+@dataclass(frozen=True)
+class Perplexity:
+    """What was measured."""
+
+    model: str
+    against: str | None
+    windows: int
+    tokens: int
+    perplexity: Interval
+    comparison: Comparison | None
+    served_by: str
+    against_served_by: str
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain values."""
+        found: dict[str, Any] = {
+            "model": self.model,
+            "windows": self.windows,
+            "tokens": self.tokens,
+            "perplexity": self.perplexity.to_json(),
+            "served_by": self.served_by,
+        }
+        if self.comparison:
+            found |= {
+                "against": self.against,
+                "against_perplexity": self.comparison.perplexity.to_json(),
+                "delta_pct": self.comparison.delta_pct.to_json(),
+                "top1_agreement": self.comparison.top1.to_json(),
+                "kl" if self.comparison.exact else "kl_at_least": self.comparison.kl.to_json(),
+                "against_served_by": self.against_served_by,
+            }
+        return found
+
+
+def measure(
+    model: Path,
+    ids: Sequence[Sequence[int]],
+    against: Path | None = None,
+    top: int = TOP,
+    engine: Engine | None = None,
+) -> Perplexity:
+    """Score the windows ``ids`` with ``model`` and with ``against``.
+
+    Perplexity is exp of minus the mean log-probability of all tokens but each window's first; intervals draw windows.
+    Raises EvaluationError for options that do not do or an engine that fails.
+    """
+    if top == 0 or top < -1:
+        raise EvaluationError(
+            f"--top {top} is not a number of tokens; use 1 or more, or -1 for the whole vocabulary"
+        )
+    engine = engine or Engine()
+    ours = engine.score(model, "perplexity", ids, top)
+    theirs = engine.score(against, "perplexity", ids, top) if against else None
+    return summarize(str(model), str(against) if against else None, ids, ours, theirs)
+
+
+def summarize(
+    model: str, against: str | None, ids: Sequence[Sequence[int]], ours: Scored, theirs: Scored | None
+) -> Perplexity:
+    """The figures from what the engines computed."""
+    lengths = np.asarray([len(sample) - 1 for sample in ids])
+    found = _by_window(-ours.arrays["logprobs"], lengths)
+    comparison = None
+    if theirs is not None:
+        comparison = _compare(found, ours, theirs, lengths)
+    return Perplexity(
+        model=model,
+        against=against,
+        windows=len(ids),
+        tokens=int(lengths.sum()),
+        perplexity=bootstrap(_perplexity, found, lengths),
+        comparison=comparison,
+        served_by=ours.served_by,
+        against_served_by=theirs.served_by if theirs else "",
+    )
+
+
+def _compare(found: Array, ours: Scored, theirs: Scored, lengths: Array) -> Comparison:
+    reference = _by_window(-theirs.arrays["logprobs"], lengths)
+    same = ours.arrays["top_ids"][:, 0] == theirs.arrays["top_ids"][:, 0]
+    apart = divergence(*(s.arrays[name] for s in (theirs, ours) for name in ("top_ids", "top_logprobs")))
+    mass = np.exp(theirs.arrays["top_logprobs"].astype(np.float64)).sum(-1).min()
+    return Comparison(
+        perplexity=bootstrap(_perplexity, reference, lengths),
+        delta_pct=bootstrap(
+            lambda a, b, n: 100 * (np.exp(ratio(a, n) - ratio(b, n)) - 1), found, reference, lengths
+        ),
+        top1=bootstrap(ratio, _by_window(same, lengths), lengths),
+        kl=bootstrap(ratio, _by_window(apart, lengths), lengths),
+        exact=bool(mass > 1 - 1e-4),
+    )
+
+
+def _perplexity(losses: Array, lengths: Array) -> Array:
+    return np.asarray(np.exp(ratio(losses, lengths)))
+
+
+def _by_window(values: Array, lengths: Array) -> Array:
+    """Sums [windows] of values [tokens]."""
+    starts = np.concatenate([[0], np.cumsum(lengths)[:-1]])
+    return np.asarray(np.add.reduceat(values.astype(np.float64), starts))
+
+
+def divergence(p_ids: Array, p_logprobs: Array, q_ids: Array, q_logprobs: Array) -> Array:
+    """KL(p || q) of each position, [tokens], from the likeliest tokens of both, [tokens, top] each.
+
+    Tokens that both list are told apart, all others lumped together.  Lumping never makes a KL divergence larger, so
+    this is a lower bound, and the divergence itself when both list the whole vocabulary.
+    """
+    found = np.empty(len(p_ids))
+    step = max(1, 2**24 // max(1, p_ids.shape[1] * q_ids.shape[1]))
+    for start in range(0, len(p_ids), step):
+        part = slice(start, start + step)
+        order = np.argsort(q_ids[part], axis=1)
+        sorted_ids = np.take_along_axis(q_ids[part], order, axis=1)
+        where = np.stack(
+            [np.searchsorted(row, wanted) for row, wanted in zip(sorted_ids, p_ids[part], strict=True)]
+        )
+        where = where.clip(max=sorted_ids.shape[1] - 1)
+        both = np.take_along_axis(sorted_ids, where, axis=1) == p_ids[part]
+        q = np.take_along_axis(np.take_along_axis(q_logprobs[part], order, axis=1), where, axis=1)
+        p = p_logprobs[part].astype(np.float64)
+        share = np.where(both, np.exp(p), 0.0)
+        told = (share * (p - q)).sum(-1)
+        p_rest = (1 - share.sum(-1)).clip(min=0)
+        q_rest = (1 - np.where(both, np.exp(q.astype(np.float64)), 0.0).sum(-1)).clip(min=1e-12)
+        found[part] = told + np.where(p_rest > 0, p_rest * np.log(np.maximum(p_rest, 1e-300) / q_rest), 0.0)
+    return found

@@ -1,0 +1,67 @@
+"""One vLLM engine that scores token ids, then ends.
+
+A program (see `slidesparse.evaluate.engine`): it reads one JSON object on stdin, {"model", "task", "ids", "top",
+"options"}, and writes arrays to the ``.npz`` file its argument names:
+
+    perplexity   logprobs [tokens] of each token but the first of a sample, given those before it; top_ids and
+                 top_logprobs [tokens, top], the likeliest first
+    embedding    embeddings [samples, hidden], as the model's pooler gives them
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from typing import Any
+
+import numpy as np
+
+Request = dict[str, Any]
+CHUNK = 64  # samples at a time: what vLLM answers with is objects of Python, many a token
+
+
+def perplexity(request: Request) -> dict[str, np.ndarray]:
+    """Log-probabilities of the samples."""
+    from vllm import LLM, SamplingParams
+
+    top = request["top"]
+    llm = LLM(request["model"], max_logprobs=top, skip_tokenizer_init=True, **request["options"])
+    wanted = SamplingParams(max_tokens=1, temperature=0, prompt_logprobs=top, detokenize=False)
+    logprobs, ids, tops = [], [], []
+    for start in range(0, len(request["ids"]), CHUNK):
+        samples = request["ids"][start : start + CHUNK]
+        prompts = [{"prompt_token_ids": sample} for sample in samples]
+        for sample, output in zip(samples, llm.generate(prompts, wanted, use_tqdm=False), strict=True):
+            for token, position in zip(sample[1:], output.prompt_logprobs[1:], strict=True):
+                likeliest = sorted(position.items(), key=lambda item: item[1].rank)
+                likeliest = likeliest[: len(likeliest) if top < 0 else top]
+                logprobs.append(position[token].logprob)
+                ids.append([each for each, _ in likeliest])
+                tops.append([entry.logprob for _, entry in likeliest])
+    return {
+        "logprobs": np.asarray(logprobs, np.float32),
+        "top_ids": np.asarray(ids, np.int32),
+        "top_logprobs": np.asarray(tops, np.float32),
+    }
+
+
+def embedding(request: Request) -> dict[str, np.ndarray]:
+    """Embeddings of the samples."""
+    from vllm import LLM
+
+    llm = LLM(request["model"], runner="pooling", **request["options"])
+    prompts = [{"prompt_token_ids": sample} for sample in request["ids"]]
+    outputs = llm.embed(prompts, use_tqdm=False)
+    return {"embeddings": np.asarray([output.outputs.embedding for output in outputs], np.float32)}
+
+
+def main() -> None:
+    """Answer the request on stdin."""
+    request = json.load(sys.stdin)
+    task = {"perplexity": perplexity, "embedding": embedding}[request["task"]]
+    arrays: dict[str, Any] = task(request)
+    np.savez(sys.argv[1], **arrays)
+
+
+if __name__ == "__main__":
+    main()

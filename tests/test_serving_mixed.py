@@ -1,0 +1,65 @@
+"""Checkpoints whose layers have several patterns, or none: served, and token for token what stock vLLM answers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from models import QWEN, write_w8a8
+from zygote import Answer, Request, Zygote
+
+from slidesparse.convert import convert
+from slidesparse.pattern import SlidePattern
+
+pytestmark = pytest.mark.vllm
+
+RULES = ["down_proj=8:10", r"layers\.1\.mlp\.(gate|up)_proj=4:6"]
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_w8a8(QWEN, tmp_path_factory.mktemp("mixed") / "source")
+
+
+def served(zygote: Zygote, model: Path, env: dict[str, str] | None = None, **options: object) -> Answer:
+    answer = zygote.ask(Request(str(model), env=env or {}, options=dict(options)))
+    assert not answer.error, f"{answer.error}\n{answer.log[-4000:]}"
+    return answer
+
+
+@pytest.mark.parametrize("layout", ["dense", "slided"])
+def test_mixed_patterns_and_layers_without_one(
+    zygote: Zygote, source: Path, tmp_path: Path, layout: str
+) -> None:
+    made = {}
+    for each in {"dense", layout}:
+        made[each] = tmp_path / each
+        pattern = SlidePattern.parse("6:8")
+        convert(source, made[each], pattern=pattern, layer=RULES, skip=[r"1.*o_proj"], layout=each)
+    expected = served(zygote, made["dense"], {"DISABLE_SLIDESPARSE": "1"})
+    assert not expected.summary
+    found = served(zygote, made[layout])
+    assert found.tokens == expected.tokens
+    why = {"dense": "whose weights break the pattern", "slided": "not pruned"}[layout]
+    assert found.summary.startswith(
+        "6:8 (2 of every 8 pruned): 7 layers sparse (1 at 4:6, 4 at 6:8, 2 at 8:10), 2 dense "
+        f"(1 lm_head, 1 {why})"
+    ), found.summary
+
+
+@pytest.mark.slow
+def test_mixed_patterns_in_two_tensor_parallel_ranks(zygote: Zygote, source: Path, tmp_path: Path) -> None:
+    """Shards of 64 and 160 columns: whole blocks of 10 and 8, cut blocks of 6."""
+    convert(source, tmp_path / "out", pattern=SlidePattern.parse("4:6"), layer=["down_proj=8:10"])
+    expected = served(zygote, tmp_path / "out", {"DISABLE_SLIDESPARSE": "1"}, tensor_parallel_size=2)
+    found = served(zygote, tmp_path / "out", tensor_parallel_size=2)
+    assert found.tokens == expected.tokens
+    assert "8 layers sparse (6 at 4:6, 2 at 8:10)" in found.summary
+
+
+def test_the_flag_names_the_common_pattern(zygote: Zygote, source: Path, tmp_path: Path) -> None:
+    convert(source, tmp_path / "out", pattern=SlidePattern.parse("6:8"), layer=RULES)
+    flags = {"USE_CUSPARSELT": "1", "SPARSITY": "2_8"}
+    assert served(zygote, tmp_path / "out", flags).tokens == served(zygote, tmp_path / "out").tokens
+    answer = zygote.ask(Request(str(tmp_path / "out"), env={**flags, "SPARSITY": "8:10"}))
+    assert "the checkpoint was pruned to 6:8" in answer.error + answer.log
