@@ -260,7 +260,9 @@ def test_algorithms_that_crash_are_neither_offered_nor_run(loaded: dict[str, Nat
     problem = Problem("fp16", "fp16", 64, 96, 32)
     assert sparse.LIBRARY.algorithms(problem, CPU)[:37] == [*map(str, range(36)), "0/2x1"]
     for algorithm in ("36", "51"):
-        with pytest.raises(LibraryError, match=rf"algorithm {algorithm} of cuSPARSELt 0.8.0 crashes for fp16"):
+        with pytest.raises(
+            LibraryError, match=rf"algorithm {algorithm} of cuSPARSELt 0.8.0 crashes for fp16"
+        ):
             sparse.LIBRARY.plan(problem, CPU, algorithm)
     assert len({one for one in sparse.LIBRARY.algorithms(SPARSE, CPU) if "/" not in one}) == 52
 
