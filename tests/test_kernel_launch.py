@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 import pytest
@@ -92,3 +93,35 @@ def test_the_interpreter_is_asked_every_time() -> None:
     for _ in range(2):
         launch(GRID, (flat(),), (1,), CONSTANTS, 1)
     assert [call[0] for call in kernel.calls] == ["first", "first"]
+
+
+def test_kernels_are_handed_their_parameters_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A compiled kernel takes them by place, compile-time ones last."""
+    pytest.importorskip("triton")
+    from slidesparse.kernels import common, dequant_bias, quant_only, quant_slide
+
+    seen: dict[str, list[Any]] = {}
+
+    def note(name: str) -> Any:
+        def launch(grid: Any, tensors: Any, numbers: Any, constants: dict[str, Any], warps: int) -> None:
+            seen[name] = [len(tensors) + len(numbers), list(constants)]
+
+        return launch
+
+    monkeypatch.setattr(common, "interpreted", lambda: True)
+    for module in (quant_slide, quant_only, dequant_bias):
+        monkeypatch.setattr(module, "_launch", note(module.__name__.rpartition(".")[2]))
+    x = torch.zeros(4, 64, dtype=torch.bfloat16)
+    quant_slide.quant_slide(x, 8, 0, torch.int8)
+    quant_only.quant_only(x, torch.int8)
+    dequant_bias.dequant_bias(x, torch.ones(4), torch.ones(64), None, torch.bfloat16)
+    kernels = {
+        "quant_slide": quant_slide.quant_slide_kernel,
+        "quant_only": quant_only.quant_only_kernel,
+        "dequant_bias": dequant_bias.dequant_bias_kernel,
+    }
+    for name, kernel in kernels.items():
+        names = list(inspect.signature(kernel.fn).parameters)
+        ahead, constants = seen[name]
+        assert names[ahead:] == constants
+        assert all(one.isupper() for one in constants)
