@@ -53,7 +53,7 @@ BACKENDS = (
         (
             "an NVIDIA GPU of compute capability 9.0",
             TORCH,
-            "our kernels, compiled at installation or when first used: nvcc 12.0 or later, a C++ compiler",
+            "our kernels, compiled at installation or when first used: nvcc 12.2 or later, a C++ compiler",
         ),
     ),
     Backend("reference", "exact torch arithmetic on any machine; right, not fast", ("torch",)),

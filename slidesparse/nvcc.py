@@ -34,7 +34,7 @@ VARIABLE = "SLIDESPARSE_NVCC"  # environment variable with an explicit path
 HOMES = ("CUDA_HOME", "CUDA_PATH")
 USUAL = "/usr/local/cuda/bin/nvcc"
 WHEELS = ("nvidia-cuda-nvcc", "nvidia-cuda-nvcc-cu12")
-OLDEST = (12, 0)  # the first that knows Hopper's sparse products
+OLDEST = (12, 2)  # the first whose PTX, 8.2, has Hopper's sparse products of integers
 SECONDS = 900  # of one unit
 FLAGS = (
     "-std=c++17",
@@ -45,7 +45,7 @@ FLAGS = (
 LINK_FLAGS = ("-shared", "-cudart=static", "-gencode=arch=compute_90a,code=sm_90a")
 REMEDY = f"{VARIABLE} chooses another nvcc, $CXX the C++ compiler behind it"
 INSTALL = (
-    "pip install nvidia-cuda-nvcc nvidia-cuda-cccl (CUDA 13), install the CUDA toolkit 12.0 or later, "
+    "pip install nvidia-cuda-nvcc nvidia-cuda-cccl (CUDA 13), install the CUDA toolkit 12.2 or later, "
     f"or set {VARIABLE} to an nvcc"
 )
 

@@ -114,8 +114,8 @@ def publish(partial: Path, out: Path) -> None:
     """Everything to the disk, then one rename."""
     for path in sorted(partial.rglob("*")):
         if not path.name.endswith(SUFFIX) or path.parent != partial:  # shards are synced as they are closed
-            _sync(path)
-    _sync(partial)
+            sync(path)
+    sync(partial)
     try:
         os.rename(partial, out.resolve())
     except OSError as error:
@@ -124,10 +124,11 @@ def publish(partial: Path, out: Path) -> None:
                 f"output folder {out} was filled by somebody else meanwhile; name a new one"
             ) from error
         raise
-    _sync(out.resolve().parent)
+    sync(out.resolve().parent)
 
 
-def _sync(path: Path) -> None:
+def sync(path: Path) -> None:
+    """A file, or the names in a folder, to the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -114,8 +114,8 @@ def test_the_first_of_the_places_counts(root: Path, monkeypatch: pytest.MonkeyPa
 
 def test_versions(root: Path) -> None:
     place = root / "path" / "nvcc"
-    assert nvcc.version(str(pretender(root, place, "12.0"))) == "12.0"
-    with pytest.raises(ToolchainError, match=r"is of CUDA 11.8; the kernels need 12.0 or later; pip install"):
+    assert nvcc.version(str(pretender(root, place, "12.2"))) == "12.2"
+    with pytest.raises(ToolchainError, match=r"is of CUDA 11.8; the kernels need 12.2 or later; pip install"):
         nvcc.version(str(pretender(root, place, "11.8")))
     with pytest.raises(ToolchainError, match="does not say its release: 'broken'"):
         nvcc.version(str(program(place, "#!/bin/sh\necho broken\n")))

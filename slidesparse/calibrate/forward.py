@@ -11,6 +11,7 @@ Sources: the published architectures of Llama, Qwen2, Qwen3 and BERT; tests hold
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -42,7 +43,7 @@ class Shape:
     frequencies: Tensor | None = None  # [head_dim / 2] of rotary embeddings, radians a position
 
 
-class Block:
+class Block(ABC):
     """One layer.  ``weights``: tensors of the layer by name, such as "mlp.down_proj.weight", on one device."""
 
     stages: tuple[tuple[str, ...], ...]  # names of linear layers that read the same input, in order
@@ -51,9 +52,9 @@ class Block:
         self.shape = shape
         self.weights = weights
 
+    @abstractmethod
     def steps(self, x: Tensor) -> Iterator[Tensor]:
         """From ``x`` [batch, tokens, hidden]: the input of each stage, and at last the block's output."""
-        raise NotImplementedError
 
     def input(self, stage: int, x: Tensor) -> Tensor:
         """What the linear layers of a stage read, [batch, tokens, K]."""

@@ -25,6 +25,7 @@ from torch import Tensor
 
 from slidesparse.calibrate.errors import CalibrationError
 from slidesparse.checkpoint import NAMES, SUFFIX, Checkpoint, StoredTensor, TensorSpec, Writer, read_header
+from slidesparse.publish import sync
 
 STATE, RANKING = "state.json", "ranking.json"
 
@@ -53,7 +54,7 @@ class Work:
         finally:
             writer.close(sync=False)
         os.rename(partial, self.folder / _file(number))
-        _sync(self.folder)
+        sync(self.folder)
 
     def write_json(self, name: str, value: object) -> None:
         """Keep a small file, whole."""
@@ -148,11 +149,3 @@ def _shown(value: object) -> str:
 
 def _file(number: int) -> str:
     return f"layer-{number:05}{SUFFIX}"
-
-
-def _sync(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from slidesparse import nvcc, profiling
+from slidesparse.backends import HOPPER_CAPABILITY
 from slidesparse.gemm import hopper_configs, hopper_format, library, missing_triton, plans
 from slidesparse.gemm.hopper_configs import SPLIT, Config
 from slidesparse.gemm.library import NAMES, TN, Layout, LibraryError, Problem, require_operand
@@ -28,7 +29,6 @@ from slidesparse.slide import require_pattern
 from slidesparse.toolchain import ToolchainError
 
 VERSION = "1"  # of the configurations: tables tuned for others are not read
-CAPABILITY = (9, 0)  # the kernels use what neither earlier nor later GPUs have
 DEPENDENT = True  # whether products start before the kernel in front has ended
 CANDIDATES = 48  # configurations that tuning tries for a problem
 PLANNED_COLUMNS = 32  # problems are looked up with K' rounded up to this, as tuning does
@@ -188,7 +188,7 @@ class Library(NativeLibrary):
         """Needs a GPU of compute capability 9.0, the kernels compiled or nvcc, a driver for them, and Triton."""
         if device.type == "cuda" and torch.cuda.is_available():
             capability = torch.cuda.get_device_capability(device)
-            if capability != CAPABILITY:
+            if capability != HOPPER_CAPABILITY:
                 return (
                     "its kernels are for compute capability 9.0 (Hopper) alone, this GPU has "
                     f"{capability[0]}.{capability[1]}; use the backend cusparselt"

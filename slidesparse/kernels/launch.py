@@ -1,9 +1,9 @@
 """Launching Triton kernels again and again, without Triton's own look-up each time.
 
-``kernel[grid](...)`` of Triton inspects every argument and reads its settings from the environment, tens of
-microseconds of host time; outside CUDA graphs a model's step is hundreds of launches.  What it returns, the compiled
-kernel, is launched in some microseconds (``compiled[grid](...)``, as Triton's tutorial on fused softmax does), provided
-that the arguments are of the kind that it was compiled for.
+``kernel[grid](...)`` of Triton inspects every argument and reads its settings from the environment at each launch;
+outside CUDA graphs a model's step is hundreds of launches.  What it returns, the compiled kernel, can be launched
+directly (``compiled[grid](...)``, the same in the sources of Triton 3.3 to 3.9), provided that the arguments are of the
+kind that it was compiled for.
 """
 
 from __future__ import annotations
