@@ -1,9 +1,11 @@
 """The torch operators ``torch.ops.slidesparse.*``: what graphs see, and the only place that dispatches.
 
-A sparse linear layer is two calls, [M, K] -> [M, N]::
+A sparse linear layer is two calls, [M, K] -> [M, N], or one where the backend has it (`slidesparse.gemm.FUSED`)::
 
     q, s_x = torch.ops.slidesparse.quant_slide(x, length, phase, dtype, columns)
     y: Tensor = torch.ops.slidesparse.scaled_matmul(q, s_x, weight, s_w, bias, out_dtype, backend)
+
+    y: Tensor = torch.ops.slidesparse.linear(x, weight, s_w, bias, length, phase, dtype, columns, out_dtype, backend)
 
 They are opaque to torch.compile, with fakes that are symbolic in M, so one graph serves every number of tokens.
 They choose nothing from the environment: what is to run comes with the call.
@@ -22,7 +24,7 @@ from slidesparse.gemm.plans import bucket
 from slidesparse.pattern import HARDWARE_LENGTH, SlideLayout
 from slidesparse.quantize import arithmetic_of
 
-ABI = 2  # of operators and packed weights; part of vLLM's compile-cache key
+ABI = 3  # of operators and packed weights; part of vLLM's compile-cache key
 
 NAMESPACE = "slidesparse"
 if "_library" not in globals():  # a reload keeps the operators: they go when their library object does
@@ -104,6 +106,39 @@ def _scaled_matmul_fake(
     return q.new_empty(q.shape[0], scale_w.shape[0], dtype=out_dtype)
 
 
+def _linear(
+    x: Tensor,
+    weight: Tensor,
+    scale_w: Tensor,
+    bias: Tensor | None,
+    length: int,
+    phase: int,
+    dtype: torch.dtype,
+    columns: int,
+    out_dtype: torch.dtype,
+    backend: str,
+) -> Tensor:
+    """`quant_slide` and `scaled_matmul` in one call of ``backend``, one of `slidesparse.gemm.FUSED`."""
+    return gemm.linear_provider(backend).linear(
+        x, weight, scale_w, bias, length, phase, dtype, columns, out_dtype
+    )
+
+
+def _linear_fake(
+    x: Tensor,
+    weight: Tensor,
+    scale_w: Tensor,
+    bias: Tensor | None,
+    length: int,
+    phase: int,
+    dtype: torch.dtype,
+    columns: int,
+    out_dtype: torch.dtype,
+    backend: str,
+) -> Tensor:
+    return x.new_empty(x.shape[0], scale_w.shape[0], dtype=out_dtype)
+
+
 def _register(name: str, schema: str, implementation: Callable[..., Any], fake: Callable[..., Any]) -> None:
     """Define an operator once a process, however often the plugin is loaded."""
     if hasattr(getattr(torch.ops, NAMESPACE), name):
@@ -127,6 +162,13 @@ _register(
     scaled_matmul,
     _scaled_matmul_fake,
 )
+_register(
+    "linear",
+    "(Tensor x, Tensor weight, Tensor scale_w, Tensor? bias, SymInt length, SymInt phase, ScalarType dtype,"
+    " SymInt columns, ScalarType out_dtype, str backend) -> Tensor",
+    _linear,
+    _linear_fake,
+)
 
 
 def linear(
@@ -140,8 +182,14 @@ def linear(
     columns: int,
     backend: str,
 ) -> Tensor:
-    """A whole layer: x [..., K] -> [..., N] of x's dtype.  The arguments are those of the two operators."""
-    tokens = x.reshape(-1, x.shape[-1])
-    q, scale_x = torch.ops.slidesparse.quant_slide(tokens, length, phase, dtype, columns)
-    y: Tensor = torch.ops.slidesparse.scaled_matmul(q, scale_x, weight, scale_w, bias, x.dtype, backend)
-    return y.view(*x.shape[:-1], scale_w.shape[0])
+    """A whole layer: x [..., K] -> [..., N] of x's dtype.  The arguments are those of the operators."""
+    tokens = x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
+    y: Tensor
+    if backend in gemm.FUSED:
+        y = torch.ops.slidesparse.linear(
+            tokens, weight, scale_w, bias, length, phase, dtype, columns, x.dtype, backend
+        )
+    else:
+        q, scale_x = torch.ops.slidesparse.quant_slide(tokens, length, phase, dtype, columns)
+        y = torch.ops.slidesparse.scaled_matmul(q, scale_x, weight, scale_w, bias, x.dtype, backend)
+    return y if x.dim() == 2 else y.view(*x.shape[:-1], scale_w.shape[0])

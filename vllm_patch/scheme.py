@@ -45,7 +45,7 @@ def refusal(scheme: Any) -> str | None:
 
 
 class SlideSparseScheme(CompressedTensorsScheme):
-    """W8A8 with per-token dynamic activations, run as quant_slide and scaled_matmul.
+    """W8A8 with per-token dynamic activations, run by `slidesparse.ops.linear`.
 
     A weight that breaks the pattern is an error when the checkpoint says the layer is pruned (``entry``), and goes
     to vLLM's own scheme when only a flag said so.
