@@ -6,6 +6,7 @@
 ``DISABLE_SLIDESPARSE=1``   the plugin does nothing: vLLM's own kernels
 ``SPARSITY=2_8`` / ``6:8``  the pattern; needed only when the checkpoint does not carry it
 ``SLIDESPARSE_BACKEND``     of the sparse path: ``auto`` (default), ``cusparselt`` or ``hopper``
+``SLIDESPARSE_KEEP_DENSE``  ``1``: layers keep their dense weight too, and use it where it is faster
 ``SLIDESPARSE_PROFILE=1``   times of layers, printed when the process ends (`slidesparse.profiling`)
 ==========================  =====================================================================
 """
@@ -24,6 +25,7 @@ DISABLE = "DISABLE_SLIDESPARSE"
 SPARSITY = "SPARSITY"
 PROFILE = "SLIDESPARSE_PROFILE"
 BACKEND = "SLIDESPARSE_BACKEND"
+KEEP_DENSE = "SLIDESPARSE_KEEP_DENSE"
 
 SPARSE, DENSE = "sparse", "dense"
 AUTO, SPARSE_BACKENDS = "auto", ("cusparselt", "hopper")
@@ -43,6 +45,7 @@ class Flags:
     disabled: bool = False
     profile: bool = False
     backend: str | None = None  # of SPARSE_BACKENDS, or None: the best of the machine
+    keep_dense: bool = False
 
     @classmethod
     def from_environment(cls, environ: Mapping[str, str] | None = None) -> Flags:
@@ -65,7 +68,12 @@ class Flags:
             raise FlagError(
                 f"{USE_CUBLASLT} asks for the dense path, {BACKEND}={backend} for one of the sparse path; unset one"
             )
-        return cls(path, pattern, _switch(environ, DISABLE), _switch(environ, PROFILE), backend)
+        keep_dense = _switch(environ, KEEP_DENSE)
+        if keep_dense and dense:
+            raise FlagError(
+                f"{KEEP_DENSE} keeps the dense weight beside a sparse one, {USE_CUBLASLT} has no sparse one; unset one"
+            )
+        return cls(path, pattern, _switch(environ, DISABLE), _switch(environ, PROFILE), backend, keep_dense)
 
 
 def _backend(environ: Mapping[str, str]) -> str | None:

@@ -44,4 +44,5 @@ class Census:
         return (
             f"SlideSparse {subject}: {len(self.sparse)} layers {kind}, {dense}; "
             f"{resolution.layout} layout; backend {resolution.backend}: {resolution.reason}"
+            + ("; dense weights kept beside" if resolution.keep_dense else "")
         )

@@ -22,6 +22,7 @@ PROVIDERS = {
     "cusparselt": "slidesparse.gemm.cusparselt:CuSparseLt",
     "cublaslt": "slidesparse.gemm.cublaslt:CublasLt",
     "hopper": "slidesparse.gemm.hopper:Hopper",
+    "stock": "slidesparse.gemm.stock:Stock",
     "reference": "slidesparse.gemm.reference:Reference",
 }
 FUSED = ("hopper",)  # whose providers are a `LinearProvider`; a constant, as torch.compile traces who asks
