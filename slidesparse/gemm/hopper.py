@@ -26,7 +26,7 @@ from slidesparse.quantize import INT8
 from slidesparse.slide import require_pattern
 
 VERSION = "2"  # of the configurations: tables tuned for others are not read
-CANDIDATES = 48  # configurations that tuning tries for a problem
+CANDIDATES = 16  # configurations that tuning tries for a problem; see `hopper_configs`
 PLANNED_COLUMNS = 32  # problems are looked up with K' rounded up to this, as tuning does
 CHUNK = 16 << 20  # bytes of windows that are packed at a time
 OUTPUTS = (torch.bfloat16, torch.float16)
