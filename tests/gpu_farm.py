@@ -24,6 +24,7 @@ from zygote import Answer, Request, Zygotes
 
 from slidesparse import gemm
 from slidesparse.convert import convert
+from slidesparse.flags import BACKEND
 from slidesparse.pattern import SlidePattern
 
 AT_A_TIME = 12
@@ -153,7 +154,7 @@ class Farm:
         if engine.system == "stock":
             assert not answer.summary, "stock vLLM was meant, but the plugin served"
         else:
-            backend = "cusparselt" if engine.system == "sparse" else "reference"
+            backend = os.environ.get(BACKEND, "cusparselt") if engine.system == "sparse" else "reference"
             assert engine.layers in answer.summary, f"{engine}: {answer.summary}"
             assert f"{engine.layout} layout; backend {backend}" in answer.summary, (
                 f"{engine}: {answer.summary}"

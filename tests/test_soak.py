@@ -55,7 +55,7 @@ OPTIONS = [
     *("--max-model-len", "512", "--max-num-seqs", "32"),
     *("--block-size", "32", "--num-gpu-blocks-override", "256"),  # few, so that all have soon been touched
     *("--disable-uvicorn-access-log", "--gpu-memory-utilization", "0.2"),
-    *(() if ON_GPU else ("--enforce-eager", "--dtype", "float32")),
+    *(("--kv-cache-memory-bytes", str(2 << 30)) if ON_GPU else ("--enforce-eager", "--dtype", "float32")),
 ]
 
 
