@@ -1,13 +1,14 @@
 """The environment flags, read strictly: nonsense is an error, never a default.  Standard library only.
 
-==========================  =====================================================================
+==========================  =========================================================================================
 ``USE_CUSPARSELT=1``        the sparse path: quant_slide -> 2:4 GEMM -> dequantize
 ``USE_CUBLASLT=1``          the dense path through the same steps, the papers' baseline
 ``DISABLE_SLIDESPARSE=1``   the plugin does nothing: vLLM's own kernels
 ``SPARSITY=2_8`` / ``6:8``  the pattern; needed only when the checkpoint does not carry it
 ``SLIDESPARSE_BACKEND``     of the sparse path: ``auto`` (default), ``cusparselt`` or ``hopper``
+``SLIDESPARSE_FUSE``        ``1`` or ``0``: norms and activations in one kernel with quantization, in compiled models
 ``SLIDESPARSE_PROFILE=1``   times of layers, printed when the process ends (`slidesparse.profiling`)
-==========================  =====================================================================
+==========================  =========================================================================================
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ DISABLE = "DISABLE_SLIDESPARSE"
 SPARSITY = "SPARSITY"
 PROFILE = "SLIDESPARSE_PROFILE"
 BACKEND = "SLIDESPARSE_BACKEND"
+FUSE = "SLIDESPARSE_FUSE"
 
 SPARSE, DENSE = "sparse", "dense"
 AUTO, SPARSE_BACKENDS = "auto", ("cusparselt", "hopper")
@@ -43,6 +45,7 @@ class Flags:
     disabled: bool = False
     profile: bool = False
     backend: str | None = None  # of SPARSE_BACKENDS, or None: the best of the machine
+    fuse: bool | None = None  # None: as the plugin does by default
 
     @classmethod
     def from_environment(cls, environ: Mapping[str, str] | None = None) -> Flags:
@@ -65,7 +68,8 @@ class Flags:
             raise FlagError(
                 f"{USE_CUBLASLT} asks for the dense path, {BACKEND}={backend} for one of the sparse path; unset one"
             )
-        return cls(path, pattern, _switch(environ, DISABLE), _switch(environ, PROFILE), backend)
+        fuse = _switch(environ, FUSE) if environ.get(FUSE, "").strip() else None
+        return cls(path, pattern, _switch(environ, DISABLE), _switch(environ, PROFILE), backend, fuse)
 
 
 def _backend(environ: Mapping[str, str]) -> str | None:

@@ -26,7 +26,7 @@ import engine_tasks
 
 HERE = Path(__file__).resolve()
 GRACE = 5.0  # seconds
-FLAGS = ("USE_CUSPARSELT", "USE_CUBLASLT", "DISABLE_SLIDESPARSE", "SPARSITY")
+FLAGS = ("USE_CUSPARSELT", "USE_CUBLASLT", "DISABLE_SLIDESPARSE", "SPARSITY", "SLIDESPARSE_FUSE")
 
 
 @dataclass

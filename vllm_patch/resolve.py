@@ -21,6 +21,8 @@ ON_HOPPER = (
     "cusparselt"  # the sparse backend of compute capability 9.0 when no flag chooses: this or "hopper"
 )
 
+FUSE = False  # when no flag chooses: not measured yet
+
 
 class ResolveError(ValueError):
     """Flags and checkpoint that do not go together."""
@@ -38,6 +40,7 @@ class Resolution:
     abi: int
     plugin: str  # version
     profile: bool  # whether to time layers
+    fuse: bool  # whether to compute norms and activations together with quantization, in compiled models
 
     @property
     def slide_pattern(self) -> SlidePattern:
@@ -69,7 +72,8 @@ def resolve(quantization_config: MutableMapping[str, Any], flags: Flags, on_cuda
     backend, reason = _backend(path, on_cuda, flags.backend)
     from slidesparse.ops import ABI  # late: brings torch in
 
-    made = Resolution(pattern.ratio, path, backend, reason, layout, ABI, __version__, flags.profile)
+    fuse = FUSE if flags.fuse is None else flags.fuse
+    made = Resolution(pattern.ratio, path, backend, reason, layout, ABI, __version__, flags.profile, fuse)
     quantization_config[STAMP] = asdict(made)
     return made
 
