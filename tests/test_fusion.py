@@ -246,6 +246,34 @@ def test_what_is_added_otherwise_is_no_residual(run: Callable[..., Results]) -> 
         assert torch.equal(found, expected)
 
 
+def test_inductor_rounds_where_the_reference_does() -> None:
+    """Once, at the end, and the sum not at all before it is used again: the operators are made after that.
+
+    Where its own code is one float32 rounding off, a result in a thousand may be another bfloat16.
+    """
+
+    def run(x: Tensor, y: Tensor, both: Tensor, weight: Tensor) -> Results:
+        normed, total = written_add_norm(x, y, weight)
+        q, _ = quant(normed)  # opaque, and before the sum is used again
+        return normed, written_act(both), (total.float() + q[:, :K].float()).to(x.dtype)
+
+    x, y, both, weight = (torch.cat([one] * 100) if one.dim() == 2 else one for one in inputs(torch.bfloat16))
+    both *= torch.linspace(0.1, 4, len(both)).bfloat16()[:, None]
+    normed, act, again = torch.compile(run, dynamic=False)(x, y, both, weight)
+    q, _ = quant(normed)
+
+    def same(found: Tensor, expected: Tensor) -> float:
+        return (found == expected).float().mean().item()
+
+    total = x.float() + y.float()
+    assert same(normed, reference.rms_norm(x, weight, EPS, y)[0]) > 0.999
+    assert same(act, reference.silu_mul(both)) > 0.999
+    assert same(again, (total + q[:, :K].float()).bfloat16()) == 1
+    assert same(normed, written_add_norm(x, y, weight)[0]) < 0.9
+    assert same(act, written_act(both)) < 0.9
+    assert same(again, (total.bfloat16().float() + q[:, :K].float()).bfloat16()) < 0.999
+
+
 @pytest.mark.slow
 def test_in_the_pass_manager_of_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where GPUs run it: before vLLM lowers its operators, with the compiled graph as the proof.

@@ -14,7 +14,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from functools import partial
+from functools import cache, partial
 
 import numpy as np
 import pytest
@@ -123,15 +123,15 @@ def gated_by_numpy(x: Tensor) -> Tensor:
     return torch.from_numpy(act).to(x.dtype)
 
 
-def gated_by_inductor(x: Tensor) -> Tensor:
-    """silu(gate) * up by the code that Inductor makes of vLLM's SiluAndMul."""
+@cache
+def compiled_activation() -> Callable[[Tensor], Tensor]:
+    """silu(gate) * up by the code that Inductor makes of vLLM's SiluAndMul, once for all shapes of a dtype."""
 
     def act(x: Tensor) -> Tensor:
         d = x.shape[-1] // 2
         return torch.nn.functional.silu(x[..., :d]) * x[..., d:]
 
-    compiled: Callable[[Tensor], Tensor] = torch.compile(act, dynamic=False)
-    return compiled(x)
+    return torch.compile(act, dynamic=True)
 
 
 def check_activation(
@@ -142,7 +142,7 @@ def check_activation(
 
     x = torch.cat([rows(m, k, source), rows(m, k, source).flip(1)], 1).to(device)
     layout = SlidePattern.parse(pattern).layout(k, phase)
-    act = gated_by_numpy(x) if device == "cpu" else gated_by_inductor(x)
+    act = gated_by_numpy(x) if device == "cpu" else compiled_activation()(x)
     expected = reference.quant_slide(act.cpu(), layout, dtype)
     wide = torch.full((m, 2 * k + 6), INF, dtype=source, device=device)
     wide[:, 2 : 2 * k + 2] = x
@@ -229,7 +229,7 @@ def cases(large: bool) -> Iterator[tuple[str, Callable[[str], None]]]:
     for m, pattern, k, phase in sizes:
         all_kinds = (pattern, k) in (("6:8", 76), ("6:8", 18944))
         for source in SOURCES if all_kinds else SOURCES[:1]:
-            for dtype in (INT8, FP8) if all_kinds or large else (INT8,):
+            for dtype in (INT8, FP8) if all_kinds else (INT8,):
                 name = f"{pattern} K={k} phase={phase} M={m} {source} {dtype}".replace("torch.", "")
                 arguments = (pattern, k, phase, source, dtype, m)
                 yield f"add and norm {name}", partial(check_norm, *arguments, True)
@@ -303,6 +303,7 @@ def test_inductor_norms_as_the_kernel_does(k: int, dtype: torch.dtype) -> None:
         normed = total * torch.rsqrt(total.pow(2).mean(-1, keepdim=True) + EPS)
         return normed.to(weight.dtype) * weight, total.to(x.dtype)
 
+    torch._dynamo.reset()  # else it stops compiling for new shapes after some
     generator = torch.Generator().manual_seed(k)
     x, residual = (torch.randn(500, k, generator=generator).to(torch.bfloat16) for _ in range(2))
     weight = torch.randn(k, generator=generator).to(torch.bfloat16)

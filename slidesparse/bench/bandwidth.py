@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -128,6 +129,12 @@ def _quantize(cell: Cell, rows: list[Tensor]) -> Launch:
     return lambda i: run(rows[i])
 
 
+def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
+    """For one shape; else torch would stop compiling after some of them."""
+    torch._dynamo.reset()
+    return torch.compile(function, dynamic=False)
+
+
 def _norm(cell: Cell, pairs: list[tuple[Tensor, Tensor]], weight: Tensor) -> Launch:
     from slidesparse.kernels.norm_quant_slide import norm_quant_slide  # late: needs Triton
     from slidesparse.kernels.quant_slide import quant_slide
@@ -135,7 +142,7 @@ def _norm(cell: Cell, pairs: list[tuple[Tensor, Tensor]], weight: Tensor) -> Lau
     kind, length = DTYPES[cell.dtype], PATTERN.layout(cell.k).length
     if "," not in cell.kernel:
         return lambda i: norm_quant_slide(*pairs[i], weight, EPS, length, 0, kind)
-    norm = torch.compile(reference.rms_norm, dynamic=False)
+    norm = _compiled(reference.rms_norm)
     return lambda i: quant_slide(norm(pairs[i][0], weight, EPS, pairs[i][1])[0], length, 0, kind)
 
 
@@ -146,7 +153,7 @@ def _activate(cell: Cell, rows: list[Tensor]) -> Launch:
     kind, length = DTYPES[cell.dtype], PATTERN.layout(cell.k).length
     if "," not in cell.kernel:
         return lambda i: silu_quant_slide(rows[i], length, 0, kind)
-    activate = torch.compile(reference.silu_mul, dynamic=False)
+    activate = _compiled(reference.silu_mul)
     return lambda i: quant_slide(activate(rows[i]), length, 0, kind)
 
 
