@@ -108,6 +108,35 @@ def test_tokens_equal_those_without(zygote: Zygote, tmp_path: Path, model: Decod
     assert fused.tokens == plain.tokens
 
 
+@pytest.mark.slow
+def test_pieces_are_fused_and_cached_apart_from_others(zygote: Zygote, tmp_path: Path) -> None:
+    """As vLLM compiles on GPUs: norms are its own operators, graphs end at attentions, and what was compiled is loaded
+    again by an engine like the first, and by no other.
+    """
+    path = checkpoint(tmp_path, QWEN)
+
+    def answer(fuse: str) -> Answer:
+        env = {"SLIDESPARSE_FUSE": fuse, "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "cache")}
+        found = zygote.ask(Request(path, env=env, options={"enforce_eager": False}, pieces=True))
+        assert not found.error, f"{found.error}\n{found.log[-4000:]}"
+        return found
+
+    fused, plain, again = answer("1"), answer("0"), answer("1")
+    layer = "1 quant_slide, 1 silu_mul_quant_slide"
+    for graph in (
+        "1 rms_norm_quant_slide\n",
+        f"2 add_rms_norm_quant_slide, {layer}\n",
+        f"1 add_rms_norm_quant_slide, {layer}\n",  # the last norm feeds lm_head, which is not ours
+    ):
+        assert fused.log.count(f"SlideSparse fusion in a graph: {graph}") == 1
+    for other in (plain, again):
+        assert "SlideSparse fusion" not in other.log
+        assert other.tokens == fused.tokens
+    assert "Directly load AOT compilation" in again.log
+    assert "Directly load AOT compilation" not in plain.log
+    assert plain.tokens == served(zygote, path, tmp_path, "0", eager=True).tokens
+
+
 def test_eager_models_are_served_without(zygote: Zygote, tmp_path: Path) -> None:
     path = checkpoint(tmp_path, QWEN)
     asked = served(zygote, path, tmp_path, "1", eager=True)
