@@ -49,7 +49,7 @@ BACKENDS = (
     ),
     Backend(
         "hopper",
-        "2:4 products with scales and bias in one launch, through our own kernels for Hopper",
+        "2:4 layers in one call, quantized, multiplied and scaled by our own kernels for Hopper",
         (
             "an NVIDIA GPU of compute capability 9.0",
             TORCH,

@@ -67,7 +67,8 @@ def e2e(
     systems: Annotated[
         str,
         typer.Option(
-            help="stock: without the plugin; off: DISABLE_SLIDESPARSE=1; cublaslt; sparse; hopper: our own kernels."
+            help="stock: without the plugin; off: DISABLE_SLIDESPARSE=1; cublaslt; sparse; hopper: our own kernels; "
+            "hopper+dense: and the dense weights kept, for large steps."
         ),
     ] = "stock,off,cublaslt,sparse",
     rounds: Annotated[int, typer.Option(min=1, help="Runs of each, in alternating order.")] = 3,

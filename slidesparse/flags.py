@@ -6,6 +6,7 @@
 ``DISABLE_SLIDESPARSE=1``   the plugin does nothing: vLLM's own kernels
 ``SPARSITY=2_8`` / ``6:8``  the pattern; needed only when the checkpoint does not carry it
 ``SLIDESPARSE_BACKEND``     of the sparse path: ``auto`` (default), ``cusparselt`` or ``hopper``
+``SLIDESPARSE_KEEP_DENSE``  ``1``: layers keep their dense weight too, and use it where it is faster
 ``SLIDESPARSE_FUSE``        ``1`` or ``0``: norms and activations in one kernel with quantization, in compiled models
 ``SLIDESPARSE_PROFILE=1``   times of layers, printed when the process ends (`slidesparse.profiling`)
 ==========================  =========================================================================================
@@ -25,6 +26,7 @@ DISABLE = "DISABLE_SLIDESPARSE"
 SPARSITY = "SPARSITY"
 PROFILE = "SLIDESPARSE_PROFILE"
 BACKEND = "SLIDESPARSE_BACKEND"
+KEEP_DENSE = "SLIDESPARSE_KEEP_DENSE"
 FUSE = "SLIDESPARSE_FUSE"
 
 SPARSE, DENSE = "sparse", "dense"
@@ -45,6 +47,7 @@ class Flags:
     disabled: bool = False
     profile: bool = False
     backend: str | None = None  # of SPARSE_BACKENDS, or None: the best of the machine
+    keep_dense: bool = False
     fuse: bool | None = None  # None: as the plugin does by default
 
     @classmethod
@@ -68,8 +71,20 @@ class Flags:
             raise FlagError(
                 f"{USE_CUBLASLT} asks for the dense path, {BACKEND}={backend} for one of the sparse path; unset one"
             )
-        fuse = _switch(environ, FUSE) if environ.get(FUSE, "").strip() else None
-        return cls(path, pattern, _switch(environ, DISABLE), _switch(environ, PROFILE), backend, fuse)
+        keep_dense = _switch(environ, KEEP_DENSE)
+        if keep_dense and dense:
+            raise FlagError(
+                f"{KEEP_DENSE} keeps the dense weight beside a sparse one, {USE_CUBLASLT} has no sparse one; unset one"
+            )
+        return cls(
+            path,
+            pattern,
+            disabled=_switch(environ, DISABLE),
+            profile=_switch(environ, PROFILE),
+            backend=backend,
+            keep_dense=keep_dense,
+            fuse=_switch(environ, FUSE) if environ.get(FUSE, "").strip() else None,
+        )
 
 
 def _backend(environ: Mapping[str, str]) -> str | None:

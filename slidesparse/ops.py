@@ -1,9 +1,15 @@
 """The torch operators ``torch.ops.slidesparse.*``: what graphs see, and the only place that dispatches.
 
-A sparse linear layer is two calls, [M, K] -> [M, N]::
+A sparse linear layer is two calls, [M, K] -> [M, N], or one where the backend has it (`slidesparse.gemm.FUSED`)::
 
     q, s_x = torch.ops.slidesparse.quant_slide(x, length, phase, dtype, columns)
     y: Tensor = torch.ops.slidesparse.scaled_matmul(q, s_x, weight, s_w, bias, out_dtype, backend)
+
+    y: Tensor = torch.ops.slidesparse.linear(x, weight, s_w, bias, length, phase, dtype, columns, out_dtype, backend)
+
+A layer that keeps its dense weight as well is one call, which takes the weight that is faster for M tokens::
+
+    y: Tensor = torch.ops.slidesparse.sparse_or_dense(x, weight, dense, s_w, bias, ..., backend, dense_backend)
 
 They are opaque to torch.compile, with fakes that are symbolic in M, so one graph serves every number of tokens.
 They choose nothing from the environment: what is to run comes with the call.
@@ -18,11 +24,12 @@ import torch
 from torch import Tensor
 
 from slidesparse import gemm, profiling, reference
+from slidesparse.gemm import crossover
 from slidesparse.gemm.plans import bucket
 from slidesparse.pattern import HARDWARE_LENGTH, SlideLayout
 from slidesparse.quantize import arithmetic_of
 
-ABI = 2  # of operators and packed weights; part of vLLM's compile-cache key
+ABI = 4  # of operators and packed weights; part of vLLM's compile-cache key
 
 NAMESPACE = "slidesparse"
 if "_library" not in globals():  # a reload keeps the operators: they go when their library object does
@@ -102,6 +109,120 @@ def _scaled_matmul_fake(
     backend: str,
 ) -> Tensor:
     return q.new_empty(q.shape[0], scale_w.shape[0], dtype=out_dtype)
+
+
+def _linear(
+    x: Tensor,
+    weight: Tensor,
+    scale_w: Tensor,
+    bias: Tensor | None,
+    length: int,
+    phase: int,
+    dtype: torch.dtype,
+    columns: int,
+    out_dtype: torch.dtype,
+    backend: str,
+) -> Tensor:
+    """`quant_slide` and `scaled_matmul` in one call of ``backend``, one of `slidesparse.gemm.FUSED`."""
+    return gemm.linear_provider(backend).linear(
+        x, weight, scale_w, bias, length, phase, dtype, columns, out_dtype
+    )
+
+
+def _linear_fake(
+    x: Tensor,
+    weight: Tensor,
+    scale_w: Tensor,
+    bias: Tensor | None,
+    length: int,
+    phase: int,
+    dtype: torch.dtype,
+    columns: int,
+    out_dtype: torch.dtype,
+    backend: str,
+) -> Tensor:
+    return x.new_empty(x.shape[0], scale_w.shape[0], dtype=out_dtype)
+
+
+def _sparse_or_dense(
+    x: Tensor,
+    weight: Tensor,
+    dense: Tensor,
+    scale_w: Tensor,
+    bias: Tensor | None,
+    length: int,
+    phase: int,
+    dtype: torch.dtype,
+    columns: int,
+    out_dtype: torch.dtype,
+    backend: str,
+    dense_backend: str,
+) -> Tensor:
+    """x [M, K] -> [M, N] by ``weight`` or by ``dense``, [N, K] as ``dense_backend`` packed it.
+
+    Whichever `slidesparse.gemm.crossover` measured to be faster for M tokens; sparse where it did not measure.
+    """
+    if crossover.prefers_dense(crossover_shape(x, scale_w, dtype, columns, backend), x.shape[0]):
+        return dense_linear(x, dense, scale_w, bias, dtype, out_dtype, dense_backend)
+    return sparse_linear(x, weight, scale_w, bias, length, phase, dtype, columns, out_dtype, backend)
+
+
+def _sparse_or_dense_fake(
+    x: Tensor,
+    weight: Tensor,
+    dense: Tensor,
+    scale_w: Tensor,
+    bias: Tensor | None,
+    length: int,
+    phase: int,
+    dtype: torch.dtype,
+    columns: int,
+    out_dtype: torch.dtype,
+    backend: str,
+    dense_backend: str,
+) -> Tensor:
+    return x.new_empty(x.shape[0], scale_w.shape[0], dtype=out_dtype)
+
+
+def sparse_linear(
+    x: Tensor,
+    weight: Tensor,
+    scale_w: Tensor,
+    bias: Tensor | None,
+    length: int,
+    phase: int,
+    dtype: torch.dtype,
+    columns: int,
+    out_dtype: torch.dtype,
+    backend: str,
+) -> Tensor:
+    """x [M, K] -> [M, N] by a sparse weight that ``backend`` packed."""
+    if backend in gemm.FUSED:
+        return _linear(x, weight, scale_w, bias, length, phase, dtype, columns, out_dtype, backend)
+    q, scale_x = quant_slide(x, length, phase, dtype, columns)
+    return scaled_matmul(q, scale_x, weight, scale_w, bias, out_dtype, backend)
+
+
+def dense_linear(
+    x: Tensor,
+    dense: Tensor,
+    scale_w: Tensor,
+    bias: Tensor | None,
+    dtype: torch.dtype,
+    out_dtype: torch.dtype,
+    backend: str,
+) -> Tensor:
+    """x [M, K] -> [M, N] by a dense weight that ``backend`` packed."""
+    k = x.shape[1]
+    q, scale_x = quant_slide(x, HARDWARE_LENGTH, 0, dtype, gemm.columns(backend, k + -k % HARDWARE_LENGTH))
+    return scaled_matmul(q, scale_x, dense, scale_w, bias, out_dtype, backend)
+
+
+def crossover_shape(
+    x: Tensor, scale_w: Tensor, dtype: torch.dtype, columns: int, backend: str
+) -> crossover.Shape:
+    """What `slidesparse.gemm.crossover` knows the layer by."""
+    return crossover.Shape(x.get_device(), dtype, scale_w.shape[0], x.shape[1], columns, backend)
 
 
 def rms_norm_quant_slide(
@@ -220,6 +341,20 @@ _register(
     scaled_matmul,
     _scaled_matmul_fake,
 )
+_register(
+    "linear",
+    "(Tensor x, Tensor weight, Tensor scale_w, Tensor? bias, SymInt length, SymInt phase, ScalarType dtype,"
+    " SymInt columns, ScalarType out_dtype, str backend) -> Tensor",
+    _linear,
+    _linear_fake,
+)
+_register(
+    "sparse_or_dense",
+    "(Tensor x, Tensor weight, Tensor dense, Tensor scale_w, Tensor? bias, SymInt length, SymInt phase,"
+    " ScalarType dtype, SymInt columns, ScalarType out_dtype, str backend, str dense_backend) -> Tensor",
+    _sparse_or_dense,
+    _sparse_or_dense_fake,
+)
 
 
 def linear(
@@ -232,9 +367,34 @@ def linear(
     dtype: torch.dtype,
     columns: int,
     backend: str,
+    dense: Tensor | None = None,
+    dense_backend: str = "",
 ) -> Tensor:
-    """A whole layer: x [..., K] -> [..., N] of x's dtype.  The arguments are those of the two operators."""
-    tokens = x.reshape(-1, x.shape[-1])
-    q, scale_x = torch.ops.slidesparse.quant_slide(tokens, length, phase, dtype, columns)
-    y: Tensor = torch.ops.slidesparse.scaled_matmul(q, scale_x, weight, scale_w, bias, x.dtype, backend)
-    return y.view(*x.shape[:-1], scale_w.shape[0])
+    """A whole layer: x [..., K] -> [..., N] of x's dtype.  The arguments are those of the operators."""
+    tokens = x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
+    y: Tensor
+    if dense is not None:
+        y = torch.ops.slidesparse.sparse_or_dense(
+            *(
+                tokens,
+                weight,
+                dense,
+                scale_w,
+                bias,
+                length,
+                phase,
+                dtype,
+                columns,
+                x.dtype,
+                backend,
+                dense_backend,
+            )
+        )
+    elif backend in gemm.FUSED:
+        y = torch.ops.slidesparse.linear(
+            tokens, weight, scale_w, bias, length, phase, dtype, columns, x.dtype, backend
+        )
+    else:
+        q, scale_x = torch.ops.slidesparse.quant_slide(tokens, length, phase, dtype, columns)
+        y = torch.ops.slidesparse.scaled_matmul(q, scale_x, weight, scale_w, bias, x.dtype, backend)
+    return y if x.dim() == 2 else y.view(*x.shape[:-1], scale_w.shape[0])

@@ -149,6 +149,11 @@ def disable() -> None:
     _profiler = None
 
 
+def enabled() -> bool:
+    """Whether this process is profiled."""
+    return _profiler is not None
+
+
 def _print() -> None:
     text = _profiler.table() if _profiler else ""
     if text:

@@ -1,6 +1,6 @@
 """Every kernel and both GEMM libraries on small odd shapes, to be run where accesses out of bounds are seen::
 
-    compute-sanitizer --tool memcheck --error-exitcode 9 python tests/sanitize.py
+    compute-sanitizer --tool memcheck --error-exitcode 9 python tests/sanitize.py [WORD OF A CASE'S NAME ...]
 
 Tensors get memory of their own, not a piece of torch's pool, so that the tool knows where they end.  Inputs lie between
 NaN, Inf or large codes and outputs, where they can be handed over, between guards that must survive.  Results are
@@ -23,9 +23,11 @@ import torch
 from torch import Tensor
 
 from slidesparse import gemm, reference
-from slidesparse.gemm import hopper, hopper_configs, plans
+from slidesparse.backends import HOPPER_CAPABILITY
+from slidesparse.gemm import hopper, hopper_configs, hopper_native, plans
 from slidesparse.gemm.cublaslt import LIBRARY as CUBLASLT
 from slidesparse.gemm.cusparselt import LIBRARY as CUSPARSELT
+from slidesparse.gemm.hopper_plans import LinearPlan, quantize_call
 from slidesparse.gemm.library import Library, Problem
 from slidesparse.kernels.dequant_bias import dequant_bias
 from slidesparse.kernels.quant_only import quant_only
@@ -231,30 +233,76 @@ def layers() -> Iterator[Case]:
         yield f"a layer by {backend}", run
 
 
+def on_hopper() -> bool:
+    return torch.cuda.get_device_capability() == HOPPER_CAPABILITY
+
+
+def hopper_configurations(m: int, n: int, k: int) -> list[hopper_configs.Config]:
+    index = torch.cuda.current_device()
+    sms, fits = hopper_native.multiprocessors(index), hopper_native.fits(INT8, index)
+    return hopper_configs.candidates(n, k, m, sms, 10**6, fits)
+
+
 def hopper_products() -> Iterator[Case]:
-    """The Hopper kernels in every configuration, with nothing behind operands and guards around the output."""
-    device = torch.device("cuda", torch.cuda.current_device())
-    if torch.cuda.get_device_capability(device) != hopper.CAPABILITY:
+    """The Hopper kernels in every configuration, with nothing behind operands and guards around the output.
+
+    Products by themselves, and as the second part of a layer.
+    """
+    if not on_hopper():
         return
-    sms = torch.cuda.get_device_properties(device).multi_processor_count
+    device = torch.device("cuda", torch.cuda.current_device())
     for m, n, k in ((1, 8, 16), (5, 65, 144), (17, 136, 400), (100, 71, 1040), (300, 200, 272)):
 
         def run(m: int = m, n: int = n, k: int = k) -> bool:
             w, scale_w = quantize_rows(prune(normal(n, k), SlidePattern(4)), INT8)
-            packed = hopper.LIBRARY.pack(tight(w))
-            q, scale_x = quantize_rows(normal(m, k), INT8)
+            packed, x = hopper.LIBRARY.pack(tight(w)), normal(m, k)
+            q, scale_x = quantize_rows(x, INT8)
             sums = (q.double() @ w.double().t()).to(torch.int32)
             expected = reference.dequant_bias(sums, scale_x, scale_w, None, torch.bfloat16, "cuda")
-            operands = tight(q), packed
+            operands, tokens = (tight(q), packed), poisoned(x)
             scales, right = (tight(scale_w), tight(scale_x)), True
-            for config in hopper_configs.candidates(n, k, m, sms, 10**6):
+            quantize = quantize_call(x.dtype, k, 4, 0, INT8, k)
+            for config in hopper_configurations(m, n, k):
                 plan = hopper.LIBRARY.plan(Problem("int8", "bf16", n, k, m, "both"), device, str(config))
                 guarded = Guarded(m, n, torch.bfloat16)
                 plan.run(*operands, guarded.out, *scales)
                 right &= same(guarded.out, expected) and guarded.untouched()
+                whole = LinearPlan(plan, quantize, torch.bfloat16, None)
+                whole.run(tokens, packed, guarded.out, scales[0], None)
+                right &= same(guarded.out, expected) and guarded.untouched()
             return right
 
         yield f"hopper {m} x {n} x {k}", run
+
+
+def hopper_quantization() -> Iterator[Case]:
+    """Rows as `quantization` has them; codes and scales of their own memory."""
+    if not on_hopper():
+        return
+    for pattern, k, phase in GEOMETRIES:
+        for source in SOURCES:
+            for dtype in CODES:
+
+                def run(
+                    pattern: str = pattern,
+                    k: int = k,
+                    phase: int = phase,
+                    source: torch.dtype = source,
+                    dtype: torch.dtype = dtype,
+                ) -> bool:
+                    layout, right = SlidePattern.parse(pattern).layout(k, phase), True
+                    for m in TOKENS:
+                        x = normal(m, k, source)
+                        q, scale = reference.quant_slide(x, layout, dtype)
+                        for tokens in (tight(x), poisoned(x)):
+                            found = hopper.PROVIDER.quantize(
+                                tokens, layout.length, phase, dtype, gemm.columns("hopper", layout.slided)
+                            )
+                            right &= same(found[0][:, : layout.slided], q) and same(found[1], scale)
+                            right &= not bool(found[0][:, layout.slided :].view(INT8).any())
+                    return right
+
+                yield f"hopper quantize {pattern} K={k} phase={phase} {source} {dtype}", run
 
 
 def main() -> int:
@@ -262,8 +310,12 @@ def main() -> int:
     import slidesparse.ops  # noqa: F401  registers the operators
 
     wrong = 0
-    for cases in (quantization(), dequantization(), sliding(), products(), layers(), hopper_products()):
-        for name, run in cases:
+    wanted = sys.argv[1:]  # words of which a case's name has one; none: all cases
+    kinds = (quantization, dequantization, sliding, products, layers, hopper_quantization, hopper_products)
+    for cases in kinds:
+        for name, run in cases():
+            if wanted and not any(word in name for word in wanted):
+                continue
             right = run()
             torch.cuda.synchronize()
             wrong += not right

@@ -49,6 +49,8 @@ def test_a_step_is_its_kernels_and_what_none_covers(tmp_path: Path) -> None:
         ("_dequant_bias_kernel", "scale"),
         ("void cutlass::device_kernel<flash::enable_sm90<flash::FlashAttnFwdSm90>>", "attention"),
         ("nvjet_tst_128x64", "product"),
+        ("void slidesparse::hopper::GemmStream<slidesparse::hopper::Fp8, 3, 64>(Arguments)", "product"),
+        ("void slidesparse::hopper::Quantize<(Float)1, false, true, 2>(QuantizeArguments)", "quantize"),
         ("triton_red_fused_2", "norm and activation"),
         ("triton_poi_fused_dynamic_scaled_int8_quant_mul_silu_slice_1", "norm and activation"),
         ("void at::native::vectorized_elementwise_kernel", "sampling and the rest"),

@@ -171,6 +171,30 @@ def test_new_nodes_say_what_they_hold() -> None:
                 assert user.meta["val"] is node.meta["val"][user.args[1]] or user.args[1] < 2
 
 
+def test_layers_that_are_one_call_are_split_where_that_fuses() -> None:
+    def run(x: Tensor, y: Tensor, both: Tensor, weight: Tensor) -> Results:
+        packed, scale_w = both.to(torch.int8), torch.ones(9, 1)
+        layer = (packed, scale_w, None, *WINDOWS, torch.bfloat16, "hopper")
+        normed, residual = written_add_norm(x, y, weight)
+        return OURS.linear(normed, *layer), residual, OURS.linear(y, *layer)
+
+    done, module = fused(run, inputs(torch.bfloat16))
+    assert done == {"add_rms_norm_quant_slide": 1, "linear": 1}
+    nodes = {str(node.target): node for node in module.graph.nodes}
+    quantized, product = (
+        nodes[f"slidesparse.{name}.default"] for name in ("add_rms_norm_quant_slide", "scaled_matmul")
+    )
+    assert quantized.args[-len(WINDOWS) :] == WINDOWS
+    assert [node.args for node in product.args[:2]] == [(quantized, 0), (quantized, 1)]
+    assert product.args[4:] == (None, torch.bfloat16, "hopper")
+    arguments = [a.meta["val"] if isinstance(a, torch.fx.Node) else a for a in product.args]
+    with product.meta["val"].fake_mode:
+        assert product.target(*arguments).shape == product.meta["val"].shape
+    (first, *_), *_ = [node.args for node in module.graph.nodes if node.op == "output"]
+    assert first[0] is product
+    assert first[1].args == (quantized, 2)
+
+
 def _also_returned(x: Tensor, y: Tensor, both: Tensor, weight: Tensor) -> Results:
     normed = written_norm(x, weight)
     return normed, *quant(normed)

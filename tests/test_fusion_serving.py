@@ -19,13 +19,15 @@ class TestRegister:
     """Into the options of a compilation, made up here."""
 
     @staticmethod
-    def registered(monkeypatch: pytest.MonkeyPatch, **compilation: Any) -> tuple[str, dict[str, Any]]:
+    def registered(
+        monkeypatch: pytest.MonkeyPatch, keep_dense: bool = False, **compilation: Any
+    ) -> tuple[str, dict[str, Any]]:
         from slidesparse.vllm_patch import compat, fusion
 
         options = compilation.setdefault("inductor_compile_config", {})
         config = SimpleNamespace(compilation_config=SimpleNamespace(**compilation))
         monkeypatch.setattr(compat, "current_config", lambda: config)
-        return fusion.register(), options
+        return fusion.register(keep_dense), options
 
     @pytest.mark.parametrize(("mode", "backend"), [(2, "inductor"), (3, "inductor"), (3, "")])
     def test_once(self, monkeypatch: pytest.MonkeyPatch, mode: int, backend: str) -> None:
@@ -44,6 +46,11 @@ class TestRegister:
     ) -> None:
         said, options = self.registered(monkeypatch, mode=mode, backend=backend)
         assert said == "norms and activations not fused: the model is not compiled by Inductor"
+        assert options == {}
+
+    def test_beside_dense_weights(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        said, options = self.registered(monkeypatch, keep_dense=True, mode=3, backend="inductor")
+        assert said == "norms and activations not fused: layers choose between their weights when they run"
         assert options == {}
 
     def test_beside_a_pass_of_somebody_else(self, monkeypatch: pytest.MonkeyPatch) -> None:

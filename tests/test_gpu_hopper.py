@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
-import random
-
 import pytest
 import torch
 from gpu_layers import Layer, codes, dense_sums, exact, gpu, layer, normal, require_hopper
+from hopper_stand_in import shared_stages
 from strategies import assert_same_bits
 from test_gpu_plans import host_us
 from torch import Tensor
 
 from slidesparse import gemm, kernels, reference
-from slidesparse.gemm import hopper, hopper_configs
-from slidesparse.gemm.library import NAMES, LibraryError, Problem
+from slidesparse.gemm import hopper, hopper_configs, hopper_native, plans
+from slidesparse.gemm.library import LibraryError, Problem
 from slidesparse.pattern import SlidePattern
 from slidesparse.prune import prune
 from slidesparse.quantize import FP8, INT8, quantize_rows
-from slidesparse.slide import lift_layout
 
 pytestmark = pytest.mark.gpu
 
@@ -98,8 +96,27 @@ def test_fp8_errs_at_most_twice_as_much_as_the_dense_kernel(pattern: str, m: int
 
 
 def configurations(n: int, k: int, m: int) -> list[hopper_configs.Config]:
-    sms = torch.cuda.get_device_properties(gpu()).multi_processor_count
-    return hopper_configs.candidates(n, k, m, sms, 10**6)
+    """All that have a kernel and find room; INT8 and FP8 hardly differ."""
+    index = torch.cuda.current_device()
+    fits = hopper_native.fits(INT8, index)
+    return hopper_configs.candidates(n, k, m, hopper_native.multiprocessors(index), 10**6, fits)
+
+
+def test_what_fits_is_what_tests_elsewhere_believe() -> None:
+    """Stages exactly; clusters of one block by the multiprocessor, and of eight at most 16 a multiprocessor's block."""
+    index = torch.cuda.current_device()
+    sms = hopper_native.multiprocessors(index)
+    found = {config for m in (1, 16, 32, 64, 128, 1024) for config in configurations(37888, 5376, m)}
+    different = {}
+    for config in found:
+        fit = hopper_native.fit(config, INT8, index)
+        assert fit.stages == shared_stages(config), config
+        assert 0 < fit.clusters * config.cluster <= 4 * sms, config
+        if config.cluster == 1:
+            assert fit.clusters % sms == 0, config
+        elif config.resident == 1:
+            different.setdefault(config.cluster, set()).add(fit.clusters)
+    print(f"clusters at a time by their size: {dict(sorted(different.items()))}")
 
 
 @pytest.mark.parametrize(
@@ -124,59 +141,6 @@ def test_every_configuration_gives_the_same(m: int, n: int, k: int) -> None:
             assert torch.equal(out, expected), config
 
 
-def random_case(rng: random.Random, index: int) -> tuple[str, Tensor]:
-    """A product of random sizes, types and configuration: what it is, and how many of its outputs are wrong.
-
-    INT8: not equal.  FP8: further from float64 than the tensor cores' sums may be.  These are cut to about 14 bits of
-    the largest summand in each step of 32 columns; 2^-9 of the sum of magnitudes is above that for these K, and above
-    rounding float32 sums.  That every product is there, and at its place, is what INT8 shows.
-    """
-    m = rng.choice((rng.randint(1, 16), rng.randint(1, 130), rng.randint(1, 600)))
-    n, k = rng.randint(1, 900), rng.randint(1, 2000)
-    dtype, out = rng.choice((INT8, FP8)), rng.choice(OUTPUTS)
-    pattern = SlidePattern.parse(rng.choice(PATTERNS[:7]))
-    phase = rng.randrange(pattern.length or 1)
-    numbers = codes(n, k, index) if dtype == INT8 else normal(n, k, index, torch.float32) * 60
-    weight = prune(numbers, pattern, phase=phase).to(dtype)
-    layout = pattern.layout(k, phase)
-    columns = gemm.columns("hopper", layout.slided)
-    plain = (
-        codes(m, k, index + 1) if dtype == INT8 else (normal(m, k, index + 1) * 100).clamp(-448, 448).to(FP8)
-    )
-    lifted = lift_layout(plain, layout)
-    q = torch.nn.functional.pad(lifted.view(INT8), (0, columns - layout.slided)).view(dtype)
-    scale_x = scales(m, index + 1)
-    scale_w = scales(n, index)
-    bias = rng.choice((None, normal(1, n, 2)[0].to(out), normal(1, n, 2, torch.float32)[0]))
-    packed = gemm.slide_and_pack("hopper", weight, pattern, phase, "the layer of a test")
-    config = rng.choice(configurations(n, columns, m))
-    plan = hopper.LIBRARY.plan(Problem(NAMES[dtype], "bf16", n, columns, m, "both"), gpu(), str(config))
-    found = torch.full((m, n), torch.nan, dtype=out, device=gpu())
-    plan.run(q, packed, found, scale_w, scale_x, bias)
-    wide, plain = weight.double(), plain.double()
-    sums = plain @ wide.t()
-    if dtype == INT8:
-        expected = reference.dequant_bias(sums.to(torch.int32), scale_x, scale_w, bias, out, "cuda")
-        wrong = (found != expected) | found.isnan()
-    else:
-        both = scale_w.double().t() * scale_x.double()
-        y = sums * both + (0 if bias is None else bias.double())
-        slack = (plain.abs() @ wide.abs().t()) * both * 2.0**-9
-        bound = slack + UNITS[out] * (y.abs() + slack) + 2.0**-24
-        wrong = ~((found.double() - y).abs() <= bound)
-    name = f"{index}: {NAMES[dtype]} m {m} n {n} k {k} {pattern.ratio} phase {phase} {config} {out}"
-    return name, wrong.sum()
-
-
-@pytest.mark.slow
-def test_ten_thousand_random_shapes() -> None:
-    rng = random.Random(20)
-    names, wrong = zip(*(random_case(rng, index) for index in range(10_000)), strict=True)
-    counts = torch.stack(wrong).tolist()
-    bad = [f"{name}: {count} wrong" for name, count in zip(names, counts, strict=True) if count]
-    assert not bad, f"{len(bad)} of {len(names)}: {bad[:5]}"
-
-
 @pytest.mark.parametrize("position", ["off", "early", "late"])
 @pytest.mark.parametrize(
     ("m", "pattern"), [(1, "6:8"), (64, "6:8"), (64, "2:4"), (3000, "6:8"), (3000, "2:4")]
@@ -186,6 +150,7 @@ def test_a_layer_whenever_its_product_may_start(
 ) -> None:
     """With tokens that change from call to call, in memory that the calls before have used."""
     monkeypatch.setattr(kernels, "LAUNCH_DEPENDENTS", position)
+    plans._local.caches.clear()  # plans of layers say when
     made = layer("hopper", pattern, INT8, 1024, 3584)
     inputs = [normal(m, 3584, seed) * (seed + 1) for seed in range(4)]
     expected = []
@@ -197,6 +162,9 @@ def test_a_layer_whenever_its_product_may_start(
     wrong = torch.zeros((), dtype=torch.int64, device=gpu())
     for i in range(100):
         wrong += (made.linear(inputs[i % 4]) != expected[i % 4]).sum()
+        q, scale_x = made.quantized(inputs[i % 4])  # the same by Triton's kernel
+        wrong += (made.product(q, scale_x, None, torch.bfloat16) != expected[i % 4]).sum()
+    plans._local.caches.clear()
     assert int(wrong) == 0
 
 
@@ -320,16 +288,25 @@ def test_host_time_of_a_product(small: Layer) -> None:
 
 
 def test_what_a_launch_refuses_is_told(small: Layer) -> None:
-    """More tokens than a grid has tiles, of a configuration that tuning would not choose."""
-    m = 8 * hopper_configs.MOST_TILES + 1
-    plan = hopper.LIBRARY.plan(Problem("int8", "bf16", 64, 64, m, "both"), gpu(), "split:1x8/1x1/1")
-    q, scale_x = torch.zeros(m, 64, dtype=INT8, device=gpu()), torch.ones(m, 1, device=gpu())
-    out = torch.empty(m, 64, dtype=torch.bfloat16, device=gpu())
+    """Of a plan whose blocks get too little memory for two stages."""
+    plan = hopper.LIBRARY.plan(Problem("int8", "bf16", 64, 64, 8, "both"), gpu(), "split:1x8/1x1/1")
+    plan.constant.shared_bytes = 4096  # type: ignore[attr-defined]
+    q, scale_x = small.quantized(normal(8, 64, 0))
+    out = torch.empty(8, 64, dtype=torch.bfloat16, device=gpu())
     with pytest.raises(
         LibraryError, match="cudaErrorInvalidConfiguration .* by configuration split:1x8/1x1/1"
     ):
         plan.run(q, small.packed, out, small.scale, scale_x)
-    assert not bool(small.product(q, scale_x, None, torch.bfloat16).any())  # by a configuration that can
+
+
+def test_more_tiles_than_a_grid_has_rows(small: Layer) -> None:
+    """Of a configuration that tuning would not choose."""
+    m = 8 * 65536
+    plan = hopper.LIBRARY.plan(Problem("int8", "bf16", 64, 64, m, "both"), gpu(), "split:1x8/1x1/1")
+    q, scale_x = codes(m, 64, 1), torch.ones(m, 1, device=gpu())
+    out = torch.empty(m, 64, dtype=torch.bfloat16, device=gpu())
+    plan.run(q, small.packed, out, small.scale, scale_x)
+    assert torch.equal(out, small.product(q, scale_x, None, torch.bfloat16))
 
 
 def test_codes_equal_vllms(small: Layer) -> None:

@@ -1,104 +1,76 @@
-"""The Hopper backend without its kernels: configurations, what is handed to a launch, refusals."""
+"""The Hopper backend without its kernels: what is handed to a launch, refusals."""
 
 from __future__ import annotations
 
 import ctypes
 import re
-from collections.abc import Iterator
-from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
+from hopper_stand_in import SMS, StandIn, fit
 from hypothesis import given
 from hypothesis import strategies as st
-from torch import Tensor
 
-from slidesparse import gemm, nvcc, ops, reference
-from slidesparse.gemm import hopper, hopper_configs, hopper_format, plans, tuned
-from slidesparse.gemm.hopper_configs import Config, candidates, parse, predicted_us
+from slidesparse import gemm, kernels, nvcc, ops, reference
+from slidesparse.gemm import hopper, hopper_format, hopper_native, hopper_plans, plans, tuned
+from slidesparse.gemm.hopper_configs import candidates
 from slidesparse.gemm.library import Layout, LibraryError, Problem
 from slidesparse.gemm.tuned import Subject, Tuned
 from slidesparse.pattern import PatternError, SlidePattern
 from slidesparse.prune import prune
 from slidesparse.quantize import FP8, INT8
 
+pytest_plugins = ("hopper_fixtures",)
+
 CPU = torch.device("cpu")
 PROBLEM = Problem("int8", "bf16", 37888, 5376, 64, "both")
-SMS = 132
-
-SIZES = st.integers(1, 40000)
 
 
-@given(n=SIZES, k=SIZES, m=SIZES)
-def test_every_shape_has_configurations_that_are_allowed(n: int, k: int, m: int) -> None:
-    found = candidates(n, k, m, SMS, 48)
-    assert 1 <= len(found) <= 48
-    assert len(set(found)) == len(found)
-    times = [predicted_us(config, n, k, m, SMS) for config in found]
-    assert times == sorted(times)
-    assert times[0] > 0
-    for config in found:
-        assert hopper_configs.allowed(config)
-        assert parse(str(config)) == config
-        assert -(-m // config.tokens) <= hopper_configs.MOST_TILES
+STRUCTURES = {
+    "Call": (hopper_native.Call, 112),
+    "Quantize": (hopper_native.Quantize, 88),
+    "Linear": (hopper_native.Linear, 216),
+}
+KINDS = {"std::int32_t": ctypes.c_int32, "std::int64_t": ctypes.c_int64}
+KINDS |= {f"SlidesparseHopper{name}": made for name, (made, _) in STRUCTURES.items()}
 
 
-NO_CONFIGURATIONS = (
-    *("", "3", "split:2x64/1x4", "split:0x64/1x1/1", "split:6x64/1x1/1", "split:1x256/1x1/1"),
-    *("split:2x48/1x1/1", "split:2x64/1x4/2 ", "split:2x64/4x4/1", "split:1x8/2x1/1", "split:2x256/1x1/2"),
-    *("split:2x64/1x1/0", "stream:2x64/1x4/2", "stream:2x64/3/1", "stream:5x128/1/1", "ring:2x64/1x4/2"),
-)
-
-
-@pytest.mark.parametrize("text", NO_CONFIGURATIONS)
-def test_text_that_is_no_configuration(text: str, standing_in: list[Any]) -> None:
-    assert parse(text) is None
-    with pytest.raises(LibraryError, match=re.escape(f"{text!r} is no configuration of the Hopper kernels")):
-        hopper.LIBRARY.plan(PROBLEM, CPU, text)
-
-
-def test_the_model_knows_what_it_is_for() -> None:
-    """Few tokens: less weight is less time.  Many: half the columns are about half the time."""
-    few = [predicted_us(candidates(37888, k, 64, SMS, 1)[0], 37888, k, 64, SMS) for k in (5376, 3584)]
-    many = [predicted_us(candidates(37888, k, 8192, SMS, 1)[0], 37888, k, 8192, SMS) for k in (7168, 3584)]
-    assert 1.3 < few[0] / few[1] < 1.55
-    assert 1.8 < many[0] / many[1] < 2.2
-
-
-def test_the_structure_is_that_of_the_source() -> None:
-    """Names and types of SlidesparseHopperCall, in order."""
+@pytest.mark.parametrize("name", STRUCTURES)
+def test_structures_are_those_of_the_source(name: str) -> None:
+    """Names and types in order, and the size that the compiler is made to check."""
+    made, size = STRUCTURES[name]
     source = (nvcc.sources() / "hopper.cu").read_text()
-    body = re.search(r"struct SlidesparseHopperCall \{(.*?)\n\};", source, re.S)
+    body = re.search(rf"struct SlidesparseHopper{name} {{(.*?)\n}};", source, re.S)
     assert body
     declared = []
     for line in re.sub(r"//.*", "", body[1]).split(";"):
-        match = re.fullmatch(r"\s*(const void|void|std::int32_t)\s*(\*?)\s*([\w,\s]+?)\s*", line)
+        match = re.fullmatch(r"\s*(?:const )?([\w:]+)\s*(\*?)\s*([\w,\s]+?)\s*", line)
         if match:
-            kind = ctypes.c_void_p if match[2] else ctypes.c_int32
-            declared += [(name.strip(), kind) for name in match[3].split(",")]
+            kind = ctypes.c_void_p if match[2] else KINDS[match[1]]
+            declared += [(word.strip(), kind) for word in match[3].split(",")]
         else:
             assert not line.strip(), line
-    assert list(hopper.Call._fields_) == declared
-    for name in ("gemm", "stream", "workspace"):
-        assert re.search(rf"\bslidesparse_hopper_{name}\(", source)
+    assert list(made._fields_) == declared
+    assert ctypes.sizeof(made) == size
+    assert f"static_assert(sizeof(SlidesparseHopper{name}) == {size});" in source
 
 
-def test_the_constants_are_those_of_the_sources() -> None:
+def test_functions_and_constants_are_those_of_the_sources() -> None:
     text = "\n".join(path.read_text() for path in nvcc.sources().glob("*.cu*"))
-    names = {"None": 0, "BFloat16": 1, "Float16": 2, "Float32": 3}
-    for name, number in names.items():
+    for name in ("gemm", "stream", "quantize", "linear", "fit", "workspace", "unusable"):
+        assert re.search(rf"\bslidesparse_hopper_{name}\(", text)
+    for name, number in {"None": 0, "BFloat16": 1, "Float16": 2, "Float32": 3}.items():
         assert re.search(rf"k{name} = {number}\b", text)
-    assert list(hopper.FLOATS.values()) == [1, 2, 3]
+    assert list(hopper_native.FLOATS.values()) == [1, 2, 3]
+    for number, name in enumerate(("AtEnd", "AtOnce", "BeforeCodes")):  # off, early, late
+        assert re.search(rf"k{name} = {number}\b", text)
+    assert hopper_plans.TRIGGERS == ("off", "early", "late")
+    assert kernels.LAUNCH_DEPENDENTS in hopper_plans.TRIGGERS
     assert f"kStripRows = {hopper_format.STRIP};" in text
     assert f"kBlockColumns = {hopper_format.BLOCK};" in text
-    assert f"kFewestStages = {hopper_configs.FEWEST_STAGES};" in text
-    compiled = {
-        m for unit in nvcc.units() for macro in unit.macros for m in re.findall(r"TOKENS=(\d+)", macro)
-    }
-    assert {int(tokens) for tokens in compiled} == set(hopper_configs.STRIPS)
+    assert f"kStoreCodes = {hopper_plans.ROW};" in text
 
 
 @given(st.integers(0, 2**40))
@@ -107,62 +79,6 @@ def test_rows_that_products_are_looked_up_with(m: int) -> None:
     assert rows >= m
     assert hopper.planned_rows(rows) == rows
     assert rows < 2 * m if 0 < m < 16 else rows == plans.bucket(m)
-
-
-def memory(address: int, count: int, dtype: torch.dtype) -> Tensor:
-    """``count`` elements at an address, copied."""
-    size = count * dtype.itemsize
-    return torch.frombuffer(bytearray(ctypes.string_at(address, size)), dtype=torch.uint8).view(dtype)
-
-
-class StandIn:
-    """Reads and writes what a launch is handed, as the kernels do, by the reference's arithmetic."""
-
-    def __init__(self) -> None:
-        self.calls: list[hopper.Call] = []
-        self.grids: list[int] = []
-        self.error: bytes | None = None
-
-    def slidesparse_hopper_workspace(self, strips: int, tokens: int, grid: int) -> int:
-        return 4096 + strips * 64 * tokens * 4 * grid
-
-    def slidesparse_hopper_stream(self, call: hopper.Call, workspace: int, grid: int) -> bytes | None:
-        assert workspace
-        self.grids.append(grid)
-        return self.slidesparse_hopper_gemm(call)
-
-    def slidesparse_hopper_gemm(self, call: hopper.Call) -> bytes | None:
-        self.calls.append(call)
-        m, n, k = call.m, call.n, call.k
-        types = {number: dtype for dtype, number in hopper.FLOATS.items()}
-        q = memory(call.q, m * k, FP8 if call.fp8 else INT8).view(m, k)
-        size = call.strips * call.blocks * hopper_format.BLOCK_BYTES
-        weight = hopper_format.unpack(memory(call.weight, size, torch.uint8), n, k, q.dtype)
-        scale_w, scale_x = memory(call.scale_w, n, torch.float32), memory(call.scale_x, m, torch.float32)
-        bias = memory(call.bias, n, types[call.bias_type]) if call.bias else None
-        y = reference.dequant_bias(
-            reference.matmul(q, weight), scale_x, scale_w, bias, types[call.out_type], "cuda"
-        )
-        ctypes.memmove(call.out, y.contiguous().data_ptr(), y.numel() * y.element_size())
-        return self.error
-
-
-@pytest.fixture
-def standing_in(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Any]:
-    """A machine that seems to have an H200 and the kernels, with tuned tables of its own."""
-    native = StandIn()
-    monkeypatch.setattr(hopper, "native", lambda: native)
-    monkeypatch.setattr(hopper, "_multiprocessors", lambda index: SMS)
-    monkeypatch.setattr(hopper, "_workspace", lambda index, stream: 1 << 20)
-    monkeypatch.setattr(plans, "on_device", lambda index: nullcontext())
-    monkeypatch.setattr(plans, "index_of", lambda device: 0)
-    monkeypatch.setattr(plans, "stream_of", lambda index: 77)
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA Test 100")
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
-    monkeypatch.setenv("SLIDESPARSE_CACHE", str(tmp_path))
-    plans._local.caches.clear()
-    yield native
-    plans._local.caches.clear()
 
 
 @pytest.mark.parametrize("dtype", [INT8, FP8])
@@ -191,7 +107,13 @@ def test_a_layer_through_a_stand_in(standing_in: StandIn, m: int, n: int, k: int
             assert found.shape == (m, n)
             assert torch.equal(found, expected)
     call = standing_in.calls[-1]
-    assert (call.m, call.n, call.k, call.stream, call.dependent) == (m, n, columns, 77, hopper.DEPENDENT)
+    assert (call.m, call.n, call.k, call.stream, call.dependent) == (
+        m,
+        n,
+        columns,
+        77,
+        hopper_plans.DEPENDENT,
+    )
     assert len(plans.plans("hopper", -1)) == 1  # one for all types of outputs and biases
 
 
@@ -224,7 +146,7 @@ def test_the_tuned_configuration_runs_and_others_are_noted(
     names = ["split:1x8/1x1/2", "stream:1x16/2/1", "split:9x9/1x1/1"]
     tuned.save(subject, [(p, Tuned(name, 1.0)) for p, name in zip(problems, names, strict=True)])
 
-    def run(m: int) -> hopper.Call:
+    def run(m: int) -> hopper_native.Call:
         q = torch.ones(m, 48, dtype=INT8)
         gemm.provider("hopper").scaled_matmul(q, torch.ones(m, 1), packed, ones, None, torch.float16)
         return standing_in.calls[-1]
@@ -248,7 +170,7 @@ def test_an_untuned_shape_takes_what_the_model_chooses(standing_in: StandIn) -> 
     tuned.save(subject, [(other, Tuned("split:1x16/2x1/3", 1.0))])
     q, packed = torch.ones(16, 64, dtype=INT8), gemm.provider("hopper").pack(weight)
     gemm.provider("hopper").scaled_matmul(q, ones[:16], packed, ones, None, torch.float16)
-    call, first = standing_in.calls[-1], candidates(4608, 64, 16, SMS, 1)[0]
+    call, first = standing_in.calls[-1], candidates(4608, 64, 16, SMS, 1, fit)[0]
     found = (call.block_strips, call.tokens, call.sharers, call.splits)
     assert found == (first.strips, first.tokens, first.sharers, first.splits) != (1, 16, 2, 1)
 
@@ -318,10 +240,10 @@ def test_why_it_cannot_run(monkeypatch: pytest.MonkeyPatch) -> None:
         raise nvcc.ToolchainError("nvcc was not found", "install it")
 
     monkeypatch.setattr(nvcc, "library", missing)
-    hopper.native.cache_clear()
+    hopper_native.native.cache_clear()
     assert unusable(cuda) == "the Hopper kernels: nvcc was not found; install it"
     native = SimpleNamespace(slidesparse_hopper_unusable=lambda: b"the driver is for CUDA 12.4")
-    monkeypatch.setattr(hopper, "native", lambda: native)
+    monkeypatch.setattr(hopper_native, "native", lambda: native)
     assert unusable(cuda) == "the driver is for CUDA 12.4"
     native.slidesparse_hopper_unusable = lambda: None
     assert unusable(cuda) is None
@@ -335,7 +257,7 @@ def test_workspaces_are_made_ahead_of_captures(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda index: None)
     monkeypatch.setattr(torch, "zeros", lambda size, dtype, device: zeros(64, dtype=dtype))
-    workspaces = hopper._Workspaces()
+    workspaces = hopper_plans._Workspaces()
     capturing = True
     with pytest.raises(
         LibraryError, match="while a CUDA graph is being captured; run a product on it before"
@@ -352,8 +274,3 @@ def test_workspaces_are_made_ahead_of_captures(monkeypatch: pytest.MonkeyPatch) 
     capturing = False
     third, fourth = workspaces.address(0, 3), workspaces.address(0, 4)
     assert len({first, second, third, fourth}) == 4
-
-
-def test_a_configuration_is_what_its_text_says() -> None:
-    assert parse("split:2x64/1x4/2") == Config("split", 2, 64, 1, 4, 2)
-    assert parse("stream:3x128/2/1") == Config("stream", 3, 128, 2, 1, 1)

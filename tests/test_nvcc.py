@@ -6,13 +6,27 @@ import ctypes
 import importlib.metadata
 import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from itertools import product
 from pathlib import Path
 
 import pytest
+import torch
+from hopper_stand_in import shared_stages
 
 from slidesparse import nvcc, toolchain
 from slidesparse.backends import Facts, probe
+from slidesparse.gemm import hopper_native
+from slidesparse.gemm.hopper_configs import (
+    RESIDENT,
+    SHARERS,
+    SPLIT,
+    SPLITS,
+    STREAM,
+    STRIPS,
+    TOKENS,
+    Config,
+)
 from slidesparse.nvcc import Unit
 from slidesparse.toolchain import ToolchainError
 
@@ -264,6 +278,15 @@ def test_doctor_on_gpus_that_are_not_hopper(capability: tuple[int, int]) -> None
     assert remedy == "use the backend cusparselt, or a Hopper GPU"
 
 
+def every_configuration() -> Iterator[Config]:
+    """Those that have a kernel and those that have none."""
+    for sizes in product(TOKENS, STRIPS, SHARERS, RESIDENT):
+        tokens, strips, sharers, resident = sizes
+        yield Config(STREAM, strips, tokens, sharers, 1, resident)
+        for splits in SPLITS:
+            yield Config(SPLIT, strips, tokens, sharers, splits, resident)
+
+
 @pytest.mark.slow
 def test_the_real_library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Compiled and loaded; it knows the digest of its sources, which stands in the file as text."""
@@ -277,5 +300,10 @@ def test_the_real_library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     library = ctypes.CDLL(str(made))
     library.slidesparse_hopper_sources.restype = ctypes.c_char_p
     assert library.slidesparse_hopper_sources().decode() == nvcc.sources_digest()
-    for name in ("gemm", "stream", "workspace", "unusable"):
+    for name in ("gemm", "stream", "quantize", "linear", "workspace", "unusable"):
         assert hasattr(library, f"slidesparse_hopper_{name}")
+    fit, stages, clusters = library.slidesparse_hopper_fit, ctypes.c_int32(), ctypes.c_int32()
+    for config in every_configuration():
+        call = hopper_native.call_of(config, torch.int8)  # says where it fits also where there is no GPU
+        fit(ctypes.byref(call), config.design == STREAM, ctypes.byref(stages), ctypes.byref(clusters))
+        assert stages.value == shared_stages(config), config

@@ -139,7 +139,7 @@ def test_registering_twice_changes_nothing() -> None:
 def test_backends_say_why_they_cannot_run() -> None:
     with pytest.raises(
         gemm.BackendError,
-        match="'fast' is not known; the backends are cusparselt, cublaslt, hopper, reference",
+        match="'fast' is not known; the backends are cusparselt, cublaslt, hopper, stock, reference",
     ):
         gemm.provider("fast")
     for name in ("cusparselt", "cublaslt", "hopper"):

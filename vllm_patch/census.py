@@ -45,5 +45,7 @@ class Census:
         fusion = f"; {self.fusion}" if self.fusion else ""
         return (
             f"SlideSparse {subject}: {len(self.sparse)} layers {kind}, {dense}; "
-            f"{resolution.layout} layout; backend {resolution.backend}: {resolution.reason}{fusion}"
+            f"{resolution.layout} layout; backend {resolution.backend}: {resolution.reason}"
+            + ("; dense weights kept beside" if resolution.keep_dense else "")
+            + fusion
         )

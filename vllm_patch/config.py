@@ -106,7 +106,7 @@ class SlideSparseConfig(CompressedTensorsConfig):
             return scheme
         self.census.expect(name)
         if self.resolution.fuse and not self.census.fusion:
-            self.census.fusion = fusion.register()
+            self.census.fusion = fusion.register(self.resolution.keep_dense)
         return SlideSparseScheme(self, scheme, name, entry)
 
     def _entry(self, name: str) -> LayerEntry | None:

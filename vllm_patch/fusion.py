@@ -50,11 +50,13 @@ TO_THE_END = 2**63 - 1  # of a slice
 aten, prims, ours = torch.ops.aten, torch.ops.prims, torch.ops.slidesparse
 
 
-def register() -> str:
+def register(keep_dense: bool) -> str:
     """Have the model under construction compiled with the pass; what came of it, in words for the summary line."""
     compilation = compat.current_config().compilation_config
     if not compat.compiles_by_inductor(compilation):
         return "norms and activations not fused: the model is not compiled by Inductor"
+    if keep_dense:
+        return "norms and activations not fused: layers choose between their weights when they run"
     if FusionPass.__base__ is object:
         return "norms and activations not fused: this vLLM takes no passes"
     options = compilation.inductor_compile_config
@@ -101,22 +103,48 @@ class Producer:
 def fuse(graph: Graph) -> Counter[str]:
     """Replace each quant_slide and its producer, where there is one; how many by operator, as they are now.
 
+    So too the quantization in layers that are one call.  Those that keep their dense weight are left alone: which one
+    they take, and so how they quantize, is decided when they run.
+
     The graph may be that of any model; what the function does not know it leaves alone.
     """
     done: Counter[str] = Counter()
-    for quant in list(graph.find_nodes(op="call_function", target=ours.quant_slide.default)):
-        producer = _producer(quant)
+    for node in list(graph.nodes):
+        if node.target not in (ours.quant_slide.default, ours.linear.default):
+            continue
+        producer = _producer(node)
         if producer:
-            _replace(quant, producer)
-        done[quant.target.name().partition("::")[2]] += 1
-    if set(done) - {"quant_slide"}:
+            node = node if node.target is ours.quant_slide.default else _split(node)
+            _replace(node, producer)
+        done[node.target.name().partition("::")[2]] += 1
+    if set(done) - {"quant_slide", "linear"}:
         stable_topological_sort(graph)  # a sum may be used before the place of quant_slide
     return done
 
 
-def _producer(quant: Node) -> Producer | None:
-    source = quant.args[0]
-    if not isinstance(source, Node) or len(source.users) != 1 or quant.kwargs:
+def _split(linear: Node) -> Node:
+    """Write a layer that is one call (`slidesparse.ops`) as two; the first of them."""
+    x, weight, scale_w, bias, *windows, out_dtype, backend = linear.args
+    graph = linear.graph
+    with graph.inserting_before(linear):
+        quant = graph.call_function(ours.quant_slide.default, (x, *windows))
+        results = [graph.call_function(operator.getitem, (quant, index)) for index in range(2)]
+        arguments = (*results, weight, scale_w, bias, out_dtype, backend)
+        product = graph.call_function(ours.scaled_matmul.default, arguments)
+    like = x.meta["val"]  # type: ignore[union-attr]
+    quant.meta["val"] = ops._quant_slide_fake(like, *windows)  # type: ignore[arg-type]
+    for result, value in zip(results, quant.meta["val"], strict=True):
+        result.meta["val"] = value
+    product.meta["val"] = linear.meta["val"]
+    linear.replace_all_uses_with(product)
+    graph.erase_node(linear)
+    return quant
+
+
+def _producer(layer: Node) -> Producer | None:
+    """Of the input of a quant_slide, or of a layer that quantizes it."""
+    source = layer.args[0]
+    if not isinstance(source, Node) or len(source.users) != 1 or layer.kwargs:
         return None
     value = source.meta.get("val")
     if not isinstance(value, torch.Tensor) or value.dim() != 2:

@@ -12,7 +12,16 @@ from typing import Any
 
 from slidesparse import __version__, nvcc
 from slidesparse.backends import HOPPER_CAPABILITY
-from slidesparse.flags import BACKEND, DENSE, SPARSE, SPARSITY, USE_CUBLASLT, USE_CUSPARSELT, Flags
+from slidesparse.flags import (
+    BACKEND,
+    DENSE,
+    KEEP_DENSE,
+    SPARSE,
+    SPARSITY,
+    USE_CUBLASLT,
+    USE_CUSPARSELT,
+    Flags,
+)
 from slidesparse.metadata import KEY, Metadata
 from slidesparse.pattern import SlidePattern
 
@@ -40,6 +49,7 @@ class Resolution:
     abi: int
     plugin: str  # version
     profile: bool  # whether to time layers
+    keep_dense: bool  # whether layers hold their dense weight, too
     fuse: bool  # whether to compute norms and activations together with quantization, in compiled models
 
     @property
@@ -69,11 +79,26 @@ def resolve(quantization_config: MutableMapping[str, Any], flags: Flags, on_cuda
             f"{USE_CUBLASLT}=1 runs dense weights, but this checkpoint holds slided ones; "
             f"use {USE_CUSPARSELT}=1, or convert with --layout dense"
         )
+    if flags.keep_dense and layout == "slided":
+        raise ResolveError(
+            f"{KEEP_DENSE}=1 keeps dense weights, but this checkpoint holds slided ones; "
+            "unset it, or convert with --layout dense"
+        )
     backend, reason = _backend(path, on_cuda, flags.backend)
     from slidesparse.ops import ABI  # late: brings torch in
 
-    fuse = FUSE if flags.fuse is None else flags.fuse
-    made = Resolution(pattern.ratio, path, backend, reason, layout, ABI, __version__, flags.profile, fuse)
+    made = Resolution(
+        pattern=pattern.ratio,
+        path=path,
+        backend=backend,
+        reason=reason,
+        layout=layout,
+        abi=ABI,
+        plugin=__version__,
+        profile=flags.profile,
+        keep_dense=flags.keep_dense and path == SPARSE,
+        fuse=FUSE if flags.fuse is None else flags.fuse,
+    )
     quantization_config[STAMP] = asdict(made)
     return made
 

@@ -17,6 +17,7 @@ from vllm.model_executor.parameter import ModelWeightParameter
 
 from slidesparse import gemm, ops, profiling
 from slidesparse.flags import SPARSE
+from slidesparse.gemm import crossover
 from slidesparse.metadata import LayerEntry
 from slidesparse.pattern import HARDWARE_LENGTH, PatternError, SlidePattern
 from slidesparse.prune import prune
@@ -45,7 +46,7 @@ def refusal(scheme: Any) -> str | None:
 
 
 class SlideSparseScheme(CompressedTensorsScheme):
-    """W8A8 with per-token dynamic activations, run as quant_slide and scaled_matmul.
+    """W8A8 with per-token dynamic activations, run by `slidesparse.ops.linear`.
 
     A weight that breaks the pattern is an error when the checkpoint says the layer is pruned (``entry``), and goes
     to vLLM's own scheme when only a flag said so.
@@ -63,6 +64,7 @@ class SlideSparseScheme(CompressedTensorsScheme):
         self.arguments: tuple[int, int, torch.dtype, int, str] | None = (
             None  # of ops.linear, once loaded; None: inner's
         )
+        self.dense_backend = ""  # of the dense weight that is kept beside the packed one, if any
         self.phase = 0
         self.in_features = 0
 
@@ -75,6 +77,7 @@ class SlideSparseScheme(CompressedTensorsScheme):
         """Let vLLM's scheme create the parameters; slided checkpoints hold K' columns instead of K."""
         gemm.require_output(self.config.resolution.backend, kwargs["params_dtype"])
         self.inner.create_weights(layer=layer, **kwargs)
+        self.dtype = kwargs["params_dtype"]
         compat.forget_input_quant_key(layer)
         shard, whole = kwargs["input_size_per_partition"], kwargs["input_size"]
         self.in_features = shard
@@ -113,6 +116,8 @@ class SlideSparseScheme(CompressedTensorsScheme):
             return
         weight = layer.weight.data
         dtype, sparse = weight.dtype, self.config.resolution.path == SPARSE
+        if self.dummy and sparse and not self.slided:
+            weight = prune(weight, self.pattern, phase=self.phase)
         backend = gemm.require(self.config.resolution.backend, weight.device)
         packed = self._packed(weight, backend.name) if sparse else backend.pack(_whole_words(weight))
         if packed is None:
@@ -123,6 +128,8 @@ class SlideSparseScheme(CompressedTensorsScheme):
         layout = (
             self.pattern.layout(self.in_features, self.phase) if sparse else HARDWARE.layout(self.in_features)
         )
+        if self.config.resolution.keep_dense:
+            self._keep(layer, weight)
         del weight
         layer.weight = torch.nn.Parameter(packed, requires_grad=False)
         setattr(layer.weight, PACKED, True)
@@ -130,6 +137,8 @@ class SlideSparseScheme(CompressedTensorsScheme):
         layer.input_scale = None
         columns = gemm.columns(backend.name, layout.slided)
         self.arguments = (layout.length, layout.phase, dtype, columns, backend.name)
+        if self.dense_backend:
+            self._compare(layer)
         if self.config.resolution.profile:
             profiling.enable().kinds[packed.data_ptr()] = self.name.rpartition(".")[2]
         self._settle(None)
@@ -142,14 +151,51 @@ class SlideSparseScheme(CompressedTensorsScheme):
             else:
                 require_pattern(weight, HARDWARE, self.name)
             return gemm.provider(backend).pack(weight)
-        if self.dummy:
-            weight = prune(weight, self.pattern, phase=self.phase)
         try:
             return gemm.slide_and_pack(backend, weight, self.pattern, self.phase, self.name)
         except PatternError:
             if self.pruned_by_us:
                 raise
             return None
+
+    def _keep(self, layer: torch.nn.Module, weight: Tensor) -> None:
+        """Hold the dense weight [N, K] as well, in the form of a dense backend."""
+        backend = gemm.require("stock" if weight.is_cuda else "reference", weight.device)
+        gemm.require_output(backend.name, self.dtype)
+        layer.weight_dense = torch.nn.Parameter(backend.pack(_whole_words(weight)), requires_grad=False)
+        self.dense_backend = backend.name
+
+    def _compare(self, layer: torch.nn.Module) -> None:
+        """On a GPU, measure which of the two weights is faster for how many tokens; once for all layers of a shape."""
+        if not layer.weight.is_cuda:
+            return
+        assert self.arguments is not None
+        length, phase, dtype, columns, backend = self.arguments
+        scale = layer.weight_scale
+        shape = crossover.Shape(
+            layer.weight.get_device(), dtype, len(scale), self.in_features, columns, backend
+        )
+        if crossover.measured(shape) is not None:
+            return
+        found = crossover.measure(
+            shape,
+            self.dtype,
+            lambda x: ops.sparse_linear(
+                x, layer.weight, scale, None, length, phase, dtype, columns, self.dtype, backend
+            ),
+            lambda x: ops.dense_linear(
+                x, layer.weight_dense, scale, None, dtype, self.dtype, self.dense_backend
+            ),
+        )
+        logger.info(
+            "SlideSparse: %s [%d, %d] takes its dense weight for %s tokens",
+            *(
+                self.name.rpartition(".")[2],
+                shape.n,
+                shape.k,
+                ", ".join(map(str, sorted(found))) or "no number of",
+            ),
+        )
 
     def _channel_scale(self, layer: torch.nn.Module) -> Tensor:
         """[N, 1] float32: a per-tensor scale holds for each row of its part of a fused layer."""
@@ -176,6 +222,16 @@ class SlideSparseScheme(CompressedTensorsScheme):
         """x [..., K] -> [..., N] of x's dtype."""
         if self.arguments is None:
             return self.inner.apply_weights(layer, x, bias)
+        if self.dense_backend:
+            return ops.linear(
+                x,
+                layer.weight,
+                layer.weight_scale,
+                bias,
+                *self.arguments,
+                layer.weight_dense,
+                self.dense_backend,
+            )
         return ops.linear(x, layer.weight, layer.weight_scale, bias, *self.arguments)
 
 

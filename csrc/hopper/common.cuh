@@ -32,12 +32,16 @@ struct Arguments {
   int sharers, splits;
   int stages;
   Float out_type, bias_type;
-  bool wide;  // rows of the output begin at multiples of 16 bytes
+  bool wide;                               // rows of the output begin at multiples of 16 bytes
+  int across, by_token;                    // tiles by out-features and by tokens
+  int together;                            // tiles by tokens whose weights are read together
+  std::uint64_t keep_weight, keep_tokens;  // how long L2 is to keep them
 
   // Of the streaming kernel.
   std::uint32_t* flags;  // kFlagWords for each block of threads, all zero between launches
   uint4* partials;       // [blocks of threads][kTokens / 8][consumers]
-  std::uint32_t units;   // tiles x blocks
+  int rounds;            // whole tiles of each block of threads, before the shared ones
+  std::uint32_t units;   // the shared tiles x blocks
   bool seeded;  // no tile is shared by more than two: the second's sums begin with the first's
 };
 

@@ -6,14 +6,17 @@
 //
 //   - sharers have neighbouring out-features and the same tokens and columns, so that each loads a
 //     part of the activations for all of them;
-//   - splits have the same out-features and tokens and different columns; at the end each sums a
-//     part of the outputs, in a fixed order, reading the others' shared memory.
+//   - splits have the same out-features and tokens and different columns.  Each owns every
+//     splits-th warp's 16 out-features: the others send it their sums, in the order of registers,
+//     into shared memory that is kept for them, so that nobody waits but for what comes; it adds
+//     them in a fixed order.
 //
 // The weight does not depend on the kernel before this one, so its first stages are on their way
 // before that one has ended.
 
 #pragma once
 
+#include "epilogue.cuh"
 #include "ring.cuh"
 
 namespace slidesparse::hopper {
@@ -21,166 +24,119 @@ namespace slidesparse::hopper {
 template <int kStrips, int kTokens>
 struct SplitShape : Shape<kStrips, kTokens> {
   using S = Shape<kStrips, kTokens>;
-  static constexpr int kPitch =
-      S::kRows + 4;  // of sums in shared memory, in words: no two threads of a warp in one bank
-  static constexpr int kSumBytes = kTokens * kPitch * 4;
+  static constexpr int kWarps = 4 * kStrips;          // that multiply
+  static constexpr int kWarpSumBytes = kTokens * 64;  // 16 out-features
+  // A warp's outputs on their way out: 32 bytes a token, and 16 more, so that the eight rows of a
+  // matrix lie in different banks.
+  static constexpr int kPitch = 48;
+  static constexpr int kStagingBytes = kTokens * kPitch;
+  static_assert(kStagingBytes <= kWarpSumBytes);
+  static_assert(kTokens <= S::kConsumers);
 
-  // Ring or sums, then scale_w, bias, scale_x, then barriers.
-  static __host__ __device__ constexpr int RingBytes(int stages) {
+  // The ring; the outputs stand there in the end, where no sums come from others.
+  static __host__ __device__ constexpr int RingBytes(int stages, int splits) {
     const int ring = stages * S::kStageBytes;
-    return ring > kSumBytes ? ring : kSumBytes;
+    const int staging = splits > 1 ? 0 : kWarps * kStagingBytes;
+    return ring > staging ? ring : staging;
   }
-  static __host__ __device__ constexpr int SharedBytes(int stages) {
-    return RingBytes(stages) + (2 * S::kRows + kTokens) * 4 + 2 * stages * 8;
+  // Warps that a block owns, at most.
+  static __host__ __device__ constexpr int Owned(int splits) {
+    return (kWarps + splits - 1) / splits;
+  }
+  // Ring, the others' sums, scale_x, then barriers: full, empty, the sums'.
+  static __host__ __device__ constexpr int SharedBytes(int stages, int splits) {
+    return RingBytes(stages, splits) + Owned(splits) * (splits - 1) * kWarpSumBytes + kTokens * 4 +
+           (2 * stages + Owned(splits)) * 8;
   }
 };
 
 // Where a block of threads stands.
 struct Place {
-  int split, strip, token;  // the first strip and token
-  int begin, end;           // its blocks of columns
+  int split;
+  int begin, end;  // its blocks of columns
   Sharers sharers;
+  Walk walk;  // at its tile
 };
 
 template <int kStrips, int kTokens>
 __device__ __forceinline__ Place FindPlace(const Arguments& arguments) {
   const int cluster = arguments.sharers * arguments.splits;
   const int rank = blockIdx.x % cluster;
-  const int sharer = rank % arguments.sharers;
   Place place;
   place.split = rank / arguments.sharers;
-  place.sharers = {place.split * arguments.sharers, arguments.sharers, sharer};
-  place.strip = (blockIdx.x / cluster * arguments.sharers + sharer) * kStrips;
-  place.token = blockIdx.y * kTokens;
+  place.sharers = {place.split * arguments.sharers, arguments.sharers, rank % arguments.sharers};
   place.begin = arguments.blocks * place.split / arguments.splits;
   place.end = arguments.blocks * (place.split + 1) / arguments.splits;
+  const int tile = blockIdx.x / cluster;
+  place.walk.Begin(arguments, tile, {tile, place.begin, 0}, kTokens, kStrips * arguments.sharers);
   return place;
 }
 
-// What the epilogue needs of a thread's vectors, loaded before the products so that it need not
-// wait.
-struct Scales {
-  float weight = 0.0f, bias = 0.0f, token = 0.0f;
-};
-
+// Sends a warp's sums to its owner.
 template <int kStrips, int kTokens>
-__device__ __forceinline__ Scales LoadScales(const Arguments& arguments, const Place& place) {
+__device__ __forceinline__ void PushSums(const Arguments& arguments, const Place& place, int owner,
+                                         int slot, int tokens, std::uint32_t received,
+                                         std::uint32_t barriers,
+                                         const std::uint32_t (&sums)[kTokens / 2]) {
   using S = SplitShape<kStrips, kTokens>;
-  static_assert(kTokens <= S::kConsumers);
-  Scales scales;
-  const int row = place.strip * kStripRows + threadIdx.x;
-  if (threadIdx.x < S::kRows && row < arguments.n) {
-    scales.weight = LoadNow(arguments.scale_w + row);
-    if (arguments.bias_type != Float::kNone) {
-      scales.bias = Widen(arguments.bias, row, arguments.bias_type);
-    }
-  }
-  WaitForPredecessors();
-  const int token = place.token + threadIdx.x;
-  if (threadIdx.x < kTokens && token < arguments.m)
-    scales.token = LoadNow(arguments.scale_x + token);
-  return scales;
-}
-
-// Sums to shared memory: words [kTokens][kPitch].
-template <int kStrips, int kTokens>
-__device__ __forceinline__ void StoreSums(std::uint32_t to, int tokens,
-                                          const std::uint32_t (&sums)[kTokens / 2]) {
-  using S = SplitShape<kStrips, kTokens>;
-  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-  const int row = warp * 16 + lane / 4, first = lane % 4 * 2;
-  const std::uint32_t base = to + (first * S::kPitch + row) * 4;
+  const int rank = owner * arguments.sharers + place.sharers.mine;
+  const int number = place.split < owner ? place.split : place.split - 1;
+  const std::uint32_t to =
+      MapToBlock(received + (slot * (arguments.splits - 1) + number) * S::kWarpSumBytes +
+                     threadIdx.x % 32 * 16,
+                 rank);
+  const std::uint32_t barrier = MapToBlock(barriers + 8 * slot, rank);
 #pragma unroll
   for (int j = 0; j < kTokens / 8; ++j) {
+    if (8 * j < tokens) {
+      PushCluster128(to + j * 512, sums[4 * j], sums[4 * j + 1], sums[4 * j + 2], sums[4 * j + 3],
+                     barrier);
+    }
+  }
+}
+
+// Adds what the others have sent for a warp.
+template <class Type, int kTokens>
+__device__ __forceinline__ void AddReceived(int others, int tokens, std::uint32_t received,
+                                            std::uint32_t (&sums)[kTokens / 2]) {
+  for (int other = 0; other < others; ++other) {
+    const std::uint32_t from = received + other * kTokens * 64 + threadIdx.x % 32 * 16;
 #pragma unroll
-    for (int e = 0; e < 2; ++e) {
-      if (8 * j + first + e < tokens) {
-        const std::uint32_t at = base + (8 * j + e) * S::kPitch * 4;
-        StoreShared32(at, sums[4 * j + e]);
-        StoreShared32(at + 8 * 4, sums[4 * j + 2 + e]);
+    for (int j = 0; j < kTokens / 8; ++j) {
+      if (8 * j < tokens) {
+        const uint4 found = LoadShared128(from + j * 512);
+        const std::uint32_t words[4] = {found.x, found.y, found.z, found.w};
+#pragma unroll
+        for (int e = 0; e < 4; ++e) {
+          std::uint32_t& sum = sums[4 * j + e];
+          sum = ToBits(Add(words[e], FromBits<Type>(sum)));
+        }
       }
     }
   }
 }
 
-// Eight neighbouring out-features of a token: the sums of all splits, scaled.
-template <class Type>
-__device__ __forceinline__ void SumSplits(std::uint32_t at, int sharer, int sharers, int splits,
-                                          float (&values)[8]) {
-  typename Type::Sum sums[8] = {};
-  constexpr int kAtOnce = 4;
-#pragma unroll
-  for (int first = 0; first < kMostSplits; first += kAtOnce) {
-    if (first < splits) {
-      uint4 found[kAtOnce][2];
-#pragma unroll
-      for (int i = 0; i < kAtOnce; ++i) {
-        if (first + i < splits) {
-          const std::uint32_t there = MapToBlock(at, (first + i) * sharers + sharer);
-          found[i][0] = LoadCluster128(there);
-          found[i][1] = LoadCluster128(there + 16);
-        }
-      }
-#pragma unroll
-      for (int i = 0; i < kAtOnce; ++i) {
-        if (first + i < splits) {
-#pragma unroll
-          for (int h = 0; h < 2; ++h) {
-            sums[4 * h] = Add(found[i][h].x, sums[4 * h]);
-            sums[4 * h + 1] = Add(found[i][h].y, sums[4 * h + 1]);
-            sums[4 * h + 2] = Add(found[i][h].z, sums[4 * h + 2]);
-            sums[4 * h + 3] = Add(found[i][h].w, sums[4 * h + 3]);
-          }
-        }
-      }
-    }
-  }
-#pragma unroll
-  for (int i = 0; i < 8; ++i) values[i] = ToFloat(sums[i]);
-}
-
-// This block's part of the outputs, eight neighbours a thread at a time.
+// A warp's 16 out-features, from `row` on, by way of its staging memory.
 template <class Type, int kStrips, int kTokens>
-__device__ __forceinline__ void StoreOutputs(const Arguments& arguments, const Place& place,
-                                             int tokens, std::uint32_t sums, const float* scale_w,
-                                             const float* bias, const float* scale_x) {
+__device__ __forceinline__ void StoreWarp(const Arguments& arguments, int row, int first_token,
+                                          int tokens, std::uint32_t staging,
+                                          std::uint32_t token_scales, const RowScales& scales,
+                                          const std::uint32_t (&sums)[kTokens / 2]) {
   using S = SplitShape<kStrips, kTokens>;
-  constexpr int kChunks = S::kRows / 8;
-  const int items = tokens * kChunks;
-  const int begin = items * place.split / arguments.splits;
-  const int end = items * (place.split + 1) / arguments.splits;
-  for (int i = begin + threadIdx.x; i < end; i += S::kConsumers) {
-    const int token = i / kChunks, row = i % kChunks * 8;
-    const int first = place.strip * kStripRows + row;
-    if (first >= arguments.n) continue;
-    float values[8];
-    SumSplits<Type>(sums + (token * S::kPitch + row) * 4, place.sharers.mine, arguments.sharers,
-                    arguments.splits, values);
-    const float by_token = scale_x[token];
-    std::uint16_t codes[8];
+  const int lane = threadIdx.x % 32;
+  const std::uint32_t to = staging + lane % 8 * S::kPitch + lane / 8 % 2 * 16;
 #pragma unroll
-    for (int e = 0; e < 8; ++e) {
-      const float scaled = __fmul_rn(values[e], scale_w[row + e]);
-      const float value = arguments.bias_type == Float::kNone
-                              ? __fmul_rn(scaled, by_token)
-                              : __fmaf_rn(scaled, by_token, bias[row + e]);
-      codes[e] = Narrow(value, arguments.out_type);
+  for (int j = 0; j < kTokens / 8; ++j) {
+    if (8 * j < tokens) {
+      StageTokens<Type>(arguments, scales, sums, j, token_scales + 32 * j, to + 8 * j * S::kPitch);
     }
-    std::uint16_t* to = static_cast<std::uint16_t*>(arguments.out) +
-                        static_cast<std::size_t>(place.token + token) * arguments.n + first;
-    if (arguments.wide) {
-      uint4 packed;
-      packed.x = codes[0] | static_cast<std::uint32_t>(codes[1]) << 16;
-      packed.y = codes[2] | static_cast<std::uint32_t>(codes[3]) << 16;
-      packed.z = codes[4] | static_cast<std::uint32_t>(codes[5]) << 16;
-      packed.w = codes[6] | static_cast<std::uint32_t>(codes[7]) << 16;
-      *reinterpret_cast<uint4*>(to) = packed;
-    } else {
-#pragma unroll
-      for (int e = 0; e < 8; ++e) {
-        if (first + e < arguments.n) to[e] = codes[e];
-      }
-    }
+  }
+  __syncwarp();
+  const int first = row + lane % 2 * 8;
+  const int stored = first < arguments.n ? tokens : 0;
+  for (int token = lane / 2; token < stored; token += 16) {
+    const uint4 packed = LoadShared128(staging + token * S::kPitch + lane % 2 * 16);
+    StoreOutputs(arguments, first_token + token, first, packed);
   }
 }
 
@@ -190,16 +146,16 @@ __global__ void __launch_bounds__(Shape<kStrips, kTokens>::kThreads,
     Gemm(const __grid_constant__ Arguments arguments) {
   using S = SplitShape<kStrips, kTokens>;
   extern __shared__ __align__(1024) std::uint8_t shared[];
-  float* const scale_w = reinterpret_cast<float*>(shared + S::RingBytes(arguments.stages));
-  float* const bias = scale_w + S::kRows;
-  float* const scale_x = bias + S::kRows;
+  const int splits = arguments.splits;
   const std::uint32_t ring = SharedAddress(shared);
-  const std::uint32_t full = SharedAddress(scale_x + kTokens);
+  const std::uint32_t received = ring + S::RingBytes(arguments.stages, splits);
+  const std::uint32_t token_scales = received + S::Owned(splits) * (splits - 1) * S::kWarpSumBytes;
+  const std::uint32_t full = token_scales + kTokens * 4;
   const std::uint32_t empty = full + 8 * arguments.stages;
+  const std::uint32_t complete = empty + 8 * arguments.stages;
   const Place place = FindPlace<kStrips, kTokens>(arguments);
-  const bool alone = arguments.sharers * arguments.splits == 1;
-  const bool producer = threadIdx.x >= S::kConsumers;
-  Producer<kStrips, kTokens> feed(arguments, place.sharers, {place.strip, place.token, place.begin},
+  const int tokens = min(kTokens, arguments.m - place.walk.token);
+  Producer<kStrips, kTokens> feed(arguments, place.sharers, place.walk, Turns{},
                                   place.end - place.begin, ring, full, empty);
 
   if (threadIdx.x == S::kConsumers) {
@@ -208,58 +164,70 @@ __global__ void __launch_bounds__(Shape<kStrips, kTokens>::kThreads,
       BarrierInit(full + 8 * i, 1);
       BarrierInit(empty + 8 * i, kStrips * 4 * arguments.sharers);
     }
+    if (splits > 1) {
+      for (int i = 0; i < S::Owned(splits); ++i) BarrierInit(complete + 8 * i, 1);
+    }
     BarrierInitFence();
     feed.Begin();
+    if (splits > 1) {
+      const int bytes = (splits - 1) * ((tokens + 7) / 8) * 512;
+      for (int i = 0; i < S::Owned(splits); ++i) BarrierExpect(complete + 8 * i, bytes);
+    }
   }
   __syncwarp();
   __syncthreads();
-  if (!alone) {  // the barriers' initialization has its own fence
+  if (arguments.sharers * splits > 1) {  // the barriers' initialization has its own fence
     ClusterArriveRelaxed();
     ClusterWait();
   }
 
-  if (producer) {
+  if (threadIdx.x >= S::kConsumers) {
+    DealRegisters<S, true>();
     if (threadIdx.x == S::kConsumers) {
       WaitForPredecessors();
       feed.Run();
     }
-    __syncwarp();
-    if (!alone) {  // as often as the consumers
-      ClusterArriveRelaxed();
-      ClusterWait();
-      ClusterArriveRelaxed();
-      ClusterWait();
-    }
   } else {
-    const Scales scales = LoadScales<kStrips, kTokens>(arguments, place);
+    DealRegisters<S, false>();
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    const int owner = warp % splits, slot = warp / splits;
+    const int row = (place.walk.strip + kStrips * place.sharers.mine) * kStripRows + warp * 16;
+    WaitForPredecessors();
+    RowScales scales;
+    if (owner == place.split) scales.Load(arguments, row + lane / 4);
+    float token_scale = 0.0f;
+    if (threadIdx.x < tokens) {
+      token_scale = LoadNow(arguments.scale_x + place.walk.token + threadIdx.x);
+    }
     std::uint32_t sums[kTokens / 2];
     Clear(sums);
     if (place.end > place.begin) {
       Consumer<Type, kStrips, kTokens>(arguments, place.sharers, ring, full, empty)
-          .Run(place.end - place.begin, sums);
+          .Run(place.end - place.begin, sums, [] {});
     }
-
-    const int tokens = min(kTokens, arguments.m - place.token);
-    if (threadIdx.x < S::kRows) {
-      scale_w[threadIdx.x] = scales.weight;
-      bias[threadIdx.x] = scales.bias;
+    if (owner != place.split) {
+      PushSums<kStrips, kTokens>(arguments, place, owner, slot, tokens, received, complete, sums);
     }
-    if (threadIdx.x < kTokens) scale_x[threadIdx.x] = scales.token;
-    NamedBarrier(1, S::kConsumers);  // nobody reads the ring any more
-    StoreSums<kStrips, kTokens>(ring, tokens, sums);
-    if (alone) {
-      NamedBarrier(1, S::kConsumers);
-    } else {
-      __syncwarp();
-      ClusterArrive();
-      ClusterWait();
+    if (threadIdx.x < kTokens) {
+      StoreShared32(token_scales + threadIdx.x * 4, __float_as_uint(token_scale));
     }
-    StoreOutputs<Type, kStrips, kTokens>(arguments, place, tokens, ring, scale_w, bias, scale_x);
-    if (!alone) {  // shared memory stays until the others have read it
-      __syncwarp();
-      ClusterArriveRelaxed();
-      ClusterWait();
+    NamedBarrier(1, S::kConsumers);  // scales are there, and nobody reads the ring any more
+    if (owner == place.split) {
+      std::uint32_t staging = ring + warp * S::kStagingBytes;
+      if (splits > 1) {
+        staging = received + slot * (splits - 1) * S::kWarpSumBytes;
+        BarrierWaitCluster(complete + 8 * slot, 0);
+        AddReceived<Type, kTokens>(splits - 1, tokens, staging, sums);
+        __syncwarp();  // all have read what outputs take the place of
+      }
+      StoreWarp<Type, kStrips, kTokens>(arguments, row, place.walk.token, tokens, staging,
+                                        token_scales, scales, sums);
     }
+  }
+  if (arguments.sharers > 1) {  // barriers stay until the others are through with them
+    __syncwarp();
+    ClusterArriveRelaxed();
+    ClusterWait();
   }
 }
 

@@ -3,22 +3,19 @@
 
 #include <dlfcn.h>
 
+#include <cstdarg>
 #include <cstdio>
 
 #include "launch.cuh"
+#include "quantize.cuh"
 
 namespace slidesparse::hopper {
 namespace {
 
-thread_local char message[256];
+thread_local char message[384];
 
+constexpr int kLongRow = 1 << 16;  // blocks of columns, more than any ring's stages
 constexpr int kFlagBytes = kMostStreamBlocks * kFlagWords * 4;
-
-template <class... Values>
-const char* Fail(const char* format, Values... values) {
-  std::snprintf(message, sizeof(message), format, values...);
-  return message;
-}
 
 using EncodeTiled = CUresult (*)(CUtensorMap*, CUtensorMapDataType, cuuint32_t, void*,
                                  const cuuint64_t*, const cuuint64_t*, const cuuint32_t*,
@@ -31,7 +28,34 @@ EncodeTiled FindEncodeTiled() {
   return driver ? reinterpret_cast<EncodeTiled>(dlsym(driver, "cuTensorMapEncodeTiled")) : nullptr;
 }
 
+cudaError_t LaunchInstance(bool fp8, int tokens, const Arguments& arguments,
+                           const ProductLaunch& launch) {
+  switch (tokens) {
+#define SLIDESPARSE_TOKENS(count)                            \
+  case count:                                                \
+    return fp8 ? LaunchTokens<Fp8, count>(arguments, launch) \
+               : LaunchTokens<Int8, count>(arguments, launch);
+    SLIDESPARSE_TOKENS(8)
+    SLIDESPARSE_TOKENS(16)
+    SLIDESPARSE_TOKENS(32)
+    SLIDESPARSE_TOKENS(64)
+    SLIDESPARSE_TOKENS(128)
+    SLIDESPARSE_TOKENS(256)
+#undef SLIDESPARSE_TOKENS
+    default:
+      return cudaErrorInvalidConfiguration;
+  }
+}
+
 }  // namespace
+
+const char* Fail(const char* format, ...) {
+  va_list values;
+  va_start(values, format);
+  std::vsnprintf(message, sizeof(message), format, values);
+  va_end(values);
+  return message;
+}
 
 extern "C" {
 
@@ -54,7 +78,48 @@ struct SlidesparseHopperCall {
   std::int32_t dependent;
 };
 
+// One quantization: x [m, k], rows `stride` elements apart -> codes [m, columns] and scales [m].
+struct SlidesparseHopperQuantize {
+  const void* x;
+  void* q;  // [m, columns], at a multiple of 16 bytes
+  void* scale;
+  void* stream;
+  std::int64_t stride;
+  std::int32_t m, k;
+  std::int32_t columns;        // of a row of codes: a multiple of 16, K' or more; zeros beyond K'
+  std::int32_t type;           // of x: of Float
+  std::int32_t fp8;            // else INT8
+  std::int32_t length, phase;  // of the pattern's blocks; 4 lifts nothing
+  std::int32_t trigger;        // of Trigger: when a kernel behind may start
+  std::int32_t dependent;      // start before the kernel in front has ended
+  std::int32_t parts;          // blocks of threads that share a row, 1 to 8; 0: chosen
+  std::int32_t vectors;        // of 8 columns that a thread holds: 1, 2 or 4; 0: chosen
+};
+
+// One linear layer: the quantization, then the product of its codes.
+struct SlidesparseHopperLinear {
+  SlidesparseHopperQuantize quantize;
+  // q, scale_x, stream, m, k and fp8 are those of the quantization.
+  SlidesparseHopperCall product;
+  void* workspace;     // as slidesparse_hopper_stream has it; null for the clustered kernel
+  std::int32_t grid;   // of the streaming kernel; 0 for the clustered one
+  std::int32_t spare;  // nothing
+};
+
+// Callers lay these out by hand.
+static_assert(sizeof(SlidesparseHopperCall) == 112);
+static_assert(sizeof(SlidesparseHopperQuantize) == 88);
+static_assert(sizeof(SlidesparseHopperLinear) == 216);
+
+static bool IsGrid(int grid) { return grid >= 1 && grid <= kMostStreamBlocks; }
+
+static const char* FailGrid(int grid) {
+  return Fail("a grid of %d blocks: 1 to %d are allowed", grid, kMostStreamBlocks);
+}
+
 static const char* Run(const SlidesparseHopperCall* call, void* workspace, int grid) {
+  if (call->m <= 0) return nullptr;
+  if (call->sharers < 1) return Fail("%d sharers: 1 or more", call->sharers);
   static const EncodeTiled encode = FindEncodeTiled();
   if (encode == nullptr) return Fail("libcuda.so.1 has no cuTensorMapEncodeTiled: it is too old");
   Arguments arguments = {};
@@ -86,25 +151,13 @@ static const char* Run(const SlidesparseHopperCall* call, void* workspace, int g
   arguments.flags = static_cast<std::uint32_t*>(workspace);
   arguments.partials = reinterpret_cast<uint4*>(static_cast<std::uint8_t*>(workspace) + kFlagBytes);
   arguments.wide = call->n % 8 == 0 && reinterpret_cast<std::uintptr_t>(call->out) % 16 == 0;
-  const Launch launch = {static_cast<cudaStream_t>(call->stream), call->block_strips,
-                         call->shared_bytes, call->dependent != 0, grid};
-  cudaError_t error = cudaErrorInvalidConfiguration;
-  switch (call->tokens) {
-#define SLIDESPARSE_TOKENS(count)                                     \
-  case count:                                                         \
-    error = call->fp8 ? LaunchTokens<Fp8, count>(arguments, launch)   \
-                      : LaunchTokens<Int8, count>(arguments, launch); \
-    break;
-    SLIDESPARSE_TOKENS(8)
-    SLIDESPARSE_TOKENS(16)
-    SLIDESPARSE_TOKENS(32)
-    SLIDESPARSE_TOKENS(64)
-    SLIDESPARSE_TOKENS(128)
-    SLIDESPARSE_TOKENS(256)
-#undef SLIDESPARSE_TOKENS
-    default:
-      break;
-  }
+  const ProductLaunch launch = {static_cast<cudaStream_t>(call->stream),
+                                call->block_strips,
+                                call->shared_bytes,
+                                call->dependent != 0,
+                                grid,
+                                nullptr};
+  const cudaError_t error = LaunchInstance(call->fp8 != 0, call->tokens, arguments, launch);
   if (error == cudaSuccess) return nullptr;
   return Fail("%s (%s) for m %d, n %d, k %d, %d strips x %d tokens, cluster %d x %d, %d bytes",
               cudaGetErrorName(error), cudaGetErrorString(error), call->m, call->n, call->k,
@@ -122,10 +175,66 @@ __attribute__((visibility("default"))) const char* slidesparse_hopper_gemm(
 // each other.  The call's splits have no meaning.
 __attribute__((visibility("default"))) const char* slidesparse_hopper_stream(
     const SlidesparseHopperCall* call, void* workspace, std::int32_t grid) {
-  if (grid < 1 || grid > kMostStreamBlocks) {
-    return Fail("a grid of %d blocks: 1 to %d are allowed", grid, kMostStreamBlocks);
-  }
-  return Run(call, workspace, grid);
+  return IsGrid(grid) ? Run(call, workspace, grid) : FailGrid(grid);
+}
+
+// How an instance fits the current device, for rows that are long: of the call, fp8, block_strips,
+// tokens, sharers, splits and shared_bytes count.  `stages` of the ring that shared_bytes hold, 0
+// where there is no such instance or they are too few, then `clusters` that live at a time.
+__attribute__((visibility("default"))) const char* slidesparse_hopper_fit(
+    const SlidesparseHopperCall* call, std::int32_t streaming, std::int32_t* stages,
+    std::int32_t* clusters) {
+  Fit fit = {};
+  Arguments arguments = {};
+  arguments.m = arguments.n = arguments.strips = 1;
+  arguments.blocks = kLongRow;
+  arguments.sharers = call->sharers;
+  arguments.splits = call->splits;
+  const ProductLaunch launch = {
+      nullptr, call->block_strips, call->shared_bytes, false, streaming ? call->sharers : 0, &fit};
+  const bool possible = call->sharers >= 1 && call->sharers <= kMostSplits;
+  const cudaError_t error =
+      possible ? LaunchInstance(call->fp8 != 0, call->tokens, arguments, launch) : cudaSuccess;
+  *stages = fit.stages;
+  *clusters = fit.clusters;
+  if (error == cudaSuccess || fit.stages == 0) return nullptr;
+  return Fail("%s (%s) for %d strips x %d tokens, cluster %d x %d, %d bytes",
+              cudaGetErrorName(error), cudaGetErrorString(error), call->block_strips, call->tokens,
+              call->sharers, call->splits, call->shared_bytes);
+}
+
+// Quantizes and lifts.
+__attribute__((visibility("default"))) const char* slidesparse_hopper_quantize(
+    const SlidesparseHopperQuantize* call) {
+  QuantizeArguments arguments = {};
+  arguments.x = call->x;
+  arguments.q = static_cast<std::uint8_t*>(call->q);
+  arguments.scale = static_cast<float*>(call->scale);
+  arguments.stride = call->stride;
+  arguments.k = call->k;
+  arguments.columns = call->columns;
+  arguments.length = call->length;
+  arguments.phase = call->phase;
+  arguments.trigger = static_cast<Trigger>(call->trigger);
+  return EnqueueQuantize({arguments, call->m, static_cast<Float>(call->type), call->fp8 != 0,
+                          call->parts, call->vectors},
+                         static_cast<cudaStream_t>(call->stream), call->dependent != 0);
+}
+
+// Quantizes, lifts and multiplies: two launches on one stream, the second a dependent one if the
+// product is.  Nothing is allocated, and nothing waits.
+__attribute__((visibility("default"))) const char* slidesparse_hopper_linear(
+    const SlidesparseHopperLinear* call) {
+  if (call->grid != 0 && !IsGrid(call->grid)) return FailGrid(call->grid);
+  SlidesparseHopperCall product = call->product;
+  product.q = call->quantize.q;
+  product.scale_x = call->quantize.scale;
+  product.stream = call->quantize.stream;
+  product.m = call->quantize.m;
+  product.k = call->quantize.columns;
+  product.fp8 = call->quantize.fp8;
+  if (const char* error = slidesparse_hopper_quantize(&call->quantize)) return error;
+  return Run(&product, call->workspace, call->grid);
 }
 
 // Bytes that slidesparse_hopper_stream's workspace needs for an instance and a grid.  Every

@@ -7,17 +7,17 @@ namespace slidesparse::hopper {
 
 template <>
 cudaError_t LaunchTokens<SLIDESPARSE_TYPE, SLIDESPARSE_TOKENS>(const Arguments& arguments,
-                                                               const Launch& launch) {
+                                                               const ProductLaunch& launch) {
   using Type = SLIDESPARSE_TYPE;
   constexpr int kTokens = SLIDESPARSE_TOKENS;
   switch (launch.strips) {
     case 2:
       return LaunchShape<Type, 2, kTokens>(arguments, launch);
+    case 3:
+      return LaunchShape<Type, 3, kTokens>(arguments, launch);
 #if SLIDESPARSE_TOKENS <= 128
     case 1:
       return LaunchShape<Type, 1, kTokens>(arguments, launch);
-    case 3:
-      return LaunchShape<Type, 3, kTokens>(arguments, launch);
 #endif
 #if SLIDESPARSE_TOKENS <= 64
     case 4:

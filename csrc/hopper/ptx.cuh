@@ -9,6 +9,7 @@
 namespace slidesparse::hopper {
 
 // L2 eviction policies, as createpolicy.fractional encodes them for a fraction of 1.
+constexpr std::uint64_t kEvictNormal = 0x1000000000000000;
 constexpr std::uint64_t kEvictFirst = 0x12F0000000000000;
 constexpr std::uint64_t kEvictLast = 0x14F0000000000000;
 
@@ -63,21 +64,43 @@ __device__ __forceinline__ bool BarrierTryWait(std::uint32_t barrier, std::uint3
   return done != 0;
 }
 
-// Waits for the phase of `parity` to end.  With SLIDESPARSE_TRAP a wait of two seconds ends the
-// kernel with an error.
-__device__ __forceinline__ void BarrierWait(std::uint32_t barrier, std::uint32_t parity) {
+// The same, for what other blocks of the cluster have stored.
+__device__ __forceinline__ bool BarrierTryWaitCluster(std::uint32_t barrier, std::uint32_t parity) {
+  std::uint32_t done;
+  asm volatile(
+      "{\n.reg .pred p;\n"
+      "mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 p, [%1], %2;\n"
+      "selp.u32 %0, 1, 0, p;\n}"
+      : "=r"(done)
+      : "r"(barrier), "r"(parity)
+      : "memory");
+  return done != 0;
+}
+
+// Asks again and again.  With SLIDESPARSE_TRAP a wait of two seconds ends the kernel with an error.
+template <class Try>
+__device__ __forceinline__ void Await(Try&& done) {
 #ifdef SLIDESPARSE_TRAP
-  if (BarrierTryWait(barrier, parity)) return;
+  if (done()) return;
   std::uint64_t start, now;
   asm volatile("mov.u64 %0, %globaltimer;" : "=l"(start));
-  while (!BarrierTryWait(barrier, parity)) {
+  while (!done()) {
     asm volatile("mov.u64 %0, %globaltimer;" : "=l"(now));
     if (now - start > 2000000000ull) asm volatile("trap;");
   }
 #else
-  while (!BarrierTryWait(barrier, parity)) {
+  while (!done()) {
   }
 #endif
+}
+
+// Waits for the phase of `parity` to end.
+__device__ __forceinline__ void BarrierWait(std::uint32_t barrier, std::uint32_t parity) {
+  Await([=] { return BarrierTryWait(barrier, parity); });
+}
+
+__device__ __forceinline__ void BarrierWaitCluster(std::uint32_t barrier, std::uint32_t parity) {
+  Await([=] { return BarrierTryWaitCluster(barrier, parity); });
 }
 
 // A barrier of `threads` threads of the block, whole warps.
@@ -104,6 +127,12 @@ __device__ __forceinline__ void ClusterWait() {
 // read.
 __device__ __forceinline__ void WaitForPredecessors() {
   asm volatile("griddepcontrol.wait;" ::: "memory");
+}
+
+// Lets the next kernel of the stream start, if it was launched to wait for this one itself, as soon
+// as every block of threads has said so or ended.
+__device__ __forceinline__ void LaunchDependents() {
+  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
 }
 
 // ---- the copy engine ----
@@ -159,13 +188,19 @@ __device__ __forceinline__ std::uint32_t LoadShared32(std::uint32_t address) {
   return value;
 }
 
-__device__ __forceinline__ uint4 LoadCluster128(std::uint32_t address) {
-  uint4 value;
-  asm volatile("ld.shared::cluster.v4.u32 {%0, %1, %2, %3}, [%4];"
-               : "=r"(value.x), "=r"(value.y), "=r"(value.z), "=r"(value.w)
-               : "r"(address)
-               : "memory");
-  return value;
+__device__ __forceinline__ void StoreCluster32(std::uint32_t address, std::uint32_t value) {
+  asm volatile("st.shared::cluster.u32 [%0], %1;" ::"r"(address), "r"(value) : "memory");
+}
+
+// To another block of the cluster, whose barrier counts the bytes when they have come.
+__device__ __forceinline__ void PushCluster128(std::uint32_t address, std::uint32_t x,
+                                               std::uint32_t y, std::uint32_t z, std::uint32_t w,
+                                               std::uint32_t barrier) {
+  asm volatile(
+      "st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.u32 "
+      "[%0], {%1, %2, %3, %4}, [%5];" ::"r"(address),
+      "r"(x), "r"(y), "r"(z), "r"(w), "r"(barrier)
+      : "memory");
 }
 
 __device__ __forceinline__ void StoreShared32(std::uint32_t address, std::uint32_t value) {
@@ -179,12 +214,6 @@ __device__ __forceinline__ float2 LoadSharedFloats(std::uint32_t address) {
                : "r"(address)
                : "memory");
   return value;
-}
-
-__device__ __forceinline__ void StoreShared64(std::uint32_t address, std::uint32_t first,
-                                              std::uint32_t second) {
-  asm volatile("st.shared.v2.u32 [%0], {%1, %2};" ::"r"(address), "r"(first), "r"(second)
-               : "memory");
 }
 
 // Two 8 x 8 matrices of 16-bit elements, transposed: lane l < 16 gives the address of column l % 8
@@ -239,17 +268,7 @@ __device__ __forceinline__ bool FlagIsUp(const std::uint32_t* flag) {
 
 // Waits for a flag and lowers it.
 __device__ __forceinline__ void TakeFlag(std::uint32_t* flag) {
-#ifdef SLIDESPARSE_TRAP
-  std::uint64_t start, now;
-  asm volatile("mov.u64 %0, %globaltimer;" : "=l"(start));
-  while (!FlagIsUp(flag)) {
-    asm volatile("mov.u64 %0, %globaltimer;" : "=l"(now));
-    if (now - start > 2000000000ull) asm volatile("trap;");
-  }
-#else
-  while (!FlagIsUp(flag)) {
-  }
-#endif
+  Await([=] { return FlagIsUp(flag); });
   asm volatile("st.relaxed.gpu.global.u32 [%0], 0;" ::"l"(flag) : "memory");
 }
 

@@ -16,7 +16,15 @@ template <int kStrips, int kTokens>
 struct Shape {
   static constexpr int kRows = kStrips * kStripRows;
   static constexpr int kConsumers = kStrips * 128;  // threads
-  static constexpr int kThreads = kConsumers + 32;
+  // Registers are limited by quarters of a multiprocessor: 12 warps may have 168 each, 13 only 128.
+  // With many tokens two warpgroups multiply and one, whose registers they get, fills the ring; or
+  // three multiply, and a thread of theirs fills it between products.
+  static constexpr bool kSelfFed = kTokens > 128 && kStrips == 3;
+  static constexpr bool kDealt = kTokens > 128 && !kSelfFed;
+  static constexpr int kProducers = kSelfFed ? 0 : kDealt ? 128 : 32;
+  static constexpr int kThreads = kConsumers + kProducers;
+  static constexpr int kProducerRegisters = 40, kConsumerRegisters = 232;
+  static_assert(!kDealt || kStrips == 2);
   // Blocks that a multiprocessor must have the registers for.
   static constexpr int kResident = kTokens > 64   ? 1
                                    : kStrips == 1 ? 4
@@ -27,23 +35,72 @@ struct Shape {
   static constexpr int kStageBytes = kTokenBytes + kStrips * kPackedBytes;
 };
 
+// At the beginning of what a warpgroup of producers, or of consumers, does.
+template <class S, bool kProducer>
+__device__ __forceinline__ void DealRegisters() {
+  if (!S::kDealt) return;
+  if (kProducer) {
+    asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(S::kProducerRegisters));
+  } else {
+    asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(S::kConsumerRegisters));
+  }
+}
+
 // Of the blocks of a cluster those that read the same activations; each loads a part for all.
 struct Sharers {
   int first, count, mine;  // the first's rank in the cluster, and this one's number among them
 };
 
-// Where a producer stands.  Tiles follow each other by tokens, then by out-features.
-struct Walk {
-  int strip, token, block;  // the tile's first strip and token, and the stage's block of columns
+// Where the neighbouring tiles of a block of threads begin, and the step between its whole ones.
+struct Turns {
+  int tile, block, step;
+};
 
-  template <int kTokens>
-  __device__ __forceinline__ void Advance(const Arguments& arguments, int strips) {
-    if (++block < arguments.blocks) return;
+// Where a block of threads stands in its work: `rounds` whole tiles, then stages of neighbouring
+// tiles.
+struct Walk {
+  int tile, block;   // and the stage's block of columns
+  int rounds;        // whole tiles from this one on
+  int strip, token;  // the tile's first, of sharer 0
+
+  // Tiles are walked by groups of `together` rows of tokens; in a group by tokens, then by
+  // out-features, so that a weight serves several tiles while the cache holds it.
+  __device__ __forceinline__ void Find(const Arguments& arguments, int tokens, int strips) {
+    int across = tile, by_token = 0;
+    if (arguments.by_token > 1) {
+      const int of_group = arguments.together * arguments.across;
+      const int first = tile / of_group * arguments.together;
+      const int high = max(1, min(arguments.together, arguments.by_token - first));  // 1: no tile
+      const int within = tile % of_group;
+      across = within / high;
+      by_token = first + within % high;
+    }
+    strip = across * strips;
+    token = by_token * tokens;
+  }
+
+  // Of the first whole tile `number`, if there are any, else of the neighbours.
+  __device__ __forceinline__ void Begin(const Arguments& arguments, int number, const Turns& turns,
+                                        int tokens, int strips) {
+    rounds = arguments.rounds;
+    tile = rounds > 0 ? number : turns.tile;
+    block = rounds > 0 ? 0 : turns.block;
+    Find(arguments, tokens, strips);
+  }
+
+  // To the tile after this one.
+  __device__ __forceinline__ void Turn(const Arguments& arguments, const Turns& turns, int tokens,
+                                       int strips) {
     block = 0;
-    token += kTokens;
-    if (token < arguments.m) return;
-    token = 0;
-    strip += strips;
+    if (rounds == 0) {
+      ++tile;
+    } else if (--rounds > 0) {
+      tile += turns.step;
+    } else {
+      tile = turns.tile;
+      block = turns.block;
+    }
+    Find(arguments, tokens, strips);
   }
 };
 
@@ -61,16 +118,55 @@ struct Cursor {
 };
 
 template <int kStrips, int kTokens>
+__device__ __forceinline__ void LoadWeights(const Arguments& arguments, const Sharers& sharers,
+                                            int first_strip, int block, int stage,
+                                            std::uint32_t ring, std::uint32_t full) {
+  using S = Shape<kStrips, kTokens>;
+  const std::uint32_t barrier = full + 8 * stage;
+  const std::uint32_t to = ring + stage * S::kStageBytes + S::kTokenBytes;
+  BarrierExpect(barrier, S::kStageBytes);
+#pragma unroll
+  for (int i = 0; i < kStrips; ++i) {
+    // strips beyond the last are not stored
+    const std::size_t strip = min(first_strip + kStrips * sharers.mine + i, arguments.strips - 1);
+    CopyBytes(to + i * kPackedBytes,
+              arguments.weight + (strip * arguments.blocks + block) * kPackedBytes, kPackedBytes,
+              barrier, arguments.keep_weight);
+  }
+}
+
+template <int kStrips, int kTokens>
+__device__ __forceinline__ void LoadTokens(const Arguments& arguments, const Sharers& sharers,
+                                           int token, int block, int stage, std::uint32_t ring,
+                                           std::uint32_t full) {
+  using S = Shape<kStrips, kTokens>;
+  const std::uint32_t barrier = full + 8 * stage;
+  const std::uint32_t to = ring + stage * S::kStageBytes;
+  const int column = block * kBlockColumns;
+  if (sharers.count == 1) {
+    CopyTile(to, &arguments.q, column, token, barrier, arguments.keep_tokens);
+  } else {
+    const int rows = kTokens / sharers.count;
+    const int first = sharers.mine * rows;
+    const int blocks = ((1 << sharers.count) - 1) << sharers.first;
+    CopyTileToBlocks(to + first * kBlockColumns, &arguments.q, column, token + first, barrier,
+                     static_cast<std::uint16_t>(blocks), arguments.keep_tokens);
+  }
+}
+
+template <int kStrips, int kTokens>
 class Producer {
   using S = Shape<kStrips, kTokens>;
 
  public:
   __device__ Producer(const Arguments& arguments, const Sharers& sharers, const Walk& begin,
-                      int count, std::uint32_t ring, std::uint32_t full, std::uint32_t empty)
+                      const Turns& turns, int count, std::uint32_t ring, std::uint32_t full,
+                      std::uint32_t empty)
       : arguments_(arguments),
         sharers_(sharers),
         weights_(begin),
         tokens_(begin),
+        turns_(turns),
         first_(min(count, arguments.stages)),
         count_(count),
         ring_(ring),
@@ -79,58 +175,108 @@ class Producer {
 
   // Weights of as many stages as there are.
   __device__ void Begin() {
-    for (int i = 0; i < first_; ++i) LoadWeights(i);
+    for (int i = 0; i < first_; ++i) NextWeights(i);
   }
 
-  // The rest, when the activations are there and the cluster's barriers are.
+  // Their activations, when these and the cluster's barriers are there.
+  __device__ void BeginTokens() {
+    for (int i = 0; i < first_; ++i) NextTokens(i);
+  }
+
+  // The rest.
   __device__ void Run() {
-    for (int i = 0; i < first_; ++i) LoadTokens(i);
+    BeginTokens();
     Cursor cursor;
     for (int i = first_; i < count_; ++i) {
       BarrierWait(empty_ + 8 * cursor.stage, cursor.parity);
-      LoadWeights(cursor.stage);
-      LoadTokens(cursor.stage);
+      NextWeights(cursor.stage);
+      NextTokens(cursor.stage);
       cursor.Advance(arguments_.stages);
     }
   }
 
+  // Of the stages after those that were asked for first.
+  __device__ const Walk& Next() const { return weights_; }
+  __device__ int Left() const { return count_ - first_; }
+
  private:
-  __device__ __forceinline__ void LoadWeights(int stage) {
-    const std::uint32_t barrier = full_ + 8 * stage;
-    const std::uint32_t to = ring_ + stage * S::kStageBytes + S::kTokenBytes;
-    BarrierExpect(barrier, S::kStageBytes);
-#pragma unroll
-    for (int i = 0; i < kStrips; ++i) {
-      // strips beyond the last are not stored
-      const std::size_t strip = min(weights_.strip + i, arguments_.strips - 1);
-      CopyBytes(to + i * kPackedBytes,
-                arguments_.weight + (strip * arguments_.blocks + weights_.block) * kPackedBytes,
-                kPackedBytes, barrier, kEvictFirst);
-    }
-    weights_.Advance<kTokens>(arguments_, kStrips * sharers_.count);
+  __device__ __forceinline__ void NextWeights(int stage) {
+    LoadWeights<kStrips, kTokens>(arguments_, sharers_, weights_.strip, weights_.block, stage,
+                                  ring_, full_);
+    Advance(weights_);
   }
 
-  __device__ __forceinline__ void LoadTokens(int stage) {
-    const std::uint32_t barrier = full_ + 8 * stage;
-    const std::uint32_t to = ring_ + stage * S::kStageBytes;
-    const int column = tokens_.block * kBlockColumns;
-    if (sharers_.count == 1) {
-      CopyTile(to, &arguments_.q, column, tokens_.token, barrier, kEvictLast);
-    } else {
-      const int rows = kTokens / sharers_.count;
-      const int first = sharers_.mine * rows;
-      const int blocks = ((1 << sharers_.count) - 1) << sharers_.first;
-      CopyTileToBlocks(to + first * kBlockColumns, &arguments_.q, column, tokens_.token + first,
-                       barrier, static_cast<std::uint16_t>(blocks), kEvictLast);
+  __device__ __forceinline__ void NextTokens(int stage) {
+    LoadTokens<kStrips, kTokens>(arguments_, sharers_, tokens_.token, tokens_.block, stage, ring_,
+                                 full_);
+    Advance(tokens_);
+  }
+
+  __device__ __forceinline__ void Advance(Walk& walk) {
+    if (++walk.block == arguments_.blocks) {
+      walk.Turn(arguments_, turns_, kTokens, kStrips * sharers_.count);
     }
-    tokens_.Advance<kTokens>(arguments_, kStrips * sharers_.count);
   }
 
   const Arguments& arguments_;
   const Sharers& sharers_;
   Walk weights_, tokens_;  // of the next loads
+  Turns turns_;
   int first_, count_;
   std::uint32_t ring_, full_, empty_;
+};
+
+// Where a producer's next loads are: a tile, and the stage of its columns.
+struct FeedTile {
+  int strip, token, block;
+};
+
+// A producer that is also a consumer: it rests in shared memory and takes few registers.  The two
+// tiles after its own are found between the consumer's tiles; while that works on one, the
+// producer loads as many stages as this one has, and so begins no third: of neighbouring tiles only
+// one, the first that is shared with others, is not whole.
+struct Feed {
+  Turns turns;
+  FeedTile now, first, second;
+  Walk walk;  // at the last of them
+  int known;  // of `first` and `second`
+  Cursor cursor;
+  int left;
+
+  __device__ void Begin(const Walk& at, int stages_left) {
+    now = {at.strip, at.token, at.block};
+    walk = at;
+    known = 0;
+    cursor = {};
+    left = stages_left;
+  }
+
+  __device__ __forceinline__ void LookAhead(const Arguments& arguments, int tokens, int strips) {
+    for (; known < 2; ++known) {
+      walk.Turn(arguments, turns, tokens, strips);
+      first = known == 0 ? FeedTile{walk.strip, walk.token, walk.block} : first;
+      second = {walk.strip, walk.token, walk.block};
+    }
+  }
+
+  template <int kStrips, int kTokens>
+  __device__ __forceinline__ void Load(const Arguments& arguments, const Sharers& sharers,
+                                       std::uint32_t ring, std::uint32_t full,
+                                       std::uint32_t empty) {
+    if (left == 0) return;
+    --left;
+    BarrierWait(empty + 8 * cursor.stage, cursor.parity);
+    LoadWeights<kStrips, kTokens>(arguments, sharers, now.strip, now.block, cursor.stage, ring,
+                                  full);
+    LoadTokens<kStrips, kTokens>(arguments, sharers, now.token, now.block, cursor.stage, ring,
+                                 full);
+    cursor.Advance(arguments.stages);
+    if (++now.block == arguments.blocks) {
+      now = first;
+      first = second;
+      --known;
+    }
+  }
 };
 
 // A weight's registers for one product.
@@ -170,7 +316,11 @@ class Consumer {
 
   // Adds the products of the ring's next `count` stages, at least one.  A product's weight is read
   // while the one before it runs.
-  __device__ __forceinline__ void Run(int count, std::uint32_t (&sums)[kTokens / 2]) {
+  // `refill` is called where a stage was given back that the warpgroup no longer reads, once for
+  // each stage.
+  template <class Refill>
+  __device__ __forceinline__ void Run(int count, std::uint32_t (&sums)[kTokens / 2],
+                                      Refill&& refill) {
     Fragment first, second;
     Pin(sums);
     BarrierWait(full_ + 8 * next_.stage, next_.parity);
@@ -181,6 +331,7 @@ class Consumer {
       if (i > 0) Release();
       Load(second, 1);
       Multiply(second, 1, sums);
+      if (i > 0) refill();
       ProductWait<1>();
       next_.Advance(arguments_.stages);
       if (i + 1 < count) {
@@ -191,6 +342,7 @@ class Consumer {
     ProductWait<0>();
     Pin(sums);
     Release();
+    refill();
   }
 
  private:

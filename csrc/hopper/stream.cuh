@@ -1,8 +1,9 @@
 // The streaming kernel: Y [M, N] = (q [M, K'] @ W [N, K'].T) * scale_w [N] * scale_x [M] + bias
 // [N], W in packed 2:4 form, where every block of threads multiplies the same number of stages.
 //
-// All tiles' stages stand in one row, and block i of the grid takes the i-th equal part of it, from
-// the end of the row:
+// Of many tiles every block first takes whole ones in turn, all blocks side by side.  The stages of
+// the rest, less than two tiles a block, stand in one row, and block i of the grid takes the i-th
+// equal part of it, from the end of the row:
 //
 //     tiles    |        0        |        1        |        2        |        3        |
 //     blocks   |      3     |      2      |      1      |     0     |
@@ -17,6 +18,7 @@
 
 #pragma once
 
+#include "epilogue.cuh"
 #include "ring.cuh"
 
 namespace slidesparse::hopper {
@@ -26,17 +28,18 @@ constexpr int kPartialsAtOnce = 2;  // of 8 tokens: what the registers have room
 template <int kStrips, int kTokens>
 struct StreamShape : Shape<kStrips, kTokens> {
   using S = Shape<kStrips, kTokens>;
-  // Outputs on their way out: of each warpgroup rows of 64 out-features, 16 bits each, and 16 bytes
-  // more, so that the eight rows of a matrix lie in different banks; then its tokens' scales.
+  // Outputs on their way out, some tokens at a time: of each warpgroup rows of 64 out-features, 16
+  // bits each, and 16 bytes more, so that the eight rows of a matrix lie in different banks; then
+  // its tokens' scales.
   static constexpr int kPitch = kStripRows * 2 + 16;
-  static constexpr int kOutputBytes = kTokens * kPitch;
+  static constexpr int kStagedTokens = kTokens < 64 ? kTokens : 64;
+  static constexpr int kOutputBytes = kStagedTokens * kPitch;
   static constexpr int kStagingBytes = kOutputBytes + kTokens * 4;
   static constexpr int kTokenScales = (kTokens + 127) / 128;  // of a thread
-  static constexpr int kPartialBytes = S::kRows * kTokens * 4;
 
-  // Ring, staging, then barriers.
+  // Ring, staging, barriers, then what would take registers.
   static __host__ __device__ constexpr int SharedBytes(int stages) {
-    return stages * S::kStageBytes + kStrips * kStagingBytes + 2 * stages * 8;
+    return stages * S::kStageBytes + kStrips * kStagingBytes + 2 * stages * 8 + sizeof(Feed);
   }
 };
 
@@ -50,23 +53,13 @@ struct Segment {
 // wait.
 template <int kTokens>
 struct StreamScales {
-  float weight[2] = {}, bias[2] = {};  // of the thread's two rows
+  RowScales rows;
   float token[(kTokens + 127) / 128] = {};
 
   __device__ __forceinline__ void Load(const Arguments& arguments, const Segment& segment) {
     const int thread = threadIdx.x % 128;
-    const int first =
-        (segment.strip + threadIdx.x / 128) * kStripRows + thread / 32 * 16 + thread % 32 / 4;
-#pragma unroll
-    for (int r = 0; r < 2; ++r) {
-      const int row = first + 8 * r;
-      if (row < arguments.n) {
-        weight[r] = LoadNow(arguments.scale_w + row);
-        if (arguments.bias_type != Float::kNone) {
-          bias[r] = Widen(arguments.bias, row, arguments.bias_type);
-        }
-      }
-    }
+    rows.Load(arguments, (segment.strip + threadIdx.x / 128) * kStripRows + thread / 32 * 16 +
+                             thread % 32 / 4);
 #pragma unroll
     for (int i = 0; i < (kTokens + 127) / 128; ++i) {
       const int at = segment.token + i * 128 + thread;
@@ -76,12 +69,6 @@ struct StreamScales {
     }
   }
 };
-
-__device__ __forceinline__ float ApplyScales(float sum, float weight, float token, float bias,
-                                             bool biased) {
-  const float scaled = __fmul_rn(sum, weight);
-  return biased ? __fmaf_rn(scaled, token, bias) : __fmul_rn(scaled, token);
-}
 
 // A warpgroup's strip of a whole tile, by way of its staging memory.
 template <class Type, int kStrips, int kTokens>
@@ -96,6 +83,8 @@ __device__ __forceinline__ void StoreStrip(const Arguments& arguments, const Seg
   const std::uint32_t outputs = staging + group * S::kStagingBytes;
   const std::uint32_t token_scales = outputs + S::kOutputBytes;
   const int barrier = 2 + group;
+  const std::uint32_t to = outputs + lane % 8 * S::kPitch + (warp * 16 + lane / 8 % 2 * 8) * 2;
+  const int row = (segment.strip + group) * kStripRows + thread % 8 * 8;
   NamedBarrier(barrier, 128);  // the tile before has been read
 #pragma unroll
   for (int i = 0; i < S::kTokenScales; ++i) {
@@ -103,44 +92,25 @@ __device__ __forceinline__ void StoreStrip(const Arguments& arguments, const Seg
       StoreShared32(token_scales + (i * 128 + thread) * 4, __float_as_uint(scales.token[i]));
     }
   }
-  NamedBarrier(barrier, 128);
-  const bool biased = arguments.bias_type != Float::kNone;
-  const std::uint32_t to = outputs + lane % 8 * S::kPitch + (warp * 16 + lane / 8 % 2 * 8) * 2;
 #pragma unroll
-  for (int j = 0; j < kTokens / 8; ++j) {
-    if (8 * j < tokens) {
-      const float2 by_token = LoadSharedFloats(token_scales + (8 * j + lane % 4 * 2) * 4);
-      std::uint32_t rows[2];
+  for (int first = 0; first < kTokens; first += S::kStagedTokens) {
+    if (first >= tokens) break;
+    NamedBarrier(barrier, 128);  // scales are there; outputs before these have been read
 #pragma unroll
-      for (int r = 0; r < 2; ++r) {
-        const float first = ToFloat(FromBits<Type>(sums[4 * j + 2 * r]));
-        const float second = ToFloat(FromBits<Type>(sums[4 * j + 2 * r + 1]));
-        rows[r] = Narrow(ApplyScales(first, scales.weight[r], by_token.x, scales.bias[r], biased),
-                         ApplyScales(second, scales.weight[r], by_token.y, scales.bias[r], biased),
-                         arguments.out_type);
-      }
-      StoreTransposed(to + 8 * j * S::kPitch, rows[0], rows[1]);
-    }
-  }
-  NamedBarrier(barrier, 128);
-  const int row = (segment.strip + group) * kStripRows + thread % 8 * 8;
-  const int stored = row < arguments.n ? tokens : 0;
-  std::uint16_t* out = static_cast<std::uint16_t*>(arguments.out) +
-                       static_cast<std::size_t>(segment.token) * arguments.n + row;
-  for (int token = thread / 8; token < stored; token += 16) {
-    const uint4 packed = LoadShared128(outputs + token * S::kPitch + thread % 8 * 16);
-    std::uint16_t* at = out + static_cast<std::size_t>(token) * arguments.n;
-    if (arguments.wide) {
-      *reinterpret_cast<uint4*>(at) = packed;
-    } else {
-      const std::uint32_t words[4] = {packed.x, packed.y, packed.z, packed.w};
-#pragma unroll
-      for (int e = 0; e < 8; ++e) {
-        if (row + e < arguments.n) at[e] = static_cast<std::uint16_t>(words[e / 2] >> (e % 2 * 16));
+    for (int j = 0; j < S::kStagedTokens / 8; ++j) {
+      if (first + 8 * j < tokens) {
+        StageTokens<Type>(arguments, scales.rows, sums, first / 8 + j,
+                          token_scales + (first + 8 * j) * 4, to + 8 * j * S::kPitch);
       }
     }
+    NamedBarrier(barrier, 128);
+    const int stored = row < arguments.n ? min(S::kStagedTokens, tokens - first) : 0;
+    for (int token = thread / 8; token < stored; token += 16) {
+      const uint4 packed = LoadShared128(outputs + token * S::kPitch + thread % 8 * 16);
+      StoreOutputs(arguments, segment.token + first + token, row, packed);
+    }
+    __syncwarp();
   }
-  __syncwarp();
 }
 
 // The i-th of equal parts of all units.
@@ -241,43 +211,68 @@ __global__ void __launch_bounds__(Shape<kStrips, kTokens>::kThreads,
   const std::uint32_t staging = ring + arguments.stages * S::kStageBytes;
   const std::uint32_t full = staging + kStrips * S::kStagingBytes;
   const std::uint32_t empty = full + 8 * arguments.stages;
+  // Of it consumers read the turns, and one that feeds itself the rest.
+  Feed& rest = *reinterpret_cast<Feed*>(shared + (empty + 8 * arguments.stages - ring));
   const Sharers sharers = {0, arguments.sharers, static_cast<int>(blockIdx.x % arguments.sharers)};
   const int parts = gridDim.x / arguments.sharers;
-  const int part = parts - 1 - blockIdx.x / arguments.sharers;
-  int unit = PartBegin(arguments, part, parts);
+  const int number = blockIdx.x / arguments.sharers;
+  const int part = parts - 1 - number;
+  const int begin = PartBegin(arguments, part, parts);
   const int end = PartBegin(arguments, part + 1, parts);
-  const int by_token = (arguments.m + kTokens - 1) / kTokens;
+  int left = arguments.rounds * arguments.blocks + end - begin;
+  const int strips = kStrips * arguments.sharers;
+  const Turns turns = {arguments.rounds * parts + begin / arguments.blocks,
+                       begin % arguments.blocks, parts};
   Walk walk;
-  {
-    const int tile = unit / arguments.blocks;
-    walk.strip = (tile / by_token * arguments.sharers + sharers.mine) * kStrips;
-    walk.token = tile % by_token * kTokens;
-    walk.block = unit - tile * arguments.blocks;
-  }
-  if (threadIdx.x >= S::kConsumers) {
-    const bool leader = threadIdx.x == S::kConsumers;
-    Producer<kStrips, kTokens> feed(arguments, sharers, walk, end - unit, ring, full, empty);
-    if (leader) {
-      PrefetchMap(&arguments.q);
-      for (int i = 0; i < arguments.stages; ++i) {
-        BarrierInit(full + 8 * i, 1);
-        BarrierInit(empty + 8 * i, kStrips * 4 * arguments.sharers);
-      }
-      BarrierInitFence();
-      feed.Begin();
+  walk.Begin(arguments, number, turns, kTokens, strips);
+  // The first stages' weights, and the barriers.
+  const auto begin_feed = [&](Producer<kStrips, kTokens>& feed) {
+    rest.turns = turns;
+    PrefetchMap(&arguments.q);
+    for (int i = 0; i < arguments.stages; ++i) {
+      BarrierInit(full + 8 * i, 1);
+      BarrierInit(empty + 8 * i, kStrips * 4 * arguments.sharers);
     }
+    BarrierInitFence();
+    feed.Begin();
+  };
+  const auto refill = [&] {
+    if (!S::kSelfFed) return;
+    if (threadIdx.x == 0) {
+      rest.Load<kStrips, kTokens>(arguments, sharers, ring, full, empty);
+    }
+    __syncwarp();
+  };
+  if (threadIdx.x >= S::kConsumers) {
+    DealRegisters<S, true>();
+    const bool leader = threadIdx.x == S::kConsumers;
+    Producer<kStrips, kTokens> feed(arguments, sharers, walk, turns, left, ring, full, empty);
+    if (leader) begin_feed(feed);
     SyncBlocks(arguments);
     if (leader) {
       WaitForPredecessors();
       feed.Run();
     }
   } else {
+    DealRegisters<S, false>();
+    if (S::kSelfFed && threadIdx.x == 0) {
+      Producer<kStrips, kTokens> feed(arguments, sharers, walk, turns, left, ring, full, empty);
+      begin_feed(feed);
+      rest.Begin(feed.Next(), feed.Left());
+      rest.LookAhead(arguments, kTokens, strips);
+    }
     SyncBlocks(arguments);
     WaitForPredecessors();
+    if (S::kSelfFed && threadIdx.x == 0) {
+      Producer<kStrips, kTokens>(arguments, sharers, walk, turns, left, ring, full, empty)
+          .BeginTokens();
+    }
+    __syncwarp();
     Consumer<Type, kStrips, kTokens> consumer(arguments, sharers, ring, full, empty);
-    while (unit < end) {
-      const int count = min(arguments.blocks - walk.block, end - unit);
-      const Segment segment = {walk.strip, walk.token, walk.block, walk.block + count};
+    while (left > 0) {
+      const int count = min(arguments.blocks - walk.block, left);
+      const Segment segment = {walk.strip + kStrips * sharers.mine, walk.token, walk.block,
+                               walk.block + count};
       const bool mine = segment.begin == 0;
       const bool shared_tile = segment.end < arguments.blocks;
       const int tokens = min(kTokens, arguments.m - segment.token);
@@ -289,12 +284,12 @@ __global__ void __launch_bounds__(Shape<kStrips, kTokens>::kThreads,
       const int before = blockIdx.x - arguments.sharers;
       if (seeded) WaitForPartial<kStrips, kTokens>(arguments, before);
       Seed<kStrips, kTokens>(arguments, seeded, before, tokens, sums);
-      consumer.Run(count, sums);
+      consumer.Run(count, sums, refill);
       if (!mine) {
         StorePartial<kStrips, kTokens>(arguments, tokens, sums);
       } else {
         if (shared_tile && !arguments.seeded) {
-          const int tile_end = unit + arguments.blocks;
+          const int tile_end = end - left + arguments.blocks;
           for (int other = part + 1; PartBegin(arguments, other, parts) < tile_end; ++other) {
             const int block = blockIdx.x - (other - part) * arguments.sharers;
             WaitForPartial<kStrips, kTokens>(arguments, block);
@@ -303,9 +298,15 @@ __global__ void __launch_bounds__(Shape<kStrips, kTokens>::kThreads,
         }
         StoreStrip<Type, kStrips, kTokens>(arguments, segment, staging, scales, sums);
       }
-      unit += count;
-      walk.block += count - 1;
-      walk.Advance<kTokens>(arguments, kStrips * arguments.sharers);
+      left -= count;
+      // Not `turns`, which would take registers.
+      const std::uint32_t at = SharedAddress(&rest.turns);
+      const Turns next = {static_cast<int>(LoadShared32(at)),
+                          static_cast<int>(LoadShared32(at + 4)),
+                          static_cast<int>(LoadShared32(at + 8))};
+      walk.Turn(arguments, next, kTokens, strips);
+      if (S::kSelfFed && threadIdx.x == 0) rest.LookAhead(arguments, kTokens, strips);
+      __syncwarp();
     }
   }
   if (arguments.sharers >

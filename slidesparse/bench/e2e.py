@@ -26,7 +26,7 @@ from packaging.version import Version
 
 from slidesparse.bench.e2e_models import DENSE, E2eError, Model, Variant
 from slidesparse.decoder import TOKENIZER
-from slidesparse.flags import BACKEND, DISABLE, SPARSITY, USE_CUBLASLT, USE_CUSPARSELT
+from slidesparse.flags import BACKEND, DISABLE, KEEP_DENSE, SPARSITY, USE_CUBLASLT, USE_CUSPARSELT
 
 PREFILL, DECODE = "prefill", "decode"
 STAGES = (PREFILL, DECODE)
@@ -34,8 +34,9 @@ TOKENS = {
     PREFILL: (512, 1024, 2048, 4096, 8192, 16384, 32768, 65536),
     DECODE: (64, 128, 256, 512),
 }
-STOCK, OFF, CUBLASLT, SPARSE, HOPPER = "stock", "off", "cublaslt", "sparse", "hopper"
-SLIDED = (SPARSE, HOPPER)  # the systems that run a pattern: as the plugin would, and by our own kernels
+STOCK, OFF, CUBLASLT, SPARSE, HOPPER, KEPT = "stock", "off", "cublaslt", "sparse", "hopper", "hopper+dense"
+# The systems that run a pattern: as the plugin would, by our own kernels, and by these with the dense weights kept.
+SLIDED = (SPARSE, HOPPER, KEPT)
 # What each system sets, of our flags; the plugin is not even loaded for stock (`environment`).
 SYSTEMS: dict[str, dict[str, str]] = {
     STOCK: {},
@@ -43,8 +44,9 @@ SYSTEMS: dict[str, dict[str, str]] = {
     CUBLASLT: {USE_CUBLASLT: "1"},
     SPARSE: {USE_CUSPARSELT: "1"},
     HOPPER: {USE_CUSPARSELT: "1", BACKEND: "hopper"},
+    KEPT: {USE_CUSPARSELT: "1", BACKEND: "hopper", KEEP_DENSE: "1"},
 }
-FLAGS = (USE_CUSPARSELT, USE_CUBLASLT, DISABLE, SPARSITY, BACKEND)
+FLAGS = (USE_CUSPARSELT, USE_CUBLASLT, DISABLE, SPARSITY, BACKEND, KEEP_DENSE)
 
 PLUGIN, PLUGINS = "slidesparse", "VLLM_PLUGINS"
 # The groups of entry points that vLLM loads whole when VLLM_PLUGINS is not set.

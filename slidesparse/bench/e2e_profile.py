@@ -27,7 +27,7 @@ NAME = 120  # characters kept of a kernel's name, which C++ templates make thous
 CLASSES = {
     "norm and activation": r"^triton_|rms_?norm|silu|act_and_mul",  # Inductor names its kernels after what they feed
     "scale": r"dequant_bias",
-    "quantize": r"quant_(only|slide)|per_token.*quant|(int8|fp8).*quant|quant.*(int8|fp8)",
+    "quantize": r"quant_(only|slide)|per_token.*quant|(int8|fp8).*quant|quant.*(int8|fp8)|hopper::quantize",
     "attention": r"flash|attention|fmha|reshape_and_cache|rotary|merge_attn",
     "product": r"cutlass|gemm|nvjet|cusparse|_sp_|spmma|wgmma|splitk|hopper",
     "sampling and the rest": r"",

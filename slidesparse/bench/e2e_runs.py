@@ -26,6 +26,7 @@ from slidesparse.bench.e2e import (
     CUBLASLT,
     DECODE,
     HOPPER,
+    KEPT,
     SLIDED,
     SPARSE,
     Run,
@@ -40,7 +41,8 @@ from slidesparse.bench.records import SAME, Records, amend_conditions
 KEY = ("model", "dtype", "stage", "M", "pattern", "system", "round")
 COLUMNS = (*KEY, "tokens_per_s")
 CONDITIONS = (*SAME, "cpu", "workload")  # that all rows of a table share
-LIBRARIES = {CUBLASLT: "cublaslt", SPARSE: "cusparselt", HOPPER: "hopper"}  # what a system needs on a GPU
+# What a system needs on a GPU.
+LIBRARIES = {CUBLASLT: "cublaslt", SPARSE: "cusparselt", HOPPER: "hopper", KEPT: "hopper"}
 RUN_SECONDS = 1800.0  # of one process: loading, compiling and capturing included
 END_SECONDS = 15  # between asking a process to end and making it
 LAST_LINES, CAUSES = 8, 3

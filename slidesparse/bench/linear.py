@@ -1,7 +1,8 @@
 """Whole linear layers, bfloat16 to bfloat16: quantize, multiply, scale, as serving runs them.
 
-SlideSparse's layers are the two public operators, with the algorithms that are in the tuned tables; vLLM's are its
-own two kernels.  Everything allocates as it does while serving and runs in CUDA graphs.
+SlideSparse's layers are the public operators, as `slidesparse.ops.linear` calls them for each backend, with the
+algorithms that are in the tuned tables; vLLM's are its own two kernels.  Everything allocates as it does while serving
+and runs in CUDA graphs.
 """
 
 from __future__ import annotations

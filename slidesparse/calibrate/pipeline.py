@@ -30,7 +30,7 @@ from slidesparse.calibrate.refine import SWEEPS, refine
 from slidesparse.calibrate.sparsegpt import damping_for, factor, sparsegpt
 from slidesparse.calibrate.wanda import wanda
 from slidesparse.calibrate.work import RANKING, Work
-from slidesparse.checkpoint import Checkpoint, Reader
+from slidesparse.checkpoint import DTYPES, Checkpoint, Reader
 from slidesparse.pattern import SlidePattern
 from slidesparse.prune import prune
 from slidesparse.quantize import NAMES, dequantize_rows, quantize_rows
@@ -262,6 +262,42 @@ def _prune_rows(
             pruned = prune(w, pattern, task.method)
         parts = pruned.split([weights[name].shape[0] for name in names])
         found |= dict(zip(names, parts, strict=True))
+    return found
+
+
+def prune_floats(
+    task: Task,
+    reader: Reader,
+    folder: Path,
+    rule: Callable[[Tensor, Hessian], Tensor] | None = None,
+) -> dict[str, Tensor]:
+    """The weights of ``task`` pruned and not quantized, in the dtype of the source, by name of the layer.
+
+    Each layer is fed by those already pruned, as in `calibrate`.
+
+    Args:
+        folder: where hidden states may be spilled.
+        rule: another way to prune: a weight [N, K] and the `Hessian` of its inputs give the pruned [N, K].
+    """
+    found: dict[str, Tensor] = {}
+
+    def visit(number: int, block: Block, states: HiddenStates) -> None:
+        prefix = task.model.prefix(number)
+        for stage, names in enumerate(block.stages):
+            chosen = [name for name in names if prefix + name in task.layers]
+            if not chosen:
+                continue
+            hessian = _hessian(block, stage, states)
+            weights = {name: block.weights[name + WEIGHT] for name in chosen}
+            if rule:
+                pruned = {name: rule(w, hessian) for name, w in weights.items()}
+            else:
+                pruned = _prune_rows(task, hessian, weights, prefix)
+            for name, w in pruned.items():
+                stored = w.to(DTYPES[task.model.checkpoint.require(prefix + name + WEIGHT).dtype])
+                block.weights[name + WEIGHT], found[prefix + name] = stored.float(), stored.cpu()
+
+    _walk(task, reader, folder, visit)
     return found
 
 

@@ -22,8 +22,10 @@ PROVIDERS = {
     "cusparselt": "slidesparse.gemm.cusparselt:CuSparseLt",
     "cublaslt": "slidesparse.gemm.cublaslt:CublasLt",
     "hopper": "slidesparse.gemm.hopper:Hopper",
+    "stock": "slidesparse.gemm.stock:Stock",
     "reference": "slidesparse.gemm.reference:Reference",
 }
+FUSED = ("hopper",)  # whose providers are a `LinearProvider`; a constant, as torch.compile traces who asks
 
 
 class BackendError(RuntimeError):
@@ -60,6 +62,25 @@ class GemmProvider(Protocol):
 
 
 @runtime_checkable
+class LinearProvider(Protocol):
+    """A provider that runs a whole layer in one call."""
+
+    def linear(
+        self,
+        x: Tensor,
+        weight: Tensor,
+        scale_w: Tensor,
+        bias: Tensor | None,
+        length: int,
+        phase: int,
+        dtype: torch.dtype,
+        columns: int,
+        out_dtype: torch.dtype,
+    ) -> Tensor:
+        """What `slidesparse.ops.quant_slide` and then `GemmProvider.scaled_matmul` compute: x [M, K] -> [M, N]."""
+
+
+@runtime_checkable
 class SlidingProvider(Protocol):
     """A sparse provider that slides weights on the GPU itself."""
 
@@ -75,6 +96,17 @@ def provider(name: str) -> GemmProvider:
     module, attribute = PROVIDERS[name].split(":")
     made: GemmProvider = getattr(import_module(module), attribute)()
     return made
+
+
+@cache  # a check of a protocol takes the host 5 us
+def linear_provider(name: str) -> LinearProvider:
+    """The provider called ``name``, of FUSED.  Raises BackendError for one that runs layers in two calls."""
+    found = provider(name)
+    if not isinstance(found, LinearProvider):
+        raise BackendError(
+            f"backend {name} has no whole layers, {', '.join(FUSED)} has: use slidesparse.ops.linear"
+        )
+    return found
 
 
 def missing_triton() -> str | None:

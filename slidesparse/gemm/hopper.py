@@ -1,175 +1,38 @@
-"""Our own sparse kernels for Hopper, csrc/hopper/: a whole product in one launch, scales and bias in its epilogue.
+"""Our own sparse kernels for Hopper, csrc/hopper/: a layer in two launches and one call, scales and bias in the second.
 
 The weight is held in one form, `slidesparse.gemm.hopper_format`, from which few tokens and many are multiplied.  Any
 number of tokens runs as it is; the number only chooses a configuration (`slidesparse.gemm.hopper_configs`) from the
-tuned table.  The launch is a dependent one: blocks may start, and load weights, while the kernel in front still runs,
-and wait for its end before they read anything that it could have written.  A packed weight must therefore have been
-written before the kernel in front began; `pack` waits until it has been.
+tuned table.  Kernels start before the one in front has ended (`slidesparse.gemm.hopper_plans`), so `pack` waits until a
+packed weight has been written.
 """
 
 from __future__ import annotations
 
 import ctypes
-import threading
-from functools import cache
-from typing import Any
+from functools import lru_cache
 
 import torch
 from torch import Tensor
 
-from slidesparse import nvcc, profiling
+from slidesparse import profiling
 from slidesparse.backends import HOPPER_CAPABILITY
-from slidesparse.gemm import hopper_configs, hopper_format, library, missing_triton, plans
-from slidesparse.gemm.hopper_configs import SPLIT, Config
-from slidesparse.gemm.library import NAMES, TN, Layout, LibraryError, Problem, require_operand
+from slidesparse.gemm import hopper_configs, hopper_format, hopper_native, missing_triton, plans
+from slidesparse.gemm.hopper_configs import Config
+from slidesparse.gemm.hopper_plans import ROW, HopperPlan, LinearPlan, quantize_call
+from slidesparse.gemm.library import DTYPES, NAMES, TN, Layout, LibraryError, Problem, require_operand
 from slidesparse.gemm.native import NativeLibrary
 from slidesparse.pattern import HARDWARE_LENGTH, SlideLayout, SlidePattern
 from slidesparse.quantize import INT8
 from slidesparse.slide import require_pattern
-from slidesparse.toolchain import ToolchainError
 
-VERSION = "1"  # of the configurations: tables tuned for others are not read
-DEPENDENT = True  # whether products start before the kernel in front has ended
-CANDIDATES = 48  # configurations that tuning tries for a problem
+VERSION = "2"  # of the configurations: tables tuned for others are not read
+CANDIDATES = 16  # configurations that tuning tries for a problem; see `hopper_configs`
 PLANNED_COLUMNS = 32  # problems are looked up with K' rounded up to this, as tuning does
 CHUNK = 16 << 20  # bytes of windows that are packed at a time
-WORKSPACE = 48 << 20  # bytes, of a stream; more than any configuration of 132 multiprocessors wants
-FLOATS = {torch.bfloat16: 1, torch.float16: 2, torch.float32: 3}  # as csrc/hopper/ numbers them
 OUTPUTS = (torch.bfloat16, torch.float16)
-
-
-class Call(ctypes.Structure):
-    """SlidesparseHopperCall of csrc/hopper/hopper.cu."""
-
-    _fields_ = tuple(
-        [(name, ctypes.c_void_p) for name in ("q", "weight", "out", "scale_w", "scale_x", "bias", "stream")]
-        + [
-            (name, ctypes.c_int32)
-            for name in (
-                *("m", "n", "k", "strips", "blocks", "fp8", "out_type", "bias_type"),
-                *("block_strips", "tokens", "sharers", "splits", "shared_bytes", "dependent"),
-            )
-        ]
-    )
-
-
-@cache
-def native() -> Any:
-    """The compiled kernels, installed or compiled now.  Raises LibraryError."""
-    try:
-        found = ctypes.CDLL(str(nvcc.library()))
-    except (ToolchainError, OSError) as error:
-        raise LibraryError(f"the Hopper kernels: {error}") from None
-    found.slidesparse_hopper_gemm.argtypes = [ctypes.POINTER(Call)]
-    found.slidesparse_hopper_stream.argtypes = [ctypes.POINTER(Call), ctypes.c_void_p, ctypes.c_int32]
-    found.slidesparse_hopper_workspace.argtypes = [ctypes.c_int32] * 3
-    found.slidesparse_hopper_workspace.restype = ctypes.c_int64
-    for name in ("gemm", "stream", "unusable"):
-        getattr(found, f"slidesparse_hopper_{name}").restype = ctypes.c_char_p
-    return found
-
-
-class HopperPlan:
-    """See `slidesparse.gemm.library.Plan`.  It holds for any number of tokens; its problem's only chose it."""
-
-    def __init__(self, problem: Problem, config: Config, index: int) -> None:
-        self.algorithm = str(config)
-        self._native, self._index = native(), index
-        self._grid = 0 if config.design == SPLIT else _multiprocessors(index) * config.resident
-        self.workspace = 0
-        if self._grid:
-            self.workspace = int(
-                self._native.slidesparse_hopper_workspace(config.strips, config.tokens, self._grid)
-            )
-            if self.workspace > WORKSPACE:
-                raise LibraryError(
-                    f"configuration {config} wants a workspace of {self.workspace} bytes, a stream has {WORKSPACE}"
-                )
-        self._constant = Call(
-            n=problem.n,
-            strips=hopper_format.strips_of(problem.n),
-            blocks=hopper_format.blocks_of(problem.k),
-            fp8=problem.dtype == "fp8",
-            block_strips=config.strips,
-            tokens=config.tokens,
-            sharers=config.sharers,
-            splits=config.splits,
-            shared_bytes=config.shared_bytes,
-            dependent=DEPENDENT,
-        )
-
-    def run(
-        self,
-        activations: Tensor,
-        weight: Tensor,
-        out: Tensor,
-        scale_w: Tensor | None = None,
-        scale_x: Tensor | None = None,
-        bias: Tensor | None = None,
-    ) -> None:
-        """See `slidesparse.gemm.library.Plan.run`; out is BF16 or FP16, bias of any float type."""
-        assert scale_w is not None
-        assert scale_x is not None
-        call = Call.from_buffer_copy(self._constant)  # threads may share a plan
-        call.q, call.weight, call.out = activations.data_ptr(), weight.data_ptr(), out.data_ptr()
-        call.scale_w, call.scale_x = scale_w.data_ptr(), scale_x.data_ptr()
-        call.m, call.k = activations.shape
-        call.out_type = FLOATS[out.dtype]
-        if bias is not None:
-            call.bias, call.bias_type = bias.data_ptr(), FLOATS[bias.dtype]
-        call.stream = stream = plans.stream_of(self._index)
-        if self._grid:
-            place = _workspace(self._index, stream)
-            error = self._native.slidesparse_hopper_stream(call, place, self._grid)
-        else:
-            error = self._native.slidesparse_hopper_gemm(call)
-        if error:
-            raise LibraryError(f"{error.decode()}, by configuration {self.algorithm}")
-
-
-@cache
-def _multiprocessors(index: int) -> int:
-    return int(torch.cuda.get_device_properties(index).multi_processor_count)
-
-
-class _Workspaces:
-    """Memory of streams, zero at first and left so by the kernels; it never moves, as captured graphs hold it.
-
-    While a graph is captured none can be zeroed, so there is always one more than streams have asked for.
-    """
-
-    def __init__(self) -> None:
-        self._of: dict[tuple[int, int], Tensor] = {}
-        self._spare: dict[int, Tensor] = {}
-        self._lock = threading.Lock()
-
-    def address(self, index: int, stream: int) -> int:
-        """Of the workspace of a stream of CUDA device ``index``.  Raises LibraryError."""
-        found = self._of.get((index, stream))
-        return (self._take(index, stream) if found is None else found).data_ptr()
-
-    def _take(self, index: int, stream: int) -> Tensor:
-        with self._lock:
-            if not torch.cuda.is_current_stream_capturing():
-                found = self._spare.pop(index, None)
-                device = torch.device("cuda", index)
-                made = [
-                    torch.zeros(WORKSPACE, dtype=torch.uint8, device=device)
-                    for _ in range(2 if found is None else 1)
-                ]
-                torch.cuda.synchronize(index)  # other streams may use them from now on
-                self._spare[index] = made.pop()
-                self._of[index, stream] = made.pop() if found is None else found
-            elif index in self._spare:
-                self._of[index, stream] = self._spare.pop(index)
-            else:
-                raise LibraryError(
-                    "no workspace for this stream while a CUDA graph is being captured; run a product on it before"
-                )
-            return self._of[index, stream]
-
-
-_workspace = _Workspaces().address
+# From so many tokens on Triton's kernels quantize, ours below: 1024 x 18944 at 6:8 takes them 22.5 us and ours 34, but
+# 64 x 18944 4.1 and 3.4, on an H200; and with so many tokens the GPU is too busy to wait for two calls.
+TRITON_TOKENS = 512
 
 
 class Library(NativeLibrary):
@@ -181,7 +44,7 @@ class Library(NativeLibrary):
 
     def version(self) -> str:
         """Of the configurations."""
-        native()
+        hopper_native.native()
         return VERSION
 
     def unusable(self, device: torch.device) -> str | None:
@@ -196,7 +59,7 @@ class Library(NativeLibrary):
         reason = super().unusable(device)
         if reason:
             return reason
-        said = native().slidesparse_hopper_unusable()
+        said = hopper_native.native().slidesparse_hopper_unusable()
         return said.decode() if said else missing_triton()
 
     def epilogue(self, dtype: str, out: str) -> str:
@@ -239,13 +102,21 @@ def _require_layout(layout: Layout) -> None:
 
 
 def _candidates(problem: Problem, device: torch.device, most: int) -> list[Config]:
-    count = _multiprocessors(plans.index_of(device))
-    return hopper_configs.candidates(problem.n, problem.k, problem.m, count, most)
+    index = plans.index_of(device)
+    return hopper_configs.candidates(
+        problem.n,
+        problem.k,
+        problem.m,
+        hopper_native.multiprocessors(index),
+        most,
+        hopper_native.fits(DTYPES[problem.dtype], index),
+    )
 
 
 LIBRARY = Library()
 
 
+@lru_cache(maxsize=1 << 16)
 def planned_rows(m: int) -> int:
     """The number of tokens that a product of ``m`` is looked up with: as in `plans.bucket`, below 16 a power of two."""
     return 1 << (m - 1).bit_length() if 0 < m < plans.LEAST_ROWS else plans.bucket(m)
@@ -255,7 +126,7 @@ class Hopper:
     """The provider: see `slidesparse.gemm.GemmProvider`."""
 
     name = "hopper"
-    alignment = 16
+    alignment = ROW
     outputs = OUTPUTS
 
     def unusable(self, device: torch.device) -> str | None:
@@ -313,21 +184,12 @@ class Hopper:
     ) -> Tensor:
         """See `slidesparse.gemm.GemmProvider.scaled_matmul`.  Raises LibraryError for an output but BF16 and FP16."""
         m, n, index = q.shape[0], scale_w.shape[0], q.get_device()
-        if out_dtype not in OUTPUTS:
-            raise LibraryError(
-                f"the Hopper kernels write {' or '.join(NAMES[dtype] for dtype in OUTPUTS)}, asked for {out_dtype}: "
-                "use the backend cusparselt for it"
-            )
+        _require_output(out_dtype)
         out = q.new_empty(m, n, dtype=out_dtype)
         if m == 0:
             return out
         q = _aligned(plans.pad(q, self.alignment))
-        size = hopper_format.packed_bytes(n, q.shape[1])
-        if weight.numel() != size:
-            raise LibraryError(
-                f"a packed weight of {weight.numel()} bytes for products [{m}, {q.shape[1]}] @ [{n}, {q.shape[1]}].T, "
-                f"which takes {size}: pack the weight for the backend hopper, from windows of as many columns"
-            )
+        _require_size(weight, m, n, q.shape[1], hopper_format.packed_bytes(n, q.shape[1]))
         key = (q.dtype, n, q.shape[1], planned_rows(m))
         with plans.on_device(index):
             plan = plans.plans(self.name, index).get(key, self._plan, *key, q.device)
@@ -336,19 +198,121 @@ class Hopper:
                 plan.run(q, weight, out, scale_w, scale_x, bias)
         return out
 
-    def _plan(self, operand: torch.dtype, n: int, k: int, rows: int, device: torch.device) -> library.Plan:
+    def linear(
+        self,
+        x: Tensor,
+        weight: Tensor,
+        scale_w: Tensor,
+        bias: Tensor | None,
+        length: int,
+        phase: int,
+        dtype: torch.dtype,
+        columns: int,
+        out_dtype: torch.dtype,
+    ) -> Tensor:
+        """See `slidesparse.gemm.LinearProvider.linear`.
+
+        Raises LibraryError for an output but BF16 and FP16, and for what the kernels refuse.
+        """
+        (m, k), n, index = x.shape, scale_w.shape[0], x.get_device()
+        _require_output(out_dtype)
+        if m >= TRITON_TOKENS or profiling.enabled():  # which times the two parts apart
+            q, scale_x = self.quantize(x, length, phase, dtype, columns)
+            profiling.layer(weight, n, q)
+            return self.scaled_matmul(q, scale_x, weight, scale_w, bias, out_dtype)
+        out = x.new_empty(m, n, dtype=out_dtype)
+        if m == 0:
+            return out
+        kinds = x.dtype, out_dtype, None if bias is None else bias.dtype
+        key = (kinds, k, length, phase, dtype, columns, n, planned_rows(m))
+        with plans.on_device(index):
+            plan = plans.plans(self.name, index).get(key, self._linear_plan, *key, x.device)
+            if weight.numel() != plan.weight_bytes:
+                _require_size(weight, m, n, columns, plan.weight_bytes)
+            plan.run(_with_dense_rows(x), weight, out, scale_w, bias)
+        return out
+
+    def quantize(
+        self, x: Tensor, length: int, phase: int, dtype: torch.dtype, columns: int
+    ) -> tuple[Tensor, Tensor]:
+        """The first part of `linear`: what `slidesparse.ops.quant_slide` returns."""
+        (m, k), index = x.shape, x.get_device()
+        if m >= TRITON_TOKENS:
+            return _quantize_by_triton(_with_dense_rows(x), length, phase, dtype, columns)
+        with profiling.stage("quantize", x), plans.on_device(index):
+            x = _with_dense_rows(x)
+            q, scale = x.new_empty(m, columns, dtype=dtype), x.new_empty(m, 1, dtype=torch.float32)
+            call = quantize_call(x.dtype, k, length, phase, dtype, columns)
+            call.x, call.q, call.scale = x.data_ptr(), q.data_ptr(), scale.data_ptr()
+            call.stream, call.stride, call.m = plans.stream_of(index), x.stride(0), m
+            error = hopper_native.native().slidesparse_hopper_quantize(ctypes.addressof(call))
+            hopper_native.require(error, f"x {tuple(x.shape)} {x.dtype}")
+        return q, scale
+
+    def _linear_plan(
+        self,
+        kinds: tuple[torch.dtype, torch.dtype, torch.dtype | None],
+        k: int,
+        length: int,
+        phase: int,
+        dtype: torch.dtype,
+        columns: int,
+        n: int,
+        rows: int,
+        device: torch.device,
+    ) -> LinearPlan:
+        source, out, bias = kinds
+        quantize = quantize_call(source, k, length, phase, dtype, columns)
+        return LinearPlan(self._plan(dtype, n, columns, rows, device), quantize, out, bias)
+
+    def _plan(self, operand: torch.dtype, n: int, k: int, rows: int, device: torch.device) -> HopperPlan:
         """For outputs in BF16 and FP16 alike, with a bias or without: that changes no configuration.
 
         Untuned shapes take that of the least predicted time: how to cut K depends on the shape.
         """
         columns = k + -k % PLANNED_COLUMNS
         problem = Problem(NAMES[operand], NAMES[OUTPUTS[0]], n, columns, rows, "both")
-        return plans.tuned_plan(LIBRARY, problem, device, neighbours=False)
+        plan = plans.tuned_plan(LIBRARY, problem, device, neighbours=False)
+        assert isinstance(plan, HopperPlan)
+        return plan
+
+
+def _quantize_by_triton(
+    x: Tensor, length: int, phase: int, dtype: torch.dtype, columns: int
+) -> tuple[Tensor, Tensor]:
+    from slidesparse.kernels.quant_only import quant_only  # late: these need Triton
+    from slidesparse.kernels.quant_slide import quant_slide
+
+    with profiling.stage("quantize", x):
+        if length == HARDWARE_LENGTH and phase == 0:
+            return quant_only(x, dtype, columns)
+        return quant_slide(x, length, phase, dtype, columns)
+
+
+def _require_output(dtype: torch.dtype) -> None:
+    if dtype not in OUTPUTS:
+        raise LibraryError(
+            f"the Hopper kernels write {' or '.join(NAMES[one] for one in OUTPUTS)}, asked for {dtype}: "
+            "use the backend cusparselt for it"
+        )
+
+
+def _require_size(weight: Tensor, m: int, n: int, columns: int, size: int) -> None:
+    if weight.numel() != size:
+        raise LibraryError(
+            f"a packed weight of {weight.numel()} bytes for products [{m}, {columns}] @ [{n}, {columns}].T, "
+            f"which takes {size}: pack the weight for the backend hopper, from windows of as many columns"
+        )
+
+
+def _with_dense_rows(x: Tensor) -> Tensor:
+    """x itself, or a copy when the elements of a row do not follow each other."""
+    return x if x.stride(1) == 1 else x.contiguous()
 
 
 def _aligned(q: Tensor) -> Tensor:
-    """q itself, or a copy where the copy engine cannot read it: rows with gaps, or an address not a multiple of 16."""
-    if q.is_contiguous() and q.data_ptr() % 16 == 0:
+    """q itself, or a copy where the copy engine cannot read it: rows with gaps, or an address not a multiple of ROW."""
+    if q.is_contiguous() and q.data_ptr() % ROW == 0:
         return q
     return q.clone(memory_format=torch.contiguous_format)
 

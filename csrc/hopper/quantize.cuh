@@ -1,0 +1,287 @@
+// Quantizing tokens and lifting them into the windows of a pattern, in one launch:
+//
+//     scale[m] = max_k |x[m, k]| / Q        q[m, 4 j + i] = round(x[m, column(j) + i] / scale[m])
+//
+// Word j of a row, four codes, is window l = j % (L/2 - 1) of block j / (L/2 - 1); its columns
+// begin at L block + 2 l - phase.  L = 4 lifts nothing.  The arithmetic is that of
+// `slidesparse.quantize`
+// ("cuda"), bit for bit.
+//
+// A row is the work of a block of threads, or of a cluster of them where rows are few and long.
+// Each reads its part once, into registers, as far as these reach; the codes of the part stand in
+// shared memory, in the order of the row, and from there go into the windows.
+
+#pragma once
+
+#include "common.cuh"
+
+namespace slidesparse::hopper {
+
+constexpr int kMostParts = 8;    // of a row: a portable cluster
+constexpr int kVectorCodes = 8;  // columns that a thread loads and quantizes at a time
+constexpr int kStoreCodes = 16;  // that it stores at a time
+constexpr int kPartUnit = 8;     // blocks of L columns: whole vectors and stores, whatever L is
+constexpr int kMostQuantizeThreads = 1024;
+constexpr float kLargestInt8 = 127.0f, kLargestFp8 = 448.0f;
+constexpr float kLeastFp8Scale = 1.0f / (448.0f * 512.0f);
+
+// When the kernel behind may start, if it waits for this one's results itself.
+enum class Trigger : int { kAtEnd = 0, kAtOnce = 1, kBeforeCodes = 2 };
+
+struct QuantizeArguments {
+  const void* x;    // [m, k], rows `stride` elements apart
+  std::uint8_t* q;  // [m, columns]
+  float* scale;     // [m]
+  std::int64_t stride;
+  int k, columns;
+  int length, phase;
+  int windows;          // of a block of `length`
+  std::uint32_t magic;  // 2^32 / windows, rounded up
+  int padded;           // columns of a row of whole blocks, the phase among them
+  int parts;            // of a row
+  int part;             // padded columns of one
+  int part_codes;       // and what they become in q
+  Trigger trigger;
+};
+
+// Eight neighbours of a row, as they stand in memory.
+template <Float kInput>
+struct Vector {
+  static constexpr int kWords = kInput == Float::kFloat32 ? 8 : 4;
+  std::uint32_t words[kWords] = {};
+
+  __device__ __forceinline__ float Get(int i) const {
+    if (kInput == Float::kFloat32) return __uint_as_float(words[i % kWords]);
+    const std::uint32_t word = words[i / 2 % kWords];
+    if (kInput == Float::kBFloat16) {
+      return __uint_as_float(i % 2 ? word & 0xFFFF0000u : word << 16);
+    }
+    return __half2float(__ushort_as_half(static_cast<std::uint16_t>(i % 2 ? word >> 16 : word)));
+  }
+
+  // NaN counts as zero.
+  __device__ __forceinline__ float Largest() const {
+    float largest = 0.0f;
+#pragma unroll
+    for (int i = 0; i < kVectorCodes; ++i) largest = fmaxf(largest, fabsf(Get(i)));
+    return largest;
+  }
+};
+
+// Columns `column` to `column` + 7 of the padded row, zero where x has none.  kWide: there is no
+// phase, k is a multiple of 8, and vectors are aligned to 16 bytes.
+template <Float kInput, bool kWide>
+__device__ __forceinline__ Vector<kInput> LoadVector(const QuantizeArguments& arguments,
+                                                     const std::uint8_t* row, int column) {
+  constexpr int kBytes = kInput == Float::kFloat32 ? 4 : 2;
+  Vector<kInput> vector;
+  if (kWide) {
+    if (column < arguments.k) {
+      const uint4* from = reinterpret_cast<const uint4*>(row + std::int64_t{column} * kBytes);
+#pragma unroll
+      for (int i = 0; i < Vector<kInput>::kWords / 4; ++i) {
+        const uint4 found = from[i];
+        vector.words[4 * i] = found.x;
+        vector.words[4 * i + 1] = found.y;
+        vector.words[4 * i + 2] = found.z;
+        vector.words[4 * i + 3] = found.w;
+      }
+    }
+  } else {
+#pragma unroll
+    for (int i = 0; i < kVectorCodes; ++i) {
+      const int at = column + i - arguments.phase;
+      if (at < 0 || at >= arguments.k) continue;
+      if (kInput == Float::kFloat32) {
+        vector.words[i % Vector<kInput>::kWords] =
+            __float_as_uint(reinterpret_cast<const float*>(row)[at]);
+      } else {
+        vector.words[i / 2] |=
+            static_cast<std::uint32_t>(reinterpret_cast<const std::uint16_t*>(row)[at])
+            << (i % 2 * 16);
+      }
+    }
+  }
+  return vector;
+}
+
+// To the nearest integer, ties to even, NaN to 0; saturated to 8 bits; the first in the lowest
+// byte.
+__device__ __forceinline__ std::uint32_t Int8Word(float a, float b, float c, float d) {
+  std::uint32_t word;
+  asm("{\n.reg .b32 i0, i1, i2, i3, high;\n"
+      "cvt.rni.s32.f32 i0, %1;\ncvt.rni.s32.f32 i1, %2;\n"
+      "cvt.rni.s32.f32 i2, %3;\ncvt.rni.s32.f32 i3, %4;\n"
+      "cvt.pack.sat.s8.s32.b32 high, i3, i2, 0;\n"
+      "cvt.pack.sat.s8.s32.b32 %0, i1, i0, high;\n}"
+      : "=r"(word)
+      : "f"(a), "f"(b), "f"(c), "f"(d));
+  return word;
+}
+
+// Two E4M3 codes in the low half of a word: to nearest, ties to even, at most 448, NaN 0x7F.
+__device__ __forceinline__ std::uint32_t Fp8Pair(float low, float high) {
+  std::uint32_t pair;
+  asm("{\n.reg .b16 both;\n"
+      "cvt.rn.satfinite.e4m3x2.f32 both, %2, %1;\n"
+      "cvt.u32.u16 %0, both;\n}"
+      : "=r"(pair)
+      : "f"(low), "f"(high));
+  return pair;
+}
+
+// A row's scale, and how its values become codes.
+template <bool kFp8>
+struct RowScale {
+  float scale, factor, minus;
+
+  __device__ __forceinline__ explicit RowScale(float absmax) {
+    if (kFp8) {
+      scale = fmaxf(__fdiv_rn(absmax, kLargestFp8), kLeastFp8Scale);
+      factor = __fdiv_rn(1.0f, scale);
+      // The remainder of an infinite scale would be NaN; a value over it is zero.
+      minus = isinf(scale) ? 0.0f : -scale;
+    } else {
+      scale = __fdiv_rn(absmax, kLargestInt8);
+      factor = absmax == 0.0f ? 0.0f : __fdiv_rn(kLargestInt8, absmax);
+      minus = 0.0f;
+    }
+  }
+
+  // value / scale, with the E4M3 code of the IEEE quotient: value * (1 / scale), corrected once by
+  // its exact remainder.  It differs from the quotient nowhere near a tie of E4M3, and far below
+  // 2^-100, where the remainder is not exact, both are zero.  The sum loses the sign of -0.0.
+  __device__ __forceinline__ float Quotient(float value) const {
+    const float near = __fmul_rn(value, factor);
+    const float found = __fmaf_rn(__fmaf_rn(near, minus, value), factor, near);
+    return __uint_as_float(__float_as_uint(found) | (__float_as_uint(value) & 0x80000000u));
+  }
+
+  // Four neighbours' codes, the first in the lowest byte.
+  template <Float kInput>
+  __device__ __forceinline__ std::uint32_t Word(const Vector<kInput>& vector, int first) const {
+    float values[4];
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const float value = vector.Get(first + i);
+      values[i] = kFp8 ? Quotient(value) : __fmul_rn(value, factor);
+    }
+    if (!kFp8) return Int8Word(values[0], values[1], values[2], values[3]);
+    // By arithmetic: a move of two halves may become conversions that merge.
+    return Fp8Pair(values[0], values[1]) + Fp8Pair(values[2], values[3]) * 65536u;
+  }
+};
+
+// The largest of all threads' magnitudes that work on the row.  Magnitudes order as their bits.
+// `largest` holds a word for each warp of each part; the cluster's blocks have started.
+__device__ __forceinline__ float RowLargest(float mine, std::uint32_t* largest, int part,
+                                            int parts) {
+  const int warps = blockDim.x / 32, warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  const std::uint32_t of_warp = __reduce_max_sync(0xFFFFFFFFu, __float_as_uint(mine));
+  if (parts == 1) {
+    if (lane == 0) largest[warp] = of_warp;
+    __syncthreads();
+  } else {
+    if (lane < parts) {
+      StoreCluster32(MapToBlock(SharedAddress(largest + part * warps + warp), lane), of_warp);
+    }
+    __syncwarp();
+    ClusterArrive();
+    ClusterWait();
+  }
+  std::uint32_t found = 0;
+  for (int i = lane; i < parts * warps; i += 32) found = max(found, largest[i]);
+  return __uint_as_float(__reduce_max_sync(0xFFFFFFFFu, found));
+}
+
+// Words 4 i to 4 i + 3 of the part, from its codes in the order of the row.
+__device__ __forceinline__ uint4 LiftWords(const QuantizeArguments& arguments,
+                                           const std::uint8_t* codes, int i) {
+  if (arguments.length == 4) return reinterpret_cast<const uint4*>(codes)[i];
+  const int block = arguments.windows == 1 ? 4 * i : __umulhi(4 * i, arguments.magic);
+  int window = 4 * i - block * arguments.windows;
+  const std::uint8_t* from = codes + block * arguments.length + 2 * window;
+  std::uint32_t words[4];
+#pragma unroll
+  for (int w = 0; w < 4; ++w) {
+    const std::uint32_t low = *reinterpret_cast<const std::uint16_t*>(from);
+    const std::uint32_t high = *reinterpret_cast<const std::uint16_t*>(from + 2);
+    words[w] = low | high << 16;
+    const bool last = ++window == arguments.windows;  // of its block: the next shares nothing
+    window = last ? 0 : window;
+    from += last ? 4 : 2;
+  }
+  return make_uint4(words[0], words[1], words[2], words[3]);
+}
+
+// A thread holds kVectors of its vectors; it reads others a second time.
+template <Float kInput, bool kFp8, bool kWide, int kVectors>
+__global__ void __launch_bounds__(kMostQuantizeThreads)
+    Quantize(const __grid_constant__ QuantizeArguments arguments) {
+  extern __shared__ __align__(16) std::uint8_t codes[];
+  __shared__ std::uint32_t largest[kMostParts * kMostQuantizeThreads / 32];
+  constexpr int kBytes = kInput == Float::kFloat32 ? 4 : 2;
+  const int parts = arguments.parts;
+  const int part = blockIdx.x % parts;
+  const std::int64_t row = blockIdx.x / parts;
+  const int begin = part * arguments.part;
+  const int padded = min(arguments.part, arguments.padded - begin);
+  const int vectors = (padded + kVectorCodes - 1) / kVectorCodes;  // none and less: nothing to do
+  const int held = kVectors * blockDim.x;
+  const std::uint8_t* x =
+      static_cast<const std::uint8_t*>(arguments.x) + row * arguments.stride * kBytes;
+  if (arguments.trigger == Trigger::kAtOnce) LaunchDependents();
+  if (parts > 1) ClusterArriveRelaxed();
+  WaitForPredecessors();
+
+  Vector<kInput> mine[kVectors];
+#pragma unroll
+  for (int i = 0; i < kVectors; ++i) {
+    const int at = i * blockDim.x + threadIdx.x;
+    if (at < vectors) {
+      mine[i] = LoadVector<kInput, kWide>(arguments, x, begin + at * kVectorCodes);
+    }
+  }
+  float absmax = 0.0f;
+#pragma unroll
+  for (int i = 0; i < kVectors; ++i) absmax = fmaxf(absmax, mine[i].Largest());
+  for (int at = held + threadIdx.x; at < vectors; at += blockDim.x) {
+    const auto vector = LoadVector<kInput, kWide>(arguments, x, begin + at * kVectorCodes);
+    absmax = fmaxf(absmax, vector.Largest());
+  }
+  __syncwarp();
+  if (parts > 1) ClusterWait();
+  const RowScale<kFp8> scale(RowLargest(absmax, largest, part, parts));
+  if (arguments.trigger == Trigger::kBeforeCodes) LaunchDependents();
+
+  uint2* const to = reinterpret_cast<uint2*>(codes);
+#pragma unroll
+  for (int i = 0; i < kVectors; ++i) {
+    const int at = i * blockDim.x + threadIdx.x;
+    if (at < vectors) to[at] = make_uint2(scale.Word(mine[i], 0), scale.Word(mine[i], 4));
+  }
+  for (int at = held + threadIdx.x; at < vectors; at += blockDim.x) {
+    const auto vector = LoadVector<kInput, kWide>(arguments, x, begin + at * kVectorCodes);
+    to[at] = make_uint2(scale.Word(vector, 0), scale.Word(vector, 4));
+  }
+  __syncthreads();
+  const int first = part * arguments.part_codes;
+  const int stores = min(arguments.part_codes, arguments.columns - first) / kStoreCodes;
+  uint4* const out = reinterpret_cast<uint4*>(arguments.q + row * arguments.columns + first);
+  for (int i = threadIdx.x; i < stores; i += blockDim.x) out[i] = LiftWords(arguments, codes, i);
+  if (part == 0 && threadIdx.x == 0) arguments.scale[row] = scale.scale;
+}
+
+// What is asked for, before it is decided how.
+struct QuantizeCall {
+  QuantizeArguments arguments;  // up to `phase`, and the trigger
+  std::int64_t m;
+  Float input;
+  bool fp8;
+  int parts, vectors;  // 0: chosen
+};
+
+// Null and a launch, or why there is none.  Defined in quantize.cu.
+const char* EnqueueQuantize(const QuantizeCall& call, cudaStream_t stream, bool dependent);
+
+}  // namespace slidesparse::hopper

@@ -1,0 +1,329 @@
+"""Whole layers of the Hopper kernels on a GPU, in one call: the quantizer bit for bit, the layer against float64."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+from gpu_layers import Layer, codes, gpu, layer, normal, require_hopper
+from strategies import assert_same_bits
+from test_gpu_plans import host_us
+from test_kernels import GEOMETRIES, LARGE, assert_same_codes, rows
+from torch import Tensor
+
+from slidesparse import gemm, ops, reference
+from slidesparse.gemm import hopper, hopper_configs, hopper_native, plans
+from slidesparse.gemm.hopper_configs import RESIDENT, SHARERS, SPLIT, STREAM, STRIPS, TOKENS, Config
+from slidesparse.gemm.hopper_plans import HopperPlan, LinearPlan, quantize_call
+from slidesparse.gemm.library import NAMES, LibraryError, Problem
+from slidesparse.pattern import SlideLayout, SlidePattern
+from slidesparse.prune import prune
+from slidesparse.quantize import FP8, INT8
+
+pytestmark = pytest.mark.gpu
+
+PATTERNS = ["2:4", "4:6", "6:8", "8:10", "10:12", "12:14", "14:16"]
+SOURCES = (torch.bfloat16, torch.float16, torch.float32)
+OUTPUTS = (torch.bfloat16, torch.float16)
+UNITS = {torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}  # half an ulp, relative
+
+
+@pytest.fixture(autouse=True, scope="module")
+def on_hopper() -> None:
+    require_hopper()
+
+
+def check_codes(x: Tensor, layout: SlideLayout, dtype: torch.dtype, more: int = 0) -> None:
+    """Codes, their padding and scales of x, rows next to each other and rows with gaps, equal the reference's."""
+    columns = gemm.columns("hopper", layout.slided) + more
+    q, scale = reference.quant_slide(x, layout, dtype, "cuda")
+    wide = torch.full((x.shape[0], x.shape[1] + 24), torch.nan, dtype=x.dtype, device=gpu())
+    for first in (8, 3):  # a row at a multiple of 16 bytes, and not
+        wide.fill_(torch.nan)
+        wide[:, first : first + x.shape[1]] = x.to(gpu())
+        for tokens in (x.to(gpu()), wide[:, first : first + x.shape[1]]):
+            found, found_scale = hopper.PROVIDER.quantize(tokens, layout.length, layout.phase, dtype, columns)
+            assert_same_codes((found[:, : layout.slided], found_scale), (q, scale))
+            assert not bool(found[:, layout.slided :].view(INT8).any())
+
+
+@pytest.mark.parametrize("dtype", [INT8, FP8])
+@pytest.mark.parametrize("source", SOURCES)
+def test_codes_equal_the_references(source: torch.dtype, dtype: torch.dtype) -> None:
+    """Ties, zeros, -0.0, NaN, Inf and subnormals among the rows; blocks of every kind, at every kind of phase."""
+    for pattern, k, phase in (*GEOMETRIES, *LARGE):
+        for m in (1, 12, 150 if k < 1000 else 17):
+            check_codes(rows(m, k, source), SlidePattern.parse(pattern).layout(k, phase), dtype, 16 * (m % 2))
+
+
+@pytest.mark.parametrize("dtype", [INT8, FP8])
+def test_codes_of_every_sixteen_bit_number(dtype: torch.dtype) -> None:
+    for source in OUTPUTS:
+        every = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16).view(source)
+        for top in (448.0 if dtype == FP8 else 127.0, 1.0, 0.37, 3e4, 1e-5):
+            x = every[~(every.float().abs() > top)].reshape(1, -1)  # NaN stays
+            check_codes(x, SlidePattern(4).layout(x.shape[1]), dtype)
+
+
+@pytest.mark.parametrize("pattern", PATTERNS)
+def test_codes_at_every_phase(pattern: str) -> None:
+    parsed = SlidePattern.parse(pattern)
+    assert parsed.length
+    for phase in range(parsed.length):
+        for k in (1, 97, 1000):
+            check_codes(rows(5, k, torch.bfloat16), parsed.layout(k, phase), INT8)
+
+
+def test_what_the_quantizer_refuses() -> None:
+    x = normal(2, 64, 0)
+    for arguments, words in (
+        ((5, 0, INT8, 64), "blocks of 5 columns at phase 0: an even length"),
+        ((8, 8, INT8, 96), "blocks of 8 columns at phase 8"),
+        ((8, 0, INT8, 80), "rows of 64 columns become 96; codes are asked for in rows of 80"),
+        ((8, 0, INT8, 100), "be a multiple of 16"),
+    ):
+        with pytest.raises(LibraryError, match=words):
+            hopper.PROVIDER.quantize(x, *arguments)
+
+
+def run_config(
+    made: Layer, config: Config, x: Tensor, bias: Tensor | None, out: torch.dtype, dtype: torch.dtype
+) -> Callable[[], Tensor]:
+    """A layer in one call by a configuration, into memory of which every byte must be written."""
+    (m, k), n, columns, layout = x.shape, made.scale.shape[0], made.columns, made.layout
+    problem = Problem(NAMES[dtype], "bf16", n, columns, m, "both")
+    quantize = quantize_call(x.dtype, k, layout.length, layout.phase, dtype, columns)
+    product = HopperPlan(problem, config, x.get_device())
+    plan = LinearPlan(product, quantize, out, None if bias is None else bias.dtype)
+
+    def run() -> Tensor:
+        found = torch.full((m, n), torch.nan, dtype=out, device=x.device)
+        plan.run(x, made.packed, found, made.scale, bias)
+        return found
+
+    return run
+
+
+def expected_of(
+    made: Layer, x: Tensor, bias: Tensor | None, out: torch.dtype, dtype: torch.dtype
+) -> tuple[Tensor, Tensor | None]:
+    """What the layer must be, and by how much an FP8 one may differ from it; None: not at all.
+
+    Tensor cores cut FP8 sums to about 14 bits of the largest summand in each step of 32 columns; 2^-9 of the sum of
+    magnitudes is above that for these K, and above rounding float32 sums.  That every product is there, and at its
+    place, is what INT8 shows.
+    """
+    q, scale_x = reference.quant_slide(x.cpu(), SlidePattern(4).layout(x.shape[1]), dtype, "cuda")
+    plain, scale_x = q[:, : x.shape[1]].to(gpu()).float().double(), scale_x.to(gpu())
+    wide = made.weight.float().double()
+    sums = plain @ wide.t()
+    if dtype == INT8:
+        return reference.dequant_bias(sums.to(torch.int32), scale_x, made.scale, bias, out, "cuda"), None
+    both = made.scale.double().t() * scale_x.double()
+    y = sums * both + (0 if bias is None else bias.double())
+    slack = (plain.abs() @ wide.abs().t()) * both * 2.0**-9
+    return y, slack + UNITS[out] * (y.abs() + slack) + 2.0**-24
+
+
+def random_config(rng: random.Random, dtype: torch.dtype) -> Config:
+    """Any that has a kernel and finds room, whether or not it is worth trying for a shape."""
+    index, sms = torch.cuda.current_device(), hopper_native.multiprocessors(torch.cuda.current_device())
+    while True:
+        design = rng.choice((SPLIT, STREAM))
+        splits = rng.choice(range(1, 9)) if design == SPLIT else 1
+        config = Config(
+            design, rng.choice(STRIPS), rng.choice(TOKENS), rng.choice(SHARERS), splits, rng.choice(RESIDENT)
+        )
+        fit = hopper_native.fit(config, dtype, index)
+        if fit.stages and fit.clusters * config.cluster > sms * (config.resident - 1):
+            return config
+
+
+def random_layer(rng: random.Random, index: int, dtype: torch.dtype) -> Layer:
+    n, k = rng.randint(1, 900), rng.randint(1, 2000)
+    pattern = SlidePattern.parse(rng.choice(PATTERNS))
+    phase = rng.randrange(pattern.length or 1)
+    numbers = codes(n, k, index) if dtype == INT8 else normal(n, k, index, torch.float32) * 60
+    weight = prune(numbers, pattern, phase=phase).to(dtype)
+    layout = pattern.layout(k, phase)
+    packed = gemm.slide_and_pack("hopper", weight, pattern, phase, "the layer of a test")
+    scale = torch.rand(n, 1, device=gpu()) * 0.01 + 0.001
+    return Layer("hopper", dtype, layout, weight, packed, scale, gemm.columns("hopper", layout.slided))
+
+
+def random_case(rng: random.Random, index: int) -> tuple[str, Tensor]:
+    """A layer of random sizes, types and configuration: what it is, and how many of its outputs are wrong."""
+    dtype, source, out = rng.choice((INT8, FP8)), rng.choice(SOURCES), rng.choice(OUTPUTS)
+    made = random_layer(rng, index, dtype)
+    (n, k), m = made.weight.shape, rng.randint(1, rng.choice((16, 130, 600)))
+    gap = rng.choice((0, 0, 5, 8))
+    x = (normal(m, k + gap, index + 1) * rng.choice((0.01, 1.0, 30.0))).to(source)[:, :k]
+    bias = rng.choice((None, normal(1, n, 2)[0].to(out), normal(1, n, 2, torch.float32)[0]))
+    config = random_config(rng, dtype)
+    found = run_config(made, config, x, bias, out, dtype)()
+    expected, bound = expected_of(made, x, bias, out, dtype)
+    if bound is None:
+        wrong = (found != expected) | found.isnan()
+    else:
+        wrong = ~((found.double() - expected).abs() <= bound)
+        if out == torch.float16:  # beyond its range there is nothing to compare
+            wrong &= expected.abs() < 6e4
+    sparse = f"L {made.layout.length} phase {made.layout.phase}"
+    name = f"{index}: {source} {NAMES[dtype]} m {m} n {n} k {k} gap {gap} {sparse} {config} {out}"
+    return name, wrong.sum()
+
+
+def check_random_cases(count: int, seed: int) -> None:
+    rng = random.Random(seed)
+    names, wrong = zip(*(random_case(rng, index) for index in range(count)), strict=True)
+    counts = torch.stack(wrong).tolist()
+    bad = [f"{name}: {number} wrong" for name, number in zip(names, counts, strict=True) if number]
+    assert not bad, f"{len(bad)} of {len(names)}: {bad[:5]}"
+
+
+def test_two_hundred_random_layers() -> None:
+    check_random_cases(200, 7)
+
+
+@pytest.mark.slow
+def test_ten_thousand_random_layers() -> None:
+    check_random_cases(10_000, 20)
+
+
+@pytest.mark.parametrize("dtype", [INT8, FP8])
+@pytest.mark.parametrize("pattern", [*PATTERNS, "2_inf"])
+def test_one_call_is_the_two_operators(pattern: str, dtype: torch.dtype) -> None:
+    """Bit for bit: with Triton's kernel in front of the same configuration."""
+    made = layer("hopper", pattern, dtype, 1001, 1003)
+    for m in (1, 3, 17, 64, 129, 300, 2048):
+        for source in OUTPUTS:
+            x = normal(m, 1003, m, source)
+            for bias in (None, normal(1, 1001, 1)[0].to(source)):
+                q, scale_x = made.quantized(x)
+                assert_same_bits(made.linear(x, bias), made.product(q, scale_x, bias, source))
+
+
+@pytest.mark.parametrize(
+    ("m", "n", "k"),
+    [(1, 4608, 3584), (64, 333, 1000), (128, 640, 2048), (1030, 1000, 1000), (5000, 1500, 128)],
+)
+def test_every_configuration_of_a_layer(m: int, n: int, k: int) -> None:
+    """With both kernels in flight, call behind call; and the workspace is left as it was found."""
+    made = layer("hopper", "6:8", INT8, n, k)
+    x, bias = normal(m, k, 5), normal(1, n, 6)[0]
+    expected, _ = expected_of(made, x, bias, torch.bfloat16, INT8)
+    index = torch.cuda.current_device()
+    fits, sms = hopper_native.fits(INT8, index), hopper_native.multiprocessors(index)
+    found = hopper_configs.candidates(n, made.columns, m, sms, 10**6, fits)
+    if m > 256:
+        assert Config("stream", 3, 256, 1, 1, 1) in found
+    for config in found:
+        run = run_config(made, config, x, bias, torch.bfloat16, INT8)
+        wrong = sum((run() != expected).sum() for _ in range(3))
+        assert int(wrong) == 0, config
+
+
+def test_graphs_of_layers_in_a_row() -> None:
+    """Captured as serving captures: scratch memory of one layer is the next one's; replayed on other tokens."""
+    made = layer("hopper", "6:8", INT8, 1024, 1024)
+    for m in (1, 64, 300):
+        x = normal(m, 1024, 1)
+        static = x.clone()
+
+        def model(tokens: Tensor) -> Tensor:
+            for _ in range(4):
+                tokens = made.linear(tokens) * 2.0**-6
+            return tokens
+
+        model(static)
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            out = model(static)
+        for seed in range(5):
+            static.copy_(normal(m, 1024, seed))
+            graph.replay()
+            assert_same_bits(out, model(normal(m, 1024, seed)))
+
+
+def test_weights_scales_and_biases_may_be_written_just_before() -> None:
+    """scale_w and the bias by the kernel in front, which blocks of the product overtake."""
+    made, m = layer("hopper", "2:4", INT8, 512, 8192), 256
+    x = normal(m, 8192, 0)
+    sizes = [made.scale * factor for factor in (1.0, 2.0, 3.0)]
+    biases = [normal(1, 512, seed)[0] for seed in range(3)]
+    arguments = (4, 0, INT8, made.columns, "hopper")
+    expected = []
+    for size, bias in zip(sizes, biases, strict=True):
+        torch.cuda.synchronize()
+        expected.append(ops.linear(x, made.packed, size, bias, *arguments))
+    scale_w, bias = torch.empty_like(sizes[0]), torch.empty_like(biases[0])
+    wrong = torch.zeros((), dtype=torch.int64, device=gpu())
+    for i in range(200):
+        torch.mul(sizes[i % 3], 1, out=scale_w)
+        torch.mul(biases[i % 3], 1, out=bias)
+        wrong += (ops.linear(x, made.packed, scale_w, bias, *arguments) != expected[i % 3]).sum()
+    assert int(wrong) == 0
+
+
+def test_threads_and_streams_side_by_side() -> None:
+    made = layer("hopper", "6:8", INT8, 2048, 2048)
+    inputs = [normal(m, 2048, m) for m in (1, 5, 17, 64, 100, 300)]
+    expected = [made.linear(x) for x in inputs]
+    torch.cuda.synchronize()
+
+    def work(number: int) -> int:
+        with torch.cuda.stream(torch.cuda.Stream()):
+            wrong = torch.zeros((), dtype=torch.int64, device=gpu())
+            for i in range(120):
+                j = (i + number) % len(inputs)
+                wrong += (made.linear(inputs[j]) != expected[j]).sum()
+            torch.cuda.current_stream().synchronize()
+        return int(wrong)
+
+    with ThreadPoolExecutor(4) as pool:
+        assert list(pool.map(work, range(4))) == [0] * 4
+
+
+def test_rows_beyond_two_to_the_31_codes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Offsets of codes and outputs need 64 bits, in our quantizer too, though Triton's serves so many tokens."""
+    monkeypatch.setattr(hopper, "TRITON_TOKENS", 2**31)
+    m, k, n = 2**15 + 70, 2**16, 2**16 + 8
+    made = layer("hopper", "2:4", INT8, n, 256)
+    x = normal(m, 256, 0)
+    y = made.linear(x)
+    for part in (slice(0, 64), slice(m - 64, m)):
+        assert_same_bits(y[part], made.linear(x[part].clone()))
+    del y
+    x = normal(m, k, 1)
+    q, scale = hopper.PROVIDER.quantize(x, 4, 0, INT8, k)
+    assert_same_codes(
+        (q[-16:], scale[-16:]), reference.quant_slide(x[-16:].cpu(), SlidePattern(4).layout(k), INT8)
+    )
+
+
+@pytest.mark.slow
+def test_host_time_of_a_layer() -> None:
+    """The plan's call at most 15 us, with its two launches and its scratch memory; Python adds at most 10 us to it."""
+    made = layer("hopper", "6:8", INT8, 64, 64)
+    x, out = normal(16, 64, 0), torch.empty(16, 64, dtype=torch.bfloat16, device=gpu())
+    plans._local.caches.clear()
+    made.linear(x)
+    cache = plans.plans("hopper", gpu().index)
+    (plan,) = (plan for plan in cache._plans.values() if isinstance(plan, LinearPlan))
+    of_plan = host_us(lambda: plan.run(x, made.packed, out, made.scale, None))
+    layout = made.layout
+    arguments = (layout.length, layout.phase, INT8, made.columns, torch.bfloat16)
+    of_provider = host_us(lambda: hopper.PROVIDER.linear(x, made.packed, made.scale, None, *arguments))
+    of_operator = host_us(lambda: made.linear(x))
+    two = host_us(lambda: made.product(*made.quantized(x), None, torch.bfloat16))
+    print(
+        f"host time of a layer: call {of_plan:.1f} us, provider {of_provider:.1f} us, operator {of_operator:.1f} us; "
+        f"two operators {two:.1f} us"
+    )
+    assert of_plan <= 15, f"{of_plan:.1f} us"
+    assert of_provider - of_plan <= 10, f"{of_provider:.1f} us around {of_plan:.1f}"
+    assert of_operator < two
