@@ -1,14 +1,15 @@
 """The environment flags, read strictly: nonsense is an error, never a default.  Standard library only.
 
-==========================  =====================================================================
+==========================  =========================================================================================
 ``USE_CUSPARSELT=1``        the sparse path: quant_slide -> 2:4 GEMM -> dequantize
 ``USE_CUBLASLT=1``          the dense path through the same steps, the papers' baseline
 ``DISABLE_SLIDESPARSE=1``   the plugin does nothing: vLLM's own kernels
 ``SPARSITY=2_8`` / ``6:8``  the pattern; needed only when the checkpoint does not carry it
 ``SLIDESPARSE_BACKEND``     of the sparse path: ``auto`` (default), ``cusparselt`` or ``hopper``
 ``SLIDESPARSE_KEEP_DENSE``  ``1``: layers keep their dense weight too, and use it where it is faster
+``SLIDESPARSE_FUSE``        ``1`` or ``0``: norms and activations in one kernel with quantization, in compiled models
 ``SLIDESPARSE_PROFILE=1``   times of layers, printed when the process ends (`slidesparse.profiling`)
-==========================  =====================================================================
+==========================  =========================================================================================
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ SPARSITY = "SPARSITY"
 PROFILE = "SLIDESPARSE_PROFILE"
 BACKEND = "SLIDESPARSE_BACKEND"
 KEEP_DENSE = "SLIDESPARSE_KEEP_DENSE"
+FUSE = "SLIDESPARSE_FUSE"
 
 SPARSE, DENSE = "sparse", "dense"
 AUTO, SPARSE_BACKENDS = "auto", ("cusparselt", "hopper")
@@ -46,6 +48,7 @@ class Flags:
     profile: bool = False
     backend: str | None = None  # of SPARSE_BACKENDS, or None: the best of the machine
     keep_dense: bool = False
+    fuse: bool | None = None  # None: as the plugin does by default
 
     @classmethod
     def from_environment(cls, environ: Mapping[str, str] | None = None) -> Flags:
@@ -73,7 +76,15 @@ class Flags:
             raise FlagError(
                 f"{KEEP_DENSE} keeps the dense weight beside a sparse one, {USE_CUBLASLT} has no sparse one; unset one"
             )
-        return cls(path, pattern, _switch(environ, DISABLE), _switch(environ, PROFILE), backend, keep_dense)
+        return cls(
+            path,
+            pattern,
+            disabled=_switch(environ, DISABLE),
+            profile=_switch(environ, PROFILE),
+            backend=backend,
+            keep_dense=keep_dense,
+            fuse=_switch(environ, FUSE) if environ.get(FUSE, "").strip() else None,
+        )
 
 
 def _backend(environ: Mapping[str, str]) -> str | None:

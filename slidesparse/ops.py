@@ -225,6 +225,80 @@ def crossover_shape(
     return crossover.Shape(x.get_device(), dtype, scale_w.shape[0], x.shape[1], columns, backend)
 
 
+def rms_norm_quant_slide(
+    x: Tensor, weight: Tensor, eps: float, length: int, phase: int, dtype: torch.dtype, columns: int
+) -> tuple[Tensor, Tensor]:
+    """`quant_slide` of RMSNorm(x): weight [K]; the rest as there."""
+    return _norm_quant_slide(x, None, weight, eps, length, phase, dtype, columns)[:2]
+
+
+def add_rms_norm_quant_slide(
+    x: Tensor,
+    residual: Tensor,
+    weight: Tensor,
+    eps: float,
+    length: int,
+    phase: int,
+    dtype: torch.dtype,
+    columns: int,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """`quant_slide` of RMSNorm(x + residual), and the sum [M, K] of x's dtype, the next residual."""
+    return _norm_quant_slide(x, residual, weight, eps, length, phase, dtype, columns)
+
+
+def _norm_quant_slide(
+    x: Tensor,
+    residual: Tensor | None,
+    weight: Tensor,
+    eps: float,
+    length: int,
+    phase: int,
+    dtype: torch.dtype,
+    columns: int,
+) -> tuple[Tensor, Tensor, Tensor]:
+    with profiling.stage("quantize", x):
+        if x.is_cuda:
+            from slidesparse.kernels.norm_quant_slide import norm_quant_slide as kernel  # late: needs Triton
+
+            q, scale, total = kernel(
+                x, residual, weight, eps, length, phase, dtype, columns, bucket(x.shape[0])
+            )
+            return q, scale, x if total is None else total
+        normed, total = reference.rms_norm(x, weight, eps, residual)
+        return *_quant_slide(normed, length, phase, dtype, columns), total
+
+
+def silu_mul_quant_slide(
+    x: Tensor, length: int, phase: int, dtype: torch.dtype, columns: int
+) -> tuple[Tensor, Tensor]:
+    """`quant_slide` of silu(gate) * up, where x [M, 2 K] holds gate before up."""
+    with profiling.stage("quantize", x):
+        if x.is_cuda:
+            from slidesparse.kernels.silu_quant_slide import silu_quant_slide as kernel  # late: needs Triton
+
+            return kernel(x, length, phase, dtype, columns, bucket(x.shape[0]))
+        return _quant_slide(reference.silu_mul(x), length, phase, dtype, columns)
+
+
+def _rms_norm_quant_slide_fake(
+    x: Tensor, weight: Tensor, eps: float, length: int, phase: int, dtype: torch.dtype, columns: int
+) -> tuple[Tensor, Tensor]:
+    return _quant_slide_fake(x, length, phase, dtype, columns)
+
+
+def _add_rms_norm_quant_slide_fake(
+    x: Tensor,
+    residual: Tensor,
+    weight: Tensor,
+    eps: float,
+    length: int,
+    phase: int,
+    dtype: torch.dtype,
+    columns: int,
+) -> tuple[Tensor, Tensor, Tensor]:
+    return *_quant_slide_fake(x, length, phase, dtype, columns), x.new_empty(x.shape)
+
+
 def _register(name: str, schema: str, implementation: Callable[..., Any], fake: Callable[..., Any]) -> None:
     """Define an operator once a process, however often the plugin is loaded."""
     if hasattr(getattr(torch.ops, NAMESPACE), name):
@@ -239,6 +313,25 @@ _register(
     "quant_slide",
     "(Tensor x, SymInt length, SymInt phase, ScalarType dtype, SymInt columns) -> (Tensor, Tensor)",
     quant_slide,
+    _quant_slide_fake,
+)
+_WINDOWS = "SymInt length, SymInt phase, ScalarType dtype, SymInt columns"
+_register(
+    "rms_norm_quant_slide",
+    f"(Tensor x, Tensor weight, float eps, {_WINDOWS}) -> (Tensor, Tensor)",
+    rms_norm_quant_slide,
+    _rms_norm_quant_slide_fake,
+)
+_register(
+    "add_rms_norm_quant_slide",
+    f"(Tensor x, Tensor residual, Tensor weight, float eps, {_WINDOWS}) -> (Tensor, Tensor, Tensor)",
+    add_rms_norm_quant_slide,
+    _add_rms_norm_quant_slide_fake,
+)
+_register(
+    "silu_mul_quant_slide",
+    f"(Tensor x, {_WINDOWS}) -> (Tensor, Tensor)",
+    silu_mul_quant_slide,
     _quant_slide_fake,
 )
 _register(

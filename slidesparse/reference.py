@@ -32,6 +32,22 @@ def quant_slide(
     return lift_layout(q, layout), scale
 
 
+def rms_norm(x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """RMSNorm of x [M, K], or of x + residual: the norm and the sum, both [M, K] of x's dtype.
+
+    In float32, each rounded once, the norm from the sum before it is rounded: what Inductor makes of vLLM's RMSNorm.
+    """
+    total = x.float() if residual is None else x.float() + residual.float()
+    factor = torch.rsqrt(total.pow(2).mean(-1, keepdim=True) + eps)
+    return (total * factor * weight.float()).to(x.dtype), total.to(x.dtype)
+
+
+def silu_mul(x: Tensor) -> Tensor:
+    """silu(gate) * up of x [M, 2 K], gate before up -> [M, K] of x's dtype; in float32, rounded once."""
+    gate, up = x.float().chunk(2, -1)
+    return (gate / (1 + gate.neg().exp()) * up).to(x.dtype)
+
+
 def matmul(q: Tensor, weight: Tensor) -> Tensor:
     """Accumulate q [M, K'] with a slided weight [N, K'].
 

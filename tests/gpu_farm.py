@@ -83,6 +83,7 @@ class Engine:
     task: str = "prove"
     method: str = "magnitude"  # of pruning
     parallel: str = ""  # of PARALLEL
+    fuse: bool = False  # norms and activations with quantization, where the model is compiled
 
     @property
     def layers(self) -> str:
@@ -190,7 +191,11 @@ class Farm:
             work["windows"] = [] if engine.mode == "graphs" else self.windows(WINDOWS, WINDOW_LENGTH)
         return Request(
             str(self.checkpoint(engine)),
-            env={**(STOCK if engine.system == "stock" else {}), **work.pop("env", {})},
+            env={
+                **(STOCK if engine.system == "stock" else {}),
+                "SLIDESPARSE_FUSE": "1" if engine.fuse else "0",
+                **work.pop("env", {}),
+            },
             options={
                 **COMMON,
                 "dtype": engine.dtype,

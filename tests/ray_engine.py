@@ -20,7 +20,7 @@ from slidesparse import flags
 
 FLAGS = (
     *(flags.USE_CUSPARSELT, flags.USE_CUBLASLT, flags.DISABLE),
-    *(flags.SPARSITY, flags.PROFILE, flags.BACKEND),
+    *(flags.SPARSITY, flags.PROFILE, flags.BACKEND, flags.FUSE),
 )
 RANKS = 2
 

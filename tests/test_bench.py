@@ -228,6 +228,10 @@ def test_a_sum_needs_all_layers_and_adds_absolute_times(tmp_path: Path) -> None:
 def test_bytes_that_a_kernel_moves() -> None:
     assert Cell("quant_only", "int8", 16, 64).moved == 16 * 64 * 3 + 16 * 4
     assert Cell("quant_slide 6:8", "fp8", 16, 64).moved == 16 * (64 * 2 + 96) + 16 * 4
+    for norm in ("norm_quant_slide 6:8", "norm, quant_slide 6:8"):
+        assert Cell(norm, "int8", 16, 64).moved == 16 * (64 * 2 * 3 + 96) + 64 * 2 + 16 * 4
+    for silu in ("silu_quant_slide 6:8", "silu, quant_slide 6:8"):
+        assert Cell(silu, "int8", 16, 64).moved == 16 * (64 * 2 * 2 + 96) + 16 * 4
     assert Cell("dequant_bias", "int32", 16, 64).moved == 16 * 64 * (4 + 2) + 16 * 4 + 64 * (4 + 2)
 
 

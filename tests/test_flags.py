@@ -21,6 +21,12 @@ def test_both_spellings_and_every_way_to_say_yes() -> None:
     assert Flags.from_environment({"DISABLE_SLIDESPARSE": "1"}).disabled
 
 
+def test_fusion_is_asked_for_refused_or_left_open() -> None:
+    for value, wanted in (("1", True), ("0", False), (" off ", False), ("", None)):
+        assert Flags.from_environment({"SLIDESPARSE_FUSE": value}).fuse is wanted
+    assert Flags.from_environment({}).fuse is None
+
+
 @pytest.mark.parametrize(
     ("environment", "words"),
     [
@@ -31,6 +37,7 @@ def test_both_spellings_and_every_way_to_say_yes() -> None:
         ({"SPARSITY": "2:8"}, ["'2:8' prunes 6 of every 8", "did you mean 6:8 (2 of every 8 pruned)?"]),
         ({"SPARSITY": "2_7"}, ["block length 7", "even"]),
         ({"SPARSITY": "3_8"}, ["prunes 3 of every 8", "exactly 2"]),
+        ({"SLIDESPARSE_FUSE": "maybe"}, ["SLIDESPARSE_FUSE='maybe'", "use 1 or 0"]),
         ({"USE_CUSPARSELT": "maybe"}, ["USE_CUSPARSELT='maybe'", "use 1 or 0"]),
         ({"USE_CUSPARSELT": "1", "USE_CUBLASLT": "1"}, ["both set", "unset one"]),
     ],
@@ -64,6 +71,14 @@ class TestResolve:
         )
         assert config[STAMP]
         assert resolve(config, Flags("dense", SlidePattern(6)), on_cuda=True) == first
+
+    def test_fusion_is_stamped(self) -> None:
+        from slidesparse.vllm_patch.resolve import FUSE, STAMP, resolve
+
+        for asked, stamped in ((None, FUSE), (True, True), (False, False)):
+            config = _config()
+            assert resolve(config, Flags(fuse=asked), on_cuda=False).fuse is stamped
+            assert config[STAMP]["fuse"] is stamped  # type: ignore[index]
 
     @pytest.mark.parametrize(
         ("path", "on_cuda", "backend"),

@@ -98,7 +98,14 @@ def test_the_interpreter_is_asked_every_time() -> None:
 def test_kernels_are_handed_their_parameters_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
     """A compiled kernel takes them by place, compile-time ones last."""
     pytest.importorskip("triton")
-    from slidesparse.kernels import common, dequant_bias, quant_only, quant_slide
+    from slidesparse.kernels import (
+        common,
+        dequant_bias,
+        norm_quant_slide,
+        quant_only,
+        quant_slide,
+        silu_quant_slide,
+    )
 
     seen: dict[str, list[Any]] = {}
 
@@ -109,15 +116,19 @@ def test_kernels_are_handed_their_parameters_in_order(monkeypatch: pytest.Monkey
         return launch
 
     monkeypatch.setattr(common, "interpreted", lambda: True)
-    for module in (quant_slide, quant_only, dequant_bias):
+    for module in (quant_slide, quant_only, norm_quant_slide, silu_quant_slide, dequant_bias):
         monkeypatch.setattr(module, "_launch", note(module.__name__.rpartition(".")[2]))
     x = torch.zeros(4, 64, dtype=torch.bfloat16)
     quant_slide.quant_slide(x, 8, 0, torch.int8)
     quant_only.quant_only(x, torch.int8)
+    norm_quant_slide.norm_quant_slide(x, x, x[0], 1e-6, 8, 0, torch.int8)
+    silu_quant_slide.silu_quant_slide(x, 8, 0, torch.int8)
     dequant_bias.dequant_bias(x, torch.ones(4), torch.ones(64), None, torch.bfloat16)
     kernels = {
         "quant_slide": quant_slide.quant_slide_kernel,
         "quant_only": quant_only.quant_only_kernel,
+        "norm_quant_slide": norm_quant_slide.norm_quant_slide_kernel,
+        "silu_quant_slide": silu_quant_slide.silu_quant_slide_kernel,
         "dequant_bias": dequant_bias.dequant_bias_kernel,
     }
     for name, kernel in kernels.items():

@@ -58,6 +58,45 @@ def test_opcheck_quant_slide(dtype: torch.dtype, phase: int) -> None:
         )
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_opcheck_fused_operators(dtype: torch.dtype) -> None:
+    rest = (8, 0, dtype, 64)
+    for m in (0, 1, 5):
+        x, weight = torch.randn(m, 30), torch.randn(30)
+        for operator, arguments in (
+            (torch.ops.slidesparse.rms_norm_quant_slide, (x, weight, 1e-6, *rest)),
+            (torch.ops.slidesparse.add_rms_norm_quant_slide, (x, x + 1, weight, 1e-6, *rest)),
+            (torch.ops.slidesparse.silu_mul_quant_slide, (torch.randn(m, 60), *rest)),
+        ):
+            torch.library.opcheck(operator.default, arguments)
+
+
+@pytest.mark.parametrize("x_dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_fused_operators_quantize_what_torch_computes(dtype: torch.dtype, x_dtype: torch.dtype) -> None:
+    """One rounding of a float64 result, but for some in a thousand that lie next to a tie, as float32 sees them."""
+    generator = torch.Generator().manual_seed(0)
+    x, residual = (torch.randn(64, 30, generator=generator).to(x_dtype) for _ in range(2))
+    weight = torch.randn(30, generator=generator).to(x_dtype)
+    both = torch.cat([x, residual], 1)
+    total = (x.float() + residual.float()).double()
+
+    def norm(sums: Tensor) -> Tensor:
+        return sums * (sums.pow(2).mean(-1, keepdim=True) + 0.1).rsqrt() * weight.double()
+
+    rest = (8, 0, dtype, 64)
+    fused = torch.ops.slidesparse
+    plain = fused.rms_norm_quant_slide(x, weight, 0.1, *rest)
+    *added, sums = fused.add_rms_norm_quant_slide(x, residual, weight, 0.1, *rest)
+    gated = fused.silu_mul_quant_slide(both, *rest)
+    assert torch.equal(sums, total.to(x_dtype))
+    silu = torch.nn.functional.silu(x.double()) * residual.double()
+    for found, exact in ((plain, norm(x.double())), (added, norm(total)), (gated, silu)):
+        q, scale = fused.quant_slide(exact.to(x_dtype), *rest)
+        torch.testing.assert_close(found[1], scale, rtol=2.0**-7, atol=0)
+        assert (found[0].float() != q.float()).float().mean() < 2e-3
+
+
 @pytest.mark.parametrize("with_bias", [True, False])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_opcheck_scaled_matmul(dtype: torch.dtype, with_bias: bool) -> None:

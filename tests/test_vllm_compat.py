@@ -48,9 +48,17 @@ from vllm.config.vllm import VllmConfig, get_current_vllm_config
     "vllm/config/vllm.py": """
 class VllmConfig:
     load_config: LoadConfig = Field()
+    compilation_config: CompilationConfig = Field()
 def get_current_vllm_config(): ...
 """,
     "vllm/config/load.py": "class LoadConfig:\n    load_format: str = 'auto'\n",
+    "vllm/config/compilation.py": """
+class CompilationConfig:
+    mode: int = 3
+    backend: str = ""
+    inductor_compile_config: dict = field(default_factory=dict)
+""",
+    "vllm/compilation/inductor_pass.py": "class InductorPass(CustomGraphPass): ...\n",
     "vllm/config/model.py": """
 def verify(self, method):
     method.override_quantization_method(quant_cfg, self.quantization, hf_config=self.hf_config)

@@ -26,7 +26,7 @@ import engine_tasks
 
 HERE = Path(__file__).resolve()
 GRACE = 5.0  # seconds
-FLAGS = ("USE_CUSPARSELT", "USE_CUBLASLT", "DISABLE_SLIDESPARSE", "SPARSITY")
+FLAGS = ("USE_CUSPARSELT", "USE_CUBLASLT", "DISABLE_SLIDESPARSE", "SPARSITY", "SLIDESPARSE_FUSE")
 
 
 @dataclass
@@ -39,6 +39,7 @@ class Request:
     task: str = "generate"  # or "config_hash", "strip_env", or another one of engine_tasks.TASKS
     work: dict[str, Any] = field(default_factory=dict)  # what the task takes
     pretend_cuda: bool = False  # resolve as on a machine with a GPU
+    pieces: bool = False  # compile as on a machine with a GPU: by vLLM's own backend, cut at attentions
     exact_fp8: bool = False  # accumulate FP8 in float64: the yardstick for everybody's error
     yardstick: str = (
         ""  # serve by the reference backend with sums in "float64", or those rounded to "bfloat16"
@@ -143,6 +144,8 @@ def _run(request: Request) -> Answer:
         _resolve_as(on_cuda=request.pretend_cuda)
     if request.yardstick:
         _accumulate_in_float64(request.yardstick)
+    if request.pieces:
+        _compile_in_pieces()
     if request.task == "config_hash":
         return Answer(config_hash=_config(request).compute_hash())
     make = _engine_without_flags if request.task == "strip_env" else _engine
@@ -191,6 +194,27 @@ def _resolve_as(on_cuda: bool) -> None:
 
     plain = config.resolve
     config.resolve = lambda quantization, flags, _: plain(quantization, flags, on_cuda)
+
+
+def _compile_in_pieces() -> None:
+    """On the CPU build, which leaves models to torch.compile.  vLLM's last pass asks for operators that only its build
+    for GPUs has; it changes nothing that this build runs.
+    """
+    from vllm.compilation.passes.utility.fix_functionalization import FixFunctionalizationPass
+    from vllm.config import CompilationMode
+    from vllm.platforms.cpu import CpuPlatform
+
+    plain = CpuPlatform.check_and_update_config.__func__
+
+    def check_and_update_config(cls: type, config: Any) -> None:
+        plain(cls, config)
+        compilation = config.compilation_config
+        compilation.mode, compilation.backend = CompilationMode.VLLM_COMPILE, "inductor"
+        compilation.ir_enable_torch_wrap, compilation.compile_sizes = True, []
+        compilation.splitting_ops = list(compilation._attention_ops)
+
+    CpuPlatform.check_and_update_config = classmethod(check_and_update_config)
+    FixFunctionalizationPass.__call__ = lambda self, graph: None
 
 
 def _accumulate_fp8_in_float64() -> None:

@@ -14,6 +14,7 @@ class Census:
         self.pending: set[str] = set()
         self.sparse: dict[str, str] = {}  # layer -> its pattern
         self.dense: dict[str, str] = {}  # layer -> reason
+        self.fusion = ""  # what came of SLIDESPARSE_FUSE
 
     def expect(self, layer: str) -> None:
         """A layer that will settle when its weights are loaded."""
@@ -41,8 +42,10 @@ class Census:
         patterns = Counter(self.sparse.values())
         if len(patterns) > 1:
             kind += f" ({', '.join(f'{n} at {pattern}' for pattern, n in sorted(patterns.items()))})"
+        fusion = f"; {self.fusion}" if self.fusion else ""
         return (
             f"SlideSparse {subject}: {len(self.sparse)} layers {kind}, {dense}; "
             f"{resolution.layout} layout; backend {resolution.backend}: {resolution.reason}"
             + ("; dense weights kept beside" if resolution.keep_dense else "")
+            + fusion
         )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
+from typing import Any
 
 from packaging.version import Version
 
@@ -61,11 +62,34 @@ def forget_input_quant_key(layer: object) -> None:
         del layer.input_quant_key
 
 
-def loads_dummy_weights() -> bool:
-    """Whether the model under construction gets random weights (``--load-format dummy``)."""
+def current_config() -> Any:
+    """The VllmConfig of the model under construction."""
     from vllm.config import get_current_vllm_config
 
-    return str(get_current_vllm_config().load_config.load_format).endswith("dummy")
+    return get_current_vllm_config()
+
+
+def loads_dummy_weights() -> bool:
+    """Whether the model under construction gets random weights (``--load-format dummy``)."""
+    return str(current_config().load_config.load_format).endswith("dummy")
+
+
+def inductor_pass() -> type:
+    """What vLLM asks passes over compiled graphs to derive from; `object` where there is no such class."""
+    try:
+        from vllm.compilation.passes.inductor_pass import InductorPass
+    except ImportError:
+        try:
+            from vllm.compilation.inductor_pass import InductorPass  # before the folder ``passes``
+        except ImportError:
+            return object
+    return InductorPass
+
+
+def compiles_by_inductor(compilation: Any) -> bool:
+    """Whether models are compiled with options for Inductor: by torch.compile (2) or vLLM's own backend (3)."""
+    mode = getattr(compilation, "mode", None)
+    return getattr(mode, "value", mode) in (2, 3) and compilation.backend in ("", "inductor")
 
 
 def checkpoint_name(layer: str) -> str:

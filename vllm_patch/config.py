@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from slidesparse.vllm_patch import compat
+from slidesparse.vllm_patch import compat, fusion
 from slidesparse.vllm_patch.census import Census
 from slidesparse.vllm_patch.resolve import Resolution, ResolveError, resolve, wanted
 from slidesparse.vllm_patch.scheme import SlideSparseScheme, refusal
@@ -105,6 +105,8 @@ class SlideSparseConfig(CompressedTensorsConfig):
             self.census.settle(name, reason)
             return scheme
         self.census.expect(name)
+        if self.resolution.fuse and not self.census.fusion:
+            self.census.fusion = fusion.register(self.resolution.keep_dense)
         return SlideSparseScheme(self, scheme, name, entry)
 
     def _entry(self, name: str) -> LayerEntry | None:

@@ -173,8 +173,15 @@ REQUIREMENTS: tuple[Requirement, ...] = (
     ),
     # compat.py
     Call("vllm.config:get_current_vllm_config", "()"),
-    Attributes("vllm.config:VllmConfig", ("load_config",)),
+    Attributes("vllm.config:VllmConfig", ("load_config", "compilation_config")),
     Attributes("vllm.config.load:LoadConfig", ("load_format",)),
+    Attributes("vllm.config.compilation:CompilationConfig", ("backend", "inductor_compile_config", "mode")),
+    OneOf(
+        (
+            Defined("vllm.compilation.passes.inductor_pass:InductorPass"),
+            Defined("vllm.compilation.inductor_pass:InductorPass"),
+        )
+    ),
     OneOf(
         (
             Defined(f"{_LAYERS}.fused_moe.layer:FusedMoE"),

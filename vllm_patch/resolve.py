@@ -30,6 +30,8 @@ ON_HOPPER = (
     "cusparselt"  # the sparse backend of compute capability 9.0 when no flag chooses: this or "hopper"
 )
 
+FUSE = False  # when no flag chooses: not measured yet
+
 
 class ResolveError(ValueError):
     """Flags and checkpoint that do not go together."""
@@ -48,6 +50,7 @@ class Resolution:
     plugin: str  # version
     profile: bool  # whether to time layers
     keep_dense: bool  # whether layers hold their dense weight, too
+    fuse: bool  # whether to compute norms and activations together with quantization, in compiled models
 
     @property
     def slide_pattern(self) -> SlidePattern:
@@ -94,6 +97,7 @@ def resolve(quantization_config: MutableMapping[str, Any], flags: Flags, on_cuda
         plugin=__version__,
         profile=flags.profile,
         keep_dense=flags.keep_dense and path == SPARSE,
+        fuse=FUSE if flags.fuse is None else flags.fuse,
     )
     quantization_config[STAMP] = asdict(made)
     return made

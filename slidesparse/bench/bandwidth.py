@@ -1,14 +1,20 @@
-"""Memory bandwidth of the kernels that quantize and scale, against a device-to-device copy of as many bytes."""
+"""Memory bandwidth of the kernels that quantize and scale, against a device-to-device copy of as many bytes.
+
+Norms and activations are measured fused with quantization and as pairs, Inductor's kernel and ours; the bytes are those
+of the fused kernel in both, so that rates compare like times.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from slidesparse import reference
 from slidesparse.bench.measure import Launch, exact
 from slidesparse.bench.records import Records
 from slidesparse.bench.session import Session, free
@@ -23,13 +29,15 @@ PAGE = 4096  # bytes
 PATTERN = SlidePattern(8)
 ACCUMULATORS = ("int32", "bf16")  # what the libraries leave to be scaled
 FLOAT = torch.bfloat16
+EPS = 1e-6
+FUSED = ("norm_quant_slide", "norm, quant_slide", "silu_quant_slide", "silu, quant_slide")
 
 
 @dataclass(frozen=True)
 class Cell:
     """One kernel at one size; ``dtype`` is the one it quantizes to, or that of the accumulators it scales."""
 
-    kernel: str  # "quant_only", "quant_slide 6:8", "dequant_bias"
+    kernel: str  # "quant_only", "quant_slide 6:8", "dequant_bias", or of FUSED and " 6:8"
     dtype: str
     m: int
     k: int
@@ -43,14 +51,17 @@ class Cell:
             vectors = 4 * self.m + (4 + float_size) * self.k  # scale_x, scale_w and the bias
             return elements * (size + float_size) + vectors
         columns = self.k if self.kernel == "quant_only" else PATTERN.layout(self.k).slided
-        return elements * float_size + self.m * columns * size + 4 * self.m
+        written = self.m * columns * size + 4 * self.m
+        if self.kernel.startswith("norm"):  # x, the residual and their sum
+            return 3 * elements * float_size + float_size * self.k + written
+        return elements * float_size * (2 if self.kernel.startswith("silu") else 1) + written
 
 
 def cells() -> list[Cell]:
     """Everything that is measured."""
     quantizers = [
         (kernel, dtype)
-        for kernel in ("quant_only", f"quant_slide {PATTERN.ratio}")
+        for kernel in ("quant_only", *(f"{name} {PATTERN.ratio}" for name in ("quant_slide", *FUSED)))
         for dtype in ("int8", "fp8")
     ]
     kernels = [*quantizers, *(("dequant_bias", dtype) for dtype in ACCUMULATORS)]
@@ -92,6 +103,13 @@ class BandwidthBench:
                 (inputs.scale(cell.m).view(-1, 1), inputs.scale(cell.k).view(-1, 1)),
                 inputs.floats((cell.k,), FLOAT),
             )
+        if cell.kernel.startswith("norm"):
+            pairs = inputs.activations("bf16", 2 * cell.m, cell.k, copies)
+            return _norm(
+                cell, [(pair[: cell.m], pair[cell.m :]) for pair in pairs], inputs.floats((cell.k,), FLOAT)
+            )
+        if cell.kernel.startswith("silu"):
+            return _activate(cell, inputs.activations("bf16", cell.m, 2 * cell.k, copies))
         rows = inputs.activations("bf16", cell.m, cell.k, copies)
         return _quantize(cell, rows)
 
@@ -109,6 +127,34 @@ def _quantize(cell: Cell, rows: list[Tensor]) -> Launch:
         else (lambda x: quant_slide(x, length, 0, kind))
     )
     return lambda i: run(rows[i])
+
+
+def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
+    """For one shape; else torch would stop compiling after some of them."""
+    torch._dynamo.reset()
+    return torch.compile(function, dynamic=False)
+
+
+def _norm(cell: Cell, pairs: list[tuple[Tensor, Tensor]], weight: Tensor) -> Launch:
+    from slidesparse.kernels.norm_quant_slide import norm_quant_slide  # late: needs Triton
+    from slidesparse.kernels.quant_slide import quant_slide
+
+    kind, length = DTYPES[cell.dtype], PATTERN.layout(cell.k).length
+    if "," not in cell.kernel:
+        return lambda i: norm_quant_slide(*pairs[i], weight, EPS, length, 0, kind)
+    norm = _compiled(reference.rms_norm)
+    return lambda i: quant_slide(norm(pairs[i][0], weight, EPS, pairs[i][1])[0], length, 0, kind)
+
+
+def _activate(cell: Cell, rows: list[Tensor]) -> Launch:
+    from slidesparse.kernels.quant_slide import quant_slide  # late: needs Triton
+    from slidesparse.kernels.silu_quant_slide import silu_quant_slide
+
+    kind, length = DTYPES[cell.dtype], PATTERN.layout(cell.k).length
+    if "," not in cell.kernel:
+        return lambda i: silu_quant_slide(rows[i], length, 0, kind)
+    activate = _compiled(reference.silu_mul)
+    return lambda i: quant_slide(activate(rows[i]), length, 0, kind)
 
 
 def _scale(accumulators: list[Tensor], scales: tuple[Tensor, Tensor], bias: Tensor) -> Launch:

@@ -1,4 +1,5 @@
-"""The GPU's Triton kernels, one a file: `quant_slide`, `quant_only`, `dequant_bias`; for loading, two more.
+"""The GPU's Triton kernels, one a file: `quant_slide`, `quant_only`, `dequant_bias`; `norm_quant_slide` and
+`silu_quant_slide`, which also do what comes before quantization; for loading, two more.
 
 Bit-identical to `slidesparse.reference` with ``arithmetic="cuda"``, on the GPU and in Triton's interpreter
 (TRITON_INTERPRET=1).  This package needs neither Triton nor a GPU; its modules need Triton when imported, and
@@ -9,7 +10,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-KINDS = ("quant_slide", "quant_only", "dequant_bias")
+KINDS = ("quant_slide", "quant_only", "norm_quant_slide", "silu_quant_slide", "dequant_bias")
 
 # When the quantizing kernels let the product behind them start, if that waits for their results itself (on Hopper and
 # later): "early", as soon as they run; "late", before they write the codes; "off", when they end.
@@ -19,8 +20,8 @@ LAUNCH_DEPENDENTS = "late"
 class Config(NamedTuple):
     """How a kernel is launched.
 
-    ``block`` counts what one step of a program handles along the row: words of four codes (quant_slide, quant_only)
-    or columns (dequant_bias).  ``rows`` is the rows of a program.
+    ``block`` counts what one step of a program handles along the row: words of four codes (those that quantize) or
+    columns (dequant_bias).  ``rows`` is the rows of a program.
     """
 
     block: int  # a power of two
@@ -46,6 +47,21 @@ TABLE: dict[str, tuple[_Entry, ...]] = {
         (4096, None, Config(1024, 1, 4)),
         (8192, None, Config(2048, 1, 8)),
         (None, None, Config(1024, 1, 8)),
+    ),
+    # Not measured: as quant_slide, but a row is held in registers for longer, as to read it again is to compute again.
+    "norm_quant_slide": (
+        (1024, None, Config(256, 1, 2)),
+        (2048, None, Config(1024, 1, 4)),
+        (4096, None, Config(2048, 1, 8)),
+        (8192, None, Config(4096, 1, 16)),
+        (None, None, Config(4096, 1, 16)),
+    ),
+    "silu_quant_slide": (
+        (1024, None, Config(256, 1, 2)),
+        (2048, None, Config(1024, 1, 4)),
+        (4096, None, Config(2048, 1, 8)),
+        (8192, None, Config(4096, 1, 16)),
+        (None, None, Config(1024, 1, 16)),
     ),
     "dequant_bias": (
         (None, 64, Config(256, 1, 1)),

@@ -48,6 +48,18 @@ def narrow(value, DTYPE: tl.constexpr, NATIVE: tl.constexpr):
 
 
 @triton.jit
+def rounded(value, BF16: tl.constexpr, WIDE: tl.constexpr, NATIVE: tl.constexpr):
+    """float32 -> the float32 that bfloat16, or else float16, would hold; WIDE: as it is."""
+    if WIDE:
+        result = value
+    elif BF16:
+        result = widen(narrow(value, tl.bfloat16, NATIVE))
+    else:
+        result = widen(narrow(value, tl.float16, NATIVE))
+    return result
+
+
+@triton.jit
 def halves(word, BF16: tl.constexpr):
     """The two 16-bit floats of an int32, the lower address first, as float32."""
     if BF16:

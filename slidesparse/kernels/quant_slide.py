@@ -37,7 +37,7 @@ from slidesparse.quantize import FP8
 
 
 @triton.jit
-def _column(word, LENGTH: tl.constexpr, PHASE: tl.constexpr):
+def window_column(word, LENGTH: tl.constexpr, PHASE: tl.constexpr):
     """The first column of a window; negative, or K and above, in the padding."""
     block = word // (LENGTH // 2 - 1)
     return block * LENGTH + 2 * (word - block * (LENGTH // 2 - 1)) - PHASE
@@ -67,7 +67,7 @@ def quant_slide_kernel(
     q += row * WORDS
     if WORDS <= BLOCK:
         word = tl.arange(0, BLOCK)
-        a, b, c, d = load_four(x, _column(word, LENGTH, PHASE), word < WORDS, K, PAIRS, BF16)
+        a, b, c, d = load_four(x, window_column(word, LENGTH, PHASE), word < WORDS, K, PAIRS, BF16)
         scale, factor = row_scale(absmax_of_four(a, b, c, d, NATIVE), E4M3)
         if DEPENDENTS == 2:
             launch_dependents()
@@ -79,13 +79,22 @@ def quant_slide_kernel(
             launch_dependents()
         for start in tl.static_range(0, WORDS, BLOCK):
             word = start + tl.arange(0, BLOCK)
-            a, b, c, d = load_four(x, _column(word, LENGTH, PHASE), word < WORDS, K, PAIRS, BF16)
+            a, b, c, d = load_four(x, window_column(word, LENGTH, PHASE), word < WORDS, K, PAIRS, BF16)
             codes = codes_of(a, b, c, d, scale, factor, E4M3, NATIVE)
             tl.store(q + word, codes, mask=word < WORDS)
     tl.store(scales + row, scale)
 
 
 _launch = Launcher(quant_slide_kernel)
+
+
+def require_windows(length: int, phase: int) -> None:
+    """Raise ValueError unless there are blocks of ``length`` after ``phase`` zero columns."""
+    if length < HARDWARE_LENGTH or length % 2 or not 0 <= phase < length:
+        raise ValueError(
+            f"block length {length} at phase {phase}: the length must be even and at least {HARDWARE_LENGTH}, "
+            "the phase in 0..length-1"
+        )
 
 
 def quant_slide(
@@ -113,11 +122,7 @@ def quant_slide(
     """
     common.require("x", x, 2, common.FLOATS)
     common.require_codes(dtype)
-    if length < HARDWARE_LENGTH or length % 2 or not 0 <= phase < length:
-        raise ValueError(
-            f"block length {length} at phase {phase}: the length must be even and at least {HARDWARE_LENGTH}, "
-            "the phase in 0..length-1"
-        )
+    require_windows(length, phase)
     m, k = x.shape
     words = common.require_columns(columns, SlideLayout(k, phase, length).slided) // HARDWARE_LENGTH
     q, scales = common.quantized(x, words * HARDWARE_LENGTH, rows)

@@ -1,0 +1,69 @@
+"""Norms and activations fused with quantization in a compiled model on a GPU, beside the same model without."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+from gpu_farm import (
+    Engine,
+    Farm,
+    compiled_beside_stock,
+    forced,
+    needed,
+    needs,
+    require_only_rounding,
+    same_share,
+)
+
+pytestmark = [pytest.mark.gpu, pytest.mark.vllm, pytest.mark.slow]
+
+
+@pytest.fixture(scope="module")
+def farm(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Farm]:
+    made = Farm(tmp_path_factory.mktemp("models"), {})
+    for engine in needed(request):
+        made.start(engine)
+    yield made
+    made.close()
+
+
+def engines(quant: str) -> list[Engine]:
+    """Stock eager and compiled, ours eager, compiled, and compiled with fusion."""
+    ours = Engine(quant, "6:8", "bfloat16")
+    return [*compiled_beside_stock(ours), replace(ours, mode="compiled", fuse=True)]
+
+
+@needs(engines)
+@pytest.mark.parametrize("quant", ["int8", "fp8"])
+def test_fused_models_answer_as_compiled_ones(farm: Farm, quant: str) -> None:
+    """The bound is that for models compiled without: fusion may move the same roundings, and no others."""
+    stock, stock_compiled, eager, compiled, fused = farm.answers(engines(quant))
+    print(
+        f"{quant}: {same_share(forced(fused), forced(compiled)):.2%} of the top-1 tokens are those without fusion, "
+        f"stock's compiled are its eager ones in {same_share(forced(stock), forced(stock_compiled)):.2%}"
+    )
+    require_only_rounding(stock, stock_compiled, eager, fused)
+
+
+@needs(engines)
+@pytest.mark.parametrize("quant", ["int8", "fp8"])
+def test_all_but_the_attention_is_fused(farm: Farm, quant: str) -> None:
+    """vLLM cuts a model at its attentions; of each piece only what quantizes for o_proj stays as it is."""
+    *_, compiled, fused = farm.answers(engines(quant))
+    assert fused.summary.endswith("; norms and activations fused")
+    assert "SlideSparse fusion" not in compiled.log
+    graphs = re.findall("SlideSparse fusion in a graph: (.*)", fused.log)
+    print(graphs)
+    found = [{name: int(count) for count, name in re.findall(r"(\d+) (\w+)", graph)} for graph in graphs]
+    assert {name for graph in found for name in graph} == {
+        "rms_norm_quant_slide",
+        "add_rms_norm_quant_slide",
+        "silu_mul_quant_slide",
+        "quant_slide",
+    }
+    for graph in found:
+        assert graph.get("quant_slide", 0) == graph.get("silu_mul_quant_slide", 0)
+        assert sum(graph.values()) > graph.get("quant_slide", 0)

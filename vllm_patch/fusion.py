@@ -1,0 +1,302 @@
+"""Compute the quantization of a layer together with the norm or the activation that feeds it, in compiled models.
+
+Just before Inductor generates code, a graph of vLLM holds ``torch.ops.slidesparse.quant_slide(y, ...)`` of a y that is
+
+- ``vllm_ir.rms_norm`` or ``vllm_ir.fused_add_rms_norm``, where vLLM keeps norms whole until then (on GPUs, in 0.25.1),
+- or the same written out in ATen operators (on CPUs),
+- or SiLU of one half times the other half, written out unless ``custom_ops`` asks for vLLM's own kernel.
+
+`FusionPass` replaces such a pair by one of our operators, when nothing else uses y.  Inductor could not do so itself,
+even if quant_slide were written out: it puts operations into one kernel that run over the same elements, and windows
+are a gather of another width ([M, K'], not [M, K]) of what reductions over the row give, two of them after a norm.
+
+Results are those of the unfused graph up to what `slidesparse.kernels.norm_quant_slide` says, and one thing more:
+Inductor uses a sum with the residual unrounded where it computes it again; ours is rounded to the dtype of the model.
+
+The pass is registered where vLLM takes others', an option of Inductor; its uuid is part of Inductor's cache key and,
+through the compilation config, of vLLM's.  It holds no state, so that configs with it can be copied and pickled.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import operator
+from collections import Counter
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from slidesparse.vllm_patch import compat
+from torch._inductor.pattern_matcher import (
+    MULTIPLE,
+    CallFunction,
+    KeywordArg,
+    PatternExpr,
+    stable_topological_sort,
+)
+from torch.fx import Graph, Node
+from torch.fx.experimental.symbolic_shapes import statically_known_true, sym_eq
+from vllm.logger import init_logger
+
+from slidesparse import __version__, ops
+
+logger = init_logger("vllm.slidesparse")
+
+PASS_KEY = "post_grad_custom_post_pass"  # of torch._inductor.config
+TO_THE_END = 2**63 - 1  # of a slice
+
+aten, prims, ours = torch.ops.aten, torch.ops.prims, torch.ops.slidesparse
+
+
+def register(keep_dense: bool) -> str:
+    """Have the model under construction compiled with the pass; what came of it, in words for the summary line."""
+    compilation = compat.current_config().compilation_config
+    if not compat.compiles_by_inductor(compilation):
+        return "norms and activations not fused: the model is not compiled by Inductor"
+    if keep_dense:
+        return "norms and activations not fused: layers choose between their weights when they run"
+    if FusionPass.__base__ is object:
+        return "norms and activations not fused: this vLLM takes no passes"
+    options = compilation.inductor_compile_config
+    other = options.setdefault(PASS_KEY, FusionPass())
+    if not isinstance(other, FusionPass):
+        return f"norms and activations not fused: {PASS_KEY} is taken by {type(other).__name__}"
+    return "norms and activations fused"
+
+
+class FusionPass(compat.inductor_pass()):  # type: ignore[misc]
+    """Inductor calls it with each graph that it is about to compile."""
+
+    def __call__(self, graph: Graph) -> None:
+        """Fuse what can be fused and say how much, once for all graphs that are alike."""
+        done = fuse(graph)
+        if done:
+            _say(tuple(sorted(done.items())))
+
+    def uuid(self) -> str:
+        """Changes whenever the result may."""
+        return _uuid()
+
+
+@cache
+def _uuid() -> str:
+    return hashlib.sha256(Path(__file__).read_bytes() + f"{ops.ABI} {__version__}".encode()).hexdigest()
+
+
+@cache
+def _say(done: tuple[tuple[str, int], ...]) -> None:
+    logger.info("SlideSparse fusion in a graph: %s", ", ".join(f"{count} {name}" for name, count in done))
+
+
+@dataclass(frozen=True)
+class Producer:
+    """What computes the input of a quant_slide, and the operator that computes both."""
+
+    operator: Any
+    inputs: tuple[Any, ...]  # of the operator, before the arguments of quant_slide
+    nodes: tuple[Node, ...]  # that become unused, each before those that it uses
+    sums: tuple[Node, ...] = ()  # hold what the operator gives as its third result
+
+
+def fuse(graph: Graph) -> Counter[str]:
+    """Replace each quant_slide and its producer, where there is one; how many by operator, as they are now.
+
+    So too the quantization in layers that are one call.  Those that keep their dense weight are left alone: which one
+    they take, and so how they quantize, is decided when they run.
+
+    The graph may be that of any model; what the function does not know it leaves alone.
+    """
+    done: Counter[str] = Counter()
+    for node in list(graph.nodes):
+        if node.target not in (ours.quant_slide.default, ours.linear.default):
+            continue
+        producer = _producer(node)
+        if producer:
+            node = node if node.target is ours.quant_slide.default else _split(node)
+            _replace(node, producer)
+        done[node.target.name().partition("::")[2]] += 1
+    if set(done) - {"quant_slide", "linear"}:
+        stable_topological_sort(graph)  # a sum may be used before the place of quant_slide
+    return done
+
+
+def _split(linear: Node) -> Node:
+    """Write a layer that is one call (`slidesparse.ops`) as two; the first of them."""
+    x, weight, scale_w, bias, *windows, out_dtype, backend = linear.args
+    graph = linear.graph
+    with graph.inserting_before(linear):
+        quant = graph.call_function(ours.quant_slide.default, (x, *windows))
+        results = [graph.call_function(operator.getitem, (quant, index)) for index in range(2)]
+        arguments = (*results, weight, scale_w, bias, out_dtype, backend)
+        product = graph.call_function(ours.scaled_matmul.default, arguments)
+    like = x.meta["val"]  # type: ignore[union-attr]
+    quant.meta["val"] = ops._quant_slide_fake(like, *windows)  # type: ignore[arg-type]
+    for result, value in zip(results, quant.meta["val"], strict=True):
+        result.meta["val"] = value
+    product.meta["val"] = linear.meta["val"]
+    linear.replace_all_uses_with(product)
+    graph.erase_node(linear)
+    return quant
+
+
+def _producer(layer: Node) -> Producer | None:
+    """Of the input of a quant_slide, or of a layer that quantizes it."""
+    source = layer.args[0]
+    if not isinstance(source, Node) or len(source.users) != 1 or layer.kwargs:
+        return None
+    value = source.meta.get("val")
+    if not isinstance(value, torch.Tensor) or value.dim() != 2:
+        return None
+    for find in (_whole_norm, _written_norm, _written_activation):
+        found = find(source, value)
+        if found:
+            return found
+    return None
+
+
+def _replace(quant: Node, producer: Producer) -> None:
+    """Turn ``quant`` into the fused operator: its results 0 and 1 stay what they are, 2 becomes the sum."""
+    like = quant.args[0].meta["val"]  # type: ignore[union-attr]
+    quant.target = producer.operator
+    quant.args = (*producer.inputs, *quant.args[1:])
+    quant.meta.pop("eager_input_vals", None)  # those of the former arguments
+    if producer.operator is ours.add_rms_norm_quant_slide.default:
+        quant.meta["val"] = (*quant.meta["val"], like)
+    if producer.sums:
+        with quant.graph.inserting_after(quant):
+            third = quant.graph.call_function(operator.getitem, (quant, 2))
+        third.meta["val"] = like
+        for node in producer.sums:
+            node.replace_all_uses_with(third, delete_user_cb=lambda user: user not in producer.nodes)
+    for node in (*producer.sums, *producer.nodes):
+        if not node.users:
+            quant.graph.erase_node(node)
+
+
+def _whole_norm(source: Node, value: torch.Tensor) -> Producer | None:
+    """vLLM's own operators of a norm: ``rms_norm(x, weight, eps, variance_size=None)`` and, with a residual, a pair of
+    results from ``fused_add_rms_norm(x, residual, weight, eps, variance_size=None)``.
+    """
+    if _calls(source, "vllm_ir::rms_norm"):
+        return _norm(ours.rms_norm_quant_slide.default, source.args, 1, value, (source,), ())
+    call = source.args[0] if source.target is operator.getitem and source.args[1] == 0 else None
+    if not isinstance(call, Node) or not _calls(call, "vllm_ir::fused_add_rms_norm"):
+        return None
+    sums = tuple(user for user in call.users if user.args[1] == 1)
+    return _norm(ours.add_rms_norm_quant_slide.default, call.args, 2, value, (source, call), sums)
+
+
+def _norm(
+    target: Any,
+    inputs: tuple[Any, ...],
+    rows: int,
+    value: torch.Tensor,
+    nodes: tuple[Node, ...],
+    sums: tuple[Node, ...],
+) -> Producer | None:
+    """``inputs``: ``rows`` tensors [M, K] like ``value``, weight [K] and eps; None where they are not."""
+    *tensors, eps = inputs[: rows + 2]
+    if len(inputs) < rows + 2 or any(one is not None for one in inputs[rows + 2 :]):
+        return None  # the mean of a part of the row
+    if not all(isinstance(one, Node) for one in tensors) or not isinstance(eps, float):
+        return None
+    *likes, weight = (one.meta.get("val") for one in tensors)
+    if not all(_alike(one, value) for one in likes) or weight is None or weight.dim() != 1:
+        return None
+    return Producer(target, (*tensors, eps), nodes, sums)
+
+
+def _written_norm(source: Node, value: torch.Tensor) -> Producer | None:
+    """The operators of a norm, and those that round its sum."""
+    found = _add_norm_pattern(value.dtype)[0].match(source)
+    if found:
+        total = found.ctx.pattern_to_node[_add_norm_pattern(value.dtype)[1]]
+        assert isinstance(total, Node)
+        sums = (total,) if value.dtype == torch.float32 else _rounded(total, value.dtype)
+        inputs = tuple(found.kwargs[name] for name in ("x", "residual", "weight", "eps"))
+        nodes = tuple(reversed(found.nodes))
+        added = (
+            None
+            if total.kwargs
+            else _norm(ours.add_rms_norm_quant_slide.default, inputs, 2, value, nodes, sums)
+        )
+        if added:
+            return added
+    found = _norm_pattern(value.dtype).match(source)
+    if not found:
+        return None
+    inputs = tuple(found.kwargs[name] for name in ("x", "weight", "eps"))
+    return _norm(ours.rms_norm_quant_slide.default, inputs, 1, value, tuple(reversed(found.nodes)), ())
+
+
+def _rounded(total: Node, dtype: torch.dtype) -> tuple[Node, ...]:
+    convert = prims.convert_element_type.default
+    return tuple(user for user in total.users if user.target is convert and user.args[1] == dtype)
+
+
+def _written_activation(source: Node, value: torch.Tensor) -> Producer | None:
+    """The operators of silu(x[:, :K]) * x[:, K:]."""
+    found = _activation_pattern(value.dtype).match(source)
+    if not found:
+        return None
+    x, k = found.kwargs["x"], found.kwargs["k"]
+    whole = x.meta["val"]
+    if whole.dtype != value.dtype or whole.dim() != 2 or not isinstance(k, int) or whole.shape[1] != 2 * k:
+        return None
+    return Producer(ours.silu_mul_quant_slide.default, (x,), tuple(reversed(found.nodes)))
+
+
+def _calls(node: Node, name: str) -> bool:
+    """Whether the node calls the default overload of an operator that may not exist; by position, as vLLM does."""
+    return isinstance(node.target, torch._ops.OpOverload) and node.target.name() == name and not node.kwargs
+
+
+def _alike(one: Any, other: torch.Tensor) -> bool:
+    """Of the same dtype and, whatever the number of tokens, the same shape."""
+    return (
+        isinstance(one, torch.Tensor)
+        and one.dtype == other.dtype
+        and one.dim() == other.dim()
+        and statically_known_true(sym_eq(tuple(one.shape), tuple(other.shape)))
+    )
+
+
+def _cast(pattern: PatternExpr, dtype: torch.dtype, source: torch.dtype, users: Any = 1) -> PatternExpr:
+    """``pattern`` of dtype ``source`` converted; no operator where that changes nothing."""
+    if dtype == source:
+        return pattern
+    return CallFunction(prims.convert_element_type.default, pattern, dtype, _users=users)
+
+
+def _norm_of(total: PatternExpr, dtype: torch.dtype) -> PatternExpr:
+    mean = CallFunction(aten.mean.dim, CallFunction(aten.pow.Tensor_Scalar, total, 2), [-1], True)
+    factor = CallFunction(aten.rsqrt.default, CallFunction(aten.add.Tensor, mean, KeywordArg("eps")))
+    normed = _cast(CallFunction(aten.mul.Tensor, total, factor), dtype, torch.float32)
+    return CallFunction(aten.mul.Tensor, normed, KeywordArg("weight"))
+
+
+@cache
+def _norm_pattern(dtype: torch.dtype) -> PatternExpr:
+    return _norm_of(_cast(KeywordArg("x"), torch.float32, dtype, MULTIPLE), dtype)
+
+
+@cache
+def _add_norm_pattern(dtype: torch.dtype) -> tuple[PatternExpr, PatternExpr]:
+    """The pattern of a norm of x + residual, and that of the sum in it."""
+    x, residual = (_cast(KeywordArg(name), torch.float32, dtype, MULTIPLE) for name in ("x", "residual"))
+    total = CallFunction(aten.add.Tensor, x, residual, _users=MULTIPLE)
+    return _norm_of(total, dtype), total
+
+
+@cache
+def _activation_pattern(dtype: torch.dtype) -> PatternExpr:
+    half = CallFunction(
+        aten.slice.Tensor, KeywordArg("x"), 1, 0, KeywordArg("k"), _users=2 if dtype == torch.float32 else 1
+    )
+    gate = _cast(half, torch.float32, dtype, 2)
+    power = CallFunction(aten.exp.default, CallFunction(aten.neg.default, gate))
+    silu = CallFunction(aten.div.Tensor, gate, CallFunction(aten.add.Tensor, power, 1))
+    up = CallFunction(aten.slice.Tensor, KeywordArg("x"), 1, KeywordArg("k"), TO_THE_END)
+    return CallFunction(aten.mul.Tensor, _cast(silu, dtype, torch.float32), up)
