@@ -56,6 +56,11 @@ BACKENDS = (
             "our kernels, compiled at installation or when first used: nvcc 12.2 or later, a C++ compiler",
         ),
     ),
+    Backend(
+        "stock",
+        "vLLM's own dense products, beside sparse ones (SLIDESPARSE_KEEP_DENSE=1)",
+        (GPU, TORCH, "a CUDA build of vLLM"),
+    ),
     Backend("reference", "exact torch arithmetic on any machine; right, not fast", ("torch",)),
 )
 

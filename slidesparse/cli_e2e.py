@@ -67,8 +67,8 @@ def e2e(
     systems: Annotated[
         str,
         typer.Option(
-            help="stock: without the plugin; off: DISABLE_SLIDESPARSE=1; cublaslt; sparse; hopper: our own kernels; "
-            "hopper+dense: and the dense weights kept, for large steps."
+            help="stock: without the plugin; off: DISABLE_SLIDESPARSE=1; cublaslt; sparse; cusparselt: sparse by that "
+            "backend; sparse+dense: the dense weights kept, SLIDESPARSE_KEEP_DENSE=1."
         ),
     ] = "stock,off,cublaslt,sparse",
     rounds: Annotated[int, typer.Option(min=1, help="Runs of each, in alternating order.")] = 3,

@@ -269,7 +269,12 @@ def _facts(report: Report) -> Facts:
                 if "lack" in part
             )
             for name in (*toolchain.EXTENSIONS, nvcc.NAME)
-        },
+        }
+        | (
+            {}
+            if report["vllm"].get("version")
+            else {"stock": (("vLLM is not installed", "pip install vllm"),)}
+        ),
     )
 
 

@@ -5,7 +5,7 @@
 ``USE_CUBLASLT=1``          the dense path through the same steps, the papers' baseline
 ``DISABLE_SLIDESPARSE=1``   the plugin does nothing: vLLM's own kernels
 ``SPARSITY=2_8`` / ``6:8``  the pattern; needed only when the checkpoint does not carry it
-``SLIDESPARSE_BACKEND``     of the sparse path: ``auto`` (default), ``cusparselt`` or ``hopper``
+``SLIDESPARSE_BACKEND``     of the sparse path: ``auto`` (default: the faster of the GPU), ``cusparselt``, ``hopper``
 ``SLIDESPARSE_KEEP_DENSE``  ``1``: layers keep their dense weight too, and use it where it is faster
 ``SLIDESPARSE_FUSE``        ``1`` or ``0``: norms and activations in one kernel with quantization, in compiled models
 ``SLIDESPARSE_PROFILE=1``   times of layers, printed when the process ends (`slidesparse.profiling`)

@@ -23,6 +23,7 @@ import trained
 from zygote import Answer, Request, Zygotes
 
 from slidesparse import gemm
+from slidesparse.backends import HOPPER_CAPABILITY
 from slidesparse.convert import convert
 from slidesparse.flags import BACKEND
 from slidesparse.pattern import SlidePattern
@@ -139,7 +140,9 @@ class Farm:
         run = subprocess.run(command, stdout=subprocess.PIPE, text=True, timeout=300, check=True)
         self.outcome = trained.Outcome(**json.loads(run.stdout.splitlines()[-1]))
         self.text = np.load(self.source / trained.HELD_OUT)
-        gemm.require("cusparselt", torch.device("cuda", 0))  # builds our extension once, not in every engine
+        default = "hopper" if torch.cuda.get_device_capability() == HOPPER_CAPABILITY else "cusparselt"
+        self.backend = os.environ.get(BACKEND) or default  # of the engines that are sparse
+        gemm.require(self.backend, torch.device("cuda", 0))  # builds our kernels once, not in every engine
         self._answers: dict[Engine, Future[Answer]] = {}
 
     def start(self, engine: Engine) -> Future[Answer]:
@@ -155,7 +158,7 @@ class Farm:
         if engine.system == "stock":
             assert not answer.summary, "stock vLLM was meant, but the plugin served"
         else:
-            backend = os.environ.get(BACKEND, "cusparselt") if engine.system == "sparse" else "reference"
+            backend = self.backend if engine.system == "sparse" else "reference"
             assert engine.layers in answer.summary, f"{engine}: {answer.summary}"
             assert f"{engine.layout} layout; backend {backend}" in answer.summary, (
                 f"{engine}: {answer.summary}"
@@ -193,6 +196,7 @@ class Farm:
             str(self.checkpoint(engine)),
             env={
                 **(STOCK if engine.system == "stock" else {}),
+                **({BACKEND: ""} if engine.system in YARDSTICKS else {}),
                 "SLIDESPARSE_FUSE": "1" if engine.fuse else "0",
                 **work.pop("env", {}),
             },

@@ -13,7 +13,8 @@ from packaging.version import Version
 from slidesparse.bench import e2e_runs
 from slidesparse.bench.e2e import (
     CUBLASLT,
-    HOPPER,
+    CUSPARSELT,
+    KEPT,
     OFF,
     SPARSE,
     STOCK,
@@ -169,16 +170,18 @@ def test_no_process_outlives_a_run(tmp_path: Path, seconds: float) -> None:
         time.sleep(0.02)
 
 
-def test_our_own_kernels_are_a_system_beside_the_library(tmp_path: Path) -> None:
+def test_the_library_is_a_system_beside_what_the_plugin_takes(tmp_path: Path) -> None:
     write_config(tmp_path / "2_8", "6:8")
     model = find_model(tmp_path, None, None, None, dense=False, sparse=True)
-    found = runs(model, ("decode",), {"decode": (64,)}, (SPARSE, HOPPER), 2, Workload(decode_steps=8))
+    found = runs(model, ("decode",), {"decode": (64,)}, (SPARSE, CUSPARSELT), 2, Workload(decode_steps=8))
     assert [(run.system, run.pattern) for run in found] == [
         (SPARSE, "6:8"),
-        (HOPPER, "6:8"),
-        (HOPPER, "6:8"),
+        (CUSPARSELT, "6:8"),
+        (CUSPARSELT, "6:8"),
         (SPARSE, "6:8"),
     ]
-    flags = {"USE_CUSPARSELT": "1", "SLIDESPARSE_BACKEND": "hopper"}
-    assert environment(HOPPER, {"SLIDESPARSE_BACKEND": "cusparselt", "HOME": "/"}).items() >= flags.items()
+    flags = {"USE_CUSPARSELT": "1", "SLIDESPARSE_BACKEND": "cusparselt"}
+    assert environment(CUSPARSELT, {"SLIDESPARSE_BACKEND": "hopper", "HOME": "/"}).items() >= flags.items()
     assert "SLIDESPARSE_BACKEND" not in environment(SPARSE, {"SLIDESPARSE_BACKEND": "hopper"})
+    assert environment(KEPT, {})["SLIDESPARSE_KEEP_DENSE"] == "1"
+    assert "SLIDESPARSE_KEEP_DENSE" not in environment(SPARSE, {"SLIDESPARSE_KEEP_DENSE": "1"})

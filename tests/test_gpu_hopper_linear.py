@@ -219,7 +219,7 @@ def test_every_configuration_of_a_layer(m: int, n: int, k: int) -> None:
     fits, sms = hopper_native.fits(INT8, index), hopper_native.multiprocessors(index)
     found = hopper_configs.candidates(n, made.columns, m, sms, 10**6, fits)
     if m > 256:
-        assert Config("stream", 3, 256, 1, 1, 1) in found
+        found.append(Config("stream", 3, 256, 1, 1, 1))  # too slow to be a candidate
     for config in found:
         run = run_config(made, config, x, bias, torch.bfloat16, INT8)
         wrong = sum((run() != expected).sum() for _ in range(3))

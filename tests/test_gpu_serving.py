@@ -138,8 +138,8 @@ def int8_in_bfloat16(pattern: str) -> list[Engine]:
 
 @needs(int8_in_bfloat16)
 @PATTERNS
-def test_int8_in_bfloat16_differs_by_one_rounding_of_the_sums(farm: Farm, pattern: str) -> None:
-    """That rounding is the cause of every token that is not stock's.
+def test_int8_in_bfloat16_is_stock_but_for_one_rounding_of_cusparselt(farm: Farm, pattern: str) -> None:
+    """cuSPARSELt's sums are rounded before they are scaled: the cause of every token of its that is not stock's.
 
     How many there are depends on the model: one that was trained for 20 seconds is often undecided.  The measure is
     stock vLLM itself, compiled against eager, where Inductor rounds elsewhere: not more than that, and four standard
@@ -147,6 +147,9 @@ def test_int8_in_bfloat16_differs_by_one_rounding_of_the_sums(farm: Farm, patter
     """
     stock, exact, sparse, rounded, compiled = map(forced, farm.answers(int8_in_bfloat16(pattern)))
     assert not differences(exact, stock)
+    if farm.backend != "cusparselt":
+        assert not differences(sparse, stock)
+        return
     assert not differences(sparse, rounded)
     differing, of_stock = parted(stock, sparse), len(parted(stock, compiled))
     margins = sorted(best.margin for best in differing)[-5:]
@@ -167,7 +170,7 @@ def fp8_in_bfloat16(pattern: str) -> list[Engine]:
 @needs(fp8_in_bfloat16)
 @PATTERNS
 def test_fp8_is_as_exact_as_stock(farm: Farm, pattern: str) -> None:
-    """Each against the same arithmetic with float64 sums: stock's rounds to BF16 at the end, ours before scaling, too.
+    """Each against the same arithmetic with float64 sums: all round to BF16 at the end, cuSPARSELt before scaling, too.
 
     Two float32 sums of the same terms differ by at most the sum of their errors, so ours may be off by twice the dense
     kernel's error.  On average, as single positions are chaotic: a last bit decides how an activation rounds to FP8.
@@ -175,7 +178,8 @@ def test_fp8_is_as_exact_as_stock(farm: Farm, pattern: str) -> None:
     """
     stock, exact, sparse, rounded, slided = map(forced, farm.answers(fp8_in_bfloat16(pattern)))
     assert not differences(sparse, slided)
-    of_stock, ours = mean_error(stock, exact), mean_error(sparse, rounded)
+    same_arithmetic = rounded if farm.backend == "cusparselt" else exact
+    of_stock, ours = mean_error(stock, exact), mean_error(sparse, same_arithmetic)
     print(
         f"FP8 {pattern}: mean error {ours:.2e}, stock's {of_stock:.2e}; "
         f"{same_share(sparse, stock):.2%} of {len(stock)} top-1 tokens equal stock's"
@@ -281,13 +285,14 @@ def test_the_profile_names_layers_and_algorithms(farm: Farm) -> None:
     cells = [row.split() for row in rows]
     assert {row[0] for row in cells} == {"qkv_proj", "o_proj", "gate_up_proj", "down_proj"}
     assert {"16", "512"} <= {row[1] for row in cells}  # tokens of a decode and of a prefill batch
-    assert all(float(time) > 0 for row in cells for time in row[3:6])
+    stages = 3 if farm.backend == "cusparselt" else 2  # whose products do not scale
+    assert all(float(time) > 0 for row in cells for time in row[3 : 3 + stages])
 
 
 @needs(lambda: [INT8_6_8])
 def test_the_summary_line_says_what_runs(farm: Farm) -> None:
     answer = farm.answer(INT8_6_8)
-    start = f"6:8 (2 of every 8 pruned): {INT8_6_8.layers}, 1 dense (1 lm_head); dense layout; backend cusparselt: "
+    start = f"6:8 (2 of every 8 pruned): {INT8_6_8.layers}, 1 dense (1 lm_head); dense layout; backend {farm.backend}: "
     assert answer.summary.startswith(start)
     assert answer.log.count("SlideSparse 6:8") == 1
 

@@ -61,7 +61,7 @@ def test_medians_spread_and_speedups(tmp_path: Path, no_plots: None) -> None:
     assert "Rounds: 1 to 3." in text
     assert "differ by 2.0% in the median" in text
     assert "6:8: not measured at M" not in text
-    assert "cublaslt dense, cusparselt 2:4, off dense: not measured at M 128" in text
+    assert "cublaslt dense, off dense, sparse 2:4: not measured at M 128" in text
 
 
 def test_sentences_count_the_cells(tmp_path: Path, no_plots: None) -> None:
@@ -97,7 +97,7 @@ def test_repeated_and_torn_lines(tmp_path: Path, no_plots: None) -> None:
 @pytest.mark.parametrize(
     ("line", "said"),
     [
-        (row("cutlass", 1), "system is 'cutlass'; allowed: stock, off, cublaslt, sparse"),
+        (row("cutlass", 1), "system is 'cutlass'; allowed: stock, off, cublaslt, cusparselt, sparse, sparse+dense"),
         (row("stock", 1, stage="both"), "stage is 'both'; allowed: prefill, decode"),
         (row("stock", 1, "6:8"), "line 2 of e2e.csv: stock with pattern '6:8'"),
         (row("sparse", 1), "line 2 of e2e.csv: sparse with pattern 'dense'"),

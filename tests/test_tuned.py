@@ -42,11 +42,26 @@ def put(*results: tuple[int, str], problem: Problem = PROBLEM) -> Path:
 
 @pytest.mark.parametrize(
     ("m", "expected"),
-    [(1, "a"), (64, "a"), (65, "b"), (128, "b"), (129, "c"), (1024, "c"), (1025, "c"), (10**6, "c")],
+    [(1, "a"), (64, "a"), (65, "b"), (128, "b"), (129, "c"), (1024, "c"), (1025, "c"), (2048, "c")],
 )
 def test_the_smallest_tuned_m_that_is_large_enough_else_the_largest(m: int, expected: str) -> None:
     put((1024, "c"), (64, "a"), (128, "b"))
     assert choose(replace(PROBLEM, m=m)) == expected
+
+
+def test_many_more_tokens_than_were_tuned_go_to_a_neighbour_first() -> None:
+    put((64, "few"))
+    put((64, "wrong"), (4096, "near"), problem=replace(PROBLEM, k=PROBLEM.k + 256))
+    put((8192, "far"), problem=replace(PROBLEM, k=8 * PROBLEM.k))
+    facts = SUBJECT.library, SUBJECT.version, SUBJECT.gpu, SUBJECT.capability
+    assert choose(replace(PROBLEM, m=128)) == "few"
+    many = replace(PROBLEM, m=2000)
+    assert choose(many) is None
+    assert tuned.choice(*facts, many, any_tokens=True) == "few"
+    assert tuned.neighbour(*facts, many) == "near"
+    assert tuned.neighbour(*facts, replace(PROBLEM, m=10000)) == "far"
+    assert tuned.neighbour(*facts, replace(PROBLEM, m=10000), within=1) is None
+    assert tuned.neighbour(*facts, replace(PROBLEM, m=10**6)) is None
 
 
 @pytest.mark.parametrize(

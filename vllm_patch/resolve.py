@@ -27,7 +27,7 @@ from slidesparse.pattern import SlidePattern
 
 STAMP = "slidesparse_serving"  # in quantization_config, in memory only
 ON_HOPPER = (
-    "cusparselt"  # the sparse backend of compute capability 9.0 when no flag chooses: this or "hopper"
+    "hopper"  # the sparse backend of compute capability 9.0 when no flag chooses: this or "cusparselt"
 )
 
 FUSE = False  # when no flag chooses: not measured yet

@@ -34,17 +34,18 @@ TOKENS = {
     PREFILL: (512, 1024, 2048, 4096, 8192, 16384, 32768, 65536),
     DECODE: (64, 128, 256, 512),
 }
-STOCK, OFF, CUBLASLT, SPARSE, HOPPER, KEPT = "stock", "off", "cublaslt", "sparse", "hopper", "hopper+dense"
-# The systems that run a pattern: as the plugin would, by our own kernels, and by these with the dense weights kept.
-SLIDED = (SPARSE, HOPPER, KEPT)
+STOCK, OFF, CUBLASLT = "stock", "off", "cublaslt"
+# The systems that run a pattern: by the backend that the plugin takes, by cuSPARSELt, and with the dense weights kept.
+SPARSE, CUSPARSELT, KEPT = "sparse", "cusparselt", "sparse+dense"
+SLIDED = (SPARSE, CUSPARSELT, KEPT)
 # What each system sets, of our flags; the plugin is not even loaded for stock (`environment`).
 SYSTEMS: dict[str, dict[str, str]] = {
     STOCK: {},
     OFF: {DISABLE: "1"},
     CUBLASLT: {USE_CUBLASLT: "1"},
     SPARSE: {USE_CUSPARSELT: "1"},
-    HOPPER: {USE_CUSPARSELT: "1", BACKEND: "hopper"},
-    KEPT: {USE_CUSPARSELT: "1", BACKEND: "hopper", KEEP_DENSE: "1"},
+    CUSPARSELT: {USE_CUSPARSELT: "1", BACKEND: "cusparselt"},
+    KEPT: {USE_CUSPARSELT: "1", KEEP_DENSE: "1"},
 }
 FLAGS = (USE_CUSPARSELT, USE_CUBLASLT, DISABLE, SPARSITY, BACKEND, KEEP_DENSE)
 

@@ -24,11 +24,9 @@ from packaging.version import InvalidVersion, Version
 from slidesparse.bench import machine
 from slidesparse.bench.e2e import (
     CUBLASLT,
+    CUSPARSELT,
     DECODE,
-    HOPPER,
-    KEPT,
     SLIDED,
-    SPARSE,
     Run,
     Workload,
     command,
@@ -41,8 +39,8 @@ from slidesparse.bench.records import SAME, Records, amend_conditions
 KEY = ("model", "dtype", "stage", "M", "pattern", "system", "round")
 COLUMNS = (*KEY, "tokens_per_s")
 CONDITIONS = (*SAME, "cpu", "workload")  # that all rows of a table share
-# What a system needs on a GPU.
-LIBRARIES = {CUBLASLT: "cublaslt", SPARSE: "cusparselt", HOPPER: "hopper", KEPT: "hopper"}
+OURS = (CUBLASLT, *SLIDED)  # systems whose layers the plugin runs
+LIBRARIES = {CUBLASLT: "cublaslt", CUSPARSELT: "cusparselt"}  # what a system needs on a GPU, if it names it
 RUN_SECONDS = 1800.0  # of one process: loading, compiling and capturing included
 END_SECONDS = 15  # between asking a process to end and making it
 LAST_LINES, CAUSES = 8, 3
@@ -87,15 +85,19 @@ def conditions(systems: Sequence[str]) -> dict[str, Any]:
     Raises MissingError when a library that a system needs cannot run.
     """
     with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
-        return pool.submit(_conditions, [LIBRARIES[name] for name in systems if name in LIBRARIES]).result()
+        return pool.submit(_conditions, tuple(systems)).result()
 
 
-def _conditions(libraries: Sequence[str]) -> dict[str, Any]:
+def _conditions(systems: Sequence[str]) -> dict[str, Any]:
     try:
         gpu = machine.require_gpu()
     except machine.MissingError:
         return machine.cpu_conditions()
-    return machine.conditions(gpu, machine.require_libraries(gpu, libraries))
+    found = machine.require_libraries(gpu, [LIBRARIES[name] for name in systems if name in LIBRARIES])
+    names = {library.name for library in found}
+    if set(systems) & set(SLIDED):  # the plugin takes what it finds
+        found += [one for one in machine.usable_libraries(gpu) if one.sparse and one.name not in names]
+    return machine.conditions(gpu, found)
 
 
 def vllm_version(found: Mapping[str, Any]) -> Version | None:
@@ -141,7 +143,7 @@ def tokens_per_second(run: Run, found: Mapping[str, Any]) -> float:
 def check_log(run: Run, text: str) -> str:
     """The plugin's line, "" for a system without it.  Raises RunError when another system than asked for ran."""
     said = SERVED.search(text)
-    if run.system not in LIBRARIES:
+    if run.system not in OURS:
         if said:
             raise RunError(f"the plugin served {said['line']}, though {run.system} is vLLM without it")
         return ""

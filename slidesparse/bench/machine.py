@@ -100,6 +100,12 @@ def require_libraries(gpu: Gpu, names: Sequence[str] = NVIDIAS) -> list[Library]
     return found
 
 
+def usable_libraries(gpu: Gpu) -> list[Library]:
+    """The GEMM libraries that run on ``gpu``."""
+    found: list[Library] = [import_module(LIBRARIES[name]).LIBRARY for name in libraries_of(gpu)]
+    return [library for library in found if not library.unusable(gpu.device)]
+
+
 def outputs(library: Library, dtype: str) -> tuple[str, ...]:
     """The output types of ``library`` for operands of ``dtype``; none when it does not take them."""
     assert dtype in OPERANDS, dtype

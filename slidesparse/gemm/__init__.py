@@ -138,7 +138,7 @@ def require_output(name: str, dtype: torch.dtype) -> None:
     if dtype not in outputs:
         raise BackendError(
             f"backend {name} writes {', '.join(map(str, outputs))}, this model computes in {dtype}; serve it with "
-            "--dtype bfloat16 or float16, or with another backend"
+            "--dtype bfloat16 or float16, or with another backend (SLIDESPARSE_BACKEND=cusparselt)"
         )
 
 

@@ -27,6 +27,7 @@ from slidesparse.slide import require_pattern
 
 VERSION = "2"  # of the configurations: tables tuned for others are not read
 CANDIDATES = 16  # configurations that tuning tries for a problem; see `hopper_configs`
+NEAR = 0.5  # see `tuned.neighbour`: as far as 4:6 is from 2:4 and 6:8 of the same layer
 PLANNED_COLUMNS = 32  # problems are looked up with K' rounded up to this, as tuning does
 CHUNK = 16 << 20  # bytes of windows that are packed at a time
 OUTPUTS = (torch.bfloat16, torch.float16)
@@ -268,11 +269,11 @@ class Hopper:
     def _plan(self, operand: torch.dtype, n: int, k: int, rows: int, device: torch.device) -> HopperPlan:
         """For outputs in BF16 and FP16 alike, with a bias or without: that changes no configuration.
 
-        Untuned shapes take that of the least predicted time: how to cut K depends on the shape.
+        Shapes far from all tuned ones take that of the least predicted time: how to cut K depends on the shape.
         """
         columns = k + -k % PLANNED_COLUMNS
         problem = Problem(NAMES[operand], NAMES[OUTPUTS[0]], n, columns, rows, "both")
-        plan = plans.tuned_plan(LIBRARY, problem, device, neighbours=False)
+        plan = plans.tuned_plan(LIBRARY, problem, device, NEAR)
         assert isinstance(plan, HopperPlan)
         return plan
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import importlib
 import importlib.machinery
 import importlib.util
+import math
 import sys
 import threading
 from collections import OrderedDict
@@ -195,11 +196,11 @@ def pad(x: Tensor, columns: int, rows: int = 1) -> Tensor:
     return torch.nn.functional.pad(x.view(torch.int8), missing).view(x.dtype)
 
 
-def tuned_plan(library: Library, problem: Problem, device: torch.device, neighbours: bool = True) -> Plan:
+def tuned_plan(library: Library, problem: Problem, device: torch.device, within: float = math.inf) -> Plan:
     """The plan by the algorithm that tuning found.
 
-    For an untuned shape, which is logged once, by that of the nearest tuned one if ``neighbours``, else by the
-    library's heuristic.
+    For an untuned shape, which is logged once, by that of the nearest tuned one if that is ``within`` reach (see
+    `tuned.neighbour`), else by the one for fewer tokens, else by the library's heuristic.
     A bias changes no algorithm, so problems with one look theirs up without.
     """
     gpu, capability = torch.cuda.get_device_name(device), torch.cuda.get_device_capability(device)
@@ -207,8 +208,10 @@ def tuned_plan(library: Library, problem: Problem, device: torch.device, neighbo
     plain = replace(problem, bias=False)
     algorithm = tuned.choice(*subject, plain)
     if algorithm is None:
-        algorithm = tuned.neighbour(*subject, plain) if neighbours else None
+        algorithm = tuned.neighbour(*subject, plain, within)
         instead = "its own heuristic" if algorithm is None else "that of the nearest tuned shape"
+        if algorithm is None and (algorithm := tuned.choice(*subject, plain, any_tokens=True)):
+            instead = "that for fewer tokens"
         tuned.note_untuned(library.name, problem, instead)
     try:
         return library.plan(problem, device, algorithm)

@@ -25,6 +25,7 @@ from slidesparse.gemm.library import Problem
 from slidesparse.toolchain import cache_folder
 
 FORMAT = 1
+BEYOND = 2  # times the largest tuned M for which its algorithm is still taken
 CACHE = "SLIDESPARSE_CACHE"  # environment variable: the folder, instead of ~/.cache/slidesparse
 SHIPPED = Path(__file__).parent.parent / "tuned_tables"
 
@@ -84,24 +85,38 @@ def key_of(problem: Problem) -> str:
 
 
 def choice(
-    library_name: str, library_version: str, gpu_name: str, capability: tuple[int, int], problem: Problem
+    library_name: str,
+    library_version: str,
+    gpu_name: str,
+    capability: tuple[int, int],
+    problem: Problem,
+    any_tokens: bool = False,
 ) -> str | None:
     """The algorithm tuned for ``problem``, or None when there is none.
 
-    Types, epilogue, n and k must be equal; of the tuned M the smallest that is at least m counts, else the largest.
-    Raises TableError for a damaged file.
+    Types, epilogue, n and k must be equal; of the tuned M the smallest that is at least m counts, else the largest,
+    but not for more than BEYOND times as many tokens unless ``any_tokens``.  Raises TableError for a damaged file.
     """
     subject = Subject(library_name, library_version, gpu_name, (capability[0], capability[1]))
-    return _for_tokens(_tables(subject, folder()).get(key_of(problem)), problem.m)
+    measured = _tables(subject, folder()).get(key_of(problem))
+    if not measured or (problem.m > BEYOND * max(measured) and not any_tokens):
+        return None
+    return _for_tokens(measured, problem.m)
 
 
 def neighbour(
-    library_name: str, library_version: str, gpu_name: str, capability: tuple[int, int], problem: Problem
+    library_name: str,
+    library_version: str,
+    gpu_name: str,
+    capability: tuple[int, int],
+    problem: Problem,
+    within: float = math.inf,
 ) -> str | None:
-    """The algorithm tuned for the shape nearest to an untuned one, or None when nothing of its types is tuned.
+    """The algorithm that was tuned for the nearest shape with about as many tokens, or None when there is none.
 
-    Nearest by the ratios of n and of k.  Libraries' own heuristics miss by up to two times where this misses by some
-    percent: which tile is fastest depends on the types and on how many tiles there are, little on the shape.
+    Nearest by the ratios of n and of k, whose binary logarithms may add up to ``within`` at most.  Libraries' own
+    heuristics miss by up to two times where this misses by some percent: which tile is fastest depends on the types and
+    on how many tiles there are, little on the shape.
     """
     subject = Subject(library_name, library_version, gpu_name, (capability[0], capability[1]))
     same = key_of(problem).partition(", n ")[0]
@@ -109,14 +124,13 @@ def neighbour(
         (abs(math.log2(problem.n / n)) + abs(math.log2(problem.k / k)), n, k, measured)
         for key, measured in _tables(subject, folder()).items()
         for types, n, k in (_parts(key),)
-        if types == same
+        if types == same and BEYOND * max(measured) >= problem.m
     ]
-    return _for_tokens(min(found, key=lambda one: one[:3])[3], problem.m) if found else None
+    nearest = min(found, key=lambda one: one[:3], default=None)
+    return _for_tokens(nearest[3], problem.m) if nearest and nearest[0] <= within else None
 
 
-def _for_tokens(measured: dict[int, Tuned] | None, m: int) -> str | None:
-    if not measured:
-        return None
+def _for_tokens(measured: dict[int, Tuned], m: int) -> str:
     at_least = [tokens for tokens in measured if tokens >= m]
     return measured[min(at_least) if at_least else max(measured)].algorithm
 

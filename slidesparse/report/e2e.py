@@ -13,9 +13,9 @@ from slidesparse.pattern import SlidePattern
 from slidesparse.report import plots
 from slidesparse.report.data import (
     DENSE,
-    HOPPER,
     KEPT,
     OURS,
+    PLUGIN,
     SPARSE,
     STOCK,
     ReportError,
@@ -33,7 +33,7 @@ E2E_COLUMNS = ("model", "dtype", "stage", "M", "pattern", "system", "round", "to
 STAGES = ("prefill", "decode")
 OFF = "off"
 # The column ``system`` -> the provider it stands for in the tables and plots of all pages.
-PROVIDERS = {STOCK: STOCK, OFF: OFF, "cublaslt": DENSE, "sparse": SPARSE, HOPPER: HOPPER, KEPT: KEPT}
+PROVIDERS = {STOCK: STOCK, OFF: OFF, "cublaslt": DENSE, "cusparselt": SPARSE, PLUGIN: PLUGIN, KEPT: KEPT}
 NAMES = {STOCK: "stock vLLM, without the plugin", DENSE: "dense cuBLASLt through the plugin"}
 
 

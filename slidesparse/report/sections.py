@@ -13,6 +13,7 @@ from slidesparse.report.data import (
     LAYERS,
     MODEL,
     OURS,
+    PLUGIN,
     SPARSE,
     SQUARE,
     SUM,
@@ -138,8 +139,8 @@ def beside_dense(us: Mapping[Key, T], ours: str) -> dict[Key, T]:
 
 
 def named(title: str, ours: str) -> str:
-    """The title of a section, with the provider where that is not cuSPARSELt."""
-    return title if ours == SPARSE else f"{title}, {ours}"
+    """The title of a section, with the provider where that is not the usual one of its page."""
+    return title if ours in (SPARSE, PLUGIN) else f"{title}, {ours}"
 
 
 def _each(
