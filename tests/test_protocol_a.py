@@ -116,3 +116,101 @@ def test_held_out_documents_share_little(program: object) -> None:
     found = corpus.split([(1, training), (0, twin), (corpus.ONE_IN, other)], counts)
     assert found == ([training], [other])
     assert sum(counts.values()) == 1
+
+
+ROW = "{},{},{},{},{},{},{},{},{},{}"
+LOSSES = [
+    "pattern,method,quant,seed,ppl,delta_pct,ci_low,ci_high,text,distilled",
+    *(
+        ROW.format("dense", "-", q, 0, 4, d, d, d, "in", "")
+        for q, d in (("bf16", 0), ("int8", 0.25), ("fp8", 0))
+    ),
+    ROW.format("dense", "-", "bf16", 0, 4, 0.5, 0.4, 0.6, "in", "control"),
+    *(
+        ROW.format(pattern, method, quant, 0, 4, loss, loss - 0.5, loss + 0.5, "in", "")
+        for pattern in ("8:10", "6:8", "4:6", "2:4")
+        for method, loss in (("magnitude", 8.0), ("sparsegpt", 2.0))
+        for quant in ("bf16", "fp8", "int8")
+    ),
+    ROW.format("6:8", "sparsegpt", "int8", 1, 4, 3.0, 2.25, 3.5, "in", ""),
+    ROW.format("6:8", "sparsegpt", "bf16", 0, 4, 0.5, 0.4, 0.6, "in", "kl"),
+    ROW.format("8:10", "sparsegpt", "int8", 0, 4, 1.0, 0.9, 1.1, "in", ""),  # again: this one counts
+]
+TIMES = [
+    "model,layer,dtype,pattern,M,provider,p20_us,p50_us,p80_us",
+    *(
+        f"Qwen2.5-7B,{layer},int8,{pattern},{m},{provider},0,{us},0"
+        for m in (64, 8192)
+        for layer, pattern, provider, us in (
+            ("sum", "dense", "stock", 100),
+            ("sum", "6:8", "cusparselt", 125),
+            ("sum", "8:10", "cusparselt", 125),
+            ("sum", "4:6", "cusparselt", 100),
+            ("sum", "2:4", "cusparselt", 50),
+            ("sum", "6:8", "hopper", 80),
+            ("down", "6:8", "hopper", 1),
+        )
+    ),
+]
+
+
+@pytest.fixture
+def losses(tmp_path: Path) -> Path:
+    path = tmp_path / "losses.csv"
+    path.write_text("\n".join(LOSSES) + "\n")
+    return path
+
+
+def cells_of(table: str) -> dict[tuple[str, str], list[str]]:
+    """Rows of a Markdown table by their first two cells."""
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in table.splitlines()[2:]]
+    return {(row[0], row[1]): row[2:] for row in rows}
+
+
+def test_tables_of_losses(program: object, losses: Path) -> None:
+    results = program("language_results")  # type: ignore[operator]
+    found = cells_of(results.table(losses))
+    assert list(found)[:3] == [("dense", "-"), ("8:10", "sparsegpt"), ("8:10", "magnitude")]
+    assert found["6:8", "sparsegpt"] == ["2.00", "2.50 (2.00 to 3.00)", "2.00", "-", "-", "-"]
+    assert found["8:10", "sparsegpt"][1] == "1.00"
+    wanted = {row: cells[0] for (row, _), cells in cells_of(results.wanted(losses)).items()}
+    assert wanted["sparsegpt, INT8, 6:8 loses"] == "2.50%"
+    assert wanted["sparsegpt's loss / magnitude's, INT8"] == "8:10 0.12, 6:8 0.31, 4:6 0.25, 2:4 0.25"
+    added = wanted["points that INT8 adds to BF16, sparsegpt"]
+    assert added == "dense 0.25, 8:10 -1.00, 6:8 0.00, 4:6 0.00, 2:4 0.00"
+    # from 2 to 0.5, of 2 to the dense model and of 1.5 to the control
+    assert cells_of(results.distilled(losses))["6:8", "BF16"] == ["2.00", "0.50", "-", "-", "75%", "100%"]
+
+
+def test_speeds_prefer_the_projects_kernels(program: object, losses: Path, tmp_path: Path) -> None:
+    results = program("language_results")  # type: ignore[operator]
+    path = tmp_path / "linear.csv"
+    path.write_text("\n".join(TIMES) + "\n")
+    speeds = results.Speeds.of(path)
+    found = cells_of(results.speeds(losses, path))
+    assert found["6:8", "2.50"] == ["-", "1.25 hopper", "1.25 hopper"]
+    assert speeds.of_pattern("6:8", 64) == results.Speed(1.25, "hopper")
+    assert speeds.of_pattern("8:10", 8192) == results.Speed(0.8, "cusparselt")
+    with pytest.raises(SystemExit, match="10:12 and M = 64"):
+        speeds.of_pattern("10:12", 64)
+
+
+def test_plots_are_the_same_bytes(program: object, losses: Path, tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib", reason="matplotlib is not installed")
+    plot, linear = program("plot"), tmp_path / "linear.csv"  # type: ignore[operator]
+    linear.write_text("\n".join(TIMES) + "\n")
+    written = [tmp_path / f"{name}.svg" for name in ("losses", "losses2", "speed", "speed2")]
+    for out in written[:2]:
+        plot.losses(losses, out)
+    for out in written[2:]:
+        plot.speed(losses, linear, out)
+    drawn = [path.read_text() for path in written]
+    assert drawn[0] == drawn[1]
+    assert drawn[2] == drawn[3]
+    assert "hopper: 6:8; cusparselt: 8:10, 4:6, 2:4" in drawn[2]
+
+
+@pytest.mark.parametrize("verb", ["table", "wanted", "distilled"])
+def test_readme_has_the_tables(program: object, verb: str) -> None:
+    results = program("language_results")  # type: ignore[operator]
+    assert getattr(results, verb)(PROGRAMS / "protocol_a.csv") in (PROGRAMS / "README.md").read_text()

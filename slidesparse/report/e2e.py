@@ -104,10 +104,10 @@ def _measured(subject: tuple[str, str, str], cells: Mapping[Key, Mapping[int, fl
     """One for each of our sparse providers."""
     model, dtype, stage = subject
     all_rates = {key: Rate(tuple(by_round.values())) for key, by_round in cells.items()}
-    for ours in by_provider(all_rates):
+    for ours in by_provider(all_rates, PLUGIN):
         rates = beside_dense(all_rates, ours)
         us = {key: 1e6 / rate.median for key, rate in rates.items()}
-        title = named(f"{model}, {stage}", ours)
+        title = named(f"{model}, {stage}", ours, PLUGIN)
         yield Measured(model, stage, Section(title, dtype, us, absent=absent_cells(us, us), ours=ours), rates)
 
 

@@ -13,7 +13,6 @@ from slidesparse.report.data import (
     LAYERS,
     MODEL,
     OURS,
-    PLUGIN,
     SPARSE,
     SQUARE,
     SUM,
@@ -127,10 +126,10 @@ class Ceilings:
         return max(compute, moved / (self.copy * 1e3))
 
 
-def by_provider(keys: Iterable[Key]) -> list[str]:
-    """Our sparse providers that are among ``keys``; cuSPARSELt when there is none."""
+def by_provider(keys: Iterable[Key], usual: str = SPARSE) -> list[str]:
+    """Our sparse providers that are among ``keys``, the ``usual`` one first, and it when there is none."""
     found = {provider for provider, pattern, _ in keys if pattern is not None}
-    return [name for name in OURS if name in found] or [SPARSE]
+    return [name for name in dict.fromkeys((usual, *OURS)) if name in found] or [usual]
 
 
 def beside_dense(us: Mapping[Key, T], ours: str) -> dict[Key, T]:
@@ -138,9 +137,9 @@ def beside_dense(us: Mapping[Key, T], ours: str) -> dict[Key, T]:
     return {key: value for key, value in us.items() if key[1] is None or key[0] == ours}
 
 
-def named(title: str, ours: str) -> str:
-    """The title of a section, with the provider where that is not the usual one of its page."""
-    return title if ours in (SPARSE, PLUGIN) else f"{title}, {ours}"
+def named(title: str, ours: str, usual: str = SPARSE) -> str:
+    """The title of a section, with the provider where that is not the ``usual`` one of its page."""
+    return title if ours == usual else f"{title}, {ours}"
 
 
 def _each(
