@@ -95,6 +95,9 @@ def e2e(
             help="With --resident, on a GPU: record a step's kernels; writes OUT/e2e_profile.csv.",
         ),
     ] = False,
+    profile_m: Annotated[
+        str | None, typer.Option("--profile-m", help="With --profile: at these M only; it takes its time.")
+    ] = None,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Print the commands still to run, and run none.")
     ] = False,
@@ -108,8 +111,8 @@ def e2e(
         from slidesparse.bench.measure import Deadline
         from slidesparse.bench.shapes import parse_choice, parse_patterns, parse_tokens
 
-        if profile and not resident:
-            fail(USAGE, "--profile needs --resident")
+        if (profile and not resident) or (profile_m and not profile):
+            fail(USAGE, "--profile-m needs --profile, and that --resident")
         deadline = Deadline(time_limit)
         chosen = parse_choice("--systems", systems, tuple(SYSTEMS))
         found = find_model(
@@ -130,7 +133,9 @@ def e2e(
         if dry_run:
             _print_commands(out, runs, work)
             return
-        with _prepare(out, found, chosen, work, deadline, resident=resident, profile=profile) as bench:
+        recorded = frozenset(parse_tokens(profile_m)) if profile_m else None
+        bench = _prepare(out, found, chosen, work, deadline, resident=resident, profile=profile, at=recorded)
+        with bench:
             bench.run_seconds = run_limit
             finished = _run(bench, runs)
         _report(bench, finished, as_json)
@@ -166,6 +171,7 @@ def _prepare(
     *,
     resident: bool,
     profile: bool,
+    at: frozenset[int] | None,
 ) -> E2eBench:
     """Write the conditions, and open the table."""
     from slidesparse.bench import e2e_resident, e2e_runs
@@ -183,7 +189,7 @@ def _prepare(
     write_conditions(out / "e2e.json", facts, same=e2e_runs.CONDITIONS)
     version = e2e_runs.vllm_version(facts)
     if resident:
-        return e2e_resident.ResidentBench(out, vllm, version, work, deadline, profile=profile)
+        return e2e_resident.ResidentBench(out, vllm, version, work, deadline, profile=profile, profiled_m=at)
     return e2e_runs.E2eBench(out, vllm, version, work, deadline)
 
 

@@ -142,6 +142,7 @@ class ResidentBench(E2eBench):
     """`E2eBench` with engines that stay; ends them when it is left (``with ResidentBench(...) as bench``)."""
 
     profile: bool = False  # record the kernels of a step of each cell, too
+    profiled_m: frozenset[int] | None = None  # of those cells; None: all
     _workers: dict[Engine, Worker] = field(default_factory=dict)
     _broken: dict[Engine, str] = field(default_factory=dict)
 
@@ -215,7 +216,7 @@ class ResidentBench(E2eBench):
         line = check_log(run, text)
         check_room(run, text)
         figure = tokens_per_second(run, json.loads(result.read_text(encoding="utf-8")))
-        if self.profile and run.round == 1:
+        if self.profile and run.round == 1 and (self.profiled_m is None or run.m in self.profiled_m):
             try:
                 self._record(run, engine, worker)
             except RunError as error:  # the figure stands
