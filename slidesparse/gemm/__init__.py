@@ -15,6 +15,7 @@ from typing import Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
+from slidesparse.flags import BACKEND
 from slidesparse.pattern import SlideLayout, SlidePattern
 from slidesparse.slide import require_pattern, slide
 
@@ -128,7 +129,8 @@ def require(name: str, device: torch.device) -> GemmProvider:
     found = provider(name)
     reason = found.unusable(device)
     if reason:
-        raise BackendError(f"backend {name} cannot run on {device}: {reason}")
+        instead = f"; {BACKEND}=cusparselt takes NVIDIA's library instead" if name == "hopper" else ""
+        raise BackendError(f"backend {name} cannot run on {device}: {reason}{instead}")
     return found
 
 
@@ -138,7 +140,7 @@ def require_output(name: str, dtype: torch.dtype) -> None:
     if dtype not in outputs:
         raise BackendError(
             f"backend {name} writes {', '.join(map(str, outputs))}, this model computes in {dtype}; serve it with "
-            "--dtype bfloat16 or float16, or with another backend (SLIDESPARSE_BACKEND=cusparselt)"
+            f"--dtype bfloat16 or float16, or with another backend ({BACKEND}=cusparselt)"
         )
 
 
