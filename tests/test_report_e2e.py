@@ -97,7 +97,10 @@ def test_repeated_and_torn_lines(tmp_path: Path, no_plots: None) -> None:
 @pytest.mark.parametrize(
     ("line", "said"),
     [
-        (row("cutlass", 1), "system is 'cutlass'; allowed: stock, off, cublaslt, cusparselt, sparse, sparse.dense"),
+        (
+            row("cutlass", 1),
+            "system is 'cutlass'; allowed: stock, off, cublaslt, cusparselt, sparse, sparse.dense",
+        ),
         (row("stock", 1, stage="both"), "stage is 'both'; allowed: prefill, decode"),
         (row("stock", 1, "6:8"), "line 2 of e2e.csv: stock with pattern '6:8'"),
         (row("sparse", 1), "line 2 of e2e.csv: sparse with pattern 'dense'"),
