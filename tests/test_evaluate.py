@@ -209,7 +209,9 @@ def test_pairs_and_texts(folder: Path) -> None:
     [
         ("a.txt", "a b", "has 2 tokens, not one window of 3"),
         ("a.md", "a b", "is no file of a kind known here: .txt, .jsonl, .npy"),
-        ("a.jsonl", '{"body": "a"}', "line 1: KeyError: 'text'; each line must be an object with text"),
+        ("a.jsonl", '{"body": "a"}', "line 1: KeyError: 'text'; each line must be {"),
+        ("a.jsonl", "{", "line 1: JSONDecodeError"),
+        ("a.jsonl", '{"text": 3}', "line 1: TypeError: it holds a int; each line must be {"),
         ("a.jsonl", "", "holds no text"),
         ("a.npy", "text", "is not an array of numbers"),
     ],

@@ -19,7 +19,7 @@ LAYERS = [
     {"pattern"},
     {"slide", "prune", "quantize", "metadata", "flags", "theory", "backends", "toolchain", "nvcc"},
     {"reference", "kernels", "profiling", "checkpoint", "architectures"},
-    {"gemm", "w8a8", "stored", "publish", "decoder"},
+    {"gemm", "w8a8", "stored", "publish", "decoder", "token_files"},
     {"ops"},
     {
         "plan",

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import hashlib
-import json
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from slidesparse import token_files
 from slidesparse.calibrate.errors import CalibrationError, MissingPackageError
 from slidesparse.calibrate.models import Model
 
@@ -85,8 +86,8 @@ def load_samples(
         found = _from_ids(path, length)
         chosen = [found[i] for i in sorted(generator.permutation(len(found))[:samples])]
     else:
-        texts = _texts(path)
-        shuffled = (texts[i] for i in generator.permutation(len(texts)))
+        texts = token_files.texts(path, ("text",), CalibrationError)
+        shuffled = (texts[i][0] for i in generator.permutation(len(texts)))
         encode = tokenizer_of(model.checkpoint.folder)
         take = _streamed if model.is_decoder else _one_by_one
         chosen = take((encode(text) for text in shuffled), samples, length)
@@ -102,39 +103,11 @@ def load_samples(
 
 
 def _from_ids(path: Path, length: int) -> list[np.ndarray]:
-    try:
-        found = np.load(path, allow_pickle=False)
-    except ValueError as error:
-        raise CalibrationError(f"{path} is not an array of numbers that NumPy wrote: {error}") from error
-    if not isinstance(found, np.ndarray) or found.dtype.kind not in "iu" or found.ndim not in (1, 2):
-        what = f"{found.dtype} {list(found.shape)}" if isinstance(found, np.ndarray) else type(found).__name__
-        raise CalibrationError(f"{path} holds {what}; token ids are integers [samples, tokens], or [tokens]")
+    found = token_files.ids(path, CalibrationError)
     if found.ndim == 1:
         whole = len(found) // length * length
         return list(found[:whole].reshape(-1, length))
     return [row[:length] for row in found] if found.shape[1] > 1 else []
-
-
-def _texts(path: Path) -> list[str]:
-    found = []
-    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
-        if not line.strip():
-            continue
-        try:
-            value = json.loads(line)
-            text = value["text"] if isinstance(value, dict) else value
-            if not isinstance(text, str):
-                raise TypeError(f"it holds a {type(text).__name__}")
-        except (ValueError, KeyError, TypeError) as error:
-            raise CalibrationError(
-                f'{path}, line {number}: {type(error).__name__}: {error}; each line must be {{"text": "..."}} '
-                'or "..." in JSON'
-            ) from error
-        if text.strip():
-            found.append(text)
-    if not found:
-        raise CalibrationError(f"{path} holds no text")
-    return found
 
 
 def tokenizer_of(folder: Path) -> Callable[[str], list[int]]:
@@ -194,11 +167,5 @@ def _streamed(encoded: Iterator[list[int]], samples: int, length: int) -> list[n
 
 
 def _one_by_one(encoded: Iterator[list[int]], samples: int, length: int) -> list[np.ndarray]:
-    """A text a sample; the last token of a long one, which ends it, is kept."""
-    found = []
-    for ids in encoded:
-        cut = ids if len(ids) <= length else [*ids[: length - 1], ids[-1]]
-        found.append(np.asarray(cut, dtype=np.int64))
-        if len(found) == samples:
-            break
-    return found
+    """A text a sample."""
+    return [np.asarray(token_files.clipped(ids, length), dtype=np.int64) for ids in islice(encoded, samples)]

@@ -6,8 +6,7 @@ import json
 from dataclasses import dataclass
 from pathlib import Path
 
-import numpy as np
-
+from slidesparse import token_files
 from slidesparse.calibrate.data import tokenizer_of
 from slidesparse.evaluate.engine import EvaluationError
 
@@ -27,7 +26,9 @@ def windows(data: str | Path, folder: Path, seqlen: int, samples: int | None) ->
             f"--seqlen {seqlen} is too short; a token is scored by those before it, so 2 at least"
         )
     if path.suffix == ".npy":
-        found = _array(path)
+        found = token_files.ids(path, EvaluationError)
+        if found.ndim == 2 and (len(found) == 0 or found.shape[1] < 2):
+            raise EvaluationError(f"{path} holds {list(found.shape)} ids; a window has 2 tokens at least")
         if found.ndim == 2:
             return [[int(token) for token in row[:seqlen]] for row in found[:samples]]
         stream = [int(token) for token in found]
@@ -36,7 +37,7 @@ def windows(data: str | Path, folder: Path, seqlen: int, samples: int | None) ->
         texts = (
             [path.read_text(encoding="utf-8")]
             if path.suffix == ".txt"
-            else [t for (t,) in _lines(path, ("text",))]
+            else [text for (text,) in token_files.texts(path, ("text",), EvaluationError)]
         )
         stream = [token for text in texts for token in encode(text)]
     count = len(stream) // seqlen
@@ -60,18 +61,22 @@ def texts_or_pairs(data: str | Path, folder: Path, samples: int | None, longest:
     """Texts of a .jsonl file with "text", or pairs with "query" and "text", truncated to ``longest`` tokens each."""
     path = _file(data, (".jsonl",))
     encode = tokenizer_of(folder)
-    first = json.loads(
-        next((line for line in path.read_text(encoding="utf-8").splitlines() if line.strip()), "null")
-    )
-    paired = isinstance(first, dict) and "query" in first
-    lines = _lines(path, ("query", "text") if paired else ("text",))[:samples]
-
-    def cut(text: str) -> list[int]:
-        ids = encode(text)
-        return ids if len(ids) <= longest else [*ids[: longest - 1], ids[-1]]
-
-    columns = [[cut(line[i]) for line in lines] for i in range(len(lines[0]))]
+    paired = _first_has_query(path)
+    lines = token_files.texts(path, ("query", "text") if paired else ("text",), EvaluationError)[:samples]
+    columns = [
+        [token_files.clipped(encode(line[i]), longest) for line in lines] for i in range(len(lines[0]))
+    ]
     return Texts(columns[0], columns[1] if paired else None)
+
+
+def _first_has_query(path: Path) -> bool:
+    """Of the first line that is not empty; False for one that is no JSON, which whoever reads all lines will say."""
+    lines = path.read_text(encoding="utf-8").splitlines()
+    try:
+        first = json.loads(next((line for line in lines if line.strip()), "null"))
+    except ValueError:
+        return False
+    return isinstance(first, dict) and "query" in first
 
 
 def _file(data: str | Path, suffixes: tuple[str, ...]) -> Path:
@@ -79,34 +84,3 @@ def _file(data: str | Path, suffixes: tuple[str, ...]) -> Path:
     if path.suffix not in suffixes or not path.is_file():
         raise EvaluationError(f"--data {str(data)!r} is no file of a kind known here: {', '.join(suffixes)}")
     return path
-
-
-def _array(path: Path) -> np.ndarray:
-    try:
-        found = np.load(path, allow_pickle=False)
-    except ValueError as error:
-        raise EvaluationError(f"{path} is not an array of numbers that NumPy wrote: {error}") from error
-    if found.dtype.kind not in "iu" or found.ndim not in (1, 2) or not found.size:
-        raise EvaluationError(
-            f"{path} holds {found.dtype} {list(found.shape)}; token ids are integers [samples, tokens], or [tokens]"
-        )
-    return np.asarray(found)
-
-
-def _lines(path: Path, keys: tuple[str, ...]) -> list[tuple[str, ...]]:
-    found = []
-    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
-        if not line.strip():
-            continue
-        try:
-            value = json.loads(line)
-            value = {"text": value} if isinstance(value, str) else value
-            found.append(tuple(str(value[key]) for key in keys))
-        except (ValueError, KeyError, TypeError) as error:
-            raise EvaluationError(
-                f"{path}, line {number}: {type(error).__name__}: {error}; each line must be an object with "
-                f"{' and '.join(keys)}"
-            ) from error
-    if not found:
-        raise EvaluationError(f"{path} holds no text")
-    return found
