@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from slidesparse import gemm, profiling, reference
+from slidesparse import gemm, kernels, profiling, reference
 from slidesparse.gemm import crossover
 from slidesparse.gemm.plans import bucket
 from slidesparse.pattern import HARDWARE_LENGTH, SlideLayout
@@ -66,13 +66,7 @@ def _quant_slide_cuda(
     x: Tensor, length: int, phase: int, dtype: torch.dtype, columns: int
 ) -> tuple[Tensor, Tensor]:
     """By Triton, into memory that reaches to the next bucket of tokens, so that no GEMM need copy it to pad it."""
-    from slidesparse.kernels.quant_only import quant_only  # late: these need Triton
-    from slidesparse.kernels.quant_slide import quant_slide as kernel
-
-    rows = bucket(x.shape[0])
-    if length == HARDWARE_LENGTH and phase == 0:
-        return quant_only(x, dtype, columns, rows)
-    return kernel(x, length, phase, dtype, columns, rows)
+    return kernels.quantize(x, length, phase, dtype, columns, bucket(x.shape[0]))
 
 
 def _quant_slide_fake(

@@ -9,13 +9,10 @@ The interpreter's cases run in a process of their own, this file as a program, a
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from functools import cache, partial
 
+import interpreter
 import numpy as np
 import pytest
 import torch
@@ -25,7 +22,6 @@ from test_kernels import (
     INF,
     LARGE,
     NAN,
-    ROOT,
     SMALL,
     SOURCES,
     assert_same_codes,
@@ -248,13 +244,7 @@ ON_GPU = dict(cases(large=True))
 @pytest.fixture(scope="module")
 def interpreted() -> dict[str, str | None]:
     """What each case of the interpreter said, None where it passed."""
-    pytest.importorskip("triton")
-    environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""}
-    command = [sys.executable, "-W", "ignore", __file__]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=environment, check=False)
-    found = dict(json.loads(line) for line in done.stdout.splitlines())
-    assert done.returncode == 0, f"after {len(found)} cases: {done.stderr[-2000:]}"
-    return found
+    return interpreter.run(__file__)
 
 
 @pytest.mark.parametrize("name", INTERPRETED)
@@ -324,16 +314,5 @@ def test_inductor_norms_as_the_kernel_does(k: int, dtype: torch.dtype) -> None:
     assert steps.abs().max() <= 1
 
 
-def main() -> None:
-    """Run the interpreter's cases; a line of JSON each: [name, what went wrong or null]."""
-    for name, check in INTERPRETED.items():
-        message = None
-        try:
-            check("cpu")
-        except BaseException as error:
-            message = f"{type(error).__name__}: {error}"
-        print(json.dumps([name, message]), flush=True)
-
-
 if __name__ == "__main__":
-    main()
+    interpreter.report(INTERPRETED)

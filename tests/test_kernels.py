@@ -6,7 +6,6 @@ file as a program: it prints one JSON line a case.
 
 from __future__ import annotations
 
-import json
 import os
 import subprocess
 import sys
@@ -14,6 +13,7 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 
+import interpreter
 import pytest
 import torch
 from strategies import assert_same_bits, raw
@@ -289,13 +289,7 @@ ON_GPU = dict(cases(large=True))
 @pytest.fixture(scope="module")
 def interpreted() -> dict[str, str | None]:
     """What each case of the interpreter said, None where it passed."""
-    pytest.importorskip("triton")
-    environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""}
-    command = [sys.executable, "-W", "ignore", __file__]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=environment, check=False)
-    found = dict(json.loads(line) for line in done.stdout.splitlines())
-    assert done.returncode == 0, f"after {len(found)} cases: {done.stderr[-2000:]}"
-    return found
+    return interpreter.run(__file__)
 
 
 @pytest.mark.parametrize("name", INTERPRETED)
@@ -364,16 +358,5 @@ def test_tensors_elsewhere_are_refused() -> None:
     assert done.stdout.startswith("x is on cpu; the kernel takes CUDA tensors"), done.stderr
 
 
-def main() -> None:
-    """Run the interpreter's cases; a line of JSON each: [name, what went wrong or null]."""
-    for name, check in INTERPRETED.items():
-        message = None
-        try:
-            check("cpu")
-        except BaseException as error:
-            message = f"{type(error).__name__}: {error}"
-        print(json.dumps([name, message]), flush=True)
-
-
 if __name__ == "__main__":
-    main()
+    interpreter.report(INTERPRETED)

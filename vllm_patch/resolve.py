@@ -26,10 +26,6 @@ from slidesparse.metadata import KEY, Metadata
 from slidesparse.pattern import SlidePattern
 
 STAMP = "slidesparse_serving"  # in quantization_config, in memory only
-ON_HOPPER = (
-    "hopper"  # the sparse backend of compute capability 9.0 when no flag chooses: this or "cusparselt"
-)
-
 FUSE = False  # when no flag chooses: not measured yet
 
 
@@ -134,7 +130,7 @@ def _backend(path: str, on_cuda: bool, wanted: str | None) -> tuple[str, str]:
 
 def _preferred(capability: tuple[int, int] | None) -> tuple[str, str]:
     """The sparse backend of a GPU.  Our kernels must be compiled, or nvcc be there; otherwise the reason says so."""
-    if capability != HOPPER_CAPABILITY or ON_HOPPER != "hopper":
+    if capability != HOPPER_CAPABILITY:
         return "cusparselt", "CUDA device"
     try:
         nvcc.state()

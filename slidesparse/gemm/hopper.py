@@ -14,7 +14,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from slidesparse import profiling
+from slidesparse import kernels, profiling
 from slidesparse.backends import HOPPER_CAPABILITY
 from slidesparse.gemm import hopper_configs, hopper_format, hopper_native, missing_triton, plans
 from slidesparse.gemm.hopper_configs import Config
@@ -239,7 +239,8 @@ class Hopper:
         """The first part of `linear`: what `slidesparse.ops.quant_slide` returns."""
         (m, k), index = x.shape, x.get_device()
         if m >= TRITON_TOKENS:
-            return _quantize_by_triton(_with_dense_rows(x), length, phase, dtype, columns)
+            with profiling.stage("quantize", x):
+                return kernels.quantize(_with_dense_rows(x), length, phase, dtype, columns)
         with profiling.stage("quantize", x), plans.on_device(index):
             x = _with_dense_rows(x)
             q, scale = x.new_empty(m, columns, dtype=dtype), x.new_empty(m, 1, dtype=torch.float32)
@@ -276,18 +277,6 @@ class Hopper:
         plan = plans.tuned_plan(LIBRARY, problem, device, NEAR)
         assert isinstance(plan, HopperPlan)
         return plan
-
-
-def _quantize_by_triton(
-    x: Tensor, length: int, phase: int, dtype: torch.dtype, columns: int
-) -> tuple[Tensor, Tensor]:
-    from slidesparse.kernels.quant_only import quant_only  # late: these need Triton
-    from slidesparse.kernels.quant_slide import quant_slide
-
-    with profiling.stage("quantize", x):
-        if length == HARDWARE_LENGTH and phase == 0:
-            return quant_only(x, dtype, columns)
-        return quant_slide(x, length, phase, dtype, columns)
 
 
 def _require_output(dtype: torch.dtype) -> None:

@@ -8,7 +8,13 @@ a GPU (or the interpreter) when called.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
+
+from slidesparse.pattern import HARDWARE_LENGTH
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
 
 KINDS = ("quant_slide", "quant_only", "norm_quant_slide", "silu_quant_slide", "dequant_bias")
 
@@ -68,6 +74,18 @@ TABLE: dict[str, tuple[_Entry, ...]] = {
         (None, None, Config(2048, 1, 4)),
     ),
 }
+
+
+def quantize(
+    x: Tensor, length: int, phase: int, dtype: torch.dtype, columns: int, rows: int = 0
+) -> tuple[Tensor, Tensor]:
+    """By `quant_slide`, or `quant_only` where nothing is lifted; arguments and results are those of `quant_slide`."""
+    from slidesparse.kernels.quant_only import quant_only  # late: these need Triton
+    from slidesparse.kernels.quant_slide import quant_slide
+
+    if length == HARDWARE_LENGTH and phase == 0:
+        return quant_only(x, dtype, columns, rows)
+    return quant_slide(x, length, phase, dtype, columns, rows)
 
 
 def config(kind: str, size: int, m: int) -> Config:
