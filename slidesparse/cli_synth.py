@@ -34,7 +34,12 @@ def register(app: typer.Typer, explained: Callable[[], AbstractContextManager[No
             ),
         ],
         target: Annotated[Path, typer.Argument(help="The folder to make.", metavar="OUT")],
-        quant: Annotated[str, typer.Option(help="int8 or fp8.")] = "int8",
+        quant: Annotated[
+            str,
+            typer.Option(
+                help="int8 or fp8, W8A8 to serve; or bf16, a float model to convert, without --sparsity."
+            ),
+        ] = "int8",
         sparsity: Annotated[
             str | None,
             typer.Option(
@@ -52,7 +57,7 @@ def register(app: typer.Typer, explained: Callable[[], AbstractContextManager[No
             str, typer.Option(help="Of tensors in a file, at most: such as 500MB or 4GB.")
         ] = "4GB",
     ) -> None:
-        """Write a W8A8 checkpoint of random weights of a model's shapes, to measure speed with."""
+        """Write a checkpoint of random weights of a model's shapes, to measure speed with."""
         with explained(), _progress_bar() as progress:
             from slidesparse.pattern import SlidePattern
             from slidesparse.synth import synth as run
@@ -99,13 +104,14 @@ def _summarize(report: Report) -> None:
     pruned = f"pruned to {report.pattern}, {report.layout} layout" if report.pattern else "not pruned"
     if report.replaced:
         out.print(escape(f"config    its own quantization_config ({report.replaced}) is replaced"))
-    out.print(
-        f"model     {report.architecture}, {report.layers} layers in {report.quant} W8A8, {escape(pruned)}"
-    )
+    form = report.quant if report.quant == "bf16" else f"{report.quant} W8A8"
+    out.print(f"model     {report.architecture}, {report.layers} layers in {form}, {escape(pruned)}")
     out.print(f"weights   random, seed {report.seed}: for figures of speed, not for answers")
     files = f"{report.files} file{'s' if report.files > 1 else ''}"
     size = f"{report.bytes_out / 1e6:.1f} MB in {files}, {report.seconds:.1f} s, {report.rate:.0f} MB/s"
     out.print(f"bytes     {size}")
     made = shlex.quote(str(report.out))
     out.print("tokens    one word each, t0 t1 t2 ...: the tokenizer stands in for the model's own")
+    if report.quant == "bf16":
+        out.print(escape(f"convert   slidesparse convert {made} PRUNED --sparsity 6:8 --calib random"))
     out.print(escape(f"serve     vllm serve {made} --tokenizer {made}/tokenizer"))

@@ -1,4 +1,4 @@
-"""``slidesparse synth``: a W8A8 checkpoint of random weights, for measuring speed without the real ones.
+"""``slidesparse synth``: a checkpoint of random weights, for measuring speed without the real ones.
 
 A decoder's float checkpoint is imagined from its config, and the plan of its conversion gives names, shapes,
 config and metadata: they are those that `slidesparse.convert` writes.  The values are made as fast as a disk
@@ -15,7 +15,8 @@ and each run of R rows of each tensor is the sample again, changed so that no tw
     shuffled        rows, with their scales, in a random order
 
 Whole blocks move, so the pattern holds, and in the slided layout, where a block is (N-1) windows, the result is
-what sliding the turned row gives.  R is large enough that no tensor needs a turn twice.
+what sliding the turned row gives.  R is large enough that no tensor needs a turn twice.  Without a pattern a block is
+one weight; with "bf16" rows stay as they are drawn, in a float checkpoint such as convert takes.
 """
 
 from __future__ import annotations
@@ -60,12 +61,15 @@ from slidesparse.publish import (
 )
 from slidesparse.quantize import NAMES, quantize_rows
 from slidesparse.slide import bits, slide
+from slidesparse.w8a8 import KINDS
 
 Progress = Callable[[int, int], None]  # bytes written, bytes in all
 
 MARK = "slidesparse_synth"  # in config.json: says that the weights are random
 SHARD_BYTES = 4 * 10**9
 INITIALIZER_RANGE = 0.02  # of a config that does not say
+BF16 = "bf16"
+QUANTS = (*KINDS, BF16)
 
 
 @dataclass(frozen=True)
@@ -102,13 +106,15 @@ def synth(
     shard_bytes: int = SHARD_BYTES,
     progress: Progress | None = None,
 ) -> Report:
-    """Write the W8A8 checkpoint ``out`` of a model with random weights, and a tokenizer that stands in.
+    """Write the checkpoint ``out`` of a model with random weights, and a tokenizer that stands in.
 
     Args:
         config: a config.json, a folder that holds one, or a name of `slidesparse.decoder.PUBLIC`.
         out: the folder to make; absent or empty.
-        quant: "int8" or "fp8".
-        pattern: what the linear layers are pruned to; None leaves them dense, without our metadata.
+        quant: "int8" or "fp8", for W8A8, or "bf16", for a source to convert: all tensors in BF16, whatever the config
+            says, and no quantization_config.
+        pattern: what the linear layers are pruned to; None leaves them dense, without our metadata.  Not with "bf16",
+            as float checkpoints have nowhere to say it.
         layout: "dense" [N, K] or, with a pattern, "slided" [N, K'].
         seed: the same seed gives the same bytes (with the same torch).
         layers: keep only so many of the decoder's layers, the first ones.
@@ -178,19 +184,32 @@ def _plan(
     model: dict[str, Any], quant: str, pattern: SlidePattern | None, layout: str, seed: int, limit: int
 ) -> Plan:
     """The plan by which a float checkpoint of the model would be converted, cut into shards."""
+    if quant not in QUANTS:
+        raise CheckpointError(f"--quant {quant!r} is not known; use one of {', '.join(QUANTS)}")
+    if quant == BF16 and (pattern is not None or layout != "dense"):
+        raise CheckpointError(
+            "--quant bf16 writes float weights, which carry no pattern and no layout; leave --sparsity and --layout "
+            "out, and prune what it made: slidesparse convert OUT PRUNED --sparsity 6:8"
+        )
     if pattern is None and layout == "slided":
         raise CheckpointError("--layout slided needs a pattern: give --sparsity, such as 6:8")
     if limit < 1:
         raise CheckpointError(f"--shard-size is {limit} bytes; it must be at least 1")
     file = "model.safetensors"
+    if quant == BF16:
+        model = {key: value for key, value in model.items() if key != "dtype"} | {"torch_dtype": "bfloat16"}
     marked = {
         **model,
         MARK: {"weights": "random", "seed": seed, "tool": f"slidesparse {slidesparse.__version__}"},
     }
     found = {spec.name: StoredTensor(spec, file, 0) for spec in tensors(model)}
     imagined = Checkpoint(Path(file), marked, None, (file,), found)
-    plan = make_plan(imagined, pattern or SlidePattern(None), quant, layout, "magnitude", (), None, seed)
-    if pattern is None:
+    kind = None if quant == BF16 else quant
+    plan = make_plan(imagined, pattern or SlidePattern(None), kind, layout, "magnitude", (), None, seed)
+    if quant == BF16:
+        parts = tuple(replace(part, out=(part.source,), pattern=None) for part in plan.parts)
+        plan = replace(plan, quant=quant, parts=parts, config=marked)
+    elif pattern is None:
         block = {key: value for key, value in plan.config["quantization_config"].items() if key != KEY}
         plan = replace(plan, config={**plan.config, "quantization_config": block})
     return _sharded(plan, limit)
@@ -268,18 +287,18 @@ class _Recipe:
         return _Sample(
             turning=torch.cat([both[:, :width], both[:, :width]], 1),
             tail=both[:, width:].contiguous(),
-            scale=torch.cat([scale for _, scale in drawn]) if part.layer else None,
+            scale=torch.cat([scale for _, scale in drawn]) if len(part.out) > 1 else None,
             dtype=dtype,
             rows=rows,
             turns=max(1, blocks),
         )
 
     def _rows(self, part: Part, count: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-        """Rows as convert writes them, and their scales (none outside of linear layers)."""
+        """Rows as they are written, and their scales (none where nothing is quantized)."""
         k = part.source.columns
         values = torch.randn(count, k, generator=generator).mul_(k**-0.5 if part.layer else self.std)
         values = values.to(DTYPES[part.source.dtype])
-        if part.layer is None:
+        if part.layer is None or self.plan.quant == BF16:
             return values, torch.empty(0)
         codes, scale = quantize_rows(prune(values, self.plan.pattern), NAMES[self.plan.quant], "cuda")
         if self.plan.layout == "slided" and not self.late:

@@ -273,6 +273,17 @@ def test_another_layers_inputs_are_refused() -> None:
         sparsegpt(weights(2, 9), factor(hessian_of(inputs(50, 8))), SlidePattern(8))
 
 
+@pytest.mark.parametrize("band", [1, 5, 8, 17, 64])
+def test_h_is_summed_on_one_side_and_mirrored(monkeypatch: pytest.MonkeyPatch, band: int) -> None:
+    monkeypatch.setattr("slidesparse.calibrate.hessian.BAND", band)
+    x, hessian = inputs(60, 17), Hessian(17, dtype=torch.float64)
+    for part in x.split(20):  # read in between, and gone on with
+        hessian.add(part)
+        seen = x[: hessian.tokens]
+        assert torch.equal(hessian.matrix[band:, :band], hessian.matrix[:band, band:].t())
+        assert float((hessian.matrix - seen.t() @ seen).abs().max()) < 1e-12 * float(seen.square().sum())
+
+
 def test_output_error_is_the_error_of_the_output() -> None:
     x, w = inputs(200, 12), weights(5, 12)
     pruned = prune(w, SlidePattern(4))

@@ -161,6 +161,21 @@ def test_spilled_hidden_states_change_nothing(
     assert snapshot(tmp_path / "disk") == snapshot(tmp_path / "memory")
 
 
+@pytest.mark.gpu
+def test_inputs_kept_on_the_gpu_change_nothing(
+    source: Path, tmp_path: Path, ids: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Kept between stages, or computed anew for each; hidden states on the GPU or on the disk."""
+    calibrated(source, tmp_path / "kept", ids, device="cuda")
+    monkeypatch.setattr("slidesparse.calibrate.cache.KEPT_SHARE", 2**60)
+    calibrated(source, tmp_path / "anew", ids, device="cuda")
+    monkeypatch.setattr("slidesparse.calibrate.cache.DEVICE_SHARE", 2**60)
+    monkeypatch.setattr("slidesparse.calibrate.cache.MEMORY_BYTES", 0)
+    calibrated(source, tmp_path / "disk", ids, device="cuda")
+    assert snapshot(tmp_path / "kept") == snapshot(tmp_path / "anew") == snapshot(tmp_path / "disk")
+    assert inspect(tmp_path / "kept").violations == 0
+
+
 def test_no_more_than_a_layer_is_in_memory(
     source: Path, tmp_path: Path, ids: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

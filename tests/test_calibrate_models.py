@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +12,10 @@ import pytest
 import torch
 from checkpoints import llama
 
-from slidesparse.calibrate.cache import HiddenStates
+from slidesparse.calibrate.cache import HiddenStates, Inputs, may_keep
 from slidesparse.calibrate.data import Samples, load_samples
 from slidesparse.calibrate.errors import CalibrationError, MissingPackageError
-from slidesparse.calibrate.forward import Block, rms_norm
+from slidesparse.calibrate.forward import Block, Shape, rms_norm
 from slidesparse.calibrate.models import Model, open_model
 from slidesparse.checkpoint import Checkpoint
 
@@ -289,3 +290,44 @@ def test_hidden_states_come_back_as_they_were(tmp_path: Path, limit: int, where:
     assert len(states) == 2
     assert list(tmp_path.iterdir()) == []  # a file without a name: a killed run leaves nothing
     states.close()
+
+
+class Doubling(Block):
+    """Three stages that count how often they are run; each multiplies by its weight."""
+
+    stages = (("a",), ("b",), ("c",))
+    runs = 0
+
+    def steps(self, x: torch.Tensor) -> Iterator[torch.Tensor]:
+        for name in "abc":
+            self.runs += 1
+            yield x
+            x = x * self.weights[name]
+        yield x
+
+
+@pytest.mark.parametrize("keep", [True, False])
+def test_inputs_follow_the_weights_as_they_are_replaced(tmp_path: Path, keep: bool) -> None:
+    """Stage b is never asked for, as when none of its layers is pruned."""
+    states = HiddenStates([(1, 1, 2), (1, 1, 2)], CPU, tmp_path)
+    states[0], states[1] = torch.full((1, 1, 2), 1.0), torch.full((1, 1, 2), 10.0)
+    block = Doubling(Shape(1, 1, 2, 0.0, torch.relu), dict.fromkeys("abc", torch.tensor(2.0)))
+    inputs = Inputs(block, states, keep)
+    assert [float(inputs.input(0, i)[0, 0, 0]) for i in range(2)] == [1, 10]
+    block.weights["a"] = torch.tensor(3.0)
+    assert [float(inputs.input(2, i)[0, 0, 0]) for i in range(2)] == [6, 60]
+    block.weights["c"] = torch.tensor(5.0)
+    inputs.advance()
+    assert [float(states[i][0, 0, 0]) for i in range(2)] == [30, 300]
+    assert block.runs == (6 if keep else 2 * (1 + 3 + 3))
+
+
+def test_inputs_are_kept_if_all_fits_in_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Hidden states of 8 columns, what waits of 8 + 24: five times as much."""
+    states = HiddenStates([(2, 3, 8), (1, 5, 8)], CPU, tmp_path)
+    assert states.nbytes == 11 * 8 * 4
+    for limit, fits in ((5 * states.nbytes, True), (5 * states.nbytes - 1, False)):
+        monkeypatch.setattr("slidesparse.calibrate.cache.MEMORY_BYTES", limit)
+        assert may_keep(states, 24) == fits
+    monkeypatch.undo()
+    assert not may_keep(HiddenStates([(2, 3, 8)], CPU, tmp_path, limit=0), 24)  # on the disk

@@ -1,17 +1,20 @@
-"""Hidden states between layers: on the device, in memory, or in a file, by their size."""
+"""Hidden states between layers, on the device, in memory, or in a file, by their size; and inputs within a layer."""
 
 from __future__ import annotations
 
 import os
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
+from slidesparse.calibrate.forward import Block
+
 MEMORY_BYTES = 2 * 2**30  # what may stay in the host's memory
 DEVICE_SHARE = 4  # of a GPU's free memory one part in so many
+KEPT_SHARE = 2  # the same with what `Inputs` keep; factoring H and running a batch take the other half
 
 
 class HiddenStates:
@@ -67,7 +70,59 @@ class HiddenStates:
             self._file.close()
 
 
-def _place(nbytes: int, device: torch.device, limit: int) -> str:
-    if device.type == "cuda" and nbytes <= torch.cuda.mem_get_info(device)[0] // DEVICE_SHARE:
+class Inputs:
+    """What the stages of a block read, batch by batch; the stages are asked for in their order.
+
+    A batch that is kept waits where its last stage was, in the device's memory, and goes on from there; else it is run
+    from the block's start each time.  Both are the same arithmetic, as a stage's weights are replaced before the
+    next is asked for.
+    """
+
+    def __init__(self, block: Block, states: HiddenStates, keep: bool) -> None:
+        self.block, self.states, self.keep = block, states, keep
+        # by batch: the stage that comes next, and the steps from there on
+        self._running: dict[int, tuple[int, Iterator[Tensor]]] = {}
+
+    def __len__(self) -> int:
+        return len(self.states)
+
+    def input(self, stage: int, batch: int) -> Tensor:
+        """What the linear layers of a stage read, [batch, tokens, K]; behind the last stage, the block's output."""
+        reached, steps = self._running.pop(batch, (0, None))
+        if steps is None:
+            steps = self.block.steps(self.states[batch])
+        assert reached <= stage
+        for _ in range(reached, stage):
+            next(steps)
+        found = next(steps)
+        if self.keep and stage < len(self.block.stages):
+            self._running[batch] = stage + 1, steps
+        return found
+
+    def advance(self) -> None:
+        """Replace the hidden states by the block's output."""
+        for batch in range(len(self)):
+            self.states[batch] = self.input(len(self.block.stages), batch)
+
+
+def may_keep(states: HiddenStates, in_features: int) -> bool:
+    """Whether `Inputs` of at most ``in_features`` fit beside the hidden states where these are computed with.
+
+    Asked before anything else lies there; a batch that waits holds what its stage reads and one more hidden state.
+    """
+    hidden = states.shapes[0][-1] if states.shapes else 1
+    kept = states.nbytes // hidden * (hidden + in_features)
+    home = "device" if states.device.type == "cuda" else "memory"
+    return states.where == home == _place(states.nbytes + kept, states.device, MEMORY_BYTES, KEPT_SHARE)
+
+
+def _place(nbytes: int, device: torch.device, limit: int, share: int = DEVICE_SHARE) -> str:
+    if device.type == "cuda" and nbytes <= _free(device) // share:
         return "device"
     return "memory" if nbytes <= limit else "disk"
+
+
+def _free(device: torch.device) -> int:
+    """Bytes of a GPU that are free, those included that torch holds without using them."""
+    unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    return torch.cuda.mem_get_info(device)[0] + unused

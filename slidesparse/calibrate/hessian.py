@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+BAND = 2048  # columns of H that are summed at a time, right of the diagonal only
+
 
 class Hessian:
     """H [K, K], the sum of x x^T over calibration tokens: half the Hessian of a layer's squared output error."""
@@ -12,14 +14,26 @@ class Hessian:
     def __init__(
         self, in_features: int, device: torch.device | str = "cpu", dtype: torch.dtype = torch.float32
     ) -> None:
-        self.matrix = torch.zeros(in_features, in_features, dtype=dtype, device=device)
+        self._sum = torch.zeros(in_features, in_features, dtype=dtype, device=device)
+        self._bands = [slice(start, min(start + BAND, in_features)) for start in range(0, in_features, BAND)]
+        self._mirrored = True
         self.tokens = 0
 
     def add(self, x: Tensor) -> None:
         """Count the tokens ``x`` [..., K]."""
-        rows = x.reshape(-1, x.shape[-1]).to(self.matrix.dtype)
-        self.matrix.addmm_(rows.t(), rows)
+        rows = x.reshape(-1, x.shape[-1]).to(self._sum.dtype)
+        for band in self._bands:
+            self._sum[band, band.start :].addmm_(rows[:, band].t(), rows[:, band.start :])
+        self._mirrored = False
         self.tokens += len(rows)
+
+    @property
+    def matrix(self) -> Tensor:
+        """H, its lower left the mirror of its upper right."""
+        for band in () if self._mirrored else self._bands:
+            self._sum[band.stop :, band] = self._sum[band, band.stop :].t()
+        self._mirrored = True
+        return self._sum
 
 
 def output_error(w: Tensor, found: Tensor, hessian: Tensor) -> float:

@@ -20,7 +20,7 @@ from torch import Tensor
 
 import slidesparse
 from slidesparse.architectures import SCALE, WEIGHT
-from slidesparse.calibrate.cache import HiddenStates
+from slidesparse.calibrate.cache import HiddenStates, Inputs, may_keep
 from slidesparse.calibrate.data import Samples
 from slidesparse.calibrate.errors import CalibrationError
 from slidesparse.calibrate.forward import Block, DecoderBlock, EncoderBlock
@@ -106,6 +106,13 @@ def _stages(model: Model, number: int) -> list[list[str]]:
     return [[model.prefix(number) + name for name in stage] for stage in kind.stages]
 
 
+def _widest(model: Model) -> int:
+    """The most in-features of the linear layers of a block; the blocks are alike."""
+    return max(
+        model.checkpoint.require(name + WEIGHT).columns for stage in _stages(model, 0) for name in stage
+    )
+
+
 def calibrate(task: Task, reader: Reader, work: Work, progress: Progress | None = None) -> None:
     """Prune and quantize the layers of ``task``; `Work.publish` each layer of the model as it is done.
 
@@ -114,14 +121,14 @@ def calibrate(task: Task, reader: Reader, work: Work, progress: Progress | None 
     """
     counted = _Progress(task, "pruning", progress)
 
-    def visit(number: int, block: Block, states: HiddenStates) -> None:
+    def visit(number: int, block: Block, inputs: Inputs) -> None:
         if work.done(number):
             _restore(task.model, number, block, work)
         else:
             tensors: dict[str, Tensor] = {}
             rows: list[dict[str, Any]] = []
             for stage, names in enumerate(block.stages):
-                for result, codes, scale in _prune_stage(task, number, block, stage, names, states):
+                for result, codes, scale in _prune_stage(task, number, stage, names, inputs):
                     tensors[result.name + WEIGHT], tensors[result.name + SCALE] = codes, scale
                     rows.append(asdict(result))
             work.publish(number, tensors, rows)
@@ -139,12 +146,12 @@ def rank(task: Task, reader: Reader, work: Work, progress: Progress | None = Non
     found: dict[str, float] = {}
     counted = _Progress(task, "ranking", progress)
 
-    def visit(number: int, block: Block, states: HiddenStates) -> None:
+    def visit(number: int, block: Block, inputs: Inputs) -> None:
         for stage, names in enumerate(block.stages):
             chosen = [name for name in names if task.model.prefix(number) + name in task.layers]
             if not chosen:
                 continue
-            h = _hessian(block, stage, states).matrix
+            h = _hessian(inputs, stage).matrix
             for name in chosen:
                 full, w = task.model.prefix(number) + name, block.weights[name + WEIGHT]
                 found[full] = output_error(w, wanda(w, h, task.layers[full]), h)
@@ -172,12 +179,11 @@ class _Progress:
 
 
 @torch.inference_mode()
-def _walk(
-    task: Task, reader: Reader, folder: Path, visit: Callable[[int, Block, HiddenStates], None]
-) -> None:
+def _walk(task: Task, reader: Reader, folder: Path, visit: Callable[[int, Block, Inputs], None]) -> None:
     """Run the samples through the model's layers up to the last one with something to prune."""
     batches = list(_batches(task.samples, BATCH_TOKENS.get(task.device.type, BATCH_TOKENS["cpu"])))
     states = HiddenStates([(*ids.shape, task.model.hidden) for ids in batches], task.device, folder)
+    keep = may_keep(states, _widest(task.model))
     embed = task.model.embedder(reader, task.samples.ids, task.device)
     for i, ids in enumerate(batches):
         states[i] = embed(ids)
@@ -191,9 +197,10 @@ def _walk(
         last = max(wanted, default=-1)
         for number in range(last + 1):
             block = task.model.load(reader, number, task.device)
-            visit(number, block, states)
-            for i in range(len(states) if number < last else 0):
-                states[i] = block.output(states[i])
+            inputs = Inputs(block, states, keep)
+            visit(number, block, inputs)
+            if number < last:
+                inputs.advance()
     finally:
         states.close()
 
@@ -205,10 +212,10 @@ def _batches(samples: Samples, tokens: int) -> Iterator[Tensor]:
         yield from alike.split(max(1, tokens // length))
 
 
-def _hessian(block: Block, stage: int, states: HiddenStates) -> Hessian:
+def _hessian(inputs: Inputs, stage: int) -> Hessian:
     hessian: Hessian | None = None
-    for i in range(len(states)):
-        x = block.input(stage, states[i])
+    for batch in range(len(inputs)):
+        x = inputs.input(stage, batch)
         hessian = hessian or Hessian(x.shape[-1], x.device)
         hessian.add(x)
     assert hessian is not None
@@ -216,15 +223,15 @@ def _hessian(block: Block, stage: int, states: HiddenStates) -> Hessian:
 
 
 def _prune_stage(
-    task: Task, number: int, block: Block, stage: int, names: tuple[str, ...], states: HiddenStates
+    task: Task, number: int, stage: int, names: tuple[str, ...], inputs: Inputs
 ) -> Iterator[tuple[LayerResult, Tensor, Tensor]]:
-    """Prune, quantize and replace in ``block`` the linear layers of a stage; with codes and scales of each."""
-    prefix = task.model.prefix(number)
+    """Prune, quantize and replace in a block the linear layers of a stage; with codes and scales of each."""
+    prefix, block = task.model.prefix(number), inputs.block
     chosen = [name for name in names if prefix + name in task.layers]
     if not chosen:
         return
     started = time.monotonic()
-    hessian = _hessian(block, stage, states)
+    hessian = _hessian(inputs, stage)
     pruned = _prune_rows(task, hessian, {name: block.weights[name + WEIGHT] for name in chosen}, prefix)
     for name in chosen:
         w = block.weights[name + WEIGHT]
@@ -281,13 +288,13 @@ def prune_floats(
     """
     found: dict[str, Tensor] = {}
 
-    def visit(number: int, block: Block, states: HiddenStates) -> None:
+    def visit(number: int, block: Block, inputs: Inputs) -> None:
         prefix = task.model.prefix(number)
         for stage, names in enumerate(block.stages):
             chosen = [name for name in names if prefix + name in task.layers]
             if not chosen:
                 continue
-            hessian = _hessian(block, stage, states)
+            hessian = _hessian(inputs, stage)
             weights = {name: block.weights[name + WEIGHT] for name in chosen}
             if rule:
                 pruned = {name: rule(w, hessian) for name, w in weights.items()}

@@ -15,8 +15,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from slidesparse.calibrate.sparsegpt import BATCH_COLUMNS, DAMPING, blocks, choose, damped
-from slidesparse.pattern import ZEROS, SlidePattern
+from slidesparse.calibrate.sparsegpt import BATCH_COLUMNS, DAMPING, blocks, choose, damped, rules
+from slidesparse.pattern import SlidePattern
 
 SWEEPS = 4
 
@@ -45,26 +45,25 @@ def refine(
     h = damped(hessian, damping)
     groups = blocks(w.shape[1], pattern, phase)
     inverses = _inverses(h, groups, pattern.length, out.dtype)
+    found = rules(inverses, pattern.length)
     h = h.to(out.dtype)
     start_from = w.to(out.dtype)
     step = max(1, BATCH_COLUMNS // pattern.length)
     for _ in range(sweeps):
         gradient = (out - start_from) @ h
         for first in range(0, len(groups), step):
-            batch = groups[first : first + step]
-            here = slice(batch[0].start, batch[-1].stop)
-            before = out[:, here].clone()
-            for group, inverse in zip(batch, inverses[first : first + step], strict=True):
-                surplus = group.stop - group.start - (pattern.length - ZEROS)
-                best = out[:, group] - gradient[:, group] @ inverse
-                if surplus > 0:
-                    share, gone = choose(best, inverse, surplus)
-                    best = (best - share @ inverse).masked_fill_(gone, 0.0)
-                gradient[:, group.stop : here.stop] += (best - out[:, group]) @ h[
-                    group, group.stop : here.stop
-                ]
-                out[:, group] = best
-            gradient[:, here.stop :] += (out[:, here] - before) @ h[here, here.stop :]
+            batch = slice(first, first + step)
+            start, stop = groups[batch][0].start, groups[batch][-1].stop
+            before = out[:, start:stop].clone()
+            for group, inverse, rule in zip(groups[batch], inverses[batch], found[batch], strict=True):
+                here = out[:, group]
+                best = torch.addmm(here, gradient[:, group], inverse, alpha=-1)
+                if rule is not None:
+                    share, gone = choose(best, rule)
+                    best.addmm_(share, inverse, alpha=-1).masked_fill_(gone, 0.0)
+                gradient[:, group.stop : stop].addmm_(best - here, h[group, group.stop : stop])
+                here.copy_(best)
+            gradient[:, stop:].addmm_(out[:, start:stop] - before, h[start:stop, stop:])
     return out
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from torch import Tensor
 from slidesparse.architectures import SCALE, WEIGHT
 from slidesparse.checkpoint import Checkpoint, Reader
 from slidesparse.metadata import Metadata
+from slidesparse.publish import workers
 from slidesparse.slide import nonzero
 from slidesparse.stored import DamagedError, open_checkpoint, restore
 
@@ -41,15 +43,14 @@ def read_back(folder: Path, source: Checkpoint) -> list[Facts]:
     """
     checkpoint, metadata = open_checkpoint(folder)
     assert metadata
-    found, errors = [], []
-    with checkpoint.reader() as reader:
-        for name in sorted(metadata.layers, key=_natural):
-            facts, error = _facts(checkpoint, metadata, reader, name, source)
-            found.append(facts)
-            errors += [error] if error else []
-    if errors:
-        raise errors[0]
-    return found
+    names = sorted(metadata.layers, key=_natural)
+    with checkpoint.reader() as reader, workers() as pool:
+        read = partial(_facts, checkpoint, metadata, reader, source)
+        found = list(pool.map(read, names))
+    for _, error in found:
+        if error:
+            raise error
+    return [facts for facts, _ in found]
 
 
 def _natural(name: str) -> list[tuple[int, str]]:
@@ -58,7 +59,7 @@ def _natural(name: str) -> list[tuple[int, str]]:
 
 
 def _facts(
-    checkpoint: Checkpoint, metadata: Metadata, reader: Reader, name: str, source: Checkpoint
+    checkpoint: Checkpoint, metadata: Metadata, reader: Reader, source: Checkpoint, name: str
 ) -> tuple[Facts, DamagedError | None]:
     spec, entry = checkpoint.tensors[name + WEIGHT].spec, metadata.layers[name]
     alive = torch.zeros(entry.in_features, dtype=torch.bool)

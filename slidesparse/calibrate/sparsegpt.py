@@ -20,8 +20,10 @@ counts among its zeros: a tail of t columns loses max(0, t - (L-2)).
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import cache
 from itertools import pairwise
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -101,56 +103,94 @@ def sparsegpt(w: Tensor, upper: Tensor, pattern: SlidePattern, phase: int = 0) -
     if pattern.length is None:
         return out
     groups = blocks(w.shape[1], pattern, phase)
+    corners = [upper[group, group] for group in groups]
+    found = rules([corner.t() @ corner for corner in corners], pattern.length)
     step = max(1, BATCH_COLUMNS // pattern.length)
     for first in range(0, len(groups), step):
-        batch = groups[first : first + step]
-        start, stop = batch[0].start, batch[-1].stop
+        batch = slice(first, first + step)
+        start, stop = groups[batch][0].start, groups[batch][-1].stop
         errors = out.new_zeros(len(w), stop - start)
-        for group in batch:
-            surplus = group.stop - group.start - (pattern.length - ZEROS)
-            if surplus <= 0:
+        for group, corner, rule in zip(groups[batch], corners[batch], found[batch], strict=True):
+            if rule is None:
                 continue
-            corner = upper[group, group]
-            share, gone = choose(out[:, group], corner.t() @ corner, surplus)
-            error = share @ corner.t()
-            errors[:, group.start - start : group.stop - start] = error
-            out[:, group.start : stop] -= error @ upper[group, group.start : stop]
-            out[:, group].masked_fill_(gone, 0.0)
-        out[:, stop:] -= errors @ upper[start:stop, stop:]
+            here, error = out[:, group], errors[:, group.start - start : group.stop - start]
+            share, gone = choose(here, rule)
+            torch.mm(share, corner.t(), out=error)
+            out[:, group.start : stop].addmm_(error, upper[group, group.start : stop], alpha=-1)
+            here.masked_fill_(gone, 0.0)
+        out[:, stop:].addmm_(errors, upper[start:stop, stop:], alpha=-1)
     return out
 
 
-def choose(w: Tensor, a: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """The cheapest ``count`` (1 or 2) of each row of ``w`` [N, L] to remove, A being ``a`` [L, L]; ties: the leftmost.
+class Rule(NamedTuple):
+    """(A_PP)^-1 of a block for each of the C choices P of one or two of its columns."""
+
+    diagonal: Tensor  # [1 or 2, C]
+    beside: Tensor  # [1, C] off the diagonal; not used for one column
+
+
+def rules(a: Sequence[Tensor], length: int) -> list[Rule | None]:
+    """How to choose in each block, from its A [t, t]; None where nothing has to go.
+
+    Whole blocks, of ``length`` columns, are prepared at once: on a GPU the launches of kernels, not the arithmetic, are
+    what a loop over blocks takes time for.
+    """
+    whole = [block for block in a if len(block) == length]
+    ready = iter(
+        zip(*(part.unbind() for part in _rule(torch.stack(whole), ZEROS)), strict=True) if whole else ()
+    )
+    found: list[Rule | None] = []
+    for block in a:
+        surplus = len(block) - (length - ZEROS)
+        if len(block) == length:
+            found.append(Rule(*next(ready)))
+        else:
+            found.append(_rule(block, surplus) if surplus > 0 else None)
+    return found
+
+
+def _rule(a: Tensor, count: int) -> Rule:
+    """The rule of A [..., L, L] for choices of ``count`` columns."""
+    columns = _choices(a.shape[-1], count, a.device).columns
+    own = a.diagonal(dim1=-2, dim2=-1)[..., columns]
+    if count == 1:
+        return Rule(own.reciprocal(), torch.zeros_like(own))
+    both = a[..., columns[0], columns[1]].unsqueeze(-2)
+    determinant = own.prod(-2, keepdim=True) - both * both
+    return Rule(own.flip(-2) / determinant, -both / determinant)
+
+
+def choose(w: Tensor, rule: Rule) -> tuple[Tensor, Tensor]:
+    """The cheapest weights of each row of ``w`` [N, L] to remove, as many as ``rule`` is for; ties: the leftmost.
 
     Returns w_P (A_PP)^-1 spread over [N, L], zero elsewhere, and whether each weight is in P.
     """
-    share, gone = torch.zeros_like(w), torch.zeros_like(w, dtype=torch.bool)
-    first, second = _candidates(w.shape[1], count, w.device)
-    own, other, both = a[first, first], a[second, second], a[first, second]
-    step = max(1, CHOICE_ELEMENTS // len(first))
-    for rows in (slice(start, start + step) for start in range(0, len(w), step)):
-        part = w[rows]
-        left, right = part[:, first], part[:, second]
-        if count == 1:
-            best = (left * left / own).argmin(-1, keepdim=True)
-            chosen = [(first, left / own)]
-        else:
-            determinant = own * other - both * both
-            of_left = (left * other - right * both) / determinant
-            of_right = (right * own - left * both) / determinant
-            best = (left * of_left + right * of_right).argmin(-1, keepdim=True)
-            chosen = [(first, of_left), (second, of_right)]
-        for columns, values in chosen:
-            where = columns[best]
-            share[rows].scatter_(-1, where, values.gather(-1, best))
-            gone[rows].scatter_(-1, where, True)
-    return share, gone
+    count, among = rule.diagonal.shape
+    step = max(1, CHOICE_ELEMENTS // among)
+    if len(w) > step:
+        parts = [choose(part, rule) for part in w.split(step)]
+        return torch.cat([share for share, _ in parts]), torch.cat([gone for _, gone in parts])
+    choices = _choices(w.shape[1], count, w.device)
+    left = w[:, choices.columns]  # [N, count, C]
+    shares = left * rule.diagonal
+    if count > 1:
+        shares.addcmul_(left.flip(1), rule.beside)
+    best = left.mul_(shares).sum(1).argmin(-1)
+    values = shares.gather(2, best.view(-1, 1, 1).expand(-1, count, 1)).squeeze(2)
+    return torch.zeros_like(w).scatter_(1, choices.pairs[best], values), choices.taken[best]
+
+
+class _Choices(NamedTuple):
+    """All choices of one or two of L columns, from the left."""
+
+    columns: Tensor  # [count, C]
+    pairs: Tensor  # [C, count], the same
+    taken: Tensor  # [C, L] whether a column is among them
 
 
 @cache
-def _candidates(length: int, count: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """All choices of ``count`` (1 or 2) of ``length`` columns, from the left: the first and the last of each."""
+def _choices(length: int, count: int, device: torch.device) -> _Choices:
     with torch.inference_mode(False):
-        found = torch.combinations(torch.arange(length, device=device), count)
-        return found[:, 0].contiguous(), found[:, -1].contiguous()
+        pairs = torch.combinations(torch.arange(length, device=device), count)
+        taken = torch.zeros(len(pairs), length, dtype=torch.bool, device=device).scatter_(1, pairs, True)
+        return _Choices(pairs.t().contiguous(), pairs, taken)
