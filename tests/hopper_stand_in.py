@@ -12,7 +12,7 @@ from torch import Tensor
 
 from slidesparse import reference
 from slidesparse.gemm import hopper_format, hopper_native
-from slidesparse.gemm.hopper_configs import MOST_IN_CLUSTER, SPLIT, STREAM, Config, Fit
+from slidesparse.gemm.hopper_configs import MOST_IN_CLUSTER, STREAM, Config, Fit
 from slidesparse.gemm.hopper_native import Call, Linear, Quantize
 from slidesparse.pattern import SlideLayout
 from slidesparse.quantize import FP8, INT8
@@ -20,7 +20,7 @@ from slidesparse.quantize import FP8, INT8
 SMS = 132
 # Clusters by their blocks, one a multiprocessor: of 1, 2, 4 and 8 measured on an H200, the others guessed.
 CLUSTERS = {1: 132, 2: 66, 3: 43, 4: 30, 5: 23, 6: 18, 8: 15}
-FEED_BYTES = 84  # of the producer's state in the streaming kernel
+TURNS_BYTES = 16  # that the streaming kernel's consumers keep in shared memory
 
 
 def shared_stages(config: Config) -> int:
@@ -28,9 +28,8 @@ def shared_stages(config: Config) -> int:
     tokens, strips = config.tokens, config.strips
     if tokens not in (8, 16, 32, 64, 128, 256) or tokens % (8 * config.sharers):
         return 0
-    if not (2 if tokens == 256 else 1) <= strips <= (5 if tokens <= 64 else 3):
-        return 0
-    if config.cluster > MOST_IN_CLUSTER or (config.design == SPLIT and (strips, tokens) == (3, 256)):
+    fewest, most = (2, 2) if tokens == 256 else (1, 5 if tokens <= 64 else 3)
+    if not fewest <= strips <= most or config.cluster > MOST_IN_CLUSTER:
         return 0
     found = next(
         count for count in range(256, -1, -1) if _bytes(config, count) <= config.shared_bytes or not count
@@ -42,11 +41,12 @@ def _bytes(config: Config, stages: int) -> int:
     tokens, strips = config.tokens, config.strips
     stage = tokens * 128 + strips * 5120
     if config.design == STREAM:
-        return stages * (stage + 16) + strips * (min(tokens, 64) * 144 + tokens * 4) + FEED_BYTES
+        staged = min(tokens, 64)  # tokens, in as many buffers as it takes
+        return stages * (stage + 16) + strips * staged * 128 + TURNS_BYTES
     owned = -(-4 * strips // config.splits)  # warps of which a block adds the sums
     outputs = 4 * strips * tokens * 48 if config.splits == 1 else 0
     received = owned * (config.splits - 1) * tokens * 64
-    return max(stages * stage, outputs) + received + tokens * 4 + 16 * stages + 8 * owned
+    return max(stages * stage, outputs) + received + 16 * stages + 8 * owned
 
 
 def fit(config: Config, dtype: torch.dtype = INT8, index: int = 0) -> Fit:

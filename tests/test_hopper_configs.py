@@ -71,9 +71,9 @@ def test_configurations_without_a_kernel(text: str, standing_in: object) -> None
         hopper.LIBRARY.plan(PROBLEM, torch.device("cpu"), text)
 
 
-def test_the_streaming_kernel_feeds_three_warpgroups_of_256_tokens() -> None:
-    assert fit(Config("stream", 3, 256, 1, 1, 1)).stages == 4
-    assert fit(Config("stream", 2, 256, 1, 1, 1)).stages == 4
+def test_the_widest_streaming_kernel_has_five_stages() -> None:
+    """Four leave it waiting for what several blocks share: its outputs leave by little memory for that."""
+    assert fit(Config("stream", 2, 256, 2, 1, 1)).stages == 5
 
 
 def test_the_model_knows_what_it_is_for() -> None:

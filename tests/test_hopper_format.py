@@ -51,19 +51,18 @@ def test_three_of_four_are_refused() -> None:
 
 @settings(max_examples=60, deadline=None)
 @given(row=st.integers(0, 127), column=st.integers(0, 255))
-def test_an_element_stands_where_its_thread_looks(row: int, column: int) -> None:
-    """By the instruction's own words: thread, register and byte of a value, thread and bits of its place."""
+def test_an_element_stands_where_the_hardware_looks(row: int, column: int) -> None:
+    """By the instruction's own words: matrix, row and byte of a value, thread and bits of its place."""
     weight = torch.zeros(128, 256, dtype=torch.int8)
     weight[row, column] = 77
     block = fmt.pack(weight).view(2, 2, fmt.BLOCK_BYTES)[row // 64, column // 128]
     at = int((block[: fmt.VALUE_BYTES] == 77).nonzero().item())
-    product, inside = at // 2048, at % 2048
-    thread, register, byte = inside // 16, inside % 16 // 4, inside % 4
-    warp, group, lane = thread // 32, thread % 32 // 4, thread % 4
-    assert row % 64 == 16 * warp + group + 8 * (register % 2)
-    compressed = 16 * (register // 2) + 4 * lane + byte
+    product, matrix, inside, byte = at // 2048, at % 2048 // 128, at % 128 // 16, at % 16
+    assert row % 64 == 8 * (matrix // 2) + inside
+    compressed = 16 * (matrix % 2) + byte
     assert column % 128 == 64 * product + 4 * (compressed // 2) + column % 4
-    thread = warp * 32 + 4 * group + 2 * (column % 64 // 32) + register % 2
+    warp, lower = matrix // 4, matrix // 2 % 2
+    thread = warp * 32 + 4 * inside + 2 * (column % 64 // 32) + lower
     words = block[fmt.VALUE_BYTES :].view(torch.int32)
     nibble = int(words[128 * product + thread]) >> (4 * (column % 32 // 4)) & 15
     first, second = nibble & 3, nibble >> 2

@@ -20,22 +20,45 @@ constexpr int kMostSplits = 8;
 
 enum class Float : int { kNone = 0, kBFloat16 = 1, kFloat16 = 2, kFloat32 = 3 };
 
+// Divides numbers below 2^31 by a multiplication.
+struct Divisor {
+  int divisor = 1;
+  std::uint32_t factor = 0, shift = 0;
+
+  Divisor() = default;
+  explicit Divisor(int by) : divisor(by) {
+    if (by == 1) return;
+    int bits = 0;
+    while ((std::int64_t{1} << bits) < by) ++bits;
+    factor = static_cast<std::uint32_t>(((std::uint64_t{1} << (31 + bits)) + by - 1) / by);
+    shift = bits - 1;
+  }
+  __device__ __forceinline__ int Of(int number) const {
+    return divisor == 1 ? number : static_cast<int>(__umulhi(number, factor) >> shift);
+  }
+};
+
 struct Arguments {
-  CUtensorMap q;  // boxes of kTokens / sharers rows by kBlockColumns, swizzled by 128 bytes
+  CUtensorMap q;    // boxes of kTokens / sharers rows by kBlockColumns, swizzled by 128 bytes
+  CUtensorMap out;  // of the streaming kernel, if `wide`: boxes of staged tokens by kStripRows
   const std::uint8_t* weight;  // [strips][blocks][kPackedBytes]
-  void* out;
+  void* y;
   const float* scale_w;
   const float* scale_x;
   const void* bias;
   int m, n;
   int strips, blocks;  // of the packed weight
   int sharers, splits;
+  int shared_tokens;  // that each of the sharers loads
   int stages;
   Float out_type, bias_type;
   bool wide;                               // rows of the output begin at multiples of 16 bytes
   int across, by_token;                    // tiles by out-features and by tokens
-  int together;                            // tiles by tokens whose weights are read together
+  Divisor together;                        // tiles by tokens whose weights are read together
+  Divisor last;                            // those of the last group, if fewer
+  Divisor of_group;                        // tiles of a group
   std::uint64_t keep_weight, keep_tokens;  // how long L2 is to keep them
+  std::uint64_t keep_out;
 
   // Of the streaming kernel.
   std::uint32_t* flags;  // kFlagWords for each block of threads, all zero between launches

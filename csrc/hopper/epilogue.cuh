@@ -10,7 +10,7 @@ namespace slidesparse::hopper {
 // Of the two out-features that a thread has sums of; loaded before the products, so that the
 // epilogue need not wait.
 struct RowScales {
-  float weight[2] = {}, bias[2] = {};
+  float weight[2] = {}, bias[2] = {-0.0f, -0.0f};  // which added changes nothing
 
   // Of out-features `first` and `first` + 8.
   __device__ __forceinline__ void Load(const Arguments& arguments, int first) {
@@ -27,27 +27,48 @@ struct RowScales {
   }
 };
 
-__device__ __forceinline__ float ApplyScales(float sum, float weight, float token, float bias,
-                                             bool biased) {
-  const float scaled = __fmul_rn(sum, weight);
-  return biased ? __fmaf_rn(scaled, token, bias) : __fmul_rn(scaled, token);
+__device__ __forceinline__ float ApplyScales(float sum, float weight, float token, float bias) {
+  return __fmaf_rn(__fmul_rn(sum, weight), token, bias);
 }
 
+// Of the tokens of a tile, each in a lane of every warp.
+template <int kTokens>
+struct TokenScales {
+  static constexpr int kWords = (kTokens + 31) / 32;
+  float of[kWords] = {};
+
+  __device__ __forceinline__ void Load(const Arguments& arguments, int first) {
+#pragma unroll
+    for (int i = 0; i < kWords; ++i) {
+      const int token = i * 32 + threadIdx.x % 32;
+      if (token < kTokens && first + token < arguments.m) {
+        of[i] = LoadNow(arguments.scale_x + first + token);
+      }
+    }
+  }
+
+  // Those of the two tokens that a thread has sums of, among tokens 8 j to 8 j + 7.
+  __device__ __forceinline__ float2 Eight(int j) const {
+    const int lane = 8 * j % 32 + threadIdx.x % 4 * 2;
+    const float mine = of[8 * j / 32];
+    return make_float2(__shfl_sync(0xFFFFFFFF, mine, lane),
+                       __shfl_sync(0xFFFFFFFF, mine, lane + 1));
+  }
+};
+
 // Eight tokens' outputs, of sums 4 j to 4 j + 3, to staging memory: `to` is where lane l < 16 has
-// token 8 j + l % 8, out-features 8 (l / 8) on; `token_scale` the first of the eight's.
+// token 8 j + l % 8, out-features 8 (l / 8) on.
 template <class Type, int kSums>
 __device__ __forceinline__ void StageTokens(const Arguments& arguments, const RowScales& scales,
                                             const std::uint32_t (&sums)[kSums], int j,
-                                            std::uint32_t token_scale, std::uint32_t to) {
-  const float2 by_token = LoadSharedFloats(token_scale + threadIdx.x % 4 * 8);
-  const bool biased = arguments.bias_type != Float::kNone;
+                                            float2 by_token, std::uint32_t to) {
   std::uint32_t rows[2];
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
     const float first = ToFloat(FromBits<Type>(sums[4 * j + 2 * r]));
     const float second = ToFloat(FromBits<Type>(sums[4 * j + 2 * r + 1]));
-    rows[r] = Narrow(ApplyScales(first, scales.weight[r], by_token.x, scales.bias[r], biased),
-                     ApplyScales(second, scales.weight[r], by_token.y, scales.bias[r], biased),
+    rows[r] = Narrow(ApplyScales(first, scales.weight[r], by_token.x, scales.bias[r]),
+                     ApplyScales(second, scales.weight[r], by_token.y, scales.bias[r]),
                      arguments.out_type);
   }
   StoreTransposed(to, rows[0], rows[1]);
@@ -56,7 +77,7 @@ __device__ __forceinline__ void StageTokens(const Arguments& arguments, const Ro
 // Eight neighbouring out-features of a token, from `row` < n on.
 __device__ __forceinline__ void StoreOutputs(const Arguments& arguments, int token, int row,
                                              const uint4& packed) {
-  std::uint16_t* to = static_cast<std::uint16_t*>(arguments.out) +
+  std::uint16_t* to = static_cast<std::uint16_t*>(arguments.y) +
                       static_cast<std::size_t>(token) * arguments.n + row;
   if (arguments.wide) {
     *reinterpret_cast<uint4*>(to) = packed;

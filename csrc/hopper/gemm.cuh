@@ -43,9 +43,9 @@ struct SplitShape : Shape<kStrips, kTokens> {
   static __host__ __device__ constexpr int Owned(int splits) {
     return (kWarps + splits - 1) / splits;
   }
-  // Ring, the others' sums, scale_x, then barriers: full, empty, the sums'.
+  // Ring, the others' sums, then barriers: full, empty, the sums'.
   static __host__ __device__ constexpr int SharedBytes(int stages, int splits) {
-    return RingBytes(stages, splits) + Owned(splits) * (splits - 1) * kWarpSumBytes + kTokens * 4 +
+    return RingBytes(stages, splits) + Owned(splits) * (splits - 1) * kWarpSumBytes +
            (2 * stages + Owned(splits)) * 8;
   }
 };
@@ -68,7 +68,7 @@ __device__ __forceinline__ Place FindPlace(const Arguments& arguments) {
   place.begin = arguments.blocks * place.split / arguments.splits;
   place.end = arguments.blocks * (place.split + 1) / arguments.splits;
   const int tile = blockIdx.x / cluster;
-  place.walk.Begin(arguments, tile, {tile, place.begin, 0}, kTokens, kStrips * arguments.sharers);
+  place.walk.Begin(arguments, {tile, place.begin, 0, 0}, kTokens, kStrips * arguments.sharers);
   return place;
 }
 
@@ -120,15 +120,16 @@ __device__ __forceinline__ void AddReceived(int others, int tokens, std::uint32_
 template <class Type, int kStrips, int kTokens>
 __device__ __forceinline__ void StoreWarp(const Arguments& arguments, int row, int first_token,
                                           int tokens, std::uint32_t staging,
-                                          std::uint32_t token_scales, const RowScales& scales,
+                                          const RowScales& scales,
+                                          const TokenScales<kTokens>& token_scales,
                                           const std::uint32_t (&sums)[kTokens / 2]) {
   using S = SplitShape<kStrips, kTokens>;
   const int lane = threadIdx.x % 32;
   const std::uint32_t to = staging + lane % 8 * S::kPitch + lane / 8 % 2 * 16;
 #pragma unroll
   for (int j = 0; j < kTokens / 8; ++j) {
-    if (8 * j < tokens) {
-      StageTokens<Type>(arguments, scales, sums, j, token_scales + 32 * j, to + 8 * j * S::kPitch);
+    if (kTokens > 64 || 8 * j < tokens) {  // with few tokens registers are few, and outputs
+      StageTokens<Type>(arguments, scales, sums, j, token_scales.Eight(j), to + 8 * j * S::kPitch);
     }
   }
   __syncwarp();
@@ -141,6 +142,20 @@ __device__ __forceinline__ void StoreWarp(const Arguments& arguments, int row, i
 }
 
 template <class Type, int kStrips, int kTokens>
+__device__ __forceinline__ void Multiply(const Arguments& arguments, const Place& place,
+                                         std::uint32_t ring, std::uint32_t full,
+                                         std::uint32_t empty, std::uint32_t (&sums)[kTokens / 2]) {
+  const int count = place.end - place.begin;
+  if constexpr (Shape<kStrips, kTokens>::kWide) {
+    WideConsumer<Type, kStrips, kTokens>(arguments, place.sharers, ring, full, empty)
+        .Run(count, true, sums);
+  } else {
+    NarrowConsumer<Type, kStrips, kTokens>(arguments, place.sharers, ring, full, empty)
+        .Run(count, sums);
+  }
+}
+
+template <class Type, int kStrips, int kTokens>
 __global__ void __launch_bounds__(Shape<kStrips, kTokens>::kThreads,
                                   Shape<kStrips, kTokens>::kResident)
     Gemm(const __grid_constant__ Arguments arguments) {
@@ -149,8 +164,7 @@ __global__ void __launch_bounds__(Shape<kStrips, kTokens>::kThreads,
   const int splits = arguments.splits;
   const std::uint32_t ring = SharedAddress(shared);
   const std::uint32_t received = ring + S::RingBytes(arguments.stages, splits);
-  const std::uint32_t token_scales = received + S::Owned(splits) * (splits - 1) * S::kWarpSumBytes;
-  const std::uint32_t full = token_scales + kTokens * 4;
+  const std::uint32_t full = received + S::Owned(splits) * (splits - 1) * S::kWarpSumBytes;
   const std::uint32_t empty = full + 8 * arguments.stages;
   const std::uint32_t complete = empty + 8 * arguments.stages;
   const Place place = FindPlace<kStrips, kTokens>(arguments);
@@ -158,18 +172,23 @@ __global__ void __launch_bounds__(Shape<kStrips, kTokens>::kThreads,
   Producer<kStrips, kTokens> feed(arguments, place.sharers, place.walk, Turns{},
                                   place.end - place.begin, ring, full, empty);
 
-  if (threadIdx.x == S::kConsumers) {
-    PrefetchMap(&arguments.q);
-    for (int i = 0; i < arguments.stages; ++i) {
-      BarrierInit(full + 8 * i, 1);
-      BarrierInit(empty + 8 * i, kStrips * 4 * arguments.sharers);
+  const bool feeds = WarpNumber() == S::kConsumers / 32;
+  if (feeds) {
+    const bool leader = ElectOne();
+    if (leader) {
+      PrefetchMap(&arguments.q);
+      for (int i = 0; i < arguments.stages; ++i) {
+        BarrierInit(full + 8 * i, 1);
+        BarrierInit(empty + 8 * i, kStrips * 4 * arguments.sharers);
+      }
+      if (splits > 1) {
+        for (int i = 0; i < S::Owned(splits); ++i) BarrierInit(complete + 8 * i, 1);
+      }
+      BarrierInitFence();
     }
-    if (splits > 1) {
-      for (int i = 0; i < S::Owned(splits); ++i) BarrierInit(complete + 8 * i, 1);
-    }
-    BarrierInitFence();
+    __syncwarp();
     feed.Begin();
-    if (splits > 1) {
+    if (leader && splits > 1) {
       const int bytes = (splits - 1) * ((tokens + 7) / 8) * 512;
       for (int i = 0; i < S::Owned(splits); ++i) BarrierExpect(complete + 8 * i, bytes);
     }
@@ -183,7 +202,7 @@ __global__ void __launch_bounds__(Shape<kStrips, kTokens>::kThreads,
 
   if (threadIdx.x >= S::kConsumers) {
     DealRegisters<S, true>();
-    if (threadIdx.x == S::kConsumers) {
+    if (feeds) {
       WaitForPredecessors();
       feed.Run();
     }
@@ -194,24 +213,20 @@ __global__ void __launch_bounds__(Shape<kStrips, kTokens>::kThreads,
     const int row = (place.walk.strip + kStrips * place.sharers.mine) * kStripRows + warp * 16;
     WaitForPredecessors();
     RowScales scales;
-    if (owner == place.split) scales.Load(arguments, row + lane / 4);
-    float token_scale = 0.0f;
-    if (threadIdx.x < tokens) {
-      token_scale = LoadNow(arguments.scale_x + place.walk.token + threadIdx.x);
+    TokenScales<kTokens> token_scales;
+    if (owner == place.split) {
+      scales.Load(arguments, row + lane / 4);
+      token_scales.Load(arguments, place.walk.token);
     }
     std::uint32_t sums[kTokens / 2];
     Clear(sums);
     if (place.end > place.begin) {
-      Consumer<Type, kStrips, kTokens>(arguments, place.sharers, ring, full, empty)
-          .Run(place.end - place.begin, sums, [] {});
+      Multiply<Type, kStrips, kTokens>(arguments, place, ring, full, empty, sums);
     }
     if (owner != place.split) {
       PushSums<kStrips, kTokens>(arguments, place, owner, slot, tokens, received, complete, sums);
     }
-    if (threadIdx.x < kTokens) {
-      StoreShared32(token_scales + threadIdx.x * 4, __float_as_uint(token_scale));
-    }
-    NamedBarrier(1, S::kConsumers);  // scales are there, and nobody reads the ring any more
+    if (splits == 1) NamedBarrier(1, S::kConsumers);  // nobody reads the ring any more
     if (owner == place.split) {
       std::uint32_t staging = ring + warp * S::kStagingBytes;
       if (splits > 1) {
@@ -220,8 +235,8 @@ __global__ void __launch_bounds__(Shape<kStrips, kTokens>::kThreads,
         AddReceived<Type, kTokens>(splits - 1, tokens, staging, sums);
         __syncwarp();  // all have read what outputs take the place of
       }
-      StoreWarp<Type, kStrips, kTokens>(arguments, row, place.walk.token, tokens, staging,
-                                        token_scales, scales, sums);
+      StoreWarp<Type, kStrips, kTokens>(arguments, row, place.walk.token, tokens, staging, scales,
+                                        token_scales, sums);
     }
   }
   if (arguments.sharers > 1) {  // barriers stay until the others are through with them

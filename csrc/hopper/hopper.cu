@@ -136,7 +136,7 @@ static const char* Run(const SlidesparseHopperCall* call, void* workspace, int g
                 call->k, call->q, static_cast<int>(encoded));
   }
   arguments.weight = static_cast<const std::uint8_t*>(call->weight);
-  arguments.out = call->out;
+  arguments.y = call->out;
   arguments.scale_w = static_cast<const float*>(call->scale_w);
   arguments.scale_x = static_cast<const float*>(call->scale_x);
   arguments.bias = call->bias;
@@ -157,6 +157,20 @@ static const char* Run(const SlidesparseHopperCall* call, void* workspace, int g
                                 call->dependent != 0,
                                 grid,
                                 nullptr};
+  if (grid > 0 && arguments.wide) {
+    const cuuint64_t out_sizes[2] = {static_cast<cuuint64_t>(call->n),
+                                     static_cast<cuuint64_t>(call->m)};
+    const cuuint64_t out_strides[1] = {static_cast<cuuint64_t>(call->n) * 2};
+    const cuuint32_t out_box[2] = {kStripRows, static_cast<cuuint32_t>(StagedTokens(call->tokens))};
+    const CUresult encoded_out =
+        encode(&arguments.out, CU_TENSOR_MAP_DATA_TYPE_UINT16, 2, call->out, out_sizes, out_strides,
+               out_box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
+               CU_TENSOR_MAP_L2_PROMOTION_NONE, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+    if (encoded_out != CUDA_SUCCESS) {
+      return Fail("cuTensorMapEncodeTiled refused outputs [%d, %d] at %p: error %d", call->m,
+                  call->n, call->out, static_cast<int>(encoded_out));
+    }
+  }
   const cudaError_t error = LaunchInstance(call->fp8 != 0, call->tokens, arguments, launch);
   if (error == cudaSuccess) return nullptr;
   return Fail("%s (%s) for m %d, n %d, k %d, %d strips x %d tokens, cluster %d x %d, %d bytes",

@@ -13,9 +13,9 @@ cudaError_t LaunchTokens<SLIDESPARSE_TYPE, SLIDESPARSE_TOKENS>(const Arguments& 
   switch (launch.strips) {
     case 2:
       return LaunchShape<Type, 2, kTokens>(arguments, launch);
+#if SLIDESPARSE_TOKENS <= 128
     case 3:
       return LaunchShape<Type, 3, kTokens>(arguments, launch);
-#if SLIDESPARSE_TOKENS <= 128
     case 1:
       return LaunchShape<Type, 1, kTokens>(arguments, launch);
 #endif

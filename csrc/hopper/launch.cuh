@@ -2,6 +2,8 @@
 
 #pragma once
 
+#include <algorithm>
+
 #include "enqueue.cuh"
 #include "gemm.cuh"
 #include "stream.cuh"
@@ -23,8 +25,9 @@ struct ProductLaunch {
   Fit* fit;          // if not null, nothing is launched: how it would fit is told
 };
 
-constexpr int kFewestStages = 2;  // a stage is given back while the next one is worked on
-constexpr int kTogether = 2048;   // tokens whose tiles are walked together
+constexpr int kFewestStages = 2;        // a stage is given back while the next one is worked on
+constexpr int kTogether = 2048;         // tokens whose tiles are walked together
+constexpr int kKeptOutputs = 16 << 20;  // bytes; more would drive weights and activations out of L2
 
 // The largest number of stages, at most `needed`, whose `bytes` fit; 0 when they are too few.
 template <class Bytes>
@@ -40,11 +43,17 @@ int FitStages(std::int64_t needed, int shared_bytes, Bytes bytes) {
 template <int kStrips, int kTokens>
 std::int64_t CountTiles(Arguments& arguments) {
   const int strips = kStrips * arguments.sharers;
+  arguments.shared_tokens = kTokens / arguments.sharers;
   arguments.across = (arguments.strips + strips - 1) / strips;
   arguments.by_token = (arguments.m + kTokens - 1) / kTokens;
-  arguments.together = kTogether / kTokens;
+  const int together = std::min(kTogether / kTokens, arguments.by_token);
+  const int last = arguments.by_token % together;
+  arguments.together = Divisor(together);
+  arguments.last = Divisor(last > 0 ? last : together);
+  arguments.of_group = Divisor(together * arguments.across);
   arguments.keep_weight = arguments.by_token > 1 ? kEvictNormal : kEvictFirst;
   arguments.keep_tokens = arguments.by_token > 1 ? kEvictNormal : kEvictLast;
+  arguments.keep_out = 2ll * arguments.m * arguments.n > kKeptOutputs ? kEvictFirst : kEvictNormal;
   return static_cast<std::int64_t>(arguments.across) * arguments.by_token;
 }
 
@@ -101,15 +110,10 @@ cudaError_t LaunchStream(Arguments arguments, const ProductLaunch& launch) {
                 launch.fit);
 }
 
-// The clustered kernel has a producer of its own.
 template <class Type, int kStrips, int kTokens>
 cudaError_t LaunchShape(const Arguments& arguments, const ProductLaunch& launch) {
-  if (launch.grid > 0) return LaunchStream<Type, kStrips, kTokens>(arguments, launch);
-  if constexpr (Shape<kStrips, kTokens>::kSelfFed) {
-    return cudaErrorInvalidConfiguration;
-  } else {
-    return LaunchSplit<Type, kStrips, kTokens>(arguments, launch);
-  }
+  return launch.grid > 0 ? LaunchStream<Type, kStrips, kTokens>(arguments, launch)
+                         : LaunchSplit<Type, kStrips, kTokens>(arguments, launch);
 }
 
 // Tiles of kTokens; defined in instance.cu, compiled once for each type and kTokens.

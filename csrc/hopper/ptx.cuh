@@ -108,6 +108,19 @@ __device__ __forceinline__ void NamedBarrier(int id, int threads) {
   asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }
 
+// Of this thread's warp in its block, which the compiler knows to be the same for all of them.
+__device__ __forceinline__ int WarpNumber() {
+  return __shfl_sync(0xFFFFFFFF, static_cast<int>(threadIdx.x) / 32, 0);
+}
+
+// True for one thread of a warp whose threads are all here.
+__device__ __forceinline__ bool ElectOne() {
+  std::uint32_t elected;
+  asm volatile("{\n.reg .pred p;\nelect.sync _|p, 0xFFFFFFFF;\nselp.u32 %0, 1, 0, p;\n}"
+               : "=r"(elected));
+  return elected != 0;
+}
+
 // ---- clusters and dependent launches ----
 
 // Orders nothing but the arrival itself.
@@ -171,11 +184,45 @@ __device__ __forceinline__ void CopyTileToBlocks(std::uint32_t to, const CUtenso
       : "memory");
 }
 
+// From shared memory; rows and columns beyond the map's are left out.
+__device__ __forceinline__ void StoreTile(const CUtensorMap* map, int column, int row,
+                                          std::uint32_t from, std::uint64_t policy) {
+  asm volatile(
+      "cp.async.bulk.tensor.2d.global.shared::cta.bulk_group.L2::cache_hint "
+      "[%0, {%2, %3}], [%1], %4;" ::"l"(map),
+      "r"(from), "r"(column), "r"(row), "l"(policy)
+      : "memory");
+  asm volatile("cp.async.bulk.commit_group;" ::: "memory");
+}
+
+// Waits until of all that this thread has stored so at most the last `kPending` may still be read
+// from shared memory.
+template <int kPending>
+__device__ __forceinline__ void StoreWaitRead() {
+  asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(kPending) : "memory");
+}
+
+// Lets the copy engine see what this thread has written into shared memory.
+__device__ __forceinline__ void CopyFence() {
+  asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+}
+
 // ---- loads and stores ----
 
 __device__ __forceinline__ uint4 LoadShared128(std::uint32_t address) {
   uint4 value;
   asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(value.x), "=r"(value.y), "=r"(value.z), "=r"(value.w)
+               : "r"(address)
+               : "memory");
+  return value;
+}
+
+// Four 8 x 16 bytes: lane l gives the address of row l % 8 of matrix l / 8, and gets bytes 4 (l %
+// 4) to 4 (l % 4) + 3 of row l / 4 of each.
+__device__ __forceinline__ uint4 LoadMatrices(std::uint32_t address) {
+  uint4 value;
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
                : "=r"(value.x), "=r"(value.y), "=r"(value.z), "=r"(value.w)
                : "r"(address)
                : "memory");
@@ -205,15 +252,6 @@ __device__ __forceinline__ void PushCluster128(std::uint32_t address, std::uint3
 
 __device__ __forceinline__ void StoreShared32(std::uint32_t address, std::uint32_t value) {
   asm volatile("st.shared.u32 [%0], %1;" ::"r"(address), "r"(value) : "memory");
-}
-
-__device__ __forceinline__ float2 LoadSharedFloats(std::uint32_t address) {
-  float2 value;
-  asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];"
-               : "=f"(value.x), "=f"(value.y)
-               : "r"(address)
-               : "memory");
-  return value;
 }
 
 // Two 8 x 8 matrices of 16-bit elements, transposed: lane l < 16 gives the address of column l % 8

@@ -17,14 +17,13 @@ struct Shape {
   static constexpr int kRows = kStrips * kStripRows;
   static constexpr int kConsumers = kStrips * 128;  // threads
   // Registers are limited by quarters of a multiprocessor: 12 warps may have 168 each, 13 only 128.
-  // With many tokens two warpgroups multiply and one, whose registers they get, fills the ring; or
-  // three multiply, and a thread of theirs fills it between products.
-  static constexpr bool kSelfFed = kTokens > 128 && kStrips == 3;
-  static constexpr bool kDealt = kTokens > 128 && !kSelfFed;
-  static constexpr int kProducers = kSelfFed ? 0 : kDealt ? 128 : 32;
+  // With many tokens two warpgroups multiply, and a third, whose registers they get, fills the
+  // ring.
+  static constexpr bool kWide = kTokens > 128;
+  static constexpr int kProducers = kWide ? 128 : 32;
   static constexpr int kThreads = kConsumers + kProducers;
   static constexpr int kProducerRegisters = 40, kConsumerRegisters = 232;
-  static_assert(!kDealt || kStrips == 2);
+  static_assert(!kWide || kStrips == 2);
   // Blocks that a multiprocessor must have the registers for.
   static constexpr int kResident = kTokens > 64   ? 1
                                    : kStrips == 1 ? 4
@@ -38,7 +37,7 @@ struct Shape {
 // At the beginning of what a warpgroup of producers, or of consumers, does.
 template <class S, bool kProducer>
 __device__ __forceinline__ void DealRegisters() {
-  if (!S::kDealt) return;
+  if (!S::kWide) return;
   if (kProducer) {
     asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(S::kProducerRegisters));
   } else {
@@ -51,55 +50,47 @@ struct Sharers {
   int first, count, mine;  // the first's rank in the cluster, and this one's number among them
 };
 
-// Where the neighbouring tiles of a block of threads begin, and the step between its whole ones.
+// The tiles of a block of threads: where its part of the shared ones begins, its first whole tile
+// and the step to the next.
 struct Turns {
-  int tile, block, step;
+  int tile, block;
+  int whole, step;
 };
 
-// Where a block of threads stands in its work: `rounds` whole tiles, then stages of neighbouring
-// tiles.
+// Where a block of threads stands in its work: its whole tiles, then its part of the shared ones.
 struct Walk {
-  int tile, block;   // and the stage's block of columns
-  int rounds;        // whole tiles from this one on
-  int strip, token;  // the tile's first, of sharer 0
+  int turn, tile, block;  // and the stage's block of columns
+  int strip, token;       // the tile's first, of sharer 0
 
   // Tiles are walked by groups of `together` rows of tokens; in a group by tokens, then by
   // out-features, so that a weight serves several tiles while the cache holds it.
   __device__ __forceinline__ void Find(const Arguments& arguments, int tokens, int strips) {
     int across = tile, by_token = 0;
     if (arguments.by_token > 1) {
-      const int of_group = arguments.together * arguments.across;
-      const int first = tile / of_group * arguments.together;
-      const int high = max(1, min(arguments.together, arguments.by_token - first));  // 1: no tile
-      const int within = tile % of_group;
-      across = within / high;
-      by_token = first + within % high;
+      const int group = arguments.of_group.Of(tile);
+      const int within = tile - group * arguments.of_group.divisor;
+      const bool last = (group + 1) * arguments.together.divisor > arguments.by_token;
+      across = last ? arguments.last.Of(within) : arguments.together.Of(within);
+      const int high = last ? arguments.last.divisor : arguments.together.divisor;
+      by_token = group * arguments.together.divisor + within - across * high;
     }
     strip = across * strips;
     token = by_token * tokens;
   }
 
-  // Of the first whole tile `number`, if there are any, else of the neighbours.
-  __device__ __forceinline__ void Begin(const Arguments& arguments, int number, const Turns& turns,
-                                        int tokens, int strips) {
-    rounds = arguments.rounds;
-    tile = rounds > 0 ? number : turns.tile;
-    block = rounds > 0 ? 0 : turns.block;
-    Find(arguments, tokens, strips);
+  __device__ __forceinline__ void Begin(const Arguments& arguments, const Turns& turns, int tokens,
+                                        int strips) {
+    turn = -1;
+    Turn(arguments, turns, tokens, strips);
   }
 
   // To the tile after this one.
   __device__ __forceinline__ void Turn(const Arguments& arguments, const Turns& turns, int tokens,
                                        int strips) {
-    block = 0;
-    if (rounds == 0) {
-      ++tile;
-    } else if (--rounds > 0) {
-      tile += turns.step;
-    } else {
-      tile = turns.tile;
-      block = turns.block;
-    }
+    ++turn;
+    const int of_part = turn - arguments.rounds;
+    tile = of_part < 0 ? turns.whole + turn * turns.step : turns.tile + of_part;
+    block = of_part == 0 ? turns.block : 0;
     Find(arguments, tokens, strips);
   }
 };
@@ -117,43 +108,8 @@ struct Cursor {
   }
 };
 
-template <int kStrips, int kTokens>
-__device__ __forceinline__ void LoadWeights(const Arguments& arguments, const Sharers& sharers,
-                                            int first_strip, int block, int stage,
-                                            std::uint32_t ring, std::uint32_t full) {
-  using S = Shape<kStrips, kTokens>;
-  const std::uint32_t barrier = full + 8 * stage;
-  const std::uint32_t to = ring + stage * S::kStageBytes + S::kTokenBytes;
-  BarrierExpect(barrier, S::kStageBytes);
-#pragma unroll
-  for (int i = 0; i < kStrips; ++i) {
-    // strips beyond the last are not stored
-    const std::size_t strip = min(first_strip + kStrips * sharers.mine + i, arguments.strips - 1);
-    CopyBytes(to + i * kPackedBytes,
-              arguments.weight + (strip * arguments.blocks + block) * kPackedBytes, kPackedBytes,
-              barrier, arguments.keep_weight);
-  }
-}
-
-template <int kStrips, int kTokens>
-__device__ __forceinline__ void LoadTokens(const Arguments& arguments, const Sharers& sharers,
-                                           int token, int block, int stage, std::uint32_t ring,
-                                           std::uint32_t full) {
-  using S = Shape<kStrips, kTokens>;
-  const std::uint32_t barrier = full + 8 * stage;
-  const std::uint32_t to = ring + stage * S::kStageBytes;
-  const int column = block * kBlockColumns;
-  if (sharers.count == 1) {
-    CopyTile(to, &arguments.q, column, token, barrier, arguments.keep_tokens);
-  } else {
-    const int rows = kTokens / sharers.count;
-    const int first = sharers.mine * rows;
-    const int blocks = ((1 << sharers.count) - 1) << sharers.first;
-    CopyTileToBlocks(to + first * kBlockColumns, &arguments.q, column, token + first, barrier,
-                     static_cast<std::uint16_t>(blocks), arguments.keep_tokens);
-  }
-}
-
+// Fills the ring.  For all threads of a warp, of which one copies: the compiler then sees that they
+// compute the same, keeps it in uniform registers, and has no loop around each copy.
 template <int kStrips, int kTokens>
 class Producer {
   using S = Shape<kStrips, kTokens>;
@@ -164,8 +120,8 @@ class Producer {
                       std::uint32_t empty)
       : arguments_(arguments),
         sharers_(sharers),
-        weights_(begin),
-        tokens_(begin),
+        begin_(begin),
+        next_(begin),
         turns_(turns),
         first_(min(count, arguments.stages)),
         count_(count),
@@ -175,108 +131,89 @@ class Producer {
 
   // Weights of as many stages as there are.
   __device__ void Begin() {
-    for (int i = 0; i < first_; ++i) NextWeights(i);
+    FindWeights();
+    for (int i = 0; i < first_; ++i) {
+      LoadWeights(i);
+      Advance();
+    }
   }
 
-  // Their activations, when these and the cluster's barriers are there.
-  __device__ void BeginTokens() {
-    for (int i = 0; i < first_; ++i) NextTokens(i);
-  }
-
-  // The rest.
+  // Their activations, when these and the cluster's barriers are there, and the rest.
   __device__ void Run() {
-    BeginTokens();
+    Walk walk = begin_;
+    for (int i = 0; i < first_; ++i) {
+      LoadTokens(walk, i);
+      if (++walk.block == arguments_.blocks) {
+        walk.Turn(arguments_, turns_, kTokens, kStrips * sharers_.count);
+      }
+    }
     Cursor cursor;
     for (int i = first_; i < count_; ++i) {
       BarrierWait(empty_ + 8 * cursor.stage, cursor.parity);
-      NextWeights(cursor.stage);
-      NextTokens(cursor.stage);
+      LoadWeights(cursor.stage);
+      LoadTokens(next_, cursor.stage);
+      Advance();
       cursor.Advance(arguments_.stages);
     }
   }
 
-  // Of the stages after those that were asked for first.
-  __device__ const Walk& Next() const { return weights_; }
-  __device__ int Left() const { return count_ - first_; }
-
  private:
-  __device__ __forceinline__ void NextWeights(int stage) {
-    LoadWeights<kStrips, kTokens>(arguments_, sharers_, weights_.strip, weights_.block, stage,
-                                  ring_, full_);
-    Advance(weights_);
+  __device__ __forceinline__ void FindWeights() {
+#pragma unroll
+    for (int i = 0; i < kStrips; ++i) {
+      // strips beyond the last are not stored
+      const int strip = min(next_.strip + kStrips * sharers_.mine + i, arguments_.strips - 1);
+      weights_[i] =
+          arguments_.weight +
+          (static_cast<std::size_t>(strip) * arguments_.blocks + next_.block) * kPackedBytes;
+    }
   }
 
-  __device__ __forceinline__ void NextTokens(int stage) {
-    LoadTokens<kStrips, kTokens>(arguments_, sharers_, tokens_.token, tokens_.block, stage, ring_,
-                                 full_);
-    Advance(tokens_);
+  __device__ __forceinline__ void LoadWeights(int stage) {
+    const std::uint32_t barrier = full_ + 8 * stage;
+    const std::uint32_t to = ring_ + stage * S::kStageBytes + S::kTokenBytes;
+    if (!ElectOne()) return;
+    BarrierExpect(barrier, S::kStageBytes);
+#pragma unroll
+    for (int i = 0; i < kStrips; ++i) {
+      CopyBytes(to + i * kPackedBytes, weights_[i], kPackedBytes, barrier, arguments_.keep_weight);
+    }
   }
 
-  __device__ __forceinline__ void Advance(Walk& walk) {
-    if (++walk.block == arguments_.blocks) {
-      walk.Turn(arguments_, turns_, kTokens, kStrips * sharers_.count);
+  __device__ __forceinline__ void LoadTokens(const Walk& walk, int stage) {
+    const std::uint32_t barrier = full_ + 8 * stage;
+    const std::uint32_t to = ring_ + stage * S::kStageBytes;
+    const int column = walk.block * kBlockColumns;
+    if (!ElectOne()) return;
+    if (sharers_.count == 1) {
+      CopyTile(to, &arguments_.q, column, walk.token, barrier, arguments_.keep_tokens);
+    } else {
+      const int first = sharers_.mine * arguments_.shared_tokens;
+      const int blocks = ((1 << sharers_.count) - 1) << sharers_.first;
+      CopyTileToBlocks(to + first * kBlockColumns, &arguments_.q, column, walk.token + first,
+                       barrier, static_cast<std::uint16_t>(blocks), arguments_.keep_tokens);
+    }
+  }
+
+  // To the stage after the one whose weights were asked for last.
+  __device__ __forceinline__ void Advance() {
+    if (++next_.block < arguments_.blocks) {
+#pragma unroll
+      for (int i = 0; i < kStrips; ++i) weights_[i] += kPackedBytes;
+    } else {
+      next_.Turn(arguments_, turns_, kTokens, kStrips * sharers_.count);
+      FindWeights();
     }
   }
 
   const Arguments& arguments_;
   const Sharers& sharers_;
-  Walk weights_, tokens_;  // of the next loads
+  const Walk begin_;
+  Walk next_;
+  const std::uint8_t* weights_[kStrips];  // of `next_`
   Turns turns_;
   int first_, count_;
   std::uint32_t ring_, full_, empty_;
-};
-
-// Where a producer's next loads are: a tile, and the stage of its columns.
-struct FeedTile {
-  int strip, token, block;
-};
-
-// A producer that is also a consumer: it rests in shared memory and takes few registers.  The two
-// tiles after its own are found between the consumer's tiles; while that works on one, the
-// producer loads as many stages as this one has, and so begins no third: of neighbouring tiles only
-// one, the first that is shared with others, is not whole.
-struct Feed {
-  Turns turns;
-  FeedTile now, first, second;
-  Walk walk;  // at the last of them
-  int known;  // of `first` and `second`
-  Cursor cursor;
-  int left;
-
-  __device__ void Begin(const Walk& at, int stages_left) {
-    now = {at.strip, at.token, at.block};
-    walk = at;
-    known = 0;
-    cursor = {};
-    left = stages_left;
-  }
-
-  __device__ __forceinline__ void LookAhead(const Arguments& arguments, int tokens, int strips) {
-    for (; known < 2; ++known) {
-      walk.Turn(arguments, turns, tokens, strips);
-      first = known == 0 ? FeedTile{walk.strip, walk.token, walk.block} : first;
-      second = {walk.strip, walk.token, walk.block};
-    }
-  }
-
-  template <int kStrips, int kTokens>
-  __device__ __forceinline__ void Load(const Arguments& arguments, const Sharers& sharers,
-                                       std::uint32_t ring, std::uint32_t full,
-                                       std::uint32_t empty) {
-    if (left == 0) return;
-    --left;
-    BarrierWait(empty + 8 * cursor.stage, cursor.parity);
-    LoadWeights<kStrips, kTokens>(arguments, sharers, now.strip, now.block, cursor.stage, ring,
-                                  full);
-    LoadTokens<kStrips, kTokens>(arguments, sharers, now.token, now.block, cursor.stage, ring,
-                                 full);
-    cursor.Advance(arguments.stages);
-    if (++now.block == arguments.blocks) {
-      now = first;
-      first = second;
-      --known;
-    }
-  }
 };
 
 // A weight's registers for one product.
@@ -301,26 +238,35 @@ __device__ __forceinline__ void Clear(std::uint32_t (&sums)[kSums]) {
   for (int i = 0; i < kSums; ++i) sums[i] = blockIdx.z;
 }
 
+// Tells the producers of all that write into it that a stage is free.
+__device__ __forceinline__ void ReleaseStage(const Sharers& sharers, std::uint32_t empty) {
+  const int lane = threadIdx.x % 32;
+  if (sharers.count == 1) {
+    if (lane == 0) BarrierArrive(empty);
+  } else if (lane < sharers.count) {
+    BarrierArriveAt(empty, sharers.first + lane);
+  }
+}
+
+// With up to 128 tokens: weights from registers, which the tensor cores wait for least.
 template <class Type, int kStrips, int kTokens>
-class Consumer {
+class NarrowConsumer {
   using S = Shape<kStrips, kTokens>;
 
  public:
-  __device__ Consumer(const Arguments& arguments, const Sharers& sharers, std::uint32_t ring,
-                      std::uint32_t full, std::uint32_t empty)
+  __device__ NarrowConsumer(const Arguments& arguments, const Sharers& sharers, std::uint32_t ring,
+                            std::uint32_t full, std::uint32_t empty)
       : arguments_(arguments), sharers_(sharers), ring_(ring), full_(full), empty_(empty) {
     const int thread = threadIdx.x % 128;
-    values_ = ring + S::kTokenBytes + threadIdx.x / 128 * kPackedBytes + thread * 16;
-    places_ = values_ - thread * 16 + kValueBytes + thread * 4;
+    const int lane = thread % 32;
+    const std::uint32_t weight = ring + S::kTokenBytes + threadIdx.x / 128 * kPackedBytes;
+    values_ = weight + thread / 32 * 512 + lane / 8 % 2 * 256 + lane / 16 * 128 + lane % 8 * 16;
+    places_ = weight + kValueBytes + thread * 4;
   }
 
-  // Adds the products of the ring's next `count` stages, at least one.  A product's weight is read
-  // while the one before it runs.
-  // `refill` is called where a stage was given back that the warpgroup no longer reads, once for
-  // each stage.
-  template <class Refill>
-  __device__ __forceinline__ void Run(int count, std::uint32_t (&sums)[kTokens / 2],
-                                      Refill&& refill) {
+  // Adds the products of the ring's next `count` stages, at least one, to `sums`.  A product's
+  // weight is read while the one before it runs.
+  __device__ __forceinline__ void Run(int count, std::uint32_t (&sums)[kTokens / 2]) {
     Fragment first, second;
     Pin(sums);
     BarrierWait(full_ + 8 * next_.stage, next_.parity);
@@ -331,7 +277,6 @@ class Consumer {
       if (i > 0) Release();
       Load(second, 1);
       Multiply(second, 1, sums);
-      if (i > 0) refill();
       ProductWait<1>();
       next_.Advance(arguments_.stages);
       if (i + 1 < count) {
@@ -342,13 +287,12 @@ class Consumer {
     ProductWait<0>();
     Pin(sums);
     Release();
-    refill();
   }
 
  private:
   __device__ __forceinline__ void Load(Fragment& fragment, int product) {
     const std::uint32_t at = next_.stage * S::kStageBytes;
-    fragment.values = LoadShared128(values_ + at + product * (kValueBytes / kProducts));
+    fragment.values = LoadMatrices(values_ + at + product * (kValueBytes / kProducts));
     fragment.places = LoadShared32(places_ + at + product * (kPlaceBytes / kProducts));
   }
 
@@ -361,15 +305,8 @@ class Consumer {
     ProductCommit();
   }
 
-  // Tells the producers of all that write into it that the oldest stage is free.
   __device__ __forceinline__ void Release() {
-    const int lane = threadIdx.x % 32;
-    const std::uint32_t barrier = empty_ + 8 * oldest_;
-    if (sharers_.count == 1) {
-      if (lane == 0) BarrierArrive(barrier);
-    } else if (lane < sharers_.count) {
-      BarrierArriveAt(barrier, sharers_.first + lane);
-    }
+    ReleaseStage(sharers_, empty_ + 8 * oldest_);
     if (++oldest_ == arguments_.stages) oldest_ = 0;
   }
 
@@ -377,6 +314,89 @@ class Consumer {
   const Sharers& sharers_;
   std::uint32_t ring_, full_, empty_;
   std::uint32_t values_, places_;
+  Cursor next_;
+  int oldest_ = 0;
+};
+
+// With 256 tokens: a product takes twice as long, so weights come from shared memory as well, which
+// leaves registers for the places of two stages, and a stage's products go together.
+template <class Type, int kStrips, int kTokens>
+class WideConsumer {
+  using S = Shape<kStrips, kTokens>;
+
+ public:
+  __device__ WideConsumer(const Arguments& arguments, const Sharers& sharers, std::uint32_t ring,
+                          std::uint32_t full, std::uint32_t empty)
+      : arguments_(arguments), sharers_(sharers), ring_(ring), full_(full), empty_(empty) {
+    const int group = __shfl_sync(0xFFFFFFFF, threadIdx.x / 128, 0);
+    weight_ = S::kTokenBytes + group * kPackedBytes;
+    places_ = ring + weight_ + kValueBytes + threadIdx.x % 128 * 4;
+  }
+
+  // Sums the products of the ring's next `count` stages, at least one: adds them to `sums` if these
+  // are `begun`, else overwrites them.
+  __device__ __forceinline__ void Run(int count, bool begun, std::uint32_t (&sums)[kTokens / 2]) {
+    Places even, odd;
+    int i = 0;
+    Pin(sums);
+    BarrierWait(full_ + 8 * next_.stage, next_.parity);
+    if (count % 2 == 1) {
+      Load(even);
+      Step(even, odd, i, count, begun, sums);
+    } else {
+      Load(odd);
+    }
+    while (i < count) {  // no branch may leave it while products run, so two stages at a time
+      Step(odd, even, i, count, begun || i > 0, sums);
+      Step(even, odd, i, count, true, sums);
+    }
+    ProductWait<0>();
+    Pin(sums);
+    Release();
+  }
+
+ private:
+  using Places = std::uint32_t[kProducts];
+
+  __device__ __forceinline__ void Load(Places& places) {
+#pragma unroll
+    for (int product = 0; product < kProducts; ++product) {
+      places[product] = LoadShared32(places_ + next_.stage * S::kStageBytes +
+                                     product * (kPlaceBytes / kProducts));
+    }
+  }
+
+  // Multiplies stage `i`, and reads the places of the one after it.
+  __device__ __forceinline__ void Step(const Places& now, Places& then, int& i, int count,
+                                       bool accumulate, std::uint32_t (&sums)[kTokens / 2]) {
+    const std::uint32_t stage = ring_ + next_.stage * S::kStageBytes;
+    ProductFence();
+#pragma unroll
+    for (int product = 0; product < kProducts; ++product) {
+      Product<Type, kTokens>::AddShared(
+          sums, WeightDescriptor(stage + weight_ + product * (kValueBytes / kProducts)),
+          Descriptor(stage + product * kProductColumns), now[product], accumulate || product > 0);
+    }
+    ProductCommit();
+    ProductWait<1>();  // the stage before has been read
+    if (i > 0) Release();
+    next_.Advance(arguments_.stages);
+    if (++i < count) {
+      BarrierWait(full_ + 8 * next_.stage, next_.parity);
+      Load(then);
+    }
+  }
+
+  __device__ __forceinline__ void Release() {
+    ReleaseStage(sharers_, empty_ + 8 * oldest_);
+    if (++oldest_ == arguments_.stages) oldest_ = 0;
+  }
+
+  const Arguments& arguments_;
+  const Sharers& sharers_;
+  std::uint32_t ring_, full_, empty_;
+  std::uint32_t weight_;  // the strip's, in a stage
+  std::uint32_t places_;
   Cursor next_;
   int oldest_ = 0;
 };

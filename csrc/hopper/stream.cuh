@@ -18,6 +18,8 @@
 
 #pragma once
 
+#include <type_traits>
+
 #include "epilogue.cuh"
 #include "ring.cuh"
 
@@ -25,21 +27,22 @@ namespace slidesparse::hopper {
 
 constexpr int kPartialsAtOnce = 2;  // of 8 tokens: what the registers have room for
 
+// Tokens whose outputs are staged at a time; the wide kernel's shared memory is the ring's.
+constexpr int StagedTokens(int tokens) { return tokens > 128 ? 16 : tokens > 64 ? 32 : tokens; }
+
 template <int kStrips, int kTokens>
 struct StreamShape : Shape<kStrips, kTokens> {
   using S = Shape<kStrips, kTokens>;
-  // Outputs on their way out, some tokens at a time: of each warpgroup rows of 64 out-features, 16
-  // bits each, and 16 bytes more, so that the eight rows of a matrix lie in different banks; then
-  // its tokens' scales.
-  static constexpr int kPitch = kStripRows * 2 + 16;
-  static constexpr int kStagedTokens = kTokens < 64 ? kTokens : 64;
-  static constexpr int kOutputBytes = kStagedTokens * kPitch;
-  static constexpr int kStagingBytes = kOutputBytes + kTokens * 4;
-  static constexpr int kTokenScales = (kTokens + 127) / 128;  // of a thread
+  // Of each warpgroup rows of 64 out-features, 16 bits each, swizzled by 128 bytes.
+  static constexpr int kStagedTokens = StagedTokens(kTokens);
+  static constexpr int kOutputBytes = kStagedTokens * kStripRows * 2;
+  // So many that the copy engine need not be waited for while the next tokens are staged.
+  static constexpr int kBuffers = kTokens > 128 ? 4 : kTokens > 64 ? 2 : 1;
+  static constexpr int kStagingBytes = kStrips * kBuffers * kOutputBytes;
 
   // Ring, staging, barriers, then what would take registers.
   static __host__ __device__ constexpr int SharedBytes(int stages) {
-    return stages * S::kStageBytes + kStrips * kStagingBytes + 2 * stages * 8 + sizeof(Feed);
+    return stages * S::kStageBytes + kStagingBytes + 2 * stages * 8 + sizeof(Turns);
   }
 };
 
@@ -54,23 +57,25 @@ struct Segment {
 template <int kTokens>
 struct StreamScales {
   RowScales rows;
-  float token[(kTokens + 127) / 128] = {};
+  TokenScales<kTokens> tokens;
 
   __device__ __forceinline__ void Load(const Arguments& arguments, const Segment& segment) {
     const int thread = threadIdx.x % 128;
     rows.Load(arguments, (segment.strip + threadIdx.x / 128) * kStripRows + thread / 32 * 16 +
                              thread % 32 / 4);
-#pragma unroll
-    for (int i = 0; i < (kTokens + 127) / 128; ++i) {
-      const int at = segment.token + i * 128 + thread;
-      if (i * 128 + thread < kTokens && at < arguments.m) {
-        token[i] = LoadNow(arguments.scale_x + at);
-      }
-    }
+    tokens.Load(arguments, segment.token);
   }
 };
 
-// A warpgroup's strip of a whole tile, by way of its staging memory.
+// Waits, with all threads of a warpgroup, until its staging memory has been read.
+__device__ __forceinline__ void WaitForBuffers(int barrier) {
+  if (threadIdx.x % 128 == 0) StoreWaitRead<0>();
+  __syncwarp();
+  NamedBarrier(barrier, 128);
+}
+
+// A warpgroup's strip of a whole tile, by way of its staging memory, from which the copy engine
+// stores it while the next tokens are staged, or the next tile begins.
 template <class Type, int kStrips, int kTokens>
 __device__ __forceinline__ void StoreStrip(const Arguments& arguments, const Segment& segment,
                                            std::uint32_t staging,
@@ -80,34 +85,48 @@ __device__ __forceinline__ void StoreStrip(const Arguments& arguments, const Seg
   const int group = threadIdx.x / 128, thread = threadIdx.x % 128;
   const int warp = thread / 32, lane = thread % 32;
   const int tokens = min(kTokens, arguments.m - segment.token);
-  const std::uint32_t outputs = staging + group * S::kStagingBytes;
-  const std::uint32_t token_scales = outputs + S::kOutputBytes;
+  const std::uint32_t outputs = staging + group * S::kBuffers * S::kOutputBytes;
   const int barrier = 2 + group;
-  const std::uint32_t to = outputs + lane % 8 * S::kPitch + (warp * 16 + lane / 8 % 2 * 8) * 2;
-  const int row = (segment.strip + group) * kStripRows + thread % 8 * 8;
-  NamedBarrier(barrier, 128);  // the tile before has been read
-#pragma unroll
-  for (int i = 0; i < S::kTokenScales; ++i) {
-    if (i * 128 + thread < kTokens) {
-      StoreShared32(token_scales + (i * 128 + thread) * 4, __float_as_uint(scales.token[i]));
-    }
-  }
+  const std::uint32_t to = outputs + lane % 8 * 128 + ((warp * 2 + lane / 8 % 2) ^ (lane % 8)) * 16;
+  const int row = (segment.strip + group) * kStripRows;
+  const bool leader = thread == 0;
+  // Of 8 tokens; with more of them shuffles overlap, which takes registers.
+  constexpr int kAtOnce = kTokens > 64 ? S::kStagedTokens / 8 : 1;
 #pragma unroll
   for (int first = 0; first < kTokens; first += S::kStagedTokens) {
-    if (first >= tokens) break;
-    NamedBarrier(barrier, 128);  // scales are there; outputs before these have been read
+    const int buffer = first / S::kStagedTokens % S::kBuffers * S::kOutputBytes;
+    if (first >= tokens) {
+      WaitForBuffers(barrier);  // as the next tile begins with the first one
+      break;
+    }
+    if (S::kBuffers == 1) WaitForBuffers(barrier);
 #pragma unroll
-    for (int j = 0; j < S::kStagedTokens / 8; ++j) {
-      if (first + 8 * j < tokens) {
-        StageTokens<Type>(arguments, scales.rows, sums, first / 8 + j,
-                          token_scales + (first + 8 * j) * 4, to + 8 * j * S::kPitch);
+    for (int eight = 0; eight < S::kStagedTokens / 8; eight += kAtOnce) {
+      if (kTokens <= 64 && 8 * eight >= tokens) break;
+      float2 by_token[kAtOnce];
+#pragma unroll
+      for (int j = 0; j < kAtOnce; ++j) by_token[j] = scales.tokens.Eight(first / 8 + eight + j);
+#pragma unroll
+      for (int j = 0; j < kAtOnce; ++j) {
+        StageTokens<Type>(arguments, scales.rows, sums, first / 8 + eight + j, by_token[j],
+                          to + buffer + 8 * (eight + j) * 128);
       }
     }
+    CopyFence();
+    if (S::kBuffers > 1 && leader) StoreWaitRead<S::kBuffers - 2>();  // so the next buffer is free
+    __syncwarp();
     NamedBarrier(barrier, 128);
-    const int stored = row < arguments.n ? min(S::kStagedTokens, tokens - first) : 0;
-    for (int token = thread / 8; token < stored; token += 16) {
-      const uint4 packed = LoadShared128(outputs + token * S::kPitch + thread % 8 * 16);
-      StoreOutputs(arguments, segment.token + first + token, row, packed);
+    if (arguments.wide) {
+      if (leader && row < arguments.n) {
+        StoreTile(&arguments.out, row, segment.token + first, outputs + buffer, arguments.keep_out);
+      }
+    } else {
+      const int at = row + thread % 8 * 8;
+      const int stored = at < arguments.n ? min(S::kStagedTokens, tokens - first) : 0;
+      for (int token = thread / 8; token < stored; token += 16) {
+        const std::uint32_t from = outputs + buffer + token * 128 + (thread % 8 ^ token % 8) * 16;
+        StoreOutputs(arguments, segment.token + first + token, at, LoadShared128(from));
+      }
     }
     __syncwarp();
   }
@@ -209,10 +228,9 @@ __global__ void __launch_bounds__(Shape<kStrips, kTokens>::kThreads,
   extern __shared__ __align__(1024) std::uint8_t shared[];
   const std::uint32_t ring = SharedAddress(shared);
   const std::uint32_t staging = ring + arguments.stages * S::kStageBytes;
-  const std::uint32_t full = staging + kStrips * S::kStagingBytes;
+  const std::uint32_t full = staging + S::kStagingBytes;
   const std::uint32_t empty = full + 8 * arguments.stages;
-  // Of it consumers read the turns, and one that feeds itself the rest.
-  Feed& rest = *reinterpret_cast<Feed*>(shared + (empty + 8 * arguments.stages - ring));
+  Turns& later = *reinterpret_cast<Turns*>(shared + (empty + 8 * arguments.stages - ring));
   const Sharers sharers = {0, arguments.sharers, static_cast<int>(blockIdx.x % arguments.sharers)};
   const int parts = gridDim.x / arguments.sharers;
   const int number = blockIdx.x / arguments.sharers;
@@ -222,53 +240,40 @@ __global__ void __launch_bounds__(Shape<kStrips, kTokens>::kThreads,
   int left = arguments.rounds * arguments.blocks + end - begin;
   const int strips = kStrips * arguments.sharers;
   const Turns turns = {arguments.rounds * parts + begin / arguments.blocks,
-                       begin % arguments.blocks, parts};
+                       begin % arguments.blocks, number, parts};
   Walk walk;
-  walk.Begin(arguments, number, turns, kTokens, strips);
-  // The first stages' weights, and the barriers.
-  const auto begin_feed = [&](Producer<kStrips, kTokens>& feed) {
-    rest.turns = turns;
-    PrefetchMap(&arguments.q);
-    for (int i = 0; i < arguments.stages; ++i) {
-      BarrierInit(full + 8 * i, 1);
-      BarrierInit(empty + 8 * i, kStrips * 4 * arguments.sharers);
-    }
-    BarrierInitFence();
-    feed.Begin();
-  };
-  const auto refill = [&] {
-    if (!S::kSelfFed) return;
-    if (threadIdx.x == 0) {
-      rest.Load<kStrips, kTokens>(arguments, sharers, ring, full, empty);
-    }
-    __syncwarp();
-  };
+  walk.Begin(arguments, turns, kTokens, strips);
   if (threadIdx.x >= S::kConsumers) {
     DealRegisters<S, true>();
-    const bool leader = threadIdx.x == S::kConsumers;
+    const bool feeds = WarpNumber() == S::kConsumers / 32;
     Producer<kStrips, kTokens> feed(arguments, sharers, walk, turns, left, ring, full, empty);
-    if (leader) begin_feed(feed);
+    if (feeds) {
+      if (ElectOne()) {
+        later = turns;
+        PrefetchMap(&arguments.q);
+        for (int i = 0; i < arguments.stages; ++i) {
+          BarrierInit(full + 8 * i, 1);
+          BarrierInit(empty + 8 * i, kStrips * 4 * arguments.sharers);
+        }
+        BarrierInitFence();
+      }
+      __syncwarp();
+      feed.Begin();
+    }
     SyncBlocks(arguments);
-    if (leader) {
+    if (feeds) {
       WaitForPredecessors();
       feed.Run();
     }
   } else {
     DealRegisters<S, false>();
-    if (S::kSelfFed && threadIdx.x == 0) {
-      Producer<kStrips, kTokens> feed(arguments, sharers, walk, turns, left, ring, full, empty);
-      begin_feed(feed);
-      rest.Begin(feed.Next(), feed.Left());
-      rest.LookAhead(arguments, kTokens, strips);
-    }
     SyncBlocks(arguments);
     WaitForPredecessors();
-    if (S::kSelfFed && threadIdx.x == 0) {
-      Producer<kStrips, kTokens>(arguments, sharers, walk, turns, left, ring, full, empty)
-          .BeginTokens();
-    }
-    __syncwarp();
-    Consumer<Type, kStrips, kTokens> consumer(arguments, sharers, ring, full, empty);
+    using Consumer = std::conditional_t<S::kWide, WideConsumer<Type, kStrips, kTokens>,
+                                        NarrowConsumer<Type, kStrips, kTokens>>;
+    Consumer consumer(arguments, sharers, ring, full, empty);
+    std::uint32_t sums[kTokens / 2];
+    Clear(sums);
     while (left > 0) {
       const int count = min(arguments.blocks - walk.block, left);
       const Segment segment = {walk.strip + kStrips * sharers.mine, walk.token, walk.block,
@@ -278,13 +283,16 @@ __global__ void __launch_bounds__(Shape<kStrips, kTokens>::kThreads,
       const int tokens = min(kTokens, arguments.m - segment.token);
       StreamScales<kTokens> scales;
       if (mine) scales.Load(arguments, segment);
-      std::uint32_t sums[kTokens / 2];
-      Clear(sums);
+      if (!S::kWide) Clear(sums);
       const bool seeded = mine && shared_tile && arguments.seeded;
       const int before = blockIdx.x - arguments.sharers;
       if (seeded) WaitForPartial<kStrips, kTokens>(arguments, before);
       Seed<kStrips, kTokens>(arguments, seeded, before, tokens, sums);
-      consumer.Run(count, sums, refill);
+      if constexpr (S::kWide) {
+        consumer.Run(count, seeded, sums);
+      } else {
+        consumer.Run(count, sums);
+      }
       if (!mine) {
         StorePartial<kStrips, kTokens>(arguments, tokens, sums);
       } else {
@@ -300,17 +308,15 @@ __global__ void __launch_bounds__(Shape<kStrips, kTokens>::kThreads,
       }
       left -= count;
       // Not `turns`, which would take registers.
-      const std::uint32_t at = SharedAddress(&rest.turns);
-      const Turns next = {static_cast<int>(LoadShared32(at)),
-                          static_cast<int>(LoadShared32(at + 4)),
-                          static_cast<int>(LoadShared32(at + 8))};
+      const std::uint32_t at = SharedAddress(&later);
+      const Turns next = {
+          static_cast<int>(LoadShared32(at)), static_cast<int>(LoadShared32(at + 4)),
+          static_cast<int>(LoadShared32(at + 8)), static_cast<int>(LoadShared32(at + 12))};
       walk.Turn(arguments, next, kTokens, strips);
-      if (S::kSelfFed && threadIdx.x == 0) rest.LookAhead(arguments, kTokens, strips);
-      __syncwarp();
     }
   }
-  if (arguments.sharers >
-      1) {  // shared memory and barriers stay until the others are through with them
+  if (threadIdx.x < S::kConsumers && threadIdx.x % 128 == 0) StoreWaitRead<0>();
+  if (arguments.sharers > 1) {  // barriers stay until the others are through with them
     __syncwarp();
     ClusterArriveRelaxed();
     ClusterWait();

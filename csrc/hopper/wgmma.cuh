@@ -1,12 +1,13 @@
-// Sparse warpgroup products, 64 out-features x T tokens x 64 columns: A from registers, B from
-// shared memory.
+// Sparse warpgroup products, 64 out-features x T tokens x 64 columns: A from registers or shared
+// memory, B from shared memory.
 //
 // A warpgroup's thread (warp w of 4, lane 4 g + t) holds of A, the weight, with columns counted
 // after compression:
 //
-//     a[0]  row 16 w + g      columns 4 t .. 4 t + 3        a[2]  row 16 w + g      columns 16 + 4
-//     t .. a[1]  row 16 w + g + 8  columns 4 t ..                a[3]  row 16 w + g + 8  columns 16
-//     + 4 t ..
+//     a[0]  row 16 w + g      columns 4 t .. 4 t + 3
+//     a[1]  row 16 w + g + 8  columns 4 t ..
+//     a[2]  row 16 w + g      columns 16 + 4 t ..
+//     a[3]  row 16 w + g + 8  columns 16 + 4 t ..
 //
 // and the places of the non-zeros, 4 bits per group of four columns, of half a row: lane 4 g + 2 h
 // + r holds those of row 16 w + g + 8 r, columns 32 h .. 32 h + 31, the first group in the lowest
@@ -47,6 +48,14 @@ __device__ __forceinline__ void ProductWait() {
   asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(kPending) : "memory");
 }
 
+// Describes 64 rows of 32 K-contiguous bytes: matrices of 8 rows x 16 bytes, 128 bytes each, two
+// side by side, then the next eight rows.
+__device__ __forceinline__ std::uint64_t WeightDescriptor(std::uint32_t address) {
+  constexpr std::uint64_t kStride = std::uint64_t{256 >> 4} << 32;
+  constexpr std::uint64_t kLeading = std::uint64_t{128 >> 4} << 16;
+  return kStride | kLeading | ((address & 0x3FFFF) >> 4);
+}
+
 // Describes K-contiguous rows of 128 bytes with the 128-byte swizzle, 8 rows every 1024 bytes.
 __device__ __forceinline__ std::uint64_t Descriptor(std::uint32_t address) {
   constexpr std::uint64_t kSwizzle128 = std::uint64_t{1} << 62;
@@ -55,7 +64,7 @@ __device__ __forceinline__ std::uint64_t Descriptor(std::uint32_t address) {
   return kSwizzle128 | kStride | kLeading | ((address & 0x3FFFF) >> 4);
 }
 
-// d += a * b.
+// d += a * b; with A from shared memory d = a * b unless `accumulate`.
 template <class Type, int kTokens>
 struct Product;
 
@@ -95,6 +104,16 @@ struct Product;
           ", %" #A1 ", %" #A2 ", %" #A3 "}, %" #B ", %" #E ", 0, p" SCALES ";\n}"                            \
           : SLIDESPARSE_SUMS_##SUMS(C, 0)                                                                    \
           : "r"(a.x), "r"(a.y), "r"(a.z), "r"(a.w), "l"(b), "r"(places), "n"(1));                             \
+    }                                                                                                        \
+    static __device__ __forceinline__ void AddShared(std::uint32_t (&d)[SUMS], std::uint64_t a,              \
+                                                     std::uint64_t b, std::uint32_t places,                  \
+                                                     int accumulate) {                                       \
+      asm volatile(                                                                                          \
+          "{\n.reg .pred p;\nsetp.ne.b32 p, %" #A3 ", 0;\n"                                                  \
+          "wgmma.mma_async.sp.sync.aligned.m64n" #TOKENS "k64." KIND " {" SLIDESPARSE_LIST_##SUMS "}, %" #A0  \
+          ", %" #A1 ", %" #A2 ", 0, p" SCALES ";\n}"                                                         \
+          : SLIDESPARSE_SUMS_##SUMS(C, 0)                                                                    \
+          : "l"(a), "l"(b), "r"(places), "r"(accumulate));                                                   \
     }                                                                                                        \
   };
 

@@ -25,7 +25,7 @@ from slidesparse.pattern import HARDWARE_LENGTH, SlideLayout, SlidePattern
 from slidesparse.quantize import INT8
 from slidesparse.slide import require_pattern
 
-VERSION = "2"  # of the configurations: tables tuned for others are not read
+VERSION = "3"  # of the configurations: tables tuned for others are not read
 CANDIDATES = 16  # configurations that tuning tries for a problem; see `hopper_configs`
 NEAR = 0.5  # see `tuned.neighbour`: as far as 4:6 is from 2:4 and 6:8 of the same layer
 PLANNED_COLUMNS = 32  # problems are looked up with K' rounded up to this, as tuning does

@@ -51,7 +51,6 @@ EXCHANGE_US, OUTPUT_US, PARTED_US, WHOLE_US = (
     2.8,
     0.28,
 )  # for each strip and token of a tile, over 64
-SLOW = {(3, 256)}  # strips and tokens of kernels that were never the fastest: registers go to memory
 
 
 @dataclass(frozen=True, order=True)
@@ -136,7 +135,7 @@ def _all(n: int, k: int, m: int) -> Iterator[Config]:
     widths = [tokens for tokens in TOKENS if (widest if m <= 64 else widest // 4) <= tokens <= widest]
     blocks, rows = -(-k // BLOCK), strips_of(n)
     for tokens, sharers, resident, strips in product(widths, SHARERS, RESIDENT, STRIPS):
-        if (strips > 1 and (strips - 1) * sharers >= rows) or (strips, tokens) in SLOW:
+        if strips > 1 and (strips - 1) * sharers >= rows:
             continue  # nothing to do for a part of each block
         ways = [
             (SPLIT, splits) for splits in SPLITS if splits <= blocks and sharers * splits <= MOST_IN_CLUSTER

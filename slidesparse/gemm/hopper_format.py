@@ -6,14 +6,14 @@ of a strip follow each other, so that a stretch of K' of a strip is one contiguo
     packed  uint8 [strips, blocks, 5120]
     block   values 2048 (columns 0..63) | values 2048 (columns 64..127) | places 512 | places 512
 
-Values stand as the 128 threads that multiply the strip hold them, 16 bytes each, four registers.  For thread
-(warp w of 4, lane 4 g + t), and with columns counted after compression, two of four::
+Values stand in matrices of 8 rows by 16 bytes, a row after the other, as the tensor cores take them from shared memory
+and as `ldmatrix` hands them to the threads of a warp: with columns counted after compression, two of four::
 
-    register 0  row 16 w + g      columns 4 t .. 4 t + 3       register 2  row 16 w + g      columns 16 + 4 t ..
-    register 1  row 16 w + g + 8  columns 4 t ..               register 3  row 16 w + g + 8  columns 16 + 4 t ..
+    2048 bytes  rows 0..7, columns 0..15 | rows 0..7, columns 16..31 | rows 8..15, columns 0..15 | ...
 
-Places are a 32-bit word of each thread (w, 4 g + 2 h + r): for row 16 w + g + 8 r and each of the eight groups of four
-columns from 32 h on, two times two bits, the first group and place lowest.
+Places are a 32-bit word of each of the 128 threads that multiply the strip.  Thread (warp w of 4, lane 4 g + 2 h + r)
+has those of row 16 w + g + 8 r: for each of the eight groups of four columns from 32 h on two times two bits, the first
+group and place lowest.
 """
 
 from __future__ import annotations
@@ -80,10 +80,10 @@ def pack(weight: Tensor) -> Tensor:
     values = groups.gather(-1, kept)
     nibbles = (kept[..., 0] | kept[..., 1] << 2).to(torch.uint8)
     packed = torch.empty(strips, blocks, BLOCK_BYTES, dtype=torch.uint8, device=weight.device)
-    # rows: strip, w, r, g; columns: block, product, half, t, byte -> thread by thread
-    fragments = values.reshape(strips, 4, 2, 8, blocks, 2, 2, 4, 4).permute(0, 4, 5, 1, 3, 7, 6, 2, 8)
-    packed[..., :VALUE_BYTES] = fragments.reshape(strips, blocks, VALUE_BYTES)
-    # columns: block, product, half, pair of groups, which -> product, thread (w, g, half, r), pair
+    # rows: strip, eight rows, row; columns: block, product, half, byte -> matrix by matrix
+    matrices = values.reshape(strips, 8, 8, blocks, 2, 2, 16).permute(0, 3, 4, 1, 5, 2, 6)
+    packed[..., :VALUE_BYTES] = matrices.reshape(strips, blocks, VALUE_BYTES)
+    # rows: strip, w, r, g; columns: block, product, half, pair of groups, which -> product, thread, pair
     pairs = nibbles.view(strips, 4, 2, 8, blocks, 2, 2, 4, 2)
     words = (pairs[..., 0] | pairs[..., 1] << 4).permute(0, 4, 5, 1, 3, 6, 2, 7)
     packed[..., VALUE_BYTES:] = words.reshape(strips, blocks, PLACE_BYTES)
@@ -94,8 +94,8 @@ def unpack(packed: Tensor, n: int, slided: int, dtype: torch.dtype) -> Tensor:
     """What `pack` was given: [N, K'] of ``dtype``."""
     strips, blocks = strips_of(n), blocks_of(slided)
     packed = packed.view(strips, blocks, BLOCK_BYTES)
-    fragments = packed[..., :VALUE_BYTES].reshape(strips, blocks, 2, 4, 8, 4, 2, 2, 4)
-    values = fragments.permute(0, 3, 7, 4, 1, 2, 6, 5, 8).reshape(strips * STRIP, blocks * BLOCK // 4, 2)
+    matrices = packed[..., :VALUE_BYTES].reshape(strips, blocks, 2, 8, 2, 8, 16)
+    values = matrices.permute(0, 3, 5, 1, 2, 4, 6).reshape(strips * STRIP, blocks * BLOCK // 4, 2)
     words = packed[..., VALUE_BYTES:].reshape(strips, blocks, 2, 4, 8, 2, 2, 4)
     pairs = words.permute(0, 3, 6, 4, 1, 2, 5, 7)  # strip, w, r, g, block, product, half, pair
     nibbles = torch.stack((pairs & 15, pairs >> 4), -1).reshape(strips * STRIP, blocks * BLOCK // 4)

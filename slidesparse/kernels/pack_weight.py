@@ -1,7 +1,7 @@
 """Pack 2:4 windows of a weight for the Hopper kernels, in one launch: `slidesparse.gemm.hopper_format.pack` on the GPU.
 
-A program packs a block of 64 out-features by 128 columns.  A lane holds one register of one thread of the product that
-will read it: of one row two neighbouring windows, 8 bytes, of which it keeps two values each and their places::
+A program packs a block of 64 out-features by 128 columns.  A lane has one word of its values: of one row two
+neighbouring windows, 8 bytes, of which it keeps two values each and their places::
 
     window   a0  0 a2  0 |  0  0  0 b3      8 bytes
     values   a0 a2  0 b3                    4 bytes, word ``lane`` of the block
@@ -52,12 +52,9 @@ def _kernel(
     program = tl.program_id(0).to(tl.int64)
     strip, block = program // blocks, program % blocks
     lane = tl.arange(0, 1024)
-    lower, half, column = (
-        lane % 2,
-        lane // 2 % 2,
-        lane // 4 % 4,
-    )  # register 2 half + lower of thread 4 group + column
-    group, warp, product = lane // 16 % 8, lane // 128 % 4, lane // 512
+    # word ``column`` of row ``group`` of one of the four matrices that ``warp`` multiplies
+    column, group, half, lower = lane % 4, lane // 4 % 8, lane // 32 % 2, lane // 64 % 2
+    warp, product = lane // 128 % 4, lane // 512
     row = strip * 64 + warp * 16 + lower * 8 + group
     two = tl.load(windows + row * stride + block * 16 + product * 8 + half * 4 + column)
     a, a_places = _keep(two.to(tl.int32), VALUE)
