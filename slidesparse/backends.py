@@ -15,7 +15,6 @@ VLLM_TESTED = ("0.25.1", "0.28.0")
 
 SPARSE_CAPABILITY = (8, 0)  # Ampere: the first sparse tensor cores
 HOPPER_CAPABILITY = (9, 0)  # whose instructions neither earlier nor later GPUs have
-FP8_CAPABILITY = (8, 9)  # Ada: the first FP8 tensor cores
 
 INSTALL_CPU = "pip install 'slidesparse[cpu]'"
 INSTALL_CUDA = "pip install 'slidesparse[cuda]'"

@@ -9,7 +9,7 @@ import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, NoReturn
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.box import SIMPLE_HEAD
@@ -18,6 +18,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from slidesparse import __version__, cli_bench, cli_convert, cli_e2e, cli_eval, cli_synth
+from slidesparse.cli_bench import fail
 
 if TYPE_CHECKING:
     from slidesparse.inspection import CheckpointReport, LayerReport
@@ -63,11 +64,6 @@ def _top(
         raise typer.Exit
 
 
-def _fail(code: int, message: object) -> NoReturn:
-    err.print(f"[bold red]error:[/] {escape(str(message))}")
-    raise typer.Exit(code)
-
-
 @contextmanager
 def _explained() -> Iterator[None]:
     """Errors that a user can act on become one message and an exit code."""
@@ -84,7 +80,7 @@ def _explained() -> Iterator[None]:
         missing = (getattr(error, "name", None) or "").split(".")[0]
         if missing not in ("torch", "numpy"):
             raise
-        _fail(
+        fail(
             ENVIRONMENT,
             f"this command needs {missing}, which cannot be imported ({error}); "
             "pip install 'slidesparse[cpu]', or 'slidesparse[cuda]' on a machine with an NVIDIA GPU",
@@ -92,13 +88,13 @@ def _explained() -> Iterator[None]:
     try:
         yield
     except DamagedError as error:
-        _fail(FAILED, error)
+        fail(FAILED, error)
     except (CheckpointError, ArchitectureError, CalibrationError, MetadataError, PatternError) as error:
-        _fail(USAGE, error)
+        fail(USAGE, error)
     except (SpaceError, MissingPackageError) as error:
-        _fail(ENVIRONMENT, error)
+        fail(ENVIRONMENT, error)
     except OSError as error:
-        _fail(ENVIRONMENT, f"{error.strerror or error}: {error.filename or 'while reading or writing'}")
+        fail(ENVIRONMENT, f"{error.strerror or error}: {error.filename or 'while reading or writing'}")
     except KeyboardInterrupt:
         err.print("interrupted; nothing is left behind")
         raise typer.Exit(INTERRUPTED) from None
@@ -110,7 +106,7 @@ def _pattern(text: str) -> SlidePattern:
     try:
         return SlidePattern.parse(text)
     except PatternError as error:
-        _fail(USAGE, f"--sparsity: {error}")
+        fail(USAGE, f"--sparsity: {error}")
 
 
 @app.command()
@@ -220,7 +216,7 @@ def bench_convert(
         try:
             wanted = bench.parse_size(size)
         except ValueError as error:
-            _fail(USAGE, error)
+            fail(USAGE, error)
         result = bench.run(wanted, pattern, quant, layout, folder)
     print(json.dumps(result.to_json(), indent=2) if as_json else result.render())
 

@@ -156,7 +156,8 @@ def _sparse_or_dense(
 
     Whichever `slidesparse.gemm.crossover` measured to be faster for M tokens; sparse where it did not measure.
     """
-    if crossover.prefers_dense(crossover_shape(x, scale_w, dtype, columns, backend), x.shape[0]):
+    m, k = x.shape
+    if crossover.prefers_dense(crossover.Shape.of(scale_w, k, dtype, columns, backend), m):
         return dense_linear(x, dense, scale_w, bias, dtype, out_dtype, dense_backend)
     return sparse_linear(x, weight, scale_w, bias, length, phase, dtype, columns, out_dtype, backend)
 
@@ -210,13 +211,6 @@ def dense_linear(
     k = x.shape[1]
     q, scale_x = quant_slide(x, HARDWARE_LENGTH, 0, dtype, gemm.columns(backend, k + -k % HARDWARE_LENGTH))
     return scaled_matmul(q, scale_x, dense, scale_w, bias, out_dtype, backend)
-
-
-def crossover_shape(
-    x: Tensor, scale_w: Tensor, dtype: torch.dtype, columns: int, backend: str
-) -> crossover.Shape:
-    """What `slidesparse.gemm.crossover` knows the layer by."""
-    return crossover.Shape(x.get_device(), dtype, scale_w.shape[0], x.shape[1], columns, backend)
 
 
 def rms_norm_quant_slide(

@@ -66,6 +66,7 @@ class FakeLibrary:
     """``times``: algorithm -> microseconds.  Names that begin with refused, fails, wrong, unwritten do that.
 
     ``named``: the algorithms of layouts that have others; none: the layout is refused.
+    ``splits``: what follows "/" in a name is a way of splitting K.
     """
 
     name: str = "cusparselt"
@@ -77,6 +78,7 @@ class FakeLibrary:
     searched: list[Problem] = field(default_factory=list)
     packed: list[tuple[int, ...]] = field(default_factory=list)
     named: dict[Layout, list[str]] = field(default_factory=dict)
+    splits: bool = True
 
     def version(self) -> str:
         return "1.2.3"
@@ -99,6 +101,10 @@ class FakeLibrary:
         self.searched.append(problem)
         self._require(problem, layout)
         return self.named.get(layout, list(self.times))
+
+    def unsplit(self, algorithm: str) -> str | None:
+        whole, way, _ = algorithm.partition("/")
+        return whole if way and self.splits else None
 
     def _require(self, problem: Problem, layout: Layout) -> None:
         if self.named.get(layout) == []:

@@ -131,10 +131,13 @@ class Farm:
     def __init__(
         self, folder: Path, tasks: dict[str, Callable[[Farm], dict[str, Any]]], at_a_time: int = AT_A_TIME
     ) -> None:
-        """``tasks`` give what a task other than "prove" takes; of that, "env" and "options" are the engine's."""
+        """``tasks`` give what a task other than "prove" takes; of that, "env" and "options" are the engine's.
+
+        ``at_a_time`` is how many engines run at once, at most.
+        """
         self.folder, self.source, self.tasks = folder, folder / "trained", tasks
         self.zygotes = Zygotes(
-            min(AT_A_TIME, 3 * (os.cpu_count() or 1) // 4 or 1)
+            min(at_a_time, 3 * (os.cpu_count() or 1) // 4 or 1)
         )  # they import vLLM meanwhile
         command = [sys.executable, trained.__file__, str(self.source)]
         run = subprocess.run(command, stdout=subprocess.PIPE, text=True, timeout=300, check=True)

@@ -193,7 +193,9 @@ def test_whole_layers_and_their_sums(tmp_path: Path, linear_libraries: list[Fake
 
 
 def test_the_layer_that_is_timed_computes_the_product(linear_libraries: list[FakeLibrary]) -> None:
-    for provider in linears.providers(LAYERS[0], "int8", ["6:8"], linear_libraries, None):
+    providers = linears.providers(LAYERS[0], "int8", ["6:8"], linear_libraries, None)
+    assert len(providers) == len(linear_libraries) > 0
+    for provider in providers:
         weight = Inputs(CPU, 0).weight("int8", 64, provider.columns, provider.sparse)
         x = torch.randn(4, 64).to(torch.bfloat16)
         y = provider.launch([x], [provider.pack(weight)], torch.full((64, 1), 0.01))(0)

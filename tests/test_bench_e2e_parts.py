@@ -28,7 +28,7 @@ from slidesparse.bench.e2e_models import DENSE, E2eError, find_model
 from slidesparse.bench.e2e_runs import RunError, check_log, check_room, tokens_per_second
 
 
-def test_plugins_that_the_user_lists_stay(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_plugins_that_the_user_lists_stay() -> None:
     listed = {"VLLM_PLUGINS": "other,slidesparse", "HOME": "/h"}
     assert environment(STOCK, listed) == {"VLLM_PLUGINS": "other", "HOME": "/h"}
     assert environment(SPARSE, {"VLLM_PLUGINS": "other"}) == {

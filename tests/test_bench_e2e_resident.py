@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import csv
 import json
+import os
+import subprocess
 import sys
 import types
 from pathlib import Path
@@ -143,3 +145,20 @@ def test_the_scheduler_keeps_steps_below_the_limit(tmp_path: Path, monkeypatch: 
     for limit, steps in ((64, 64), (4096, 2048), (0, 2048)):
         path.write_bytes(limit.to_bytes(8, "little"))
         assert scheduler.schedule() == steps
+
+
+def test_a_vllm_whose_engine_cannot_stay_is_named(tmp_path: Path) -> None:
+    files = {
+        "__init__": "class LLM: ...",
+        "benchmarks/throughput": "",
+        "engine/arg_utils": "class EngineArgs: ...",
+        "utils/argparse_utils": "class FlexibleArgumentParser: ...",
+    }
+    for name, text in files.items():
+        path = tmp_path / "vllm" / f"{name}.py"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    command, environ = [sys.executable, e2e_worker.__file__], {**os.environ, "PYTHONPATH": str(tmp_path)}
+    done = subprocess.run(command, input="[]\n", env=environ, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (1, "")
+    assert "leave --resident out, or use a later vLLM" in done.stderr

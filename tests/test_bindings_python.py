@@ -267,7 +267,7 @@ def test_algorithms_that_crash_are_neither_offered_nor_run(loaded: dict[str, Nat
     assert len({one for one in sparse.LIBRARY.algorithms(SPARSE, CPU) if "/" not in one}) == 52
 
 
-def test_the_algorithms_of_cusparselt(loaded: dict[str, Native], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_algorithms_of_cusparselt(loaded: dict[str, Native]) -> None:
     """Where tiles are few, with the ways of splitting K that the library takes."""
     fake = loaded["cusparselt"].fake
     fake.set(algorithms=2, refused_mode=1)

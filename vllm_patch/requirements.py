@@ -1,8 +1,9 @@
-"""All that the plugin needs of vLLM's source, as one table.  Standard library only; nothing of it runs while serving.
+"""What the product needs of vLLM's source, a table for each part.  Standard library only; nothing runs while serving.
 
-It lies here, beside the code that it describes, so that who changes a call into vLLM has the line to change before his
-eyes.  ``tools/vllm_compat.py`` checks releases against it, reading their source without importing it, and
-tests/test_vllm_compat.py checks both the installed vLLM and that the table lists what the plugin's code uses.
+The plugin's lies here, beside the code that it describes, so that who changes a call into vLLM has the line to change
+before his eyes; with it those of the two programs that run inside vLLM, of the end-to-end benchmark and of evaluation.
+``tools/vllm_compat.py`` checks releases against them, reading their source without importing it, and
+tests/test_vllm_compat.py checks both the installed vLLM and that the tables list what the code uses.
 
 A target is written ``package.module:Class.method``; signatures and calls as in Python, without ``self`` or ``cls``.
 """
@@ -109,7 +110,7 @@ SCHEME_METHODS = {
     "apply_weights": "(layer, x, bias=None)",
 }
 
-REQUIREMENTS: tuple[Requirement, ...] = (
+PLUGIN: tuple[Requirement, ...] = (
     # __init__.py: how vLLM finds and loads us
     Constant("vllm.plugins:DEFAULT_PLUGINS_GROUP", "vllm.general_plugins"),
     Defined("vllm.plugins:load_general_plugins"),
@@ -189,3 +190,37 @@ REQUIREMENTS: tuple[Requirement, ...] = (
         )
     ),
 )
+
+_ENGINE_ARGS = "vllm.engine.arg_utils:EngineArgs"
+_THROUGHPUT = "vllm.benchmarks.throughput"
+_SCHEDULER = "vllm.v1.core.sched.async_scheduler:AsyncScheduler"
+_PARSER = "vllm.utils.argparse_utils:FlexibleArgumentParser"
+
+BENCHMARK: tuple[Requirement, ...] = (  # slidesparse/bench/e2e_worker.py
+    Attributes(_SCHEDULER, ("max_num_scheduled_tokens",)),
+    Defined(f"{_SCHEDULER}.schedule"),  # overridden with whatever arguments it takes
+    Call(_PARSER, "()"),
+    Call(f"{_PARSER}.parse_args", "(words)"),
+    Call(f"{_THROUGHPUT}:add_cli_args", "(parser)"),
+    Call(f"{_THROUGHPUT}:main", "(arguments)"),
+    CallSite(_THROUGHPUT, "from_engine_args", "(*args, **kwargs)"),  # where it is handed our engine
+    Call(f"{_ENGINE_ARGS}.from_cli_args", "(arguments)"),
+    Attributes(_ENGINE_ARGS, ("scheduler_cls",)),
+    Call("vllm:LLM.from_engine_args", "(arguments)"),
+)
+
+EVALUATION: tuple[Requirement, ...] = (  # slidesparse/evaluate/worker.py
+    Call("vllm:LLM", "(model=model, runner=runner, skip_tokenizer_init=True, enforce_eager=True)"),
+    Attributes(_ENGINE_ARGS, ("max_logprobs", "max_model_len")),  # which LLM takes as well
+    Call("vllm:LLM.generate", "(prompts, wanted, use_tqdm=False)"),
+    Call("vllm:LLM.embed", "(prompts, use_tqdm=False)"),
+    Attributes("vllm:SamplingParams", ("max_tokens", "temperature", "prompt_logprobs", "detokenize")),
+    Attributes("vllm.outputs:RequestOutput", ("prompt_logprobs",)),
+    Attributes("vllm.logprobs:Logprob", ("logprob", "rank")),
+    Attributes("vllm.outputs:PoolingRequestOutput", ("outputs",)),
+    Attributes("vllm.outputs:EmbeddingOutput", ("embedding",)),
+)
+
+# Part of the product -> what it needs.  Parts do not need each other: a name that only the benchmark uses, and that a
+# release lacks, leaves the plugin whole.
+REQUIREMENTS = {"plugin": PLUGIN, "benchmark": BENCHMARK, "evaluation": EVALUATION}

@@ -172,9 +172,7 @@ class SlideSparseScheme(CompressedTensorsScheme):
         assert self.arguments is not None
         length, phase, dtype, columns, backend = self.arguments
         scale = layer.weight_scale
-        shape = crossover.Shape(
-            layer.weight.get_device(), dtype, len(scale), self.in_features, columns, backend
-        )
+        shape = crossover.Shape.of(scale, self.in_features, dtype, columns, backend)
         if crossover.measured(shape) is not None:
             return
         found = crossover.measure(

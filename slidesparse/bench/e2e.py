@@ -26,7 +26,7 @@ from packaging.version import Version
 
 from slidesparse.bench.e2e_models import DENSE, E2eError, Model, Variant
 from slidesparse.decoder import TOKENIZER
-from slidesparse.flags import BACKEND, DISABLE, KEEP_DENSE, SPARSITY, USE_CUBLASLT, USE_CUSPARSELT
+from slidesparse.flags import BACKEND, DISABLE, FUSE, KEEP_DENSE, SPARSITY, USE_CUBLASLT, USE_CUSPARSELT
 
 PREFILL, DECODE = "prefill", "decode"
 STAGES = (PREFILL, DECODE)
@@ -35,9 +35,10 @@ TOKENS = {
     DECODE: (64, 128, 256, 512),
 }
 STOCK, OFF, CUBLASLT = "stock", "off", "cublaslt"
-# The systems that run a pattern: by the backend that the plugin takes, by cuSPARSELt, and with the dense weights kept.
-SPARSE, CUSPARSELT, KEPT = "sparse", "cusparselt", "sparse+dense"
-SLIDED = (SPARSE, CUSPARSELT, KEPT)
+# The systems that run a pattern: by the backend that the plugin takes, by cuSPARSELt, with the dense weights kept, and
+# with norms and activations fused.
+SPARSE, CUSPARSELT, KEPT, FUSED = "sparse", "cusparselt", "sparse+dense", "sparse+fuse"
+SLIDED = (SPARSE, CUSPARSELT, KEPT, FUSED)
 # What each system sets, of our flags; the plugin is not even loaded for stock (`environment`).
 SYSTEMS: dict[str, dict[str, str]] = {
     STOCK: {},
@@ -46,8 +47,9 @@ SYSTEMS: dict[str, dict[str, str]] = {
     SPARSE: {USE_CUSPARSELT: "1"},
     CUSPARSELT: {USE_CUSPARSELT: "1", BACKEND: "cusparselt"},
     KEPT: {USE_CUSPARSELT: "1", KEEP_DENSE: "1"},
+    FUSED: {USE_CUSPARSELT: "1", FUSE: "1"},
 }
-FLAGS = (USE_CUSPARSELT, USE_CUBLASLT, DISABLE, SPARSITY, BACKEND, KEEP_DENSE)
+FLAGS = (USE_CUSPARSELT, USE_CUBLASLT, DISABLE, SPARSITY, BACKEND, KEEP_DENSE, FUSE)
 
 PLUGIN, PLUGINS = "slidesparse", "VLLM_PLUGINS"
 # The groups of entry points that vLLM loads whole when VLLM_PLUGINS is not set.

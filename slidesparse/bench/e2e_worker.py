@@ -68,6 +68,11 @@ def main() -> None:
         from vllm.engine.arg_utils import EngineArgs
         from vllm.utils.argparse_utils import FlexibleArgumentParser
 
+        if not hasattr(LLM, "from_engine_args"):
+            sys.exit(
+                "this vLLM's benchmark makes its engine in another way (docs/compatibility.md): leave --resident out, "
+                "or use a later vLLM"
+            )
         parser = FlexibleArgumentParser()
         throughput.add_cli_args(parser)
         arguments = EngineArgs.from_cli_args(parser.parse_args(json.loads(sys.stdin.readline())))

@@ -1,7 +1,8 @@
 """The fastest algorithm a library has for a problem: all are run once, the good ones timed, the best timed well.
 
-An algorithm that is refused is skipped, one whose result is wrong is dropped; both are counted.  Ways of splitting K
-("3/2x1" is a way of "3") are tried for the algorithms that are fast without, as there are a dozen for each.
+An algorithm that is refused is skipped, one whose result is wrong is dropped; both are counted.  Where a library names
+ways of splitting K for its algorithms (`Library.unsplit`), a dozen for each, they are tried for those that are fast
+without.
 """
 
 from __future__ import annotations
@@ -80,11 +81,12 @@ def search(
             return
         candidates.append(_Candidate(name, launch, us))
 
-    whole = [name for name in names if "/" not in name]
+    unsplit = {name: library.unsplit(name) for name in names}
+    whole = [name for name in names if unsplit[name] is None]
     for name in whole:
         consider(name)
     fast = {one.algorithm for one in sorted(candidates, key=lambda one: one.us)[:SPLIT]}
-    ways = [name for name in names if "/" in name and (not fast or name.partition("/")[0] in fast)]
+    ways = [name for name in names if unsplit[name] is not None and (not fast or unsplit[name] in fast)]
     for name in ways:
         consider(name)
     names = whole + ways

@@ -33,6 +33,11 @@ class Shape(NamedTuple):
     columns: int  # of the slided activations
     backend: str
 
+    @classmethod
+    def of(cls, scale_w: Tensor, k: int, dtype: torch.dtype, columns: int, backend: str) -> Shape:
+        """Of a layer with weights of ``dtype``, K in-features and scales [N, 1] on the layer's device."""
+        return cls(scale_w.get_device(), dtype, scale_w.shape[0], k, columns, backend)
+
 
 Run = Callable[[Tensor], Tensor]  # activations [M, K] -> [M, N]
 _dense: dict[Shape, frozenset[int]] = {}  # the TOKENS at which the dense weight was faster

@@ -79,7 +79,7 @@ class Library(NativeLibrary):
             )
         if n % multiple or k % multiple:
             raise LibraryError(
-                f"cuSPARSELt takes weights whose sides are multiples of {multiple}, found {n} x {k}"
+                f"cuSPARSELt takes weights whose sides are multiples of {multiple}, found {n} x {k}: pad it with zeros"
             )
         weight = weight.contiguous() if layout.weight_k else weight.t().contiguous()
         problem, index = Problem(dtype, OUTPUTS[dtype][0], n, k, plans.LEAST_ROWS), weight.device.index
@@ -109,6 +109,11 @@ class Library(NativeLibrary):
             splits = _splits(problem.dtype, problem.out, problem.scale, device)
             found += [f"{i}/{split}" for i in ids for split in splits]
         return found
+
+    def unsplit(self, algorithm: str) -> str | None:
+        """Of "3/2x1" it is "3"."""
+        whole, way, _ = algorithm.partition("/")
+        return whole if way else None
 
     def _crashing(self, problem: Problem, device: torch.device) -> range:
         if problem.dtype not in {dtype for *_, dtype in CRASHING}:

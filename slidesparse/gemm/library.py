@@ -143,10 +143,13 @@ class Library(Protocol):
         """A weight [n, k], 2:4 when `sparse`, in the form that `Plan.run` takes for plans of ``layout``."""
 
     def algorithms(self, problem: Problem, device: torch.device, layout: Layout = TN) -> list[str]:
-        """Every algorithm the library offers for the problem; none may be refused by `plan`, but some are.
+        """Every algorithm the library offers for the problem; `plan` may still refuse some of them.
 
         Raises LibraryError when the library refuses the problem or the layout.
         """
+
+    def unsplit(self, algorithm: str) -> str | None:
+        """The algorithm of which ``algorithm`` is a way of splitting K; None for one that is no such way."""
 
     def plan(
         self,

@@ -1,4 +1,4 @@
-"""What the two libraries have in common above their bindings: running a plan, and whether there is a GPU for it."""
+"""What libraries have in common above their bindings: running a plan, and whether there is a GPU for it."""
 
 from __future__ import annotations
 
@@ -8,10 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from slidesparse.backends import SPARSE_CAPABILITY
 from slidesparse.gemm import missing_triton, plans
 from slidesparse.gemm.library import LibraryError, Problem, require_fp4
-
-CAPABILITY = (8, 0)  # Ampere: sparse tensor cores; FP8 needs 8.9, which vLLM asks for itself
 
 
 class NativePlan:
@@ -54,7 +53,7 @@ class NativePlan:
 
 
 class NativeLibrary(ABC):
-    """The part of `slidesparse.gemm.library.Library` that is the same for both."""
+    """The part of `slidesparse.gemm.library.Library` that most of them share."""
 
     name: str
     products: dict[str, tuple[str, ...]]  # operands' type -> output types, that of serving first
@@ -67,6 +66,10 @@ class NativeLibrary(ABC):
         """See `slidesparse.gemm.library.Library`."""
         return self.products.get(dtype, ())
 
+    def unsplit(self, algorithm: str) -> str | None:
+        """None: no algorithm is another one's way of splitting K."""
+        return None
+
     def require(self, problem: Problem, device: torch.device) -> None:
         """Raise LibraryError unless the library has products of these types, and the GPU too."""
         if problem.dtype == "fp4":
@@ -75,13 +78,14 @@ class NativeLibrary(ABC):
             raise LibraryError(f"{self.name} products are {self.products}, asked for {problem}")
 
     def unusable(self, device: torch.device) -> str | None:
-        """Needs a GPU of compute capability 8.0, the library, the extension, and Triton."""
+        """Needs a GPU of compute capability 8.0 (for FP8 8.9, which vLLM asks for), library, extension, and Triton."""
         if device.type != "cuda" or not torch.cuda.is_available():
             return "it needs an NVIDIA GPU; the reference backend runs on this machine"
         capability = torch.cuda.get_device_capability(device)
-        if capability < CAPABILITY:
+        if capability < SPARSE_CAPABILITY:
             return (
-                f"compute capability {capability} has no 2:4 sparse tensor cores, 8.0 (Ampere) or later has"
+                f"this GPU has compute capability {capability[0]}.{capability[1]}, without 2:4 sparse tensor cores, "
+                "which 8.0 (Ampere) and later have: DISABLE_SLIDESPARSE=1 serves by vLLM's own kernels"
             )
         try:
             self.version()

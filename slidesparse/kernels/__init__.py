@@ -19,7 +19,9 @@ if TYPE_CHECKING:
 KINDS = ("quant_slide", "quant_only", "norm_quant_slide", "silu_quant_slide", "dequant_bias")
 
 # When the quantizing kernels let the product behind them start, if that waits for their results itself (on Hopper and
-# later): "early", as soon as they run; "late", before they write the codes; "off", when they end.
+# later): "early", as soon as they run; "late", before they write the codes; "off", when they end.  It is not left out
+# where another product follows, as operators are not told which one does and it is one instruction: a kernel that was
+# launched in the ordinary way, as cuSPARSELt's, starts when they end, whatever this says.
 LAUNCH_DEPENDENTS = "late"
 
 

@@ -18,8 +18,6 @@ import triton.language as tl
 from torch import Tensor
 
 from slidesparse import kernels
-from slidesparse.pattern import HARDWARE_LENGTH
-from slidesparse.quantize import FP8, INT8, quantize_rows
 
 FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 
@@ -315,28 +313,6 @@ def _capability(device: torch.device) -> tuple[int, int]:
     return torch.cuda.get_device_capability(device)
 
 
-def quantized(x: Tensor, columns: int, rows: int) -> tuple[Tensor, Tensor]:
-    """Memory for the codes and scales of x [M, K]: int32 words [M, columns / 4] and float32 [M, 1], not written.
-
-    ``rows``, when larger than M, is how many rows can be read behind the addresses of both.
-    """
-    m = x.shape[0]
-    words = torch.empty(max(m, rows), columns // HARDWARE_LENGTH, dtype=torch.int32, device=x.device)
-    scales = torch.empty(max(m, rows), 1, dtype=torch.float32, device=x.device)
-    return (words, scales) if m >= rows else (words[:m], scales[:m])
-
-
-def require_columns(columns: int | None, least: int) -> int:
-    """The width of a row of codes: ``columns``, or ``least`` rounded up to whole words when that is None."""
-    if columns is None:
-        return least + -least % HARDWARE_LENGTH
-    if columns < least or columns % HARDWARE_LENGTH:
-        raise ValueError(
-            f"{columns} columns of codes are asked for; they must be a multiple of {HARDWARE_LENGTH}, {least} or more"
-        )
-    return columns
-
-
 def require(name: str, tensor: Tensor, dimensions: int, dtypes: tuple[torch.dtype, ...]) -> None:
     """Raise unless ``tensor`` is what a kernel takes: dtype, dimensions, unit last stride, a device it runs on."""
     if tensor.dtype not in dtypes:
@@ -355,17 +331,6 @@ def require(name: str, tensor: Tensor, dimensions: int, dtypes: tuple[torch.dtyp
             f"{name} is on {tensor.device}; the kernel takes CUDA tensors: use slidesparse.reference elsewhere, "
             "or set TRITON_INTERPRET=1 before Triton is imported"
         )
-
-
-def require_codes(dtype: torch.dtype) -> None:
-    """Raise TypeError unless rows can be quantized to ``dtype``."""
-    if dtype not in (INT8, FP8):
-        raise TypeError(f"cannot quantize to {dtype}; use torch.int8 or torch.float8_e4m3fn")
-
-
-def scale_without_columns(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """scale [M, 1] of rows of no columns, as the reference has it."""
-    return quantize_rows(x[:, :0], dtype)[1]
 
 
 def words_of(x: Tensor, bytes_of_word: int) -> Tensor | None:

@@ -26,7 +26,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra import libdevice
 
-from slidesparse.kernels import Config, common, config
+from slidesparse.kernels import Config, common
 from slidesparse.kernels.common import (
     absmax_of_four,
     codes_of,
@@ -37,9 +37,9 @@ from slidesparse.kernels.common import (
     row_scale,
 )
 from slidesparse.kernels.launch import Launcher
-from slidesparse.kernels.quant_slide import require_windows, window_column
-from slidesparse.pattern import HARDWARE_LENGTH, SlideLayout
-from slidesparse.quantize import FP8
+from slidesparse.kernels.quant_slide import window_column
+from slidesparse.kernels.rows import launch as launch_rows
+from slidesparse.kernels.rows import windows
 
 
 @triton.jit
@@ -119,9 +119,9 @@ def norm_quant_slide_kernel(
     x,
     residual,  # None without ADD
     weight,
+    total,  # None without ADD
     q,
     scales,
-    total,  # None without ADD
     stride,  # of x's rows, in what x points to
     residual_stride,
     K: tl.constexpr,
@@ -132,8 +132,8 @@ def norm_quant_slide_kernel(
     ADD: tl.constexpr,
     PAIRS: tl.constexpr,  # x, residual and total point to int32 words of two 16-bit floats
     WEIGHT_PAIRS: tl.constexpr,  # and so does weight
-    BF16: tl.constexpr,
     WIDE: tl.constexpr,  # x is float32
+    BF16: tl.constexpr,
     E4M3: tl.constexpr,
     NATIVE: tl.constexpr,
     DEPENDENTS: tl.constexpr,  # see `common.dependents`
@@ -226,8 +226,6 @@ def norm_quant_slide(
     """
     common.require("x", x, 2, common.FLOATS)
     common.require("weight", weight, 1, common.FLOATS)
-    common.require_codes(dtype)
-    require_windows(length, phase)
     m, k = x.shape
     if weight.shape[0] != k:
         raise ValueError(f"weight has {weight.shape[0]} elements; x has {k} columns")
@@ -235,41 +233,25 @@ def norm_quant_slide(
         common.require("residual", residual, 2, (x.dtype,))
         if residual.shape != x.shape:
             raise ValueError(f"residual has shape {tuple(residual.shape)}; x has {tuple(x.shape)}")
-    words = common.require_columns(columns, SlideLayout(k, phase, length).slided) // HARDWARE_LENGTH
-    q, scales = common.quantized(x, words * HARDWARE_LENGTH, rows)
+    made = windows(x, k, length, phase, dtype, columns, rows)
     total = None if residual is None else torch.empty(m, k, dtype=x.dtype, device=x.device)
-    if not m or not k:
-        return q.zero_().view(dtype), common.scale_without_columns(x, dtype), total
-    tensors = (x, residual, total)
-    views = [None if one is None else common.words_of(one, 4) for one in tensors]
+    plain = (x, residual, total)
+    views = [None if one is None else common.words_of(one, 4) for one in plain]
     pairs = not phase % 2 and all(
-        (view is None) == (one is None) for view, one in zip(views, tensors, strict=True)
+        (view is None) == (one is None) for view, one in zip(views, plain, strict=True)
     )
-    source, other, out = views if pairs else tensors
+    source, other, out = views if pairs else plain
     assert source is not None
     gains = common.words_of(weight[None], 4) if pairs and weight.dtype == x.dtype else None
-    launch = launch or config("norm_quant_slide", k, m)
-    with common.on_device_of(x):
-        _launch(
-            (m, 1, 1),
-            (source, other, weight if gains is None else gains, q, scales, out),
-            (source.stride(0), 0 if other is None else other.stride(0)),
-            {
-                "K": k,
-                "WORDS": words,
-                "LENGTH": length,
-                "PHASE": phase,
-                "EPS": eps,
-                "ADD": residual is not None,
-                "PAIRS": pairs,
-                "WEIGHT_PAIRS": gains is not None,
-                "BF16": x.dtype == torch.bfloat16,
-                "WIDE": x.dtype == torch.float32,
-                "E4M3": dtype == FP8,
-                "NATIVE": common.native(x),
-                "DEPENDENTS": common.dependents(x),
-                "BLOCK": common.step(launch.block, max(words, k // 4)),
-            },
-            launch.warps,
-        )
-    return q.view(dtype), scales, total
+    own = {
+        "LENGTH": length,
+        "PHASE": phase,
+        "EPS": eps,
+        "ADD": residual is not None,
+        "PAIRS": pairs,
+        "WEIGHT_PAIRS": gains is not None,
+        "WIDE": x.dtype == torch.float32,
+    }
+    strides = source.stride(0), 0 if other is None else other.stride(0)
+    tensors = source, other, weight if gains is None else gains, out
+    return *launch_rows(_launch, "norm_quant_slide", x, made, tensors, strides, own, 4, launch), total

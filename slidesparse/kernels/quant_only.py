@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from slidesparse.kernels import Config, common, config
+from slidesparse.kernels import Config, common
 from slidesparse.kernels.common import (
     absmax_of_four,
     codes_of,
@@ -27,8 +27,8 @@ from slidesparse.kernels.common import (
     row_scale,
 )
 from slidesparse.kernels.launch import Launcher
-from slidesparse.pattern import HARDWARE_LENGTH
-from slidesparse.quantize import FP8
+from slidesparse.kernels.rows import codes
+from slidesparse.kernels.rows import launch as launch_rows
 
 
 @triton.jit
@@ -105,30 +105,9 @@ def quant_only(
         TypeError, ValueError: what was found, what is allowed.
     """
     common.require("x", x, 2, common.FLOATS)
-    common.require_codes(dtype)
-    m, k = x.shape
-    words = common.require_columns(columns, k) // HARDWARE_LENGTH
-    q, scales = common.quantized(x, words * HARDWARE_LENGTH, rows)
-    if not m or not k:
-        return q.zero_().view(dtype), common.scale_without_columns(x, dtype)
+    k = x.shape[1]
+    made = codes(x, k, k, dtype, columns, rows)
     quads = common.words_of(x, 8)
     source = x if quads is None else quads
-    launch = launch or config("quant_only", k, m)
-    with common.on_device_of(x):
-        _launch(
-            (m, 1, 1),
-            (source, q, scales),
-            (source.stride(0),),
-            {
-                "K": k,
-                "WORDS": words,
-                "QUADS": quads is not None,
-                "BF16": x.dtype == torch.bfloat16,
-                "E4M3": dtype == FP8,
-                "NATIVE": common.native(x),
-                "DEPENDENTS": common.dependents(x),
-                "BLOCK": common.step(launch.block, words),
-            },
-            launch.warps,
-        )
-    return q.view(dtype), scales
+    own = {"QUADS": quads is not None}
+    return launch_rows(_launch, "quant_only", x, made, (source,), (source.stride(0),), own, 4, launch)

@@ -22,7 +22,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from slidesparse.kernels import Config, common, config
+from slidesparse.kernels import Config, common
 from slidesparse.kernels.common import (
     absmax_of_four,
     codes_of,
@@ -32,8 +32,8 @@ from slidesparse.kernels.common import (
     row_scale,
 )
 from slidesparse.kernels.launch import Launcher
-from slidesparse.pattern import HARDWARE_LENGTH, SlideLayout
-from slidesparse.quantize import FP8
+from slidesparse.kernels.rows import launch as launch_rows
+from slidesparse.kernels.rows import windows
 
 
 @triton.jit
@@ -88,15 +88,6 @@ def quant_slide_kernel(
 _launch = Launcher(quant_slide_kernel)
 
 
-def require_windows(length: int, phase: int) -> None:
-    """Raise ValueError unless there are blocks of ``length`` after ``phase`` zero columns."""
-    if length < HARDWARE_LENGTH or length % 2 or not 0 <= phase < length:
-        raise ValueError(
-            f"block length {length} at phase {phase}: the length must be even and at least {HARDWARE_LENGTH}, "
-            "the phase in 0..length-1"
-        )
-
-
 def quant_slide(
     x: Tensor,
     length: int,
@@ -121,33 +112,8 @@ def quant_slide(
         TypeError, ValueError: what was found, what is allowed.
     """
     common.require("x", x, 2, common.FLOATS)
-    common.require_codes(dtype)
-    require_windows(length, phase)
-    m, k = x.shape
-    words = common.require_columns(columns, SlideLayout(k, phase, length).slided) // HARDWARE_LENGTH
-    q, scales = common.quantized(x, words * HARDWARE_LENGTH, rows)
-    if not m or not k:
-        return q.zero_().view(dtype), common.scale_without_columns(x, dtype)
+    made = windows(x, x.shape[1], length, phase, dtype, columns, rows)
     pairs = None if phase % 2 else common.words_of(x, 4)
     source = x if pairs is None else pairs
-    launch = launch or config("quant_slide", k, m)
-    with common.on_device_of(x):
-        _launch(
-            (m, 1, 1),
-            (source, q, scales),
-            (source.stride(0),),
-            {
-                "K": k,
-                "WORDS": words,
-                "LENGTH": length,
-                "PHASE": phase,
-                "PAIRS": pairs is not None,
-                "BF16": x.dtype == torch.bfloat16,
-                "E4M3": dtype == FP8,
-                "NATIVE": common.native(x),
-                "DEPENDENTS": common.dependents(x),
-                "BLOCK": common.step(launch.block, max(words, k // 2)),
-            },
-            launch.warps,
-        )
-    return q.view(dtype), scales
+    own = {"LENGTH": length, "PHASE": phase, "PAIRS": pairs is not None}
+    return launch_rows(_launch, "quant_slide", x, made, (source,), (source.stride(0),), own, 2, launch)

@@ -20,7 +20,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra import libdevice
 
-from slidesparse.kernels import Config, common, config
+from slidesparse.kernels import Config, common
 from slidesparse.kernels.common import (
     absmax_of_four,
     codes_of,
@@ -30,9 +30,9 @@ from slidesparse.kernels.common import (
     row_scale,
 )
 from slidesparse.kernels.launch import Launcher
-from slidesparse.kernels.quant_slide import require_windows, window_column
-from slidesparse.pattern import HARDWARE_LENGTH, SlideLayout
-from slidesparse.quantize import FP8
+from slidesparse.kernels.quant_slide import window_column
+from slidesparse.kernels.rows import launch as launch_rows
+from slidesparse.kernels.rows import windows
 
 
 @triton.jit
@@ -78,8 +78,8 @@ def silu_quant_slide_kernel(
     LENGTH: tl.constexpr,
     PHASE: tl.constexpr,
     PAIRS: tl.constexpr,  # x points to int32 words of two 16-bit floats
-    BF16: tl.constexpr,
     WIDE: tl.constexpr,  # x is float32
+    BF16: tl.constexpr,
     E4M3: tl.constexpr,
     NATIVE: tl.constexpr,
     DEPENDENTS: tl.constexpr,  # see `common.dependents`
@@ -137,39 +137,19 @@ def silu_quant_slide(
         TypeError, ValueError: what was found, what is allowed.
     """
     common.require("x", x, 2, common.FLOATS)
-    common.require_codes(dtype)
-    require_windows(length, phase)
-    m, width = x.shape
+    width = x.shape[1]
     if width % 2:
         raise ValueError(
             f"x has {width} columns; there must be as many gates as values, an even number in all"
         )
     k = width // 2
-    words = common.require_columns(columns, SlideLayout(k, phase, length).slided) // HARDWARE_LENGTH
-    q, scales = common.quantized(x, words * HARDWARE_LENGTH, rows)
-    if not m or not k:
-        return q.zero_().view(dtype), common.scale_without_columns(x, dtype)
+    made = windows(x, k, length, phase, dtype, columns, rows)
     pairs = None if phase % 2 or k % 2 else common.words_of(x, 4)
     source = x if pairs is None else pairs
-    launch = launch or config("silu_quant_slide", k, m)
-    with common.on_device_of(x):
-        _launch(
-            (m, 1, 1),
-            (source, q, scales),
-            (source.stride(0),),
-            {
-                "K": k,
-                "WORDS": words,
-                "LENGTH": length,
-                "PHASE": phase,
-                "PAIRS": pairs is not None,
-                "BF16": x.dtype == torch.bfloat16,
-                "WIDE": x.dtype == torch.float32,
-                "E4M3": dtype == FP8,
-                "NATIVE": common.native(x),
-                "DEPENDENTS": common.dependents(x),
-                "BLOCK": common.step(launch.block, max(words, k // 4)),
-            },
-            launch.warps,
-        )
-    return q.view(dtype), scales
+    own = {
+        "LENGTH": length,
+        "PHASE": phase,
+        "PAIRS": pairs is not None,
+        "WIDE": x.dtype == torch.float32,
+    }
+    return launch_rows(_launch, "silu_quant_slide", x, made, (source,), (source.stride(0),), own, 4, launch)

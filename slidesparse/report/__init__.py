@@ -47,7 +47,7 @@ def render(folder: Path, reference: Path | None = None) -> list[Path]:
     """
     for given in filter(None, (folder, reference)):
         if not given.is_dir():
-            raise ReportError(f"{given} is not a folder")
+            raise ReportError(f"{given} is not a folder; name one that benchmarks wrote to")
     kernel, linear = read_kernel(folder), read_linear(folder)
     bandwidth, notes = bandwidth_page(folder)
     layouts, whole, steps = read_layouts(folder), read_e2e(folder), read_steps(folder)

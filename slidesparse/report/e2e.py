@@ -90,7 +90,10 @@ def read_e2e(folder: Path) -> EndToEnd:
                 raise ReportError(f"{line.place}: {column} is {value!r}; allowed: {', '.join(allowed)}")
         pattern, rate = line.pattern("pattern"), line.number("tokens_per_s")
         if (pattern is None) == (PROVIDERS[system] in OURS):
-            raise ReportError(f"{line.place}: {system} with pattern {line.fields['pattern']!r}")
+            wanted = "a pattern such as 6:8" if pattern is None else "dense"
+            raise ReportError(
+                f"{line.place}: {system} with pattern {line.fields['pattern']!r}; allowed: {wanted}"
+            )
         if rate is not None:
             subject = line.fields["model"], line.fields["dtype"].lower(), stage
             cell = PROVIDERS[system], pattern, line.integer("M")
