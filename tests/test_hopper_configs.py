@@ -91,7 +91,7 @@ def test_clusters_that_do_not_fit_at_once_take_longer() -> None:
     """33 clusters of four, of which a GPU of 132 multiprocessors holds 30."""
     config = Config("split", 2, 64, 1, 4, 1)
     few, many = (predicted_us(config, 33 * 128, 8192, 64, SMS, clusters) for clusters in (30, 33))
-    assert few > 1.5 * many
+    assert few > 1.3 * many  # two waves instead of one, but not of what a launch costs in any case
 
 
 def test_a_configuration_is_what_its_text_says() -> None:
