@@ -250,10 +250,6 @@ __device__ __forceinline__ void PushCluster128(std::uint32_t address, std::uint3
       : "memory");
 }
 
-__device__ __forceinline__ void StoreShared32(std::uint32_t address, std::uint32_t value) {
-  asm volatile("st.shared.u32 [%0], %1;" ::"r"(address), "r"(value) : "memory");
-}
-
 // Two 8 x 8 matrices of 16-bit elements, transposed: lane l < 16 gives the address of column l % 8
 // of matrix l / 8, and every lane 4 r + c elements 2 c (low half) and 2 c + 1 of row r of both.
 __device__ __forceinline__ void StoreTransposed(std::uint32_t address, std::uint32_t first,

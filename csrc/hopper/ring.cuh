@@ -2,9 +2,9 @@
 // what it holds.
 //
 // A stage is 128 columns: the activations of kTokens tokens, which the tensor cores read, and the
-// packed weight of kStrips strips, which a consumer's thread finds as the registers that its
-// products take.  Work is counted in units, a tile of 64 kStrips out-features x kTokens tokens by
-// one stage, and runs on from tile to tile without a break.
+// packed weight of kStrips strips, which they read, too, or take from registers.  Work is counted
+// in units, a tile of 64 kStrips out-features x kTokens tokens by one stage, and runs on from tile
+// to tile without a break.
 
 #pragma once
 
@@ -248,7 +248,7 @@ __device__ __forceinline__ void ReleaseStage(const Sharers& sharers, std::uint32
   }
 }
 
-// With up to 128 tokens: weights from registers, which the tensor cores wait for least.
+// With up to 128 tokens: weights from registers; the tensor cores would take longer to read them.
 template <class Type, int kStrips, int kTokens>
 class NarrowConsumer {
   using S = Shape<kStrips, kTokens>;
