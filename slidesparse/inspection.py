@@ -16,7 +16,7 @@ from slidesparse.checkpoint import Checkpoint, Reader, TensorSpec
 from slidesparse.metadata import Metadata
 from slidesparse.pattern import SlidePattern
 from slidesparse.slide import bits, violations
-from slidesparse.stored import DamagedError, open_checkpoint, restore
+from slidesparse.stored import DamagedError, natural, open_checkpoint, restore
 
 RATIOS = ("2:4", "4:6", "6:8", "8:10", "10:12", "12:14", "14:16")  # sparsest first
 _NOT_A_LAYER = re.compile(r"embed|lm_head|norm|\.wte$|\.wpe$", re.IGNORECASE)
@@ -77,12 +77,7 @@ def _layers(checkpoint: Checkpoint, metadata: Metadata | None) -> list[str]:
         found = {name.removesuffix(WEIGHT) for name in checkpoint.tensors if name.endswith(WEIGHT)}
         found = {name for name in found if not _NOT_A_LAYER.search(name)}
     matrices = {name for name in found if len(checkpoint.tensors[name + WEIGHT].spec.shape) == 2}
-    return sorted(matrices.union(metadata.layers if metadata else ()), key=_natural)
-
-
-def _natural(name: str) -> list[tuple[int, str]]:
-    """Sort key under which layer 10 comes after layer 9."""
-    return [(int(part), "") if part.isdigit() else (0, part) for part in name.split(".")]
+    return sorted(matrices.union(metadata.layers if metadata else ()), key=natural)
 
 
 def _inspect_layer(

@@ -21,6 +21,11 @@ class DamagedError(PatternError):
         self.found = found
 
 
+def natural(name: str) -> list[tuple[int, str]]:
+    """Sort key under which layer 10 comes after layer 9."""
+    return [(int(part), "") if part.isdigit() else (0, part) for part in name.split(".")]
+
+
 def open_checkpoint(folder: str | Path) -> tuple[Checkpoint, Metadata | None]:
     """A checkpoint and its metadata, if we converted it; CheckpointError unless the layers listed are there."""
     checkpoint = Checkpoint.open(folder)

@@ -108,6 +108,7 @@ def test_what_fits_is_what_tests_elsewhere_believe() -> None:
     sms = hopper_native.multiprocessors(index)
     found = {config for m in (1, 16, 32, 64, 128, 1024) for config in configurations(37888, 5376, m)}
     different = {}
+    assert found
     for config in found:
         fit = hopper_native.fit(config, INT8, index)
         assert fit.stages == shared_stages(config), config

@@ -14,7 +14,8 @@ from typing import Any
 import pytest
 import torch
 from checkpoints import config_of, snapshot, tensors_of
-from models import LLAMA, QWEN, Decoder, write_float
+from models import LLAMA, QWEN, write_float
+from synth_configs import SMALL, config_file, small_chunks  # noqa: F401  the fixture is used by being here
 from typer.testing import CliRunner
 from zygote import Request, Zygote
 
@@ -33,22 +34,6 @@ from slidesparse.quantize import dequantize_rows
 from slidesparse.synth import MARK, synth
 
 SIX = SlidePattern.parse("6:8")
-SIZES: dict[str, int] = {"hidden": 64, "intermediate": 88, "heads": 2, "kv_heads": 1, "vocabulary": 90}
-SMALL = {"qwen2": replace(QWEN, **SIZES), "llama": replace(LLAMA, **SIZES)}
-
-
-@pytest.fixture(autouse=True)
-def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Samples of few rows, so that tiny tensors take several turns of them."""
-    monkeypatch.setattr(checkpoint_module, "CHUNK_ELEMENTS", 640)
-
-
-def config_file(folder: Path, model: Decoder = SMALL["qwen2"], **changed: Any) -> Path:
-    """A config.json; ``changed`` entries are replaced, or removed with None."""
-    path = folder / "config.json"
-    config = {**model.config(), **changed}
-    path.write_text(json.dumps({name: value for name, value in config.items() if value is not None}))
-    return path
 
 
 def shapes(folder: Path) -> dict[str, tuple[str, tuple[int, ...]]]:

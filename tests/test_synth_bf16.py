@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import json
 import math
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from checkpoints import config_of, snapshot, tensors_of
-from models import LLAMA, QWEN, Decoder, write_float
+from models import QWEN, write_float
+from synth_configs import SMALL, config_file, small_chunks  # noqa: F401  the fixture is used by being here
 from typer.testing import CliRunner
 
 from slidesparse import checkpoint as checkpoint_module
@@ -24,22 +23,6 @@ from slidesparse.pattern import SlidePattern
 from slidesparse.synth import MARK, synth
 
 SIX = SlidePattern.parse("6:8")
-SIZES: dict[str, int] = {"hidden": 64, "intermediate": 88, "heads": 2, "kv_heads": 1, "vocabulary": 90}
-SMALL = {"qwen2": replace(QWEN, **SIZES), "llama": replace(LLAMA, **SIZES)}
-
-
-@pytest.fixture(autouse=True)
-def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Samples of few rows, so that tiny tensors take several turns of them."""
-    monkeypatch.setattr(checkpoint_module, "CHUNK_ELEMENTS", 640)
-
-
-def config_file(folder: Path, model: Decoder = SMALL["qwen2"], **changed: Any) -> Path:
-    """A config.json with some entries changed, or removed with None."""
-    path = folder / "config.json"
-    config = {**model.config(), **changed}
-    path.write_text(json.dumps({name: value for name, value in config.items() if value is not None}))
-    return path
 
 
 @pytest.mark.parametrize("family", SMALL)
@@ -105,7 +88,10 @@ def test_convert_takes_it(tmp_path: Path, calibration: Calibration | None) -> No
     found = inspect(tmp_path / "out")
     assert (found.pattern, found.violations) == ("6:8", 0)
     assert len(found.layers) == len(SMALL["qwen2"].linears())
-    assert torch.tensor([row["error_quantized"] or 0.1 for row in report.layers]).lt(0.5).all()
+    errors = [row["error_quantized"] for row in report.layers]
+    if calibration:
+        assert errors
+        assert all(0 < error < 0.5 for error in errors)
 
 
 @pytest.mark.parametrize("options", [["--sparsity", "6:8"], ["--sparsity", "2_inf"], ["--layout", "slided"]])

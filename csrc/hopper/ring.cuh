@@ -238,25 +238,44 @@ __device__ __forceinline__ void Clear(std::uint32_t (&sums)[kSums]) {
   for (int i = 0; i < kSums; ++i) sums[i] = blockIdx.z;
 }
 
-// Tells the producers of all that write into it that a stage is free.
-__device__ __forceinline__ void ReleaseStage(const Sharers& sharers, std::uint32_t empty) {
-  const int lane = threadIdx.x % 32;
-  if (sharers.count == 1) {
-    if (lane == 0) BarrierArrive(empty);
-  } else if (lane < sharers.count) {
-    BarrierArriveAt(empty, sharers.first + lane);
+// The ring as a warpgroup that multiplies walks it.
+class Consumer {
+ protected:
+  __device__ Consumer(const Arguments& arguments, const Sharers& sharers, std::uint32_t ring,
+                      std::uint32_t full, std::uint32_t empty)
+      : arguments_(arguments), sharers_(sharers), ring_(ring), full_(full), empty_(empty) {}
+
+  // Until the next stage is there.
+  __device__ __forceinline__ void Wait() { BarrierWait(full_ + 8 * next_.stage, next_.parity); }
+
+  // Tells the producers of all that write into it that the oldest stage is free.
+  __device__ __forceinline__ void Release() {
+    const int lane = threadIdx.x % 32;
+    const std::uint32_t barrier = empty_ + 8 * oldest_;
+    if (sharers_.count == 1) {
+      if (lane == 0) BarrierArrive(barrier);
+    } else if (lane < sharers_.count) {
+      BarrierArriveAt(barrier, sharers_.first + lane);
+    }
+    if (++oldest_ == arguments_.stages) oldest_ = 0;
   }
-}
+
+  const Arguments& arguments_;
+  const Sharers& sharers_;
+  std::uint32_t ring_, full_, empty_;
+  Cursor next_;
+  int oldest_ = 0;
+};
 
 // With up to 128 tokens: weights from registers; the tensor cores would take longer to read them.
 template <class Type, int kStrips, int kTokens>
-class NarrowConsumer {
+class NarrowConsumer : Consumer {
   using S = Shape<kStrips, kTokens>;
 
  public:
   __device__ NarrowConsumer(const Arguments& arguments, const Sharers& sharers, std::uint32_t ring,
                             std::uint32_t full, std::uint32_t empty)
-      : arguments_(arguments), sharers_(sharers), ring_(ring), full_(full), empty_(empty) {
+      : Consumer(arguments, sharers, ring, full, empty) {
     const int thread = threadIdx.x % 128;
     const int lane = thread % 32;
     const std::uint32_t weight = ring + S::kTokenBytes + threadIdx.x / 128 * kPackedBytes;
@@ -269,7 +288,7 @@ class NarrowConsumer {
   __device__ __forceinline__ void Run(int count, std::uint32_t (&sums)[kTokens / 2]) {
     Fragment first, second;
     Pin(sums);
-    BarrierWait(full_ + 8 * next_.stage, next_.parity);
+    Wait();
     Load(first, 0);
     for (int i = 0; i < count; ++i) {
       Multiply(first, 0, sums);
@@ -280,7 +299,7 @@ class NarrowConsumer {
       ProductWait<1>();
       next_.Advance(arguments_.stages);
       if (i + 1 < count) {
-        BarrierWait(full_ + 8 * next_.stage, next_.parity);
+        Wait();
         Load(first, 0);
       }
     }
@@ -305,29 +324,19 @@ class NarrowConsumer {
     ProductCommit();
   }
 
-  __device__ __forceinline__ void Release() {
-    ReleaseStage(sharers_, empty_ + 8 * oldest_);
-    if (++oldest_ == arguments_.stages) oldest_ = 0;
-  }
-
-  const Arguments& arguments_;
-  const Sharers& sharers_;
-  std::uint32_t ring_, full_, empty_;
   std::uint32_t values_, places_;
-  Cursor next_;
-  int oldest_ = 0;
 };
 
 // With 256 tokens: a product takes twice as long, so weights come from shared memory as well, which
 // leaves registers for the places of two stages, and a stage's products go together.
 template <class Type, int kStrips, int kTokens>
-class WideConsumer {
+class WideConsumer : Consumer {
   using S = Shape<kStrips, kTokens>;
 
  public:
   __device__ WideConsumer(const Arguments& arguments, const Sharers& sharers, std::uint32_t ring,
                           std::uint32_t full, std::uint32_t empty)
-      : arguments_(arguments), sharers_(sharers), ring_(ring), full_(full), empty_(empty) {
+      : Consumer(arguments, sharers, ring, full, empty) {
     const int group = __shfl_sync(0xFFFFFFFF, threadIdx.x / 128, 0);
     weight_ = S::kTokenBytes + group * kPackedBytes;
     places_ = ring + weight_ + kValueBytes + threadIdx.x % 128 * 4;
@@ -339,7 +348,7 @@ class WideConsumer {
     Places even, odd;
     int i = 0;
     Pin(sums);
-    BarrierWait(full_ + 8 * next_.stage, next_.parity);
+    Wait();
     if (count % 2 == 1) {
       Load(even);
       Step(even, odd, i, count, begun, sums);
@@ -382,23 +391,13 @@ class WideConsumer {
     if (i > 0) Release();
     next_.Advance(arguments_.stages);
     if (++i < count) {
-      BarrierWait(full_ + 8 * next_.stage, next_.parity);
+      Wait();
       Load(then);
     }
   }
 
-  __device__ __forceinline__ void Release() {
-    ReleaseStage(sharers_, empty_ + 8 * oldest_);
-    if (++oldest_ == arguments_.stages) oldest_ = 0;
-  }
-
-  const Arguments& arguments_;
-  const Sharers& sharers_;
-  std::uint32_t ring_, full_, empty_;
   std::uint32_t weight_;  // the strip's, in a stage
   std::uint32_t places_;
-  Cursor next_;
-  int oldest_ = 0;
 };
 
 }  // namespace slidesparse::hopper

@@ -269,9 +269,9 @@ __global__ void __launch_bounds__(Shape<kStrips, kTokens>::kThreads,
     DealRegisters<S, false>();
     SyncBlocks(arguments);
     WaitForPredecessors();
-    using Consumer = std::conditional_t<S::kWide, WideConsumer<Type, kStrips, kTokens>,
-                                        NarrowConsumer<Type, kStrips, kTokens>>;
-    Consumer consumer(arguments, sharers, ring, full, empty);
+    using Multiplier = std::conditional_t<S::kWide, WideConsumer<Type, kStrips, kTokens>,
+                                          NarrowConsumer<Type, kStrips, kTokens>>;
+    Multiplier consumer(arguments, sharers, ring, full, empty);
     std::uint32_t sums[kTokens / 2];
     Clear(sums);
     while (left > 0) {

@@ -16,7 +16,7 @@ from slidesparse.checkpoint import Checkpoint, Reader
 from slidesparse.metadata import Metadata
 from slidesparse.publish import workers
 from slidesparse.slide import nonzero
-from slidesparse.stored import DamagedError, open_checkpoint, restore
+from slidesparse.stored import DamagedError, natural, open_checkpoint, restore
 
 MEASURED = ("method", "error_pruned", "error_quantized", "tokens", "seconds")
 
@@ -43,7 +43,7 @@ def read_back(folder: Path, source: Checkpoint) -> list[Facts]:
     """
     checkpoint, metadata = open_checkpoint(folder)
     assert metadata
-    names = sorted(metadata.layers, key=_natural)
+    names = sorted(metadata.layers, key=natural)
     with checkpoint.reader() as reader, workers() as pool:
         read = partial(_facts, checkpoint, metadata, reader, source)
         found = list(pool.map(read, names))
@@ -51,11 +51,6 @@ def read_back(folder: Path, source: Checkpoint) -> list[Facts]:
         if error:
             raise error
     return [facts for facts, _ in found]
-
-
-def _natural(name: str) -> list[tuple[int, str]]:
-    """Sort key under which layer 10 comes after layer 9."""
-    return [(int(part), "") if part.isdigit() else (0, part) for part in name.split(".")]
 
 
 def _facts(

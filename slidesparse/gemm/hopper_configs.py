@@ -39,7 +39,8 @@ SYSTEM_BYTES = 1 << 10  # of each block, taken by the system
 
 # Of the model, fitted on an H200 (INT8, Qwen2.5-7B's layers at 2:4 and 6:8) to 1280 products of 256 to 8192 tokens and
 # to 400 of fewer, these of an earlier form of the kernels: the configuration of the least predicted time takes 4% and
-# 7% longer than the best in the mean; among the first sixteen of many tokens is one within 3% of the best.
+# 7% longer than the best in the mean; among the first sixteen of many tokens is one within 4% of the best.  PARTS_US
+# was not fitted: it is what docs/kernels.md says of sums that go through memory.
 MEMORY_RATE, CACHE_RATE, PORT_BYTES, CLOCK = 4.2e6, 8.0e6, 128, 2000.0  # bytes a us, a cycle; cycles a us
 L2_BYTES = 23e6  # of activations that stay there
 ENOUGH = 116  # multiprocessors that together saturate the memory
