@@ -44,9 +44,11 @@ def _bytes(config: Config, stages: int) -> int:
         staged = min(tokens, 64)  # tokens, in as many buffers as it takes
         return stages * (stage + 16) + strips * staged * 128 + TURNS_BYTES
     owned = -(-4 * strips // config.splits)  # warps of which a block adds the sums
-    outputs = 4 * strips * tokens * 48 if config.splits == 1 else 0
     received = owned * (config.splits - 1) * tokens * 64
-    return max(stages * stage, outputs) + received + 16 * stages + 8 * owned
+    after = 4 * strips * tokens * 48 if config.splits == 1 else 0
+    if tokens == 256:  # sums come into the ring
+        after, received = max(after, received), 0
+    return max(stages * stage, after) + received + 16 * stages + 8 * (owned + 1)
 
 
 def fit(config: Config, dtype: torch.dtype = INT8, index: int = 0) -> Fit:

@@ -76,6 +76,11 @@ def test_the_widest_streaming_kernel_has_five_stages() -> None:
     assert fit(Config("stream", 2, 256, 2, 1, 1)).stages == 5
 
 
+def test_the_widest_splits_have_as_many() -> None:
+    """Their sums come into the ring."""
+    assert {fit(Config("split", 2, 256, 1, splits, 1)).stages for splits in (1, 2, 4, 8)} == {5}
+
+
 def test_the_model_knows_what_it_is_for() -> None:
     """Few tokens: less weight is less time.  Many: half the columns are about half the time."""
 

@@ -8,8 +8,9 @@
 //     part of the activations for all of them;
 //   - splits have the same out-features and tokens and different columns.  Each owns every
 //     splits-th warp's 16 out-features: the others send it their sums, in the order of registers,
-//     into shared memory that is kept for them, so that nobody waits but for what comes; it adds
-//     them in a fixed order.
+//     and it adds them in a fixed order.  They go into shared memory that is kept for them, so that
+//     nobody waits but for what comes; with 256 tokens, of which that memory would leave a ring of
+//     three stages, into the ring itself, once its readers have said that they are through with it.
 //
 // The weight does not depend on the kernel before this one, so its first stages are on their way
 // before that one has ended.
@@ -33,20 +34,34 @@ struct SplitShape : Shape<kStrips, kTokens> {
   static_assert(kStagingBytes <= kWarpSumBytes);
   static_assert(kTokens <= S::kConsumers);
 
-  // The ring; the outputs stand there in the end, where no sums come from others.
-  static __host__ __device__ constexpr int RingBytes(int stages, int splits) {
-    const int ring = stages * S::kStageBytes;
-    const int staging = splits > 1 ? 0 : kWarps * kStagingBytes;
-    return ring > staging ? ring : staging;
-  }
+  static constexpr bool kSumsInRing = S::kWide;
+
   // Warps that a block owns, at most.
   static __host__ __device__ constexpr int Owned(int splits) {
     return (kWarps + splits - 1) / splits;
   }
-  // Ring, the others' sums, then barriers: full, empty, the sums'.
+  // What the others send.
+  static __host__ __device__ constexpr int ReceivedBytes(int splits) {
+    return Owned(splits) * (splits - 1) * kWarpSumBytes;
+  }
+  // The ring; in the end outputs stand there, where no sums come from others, or those sums.
+  static __host__ __device__ constexpr int RingBytes(int stages, int splits) {
+    const int ring = stages * S::kStageBytes;
+    const int after = splits == 1   ? kWarps * kStagingBytes
+                      : kSumsInRing ? ReceivedBytes(splits)
+                                    : 0;
+    return ring > after ? ring : after;
+  }
+  // From the ring's beginning.
+  static __host__ __device__ constexpr int Received(int stages, int splits) {
+    return kSumsInRing ? 0 : RingBytes(stages, splits);
+  }
+  static __host__ __device__ constexpr int Barriers(int stages, int splits) {
+    return RingBytes(stages, splits) + (kSumsInRing ? 0 : ReceivedBytes(splits));
+  }
+  // Ring, the others' sums, then barriers: full, empty, the sums', and of the others' rings.
   static __host__ __device__ constexpr int SharedBytes(int stages, int splits) {
-    return RingBytes(stages, splits) + Owned(splits) * (splits - 1) * kWarpSumBytes +
-           (2 * stages + Owned(splits)) * 8;
+    return Barriers(stages, splits) + (2 * stages + Owned(splits) + 1) * 8;
   }
 };
 
@@ -70,6 +85,15 @@ __device__ __forceinline__ Place FindPlace(const Arguments& arguments) {
   const int tile = blockIdx.x / cluster;
   place.walk.Begin(arguments, {tile, place.begin, 0, 0}, kTokens, kStrips * arguments.sharers);
   return place;
+}
+
+// Tells the other splits that this warp reads the ring no more.
+__device__ __forceinline__ void OpenRing(const Arguments& arguments, const Place& place,
+                                         std::uint32_t open) {
+  const int split = threadIdx.x % 32;
+  if (split < arguments.splits && split != place.split) {
+    BarrierArriveAt(open, split * arguments.sharers + place.sharers.mine);
+  }
 }
 
 // Sends a warp's sums to its owner.
@@ -163,10 +187,11 @@ __global__ void __launch_bounds__(Shape<kStrips, kTokens>::kThreads,
   extern __shared__ __align__(1024) std::uint8_t shared[];
   const int splits = arguments.splits;
   const std::uint32_t ring = SharedAddress(shared);
-  const std::uint32_t received = ring + S::RingBytes(arguments.stages, splits);
-  const std::uint32_t full = received + S::Owned(splits) * (splits - 1) * S::kWarpSumBytes;
+  const std::uint32_t received = ring + S::Received(arguments.stages, splits);
+  const std::uint32_t full = ring + S::Barriers(arguments.stages, splits);
   const std::uint32_t empty = full + 8 * arguments.stages;
   const std::uint32_t complete = empty + 8 * arguments.stages;
+  const std::uint32_t open = complete + 8 * S::Owned(splits);
   const Place place = FindPlace<kStrips, kTokens>(arguments);
   const int tokens = min(kTokens, arguments.m - place.walk.token);
   Producer<kStrips, kTokens> feed(arguments, place.sharers, place.walk, Turns{},
@@ -183,6 +208,7 @@ __global__ void __launch_bounds__(Shape<kStrips, kTokens>::kThreads,
       }
       if (splits > 1) {
         for (int i = 0; i < S::Owned(splits); ++i) BarrierInit(complete + 8 * i, 1);
+        BarrierInit(open, S::kWarps * (splits - 1));
       }
       BarrierInitFence();
     }
@@ -222,6 +248,11 @@ __global__ void __launch_bounds__(Shape<kStrips, kTokens>::kThreads,
     Clear(sums);
     if (place.end > place.begin) {
       Multiply<Type, kStrips, kTokens>(arguments, place, ring, full, empty, sums);
+    }
+    if (S::kSumsInRing && splits > 1) {
+      __syncwarp();
+      OpenRing(arguments, place, open);
+      if (owner != place.split) BarrierWaitCluster(open, 0);
     }
     if (owner != place.split) {
       PushSums<kStrips, kTokens>(arguments, place, owner, slot, tokens, received, complete, sums);
