@@ -207,6 +207,14 @@ def test_one_call_is_the_two_operators(pattern: str, dtype: torch.dtype) -> None
                 assert_same_bits(made.linear(x, bias), made.product(q, scale_x, bias, source))
 
 
+def test_long_rows_of_many_tokens() -> None:
+    """Triton's kernel quantizes them, ours if they are few."""
+    k = hopper.TRITON_COLUMNS + 8
+    made = layer("hopper", "6:8", INT8, 128, k)
+    x = normal(hopper.TRITON_TOKENS + 1, k, 1)
+    assert_same_bits(made.linear(x), torch.cat([made.linear(part) for part in x.split(200)]))
+
+
 @pytest.mark.parametrize(
     ("m", "n", "k"),
     [(1, 4608, 3584), (64, 333, 1000), (128, 640, 2048), (1030, 1000, 1000), (5000, 1500, 128)],

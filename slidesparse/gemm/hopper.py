@@ -31,9 +31,9 @@ NEAR = 0.5  # see `tuned.neighbour`: as far as 4:6 is from 2:4 and 6:8 of the sa
 PLANNED_COLUMNS = 32  # problems are looked up with K' rounded up to this, as tuning does
 CHUNK = 16 << 20  # bytes of windows that are packed at a time
 OUTPUTS = (torch.bfloat16, torch.float16)
-# From so many tokens on Triton's kernels quantize, ours below: 1024 x 18944 at 6:8 takes them 22.5 us and ours 34, but
-# 64 x 18944 4.1 and 3.4, on an H200; and with so many tokens the GPU is too busy to wait for two calls.
-TRITON_TOKENS = 512
+# Of more tokens and longer rows than these Triton's kernels quantize, else ours: 2048 x 18944 at 6:8 takes them 37 us
+# and ours 65, but 2048 x 8192 17 and 18, 2048 x 3584 8 and 7, on an H200, and to call them takes the host 40 us more.
+TRITON_TOKENS, TRITON_COLUMNS = 511, 8192
 
 
 class Library(NativeLibrary):
@@ -217,7 +217,7 @@ class Hopper:
         """
         (m, k), n, index = x.shape, scale_w.shape[0], x.get_device()
         _require_output(out_dtype)
-        if m >= TRITON_TOKENS or profiling.enabled():  # which times the two parts apart
+        if _by_triton(m, k) or profiling.enabled():  # which times the two parts apart
             q, scale_x = self.quantize(x, length, phase, dtype, columns)
             profiling.layer(weight, n, q)
             return self.scaled_matmul(q, scale_x, weight, scale_w, bias, out_dtype)
@@ -238,7 +238,7 @@ class Hopper:
     ) -> tuple[Tensor, Tensor]:
         """The first part of `linear`: what `slidesparse.ops.quant_slide` returns."""
         (m, k), index = x.shape, x.get_device()
-        if m >= TRITON_TOKENS:
+        if _by_triton(m, k):
             with profiling.stage("quantize", x):
                 return kernels.quantize(_with_dense_rows(x), length, phase, dtype, columns)
         with profiling.stage("quantize", x), plans.on_device(index):
@@ -277,6 +277,10 @@ class Hopper:
         plan = plans.tuned_plan(LIBRARY, problem, device, NEAR)
         assert isinstance(plan, HopperPlan)
         return plan
+
+
+def _by_triton(m: int, k: int) -> bool:
+    return m > TRITON_TOKENS and k > TRITON_COLUMNS
 
 
 def _require_output(dtype: torch.dtype) -> None:
