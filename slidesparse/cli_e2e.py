@@ -18,6 +18,7 @@ from slidesparse.cli_bench import USAGE, Json, Limit, Out, err, explained, fail
 if TYPE_CHECKING:
     from slidesparse.bench.e2e import Run, Workload
     from slidesparse.bench.e2e_models import Model
+    from slidesparse.bench.e2e_resident import Profiled
     from slidesparse.bench.e2e_runs import E2eBench, Failure
     from slidesparse.bench.measure import Deadline
 
@@ -99,6 +100,12 @@ def e2e(
     profile_m: Annotated[
         str | None, typer.Option("--profile-m", help="With --profile: at these M only; it takes its time.")
     ] = None,
+    profile_patterns: Annotated[
+        str | None,
+        typer.Option(
+            "--profile-patterns", help="With --profile: at these patterns and of dense systems only."
+        ),
+    ] = None,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Print the commands still to run, and run none.")
     ] = False,
@@ -109,11 +116,12 @@ def e2e(
         from slidesparse.bench.e2e import DECODE, PREFILL, SLIDED, STAGES, SYSTEMS, TOKENS, Workload
         from slidesparse.bench.e2e import runs as plan
         from slidesparse.bench.e2e_models import find_model
+        from slidesparse.bench.e2e_resident import Profiled
         from slidesparse.bench.measure import Deadline
         from slidesparse.bench.shapes import parse_choice, parse_patterns, parse_tokens
 
-        if (profile and not resident) or (profile_m and not profile):
-            fail(USAGE, "--profile-m needs --profile, and that --resident")
+        if (profile and not resident) or ((profile_m or profile_patterns) and not profile):
+            fail(USAGE, "--profile-m and --profile-patterns need --profile, and that --resident")
         deadline = Deadline(time_limit)
         chosen = parse_choice("--systems", systems, tuple(SYSTEMS))
         found = find_model(
@@ -134,8 +142,11 @@ def e2e(
         if dry_run:
             _print_commands(out, runs, work)
             return
-        recorded = frozenset(parse_tokens(profile_m)) if profile_m else None
-        bench = _prepare(out, found, chosen, work, deadline, resident=resident, profile=profile, at=recorded)
+        cells = Profiled(
+            frozenset(parse_tokens(profile_m)) if profile_m else None,
+            frozenset(parse_patterns(profile_patterns)) if profile_patterns else None,
+        )
+        bench = _prepare(out, found, chosen, work, deadline, resident, cells if profile else None)
         with bench:
             bench.run_seconds = run_limit
             finished = _run(bench, runs)
@@ -169,10 +180,8 @@ def _prepare(
     systems: Sequence[str],
     work: Workload,
     deadline: Deadline,
-    *,
     resident: bool,
-    profile: bool,
-    at: frozenset[int] | None,
+    profile: Profiled | None,
 ) -> E2eBench:
     """Write the conditions, and open the table."""
     from slidesparse.bench import e2e_resident, e2e_runs
@@ -190,7 +199,7 @@ def _prepare(
     write_conditions(out / "e2e.json", facts, same=e2e_runs.CONDITIONS)
     version = e2e_runs.vllm_version(facts)
     if resident:
-        return e2e_resident.ResidentBench(out, vllm, version, work, deadline, profile=profile, profiled_m=at)
+        return e2e_resident.ResidentBench(out, vllm, version, work, deadline, profile=profile)
     return e2e_runs.E2eBench(out, vllm, version, work, deadline)
 
 

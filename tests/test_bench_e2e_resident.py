@@ -81,7 +81,7 @@ def test_an_engine_is_large_enough_for_all_its_runs(tiny: Path) -> None:
 
 
 def measure(
-    tiny: Path, monkeypatch: pytest.MonkeyPatch, broken: tuple[str, ...] = ()
+    tiny: Path, monkeypatch: pytest.MonkeyPatch, *options: str, broken: tuple[str, ...] = ()
 ) -> tuple[int, dict[str, object], list[list[object]]]:
     """Exit code, the JSON printed, and (system, message) of all that the engines were told."""
     calls, script = tiny.parent / "calls", tiny.parent / "fake_worker.py"
@@ -91,7 +91,8 @@ def measure(
     monkeypatch.setattr("slidesparse.bench.e2e_runs.find_vllm", lambda: "vllm")
     found = {"gpu": None, "capability": None, "cpu": "a test's", "versions": {"vllm": "0.28.0"}}
     monkeypatch.setattr("slidesparse.bench.e2e_runs.conditions", lambda systems: dict(found))
-    done = CliRunner().invoke(app, [*COMMAND, "--model", str(tiny), "--out", str(tiny.parent / "out")])
+    words = [*COMMAND, "--model", str(tiny), "--out", str(tiny.parent / "out"), *options]
+    done = CliRunner().invoke(app, words)
     assert done.exit_code in (0, 1), done.output
     return done.exit_code, json.loads(done.stdout), [json.loads(line) for line in calls.open()]
 
@@ -122,6 +123,33 @@ def test_an_engine_that_does_not_start_fails_its_runs_and_no_others(
     assert (code, found["rows"]) == (1, 2 * 2 * 2)
     assert len(found["failed"]) == 2 * 2 * 2 * 2  # type: ignore[arg-type]
     assert "the engine's process ended; its log is" in found["failed"][0]["reason"]  # type: ignore[index]
+
+
+@pytest.mark.parametrize(
+    ("options", "patterns", "tokens"),
+    [
+        (["--profile-m", "128", "--profile-patterns", "6:8"], {"dense", "6:8"}, {128}),
+        (["--profile-m", "64"], {"dense", "2:4", "6:8"}, {64}),
+        ([], {"dense", "2:4", "6:8"}, {64, 128}),
+    ],
+)
+def test_kernels_are_recorded_once_of_the_cells_asked_for(
+    tiny: Path, monkeypatch: pytest.MonkeyPatch, options: list[str], patterns: set[str], tokens: set[int]
+) -> None:
+    recorded = []
+    monkeypatch.setattr(
+        e2e_resident.ResidentBench, "_record", lambda bench, run, engine, worker: recorded.append(run)
+    )
+    measure(tiny, monkeypatch, "--profile", *options)
+    wanted = {(stage, m, pattern) for stage in ("prefill", "decode") for m in tokens for pattern in patterns}
+    assert sorted((run.stage, run.m, run.pattern) for run in recorded) == sorted(wanted)
+
+
+@pytest.mark.parametrize("option", [["--profile-m", "64"], ["--profile-patterns", "6:8"]])
+def test_cells_without_profile_are_refused(tiny: Path, option: list[str]) -> None:
+    done = CliRunner().invoke(app, [*COMMAND, "--model", str(tiny), *option])
+    assert done.exit_code == 2
+    assert "need --profile" in done.output
 
 
 def test_the_scheduler_keeps_steps_below_the_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -23,6 +23,7 @@ from typing import IO
 
 from slidesparse.bench import e2e_profile, e2e_worker
 from slidesparse.bench.e2e import DECODE, Run, Size, Workload, command, environment
+from slidesparse.bench.e2e_models import DENSE
 from slidesparse.bench.e2e_runs import (
     E2eBench,
     RunError,
@@ -91,6 +92,19 @@ def bytes_per_token(folder: Path) -> int:
     return 2 * int(config["num_hidden_layers"]) * kv_heads * head * 2
 
 
+@dataclass(frozen=True)
+class Profiled:
+    """Cells: those of some M, and of some patterns and whatever is dense; None stands for all."""
+
+    m: frozenset[int] | None = None
+    patterns: frozenset[str] | None = None
+
+    def has(self, run: Run) -> bool:
+        """Whether the cell of ``run`` is one of them."""
+        of_patterns = self.patterns is None or run.pattern == DENSE or run.pattern in self.patterns
+        return of_patterns and (self.m is None or run.m in self.m)
+
+
 class Worker:
     """A process with an engine."""
 
@@ -141,8 +155,7 @@ class Worker:
 class ResidentBench(E2eBench):
     """`E2eBench` with engines that stay; ends them when it is left (``with ResidentBench(...) as bench``)."""
 
-    profile: bool = False  # record the kernels of a step of each cell, too
-    profiled_m: frozenset[int] | None = None  # of those cells; None: all
+    profile: Profiled | None = None  # cells of whose steps the kernels are recorded, too
     _workers: dict[Engine, Worker] = field(default_factory=dict)
     _broken: dict[Engine, str] = field(default_factory=dict)
 
@@ -216,7 +229,7 @@ class ResidentBench(E2eBench):
         line = check_log(run, text)
         check_room(run, text)
         figure = tokens_per_second(run, json.loads(result.read_text(encoding="utf-8")))
-        if self.profile and run.round == 1 and (self.profiled_m is None or run.m in self.profiled_m):
+        if self.profile and run.round == 1 and self.profile.has(run):
             try:
                 self._record(run, engine, worker)
             except RunError as error:  # the figure stands
