@@ -29,7 +29,7 @@ from slidesparse.gemm.plans import bucket
 from slidesparse.pattern import HARDWARE_LENGTH, SlideLayout
 from slidesparse.quantize import arithmetic_of
 
-ABI = 4  # of operators and packed weights; part of vLLM's compile-cache key
+ABI = 5  # of operators and packed weights; part of vLLM's compile-cache key
 
 NAMESPACE = "slidesparse"
 if "_library" not in globals():  # a reload keeps the operators: they go when their library object does

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from torch import Tensor
 
 from slidesparse.bench.session import Session, free, served
-from slidesparse.bench.shapes import DENSE_ALIGNMENT, Layer, round_up, slided
+from slidesparse.bench.shapes import Layer, round_up, slided
 from slidesparse.gemm.library import Library, LibraryError, Problem
 from slidesparse.gemm.tuned import tuned
 
@@ -54,9 +54,11 @@ def jobs(
     for library in libraries:
         for layer in layers:
             if library.sparse:
-                columns = list(dict.fromkeys(slided(layer.k, pattern) for pattern in patterns))
+                columns = list(
+                    dict.fromkeys(slided(layer.k, pattern, library.alignment) for pattern in patterns)
+                )
             else:
-                columns = [round_up(layer.k, DENSE_ALIGNMENT)]
+                columns = [round_up(layer.k, library.alignment)]
             for dtype in dtypes:
                 for out, scale in served(library, dtype):
                     for k in columns:

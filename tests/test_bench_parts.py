@@ -71,12 +71,17 @@ def test_shapes_and_token_counts_as_text() -> None:
 
 
 @pytest.mark.parametrize(
-    ("pattern", "k", "expected"),
-    [("2:4", 3584, 3584), ("6:8", 3584, 5376), ("8:10", 2048, 3296), ("2_inf", 2048, 4096), ("2:4", 36, 64)],
+    ("pattern", "k", "alignment", "expected"),
+    [
+        *(("2:4", 3584, 32, 3584), ("6:8", 3584, 32, 5376), ("8:10", 2048, 32, 3296), ("2:4", 36, 32, 64)),
+        *(("2_inf", 2048, 32, 4096), ("8:10", 2048, 128, 3328), ("6:8", 3584, 128, 5376)),
+    ],
 )
-def test_slided_columns_are_multiples_of_32(pattern: str, k: int, expected: int) -> None:
+def test_slided_columns_are_multiples_of_what_a_library_takes(
+    pattern: str, k: int, alignment: int, expected: int
+) -> None:
     """8:10 of 2048: 205 blocks of 16 are 3280, and 32 divides 3296."""
-    assert shapes.slided(k, pattern) == expected
+    assert shapes.slided(k, pattern, alignment) == expected
 
 
 # --- operands and timing

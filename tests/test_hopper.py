@@ -96,7 +96,7 @@ def test_a_layer_through_a_stand_in(standing_in: StandIn, m: int, n: int, k: int
     x = torch.randint(-7, 8, (m, k), generator=generator).float()
     x[:, 0] = 7
     columns = gemm.columns("hopper", pattern.layout(k).slided)
-    assert columns % 16 == 0
+    assert columns % 128 == 0  # as what the copy engine reads at a time
     q, scale_x = ops.quant_slide(x, 8, 0, dtype, columns)
     for out in (torch.bfloat16, torch.float16):
         for bias in (None, torch.randn(n).to(out), torch.randn(n)):
@@ -138,11 +138,11 @@ def test_no_tokens_launch_nothing(standing_in: StandIn) -> None:
 def test_the_tuned_configuration_runs_and_others_are_noted(
     standing_in: StandIn, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """K' of 48 columns is looked up as 64, as tuning does; 9 tokens as 16."""
+    """K' of 48 columns is looked up as 128, as tuning does; 9 tokens as 16."""
     weight, ones = torch.eye(64, dtype=INT8)[:, :48], torch.ones(64, 1)
     packed = gemm.provider("hopper").pack(weight)
     subject = Subject("hopper", hopper.VERSION, "NVIDIA Test 100", (9, 0))
-    problems = [Problem("int8", "bf16", 64, 64, m, "both") for m in (1, 16, 64)]
+    problems = [Problem("int8", "bf16", 64, 128, m, "both") for m in (1, 16, 64)]
     names = ["split:1x8/1x1/2", "stream:1x16/2/1", "split:9x9/1x1/1"]
     tuned.save(subject, [(p, Tuned(name, 1.0)) for p, name in zip(problems, names, strict=True)])
 
@@ -169,11 +169,11 @@ def test_an_untuned_shape_takes_what_was_tuned_nearby_or_what_the_model_chooses(
     weight, ones = torch.ones(4608, 64, dtype=INT8).tril_(-4544), torch.ones(4608, 1)
     weight[:, 2:] = 0
     subject = Subject("hopper", hopper.VERSION, "NVIDIA Test 100", (9, 0))
-    other = Problem("int8", "bf16", n, 64, 16, "both")
+    other = Problem("int8", "bf16", n, 128, 16, "both")
     tuned.save(subject, [(other, Tuned("split:1x16/2x1/3", 1.0))])
     q, packed = torch.ones(16, 64, dtype=INT8), gemm.provider("hopper").pack(weight)
     gemm.provider("hopper").scaled_matmul(q, ones[:16], packed, ones, None, torch.float16)
-    call, first = standing_in.calls[-1], candidates(4608, 64, 16, SMS, 1, fit)[0]
+    call, first = standing_in.calls[-1], candidates(4608, 128, 16, SMS, 1, fit)[0]
     found = (call.block_strips, call.tokens, call.sharers, call.splits)
     chosen = (first.strips, first.tokens, first.sharers, first.splits)
     assert chosen != (1, 16, 2, 1)
@@ -188,7 +188,7 @@ def test_what_a_launch_says_is_told(standing_in: StandIn) -> None:
         provider.scaled_matmul(q, ones[:2], packed, ones, None, torch.bfloat16)
     with pytest.raises(LibraryError, match="write bf16 or fp16, asked for torch.float32"):
         provider.scaled_matmul(q, ones[:2], packed, ones, None, torch.float32)
-    with pytest.raises(LibraryError, match=r"5120 bytes for products \[2, 144\] .* which takes 10240"):
+    with pytest.raises(LibraryError, match=r"5120 bytes for products \[2, 256\] .* which takes 10240"):
         provider.scaled_matmul(torch.ones(2, 144, dtype=INT8), ones[:2], packed, ones, None, torch.float16)
 
 

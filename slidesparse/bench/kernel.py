@@ -17,7 +17,7 @@ from slidesparse.bench.measure import Timing, exact
 from slidesparse.bench.records import Records
 from slidesparse.bench.search import labelled
 from slidesparse.bench.session import Session, free
-from slidesparse.bench.shapes import DENSE_ALIGNMENT, Layer, round_up, slided
+from slidesparse.bench.shapes import Layer, round_up, slided
 from slidesparse.bench.stock import Stock
 from slidesparse.gemm.library import Library, LibraryError, Problem
 
@@ -90,10 +90,10 @@ def cells(
         if library.sparse:
             found += [
                 Cell(library.name, names, k, outs[0], scale, library)
-                for k, names in _by_columns(layer.k, patterns).items()
+                for k, names in _by_columns(layer.k, patterns, library.alignment).items()
             ]
             continue
-        k = round_up(layer.k, DENSE_ALIGNMENT)
+        k = round_up(layer.k, library.alignment)
         found.append(Cell(library.name, (DENSE,), k, outs[0], scale, library))
         if dtype == "int8" and "int8" in outs[1:]:
             scale = library.epilogue(dtype, "int8")
@@ -103,11 +103,11 @@ def cells(
     return found
 
 
-def _by_columns(k: int, patterns: Sequence[str]) -> dict[int, tuple[str, ...]]:
+def _by_columns(k: int, patterns: Sequence[str], alignment: int) -> dict[int, tuple[str, ...]]:
     """K' -> the patterns that have it."""
     found: dict[int, tuple[str, ...]] = {}
     for pattern in patterns:
-        columns = slided(k, pattern)
+        columns = slided(k, pattern, alignment)
         found[columns] = (*found.get(columns, ()), pattern)
     return found
 

@@ -19,7 +19,7 @@ from slidesparse.bench.measure import exact
 from slidesparse.bench.records import Records
 from slidesparse.bench.search import agree, search
 from slidesparse.bench.session import Session, free
-from slidesparse.bench.shapes import DENSE_ALIGNMENT, Layer, round_up, slided
+from slidesparse.bench.shapes import Layer, round_up, slided
 from slidesparse.gemm.library import LAYOUTS, Layout, Library, LibraryError, Plan, Problem
 
 KEY = ("library", "dtype", "weight", "activations", "output", "M", "N", "K")
@@ -40,7 +40,8 @@ class Product:
     def problem(self, m: int) -> Problem:
         """At a number of tokens; sparse libraries multiply the K' columns of PATTERN."""
         k = self.layer.k
-        columns = slided(k, PATTERN) if self.library.sparse else round_up(k, DENSE_ALIGNMENT)
+        each = self.library.alignment
+        columns = slided(k, PATTERN, each) if self.library.sparse else round_up(k, each)
         return Problem(self.dtype, outputs(self.library, self.dtype)[0], self.layer.n, columns, m)
 
 

@@ -13,8 +13,6 @@ from slidesparse.pattern import SlidePattern
 FEW_TOKENS = (1, 2, 4, 8, 16, 32)  # what libraries that take any number are tuned for, too
 TOKENS = (64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
 PATTERNS = ("2:4", "4:6", "6:8", "8:10", "10:12", "12:14", "14:16", "2_inf")
-SPARSE_ALIGNMENT = 32  # of K in a sparse 8-bit product, as cuSPARSELt asks for
-DENSE_ALIGNMENT = 16  # of K in a dense one
 
 
 class ShapeError(ValueError):
@@ -65,9 +63,9 @@ MODELS = {
 }
 
 
-def slided(k: int, pattern: str) -> int:
-    """K' of K in-features, rounded up to what the sparse library takes."""
-    return round_up(SlidePattern.parse(pattern).layout(k).slided, SPARSE_ALIGNMENT)
+def slided(k: int, pattern: str, alignment: int) -> int:
+    """K' of K in-features, rounded up to what the library takes: its ``alignment``."""
+    return round_up(SlidePattern.parse(pattern).layout(k).slided, alignment)
 
 
 def round_up(count: int, multiple: int) -> int:

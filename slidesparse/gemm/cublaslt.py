@@ -45,6 +45,7 @@ class Library(NativeLibrary):
 
     name = "cublaslt"
     sparse = False
+    alignment = 16
     products = OUTPUTS
 
     def version(self) -> str:

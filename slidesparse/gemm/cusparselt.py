@@ -53,6 +53,7 @@ class Library(NativeLibrary):
 
     name = "cusparselt"
     sparse = True
+    alignment = 32  # of K in a sparse 8-bit product
     products = OUTPUTS
 
     def version(self) -> str:

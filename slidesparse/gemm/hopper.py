@@ -25,10 +25,9 @@ from slidesparse.pattern import HARDWARE_LENGTH, SlideLayout, SlidePattern
 from slidesparse.quantize import INT8
 from slidesparse.slide import require_pattern
 
-VERSION = "3"  # of the configurations: tables tuned for others are not read
+VERSION = "4"  # of the configurations: tables tuned for others are not read
 CANDIDATES = 16  # configurations that tuning tries for a problem; see `hopper_configs`
 NEAR = 0.5  # see `tuned.neighbour`: as far as 4:6 is from 2:4 and 6:8 of the same layer
-PLANNED_COLUMNS = 32  # problems are looked up with K' rounded up to this, as tuning does
 CHUNK = 16 << 20  # bytes of windows that are packed at a time
 OUTPUTS = (torch.bfloat16, torch.float16)
 # Of more tokens and longer rows than these Triton's kernels quantize, else ours: 2048 x 18944 at 6:8 takes them 37 us
@@ -41,6 +40,7 @@ class Library(NativeLibrary):
 
     name = "hopper"
     sparse = True
+    alignment = hopper_format.BLOCK
     products = dict.fromkeys(("int8", "fp8"), tuple(NAMES[dtype] for dtype in OUTPUTS))
 
     def version(self) -> str:
@@ -127,7 +127,10 @@ class Hopper:
     """The provider: see `slidesparse.gemm.GemmProvider`."""
 
     name = "hopper"
-    alignment = ROW
+    # The copy engine reads 128 bytes of a row at a time, from rows that begin at multiples of 16.  Where they do not
+    # begin at multiples of 128, each such piece lies in two lines of the cache: the product of 3584 x 3584 at 8:10 and
+    # 1024 tokens takes 37 us with rows of 5744 codes, 24 with rows of 5760, on an H200.
+    alignment = LIBRARY.alignment
     outputs = OUTPUTS
 
     def unusable(self, device: torch.device) -> str | None:
@@ -272,7 +275,7 @@ class Hopper:
 
         Shapes far from all tuned ones take that of the least predicted time: how to cut K depends on the shape.
         """
-        columns = k + -k % PLANNED_COLUMNS
+        columns = k + -k % LIBRARY.alignment
         problem = Problem(NAMES[operand], NAMES[OUTPUTS[0]], n, columns, rows, "both")
         plan = plans.tuned_plan(LIBRARY, problem, device, NEAR)
         assert isinstance(plan, HopperPlan)

@@ -126,6 +126,7 @@ class Library(Protocol):
 
     name: str  # "cusparselt", "cublaslt", "hopper"
     sparse: bool  # whether it takes 2:4 weights (slided ones) instead of dense ones
+    alignment: int  # the multiple that K, or K', of the problems that serving has is rounded up to
 
     def version(self) -> str:
         """Of the library that is loaded, such as "0.8.0".  Raises LibraryError when there is none."""
