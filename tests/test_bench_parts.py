@@ -184,7 +184,9 @@ def test_conditions_collect_commands_and_refuse_another_machine(tmp_path: Path) 
     document = json.loads(path.read_text())
     assert document["commands"] == ["slidesparse 'bench kernel'", "slidesparse again"]
     assert document["copy_GBps"] == 4.0
-    for change in ({"gpu": "NVIDIA Other"}, {"versions": {}}):
+    for change in ({"gpu": "NVIDIA Other"}, {"versions": found["versions"] | {"torch": "0.1"}}):
         with pytest.raises(RecordsError, match="choose another folder"):
             write_conditions(path, found | change, [])
     assert json.loads(path.read_text()) == document
+    write_conditions(path, found | {"versions": {"torch": torch.__version__, "hopper": "4"}}, [])
+    assert json.loads(path.read_text())["versions"] == found["versions"] | {"hopper": "4"}

@@ -13,7 +13,8 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
-SAME = ("gpu", "capability", "versions")  # conditions that all rows of a table share
+VERSIONS = "versions"
+SAME = ("gpu", "capability", VERSIONS)  # conditions that all rows of a table share
 
 
 class RecordsError(RuntimeError):
@@ -95,20 +96,25 @@ def write_conditions(
     """Write conditions beside a table, with the date and the command line of this run added to those before.
 
     Raises RecordsError when the table was begun on another GPU or with other versions, or whatever ``same`` names:
-    figures of two machines in one table could not be told apart.
+    figures of two machines in one table could not be told apart.  Of versions those count that both have: a system that
+    is added may bring a library of its own.
     """
     before = _read(path)
+    versions = {**before.get(VERSIONS, {}), **found.get(VERSIONS, {})}
     for name in same:
-        if before and before.get(name) != found.get(name):
+        was, now_is = before.get(name), found.get(name)
+        if name == VERSIONS:  # those of before, where only one has a library
+            was, now_is = {**versions, **before.get(name, {})}, versions
+        if before and was != now_is:
             raise RecordsError(
-                f"{path} was measured with {name} {before.get(name)}, but here it is {found.get(name)}; "
-                "choose another folder with --out"
+                f"{path} was measured with {name} {was}, but here it is {now_is}; choose another folder with --out"
             )
     line = shlex.join(command if command is not None else ["slidesparse", *sys.argv[1:]])
     now = datetime.now(timezone.utc).isoformat(timespec="seconds")
     document = {
         **before,
         **found,
+        VERSIONS: versions,
         "date": before.get("date", now),
         "last_date": now,
         "commands": [*before.get("commands", []), line],
