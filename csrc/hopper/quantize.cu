@@ -11,7 +11,9 @@ namespace {
 constexpr int kMostCodesBytes = 160 << 10;  // of a part, in shared memory
 constexpr int kMostLength = 1 << 16;
 constexpr int kMultiprocessors = 132;  // only for choosing; any number is right
-constexpr int kFewVectors = 640;       // of a part, where blocks of threads are few
+// Vectors of a part at most, where blocks of threads are few, and where they are many: more threads
+// of a block wait for each other while too few other blocks are there to work.
+constexpr int kFewVectors = 640, kManyVectors = 1024;
 
 struct Shape {
   int parts, vectors, threads;
@@ -36,10 +38,11 @@ Shape Choose(const QuantizeCall& call) {
   const std::int64_t vectors = CeilDiv(call.arguments.padded, kVectorCodes);
   if (shape.parts == 0) {
     shape.parts = 1;
-    const bool few = call.m <= kMultiprocessors;
+    const bool few = call.m <= kMultiprocessors, many = call.m > 3 * kMultiprocessors;
     while (shape.parts < kMostParts && (PartOf(call.arguments, shape.parts) == 0 ||
                                         vectors > shape.parts * 4 * kMostQuantizeThreads ||
-                                        (few && vectors > shape.parts * kFewVectors))) {
+                                        (few && vectors > shape.parts * kFewVectors) ||
+                                        (many && vectors > shape.parts * kManyVectors))) {
       shape.parts *= 2;
     }
   }

@@ -30,9 +30,10 @@ CANDIDATES = 16  # configurations that tuning tries for a problem; see `hopper_c
 NEAR = 0.5  # see `tuned.neighbour`: as far as 4:6 is from 2:4 and 6:8 of the same layer
 CHUNK = 16 << 20  # bytes of windows that are packed at a time
 OUTPUTS = (torch.bfloat16, torch.float16)
-# Of more tokens and longer rows than these Triton's kernels quantize, else ours: 2048 x 18944 at 6:8 takes them 37 us
-# and ours 65, but 2048 x 8192 17 and 18, 2048 x 3584 8 and 7, on an H200, and to call them takes the host 40 us more.
-TRITON_TOKENS, TRITON_COLUMNS = 511, 8192
+# Of more tokens and longer rows than these Triton's kernels quantize, else ours.  8192 x 18944 at 6:8 takes them 134 us
+# and ours 164, 2048 x 18944 37 and 44, 2048 x 8192 17 and 18, 2048 x 3584 8 and 7, on an H200; but to call them takes
+# the host 40 us more, which fewer tokens do not hide.
+TRITON_TOKENS, TRITON_COLUMNS = 2048, 8192
 
 
 class Library(NativeLibrary):
