@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 from results import csv, tables
 
+from slidesparse.bench.e2e import SYSTEMS
 from slidesparse.report import ReportError, render
-from slidesparse.report.e2e import E2E_COLUMNS
+from slidesparse.report.e2e import E2E_COLUMNS, PROVIDERS
 
 
 def row(system: str, rate: float, pattern: str = "dense", m: int = 64, number: int = 1, **other: str) -> str:
@@ -39,6 +40,10 @@ LINES = [
     row("stock", 500, m=128),
     row("sparse", 400, "2_8", m=128),  # the other spelling of 6:8
 ]
+
+
+def test_every_system_of_the_benchmark_has_a_place() -> None:
+    assert set(PROVIDERS) == set(SYSTEMS)
 
 
 def test_medians_spread_and_speedups(tmp_path: Path, no_plots: None) -> None:

@@ -13,6 +13,7 @@ from slidesparse.pattern import SlidePattern
 from slidesparse.report import plots
 from slidesparse.report.data import (
     DENSE,
+    FUSED,
     KEPT,
     OURS,
     PLUGIN,
@@ -33,7 +34,10 @@ E2E_COLUMNS = ("model", "dtype", "stage", "M", "pattern", "system", "round", "to
 STAGES = ("prefill", "decode")
 OFF = "off"
 # The column ``system`` -> the provider it stands for in the tables and plots of all pages.
-PROVIDERS = {STOCK: STOCK, OFF: OFF, "cublaslt": DENSE, "cusparselt": SPARSE, PLUGIN: PLUGIN, KEPT: KEPT}
+PROVIDERS = {
+    name: {"cublaslt": DENSE, "cusparselt": SPARSE}.get(name, name)
+    for name in (STOCK, OFF, "cublaslt", "cusparselt", PLUGIN, KEPT, FUSED)
+}
 NAMES = {STOCK: "stock vLLM, without the plugin", DENSE: "dense cuBLASLt through the plugin"}
 
 
