@@ -113,9 +113,21 @@ def _measured(subject: tuple[str, str, str], cells: Mapping[Key, Mapping[int, fl
     all_rates = {key: Rate(tuple(by_round.values())) for key, by_round in cells.items()}
     for ours in by_provider(all_rates, PLUGIN):
         rates = beside_dense(all_rates, ours)
-        us = {key: 1e6 / rate.median for key, rate in rates.items()}
+        us = {key: _us(key, cells) for key in rates}
         title = named(f"{model}, {stage}", ours, PLUGIN)
         yield Measured(model, stage, Section(title, dtype, us, absent=absent_cells(us, us), ours=ours), rates)
+
+
+def _us(key: Key, cells: Mapping[Key, Mapping[int, float]]) -> float:
+    """Microseconds a token: stock vLLM's median, times the median of the ratios to it within a round.
+
+    A machine gets slower and faster from round to round, for all systems.  Without a round that has both, of the
+    median alone.
+    """
+    mine, stock = cells[key], cells.get((STOCK, None, key[2]), {})
+    if ratios := [stock[number] / rate for number, rate in mine.items() if number in stock]:
+        return 1e6 / median(stock.values()) * median(ratios)
+    return 1e6 / median(mine.values())
 
 
 def draw(folder: Path, found: EndToEnd) -> list[Path]:
@@ -137,6 +149,7 @@ def e2e_page(found: EndToEnd, drawn: Sequence[Path]) -> str:
         "Tokens per second of `vllm bench throughput`: prompt and output tokens together for prefill (one output "
         "token a prompt), output tokens alone for decode. M: tokens of a step. Each figure is the median of the "
         f"rounds, {_processes(found)}; ±: half of (largest - smallest) / median. `-`: not measured. "
+        "Speed-ups are medians of the ratios within a round, as a machine may change from round to round. "
         "N/(N-1) bounds linear layers: attention, sampling and the engine's own time are in these figures as well.",
         _noise(found),
         *images(drawn),
