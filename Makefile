@@ -48,8 +48,14 @@ format: venv
 typecheck: venv
 	@$(BIN)/mypy
 
+# Without a GPU two files at a time, then what cannot bear others beside it. One GPU is for one test at a time.
 pytest: venv
+ifeq ($(EXTRAS)$(ARGS),cpu)
+	@$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m "not alone"
+	@$(BIN)/python -m pytest -m alone
+else
 	@$(BIN)/python -m pytest $(ARGS)
+endif
 
 clean:
 	rm -rf build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

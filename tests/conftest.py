@@ -13,6 +13,11 @@ import pytest
 from hypothesis import HealthCheck, settings
 from zygote import Zygote
 
+# Threads of OpenMP wait for each other busily: those of two workers on two cores take ten times as long as one each.
+# Before anything imports torch; the processes that tests start inherit it.
+if "PYTEST_XDIST_WORKER" in os.environ:
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+
 # The same examples every time, so that a failure is the change's; HYPOTHESIS_PROFILE=explore looks for new
 # ones.
 _SLOW = [HealthCheck.too_slow, HealthCheck.data_too_large]
@@ -55,10 +60,15 @@ def zygote() -> Iterator[Zygote]:
 NEEDS = {"gpu": missing_gpu, "vllm": missing_vllm}
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skip, with the reason, what needs a GPU or vLLM where there is none."""
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Skip, with the reason, what needs a GPU or vLLM where there is none.
+
+    A worker of pytest-xdist begins with vLLM's files, the longest ones: short ones at the end fill both workers.
+    """
     for item in items:
         for name, missing in NEEDS.items():
             reason = missing() if item.get_closest_marker(name) else None
             if reason:
                 item.add_marker(pytest.mark.skip(reason=reason))
+    if hasattr(config, "workerinput"):
+        items.sort(key=lambda item: item.get_closest_marker("vllm") is None)

@@ -26,7 +26,7 @@ import pytest
 import torch
 from models import QWEN, converted, write_w8a8
 
-pytestmark = [pytest.mark.vllm, pytest.mark.slow]
+pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.alone]
 
 ON_GPU = torch.cuda.is_available()
 MODEL = replace(QWEN, head_dim=64)  # which FlashAttention has kernels for
