@@ -186,14 +186,20 @@ def tokenizer_files(config: Config) -> dict[str, bytes]:
     """A tokenizer of one word a token, "t0" to "t151935": file -> content.
 
     It stands in for the real one, so that vLLM's commands, which tokenize, run with lengths that are kept.  It needs a
-    folder of its own: beside a config.json transformers takes the model's class, whose decoder joins words.
+    folder of its own: beside the model's config.json transformers takes that model's class of tokenizer, some of which
+    make nothing of these words.  vLLM looks for a config.json there, too, and again after some seconds; GPT-2's lets
+    any tokenizer.json be as it is.
     """
     words = {f"t{token}": token for token in range(_number(config, "vocab_size"))}
     splitter = {"type": "WhitespaceSplit"}
     model = {"type": "WordLevel", "vocab": words, "unk_token": "t0"}
     tokenizer = {"version": "1.0", "added_tokens": [], "pre_tokenizer": splitter, "model": model}
     settings = {"tokenizer_class": "PreTrainedTokenizerFast", "unk_token": "t0", "pad_token": "t0"}
-    files = {"tokenizer.json": tokenizer, "tokenizer_config.json": settings}
+    files = {
+        "tokenizer.json": tokenizer,
+        "tokenizer_config.json": settings,
+        "config.json": {"model_type": "gpt2"},
+    }
     return {name: json.dumps(content).encode() for name, content in files.items()}
 
 

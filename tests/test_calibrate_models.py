@@ -259,6 +259,7 @@ def test_texts_without_a_tokenizer(decoder: Model, tmp_path: Path, monkeypatch: 
     with pytest.raises(CalibrationError, match="is not a tokenizer that the package tokenizers reads"):
         load_samples(path, decoder)
     (decoder.checkpoint.folder / "tokenizer.json").unlink()
+    (decoder.checkpoint.folder / "tokenizer").mkdir()  # as synth makes one, which is not the model's own
     with pytest.raises(CalibrationError, match="has no tokenizer .tokenizer.json., which texts need"):
         load_samples(path, decoder)
 

@@ -342,6 +342,9 @@ def test_the_tokenizer_keeps_the_lengths_of_prompts(tmp_path: Path) -> None:
     synth(config_file(tmp_path), tmp_path / "out", layers=1)
     tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "out" / "tokenizer")
     size = json.loads((tmp_path / "out" / "config.json").read_text())["vocab_size"]
+    assert transformers.AutoConfig.from_pretrained(
+        tmp_path / "out" / "tokenizer"
+    )  # vLLM asks for it, and again
     tokens = [1, 0, 7, 7, size - 1]
     assert len(tokenizer) == size
     assert tokenizer.decode(tokens) == f"t1 t0 t7 t7 t{size - 1}"

@@ -135,7 +135,7 @@ def tokenizer_of(folder: Path) -> Callable[[str], list[int]]:
 
 def _slow_tokenizer(folder: Path) -> Callable[[str], list[int]]:
     """For checkpoints that carry another form of tokenizer, such as tokenizer.model."""
-    if not any(folder.glob("tokenizer*")) and not any(folder.glob("vocab*")):
+    if not any(path.is_file() for kind in ("tokenizer*", "vocab*") for path in folder.glob(kind)):
         raise CalibrationError(
             f"{folder} has no tokenizer ({TOKENIZER}), which texts need; fetch it, or give token ids: --calib ids.npy"
         )
