@@ -212,7 +212,9 @@ def test_long_rows_of_many_tokens() -> None:
     k = hopper.TRITON_COLUMNS + 8
     made = layer("hopper", "6:8", INT8, 128, k)
     x = normal(hopper.TRITON_TOKENS + 1, k, 1)
-    assert_same_bits(made.linear(x), torch.cat([made.linear(part) for part in x.split(200)]))
+    expected, _ = expected_of(made, x, None, torch.bfloat16, INT8)
+    for found in (made.linear(x), torch.cat([made.linear(part) for part in x.split(200)])):
+        assert int((found != expected).sum()) == 0
 
 
 @pytest.mark.parametrize(

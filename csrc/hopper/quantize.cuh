@@ -7,7 +7,7 @@
 // `slidesparse.quantize`
 // ("cuda"), bit for bit.
 //
-// A row is the work of a block of threads, or of a cluster of them where rows are few and long.
+// A row is the work of a block of threads, or of a cluster of them where rows are long.
 // Each reads its part once, into registers, as far as these reach; the codes of the part stand in
 // shared memory, in the order of the row, and from there go into the windows.
 

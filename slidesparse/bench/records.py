@@ -100,21 +100,19 @@ def write_conditions(
     is added may bring a library of its own.
     """
     before = _read(path)
-    versions = {**before.get(VERSIONS, {}), **found.get(VERSIONS, {})}
+    old, new = before.get(VERSIONS, {}), found.get(VERSIONS, {})
+    was, now_is = {**before, VERSIONS: {**new, **old}}, {**found, VERSIONS: {**old, **new}}
     for name in same:
-        was, now_is = before.get(name), found.get(name)
-        if name == VERSIONS:  # those of before, where only one has a library
-            was, now_is = {**versions, **before.get(name, {})}, versions
-        if before and was != now_is:
+        if before and was.get(name) != now_is.get(name):
             raise RecordsError(
-                f"{path} was measured with {name} {was}, but here it is {now_is}; choose another folder with --out"
+                f"{path} was measured with {name} {was.get(name)}, but here it is {now_is.get(name)}; "
+                "choose another folder with --out"
             )
     line = shlex.join(command if command is not None else ["slidesparse", *sys.argv[1:]])
     now = datetime.now(timezone.utc).isoformat(timespec="seconds")
     document = {
         **before,
-        **found,
-        VERSIONS: versions,
+        **now_is,
         "date": before.get("date", now),
         "last_date": now,
         "commands": [*before.get("commands", []), line],

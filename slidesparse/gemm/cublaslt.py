@@ -137,7 +137,7 @@ class CublasLt:
     """The provider: see `slidesparse.gemm.GemmProvider`."""
 
     name = "cublaslt"
-    alignment = 16
+    alignment = LIBRARY.alignment
     outputs = (torch.bfloat16, torch.float16, torch.float32)
 
     def unusable(self, device: torch.device) -> str | None:

@@ -200,7 +200,7 @@ class CuSparseLt:
     """
 
     name = "cusparselt"
-    alignment = 32
+    alignment = LIBRARY.alignment
     outputs = (torch.bfloat16, torch.float16, torch.float32)
 
     def unusable(self, device: torch.device) -> str | None:

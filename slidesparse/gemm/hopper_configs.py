@@ -38,10 +38,11 @@ BLOCK_MOST_BYTES = 227 << 10  # of a block's
 SYSTEM_BYTES = 1 << 10  # of each block, taken by the system
 
 # Of the model, fitted on an H200 (INT8, Qwen2.5-7B's layers at 2:4 and 6:8) to 1280 products of 256 to 8192 tokens and
-# to 400 of fewer, of earlier forms of the kernels.  Of the present form, 967 problems (five models' layers, INT8 and
-# FP8, 2:4 to 8:10): the configuration of the least predicted time takes 4% longer than the best of sixteen in the mean
-# and 16% in the worst twentieth with 256 tokens and more, 8% and 25% with fewer; a new fit to half of them did no
-# better on the others.  PARTS_US was not fitted: it is what docs/kernels.md says of sums that go through memory.
+# to 400 of fewer, of earlier forms of the kernels.  Of the present form, 967 problems as `slidesparse tune` timed them
+# (five models' layers, INT8 and FP8, 2:4 to 8:10): the configuration of the least predicted time takes 4% longer than
+# the best of sixteen in the mean and 16% in the worst twentieth with 256 tokens and more, 8% and 25% with fewer; a new
+# fit to half of them did no better on the others.  PARTS_US was not fitted: it is what docs/kernels.md says of sums
+# that go through memory.
 MEMORY_RATE, CACHE_RATE, PORT_BYTES, CLOCK = 4.2e6, 8.0e6, 128, 2000.0  # bytes a us, a cycle; cycles a us
 L2_BYTES = 23e6  # of activations that stay there
 ENOUGH = 116  # multiprocessors that together saturate the memory

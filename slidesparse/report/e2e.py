@@ -33,11 +33,7 @@ from slidesparse.report.sections import Key, Section, absent_cells, beside_dense
 E2E_COLUMNS = ("model", "dtype", "stage", "M", "pattern", "system", "round", "tokens_per_s")
 STAGES = ("prefill", "decode")
 OFF = "off"
-# The column ``system`` -> the provider it stands for in the tables and plots of all pages.
-PROVIDERS = {
-    name: {"cublaslt": DENSE, "cusparselt": SPARSE}.get(name, name)
-    for name in (STOCK, OFF, "cublaslt", "cusparselt", PLUGIN, KEPT, FUSED)
-}
+SYSTEMS = (STOCK, OFF, DENSE, SPARSE, PLUGIN, KEPT, FUSED)  # called as the providers of the other pages
 NAMES = {STOCK: "stock vLLM, without the plugin", DENSE: "dense cuBLASLt through the plugin"}
 
 
@@ -89,18 +85,18 @@ def read_e2e(folder: Path) -> EndToEnd:
     found: dict[tuple[str, str, str], dict[Key, dict[int, float]]] = defaultdict(lambda: defaultdict(dict))
     for line in lines:
         stage, system = line.fields["stage"], line.fields["system"]
-        for column, value, allowed in (("stage", stage, STAGES), ("system", system, tuple(PROVIDERS))):
+        for column, value, allowed in (("stage", stage, STAGES), ("system", system, SYSTEMS)):
             if value not in allowed:
                 raise ReportError(f"{line.place}: {column} is {value!r}; allowed: {', '.join(allowed)}")
         pattern, rate = line.pattern("pattern"), line.number("tokens_per_s")
-        if (pattern is None) == (PROVIDERS[system] in OURS):
+        if (pattern is None) == (system in OURS):
             wanted = "a pattern such as 6:8" if pattern is None else "dense"
             raise ReportError(
                 f"{line.place}: {system} with pattern {line.fields['pattern']!r}; allowed: {wanted}"
             )
         if rate is not None:
             subject = line.fields["model"], line.fields["dtype"].lower(), stage
-            cell = PROVIDERS[system], pattern, line.integer("M")
+            cell = system, pattern, line.integer("M")
             found[subject][cell][line.integer("round")] = rate
     order = sorted(found, key=lambda s: (s[0], dtype_order(s[1]), STAGES.index(s[2])))
     rows = [row for subject in order for row in _measured(subject, found[subject])]
@@ -202,7 +198,7 @@ def _sentences(found: EndToEnd) -> list[str]:
 def _tables(row: Measured) -> list[str]:
     section = row.section
     columns: list[tuple[str, str, SlidePattern | None]] = [
-        (name, provider, None) for name, provider in PROVIDERS.items() if provider in section.baselines
+        (name, name, None) for name in SYSTEMS if name in section.baselines
     ]
     columns += [(pattern.ratio, section.ours, pattern) for pattern in section.patterns]
     rates = [
