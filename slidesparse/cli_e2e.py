@@ -69,8 +69,8 @@ def e2e(
         str,
         typer.Option(
             help="stock: without the plugin; off: DISABLE_SLIDESPARSE=1; cublaslt; sparse; cusparselt: sparse by that "
-            "backend; sparse+dense: the dense weights kept, SLIDESPARSE_KEEP_DENSE=1; sparse+fuse: norms and "
-            "activations fused, SLIDESPARSE_FUSE=1."
+            "backend; sparse+dense: the dense weights kept, SLIDESPARSE_KEEP_DENSE=1; unfused: norms and "
+            "activations by themselves, SLIDESPARSE_FUSE=0."
         ),
     ] = "stock,off,cublaslt,sparse",
     rounds: Annotated[int, typer.Option(min=1, help="Runs of each, in alternating order.")] = 3,

@@ -11,6 +11,7 @@ A layer that keeps its dense weight as well is one call, which takes the weight 
 
     y: Tensor = torch.ops.slidesparse.sparse_or_dense(x, weight, dense, s_w, bias, ..., backend, dense_backend)
 
+Those that compute a norm or an activation as well are in `slidesparse.fused_ops`.
 They are opaque to torch.compile, with fakes that are symbolic in M, so one graph serves every number of tokens.
 They choose nothing from the environment: what is to run comes with the call.
 """
@@ -26,12 +27,17 @@ from torch import Tensor
 from slidesparse import gemm, kernels, profiling, reference
 from slidesparse.gemm import crossover
 from slidesparse.gemm.plans import bucket
+from slidesparse.kernels import Producer
 from slidesparse.pattern import HARDWARE_LENGTH, SlideLayout
 from slidesparse.quantize import arithmetic_of
 
-ABI = 5  # of operators and packed weights; part of vLLM's compile-cache key
+ABI = 6  # of operators and packed weights; part of vLLM's compile-cache key
 
 NAMESPACE = "slidesparse"
+WINDOWS = "SymInt length, SymInt phase, ScalarType dtype, SymInt columns"  # of a schema
+LAYER = (
+    f"Tensor weight, Tensor scale_w, Tensor? bias, {WINDOWS}, ScalarType out_dtype, str backend"  # likewise
+)
 if "_library" not in globals():  # a reload keeps the operators: they go when their library object does
     _library = torch.library.Library(NAMESPACE, "FRAGMENT")
 
@@ -47,14 +53,19 @@ def quant_slide(
     Rounds as stock vLLM does on x's device (`slidesparse.quantize`).
     """
     with profiling.stage("quantize", x):
-        return _quant_slide(x, length, phase, dtype, columns)
+        return quantize(x, length, phase, dtype, columns)
 
 
-def _quant_slide(
-    x: Tensor, length: int, phase: int, dtype: torch.dtype, columns: int
+def quantize(
+    x: Tensor, length: int, phase: int, dtype: torch.dtype, columns: int, producer: Producer = None
 ) -> tuple[Tensor, Tensor]:
+    """`quant_slide` of what ``producer`` makes of x; see `slidesparse.kernels`.
+
+    On a GPU by Triton, into memory that reaches to the next bucket of tokens, so that no GEMM need copy it to pad it.
+    """
     if x.is_cuda:
-        return _quant_slide_cuda(x, length, phase, dtype, columns)
+        return kernels.quantize(x, length, phase, dtype, columns, bucket(x.shape[0]), producer)
+    x = reference.produce(x, producer)
     layout = SlideLayout(x.shape[1], phase, length)
     q, scale = reference.quant_slide(x, layout, dtype, arithmetic_of(x))
     if columns > layout.slided:
@@ -62,14 +73,7 @@ def _quant_slide(
     return q, scale
 
 
-def _quant_slide_cuda(
-    x: Tensor, length: int, phase: int, dtype: torch.dtype, columns: int
-) -> tuple[Tensor, Tensor]:
-    """By Triton, into memory that reaches to the next bucket of tokens, so that no GEMM need copy it to pad it."""
-    return kernels.quantize(x, length, phase, dtype, columns, bucket(x.shape[0]))
-
-
-def _quant_slide_fake(
+def quant_slide_fake(
     x: Tensor, length: int, phase: int, dtype: torch.dtype, columns: int
 ) -> tuple[Tensor, Tensor]:
     return x.new_empty(x.shape[0], columns, dtype=dtype), x.new_empty(x.shape[0], 1, dtype=torch.float32)
@@ -123,7 +127,7 @@ def _linear(
     )
 
 
-def _linear_fake(
+def linear_fake(
     x: Tensor,
     weight: Tensor,
     scale_w: Tensor,
@@ -213,81 +217,7 @@ def dense_linear(
     return scaled_matmul(q, scale_x, dense, scale_w, bias, out_dtype, backend)
 
 
-def rms_norm_quant_slide(
-    x: Tensor, weight: Tensor, eps: float, length: int, phase: int, dtype: torch.dtype, columns: int
-) -> tuple[Tensor, Tensor]:
-    """`quant_slide` of RMSNorm(x): weight [K]; the rest as there."""
-    return _norm_quant_slide(x, None, weight, eps, length, phase, dtype, columns)[:2]
-
-
-def add_rms_norm_quant_slide(
-    x: Tensor,
-    residual: Tensor,
-    weight: Tensor,
-    eps: float,
-    length: int,
-    phase: int,
-    dtype: torch.dtype,
-    columns: int,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """`quant_slide` of RMSNorm(x + residual), and the sum [M, K] of x's dtype, the next residual."""
-    return _norm_quant_slide(x, residual, weight, eps, length, phase, dtype, columns)
-
-
-def _norm_quant_slide(
-    x: Tensor,
-    residual: Tensor | None,
-    weight: Tensor,
-    eps: float,
-    length: int,
-    phase: int,
-    dtype: torch.dtype,
-    columns: int,
-) -> tuple[Tensor, Tensor, Tensor]:
-    with profiling.stage("quantize", x):
-        if x.is_cuda:
-            from slidesparse.kernels.norm_quant_slide import norm_quant_slide as kernel  # late: needs Triton
-
-            q, scale, total = kernel(
-                x, residual, weight, eps, length, phase, dtype, columns, bucket(x.shape[0])
-            )
-            return q, scale, x if total is None else total
-        normed, total = reference.rms_norm(x, weight, eps, residual)
-        return *_quant_slide(normed, length, phase, dtype, columns), total
-
-
-def silu_mul_quant_slide(
-    x: Tensor, length: int, phase: int, dtype: torch.dtype, columns: int
-) -> tuple[Tensor, Tensor]:
-    """`quant_slide` of silu(gate) * up, where x [M, 2 K] holds gate before up."""
-    with profiling.stage("quantize", x):
-        if x.is_cuda:
-            from slidesparse.kernels.silu_quant_slide import silu_quant_slide as kernel  # late: needs Triton
-
-            return kernel(x, length, phase, dtype, columns, bucket(x.shape[0]))
-        return _quant_slide(reference.silu_mul(x), length, phase, dtype, columns)
-
-
-def _rms_norm_quant_slide_fake(
-    x: Tensor, weight: Tensor, eps: float, length: int, phase: int, dtype: torch.dtype, columns: int
-) -> tuple[Tensor, Tensor]:
-    return _quant_slide_fake(x, length, phase, dtype, columns)
-
-
-def _add_rms_norm_quant_slide_fake(
-    x: Tensor,
-    residual: Tensor,
-    weight: Tensor,
-    eps: float,
-    length: int,
-    phase: int,
-    dtype: torch.dtype,
-    columns: int,
-) -> tuple[Tensor, Tensor, Tensor]:
-    return *_quant_slide_fake(x, length, phase, dtype, columns), x.new_empty(x.shape)
-
-
-def _register(name: str, schema: str, implementation: Callable[..., Any], fake: Callable[..., Any]) -> None:
+def register(name: str, schema: str, implementation: Callable[..., Any], fake: Callable[..., Any]) -> None:
     """Define an operator once a process, however often the plugin is loaded."""
     if hasattr(getattr(torch.ops, NAMESPACE), name):
         return
@@ -297,46 +227,26 @@ def _register(name: str, schema: str, implementation: Callable[..., Any], fake: 
     torch.library.register_fake(f"{NAMESPACE}::{name}", fake, lib=_library)
 
 
-_register(
+register(
     "quant_slide",
-    "(Tensor x, SymInt length, SymInt phase, ScalarType dtype, SymInt columns) -> (Tensor, Tensor)",
+    f"(Tensor x, {WINDOWS}) -> (Tensor, Tensor)",
     quant_slide,
-    _quant_slide_fake,
+    quant_slide_fake,
 )
-_WINDOWS = "SymInt length, SymInt phase, ScalarType dtype, SymInt columns"
-_register(
-    "rms_norm_quant_slide",
-    f"(Tensor x, Tensor weight, float eps, {_WINDOWS}) -> (Tensor, Tensor)",
-    rms_norm_quant_slide,
-    _rms_norm_quant_slide_fake,
-)
-_register(
-    "add_rms_norm_quant_slide",
-    f"(Tensor x, Tensor residual, Tensor weight, float eps, {_WINDOWS}) -> (Tensor, Tensor, Tensor)",
-    add_rms_norm_quant_slide,
-    _add_rms_norm_quant_slide_fake,
-)
-_register(
-    "silu_mul_quant_slide",
-    f"(Tensor x, {_WINDOWS}) -> (Tensor, Tensor)",
-    silu_mul_quant_slide,
-    _quant_slide_fake,
-)
-_register(
+register(
     "scaled_matmul",
     "(Tensor q, Tensor scale_x, Tensor weight, Tensor scale_w, Tensor? bias, ScalarType out_dtype, str backend)"
     " -> Tensor",
     scaled_matmul,
     _scaled_matmul_fake,
 )
-_register(
+register(
     "linear",
-    "(Tensor x, Tensor weight, Tensor scale_w, Tensor? bias, SymInt length, SymInt phase, ScalarType dtype,"
-    " SymInt columns, ScalarType out_dtype, str backend) -> Tensor",
+    f"(Tensor x, {LAYER}) -> Tensor",
     _linear,
-    _linear_fake,
+    linear_fake,
 )
-_register(
+register(
     "sparse_or_dense",
     "(Tensor x, Tensor weight, Tensor dense, Tensor scale_w, Tensor? bias, SymInt length, SymInt phase,"
     " ScalarType dtype, SymInt columns, ScalarType out_dtype, str backend, str dense_backend) -> Tensor",

@@ -13,6 +13,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from slidesparse.kernels import Producer, RmsNorm, SiluMul
 from slidesparse.pattern import SlideLayout
 from slidesparse.quantize import INT8, Arithmetic, quantize_rows
 from slidesparse.slide import lift_layout
@@ -46,6 +47,17 @@ def silu_mul(x: Tensor) -> Tensor:
     """silu(gate) * up of x [M, 2 K], gate before up -> [M, K] of x's dtype; in float32, rounded once."""
     gate, up = x.float().chunk(2, -1)
     return (gate / (1 + gate.neg().exp()) * up).to(x.dtype)
+
+
+def produce(x: Tensor, producer: Producer) -> Tensor:
+    """What is quantized: x [M, K], or what ``producer`` makes of it; a norm's sum goes to its ``total``."""
+    if isinstance(producer, SiluMul):
+        return silu_mul(x)
+    if isinstance(producer, RmsNorm):
+        x, total = rms_norm(x, producer.weight, producer.eps, producer.residual)
+        if producer.total is not None:
+            producer.total.copy_(total)
+    return x
 
 
 def matmul(q: Tensor, weight: Tensor) -> Tensor:

@@ -73,6 +73,11 @@ def memory(address: int, count: int, dtype: torch.dtype) -> Tensor:
     return torch.frombuffer(bytearray(ctypes.string_at(address, size)), dtype=torch.uint8).view(dtype)
 
 
+def strided(address: int, m: int, k: int, stride: int, dtype: torch.dtype) -> Tensor:
+    """Rows of ``k`` elements, ``stride`` apart."""
+    return memory(address, (m - 1) * stride + k if m else 0, dtype).as_strided((m, k), (stride, 1))
+
+
 TYPES = {number: dtype for dtype, number in hopper_native.FLOATS.items()}
 
 
@@ -113,9 +118,20 @@ class StandIn:
     def slidesparse_hopper_quantize(self, address: int) -> bytes | None:
         call = Quantize.from_buffer_copy(Quantize.from_address(address))
         self.quantizations.append(call)
+        kind, m, k = call.before, call.m, call.k
+        assert [bool(one) for one in (call.gain, call.residual, call.total)] == [
+            kind in (1, 2),
+            *[kind == 2] * 2,
+        ]
         source = TYPES[call.type]
-        values = memory(call.x, (call.m - 1) * call.stride + call.k if call.m else 0, source)
-        x = values.as_strided((call.m, call.k), (call.stride, 1))
+        x = strided(call.x, m, 2 * k if kind == 3 else k, call.stride, source)
+        if kind == 3:
+            x = reference.silu_mul(x)
+        elif kind:
+            residual = strided(call.residual, m, k, call.residual_stride, source) if kind == 2 else None
+            x, total = reference.rms_norm(x, memory(call.gain, k, source), call.eps, residual)
+            if kind == 2:
+                ctypes.memmove(call.total, total.data_ptr(), total.numel() * total.element_size())
         layout = SlideLayout(call.k, call.phase, call.length)
         assert call.q % 16 == call.columns % 16 == 0
         assert call.columns >= layout.slided

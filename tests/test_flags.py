@@ -73,12 +73,14 @@ class TestResolve:
         assert resolve(config, Flags("dense", SlidePattern(6)), on_cuda=True) == first
 
     def test_fusion_is_stamped(self) -> None:
-        from slidesparse.vllm_patch.resolve import FUSE, STAMP, resolve
+        from slidesparse.vllm_patch.resolve import STAMP, resolve
 
-        for asked, stamped in ((None, FUSE), (True, True), (False, False)):
-            config = _config()
-            assert resolve(config, Flags(fuse=asked), on_cuda=False).fuse is stamped
-            assert config[STAMP]["fuse"] is stamped  # type: ignore[index]
+        for backend, default in (("hopper", True), ("cusparselt", False)):
+            for asked, stamped in ((None, default), (True, True), (False, False)):
+                config = _config()
+                assert resolve(config, Flags(fuse=asked, backend=backend), on_cuda=True).fuse is stamped
+                assert config[STAMP]["fuse"] is stamped  # type: ignore[index]
+        assert resolve(_config(), Flags(), on_cuda=False).fuse is False
 
     @pytest.mark.parametrize(
         ("path", "on_cuda", "backend"),

@@ -8,15 +8,19 @@ from typing import Any
 
 import pytest
 import torch
+from hopper_stand_in import StandIn
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
 
-from slidesparse import ops, reference
+from slidesparse import gemm, ops, reference
+from slidesparse.pattern import SlidePattern
+from slidesparse.prune import prune
 from slidesparse.quantize import INT8
 
 pytestmark = pytest.mark.vllm
+pytest_plugins = ("hopper_fixtures",)
 
 M, K, EPS = 7, 40, 1e-5
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -172,28 +176,46 @@ def test_new_nodes_say_what_they_hold() -> None:
             assert user.meta["val"] is node.meta["val"][user.args[1]] or user.args[1] < 2
 
 
-def test_layers_that_are_one_call_are_split_where_that_fuses() -> None:
-    def run(x: Tensor, y: Tensor, both: Tensor, weight: Tensor) -> Results:
-        packed, scale_w = both.to(torch.int8), torch.ones(9, 1)
-        layer = (packed, scale_w, None, *WINDOWS, torch.bfloat16, "hopper")
-        normed, residual = written_add_norm(x, y, weight)
-        return OURS.linear(normed, *layer), residual, OURS.linear(y, *layer)
+def test_layers_that_are_one_call_stay_one(standing_in: StandIn) -> None:
+    """A norm, a norm of a sum and an activation before layers of the backend `hopper`; another layer has none."""
+    generator = torch.Generator().manual_seed(1)
+    pruned = prune(torch.randint(-8, 9, (70, K), generator=generator).to(INT8), SlidePattern(8))
+    packed = gemm.slide_and_pack("hopper", pruned, SlidePattern(8), 0, "layer")
+    windows = (8, 0, INT8, gemm.columns("hopper", SlidePattern(8).layout(K).slided))
+    scales = torch.rand(70, generator=generator)
 
-    done, module = fused(run, inputs(torch.bfloat16))
-    assert done == {"add_rms_norm_quant_slide": 1, "linear": 1}
-    nodes = {str(node.target): node for node in module.graph.nodes}
-    quantized, product = (
-        nodes[f"slidesparse.{name}.default"] for name in ("add_rms_norm_quant_slide", "scaled_matmul")
-    )
-    assert quantized.args[-len(WINDOWS) :] == WINDOWS
-    assert [node.args for node in product.args[:2]] == [(quantized, 0), (quantized, 1)]
-    assert product.args[4:] == (None, torch.bfloat16, "hopper")
-    arguments = [a.meta["val"] if isinstance(a, torch.fx.Node) else a for a in product.args]
-    with product.meta["val"].fake_mode:
-        assert product.target(*arguments).shape == product.meta["val"].shape
-    (first, *_), *_ = [node.args for node in module.graph.nodes if node.op == "output"]
-    assert first[0] is product
-    assert first[1].args == (quantized, 2)
+    def layer(x: Tensor, packed: Tensor, scales: Tensor) -> Tensor:
+        return OURS.linear(x, packed, scales[:, None], None, *windows, torch.bfloat16, "hopper")  # type: ignore[no-any-return]
+
+    def run(x: Tensor, y: Tensor, both: Tensor, weight: Tensor, *of_layer: Tensor) -> Results:
+        normed, residual = written_add_norm(y, x, weight)
+        first, second = layer(written_norm(x, weight), *of_layer), layer(normed, *of_layer)
+        return first, second, residual, layer(written_act(both), *of_layer), layer(y, *of_layer)
+
+    x, y, both, weight = inputs(torch.bfloat16)
+    arguments = x, y, both, weight, packed, scales
+    module = traced(run, arguments)
+    from slidesparse.vllm_patch.fusion import fuse
+
+    done = fuse(module.graph)
+    assert done == {"rms_norm_linear": 1, "add_rms_norm_linear": 1, "silu_mul_linear": 1, "linear": 1}
+    module.graph.lint()
+    module.recompile()
+    for node in module.graph.nodes:
+        if str(node.target).endswith("_linear.default"):
+            fakes = [a.meta["val"] if isinstance(a, torch.fx.Node) else a for a in node.args]
+            found, kept = node.target(*fakes), node.meta["val"]
+            for one, other in zip(
+                *((v if isinstance(v, tuple) else (v,)) for v in (found, kept)), strict=True
+            ):
+                assert (one.shape[1:], one.dtype) == (other.shape[1:], other.dtype)
+    normed, residual = reference.rms_norm(y, weight, EPS, x)
+    inner = reference.rms_norm(x, weight, EPS)[0], normed, reference.silu_mul(both), y
+    first, second, third, fourth = (layer(one, packed, scales) for one in inner)
+    before = standing_in.linears
+    for one, other in zip(module(*arguments), (first, second, residual, third, fourth), strict=True):
+        assert torch.equal(one, other)
+    assert standing_in.linears == before + 4
 
 
 def _also_returned(x: Tensor, y: Tensor, both: Tensor, weight: Tensor) -> Results:

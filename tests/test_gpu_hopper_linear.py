@@ -317,13 +317,16 @@ def test_rows_beyond_two_to_the_31_codes(monkeypatch: pytest.MonkeyPatch) -> Non
 
 @pytest.mark.slow
 def test_host_time_of_a_layer() -> None:
-    """The plan's call at most 15 us, with its two launches and its scratch memory; Python adds at most 10 us to it."""
+    """The plan's call, with two launches and scratch memory, takes at most what four additions of torch's take on the
+    same host; Python adds at most as much as three.  On fast hosts an addition takes 4 us, the call 11, Python 7.
+    """
     made = layer("hopper", "6:8", INT8, 64, 64)
     x, out = normal(16, 64, 0), torch.empty(16, 64, dtype=torch.bfloat16, device=gpu())
     plans._local.caches.clear()
     made.linear(x)
     cache = plans.plans("hopper", gpu().index)
     (plan,) = (plan for plan in cache._plans.values() if isinstance(plan, LinearPlan))
+    addition = host_us(lambda: out.add_(1))
     of_plan = host_us(lambda: plan.run(x, made.packed, out, made.scale, None))
     layout = made.layout
     arguments = (layout.length, layout.phase, INT8, made.columns, torch.bfloat16)
@@ -332,8 +335,10 @@ def test_host_time_of_a_layer() -> None:
     two = host_us(lambda: made.product(*made.quantized(x), None, torch.bfloat16))
     print(
         f"host time of a layer: call {of_plan:.1f} us, provider {of_provider:.1f} us, operator {of_operator:.1f} us; "
-        f"two operators {two:.1f} us"
+        f"two operators {two:.1f} us, an addition {addition:.1f} us"
     )
-    assert of_plan <= 15, f"{of_plan:.1f} us"
-    assert of_provider - of_plan <= 10, f"{of_provider:.1f} us around {of_plan:.1f}"
+    assert of_plan <= 4 * addition, f"{of_plan:.1f} us, an addition {addition:.1f}"
+    assert of_provider - of_plan <= 3 * addition, (
+        f"{of_provider:.1f} us around {of_plan:.1f}, an addition {addition:.1f}"
+    )
     assert of_operator < two

@@ -30,10 +30,10 @@ PROBLEM = Problem("int8", "bf16", 37888, 5376, 64, "both")
 
 STRUCTURES = {
     "Call": (hopper_native.Call, 112),
-    "Quantize": (hopper_native.Quantize, 88),
-    "Linear": (hopper_native.Linear, 216),
+    "Quantize": (hopper_native.Quantize, 128),
+    "Linear": (hopper_native.Linear, 256),
 }
-KINDS = {"std::int32_t": ctypes.c_int32, "std::int64_t": ctypes.c_int64}
+KINDS = {"std::int32_t": ctypes.c_int32, "std::int64_t": ctypes.c_int64, "float": ctypes.c_float}
 KINDS |= {f"SlidesparseHopper{name}": made for name, (made, _) in STRUCTURES.items()}
 
 

@@ -20,7 +20,7 @@ LAYERS = [
     {"slide", "prune", "quantize", "metadata", "flags", "theory", "backends", "toolchain", "nvcc"},
     {"reference", "kernels", "profiling", "checkpoint", "architectures"},
     {"gemm", "w8a8", "stored", "publish", "decoder", "token_files"},
-    {"ops"},
+    {"ops", "fused_ops"},
     {
         "plan",
         "calibrate",

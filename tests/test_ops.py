@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch._dynamo.testing import CompileCounter
 
+import slidesparse.fused_ops  # noqa: F401  registers operators
 from slidesparse import gemm, ops, reference
 from slidesparse.pattern import SlideLayout, SlidePattern
 from slidesparse.prune import prune

@@ -1,14 +1,16 @@
 """Compute the quantization of a layer together with the norm or the activation that feeds it, in compiled models.
 
-Just before Inductor generates code, a graph of vLLM holds ``torch.ops.slidesparse.quant_slide(y, ...)`` of a y that is
+Just before Inductor generates code, a graph of vLLM holds ``torch.ops.slidesparse.linear(y, ...)``, or for backends
+that run a layer in two calls ``quant_slide(y, ...)``, of a y that is
 
 - ``vllm_ir.rms_norm`` or ``vllm_ir.fused_add_rms_norm``, where vLLM keeps norms whole until then (on GPUs, in 0.25.1),
 - or the same written out in ATen operators (on CPUs),
 - or SiLU of one half times the other half, written out unless ``custom_ops`` asks for vLLM's own kernel.
 
-`FusionPass` replaces such a pair by one of our operators, when nothing else uses y.  Inductor could not do so itself,
-even if quant_slide were written out: it puts operations into one kernel that run over the same elements, and windows
-are a gather of another width ([M, K'], not [M, K]) of what reductions over the row give, two of them after a norm.
+`FusionPass` replaces such a pair by one of `slidesparse.fused_ops`, when nothing else uses y.  Inductor could not do so
+itself, even if quant_slide were written out: it puts operations into one kernel that run over the same elements, and
+windows are a gather of another width ([M, K'], not [M, K]) of what reductions over the row give, two of them after a
+norm.
 
 Results are those of the unfused graph up to what `slidesparse.kernels.norm_quant_slide` says, and one thing more:
 Inductor uses a sum with the residual unrounded where it computes it again; ours is rounded to the dtype of the model.
@@ -40,14 +42,30 @@ from torch.fx import Graph, Node
 from torch.fx.experimental.symbolic_shapes import statically_known_true, sym_eq
 from vllm.logger import init_logger
 
-from slidesparse import __version__, ops
+from slidesparse import __version__, fused_ops, ops  # noqa: F401  the first registers operators
 
 logger = init_logger("vllm.slidesparse")
 
 PASS_KEY = "post_grad_custom_post_pass"  # of torch._inductor.config
 TO_THE_END = 2**63 - 1  # of a slice
 
-aten, prims, ours = torch.ops.aten, torch.ops.prims, torch.ops.slidesparse
+aten, prims, ours = torch.ops.aten, torch.ops.prims, getattr(torch.ops, ops.NAMESPACE)
+
+NORM, ADD_NORM, SILU_MUL = range(3)  # what may come before
+
+# What quantizes, and the operators that do so after each of those.
+FUSED: dict[Any, tuple[Any, Any, Any]] = {
+    ours.quant_slide.default: (
+        ours.rms_norm_quant_slide.default,
+        ours.add_rms_norm_quant_slide.default,
+        ours.silu_mul_quant_slide.default,
+    ),
+    ours.linear.default: (
+        ours.rms_norm_linear.default,
+        ours.add_rms_norm_linear.default,
+        ours.silu_mul_linear.default,
+    ),
+}
 
 
 def register(keep_dense: bool) -> str:
@@ -92,57 +110,37 @@ def _say(done: tuple[tuple[str, int], ...]) -> None:
 
 @dataclass(frozen=True)
 class Producer:
-    """What computes the input of a quant_slide, and the operator that computes both."""
+    """What computes the input of a quantization."""
 
-    operator: Any
-    inputs: tuple[Any, ...]  # of the operator, before the arguments of quant_slide
+    kind: int  # NORM, ADD_NORM, SILU_MUL
+    inputs: tuple[Any, ...]  # of the fused operator, before the arguments of the other
     nodes: tuple[Node, ...]  # that become unused, each before those that it uses
-    sums: tuple[Node, ...] = ()  # hold what the operator gives as its third result
+    sums: tuple[Node, ...] = ()  # hold what the operator gives as its last result
 
 
 def fuse(graph: Graph) -> Counter[str]:
-    """Replace each quant_slide and its producer, where there is one; how many by operator, as they are now.
+    """Replace each quant_slide and linear and its producer, where there is one; how many by operator, as they are now.
 
-    So too the quantization in layers that are one call.  Those that keep their dense weight are left alone: which one
-    they take, and so how they quantize, is decided when they run.
+    Layers that keep their dense weight are left alone: which one they take, and so how they quantize, is decided when
+    they run.
 
     The graph may be that of any model; what the function does not know it leaves alone.
     """
     done: Counter[str] = Counter()
     for node in list(graph.nodes):
-        if node.target not in (ours.quant_slide.default, ours.linear.default):
+        if node.target not in FUSED:
             continue
         producer = _producer(node)
         if producer:
-            node = node if node.target is ours.quant_slide.default else _split(node)
             _replace(node, producer)
         done[node.target.name().partition("::")[2]] += 1
     if set(done) - {"quant_slide", "linear"}:
-        stable_topological_sort(graph)  # a sum may be used before the place of quant_slide
+        stable_topological_sort(graph)  # a sum may be used before the place of what quantizes
     return done
 
 
-def _split(linear: Node) -> Node:
-    """Write a layer that is one call (`slidesparse.ops`) as two; the first of them."""
-    x, weight, scale_w, bias, *windows, out_dtype, backend = linear.args
-    graph = linear.graph
-    with graph.inserting_before(linear):
-        quant = graph.call_function(ours.quant_slide.default, (x, *windows))
-        results = [graph.call_function(operator.getitem, (quant, index)) for index in range(2)]
-        arguments = (*results, weight, scale_w, bias, out_dtype, backend)
-        product = graph.call_function(ours.scaled_matmul.default, arguments)
-    like = x.meta["val"]  # type: ignore[union-attr]
-    quant.meta["val"] = ops._quant_slide_fake(like, *windows)  # type: ignore[arg-type]
-    for result, value in zip(results, quant.meta["val"], strict=True):
-        result.meta["val"] = value
-    product.meta["val"] = linear.meta["val"]
-    linear.replace_all_uses_with(product)
-    graph.erase_node(linear)
-    return quant
-
-
 def _producer(layer: Node) -> Producer | None:
-    """Of the input of a quant_slide, or of a layer that quantizes it."""
+    """Of the input of what quantizes."""
     source = layer.args[0]
     if not isinstance(source, Node) or len(source.users) != 1 or layer.kwargs:
         return None
@@ -156,23 +154,33 @@ def _producer(layer: Node) -> Producer | None:
     return None
 
 
-def _replace(quant: Node, producer: Producer) -> None:
-    """Turn ``quant`` into the fused operator: its results 0 and 1 stay what they are, 2 becomes the sum."""
-    like = quant.args[0].meta["val"]  # type: ignore[union-attr]
-    quant.target = producer.operator
-    quant.args = (*producer.inputs, *quant.args[1:])
-    quant.meta.pop("eager_input_vals", None)  # those of the former arguments
-    if producer.operator is ours.add_rms_norm_quant_slide.default:
-        quant.meta["val"] = (*quant.meta["val"], like)
-    if producer.sums:
-        with quant.graph.inserting_after(quant):
-            third = quant.graph.call_function(operator.getitem, (quant, 2))
-        third.meta["val"] = like
-        for node in producer.sums:
-            node.replace_all_uses_with(third, delete_user_cb=lambda user: user not in producer.nodes)
+def _replace(layer: Node, producer: Producer) -> None:
+    """Turn ``layer`` into the fused operator: its results stay what they are, and a sum becomes one more."""
+    like = layer.args[0].meta["val"]  # type: ignore[union-attr]
+    alone = layer.target is ours.linear.default  # one result, not a tuple of them
+    layer.target = FUSED[layer.target][producer.kind]
+    layer.args = (*producer.inputs, *layer.args[1:])
+    layer.meta.pop("eager_input_vals", None)  # those of the former arguments
+    if producer.kind == ADD_NORM:
+        values = (layer.meta["val"],) if alone else tuple(layer.meta["val"])
+        layer.meta["val"] = (*values, like)
+        if alone:
+            first = _result(layer, 0)
+            layer.replace_all_uses_with(first, delete_user_cb=lambda user: user is not first)
+        if producer.sums:
+            total = _result(layer, len(values))
+            for node in producer.sums:
+                node.replace_all_uses_with(total, delete_user_cb=lambda user: user not in producer.nodes)
     for node in (*producer.sums, *producer.nodes):
         if not node.users:
-            quant.graph.erase_node(node)
+            layer.graph.erase_node(node)
+
+
+def _result(layer: Node, index: int) -> Node:
+    with layer.graph.inserting_after(layer):
+        found = layer.graph.call_function(operator.getitem, (layer, index))
+    found.meta["val"] = layer.meta["val"][index]
+    return found
 
 
 def _whole_norm(source: Node, value: torch.Tensor) -> Producer | None:
@@ -180,16 +188,16 @@ def _whole_norm(source: Node, value: torch.Tensor) -> Producer | None:
     results from ``fused_add_rms_norm(x, residual, weight, eps, variance_size=None)``.
     """
     if _calls(source, "vllm_ir::rms_norm"):
-        return _norm(ours.rms_norm_quant_slide.default, source.args, 1, value, (source,), ())
+        return _norm(NORM, source.args, 1, value, (source,), ())
     call = source.args[0] if source.target is operator.getitem and source.args[1] == 0 else None
     if not isinstance(call, Node) or not _calls(call, "vllm_ir::fused_add_rms_norm"):
         return None
     sums = tuple(user for user in call.users if user.args[1] == 1)
-    return _norm(ours.add_rms_norm_quant_slide.default, call.args, 2, value, (source, call), sums)
+    return _norm(ADD_NORM, call.args, 2, value, (source, call), sums)
 
 
 def _norm(
-    target: Any,
+    kind: int,
     inputs: tuple[Any, ...],
     rows: int,
     value: torch.Tensor,
@@ -205,7 +213,7 @@ def _norm(
     *likes, weight = (one.meta.get("val") for one in tensors)
     if not all(_alike(one, value) for one in likes) or weight is None or weight.dim() != 1:
         return None
-    return Producer(target, (*tensors, eps), nodes, sums)
+    return Producer(kind, (*tensors, eps), nodes, sums)
 
 
 def _written_norm(source: Node, value: torch.Tensor) -> Producer | None:
@@ -217,18 +225,14 @@ def _written_norm(source: Node, value: torch.Tensor) -> Producer | None:
         sums = (total,) if value.dtype == torch.float32 else _rounded(total, value.dtype)
         inputs = tuple(found.kwargs[name] for name in ("x", "residual", "weight", "eps"))
         nodes = tuple(reversed(found.nodes))
-        added = (
-            None
-            if total.kwargs
-            else _norm(ours.add_rms_norm_quant_slide.default, inputs, 2, value, nodes, sums)
-        )
+        added = None if total.kwargs else _norm(ADD_NORM, inputs, 2, value, nodes, sums)
         if added:
             return added
     found = _norm_pattern(value.dtype).match(source)
     if not found:
         return None
     inputs = tuple(found.kwargs[name] for name in ("x", "weight", "eps"))
-    return _norm(ours.rms_norm_quant_slide.default, inputs, 1, value, tuple(reversed(found.nodes)), ())
+    return _norm(NORM, inputs, 1, value, tuple(reversed(found.nodes)), ())
 
 
 def _rounded(total: Node, dtype: torch.dtype) -> tuple[Node, ...]:
@@ -245,7 +249,7 @@ def _written_activation(source: Node, value: torch.Tensor) -> Producer | None:
     whole = x.meta["val"]
     if whole.dtype != value.dtype or whole.dim() != 2 or not isinstance(k, int) or whole.shape[1] != 2 * k:
         return None
-    return Producer(ours.silu_mul_quant_slide.default, (x,), tuple(reversed(found.nodes)))
+    return Producer(SILU_MUL, (x,), tuple(reversed(found.nodes)))
 
 
 def _calls(node: Node, name: str) -> bool:

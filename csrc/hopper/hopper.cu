@@ -78,13 +78,18 @@ struct SlidesparseHopperCall {
   std::int32_t dependent;
 };
 
-// One quantization: x [m, k], rows `stride` elements apart -> codes [m, columns] and scales [m].
+// One quantization: x [m, k], rows `stride` elements apart, or what a norm or activation makes of
+// it -> codes [m, columns] and scales [m].
 struct SlidesparseHopperQuantize {
-  const void* x;
-  void* q;  // [m, columns], at a multiple of 16 bytes
+  const void* x;  // [m, 2 k] for silu
+  void* q;        // [m, columns], at a multiple of 16 bytes
   void* scale;
   void* stream;
+  const void* residual;  // [m, k] for a norm of a sum, and null for all else
+  void* total;           // the sum: [m, k]; null likewise
+  const void* gain;      // [k] for norms; null for all else.  These three are of x's type
   std::int64_t stride;
+  std::int64_t residual_stride;
   std::int32_t m, k;
   std::int32_t columns;        // of a row of codes: a multiple of 16, K' or more; zeros beyond K'
   std::int32_t type;           // of x: of Float
@@ -94,6 +99,8 @@ struct SlidesparseHopperQuantize {
   std::int32_t dependent;      // start before the kernel in front has ended
   std::int32_t parts;          // blocks of threads that share a row, 1 to 8; 0: chosen
   std::int32_t vectors;        // of 8 columns that a thread holds: 1, 2 or 4; 0: chosen
+  std::int32_t before;         // of Before
+  float eps;                   // of norms
 };
 
 // One linear layer: the quantization, then the product of its codes.
@@ -108,8 +115,8 @@ struct SlidesparseHopperLinear {
 
 // Callers lay these out by hand.
 static_assert(sizeof(SlidesparseHopperCall) == 112);
-static_assert(sizeof(SlidesparseHopperQuantize) == 88);
-static_assert(sizeof(SlidesparseHopperLinear) == 216);
+static_assert(sizeof(SlidesparseHopperQuantize) == 128);
+static_assert(sizeof(SlidesparseHopperLinear) == 256);
 
 static bool IsGrid(int grid) { return grid >= 1 && grid <= kMostStreamBlocks; }
 
@@ -217,11 +224,26 @@ __attribute__((visibility("default"))) const char* slidesparse_hopper_fit(
               call->sharers, call->splits, call->shared_bytes);
 }
 
-// Quantizes and lifts.
+// Quantizes and lifts, after norm or activation where there is one.
 __attribute__((visibility("default"))) const char* slidesparse_hopper_quantize(
     const SlidesparseHopperQuantize* call) {
+  const Before before = static_cast<Before>(call->before);
+  const bool adds = before == Before::kAddNorm;
+  if ((adds || before == Before::kNorm) != (call->gain != nullptr) ||
+      adds != (call->residual != nullptr) || adds != (call->total != nullptr)) {
+    return Fail(
+        "what comes before, %d, with a gain at %p, a residual at %p and its sum at %p: norms have "
+        "the "
+        "first, and of sums all; nothing else has any",
+        call->before, call->gain, call->residual, call->total);
+  }
   QuantizeArguments arguments = {};
   arguments.x = call->x;
+  arguments.residual = call->residual;
+  arguments.total = call->total;
+  arguments.gain = call->gain;
+  arguments.residual_stride = call->residual_stride;
+  arguments.eps = call->eps;
   arguments.q = static_cast<std::uint8_t*>(call->q);
   arguments.scale = static_cast<float*>(call->scale);
   arguments.stride = call->stride;
@@ -231,7 +253,7 @@ __attribute__((visibility("default"))) const char* slidesparse_hopper_quantize(
   arguments.phase = call->phase;
   arguments.trigger = static_cast<Trigger>(call->trigger);
   return EnqueueQuantize({arguments, call->m, static_cast<Float>(call->type), call->fp8 != 0,
-                          call->parts, call->vectors},
+                          before, call->parts, call->vectors},
                          static_cast<cudaStream_t>(call->stream), call->dependent != 0);
 }
 

@@ -1,8 +1,7 @@
-// How a quantization is divided into blocks of threads, and its kernel's instances.
+// How a quantization is divided into blocks of threads.
 
 #include <algorithm>
 
-#include "enqueue.cuh"
 #include "quantize.cuh"
 
 namespace slidesparse::hopper {
@@ -38,7 +37,8 @@ Shape Choose(const QuantizeCall& call) {
   const std::int64_t vectors = CeilDiv(call.arguments.padded, kVectorCodes);
   if (shape.parts == 0) {
     shape.parts = 1;
-    const bool few = call.m <= kMultiprocessors, many = call.m > 3 * kMultiprocessors;
+    const bool few = call.m <= kMultiprocessors;
+    const bool many = call.m > (call.before == Before::kSiluMul ? 1 : 3) * kMultiprocessors;
     while (shape.parts < kMostParts && (PartOf(call.arguments, shape.parts) == 0 ||
                                         vectors > shape.parts * 4 * kMostQuantizeThreads ||
                                         (few && vectors > shape.parts * kFewVectors) ||
@@ -58,31 +58,24 @@ Shape Choose(const QuantizeCall& call) {
   return shape;
 }
 
-template <Float kInput, bool kFp8, bool kWide, int kVectors>
-cudaError_t EnqueueInstance(const QuantizeArguments& arguments, const Launch& launch) {
-  static Prepared prepared;
-  return Enqueue(Quantize<kInput, kFp8, kWide, kVectors>, prepared, arguments, launch);
-}
-
-template <Float kInput, bool kFp8>
-cudaError_t EnqueueShape(const QuantizeArguments& arguments, const Launch& launch, bool wide,
-                         int vectors) {
-  if (!wide) return EnqueueInstance<kInput, kFp8, false, 1>(arguments, launch);
-  switch (vectors) {
-    case 1:
-      return EnqueueInstance<kInput, kFp8, true, 1>(arguments, launch);
-    case 2:
-      return EnqueueInstance<kInput, kFp8, true, 2>(arguments, launch);
+cudaError_t LaunchBefore(Before before, const QuantizeArguments& arguments,
+                         const QuantizeLaunch& launch) {
+  switch (before) {
+    case Before::kNone:
+      return LaunchQuantize<Before::kNone>(arguments, launch);
+    case Before::kNorm:
+      return LaunchQuantize<Before::kNorm>(arguments, launch);
+    case Before::kAddNorm:
+      return LaunchQuantize<Before::kAddNorm>(arguments, launch);
+    case Before::kSiluMul:
+      return LaunchQuantize<Before::kSiluMul>(arguments, launch);
     default:
-      return EnqueueInstance<kInput, kFp8, true, 4>(arguments, launch);
+      return cudaErrorInvalidValue;
   }
 }
 
-template <Float kInput>
-cudaError_t EnqueueInput(const QuantizeArguments& arguments, const Launch& launch, bool fp8,
-                         bool wide, int vectors) {
-  return fp8 ? EnqueueShape<kInput, true>(arguments, launch, wide, vectors)
-             : EnqueueShape<kInput, false>(arguments, launch, wide, vectors);
+bool IsAligned(const void* pointer) {  // null is
+  return reinterpret_cast<std::uintptr_t>(pointer) % 16 == 0;
 }
 
 }  // namespace
@@ -117,7 +110,8 @@ const char* EnqueueQuantize(const QuantizeCall& call, cudaStream_t stream, bool 
   arguments.magic = arguments.windows == 1 ? 0
                                            : static_cast<std::uint32_t>(CeilDiv<std::uint64_t>(
                                                  std::uint64_t{1} << 32, arguments.windows));
-  const Shape shape = Choose({arguments, call.m, call.input, call.fp8, call.parts, call.vectors});
+  const Shape shape =
+      Choose({arguments, call.m, call.input, call.fp8, call.before, call.parts, call.vectors});
   arguments.parts = shape.parts;
   arguments.part = shape.parts < 1 || shape.parts > kMostParts ? 0 : PartOf(arguments, shape.parts);
   if ((arguments.part == 0 && padded > 0) || call.m > INT32_MAX / kMostParts) {
@@ -128,31 +122,21 @@ const char* EnqueueQuantize(const QuantizeCall& call, cudaStream_t stream, bool 
   }
   arguments.part_codes = arguments.part / length * arguments.windows * 4;
   const int element = call.input == Float::kFloat32 ? 4 : 2;
-  const bool wide = phase == 0 && arguments.k % kVectorCodes == 0 &&
-                    arguments.stride * element % 16 == 0 &&
-                    reinterpret_cast<std::uintptr_t>(arguments.x) % 16 == 0;
+  const bool wide =
+      phase == 0 && arguments.k % kVectorCodes == 0 && arguments.stride * element % 16 == 0 &&
+      arguments.residual_stride * element % 16 == 0 && IsAligned(arguments.x) &&
+      IsAligned(arguments.residual) && IsAligned(arguments.total) && IsAligned(arguments.gain);
   const int codes = std::min(arguments.part, arguments.padded);
   const Launch launch = {stream,        dim3(static_cast<unsigned>(call.m * shape.parts)),
                          shape.threads, CeilDiv(codes, kStoreCodes) * kStoreCodes,
                          shape.parts,   dependent};
-  cudaError_t error = cudaErrorInvalidValue;
-  switch (call.input) {
-    case Float::kBFloat16:
-      error = EnqueueInput<Float::kBFloat16>(arguments, launch, call.fp8, wide, shape.vectors);
-      break;
-    case Float::kFloat16:
-      error = EnqueueInput<Float::kFloat16>(arguments, launch, call.fp8, wide, shape.vectors);
-      break;
-    case Float::kFloat32:
-      error = EnqueueInput<Float::kFloat32>(arguments, launch, call.fp8, wide, shape.vectors);
-      break;
-    default:
-      break;
-  }
+  const cudaError_t error =
+      LaunchBefore(call.before, arguments, {launch, call.input, call.fp8, wide, shape.vectors});
   if (error == cudaSuccess) return nullptr;
-  return Fail("%s (%s) for quantizing [%lld, %d] of type %d in %d parts by %d threads",
+  return Fail("%s (%s) for quantizing [%lld, %d] of type %d after %d in %d parts by %d threads",
               cudaGetErrorName(error), cudaGetErrorString(error), static_cast<long long>(call.m),
-              arguments.k, static_cast<int>(call.input), shape.parts, shape.threads);
+              arguments.k, static_cast<int>(call.input), static_cast<int>(call.before), shape.parts,
+              shape.threads);
 }
 
 }  // namespace slidesparse::hopper

@@ -10,10 +10,15 @@
 // A row is the work of a block of threads, or of a cluster of them where rows are long.
 // Each reads its part once, into registers, as far as these reach; the codes of the part stand in
 // shared memory, in the order of the row, and from there go into the windows.
+//
+// x may be what a norm or an activation is yet to be computed of (`Before`).  That is done in
+// float32 and rounded to x's type at the end, once: what Inductor makes of vLLM's RMSNorm and
+// SiluAndMul.  SiLU has Inductor's bits; the mean of a norm is summed in another order.
 
 #pragma once
 
 #include "common.cuh"
+#include "enqueue.cuh"
 
 namespace slidesparse::hopper {
 
@@ -28,11 +33,23 @@ constexpr float kLeastFp8Scale = 1.0f / (448.0f * 512.0f);
 // When the kernel behind may start, if it waits for this one's results itself.
 enum class Trigger : int { kAtEnd = 0, kAtOnce = 1, kBeforeCodes = 2 };
 
+// What makes the row that is quantized.
+enum class Before : int {
+  kNone = 0,     // nothing: it is x
+  kNorm = 1,     // x / sqrt(mean_k x^2 + eps) * gain
+  kAddNorm = 2,  // the same of x + residual, which is kept
+  kSiluMul = 3,  // silu(x[m, k]) * x[m, K + k]
+};
+
 struct QuantizeArguments {
-  const void* x;    // [m, k], rows `stride` elements apart
-  std::uint8_t* q;  // [m, columns]
-  float* scale;     // [m]
-  std::int64_t stride;
+  const void* x;         // [m, k], of kSiluMul [m, 2 k], rows `stride` elements apart
+  std::uint8_t* q;       // [m, columns]
+  float* scale;          // [m]
+  const void* residual;  // of kAddNorm: [m, k], rows `residual_stride` elements apart
+  void* total;           // of kAddNorm, x + residual: [m, k]
+  const void* gain;      // of norms: [k]; these three of x's type
+  std::int64_t stride, residual_stride;
+  float eps;
   int k, columns;
   int length, phase;
   int windows;          // of a block of `length`
@@ -57,6 +74,19 @@ struct Vector {
       return __uint_as_float(i % 2 ? word & 0xFFFF0000u : word << 16);
     }
     return __half2float(__ushort_as_half(static_cast<std::uint16_t>(i % 2 ? word >> 16 : word)));
+  }
+
+  // Rounded to the nearest of the type.
+  __device__ __forceinline__ static Vector Of(const float (&values)[kVectorCodes]) {
+    Vector rounded;
+#pragma unroll
+    for (int i = 0; i < kWords; ++i) {
+      rounded.words[i] =
+          kInput == Float::kFloat32
+              ? __float_as_uint(values[i])
+              : Narrow(values[2 * i % kVectorCodes], values[(2 * i + 1) % kVectorCodes], kInput);
+    }
+    return rounded;
   }
 
   // NaN counts as zero.
@@ -104,6 +134,113 @@ __device__ __forceinline__ Vector<kInput> LoadVector(const QuantizeArguments& ar
   }
   return vector;
 }
+
+// The inverse: what x has no column for is not written.
+template <Float kInput, bool kWide>
+__device__ __forceinline__ void StoreVector(const QuantizeArguments& arguments, std::uint8_t* row,
+                                            int column, const Vector<kInput>& vector) {
+  constexpr int kBytes = kInput == Float::kFloat32 ? 4 : 2;
+  if (kWide) {
+    if (column < arguments.k) {
+      uint4* const to = reinterpret_cast<uint4*>(row + std::int64_t{column} * kBytes);
+#pragma unroll
+      for (int i = 0; i < Vector<kInput>::kWords / 4; ++i) {
+        to[i] = make_uint4(vector.words[4 * i], vector.words[4 * i + 1], vector.words[4 * i + 2],
+                           vector.words[4 * i + 3]);
+      }
+    }
+  } else {
+#pragma unroll
+    for (int i = 0; i < kVectorCodes; ++i) {
+      const int at = column + i - arguments.phase;
+      if (at < 0 || at >= arguments.k) continue;
+      if (kInput == Float::kFloat32) {
+        reinterpret_cast<std::uint32_t*>(row)[at] = vector.words[i % Vector<kInput>::kWords];
+      } else {
+        reinterpret_cast<std::uint16_t*>(row)[at] =
+            static_cast<std::uint16_t>(vector.words[i / 2] >> (i % 2 * 16));
+      }
+    }
+  }
+}
+
+// silu(gate) * up, by the division that Triton makes of `/`.
+__device__ __forceinline__ float Gated(float gate, float up) {
+  float silu;
+  asm("div.full.f32 %0, %1, %2;" : "=f"(silu) : "f"(gate), "f"(__fadd_rn(expf(-gate), 1.0f)));
+  return __fmul_rn(silu, up);
+}
+
+// A row, from which the one that is quantized is made.
+template <Float kInput, bool kWide, Before kBefore>
+struct Row {
+  static constexpr int kBytes = kInput == Float::kFloat32 ? 4 : 2;
+  static constexpr bool kIsNorm = kBefore == Before::kNorm || kBefore == Before::kAddNorm;
+
+  const QuantizeArguments& arguments;
+  const std::uint8_t *x, *other;  // the residual, or the second half of x
+  std::uint8_t* total;
+
+  __device__ __forceinline__ Row(const QuantizeArguments& given, std::int64_t row)
+      : arguments(given),
+        x(static_cast<const std::uint8_t*>(given.x) + row * given.stride * kBytes),
+        other(kBefore == Before::kAddNorm ? static_cast<const std::uint8_t*>(given.residual) +
+                                                row * given.residual_stride * kBytes
+                                          : x + std::int64_t{given.k} * kBytes),
+        total(static_cast<std::uint8_t*>(given.total) + row * given.k * kBytes) {}
+
+  // Eight neighbours as they are read.
+  struct Source {
+    Vector<kInput> x, other;
+
+    // Of norms: what is squared.
+    __device__ __forceinline__ float Sum(int i) const {
+      return kBefore == Before::kAddNorm ? __fadd_rn(x.Get(i), other.Get(i)) : x.Get(i);
+    }
+  };
+
+  __device__ __forceinline__ Source Load(int column) const {
+    Source source;
+    source.x = LoadVector<kInput, kWide>(arguments, x, column);
+    if (kBefore == Before::kAddNorm || kBefore == Before::kSiluMul) {
+      source.other = LoadVector<kInput, kWide>(arguments, other, column);
+    }
+    return source;
+  }
+
+  // The squares of a norm's row, of which it writes x + residual.
+  __device__ __forceinline__ float Squares(const Source& source, int column) const {
+    float sums[kVectorCodes], squares = 0.0f;
+#pragma unroll
+    for (int i = 0; i < kVectorCodes; ++i) {
+      sums[i] = source.Sum(i);
+      squares = __fmaf_rn(sums[i], sums[i], squares);
+    }
+    if (kBefore == Before::kAddNorm) {
+      StoreVector<kInput, kWide>(arguments, total, column, Vector<kInput>::Of(sums));
+    }
+    return squares;
+  }
+
+  // What is quantized; `factor` is what a norm multiplies by.
+  __device__ __forceinline__ Vector<kInput> Make(const Source& source, int column,
+                                                 float factor) const {
+    if (kBefore == Before::kNone) return source.x;
+    float made[kVectorCodes];
+    if (kIsNorm) {
+      const auto gain = LoadVector<kInput, kWide>(
+          arguments, static_cast<const std::uint8_t*>(arguments.gain), column);
+#pragma unroll
+      for (int i = 0; i < kVectorCodes; ++i) {
+        made[i] = __fmul_rn(__fmul_rn(source.Sum(i), factor), gain.Get(i));
+      }
+    } else {
+#pragma unroll
+      for (int i = 0; i < kVectorCodes; ++i) made[i] = Gated(source.x.Get(i), source.other.Get(i));
+    }
+    return Vector<kInput>::Of(made);
+  }
+};
 
 // To the nearest integer, ties to even, NaN to 0; saturated to 8 bits; the first in the lowest
 // byte.
@@ -172,26 +309,50 @@ struct RowScale {
   }
 };
 
-// The largest of all threads' magnitudes that work on the row.  Magnitudes order as their bits.
-// `largest` holds a word for each warp of each part; the cluster's blocks have started.
-__device__ __forceinline__ float RowLargest(float mine, std::uint32_t* largest, int part,
-                                            int parts) {
+// Hands every thread that works on the row the word of each warp of each part, part by part.
+// The cluster's blocks have started.
+__device__ __forceinline__ void Exchange(std::uint32_t of_warp, std::uint32_t* words, int part,
+                                         int parts) {
   const int warps = blockDim.x / 32, warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-  const std::uint32_t of_warp = __reduce_max_sync(0xFFFFFFFFu, __float_as_uint(mine));
   if (parts == 1) {
-    if (lane == 0) largest[warp] = of_warp;
+    if (lane == 0) words[warp] = of_warp;
     __syncthreads();
   } else {
     if (lane < parts) {
-      StoreCluster32(MapToBlock(SharedAddress(largest + part * warps + warp), lane), of_warp);
+      StoreCluster32(MapToBlock(SharedAddress(words + part * warps + warp), lane), of_warp);
     }
     __syncwarp();
     ClusterArrive();
     ClusterWait();
   }
+}
+
+// The largest of all threads' magnitudes that work on the row.  Magnitudes order as their bits.
+__device__ __forceinline__ float RowLargest(float mine, std::uint32_t* words, int part, int parts) {
+  Exchange(__reduce_max_sync(0xFFFFFFFFu, __float_as_uint(mine)), words, part, parts);
   std::uint32_t found = 0;
-  for (int i = lane; i < parts * warps; i += 32) found = max(found, largest[i]);
+  for (int i = threadIdx.x % 32; i < parts * static_cast<int>(blockDim.x / 32); i += 32) {
+    found = max(found, words[i]);
+  }
   return __uint_as_float(__reduce_max_sync(0xFFFFFFFFu, found));
+}
+
+__device__ __forceinline__ float WarpSum(float mine) {
+#pragma unroll
+  for (int apart = 16; apart > 0; apart /= 2) {
+    mine = __fadd_rn(mine, __shfl_xor_sync(0xFFFFFFFFu, mine, apart));
+  }
+  return mine;
+}
+
+// The sum over all threads that work on the row, the same for each of them and each time.
+__device__ __forceinline__ float RowSum(float mine, std::uint32_t* words, int part, int parts) {
+  Exchange(__float_as_uint(WarpSum(mine)), words, part, parts);
+  float found = 0.0f;
+  for (int i = threadIdx.x % 32; i < parts * static_cast<int>(blockDim.x / 32); i += 32) {
+    found = __fadd_rn(found, __uint_as_float(words[i]));
+  }
+  return WarpSum(found);
 }
 
 // Words 4 i to 4 i + 3 of the part, from its codes in the order of the row.
@@ -214,43 +375,67 @@ __device__ __forceinline__ uint4 LiftWords(const QuantizeArguments& arguments,
   return make_uint4(words[0], words[1], words[2], words[3]);
 }
 
-// A thread holds kVectors of its vectors; it reads others a second time.
-template <Float kInput, bool kFp8, bool kWide, int kVectors>
+// A thread holds kVectors of its vectors; it reads others again.
+template <Float kInput, bool kFp8, bool kWide, int kVectors, Before kBefore>
 __global__ void __launch_bounds__(kMostQuantizeThreads)
     Quantize(const __grid_constant__ QuantizeArguments arguments) {
+  using RowOf = Row<kInput, kWide, kBefore>;
+  constexpr int kWords = kMostParts * kMostQuantizeThreads / 32;
   extern __shared__ __align__(16) std::uint8_t codes[];
-  __shared__ std::uint32_t largest[kMostParts * kMostQuantizeThreads / 32];
-  constexpr int kBytes = kInput == Float::kFloat32 ? 4 : 2;
+  __shared__ std::uint32_t largest[kWords], sums[RowOf::kIsNorm ? kWords : 1];
   const int parts = arguments.parts;
   const int part = blockIdx.x % parts;
-  const std::int64_t row = blockIdx.x / parts;
+  const std::int64_t row_index = blockIdx.x / parts;
   const int begin = part * arguments.part;
   const int padded = min(arguments.part, arguments.padded - begin);
   const int vectors = (padded + kVectorCodes - 1) / kVectorCodes;  // none and less: nothing to do
   const int held = kVectors * blockDim.x;
-  const std::uint8_t* x =
-      static_cast<const std::uint8_t*>(arguments.x) + row * arguments.stride * kBytes;
+  const RowOf row(arguments, row_index);
   if (arguments.trigger == Trigger::kAtOnce) LaunchDependents();
   if (parts > 1) ClusterArriveRelaxed();
   WaitForPredecessors();
 
+  typename RowOf::Source sources[kVectors];
+#pragma unroll
+  for (int i = 0; i < kVectors; ++i) {
+    const int at = i * blockDim.x + threadIdx.x;
+    if (at < vectors) sources[i] = row.Load(begin + at * kVectorCodes);
+  }
+  float factor = 1.0f;
+  if (RowOf::kIsNorm) {
+    float squares = 0.0f;
+#pragma unroll
+    for (int i = 0; i < kVectors; ++i) {
+      const int at = i * blockDim.x + threadIdx.x;
+      if (at < vectors) squares += row.Squares(sources[i], begin + at * kVectorCodes);
+    }
+    for (int at = held + threadIdx.x; at < vectors; at += blockDim.x) {
+      const int column = begin + at * kVectorCodes;
+      squares += row.Squares(row.Load(column), column);
+    }
+    __syncwarp();
+    if (parts > 1) ClusterWait();
+    const float sum = RowSum(squares, sums, part, parts);
+    factor = rsqrtf(__fadd_rn(__fdiv_rn(sum, static_cast<float>(arguments.k)), arguments.eps));
+  }
   Vector<kInput> mine[kVectors];
 #pragma unroll
   for (int i = 0; i < kVectors; ++i) {
     const int at = i * blockDim.x + threadIdx.x;
-    if (at < vectors) {
-      mine[i] = LoadVector<kInput, kWide>(arguments, x, begin + at * kVectorCodes);
-    }
+    if (at < vectors) mine[i] = row.Make(sources[i], begin + at * kVectorCodes, factor);
   }
+  const auto again = [&](int at) {
+    const int column = begin + at * kVectorCodes;
+    return row.Make(row.Load(column), column, factor);
+  };
   float absmax = 0.0f;
 #pragma unroll
   for (int i = 0; i < kVectors; ++i) absmax = fmaxf(absmax, mine[i].Largest());
   for (int at = held + threadIdx.x; at < vectors; at += blockDim.x) {
-    const auto vector = LoadVector<kInput, kWide>(arguments, x, begin + at * kVectorCodes);
-    absmax = fmaxf(absmax, vector.Largest());
+    absmax = fmaxf(absmax, again(at).Largest());
   }
   __syncwarp();
-  if (parts > 1) ClusterWait();
+  if (!RowOf::kIsNorm && parts > 1) ClusterWait();
   const RowScale<kFp8> scale(RowLargest(absmax, largest, part, parts));
   if (arguments.trigger == Trigger::kBeforeCodes) LaunchDependents();
 
@@ -261,15 +446,15 @@ __global__ void __launch_bounds__(kMostQuantizeThreads)
     if (at < vectors) to[at] = make_uint2(scale.Word(mine[i], 0), scale.Word(mine[i], 4));
   }
   for (int at = held + threadIdx.x; at < vectors; at += blockDim.x) {
-    const auto vector = LoadVector<kInput, kWide>(arguments, x, begin + at * kVectorCodes);
+    const auto vector = again(at);
     to[at] = make_uint2(scale.Word(vector, 0), scale.Word(vector, 4));
   }
   __syncthreads();
   const int first = part * arguments.part_codes;
   const int stores = min(arguments.part_codes, arguments.columns - first) / kStoreCodes;
-  uint4* const out = reinterpret_cast<uint4*>(arguments.q + row * arguments.columns + first);
+  uint4* const out = reinterpret_cast<uint4*>(arguments.q + row_index * arguments.columns + first);
   for (int i = threadIdx.x; i < stores; i += blockDim.x) out[i] = LiftWords(arguments, codes, i);
-  if (part == 0 && threadIdx.x == 0) arguments.scale[row] = scale.scale;
+  if (part == 0 && threadIdx.x == 0) arguments.scale[row_index] = scale.scale;
 }
 
 // What is asked for, before it is decided how.
@@ -278,8 +463,20 @@ struct QuantizeCall {
   std::int64_t m;
   Float input;
   bool fp8;
+  Before before;
   int parts, vectors;  // 0: chosen
 };
+
+// Which kernel; each value of Before has a unit of its own, see quantize_instance.cu.
+struct QuantizeLaunch {
+  Launch launch;
+  Float input;
+  bool fp8, wide;
+  int vectors;
+};
+
+template <Before kBefore>
+cudaError_t LaunchQuantize(const QuantizeArguments& arguments, const QuantizeLaunch& launch);
 
 // Null and a launch, or why there is none.  Defined in quantize.cu.
 const char* EnqueueQuantize(const QuantizeCall& call, cudaStream_t stream, bool dependent);

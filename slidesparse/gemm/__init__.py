@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from slidesparse.flags import BACKEND
+from slidesparse.kernels import Producer
 from slidesparse.pattern import SlideLayout, SlidePattern
 from slidesparse.slide import require_pattern, slide
 
@@ -77,8 +78,12 @@ class LinearProvider(Protocol):
         dtype: torch.dtype,
         columns: int,
         out_dtype: torch.dtype,
+        producer: Producer = None,
     ) -> Tensor:
-        """What `slidesparse.ops.quant_slide` and then `GemmProvider.scaled_matmul` compute: x [M, K] -> [M, N]."""
+        """What `slidesparse.ops.quant_slide` and then `GemmProvider.scaled_matmul` compute: x [M, K] -> [M, N].
+
+        With a ``producer`` of what it makes of x, for `kernels.SiluMul` [M, 2 K].
+        """
 
 
 @runtime_checkable

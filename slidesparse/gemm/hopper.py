@@ -18,9 +18,10 @@ from slidesparse import kernels, profiling
 from slidesparse.backends import HOPPER_CAPABILITY
 from slidesparse.gemm import hopper_configs, hopper_format, hopper_native, missing_triton, plans
 from slidesparse.gemm.hopper_configs import Config
-from slidesparse.gemm.hopper_plans import ROW, HopperPlan, LinearPlan, quantize_call
+from slidesparse.gemm.hopper_plans import ROW, Before, HopperPlan, LinearPlan, quantize_call, set_inputs
 from slidesparse.gemm.library import DTYPES, NAMES, TN, Layout, LibraryError, Problem, require_operand
 from slidesparse.gemm.native import NativeLibrary
+from slidesparse.kernels import Producer, RmsNorm, SiluMul
 from slidesparse.pattern import HARDWARE_LENGTH, SlideLayout, SlidePattern
 from slidesparse.quantize import INT8
 from slidesparse.slide import require_pattern
@@ -30,9 +31,10 @@ CANDIDATES = 16  # configurations that tuning tries for a problem; see `hopper_c
 NEAR = 0.5  # see `tuned.neighbour`: as far as 4:6 is from 2:4 and 6:8 of the same layer
 CHUNK = 16 << 20  # bytes of windows that are packed at a time
 OUTPUTS = (torch.bfloat16, torch.float16)
-# Of more tokens and longer rows than these Triton's kernels quantize, else ours.  8192 x 18944 at 6:8 takes them 134 us
-# and ours 164, 2048 x 18944 37 and 44, 2048 x 8192 17 and 18, 2048 x 3584 8 and 7, on an H200; but to call them takes
-# the host 40 us more, which fewer tokens do not hide.
+# Of more tokens and longer rows than these Triton's kernel quantizes, else ours.  8192 x 18944 at 6:8 takes it 134 us
+# and ours 164, 2048 x 18944 37 and 44, 2048 x 8192 17 and 18, 2048 x 3584 8 and 7, on an H200; but to call it takes
+# the host 40 us more, which fewer tokens do not hide.  After a norm or an activation ours is always faster: 8192 x 3584
+# with a sum and its norm 66 and 121 us, 8192 x 18944 with SiLU 287 and 429.
 TRITON_TOKENS, TRITON_COLUMNS = 2048, 8192
 
 
@@ -214,43 +216,50 @@ class Hopper:
         dtype: torch.dtype,
         columns: int,
         out_dtype: torch.dtype,
+        producer: Producer = None,
     ) -> Tensor:
         """See `slidesparse.gemm.LinearProvider.linear`.
 
         Raises LibraryError for an output but BF16 and FP16, and for what the kernels refuse.
         """
-        (m, k), n, index = x.shape, scale_w.shape[0], x.get_device()
+        m, k, n, index = x.shape[0], _columns_of(x, producer), scale_w.shape[0], x.get_device()
         _require_output(out_dtype)
-        if _by_triton(m, k) or profiling.enabled():  # which times the two parts apart
-            q, scale_x = self.quantize(x, length, phase, dtype, columns)
+        if profiling.enabled() or _by_triton(x, k, producer):  # the first times the two parts apart
+            q, scale_x = self.quantize(x, length, phase, dtype, columns, producer)
             profiling.layer(weight, n, q)
             return self.scaled_matmul(q, scale_x, weight, scale_w, bias, out_dtype)
         out = x.new_empty(m, n, dtype=out_dtype)
         if m == 0:
             return out
         kinds = x.dtype, out_dtype, None if bias is None else bias.dtype
-        key = (kinds, k, length, phase, dtype, columns, n, planned_rows(m))
+        key = (kinds, k, length, phase, dtype, columns, Before.of(producer), n, planned_rows(m))
         with plans.on_device(index):
             plan = plans.plans(self.name, index).get(key, self._linear_plan, *key, x.device)
             if weight.numel() != plan.weight_bytes:
                 _require_size(weight, m, n, columns, plan.weight_bytes)
-            plan.run(_with_dense_rows(x), weight, out, scale_w, bias)
+            plan.run(_with_dense_rows(x), weight, out, scale_w, bias, producer)
         return out
 
     def quantize(
-        self, x: Tensor, length: int, phase: int, dtype: torch.dtype, columns: int
+        self,
+        x: Tensor,
+        length: int,
+        phase: int,
+        dtype: torch.dtype,
+        columns: int,
+        producer: Producer = None,
     ) -> tuple[Tensor, Tensor]:
         """The first part of `linear`: what `slidesparse.ops.quant_slide` returns."""
-        (m, k), index = x.shape, x.get_device()
-        if _by_triton(m, k):
+        m, k, index = x.shape[0], _columns_of(x, producer), x.get_device()
+        x = _with_dense_rows(x)
+        if _by_triton(x, k, producer):
             with profiling.stage("quantize", x):
-                return kernels.quantize(_with_dense_rows(x), length, phase, dtype, columns)
+                return kernels.quantize(x, length, phase, dtype, columns, 0, producer)
         with profiling.stage("quantize", x), plans.on_device(index):
-            x = _with_dense_rows(x)
             q, scale = x.new_empty(m, columns, dtype=dtype), x.new_empty(m, 1, dtype=torch.float32)
-            call = quantize_call(x.dtype, k, length, phase, dtype, columns)
-            call.x, call.q, call.scale = x.data_ptr(), q.data_ptr(), scale.data_ptr()
-            call.stream, call.stride, call.m = plans.stream_of(index), x.stride(0), m
+            call = quantize_call(x.dtype, k, length, phase, dtype, columns, Before.of(producer))
+            set_inputs(call, x, producer, plans.stream_of(index))
+            call.q, call.scale = q.data_ptr(), scale.data_ptr()
             error = hopper_native.native().slidesparse_hopper_quantize(ctypes.addressof(call))
             hopper_native.require(error, f"x {tuple(x.shape)} {x.dtype}")
         return q, scale
@@ -263,12 +272,13 @@ class Hopper:
         phase: int,
         dtype: torch.dtype,
         columns: int,
+        before: Before,
         n: int,
         rows: int,
         device: torch.device,
     ) -> LinearPlan:
         source, out, bias = kinds
-        quantize = quantize_call(source, k, length, phase, dtype, columns)
+        quantize = quantize_call(source, k, length, phase, dtype, columns, before)
         return LinearPlan(self._plan(dtype, n, columns, rows, device), quantize, out, bias)
 
     def _plan(self, operand: torch.dtype, n: int, k: int, rows: int, device: torch.device) -> HopperPlan:
@@ -283,8 +293,42 @@ class Hopper:
         return plan
 
 
-def _by_triton(m: int, k: int) -> bool:
-    return m > TRITON_TOKENS and k > TRITON_COLUMNS
+def _columns_of(x: Tensor, producer: Producer) -> int:
+    """K: those of the rows that are quantized.  Raises LibraryError where the producer's tensors do not fit x."""
+    width = x.shape[1]
+    if producer is None:
+        return width
+    if isinstance(producer, SiluMul):
+        if width % 2:
+            raise LibraryError(f"x has {width} columns; of gates and values there must be as many")
+        return width // 2
+    weight, _, residual, total = producer
+    if weight.shape != (width,):
+        raise LibraryError(f"a norm's weight has shape {tuple(weight.shape)}; x has {width} columns")
+    if residual is not None:
+        _require_alike("residual", residual, x)
+        if residual.stride(1) != 1:
+            raise LibraryError(f"the residual has strides {residual.stride()}; the last must be 1")
+        assert total is not None
+        _require_alike("sum", total, x)
+        if not total.is_contiguous():
+            raise LibraryError(f"the sum has strides {total.stride()}; it must be contiguous")
+    return width
+
+
+def _require_alike(name: str, one: Tensor, x: Tensor) -> None:
+    if one.shape != x.shape or one.dtype != x.dtype:
+        raise LibraryError(
+            f"the {name} is {one.dtype} {tuple(one.shape)}; it must be as x, {x.dtype} {tuple(x.shape)}"
+        )
+
+
+def _by_triton(x: Tensor, k: int, producer: Producer) -> bool:
+    if isinstance(producer, RmsNorm) and (
+        producer.weight.dtype != x.dtype or producer.weight.stride() != (1,)
+    ):
+        return True  # ours wants them alike, and the weight's elements next to each other
+    return producer is None and x.shape[0] > TRITON_TOKENS and k > TRITON_COLUMNS
 
 
 def _require_output(dtype: torch.dtype) -> None:

@@ -43,10 +43,12 @@ class Quantize(ctypes.Structure):
     """SlidesparseHopperQuantize."""
 
     _fields_ = (
-        *_pointers("x", "q", "scale", "stream"),
+        *_pointers("x", "q", "scale", "stream", "residual", "total", "gain"),
         ("stride", ctypes.c_int64),
+        ("residual_stride", ctypes.c_int64),
         *_numbers("m", "k", "columns", "type", "fp8", "length", "phase", "trigger", "dependent"),
-        *_numbers("parts", "vectors"),
+        *_numbers("parts", "vectors", "before"),
+        ("eps", ctypes.c_float),
     )
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import threading
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,6 +20,7 @@ from slidesparse.gemm import hopper_native as native
 from slidesparse.gemm.hopper_configs import STREAM, Config
 from slidesparse.gemm.hopper_native import FLOATS, Call, Linear, Quantize
 from slidesparse.gemm.library import DTYPES, LibraryError, Problem
+from slidesparse.kernels import Producer, RmsNorm, SiluMul
 from slidesparse.quantize import FP8, INT8
 
 DEPENDENT = True  # whether kernels start before the one in front has ended
@@ -83,8 +85,33 @@ class HopperPlan:
         native.require(error, f"configuration {self.algorithm}")
 
 
+class Before(NamedTuple):
+    """What a producer is, without its tensors."""
+
+    number: int = 0  # as csrc/hopper/ has it
+    eps: float = 0.0
+
+    @classmethod
+    def of(cls, producer: Producer) -> Before:
+        """That of ``producer``."""
+        if producer is None:
+            return NOTHING
+        if isinstance(producer, SiluMul):
+            return cls(3)
+        return cls(1 if producer.residual is None else 2, producer.eps)
+
+
+NOTHING = Before()
+
+
 def quantize_call(
-    x: torch.dtype, k: int, length: int, phase: int, dtype: torch.dtype, columns: int
+    x: torch.dtype,
+    k: int,
+    length: int,
+    phase: int,
+    dtype: torch.dtype,
+    columns: int,
+    before: Before = NOTHING,
 ) -> Quantize:
     """What is the same for all tokens [M, k] of dtype ``x``: see `slidesparse.ops.quant_slide`.
 
@@ -104,7 +131,20 @@ def quantize_call(
         phase=phase,
         trigger=TRIGGERS.index(kernels.LAUNCH_DEPENDENTS),
         dependent=DEPENDENT,
+        before=before.number,
+        eps=before.eps,
     )
+
+
+def set_inputs(call: Quantize, x: Tensor, producer: Producer, stream: int) -> None:
+    """Write into ``call`` what it reads, x [M, K] or of a producer [M, 2 K], and a producer's sum."""
+    call.x, call.stream, call.stride, call.m = x.data_ptr(), stream, x.stride(0), x.shape[0]
+    if isinstance(producer, RmsNorm):
+        call.gain = producer.weight.data_ptr()
+        if producer.residual is not None:
+            assert producer.total is not None
+            call.residual, call.total = producer.residual.data_ptr(), producer.total.data_ptr()
+            call.residual_stride = producer.residual.stride(0)
 
 
 class LinearPlan:
@@ -127,9 +167,18 @@ class LinearPlan:
         self._index, self._grid, self._columns = plan.index, plan.grid, int(quantize.columns)
         self.weight_bytes = hopper_format.packed_bytes(plan.constant.n, self._columns)
 
-    def run(self, x: Tensor, weight: Tensor, out: Tensor, scale_w: Tensor, bias: Tensor | None) -> None:
+    def run(
+        self,
+        x: Tensor,
+        weight: Tensor,
+        out: Tensor,
+        scale_w: Tensor,
+        bias: Tensor | None,
+        producer: Producer = None,
+    ) -> None:
         """x [M, K] with a last stride of 1, out [M, N]: enqueued on torch's current stream.
 
+        The producer is one of those that the structure was made for.
         Codes and scales get memory of torch's, which kernels of the same stream may have again after this call.
         """
         m = x.shape[0]
@@ -137,8 +186,8 @@ class LinearPlan:
         scratch = x.new_empty(scales + m * self._columns, dtype=torch.uint8)
         address, stream = scratch.data_ptr(), plans.stream_of(self._index)
         quantize, product = self._quantize, self._product
-        quantize.x, quantize.scale, quantize.q = x.data_ptr(), address, address + scales
-        quantize.stream, quantize.stride, quantize.m = stream, x.stride(0), m
+        set_inputs(quantize, x, producer, stream)
+        quantize.scale, quantize.q = address, address + scales
         product.weight, product.scale_w = weight.data_ptr(), scale_w.data_ptr()
         product.out, product.bias = out.data_ptr(), None if bias is None else bias.data_ptr()
         if self._grid:

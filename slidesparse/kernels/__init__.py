@@ -37,6 +37,21 @@ class Config(NamedTuple):
     warps: int
 
 
+class RmsNorm(NamedTuple):
+    """What is quantized is RMSNorm(x), or with a residual RMSNorm(x + residual); see `norm_quant_slide`."""
+
+    weight: Tensor  # [K] of any float dtype
+    eps: float  # added to the mean square
+    residual: Tensor | None = None  # [M, K] of x's dtype
+    total: Tensor | None = None  # with a residual: contiguous memory [M, K] of x's dtype, for the sum
+
+
+class SiluMul(NamedTuple):
+    """What is quantized is silu(gate) * up of x [M, 2 K], gate before up; see `silu_quant_slide`."""
+
+
+Producer = RmsNorm | SiluMul | None  # what computes that which is quantized; None: it is x
+
 # kind -> ((largest size, largest M, how to launch), ...): the first entry that holds both counts.  Sizes are K for the
 # quantizing kernels and N for dequant_bias; None is any.  Measured on an H200 at M = 4096 and 16384 and sizes 2048,
 # 3584 and 18944, in INT8 and FP8: each entry is within some percent of the best of 30 for both.
@@ -56,7 +71,9 @@ TABLE: dict[str, tuple[_Entry, ...]] = {
         (8192, None, Config(2048, 1, 8)),
         (None, None, Config(1024, 1, 8)),
     ),
-    # Not measured: as quant_slide, but a row is held in registers for longer, as to read it again is to compute again.
+    # As quant_slide, but a row is held in registers longer, as to read it again is to compute again.  Of seven ways,
+    # INT8 on an H200, no other was more than 6% faster at M = 2048 and 8192 of 2048 and 3584 columns (norms), nor of
+    # 8192 and 18944 (SiLU).
     "norm_quant_slide": (
         (1024, None, Config(256, 1, 2)),
         (2048, None, Config(1024, 1, 4)),
@@ -79,15 +96,32 @@ TABLE: dict[str, tuple[_Entry, ...]] = {
 
 
 def quantize(
-    x: Tensor, length: int, phase: int, dtype: torch.dtype, columns: int, rows: int = 0
+    x: Tensor,
+    length: int,
+    phase: int,
+    dtype: torch.dtype,
+    columns: int,
+    rows: int = 0,
+    producer: Producer = None,
 ) -> tuple[Tensor, Tensor]:
-    """By `quant_slide`, or `quant_only` where nothing is lifted; arguments and results are those of `quant_slide`."""
-    from slidesparse.kernels.quant_only import quant_only  # late: these need Triton
-    from slidesparse.kernels.quant_slide import quant_slide
+    """By the kernel for ``producer``, or `quant_only` where nothing is lifted.
 
+    Arguments and results are those of `quant_slide`.
+    """
+    from slidesparse.kernels.norm_quant_slide import norm_quant_slide  # late: these need Triton
+    from slidesparse.kernels.quant_only import quant_only
+    from slidesparse.kernels.quant_slide import quant_slide
+    from slidesparse.kernels.silu_quant_slide import silu_quant_slide
+
+    windows = length, phase, dtype, columns, rows
+    if isinstance(producer, RmsNorm):
+        weight, eps, residual, total = producer
+        return norm_quant_slide(x, residual, weight, eps, *windows, total=total)[:2]
+    if isinstance(producer, SiluMul):
+        return silu_quant_slide(x, *windows)
     if length == HARDWARE_LENGTH and phase == 0:
         return quant_only(x, dtype, columns, rows)
-    return quant_slide(x, length, phase, dtype, columns, rows)
+    return quant_slide(x, *windows)
 
 
 def config(kind: str, size: int, m: int) -> Config:

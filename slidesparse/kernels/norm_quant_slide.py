@@ -211,6 +211,7 @@ def norm_quant_slide(
     columns: int | None = None,
     rows: int = 0,
     launch: Config | None = None,
+    total: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """x [M, K] bfloat16, float16 or float32 -> q [M, columns] of ``dtype``, scale [M, 1] float32, sum [M, K].
 
@@ -220,6 +221,7 @@ def norm_quant_slide(
         weight: [K] bfloat16, float16 or float32.
         eps: added to the mean square.
         length, phase, dtype, columns, rows, launch: as of `quant_slide.quant_slide`.
+        total: memory for the sum, contiguous [M, K] of x's dtype; None: new.
 
     Raises:
         TypeError, ValueError: what was found, what is allowed.
@@ -234,7 +236,10 @@ def norm_quant_slide(
         if residual.shape != x.shape:
             raise ValueError(f"residual has shape {tuple(residual.shape)}; x has {tuple(x.shape)}")
     made = windows(x, k, length, phase, dtype, columns, rows)
-    total = None if residual is None else torch.empty(m, k, dtype=x.dtype, device=x.device)
+    if residual is None:
+        total = None
+    elif total is None:
+        total = torch.empty(m, k, dtype=x.dtype, device=x.device)
     plain = (x, residual, total)
     views = [None if one is None else common.words_of(one, 4) for one in plain]
     pairs = not phase % 2 and all(

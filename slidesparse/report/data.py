@@ -30,9 +30,9 @@ SQUARE, MODEL = "square", "model"  # modes of kernel.csv
 MODES = (SQUARE, MODEL)
 SPARSE, DENSE = "cusparselt", "cublaslt"  # providers: ours, and the dense baseline of the papers
 HOPPER = "hopper"
-# Of whole models: whatever the plugin takes, dense weights kept beside it, norms and activations fused.
-PLUGIN, KEPT, FUSED = "sparse", "sparse+dense", "sparse+fuse"
-OURS = (SPARSE, HOPPER, PLUGIN, KEPT, FUSED)  # sparse providers, which have sections of their own
+# Of whole models: whatever the plugin takes, dense weights kept beside it, norms and activations by themselves.
+PLUGIN, KEPT, UNFUSED = "sparse", "sparse+dense", "unfused"
+OURS = (SPARSE, HOPPER, PLUGIN, KEPT, UNFUSED)  # sparse providers, which have sections of their own
 STOCK = "stock"  # the provider that vLLM itself would use
 SUM = "sum"  # linear.csv: the layer that stands for the four of a model together
 LAYERS = 4  # linear layers of a decoder block: QKV, output, gate and up, down

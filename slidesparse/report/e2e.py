@@ -13,12 +13,12 @@ from slidesparse.pattern import SlidePattern
 from slidesparse.report import plots
 from slidesparse.report.data import (
     DENSE,
-    FUSED,
     KEPT,
     OURS,
     PLUGIN,
     SPARSE,
     STOCK,
+    UNFUSED,
     ReportError,
     dtype_order,
     pattern_order,
@@ -33,7 +33,7 @@ from slidesparse.report.sections import Key, Section, absent_cells, beside_dense
 E2E_COLUMNS = ("model", "dtype", "stage", "M", "pattern", "system", "round", "tokens_per_s")
 STAGES = ("prefill", "decode")
 OFF = "off"
-SYSTEMS = (STOCK, OFF, DENSE, SPARSE, PLUGIN, KEPT, FUSED)  # called as the providers of the other pages
+SYSTEMS = (STOCK, OFF, DENSE, SPARSE, PLUGIN, KEPT, UNFUSED)  # called as the providers of the other pages
 NAMES = {STOCK: "stock vLLM, without the plugin", DENSE: "dense cuBLASLt through the plugin"}
 
 
