@@ -127,7 +127,7 @@ def all_three(given: Case, of_layer: tuple[object, ...]) -> list[Tensor]:
 @pytest.mark.parametrize("dtype", [INT8, FP8])
 @pytest.mark.parametrize(("pattern", "k"), [("6:8", 1003), ("4:6", 1024), ("2:4", 2048), ("6:8", 8200)])
 def test_one_call_is_quantization_and_product(pattern: str, k: int, dtype: torch.dtype) -> None:
-    """Bit for bit; of many long rows Triton's kernels quantize, and when steps are profiled the two are two calls."""
+    """Bit for bit; when steps are profiled the two are two calls."""
     n = 648
     made = layer("hopper", pattern, dtype, n, k)
     windows = made.layout.length, made.layout.phase, dtype, made.columns

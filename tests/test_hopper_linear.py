@@ -10,14 +10,18 @@ from hopper_stand_in import StandIn
 from torch import Tensor
 from torch._dynamo.testing import CompileCounter
 
-from slidesparse import gemm, ops, profiling, reference
+import slidesparse.fused_ops  # noqa: F401  registers operators
+from slidesparse import gemm, kernels, ops, profiling, reference
 from slidesparse.gemm import hopper, hopper_plans
 from slidesparse.gemm.library import LibraryError
+from slidesparse.kernels import RmsNorm, SiluMul
 from slidesparse.pattern import SlidePattern
 from slidesparse.prune import prune
 from slidesparse.quantize import FP8, INT8
 
 pytest_plugins = ("hopper_fixtures",)
+
+OURS = getattr(torch.ops, ops.NAMESPACE)
 
 
 def integers(m: int, k: int, seed: int) -> Tensor:
@@ -62,6 +66,81 @@ def test_a_layer_of_float32_tokens_may_write_other_types(standing_in: StandIn) -
         linear(x.t()[:5], packed[:5120], ones, None, 4, 0, INT8, 16, torch.float16),
         linear(x.t()[:5].contiguous(), packed[:5120], ones, None, 4, 0, INT8, 16, torch.float16),
     )
+
+
+def identity() -> tuple[Tensor, Tensor]:
+    """A packed weight that multiplies by 1, and its scales."""
+    return gemm.provider("hopper").pack(torch.eye(64, dtype=INT8)), torch.ones(64, 1)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_norms_and_activations_in_the_same_call(standing_in: StandIn, dtype: torch.dtype) -> None:
+    """Rows with gaps as well; what the call is told to compute first, and where the sum goes."""
+    of_layer = (*identity(), None, 4, 0, INT8, 64, dtype, "hopper")
+    generator = torch.Generator().manual_seed(0)
+    for m in (1, 5, 40):
+        wide = torch.randn(m, 144, generator=generator).to(dtype)
+        norm = torch.randn(64, generator=generator).to(dtype)
+        for x, residual in ((wide[:, :64], wide[:, 70:134]), (wide[:, :64].contiguous(),) * 2):
+            normed, total = reference.rms_norm(x, norm, 1e-5, residual)
+            cases = (
+                (OURS.rms_norm_linear(x, norm, 1e-5, *of_layer), reference.rms_norm(x, norm, 1e-5)[0]),
+                (OURS.silu_mul_linear(wide[:, :128], *of_layer), reference.silu_mul(wide[:, :128])),
+                (OURS.add_rms_norm_linear(x, residual, norm, 1e-5, *of_layer)[0], normed),
+            )
+            for found, before in cases:
+                assert torch.equal(found, OURS.linear(before, *of_layer))
+            assert torch.equal(OURS.add_rms_norm_linear(x, residual, norm, 1e-5, *of_layer)[1], total)
+            last = standing_in.quantizations[-1]
+            assert (last.before, last.stride, last.residual_stride) == (2, x.stride(0), residual.stride(0))
+            assert last.eps == pytest.approx(1e-5, rel=1e-6)
+
+
+def test_producers_that_do_not_fit_are_refused(standing_in: StandIn) -> None:
+    of_layer = (*identity(), None, 4, 0, INT8, 64, torch.bfloat16, "hopper")
+    x = torch.ones(2, 64, dtype=torch.bfloat16)
+    with pytest.raises(LibraryError, match=r"norm's weight has shape \(63,\); x has 64 columns"):
+        OURS.rms_norm_linear(x, x[0, :63], 1e-5, *of_layer)
+    with pytest.raises(LibraryError, match=r"residual is torch.float16 \(2, 64\); it must be as x"):
+        OURS.add_rms_norm_linear(x, x.half(), x[0], 1e-5, *of_layer)
+    with pytest.raises(LibraryError, match=r"residual has strides \(1, 2\); the last must be 1"):
+        OURS.add_rms_norm_linear(x, x.t().contiguous().t(), x[0], 1e-5, *of_layer)
+    with pytest.raises(LibraryError, match="x has 63 columns; of gates and values there must be as many"):
+        OURS.silu_mul_linear(x[:, :63], *of_layer)
+    total = torch.empty(64, 2, dtype=x.dtype).t()
+    with pytest.raises(LibraryError, match=r"sum has strides \(1, 2\); it must be contiguous"):
+        hopper.PROVIDER.quantize(x, 4, 0, INT8, 64, RmsNorm(x[0], 1e-5, x, total))
+
+
+def test_who_quantizes(standing_in: StandIn, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Triton's kernels: long rows of many tokens as they are, and norms whose weight is of another type."""
+    asked: list[object] = []
+
+    def quantize(
+        x: Tensor, length: int, phase: int, dtype: torch.dtype, columns: int, *rest: object
+    ) -> object:
+        asked.append(rest[-1])
+        return torch.zeros(x.shape[0], columns, dtype=dtype), torch.ones(x.shape[0], 1)
+
+    monkeypatch.setattr(kernels, "quantize", quantize)
+    monkeypatch.setattr(hopper, "TRITON_TOKENS", 4)
+    monkeypatch.setattr(hopper, "TRITON_COLUMNS", 32)
+    x, norm = torch.ones(5, 64, dtype=torch.bfloat16), torch.ones(64, dtype=torch.bfloat16)
+    wide = RmsNorm(norm.float(), 1e-5)
+    for tokens, producer, by_triton in (
+        (x, None, True),
+        (x[:4], None, False),
+        (x[:, :32], None, False),
+        (x, RmsNorm(norm, 1e-5), False),
+        (x, SiluMul(), False),
+        (x[:1], wide, True),
+        (x[:1], RmsNorm(torch.ones(64, 2, dtype=x.dtype)[:, 0], 1e-5), True),
+    ):
+        before = len(standing_in.quantizations)
+        hopper.PROVIDER.quantize(tokens, 4, 0, INT8, 64, producer)
+        assert (len(standing_in.quantizations) == before) is by_triton
+    assert asked[:2] == [None, wide]
+    assert len(asked) == 3
 
 
 def test_layers_that_are_refused(standing_in: StandIn) -> None:
@@ -139,6 +218,19 @@ def test_opcheck_linear(standing_in: StandIn) -> None:
             x = integers(m, 64, m).to(torch.bfloat16) if m else torch.zeros(0, 64, dtype=torch.bfloat16)
             arguments = (x, packed, ones, bias, 4, 0, INT8, 64, torch.float16, "hopper")
             torch.library.opcheck(torch.ops.slidesparse.linear.default, arguments)
+
+
+def test_opcheck_fused_layers(standing_in: StandIn) -> None:
+    of_layer = (*identity(), None, 4, 0, INT8, 64, torch.float16, "hopper")
+    for m in (0, 1, 5):
+        x = integers(m, 64, m).to(torch.bfloat16) if m else torch.zeros(0, 64, dtype=torch.bfloat16)
+        norm = torch.ones(64, dtype=torch.bfloat16)
+        for operator, arguments in (
+            (OURS.rms_norm_linear, (x, norm, 1e-5)),
+            (OURS.add_rms_norm_linear, (x, x + 1, norm, 1e-5)),
+            (OURS.silu_mul_linear, (torch.cat([x, x], 1),)),
+        ):
+            torch.library.opcheck(operator.default, (*arguments, *of_layer))
 
 
 def test_layers_compile_to_one_graph_for_every_number_of_tokens(standing_in: StandIn) -> None:

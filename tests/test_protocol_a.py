@@ -214,3 +214,9 @@ def test_plots_are_the_same_bytes(program: object, losses: Path, tmp_path: Path)
 def test_readme_has_the_tables(program: object, verb: str) -> None:
     results = program("language_results")  # type: ignore[operator]
     assert getattr(results, verb)(PROGRAMS / "protocol_a.csv") in (PROGRAMS / "README.md").read_text()
+
+
+def test_readme_has_the_speeds_that_were_measured_last(program: object) -> None:
+    results = program("language_results")  # type: ignore[operator]
+    measured = PROGRAMS.parent / "benchmarks" / "h200" / "linear.csv"
+    assert results.speeds(PROGRAMS / "protocol_a.csv", measured) in (PROGRAMS / "README.md").read_text()
