@@ -1,0 +1,226 @@
+// Rows of tokens as the quantizer reads them, and what a norm or an activation makes of them.
+//
+// That is done in float32 and rounded to x's type at the end, once: what Inductor makes of vLLM's
+// RMSNorm and SiluAndMul.  SiLU has Inductor's bits; the mean of a norm is summed in another order.
+
+#pragma once
+
+#include "common.cuh"
+
+namespace slidesparse::hopper {
+
+constexpr int kVectorCodes = 8;  // columns that a thread loads and quantizes at a time
+
+// When the kernel behind may start, if it waits for this one's results itself.
+enum class Trigger : int { kAtEnd = 0, kAtOnce = 1, kBeforeCodes = 2 };
+
+// What makes the row that is quantized.
+enum class Before : int {
+  kNone = 0,     // nothing: it is x
+  kNorm = 1,     // x / sqrt(mean_k x^2 + eps) * gain
+  kAddNorm = 2,  // the same of x + residual, which is kept
+  kSiluMul = 3,  // silu(x[m, k]) * x[m, K + k]
+};
+
+struct QuantizeArguments {
+  const void* x;         // [m, k], of kSiluMul [m, 2 k], rows `stride` elements apart
+  std::uint8_t* q;       // [m, columns]
+  float* scale;          // [m]
+  const void* residual;  // of kAddNorm: [m, k], rows `residual_stride` elements apart
+  void* total;           // of kAddNorm, x + residual: [m, k]
+  const void* gain;      // of norms: [k]; these three of x's type
+  std::int64_t stride, residual_stride;
+  float eps;
+  int k, columns;
+  int length, phase;
+  int windows;          // of a block of `length`
+  std::uint32_t magic;  // 2^32 / windows, rounded up
+  int padded;           // columns of a row of whole blocks, the phase among them
+  int parts;            // of a row
+  int part;             // padded columns of one
+  int part_codes;       // and what they become in q
+  Trigger trigger;
+};
+
+// Eight neighbours of a row, as they stand in memory.
+template <Float kInput>
+struct Vector {
+  static constexpr int kWords = kInput == Float::kFloat32 ? 8 : 4;
+  std::uint32_t words[kWords] = {};
+
+  __device__ __forceinline__ float Get(int i) const {
+    if (kInput == Float::kFloat32) return __uint_as_float(words[i % kWords]);
+    const std::uint32_t word = words[i / 2 % kWords];
+    if (kInput == Float::kBFloat16) {
+      return __uint_as_float(i % 2 ? word & 0xFFFF0000u : word << 16);
+    }
+    return __half2float(__ushort_as_half(static_cast<std::uint16_t>(i % 2 ? word >> 16 : word)));
+  }
+
+  // Rounded to the nearest of the type.
+  __device__ __forceinline__ static Vector Of(const float (&values)[kVectorCodes]) {
+    Vector rounded;
+#pragma unroll
+    for (int i = 0; i < kWords; ++i) {
+      rounded.words[i] =
+          kInput == Float::kFloat32
+              ? __float_as_uint(values[i])
+              : Narrow(values[2 * i % kVectorCodes], values[(2 * i + 1) % kVectorCodes], kInput);
+    }
+    return rounded;
+  }
+
+  // NaN counts as zero.
+  __device__ __forceinline__ float Largest() const {
+    float largest = 0.0f;
+#pragma unroll
+    for (int i = 0; i < kVectorCodes; ++i) largest = fmaxf(largest, fabsf(Get(i)));
+    return largest;
+  }
+};
+
+// Columns `column` to `column` + 7 of the padded row, zero where x has none.  kWide: there is no
+// phase, k is a multiple of 8, and vectors are aligned to 16 bytes.
+template <Float kInput, bool kWide>
+__device__ __forceinline__ Vector<kInput> LoadVector(const QuantizeArguments& arguments,
+                                                     const std::uint8_t* row, int column) {
+  constexpr int kBytes = kInput == Float::kFloat32 ? 4 : 2;
+  Vector<kInput> vector;
+  if (kWide) {
+    if (column < arguments.k) {
+      const uint4* from = reinterpret_cast<const uint4*>(row + std::int64_t{column} * kBytes);
+#pragma unroll
+      for (int i = 0; i < Vector<kInput>::kWords / 4; ++i) {
+        const uint4 found = from[i];
+        vector.words[4 * i] = found.x;
+        vector.words[4 * i + 1] = found.y;
+        vector.words[4 * i + 2] = found.z;
+        vector.words[4 * i + 3] = found.w;
+      }
+    }
+  } else {
+#pragma unroll
+    for (int i = 0; i < kVectorCodes; ++i) {
+      const int at = column + i - arguments.phase;
+      if (at < 0 || at >= arguments.k) continue;
+      if (kInput == Float::kFloat32) {
+        vector.words[i % Vector<kInput>::kWords] =
+            __float_as_uint(reinterpret_cast<const float*>(row)[at]);
+      } else {
+        vector.words[i / 2] |=
+            static_cast<std::uint32_t>(reinterpret_cast<const std::uint16_t*>(row)[at])
+            << (i % 2 * 16);
+      }
+    }
+  }
+  return vector;
+}
+
+// The inverse: what x has no column for is not written.
+template <Float kInput, bool kWide>
+__device__ __forceinline__ void StoreVector(const QuantizeArguments& arguments, std::uint8_t* row,
+                                            int column, const Vector<kInput>& vector) {
+  constexpr int kBytes = kInput == Float::kFloat32 ? 4 : 2;
+  if (kWide) {
+    if (column < arguments.k) {
+      uint4* const to = reinterpret_cast<uint4*>(row + std::int64_t{column} * kBytes);
+#pragma unroll
+      for (int i = 0; i < Vector<kInput>::kWords / 4; ++i) {
+        to[i] = make_uint4(vector.words[4 * i], vector.words[4 * i + 1], vector.words[4 * i + 2],
+                           vector.words[4 * i + 3]);
+      }
+    }
+  } else {
+#pragma unroll
+    for (int i = 0; i < kVectorCodes; ++i) {
+      const int at = column + i - arguments.phase;
+      if (at < 0 || at >= arguments.k) continue;
+      if (kInput == Float::kFloat32) {
+        reinterpret_cast<std::uint32_t*>(row)[at] = vector.words[i % Vector<kInput>::kWords];
+      } else {
+        reinterpret_cast<std::uint16_t*>(row)[at] =
+            static_cast<std::uint16_t>(vector.words[i / 2] >> (i % 2 * 16));
+      }
+    }
+  }
+}
+
+// silu(gate) * up, by the division that Triton makes of `/`.
+__device__ __forceinline__ float Gated(float gate, float up) {
+  float silu;
+  asm("div.full.f32 %0, %1, %2;" : "=f"(silu) : "f"(gate), "f"(__fadd_rn(expf(-gate), 1.0f)));
+  return __fmul_rn(silu, up);
+}
+
+// A row, from which the one that is quantized is made.
+template <Float kInput, bool kWide, Before kBefore>
+struct Row {
+  static constexpr int kBytes = kInput == Float::kFloat32 ? 4 : 2;
+  static constexpr bool kIsNorm = kBefore == Before::kNorm || kBefore == Before::kAddNorm;
+
+  const QuantizeArguments& arguments;
+  const std::uint8_t *x, *other;  // the residual, or the second half of x
+  std::uint8_t* total;
+
+  __device__ __forceinline__ Row(const QuantizeArguments& given, std::int64_t row)
+      : arguments(given),
+        x(static_cast<const std::uint8_t*>(given.x) + row * given.stride * kBytes),
+        other(kBefore == Before::kAddNorm ? static_cast<const std::uint8_t*>(given.residual) +
+                                                row * given.residual_stride * kBytes
+                                          : x + std::int64_t{given.k} * kBytes),
+        total(static_cast<std::uint8_t*>(given.total) + row * given.k * kBytes) {}
+
+  // Eight neighbours as they are read.
+  struct Source {
+    Vector<kInput> x, other;
+
+    // Of norms: what is squared.
+    __device__ __forceinline__ float Sum(int i) const {
+      return kBefore == Before::kAddNorm ? __fadd_rn(x.Get(i), other.Get(i)) : x.Get(i);
+    }
+  };
+
+  __device__ __forceinline__ Source Load(int column) const {
+    Source source;
+    source.x = LoadVector<kInput, kWide>(arguments, x, column);
+    if (kBefore == Before::kAddNorm || kBefore == Before::kSiluMul) {
+      source.other = LoadVector<kInput, kWide>(arguments, other, column);
+    }
+    return source;
+  }
+
+  // The squares of a norm's row, of which it writes x + residual.
+  __device__ __forceinline__ float Squares(const Source& source, int column) const {
+    float sums[kVectorCodes], squares = 0.0f;
+#pragma unroll
+    for (int i = 0; i < kVectorCodes; ++i) {
+      sums[i] = source.Sum(i);
+      squares = __fmaf_rn(sums[i], sums[i], squares);
+    }
+    if (kBefore == Before::kAddNorm) {
+      StoreVector<kInput, kWide>(arguments, total, column, Vector<kInput>::Of(sums));
+    }
+    return squares;
+  }
+
+  // What is quantized; `factor` is what a norm multiplies by.
+  __device__ __forceinline__ Vector<kInput> Make(const Source& source, int column,
+                                                 float factor) const {
+    if (kBefore == Before::kNone) return source.x;
+    float made[kVectorCodes];
+    if (kIsNorm) {
+      const auto gain = LoadVector<kInput, kWide>(
+          arguments, static_cast<const std::uint8_t*>(arguments.gain), column);
+#pragma unroll
+      for (int i = 0; i < kVectorCodes; ++i) {
+        made[i] = __fmul_rn(__fmul_rn(source.Sum(i), factor), gain.Get(i));
+      }
+    } else {
+#pragma unroll
+      for (int i = 0; i < kVectorCodes; ++i) made[i] = Gated(source.x.Get(i), source.other.Get(i));
+    }
+    return Vector<kInput>::Of(made);
+  }
+};
+
+}  // namespace slidesparse::hopper
