@@ -4,8 +4,9 @@
     gate_up_proj  4096  28     60.1      1407.2   98.3   41.0%         19
 
 Stages are timed on the GPU with CUDA events around what is launched, on a CPU with a clock; microseconds are means of a
-call.  A step is the time from one call of a model's first layer to the next, pauses left out.  Calls that are captured
-into a CUDA graph cannot be timed, as a replay runs no Python: they are counted, and the table says so.
+call.  A norm or an activation that is fused with quantization counts as quantization.  A step is the time from one call
+of a model's first layer to the next, pauses left out.  Calls that are captured into a CUDA graph cannot be timed, as a
+replay runs no Python: they are counted, and the table says so.
 """
 
 from __future__ import annotations

@@ -41,7 +41,8 @@ def steps_page(found: Mapping[Cell, Mapping[System, Kernels]]) -> str:
     parts = [
         "# A step of a whole model",
         "Microseconds of GPU time in one step, by what kernels do, as vLLM's profiler (PyTorch's) recorded them; it "
-        "slows the host, so `idle`, when no kernel ran, is an upper bound. Products include lm_head.",
+        "slows the host, so `idle`, when no kernel ran, is an upper bound. Products include lm_head; norms and "
+        "activations that are fused with quantization count as quantization.",
     ]
     order = sorted(found, key=lambda one: (one[0], dtype_order(one[1]), one[2] != "prefill", one[3]))
     for model, dtype, stage, m in order:
