@@ -20,9 +20,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from slidesparse import gemm, profiling
+from slidesparse import profiling
 from slidesparse.kernels import Producer, RmsNorm, SiluMul
-from slidesparse.ops import LAYER, WINDOWS, linear_fake, quant_slide_fake, quantize, register
+from slidesparse.ops import LAYER, WINDOWS, linear_fake, quant_slide_fake, quantize, register, whole_layer
 
 
 def rms_norm_quant_slide(
@@ -63,7 +63,7 @@ def _quantize(
 
 def rms_norm_linear(x: Tensor, norm: Tensor, eps: float, *layer: Any) -> Tensor:
     """``torch.ops.slidesparse.linear`` of RMSNorm(x): norm [K]; ``layer`` is what follows x there."""
-    return _linear(x, RmsNorm(norm, eps), *layer)
+    return whole_layer(x, RmsNorm(norm, eps), *layer)
 
 
 def add_rms_norm_linear(
@@ -71,30 +71,12 @@ def add_rms_norm_linear(
 ) -> tuple[Tensor, Tensor]:
     """``torch.ops.slidesparse.linear`` of RMSNorm(x + residual), and the sum [M, K] of x's dtype."""
     total = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    return _linear(x, RmsNorm(norm, eps, residual, total), *layer), total
+    return whole_layer(x, RmsNorm(norm, eps, residual, total), *layer), total
 
 
 def silu_mul_linear(x: Tensor, *layer: Any) -> Tensor:
     """``torch.ops.slidesparse.linear`` of silu(gate) * up, where x [M, 2 K] holds gate before up."""
-    return _linear(x, SiluMul(), *layer)
-
-
-def _linear(
-    x: Tensor,
-    producer: Producer,
-    weight: Tensor,
-    scale_w: Tensor,
-    bias: Tensor | None,
-    length: int,
-    phase: int,
-    dtype: torch.dtype,
-    columns: int,
-    out_dtype: torch.dtype,
-    backend: str,
-) -> Tensor:
-    return gemm.linear_provider(backend).linear(
-        x, weight, scale_w, bias, length, phase, dtype, columns, out_dtype, producer
-    )
+    return whole_layer(x, SiluMul(), *layer)
 
 
 def _rms_norm_quant_slide_fake(x: Tensor, norm: Tensor, eps: float, *windows: Any) -> tuple[Tensor, Tensor]:

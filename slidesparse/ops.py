@@ -97,20 +97,14 @@ def scaled_matmul(
     return gemm.provider(backend).scaled_matmul(q, scale_x, weight, scale_w, bias, out_dtype)
 
 
-def _scaled_matmul_fake(
-    q: Tensor,
-    scale_x: Tensor,
-    weight: Tensor,
-    scale_w: Tensor,
-    bias: Tensor | None,
-    out_dtype: torch.dtype,
-    backend: str,
-) -> Tensor:
+def _scaled_matmul_fake(q: Tensor, scale_x: Tensor, weight: Tensor, scale_w: Tensor, *rest: Any) -> Tensor:
+    _bias, out_dtype, _backend = rest
     return q.new_empty(q.shape[0], scale_w.shape[0], dtype=out_dtype)
 
 
-def _linear(
+def whole_layer(
     x: Tensor,
+    producer: Producer,
     weight: Tensor,
     scale_w: Tensor,
     bias: Tensor | None,
@@ -121,24 +115,18 @@ def _linear(
     out_dtype: torch.dtype,
     backend: str,
 ) -> Tensor:
-    """`quant_slide` and `scaled_matmul` in one call of ``backend``, one of `slidesparse.gemm.FUSED`."""
+    """`quantize` and `scaled_matmul` in one call of ``backend``, one of `slidesparse.gemm.FUSED`."""
     return gemm.linear_provider(backend).linear(
-        x, weight, scale_w, bias, length, phase, dtype, columns, out_dtype
+        x, weight, scale_w, bias, length, phase, dtype, columns, out_dtype, producer
     )
 
 
-def linear_fake(
-    x: Tensor,
-    weight: Tensor,
-    scale_w: Tensor,
-    bias: Tensor | None,
-    length: int,
-    phase: int,
-    dtype: torch.dtype,
-    columns: int,
-    out_dtype: torch.dtype,
-    backend: str,
-) -> Tensor:
+def _linear(x: Tensor, *layer: Any) -> Tensor:
+    return whole_layer(x, None, *layer)
+
+
+def linear_fake(x: Tensor, weight: Tensor, scale_w: Tensor, *rest: Any) -> Tensor:
+    *_bias_and_windows, out_dtype, _backend = rest
     return x.new_empty(x.shape[0], scale_w.shape[0], dtype=out_dtype)
 
 
@@ -166,20 +154,8 @@ def _sparse_or_dense(
     return sparse_linear(x, weight, scale_w, bias, length, phase, dtype, columns, out_dtype, backend)
 
 
-def _sparse_or_dense_fake(
-    x: Tensor,
-    weight: Tensor,
-    dense: Tensor,
-    scale_w: Tensor,
-    bias: Tensor | None,
-    length: int,
-    phase: int,
-    dtype: torch.dtype,
-    columns: int,
-    out_dtype: torch.dtype,
-    backend: str,
-    dense_backend: str,
-) -> Tensor:
+def _sparse_or_dense_fake(x: Tensor, weight: Tensor, dense: Tensor, scale_w: Tensor, *rest: Any) -> Tensor:
+    *_bias_and_windows, out_dtype, _backend, _dense_backend = rest
     return x.new_empty(x.shape[0], scale_w.shape[0], dtype=out_dtype)
 
 
