@@ -311,14 +311,14 @@ def bandwidth(out: Out = Path("bench_out"), time_limit: Limit = None, as_json: J
     began = time.monotonic()
     with explained():
         from slidesparse.bench import machine
-        from slidesparse.bench.bandwidth import BandwidthBench, cells
+        from slidesparse.bench.bandwidth import BandwidthBench, cells, libraries
         from slidesparse.bench.records import write_conditions
 
         gpu = machine.require_gpu()
-        write_conditions(out / "bandwidth.json", machine.conditions(gpu, []))
+        write_conditions(out / "bandwidth.json", machine.conditions(gpu, libraries(gpu.device)))
         with _session(gpu, began, time_limit) as (session, bar):
             bench = BandwidthBench(session, out)
-            _begin(bar, len(cells()))
+            _begin(bar, len(cells(gpu.device)))
             finished = bench.run()
         _finish(
             finished,

@@ -7,17 +7,20 @@ import os
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import cast
 
 import pytest
 import torch
 from fake_library import CPU, GPU, FakeClock, FakeLibrary, Ticks, session, times_of
+from hopper_stand_in import StandIn
 from torch import Tensor
 from typer.testing import CliRunner
 
+from slidesparse import reference
+from slidesparse.bench import bandwidth, machine, measure, stock
 from slidesparse.bench import linear as linears
-from slidesparse.bench import machine, measure, stock
 from slidesparse.bench import session as sessions
-from slidesparse.bench.bandwidth import Cell
+from slidesparse.bench.bandwidth import Cell, cells
 from slidesparse.bench.inputs import Inputs, Rotation
 from slidesparse.bench.kernel import COLUMNS, KernelBench, model_groups, square_groups
 from slidesparse.bench.linear import LinearBench, add_sums
@@ -28,8 +31,11 @@ from slidesparse.bench.session import Session
 from slidesparse.bench.shapes import Layer
 from slidesparse.bench.stock import Stock
 from slidesparse.cli import app
-from slidesparse.gemm import tuned
+from slidesparse.gemm import hopper, tuned
 from slidesparse.gemm.library import Problem
+from slidesparse.pattern import SlidePattern
+
+pytest_plugins = ("hopper_fixtures",)
 
 LAYERS = (Layer("qkv", 64, 64), Layer("down", 32, 128))
 MODEL = [("tiny", LAYERS)]
@@ -235,6 +241,39 @@ def test_bytes_that_a_kernel_moves() -> None:
     for silu in ("silu_quant_slide 6:8", "silu, quant_slide 6:8"):
         assert Cell(silu, "int8", 16, 64).moved == 16 * (64 * 2 * 2 + 96) + 16 * 4
     assert Cell("dequant_bias", "int32", 16, 64).moved == 16 * 64 * (4 + 2) + 16 * 4 + 64 * (4 + 2)
+    for name in ("quant_slide 6:8", "norm_quant_slide 6:8", "silu_quant_slide 6:8"):
+        assert Cell(f"hopper {name}", "int8", 16, 64).moved == Cell(name, "int8", 16, 64).moved
+
+
+def test_kernels_of_the_hopper_backend_where_it_runs(
+    standing_in: StandIn, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is launched computes what its name says, each copy of the input by itself."""
+    before = cells(CPU)
+    monkeypatch.setattr(hopper.LIBRARY, "unusable", lambda gpu: None)
+    added = {cell.kernel for cell in set(cells(CPU)) - set(before)}
+    assert added == {f"hopper {name} 6:8" for name in ("quant_slide", "norm_quant_slide", "silu_quant_slide")}
+    generator = torch.Generator().manual_seed(0)
+    x, residual, other = (torch.randn(5, 64, generator=generator).to(torch.bfloat16) for _ in range(3))
+    weight, both = torch.rand(64, generator=generator).to(torch.bfloat16), torch.cat([x, residual], 1)
+    layout = SlidePattern(8).layout(64)
+    for launch, i, expected in (
+        (bandwidth._quantize(Cell("hopper quant_slide 6:8", "int8", 5, 64), [x, other]), 1, other),
+        (
+            bandwidth._norm(Cell("hopper norm_quant_slide 6:8", "int8", 5, 64), [(x, residual)], weight),
+            0,
+            reference.rms_norm(x, weight, bandwidth.EPS, residual)[0],
+        ),
+        (
+            bandwidth._activate(Cell("hopper silu_quant_slide 6:8", "int8", 5, 64), [both]),
+            0,
+            reference.silu_mul(both),
+        ),
+    ):
+        q, scale = cast(tuple[Tensor, Tensor], launch(i))
+        found, found_scale = reference.quant_slide(expected, layout, torch.int8, "cuda")
+        assert torch.equal(q[:, : layout.slided], found)
+        assert torch.equal(scale, found_scale)
 
 
 def test_stock_without_its_kernels_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,7 +1,8 @@
 """Memory bandwidth of the kernels that quantize and scale, against a device-to-device copy of as many bytes.
 
 Norms and activations are measured fused with quantization and as pairs, Inductor's kernel and ours; the bytes are those
-of the fused kernel in both, so that rates compare like times.
+of the fused kernel in both, so that rates compare like times.  "hopper" in a name: the backend's own kernels, where it
+runs; Triton's else.
 """
 
 from __future__ import annotations
@@ -18,7 +19,9 @@ from slidesparse import reference
 from slidesparse.bench.measure import Launch, exact
 from slidesparse.bench.records import Records
 from slidesparse.bench.session import Session, free
-from slidesparse.gemm.library import DTYPES
+from slidesparse.gemm import hopper
+from slidesparse.gemm.library import DTYPES, Library
+from slidesparse.kernels import Producer, RmsNorm, SiluMul
 from slidesparse.pattern import SlidePattern
 
 KEY = ("kernel", "dtype", "M", "K")
@@ -31,16 +34,23 @@ ACCUMULATORS = ("int32", "bf16")  # what the libraries leave to be scaled
 FLOAT = torch.bfloat16
 EPS = 1e-6
 FUSED = ("norm_quant_slide", "norm, quant_slide", "silu_quant_slide", "silu, quant_slide")
+HOPPER = "hopper "  # before the name of a kernel
+OF_HOPPER = tuple(HOPPER + name for name in ("quant_slide", "norm_quant_slide", "silu_quant_slide"))
 
 
 @dataclass(frozen=True)
 class Cell:
     """One kernel at one size; ``dtype`` is the one it quantizes to, or that of the accumulators it scales."""
 
-    kernel: str  # "quant_only", "quant_slide 6:8", "dequant_bias", or of FUSED and " 6:8"
+    kernel: str  # "quant_only", "quant_slide 6:8", "dequant_bias", or of FUSED or OF_HOPPER and " 6:8"
     dtype: str
     m: int
     k: int
+
+    @property
+    def name(self) -> str:
+        """Of what the kernel does, whosever it is."""
+        return self.kernel.removeprefix(HOPPER)
 
     @property
     def moved(self) -> int:
@@ -52,16 +62,24 @@ class Cell:
             return elements * (size + float_size) + vectors
         columns = self.k if self.kernel == "quant_only" else PATTERN.layout(self.k).slided
         written = self.m * columns * size + 4 * self.m
-        if self.kernel.startswith("norm"):  # x, the residual and their sum
+        if self.name.startswith("norm"):  # x, the residual and their sum
             return 3 * elements * float_size + float_size * self.k + written
-        return elements * float_size * (2 if self.kernel.startswith("silu") else 1) + written
+        return elements * float_size * (2 if self.name.startswith("silu") else 1) + written
 
 
-def cells() -> list[Cell]:
-    """Everything that is measured."""
+def libraries(device: torch.device) -> list[Library]:
+    """Those that have kernels of their own, and run on ``device``."""
+    return [] if hopper.LIBRARY.unusable(device) else [hopper.LIBRARY]
+
+
+def cells(device: torch.device) -> list[Cell]:
+    """Everything that is measured on ``device``."""
+    lifting = ["quant_slide", *FUSED]
+    if libraries(device):
+        lifting += OF_HOPPER
     quantizers = [
         (kernel, dtype)
-        for kernel in ("quant_only", *(f"{name} {PATTERN.ratio}" for name in ("quant_slide", *FUSED)))
+        for kernel in ("quant_only", *(f"{name} {PATTERN.ratio}" for name in lifting))
         for dtype in ("int8", "fp8")
     ]
     kernels = [*quantizers, *(("dequant_bias", dtype) for dtype in ACCUMULATORS)]
@@ -77,7 +95,7 @@ class BandwidthBench:
 
     def run(self) -> bool:
         """Measure what is not in the table.  False when the time was up before the end."""
-        for cell in cells():
+        for cell in cells(self._session.gpu.device):
             key = {"kernel": cell.kernel, "dtype": cell.dtype, "M": cell.m, "K": cell.k}
             if not self.records.has(**key):
                 if self._session.deadline.passed:
@@ -103,18 +121,27 @@ class BandwidthBench:
                 (inputs.scale(cell.m).view(-1, 1), inputs.scale(cell.k).view(-1, 1)),
                 inputs.floats((cell.k,), FLOAT),
             )
-        if cell.kernel.startswith("norm"):
-            pairs = inputs.activations("bf16", 2 * cell.m, cell.k, copies)
-            return _norm(
-                cell, [(pair[: cell.m], pair[cell.m :]) for pair in pairs], inputs.floats((cell.k,), FLOAT)
-            )
-        if cell.kernel.startswith("silu"):
+        if cell.name.startswith("norm"):
+            pairs = [
+                (pair[: cell.m], pair[cell.m :])
+                for pair in inputs.activations("bf16", 2 * cell.m, cell.k, copies)
+            ]
+            return _norm(cell, pairs, inputs.floats((cell.k,), FLOAT))
+        if cell.name.startswith("silu"):
             return _activate(cell, inputs.activations("bf16", cell.m, 2 * cell.k, copies))
         rows = inputs.activations("bf16", cell.m, cell.k, copies)
         return _quantize(cell, rows)
 
 
+def _by_hopper(cell: Cell, rows: list[Tensor], producers: list[Producer]) -> Launch:
+    kind, layout = DTYPES[cell.dtype], PATTERN.layout(cell.k)
+    columns = layout.slided + -layout.slided % hopper.LIBRARY.alignment
+    return lambda i: hopper.PROVIDER.quantize(rows[i], layout.length, 0, kind, columns, producers[i])
+
+
 def _quantize(cell: Cell, rows: list[Tensor]) -> Launch:
+    if cell.kernel.startswith(HOPPER):
+        return _by_hopper(cell, rows, [None] * len(rows))
     # late: the kernels need Triton
     from slidesparse.kernels.quant_only import quant_only
     from slidesparse.kernels.quant_slide import quant_slide
@@ -136,6 +163,10 @@ def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _norm(cell: Cell, pairs: list[tuple[Tensor, Tensor]], weight: Tensor) -> Launch:
+    if cell.kernel.startswith(HOPPER):
+        total = torch.empty_like(pairs[0][0])
+        norms: list[Producer] = [RmsNorm(weight, EPS, residual, total) for _, residual in pairs]
+        return _by_hopper(cell, [x for x, _ in pairs], norms)
     from slidesparse.kernels.norm_quant_slide import norm_quant_slide  # late: needs Triton
     from slidesparse.kernels.quant_slide import quant_slide
 
@@ -147,6 +178,8 @@ def _norm(cell: Cell, pairs: list[tuple[Tensor, Tensor]], weight: Tensor) -> Lau
 
 
 def _activate(cell: Cell, rows: list[Tensor]) -> Launch:
+    if cell.kernel.startswith(HOPPER):
+        return _by_hopper(cell, rows, [SiluMul()] * len(rows))
     from slidesparse.kernels.quant_slide import quant_slide  # late: needs Triton
     from slidesparse.kernels.silu_quant_slide import silu_quant_slide
 
