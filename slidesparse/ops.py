@@ -34,10 +34,9 @@ from slidesparse.quantize import arithmetic_of
 ABI = 6  # of operators and packed weights; part of vLLM's compile-cache key
 
 NAMESPACE = "slidesparse"
-WINDOWS = "SymInt length, SymInt phase, ScalarType dtype, SymInt columns"  # of a schema
-LAYER = (
-    f"Tensor weight, Tensor scale_w, Tensor? bias, {WINDOWS}, ScalarType out_dtype, str backend"  # likewise
-)
+# Parts of schemas: how a row is quantized, and a layer that begins with that.
+WINDOWS = "SymInt length, SymInt phase, ScalarType dtype, SymInt columns"
+LAYER = f"Tensor weight, Tensor scale_w, Tensor? bias, {WINDOWS}, ScalarType out_dtype, str backend"
 if "_library" not in globals():  # a reload keeps the operators: they go when their library object does
     _library = torch.library.Library(NAMESPACE, "FRAGMENT")
 

@@ -339,6 +339,7 @@ def hopper_producers() -> Iterator[Case]:
                     for tokens, found in zip((normed, reference.silu_mul(both)), results[2:], strict=True):
                         q = reference.quant_slide(tokens, layout, INT8)[0]
                         far = (found[0][:, : layout.slided].cpu().int() - q.int()).abs()
+                        # few lie next to a tie; one code of the smallest case, 33 columns, is 1.5%
                         right &= bool(far.max() <= 1) and float((far > 0).float().mean()) < 0.02
                     right &= all(
                         same(a[0], b[0].cpu()) for a, b in zip(results[:2], results[2:], strict=True)

@@ -215,6 +215,7 @@ def test_layers_that_are_one_call_stay_one(standing_in: StandIn) -> None:
     before = standing_in.linears
     for one, other in zip(module(*arguments), (first, second, residual, third, fourth), strict=True):
         assert torch.equal(one, other)
+        assert bool(one.any())
     assert standing_in.linears == before + 4
 
 

@@ -42,14 +42,15 @@ from torch.fx import Graph, Node
 from torch.fx.experimental.symbolic_shapes import statically_known_true, sym_eq
 from vllm.logger import init_logger
 
-from slidesparse import __version__, fused_ops, ops  # noqa: F401  the first registers operators
+import slidesparse.fused_ops  # noqa: F401  registers operators
+from slidesparse import __version__, ops
 
 logger = init_logger("vllm.slidesparse")
 
 PASS_KEY = "post_grad_custom_post_pass"  # of torch._inductor.config
 TO_THE_END = 2**63 - 1  # of a slice
 
-aten, prims, ours = torch.ops.aten, torch.ops.prims, getattr(torch.ops, ops.NAMESPACE)
+aten, prims, ours = torch.ops.aten, torch.ops.prims, torch.ops.slidesparse
 
 NORM, ADD_NORM, SILU_MUL = range(3)  # what may come before
 

@@ -233,8 +233,7 @@ __attribute__((visibility("default"))) const char* slidesparse_hopper_quantize(
       adds != (call->residual != nullptr) || adds != (call->total != nullptr)) {
     return Fail(
         "what comes before, %d, with a gain at %p, a residual at %p and its sum at %p: norms have "
-        "the "
-        "first, and of sums all; nothing else has any",
+        "the first, and of sums all; nothing else has any",
         call->before, call->gain, call->residual, call->total);
   }
   QuantizeArguments arguments = {};

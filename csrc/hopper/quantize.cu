@@ -58,8 +58,8 @@ Shape Choose(const QuantizeCall& call) {
   return shape;
 }
 
-cudaError_t LaunchBefore(Before before, const QuantizeArguments& arguments,
-                         const QuantizeLaunch& launch) {
+cudaError_t LaunchInstance(Before before, const QuantizeArguments& arguments,
+                           const QuantizeLaunch& launch) {
   switch (before) {
     case Before::kNone:
       return LaunchQuantize<Before::kNone>(arguments, launch);
@@ -131,7 +131,7 @@ const char* EnqueueQuantize(const QuantizeCall& call, cudaStream_t stream, bool 
                          shape.threads, CeilDiv(codes, kStoreCodes) * kStoreCodes,
                          shape.parts,   dependent};
   const cudaError_t error =
-      LaunchBefore(call.before, arguments, {launch, call.input, call.fp8, wide, shape.vectors});
+      LaunchInstance(call.before, arguments, {launch, call.input, call.fp8, wide, shape.vectors});
   if (error == cudaSuccess) return nullptr;
   return Fail("%s (%s) for quantizing [%lld, %d] of type %d after %d in %d parts by %d threads",
               cudaGetErrorName(error), cudaGetErrorString(error), static_cast<long long>(call.m),

@@ -72,8 +72,8 @@ TABLE: dict[str, tuple[_Entry, ...]] = {
         (None, None, Config(1024, 1, 8)),
     ),
     # As quant_slide, but a row is held in registers longer, as to read it again is to compute again.  Of seven ways,
-    # INT8 on an H200, no other was more than 6% faster at M = 2048 and 8192 of 2048 and 3584 columns (norms), nor of
-    # 8192 and 18944 (SiLU).
+    # INT8 on an H200, no other was more than 7% faster: norms of 2048 columns at M = 8192 and of 3584 at 2048 and 8192,
+    # SiLU of 8192 and 18944 at both.
     "norm_quant_slide": (
         (1024, None, Config(256, 1, 2)),
         (2048, None, Config(1024, 1, 4)),
@@ -108,19 +108,24 @@ def quantize(
 
     Arguments and results are those of `quant_slide`.
     """
-    from slidesparse.kernels.norm_quant_slide import norm_quant_slide  # late: these need Triton
-    from slidesparse.kernels.quant_only import quant_only
-    from slidesparse.kernels.quant_slide import quant_slide
-    from slidesparse.kernels.silu_quant_slide import silu_quant_slide
-
     windows = length, phase, dtype, columns, rows
     if isinstance(producer, RmsNorm):
+        from slidesparse.kernels.norm_quant_slide import (
+            norm_quant_slide,
+        )  # late, as all here: they need Triton
+
         weight, eps, residual, total = producer
         return norm_quant_slide(x, residual, weight, eps, *windows, total=total)[:2]
     if isinstance(producer, SiluMul):
+        from slidesparse.kernels.silu_quant_slide import silu_quant_slide
+
         return silu_quant_slide(x, *windows)
     if length == HARDWARE_LENGTH and phase == 0:
+        from slidesparse.kernels.quant_only import quant_only
+
         return quant_only(x, dtype, columns, rows)
+    from slidesparse.kernels.quant_slide import quant_slide
+
     return quant_slide(x, *windows)
 
 
