@@ -270,11 +270,6 @@ __global__ void __launch_bounds__(Shape<kStrips, kTokens>::kThreads,
                                         token_scales, sums);
     }
   }
-  if (arguments.sharers > 1) {  // barriers stay until the others are through with them
-    __syncwarp();
-    ClusterArriveRelaxed();
-    ClusterWait();
-  }
 }
 
 }  // namespace slidesparse::hopper

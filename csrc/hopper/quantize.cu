@@ -10,9 +10,12 @@ namespace {
 constexpr int kMostCodesBytes = 160 << 10;  // of a part, in shared memory
 constexpr int kMostLength = 1 << 16;
 constexpr int kMultiprocessors = 132;  // only for choosing; any number is right
-// Vectors of a part at most, where blocks of threads are few, and where they are many: more threads
-// of a block wait for each other while too few other blocks are there to work.
-constexpr int kFewVectors = 640, kManyVectors = 1024;
+// Few rows of more vectors than this are dealt to as many multiprocessors as there are, in parts of
+// no fewer than the second; below, clusters cost more than they bring.
+constexpr int kLongVectors = 640, kLeastVectors = 128;
+// Vectors of a part at most where blocks of threads are many: more threads of a block wait for each
+// other while too few other blocks are there to work.  An activation takes a thread longer.
+constexpr int kManyVectors = 1024, kManySiluVectors = 2048;
 
 struct Shape {
   int parts, vectors, threads;
@@ -37,12 +40,15 @@ Shape Choose(const QuantizeCall& call) {
   const std::int64_t vectors = CeilDiv(call.arguments.padded, kVectorCodes);
   if (shape.parts == 0) {
     shape.parts = 1;
-    const bool few = call.m <= kMultiprocessors;
-    const bool many = call.m > (call.before == Before::kSiluMul ? 1 : 3) * kMultiprocessors;
-    while (shape.parts < kMostParts && (PartOf(call.arguments, shape.parts) == 0 ||
-                                        vectors > shape.parts * 4 * kMostQuantizeThreads ||
-                                        (few && vectors > shape.parts * kFewVectors) ||
-                                        (many && vectors > shape.parts * kManyVectors))) {
+    const bool silu = call.before == Before::kSiluMul;
+    const bool few = call.m <= kMultiprocessors && vectors > kLongVectors;
+    const bool many = call.m > (silu ? 1 : 3) * kMultiprocessors;
+    while (shape.parts < kMostParts &&
+           (PartOf(call.arguments, shape.parts) == 0 ||
+            vectors > shape.parts * 4 * kMostQuantizeThreads ||
+            (few && 2 * shape.parts * call.m <= kMultiprocessors &&
+             vectors > shape.parts * kLeastVectors) ||
+            (many && vectors > shape.parts * (silu ? kManySiluVectors : kManyVectors)))) {
       shape.parts *= 2;
     }
   }

@@ -138,7 +138,9 @@ class Producer {
     }
   }
 
-  // Their activations, when these and the cluster's barriers are there, and the rest.
+  // Their activations, when these and the cluster's barriers are there, and the rest.  Returns when
+  // no other block will reach into this one any more: what it tells a block that has ended is an
+  // error of the launch.
   __device__ void Run() {
     Walk walk = begin_;
     for (int i = 0; i < first_; ++i) {
@@ -153,6 +155,11 @@ class Producer {
       LoadWeights(cursor.stage);
       LoadTokens(next_, cursor.stage);
       Advance();
+      cursor.Advance(arguments_.stages);
+    }
+    if (sharers_.count == 1) return;
+    for (int i = 0; i < first_; ++i) {  // stages that have been read and not filled again
+      BarrierWait(empty_ + 8 * cursor.stage, cursor.parity);
       cursor.Advance(arguments_.stages);
     }
   }

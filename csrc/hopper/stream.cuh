@@ -316,11 +316,6 @@ __global__ void __launch_bounds__(Shape<kStrips, kTokens>::kThreads,
     }
   }
   if (threadIdx.x < S::kConsumers && threadIdx.x % 128 == 0) StoreWaitRead<0>();
-  if (arguments.sharers > 1) {  // barriers stay until the others are through with them
-    __syncwarp();
-    ClusterArriveRelaxed();
-    ClusterWait();
-  }
 }
 
 }  // namespace slidesparse::hopper
