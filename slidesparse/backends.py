@@ -11,7 +11,7 @@ from pathlib import Path
 
 # The vLLM versions that the plugin works with, and the two it was tested with from end to end.
 VLLM_OLDEST = "0.13.0"
-VLLM_TESTED = ("0.25.1", "0.28.0")
+VLLM_TESTED = ("0.25.1", "0.28.0", "0.32.0")
 
 SPARSE_CAPABILITY = (8, 0)  # Ampere: the first sparse tensor cores
 HOPPER_CAPABILITY = (9, 0)  # whose instructions neither earlier nor later GPUs have

