@@ -231,6 +231,7 @@ def test_every_configuration_of_a_layer(m: int, n: int, k: int) -> None:
     found = hopper_configs.candidates(n, made.columns, m, sms, 10**6, fits)
     assert found
     for config in found:
+        print(config)  # a launch that fails does not say which it was
         run = run_config(made, config, x, bias, torch.bfloat16, INT8)
         wrong = sum((run() != expected).sum() for _ in range(3))
         assert int(wrong) == 0, config
