@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-# The vLLM versions that the plugin works with, and the two it was tested with from end to end.
+# The vLLM versions that the plugin works with, and those it was tested with from end to end.
 VLLM_OLDEST = "0.13.0"
 VLLM_TESTED = ("0.25.1", "0.28.0", "0.32.0")
 

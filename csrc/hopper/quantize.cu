@@ -10,11 +10,11 @@ namespace {
 constexpr int kMostCodesBytes = 160 << 10;  // of a part, in shared memory
 constexpr int kMostLength = 1 << 16;
 constexpr int kMultiprocessors = 132;  // only for choosing; any number is right
-// Few rows of more vectors than this are dealt to as many multiprocessors as there are, in parts of
-// no fewer than the second; below, clusters cost more than they bring.
+// Few rows of more vectors than the first are dealt to as many multiprocessors as there are, while
+// a part has more than the second.
 constexpr int kLongVectors = 640, kLeastVectors = 128;
 // Vectors of a part at most where blocks of threads are many: more threads of a block wait for each
-// other while too few other blocks are there to work.  An activation takes a thread longer.
+// other while too few other blocks are there to work.  With an activation fewer parts are faster.
 constexpr int kManyVectors = 1024, kManySiluVectors = 2048;
 
 struct Shape {

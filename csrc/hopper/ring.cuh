@@ -139,8 +139,8 @@ class Producer {
   }
 
   // Their activations, when these and the cluster's barriers are there, and the rest.  Returns when
-  // no other block will reach into this one any more: what it tells a block that has ended is an
-  // error of the launch.
+  // no sharer will arrive at this block's stages any more: to arrive at a block that has ended
+  // fails the launch.
   __device__ void Run() {
     Walk walk = begin_;
     for (int i = 0; i < first_; ++i) {

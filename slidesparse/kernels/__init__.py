@@ -109,10 +109,9 @@ def quantize(
     Arguments and results are those of `quant_slide`.
     """
     windows = length, phase, dtype, columns, rows
+    # Imported late: they need Triton.
     if isinstance(producer, RmsNorm):
-        from slidesparse.kernels.norm_quant_slide import (
-            norm_quant_slide,
-        )  # late, as all here: they need Triton
+        from slidesparse.kernels.norm_quant_slide import norm_quant_slide
 
         weight, eps, residual, total = producer
         return norm_quant_slide(x, residual, weight, eps, *windows, total=total)[:2]
