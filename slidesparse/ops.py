@@ -12,6 +12,7 @@ A layer that keeps its dense weight as well is one call, which takes the weight 
     y: Tensor = torch.ops.slidesparse.sparse_or_dense(x, weight, dense, s_w, bias, ..., backend, dense_backend)
 
 Those that compute a norm or an activation as well are in `slidesparse.fused_ops`.
+Whole layers are called by C++ where the kernels' library is loaded (`slidesparse.gemm.hopper_operators`).
 They are opaque to torch.compile, with fakes that are symbolic in M, so one graph serves every number of tokens.
 They choose nothing from the environment: what is to run comes with the call.
 """
@@ -25,7 +26,7 @@ import torch
 from torch import Tensor
 
 from slidesparse import gemm, kernels, profiling, reference
-from slidesparse.gemm import crossover
+from slidesparse.gemm import crossover, hopper_operators
 from slidesparse.gemm.plans import bucket
 from slidesparse.kernels import Producer
 from slidesparse.pattern import HARDWARE_LENGTH, SlideLayout
@@ -196,10 +197,16 @@ def register(name: str, schema: str, implementation: Callable[..., Any], fake: C
     """Define an operator once a process, however often the plugin is loaded."""
     if hasattr(getattr(torch.ops, NAMESPACE), name):
         return
-    _library.define(name + schema, tags=(torch.Tag.pt2_compliant_tag,))
-    for key in ("CPU", "CUDA"):
-        _library.impl(name, implementation, key)
-    torch.library.register_fake(f"{NAMESPACE}::{name}", fake, lib=_library)
+    replaceable = name in hopper_operators.OPERATORS
+    names = [name, name + hopper_operators.BY_PYTHON] if replaceable else [name]
+    for one in names:
+        _library.define(one + schema, tags=(torch.Tag.pt2_compliant_tag,))
+        torch.library.register_fake(f"{NAMESPACE}::{one}", fake, lib=_library)
+        _library.impl(one, implementation, "CPU")
+    if replaceable:
+        hopper_operators.implement(name, implementation)
+        implementation = hopper_operators.told(implementation)
+    _library.impl(names[-1], implementation, "CUDA")
 
 
 register(

@@ -14,7 +14,7 @@ from __future__ import annotations
 import sys
 import time
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from multiprocessing.util import Finalize
@@ -133,6 +133,7 @@ class Profiler:
 
 
 _profiler: Profiler | None = None
+_when_enabled: list[Callable[[], None]] = []
 
 
 def enable() -> Profiler:
@@ -140,8 +141,15 @@ def enable() -> Profiler:
     global _profiler
     if _profiler is None:
         _profiler = Profiler()
+        for callback in _when_enabled:
+            callback()
         Finalize(None, _print, exitpriority=1)  # runs in worker processes too, where atexit does not
     return _profiler
+
+
+def when_enabled(callback: Callable[[], None]) -> None:
+    """Call this when profiling begins: what runs without Python cannot be timed."""
+    _when_enabled.append(callback)
 
 
 def disable() -> None:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from slidesparse import gemm, ops
-from slidesparse.gemm import cublaslt, cusparselt, plans
+from slidesparse.gemm import cublaslt, cusparselt, hopper_operators, plans
 from slidesparse.gemm.library import NAMES, Problem
 from slidesparse.pattern import SlideLayout, SlidePattern
 from slidesparse.prune import prune
@@ -134,6 +134,12 @@ def layer(backend: str, pattern: str, dtype: torch.dtype, n: int, k: int) -> Lay
         layout = parsed.layout(k)
         packed = gemm.slide_and_pack(backend, weight, parsed, 0, "the layer of a test")
     return Layer(backend, dtype, layout, weight, packed, scale, gemm.columns(backend, layout.slided))
+
+
+def forget_plans() -> None:
+    """Let layers be planned anew on this thread, those too that C++ runs by itself."""
+    plans._local.caches.clear()
+    hopper_operators.forget()
 
 
 def on_a_new_thread(function: Callable[[], T]) -> T:

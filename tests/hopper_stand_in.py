@@ -89,6 +89,7 @@ class StandIn:
         self.quantizations: list[Quantize] = []
         self.linears = 0
         self.grids: list[int] = []
+        self.workspaces: list[int] = []
         self.error: bytes | None = None
 
     def slidesparse_hopper_workspace(self, strips: int, tokens: int, grid: int) -> int:
@@ -96,6 +97,7 @@ class StandIn:
 
     def slidesparse_hopper_stream(self, address: int, workspace: int, grid: int) -> bytes | None:
         assert workspace
+        self.workspaces.append(workspace)
         self.grids.append(grid)
         return self.slidesparse_hopper_gemm(address)
 

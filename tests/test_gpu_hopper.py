@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import pytest
 import torch
-from gpu_layers import Layer, codes, dense_sums, exact, gpu, layer, normal, require_hopper
+from gpu_layers import Layer, codes, dense_sums, exact, forget_plans, gpu, layer, normal, require_hopper
 from hopper_stand_in import shared_stages
 from strategies import assert_same_bits
 from test_gpu_plans import host_us
 from torch import Tensor
 
 from slidesparse import gemm, kernels, reference
-from slidesparse.gemm import hopper, hopper_configs, hopper_native, plans
+from slidesparse.gemm import hopper, hopper_configs, hopper_native
 from slidesparse.gemm.library import LibraryError, Problem
 from slidesparse.pattern import SlidePattern
 from slidesparse.prune import prune
@@ -151,7 +151,7 @@ def test_a_layer_whenever_its_product_may_start(
 ) -> None:
     """With tokens that change from call to call, in memory that the calls before have used."""
     monkeypatch.setattr(kernels, "LAUNCH_DEPENDENTS", position)
-    plans._local.caches.clear()  # plans of layers say when
+    forget_plans()  # they say when
     made = layer("hopper", pattern, INT8, 1024, 3584)
     inputs = [normal(m, 3584, seed) * (seed + 1) for seed in range(4)]
     expected = []
@@ -165,7 +165,7 @@ def test_a_layer_whenever_its_product_may_start(
         wrong += (made.linear(inputs[i % 4]) != expected[i % 4]).sum()
         q, scale_x = made.quantized(inputs[i % 4])  # the same by Triton's kernel
         wrong += (made.product(q, scale_x, None, torch.bfloat16) != expected[i % 4]).sum()
-    plans._local.caches.clear()
+    forget_plans()
     assert int(wrong) == 0
 
 

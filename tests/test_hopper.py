@@ -41,7 +41,7 @@ KINDS |= {f"SlidesparseHopper{name}": made for name, (made, _) in STRUCTURES.ite
 def test_structures_are_those_of_the_source(name: str) -> None:
     """Names and types in order, and the size that the compiler is made to check."""
     made, size = STRUCTURES[name]
-    source = (nvcc.sources() / "hopper.cu").read_text()
+    source = (nvcc.sources() / "interface.cuh").read_text()
     body = re.search(rf"struct SlidesparseHopper{name} {{(.*?)\n}};", source, re.S)
     assert body
     declared = []

@@ -1,11 +1,12 @@
-// The library's functions, by C linkage: raw device pointers, sizes and a stream; no torch.  Each
-// returns null, or what went wrong in words that stay valid until this thread calls again.
+// The library's functions, by C linkage.  Each returns null, or what went wrong in words that stay
+// valid until this thread calls again.
 
 #include <dlfcn.h>
 
 #include <cstdarg>
 #include <cstdio>
 
+#include "interface.cuh"
 #include "launch.cuh"
 #include "quantize.cuh"
 
@@ -22,10 +23,11 @@ using EncodeTiled = CUresult (*)(CUtensorMap*, CUtensorMapDataType, cuuint32_t, 
                                  const cuuint32_t*, CUtensorMapInterleave, CUtensorMapSwizzle,
                                  CUtensorMapL2promotion, CUtensorMapFloatOOBfill);
 
-// The driver's function; it is in every process that has a CUDA context.
-EncodeTiled FindEncodeTiled() {
+// A function of the driver, which is in every process that has a CUDA context.
+template <class Function>
+Function OfDriver(const char* name) {
   void* driver = dlopen("libcuda.so.1", RTLD_LAZY | RTLD_LOCAL);
-  return driver ? reinterpret_cast<EncodeTiled>(dlsym(driver, "cuTensorMapEncodeTiled")) : nullptr;
+  return driver ? reinterpret_cast<Function>(dlsym(driver, name)) : nullptr;
 }
 
 cudaError_t LaunchInstance(bool fp8, int tokens, const Arguments& arguments,
@@ -59,65 +61,6 @@ const char* Fail(const char* format, ...) {
 
 extern "C" {
 
-// One product, as slidesparse.gemm.hopper lays it out.
-struct SlidesparseHopperCall {
-  const void* q;  // [m, k], rows k bytes apart
-  const void* weight;
-  void* out;  // [m, n]
-  const void* scale_w;
-  const void* scale_x;
-  const void* bias;
-  void* stream;
-  std::int32_t m, n, k;
-  std::int32_t strips, blocks;        // of the packed weight
-  std::int32_t fp8;                   // else INT8
-  std::int32_t out_type, bias_type;   // of Float
-  std::int32_t block_strips, tokens;  // the instance
-  std::int32_t sharers, splits;
-  std::int32_t shared_bytes;
-  std::int32_t dependent;
-};
-
-// One quantization: x [m, k], rows `stride` elements apart, or what a norm or activation makes of
-// it -> codes [m, columns] and scales [m].
-struct SlidesparseHopperQuantize {
-  const void* x;  // [m, 2 k] for silu
-  void* q;        // [m, columns], at a multiple of 16 bytes
-  void* scale;
-  void* stream;
-  const void* residual;  // [m, k] for a norm of a sum, and null for all else
-  void* total;           // the sum: [m, k]; null likewise
-  const void* gain;      // [k] for norms; null for all else.  These three are of x's type
-  std::int64_t stride;
-  std::int64_t residual_stride;
-  std::int32_t m, k;
-  std::int32_t columns;        // of a row of codes: a multiple of 16, K' or more; zeros beyond K'
-  std::int32_t type;           // of x: of Float
-  std::int32_t fp8;            // else INT8
-  std::int32_t length, phase;  // of the pattern's blocks; 4 lifts nothing
-  std::int32_t trigger;        // of Trigger: when a kernel behind may start
-  std::int32_t dependent;      // start before the kernel in front has ended
-  std::int32_t parts;          // blocks of threads that share a row, 1 to 8; 0: chosen
-  std::int32_t vectors;        // of 8 columns that a thread holds: 1, 2 or 4; 0: chosen
-  std::int32_t before;         // of Before
-  float eps;                   // of norms
-};
-
-// One linear layer: the quantization, then the product of its codes.
-struct SlidesparseHopperLinear {
-  SlidesparseHopperQuantize quantize;
-  // q, scale_x, stream, m, k and fp8 are those of the quantization.
-  SlidesparseHopperCall product;
-  void* workspace;     // as slidesparse_hopper_stream has it; null for the clustered kernel
-  std::int32_t grid;   // of the streaming kernel; 0 for the clustered one
-  std::int32_t spare;  // nothing
-};
-
-// Callers lay these out by hand.
-static_assert(sizeof(SlidesparseHopperCall) == 112);
-static_assert(sizeof(SlidesparseHopperQuantize) == 128);
-static_assert(sizeof(SlidesparseHopperLinear) == 256);
-
 static bool IsGrid(int grid) { return grid >= 1 && grid <= kMostStreamBlocks; }
 
 static const char* FailGrid(int grid) {
@@ -127,7 +70,7 @@ static const char* FailGrid(int grid) {
 static const char* Run(const SlidesparseHopperCall* call, void* workspace, int grid) {
   if (call->m <= 0) return nullptr;
   if (call->sharers < 1) return Fail("%d sharers: 1 or more", call->sharers);
-  static const EncodeTiled encode = FindEncodeTiled();
+  static const auto encode = OfDriver<EncodeTiled>("cuTensorMapEncodeTiled");
   if (encode == nullptr) return Fail("libcuda.so.1 has no cuTensorMapEncodeTiled: it is too old");
   Arguments arguments = {};
   const cuuint64_t sizes[2] = {static_cast<cuuint64_t>(call->k), static_cast<cuuint64_t>(call->m)};
@@ -256,8 +199,6 @@ __attribute__((visibility("default"))) const char* slidesparse_hopper_quantize(
                          static_cast<cudaStream_t>(call->stream), call->dependent != 0);
 }
 
-// Quantizes, lifts and multiplies: two launches on one stream, the second a dependent one if the
-// product is.  Nothing is allocated, and nothing waits.
 __attribute__((visibility("default"))) const char* slidesparse_hopper_linear(
     const SlidesparseHopperLinear* call) {
   if (call->grid != 0 && !IsGrid(call->grid)) return FailGrid(call->grid);
@@ -270,6 +211,12 @@ __attribute__((visibility("default"))) const char* slidesparse_hopper_linear(
   product.fp8 = call->quantize.fp8;
   if (const char* error = slidesparse_hopper_quantize(&call->quantize)) return error;
   return Run(&product, call->workspace, call->grid);
+}
+
+std::int32_t slidesparse_hopper_device() {
+  static const auto device_of_context = OfDriver<CUresult (*)(CUdevice*)>("cuCtxGetDevice");
+  CUdevice device = -1;
+  return device_of_context && device_of_context(&device) == CUDA_SUCCESS ? device : -1;
 }
 
 // Bytes that slidesparse_hopper_stream's workspace needs for an instance and a grid.  Every

@@ -279,7 +279,9 @@ class Hopper:
     ) -> LinearPlan:
         source, out, bias = kinds
         quantize = quantize_call(source, k, length, phase, dtype, columns, before)
-        return LinearPlan(self._plan(dtype, n, columns, rows, device), quantize, out, bias)
+        plan = LinearPlan(self._plan(dtype, n, columns, rows, device), quantize, out, bias)
+        plan.prepare_operators(kinds, before, rows)
+        return plan
 
     def _plan(self, operand: torch.dtype, n: int, k: int, rows: int, device: torch.device) -> HopperPlan:
         """For outputs in BF16 and FP16 alike, with a bias or without: that changes no configuration.

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from slidesparse import nvcc
-from slidesparse.gemm import plans
+from slidesparse.gemm import hopper_operators, plans
 from slidesparse.gemm.hopper_configs import STREAM, Config, Fit
 from slidesparse.gemm.library import LibraryError
 from slidesparse.quantize import FP8
@@ -83,6 +83,7 @@ def native() -> Any:
     found.slidesparse_hopper_workspace.restype = ctypes.c_int64
     for name in ("gemm", "stream", "quantize", "linear", "fit", "unusable"):
         getattr(found, f"slidesparse_hopper_{name}").restype = ctypes.c_char_p
+    hopper_operators.install(found)
     return found
 
 

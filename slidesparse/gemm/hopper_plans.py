@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from slidesparse import kernels
-from slidesparse.gemm import hopper_format, plans
+from slidesparse.gemm import hopper_format, hopper_operators, plans
 from slidesparse.gemm import hopper_native as native
 from slidesparse.gemm.hopper_configs import STREAM, Config
 from slidesparse.gemm.hopper_native import FLOATS, Call, Linear, Quantize
@@ -167,6 +167,15 @@ class LinearPlan:
         self._index, self._grid, self._columns = plan.index, plan.grid, int(quantize.columns)
         self.weight_bytes = hopper_format.packed_bytes(plan.constant.n, self._columns)
 
+    def prepare_operators(
+        self, kinds: tuple[torch.dtype, torch.dtype, torch.dtype | None], before: Before, rows: int
+    ) -> None:
+        """Let C++ run such layers without this object: see `slidesparse.gemm.hopper_operators.add`."""
+        of = self._quantize
+        dtype, n = FP8 if of.fp8 else INT8, self._product.n
+        shape = of.k, of.length, of.phase, dtype, of.columns
+        hopper_operators.add(self._index, kinds, *shape, before, n, rows, self._call, self.weight_bytes)
+
     def run(
         self,
         x: Tensor,
@@ -231,7 +240,9 @@ class _Workspaces:
                 raise LibraryError(
                     "no workspace for this stream while a CUDA graph is being captured; run a product on it before"
                 )
-            return self._of[index, stream]
+            found = self._of[index, stream]
+            hopper_operators.workspace(index, stream, found.data_ptr())
+            return found
 
 
 workspace = _Workspaces().address

@@ -1,0 +1,192 @@
+"""The operators of whole layers in C++, csrc/hopper/operators.cu, which run what Python has prepared without Python.
+
+An operator of `OPERATORS` is implemented by Python until `install`; then by C++, which knows a layer from its second
+call on: `add` tells it what the first one, in Python, has prepared.  What C++ does not know or will not take goes on to
+the operator NAME_by_python.
+
+torch is called by its stable C interface, whose functions are handed over by their addresses: one build of the kernels
+serves any torch from 2.10 on.  With an older one, operators stay Python's.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import logging
+import struct
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from slidesparse import profiling
+
+NAMESPACE = "slidesparse"
+OPERATORS = ("linear", "rms_norm_linear", "add_rms_norm_linear", "silu_mul_linear")
+BY_PYTHON = "_by_python"
+# As csrc/hopper/operators.cu has them, in its order.
+FUNCTIONS = (
+    *(
+        f"aoti_torch_{name}"
+        for name in (
+            *(f"get_{what}" for what in ("data_ptr", "dim", "sizes", "strides", "dtype", "device_index")),
+            "empty_strided",
+            "delete_tensor_object",
+        )
+    ),
+    *(f"torch_{name}" for name in ("string_c_str", "delete_string", "call_dispatcher")),
+    "aoti_torch_library_init_impl",
+    "torch_library_impl",
+    "aoti_torch_get_current_cuda_stream",
+    "aoti_torch_dtype_uint8",
+)
+STREAM = "aoti_torch_get_current_cuda_stream"  # only builds for CUDA have it
+LIBRARIES = ("libtorch_cpu.so", "libtorch_cuda.so")  # that have them
+
+_logger = logging.getLogger("slidesparse")
+_native: Any = None  # the kernels' library, once it implements the operators
+if "_python" not in globals():  # a reload keeps what operators are implemented by
+    _python: torch.library.Library | None = torch.library.Library(NAMESPACE, "IMPL", "CUDA")
+
+
+def implement(name: str, implementation: Callable[..., Any]) -> None:
+    """Implement an operator of `OPERATORS` on a GPU by Python, for as long as C++ does not."""
+    if _python is not None:
+        _python.impl(name, implementation)
+
+
+def told(implementation: Callable[..., Any]) -> Callable[..., Any]:
+    """``implementation`` of an operator NAME_by_python, whose errors C++ raises anew with their words."""
+
+    @functools.wraps(implementation)
+    def run(*arguments: Any) -> Any:
+        try:
+            return implementation(*arguments)
+        except Exception as error:
+            if _native is not None:
+                _native.slidesparse_hopper_operators_failed(str(error).encode())
+            raise
+
+    return run
+
+
+def install(native: Any, space: str = NAMESPACE, key: str = "CUDA") -> None:
+    """Let C++ implement the operators: those of ``native``, the kernels' library; once a process.
+
+    Where that cannot be, a line in the log says why, and they stay Python's.
+
+    Args:
+        space: of the operators.
+        key: the dispatch key they are implemented for.
+    """
+    global _native, _python
+    if _native is not None:
+        return
+    found = _functions()
+    missing = [name for name, address in found.items() if not address and (name != STREAM or key == "CUDA")]
+    if missing:
+        _logger.info(
+            "torch %s has no %s: whole layers are called through Python, which takes the host some 15 us a layer more; "
+            "torch 2.10 and later have it",
+            *(torch.__version__, missing[0]),
+        )
+        return
+    addresses = (ctypes.c_void_p * len(found))(*found.values())
+    kinds = {"CPU": 0, "CUDA": 1}  # torch's types of devices
+    native.slidesparse_hopper_operators.argtypes = [
+        *(ctypes.c_void_p, ctypes.c_int32, ctypes.c_char_p, ctypes.c_char_p, ctypes.c_int32)
+    ]
+    native.slidesparse_hopper_operators.restype = ctypes.c_char_p
+    native.slidesparse_hopper_operators_add.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64]
+    native.slidesparse_hopper_operators_workspace.argtypes = [
+        ctypes.c_int32,
+        ctypes.c_void_p,
+        ctypes.c_void_p,
+    ]
+    native.slidesparse_hopper_operators_failed.argtypes = [ctypes.c_char_p]
+    for name in ("add", "workspace", "forget", "failed"):
+        getattr(native, f"slidesparse_hopper_operators_{name}").restype = None
+    if _python is not None and space == NAMESPACE:
+        _python._destroy()
+        _python = None
+    error = native.slidesparse_hopper_operators(
+        addresses, len(found), space.encode(), key.encode(), kinds[key]
+    )
+    if error:
+        raise RuntimeError(f"whole layers found no operators: {error.decode()}; reinstall slidesparse")
+    _native = native
+    profiling.when_enabled(forget)
+
+
+def _functions() -> dict[str, int]:
+    """The addresses of FUNCTIONS; 0 for what this torch does not have."""
+    folder = Path(torch.__file__).parent / "lib"
+    libraries = [ctypes.CDLL(str(folder / name)) for name in LIBRARIES if (folder / name).exists()]
+    found = dict.fromkeys(FUNCTIONS, 0)
+    for name in FUNCTIONS:
+        for library in libraries:
+            if hasattr(library, name):
+                found[name] = ctypes.cast(getattr(library, name), ctypes.c_void_p).value or 0
+                break
+    return found
+
+
+def add(
+    device: int,
+    kinds: tuple[torch.dtype, torch.dtype, torch.dtype | None],
+    k: int,
+    length: int,
+    phase: int,
+    dtype: torch.dtype,
+    columns: int,
+    before: tuple[int, float],
+    n: int,
+    rows: int,
+    call: ctypes.Structure,
+    weight_bytes: int,
+) -> None:
+    """Let C++ run layers of this kind by ``call``, whose tensors do not count; the rest is what it is looked up by.
+
+    Args:
+        call: a `slidesparse.gemm.hopper_native.Linear`.
+        kinds: types of activations, outputs and bias.
+        before: number and epsilon of the producer, `slidesparse.gemm.hopper_plans.Before`.
+        rows: the number of tokens as it is planned, `slidesparse.gemm.hopper.planned_rows`.
+    """
+    if _native is None or profiling.enabled():
+        return
+    source, out, bias = kinds
+    number, eps = before
+    has_eps = number in (1, 2)  # norms
+    words = (
+        *(device, _code(source), _code(out), 0 if bias is None else _code(bias) + 1, _code(dtype)),
+        *(k, n, columns, length, phase, number, _bits(eps) if has_eps else 0, rows),
+    )
+    key = (ctypes.c_int64 * len(words))(*words)
+    _native.slidesparse_hopper_operators_add(key, ctypes.addressof(call), weight_bytes)
+
+
+def workspace(device: int, stream: int, address: int) -> None:
+    """Tell C++ the workspace of a stream, which never moves."""
+    if _native is not None:
+        _native.slidesparse_hopper_operators_workspace(device, stream, address)
+
+
+def forget() -> None:
+    """Let every layer go through Python again, such as to be timed."""
+    if _native is not None:
+        _native.slidesparse_hopper_operators_forget()
+
+
+def _bits(value: float) -> int:
+    found: int = struct.unpack("q", struct.pack("d", value))[0]
+    return found
+
+
+@functools.cache
+def _code(dtype: torch.dtype) -> int:
+    """torch's number of a type."""
+    name = str(dtype).removeprefix("torch.")
+    library = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / LIBRARIES[0]))
+    return int(getattr(library, f"aoti_torch_dtype_{name}")())
