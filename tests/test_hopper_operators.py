@@ -274,3 +274,27 @@ def test_tensors_go_when_nobody_holds_them(operators: Operators) -> None:
             assert [torch._C._storage_Use_Count(storage._cdata) for storage in storages] == [1] * len(
                 storages
             )
+
+
+def test_an_older_torch_keeps_pythons_operators(
+    compiled: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    found = hopper_operators._functions()
+    monkeypatch.setattr(hopper_operators, "_native", None)
+    monkeypatch.setattr(hopper_operators, "_functions", lambda: {**found, "torch_call_dispatcher": 0})
+    with caplog.at_level("INFO", "slidesparse"):
+        hopper_operators.install(compiled, SPACE, "CPU")
+    assert hopper_operators._native is None
+    assert "has no torch_call_dispatcher: whole layers are called through Python" in caplog.text
+
+
+def test_kernels_that_want_other_functions_are_refused(
+    compiled: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = hopper_operators._functions()
+    found.pop("aoti_torch_dtype_uint8")
+    monkeypatch.setattr(hopper_operators, "_native", None)
+    monkeypatch.setattr(hopper_operators, "_functions", lambda: found)
+    with pytest.raises(RuntimeError, match="14 functions of torch, 15 are wanted; reinstall slidesparse"):
+        hopper_operators.install(compiled, SPACE, "CPU")
+    assert hopper_operators._native is None
