@@ -52,8 +52,9 @@ struct Torch {
 };
 
 Torch torch;
-std::int32_t device_type;  // that operators are for: CUDA's, or in tests the CPU's
-std::string by_python[4];  // operators that Python implements, by Before
+constexpr std::int32_t kCpu = 0;  // torch's type of device
+std::int32_t device_type;         // that operators are for: CUDA's, or in tests the CPU's
+std::string by_python[4];         // operators that Python implements, by Before
 
 void Require(Error error) {
   if (error) throw std::runtime_error("a function of torch's stable C interface failed");
@@ -201,10 +202,11 @@ bool RunPrepared(Before before, const Word* stack, Word* outputs) {
     call = found->second.call;
     call.product.weight = weight.data;
   }
-  if (device_type != 0 && slidesparse_hopper_device() != x.device) return false;
+  const bool gpu = device_type != kCpu;
+  if (gpu && slidesparse_hopper_device() != x.device) return false;
   SlidesparseHopperQuantize& quantize = call.quantize;
   void* stream = nullptr;
-  if (torch.current_stream) Require(torch.current_stream(x.device, &stream));
+  if (gpu) Require(torch.current_stream(x.device, &stream));
   if (call.grid) {
     std::shared_lock lock(mutex);
     const auto found = workspaces.find(StreamKey(x.device, stream));
