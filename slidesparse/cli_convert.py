@@ -87,6 +87,17 @@ def register(app: typer.Typer, explained: Callable[[], AbstractContextManager[No
                 help="How often sparsegpt goes over a layer again to lessen its error.", metavar="N"
             ),
         ] = 4,
+        target_of: Annotated[
+            str,
+            typer.Option(
+                "--target",
+                help="What sparsegpt's layers should give: dense, what the dense model does, or own.",
+            ),
+        ] = "dense",
+        balance: Annotated[
+            bool,
+            typer.Option(help="Whether sparsegpt evens out inputs by powers of two, for INT8's steps."),
+        ] = False,
         resume: Annotated[
             bool, typer.Option("--resume", help="Go on from the layers that a killed run finished.")
         ] = False,
@@ -140,7 +151,7 @@ def register(app: typer.Typer, explained: Callable[[], AbstractContextManager[No
 
             calibration = None
             if calib is not None:
-                calibration = Calibration(calib, samples, seqlen, device, resume, sweeps)
+                calibration = Calibration(calib, samples, seqlen, device, resume, sweeps, target_of, balance)
             elif resume:
                 _refuse(
                     "--resume goes on from calibrated layers; without --calib nothing is kept to go on from"

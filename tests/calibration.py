@@ -25,9 +25,8 @@ def write_ids(path: Path) -> str:
 
 def calibrated(source: Path, out: Path, ids: str, **options: Any) -> Report:
     """Convert with calibration; CPU, so that bytes are the same everywhere in these tests."""
-    how = {
-        key: options.pop(key) for key in ("resume", "samples", "seqlen", "device", "sweeps") if key in options
-    }
+    keys = ("resume", "samples", "seqlen", "device", "sweeps", "target", "balance")
+    how = {key: options.pop(key) for key in keys if key in options}
     settings = {"device": "cpu", "seqlen": TOKENS[1], **how}
     options.setdefault("pattern", SIX_EIGHT)
     return convert(source, out, calibration=Calibration(ids, **settings), **options)

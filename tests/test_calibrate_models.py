@@ -328,7 +328,13 @@ def test_inputs_are_kept_if_all_fits_in_memory(tmp_path: Path, monkeypatch: pyte
     states = HiddenStates([(2, 3, 8), (1, 5, 8)], CPU, tmp_path)
     assert states.nbytes == 11 * 8 * 4
     for limit, fits in ((5 * states.nbytes, True), (5 * states.nbytes - 1, False)):
-        monkeypatch.setattr("slidesparse.calibrate.cache.MEMORY_BYTES", limit)
+        monkeypatch.setattr("slidesparse.calibrate.cache.KEPT_BYTES", limit)
         assert may_keep(states, 24) == fits
+    both = HiddenStates([(2, 3, 8), (1, 5, 8)], CPU, tmp_path, streams=2)
+    for limit, fits in ((10 * states.nbytes, True), (10 * states.nbytes - 1, False)):
+        monkeypatch.setattr("slidesparse.calibrate.cache.KEPT_BYTES", limit)
+        assert may_keep(both, 24) == fits
+    monkeypatch.setattr("slidesparse.calibrate.cache.KEPT_OF_HOST", 2**60)
+    assert not may_keep(both, 24)
     monkeypatch.undo()
     assert not may_keep(HiddenStates([(2, 3, 8)], CPU, tmp_path, limit=0), 24)  # on the disk

@@ -4,7 +4,8 @@
 
 Each PRUNED, a float checkpoint, is trained for so many seconds against the Kullback-Leibler divergence from DENSE's
 next-token distribution, and written to OUT/<its name> in BF16.  OUT/control is DENSE itself trained for the same number
-of steps on the same text, with the same learning rates, against the text's next tokens.
+of steps on the same text, with the same learning rates, against the text's next tokens; without a PRUNED it takes all
+of the time.
 """
 
 from __future__ import annotations
@@ -50,9 +51,10 @@ def main() -> None:
     parser.add_argument("corpus", type=Path)
     parser.add_argument("dense", type=Path)
     parser.add_argument("out", type=Path)
-    parser.add_argument("pruned", type=Path, nargs="+")
+    parser.add_argument("pruned", type=Path, nargs="*")
     parser.add_argument("--seconds", type=float, default=100.0, help="for each")
     parser.add_argument("--steps", type=int, help="so many, instead of seconds")
+    parser.add_argument("--no-control", action="store_true", help="leave it out, such as on a second GPU")
     parser.add_argument("--batch", type=int, default=BATCH)
     parser.add_argument("--windows", type=int, help="of held-out text, fewer to try things out")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
@@ -67,7 +69,7 @@ def main() -> None:
     teacher = Model(shape, weights, dtype, compiled)
     print(json.dumps({"teacher": round(teacher.perplexity(held_out), 4)}), flush=True)
     outcomes, most = {}, options.steps
-    for folder in [*options.pruned, None]:
+    for folder in [*options.pruned, *([] if options.no_control else [None])]:
         shape, weights = load(folder or options.dense, options.device)
         model, masks = Model(shape, weights, dtype, compiled), masks_of(weights)
         before = model.perplexity(held_out)

@@ -73,7 +73,7 @@ THEIRS: dict[str, dict[str, tuple[int, bool]]] = {
     "6:8": {"default": (128, False)},  # of whole groups, as it happens: 128 = 16 * 8
     "4:6": {"block126": (126, False), "padded": (126, True), "default": (128, False)},
 }
-SWEEPS = {"plain": 0, "sweeps4": 4}  # the latter is the default
+SWEEPS = {"plain": 0, "sweeps4": 4}
 
 
 def calibration_windows(data: Path, seed: int) -> np.ndarray:
@@ -146,7 +146,8 @@ def prune_ours(run: Run, options: argparse.Namespace, out: Path) -> None:
 
     windows = options.folder / f"calibration{run.seed}.npy"
     np.save(windows, calibration_windows(options.data, run.seed))
-    calibration = Calibration(str(windows), SAMPLES, SEQLEN, "cpu", sweeps=SWEEPS[run.setting])
+    # llm-compressor's layers, too, are pruned towards what they give on the inputs they see
+    calibration = Calibration(str(windows), SAMPLES, SEQLEN, "cpu", sweeps=SWEEPS[run.setting], target="own")
     float_prune.write_pruned(options.model, out, run.pattern, "sparsegpt", calibration, run.seed)
 
 

@@ -272,6 +272,8 @@ def run(todo: list[Cell], options: argparse.Namespace, ids: list[list[int]], tab
                     os.killpg(late, signal.SIGKILL)
             time.sleep(0.05)
             continue
+        if pid not in running:
+            continue  # not a cell's: what vLLM's import or a cell has left to this process
         cell, since = running.pop(pid)
         with suppress(ProcessLookupError):
             os.killpg(pid, signal.SIGKILL)  # what it may have left

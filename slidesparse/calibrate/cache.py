@@ -15,19 +15,30 @@ from slidesparse.calibrate.forward import Block
 MEMORY_BYTES = 2 * 2**30  # what may stay in the host's memory
 DEVICE_SHARE = 4  # of a GPU's free memory one part in so many
 KEPT_SHARE = 2  # the same with what `Inputs` keep; factoring H and running a batch take the other half
+KEPT_BYTES = 6 * 2**30  # what both may take of the host's memory,
+KEPT_OF_HOST = 4  # of which they take one part in so many at most
 
 
 class HiddenStates:
     """A list of float32 tensors, one a batch, each replaced in its place."""
 
     def __init__(
-        self, shapes: Sequence[tuple[int, ...]], device: torch.device, folder: Path, limit: int | None = None
+        self,
+        shapes: Sequence[tuple[int, ...]],
+        device: torch.device,
+        folder: Path,
+        limit: int | None = None,
+        streams: int = 1,
     ) -> None:
-        """Room for tensors of ``shapes``; spilled to an unnamed file in ``folder`` beyond ``limit`` bytes."""
+        """Room for tensors of ``shapes``; spilled to an unnamed file in ``folder`` beyond ``limit`` bytes.
+
+        ``streams``: how many such lists there will be, all with room in the same place.
+        """
         self.shapes = [torch.Size(shape) for shape in shapes]
         self.device = device
+        self.streams = streams
         self.nbytes = sum(shape.numel() for shape in self.shapes) * 4
-        self.where = _place(self.nbytes, device, MEMORY_BYTES if limit is None else limit)
+        self.where = _place(self.nbytes * streams, device, MEMORY_BYTES if limit is None else limit)
         self._tensors: list[Tensor | None] = [None] * len(self.shapes)
         self._file = tempfile.TemporaryFile(dir=folder) if self.where == "disk" else None  # noqa: SIM115
 
@@ -111,9 +122,11 @@ def may_keep(states: HiddenStates, in_features: int) -> bool:
     Asked before anything else lies there; a batch that waits holds what its stage reads and one more hidden state.
     """
     hidden = states.shapes[0][-1] if states.shapes else 1
-    kept = states.nbytes // hidden * (hidden + in_features)
+    needed = (states.nbytes + states.nbytes // hidden * (hidden + in_features)) * states.streams
     home = "device" if states.device.type == "cuda" else "memory"
-    return states.where == home == _place(states.nbytes + kept, states.device, MEMORY_BYTES, KEPT_SHARE)
+    host = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    limit = min(KEPT_BYTES, host // KEPT_OF_HOST)
+    return states.where == home == _place(needed, states.device, limit, KEPT_SHARE)
 
 
 def _place(nbytes: int, device: torch.device, limit: int, share: int = DEVICE_SHARE) -> str:

@@ -47,10 +47,15 @@ class Block(ABC):
     """One layer.  ``weights``: tensors of the layer by name, such as "mlp.down_proj.weight", on one device."""
 
     stages: tuple[tuple[str, ...], ...]  # names of linear layers that read the same input, in order
+    products: tuple[tuple[str, str], ...] = ()  # (a, b): b reads a's outputs times something, each by itself
 
     def __init__(self, shape: Shape, weights: dict[str, Tensor]) -> None:
         self.shape = shape
         self.weights = weights
+
+    def copy(self) -> Block:
+        """Another block of the same weights, to replace some of them in one of the two."""
+        return type(self)(self.shape, dict(self.weights))
 
     @abstractmethod
     def steps(self, x: Tensor) -> Iterator[Tensor]:
@@ -85,6 +90,8 @@ class DecoderBlock(Block):
         ("mlp.gate_proj", "mlp.up_proj"),
         ("mlp.down_proj",),
     )
+
+    products = (("mlp.up_proj", "mlp.down_proj"),)
 
     def steps(self, x: Tensor) -> Iterator[Tensor]:
         h = rms_norm(x, self.weights["input_layernorm.weight"], self.shape.eps)

@@ -2,7 +2,8 @@
 
 For a layer of the model and each of its stages (see `slidesparse.calibrate.forward`): run the samples as far as the
 stage's inputs, sum up H, prune the linear layers that read them, quantize the result with its mask kept, and put what
-will be served in their place, so that the next stage sees what it will see.
+will be served in their place, so that the next stage sees what it will see.  Beside that the dense model is run on the
+same samples, a layer at a time too, to tell what the pruned layers should give (see `slidesparse.calibrate.target`).
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from torch import Tensor
 
 import slidesparse
 from slidesparse.architectures import SCALE, WEIGHT
+from slidesparse.calibrate.balance import balance
 from slidesparse.calibrate.cache import HiddenStates, Inputs, may_keep
 from slidesparse.calibrate.data import Samples
 from slidesparse.calibrate.errors import CalibrationError
@@ -28,6 +30,7 @@ from slidesparse.calibrate.hessian import Hessian, output_error
 from slidesparse.calibrate.models import Model
 from slidesparse.calibrate.refine import SWEEPS, refine
 from slidesparse.calibrate.sparsegpt import damping_for, factor, sparsegpt
+from slidesparse.calibrate.target import Drift, gather, target_of
 from slidesparse.calibrate.wanda import wanda
 from slidesparse.calibrate.work import RANKING, Work
 from slidesparse.checkpoint import DTYPES, Checkpoint, Reader
@@ -36,6 +39,7 @@ from slidesparse.prune import prune
 from slidesparse.quantize import NAMES, dequantize_rows, quantize_rows
 
 BATCH_TOKENS = {"cpu": 2048, "cuda": 16384}
+TARGETS = ("dense", "own")  # pruned layers should give what they do in the dense model, or on the same inputs
 
 Progress = Callable[[str, int, int], None]  # phase, bytes done, bytes in all
 
@@ -47,9 +51,8 @@ class LayerResult:
     name: str
     pattern: str
     method: str
-    error_pruned: (
-        float  # |X (W - W')^T| / |X W^T| over the calibration tokens, X as the pruned layers before give it
-    )
+    # |X (W - W')^T| / |X W^T| over the calibration tokens, X as the pruned layers before give it, both balanced
+    error_pruned: float
     error_quantized: float  # the same with W' quantized
     tokens: int
     seconds: float  # of the stage, shared by its layers
@@ -66,13 +69,24 @@ class Task:
     quant: str
     device: torch.device
     sweeps: int = SWEEPS  # of `slidesparse.calibrate.refine`, after sparsegpt
+    target: str = TARGETS[0]  # one of them, of sparsegpt
+    balance: bool = False  # whether sparsegpt's inputs are evened out, see `slidesparse.calibrate.balance`
+
+    @property
+    def streams(self) -> int:
+        """How many models are run: the pruned one, and with it, if that is the target, the dense one."""
+        return 2 if self.method == "sparsegpt" and self.target == "dense" else 1
+
+    def prunes(self, name: str) -> bool:
+        """Whether a linear layer is rewritten, and not just quantized or left alone."""
+        return name in self.layers and self.layers[name].length is not None
 
     def disk_bytes(self) -> int:
         """Bytes of finished layers, and of hidden states if they are spilled."""
         specs = [self.model.checkpoint.require(name + WEIGHT) for name in self.layers]
         return (
             sum(spec.rows * (spec.columns + 4) for spec in specs)
-            + 4 * self.samples.tokens * self.model.hidden
+            + 4 * self.samples.tokens * self.model.hidden * self.streams
         )
 
     def state(self) -> dict[str, Any]:
@@ -84,6 +98,8 @@ class Task:
             "samples": self.samples.digest,
             "method": self.method,
             "sweeps": self.sweeps if self.method == "sparsegpt" else 0,
+            "target": self.target if self.method == "sparsegpt" else None,
+            "balance": self.balance and self.method == "sparsegpt",
             "quant": self.quant,
             "device": self.device.type,
             "threads": torch.get_num_threads() if self.device.type == "cpu" else 0,
@@ -121,20 +137,22 @@ def calibrate(task: Task, reader: Reader, work: Work, progress: Progress | None 
     """
     counted = _Progress(task, "pruning", progress)
 
-    def visit(number: int, block: Block, inputs: Inputs) -> None:
+    def visit(number: int, inputs: Inputs, dense: Inputs | None) -> None:
         if work.done(number):
-            _restore(task.model, number, block, work)
+            _restore(task.model, number, inputs.block, work)
         else:
             tensors: dict[str, Tensor] = {}
             rows: list[dict[str, Any]] = []
-            for stage, names in enumerate(block.stages):
-                for result, codes, scale in _prune_stage(task, number, stage, names, inputs):
+            if task.balance and task.method == "sparsegpt":
+                _balance(task, number, inputs, dense)
+            for stage, names in enumerate(inputs.block.stages):
+                for result, codes, scale in _prune_stage(task, number, stage, names, inputs, dense):
                     tensors[result.name + WEIGHT], tensors[result.name + SCALE] = codes, scale
                     rows.append(asdict(result))
             work.publish(number, tensors, rows)
         counted.finished(number)
 
-    _walk(task, reader, work.folder, visit)
+    _walk(task, reader, work.folder, visit, task.streams)
 
 
 def rank(task: Task, reader: Reader, work: Work, progress: Progress | None = None) -> dict[str, float]:
@@ -146,18 +164,18 @@ def rank(task: Task, reader: Reader, work: Work, progress: Progress | None = Non
     found: dict[str, float] = {}
     counted = _Progress(task, "ranking", progress)
 
-    def visit(number: int, block: Block, inputs: Inputs) -> None:
-        for stage, names in enumerate(block.stages):
+    def visit(number: int, inputs: Inputs, _: Inputs | None) -> None:
+        for stage, names in enumerate(inputs.block.stages):
             chosen = [name for name in names if task.model.prefix(number) + name in task.layers]
             if not chosen:
                 continue
-            h = _hessian(inputs, stage).matrix
+            h = gather(inputs, stage)[0].matrix
             for name in chosen:
-                full, w = task.model.prefix(number) + name, block.weights[name + WEIGHT]
+                full, w = task.model.prefix(number) + name, inputs.block.weights[name + WEIGHT]
                 found[full] = output_error(w, wanda(w, h, task.layers[full]), h)
         counted.finished(number)
 
-    _walk(task, reader, work.folder, visit)
+    _walk(task, reader, work.folder, visit, 1)
     work.write_json(RANKING, found)
     return found
 
@@ -179,30 +197,44 @@ class _Progress:
 
 
 @torch.inference_mode()
-def _walk(task: Task, reader: Reader, folder: Path, visit: Callable[[int, Block, Inputs], None]) -> None:
-    """Run the samples through the model's layers up to the last one with something to prune."""
+def _walk(
+    task: Task,
+    reader: Reader,
+    folder: Path,
+    visit: Callable[[int, Inputs, Inputs | None], None],
+    streams: int,
+) -> None:
+    """Run the samples through the model's layers up to the last one with something to prune.
+
+    With two ``streams`` the second goes through the layers as they are read, whatever ``visit`` makes of the first's.
+    """
     batches = list(_batches(task.samples, BATCH_TOKENS.get(task.device.type, BATCH_TOKENS["cpu"])))
-    states = HiddenStates([(*ids.shape, task.model.hidden) for ids in batches], task.device, folder)
-    keep = may_keep(states, _widest(task.model))
+    shapes = [(*ids.shape, task.model.hidden) for ids in batches]
+    states = [HiddenStates(shapes, task.device, folder, streams=streams) for _ in range(streams)]
+    keep = may_keep(states[0], _widest(task.model))
     embed = task.model.embedder(reader, task.samples.ids, task.device)
-    for i, ids in enumerate(batches):
-        states[i] = embed(ids)
-    del embed
     wanted = [
         number
         for number in range(task.model.blocks)
         if any(name in task.layers for stage in _stages(task.model, number) for name in stage)
     ]
     try:
+        for i, ids in enumerate(batches):
+            x = embed(ids)
+            for stream in states:
+                stream[i] = x
+        del embed, x
         last = max(wanted, default=-1)
         for number in range(last + 1):
             block = task.model.load(reader, number, task.device)
-            inputs = Inputs(block, states, keep)
-            visit(number, block, inputs)
-            if number < last:
-                inputs.advance()
+            blocks = [block, *(block.copy() for _ in states[1:])]
+            inputs = [Inputs(each, stream, keep) for each, stream in zip(blocks, states, strict=True)]
+            visit(number, inputs[0], inputs[1] if streams > 1 else None)
+            for each in inputs if number < last else ():
+                each.advance()
     finally:
-        states.close()
+        for stream in states:
+            stream.close()
 
 
 def _batches(samples: Samples, tokens: int) -> Iterator[Tensor]:
@@ -212,18 +244,18 @@ def _batches(samples: Samples, tokens: int) -> Iterator[Tensor]:
         yield from alike.split(max(1, tokens // length))
 
 
-def _hessian(inputs: Inputs, stage: int) -> Hessian:
-    hessian: Hessian | None = None
-    for batch in range(len(inputs)):
-        x = inputs.input(stage, batch)
-        hessian = hessian or Hessian(x.shape[-1], x.device)
-        hessian.add(x)
-    assert hessian is not None
-    return hessian
+def _balance(task: Task, number: int, inputs: Inputs, dense: Inputs | None) -> None:
+    """Even out what pruned layers of a block read; the dense block computes the same bits as before."""
+    prefix = task.model.prefix(number)
+    chosen = {name for stage in inputs.block.stages for name in stage if task.prunes(prefix + name)}
+    changed = balance(inputs, chosen, NAMES[task.quant])
+    for each in (inputs, dense):
+        if each is not None:
+            each.block.weights |= changed
 
 
 def _prune_stage(
-    task: Task, number: int, stage: int, names: tuple[str, ...], inputs: Inputs
+    task: Task, number: int, stage: int, names: tuple[str, ...], inputs: Inputs, dense: Inputs | None
 ) -> Iterator[tuple[LayerResult, Tensor, Tensor]]:
     """Prune, quantize and replace in a block the linear layers of a stage; with codes and scales of each."""
     prefix, block = task.model.prefix(number), inputs.block
@@ -231,8 +263,9 @@ def _prune_stage(
     if not chosen:
         return
     started = time.monotonic()
-    hessian = _hessian(inputs, stage)
-    pruned = _prune_rows(task, hessian, {name: block.weights[name + WEIGHT] for name in chosen}, prefix)
+    weights = {name: block.weights[name + WEIGHT] for name in chosen}
+    hessian, drift = gather(inputs, stage, dense, weights)
+    pruned = _prune_rows(task, hessian, drift, weights, prefix)
     for name in chosen:
         w = block.weights[name + WEIGHT]
         codes, scale = quantize_rows(pruned[name], NAMES[task.quant], "cuda")
@@ -251,16 +284,19 @@ def _prune_stage(
 
 
 def _prune_rows(
-    task: Task, hessian: Hessian, weights: Mapping[str, Tensor], prefix: str
+    task: Task, hessian: Hessian, drift: Drift | None, weights: Mapping[str, Tensor], prefix: str
 ) -> dict[str, Tensor]:
     """Prune layers that read the same inputs; those of one pattern together, as their rows do not see each other."""
     found: dict[str, Tensor] = {}
     h, damping = hessian.matrix, damping_for(len(hessian.matrix), hessian.tokens)
     upper = factor(h, damping) if task.method == "sparsegpt" else None
+    errors = drift.errors() if drift else {}
     for pattern in dict.fromkeys(task.layers[prefix + name] for name in weights):
         names = [name for name in weights if task.layers[prefix + name] == pattern]
         w = torch.cat([weights[name] for name in names])
         if upper is not None:
+            if errors and pattern.length is not None:
+                w = target_of(w, torch.cat([errors[name] for name in names]), upper)
             first = sparsegpt(w, upper, pattern)
             pruned = refine(w, first, h, pattern, sweeps=task.sweeps, damping=damping)
         elif task.method == "wanda":
@@ -288,23 +324,23 @@ def prune_floats(
     """
     found: dict[str, Tensor] = {}
 
-    def visit(number: int, block: Block, inputs: Inputs) -> None:
-        prefix = task.model.prefix(number)
+    def visit(number: int, inputs: Inputs, dense: Inputs | None) -> None:
+        prefix, block = task.model.prefix(number), inputs.block
         for stage, names in enumerate(block.stages):
             chosen = [name for name in names if prefix + name in task.layers]
             if not chosen:
                 continue
-            hessian = _hessian(inputs, stage)
             weights = {name: block.weights[name + WEIGHT] for name in chosen}
+            hessian, drift = gather(inputs, stage, dense, weights)
             if rule:
                 pruned = {name: rule(w, hessian) for name, w in weights.items()}
             else:
-                pruned = _prune_rows(task, hessian, weights, prefix)
+                pruned = _prune_rows(task, hessian, drift, weights, prefix)
             for name, w in pruned.items():
                 stored = w.to(DTYPES[task.model.checkpoint.require(prefix + name + WEIGHT).dtype])
                 block.weights[name + WEIGHT], found[prefix + name] = stored.float(), stored.cpu()
 
-    _walk(task, reader, folder, visit)
+    _walk(task, reader, folder, visit, 1 if rule else task.streams)
     return found
 
 

@@ -11,7 +11,7 @@ import torch
 from slidesparse.calibrate.data import SAMPLES, load_samples
 from slidesparse.calibrate.errors import CalibrationError, MissingPackageError
 from slidesparse.calibrate.models import open_model
-from slidesparse.calibrate.pipeline import Task, require_layers
+from slidesparse.calibrate.pipeline import TARGETS, Task, require_layers
 from slidesparse.calibrate.refine import SWEEPS
 from slidesparse.plan import ALL_METHODS, CALIBRATED, Plan
 
@@ -28,6 +28,8 @@ class Calibration:
     device: str = "auto"  # CUDA where there is one
     resume: bool = False
     sweeps: int = SWEEPS
+    target: str = TARGETS[0]
+    balance: bool = False
 
 
 def choose_method(method: str | None, calibration: Calibration | None) -> str:
@@ -62,6 +64,11 @@ def prepare(plan: Plan, calibration: Calibration) -> Task:
         raise CalibrationError(
             f"--sweeps {calibration.sweeps} is negative; 0 is SparseGPT by itself, {SWEEPS} usual"
         )
+    if calibration.target not in TARGETS:
+        raise CalibrationError(
+            f"--target {calibration.target!r} is not known; use dense, to prune layers towards what the dense model "
+            "gives, or own, towards what they themselves gave before"
+        )
     model = open_model(plan.checkpoint)
     require_layers(model, plan.patterns)
     samples = load_samples(calibration.data, model, calibration.samples, calibration.seqlen, plan.seed)
@@ -73,6 +80,8 @@ def prepare(plan: Plan, calibration: Calibration) -> Task:
         plan.quant,
         _device(calibration.device),
         calibration.sweeps,
+        calibration.target,
+        calibration.balance,
     )
 
 
