@@ -34,7 +34,7 @@ from slidesparse.quantize import arithmetic_of
 
 ABI = 6  # of operators and packed weights; part of vLLM's compile-cache key
 
-NAMESPACE = "slidesparse"
+NAMESPACE = hopper_operators.NAMESPACE
 # Parts of schemas: how a row is quantized, and a layer that begins with that.
 WINDOWS = "SymInt length, SymInt phase, ScalarType dtype, SymInt columns"
 LAYER = f"Tensor weight, Tensor scale_w, Tensor? bias, {WINDOWS}, ScalarType out_dtype, str backend"

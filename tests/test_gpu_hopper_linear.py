@@ -345,6 +345,7 @@ def test_layers_run_without_python(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hopper.PROVIDER, "linear", refuse)
     for m, first, fewer in zip(counts, expected, same, strict=True):
         for one, other in zip(run(m), first, strict=True):
+            assert bool(other.any())
             assert_same_bits(one, other)
         for one, other in zip(run(m - (m > 1)), fewer, strict=True):
             assert_same_bits(one, other)

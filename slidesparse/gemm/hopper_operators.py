@@ -21,6 +21,8 @@ from typing import Any
 import torch
 
 from slidesparse import profiling
+from slidesparse.gemm.library import LibraryError
+from slidesparse.quantize import FP8, INT8
 
 NAMESPACE = "slidesparse"
 OPERATORS = ("linear", "rms_norm_linear", "add_rms_norm_linear", "silu_mul_linear")
@@ -74,7 +76,7 @@ def told(implementation: Callable[..., Any]) -> Callable[..., Any]:
 def install(native: Any, space: str = NAMESPACE, key: str = "CUDA") -> None:
     """Let C++ implement the operators: those of ``native``, the kernels' library; once a process.
 
-    Where that cannot be, a line in the log says why, and they stay Python's.
+    With an older torch a line in the log says so, and they stay Python's.  Raises LibraryError when torch refuses them.
 
     Args:
         space: of the operators.
@@ -87,7 +89,7 @@ def install(native: Any, space: str = NAMESPACE, key: str = "CUDA") -> None:
     missing = [name for name, address in found.items() if not address and (name != STREAM or key == "CUDA")]
     if missing:
         _logger.info(
-            "torch %s has no %s: whole layers are called through Python, which takes the host some 15 us a layer more; "
+            "torch %s has no %s: whole layers are called through Python, which takes the host some 10 us a layer more; "
             "torch 2.10 and later have it",
             *(torch.__version__, missing[0]),
         )
@@ -114,7 +116,7 @@ def install(native: Any, space: str = NAMESPACE, key: str = "CUDA") -> None:
         addresses, len(found), space.encode(), key.encode(), kinds[key]
     )
     if error:
-        raise RuntimeError(f"whole layers found no operators: {error.decode()}; reinstall slidesparse")
+        raise LibraryError(f"whole layers found no operators: {error.decode()}; reinstall slidesparse")
     _native = native
     profiling.when_enabled(forget)
 
@@ -135,33 +137,27 @@ def _functions() -> dict[str, int]:
 def add(
     device: int,
     kinds: tuple[torch.dtype, torch.dtype, torch.dtype | None],
-    k: int,
-    length: int,
-    phase: int,
-    dtype: torch.dtype,
-    columns: int,
     before: tuple[int, float],
-    n: int,
     rows: int,
-    call: ctypes.Structure,
+    call: Any,
     weight_bytes: int,
 ) -> None:
-    """Let C++ run layers of this kind by ``call``, whose tensors do not count; the rest is what it is looked up by.
+    """Let C++ run layers of this kind by ``call``, whose tensors do not count.
 
     Args:
-        call: a `slidesparse.gemm.hopper_native.Linear`.
         kinds: types of activations, outputs and bias.
-        before: number and epsilon of the producer, `slidesparse.gemm.hopper_plans.Before`.
+        before: number and epsilon of the producer, `slidesparse.gemm.hopper_plans.Before`; ``call`` has rounded the
+            latter.
         rows: the number of tokens as it is planned, `slidesparse.gemm.hopper.planned_rows`.
+        call: a `slidesparse.gemm.hopper_native.Linear`.
     """
     if _native is None or profiling.enabled():
         return
-    source, out, bias = kinds
-    number, eps = before
-    has_eps = number in (1, 2)  # norms
+    (source, out, bias), (number, eps), of = kinds, before, call.quantize
     words = (
-        *(device, _code(source), _code(out), 0 if bias is None else _code(bias) + 1, _code(dtype)),
-        *(k, n, columns, length, phase, number, _bits(eps) if has_eps else 0, rows),
+        *(device, _code(source), _code(out), 0 if bias is None else _code(bias) + 1),
+        *(_code(FP8 if of.fp8 else INT8), of.k, call.product.n, of.columns, of.length, of.phase),
+        *(number, _bits(eps), rows),
     )
     key = (ctypes.c_int64 * len(words))(*words)
     _native.slidesparse_hopper_operators_add(key, ctypes.addressof(call), weight_bytes)

@@ -171,10 +171,7 @@ class LinearPlan:
         self, kinds: tuple[torch.dtype, torch.dtype, torch.dtype | None], before: Before, rows: int
     ) -> None:
         """Let C++ run such layers without this object: see `slidesparse.gemm.hopper_operators.add`."""
-        of = self._quantize
-        dtype, n = FP8 if of.fp8 else INT8, self._product.n
-        shape = of.k, of.length, of.phase, dtype, of.columns
-        hopper_operators.add(self._index, kinds, *shape, before, n, rows, self._call, self.weight_bytes)
+        hopper_operators.add(self._index, kinds, before, rows, self._call, self.weight_bytes)
 
     def run(
         self,
