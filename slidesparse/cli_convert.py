@@ -94,6 +94,13 @@ def register(app: typer.Typer, explained: Callable[[], AbstractContextManager[No
                 help="What sparsegpt's layers should give: dense, what the dense model does, or own.",
             ),
         ] = "dense",
+        finetune: Annotated[
+            int | None,
+            typer.Option(
+                help="How often each layer of the model is trained on the samples after sparsegpt; 0: not at all.",
+                metavar="EPOCHS",
+            ),
+        ] = None,
         balance: Annotated[
             bool,
             typer.Option(help="Whether sparsegpt evens out inputs by powers of two, for INT8's steps."),
@@ -151,7 +158,9 @@ def register(app: typer.Typer, explained: Callable[[], AbstractContextManager[No
 
             calibration = None
             if calib is not None:
-                calibration = Calibration(calib, samples, seqlen, device, resume, sweeps, target_of, balance)
+                calibration = Calibration(
+                    calib, samples, seqlen, device, resume, sweeps, target_of, finetune, balance
+                )
             elif resume:
                 _refuse(
                     "--resume goes on from calibrated layers; without --calib nothing is kept to go on from"

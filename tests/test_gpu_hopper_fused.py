@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -15,6 +16,8 @@ from torch import Tensor
 import slidesparse.fused_ops  # noqa: F401  registers operators
 from slidesparse import gemm, ops, profiling, reference
 from slidesparse.gemm import hopper
+from slidesparse.gemm.hopper_operators import own_errors
+from slidesparse.gemm.library import LibraryError
 from slidesparse.kernels import RmsNorm, SiluMul
 from slidesparse.pattern import SlidePattern
 from slidesparse.quantize import FP8, INT8
@@ -199,14 +202,17 @@ def test_what_does_not_fit_is_refused() -> None:
     made = layer("hopper", "6:8", INT8, 64, 64)
     given, of_layer = case(3, 64, torch.bfloat16), arguments(made, None, torch.bfloat16)
     x, residual, norm, both = given
-    with pytest.raises(RuntimeError, match=r"a norm's weight has shape \(63,\); x has 64 columns"):
-        OURS.rms_norm_linear(x, norm[:63], EPS, *of_layer)
-    with pytest.raises(RuntimeError, match=r"the residual is torch.float16 \(3, 64\); it must be as x"):
-        OURS.add_rms_norm_linear(x, residual.half(), norm, EPS, *of_layer)
-    with pytest.raises(RuntimeError, match=r"the residual is torch.bfloat16 \(2, 64\); it must be as x"):
-        OURS.add_rms_norm_linear(x, residual[:2], norm, EPS, *of_layer)
-    with pytest.raises(RuntimeError, match="x has 127 columns; of gates and values there must be as many"):
-        OURS.silu_mul_linear(both[:, :127], *of_layer)
+
+    def refuses(words: str, operator: Callable[..., Any], *given: Any) -> None:
+        with pytest.raises(LibraryError, match=words), own_errors():
+            operator(*given, *of_layer)
+
+    refuses(r"a norm's weight has shape \(63,\); x has 64 columns", OURS.rms_norm_linear, x, norm[:63], EPS)
+    other = r"the residual is torch.{} \({}, 64\); it must be as x"
+    refuses(other.format("float16", 3), OURS.add_rms_norm_linear, x, residual.half(), norm, EPS)
+    refuses(other.format("bfloat16", 2), OURS.add_rms_norm_linear, x, residual[:2], norm, EPS)
+    odd = "x has 127 columns; of gates and values there must be as many"
+    refuses(odd, OURS.silu_mul_linear, both[:, :127])
 
 
 def test_norms_with_weights_of_another_type() -> None:

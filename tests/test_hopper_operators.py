@@ -224,8 +224,14 @@ def test_what_only_python_takes(operators: Operators) -> None:
         ("silu_mul_linear", (tokens(5, 2 * K - 1), *made.of()), "of gates and values there must be as many"),
     ]
     for name, arguments, words in wrong:
-        with pytest.raises(RuntimeError, match=words):
+        with pytest.raises(RuntimeError, match=words) as error:
             getattr(operators, name)(*arguments)
+        assert not isinstance(error.value, LibraryError)
+        with pytest.raises(LibraryError, match=words), hopper_operators.own_errors():
+            getattr(operators, name)(*arguments)
+    with pytest.raises(RuntimeError, match="another") as error, hopper_operators.own_errors():
+        raise RuntimeError("another, not an operator's")
+    assert type(error.value) is RuntimeError
     operators.standing_in.error = b"the kernels refused"
     with pytest.raises(RuntimeError, match="the kernels refused, by configuration"):
         operators.linear(x, *made.of())

@@ -21,6 +21,7 @@ from slidesparse.bench.records import Records
 from slidesparse.bench.session import Session, free
 from slidesparse.bench.shapes import Layer
 from slidesparse.bench.stock import Stock
+from slidesparse.gemm import hopper_operators
 from slidesparse.gemm.library import DTYPES, Library, LibraryError
 from slidesparse.pattern import HARDWARE_LENGTH, SlidePattern
 
@@ -143,7 +144,8 @@ class LinearBench:
         activations = self._session.inputs.activations("bf16", m, group.layer.k, copies)
         launch = provider.launch(activations, weights, scale_w)
         try:
-            timing = exact(self._session.clock, launch, copies)
+            with hopper_operators.own_errors():
+                timing = exact(self._session.clock, launch, copies)
         except (LibraryError, gemm.BackendError) as error:
             self._session.skipped.append(f"{provider.name} {provider.pattern}: {error}")
             return

@@ -91,6 +91,7 @@ class Inputs:
 
     def __init__(self, block: Block, states: HiddenStates, keep: bool) -> None:
         self.block, self.states, self.keep = block, states, keep
+        self.advanced = False  # whether the states are the block's output
         # by batch: the stage that comes next, and the steps from there on
         self._running: dict[int, tuple[int, Iterator[Tensor]]] = {}
 
@@ -110,10 +111,15 @@ class Inputs:
             self._running[batch] = stage + 1, steps
         return found
 
+    def restart(self) -> None:
+        """Forget where batches wait: weights of stages behind which they are have changed."""
+        self._running.clear()
+
     def advance(self) -> None:
-        """Replace the hidden states by the block's output."""
-        for batch in range(len(self)):
+        """Replace the hidden states by the block's output, once."""
+        for batch in range(0 if self.advanced else len(self)):
             self.states[batch] = self.input(len(self.block.stages), batch)
+        self.advanced = True
 
 
 def may_keep(states: HiddenStates, in_features: int) -> bool:

@@ -52,6 +52,9 @@ class Block(ABC):
     def __init__(self, shape: Shape, weights: dict[str, Tensor]) -> None:
         self.shape = shape
         self.weights = weights
+        self.reads: Callable[[str, Tensor], Tensor] | None = (
+            None  # what a linear layer makes of its input first
+        )
 
     def copy(self) -> Block:
         """Another block of the same weights, to replace some of them in one of the two."""
@@ -72,6 +75,7 @@ class Block(ABC):
 
     def linear(self, name: str, x: Tensor) -> Tensor:
         """A linear layer of the block, with its bias if it has one."""
+        x = self.reads(name, x) if self.reads else x
         out: Tensor = F.linear(x, self.weights[f"{name}.weight"], self.weights.get(f"{name}.bias"))
         return out
 

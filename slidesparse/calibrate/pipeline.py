@@ -3,7 +3,9 @@
 For a layer of the model and each of its stages (see `slidesparse.calibrate.forward`): run the samples as far as the
 stage's inputs, sum up H, prune the linear layers that read them, quantize the result with its mask kept, and put what
 will be served in their place, so that the next stage sees what it will see.  Beside that the dense model is run on the
-same samples, a layer at a time too, to tell what the pruned layers should give (see `slidesparse.calibrate.target`).
+same samples, a layer at a time too, to tell what the pruned layers should give (see `slidesparse.calibrate.target`),
+and what a whole layer of the model should, whose weights are trained together at last (see
+`slidesparse.calibrate.finetune`).
 """
 
 from __future__ import annotations
@@ -25,6 +27,7 @@ from slidesparse.calibrate.balance import balance
 from slidesparse.calibrate.cache import HiddenStates, Inputs, may_keep
 from slidesparse.calibrate.data import Samples
 from slidesparse.calibrate.errors import CalibrationError
+from slidesparse.calibrate.finetune import EPOCHS, Finetuned, finetune
 from slidesparse.calibrate.forward import Block, DecoderBlock, EncoderBlock
 from slidesparse.calibrate.hessian import Hessian, output_error
 from slidesparse.calibrate.models import Model
@@ -55,7 +58,7 @@ class LayerResult:
     error_pruned: float
     error_quantized: float  # the same with W' quantized
     tokens: int
-    seconds: float  # of the stage, shared by its layers
+    seconds: float  # of the stage, shared by its layers; without fine-tuning
 
 
 @dataclass(frozen=True)
@@ -70,6 +73,7 @@ class Task:
     device: torch.device
     sweeps: int = SWEEPS  # of `slidesparse.calibrate.refine`, after sparsegpt
     target: str = TARGETS[0]  # one of them, of sparsegpt
+    finetune: int = EPOCHS  # of each layer of the model after sparsegpt, if the dense model is run
     balance: bool = False  # whether sparsegpt's inputs are evened out, see `slidesparse.calibrate.balance`
 
     @property
@@ -99,6 +103,7 @@ class Task:
             "method": self.method,
             "sweeps": self.sweeps if self.method == "sparsegpt" else 0,
             "target": self.target if self.method == "sparsegpt" else None,
+            "finetune": self.finetune if self.streams > 1 else 0,
             "balance": self.balance and self.method == "sparsegpt",
             "quant": self.quant,
             "device": self.device.type,
@@ -141,14 +146,25 @@ def calibrate(task: Task, reader: Reader, work: Work, progress: Progress | None 
         if work.done(number):
             _restore(task.model, number, inputs.block, work)
         else:
-            tensors: dict[str, Tensor] = {}
+            pruned: dict[str, Tensor] = {}
             rows: list[dict[str, Any]] = []
             if task.balance and task.method == "sparsegpt":
                 _balance(task, number, inputs, dense)
             for stage, names in enumerate(inputs.block.stages):
-                for result, codes, scale in _prune_stage(task, number, stage, names, inputs, dense):
-                    tensors[result.name + WEIGHT], tensors[result.name + SCALE] = codes, scale
+                for name, result, w in _prune_stage(task, number, stage, names, inputs, dense):
+                    pruned[name] = w
                     rows.append(asdict(result))
+            if (trained := _finetune(task, number, inputs, dense, pruned, NAMES[task.quant])) is not None:
+                pruned |= trained.weights
+                errors = {"block_error": trained.error_before, "block_error_finetuned": trained.error_after}
+                rows = [row | errors for row in rows]
+            tensors: dict[str, Tensor] = {}
+            for name, w in pruned.items():
+                full = task.model.prefix(number) + name
+                tensors[full + WEIGHT], tensors[full + SCALE] = quantize_rows(w, NAMES[task.quant], "cuda")
+                inputs.block.weights[name + WEIGHT] = dequantize_rows(
+                    tensors[full + WEIGHT], tensors[full + SCALE]
+                )
             work.publish(number, tensors, rows)
         counted.finished(number)
 
@@ -256,8 +272,8 @@ def _balance(task: Task, number: int, inputs: Inputs, dense: Inputs | None) -> N
 
 def _prune_stage(
     task: Task, number: int, stage: int, names: tuple[str, ...], inputs: Inputs, dense: Inputs | None
-) -> Iterator[tuple[LayerResult, Tensor, Tensor]]:
-    """Prune, quantize and replace in a block the linear layers of a stage; with codes and scales of each."""
+) -> Iterator[tuple[str, LayerResult, Tensor]]:
+    """Prune the linear layers of a stage, name by name, and put in their place what they are when quantized."""
     prefix, block = task.model.prefix(number), inputs.block
     chosen = [name for name in names if prefix + name in task.layers]
     if not chosen:
@@ -268,8 +284,7 @@ def _prune_stage(
     pruned = _prune_rows(task, hessian, drift, weights, prefix)
     for name in chosen:
         w = block.weights[name + WEIGHT]
-        codes, scale = quantize_rows(pruned[name], NAMES[task.quant], "cuda")
-        served = dequantize_rows(codes, scale)
+        served = dequantize_rows(*quantize_rows(pruned[name], NAMES[task.quant], "cuda"))
         block.weights[name + WEIGHT] = served
         result = LayerResult(
             name=prefix + name,
@@ -280,7 +295,25 @@ def _prune_stage(
             tokens=hessian.tokens,
             seconds=round((time.monotonic() - started) / len(chosen), 3),
         )
-        yield result, codes, scale
+        yield name, result, pruned[name]
+
+
+def _finetune(
+    task: Task,
+    number: int,
+    inputs: Inputs,
+    dense: Inputs | None,
+    weights: Mapping[str, Tensor],
+    dtype: torch.dtype | None,
+) -> Finetuned | None:
+    """What training makes of the pruned ones of the ``weights`` of a block, if that is asked for."""
+    prefix = task.model.prefix(number)
+    pruned = {name: w for name, w in weights.items() if task.prunes(prefix + name)}
+    if not task.finetune or dense is None or not pruned:
+        return None
+    dense.advance()
+    inputs.restart()
+    return finetune(inputs, dense.states, pruned, weights, dtype, task.finetune)
 
 
 def _prune_rows(
@@ -324,8 +357,13 @@ def prune_floats(
     """
     found: dict[str, Tensor] = {}
 
+    def put(prefix: str, block: Block, weights: Mapping[str, Tensor]) -> None:
+        for name, w in weights.items():
+            stored = w.to(DTYPES[task.model.checkpoint.require(prefix + name + WEIGHT).dtype])
+            block.weights[name + WEIGHT], found[prefix + name] = stored.float(), stored.cpu()
+
     def visit(number: int, inputs: Inputs, dense: Inputs | None) -> None:
-        prefix, block = task.model.prefix(number), inputs.block
+        prefix, block, pruned = task.model.prefix(number), inputs.block, dict[str, Tensor]()
         for stage, names in enumerate(block.stages):
             chosen = [name for name in names if prefix + name in task.layers]
             if not chosen:
@@ -333,12 +371,13 @@ def prune_floats(
             weights = {name: block.weights[name + WEIGHT] for name in chosen}
             hessian, drift = gather(inputs, stage, dense, weights)
             if rule:
-                pruned = {name: rule(w, hessian) for name, w in weights.items()}
+                rows = {name: rule(w, hessian) for name, w in weights.items()}
             else:
-                pruned = _prune_rows(task, hessian, drift, weights, prefix)
-            for name, w in pruned.items():
-                stored = w.to(DTYPES[task.model.checkpoint.require(prefix + name + WEIGHT).dtype])
-                block.weights[name + WEIGHT], found[prefix + name] = stored.float(), stored.cpu()
+                rows = _prune_rows(task, hessian, drift, weights, prefix)
+            put(prefix, block, rows)
+            pruned |= rows
+        if (trained := _finetune(task, number, inputs, dense, pruned, None)) is not None:
+            put(prefix, block, trained.weights)
 
     _walk(task, reader, folder, visit, 1 if rule else task.streams)
     return found

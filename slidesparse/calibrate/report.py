@@ -18,7 +18,17 @@ from slidesparse.publish import workers
 from slidesparse.slide import nonzero
 from slidesparse.stored import DamagedError, natural, open_checkpoint, restore
 
-MEASURED = ("method", "error_pruned", "error_quantized", "tokens", "seconds")
+MEASURED = (
+    *(
+        "method",
+        "error_pruned",
+        "error_quantized",
+        "block_error",
+        "block_error_finetuned",
+        "tokens",
+        "seconds",
+    ),
+)
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,7 @@ import torch
 
 from slidesparse.calibrate.data import SAMPLES, load_samples
 from slidesparse.calibrate.errors import CalibrationError, MissingPackageError
+from slidesparse.calibrate.finetune import EPOCHS
 from slidesparse.calibrate.models import open_model
 from slidesparse.calibrate.pipeline import TARGETS, Task, require_layers
 from slidesparse.calibrate.refine import SWEEPS
@@ -29,6 +30,7 @@ class Calibration:
     resume: bool = False
     sweeps: int = SWEEPS
     target: str = TARGETS[0]
+    finetune: int | None = None  # epochs; by default EPOCHS, where the dense model is the target
     balance: bool = False
 
 
@@ -69,6 +71,16 @@ def prepare(plan: Plan, calibration: Calibration) -> Task:
             f"--target {calibration.target!r} is not known; use dense, to prune layers towards what the dense model "
             "gives, or own, towards what they themselves gave before"
         )
+    epochs = calibration.finetune
+    if epochs is None:
+        epochs = EPOCHS if calibration.target == "dense" else 0
+    if epochs < 0:
+        raise CalibrationError(f"--finetune {epochs} is negative; 0 is none, {EPOCHS} usual")
+    if epochs and calibration.target != "dense":
+        raise CalibrationError(
+            f"--finetune {epochs} trains towards what the dense model gives, which --target {calibration.target} does "
+            "not run; leave one of the two out"
+        )
     model = open_model(plan.checkpoint)
     require_layers(model, plan.patterns)
     samples = load_samples(calibration.data, model, calibration.samples, calibration.seqlen, plan.seed)
@@ -81,6 +93,7 @@ def prepare(plan: Plan, calibration: Calibration) -> Task:
         _device(calibration.device),
         calibration.sweeps,
         calibration.target,
+        epochs,
         calibration.balance,
     )
 

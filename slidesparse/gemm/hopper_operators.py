@@ -14,7 +14,9 @@ import ctypes
 import functools
 import logging
 import struct
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -48,6 +50,7 @@ LIBRARIES = ("libtorch_cpu.so", "libtorch_cuda.so")  # that have them
 
 _logger = logging.getLogger("slidesparse")
 _native: Any = None  # the kernels' library, once it implements the operators
+_raised = threading.local()  # .error: the last one of an operator that Python implements
 if "_python" not in globals():  # a reload keeps what operators are implemented by
     _python: torch.library.Library | None = torch.library.Library(NAMESPACE, "IMPL", "CUDA")
 
@@ -59,7 +62,7 @@ def implement(name: str, implementation: Callable[..., Any]) -> None:
 
 
 def told(implementation: Callable[..., Any]) -> Callable[..., Any]:
-    """``implementation`` of an operator NAME_by_python, whose errors C++ raises anew with their words."""
+    """``implementation`` of an operator NAME_by_python, whose errors C++ raises anew in their words (`own_errors`)."""
 
     @functools.wraps(implementation)
     def run(*arguments: Any) -> Any:
@@ -68,9 +71,25 @@ def told(implementation: Callable[..., Any]) -> Callable[..., Any]:
         except Exception as error:
             if _native is not None:
                 _native.slidesparse_hopper_operators_failed(str(error).encode())
+                _raised.error = error
             raise
 
     return run
+
+
+@contextmanager
+def own_errors() -> Iterator[None]:
+    """Let operators raise in here what Python raised, such as LibraryError, where C++ makes RuntimeErrors of it."""
+    _raised.error = None
+    try:
+        yield
+    except RuntimeError as error:
+        raised: Exception | None = _raised.error
+        if raised is None or raised is error or str(raised) not in str(error):
+            raise
+        raise raised from None
+    finally:
+        _raised.error = None
 
 
 def install(native: Any, space: str = NAMESPACE, key: str = "CUDA") -> None:

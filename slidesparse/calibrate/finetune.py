@@ -1,0 +1,225 @@
+"""Train the weights that pruning left, a layer of the model at a time, to give what the dense model gives.
+
+Pruning solves one linear layer after the other.  Then those of a block are trained together, as they will be served:
+their weights and inputs are rounded to INT8 or FP8, which gradients pass through as if it were not there, and what was
+pruned stays zero.  The error, a mean over tokens, is that of the block's output y behind the pruned blocks::
+
+    |y - d|^2 / |d|^2           d: what the same block gives in the dense model
+
+One sample in `HELD_OUT` is not trained on but tells which epoch's weights to keep; those of none, if none was better.
+The idea is that of EBFT (arXiv 2402.12419), whose blocks are trained towards dense ones fed by pruned ones.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from slidesparse.architectures import WEIGHT
+from slidesparse.calibrate.cache import HiddenStates, Inputs
+from slidesparse.calibrate.errors import CalibrationError
+from slidesparse.calibrate.forward import Block
+from slidesparse.quantize import dequantize_rows, quantize_rows
+
+EPOCHS = 4
+RATE = 0.01  # Adam's, of the root mean square of a layer's weights, at its highest
+BETAS = (0.9, 0.95)
+WARM_UP = 0.05  # of all steps; the rest follows a cosine to zero
+STEP_TOKENS = 8192
+PIECE_TOKENS = {"cpu": 2048, "cuda": 8192}  # that go through a block at a time
+HELD_OUT = 8
+HALF = True  # whether products are in BF16 where gradients are wanted, on a GPU
+
+_Piece = tuple[int, slice]  # a batch, and which of its samples
+
+
+@dataclass(frozen=True)
+class Finetuned:
+    """The weights [N, K] by name of the linear layer, and |y - d| / |d|, its root mean square over tokens."""
+
+    weights: dict[str, Tensor]
+    error_before: float
+    error_after: float
+
+
+def finetune(
+    inputs: Inputs,
+    targets: HiddenStates,
+    pruned: Mapping[str, Tensor],
+    quantized: Collection[str],
+    dtype: torch.dtype | None,
+    epochs: int,
+) -> Finetuned:
+    """Train the linear layers ``pruned`` of the block of ``inputs``, batch by batch as it reads ``inputs.states``.
+
+    The same arguments on the same machine give the same bits.
+
+    Args:
+        targets: d, of the same shapes as the states.
+        pruned: [N, K] float32 by name; what is zero there stays zero.
+        quantized: names of linear layers that are served quantized.
+        dtype: torch.int8 or torch.float8_e4m3fn, or None to round nothing.
+
+    Raises:
+        CalibrationError: the memory of the device is too small.
+    """
+    device = targets.device
+    with torch.inference_mode(False), torch.enable_grad(), sdpa_kernel(SDPBackend.MATH), _fast(device):
+        try:
+            trainer = _Trainer(inputs, targets, pruned, quantized, dtype)
+            return trainer.run(epochs)
+        except torch.OutOfMemoryError as error:
+            raise CalibrationError(
+                f"fine-tuning a layer of the model does not fit into the memory of {device} ({error}); "
+                "--finetune 0 does without, --device cpu has more"
+            ) from None
+
+
+class _Trainer:
+    def __init__(
+        self,
+        inputs: Inputs,
+        targets: HiddenStates,
+        pruned: Mapping[str, Tensor],
+        quantized: Collection[str],
+        dtype: torch.dtype | None,
+    ) -> None:
+        self._states, self._targets, self._dtype = inputs.states, targets, dtype
+        self._block = _trainable(inputs.block, quantized, dtype)
+        self._values = {name: w.clone().requires_grad_() for name, w in pruned.items()}
+        self._kept = {name: w != 0 for name, w in pruned.items()}
+        self._trained, self._judged = _pieces(targets.shapes, PIECE_TOKENS[targets.device.type])
+
+    def run(self, epochs: int) -> Finetuned:
+        before = least = self._error()
+        best = self._weights()
+        groups = [
+            {"params": [w], "rate": RATE * float(w.detach()[self._kept[name]].square().mean().sqrt())}
+            for name, w in self._values.items()
+            if self._kept[name].any()
+        ]
+        optimizer = torch.optim.Adam(groups, lr=0.0, betas=BETAS)
+        order = torch.Generator().manual_seed(0)
+        for epoch in range(epochs):
+            steps = list(self._steps(order))
+            for number, pieces in enumerate(steps):
+                part = _schedule((epoch * len(steps) + number + 0.5) / (epochs * len(steps)))
+                for group in optimizer.param_groups:
+                    group["lr"] = group["rate"] * part
+                self._step(optimizer, pieces)
+            error = self._error()
+            if error < least:
+                least, best = error, self._weights()
+        return Finetuned(best, before**0.5, least**0.5)
+
+    def _steps(self, order: torch.Generator) -> Iterator[list[_Piece]]:
+        """All pieces in another order each time, about STEP_TOKENS together."""
+        pieces, tokens = [], 0
+        for index in torch.randperm(len(self._trained), generator=order).tolist():
+            pieces.append(self._trained[index])
+            tokens += self._tokens(pieces[-1])
+            if tokens >= STEP_TOKENS:
+                yield pieces
+                pieces, tokens = [], 0
+        if pieces:
+            yield pieces
+
+    def _step(self, optimizer: torch.optim.Optimizer, pieces: list[_Piece]) -> None:
+        optimizer.zero_grad(set_to_none=True)
+        tokens = sum(self._tokens(piece) for piece in pieces)
+        kind = self._targets.device.type
+        for piece in pieces:
+            with torch.autocast(kind, torch.bfloat16, enabled=HALF and kind == "cuda"):
+                loss = self._loss(piece) / tokens
+            loss.backward()
+        optimizer.step()
+
+    def _loss(self, piece: _Piece) -> Tensor:
+        """The sum over the tokens of a piece."""
+        batch, samples = piece
+        x, wanted = (states[batch][samples].clone() for states in (self._states, self._targets))
+        for name, w in self._values.items():
+            weight = w * self._kept[name]
+            self._block.weights[name + WEIGHT] = (
+                weight if self._dtype is None else _round(weight, self._dtype)
+            )
+        lost = (self._block.output(x) - wanted).square().sum(-1)
+        return (lost / wanted.square().sum(-1).clamp(min=torch.finfo(wanted.dtype).tiny)).sum()
+
+    @torch.no_grad()
+    def _error(self) -> float:
+        tokens = sum(self._tokens(piece) for piece in self._judged)
+        return float(sum(self._loss(piece).double() for piece in self._judged)) / tokens
+
+    def _weights(self) -> dict[str, Tensor]:
+        return {name: w.detach() * self._kept[name] for name, w in self._values.items()}
+
+    def _tokens(self, piece: _Piece) -> int:
+        batch, samples = piece
+        return len(range(*samples.indices(self._targets.shapes[batch][0]))) * self._targets.shapes[batch][1]
+
+
+def _trainable(block: Block, quantized: Collection[str], dtype: torch.dtype | None) -> Block:
+    """A copy that gradients can go through, its quantized layers' inputs rounded."""
+    copy = block.copy()
+    copy.weights = {name: w.clone() for name, w in block.weights.items()}
+    if dtype is not None:
+        copy.reads = lambda name, x: _round(x, dtype) if name in quantized else x
+    return copy
+
+
+def _pieces(shapes: list[torch.Size], most: int) -> tuple[list[_Piece], list[_Piece]]:
+    """Pieces to train on and others to judge by; the same ones where there are fewer than HELD_OUT samples."""
+    trained: list[_Piece] = []
+    judged: list[_Piece] = []
+    seen = 0
+    for batch, (samples, tokens, _) in enumerate(shapes):
+        step, start = max(1, most // tokens), 0
+        while start < samples:
+            alone = (seen + start) % HELD_OUT == HELD_OUT - 1
+            left = 1 if alone else HELD_OUT - 1 - (seen + start) % HELD_OUT
+            stop = min(samples, start + min(step, left))
+            (judged if alone else trained).append((batch, slice(start, stop)))
+            start = stop
+        seen += samples
+    return trained, judged or trained
+
+
+def _schedule(part: float) -> float:
+    """The rate when a ``part`` of all steps is done, of its highest."""
+    return min(1.0, part / WARM_UP) * (0.5 + 0.5 * math.cos(math.pi * part))
+
+
+class _Round(torch.autograd.Function):
+    @staticmethod
+    def forward(_: Any, x: Tensor, dtype: torch.dtype) -> Tensor:
+        rows = x.reshape(-1, x.shape[-1])
+        return dequantize_rows(*quantize_rows(rows, dtype)).view(x.shape)
+
+    @staticmethod
+    def backward(_: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        return gradients[0], None
+
+
+def _round(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """x with each row's values among those it is quantized to."""
+    found: Tensor = _Round.apply(x, dtype)
+    return found
+
+
+@contextmanager
+def _fast(device: torch.device) -> Iterator[None]:
+    """Products on a GPU in TF32, as gradients need no more."""
+    before = torch.backends.cuda.matmul.allow_tf32
+    torch.backends.cuda.matmul.allow_tf32 = before or device.type == "cuda"
+    try:
+        yield
+    finally:
+        torch.backends.cuda.matmul.allow_tf32 = before
