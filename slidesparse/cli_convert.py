@@ -101,10 +101,6 @@ def register(app: typer.Typer, explained: Callable[[], AbstractContextManager[No
                 metavar="EPOCHS",
             ),
         ] = None,
-        balance: Annotated[
-            bool,
-            typer.Option(help="Whether sparsegpt evens out inputs by powers of two, for INT8's steps."),
-        ] = False,
         resume: Annotated[
             bool, typer.Option("--resume", help="Go on from the layers that a killed run finished.")
         ] = False,
@@ -158,9 +154,7 @@ def register(app: typer.Typer, explained: Callable[[], AbstractContextManager[No
 
             calibration = None
             if calib is not None:
-                calibration = Calibration(
-                    calib, samples, seqlen, device, resume, sweeps, target_of, finetune, balance
-                )
+                calibration = Calibration(calib, samples, seqlen, device, resume, sweeps, target_of, finetune)
             elif resume:
                 _refuse(
                     "--resume goes on from calibrated layers; without --calib nothing is kept to go on from"

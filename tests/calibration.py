@@ -25,7 +25,7 @@ def write_ids(path: Path) -> str:
 
 def calibrated(source: Path, out: Path, ids: str, **options: Any) -> Report:
     """Convert with calibration; CPU, so that bytes are the same everywhere in these tests."""
-    keys = ("resume", "samples", "seqlen", "device", "sweeps", "target", "finetune", "balance")
+    keys = ("resume", "samples", "seqlen", "device", "sweeps", "target", "finetune")
     how = {key: options.pop(key) for key in keys if key in options}
     settings = {"device": "cpu", "seqlen": TOKENS[1], **how}
     options.setdefault("pattern", SIX_EIGHT)

@@ -100,6 +100,7 @@ def test_an_encoder_and_its_texts(tmp_path: Path) -> None:
     report = calibrated(source, tmp_path / "out", str(calib), seqlen=None, samples=30)
     assert len(report.pruned) == 12
     assert report.samples.startswith("calib.jsonl, 30 samples, ")
+    assert all(0 < row["block_error_finetuned"] <= row["block_error"] < 1 for row in report.layers)
     assert inspect(tmp_path / "out").violations == 0
     by_magnitude = calibrated(source, tmp_path / "m", str(calib), seqlen=None, samples=30, method="magnitude")
     assert sum(errors(report).values()) < 0.8 * sum(errors(by_magnitude).values())
@@ -126,7 +127,7 @@ def test_errors_in_the_report_are_those_of_the_first_layer(source: Path, tmp_pat
     """The inputs of layer 0's q_proj do not depend on pruning: normed embeddings, which are easy to make here."""
     (row,) = (
         row
-        for row in calibrated(source, tmp_path / "out", ids).layers
+        for row in calibrated(source, tmp_path / "out", ids, finetune=0).layers
         if row["name"] == "model.layers.0.self_attn.q_proj"
     )
     tensors, after = tensors_of(source), tensors_of(tmp_path / "out")

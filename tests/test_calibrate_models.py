@@ -319,8 +319,21 @@ def test_inputs_follow_the_weights_as_they_are_replaced(tmp_path: Path, keep: bo
     assert [float(inputs.input(2, i)[0, 0, 0]) for i in range(2)] == [6, 60]
     block.weights["c"] = torch.tensor(5.0)
     inputs.advance()
+    inputs.advance()  # once is enough
     assert [float(states[i][0, 0, 0]) for i in range(2)] == [30, 300]
     assert block.runs == (6 if keep else 2 * (1 + 3 + 3))
+
+
+def test_inputs_start_again_when_weights_behind_them_change(tmp_path: Path) -> None:
+    states = HiddenStates([(1, 1, 2)], CPU, tmp_path)
+    states[0] = torch.ones(1, 1, 2)
+    block = Doubling(Shape(1, 1, 2, 0.0, torch.relu), dict.fromkeys("abc", torch.tensor(2.0)))
+    inputs = Inputs(block, states, True)
+    assert float(inputs.input(2, 0)[0, 0, 0]) == 4
+    block.weights["a"] = torch.tensor(3.0)
+    inputs.restart()
+    inputs.advance()
+    assert float(states[0][0, 0, 0]) == 3 * 2 * 2
 
 
 def test_inputs_are_kept_if_all_fits_in_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

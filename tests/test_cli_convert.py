@@ -53,7 +53,8 @@ def test_sparsegpt_is_the_default_with_calibration(
     assert (rows[DOWN]["pattern"], rows[Q]["pattern"]) == ("8:10", "6:8")
     assert set(rows[Q]) == {
         "name", "pattern", "out_features", "in_features", "zeros", "violations", "dead_columns", "scale_min",
-        "scale_max", "method", "error_pruned", "error_quantized", "tokens", "seconds",
+        "scale_max", "method", "error_pruned", "error_quantized", "block_error", "block_error_finetuned", "tokens",
+            "seconds",
     }  # fmt: skip
     ranked = [rows[name]["error_quantized"] for name in found["sensitivity"]]
     assert ranked == sorted(ranked, reverse=True)

@@ -38,6 +38,11 @@ __attribute__((visibility("default"))) void stand_in(
 }
 }
 """
+ALLOCATE = "aoti_torch_empty_strided"
+EMPTY = ctypes.CFUNCTYPE(
+    *(ctypes.c_int32, ctypes.c_int64, ctypes.c_void_p, ctypes.c_void_p),
+    *(ctypes.c_int32, ctypes.c_int32, ctypes.c_int32, ctypes.c_void_p),
+)
 ARGUMENTS = {
     "linear": "Tensor x",
     "rms_norm_linear": "Tensor x, Tensor norm, float eps",
@@ -65,6 +70,11 @@ class Operators:
         self._error = ctypes.create_string_buffer(b"the kernels refused")
         self._callback = ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_void_p)(self._run)
         compiled.stand_in(self._callback)
+        self.memory = True  # whether C++ gets any
+        self._functions = hopper_operators._functions()
+        self._empty = EMPTY(self._functions[ALLOCATE])
+        self._allocate = EMPTY(self._of_memory)
+        self._functions[ALLOCATE] = ctypes.cast(self._allocate, ctypes.c_void_p).value or 0
         self._library = torch.library.Library(SPACE, "DEF")
         for name, arguments in ARGUMENTS.items():
             outputs = "(Tensor, Tensor)" if name.startswith("add") else "Tensor"
@@ -72,8 +82,14 @@ class Operators:
                 self._library.define(f"{one}({arguments}, {ops.LAYER}) -> {outputs}")
             python = hopper_operators.told(self._by_python(name))
             self._library.impl(name + hopper_operators.BY_PYTHON, python, "CPU")
-        hopper_operators.install(compiled, SPACE, "CPU")
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(hopper_operators, "_functions", lambda: self._functions)
+            hopper_operators.install(compiled, SPACE, "CPU")
         hopper_operators.workspace(-1, 0, WORKSPACE)
+
+    def _of_memory(self, *arguments: Any) -> int:
+        error: int = self._empty(*arguments) if self.memory else 1
+        return error
 
     def _run(self, address: int) -> int | None:
         error = self.standing_in.slidesparse_hopper_linear(address)
@@ -237,6 +253,28 @@ def test_what_only_python_takes(operators: Operators) -> None:
         operators.linear(x, *made.of())
     operators.standing_in.error = None
     assert torch.equal(operators.linear(x, *made.of()), expected)
+
+
+def test_where_torch_fails_python_tells(operators: Operators, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Such as of memory: in C++ torch gives a number and no words.  Python may also find what C++ did not."""
+    made, x = Made(), tokens(5)
+    expected = [operators.linear(x, *made.of()) for _ in range(2)][1]
+    operators.memory, operators.in_python = False, 0
+    assert torch.equal(operators.linear(x, *made.of()), expected)
+    assert operators.in_python == 1
+
+    def out_of_memory(*_: Any) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 4.62 GiB")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(PROVIDER, "linear", out_of_memory)
+        with pytest.raises(RuntimeError, match=r"Tried to allocate 4\.62 GiB"):
+            operators.linear(x, *made.of())
+        with pytest.raises(torch.OutOfMemoryError), hopper_operators.own_errors():
+            operators.linear(x, *made.of())
+    operators.memory, operators.in_python = True, 0
+    assert torch.equal(operators.linear(x, *made.of()), expected)
+    assert operators.in_python == 0
 
 
 def test_streamed_layers_get_the_workspace_of_their_stream(

@@ -262,7 +262,12 @@ template <Before before>
 void Run(Word* stack, Word, Word) {
   constexpr Places at = PlacesOf(before);
   Word outputs[2];
-  if (!RunPrepared(before, stack, outputs)) return GoOnInPython(before, stack);
+  bool done = false;
+  try {
+    done = RunPrepared(before, stack, outputs);
+  } catch (const std::runtime_error&) {  // of torch, such as of memory: Python knows its words
+  }
+  if (!done) return GoOnInPython(before, stack);
   for (int i = 0; i < at.count; ++i) {
     const int of_layer = i - at.layer;
     const bool tensor = i < at.layer ? before == kNone || before == kSiluMul || i != at.eps

@@ -137,6 +137,7 @@ class _Trainer:
         kind = self._targets.device.type
         for piece in pieces:
             with torch.autocast(kind, torch.bfloat16, enabled=HALF and kind == "cuda"):
+                self._replace()
                 loss = self._loss(piece) / tokens
             loss.backward()
         optimizer.step()
@@ -145,16 +146,20 @@ class _Trainer:
         """The sum over the tokens of a piece."""
         batch, samples = piece
         x, wanted = (states[batch][samples].clone() for states in (self._states, self._targets))
+        lost = (self._block.output(x) - wanted).square().sum(-1)
+        return (lost / wanted.square().sum(-1).clamp(min=torch.finfo(wanted.dtype).tiny)).sum()
+
+    def _replace(self) -> None:
+        """Put the weights as they are now into the block, rounded."""
         for name, w in self._values.items():
             weight = w * self._kept[name]
             self._block.weights[name + WEIGHT] = (
                 weight if self._dtype is None else _round(weight, self._dtype)
             )
-        lost = (self._block.output(x) - wanted).square().sum(-1)
-        return (lost / wanted.square().sum(-1).clamp(min=torch.finfo(wanted.dtype).tiny)).sum()
 
     @torch.no_grad()
     def _error(self) -> float:
+        self._replace()
         tokens = sum(self._tokens(piece) for piece in self._judged)
         return float(sum(self._loss(piece).double() for piece in self._judged)) / tokens
 

@@ -47,7 +47,6 @@ class Block(ABC):
     """One layer.  ``weights``: tensors of the layer by name, such as "mlp.down_proj.weight", on one device."""
 
     stages: tuple[tuple[str, ...], ...]  # names of linear layers that read the same input, in order
-    products: tuple[tuple[str, str], ...] = ()  # (a, b): b reads a's outputs times something, each by itself
 
     def __init__(self, shape: Shape, weights: dict[str, Tensor]) -> None:
         self.shape = shape
@@ -94,8 +93,6 @@ class DecoderBlock(Block):
         ("mlp.gate_proj", "mlp.up_proj"),
         ("mlp.down_proj",),
     )
-
-    products = (("mlp.up_proj", "mlp.down_proj"),)
 
     def steps(self, x: Tensor) -> Iterator[Tensor]:
         h = rms_norm(x, self.weights["input_layernorm.weight"], self.shape.eps)

@@ -23,7 +23,6 @@ from torch import Tensor
 
 import slidesparse
 from slidesparse.architectures import SCALE, WEIGHT
-from slidesparse.calibrate.balance import balance
 from slidesparse.calibrate.cache import HiddenStates, Inputs, may_keep
 from slidesparse.calibrate.data import Samples
 from slidesparse.calibrate.errors import CalibrationError
@@ -54,7 +53,7 @@ class LayerResult:
     name: str
     pattern: str
     method: str
-    # |X (W - W')^T| / |X W^T| over the calibration tokens, X as the pruned layers before give it, both balanced
+    # |X (W - W')^T| / |X W^T| over the calibration tokens, X as the pruned layers before give it; before fine-tuning
     error_pruned: float
     error_quantized: float  # the same with W' quantized
     tokens: int
@@ -74,7 +73,6 @@ class Task:
     sweeps: int = SWEEPS  # of `slidesparse.calibrate.refine`, after sparsegpt
     target: str = TARGETS[0]  # one of them, of sparsegpt
     finetune: int = EPOCHS  # of each layer of the model after sparsegpt, if the dense model is run
-    balance: bool = False  # whether sparsegpt's inputs are evened out, see `slidesparse.calibrate.balance`
 
     @property
     def streams(self) -> int:
@@ -104,7 +102,6 @@ class Task:
             "sweeps": self.sweeps if self.method == "sparsegpt" else 0,
             "target": self.target if self.method == "sparsegpt" else None,
             "finetune": self.finetune if self.streams > 1 else 0,
-            "balance": self.balance and self.method == "sparsegpt",
             "quant": self.quant,
             "device": self.device.type,
             "threads": torch.get_num_threads() if self.device.type == "cpu" else 0,
@@ -148,8 +145,6 @@ def calibrate(task: Task, reader: Reader, work: Work, progress: Progress | None 
         else:
             pruned: dict[str, Tensor] = {}
             rows: list[dict[str, Any]] = []
-            if task.balance and task.method == "sparsegpt":
-                _balance(task, number, inputs, dense)
             for stage, names in enumerate(inputs.block.stages):
                 for name, result, w in _prune_stage(task, number, stage, names, inputs, dense):
                     pruned[name] = w
@@ -258,16 +253,6 @@ def _batches(samples: Samples, tokens: int) -> Iterator[Tensor]:
     for length, group in groupby(sorted(samples.ids, key=len), key=len):
         alike = torch.stack(list(group))
         yield from alike.split(max(1, tokens // length))
-
-
-def _balance(task: Task, number: int, inputs: Inputs, dense: Inputs | None) -> None:
-    """Even out what pruned layers of a block read; the dense block computes the same bits as before."""
-    prefix = task.model.prefix(number)
-    chosen = {name for stage in inputs.block.stages for name in stage if task.prunes(prefix + name)}
-    changed = balance(inputs, chosen, NAMES[task.quant])
-    for each in (inputs, dense):
-        if each is not None:
-            each.block.weights |= changed
 
 
 def _prune_stage(

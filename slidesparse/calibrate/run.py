@@ -31,7 +31,6 @@ class Calibration:
     sweeps: int = SWEEPS
     target: str = TARGETS[0]
     finetune: int | None = None  # epochs; by default EPOCHS, where the dense model is the target
-    balance: bool = False
 
 
 def choose_method(method: str | None, calibration: Calibration | None) -> str:
@@ -94,7 +93,6 @@ def prepare(plan: Plan, calibration: Calibration) -> Task:
         calibration.sweeps,
         calibration.target,
         epochs,
-        calibration.balance,
     )
 
 

@@ -1,0 +1,259 @@
+"""Training the weights of a layer of a model after pruning: better as served, zeros kept, the same bits each time."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+import pytest
+import torch
+from calibration import SIX_EIGHT, calibrated, write_ids
+from checkpoints import LLAMA, llama, snapshot, tensors_of
+
+from slidesparse.calibrate import finetune as finetuning
+from slidesparse.calibrate import pipeline
+from slidesparse.calibrate.cache import HiddenStates, Inputs
+from slidesparse.calibrate.errors import CalibrationError
+from slidesparse.calibrate.finetune import HELD_OUT, Finetuned, finetune
+from slidesparse.calibrate.forward import Block
+from slidesparse.calibrate.models import open_model
+from slidesparse.checkpoint import Checkpoint
+from slidesparse.prune import prune
+from slidesparse.quantize import FP8, INT8, dequantize_rows, quantize_rows
+
+CPU = torch.device("cpu")
+SAMPLES, TOKENS, HIDDEN = 240, 16, LLAMA.hidden
+DTYPES = [INT8, FP8, None]
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Path:
+    return llama(tmp_path / "source")
+
+
+@pytest.fixture(autouse=True)
+def small_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Many of few tokens, as there are few."""
+    monkeypatch.setattr(finetuning, "STEP_TOKENS", 160)
+    monkeypatch.setitem(finetuning.PIECE_TOKENS, "cpu", 64)
+
+
+class Case:
+    """A block pruned by magnitude, what it reads, and what the dense block gives."""
+
+    def __init__(self, source: Path, folder: Path, samples: int = SAMPLES) -> None:
+        checkpoint = Checkpoint.open(source)
+        with checkpoint.reader() as reader:
+            dense = open_model(checkpoint).load(reader, 0, CPU)
+        x = torch.randn(samples, TOKENS, HIDDEN, generator=torch.Generator().manual_seed(3))
+        shapes = [(5, TOKENS, HIDDEN), (samples - 5, TOKENS, HIDDEN)]
+        self.states, self.targets = (HiddenStates(shapes, CPU, folder) for _ in range(2))
+        for batch, part in enumerate((x[:5], x[5:])):
+            self.states[batch], self.targets[batch] = part, dense.output(part)
+        self.block = dense.copy()
+        self.names = [name for stage in dense.stages for name in stage]
+        self.pruned = {name: prune(dense.weights[f"{name}.weight"], SIX_EIGHT) for name in self.names}
+
+    def run(self, dtype: torch.dtype | None, epochs: int = 4) -> Finetuned:
+        inputs = Inputs(self.block, self.states, keep=False)
+        return finetune(inputs, self.targets, self.pruned, self.names, dtype, epochs)
+
+    def error(self, weights: Mapping[str, torch.Tensor], dtype: torch.dtype | None) -> float:
+        """Of the samples held out, by a block whose linear layers quantize weights and inputs by themselves."""
+        block = Served(self.block, dtype)
+        block.weights |= {f"{name}.weight": w for name, w in weights.items()}
+        x, wanted = (
+            torch.cat([states[batch] for batch in range(2)])[HELD_OUT - 1 :: HELD_OUT]
+            for states in (self.states, self.targets)
+        )
+        lost = (block.output(x) - wanted).square().sum(-1) / wanted.square().sum(-1)
+        return float(lost.mean().sqrt())
+
+
+class Served:
+    """A decoder layer as it is served."""
+
+    def __new__(cls, block: Block, dtype: torch.dtype | None) -> Any:
+        class Rounding(type(block)):  # type: ignore[misc]
+            def linear(self, name: str, x: torch.Tensor) -> torch.Tensor:
+                w, bias = self.weights[f"{name}.weight"], self.weights.get(f"{name}.bias")
+                rows = x.flatten(0, -2)
+                if dtype is not None:
+                    w, rows = (dequantize_rows(*quantize_rows(t, dtype)) for t in (w, rows))
+                return cast(torch.Tensor, torch.nn.functional.linear(rows, w, bias).view(*x.shape[:-1], -1))
+
+        return Rounding(block.shape, dict(block.weights))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_what_is_served_comes_nearer_to_the_dense_layer(
+    source: Path, tmp_path: Path, dtype: torch.dtype | None
+) -> None:
+    """On samples that it was not trained on; what was pruned stays zero, and the same comes out again."""
+    case = Case(source, tmp_path)
+    found, again = case.run(dtype), case.run(dtype)
+    assert (found.error_before, found.error_after) == (again.error_before, again.error_after)
+    for name, w in case.pruned.items():
+        assert torch.equal(found.weights[name], again.weights[name])
+        assert not found.weights[name][w == 0].any()
+        assert not torch.equal(found.weights[name], w)
+        assert found.weights[name].dtype == w.dtype
+        assert not found.weights[name].requires_grad
+    # float32 sums of the same numbers in another order, over errors of some percent
+    assert found.error_before == pytest.approx(case.error(case.pruned, dtype), rel=1e-4)
+    assert found.error_after == pytest.approx(case.error(found.weights, dtype), rel=1e-4)
+    assert found.error_after < 0.97 * found.error_before
+    assert found.error_after < 0.97 * case.run(dtype, epochs=1).error_before
+
+
+def test_the_block_is_left_as_it_was(source: Path, tmp_path: Path) -> None:
+    case = Case(source, tmp_path)
+    before = {name: w.clone() for name, w in case.block.weights.items()}
+    case.run(INT8, epochs=1)
+    assert case.block.reads is None
+    assert all(torch.equal(case.block.weights[name], w) for name, w in before.items())
+
+
+def test_weights_that_do_not_get_better_stay(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(finetuning, "RATE", 100.0)
+    case = Case(source, tmp_path)
+    found = case.run(INT8)
+    assert found.error_after == found.error_before
+    assert all(torch.equal(found.weights[name], w) for name, w in case.pruned.items())
+
+
+def test_a_layer_of_zeros_stays_one(source: Path, tmp_path: Path) -> None:
+    case = Case(source, tmp_path)
+    case.pruned["mlp.up_proj"].zero_()
+    found = case.run(INT8)
+    assert not found.weights["mlp.up_proj"].any()
+    assert found.error_after < found.error_before
+
+
+@pytest.mark.parametrize("most", [1, 40, 64, 10**6])
+def test_every_sample_is_trained_on_or_held_out(most: int) -> None:
+    """One of eight is, counted over all batches; pieces have at most so many tokens, but at least a sample."""
+    shapes = [torch.Size((samples, 16, 4)) for samples in (3, 9, 1, 20)]
+    trained, judged = finetuning._pieces(shapes, most)
+    first = [0, 3, 12, 13]
+    numbers = [
+        [first[batch] + i for batch, part in pieces for i in range(part.start, part.stop)]
+        for pieces in (trained, judged)
+    ]
+    assert numbers[1] == [7, 15, 23, 31]
+    assert sorted(numbers[0] + numbers[1]) == list(range(33))
+    assert all((part.stop - part.start) * 16 <= max(most, 16) for _, part in trained)
+
+
+def test_few_samples_are_judged_by_themselves(source: Path, tmp_path: Path) -> None:
+    shapes = [torch.Size((HELD_OUT - 1, 16, 4))]
+    trained, judged = finetuning._pieces(shapes, 10**6)
+    assert trained == judged == [(0, slice(0, HELD_OUT - 1))]
+    found = Case(source, tmp_path, samples=HELD_OUT - 1).run(INT8)
+    assert found.error_after < found.error_before
+
+
+def test_too_little_memory_is_explained(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def run(*_: Any) -> None:
+        raise torch.OutOfMemoryError("Tried to allocate 4.62 GiB")
+
+    monkeypatch.setattr(finetuning._Trainer, "run", run)
+    with pytest.raises(
+        CalibrationError, match=r"memory of cpu \(Tried .* 4\.62 GiB\); --finetune 0 does without"
+    ):
+        Case(source, tmp_path).run(INT8)
+
+
+# In a conversion
+
+
+def many_ids(path: Path) -> str:
+    np.save(path, np.random.default_rng(4).integers(0, LLAMA.vocabulary, (200, 24)))
+    return str(path)
+
+
+def test_a_converted_model_comes_nearer_to_the_dense_one(source: Path, tmp_path: Path) -> None:
+    """Its report says how near, layer by layer of the model; the zeros are where they were."""
+    ids, found = many_ids(tmp_path / "ids.npy"), {}
+    for epochs in (0, 4):
+        out = tmp_path / str(epochs)
+        rows = calibrated(source, out, ids, samples=200, finetune=epochs).layers
+        found[epochs] = tensors_of(out)
+        errors = {
+            (row["name"].split(".")[2], row["block_error"], row["block_error_finetuned"]) for row in rows
+        }
+        if epochs:
+            assert len(errors) == LLAMA.layers
+            assert all(0 < after < before for _, before, after in errors)
+        else:
+            assert all(error[1:] == (None, None) for error in errors)
+        assert all(row["violations"] == 0 for row in rows)
+    first = [f"{name}.weight" for name in LLAMA.linears() if ".0." in name]
+    assert all(not found[4][name][found[0][name] == 0].any() for name in first)
+    assert any(not torch.equal(found[4][name], found[0][name]) for name in first)
+
+
+def test_layers_that_are_not_pruned_are_not_trained(source: Path, tmp_path: Path) -> None:
+    ids, down = many_ids(tmp_path / "ids.npy"), "model.layers.1.mlp.down_proj.weight"
+    codes, scale = quantize_rows(tensors_of(source)[down].float(), INT8)
+    for name, options in (("skip", {"skip": ["down_proj"]}), ("inf", {"layer": ["down_proj=2_inf"]})):
+        calibrated(source, tmp_path / name, ids, samples=200, **options)
+        found = tensors_of(tmp_path / name)
+        assert torch.equal(found[down], codes)
+        assert torch.equal(found[f"{down}_scale"], scale)
+
+
+def test_the_next_layer_reads_what_the_trained_one_gives(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What the second layer's training starts from is the first one's output with its trained codes."""
+    ids, seen = many_ids(tmp_path / "ids.npy"), []
+    plain = pipeline.finetune
+
+    def record(inputs: Inputs, *rest: Any) -> Finetuned:
+        seen.append(inputs.states[0].clone())
+        return plain(inputs, *rest)
+
+    monkeypatch.setattr(pipeline, "finetune", record)
+    calibrated(source, tmp_path / "out", ids, samples=200)
+    checkpoint, after = Checkpoint.open(source), tensors_of(tmp_path / "out")
+    with checkpoint.reader() as reader:
+        block = open_model(checkpoint).load(reader, 0, CPU)
+    for name in (name for stage in block.stages for name in stage):
+        full = f"model.layers.0.{name}.weight"
+        block.weights[f"{name}.weight"] = dequantize_rows(after[full], after[f"{full}_scale"])
+    # the same float32 sums, in another order where a batch is another
+    torch.testing.assert_close(seen[1], block.output(seen[0]), rtol=0, atol=1e-4)
+
+
+def test_a_resumed_run_gives_the_same_bytes(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ids, numbers, plain = many_ids(tmp_path / "ids.npy"), [], pipeline._finetune
+    calibrated(source, tmp_path / "whole", ids, samples=200)
+
+    def die_at_the_second(task: pipeline.Task, number: int, *rest: Any) -> Any:
+        numbers.append(number)
+        if numbers == [0, 1]:
+            raise KeyboardInterrupt
+        return plain(task, number, *rest)
+
+    monkeypatch.setattr(pipeline, "_finetune", die_at_the_second)
+    with pytest.raises(KeyboardInterrupt):
+        calibrated(source, tmp_path / "out", ids, samples=200)
+    calibrated(source, tmp_path / "out", ids, samples=200, resume=True)
+    assert numbers == [0, 1, 1]
+    assert snapshot(tmp_path / "out") == snapshot(tmp_path / "whole")
+
+
+def test_wanda_keeps_its_weights(source: Path, tmp_path: Path) -> None:
+    ids = write_ids(tmp_path / "ids.npy")
+    for epochs in (0, 4):
+        calibrated(source, tmp_path / str(epochs), ids, method="wanda", finetune=epochs)
+    assert snapshot(tmp_path / "0") == snapshot(tmp_path / "4")
