@@ -12,6 +12,7 @@ from pathlib import Path
 PATTERNS, UNSTRUCTURED = ("8:10", "6:8", "4:6", "2:4"), ("25%", "33%")
 METHODS, QUANTS = ("sparsegpt", "wanda", "magnitude"), ("bf16", "int8", "fp8")
 DENSE, CONTROL, DISTILLED = "dense", "control", "kl"
+START = "start"  # what distillation began with, where that was made otherwise than the rest of the CSV
 TEXTS = {"in": "held-out text", "out": "WikiText-2"}
 KEY = ("pattern", "method", "quant", "text", "distilled", "seed")
 STAGES = {64: "decode", 8192: "prefill"}  # by M
@@ -85,6 +86,15 @@ class Results:
     def first(self, pattern: str, method: str, quant: str, text: str = "in", distilled: str = "") -> float:
         """The loss with the calibration samples of seed 0; KeyError where it was not measured."""
         return float(self.rows[pattern, method, quant, text, distilled, "0"]["delta_pct"])
+
+    def begun(self, pattern: str, quant: str, text: str = "in") -> float | None:
+        """The loss that distillation began with; of seed 0, or else the mean of what there is."""
+        made = START if any(key[0] == pattern and key[4] == START for key in self.rows) else ""
+        found = self.loss(pattern, "sparsegpt", quant, text, made)
+        try:
+            return self.first(pattern, "sparsegpt", quant, text, made)
+        except KeyError:
+            return found.mean if found else None
 
     def kinds(self) -> list[tuple[str, str]]:
         """Patterns and methods, in the order of the tables."""
@@ -175,13 +185,14 @@ def distilled(source: Path) -> str:
     ]
     for pattern in PATTERNS:
         for quant in QUANTS:
-            cells = [
-                results.loss(pattern, "sparsegpt", quant, text, after)
-                for text in TEXTS
-                for after in ("", DISTILLED)
-            ]
-            if cells[1]:
-                shown = [f"{loss.seeds[0]:.2f}" if loss else "-" for loss in cells]
+            after = {text: results.loss(pattern, "sparsegpt", quant, text, DISTILLED) for text in TEXTS}
+            if after["in"]:
+                cells = [
+                    figure
+                    for text, loss in after.items()
+                    for figure in (results.begun(pattern, quant, text), loss.seeds[0] if loss else None)
+                ]
+                shown = [f"{figure:.2f}" if figure is not None else "-" for figure in cells]
                 way = [closed(results, pattern, quant, to) for to in ("", CONTROL)]
                 lines.append(f"| {' | '.join([pattern, quant.upper(), *shown, *way])} |")
     for quant in QUANTS:
@@ -194,10 +205,12 @@ def distilled(source: Path) -> str:
 
 def closed(results: Results, pattern: str, quant: str, to: str) -> str:
     """Percent of the way from the pruned model's loss to that of the dense one, or the control, in the same format."""
-    before, after = (results.first(pattern, "sparsegpt", quant, "in", by) for by in ("", DISTILLED))
+    before, after = results.begun(pattern, quant), results.first(pattern, "sparsegpt", quant, "in", DISTILLED)
     try:
-        goal = results.first(DENSE, "-", quant, "in", to)
-    except KeyError:  # not measured
+        goal: float | None = results.first(DENSE, "-", quant, "in", to)
+    except KeyError:
+        goal = None
+    if before is None or goal is None:  # not measured
         return "-"
     return f"{100 * (before - after) / (before - goal):.0f}%"
 

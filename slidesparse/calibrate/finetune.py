@@ -6,7 +6,8 @@ pruned stays zero.  The error, a mean over tokens, is that of the block's output
 
     |y - d|^2 / |d|^2           d: what the same block gives in the dense model
 
-One sample in `HELD_OUT` is not trained on but tells which epoch's weights to keep; those of none, if none was better.
+One sample in `HELD_OUT` is not trained on but tells which epoch's weights to keep.  After an epoch that made it worse
+training goes on from the best ones, more slowly; if no epoch was better, the weights stay what they were.
 The idea is that of EBFT (arXiv 2402.12419), whose blocks are trained towards dense ones fed by pruned ones.
 """
 
@@ -29,11 +30,13 @@ from slidesparse.calibrate.forward import Block
 from slidesparse.quantize import dequantize_rows, quantize_rows
 
 EPOCHS = 4
-RATE = 0.01  # Adam's, of the root mean square of a layer's weights, at its highest
+RATE = 0.01  # Adam's, of the root mean square of a layer's weights, at its highest, for steps of STEP_TOKENS
 BETAS = (0.9, 0.95)
 WARM_UP = 0.05  # of all steps; the rest follows a cosine to zero
-STEP_TOKENS = 8192
+STEP_TOKENS = 8192  # of a step, at most,
+STEPS = 32  # or what makes so many steps of an epoch
 PIECE_TOKENS = {"cpu": 2048, "cuda": 8192}  # that go through a block at a time
+SLOWER = 0.25  # what the rate is multiplied by when an epoch made things worse
 HELD_OUT = 8
 HALF = True  # whether products are in BF16 where gradients are wanted, on a GPU
 
@@ -95,37 +98,52 @@ class _Trainer:
         self._block = _trainable(inputs.block, quantized, dtype)
         self._values = {name: w.clone().requires_grad_() for name, w in pruned.items()}
         self._kept = {name: w != 0 for name, w in pruned.items()}
-        self._trained, self._judged = _pieces(targets.shapes, PIECE_TOKENS[targets.device.type])
+        tokens = sum(samples * length for samples, length, _ in targets.shapes)
+        self._step_tokens = min(STEP_TOKENS, max(1, tokens // STEPS))
+        most = min(PIECE_TOKENS[targets.device.type], self._step_tokens)
+        self._trained, self._judged = _pieces(targets.shapes, most)
 
     def run(self, epochs: int) -> Finetuned:
         before = least = self._error()
-        best = self._weights()
-        groups = [
-            {"params": [w], "rate": RATE * float(w.detach()[self._kept[name]].square().mean().sqrt())}
-            for name, w in self._values.items()
-            if self._kept[name].any()
-        ]
-        optimizer = torch.optim.Adam(groups, lr=0.0, betas=BETAS)
+        best, rate = self._weights(), RATE * math.sqrt(self._step_tokens / STEP_TOKENS)
+        optimizer = self._optimizer()
         order = torch.Generator().manual_seed(0)
         for epoch in range(epochs):
             steps = list(self._steps(order))
             for number, pieces in enumerate(steps):
                 part = _schedule((epoch * len(steps) + number + 0.5) / (epochs * len(steps)))
                 for group in optimizer.param_groups:
-                    group["lr"] = group["rate"] * part
+                    group["lr"] = group["size"] * rate * part
                 self._step(optimizer, pieces)
             error = self._error()
             if error < least:
                 least, best = error, self._weights()
+            else:
+                self._start_from(best)
+                rate, optimizer = rate * SLOWER, self._optimizer()
         return Finetuned(best, before**0.5, least**0.5)
 
+    def _optimizer(self) -> torch.optim.Optimizer:
+        """Adam, its rates still to be set: a group's is in units of its size."""
+        groups = [
+            {"params": [w], "size": float(w.detach()[self._kept[name]].square().mean().sqrt())}
+            for name, w in self._values.items()
+            if self._kept[name].any()
+        ]
+        return torch.optim.Adam(groups, lr=0.0, betas=BETAS)
+
+    @torch.no_grad()
+    def _start_from(self, weights: Mapping[str, Tensor]) -> None:
+        for name, w in self._values.items():
+            w.copy_(weights[name])
+
     def _steps(self, order: torch.Generator) -> Iterator[list[_Piece]]:
-        """All pieces in another order each time, about STEP_TOKENS together."""
+        """All pieces in another order each time, as many together as make a step."""
         pieces, tokens = [], 0
         for index in torch.randperm(len(self._trained), generator=order).tolist():
             pieces.append(self._trained[index])
             tokens += self._tokens(pieces[-1])
-            if tokens >= STEP_TOKENS:
+            if tokens >= self._step_tokens:
                 yield pieces
                 pieces, tokens = [], 0
         if pieces:
