@@ -95,7 +95,7 @@ class _Trainer:
         dtype: torch.dtype | None,
     ) -> None:
         self._states, self._targets, self._dtype = inputs.states, targets, dtype
-        self._block = _trainable(inputs.block, quantized, dtype)
+        self._block = _trainable(inputs.block, pruned, quantized, dtype)
         self._values = {name: w.clone().requires_grad_() for name, w in pruned.items()}
         self._kept = {name: w != 0 for name, w in pruned.items()}
         tokens = sum(samples * length for samples, length, _ in targets.shapes)
@@ -189,10 +189,13 @@ class _Trainer:
         return len(range(*samples.indices(self._targets.shapes[batch][0]))) * self._targets.shapes[batch][1]
 
 
-def _trainable(block: Block, quantized: Collection[str], dtype: torch.dtype | None) -> Block:
-    """A copy that gradients can go through, its quantized layers' inputs rounded."""
+def _trainable(
+    block: Block, without: Collection[str], quantized: Collection[str], dtype: torch.dtype | None
+) -> Block:
+    """A copy that gradients can go through, its quantized layers' inputs rounded; ``without`` the weights of some."""
     copy = block.copy()
-    copy.weights = {name: w.clone() for name, w in block.weights.items()}
+    gone = {name + WEIGHT for name in without}
+    copy.weights = {name: w.clone() for name, w in block.weights.items() if name not in gone}
     if dtype is not None:
         copy.reads = lambda name, x: _round(x, dtype) if name in quantized else x
     return copy
