@@ -8,7 +8,7 @@ pruned stays zero.  The error, a mean over tokens, is that of the block's output
 
 One sample in `HELD_OUT` is not trained on but tells which epoch's weights to keep.  After an epoch that made it worse
 training goes on from the best ones, more slowly; if no epoch was better, the weights stay what they were.
-The idea is that of EBFT (arXiv 2402.12419), whose blocks are trained towards dense ones fed by pruned ones.
+The idea is that of EBFT (arXiv 2402.12419).
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ def finetune(
         except torch.OutOfMemoryError as error:
             raise CalibrationError(
                 f"fine-tuning a layer of the model does not fit into the memory of {device} ({error}); "
-                "--finetune 0 does without, --device cpu has more"
+                "--finetune 0 does without, a smaller --seqlen takes less"
             ) from None
 
 

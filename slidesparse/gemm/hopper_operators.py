@@ -50,7 +50,7 @@ LIBRARIES = ("libtorch_cpu.so", "libtorch_cuda.so")  # that have them
 
 _logger = logging.getLogger("slidesparse")
 _native: Any = None  # the kernels' library, once it implements the operators
-_raised = threading.local()  # .error: the last one of an operator that Python implements
+_raised = threading.local()  # .error: in `own_errors`, the last one of an operator that Python implements
 if "_python" not in globals():  # a reload keeps what operators are implemented by
     _python: torch.library.Library | None = torch.library.Library(NAMESPACE, "IMPL", "CUDA")
 
@@ -71,7 +71,8 @@ def told(implementation: Callable[..., Any]) -> Callable[..., Any]:
         except Exception as error:
             if _native is not None:
                 _native.slidesparse_hopper_operators_failed(str(error).encode())
-                _raised.error = error
+                if hasattr(_raised, "error"):
+                    _raised.error = error
             raise
 
     return run
@@ -89,7 +90,7 @@ def own_errors() -> Iterator[None]:
             raise
         raise raised from None
     finally:
-        _raised.error = None
+        del _raised.error
 
 
 def install(native: Any, space: str = NAMESPACE, key: str = "CUDA") -> None:
