@@ -259,6 +259,7 @@ def test_where_torch_fails_python_tells(operators: Operators, monkeypatch: pytes
     """Such as of memory: in C++ torch gives a number and no words.  Python may also find what C++ did not."""
     made, x = Made(), tokens(5)
     expected = [operators.linear(x, *made.of()) for _ in range(2)][1]
+    assert bool(expected.any())
     operators.memory, operators.in_python = False, 0
     assert torch.equal(operators.linear(x, *made.of()), expected)
     assert operators.in_python == 1

@@ -182,6 +182,25 @@ def test_tables_of_losses(program: object, losses: Path) -> None:
     assert cells_of(results.distilled(losses))["6:8", "BF16"] == ["2.00", "0.50", "-", "-", "75%", "100%"]
 
 
+def test_distillation_may_have_begun_with_others(program: object, losses: Path) -> None:
+    """Rows of its start count instead of the pattern's: of seed 0, or the mean of other seeds; 2.5 to 0.5 are 80%."""
+    results = program("language_results")  # type: ignore[operator]
+    start = [
+        ("6:8", "bf16", 1, 9.0),
+        ("6:8", "bf16", 0, 2.5),
+        ("6:8", "int8", 1, 2.0),
+        ("6:8", "int8", 2, 3.0),
+    ]
+    with losses.open("a") as file:
+        for pattern, quant, seed, loss in start:
+            file.write(ROW.format(pattern, "sparsegpt", quant, seed, 4, loss, 0, 9, "in", "start") + "\n")
+    found = results.Results.of(losses)
+    assert [found.begun("6:8", quant) for quant in ("bf16", "int8", "fp8")] == [2.5, 2.5, None]
+    assert found.begun("4:6", "int8") == 2.0
+    assert cells_of(results.distilled(losses))["6:8", "BF16"] == ["2.50", "0.50", "-", "-", "80%", "100%"]
+    assert results.closed(found, "6:8", "bf16", "") == "80%"
+
+
 def test_speeds_prefer_the_projects_kernels(program: object, losses: Path, tmp_path: Path) -> None:
     results = program("language_results")  # type: ignore[operator]
     path = tmp_path / "linear.csv"

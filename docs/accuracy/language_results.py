@@ -88,13 +88,12 @@ class Results:
         return float(self.rows[pattern, method, quant, text, distilled, "0"]["delta_pct"])
 
     def begun(self, pattern: str, quant: str, text: str = "in") -> float | None:
-        """The loss that distillation began with; of seed 0, or else the mean of what there is."""
+        """The loss that distillation began with: of seed 0, or else the mean of what there is."""
         made = START if any(key[0] == pattern and key[4] == START for key in self.rows) else ""
-        found = self.loss(pattern, "sparsegpt", quant, text, made)
-        try:
+        if (pattern, "sparsegpt", quant, text, made, "0") in self.rows:
             return self.first(pattern, "sparsegpt", quant, text, made)
-        except KeyError:
-            return found.mean if found else None
+        found = self.loss(pattern, "sparsegpt", quant, text, made)
+        return found.mean if found else None
 
     def kinds(self) -> list[tuple[str, str]]:
         """Patterns and methods, in the order of the tables."""
@@ -205,14 +204,11 @@ def distilled(source: Path) -> str:
 
 def closed(results: Results, pattern: str, quant: str, to: str) -> str:
     """Percent of the way from the pruned model's loss to that of the dense one, or the control, in the same format."""
-    before, after = results.begun(pattern, quant), results.first(pattern, "sparsegpt", quant, "in", DISTILLED)
-    try:
-        goal: float | None = results.first(DENSE, "-", quant, "in", to)
-    except KeyError:
-        goal = None
+    before, goal = results.begun(pattern, quant), results.loss(DENSE, "-", quant, "in", to)
     if before is None or goal is None:  # not measured
         return "-"
-    return f"{100 * (before - after) / (before - goal):.0f}%"
+    after = results.first(pattern, "sparsegpt", quant, "in", DISTILLED)
+    return f"{100 * (before - after) / (before - goal.mean):.0f}%"
 
 
 def speeds(source: Path, linear: Path) -> str:

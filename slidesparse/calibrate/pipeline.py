@@ -134,7 +134,8 @@ def _widest(model: Model) -> int:
 def calibrate(task: Task, reader: Reader, work: Work, progress: Progress | None = None) -> None:
     """Prune and quantize the layers of ``task``; `Work.publish` each layer of the model as it is done.
 
-    What is published already is run, not made again.  The same task on the same machine gives the same bytes.
+    What is published already is run, not made again.  The same task on the same machine gives the same bytes (seen on
+    a CPU, and on a GPU without fine-tuning).
     Raises CalibrationError when activations are not finite.
     """
     counted = _Progress(task, "pruning", progress)
@@ -144,22 +145,17 @@ def calibrate(task: Task, reader: Reader, work: Work, progress: Progress | None 
             _restore(task.model, number, inputs.block, work)
         else:
             pruned: dict[str, Tensor] = {}
+            tensors: dict[str, Tensor] = {}
             rows: list[dict[str, Any]] = []
             for stage, names in enumerate(inputs.block.stages):
-                for name, result, w in _prune_stage(task, number, stage, names, inputs, dense):
+                for name, result, w in _prune_stage(task, number, stage, names, inputs, dense, tensors):
                     pruned[name] = w
                     rows.append(asdict(result))
             if (trained := _finetune(task, number, inputs, dense, pruned, NAMES[task.quant])) is not None:
-                pruned |= trained.weights
+                for name, w in trained.weights.items():
+                    _serve(task, number, name, w, inputs.block, tensors)
                 errors = {"block_error": trained.error_before, "block_error_finetuned": trained.error_after}
                 rows = [row | errors for row in rows]
-            tensors: dict[str, Tensor] = {}
-            for name, w in pruned.items():
-                full = task.model.prefix(number) + name
-                tensors[full + WEIGHT], tensors[full + SCALE] = quantize_rows(w, NAMES[task.quant], "cuda")
-                inputs.block.weights[name + WEIGHT] = dequantize_rows(
-                    tensors[full + WEIGHT], tensors[full + SCALE]
-                )
             work.publish(number, tensors, rows)
         counted.finished(number)
 
@@ -256,9 +252,15 @@ def _batches(samples: Samples, tokens: int) -> Iterator[Tensor]:
 
 
 def _prune_stage(
-    task: Task, number: int, stage: int, names: tuple[str, ...], inputs: Inputs, dense: Inputs | None
+    task: Task,
+    number: int,
+    stage: int,
+    names: tuple[str, ...],
+    inputs: Inputs,
+    dense: Inputs | None,
+    tensors: dict[str, Tensor],
 ) -> Iterator[tuple[str, LayerResult, Tensor]]:
-    """Prune the linear layers of a stage, name by name, and put in their place what they are when quantized."""
+    """Prune the linear layers of a stage and `_serve` them; name by name, with the weights not quantized."""
     prefix, block = task.model.prefix(number), inputs.block
     chosen = [name for name in names if prefix + name in task.layers]
     if not chosen:
@@ -269,8 +271,7 @@ def _prune_stage(
     pruned = _prune_rows(task, hessian, drift, weights, prefix)
     for name in chosen:
         w = block.weights[name + WEIGHT]
-        served = dequantize_rows(*quantize_rows(pruned[name], NAMES[task.quant], "cuda"))
-        block.weights[name + WEIGHT] = served
+        served = _serve(task, number, name, pruned[name], block, tensors)
         result = LayerResult(
             name=prefix + name,
             pattern=task.layers[prefix + name].ratio,
@@ -281,6 +282,15 @@ def _prune_stage(
             seconds=round((time.monotonic() - started) / len(chosen), 3),
         )
         yield name, result, pruned[name]
+
+
+def _serve(task: Task, number: int, name: str, w: Tensor, block: Block, tensors: dict[str, Tensor]) -> Tensor:
+    """Quantize a layer: codes and scale go to ``tensors``, and what they stand for, returned, to its place."""
+    full = task.model.prefix(number) + name
+    codes, scale = quantize_rows(w, NAMES[task.quant], "cuda")
+    tensors[full + WEIGHT], tensors[full + SCALE] = codes, scale
+    served = block.weights[name + WEIGHT] = dequantize_rows(codes, scale)
+    return served
 
 
 def _finetune(

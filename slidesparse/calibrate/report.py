@@ -18,17 +18,8 @@ from slidesparse.publish import workers
 from slidesparse.slide import nonzero
 from slidesparse.stored import DamagedError, natural, open_checkpoint, restore
 
-MEASURED = (
-    *(
-        "method",
-        "error_pruned",
-        "error_quantized",
-        "block_error",
-        "block_error_finetuned",
-        "tokens",
-        "seconds",
-    ),
-)
+ERRORS = ("error_pruned", "error_quantized", "block_error", "block_error_finetuned")
+MEASURED = ("method", *ERRORS, "tokens", "seconds")
 
 
 @dataclass(frozen=True)
