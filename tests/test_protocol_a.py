@@ -239,3 +239,8 @@ def test_readme_has_the_speeds_that_were_measured_last(program: object) -> None:
     results = program("language_results")  # type: ignore[operator]
     measured = PROGRAMS.parent / "benchmarks" / "h200" / "linear.csv"
     assert results.speeds(PROGRAMS / "protocol_a.csv", measured) in (PROGRAMS / "README.md").read_text()
+
+
+def test_readme_has_the_table_of_more_windows(program: object) -> None:
+    results = program("language_results")  # type: ignore[operator]
+    assert results.table(PROGRAMS / "protocol_a_2048.csv") in (PROGRAMS / "README.md").read_text()

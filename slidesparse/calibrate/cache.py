@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from slidesparse.calibrate.forward import Block
+from slidesparse.calibrate.forward import Block, fast_products
 
 MEMORY_BYTES = 2 * 2**30  # what may stay in the host's memory
 DEVICE_SHARE = 4  # of a GPU's free memory one part in so many
@@ -117,8 +117,9 @@ class Inputs:
 
     def advance(self) -> None:
         """Replace the hidden states by the block's output, once."""
-        for batch in range(0 if self.advanced else len(self)):
-            self.states[batch] = self.input(len(self.block.stages), batch)
+        with fast_products(self.states.device):
+            for batch in range(0 if self.advanced else len(self)):
+                self.states[batch] = self.input(len(self.block.stages), batch)
         self.advanced = True
 
 

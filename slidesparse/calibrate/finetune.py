@@ -26,7 +26,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from slidesparse.architectures import WEIGHT
 from slidesparse.calibrate.cache import HiddenStates, Inputs
 from slidesparse.calibrate.errors import CalibrationError
-from slidesparse.calibrate.forward import Block
+from slidesparse.calibrate.forward import Block, attention, fast_products
 from slidesparse.quantize import dequantize_rows, quantize_rows
 
 EPOCHS = 4
@@ -36,6 +36,11 @@ WARM_UP = 0.05  # of all steps; the rest follows a cosine to zero
 STEP_TOKENS = 8192  # of a step, at most,
 STEPS = 32  # or what makes so many steps of an epoch
 PIECE_TOKENS = {"cpu": 2048, "cuda": 8192}  # that go through a block at a time
+# How attention may be computed.  On a GPU by one kernel, which does not write down what each token sees of each.
+ATTENTION = {
+    "cpu": [SDPBackend.MATH],
+    "cuda": [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH],
+}
 SLOWER = 0.25  # what the rate is multiplied by when an epoch made things worse
 HELD_OUT = 8
 
@@ -61,8 +66,7 @@ def finetune(
 ) -> Finetuned:
     """Train the linear layers ``pruned`` of the block of ``inputs``, batch by batch as it reads ``inputs.states``.
 
-    The same arguments on the same machine give the same bits, which has been seen on a CPU; on a GPU it is why
-    attention is computed by plain products.
+    The same arguments on the same machine give the same bits.
 
     Args:
         targets: d, of the same shapes as the states.
@@ -74,7 +78,8 @@ def finetune(
         CalibrationError: the memory of the device is too small.
     """
     device = targets.device
-    with torch.inference_mode(False), torch.enable_grad(), sdpa_kernel(SDPBackend.MATH), _fast(device):
+    backends = list(ATTENTION[device.type])
+    with torch.inference_mode(False), torch.enable_grad(), sdpa_kernel(backends), fast_products(device):
         try:
             trainer = _Trainer(inputs, targets, pruned, quantized, dtype)
             return trainer.run(epochs)
@@ -197,7 +202,8 @@ def _trainable(
     gone = {name + WEIGHT for name in without}
     copy.weights = {name: w.clone() for name, w in block.weights.items() if name not in gone}
     if dtype is not None:
-        copy.reads = lambda name, x: _round(x, dtype) if name in quantized else x
+        copy.reads = _Rounded(dtype, quantized)
+    copy.attend = _attend
     return copy
 
 
@@ -240,12 +246,56 @@ def _round(x: Tensor, dtype: torch.dtype) -> Tensor:
     return found
 
 
+class _Rounded:
+    """What quantized layers make of their inputs; once for those one after the other that read the same."""
+
+    def __init__(self, dtype: torch.dtype, quantized: Collection[str]) -> None:
+        self._dtype, self._quantized = dtype, quantized
+        self._last: tuple[Tensor, Tensor] | None = None
+
+    def __call__(self, name: str, x: Tensor) -> Tensor:
+        if name not in self._quantized:
+            return x
+        if self._last is None or self._last[0] is not x:
+            self._last = x, _round(x, self._dtype)
+        return self._last[1]
+
+
+class _Attention(torch.autograd.Function):
+    """Attention computed again where its gradients are wanted, as their sums have a fixed order only if torch is told
+    so, which it must not be for products: that needs a setting made before the process began."""
+
+    @staticmethod
+    def forward(context: Any, q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
+        context.save_for_backward(q, k, v)
+        context.causal = causal
+        return attention(q, k, v, causal)
+
+    @staticmethod
+    def backward(context: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        q, k, v = (t.detach().requires_grad_() for t in context.saved_tensors)
+        with torch.enable_grad():
+            seen = attention(q, k, v, context.causal)
+        with _fixed_order():
+            return (*torch.autograd.grad(seen, (q, k, v), gradients[0]), None)
+
+
+def _attend(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
+    if not (q.is_cuda and torch.is_grad_enabled()):
+        return attention(q, k, v, causal)
+    q, k, v = (t.to(torch.bfloat16) for t in (q, k, v))
+    found: Tensor = _Attention.apply(q, k, v, causal)
+    return found
+
+
 @contextmanager
-def _fast(device: torch.device) -> Iterator[None]:
-    """Products on a GPU in TF32 where they are not in BF16: errors that differ by percent need no more."""
-    before = torch.backends.cuda.matmul.allow_tf32
-    torch.backends.cuda.matmul.allow_tf32 = before or device.type == "cuda"
+def _fixed_order() -> Iterator[None]:
+    before = (
+        torch.are_deterministic_algorithms_enabled(),
+        torch.is_deterministic_algorithms_warn_only_enabled(),
+    )
+    torch.use_deterministic_algorithms(True)
     try:
         yield
     finally:
-        torch.backends.cuda.matmul.allow_tf32 = before
+        torch.use_deterministic_algorithms(before[0], warn_only=before[1])

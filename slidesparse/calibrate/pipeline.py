@@ -134,8 +134,7 @@ def _widest(model: Model) -> int:
 def calibrate(task: Task, reader: Reader, work: Work, progress: Progress | None = None) -> None:
     """Prune and quantize the layers of ``task``; `Work.publish` each layer of the model as it is done.
 
-    What is published already is run, not made again.  The same task on the same machine gives the same bytes (seen on
-    a CPU, and on a GPU without fine-tuning).
+    What is published already is run, not made again.  The same task on the same machine gives the same bytes.
     Raises CalibrationError when activations are not finite.
     """
     counted = _Progress(task, "pruning", progress)

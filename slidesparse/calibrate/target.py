@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from slidesparse.calibrate.cache import Inputs
+from slidesparse.calibrate.forward import fast_products
 from slidesparse.calibrate.hessian import Hessian
 
 
@@ -55,12 +56,13 @@ def gather(
     """H of what a stage reads, and with ``dense``, the same batches in the dense model, the drift of ``weights``."""
     hessian: Hessian | None = None
     drift = Drift(weights) if dense is not None and weights else None
-    for batch in range(len(inputs)):
-        a = inputs.input(stage, batch)
-        hessian = hessian or Hessian(a.shape[-1], a.device)
-        hessian.add(a)
-        if dense is not None and drift is not None:
-            drift.add(a, dense.input(stage, batch))
+    with fast_products(inputs.states.device):
+        for batch in range(len(inputs)):
+            a = inputs.input(stage, batch)
+            hessian = hessian or Hessian(a.shape[-1], a.device)
+            hessian.add(a)
+            if dense is not None and drift is not None:
+                drift.add(a, dense.input(stage, batch))
     assert hessian is not None
     return hessian, drift
 
