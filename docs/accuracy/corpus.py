@@ -35,7 +35,7 @@ import numpy as np
 
 VOCABULARY, END = 8192, "<|end|>"
 WINDOW = 1024
-CALIBRATION, VALIDATION, OTHER = 2048, 160, 128  # windows
+CALIBRATION, VALIDATION, OTHER = 8192, 160, 128  # windows
 ONE_IN = 100
 PART_BYTES, PARTS = 52 << 20, 2
 SYSTEM = ("share/doc", "share/man", "include", "share/perl", "share/vim", "share/cmake")  # below /usr
