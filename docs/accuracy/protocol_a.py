@@ -28,6 +28,7 @@ import float_prune
 import numpy as np
 import torch
 
+from slidesparse.calibrate.finetune import EPOCHS
 from slidesparse.calibrate.run import Calibration
 from slidesparse.convert import convert
 from slidesparse.evaluate import worker
@@ -126,7 +127,9 @@ def make(cell: Cell, options: argparse.Namespace) -> Path:
     pruned = cell.pattern != DENSE
     if cell.quant == "bf16" and (cell.distilled or not pruned):
         return source
-    calibration = Calibration(str(options.calibration), options.samples, WINDOW, options.device)
+    calibration = Calibration(
+        str(options.calibration), options.samples, WINDOW, options.device, finetune=options.finetune
+    )
     if cell.quant == "bf16":
         float_prune.write_pruned(source, made, cell.pattern, cell.method, calibration, cell.seed)
         return made
@@ -323,6 +326,7 @@ def main() -> None:
     parser.add_argument("--device", default="cuda" if torch.cuda.device_count() else "cpu")
     parser.add_argument("--only", help="NAME,NAME,...: these cells alone, such as 6_8-sparsegpt-int8-0")
     parser.add_argument("--samples", type=int, default=SAMPLES, help="of calibration")
+    parser.add_argument("--finetune", type=int, default=EPOCHS, help="how often, after sparsegpt")
     parser.add_argument("--windows", type=int, help="of each text, fewer to try things out")
     parser.add_argument("--option", action="append", default=[], metavar="NAME=JSON", help="of vllm.LLM")
     parser.add_argument("--time-limit", type=float, help="seconds after which no cell is started")
