@@ -36,7 +36,7 @@ def source(tmp_path: Path) -> Path:
 @pytest.fixture(autouse=True)
 def small_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     """Many of few tokens, as there are few."""
-    monkeypatch.setattr(finetuning, "STEP_TOKENS", 160)
+    monkeypatch.setattr(finetuning, "STEP_TOKENS", 120)
     monkeypatch.setitem(finetuning.PIECE_TOKENS, "cpu", 64)
 
 
@@ -175,6 +175,21 @@ def test_every_sample_is_trained_on_or_held_out(most: int) -> None:
     assert numbers[1] == [7, 15, 23, 31]
     assert sorted(numbers[0] + numbers[1]) == list(range(33))
     assert all((part.stop - part.start) * 16 <= max(most, 16) for _, part in trained)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "step"), [(16, 512), (2048, 512), (32_000, 1000), (262_144, 8192), (2**21, 8192)]
+)
+def test_tokens_of_a_step(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tokens: int, step: int
+) -> None:
+    """32 steps an epoch where that makes neither too small nor too large ones."""
+    monkeypatch.setattr(finetuning, "STEP_TOKENS", 8192)
+    case = Case(source, tmp_path, samples=8)
+    inputs = Inputs(case.block, case.states, keep=False)
+    case.targets.shapes = [torch.Size((tokens // 16, 16, HIDDEN))]
+    trainer = finetuning._Trainer(inputs, case.targets, case.pruned, case.names, INT8)
+    assert trainer._step_tokens == step
 
 
 def test_few_samples_are_judged_by_themselves(source: Path, tmp_path: Path) -> None:

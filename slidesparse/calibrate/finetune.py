@@ -34,7 +34,8 @@ RATE = 0.01  # Adam's, of the root mean square of a layer's weights, at its high
 BETAS = (0.9, 0.95)
 WARM_UP = 0.05  # of all steps; the rest follows a cosine to zero
 STEP_TOKENS = 8192  # of a step, at most,
-STEPS = 32  # or what makes so many steps of an epoch
+STEPS = 32  # or what makes so many steps of an epoch,
+LEAST_STEP_TOKENS = 512  # but not fewer: then rounding the weights for a step is most of its work
 PIECE_TOKENS = {"cpu": 2048, "cuda": 8192}  # that go through a block at a time
 # How attention may be computed.  On a GPU by one kernel, which does not write down what each token sees of each.
 ATTENTION = {
@@ -104,7 +105,7 @@ class _Trainer:
         self._values = {name: w.clone().requires_grad_() for name, w in pruned.items()}
         self._kept = {name: w != 0 for name, w in pruned.items()}
         tokens = sum(samples * length for samples, length, _ in targets.shapes)
-        self._step_tokens = min(STEP_TOKENS, max(1, tokens // STEPS))
+        self._step_tokens = min(STEP_TOKENS, max(LEAST_STEP_TOKENS, tokens // STEPS))
         most = min(PIECE_TOKENS[targets.device.type], self._step_tokens)
         self._trained, self._judged = _pieces(targets.shapes, most)
 
