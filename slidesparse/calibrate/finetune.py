@@ -42,6 +42,7 @@ ATTENTION = {
     "cpu": [SDPBackend.MATH],
     "cuda": [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH],
 }
+FUSED_ATTENTION = (8, 0)  # compute capability whose GPUs have such kernels for BF16
 SLOWER = 0.25  # what the rate is multiplied by when an epoch made things worse
 HELD_OUT = 8
 
@@ -79,8 +80,12 @@ def finetune(
         CalibrationError: the memory of the device is too small.
     """
     device = targets.device
-    backends = list(ATTENTION[device.type])
-    with torch.inference_mode(False), torch.enable_grad(), sdpa_kernel(backends), fast_products(device):
+    with (
+        torch.inference_mode(False),
+        torch.enable_grad(),
+        sdpa_kernel(ATTENTION[device.type]),
+        fast_products(device),
+    ):
         try:
             trainer = _Trainer(inputs, targets, pruned, quantized, dtype)
             return trainer.run(epochs)
@@ -282,7 +287,9 @@ class _Attention(torch.autograd.Function):
 
 
 def _attend(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
-    if not (q.is_cuda and torch.is_grad_enabled()):
+    """Attention; in BF16, by one kernel, where gradients are wanted and the GPU has such a kernel."""
+    wanted = q.is_cuda and torch.is_grad_enabled()
+    if not wanted or torch.cuda.get_device_capability(q.device) < FUSED_ATTENTION:
         return attention(q, k, v, causal)
     q, k, v = (t.to(torch.bfloat16) for t in (q, k, v))
     found: Tensor = _Attention.apply(q, k, v, causal)
