@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shlex
+import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
 
 USAGE, INTERRUPTED = 2, 130
 MOST_NAMES = 3  # of layers, in a summary
+LINE_SECONDS = 30.0  # between two lines of progress in a log
 MOST_WORST = 5  # of layers, ranked by what pruning costs
 WITHOUT_CALIBRATION = (
     "pruned by magnitude, without calibration data, which costs much of the accuracy that the pattern could keep; "
@@ -215,11 +217,31 @@ def _resumable(calibrated: bool) -> Iterator[None]:
         raise typer.Exit(INTERRUPTED) from None
 
 
+def _progress_lines() -> Callback:
+    """For a log: a line on stderr at most every LINE_SECONDS, so that what is done sooner says nothing."""
+    called = said = time.monotonic()
+    current, began = "", called
+
+    def advance(phase: str, done: int, total: int) -> None:
+        nonlocal called, said, current, began
+        if phase != current:
+            current, began = phase, called  # since the phase before ended
+        called = time.monotonic()
+        if called - said < LINE_SECONDS or not 0 < done < total:
+            return
+        said, took = called, called - began
+        err.print(
+            f"{phase} {done / total:.0%} in {took:.0f} s, about {took * (total - done) / done:.0f} s left"
+        )
+
+    return advance
+
+
 @contextmanager
-def _progress_bar() -> Iterator[Callback | None]:
-    """A bar for each pass, on stderr; nothing when that is not a terminal."""
+def _progress_bar() -> Iterator[Callback]:
+    """A bar for each pass, on stderr; lines when that is not a terminal."""
     if not err.is_terminal:
-        yield None
+        yield _progress_lines()
         return
     columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
     with Progress(*columns, TimeRemainingColumn(), console=err, transient=True) as bar:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from calibration import write_ids
 from checkpoints import DOWN, LLAMA, Q, config_of, llama, snapshot
 from test_cli import Done
 
+from slidesparse import cli_convert
 from slidesparse import convert as converting
 
 
@@ -164,3 +166,15 @@ def test_a_report_without_calibration(source: Path, tmp_path: Path) -> None:
     assert found["sensitivity"] == []
     done = Done("convert", tmp_path / "out", tmp_path / "slided", "-s", "6:8", "--layout", "slided")
     assert (done.code, done.err) == (0, "")  # nothing is pruned there, so nothing is warned of
+
+
+def test_a_log_tells_how_far_a_long_calibration_is(
+    source: Path, tmp_path: Path, calib: tuple[object, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cli_convert, "LINE_SECONDS", 0.0)
+    done = Done("convert", source, tmp_path / "out", "-s", "6:8", *calib, "--skip-worst", "5%")
+    assert done.code == 0, done.err
+    said = [line for line in done.err.splitlines() if line.startswith(("ranking", "pruning"))]
+    found = [re.fullmatch(r"(\w+) (\d+)% in \d+ s, about \d+ s left", line) for line in said]
+    assert all(found), said
+    assert [(m[1], 50 <= int(m[2]) < 100) for m in found if m] == [("ranking", True), ("pruning", True)]

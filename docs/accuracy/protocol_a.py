@@ -45,6 +45,7 @@ TEXTS = {"validation": "in", "other": "out"}  # of the training text's kind, or 
 FIELDS = (
     *("pattern", "method", "quant", "seed", "ppl", "delta_pct", "ci_low", "ci_high", "text", "distilled"),
     *("ppl_low", "ppl_high", "same_top", "windows", "tokens", "served_by"),
+    *("samples", "epochs"),  # windows it was calibrated with, and how often it was fine-tuned on them
 )
 CACHE_BYTES = 1 << 30  # of the KV cache of an engine on a GPU
 ENVIRONMENT = {
@@ -82,6 +83,13 @@ class Cell:
     def key(self) -> tuple[str, ...]:
         """Of its rows."""
         return (self.pattern, self.method, self.quant, str(self.seed), self.distilled)
+
+    def calibrated(self, samples: int, epochs: int) -> tuple[str, str]:
+        """Its samples and epochs, where ``samples`` and ``epochs`` are those of the command; "" for none."""
+        if self.distilled or self.method not in ("sparsegpt", "wanda"):
+            return "", ""
+        tuned = self.method == "sparsegpt" and self.pattern not in UNSTRUCTURED
+        return str(samples), str(epochs if tuned else 0)
 
 
 def cells() -> list[Cell]:
@@ -250,9 +258,9 @@ class Table:
             cell.distilled,
         ]
         values += [f"{ppl.low:.4f}", f"{ppl.high:.4f}", f"{found.comparison.top1.value:.4f}"]
-        return dict(
-            zip(FIELDS, map(str, [*values, found.windows, found.tokens, found.served_by]), strict=True)
-        )
+        values += [found.windows, found.tokens, found.served_by]
+        values += cell.calibrated(self._options.samples, self._options.finetune)
+        return dict(zip(FIELDS, map(str, values), strict=True))
 
 
 def run(todo: list[Cell], options: argparse.Namespace, ids: list[list[int]], table: Table) -> list[Cell]:
