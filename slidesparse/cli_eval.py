@@ -55,7 +55,14 @@ def register(app: typer.Typer, explained: Callable[[], AbstractContextManager[No
             str, typer.Option(help="Text: FILE.txt, FILE.jsonl, or ids: FILE.npy.", metavar="FILE")
         ],
         against: Against = None,
-        seqlen: Annotated[int, typer.Option(help="Tokens of a window.", metavar="N")] = 2048,
+        seqlen: Annotated[
+            int | None,
+            typer.Option(
+                help="Tokens of a window; default 2048, or one less than the model's positions, "
+                "as vLLM generates one.",
+                metavar="N",
+            ),
+        ] = None,
         samples: Samples = None,
         top: Annotated[
             int,
@@ -68,8 +75,10 @@ def register(app: typer.Typer, explained: Callable[[], AbstractContextManager[No
         """Perplexity of a decoder on a text, paired with another checkpoint's: difference, top-1, KL."""
         with explained(), _explained():
             from slidesparse.evaluate.perplexity import measure
-            from slidesparse.evaluate.texts import windows
+            from slidesparse.evaluate.texts import window_of, windows
 
+            if seqlen is None:
+                seqlen = window_of(model, *([against] if against else []))
             ids = windows(data, model, seqlen, samples)
             found = measure(model, ids, against, top, _engine(option, log))
         print(json.dumps(found.to_json(), indent=2)) if as_json else _show_perplexity(found)

@@ -154,7 +154,7 @@ def test_a_missing_tokenizer_library_exits_3(
     monkeypatch.setitem(sys.modules, "tokenizers", None)
     done = Done("convert", source, tmp_path / "out", "-s", "6:8", "--calib", tmp_path / "calib.jsonl")
     assert done.code == 3
-    assert "pip install tokenizers, or give token ids: --calib ids.npy" in done.err
+    assert "pip install tokenizers, or give token ids instead of texts: ids.npy" in done.err
 
 
 def test_a_report_without_calibration(source: Path, tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from test_cli import Done
 from slidesparse.evaluate import embedding, engine, perplexity
 from slidesparse.evaluate.engine import Engine, EvaluationError, Scored
 from slidesparse.evaluate.intervals import bootstrap, mean, percentile
-from slidesparse.evaluate.texts import texts_or_pairs, windows
+from slidesparse.evaluate.texts import texts_or_pairs, window_of, windows
 
 VOCABULARY = 12
 
@@ -195,6 +195,24 @@ def test_windows_of_texts_and_ids(folder: Path) -> None:
     assert windows(folder / "rows.npy", folder, 3, None) == [[0, 1, 2], [4, 5, 6]]
 
 
+@pytest.mark.parametrize(
+    ("config", "tokens"),
+    [
+        ('{"max_position_embeddings": 1024}', 1023),
+        ('{"text_config": {"max_position_embeddings": 512}, "max_position_embeddings": 9}', 511),
+        ('{"max_position_embeddings": 32768}', 2048),
+        ('{"max_position_embeddings": null}', 2048),
+        ("[]", 2048),
+        ("{", 2048),
+    ],
+)
+def test_a_window_and_a_generated_token_fit_into_the_positions(
+    tmp_path: Path, config: str, tokens: int
+) -> None:
+    (tmp_path / "config.json").write_text(config)
+    assert window_of(tmp_path) == window_of(tmp_path / "none", tmp_path) == tokens
+
+
 def test_pairs_and_texts(folder: Path) -> None:
     (folder / "pairs.jsonl").write_text('{"query": "a b", "text": "c"}\n{"query": "d", "text": "e f g h"}\n')
     found = texts_or_pairs(folder / "pairs.jsonl", folder, None, longest=3)
@@ -235,6 +253,11 @@ if "DISABLE_SLIDESPARSE" not in os.environ:
 if request["model"] == "broken":
     print("ERROR ValueError: no such architecture")
     sys.exit(1)
+if request["model"] == "refused":
+    print("pydantic_core.ValidationError: 1 validation error for ModelConfig")
+    print("  Value error, max_model_len (9) is greater than the derived one")
+    print("    For further information visit a page")
+    sys.exit(1)
 np.savez(sys.argv[1], **{"embeddings": np.ones((len(request["ids"]), 2)) * request["options"]["max_model_len"]})
 """
 
@@ -251,13 +274,16 @@ def fake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_engine_is_a_process_whose_answer_and_log_are_read(tmp_path: Path) -> None:
     log = tmp_path / "log"
     found = Engine(log=log).score(Path("model"), "embedding", [[1, 2, 3], [4]])
-    assert found.arrays["embeddings"].tolist() == [[4, 4], [4, 4]]
+    assert found.arrays["embeddings"].tolist() == [[3, 3], [3, 3]]  # its max_model_len
+    assert Engine().score(Path("model"), "perplexity", [[1, 2, 3]]).arrays["embeddings"][0, 0] == 4
     assert found.served_by == "6:8 (2 of every 8 pruned): 8 layers sparse, 0 dense; x"
     assert Engine(log=log).score(Path("model"), "embedding", [[1]], stock=True).served_by == ""
     with pytest.raises(
         EvaluationError, match="could not evaluate broken:\nERROR ValueError: no such architecture"
     ):
         Engine({"max_model_len": 9}, log).score(Path("broken"), "embedding", [[1]])
+    with pytest.raises(EvaluationError, match=r"for ModelConfig\n  Value error, max_model_len \(9\) .*one$"):
+        Engine({"max_model_len": 9}).score(Path("refused"), "embedding", [[1]])
     assert [line for line in log.read_text().splitlines() if line[0:1] == "#"] == [
         "# embedding of model",
         "# embedding of model",

@@ -119,14 +119,14 @@ def tokenizer_of(folder: Path) -> Callable[[str], list[int]]:
     except ImportError as error:
         raise MissingPackageError(
             f"texts need a tokenizer, but the package tokenizers cannot be imported ({error}); pip install "
-            "tokenizers, or give token ids: --calib ids.npy"
+            "tokenizers, or give token ids instead of texts: ids.npy"
         ) from error
     try:
         tokenizer = Tokenizer.from_file(str(folder / TOKENIZER))
     except Exception as error:  # the library raises plain Exception
         raise CalibrationError(
             f"{folder / TOKENIZER} is not a tokenizer that the package tokenizers reads ({error}); fetch it again, "
-            "or give token ids: --calib ids.npy"
+            "or give token ids instead of texts: ids.npy"
         ) from error
     tokenizer.no_padding()
     tokenizer.no_truncation()
@@ -137,20 +137,21 @@ def _slow_tokenizer(folder: Path) -> Callable[[str], list[int]]:
     """For checkpoints that carry another form of tokenizer, such as tokenizer.model."""
     if not any(path.is_file() for kind in ("tokenizer*", "vocab*") for path in folder.glob(kind)):
         raise CalibrationError(
-            f"{folder} has no tokenizer ({TOKENIZER}), which texts need; fetch it, or give token ids: --calib ids.npy"
+            f"{folder} has no tokenizer ({TOKENIZER}), which texts need; fetch it, or give token ids instead of "
+            "texts: ids.npy"
         )
     try:
         from transformers import AutoTokenizer
     except ImportError as error:
         raise MissingPackageError(
             f"{folder} has no {TOKENIZER}, and its other tokenizer needs the package transformers, which cannot be "
-            f"imported ({error}); pip install transformers, or give token ids: --calib ids.npy"
+            f"imported ({error}); pip install transformers, or give token ids instead of texts: ids.npy"
         ) from error
     try:
         tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
     except (OSError, ValueError, ImportError) as error:
         raise CalibrationError(
-            f"the tokenizer of {folder} cannot be read: {error}; give token ids: --calib ids.npy"
+            f"the tokenizer of {folder} cannot be read: {error}; give token ids instead of texts: ids.npy"
         ) from error
     return lambda text: list(tokenizer(text)["input_ids"])
 

@@ -21,6 +21,9 @@ from slidesparse.flags import DISABLE
 WORKER = "slidesparse.evaluate.worker"
 SERVED = re.compile(r"SlideSparse (\S+ \([^)]*\): \d+ layers .*)")
 ERROR = re.compile(r"\b\w+(?:Error|Exception): .*")
+CONTINUED = re.compile(
+    r"ValidationError: \d+ validation error"
+)  # pydantic's, whose next line says what is wrong
 MOST_LINES = 5  # of a log, in an error
 
 
@@ -63,7 +66,9 @@ class Engine:
                 "'slidesparse[cuda]' on a machine with an NVIDIA GPU"
             )
         longest = max(len(sample) for sample in ids)
-        options = {"enforce_eager": True, "max_model_len": longest + 1, **self.options}
+        if task == "perplexity":
+            longest += 1  # vLLM generates one
+        options = {"enforce_eager": True, "max_model_len": longest, **self.options}
         request = {"model": str(model), "task": task, "ids": ids, "top": top, "options": options}
         with tempfile.TemporaryDirectory() as folder:
             out, log = Path(folder) / "out.npz", self.log or Path(folder) / "log"
@@ -101,5 +106,10 @@ def _environment(stock: bool) -> dict[str, str]:
 
 def _cause(log: str) -> str:
     lines = log.splitlines()
-    raised = [line for line in lines if ERROR.search(line) and "WARNING" not in line]
+    raised = []
+    for i, line in enumerate(lines):
+        if ERROR.search(line) and "WARNING" not in line:
+            raised.append(line)
+            if CONTINUED.search(line) and i + 1 < len(lines):
+                raised.append(lines[i + 1])
     return "\n".join(raised[:MOST_LINES] or lines[-MOST_LINES:])

@@ -8,10 +8,32 @@ from pathlib import Path
 
 from slidesparse import token_files
 from slidesparse.calibrate.data import tokenizer_of
+from slidesparse.checkpoint import CONFIG
 from slidesparse.evaluate.engine import EvaluationError
 
 Ids = list[list[int]]
+WINDOW = 2048  # tokens
 LONGEST_TEXT = 512  # tokens of a text to embed
+
+
+def window_of(*folders: Path) -> int:
+    """Tokens of a window that every checkpoint in ``folders`` takes: WINDOW, or one less than its positions.
+
+    vLLM generates a token behind a window.  A folder that says nothing of its positions takes any.
+    """
+    positions = [_positions(folder / CONFIG) for folder in folders]
+    return min([WINDOW, *(found - 1 for found in positions if found)])
+
+
+def _positions(config: Path) -> int | None:
+    if not config.is_file():
+        return None
+    try:
+        said = json.loads(config.read_text(encoding="utf-8"))
+        found = said.get("text_config", said).get("max_position_embeddings")
+    except (ValueError, AttributeError):
+        return None  # vLLM tells what is wrong with it
+    return found if isinstance(found, int) and found > 1 else None
 
 
 def windows(data: str | Path, folder: Path, seqlen: int, samples: int | None) -> Ids:
