@@ -222,6 +222,11 @@ def test_pairs_and_texts(folder: Path) -> None:
     assert (found.queries, found.documents) == ([[0, 1]], None)
 
 
+def test_data_that_are_not_there(folder: Path) -> None:
+    with pytest.raises(EvaluationError, match="is no file; give one of .txt, .jsonl, .npy"):
+        windows(folder / "none.txt", folder, 3, None)
+
+
 @pytest.mark.parametrize(
     ("name", "text", "words"),
     [

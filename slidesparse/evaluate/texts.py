@@ -103,6 +103,8 @@ def _first_has_query(path: Path) -> bool:
 
 def _file(data: str | Path, suffixes: tuple[str, ...]) -> Path:
     path = Path(data)
-    if path.suffix not in suffixes or not path.is_file():
+    if not path.is_file():
+        raise EvaluationError(f"--data {str(data)!r} is no file; give one of {', '.join(suffixes)}")
+    if path.suffix not in suffixes:
         raise EvaluationError(f"--data {str(data)!r} is no file of a kind known here: {', '.join(suffixes)}")
     return path
