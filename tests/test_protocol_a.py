@@ -244,3 +244,16 @@ def test_readme_has_the_speeds_that_were_measured_last(program: object) -> None:
 def test_readme_has_the_table_of_fewer_windows(program: object) -> None:
     results = program("language_results")  # type: ignore[operator]
     assert results.table(PROGRAMS / "protocol_a_256.csv") in (PROGRAMS / "README.md").read_text()
+
+
+def test_a_row_tells_what_its_checkpoint_was_calibrated_with(program: object) -> None:
+    cell = program("protocol_a").Cell  # type: ignore[operator]
+    assert cell("6:8", "sparsegpt", "int8").calibrated(4096, 2) == ("4096", "2")
+    assert cell("6:8", "wanda", "int8").calibrated(4096, 2) == ("4096", "0")
+    assert cell("25%", "sparsegpt", "bf16").calibrated(4096, 2) == ("4096", "0")
+    for uncalibrated in (
+        cell("6:8", "magnitude", "int8"),
+        cell("dense", "-", "int8"),
+        cell("6:8", "sparsegpt", "int8", 0, "kl"),
+    ):
+        assert uncalibrated.calibrated(4096, 2) == ("", "")
