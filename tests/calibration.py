@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 from checkpoints import LLAMA
 
 from slidesparse.calibrate.run import Calibration
@@ -15,6 +16,7 @@ from slidesparse.pattern import SlidePattern
 SIX_EIGHT = SlidePattern.parse("6:8")
 LINEARS = sorted(LLAMA.linears())
 TOKENS = (6, 24)  # samples of so many tokens
+DEVICES = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 
 
 def write_ids(path: Path) -> str:

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from calibration import SIX_EIGHT, calibrated, write_ids
+from calibration import DEVICES, SIX_EIGHT, calibrated, write_ids
 from checkpoints import LLAMA, llama, snapshot, tensors_of
 
 from slidesparse.calibrate import finetune as finetuning
@@ -275,11 +275,12 @@ def test_the_next_layer_reads_what_the_trained_one_gives(
     torch.testing.assert_close(seen[1], block.output(seen[0]), rtol=0, atol=1e-4)
 
 
+@DEVICES
 def test_a_resumed_run_gives_the_same_bytes(
-    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, device: str
 ) -> None:
     ids, numbers, plain = many_ids(tmp_path / "ids.npy"), [], pipeline._finetune
-    calibrated(source, tmp_path / "whole", ids, samples=200)
+    calibrated(source, tmp_path / "whole", ids, samples=200, device=device)
 
     def die_at_the_second(task: pipeline.Task, number: int, *rest: Any) -> Any:
         numbers.append(number)
@@ -289,8 +290,8 @@ def test_a_resumed_run_gives_the_same_bytes(
 
     monkeypatch.setattr(pipeline, "_finetune", die_at_the_second)
     with pytest.raises(KeyboardInterrupt):
-        calibrated(source, tmp_path / "out", ids, samples=200)
-    calibrated(source, tmp_path / "out", ids, samples=200, resume=True)
+        calibrated(source, tmp_path / "out", ids, samples=200, device=device)
+    calibrated(source, tmp_path / "out", ids, samples=200, device=device, resume=True)
     assert numbers == [0, 1, 1]
     assert snapshot(tmp_path / "out") == snapshot(tmp_path / "whole")
 

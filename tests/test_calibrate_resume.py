@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from calibration import SIX_EIGHT, calibrated, write_ids
+from calibration import DEVICES, SIX_EIGHT, calibrated, write_ids
 from checkpoints import llama, refused, snapshot, w8a8
 
 from slidesparse.calibrate import pipeline, work
@@ -104,16 +104,17 @@ def write_then_die(self, *arguments):
     if written == most:
         os.kill(os.getpid(), signal.SIGKILL)
 Writer.write = write_then_die
-calibration = Calibration(sys.argv[3], seqlen=24, device="cpu", resume=True)
+calibration = Calibration(sys.argv[3], seqlen=24, device=sys.argv[5], resume=True)
 convert.convert(sys.argv[1], sys.argv[2], pattern=SlidePattern.parse("6:8"), calibration=calibration)
 """
 
 
-def test_killed_by_a_signal_at_several_points(source: Path, tmp_path: Path, ids: str) -> None:
+@DEVICES
+def test_killed_by_a_signal_at_several_points(source: Path, tmp_path: Path, ids: str, device: str) -> None:
     """In the first layer's tensors (14 of them), in the second's, and in the output's: one after the other."""
 
     def run(most: int, out: str) -> int:
-        command = [sys.executable, "-c", KILLED, str(source), str(tmp_path / out), ids, str(most)]
+        command = [sys.executable, "-c", KILLED, str(source), str(tmp_path / out), ids, str(most), device]
         return subprocess.run(
             command, cwd=Path(__file__).parent.parent, timeout=120, check=False, env=os.environ
         ).returncode
