@@ -21,9 +21,7 @@ from slidesparse.flags import DISABLE
 WORKER = "slidesparse.evaluate.worker"
 SERVED = re.compile(r"SlideSparse (\S+ \([^)]*\): \d+ layers .*)")
 ERROR = re.compile(r"\b\w+(?:Error|Exception): .*")
-CONTINUED = re.compile(
-    r"ValidationError: \d+ validation error"
-)  # pydantic's, whose next line says what is wrong
+CONTINUED = re.compile(r"ValidationError: \d+ ")  # pydantic's, whose next line says what is wrong
 MOST_LINES = 5  # of a log, in an error
 
 
