@@ -154,6 +154,15 @@ class Checkpoint:
         return Reader(self)
 
 
+def positions_of(config: Mapping[str, Any]) -> int | None:
+    """Tokens that a model takes at most, max_position_embeddings of its config.json; None where that does not say.
+
+    Raises AttributeError, TypeError or ValueError for a config of another form.
+    """
+    found = config.get("text_config", config).get("max_position_embeddings")
+    return int(found) if found else None
+
+
 def _read_object(path: Path, what: str) -> dict[str, Any]:
     try:
         found = json.loads(path.read_bytes())

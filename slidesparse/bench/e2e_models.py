@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from slidesparse.bench.shapes import split
-from slidesparse.checkpoint import CheckpointError
+from slidesparse.checkpoint import CheckpointError, positions_of
 from slidesparse.metadata import Metadata
 from slidesparse.pattern import SlidePattern
 from slidesparse.w8a8 import parse_block
@@ -128,7 +128,7 @@ def read_variant(folder: Path) -> Variant:
     try:
         config: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
         block = config["quantization_config"]
-        positions = config.get("text_config", config).get("max_position_embeddings")
+        positions = positions_of(config)
     except OSError as error:
         raise E2eError(f"{path} cannot be read: {error.strerror}") from error
     except (ValueError, TypeError, KeyError, AttributeError) as error:
@@ -142,7 +142,7 @@ def read_variant(folder: Path) -> Variant:
         raise E2eError(f"{folder}: {error}") from error
     metadata = Metadata.of_config(block)
     pattern, layout = (metadata.pattern, metadata.layout) if metadata else (None, "dense")
-    return Variant(folder, pattern, layout, dtype, int(positions) if positions else None)
+    return Variant(folder, pattern, layout, dtype, positions)
 
 
 def _name(folder: Path | None, found: Mapping[str, Variant]) -> str:

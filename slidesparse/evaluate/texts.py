@@ -8,7 +8,7 @@ from pathlib import Path
 
 from slidesparse import token_files
 from slidesparse.calibrate.data import tokenizer_of
-from slidesparse.checkpoint import CONFIG
+from slidesparse.checkpoint import CONFIG, positions_of
 from slidesparse.evaluate.engine import EvaluationError
 
 Ids = list[list[int]]
@@ -29,11 +29,9 @@ def _positions(config: Path) -> int | None:
     if not config.is_file():
         return None
     try:
-        said = json.loads(config.read_text(encoding="utf-8"))
-        found = said.get("text_config", said).get("max_position_embeddings")
-    except (ValueError, AttributeError):
+        return positions_of(json.loads(config.read_text(encoding="utf-8")))
+    except (ValueError, TypeError, AttributeError):
         return None  # vLLM tells what is wrong with it
-    return found if isinstance(found, int) and found > 1 else None
 
 
 def windows(data: str | Path, folder: Path, seqlen: int, samples: int | None) -> Ids:
