@@ -26,6 +26,7 @@ from rich.progress import (
 import slidesparse
 
 if TYPE_CHECKING:
+    from slidesparse.calibrate.run import Calibration
     from slidesparse.convert import Progress as Callback
     from slidesparse.convert import Report
 
@@ -75,31 +76,36 @@ def register(app: typer.Typer, explained: Callable[[], AbstractContextManager[No
                 metavar="FILE",
             ),
         ] = None,
-        samples: Annotated[int, typer.Option(help="How many samples to calibrate with.", metavar="N")] = 128,
+        samples: Annotated[
+            int | None, typer.Option(help="How many samples to calibrate with; by default 128.", metavar="N")
+        ] = None,
         seqlen: Annotated[
             int | None,
             typer.Option(help="Tokens of a sample; by default 2048, or what the model takes.", metavar="N"),
         ] = None,
         device: Annotated[
-            str, typer.Option(help="Where to calibrate: auto (a GPU if there is one), cpu, cuda.")
-        ] = "auto",
+            str | None,
+            typer.Option(help="Where to calibrate: auto (the default: a GPU if there is one), cpu, cuda."),
+        ] = None,
         sweeps: Annotated[
-            int,
+            int | None,
             typer.Option(
-                help="How often sparsegpt goes over a layer again to lessen its error.", metavar="N"
+                help="How often sparsegpt goes over a layer again to lessen its error; by default 4.",
+                metavar="N",
             ),
-        ] = 4,
+        ] = None,
         target_of: Annotated[
-            str,
+            str | None,
             typer.Option(
                 "--target",
-                help="What sparsegpt's layers should give: dense, what the dense model does, or own.",
+                help="What sparsegpt's layers should give: dense, the default, what the dense model does, or own.",
             ),
-        ] = "dense",
+        ] = None,
         finetune: Annotated[
             int | None,
             typer.Option(
-                help="How often each layer of the model is trained on the samples after sparsegpt; 0: not at all.",
+                help="How often each layer of the model is trained on the samples after sparsegpt; by default 4, "
+                "0: not at all.",
                 metavar="EPOCHS",
             ),
         ] = None,
@@ -151,16 +157,11 @@ def register(app: typer.Typer, explained: Callable[[], AbstractContextManager[No
         """Prune a model to a pattern and write it as a W8A8 checkpoint."""
         pattern = _pattern(sparsity)
         with explained(), _resumable(calib is not None), _progress_bar() as progress:
-            from slidesparse.calibrate.run import Calibration
             from slidesparse.convert import convert as run
 
-            calibration = None
-            if calib is not None:
-                calibration = Calibration(calib, samples, seqlen, device, resume, sweeps, target_of, finetune)
-            elif resume:
-                _refuse(
-                    "--resume goes on from calibrated layers; without --calib nothing is kept to go on from"
-                )
+            data = {"samples": samples, "seqlen": seqlen, "device": device, "resume": resume or None}
+            ways = {"sweeps": sweeps, "target": target_of, "finetune": finetune}
+            calibration = _calibration(calib, method, data, ways)
             _require_writable(report)
             done = run(
                 source,
@@ -181,7 +182,8 @@ def register(app: typer.Typer, explained: Callable[[], AbstractContextManager[No
                 progress=progress,
             )
         if report is not None and not dry_run:
-            report.write_text(json.dumps(to_json(done), indent=2) + "\n")
+            with explained():
+                report.write_text(json.dumps(to_json(done), indent=2) + "\n")
         _warn(done)
         _summarize(done, dry_run)
 
@@ -200,9 +202,39 @@ def _pattern(text: str) -> Any:
         _refuse(f"--sparsity: {error}")
 
 
+def _calibration(
+    calib: str | None, method: str | None, data: dict[str, Any], ways: dict[str, Any]
+) -> Calibration | None:
+    """How to calibrate, by the options that were given: ``data`` of any method, ``ways`` of sparsegpt alone."""
+    from slidesparse.calibrate.run import Calibration
+
+    data, ways = ({n: v for n, v in found.items() if v is not None} for found in (data, ways))
+    given = " and ".join(f"--{name}" for name in ways if method not in (None, "sparsegpt"))
+    if given:
+        _refuse(f"--method {method} has no use for {given}, which sparsegpt has; leave {given} out")
+    if calib is not None:
+        return Calibration(calib, **data, **ways)
+    if data or ways:
+        given = " and ".join(f"--{name}" for name in (*data, *ways))
+        _refuse(
+            f"without --calib nothing is calibrated, so {given} would do nothing: give --calib FILE as well"
+        )
+    return None
+
+
 def _require_writable(report: Path | None) -> None:
-    if report is not None and (report.is_dir() or not report.resolve().parent.is_dir()):
+    """Before hours of work: that the report can be written."""
+    if report is None:
+        return
+    if report.is_dir() or not report.resolve().parent.is_dir():
         _refuse(f"--report {report}: it is a folder, or its folder is not there; name a file in one that is")
+    new = not report.exists()
+    try:
+        report.open("a").close()
+    except OSError as error:
+        _refuse(f"--report {report}: {error.strerror}; name a file that can be written")
+    if new:
+        report.unlink()
 
 
 @contextmanager
@@ -294,6 +326,8 @@ def _show_errors(report: Report) -> None:
     for name in ranked:
         row = errors[name]
         found = f"{row['error_pruned']:.4f} pruned, {row['error_quantized']:.4f} quantized"
+        if row["error_finetuned"] is not None:
+            found += f", {row['error_finetuned']:.4f} fine-tuned"
         out.print(escape(f"error     {found}: {name}{'  (the largest)' if name == ranked[0] else ''}"))
 
 

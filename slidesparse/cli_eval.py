@@ -66,7 +66,10 @@ def register(app: typer.Typer, explained: Callable[[], AbstractContextManager[No
         samples: Samples = None,
         top: Annotated[
             int,
-            typer.Option(help="Likeliest tokens compared for KL; -1 for all, which is slow.", metavar="N"),
+            typer.Option(
+                help="Likeliest tokens compared for KL; -1 for all, if memory holds them.",
+                metavar="N",
+            ),
         ] = 20,
         option: Options = None,
         log: Log = None,
@@ -77,10 +80,12 @@ def register(app: typer.Typer, explained: Callable[[], AbstractContextManager[No
             from slidesparse.evaluate.perplexity import measure
             from slidesparse.evaluate.texts import window_of, windows
 
+            _require_checkpoints(model, against)
             if seqlen is None:
                 seqlen = window_of(model, *([against] if against else []))
             ids = windows(data, model, seqlen, samples)
             found = measure(model, ids, against, top, _engine(option, log))
+        _warn(found)
         print(json.dumps(found.to_json(), indent=2)) if as_json else _show_perplexity(found)
 
     @eval_app.command()
@@ -101,9 +106,11 @@ def register(app: typer.Typer, explained: Callable[[], AbstractContextManager[No
             from slidesparse.evaluate.embedding import measure
             from slidesparse.evaluate.texts import texts_or_pairs
 
+            _require_checkpoints(model, against)
             found = measure(
                 model, texts_or_pairs(data, model, samples, longest), against, _engine(option, log)
             )
+        _warn(found)
         print(json.dumps(found.to_json(), indent=2)) if as_json else _show_embedding(found)
 
 
@@ -134,6 +141,39 @@ def _engine(options: list[str] | None, log: Path | None) -> Engine:
         except ValueError:
             found[name] = value
     return Engine(found, log)
+
+
+def _config(folder: Path) -> dict[str, Any]:
+    """config.json of a checkpoint.  Raises EvaluationError when there is none."""
+    from slidesparse.checkpoint import CONFIG
+    from slidesparse.evaluate.engine import EvaluationError
+
+    try:
+        found = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise EvaluationError(
+            f"{folder} is no checkpoint folder: its {CONFIG} cannot be read ({error})"
+        ) from error
+    return found if isinstance(found, dict) else {}
+
+
+def _require_checkpoints(*folders: Path | None) -> None:
+    for folder in folders:
+        if folder is not None:
+            _config(folder)
+
+
+def _warn(found: Perplexity | Embedding) -> None:
+    """Of a checkpoint that the plugin is meant to serve, and did not."""
+    from slidesparse.metadata import KEY
+
+    for folder, served in ((found.model, found.served_by), (found.against, found.against_served_by)):
+        if folder and not served and KEY in (_config(Path(folder)).get("quantization_config") or {}):
+            err.print(
+                f"[yellow]warning:[/] {escape(folder)} was served by vLLM itself, without the plugin; install "
+                "slidesparse where vLLM is, unset DISABLE_SLIDESPARSE, and put slidesparse on VLLM_PLUGINS if that is "
+                "set"
+            )
 
 
 def _show(name: str, found: Interval | None, digits: int = 4, unit: str = "") -> None:

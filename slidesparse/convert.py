@@ -32,7 +32,7 @@ from slidesparse.architectures import SCALE, WEIGHT
 from slidesparse.calibrate.pipeline import calibrate, rank
 from slidesparse.calibrate.report import Facts, layer_rows, read_back, sensitivity
 from slidesparse.calibrate.run import Calibration, choose_method, prepare, share, worst_layers
-from slidesparse.calibrate.work import open_work
+from slidesparse.calibrate.work import finished_bytes, open_work
 from slidesparse.checkpoint import CONFIG, DTYPES, INDEX, SUFFIX, Checkpoint, CheckpointError, Reader, Writer
 from slidesparse.pattern import SlidePattern
 from slidesparse.plan import Part, Plan, make_plan
@@ -162,7 +162,8 @@ def convert(
         others = _other_files(source)
         remove_stale(out)
         copied = sum((source / name).stat().st_size for name in others)
-        require_space(out, plan.disk_bytes() + copied + (task.disk_bytes() if task else 0))
+        kept = finished_bytes(out) if calibration and calibration.resume else 0
+        require_space(out, plan.disk_bytes() + copied + (task.disk_bytes() - kept if task else 0))
         with _space_explained(out, plan, kept=task is not None), checkpoint.reader() as reader:
             with workers() as pool:
                 _check_values(plan, reader, pool, progress)
@@ -171,7 +172,7 @@ def convert(
                 with open_work(out, state, calibration.resume) as work:
                     if worst:
                         plan = replan(worst=_worst(rank(task, reader, work, progress), plan, worst))
-                        task = replace(task, layers=plan.patterns)
+                        task = replace(task, layers=plan.patterns, skipped=frozenset(plan.skipped))
                     calibrate(task, reader, work, progress)
                     with work.tensors().reader() as codes:
                         facts = _write(plan, others, out, reader, codes, True, progress)
@@ -208,10 +209,11 @@ def _space_explained(out: Path, plan: Plan, kept: bool) -> Iterator[None]:
     except OSError as error:
         if error.errno not in (errno.ENOSPC, errno.EDQUOT):
             raise
-        left = "the layers pruned so far are kept for --resume" if kept else "nothing is left behind"
+        left = "the layers pruned so far are kept" if kept else "nothing is left behind"
         raise SpaceError(
             f"no space left in {out.resolve().parent} while writing {plan.disk_bytes() / 1e6:.0f} MB; {left}. "
-            "Free some space or choose another output folder, then run the same command again"
+            f"Free some space{'' if kept else ' or choose another output folder'}, then run the same command again"
+            f"{' with --resume' if kept else ''}"
         ) from error
 
 

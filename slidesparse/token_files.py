@@ -8,14 +8,27 @@ from pathlib import Path
 import numpy as np
 
 
+def read(path: Path, error: type[Exception]) -> str:
+    """The text of a file in UTF-8, a byte order mark left out.  Raises ``error`` for another encoding."""
+    try:
+        return path.read_text(encoding="utf-8-sig")
+    except UnicodeDecodeError as reason:
+        raise error(f"{path} is not text in UTF-8 ({reason}); convert it: iconv -t utf-8") from reason
+
+
+def lines(path: Path, error: type[Exception]) -> list[str]:
+    """The lines of `read`; other characters that end lines in prose, such as U+2028, are legal in JSON strings."""
+    return read(path, error).split("\n")
+
+
 def texts(path: Path, keys: tuple[str, ...], error: type[Exception]) -> list[tuple[str, ...]]:
     """The values of ``keys`` of each line of a ``.jsonl`` file; a line may also be just a string, for "text".
 
-    Empty lines and texts are left out.  Raises ``error``, with the line's number, for a line without the keys, and when
-    no text is left.
+    Empty lines are left out, and those with an empty text.  Raises ``error``, with the line's number, for a line
+    without the keys, and when no text is left.
     """
     found = []
-    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+    for number, line in enumerate(lines(path, error), 1):
         if not line.strip():
             continue
         try:
@@ -32,7 +45,7 @@ def texts(path: Path, keys: tuple[str, ...], error: type[Exception]) -> list[tup
                 f"{path}, line {number}: {type(reason).__name__}: {reason}; "
                 f"each line must be {{{wanted}}}{plain} in JSON"
             ) from reason
-        if any(one.strip() for one in values):
+        if all(one.strip() for one in values):
             found.append(values)
     if not found:
         raise error(f"{path} holds no text")

@@ -55,10 +55,10 @@ def test_sparsegpt_is_the_default_with_calibration(
     assert (rows[DOWN]["pattern"], rows[Q]["pattern"]) == ("8:10", "6:8")
     assert set(rows[Q]) == {
         "name", "pattern", "out_features", "in_features", "zeros", "violations", "dead_columns", "scale_min",
-        "scale_max", "method", "error_pruned", "error_quantized", "block_error", "block_error_finetuned", "tokens",
-            "seconds",
+        "scale_max", "method", "error_pruned", "error_quantized", "error_finetuned", "block_error",
+        "block_error_finetuned", "tokens", "seconds",
     }  # fmt: skip
-    ranked = [rows[name]["error_quantized"] for name in found["sensitivity"]]
+    ranked = [rows[name]["error_finetuned"] for name in found["sensitivity"]]
     assert ranked == sorted(ranked, reverse=True)
     assert len(ranked) == 13
 
@@ -85,7 +85,7 @@ def test_options_reach_the_calibration(source: Path, tmp_path: Path, monkeypatch
         1,
         "--resume",
     )
-    more = ("--method", "wanda", "--skip-worst", "10%", "--seed", 4, "--dry-run")
+    more = ("--method", "sparsegpt", "--skip-worst", "10%", "--seed", 4, "--dry-run")
     done = Done("convert", source, tmp_path / "out", "-s", "6:8", *options, *more)
     assert done.code == 0, done.err
     assert done.out.splitlines()[-1] == "dry run   nothing was written"
@@ -99,7 +99,7 @@ def test_options_reach_the_calibration(source: Path, tmp_path: Path, monkeypatch
         1,
         True,
     )
-    assert (seen["method"], seen["skip_worst"], seen["seed"]) == ("wanda", "10%", 4)
+    assert (seen["method"], seen["skip_worst"], seen["seed"]) == ("sparsegpt", "10%", 4)
     assert not (tmp_path / "out").exists()
 
 
@@ -133,7 +133,13 @@ def test_interrupted_then_resumed(
     ("options", "words"),
     [
         (("--method", "sparsegpt"), "--method sparsegpt needs calibration data"),
-        (("--resume",), "--resume goes on from calibrated layers; without --calib"),
+        (("--resume",), "without --calib nothing is calibrated, so --resume would do nothing"),
+        (("--samples", "9", "--finetune", "2"), "so --samples and --finetune would do nothing: give --calib"),
+        (
+            ("--calib", "random", "--method", "wanda", "--sweeps", "9"),
+            "--method wanda has no use for --sweeps",
+        ),
+        (("--report", "/proc/report.json"), "--report /proc/report.json: "),
         (("--calib", "missing.jsonl"), "--calib 'missing.jsonl' is no file"),
         (("--calib", "random", "--skip-worst", "all"), "is not a percentage"),
         (("--layer", "down_proj=1:8"), "--layer 'down_proj=1:8': sparsity '1:8' prunes 7"),

@@ -38,7 +38,7 @@ class HiddenStates:
         self.device = device
         self.streams = streams
         self.nbytes = sum(shape.numel() for shape in self.shapes) * 4
-        self.where = _place(self.nbytes * streams, device, MEMORY_BYTES if limit is None else limit)
+        self.where = place(self.nbytes * streams, device, limit)
         self._tensors: list[Tensor | None] = [None] * len(self.shapes)
         self._file = tempfile.TemporaryFile(dir=folder) if self.where == "disk" else None  # noqa: SIM115
 
@@ -133,10 +133,12 @@ def may_keep(states: HiddenStates, in_features: int) -> bool:
     home = "device" if states.device.type == "cuda" else "memory"
     host = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     limit = min(KEPT_BYTES, host // KEPT_OF_HOST)
-    return states.where == home == _place(needed, states.device, limit, KEPT_SHARE)
+    return states.where == home == place(needed, states.device, limit, KEPT_SHARE)
 
 
-def _place(nbytes: int, device: torch.device, limit: int, share: int = DEVICE_SHARE) -> str:
+def place(nbytes: int, device: torch.device, limit: int | None = None, share: int = DEVICE_SHARE) -> str:
+    """Where so many bytes of hidden states go: "device", "memory" or "disk"; see `HiddenStates`."""
+    limit = MEMORY_BYTES if limit is None else limit
     if device.type == "cuda" and nbytes <= _free(device) // share:
         return "device"
     return "memory" if nbytes <= limit else "disk"

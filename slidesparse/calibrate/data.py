@@ -169,4 +169,7 @@ def _streamed(encoded: Iterator[list[int]], samples: int, length: int) -> list[n
 
 def _one_by_one(encoded: Iterator[list[int]], samples: int, length: int) -> list[np.ndarray]:
     """A text a sample."""
-    return [np.asarray(token_files.clipped(ids, length), dtype=np.int64) for ids in islice(encoded, samples)]
+    return [
+        np.asarray(token_files.clipped(ids, length), dtype=np.int64)
+        for ids in islice((ids for ids in encoded if ids), samples)
+    ]

@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from slidesparse.calibrate.errors import CalibrationError
+
 BAND = 2048  # columns of H that are summed at a time, right of the diagonal only
 
 
@@ -27,6 +29,10 @@ class Hessian:
         self._mirrored = False
         self.tokens += len(rows)
 
+    def require_finite(self) -> None:
+        """Raise CalibrationError when an input was NaN or infinite, or H overflows."""
+        require_finite(self._sum)
+
     @property
     def matrix(self) -> Tensor:
         """H, its lower left the mirror of its upper right."""
@@ -34,6 +40,15 @@ class Hessian:
             self._sum[band.stop :, band] = self._sum[band, band.stop :].t()
         self._mirrored = True
         return self._sum
+
+
+def require_finite(hessian: Tensor) -> None:
+    """Raise CalibrationError for an H [K, K] with NaN or infinity."""
+    if not bool(torch.isfinite(hessian.diagonal()).all()):
+        raise CalibrationError(
+            "the inputs of a layer are not finite (NaN or Inf), so nothing can be learned from them; the weights or "
+            "the calibration ids are damaged, or the model overflows float32"
+        )
 
 
 def output_error(w: Tensor, found: Tensor, hessian: Tensor) -> float:
@@ -50,4 +65,5 @@ def output_error(w: Tensor, found: Tensor, hessian: Tensor) -> float:
 
 def _energy(w: Tensor, hessian: Tensor) -> float:
     """trace(w H w^T), summed in float64; at least 0, which rounding may undercut."""
-    return max(0.0, float(((w @ hessian) * w).sum(-1, dtype=torch.float64).sum()))
+    found = float(((w @ hessian) * w).sum(-1, dtype=torch.float64).sum())
+    return max(found, 0.0)  # in this order NaN stays NaN

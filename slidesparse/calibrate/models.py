@@ -191,9 +191,14 @@ def _frequencies(config: Config, head_dim: int) -> Tensor:
         raise _not_run(f"rotary embeddings of type {kind!r}, or partial ones", ", ".join(ROPES))
     exponents = torch.arange(0, head_dim, 2, dtype=torch.int64).float() / head_dim
     frequencies = 1.0 / theta**exponents
-    if kind == "linear":
-        return frequencies / float(scaling["factor"])
-    return _llama3(frequencies, scaling) if kind == "llama3" else frequencies
+    try:
+        if kind == "linear":
+            return frequencies / float(scaling["factor"])
+        return _llama3(frequencies, scaling) if kind == "llama3" else frequencies
+    except (KeyError, TypeError, ValueError, ZeroDivisionError) as error:
+        raise CalibrationError(
+            f"config.json: rotary embeddings of type {kind!r} lack a usable {error}: fetch the config again"
+        ) from error
 
 
 def _llama3(frequencies: Tensor, scaling: Config) -> Tensor:

@@ -10,7 +10,6 @@ and what a whole layer of the model should, whose weights are trained together a
 
 from __future__ import annotations
 
-import hashlib
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass
@@ -21,27 +20,26 @@ from typing import Any
 import torch
 from torch import Tensor
 
-import slidesparse
 from slidesparse.architectures import SCALE, WEIGHT
 from slidesparse.calibrate.cache import HiddenStates, Inputs, may_keep
 from slidesparse.calibrate.data import Samples
 from slidesparse.calibrate.errors import CalibrationError
-from slidesparse.calibrate.finetune import EPOCHS, Finetuned, finetune
-from slidesparse.calibrate.forward import Block, DecoderBlock, EncoderBlock
+from slidesparse.calibrate.finetune import Finetuned, finetune
+from slidesparse.calibrate.forward import Block
 from slidesparse.calibrate.hessian import Hessian, output_error
 from slidesparse.calibrate.models import Model
-from slidesparse.calibrate.refine import SWEEPS, refine
+from slidesparse.calibrate.refine import refine
 from slidesparse.calibrate.sparsegpt import damping_for, factor, sparsegpt
 from slidesparse.calibrate.target import Drift, gather, target_of
+from slidesparse.calibrate.task import Task, stages_of, widest
 from slidesparse.calibrate.wanda import wanda
 from slidesparse.calibrate.work import RANKING, Work
-from slidesparse.checkpoint import DTYPES, Checkpoint, Reader
-from slidesparse.pattern import SlidePattern
+from slidesparse.checkpoint import DTYPES, Reader
 from slidesparse.prune import prune
 from slidesparse.quantize import NAMES, dequantize_rows, quantize_rows
+from slidesparse.slide import violations
 
 BATCH_TOKENS = {"cpu": 2048, "cuda": 16384}
-TARGETS = ("dense", "own")  # pruned layers should give what they do in the dense model, or on the same inputs
 
 Progress = Callable[[str, int, int], None]  # phase, bytes done, bytes in all
 
@@ -53,82 +51,11 @@ class LayerResult:
     name: str
     pattern: str
     method: str
-    # |X (W - W')^T| / |X W^T| over the calibration tokens, X as the pruned layers before give it; before fine-tuning
-    error_pruned: float
+    # |X (W - W')^T| / |X W^T| over the calibration tokens, W of the dense model, X as the pruned layers before give it
+    error_pruned: float  # before fine-tuning
     error_quantized: float  # the same with W' quantized
     tokens: int
     seconds: float  # of the stage, shared by its layers; without fine-tuning
-
-
-@dataclass(frozen=True)
-class Task:
-    """All that decides what a calibrated run computes."""
-
-    model: Model
-    layers: Mapping[str, SlidePattern]  # linear layers to prune -> pattern
-    samples: Samples
-    method: str
-    quant: str
-    device: torch.device
-    sweeps: int = SWEEPS  # of `slidesparse.calibrate.refine`, after sparsegpt
-    target: str = TARGETS[0]  # one of them, of sparsegpt
-    finetune: int = EPOCHS  # of each layer of the model after sparsegpt, if the dense model is run
-
-    @property
-    def streams(self) -> int:
-        """How many models are run: the pruned one, and with it, if that is the target, the dense one."""
-        return 2 if self.method == "sparsegpt" and self.target == "dense" else 1
-
-    def prunes(self, name: str) -> bool:
-        """Whether a linear layer is rewritten, and not just quantized or left alone."""
-        return name in self.layers and self.layers[name].length is not None
-
-    def disk_bytes(self) -> int:
-        """Bytes of finished layers, and of hidden states if they are spilled."""
-        specs = [self.model.checkpoint.require(name + WEIGHT) for name in self.layers]
-        return (
-            sum(spec.rows * (spec.columns + 4) for spec in specs)
-            + 4 * self.samples.tokens * self.model.hidden * self.streams
-        )
-
-    def state(self) -> dict[str, Any]:
-        """What a run that goes on from another's layers must share with it."""
-        return {
-            "slidesparse": slidesparse.__version__,
-            "source": _fingerprint(self.model.checkpoint),
-            "layers": {name: pattern.ratio for name, pattern in sorted(self.layers.items())},
-            "samples": self.samples.digest,
-            "method": self.method,
-            "sweeps": self.sweeps if self.method == "sparsegpt" else 0,
-            "target": self.target if self.method == "sparsegpt" else None,
-            "finetune": self.finetune if self.streams > 1 else 0,
-            "quant": self.quant,
-            "device": self.device.type,
-            "threads": torch.get_num_threads() if self.device.type == "cpu" else 0,
-        }
-
-
-def require_layers(model: Model, layers: Mapping[str, SlidePattern]) -> None:
-    """CalibrationError unless every linear layer to prune is one that `Model.load` runs."""
-    run = {name for number in range(model.blocks) for stage in _stages(model, number) for name in stage}
-    for name in layers:
-        if name not in run:
-            raise CalibrationError(
-                f"{name} is none of the linear layers that calibration runs in a {model.kind} model, such as "
-                f"{min(run)}; leave it out, or do without --calib"
-            )
-
-
-def _stages(model: Model, number: int) -> list[list[str]]:
-    kind = DecoderBlock if model.is_decoder else EncoderBlock
-    return [[model.prefix(number) + name for name in stage] for stage in kind.stages]
-
-
-def _widest(model: Model) -> int:
-    """The most in-features of the linear layers of a block; the blocks are alike."""
-    return max(
-        model.checkpoint.require(name + WEIGHT).columns for stage in _stages(model, 0) for name in stage
-    )
 
 
 def calibrate(task: Task, reader: Reader, work: Work, progress: Progress | None = None) -> None:
@@ -140,19 +67,26 @@ def calibrate(task: Task, reader: Reader, work: Work, progress: Progress | None 
     counted = _Progress(task, "pruning", progress)
 
     def visit(number: int, inputs: Inputs, dense: Inputs | None) -> None:
+        _quantize_skipped(task, number, inputs.block)
         if work.done(number):
             _restore(task.model, number, inputs.block, work)
         else:
             pruned: dict[str, Tensor] = {}
             tensors: dict[str, Tensor] = {}
             rows: list[dict[str, Any]] = []
+            seen: dict[str, Tensor] = {}
             for stage, names in enumerate(inputs.block.stages):
-                for name, result, w in _prune_stage(task, number, stage, names, inputs, dense, tensors):
+                for name, result, w, h in _prune_stage(task, number, stage, names, inputs, dense, tensors):
                     pruned[name] = w
+                    seen |= {result.name: h} if task.finetune and dense else {}
                     rows.append(asdict(result))
             if (trained := _finetune(task, number, inputs, dense, pruned, NAMES[task.quant])) is not None:
+                assert dense
                 for name, w in trained.weights.items():
-                    _serve(task, number, name, w, inputs.block, tensors)
+                    served = _serve(task, number, name, w, inputs.block, tensors)
+                    row = next(row for row in rows if row["name"] == task.model.prefix(number) + name)
+                    whole = dense.block.weights[name + WEIGHT]
+                    row["error_finetuned"] = output_error(whole, served, seen[row["name"]])
                 errors = {"block_error": trained.error_before, "block_error_finetuned": trained.error_after}
                 rows = [row | errors for row in rows]
             work.publish(number, tensors, rows)
@@ -196,7 +130,7 @@ class _Progress:
     def finished(self, number: int) -> None:
         """A layer of the model is done."""
         self._done += sum(
-            self._sizes.get(name, 0) for stage in _stages(self._model, number) for name in stage
+            self._sizes.get(name, 0) for stage in stages_of(self._model, number) for name in stage
         )
         if self._report:
             self._report(self._phase, self._done, sum(self._sizes.values()))
@@ -217,12 +151,12 @@ def _walk(
     batches = list(_batches(task.samples, BATCH_TOKENS.get(task.device.type, BATCH_TOKENS["cpu"])))
     shapes = [(*ids.shape, task.model.hidden) for ids in batches]
     states = [HiddenStates(shapes, task.device, folder, streams=streams) for _ in range(streams)]
-    keep = may_keep(states[0], _widest(task.model))
+    keep = may_keep(states[0], widest(task.model))
     embed = task.model.embedder(reader, task.samples.ids, task.device)
     wanted = [
         number
         for number in range(task.model.blocks)
-        if any(name in task.layers for stage in _stages(task.model, number) for name in stage)
+        if any(name in task.layers for stage in stages_of(task.model, number) for name in stage)
     ]
     try:
         for i, ids in enumerate(batches):
@@ -238,6 +172,11 @@ def _walk(
             visit(number, inputs[0], inputs[1] if streams > 1 else None)
             for each in inputs if number < last else ():
                 each.advance()
+    except torch.OutOfMemoryError as error:
+        raise CalibrationError(
+            f"calibrating a layer of the model does not fit into the memory of {task.device} ({error}); fewer "
+            "--samples take less, and --device cpu takes the host's"
+        ) from None
     finally:
         for stream in states:
             stream.close()
@@ -258,8 +197,8 @@ def _prune_stage(
     inputs: Inputs,
     dense: Inputs | None,
     tensors: dict[str, Tensor],
-) -> Iterator[tuple[str, LayerResult, Tensor]]:
-    """Prune the linear layers of a stage and `_serve` them; name by name, with the weights not quantized."""
+) -> Iterator[tuple[str, LayerResult, Tensor, Tensor]]:
+    """Prune the linear layers of a stage and `_serve` them; name by name, with the weights not quantized, and H."""
     prefix, block = task.model.prefix(number), inputs.block
     chosen = [name for name in names if prefix + name in task.layers]
     if not chosen:
@@ -280,12 +219,24 @@ def _prune_stage(
             tokens=hessian.tokens,
             seconds=round((time.monotonic() - started) / len(chosen), 3),
         )
-        yield name, result, pruned[name]
+        yield name, result, pruned[name], hessian.matrix
+
+
+def _quantize_skipped(task: Task, number: int, block: Block) -> None:
+    """Put what will be served in place of the layers of a block that are quantized and not pruned."""
+    for name in (name for stage in block.stages for name in stage):
+        if task.model.prefix(number) + name in task.skipped:
+            _serve(task, number, name, block.weights[name + WEIGHT], block, {})
 
 
 def _serve(task: Task, number: int, name: str, w: Tensor, block: Block, tensors: dict[str, Tensor]) -> Tensor:
     """Quantize a layer: codes and scale go to ``tensors``, and what they stand for, returned, to its place."""
     full = task.model.prefix(number) + name
+    if not bool(torch.isfinite(w).all()):
+        raise CalibrationError(
+            f"pruning {full} gave weights that are not finite (NaN or Inf): the source's are too large, or its inputs "
+            "are, for sums in float32; without --calib, --method magnitude sums nothing"
+        )
     codes, scale = quantize_rows(w, NAMES[task.quant], "cuda")
     tensors[full + WEIGHT], tensors[full + SCALE] = codes, scale
     served = block.weights[name + WEIGHT] = dequantize_rows(codes, scale)
@@ -307,16 +258,21 @@ def _finetune(
         return None
     dense.advance()
     inputs.restart()
-    return finetune(inputs, dense.states, pruned, weights, dtype, task.finetune)
+    quantized = {*weights, *(name.removeprefix(prefix) for name in task.skipped if name.startswith(prefix))}
+    return finetune(inputs, dense.states, pruned, quantized, dtype, task.finetune)
 
 
 def _prune_rows(
     task: Task, hessian: Hessian, drift: Drift | None, weights: Mapping[str, Tensor], prefix: str
 ) -> dict[str, Tensor]:
-    """Prune layers that read the same inputs; those of one pattern together, as their rows do not see each other."""
-    found: dict[str, Tensor] = {}
+    """Prune layers that read the same inputs; those of one pattern together, as their rows do not see each other.
+
+    A layer that obeys its pattern already is kept as it is.
+    """
+    found = {n: w.clone() for n, w in weights.items() if not violations(w, task.layers[prefix + n])}
+    weights = {name: w for name, w in weights.items() if name not in found}
     h, damping = hessian.matrix, damping_for(len(hessian.matrix), hessian.tokens)
-    upper = factor(h, damping) if task.method == "sparsegpt" else None
+    upper = factor(h, damping) if task.method == "sparsegpt" and weights else None
     errors = drift.errors() if drift else {}
     for pattern in dict.fromkeys(task.layers[prefix + name] for name in weights):
         names = [name for name in weights if task.layers[prefix + name] == pattern]
@@ -386,13 +342,3 @@ def _restore(model: Model, number: int, block: Block, work: Work) -> None:
                 codes, scale = (reader.whole(full + suffix) for suffix in (WEIGHT, SCALE))
                 device = block.weights[name + WEIGHT].device
                 block.weights[name + WEIGHT] = dequantize_rows(codes.to(device), scale.to(device))
-
-
-def _fingerprint(checkpoint: Checkpoint) -> str:
-    """Of a source's names, shapes, sizes and times of change; its bytes are too many to read again."""
-    found = hashlib.sha256(repr(sorted(checkpoint.tensors.values())).encode())
-    for file in checkpoint.files:
-        status = (checkpoint.folder / file).stat()
-        found.update(f"{file} {status.st_size} {status.st_mtime_ns}".encode())
-    found.update((checkpoint.folder / "config.json").read_bytes())
-    return found.hexdigest()

@@ -18,7 +18,7 @@ from slidesparse.publish import workers
 from slidesparse.slide import nonzero
 from slidesparse.stored import DamagedError, natural, open_checkpoint, restore
 
-ERRORS = ("error_pruned", "error_quantized", "block_error", "block_error_finetuned")
+ERRORS = ("error_pruned", "error_quantized", "error_finetuned", "block_error", "block_error_finetuned")
 MEASURED = ("method", *ERRORS, "tokens", "seconds")
 
 
@@ -112,4 +112,10 @@ def layer_rows(
 def sensitivity(rows: Iterable[Mapping[str, Any]]) -> list[str]:
     """Names of layers, the largest relative output error first; empty without calibration."""
     known = [row for row in rows if row["error_quantized"] is not None]
-    return [row["name"] for row in sorted(known, key=lambda row: (-row["error_quantized"], row["name"]))]
+    return [row["name"] for row in sorted(known, key=lambda row: (-final_error(row), row["name"]))]
+
+
+def final_error(row: Mapping[str, Any]) -> float:
+    """The relative output error of a layer as it was written."""
+    tuned: float | None = row["error_finetuned"]
+    return row["error_quantized"] if tuned is None else tuned

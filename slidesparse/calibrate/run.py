@@ -12,8 +12,8 @@ from slidesparse.calibrate.data import SAMPLES, load_samples
 from slidesparse.calibrate.errors import CalibrationError, MissingPackageError
 from slidesparse.calibrate.finetune import EPOCHS
 from slidesparse.calibrate.models import open_model
-from slidesparse.calibrate.pipeline import TARGETS, Task, require_layers
 from slidesparse.calibrate.refine import SWEEPS
+from slidesparse.calibrate.task import TARGETS, Task, require_layers
 from slidesparse.plan import ALL_METHODS, CALIBRATED, Plan
 
 DEVICES = ("auto", "cpu", "cuda")
@@ -86,6 +86,7 @@ def prepare(plan: Plan, calibration: Calibration) -> Task:
     return Task(
         model,
         plan.patterns,
+        frozenset(plan.skipped),
         samples,
         plan.method,
         plan.quant,

@@ -28,7 +28,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from slidesparse.calibrate.errors import CalibrationError
+from slidesparse.calibrate.hessian import require_finite
 from slidesparse.pattern import ZEROS, PatternError, SlidePattern
 
 DAMPING = 0.01  # of the mean of H's diagonal, added to it: as in SparseGPT and GPTQ, where tokens are many
@@ -54,13 +54,9 @@ def damped(hessian: Tensor, damping: float = DAMPING) -> Tensor:
 
     Raises CalibrationError when H is not finite.
     """
+    require_finite(hessian)
     double = hessian.to(torch.float64, copy=True)
     mean = float(double.diagonal().mean()) if len(double) else 0.0
-    if not mean < float("inf"):
-        raise CalibrationError(
-            "the inputs of a layer are not finite (NaN or Inf), so nothing can be learned from them; the weights or "
-            "the calibration ids are damaged, or the model overflows float32"
-        )
     double.diagonal().add_(damping * mean if mean > 0 else 1.0)
     return double
 

@@ -64,6 +64,7 @@ def gather(
             if dense is not None and drift is not None:
                 drift.add(a, dense.input(stage, batch))
     assert hessian is not None
+    hessian.require_finite()
     return hessian, drift
 
 

@@ -93,6 +93,11 @@ def work_folder(out: Path) -> Path:
     return out.resolve().parent / f".{out.resolve().name}.calibrated"
 
 
+def finished_bytes(out: Path) -> int:
+    """Bytes of the finished layers of a conversion to ``out`` that was killed."""
+    return sum(path.stat().st_size for path in work_folder(out).glob(f"layer-*{SUFFIX}"))
+
+
 @contextmanager
 def open_work(out: Path, state: Mapping[str, Any], resume: bool) -> Iterator[Work]:
     """Lock the folder, made if need be; left behind when the run fails, for ``resume`` to go on from.

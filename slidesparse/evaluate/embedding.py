@@ -34,7 +34,9 @@ class Embedding:
 
     def to_json(self) -> dict[str, Any]:
         """Plain values."""
-        found = {name: value for name, value in vars(self).items() if value is not None and value != ""}
+        found = {name: value for name, value in vars(self).items() if value is not None}
+        if self.against is None:
+            del found["against_served_by"]
         return {name: v.to_json() if isinstance(v, Interval) else v for name, v in found.items()}
 
 

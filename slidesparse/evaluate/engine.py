@@ -22,6 +22,11 @@ WORKER = "slidesparse.evaluate.worker"
 SERVED = re.compile(r"SlideSparse (\S+ \([^)]*\): \d+ layers .*)")
 ERROR = re.compile(r"\b\w+(?:Error|Exception): .*")
 CONTINUED = re.compile(r"ValidationError: \d+ ")  # pydantic's, whose next line says what is wrong
+LOGGING = {
+    "VLLM_CONFIGURE_LOGGING": "1",
+    "VLLM_LOGGING_LEVEL": "INFO",
+}  # so that the log has the plugin's line
+LOGGING_CONFIG = "VLLM_LOGGING_CONFIG_PATH"
 MOST_LINES = 5  # of a log, in an error
 
 
@@ -98,8 +103,8 @@ def _environment(stock: bool) -> dict[str, str]:
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",
         "VLLM_NO_USAGE_STATS": "1",
     }
-    forced = {"HF_HUB_OFFLINE": "1"} | ({DISABLE: "1"} if stock else {})
-    return {**defaults, **os.environ, **forced}
+    forced = {"HF_HUB_OFFLINE": "1"} | LOGGING | ({DISABLE: "1"} if stock else {})
+    return {name: v for name, v in {**defaults, **os.environ, **forced}.items() if name != LOGGING_CONFIG}
 
 
 def _cause(log: str) -> str:

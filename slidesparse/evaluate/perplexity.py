@@ -11,9 +11,11 @@ import numpy as np
 
 from slidesparse.evaluate.engine import Engine, EvaluationError, Scored
 from slidesparse.evaluate.intervals import Array, Interval, bootstrap, ratio
+from slidesparse.evaluate.texts import vocabulary_of
 
 TOP = 20  # likeliest tokens compared, what vLLM gives at most unless asked; all with -1
-LARGEST = 2 * 10**9  # bytes of log-probabilities, at most
+MOST_A_WINDOW = 10**7  # log-probabilities, as vLLM answers with some 200 bytes for each
+MOST = 2 * 10**8  # of all windows, at 8 bytes
 
 
 @dataclass(frozen=True)
@@ -77,10 +79,24 @@ def measure(
         raise EvaluationError(
             f"--top {top} is not a number of tokens; use 1 or more, or -1 for the whole vocabulary"
         )
+    for folder in (model, *([against] if against else [])):
+        _require_bearable(folder, ids, top)
     engine = engine or Engine()
     ours = engine.score(model, "perplexity", ids, top)
     theirs = engine.score(against, "perplexity", ids, top) if against else None
     return summarize(str(model), str(against) if against else None, ids, ours, theirs)
+
+
+def _require_bearable(folder: Path, ids: Sequence[Sequence[int]], top: int) -> None:
+    """Raise EvaluationError when memory could not hold the log-probabilities asked for."""
+    each = top if top > 0 else vocabulary_of(folder)
+    longest, tokens = max(len(sample) for sample in ids), sum(len(sample) for sample in ids)
+    if each * longest > MOST_A_WINDOW or each * tokens > MOST:
+        most = min(MOST_A_WINDOW // longest, MOST // tokens)
+        raise EvaluationError(
+            f"--top {top} asks for {each} log-probabilities of each of {tokens} tokens in windows of {longest}, more "
+            f"than memory holds; use --top {most} or less, or fewer tokens: --samples and --seqlen"
+        )
 
 
 def summarize(

@@ -25,6 +25,16 @@ def window_of(*folders: Path) -> int:
     return min([WINDOW, *(found - 1 for found in positions if found)])
 
 
+def vocabulary_of(folder: Path) -> int:
+    """How many tokens the model of a folder knows; 1 when config.json does not say."""
+    try:
+        config = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
+        found = config.get("vocab_size") or config.get("text_config", {}).get("vocab_size")
+        return max(1, int(found))
+    except (OSError, ValueError, TypeError, AttributeError):
+        return 1  # vLLM tells what is wrong with it
+
+
 def _positions(config: Path) -> int | None:
     if not config.is_file():
         return None
@@ -41,6 +51,7 @@ def windows(data: str | Path, folder: Path, seqlen: int, samples: int | None) ->
     rows [samples, tokens].  Raises EvaluationError for data that give not one window.
     """
     path = _file(data, (".txt", ".jsonl", ".npy"))
+    _require_some(samples)
     if seqlen < 2:
         raise EvaluationError(
             f"--seqlen {seqlen} is too short; a token is scored by those before it, so 2 at least"
@@ -55,7 +66,7 @@ def windows(data: str | Path, folder: Path, seqlen: int, samples: int | None) ->
     else:
         encode = tokenizer_of(folder)
         texts = (
-            [path.read_text(encoding="utf-8")]
+            [token_files.read(path, EvaluationError)]
             if path.suffix == ".txt"
             else [text for (text,) in token_files.texts(path, ("text",), EvaluationError)]
         )
@@ -80,6 +91,9 @@ class Texts:
 def texts_or_pairs(data: str | Path, folder: Path, samples: int | None, longest: int = LONGEST_TEXT) -> Texts:
     """Texts of a .jsonl file with "text", or pairs with "query" and "text", truncated to ``longest`` tokens each."""
     path = _file(data, (".jsonl",))
+    _require_some(samples)
+    if longest < 2:
+        raise EvaluationError(f"--longest {longest} leaves nothing of a text; it must be 2 at least")
     encode = tokenizer_of(folder)
     paired = _first_has_query(path)
     lines = token_files.texts(path, ("query", "text") if paired else ("text",), EvaluationError)[:samples]
@@ -91,12 +105,19 @@ def texts_or_pairs(data: str | Path, folder: Path, samples: int | None, longest:
 
 def _first_has_query(path: Path) -> bool:
     """Of the first line that is not empty; False for one that is no JSON, which whoever reads all lines will say."""
-    lines = path.read_text(encoding="utf-8").splitlines()
     try:
+        lines = token_files.lines(path, EvaluationError)
         first = json.loads(next((line for line in lines if line.strip()), "null"))
     except ValueError:
         return False
     return isinstance(first, dict) and "query" in first
+
+
+def _require_some(samples: int | None) -> None:
+    if samples is not None and samples < 1:
+        raise EvaluationError(
+            f"--samples {samples} is too few; at least 1 is needed, and without it all are taken"
+        )
 
 
 def _file(data: str | Path, suffixes: tuple[str, ...]) -> Path:
