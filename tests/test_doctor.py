@@ -308,7 +308,9 @@ def test_vllm_versions_are_those_of_the_plugin() -> None:
         ("0.25.1+cu130", "in the tested range"),
         ("0.28.0rc2", "in the tested range"),
         ("0.33.0", "outside the tested range, 0.25.1 to 0.32.0"),
-        ("dev", "too old"),
+        ("0.12.1.dev5+g1234abc", "too old"),
+        ("0.1.dev1+g1234abc", "built without git tags"),
+        ("dev", "built without git tags"),
     ],
 )
 def test_vllm_version_in_words(version: str, words: str, monkeypatch: pytest.MonkeyPatch) -> None:

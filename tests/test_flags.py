@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import ast
+import re
+from pathlib import Path
+
 import pytest
 
+from slidesparse import flags
 from slidesparse.flags import FlagError, Flags
 from slidesparse.metadata import KEY, LayerEntry, Metadata, MetadataError
 from slidesparse.pattern import SlidePattern
 
+ROOT = Path(__file__).parent.parent
 SIX_EIGHT = SlidePattern.parse("6:8")
 
 
@@ -47,6 +53,69 @@ def test_nonsense(environment: dict[str, str], words: list[str]) -> None:
         Flags.from_environment(environment)
     for word in words:
         assert word in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "meant"),
+    [
+        ("SLIDESPARSE_KEEPDENSE", "SLIDESPARSE_KEEP_DENSE"),
+        ("SLIDESPARSE_FUSED", "SLIDESPARSE_FUSE"),
+        ("SLIDESPARSE_BACKENDS", "SLIDESPARSE_BACKEND"),
+        ("SLIDESPARSE_PORTS", "SLIDESPARSE_"),
+        ("USE_CUSPARSLT", "USE_CUSPARSELT"),
+        ("USE_CUSPARSELTT", "USE_CUSPARSELT"),
+        ("USE_CUBLASTL", "USE_CUBLASLT"),
+        ("DISABLE_SLIDESPARS", "DISABLE_SLIDESPARSE"),
+    ],
+)
+@pytest.mark.parametrize("value", ["1", ""])
+def test_mistyped_names(name: str, meant: str, value: str) -> None:
+    with pytest.raises(FlagError, match=f"variable {name} is not known; did you mean {meant}"):
+        Flags.from_environment({name: value})
+
+
+def test_names_that_are_not_ours() -> None:
+    others = {
+        "USE_CUDA": "1",
+        "USE_CUBLAS": "1",
+        "USE_CUSPARSE": "0",
+        "USE_CUDNN": "1",
+        "MY_SLIDESPARSE_X": "1",
+        "": "",
+    }
+    of_a_service = {  # of Kubernetes, beside services called slidesparse and slidesparse-embed
+        "SLIDESPARSE_SERVICE_HOST": "10.0.0.1",
+        "SLIDESPARSE_SERVICE_PORT_HTTP": "8000",
+        "SLIDESPARSE_PORT": "tcp://10.0.0.1:8000",
+        "SLIDESPARSE_PORT_8000_TCP_ADDR": "10.0.0.1",
+        "SLIDESPARSE_EMBED_SERVICE_PORT": "8000",
+    }
+    assert Flags.from_environment(others | of_a_service) == Flags()
+
+
+def test_every_variable_that_is_read_is_known_and_no_other() -> None:
+    """By the literals of the Python sources, in which no name is put together, and by what C++ asks for."""
+    read = {flags.BACKEND, flags.FUSE, flags.KEEP_DENSE, flags.PROFILE}
+    for path in [
+        ROOT / "setup.py",
+        *(p for d in ("slidesparse", "vllm_patch") for p in (ROOT / d).rglob("*.py")),
+    ]:
+        if path.name != "flags.py":
+            literals = {n.value for n in ast.walk(ast.parse(path.read_text())) if isinstance(n, ast.Constant)}
+            read |= {x for x in literals if isinstance(x, str) and re.fullmatch(r"SLIDESPARSE_\w+", x)}
+    for path in (ROOT / "csrc").rglob("*.*"):
+        read |= set(re.findall(r'getenv\("(SLIDESPARSE_\w+)"', path.read_text()))
+    assert read == set(flags.KNOWN)
+    assert Flags.from_environment(dict.fromkeys(flags.KNOWN, "")) == Flags()
+
+
+def test_every_variable_that_is_described_is_known() -> None:
+    folders = [path for name in ("docs", "docker", "vllm_patch", ".ci") for path in (ROOT / name).rglob("*")]
+    for path in [ROOT / "Makefile", *ROOT.glob("*.md"), *folders]:
+        if path.suffix in ("", ".md", ".yml", ".sh") and path.is_file():
+            assert set(re.findall(r"\bSLIDESPARSE_[A-Z_]*[A-Z]\b", path.read_text())) <= set(flags.KNOWN), (
+                path
+            )
 
 
 def _config(layout: str = "dense") -> dict[str, object]:

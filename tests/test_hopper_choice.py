@@ -37,13 +37,13 @@ class TestChoice:
 
         for capability in (None, (8, 0), (10, 0)):
             assert resolve._preferred(capability) == ("cusparselt", "CUDA device")
-        monkeypatch.setattr(nvcc, "state", lambda: None)
+        monkeypatch.setattr(nvcc, "library", lambda: None)
         assert resolve._preferred((9, 0)) == ("hopper", "CUDA device of compute capability 9.0")
 
         def missing() -> None:
-            raise nvcc.ToolchainError("nvcc was not found", "install it")
+            raise nvcc.ToolchainError("nvcc was\nnot found", "install it")
 
-        monkeypatch.setattr(nvcc, "state", missing)
+        monkeypatch.setattr(nvcc, "library", missing)
         backend, reason = resolve._preferred((9, 0))
         assert backend == "cusparselt"
         assert "hopper would be faster, but nvcc was not found; install it" in reason

@@ -176,7 +176,7 @@ def test_tables_of_losses(program: object, losses: Path) -> None:
     wanted = {row: cells[0] for (row, _), cells in cells_of(results.wanted(losses)).items()}
     assert wanted["sparsegpt, INT8, 6:8 loses"] == "2.50%"
     assert wanted["sparsegpt's loss / magnitude's, INT8"] == "8:10 0.12, 6:8 0.31, 4:6 0.25, 2:4 0.25"
-    added = wanted["points that INT8 adds to BF16, sparsegpt"]
+    added = wanted["points that INT8 adds to BF16, sparsegpt, same windows"]
     assert added == "dense 0.25, 8:10 -1.00, 6:8 0.00, 4:6 0.00, 2:4 0.00"
     # from 2 to 0.5, of 2 to the dense model and of 1.5 to the control
     assert cells_of(results.distilled(losses))["6:8", "BF16"] == ["2.00", "0.50", "-", "-", "75%", "100%"]

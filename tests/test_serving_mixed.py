@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,7 @@ from models import QWEN, write_w8a8
 from zygote import Answer, Request, Zygote
 
 from slidesparse.convert import convert
+from slidesparse.metadata import KEY, LayerEntry, Metadata
 from slidesparse.pattern import SlidePattern
 
 pytestmark = pytest.mark.vllm
@@ -63,3 +65,35 @@ def test_the_flag_names_the_common_pattern(zygote: Zygote, source: Path, tmp_pat
     assert served(zygote, tmp_path / "out", flags).tokens == served(zygote, tmp_path / "out").tokens
     answer = zygote.ask(Request(str(tmp_path / "out"), env={**flags, "SPARSITY": "8:10"}))
     assert "the checkpoint was pruned to 6:8" in answer.error + answer.log
+
+
+NONE_HERE = "none of the checkpoint's pruned layers is in this part of the model"
+
+
+def test_a_part_of_a_model_without_pruned_layers_is_served(zygote: Zygote, tmp_path: Path) -> None:
+    """Such as a quantized draft in a pruned model's checkpoint; with or without a flag that asks for the path."""
+    folder = write_w8a8(QWEN, tmp_path / "draft")
+    config = json.loads((folder / "config.json").read_text())
+    elsewhere = {"model.layers.7.mlp.down_proj": LayerEntry(SlidePattern(8), QWEN.intermediate)}
+    config["quantization_config"][KEY] = Metadata(SlidePattern(8), "dense", elsewhere).to_json()
+    (folder / "config.json").write_text(json.dumps(config))
+    expected = served(zygote, folder, {"DISABLE_SLIDESPARSE": "1"})
+    for env in ({}, {"USE_CUSPARSELT": "1"}):
+        found = served(zygote, folder, env)
+        assert found.tokens == expected.tokens
+        assert "0 layers sparse, 9 dense (1 lm_head, 8 whose weights break the pattern)" in found.summary
+        assert found.summary.endswith(NONE_HERE)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", ["dense", "slided"])
+def test_a_pipeline_stage_without_pruned_layers(
+    zygote: Zygote, source: Path, tmp_path: Path, layout: str
+) -> None:
+    """It loads; vLLM's engine for CPUs computes nothing in pipelines.  Slided layouts leave the stage to vLLM whole."""
+    convert(source, tmp_path / "out", pattern=SlidePattern.parse("6:8"), skip=[r"layers\.1\."], layout=layout)
+    pipeline = Request(str(tmp_path / "out"), options={"pipeline_parallel_size": 2}, work={"prompts": []})
+    answer = zygote.ask(pipeline)
+    assert not answer.error, answer.log[-4000:]
+    assert "4 layers sparse" in answer.log
+    assert (NONE_HERE in answer.log) == (layout == "dense")

@@ -245,6 +245,8 @@ def test_flags_on_a_checkpoint_without_w8a8_layers(zygote: Zygote, pruned: Path,
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="cuSPARSELt can run here")
 def test_backend_that_cannot_run(zygote: Zygote, pruned: Path) -> None:
-    """Decided for a GPU, met where there is none: refused, not replaced."""
+    """Decided for a GPU, met where there is none: refused, not replaced, and before weights are read."""
     answer = zygote.ask(Request(str(pruned), pretend_cuda=True))
     assert "backend cusparselt cannot run on cpu: it needs an NVIDIA GPU" in answer.error + answer.log
+    assert "in create_weights" in answer.error + answer.log
+    assert "Loading safetensors" not in answer.log

@@ -26,7 +26,20 @@ def register() -> None:
     compat.check()
     from slidesparse.vllm_patch import config  # noqa: F401  (registers itself on import)
 
+    _log_as_vllm_does()
     if (flags.path or flags.pattern) and multiprocessing.parent_process() is None:
         logging.getLogger("vllm.slidesparse").info(
             "SlideSparse flags are set; they act on compressed-tensors W8A8 checkpoints; a line will count their layers"
         )
+
+
+def _log_as_vllm_does() -> None:
+    """Send the lines of the whole package where vLLM's go, once; handlers that the user chose for them stay alone."""
+    ours, theirs = logging.getLogger("slidesparse"), logging.getLogger("vllm")
+    if ours.handlers:
+        return
+    for handler in theirs.handlers:
+        ours.addHandler(handler)
+    ours.propagate = theirs.propagate
+    if ours.level == logging.NOTSET:
+        ours.setLevel(theirs.level)

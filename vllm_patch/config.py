@@ -7,7 +7,7 @@ from typing import Any
 from slidesparse.vllm_patch import compat, fusion
 from slidesparse.vllm_patch.census import Census
 from slidesparse.vllm_patch.resolve import Resolution, ResolveError, resolve, wanted
-from slidesparse.vllm_patch.scheme import SlideSparseScheme, refusal
+from slidesparse.vllm_patch.scheme import W8A8, SlideSparseScheme, refusal
 from vllm.logger import init_logger
 from vllm.model_executor.layers.linear import LinearBase
 from vllm.model_executor.layers.quantization import register_quantization_config
@@ -16,6 +16,7 @@ from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tenso
 )
 from vllm.platforms import current_platform
 
+from slidesparse.backends import VLLM_TESTED
 from slidesparse.flags import Flags
 from slidesparse.metadata import QUANT_METHOD, LayerEntry, Metadata
 
@@ -26,6 +27,7 @@ WHAT_IT_TAKES = (
     "the plugin takes compressed-tensors W8A8 with dynamic per-token activations. Convert the original model: "
     "slidesparse convert SRC OUT --sparsity 6:8; or unset the flag"
 )
+WEIGHT_ONLY = "CompressedTensorsW8A16Fp8"
 
 
 @register_quantization_config(QUANT_METHOD)
@@ -97,6 +99,8 @@ class SlideSparseConfig(CompressedTensorsConfig):
         if not isinstance(layer, LinearBase):
             self.census.settle(name, "lm_head")
             return scheme
+        if scheme is not None and not isinstance(scheme, W8A8) and self._would_be_ours(layer, name):
+            self._replaced_by(type(scheme).__name__, name)
         reason = "not quantized" if scheme is None else refusal(scheme)
         entry = None if reason else self._entry(name)
         if reason is None and entry is None and self.resolution.layout == "slided":
@@ -108,6 +112,42 @@ class SlideSparseConfig(CompressedTensorsConfig):
         if self.resolution.fuse and not self.census.fusion:
             self.census.fusion = fusion.register(self.resolution.keep_dense)
         return SlideSparseScheme(self, scheme, name, entry)
+
+    def _would_be_ours(self, layer: Any, name: str) -> bool:
+        """Whether we would serve a layer if vLLM gave it the scheme that its quantization names."""
+        if self.resolution.layout == "slided":
+            return self._entry(name) is not None
+        parts = self.get_scheme_dict(layer, name) or {}
+        weights, activations = parts.get("weights"), parts.get("input_activations")
+        return (
+            weights is not None
+            and activations is not None
+            and weights.num_bits == activations.num_bits == 8
+            and weights.strategy in ("channel", "tensor")
+            and bool(activations.dynamic and activations.symmetric)
+        )
+
+    def _replaced_by(self, scheme: str, name: str) -> None:
+        """vLLM chose a scheme that we do not know: a ResolveError where its own kernels must not serve the layer."""
+        found = f"vLLM runs W8A8 layers of this checkpoint by its own {scheme}"
+        remedy = f"slidesparse convert SRC OUT --sparsity {self.resolution.pattern}"
+        if scheme == WEIGHT_ONLY:
+            found += ", without quantized activations, as FP8 on GPUs of compute capability below 8.9"
+            remedy = f"convert the original model to INT8: {remedy} --quant int8"
+        else:
+            tested = f"{VLLM_TESTED[0]} to {VLLM_TESTED[-1]}"
+            remedy = f"convert the original model, {remedy}, and serve it by a tested vLLM, {tested}"
+        if self.resolution.layout == "slided":
+            raise ResolveError(
+                f"{name}: {found}; that cannot read the slided layout. For sparse layers {remedy}; "
+                "for vLLM's own kernels convert with --layout dense"
+            )
+        if self.resolution.asked:
+            raise ResolveError(
+                f"{name}: {found}, while a SlideSparse flag is set. For sparse layers {remedy}; "
+                "for vLLM's own kernels unset the flag"
+            )
+        compat.warn(f"SlideSparse leaves them dense: {found}. For sparse layers {remedy}")
 
     def _entry(self, name: str) -> LayerEntry | None:
         """What the metadata says of a layer, of all its parts when vLLM fuses several; None when it says nothing."""

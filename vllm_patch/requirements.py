@@ -127,6 +127,7 @@ PLUGIN: tuple[Requirement, ...] = (
     Call(f"{_CONFIG}.apply_vllm_mapper", "(hf_to_vllm_mapper)"),
     Call(f"{_CONFIG}.get_quant_method", "(layer, prefix)"),
     Call(f"{_CONFIG}.get_scheme", "(layer, layer_name)"),
+    Call(f"{_CONFIG}.get_scheme_dict", "(layer, layer_name)"),
     Call("vllm.model_executor.models.utils:WeightsMapper._map_name", "(name)"),
     Attributes(_CONFIG, ("packed_modules_mapping",)),
     CallSite(

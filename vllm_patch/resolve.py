@@ -39,6 +39,7 @@ class Resolution:
 
     pattern: str  # "6:8"
     path: str  # "sparse" or "dense"
+    asked: bool  # whether a flag asks for the path
     backend: str  # a name of slidesparse.gemm.PROVIDERS
     reason: str  # why that backend, in words
     layout: str  # of the checkpoint: "dense" or "slided"
@@ -86,6 +87,7 @@ def resolve(quantization_config: MutableMapping[str, Any], flags: Flags, on_cuda
     made = Resolution(
         pattern=pattern.ratio,
         path=path,
+        asked=flags.path is not None,
         backend=backend,
         reason=reason,
         layout=layout,
@@ -129,13 +131,17 @@ def _backend(path: str, on_cuda: bool, wanted: str | None) -> tuple[str, str]:
 
 
 def _preferred(capability: tuple[int, int] | None) -> tuple[str, str]:
-    """The sparse backend of a GPU.  Our kernels must be compiled, or nvcc be there; otherwise the reason says so."""
+    """The sparse backend of a GPU.
+
+    Our kernels are compiled now if they were not: once for all workers, before weights are read.  Where they cannot be,
+    the reason says why.
+    """
     if capability != HOPPER_CAPABILITY:
         return "cusparselt", "CUDA device"
     try:
-        nvcc.state()
+        nvcc.library()
     except nvcc.ToolchainError as error:
-        return "cusparselt", f"CUDA device; hopper would be faster, but {error}"
+        return "cusparselt", f"CUDA device; hopper would be faster, but {' '.join(str(error).split())}"
     return "hopper", "CUDA device of compute capability 9.0"
 
 

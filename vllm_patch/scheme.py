@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 
 logger = init_logger("vllm.slidesparse")
 
+W8A8 = (CompressedTensorsW8A8Int8, CompressedTensorsW8A8Fp8)  # the schemes that ours may wrap
 HARDWARE = SlidePattern(HARDWARE_LENGTH)
 PACKED = "_slidesparse_packed"  # marks a parameter that is already in the backend's form
 
@@ -78,6 +79,8 @@ class SlideSparseScheme(CompressedTensorsScheme):
         gemm.require_output(self.config.resolution.backend, kwargs["params_dtype"])
         self.inner.create_weights(layer=layer, **kwargs)
         self.dtype = kwargs["params_dtype"]
+        if layer.weight.device.type != "meta":  # before weights are read, which takes minutes
+            gemm.require(self.config.resolution.backend, layer.weight.device)
         compat.forget_input_quant_key(layer)
         shard, whole = kwargs["input_size_per_partition"], kwargs["input_size"]
         self.in_features = shard
@@ -204,17 +207,21 @@ class SlideSparseScheme(CompressedTensorsScheme):
         return scale.reshape(-1).expand(len(widths)).repeat_interleave(widths).reshape(-1, 1)
 
     def _settle(self, reason: str | None) -> None:
-        """Count the layer; after the last one, print the summary, or refuse to serve nothing sparse."""
+        """Count the layer; after the last one, print the summary, or refuse what was to be sparse and is not at all."""
         census, resolution = self.config.census, self.config.resolution
         if not census.settle(self.name, reason, self.pattern.ratio):
             return
-        if not census.sparse:
+        line = census.line(resolution)
+        if not census.sparse and self.config.metadata and self.config.metadata.layers:
+            # of a pipeline, or a draft: had it any of them, they would be sparse, or refused
+            line += "; none of the checkpoint's pruned layers is in this part of the model"
+        elif not census.sparse:
             raise PatternError(
-                f"{census.line(resolution)}. No layer of this checkpoint obeys the pattern, so there is nothing to "
+                f"{line}. No layer of this checkpoint obeys the pattern, so there is nothing to "
                 f"run sparse. Convert it: slidesparse convert SRC OUT --sparsity {resolution.pattern}; "
                 "or set DISABLE_SLIDESPARSE=1"
             )
-        logger.info("%s", census.line(resolution))
+        logger.info("%s", line)
 
     def apply_weights(self, layer: torch.nn.Module, x: Tensor, bias: Tensor | None = None) -> Tensor:
         """x [..., K] -> [..., N] of x's dtype."""

@@ -167,8 +167,8 @@ def wanted(source: Path) -> str:
         ("sparsegpt, INT8, 6:8 loses", "at most 1.0%", f"{mean('6:8', 'sparsegpt', 'int8'):.2f}%"),
         ("sparsegpt, INT8, 4:6 loses", "at most 3%", f"{mean('4:6', 'sparsegpt', 'int8'):.2f}%"),
         ("sparsegpt's loss / magnitude's, INT8", "at most 0.4", ", ".join(ratios)),
-        ("points that INT8 adds to BF16, sparsegpt", "at most 0.15", added("int8")),
-        ("points that FP8 adds to BF16, sparsegpt", "at most 0.3", added("fp8")),
+        ("points that INT8 adds to BF16, sparsegpt, same windows", "at most 0.15", added("int8")),
+        ("points that FP8 adds to BF16, sparsegpt, same windows", "at most 0.3", added("fp8")),
     ]
     return "\n".join(
         ["| | wanted | came out |", "|---|---|---|", *(f"| {' | '.join(row)} |" for row in rows)]

@@ -1,7 +1,7 @@
 """Plots of this folder's results: `pip install 'slidesparse[report]'` first.
 
-    python docs/accuracy/plot.py cosine docs/accuracy/protocol_b.csv OUT.png
-    python docs/accuracy/plot.py layers REPORT.json [REPORT.json ...] OUT.png
+    python docs/accuracy/plot.py cosine docs/accuracy/protocol_b.csv OUT.svg
+    python docs/accuracy/plot.py layers REPORT.json [REPORT.json ...] OUT.svg
     python docs/accuracy/plot.py table docs/accuracy/protocol_b.csv
     python docs/accuracy/plot.py table docs/accuracy/protocol_a.csv
     python docs/accuracy/plot.py wanted docs/accuracy/protocol_a.csv
@@ -27,7 +27,6 @@ import matplotlib as mpl
 
 mpl.use("Agg")
 import language_results as language
-import matplotlib.pyplot as plt
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
@@ -38,11 +37,13 @@ METHODS = {"sparsegpt": "o", "wanda": "s", "magnitude": "^"}
 FIXED = {**mpl.rcParamsDefault, **STYLE}  # whatever the settings of the machine
 
 
+@mpl.rc_context(FIXED)
 def cosine(source: Path, out: Path) -> None:
     """Mean cosine, with the first percentile below it, by pattern and method; INT8."""
     with source.open(newline="") as file:
         rows = {(row["pattern"], row["method"], row["quant"]): row for row in csv.DictReader(file)}
-    figure, axes = plt.subplots(figsize=(7, 4.5), layout="constrained")
+    figure = Figure(figsize=(7, 4.5), layout="constrained")
+    axes = figure.subplots()
     for method, marker in METHODS.items():
         found = [(i, rows[p, method, "int8"]) for i, p in enumerate(PATTERNS) if (p, method, "int8") in rows]
         x = [i for i, _ in found]
@@ -57,26 +58,32 @@ def cosine(source: Path, out: Path) -> None:
     )
     axes.grid(alpha=0.3)
     axes.legend()
-    figure.savefig(out, dpi=150)
+    _save(figure, out)
 
 
+@mpl.rc_context(FIXED)
 def layers(reports: list[Path], out: Path) -> None:
     """Relative error of the output of each layer, in the order of the model."""
-    figure, axes = plt.subplots(figsize=(10, 5), layout="constrained")
+    figure = Figure(figsize=(10, 5), layout="constrained")
+    axes = figure.subplots()
     for path in reports:
         report: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
         rows = [row for row in report["layers"] if row["error_quantized"] is not None]
+        errors = [
+            row["error_quantized"] if row["error_finetuned"] is None else row["error_finetuned"]
+            for row in rows
+        ]
         label = f"{report['pattern']} {report['method']} {report['quant']}"
-        axes.plot([row["error_quantized"] for row in rows], marker=".", label=label)
+        axes.plot(errors, marker=".", label=label)
         axes.set_xticks(range(len(rows)), [row["name"] for row in rows], rotation=90, fontsize=6)
     axes.set(
         ylabel="|X (W - W')| / |X W|",
-        title="Error of each layer's output, pruned and quantized",
+        title="Error of each layer's output as it is served",
         ylim=(0, None),
     )
     axes.grid(alpha=0.3)
     axes.legend()
-    figure.savefig(out, dpi=150)
+    _save(figure, out)
 
 
 @mpl.rc_context(FIXED)
