@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import json
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -227,6 +228,27 @@ def test_plots_are_the_same_bytes(program: object, losses: Path, tmp_path: Path)
     assert drawn[0] == drawn[1]
     assert drawn[2] == drawn[3]
     assert "hopper: 6:8; cusparselt: 8:10, 4:6, 2:4" in drawn[2]
+
+
+def test_layers_are_drawn_as_they_were_served(program: object, tmp_path: Path) -> None:
+    """After fine-tuning where there was some."""
+    pytest.importorskip("matplotlib", reason="matplotlib is not installed")
+    plot, drawn = program("plot"), []  # type: ignore[operator]
+    for tuned in (None, 0.2, 0.3):
+        row = {"name": "q_proj", "error_quantized": 0.2, "error_finetuned": tuned}
+        report = {"pattern": "6:8", "method": "sparsegpt", "quant": "int8"}
+        report["layers"] = [row, {**row, "name": "o_proj", "error_finetuned": 0.1}]
+        (tmp_path / "report.json").write_text(json.dumps(report))
+        plot.layers([tmp_path / "report.json"], tmp_path / "out.svg")
+        drawn.append((tmp_path / "out.svg").read_text())
+    assert drawn[0] == drawn[1] != drawn[2]
+    assert "6:8 sparsegpt int8" in drawn[0]
+
+
+def test_the_readme_has_protocol_b_as_it_is(program: object, tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib", reason="matplotlib is not installed")
+    plot = program("plot")  # type: ignore[operator]
+    assert plot.table(PROGRAMS / "protocol_b.csv") in (PROGRAMS / "README.md").read_text()
 
 
 @pytest.mark.parametrize("verb", ["table", "wanted", "distilled"])

@@ -79,10 +79,10 @@ def layers(reports: list[Path], out: Path) -> None:
     axes.set(
         ylabel="|X (W - W')| / |X W|",
         title="Error of each layer's output as it is served",
-        ylim=(0, None),
     )
+    axes.set_ylim(0, 1.12 * axes.get_ylim()[1])
     axes.grid(alpha=0.3)
-    axes.legend()
+    axes.legend(loc="upper center", ncols=len(reports))
     _save(figure, out)
 
 
