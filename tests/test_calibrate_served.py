@@ -94,6 +94,20 @@ def test_a_layer_that_obeys_the_pattern_is_kept(
         assert all(not changed[f"{name}.weight"][zero].any() for name, zero in zeros.items())
 
 
+def test_shards_and_tied_embeddings(source: Path, tmp_path: Path, ids: str) -> None:
+    """The same layers come out of a source in two files without an lm_head of its own."""
+    tensors = {name: t for name, t in tensors_of(source).items() if name != "lm_head.weight"}
+    config = config_of(source) | {"tie_word_embeddings": True}
+    apart = write(tmp_path / "apart", config, tensors, shards=2)
+    assert len(list(apart.glob("*.safetensors"))) == 2
+    for name, folder in (("one", source), ("two", apart)):
+        calibrated(folder, tmp_path / name, ids, finetune=1)
+    one, two = (tensors_of(tmp_path / name) for name in ("one", "two"))
+    assert set(one) - set(two) == {"lm_head.weight"}
+    for name, tensor in two.items():
+        assert torch.equal(tensor.view(torch.uint8), one[name].view(torch.uint8))
+
+
 def test_the_error_reported_is_that_of_what_was_written(source: Path, tmp_path: Path, ids: str) -> None:
     """Of the first stage, whose inputs no pruning changes."""
     report = calibrated(source, tmp_path / "out", ids, finetune=4)

@@ -86,6 +86,7 @@ def require_layers(model: Model, layers: Mapping[str, SlidePattern]) -> None:
 
 
 def stages_of(model: Model, number: int) -> list[list[str]]:
+    """Names of the linear layers of a layer of the model, those that read the same input together, in order."""
     kind = DecoderBlock if model.is_decoder else EncoderBlock
     return [[model.prefix(number) + name for name in stage] for stage in kind.stages]
 
