@@ -25,7 +25,8 @@ logger = init_logger("vllm.slidesparse")
 COMPRESSED_TENSORS = "compressed-tensors"
 WHAT_IT_TAKES = (
     "the plugin takes compressed-tensors W8A8 with dynamic per-token activations. Convert the original model: "
-    "slidesparse convert SRC OUT --sparsity 6:8; or unset the flag"
+    "slidesparse convert SRC OUT --sparsity 6:8; or unset the flag, which acts on draft models as well: converted "
+    "checkpoints are served sparse without"
 )
 WEIGHT_ONLY = "CompressedTensorsW8A16Fp8"
 
