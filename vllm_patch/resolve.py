@@ -114,8 +114,8 @@ def _pattern(metadata: Metadata | None, flags: Flags, path: str) -> SlidePattern
         return SlidePattern(4)  # nothing is slid; recorded only so that the stamp is whole
     raise ResolveError(
         f"{USE_CUSPARSELT}=1 needs to know the sparsity pattern: this checkpoint does not carry one, so set "
-        f"{SPARSITY} (2_8 for 6:8), or convert it: slidesparse convert SRC OUT --sparsity 6:8. If this is a draft model "
-        f"beside a converted one, unset {USE_CUSPARSELT}: that needs no flag"
+        f"{SPARSITY} (2_8 for 6:8), or convert it: slidesparse convert SRC OUT --sparsity 6:8. If this is a draft "
+        f"model beside a converted one, unset {USE_CUSPARSELT}: that needs no flag"
     )
 
 
