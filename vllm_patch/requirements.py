@@ -120,6 +120,7 @@ PLUGIN: tuple[Requirement, ...] = (
     Call(f"{_LAYERS}.quantization:register_quantization_config", "(name)"),
     Call("vllm.platforms.interface:Platform.is_cuda", "()"),
     Call("vllm.platforms.interface:Platform.get_device_capability", "()"),
+    Attributes("vllm.platforms.interface:Platform", ("device_type",)),
     Defined("vllm.platforms:current_platform"),
     Defined(f"{_LAYERS}.linear:LinearBase"),
     *(Override(f"{_CONFIG}.{name}", ours) for name, ours in CONFIG_METHODS.items()),

@@ -14,6 +14,7 @@ from vllm.model_executor.layers.quantization.compressed_tensors.schemes import (
     CompressedTensorsW8A8Int8,
 )
 from vllm.model_executor.parameter import ModelWeightParameter
+from vllm.platforms import current_platform
 
 from slidesparse import gemm, ops, profiling
 from slidesparse.flags import SPARSE
@@ -79,7 +80,7 @@ class SlideSparseScheme(CompressedTensorsScheme):
         gemm.require_output(self.config.resolution.backend, kwargs["params_dtype"])
         self.inner.create_weights(layer=layer, **kwargs)
         self.dtype = kwargs["params_dtype"]
-        if layer.weight.device.type != "meta":  # before weights are read, which takes minutes
+        if layer.weight.device.type == current_platform.device_type:  # now, as reading weights takes minutes
             gemm.require(self.config.resolution.backend, layer.weight.device)
         compat.forget_input_quant_key(layer)
         shard, whole = kwargs["input_size_per_partition"], kwargs["input_size"]
