@@ -90,6 +90,15 @@ def violations(w: Tensor, pattern: SlidePattern, phase: int = 0) -> Violation | 
     return first
 
 
+def obeys(w: Tensor, pattern: SlidePattern, phase: int = 0) -> bool:
+    """Whether no block of ``w`` [N, K] has more than L-2 non-zeros; told sooner than `violations` tells which have."""
+    if pattern.length is None:
+        return True
+    layout = pattern.layout(w.shape[1], phase)
+    blocks = (blocks_of(nonzero(w[rows]), layout) for rows in row_chunks(*w.shape))
+    return not any(bool((block.sum(-1) > layout.length - ZEROS).any()) for block in blocks)
+
+
 def violation_message(layer: str, found: Violation, pattern: SlidePattern, phase: int = 0) -> str:
     """What to tell somebody whose weights break their pattern: layer, row, block, count, and the remedy."""
     assert pattern.length is not None  # any row obeys 2_inf

@@ -10,7 +10,16 @@ from strategies import DTYPES, NAMED, Case, assert_same_bits, cases, is_zero, ob
 from torch import Tensor
 
 from slidesparse.pattern import PatternError, SlidePattern
-from slidesparse.slide import CHUNK_ELEMENTS, is_two_four, lift, require_pattern, slide, unslide, violations
+from slidesparse.slide import (
+    CHUNK_ELEMENTS,
+    is_two_four,
+    lift,
+    obeys,
+    require_pattern,
+    slide,
+    unslide,
+    violations,
+)
 
 SIX_EIGHT = SlidePattern.parse("6:8")
 
@@ -164,6 +173,7 @@ def test_weights_above_one_chunk() -> None:
     assert violations(w, SIX_EIGHT) == (2, rows - 2, 0, 8)
     w[5, 16:24] = 1
     assert violations(w, SIX_EIGHT) == (3, 5, 2, 8)
+    assert not obeys(w, SIX_EIGHT)
 
 
 @pytest.mark.parametrize("length", [126, 128, 130, 256, 258, 300, 600])
@@ -218,6 +228,8 @@ def test_a_violation_is_named_where_it_is(case: Case, data: st.DataObject) -> No
     held = _width(block, length, phase, columns)
     assert violations(broken, pattern, phase) == (len(set(chosen)), row, block, held)
     assert violations(w, pattern, phase) is None
+    assert obeys(w, pattern, phase)
+    assert not obeys(broken, pattern, phase)
     with pytest.raises(PatternError) as error:
         slide(broken, pattern, phase, layer="model.layers.3.mlp.down_proj")
     words = str(error.value)

@@ -37,7 +37,7 @@ from slidesparse.calibrate.work import RANKING, Work
 from slidesparse.checkpoint import DTYPES, Reader
 from slidesparse.prune import prune
 from slidesparse.quantize import NAMES, dequantize_rows, quantize_rows
-from slidesparse.slide import violations
+from slidesparse.slide import obeys
 
 BATCH_TOKENS = {"cpu": 2048, "cuda": 16384}
 
@@ -269,7 +269,7 @@ def _prune_rows(
 
     A layer that obeys its pattern already is kept as it is.
     """
-    found = {n: w.clone() for n, w in weights.items() if not violations(w, task.layers[prefix + n])}
+    found = {n: w.clone() for n, w in weights.items() if obeys(w, task.layers[prefix + n])}
     weights = {name: w for name, w in weights.items() if name not in found}
     h, damping = hessian.matrix, damping_for(len(hessian.matrix), hessian.tokens)
     upper = factor(h, damping) if task.method == "sparsegpt" and weights else None
