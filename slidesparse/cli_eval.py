@@ -78,9 +78,10 @@ def register(app: typer.Typer, explained: Callable[[], AbstractContextManager[No
         """Perplexity of a decoder on a text, paired with another checkpoint's: difference, top-1, KL."""
         with explained(), _explained():
             from slidesparse.evaluate.perplexity import measure
-            from slidesparse.evaluate.texts import window_of, windows
+            from slidesparse.evaluate.texts import config_of, window_of, windows
 
-            _require_checkpoints(model, against)
+            for folder in filter(None, (model, against)):
+                config_of(folder)  # or an error says that it is no checkpoint
             if seqlen is None:
                 seqlen = window_of(model, *([against] if against else []))
             ids = windows(data, model, seqlen, samples)
@@ -104,9 +105,10 @@ def register(app: typer.Typer, explained: Callable[[], AbstractContextManager[No
         """Embeddings of an encoder beside another checkpoint's: cosine, and of pairs the retrieval."""
         with explained(), _explained():
             from slidesparse.evaluate.embedding import measure
-            from slidesparse.evaluate.texts import texts_or_pairs
+            from slidesparse.evaluate.texts import config_of, texts_or_pairs
 
-            _require_checkpoints(model, against)
+            for folder in filter(None, (model, against)):
+                config_of(folder)  # or an error says that it is no checkpoint
             found = measure(
                 model, texts_or_pairs(data, model, samples, longest), against, _engine(option, log)
             )
@@ -143,32 +145,13 @@ def _engine(options: list[str] | None, log: Path | None) -> Engine:
     return Engine(found, log)
 
 
-def _config(folder: Path) -> dict[str, Any]:
-    """config.json of a checkpoint.  Raises EvaluationError when there is none."""
-    from slidesparse.checkpoint import CONFIG
-    from slidesparse.evaluate.engine import EvaluationError
-
-    try:
-        found = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise EvaluationError(
-            f"{folder} is no checkpoint folder: its {CONFIG} cannot be read ({error})"
-        ) from error
-    return found if isinstance(found, dict) else {}
-
-
-def _require_checkpoints(*folders: Path | None) -> None:
-    for folder in folders:
-        if folder is not None:
-            _config(folder)
-
-
 def _warn(found: Perplexity | Embedding) -> None:
     """Of a checkpoint that the plugin is meant to serve, and did not."""
+    from slidesparse.evaluate.texts import config_of
     from slidesparse.metadata import KEY
 
     for folder, served in ((found.model, found.served_by), (found.against, found.against_served_by)):
-        if folder and not served and KEY in (_config(Path(folder)).get("quantization_config") or {}):
+        if folder and not served and KEY in (config_of(Path(folder)).get("quantization_config") or {}):
             err.print(
                 f"[yellow]warning:[/] {escape(folder)} was served by vLLM itself, without the plugin; install "
                 "slidesparse where vLLM is, unset DISABLE_SLIDESPARSE, and put slidesparse on VLLM_PLUGINS if that is "

@@ -36,11 +36,8 @@ def test_too_old(monkeypatch: pytest.MonkeyPatch, version: str) -> None:
         compat.check()
 
 
-@pytest.mark.parametrize("version", ["0.1.dev1+g1234abc", "0.1.dev1+g1234abc.d20260101", "0.0.2.dev7", "dev"])
-def test_built_without_tags(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, version: str
-) -> None:
-    """A fork whose clone has no tags: which release it is cannot be told, so it is no reason to stop vLLM."""
+def warned(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, version: str) -> list[str]:
+    """The warnings of two checks in one process that finds a vLLM of this version."""
     from slidesparse.vllm_patch import compat
 
     compat.warn.cache_clear()
@@ -49,7 +46,15 @@ def test_built_without_tags(
     with caplog.at_level(logging.WARNING, logger=compat.logger.name):
         compat.check()
         compat.check()
-    (said,) = (record.getMessage() for record in caplog.records)
+    return [record.getMessage() for record in caplog.records]
+
+
+@pytest.mark.parametrize("version", ["0.1.dev1+g1234abc", "0.1.dev1+g1234abc.d20260101", "0.0.2.dev7", "dev"])
+def test_built_without_tags(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, version: str
+) -> None:
+    """A fork whose clone has no tags: which release it is cannot be told, so it is no reason to stop vLLM."""
+    (said,) = warned(monkeypatch, caplog, version)
     for words in (
         f"the version of this one, {version.partition('+')[0]}, does not tell which release it is",
         "built without git tags",
@@ -63,15 +68,7 @@ def test_outside_the_tested_range(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, version: str, warnings: int
 ) -> None:
     """One line a process, however often vLLM loads the plugin."""
-    from slidesparse.vllm_patch import compat
-
-    compat.warn.cache_clear()
-    monkeypatch.setattr(compat, "version", lambda _: version)
-    monkeypatch.setattr(compat.logger, "propagate", True)
-    with caplog.at_level(logging.WARNING, logger=compat.logger.name):
-        compat.check()
-        compat.check()
-    said = [record.getMessage() for record in caplog.records if "tested with vLLM" in record.getMessage()]
+    said = [line for line in warned(monkeypatch, caplog, version) if "tested with vLLM" in line]
     assert len(said) == warnings
     assert all(version in line for line in said)
 

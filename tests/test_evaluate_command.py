@@ -115,12 +115,12 @@ def test_more_log_probabilities_than_memory_holds(
     ids = [[1] * 40] * 3
     perplexity.measure(folder, ids, folder / "other", -1)
     assert len(without_engine) == 2
-    monkeypatch.setattr(perplexity, "MOST_A_WINDOW", 40 * 26 - 1)
+    monkeypatch.setattr(perplexity, "MOST_AT_ONCE", 40 * 26 - 1)
     with pytest.raises(
         EvaluationError, match=r"--top -1 asks for 26 .* of each of 120 tokens .*; use --top 25 or"
     ):
         perplexity.measure(folder, ids, folder / "other", -1)
-    monkeypatch.setattr(perplexity, "MOST_A_WINDOW", 10**7)
+    monkeypatch.setattr(perplexity, "MOST_AT_ONCE", 10**7)
     monkeypatch.setattr(perplexity, "MOST", 120 * 7)
     with pytest.raises(EvaluationError, match=r"--top 8 asks for 8 .*; use --top 7 or less"):
         perplexity.measure(folder, ids, None, 8)

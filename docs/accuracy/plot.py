@@ -30,6 +30,7 @@ import language_results as language
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from slidesparse.calibrate.report import final_error
 from slidesparse.report.plots import STYLE
 
 PATTERNS = language.PATTERNS
@@ -69,12 +70,8 @@ def layers(reports: list[Path], out: Path) -> None:
     for path in reports:
         report: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
         rows = [row for row in report["layers"] if row["error_quantized"] is not None]
-        errors = [
-            row["error_quantized"] if row["error_finetuned"] is None else row["error_finetuned"]
-            for row in rows
-        ]
         label = f"{report['pattern']} {report['method']} {report['quant']}"
-        axes.plot(errors, marker=".", label=label)
+        axes.plot([final_error(row) for row in rows], marker=".", label=label)
         axes.set_xticks(range(len(rows)), [row["name"] for row in rows], rotation=90, fontsize=6)
     axes.set(
         ylabel="|X (W - W')| / |X W|",

@@ -29,10 +29,6 @@ class Hessian:
         self._mirrored = False
         self.tokens += len(rows)
 
-    def require_finite(self) -> None:
-        """Raise CalibrationError when an input was NaN or infinite, or H overflows."""
-        require_finite(self._sum)
-
     @property
     def matrix(self) -> Tensor:
         """H, its lower left the mirror of its upper right."""
@@ -43,7 +39,7 @@ class Hessian:
 
 
 def require_finite(hessian: Tensor) -> None:
-    """Raise CalibrationError for an H [K, K] with NaN or infinity."""
+    """Raise CalibrationError for an H [K, K] with NaN or infinity: of an input, or because H overflows."""
     if not bool(torch.isfinite(hessian.diagonal()).all()):
         raise CalibrationError(
             "the inputs of a layer are not finite (NaN or Inf), so nothing can be learned from them; the weights or "

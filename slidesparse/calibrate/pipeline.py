@@ -73,23 +73,22 @@ def calibrate(task: Task, reader: Reader, work: Work, progress: Progress | None 
         else:
             pruned: dict[str, Tensor] = {}
             tensors: dict[str, Tensor] = {}
-            rows: list[dict[str, Any]] = []
+            rows: dict[str, dict[str, Any]] = {}
             seen: dict[str, Tensor] = {}
             for stage, names in enumerate(inputs.block.stages):
                 for name, result, w, h in _prune_stage(task, number, stage, names, inputs, dense, tensors):
-                    pruned[name] = w
-                    seen |= {result.name: h} if task.finetune and dense else {}
-                    rows.append(asdict(result))
+                    pruned[name], rows[name] = w, asdict(result)
+                    if task.finetune and dense:
+                        seen[name] = h
             if (trained := _finetune(task, number, inputs, dense, pruned, NAMES[task.quant])) is not None:
                 assert dense
                 for name, w in trained.weights.items():
                     served = _serve(task, number, name, w, inputs.block, tensors)
-                    row = next(row for row in rows if row["name"] == task.model.prefix(number) + name)
                     whole = dense.block.weights[name + WEIGHT]
-                    row["error_finetuned"] = output_error(whole, served, seen[row["name"]])
-                errors = {"block_error": trained.error_before, "block_error_finetuned": trained.error_after}
-                rows = [row | errors for row in rows]
-            work.publish(number, tensors, rows)
+                    rows[name]["error_finetuned"] = output_error(whole, served, seen[name])
+                for row in rows.values():
+                    row |= {"block_error": trained.error_before, "block_error_finetuned": trained.error_after}
+            work.publish(number, tensors, [*rows.values()])
         counted.finished(number)
 
     _walk(task, reader, work.folder, visit, task.streams)

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from slidesparse.calibrate.cache import Inputs
 from slidesparse.calibrate.forward import fast_products
-from slidesparse.calibrate.hessian import Hessian
+from slidesparse.calibrate.hessian import Hessian, require_finite
 
 
 class Drift:
@@ -64,7 +64,7 @@ def gather(
             if dense is not None and drift is not None:
                 drift.add(a, dense.input(stage, batch))
     assert hessian is not None
-    hessian.require_finite()
+    require_finite(hessian.matrix)
     return hessian, drift
 
 

@@ -22,10 +22,8 @@ WORKER = "slidesparse.evaluate.worker"
 SERVED = re.compile(r"SlideSparse (\S+ \([^)]*\): \d+ layers .*)")
 ERROR = re.compile(r"\b\w+(?:Error|Exception): .*")
 CONTINUED = re.compile(r"ValidationError: \d+ ")  # pydantic's, whose next line says what is wrong
-LOGGING = {
-    "VLLM_CONFIGURE_LOGGING": "1",
-    "VLLM_LOGGING_LEVEL": "INFO",
-}  # so that the log has the plugin's line
+# The log has the plugin's line, whatever the user's own logs have.
+LOGGING = {"VLLM_CONFIGURE_LOGGING": "1", "VLLM_LOGGING_LEVEL": "INFO"}
 LOGGING_CONFIG = "VLLM_LOGGING_CONFIG_PATH"
 MOST_LINES = 5  # of a log, in an error
 

@@ -12,10 +12,10 @@ import numpy as np
 from slidesparse.evaluate.engine import Engine, EvaluationError, Scored
 from slidesparse.evaluate.intervals import Array, Interval, bootstrap, ratio
 from slidesparse.evaluate.texts import vocabulary_of
+from slidesparse.evaluate.worker import MOST_AT_ONCE
 
 TOP = 20  # likeliest tokens compared, what vLLM gives at most unless asked; all with -1
-MOST_A_WINDOW = 10**7  # log-probabilities, as vLLM answers with some 200 bytes for each
-MOST = 2 * 10**8  # of all windows, at 8 bytes
+MOST = 2 * 10**8  # log-probabilities of all windows, at 8 bytes
 
 
 @dataclass(frozen=True)
@@ -91,8 +91,8 @@ def _require_bearable(folder: Path, ids: Sequence[Sequence[int]], top: int) -> N
     """Raise EvaluationError when memory could not hold the log-probabilities asked for."""
     each = top if top > 0 else vocabulary_of(folder)
     longest, tokens = max(len(sample) for sample in ids), sum(len(sample) for sample in ids)
-    if each * longest > MOST_A_WINDOW or each * tokens > MOST:
-        most = min(MOST_A_WINDOW // longest, MOST // tokens)
+    if each * longest > MOST_AT_ONCE or each * tokens > MOST:
+        most = min(MOST_AT_ONCE // longest, MOST // tokens)
         raise EvaluationError(
             f"--top {top} asks for {each} log-probabilities of each of {tokens} tokens in windows of {longest}, more "
             f"than memory holds; use --top {most} or less, or fewer tokens: --samples and --seqlen"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from slidesparse import token_files
 from slidesparse.calibrate.data import tokenizer_of
@@ -21,26 +22,35 @@ def window_of(*folders: Path) -> int:
 
     vLLM generates a token behind a window.  A folder that says nothing of its positions takes any.
     """
-    positions = [_positions(folder / CONFIG) for folder in folders]
+    positions = [_positions(folder) for folder in folders]
     return min([WINDOW, *(found - 1 for found in positions if found)])
 
 
 def vocabulary_of(folder: Path) -> int:
     """How many tokens the model of a folder knows; 1 when config.json does not say."""
     try:
-        config = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
+        config = config_of(folder)
         found = config.get("vocab_size") or config.get("text_config", {}).get("vocab_size")
         return max(1, int(found))
-    except (OSError, ValueError, TypeError, AttributeError):
+    except (EvaluationError, ValueError, TypeError, AttributeError):
         return 1  # vLLM tells what is wrong with it
 
 
-def _positions(config: Path) -> int | None:
-    if not config.is_file():
-        return None
+def config_of(folder: Path) -> dict[str, Any]:
+    """config.json of a checkpoint.  Raises EvaluationError when there is none that can be read."""
     try:
-        return positions_of(json.loads(config.read_text(encoding="utf-8")))
-    except (ValueError, TypeError, AttributeError):
+        found = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise EvaluationError(
+            f"{folder} is no checkpoint folder: its {CONFIG} cannot be read ({error})"
+        ) from error
+    return found if isinstance(found, dict) else {}
+
+
+def _positions(folder: Path) -> int | None:
+    try:
+        return positions_of(config_of(folder))
+    except (EvaluationError, ValueError, TypeError, AttributeError):
         return None  # vLLM tells what is wrong with it
 
 

@@ -18,7 +18,9 @@ import numpy as np
 
 Request = dict[str, Any]
 CHUNK = 64  # samples at a time, fewer if they have more than
-CHUNK_LOGPROBS = 10**7  # log-probabilities: what vLLM answers with is objects of Python, one for each
+MOST_AT_ONCE = (
+    10**7
+)  # log-probabilities: what vLLM answers with is objects of Python of some 200 bytes, one for each
 
 
 def perplexity(request: Request) -> dict[str, np.ndarray]:
@@ -29,9 +31,9 @@ def perplexity(request: Request) -> dict[str, np.ndarray]:
     llm = LLM(request["model"], max_logprobs=top, skip_tokenizer_init=True, **request["options"])
     wanted = SamplingParams(max_tokens=1, temperature=0, prompt_logprobs=top, detokenize=False)
     logprobs, ids, tops = [], [], []
-    each = top if top > 0 else llm.llm_engine.model_config.get_vocab_size()
+    wide = top if top > 0 else llm.llm_engine.model_config.get_vocab_size()
     longest = max(len(sample) for sample in request["ids"])
-    chunk = max(1, min(CHUNK, CHUNK_LOGPROBS // (each * longest)))
+    chunk = max(1, min(CHUNK, MOST_AT_ONCE // (wide * longest)))
     for start in range(0, len(request["ids"]), chunk):
         samples = request["ids"][start : start + chunk]
         prompts = [{"prompt_token_ids": sample} for sample in samples]
