@@ -1,0 +1,80 @@
+"""What loading a sparse 7B takes beside stock vLLM loading the dense one: time, and memory of the GPU.
+
+Checkpoints of random weights, 28 layers of Qwen2.5-7B's shapes, read from the page cache, a process a load, the two
+in turn.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from functools import cache
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import load_once
+import pytest
+import torch
+
+from slidesparse import gemm
+from slidesparse.backends import HOPPER_CAPABILITY
+from slidesparse.decoder import PUBLIC
+from slidesparse.flags import DISABLE
+from slidesparse.pattern import SlidePattern
+from slidesparse.synth import synth
+
+pytestmark = [pytest.mark.gpu, pytest.mark.vllm, pytest.mark.slow, pytest.mark.alone]
+
+MODEL = "Qwen2.5-7B"
+ROUNDS = 3
+TIMES = 1.2  # of the dense load, at most
+MIB = 1 << 20
+
+
+@cache
+def layer_bytes() -> int:
+    """Weights of one of the model's decoder layers, a byte each."""
+    config = PUBLIC[MODEL]
+    hidden, inner = config["hidden_size"], config["intermediate_size"]
+    kv = config["num_key_value_heads"] * hidden // config["num_attention_heads"]
+    return int(hidden * (2 * hidden + 2 * kv + 3 * inner))
+
+
+def load(folder: Path, stock: bool) -> dict[str, Any]:
+    env = {**os.environ, **({DISABLE: "1"} if stock else {})}
+    words = [sys.executable, load_once.__file__, str(folder)]
+    run = subprocess.run(words, env=env, capture_output=True, text=True, timeout=300, check=False)
+    assert not run.returncode, run.stdout[-3000:] + run.stderr[-3000:]
+    found: dict[str, Any] = json.loads(run.stdout.splitlines()[-1])
+    assert found["sparse"] != stock
+    return found
+
+
+@pytest.mark.parametrize("quant", ["int8", "fp8"])
+def test_a_sparse_7b_loads_like_a_dense_one(tmp_path: Path, quant: str) -> None:
+    """At most 1.2 times the time, in the medians, and at most one decoder layer more of the GPU's memory."""
+    capability = torch.cuda.get_device_capability()
+    gemm.require(  # built before, not while loading
+        "hopper" if capability == HOPPER_CAPABILITY else "cusparselt", torch.device("cuda", 0)
+    )
+    dense, sparse = tmp_path / "dense", tmp_path / "sparse"
+    synth(MODEL, dense, quant=quant)
+    synth(MODEL, sparse, quant=quant, pattern=SlidePattern.parse("6:8"))
+    stock, ours = [], []
+    for _ in range(ROUNDS):
+        stock.append(load(dense, stock=True))
+        ours.append(load(sparse, stock=False))
+    seconds = [median(found["seconds"] for found in side) for side in (stock, ours)]
+    peaks = [max(found["peak"] for found in side) / MIB for side in (stock, ours)]
+    kept = [side[0]["after"] / MIB for side in (stock, ours)]
+    spread = [sorted(round(found["seconds"], 2) for found in side) for side in (stock, ours)]
+    print(
+        f"{quant}: stock {seconds[0]:.2f} s {spread[0]}, peak {peaks[0]:.0f} MiB, then {kept[0]:.0f}; "
+        f"6:8 {seconds[1]:.2f} s {spread[1]}, peak {peaks[1]:.0f} MiB, then {kept[1]:.0f}; "
+        f"a layer {layer_bytes() / MIB:.0f} MiB"
+    )
+    assert peaks[1] <= peaks[0] + layer_bytes() / MIB
+    assert seconds[1] <= TIMES * seconds[0]
