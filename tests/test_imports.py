@@ -134,6 +134,25 @@ def test_these_checks_see_what_they_look_for(tmp_path: Path) -> None:
     assert own(names) == {"ops", "__init__"}
 
 
+@pytest.mark.parametrize("installed", [False, True])
+def test_a_clone_has_the_plugin_in_the_package_too(tmp_path: Path, installed: bool) -> None:
+    """``python -m`` in a clone imports from there, and without what pip installed for it (-S: no site-packages).
+
+    Where it is in the package already, as in an installation, that one counts.
+    """
+    for name in ("slidesparse/__init__.py", "vllm_patch/__init__.py"):
+        (tmp_path / name).parent.mkdir()
+        (tmp_path / name).write_bytes((ROOT / name).read_bytes())
+    if installed:
+        (tmp_path / "slidesparse" / "vllm_patch").mkdir()
+        (tmp_path / "slidesparse" / "vllm_patch" / "__init__.py").touch()
+    program = "from slidesparse import vllm_patch; print(vllm_patch.__file__)"
+    run = [sys.executable, "-S", "-c", program]
+    done = subprocess.run(run, capture_output=True, text=True, cwd=tmp_path, timeout=60, check=False)
+    folder = tmp_path / "slidesparse" / "vllm_patch" if installed else tmp_path / "vllm_patch"
+    assert (done.returncode, done.stdout.strip()) == (0, str(folder / "__init__.py")), done.stderr
+
+
 BLOCKED = """
 import importlib, sys
 class Blocker:
