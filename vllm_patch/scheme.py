@@ -18,7 +18,7 @@ from vllm.platforms import current_platform
 
 from slidesparse import gemm, ops, profiling
 from slidesparse.flags import SPARSE
-from slidesparse.gemm import crossover
+from slidesparse.gemm import ahead, crossover
 from slidesparse.metadata import LayerEntry
 from slidesparse.pattern import HARDWARE_LENGTH, PatternError, SlidePattern
 from slidesparse.prune import prune
@@ -100,6 +100,9 @@ class SlideSparseScheme(CompressedTensorsScheme):
                     data=slided, input_dim=1, output_dim=0, weight_loader=kwargs["weight_loader"]
                 ),
             )
+        if self.config.resolution.path == SPARSE:
+            pattern, phase = (HARDWARE, 0) if self.slided else (self.pattern, self.phase)
+            ahead.begin(self.config.resolution.backend, layer.weight.data, pattern, phase)
 
     def _require_whole_blocks(self, shard: int, whole: int) -> None:
         """A slided row can be cut between blocks only; say which tensor-parallel sizes do so."""
@@ -149,6 +152,7 @@ class SlideSparseScheme(CompressedTensorsScheme):
 
     def _packed(self, weight: Tensor, backend: str) -> Tensor | None:
         """[N, K] or [N, K'] as loaded -> as the backend wants it; None when the layer is not ours to refuse."""
+        ahead.finish()
         if self.slided:
             if self.dummy:
                 weight = prune(weight, HARDWARE)
