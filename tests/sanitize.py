@@ -24,7 +24,7 @@ from torch import Tensor
 
 from slidesparse import gemm, reference
 from slidesparse.backends import HOPPER_CAPABILITY
-from slidesparse.gemm import hopper, hopper_configs, hopper_native, plans
+from slidesparse.gemm import hopper, hopper_configs, hopper_format, hopper_native, plans
 from slidesparse.gemm.cublaslt import LIBRARY as CUBLASLT
 from slidesparse.gemm.cusparselt import LIBRARY as CUSPARSELT
 from slidesparse.gemm.hopper_plans import LinearPlan, quantize_call
@@ -306,6 +306,29 @@ def hopper_quantization() -> Iterator[Case]:
                 yield f"hopper quantize {pattern} K={k} phase={phase} {source} {dtype}", run
 
 
+def hopper_packing() -> Iterator[Case]:
+    """Weights as `sliding` has them, packed: of their own memory, and amid other memory that is not read."""
+    if not on_hopper():
+        return
+    for pattern, k, phase in GEOMETRIES:
+        for dtype in CODES:
+
+            def run(
+                pattern: str = pattern, k: int = k, phase: int = phase, dtype: torch.dtype = dtype
+            ) -> bool:
+                parsed, right = SlidePattern.parse(pattern), True
+                for n in TOKENS:
+                    w = prune(quantize_rows(normal(n, k), dtype)[0], parsed, phase=phase)
+                    w.view(INT8)[w == 0] = 0  # -0.0 of FP8, which becomes +0.0
+                    expected = hopper_format.pack(slide(w, parsed, phase).cpu())
+                    for weight in (tight(w), poisoned(w)):
+                        found, broken = hopper.PROVIDER.slide_and_pack(weight, parsed.layout(k, phase))
+                        right &= not broken and same(found, expected)
+                return right
+
+            yield f"hopper pack {pattern} K={k} phase={phase} {dtype}", run
+
+
 def hopper_producers() -> Iterator[Case]:
     """Rows as `quantization` has them after a norm of a sum, or SiLU.
 
@@ -356,7 +379,7 @@ def main() -> int:
     wrong = 0
     wanted = sys.argv[1:]  # words of which a case's name has one; none: all cases
     kinds = (quantization, dequantization, sliding, products, layers)
-    kinds += (hopper_quantization, hopper_producers, hopper_products)
+    kinds += (hopper_quantization, hopper_packing, hopper_producers, hopper_products)
     for cases in kinds:
         for name, run in cases():
             if wanted and not any(word in name for word in wanted):

@@ -32,6 +32,7 @@ STRUCTURES = {
     "Call": (hopper_native.Call, 112),
     "Quantize": (hopper_native.Quantize, 128),
     "Linear": (hopper_native.Linear, 256),
+    "Pack": (hopper_native.Pack, 64),
 }
 KINDS = {"std::int32_t": ctypes.c_int32, "std::int64_t": ctypes.c_int64, "float": ctypes.c_float}
 KINDS |= {f"SlidesparseHopper{name}": made for name, (made, _) in STRUCTURES.items()}
@@ -59,7 +60,7 @@ def test_structures_are_those_of_the_source(name: str) -> None:
 
 def test_functions_and_constants_are_those_of_the_sources() -> None:
     text = "\n".join(path.read_text() for path in nvcc.sources().glob("*.cu*"))
-    for name in ("gemm", "stream", "quantize", "linear", "fit", "workspace", "unusable"):
+    for name in ("gemm", "stream", "quantize", "linear", "pack", "fit", "workspace", "unusable"):
         assert re.search(rf"\bslidesparse_hopper_{name}\(", text)
     for name, number in {"None": 0, "BFloat16": 1, "Float16": 2, "Float32": 3}.items():
         assert re.search(rf"k{name} = {number}\b", text)

@@ -287,6 +287,17 @@ def every_configuration() -> Iterator[Config]:
             yield Config(SPLIT, strips, tokens, sharers, splits, resident)
 
 
+# What cannot be packed, and is refused before a GPU is asked.
+REFUSED = {
+    "an odd length": (hopper_native.Pack(n=1, k=8, length=7, blocks=1), "blocks of 7 columns at phase 0"),
+    "too short": (hopper_native.Pack(n=1, k=8, length=2, blocks=1), "an even length of 4 or more"),
+    "a whole block before": (hopper_native.Pack(n=1, k=8, length=8, phase=8, blocks=1), "a phase below it"),
+    "no such size": (hopper_native.Pack(n=-1, k=8, length=8, blocks=1), "[-1, 8] in 1 blocks a strip"),
+    "long rows": (hopper_native.Pack(n=1, k=8, length=8, blocks=1 << 23), "no such sizes can be packed"),
+    "a large grid": (hopper_native.Pack(n=1 << 30, k=8, length=8, blocks=128), "in 128 blocks a strip"),
+}
+
+
 @pytest.mark.slow
 def test_the_real_library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Compiled and loaded; it knows the digest of its sources, which stands in the file as text."""
@@ -300,10 +311,15 @@ def test_the_real_library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     library = ctypes.CDLL(str(made))
     library.slidesparse_hopper_sources.restype = ctypes.c_char_p
     assert library.slidesparse_hopper_sources().decode() == nvcc.sources_digest()
-    for name in ("gemm", "stream", "quantize", "linear", "workspace", "unusable"):
+    for name in ("gemm", "stream", "quantize", "linear", "pack", "workspace", "unusable"):
         assert hasattr(library, f"slidesparse_hopper_{name}")
     fit, stages, clusters = library.slidesparse_hopper_fit, ctypes.c_int32(), ctypes.c_int32()
     for config in every_configuration():
         call = hopper_native.call_of(config, torch.int8)  # says where it fits also where there is no GPU
         fit(ctypes.byref(call), config.design == STREAM, ctypes.byref(stages), ctypes.byref(clusters))
         assert stages.value == shared_stages(config), config
+    pack = library.slidesparse_hopper_pack
+    pack.restype = ctypes.c_char_p
+    for call, words in REFUSED.values():
+        assert words in (pack(ctypes.byref(call)) or b"").decode()
+    assert pack(ctypes.byref(hopper_native.Pack(n=0, k=8, length=4, blocks=1))) is None  # nothing to do

@@ -5,17 +5,13 @@
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 
+#include "format.cuh"
 #include "ptx.cuh"
 #include "wgmma.cuh"
 
 namespace slidesparse::hopper {
 
-constexpr int kStripRows = 64;      // out-features of a warpgroup
-constexpr int kBlockColumns = 128;  // of a stage, and of a packed block
 constexpr int kProducts = kBlockColumns / kProductColumns;
-constexpr int kValueBytes = kStripRows * kBlockColumns / 2;
-constexpr int kPlaceBytes = kStripRows * kBlockColumns / 8;
-constexpr int kPackedBytes = kValueBytes + kPlaceBytes;  // of a block of 64 x 128
 constexpr int kMostSplits = 8;
 
 enum class Float : int { kNone = 0, kBFloat16 = 1, kFloat16 = 2, kFloat32 = 3 };

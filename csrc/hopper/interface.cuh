@@ -60,10 +60,25 @@ struct SlidesparseHopperLinear {
   std::int32_t spare;  // nothing
 };
 
+// One weight [n, k] of one-byte codes, pruned to blocks of `length` with `phase` zeros in front ->
+// its windows, packed.
+struct SlidesparseHopperPack {
+  const void* weight;  // rows `stride` bytes apart
+  void* packed;        // strips of n x blocks x 5120 bytes, at a multiple of 4
+  void* broken;        // 32 bits, increased by the blocks with too many non-zeros
+  void* stream;
+  std::int64_t stride;
+  std::int32_t n, k;
+  std::int32_t length, phase;
+  std::int32_t blocks;  // of 128 columns of windows, of a strip; zeros beyond the row's
+  std::int32_t fp8;     // else INT8
+};
+
 // Callers lay these out by hand.
 static_assert(sizeof(SlidesparseHopperCall) == 112);
 static_assert(sizeof(SlidesparseHopperQuantize) == 128);
 static_assert(sizeof(SlidesparseHopperLinear) == 256);
+static_assert(sizeof(SlidesparseHopperPack) == 64);
 
 // Quantizes, lifts and multiplies: two launches on one stream, the second a dependent one if the
 // product is.  Nothing is allocated, and nothing waits.  Null, or what went wrong in words that

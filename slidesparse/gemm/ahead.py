@@ -1,8 +1,8 @@
 """Get what packs weights ready in the background, while vLLM reads the weights.
 
-The first launch of a Triton kernel in a process takes half a second even when the kernel has long been compiled, most
-of it to hash Triton itself for the key of its cache, and more than two when it has not; a 7B model in the page cache is
-read in two.
+The first launch of a Triton kernel in a process, as weights for cuSPARSELt take, is half a second late even when the
+kernel has long been compiled, most of it to hash Triton itself for the key of its cache, and more than two when it has
+not; a 7B model in the page cache is read in two.  Libraries have code to load as well.
 """
 
 from __future__ import annotations

@@ -23,13 +23,12 @@ from slidesparse.gemm.library import DTYPES, NAMES, TN, Layout, LibraryError, Pr
 from slidesparse.gemm.native import NativeLibrary
 from slidesparse.kernels import Producer, RmsNorm, SiluMul
 from slidesparse.pattern import HARDWARE_LENGTH, SlideLayout, SlidePattern
-from slidesparse.quantize import INT8
+from slidesparse.quantize import FP8
 from slidesparse.slide import require_pattern
 
 VERSION = "4"  # of the configurations: tables tuned for others are not read
 CANDIDATES = 16  # configurations that tuning tries for a problem; see `hopper_configs`
 NEAR = 0.5  # see `tuned.neighbour`: as far as 4:6 is from 2:4 and 6:8 of the same layer
-CHUNK = 16 << 20  # bytes of windows that are packed at a time
 OUTPUTS = (torch.bfloat16, torch.float16)
 # Of more tokens and longer rows than these Triton's kernel quantizes, else ours.  8192 x 18944 at 6:8 takes it 134 us
 # and ours 164, 2048 x 18944 37 and 44, 2048 x 8192 17 and 18, 2048 x 3584 8 and 7, on an H200; but to call it takes
@@ -157,27 +156,24 @@ class Hopper:
     def slide_and_pack(self, weight: Tensor, layout: SlideLayout) -> tuple[Tensor, int]:
         """A pruned weight [N, K] INT8 or FP8 -> the packed form of its windows, and how many blocks break the pattern.
 
-        Chunk by chunk of rows, so that next to the weight and the result there is little more than CHUNK bytes.
-        With blocks that break the pattern the packed form is of no use.
+        In one launch, without memory beside the weight and the result.  With blocks that break the pattern the packed
+        form is of no use.  Raises LibraryError for other dtypes.
         """
-        from slidesparse.kernels.pack_weight import pack_weight  # late: these need Triton
-        from slidesparse.kernels.slide_weight import slide_weight
-
-        n, strip, device = weight.shape[0], hopper_format.STRIP, weight.device
-        strips, blocks = hopper_format.strips_of(n), hopper_format.blocks_of(layout.slided)
-        columns, size = blocks * hopper_format.BLOCK, blocks * hopper_format.BLOCK_BYTES
-        step = min(strips, max(1, CHUNK // max(1, columns * strip)))
-        packed = torch.empty(strips * size, dtype=torch.uint8, device=device)
+        require_operand(weight.dtype)
+        (n, k), index = weight.shape, weight.get_device()
+        packed = weight.new_empty(hopper_format.packed_bytes(n, layout.slided), dtype=torch.uint8)
         if not packed.numel():
             return packed, 0
-        windows = torch.empty(step * strip, columns, dtype=INT8, device=device).view(weight.dtype)
-        broken = torch.zeros(1, dtype=torch.int32, device=device)
-        for first in range(0, strips, step):
-            part = weight[first * strip : (first + step) * strip]
-            whole = windows[: hopper_format.strips_of(len(part)) * strip]
-            broken += slide_weight(part, layout.length, layout.phase, whole[: len(part)], normalise_zero=True)
-            whole[len(part) :].view(INT8).zero_()
-            pack_weight(whole, packed[first * size : (first + len(whole) // strip) * size])
+        weight = _with_dense_rows(weight)
+        broken = weight.new_zeros(1, dtype=torch.int32)
+        with plans.on_device(index):
+            call = hopper_native.Pack(
+                *(weight.data_ptr(), packed.data_ptr(), broken.data_ptr(), plans.stream_of(index)),
+                *(weight.stride(0), n, k, layout.length, layout.phase),
+                *(hopper_format.blocks_of(layout.slided), weight.dtype == FP8),
+            )
+            error = hopper_native.native().slidesparse_hopper_pack(ctypes.addressof(call))
+            hopper_native.require(error, f"a weight {tuple(weight.shape)} {weight.dtype}")
         return packed, int(broken.item())  # waits for the GPU, see the top of the file
 
     def scaled_matmul(

@@ -63,6 +63,16 @@ class Linear(ctypes.Structure):
     )
 
 
+class Pack(ctypes.Structure):
+    """SlidesparseHopperPack."""
+
+    _fields_ = (
+        *_pointers("weight", "packed", "broken", "stream"),
+        ("stride", ctypes.c_int64),
+        *_numbers("n", "k", "length", "phase", "blocks", "fp8"),
+    )
+
+
 @cache
 def native() -> Any:
     """The compiled kernels, installed or compiled now.  Raises LibraryError.
@@ -78,10 +88,11 @@ def native() -> Any:
     found.slidesparse_hopper_stream.argtypes = [call, ctypes.c_void_p, number]
     found.slidesparse_hopper_quantize.argtypes = [call]
     found.slidesparse_hopper_linear.argtypes = [call]
+    found.slidesparse_hopper_pack.argtypes = [call]
     found.slidesparse_hopper_fit.argtypes = [call, number, ctypes.c_void_p, ctypes.c_void_p]
     found.slidesparse_hopper_workspace.argtypes = [number] * 3
     found.slidesparse_hopper_workspace.restype = ctypes.c_int64
-    for name in ("gemm", "stream", "quantize", "linear", "fit", "unusable"):
+    for name in ("gemm", "stream", "quantize", "linear", "pack", "fit", "unusable"):
         getattr(found, f"slidesparse_hopper_{name}").restype = ctypes.c_char_p
     hopper_operators.install(found)
     return found

@@ -1,0 +1,38 @@
+// Packing a weight, by C linkage.
+
+#include <cuda_runtime.h>
+
+#include "enqueue.cuh"
+#include "pack.cuh"
+
+namespace slidesparse::hopper {
+
+extern "C" {
+
+__attribute__((visibility("default"))) const char* slidesparse_hopper_pack(
+    const SlidesparseHopperPack* call) {
+  const int length = call->length, phase = call->phase;
+  if (length < 4 || length % 2 != 0 || phase < 0 || phase >= length) {
+    return Fail("blocks of %d columns at phase %d: an even length of 4 or more, a phase below it",
+                length, phase);
+  }
+  PackArguments arguments = PackArgumentsOf(*call);
+  // Columns of whole blocks, twice those of windows at most, are counted in 32 bits.
+  constexpr int kMostBlocks = INT32_MAX / (2 * kBlockColumns);
+  if (call->n < 0 || call->k < 0 || call->blocks < 0 || call->blocks > kMostBlocks ||
+      arguments.grid > INT32_MAX) {
+    return Fail("a weight [%d, %d] in %d blocks a strip: no such sizes can be packed", call->n,
+                call->k, call->blocks);
+  }
+  if (arguments.grid == 0) return nullptr;
+  void* values[] = {&arguments};
+  const cudaError_t error = cudaLaunchKernel(
+      reinterpret_cast<const void*>(Pack), dim3(static_cast<unsigned>(arguments.grid)),
+      dim3(kPackThreads), values, 0, static_cast<cudaStream_t>(call->stream));
+  if (error == cudaSuccess) return nullptr;
+  return Fail("%s (%s) for packing [%d, %d] in blocks of %d at phase %d", cudaGetErrorName(error),
+              cudaGetErrorString(error), call->n, call->k, length, phase);
+}
+
+}  // extern "C"
+}  // namespace slidesparse::hopper

@@ -1,0 +1,130 @@
+// Slides a weight into the windows of its pattern and packs these, in one pass over the weight.
+//
+//     zeros[j]  = zeros of pairs 0..j of a block       early[j]  = the first c[j] - max(0, 2 -
+//     c[j]      = non-zeros of pair j                              zeros[j]) non-zeros of pair j
+//     window[j] = pair j without early[j], early[j + 1]; of the last pair everything is early
+//
+// A thread makes a word of values, of two neighbouring windows of a row, by itself: zeros matter up
+// to two, so that it looks at few pairs before its own.  Nothing here is CUDA's but the qualifiers,
+// the indices and one atomic addition: tests compile it for a CPU.
+
+#pragma once
+
+#include <cstdint>
+
+#include "format.cuh"
+#include "interface.cuh"
+
+namespace slidesparse::hopper {
+
+constexpr int kPackThreads = 256;
+constexpr int kWindows = kBlockColumns / 4;  // of a row of a packed block
+
+struct PackArguments {
+  const std::uint8_t* weight;
+  std::uint8_t* packed;  // [strips][blocks][kPackedBytes]
+  int* broken;
+  std::int64_t stride;
+  int n, k;
+  int length, phase;    // of the pattern's blocks
+  int blocks;           // of a strip
+  std::uint32_t value;  // the bits of a code that tell it from zero
+  std::int64_t grid;    // blocks of threads: one for each packed block
+};
+
+inline PackArguments PackArgumentsOf(const SlidesparseHopperPack& call) {
+  PackArguments arguments = {};
+  arguments.weight = static_cast<const std::uint8_t*>(call.weight);
+  arguments.packed = static_cast<std::uint8_t*>(call.packed);
+  arguments.broken = static_cast<int*>(call.broken);
+  arguments.stride = call.stride;
+  arguments.n = call.n;
+  arguments.k = call.k;
+  arguments.length = call.length;
+  arguments.phase = call.phase;
+  arguments.blocks = call.blocks;
+  arguments.value = call.fp8 != 0 ? 0x7F : 0xFF;
+  arguments.grid = (std::int64_t{call.n} + kStripRows - 1) / kStripRows * call.blocks;
+  return arguments;
+}
+
+// Columns `column` and `column` + 1 of a row of `k`, the first in the low byte; zero outside of it,
+// and without a sign where zero.
+__device__ __forceinline__ std::uint32_t LoadPair(const PackArguments& arguments,
+                                                  const std::uint8_t* row, int k, int column) {
+  std::uint32_t pair = 0;
+  for (int i = 0; i < 2; ++i) {
+    if (column + i < 0 || column + i >= k) continue;
+    const std::uint32_t code = row[column + i];
+    if (code & arguments.value) pair |= code << 8 * i;
+  }
+  return pair;
+}
+
+__device__ __forceinline__ int CountNonzero(std::uint32_t pair) {
+  return ((pair & 0xFF) != 0) + ((pair & 0xFF00) != 0);
+}
+
+// What of a pair goes to the window before its own.
+__device__ __forceinline__ std::uint32_t Early(std::uint32_t pair, int zeros) {
+  const int take = CountNonzero(pair) - (zeros < 2 ? 2 - zeros : 0);
+  if (take == 1 && (pair & 0xFF) != 0) return pair & 0xFF;
+  return take > 0 ? pair : 0;
+}
+
+// The four bytes of window `index` of a row of `k`.
+__device__ __forceinline__ std::uint32_t MakeWindow(const PackArguments& arguments,
+                                                    const std::uint8_t* row, int k, int index) {
+  const int windows = arguments.length / 2 - 1, block = index / windows, own = index % windows;
+  const int first = block * arguments.length - arguments.phase;
+  int zeros = 0;
+  for (int j = 0; j < own && zeros < 2; ++j) {
+    zeros += 2 - CountNonzero(LoadPair(arguments, row, k, first + 2 * j));
+  }
+  const std::uint32_t pair = LoadPair(arguments, row, k, first + 2 * own);
+  zeros += 2 - CountNonzero(pair);
+  const std::uint32_t late = own == 0 ? pair : pair & ~Early(pair, zeros);
+  const std::uint32_t next = LoadPair(arguments, row, k, first + 2 * own + 2);
+  zeros += 2 - CountNonzero(next);
+  const bool last = own == windows - 1;
+  if (last && zeros < 2) atomicAdd(arguments.broken, 1);
+  return late | (last ? next : Early(next, zeros)) << 16;
+}
+
+// The two of four bytes that are kept, the rest filled up with zeros from the left, and their
+// places of two bits.
+struct Kept {
+  std::uint32_t values, places;
+};
+
+__device__ __forceinline__ Kept Keep(std::uint32_t window) {
+  const bool first = (window & 0xFF) != 0, second = (window >> 8 & 0xFF) != 0;
+  const bool third = (window >> 16 & 0xFF) != 0, fourth = window >> 24 != 0;
+  const std::uint32_t high = fourth ? 3 : third ? 2 : 1;
+  const std::uint32_t low = first ? 0 : second && high > 1 ? 1 : third && high > 2 ? 2 : 0;
+  return {(window >> 8 * low & 0xFF) | (window >> 8 * high & 0xFF) << 8, low | high << 2};
+}
+
+__global__ void Pack(const PackArguments arguments) {
+  const std::int64_t program = blockIdx.x;
+  const int strip = static_cast<int>(program / arguments.blocks);
+  const int block = static_cast<int>(program % arguments.blocks);
+  std::uint8_t* packed = arguments.packed + program * kPackedBytes;
+  for (int word = threadIdx.x; word < kValueBytes / 4; word += kPackThreads) {
+    // Word `column` of row `group` of one of the four matrices that `warp` multiplies.
+    const int column = word % 4, group = word / 4 % 8, half = word / 32 % 2, lower = word / 64 % 2;
+    const int warp = word / 128 % 4, product = word / 512;
+    const int row = strip * kStripRows + warp * 16 + lower * 8 + group;
+    const int window = block * kWindows + product * 16 + half * 8 + column * 2;
+    const int k = row < arguments.n ? arguments.k : 0;
+    const std::uint8_t* from = arguments.weight + (k > 0 ? row * arguments.stride : 0);
+    const Kept left = Keep(MakeWindow(arguments, from, k, window));
+    const Kept right = Keep(MakeWindow(arguments, from, k, window + 1));
+    reinterpret_cast<std::uint32_t*>(packed)[word] = left.values | right.values << 16;
+    const int thread = product * 128 + warp * 32 + group * 4 + half * 2 + lower;
+    packed[kValueBytes + thread * 4 + column] =
+        static_cast<std::uint8_t>(left.places | right.places << 4);
+  }
+}
+
+}  // namespace slidesparse::hopper

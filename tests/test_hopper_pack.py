@@ -1,0 +1,181 @@
+"""Sliding and packing for the Hopper kernels, against `hopper_format.pack`: bit for bit, on a CPU and on a GPU.
+
+On a CPU the kernel's own source runs, csrc/hopper/pack.cuh compiled by a C++ compiler, one thread after another.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Iterator
+from contextlib import nullcontext
+from itertools import product
+from types import SimpleNamespace
+
+import pytest
+import torch
+from gpu_layers import require_hopper
+from hypothesis import given, settings
+from strategies import FILLS, Case, assert_same_bits, cases, is_zero, obeying, raw
+from torch import Tensor
+
+from slidesparse import toolchain
+from slidesparse.gemm import hopper, hopper_format, hopper_native, plans
+from slidesparse.gemm.library import LibraryError
+from slidesparse.pattern import SlidePattern
+from slidesparse.quantize import FP8, INT8
+from slidesparse.slide import slide
+
+DTYPES = pytest.mark.parametrize("dtype", [INT8, FP8])
+# pattern, N, K, phase: whole strips and blocks, tails of both, one element, phases
+GEOMETRIES = [
+    ("2:4", 64, 128, 0),
+    ("2:4", 65, 132, 0),
+    ("2:4", 1, 1, 0),
+    ("6:8", 64, 256, 0),
+    ("6:8", 130, 90, 3),
+    ("4:6", 70, 193, 2),
+    ("8:10", 64, 333, 9),
+    ("14:16", 3, 300, 15),
+    ("2_inf", 66, 70, 0),
+]
+LARGE = [("6:8", 4608, 3584, 0), ("2:4", 1000, 18944, 0), ("4:6", 3584, 3585, 1)]
+
+# What CUDA has and a C++ compiler does not, and the launch.
+AROUND = """
+#define __global__
+#define __device__
+#define __forceinline__ inline
+struct Index { unsigned x; };
+static Index blockIdx, threadIdx;
+static int atomicAdd(int* at, int by) { const int before = *at; *at += by; return before; }
+#include "pack.cuh"
+extern "C" __attribute__((visibility("default"))) const char* slidesparse_hopper_pack(
+    const SlidesparseHopperPack* call) {
+  using namespace slidesparse::hopper;
+  const PackArguments arguments = PackArgumentsOf(*call);
+  for (blockIdx.x = 0; blockIdx.x < arguments.grid; ++blockIdx.x) {
+    for (threadIdx.x = 0; threadIdx.x < kPackThreads; ++threadIdx.x) Pack(arguments);
+  }
+  return nullptr;
+}
+"""
+
+
+@pytest.fixture(scope="module")
+def compiled(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
+    folder = tmp_path_factory.mktemp("pack")
+    (folder / "around.cpp").write_text(AROUND)
+    words = [*toolchain.compiler(), *toolchain.FLAGS, "-Wall", "-Wextra", "-Werror", "-Wno-unknown-pragmas"]
+    words += [f"-I{toolchain.sources() / 'hopper'}", str(folder / "around.cpp")]
+    toolchain.compile_with([*words, "-o", str(folder / "pack.so")])
+    library = ctypes.CDLL(str(folder / "pack.so"))
+    library.slidesparse_hopper_pack.argtypes = [ctypes.c_void_p]
+    library.slidesparse_hopper_pack.restype = ctypes.c_char_p
+    return library
+
+
+@pytest.fixture(scope="module", params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def device(request: pytest.FixtureRequest) -> Iterator[torch.device]:
+    """Where weights lie; those on the CPU are packed by the kernel as the C++ compiler has it."""
+    if request.param == "cuda":
+        require_hopper()
+        yield torch.device("cuda", 0)
+        return
+    compiled = request.getfixturevalue("compiled")
+    native = SimpleNamespace(slidesparse_hopper_pack=compiled.slidesparse_hopper_pack)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(hopper_native, "native", lambda: native)
+        patch.setattr(plans, "on_device", lambda index: nullcontext())
+        patch.setattr(plans, "stream_of", lambda index: 0)
+        yield torch.device("cpu")
+
+
+def packed_by_torch(weight: Tensor, pattern: SlidePattern, phase: int) -> Tensor:
+    """With +0.0 for -0.0."""
+    windows = slide(weight, pattern, phase)
+    return hopper_format.pack(torch.where(is_zero(windows), 0, raw(windows)).view(windows.dtype))
+
+
+def check(weight: Tensor, pattern: SlidePattern, phase: int, device: torch.device) -> None:
+    layout = pattern.layout(weight.shape[1], phase)
+    found, broken = hopper.PROVIDER.slide_and_pack(weight.to(device), layout)
+    assert broken == 0
+    assert_same_bits(found.cpu(), packed_by_torch(weight, pattern, phase))
+
+
+@DTYPES
+@pytest.mark.parametrize("fill", FILLS)
+@pytest.mark.parametrize(("pattern", "n", "k", "phase"), GEOMETRIES)
+def test_windows_are_packed(
+    device: torch.device, pattern: str, n: int, k: int, phase: int, fill: str, dtype: torch.dtype
+) -> None:
+    parsed = SlidePattern.parse(pattern)
+    check(obeying(parsed, n, k, phase, dtype, fill, n + k), parsed, phase, device)
+
+
+@given(cases(dtypes=(INT8, FP8)))
+@settings(max_examples=60)
+def test_any_weight(device: torch.device, case: Case) -> None:
+    check(case.weight, case.pattern, case.phase, device)
+
+
+@pytest.mark.gpu
+@DTYPES
+@pytest.mark.parametrize(("pattern", "n", "k", "phase"), LARGE)
+def test_layers_of_models(pattern: str, n: int, k: int, phase: int, dtype: torch.dtype) -> None:
+    require_hopper()
+    parsed = SlidePattern.parse(pattern)
+    check(obeying(parsed, n, k, phase, dtype, "mixed", n + k), parsed, phase, torch.device("cuda", 0))
+
+
+@DTYPES
+def test_every_way_that_two_of_four_are_kept(device: torch.device, dtype: torch.dtype) -> None:
+    """At every place of a block, and nothing is written around it."""
+    ways = torch.tensor([kept for kept in product((0, 1), repeat=4) if sum(kept) <= 2], dtype=torch.int8)
+    order = torch.arange(64 * 64) * 7 % len(ways)  # 7 and 11 have no common divisor
+    values = torch.randint(1, 127, (64, 256), generator=torch.Generator().manual_seed(1), dtype=torch.int8)
+    weight = (ways[order].reshape(64, 256) * values).view(dtype).to(device)
+    size = hopper_format.packed_bytes(64, 256)
+    packed = torch.full((size + 32,), 0x55, dtype=torch.uint8, device=device)
+    broken = torch.zeros(3, dtype=torch.int32, device=device)
+    call = hopper_native.Pack(
+        *(weight.data_ptr(), packed[16:].data_ptr(), broken[1:].data_ptr(), 0),
+        *(256, 64, 256, 4, 0, 2, dtype == FP8),
+    )
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+    assert hopper_native.native().slidesparse_hopper_pack(ctypes.addressof(call)) is None
+    assert_same_bits(packed[16:-16].cpu(), hopper_format.pack(weight.cpu()))
+    assert bool((packed[:16] == 0x55).all())
+    assert bool((packed[-16:] == 0x55).all())
+    assert broken.tolist() == [0, 0, 0]
+
+
+def test_blocks_that_break_the_pattern_are_counted(device: torch.device) -> None:
+    weight = torch.zeros(70, 40, dtype=INT8)
+    weight[69, 8:15], weight[3, 0:8] = 1, 1
+    layout = SlidePattern(8).layout(40)
+    assert hopper.PROVIDER.slide_and_pack(weight.to(device), layout)[1] == 2
+    weight[69, 8] = weight[3, 0] = 0
+    assert hopper.PROVIDER.slide_and_pack(weight.to(device), layout)[1] == 1  # seven of eight
+
+
+def test_rows_apart_and_elements_apart(device: torch.device) -> None:
+    pattern = SlidePattern(8)
+    weight = obeying(pattern, 70, 200, 0, INT8, "mixed", 3).to(device)
+    expected = packed_by_torch(weight.cpu(), pattern, 0)
+    wide, tall = torch.ones(70, 333, dtype=INT8, device=device), weight.t().contiguous()
+    wide[:, 7:207] = weight
+    for strided in (wide[:, 7:207], tall.t()):
+        found, broken = hopper.PROVIDER.slide_and_pack(strided, pattern.layout(200))
+        assert broken == 0
+        assert_same_bits(found.cpu(), expected)
+
+
+def test_nothing_and_what_is_no_weight(device: torch.device) -> None:
+    for n, k in ((0, 64), (3, 0)):
+        weight = torch.zeros(n, k, dtype=INT8, device=device)
+        found, broken = hopper.PROVIDER.slide_and_pack(weight, SlidePattern(8).layout(k))
+        assert (found.numel(), broken) == (0, 0)
+    with pytest.raises(LibraryError, match="int16"):
+        hopper.PROVIDER.slide_and_pack(torch.zeros(64, 64, dtype=torch.int16), SlidePattern(8).layout(64))
