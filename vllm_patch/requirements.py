@@ -79,13 +79,30 @@ class Sets:
 
 
 @dataclass(frozen=True)
+class Parameters:
+    """The function takes these parameters in this order, and no others: we read calls of it by position."""
+
+    target: str
+    names: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class IfThere:
+    """What a release that has the target, a module or a name in one, must have of it."""
+
+    target: str
+    requirement: Parameters
+
+
+@dataclass(frozen=True)
 class OneOf:
     """At least one of them holds: what vLLM renamed and we know by both names."""
 
     options: tuple[Requirement, ...]
 
 
-Requirement = Defined | Constant | Call | Override | CallSite | Abstract | Attributes | Sets | OneOf
+Requirement = Defined | Constant | Call | Override | CallSite | Abstract | Attributes | Sets
+Requirement |= Parameters | IfThere | OneOf
 
 _LAYERS = "vllm.model_executor.layers"
 _MODULE = f"{_LAYERS}.quantization.compressed_tensors.compressed_tensors"
@@ -181,15 +198,25 @@ PLUGIN: tuple[Requirement, ...] = (
     Attributes("vllm.config.compilation:CompilationConfig", ("backend", "inductor_compile_config", "mode")),
     OneOf(
         (
+            Defined(f"{_LAYERS}.fused_moe.layer:FusedMoE"),
+            Defined(f"{_LAYERS}.fused_moe.routed_experts:RoutedExperts"),
+        )
+    ),
+)
+
+_NORMS = "vllm.ir.ops.layernorm"  # operators of whole norms, which releases before it write out
+
+FUSION: tuple[Requirement, ...] = (  # fusion.py: the pass, and the graphs that it looks through
+    OneOf(
+        (
             Defined("vllm.compilation.passes.inductor_pass:InductorPass"),
             Defined("vllm.compilation.inductor_pass:InductorPass"),
         )
     ),
-    OneOf(
-        (
-            Defined(f"{_LAYERS}.fused_moe.layer:FusedMoE"),
-            Defined(f"{_LAYERS}.fused_moe.routed_experts:RoutedExperts"),
-        )
+    IfThere(_NORMS, Parameters(f"{_NORMS}:rms_norm", ("x", "weight", "epsilon", "variance_size"))),
+    IfThere(  # younger than the other
+        f"{_NORMS}:fused_add_rms_norm",
+        Parameters(f"{_NORMS}:fused_add_rms_norm", ("x", "x_residual", "weight", "epsilon", "variance_size")),
     ),
 )
 
@@ -225,4 +252,4 @@ EVALUATION: tuple[Requirement, ...] = (  # slidesparse/evaluate/worker.py
 
 # Part of the product -> what it needs.  Parts do not need each other: a name that only the benchmark uses, and that a
 # release lacks, leaves the plugin whole.
-REQUIREMENTS = {"plugin": PLUGIN, "benchmark": BENCHMARK, "evaluation": EVALUATION}
+REQUIREMENTS = {"plugin": PLUGIN, "fusion": FUSION, "benchmark": BENCHMARK, "evaluation": EVALUATION}
