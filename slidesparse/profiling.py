@@ -5,13 +5,17 @@
 
 Stages are timed on the GPU with CUDA events around what is launched, on a CPU with a clock; microseconds are means of a
 call.  A norm or an activation that is fused with quantization counts as quantization.  A step is the time from the
-beginning of a model's first layer to the end of its last one, with all that runs between.  Calls that are captured into
-a CUDA graph cannot be timed, as a replay runs no Python: they are counted, and the table says so; what is replayed
-between two steps is in neither.
+beginning of a model's first layer to the end of its last one, with all that runs between; what runs between two steps
+is in neither.
+
+Calls that are captured into a CUDA graph have their events in it, which each replay sets anew: a second table has them,
+by what the last replay took.  How often a graph is replayed is not known, as that runs no Python; shares are of the
+steps of as many tokens.  Where torch has no such events, such calls are only counted.
 """
 
 from __future__ import annotations
 
+import inspect
 import sys
 import time
 from collections import defaultdict
@@ -26,6 +30,8 @@ from torch import Tensor
 STAGES = ("quantize", "product", "scale")
 STEP = "step"
 PENDING = 4096  # events that wait to be read; more make the host wait for the GPU
+# Whether events can be part of a graph: since torch 2.9 or so.
+EXTERNAL = "external" in inspect.signature(torch.cuda.Event.__new__).parameters
 
 Key = tuple[str, int]  # a layer's kind, and its tokens rounded up to a power of two
 _Mark = float | torch.cuda.Event
@@ -36,107 +42,167 @@ class Entry:
     """What is known of the calls of one kind at one number of tokens."""
 
     calls: int = 0
-    captured: int = 0  # of them: into CUDA graphs, not timed
+    timed: int = 0
     us: dict[str, float] = field(default_factory=lambda: dict.fromkeys(STAGES, 0.0))  # in all
     algorithm: str = ""
+
+
+@dataclass
+class Times:
+    """Of layers, and of the steps that they are part of."""
+
+    entries: dict[Key, Entry] = field(default_factory=lambda: defaultdict(Entry))
+    steps: int = 0
+    step_us: dict[int, float] = field(default_factory=lambda: defaultdict(float))  # by tokens, in all
+    share: str = "of all steps"  # or "of its steps": of those of as many tokens
+
+    def add(self, key: Key, name: str, us: float) -> None:
+        """A stage, or a step."""
+        if name == STEP:
+            self.steps += 1
+            self.step_us[key[1]] += us
+            return
+        self.entries[key].us[name] += us
+        self.entries[key].timed += name == "product"
+
+    def lines(self) -> list[str]:
+        """A table, the costliest layers first."""
+        rows: list[tuple[str, ...]] = [("layer", "M", "calls", *STAGES, self.share, "algorithm")]
+        whole = sum(self.step_us.values())
+        for (kind, tokens), entry in sorted(self.entries.items(), key=lambda one: -sum(one[1].us.values())):
+            means = [f"{entry.us[name] / entry.timed:.1f}" if entry.timed else "-" for name in STAGES]
+            steps = whole if self.share == "of all steps" else self.step_us.get(tokens, 0.0)
+            share = f"{sum(entry.us.values()) / steps:.1%}" if steps and entry.timed else "-"
+            rows.append((kind, str(tokens), str(entry.calls), *means, share, entry.algorithm or "-"))
+        widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+        return [
+            "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+            for row in rows
+        ]
+
+
+class _Recorder:
+    """Puts what begins and ends in order: the stages of a layer, the layers of a step."""
+
+    def __init__(self, captures: bool) -> None:
+        self.captures = captures
+        self.times = Times()
+        self.spans: list[tuple[Key, str, _Mark, _Mark]] = []
+        self.current: Key | None = None
+        self._before: list[tuple[str, _Mark, _Mark]] = []  # timed before the layer is known: its quantization
+        self._first: int | None = None
+        self._step: tuple[_Mark, _Mark | None] | None = None  # that runs: its beginning, and its end so far
+
+    def stage(self, name: str, start: _Mark, end: _Mark) -> None:
+        if name == STAGES[0]:
+            self._before.append((name, start, end))
+        elif self.current:
+            self.spans.append((self.current, name, start, end))
+            self._step = self._step and (self._step[0], end)
+
+    def layer(self, key: Key, address: int, x: Tensor) -> None:
+        begun = self._before[0][1] if self._before else _mark(x, self.captures)
+        self.spans += [(key, *span) for span in self._before]
+        self._before.clear()
+        self._first = address if self._first is None else self._first
+        if address == self._first:
+            self.end_step()
+            self._step = begun, None
+        self.current = key
+        self.times.entries[key].calls += 1
+
+    def end_step(self) -> None:
+        """Another one begins, or none."""
+        if self._step and self._step[1] is not None and self.current:
+            self.spans.append((self.current, STEP, self._step[0], self._step[1]))
+        self._step = None
 
 
 class Profiler:
     """Collects times; not for several threads at once."""
 
     def __init__(self) -> None:
-        self.entries: dict[Key, Entry] = defaultdict(Entry)
         self.kinds: dict[int, str] = {}  # address of a packed weight -> what its layer is called
-        self.step_us = 0.0
-        self.steps = 0
-        self._current: Key | None = None
-        self._before: list[tuple[str, _Mark, _Mark]] = []  # timed before the layer is known: its quantization
-        self._pending: list[tuple[Key, str, _Mark, _Mark]] = []
-        self._first: int | None = None
-        self._step: tuple[_Mark, _Mark | None] | None = None  # that runs: its beginning, and its end so far
+        self._launched, self._captured = _Recorder(captures=False), _Recorder(captures=True)
+        self._last = self._launched
+
+    @property
+    def times(self) -> Times:
+        """Of what was launched, as far as it has been read (`collect`)."""
+        return self._launched.times
 
     @contextmanager
     def stage(self, name: str, x: Tensor) -> Iterator[None]:
         """Time what is launched within, on the device of ``x``."""
-        if _capturing(x):
+        recorder = self._recorder(x)
+        if recorder.captures and not EXTERNAL:
             yield
             return
-        start = _mark(x)
+        start = _mark(x, recorder.captures)
         yield
-        end = _mark(x)
-        if name == STAGES[0]:
-            self._before.append((name, start, end))
-        elif self._current:
-            self._pending.append((self._current, name, start, end))
-            self._step = self._step and (self._step[0], end)
+        recorder.stage(name, start, _mark(x, recorder.captures))
 
     def layer(self, weight: Tensor, n: int, q: Tensor) -> None:
         """The product that comes belongs to the layer of ``weight``, packed, [n, K']; q [M, K']."""
         address, tokens = weight.data_ptr(), q.shape[0]
         kind = self.kinds.get(address, f"{n}x{q.shape[1]}")
-        self._current = kind, 1 << max(0, tokens - 1).bit_length()
-        entry = self.entries[self._current]
-        entry.calls += 1
-        if _capturing(q):
-            entry.captured += 1
-            self._before.clear()
+        key = kind, 1 << max(0, tokens - 1).bit_length()
+        self._last = recorder = self._recorder(q)
+        if recorder.captures and not EXTERNAL:
+            recorder.current = key
+            recorder.times.entries[key].calls += 1
             return
-        begun = self._before[0][1] if self._before else _mark(q)
-        self._pending += [(self._current, *span) for span in self._before]
-        self._before.clear()
-        self._first = address if self._first is None else self._first
-        if address == self._first:
-            self._end_step()
-            self._step = begun, None
-        if len(self._pending) > PENDING:
+        recorder.layer(key, address, q)
+        if not recorder.captures and len(recorder.spans) > PENDING:
             self.collect()
 
     def chose(self, algorithm: str) -> None:
         """The algorithm of the product that runs."""
-        if self._current:
-            self.entries[self._current].algorithm = algorithm
+        if self._last.current:
+            self._last.times.entries[self._last.current].algorithm = algorithm
 
-    def _end_step(self) -> None:
-        """Another one begins, or none."""
-        if self._step and self._step[1] is not None and self._current:
-            self._pending.append((self._current, STEP, self._step[0], self._step[1]))
-        self._step = None
+    def _recorder(self, x: Tensor) -> _Recorder:
+        return self._captured if _capturing(x) else self._launched
 
     def collect(self) -> None:
         """Read the events that wait, once the GPU has passed them."""
-        for key, name, start, end in self._pending:
-            us = _between(start, end)
-            if name == STEP:
-                self.step_us += us
-                self.steps += 1
-            else:
-                self.entries[key].us[name] += us
-        self._pending.clear()
+        for key, name, start, end in self._launched.spans:
+            self.times.add(key, name, _between(start, end))
+        self._launched.spans.clear()
+
+    def replayed(self) -> Times:
+        """Of what was captured, as the last replays of its graphs had it; of those without any, the calls alone."""
+        captured = self._captured.times.entries.items()
+        times = Times(share="of its steps")
+        for key, entry in captured:
+            times.entries[key] = Entry(entry.calls, algorithm=entry.algorithm)
+        for key, name, start, end in self._captured.spans:
+            try:
+                us = _between(start, end)
+            except RuntimeError:  # no replay has set the events
+                continue
+            times.add(key, name, us)
+        return times
 
     def table(self) -> str:
-        """The table, the costliest layers first; empty when nothing was called."""
-        self._end_step()
+        """The tables; empty when nothing was called."""
+        for recorder in (self._launched, self._captured):
+            recorder.end_step()
         self.collect()
-        if not self.entries:
-            return ""
-        rows: list[tuple[str, ...]] = [("layer", "M", "calls", *STAGES, "of all steps", "algorithm")]
-        ordered = sorted(self.entries.items(), key=lambda item: -sum(item[1].us.values()))
-        for (kind, tokens), entry in ordered:
-            timed = max(1, entry.calls - entry.captured)
-            share = f"{sum(entry.us.values()) / self.step_us:.1%}" if self.step_us else "-"
-            means = [f"{entry.us[name] / timed:.1f}" for name in STAGES]
-            rows.append((kind, str(tokens), str(entry.calls), *means, share, entry.algorithm or "-"))
-        widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-        lines = [
-            "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in rows
-        ]
-        captured = sum(entry.captured for entry in self.entries.values())
-        note = f"{self.steps} steps; microseconds are means of a call"
-        if captured:
-            note += (
-                f"; {captured} calls went into CUDA graphs, not timed: serve with --enforce-eager to time all"
+        times, replayed = self.times, self.replayed()
+        lines = []
+        if times.entries:
+            lines += [f"SlideSparse profile: {times.steps} steps; microseconds are means of a call"]
+            lines += times.lines()
+        if replayed.entries:
+            calls = sum(entry.calls for entry in replayed.entries.values())
+            how = (
+                f"{replayed.steps} steps, as each graph was last replayed; microseconds are means of a call"
+                if EXTERNAL
+                else "not timed, as this torch has no events for it: serve with --enforce-eager to time all"
             )
-        return "\n".join([f"SlideSparse profile: {note}", *(line.rstrip() for line in lines)])
+            lines += [f"SlideSparse profile: {calls} calls in CUDA graphs; {how}", *replayed.lines()]
+        return "\n".join(lines)
 
 
 _profiler: Profiler | None = None
@@ -197,16 +263,20 @@ def _capturing(x: Tensor) -> bool:
     return x.is_cuda and torch.cuda.is_current_stream_capturing()
 
 
-def _mark(x: Tensor) -> _Mark:
+def _mark(x: Tensor, captured: bool) -> _Mark:
     if not x.is_cuda:
         return time.perf_counter()
-    event = torch.cuda.Event(enable_timing=True)
+    event = (
+        torch.cuda.Event(enable_timing=True, external=True)
+        if captured
+        else torch.cuda.Event(enable_timing=True)
+    )
     event.record()
     return event
 
 
 def _between(start: _Mark, end: _Mark) -> float:
-    """Microseconds."""
+    """Microseconds.  Raises RuntimeError for events of a graph that was never replayed."""
     if isinstance(start, float) or isinstance(end, float):
         assert isinstance(start, float)
         assert isinstance(end, float)

@@ -272,21 +272,25 @@ def test_other_weights_can_be_loaded_under_captured_graphs(farm: Farm) -> None:
         assert not differences(found, expected)
 
 
-PROFILED = replace(INT8_6_8, dtype="bfloat16", task="profile")
+PROFILED = [replace(INT8_6_8, dtype="bfloat16", task="profile", mode=mode) for mode in ("eager", "graphs")]
 
 
-@needs(lambda: [PROFILED])
+@needs(lambda: PROFILED)
 def test_the_profile_names_layers_and_algorithms(farm: Farm) -> None:
-    table = farm.answer(PROFILED).data["table"]
-    print(table)
-    head, columns, *rows = table.splitlines()
-    assert head.startswith("SlideSparse profile: ")
-    assert columns.split()[:6] == ["layer", "M", "calls", "quantize", "product", "scale"]
-    cells = [row.split() for row in rows]
-    assert {row[0] for row in cells} == {"qkv_proj", "o_proj", "gate_up_proj", "down_proj"}
-    assert {"16", "512"} <= {row[1] for row in cells}  # tokens of a decode and of a prefill batch
+    """Launched, and of decode steps of 16 sequences in graphs."""
+    eager, graphs = (farm.answer(engine).data["table"] for engine in PROFILED)
+    print(eager, graphs, sep="\n")
+    assert "CUDA graphs" not in eager
+    launched, captured = eager.splitlines(), graphs[graphs.index("SlideSparse profile", 1) :].splitlines()
+    assert "calls in CUDA graphs" in captured[0]
     stages = 3 if farm.backend == "cusparselt" else 2  # whose products do not scale
-    assert all(float(time) > 0 for row in cells for time in row[3 : 3 + stages])
+    for (head, columns, *rows), tokens in ((launched, {"16", "512"}), (captured, {"16"})):
+        assert head.startswith("SlideSparse profile: ")
+        assert columns.split()[:6] == ["layer", "M", "calls", "quantize", "product", "scale"]
+        cells = [row.split() for row in rows if row.split()[1] in tokens]
+        assert {row[1] for row in cells} == tokens
+        assert {row[0] for row in cells} == {"qkv_proj", "o_proj", "gate_up_proj", "down_proj"}
+        assert all(float(time) > 0 for row in cells for time in row[3 : 3 + stages])
 
 
 @needs(lambda: [INT8_6_8])

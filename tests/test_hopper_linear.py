@@ -202,7 +202,7 @@ def test_profiling_times_the_parts_apart(standing_in: StandIn) -> None:
     try:
         assert torch.equal(ops.linear(*arguments), whole)
         profiler.collect()
-        ((key, entry),) = profiler.entries.items()
+        ((key, entry),) = profiler.times.entries.items()
     finally:
         profiling.disable()
     assert key == ("64x64", 8)
