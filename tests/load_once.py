@@ -24,7 +24,7 @@ def main(folder: str) -> None:
 
     load, found = BaseModelLoader.load_model, {}
 
-    def timed(self: Any, *args: Any, **kwargs: Any) -> Any:
+    def timed(self: Any, *args: Any, **kwargs: Any) -> None:
         torch.cuda.reset_peak_memory_stats()
         found["before"], began = torch.cuda.memory_allocated(), time.perf_counter()
         model = load(self, *args, **kwargs)
@@ -33,7 +33,8 @@ def main(folder: str) -> None:
         found["peak"], found["after"] = torch.cuda.max_memory_allocated(), torch.cuda.memory_allocated()
         schemes = (getattr(layer, "scheme", None) for layer in model.modules())
         found["sparse"] = any(type(scheme).__module__.startswith("slidesparse") for scheme in schemes)
-        return model
+        print("\n" + json.dumps(found), flush=True)
+        os._exit(0)  # without starting the rest of the engine
 
     BaseModelLoader.load_model = timed  # type: ignore[method-assign]
     LLM(
@@ -44,7 +45,6 @@ def main(folder: str) -> None:
         gpu_memory_utilization=0.02,
         max_model_len=1024,
     )
-    print("\n" + json.dumps(found), flush=True)
 
 
 if __name__ == "__main__":
