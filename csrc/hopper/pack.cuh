@@ -1,12 +1,14 @@
 // Slides a weight into the windows of its pattern and packs these, in one pass over the weight.
 //
-//     zeros[j]  = zeros of pairs 0..j of a block       early[j]  = the first c[j] - max(0, 2 -
-//     c[j]      = non-zeros of pair j                              zeros[j]) non-zeros of pair j
-//     window[j] = pair j without early[j], early[j + 1]; of the last pair everything is early
+//     zeros[j]  = zeros of pairs 0..j of a block
+//     early[j]  = the first nonzeros[j] - max(0, 2 - zeros[j]) non-zeros of pair j
+//     window[j] = pair j without early[j], and early[j + 1]
 //
-// A thread makes a word of values, of two neighbouring windows of a row, by itself: zeros matter up
-// to two, so that it looks at few pairs before its own.  Nothing here is CUDA's but the qualifiers,
-// the indices and one atomic addition: tests compile it for a CPU.
+// where all of the first pair is late and all of the last one early.  A thread makes a word of
+// values, of two neighbouring windows of a row, by itself: zeros matter up to two, so that it looks
+// at few pairs before its own (at all of them in a row of 2_inf, a block without zeros).  Nothing
+// here is CUDA's but the qualifiers, the indices and one atomic addition: tests compile it for a
+// CPU.
 
 #pragma once
 
