@@ -32,7 +32,7 @@ STRUCTURES = {
     "Call": (hopper_native.Call, 112),
     "Quantize": (hopper_native.Quantize, 128),
     "Linear": (hopper_native.Linear, 256),
-    "Pack": (hopper_native.Pack, 64),
+    "Pack": (hopper_native.Pack, 72),
 }
 KINDS = {"std::int32_t": ctypes.c_int32, "std::int64_t": ctypes.c_int64, "float": ctypes.c_float}
 KINDS |= {f"SlidesparseHopper{name}": made for name, (made, _) in STRUCTURES.items()}

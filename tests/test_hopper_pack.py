@@ -37,6 +37,7 @@ GEOMETRIES = [
     ("8:10", 64, 333, 9),
     ("14:16", 3, 300, 15),
     ("2_inf", 66, 70, 0),
+    ("98:100", 70, 333, 99),
 ]
 LARGE = [("6:8", 4608, 3584, 0), ("2:4", 1000, 18944, 0), ("4:6", 3584, 3585, 1)]
 
@@ -53,6 +54,9 @@ extern "C" __attribute__((visibility("default"))) const char* slidesparse_hopper
     const SlidesparseHopperPack* call) {
   using namespace slidesparse::hopper;
   const PackArguments arguments = PackArgumentsOf(*call);
+  for (blockIdx.x = 0; arguments.zeros && blockIdx.x < FindGrid(arguments); ++blockIdx.x) {
+    for (threadIdx.x = 0; threadIdx.x < kPackThreads; ++threadIdx.x) FindZeros(arguments);
+  }
   for (blockIdx.x = 0; blockIdx.x < arguments.grid; ++blockIdx.x) {
     for (threadIdx.x = 0; threadIdx.x < kPackThreads; ++threadIdx.x) Pack(arguments);
   }
@@ -139,7 +143,7 @@ def test_every_way_that_two_of_four_are_kept(device: torch.device, dtype: torch.
     packed = torch.full((size + 32,), 0x55, dtype=torch.uint8, device=device)
     broken = torch.zeros(3, dtype=torch.int32, device=device)
     call = hopper_native.Pack(
-        *(weight.data_ptr(), packed[16:].data_ptr(), broken[1:].data_ptr(), 0),
+        *(weight.data_ptr(), packed[16:].data_ptr(), broken[1:].data_ptr(), 0, 0),
         *(256, 64, 256, 4, 0, 2, dtype == FP8),
     )
     if device.type == "cuda":
@@ -177,5 +181,8 @@ def test_nothing_and_what_is_no_weight(device: torch.device) -> None:
         weight = torch.zeros(n, k, dtype=INT8, device=device)
         found, broken = hopper.PROVIDER.slide_and_pack(weight, SlidePattern(8).layout(k))
         assert (found.numel(), broken) == (0, 0)
-    with pytest.raises(LibraryError, match="int16"):
-        hopper.PROVIDER.slide_and_pack(torch.zeros(64, 64, dtype=torch.int16), SlidePattern(8).layout(64))
+    for dtype in (torch.int16, torch.bfloat16):
+        with pytest.raises(
+            LibraryError, match=f"a weight of {dtype}; the Hopper kernels take torch.int8 and"
+        ):
+            hopper.PROVIDER.slide_and_pack(torch.zeros(64, 64, dtype=dtype), SlidePattern(8).layout(64))

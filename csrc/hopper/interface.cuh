@@ -66,6 +66,7 @@ struct SlidesparseHopperPack {
   const void* weight;  // rows `stride` bytes apart
   void* packed;        // strips of n x blocks x 5120 bytes, at a multiple of 4
   void* broken;        // 32 bits, increased by the blocks with too many non-zeros
+  void* zeros;         // 32 bits x n x blocks of the pattern x 2, which are overwritten; or null
   void* stream;
   std::int64_t stride;
   std::int32_t n, k;
@@ -78,7 +79,7 @@ struct SlidesparseHopperPack {
 static_assert(sizeof(SlidesparseHopperCall) == 112);
 static_assert(sizeof(SlidesparseHopperQuantize) == 128);
 static_assert(sizeof(SlidesparseHopperLinear) == 256);
-static_assert(sizeof(SlidesparseHopperPack) == 64);
+static_assert(sizeof(SlidesparseHopperPack) == 72);
 
 // Quantizes, lifts and multiplies: two launches on one stream, the second a dependent one if the
 // product is.  Nothing is allocated, and nothing waits.  Null, or what went wrong in words that

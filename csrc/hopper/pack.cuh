@@ -6,9 +6,9 @@
 //
 // where all of the first pair is late and all of the last one early.  A thread makes a word of
 // values, of two neighbouring windows of a row, by itself: zeros matter up to two, so that it looks
-// at few pairs before its own (at all of them in a row of 2_inf, a block without zeros).  Nothing
-// here is CUDA's but the qualifiers, the indices and one atomic addition: tests compile it for a
-// CPU.
+// at few pairs before its own.  Where blocks are long, such as a row of 2_inf, which may have no
+// zeros, the first two are looked for once.  Nothing here is CUDA's but the qualifiers, the indices
+// and one atomic addition: tests compile it for a CPU.
 
 #pragma once
 
@@ -26,9 +26,11 @@ struct PackArguments {
   const std::uint8_t* weight;
   std::uint8_t* packed;  // [strips][blocks][kPackedBytes]
   int* broken;
+  int* zeros;  // [n][pattern_blocks][2]: columns of a block's first two zeros; null: not looked for
   std::int64_t stride;
   int n, k;
   int length, phase;    // of the pattern's blocks
+  int pattern_blocks;   // of a row
   int blocks;           // of a strip
   std::uint32_t value;  // the bits of a code that tell it from zero
   std::int64_t grid;    // blocks of threads: one for each packed block
@@ -39,15 +41,39 @@ inline PackArguments PackArgumentsOf(const SlidesparseHopperPack& call) {
   arguments.weight = static_cast<const std::uint8_t*>(call.weight);
   arguments.packed = static_cast<std::uint8_t*>(call.packed);
   arguments.broken = static_cast<int*>(call.broken);
+  arguments.zeros = static_cast<int*>(call.zeros);
   arguments.stride = call.stride;
   arguments.n = call.n;
   arguments.k = call.k;
   arguments.length = call.length;
   arguments.phase = call.phase;
+  arguments.pattern_blocks =
+      static_cast<int>((std::int64_t{call.k} + call.phase + call.length - 1) / call.length);
   arguments.blocks = call.blocks;
   arguments.value = call.fp8 != 0 ? 0x7F : 0xFF;
   arguments.grid = (std::int64_t{call.n} + kStripRows - 1) / kStripRows * call.blocks;
   return arguments;
+}
+
+// Blocks of threads that look for zeros, a thread for each block of each row.
+inline std::int64_t FindGrid(const PackArguments& arguments) {
+  return (std::int64_t{arguments.n} * arguments.pattern_blocks + kPackThreads - 1) / kPackThreads;
+}
+
+__global__ void FindZeros(const PackArguments arguments) {
+  const std::int64_t index = std::int64_t{blockIdx.x} * kPackThreads + threadIdx.x;
+  const std::int64_t row = index / arguments.pattern_blocks;
+  if (row >= arguments.n) return;
+  const int block = static_cast<int>(index % arguments.pattern_blocks);
+  const int first = block * arguments.length - arguments.phase;
+  const std::uint8_t* from = arguments.weight + row * arguments.stride;
+  int* found = arguments.zeros + 2 * index;
+  found[0] = found[1] = arguments.length;
+  for (int i = 0, count = 0; i < arguments.length && count < 2; ++i) {
+    const int column = first + i;
+    const bool inside = column >= 0 && column < arguments.k;
+    if (!inside || (from[column] & arguments.value) == 0) found[count++] = i;
+  }
 }
 
 // Columns `column` and `column` + 1 of a row of `k`, the first in the low byte; zero outside of it,
@@ -74,14 +100,19 @@ __device__ __forceinline__ std::uint32_t Early(std::uint32_t pair, int zeros) {
   return take > 0 ? pair : 0;
 }
 
-// The four bytes of window `index` of a row of `k`.
+// The four bytes of window `index` of a row of `k`; `zeros_of` are the row's, or null.
 __device__ __forceinline__ std::uint32_t MakeWindow(const PackArguments& arguments,
-                                                    const std::uint8_t* row, int k, int index) {
+                                                    const std::uint8_t* row, const int* zeros_of,
+                                                    int k, int index) {
   const int windows = arguments.length / 2 - 1, block = index / windows, own = index % windows;
   const int first = block * arguments.length - arguments.phase;
   int zeros = 0;
-  for (int j = 0; j < own && zeros < 2; ++j) {
-    zeros += 2 - CountNonzero(LoadPair(arguments, row, k, first + 2 * j));
+  if (zeros_of != nullptr && block < arguments.pattern_blocks) {
+    zeros = (zeros_of[2 * block] < 2 * own) + (zeros_of[2 * block + 1] < 2 * own);
+  } else {
+    for (int j = 0; j < own && zeros < 2; ++j) {
+      zeros += 2 - CountNonzero(LoadPair(arguments, row, k, first + 2 * j));
+    }
   }
   const std::uint32_t pair = LoadPair(arguments, row, k, first + 2 * own);
   zeros += 2 - CountNonzero(pair);
@@ -120,8 +151,12 @@ __global__ void Pack(const PackArguments arguments) {
     const int window = block * kWindows + product * 16 + half * 8 + column * 2;
     const int k = row < arguments.n ? arguments.k : 0;
     const std::uint8_t* from = arguments.weight + (k > 0 ? row * arguments.stride : 0);
-    const Kept left = Keep(MakeWindow(arguments, from, k, window));
-    const Kept right = Keep(MakeWindow(arguments, from, k, window + 1));
+    const int* zeros = nullptr;
+    if (arguments.zeros != nullptr && k > 0) {
+      zeros = arguments.zeros + 2 * std::int64_t{row} * arguments.pattern_blocks;
+    }
+    const Kept left = Keep(MakeWindow(arguments, from, zeros, k, window));
+    const Kept right = Keep(MakeWindow(arguments, from, zeros, k, window + 1));
     reinterpret_cast<std::uint32_t*>(packed)[word] = left.values | right.values << 16;
     const int thread = product * 128 + warp * 32 + group * 4 + half * 2 + lower;
     packed[kValueBytes + thread * 4 + column] =

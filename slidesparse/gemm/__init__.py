@@ -152,7 +152,7 @@ def require_output(name: str, dtype: torch.dtype) -> None:
 def slide_and_pack(name: str, weight: Tensor, pattern: SlidePattern, phase: int, layer: str) -> Tensor:
     """A pruned weight [N, K] INT8 or FP8, slid into 2:4 windows and packed for the sparse backend ``name``.
 
-    On a GPU chunk by chunk, so that it takes little memory beside the weight and the result.
+    On a GPU it takes little memory beside the weight and the result.
     Raises PatternError, with what ``layer`` is called, when the weight breaks the pattern.
     """
     backend = provider(name)

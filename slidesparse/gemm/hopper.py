@@ -23,11 +23,12 @@ from slidesparse.gemm.library import DTYPES, NAMES, TN, Layout, LibraryError, Pr
 from slidesparse.gemm.native import NativeLibrary
 from slidesparse.kernels import Producer, RmsNorm, SiluMul
 from slidesparse.pattern import HARDWARE_LENGTH, SlideLayout, SlidePattern
-from slidesparse.quantize import FP8
+from slidesparse.quantize import FP8, INT8
 from slidesparse.slide import require_pattern
 
 VERSION = "4"  # of the configurations: tables tuned for others are not read
 CANDIDATES = 16  # configurations that tuning tries for a problem; see `hopper_configs`
+LONG = 64  # columns of a pattern's block: in longer ones the zeros that packing asks for are looked for once
 NEAR = 0.5  # see `tuned.neighbour`: as far as 4:6 is from 2:4 and 6:8 of the same layer
 OUTPUTS = (torch.bfloat16, torch.float16)
 # Of more tokens and longer rows than these Triton's kernel quantizes, else ours.  8192 x 18944 at 6:8 takes it 134 us
@@ -156,19 +157,25 @@ class Hopper:
     def slide_and_pack(self, weight: Tensor, layout: SlideLayout) -> tuple[Tensor, int]:
         """A pruned weight [N, K] INT8 or FP8 -> the packed form of its windows, and how many blocks break the pattern.
 
-        In one launch, without memory beside the weight and the result.  With blocks that break the pattern the packed
-        form is of no use.  Raises LibraryError for other dtypes.
+        Without memory beside the weight and the result, but for two numbers for each block of more than LONG columns.
+        With blocks that break the pattern the packed form is of no use.  Raises LibraryError for other dtypes.
         """
-        require_operand(weight.dtype)
+        if weight.dtype not in (INT8, FP8):
+            raise LibraryError(
+                f"a weight of {weight.dtype}; the Hopper kernels take {INT8} and {FP8}: quantize it"
+            )
         (n, k), index = weight.shape, weight.get_device()
         packed = weight.new_empty(hopper_format.packed_bytes(n, layout.slided), dtype=torch.uint8)
         if not packed.numel():
             return packed, 0
         weight = _with_dense_rows(weight)
         broken = weight.new_zeros(1, dtype=torch.int32)
+        numbers = 2 * n * layout.blocks if layout.length > LONG else 0
+        zeros = weight.new_empty(numbers, dtype=torch.int32)
         with plans.on_device(index):
             call = hopper_native.Pack(
-                *(weight.data_ptr(), packed.data_ptr(), broken.data_ptr(), plans.stream_of(index)),
+                *(weight.data_ptr(), packed.data_ptr(), broken.data_ptr(), zeros.data_ptr() or None),
+                plans.stream_of(index),
                 *(weight.stride(0), n, k, layout.length, layout.phase),
                 *(hopper_format.blocks_of(layout.slided), weight.dtype == FP8),
             )

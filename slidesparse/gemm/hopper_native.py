@@ -67,7 +67,7 @@ class Pack(ctypes.Structure):
     """SlidesparseHopperPack."""
 
     _fields_ = (
-        *_pointers("weight", "packed", "broken", "stream"),
+        *_pointers("weight", "packed", "broken", "zeros", "stream"),
         ("stride", ctypes.c_int64),
         *_numbers("n", "k", "length", "phase", "blocks", "fp8"),
     )
