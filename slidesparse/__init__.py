@@ -5,10 +5,25 @@ Importing this package needs no GPU, no Triton, no compiled code and no torch.
 
 __version__ = "0.1.0"
 
+import sys as _sys
+from importlib.machinery import ModuleSpec as _ModuleSpec
+from importlib.util import spec_from_file_location as _spec
 from pathlib import Path as _Path
 
-_root = _Path(__file__).resolve().parent.parent
-if not (_root / __name__ / "vllm_patch").exists() and (_root / "vllm_patch").is_dir():
-    # Imported from a clone's folder before what is installed, such as by ``python -m vllm...`` there: the plugin, which
-    # installations have in this package, lies beside it, and without it vLLM would go on with its own kernels
-    __path__.append(str(_root))
+
+class _Clone:
+    """Finds the plugin beside this package, where it is in a clone; installations have it within."""
+
+    name, folder = f"{__name__}.vllm_patch", _Path(__file__).resolve().parent.parent / "vllm_patch"
+
+    @classmethod
+    def find_spec(cls, name: str, path: object = None, target: object = None) -> _ModuleSpec | None:
+        if name != cls.name:
+            return None
+        return _spec(name, cls.folder / "__init__.py", submodule_search_locations=[str(cls.folder)])
+
+
+# ``python -m vllm...`` in a clone imports this package from there, before what is installed, and without the plugin
+# vLLM would go on with its own kernels.  Asked last: where the plugin is within the package, that one counts.
+if (_Clone.folder / "__init__.py").is_file():
+    _sys.meta_path.append(_Clone)

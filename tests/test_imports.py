@@ -146,11 +146,17 @@ def test_a_clone_has_the_plugin_in_the_package_too(tmp_path: Path, installed: bo
     if installed:
         (tmp_path / "slidesparse" / "vllm_patch").mkdir()
         (tmp_path / "slidesparse" / "vllm_patch" / "__init__.py").touch()
-    program = "from slidesparse import vllm_patch; print(vllm_patch.__file__)"
+    (tmp_path / "setup.py").touch()
+    program = """
+from importlib.util import find_spec
+from slidesparse import vllm_patch
+print(vllm_patch.__file__, *(find_spec(f"slidesparse.{name}") for name in ("setup", "slidesparse", "vllm")))
+"""
     run = [sys.executable, "-S", "-c", program]
     done = subprocess.run(run, capture_output=True, text=True, cwd=tmp_path, timeout=60, check=False)
     folder = tmp_path / "slidesparse" / "vllm_patch" if installed else tmp_path / "vllm_patch"
-    assert (done.returncode, done.stdout.strip()) == (0, str(folder / "__init__.py")), done.stderr
+    expected = f"{folder / '__init__.py'} None None None\n"  # nothing else of the clone
+    assert (done.returncode, done.stdout) == (0, expected), done.stderr
 
 
 BLOCKED = """
