@@ -1,4 +1,4 @@
-"""What packs weights gets ready while weights are read: once each, in the background, and its errors are told."""
+"""What packs weights gets ready while weights are read: once each, in the background, and its errors matter not."""
 
 from __future__ import annotations
 
@@ -84,15 +84,16 @@ def test_each_kind_of_weight_once(backend: Backend) -> None:
     assert found == [(3584, torch.int8, 0), (1024, torch.int8, 0), (1024, fp8, 0), (1024, torch.int8, 2)]
 
 
-def test_what_goes_wrong_is_raised_and_begun_anew(backend: Backend) -> None:
-    backend.error = RuntimeError("no such GPU")
+def test_what_goes_wrong_is_left_to_packing(backend: Backend, caplog: pytest.LogCaptureFixture) -> None:
+    """It would go wrong there again, if it matters, and be raised with the layer's name."""
+    backend.error = RuntimeError("out of memory")
     backend.may_go_on.set()
     begin(OnGpu(64, 64))
-    with pytest.raises(RuntimeError, match="no such GPU"):
+    with caplog.at_level("DEBUG", "vllm.slidesparse"):
         ahead.finish()
-    ahead.finish()  # told once
+    assert "getting ready to pack weights: out of memory" in caplog.text
     backend.error = None
-    begin(OnGpu(64, 64))
+    begin(OnGpu(64, 128))  # of the next model
     ahead.finish()
     assert len(backend.calls) == 2
 

@@ -3,10 +3,13 @@
 The first launch of a Triton kernel in a process, as weights for cuSPARSELt take, is half a second late even when the
 kernel has long been compiled, most of it to hash Triton itself for the key of its cache, and more than two when it has
 not; a 7B model in the page cache is read in two.  Libraries have code to load as well.
+
+Nothing depends on it: what goes wrong here goes wrong again, and is raised, when a weight is packed.
 """
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Hashable
 from concurrent.futures import Future, ThreadPoolExecutor
 
@@ -16,7 +19,10 @@ from torch import Tensor
 from slidesparse import gemm
 from slidesparse.pattern import SlideLayout, SlidePattern
 
-ROWS = 64  # a multiple of what backends work by, as numbers of rows mostly are: kernels differ by that
+# As many as cuSPARSELt's weights are packed by at a time: of fewer it would not be asked what it is asked of layers.
+ROWS = 128
+
+logger = logging.getLogger("vllm.slidesparse")
 
 _begun: set[Hashable] = set()
 _pool: ThreadPoolExecutor | None = None
@@ -48,17 +54,16 @@ def begin(name: str, weight: Tensor, pattern: SlidePattern, phase: int) -> None:
 
 
 def finish() -> None:
-    """Wait until all that was begun is ready.  Raises what went wrong with it; the next time it is begun anew."""
+    """Wait until all that was begun is ready, or has failed."""
     global _pool
     if _pool is None:
         return
     pool, _pool = _pool, None
     pool.shutdown()
-    errors = [error for job in _jobs if (error := job.exception())]
+    for job in _jobs:
+        if error := job.exception():
+            logger.debug("getting ready to pack weights: %s", error)
     _jobs.clear()
-    if errors:
-        _begun.clear()
-        raise errors[0]
 
 
 def _run(
