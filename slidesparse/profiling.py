@@ -9,8 +9,11 @@ beginning of a model's first layer to the end of its last one, with all that run
 is in neither.
 
 Calls that are captured into a CUDA graph have their events in it, which each replay sets anew: a second table has them,
-by what the last replay took.  How often a graph is replayed is not known, as that runs no Python; shares are of the
-steps of as many tokens.  Where torch has no such events, such calls are only counted.
+by what the last replay took; of several graphs for as many tokens it has the mean.  How often a graph is replayed is
+not known, as that runs no Python; shares are of the steps of as many tokens.  Where torch has no events for graphs,
+calls are only counted.
+
+Events keep kernels from overlapping, and take time themselves: a profiled step is longer than others.
 """
 
 from __future__ import annotations
@@ -30,8 +33,18 @@ from torch import Tensor
 STAGES = ("quantize", "product", "scale")
 STEP = "step"
 PENDING = 4096  # events that wait to be read; more make the host wait for the GPU
-# Whether events can be part of a graph: since torch 2.9 or so.
-EXTERNAL = "external" in inspect.signature(torch.cuda.Event.__new__).parameters
+NEVER_SET = ("invalid resource handle", "not ready")  # what CUDA may say of an event that no replay has set
+
+
+def _have_external_events() -> bool:
+    """Whether events can be part of a graph, as in newer torch."""
+    try:
+        return "external" in inspect.signature(torch.cuda.Event.__new__).parameters
+    except (TypeError, ValueError):  # no signature to read
+        return False
+
+
+EXTERNAL = _have_external_events()
 
 Key = tuple[str, int]  # a layer's kind, and its tokens rounded up to a power of two
 _Mark = float | torch.cuda.Event
@@ -55,6 +68,7 @@ class Times:
     steps: int = 0
     step_us: dict[int, float] = field(default_factory=lambda: defaultdict(float))  # by tokens, in all
     share: str = "of all steps"  # or "of its steps": of those of as many tokens
+    error: str = ""  # why some were not read
 
     def add(self, key: Key, name: str, us: float) -> None:
         """A stage, or a step."""
@@ -91,14 +105,16 @@ class _Recorder:
         self.current: Key | None = None
         self._before: list[tuple[str, _Mark, _Mark]] = []  # timed before the layer is known: its quantization
         self._first: int | None = None
-        self._step: tuple[_Mark, _Mark | None] | None = None  # that runs: its beginning, and its end so far
+        self._step: tuple[Key, _Mark, _Mark | None] | None = (
+            None  # that runs: its first layer, beginning, end so far
+        )
 
     def stage(self, name: str, start: _Mark, end: _Mark) -> None:
         if name == STAGES[0]:
             self._before.append((name, start, end))
         elif self.current:
             self.spans.append((self.current, name, start, end))
-            self._step = self._step and (self._step[0], end)
+            self._step = self._step and (*self._step[:2], end)
 
     def layer(self, key: Key, address: int, x: Tensor) -> None:
         begun = self._before[0][1] if self._before else _mark(x, self.captures)
@@ -107,14 +123,14 @@ class _Recorder:
         self._first = address if self._first is None else self._first
         if address == self._first:
             self.end_step()
-            self._step = begun, None
+            self._step = key, begun, None
         self.current = key
         self.times.entries[key].calls += 1
 
     def end_step(self) -> None:
         """Another one begins, or none."""
-        if self._step and self._step[1] is not None and self.current:
-            self.spans.append((self.current, STEP, self._step[0], self._step[1]))
+        if self._step and self._step[2] is not None:
+            self.spans.append((self._step[0], STEP, self._step[1], self._step[2]))
         self._step = None
 
 
@@ -171,17 +187,24 @@ class Profiler:
         self._launched.spans.clear()
 
     def replayed(self) -> Times:
-        """Of what was captured, as the last replays of its graphs had it; of those without any, the calls alone."""
-        captured = self._captured.times.entries.items()
+        """Of what was captured, as the last replays of its graphs had it; calls of graphs without any are left out.
+
+        All calls, without times, where torch cannot tell.
+        """
+        captured = self._captured.times.entries
         times = Times(share="of its steps")
-        for key, entry in captured:
-            times.entries[key] = Entry(entry.calls, algorithm=entry.algorithm)
         for key, name, start, end in self._captured.spans:
             try:
                 us = _between(start, end)
-            except RuntimeError:  # no replay has set the events
+            except RuntimeError as error:
+                if not any(words in str(error) for words in NEVER_SET):
+                    times.error = times.error or str(error).partition("\n")[0]
                 continue
             times.add(key, name, us)
+        for key, entry in captured.items() if not EXTERNAL else ():
+            times.entries[key].calls = entry.calls
+        for key, entry in times.entries.items():
+            entry.calls, entry.algorithm = entry.timed or entry.calls, captured[key].algorithm
         return times
 
     def table(self) -> str:
@@ -194,14 +217,16 @@ class Profiler:
         if times.entries:
             lines += [f"SlideSparse profile: {times.steps} steps; microseconds are means of a call"]
             lines += times.lines()
-        if replayed.entries:
-            calls = sum(entry.calls for entry in replayed.entries.values())
+        calls = sum(entry.calls for entry in self._captured.times.entries.values())
+        if calls:
             how = (
                 f"{replayed.steps} steps, as each graph was last replayed; microseconds are means of a call"
                 if EXTERNAL
                 else "not timed, as this torch has no events for it: serve with --enforce-eager to time all"
             )
-            lines += [f"SlideSparse profile: {calls} calls in CUDA graphs; {how}", *replayed.lines()]
+            how += f"; some could not be read: {replayed.error}" if replayed.error else ""
+            lines += [f"SlideSparse profile: {calls} calls captured into CUDA graphs; {how}"]
+            lines += replayed.lines()
         return "\n".join(lines)
 
 

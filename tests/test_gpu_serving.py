@@ -282,7 +282,7 @@ def test_the_profile_names_layers_and_algorithms(farm: Farm) -> None:
     print(eager, graphs, sep="\n")
     assert "CUDA graphs" not in eager
     launched, captured = eager.splitlines(), graphs[graphs.index("SlideSparse profile", 1) :].splitlines()
-    assert "calls in CUDA graphs" in captured[0]
+    assert "calls captured into CUDA graphs" in captured[0]
     stages = 3 if farm.backend == "cusparselt" else 2  # whose products do not scale
     for (head, columns, *rows), tokens in ((launched, {"16", "512"}), (captured, {"16"})):
         assert head.startswith("SlideSparse profile: ")
