@@ -36,6 +36,7 @@ class CompilationConfig:
     inductor_compile_config: dict = field(default_factory=dict)
 """,
     "vllm/compilation/inductor_pass.py": "class InductorPass(CustomGraphPass): ...\n",
+    "vllm/ir/ops/__init__.py": "from .layernorm import fused_add_rms_norm, rms_norm\n",
     "vllm/ir/ops/layernorm.py": """
 @register_op
 def rms_norm(x, weight, epsilon: float, variance_size=None): ...
@@ -283,7 +284,8 @@ CHANGES = {  # what vLLM might do: (file, words, what they become, what the chec
     ),
 }
 
-WITHOUT_NORMS = "vllm/ir/ops/layernorm.py"  # which releases may lack
+NORMS = "vllm/ir/ops/layernorm.py"
+WITHOUT_NORMS = ("vllm/ir/ops/__init__.py", NORMS)  # which releases may lack
 
 OTHER_CHANGES = {  # of names that the plugin does not use: (file, words, what they become, the part that breaks, says)
     "the benchmark's scheduler moves": (
@@ -322,21 +324,29 @@ OTHER_CHANGES = {  # of names that the plugin does not use: (file, words, what t
         "no module vllm.compilation.passes.inductor_pass and no module vllm.compilation.inductor_pass",
     ),
     "a norm takes its arguments in another order": (
-        WITHOUT_NORMS,
+        NORMS,
         "x, weight, epsilon: float",
         "x, epsilon: float, weight",
         "fusion",
         "rms_norm takes (x, epsilon, weight, variance_size=None), we read calls of it as (x, weight, epsilon, varia",
     ),
     "a norm is renamed": (
-        WITHOUT_NORMS,
+        NORMS,
         "def rms_norm",
         "def norm",
         "fusion",
         "no rms_norm in vllm.ir.ops.layernorm",
     ),
+    "norms move": (NORMS, None, "", "fusion", "no module vllm.ir.ops.layernorm"),
+    "a norm takes its arguments by name": (
+        NORMS,
+        "x, weight, epsilon: float",
+        "x, weight, *, epsilon: float",
+        "fusion",
+        "rms_norm takes (x, weight, *, epsilon, variance_size=None), we read calls",
+    ),
     "a norm with a residual takes more": (
-        WITHOUT_NORMS,
+        NORMS,
         "weight, epsilon: float, variance_size=None): ...\n",
         "weight, bias, epsilon: float, variance_size=None): ...\n",
         "fusion",

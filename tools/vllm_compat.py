@@ -104,7 +104,11 @@ def _look(tree: Tree, requirement: req.Requirement, where: str, node: ast.AST) -
             for name in sorted(set(names) - _attributes(tree, where, node)):
                 yield f"has no attribute {name}"
         case req.Parameters(names=names):
-            if tuple(_taken(node).parameters) != names:
+            taken = _taken(node).parameters.values()
+            by_position = (Parameter.POSITIONAL_ONLY, Parameter.POSITIONAL_OR_KEYWORD)
+            if tuple(one.name for one in taken if one.kind in by_position) != names or len(taken) != len(
+                names
+            ):
                 yield f"takes {_taken(node)}, we read calls of it as ({', '.join(names)})"
         case req.Sets(names=names):
             for name in sorted(set(names) - attributes_set(node, "layer")):

@@ -213,7 +213,7 @@ FUSION: tuple[Requirement, ...] = (  # fusion.py: the pass, and the graphs that 
             Defined("vllm.compilation.inductor_pass:InductorPass"),
         )
     ),
-    IfThere(_NORMS, Parameters(f"{_NORMS}:rms_norm", ("x", "weight", "epsilon", "variance_size"))),
+    IfThere("vllm.ir.ops", Parameters(f"{_NORMS}:rms_norm", ("x", "weight", "epsilon", "variance_size"))),
     IfThere(  # younger than the other
         f"{_NORMS}:fused_add_rms_norm",
         Parameters(f"{_NORMS}:fused_add_rms_norm", ("x", "x_residual", "weight", "epsilon", "variance_size")),
