@@ -67,7 +67,7 @@ class Times:
     entries: dict[Key, Entry] = field(default_factory=lambda: defaultdict(Entry))
     steps: int = 0
     step_us: dict[int, float] = field(default_factory=lambda: defaultdict(float))  # by tokens, in all
-    share: str = "of all steps"  # or "of its steps": of those of as many tokens
+    by_tokens: bool = False  # shares are of the steps of as many tokens, else of all
     error: str = ""  # why some were not read
 
     def add(self, key: Key, name: str, us: float) -> None:
@@ -81,11 +81,12 @@ class Times:
 
     def lines(self) -> list[str]:
         """A table, the costliest layers first."""
-        rows: list[tuple[str, ...]] = [("layer", "M", "calls", *STAGES, self.share, "algorithm")]
+        share_of = "of its steps" if self.by_tokens else "of all steps"
+        rows: list[tuple[str, ...]] = [("layer", "M", "calls", *STAGES, share_of, "algorithm")]
         whole = sum(self.step_us.values())
         for (kind, tokens), entry in sorted(self.entries.items(), key=lambda one: -sum(one[1].us.values())):
             means = [f"{entry.us[name] / entry.timed:.1f}" if entry.timed else "-" for name in STAGES]
-            steps = whole if self.share == "of all steps" else self.step_us.get(tokens, 0.0)
+            steps = self.step_us.get(tokens, 0.0) if self.by_tokens else whole
             share = f"{sum(entry.us.values()) / steps:.1%}" if steps and entry.timed else "-"
             rows.append((kind, str(tokens), str(entry.calls), *means, share, entry.algorithm or "-"))
         widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
@@ -100,7 +101,7 @@ class _Recorder:
 
     def __init__(self, captures: bool) -> None:
         self.captures = captures
-        self.times = Times()
+        self.times = Times(by_tokens=captures)
         self.spans: list[tuple[Key, str, _Mark, _Mark]] = []
         self.current: Key | None = None
         self._before: list[tuple[str, _Mark, _Mark]] = []  # timed before the layer is known: its quantization
@@ -191,8 +192,9 @@ class Profiler:
 
         All calls, without times, where torch cannot tell.
         """
-        captured = self._captured.times.entries
-        times = Times(share="of its steps")
+        if not EXTERNAL:
+            return self._captured.times
+        times = Times(by_tokens=True)
         for key, name, start, end in self._captured.spans:
             try:
                 us = _between(start, end)
@@ -201,10 +203,8 @@ class Profiler:
                     times.error = times.error or str(error).partition("\n")[0]
                 continue
             times.add(key, name, us)
-        for key, entry in captured.items() if not EXTERNAL else ():
-            times.entries[key].calls = entry.calls
         for key, entry in times.entries.items():
-            entry.calls, entry.algorithm = entry.timed or entry.calls, captured[key].algorithm
+            entry.calls, entry.algorithm = entry.timed, self._captured.times.entries[key].algorithm
         return times
 
     def table(self) -> str:

@@ -149,6 +149,7 @@ def dequantization() -> Iterator[Case]:
 
 
 def sliding() -> Iterator[Case]:
+    """Weights into windows, and on Hopper packed for its kernels too: blocks that are short and long."""
     for pattern, k, phase in (*GEOMETRIES, ("30:32", 70, 31), ("126:128", 130, 0)):
         for dtype in CODES:
 
@@ -161,12 +162,18 @@ def sliding() -> Iterator[Case]:
                     expected = slide(w, parsed, phase)
                     layout = parsed.layout(k, phase)
                     columns = layout.slided + -layout.slided % 32
+                    windows = expected.clone()
+                    windows.view(INT8)[windows == 0] = 0  # packing makes +0.0 of -0.0
+                    packed = hopper_format.pack(windows.cpu())
                     for weight in (tight(w), poisoned(w)):
                         guarded = Guarded(n, columns, dtype, gap=32)
                         broken = slide_weight(weight, layout.length, phase, guarded.out)
                         right &= same(guarded.out[:, : layout.slided], expected) and not int(broken)
                         right &= not bool(guarded.out[:, layout.slided :].view(INT8).any())
                         right &= guarded.untouched()
+                        if on_hopper():
+                            found, broken_blocks = hopper.PROVIDER.slide_and_pack(weight, layout)
+                            right &= same(found, packed) and not broken_blocks
                 return right
 
             yield f"slide_weight {pattern} K={k} phase={phase} {dtype}", run
@@ -306,29 +313,6 @@ def hopper_quantization() -> Iterator[Case]:
                 yield f"hopper quantize {pattern} K={k} phase={phase} {source} {dtype}", run
 
 
-def hopper_packing() -> Iterator[Case]:
-    """Weights as `sliding` has them, packed: of their own memory, and amid other memory that is not read."""
-    if not on_hopper():
-        return
-    for pattern, k, phase in GEOMETRIES:
-        for dtype in CODES:
-
-            def run(
-                pattern: str = pattern, k: int = k, phase: int = phase, dtype: torch.dtype = dtype
-            ) -> bool:
-                parsed, right = SlidePattern.parse(pattern), True
-                for n in TOKENS:
-                    w = prune(quantize_rows(normal(n, k), dtype)[0], parsed, phase=phase)
-                    w.view(INT8)[w == 0] = 0  # -0.0 of FP8, which becomes +0.0
-                    expected = hopper_format.pack(slide(w, parsed, phase).cpu())
-                    for weight in (tight(w), poisoned(w)):
-                        found, broken = hopper.PROVIDER.slide_and_pack(weight, parsed.layout(k, phase))
-                        right &= not broken and same(found, expected)
-                return right
-
-            yield f"hopper pack {pattern} K={k} phase={phase} {dtype}", run
-
-
 def hopper_producers() -> Iterator[Case]:
     """Rows as `quantization` has them after a norm of a sum, or SiLU.
 
@@ -379,7 +363,7 @@ def main() -> int:
     wrong = 0
     wanted = sys.argv[1:]  # words of which a case's name has one; none: all cases
     kinds = (quantization, dequantization, sliding, products, layers)
-    kinds += (hopper_quantization, hopper_packing, hopper_producers, hopper_products)
+    kinds += (hopper_quantization, hopper_producers, hopper_products)
     for cases in kinds:
         for name, run in cases():
             if wanted and not any(word in name for word in wanted):

@@ -1,4 +1,4 @@
-"""What packs weights gets ready while weights are read: once each, in the background, and its errors matter not."""
+"""What packs weights gets ready while weights are read: once each, in the background; errors are left to packing."""
 
 from __future__ import annotations
 

@@ -57,7 +57,7 @@ extern "C" __attribute__((visibility("default"))) const char* slidesparse_hopper
   for (blockIdx.x = 0; arguments.zeros && blockIdx.x < FindGrid(arguments); ++blockIdx.x) {
     for (threadIdx.x = 0; threadIdx.x < kPackThreads; ++threadIdx.x) FindZeros(arguments);
   }
-  for (blockIdx.x = 0; blockIdx.x < arguments.grid; ++blockIdx.x) {
+  for (blockIdx.x = 0; blockIdx.x < PackGrid(arguments); ++blockIdx.x) {
     for (threadIdx.x = 0; threadIdx.x < kPackThreads; ++threadIdx.x) Pack(arguments);
   }
   return nullptr;

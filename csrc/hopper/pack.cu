@@ -20,11 +20,11 @@ __attribute__((visibility("default"))) const char* slidesparse_hopper_pack(
   // Columns of whole blocks, twice those of windows at most, are counted in 32 bits.
   constexpr int kMostBlocks = INT32_MAX / (2 * kBlockColumns);
   if (call->n < 0 || call->k < 0 || call->blocks < 0 || call->blocks > kMostBlocks ||
-      arguments.grid > INT32_MAX || FindGrid(arguments) > INT32_MAX) {
+      PackGrid(arguments) > INT32_MAX || FindGrid(arguments) > INT32_MAX) {
     return Fail("a weight [%d, %d] in %d blocks a strip: no such sizes can be packed", call->n,
                 call->k, call->blocks);
   }
-  if (arguments.grid == 0) return nullptr;
+  if (PackGrid(arguments) == 0) return nullptr;
   const auto stream = static_cast<cudaStream_t>(call->stream);
   void* values[] = {&arguments};
   const auto launch = [&](void (*kernel)(PackArguments), std::int64_t grid) {
@@ -36,7 +36,7 @@ __attribute__((visibility("default"))) const char* slidesparse_hopper_pack(
   if (arguments.zeros != nullptr && FindGrid(arguments) > 0) {
     error = launch(FindZeros, FindGrid(arguments));
   }
-  if (error == cudaSuccess) error = launch(Pack, arguments.grid);
+  if (error == cudaSuccess) error = launch(Pack, PackGrid(arguments));
   if (error == cudaSuccess) return nullptr;
   return Fail("%s (%s) for packing [%d, %d] in blocks of %d at phase %d", cudaGetErrorName(error),
               cudaGetErrorString(error), call->n, call->k, length, phase);

@@ -33,7 +33,6 @@ struct PackArguments {
   int pattern_blocks;   // of a row
   int blocks;           // of a strip
   std::uint32_t value;  // the bits of a code that tell it from zero
-  std::int64_t grid;    // blocks of threads: one for each packed block
 };
 
 inline PackArguments PackArgumentsOf(const SlidesparseHopperPack& call) {
@@ -51,8 +50,12 @@ inline PackArguments PackArgumentsOf(const SlidesparseHopperPack& call) {
       static_cast<int>((std::int64_t{call.k} + call.phase + call.length - 1) / call.length);
   arguments.blocks = call.blocks;
   arguments.value = call.fp8 != 0 ? 0x7F : 0xFF;
-  arguments.grid = (std::int64_t{call.n} + kStripRows - 1) / kStripRows * call.blocks;
   return arguments;
+}
+
+// Blocks of threads that pack, one for each packed block.
+inline std::int64_t PackGrid(const PackArguments& arguments) {
+  return (std::int64_t{arguments.n} + kStripRows - 1) / kStripRows * arguments.blocks;
 }
 
 // Blocks of threads that look for zeros, a thread for each block of each row.
