@@ -31,11 +31,9 @@ MODEL = "Qwen2.5-7B"
 ROUNDS = 3
 TIMES = 1.2  # of the dense load, at most
 MIB = 1 << 20
-
-
 LAYER_MIB = (
     sum(layer.n * layer.k for layer in model(MODEL)[1]) / MIB
-)  # of one decoder layer's weights, a byte each
+)  # of one decoder layer's weights in bytes
 
 
 def load(folder: Path, stock: bool) -> dict[str, Any]:

@@ -18,9 +18,8 @@ import numpy as np
 
 Request = dict[str, Any]
 CHUNK = 64  # samples at a time, fewer if they have more than
-MOST_AT_ONCE = (
-    10**7
-)  # log-probabilities: what vLLM answers with is objects of Python of some 200 bytes, one for each
+# Log-probabilities: what vLLM answers with is objects of Python of some 200 bytes, one for each.
+MOST_AT_ONCE = 10**7
 
 
 def perplexity(request: Request) -> dict[str, np.ndarray]:
