@@ -13,12 +13,19 @@ from pathlib import Path
 # The vLLM versions that the plugin works with, and those it was tested with from end to end.
 VLLM_OLDEST = "0.13.0"
 VLLM_TESTED = ("0.25.1", "0.28.0", "0.32.0")
+VLLM_ON_GPUS = ("0.25.1",)  # of these; the others are CPU builds
+VLLM_TESTED_WORDS = (
+    f"{' and '.join(VLLM_ON_GPUS)} on GPUs, "
+    f"{' and '.join(version for version in VLLM_TESTED if version not in VLLM_ON_GPUS)} as CPU builds"
+)
 
 SPARSE_CAPABILITY = (8, 0)  # Ampere: the first sparse tensor cores
 HOPPER_CAPABILITY = (9, 0)  # whose instructions neither earlier nor later GPUs have
 
-INSTALL_CPU = "pip install 'slidesparse[cpu]'"
-INSTALL_CUDA = "pip install 'slidesparse[cuda]'"
+# SlideSparse is in no package index.
+INSTALL_CPU = "pip install '.[cpu]' in a clone of SlideSparse"
+INSTALL_CUDA = "pip install '.[cuda]' in a clone of SlideSparse"
+INSTALL = "pip install '.[cuda]', or '.[cpu]' without an NVIDIA GPU, in a clone of SlideSparse"
 
 GPU = "an NVIDIA GPU of compute capability 8.0 or later"
 TORCH = "a CUDA build of torch, with Triton"

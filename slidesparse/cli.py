@@ -18,6 +18,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from slidesparse import __version__, cli_bench, cli_convert, cli_e2e, cli_eval, cli_synth
+from slidesparse.backends import INSTALL
 from slidesparse.cli_bench import fail
 
 if TYPE_CHECKING:
@@ -82,8 +83,7 @@ def _explained() -> Iterator[None]:
             raise
         fail(
             ENVIRONMENT,
-            f"this command needs {missing}, which cannot be imported ({error}); "
-            "pip install 'slidesparse[cpu]', or 'slidesparse[cuda]' on a machine with an NVIDIA GPU",
+            f"this command needs {missing}, which cannot be imported ({error}): {INSTALL}",
         )
     try:
         yield

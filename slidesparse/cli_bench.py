@@ -17,6 +17,8 @@ from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
+from slidesparse.backends import INSTALL_CUDA
+
 if TYPE_CHECKING:
     from slidesparse.bench.kernel import Group
     from slidesparse.bench.machine import Gpu
@@ -87,7 +89,7 @@ def explained() -> Iterator[None]:
     except ImportError as error:
         if (error.name or "").partition(".")[0] not in ("torch", "numpy"):
             raise
-        fail(ENVIRONMENT, f"this command needs {error.name}: pip install 'slidesparse[cuda]' ({error})")
+        fail(ENVIRONMENT, f"this command needs {error.name}: {INSTALL_CUDA} ({error})")
     try:
         yield
     except (ShapeError, PatternError, RecordsError) as error:
@@ -190,7 +192,10 @@ def tune(
     dtype: Dtypes = "int8,fp8",
     pattern: Patterns = None,
     m: Tokens = None,
-    library: Annotated[str, typer.Option(help="Comma-separated.")] = "cublaslt,cusparselt",
+    library: Annotated[
+        str | None,
+        typer.Option(help="Comma-separated; default hopper where it runs, else cublaslt,cusparselt."),
+    ] = None,
     force: Annotated[bool, typer.Option("--force", help="Search again what is in the tables.")] = False,
     time_limit: Limit = None,
     as_json: Json = False,
@@ -206,11 +211,12 @@ def tune(
 
         layers = [layer for _, found in _models(model, shapes) for layer in found]
         dtypes = parse_choice("--dtype", dtype, machine.SERVED)
-        names = parse_choice("--library", library, tuple(machine.LIBRARIES))
+        names = None if library is None else parse_choice("--library", library, tuple(machine.LIBRARIES))
         patterns, tokens = _patterns(pattern), _tokens(m)
+        gpu = machine.require_gpu()
+        names = names or machine.served_by(gpu)
         if m is None and "hopper" in names:
             tokens = (*FEW_TOKENS, *tokens)
-        gpu = machine.require_gpu()
         todo = jobs(machine.require_libraries(gpu, names), layers, dtypes, patterns, tokens)
         with _session(gpu, began, time_limit) as (session, bar):
             _begin(bar, sum(len(job.tokens) for job in todo))

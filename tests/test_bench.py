@@ -299,7 +299,7 @@ def test_without_a_gpu_commands_say_so_and_exit_3(
     done = CliRunner().invoke(app, command)
     assert (done.exit_code, done.stdout) == (3, "")
     assert "measures an NVIDIA GPU, but torch" in done.stderr
-    assert "pip install 'slidesparse[cuda]'" in done.stderr
+    assert "pip install '.[cuda]'" in done.stderr
     assert os.listdir(tmp_path) == []
 
 

@@ -282,8 +282,8 @@ def test_missing_torch_is_explained(command: list[str]) -> None:
     assert done.returncode == 3
     assert done.stdout == ""
     assert done.stderr.startswith("error: this command needs torch, which cannot be imported")
-    assert "pip install 'slidesparse[cpu]'" in done.stderr
-    assert "'slidesparse[cuda]'" in done.stderr
+    assert "pip install '.[cuda]'" in done.stderr
+    assert "'.[cpu]' without an NVIDIA GPU" in done.stderr
 
 
 def test_sparsity_is_read_without_torch() -> None:

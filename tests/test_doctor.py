@@ -116,7 +116,7 @@ def test_on_a_bare_python() -> None:
     assert found["torch"] == {"version": None}
     assert found["vllm"]["status"] == "not installed"
     assert found["backends"]["reference"]["lacks"] == ["torch is not installed"]
-    assert found["backends"]["reference"]["remedy"] == "pip install 'slidesparse[cpu]'"
+    assert found["backends"]["reference"]["remedy"] == "pip install '.[cpu]' in a clone of SlideSparse"
     assert "torch is not installed" in run_doctor(PATH="")
 
 
@@ -226,7 +226,7 @@ def test_output_of_nvidia_smi_is_read(
 @pytest.mark.parametrize(
     ("name", "facts", "lack", "remedy"),
     [
-        ("reference", Facts(), "torch is not installed", "slidesparse[cpu]"),
+        ("reference", Facts(), "torch is not installed", "[cpu]"),
         (
             "reference",
             Facts("2.13.0", "libc10.so: no such file"),
@@ -234,7 +234,7 @@ def test_output_of_nvidia_smi_is_read(
             "reinstall",
         ),
         ("cusparselt", Facts("2.13.0"), "no NVIDIA GPU is visible", "reference backend runs without one"),
-        ("cusparselt", Facts(gpu=True, capability=(9, 0)), "torch is not installed", "slidesparse[cuda]"),
+        ("cusparselt", Facts(gpu=True, capability=(9, 0)), "torch is not installed", "[cuda]"),
         ("cusparselt", Facts("2.13.0+cpu", gpu=True), "2.13.0+cpu is a CPU build", "pip uninstall -y torch"),
         (
             "cublaslt",
@@ -305,9 +305,9 @@ def test_vllm_versions_are_those_of_the_plugin() -> None:
     [
         ("0.12.9", "too old: slidesparse needs 0.13.0 or later"),
         ("0.13.0", "outside the tested range"),
-        ("0.25.1+cu130", "in the tested range"),
+        ("0.25.1+cu130", "in the tested range: 0.25.1 on GPUs, 0.28.0 and 0.32.0 as CPU builds"),
         ("0.28.0rc2", "in the tested range"),
-        ("0.33.0", "outside the tested range, 0.25.1 to 0.32.0"),
+        ("0.33.0", "outside the tested range: 0.25.1 on GPUs, 0.28.0 and 0.32.0 as CPU builds"),
         ("0.12.1.dev5+g1234abc", "too old"),
         ("0.1.dev1+g1234abc", "built without git tags"),
         ("dev", "built without git tags"),

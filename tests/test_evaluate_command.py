@@ -186,7 +186,7 @@ def test_no_vllm_is_said(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
     (folder / "a.txt").write_text("a b c d")
     done = Done("eval", "perplexity", folder, "--data", folder / "a.txt", "--seqlen", 4)
     assert done.code == 3
-    assert "vLLM is not installed: pip install 'slidesparse[cpu]'" in done.err
+    assert "vLLM is not installed: pip install '.[cuda]'" in done.err
 
 
 # The command

@@ -30,10 +30,12 @@ pytestmark = [pytest.mark.gpu, pytest.mark.vllm, pytest.mark.slow, pytest.mark.a
 MODEL = "Qwen2.5-7B"
 ROUNDS = 3
 TIMES = 1.2  # of the dense load, at most
+# Bytes of a packed 6:8 weight beside its dense one, half of 1.5 K values and two bits for each, and how much of what
+# that saves must be seen: torch takes memory in pieces of 2 MiB, which weights of 11 to 122 MiB do not fill.
+PACKED, SEEN = 15 / 16, 0.8
 MIB = 1 << 20
-LAYER_MIB = (
-    sum(layer.n * layer.k for layer in model(MODEL)[1]) / MIB
-)  # of one decoder layer's weights in bytes
+LAYERS = 28
+LAYER_MIB = sum(shape.n * shape.k for shape in model(MODEL)[1]) / MIB  # of a layer's weights, in bytes
 
 
 def load(folder: Path, stock: bool) -> dict[str, Any]:
@@ -48,7 +50,7 @@ def load(folder: Path, stock: bool) -> dict[str, Any]:
 
 @pytest.mark.parametrize("quant", ["int8", "fp8"])
 def test_a_sparse_7b_loads_like_a_dense_one(tmp_path: Path, quant: str) -> None:
-    """At most 1.2 times the time, in the medians, and at most one decoder layer more of the GPU's memory."""
+    """At most 1.2 times the time, in the medians, one decoder layer more of the GPU's memory meanwhile, less then."""
     capability = torch.cuda.get_device_capability()
     gemm.require(  # built before, not while loading
         "hopper" if capability == HOPPER_CAPABILITY else "cusparselt", torch.device("cuda", 0)
@@ -70,4 +72,5 @@ def test_a_sparse_7b_loads_like_a_dense_one(tmp_path: Path, quant: str) -> None:
         f"a layer {LAYER_MIB:.0f} MiB"
     )
     assert peaks[1] <= peaks[0] + LAYER_MIB
+    assert kept[0] - kept[1] >= SEEN * (1 - PACKED) * LAYERS * LAYER_MIB
     assert seconds[1] <= TIMES * seconds[0]

@@ -220,7 +220,7 @@ def test_missing_files_are_named(tmp_path: Path) -> None:
     readme = (tmp_path / "README.md").read_text()
     for name in ("kernel.csv", "bandwidth.csv", "linear.json"):
         assert f"`{name}` is not there" in readme
-    assert "pip install 'slidesparse[report]'" in readme
+    assert "pip install '.[report]'" in readme
 
 
 def test_a_failed_measurement_is_missing_and_a_repeated_one_counts_last(tmp_path: Path) -> None:
@@ -315,7 +315,7 @@ def test_plots(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         assert len(first[name]) < 200_000
         assert b"dc:date" not in first[name]
     assert f"![kernel speedup int8]({names[0]})" in (tmp_path / "kernel.md").read_text()
-    assert "slidesparse[report]" not in (tmp_path / "README.md").read_text()
+    assert "[report]" not in (tmp_path / "README.md").read_text()
 
 
 def test_more_sections_than_a_plot_holds_go_on_in_the_next(

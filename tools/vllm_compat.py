@@ -41,7 +41,7 @@ from vllm_source import (  # noqa: E402
     written,
 )
 
-from slidesparse.backends import VLLM_OLDEST, VLLM_TESTED  # noqa: E402
+from slidesparse.backends import VLLM_OLDEST, VLLM_ON_GPUS, VLLM_TESTED  # noqa: E402
 from slidesparse.toolchain import numbers  # noqa: E402
 from vllm_patch import requirements as req  # noqa: E402
 
@@ -269,7 +269,11 @@ def row(result: Result) -> str:
         result.version,
         result.source,
         *("<br>".join(result.lacks[part]) or "ok" for part in req.REQUIREMENTS),
-        "yes" if result.version in VLLM_TESTED else "",
+        ""
+        if result.version not in VLLM_TESTED
+        else "on GPUs"
+        if result.version in VLLM_ON_GPUS
+        else "as a CPU build",
     ]
     return f"| {' | '.join(cells)} |"
 

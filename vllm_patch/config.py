@@ -16,7 +16,7 @@ from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tenso
 )
 from vllm.platforms import current_platform
 
-from slidesparse.backends import VLLM_TESTED
+from slidesparse.backends import VLLM_TESTED_WORDS
 from slidesparse.flags import Flags
 from slidesparse.metadata import QUANT_METHOD, LayerEntry, Metadata
 
@@ -136,8 +136,9 @@ class SlideSparseConfig(CompressedTensorsConfig):
             found += ", without quantized activations, as FP8 on GPUs of compute capability below 8.9"
             remedy = f"convert the original model to INT8: {remedy} --quant int8"
         else:
-            tested = f"{VLLM_TESTED[0]} to {VLLM_TESTED[-1]}"
-            remedy = f"convert the original model, {remedy}, and serve it by a tested vLLM, {tested}"
+            remedy = (
+                f"convert the original model, {remedy}, and serve it by a tested vLLM: {VLLM_TESTED_WORDS}"
+            )
         if self.resolution.layout == "slided":
             raise ResolveError(
                 f"{name}: {found}; that cannot read the slided layout. For sparse layers {remedy}; "

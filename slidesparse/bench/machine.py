@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from slidesparse import __version__
-from slidesparse.backends import HOPPER_CAPABILITY
+from slidesparse.backends import HOPPER_CAPABILITY, INSTALL_CUDA
 from slidesparse.gemm.library import OPERANDS, Library, LibraryError
 from slidesparse.gemm.tuned import Subject
 
@@ -65,7 +65,7 @@ def require_gpu() -> Gpu:
     if torch.version.cuda is None:
         raise MissingError(
             f"this command measures an NVIDIA GPU, but torch {torch.__version__} is built without CUDA; "
-            "on a machine with an NVIDIA GPU: pip install 'slidesparse[cuda]'"
+            f"on a machine with an NVIDIA GPU: {INSTALL_CUDA}"
         )
     if not torch.cuda.is_available():
         raise MissingError(
@@ -104,6 +104,11 @@ def usable_libraries(gpu: Gpu) -> list[Library]:
     """The GEMM libraries that run on ``gpu``."""
     found: list[Library] = [import_module(LIBRARIES[name]).LIBRARY for name in libraries_of(gpu)]
     return [library for library in found if not library.unusable(gpu.device)]
+
+
+def served_by(gpu: Gpu) -> tuple[str, ...]:
+    """The names of the libraries that layers are served by on ``gpu`` when no flag chooses, or of NVIDIA's."""
+    return ("hopper",) if "hopper" in (library.name for library in usable_libraries(gpu)) else NVIDIAS
 
 
 def outputs(library: Library, dtype: str) -> tuple[str, ...]:

@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 
+from slidesparse.backends import INSTALL
 from slidesparse.flags import DISABLE
 
 WORKER = "slidesparse.evaluate.worker"
@@ -62,10 +63,7 @@ class Engine:
         Raises EvaluationError with the cause from the engine's log, MissingVllmError when there is no vLLM.
         """
         if importlib.util.find_spec("vllm") is None:
-            raise MissingVllmError(
-                "evaluation serves the model, but vLLM is not installed: pip install 'slidesparse[cpu]', or "
-                "'slidesparse[cuda]' on a machine with an NVIDIA GPU"
-            )
+            raise MissingVllmError(f"evaluation serves the model, but vLLM is not installed: {INSTALL}")
         longest = max(len(sample) for sample in ids)
         if task == "perplexity":
             longest += 1  # vLLM generates one

@@ -16,7 +16,7 @@ from slidesparse.report.sections import Section
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-EXTRA = "The plots need matplotlib: pip install 'slidesparse[report]'."
+EXTRA = "The plots need matplotlib: pip install '.[report]' in a clone of SlideSparse."
 PANEL = (5.0, 3.6)  # inches
 MOST_COLUMNS, MOST_PANELS = 3, 6  # of one file
 STYLE: dict[str, Any] = {
