@@ -285,7 +285,10 @@ def chose(algorithm: str) -> None:
 
 
 def _capturing(x: Tensor) -> bool:
-    return x.is_cuda and torch.cuda.is_current_stream_capturing()
+    if not x.is_cuda:
+        return False
+    with torch.cuda.device(x.device):
+        return torch.cuda.is_current_stream_capturing()
 
 
 def _mark(x: Tensor, captured: bool) -> _Mark:
@@ -296,7 +299,7 @@ def _mark(x: Tensor, captured: bool) -> _Mark:
         if captured
         else torch.cuda.Event(enable_timing=True)
     )
-    event.record()
+    event.record(torch.cuda.current_stream(x.device))
     return event
 
 

@@ -81,6 +81,12 @@ def reload(llm: Any, work: Found) -> Found:
     return generate(llm, work)
 
 
+def reload_after_dummy(llm: Any, work: Found) -> Found:
+    """Tokens of the checkpoint's weights in an engine that began with random ones."""
+    llm.collective_rpc("update_config", args=({"load_config": {"load_format": "auto"}},))
+    return reload(llm, work)
+
+
 def reload_other(llm: Any, work: Found) -> Found:
     """Tokens with the weights of the engine's model, then with those of ``other``, then of the first again."""
     found = [generate(llm, work)["tokens"]]
@@ -147,6 +153,7 @@ TASKS: dict[str, Callable[[Any, Found], Found]] = {
     "prove": prove,
     "mixed": mixed,
     "reload": reload,
+    "reload_after_dummy": reload_after_dummy,
     "reload_other": reload_other,
     "adapters": adapters,
     "profile": profile,

@@ -15,7 +15,9 @@ def load_general_plugins(): ...
     "vllm/platforms/interface.py": """
 class Platform:
     device_type: str
+    device_name: str
     def is_cuda(self): ...
+    def is_cpu(self): ...
     def get_device_capability(self, device_id=0): ...
 """,
     "vllm/config/__init__.py": """
@@ -26,9 +28,16 @@ from vllm.config.vllm import VllmConfig, get_current_vllm_config
 class VllmConfig:
     load_config: LoadConfig = Field()
     compilation_config: CompilationConfig = Field()
+    parallel_config: ParallelConfig = Field()
+    additional_config: dict = Field()
 def get_current_vllm_config(): ...
 """,
     "vllm/config/load.py": "class LoadConfig:\n    load_format: str = 'auto'\n",
+    "vllm/config/parallel.py": """
+class ParallelConfig:
+    enable_dbo: bool = False
+    pipeline_parallel_size: int = 1
+""",
     "vllm/config/compilation.py": """
 class CompilationConfig:
     mode: int = 3

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import ctypes
 import re
+import threading
+import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -280,3 +282,22 @@ def test_workspaces_are_made_ahead_of_captures(monkeypatch: pytest.MonkeyPatch) 
     capturing = False
     third, fourth = workspaces.address(0, 3), workspaces.address(0, 4)
     assert len({first, second, third, fourth}) == 4
+
+
+def test_threads_of_one_stream_share_a_workspace(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second asks while the first, which waits for the GPU, lets other threads run."""
+    zeros, second = torch.zeros, []
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    monkeypatch.setattr(torch, "zeros", lambda size, dtype, device: zeros(64, dtype=dtype))
+    workspaces = hopper_plans._Workspaces()
+    thread = threading.Thread(target=lambda: second.append(workspaces.address(0, 1)))
+
+    def synchronize(index: int) -> None:
+        if thread.ident is None:
+            thread.start()
+            time.sleep(0.1)  # it found none, and waits for the lock
+
+    monkeypatch.setattr(torch.cuda, "synchronize", synchronize)
+    first = workspaces.address(0, 1)
+    thread.join()
+    assert second == [first] == [workspaces.address(0, 1)]

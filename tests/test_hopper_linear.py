@@ -152,6 +152,22 @@ def test_layers_that_are_refused(standing_in: StandIn) -> None:
         ops.linear(x, packed, ones, None, 4, 0, INT8, 144, "hopper")
     with pytest.raises(LibraryError, match="quantize bfloat16, .*; asked for torch.float64 to torch.int8"):
         hopper.PROVIDER.quantize(x.double(), 4, 0, INT8, 64)
+    q, scale_x = hopper.PROVIDER.quantize(x, 4, 0, INT8, 64)
+    wide = torch.ones(128)
+    for bias, scale, words in (
+        (
+            wide[::2],
+            ones,
+            r"bias is torch.float32 \(64,\) with strides \(2,\) on cpu; it must hold 64 elements of",
+        ),
+        (wide[:5], ones, r"bias is torch.float32 \(5,\)"),
+        (wide[:64].double(), ones, "bias is torch.float64"),
+        (None, wide[::2, None], r"scale_w is torch.float32 \(64, 1\) with strides \(2, 1\)"),
+    ):
+        with pytest.raises(LibraryError, match=words):
+            hopper.PROVIDER.linear(x, packed, scale, bias, 4, 0, INT8, 64, torch.bfloat16)
+        with pytest.raises(LibraryError, match=words):
+            hopper.PROVIDER.scaled_matmul(q, scale_x, packed, scale, bias, torch.bfloat16)
     standing_in.error = b"words"
     with pytest.raises(LibraryError, match="words, by configuration s"):
         ops.linear(x, packed, ones, None, 4, 0, INT8, 64, "hopper")

@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import copy
 import logging
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from models import QWEN, quantization_config
 
-from slidesparse.metadata import KEY, LayerEntry, Metadata
+from slidesparse.gemm import BackendError
+from slidesparse.metadata import KEY, QUANT_METHOD, LayerEntry, Metadata
 from slidesparse.pattern import SlidePattern
 
 pytestmark = pytest.mark.vllm
@@ -134,3 +136,71 @@ def test_layers_that_we_would_not_take_anyhow(
     groups["other"] = {**other, "targets": ["re:.*down_proj"]}
     groups["group_0"]["targets"] = ["re:.*up_proj"]
     assert scheme(quantization) == "CompressedTensorsW8A16Fp8"
+
+
+def test_eight_bits_are_the_default() -> None:
+    """As compressed-tensors has it, and `convert`."""
+    from slidesparse.vllm_patch.config import _is_dynamic_w8a8
+
+    group = copy.deepcopy(quantization_config("int8")["config_groups"]["group_0"])
+    for part in ("weights", "input_activations"):
+        del group[part]["num_bits"]
+    assert _is_dynamic_w8a8(group)
+    assert not _is_dynamic_w8a8({**group, "weights": {**group["weights"], "num_bits": 4}})
+    assert not _is_dynamic_w8a8({**group, "input_activations": None})
+    assert not _is_dynamic_w8a8({**group, "weights": None})
+
+
+def test_who_asked_without_a_pattern() -> None:
+    from slidesparse.vllm_patch.resolve import ResolveError, resolve
+
+    from slidesparse.flags import Flags
+
+    with pytest.raises(
+        ResolveError, match=r"^USE_CUSPARSELT=1 needs to know.*unset USE_CUSPARSELT: that needs"
+    ):
+        resolve(config(None), Flags("sparse"), on_cuda=False)
+    with pytest.raises(ResolveError, match=r"^--quantization slidesparse needs to know.*--sparsity 6:8$"):
+        resolve(config(None), Flags(), on_cuda=False)
+
+
+def test_platforms_that_it_does_not_run_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    from slidesparse.vllm_patch import config as module
+    from slidesparse.vllm_patch.resolve import ResolveError
+
+    platform = SimpleNamespace(is_cuda=lambda: False, is_cpu=lambda: False, device_name="rocm")
+    monkeypatch.setattr(module, "current_platform", platform)
+    override = module.SlideSparseConfig.override_quantization_method
+    assert override(config("dense"), None) is None
+    with pytest.raises(ResolveError, match="NVIDIA GPUs and CPUs, vLLM's platform here is rocm"):
+        override({**config("slided"), "quant_method": QUANT_METHOD}, None)
+    monkeypatch.setenv("USE_CUSPARSELT", "1")
+    with pytest.raises(ResolveError, match="unset the flags"):
+        override(config("dense"), None)
+
+
+@pytest.mark.parametrize(
+    ("backend", "kept", "words"),
+    [
+        ("cusparselt", False, "backend cusparselt plans products for one thread"),
+        ("hopper", True, "backend hopper beside dense weights plans products"),
+        ("hopper", False, None),
+    ],
+)
+def test_two_batches_at_once(
+    monkeypatch: pytest.MonkeyPatch, backend: str, kept: bool, words: str | None
+) -> None:
+    from slidesparse.vllm_patch import compat
+    from slidesparse.vllm_patch.scheme import SlideSparseScheme
+
+    made = object.__new__(SlideSparseScheme)
+    made.config = SimpleNamespace(resolution=SimpleNamespace(backend=backend, keep_dense=kept))  # type: ignore[assignment]
+    parallel = SimpleNamespace(enable_dbo=True)
+    monkeypatch.setattr(compat, "current_config", lambda: SimpleNamespace(parallel_config=parallel))
+    if words is None:
+        made._require_no_threads()
+    else:
+        with pytest.raises(BackendError, match=f"{words}.*leave out --enable-dbo"):
+            made._require_no_threads()
+    parallel.enable_dbo = False
+    made._require_no_threads()

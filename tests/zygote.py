@@ -150,7 +150,7 @@ def _run(request: Request) -> Answer:
     if request.task == "config_hash":
         return Answer(config_hash=_config(request).compute_hash())
     make = _engine_without_flags if request.task == "strip_env" else _engine
-    found = engine_tasks.TASKS.get(request.task, engine_tasks.generate)(make(request), request.work)
+    found = engine_tasks.TASKS[request.task](make(request), request.work)
     return Answer(found.pop("error", ""), "", found.pop("tokens", []), found.pop("logprobs", []), data=found)
 
 

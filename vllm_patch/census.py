@@ -14,6 +14,7 @@ class Census:
         self.pending: set[str] = set()
         self.sparse: dict[str, str] = {}  # layer -> its pattern
         self.dense: dict[str, str] = {}  # layer -> reason
+        self.kinds: dict[int, str] = {}  # address of a weight that a layer holds -> what the profile calls it
         self.fusion = ""  # what came of SLIDESPARSE_FUSE
 
     def expect(self, layer: str) -> None:

@@ -86,6 +86,27 @@ def loads_dummy_weights() -> bool:
     return str(current_config().load_config.load_format).endswith("dummy")
 
 
+def starts_threads() -> bool:
+    """Whether steps run in threads of their own, two at a time (``--enable-dbo``)."""
+    parallel = current_config().parallel_config
+    return bool(getattr(parallel, "use_ubatching", parallel.enable_dbo))
+
+
+def stages() -> int:
+    """Of the pipeline that the model under construction is cut into."""
+    return int(current_config().parallel_config.pipeline_parallel_size)
+
+
+def into_compile_key(layers: list[str]) -> None:
+    """Let vLLM's compile cache tell a model whose ``layers`` are dense, by their weights, from one whose are not.
+
+    The rest of the key is made of files and flags, which may be the same; and cached graphs are not checked.
+    """
+    config = current_config().additional_config
+    if layers and isinstance(config, dict):
+        config["slidesparse_dense"] = sorted(layers)
+
+
 def inductor_pass() -> type:
     """What vLLM asks passes over compiled graphs to derive from; `object` where there is no such class."""
     try:

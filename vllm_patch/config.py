@@ -46,6 +46,14 @@ class SlideSparseConfig(CompressedTensorsConfig):
         """Take checkpoints with our metadata, and compressed-tensors ones when a flag asks for it."""
         flags = Flags.from_environment()
         method = (hf_quant_cfg or {}).get("quant_method")
+        if not (current_platform.is_cuda() or current_platform.is_cpu()):
+            if flags.path or method == QUANT_METHOD:
+                raise ResolveError(
+                    "SlideSparse runs on NVIDIA GPUs and CPUs, vLLM's platform here is "
+                    f"{current_platform.device_name}; for vLLM's own kernels unset the flags and convert with "
+                    "--layout dense"
+                )
+            return None
         if hf_quant_cfg is None or method not in (COMPRESSED_TENSORS, QUANT_METHOD):
             if flags.path:
                 raise ResolveError(
@@ -64,7 +72,7 @@ class SlideSparseConfig(CompressedTensorsConfig):
     def from_config(cls, config: dict[str, Any]) -> SlideSparseConfig:
         """Resolve flags and metadata once, stamp the result into ``config``, and parse the rest as vLLM does."""
         resolution = resolve(config, Flags.from_environment(), current_platform.is_cuda())
-        if not any(map(_is_dynamic_w8a8, config.get("config_groups", {}).values())):
+        if not any(map(_is_dynamic_w8a8, (config.get("config_groups") or {}).values())):
             raise ResolveError(
                 f"no group of layers of this checkpoint is W8A8 with dynamic activations; {WHAT_IT_TAKES}"
             )
@@ -180,4 +188,7 @@ class SlideSparseConfig(CompressedTensorsConfig):
 
 def _is_dynamic_w8a8(group: dict[str, Any]) -> bool:
     weights, activations = group.get("weights") or {}, group.get("input_activations") or {}
-    return weights.get("num_bits") == activations.get("num_bits") == 8 and bool(activations.get("dynamic"))
+    bits = {
+        part.get("num_bits", 8) for part in (weights, activations)
+    }  # 8 is compressed-tensors' own default
+    return bits == {8} and bool(weights) and bool(activations.get("dynamic"))

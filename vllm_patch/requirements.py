@@ -136,8 +136,9 @@ PLUGIN: tuple[Requirement, ...] = (
     Call("vllm.logger:init_logger", "(name)"),
     Call(f"{_LAYERS}.quantization:register_quantization_config", "(name)"),
     Call("vllm.platforms.interface:Platform.is_cuda", "()"),
+    Call("vllm.platforms.interface:Platform.is_cpu", "()"),
     Call("vllm.platforms.interface:Platform.get_device_capability", "()"),
-    Attributes("vllm.platforms.interface:Platform", ("device_type",)),
+    Attributes("vllm.platforms.interface:Platform", ("device_type", "device_name")),
     Defined("vllm.platforms:current_platform"),
     Defined(f"{_LAYERS}.linear:LinearBase"),
     *(Override(f"{_CONFIG}.{name}", ours) for name, ours in CONFIG_METHODS.items()),
@@ -193,7 +194,11 @@ PLUGIN: tuple[Requirement, ...] = (
     ),
     # compat.py
     Call("vllm.config:get_current_vllm_config", "()"),
-    Attributes("vllm.config:VllmConfig", ("load_config", "compilation_config")),
+    Attributes(
+        "vllm.config:VllmConfig",
+        ("load_config", "compilation_config", "parallel_config", "additional_config"),
+    ),
+    Attributes("vllm.config.parallel:ParallelConfig", ("enable_dbo", "pipeline_parallel_size")),
     Attributes("vllm.config.load:LoadConfig", ("load_format",)),
     Attributes("vllm.config.compilation:CompilationConfig", ("backend", "inductor_compile_config", "mode")),
     OneOf(

@@ -112,10 +112,15 @@ def _pattern(metadata: Metadata | None, flags: Flags, path: str) -> SlidePattern
         return pattern
     if path == DENSE:
         return SlidePattern(4)  # nothing is slid; recorded only so that the stamp is whole
+    asks, draft = "--quantization slidesparse", ""
+    if flags.path:
+        asks = f"{USE_CUSPARSELT}=1"
+        draft = (
+            f". If this is a draft model beside a converted one, unset {USE_CUSPARSELT}: that needs no flag"
+        )
     raise ResolveError(
-        f"{USE_CUSPARSELT}=1 needs to know the sparsity pattern: this checkpoint does not carry one, so set "
-        f"{SPARSITY} (2_8 for 6:8), or convert it: slidesparse convert SRC OUT --sparsity 6:8. If this is a draft "
-        f"model beside a converted one, unset {USE_CUSPARSELT}: that needs no flag"
+        f"{asks} needs to know the sparsity pattern: this checkpoint does not carry one, so set "
+        f"{SPARSITY} (2_8 for 6:8), or convert it: slidesparse convert SRC OUT --sparsity 6:8{draft}"
     )
 
 

@@ -32,6 +32,7 @@ logger = init_logger("vllm.slidesparse")
 W8A8 = (CompressedTensorsW8A8Int8, CompressedTensorsW8A8Fp8)  # the schemes that ours may wrap
 HARDWARE = SlidePattern(HARDWARE_LENGTH)
 OVERSIZED = 20 << 20  # bytes of a block of GPU memory that torch does not split while vLLM loads a model
+BREAKS = "whose weights break the pattern"  # reason of a layer to be dense
 PACKED = "_slidesparse_packed"  # marks a parameter that is already in the backend's form
 
 
@@ -67,6 +68,7 @@ class SlideSparseScheme(CompressedTensorsScheme):
         self.arguments: tuple[int, int, torch.dtype, int, str] | None = (
             None  # of ops.linear, once loaded; None: inner's
         )
+        self.stays_dense = False  # vLLM's own scheme serves the layer, whose weights broke the pattern
         self.dense_backend = ""  # of the dense weight that is kept beside the packed one, if any
         self.phase = 0
         self.in_features = 0
@@ -79,10 +81,13 @@ class SlideSparseScheme(CompressedTensorsScheme):
     def create_weights(self, layer: torch.nn.Module, **kwargs: Any) -> None:
         """Let vLLM's scheme create the parameters; slided checkpoints hold K' columns instead of K."""
         gemm.require_output(self.config.resolution.backend, kwargs["params_dtype"])
+        self._require_no_threads()
         self.inner.create_weights(layer=layer, **kwargs)
         self.dtype = kwargs["params_dtype"]
         if layer.weight.device.type == current_platform.device_type:  # now, as reading weights takes minutes
             gemm.require(self.config.resolution.backend, layer.weight.device)
+            if self.config.resolution.keep_dense:
+                gemm.require_output(_dense_backend(layer.weight), self.dtype)
         compat.forget_input_quant_key(layer)
         shard, whole = kwargs["input_size_per_partition"], kwargs["input_size"]
         self.in_features = shard
@@ -105,6 +110,14 @@ class SlideSparseScheme(CompressedTensorsScheme):
             pattern, phase = (HARDWARE, 0) if self.slided else (self.pattern, self.phase)
             ahead.begin(self.config.resolution.backend, layer.weight.data, pattern, phase)
 
+    def _require_no_threads(self) -> None:
+        backend, kept = self.config.resolution.backend, self.config.resolution.keep_dense
+        if compat.starts_threads() and (backend in ("cusparselt", "cublaslt") or kept):
+            raise gemm.BackendError(
+                f"backend {backend}{' beside dense weights' if kept else ''} plans products for one thread, but vLLM's "
+                "dual batch overlap runs each step in new ones: leave out --enable-dbo, or set DISABLE_SLIDESPARSE=1"
+            )
+
     def _require_whole_blocks(self, shard: int, whole: int) -> None:
         """A slided row can be cut between blocks only; say which tensor-parallel sizes do so."""
         length = self.pattern.length
@@ -119,7 +132,11 @@ class SlideSparseScheme(CompressedTensorsScheme):
         )
 
     def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
-        """Slide and pack the weight, or hand the layer to vLLM's scheme.  May run again, also after a reload."""
+        """Slide and pack the weight, or hand the layer to vLLM's scheme.  May run again, also after a reload.
+
+        A layer stays what it was at first, as compiled graphs hold it: dense whatever is loaded then, or sparse, with
+        PatternError for weights that break the pattern.
+        """
         if getattr(layer.weight, PACKED, False):
             return
         weight = layer.weight.data
@@ -128,11 +145,14 @@ class SlideSparseScheme(CompressedTensorsScheme):
             weight = prune(weight, self.pattern, phase=self.phase)
         backend = gemm.require(self.config.resolution.backend, weight.device)
         _release_unused(weight)
-        packed = self._packed(weight, backend.name) if sparse else backend.pack(_whole_words(weight))
+        packed = None
+        if not self.stays_dense:
+            packed = self._packed(weight, backend.name) if sparse else backend.pack(_whole_words(weight))
+        self.dummy = False  # what is loaded from now on are weights
         if packed is None:
-            self.arguments = None
+            self.stays_dense = True
             self.inner.process_weights_after_loading(layer)
-            self._settle("whose weights break the pattern")
+            self._settle(BREAKS)
             return
         layout = (
             self.pattern.layout(self.in_features, self.phase) if sparse else HARDWARE.layout(self.in_features)
@@ -148,8 +168,10 @@ class SlideSparseScheme(CompressedTensorsScheme):
         self.arguments = (layout.length, layout.phase, dtype, columns, backend.name)
         if self.dense_backend:
             self._compare(layer)
-        if self.config.resolution.profile:
-            profiling.enable().kinds[packed.data_ptr()] = self.name.rpartition(".")[2]
+        kind = self.name.rpartition(".")[2]
+        self.config.census.kinds[packed.data_ptr()] = kind
+        if self.dense_backend:
+            self.config.census.kinds[layer.weight_dense.data_ptr()] = kind
         self._settle(None)
 
     def _packed(self, weight: Tensor, backend: str) -> Tensor | None:
@@ -163,15 +185,18 @@ class SlideSparseScheme(CompressedTensorsScheme):
             return gemm.provider(backend).pack(weight)
         try:
             return gemm.slide_and_pack(backend, weight, self.pattern, self.phase, self.name)
-        except PatternError:
+        except PatternError as error:
             if self.pruned_by_us:
                 raise
+            if self.arguments is not None:
+                raise PatternError(
+                    f"{error}. The layer has been sparse since the server started; restart it to serve these weights"
+                ) from None
             return None
 
     def _keep(self, layer: torch.nn.Module, weight: Tensor) -> None:
         """Hold the dense weight [N, K] as well, in the form of a dense backend."""
-        backend = gemm.require("stock" if weight.is_cuda else "reference", weight.device)
-        gemm.require_output(backend.name, self.dtype)
+        backend = gemm.require(_dense_backend(weight), weight.device)
         layer.weight_dense = torch.nn.Parameter(backend.pack(_whole_words(weight)), requires_grad=False)
         self.dense_backend = backend.name
 
@@ -216,15 +241,22 @@ class SlideSparseScheme(CompressedTensorsScheme):
     def _settle(self, reason: str | None) -> None:
         """Count the layer; after the last one, print the summary, or refuse what was to be sparse and is not at all."""
         census, resolution = self.config.census, self.config.resolution
-        if not census.settle(self.name, reason, self.pattern.ratio):
+        last = census.settle(self.name, reason, self.pattern.ratio)
+        if resolution.profile and (
+            last or profiling.enabled()
+        ):  # not before: products while loading are no serving
+            profiling.enable().kinds.update(census.kinds)
+        if not last:
             return
+        compat.into_compile_key([name for name, why in census.dense.items() if why == BREAKS])
         line = census.line(resolution)
         if not census.sparse and self.config.metadata and self.config.metadata.layers:
             # of a pipeline, or a draft: had it any of them, they would be sparse, or refused
             line += "; none of the checkpoint's pruned layers is in this part of the model"
         elif not census.sparse:
+            where = "of this checkpoint" if compat.stages() == 1 else "in this stage of the pipeline"
             raise PatternError(
-                f"{line}. No layer of this checkpoint obeys the pattern, so there is nothing to "
+                f"{line}. No layer {where} obeys the pattern, so there is nothing to "
                 f"run sparse. Convert it: slidesparse convert SRC OUT --sparsity {resolution.pattern}; "
                 "or set DISABLE_SLIDESPARSE=1"
             )
@@ -245,6 +277,11 @@ class SlideSparseScheme(CompressedTensorsScheme):
                 self.dense_backend,
             )
         return ops.linear(x, layer.weight, layer.weight_scale, bias, *self.arguments)
+
+
+def _dense_backend(weight: Tensor) -> str:
+    """Of the dense weight that is kept beside the packed one."""
+    return "stock" if weight.is_cuda else "reference"
 
 
 def _release_unused(weight: Tensor) -> None:

@@ -14,7 +14,6 @@ namespace slidesparse::hopper {
 
 template <int kStrips, int kTokens>
 struct Shape {
-  static constexpr int kRows = kStrips * kStripRows;
   static constexpr int kConsumers = kStrips * 128;  // threads
   // Registers are limited by quarters of a multiprocessor: 12 warps may have 168 each, 13 only 128.
   // With many tokens two warpgroups multiply, and a third, whose registers they get, fills the

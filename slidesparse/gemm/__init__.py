@@ -15,7 +15,7 @@ from typing import Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
-from slidesparse.flags import BACKEND
+from slidesparse.flags import BACKEND, KEEP_DENSE
 from slidesparse.kernels import Producer
 from slidesparse.pattern import SlideLayout, SlidePattern
 from slidesparse.slide import require_pattern, slide
@@ -143,9 +143,10 @@ def require_output(name: str, dtype: torch.dtype) -> None:
     """Raise BackendError when backend ``name`` has no outputs of ``dtype``, the model's."""
     outputs = provider(name).outputs
     if dtype not in outputs:
+        instead = f"unset {KEEP_DENSE}" if name == "stock" else f"take another backend ({BACKEND}=cusparselt)"
         raise BackendError(
             f"backend {name} writes {', '.join(map(str, outputs))}, this model computes in {dtype}; serve it with "
-            f"--dtype bfloat16 or float16, or with another backend ({BACKEND}=cusparselt)"
+            f"--dtype bfloat16 or float16, or {instead}"
         )
 
 

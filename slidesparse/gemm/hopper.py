@@ -198,6 +198,7 @@ class Hopper:
         out = q.new_empty(m, n, dtype=out_dtype)
         if m == 0:
             return out
+        _require_vectors(scale_w, bias, n, q.device)
         q = _aligned(plans.pad(q, self.alignment))
         _require_size(weight, m, n, q.shape[1], hopper_format.packed_bytes(n, q.shape[1]))
         key = (q.dtype, n, q.shape[1], planned_rows(m))
@@ -234,6 +235,7 @@ class Hopper:
         out = x.new_empty(m, n, dtype=out_dtype)
         if m == 0:
             return out
+        _require_vectors(scale_w, bias, n, x.device)
         kinds = x.dtype, out_dtype, None if bias is None else bias.dtype
         key = (kinds, k, length, phase, dtype, columns, Before.of(producer), n, planned_rows(m))
         with plans.on_device(index):
@@ -319,6 +321,23 @@ def _columns_of(x: Tensor, producer: Producer) -> int:
         if not total.is_contiguous():
             raise LibraryError(f"the sum has strides {total.stride()}; it must be contiguous")
     return width
+
+
+def _require_vectors(scale_w: Tensor, bias: Tensor | None, n: int, device: torch.device) -> None:
+    for name, vector, dtypes in (
+        ("scale_w", scale_w, (torch.float32,)),
+        ("bias", bias, tuple(hopper_native.FLOATS)),
+    ):
+        if vector is not None and (
+            vector.numel() != n
+            or vector.dtype not in dtypes
+            or vector.device != device
+            or not vector.is_contiguous()
+        ):
+            raise LibraryError(
+                f"{name} is {vector.dtype} {tuple(vector.shape)} with strides {vector.stride()} on {vector.device}; it "
+                f"must hold {n} elements of {' or '.join(map(str, dtypes))}, contiguous, on {device}"
+            )
 
 
 def _require_alike(name: str, one: Tensor, x: Tensor) -> None:

@@ -221,6 +221,8 @@ class _Workspaces:
 
     def _take(self, index: int, stream: int) -> Tensor:
         with self._lock:
+            if (index, stream) in self._of:  # by another thread, meanwhile
+                return self._of[index, stream]
             if not torch.cuda.is_current_stream_capturing():
                 found = self._spare.pop(index, None)
                 device = torch.device("cuda", index)
