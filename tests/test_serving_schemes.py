@@ -11,6 +11,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from models import QWEN, quantization_config
 
 from slidesparse.gemm import BackendError
@@ -204,3 +205,17 @@ def test_two_batches_at_once(
             made._require_no_threads()
     parallel.enable_dbo = False
     made._require_no_threads()
+
+
+@pytest.mark.parametrize(
+    ("cuda", "size", "times"), [(True, 20 << 20, 1), (True, 1 << 20, 0), (False, 1 << 30, 0)]
+)
+def test_memory_is_given_back_before_large_weights_are_packed(
+    monkeypatch: pytest.MonkeyPatch, cuda: bool, size: int, times: int
+) -> None:
+    from slidesparse.vllm_patch.scheme import _release_unused
+
+    called: list[int] = []
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: called.append(1))
+    _release_unused(SimpleNamespace(is_cuda=cuda, nbytes=size))  # type: ignore[arg-type]
+    assert len(called) == times

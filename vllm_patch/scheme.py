@@ -242,9 +242,8 @@ class SlideSparseScheme(CompressedTensorsScheme):
         """Count the layer; after the last one, print the summary, or refuse what was to be sparse and is not at all."""
         census, resolution = self.config.census, self.config.resolution
         last = census.settle(self.name, reason, self.pattern.ratio)
-        if resolution.profile and (
-            last or profiling.enabled()
-        ):  # not before: products while loading are no serving
+        # Not before the last one: products while loading are no serving.
+        if resolution.profile and (last or profiling.enabled()):
             profiling.enable().kinds.update(census.kinds)
         if not last:
             return
