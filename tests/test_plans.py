@@ -248,3 +248,33 @@ def test_a_library_that_is_missing_is_a_library_error(monkeypatch: pytest.Monkey
     monkeypatch.setattr(plans, "_built", fail)
     with pytest.raises(LibraryError, match="no compiler for cublaslt; install one"):
         plans.extension.__wrapped__("cublaslt")
+
+
+@pytest.mark.parametrize(
+    "weight",
+    [
+        pytest.param(torch.zeros(64, 128, dtype=torch.int8), id="dense"),
+        pytest.param(torch.zeros(64 * 128 // 2 - 1, dtype=torch.uint8), id="packed from fewer columns"),
+    ],
+)
+def test_weights_that_cusparselt_would_read_beyond(weight: torch.Tensor) -> None:
+    """Pointers are all that the library gets."""
+    q = torch.zeros(2, 128, dtype=torch.int8)
+    with pytest.raises(
+        LibraryError, match=r"for products \[2, 128\] @ \[64, 128\].T: pack the weight for .* cusparselt"
+    ):
+        cusparselt.CuSparseLt().accumulate(q, weight, 64, torch.int32)
+
+
+@pytest.mark.parametrize(
+    "weight",
+    [
+        pytest.param(torch.zeros(64, 112, dtype=torch.int8), id="fewer columns"),
+        pytest.param(torch.zeros(64, 128).to(FP8), id="another type"),
+        pytest.param(torch.zeros(6144, dtype=torch.uint8), id="packed for another backend"),
+    ],
+)
+def test_weights_that_cublaslt_would_read_wrongly(weight: torch.Tensor) -> None:
+    q, ones = torch.zeros(2, 128, dtype=torch.int8), torch.ones(64, 1)
+    with pytest.raises(LibraryError, match="of torch.int8: pack the weight for the backend cublaslt"):
+        cublaslt.CublasLt()._product(q, weight, 64, torch.int32, ones)

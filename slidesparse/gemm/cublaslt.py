@@ -189,6 +189,11 @@ class CublasLt:
         bias: Tensor | None = None,
     ) -> Tensor:
         (m, k), columns, device = q.shape, n + -n % self.alignment, q.device
+        if weight.shape != (columns, k) or weight.dtype != q.dtype:
+            raise LibraryError(
+                f"a weight of {weight.dtype} {tuple(weight.shape)} for products [{m}, {k}] @ [{n}, {k}].T of "
+                f"{q.dtype}: pack the weight for the backend cublaslt"
+            )
         rows = plans.bucket(m)
         scale_x = scale_x if scale_x is None else plans.with_rows(scale_x, rows)
         key = (q.dtype, dtype, columns, k, rows, scale_w is not None, bias is not None)

@@ -244,6 +244,11 @@ class CuSparseLt:
         if q.shape[1] % self.alignment:
             q = plans.pad(q, self.alignment)
         (m, k), columns, index = q.shape, n + -n % self.alignment, q.get_device()
+        if weight.dtype != torch.uint8 or weight.numel() < columns * k // 2:  # its values alone
+            raise LibraryError(
+                f"a weight of {weight.dtype} {tuple(weight.shape)} for products [{m}, {k}] @ [{n}, {k}].T: pack the "
+                "weight for the backend cusparselt, from windows of as many columns"
+            )
         rows = plans.bucket(m)
         key = (q.dtype, dtype, columns, k, rows)
         with plans.on_device(index):
