@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 from contextlib import nullcontext
@@ -322,6 +323,23 @@ def test_wrong_usage_exits_2(command: list[str], words: str) -> None:
     done = CliRunner().invoke(app, command)
     assert (done.exit_code, done.stdout) == (2, "")
     assert words in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("capability", "reason", "names"),
+    [
+        ((9, 0), None, ("hopper",)),
+        ((9, 0), "no nvcc", ("cublaslt", "cusparselt")),
+        ((8, 0), None, ("cublaslt", "cusparselt")),
+    ],
+)
+def test_what_is_tuned_when_no_library_is_named(
+    monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], reason: str | None, names: tuple[str, ...]
+) -> None:
+    """What serves there; the other libraries are not even asked, which would build them."""
+    monkeypatch.setattr(hopper.Library, "unusable", lambda self, device: reason)
+    gpu = dataclasses.replace(GPU, capability=capability)
+    assert sorted(machine.served_by(gpu)) == sorted(names)
 
 
 def test_the_commands_from_options_to_tables(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

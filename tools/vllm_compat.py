@@ -265,15 +265,12 @@ def table(results: list[Result], kept: Mapping[str, str] | None = None) -> str:
 
 def row(result: Result) -> str:
     """The row of a release."""
+    ran = "on GPUs" if result.version in VLLM_ON_GPUS else "as a CPU build"
     cells = [
         result.version,
         result.source,
         *("<br>".join(result.lacks[part]) or "ok" for part in req.REQUIREMENTS),
-        ""
-        if result.version not in VLLM_TESTED
-        else "on GPUs"
-        if result.version in VLLM_ON_GPUS
-        else "as a CPU build",
+        ran if result.version in VLLM_TESTED else "",
     ]
     return f"| {' | '.join(cells)} |"
 

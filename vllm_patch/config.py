@@ -188,6 +188,6 @@ class SlideSparseConfig(CompressedTensorsConfig):
 
 def _is_dynamic_w8a8(group: dict[str, Any]) -> bool:
     weights, activations = group.get("weights") or {}, group.get("input_activations") or {}
-    default = 8  # compressed-tensors' own
-    eight = all(part.get("num_bits", default) == 8 for part in (weights, activations))
+    # 8 is compressed-tensors' own default
+    eight = all(part.get("num_bits", 8) == 8 for part in (weights, activations))
     return eight and bool(weights) and bool(activations.get("dynamic"))

@@ -1,7 +1,8 @@
 """Decide, once and in the front-end process, what a model is served with, and stamp it into its config.
 
 vLLM hashes the model's ``quantization_config`` into the key of its compile cache, and hands it to worker processes
-that may not see our environment.  So everything that changes the graph is written there, and read from there.
+that may not see our environment.  So everything that changes the graph is written there, and read from there, but for
+what only the weights decide: `slidesparse.vllm_patch.compat.into_compile_key`.
 """
 
 from __future__ import annotations

@@ -81,13 +81,13 @@ class SlideSparseScheme(CompressedTensorsScheme):
     def create_weights(self, layer: torch.nn.Module, **kwargs: Any) -> None:
         """Let vLLM's scheme create the parameters; slided checkpoints hold K' columns instead of K."""
         gemm.require_output(self.config.resolution.backend, kwargs["params_dtype"])
+        if self.config.resolution.keep_dense:
+            gemm.require_output(_dense_backend(), kwargs["params_dtype"])
         self._require_no_threads()
         self.inner.create_weights(layer=layer, **kwargs)
         self.dtype = kwargs["params_dtype"]
         if layer.weight.device.type == current_platform.device_type:  # now, as reading weights takes minutes
             gemm.require(self.config.resolution.backend, layer.weight.device)
-            if self.config.resolution.keep_dense:
-                gemm.require_output(_dense_backend(layer.weight), self.dtype)
         compat.forget_input_quant_key(layer)
         shard, whole = kwargs["input_size_per_partition"], kwargs["input_size"]
         self.in_features = shard
@@ -144,7 +144,6 @@ class SlideSparseScheme(CompressedTensorsScheme):
         if self.dummy and sparse and not self.slided:
             weight = prune(weight, self.pattern, phase=self.phase)
         backend = gemm.require(self.config.resolution.backend, weight.device)
-        _release_unused(weight)
         packed = None
         if not self.stays_dense:
             packed = self._packed(weight, backend.name) if sparse else backend.pack(_whole_words(weight))
@@ -177,6 +176,7 @@ class SlideSparseScheme(CompressedTensorsScheme):
     def _packed(self, weight: Tensor, backend: str) -> Tensor | None:
         """[N, K] or [N, K'] as loaded -> as the backend wants it; None when the layer is not ours to refuse."""
         ahead.finish()
+        _release_unused(weight)
         if self.slided:
             if self.dummy:
                 weight = prune(weight, HARDWARE)
@@ -196,7 +196,7 @@ class SlideSparseScheme(CompressedTensorsScheme):
 
     def _keep(self, layer: torch.nn.Module, weight: Tensor) -> None:
         """Hold the dense weight [N, K] as well, in the form of a dense backend."""
-        backend = gemm.require(_dense_backend(weight), weight.device)
+        backend = gemm.require(_dense_backend(), weight.device)
         layer.weight_dense = torch.nn.Parameter(backend.pack(_whole_words(weight)), requires_grad=False)
         self.dense_backend = backend.name
 
@@ -278,16 +278,16 @@ class SlideSparseScheme(CompressedTensorsScheme):
         return ops.linear(x, layer.weight, layer.weight_scale, bias, *self.arguments)
 
 
-def _dense_backend(weight: Tensor) -> str:
+def _dense_backend() -> str:
     """Of the dense weight that is kept beside the packed one."""
-    return "stock" if weight.is_cuda else "reference"
+    return "stock" if current_platform.is_cuda() else "reference"
 
 
 def _release_unused(weight: Tensor) -> None:
     """Give the GPU memory that the last layer's dense weight had back, before a large weight is packed.
 
     The packed one would otherwise take it, being a little smaller, and keep all of it: torch splits no such block
-    while vLLM loads (``max_split_size_mb``).  Of Qwen2.5-7B at 6:8 that were 0.3 GiB.
+    while vLLM loads (``max_split_size_mb``).
     """
     if weight.is_cuda and weight.nbytes >= OVERSIZED:
         torch.cuda.empty_cache()

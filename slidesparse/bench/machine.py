@@ -107,8 +107,10 @@ def usable_libraries(gpu: Gpu) -> list[Library]:
 
 
 def served_by(gpu: Gpu) -> tuple[str, ...]:
-    """The names of the libraries that layers are served by on ``gpu`` when no flag chooses, or of NVIDIA's."""
-    return ("hopper",) if "hopper" in (library.name for library in usable_libraries(gpu)) else NVIDIAS
+    """The name of the library that serves layers on ``gpu`` when no flag chooses, if it is ours, else NVIDIA's two."""
+    if "hopper" in libraries_of(gpu) and not import_module(LIBRARIES["hopper"]).LIBRARY.unusable(gpu.device):
+        return ("hopper",)
+    return NVIDIAS
 
 
 def outputs(library: Library, dtype: str) -> tuple[str, ...]:

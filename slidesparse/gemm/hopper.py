@@ -31,6 +31,7 @@ CANDIDATES = 16  # configurations that tuning tries for a problem; see `hopper_c
 LONG = 64  # columns of a pattern's block: in longer ones the zeros that packing asks for are looked for once
 NEAR = 0.5  # see `tuned.neighbour`: as far as 4:6 is from 2:4 and 6:8 of the same layer
 OUTPUTS = (torch.bfloat16, torch.float16)
+SCALES, BIASES = (torch.float32,), tuple(hopper_native.FLOATS)
 # Of more tokens and longer rows than these Triton's kernel quantizes, else ours.  8192 x 18944 at 6:8 takes it 134 us
 # and ours 164, 2048 x 18944 37 and 44, 2048 x 8192 17 and 18, 2048 x 3584 8 and 7, on an H200; but to call it takes
 # the host 40 us more, which fewer tokens do not hide.  After a norm or an activation ours was faster at every size
@@ -324,10 +325,7 @@ def _columns_of(x: Tensor, producer: Producer) -> int:
 
 
 def _require_vectors(scale_w: Tensor, bias: Tensor | None, n: int, device: torch.device) -> None:
-    for name, vector, dtypes in (
-        ("scale_w", scale_w, (torch.float32,)),
-        ("bias", bias, tuple(hopper_native.FLOATS)),
-    ):
+    for name, vector, dtypes in (("scale_w", scale_w, SCALES), ("bias", bias, BIASES)):
         if vector is not None and (
             vector.numel() != n
             or vector.dtype not in dtypes
