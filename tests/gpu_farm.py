@@ -18,12 +18,10 @@ from typing import Any, TypeVar
 
 import numpy as np
 import pytest
-import torch
 import trained
+from gpu_layers import require_served
 from zygote import Answer, Request, Zygotes
 
-from slidesparse import gemm
-from slidesparse.backends import HOPPER_CAPABILITY
 from slidesparse.convert import convert
 from slidesparse.flags import BACKEND
 from slidesparse.pattern import SlidePattern
@@ -143,9 +141,7 @@ class Farm:
         run = subprocess.run(command, stdout=subprocess.PIPE, text=True, timeout=300, check=True)
         self.outcome = trained.Outcome(**json.loads(run.stdout.splitlines()[-1]))
         self.text = np.load(self.source / trained.HELD_OUT)
-        default = "hopper" if torch.cuda.get_device_capability() == HOPPER_CAPABILITY else "cusparselt"
-        self.backend = os.environ.get(BACKEND) or default  # of the engines that are sparse
-        gemm.require(self.backend, torch.device("cuda", 0))  # builds our kernels once, not in every engine
+        self.backend = require_served()  # of the engines that are sparse
         self._answers: dict[Engine, Future[Answer]] = {}
 
     def start(self, engine: Engine) -> Future[Answer]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -12,6 +13,7 @@ import torch
 from torch import Tensor
 
 from slidesparse import gemm, ops
+from slidesparse.flags import AUTO, BACKEND
 from slidesparse.gemm import cublaslt, cusparselt, hopper_operators, plans
 from slidesparse.gemm.library import NAMES, Problem
 from slidesparse.pattern import SlideLayout, SlidePattern
@@ -30,6 +32,15 @@ T = TypeVar("T")
 def gpu() -> torch.device:
     """The current GPU, with its index, which plans need."""
     return torch.device("cuda", torch.cuda.current_device())
+
+
+def require_served() -> str:
+    """The backend that serves sparse layers on this GPU, built, so that no process that is measured does it."""
+    backend = os.environ.get(BACKEND) or AUTO
+    if backend == AUTO:
+        backend = "hopper" if torch.cuda.get_device_capability() == HOPPER else "cusparselt"
+    gemm.require(backend, gpu())
+    return backend
 
 
 def require_hopper() -> None:

@@ -16,10 +16,8 @@ from typing import Any
 
 import load_once
 import pytest
-import torch
+from gpu_layers import require_served
 
-from slidesparse import gemm
-from slidesparse.backends import HOPPER_CAPABILITY
 from slidesparse.bench.shapes import model
 from slidesparse.flags import DISABLE
 from slidesparse.pattern import SlidePattern
@@ -51,10 +49,7 @@ def load(folder: Path, stock: bool) -> dict[str, Any]:
 @pytest.mark.parametrize("quant", ["int8", "fp8"])
 def test_a_sparse_7b_loads_like_a_dense_one(tmp_path: Path, quant: str) -> None:
     """At most 1.2 times the time, in the medians, one decoder layer more of the GPU's memory meanwhile, less then."""
-    capability = torch.cuda.get_device_capability()
-    gemm.require(  # built before, not while loading
-        "hopper" if capability == HOPPER_CAPABILITY else "cusparselt", torch.device("cuda", 0)
-    )
+    backend = require_served()
     dense, sparse = tmp_path / "dense", tmp_path / "sparse"
     synth(MODEL, dense, quant=quant)
     synth(MODEL, sparse, quant=quant, pattern=SlidePattern.parse("6:8"))
@@ -67,7 +62,7 @@ def test_a_sparse_7b_loads_like_a_dense_one(tmp_path: Path, quant: str) -> None:
     kept = [side[0]["after"] / MIB for side in (stock, ours)]
     spread = [sorted(round(found["seconds"], 2) for found in side) for side in (stock, ours)]
     print(
-        f"{quant}: stock {seconds[0]:.2f} s {spread[0]}, peak {peaks[0]:.0f} MiB, then {kept[0]:.0f}; "
+        f"{quant} by {backend}: stock {seconds[0]:.2f} s {spread[0]}, peak {peaks[0]:.0f} MiB, then {kept[0]:.0f}; "
         f"6:8 {seconds[1]:.2f} s {spread[1]}, peak {peaks[1]:.0f} MiB, then {kept[1]:.0f}; "
         f"a layer {LAYER_MIB:.0f} MiB"
     )
