@@ -90,7 +90,7 @@ class FakeLibrary:
     def outputs(self, dtype: str) -> tuple[str, ...]:
         return {"int8": self.outs, "fp8": ("bf16",)}.get(dtype, ())
 
-    def epilogue(self, dtype: str, out: str) -> str:
+    def epilogue(self, dtype: str, out: str, device: torch.device | None = None) -> str:
         return "none" if out == "int32" else self.scale
 
     def pack(self, weight: Tensor, layout: Layout = TN) -> Tensor:

@@ -11,7 +11,7 @@ from test_gpu_plans import host_us
 from torch import Tensor
 
 from slidesparse import gemm, kernels, reference
-from slidesparse.gemm import hopper, hopper_configs, hopper_native
+from slidesparse.gemm import hopper, hopper_configs, hopper_native, hopper_plans
 from slidesparse.gemm.library import LibraryError, Problem
 from slidesparse.pattern import SlidePattern
 from slidesparse.prune import prune
@@ -249,6 +249,17 @@ def test_capturing_on_a_stream_of_its_own() -> None:
         out.zero_()
         graph.replay()
         assert torch.equal(out, expected)
+
+
+def test_workspaces_are_in_no_pool_that_loads_weights() -> None:
+    """vLLM discards the contents of its pool in sleep level 2; a workspace must stay zero."""
+    pool = torch.cuda.MemPool()
+    with torch.cuda.use_mem_pool(pool):
+        weight = torch.zeros(1 << 22, dtype=torch.uint8, device=gpu())
+        address = hopper_plans.workspace(gpu().index, torch.cuda.Stream().cuda_stream)
+    segments = [range(found["address"], found["address"] + found["total_size"]) for found in pool.snapshot()]
+    assert any(weight.data_ptr() in segment for segment in segments)
+    assert not any(address in segment for segment in segments)
 
 
 def test_the_second_gpu() -> None:

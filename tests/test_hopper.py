@@ -284,6 +284,22 @@ def test_workspaces_are_made_ahead_of_captures(monkeypatch: pytest.MonkeyPatch) 
     assert len({first, second, third, fourth}) == 4
 
 
+def test_workspaces_are_in_no_pool_of_the_thread_that_asks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`torch.cuda.use_mem_pool`, as vLLM loads weights with sleep mode, holds for the thread that entered it."""
+    zeros, threads = torch.zeros, []
+
+    def noted(size: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        threads.append(threading.get_ident())
+        return zeros(64, dtype=dtype)
+
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda index: None)
+    monkeypatch.setattr(torch, "zeros", noted)
+    hopper_plans._Workspaces().address(0, 1)
+    assert len(threads) == 2
+    assert threading.get_ident() not in threads
+
+
 def test_threads_of_one_stream_share_a_workspace(monkeypatch: pytest.MonkeyPatch) -> None:
     """The second asks while the first, which waits for the GPU, lets other threads run."""
     zeros, second = torch.zeros, []

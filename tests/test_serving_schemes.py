@@ -208,14 +208,16 @@ def test_two_batches_at_once(
 
 
 @pytest.mark.parametrize(
-    ("cuda", "size", "times"), [(True, 20 << 20, 1), (True, 1 << 20, 0), (False, 1 << 30, 0)]
+    ("cuda", "size", "given"), [(True, 20 << 20, True), (True, 1 << 20, False), (False, 1 << 30, False)]
 )
 def test_memory_is_given_back_before_large_weights_are_packed(
-    monkeypatch: pytest.MonkeyPatch, cuda: bool, size: int, times: int
+    monkeypatch: pytest.MonkeyPatch, cuda: bool, size: int, given: bool
 ) -> None:
+    """Once no kernel can read it any more."""
     from slidesparse.vllm_patch.scheme import _release_unused
 
-    called: list[int] = []
-    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: called.append(1))
-    _release_unused(SimpleNamespace(is_cuda=cuda, nbytes=size))  # type: ignore[arg-type]
-    assert len(called) == times
+    called: list[str] = []
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: called.append(f"synchronize {device}"))
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: called.append("empty"))
+    _release_unused(SimpleNamespace(is_cuda=cuda, nbytes=size, device="cuda:1"))  # type: ignore[arg-type]
+    assert called == (["synchronize cuda:1", "empty"] if given else [])

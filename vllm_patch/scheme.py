@@ -287,9 +287,11 @@ def _release_unused(weight: Tensor) -> None:
     """Give the GPU memory that the last layer's dense weight had back, before a large weight is packed.
 
     The packed one would otherwise take it, being a little smaller, and keep all of it: torch splits no such block
-    while vLLM loads (``max_split_size_mb``).
+    while vLLM loads (``max_split_size_mb``).  Kernels that read it must have ended: vLLM's allocator for sleep mode
+    does not wait for them before it unmaps memory, in releases up to 0.20.
     """
     if weight.is_cuda and weight.nbytes >= OVERSIZED:
+        torch.cuda.synchronize(weight.device)
         torch.cuda.empty_cache()
 
 

@@ -53,12 +53,12 @@ class Library(NativeLibrary):
         number = int(plans.call(plans.extension(self.name).version))
         return f"{number // 10000}.{number // 100 % 100}.{number % 100}"
 
-    def epilogue(self, dtype: str, out: str) -> str:
+    def epilogue(self, dtype: str, out: str, device: torch.device | None = None) -> str:
         """ "both" for FP8 to 16 bits on Hopper and later with cuBLAS 12.9, else "none"."""
         if dtype != "fp8" or out not in ("bf16", "fp16"):
             return "none"
         version = int(plans.call(plans.extension(self.name).version))
-        able = torch.cuda.get_device_capability() >= VECTOR_CAPABILITY and version >= VECTOR_VERSION
+        able = torch.cuda.get_device_capability(device) >= VECTOR_CAPABILITY and version >= VECTOR_VERSION
         return "both" if able else "none"
 
     def pack(self, weight: Tensor, layout: Layout = TN) -> Tensor:
@@ -176,7 +176,7 @@ class CublasLt:
             return dequant_bias(acc, scale_x, scale_w, bias, out_dtype)
 
     def _scales(self, q: Tensor, out_dtype: torch.dtype) -> bool:
-        return q.dtype == FP8 and LIBRARY.epilogue("fp8", NAMES[out_dtype]) == "both"
+        return q.dtype == FP8 and LIBRARY.epilogue("fp8", NAMES[out_dtype], q.device) == "both"
 
     def _product(
         self,

@@ -65,7 +65,7 @@ class Library(NativeLibrary):
             raise LibraryError(str(error)) from None
         return ".".join(map(str, found))
 
-    def epilogue(self, dtype: str, out: str) -> str:
+    def epilogue(self, dtype: str, out: str, device: torch.device | None = None) -> str:
         """What serving asks for: nothing, since the kernel that applies token scales applies both in one pass."""
         return "none"
 

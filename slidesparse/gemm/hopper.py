@@ -67,7 +67,7 @@ class Library(NativeLibrary):
         said = hopper_native.native().slidesparse_hopper_unusable()
         return said.decode() if said else missing_triton()
 
-    def epilogue(self, dtype: str, out: str) -> str:
+    def epilogue(self, dtype: str, out: str, device: torch.device | None = None) -> str:
         """ "both": the kernels scale by out-feature and by token, and nothing less."""
         return "both"
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
 
 import torch
@@ -225,11 +226,7 @@ class _Workspaces:
                 return self._of[index, stream]
             if not torch.cuda.is_current_stream_capturing():
                 found = self._spare.pop(index, None)
-                device = torch.device("cuda", index)
-                made = [
-                    torch.zeros(WORKSPACE, dtype=torch.uint8, device=device)
-                    for _ in range(2 if found is None else 1)
-                ]
+                made = _zeros(index, 2 if found is None else 1)
                 torch.cuda.synchronize(index)  # other streams may use them from now on
                 self._spare[index] = made.pop()
                 self._of[index, stream] = made.pop() if found is None else found
@@ -242,6 +239,21 @@ class _Workspaces:
             found = self._of[index, stream]
             hopper_operators.workspace(index, stream, found.data_ptr())
             return found
+
+
+def _zeros(index: int, count: int) -> list[Tensor]:
+    """New workspaces on CUDA device ``index``, in no memory pool but torch's own.
+
+    What runs while weights are loaded, to measure it or for MLA, runs in vLLM's pool for weights, whose contents sleep
+    level 2 discards.  `torch.cuda.use_mem_pool` holds for one thread, so another one allocates.
+    """
+
+    def make() -> list[Tensor]:
+        device = torch.device("cuda", index)
+        return [torch.zeros(WORKSPACE, dtype=torch.uint8, device=device) for _ in range(count)]
+
+    with ThreadPoolExecutor(1) as thread:
+        return thread.submit(make).result()
 
 
 workspace = _Workspaces().address

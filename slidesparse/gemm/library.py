@@ -137,8 +137,8 @@ class Library(Protocol):
     def outputs(self, dtype: str) -> tuple[str, ...]:
         """The output types it has for operands of ``dtype``, the one that serving writes first."""
 
-    def epilogue(self, dtype: str, out: str) -> str:
-        """The largest `Problem.scale` that it can apply itself for these types."""
+    def epilogue(self, dtype: str, out: str, device: torch.device | None = None) -> str:
+        """The largest `Problem.scale` that it can apply itself for these types on ``device``, None: the current one."""
 
     def pack(self, weight: Tensor, layout: Layout = TN) -> Tensor:
         """A weight [n, k], 2:4 when `sparse`, in the form that `Plan.run` takes for plans of ``layout``."""
