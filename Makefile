@@ -24,7 +24,7 @@ $(STAMP): pyproject.toml setup.py
 	@echo "Setting up .venv with $(PYTHON) and the $(EXTRAS) packages (some minutes the first time)"
 	@$(PYTHON) -m venv .venv
 	@$(if $(filter cpu,$(EXTRAS)),$(PIP) install torch==2.13.0)
-	@$(PIP) install -e '.[$(EXTRAS),demo,test,dev]'
+	@$(PIP) install -e '.[$(EXTRAS),demo,test,dev]' $(if $(filter cuda,$(EXTRAS)),vllm==0.25.1)
 	@$(if $(filter cpu,$(EXTRAS)),$(PIP) uninstall -y torchvision torchaudio torchcodec)
 	@$(if $(filter cpu,$(EXTRAS)),$(PIP) install ./tools/vllm-cpu-cli)
 	@touch $(STAMP)

