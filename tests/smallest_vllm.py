@@ -30,6 +30,7 @@ class VllmConfig:
     compilation_config: CompilationConfig = Field()
     parallel_config: ParallelConfig = Field()
     additional_config: dict = Field()
+    model_config: ModelConfig = Field()
 def get_current_vllm_config(): ...
 """,
     "vllm/config/load.py": "class LoadConfig:\n    load_format: str = 'auto'\n",
@@ -53,6 +54,8 @@ def rms_norm(x, weight, epsilon: float, variance_size=None): ...
 def fused_add_rms_norm(x, x_residual, weight, epsilon: float, variance_size=None): ...
 """,
     "vllm/config/model.py": """
+class ModelConfig:
+    dtype: str = "auto"
 def verify(self, method):
     method.override_quantization_method(quant_cfg, self.quantization, hf_config=self.hf_config)
 """,

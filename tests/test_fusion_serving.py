@@ -20,14 +20,22 @@ class TestRegister:
 
     @staticmethod
     def registered(
-        monkeypatch: pytest.MonkeyPatch, keep_dense: bool = False, **compilation: Any
+        monkeypatch: pytest.MonkeyPatch, keep_dense: bool = False, wanted: bool = True, **compilation: Any
     ) -> tuple[str, dict[str, Any]]:
         from slidesparse.vllm_patch import compat, fusion
 
         options = compilation.setdefault("inductor_compile_config", {})
-        config = SimpleNamespace(compilation_config=SimpleNamespace(**compilation))
+        config = SimpleNamespace(compilation_config=SimpleNamespace(**compilation), additional_config={})
         monkeypatch.setattr(compat, "current_config", lambda: config)
-        return fusion.register(keep_dense), options
+        said = fusion.register("a key", wanted, keep_dense)
+        # Either way the model is known by its key.
+        found = options.get(fusion.PASS_KEY)
+        if isinstance(found, fusion.FusionPass):
+            assert (found.keys, config.additional_config) == (("a key",), {})
+            assert found.fuses == (said == "norms and activations fused")
+        else:
+            assert config.additional_config == {fusion.ADDITIONAL: ["a key"]}
+        return said, options
 
     @pytest.mark.parametrize(("mode", "backend"), [(2, "inductor"), (3, "inductor"), (3, "")])
     def test_once(self, monkeypatch: pytest.MonkeyPatch, mode: int, backend: str) -> None:
@@ -44,14 +52,15 @@ class TestRegister:
     def test_where_inductor_does_not_compile(
         self, monkeypatch: pytest.MonkeyPatch, mode: int | None, backend: str
     ) -> None:
-        said, options = self.registered(monkeypatch, mode=mode, backend=backend)
+        said, _ = self.registered(monkeypatch, mode=mode, backend=backend)
         assert said == "norms and activations not fused: the model is not compiled by Inductor"
-        assert options == {}
 
     def test_beside_dense_weights(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        said, options = self.registered(monkeypatch, keep_dense=True, mode=3, backend="inductor")
+        said, _ = self.registered(monkeypatch, keep_dense=True, mode=3, backend="inductor")
         assert said == "norms and activations not fused: layers choose between their weights when they run"
-        assert options == {}
+
+    def test_where_it_is_not_wanted(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        assert self.registered(monkeypatch, wanted=False, mode=3, backend="inductor")[0] == ""
 
     def test_beside_a_pass_of_somebody_else(self, monkeypatch: pytest.MonkeyPatch) -> None:
         from slidesparse.vllm_patch.fusion import PASS_KEY
@@ -72,11 +81,34 @@ class TestRegister:
         assert options == {}
 
 
+def test_models_in_a_model_and_drafts_are_known_by_what_is_registered_later(tmp_path: Path) -> None:
+    """Their configs are copies, which hold another model's config: the language model of a multimodal one, a draft."""
+    from slidesparse.vllm_patch import fusion
+    from vllm.config import ModelConfig, VllmConfig, set_current_vllm_config
+    from vllm.config.utils import replace
+
+    model = ModelConfig(model=str(write_w8a8(QWEN, tmp_path / "plain")), skip_tokenizer_init=True)
+    whole = VllmConfig(model_config=model)
+    others = replace(whole), whole.with_hf_config(model.hf_config, ["Qwen2ForCausalLM"])
+    seen = [{one.compute_hash() for one in (whole, *others)}]
+    for key in ("6:8 by hopper", "dense: model.layers.0.mlp.down_proj"):
+        with set_current_vllm_config(others[0]):
+            fusion.depends_on(key)
+        seen.append({one.compute_hash() for one in (whole, *others)})
+    assert [len(hashes) for hashes in seen] == [1, 1, 1]
+    assert len(set.union(*seen)) == 3
+
+
 def test_the_pass_travels_with_its_config_and_is_part_of_its_hash() -> None:
     from slidesparse.vllm_patch.fusion import PASS_KEY, FusionPass
     from vllm.config import CompilationConfig
 
     made = FusionPass()
+    uuids = [made.uuid()]
+    made.keys = ("a key",)
+    uuids.append(made.uuid())
+    made.fuses = True
+    assert len({*uuids, made.uuid()}) == 3
     for one in (copy.deepcopy(made), pickle.loads(pickle.dumps(made))):
         assert one.uuid() == made.uuid()
     plain, with_pass = CompilationConfig(), CompilationConfig()

@@ -14,7 +14,7 @@ import pytest
 import torch
 from models import QWEN, quantization_config
 
-from slidesparse.gemm import BackendError
+from slidesparse.gemm import BackendError, hopper_operators
 from slidesparse.metadata import KEY, QUANT_METHOD, LayerEntry, Metadata
 from slidesparse.pattern import SlidePattern
 
@@ -181,21 +181,31 @@ def test_platforms_that_it_does_not_run_on(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 @pytest.mark.parametrize(
-    ("backend", "kept", "words"),
+    ("backend", "kept", "profile", "by_python", "words"),
     [
-        ("cusparselt", False, "backend cusparselt plans products for one thread"),
-        ("hopper", True, "backend hopper beside dense weights plans products"),
-        ("hopper", False, None),
+        ("cusparselt", False, False, False, "backend cusparselt plans products for one thread"),
+        ("hopper", True, False, False, "backend hopper beside dense weights plans products"),
+        ("hopper", False, True, False, "backend hopper plans products"),
+        ("hopper", False, False, True, "backend hopper plans products"),
+        ("hopper", False, False, False, None),
+        ("reference", False, False, True, None),
     ],
 )
 def test_two_batches_at_once(
-    monkeypatch: pytest.MonkeyPatch, backend: str, kept: bool, words: str | None
+    monkeypatch: pytest.MonkeyPatch,
+    backend: str,
+    kept: bool,
+    profile: bool,
+    by_python: bool,
+    words: str | None,
 ) -> None:
     from slidesparse.vllm_patch import compat
     from slidesparse.vllm_patch.scheme import SlideSparseScheme
 
+    monkeypatch.setattr(hopper_operators, "_native", None if by_python else object())
+    resolution = SimpleNamespace(backend=backend, keep_dense=kept, profile=profile)
     made = object.__new__(SlideSparseScheme)
-    made.config = SimpleNamespace(resolution=SimpleNamespace(backend=backend, keep_dense=kept))  # type: ignore[assignment]
+    made.config = SimpleNamespace(resolution=resolution)  # type: ignore[assignment]
     parallel = SimpleNamespace(enable_dbo=True)
     monkeypatch.setattr(compat, "current_config", lambda: SimpleNamespace(parallel_config=parallel))
     if words is None:

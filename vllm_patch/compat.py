@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
@@ -95,19 +96,22 @@ def starts_threads() -> bool:
     return bool(getattr(parallel, "use_ubatching", parallel.enable_dbo))
 
 
+def model_dtype() -> Any:
+    """torch's type of the activations of the model under construction; a head may have another one."""
+    return current_config().model_config.dtype
+
+
+def batch_invariant() -> bool:
+    """Whether results must not depend on what else is in a batch (``VLLM_BATCH_INVARIANT``)."""
+    try:
+        return bool(int(os.environ.get("VLLM_BATCH_INVARIANT", "0")))
+    except ValueError:
+        return False  # as vLLM takes it
+
+
 def stages() -> int:
     """Of the pipeline that the model under construction is cut into."""
     return int(current_config().parallel_config.pipeline_parallel_size)
-
-
-def into_compile_key(layers: list[str]) -> None:
-    """Let vLLM's compile cache tell a model whose ``layers`` are dense, by their weights, from one whose are not.
-
-    The rest of the key is made of files and flags, which may be the same; and cached graphs are not checked.
-    """
-    config = current_config().additional_config
-    if layers and isinstance(config, dict):
-        config["slidesparse_dense"] = sorted(layers)
 
 
 def inductor_pass() -> type:

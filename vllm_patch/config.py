@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
+from dataclasses import asdict
 from typing import Any
 
+import torch
 from slidesparse.vllm_patch import compat, fusion
 from slidesparse.vllm_patch.census import Census
 from slidesparse.vllm_patch.resolve import Resolution, ResolveError, resolve, wanted
@@ -18,7 +22,7 @@ from vllm.platforms import current_platform
 
 from slidesparse.backends import VLLM_TESTED_WORDS
 from slidesparse.flags import Flags
-from slidesparse.metadata import QUANT_METHOD, LayerEntry, Metadata
+from slidesparse.metadata import KEY, QUANT_METHOD, LayerEntry, Metadata
 
 logger = init_logger("vllm.slidesparse")
 
@@ -29,6 +33,8 @@ WHAT_IT_TAKES = (
     "checkpoints are served sparse without"
 )
 WEIGHT_ONLY = "CompressedTensorsW8A16Fp8"
+FUSED = {"qkv_proj": ["q_proj", "k_proj", "v_proj"], "gate_up_proj": ["gate_proj", "up_proj"]}
+HEADS = {"total_num_heads": "num_attention_heads", "total_num_kv_heads": "num_key_value_heads"}
 
 
 @register_quantization_config(QUANT_METHOD)
@@ -38,6 +44,7 @@ class SlideSparseConfig(CompressedTensorsConfig):
     resolution: Resolution
     metadata: Metadata | None
     census: Census
+    key: str  # what compiled graphs depend on, but for what the weights decide
 
     @classmethod
     def override_quantization_method(
@@ -66,11 +73,17 @@ class SlideSparseConfig(CompressedTensorsConfig):
                     f"--quantization {user_quant} asks for vLLM's own kernels while a SlideSparse flag is set; drop one"
                 )
             return None
-        return QUANT_METHOD if wanted(hf_quant_cfg, flags) or user_quant == QUANT_METHOD else None
+        if not wanted(hf_quant_cfg, flags) and user_quant != QUANT_METHOD:
+            return None
+        # vLLM asks while it reads the model's config, and a draft's: in the front-end process.  What it parses in
+        # others is stamped then.
+        resolve(hf_quant_cfg, flags, current_platform.is_cuda())
+        _tell_heads(hf_quant_cfg, hf_config)
+        return QUANT_METHOD
 
     @classmethod
     def from_config(cls, config: dict[str, Any]) -> SlideSparseConfig:
-        """Resolve flags and metadata once, stamp the result into ``config``, and parse the rest as vLLM does."""
+        """Resolve flags and metadata, once, stamp the result into ``config``, and parse the rest as vLLM does."""
         resolution = resolve(config, Flags.from_environment(), current_platform.is_cuda())
         if not any(map(_is_dynamic_w8a8, (config.get("config_groups") or {}).values())):
             raise ResolveError(
@@ -81,6 +94,7 @@ class SlideSparseConfig(CompressedTensorsConfig):
         made.resolution = resolution
         made.metadata = Metadata.of_config(config)
         made.census = Census()
+        made.key = _key(config, resolution)
         return made
 
     def apply_vllm_mapper(self, hf_to_vllm_mapper: Any) -> None:
@@ -105,6 +119,8 @@ class SlideSparseConfig(CompressedTensorsConfig):
         """vLLM's scheme for the layer, wrapped in ours where ours takes it."""
         scheme = super().get_scheme(layer, layer_name)
         name = layer_name or type(layer).__name__
+        if torch.get_default_device().type == "meta":
+            return scheme  # of a part of the model that vLLM makes and leaves out, such as an unused vision tower
         if not isinstance(layer, LinearBase):
             self.census.settle(name, "lm_head")
             return scheme
@@ -117,9 +133,9 @@ class SlideSparseConfig(CompressedTensorsConfig):
         if reason is not None:
             self.census.settle(name, reason)
             return scheme
+        if not self.census.pending:
+            self.census.fusion = fusion.register(self.key, self.resolution.fuse, self.resolution.keep_dense)
         self.census.expect(name)
-        if self.resolution.fuse and not self.census.fusion:
-            self.census.fusion = fusion.register(self.resolution.keep_dense)
         return SlideSparseScheme(self, scheme, name, entry)
 
     def _would_be_ours(self, layer: Any, name: str) -> bool:
@@ -162,7 +178,8 @@ class SlideSparseConfig(CompressedTensorsConfig):
     def _entry(self, name: str) -> LayerEntry | None:
         """What the metadata says of a layer, of all its parts when vLLM fuses several; None when it says nothing."""
         head, _, last = compat.checkpoint_name(name).rpartition(".")
-        parts = self.packed_modules_mapping.get(last, [last])
+        # vLLM gives the configs of drafts no mapping
+        parts = (self.packed_modules_mapping or FUSED).get(last, [last])
         entries = {part: self._lookup(f"{head}.{part}") for part in parts}
         found = [entry for entry in entries.values() if entry]
         if found and any(entry != found[0] for entry in entries.values()):
@@ -191,3 +208,18 @@ def _is_dynamic_w8a8(group: dict[str, Any]) -> bool:
     # 8 is compressed-tensors' own default
     eight = all(part.get("num_bits", 8) == 8 for part in (weights, activations))
     return eight and bool(weights) and bool(activations.get("dynamic"))
+
+
+def _tell_heads(config: dict[str, Any], hf_config: Any) -> None:
+    """What vLLM tells its own method for KV caches with a scale a head: the numbers of heads, since 0.2x."""
+    text = getattr(hf_config, "text_config", None) or hf_config
+    if config.get("quant_method") == QUANT_METHOD and text is not None:
+        heads = getattr(text, "num_attention_heads", None)
+        for ours, theirs in HEADS.items():
+            config.setdefault(ours, getattr(text, theirs, None) or heads)
+
+
+def _key(config: dict[str, Any], resolution: Resolution) -> str:
+    """A digest of the resolution, but for its reasons, and of the checkpoint's metadata."""
+    known = {**asdict(resolution), "reason": "", "metadata": config.get(KEY)}
+    return hashlib.sha256(json.dumps(known, sort_keys=True, default=str).encode()).hexdigest()

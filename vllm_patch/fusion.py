@@ -16,7 +16,9 @@ Results are those of the unfused graph up to what `slidesparse.kernels.norm_quan
 Inductor uses a sum with the residual unrounded where it computes it again; ours is rounded to the dtype of the model.
 
 The pass is registered where vLLM takes others', an option of Inductor; its uuid is part of Inductor's cache key and,
-through the compilation config, of vLLM's.  It holds no state, so that configs with it can be copied and pickled.
+through the compilation config, of vLLM's.  That config is one object for a model, what is nested in it, such as the
+language model of a multimodal one, and its draft, which the model's own config is not.  So the pass is registered also
+where nothing is fused, and its uuid holds what graphs depend on: cached ones are not checked.
 """
 
 from __future__ import annotations
@@ -48,6 +50,7 @@ from slidesparse import __version__, ops
 logger = init_logger("vllm.slidesparse")
 
 PASS_KEY = "post_grad_custom_post_pass"  # of torch._inductor.config
+ADDITIONAL = "slidesparse"  # in vLLM's additional_config
 TO_THE_END = 2**63 - 1  # of a slice
 
 aten, prims, ours = torch.ops.aten, torch.ops.prims, torch.ops.slidesparse
@@ -69,38 +72,69 @@ FUSED: dict[Any, tuple[Any, Any, Any]] = {
 }
 
 
-def register(keep_dense: bool) -> str:
-    """Have the model under construction compiled with the pass; what came of it, in words for the summary line."""
-    compilation = compat.current_config().compilation_config
-    if not compat.compiles_by_inductor(compilation):
+def register(key: str, wanted: bool, keep_dense: bool) -> str:
+    """Have the model under construction compiled with the pass; what came of it, in words for the summary line.
+
+    Args:
+        key: what compiled graphs of the model depend on.
+        wanted: whether to fuse; otherwise "" comes of it.
+        keep_dense: whether layers hold two weights.
+    """
+    config = compat.current_config().compilation_config
+    found = depends_on(key)
+    if not wanted:
+        return ""
+    if not compat.compiles_by_inductor(config):
         return "norms and activations not fused: the model is not compiled by Inductor"
     if keep_dense:
         return "norms and activations not fused: layers choose between their weights when they run"
     if FusionPass.__base__ is object:
         return "norms and activations not fused: this vLLM takes no passes"
-    options = compilation.inductor_compile_config
-    other = options.setdefault(PASS_KEY, FusionPass())
-    if not isinstance(other, FusionPass):
-        return f"norms and activations not fused: {PASS_KEY} is taken by {type(other).__name__}"
+    if not isinstance(found, FusionPass):
+        return f"norms and activations not fused: {PASS_KEY} is taken by {type(found).__name__}"
+    found.fuses = True
     return "norms and activations fused"
 
 
+def depends_on(key: str) -> Any:
+    """Make ``key`` part of what vLLM's compile cache knows the model under construction by.
+
+    The pass, or what is registered in its place: then the key is kept where models that are not nested are known by it.
+    """
+    config = compat.current_config()
+    if FusionPass.__base__ is object:
+        found = None
+    else:
+        found = config.compilation_config.inductor_compile_config.setdefault(PASS_KEY, FusionPass())
+    if isinstance(found, FusionPass):
+        found.keys = tuple(sorted({*found.keys, key}))
+    elif isinstance(config.additional_config, dict):
+        known = config.additional_config.get(ADDITIONAL, ())
+        config.additional_config[ADDITIONAL] = sorted({*known, key})
+    return found
+
+
 class FusionPass(compat.inductor_pass()):  # type: ignore[misc]
-    """Inductor calls it with each graph that it is about to compile."""
+    """Inductor calls it with each graph that it is about to compile.  Configs with it are copied and pickled."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fuses = False
+        self.keys: tuple[str, ...] = ()
 
     def __call__(self, graph: Graph) -> None:
         """Fuse what can be fused and say how much, once for all graphs that are alike."""
-        done = fuse(graph)
+        done = fuse(graph) if self.fuses else None
         if done:
             _say(tuple(sorted(done.items())))
 
     def uuid(self) -> str:
-        """Changes whenever the result may."""
-        return _uuid()
+        """Changes whenever the result may, or what graphs depend on."""
+        return hashlib.sha256(f"{_source()} {self.fuses} {self.keys}".encode()).hexdigest()
 
 
 @cache
-def _uuid() -> str:
+def _source() -> str:
     return hashlib.sha256(Path(__file__).read_bytes() + f"{ops.ABI} {__version__}".encode()).hexdigest()
 
 

@@ -196,8 +196,9 @@ PLUGIN: tuple[Requirement, ...] = (
     Call("vllm.config:get_current_vllm_config", "()"),
     Attributes(
         "vllm.config:VllmConfig",
-        ("load_config", "compilation_config", "parallel_config", "additional_config"),
+        ("load_config", "compilation_config", "parallel_config", "additional_config", "model_config"),
     ),
+    Attributes("vllm.config.model:ModelConfig", ("dtype",)),
     Attributes("vllm.config.parallel:ParallelConfig", ("enable_dbo", "pipeline_parallel_size")),
     Attributes("vllm.config.load:LoadConfig", ("load_format",)),
     Attributes("vllm.config.compilation:CompilationConfig", ("backend", "inductor_compile_config", "mode")),

@@ -1,8 +1,8 @@
 """Decide, once and in the front-end process, what a model is served with, and stamp it into its config.
 
 vLLM hashes the model's ``quantization_config`` into the key of its compile cache, and hands it to worker processes
-that may not see our environment.  So everything that changes the graph is written there, and read from there, but for
-what only the weights decide: `slidesparse.vllm_patch.compat.into_compile_key`.
+that may not see our environment.  So everything that changes the graph is written there, and read from there.  What the
+key lacks for models in a model, and what only the weights decide: `slidesparse.vllm_patch.fusion.depends_on`.
 """
 
 from __future__ import annotations
@@ -11,11 +11,14 @@ from collections.abc import MutableMapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from slidesparse.vllm_patch import compat
+
 from slidesparse import __version__, nvcc
 from slidesparse.backends import HOPPER_CAPABILITY
 from slidesparse.flags import (
     BACKEND,
     DENSE,
+    FUSE,
     KEEP_DENSE,
     SPARSE,
     SPARSITY,
@@ -82,6 +85,11 @@ def resolve(quantization_config: MutableMapping[str, Any], flags: Flags, on_cuda
             f"{KEEP_DENSE}=1 keeps dense weights, but this checkpoint holds slided ones; "
             "unset it, or convert with --layout dense"
         )
+    if flags.fuse and compat.batch_invariant():
+        raise ResolveError(
+            f"{FUSE}=1 computes norms in an order that depends on the number of tokens, but VLLM_BATCH_INVARIANT is "
+            "set; unset one of them"
+        )
     backend, reason = _backend(path, on_cuda, flags.backend)
     from slidesparse.ops import ABI  # late: brings torch in
 
@@ -96,7 +104,7 @@ def resolve(quantization_config: MutableMapping[str, Any], flags: Flags, on_cuda
         plugin=__version__,
         profile=flags.profile,
         keep_dense=flags.keep_dense and path == SPARSE,
-        fuse=backend in FUSING if flags.fuse is None else flags.fuse,
+        fuse=backend in FUSING and not compat.batch_invariant() if flags.fuse is None else flags.fuse,
     )
     quantization_config[STAMP] = asdict(made)
     return made

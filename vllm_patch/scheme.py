@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import torch
-from slidesparse.vllm_patch import compat
+from slidesparse.vllm_patch import compat, fusion
 from torch import Tensor
 from vllm.logger import init_logger
 from vllm.model_executor.layers.quantization.compressed_tensors.schemes import (
@@ -18,7 +18,7 @@ from vllm.platforms import current_platform
 
 from slidesparse import gemm, ops, profiling
 from slidesparse.flags import SPARSE
-from slidesparse.gemm import ahead, crossover
+from slidesparse.gemm import ahead, crossover, hopper_operators
 from slidesparse.metadata import LayerEntry
 from slidesparse.pattern import HARDWARE_LENGTH, PatternError, SlidePattern
 from slidesparse.prune import prune
@@ -68,7 +68,7 @@ class SlideSparseScheme(CompressedTensorsScheme):
         self.arguments: tuple[int, int, torch.dtype, int, str] | None = (
             None  # of ops.linear, once loaded; None: inner's
         )
-        self.stays_dense = False  # vLLM's own scheme serves the layer, whose weights broke the pattern
+        self.dense_because = ""  # vLLM's own scheme serves the layer: the reason
         self.dense_backend = ""  # of the dense weight that is kept beside the packed one, if any
         self.phase = 0
         self.in_features = 0
@@ -80,20 +80,23 @@ class SlideSparseScheme(CompressedTensorsScheme):
 
     def create_weights(self, layer: torch.nn.Module, **kwargs: Any) -> None:
         """Let vLLM's scheme create the parameters; slided checkpoints hold K' columns instead of K."""
-        gemm.require_output(self.config.resolution.backend, kwargs["params_dtype"])
-        if self.config.resolution.keep_dense:
-            gemm.require_output(_dense_backend(), kwargs["params_dtype"])
-        self._require_no_threads()
+        self.dtype, self.dummy = kwargs["params_dtype"], compat.loads_dummy_weights()
         self.inner.create_weights(layer=layer, **kwargs)
-        self.dtype = kwargs["params_dtype"]
+        if self._is_other_head():
+            self.dense_because = f"{str(self.dtype).removeprefix('torch.')} outputs"
+            return
+        gemm.require_output(self.config.resolution.backend, self.dtype)
+        if self.config.resolution.keep_dense:
+            gemm.require_output(_dense_backend(), self.dtype)
+        self._require_invariance(layer.weight.dtype)
         if layer.weight.device.type == current_platform.device_type:  # now, as reading weights takes minutes
             gemm.require(self.config.resolution.backend, layer.weight.device)
+        self._require_no_threads()
         compat.forget_input_quant_key(layer)
         shard, whole = kwargs["input_size_per_partition"], kwargs["input_size"]
         self.in_features = shard
         rank = getattr(layer, "tp_rank", 0) if shard != whole else 0
         self.phase = self.pattern.shard_phase(rank * shard)
-        self.dummy = compat.loads_dummy_weights()
         if self.slided:
             self._require_whole_blocks(shard, whole)
             weight = layer.weight
@@ -110,12 +113,40 @@ class SlideSparseScheme(CompressedTensorsScheme):
             pattern, phase = (HARDWARE, 0) if self.slided else (self.pattern, self.phase)
             ahead.begin(self.config.resolution.backend, layer.weight.data, pattern, phase)
 
+    def _is_other_head(self) -> bool:
+        """Whether outputs are of a type that the backend does not write, in a model whose type is another.
+
+        Pooling models may have a head in float32.
+        """
+        outputs = gemm.provider(self.config.resolution.backend).outputs
+        return self.dtype not in outputs and self.dtype != compat.model_dtype() and not self.slided
+
+    def _require_invariance(self, dtype: torch.dtype) -> None:
+        resolution = self.config.resolution
+        if not compat.batch_invariant() or resolution.backend == "reference":
+            return
+        if dtype != torch.int8 or resolution.keep_dense:
+            what = "takes one of two weights" if dtype == torch.int8 else "adds FP8 products in an order"
+            raise gemm.BackendError(
+                f"backend {resolution.backend} {what} that depends on the number of tokens, but VLLM_BATCH_INVARIANT "
+                "is set: convert with --quant int8 and leave out SLIDESPARSE_KEEP_DENSE, or set DISABLE_SLIDESPARSE=1"
+            )
+
     def _require_no_threads(self) -> None:
-        backend, kept = self.config.resolution.backend, self.config.resolution.keep_dense
-        if compat.starts_threads() and (backend in ("cusparselt", "cublaslt") or kept):
+        resolution = self.config.resolution
+        backend, kept = resolution.backend, resolution.keep_dense
+        if not compat.starts_threads() or backend == "reference":
+            return
+        # C++ shares what it has prepared among threads; it leaves calls that are timed to Python
+        if backend != "hopper" or kept or resolution.profile or not hopper_operators.installed():
             raise gemm.BackendError(
                 f"backend {backend}{' beside dense weights' if kept else ''} plans products for one thread, but vLLM's "
                 "dual batch overlap runs each step in new ones: leave out --enable-dbo, or set DISABLE_SLIDESPARSE=1"
+                + (
+                    "; hopper takes it without SLIDESPARSE_PROFILE, and with torch 2.10"
+                    if backend == "hopper"
+                    else ""
+                )
             )
 
     def _require_whole_blocks(self, shard: int, whole: int) -> None:
@@ -145,13 +176,13 @@ class SlideSparseScheme(CompressedTensorsScheme):
             weight = prune(weight, self.pattern, phase=self.phase)
         backend = gemm.require(self.config.resolution.backend, weight.device)
         packed = None
-        if not self.stays_dense:
+        if not self.dense_because:
             packed = self._packed(weight, backend.name) if sparse else backend.pack(_whole_words(weight))
         self.dummy = False  # what is loaded from now on are weights
         if packed is None:
-            self.stays_dense = True
+            self.dense_because = self.dense_because or BREAKS
             self.inner.process_weights_after_loading(layer)
-            self._settle(BREAKS)
+            self._settle(self.dense_because)
             return
         layout = (
             self.pattern.layout(self.in_features, self.phase) if sparse else HARDWARE.layout(self.in_features)
@@ -247,7 +278,9 @@ class SlideSparseScheme(CompressedTensorsScheme):
             profiling.enable().kinds.update(census.kinds)
         if not last:
             return
-        compat.into_compile_key([name for name, why in census.dense.items() if why == BREAKS])
+        broken = sorted(name for name, why in census.dense.items() if why == BREAKS)
+        if broken:
+            fusion.depends_on(f"dense: {', '.join(broken)}")
         line = census.line(resolution)
         if not census.sparse and self.config.metadata and self.config.metadata.layers:
             # of a pipeline, or a draft: had it any of them, they would be sparse, or refused

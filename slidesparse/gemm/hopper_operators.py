@@ -93,6 +93,11 @@ def own_errors() -> Iterator[None]:
         del _raised.error
 
 
+def installed() -> bool:
+    """Whether C++ implements the operators."""
+    return _native is not None
+
+
 def install(native: Any, space: str = NAMESPACE, key: str = "CUDA") -> None:
     """Let C++ implement the operators: those of ``native``, the kernels' library; once a process.
 
