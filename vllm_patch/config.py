@@ -211,7 +211,7 @@ def _is_dynamic_w8a8(group: dict[str, Any]) -> bool:
 
 
 def _tell_heads(config: dict[str, Any], hf_config: Any) -> None:
-    """What vLLM tells its own method for KV caches with a scale a head: the numbers of heads, since 0.2x."""
+    """The numbers of heads, which vLLM tells its own method alone, for KV caches with a scale a head."""
     text = getattr(hf_config, "text_config", None) or hf_config
     if config.get("quant_method") == QUANT_METHOD and text is not None:
         heads = getattr(text, "num_attention_heads", None)
