@@ -91,22 +91,24 @@ def test_heads_are_told_to_the_slided_method() -> None:
     assert (found["total_num_heads"], found["total_num_kv_heads"]) == (8, 8)
 
 
-def test_layers_that_are_never_loaded_are_not_awaited(monkeypatch: pytest.MonkeyPatch) -> None:
-    """vLLM makes towers that no request will use on the device meta, and drops them."""
-    from slidesparse.vllm_patch import config as module
-    from slidesparse.vllm_patch.scheme import SlideSparseScheme
-    from vllm.model_executor.layers.quantization.compressed_tensors.schemes import CompressedTensorsW8A8Int8
+def test_layers_that_are_never_loaded_are_not_awaited() -> None:
+    """vLLM makes towers that no request will use on the device meta, or moves them there, and drops them."""
+    from slidesparse.vllm_patch.census import Census
 
-    theirs = CompressedTensorsW8A8Int8("channel", False, True)
-    monkeypatch.setattr(module.CompressedTensorsConfig, "get_scheme", lambda *_: theirs)
-    monkeypatch.setattr(module.fusion, "register", lambda *_: "")
-    monkeypatch.setattr(module, "LinearBase", object)
-    made = module.SlideSparseConfig.from_config(config())
-    with torch.device("meta"):
-        assert made.get_scheme(object(), "vision.0.proj") is theirs
-    assert not made.census.pending
-    assert isinstance(made.get_scheme(object(), "model.layers.0.self_attn.qkv_proj"), SlideSparseScheme)
-    assert made.census.pending == {"model.layers.0.self_attn.qkv_proj"}
+    census = Census()
+    layers = [torch.nn.Linear(2, 2) for _ in range(5)]
+    for i, layer in enumerate(layers):
+        census.expect(str(i), layer)
+    census.expect("dropped", torch.nn.Linear(2, 2, device="meta"))
+    later = torch.nn.Module()  # its weight is to come
+    census.expect("later", later)
+    layers[0].to("meta")
+    del layers[1], layer
+    assert census.pending == {"2", "3", "4", "later"}
+    assert [census.settle(name) for name in ("3", "later", "2")] == [False] * 3
+    assert census.settle("lm_head", "lm_head") is False
+    assert census.settle("4") is True
+    assert census.settle("4") is False  # after a reload
 
 
 def scheme(monkeypatch: pytest.MonkeyPatch, model_dtype: torch.dtype, **resolution: Any) -> Any:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import weakref
 from collections import Counter
+from typing import Any
 
 from slidesparse.vllm_patch.resolve import Resolution
 
@@ -11,20 +13,28 @@ class Census:
     """The layers of one model in one process.  Layers settle while they load; the last one triggers the line."""
 
     def __init__(self) -> None:
-        self.pending: set[str] = set()
+        self._pending: dict[str, weakref.ref[Any]] = {}
         self.sparse: dict[str, str] = {}  # layer -> its pattern
         self.dense: dict[str, str] = {}  # layer -> reason
         self.kinds: dict[int, str] = {}  # address of a weight that a layer holds -> what the profile calls it
         self.fusion = ""  # what came of SLIDESPARSE_FUSE
 
-    def expect(self, layer: str) -> None:
+    def expect(self, layer: str, module: Any) -> None:
         """A layer that will settle when its weights are loaded."""
-        self.pending.add(layer)
+        self._pending[layer] = weakref.ref(module)
+
+    @property
+    def pending(self) -> set[str]:
+        """The layers that are still awaited.
+
+        Not those of parts that vLLM makes and then leaves out, such as a vision tower that no request will use: it
+        drops them, or moves their weights to the device meta.
+        """
+        return {layer for layer, module in self._pending.items() if _is_there(module())}
 
     def settle(self, layer: str, reason: str | None = None, pattern: str = "") -> bool:
         """The layer runs on our path (no reason) or on vLLM's own kernel.  True when it was the last one awaited."""
-        awaited = layer in self.pending
-        self.pending.discard(layer)
+        awaited = self._pending.pop(layer, None) is not None
         if reason is None:
             self.sparse[layer] = pattern
             self.dense.pop(layer, None)
@@ -50,3 +60,8 @@ class Census:
             + ("; dense weights kept beside" if resolution.keep_dense else "")
             + fusion
         )
+
+
+def _is_there(module: Any) -> bool:
+    weight = getattr(module, "weight", None)
+    return module is not None and (weight is None or weight.device.type != "meta")

@@ -7,7 +7,6 @@ import json
 from dataclasses import asdict
 from typing import Any
 
-import torch
 from slidesparse.vllm_patch import compat, fusion
 from slidesparse.vllm_patch.census import Census
 from slidesparse.vllm_patch.resolve import Resolution, ResolveError, resolve, wanted
@@ -119,8 +118,6 @@ class SlideSparseConfig(CompressedTensorsConfig):
         """vLLM's scheme for the layer, wrapped in ours where ours takes it."""
         scheme = super().get_scheme(layer, layer_name)
         name = layer_name or type(layer).__name__
-        if torch.get_default_device().type == "meta":
-            return scheme  # of a part of the model that vLLM makes and leaves out, such as an unused vision tower
         if not isinstance(layer, LinearBase):
             self.census.settle(name, "lm_head")
             return scheme
@@ -133,9 +130,9 @@ class SlideSparseConfig(CompressedTensorsConfig):
         if reason is not None:
             self.census.settle(name, reason)
             return scheme
-        if not self.census.pending:
+        if not self.census.pending:  # the first
             self.census.fusion = fusion.register(self.key, self.resolution.fuse, self.resolution.keep_dense)
-        self.census.expect(name)
+        self.census.expect(name, layer)
         return SlideSparseScheme(self, scheme, name, entry)
 
     def _would_be_ours(self, layer: Any, name: str) -> bool:
