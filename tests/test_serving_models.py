@@ -104,10 +104,11 @@ def test_layers_that_are_never_loaded_are_not_awaited() -> None:
     census.expect("later", later)
     layers[0].to("meta")
     del layers[1], layer
-    assert census.pending == {"2", "3", "4", "later"}
+    assert census.awaits()
     assert [census.settle(name) for name in ("3", "later", "2")] == [False] * 3
     assert census.settle("lm_head", "lm_head") is False
     assert census.settle("4") is True
+    assert not census.awaits()
     assert census.settle("4") is False  # after a reload
 
 

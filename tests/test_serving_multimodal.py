@@ -12,12 +12,11 @@ import torch
 from models import LLAMA, converted, write_w8a8
 from safetensors.torch import load_file, save_file
 from test_serving_refusals import SPARSE_FLAGS, edited
-from zygote import Answer, Request, Zygote
+from test_serving_reload import DOWN, STOCK, served
+from zygote import Request, Zygote
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 
-STOCK = {"DISABLE_SLIDESPARSE": "1"}
-DOWN = "model.layers.0.mlp.down_proj.weight"
 NO_IMAGES = {"limit_mm_per_prompt": {"image": 0}}
 VISION = {
     "model_type": "idefics3_vision",
@@ -58,17 +57,11 @@ def wrapped(text: Path, folder: Path) -> str:
     return str(folder)
 
 
-def served(zygote: Zygote, model: str, **options: Any) -> Answer:
-    answer = zygote.ask(Request(model, **options))
-    assert not answer.error, f"{answer.error}\n{answer.log[-4000:]}"
-    return answer
-
-
 def test_the_language_model_is_sparse(zygote: Zygote, tmp_path: Path) -> None:
     text = converted(write_w8a8(LLAMA, tmp_path / "plain"), tmp_path / "text", "6:8")
-    answer = served(zygote, wrapped(text, tmp_path / "whole"), options=NO_IMAGES)
+    answer = served(zygote, Request(wrapped(text, tmp_path / "whole"), options=NO_IMAGES))
     assert "8 layers sparse, 1 dense (1 lm_head)" in answer.summary
-    assert answer.tokens == served(zygote, str(text)).tokens
+    assert answer.tokens == served(zygote, Request(str(text))).tokens
 
 
 def test_cached_graphs_are_of_the_layers_that_are_sparse(zygote: Zygote, tmp_path: Path) -> None:
@@ -82,7 +75,7 @@ def test_cached_graphs_are_of_the_layers_that_are_sparse(zygote: Zygote, tmp_pat
         shutil.rmtree(tmp_path / "model", ignore_errors=True)
         model = wrapped(Path(text), tmp_path / "model")
         options = {**NO_IMAGES, "enforce_eager": False}
-        answer = served(zygote, model, env=SPARSE_FLAGS, options=options, pieces=True)
+        answer = served(zygote, Request(model, env=SPARSE_FLAGS, options=options, pieces=True))
         assert "saved AOT compiled function" in answer.log
         assert f"{sparse} layers sparse" in answer.summary
-        assert answer.tokens == served(zygote, text, env=STOCK).tokens
+        assert answer.tokens == served(zygote, Request(text, env=STOCK)).tokens

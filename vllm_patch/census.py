@@ -23,14 +23,13 @@ class Census:
         """A layer that will settle when its weights are loaded."""
         self._pending[layer] = weakref.ref(module)
 
-    @property
-    def pending(self) -> set[str]:
-        """The layers that are still awaited.
+    def awaits(self) -> bool:
+        """Whether layers are still awaited.
 
         Not those of parts that vLLM makes and then leaves out, such as a vision tower that no request will use: it
         drops them, or moves their weights to the device meta.
         """
-        return {layer for layer, module in self._pending.items() if _is_there(module())}
+        return any(_is_there(module()) for module in self._pending.values())
 
     def settle(self, layer: str, reason: str | None = None, pattern: str = "") -> bool:
         """The layer runs on our path (no reason) or on vLLM's own kernel.  True when it was the last one awaited."""
@@ -41,7 +40,7 @@ class Census:
         else:
             self.dense[layer] = reason
             self.sparse.pop(layer, None)
-        return awaited and not self.pending
+        return awaited and not self.awaits()
 
     def line(self, resolution: Resolution) -> str:
         """``SlideSparse 6:8 (2 of every 8 pruned): 24 layers sparse, 1 dense (1 lm_head); backend ...``"""

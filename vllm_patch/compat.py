@@ -106,7 +106,7 @@ def batch_invariant() -> bool:
     try:
         return bool(int(os.environ.get("VLLM_BATCH_INVARIANT", "0")))
     except ValueError:
-        return False  # as vLLM takes it
+        return False  # vLLM says so itself, or takes it for 0
 
 
 def stages() -> int:

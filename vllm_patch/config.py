@@ -74,8 +74,7 @@ class SlideSparseConfig(CompressedTensorsConfig):
             return None
         if not wanted(hf_quant_cfg, flags) and user_quant != QUANT_METHOD:
             return None
-        # vLLM asks while it reads the model's config, and a draft's: in the front-end process.  What it parses in
-        # others is stamped then.
+        # vLLM asks in the front-end process, as it reads the model's config, and a draft's, which only workers parse.
         resolve(hf_quant_cfg, flags, current_platform.is_cuda())
         _tell_heads(hf_quant_cfg, hf_config)
         return QUANT_METHOD
@@ -130,7 +129,7 @@ class SlideSparseConfig(CompressedTensorsConfig):
         if reason is not None:
             self.census.settle(name, reason)
             return scheme
-        if not self.census.pending:  # the first
+        if not self.census.awaits():  # the first
             self.census.fusion = fusion.register(self.key, self.resolution.fuse, self.resolution.keep_dense)
         self.census.expect(name, layer)
         return SlideSparseScheme(self, scheme, name, entry)
