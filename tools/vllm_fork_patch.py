@@ -5,8 +5,7 @@
     git -C VLLM_CHECKOUT apply slidesparse.patch          # or patch -p1; with -R it is taken back
 
 It adds one file, which calls `slidesparse.vllm_patch.register`, and two lines to vLLM's function that runs plugins.
-The plugin itself stays in the package slidesparse, which is installed beside vLLM.  Exit code 1 when that function is
-not as the patch needs it.
+The plugin itself stays in the package slidesparse.  Exit code 1 when that function is not as the patch needs it.
 """
 
 from __future__ import annotations
@@ -44,12 +43,10 @@ def register() -> None:
     try:
         from slidesparse.vllm_patch import register as register_config
     except ImportError as error:
-        if os.environ.get("DISABLE_SLIDESPARSE", "").strip().lower() in ("1", "true", "yes", "on"):
-            return
-        raise RuntimeError(
-            f"this vLLM is patched to load slidesparse, which cannot be imported: {error}; "
-            "pip install slidesparse, or set DISABLE_SLIDESPARSE=1"
-        ) from error
+        if os.environ.get("DISABLE_SLIDESPARSE", "").strip().lower() not in ("1", "true", "yes"):
+            words = "pip install slidesparse, or set DISABLE_SLIDESPARSE=1"
+            raise RuntimeError(f"slidesparse cannot be imported: {error}; {words}") from error
+        return
     register_config()
 '''
 
@@ -60,18 +57,13 @@ class TreeError(ValueError):
 
 def edited(source: str) -> str:
     """vllm/plugins/__init__.py with our plugin among those that load_general_plugins() runs.  Raises TreeError."""
-    for function in ast.parse(source).body:
-        if isinstance(function, ast.FunctionDef) and function.name == FUNCTION:
-            for node in function.body:
-                if isinstance(node, ast.Assign) and ast.unparse(node).startswith(f"plugins = {CALL}("):
-                    lines = source.splitlines(keepends=True)
-                    indent = " " * node.col_offset
-                    added = [
-                        f"{indent}from vllm.plugins.slidesparse import add_to as add_slidesparse_to\n",
-                        "\n",
-                        f"{indent}add_slidesparse_to(plugins)\n",
-                    ]
-                    return "".join([*lines[: node.end_lineno], *added, *lines[node.end_lineno :]])
+    functions = [n for n in ast.parse(source).body if isinstance(n, ast.FunctionDef) and n.name == FUNCTION]
+    for node in (node for function in functions for node in function.body):
+        if isinstance(node, ast.Assign) and ast.unparse(node).startswith(f"plugins = {CALL}("):
+            lines, indent = source.splitlines(keepends=True), " " * node.col_offset
+            added = f"{indent}from vllm.plugins.slidesparse import add_to as add_slidesparse_to\n\n"
+            added += f"{indent}add_slidesparse_to(plugins)\n"
+            return "".join([*lines[: node.end_lineno], added, *lines[node.end_lineno :]])
     raise TreeError(f"{PLUGINS} has no {FUNCTION}() with `plugins = {CALL}(...)` in it")
 
 
@@ -83,14 +75,12 @@ def patch(tree: Path) -> str:
     if (tree / ADDED).exists():
         raise TreeError(f"{tree} has {ADDED}: it is patched already; take that back first, with git apply -R")
     before = path.read_text(encoding="utf-8")
-    return _diff(f"a/{PLUGINS}", f"b/{PLUGINS}", before, edited(before)) + _diff(
-        "/dev/null", f"b/{ADDED}", "", MODULE
+    changes = ((f"a/{PLUGINS}", PLUGINS, before, edited(before)), ("/dev/null", ADDED, "", MODULE))
+    return "".join(
+        line
+        for old, new, *texts in changes
+        for line in difflib.unified_diff(*(text.splitlines(keepends=True) for text in texts), old, f"b/{new}")
     )
-
-
-def _diff(old: str, new: str, before: str, after: str) -> str:
-    lines = [text.splitlines(keepends=True) for text in (before, after)]
-    return "".join(difflib.unified_diff(*lines, old, new))
 
 
 def main(argv: list[str] | None = None) -> int:
