@@ -1,0 +1,117 @@
+// Checks a call, and launches the kernel that it names.
+
+#include <cuda_runtime.h>
+
+#include <cstdarg>
+#include <cstdio>
+
+#include "interface.h"
+#include "kernels.cuh"
+#include "sequential.h"
+
+namespace slidesparse::spmm {
+namespace {
+
+__attribute__((format(printf, 1, 2))) const char* Fail(const char* format, ...) {
+  thread_local char words[256];
+  std::va_list arguments;
+  va_start(arguments, format);
+  std::vsnprintf(words, sizeof(words), format, arguments);
+  va_end(arguments);
+  return words;
+}
+
+constexpr int kMostK = 1 << 30;  // rows of x and of values are counted in 32 bits
+constexpr int kMostN = 65535 * kTile, kMostM = 65535 * kThreads * kEach;
+
+bool Aligned(const void* pointer) {
+  return pointer != nullptr && reinterpret_cast<std::uintptr_t>(pointer) % kVector == 0;
+}
+
+// Null, or why the call cannot be.
+const char* Refuse(const SlidesparseSpmm& call) {
+  if (call.m < 0 || call.n < 0 || call.k < 0 || call.m > kMostM || call.n > kMostN ||
+      call.k > kMostK) {
+    return Fail("%d tokens, %d out-features, %d in-features: no such sizes can be multiplied",
+                call.m, call.n, call.k);
+  }
+  if (call.kept < 1 || call.kept > call.group || call.group > kMostGroup) {
+    return Fail("%d of every %d kept: at least 1, at most all, of groups of at most %d", call.kept,
+                call.group, kMostGroup);
+  }
+  if (call.variant < 0 || call.variant > 2) return Fail("variant %d: 0, 1 or 2", call.variant);
+  if (call.splits < 1 || call.splits > 65535 || (call.splits > 1 && !Aligned(call.partials))) {
+    return Fail(
+        "%d splits: 1 to 65535, and for more than one room for their sums at a multiple "
+        "of %d bytes",
+        call.splits, kVector);
+  }
+  if (!Aligned(call.out) ||
+      (call.k > 0 && (!Aligned(call.x) || !Aligned(call.values) || !Aligned(call.offsets)))) {
+    return Fail("pointers must be multiples of %d bytes", kVector);
+  }
+  const int along = call.half != 0 ? 8 : 4;
+  if (call.ldx < call.m || call.ldx % along != 0 || call.ldo < call.m || call.ldo % kEach != 0 ||
+      call.ldw < call.n || call.ldw % kVector != 0) {
+    return Fail(
+        "rows %lld, %lld and %lld elements apart: x needs a multiple of %d, values of %d "
+        "and out of %d, none less than its columns",
+        static_cast<long long>(call.ldx), static_cast<long long>(call.ldw),
+        static_cast<long long>(call.ldo), along, kVector, kEach);
+  }
+  return nullptr;
+}
+
+template <class T>
+using Kernel = void (*)(Arguments<T>);
+
+template <class T, bool kStrip>
+Kernel<T> KernelOf(int variant) {
+  switch (variant) {
+    case 0:
+      return Spmm<T, Variant::kBaseline, kStrip>;
+    case 1:
+      return Spmm<T, Variant::kPrefetch, kStrip>;
+    default:
+      return Spmm<T, Variant::kDouble, kStrip>;
+  }
+}
+
+template <class T>
+cudaError_t Launch(const SlidesparseSpmm& call) {
+  Arguments<T> a = ArgumentsOf<T>(call);
+  const int splits = SplitsOf(a);
+  if (splits == 1) a.partials = nullptr;
+  const auto stream = static_cast<cudaStream_t>(call.stream);
+  const dim3 grid(CeilDiv(a.m, kTile), CeilDiv(a.n, kTile), splits);
+  const Kernel<T> kernel =
+      call.strip != 0 ? KernelOf<T, true>(call.variant) : KernelOf<T, false>(call.variant);
+  kernel<<<grid, kThreads, 0, stream>>>(a);
+  if (splits > 1) {
+    const dim3 sums(a.n, CeilDiv(a.m, kThreads * kEach));
+    SumPartials<T><<<sums, kThreads, 0, stream>>>(a, splits);
+  }
+  return cudaGetLastError();
+}
+
+}  // namespace
+}  // namespace slidesparse::spmm
+
+using namespace slidesparse::spmm;
+
+const char* slidesparse_spmm(const SlidesparseSpmm* call) {
+  if (call->m == 0 || call->n == 0) return nullptr;
+  if (const char* reason = Refuse(*call)) return reason;
+  const cudaError_t error = call->half != 0 ? Launch<Half>(*call) : Launch<float>(*call);
+  if (error == cudaSuccess) return nullptr;
+  return Fail("%s (%s) for %d tokens, %d out-features, %d in-features", cudaGetErrorName(error),
+              cudaGetErrorString(error), call->m, call->n, call->k);
+}
+
+const char* slidesparse_spmm_sequential(const SlidesparseSpmm* call) {
+  if (call->m == 0 || call->n == 0) return nullptr;
+  if (const char* reason = Refuse(*call)) return reason;
+  if (call->half != 0) return Fail("the sequential product is of float32 alone");
+  Sequential(ArgumentsOf<float>(*call));
+  return nullptr;
+}
