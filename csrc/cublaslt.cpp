@@ -1,8 +1,8 @@
 // cuBLASLt: out [M, N] = activations [M, K] @ weight [N, K].T, dense.
 //
-// As in cusparselt.cpp the column-major product is out.T [N, M] = weight [N, K] @ activations.T [K,
-// M].  FP8 can be scaled by a vector of either side in the epilogue (Hopper, cuBLAS 12.9 and
-// later): weight scales [N] on the left, token scales [M] on the right, and a bias [N] after both.
+// The library is column-major, so it computes out.T [N, M] = weight [N, K] @ activations.T [K, M].
+// On Hopper, from cuBLAS 12.9 on, the epilogue can scale FP8 products by a vector for each operand,
+// weight scales [N] and token scales [M], and then add a bias [N].
 
 #include <cublasLt.h>
 #include <cuda_runtime_api.h>
@@ -24,7 +24,7 @@ namespace py = pybind11;
 namespace slidesparse {
 namespace {
 
-// Newer than the oldest headers we build with; values are part of the library's ABI.
+// The oldest headers that we build with lack these; the values are part of the library's ABI.
 const auto kScaleModeWeight = static_cast<cublasLtMatmulDescAttributes_t>(31);
 const auto kScaleModeActivations = static_cast<cublasLtMatmulDescAttributes_t>(32);
 constexpr std::int32_t kOuterVector = 3;
@@ -76,7 +76,7 @@ std::size_t Version() {
   return api.cublasLtGetVersion();
 }
 
-// A library handle, of the device that is current when it is made.  One thread uses it at a time.
+// A library handle for the device that is current when it is made, for one thread at a time.
 class Handle {
  public:
   Handle() {
@@ -117,14 +117,14 @@ class Matrix {
   cublasLtMatrixLayout_t matrix_ = nullptr;
 };
 
-// What a product does after its sums, beside rounding to the output's type.
+// The epilogue besides rounding to the output type.
 struct Epilogue {
-  bool scale_vectors = false;  // weight scales [n] and token scales [m]
-  int bias_type = -1;          // cudaDataType of a bias [n]; -1: none
+  bool scale_vectors = false;  // weight scales [n] and token scales [m], float32
+  int bias_type = -1;          // cudaDataType of a bias [n]; -1: no bias
   bool fast_accumulation = false;
 };
 
-// A product with its types and epilogue, and after `Choose` an algorithm.
+// A GEMM with its types, epilogue and, after `Choose`, its algorithm.
 class Plan {
  public:
   Plan(std::shared_ptr<Handle> handle, std::int64_t n, std::int64_t k, std::int64_t m,
@@ -151,7 +151,7 @@ class Plan {
       if (epilogue_.scale_vectors) {
         Set(kScaleModeWeight, kOuterVector);
         Set(kScaleModeActivations, kOuterVector);
-        const void* anything = this;  // heuristics ask whether there are scales, not where
+        const void* anything = this;  // heuristics ask only whether the pointer is null
         Set(CUBLASLT_MATMUL_DESC_A_SCALE_POINTER, anything);
         Set(CUBLASLT_MATMUL_DESC_B_SCALE_POINTER, anything);
       }
@@ -170,8 +170,7 @@ class Plan {
   Plan(const Plan&) = delete;
   Plan& operator=(const Plan&) = delete;
 
-  // The algorithms that the library proposes within `workspace_limit` bytes, best first, each as
-  // bytes.
+  // Returns at most `most` algorithms that need no more than `workspace_limit` bytes, best first.
   std::vector<py::bytes> Heuristics(int most, std::size_t workspace_limit) const {
     std::vector<cublasLtMatmulHeuristicResult_t> results(most);
     cublasLtMatmulPreference_t preference = nullptr;
@@ -198,7 +197,7 @@ class Plan {
     return algorithms;
   }
 
-  // Settle on an algorithm that `Heuristics` gave, for this or an equal product.
+  // Chooses an algorithm that `Heuristics` returned for this or an equal problem.
   void Choose(const std::string& algorithm) {
     if (algorithm.size() != sizeof(algorithm_)) {
       std::ostringstream message;
@@ -218,7 +217,7 @@ class Plan {
 
   std::size_t workspace() const { return workspace_; }
 
-  // Launches on `stream`.  Addresses that the epilogue does not use are 0.
+  // Launches on `stream`.  Pass 0 for what the epilogue does not use.
   void Run(std::uintptr_t activations, std::uintptr_t weight, std::uintptr_t out,
            std::uintptr_t workspace, std::uintptr_t stream, std::uintptr_t weight_scales,
            std::uintptr_t token_scales, std::uintptr_t bias) {
@@ -267,7 +266,6 @@ class Plan {
 PYBIND11_MODULE(SLIDESPARSE_MODULE, module) {
   using namespace slidesparse;
   module.doc() = "cuBLASLt on raw pointers";
-  module.attr("SOURCES") = SLIDESPARSE_SOURCES;
   module.attr("TYPES") = py::dict(py::arg("int8") = static_cast<int>(CUDA_R_8I),
                                   py::arg("int32") = static_cast<int>(CUDA_R_32I),
                                   py::arg("fp8") = static_cast<int>(CUDA_R_8F_E4M3),

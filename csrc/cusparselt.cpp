@@ -1,11 +1,11 @@
 // cuSPARSELt: out [M, N] = activations [M, K] @ weight [N, K].T with a 2:4 weight.
 //
-// The structured matrix stands on the left, so what the library computes is
+// The library wants the structured matrix on the left, so it computes
 //
 //     out.T [N, M] = weight [N, K] @ activations.T [K, M]
 //
-// whose output, column-major, is the row-major out [M, N].  Its "rows" are therefore our
-// out-features: a vector of alphas, one a row, is the per-channel scale of the weight.
+// and the column-major out.T is the row-major out [M, N].  The rows of out.T are our out-features,
+// so a vector of alphas, one per row, is the weight's per-channel scale.
 
 #include <cuda_runtime_api.h>
 #include <cusparseLt.h>
@@ -25,7 +25,7 @@ namespace py = pybind11;
 namespace slidesparse {
 namespace {
 
-constexpr std::uint32_t kAlignment = 16;  // bytes, of every pointer we are given
+constexpr std::uint32_t kAlignment = 16;  // of every pointer, in bytes
 
 struct Api {
   SharedLibrary library;
@@ -82,7 +82,7 @@ std::tuple<int, int, int> Version() {
   return {part[0], part[1], part[2]};
 }
 
-// A library handle, of the device that is current when it is made.  One thread uses it at a time.
+// A library handle for the device that is current when it is made, for one thread at a time.
 class Handle {
  public:
   Handle() {
@@ -99,8 +99,7 @@ class Handle {
   cusparseLtHandle_t handle_{};
 };
 
-// A matrix descriptor.  Matrices are column-major with `rows` contiguous, or row-major with `cols`
-// contiguous.
+// A matrix descriptor: column-major with `rows` contiguous, or row-major with `cols` contiguous.
 class Matrix {
  public:
   Matrix(const Handle& handle, std::int64_t rows, std::int64_t cols, cudaDataType type,
@@ -124,7 +123,7 @@ class Matrix {
   cusparseLtMatDescriptor_t matrix_{};
 };
 
-// The weight as the library sees it: row-major [n, k], or [k, n] where N is contiguous.
+// Describes the weight as row-major [n, k], or as [k, n] where N is contiguous.
 std::unique_ptr<Matrix> Weight(const Handle& handle, std::int64_t n, std::int64_t k, int type,
                                bool k_contiguous, const std::string& what) {
   const auto value = static_cast<cudaDataType>(type);
@@ -144,7 +143,7 @@ struct Algorithm {
   int split_k_buffers = 0;
 };
 
-// A product with its types, epilogue and algorithm, ready to run.
+// A GEMM with its types, epilogue and algorithm, ready to run.
 class Plan {
  public:
   Plan(std::shared_ptr<Handle> handle, std::int64_t n, std::int64_t k, std::int64_t m,
@@ -166,7 +165,7 @@ class Plan {
                        weight_->get(), activations_->get(), out_->get(), out_->get(),
                        static_cast<cusparseComputeType>(compute_type));
     } catch (...) {
-      weight_.release();  // leaked: 0.8.0 crashes when it is destroyed and no product has used it
+      weight_.release();  // leaked on purpose: 0.8.0 crashes on destroying an unused one
       throw;
     }
     if (scale_rows_) {
@@ -204,9 +203,9 @@ class Plan {
   std::size_t workspace() const { return workspace_; }
   int algorithms() const { return algorithms_; }  // ids are 0 .. algorithms - 1
 
-  // Bytes of the weight's compressed form, which is the same for every plan of its shape and type,
-  // and of the temporary buffer that compressing takes.  (The library has both without a plan as
-  // well, but 0.8.0 crashes when a weight's descriptor is destroyed that no product has used.)
+  // Returns the bytes of the compressed weight, the same for every plan of its shape and type, and
+  // of the temporary buffer for `Compress`.  The library can say both without a plan, but 0.8.0
+  // crashes on destroying a weight's descriptor that no product has used.
   std::tuple<std::size_t, std::size_t> CompressedSize() const {
     std::size_t bytes = 0, buffer = 0;
     SLIDESPARSE_CALL(what_, cusparseLtSpMMACompressedSize, handle_->get(), &plan_, &bytes, &buffer);
@@ -220,8 +219,8 @@ class Plan {
                      static_cast<cudaStream_t>(Pointer(stream)));
   }
 
-  // Launches on `stream`.  `weight_scales` holds n float32 on the device, or is 0 without
-  // scale_rows; token scales and a bias the library cannot apply.
+  // Launches on `stream`.  `weight_scales` [n] float32 on the device, or 0 without scale_rows.
+  // The library can apply neither token scales nor a bias: both must be 0.
   void Run(std::uintptr_t activations, std::uintptr_t weight, std::uintptr_t out,
            std::uintptr_t workspace, std::uintptr_t stream, std::uintptr_t weight_scales,
            std::uintptr_t token_scales, std::uintptr_t bias) const {
@@ -267,9 +266,6 @@ class Plan {
 PYBIND11_MODULE(SLIDESPARSE_MODULE, module) {
   using namespace slidesparse;
   module.doc() = "cuSPARSELt on raw pointers";
-  module.attr("SOURCES") = SLIDESPARSE_SOURCES;
-  module.attr("BUILT_WITH") =
-      py::make_tuple(CUSPARSELT_VER_MAJOR, CUSPARSELT_VER_MINOR, CUSPARSELT_VER_PATCH);
   module.attr("TYPES") = py::dict(py::arg("int8") = static_cast<int>(CUDA_R_8I),
                                   py::arg("int32") = static_cast<int>(CUDA_R_32I),
                                   py::arg("fp8") = static_cast<int>(CUDA_R_8F_E4M3),

@@ -1,9 +1,8 @@
-// What both extensions share: loading a CUDA library at run time, and errors that say what was
-// asked for.
+// Shared by both extensions: load a CUDA library at run time, and report errors with the problem.
 //
-// The extensions are host code.  They take raw device pointers, sizes and a stream as integers, and
+// The extensions are host code.  They take device pointers, sizes and a stream as integers, and
 // link against neither torch nor CUDA: one build serves any torch, and a machine without the
-// library can still import it.
+// library can still import the extension.
 
 #pragma once
 
@@ -16,7 +15,7 @@
 
 namespace slidesparse {
 
-// A shared library, opened once and never closed: plans may outlive whoever opened it.
+// A shared library, opened once and never closed, as plans may outlive whoever opened it.
 class SharedLibrary {
  public:
   void Open(const std::string& path) {
@@ -29,7 +28,7 @@ class SharedLibrary {
     path_ = path;
   }
 
-  // The function called `name`.  Throws when this version of the library has none.
+  // Looks up the function called `name`.  Throws when this version of the library has none.
   template <typename Function>
   void Find(const char* name, Function* function) const {
     void* symbol = dlsym(handle_, name);
@@ -47,8 +46,8 @@ class SharedLibrary {
   std::string path_;
 };
 
-// Opens the library at `path` and finds its functions, once; `Api` has a member `library` and, by
-// X-macro, a member per function, which `find` fills.
+// Opens the library at `path` and looks up its functions, once.  `Api` has a member `library` and a
+// member per function, which `find` fills.
 template <typename Api, typename Find>
 void LoadOnce(Api* api, const char* name, const std::string& path, Find find) {
   if (api->library.loaded()) {
@@ -64,15 +63,15 @@ void LoadOnce(Api* api, const char* name, const std::string& path, Find find) {
   *api = found;
 }
 
-// Throws what the library said, after what we asked of it.
+// Throws an error that names the call, the status and `what`, the problem.
 [[noreturn]] inline void Fail(const char* call, const char* name, const char* description,
                               const std::string& what) {
   throw std::runtime_error(std::string(call) + " failed: " + name + " (" + description + "); " +
                            what);
 }
 
-// Which of the three matrices are stored with their K (weight, activations) or N (output) dimension
-// contiguous. All true is what serving uses.
+// Which dimension of each matrix is contiguous: K of the weight and of the activations, N of the
+// output; false: the other one.  Serving uses all true.
 struct Layout {
   bool weight_k = true;
   bool activations_k = true;

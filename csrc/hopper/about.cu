@@ -1,35 +1,52 @@
-// What the library says of itself, by C linkage.
+// What the library says about itself, and errors.
 
 #include <cuda_runtime.h>
+#include <dlfcn.h>
 
+#include <cstdarg>
 #include <cstdio>
 
-#define SLIDESPARSE_TEXT_OF(word) #word
-#define SLIDESPARSE_TEXT(word) SLIDESPARSE_TEXT_OF(word)
+#include "interface.cuh"
+#include "runtime.cuh"
+
+namespace slidesparse::hopper {
+
+const char* Fail(const char* format, ...) {
+  static thread_local char message[512];
+  va_list values;
+  va_start(values, format);
+  std::vsnprintf(message, sizeof(message), format, values);
+  va_end(values);
+  return message;
+}
+
+}  // namespace slidesparse::hopper
 
 extern "C" {
 
-// The digest of the sources it was compiled from, so that a stale one is noticed.
-__attribute__((visibility("default"))) const char* slidesparse_hopper_sources() {
-  return SLIDESPARSE_TEXT(SLIDESPARSE_SOURCES);
-}
-
-// Null, or why the driver cannot run it, in words that stay valid until this thread calls again.
-__attribute__((visibility("default"))) const char* slidesparse_hopper_unusable() {
-  static thread_local char message[192];
+const char* slidesparse_hopper_unusable() {
   int driver = 0;
   if (cudaError_t error = cudaDriverGetVersion(&driver)) {
-    std::snprintf(message, sizeof(message), "the driver does not say its version: %s",
-                  cudaGetErrorString(error));
-    return message;
+    return slidesparse::hopper::Fail("the driver does not say its version: %s",
+                                     cudaGetErrorString(error));
   }
   if (driver / 1000 >= CUDART_VERSION / 1000) return nullptr;
-  std::snprintf(message, sizeof(message),
-                "the driver is for CUDA %d.%d, the kernels were compiled by CUDA %d.%d; update the "
-                "driver, or set SLIDESPARSE_NVCC to an nvcc of CUDA %d",
-                driver / 1000, driver % 1000 / 10, CUDART_VERSION / 1000,
-                CUDART_VERSION % 1000 / 10, driver / 1000);
-  return message;
+  return slidesparse::hopper::Fail(
+      "the driver is for CUDA %d.%d, the kernels were compiled by CUDA %d.%d; update the driver, "
+      "or set SLIDESPARSE_NVCC to an nvcc of CUDA %d",
+      driver / 1000, driver % 1000 / 10, CUDART_VERSION / 1000, CUDART_VERSION % 1000 / 10,
+      driver / 1000);
+}
+
+std::int32_t slidesparse_hopper_device() {
+  // By the driver: the runtime would answer 0 for a thread without a context.
+  using GetDevice = int (*)(int*);
+  static const auto get_device = [] {
+    void* driver = dlopen("libcuda.so.1", RTLD_LAZY | RTLD_LOCAL);
+    return driver ? reinterpret_cast<GetDevice>(dlsym(driver, "cuCtxGetDevice")) : nullptr;
+  }();
+  int device = -1;
+  return get_device != nullptr && get_device(&device) == 0 ? device : -1;
 }
 
 }  // extern "C"

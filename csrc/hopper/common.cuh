@@ -1,4 +1,4 @@
-// What the kernels are given, and the arithmetic of their epilogues.
+// The GEMM kernels' arguments, and conversions between number types.
 
 #pragma once
 
@@ -11,12 +11,11 @@
 
 namespace slidesparse::hopper {
 
-constexpr int kProducts = kBlockColumns / kProductColumns;
-constexpr int kMostSplits = 8;
+constexpr int kWgmmas = kBlockColumns / kWgmmaColumns;  // of a strip and stage
 
 enum class Float : int { kNone = 0, kBFloat16 = 1, kFloat16 = 2, kFloat32 = 3 };
 
-// Divides numbers below 2^31 by a multiplication.
+// Divides numbers below 2^31 by multiplying.
 struct Divisor {
   int divisor = 1;
   std::uint32_t factor = 0, shift = 0;
@@ -29,43 +28,45 @@ struct Divisor {
     factor = static_cast<std::uint32_t>(((std::uint64_t{1} << (31 + bits)) + by - 1) / by);
     shift = bits - 1;
   }
-  __device__ __forceinline__ int Of(int number) const {
+  __device__ __forceinline__ int Divide(int number) const {
     return divisor == 1 ? number : static_cast<int>(__umulhi(number, factor) >> shift);
   }
 };
 
-struct Arguments {
-  CUtensorMap q;    // boxes of kTokens / sharers rows by kBlockColumns, swizzled by 128 bytes
-  CUtensorMap out;  // of the streaming kernel, if `wide`: boxes of staged tokens by kStripRows
-  const std::uint8_t* weight;  // [strips][blocks][kPackedBytes]
+struct GemmArguments {
+  CUtensorMap q;    // boxes of kTokens / multicast rows x kBlockColumns, swizzled by 128 bytes
+  CUtensorMap out;  // stream-K with `vector_stores`: boxes of staged tokens x kStripRows
+  const std::uint8_t* weight;  // [strips][k_blocks][kPackedBytes]
   void* y;
   const float* scale_w;
   const float* scale_x;
   const void* bias;
   int m, n;
-  int strips, blocks;  // of the packed weight
-  int sharers, splits;
-  int shared_tokens;  // that each of the sharers loads
-  int stages;
+  int strips, k_blocks;  // of the packed weight
+  int multicast;         // CTAs that share their activations: a multicast group
+  int splits;            // split-K: CTAs of a cluster that divide K'
+  int multicast_tokens;  // tokens whose activations each CTA of a multicast group loads
+  int stages;            // of the ring
   Float out_type, bias_type;
-  bool wide;                               // rows of the output begin at multiples of 16 bytes
-  int across, by_token;                    // tiles by out-features and by tokens
-  Divisor together;                        // tiles by tokens whose weights are read together
-  Divisor last;                            // those of the last group, if fewer
-  Divisor of_group;                        // tiles of a group
-  std::uint64_t keep_weight, keep_tokens;  // how long L2 is to keep them
-  std::uint64_t keep_out;
+  bool vector_stores;  // rows of the output begin at multiples of 16 bytes
+  int n_tiles, m_tiles;
+  // The tile scheduler visits tiles in groups of token tiles, so that a weight serves a group while
+  // L2 holds it.
+  Divisor group_m_tiles;       // token tiles of a group
+  Divisor last_group_m_tiles;  // token tiles of the last group, which may have fewer
+  Divisor group_tiles;         // all tiles of a group
+  std::uint64_t weight_policy, token_policy, output_policy;  // L2 eviction
 
-  // Of the streaming kernel.
-  std::uint32_t* flags;  // kFlagWords for each block of threads, all zero between launches
-  uint4* partials;       // [blocks of threads][kTokens / 8][consumers]
-  int rounds;            // whole tiles of each block of threads, before the shared ones
-  std::uint32_t units;   // the shared tiles x blocks
-  bool seeded;  // no tile is shared by more than two: the second's sums begin with the first's
+  // Stream-K only.
+  std::uint32_t* flags;         // kFlagWords for each CTA, all zero between launches
+  uint4* partials;              // [CTAs][kTokens / 8][consumer threads]
+  int whole_tiles;              // tiles that each CTA computes alone, before its shared ones
+  std::uint32_t shared_stages;  // stages of all shared tiles together
+  bool two_per_tile;            // no tile is shared by more than two CTAs
 };
 
-constexpr int kFlagWords = 8;            // one sector of 32 bytes
-constexpr int kMostStreamBlocks = 1024;  // of threads, of a launch of the streaming kernel
+constexpr int kFlagWords = 8;          // one sector of 32 bytes
+constexpr int kMaxStreamKCtas = 1024;  // of one launch
 
 __device__ __forceinline__ float Widen(const void* from, int index, Float type) {
   if (type == Float::kFloat32) return LoadNow(static_cast<const float*>(from) + index);
@@ -79,7 +80,7 @@ __device__ __forceinline__ std::uint16_t Narrow(float value, Float type) {
                                   : __half_as_ushort(__float2half_rn(value));
 }
 
-// Two, the first in the low half.
+// Two numbers in one word, the first in the low half.
 __device__ __forceinline__ std::uint32_t Narrow(float first, float second, Float type) {
   std::uint32_t both;
   if (type == Float::kBFloat16) {

@@ -1,5 +1,5 @@
-// From sums to outputs, a warp's 16 out-features at a time: scales and bias, then through shared
-// memory, as a thread's registers hold two out-features and the outputs' rows are tokens.
+// The epilogue: y = sum * scale_w * scale_x + bias, a warp's 16 out-features at a time.  Outputs go
+// through shared memory, because a thread holds two out-features and the output's rows are tokens.
 
 #pragma once
 
@@ -7,13 +7,13 @@
 
 namespace slidesparse::hopper {
 
-// Of the two out-features that a thread has sums of; loaded before the products, so that the
-// epilogue need not wait.
+// Scales and biases of the two out-features of a thread, loaded before the main loop so that the
+// epilogue need not wait for them.
 struct RowScales {
-  float weight[2] = {}, bias[2] = {-0.0f, -0.0f};  // which added changes nothing
+  float weight[2] = {}, bias[2] = {-0.0f, -0.0f};  // -0.0 is the additive identity
 
-  // Of out-features `first` and `first` + 8.
-  __device__ __forceinline__ void Load(const Arguments& arguments, int first) {
+  // Loads those of out-features `first` and `first` + 8.
+  __device__ __forceinline__ void Load(const GemmArguments& arguments, int first) {
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       const int row = first + 8 * r;
@@ -31,55 +31,55 @@ __device__ __forceinline__ float ApplyScales(float sum, float weight, float toke
   return __fmaf_rn(__fmul_rn(sum, weight), token, bias);
 }
 
-// Of the tokens of a tile, each in a lane of every warp.
+// The scales of a tile's tokens: lane l of every warp holds those of tokens l, l + 32, ...
 template <int kTokens>
 struct TokenScales {
   static constexpr int kWords = (kTokens + 31) / 32;
-  float of[kWords] = {};
+  float scales[kWords] = {};
 
-  __device__ __forceinline__ void Load(const Arguments& arguments, int first) {
+  __device__ __forceinline__ void Load(const GemmArguments& arguments, int first) {
 #pragma unroll
     for (int i = 0; i < kWords; ++i) {
       const int token = i * 32 + threadIdx.x % 32;
       if (token < kTokens && first + token < arguments.m) {
-        of[i] = LoadNow(arguments.scale_x + first + token);
+        scales[i] = LoadNow(arguments.scale_x + first + token);
       }
     }
   }
 
-  // Those of the two tokens that a thread has sums of, among tokens 8 j to 8 j + 7.
-  __device__ __forceinline__ float2 Eight(int j) const {
+  // The scales of the two tokens of a thread among tokens 8 j to 8 j + 7.
+  __device__ __forceinline__ float2 Pair(int j) const {
     const int lane = 8 * j % 32 + threadIdx.x % 4 * 2;
-    const float mine = of[8 * j / 32];
+    const float mine = scales[8 * j / 32];
     return make_float2(__shfl_sync(0xFFFFFFFF, mine, lane),
                        __shfl_sync(0xFFFFFFFF, mine, lane + 1));
   }
 };
 
-// Eight tokens' outputs, of sums 4 j to 4 j + 3, to staging memory: `to` is where lane l < 16 has
-// token 8 j + l % 8, out-features 8 (l / 8) on.
+// Writes the outputs of tokens 8 j to 8 j + 7, made of sums 4 j to 4 j + 3, to staging memory: lane
+// l < 16 gives in `to` the address of token 8 j + l % 8, out-features 8 (l / 8) on.
 template <class Type, int kSums>
-__device__ __forceinline__ void StageTokens(const Arguments& arguments, const RowScales& scales,
+__device__ __forceinline__ void StageTokens(const GemmArguments& arguments, const RowScales& scales,
                                             const std::uint32_t (&sums)[kSums], int j,
-                                            float2 by_token, std::uint32_t to) {
+                                            float2 token_scales, std::uint32_t to) {
   std::uint32_t rows[2];
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
     const float first = ToFloat(FromBits<Type>(sums[4 * j + 2 * r]));
     const float second = ToFloat(FromBits<Type>(sums[4 * j + 2 * r + 1]));
-    rows[r] = Narrow(ApplyScales(first, scales.weight[r], by_token.x, scales.bias[r]),
-                     ApplyScales(second, scales.weight[r], by_token.y, scales.bias[r]),
+    rows[r] = Narrow(ApplyScales(first, scales.weight[r], token_scales.x, scales.bias[r]),
+                     ApplyScales(second, scales.weight[r], token_scales.y, scales.bias[r]),
                      arguments.out_type);
   }
   StoreTransposed(to, rows[0], rows[1]);
 }
 
-// Eight neighbouring out-features of a token, from `row` < n on.
-__device__ __forceinline__ void StoreOutputs(const Arguments& arguments, int token, int row,
+// Stores eight neighbouring out-features of a token, from `row` < n on.
+__device__ __forceinline__ void StoreOutputs(const GemmArguments& arguments, int token, int row,
                                              const uint4& packed) {
   std::uint16_t* to = static_cast<std::uint16_t*>(arguments.y) +
                       static_cast<std::size_t>(token) * arguments.n + row;
-  if (arguments.wide) {
+  if (arguments.vector_stores) {
     *reinterpret_cast<uint4*>(to) = packed;
     return;
   }

@@ -1,32 +1,48 @@
-// The kernel for one type and one tile of tokens: SLIDESPARSE_TYPE (Int8, Fp8) and
-// SLIDESPARSE_TOKENS.
+// The GEMM kernels for one type and one number of tokens of a tile: SLIDESPARSE_TYPE (Int8, Fp8)
+// and SLIDESPARSE_TOKENS.
 
-#include "launch.cuh"
+#include "gemm.cuh"
+#include "split_k.cuh"
+#include "stream_k.cuh"
 
 namespace slidesparse::hopper {
+namespace {
 
-template <>
-cudaError_t LaunchTokens<SLIDESPARSE_TYPE, SLIDESPARSE_TOKENS>(const Arguments& arguments,
-                                                               const ProductLaunch& launch) {
+template <int kStrips>
+GemmKernel Instance(bool stream_k) {
   using Type = SLIDESPARSE_TYPE;
   constexpr int kTokens = SLIDESPARSE_TOKENS;
-  switch (launch.strips) {
+  using SplitK = SplitKShape<kStrips, kTokens>;
+  using StreamK = StreamKShape<kStrips, kTokens>;
+  if (stream_k) {
+    return {GemmStreamK<Type, kStrips, kTokens>, StreamK::kThreads,
+            [](int stages, int) { return StreamK::SharedBytes(stages); }};
+  }
+  return {GemmSplitK<Type, kStrips, kTokens>, SplitK::kThreads,
+          [](int stages, int splits) { return SplitK::SharedBytes(stages, splits); }};
+}
+
+}  // namespace
+
+template <>
+GemmKernel FindGemm<SLIDESPARSE_TYPE, SLIDESPARSE_TOKENS>(int strips, bool stream_k) {
+  switch (strips) {
     case 2:
-      return LaunchShape<Type, 2, kTokens>(arguments, launch);
+      return Instance<2>(stream_k);
 #if SLIDESPARSE_TOKENS <= 128
-    case 3:
-      return LaunchShape<Type, 3, kTokens>(arguments, launch);
     case 1:
-      return LaunchShape<Type, 1, kTokens>(arguments, launch);
+      return Instance<1>(stream_k);
+    case 3:
+      return Instance<3>(stream_k);
 #endif
 #if SLIDESPARSE_TOKENS <= 64
     case 4:
-      return LaunchShape<Type, 4, kTokens>(arguments, launch);
+      return Instance<4>(stream_k);
     case 5:
-      return LaunchShape<Type, 5, kTokens>(arguments, launch);
+      return Instance<5>(stream_k);
 #endif
     default:
-      return cudaErrorInvalidConfiguration;
+      return {};
   }
 }
 

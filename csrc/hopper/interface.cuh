@@ -1,93 +1,149 @@
-// What callers hand over, by C linkage: raw device pointers, sizes and a stream; no torch, no CUDA.
+// The library's C interface: raw device pointers, sizes and a stream; no torch and no CUDA types.
+//
+// A function that returns text returns null, or what went wrong in words that stay valid until this
+// thread calls again.  Work is enqueued on the stream and not waited for.  Functions act on the
+// current CUDA device; any thread may call them.
 
 #pragma once
 
 #include <cstdint>
 
+#define SLIDESPARSE_EXPORT __attribute__((visibility("default")))
+
 extern "C" {
 
-// One product, as slidesparse.gemm.hopper lays it out.
-struct SlidesparseHopperCall {
-  const void* q;  // [m, k], rows k bytes apart
-  const void* weight;
-  void* out;  // [m, n]
-  const void* scale_w;
-  const void* scale_x;
-  const void* bias;
-  void* stream;
-  std::int32_t m, n, k;
-  std::int32_t strips, blocks;        // of the packed weight
-  std::int32_t fp8;                   // else INT8
-  std::int32_t out_type, bias_type;   // of Float
-  std::int32_t block_strips, tokens;  // the instance
-  std::int32_t sharers, splits;
-  std::int32_t shared_bytes;
-  std::int32_t dependent;
+// The type of elements, wherever an argument is called a type.
+enum SlidesparseType {
+  SLIDESPARSE_NONE = 0,  // a bias that is absent
+  SLIDESPARSE_BFLOAT16 = 1,
+  SLIDESPARSE_FLOAT16 = 2,
+  SLIDESPARSE_FLOAT32 = 3,
 };
 
-// One quantization: x [m, k], rows `stride` elements apart, or what a norm or activation makes of
-// it -> codes [m, columns] and scales [m].
-struct SlidesparseHopperQuantize {
-  const void* x;  // [m, 2 k] for silu
-  void* q;        // [m, columns], at a multiple of 16 bytes
-  void* scale;
-  void* stream;
-  const void* residual;  // [m, k] for a norm of a sum, and null for all else
-  void* total;           // the sum: [m, k]; null likewise
-  const void* gain;      // [k] for norms; null for all else.  These three are of x's type
-  std::int64_t stride;
-  std::int64_t residual_stride;
-  std::int32_t m, k;
-  std::int32_t columns;        // of a row of codes: a multiple of 16, K' or more; zeros beyond K'
-  std::int32_t type;           // of x: of Float
-  std::int32_t fp8;            // else INT8
-  std::int32_t length, phase;  // of the pattern's blocks; 4 lifts nothing
-  std::int32_t trigger;        // of Trigger: when a kernel behind may start
-  std::int32_t dependent;      // start before the kernel in front has ended
-  std::int32_t parts;          // blocks of threads that share a row, 1 to 8; 0: chosen
-  std::int32_t vectors;        // of 8 columns that a thread holds: 1, 2 or 4; 0: chosen
-  std::int32_t before;         // of Before
-  float eps;                   // of norms
+// What is computed of x before it is quantized.
+enum SlidesparsePrologue {
+  SLIDESPARSE_NO_PROLOGUE = 0,
+  SLIDESPARSE_RMS_NORM = 1,      // x / sqrt(mean x^2 + eps) * gain
+  SLIDESPARSE_ADD_RMS_NORM = 2,  // the same of total = x + residual, which is stored
+  SLIDESPARSE_SILU_MUL = 3,      // silu(x[:, :k]) * x[:, k:]
 };
 
-// One linear layer: the quantization, then the product of its codes.
-struct SlidesparseHopperLinear {
-  SlidesparseHopperQuantize quantize;
-  // q, scale_x, stream, m, k and fp8 are those of the quantization.
-  SlidesparseHopperCall product;
-  void* workspace;     // as slidesparse_hopper_stream has it; null for the clustered kernel
-  std::int32_t grid;   // of the streaming kernel; 0 for the clustered one
-  std::int32_t spare;  // nothing
-};
+// The bytes that the text of a configuration has room for, its end included.
+enum { SLIDESPARSE_TEXT_BYTES = 32 };
 
-// One weight [n, k] of one-byte codes, pruned to blocks of `length` with `phase` zeros in front ->
-// its windows, packed.
-struct SlidesparseHopperPack {
-  const void* weight;  // rows `stride` bytes apart
-  void* packed;        // strips of n x blocks x 5120 bytes, at a multiple of 4
-  void* broken;        // 32 bits, increased by the blocks with too many non-zeros
-  void* zeros;         // 32 bits x n x blocks of the pattern x 2, which are overwritten; or null
-  void* stream;
-  std::int64_t stride;
-  std::int32_t n, k;
-  std::int32_t length, phase;
-  std::int32_t blocks;  // of 128 columns of windows, of a strip; zeros beyond the row's
-  std::int32_t fp8;     // else INT8
-};
+// ---- the library ----
 
-// Callers lay these out by hand.
-static_assert(sizeof(SlidesparseHopperCall) == 112);
-static_assert(sizeof(SlidesparseHopperQuantize) == 128);
-static_assert(sizeof(SlidesparseHopperLinear) == 256);
-static_assert(sizeof(SlidesparseHopperPack) == 72);
+// Null, or why the driver cannot run the kernels.
+SLIDESPARSE_EXPORT const char* slidesparse_hopper_unusable();
 
-// Quantizes, lifts and multiplies: two launches on one stream, the second a dependent one if the
-// product is.  Nothing is allocated, and nothing waits.  Null, or what went wrong in words that
-// stay valid until this thread calls again.
-__attribute__((visibility("default"))) const char* slidesparse_hopper_linear(
-    const SlidesparseHopperLinear* call);
+// The device of this thread's current CUDA context; -1 without one.
+SLIDESPARSE_EXPORT std::int32_t slidesparse_hopper_device();
 
-// The CUDA device of this thread's current context, or -1.
-std::int32_t slidesparse_hopper_device();
+// ---- configurations, as configuration.cuh writes them ----
+
+// How a configuration fits: stages of the ring for long rows, and clusters that are resident at a
+// time.  An error for text that is no configuration, and for one that cannot run.
+SLIDESPARSE_EXPORT const char* slidesparse_hopper_fit(const char* configuration, std::int32_t fp8,
+                                                      std::int32_t* stages, std::int32_t* clusters);
+
+// Up to `most` configurations for a weight [n, columns] and m tokens, the fastest prediction first:
+// their texts, SLIDESPARSE_TEXT_BYTES each, the predicted microseconds, and how many there are.
+SLIDESPARSE_EXPORT const char* slidesparse_hopper_candidates(std::int32_t n, std::int32_t columns,
+                                                             std::int32_t m, std::int32_t fp8,
+                                                             std::int32_t most, char* texts,
+                                                             double* us, std::int32_t* count);
+
+// ---- plans ----
+
+// A layer x [m, k] -> y [m, n] on the device that was current when the plan was made, for any m.
+typedef struct SlidesparseHopperPlan SlidesparseHopperPlan;
+
+// Makes a plan.
+//   length, phase   the pattern's blocks of columns, and the zero columns before the first block;
+//                   a length of 4 at phase 0 lifts nothing
+//   columns         of a row of codes: a multiple of 16, K' or more; zeros beyond K'
+//   trigger         when a kernel behind the quantizer may start: 0 when that ends, 1 at once,
+//                   2 before it writes codes
+//   tokens, texts   the tuned table: `count` configurations and the largest number of tokens that
+//                   each is for, ascending; the last is for more tokens, too.  Without any the
+//                   plan only quantizes, and n does not matter
+// The plan is the caller's to delete, unless it is handed to slidesparse_hopper_serve.
+SLIDESPARSE_EXPORT const char* slidesparse_hopper_plan(
+    std::int32_t n, std::int32_t k, std::int32_t length, std::int32_t phase, std::int32_t fp8,
+    std::int32_t columns, std::int32_t trigger, std::int32_t count, const std::int32_t* tokens,
+    const char* const* texts, SlidesparseHopperPlan** plan);
+SLIDESPARSE_EXPORT void slidesparse_hopper_delete(SlidesparseHopperPlan* plan);
+
+// From now on slidesparse_hopper_find returns this plan for its device, sizes and types.  Such
+// plans are never deleted: another thread may be running one.
+SLIDESPARSE_EXPORT void slidesparse_hopper_serve(SlidesparseHopperPlan* plan);
+
+// The plan that serves such a layer; null when there is none.
+SLIDESPARSE_EXPORT SlidesparseHopperPlan* slidesparse_hopper_find(
+    std::int32_t device, std::int32_t n, std::int32_t k, std::int32_t length, std::int32_t phase,
+    std::int32_t fp8, std::int32_t columns);
+
+// Lets find return none of the plans that there are.
+SLIDESPARSE_EXPORT void slidesparse_hopper_forget();
+
+// The configuration that a plan chooses for m tokens; valid as long as the plan.
+SLIDESPARSE_EXPORT const char* slidesparse_hopper_configuration(const SlidesparseHopperPlan* plan,
+                                                                std::int64_t m);
+
+// The bytes of the packed weight that a plan reads.
+SLIDESPARSE_EXPORT std::int64_t slidesparse_hopper_weight_bytes(const SlidesparseHopperPlan* plan);
+
+// The bytes of scratch memory that slidesparse_hopper_linear wants for m tokens.
+SLIDESPARSE_EXPORT std::int64_t slidesparse_hopper_scratch_bytes(const SlidesparseHopperPlan* plan,
+                                                                 std::int64_t m);
+
+// ---- running a plan ----
+//
+//   x           [m, k], with SILU_MUL [m, 2 k], of `type`, rows `stride` elements apart
+//   prologue    a SlidesparsePrologue with its gain [k], its residual [m, k], whose rows are
+//               `residual_stride` elements apart, and total [m, k], all of x's type; null where
+//               the prologue has none
+//   q, scale_x  codes [m, columns] at a multiple of 16 bytes, and float32 [m]
+//   weight      as slidesparse_hopper_pack wrote it, before the kernel in front began
+//   scale_w     float32 [n]
+//   bias        [n] of bias_type
+//   out         [m, n] of BF16 or FP16
+//   scratch     at a multiple of 128 bytes
+
+// Quantizes and lifts x.
+SLIDESPARSE_EXPORT const char* slidesparse_hopper_quantize(
+    const SlidesparseHopperPlan* plan, std::int64_t m, const void* x, std::int32_t type,
+    std::int64_t stride, std::int32_t prologue, double eps, const void* gain, const void* residual,
+    std::int64_t residual_stride, void* total, void* q, void* scale_x, void* stream);
+
+// out = (q @ weight.T) * scale_w * scale_x + bias, for q [m, q_columns].
+SLIDESPARSE_EXPORT const char* slidesparse_hopper_product(
+    const SlidesparseHopperPlan* plan, std::int64_t m, const void* q, std::int64_t q_columns,
+    const void* scale_x, const void* weight, const void* scale_w, const void* bias,
+    std::int32_t bias_type, void* out, std::int32_t out_type, void* stream);
+
+// Both, through scratch memory.
+SLIDESPARSE_EXPORT const char* slidesparse_hopper_linear(
+    const SlidesparseHopperPlan* plan, std::int64_t m, const void* x, std::int32_t type,
+    std::int64_t stride, std::int32_t prologue, double eps, const void* gain, const void* residual,
+    std::int64_t residual_stride, void* total, const void* weight, const void* scale_w,
+    const void* bias, std::int32_t bias_type, void* out, std::int32_t out_type, void* scratch,
+    void* stream);
+
+// ---- weights ----
+
+// The bytes of the packed form of a weight [n, k], and of the scratch memory that packing it wants.
+SLIDESPARSE_EXPORT void slidesparse_hopper_pack_bytes(std::int32_t n, std::int32_t k,
+                                                      std::int32_t length, std::int32_t phase,
+                                                      std::int64_t* packed, std::int64_t* scratch);
+
+// Slides a weight [n, k] of one-byte codes, rows `stride` bytes apart, that is pruned to blocks of
+// `length` after `phase` zero columns, and packs its windows.  `broken`, 32 bits, is increased by
+// the number of blocks with too many non-zeros; with any the packed form is of no use.
+SLIDESPARSE_EXPORT const char* slidesparse_hopper_pack(std::int32_t n, std::int32_t k,
+                                                       std::int32_t length, std::int32_t phase,
+                                                       std::int32_t fp8, const void* weight,
+                                                       std::int64_t stride, void* packed,
+                                                       void* scratch, void* broken, void* stream);
 
 }  // extern "C"

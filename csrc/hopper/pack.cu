@@ -1,46 +1,57 @@
-// Packing a weight, by C linkage.
+// Launching the packer, by C linkage.
 
-#include <cuda_runtime.h>
-
-#include "enqueue.cuh"
+#include "interface.cuh"
 #include "pack.cuh"
+#include "runtime.cuh"
 
-namespace slidesparse::hopper {
+using namespace slidesparse::hopper;
 
 extern "C" {
 
-__attribute__((visibility("default"))) const char* slidesparse_hopper_pack(
-    const SlidesparseHopperPack* call) {
-  const int length = call->length, phase = call->phase;
+void slidesparse_hopper_pack_bytes(std::int32_t n, std::int32_t k, std::int32_t length,
+                                   std::int32_t phase, std::int64_t* packed,
+                                   std::int64_t* scratch) {
+  *packed = *scratch = 0;
+  if (length < 4) return;  // slidesparse_hopper_pack refuses it
+  const PackArguments arguments = MakePackArguments(n, k, length, phase, false);
+  *packed = PackGrid(arguments) * kPackedBytes;
+  if (length > kLongLength) *scratch = std::int64_t{n} * arguments.pattern_blocks * 8;
+}
+
+const char* slidesparse_hopper_pack(std::int32_t n, std::int32_t k, std::int32_t length,
+                                    std::int32_t phase, std::int32_t fp8, const void* weight,
+                                    std::int64_t stride, void* packed, void* scratch, void* broken,
+                                    void* stream) {
   if (length < 4 || length % 2 != 0 || phase < 0 || phase >= length) {
     return Fail("blocks of %d columns at phase %d: an even length of 4 or more, a phase below it",
                 length, phase);
   }
-  PackArguments arguments = PackArgumentsOf(*call);
-  // Columns of whole blocks, twice those of windows at most, are counted in 32 bits.
+  PackArguments arguments = MakePackArguments(n, k, length, phase, fp8 != 0);
+  arguments.weight = static_cast<const std::uint8_t*>(weight);
+  arguments.stride = stride;
+  arguments.packed = static_cast<std::uint8_t*>(packed);
+  arguments.zeros = length > kLongLength ? static_cast<int*>(scratch) : nullptr;
+  arguments.broken = static_cast<int*>(broken);
+  // Columns of whole blocks, at most twice those of windows, are counted in 32 bits.
   constexpr int kMostBlocks = INT32_MAX / (2 * kBlockColumns);
-  if (call->n < 0 || call->k < 0 || call->blocks < 0 || call->blocks > kMostBlocks ||
-      PackGrid(arguments) > INT32_MAX || FindGrid(arguments) > INT32_MAX) {
-    return Fail("a weight [%d, %d] in %d blocks a strip: no such sizes can be packed", call->n,
-                call->k, call->blocks);
+  if (n < 0 || k < 0 || arguments.blocks > kMostBlocks || PackGrid(arguments) > INT32_MAX ||
+      FindGrid(arguments) > INT32_MAX) {
+    return Fail("a weight [%d, %d] in blocks of %d columns: no such sizes can be packed", n, k,
+                length);
   }
   if (PackGrid(arguments) == 0) return nullptr;
-  const auto stream = static_cast<cudaStream_t>(call->stream);
   void* values[] = {&arguments};
   const auto launch = [&](void (*kernel)(PackArguments), std::int64_t grid) {
     return cudaLaunchKernel(reinterpret_cast<const void*>(kernel),
                             dim3(static_cast<unsigned>(grid)), dim3(kPackThreads), values, 0,
-                            stream);
+                            static_cast<cudaStream_t>(stream));
   };
   cudaError_t error = cudaSuccess;
-  if (arguments.zeros != nullptr && FindGrid(arguments) > 0) {
-    error = launch(FindZeros, FindGrid(arguments));
-  }
+  if (arguments.zeros != nullptr) error = launch(FindZeros, FindGrid(arguments));
   if (error == cudaSuccess) error = launch(Pack, PackGrid(arguments));
   if (error == cudaSuccess) return nullptr;
   return Fail("%s (%s) for packing [%d, %d] in blocks of %d at phase %d", cudaGetErrorName(error),
-              cudaGetErrorString(error), call->n, call->k, length, phase);
+              cudaGetErrorString(error), n, k, length, phase);
 }
 
 }  // extern "C"
-}  // namespace slidesparse::hopper

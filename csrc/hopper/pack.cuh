@@ -1,66 +1,69 @@
-// Slides a weight into the windows of its pattern and packs these, in one pass over the weight.
+// Slides a weight into the windows of its pattern and packs them, in one pass over the weight.
 //
-//     zeros[j]  = zeros of pairs 0..j of a block
-//     early[j]  = the first nonzeros[j] - max(0, 2 - zeros[j]) non-zeros of pair j
-//     window[j] = pair j without early[j], and early[j + 1]
+// A block of L columns has L / 2 pairs and L / 2 - 1 windows of two neighbouring pairs.  A pair's
+// non-zeros are divided between the window that ends with it and the window that begins with it:
 //
-// where all of the first pair is late and all of the last one early.  A thread makes a word of
-// values, of two neighbouring windows of a row, by itself: zeros matter up to two, so that it looks
-// at few pairs before its own.  Where blocks are long, such as a row of 2_inf, which may have no
-// zeros, the first two are looked for once.  Nothing here is CUDA's but the qualifiers, the indices
-// and one atomic addition: tests compile it for a CPU.
+//     zeros[j]     = zeros of pairs 0..j of a block
+//     previous[j]  = the first nonzeros[j] - max(0, 2 - zeros[j]) non-zeros of pair j, which go to
+//                    window j - 1
+//     window[j]    = pair j without previous[j], and previous[j + 1]
+//
+// except that all of the first pair goes to the first window and all of the last pair to the last
+// one.  A thread makes a word of values, of two neighbouring windows of a row, by itself: zeros
+// matter up to two, so that it looks at few pairs before its own.  In long blocks, such as a row of
+// 2_inf, which may have no zeros, FindZeros looks for the first two once.  Of CUDA this file uses
+// qualifiers, indices and one atomic addition, so that tests compile it for a CPU.
 
 #pragma once
 
 #include <cstdint>
 
 #include "format.cuh"
-#include "interface.cuh"
 
 namespace slidesparse::hopper {
 
 constexpr int kPackThreads = 256;
 constexpr int kWindows = kBlockColumns / 4;  // of a row of a packed block
+constexpr int kLongLength = 64;              // columns; in longer blocks FindZeros runs first
 
 struct PackArguments {
   const std::uint8_t* weight;
   std::uint8_t* packed;  // [strips][blocks][kPackedBytes]
-  int* broken;
-  int* zeros;  // [n][pattern_blocks][2]: columns of a block's first two zeros; null: not looked for
+  int* broken;           // increased by the blocks with too many non-zeros
+  int* zeros;            // [n][pattern_blocks][2]: columns of a block's first two zeros; or null
   std::int64_t stride;
   int n, k;
   int length, phase;    // of the pattern's blocks
   int pattern_blocks;   // of a row
-  int blocks;           // of a strip
+  int blocks;           // packed blocks of a strip
   std::uint32_t value;  // the bits of a code that tell it from zero
 };
 
-inline PackArguments PackArgumentsOf(const SlidesparseHopperPack& call) {
+// All but the tensors.
+inline PackArguments MakePackArguments(int n, int k, int length, int phase, bool fp8) {
   PackArguments arguments = {};
-  arguments.weight = static_cast<const std::uint8_t*>(call.weight);
-  arguments.packed = static_cast<std::uint8_t*>(call.packed);
-  arguments.broken = static_cast<int*>(call.broken);
-  arguments.zeros = static_cast<int*>(call.zeros);
-  arguments.stride = call.stride;
-  arguments.n = call.n;
-  arguments.k = call.k;
-  arguments.length = call.length;
-  arguments.phase = call.phase;
-  arguments.pattern_blocks =
-      static_cast<int>((std::int64_t{call.k} + call.phase + call.length - 1) / call.length);
-  arguments.blocks = call.blocks;
-  arguments.value = call.fp8 != 0 ? 0x7F : 0xFF;
+  arguments.n = n;
+  arguments.k = k;
+  arguments.length = length;
+  arguments.phase = phase;
+  if (k > 0) {
+    arguments.pattern_blocks =
+        static_cast<int>(CeilDiv<std::int64_t>(std::int64_t{k} + phase, length));
+  }
+  arguments.blocks = static_cast<int>(
+      CeilDiv<std::int64_t>(std::int64_t{arguments.pattern_blocks} * (length / 2 - 1), kWindows));
+  arguments.value = fp8 ? 0x7F : 0xFF;
   return arguments;
 }
 
-// Blocks of threads that pack, one for each packed block.
+// CTAs of Pack, one for each packed block.
 inline std::int64_t PackGrid(const PackArguments& arguments) {
-  return (std::int64_t{arguments.n} + kStripRows - 1) / kStripRows * arguments.blocks;
+  return std::int64_t{StripsOf(arguments.n)} * arguments.blocks;
 }
 
-// Blocks of threads that look for zeros, a thread for each block of each row.
+// CTAs of FindZeros, with a thread for each block of each row.
 inline std::int64_t FindGrid(const PackArguments& arguments) {
-  return (std::int64_t{arguments.n} * arguments.pattern_blocks + kPackThreads - 1) / kPackThreads;
+  return CeilDiv<std::int64_t>(std::int64_t{arguments.n} * arguments.pattern_blocks, kPackThreads);
 }
 
 __global__ void FindZeros(const PackArguments arguments) {
@@ -79,8 +82,8 @@ __global__ void FindZeros(const PackArguments arguments) {
   }
 }
 
-// Columns `column` and `column` + 1 of a row of `k`, the first in the low byte; zero outside of it,
-// and without a sign where zero.
+// Columns `column` and `column` + 1 of a row of `k`, the first in the low byte; zero outside of the
+// row, and +0.0 for -0.0.
 __device__ __forceinline__ std::uint32_t LoadPair(const PackArguments& arguments,
                                                   const std::uint8_t* row, int k, int column) {
   std::uint32_t pair = 0;
@@ -96,14 +99,15 @@ __device__ __forceinline__ int CountNonzero(std::uint32_t pair) {
   return ((pair & 0xFF) != 0) + ((pair & 0xFF00) != 0);
 }
 
-// What of a pair goes to the window before its own.
-__device__ __forceinline__ std::uint32_t Early(std::uint32_t pair, int zeros) {
+// The non-zeros of a pair that go to the previous window.
+__device__ __forceinline__ std::uint32_t Previous(std::uint32_t pair, int zeros) {
   const int take = CountNonzero(pair) - (zeros < 2 ? 2 - zeros : 0);
   if (take == 1 && (pair & 0xFF) != 0) return pair & 0xFF;
   return take > 0 ? pair : 0;
 }
 
-// The four bytes of window `index` of a row of `k`; `zeros_of` are the row's, or null.
+// The four bytes of window `index` of a row of `k`; `zeros_of` is the row's part of `zeros`, or
+// null.
 __device__ __forceinline__ std::uint32_t MakeWindow(const PackArguments& arguments,
                                                     const std::uint8_t* row, const int* zeros_of,
                                                     int k, int index) {
@@ -119,18 +123,17 @@ __device__ __forceinline__ std::uint32_t MakeWindow(const PackArguments& argumen
   }
   const std::uint32_t pair = LoadPair(arguments, row, k, first + 2 * own);
   zeros += 2 - CountNonzero(pair);
-  const std::uint32_t late = own == 0 ? pair : pair & ~Early(pair, zeros);
+  const std::uint32_t left = own == 0 ? pair : pair & ~Previous(pair, zeros);
   const std::uint32_t next = LoadPair(arguments, row, k, first + 2 * own + 2);
   zeros += 2 - CountNonzero(next);
   const bool last = own == windows - 1;
   if (last && zeros < 2) atomicAdd(arguments.broken, 1);
-  return late | (last ? next : Early(next, zeros)) << 16;
+  return left | (last ? next : Previous(next, zeros)) << 16;
 }
 
-// The two of four bytes that are kept, the rest filled up with zeros from the left, and their
-// places of two bits.
+// The two bytes of a window that are stored, and their metadata: the index of each in two bits.
 struct Kept {
-  std::uint32_t values, places;
+  std::uint32_t values, metadata;
 };
 
 __device__ __forceinline__ Kept Keep(std::uint32_t window) {
@@ -147,11 +150,11 @@ __global__ void Pack(const PackArguments arguments) {
   const int block = static_cast<int>(program % arguments.blocks);
   std::uint8_t* packed = arguments.packed + program * kPackedBytes;
   for (int word = threadIdx.x; word < kValueBytes / 4; word += kPackThreads) {
-    // Word `column` of row `group` of one of the four matrices that `warp` multiplies.
+    // Word `column` of row `group` of one of the four core matrices of `warp`.
     const int column = word % 4, group = word / 4 % 8, half = word / 32 % 2, lower = word / 64 % 2;
-    const int warp = word / 128 % 4, product = word / 512;
+    const int warp = word / 128 % 4, wgmma = word / 512;
     const int row = strip * kStripRows + warp * 16 + lower * 8 + group;
-    const int window = block * kWindows + product * 16 + half * 8 + column * 2;
+    const int window = block * kWindows + wgmma * 16 + half * 8 + column * 2;
     const int k = row < arguments.n ? arguments.k : 0;
     const std::uint8_t* from = arguments.weight + (k > 0 ? row * arguments.stride : 0);
     const int* zeros = nullptr;
@@ -161,9 +164,9 @@ __global__ void Pack(const PackArguments arguments) {
     const Kept left = Keep(MakeWindow(arguments, from, zeros, k, window));
     const Kept right = Keep(MakeWindow(arguments, from, zeros, k, window + 1));
     reinterpret_cast<std::uint32_t*>(packed)[word] = left.values | right.values << 16;
-    const int thread = product * 128 + warp * 32 + group * 4 + half * 2 + lower;
+    const int thread = wgmma * 128 + warp * 32 + group * 4 + half * 2 + lower;
     packed[kValueBytes + thread * 4 + column] =
-        static_cast<std::uint8_t>(left.places | right.places << 4);
+        static_cast<std::uint8_t>(left.metadata | right.metadata << 4);
   }
 }
 

@@ -23,7 +23,7 @@ __device__ __forceinline__ void BarrierInit(std::uint32_t barrier, int arrivals)
   asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals) : "memory");
 }
 
-// Makes initialized barriers visible to the copy engine and to the other blocks of the cluster.
+// Makes initialized barriers visible to TMA and to the other CTAs of the cluster.
 __device__ __forceinline__ void BarrierInitFence() {
   asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
   asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
@@ -38,17 +38,17 @@ __device__ __forceinline__ void BarrierArrive(std::uint32_t barrier) {
   asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
 }
 
-// The address of a shared variable of this block in block `rank` of the cluster.
-__device__ __forceinline__ std::uint32_t MapToBlock(std::uint32_t address, std::uint32_t rank) {
+// The address that a shared variable of this CTA has in CTA `rank` of the cluster.
+__device__ __forceinline__ std::uint32_t MapToCta(std::uint32_t address, std::uint32_t rank) {
   std::uint32_t mapped;
   asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(mapped) : "r"(address), "r"(rank));
   return mapped;
 }
 
-// At the barrier at the same address of block `rank`.  What it orders is that this thread has read;
-// a release at the scope of the cluster would flush writes that there are not.
+// Arrives at the barrier at the same address of CTA `rank`.  It orders this thread's reads; a
+// release at cluster scope would flush writes, of which there are none.
 __device__ __forceinline__ void BarrierArriveAt(std::uint32_t barrier, std::uint32_t rank) {
-  asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];" ::"r"(MapToBlock(barrier, rank))
+  asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];" ::"r"(MapToCta(barrier, rank))
                : "memory");
 }
 
@@ -64,7 +64,7 @@ __device__ __forceinline__ bool BarrierTryWait(std::uint32_t barrier, std::uint3
   return done != 0;
 }
 
-// The same, for what other blocks of the cluster have stored.
+// The same, and acquires what other CTAs of the cluster have stored.
 __device__ __forceinline__ bool BarrierTryWaitCluster(std::uint32_t barrier, std::uint32_t parity) {
   std::uint32_t done;
   asm volatile(
@@ -77,7 +77,7 @@ __device__ __forceinline__ bool BarrierTryWaitCluster(std::uint32_t barrier, std
   return done != 0;
 }
 
-// Asks again and again.  With SLIDESPARSE_TRAP a wait of two seconds ends the kernel with an error.
+// Spins until `done`.  With SLIDESPARSE_TRAP a wait of two seconds ends the kernel with an error.
 template <class Try>
 __device__ __forceinline__ void Await(Try&& done) {
 #ifdef SLIDESPARSE_TRAP
@@ -103,17 +103,17 @@ __device__ __forceinline__ void BarrierWaitCluster(std::uint32_t barrier, std::u
   Await([=] { return BarrierTryWaitCluster(barrier, parity); });
 }
 
-// A barrier of `threads` threads of the block, whole warps.
+// A barrier of `threads` threads of the CTA, in whole warps.
 __device__ __forceinline__ void NamedBarrier(int id, int threads) {
   asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }
 
-// Of this thread's warp in its block, which the compiler knows to be the same for all of them.
+// This thread's warp in its CTA.  The compiler knows the result to be uniform in a warp.
 __device__ __forceinline__ int WarpNumber() {
   return __shfl_sync(0xFFFFFFFF, static_cast<int>(threadIdx.x) / 32, 0);
 }
 
-// True for one thread of a warp whose threads are all here.
+// True for one thread of the warp; all threads of the warp must call it.
 __device__ __forceinline__ bool ElectOne() {
   std::uint32_t elected;
   asm volatile("{\n.reg .pred p;\nelect.sync _|p, 0xFFFFFFFF;\nselp.u32 %0, 1, 0, p;\n}"
@@ -123,7 +123,7 @@ __device__ __forceinline__ bool ElectOne() {
 
 // ---- clusters and dependent launches ----
 
-// Orders nothing but the arrival itself.
+// Arrives without ordering any memory access.
 __device__ __forceinline__ void ClusterArriveRelaxed() {
   asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
 }
@@ -136,22 +136,21 @@ __device__ __forceinline__ void ClusterWait() {
   asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
 }
 
-// Returns when the kernels that this one was launched behind have ended and their writes can be
-// read.
+// Waits until the kernels in front of this dependent launch have ended and their writes are
+// visible.
 __device__ __forceinline__ void WaitForPredecessors() {
   asm volatile("griddepcontrol.wait;" ::: "memory");
 }
 
-// Lets the next kernel of the stream start, if it was launched to wait for this one itself, as soon
-// as every block of threads has said so or ended.
+// Lets a dependent launch behind this kernel start once every CTA has called this or has ended.
 __device__ __forceinline__ void LaunchDependents() {
   asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
 }
 
-// ---- the copy engine ----
+// ---- TMA ----
 
-__device__ __forceinline__ void CopyBytes(std::uint32_t to, const void* from, std::uint32_t bytes,
-                                          std::uint32_t barrier, std::uint64_t policy) {
+__device__ __forceinline__ void BulkLoad(std::uint32_t to, const void* from, std::uint32_t bytes,
+                                         std::uint32_t barrier, std::uint64_t policy) {
   asm volatile(
       "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint "
       "[%0], [%1], %2, [%3], %4;" ::"r"(to),
@@ -159,12 +158,12 @@ __device__ __forceinline__ void CopyBytes(std::uint32_t to, const void* from, st
       : "memory");
 }
 
-__device__ __forceinline__ void PrefetchMap(const CUtensorMap* map) {
+__device__ __forceinline__ void PrefetchTensorMap(const CUtensorMap* map) {
   asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
 }
 
-__device__ __forceinline__ void CopyTile(std::uint32_t to, const CUtensorMap* map, int column,
-                                         int row, std::uint32_t barrier, std::uint64_t policy) {
+__device__ __forceinline__ void TmaLoad(std::uint32_t to, const CUtensorMap* map, int column,
+                                        int row, std::uint32_t barrier, std::uint64_t policy) {
   asm volatile(
       "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint "
       "[%0], [%1, {%4, %5}], [%2], %3;" ::"r"(to),
@@ -172,21 +171,21 @@ __device__ __forceinline__ void CopyTile(std::uint32_t to, const CUtensorMap* ma
       : "memory");
 }
 
-// The same to the blocks of the cluster whose bits are set, at the same address of each, completing
-// on the barrier at the same address of each.
-__device__ __forceinline__ void CopyTileToBlocks(std::uint32_t to, const CUtensorMap* map,
+// The same into each CTA of the cluster whose bit is set, at the same address, completing on the
+// barrier at the same address.
+__device__ __forceinline__ void TmaLoadMulticast(std::uint32_t to, const CUtensorMap* map,
                                                  int column, int row, std::uint32_t barrier,
-                                                 std::uint16_t blocks, std::uint64_t policy) {
+                                                 std::uint16_t ctas, std::uint64_t policy) {
   asm volatile(
       "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes"
       ".multicast::cluster.L2::cache_hint [%0], [%1, {%5, %6}], [%2], %3, %4;" ::"r"(to),
-      "l"(map), "r"(barrier), "h"(blocks), "l"(policy), "r"(column), "r"(row)
+      "l"(map), "r"(barrier), "h"(ctas), "l"(policy), "r"(column), "r"(row)
       : "memory");
 }
 
-// From shared memory; rows and columns beyond the map's are left out.
-__device__ __forceinline__ void StoreTile(const CUtensorMap* map, int column, int row,
-                                          std::uint32_t from, std::uint64_t policy) {
+// From shared memory; rows and columns outside the tensor are not written.
+__device__ __forceinline__ void TmaStore(const CUtensorMap* map, int column, int row,
+                                         std::uint32_t from, std::uint64_t policy) {
   asm volatile(
       "cp.async.bulk.tensor.2d.global.shared::cta.bulk_group.L2::cache_hint "
       "[%0, {%2, %3}], [%1], %4;" ::"l"(map),
@@ -195,15 +194,15 @@ __device__ __forceinline__ void StoreTile(const CUtensorMap* map, int column, in
   asm volatile("cp.async.bulk.commit_group;" ::: "memory");
 }
 
-// Waits until of all that this thread has stored so at most the last `kPending` may still be read
-// from shared memory.
+// Waits until TMA has read the shared memory of all of this thread's stores but the last
+// `kPending`.
 template <int kPending>
-__device__ __forceinline__ void StoreWaitRead() {
+__device__ __forceinline__ void TmaStoreWaitRead() {
   asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(kPending) : "memory");
 }
 
-// Lets the copy engine see what this thread has written into shared memory.
-__device__ __forceinline__ void CopyFence() {
+// Makes this thread's writes to shared memory visible to TMA.
+__device__ __forceinline__ void ProxyFence() {
   asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 }
 
@@ -218,8 +217,8 @@ __device__ __forceinline__ uint4 LoadShared128(std::uint32_t address) {
   return value;
 }
 
-// Four 8 x 16 bytes: lane l gives the address of row l % 8 of matrix l / 8, and gets bytes 4 (l %
-// 4) to 4 (l % 4) + 3 of row l / 4 of each.
+// Loads four matrices of 8 rows x 16 bytes: lane l gives the address of row l % 8 of matrix l / 8,
+// and gets bytes 4 (l % 4) to 4 (l % 4) + 3 of row l / 4 of each matrix.
 __device__ __forceinline__ uint4 LoadMatrices(std::uint32_t address) {
   uint4 value;
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
@@ -239,7 +238,7 @@ __device__ __forceinline__ void StoreCluster32(std::uint32_t address, std::uint3
   asm volatile("st.shared::cluster.u32 [%0], %1;" ::"r"(address), "r"(value) : "memory");
 }
 
-// To another block of the cluster, whose barrier counts the bytes when they have come.
+// Stores into another CTA of the cluster, whose barrier counts the bytes as they arrive.
 __device__ __forceinline__ void PushCluster128(std::uint32_t address, std::uint32_t x,
                                                std::uint32_t y, std::uint32_t z, std::uint32_t w,
                                                std::uint32_t barrier) {
@@ -250,8 +249,8 @@ __device__ __forceinline__ void PushCluster128(std::uint32_t address, std::uint3
       : "memory");
 }
 
-// Two 8 x 8 matrices of 16-bit elements, transposed: lane l < 16 gives the address of column l % 8
-// of matrix l / 8, and every lane 4 r + c elements 2 c (low half) and 2 c + 1 of row r of both.
+// Stores two 8 x 8 matrices of 16-bit elements, transposed: lane l < 16 gives the address of column
+// l % 8 of matrix l / 8, and lane 4 r + c elements 2 c (low half) and 2 c + 1 of row r of both.
 __device__ __forceinline__ void StoreTransposed(std::uint32_t address, std::uint32_t first,
                                                 std::uint32_t second) {
   asm volatile("stmatrix.sync.aligned.m8n8.x2.trans.shared.b16 [%0], {%1, %2};" ::"r"(address),
@@ -259,7 +258,7 @@ __device__ __forceinline__ void StoreTransposed(std::uint32_t address, std::uint
                : "memory");
 }
 
-// A load and a store that pass the first-level cache by.
+// Loads and stores that bypass L1.
 __device__ __forceinline__ uint4 LoadGlobal128(const uint4* from) {
   uint4 value;
   asm volatile("ld.global.cg.v4.u32 {%0, %1, %2, %3}, [%4];"
@@ -269,7 +268,7 @@ __device__ __forceinline__ uint4 LoadGlobal128(const uint4* from) {
   return value;
 }
 
-// Loads if `condition`; else the words stay what they are.
+// Loads if `condition`; otherwise the words keep their values.
 __device__ __forceinline__ void LoadGlobal128If(bool condition, const uint4* from, std::uint32_t& x,
                                                 std::uint32_t& y, std::uint32_t& z,
                                                 std::uint32_t& w) {
@@ -289,24 +288,24 @@ __device__ __forceinline__ void StoreGlobal128(uint4* to, uint4 value) {
 
 // ---- flags in global memory ----
 
-// Sets a flag when all that this thread has seen written can be read by who sees the flag.
-__device__ __forceinline__ void RaiseFlag(std::uint32_t* flag) {
+// Sets a flag; whoever sees it set sees every write that this thread has seen.
+__device__ __forceinline__ void SetFlag(std::uint32_t* flag) {
   asm volatile("fence.acq_rel.gpu;\nst.relaxed.gpu.global.u32 [%0], 1;" ::"l"(flag) : "memory");
 }
 
-__device__ __forceinline__ bool FlagIsUp(const std::uint32_t* flag) {
+__device__ __forceinline__ bool FlagIsSet(const std::uint32_t* flag) {
   std::uint32_t found;
   asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(found) : "l"(flag) : "memory");
   return found != 0;
 }
 
-// Waits for a flag and lowers it.
-__device__ __forceinline__ void TakeFlag(std::uint32_t* flag) {
-  Await([=] { return FlagIsUp(flag); });
+// Waits for a flag and clears it.
+__device__ __forceinline__ void WaitAndClearFlag(std::uint32_t* flag) {
+  Await([=] { return FlagIsSet(flag); });
   asm volatile("st.relaxed.gpu.global.u32 [%0], 0;" ::"l"(flag) : "memory");
 }
 
-// A load that the compiler leaves where it stands.
+// A load that the compiler does not move.
 __device__ __forceinline__ float LoadNow(const float* from) {
   float value;
   asm volatile("ld.global.f32 %0, [%1];" : "=f"(value) : "l"(from) : "memory");

@@ -1,34 +1,33 @@
-// Quantizing tokens and lifting them into the windows of a pattern, in one launch:
+// Quantizes tokens and lifts them into the windows of a pattern, in one launch:
 //
 //     scale[m] = max_k |x[m, k]| / Q        q[m, 4 j + i] = round(x[m, column(j) + i] / scale[m])
 //
 // Word j of a row, four codes, is window l = j % (L/2 - 1) of block j / (L/2 - 1); its columns
 // begin at L block + 2 l - phase.  L = 4 lifts nothing.  The arithmetic is that of
-// `slidesparse.quantize`
-// ("cuda"), bit for bit.
+// `slidesparse.quantize` ("cuda"), bit for bit.
 //
-// A row is the work of a block of threads, or of a cluster of them where rows are long.
-// Each reads its part once, into registers, as far as these reach; the codes of the part stand in
-// shared memory, in the order of the row, and from there go into the windows.
+// A row is the work of one CTA, or of a cluster if rows are long.  Each CTA reads its part of the
+// row once, into registers as far as they suffice; the part's codes are written to shared memory in
+// the order of the row, and from there into the windows.
 //
-// x may be what a norm or an activation is yet to be computed of: see row.cuh.
+// x may first go through a norm or an activation: see row.cuh.
 
 #pragma once
 
-#include "enqueue.cuh"
 #include "row.cuh"
+#include "runtime.cuh"
 
 namespace slidesparse::hopper {
 
-constexpr int kMostParts = 8;    // of a row: a portable cluster
-constexpr int kStoreCodes = 16;  // that it stores at a time
-constexpr int kPartUnit = 8;     // blocks of L columns: whole vectors and stores, whatever L is
+constexpr int kMostParts = 8;    // CTAs of a row: a portable cluster
+constexpr int kStoreCodes = 16;  // codes of one store
+constexpr int kPartUnit = 8;     // blocks of L columns: whole vectors and stores for any L
 constexpr int kMostQuantizeThreads = 1024;
 constexpr float kLargestInt8 = 127.0f, kLargestFp8 = 448.0f;
 constexpr float kLeastFp8Scale = 1.0f / (448.0f * 512.0f);
 
-// To the nearest integer, ties to even, NaN to 0; saturated to 8 bits; the first in the lowest
-// byte.
+// Rounds to the nearest integer, ties to even, NaN to 0, saturated to 8 bits; the first in the
+// lowest byte.
 __device__ __forceinline__ std::uint32_t Int8Word(float a, float b, float c, float d) {
   std::uint32_t word;
   asm("{\n.reg .b32 i0, i1, i2, i3, high;\n"
@@ -94,8 +93,8 @@ struct RowScale {
   }
 };
 
-// Hands every thread that works on the row the word of each warp of each part, part by part.
-// The cluster's blocks have started.
+// Gives every thread of the row's CTAs the word of each of their warps, in the order of the parts.
+// All CTAs of the cluster must have started.
 __device__ __forceinline__ void Exchange(std::uint32_t of_warp, std::uint32_t* words, int part,
                                          int parts) {
   const int warps = blockDim.x / 32, warp = threadIdx.x / 32, lane = threadIdx.x % 32;
@@ -104,7 +103,7 @@ __device__ __forceinline__ void Exchange(std::uint32_t of_warp, std::uint32_t* w
     __syncthreads();
   } else {
     if (lane < parts) {
-      StoreCluster32(MapToBlock(SharedAddress(words + part * warps + warp), lane), of_warp);
+      StoreCluster32(MapToCta(SharedAddress(words + part * warps + warp), lane), of_warp);
     }
     __syncwarp();
     ClusterArrive();
@@ -112,7 +111,7 @@ __device__ __forceinline__ void Exchange(std::uint32_t of_warp, std::uint32_t* w
   }
 }
 
-// The largest of all threads' magnitudes that work on the row.  Magnitudes order as their bits.
+// The largest magnitude of a row.  Magnitudes compare as their bits do.
 __device__ __forceinline__ float RowLargest(float mine, std::uint32_t* words, int part, int parts) {
   Exchange(__reduce_max_sync(0xFFFFFFFFu, __float_as_uint(mine)), words, part, parts);
   std::uint32_t found = 0;
@@ -130,7 +129,7 @@ __device__ __forceinline__ float WarpSum(float mine) {
   return mine;
 }
 
-// The sum over all threads that work on the row, the same for each of them and each time.
+// The sum over a row, in a fixed order, so that it is the same in every thread and every run.
 __device__ __forceinline__ float RowSum(float mine, std::uint32_t* words, int part, int parts) {
   Exchange(__float_as_uint(WarpSum(mine)), words, part, parts);
   float found = 0.0f;
@@ -140,7 +139,7 @@ __device__ __forceinline__ float RowSum(float mine, std::uint32_t* words, int pa
   return WarpSum(found);
 }
 
-// Words 4 i to 4 i + 3 of the part, from its codes in the order of the row.
+// Words 4 i to 4 i + 3 of the part's windows, from its codes in the order of the row.
 __device__ __forceinline__ uint4 LiftWords(const QuantizeArguments& arguments,
                                            const std::uint8_t* codes, int i) {
   if (arguments.length == 4) return reinterpret_cast<const uint4*>(codes)[i];
@@ -153,18 +152,19 @@ __device__ __forceinline__ uint4 LiftWords(const QuantizeArguments& arguments,
     const std::uint32_t low = *reinterpret_cast<const std::uint16_t*>(from);
     const std::uint32_t high = *reinterpret_cast<const std::uint16_t*>(from + 2);
     words[w] = low | high << 16;
-    const bool last = ++window == arguments.windows;  // of its block: the next shares nothing
+    const bool last =
+        ++window == arguments.windows;  // of its block: the next window shares no columns
     window = last ? 0 : window;
     from += last ? 4 : 2;
   }
   return make_uint4(words[0], words[1], words[2], words[3]);
 }
 
-// A thread holds kVectors of its vectors; it reads others again.
-template <Float kInput, bool kFp8, bool kWide, int kVectors, Before kBefore>
+// A thread keeps kVectors of its vectors in registers and reads the others again.
+template <Float kInput, bool kFp8, bool kWide, int kVectors, Prologue kPrologue>
 __global__ void __launch_bounds__(kMostQuantizeThreads)
     Quantize(const __grid_constant__ QuantizeArguments arguments) {
-  using RowOf = Row<kInput, kWide, kBefore>;
+  using RowOf = Row<kInput, kWide, kPrologue>;
   constexpr int kWords = kMostParts * kMostQuantizeThreads / 32;
   extern __shared__ __align__(16) std::uint8_t codes[];
   __shared__ std::uint32_t largest[kWords], sums[RowOf::kIsNorm ? kWords : 1];
@@ -173,7 +173,8 @@ __global__ void __launch_bounds__(kMostQuantizeThreads)
   const std::int64_t row_index = blockIdx.x / parts;
   const int begin = part * arguments.part;
   const int padded = min(arguments.part, arguments.padded - begin);
-  const int vectors = (padded + kVectorCodes - 1) / kVectorCodes;  // none and less: nothing to do
+  const int vectors =
+      (padded + kVectorCodes - 1) / kVectorCodes;  // 0 or less: this CTA has no columns
   const int held = kVectors * blockDim.x;
   const RowOf row(arguments, row_index);
   if (arguments.trigger == Trigger::kAtOnce) LaunchDependents();
@@ -222,7 +223,7 @@ __global__ void __launch_bounds__(kMostQuantizeThreads)
   __syncwarp();
   if (!RowOf::kIsNorm && parts > 1) ClusterWait();
   const RowScale<kFp8> scale(RowLargest(absmax, largest, part, parts));
-  if (arguments.trigger == Trigger::kBeforeCodes) LaunchDependents();
+  if (arguments.trigger == Trigger::kPrologueCodes) LaunchDependents();
 
   uint2* const to = reinterpret_cast<uint2*>(codes);
 #pragma unroll
@@ -242,28 +243,18 @@ __global__ void __launch_bounds__(kMostQuantizeThreads)
   if (part == 0 && threadIdx.x == 0) arguments.scale[row_index] = scale.scale;
 }
 
-// What is asked for, before it is decided how.
-struct QuantizeCall {
-  QuantizeArguments arguments;  // up to `phase`, and the trigger
-  std::int64_t m;
-  Float input;
-  bool fp8;
-  Before before;
-  int parts, vectors;  // 0: chosen
-};
+using QuantizeKernel = void (*)(QuantizeArguments);
 
-// Which kernel; each value of Before has a unit of its own, see quantize_instance.cu.
-struct QuantizeLaunch {
-  Launch launch;
-  Float input;
-  bool fp8, wide;
-  int vectors;
-};
+// The kernel for a type of x, and so on; each prologue has a unit of its own, quantize_instance.cu.
+template <Prologue kPrologue>
+QuantizeKernel FindQuantize(Float input, bool fp8, bool wide, int vectors);
 
-template <Before kBefore>
-cudaError_t LaunchQuantize(const QuantizeArguments& arguments, const QuantizeLaunch& launch);
+// Checks the part of `arguments` that a layer determines: k, columns, length, phase; computes the
+// rest from it, and loads the kernels on the current device.  Null, or what is wrong.
+const char* PrepareQuantize(QuantizeArguments& arguments, bool fp8);
 
-// Null and a launch, or why there is none.  Defined in quantize.cu.
-const char* EnqueueQuantize(const QuantizeCall& call, cudaStream_t stream, bool dependent);
+// Quantizes m rows.  `arguments` come from PrepareQuantize, with the tensors of this call.
+const char* EnqueueQuantize(QuantizeArguments arguments, std::int64_t m, Float input, bool fp8,
+                            Prologue prologue, cudaStream_t stream);
 
 }  // namespace slidesparse::hopper

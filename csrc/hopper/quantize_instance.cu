@@ -1,51 +1,43 @@
-// The quantizer's kernels for what may come before: SLIDESPARSE_BEFORE (kNone, kNorm, ...).
+// The quantizer's kernels for one prologue: SLIDESPARSE_PROLOGUE (kNone, kRmsNorm, ...).
 
 #include "quantize.cuh"
 
 namespace slidesparse::hopper {
 namespace {
 
-constexpr Before kBefore = Before::SLIDESPARSE_BEFORE;
-
-template <Float kInput, bool kFp8, bool kWide, int kVectors>
-cudaError_t EnqueueInstance(const QuantizeArguments& arguments, const Launch& launch) {
-  static Prepared prepared;
-  return Enqueue(Quantize<kInput, kFp8, kWide, kVectors, kBefore>, prepared, arguments, launch);
-}
+constexpr Prologue kPrologue = Prologue::SLIDESPARSE_PROLOGUE;
 
 template <Float kInput, bool kFp8>
-cudaError_t EnqueueShape(const QuantizeArguments& arguments, const QuantizeLaunch& of) {
-  if (!of.wide) return EnqueueInstance<kInput, kFp8, false, 1>(arguments, of.launch);
-  switch (of.vectors) {
+QuantizeKernel FindVectors(bool wide, int vectors) {
+  if (!wide) return Quantize<kInput, kFp8, false, 1, kPrologue>;
+  switch (vectors) {
     case 1:
-      return EnqueueInstance<kInput, kFp8, true, 1>(arguments, of.launch);
+      return Quantize<kInput, kFp8, true, 1, kPrologue>;
     case 2:
-      return EnqueueInstance<kInput, kFp8, true, 2>(arguments, of.launch);
+      return Quantize<kInput, kFp8, true, 2, kPrologue>;
     default:
-      return EnqueueInstance<kInput, kFp8, true, 4>(arguments, of.launch);
+      return Quantize<kInput, kFp8, true, 4, kPrologue>;
   }
 }
 
 template <Float kInput>
-cudaError_t EnqueueInput(const QuantizeArguments& arguments, const QuantizeLaunch& of) {
-  return of.fp8 ? EnqueueShape<kInput, true>(arguments, of)
-                : EnqueueShape<kInput, false>(arguments, of);
+QuantizeKernel FindCodes(bool fp8, bool wide, int vectors) {
+  return fp8 ? FindVectors<kInput, true>(wide, vectors) : FindVectors<kInput, false>(wide, vectors);
 }
 
 }  // namespace
 
 template <>
-cudaError_t LaunchQuantize<kBefore>(const QuantizeArguments& arguments,
-                                    const QuantizeLaunch& launch) {
-  switch (launch.input) {
+QuantizeKernel FindQuantize<kPrologue>(Float input, bool fp8, bool wide, int vectors) {
+  switch (input) {
     case Float::kBFloat16:
-      return EnqueueInput<Float::kBFloat16>(arguments, launch);
+      return FindCodes<Float::kBFloat16>(fp8, wide, vectors);
     case Float::kFloat16:
-      return EnqueueInput<Float::kFloat16>(arguments, launch);
+      return FindCodes<Float::kFloat16>(fp8, wide, vectors);
     case Float::kFloat32:
-      return EnqueueInput<Float::kFloat32>(arguments, launch);
+      return FindCodes<Float::kFloat32>(fp8, wide, vectors);
     default:
-      return cudaErrorInvalidValue;
+      return nullptr;
   }
 }
 

@@ -1,10 +1,10 @@
-// The ring of stages in shared memory: a producer that fills it and the warpgroups that multiply
-// what it holds.
+// The ring of stages in shared memory: a producer warp that fills it by TMA, and the consumer
+// warpgroups that multiply what it holds.
 //
-// A stage is 128 columns: the activations of kTokens tokens, which the tensor cores read, and the
-// packed weight of kStrips strips, which they read, too, or take from registers.  Work is counted
-// in units, a tile of 64 kStrips out-features x kTokens tokens by one stage, and runs on from tile
-// to tile without a break.
+// A stage is 128 columns of K': the activations of kTokens tokens, which wgmma reads from shared
+// memory, and a packed block of each of kStrips strips, which wgmma reads from shared memory or
+// from registers.  A CTA's work is a number of stages, each of a tile of 64 kStrips out-features x
+// kTokens tokens; the ring runs from one tile to the next without draining.
 
 #pragma once
 
@@ -13,29 +13,29 @@
 namespace slidesparse::hopper {
 
 template <int kStrips, int kTokens>
-struct Shape {
-  static constexpr int kConsumers = kStrips * 128;  // threads
-  // Registers are limited by quarters of a multiprocessor: 12 warps may have 168 each, 13 only 128.
-  // With many tokens two warpgroups multiply, and a third, whose registers they get, fills the
-  // ring.
+struct TileShape {
+  static constexpr int kConsumerThreads = kStrips * 128;  // a warpgroup for each strip
+  // Registers are divided among the four quarters of an SM: 12 warps may have 168 each, 13 only
+  // 128. So with 256 tokens two warpgroups multiply, and a third, which gives them its registers,
+  // fills the ring.
   static constexpr bool kWide = kTokens > 128;
-  static constexpr int kProducers = kWide ? 128 : 32;
-  static constexpr int kThreads = kConsumers + kProducers;
+  static constexpr int kProducerThreads = kWide ? 128 : 32;
+  static constexpr int kThreads = kConsumerThreads + kProducerThreads;
   static constexpr int kProducerRegisters = 40, kConsumerRegisters = 232;
   static_assert(!kWide || kStrips == 2);
-  // Blocks that a multiprocessor must have the registers for.
-  static constexpr int kResident = kTokens > 64   ? 1
-                                   : kStrips == 1 ? 4
-                                   : kStrips == 2 ? 3
-                                   : kStrips == 3 ? 2
-                                                  : 1;
+  // CTAs that an SM must have the registers for.
+  static constexpr int kResidentCtas = kTokens > 64   ? 1
+                                       : kStrips == 1 ? 4
+                                       : kStrips == 2 ? 3
+                                       : kStrips == 3 ? 2
+                                                      : 1;
   static constexpr int kTokenBytes = kTokens * kBlockColumns;
   static constexpr int kStageBytes = kTokenBytes + kStrips * kPackedBytes;
 };
 
-// At the beginning of what a warpgroup of producers, or of consumers, does.
+// Every warp of a warpgroup calls it first, as producer or as consumer.
 template <class S, bool kProducer>
-__device__ __forceinline__ void DealRegisters() {
+__device__ __forceinline__ void ReallocateRegisters() {
   if (!S::kWide) return;
   if (kProducer) {
     asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(S::kProducerRegisters));
@@ -44,58 +44,60 @@ __device__ __forceinline__ void DealRegisters() {
   }
 }
 
-// Of the blocks of a cluster those that read the same activations; each loads a part for all.
-struct Sharers {
-  int first, count, mine;  // the first's rank in the cluster, and this one's number among them
+// The CTAs of a cluster that read the same activations; each loads a part and multicasts it.
+struct MulticastGroup {
+  int first, size, rank;  // the first member's rank in the cluster; this CTA's rank in the group
 };
 
-// The tiles of a block of threads: where its part of the shared ones begins, its first whole tile
-// and the step to the next.
-struct Turns {
-  int tile, block;
-  int whole, step;
+// The tiles of a CTA: where its part of the shared tiles begins, its first whole tile, and the
+// distance to its next whole tile.
+struct CtaTiles {
+  int shared_tile, shared_k_block;
+  int whole_tile, whole_stride;
 };
 
-// Where a block of threads stands in its work: its whole tiles, then its part of the shared ones.
-struct Walk {
-  int turn, tile, block;  // and the stage's block of columns
-  int strip, token;       // the tile's first, of sharer 0
+// The tile scheduler: where a CTA is in its tiles, first the whole ones, then its shared part.
+struct TileScheduler {
+  int visited, tile, k_block;
+  int strip, token;  // the tile's first; the strip of the multicast group's first CTA
 
-  // Tiles are walked by groups of `together` rows of tokens; in a group by tokens, then by
-  // out-features, so that a weight serves several tiles while the cache holds it.
-  __device__ __forceinline__ void Find(const Arguments& arguments, int tokens, int strips) {
-    int across = tile, by_token = 0;
-    if (arguments.by_token > 1) {
-      const int group = arguments.of_group.Of(tile);
-      const int within = tile - group * arguments.of_group.divisor;
-      const bool last = (group + 1) * arguments.together.divisor > arguments.by_token;
-      across = last ? arguments.last.Of(within) : arguments.together.Of(within);
-      const int high = last ? arguments.last.divisor : arguments.together.divisor;
-      by_token = group * arguments.together.divisor + within - across * high;
+  // Tiles are ordered in groups of `group_m_tiles` token tiles; in a group by tokens first, then by
+  // out-features, so that a weight serves several tiles while L2 holds it.
+  __device__ __forceinline__ void Locate(const GemmArguments& arguments, int tokens, int strips) {
+    int n_tile = tile, m_tile = 0;
+    if (arguments.m_tiles > 1) {
+      const int group = arguments.group_tiles.Divide(tile);
+      const int within = tile - group * arguments.group_tiles.divisor;
+      const bool last = (group + 1) * arguments.group_m_tiles.divisor > arguments.m_tiles;
+      n_tile = last ? arguments.last_group_m_tiles.Divide(within)
+                    : arguments.group_m_tiles.Divide(within);
+      const int height =
+          last ? arguments.last_group_m_tiles.divisor : arguments.group_m_tiles.divisor;
+      m_tile = group * arguments.group_m_tiles.divisor + within - n_tile * height;
     }
-    strip = across * strips;
-    token = by_token * tokens;
+    strip = n_tile * strips;
+    token = m_tile * tokens;
   }
 
-  __device__ __forceinline__ void Begin(const Arguments& arguments, const Turns& turns, int tokens,
-                                        int strips) {
-    turn = -1;
-    Turn(arguments, turns, tokens, strips);
+  __device__ __forceinline__ void Begin(const GemmArguments& arguments, const CtaTiles& tiles,
+                                        int tokens, int strips) {
+    visited = -1;
+    Next(arguments, tiles, tokens, strips);
   }
 
-  // To the tile after this one.
-  __device__ __forceinline__ void Turn(const Arguments& arguments, const Turns& turns, int tokens,
-                                       int strips) {
-    ++turn;
-    const int of_part = turn - arguments.rounds;
-    tile = of_part < 0 ? turns.whole + turn * turns.step : turns.tile + of_part;
-    block = of_part == 0 ? turns.block : 0;
-    Find(arguments, tokens, strips);
+  __device__ __forceinline__ void Next(const GemmArguments& arguments, const CtaTiles& tiles,
+                                       int tokens, int strips) {
+    ++visited;
+    const int shared = visited - arguments.whole_tiles;
+    tile =
+        shared < 0 ? tiles.whole_tile + visited * tiles.whole_stride : tiles.shared_tile + shared;
+    k_block = shared == 0 ? tiles.shared_k_block : 0;
+    Locate(arguments, tokens, strips);
   }
 };
 
-// The ring as one thread walks it.
-struct Cursor {
+// A thread's position in the ring.
+struct PipelineState {
   int stage = 0;
   std::uint32_t parity = 0;
 
@@ -107,28 +109,28 @@ struct Cursor {
   }
 };
 
-// Fills the ring.  For all threads of a warp, of which one copies: the compiler then sees that they
-// compute the same, keeps it in uniform registers, and has no loop around each copy.
+// Fills the ring.  The whole warp executes this and one elected lane issues the copies: so the
+// compiler sees uniform values, keeps them in uniform registers, and puts no loop around a copy.
 template <int kStrips, int kTokens>
-class Producer {
-  using S = Shape<kStrips, kTokens>;
+class TmaProducer {
+  using S = TileShape<kStrips, kTokens>;
 
  public:
-  __device__ Producer(const Arguments& arguments, const Sharers& sharers, const Walk& begin,
-                      const Turns& turns, int count, std::uint32_t ring, std::uint32_t full,
-                      std::uint32_t empty)
+  __device__ TmaProducer(const GemmArguments& arguments, const MulticastGroup& group,
+                         const TileScheduler& begin, const CtaTiles& tiles, int count,
+                         std::uint32_t ring, std::uint32_t full, std::uint32_t empty)
       : arguments_(arguments),
-        sharers_(sharers),
+        group_(group),
         begin_(begin),
         next_(begin),
-        turns_(turns),
+        tiles_(tiles),
         first_(min(count, arguments.stages)),
         count_(count),
         ring_(ring),
         full_(full),
         empty_(empty) {}
 
-  // Weights of as many stages as there are.
+  // Loads the weights of as many stages as the ring holds.
   __device__ void Begin() {
     FindWeights();
     for (int i = 0; i < first_; ++i) {
@@ -137,29 +139,29 @@ class Producer {
     }
   }
 
-  // Their activations, when these and the cluster's barriers are there, and the rest.  Returns when
-  // no sharer will arrive at this block's stages any more: to arrive at a block that has ended
-  // fails the launch.
+  // Loads their activations, which the kernel in front must have written, then the other stages.
+  // Returns when no CTA of the group will arrive at this CTA's barriers any more: an arrival at a
+  // CTA that has ended fails the launch.
   __device__ void Run() {
-    Walk walk = begin_;
+    TileScheduler scheduler = begin_;
     for (int i = 0; i < first_; ++i) {
-      LoadTokens(walk, i);
-      if (++walk.block == arguments_.blocks) {
-        walk.Turn(arguments_, turns_, kTokens, kStrips * sharers_.count);
+      LoadTokens(scheduler, i);
+      if (++scheduler.k_block == arguments_.k_blocks) {
+        scheduler.Next(arguments_, tiles_, kTokens, kStrips * group_.size);
       }
     }
-    Cursor cursor;
+    PipelineState state;
     for (int i = first_; i < count_; ++i) {
-      BarrierWait(empty_ + 8 * cursor.stage, cursor.parity);
-      LoadWeights(cursor.stage);
-      LoadTokens(next_, cursor.stage);
+      BarrierWait(empty_ + 8 * state.stage, state.parity);
+      LoadWeights(state.stage);
+      LoadTokens(next_, state.stage);
       Advance();
-      cursor.Advance(arguments_.stages);
+      state.Advance(arguments_.stages);
     }
-    if (sharers_.count == 1) return;
-    for (int i = 0; i < first_; ++i) {  // stages that have been read and not filled again
-      BarrierWait(empty_ + 8 * cursor.stage, cursor.parity);
-      cursor.Advance(arguments_.stages);
+    if (group_.size == 1) return;
+    for (int i = 0; i < first_; ++i) {  // the last stages, which are not filled again
+      BarrierWait(empty_ + 8 * state.stage, state.parity);
+      state.Advance(arguments_.stages);
     }
   }
 
@@ -167,11 +169,11 @@ class Producer {
   __device__ __forceinline__ void FindWeights() {
 #pragma unroll
     for (int i = 0; i < kStrips; ++i) {
-      // strips beyond the last are not stored
-      const int strip = min(next_.strip + kStrips * sharers_.mine + i, arguments_.strips - 1);
+      // A strip beyond the last one is multiplied as any other, but its outputs are not stored.
+      const int strip = min(next_.strip + kStrips * group_.rank + i, arguments_.strips - 1);
       weights_[i] =
           arguments_.weight +
-          (static_cast<std::size_t>(strip) * arguments_.blocks + next_.block) * kPackedBytes;
+          (static_cast<std::size_t>(strip) * arguments_.k_blocks + next_.k_block) * kPackedBytes;
     }
   }
 
@@ -182,115 +184,116 @@ class Producer {
     BarrierExpect(barrier, S::kStageBytes);
 #pragma unroll
     for (int i = 0; i < kStrips; ++i) {
-      CopyBytes(to + i * kPackedBytes, weights_[i], kPackedBytes, barrier, arguments_.keep_weight);
+      BulkLoad(to + i * kPackedBytes, weights_[i], kPackedBytes, barrier, arguments_.weight_policy);
     }
   }
 
-  __device__ __forceinline__ void LoadTokens(const Walk& walk, int stage) {
+  __device__ __forceinline__ void LoadTokens(const TileScheduler& at, int stage) {
     const std::uint32_t barrier = full_ + 8 * stage;
     const std::uint32_t to = ring_ + stage * S::kStageBytes;
-    const int column = walk.block * kBlockColumns;
+    const int column = at.k_block * kBlockColumns;
     if (!ElectOne()) return;
-    if (sharers_.count == 1) {
-      CopyTile(to, &arguments_.q, column, walk.token, barrier, arguments_.keep_tokens);
+    if (group_.size == 1) {
+      TmaLoad(to, &arguments_.q, column, at.token, barrier, arguments_.token_policy);
     } else {
-      const int first = sharers_.mine * arguments_.shared_tokens;
-      const int blocks = ((1 << sharers_.count) - 1) << sharers_.first;
-      CopyTileToBlocks(to + first * kBlockColumns, &arguments_.q, column, walk.token + first,
-                       barrier, static_cast<std::uint16_t>(blocks), arguments_.keep_tokens);
+      const int first = group_.rank * arguments_.multicast_tokens;
+      const int ctas = ((1 << group_.size) - 1) << group_.first;
+      TmaLoadMulticast(to + first * kBlockColumns, &arguments_.q, column, at.token + first, barrier,
+                       static_cast<std::uint16_t>(ctas), arguments_.token_policy);
     }
   }
 
-  // To the stage after the one whose weights were asked for last.
+  // Moves on to the next stage's weights.
   __device__ __forceinline__ void Advance() {
-    if (++next_.block < arguments_.blocks) {
+    if (++next_.k_block < arguments_.k_blocks) {
 #pragma unroll
       for (int i = 0; i < kStrips; ++i) weights_[i] += kPackedBytes;
     } else {
-      next_.Turn(arguments_, turns_, kTokens, kStrips * sharers_.count);
+      next_.Next(arguments_, tiles_, kTokens, kStrips * group_.size);
       FindWeights();
     }
   }
 
-  const Arguments& arguments_;
-  const Sharers& sharers_;
-  const Walk begin_;
-  Walk next_;
+  const GemmArguments& arguments_;
+  const MulticastGroup& group_;
+  const TileScheduler begin_;
+  TileScheduler next_;
   const std::uint8_t* weights_[kStrips];  // of `next_`
-  Turns turns_;
+  CtaTiles tiles_;
   int first_, count_;
   std::uint32_t ring_, full_, empty_;
 };
 
-// A weight's registers for one product.
+// The registers of the weight for one wgmma.
 struct Fragment {
   uint4 values;
-  std::uint32_t places;
+  std::uint32_t metadata;
 };
-static_assert(kProducts == 2);
+static_assert(kWgmmas == 2);
 
-// Keeps whatever moves sums from register to register on this side of products.
+// Keeps moves of sums between registers on this side of the wgmmas.
 template <int kSums>
 __device__ __forceinline__ void Pin(std::uint32_t (&sums)[kSums]) {
 #pragma unroll
   for (int i = 0; i < kSums; ++i) asm volatile("" : "+r"(sums[i])::"memory");
 }
 
-// Sums of nothing.  Of a zero that it knows the compiler makes a second set of sums for the first
-// product; the grid has no third dimension, which it does not know.
+// Sets sums to zero, by a value that the compiler does not know to be zero (the grid has no third
+// dimension): for a known zero it makes a second set of sums for the first wgmma.
 template <int kSums>
 __device__ __forceinline__ void Clear(std::uint32_t (&sums)[kSums]) {
 #pragma unroll
   for (int i = 0; i < kSums; ++i) sums[i] = blockIdx.z;
 }
 
-// The ring as a warpgroup that multiplies walks it.
+// What both consumers do with the ring.
 class Consumer {
  protected:
-  __device__ Consumer(const Arguments& arguments, const Sharers& sharers, std::uint32_t ring,
-                      std::uint32_t full, std::uint32_t empty)
-      : arguments_(arguments), sharers_(sharers), ring_(ring), full_(full), empty_(empty) {}
+  __device__ Consumer(const GemmArguments& arguments, const MulticastGroup& group,
+                      std::uint32_t ring, std::uint32_t full, std::uint32_t empty)
+      : arguments_(arguments), group_(group), ring_(ring), full_(full), empty_(empty) {}
 
-  // Until the next stage is there.
+  // Waits until the next stage is full.
   __device__ __forceinline__ void Wait() { BarrierWait(full_ + 8 * next_.stage, next_.parity); }
 
-  // Tells the producers of all that write into it that the oldest stage is free.
+  // Tells every producer that writes into the oldest stage that it is free.
   __device__ __forceinline__ void Release() {
     const int lane = threadIdx.x % 32;
     const std::uint32_t barrier = empty_ + 8 * oldest_;
-    if (sharers_.count == 1) {
+    if (group_.size == 1) {
       if (lane == 0) BarrierArrive(barrier);
-    } else if (lane < sharers_.count) {
-      BarrierArriveAt(barrier, sharers_.first + lane);
+    } else if (lane < group_.size) {
+      BarrierArriveAt(barrier, group_.first + lane);
     }
     if (++oldest_ == arguments_.stages) oldest_ = 0;
   }
 
-  const Arguments& arguments_;
-  const Sharers& sharers_;
+  const GemmArguments& arguments_;
+  const MulticastGroup& group_;
   std::uint32_t ring_, full_, empty_;
-  Cursor next_;
+  PipelineState next_;
   int oldest_ = 0;
 };
 
-// With up to 128 tokens: weights from registers; the tensor cores would take longer to read them.
+// With up to 128 tokens wgmma takes the weight from registers, which is faster than from shared
+// memory.
 template <class Type, int kStrips, int kTokens>
 class NarrowConsumer : Consumer {
-  using S = Shape<kStrips, kTokens>;
+  using S = TileShape<kStrips, kTokens>;
 
  public:
-  __device__ NarrowConsumer(const Arguments& arguments, const Sharers& sharers, std::uint32_t ring,
-                            std::uint32_t full, std::uint32_t empty)
-      : Consumer(arguments, sharers, ring, full, empty) {
+  __device__ NarrowConsumer(const GemmArguments& arguments, const MulticastGroup& group,
+                            std::uint32_t ring, std::uint32_t full, std::uint32_t empty)
+      : Consumer(arguments, group, ring, full, empty) {
     const int thread = threadIdx.x % 128;
     const int lane = thread % 32;
     const std::uint32_t weight = ring + S::kTokenBytes + threadIdx.x / 128 * kPackedBytes;
     values_ = weight + thread / 32 * 512 + lane / 8 % 2 * 256 + lane / 16 * 128 + lane % 8 * 16;
-    places_ = weight + kValueBytes + thread * 4;
+    metadata_ = weight + kValueBytes + thread * 4;
   }
 
-  // Adds the products of the ring's next `count` stages, at least one, to `sums`.  A product's
-  // weight is read while the one before it runs.
+  // Adds the products of the ring's next `count` >= 1 stages to `sums`.  The weight of a wgmma is
+  // read while the one before it runs.
   __device__ __forceinline__ void Run(int count, std::uint32_t (&sums)[kTokens / 2]) {
     Fragment first, second;
     Pin(sums);
@@ -298,102 +301,103 @@ class NarrowConsumer : Consumer {
     Load(first, 0);
     for (int i = 0; i < count; ++i) {
       Multiply(first, 0, sums);
-      ProductWait<1>();  // the products of the stage before have read it, and `second`
+      WgmmaWait<1>();  // the stage before and `second` have been read
       if (i > 0) Release();
       Load(second, 1);
       Multiply(second, 1, sums);
-      ProductWait<1>();
+      WgmmaWait<1>();
       next_.Advance(arguments_.stages);
       if (i + 1 < count) {
         Wait();
         Load(first, 0);
       }
     }
-    ProductWait<0>();
+    WgmmaWait<0>();
     Pin(sums);
     Release();
   }
 
  private:
-  __device__ __forceinline__ void Load(Fragment& fragment, int product) {
+  __device__ __forceinline__ void Load(Fragment& fragment, int wgmma) {
     const std::uint32_t at = next_.stage * S::kStageBytes;
-    fragment.values = LoadMatrices(values_ + at + product * (kValueBytes / kProducts));
-    fragment.places = LoadShared32(places_ + at + product * (kPlaceBytes / kProducts));
+    fragment.values = LoadMatrices(values_ + at + wgmma * (kValueBytes / kWgmmas));
+    fragment.metadata = LoadShared32(metadata_ + at + wgmma * (kMetadataBytes / kWgmmas));
   }
 
-  __device__ __forceinline__ void Multiply(const Fragment& fragment, int product,
+  __device__ __forceinline__ void Multiply(const Fragment& fragment, int wgmma,
                                            std::uint32_t (&sums)[kTokens / 2]) {
     const std::uint64_t tokens =
-        Descriptor(ring_ + next_.stage * S::kStageBytes + product * kProductColumns);
-    ProductFence();
-    Product<Type, kTokens>::Add(sums, fragment.values, tokens, fragment.places);
-    ProductCommit();
+        Descriptor(ring_ + next_.stage * S::kStageBytes + wgmma * kWgmmaColumns);
+    WgmmaFence();
+    Wgmma<Type, kTokens>::FromRegisters(sums, fragment.values, tokens, fragment.metadata);
+    WgmmaCommit();
   }
 
-  std::uint32_t values_, places_;
+  std::uint32_t values_, metadata_;
 };
 
-// With 256 tokens: a product takes twice as long, so weights come from shared memory as well, which
-// leaves registers for the places of two stages, and a stage's products go together.
+// With 256 tokens a wgmma takes twice as long, so it reads the weight from shared memory, which
+// leaves registers for the metadata of two stages; the wgmmas of a stage form one group.
 template <class Type, int kStrips, int kTokens>
 class WideConsumer : Consumer {
-  using S = Shape<kStrips, kTokens>;
+  using S = TileShape<kStrips, kTokens>;
 
  public:
-  __device__ WideConsumer(const Arguments& arguments, const Sharers& sharers, std::uint32_t ring,
-                          std::uint32_t full, std::uint32_t empty)
-      : Consumer(arguments, sharers, ring, full, empty) {
-    const int group = __shfl_sync(0xFFFFFFFF, threadIdx.x / 128, 0);
-    weight_ = S::kTokenBytes + group * kPackedBytes;
-    places_ = ring + weight_ + kValueBytes + threadIdx.x % 128 * 4;
+  __device__ WideConsumer(const GemmArguments& arguments, const MulticastGroup& group,
+                          std::uint32_t ring, std::uint32_t full, std::uint32_t empty)
+      : Consumer(arguments, group, ring, full, empty) {
+    const int warpgroup = __shfl_sync(0xFFFFFFFF, threadIdx.x / 128, 0);
+    weight_ = S::kTokenBytes + warpgroup * kPackedBytes;
+    metadata_ = ring + weight_ + kValueBytes + threadIdx.x % 128 * 4;
   }
 
-  // Sums the products of the ring's next `count` stages, at least one: adds them to `sums` if these
-  // are `begun`, else overwrites them.
-  __device__ __forceinline__ void Run(int count, bool begun, std::uint32_t (&sums)[kTokens / 2]) {
-    Places even, odd;
+  // Sums the products of the ring's next `count` >= 1 stages: adds them to `sums` if `accumulate`,
+  // otherwise overwrites them.
+  __device__ __forceinline__ void Run(int count, bool accumulate,
+                                      std::uint32_t (&sums)[kTokens / 2]) {
+    Metadata even, odd;  // of the stages in turn
     int i = 0;
     Pin(sums);
     Wait();
     if (count % 2 == 1) {
       Load(even);
-      Step(even, odd, i, count, begun, sums);
+      Step(even, odd, i, count, accumulate, sums);
     } else {
       Load(odd);
     }
-    while (i < count) {  // no branch may leave it while products run, so two stages at a time
-      Step(odd, even, i, count, begun || i > 0, sums);
+    while (i < count) {  // no branch may leave it while wgmmas run, so two stages at a time
+      Step(odd, even, i, count, accumulate || i > 0, sums);
       Step(even, odd, i, count, true, sums);
     }
-    ProductWait<0>();
+    WgmmaWait<0>();
     Pin(sums);
     Release();
   }
 
  private:
-  using Places = std::uint32_t[kProducts];
+  using Metadata = std::uint32_t[kWgmmas];
 
-  __device__ __forceinline__ void Load(Places& places) {
+  __device__ __forceinline__ void Load(Metadata& metadata) {
 #pragma unroll
-    for (int product = 0; product < kProducts; ++product) {
-      places[product] = LoadShared32(places_ + next_.stage * S::kStageBytes +
-                                     product * (kPlaceBytes / kProducts));
+    for (int wgmma = 0; wgmma < kWgmmas; ++wgmma) {
+      metadata[wgmma] = LoadShared32(metadata_ + next_.stage * S::kStageBytes +
+                                     wgmma * (kMetadataBytes / kWgmmas));
     }
   }
 
-  // Multiplies stage `i`, and reads the places of the one after it.
-  __device__ __forceinline__ void Step(const Places& now, Places& then, int& i, int count,
+  // Multiplies stage `i`, and reads the metadata of the next one.
+  __device__ __forceinline__ void Step(const Metadata& now, Metadata& then, int& i, int count,
                                        bool accumulate, std::uint32_t (&sums)[kTokens / 2]) {
     const std::uint32_t stage = ring_ + next_.stage * S::kStageBytes;
-    ProductFence();
+    WgmmaFence();
 #pragma unroll
-    for (int product = 0; product < kProducts; ++product) {
-      Product<Type, kTokens>::AddShared(
-          sums, WeightDescriptor(stage + weight_ + product * (kValueBytes / kProducts)),
-          Descriptor(stage + product * kProductColumns), now[product], accumulate || product > 0);
+    for (int wgmma = 0; wgmma < kWgmmas; ++wgmma) {
+      Wgmma<Type, kTokens>::FromShared(
+          sums, WeightDescriptor(stage + weight_ + wgmma * (kValueBytes / kWgmmas)),
+          Descriptor(stage + wgmma * kWgmmaColumns), now[wgmma], accumulate || wgmma > 0);
     }
-    ProductCommit();
-    ProductWait<1>();  // the stage before has been read
+    WgmmaCommit();
+    WgmmaWait<1>();  // the stage before has been read
     if (i > 0) Release();
     next_.Advance(arguments_.stages);
     if (++i < count) {
@@ -403,7 +407,7 @@ class WideConsumer : Consumer {
   }
 
   std::uint32_t weight_;  // the strip's, in a stage
-  std::uint32_t places_;
+  std::uint32_t metadata_;
 };
 
 }  // namespace slidesparse::hopper

@@ -1,7 +1,7 @@
-// Rows of tokens as the quantizer reads them, and what a norm or an activation makes of them.
+// Rows of tokens as the quantizer reads them, and its prologue: the norm or activation before it.
 //
-// That is done in float32 and rounded to x's type at the end, once: what Inductor makes of vLLM's
-// RMSNorm and SiluAndMul.  SiLU has Inductor's bits; the mean of a norm is summed in another order.
+// A prologue computes in float32 and rounds once, to x's type, as Inductor compiles vLLM's RMSNorm
+// and SiluAndMul.  SiLU has Inductor's bits; a norm sums its mean in another order.
 
 #pragma once
 
@@ -11,38 +11,39 @@ namespace slidesparse::hopper {
 
 constexpr int kVectorCodes = 8;  // columns that a thread loads and quantizes at a time
 
-// When the kernel behind may start, if it waits for this one's results itself.
-enum class Trigger : int { kAtEnd = 0, kAtOnce = 1, kBeforeCodes = 2 };
+// When a dependent launch behind the quantizer may start; it waits for the quantizer's results
+// itself.
+enum class Trigger : int { kAtEnd = 0, kAtOnce = 1, kPrologueCodes = 2 };
 
-// What makes the row that is quantized.
-enum class Before : int {
-  kNone = 0,     // nothing: it is x
-  kNorm = 1,     // x / sqrt(mean_k x^2 + eps) * gain
-  kAddNorm = 2,  // the same of x + residual, which is kept
-  kSiluMul = 3,  // silu(x[m, k]) * x[m, K + k]
+// The row that is quantized.
+enum class Prologue : int {
+  kNone = 0,        // x
+  kRmsNorm = 1,     // x / sqrt(mean_k x^2 + eps) * gain
+  kAddRmsNorm = 2,  // the same of total = x + residual, which is stored
+  kSiluMul = 3,     // silu(x[m, k]) * x[m, K + k]
 };
 
 struct QuantizeArguments {
-  const void* x;         // [m, k], of kSiluMul [m, 2 k], rows `stride` elements apart
+  const void* x;         // [m, k], with kSiluMul [m, 2 k]; rows `stride` elements apart
   std::uint8_t* q;       // [m, columns]
   float* scale;          // [m]
-  const void* residual;  // of kAddNorm: [m, k], rows `residual_stride` elements apart
-  void* total;           // of kAddNorm, x + residual: [m, k]
-  const void* gain;      // of norms: [k]; these three of x's type
+  const void* residual;  // kAddRmsNorm: [m, k], rows `residual_stride` elements apart
+  void* total;           // kAddRmsNorm: [m, k]
+  const void* gain;      // norms: [k].  residual, total and gain have x's type
   std::int64_t stride, residual_stride;
   float eps;
   int k, columns;
   int length, phase;
-  int windows;          // of a block of `length`
+  int windows;          // in a block of `length` columns
   std::uint32_t magic;  // 2^32 / windows, rounded up
-  int padded;           // columns of a row of whole blocks, the phase among them
-  int parts;            // of a row
-  int part;             // padded columns of one
-  int part_codes;       // and what they become in q
+  int padded;           // columns of a row in whole blocks, with the phase
+  int parts;            // CTAs that share a row
+  int part;             // padded columns of one part
+  int part_codes;       // columns of q that they become
   Trigger trigger;
 };
 
-// Eight neighbours of a row, as they stand in memory.
+// Eight neighbouring columns of a row, as they are in memory.
 template <Float kInput>
 struct Vector {
   static constexpr int kWords = kInput == Float::kFloat32 ? 8 : 4;
@@ -57,7 +58,7 @@ struct Vector {
     return __half2float(__ushort_as_half(static_cast<std::uint16_t>(i % 2 ? word >> 16 : word)));
   }
 
-  // Rounded to the nearest of the type.
+  // The values, rounded to the type.
   __device__ __forceinline__ static Vector Of(const float (&values)[kVectorCodes]) {
     Vector rounded;
 #pragma unroll
@@ -79,8 +80,8 @@ struct Vector {
   }
 };
 
-// Columns `column` to `column` + 7 of the padded row, zero where x has none.  kWide: there is no
-// phase, k is a multiple of 8, and vectors are aligned to 16 bytes.
+// Loads columns `column` to `column` + 7 of the padded row, zero where x has none.  kWide: there is
+// no phase, k is a multiple of 8, and vectors are aligned to 16 bytes.
 template <Float kInput, bool kWide>
 __device__ __forceinline__ Vector<kInput> LoadVector(const QuantizeArguments& arguments,
                                                      const std::uint8_t* row, int column) {
@@ -116,7 +117,7 @@ __device__ __forceinline__ Vector<kInput> LoadVector(const QuantizeArguments& ar
   return vector;
 }
 
-// The inverse: what x has no column for is not written.
+// The inverse: columns that x does not have are not written.
 template <Float kInput, bool kWide>
 __device__ __forceinline__ void StoreVector(const QuantizeArguments& arguments, std::uint8_t* row,
                                             int column, const Vector<kInput>& vector) {
@@ -145,18 +146,19 @@ __device__ __forceinline__ void StoreVector(const QuantizeArguments& arguments, 
   }
 }
 
-// silu(gate) * up, by the division that Triton makes of `/`.
+// silu(gate) * up, with the division that Triton compiles `/` to.
 __device__ __forceinline__ float Gated(float gate, float up) {
   float silu;
   asm("div.full.f32 %0, %1, %2;" : "=f"(silu) : "f"(gate), "f"(__fadd_rn(expf(-gate), 1.0f)));
   return __fmul_rn(silu, up);
 }
 
-// A row, from which the one that is quantized is made.
-template <Float kInput, bool kWide, Before kBefore>
+// A row of x, from which the prologue makes the row that is quantized.
+template <Float kInput, bool kWide, Prologue kPrologue>
 struct Row {
   static constexpr int kBytes = kInput == Float::kFloat32 ? 4 : 2;
-  static constexpr bool kIsNorm = kBefore == Before::kNorm || kBefore == Before::kAddNorm;
+  static constexpr bool kIsNorm =
+      kPrologue == Prologue::kRmsNorm || kPrologue == Prologue::kAddRmsNorm;
 
   const QuantizeArguments& arguments;
   const std::uint8_t *x, *other;  // the residual, or the second half of x
@@ -165,31 +167,32 @@ struct Row {
   __device__ __forceinline__ Row(const QuantizeArguments& given, std::int64_t row)
       : arguments(given),
         x(static_cast<const std::uint8_t*>(given.x) + row * given.stride * kBytes),
-        other(kBefore == Before::kAddNorm ? static_cast<const std::uint8_t*>(given.residual) +
-                                                row * given.residual_stride * kBytes
-                                          : x + std::int64_t{given.k} * kBytes),
+        other(kPrologue == Prologue::kAddRmsNorm
+                  ? static_cast<const std::uint8_t*>(given.residual) +
+                        row * given.residual_stride * kBytes
+                  : x + std::int64_t{given.k} * kBytes),
         total(static_cast<std::uint8_t*>(given.total) + row * given.k * kBytes) {}
 
-  // Eight neighbours as they are read.
+  // Eight neighbouring columns as they are read.
   struct Source {
     Vector<kInput> x, other;
 
-    // Of norms: what is squared.
+    // The term that a norm squares.
     __device__ __forceinline__ float Sum(int i) const {
-      return kBefore == Before::kAddNorm ? __fadd_rn(x.Get(i), other.Get(i)) : x.Get(i);
+      return kPrologue == Prologue::kAddRmsNorm ? __fadd_rn(x.Get(i), other.Get(i)) : x.Get(i);
     }
   };
 
   __device__ __forceinline__ Source Load(int column) const {
     Source source;
     source.x = LoadVector<kInput, kWide>(arguments, x, column);
-    if (kBefore == Before::kAddNorm || kBefore == Before::kSiluMul) {
+    if (kPrologue == Prologue::kAddRmsNorm || kPrologue == Prologue::kSiluMul) {
       source.other = LoadVector<kInput, kWide>(arguments, other, column);
     }
     return source;
   }
 
-  // The squares of a norm's row, of which it writes x + residual.
+  // The sum of squares for a norm; with a residual it also stores x + residual.
   __device__ __forceinline__ float Squares(const Source& source, int column) const {
     float sums[kVectorCodes], squares = 0.0f;
 #pragma unroll
@@ -197,16 +200,16 @@ struct Row {
       sums[i] = source.Sum(i);
       squares = __fmaf_rn(sums[i], sums[i], squares);
     }
-    if (kBefore == Before::kAddNorm) {
+    if (kPrologue == Prologue::kAddRmsNorm) {
       StoreVector<kInput, kWide>(arguments, total, column, Vector<kInput>::Of(sums));
     }
     return squares;
   }
 
-  // What is quantized; `factor` is what a norm multiplies by.
+  // The values that are quantized; a norm multiplies by `factor`.
   __device__ __forceinline__ Vector<kInput> Make(const Source& source, int column,
                                                  float factor) const {
-    if (kBefore == Before::kNone) return source.x;
+    if (kPrologue == Prologue::kNone) return source.x;
     float made[kVectorCodes];
     if (kIsNorm) {
       const auto gain = LoadVector<kInput, kWide>(

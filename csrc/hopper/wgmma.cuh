@@ -1,5 +1,5 @@
-// Sparse warpgroup products, 64 out-features x T tokens x 64 columns: A from registers or shared
-// memory, B from shared memory.
+// Sparse wgmma (wgmma.mma_async.sp) of 64 out-features x T tokens x 64 columns: A from registers or
+// shared memory, B from shared memory.
 //
 // A warpgroup's thread (warp w of 4, lane 4 g + t) holds of A, the weight, with columns counted
 // after compression:
@@ -9,13 +9,14 @@
 //     a[2]  row 16 w + g      columns 16 + 4 t ..
 //     a[3]  row 16 w + g + 8  columns 16 + 4 t ..
 //
-// and the places of the non-zeros, 4 bits per group of four columns, of half a row: lane 4 g + 2 h
-// + r holds those of row 16 w + g + 8 r, columns 32 h .. 32 h + 31, the first group in the lowest
-// bits.  Of the sums it holds
+// and the metadata, 4 bits for each group of four columns, of half a row: lane 4 g + 2 h + r holds
+// the metadata of row 16 w + g + 8 r, columns 32 h .. 32 h + 31, the first group in the lowest
+// bits. Of the sums it holds
 //
 //     d[4 j + 2 r + e]  row 16 w + g + 8 r, token 8 j + 2 t + e
 //
-// Source: PTX ISA, asynchronous warpgroup products with sparse A; the layouts of cute's SM90 atoms.
+// Source: PTX ISA, "Asynchronous Warpgroup Level Matrix Instructions", sparse wgmma; the layouts of
+// cute's SM90 atoms.
 
 #pragma once
 
@@ -23,7 +24,7 @@
 
 namespace slidesparse::hopper {
 
-// What a product multiplies and what it sums in.
+// Element types, and the type that their products are summed in.
 struct Int8 {
   using Sum = int;
 };
@@ -31,32 +32,33 @@ struct Fp8 {
   using Sum = float;
 };
 
-// The columns that one product advances by, and the non-zeros among them.
-constexpr int kProductColumns = 64;
+// Columns of the activations that one wgmma multiplies; of A half of them are stored.
+constexpr int kWgmmaColumns = 64;
 
-__device__ __forceinline__ void ProductFence() {
+__device__ __forceinline__ void WgmmaFence() {
   asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
 }
 
-__device__ __forceinline__ void ProductCommit() {
+__device__ __forceinline__ void WgmmaCommit() {
   asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
 }
 
-// Waits until at most `kPending` committed groups are not finished.
+// Waits until at most `kPending` committed groups are unfinished.
 template <int kPending>
-__device__ __forceinline__ void ProductWait() {
+__device__ __forceinline__ void WgmmaWait() {
   asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(kPending) : "memory");
 }
 
-// Describes 64 rows of 32 K-contiguous bytes: matrices of 8 rows x 16 bytes, 128 bytes each, two
-// side by side, then the next eight rows.
+// The matrix descriptor of 64 rows of 32 K-contiguous bytes: core matrices of 8 rows x 16 bytes,
+// two side by side, then the next eight rows.
 __device__ __forceinline__ std::uint64_t WeightDescriptor(std::uint32_t address) {
   constexpr std::uint64_t kStride = std::uint64_t{256 >> 4} << 32;
   constexpr std::uint64_t kLeading = std::uint64_t{128 >> 4} << 16;
   return kStride | kLeading | ((address & 0x3FFFF) >> 4);
 }
 
-// Describes K-contiguous rows of 128 bytes with the 128-byte swizzle, 8 rows every 1024 bytes.
+// The matrix descriptor of K-contiguous rows of 128 bytes with the 128-byte swizzle, 8 rows every
+// 1024 bytes.
 __device__ __forceinline__ std::uint64_t Descriptor(std::uint32_t address) {
   constexpr std::uint64_t kSwizzle128 = std::uint64_t{1} << 62;
   constexpr std::uint64_t kStride = std::uint64_t{1024 >> 4} << 32;
@@ -64,9 +66,9 @@ __device__ __forceinline__ std::uint64_t Descriptor(std::uint32_t address) {
   return kSwizzle128 | kStride | kLeading | ((address & 0x3FFFF) >> 4);
 }
 
-// d += a * b; with A from shared memory d = a * b unless `accumulate`.
+// FromRegisters: d += a * b.  FromShared: d = a * b, or d += a * b if `accumulate`.
 template <class Type, int kTokens>
-struct Product;
+struct Wgmma;
 
 // clang-format off
 #define SLIDESPARSE_LIST_4 "%0, %1, %2, %3"
@@ -92,45 +94,45 @@ struct Product;
 #define SLIDESPARSE_SUMS_64(c, i) SLIDESPARSE_SUMS_32(c, i), SLIDESPARSE_SUMS_32(c, i + 32)
 #define SLIDESPARSE_SUMS_128(c, i) SLIDESPARSE_SUMS_64(c, i), SLIDESPARSE_SUMS_64(c, i + 64)
 
-// Operands after the sums: a at %A0 .. %A3, the descriptor of b, the places, and that the sums are added to.
-#define SLIDESPARSE_PRODUCT(TYPE, C, KIND, SCALES, TOKENS, SUMS, A0, A1, A2, A3, B, E, P)                    \
-  template <>                                                                                                \
-  struct Product<TYPE, TOKENS> {                                                                             \
-    static __device__ __forceinline__ void Add(std::uint32_t (&d)[SUMS], const uint4& a, std::uint64_t b,    \
-                                               std::uint32_t places) {                                       \
-      asm volatile(                                                                                          \
-          "{\n.reg .pred p;\nsetp.ne.b32 p, %" #P ", 0;\n"                                                   \
+// Operands after the sums: a at %A0 .. %A3, the descriptor of b, the metadata, and the predicate that accumulates.
+#define SLIDESPARSE_WGMMA(TYPE, C, KIND, SCALES, TOKENS, SUMS, A0, A1, A2, A3, B, E, P)                       \
+  template <>                                                                                                 \
+  struct Wgmma<TYPE, TOKENS> {                                                                                \
+    static __device__ __forceinline__ void FromRegisters(std::uint32_t (&d)[SUMS], const uint4& a,            \
+                                                         std::uint64_t b, std::uint32_t metadata) {           \
+      asm volatile(                                                                                           \
+          "{\n.reg .pred p;\nsetp.ne.b32 p, %" #P ", 0;\n"                                                    \
           "wgmma.mma_async.sp.sync.aligned.m64n" #TOKENS "k64." KIND " {" SLIDESPARSE_LIST_##SUMS "}, {%" #A0 \
-          ", %" #A1 ", %" #A2 ", %" #A3 "}, %" #B ", %" #E ", 0, p" SCALES ";\n}"                            \
-          : SLIDESPARSE_SUMS_##SUMS(C, 0)                                                                    \
-          : "r"(a.x), "r"(a.y), "r"(a.z), "r"(a.w), "l"(b), "r"(places), "n"(1));                             \
-    }                                                                                                        \
-    static __device__ __forceinline__ void AddShared(std::uint32_t (&d)[SUMS], std::uint64_t a,              \
-                                                     std::uint64_t b, std::uint32_t places,                  \
-                                                     int accumulate) {                                       \
-      asm volatile(                                                                                          \
-          "{\n.reg .pred p;\nsetp.ne.b32 p, %" #A3 ", 0;\n"                                                  \
+          ", %" #A1 ", %" #A2 ", %" #A3 "}, %" #B ", %" #E ", 0, p" SCALES ";\n}"                             \
+          : SLIDESPARSE_SUMS_##SUMS(C, 0)                                                                     \
+          : "r"(a.x), "r"(a.y), "r"(a.z), "r"(a.w), "l"(b), "r"(metadata), "n"(1));                           \
+    }                                                                                                         \
+    static __device__ __forceinline__ void FromShared(std::uint32_t (&d)[SUMS], std::uint64_t a,              \
+                                                      std::uint64_t b, std::uint32_t metadata,                \
+                                                      int accumulate) {                                       \
+      asm volatile(                                                                                           \
+          "{\n.reg .pred p;\nsetp.ne.b32 p, %" #A3 ", 0;\n"                                                   \
           "wgmma.mma_async.sp.sync.aligned.m64n" #TOKENS "k64." KIND " {" SLIDESPARSE_LIST_##SUMS "}, %" #A0  \
-          ", %" #A1 ", %" #A2 ", 0, p" SCALES ";\n}"                                                         \
-          : SLIDESPARSE_SUMS_##SUMS(C, 0)                                                                    \
-          : "l"(a), "l"(b), "r"(places), "r"(accumulate));                                                   \
-    }                                                                                                        \
+          ", %" #A1 ", %" #A2 ", 0, p" SCALES ";\n}"                                                          \
+          : SLIDESPARSE_SUMS_##SUMS(C, 0)                                                                     \
+          : "l"(a), "l"(b), "r"(metadata), "r"(accumulate));                                                  \
+    }                                                                                                         \
   };
 
-SLIDESPARSE_PRODUCT(Int8, "r", "s32.s8.s8", "", 8, 4, 4, 5, 6, 7, 8, 9, 10)
-SLIDESPARSE_PRODUCT(Int8, "r", "s32.s8.s8", "", 16, 8, 8, 9, 10, 11, 12, 13, 14)
-SLIDESPARSE_PRODUCT(Int8, "r", "s32.s8.s8", "", 32, 16, 16, 17, 18, 19, 20, 21, 22)
-SLIDESPARSE_PRODUCT(Int8, "r", "s32.s8.s8", "", 64, 32, 32, 33, 34, 35, 36, 37, 38)
-SLIDESPARSE_PRODUCT(Int8, "r", "s32.s8.s8", "", 128, 64, 64, 65, 66, 67, 68, 69, 70)
-SLIDESPARSE_PRODUCT(Int8, "r", "s32.s8.s8", "", 256, 128, 128, 129, 130, 131, 132, 133, 134)
-SLIDESPARSE_PRODUCT(Fp8, "r", "f32.e4m3.e4m3", ", 1, 1", 8, 4, 4, 5, 6, 7, 8, 9, 10)
-SLIDESPARSE_PRODUCT(Fp8, "r", "f32.e4m3.e4m3", ", 1, 1", 16, 8, 8, 9, 10, 11, 12, 13, 14)
-SLIDESPARSE_PRODUCT(Fp8, "r", "f32.e4m3.e4m3", ", 1, 1", 32, 16, 16, 17, 18, 19, 20, 21, 22)
-SLIDESPARSE_PRODUCT(Fp8, "r", "f32.e4m3.e4m3", ", 1, 1", 64, 32, 32, 33, 34, 35, 36, 37, 38)
-SLIDESPARSE_PRODUCT(Fp8, "r", "f32.e4m3.e4m3", ", 1, 1", 128, 64, 64, 65, 66, 67, 68, 69, 70)
-SLIDESPARSE_PRODUCT(Fp8, "r", "f32.e4m3.e4m3", ", 1, 1", 256, 128, 128, 129, 130, 131, 132, 133, 134)
+SLIDESPARSE_WGMMA(Int8, "r", "s32.s8.s8", "", 8, 4, 4, 5, 6, 7, 8, 9, 10)
+SLIDESPARSE_WGMMA(Int8, "r", "s32.s8.s8", "", 16, 8, 8, 9, 10, 11, 12, 13, 14)
+SLIDESPARSE_WGMMA(Int8, "r", "s32.s8.s8", "", 32, 16, 16, 17, 18, 19, 20, 21, 22)
+SLIDESPARSE_WGMMA(Int8, "r", "s32.s8.s8", "", 64, 32, 32, 33, 34, 35, 36, 37, 38)
+SLIDESPARSE_WGMMA(Int8, "r", "s32.s8.s8", "", 128, 64, 64, 65, 66, 67, 68, 69, 70)
+SLIDESPARSE_WGMMA(Int8, "r", "s32.s8.s8", "", 256, 128, 128, 129, 130, 131, 132, 133, 134)
+SLIDESPARSE_WGMMA(Fp8, "r", "f32.e4m3.e4m3", ", 1, 1", 8, 4, 4, 5, 6, 7, 8, 9, 10)
+SLIDESPARSE_WGMMA(Fp8, "r", "f32.e4m3.e4m3", ", 1, 1", 16, 8, 8, 9, 10, 11, 12, 13, 14)
+SLIDESPARSE_WGMMA(Fp8, "r", "f32.e4m3.e4m3", ", 1, 1", 32, 16, 16, 17, 18, 19, 20, 21, 22)
+SLIDESPARSE_WGMMA(Fp8, "r", "f32.e4m3.e4m3", ", 1, 1", 64, 32, 32, 33, 34, 35, 36, 37, 38)
+SLIDESPARSE_WGMMA(Fp8, "r", "f32.e4m3.e4m3", ", 1, 1", 128, 64, 64, 65, 66, 67, 68, 69, 70)
+SLIDESPARSE_WGMMA(Fp8, "r", "f32.e4m3.e4m3", ", 1, 1", 256, 128, 128, 129, 130, 131, 132, 133, 134)
 
-#undef SLIDESPARSE_PRODUCT
+#undef SLIDESPARSE_WGMMA
 // clang-format on
 
 }  // namespace slidesparse::hopper

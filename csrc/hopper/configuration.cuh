@@ -1,0 +1,54 @@
+// Configurations: how a GEMM kernel divides its work, and a model of the time that each takes.
+//
+// A configuration is written as text in the tables of tuned configurations:
+//
+//     split:2x64/1x4/2     split-K: a CTA computes 2 strips of 64 out-features by 64 tokens; a
+//     cluster
+//                          is a multicast group of 1 by 4 splits of K'; 2 CTAs are resident on an
+//                          SM
+//     stream:3x128/2/1     stream-K: 3 strips by 128 tokens, multicast groups of 2, 1 CTA on an SM
+//
+// Host code without CUDA, so that tests compile it for a CPU.
+
+#pragma once
+
+#include <functional>
+#include <string>
+#include <vector>
+
+namespace slidesparse::hopper {
+
+constexpr int kMaxClusterSize = 8;  // that every Hopper GPU supports
+
+struct Configuration {
+  bool stream_k;
+  int strips, tokens;  // of a CTA's tile
+  int multicast;       // CTAs of a multicast group
+  int splits;          // of K'; 1 for stream-K
+  int resident;        // CTAs on an SM at a time
+
+  int Cluster() const { return multicast * splits; }
+  int SharedBytes() const;  // that a CTA may have
+};
+
+std::string ToText(const Configuration& configuration);
+
+// Parses what ToText writes; false for any other text.
+bool Parse(const std::string& text, Configuration* configuration);
+
+// How a configuration fits a GPU.
+struct Fit {
+  int stages;    // of the ring, for long rows; 0: no kernel was compiled for it, or no room
+  int clusters;  // that are resident at a time
+};
+
+struct Candidate {
+  double us;  // predicted
+  Configuration configuration;
+};
+
+// Up to `most` configurations for a weight [n, columns] and m tokens, the fastest prediction first.
+std::vector<Candidate> FindCandidates(int n, int columns, int m, int most, int sms,
+                                      const std::function<Fit(const Configuration&)>& fits);
+
+}  // namespace slidesparse::hopper

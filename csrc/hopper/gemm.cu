@@ -1,0 +1,241 @@
+#include <dlfcn.h>
+
+#include <algorithm>
+#include <map>
+#include <mutex>
+#include <tuple>
+
+#include "gemm.cuh"
+#include "stream_k.cuh"
+#include "workspace.cuh"
+
+namespace slidesparse::hopper {
+namespace {
+
+constexpr int kFewestStages = 2;  // one is multiplied while the other is filled
+constexpr int kMostStages = 256;
+constexpr int kGroupTokens = 2048;      // whose tiles form a group of the tile scheduler
+constexpr int kKeptOutputs = 16 << 20;  // bytes; more would evict weights and activations from L2
+constexpr std::int64_t kFlagBytes = kMaxStreamKCtas * kFlagWords * 4;
+
+using EncodeTiled = CUresult (*)(CUtensorMap*, CUtensorMapDataType, cuuint32_t, void*,
+                                 const cuuint64_t*, const cuuint64_t*, const cuuint32_t*,
+                                 const cuuint32_t*, CUtensorMapInterleave, CUtensorMapSwizzle,
+                                 CUtensorMapL2promotion, CUtensorMapFloatOOBfill);
+
+// The driver's function; every process with a CUDA context has loaded the driver.
+EncodeTiled FindEncodeTiled() {
+  void* driver = dlopen("libcuda.so.1", RTLD_LAZY | RTLD_LOCAL);
+  return driver ? reinterpret_cast<EncodeTiled>(dlsym(driver, "cuTensorMapEncodeTiled")) : nullptr;
+}
+
+// A map of a row-major matrix [rows, columns], by boxes of `box_rows` x `box_columns`, 128 bytes
+// wide, swizzled.  Null, or what went wrong.
+const char* EncodeMatrix(CUtensorMap* map, CUtensorMapDataType type, int element_bytes,
+                         const void* data, std::int64_t rows, std::int64_t columns, int box_rows,
+                         int box_columns, CUtensorMapL2promotion promotion) {
+  static const EncodeTiled encode = FindEncodeTiled();
+  if (encode == nullptr) return Fail("libcuda.so.1 has no cuTensorMapEncodeTiled: it is too old");
+  const cuuint64_t sizes[2] = {static_cast<cuuint64_t>(columns), static_cast<cuuint64_t>(rows)};
+  const cuuint64_t strides[1] = {static_cast<cuuint64_t>(columns) * element_bytes};
+  const cuuint32_t box[2] = {static_cast<cuuint32_t>(box_columns),
+                             static_cast<cuuint32_t>(box_rows)};
+  const cuuint32_t steps[2] = {1, 1};
+  const CUresult error = encode(map, type, 2, const_cast<void*>(data), sizes, strides, box, steps,
+                                CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
+                                promotion, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+  if (error == CUDA_SUCCESS) return nullptr;
+  return Fail("cuTensorMapEncodeTiled refused a matrix [%lld, %lld] at %p: error %d",
+              static_cast<long long>(rows), static_cast<long long>(columns), data,
+              static_cast<int>(error));
+}
+
+template <class Type>
+GemmKernel KernelOf(const Configuration& c) {
+  switch (c.tokens) {
+    case 8:
+      return FindGemm<Type, 8>(c.strips, c.stream_k);
+    case 16:
+      return FindGemm<Type, 16>(c.strips, c.stream_k);
+    case 32:
+      return FindGemm<Type, 32>(c.strips, c.stream_k);
+    case 64:
+      return FindGemm<Type, 64>(c.strips, c.stream_k);
+    case 128:
+      return FindGemm<Type, 128>(c.strips, c.stream_k);
+    case 256:
+      return FindGemm<Type, 256>(c.strips, c.stream_k);
+    default:
+      return {};
+  }
+}
+
+// Whether there is a kernel for a configuration and clusters of its size.
+bool HasKernel(const Configuration& c, const GemmKernel& kernel) {
+  return kernel.function != nullptr && c.Cluster() <= kMaxClusterSize &&
+         c.tokens % (8 * c.multicast) == 0;
+}
+
+// The most stages that a CTA's shared memory holds; 0 if they are too few to work.
+int StagesThatFit(const Configuration& c, const GemmKernel& kernel) {
+  int stages = kMostStages;
+  while (stages > 0 && kernel.shared_bytes(stages, c.splits) > c.SharedBytes()) --stages;
+  return stages >= kFewestStages ? stages : 0;
+}
+
+// Asks the runtime how a configuration fits the current device.
+cudaError_t AskFit(const Configuration& c, const GemmKernel& kernel, Fit* fit) {
+  fit->stages = StagesThatFit(c, kernel);
+  if (fit->stages == 0) return cudaSuccess;
+  const auto function = reinterpret_cast<const void*>(kernel.function);
+  if (cudaError_t error = LoadKernel(function)) return error;
+  const Launch launch = {nullptr, dim3(c.Cluster()), kernel.threads,
+                         kernel.shared_bytes(fit->stages, c.splits), c.Cluster()};
+  RuntimeLaunch runtime(launch);
+  runtime.config.attrs = runtime.attributes + 1;  // the cluster, also of one CTA
+  runtime.config.numAttrs = 1;
+  return cudaOccupancyMaxActiveClusters(&fit->clusters, function, &runtime.config);
+}
+
+// Divides m tokens into tiles and groups for the tile scheduler; returns the number of tiles.
+std::int64_t ScheduleTiles(int m, int tile_tokens, GemmArguments& a) {
+  a.m = m;
+  a.m_tiles = CeilDiv(m, tile_tokens);
+  const int group = std::min(kGroupTokens / tile_tokens, a.m_tiles), last = a.m_tiles % group;
+  a.group_m_tiles = Divisor(group);
+  a.last_group_m_tiles = Divisor(last > 0 ? last : group);
+  a.group_tiles = Divisor(group * a.n_tiles);
+  return std::int64_t{a.n_tiles} * a.m_tiles;
+}
+
+// Chooses how long L2 keeps what tiles read and write: with one row of tiles nobody reads a weight
+// twice, but all read the activations.
+void ChooseL2Policies(GemmArguments& a) {
+  a.weight_policy = a.m_tiles > 1 ? kEvictNormal : kEvictFirst;
+  a.token_policy = a.m_tiles > 1 ? kEvictNormal : kEvictLast;
+  a.output_policy = 2ll * a.m * a.n > kKeptOutputs ? kEvictFirst : kEvictNormal;
+}
+
+// Divides the stages of all tiles among the multicast groups of a stream-K launch; returns how many
+// groups there are, 0 if it is impossible.
+int DivideStages(const Gemm& gemm, std::int64_t tiles, GemmArguments& a) {
+  const std::int64_t stages = tiles * a.k_blocks;
+  if (stages > INT32_MAX) return 0;
+  const std::int64_t groups = std::min<std::int64_t>(gemm.fit.clusters, stages);
+  a.whole_tiles = tiles > groups ? static_cast<int>(tiles / groups - 1) : 0;
+  a.shared_stages = static_cast<std::uint32_t>(stages - a.whole_tiles * groups * a.k_blocks);
+  a.two_per_tile = a.shared_stages / groups >= a.k_blocks;
+  a.stages = static_cast<int>(std::min<std::int64_t>(gemm.fit.stages, CeilDiv(stages, groups)));
+  return static_cast<int>(groups);
+}
+
+}  // namespace
+
+const char* FitGemm(const Configuration& c, bool fp8, Gemm* gemm) {
+  static std::mutex mutex;
+  static std::map<std::tuple<int, bool, bool, int, int, int, int, int>, Fit> known;
+  *gemm = {};
+  gemm->configuration = c;
+  gemm->text = ToText(c);
+  gemm->kernel = fp8 ? KernelOf<Fp8>(c) : KernelOf<Int8>(c);
+  if (HasKernel(c, gemm->kernel)) {
+    if (cudaError_t error = cudaGetDevice(&gemm->device)) {
+      return Fail("%s (%s) for the current device", cudaGetErrorName(error),
+                  cudaGetErrorString(error));
+    }
+    std::lock_guard lock(mutex);
+    const auto [found, is_new] = known.try_emplace(
+        {gemm->device, fp8, c.stream_k, c.strips, c.tokens, c.multicast, c.splits, c.resident});
+    if (is_new) {
+      if (cudaError_t error = AskFit(c, gemm->kernel, &found->second)) {
+        known.erase(found);
+        return Fail("%s (%s) for configuration %s", cudaGetErrorName(error),
+                    cudaGetErrorString(error), gemm->text.c_str());
+      }
+    }
+    gemm->fit = found->second;
+  }
+  if (gemm->fit.stages == 0 || gemm->fit.clusters == 0) {
+    return Fail("no kernel was compiled for configuration %s, or it finds no room",
+                gemm->text.c_str());
+  }
+  if (c.stream_k) {
+    const int ctas = gemm->fit.clusters * c.multicast;
+    const std::int64_t bytes =
+        kFlagBytes + std::int64_t{ctas} * c.strips * kStripRows * c.tokens * 4;
+    if (ctas > kMaxStreamKCtas || bytes > kWorkspaceBytes) {
+      return Fail(
+          "configuration %s wants a workspace of %lld bytes for %d CTAs; a stream has %lld for %d",
+          gemm->text.c_str(), static_cast<long long>(bytes), ctas,
+          static_cast<long long>(kWorkspaceBytes), kMaxStreamKCtas);
+    }
+  }
+  return nullptr;
+}
+
+void SetWeight(int n, int columns, Gemm* gemm) {
+  const Configuration& c = gemm->configuration;
+  GemmArguments& a = gemm->arguments = {};
+  a.n = n;
+  a.strips = StripsOf(n);
+  a.k_blocks = BlocksOf(columns);
+  a.multicast = c.multicast;
+  a.splits = c.splits;
+  a.multicast_tokens = c.tokens / c.multicast;
+  a.n_tiles = CeilDiv(a.strips, c.strips * c.multicast);
+  a.stages = std::clamp(CeilDiv(a.k_blocks, c.splits), 1, gemm->fit.stages);
+}
+
+const char* LaunchGemm(const Gemm& gemm, std::int64_t m, const GemmTensors& tensors,
+                       cudaStream_t stream) {
+  if (m <= 0) return nullptr;
+  const Configuration& c = gemm.configuration;
+  GemmArguments a = gemm.arguments;
+  a.weight = static_cast<const std::uint8_t*>(tensors.weight);
+  a.y = tensors.out;
+  a.scale_w = static_cast<const float*>(tensors.scale_w);
+  a.scale_x = static_cast<const float*>(tensors.scale_x);
+  a.bias = tensors.bias;
+  a.out_type = tensors.out_type;
+  a.bias_type = tensors.bias_type;
+  a.vector_stores = a.n % 8 == 0 && reinterpret_cast<std::uintptr_t>(tensors.out) % 16 == 0;
+  if (const char* error =
+          EncodeMatrix(&a.q, CU_TENSOR_MAP_DATA_TYPE_UINT8, 1, tensors.q, m, tensors.q_columns,
+                       a.multicast_tokens, kBlockColumns, CU_TENSOR_MAP_L2_PROMOTION_L2_256B)) {
+    return error;
+  }
+  std::int64_t ctas = 0;
+  if (m <= INT32_MAX) {
+    const std::int64_t tiles = ScheduleTiles(static_cast<int>(m), c.tokens, a);
+    ChooseL2Policies(a);
+    ctas =
+        c.stream_k ? std::int64_t{DivideStages(gemm, tiles, a)} * c.multicast : tiles * c.Cluster();
+  }
+  if (ctas == 0 || ctas > INT32_MAX) {
+    return Fail("%lld tokens are too many for a product of %d out-features by configuration %s",
+                static_cast<long long>(m), a.n, gemm.text.c_str());
+  }
+  if (c.stream_k) {
+    void* workspace;
+    if (const char* error = FindWorkspace(gemm.device, stream, &workspace)) return error;
+    a.flags = static_cast<std::uint32_t*>(workspace);
+    a.partials = reinterpret_cast<uint4*>(static_cast<std::uint8_t*>(workspace) + kFlagBytes);
+    if (a.vector_stores) {
+      if (const char* error =
+              EncodeMatrix(&a.out, CU_TENSOR_MAP_DATA_TYPE_UINT16, 2, a.y, m, a.n,
+                           StagedTokens(c.tokens), kStripRows, CU_TENSOR_MAP_L2_PROMOTION_NONE)) {
+        return error;
+      }
+    }
+  }
+  const Launch launch = {stream, dim3(static_cast<unsigned>(ctas)), gemm.kernel.threads,
+                         gemm.kernel.shared_bytes(a.stages, c.splits), c.Cluster()};
+  const RuntimeLaunch runtime(launch);
+  const cudaError_t error = cudaLaunchKernelEx(&runtime.config, gemm.kernel.function, a);
+  if (error == cudaSuccess) return nullptr;
+  return Fail("%s (%s) for m %lld, n %d, K' %lld, by configuration %s", cudaGetErrorName(error),
+              cudaGetErrorString(error), static_cast<long long>(m), a.n,
+              static_cast<long long>(tensors.q_columns), gemm.text.c_str());
+}
+
+}  // namespace slidesparse::hopper

@@ -1,0 +1,244 @@
+// Plans of layers, by C linkage: interface.cuh says what each function does.
+
+#include <algorithm>
+#include <cstring>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <shared_mutex>
+#include <tuple>
+#include <vector>
+
+#include "gemm.cuh"
+#include "interface.cuh"
+#include "quantize.cuh"
+
+namespace slidesparse::hopper {
+
+// What plans are found by: device, n, k, length, phase, fp8, columns.
+using PlanKey = std::tuple<int, int, int, int, int, int, int>;
+
+}  // namespace slidesparse::hopper
+
+struct SlidesparseHopperPlan {
+  slidesparse::hopper::PlanKey key;
+  bool fp8;
+  slidesparse::hopper::QuantizeArguments quantize;  // all but the tensors
+  std::int64_t weight_bytes;
+  // The tuned table: the GEMM for up to so many tokens.
+  std::vector<std::pair<std::int64_t, slidesparse::hopper::Gemm>> gemms;
+
+  // The GEMM for m tokens; null if the plan only quantizes.
+  const slidesparse::hopper::Gemm* Choose(std::int64_t m) const {
+    for (const auto& [tokens, gemm] : gemms) {
+      if (m <= tokens) return &gemm;
+    }
+    return gemms.empty() ? nullptr : &gemms.back().second;
+  }
+};
+
+namespace slidesparse::hopper {
+namespace {
+
+using Plan = SlidesparseHopperPlan;
+
+constexpr std::int64_t kScaleBytes = 128;  // codes begin at a multiple, behind the scales
+
+std::shared_mutex mutex;
+std::map<PlanKey, const Plan*> served;
+
+std::int64_t ScalesOf(std::int64_t m) { return CeilDiv(4 * m, kScaleBytes) * kScaleBytes; }
+
+bool IsType(int type) { return type >= SLIDESPARSE_BFLOAT16 && type <= SLIDESPARSE_FLOAT32; }
+
+const char* FailWithoutGemm() {
+  return Fail("a plan without configurations only quantizes: make one with a tuned table");
+}
+
+// FitGemm of a configuration's text.
+const char* FitText(const char* text, bool fp8, Gemm* gemm) {
+  Configuration configuration;
+  if (Parse(text, &configuration)) return FitGemm(configuration, fp8, gemm);
+  return Fail("'%.60s' is no configuration of the Hopper kernels, such as 'split:2x64/1x4/2'",
+              text);
+}
+
+}  // namespace
+}  // namespace slidesparse::hopper
+
+using namespace slidesparse::hopper;
+
+extern "C" {
+
+const char* slidesparse_hopper_fit(const char* configuration, std::int32_t fp8,
+                                   std::int32_t* stages, std::int32_t* clusters) {
+  Gemm gemm = {};
+  const char* error = FitText(configuration, fp8 != 0, &gemm);
+  *stages = gemm.fit.stages;
+  *clusters = gemm.fit.clusters;
+  return error;
+}
+
+const char* slidesparse_hopper_candidates(std::int32_t n, std::int32_t columns, std::int32_t m,
+                                          std::int32_t fp8, std::int32_t most, char* texts,
+                                          double* us, std::int32_t* count) {
+  *count = 0;
+  if (n < 1 || columns < 1 || m < 1) {
+    return Fail("a product [%d, %d] @ [%d, %d].T has no configurations", m, columns, n, columns);
+  }
+  int device, sms;
+  cudaError_t error = cudaGetDevice(&device);
+  if (error == cudaSuccess) {
+    error = cudaDeviceGetAttribute(&sms, cudaDevAttrMultiProcessorCount, device);
+  }
+  if (error != cudaSuccess) {
+    return Fail("%s (%s) for the current device", cudaGetErrorName(error),
+                cudaGetErrorString(error));
+  }
+  const auto fits = [=](const Configuration& configuration) {
+    Gemm gemm;
+    return FitGemm(configuration, fp8 != 0, &gemm) ? Fit{} : gemm.fit;
+  };
+  for (const Candidate& one : FindCandidates(n, columns, m, most, sms, fits)) {
+    std::strncpy(texts + *count * SLIDESPARSE_TEXT_BYTES, ToText(one.configuration).c_str(),
+                 SLIDESPARSE_TEXT_BYTES);
+    us[(*count)++] = one.us;
+  }
+  return nullptr;
+}
+
+const char* slidesparse_hopper_plan(std::int32_t n, std::int32_t k, std::int32_t length,
+                                    std::int32_t phase, std::int32_t fp8, std::int32_t columns,
+                                    std::int32_t trigger, std::int32_t count,
+                                    const std::int32_t* tokens, const char* const* texts,
+                                    SlidesparseHopperPlan** made) {
+  *made = nullptr;
+  auto plan = std::make_unique<Plan>();
+  plan->fp8 = fp8 != 0;
+  plan->quantize.k = k;
+  plan->quantize.length = length;
+  plan->quantize.phase = phase;
+  plan->quantize.columns = columns;
+  plan->quantize.trigger = static_cast<Trigger>(trigger);
+  if (count > 0 && (n < 1 || columns < 1)) {
+    return Fail("a weight of %d out-features and %d columns: both must be positive", n, columns);
+  }
+  if (const char* error = PrepareQuantize(plan->quantize, plan->fp8)) return error;
+  plan->weight_bytes = std::int64_t{StripsOf(n)} * BlocksOf(columns) * kPackedBytes;
+  for (int i = 0; i < count; ++i) {
+    Gemm gemm;
+    if (const char* error = FitText(texts[i], plan->fp8, &gemm)) return error;
+    SetWeight(n, columns, &gemm);
+    plan->gemms.emplace_back(tokens[i], std::move(gemm));
+  }
+  int device = 0;
+  if (cudaError_t error = cudaGetDevice(&device)) {
+    return Fail("%s (%s) for the current device", cudaGetErrorName(error),
+                cudaGetErrorString(error));
+  }
+  plan->key = {device, n, k, length, phase, plan->fp8, columns};
+  *made = plan.release();
+  return nullptr;
+}
+
+void slidesparse_hopper_delete(SlidesparseHopperPlan* plan) { delete plan; }
+
+void slidesparse_hopper_serve(SlidesparseHopperPlan* plan) {
+  std::unique_lock lock(mutex);
+  served[plan->key] = plan;
+}
+
+SlidesparseHopperPlan* slidesparse_hopper_find(std::int32_t device, std::int32_t n, std::int32_t k,
+                                               std::int32_t length, std::int32_t phase,
+                                               std::int32_t fp8, std::int32_t columns) {
+  std::shared_lock lock(mutex);
+  const auto found = served.find({device, n, k, length, phase, fp8 != 0, columns});
+  return found == served.end() ? nullptr : const_cast<Plan*>(found->second);
+}
+
+void slidesparse_hopper_forget() {
+  std::unique_lock lock(mutex);
+  served.clear();
+}
+
+const char* slidesparse_hopper_configuration(const SlidesparseHopperPlan* plan, std::int64_t m) {
+  const Gemm* gemm = plan->Choose(m);
+  return gemm != nullptr ? gemm->text.c_str() : "";
+}
+
+std::int64_t slidesparse_hopper_weight_bytes(const SlidesparseHopperPlan* plan) {
+  return plan->weight_bytes;
+}
+
+std::int64_t slidesparse_hopper_scratch_bytes(const SlidesparseHopperPlan* plan, std::int64_t m) {
+  return ScalesOf(m) + m * plan->quantize.columns;
+}
+
+const char* slidesparse_hopper_quantize(const SlidesparseHopperPlan* plan, std::int64_t m,
+                                        const void* x, std::int32_t type, std::int64_t stride,
+                                        std::int32_t prologue, double eps, const void* gain,
+                                        const void* residual, std::int64_t residual_stride,
+                                        void* total, void* q, void* scale_x, void* stream) {
+  const bool adds = prologue == SLIDESPARSE_ADD_RMS_NORM;
+  const bool norm = adds || prologue == SLIDESPARSE_RMS_NORM;
+  if (!IsType(type) || norm != (gain != nullptr) || adds != (residual != nullptr) ||
+      adds != (total != nullptr)) {
+    return Fail(
+        "type %d and prologue %d with a gain at %p, a residual at %p and its sum at %p: types are "
+        "1 "
+        "to 3, norms have a gain, norms of sums all three, and nothing else any",
+        type, prologue, gain, residual, total);
+  }
+  QuantizeArguments arguments = plan->quantize;
+  arguments.x = x;
+  arguments.stride = stride;
+  arguments.eps = static_cast<float>(eps);
+  arguments.gain = gain;
+  arguments.residual = residual;
+  arguments.residual_stride = residual_stride;
+  arguments.total = total;
+  arguments.q = static_cast<std::uint8_t*>(q);
+  arguments.scale = static_cast<float*>(scale_x);
+  return EnqueueQuantize(arguments, m, static_cast<Float>(type), plan->fp8,
+                         static_cast<Prologue>(prologue), static_cast<cudaStream_t>(stream));
+}
+
+const char* slidesparse_hopper_product(const SlidesparseHopperPlan* plan, std::int64_t m,
+                                       const void* q, std::int64_t q_columns, const void* scale_x,
+                                       const void* weight, const void* scale_w, const void* bias,
+                                       std::int32_t bias_type, void* out, std::int32_t out_type,
+                                       void* stream) {
+  if ((bias != nullptr) != IsType(bias_type) ||
+      (out_type != SLIDESPARSE_BFLOAT16 && out_type != SLIDESPARSE_FLOAT16)) {
+    return Fail(
+        "a bias at %p of type %d, an output of type %d: a bias is of types 1 to 3, or null of "
+        "type 0; an output of 1 or 2",
+        bias, bias_type, out_type);
+  }
+  const Gemm* gemm = plan->Choose(m);
+  if (gemm == nullptr) return FailWithoutGemm();
+  return LaunchGemm(*gemm, m,
+                    {q, q_columns, scale_x, weight, scale_w, bias, static_cast<Float>(bias_type),
+                     out, static_cast<Float>(out_type)},
+                    static_cast<cudaStream_t>(stream));
+}
+
+const char* slidesparse_hopper_linear(const SlidesparseHopperPlan* plan, std::int64_t m,
+                                      const void* x, std::int32_t type, std::int64_t stride,
+                                      std::int32_t prologue, double eps, const void* gain,
+                                      const void* residual, std::int64_t residual_stride,
+                                      void* total, const void* weight, const void* scale_w,
+                                      const void* bias, std::int32_t bias_type, void* out,
+                                      std::int32_t out_type, void* scratch, void* stream) {
+  if (plan->gemms.empty()) return FailWithoutGemm();
+  void* q = static_cast<char*>(scratch) + ScalesOf(m);
+  if (const char* error =
+          slidesparse_hopper_quantize(plan, m, x, type, stride, prologue, eps, gain, residual,
+                                      residual_stride, total, q, scratch, stream)) {
+    return error;
+  }
+  return slidesparse_hopper_product(plan, m, q, plan->quantize.columns, scratch, weight, scale_w,
+                                    bias, bias_type, out, out_type, stream);
+}
+
+}  // extern "C"

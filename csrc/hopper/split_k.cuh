@@ -1,0 +1,277 @@
+// The clustered split-K kernel: Y [M, N] = (q [M, K'] @ W [N, K'].T) * scale_w [N] * scale_x [M] +
+// bias [N], W in packed 2:4 form, where the CTAs of a cluster divide K' and add their sums through
+// distributed shared memory.
+//
+// A CTA computes 64 kStrips out-features x kTokens tokens over a part of K'.  The CTAs of a cluster
+// are `multicast` x `splits`:
+//
+//   - a multicast group has neighbouring out-features and the same tokens and columns: each CTA
+//     loads a part of the activations and multicasts it to the group;
+//   - splits have the same out-features and tokens and different columns.  Each split owns every
+//     splits-th warp's 16 out-features: the others push their registers to it (st.async), and it
+//     adds them in a fixed order.  They arrive in shared memory of their own, so that nobody waits
+//     before sending.  With 256 tokens that memory would leave a ring of three stages, so the sums
+//     go into the ring itself, once its readers have said that they are done with it.
+//
+// The weight does not depend on the kernel in front, so the ring's first weights are loaded before
+// that kernel has ended (a programmatic dependent launch).
+
+#pragma once
+
+#include "epilogue.cuh"
+#include "ring.cuh"
+
+namespace slidesparse::hopper {
+
+template <int kStrips, int kTokens>
+struct SplitKShape : TileShape<kStrips, kTokens> {
+  using S = TileShape<kStrips, kTokens>;
+  static constexpr int kWarps = 4 * kStrips;          // consumers
+  static constexpr int kWarpSumBytes = kTokens * 64;  // 16 out-features
+  // Staged outputs of a warp: 32 bytes a token, and 16 of padding, so that the eight rows of a
+  // matrix lie in different banks.
+  static constexpr int kPitch = 48;
+  static constexpr int kStagingBytes = kTokens * kPitch;
+  static_assert(kStagingBytes <= kWarpSumBytes);
+  static_assert(kTokens <= S::kConsumerThreads);
+
+  static constexpr bool kSumsInRing = S::kWide;
+
+  // Warps whose out-features a split owns, at most.
+  static __host__ __device__ constexpr int Owned(int splits) {
+    return (kWarps + splits - 1) / splits;
+  }
+  // Sums that the other splits send.
+  static __host__ __device__ constexpr int ReceivedBytes(int splits) {
+    return Owned(splits) * (splits - 1) * kWarpSumBytes;
+  }
+  // The ring; after the main loop it holds the staged outputs (one split) or the received sums.
+  static __host__ __device__ constexpr int RingBytes(int stages, int splits) {
+    const int ring = stages * S::kStageBytes;
+    const int after = splits == 1   ? kWarps * kStagingBytes
+                      : kSumsInRing ? ReceivedBytes(splits)
+                                    : 0;
+    return ring > after ? ring : after;
+  }
+  // Offset of the received sums from the ring.
+  static __host__ __device__ constexpr int Received(int stages, int splits) {
+    return kSumsInRing ? 0 : RingBytes(stages, splits);
+  }
+  static __host__ __device__ constexpr int Barriers(int stages, int splits) {
+    return RingBytes(stages, splits) + (kSumsInRing ? 0 : ReceivedBytes(splits));
+  }
+  // The ring, the received sums, then barriers: full and empty of each stage, one for each owned
+  // warp's sums, and one for the other splits' rings.
+  static __host__ __device__ constexpr int SharedBytes(int stages, int splits) {
+    return Barriers(stages, splits) + (2 * stages + Owned(splits) + 1) * 8;
+  }
+};
+
+// A CTA's work.
+struct SplitKWork {
+  int split;
+  int begin, end;  // its k_blocks
+  MulticastGroup group;
+  TileScheduler tile;
+};
+
+template <int kStrips, int kTokens>
+__device__ __forceinline__ SplitKWork FindWork(const GemmArguments& arguments) {
+  const int cluster = arguments.multicast * arguments.splits;
+  const int rank = blockIdx.x % cluster;
+  SplitKWork work;
+  work.split = rank / arguments.multicast;
+  work.group = {work.split * arguments.multicast, arguments.multicast, rank % arguments.multicast};
+  work.begin = arguments.k_blocks * work.split / arguments.splits;
+  work.end = arguments.k_blocks * (work.split + 1) / arguments.splits;
+  const int tile = blockIdx.x / cluster;
+  work.tile.Begin(arguments, {tile, work.begin, 0, 0}, kTokens, kStrips * arguments.multicast);
+  return work;
+}
+
+// Tells the other splits that this warp is done with the ring.
+__device__ __forceinline__ void OpenRing(const GemmArguments& arguments, const SplitKWork& work,
+                                         std::uint32_t open) {
+  const int split = threadIdx.x % 32;
+  if (split < arguments.splits && split != work.split) {
+    BarrierArriveAt(open, split * arguments.multicast + work.group.rank);
+  }
+}
+
+// Sends a warp's sums to its owner.
+template <int kStrips, int kTokens>
+__device__ __forceinline__ void PushSums(const GemmArguments& arguments, const SplitKWork& work,
+                                         int owner, int slot, int tokens, std::uint32_t received,
+                                         std::uint32_t barriers,
+                                         const std::uint32_t (&sums)[kTokens / 2]) {
+  using S = SplitKShape<kStrips, kTokens>;
+  const int rank = owner * arguments.multicast + work.group.rank;
+  const int number = work.split < owner ? work.split : work.split - 1;
+  const std::uint32_t to =
+      MapToCta(received + (slot * (arguments.splits - 1) + number) * S::kWarpSumBytes +
+                   threadIdx.x % 32 * 16,
+               rank);
+  const std::uint32_t barrier = MapToCta(barriers + 8 * slot, rank);
+#pragma unroll
+  for (int j = 0; j < kTokens / 8; ++j) {
+    if (8 * j < tokens) {
+      PushCluster128(to + j * 512, sums[4 * j], sums[4 * j + 1], sums[4 * j + 2], sums[4 * j + 3],
+                     barrier);
+    }
+  }
+}
+
+// Adds the sums that the other splits have sent for a warp.
+template <class Type, int kTokens>
+__device__ __forceinline__ void AddReceived(int others, int tokens, std::uint32_t received,
+                                            std::uint32_t (&sums)[kTokens / 2]) {
+  for (int other = 0; other < others; ++other) {
+    const std::uint32_t from = received + other * kTokens * 64 + threadIdx.x % 32 * 16;
+#pragma unroll
+    for (int j = 0; j < kTokens / 8; ++j) {
+      if (8 * j < tokens) {
+        const uint4 found = LoadShared128(from + j * 512);
+        const std::uint32_t words[4] = {found.x, found.y, found.z, found.w};
+#pragma unroll
+        for (int e = 0; e < 4; ++e) {
+          std::uint32_t& sum = sums[4 * j + e];
+          sum = ToBits(Add(words[e], FromBits<Type>(sum)));
+        }
+      }
+    }
+  }
+}
+
+// Stores a warp's 16 out-features, from `row` on, through its staging memory.
+template <class Type, int kStrips, int kTokens>
+__device__ __forceinline__ void StoreWarp(const GemmArguments& arguments, int row, int first_token,
+                                          int tokens, std::uint32_t staging,
+                                          const RowScales& scales,
+                                          const TokenScales<kTokens>& token_scales,
+                                          const std::uint32_t (&sums)[kTokens / 2]) {
+  using S = SplitKShape<kStrips, kTokens>;
+  const int lane = threadIdx.x % 32;
+  const std::uint32_t to = staging + lane % 8 * S::kPitch + lane / 8 % 2 * 16;
+#pragma unroll
+  for (int j = 0; j < kTokens / 8; ++j) {
+    if (kTokens > 64 || 8 * j < tokens) {  // small tiles skip tokens that are not there
+      StageTokens<Type>(arguments, scales, sums, j, token_scales.Pair(j), to + 8 * j * S::kPitch);
+    }
+  }
+  __syncwarp();
+  const int first = row + lane % 2 * 8;
+  const int stored = first < arguments.n ? tokens : 0;
+  for (int token = lane / 2; token < stored; token += 16) {
+    const uint4 packed = LoadShared128(staging + token * S::kPitch + lane % 2 * 16);
+    StoreOutputs(arguments, first_token + token, first, packed);
+  }
+}
+
+template <class Type, int kStrips, int kTokens>
+__device__ __forceinline__ void Multiply(const GemmArguments& arguments, const SplitKWork& work,
+                                         std::uint32_t ring, std::uint32_t full,
+                                         std::uint32_t empty, std::uint32_t (&sums)[kTokens / 2]) {
+  const int count = work.end - work.begin;
+  if constexpr (TileShape<kStrips, kTokens>::kWide) {
+    WideConsumer<Type, kStrips, kTokens>(arguments, work.group, ring, full, empty)
+        .Run(count, true, sums);
+  } else {
+    NarrowConsumer<Type, kStrips, kTokens>(arguments, work.group, ring, full, empty)
+        .Run(count, sums);
+  }
+}
+
+template <class Type, int kStrips, int kTokens>
+__global__ void __launch_bounds__(TileShape<kStrips, kTokens>::kThreads,
+                                  TileShape<kStrips, kTokens>::kResidentCtas)
+    GemmSplitK(const __grid_constant__ GemmArguments arguments) {
+  using S = SplitKShape<kStrips, kTokens>;
+  extern __shared__ __align__(1024) std::uint8_t shared[];
+  const int splits = arguments.splits;
+  const std::uint32_t ring = SharedAddress(shared);
+  const std::uint32_t received = ring + S::Received(arguments.stages, splits);
+  const std::uint32_t full = ring + S::Barriers(arguments.stages, splits);
+  const std::uint32_t empty = full + 8 * arguments.stages;
+  const std::uint32_t complete = empty + 8 * arguments.stages;
+  const std::uint32_t open = complete + 8 * S::Owned(splits);
+  const SplitKWork work = FindWork<kStrips, kTokens>(arguments);
+  const int tokens = min(kTokens, arguments.m - work.tile.token);
+  TmaProducer<kStrips, kTokens> producer(arguments, work.group, work.tile, CtaTiles{},
+                                         work.end - work.begin, ring, full, empty);
+
+  const bool produces = WarpNumber() == S::kConsumerThreads / 32;
+  if (produces) {
+    const bool leader = ElectOne();
+    if (leader) {
+      PrefetchTensorMap(&arguments.q);
+      for (int i = 0; i < arguments.stages; ++i) {
+        BarrierInit(full + 8 * i, 1);
+        BarrierInit(empty + 8 * i, kStrips * 4 * arguments.multicast);
+      }
+      if (splits > 1) {
+        for (int i = 0; i < S::Owned(splits); ++i) BarrierInit(complete + 8 * i, 1);
+        BarrierInit(open, S::kWarps * (splits - 1));
+      }
+      BarrierInitFence();
+    }
+    __syncwarp();
+    producer.Begin();
+    if (leader && splits > 1) {
+      const int bytes = (splits - 1) * ((tokens + 7) / 8) * 512;
+      for (int i = 0; i < S::Owned(splits); ++i) BarrierExpect(complete + 8 * i, bytes);
+    }
+  }
+  __syncwarp();
+  __syncthreads();
+  if (arguments.multicast * splits > 1) {  // BarrierInitFence has ordered the initialization
+    ClusterArriveRelaxed();
+    ClusterWait();
+  }
+
+  if (threadIdx.x >= S::kConsumerThreads) {
+    ReallocateRegisters<S, true>();
+    if (produces) {
+      WaitForPredecessors();
+      producer.Run();
+    }
+  } else {
+    ReallocateRegisters<S, false>();
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    const int owner = warp % splits, slot = warp / splits;
+    const int row = (work.tile.strip + kStrips * work.group.rank) * kStripRows + warp * 16;
+    WaitForPredecessors();
+    RowScales scales;
+    TokenScales<kTokens> token_scales;
+    if (owner == work.split) {
+      scales.Load(arguments, row + lane / 4);
+      token_scales.Load(arguments, work.tile.token);
+    }
+    std::uint32_t sums[kTokens / 2];
+    Clear(sums);
+    if (work.end > work.begin) {
+      Multiply<Type, kStrips, kTokens>(arguments, work, ring, full, empty, sums);
+    }
+    if (S::kSumsInRing && splits > 1) {
+      __syncwarp();
+      OpenRing(arguments, work, open);
+      if (owner != work.split) BarrierWaitCluster(open, 0);
+    }
+    if (owner != work.split) {
+      PushSums<kStrips, kTokens>(arguments, work, owner, slot, tokens, received, complete, sums);
+    }
+    if (splits == 1) NamedBarrier(1, S::kConsumerThreads);  // all are done with the ring
+    if (owner == work.split) {
+      std::uint32_t staging = ring + warp * S::kStagingBytes;
+      if (splits > 1) {
+        staging = received + slot * (splits - 1) * S::kWarpSumBytes;
+        BarrierWaitCluster(complete + 8 * slot, 0);
+        AddReceived<Type, kTokens>(splits - 1, tokens, staging, sums);
+        __syncwarp();  // all lanes have read the sums that outputs now overwrite
+      }
+      StoreWarp<Type, kStrips, kTokens>(arguments, row, work.tile.token, tokens, staging, scales,
+                                        token_scales, sums);
+    }
+  }
+}
+
+}  // namespace slidesparse::hopper
