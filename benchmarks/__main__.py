@@ -1,0 +1,5 @@
+"""``python -m benchmarks``: measures this machine, and renders what was measured."""
+
+from benchmarks.cli import app
+
+app()

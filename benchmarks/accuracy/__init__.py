@@ -1,0 +1,1 @@
+"""Accuracy protocols: what pruning costs, measured through vLLM."""

@@ -1,0 +1,266 @@
+"""The language model of protocol A: Llama's architecture in plain torch, and its checkpoints in Hugging Face's layout.
+
+A layer is a pure function of its input and weights, so that one compilation serves all layers, and the teacher and
+every student of a distillation::
+
+    x [B, T, hidden] -> norm -> [q k v] -> rotary, attention -> o + x -> norm -> [gate up] -> silu * -> down + x
+
+Weights are float32 and computed with in ``dtype``; q, k, v and gate, up are one matrix each while training.
+"""
+
+from __future__ import annotations
+
+import json
+import lzma
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from functools import cache
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.nn.functional as F  # noqa: N812  (its usual name)
+from torch import Tensor
+
+EPS, THETA = 1e-5, 10000.0
+INIT = 0.02
+LOGSUMEXP = 1e-4  # weight of logsumexp(logits)^2 in the loss: keeps logits where BF16 tells them apart
+LAYER = ("norm", "qkv", "o", "norm2", "gate_up", "down")
+NAMES = {
+    "norm": ("input_layernorm",),
+    "qkv": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+    "o": ("self_attn.o_proj",),
+    "norm2": ("post_attention_layernorm",),
+    "gate_up": ("mlp.gate_proj", "mlp.up_proj"),
+    "down": ("mlp.down_proj",),
+}
+EMBEDDING, LAST_NORM = "model.embed_tokens.weight", "model.norm.weight"
+EXTRA_FILES = ("tokenizer.json", "tokenizer_config.json")
+
+Weights = dict[str, Tensor]
+Loss = Callable[[Tensor, Tensor], Tensor]
+
+
+@dataclass(frozen=True)
+class Shape:
+    """The shape of a model: about 30 million weights."""
+
+    vocabulary: int = 8192
+    hidden: int = 512
+    intermediate: int = 1408
+    layers: int = 8
+    heads: int = 8
+    window: int = 1024
+
+    def config(self) -> dict[str, object]:
+        """config.json."""
+        return {
+            "architectures": ["LlamaForCausalLM"],
+            "model_type": "llama",
+            "dtype": "bfloat16",
+            "torch_dtype": "bfloat16",
+            "vocab_size": self.vocabulary,
+            "hidden_size": self.hidden,
+            "intermediate_size": self.intermediate,
+            "num_hidden_layers": self.layers,
+            "num_attention_heads": self.heads,
+            "num_key_value_heads": self.heads,
+            "head_dim": self.hidden // self.heads,
+            "max_position_embeddings": 2 * self.window,
+            "hidden_act": "silu",
+            "rms_norm_eps": EPS,
+            "rope_theta": THETA,
+            "rope_parameters": {"rope_type": "default", "rope_theta": THETA},
+            "attention_bias": False,
+            "mlp_bias": False,
+            "tie_word_embeddings": True,
+            "bos_token_id": 0,
+            "eos_token_id": 0,
+        }
+
+
+def initial(shape: Shape, device: str, seed: int = 0) -> Weights:
+    """Random weights by key: "embedding", "last_norm" and "0.qkv", ...; float32."""
+    generator = torch.Generator(device).manual_seed(seed)
+
+    def normal(rows: int, columns: int, scale: float = INIT) -> Tensor:
+        return torch.empty(rows, columns, device=device).normal_(0, scale, generator=generator)
+
+    hidden, inner = shape.hidden, shape.intermediate
+    last = INIT / math.sqrt(2 * shape.layers)  # of matrices that add to the residual
+    found = {
+        "embedding": normal(shape.vocabulary, hidden),
+        "last_norm": torch.ones(hidden, device=device),
+    }
+    for i in range(shape.layers):
+        found[f"{i}.norm"] = torch.ones(hidden, device=device)
+        found[f"{i}.qkv"] = normal(3 * hidden, hidden)
+        found[f"{i}.o"] = normal(hidden, hidden, last)
+        found[f"{i}.norm2"] = torch.ones(hidden, device=device)
+        found[f"{i}.gate_up"] = normal(2 * inner, hidden)
+        found[f"{i}.down"] = normal(hidden, inner, last)
+    return {name: tensor.requires_grad_() for name, tensor in found.items()}
+
+
+def norm(x: Tensor, weight: Tensor) -> Tensor:
+    """RMS norm in float32, returned as ``x`` is."""
+    wide = x.float()
+    return (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + EPS) * weight).to(x.dtype)
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotate the pairs (x[i], x[i + head_dim / 2]) of [batch, heads, tokens, head_dim]."""
+    left, right = x.float().chunk(2, dim=-1)
+    return torch.cat((left * cos - right * sin, right * cos + left * sin), dim=-1).to(x.dtype)
+
+
+def layer(x: Tensor, cos: Tensor, sin: Tensor, *weights: Tensor) -> Tensor:
+    """One layer; ``weights`` in the order of LAYER."""
+    first, qkv, o, second, gate_up, down = weights
+    heads = qkv.shape[1] // (2 * cos.shape[-1])
+    h = F.linear(norm(x, first), qkv.to(x.dtype))
+    q, k, v = h.unflatten(-1, (3, heads, -1)).permute(2, 0, 3, 1, 4).unbind(0)
+    seen = F.scaled_dot_product_attention(rotate(q, cos, sin), rotate(k, cos, sin), v, is_causal=True)
+    x = x + F.linear(seen.transpose(1, 2).flatten(2), o.to(x.dtype))
+    gate, up = F.linear(norm(x, second), gate_up.to(x.dtype)).chunk(2, dim=-1)
+    return x + F.linear(F.silu(gate) * up, down.to(x.dtype))
+
+
+def logits_of(x: Tensor, last_norm: Tensor, embedding: Tensor) -> Tensor:
+    """[..., vocabulary] in the dtype of ``x``."""
+    return F.linear(norm(x, last_norm), embedding.to(x.dtype))
+
+
+def cross_entropy(x: Tensor, targets: Tensor, last_norm: Tensor, embedding: Tensor) -> tuple[Tensor, Tensor]:
+    """The loss to train with, and the mean cross entropy in nats, which is its larger part."""
+    logits = logits_of(x, last_norm, embedding).float()
+    nats = F.cross_entropy(logits.flatten(0, -2), targets.flatten())
+    return nats + LOGSUMEXP * logits.logsumexp(-1).square().mean(), nats.detach()
+
+
+def divergence(
+    x: Tensor,
+    wanted: Tensor,
+    last_norm: Tensor,
+    embedding: Tensor,
+    their_norm: Tensor,
+    their_embedding: Tensor,
+) -> Tensor:
+    """Mean KL(teacher || student) in nats; ``wanted`` [..., hidden] is what the teacher's layers gave."""
+    ours = logits_of(x, last_norm, embedding).float().log_softmax(-1)
+    with torch.no_grad():
+        given = logits_of(wanted, their_norm, their_embedding).float().log_softmax(-1)
+    return (given.exp() * (given - ours)).sum(-1).mean()
+
+
+compiled_form = cache(torch.compile)  # once for all models
+
+
+class Model:
+    """Weights, and how to run them."""
+
+    def __init__(self, shape: Shape, weights: Weights, dtype: torch.dtype, compiled: bool) -> None:
+        self.shape, self.weights, self.dtype = shape, weights, dtype
+        self._layer, self._cross_entropy, self._divergence = (
+            compiled_form(each) if compiled else each for each in (layer, cross_entropy, divergence)
+        )
+        half = shape.hidden // shape.heads // 2
+        device = weights["embedding"].device
+        frequencies = THETA ** -(torch.arange(half, device=device).double() / half)
+        angles = torch.outer(torch.arange(shape.window, device=device).double(), frequencies)
+        self._cos, self._sin = angles.cos().float(), angles.sin().float()
+
+    def hidden(self, ids: Tensor) -> Tensor:
+        """ids [B, T] -> [B, T, hidden], before the last norm."""
+        x = F.embedding(ids, self.weights["embedding"]).to(self.dtype)
+        cos, sin = self._cos[: ids.shape[1]], self._sin[: ids.shape[1]]
+        for i in range(self.shape.layers):
+            x = self._layer(x, cos, sin, *(self.weights[f"{i}.{name}"] for name in LAYER))
+        return x
+
+    @property
+    def ends(self) -> tuple[Tensor, Tensor]:
+        """The weights of the last norm and of the logits."""
+        return self.weights["last_norm"], self.weights["embedding"]
+
+    def loss(self, windows: Tensor) -> tuple[Tensor, Tensor]:
+        """`cross_entropy` of windows [B, T + 1]."""
+        return self._cross_entropy(self.hidden(windows[:, :-1]), windows[:, 1:], *self.ends)
+
+    def divergence_from(self, teacher: Model, windows: Tensor) -> Tensor:
+        """`divergence` on windows [B, T + 1]."""
+        ids = windows[:, :-1]
+        with torch.no_grad():
+            wanted = teacher.hidden(ids)
+        return self._divergence(self.hidden(ids), wanted, *self.ends, *teacher.ends)
+
+    @torch.no_grad()
+    def perplexity(self, windows: Tensor, batch: int = 16) -> float:
+        """exp of the mean cross entropy of windows [B, T], all tokens but each first; nothing is compiled for it."""
+        plain = Model(self.shape, self.weights, self.dtype, compiled=False)
+        found = [float(plain.loss(part)[1]) * len(part) for part in windows.split(batch)]
+        return math.exp(sum(found) / len(windows))
+
+
+def save(folder: Path, shape: Shape, weights: Weights, tokenizer: Path | None = None) -> None:
+    """Write a checkpoint in BF16: config.json, model.safetensors, and the tokenizer of a folder if it has one."""
+    from safetensors.torch import save_file
+
+    folder.mkdir(parents=True, exist_ok=True)
+    found = {EMBEDDING: weights["embedding"], LAST_NORM: weights["last_norm"]}
+    for i in range(shape.layers):
+        for key, names in NAMES.items():
+            for name, part in zip(names, weights[f"{i}.{key}"].chunk(len(names)), strict=True):
+                found[f"model.layers.{i}.{name}.weight"] = part
+    plain = {name: t.detach().to("cpu", torch.bfloat16).contiguous() for name, t in found.items()}
+    save_file(plain, folder / "model.safetensors", metadata={"format": "pt"})
+    (folder / "config.json").write_text(json.dumps(shape.config(), indent=1) + "\n")
+    for name in EXTRA_FILES if tokenizer else ():
+        if (tokenizer / name).exists():  # type: ignore[operator]
+            (folder / name).write_bytes((tokenizer / name).read_bytes())  # type: ignore[operator]
+
+
+def load(folder: Path, device: str) -> tuple[Shape, Weights]:
+    """A checkpoint that `save` wrote, or one of the same names; float32."""
+    from safetensors.torch import load_file
+
+    config = json.loads((folder / "config.json").read_text())
+    shape = Shape(
+        config["vocab_size"],
+        config["hidden_size"],
+        config["intermediate_size"],
+        config["num_hidden_layers"],
+        config["num_attention_heads"],
+        config["max_position_embeddings"] // 2,
+    )
+    stored = load_file(folder / "model.safetensors")
+    found = {"embedding": stored[EMBEDDING], "last_norm": stored[LAST_NORM]}
+    for i in range(shape.layers):
+        for key, names in NAMES.items():
+            found[f"{i}.{key}"] = torch.cat([stored[f"model.layers.{i}.{name}.weight"] for name in names])
+    return shape, {name: t.to(device, torch.float32).requires_grad_() for name, t in found.items()}
+
+
+def read_stream(parts: Sequence[Path], device: str) -> Tensor:
+    """The training ids, int32, of files that corpus.py wrote."""
+    raw = b"".join(lzma.decompress(path.read_bytes()) for path in parts)
+    return torch.from_numpy(np.frombuffer(raw, np.uint16).astype(np.int32)).to(device)
+
+
+def batches(stream: Tensor, batch: int, window: int, seed: int = 0) -> Iterator[Tensor]:
+    """Endless windows [batch, window + 1] of a stream: all of it once an epoch, in another order and cut each time."""
+    generator = torch.Generator().manual_seed(seed)
+    offsets = torch.arange(window + 1, device=stream.device)
+    while True:
+        shift = int(torch.randint(window, (), generator=generator))
+        starts = torch.arange(shift, len(stream) - window, window)
+        order = starts[torch.randperm(len(starts), generator=generator)].to(stream.device)
+        for chosen in order.split(batch)[: len(order) // batch]:
+            yield stream[chosen[:, None] + offsets].long()
+
+
+def describe(shape: Shape) -> dict[str, int]:
+    """The facts that a log holds of a model."""
+    linear = shape.layers * shape.hidden * (4 * shape.hidden + 3 * shape.intermediate)
+    return {**asdict(shape), "linear_weights": linear, "weights": linear + shape.vocabulary * shape.hidden}

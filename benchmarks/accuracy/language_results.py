@@ -1,0 +1,247 @@
+"""The results of the protocols, read from their CSVs and put into the tables of docs/accuracy/README.md.
+
+A loss is what a model's perplexity is above that of the dense model in BF16, in percent.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import pandas as pd
+
+from benchmarks.records import LINEAR
+from benchmarks.report import data
+from benchmarks.report.markdown import NOTHING, table
+
+PATTERNS, UNSTRUCTURED = ("8:10", "6:8", "4:6", "2:4"), ("25%", "33%")
+METHODS, QUANTS = ("sparsegpt", "wanda", "magnitude"), ("bf16", "int8", "fp8")
+DENSE, CONTROL, DISTILLED = "dense", "control", "kl"
+START = "start"  # what distillation began with, where that was made otherwise than the rest of the CSV
+TEXTS = {"in": "held-out text", "out": "WikiText-2"}
+KEY = ["pattern", "method", "quant", "text", "distilled", "seed"]
+STAGES = {64: "decode", 8192: "prefill"}  # by M
+MODEL, DTYPE = "Qwen2.5-7B", "int8"  # of linear.csv
+PROVIDERS = ("hopper", "cusparselt")  # the first that was measured
+PARITY = {
+    ("llmcompressor", "default"): "its default, blocks of 128",
+    ("llmcompressor", "block126"): "blocks of 126",
+    ("llmcompressor", "padded"): "blocks of 126, rows padded",
+    ("slidesparse", "plain"): "`--target own --sweeps 0`",
+    ("slidesparse", "sweeps4"): "`--target own`",
+}
+TOOLS = {"llmcompressor": "llm-compressor", "slidesparse": "SlideSparse"}
+
+
+def zeros(pattern: str) -> float:
+    """Percent of the weights that a pattern, such as 6:8 or 25%, zeroes."""
+    return float(pattern[:-1]) if pattern.endswith("%") else 200 / int(pattern.split(":")[1])
+
+
+@dataclass(frozen=True)
+class Loss:
+    """The loss of one kind of checkpoint, in percent, over the seeds of its calibration samples."""
+
+    seeds: tuple[float, ...]
+    low: float  # the least end of the seeds' 95% intervals
+    high: float
+
+    @property
+    def mean(self) -> float:
+        """The mean over the seeds."""
+        return sum(self.seeds) / len(self.seeds)
+
+    def __str__(self) -> str:
+        shown = f"{self.mean:.2f}"
+        return f"{shown} ({min(self.seeds):.2f} to {max(self.seeds):.2f})" if len(self.seeds) > 1 else shown
+
+
+@dataclass(frozen=True)
+class Results:
+    """The rows of a CSV that protocol_a.py wrote; of two with the same key, the later."""
+
+    rows: pd.DataFrame
+
+    @staticmethod
+    def of(source: Path) -> Results:
+        """Read a CSV."""
+        return Results(pd.read_csv(source, keep_default_na=False).drop_duplicates(KEY, keep="last"))
+
+    def loss(
+        self,
+        pattern: str,
+        method: str,
+        quant: str,
+        text: str = "in",
+        distilled: str = "",
+        seed: int | None = None,
+    ) -> Loss | None:
+        """None where it was not measured."""
+        found = (self.rows[KEY[:-1]] == (pattern, method, quant, text, distilled)).all(axis=1)
+        if seed is not None:
+            found &= self.rows["seed"] == seed
+        if not found.any():
+            return None
+        rows = self.rows[found]
+        return Loss(tuple(rows["delta_pct"]), rows["ci_low"].min(), rows["ci_high"].max())
+
+    def begun(self, pattern: str, quant: str, text: str = "in") -> float | None:
+        """The loss that distillation began with: of seed 0, or else the mean of what there is."""
+        started = (self.rows["pattern"] == pattern) & (self.rows["distilled"] == START)
+        made = ("sparsegpt", quant, text, START if started.any() else "")
+        found = self.loss(pattern, *made, seed=0) or self.loss(pattern, *made)
+        return found.mean if found else None
+
+    def kinds(self) -> list[tuple[str, str]]:
+        """Patterns and methods, in the order of the tables."""
+        pruned = [(pattern, method) for pattern in (*PATTERNS, *UNSTRUCTURED) for method in METHODS]
+        known = set(zip(self.rows["pattern"], self.rows["method"], strict=True))
+        return [kind for kind in [(DENSE, "-"), *pruned] if kind in known]
+
+
+def speeds_of(folder: Path) -> dict[tuple[str, int], tuple[float, str]]:
+    """(speed-up over stock vLLM, provider) of MODEL's linear layers in ``folder``/linear.csv, by pattern and M."""
+    found = data.over_stock(data.linear_sections(data.read(folder, LINEAR)).each)
+    found = found[(found["title"] == MODEL) & (found["dtype"] == DTYPE) & found["ours"].isin(PROVIDERS)]
+    rows = found.sort_values("ours", key=lambda names: names.map(PROVIDERS.index), ascending=False)
+    return {(row.pattern, row.M): (row.speedup, row.ours) for row in rows.itertuples()}
+
+
+def _shown(value: object) -> str:
+    return NOTHING if value is None else f"{value:.2f}" if isinstance(value, float) else str(value)
+
+
+def losses(source: Path) -> str:
+    """Losses of all that was only pruned and quantized."""
+    results = Results.of(source)
+    rows = [
+        (
+            f"{pattern} unstructured" if pattern in UNSTRUCTURED else pattern,
+            method,
+            *(_shown(results.loss(pattern, method, quant, text)) for text in TEXTS for quant in QUANTS),
+        )
+        for pattern, method in results.kinds()
+    ]
+    return table(("pattern", "method", "BF16", "INT8", "FP8", "WikiText-2, BF16", "INT8", "FP8"), rows, 2)
+
+
+def wanted(source: Path) -> str:
+    """The goals for held-out text, and the outcomes."""
+    results = Results.of(source)
+
+    def mean(pattern: str, method: str) -> float:
+        loss = results.loss(pattern, method, "int8")
+        return loss.mean if loss else float("nan")
+
+    def added(quant: str) -> str:
+        kinds = [(DENSE, "-"), *((pattern, "sparsegpt") for pattern in PATTERNS)]
+        both = [
+            (kind[0], results.loss(*kind, quant, seed=0), results.loss(*kind, "bf16", seed=0))
+            for kind in kinds
+        ]
+        return ", ".join(f"{name} {a.mean - b.mean:.2f}" for name, a, b in both if a and b)
+
+    ratios = [f"{p} {mean(p, 'sparsegpt') / mean(p, 'magnitude'):.2f}" for p in PATTERNS]
+    rows = [
+        ("sparsegpt, INT8, 6:8 loses", "at most 1.0%", f"{mean('6:8', 'sparsegpt'):.2f}%"),
+        ("sparsegpt, INT8, 4:6 loses", "at most 3%", f"{mean('4:6', 'sparsegpt'):.2f}%"),
+        ("sparsegpt's loss / magnitude's, INT8", "at most 0.4", ", ".join(ratios)),
+        ("points that INT8 adds to BF16, sparsegpt, same windows", "at most 0.15", added("int8")),
+        ("points that FP8 adds to BF16, sparsegpt, same windows", "at most 0.3", added("fp8")),
+    ]
+    return table(("", "wanted", "came out"), rows, 3)
+
+
+def distilled(source: Path) -> str:
+    """Losses before and after distillation, and how much of the way to the dense models it went."""
+    results, rows = Results.of(source), []
+    for pattern in PATTERNS:
+        for quant in QUANTS:
+            cells: list[float | None] = []
+            for text in TEXTS:
+                after = results.loss(pattern, "sparsegpt", quant, text, DISTILLED, seed=0)
+                cells += [results.begun(pattern, quant, text), after.mean if after else None]
+            if cells[1] is not None:
+                way = [closed(results, pattern, quant, to) for to in ("", CONTROL)]
+                rows.append((pattern, quant.upper(), *map(_shown, cells), *way))
+    for quant in QUANTS:
+        found = [results.loss(DENSE, "-", quant, text, after) for text in TEXTS for after in ("", CONTROL)]
+        if found[1]:
+            rows.append(("dense: control", quant.upper(), *map(_shown, found), NOTHING, NOTHING))
+    header = (
+        "pattern",
+        "",
+        "before",
+        "after",
+        "WikiText-2, before",
+        "after",
+        "way to the dense model",
+        "to the control",
+    )
+    return table(header, rows, 2)
+
+
+def closed(results: Results, pattern: str, quant: str, to: str) -> str:
+    """Percent of the way from the pruned model's loss to that of the dense one, or the control, in the same format."""
+    before, goal = results.begun(pattern, quant), results.loss(DENSE, "-", quant, "in", to)
+    after = results.loss(pattern, "sparsegpt", quant, "in", DISTILLED, seed=0)
+    if before is None or goal is None or after is None:  # not measured
+        return NOTHING
+    return f"{100 * (before - after.mean) / (before - goal.mean):.0f}%"
+
+
+def speeds(source: Path, folder: Path) -> str:
+    """Losses of sparsegpt in INT8 beside the speed-ups of MODEL's linear layers."""
+    results, times = Results.of(source), speeds_of(folder)
+    rows = []
+    for pattern in PATTERNS:
+        found = [results.loss(pattern, "sparsegpt", "int8", "in", by) for by in ("", DISTILLED)]
+        each = [times[pattern, m] for m in STAGES]
+        lost = [_shown(loss.mean if loss else None) for loss in found]
+        rows.append((pattern, *lost, *(f"{speed:.2f} {provider}" for speed, provider in each)))
+    stages = [f"{stage}, M = {m}" for m, stage in STAGES.items()]
+    return table(("pattern", "lost", "distilled", *stages), rows, 1)
+
+
+def encoder(source: Path) -> str:
+    """Protocol B, in the order of PATTERNS and METHODS."""
+    rows = pd.read_csv(source)
+    order = {name: i for i, name in enumerate((DENSE, *PATTERNS, "-", *METHODS, "int8", "fp8"))}
+    rows = rows.sort_values(["quant", "pattern", "method"], key=lambda column: column.map(order))
+    lines = [
+        (
+            *(r.pattern, r.method, r.quant.upper()),
+            *(f"{value:.4f}" for value in (r.cosine_mean, r.cosine_p1, r.top10, r.mrr)),
+            f"{r.mrr_loss:+.4f} ({r.mrr_loss_low:+.4f} to {r.mrr_loss_high:+.4f})",
+        )
+        for r in rows.itertuples()
+    ]
+    header = (
+        "pattern",
+        "method",
+        "",
+        "cosine",
+        "first percentile",
+        "same ten",
+        "MRR",
+        "lost of the original's",
+    )
+    return table(header, lines, 3)
+
+
+def parity(source: Path) -> str:
+    """Means over the choices of calibration windows, of llm-compressor's checkpoints and ours."""
+    rows = pd.read_csv(source)
+    rows = rows[rows["tool"] != "-"].assign(broken=rows["violations"] / rows["groups"])
+    found = rows.groupby(["pattern", "tool", "setting"])[["ppl", "delta_pct", "broken", "zeros_pct"]].mean()
+    runs = rows.groupby(["pattern", "tool", "setting"]).size()
+    lines = []
+    for pattern in ("6:8", "4:6"):
+        for tool, setting in PARITY:
+            if (key := (pattern, tool, setting)) in found.index:
+                ppl, up, broken, gone = found.loc[key]
+                words = PARITY[tool, setting] + (" (one choice)" if runs[key] == 1 else "")
+                share = f"{broken:.1%}" if broken else "0"
+                lines.append((pattern, TOOLS[tool], words, f"{ppl:.4f}", f"{up:.2f}%", share, f"{gone:.1f}%"))
+    header = ("pattern", "tool", "", "perplexity", "up on dense", "groups that break the pattern", "zeros")
+    return table(header, lines, 3)

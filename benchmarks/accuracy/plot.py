@@ -1,0 +1,194 @@
+"""Plots of docs/accuracy: `pip install '.[report]'` first.
+
+    python -m benchmarks.accuracy.plot cosine docs/accuracy/protocol_b.csv OUT.svg
+    python -m benchmarks.accuracy.plot layers REPORT.json [REPORT.json ...] OUT.svg
+    python -m benchmarks.accuracy.plot losses docs/accuracy/protocol_a.csv OUT.svg
+    python -m benchmarks.accuracy.plot speed docs/accuracy/protocol_a.csv docs/benchmarks/h200 OUT.svg
+
+`layers` draws what `slidesparse convert --report REPORT.json` measured: the error of each layer's output, a line a
+report.  `speed` draws what a pattern loses beside what it gains.  SVG files are the same bytes for the same results.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+import matplotlib as mpl
+import pandas as pd
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from benchmarks.accuracy import language_results as language
+from benchmarks.report.plots import FIXED
+from slidesparse.convert.report import final_error
+
+PATTERNS = language.PATTERNS
+METHODS = {"sparsegpt": "o", "wanda": "s", "magnitude": "^"}
+
+
+@mpl.rc_context(FIXED)
+def cosine(source: Path, out: Path) -> None:
+    """Mean cosine, with the first percentile below it, by pattern and method; INT8."""
+    rows = pd.read_csv(source).set_index(["pattern", "method", "quant"])
+    figure = Figure(figsize=(7, 4.5), layout="constrained")
+    axes = figure.subplots()
+    for method, marker in METHODS.items():
+        found = [
+            (i, rows.loc[key]) for i, p in enumerate(PATTERNS) if (key := (p, method, "int8")) in rows.index
+        ]
+        x = [i for i, _ in found]
+        (line,) = axes.plot(x, [row["cosine_mean"] for _, row in found], marker=marker, label=method)
+        low = [row["cosine_p1"] for _, row in found]
+        axes.plot(
+            x, low, marker=marker, linestyle=":", color=line.get_color(), label=f"{method}, first percentile"
+        )
+    axes.set_xticks(range(len(PATTERNS)), PATTERNS)
+    axes.set(
+        xlabel="pattern", ylabel="cosine to the original's embedding", title="MiniLM-L6, INT8, served by vLLM"
+    )
+    axes.grid(alpha=0.3)
+    axes.legend()
+    _save(figure, out)
+
+
+@mpl.rc_context(FIXED)
+def layers(reports: list[Path], out: Path) -> None:
+    """Relative error of the output of each layer, in the order of the model."""
+    figure = Figure(figsize=(10, 5), layout="constrained")
+    axes = figure.subplots()
+    for path in reports:
+        report: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        rows = [row for row in report["layers"] if row["error_quantized"] is not None]
+        label = f"{report['pattern']} {report['method']} {report['quant']}"
+        axes.plot([final_error(row) for row in rows], marker=".", label=label)
+        axes.set_xticks(range(len(rows)), [row["name"] for row in rows], rotation=90, fontsize=6)
+    axes.set(
+        ylabel="|X (W - W')| / |X W|",
+        title="Error of each layer's output as it is served",
+    )
+    axes.set_ylim(0, 1.12 * axes.get_ylim()[1])
+    axes.grid(alpha=0.3)
+    axes.legend(loc="upper center", ncols=len(reports))
+    _save(figure, out)
+
+
+@mpl.rc_context(FIXED)
+def losses(source: Path, out: Path) -> None:
+    """Draw what pruning costs, by the share of zeros: as served in INT8, and in BF16 beside unstructured pruning."""
+    results = language.Results.of(source)
+    figure = Figure(figsize=(9.5, 4.2), layout="constrained")
+    served, pruned = figure.subplots(1, 2, sharey=True)
+    for number, (method, marker) in enumerate(METHODS.items()):
+        line = {"color": f"C{number}", "marker": marker, "capsize": 2}
+        for text, style in (("in", "-"), ("out", ":")):
+            label = f"{method}, {language.TEXTS[text]}"
+            _curve(served, results, PATTERNS, method, "int8", text, label=label, linestyle=style, **line)
+        _curve(pruned, results, PATTERNS, method, "bf16", "in", label=method, **line)
+        hollow = {"markerfacecolor": "none", "linestyle": "--", "label": f"{method}, unstructured"}
+        _curve(pruned, results, language.UNSTRUCTURED, method, "bf16", "in", **hollow, **line)
+    served.set(title="INT8, served by vLLM with the plugin", ylabel="perplexity lost, %", yscale="log")
+    pruned.set(title="BF16, held-out text: pruning alone")
+    for axes in (served, pruned):
+        axes.set_xticks(
+            [language.zeros(pattern) for pattern in PATTERNS],
+            [f"{pattern}\n{language.zeros(pattern):.0f}%" for pattern in PATTERNS],
+        )
+        axes.set(xlabel="pattern, weights that are zero")
+        axes.legend(fontsize=7)
+        _plain_percent(axes)
+    _save(figure, out)
+
+
+@mpl.rc_context(FIXED)
+def speed(source: Path, folder: Path, out: Path) -> None:
+    """Draw what sparsegpt in INT8 loses in one model, by the speed-up of another's linear layers."""
+    results, times = language.Results.of(source), language.speeds_of(folder)
+    figure = Figure(figsize=(9.5, 4.2), layout="constrained")
+    panels = figure.subplots(1, 2, sharey=True)
+    for axes, (m, stage) in zip(panels, language.STAGES.items(), strict=True):
+        at = {pattern: times[pattern, m][0] for pattern in PATTERNS}
+        _points(axes, {language.DENSE: 1.0}, results, "-", "", color="k", marker="s", label="dense")
+        _points(axes, at, results, "sparsegpt", "", color="C0", marker="o", label="sparsegpt")
+        label = "sparsegpt and distillation"
+        _points(axes, at, results, "sparsegpt", language.DISTILLED, color="C1", marker="D", label=label)
+        axes.axvline(1, color="#444444", linewidth=1)
+        axes.set(title=f"{stage}, M = {m}\n{_providers({p: times[p, m][1] for p in PATTERNS})}", yscale="log")
+        axes.set(xlabel=f"speed-up of {language.MODEL}'s linear layers, INT8")
+        axes.margins(x=0.2)
+        _plain_percent(axes)
+    panels[0].set(ylabel="perplexity lost by the 30 M model, %")
+    panels[1].legend(fontsize=8)
+    _save(figure, out)
+
+
+def _providers(by_pattern: dict[str, str]) -> str:
+    """The providers of the times: "hopper", or "hopper: 6:8; cusparselt: 4:6, 2:4"."""
+    names = [name for name in language.PROVIDERS if name in by_pattern.values()]
+    if len(names) == 1:
+        return names[0]
+    return "; ".join(f"{name}: {', '.join(p for p in by_pattern if by_pattern[p] == name)}" for name in names)
+
+
+def _points(
+    axes: Axes, at: dict[str, float], results: language.Results, method: str, distilled: str, **style: Any
+) -> None:
+    """A point for each pattern, at its speed-up."""
+    found = {p: loss for p in at if (loss := results.loss(p, method, "int8", "in", distilled))}
+    low = [loss.mean - loss.low for loss in found.values()]
+    high = [loss.high - loss.mean for loss in found.values()]
+    means = [loss.mean for loss in found.values()]
+    axes.errorbar([at[pattern] for pattern in found], means, [low, high], capsize=3, linestyle="", **style)
+    for pattern, loss in found.items():
+        where = (at[pattern], loss.mean)
+        axes.annotate(pattern, where, xytext=(7, -3), textcoords="offset points", fontsize=8)
+
+
+def _curve(
+    axes: Axes,
+    results: language.Results,
+    patterns: tuple[str, ...],
+    method: str,
+    quant: str,
+    text: str,
+    **style: Any,
+) -> None:
+    found = [(language.zeros(p), loss) for p in patterns if (loss := results.loss(p, method, quant, text))]
+    low = [loss.mean - loss.low for _, loss in found]
+    high = [loss.high - loss.mean for _, loss in found]
+    axes.errorbar([x for x, _ in found], [loss.mean for _, loss in found], [low, high], **style)
+
+
+def _plain_percent(axes: Axes) -> None:
+    """0.5, 1, 2, 5, ... instead of powers of ten."""
+    ticks = [digit * 10.0**power for power in range(-2, 3) for digit in (1, 2, 5)]
+    low, high = axes.get_ylim()
+    axes.set_yticks([tick for tick in ticks if low <= tick <= high], minor=False)
+    axes.set_yticks([], minor=True)
+    axes.yaxis.set_major_formatter("{x:g}")
+
+
+def _save(figure: Figure, out: Path) -> None:
+    figure.savefig(out, format="svg", metadata={"Date": None, "Creator": None})
+
+
+def main() -> None:
+    """Draw one plot."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("plot", choices=("cosine", "layers", "losses", "speed"))
+    parser.add_argument("source", type=Path, nargs="+")
+    parser.add_argument("out", type=Path)
+    options = parser.parse_args()
+    draw = {"cosine": cosine, "losses": losses, "speed": speed}
+    if options.plot == "layers":
+        layers(options.source, options.out)
+    elif len(options.source) != (2 if options.plot == "speed" else 1):
+        parser.error(f"{options.plot} takes {2 if options.plot == 'speed' else 1} sources")
+    else:
+        draw[options.plot](*options.source, options.out)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,379 @@
+"""Protocol A: what pruning costs a language model of 30 million weights, served by vLLM with the plugin.
+
+    python -m benchmarks.accuracy.protocol_a WORK --model DENSE --data CORPUS/eval.npz --out protocol_a.csv --jobs 8
+    python -m benchmarks.accuracy.protocol_a WORKFOLDER ... --distilled FOLDER            # what distill.py made
+
+A cell is a pattern, a method, a quantization and a seed of the choice of calibration samples.  vLLM is imported once;
+each cell is a forked process that makes the checkpoint by `convert`, serves it and scores the texts, several at a time.
+Cells that are in the CSV already are not repeated.  WORKFOLDER keeps checkpoints, logs, and the log-probabilities.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import gc
+import json
+import os
+import signal
+import sys
+import time
+import traceback
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from benchmarks.accuracy import float_prune
+from slidesparse.calibrate.task import EPOCHS, Calibration
+from slidesparse.convert.options import ConvertOptions
+from slidesparse.convert.stream import convert
+from slidesparse.evaluate import worker
+from slidesparse.evaluate.engine import SERVED, Scored
+from slidesparse.evaluate.perplexity import summarize
+from slidesparse.pattern import SlidePattern
+
+DENSE, CONTROL = "dense", "control"
+PATTERNS, METHODS = ("6:8", "4:6", "2:4", "8:10"), ("sparsegpt", "wanda", "magnitude")
+UNSTRUCTURED = ("25%", "33%")
+SEEDS = (0, 1, 2)
+SAMPLES, WINDOW = float_prune.SAMPLES, float_prune.SEQLEN
+TEXTS = {"validation": "in", "other": "out"}  # of the training text's kind, or of another
+FIELDS = (
+    *("pattern", "method", "quant", "seed", "ppl", "delta_pct", "ci_low", "ci_high", "text", "distilled"),
+    *("ppl_low", "ppl_high", "same_top", "windows", "tokens", "served_by"),
+    *("samples", "epochs"),  # windows it was calibrated with, and how often it was fine-tuned on them
+)
+CACHE_BYTES = 1 << 30  # of the KV cache of an engine on a GPU
+ENVIRONMENT = {
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the engine in the cell's own process
+    "VLLM_WORKER_MULTIPROC_METHOD": "fork",
+    "VLLM_USE_FLASHINFER_SAMPLER": "0",
+    "VLLM_ALLREDUCE_USE_SYMM_MEM": "0",
+    "PYTORCH_NVML_BASED_CUDA_CHECK": "1",  # a look at the GPU must not spoil it for forked processes
+    "HF_HUB_OFFLINE": "1",
+    "OMP_NUM_THREADS": "1",
+}
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One checkpoint to make and to score."""
+
+    pattern: str
+    method: str
+    quant: str
+    seed: int = 0
+    distilled: str = ""  # "kl", or for the dense model CONTROL
+
+    @property
+    def name(self) -> str:
+        """The stem of its files."""
+        pattern = self.pattern.replace(":", "_").replace("%", "pct")
+        parts = [pattern, self.method.replace("-", "none"), self.quant, str(self.seed)]
+        return "-".join([*parts, self.distilled] if self.distilled else parts)
+
+    @property
+    def key(self) -> tuple[str, ...]:
+        """The key of its rows."""
+        return (self.pattern, self.method, self.quant, str(self.seed), self.distilled)
+
+    def calibrated(self, samples: int, epochs: int) -> tuple[str, str]:
+        """Its samples and epochs, where ``samples`` and ``epochs`` are those of the command; "" for none."""
+        if self.distilled or self.method not in ("sparsegpt", "wanda"):
+            return "", ""
+        tuned = self.method == "sparsegpt" and self.pattern not in UNSTRUCTURED
+        return str(samples), str(epochs if tuned else 0)
+
+
+def cells() -> list[Cell]:
+    """All, the reference first and then the most telling; seeds where they decide anything."""
+    found = [Cell(DENSE, "-", quant) for quant in ("bf16", "int8", "fp8")]
+    for pattern in PATTERNS:  # distillation starts from these
+        found += [Cell(pattern, "sparsegpt", quant) for quant in ("bf16", "int8", "fp8")]
+    for method in ("magnitude", "wanda"):
+        found += [Cell(pattern, method, "int8") for pattern in PATTERNS]
+    for seed in SEEDS[1:]:
+        found += [Cell(p, m, "int8", seed) for m in ("sparsegpt", "wanda") for p in PATTERNS]
+    found += [Cell(share, method, "bf16") for share in UNSTRUCTURED for method in METHODS]
+    found += [
+        Cell(p, m, quant) for quant in ("bf16", "fp8") for m in ("wanda", "magnitude") for p in PATTERNS
+    ]
+    return found
+
+
+def distilled_cells(folder: Path) -> list[Cell]:
+    """The cells that distill.py wrote to ``folder``, by the names of the checkpoints it started from."""
+    found = []
+    for path in sorted(folder.iterdir()):
+        if path.name == CONTROL:
+            found += [Cell(DENSE, "-", quant, distilled=CONTROL) for quant in ("bf16", "int8")]
+        elif (path / "config.json").exists():
+            pattern, method, _, seed = path.name.split("-")
+            found += [
+                Cell(pattern.replace("_", ":"), method, quant, int(seed), "kl")
+                for quant in ("bf16", "int8", "fp8")
+            ]
+    return found
+
+
+def make(cell: Cell, options: argparse.Namespace) -> Path:
+    """The checkpoint of a cell."""
+    made: Path = options.folder / "made" / cell.name
+    if (made / "config.json").exists():
+        return made
+    source: Path = options.model
+    if cell.distilled:
+        start = Cell(cell.pattern, cell.method, "bf16", cell.seed).name
+        source = options.distilled / (CONTROL if cell.distilled == CONTROL else start)
+    pruned = cell.pattern != DENSE
+    if cell.quant == "bf16" and (cell.distilled or not pruned):
+        return source
+    calibration = Calibration(
+        str(options.calibration), options.samples, WINDOW, options.device, finetune=options.finetune
+    )
+    if cell.quant == "bf16":
+        float_prune.write_pruned(source, made, cell.pattern, cell.method, calibration, cell.seed)
+        return made
+    plain = cell.distilled or not pruned or cell.method == "magnitude"
+    how = ConvertOptions(
+        SlidePattern.parse(cell.pattern) if pruned else SlidePattern(None),
+        cell.quant,
+        method="magnitude" if plain else cell.method,  # of a distilled model that takes its zeros
+        calibration=None if plain else calibration,
+        seed=cell.seed,
+    )
+    convert(source, made, how)
+    return made
+
+
+def score(cell: Cell, options: argparse.Namespace, ids: list[list[int]], out: Path) -> None:
+    """Make a cell's checkpoint, serve it, and keep what vLLM says of ``ids``."""
+    started = time.monotonic()
+    made = make(cell, options)
+    gc.collect()
+    if options.device == "cuda":
+        torch.cuda.empty_cache()
+    converted = time.monotonic()
+    request = {"model": str(made), "ids": ids, "top": 1, "options": options.engine}
+    arrays = worker.perplexity(request)
+    partial = out.with_suffix(".partial.npz")
+    np.savez(partial, **arrays)
+    partial.rename(out)
+    print(
+        f"# {cell.name}: made in {converted - started:.1f} s, scored in {time.monotonic() - converted:.1f} s"
+    )
+
+
+def start(cell: Cell, options: argparse.Namespace, ids: list[list[int]]) -> int:
+    """The process of a cell."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    pid = os.fork()
+    if pid:
+        return pid
+    status = 1
+    try:
+        os.setsid()  # so that it can be ended with all that it starts
+        with (options.folder / "logs" / f"{cell.name}.log").open("w") as log:
+            os.dup2(log.fileno(), 1)
+            os.dup2(log.fileno(), 2)
+        score(cell, options, ids, options.folder / "scores" / f"{cell.name}.npz")
+        status = 0
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(status)
+
+
+class Table:
+    """The CSV, and what its rows come from."""
+
+    def __init__(self, options: argparse.Namespace, texts: dict[str, list[list[int]]]) -> None:
+        self._options, self._texts = options, texts
+        self._rows: list[dict[str, str]] = []
+        if options.out.exists():
+            with options.out.open(newline="") as file:
+                self._rows = list(csv.DictReader(file))
+        self._waiting: list[Cell] = []
+
+    def has(self, cell: Cell) -> bool:
+        """Whether its rows are there."""
+        return any(tuple(row[name] for name in (*FIELDS[:4], "distilled")) == cell.key for row in self._rows)
+
+    def scored(self, cell: Cell) -> Scored | None:
+        """The scores that vLLM gave in a cell's process."""
+        path = self._options.folder / "scores" / f"{cell.name}.npz"
+        if not path.exists():
+            return None
+        said = SERVED.search((self._options.folder / "logs" / f"{cell.name}.log").read_text(errors="replace"))
+        with np.load(path) as found:
+            return Scored({name: found[name] for name in found.files}, said[1] if said else "")
+
+    def add(self, cell: Cell) -> None:
+        """Append the rows of a cell, and of those that waited for the reference."""
+        self._waiting.append(cell)
+        reference = self.scored(Cell(DENSE, "-", "bf16"))
+        if reference is None:
+            return
+        for one in [each for each in self._waiting if not self.has(each)]:
+            found = self.scored(one)
+            assert found
+            if (one.quant == "bf16") == bool(found.served_by):
+                raise SystemExit(f"{one.name} was served by {found.served_by or 'vLLM itself'}; see its log")
+            self._rows += [self._row(one, text, found, reference) for text in self._texts]
+        self._waiting = []
+        partial = self._options.out.with_suffix(".partial")
+        with partial.open("w", newline="") as file:
+            writer = csv.DictWriter(file, FIELDS, lineterminator="\n")
+            writer.writeheader()
+            writer.writerows(self._rows)
+        partial.rename(self._options.out)
+
+    def _row(self, cell: Cell, text: str, ours: Scored, theirs: Scored) -> dict[str, str]:
+        ids, start = self._texts[text], 0
+        for name, others in self._texts.items():
+            if name == text:
+                break
+            start += sum(len(window) - 1 for window in others)
+        here = slice(start, start + sum(len(window) - 1 for window in ids))
+        parts = [Scored({n: a[here] for n, a in s.arrays.items()}, s.served_by) for s in (ours, theirs)]
+        found = summarize(cell.name, DENSE, ids, *parts)
+        assert found.comparison
+        delta, ppl = found.comparison.delta_pct, found.perplexity
+        figures = (ppl.value, delta.value, delta.low, delta.high)
+        values: list[Any] = [
+            *cell.key[:4],
+            *(f"{value:.4f}" for value in figures),
+            TEXTS[text],
+            cell.distilled,
+        ]
+        values += [f"{ppl.low:.4f}", f"{ppl.high:.4f}", f"{found.comparison.top1.value:.4f}"]
+        values += [found.windows, found.tokens, found.served_by]
+        values += cell.calibrated(self._options.samples, self._options.finetune)
+        return dict(zip(FIELDS, map(str, values), strict=True))
+
+
+def run(todo: list[Cell], options: argparse.Namespace, ids: list[list[int]], table: Table) -> list[Cell]:
+    """Score cells, ``options.jobs`` at a time; those that failed or were out of time."""
+    waiting, running, failed = list(todo), dict[int, tuple[Cell, float]](), list[Cell]()
+    began = time.monotonic()
+    while waiting or running:
+        over = options.time_limit is not None and time.monotonic() - began > options.time_limit
+        while waiting and len(running) < options.jobs and not over:
+            cell = waiting.pop(0)
+            running[start(cell, options, ids)] = (cell, time.monotonic())
+        if over and not running:
+            break
+        pid, status = os.waitpid(-1, os.WNOHANG)
+        if not pid:
+            for late in [
+                p for p, (_, since) in running.items() if time.monotonic() - since > options.cell_limit
+            ]:
+                with suppress(ProcessLookupError):
+                    os.killpg(late, signal.SIGKILL)
+            time.sleep(0.05)
+            continue
+        if pid not in running:
+            continue  # not a cell's: what vLLM's import or a cell has left to this process
+        cell, since = running.pop(pid)
+        with suppress(ProcessLookupError):
+            os.killpg(pid, signal.SIGKILL)  # what it may have left
+        seconds = time.monotonic() - since
+        if status:
+            failed.append(cell)
+            print(
+                f"{cell.name} failed after {seconds:.0f} s; see its log in {options.folder / 'logs'}",
+                flush=True,
+            )
+        else:
+            table.add(cell)
+            print(f"{cell.name} {seconds:.1f} s, {len(waiting)} to start", flush=True)
+    return [*failed, *waiting]
+
+
+def import_vllm() -> None:
+    """All that engines import later, as long as it leaves the GPU alone."""
+    import vllm
+    from vllm.model_executor.models.llama import LlamaForCausalLM
+    from vllm.platforms import current_platform
+
+    vllm.ModelRegistry.register_model(
+        "LlamaForCausalLM", LlamaForCausalLM
+    )  # or vLLM starts a process to look at it
+    with suppress(ImportError):  # they are imported in the cells then
+        if current_platform.is_cuda():
+            import vllm.v1.attention.backends.flash_attn
+            import vllm.v1.worker.gpu.model_runner
+            import vllm.v1.worker.gpu_worker
+        else:
+            import vllm.v1.worker.cpu_worker
+    if torch.cuda.is_initialized():
+        raise SystemExit("importing vLLM has initialized CUDA: no forked process could use it")
+
+
+def main() -> None:
+    """Score what is missing; 1 when something failed."""
+    os.environ.update(ENVIRONMENT)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("folder", type=Path, help="for checkpoints, logs and scores")
+    parser.add_argument("--model", type=Path, required=True, help="the dense checkpoint")
+    parser.add_argument("--data", type=Path, required=True, help="eval.npz of corpus.py")
+    parser.add_argument("--out", type=Path, required=True, help="the CSV")
+    parser.add_argument("--distilled", type=Path, help="what distill.py wrote: score this")
+    parser.add_argument("--jobs", type=int, default=1, help="cells at a time")
+    parser.add_argument("--device", default="cuda" if torch.cuda.device_count() else "cpu")
+    parser.add_argument("--only", help="NAME,NAME,...: these cells alone, such as 6_8-sparsegpt-int8-0")
+    parser.add_argument("--samples", type=int, default=SAMPLES, help="of calibration")
+    parser.add_argument("--finetune", type=int, default=EPOCHS, help="how often, after sparsegpt")
+    parser.add_argument("--windows", type=int, help="of each text, fewer to try things out")
+    parser.add_argument("--option", action="append", default=[], metavar="NAME=JSON", help="of vllm.LLM")
+    parser.add_argument("--time-limit", type=float, help="seconds after which no cell is started")
+    parser.add_argument("--cell-limit", type=float, default=400.0, help="seconds of a cell")
+    options = parser.parse_args()
+    for name in ("made", "logs", "scores"):
+        (options.folder / name).mkdir(parents=True, exist_ok=True)
+    torch.set_num_threads(1)
+    options.calibration = options.folder / "calibration.npy"
+    with np.load(options.data) as found:
+        np.save(options.calibration, found["calibration"].astype(np.int32))
+        texts = {
+            name: found[name][: options.windows].astype(int).tolist() for name in TEXTS if name in found.files
+        }
+    ids = [window for windows in texts.values() for window in windows]
+    memory = {"gpu_memory_utilization": 0.05, "kv_cache_memory_bytes": CACHE_BYTES}
+    options.engine = {"enforce_eager": True, "max_model_len": WINDOW + 1, "max_num_seqs": 64}
+    options.engine["enable_prefix_caching"] = False
+    options.engine |= memory if options.device == "cuda" else {"gpu_memory_utilization": 0.2}
+    options.engine |= {
+        name: json.loads(value) for name, _, value in (o.partition("=") for o in options.option)
+    }
+    table = Table(options, texts)
+    wanted = distilled_cells(options.distilled) if options.distilled else cells()
+    if options.only:
+        wanted = [cell for cell in wanted if cell.name in options.only.split(",")]
+    todo = [cell for cell in wanted if not table.has(cell)]
+    reference = Cell(DENSE, "-", "bf16")
+    if todo and reference not in todo and table.scored(reference) is None:
+        todo.insert(0, reference)
+    ready = [cell for cell in todo if table.scored(cell)]
+    for cell in ready:
+        table.add(cell)
+    todo = [cell for cell in todo if cell not in ready]
+    if todo:
+        import_vllm()
+    missing = run(todo, options, ids, table)
+    if missing:
+        raise SystemExit(f"{len(missing)} cells are missing: {', '.join(cell.name for cell in missing)}")
+
+
+if __name__ == "__main__":
+    main()

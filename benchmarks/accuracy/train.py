@@ -1,0 +1,217 @@
+"""Train the language model of protocol A for so many seconds, on the corpus that corpus.py gathered.
+
+    python -m benchmarks.accuracy.train CORPUS OUT --seconds 400
+
+The learning rate falls with the time that has passed, not with steps, so that it is low when the time is up, whatever
+the machine: another machine makes another model.  OUT gets the checkpoint in BF16, log.jsonl and train.json.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from benchmarks.accuracy.language_model import Model, Shape, batches, describe, initial, read_stream, save
+
+RATE, LEAST_RATE, WARM_UP = 2.5e-3, 0.02, 200  # the highest, of it at the end, steps
+BETAS, WEIGHT_DECAY, CLIP = (0.9, 0.95), 0.1, 1.0
+BATCH = 64  # windows a step
+SYNC = 8  # steps between looks at the GPU
+LOG_SECONDS = 4.0
+
+
+@dataclass
+class Clock:
+    """Time of training, from the first `tick` on, which has compiled everything."""
+
+    seconds: float
+    warm_up: int
+    steps: int | None = None  # instead of seconds
+    started: float | None = None
+    step: int = 0
+
+    def tick(self) -> None:
+        """A step is done."""
+        self.step += 1
+        if self.started is None:
+            self.started = time.monotonic()
+
+    @property
+    def share(self) -> float:
+        """The share of the time, or of the steps, that is over, 0 to 1."""
+        if self.steps:
+            return min(1.0, self.step / self.steps)
+        return 0.0 if self.started is None else min(1.0, (time.monotonic() - self.started) / self.seconds)
+
+    @property
+    def rate(self) -> float:
+        """The share of the highest learning rate that is due now."""
+        falling = LEAST_RATE + (1 - LEAST_RATE) * 0.5 * (1 + math.cos(math.pi * self.share))
+        return min(1.0, (self.step + 1) / self.warm_up) * falling
+
+
+@dataclass
+class Log:
+    """A line every few seconds, on stdout and in a file."""
+
+    path: Path | None
+    tokens: int = 0
+    _last: float = field(default_factory=time.monotonic)
+    _last_tokens: int = 0
+
+    def __call__(self, step: int, loss: float, rate: float, tokens: int, end: bool = False) -> None:
+        """Write if it is time, or the ``end``."""
+        now = time.monotonic()
+        self.tokens = tokens
+        if now - self._last < LOG_SECONDS and not end:
+            return
+        speed = (tokens - self._last_tokens) / (now - self._last)
+        line = {
+            "step": step,
+            "tokens": tokens,
+            "loss": round(loss, 4),
+            "rate": f"{rate:.2e}",
+            "tokens_s": round(speed),
+        }
+        self._last, self._last_tokens = now, tokens
+        print(json.dumps(line), flush=True)
+        if self.path:
+            with self.path.open("a") as file:
+                file.write(json.dumps(line) + "\n")
+
+
+def optimizer_of(weights: dict[str, Tensor], rate: float) -> torch.optim.AdamW:
+    """AdamW; norms and the embedding do not decay."""
+    plain = [t for name, t in weights.items() if "norm" in name or name == "embedding"]
+    decaying = [t for name, t in weights.items() if "norm" not in name and name != "embedding"]
+    groups = [{"params": decaying, "weight_decay": WEIGHT_DECAY}, {"params": plain, "weight_decay": 0.0}]
+    return torch.optim.AdamW(groups, rate, BETAS, fused=True)
+
+
+def step(optimizer: torch.optim.AdamW, weights: list[Tensor], loss: Tensor, rate: float) -> None:
+    """Update ``weights`` against the gradient of ``loss``."""
+    loss.backward()
+    torch.nn.utils.clip_grad_norm_(weights, CLIP, foreach=True)
+    for group in optimizer.param_groups:
+        group["lr"] = rate
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=True)
+
+
+def train(
+    weights: dict[str, Tensor],
+    loss_of: Callable[[Tensor], tuple[Tensor, Tensor]],
+    data: Iterator[Tensor],
+    clock: Clock,
+    log: Log,
+    highest: float = RATE,
+    after: Callable[[], None] | None = None,
+) -> int:
+    """Train until the clock says that it is enough; the number of tokens.
+
+    Args:
+        loss_of: of windows [B, T + 1]: what to go down, and what to log.
+        highest: learning rate.
+        after: called after every step.
+    """
+    optimizer, every, tokens = optimizer_of(weights, highest), list(weights.values()), 0
+    for windows in data:
+        loss, shown = loss_of(windows)
+        rate = highest * clock.rate
+        step(optimizer, every, loss, rate)
+        if after:
+            after()
+        tokens += windows[:, 1:].numel()
+        clock.tick()
+        end = clock.share >= 1
+        if clock.step % SYNC == 1 or end:
+            log(clock.step, float(shown), rate, tokens, end)  # waits for the GPU
+        if end:
+            break
+    return tokens
+
+
+def prepare(device: str) -> tuple[torch.dtype, bool]:
+    """The dtype to compute in, and whether to compile."""
+    torch.backends.cuda.matmul.allow_tf32 = True
+    return (torch.bfloat16, True) if device == "cuda" else (torch.float32, False)
+
+
+def corpus_parts(folder: Path) -> list[Path]:
+    """The parts of the training stream."""
+    found = sorted(folder.glob("part*.xz"))
+    if not found:
+        raise SystemExit(f"{folder} has no part0.xz; make the corpus with corpus.py")
+    wanted = json.loads((folder / "corpus.json").read_text())["bytes of parts"]
+    if [path.stat().st_size for path in found] != wanted:
+        raise SystemExit(
+            f"{folder} has {len(found)} parts, of {len(wanted)} that corpus.json names; copy the others"
+        )
+    return found
+
+
+def read_parts(folder: Path, device: str) -> Tensor:
+    """The training stream, its parts unpacked side by side."""
+    parts = corpus_parts(folder)
+    with ThreadPoolExecutor(len(parts)) as pool:
+        return torch.cat(list(pool.map(lambda part: read_stream([part], device), parts)))
+
+
+def main() -> None:
+    """Train and save."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("corpus", type=Path)
+    parser.add_argument("out", type=Path)
+    parser.add_argument("--seconds", type=float, default=400.0, help="of training, compilation not counted")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--batch", type=int, default=BATCH)
+    parser.add_argument("--steps", type=int, help="so many, instead of seconds")
+    parser.add_argument("--layers", type=int, help="fewer, to try things out")
+    parser.add_argument("--hidden", type=int, help="fewer, to try things out")
+    options = parser.parse_args()
+    shape = Shape()
+    if options.layers:
+        shape = replace(shape, layers=options.layers)
+    if options.hidden:
+        shape = replace(shape, hidden=options.hidden, intermediate=options.hidden * 11 // 4)
+    began = time.monotonic()
+    dtype, compiled = prepare(options.device)
+    stream = read_parts(options.corpus, options.device)
+    found = {**describe(shape), "corpus": len(stream), "read_s": round(time.monotonic() - began, 1)}
+    print(json.dumps(found), flush=True)
+    options.out.mkdir(parents=True, exist_ok=True)
+    model = Model(shape, initial(shape, options.device), dtype, compiled)
+    clock, log = Clock(options.seconds, WARM_UP, options.steps), Log(options.out / "log.jsonl")
+    tokens = train(model.weights, model.loss, batches(stream, options.batch, shape.window), clock, log)
+    save(options.out, shape, model.weights, options.corpus)
+    with np.load(options.corpus / "eval.npz") as stored:
+        held_out = {name: torch.from_numpy(stored[name].astype(np.int64)) for name in stored.files}
+        del held_out["calibration"]
+    outcome = {
+        "device": torch.cuda.get_device_name() if options.device == "cuda" else "cpu",
+        "corpus_tokens": len(stream),
+        "tokens": tokens,
+        "epochs": round(tokens / len(stream), 2),
+        "steps": clock.step,
+        "seconds": round(time.monotonic() - (clock.started or began), 1),
+        "perplexity": {
+            name: round(model.perplexity(w.to(options.device)), 4) for name, w in held_out.items()
+        },
+        **describe(shape),
+    }
+    (options.out / "train.json").write_text(json.dumps(outcome, indent=1) + "\n")
+    print(json.dumps(outcome), flush=True)
+
+
+if __name__ == "__main__":
+    main()

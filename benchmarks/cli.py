@@ -1,0 +1,515 @@
+"""The commands of ``python -m benchmarks``; benchmarks/README.md says what each measures.
+
+A command that needs a GPU says what is missing where there is none, and exits with 3.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Protocol
+
+import typer
+from rich.markup import escape
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from slidesparse.cli.console import Json, application, err, fail
+from slidesparse.cli.tune import (
+    Dtypes,
+    Limit,
+    Patterns,
+    Shapes,
+    Tokens,
+    begin,
+    finish,
+    libraries_of,
+    models_of,
+    open_session,
+    patterns_of,
+    tokens_of,
+)
+from slidesparse.errors import FAILED, USAGE
+
+if TYPE_CHECKING:
+    from benchmarks.e2e import Run, Workload
+    from benchmarks.e2e_models import Model
+    from benchmarks.e2e_runs import E2eBench
+    from benchmarks.records import Records
+    from benchmarks.stock import Stock
+    from slidesparse.gemm.backend import Tunable
+    from slidesparse.tune.machine import Gpu
+    from slidesparse.tune.session import Session
+
+app = application("Measure this machine, and render what was measured.", name="benchmarks")
+ACCURACY = Path(__file__).with_name("accuracy")
+
+Models = Annotated[
+    str | None,
+    typer.Option(
+        "--model",
+        help="Names such as Qwen2.5-7B, or folders with a config.json, comma-separated; default all.",
+    ),
+]
+Out = Annotated[Path, typer.Option("--out", help="The folder of the tables; what is in them is kept.")]
+VllmLibrary = Annotated[
+    Path | None, typer.Option(help="vLLM's compiled kernels (_C*.so), when vLLM is not installed.")
+]
+Libraries = Annotated[
+    str | None, typer.Option("--library", help="GEMM libraries, comma-separated; default all for this GPU.")
+]
+NoStock = Annotated[bool, typer.Option("--no-stock", help="Leave vLLM's own kernels out.")]
+OUT = Path("bench_out")
+
+
+class Bench(Protocol):
+    """A benchmark that fills one table."""
+
+    records: Records
+
+    @property
+    def count(self) -> int:
+        """The number of cells, those that are measured already included."""
+
+    def run(self) -> bool:
+        """Measure what is not in the table.  False when the time was up before the end."""
+
+
+def _fill(
+    began: float, limit: float | None, gpu: Gpu, as_json: bool, make: Callable[[Session], Bench]
+) -> None:
+    """Run a benchmark until its table is full or the time is up, and say how it went."""
+    with open_session(gpu, began, limit) as (session, bar):
+        bench = make(session)
+        begin(bar, bench.count)
+        finished = bench.run()
+    result = {"rows": len(bench.records.rows), "table": str(bench.records.path)}
+    finish(finished, session.skipped, result, as_json)
+
+
+def _stock(path: Path | None, left_out: bool) -> Stock | None:
+    from benchmarks.stock import find
+
+    if left_out:
+        return None
+    found = find(path)
+    if found is None:
+        err.print("vLLM is not installed, so its kernels are not measured; --vllm-library names them")
+    return found
+
+
+def _facts(gpu: Gpu, libraries: Sequence[Tunable], stock: Stock | None) -> dict[str, Any]:
+    from benchmarks.conditions import gpu_conditions
+
+    return {**gpu_conditions(gpu, libraries), "vllm_library": stock.path if stock else None}
+
+
+@app.command()
+def kernel(
+    mode: Annotated[str, typer.Option(help="square: M = N = K; model: the layers of models.")] = "model",
+    model: Models = None,
+    shapes: Shapes = None,
+    dtype: Dtypes = "int8,fp8,fp16,bf16",
+    pattern: Patterns = None,
+    m: Tokens = None,
+    out: Out = OUT,
+    time_limit: Limit = None,
+    library: Libraries = None,
+    vllm_library: VllmLibrary = None,
+    no_stock: NoStock = False,
+    as_json: Json = False,
+) -> None:
+    """GEMM alone: cuBLASLt, the sparse libraries at each pattern and vLLM's kernel; writes OUT/kernel.csv."""
+    began = time.monotonic()
+    from benchmarks.kernel import DTYPES, KernelBench, model_groups, square_groups
+    from benchmarks.records import amend_conditions, write_conditions
+    from benchmarks.timing import copy_rate
+    from slidesparse.tune import machine
+    from slidesparse.tune.shapes import parse_choice
+
+    dtypes = parse_choice("--dtype", dtype, DTYPES)
+    patterns, tokens = patterns_of(pattern), tokens_of(m)
+    if parse_choice("--mode", mode, ("square", "model")) == ("square",):
+        groups = square_groups(dtypes, tokens)
+    else:
+        groups = model_groups(models_of(model, shapes), dtypes, tokens)
+    gpu = machine.require_gpu()
+    libraries, stock = libraries_of(gpu, library), _stock(vllm_library, no_stock)
+    conditions = out / "kernel.json"
+    write_conditions(conditions, _facts(gpu, libraries, stock))
+
+    def make(session: Session) -> Bench:
+        amend_conditions(conditions, {"copy_GBps": round(copy_rate(session), 1)})
+        return KernelBench(session, out, groups, libraries, stock, patterns)
+
+    _fill(began, time_limit, gpu, as_json, make)
+
+
+@app.command()
+def linear(
+    model: Models = None,
+    shapes: Shapes = None,
+    dtype: Dtypes = "int8,fp8",
+    pattern: Patterns = None,
+    m: Tokens = None,
+    out: Out = OUT,
+    time_limit: Limit = None,
+    library: Libraries = None,
+    vllm_library: VllmLibrary = None,
+    no_stock: NoStock = False,
+    as_json: Json = False,
+) -> None:
+    """Whole layers: quantize, GEMM, scale, with the tuned algorithms; writes OUT/linear.csv."""
+    began = time.monotonic()
+    from benchmarks.kernel import model_groups
+    from benchmarks.linear import LinearBench
+    from benchmarks.records import write_conditions
+    from slidesparse.tune import machine
+    from slidesparse.tune.shapes import parse_choice
+
+    dtypes = parse_choice("--dtype", dtype, machine.SERVED)
+    patterns, groups = patterns_of(pattern), model_groups(models_of(model, shapes), dtypes, tokens_of(m))
+    gpu = machine.require_gpu()
+    libraries, stock = libraries_of(gpu, library), _stock(vllm_library, no_stock)
+    write_conditions(out / "linear.json", _facts(gpu, libraries, stock))
+    _fill(
+        began,
+        time_limit,
+        gpu,
+        as_json,
+        lambda session: LinearBench(session, out, groups, libraries, stock, patterns),
+    )
+
+
+@app.command()
+def bandwidth(out: Out = OUT, time_limit: Limit = None, as_json: Json = False) -> None:
+    """The quantizing and scaling kernels against a copy of as many bytes; writes OUT/bandwidth.csv."""
+    began = time.monotonic()
+    from benchmarks.bandwidth import BandwidthBench, libraries
+    from benchmarks.conditions import gpu_conditions
+    from benchmarks.records import write_conditions
+    from slidesparse.tune import machine
+
+    gpu = machine.require_gpu()
+    write_conditions(out / "bandwidth.json", gpu_conditions(gpu, libraries(gpu.device)))
+    _fill(began, time_limit, gpu, as_json, lambda session: BandwidthBench(session, out))
+
+
+@app.command()
+def layout(
+    model: Annotated[
+        str, typer.Argument(help="A model's name, or a folder with a config.json; several, comma-separated.")
+    ] = "Qwen2.5-7B",
+    shapes: Shapes = None,
+    dtype: Dtypes = "int8,fp8,bf16",
+    m: Annotated[str, typer.Option("--m", help="Token counts, comma-separated.")] = "64,2048",
+    out: Out = OUT,
+    time_limit: Limit = None,
+    as_json: Json = False,
+) -> None:
+    """Both libraries in the eight memory layouts, weights at 6:8; writes OUT/layout.csv."""
+    began = time.monotonic()
+    from benchmarks.conditions import gpu_conditions
+    from benchmarks.kernel import DTYPES
+    from benchmarks.layout import PATTERN, LayoutBench, outputs_of, products
+    from benchmarks.records import write_conditions
+    from slidesparse.tune import machine
+    from slidesparse.tune.shapes import parse_choice, parse_tokens
+
+    dtypes, tokens = parse_choice("--dtype", dtype, DTYPES), parse_tokens(m)
+    layers = [layer for _, found in models_of(None if shapes else model, shapes) for layer in found]
+    gpu = machine.require_gpu()
+    libraries = machine.require_libraries(gpu, ("cublaslt", "cusparselt"))
+    todo = products(libraries, layers, dtypes)
+    facts = {**gpu_conditions(gpu, libraries), "pattern": PATTERN, "outputs": outputs_of(todo)}
+    write_conditions(out / "layout.json", facts)
+    _fill(began, time_limit, gpu, as_json, lambda session: LayoutBench(session, out, todo, tokens))
+
+
+@app.command()
+def spmm(
+    sizes: Annotated[
+        str, typer.Option(help="Of square products, M = N = K, comma-separated.")
+    ] = "64,128,256,512,1024,2048,4096,8192",
+    model: Annotated[
+        str, typer.Argument(help="A model's name, or a folder with a config.json; several, comma-separated.")
+    ] = "Qwen2.5-7B",
+    shapes: Shapes = None,
+    m: Annotated[str, typer.Option("--m", help="Token counts for the model's layers.")] = "64,2048",
+    dtype: Annotated[str, typer.Option("--dtype", help="fp32, fp16 or both.")] = "fp32,fp16",
+    sparsity: Annotated[
+        str, typer.Option(help="KEPT:GROUP, comma-separated; a model's layers have the first.")
+    ] = "2:4,1:4,4:8,1:2,2:8",
+    library: Libraries = None,
+    counters: Annotated[bool, typer.Option(help="Read hardware counters by ncu at the end.")] = True,
+    out: Out = OUT,
+    time_limit: Limit = None,
+    as_json: Json = False,
+) -> None:
+    """Hand-written N:M kernels beside cuBLAS, sparse tensor cores and the CPU; writes OUT/spmm.csv."""
+    began = time.monotonic()
+    from benchmarks import spmm_counters
+    from benchmarks.conditions import cpu_conditions, gpu_conditions
+    from benchmarks.records import amend_conditions, write_conditions
+    from benchmarks.spmm import TYPES, SpmmBench, jobs, layers, parse_sparsities, squares
+    from slidesparse.tune import machine
+    from slidesparse.tune.shapes import parse_choice, parse_tokens
+
+    dtypes, sparsities = parse_choice("--dtype", dtype, TYPES), parse_sparsities(sparsity)
+    found = models_of(None if shapes else model, shapes)
+    todo = [*squares(parse_tokens(sizes)), *layers(found, parse_tokens(m))]
+    gpu = machine.require_gpu()
+    libraries = [one for one in libraries_of(gpu, library) if one.sparse]
+    conditions = out / "spmm.json"
+    write_conditions(conditions, {**gpu_conditions(gpu, libraries), "cpu": cpu_conditions()["cpu"]})
+    _fill(
+        began,
+        time_limit,
+        gpu,
+        as_json,
+        lambda session: SpmmBench(session, out, jobs(todo, dtypes, sparsities, libraries)),
+    )
+    left = None if time_limit is None else began + time_limit - time.monotonic()
+    if counters and (left is None or left > 0):
+        amend_conditions(conditions, {"counters": spmm_counters.measure(out, left)})
+
+
+@app.command()
+def convert(
+    size: Annotated[
+        str, typer.Option(help="Size of the synthetic BF16 model, such as 500MB or 2GB.")
+    ] = "2GB",
+    sparsity: Annotated[str, typer.Option("--sparsity", "-s", help="The pattern.")] = "6:8",
+    quant: Annotated[str, typer.Option(help="int8 or fp8.")] = "int8",
+    layout: Annotated[str, typer.Option(help="dense or slided.")] = "dense",
+    folder: Annotated[
+        Path | None, typer.Option(help="Where to put the models; by default the system's temporary folder.")
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Convert a synthetic Llama-style model; report MB/s of BF16 input and the peak memory."""
+    from benchmarks import convert as bench
+    from slidesparse.convert.synth import parse_size
+    from slidesparse.pattern import SlidePattern
+
+    result = bench.run(parse_size("--size", size), SlidePattern.parse(sparsity), quant, layout, folder)
+    print(json.dumps(result.to_json(), indent=2) if as_json else result.render())
+
+
+@app.command()
+def e2e(
+    model: Annotated[
+        Path | None,
+        typer.Option(
+            help="A W8A8 checkpoint, or a folder of them named by pattern, as 2_8 (and dense, not pruned)."
+        ),
+    ] = None,
+    models: Annotated[
+        str | None, typer.Option(help="Instead of --model: PATTERN=DIR,..., such as 6:8=a,2:4=b,dense=c.")
+    ] = None,
+    name: Annotated[
+        str | None, typer.Option(help="The model's name in the table; default from the folder.")
+    ] = None,
+    patterns: Annotated[str | None, typer.Option(help="Comma-separated; default all there are.")] = None,
+    stages: Annotated[str, typer.Option(help="Comma-separated.")] = "prefill,decode",
+    m: Annotated[
+        str | None,
+        typer.Option("--m", help="Tokens of a step; default 512 to 65536 for prefill, 64 to 512 for decode."),
+    ] = None,
+    decode_m: Annotated[
+        str | None, typer.Option("--decode-m", help="For decode, instead of --m: its sequences.")
+    ] = None,
+    systems: Annotated[
+        str,
+        typer.Option(
+            help="stock: without the plugin; off: DISABLE_SLIDESPARSE=1; cublaslt; sparse; cusparselt: sparse by that "
+            "backend; unfused: norms and activations by themselves, SLIDESPARSE_FUSE=0."
+        ),
+    ] = "stock,off,cublaslt,sparse",
+    rounds: Annotated[int, typer.Option(min=1, help="Runs of each, in alternating order.")] = 3,
+    prompt_len: Annotated[int, typer.Option(help="Tokens of a prompt of prefill at most.")] = 1024,
+    prefill_steps: Annotated[int, typer.Option(help="Steps of M tokens in a prefill run.")] = 128,
+    decode_steps: Annotated[int, typer.Option(help="Output tokens of a sequence in a decode run.")] = 256,
+    decode_prompt_len: Annotated[int, typer.Option(help="Tokens of a prompt of decode.")] = 16,
+    vllm_args: Annotated[
+        str, typer.Option(help="More options of vllm bench throughput, for all systems, as one string.")
+    ] = "",
+    out: Out = OUT,
+    time_limit: Limit = None,
+    run_limit: Annotated[float, typer.Option(help="Seconds of one run, loading included.")] = 1800.0,
+    resident: Annotated[
+        bool,
+        typer.Option(
+            "--resident", help="Keep all engines loaded, side by side on the GPU, and let them take turns."
+        ),
+    ] = False,
+    profile: Annotated[
+        bool,
+        typer.Option(
+            "--profile",
+            help="With --resident, on a GPU: record a step's kernels; writes OUT/e2e_profile.csv.",
+        ),
+    ] = False,
+    profile_m: Annotated[
+        str | None, typer.Option("--profile-m", help="With --profile: at these M only; it takes its time.")
+    ] = None,
+    profile_patterns: Annotated[
+        str | None,
+        typer.Option(
+            "--profile-patterns", help="With --profile: at these patterns and of dense systems only."
+        ),
+    ] = None,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Print the commands still to run, and run none.")
+    ] = False,
+    as_json: Json = False,
+) -> None:
+    """Tokens per second of whole models: stock vLLM, dense cuBLASLt, sparse; writes OUT/e2e.csv."""
+    from benchmarks.e2e import DECODE, PREFILL, SLIDED, STAGES, SYSTEMS, TOKENS, Workload
+    from benchmarks.e2e import runs as plan
+    from benchmarks.e2e_models import find_model
+    from benchmarks.e2e_resident import Profiled, ResidentBench
+    from benchmarks.e2e_runs import E2eBench, find_vllm
+    from slidesparse.tune.measure import Deadline
+    from slidesparse.tune.shapes import parse_choice, parse_patterns, parse_tokens
+
+    if (profile and not resident) or ((profile_m or profile_patterns) and not profile):
+        fail(USAGE, "--profile-m and --profile-patterns need --profile, and that --resident")
+    deadline = Deadline(time_limit)
+    chosen = parse_choice("--systems", systems, tuple(SYSTEMS))
+    wanted = parse_patterns(patterns) if patterns else None
+    dense, sparse = not set(chosen) <= set(SLIDED), not set(chosen).isdisjoint(SLIDED)
+    found = find_model(model, models, name, wanted, dense=dense, sparse=sparse)
+    work = Workload(prompt_len, prefill_steps, decode_prompt_len, decode_steps, tuple(shlex.split(vllm_args)))
+    asked = {PREFILL: m, DECODE: decode_m or m}
+    tokens = {**TOKENS, **{stage: parse_tokens(text) for stage, text in asked.items() if text}}
+    runs = plan(found, parse_choice("--stages", stages, STAGES), tokens, chosen, rounds, work)
+    if dry_run:
+        _print_commands(out, runs, work)
+        return
+    vllm = find_vllm()
+    version = _write_e2e_conditions(out, found, chosen, dense, work, resident)
+    cells = Profiled(
+        frozenset(parse_tokens(profile_m)) if profile_m else None,
+        frozenset(parse_patterns(profile_patterns)) if profile_patterns else None,
+    )
+    common = (out, vllm, version, work, deadline, run_limit)
+    bench = ResidentBench(*common, profile=cells if profile else None) if resident else E2eBench(*common)
+    with bench:
+        finished = _run(bench, runs)
+    _report(bench, finished, as_json)
+    if bench.failures:
+        raise typer.Exit(FAILED)
+
+
+def _print_commands(out: Path, runs: Sequence[Run], work: Workload) -> None:
+    from benchmarks.conditions import cpu_conditions
+    from benchmarks.e2e import command
+    from benchmarks.e2e_runs import find_vllm, log_of, shown, vllm_version
+    from benchmarks.records import E2E, read_rows
+    from slidesparse.tune import machine
+
+    try:
+        vllm = find_vllm()
+    except machine.MissingError:
+        vllm = "vllm"
+    version = vllm_version(cpu_conditions())
+    rows, _ = read_rows(out / "e2e.csv", E2E.columns)
+    done = {tuple(row[name] for name in E2E.key) for row in rows}
+    for run in runs:
+        if tuple(str(run.key[name]) for name in E2E.key) not in done:
+            result = log_of(out, run).with_suffix(".json")
+            print(shown(run, command(vllm, version, run, work, result)))
+
+
+def _write_e2e_conditions(
+    out: Path, model: Model, systems: Sequence[str], dense: bool, work: Workload, resident: bool
+) -> Any:
+    """Write OUT/e2e.json; vLLM's version."""
+    from benchmarks import e2e_resident, e2e_runs
+    from benchmarks.e2e_models import DENSE
+    from benchmarks.records import write_conditions
+
+    facts = e2e_runs.conditions(systems)
+    variants = {**model.sparse, **({DENSE: model.dense} if dense else {})}
+    facts |= {f"{model.name} {pattern} checkpoint": str(one.folder) for pattern, one in variants.items()}
+    facts["workload"] = e2e_resident.workload(work) if resident else work.conditions
+    write_conditions(out / "e2e.json", facts, same=e2e_runs.CONDITIONS)
+    return e2e_runs.vllm_version(facts)
+
+
+def _run(bench: E2eBench, runs: Sequence[Run]) -> bool:
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=err, transient=True) as bar:
+        task = bar.add_task("starting", total=len(runs))
+
+        def begin(done: int, label: str) -> None:
+            bar.update(task, completed=done, description=label)
+
+        bench.begin, bench.say = begin, lambda line: err.print(escape(line))
+        return bench.run(runs)
+
+
+def _report(bench: E2eBench, finished: bool, as_json: bool) -> None:
+    for failure in bench.failures:
+        err.print(f"[bold red]failed:[/] {escape(failure.run.label)}: {escape(failure.reason)}")
+        err.print(escape("\n".join([f"  the end of {failure.log}:", *(f"    {x}" for x in failure.lines)])))
+    if finished and bench.failures:
+        err.print("repeat the command to try what failed again")
+    result: dict[str, Any] = {"rows": len(bench.records.rows), "table": str(bench.records.path)}
+    if as_json:
+        failed = [{**one.run.key, "reason": one.reason, "log": str(one.log)} for one in bench.failures]
+        result["failed"] = failed
+    finish(finished, (), result, as_json)
+
+
+@app.command()
+def report(
+    folder: Annotated[Path, typer.Argument(help="What the measuring commands wrote.", metavar="FOLDER")],
+    reference: Annotated[
+        Path | None,
+        typer.Option(help="Speed-ups to compare with, as docs/benchmarks/reference.csv.", metavar="FILE"),
+    ] = None,
+) -> None:
+    """Turn the tables of a folder into Markdown pages and plots; prints their paths."""
+    from benchmarks import report as reports
+
+    for path in reports.render(folder, reference):
+        print(path)
+
+
+@app.command()
+def docs(
+    check: Annotated[
+        bool, typer.Option("--check", help="Write nothing; exit 1 with the first difference.")
+    ] = False,
+) -> None:
+    """Write every table of figures in README.md and docs/ anew from the CSVs beside them; prints what changed."""
+    from benchmarks.report import docs as pages
+
+    for path in pages.check() if check else pages.write():
+        print(path)
+
+
+@app.command(
+    context_settings={"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
+)
+def accuracy(
+    context: typer.Context,
+    program: Annotated[str | None, typer.Argument(help="Its name; without one, all are listed.")] = None,
+) -> None:
+    """The programs behind docs/accuracy; ``accuracy NAME ...`` is ``python -m benchmarks.accuracy.NAME ...``."""
+    texts = {path.stem: path.read_text(encoding="utf-8") for path in sorted(ACCURACY.glob("*.py"))}
+    programs = {name: text.split('"""')[1] for name, text in texts.items() if "__main__" in text}
+    if program in programs:
+        sys.stdout.flush()
+        command = [sys.executable, "-m", f"benchmarks.accuracy.{program}", *context.args]
+        os.execv(command[0], command)
+    if program not in (None, "-h", "--help"):
+        fail(USAGE, f"there is no program {program!r}; there are {', '.join(programs)}")
+    for name, text in programs.items():
+        print(f"{name:<14} {text.splitlines()[0]}")

@@ -1,0 +1,101 @@
+"""The conditions that are kept beside every table: GPU or CPU, clocks, versions of libraries."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import platform
+import re
+import shutil
+import subprocess
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from slidesparse import __version__
+from slidesparse.gemm.backend import Tunable
+from slidesparse.tune.machine import Gpu
+
+TOOL_SECONDS = 20
+# name in the conditions -> field of nvidia-smi
+SMI_FIELDS = {
+    "driver": "driver_version",
+    "sm_clock_mhz": "clocks.sm",
+    "memory_clock_mhz": "clocks.mem",
+    "max_sm_clock_mhz": "clocks.max.sm",
+    "max_memory_clock_mhz": "clocks.max.mem",
+    "power_limit_w": "power.limit",
+    "temperature_c": "temperature.gpu",
+}
+
+
+def gpu_conditions(gpu: Gpu, libraries: Sequence[Tunable]) -> dict[str, Any]:
+    """The conditions that figures of a GPU depend on.  A version is None when the package is not installed."""
+    return {
+        "gpu": gpu.name,
+        "capability": ".".join(map(str, gpu.capability)),
+        "l2_bytes": gpu.l2_bytes,
+        **_smi(gpu),
+        "versions": {**_versions(), **{library.name: library.version() for library in libraries}},
+    }
+
+
+def cpu_conditions() -> dict[str, Any]:
+    """The conditions that figures of a machine without a GPU depend on."""
+    info = Path("/proc/cpuinfo").read_text(errors="replace") if Path("/proc/cpuinfo").is_file() else ""
+    model = re.search(r"^model name\s*:\s*(.+)$", info, re.M)
+    return {
+        "gpu": None,
+        "capability": None,
+        "cpu": model[1].strip() if model else platform.processor() or platform.machine(),
+        "cores": os.cpu_count(),
+        "versions": _versions(),
+    }
+
+
+def _versions() -> dict[str, str | None]:
+    return {
+        "slidesparse": __version__,
+        "torch": torch.__version__,
+        "cuda": torch.version.cuda,
+        "triton": _installed("triton"),
+        "vllm": _installed("vllm"),
+    }
+
+
+def _installed(name: str) -> str | None:
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _smi(gpu: Gpu) -> dict[str, str | float | None]:
+    """Ask nvidia-smi about the GPU; None for all fields when it cannot be asked."""
+    program = shutil.which("nvidia-smi")
+    unknown: dict[str, str | float | None] = dict.fromkeys(SMI_FIELDS)
+    if program is None:
+        return unknown
+    command = [program, f"--query-gpu={','.join(SMI_FIELDS.values())}", "--format=csv,noheader,nounits"]
+    # Without an id it lists all GPUs, and the first is this one only where there is one.
+    command += [f"--id=GPU-{gpu.uuid.removeprefix('GPU-')}"] if gpu.uuid else []
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=TOOL_SECONDS, check=False)
+    except (OSError, subprocess.TimeoutExpired):
+        return unknown
+    lines = done.stdout.strip().splitlines()
+    words = [word.strip() for word in lines[0].split(",")] if lines and not done.returncode else []
+    if len(words) != len(SMI_FIELDS):
+        return unknown
+    found = dict(zip(SMI_FIELDS, words, strict=True))
+    return {name: word if name == "driver" else _number(word) for name, word in found.items()}
+
+
+def _number(word: str) -> float | None:
+    """``"1980"`` -> 1980.0; None for what nvidia-smi does not know, such as ``"[N/A]"``."""
+    try:
+        return float(word)
+    except ValueError:
+        return None

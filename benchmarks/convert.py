@@ -1,0 +1,154 @@
+"""How fast a synthetic BF16 Llama-style model is converted, in a child process, and in how much memory.
+
+The source is in the page cache, as it has just been written; the output is synced to the disk within the time
+measured.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import subprocess
+import sys
+import tempfile
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from slidesparse.checkpoint.storage import CheckpointError, TensorSpec, Writer
+from slidesparse.convert.options import ConvertOptions
+from slidesparse.pattern import SlidePattern
+
+HIDDEN, INTERMEDIATE, VOCABULARY = 4096, 14336, 32000
+GOAL = 200.0  # MB/s of BF16 input on two processors
+GIGABYTE = 10**9
+
+# What the child runs: its peak is the interpreter, torch and the conversion.
+CHILD = """
+import json, resource, sys
+from slidesparse.convert.options import ConvertOptions
+from slidesparse.convert.stream import convert
+from slidesparse.pattern import SlidePattern
+source, out, sparsity, quant, layout = sys.argv[1:]
+before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+report = convert(source, out, ConvertOptions(SlidePattern.parse(sparsity), quant, layout))
+after = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+json.dump([report.seconds, report.bytes_in, report.bytes_out, before * 1024, after * 1024], sys.stdout)
+"""
+
+
+@dataclass(frozen=True)
+class Result:
+    """One measurement and its conditions."""
+
+    pattern: str
+    quant: str
+    layout: str
+    bytes_in: int
+    bytes_out: int
+    largest_tensor: int
+    seconds: float
+    rate: float  # MB of BF16 input a second, validation, both passes and fsync included
+    peak_bytes: int  # resident, of the whole process
+    start_bytes: int  # of it before the conversion: Python and torch
+    processors: int
+    machine: str
+    torch: str
+    load: float  # system load average at the start: above 0, others were computing too
+
+    @property
+    def allowed_bytes(self) -> int:
+        """Twice the largest tensor and 1 GB."""
+        return 2 * self.largest_tensor + GIGABYTE
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain values."""
+        return {**asdict(self), "allowed_bytes": self.allowed_bytes}
+
+    def render(self) -> str:
+        """Some lines for people."""
+        return "\n".join(
+            [
+                f"converted   {self.bytes_in / 1e6:.0f} MB BF16 -> {self.bytes_out / 1e6:.0f} MB {self.quant}, "
+                f"{self.pattern}, {self.layout} layout, in {self.seconds:.1f} s",
+                f"rate        {self.rate:.0f} MB/s of input (goal on two processors: {GOAL:.0f})",
+                f"peak memory {self.peak_bytes / 1e6:.0f} MB, {self.start_bytes / 1e6:.0f} of it before the start "
+                f"(allowed: {self.allowed_bytes / 1e6:.0f}, twice the largest tensor and 1 GB)",
+                f"conditions  {self.processors} processors, {self.machine}, torch {self.torch}, "
+                f"load {self.load:.1f}, source in the page cache, output synced",
+            ]
+        )
+
+
+def write_model(folder: Path, size: int) -> int:
+    """A one-file BF16 Llama-style checkpoint of about ``size`` bytes; returns those of its largest tensor."""
+    specs = [TensorSpec("model.embed_tokens.weight", "BF16", (VOCABULARY, HIDDEN))]
+    total, layer = specs[0].nbytes, 0
+    while total < size or layer == 0:
+        added = [
+            TensorSpec(f"model.layers.{layer}.{name}.weight", "BF16", shape)
+            for name, shape in _layer().items()
+        ]
+        specs += added
+        total, layer = total + sum(spec.nbytes for spec in added), layer + 1
+    writer = Writer(folder / "model.safetensors", specs)
+    noise = torch.randn(2**22, generator=torch.Generator().manual_seed(0)).mul_(0.02).to(torch.bfloat16)
+    for spec in specs:
+        for rows in spec.chunks():
+            count = rows.stop - rows.start
+            writer.write(spec.name, rows.start, noise[: count * spec.columns].view(count, spec.columns))
+    writer.close()
+    config = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "num_hidden_layers": layer}
+    (folder / "config.json").write_text(json.dumps(config))
+    return max(spec.nbytes for spec in specs)
+
+
+def _layer() -> dict[str, tuple[int, ...]]:
+    return {
+        "self_attn.q_proj": (HIDDEN, HIDDEN),
+        "self_attn.k_proj": (HIDDEN // 4, HIDDEN),
+        "self_attn.v_proj": (HIDDEN // 4, HIDDEN),
+        "self_attn.o_proj": (HIDDEN, HIDDEN),
+        "mlp.gate_proj": (INTERMEDIATE, HIDDEN),
+        "mlp.up_proj": (INTERMEDIATE, HIDDEN),
+        "mlp.down_proj": (HIDDEN, INTERMEDIATE),
+        "input_layernorm": (HIDDEN,),
+        "post_attention_layernorm": (HIDDEN,),
+    }
+
+
+def run(size: int, pattern: SlidePattern, quant: str, layout: str, folder: Path | None = None) -> Result:
+    """Make the model in a temporary folder (below ``folder``), convert it, and measure.
+
+    Raises CheckpointError for an option that is not known, and when the conversion fails, with what it said.
+    """
+    ConvertOptions(pattern, quant, layout)  # which checks them
+    with tempfile.TemporaryDirectory(prefix="slidesparse-bench-", dir=folder) as scratch:
+        source, out = Path(scratch) / "source", Path(scratch) / "out"
+        source.mkdir()
+        largest = write_model(source, size)
+        load = os.getloadavg()[0]
+        command = [sys.executable, "-c", CHILD, str(source), str(out), pattern.ratio, quant, layout]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        if done.returncode:
+            raise CheckpointError(f"the conversion failed: {(done.stderr.strip() or '?').splitlines()[-1]}")
+        seconds, bytes_in, bytes_out, before, after = json.loads(done.stdout)
+    return Result(
+        pattern=pattern.ratio,
+        quant=quant,
+        layout=layout,
+        bytes_in=bytes_in,
+        bytes_out=bytes_out,
+        largest_tensor=largest,
+        seconds=seconds,
+        rate=bytes_in / 1e6 / seconds,
+        peak_bytes=after,
+        start_bytes=before,
+        processors=len(os.sched_getaffinity(0)),
+        machine=platform.machine(),
+        torch=torch.__version__,
+        load=load,
+    )

@@ -1,0 +1,240 @@
+"""The plan of an end-to-end benchmark: checkpoints, systems, and the steps that ``vllm bench throughput`` takes.
+
+M is the number of tokens of one step of the engine: every linear layer multiplies activations [M, K].  After appendix
+E.3 of arXiv 2603.05232:
+
+prefill
+    S = M / P prompts of P tokens a step, one output token each, which the prefill itself gives: no step decodes.  It
+    is ``--max-num-batched-tokens M`` that bounds a step.  ``--max-num-seqs`` is at least twice S, because a request
+    keeps its place until the result of its step is back, and the scheduler prepares the next step before that.
+decode
+    ``--max-num-seqs M`` and as many prompts, short ones that one step prefills together; after it every step gives one
+    token to each of the M sequences.
+
+Prefix caching is off: two random prompts of the thousands may begin alike, and would be skipped.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from importlib.metadata import entry_points
+from pathlib import Path
+
+from packaging.version import Version
+
+from benchmarks.e2e_models import DENSE, E2eError, Model, Variant
+from slidesparse.convert.synth_model import TOKENIZER
+from slidesparse.flags import BACKEND, DISABLE, FUSE, SPARSITY, USE_CUBLASLT, USE_CUSPARSELT
+
+PREFILL, DECODE = "prefill", "decode"
+STAGES = (PREFILL, DECODE)
+TOKENS = {
+    PREFILL: (512, 1024, 2048, 4096, 8192, 16384, 32768, 65536),
+    DECODE: (64, 128, 256, 512),
+}
+STOCK, OFF, CUBLASLT = "stock", "off", "cublaslt"
+# The systems that run a pattern: as the plugin does by default, by cuSPARSELt, and with norms and activations unfused.
+SPARSE, CUSPARSELT, UNFUSED = "sparse", "cusparselt", "unfused"
+SLIDED = (SPARSE, CUSPARSELT, UNFUSED)
+# What each system sets, of our flags; the plugin is not even loaded for stock (`environment`).
+SYSTEMS: dict[str, dict[str, str]] = {
+    STOCK: {},
+    OFF: {DISABLE: "1"},
+    CUBLASLT: {USE_CUBLASLT: "1"},
+    SPARSE: {USE_CUSPARSELT: "1"},
+    CUSPARSELT: {USE_CUSPARSELT: "1", BACKEND: "cusparselt"},
+    UNFUSED: {USE_CUSPARSELT: "1", FUSE: "0"},
+}
+FLAGS = (USE_CUSPARSELT, USE_CUBLASLT, DISABLE, SPARSITY, BACKEND, FUSE)
+
+PLUGIN, PLUGINS = "slidesparse", "VLLM_PLUGINS"
+# The groups of entry points that vLLM loads whole when VLLM_PLUGINS is not set.
+PLUGIN_GROUPS = tuple(
+    f"vllm.{kind}_plugins" for kind in ("general", "platform", "io_processor", "stat_logger")
+)
+
+WARMUP_STEPS = 2  # of prefill, before the clock starts; decode warms up with all its sequences
+LEAST_SEQUENCES = 256  # vLLM's own limit while serving: the CUDA graphs it captures depend on it
+# Room for prompts, beyond a quarter of their length: a random one may come out longer than asked for, and vLLM refuses
+# a text by its characters: so many for each token that fits as the longest token has, spaces between them not counted.
+SLACK = 32  # tokens
+RANDOM_LENGTHS = Version("0.14")  # the first vLLM with --random-input-len, which it prefers to --input-len
+WARMUPS = Version("0.22")  # the first vLLM with --num-warmups
+
+
+@dataclass(frozen=True)
+class Workload:
+    """The sizes that all runs of a table share."""
+
+    prompt_len: int = 1024  # P of prefill at most: M below it is one prompt of M tokens
+    prefill_steps: int = 128
+    decode_prompt_len: int = 16
+    decode_steps: int = 256  # output tokens of a sequence
+    vllm_args: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        least = min(self.prompt_len, self.prefill_steps, self.decode_prompt_len, self.decode_steps)
+        if least < 1:
+            raise E2eError(f"lengths and steps must be at least 1, found {least}")
+
+    @property
+    def conditions(self) -> dict[str, object]:
+        """The sizes as JSON holds them."""
+        return {**asdict(self), "vllm_args": list(self.vllm_args)}
+
+    def size(self, stage: str, m: int) -> Size:
+        """The request that makes steps of ``m`` tokens.  Raises E2eError."""
+        if stage == DECODE:
+            prompt = self.decode_prompt_len
+            return Size(prompt, self.decode_steps, m, m, prompt * m, m)
+        prompt = min(m, self.prompt_len)
+        if m % prompt:
+            raise E2eError(
+                f"prefill M {m} is no multiple of the prompt length {prompt}; "
+                "take one that is, or set --prompt-len to a divisor of it"
+            )
+        together = m // prompt
+        sequences = min(m, max(2 * together, LEAST_SEQUENCES))
+        return Size(prompt, 1, self.prefill_steps * together, sequences, m, WARMUP_STEPS * together)
+
+
+@dataclass(frozen=True)
+class Size:
+    """One run of ``vllm bench throughput``; lengths in tokens."""
+
+    prompt: int
+    output: int
+    prompts: int
+    sequences: int  # --max-num-seqs
+    batched: int  # --max-num-batched-tokens
+    warmups: int  # prompts before the clock starts
+
+
+@dataclass(frozen=True)
+class Run:
+    """One process."""
+
+    model: str
+    dtype: str
+    stage: str
+    m: int
+    pattern: str  # "6:8", or "dense"
+    system: str
+    round: int  # from 1
+    variant: Variant
+    size: Size
+
+    @property
+    def key(self) -> dict[str, object]:
+        """The columns that tell its row from others."""
+        names = {"model": self.model, "dtype": self.dtype, "stage": self.stage, "M": self.m}
+        return {**names, "pattern": self.pattern, "system": self.system, "round": self.round}
+
+    @property
+    def label(self) -> str:
+        """The run in words: ``prefill M 512, sparse 6:8, round 1``."""
+        which = self.system if self.pattern == DENSE else f"{self.system} {self.pattern}"
+        return f"{self.stage} M {self.m}, {which}, round {self.round}"
+
+    @property
+    def file_name(self) -> str:
+        """The name of its log, without suffix."""
+        return re.sub(r"[^\w.-]", "_", "-".join(map(str, self.key.values())))
+
+
+def runs(
+    model: Model,
+    stages: Sequence[str],
+    tokens: Mapping[str, Sequence[int]],
+    systems: Sequence[str],
+    rounds: int,
+    workload: Workload,
+) -> list[Run]:
+    """All runs in order: round after round, the systems of a cell in turn, every other round backwards.
+
+    ``tokens`` has the M of each stage.  Raises E2eError for an M that cannot be run.
+    """
+    columns = [(system, DENSE, model.dense) for system in systems if system not in SLIDED]
+    for system in (name for name in systems if name in SLIDED):
+        columns += [(system, pattern, variant) for pattern, variant in model.sparse.items()]
+    found = []
+    for number in range(1, rounds + 1):
+        for stage in stages:
+            for m in tokens[stage]:
+                size = workload.size(stage, m)
+                for system, pattern, variant in columns[:: 1 if number % 2 else -1]:
+                    _require_fit(variant, size, f"{stage} M {m}")
+                    found.append(
+                        Run(model.name, model.dtype, stage, m, pattern, system, number, variant, size)
+                    )
+    return found
+
+
+def _require_fit(variant: Variant, size: Size, what: str) -> None:
+    needed = size.prompt + size.output
+    if variant.positions is not None and needed > variant.positions:
+        raise E2eError(
+            f"{what} needs sequences of {needed} tokens, {variant.folder} takes {variant.positions}; "
+            "set --prompt-len or --decode-steps lower"
+        )
+
+
+def command(
+    vllm: str,
+    version: Version | None,
+    run: Run,
+    workload: Workload,
+    result: Path,
+    size: Size | None = None,
+) -> list[str]:
+    """The command line of a run, the same for every system but for the checkpoint; ``result`` gets vLLM's JSON.
+
+    ``version`` None: it is not known, and taken for a new one.  ``size`` None is that of the run.
+    """
+    size = size or run.size
+    longest = (size.prompt + size.output) * 5 // 4 + SLACK
+    if run.variant.positions is not None:
+        longest = min(longest, run.variant.positions)
+    words = [vllm, "bench", "throughput", "--model", str(run.variant.folder), "--dataset-name", "random"]
+    stand_in = run.variant.folder / TOKENIZER
+    if stand_in.is_dir() and not (run.variant.folder / "tokenizer.json").exists():
+        words += ["--tokenizer", str(stand_in)]
+    words += ["--input-len", str(size.prompt), "--output-len", str(size.output)]
+    if version is None or version >= RANDOM_LENGTHS:
+        words += ["--random-input-len", str(size.prompt), "--random-output-len", str(size.output)]
+    words += ["--num-prompts", str(size.prompts), "--seed", "0"]
+    if version is None or version >= WARMUPS:
+        words += ["--num-warmups", str(size.warmups)]
+    words += ["--max-num-seqs", str(size.sequences), "--max-num-batched-tokens", str(size.batched)]
+    words += ["--max-model-len", str(longest), "--no-enable-prefix-caching", "--output-json", str(result)]
+    return [*words, *workload.vllm_args]
+
+
+def environment(system: str, environ: Mapping[str, str]) -> dict[str, str]:
+    """``environ`` with the flags of ``system`` and no other ones of ours.
+
+    ``stock`` is vLLM as it is without us: VLLM_PLUGINS names all other plugins, so that none of our code is imported.
+    ``off`` loads the plugin and tells it to do nothing.
+    """
+    cleaned = {name: value for name, value in environ.items() if name not in FLAGS}
+    listed = environ.get(PLUGINS)
+    names = _other_plugins() if listed is None else [name for name in listed.split(",") if name != PLUGIN]
+    if system == STOCK:
+        cleaned[PLUGINS] = ",".join(names)
+    elif listed is not None:
+        cleaned[PLUGINS] = ",".join([*names, PLUGIN])
+    return cleaned | SYSTEMS[system]
+
+
+def _other_plugins() -> list[str]:
+    found = {entry.name for group in PLUGIN_GROUPS for entry in entry_points(group=group)}
+    return sorted(found - {PLUGIN})
+
+
+def differences(system: str, environ: Mapping[str, str]) -> list[str]:
+    """How ``env`` makes the environment of ``system`` from ``environ``: ``-u NAME`` and ``NAME=VALUE``."""
+    wanted = environment(system, environ)
+    gone = [word for name in FLAGS if name in environ and name not in wanted for word in ("-u", name)]
+    return [*gone, *(f"{name}={wanted[name]}" for name in wanted if environ.get(name) != wanted[name])]

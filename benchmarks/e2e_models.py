@@ -1,0 +1,163 @@
+"""The checkpoints that an end-to-end benchmark runs: one model, pruned to some patterns and perhaps not at all."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from slidesparse.checkpoint.metadata import Metadata
+from slidesparse.checkpoint.storage import CheckpointError, positions_of
+from slidesparse.checkpoint.w8a8 import parse_block
+from slidesparse.errors import SlideSparseError
+from slidesparse.pattern import SlidePattern
+from slidesparse.tune.shapes import split
+
+DENSE = "dense"  # instead of a pattern: of an unpruned checkpoint, and of systems that are not sparse
+
+
+class E2eError(SlideSparseError, ValueError):
+    """Options or checkpoints that cannot be measured together; says what was found and what is allowed."""
+
+
+@dataclass(frozen=True)
+class Variant:
+    """A checkpoint of the model."""
+
+    folder: Path
+    pattern: SlidePattern | None  # None: it carries no pattern
+    layout: str
+    dtype: str  # "int8" or "fp8"
+    positions: int | None  # the longest sequence it takes; None: it does not say
+
+
+@dataclass(frozen=True)
+class Model:
+    """One model to measure, pruned to some patterns, and the checkpoint that dense systems run."""
+
+    name: str
+    dtype: str
+    sparse: Mapping[str, Variant]  # by pattern, such as "6:8"
+    dense: Variant
+
+
+def find_model(
+    folder: Path | None,
+    listed: str | None,
+    name: str | None,
+    patterns: Sequence[str] | None,
+    *,
+    dense: bool,
+    sparse: bool,
+) -> Model:
+    """The model of ``--model`` (a checkpoint, or a folder of them named by pattern) or ``--models PATTERN=DIR,...``.
+
+    Dense systems run the checkpoint called ``dense``, else the one that lost the fewest weights: zeros cost a dense
+    kernel no time, but they save power.  ``dense`` and ``sparse`` say whether such systems are asked for.
+
+    Raises E2eError for what cannot be measured together, and MetadataError and PatternError.
+    """
+    if (folder is None) == (listed is None):
+        raise E2eError("give either --model DIR or --models PATTERN=DIR,...")
+    found = _listed(listed) if listed else _in_folder(Path(folder or ""))
+    kinds = {variant.dtype for variant in found.values()}
+    if len(kinds) > 1:
+        raise E2eError(f"the checkpoints are of {' and '.join(sorted(kinds))}; measure one type at a time")
+    pruned = {key: variant for key, variant in found.items() if key != DENSE}
+    wanted = sorted(pruned, key=lambda key: _density(pruned[key])) if patterns is None else list(patterns)
+    if not sparse:
+        wanted = []
+    elif not wanted:
+        raise E2eError("no checkpoint carries a pattern: slidesparse convert SRC OUT --sparsity 6:8")
+    if missing := [key for key in wanted if key not in pruned]:
+        raise E2eError(f"no checkpoint of {', '.join(missing)}; those found are {', '.join(found)}")
+    whole = found.get(DENSE) or max(pruned.values(), key=_density)
+    if dense and whole.layout != "dense":
+        raise E2eError(
+            f"{whole.folder} holds slided weights, which no dense system runs; convert with --layout dense"
+        )
+    return Model(name or _name(folder, found), kinds.pop(), {key: pruned[key] for key in wanted}, whole)
+
+
+def _density(variant: Variant) -> float:
+    return float(variant.pattern.density) if variant.pattern else 1.0
+
+
+def _listed(text: str) -> dict[str, Variant]:
+    found = {}
+    for word in split(text):
+        pattern, equals, folder = word.partition("=")
+        if not equals or not folder:
+            raise E2eError(f"--models {word!r} is not PATTERN=DIR, such as 6:8=qwen-2_8 or {DENSE}=qwen-w8a8")
+        found.update(_called(pattern, Path(folder)))
+    return found
+
+
+def _in_folder(folder: Path) -> dict[str, Variant]:
+    if (folder / "config.json").is_file():
+        variant = read_variant(folder)
+        return {variant.pattern.ratio if variant.pattern else DENSE: variant}
+    spelled = re.compile(rf"{DENSE}|2_inf|\d+[:_]\d+")
+    found: dict[str, Variant] = {}
+    for path in sorted(folder.iterdir()) if folder.is_dir() else []:
+        if spelled.fullmatch(path.name) and (path / "config.json").is_file():
+            found.update(_called(path.name, path))
+    if not found:
+        raise E2eError(
+            f"{folder} holds neither a config.json nor checkpoints in folders named by pattern, such as 2_8"
+        )
+    return found
+
+
+def _called(name: str, folder: Path) -> dict[str, Variant]:
+    """One checkpoint, whose metadata must say what its name says."""
+    variant = read_variant(folder)
+    if name == DENSE:
+        return {DENSE: variant}
+    pattern = SlidePattern.parse(name)
+    if variant.pattern != pattern:
+        raise E2eError(f"{folder} is named {pattern}, but was pruned to {variant.pattern or 'no pattern'}")
+    return {pattern.ratio: variant}
+
+
+def read_variant(folder: Path) -> Variant:
+    """Read ``config.json`` of a W8A8 checkpoint.  Raises E2eError and MetadataError."""
+    path = folder / "config.json"
+    try:
+        config: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        block = config["quantization_config"]
+        positions = positions_of(config)
+    except OSError as error:
+        raise E2eError(f"{path} cannot be read: {error.strerror}") from error
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        raise E2eError(
+            f"{path} is not that of a W8A8 checkpoint ({type(error).__name__}: {error}); "
+            "convert the model first: slidesparse convert SRC OUT --sparsity 6:8"
+        ) from error
+    try:
+        dtype = parse_block(block).quant
+    except CheckpointError as error:
+        raise E2eError(f"{folder}: {error}") from error
+    metadata = Metadata.of_config(block)
+    pattern, layout = (metadata.pattern, metadata.layout) if metadata else (None, "dense")
+    return Variant(folder, pattern, layout, dtype, positions)
+
+
+def _name(folder: Path | None, found: Mapping[str, Variant]) -> str:
+    """The name of the folders of the checkpoints, their patterns left out."""
+    if folder is not None and not (folder / "config.json").is_file():
+        return folder.resolve().name
+    names = {_stem(variant) for variant in found.values()}
+    if len(names) > 1:
+        raise E2eError(f"the checkpoints are called {', '.join(sorted(names))}; give the model's --name")
+    return names.pop()
+
+
+def _stem(variant: Variant) -> str:
+    path = variant.folder.resolve()
+    ends = [DENSE, *([variant.pattern.flag, variant.pattern.ratio] if variant.pattern else [])]
+    stem = re.sub(rf"(^|[-_.])({'|'.join(map(re.escape, ends))})$", "", path.name)
+    return stem or path.parent.name

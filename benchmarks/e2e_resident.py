@@ -1,0 +1,266 @@
+"""The end-to-end benchmark with all engines loaded side by side, taking turns.
+
+Starting an engine takes longer than measuring it, so a table of R rounds at m values of M starts each engine R * m
+times when every figure has a process of its own.  Here each system and pattern has one process that stays
+(`benchmarks.e2e_worker`), and all have to fit on the GPU together.  What runs is the same: vLLM's own benchmark
+with the same words, on an engine whose limits are the largest of all its runs.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import selectors
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import TracebackType
+from typing import IO
+
+from benchmarks import e2e_profile
+from benchmarks.e2e import DECODE, Run, Size, Workload, command, environment
+from benchmarks.e2e_models import DENSE
+from benchmarks.e2e_runs import (
+    E2eBench,
+    RunError,
+    check_log,
+    check_room,
+    end,
+    log_of,
+    tokens_per_second,
+)
+from benchmarks.records import PROFILE, Records
+
+BLOCK = 16  # tokens of a block of vLLM's KV cache
+ROOM = 1.1  # of what the runs need: sequences that end are still there when new ones begin
+ROOT = Path(__file__).resolve().parents[1]  # where engines import this package from
+WORKER = (sys.executable, "-m", "benchmarks.e2e_worker")
+SHARE = 0.05  # --gpu-memory-utilization: the cache's size is given, so this only has to be free at the start
+
+
+@dataclass(frozen=True)
+class Engine:
+    """The identity of a process: runs that agree in it share one."""
+
+    system: str
+    pattern: str
+    folder: Path
+
+    @classmethod
+    def of(cls, run: Run) -> Engine:
+        """The engine that ``run`` needs."""
+        return cls(run.system, run.pattern, run.variant.folder)
+
+    @property
+    def file_name(self) -> str:
+        """The name of its log and its cache, without suffix."""
+        return f"engine-{self.folder.name}-{self.system}-{self.pattern}".replace(":", "_")
+
+
+def largest(runs: Sequence[Run]) -> Size:
+    """An engine that can do all of ``runs``."""
+    sizes = [run.size for run in runs]
+    return Size(
+        prompt=max(size.prompt + size.output for size in sizes) - 1,
+        output=1,
+        prompts=1,
+        sequences=max(size.sequences for size in sizes),
+        batched=max(size.batched for size in sizes),
+        warmups=0,
+    )
+
+
+def cache_tokens(runs: Sequence[Run]) -> int:
+    """The tokens that the KV cache of an engine for ``runs`` must hold."""
+    needed = 0
+    for run in runs:
+        each = -(-(run.size.prompt + run.size.output) // BLOCK) * BLOCK
+        together = run.m if run.stage == DECODE else min(run.size.sequences, 2 * run.m // run.size.prompt + 1)
+        needed = max(needed, each * together)
+    return int(needed * ROOM)
+
+
+def bytes_per_token(folder: Path) -> int:
+    """The bytes of a token in the KV cache of a decoder in 16 bits, by its config.json."""
+    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    config = config.get("text_config", config)
+    heads = int(config["num_attention_heads"])
+    head = int(config.get("head_dim") or int(config["hidden_size"]) // heads)
+    kv_heads = int(config.get("num_key_value_heads") or heads)
+    return 2 * int(config["num_hidden_layers"]) * kv_heads * head * 2
+
+
+@dataclass(frozen=True)
+class Profiled:
+    """Cells: those of some M, and of some patterns and whatever is dense; None stands for all."""
+
+    m: frozenset[int] | None = None
+    patterns: frozenset[str] | None = None
+
+    def has(self, run: Run) -> bool:
+        """Whether the cell of ``run`` is one of them."""
+        of_patterns = self.patterns is None or run.pattern == DENSE or run.pattern in self.patterns
+        return of_patterns and (self.m is None or run.m in self.m)
+
+
+class Worker:
+    """A process with an engine."""
+
+    def __init__(self, words: Sequence[str], env: dict[str, str], log: Path) -> None:
+        self.log = log
+        self._sink: IO[str] = log.open("w", encoding="utf-8")
+        self._process = subprocess.Popen(
+            WORKER,
+            env=env,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._sink,
+            start_new_session=True,
+        )
+        self.send(words)
+
+    def send(self, message: object) -> None:
+        """Hand over a line.  Raises RunError when the process is gone."""
+        assert self._process.stdin is not None
+        try:
+            self._process.stdin.write(json.dumps(message).encode() + b"\n")
+            self._process.stdin.flush()
+        except BrokenPipeError:
+            raise RunError(f"the engine's process ended; its log is {self.log}") from None
+
+    def wait(self, seconds: float | None) -> bool:
+        """Wait for the answer to a line; False when it takes longer.  Raises RunError when the process ends."""
+        assert self._process.stdout is not None
+        with selectors.DefaultSelector() as selector:
+            selector.register(self._process.stdout, selectors.EVENT_READ)
+            if not selector.select(seconds):
+                return False
+        if not self._process.stdout.readline():
+            raise RunError(f"the engine's process ended; its log is {self.log}")
+        return True
+
+    def text(self) -> str:
+        """All that it has printed."""
+        return self.log.read_text(encoding="utf-8", errors="replace")
+
+    def close(self) -> None:
+        """End the process and what it started."""
+        end(self._process)
+        self._sink.close()
+
+
+@dataclass
+class ResidentBench(E2eBench):
+    """`E2eBench` with engines that stay; ends them when it is left (``with ResidentBench(...) as bench``)."""
+
+    profile: Profiled | None = None  # cells of whose steps the kernels are recorded, too
+    _workers: dict[Engine, Worker] = field(default_factory=dict)
+    _broken: dict[Engine, str] = field(default_factory=dict)
+
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """End the engines."""
+        for worker in self._workers.values():
+            worker.close()
+
+    def run(self, runs: Sequence[Run]) -> bool:
+        """See `E2eBench.run`; first starts, all at once, the engines of what is not in the table."""
+        missing = [run for run in runs if not self.records.has(run.key)]
+        by_engine: dict[Engine, list[Run]] = {}
+        for run in missing:
+            by_engine.setdefault(Engine.of(run), []).append(run)
+        for engine, its_runs in by_engine.items():
+            self.begin(len(runs) - len(missing), f"starting {len(by_engine)} engines")
+            self._workers[engine] = self._start(engine, its_runs)
+        started = time.monotonic()
+        for engine, worker in self._workers.items():
+            try:
+                if not worker.wait(self._seconds(started)):
+                    self._broken[engine] = "the engine did not start in time"
+            except RunError as error:
+                self._broken[engine] = str(error)
+        return super().run(runs)
+
+    def _start(self, engine: Engine, runs: Sequence[Run]) -> Worker:
+        run = runs[0]
+        words = self.words(run, largest(runs))
+        cache = cache_tokens(runs) * bytes_per_token(engine.folder)
+        words += ["--kv-cache-memory-bytes", str(cache), "--gpu-memory-utilization", str(SHARE)]
+        if self.profile:
+            words += e2e_profile.options(self._traces(engine))
+        env = environment(run.system, os.environ)
+        env["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), env.get("PYTHONPATH")]))
+        # vLLM's caches of compiled code are not made for processes that fill the same entry at once
+        env["VLLM_CACHE_ROOT"] = str((self.out / "cache" / engine.file_name).resolve())
+        return Worker(words, env, self.out / "logs" / f"{engine.file_name}.log")
+
+    def words(self, run: Run, size: Size) -> list[str]:
+        """The words after ``vllm bench throughput``."""
+        result = log_of(self.out, run).with_suffix(".json")
+        return command(self.vllm, self.version, run, self.workload, result, size)[3:]
+
+    def _seconds(self, started: float) -> float:
+        left = self.deadline.left
+        limit = max(0.0, self.run_seconds - (time.monotonic() - started))
+        return limit if left is None else min(left, limit)
+
+    def _measure(self, run: Run) -> tuple[float | None, str]:
+        engine = Engine.of(run)
+        worker, log = self._workers[engine], log_of(self.out, run)
+        result = log.with_suffix(".json")
+        result.unlink(missing_ok=True)
+        log.write_text(f"the engine's log is {worker.log}\n", encoding="utf-8")
+        if engine in self._broken:
+            raise RunError(self._broken[engine])
+        try:
+            worker.send([run.m if run.stage != DECODE else 0, self.words(run, run.size)])
+            done = worker.wait(self._seconds(time.monotonic()))
+        except RunError as error:
+            self._broken[engine] = str(error)
+            raise
+        if not done:
+            self._broken[engine] = "an earlier run of the engine did not end in time"
+            if self.deadline.passed:
+                return None, ""
+            raise RunError(f"it took more than the {self.run_seconds:g} s of --run-limit")
+        text = worker.text()
+        line = check_log(run, text)
+        check_room(run, text)
+        figure = tokens_per_second(run, json.loads(result.read_text(encoding="utf-8")))
+        if self.profile and run.round == 1 and self.profile.has(run):
+            try:
+                self._record(run, engine, worker)
+            except RunError as error:  # the figure stands
+                self._note(run, f"its profile: {error}")
+        return figure, line
+
+    def _traces(self, engine: Engine) -> Path:
+        return self.out / "traces" / engine.file_name
+
+    def _record(self, run: Run, engine: Engine, worker: Worker) -> None:
+        """Run the cell once more under vLLM's profiler, and note its kernels.  Raises RunError."""
+        folder = self._traces(engine)
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir(parents=True)
+        worker.send([run.m if run.stage != DECODE else 0, [*self.words(run, run.size), "--profile"]])
+        if not worker.wait(self._seconds(time.monotonic())):
+            raise RunError("profiling took too long")
+        try:
+            kernels = e2e_profile.read(folder)
+        except e2e_profile.ProfileError as error:
+            raise RunError(str(error)) from None
+        key = {name: value for name, value in run.key.items() if name != "round"}
+        table = Records(self.out, PROFILE)
+        for row in e2e_profile.rows(key, kernels):
+            if not table.has(row):
+                table.add(row)
+
+
+def workload(found: Workload) -> dict[str, object]:
+    """The conditions of figures that were taken so."""
+    return {**found.conditions, "engines": "resident, side by side"}

@@ -1,0 +1,295 @@
+"""Running ``vllm bench throughput``, one process after another, and reading what it measured."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass, field
+from multiprocessing import get_context
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from packaging.version import InvalidVersion, Version
+
+from benchmarks.conditions import cpu_conditions, gpu_conditions
+from benchmarks.e2e import (
+    CUBLASLT,
+    CUSPARSELT,
+    DECODE,
+    SLIDED,
+    Run,
+    Workload,
+    command,
+    differences,
+    environment,
+)
+from benchmarks.records import E2E, SAME, Records, amend_conditions
+from slidesparse.errors import INSTALL
+from slidesparse.tune import machine
+from slidesparse.tune.measure import Deadline
+
+CONDITIONS = (*SAME, "cpu", "workload")  # that all rows of a table share
+OURS = (CUBLASLT, *SLIDED)  # systems whose layers the plugin runs
+LIBRARIES = {CUBLASLT: "cublaslt", CUSPARSELT: "cusparselt"}  # what a system needs on a GPU, if it names it
+RUN_SECONDS = 1800.0  # of one process: loading, compiling and capturing included
+END_SECONDS = 15  # between asking a process to end and making it
+LAST_LINES, CAUSES = 8, 3
+
+# What the plugin says of the layers it took, and vLLM of the room for sequences.
+SERVED = re.compile(
+    r"SlideSparse (?P<line>(?P<pattern>[^\s:]+(:\d+)?)( \([^)]*\))?: "
+    r"(?P<layers>\d+) layers (?P<kind>sparse|on the cuBLASLt).*)"
+)
+ROOM = re.compile(r"KV cache size: ([\d,]+) tokens")
+ERROR = re.compile(r"\b\w+(?:Error|Exception): .*")
+
+
+class RunError(RuntimeError):
+    """A run that gave no figure; says why."""
+
+
+@dataclass(frozen=True)
+class Failure:
+    """A run that gave no figure, why, and what its log ends with."""
+
+    run: Run
+    reason: str
+    log: Path
+    lines: tuple[str, ...]
+
+
+def find_vllm() -> str:
+    """The ``vllm`` command: that of this Python's environment, else that of the PATH.  Raises MissingError."""
+    beside = Path(sys.executable).with_name("vllm")
+    found = str(beside) if beside.is_file() else shutil.which("vllm")
+    if not found:
+        raise machine.MissingError(f"the vllm command is not installed: {INSTALL}")
+    return found
+
+
+def conditions(systems: Sequence[str]) -> dict[str, Any]:
+    """The conditions of this machine, asked in a process of its own: this one must not take GPU memory.
+
+    Raises MissingError when a library that a system needs cannot run.
+    """
+    with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
+        return pool.submit(_conditions, tuple(systems)).result()
+
+
+def _conditions(systems: Sequence[str]) -> dict[str, Any]:
+    try:
+        gpu = machine.require_gpu()
+    except machine.MissingError:
+        return cpu_conditions()
+    found = machine.require_libraries(gpu, [LIBRARIES[name] for name in systems if name in LIBRARIES])
+    names = {library.name for library in found}
+    if set(systems) & set(SLIDED):  # the plugin takes what it finds
+        found += [one for one in machine.usable_libraries(gpu)[0] if one.sparse and one.name not in names]
+    return gpu_conditions(gpu, found)
+
+
+def vllm_version(found: Mapping[str, Any]) -> Version | None:
+    """The version of vLLM among the conditions ``found``; None when it is not known."""
+    try:
+        return Version(str(found["versions"]["vllm"]))
+    except InvalidVersion:
+        return None
+
+
+def tokens_per_second(run: Run, found: Mapping[str, Any]) -> float:
+    """The figure of a run, from the JSON that ``vllm bench throughput --output-json`` writes.
+
+    prefill: ``total_num_tokens / elapsed_time``, prompt tokens as vLLM counted them and one output token a prompt.
+    decode:  ``num_requests * output length / elapsed_time``, output tokens only.  Their number is exact, as the
+    benchmark ignores ends of sequence; the time includes the step or two that prefill the short prompts.
+
+    ``elapsed_time`` is wall time in seconds from handing all prompts to the engine until the last output is there:
+    tokenizing, scheduling, attention, sampling and detokenizing included; loading, compiling, CUDA graph capture and
+    warm-up not.  Raises RunError when the JSON is not of this run, or when its prompts were too short for M.
+    """
+    try:
+        elapsed, total = float(found["elapsed_time"]), int(found["total_num_tokens"])
+        requests = int(found["num_requests"])
+    except (KeyError, TypeError, ValueError) as error:
+        raise RunError(f"vLLM's JSON has no usable {error}: {json.dumps(found)[:300]}") from error
+    size = run.size
+    if elapsed <= 0 or requests != size.prompts:
+        raise RunError(
+            f"vLLM's JSON tells of {requests} requests in {elapsed} s; {size.prompts} were asked for"
+        )
+    if run.stage == DECODE:
+        return requests * size.output / elapsed
+    prompts = total - requests * size.output
+    if prompts * size.sequences < run.m * requests:
+        raise RunError(
+            f"prompts had {prompts / requests:.1f} tokens, not {size.prompt}, so that no step had {run.m}: "
+            "the tokenizer does not keep the lengths of random prompts"
+        )
+    return total / elapsed
+
+
+def check_log(run: Run, text: str) -> str:
+    """The plugin's line, "" for a system without it.  Raises RunError when another system than asked for ran."""
+    said = SERVED.search(text)
+    if run.system not in OURS:
+        if said:
+            raise RunError(f"the plugin served {said['line']}, though {run.system} is vLLM without it")
+        return ""
+    if said is None:
+        raise RunError(
+            "the plugin did not count its layers in the log: it is not installed in the environment of the vllm "
+            "command, or VLLM_LOGGING_LEVEL hides its line"
+        )
+    kind, pattern = ("sparse", run.pattern) if run.system in SLIDED else ("on the cuBLASLt", said["pattern"])
+    if (said["kind"], said["pattern"]) != (kind, pattern) or not int(said["layers"]):
+        raise RunError(f"the plugin served {said['line']}, not {run.label}")
+    return said["line"]
+
+
+def check_room(run: Run, text: str) -> None:
+    """Raises RunError when vLLM's KV cache cannot hold the sequences that make up M."""
+    size, found = run.size, ROOM.search(text)
+    wanted = run.m * (size.prompt + size.output) if run.stage == DECODE else run.m
+    if found and (room := int(found[1].replace(",", ""))) < wanted:
+        raise RunError(
+            f"the KV cache holds {room} tokens, {wanted} are needed for M {run.m}; "
+            "give vLLM more memory with --vllm-args"
+        )
+
+
+def execute(words: Sequence[str], env: Mapping[str, str], log: Path, seconds: float | None) -> int | None:
+    """Run a command with its output appended to ``log``; its exit status, or None when the time was up.
+
+    The process leads a group, of which nothing is left when this returns or raises.
+    """
+    with log.open("a", encoding="utf-8") as sink:
+        process = subprocess.Popen(
+            words, env=dict(env), stdin=subprocess.DEVNULL, stdout=sink, stderr=sink, start_new_session=True
+        )
+        try:
+            return process.wait(seconds)
+        except subprocess.TimeoutExpired:
+            return None
+        finally:
+            end(process)
+
+
+def end(process: subprocess.Popen[bytes]) -> None:
+    """End a process that leads a group, and the group."""
+    if process.poll() is None:
+        os.killpg(process.pid, signal.SIGTERM)
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(END_SECONDS)
+    with suppress(ProcessLookupError):  # engine processes that outlive their parent keep its GPU memory
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+
+
+@dataclass
+class E2eBench:
+    """One measuring command.  ``begin`` is told how many runs are behind and what comes next, ``say`` what came out."""
+
+    out: Path
+    vllm: str
+    version: Version | None
+    workload: Workload
+    deadline: Deadline
+    run_seconds: float = RUN_SECONDS
+    begin: Callable[[int, str], None] = lambda done, label: None
+    say: Callable[[str], None] = lambda line: None
+    failures: list[Failure] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.records = Records(self.out, E2E)
+        (self.out / "logs").mkdir(exist_ok=True)
+
+    def __enter__(self) -> E2eBench:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Nothing is left running between runs."""
+
+    def run(self, runs: Sequence[Run]) -> bool:
+        """Do those that are not in the table yet; a failed one is noted in ``failures``.  False: time was up."""
+        for done, run in enumerate(runs):
+            self.begin(done, run.label)
+            if self.records.has(run.key):
+                continue
+            if self.deadline.passed:
+                return False
+            try:
+                figure, line = self._measure(run)
+            except RunError as error:
+                self._note(run, str(error))
+                continue
+            if figure is None:
+                return False
+            self.records.add({**run.key, "tokens_per_s": figure})
+            if line:
+                amend_conditions(self.out / "e2e.json", {f"{run.model} {run.pattern} {run.system}": line})
+            self.say(f"{run.label}: {figure:.0f} tokens/s")
+        return True
+
+    def _measure(self, run: Run) -> tuple[float | None, str]:
+        """(tokens per second, the plugin's line); (None, "") when the time of the whole command was up."""
+        log = log_of(self.out, run)
+        result = log.with_suffix(".json")
+        result.unlink(missing_ok=True)  # of an earlier attempt
+        words = command(self.vllm, self.version, run, self.workload, result)
+        log.write_text(f"$ {shown(run, words)}\n", encoding="utf-8")
+        left = self.deadline.left
+        seconds = self.run_seconds if left is None else min(left, self.run_seconds)
+        status = execute(words, environment(run.system, os.environ), log, seconds)
+        if status is None and self.deadline.passed:
+            return None, ""
+        if status is None:
+            raise RunError(f"it took more than the {self.run_seconds:g} s of --run-limit")
+        if status:
+            raise RunError(f"vllm ended with status {status}")
+        text = log.read_text(encoding="utf-8", errors="replace")
+        line = check_log(run, text)
+        check_room(run, text)
+        try:
+            found = json.loads(result.read_text(encoding="utf-8"))
+        except (OSError, ValueError) as error:
+            raise RunError(f"vllm wrote no JSON that can be read ({error})") from error
+        return tokens_per_second(run, found), line
+
+    def _note(self, run: Run, reason: str) -> None:
+        log = log_of(self.out, run)
+        lines = tail(log.read_text(encoding="utf-8", errors="replace"))
+        with log.open("a", encoding="utf-8") as file:
+            file.write(f"\nfailed: {reason}\n")
+        self.failures.append(Failure(run, reason, log, lines))
+        self.say(f"{run.label}: failed, {reason}")
+
+
+def log_of(out: Path, run: Run) -> Path:
+    """Where the output of ``run`` goes; vLLM's JSON lies beside it."""
+    return out / "logs" / f"{run.file_name}.log"
+
+
+def shown(run: Run, words: Sequence[str]) -> str:
+    """The command as a shell would take it, with what it changes in the environment."""
+    changes = differences(run.system, os.environ)
+    return shlex.join(["env", *changes, *words] if changes else words)
+
+
+def tail(text: str) -> tuple[str, ...]:
+    """The first errors of a log, which are the causes of the others, and its last lines."""
+    lines = [line.rstrip() for line in text.splitlines() if line.strip()]
+    last = lines[-LAST_LINES:]
+    causes = dict.fromkeys(found[0] for line in lines[:-LAST_LINES] if (found := ERROR.search(line)))
+    return (*list(causes)[:CAUSES], *last)

@@ -1,0 +1,91 @@
+"""One vLLM engine that stays loaded and runs ``vllm bench throughput`` again and again.
+
+As a program it is a process of one system (see `benchmarks.e2e_resident`).  It reads JSON lines on stdin: first
+the words of a ``vllm bench throughput`` command, whose engine options are those of the engine, then ``[M, words]``,
+each a command to run on that engine with steps of at most M tokens.  It answers each line with ``{}`` on stdout when
+it is done; vLLM's own code draws the prompts, takes the time and writes the JSON of ``--output-json``.
+
+vLLM fixes the tokens of a step when an engine starts.  `StepScheduler` is vLLM's scheduler with a limit that can be
+changed between runs, through a file of eight bytes that both processes map.
+"""
+
+from __future__ import annotations
+
+import json
+import mmap
+import os
+import sys
+import tempfile
+from typing import Any
+
+LIMIT_FILE = "BENCHMARKS_STEP_FILE"  # environment variable, for the engine's process
+BYTES = 8
+
+
+def _map(path: str) -> mmap.mmap:
+    with open(path, "r+b") as file:
+        return mmap.mmap(file.fileno(), BYTES)
+
+
+def __getattr__(name: str) -> Any:
+    """`StepScheduler`, made when vLLM asks for it: this module is read without vLLM, too."""
+    if name == "StepScheduler":
+        return _scheduler()
+    raise AttributeError(name)
+
+
+def _scheduler() -> type:
+    from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+
+    class StepScheduler(AsyncScheduler):
+        """vLLM's scheduler, whose steps have at most as many tokens as the file says; 0: as the engine takes."""
+
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            super().__init__(*args, **kwargs)
+            self._most: int = self.max_num_scheduled_tokens
+            self._limit = _map(os.environ[LIMIT_FILE])
+
+        def schedule(self, *args: Any, **kwargs: Any) -> Any:
+            limit = int.from_bytes(self._limit[:BYTES], "little")
+            self.max_num_scheduled_tokens: int = min(self._most, limit or self._most)
+            return super().schedule(*args, **kwargs)
+
+    return StepScheduler
+
+
+def main() -> None:
+    """Start the engine, then run commands until stdin ends."""
+    answers = os.dup(1)
+    os.dup2(2, 1)  # whatever is printed is not an answer
+    with tempfile.NamedTemporaryFile(suffix=".step") as file:
+        file.write(bytes(BYTES))
+        file.flush()
+        os.environ[LIMIT_FILE] = file.name
+        limit = _map(file.name)
+
+        from vllm import LLM
+        from vllm.benchmarks import throughput
+        from vllm.engine.arg_utils import EngineArgs
+        from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+        if not hasattr(LLM, "from_engine_args"):
+            sys.exit(
+                "this vLLM's benchmark makes its engine in another way (docs/compatibility.md): leave --resident out, "
+                "or use a later vLLM"
+            )
+        parser = FlexibleArgumentParser()
+        throughput.add_cli_args(parser)
+        arguments = EngineArgs.from_cli_args(parser.parse_args(json.loads(sys.stdin.readline())))
+        arguments.scheduler_cls = "benchmarks.e2e_worker.StepScheduler"
+        llm = LLM.from_engine_args(arguments)
+        LLM.from_engine_args = lambda *args, **kwargs: llm
+        os.write(answers, b"{}\n")
+        for line in sys.stdin:
+            tokens, words = json.loads(line)
+            limit[:BYTES] = int(tokens).to_bytes(BYTES, "little")
+            throughput.main(parser.parse_args(words))
+            os.write(answers, b"{}\n")
+
+
+if __name__ == "__main__":
+    main()

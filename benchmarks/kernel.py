@@ -1,0 +1,219 @@
+"""GEMM alone: dense cuBLASLt, the sparse libraries at each pattern, and vLLM's own kernel, side by side.
+
+Every library is given its best algorithm, searched for each shape and M.  All providers of one shape and M are
+measured one after the other in one run, so that they meet the same clocks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from torch import Tensor
+
+from benchmarks.records import KERNEL, Records
+from benchmarks.stock import Stock
+from benchmarks.timing import exact, labelled
+from slidesparse.gemm.backend import Tunable
+from slidesparse.gemm.problem import LibraryError, Problem
+from slidesparse.tune.machine import SERVED, outputs
+from slidesparse.tune.measure import Timing
+from slidesparse.tune.session import Session, free
+from slidesparse.tune.shapes import Layer, round_up, slided
+
+DTYPES = ("int8", "fp8", "fp16", "bf16")
+DENSE = "dense"
+SQUARE = "square"
+STOCK_ALIGNMENT = 16  # of N and K in vLLM's CUTLASS kernels
+
+
+@dataclass(frozen=True)
+class Group:
+    """One layer in one type, at several token counts."""
+
+    mode: str  # "square" or "model"
+    model: str
+    layer: Layer
+    dtype: str
+    tokens: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One provider's product for a layer; several patterns share one when their K' is the same."""
+
+    provider: str
+    patterns: tuple[str, ...]
+    k: int  # columns that are multiplied, K' for slided weights
+    out: str
+    scale: str
+    library: Tunable | None  # None: vLLM's kernel
+
+    def problem(self, dtype: str, n: int, m: int) -> Problem:
+        """The problem at ``m`` tokens."""
+        return Problem(dtype, self.out, n, self.k, m, self.scale)
+
+
+def square_groups(dtypes: Sequence[str], tokens: Sequence[int]) -> list[Group]:
+    """Square products, M = N = K."""
+    return [
+        Group(SQUARE, SQUARE, Layer(SQUARE, size, size), dtype, (size,))
+        for dtype in dtypes
+        for size in tokens
+    ]
+
+
+def model_groups(
+    models: Sequence[tuple[str, tuple[Layer, ...]]], dtypes: Sequence[str], tokens: Sequence[int]
+) -> list[Group]:
+    """Model after model, type after type, so that sums over layers are complete early."""
+    return [
+        Group("model", name, layer, dtype, tuple(tokens))
+        for name, layers in models
+        for dtype in dtypes
+        for layer in layers
+    ]
+
+
+def cells(
+    layer: Layer, dtype: str, patterns: Sequence[str], libraries: Sequence[Tunable], stock: Stock | None
+) -> list[Cell]:
+    """The cells to measure for a layer."""
+    found: list[Cell] = []
+    for library in libraries:
+        outs = outputs(library, dtype)
+        if not outs:
+            continue
+        scale = library.epilogue(dtype, outs[0])
+        if library.sparse:
+            found += [
+                Cell(library.name, names, k, outs[0], scale, library)
+                for k, names in _by_columns(layer.k, patterns, library.alignment).items()
+            ]
+            continue
+        k = round_up(layer.k, library.alignment)
+        found.append(Cell(library.name, (DENSE,), k, outs[0], scale, library))
+        if dtype == "int8" and "int8" in outs[1:]:
+            scale = library.epilogue(dtype, "int8")
+            found.append(Cell(f"{library.name}-int8", (DENSE,), k, "int8", scale, library))
+    if stock and dtype in SERVED and not (layer.n % STOCK_ALIGNMENT or layer.k % STOCK_ALIGNMENT):
+        found.append(Cell("stock", (DENSE,), layer.k, "bf16", "both", None))
+    return found
+
+
+def _by_columns(k: int, patterns: Sequence[str], alignment: int) -> dict[int, tuple[str, ...]]:
+    """The patterns that have each K'."""
+    found: dict[int, tuple[str, ...]] = {}
+    for pattern in patterns:
+        columns = slided(k, pattern, alignment)
+        found[columns] = (*found.get(columns, ()), pattern)
+    return found
+
+
+class KernelBench:
+    """Fills FOLDER/kernel.csv."""
+
+    def __init__(
+        self,
+        session: Session,
+        folder: Path,
+        groups: Sequence[Group],
+        libraries: Sequence[Tunable],
+        stock: Stock | None,
+        patterns: Sequence[str],
+    ) -> None:
+        self._session, self._groups = session, groups
+        self._cells = {group: cells(group.layer, group.dtype, patterns, libraries, stock) for group in groups}
+        self._stock = stock
+        self.records = Records(folder, KERNEL)
+
+    @property
+    def count(self) -> int:
+        """The number of cells, those that are measured already included."""
+        return sum(len(self._cells[group]) * len(group.tokens) for group in self._groups)
+
+    def run(self) -> bool:
+        """Measure what is not in the table.  False when the time was up before the end."""
+        try:
+            return all(self._run(group) for group in self._groups)
+        finally:
+            self._session.winners.flush()
+
+    def _run(self, group: Group) -> bool:
+        weights = _Weights(self._session, group)
+        for m in group.tokens:
+            for cell in self._cells[group]:
+                rows = [_row(group, cell, pattern, m) for pattern in cell.patterns]
+                missing = [row for row in rows if not self.records.has(row)]
+                if missing:
+                    if self._session.deadline.passed:
+                        return False
+                    self._measure(group, cell, m, missing, weights)
+                self._session.advance(f"{group.model} {group.layer.name} {group.dtype} M={m}")
+        free(self._session.gpu)
+        return True
+
+    def _measure(
+        self, group: Group, cell: Cell, m: int, missing: Sequence[dict[str, object]], weights: _Weights
+    ) -> None:
+        problem = cell.problem(group.dtype, group.layer.n, m)
+        try:
+            timing, algorithm = self._time(cell, problem, weights.of(cell))
+        except LibraryError as error:
+            self._session.skipped.append(f"{cell.provider}: {error}")
+            return
+        figures = {"p20_us": timing.p20, "p50_us": timing.p50, "p80_us": timing.p80}
+        for row in missing:
+            self.records.add(row | figures | {"algorithm": algorithm})
+
+    def _time(self, cell: Cell, problem: Problem, weights: list[Tensor]) -> tuple[Timing, str]:
+        if cell.library:
+            # dense: the faster of scaling in the epilogue and not
+            scales = dict.fromkeys((problem.scale, problem.scale if cell.library.sparse else "none"))
+            searches = [
+                self._session.search(cell.library, replace(problem, scale=one), weights) for one in scales
+            ]
+            found = min(searches, key=lambda one: one.timing.p50)
+            return found.timing, labelled(found.algorithm, found.timing)
+        assert self._stock
+        rotation = self._session.inputs.rotation(problem, weights)
+        timing = exact(self._session.clock, self._stock.gemm(rotation), rotation.copies)
+        return timing, labelled("cutlass", timing)
+
+
+class _Weights:
+    """A group's packed weights, made once for all its token counts, when first asked for."""
+
+    def __init__(self, session: Session, group: Group) -> None:
+        self._session, self._group = session, group
+        self._made: dict[tuple[str, int], list[Tensor]] = {}
+
+    def of(self, cell: Cell) -> list[Tensor]:
+        key = (cell.library.name if cell.library else cell.provider, cell.k)
+        if key not in self._made:
+            self._made[key] = self._make(cell)
+        return self._made[key]
+
+    def _make(self, cell: Cell) -> list[Tensor]:
+        inputs, group = self._session.inputs, self._group
+        problem = cell.problem(group.dtype, group.layer.n, min(group.tokens))
+        copies = inputs.copies(problem)  # fewer tokens need more copies
+        if cell.library:
+            return inputs.packed(cell.library, problem, copies)
+        weight = inputs.weight(problem.dtype, problem.n, problem.k, sparse=False)
+        return [weight, *(weight.clone() for _ in range(copies - 1))]
+
+
+def _row(group: Group, cell: Cell, pattern: str, m: int) -> dict[str, object]:
+    return {
+        "mode": group.mode,
+        "model": group.model,
+        "layer": group.layer.name,
+        "dtype": group.dtype,
+        "pattern": pattern,
+        "M": m,
+        "N": group.layer.n,
+        "K": group.layer.k,
+        "provider": cell.provider,
+    }

@@ -1,0 +1,198 @@
+"""Memory layouts: which of the eight each GEMM library takes, and how fast it is in each.
+
+The weight may have K or N contiguous, the activations K or M, the output N or M.  Serving uses K, K and N; this is
+how one finds out whether it should.  Products are measured as they are, without scales or a bias.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from benchmarks.records import LAYOUT, Records
+from benchmarks.timing import exact, labelled
+from slidesparse.gemm.backend import Tunable
+from slidesparse.gemm.problem import LAYOUTS, Layout, LibraryError, Plan, Problem
+from slidesparse.tune.inputs import Rotation
+from slidesparse.tune.machine import outputs
+from slidesparse.tune.search import agree, search
+from slidesparse.tune.session import Session, free
+from slidesparse.tune.shapes import Layer, round_up, slided
+
+PATTERN = "6:8"  # of the weights of sparse libraries
+WRONG = "its product is wrong"
+CHUNK = 2**26  # elements of float64 that the check makes at a time
+
+
+@dataclass(frozen=True)
+class Product:
+    """One layer in one type by one library."""
+
+    library: Tunable
+    layer: Layer
+    dtype: str
+
+    def problem(self, m: int) -> Problem:
+        """At a number of tokens; sparse libraries multiply the K' columns of PATTERN."""
+        k = self.layer.k
+        each = self.library.alignment
+        columns = slided(k, PATTERN, each) if self.library.sparse else round_up(k, each)
+        return Problem(self.dtype, outputs(self.library, self.dtype)[0], self.layer.n, columns, m)
+
+
+def products(libraries: Sequence[Tunable], layers: Sequence[Layer], dtypes: Sequence[str]) -> list[Product]:
+    """All that the libraries have; libraries of one layer and type come one after the other."""
+    return [
+        Product(library, layer, dtype)
+        for dtype in dtypes
+        for layer in layers
+        for library in libraries
+        if outputs(library, dtype)
+    ]
+
+
+def outputs_of(found: Sequence[Product]) -> dict[str, str]:
+    """The output types of products, such as {"cusparselt int8": "bf16"}."""
+    return {f"{one.library.name} {one.dtype}": one.problem(1).out for one in found}
+
+
+class LayoutBench:
+    """Fills FOLDER/layout.csv."""
+
+    def __init__(
+        self, session: Session, folder: Path, found: Sequence[Product], tokens: Sequence[int]
+    ) -> None:
+        self._session, self._products, self._tokens = session, found, tokens
+        self.records = Records(folder, LAYOUT)
+
+    @property
+    def count(self) -> int:
+        """The number of cells, those that are measured already included."""
+        return len(self._products) * len(self._tokens) * len(LAYOUTS)
+
+    def run(self) -> bool:
+        """Measure what is not in the table.  False when the time was up before the end."""
+        return all(self._run(product) for product in self._products)
+
+    def _run(self, product: Product) -> bool:
+        weights = _Weights(self._session, product, min(self._tokens))
+        for m in self._tokens:
+            right = _Right(product.problem(m), weights)
+            for layout in LAYOUTS:
+                key = _key(product, m, layout)
+                if not self.records.has(key):
+                    if self._session.deadline.passed:
+                        return False
+                    self.records.add(key | self._measure(product.library, layout, right, weights))
+                self._session.advance(f"{product.library.name} {product.layer.name} {product.dtype} M={m}")
+        free(self._session.gpu)
+        return True
+
+    def _measure(
+        self, library: Tunable, layout: Layout, right: _Right, weights: _Weights
+    ) -> dict[str, object]:
+        """Measure a product in a layout: the values of its row."""
+        session, problem, device = self._session, right.problem, self._session.gpu.device
+        try:
+            rotation = session.inputs.rotation(problem, weights.packed(layout))
+            found = search(library, problem, rotation, session.clock, device, layout)
+            best = library.plan(problem, device, found.algorithm, layout)
+            wrong = not right.agrees(best, layout, rotation)
+        except LibraryError as error:
+            return _row("no", reason=error)
+        label = labelled(found.algorithm, found.timing)
+        if wrong:
+            return _row("yes", algorithm=label, reason=WRONG)
+        try:
+            launch = rotation.launch(library.plan(problem, device, None, layout))
+            own = exact(session.clock, launch, rotation.copies).p50
+        except LibraryError as error:
+            return _row("yes", "", found.timing.p50, label, f"its heuristic is refused: {error}")
+        return _row("yes", own, found.timing.p50, label)
+
+
+class _Weights:
+    """A product's random weight, and its packed copies in each layout, made when first asked for."""
+
+    def __init__(self, session: Session, product: Product, least: int) -> None:
+        self._session, self._product, self._least = session, product, least
+        self._packed: dict[Layout, list[Tensor]] = {}
+        self._plain: Tensor | None = None
+
+    @property
+    def plain(self) -> Tensor:
+        """[n, k], 2:4 where the library wants that."""
+        if self._plain is None:
+            problem = self._product.problem(self._least)
+            sparse = self._product.library.sparse
+            self._plain = self._session.inputs.weight(problem.dtype, problem.n, problem.k, sparse)
+        return self._plain
+
+    def packed(self, layout: Layout) -> list[Tensor]:
+        """As many copies as the fewest tokens need.  Raises LibraryError."""
+        if layout not in self._packed:
+            first = self._product.library.operand(self.plain, layout)
+            copies = self._session.inputs.copies(self._product.problem(self._least))
+            self._packed[layout] = [first, *(first.clone() for _ in range(copies - 1))]
+        return self._packed[layout]
+
+
+class _Right:
+    """Tells whether plans of all layouts give one product, which it computes in float64 when first asked."""
+
+    def __init__(self, problem: Problem, weights: _Weights) -> None:
+        self.problem, self._weights = problem, weights
+        self._known: tuple[Tensor, Tensor] | None = None
+
+    def agrees(self, plan: Plan, layout: Layout, rotation: Rotation) -> bool:
+        """Run ``plan`` on the operands as its layout stores them, and compare what it stores."""
+        if self._known is None:
+            x = rotation.activations[0].clone()
+            self._known = x, product_of(x, self._weights.plain, rotation.outs[0].dtype)
+        x, expected = self._known
+        out = rotation.outs[0]
+        out.zero_()
+        plan.run(x if layout.activations_k else x.t().contiguous(), rotation.weights[0], out)
+        found = out if layout.output_n else out.view(self.problem.n, self.problem.m).t()
+        return agree(found, expected, self.problem)
+
+
+def product_of(x: Tensor, weight: Tensor, dtype: torch.dtype) -> Tensor:
+    """x [m, k] @ weight [n, k].T in float64 -> [m, n] of ``dtype``; INT8 sums are exact in float64."""
+    out = torch.empty(x.shape[0], weight.shape[0], dtype=dtype, device=x.device)
+    x = x.double()
+    step = max(1, CHUNK // max(weight.shape[1], x.shape[0]))
+    for start in range(0, weight.shape[0], step):
+        out[:, start : start + step] = x @ weight[start : start + step].double().t()
+    return out
+
+
+def _key(product: Product, m: int, layout: Layout) -> dict[str, object]:
+    weight, activations, output = layout.words
+    return {
+        "library": product.library.name,
+        "dtype": product.dtype,
+        "weight": weight,
+        "activations": activations,
+        "output": output,
+        "M": m,
+        "N": product.layer.n,
+        "K": product.layer.k,
+    }
+
+
+def _row(
+    taken: str, own: float | str = "", best: float | str = "", algorithm: str = "", reason: object = ""
+) -> dict[str, object]:
+    words = " ".join(str(reason).split())  # a row is one line
+    return {
+        "taken": taken,
+        "heuristic_us": own,
+        "p50_us": best,
+        "algorithm": algorithm,
+        "reason": words,
+    }

@@ -1,0 +1,196 @@
+"""Whole linear layers, bfloat16 to bfloat16: quantize, multiply, scale, as serving runs them.
+
+SlideSparse's layers are the public operators, as `slidesparse.ops.linear` calls them for each backend, with the
+algorithms that are in the tuned tables; vLLM's are its own two kernels.  Everything allocates as it does while serving
+and runs in CUDA graphs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from benchmarks.kernel import DENSE, STOCK_ALIGNMENT, Group
+from benchmarks.records import LINEAR, TIMES, Records
+from benchmarks.stock import Stock
+from benchmarks.timing import exact
+from slidesparse import ops
+from slidesparse.gemm.backend import HARDWARE, LayerSpec, Tunable
+from slidesparse.gemm.problem import DTYPES
+from slidesparse.pattern import SlidePattern
+from slidesparse.tune.measure import Launch
+from slidesparse.tune.session import Session, free
+from slidesparse.tune.shapes import Layer
+
+SUM = "sum"  # the layer whose times are the sums of the others' absolute times
+FLOAT = torch.bfloat16
+
+_Call = Callable[[Tensor, Tensor, Tensor], Tensor]  # x [M, K], packed weight, scale_w [N, 1] -> [M, N]
+
+
+@dataclass(frozen=True)
+class Provider:
+    """A way to run a layer."""
+
+    name: str
+    pattern: str
+    sparse: bool
+    pack: Callable[[Tensor], Tensor]
+    call: _Call
+    columns: int  # of the weight before it is packed: K, or K' when sparse
+
+    def launch(self, activations: list[Tensor], weights: list[Tensor], scale_w: Tensor) -> Launch:
+        """Run a layer on copy i."""
+        return lambda i: self.call(activations[i], weights[i], scale_w)
+
+
+def providers(
+    layer: Layer, dtype: str, patterns: Sequence[str], libraries: Sequence[Tunable], stock: Stock | None
+) -> list[Provider]:
+    """vLLM first, then the dense library, then the sparse one at each pattern."""
+    found = []
+    if stock and not (layer.n % STOCK_ALIGNMENT or layer.k % STOCK_ALIGNMENT):
+        found.append(Provider("stock", DENSE, False, lambda weight: weight, stock.linear, layer.k))
+    for library in libraries:
+        if not library.sparse:
+            call, pack = _operators(library, layer, dtype, None)
+            found.append(Provider(library.name, DENSE, False, pack, call, layer.k))
+            continue
+        for pattern in patterns:
+            parsed = SlidePattern.parse(pattern)
+            call, pack = _operators(library, layer, dtype, parsed)
+            found.append(Provider(library.name, pattern, True, pack, call, parsed.layout(layer.k).slided))
+    return found
+
+
+def _operators(
+    library: Tunable, layer: Layer, dtype: str, pattern: SlidePattern | None
+) -> tuple[_Call, Callable[[Tensor], Tensor]]:
+    """A layer through `slidesparse.ops`, and what packs its weight, which is slid already."""
+    spec = LayerSpec(layer.n, layer.k, pattern, 0, DTYPES[dtype], FLOAT)
+    windows = replace(spec, in_features=spec.layout.slided, pattern=pattern and HARDWARE)
+    length, columns, name = spec.layout.length, spec.columns(library.alignment), library.name
+
+    def call(x: Tensor, weight: Tensor, scale_w: Tensor) -> Tensor:
+        return ops.linear(x, weight, scale_w, None, length, 0, spec.dtype, columns, name)
+
+    return call, partial(library.pack, windows)
+
+
+class LinearBench:
+    """Fills FOLDER/linear.csv."""
+
+    def __init__(
+        self,
+        session: Session,
+        folder: Path,
+        groups: Sequence[Group],
+        libraries: Sequence[Tunable],
+        stock: Stock | None,
+        patterns: Sequence[str],
+    ) -> None:
+        self._session, self._groups = session, groups
+        self._providers = {
+            group: providers(group.layer, group.dtype, patterns, libraries, stock) for group in groups
+        }
+        self.records = Records(folder, LINEAR)
+
+    @property
+    def count(self) -> int:
+        """The number of cells, those that are measured already included."""
+        return sum(len(self._providers[group]) * len(group.tokens) for group in self._groups)
+
+    def run(self) -> bool:
+        """Measure what is not in the table, then add sums.  False when the time was up before the end."""
+        try:
+            return all(self._run(group) for group in self._groups)
+        finally:
+            add_sums(self.records, self._groups)
+
+    def _run(self, group: Group) -> bool:
+        weights: dict[Provider, list[Tensor]] = {}
+        scale_w = self._session.inputs.scale(group.layer.n).view(-1, 1)
+        for m in group.tokens:
+            for provider in self._providers[group]:
+                row = _row(group, provider, m)
+                if not self.records.has(row):
+                    if self._session.deadline.passed:
+                        return False
+                    if provider not in weights:
+                        weights[provider] = self._weights(group, provider)
+                    self._measure(group, provider, row, m, weights[provider], scale_w)
+                self._session.advance(f"{group.model} {group.layer.name} {group.dtype} M={m}")
+            free(self._session.gpu)  # graphs that are gone leave their outputs' memory reserved
+        return True
+
+    def _copies(self, group: Group, m: int) -> int:
+        n, k = group.layer.n, group.layer.k
+        return self._session.inputs.cold(n * k + (m * k + m * n) * FLOAT.itemsize)
+
+    def _weights(self, group: Group, provider: Provider) -> list[Tensor]:
+        weight = self._session.inputs.weight(group.dtype, group.layer.n, provider.columns, provider.sparse)
+        first = provider.pack(weight)
+        copies = self._copies(group, min(group.tokens))  # fewer tokens need more copies
+        return [first, *(first.clone() for _ in range(copies - 1))]
+
+    def _measure(
+        self,
+        group: Group,
+        provider: Provider,
+        row: dict[str, object],
+        m: int,
+        weights: list[Tensor],
+        scale_w: Tensor,
+    ) -> None:
+        copies = min(self._copies(group, m), len(weights))
+        activations = self._session.inputs.activations("bf16", m, group.layer.k, copies)
+        launch = provider.launch(activations, weights, scale_w)
+        subject = f"{provider.name} {provider.pattern}"
+        try:
+            timing = exact(self._session.clock, launch, copies)
+        except (
+            RuntimeError
+        ) as error:  # a LibraryError or BackendError, in its words where C++ runs the operator
+            self._session.skipped.append(f"{subject}: {error}")
+            return
+        if not timing.graphed:
+            words = f"{group.layer.name} {group.dtype} M={m} was timed without a CUDA graph"
+            self._session.skipped.append(f"{subject}: {words}")
+        times = (timing.p20, timing.p50, timing.p80)
+        self.records.add(row | dict(zip(TIMES, times, strict=True)))
+
+
+def _row(group: Group, provider: Provider, m: int) -> dict[str, object]:
+    return {
+        "model": group.model,
+        "layer": group.layer.name,
+        "dtype": group.dtype,
+        "pattern": provider.pattern,
+        "M": m,
+        "provider": provider.name,
+    }
+
+
+def add_sums(records: Records, groups: Iterable[Group]) -> None:
+    """Add a row "sum" wherever all layers of a model are there and the sum is not.
+
+    Absolute times are summed, not ratios: a layer counts by the time it takes.
+    """
+    layers: dict[str, set[str]] = {}
+    for group in groups:
+        layers.setdefault(group.model, set()).add(group.layer.name)
+    found: dict[tuple[str, ...], dict[str, dict[str, str]]] = {}
+    for row in records.rows:
+        key = tuple(row[name] for name in LINEAR.key if name != "layer")
+        found.setdefault(key, {})[row["layer"]] = row
+    for by_layer in found.values():
+        first = next(iter(by_layer.values()))
+        wanted = layers.get(first["model"], set())
+        if wanted and wanted <= set(by_layer) and SUM not in by_layer:
+            totals = {name: sum(float(by_layer[layer][name]) for layer in wanted) for name in TIMES}
+            records.add({**first, "layer": SUM, **totals})

@@ -1,0 +1,42 @@
+"""``python -m benchmarks report``: what the measuring commands left in a folder, as Markdown tables and SVG plots.
+
+Everything in the report comes from the files of the folder (and of a reference, where one is given): what was not
+measured is shown as ``-`` and listed as missing, never interpolated.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from benchmarks.records import RecordsError
+from slidesparse.errors import EnvironmentFault
+
+try:
+    from benchmarks.report import plots, spmm
+    from benchmarks.report.pages import Results
+except ImportError as error:
+    if error.name not in ("pandas", "matplotlib"):
+        raise
+    raise EnvironmentFault(
+        f"reports need pandas and matplotlib ({error}): pip install '.[report]' in a clone of SlideSparse"
+    ) from error
+
+__all__ = ["render"]
+
+
+def render(folder: Path, reference: Path | None = None) -> list[Path]:
+    """Write the report of ``folder`` into it: README.md, a page for each benchmark that is there, and plots.
+
+    Everything is read before anything is written, and the same files give the same bytes.  Returns the paths written.
+    Raises RecordsError for a folder that is not there or holds no measurement, and for a file that cannot be
+    understood.
+    """
+    if not folder.is_dir():
+        raise RecordsError(f"{folder} is not a folder; name one that benchmarks wrote to")
+    results = Results(folder)
+    drawn = [path for name, what in results.drawn().items() for path in plots.draw(name, folder, *what)]
+    drawn += spmm.draw(results.tables["spmm"], folder)
+    texts = results.pages(reference)
+    for name, text in texts.items():
+        (folder / name).write_text(text, encoding="utf-8")
+    return [*(folder / name for name in texts), *drawn]

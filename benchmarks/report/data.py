@@ -1,0 +1,310 @@
+"""Tables of a folder as pandas frames, and sections of them: latencies of one subject at one dtype.
+
+A run may have been stopped anywhere: files, rows and the end of the last line may be missing.  Whatever is not there is
+said (`Table.notes`, `Sections.missing`), never filled in.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+
+from benchmarks.records import COUNTERS, E2E, TIMES, Format, RecordsError, read_conditions, read_rows
+from slidesparse.pattern import HARDWARE_LENGTH, HARDWARE_NONZEROS, SlidePattern
+
+CUSPARSELT, CUBLASLT, STOCK, OFF = "cusparselt", "cublaslt", "stock", "off"
+DENSE, SUM, TWO_FOUR = "dense", "sum", "2:4"
+LAYERS = 4  # linear layers of a decoder block: QKV, output, gate and up, down
+DTYPES = ("int8", "fp8", "fp16", "bf16")
+STAGES = ("prefill", "decode")
+NUMBERS = (
+    *TIMES,
+    "M",
+    "N",
+    "K",
+    "round",
+    "us",
+    "GBps",
+    "copy_GBps",
+    "fraction",
+    "heuristic_us",
+    "tokens_per_s",
+    "error",
+    *COUNTERS,
+)
+ALLOWED = {
+    "mode": ("square", "model"),
+    "stage": STAGES,
+    "taken": ("yes", "no"),
+    "weight": ("K", "N"),
+    "activations": ("K", "M"),
+    "output": ("N", "M"),
+}
+NEEDED = {"kernel": TIMES, "linear": TIMES, "spmm": TIMES, "bandwidth": ("GBps",), "e2e": ("tokens_per_s",)}
+ELEMENT_BYTES = {"int8": 1, "fp8": 1, "fp16": 2, "bf16": 2}
+RESULT_BYTES = 2  # BF16 or FP16, what serving writes
+METADATA_BYTES = 0.25  # 2 bits for each weight that 2:4 keeps, its place among four
+
+
+@dataclass(frozen=True)
+class Table:
+    """The rows and conditions that one benchmark left; patterns are spelled as 6:8, dtypes in lower case."""
+
+    rows: pd.DataFrame
+    conditions: dict[str, Any]
+    notes: tuple[str, ...]  # what is missing or was left out, in sentences
+
+
+def read(folder: Path, form: Format, name: str = "") -> Table:
+    """NAME.csv (by default the format's) and NAME.json of a folder.
+
+    Rows without a figure are left out; of repeated ones the last counts.  Raises RecordsError.
+    """
+    path = folder / f"{name or form.name}.csv"
+    rows, torn = read_rows(path, form.columns)
+    frame = pd.DataFrame(rows, columns=list(form.columns), dtype=str)
+    column = ""
+    try:
+        for column in frame:
+            if column in NUMBERS:
+                frame[column] = pd.to_numeric(frame[column].where(~frame[column].isin(["", "nan"])))
+            elif column == "pattern":
+                frame[column] = frame[column].map({text: _spelled(text) for text in set(frame[column])})
+            elif column == "dtype":
+                frame[column] = frame[column].str.lower()
+            elif wrong := set(frame[column]) - set(ALLOWED.get(column, frame[column])):
+                raise ValueError(f"{min(wrong)!r} is not one of {', '.join(ALLOWED[column])}")
+    except ValueError as error:
+        raise RecordsError(f"{path}, column {column}: {error}; correct or remove the line") from error
+    notes = [] if path.is_file() else [f"`{path.name}` is not there."]
+    if torn:
+        notes.append(f"The last line of `{path.name}` is torn and was left out.")
+    whole = frame.dropna(subset=list(NEEDED.get(form.name, ())))
+    last = whole.drop_duplicates(list(form.key), keep="last").reset_index(drop=True)
+    for count, what in (
+        (len(frame) - len(whole), "hold no figure: not measured"),
+        (len(whole) - len(last), "were repeated: the last ones count"),
+    ):
+        notes += [f"{count} lines of `{path.name}` {what}."] if count else []
+    return Table(last, read_conditions(path.with_suffix(".json")), tuple(notes))
+
+
+def _spelled(pattern: str) -> str:
+    return DENSE if pattern == DENSE else SlidePattern.parse(pattern).ratio
+
+
+def pattern_order(name: str) -> float:
+    """Sort key: dense, 2:4, 4:6, ..., 2_inf."""
+    return 0.0 if name == DENSE else float(SlidePattern.parse(name).length or math.inf)
+
+
+def dtype_order(name: str) -> tuple[int, str]:
+    """Sort key: the order of DTYPES, others after it by name."""
+    return (DTYPES.index(name) if name in DTYPES else len(DTYPES), name)
+
+
+@dataclass(frozen=True)
+class Section:
+    """Latencies of one subject at one dtype: of dense providers, and of one sparse one."""
+
+    title: str
+    dtype: str
+    ours: str  # the sparse provider
+    us: pd.DataFrame  # microseconds; a row for each M, columns (provider, pattern)
+    shapes: tuple[tuple[int, int], ...] = ()  # (N, K) of the products; (0, 0): both are M
+
+    @property
+    def heading(self) -> str:
+        """The title, with the sparse provider where it is not the usual one of its page."""
+        return self.title if self.ours in (CUSPARSELT, "sparse") else f"{self.title}, {self.ours}"
+
+    @property
+    def patterns(self) -> list[str]:
+        """The patterns of the sparse provider, sparsest first."""
+        return sorted((p for name, p in self.us if name == self.ours and p != DENSE), key=pattern_order)
+
+    @property
+    def dense(self) -> pd.DataFrame:
+        """Microseconds of dense providers, cuBLASLt first; a row for each M."""
+        found = sorted((name for name, p in self.us if p == DENSE), key=lambda n: (n != CUBLASLT, n))
+        return pd.DataFrame({name: self.us[name, DENSE] for name in found}, index=self.us.index)
+
+    def speedup(self, over: str = CUBLASLT) -> pd.DataFrame:
+        """Latency of the dense provider ``over`` / ours, by M and pattern; NaN unless both were measured."""
+        ours = pd.DataFrame({p: self.us[self.ours, p] for p in self.patterns}, index=self.us.index)
+        return ours.rdiv(self.dense.get(over, math.nan), axis=0)
+
+    @property
+    def bounds(self) -> pd.Series:
+        """N/(N-1) of each pattern, which sparse tensor cores of twice the dense rate set."""
+        return pd.Series({p: float(SlidePattern.parse(p).speedup_bound) for p in self.patterns}, dtype=float)
+
+    def efficiency(self) -> pd.DataFrame:
+        """Algorithmic efficiency (S_pattern / S_2:4) / R_theory, R_theory = density(2:4) / density(pattern).
+
+        Equations 18 and 19 of arXiv 2603.05232, appendix D.5; S is the speed-up over cuBLASLt.
+        """
+        found = self.speedup()
+        native = found[TWO_FOUR] / 2 if TWO_FOUR in found else found.index.to_series() * math.nan
+        return found.div(native, axis=0) / self.bounds
+
+    def floor(self, copy: float, peak: float | None) -> pd.DataFrame:
+        """`floor_us` of all products, one after the other, by M; columns "dense" and the patterns."""
+        columns = {
+            name: [
+                sum(floor_us(self.dtype, name, m, n or m, k or m, copy, peak) for n, k in self.shapes)
+                for m in self.us.index
+            ]
+            for name in (DENSE, *self.patterns)
+        }
+        return pd.DataFrame(columns, index=self.us.index)
+
+
+def floor_us(dtype: str, pattern: str, m: int, n: int, k: int, copy: float, peak: float | None) -> float:
+    """max(2 M N K / peak, bytes / bandwidth) in microseconds: what one product with a 16-bit result needs at least.
+
+    ``copy`` is the bandwidth in GB/s, ``peak`` the rate of dense products in TFLOPS.  A pattern multiplies its
+    non-zeros only, at the dense rate; activations [M, K'], the values [N, K'/2] and their metadata are read once, the
+    result [M, N] is written once.
+    """
+    size, slided, density, kept, metadata = ELEMENT_BYTES[dtype], k, 1.0, k, 0.0
+    if pattern != DENSE:
+        parsed = SlidePattern.parse(pattern)
+        slided, density = parsed.layout(k).slided, float(parsed.density)
+        kept = slided * HARDWARE_NONZEROS // HARDWARE_LENGTH
+        metadata = n * kept * METADATA_BYTES
+    moved = (m * slided + n * kept) * size + metadata + m * n * RESULT_BYTES
+    compute = 2 * m * n * k * density / (peak * 1e6) if peak else 0.0
+    return max(compute, moved / (copy * 1e3))
+
+
+@dataclass(frozen=True)
+class Sections:
+    """All sections of one table, and the cells of the table that were not measured."""
+
+    cells: pd.DataFrame  # columns title, dtype, provider, pattern, M, us
+    wanted: pd.DataFrame  # the same but us: providers, patterns and M that each title of a group should have
+    group: tuple[str, ...] = ("dtype",)
+    shapes: Mapping[str, tuple[tuple[int, int], ...]] | None = None  # by title
+
+    @cached_property
+    def each(self) -> list[Section]:
+        """A section for each dtype, title and sparse provider."""
+        found = []
+        parts = dict(iter(self.cells.groupby(["dtype", "title"])))
+        for dtype, title in sorted(parts, key=lambda key: (dtype_order(key[0]), key[1])):
+            rows = parts[dtype, title].set_index(["M", "provider", "pattern"])
+            us = rows["us"].unstack(["provider", "pattern"]).sort_index()
+            sparse = {name for name, p in us if p != DENSE} or {CUSPARSELT}
+            for ours in sorted(sparse, key=lambda name: (name not in (CUSPARSELT, "sparse"), name)):
+                part = us[[pair for pair in us if pair[1] == DENSE or pair[0] == ours]].dropna(how="all")
+                found.append(Section(title, dtype, ours, part, (self.shapes or {}).get(title, ())))
+        return found
+
+    def missing(self) -> pd.DataFrame:
+        """Columns dtype, subject, provider, pattern, M: cells that others of the group have, alike ones in a row."""
+        have = set(
+            self.cells[["dtype", "title", "provider", "pattern", "M"]].itertuples(index=False, name=None)
+        )
+        lacking = []
+        for _, wanted in self.wanted.groupby(list(self.group), sort=False):
+            dtype, ms = wanted["dtype"].iloc[0], sorted(wanted["M"].unique())
+            titles = (wanted if "title" in self.group else self.wanted)["title"].unique()
+            pairs = dict.fromkeys(zip(wanted["provider"], wanted["pattern"], strict=True))
+            for provider, pattern in sorted(pairs, key=lambda pair: (pair[0], pattern_order(pair[1]))):
+                for title in sorted(titles):
+                    gone = [str(m) for m in ms if (dtype, title, provider, pattern, m) not in have]
+                    where = "all" if len(gone) == len(ms) else ", ".join(gone)
+                    lacking += [(dtype.upper(), title, provider, pattern, where)] if gone else []
+        found = pd.DataFrame(lacking, columns=["dtype", "subject", "provider", "pattern", "M"])
+        for column in ("pattern", "subject", "dtype"):  # rows that differ in it alone become one
+            others = [name for name in found.columns if name != column]
+            joined = found.groupby(others, sort=False)[column].agg(", ".join)
+            found = joined.reset_index()[list(found.columns)]
+        return found
+
+
+def square_sections(kernel: Table) -> Sections:
+    """One section for each dtype of the square products."""
+    rows = kernel.rows[kernel.rows["mode"] == "square"].rename(columns={"p50_us": "us"})
+    title = "Square, M = N = K"
+    return Sections(rows.assign(title=title), rows.assign(title=title), shapes={title: ((0, 0),)})
+
+
+def model_sections(kernel: Table) -> Sections:
+    """One section for each model and dtype, its four layers summed; a sum only where all four were measured.
+
+    The layers of a model are those that occur anywhere in the file.  Where they are not four (a list of shapes, or a
+    run that stopped early) nothing can be summed, and each layer is a section.
+    """
+    rows = kernel.rows[kernel.rows["mode"] == "model"].rename(columns={"p50_us": "us"})
+    whole = rows.groupby("model")["layer"].transform("nunique") == LAYERS
+    rows = rows.assign(whole=whole, title=rows["model"].where(whole, rows["model"] + " " + rows["layer"]))
+    sums = rows.groupby(["title", "dtype", "provider", "pattern", "M"], as_index=False, sort=False).agg(
+        us=("us", "sum"), layers=("us", "size"), whole=("whole", "first")
+    )
+    shapes = {
+        title: tuple(part[["N", "K"]].itertuples(index=False, name=None))
+        for title, part in rows.drop_duplicates(["title", "layer"]).groupby("title")
+    }
+    return Sections(sums[(sums["layers"] == LAYERS) | ~sums["whole"]], rows, shapes=shapes)
+
+
+def linear_sections(linear: Table) -> Sections:
+    """One section for each model and dtype of linear.csv: its layer ``sum``, as the benchmark wrote it."""
+    rows = linear.rows.rename(columns={"model": "title", "p50_us": "us"})
+    return Sections(rows[rows["layer"] == SUM], rows)
+
+
+def e2e_sections(e2e: Table) -> dict[str, Sections]:
+    """By stage, sections of microseconds a token."""
+    rows = e2e.rows.rename(columns={"system": "provider", "model": "title"})
+    found = {}
+    for stage in STAGES:
+        of_stage = rows[rows["stage"] == stage]
+        if not of_stage.empty:
+            parts = [_token_us(part) for _, part in of_stage.groupby(["title", "dtype"], sort=False)]
+            cells = pd.concat(parts, ignore_index=True)
+            found[stage] = Sections(cells, cells, ("title", "dtype"))
+    return found
+
+
+def _token_us(rows: pd.DataFrame) -> pd.DataFrame:
+    """Microseconds a token: stock vLLM's median, times the median of the ratios to it within a round.
+
+    A machine gets slower and faster from round to round, for all systems.  Without a round that has both, of the
+    median alone.
+    """
+    rate, key = "tokens_per_s", ["title", "dtype", "provider", "pattern", "M"]
+    stock = rows[rows["provider"] == STOCK][["M", "round", rate]]
+    both = rows.merge(stock, on=["M", "round"], how="left", suffixes=("", "_stock"))
+    found = (
+        both.assign(ratio=both[f"{rate}_stock"] / both[rate])
+        .groupby(key, sort=False)[["ratio", rate]]
+        .median()
+    )
+    found = found.reset_index().join(stock.groupby("M")[rate].median().rename("stock"), on="M")
+    return found.assign(us=(1e6 / found["stock"] * found["ratio"]).fillna(1e6 / found[rate]))
+
+
+def rounds(e2e: Table) -> pd.DataFrame:
+    """Median tokens per second over the rounds, (largest - smallest) / median and the number of rounds, by cell."""
+    rates = e2e.rows.groupby(list(E2E.key[:-1]), sort=False)["tokens_per_s"]
+    found = pd.DataFrame({"rate": rates.median(), "count": rates.size()})
+    return found.assign(spread=(rates.max() - rates.min()) / found["rate"]).reset_index()
+
+
+def over_stock(sections: Iterable[Section]) -> pd.DataFrame:
+    """Columns title, dtype, ours, pattern, M, speedup: over stock vLLM, wherever both were measured."""
+    columns = ["title", "dtype", "ours", "pattern", "M", "speedup"]
+    parts = [pd.DataFrame(columns=columns)]
+    for section in sections:
+        long = section.speedup(STOCK).reset_index().melt("M", var_name="pattern", value_name="speedup")
+        parts.append(long.assign(title=section.title, dtype=section.dtype, ours=section.ours))
+    return pd.concat([part for part in parts if len(part)] or parts)[columns].dropna().reset_index(drop=True)

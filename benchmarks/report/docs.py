@@ -1,0 +1,331 @@
+"""``python -m benchmarks docs``: every table of figures in README.md and docs/ from the CSVs in docs/.
+
+A page holds a table between the lines ``<!-- table: NAME -->`` and ``<!-- end -->``; NAME is one of `TABLES`.  The
+pages of docs/benchmarks/h100 and h200 are written whole.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import cache
+from itertools import zip_longest
+from pathlib import Path
+
+import pandas as pd
+
+from benchmarks.accuracy import language_results as accuracy
+from benchmarks.records import E2E, RecordsError
+from benchmarks.report import data, pages
+from benchmarks.report.data import CUSPARSELT, DENSE, STOCK
+from benchmarks.report.markdown import percent, span, table, times
+from slidesparse.errors import CheckFailed
+from slidesparse.pattern import SlidePattern
+
+ROOT = Path(__file__).resolve().parents[2]
+BENCHMARKS, ACCURACY = ROOT / "docs" / "benchmarks", ROOT / "docs" / "accuracy"
+H200, H100, REFERENCE = BENCHMARKS / "h200", BENCHMARKS / "h100", BENCHMARKS / "reference.csv"
+FOLDERS = {H100: None, H200: REFERENCE}
+MARKED_PAGES = (ROOT / "README.md", BENCHMARKS / "README.md", ACCURACY / "README.md")
+MARKED = re.compile(r"(<!-- table: (\S+) -->\n).*?(<!-- end -->)", re.DOTALL)
+
+PATTERNS = ("2:4", "4:6", "6:8", "8:10")
+QWEN, LLAMA = "Qwen2.5-7B", "Llama3.2-1B"
+NAMES = {LLAMA: "Llama-3.2-1B", "Llama3.2-3B": "Llama-3.2-3B"}  # as the text spells them
+LONG = (2048, 4096, 8192, 16384, 32768, 65536)  # tokens of a step of prefill that the GPU bounds
+FEW = 256  # tokens up to which reading the weights takes most of a layer's time
+STEPS = {"prefill": "prefill, steps of {} tokens", "decode": "decode, {} sequences"}
+
+
+@cache
+def _results(folder: Path) -> pages.Results:
+    return pages.Results(folder)
+
+
+@cache
+def _layers(folder: Path) -> pd.DataFrame:
+    """Layers over stock vLLM's."""
+    return data.over_stock(_results(folder).layers.each)
+
+
+@cache
+def _whole() -> dict[tuple[str, str, str, int, str], float]:
+    """Whole models over stock vLLM, by model, dtype, stage, M, and the pattern or else the dense system."""
+    found = {}
+    for stage, sections in _results(H200).stages.items():
+        for section in sections.each:
+            stock = section.us[STOCK, DENSE]
+            for system, pattern in section.us:
+                ratio = stock / section.us[system, pattern]
+                name = system if pattern == DENSE else pattern
+                found.update(
+                    {(section.title, section.dtype, stage, m, name): r for m, r in ratio.dropna().items()}
+                )
+    return found
+
+
+# --- whole models
+
+
+def gains() -> str:
+    """Zeros, loss, speed and memory of each pattern."""
+    losses = accuracy.Results.of(ACCURACY / "protocol_a_256.csv")
+    each = [SlidePattern.parse(pattern) for pattern in PATTERNS]
+    lost = [losses.loss(pattern, "sparsegpt", "int8") for pattern in PATTERNS]
+    # 0.5 of the bytes and 2 bits of metadata for each of them, of 2 - 2/N times as many columns
+    memory = [0.625 * float(2 - 2 / (pattern.length or 0) * 2) for pattern in each]
+    rows = [
+        ("weights that are zero", *(f"{1 - float(pattern.density):.0%}" for pattern in each)),
+        ("perplexity of a 30M model, INT8 (1)", *(f"{loss.mean:+.1f}%" for loss in lost if loss)),
+    ]
+    for stage, ms in (("prefill", LONG), ("decode", (64, 128, 256, 512))):
+        for dtype in ("int8", "fp8"):
+            note = {"prefill int8": " (2)", "decode int8": " (3)"}.get(f"{stage} {dtype}", "")
+            spans = [span(_whole()[QWEN, dtype, stage, m, pattern] for m in ms) for pattern in PATTERNS]
+            rows.append((f"{stage}, {dtype.upper()}{note}", *(f"{found}x" for found in spans)))
+    rows.append(("GPU memory of a weight, beside dense W8A8", *(f"{share:.3f}x" for share in memory)))
+    return table(("", *PATTERNS), rows, 5)
+
+
+def _models(model: str, cells: Iterable[tuple[str, int]], columns: Sequence[str], stock: bool = False) -> str:
+    """A row for each dtype and cell (stage, M), over stock vLLM."""
+    rates, rows, cells = (
+        data.rounds(_results(H200).tables["e2e"]).set_index(list(E2E.key[:-1]))["rate"],
+        [],
+        list(cells),
+    )
+    for dtype in ("int8", "fp8"):
+        for at, (stage, m) in enumerate(cells):
+            words = STEPS[stage].format(m) if at == 0 or cells[at - 1][0] != stage else str(m)
+            figures = [times(_whole().get((model, dtype, stage, m, name), float("nan"))) for name in columns]
+            if stock:
+                figures.insert(0, f"{rates[model, dtype, stage, m, DENSE, STOCK]:,.0f}")
+            rows.append((dtype.upper() if at == 0 else "", words, *figures))
+    header = [name if name in PATTERNS else f"`{name}`" for name in columns]
+    return table(("", "", *(["stock"] if stock else []), *header), rows, 2)
+
+
+def models() -> str:
+    """A selection of cells, with stock vLLM's tokens per second."""
+    cells = [*(("prefill", m) for m in (512, 2048, 8192, 32768)), ("decode", 64), ("decode", 256)]
+    return _models(QWEN, cells, PATTERNS, stock=True)
+
+
+def qwen() -> str:
+    """All cells of Qwen2.5-7B."""
+    cells = [*(("prefill", m) for m in (512, 1024, *LONG)), *(("decode", m) for m in (64, 128, 256, 512))]
+    return _models(QWEN, cells, (*PATTERNS, "cublaslt", "off"))
+
+
+def llama() -> str:
+    """All cells of Llama-3.2-1B."""
+    ms = {stage: sorted({k[3] for k in _whole() if k[0] == LLAMA and k[2] == stage}) for stage in STEPS}
+    return _models(LLAMA, [(stage, m) for stage in STEPS for m in ms[stage]], (*PATTERNS, "off"))
+
+
+def fusion() -> str:
+    """The gain by fused norms and activations at 6:8, round by round."""
+    rows = data.read(H200, E2E, "e2e_unfused").rows
+    rates = rows.pivot(index=["stage", "M", "dtype", "round"], columns="system", values="tokens_per_s")
+    ratios = (rates["sparse"] / rates["unfused"]).dropna()
+    lines = []
+    for (stage, m), part in sorted(
+        ratios.groupby(["stage", "M"]), key=lambda one: (one[0][0] == "decode", one[0][1])
+    ):
+        each = [part[part.index.get_level_values("dtype") == dtype] for dtype in ("int8", "fp8")]
+        lines.append((STEPS[stage].format(m), *(f"{span(one)} ({len(one)})" for one in each)))
+    return table(("", "INT8", "FP8"), lines, 1)
+
+
+def step() -> str:
+    """Milliseconds of GPU time in one step."""
+    rows = _results(H200).tables["e2e_profile"].rows
+    rows = rows.assign(system=pages.systems_of(rows))
+    names, columns = ("stock", "sparse 6:8"), {}
+    for stage, m in (("prefill", 8192), ("decode", 64)):
+        for dtype in ("int8", "fp8"):
+            part = rows[
+                (rows["model"] == QWEN)
+                & (rows["stage"] == stage)
+                & (rows["dtype"] == dtype)
+                & (rows["M"] == m)
+            ]
+            kinds = pages.by_kind(part)
+            kinds.loc["all kernels"] = kinds.loc["all"] - kinds.loc["idle"]
+            for name in names:
+                columns[f"{stage} {m}, {dtype.upper()}: {name.removeprefix('sparse ')}"] = kinds[name] / 1e3
+    frame = pd.DataFrame(columns).loc[[*pages.KINDS[:-1], "all kernels", "idle"]]
+    return table(
+        ("ms", *frame),
+        [(name, *(f"{v:.2f}" if v else "-" for v in row)) for name, *row in frame.itertuples(name=None)],
+        1,
+    )
+
+
+# --- layers and kernels
+
+
+def layers() -> str:
+    """Layers by `hopper` over stock vLLM's."""
+    ms = (1, 16, 64, 128, 256, 512, 1024, 2048, 8192, 16384)
+    rows = []
+    subjects = [
+        (H200, QWEN, PATTERNS),
+        (H200, LLAMA, ("6:8",)),
+        (H100, QWEN, ("6:8",)),
+        (H100, LLAMA, ("6:8",)),
+    ]
+    for folder, model, patterns in subjects:
+        found = _layers(folder)
+        found = found[(found["title"] == model) & (found["ours"] == "hopper")]
+        values = found.set_index(["dtype", "pattern", "M"])["speedup"]
+        for dtype in ("int8", "fp8"):
+            name = f"{folder.name.upper()}, {NAMES.get(model, model)}, {dtype.upper()}"
+            for at, pattern in enumerate(patterns):
+                rows.append(
+                    (name if at == 0 else "", pattern, *(times(values[dtype, pattern, m]) for m in ms))
+                )
+    return table(("", "M", *ms), rows, 2)
+
+
+def ranges() -> str:
+    """The least and the most of layers by `hopper` over stock vLLM's, by model, for few tokens and for many."""
+    rows = []
+    for folder in (H200, H100):
+        found = _layers(folder)
+        found = found[found["ours"] == "hopper"]
+        for model in found["title"].unique():
+            for words, part in (
+                (f"1 to {FEW}", found[found["M"] <= FEW]),
+                (f"{2 * FEW} and more", found[found["M"] > FEW]),
+            ):
+                part = part[part["title"] == model]
+                cells = [span(part[part["pattern"] == pattern]["speedup"]) for pattern in PATTERNS]
+                rows.append((f"{folder.name.upper()}, {NAMES.get(model, model)}", words, *cells))
+    return table(("", "tokens", *PATTERNS), rows, 2)
+
+
+def verdicts() -> str:
+    """How often layers beat stock vLLM's on an H200."""
+    found = _layers(H200)
+    return pages.verdicts(found[found["pattern"].isin(PATTERNS)], "ours")
+
+
+def products() -> str:
+    """cuSPARSELt's products over dense cuBLASLt, Qwen2.5-7B from 512 tokens on."""
+    rows = []
+    for section in _results(H200).models.each:
+        if section.title == QWEN and section.ours == CUSPARSELT:
+            found = section.speedup()
+            many = [span(found[found.index > FEW][pattern]) for pattern in PATTERNS]
+            rows.append((section.dtype.upper(), *many, *(times(found[p][64]) for p in ("2:4", "6:8"))))
+    header = (*(f"{p}, from {2 * FEW} tokens" for p in PATTERNS), "2:4, 64 tokens", "6:8, 64 tokens")
+    return table(("", *header), rows, 1)
+
+
+def heuristics() -> str:
+    """cuSPARSELt's own choice of an algorithm beside the best one, in the layout that serving uses."""
+    rows = _results(H200).tables["layout"].rows
+    rows = rows[(rows[["weight", "activations", "output"]] == pages.SERVED).all(axis=1)]
+    ratio = (rows["heuristic_us"] / rows["p50_us"]).groupby([rows["library"], rows["dtype"], rows["M"]])
+    order = sorted(ratio, key=lambda one: (one[0][0], data.dtype_order(one[0][1]), one[0][2]))
+    return table(
+        ("library", "", "M", "shapes", "its own choice / the best"),
+        [
+            (name, dtype.upper(), m, part.count(), span(part))
+            for (name, dtype, m), part in order
+            if part.count()
+        ],
+        2,
+    )
+
+
+def bandwidth() -> str:
+    """Kernels that memory bounds, as shares of a copy."""
+    rows = _results(H200).tables["bandwidth"].rows.set_index("kernel")["fraction"]
+    lines = []
+    for words, *kernels in (
+        ("quantize", "quant_only", ""),
+        ("quantize and slide, 6:8", "quant_slide 6:8", "hopper quant_slide 6:8"),
+        ("after RMSNorm with the residual", "norm, quant_slide 6:8", "hopper norm_quant_slide 6:8"),
+        ("after SiLU and gate", "silu, quant_slide 6:8", "hopper silu_quant_slide 6:8"),
+        ("scale and add the bias", "dequant_bias", ""),
+    ):
+        lines.append((words, *(span(rows[[name]], percent) if name else "" for name in kernels)))
+    return table(("", "Triton (after torch.compile's kernel)", "`hopper`, one kernel"), lines, 1)
+
+
+def reference() -> str:
+    """How cuSPARSELt's products compare with those of the reference implementation."""
+    return pages.summary(pages.compared(_results(H200).models.each, REFERENCE))
+
+
+def efficiency() -> str:
+    """The paper's algorithmic efficiency, and the share of the bound, of cuSPARSELt's products at 8192 tokens."""
+    rows = []
+    for section in _results(H200).models.each:
+        if section.title == QWEN and section.ours == CUSPARSELT:
+            found, speedup = section.efficiency().loc[8192], section.speedup().loc[8192]
+            cells = [
+                f"{percent(found[p])} ({times(speedup[p])} of {times(section.bounds[p])})" for p in PATTERNS
+            ]
+            rows.append((section.dtype.upper(), *cells))
+    return table(("", *PATTERNS), rows, 1)
+
+
+TABLES: dict[str, Callable[[], str]] = {
+    **{make.__name__: make for make in (gains, models, qwen, llama, fusion, step)},
+    **{make.__name__: make for make in (layers, ranges, verdicts, products, heuristics, bandwidth)},
+    **{make.__name__: make for make in (reference, efficiency)},
+    "losses": lambda: accuracy.losses(ACCURACY / "protocol_a.csv"),
+    "losses-256": lambda: accuracy.losses(ACCURACY / "protocol_a_256.csv"),
+    "wanted": lambda: accuracy.wanted(ACCURACY / "protocol_a.csv"),
+    "distilled": lambda: accuracy.distilled(ACCURACY / "protocol_a.csv"),
+    "speeds": lambda: accuracy.speeds(ACCURACY / "protocol_a.csv", H200),
+    "encoder": lambda: accuracy.encoder(ACCURACY / "protocol_b.csv"),
+    "parity": lambda: accuracy.parity(ACCURACY / "parity.csv"),
+}
+
+
+def filled(text: str, path: Path) -> str:
+    """The text of a page with its tables made anew.  Raises RecordsError for a name that is not in TABLES."""
+
+    def fill(found: re.Match[str]) -> str:
+        name = found[2]
+        if name not in TABLES:
+            raise RecordsError(f"{path} asks for the table {name!r}; there are {', '.join(TABLES)}")
+        return f"{found[1]}{TABLES[name]()}{found[3]}"
+
+    return MARKED.sub(fill, text)
+
+
+def texts() -> Iterator[tuple[Path, str, str]]:
+    """(path, text that is there, text that should be) of every page."""
+    for path in MARKED_PAGES:
+        text = path.read_text(encoding="utf-8")
+        yield path, text, filled(text, path)
+    for folder, beside in FOLDERS.items():
+        for name, wanted in _results(folder).pages(beside).items():
+            path = folder / name
+            yield path, path.read_text(encoding="utf-8") if path.exists() else "", wanted
+
+
+def write() -> list[Path]:
+    """Write the pages that differ; their paths."""
+    changed = [(path, wanted) for path, text, wanted in texts() if text != wanted]
+    for path, wanted in changed:
+        path.write_text(wanted, encoding="utf-8")
+    return [path for path, _ in changed]
+
+
+def check() -> list[Path]:
+    """Raise CheckFailed with the first line that differs from what the CSVs give; nothing is written."""
+    for path, text, wanted in texts():
+        lines = zip_longest(text.splitlines(), wanted.splitlines(), fillvalue="nothing")
+        for number, (found, expected) in enumerate(lines, 1):
+            if found != expected:
+                raise CheckFailed(
+                    f"{path.relative_to(ROOT)}, line {number}: found\n  {found}\nbut the CSVs give\n  {expected}\n"
+                    "write the pages anew: python -m benchmarks docs"
+                )
+    return []

@@ -1,0 +1,58 @@
+"""Markdown of frames, and of the numbers in them.  ``-`` is a value that was not measured."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+
+import pandas as pd
+
+NOTHING = "-"
+
+
+def times(value: float) -> str:
+    """A ratio, to two decimals."""
+    return NOTHING if pd.isna(value) else f"{value:.2f}"
+
+
+def percent(value: float) -> str:
+    """A share, to a tenth of a percent."""
+    return NOTHING if pd.isna(value) else f"{value:.1%}"
+
+
+def microseconds(value: float) -> str:
+    """To four digits or the whole microsecond."""
+    return NOTHING if pd.isna(value) else f"{value:.{2 if value < 100 else 1 if value < 1000 else 0}f}"
+
+
+def span(values: Iterable[float], show: Callable[[float], str] = times) -> str:
+    """``1.03 to 1.06``, the least and the most; ``-`` of nothing."""
+    found = [value for value in values if not pd.isna(value)]
+    ends = [show(end) for end in (min(found), max(found))] if found else [NOTHING]
+    return " to ".join(dict.fromkeys(ends))
+
+
+def cell(text: object) -> str:
+    """Text that cannot break a table."""
+    return " ".join(str(text).split()).replace("|", "\\|") or NOTHING
+
+
+def table(header: Sequence[object], rows: Iterable[Sequence[object]], left: int = 0) -> str:
+    """A table; the first ``left`` columns are set left, the others right."""
+    rules = ["---" if i < left else "---:" for i in range(len(header))]
+    return "".join(f"| {' | '.join(map(str, line))} |\n" for line in (header, rules, *rows))
+
+
+def grid(frame: pd.DataFrame, left: int = 0) -> str:
+    """A table of a frame of text, its index as the first column."""
+    header = [frame.index.name or "", *frame.columns]
+    return table(header, frame.itertuples(name=None), left)
+
+
+def bullets(lines: Iterable[str]) -> str:
+    """A list."""
+    return "".join(f"- {line}\n" for line in lines)
+
+
+def page(parts: Iterable[str]) -> str:
+    """Blocks of Markdown, an empty line between two."""
+    return "\n\n".join(part.rstrip("\n") for part in parts if part) + "\n"

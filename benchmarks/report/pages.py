@@ -1,0 +1,455 @@
+"""The Markdown pages of a folder of tables, one for each benchmark."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+
+import pandas as pd
+
+from benchmarks.records import (
+    BANDWIDTH,
+    E2E,
+    KERNEL,
+    LAYOUT,
+    LINEAR,
+    PROFILE,
+    SPMM,
+    SPMM_COUNTERS,
+    RecordsError,
+    read_rows,
+)
+from benchmarks.report import data, spmm
+from benchmarks.report.data import CUBLASLT, CUSPARSELT, DENSE, OFF, STAGES, STOCK, Section, Table
+from benchmarks.report.markdown import NOTHING, bullets, cell, grid, microseconds, page, percent, table, times
+
+EQUAL = 0.01  # times that differ by no more than this share count as equal
+PROVIDERS = {
+    CUBLASLT: "dense cuBLASLt",
+    "cublaslt-int8": "dense cuBLASLt that writes INT8",
+    STOCK: "the dense kernel of stock vLLM",
+}
+SYSTEMS = {STOCK: "stock vLLM, without the plugin", CUBLASLT: "dense cuBLASLt through the plugin"}
+KINDS = (
+    *("quantize", "product", "scale", "attention", "norm and activation"),
+    *("sampling and the rest", "idle"),
+)
+LONGEST = 6  # kernels of a system that are listed
+COLUMNS = ["system", "kernel", "class", "calls", "us"]
+SERVED = ("K", "K", "N")  # the contiguous dimensions of weight, activations and output while serving
+REFERENCE = ("results", "model", "dtype", "pattern", "M", "speedup")
+RESULTS = {
+    "operands": "Results of the operands' type there",
+    "served": "Results of the types that serving writes there",
+}
+PARTS = ("e2e_profile", "spmm")  # not every folder has them
+SUBJECTS = {
+    "kernel": "matrix products alone: square ones and those of models",
+    "linear": "linear layers with quantization and scaling, against stock vLLM",
+    "bandwidth": "kernels that memory bounds",
+    "layout": "memory layouts that the libraries take, and their speed",
+    "e2e": "whole models in vLLM: tokens per second",
+    "e2e_profile": "where the time of a step of a whole model goes",
+    "spmm": "hand-written N:M kernels, beside cuBLAS and a study's claims",
+    "comparison": "speed-ups beside those of a reference",
+}
+
+
+class Results:
+    """All tables of a folder.  Raises RecordsError when it has none, and for a file that cannot be understood."""
+
+    def __init__(self, folder: Path) -> None:
+        forms = (KERNEL, LINEAR, BANDWIDTH, LAYOUT, E2E, PROFILE, SPMM)
+        self.counters = data.read(folder, SPMM_COUNTERS)
+        self.folder, self.tables = folder, {form.name: data.read(folder, form) for form in forms}
+        if all(one.rows.empty for one in self.tables.values()):
+            raise RecordsError(
+                f"{folder} holds no measurement; name a folder that `python -m benchmarks` wrote to"
+            )
+        self.square = data.square_sections(self.tables["kernel"])
+        self.models = data.model_sections(self.tables["kernel"])
+        self.layers = data.linear_sections(self.tables["linear"])
+        self.stages = data.e2e_sections(self.tables["e2e"])
+
+    def drawn(self) -> dict[str, tuple[list[Section], str]]:
+        """Sections to plot and the dense provider that they are compared with, by the name of the plot."""
+        found = {
+            "kernel": ([*self.square.each, *self.models.each], CUBLASLT),
+            "linear": (self.layers.each, STOCK),
+        }
+        for stage, one in self.stages.items():
+            stock = any(STOCK in section.dense for section in one.each)
+            found[f"e2e-{stage}"] = (one.each, STOCK if stock else CUBLASLT)
+        return found
+
+    def pages(self, reference: Path | None = None) -> dict[str, str]:
+        """The text of each page by file name, with links to the plots that are in the folder."""
+        makers = (
+            self._kernel,
+            self._linear,
+            self._bandwidth,
+            self._layout,
+            self._e2e,
+            self._profile,
+            self._spmm,
+        )
+        both = zip(self.tables.items(), makers, strict=True)
+        texts = {name: page(make(one)) for (name, one), make in both if len(one.rows)}
+        if reference:
+            texts["comparison"] = page(_comparison(self.models.each, reference))
+        return {"README.md": self._readme(texts), **{f"{name}.md": text for name, text in texts.items()}}
+
+    def _images(self, name: str) -> list[str]:
+        found = sorted(self.folder.glob(f"{name}-*.svg"))
+        return [f"![{path.stem.replace('-', ' ')}]({path.name})" for path in found]
+
+    def _readme(self, names: Iterable[str]) -> str:
+        rows = []
+        for name in names:
+            files = [f"{name}.csv", f"{name}.json"]
+            links = [f"[{file}]({file})" for file in files if (self.folder / file).exists()]
+            rows.append((f"[{name}.md]({name}.md)", SUBJECTS[name], ", ".join(links)))
+        gaps = {"kernel.csv, square": self.square, "kernel.csv": self.models, "linear.csv": self.layers}
+        gaps |= {f"e2e.csv, {stage}": one for stage, one in self.stages.items()}
+        lacking = [
+            (name, *row) for name, one in gaps.items() for row in one.missing().itertuples(index=False)
+        ]
+        notes = [
+            note
+            for name, one in self.tables.items()
+            if name not in PARTS or len(one.rows)
+            for note in one.notes
+        ]
+        parts = [
+            "# Measurements",
+            "The JSON files hold the conditions of the CSV files: GPU, clocks, versions, dates, command lines.",
+            table(("", "", "figures"), rows, 3),
+            "## Missing",
+            table(("file", "dtype", "not measured for", "by", "at", "M"), lacking, 6) if lacking else "",
+            bullets(notes) if notes or lacking else "Nothing of what these files should hold.",
+        ]
+        return page(parts)
+
+    # --- products and layers
+
+    def _kernel(self, kernel: Table) -> list[str]:
+        parts = [
+            "# Matrix products",
+            "Median latencies of the product alone; of a model, its four layers summed where all four were measured. "
+            "Speed-up: latency of the dense product / ours, of the same run. `-`: not measured.",
+            _spread(kernel.rows),
+            *self._images("kernel"),
+        ]
+        dense = kernel.rows[kernel.rows["pattern"] == DENSE]
+        rates = 2.0 * dense["M"] * dense["N"] * dense["K"] / dense["p50_us"] / 1e6
+        peaks = rates.groupby(dense["dtype"]).max().round(1)
+        copy = kernel.conditions.get("copy_GBps")
+        for section in (*self.square.each, *self.models.each):
+            parts += [_heading(section), *_speedups(section, PROVIDERS), *_efficiency(section)]
+            if copy and section.dtype in peaks:
+                parts += [
+                    "Physical floor in us, layer after layer: the longer of the multiplications at "
+                    f"{peaks[section.dtype]:g} TFLOPS dense (the most that this table has), and of all operands read "
+                    f"and a 16-bit result written once, at the {copy:g} GB/s of a copy. What a run finds in the L2 "
+                    "cache can be faster:",
+                    grid(section.floor(float(copy), peaks[section.dtype]).map(microseconds)),
+                ]
+        return parts
+
+    def _linear(self, linear: Table) -> list[str]:
+        parts = [
+            "# Linear layers",
+            "Median latencies of the four linear layers of a model, summed, each with its quantization and scaling. "
+            "Speed-up: latency of the dense layers / ours, of the same run. `-`: not measured.",
+            _spread(linear.rows),
+            *self._images("linear"),
+            "## Beside stock vLLM",
+            verdicts(data.over_stock(self.layers.each), "ours"),
+        ]
+        for section in self.layers.each:
+            parts += [_heading(section), *_speedups(section, PROVIDERS)]
+        return parts
+
+    # --- kernels that memory bounds, and memory layouts
+
+    def _bandwidth(self, bandwidth: Table) -> list[str]:
+        header = ("kernel", "dtype", "M", "K", "us", "GB/s", "copy GB/s", "share of the copy")
+        rows = [
+            (
+                cell(r.kernel),
+                r.dtype,
+                r.M,
+                r.K,
+                *map(microseconds, (r.us, r.GBps, r.copy_GBps)),
+                percent(r.fraction),
+            )
+            for r in bandwidth.rows.itertuples()
+        ]
+        return [
+            "# Memory-bound kernels",
+            "What a kernel moves a second, beside a plain copy of as many bytes in the same run. Those that are not "
+            "called `hopper` are Triton's; before a comma stands a kernel of torch.compile.",
+            table(header, rows, 2),
+        ]
+
+    def _layout(self, layout: Table) -> list[str]:
+        parts = [
+            "# Memory layouts",
+            "The dimension of each matrix that is contiguous in memory: K or N of the weight, K or M of the "
+            "activations, N or M of the output. Serving uses K, K, N. Times are medians of the product alone, summed "
+            "over the shapes that the library was measured with, by its best algorithm and by its own choice "
+            "(heuristic); a sum is shown only where every shape was taken and timed. Ratio: time of serving's layout / "
+            "this one's, above 1 this one is faster. `-`: refused or not measured.",
+        ]
+        outputs = layout.conditions.get("outputs") or {}
+        groups = dict(iter(layout.rows.groupby(["dtype", "library"])))
+        for dtype, library in sorted(groups, key=lambda key: (data.dtype_order(key[0]), key[1])):
+            out = outputs.get(f"{library} {dtype}")
+            title = f"## {library}, {dtype.upper()}" + (f" to {str(out).upper()}" if out else "")
+            parts += [title, *_layouts(groups[dtype, library])]
+        return parts
+
+    # --- whole models
+
+    def _e2e(self, e2e: Table) -> list[str]:
+        rates = data.rounds(e2e)
+        engines = (e2e.conditions.get("workload") or {}).get("engines")
+        found = [data.over_stock(one.each).assign(stage=stage) for stage, one in self.stages.items()]
+        parts = [
+            "# Whole models",
+            "Tokens per second of `vllm bench throughput`: prompt and output tokens together for prefill (one output "
+            "token a prompt), output tokens alone for decode. M: tokens of a step. Each figure is the median of the "
+            f"rounds, {f'engines {engines}, taking turns' if engines else 'every run a fresh process'}; ±: half of "
+            "(largest - smallest) / median. `-`: not measured. Speed-ups are medians of the ratios within a round, as "
+            "a machine may change from round to round. N/(N-1) bounds linear layers: attention, sampling and the "
+            "engine's own time are in these figures as well.",
+            _noise(rates),
+            *self._images("e2e"),
+            "## Beside stock vLLM",
+            verdicts(pd.concat(found), "stage"),
+        ]
+        for stage, sections in self.stages.items():
+            for section in sections.each:
+                one = (section.title, stage, section.dtype)
+                rows = rates[(rates[["model", "stage", "dtype"]] == one).all(axis=1)]
+                title = f"## {section.heading}, {stage}, {section.dtype.upper()}"
+                parts += [title, "Tokens per second:", _rates(section, rows)]
+                parts += [*_speedups(section, SYSTEMS, lead=False), *_efficiency(section)]
+        return parts
+
+    def _profile(self, profile: Table) -> list[str]:
+        parts = [
+            "# A step of a whole model",
+            "Microseconds of GPU time in one step, by what kernels do, as vLLM's profiler (PyTorch's) recorded them; "
+            "it slows the host, so `idle`, when no kernel ran, is an upper bound. Products include lm_head; norms and "
+            "activations that are fused with quantization count as quantization.",
+        ]
+        rows = profile.rows.assign(system=systems_of(profile.rows))
+        steps = dict(iter(rows.groupby(["model", "dtype", "stage", "M"])))
+        for step in sorted(steps, key=lambda k: (k[0], data.dtype_order(k[1]), STAGES.index(k[2]), k[3])):
+            model, dtype, stage, m = step
+            kinds = by_kind(steps[step])
+            shown = kinds.map(lambda us: microseconds(us) if us else NOTHING).rename_axis("")
+            top = steps[step].sort_values("us", ascending=False).groupby("system", sort=False).head(LONGEST)
+            longest = [
+                (system, cell(kernel), does, calls, microseconds(us), percent(us / kinds[system]["all"]))
+                for name in kinds
+                for system, kernel, does, calls, us in top[top["system"] == name][COLUMNS].itertuples(
+                    index=False
+                )
+            ]
+            parts += [
+                f"## {model}, {dtype.upper()}, {stage}, M {m}",
+                grid(shown, 1),
+                table(("system", "kernel", "does", "calls", "us", "share"), longest, 3),
+            ]
+        return parts
+
+    def _spmm(self, measured: Table) -> list[str]:
+        return spmm.page(measured, self.counters, self._images("spmm"))
+
+
+def _heading(section: Section) -> str:
+    return f"## {section.heading}, {section.dtype.upper()}"
+
+
+def _spread(rows: pd.DataFrame) -> str:
+    spread = (rows["p80_us"] - rows["p20_us"]) / rows["p50_us"]
+    worst = rows.loc[spread.idxmax()]
+    subject = [worst["model"], worst["layer"], worst["dtype"].upper(), worst["provider"], worst["pattern"]]
+    return (
+        f"Spread of the runs, (p80 - p20) / p50: {percent(spread.median())} in the median, "
+        f"{percent(spread.max())} at most ({' '.join(dict.fromkeys(subject))}, M {worst['M']})."
+    )
+
+
+def _speedups(section: Section, over: Mapping[str, str], lead: bool = True) -> list[str]:
+    """A table over each dense provider of ``over``; with ``lead`` the first one shows the latencies of all of them."""
+    dense = section.dense[[name for name in over if name in section.dense]]
+    if not section.patterns:
+        return []
+    parts: list[str] = []
+    for provider in dense:
+        shown = dense if lead and not parts else dense[[provider] if lead else []]
+        found = pd.concat(
+            [shown.map(microseconds).add_suffix(" us"), section.speedup(provider).map(times)], axis=1
+        ).rename_axis("M")
+        found.loc["N/(N-1)"] = [*("" for _ in shown), *section.bounds.map(times)]
+        parts += [f"Speed-up over {over[provider]}:", grid(found)]
+    return parts or ["No dense latency is complete here, so there is no speed-up."]
+
+
+def _efficiency(section: Section) -> list[str]:
+    found = section.efficiency()
+    if not found.notna().any(axis=None):
+        return []
+    title = (
+        "Algorithmic efficiency, (S / S of 2:4) / R with S the speed-up over dense cuBLASLt and R = density of 2:4 / "
+        "density (arXiv 2603.05232, appendix D.5). Above 100%: 2:4 itself stays further below its bound:"
+    )
+    return [title, grid(found.map(percent))]
+
+
+def verdicts(found: pd.DataFrame, by: str) -> str:
+    """How often each pattern is faster than stock vLLM, equal and slower, and its best and worst cell; a table.
+
+    ``found`` is what `data.over_stock` returns; rows are told apart by its column ``by`` and by pattern.
+    """
+    rows = []
+    parts = dict(iter(found.reset_index(drop=True).groupby([by, "pattern"])))
+    order = list(dict.fromkeys(found[by]))
+    for name, pattern in sorted(parts, key=lambda key: (order.index(key[0]), data.pattern_order(key[1]))):
+        part = parts[name, pattern]
+        slower = 1 / part["speedup"] - 1
+        within = slower.abs() <= EQUAL + 1e-9  # 1.01 is not exact in binary
+        ends = [part.loc[part["speedup"].idxmax()], part.loc[part["speedup"].idxmin()]]
+        shown = [f"{times(e['speedup'])} ({e['title']} {e['dtype'].upper()}, M {e['M']})" for e in ends]
+        counts = (((slower < 0) & ~within).sum(), within.sum(), ((slower > 0) & ~within).sum())
+        rows.append((name, pattern, len(part), *counts, *shown))
+    if not rows:
+        return "No cell has both stock vLLM and a pattern measured."
+    return table(("", "pattern", "cells", "faster", "within 1%", "slower", "best", "worst"), rows, 2)
+
+
+def _layouts(rows: pd.DataFrame) -> list[str]:
+    """One library at one type: a row for each layout, and what the library said where it refused."""
+    key = ["weight", "activations", "output"]
+    shapes = len(rows[["N", "K"]].drop_duplicates())
+    taken = (rows["taken"] == "yes").groupby([rows[name] for name in key]).agg(["sum", "size"])
+    sums = rows.groupby([*key, "M"])[["p50_us", "heuristic_us"]].sum(min_count=shapes).unstack("M")
+    ms = sorted(rows["M"].unique())
+    lines = []
+    for at in sorted(
+        taken.index, key=lambda at: [data.ALLOWED[n].index(w) for n, w in zip(key, at, strict=True)]
+    ):
+        line = [*at, "{} of {}".format(*taken.loc[at])]
+        for m in ms:
+            best, own = sums.loc[at, ("p50_us", m)], sums.loc[at, ("heuristic_us", m)]
+            served = sums["p50_us", m].get(SERVED, math.nan)
+            line += [microseconds(best), microseconds(own), times(served / best)]
+        lines.append(line)
+    header = [*key, "taken", *(f"M {m} {what}" for m in ms for what in ("us", "heuristic us", "ratio"))]
+    refused = rows[rows["reason"] != ""]
+    said = []
+    for words, same in refused.groupby(refused["reason"].str.split(";").str[0]):
+        where = [f"{', '.join(at)} ({len(part)})" for at, part in same.groupby(key, sort=False)]
+        said.append(f"{'; '.join(where)}: {cell(words)}")
+    return [table(header, lines, 4), bullets(said)]
+
+
+def _noise(rates: pd.DataFrame) -> str:
+    """How far the rounds are apart, and ``off`` from ``stock``, which run the same kernels."""
+    words = f"Rounds: {rates['count'].min()} to {rates['count'].max()}."
+    several = rates[rates["count"] > 1]["spread"]
+    if len(several):
+        words += f" Spread, (largest - smallest) / median: {percent(several.median())} in the median, "
+        words += f"{percent(several.max())} at most."
+    wide = rates[rates["pattern"] == DENSE].pivot(
+        index=["model", "dtype", "stage", "M"], columns="system", values="rate"
+    )
+    if {OFF, STOCK} <= set(wide):
+        apart = (wide[OFF] / wide[STOCK] - 1).abs().dropna()
+        words += (
+            " `off` is the plugin told to do nothing, so that it runs stock vLLM's kernels. The two differ by "
+            f"{percent(apart.median())} in the median, {percent(apart.max())} at most: the noise of a comparison."
+        )
+    return words
+
+
+def _rates(section: Section, rows: pd.DataFrame) -> str:
+    shown = [
+        f"{rate:.{0 if rate >= 100 else 2}f}" + (f" ±{spread / 2:.1%}" if count > 1 else "")
+        for rate, spread, count in zip(rows["rate"], rows["spread"], rows["count"], strict=True)
+    ]
+    rows = rows.assign(shown=shown, name=rows["pattern"].where(rows["pattern"] != DENSE, rows["system"]))
+    rows = rows[(rows["pattern"] == DENSE) | (rows["system"] == section.ours)]
+    wide = rows.pivot(index="M", columns="name", values="shown").fillna(NOTHING)
+    dense = sorted(section.dense, key=lambda name: (name != STOCK, name == CUBLASLT, name))
+    return grid(wide[[*dense, *section.patterns]])
+
+
+def systems_of(rows: pd.DataFrame) -> pd.Series:
+    """``stock``, ``sparse 6:8``."""
+    return rows["system"].where(rows["pattern"] == DENSE, rows["system"] + " " + rows["pattern"])
+
+
+def by_kind(rows: pd.DataFrame) -> pd.DataFrame:
+    """Microseconds of one step of e2e_profile.csv, a row for each of KINDS and "all", a column for each system."""
+    wide = rows.pivot_table(index="class", columns="system", values="us", aggfunc="sum")
+    wide = wide.reindex(index=list(KINDS), columns=rows["system"].unique()).fillna(0.0)
+    wide.loc["all"] = wide.sum()
+    return wide
+
+
+# --- a reference
+
+
+def compared(sections: Iterable[Section], reference: Path) -> pd.DataFrame:
+    """Ours beside a reference's speed-ups: columns results, over, model, dtype, pattern, M, ours, theirs.
+
+    Ours are those of cuSPARSELt's products over each kind of dense cuBLASLt.  Raises RecordsError.
+    """
+    rows, _ = read_rows(reference, REFERENCE)
+    theirs = pd.DataFrame(rows, columns=list(REFERENCE)).astype({"M": int, "speedup": float})
+    key = ["model", "dtype", "pattern", "M"]
+    parts = [pd.DataFrame(columns=[*key, "ours", "over"])]
+    for section in sections:
+        for over in section.dense:
+            if section.ours == CUSPARSELT and over.startswith(CUBLASLT):
+                ours = section.speedup(over).reset_index().melt("M", var_name="pattern", value_name="ours")
+                parts.append(ours.dropna().assign(over=over, model=section.title, dtype=section.dtype))
+    mine = pd.concat([part for part in parts if len(part)] or parts)
+    found = theirs.rename(columns={"speedup": "theirs"}).merge(mine, on=key)
+    # results of the operands' type are compared with INT8 results here, too
+    return found[(found["over"] == CUBLASLT) | (found["results"] == "operands")]
+
+
+def summary(found: pd.DataFrame) -> str:
+    """In how many cells of a comparison ours is at least theirs, and how far behind it is in the others; a table."""
+    rows = []
+    for (results, over), part in found.groupby(["results", "over"], sort=False):
+        behind = 1 - part["ours"] / part["theirs"]
+        counts = pd.cut(behind, [-math.inf, 0, 0.05, 0.15, math.inf]).value_counts(sort=False)
+        rows.append((RESULTS[results], over, len(part), *counts, percent(behind.max())))
+    header = ("", "ours over", "cells", "at least theirs", "up to 5% behind", "5 to 15%", "more", "at most")
+    return table(header, rows, 2)
+
+
+def _comparison(sections: Sequence[Section], reference: Path) -> list[str]:
+    found = compared(sections, reference)
+    parts = [
+        "# Beside the reference",
+        "Speed-up over dense cuBLASLt, ours beside the reference's, each over its own run: two machines, two "
+        "baselines. Four layers of a model summed; cells that both measured. `≥`: ours is at least theirs; `<`, in "
+        "bold: it is not.",
+        summary(found),
+    ]
+    for (results, over), part in found.groupby(["results", "over"], sort=False):
+        parts.append(f"## {RESULTS[results]}; ours over {over}")
+        for (model, dtype), rows in part.groupby(["model", "dtype"], sort=False):
+            pairs = zip(rows["ours"], rows["theirs"], strict=True)
+            text = [f"{a:.3f} ≥ {b:.3f}" if a >= b else f"**{a:.3f} < {b:.3f}**" for a, b in pairs]
+            wide = rows.assign(text=text).pivot(index="M", columns="pattern", values="text").fillna(NOTHING)
+            parts += [f"### {model}, {dtype.upper()}", grid(wide[sorted(wide, key=data.pattern_order)])]
+    return parts

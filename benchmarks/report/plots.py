@@ -1,0 +1,117 @@
+"""SVG plots of speed-ups, the same bytes for the same results and release of matplotlib."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import matplotlib as mpl
+import pandas as pd
+from matplotlib.figure import Figure
+
+from benchmarks.report.data import Section, pattern_order
+from slidesparse.pattern import SlidePattern
+
+PANEL = (5.0, 3.6)  # inches
+MOST_COLUMNS, MOST_PANELS = 3, 6  # of one file
+STYLE: dict[str, Any] = {
+    "svg.hashsalt": "slidesparse",  # ids inside the file
+    "svg.fonttype": "none",  # text stays text: small, searchable
+    "font.size": 10,
+    "axes.grid": True,
+    "grid.alpha": 0.3,
+}
+FIXED = {**mpl.rcParamsDefault, **STYLE}  # whatever the settings of the machine
+# Okabe and Ito's colours, which colour-blind readers can tell apart, and a marker for each pattern
+LOOKS = {
+    "2:4": ("#000000", "o"),
+    "4:6": ("#E69F00", "s"),
+    "6:8": ("#D55E00", "D"),
+    "8:10": ("#009E73", "^"),
+    "10:12": ("#56B4E9", "v"),
+    "12:14": ("#0072B2", "P"),
+    "14:16": ("#CC79A7", "*"),
+}
+OTHER = ("#888888", "X")  # 2_inf, and patterns beyond 14:16
+
+
+def draw(name: str, folder: Path, sections: Sequence[Section], over: str) -> list[Path]:
+    """``NAME-speedup-DTYPE.svg`` and ``NAME-models-DTYPE.svg`` for each dtype that has something to show.
+
+    The former has a panel of speed-ups against M for each section (beyond six, the rest is in
+    ``NAME-speedup-DTYPE-2.svg`` and so on), the latter bars of each model at the largest M that all have.
+    """
+    figures = {}
+    for dtype in dict.fromkeys(section.dtype for section in sections):
+        shown = [s for s in sections if s.dtype == dtype and s.speedup(over).notna().any(axis=None)]
+        with mpl.rc_context(FIXED):
+            for start in range(0, len(shown), MOST_PANELS):
+                number = f"-{start // MOST_PANELS + 1}" if start else ""
+                panels = shown[start : start + MOST_PANELS]
+                figures[f"{name}-speedup-{dtype}{number}"] = _lines(panels, over)
+            models = [section for section in shown if section.shapes != ((0, 0),)]
+            if models and (m := common_m(models, over)):
+                figures[f"{name}-models-{dtype}"] = _bars(models, m, over)
+    with mpl.rc_context(FIXED):
+        for stem, figure in figures.items():
+            figure.savefig(folder / f"{stem}.svg", format="svg", metadata={"Date": None, "Creator": None})
+    return [folder / f"{stem}.svg" for stem in figures]
+
+
+def common_m(sections: Sequence[Section], over: str) -> int | None:
+    """The largest M at which every section has a speed-up; None when there is none."""
+    measured = [set(section.speedup(over).dropna(how="all").index) for section in sections]
+    return max(set.intersection(*measured), default=None)
+
+
+def _lines(sections: Sequence[Section], over: str) -> Figure:
+    columns = min(len(sections), MOST_COLUMNS)
+    rows = math.ceil(len(sections) / columns)
+    figure = Figure(figsize=(PANEL[0] * columns, PANEL[1] * rows + 0.6), layout="constrained")
+    panels = figure.subplots(rows, columns, squeeze=False, sharey=True).flatten()
+    handles: dict[str, Any] = {}
+    for panel, section in zip(panels, sections, strict=False):
+        handles[f"{over}, dense = 1"] = panel.axhline(1, color="#444444", linewidth=2)
+        for pattern, values in section.speedup(over).items():
+            points = values.dropna()
+            if points.empty:
+                continue
+            colour, marker = LOOKS.get(str(pattern), OTHER)
+            panel.axhline(section.bounds[pattern], color=colour, linestyle=":", linewidth=1)
+            style = {"color": colour, "marker": marker, "markersize": 4}
+            (handles[str(pattern)],) = panel.plot(points.index, points, **style)
+        panel.set_xscale("log", base=2)
+        panel.set_xticks(section.us.index, [str(m) for m in section.us.index], rotation=45)
+        panel.minorticks_off()
+        panel.set_title(section.heading)
+        panel.set_xlabel("M")
+    for panel in panels[len(sections) :]:
+        panel.set_visible(False)
+    figure.supylabel(f"speed-up over {over}", fontsize="medium")
+    labels = sorted(handles, key=lambda label: 0 if "=" in label else pattern_order(label))
+    figure.suptitle(f"{sections[0].dtype.upper()}; dotted: the bound N/(N-1) of the pattern in its colour")
+    figure.legend([handles[label] for label in labels], labels, loc="outside lower center", ncols=5)
+    return figure
+
+
+def _bars(sections: Sequence[Section], m: int, over: str) -> Figure:
+    speedups = pd.DataFrame({s.heading: s.speedup(over).loc[m] for s in sections}).T.dropna(axis=1, how="all")
+    patterns = sorted(speedups, key=pattern_order)
+    width = 0.8 / len(patterns)
+    figure = Figure(figsize=(max(6.0, 1.0 + 2.2 * len(sections)), 4.2), layout="constrained")
+    axes = figure.subplots()
+    for i, pattern in enumerate(patterns):
+        values = speedups[pattern].reset_index(drop=True).dropna()
+        left = values.index.to_numpy() - 0.4 + i * width
+        colour, bound = LOOKS.get(pattern, OTHER)[0], float(SlidePattern.parse(pattern).speedup_bound)
+        axes.bar(left, values, width * 0.9, align="edge", color=colour, label=pattern)
+        axes.hlines([bound] * len(left), left, left + width * 0.9, color="#444444", linewidth=1.2)
+    axes.axhline(1, color="#444444", linewidth=2)
+    axes.grid(visible=False, axis="x")
+    axes.set_xticks(range(len(sections)), [section.heading for section in sections])
+    axes.set_ylabel(f"speed-up over {over}")
+    axes.set_title(f"{sections[0].dtype.upper()}, M = {m}; line over a bar: its bound N/(N-1)")
+    figure.legend(loc="outside lower center", ncols=8)
+    return figure

@@ -1,0 +1,372 @@
+"""The page of hand-written N:M kernels, its plots, and what a study of such kernels claims beside what came out.
+
+The study: J. Zeng, "GPU Accelerated Structured Sparsity Matrix Multiplication", an RTX 4070, FP32 at 2:4.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import matplotlib as mpl
+import pandas as pd
+from matplotlib.figure import Figure
+
+from benchmarks.kernel import DENSE, SQUARE
+from benchmarks.records import COUNTERS
+from benchmarks.report.data import Table
+from benchmarks.report.markdown import NOTHING, bullets, microseconds, percent, span, table, times
+from benchmarks.report.plots import FIXED, PANEL
+from benchmarks.spmm import CPU, CUBLAS, NONE, OWN, SHARED, TF32, TYPES, VARIANTS, parts
+
+FIRST = "2:4"
+KINDS = {OWN: "own offsets", SHARED: "strips"}
+COLOURS = dict(zip(VARIANTS, ("#000000", "#E69F00", "#D55E00", "#009E73", "#0072B2"), strict=True))
+At = int | tuple[str, str, int]  # a square's size, or (model, layer, M)
+Value = Callable[[int, str], float]  # (size, offsets) -> a value
+Show = Callable[[float], str]
+STYLES = {OWN: ("-", "o"), SHARED: ("--", "s")}
+
+
+class Products:
+    """Median microseconds of the cells of a table, NaN where there is none."""
+
+    def __init__(self, table: Table) -> None:
+        self.rows = table.rows
+        key = ["mode", "model", "layer", "M", "dtype", "sparsity", "offsets", "provider"]
+        self._us = dict(
+            zip(zip(*(self.rows[name] for name in key), strict=True), self.rows["p50_us"], strict=True)
+        )
+        squares = self.rows[self.rows["mode"] == SQUARE]
+        self.sizes = sorted(squares["M"].unique())
+        self.sparsities = sorted(
+            set(squares["sparsity"]) - {DENSE},
+            key=lambda one: (one != FIRST, parts(one)[0] / parts(one)[1], one),
+        )
+        models = self.rows[self.rows["mode"] != SQUARE]
+        self.layers = list(dict.fromkeys(zip(models["model"], models["layer"], models["M"], strict=True)))
+
+    def us(
+        self,
+        at: At,
+        provider: str,
+        dtype: str = "fp32",
+        offsets: str = OWN,
+        sparsity: str = FIRST,
+    ) -> float:
+        """The time of a square of this size, or of (model, layer, M)."""
+        shape = ("model", *at) if isinstance(at, tuple) else (SQUARE, SQUARE, SQUARE, at)
+        if provider in (CUBLAS, TF32):
+            offsets, sparsity = NONE, DENSE
+        return float(self._us.get((*shape, dtype, sparsity, offsets, provider), math.nan))
+
+    def speedup(self, at: At, provider: str, over: str = CUBLAS, **kind: str) -> float:
+        """Time of ``over`` / time of ``provider``, of one dtype, offsets and sparsity."""
+        return self.us(at, over, **kind) / self.us(at, provider, **kind)
+
+    def best(self, at: At, **kind: str) -> float:
+        """The fastest variant's speed-up over cuBLAS."""
+        found = [self.speedup(at, name, **kind) for name in VARIANTS]
+        return max((one for one in found if not math.isnan(one)), default=math.nan)
+
+    def tflops(self, size: int, provider: str, offsets: str = OWN) -> float:
+        """Multiplications and additions of kept values at 2:4, all values of cuBLAS, per second, in 10^12."""
+        share = 1.0 if provider == CUBLAS else 0.5
+        return 2.0 * size**3 * share / self.us(size, provider, offsets=offsets) / 1e6
+
+
+def page(measured: Table, counters: Table, images: Iterable[str]) -> list[str]:
+    """The blocks of the page."""
+    found = Products(measured)
+    spread = (found.rows["p80_us"] - found.rows["p20_us"]) / found.rows["p50_us"]
+    ours = found.rows[found.rows["provider"].isin(list(VARIANTS))]
+    return [
+        "# Hand-written N:M kernels",
+        "Products on CUDA cores by `slidesparse.spmm`, which serves nothing: 32 x 32 tiles of 64 threads with 4 x 4 "
+        "outputs each. `baseline`; `prefetch`, the next tile loaded to registers meanwhile; `double`, copied by "
+        "cp.async into a second buffer; `split2` and `split8`, the same with K cut in parts. Own offsets: every "
+        "out-feature keeps its own in-features. Strips: 32 out-features keep the same ones. Medians in microseconds, "
+        "from CUDA graphs with operands that are not in the L2 cache (of squares below 512, in part). Speed-up: time "
+        "of cuBLAS (dense, random weights; FP32 with TF32 off, or FP16) / ours, of the same run. `-`: not measured.",
+        f"Spread, (p80 - p20) / p50: {percent(spread.median())} in the median, {percent(spread.max())} at most. Errors "
+        "against float64, relative to the sum of the magnitudes of an output's products, of our kernels: "
+        f"{ours['error'].max():.1e} at most.",
+        *images,
+        *_by_variant(found, f"## Squares at {FIRST}, M = N = K", found.sizes),
+        *_sparsities(found),
+        *_others(found),
+        *_by_variant(found, f"## Layers of models at {FIRST}", found.layers),
+        *_cpu(found),
+        *_counters(counters, measured.conditions.get("counters")),
+        "## What the study claims beside what came out",
+        "The study's figures are from an RTX 4070, those here from the GPU of this page: `strips / own offsets`. "
+        "Only what follows from the kernels can agree, not times.",
+        table(("claim", "the study", "here"), claims(found, Counters(counters)), 3),
+        bullets(NOTES),
+    ]
+
+
+NOTES = (
+    "The kernels that the study prints read one index for all 32 out-features of a tile, that of the first: they are "
+    "right where a tile's out-features share their offsets, as strips do, and wrong for N:M weights in general.",
+    "The registers that its prefetch kernel loads are never read, so a compiler may leave the loads out, and its L1 "
+    "traffic is that of its baseline. Ours are what the next tile is made of.",
+    "Its double-buffered kernel ran with K cut in two, and its baseline with tiles of 64 kept rows instead of 32. Here "
+    "one thing changes at a time.",
+    "It calls its kernels bandwidth-bound at large sizes; its counters show DRAM at 5 to 9% of its peak at 2048, and "
+    "there are none above.",
+    "It adds split parts by atomics into zeroed memory, and does not time the zeroing. Ours are added in order by a "
+    "second kernel, which is timed.",
+)
+
+
+def _by_variant(found: Products, title: str, shapes: Sequence[At]) -> list[str]:
+    rows = []
+    for dtype in TYPES:
+        for at in shapes:
+            dense = [microseconds(found.us(at, name, dtype)) for name in (CUBLAS, TF32)]
+            ours = [
+                times(found.speedup(at, name, dtype=dtype, offsets=kind))
+                for kind in KINDS
+                for name in VARIANTS
+            ]
+            rows.append((dtype.upper(), _shape(at), *dense, *ours))
+    header = [f"{kind}: {name}" for kind in KINDS.values() for name in VARIANTS]
+    return [title, table(("", "", "cuBLAS us", "TF32 us", *header), rows, 2)] if rows else []
+
+
+def _sparsities(found: Products) -> list[str]:
+    rows = [
+        (
+            dtype.upper(),
+            size,
+            *(times(found.best(size, dtype=dtype, sparsity=one)) for one in found.sparsities),
+        )
+        for dtype in TYPES
+        for size in found.sizes
+    ]
+    title = "## Squares at other patterns"
+    return [title, "The fastest variant, own offsets:", table(("", "M", *found.sparsities), rows, 1)]
+
+
+def _others(found: Products) -> list[str]:
+    """Sparse libraries, in their own precision."""
+    ours = {CUBLAS, TF32, CPU, *VARIANTS}
+    rows = found.rows[~found.rows["provider"].isin(ours)]
+    pairs = list(dict.fromkeys(zip(rows["provider"], rows["dtype"], strict=True)))
+    if not pairs:
+        return []
+    shapes: list[At] = [*found.sizes, *found.layers]
+    lines = []
+    for at in shapes:
+        base = found.us(at, CUBLAS, "fp16")
+        each = [times(base / found.us(at, name, dtype)) for name, dtype in pairs]
+        lines.append((_shape(at), microseconds(base), times(found.best(at, dtype="fp16")), *each))
+    return [
+        f"## Beside sparse tensor cores at {FIRST}",
+        "Speed-up over cuBLAS in FP16. INT8 and FP8 are other precisions, with less to read; results are BF16 or FP16:",
+        table(
+            ("", "cuBLAS FP16 us", "ours FP16", *(f"{name} {dtype.upper()}" for name, dtype in pairs)),
+            lines,
+            1,
+        ),
+    ]
+
+
+def _shape(at: At) -> str:
+    return "{} {}, M {}".format(*at) if isinstance(at, tuple) else str(at)
+
+
+def _cpu(found: Products) -> list[str]:
+    rows = [
+        (
+            size,
+            microseconds(found.us(size, CPU)),
+            *(times(found.speedup(size, name, CPU)) for name in (CUBLAS, *VARIANTS)),
+        )
+        for size in found.sizes
+        if not math.isnan(found.us(size, CPU))
+    ]
+    title = "## Beside one thread of the CPU"
+    text = "It multiplies the kept values, own offsets, FP32. Speed-up over it:"
+    return [title, text, table(("M", "CPU us", "cuBLAS", *VARIANTS), rows)] if rows else []
+
+
+class Counters:
+    """Values of spmm_counters.csv, NaN where there is none."""
+
+    def __init__(self, counters: Table) -> None:
+        key = ["M", "offsets", "provider", "dtype"]
+        rows = counters.rows
+        self._rows = {index: row for row in rows.to_dict("records") if (index := tuple(row[k] for k in key))}
+
+    def of(self, name: str, size: int, provider: str, offsets: str) -> float:
+        """A counter in float32."""
+        return float(self._rows.get((size, offsets, provider, "fp32"), {}).get(name, math.nan))
+
+
+def _counters(counters: Table, said: str | None) -> list[str]:
+    title, rows = "## Counters", counters.rows
+    if rows.empty:
+        return [title, f"None: {said or 'they were not asked for'}."]
+    lines = [
+        (
+            *(row["dtype"].upper(), row["M"], row["offsets"], row["provider"]),
+            *(NOTHING if pd.isna(row[name]) else _short(row[name]) for name in COUNTERS),
+        )
+        for row in rows.to_dict("records")
+    ]
+    return [
+        title,
+        f"At {FIRST}, from cold caches: {said}. Percent of the peak; conflicts are of shared memory; a stall is the "
+        "average of warps that wait for it in an issue cycle.",
+        table(("", "M", "offsets", "", *(name.replace("_", " ") for name in COUNTERS)), lines, 1),
+    ]
+
+
+def _short(value: float) -> str:
+    return f"{value:.3g}" if abs(value) < 1e5 else f"{value:.2e}"
+
+
+def claims(found: Products, counters: Counters) -> list[tuple[str, str, str]]:
+    """(claim, the study's figure, ours) in words."""
+
+    def at(sizes: Iterable[int], value: Value, show: Show = times) -> str:
+        return ", ".join(
+            f"{' / '.join(show(value(size, kind)) for kind in (SHARED, OWN))} at {size}" for size in sizes
+        )
+
+    def ratio(name: str, over: str) -> Value:
+        return lambda size, kind: found.speedup(size, name, over, offsets=kind)
+
+    def counted(name: str, *sizes: int) -> str:
+        def value(provider: str) -> Value:
+            return lambda size, kind: counters.of(name, size, provider, kind)
+
+        return f"{at(sizes, value('baseline'), _known)} -> {at(sizes, value('double'), _known)}"
+
+    cpu = [found.us(size, CPU) for size in found.sizes]
+    gains = {
+        kind: [c / found.us(size, "baseline", offsets=kind) for c, size in zip(cpu, found.sizes, strict=True)]
+        for kind in (SHARED, OWN)
+    }
+    ours = found.rows[found.rows["provider"].isin(list(VARIANTS))]["error"].max()
+    return [
+        (
+            "The baseline is 10^2 to 10^4 times as fast as one thread of the CPU",
+            "10^2 at 64, 10^3 to 10^4 from 512 to 2048",
+            " / ".join(f"{span(gains[kind], lambda v: f'{v:.0f}')}" for kind in (SHARED, OWN)),
+        ),
+        ("cuBLAS is slower than that thread at 64", "0.1", times(found.speedup(64, CUBLAS, CPU))),
+        (
+            "The baseline beats cuBLAS up to 2048 and loses from 4096 on",
+            "16 at 512, 5.9 at 1024, 1.7 to 1.9 at 2048, below 1 at 4096 and 8192",
+            at((512, 1024, 2048, 4096, 8192), ratio("baseline", CUBLAS)),
+        ),
+        (
+            "Its rate is highest near 1024 and falls after, TFLOPS of kept values",
+            "4 to 5 at 1024, 2.6 at 2048, 2.1 to 2.9 at 4096 and 8192",
+            at((1024, 2048, 4096, 8192), lambda size, kind: found.tflops(size, "baseline", kind), _known),
+        ),
+        (
+            "cuBLAS, TFLOPS",
+            "0.43 at 512, 2.9 at 2048, 7.3 at 4096, 10.8 at 8192",
+            ", ".join(f"{_known(found.tflops(size, CUBLAS))} at {size}" for size in (512, 2048, 4096, 8192)),
+        ),
+        (
+            "Double buffering pays from 2048 on, over the baseline",
+            "up to 1 until 1024, 1.09 at 2048, more after (with K cut in two)",
+            at((256, 1024, 2048, 4096, 8192), ratio("double", "baseline")),
+        ),
+        (
+            "Cutting K in two, over double buffering alone",
+            "in the figure above",
+            at((256, 1024, 2048, 4096, 8192), ratio("split2", "double")),
+        ),
+        (
+            "Prefetching to registers changes little, over the baseline",
+            "a few percent up to 2048, a little faster above",
+            at((256, 1024, 2048, 4096, 8192), ratio("prefetch", "baseline")),
+        ),
+        (
+            "SM throughput in percent, baseline -> double",
+            "7.8 -> 19.4 at 256, 35.5 -> 81.0 at 2048",
+            counted("sm_pct", 256, 2048),
+        ),
+        (
+            "DRAM throughput in percent, baseline -> double",
+            "9.4 -> 22.3 at 256, 5.2 -> 9.4 at 2048",
+            counted("dram_pct", 256, 2048, 8192),
+        ),
+        (
+            "Bank conflicts of stores to shared memory, baseline -> double",
+            "0 -> 62 at 256, 1.17e6 -> 8.3e5 at 2048",
+            counted("store_conflicts", 256, 2048),
+        ),
+        (
+            "Warps stalled on long scoreboard, baseline -> double",
+            "4.2 -> 4.1 at 256, 2.6 -> 2.9 at 2048",
+            counted("stall_long_scoreboard", 256, 2048),
+        ),
+        ("Errors stay below 1e-3", "of each output, numbers in [0, 1)", _known(ours)),
+        (
+            "Any N:M: own offsets beside strips, time over time",
+            "printed kernels have strips",
+            ", ".join(
+                f"{times(found.us(size, 'double', offsets=OWN) / found.us(size, 'double', offsets=SHARED))} at {size}"
+                for size in (256, 2048, 8192)
+            ),
+        ),
+    ]
+
+
+def _known(value: float) -> str:
+    return NOTHING if pd.isna(value) else _short(value)
+
+
+def draw(measured: Table, folder: Path) -> list[Path]:
+    """``spmm-squares.svg``: speed-up over cuBLAS against size, by variant, a panel for each dtype; and
+    ``spmm-patterns.svg``: the fastest variant, by pattern.  Nothing for an empty table.
+    """
+    found = Products(measured)
+    if not found.sizes:
+        return []
+    figures = {"spmm-squares": _figure(found, _variants), "spmm-patterns": _figure(found, _patterns)}
+    with mpl.rc_context(FIXED):
+        for stem, figure in figures.items():
+            figure.savefig(folder / f"{stem}.svg", format="svg", metadata={"Date": None, "Creator": None})
+    return [folder / f"{stem}.svg" for stem in figures]
+
+
+def _figure(found: Products, lines: Callable[[Products, str, Any], None]) -> Figure:
+    with mpl.rc_context(FIXED):
+        figure = Figure(figsize=(PANEL[0] * len(TYPES), PANEL[1] + 0.8), layout="constrained")
+        for panel, dtype in zip(figure.subplots(1, len(TYPES), sharey=True), TYPES, strict=True):
+            panel.axhline(1, color="#444444", linewidth=2)
+            lines(found, dtype, panel)
+            panel.set_xscale("log", base=2)
+            panel.set_yscale("log", base=2)
+            panel.yaxis.set_major_formatter("{x:g}")
+            panel.set_xticks(found.sizes, [str(size) for size in found.sizes], rotation=45)
+            panel.minorticks_off()
+            panel.set_title(dtype.upper())
+            panel.set_xlabel("M = N = K")
+        figure.supylabel("speed-up over cuBLAS of the same type", fontsize="medium")
+        figure.legend(*panel.get_legend_handles_labels(), loc="outside lower center", ncols=5)
+    return figure
+
+
+def _variants(found: Products, dtype: str, panel: Any) -> None:
+    for kind, (line, marker) in STYLES.items():
+        for name, colour in COLOURS.items():
+            values = [found.speedup(size, name, dtype=dtype, offsets=kind) for size in found.sizes]
+            style = {"color": colour, "linestyle": line, "marker": marker, "markersize": 4}
+            panel.plot(found.sizes, values, label=f"{name}, {KINDS[kind]}", **style)
+
+
+def _patterns(found: Products, dtype: str, panel: Any) -> None:
+    for sparsity in found.sparsities:
+        values = [found.best(size, dtype=dtype, sparsity=sparsity) for size in found.sizes]
+        panel.plot(found.sizes, values, marker="o", markersize=4, label=f"{sparsity}, own offsets")

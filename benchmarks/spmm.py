@@ -1,0 +1,307 @@
+"""Hand-written N:M products (`slidesparse.spmm`) beside one thread of the CPU, cuBLAS and sparse tensor cores.
+
+Every result is compared with float64.  Figures of one shape are measured one after the other, on random numbers, dense
+ones for cuBLAS: a pruned weight would let it run at less power.  cuBLAS is `torch.matmul` with x [M, K] and weights
+[N, K] as a model has them; our kernels want tokens and out-features side by side, and get them so.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from benchmarks.kernel import DENSE, SQUARE
+from benchmarks.layout import product_of
+from benchmarks.records import SPMM, TIMES, Records
+from benchmarks.timing import exact
+from slidesparse.gemm.backend import HARDWARE, Tunable
+from slidesparse.gemm.problem import DTYPES, LibraryError, Problem
+from slidesparse.spmm import MOST_GROUP, STRIP, Compressed, compress, decompress, prune, sequential, spmm
+from slidesparse.tune.machine import outputs
+from slidesparse.tune.measure import Launch, Timing
+from slidesparse.tune.session import Session, free
+from slidesparse.tune.shapes import Layer, ShapeError, slided, split
+
+VARIANTS = {  # name -> (variant of `spmm`, splits)
+    "baseline": ("baseline", 1),
+    "prefetch": ("prefetch", 1),
+    "double": ("double", 1),
+    "split2": ("double", 2),
+    "split8": ("double", 8),
+}
+CUBLAS, TF32, CPU = "cublas", "cublas-tf32", "cpu"
+TYPES = ("fp32", "fp16")
+LIBRARY_TYPES = ("int8", "fp8", "fp16")
+OWN, SHARED, NONE = "own", "strip", "-"
+CPU_MOST = 1024  # the largest square that one thread multiplies
+CPU_SAMPLES, CPU_SECONDS = 5, 1.0
+MOST_ERROR = 1e-3  # of our kernels, whatever `allowed` says
+UNITS = {"fp32": 0.0, "fp16": 2.0**-11}  # of a result that is rounded once more to be stored
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A product [M, K] @ [N, K].T."""
+
+    mode: str  # "square" or "model"
+    model: str
+    layer: Layer
+    m: int
+
+
+@dataclass(frozen=True)
+class Job:
+    """Cells that share their operands."""
+
+    shape: Shape
+    dtype: str
+    sparsity: str
+    offsets: str
+    providers: tuple[str, ...]
+    library: Tunable | None = None
+
+    def row(self, provider: str) -> dict[str, object]:
+        """The key of a cell."""
+        shape, layer = self.shape, self.shape.layer
+        return {
+            "mode": shape.mode,
+            "model": shape.model,
+            "layer": layer.name,
+            "dtype": self.dtype,
+            "sparsity": self.sparsity,
+            "offsets": self.offsets,
+            "M": shape.m,
+            "N": layer.n,
+            "K": layer.k,
+            "provider": provider,
+        }
+
+
+def squares(sizes: Sequence[int]) -> list[Shape]:
+    """M = N = K."""
+    return [Shape(SQUARE, SQUARE, Layer(SQUARE, size, size), size) for size in sizes]
+
+
+def layers(models: Sequence[tuple[str, tuple[Layer, ...]]], tokens: Sequence[int]) -> list[Shape]:
+    """The layers of models at several numbers of tokens."""
+    return [Shape("model", name, layer, m) for name, found in models for layer in found for m in tokens]
+
+
+def parse_sparsities(text: str) -> tuple[str, ...]:
+    """``"2:4,1:4"`` -> ("2:4", "1:4").  Raises ShapeError."""
+    words = tuple(split(text))
+    for word in words:
+        kept, group = parts(word) if re.fullmatch(r"\d+:\d+", word) else (0, 0)
+        if not 1 <= kept <= group <= MOST_GROUP:
+            raise ShapeError(
+                f"--sparsity {word!r} is not KEPT:GROUP, such as 2:4, of groups of at most {MOST_GROUP}"
+            )
+    if not words:
+        raise ShapeError("--sparsity is empty; use KEPT:GROUP, such as 2:4,1:4")
+    return words
+
+
+def parts(sparsity: str) -> tuple[int, int]:
+    """``"2:4"`` -> (2, 4)."""
+    kept, _, group = sparsity.partition(":")
+    return int(kept), int(group)
+
+
+def jobs(
+    shapes: Sequence[Shape], dtypes: Sequence[str], sparsities: Sequence[str], libraries: Sequence[Tunable]
+) -> list[Job]:
+    """Shape after shape: dense ones, ours, those of libraries, and the CPU's."""
+    found = []
+    for shape in shapes:
+        for dtype in dtypes:
+            dense = (CUBLAS, TF32) if dtype == "fp32" else (CUBLAS,)
+            found.append(Job(shape, dtype, DENSE, NONE, dense))
+            for number, sparsity in enumerate(sparsities):
+                if number == 0 or shape.mode == SQUARE:
+                    for offsets in (OWN, SHARED) if number == 0 else (OWN,):
+                        found.append(Job(shape, dtype, sparsity, offsets, tuple(VARIANTS)))
+        for library in libraries:
+            for dtype in LIBRARY_TYPES:
+                if outputs(library, dtype):
+                    found.append(Job(shape, dtype, HARDWARE.ratio, OWN, (library.name,), library))
+        if shape.mode == SQUARE and shape.m <= CPU_MOST and "fp32" in dtypes:
+            found.append(Job(shape, "fp32", sparsities[0], OWN, (CPU,)))
+    return found
+
+
+class SpmmBench:
+    """Fills FOLDER/spmm.csv."""
+
+    def __init__(self, session: Session, folder: Path, todo: Sequence[Job]) -> None:
+        self._session, self._jobs = session, todo
+        self.records = Records(folder, SPMM)
+
+    @property
+    def count(self) -> int:
+        """The number of cells, those that are measured already included."""
+        return sum(len(job.providers) for job in self._jobs)
+
+    def run(self) -> bool:
+        """Measure what is not in the table.  False when the time was up before the end."""
+        return all(self._run(job) for job in self._jobs)
+
+    def _run(self, job: Job) -> bool:
+        missing = [name for name in job.providers if not self.records.has(job.row(name))]
+        measured = self._measure(job, missing)
+        try:
+            for _ in missing:
+                if self._session.deadline.passed:
+                    return False
+                self._note(job, *next(measured))
+        except LibraryError as error:
+            self._session.skipped.append(f"{missing[-1]} {job.dtype} {job.sparsity}: {error}")
+        for provider in job.providers:
+            self._session.advance(f"{job.shape.layer.name} {job.dtype} {provider} M={job.shape.m}")
+        if missing:
+            free(self._session.gpu)
+        return True
+
+    def _note(self, job: Job, provider: str, timing: Timing, error: float, most: float) -> None:
+        """Add a row, unless the result is wrong."""
+        shape = job.shape
+        subject = f"{provider} {job.dtype} {job.sparsity} {job.offsets} M={shape.m} {shape.layer}"
+        if not error <= most:  # NaN is wrong, too
+            self._session.skipped.append(f"{subject}: wrong by {error:.1e}, {most:.1e} is allowed")
+            return
+        if not timing.graphed:
+            self._session.skipped.append(f"{subject} was timed without a CUDA graph")
+        times = dict(zip(TIMES, (timing.p20, timing.p50, timing.p80), strict=True))
+        self.records.add(job.row(provider) | times | {"error": f"{error:.1e}"})
+
+    def _measure(self, job: Job, missing: Sequence[str]) -> Iterator[tuple[str, Timing, float, float]]:
+        """(provider, timing, error, the most that is allowed) of each that is missing."""
+        if job.library is not None:
+            yield job.library.name, *self._by_library(job, job.library)
+        elif job.sparsity == DENSE:
+            yield from self._dense(job, missing)
+        elif CPU in missing:
+            yield CPU, *self._by_cpu(job)
+        else:
+            yield from self._ours(job, missing)
+
+    def _weight(self, job: Job) -> Compressed:
+        """A random weight, pruned."""
+        kept, group = parts(job.sparsity)
+        strip = STRIP if job.offsets == SHARED else 1
+        layer = job.shape.layer
+        dense = self._session.inputs.floats((layer.n, layer.k), DTYPES[job.dtype])
+        return compress(prune(dense, kept, group, strip), kept, group, strip)
+
+    def _ours(self, job: Job, missing: Sequence[str]) -> Iterator[tuple[str, Timing, float, float]]:
+        session, m, layer = self._session, job.shape.m, job.shape.layer
+        weight = self._weight(job)
+        size, rows = DTYPES[job.dtype].itemsize, weight.values.shape[0]
+        copies = session.inputs.cold((layer.k + layer.n) * m * size + rows * layer.n * (size + 1))
+        weights = [weight, *(weight.to(session.gpu.device, copy=True) for _ in range(copies - 1))]
+        x = [one.t() for one in session.inputs.activations(job.dtype, layer.k, m, copies)]
+        right = _Right(x[0], decompress(weight))
+        most = min(allowed(rows) + UNITS[job.dtype], MOST_ERROR)
+        for name in missing:
+            variant, splits = VARIANTS[name]
+
+            def launch(i: int, variant: str = variant, splits: int = splits) -> Tensor:
+                return spmm(x[i], weights[i], variant, splits)
+
+            yield name, *self._timed(launch, copies, right), most
+
+    def _dense(self, job: Job, missing: Sequence[str]) -> Iterator[tuple[str, Timing, float, float]]:
+        """cuBLAS: float32 with and without TF32; float16 with float32 sums, and no others."""
+        session, m, layer = self._session, job.shape.m, job.shape.layer
+        dtype = DTYPES[job.dtype]
+        copies = session.inputs.cold(((layer.k + layer.n) * m + layer.k * layer.n) * dtype.itemsize)
+        x = session.inputs.activations(job.dtype, m, layer.k, copies)
+        weights = [session.inputs.floats((layer.n, layer.k), dtype) for _ in range(copies)]
+        right = _Right(x[0], weights[0])
+        for name in missing:
+            with matmul(tf32=name == TF32):
+                found = self._timed(lambda i: torch.mm(x[i], weights[i].t()), copies, right)
+            # the certain bound, of sums that tensor cores may cut; TF32 cuts each factor to 10 bits
+            yield name, *found, layer.k * 2.0**-23 + UNITS[job.dtype] + (2.0**-9 if name == TF32 else 0)
+
+    def _timed(self, launch: Launch, copies: int, right: _Right) -> tuple[Timing, float]:
+        result = launch(0)
+        assert isinstance(result, Tensor)
+        return exact(self._session.clock, launch, copies), right.error(result)
+
+    def _by_library(self, job: Job, library: Tunable) -> tuple[Timing, float, float]:
+        """A sparse library with its best algorithm, in its own precision."""
+        session, layer, dtype = self._session, job.shape.layer, job.dtype
+        out = outputs(library, dtype)[0]
+        columns = slided(layer.k, HARDWARE.ratio, library.alignment)
+        problem = Problem(dtype, out, layer.n, columns, job.shape.m, library.epilogue(dtype, out))
+        weight = session.inputs.weight(dtype, layer.n, columns, sparse=True)
+        first = library.operand(weight)
+        packed = [first, *(first.clone() for _ in range(session.inputs.copies(problem) - 1))]
+        found = session.search(library, problem, packed)
+        rotation = session.inputs.rotation(problem, packed)
+        rotation.launch(library.plan(problem, session.gpu.device, found.algorithm))(0)
+        x, w = rotation.activations[0].float(), weight.float()
+        if rotation.scale_x is not None:
+            x = x * rotation.scale_x[:, None]
+        if rotation.scale_w is not None:
+            w = w * rotation.scale_w[:, None]
+        # sums of FP8 are cut to 14 bits (`slidesparse.tune.search.agree`), and results to BF16
+        return found.timing, _Right(x, w).error(rotation.outs[0]), 2.0**-7
+
+    def _by_cpu(self, job: Job) -> tuple[Timing, float, float]:
+        weight = self._weight(job).to("cpu")
+        x = torch.randn(job.shape.layer.k, job.shape.m).t()
+        samples: list[float] = []
+        while len(samples) < 2 or (len(samples) < CPU_SAMPLES and sum(samples) < CPU_SECONDS * 1e6):
+            result, seconds = sequential(x, weight)
+            samples.append(seconds * 1e6)
+        error = _Right(x, decompress(weight)).error(result)
+        return Timing.of(samples), error, 2 * allowed(weight.values.shape[0])  # products are rounded, too
+
+
+class _Right:
+    """The exact product, made when first asked for."""
+
+    def __init__(self, x: Tensor, weight: Tensor) -> None:
+        self._x, self._weight = x, weight
+        self._known: tuple[Tensor, Tensor] | None = None
+
+    def error(self, result: Tensor) -> float:
+        """The largest error of an output, relative to the sum of the magnitudes of its products."""
+        if self._known is None:
+            pair = (self._x, self._weight), (self._x.abs(), self._weight.abs())
+            right, sizes = (product_of(x, weight, torch.float64) for x, weight in pair)
+            self._known = right, sizes.clamp_min_(torch.finfo(torch.float64).tiny)
+        right, sizes = self._known
+        return float(((result.double() - right).abs() / sizes).max())
+
+
+def allowed(products: int) -> float:
+    """The largest error of a float32 sum of so many products, relative to the sum of their magnitudes.
+
+    Every step rounds by at most u = 2^-24 of a partial sum.  Roundings of random sign stay within
+    8 sqrt(products) u but for 2 exp(-32), once in 4e13 outputs (Higham and Mary, 2019).  The certain bound,
+    products * u, would hide that one product of 4096 is left out; this one is a tenth of such a product's share.
+    """
+    return 8 * math.sqrt(products) * 2.0**-24
+
+
+@contextmanager
+def matmul(tf32: bool) -> Iterator[None]:
+    """Let torch.matmul use TF32 for float32 or not, and add float16 in float32."""
+    settings = torch.backends.cuda.matmul
+    before = torch.get_float32_matmul_precision(), settings.allow_fp16_reduced_precision_reduction
+    torch.set_float32_matmul_precision("high" if tf32 else "highest")
+    settings.allow_fp16_reduced_precision_reduction = False
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(before[0])
+        settings.allow_fp16_reduced_precision_reduction = before[1]

@@ -1,0 +1,143 @@
+"""Hardware counters of the hand-written N:M kernels, by Nsight Compute; this file is also the program that it runs.
+
+Nsight Compute runs each kernel several times, from cold caches, at the GPU's own clocks.  Where ncu is not installed or
+may not read counters, the reason is what `measure` returns, and there are no figures.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import torch
+
+from benchmarks.e2e_runs import execute
+from benchmarks.records import COUNTERS, SPMM_COUNTERS, Records, read_rows
+from benchmarks.spmm import OWN, SHARED, VARIANTS, parts
+from slidesparse.gemm.problem import DTYPES
+from slidesparse.spmm import STRIP, compress, prune, spmm
+
+SIZES = (256, 2048, 8192)
+LARGE, LONG = 2048, ("baseline", "double")  # of larger sizes only these, which take ncu some seconds each
+SPARSITY = "2:4"
+# (dtype, offsets), by priority
+KINDS = (("fp32", OWN), ("fp32", SHARED), ("fp16", OWN))
+SECONDS = 180.0
+USUAL, INSTALLED = "/usr/local/cuda/bin/ncu", "/opt/nvidia/nsight-compute"
+
+Cell = tuple[int, str, str, str]  # size, dtype, offsets, provider
+
+
+def cells() -> list[Cell]:
+    """All that are profiled, in the order of their launches."""
+    return [
+        (size, dtype, offsets, name)
+        for size in SIZES
+        for dtype, offsets in KINDS
+        for name in VARIANTS
+        if size <= LARGE or (dtype == "fp32" and name in LONG)
+    ]
+
+
+def measure(folder: Path, seconds: float | None = None) -> str:
+    """Fill FOLDER/spmm_counters.csv unless it is full; how that went, in words for the conditions."""
+    rows, _ = read_rows(folder / "spmm_counters.csv", SPMM_COUNTERS.columns)
+    have = {tuple(row[name] for name in SPMM_COUNTERS.key) for row in rows}
+    missing = [cell for cell in cells() if tuple(map(str, _row(cell).values())) not in have]
+    program = find()
+    if program is None:
+        return "ncu was not found"
+    if not missing:
+        return f"measured by ncu, {version(program)}"
+    log = folder / "spmm_counters.log"
+    log.unlink(missing_ok=True)
+    command = [program, "--csv", "--page", "raw", "--print-units", "base", "--clock-control", "none"]
+    command += ["--kernel-name", "regex:Spmm", "--metrics", ",".join(COUNTERS.values())]
+    words = [",".join(map(str, cell)) for cell in missing]
+    command += [sys.executable, "-m", "benchmarks.spmm_counters", *words]
+    status = execute(command, os.environ, log, SECONDS if seconds is None else min(SECONDS, seconds))
+    text = log.read_text(encoding="utf-8", errors="replace")
+    found = read(text)
+    if status != 0 or len(found) != len(missing):
+        lines = text.strip().splitlines()
+        said = " ".join([line for line in lines if line.startswith("==ERROR==")] or lines[-3:])
+        how = "took too long" if status is None else f"ended with {status}"
+        return f"ncu {how} and {len(found)} of {len(missing)} kernels: {said}; see {log.name}"
+    records = Records(folder, SPMM_COUNTERS)
+    for cell, values in zip(missing, found, strict=True):
+        records.add(_row(cell) | values)
+    return f"measured by ncu, {version(program)}"
+
+
+def find() -> str | None:
+    """Nsight Compute's command line, of the PATH or the usual places."""
+    found = [shutil.which("ncu"), USUAL, *map(str, sorted(Path(INSTALLED).glob("*/ncu"), reverse=True))]
+    return next((path for path in found if path and Path(path).is_file()), None)
+
+
+def version(program: str) -> str:
+    """The line "Version 2025.3.1.0 (build ...)" of ``ncu --version``."""
+    try:
+        done = subprocess.run([program, "--version"], capture_output=True, text=True, timeout=60, check=False)
+    except (OSError, subprocess.TimeoutExpired):
+        return "no version"
+    return next((x.strip() for x in done.stdout.splitlines() if x.startswith("Version")), "no version")
+
+
+def read(text: str) -> list[dict[str, str]]:
+    """The counters of each kernel in the output of ``ncu --csv --page raw``; "" for one that ncu does not know.
+
+    Lines before the table are ncu's and the program's; the line below the head has units.
+    """
+    lines = text.splitlines()
+    start = next((i for i, line in enumerate(lines) if line.startswith('"ID"')), len(lines))
+    rows = list(csv.DictReader(io.StringIO("\n".join(lines[start:]))))
+    found = []
+    for row in rows:
+        if row["ID"].isdigit():
+            values = {name: (row.get(metric) or "").replace(",", "") for name, metric in COUNTERS.items()}
+            found.append({name: value if _is_number(value) else "" for name, value in values.items()})
+    return found
+
+
+def _is_number(text: str) -> bool:
+    try:
+        float(text)
+    except ValueError:
+        return False
+    return True
+
+
+def _row(cell: Cell) -> dict[str, object]:
+    size, dtype, offsets, provider = cell
+    sizes = {"M": size, "N": size, "K": size, "provider": provider}
+    return {"dtype": dtype, "sparsity": SPARSITY, "offsets": offsets, **sizes}
+
+
+def launch(words: list[str]) -> None:
+    """Launch one kernel for each cell of the command line, in order."""
+    kept, group = parts(SPARSITY)
+    generator = torch.Generator("cuda").manual_seed(0)
+    made: dict[tuple[str, str, str], tuple[torch.Tensor, object]] = {}
+    for word in words:
+        size, dtype, offsets, provider = word.split(",")
+        if (size, dtype, offsets) not in made:
+            made.clear()
+            strip = STRIP if offsets == SHARED else 1
+            x, dense = (
+                torch.randn(int(size), int(size), generator=generator, device="cuda").to(DTYPES[dtype])
+                for _ in range(2)
+            )
+            made[size, dtype, offsets] = x.t(), compress(prune(dense, kept, group, strip), kept, group, strip)
+        x, weight = made[size, dtype, offsets]
+        spmm(x, weight, *VARIANTS[provider])  # type: ignore[arg-type]
+    torch.cuda.synchronize()
+
+
+if __name__ == "__main__":
+    launch(sys.argv[1:])

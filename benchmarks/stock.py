@@ -1,0 +1,85 @@
+"""vLLM's own quantization and GEMM kernels, which every figure is compared with; vLLM itself is not imported."""
+
+from __future__ import annotations
+
+import importlib.util
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from slidesparse.tune.inputs import Rotation
+from slidesparse.tune.machine import MissingError
+from slidesparse.tune.measure import Launch
+
+NEEDED = ("cutlass_scaled_mm", "dynamic_scaled_int8_quant", "dynamic_per_token_scaled_fp8_quant")
+LIBRARIES = "_C*.so"  # in vLLM's folder: _C.abi3.so, from 0.2x on _C_stable_libtorch.abi3.so as well
+
+
+@dataclass(frozen=True)
+class Stock:
+    """The kernels, with the interface of benchmarks."""
+
+    path: str  # of the shared library they are from
+
+    def gemm(self, rotation: Rotation) -> Launch:
+        """out = (activations @ weight.T) * scale_x * scale_w, the scales in the epilogue; weights dense [n, k].
+
+        The rotation has both scales.
+        """
+        assert rotation.scale_x is not None
+        assert rotation.scale_w is not None
+        scale_x, scale_w = rotation.scale_x.view(-1, 1), rotation.scale_w.view(-1, 1)
+        columns = [weight.t() for weight in rotation.weights]
+        multiply = torch.ops._C.cutlass_scaled_mm
+        return lambda i: multiply(
+            rotation.outs[i], rotation.activations[i], columns[i], scale_x, scale_w, None
+        )
+
+    def linear(self, x: Tensor, weight: Tensor, scale_w: Tensor) -> Tensor:
+        """A whole layer as vLLM runs it: x [M, K] bfloat16, weight [N, K] of int8 or fp8 -> [M, N] bfloat16."""
+        q = torch.empty_like(x, dtype=weight.dtype)
+        scale_x = torch.empty(x.shape[0], 1, dtype=torch.float32, device=x.device)
+        if weight.dtype == torch.int8:
+            torch.ops._C.dynamic_scaled_int8_quant(q, x, scale_x, None)
+        else:
+            torch.ops._C.dynamic_per_token_scaled_fp8_quant(q, x, scale_x, None)
+        out = x.new_empty(x.shape[0], weight.shape[0])
+        torch.ops._C.cutlass_scaled_mm(out, q, weight.t(), scale_x, scale_w, None)
+        return out
+
+
+def find(path: Path | None) -> Stock | None:
+    """vLLM's kernels from the library at ``path``, or else from vLLM as it is installed; None when it is not.
+
+    Raises MissingError when there is a library, but without the kernels.
+    """
+    paths = [path] if path else _installed()
+    if not paths:
+        return None
+    refusals = []
+    for one in paths:
+        try:
+            torch.ops.load_library(str(one))
+        except OSError as error:
+            refusals.append(f"{one} cannot be loaded: {error}")
+    missing = [name for name in NEEDED if not _has(torch.ops._C, name)]
+    if missing:
+        raise MissingError(
+            f"vLLM's kernels {', '.join(missing)} are not in {', '.join(map(str, paths))}"
+            f"{''.join('; ' + refusal for refusal in refusals)}; install a CUDA build of vLLM for this torch, "
+            "name its library with --vllm-library, or leave them out with --no-stock"
+        )
+    return Stock(str(paths[0]))
+
+
+def _has(namespace: Any, name: str) -> bool:
+    return hasattr(namespace, name)
+
+
+def _installed() -> list[Path]:
+    spec = importlib.util.find_spec("vllm")
+    folders = (spec.submodule_search_locations if spec else None) or []
+    return [path for folder in folders for path in sorted(Path(folder).glob(LIBRARIES))]
