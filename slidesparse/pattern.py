@@ -19,15 +19,17 @@ import re
 from dataclasses import dataclass
 from fractions import Fraction
 
-HARDWARE_NONZEROS, HARDWARE_LENGTH = 2, 4  # 2:4, what sparse tensor cores execute
+from slidesparse.errors import SlideSparseError
+
+HARDWARE_NONZEROS, HARDWARE_LENGTH = 2, 4  # 2:4, which sparse tensor cores execute
 STRIDE = HARDWARE_LENGTH - HARDWARE_NONZEROS
 ZEROS = 2  # every pattern of the family prunes two weights of a block
 
 EXAMPLES = "2:4, 4:6, 6:8, 8:10, 10:12, 12:14, 14:16 (or 2_4, 2_6, 2_8, ...), and 2_inf"
 
 
-class PatternError(ValueError):
-    """A sparsity pattern that cannot be read, or a weight that breaks its pattern."""
+class PatternError(SlideSparseError, ValueError):
+    """A sparsity pattern cannot be read, or a weight breaks its pattern."""
 
 
 @dataclass(frozen=True)
@@ -51,7 +53,7 @@ class SlidePattern:
     def parse(cls, text: str | SlidePattern) -> SlidePattern:
         """Read ``"6:8"`` (non-zeros : length) or ``"2_8"`` (zeros _ length): the same pattern.
 
-        Raises PatternError that names what was found, what is allowed and, where a digit tells, what was meant.
+        Raises PatternError that names what was found, what is allowed and, where it can be told, what was meant.
         """
         if isinstance(text, SlidePattern):
             return text
@@ -95,7 +97,7 @@ class SlidePattern:
 
     @property
     def density(self) -> Fraction:
-        """Largest share of non-zeros: (2N-2)/2N, 1 for 2_inf."""
+        """The largest share of non-zeros: (2N-2)/2N, 1 for 2_inf."""
         return Fraction(1) if self.length is None else Fraction(self.length - ZEROS, self.length)
 
     @property
@@ -105,11 +107,11 @@ class SlidePattern:
 
     @property
     def speedup_bound(self) -> Fraction:
-        """N/(N-1), what sparse tensor cores of twice the dense rate give at most; 1 for 2_inf."""
+        """N/(N-1), the most that sparse tensor cores of twice the dense rate can give; 1 for 2_inf."""
         return 1 / self.density
 
     def layout(self, in_features: int, phase: int = 0) -> SlideLayout:
-        """Where the windows of a row of ``in_features`` weights lie.
+        """Return where the windows of a row of ``in_features`` weights lie.
 
         ``phase`` columns of the first block belong to another tensor-parallel shard (see `shard_phase`).
         """
@@ -123,7 +125,7 @@ class SlidePattern:
         return SlideLayout(in_features, phase, self.length)
 
     def shard_phase(self, start: int) -> int:
-        """Columns of the block that come before global column ``start``, where a shard begins."""
+        """Return how many columns of its block lie before global column ``start``, where a shard begins."""
         return 0 if self.length is None else start % self.length
 
 

@@ -1,4 +1,4 @@
-"""Where the time of layers goes: ``SLIDESPARSE_PROFILE=1`` prints a table when a serving process ends.
+"""Times of layers: ``SLIDESPARSE_PROFILE=1`` prints a table when a serving process ends.
 
     layer         M     calls  quantize  product  scale  of all steps  algorithm
     gate_up_proj  4096  28     60.1      1407.2   98.3   41.0%         19
@@ -52,7 +52,7 @@ _Mark = float | torch.cuda.Event
 
 @dataclass
 class Entry:
-    """What is known of the calls of one kind at one number of tokens."""
+    """Calls of one kind of layer at one number of tokens, and their times."""
 
     calls: int = 0
     timed: int = 0
@@ -62,7 +62,7 @@ class Entry:
 
 @dataclass
 class Times:
-    """Of layers, and of the steps that they are part of."""
+    """Times of layers, and of the steps that they are part of."""
 
     entries: dict[Key, Entry] = field(default_factory=lambda: defaultdict(Entry))
     steps: int = 0
@@ -71,7 +71,7 @@ class Times:
     error: str = ""  # why some were not read
 
     def add(self, key: Key, name: str, us: float) -> None:
-        """A stage, or a step."""
+        """Count the time of a stage, or of a step."""
         if name == STEP:
             self.steps += 1
             self.step_us[key[1]] += us
@@ -80,7 +80,7 @@ class Times:
         self.entries[key].timed += name == "product"
 
     def lines(self) -> list[str]:
-        """A table, the costliest layers first."""
+        """Render a table, the costliest layers first."""
         share_of = "of its steps" if self.by_tokens else "of all steps"
         rows: list[tuple[str, ...]] = [("layer", "M", "calls", *STAGES, share_of, "algorithm")]
         whole = sum(self.step_us.values())
@@ -145,7 +145,7 @@ class Profiler:
 
     @property
     def times(self) -> Times:
-        """Of what was launched, as far as it has been read (`collect`)."""
+        """Times of launches that were read so far (`collect`)."""
         return self._launched.times
 
     @contextmanager
@@ -160,7 +160,7 @@ class Profiler:
         recorder.stage(name, start, _mark(x, recorder.captures))
 
     def layer(self, weight: Tensor, n: int, q: Tensor) -> None:
-        """The product that comes belongs to the layer of ``weight``, packed, [n, K']; q [M, K']."""
+        """Note that the next product belongs to the layer of ``weight``, packed, [n, K']; q [M, K']."""
         address, tokens = weight.data_ptr(), q.shape[0]
         kind = self.kinds.get(address, f"{n}x{q.shape[1]}")
         key = kind, 1 << max(0, tokens - 1).bit_length()
@@ -174,7 +174,7 @@ class Profiler:
             self.collect()
 
     def chose(self, algorithm: str) -> None:
-        """The algorithm of the product that runs."""
+        """Note the algorithm of the product that runs."""
         if self._last.current:
             self._last.times.entries[self._last.current].algorithm = algorithm
 
@@ -188,7 +188,7 @@ class Profiler:
         self._launched.spans.clear()
 
     def replayed(self) -> Times:
-        """Of what was captured, as the last replays of its graphs had it; calls of graphs without any are left out.
+        """Times from each CUDA graph's last replay; graphs that were never replayed are left out.
 
         All calls, without times, where torch cannot tell.
         """
@@ -208,7 +208,7 @@ class Profiler:
         return times
 
     def table(self) -> str:
-        """The tables; empty when nothing was called."""
+        """Render the tables; empty when nothing was called."""
         for recorder in (self._launched, self._captured):
             recorder.end_step()
         self.collect()
@@ -231,7 +231,7 @@ class Profiler:
 
 
 _profiler: Profiler | None = None
-_when_enabled: list[Callable[[], None]] = []
+_when_switched: list[Callable[[bool], None]] = []
 
 
 def enable() -> Profiler:
@@ -239,21 +239,24 @@ def enable() -> Profiler:
     global _profiler
     if _profiler is None:
         _profiler = Profiler()
-        for callback in _when_enabled:
-            callback()
+        for callback in _when_switched:
+            callback(True)
         Finalize(None, _print, exitpriority=1)  # runs in worker processes too, where atexit does not
     return _profiler
 
 
-def when_enabled(callback: Callable[[], None]) -> None:
-    """Call this when profiling begins: what runs without Python cannot be timed."""
-    _when_enabled.append(callback)
+def when_switched(callback: Callable[[bool], None]) -> None:
+    """Call this with whether profiling is on, now and at each change: calls without Python cannot be timed."""
+    _when_switched.append(callback)
+    callback(enabled())
 
 
 def disable() -> None:
     """Stop profiling and forget what was found."""
     global _profiler
     _profiler = None
+    for callback in _when_switched:
+        callback(False)
 
 
 def enabled() -> bool:

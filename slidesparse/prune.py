@@ -1,6 +1,6 @@
-"""Masks that make a weight obey its pattern: magnitude and random.  Pure torch, any device.
+"""Prune a weight to its pattern by magnitude or at random.  Pure torch, any device.
 
-Both keep, in each block of L weights of a row, all but the two least important.  Padding counts among the
+Both keep all but the two least important of each block of L weights of a row.  Padding counts among the
 zeros, so a tail block of t < L weights loses max(0, t - (L - 2)) of them.
 """
 
@@ -23,7 +23,7 @@ def prune(
     Args:
         w: [N, K] of any real dtype; INT8 and FP8 are pruned by the magnitude of their codes.
         method: "magnitude" drops the two smallest of a block (ties: the leftmost), "random" any two.
-        seed: of the random choice; the same seed gives the same mask on every device.
+        seed: for the random choice; the same seed gives the same mask on every device.
         phase: zero columns before the row, as in `slidesparse.slide.slide`.
 
     Returns:
@@ -43,7 +43,7 @@ def prune(
 
 
 def _magnitude(w: Tensor) -> Tensor:
-    """|w| as integers of the same order: floats compare as their bits do once the sign is gone."""
+    """Return |w| as integers of the same order: without their sign, floats compare as their bits do."""
     if w.dtype == torch.int8:
         return w.to(torch.int16).abs_()
     as_integers = bits(w)
@@ -53,7 +53,7 @@ def _magnitude(w: Tensor) -> Tensor:
 def prune_by_importance(w: Tensor, importance: Tensor, pattern: SlidePattern, phase: int = 0) -> Tensor:
     """Zero the two least important weights of each block; see `prune`.
 
-    ``importance`` [N, K] of any signed real dtype, nowhere negative and without NaN.
+    ``importance`` is [N, K] of any signed real dtype, nowhere negative and without NaN.
     """
     if pattern.length is None:
         return w.clone()
@@ -68,7 +68,7 @@ def prune_by_importance(w: Tensor, importance: Tensor, pattern: SlidePattern, ph
     for position in scores[2:]:
         second = second.minimum(position.maximum(least))
         least = least.minimum(position)
-    ties = ZEROS - (least < second).to(torch.int8)  # how many equal to the second may go
+    ties = ZEROS - (least < second).to(torch.int8)  # how many weights equal to the second may go
     kept = blocks_of(bits(w), layout).flatten(0, 1).clone()
     for position, column in zip(scores, kept.unbind(-1), strict=True):
         tie = (position == second).to(torch.int8).mul_(ties > 0)

@@ -4,8 +4,8 @@
     q[m, k]  = round_half_even(x[m, k] / scale[m])
 
 The stock kernels of vLLM compute this with slightly different arithmetic on CUDA and on the CPU, which
-decides how near-ties such as 63.5 round.  Both are here, so that a layer quantizes as stock vLLM does on
-the same device, bit for bit (rows with NaN or Inf, and zero rows on the CPU, apart: see `quantize_rows`):
+decides how near-ties such as 63.5 round.  Both are here, so that a layer quantizes bit for bit as stock vLLM
+does on the same device.  Rows with NaN or Inf, and zero rows on the CPU, are exceptions; see `quantize_rows`.
 
 ======  ===================================================  ==========================================
         ``"cuda"``                                           ``"cpu"``
@@ -35,7 +35,7 @@ NAMES = {"int8": INT8, "fp8": FP8}
 
 
 def arithmetic_of(x: Tensor) -> Arithmetic:
-    """Whose arithmetic to follow for a tensor: that of stock vLLM's kernels on its device."""
+    """Return the arithmetic of stock vLLM's kernels on the tensor's device."""
     return "cpu" if x.device.type == "cpu" else "cuda"
 
 
@@ -45,7 +45,7 @@ def quantize_rows(x: Tensor, dtype: torch.dtype, arithmetic: Arithmetic = "cuda"
     Args:
         x: [M, K] float32, float16 or bfloat16, any device.
         dtype: torch.int8 or torch.float8_e4m3fn.
-        arithmetic: whose rounding to follow, see the module.
+        arithmetic: the device whose rounding to follow; see the module.
 
     Returns:
         q [M, K] of ``dtype`` and scale [M, 1] float32 with x ~ q * scale.  A zero row gives zeros (INT8: with

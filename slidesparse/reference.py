@@ -5,7 +5,7 @@
     y      = dequant_bias(acc)       acc * s_w * s_x + bias
 
 Every other backend is tested against these functions.  They are also the backend of machines without
-sparse tensor cores: right to the last bit, not fast.
+sparse tensor cores, right to the last bit and not fast.
 """
 
 from __future__ import annotations
@@ -34,9 +34,10 @@ def quant_slide(
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """RMSNorm of x [M, K], or of x + residual: the norm and the sum, both [M, K] of x's dtype.
+    """Return the RMSNorm of x [M, K], or of x + residual, and that sum, both [M, K] of x's dtype.
 
-    In float32, each rounded once, the norm from the sum before it is rounded: what Inductor makes of vLLM's RMSNorm.
+    Both are computed in float32 and rounded once; the norm is taken before the sum is rounded, as Inductor compiles
+    vLLM's RMSNorm.
     """
     total = x.float() if residual is None else x.float() + residual.float()
     factor = torch.rsqrt(total.pow(2).mean(-1, keepdim=True) + eps)
@@ -50,7 +51,7 @@ def silu_mul(x: Tensor) -> Tensor:
 
 
 def produce(x: Tensor, producer: Producer) -> Tensor:
-    """What is quantized: x [M, K], or what ``producer`` makes of it; a norm's sum goes to its ``total``."""
+    """Return x [M, K], or the result of ``producer`` for x; a norm's sum is written to its ``total``."""
     if isinstance(producer, SiluMul):
         return silu_mul(x)
     if isinstance(producer, RmsNorm):
@@ -64,7 +65,7 @@ def matmul(q: Tensor, weight: Tensor) -> Tensor:
     """Accumulate q [M, K'] with a slided weight [N, K'].
 
     INT8 gives the exact INT32 [M, N]; FP8 gives float32, summed in float32.
-    Whatever groups of four the weight holds, at most two of each are not zero (see `EXACT_COLUMNS`).
+    At most two weights of each group of four are not zero (see `EXACT_COLUMNS`).
     """
     if q.dtype == INT8:
         return _int8_matmul_cuda(q, weight) if q.is_cuda else _int8_matmul(q, weight)
@@ -92,7 +93,7 @@ def _int8_matmul(q: Tensor, weight: Tensor) -> Tensor:
 
 
 def _int8_matmul_cuda(q: Tensor, weight: Tensor) -> Tensor:
-    """torch._int_mm on CUDA (cuBLASLt), padded to what it asks for: more than 16 rows, multiples of 8."""
+    """Run torch._int_mm on CUDA (cuBLASLt), padded as it requires: more than 16 rows, multiples of 8."""
     (m, k), n = q.shape, weight.shape[0]
     if not (m and n and k):
         return torch.zeros(m, n, dtype=torch.int32, device=q.device)

@@ -46,12 +46,12 @@ class Violation(NamedTuple):
 
 
 def bits(w: Tensor) -> Tensor:
-    """A view of ``w`` as integers of its width, so that FP8 and -0.0 move unchanged."""
+    """Return a view of ``w`` as integers of its width, so that FP8 and -0.0 move unchanged."""
     return w if not w.dtype.is_floating_point else w.view(_BITS[w.element_size()])
 
 
 def nonzero(w: Tensor) -> Tensor:
-    """Boolean [...]: which elements are not zero; -0.0 is zero.  Works for float8, which has no ``!=``."""
+    """Return which elements are not zero, boolean [...]; -0.0 is zero.  Works for float8, which has no ``!=``."""
     if w.dtype.is_floating_point and w.element_size() == 1:
         return (w.view(torch.int8) & 0x7F) != 0
     return w != 0
@@ -66,13 +66,13 @@ def blocks_of(w: Tensor, layout: SlideLayout) -> Tensor:
 
 
 def row_chunks(rows: int, columns: int) -> Iterator[slice]:
-    """Slices over ``rows`` of about CHUNK_ELEMENTS elements each: what bounds temporary memory."""
+    """Yield slices over ``rows`` of about CHUNK_ELEMENTS elements each, which bounds temporary memory."""
     step = max(1, CHUNK_ELEMENTS // max(1, columns))
     return (slice(start, min(start + step, rows)) for start in range(0, rows, step))
 
 
 def violations(w: Tensor, pattern: SlidePattern, phase: int = 0) -> Violation | None:
-    """The first block of ``w`` [N, K] with more than L-2 non-zeros and how many such there are, or None."""
+    """Return the first block of ``w`` [N, K] with more than L-2 non-zeros and how many such there are, or None."""
     if pattern.length is None:
         return None
     layout = pattern.layout(w.shape[1], phase)
@@ -91,7 +91,7 @@ def violations(w: Tensor, pattern: SlidePattern, phase: int = 0) -> Violation | 
 
 
 def obeys(w: Tensor, pattern: SlidePattern, phase: int = 0) -> bool:
-    """Whether no block of ``w`` [N, K] has more than L-2 non-zeros; told sooner than `violations` tells which have."""
+    """Return whether no block of ``w`` [N, K] has more than L-2 non-zeros; faster than `violations`."""
     if pattern.length is None:
         return True
     layout = pattern.layout(w.shape[1], phase)
@@ -100,7 +100,7 @@ def obeys(w: Tensor, pattern: SlidePattern, phase: int = 0) -> bool:
 
 
 def violation_message(layer: str, found: Violation, pattern: SlidePattern, phase: int = 0) -> str:
-    """What to tell somebody whose weights break their pattern: layer, row, block, count, and the remedy."""
+    """Return the message for weights that break their pattern: layer, row, block, count, and the remedy."""
     assert pattern.length is not None  # any row obeys 2_inf
     return (
         f"{layer}: row {found.row}, block {found.block} (columns from {found.block * pattern.length - phase}) has "
@@ -141,10 +141,10 @@ def slide(w: Tensor, pattern: SlidePattern, phase: int = 0, layer: str = "weight
 
 
 def _slide_blocks(blocks: Tensor, out: Tensor) -> None:
-    """blocks [B, L] -> windows ``out`` [B, N-1, 4], integers of the same width; ``out`` is contiguous.
+    """Write blocks [B, L] as windows ``out`` [B, N-1, 4], integers of the same width; ``out`` is contiguous.
 
-    Column by column, all blocks at once, and each column contiguous: an operation on vectors with gaps takes ten times
-    as long, so the two transpositions pay.
+    It works column by column on all blocks at once, each column contiguous: an operation on vectors with gaps takes
+    ten times as long, so the two transpositions pay.
     """
     values = _transposed(bits(blocks))
     present = nonzero(values.view(blocks.dtype)).view(torch.int8)
@@ -174,7 +174,7 @@ def _slide_blocks(blocks: Tensor, out: Tensor) -> None:
 
 
 def _transposed(x: Tensor) -> Tensor:
-    """x.T contiguous; NumPy copies small integers this way four times as fast as torch does on a CPU."""
+    """Return x.T, contiguous; on a CPU NumPy copies small integers four times as fast as torch does."""
     return torch.from_numpy(x.numpy().T.copy("C")) if x.is_cpu else x.t().contiguous()
 
 
@@ -195,7 +195,7 @@ def unslide(slided: Tensor, pattern: SlidePattern, in_features: int, phase: int 
 
 
 def is_two_four(slided: Tensor) -> bool:
-    """Whether every group of four columns of [N, K'] has at most two non-zeros."""
+    """Return whether every group of four columns of [N, K'] has at most two non-zeros."""
     counts = nonzero(slided).unflatten(-1, (-1, HARDWARE_LENGTH)).sum(-1)
     return not bool((counts > HARDWARE_NONZEROS).any())
 
@@ -209,7 +209,7 @@ def lift(x: Tensor, pattern: SlidePattern, phase: int = 0) -> Tensor:
 
 
 def lift_layout(x: Tensor, layout: SlideLayout) -> Tensor:
-    """`lift` for a layout at hand; the last dimension of ``x`` is K."""
+    """Lift ``x`` [..., K] by a given layout; see `lift`."""
     if layout.blocks == 0:
         return x
     blocks = blocks_of(x.reshape(-1, x.shape[-1]), layout)

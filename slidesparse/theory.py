@@ -1,6 +1,6 @@
 """Sliding windows in general: Z:L sparsity on M:N hardware.  Exact fractions, standard library only.
 
-The theory of appendix C of arXiv 2603.05232, of which `slidesparse.pattern` is the case M:N = 2:4.  A block
+This is the theory of appendix C of arXiv 2603.05232; `slidesparse.pattern` is its case M:N = 2:4.  A block
 of L weights, at most Z of them non-zero, is covered by w windows of N, a stride apart; each takes at most M
 non-zeros.
 
@@ -24,9 +24,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from fractions import Fraction
 
+from slidesparse.errors import SlideSparseError
 
-class TheoryError(ValueError):
-    """Numbers that describe no sparsity pattern, no hardware, or no whole number of windows."""
+
+class TheoryError(SlideSparseError, ValueError):
+    """Numbers describe no sparsity pattern, no hardware, or no whole number of windows."""
 
 
 @dataclass(frozen=True)
@@ -93,18 +95,18 @@ class Windows:
 
     @property
     def speedup(self) -> Fraction:
-        """S_eff = alpha / gamma, section C.1.6; of use only when the windows cover (`bottleneck` is None)."""
+        """S_eff = alpha / gamma, section C.1.6; it holds only when the windows cover (`bottleneck` is None)."""
         return self.hardware.speedup / self.expansion
 
     def seen_only_by(self, first: int, last: int) -> int:
-        """How many positions of the block lie in no window but ``first`` to ``last``."""
+        """Return how many positions of the block lie in no window but ``first`` to ``last``."""
         n, s = self.hardware.length, self.stride
         start = first and (first - 1) * s + n  # where the window before ends
         stop = self.length if last == self.count - 1 else (last + 1) * s  # where the window after begins
         return max(0, stop - start)
 
     def bottleneck(self) -> tuple[int, int] | None:
-        """The first interval of windows that some block overfills, or None: then every Z:L block fits.
+        """Return the first interval of windows that some block overfills, or None: then every Z:L block fits.
 
         Hall's condition.  A position is seen by consecutive windows, so a block fits if and only if no
         interval of k windows is the only one to see more than k * M of its non-zeros.  The worst block puts
@@ -127,9 +129,9 @@ class Windows:
 
 
 def density_bound(nonzeros: int, length: int) -> Fraction:
-    """L/Z, the largest S_eff of any windows that cover (Theorem 3).
+    """Return L/Z, the largest S_eff of any windows that cover (Theorem 3).
 
-    They are at least Z/M, so gamma >= ZN/(ML), and S_eff = (N/M) / gamma <= L/Z.
+    A cover needs at least Z/M windows, so gamma >= ZN/(ML), and S_eff = (N/M) / gamma <= L/Z.
     """
     if not 0 < nonzeros <= length:
         raise TheoryError(f"a Z:L pattern has 0 < Z <= L, found {nonzeros}:{length}")
@@ -137,13 +139,13 @@ def density_bound(nonzeros: int, length: int) -> Fraction:
 
 
 def reaches_bound(nonzeros: int, length: int, hardware: Hardware = TWO_FOUR) -> bool:
-    """Whether windows that are the same for all rows, of any N positions each, can reach S_eff = L/Z.
+    """Return whether windows that are the same for all rows, of any N positions each, can reach S_eff = L/Z.
 
-    If and only if M divides Z and a block has no more zeros than a group of the hardware: L - Z <= N - M.
+    They can if and only if M divides Z and a block has no more zeros than a group of the hardware: L - Z <= N - M.
 
-    Needed: the bound takes exactly Z/M windows.  L - N positions are outside a given window; non-zeros there
-    have the other windows only, so min(Z, L - N) <= Z - M.
-    Enough: windows of L - Z + M positions (at most N), M apart.
+    This is necessary: the bound takes exactly Z/M windows.  L - N positions are outside a given window; non-zeros
+    there have the other windows only, so min(Z, L - N) <= Z - M.
+    It is sufficient: take windows of L - Z + M positions (at most N), M apart.
     """
     density_bound(nonzeros, length)
     m, n = hardware.nonzeros, hardware.length
@@ -153,9 +155,9 @@ def reaches_bound(nonzeros: int, length: int, hardware: Hardware = TWO_FOUR) -> 
 
 
 def gathered_expansion(nonzeros: int, length: int, hardware: Hardware = TWO_FOUR) -> Fraction:
-    """gamma of ceil(Z/M) windows gathered anew for each row of weights, as C.1.7 assumes: 4Z/L for 1:4.
+    """Return gamma of ceil(Z/M) windows gathered anew for each row of weights, as C.1.7 assumes: 4Z/L for 1:4.
 
-    A lower bound on what a block needs.  The lifted activation then depends on the row of weights as well.
+    It is a lower bound for any windows.  The lifted activation then depends on the row of weights as well.
     """
     density_bound(nonzeros, length)
     return Fraction(-(-nonzeros // hardware.nonzeros) * hardware.length, length)

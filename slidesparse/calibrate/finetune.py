@@ -1,13 +1,14 @@
-"""Train the weights that pruning left, a layer of the model at a time, to give what the dense model gives.
+"""Train the weights that pruning left, a transformer block at a time, to give what the dense model gives.
 
-Pruning solves one linear layer after the other.  Then those of a block are trained together, as they will be served:
-their weights and inputs are rounded to INT8 or FP8, which gradients pass through as if it were not there, and what was
-pruned stays zero.  The error, a mean over tokens, is that of the block's output y behind the pruned blocks::
+Pruning solves one linear layer after the other.  Then the linear layers of a block are trained together, as they will
+be served: their weights and inputs are rounded to INT8 or FP8, which gradients pass through as if it were not there,
+and what was pruned stays zero.  The error is that of the block's output y behind the pruned blocks, a mean over
+tokens::
 
     |y - d|^2 / |d|^2           d: what the same block gives in the dense model
 
-One sample in `HELD_OUT` is not trained on but tells which epoch's weights to keep.  After an epoch that made it worse
-training goes on from the best ones, more slowly; if no epoch was better, the weights stay what they were.
+One sample in `HELD_OUT` is not trained on; it tells which epoch's weights to keep.  After an epoch that made the error
+larger, training goes on from the best weights, more slowly; if no epoch was better, the weights stay what they were.
 The idea is that of EBFT (arXiv 2402.12419).
 """
 
@@ -23,61 +24,63 @@ import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from slidesparse.architectures import WEIGHT
-from slidesparse.calibrate.cache import HiddenStates, Inputs
-from slidesparse.calibrate.errors import CalibrationError
-from slidesparse.calibrate.forward import Block, attention, fast_products
+from slidesparse.calibrate.inputs import BlockInputs, HiddenStates
+from slidesparse.calibrate.models import Block, attention, fast_products
+from slidesparse.checkpoint.architectures import WEIGHT
+from slidesparse.errors import CalibrationError
 from slidesparse.quantize import dequantize_rows, quantize_rows
 
-EPOCHS = 4
-RATE = 0.01  # Adam's, of the root mean square of a layer's weights, at its highest, for steps of STEP_TOKENS
+# Adam's highest learning rate for steps of STEP_TOKENS, as a part of the root mean square of a layer's weights
+RATE = 0.01
 BETAS = (0.9, 0.95)
-WARM_UP = 0.05  # of all steps; the rest follows a cosine to zero
-STEP_TOKENS = 8192  # of a step, at most,
-STEPS = 32  # or what makes so many steps of an epoch,
-LEAST_STEP_TOKENS = 512  # but not fewer: then rounding the weights for a step is most of its work
-PIECE_TOKENS = {"cpu": 2048, "cuda": 8192}  # that go through a block at a time
-# How attention may be computed.  On a GPU by one kernel, which does not write down what each token sees of each.
+WARM_UP = 0.05  # of all steps; then the rate follows a cosine to zero
+# An epoch has STEPS steps, unless a step then had more than STEP_TOKENS tokens, or fewer than LEAST_STEP_TOKENS, where
+# rounding the weights for a step would be most of its work.
+STEP_TOKENS = 8192
+STEPS = 32
+LEAST_STEP_TOKENS = 512
+PIECE_TOKENS = {"cpu": 2048, "cuda": 8192}  # tokens that go through a block at a time
+# How attention may be computed.  On a GPU one kernel does it without writing the attention weights to memory.
 ATTENTION = {
     "cpu": [SDPBackend.MATH],
     "cuda": [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH],
 }
-FUSED_ATTENTION = (8, 0)  # compute capability whose GPUs have such kernels for BF16
-SLOWER = 0.25  # what the rate is multiplied by when an epoch made things worse
+FUSED_ATTENTION = (8, 0)  # compute capability from which GPUs have such kernels for BF16
+SLOWER = 0.25  # the rate is multiplied by it after an epoch that made things worse
 HELD_OUT = 8
 
-_Piece = tuple[int, slice]  # a batch, and which of its samples
+_Piece = tuple[int, slice]  # a batch, and some of its samples
 
 
 @dataclass(frozen=True)
 class Finetuned:
-    """The weights [N, K] by name of the linear layer, and |y - d| / |d|, its root mean square over tokens."""
+    """Trained weights, and the block's error |y - d| / |d|, a root mean square over tokens."""
 
-    weights: dict[str, Tensor]
+    weights: dict[str, Tensor]  # [N, K] by name of the linear layer
     error_before: float
     error_after: float
 
 
 def finetune(
-    inputs: Inputs,
+    inputs: BlockInputs,
     targets: HiddenStates,
     pruned: Mapping[str, Tensor],
     quantized: Collection[str],
     dtype: torch.dtype | None,
     epochs: int,
 ) -> Finetuned:
-    """Train the linear layers ``pruned`` of the block of ``inputs``, batch by batch as it reads ``inputs.states``.
+    """Train the linear layers ``pruned`` of the block of ``inputs``, which reads ``inputs.states`` batch by batch.
 
     The same arguments on the same machine give the same bits.
 
     Args:
-        targets: d, of the same shapes as the states.
+        targets: d, in the same shapes as the states.
         pruned: [N, K] float32 by name; what is zero there stays zero.
         quantized: names of linear layers that are served quantized.
         dtype: torch.int8 or torch.float8_e4m3fn, or None to round nothing.
 
     Raises:
-        CalibrationError: the memory of the device is too small.
+        CalibrationError: the device has too little memory.
     """
     device = targets.device
     with (
@@ -99,7 +102,7 @@ def finetune(
 class _Trainer:
     def __init__(
         self,
-        inputs: Inputs,
+        inputs: BlockInputs,
         targets: HiddenStates,
         pruned: Mapping[str, Tensor],
         quantized: Collection[str],
@@ -135,7 +138,7 @@ class _Trainer:
         return Finetuned(best, before**0.5, least**0.5)
 
     def _optimizer(self) -> torch.optim.Optimizer:
-        """Adam, its rates still to be set: a group's is in units of its size."""
+        """Make Adam with a group a layer; the rates, still to be set, are in units of the group's size."""
         groups = [
             {"params": [w], "size": float(w.detach()[self._kept[name]].square().mean().sqrt())}
             for name, w in self._values.items()
@@ -149,7 +152,7 @@ class _Trainer:
             w.copy_(weights[name])
 
     def _steps(self, order: torch.Generator) -> Iterator[list[_Piece]]:
-        """All pieces in another order each time, as many together as make a step."""
+        """Yield all pieces in another order each time, as many together as make a step."""
         pieces, tokens = [], 0
         for index in torch.randperm(len(self._trained), generator=order).tolist():
             pieces.append(self._trained[index])
@@ -172,14 +175,14 @@ class _Trainer:
         optimizer.step()
 
     def _loss(self, piece: _Piece) -> Tensor:
-        """The sum over the tokens of a piece."""
+        """Return the error summed over the tokens of a piece."""
         batch, samples = piece
         x, wanted = (states[batch][samples].clone() for states in (self._states, self._targets))
         lost = (self._block.output(x) - wanted).square().sum(-1)
         return (lost / wanted.square().sum(-1).clamp(min=torch.finfo(wanted.dtype).tiny)).sum()
 
     def _replace(self) -> None:
-        """Put the weights as they are now into the block, rounded."""
+        """Put the present weights into the block, rounded."""
         for name, w in self._values.items():
             weight = w * self._kept[name]
             self._block.weights[name + WEIGHT] = (
@@ -203,18 +206,21 @@ class _Trainer:
 def _trainable(
     block: Block, without: Collection[str], quantized: Collection[str], dtype: torch.dtype | None
 ) -> Block:
-    """A copy that gradients can go through, its quantized layers' inputs rounded; ``without`` the weights of some."""
+    """Copy a block so that gradients go through it and quantized layers round their inputs.
+
+    The weights of the layers ``without`` are left out.
+    """
     copy = block.copy()
     gone = {name + WEIGHT for name in without}
     copy.weights = {name: w.clone() for name, w in block.weights.items() if name not in gone}
     if dtype is not None:
-        copy.reads = _Rounded(dtype, quantized)
+        copy.read = _Rounded(dtype, quantized)
     copy.attend = _attend
     return copy
 
 
 def _pieces(shapes: list[torch.Size], most: int) -> tuple[list[_Piece], list[_Piece]]:
-    """Pieces to train on and others to judge by; the same ones where there are fewer than HELD_OUT samples."""
+    """Return pieces to train on and others to judge by; the same ones for fewer than HELD_OUT samples."""
     trained: list[_Piece] = []
     judged: list[_Piece] = []
     seen = 0
@@ -231,7 +237,7 @@ def _pieces(shapes: list[torch.Size], most: int) -> tuple[list[_Piece], list[_Pi
 
 
 def _schedule(part: float) -> float:
-    """The rate when a ``part`` of all steps is done, of its highest."""
+    """Return the learning rate when a ``part`` of all steps is done, as a part of the highest."""
     return min(1.0, part / WARM_UP) * (0.5 + 0.5 * math.cos(math.pi * part))
 
 
@@ -247,13 +253,13 @@ class _Round(torch.autograd.Function):
 
 
 def _round(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """x with each row's values among those it is quantized to."""
+    """Quantize each row of x [..., K] and dequantize it again."""
     found: Tensor = _Round.apply(x, dtype)
     return found
 
 
 class _Rounded:
-    """What quantized layers make of their inputs; once for those one after the other that read the same."""
+    """Round the inputs of quantized layers; once for successive layers that read the same tensor."""
 
     def __init__(self, dtype: torch.dtype, quantized: Collection[str]) -> None:
         self._dtype, self._quantized = dtype, quantized
@@ -268,8 +274,11 @@ class _Rounded:
 
 
 class _Attention(torch.autograd.Function):
-    """Attention computed again where its gradients are wanted, as their sums have a fixed order only if torch is told
-    so, which it must not be for products: that needs a setting made before the process began."""
+    """Attention that is computed again for its gradients, with a fixed order of sums.
+
+    torch must be told to keep that order.  It must not be told so for products, which would need a setting made before
+    the process began.
+    """
 
     @staticmethod
     def forward(context: Any, q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
@@ -287,7 +296,7 @@ class _Attention(torch.autograd.Function):
 
 
 def _attend(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
-    """Attention; in BF16, by one kernel, where gradients are wanted and the GPU has such a kernel."""
+    """Compute attention; in BF16 by one kernel where gradients are wanted and the GPU has such a kernel."""
     wanted = q.is_cuda and torch.is_grad_enabled()
     if not wanted or torch.cuda.get_device_capability(q.device) < FUSED_ATTENTION:
         return attention(q, k, v, causal)
@@ -298,6 +307,7 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
 
 @contextmanager
 def _fixed_order() -> Iterator[None]:
+    """Make torch sum in a fixed order."""
     before = (
         torch.are_deterministic_algorithms_enabled(),
         torch.is_deterministic_algorithms_warn_only_enabled(),

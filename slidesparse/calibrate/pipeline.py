@@ -1,18 +1,18 @@
-"""Prune and quantize a model layer by layer, each fed by the layers already pruned.
+"""Prune and quantize a model block by block, each fed by the blocks already pruned.
 
-For a layer of the model and each of its stages (see `slidesparse.calibrate.forward`): run the samples as far as the
-stage's inputs, sum up H, prune the linear layers that read them, quantize the result with its mask kept, and put what
-will be served in their place, so that the next stage sees what it will see.  Beside that the dense model is run on the
-same samples, a layer at a time too, to tell what the pruned layers should give (see `slidesparse.calibrate.target`),
-and what a whole layer of the model should, whose weights are trained together at last (see
-`slidesparse.calibrate.finetune`).
+For a transformer block and each of its stages (see `slidesparse.calibrate.models`): run the samples as far as the
+stage's inputs, sum up H, prune the linear layers that read them, quantize the result with its zeros kept, and put what
+will be served in their place, so that the next stage sees what it will see.  Beside that the dense model may be run on
+the same samples, also a block at a time.  It tells what the pruned layers should give, and what a whole block should,
+whose weights are trained together in the end (see `slidesparse.calibrate.finetune`).
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import asdict, dataclass
+from contextlib import contextmanager
+from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -20,157 +20,159 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from slidesparse.architectures import SCALE, WEIGHT
-from slidesparse.calibrate.cache import HiddenStates, Inputs, may_keep
-from slidesparse.calibrate.data import Samples
-from slidesparse.calibrate.errors import CalibrationError
 from slidesparse.calibrate.finetune import Finetuned, finetune
-from slidesparse.calibrate.forward import Block
-from slidesparse.calibrate.hessian import Hessian, output_error
-from slidesparse.calibrate.models import Model
-from slidesparse.calibrate.refine import refine
-from slidesparse.calibrate.sparsegpt import damping_for, factor, sparsegpt
-from slidesparse.calibrate.target import Drift, gather, target_of
-from slidesparse.calibrate.task import Task, stages_of, widest
-from slidesparse.calibrate.wanda import wanda
-from slidesparse.calibrate.work import RANKING, Work
-from slidesparse.checkpoint import DTYPES, Reader
-from slidesparse.prune import prune
+from slidesparse.calibrate.inputs import (
+    BlockInputs,
+    Drift,
+    Hessian,
+    HiddenStates,
+    gather,
+    may_keep,
+    output_error,
+)
+from slidesparse.calibrate.models import Block
+from slidesparse.calibrate.resume import RANKING, WorkFolder
+from slidesparse.calibrate.samples import Samples
+from slidesparse.calibrate.task import Progress, Task
+from slidesparse.checkpoint.architectures import SCALE, WEIGHT
+from slidesparse.checkpoint.storage import DTYPES, Reader
+from slidesparse.errors import CalibrationError
+from slidesparse.methods.wanda import wanda
 from slidesparse.quantize import NAMES, dequantize_rows, quantize_rows
 from slidesparse.slide import obeys
 
 BATCH_TOKENS = {"cpu": 2048, "cuda": 16384}
 
-Progress = Callable[[str, int, int], None]  # phase, bytes done, bytes in all
-
 
 @dataclass(frozen=True)
-class LayerResult:
-    """What became of one linear layer."""
+class Position:
+    """A block that the walk through the model has reached."""
 
-    name: str
-    pattern: str
-    method: str
-    # |X (W - W')^T| / |X W^T| over the calibration tokens, W of the dense model, X as the pruned layers before give it
-    error_pruned: float  # before fine-tuning
-    error_quantized: float  # the same with W' quantized
-    tokens: int
-    seconds: float  # of the stage, shared by its layers; without fine-tuning
+    task: Task
+    number: int
+    inputs: BlockInputs  # of the pruned model
+    dense: BlockInputs | None  # of the dense model on the same samples, if it is run
+
+    @property
+    def block(self) -> Block:
+        """The block; its weights are replaced by those that will be served."""
+        return self.inputs.block
+
+    def full(self, name: str) -> str:
+        """Return the name in the checkpoint of a linear layer of the block."""
+        return self.task.model.prefix(self.number) + name
+
+    def to_prune(self, stage: int) -> dict[str, Tensor]:
+        """Return the weights [N, K] of a stage that are to be pruned, by their names in the block."""
+        names = [name for name in self.block.stages[stage] if self.full(name) in self.task.layers]
+        return {name: self.block.weights[name + WEIGHT] for name in names}
 
 
-def calibrate(task: Task, reader: Reader, work: Work, progress: Progress | None = None) -> None:
-    """Prune and quantize the layers of ``task``; `Work.publish` each layer of the model as it is done.
+@torch.inference_mode()
+def calibrate(task: Task, reader: Reader, work: WorkFolder, progress: Progress | None = None) -> None:
+    """Prune and quantize the layers of ``task``; keep each block in ``work`` as it is done.
 
-    What is published already is run, not made again.  The same task on the same machine gives the same bytes.
-    Raises CalibrationError when activations are not finite.
+    A block that is there already is run, not made again.  The same task on the same machine gives the same bytes.
+    Raises CalibrationError when activations are not finite or a block does not fit into memory.
     """
-    counted = _Progress(task, "pruning", progress)
-
-    def visit(number: int, inputs: Inputs, dense: Inputs | None) -> None:
-        _quantize_skipped(task, number, inputs.block)
-        if work.done(number):
-            _restore(task.model, number, inputs.block, work)
-        else:
-            pruned: dict[str, Tensor] = {}
-            tensors: dict[str, Tensor] = {}
-            rows: dict[str, dict[str, Any]] = {}
-            seen: dict[str, Tensor] = {}
-            for stage, names in enumerate(inputs.block.stages):
-                for name, result, w, h in _prune_stage(task, number, stage, names, inputs, dense, tensors):
-                    pruned[name], rows[name] = w, asdict(result)
-                    if task.finetune and dense:
-                        seen[name] = h
-            if (trained := _finetune(task, number, inputs, dense, pruned, NAMES[task.quant])) is not None:
-                assert dense
-                for name, w in trained.weights.items():
-                    served = _serve(task, number, name, w, inputs.block, tensors)
-                    whole = dense.block.weights[name + WEIGHT]
-                    rows[name]["error_finetuned"] = output_error(whole, served, seen[name])
-                for row in rows.values():
-                    row |= {"block_error": trained.error_before, "block_error_finetuned": trained.error_after}
-            work.publish(number, tensors, [*rows.values()])
-        counted.finished(number)
-
-    _walk(task, reader, work.folder, visit, task.streams)
+    report = _counter(task, "pruning", progress)
+    with _walk(task, reader, work.folder, task.streams) as positions:
+        for at in positions:
+            _quantize_skipped(at)
+            if work.has(at.number):
+                _restore(at, work)
+            else:
+                work.save(at.number, *_prune_block(at))
+            report(at.number)
 
 
-def rank(task: Task, reader: Reader, work: Work, progress: Progress | None = None) -> dict[str, float]:
-    """The relative output error each layer of ``task`` would have, pruned by Wanda in the dense model: a cheap
-    guess, without factorizations, at what costs most.  Kept in ``work``."""
+@torch.inference_mode()
+def rank(task: Task, reader: Reader, work: WorkFolder, progress: Progress | None = None) -> dict[str, float]:
+    """Return the relative output error that each layer of ``task`` would have, pruned by Wanda in the dense model.
+
+    That is a cheap guess, without factorizations, at which layers cost most.  It is kept in ``work``.
+    """
     kept = work.read_json(RANKING)
     if kept is not None:
         return {str(name): float(error) for name, error in kept.items()}
     found: dict[str, float] = {}
-    counted = _Progress(task, "ranking", progress)
-
-    def visit(number: int, inputs: Inputs, _: Inputs | None) -> None:
-        for stage, names in enumerate(inputs.block.stages):
-            chosen = [name for name in names if task.model.prefix(number) + name in task.layers]
-            if not chosen:
-                continue
-            h = gather(inputs, stage)[0].matrix
-            for name in chosen:
-                full, w = task.model.prefix(number) + name, inputs.block.weights[name + WEIGHT]
-                found[full] = output_error(w, wanda(w, h, task.layers[full]), h)
-        counted.finished(number)
-
-    _walk(task, reader, work.folder, visit, 1)
+    report = _counter(task, "ranking", progress)
+    with _walk(task, reader, work.folder, 1) as positions:
+        for at in positions:
+            for stage in range(len(at.block.stages)):
+                if not (weights := at.to_prune(stage)):
+                    continue
+                h = gather(at.inputs, stage)[0].matrix
+                for name, w in weights.items():
+                    full = at.full(name)
+                    found[full] = output_error(w, wanda(w, h, task.layers[full]), h)
+            report(at.number)
     work.write_json(RANKING, found)
     return found
 
 
-class _Progress:
-    """Bytes of the linear layers to prune, done and in all."""
-
-    def __init__(self, task: Task, phase: str, report: Progress | None) -> None:
-        self._model, self._phase, self._report, self._done = task.model, phase, report, 0
-        self._sizes = {name: task.model.checkpoint.require(name + WEIGHT).nbytes for name in task.layers}
-
-    def finished(self, number: int) -> None:
-        """A layer of the model is done."""
-        self._done += sum(
-            self._sizes.get(name, 0) for stage in stages_of(self._model, number) for name in stage
-        )
-        if self._report:
-            self._report(self._phase, self._done, sum(self._sizes.values()))
-
-
 @torch.inference_mode()
-def _walk(
+def prune_floats(
     task: Task,
     reader: Reader,
     folder: Path,
-    visit: Callable[[int, Inputs, Inputs | None], None],
-    streams: int,
-) -> None:
-    """Run the samples through the model's layers up to the last one with something to prune.
+    rule: Callable[[Tensor, Hessian], Tensor] | None = None,
+) -> dict[str, Tensor]:
+    """Prune the layers of ``task`` without quantizing; return the weights in the source's dtype, by layer name.
 
-    With two ``streams`` the second goes through the layers as they are read, whatever ``visit`` makes of the first's.
+    Each layer is fed by those already pruned, as in `calibrate`.
+
+    Args:
+        folder: where hidden states may be spilled.
+        rule: another way to prune: a weight [N, K] and the `Hessian` of its inputs give the pruned [N, K].
+    """
+    found: dict[str, Tensor] = {}
+    with _walk(task, reader, folder, 1 if rule else task.streams) as positions:
+        for at in positions:
+
+            def put(weights: Mapping[str, Tensor], at: Position = at) -> None:
+                for name, w in weights.items():
+                    stored = w.to(DTYPES[task.model.checkpoint.require(at.full(name) + WEIGHT).dtype])
+                    at.block.weights[name + WEIGHT], found[at.full(name)] = stored.float(), stored.cpu()
+
+            pruned: dict[str, Tensor] = {}
+            for stage in range(len(at.block.stages)):
+                if not (weights := at.to_prune(stage)):
+                    continue
+                hessian, drift = gather(at.inputs, stage, at.dense, weights)
+                if rule:
+                    made = {name: rule(w, hessian) for name, w in weights.items()}
+                else:
+                    made = _prune_rows(at, hessian, drift, weights)
+                put(made)
+                pruned |= made
+            if (trained := _finetune(at, pruned, None)) is not None:
+                put(trained.weights)
+    return found
+
+
+# The walk
+
+
+@contextmanager
+def _walk(task: Task, reader: Reader, folder: Path, streams: int) -> Iterator[Iterator[Position]]:
+    """Run the samples through the blocks, up to the last one with something to prune.
+
+    With two ``streams`` the second goes through the blocks as they are read, whatever becomes of the first's.
     """
     batches = list(_batches(task.samples, BATCH_TOKENS.get(task.device.type, BATCH_TOKENS["cpu"])))
     shapes = [(*ids.shape, task.model.hidden) for ids in batches]
     states = [HiddenStates(shapes, task.device, folder, streams=streams) for _ in range(streams)]
-    keep = may_keep(states[0], widest(task.model))
+    widest = max(task.model.checkpoint.require(name + WEIGHT).columns for name in task.model.linears(0))
+    keep = may_keep(states[0], widest)
     embed = task.model.embedder(reader, task.samples.ids, task.device)
-    wanted = [
-        number
-        for number in range(task.model.blocks)
-        if any(name in task.layers for stage in stages_of(task.model, number) for name in stage)
-    ]
     try:
         for i, ids in enumerate(batches):
             x = embed(ids)
             for stream in states:
                 stream[i] = x
         del embed, x
-        last = max(wanted, default=-1)
-        for number in range(last + 1):
-            block = task.model.load(reader, number, task.device)
-            blocks = [block, *(block.copy() for _ in states[1:])]
-            inputs = [Inputs(each, stream, keep) for each, stream in zip(blocks, states, strict=True)]
-            visit(number, inputs[0], inputs[1] if streams > 1 else None)
-            for each in inputs if number < last else ():
-                each.advance()
+        yield _positions(task, reader, states, keep)
     except torch.OutOfMemoryError as error:
         raise CalibrationError(
             f"calibrating a layer of the model does not fit into the memory of {task.device} ({error}); fewer "
@@ -181,163 +183,171 @@ def _walk(
             stream.close()
 
 
+def _positions(task: Task, reader: Reader, states: list[HiddenStates], keep: bool) -> Iterator[Position]:
+    model = task.model
+    wanted = [
+        number for number in range(model.blocks) if any(name in task.layers for name in model.linears(number))
+    ]
+    last = max(wanted, default=-1)
+    for number in range(last + 1):
+        block = model.load(reader, number, task.device)
+        blocks = [block, *(block.copy() for _ in states[1:])]
+        inputs = [BlockInputs(each, stream, keep) for each, stream in zip(blocks, states, strict=True)]
+        yield Position(task, number, inputs[0], inputs[1] if len(inputs) > 1 else None)
+        for each in inputs if number < last else ():
+            each.advance()
+
+
 def _batches(samples: Samples, tokens: int) -> Iterator[Tensor]:
-    """Samples of equal length together, [batch, tokens], about ``tokens`` in each; nothing is padded."""
+    """Stack samples of equal length to [batch, tokens], about ``tokens`` in each; nothing is padded."""
     for length, group in groupby(sorted(samples.ids, key=len), key=len):
         alike = torch.stack(list(group))
         yield from alike.split(max(1, tokens // length))
 
 
+def _counter(task: Task, phase: str, progress: Progress | None) -> Callable[[int], None]:
+    """Return a function that reports a block as done, counted in bytes of the linear layers to prune."""
+    sizes = {name: task.model.checkpoint.require(name + WEIGHT).nbytes for name in task.layers}
+    done = 0
+
+    def finished(number: int) -> None:
+        nonlocal done
+        done += sum(sizes.get(name, 0) for name in task.model.linears(number))
+        if progress:
+            progress(phase, done, sum(sizes.values()))
+
+    return finished
+
+
+# One block
+
+
+def _prune_block(at: Position) -> tuple[dict[str, Tensor], list[dict[str, Any]]]:
+    """Prune, train and quantize a block.
+
+    Returns its codes and scales by tensor name, and the report's rows of its layers.  Errors there are
+    |X (W - W')^T| / |X W^T| over the calibration tokens, W of the dense model, X as the layers before give it.
+    """
+    tensors: dict[str, Tensor] = {}
+    rows: dict[str, dict[str, Any]] = {}
+    pruned: dict[str, Tensor] = {}  # not quantized
+    hessians: dict[str, Tensor] = {}
+    for stage in range(len(at.block.stages)):
+        if weights := at.to_prune(stage):
+            made, h = _prune_stage(at, stage, weights, tensors, rows)
+            pruned |= made
+            if at.task.epochs:
+                hessians |= dict.fromkeys(made, h)
+    if (trained := _finetune(at, pruned, NAMES[at.task.quant])) is not None:
+        assert at.dense
+        for name, w in trained.weights.items():
+            served = _serve(at, name, w, tensors)
+            whole = at.dense.block.weights[name + WEIGHT]
+            rows[name]["error_finetuned"] = output_error(whole, served, hessians[name])
+        for row in rows.values():
+            row |= {"block_error": trained.error_before, "block_error_finetuned": trained.error_after}
+    return tensors, [*rows.values()]
+
+
 def _prune_stage(
-    task: Task,
-    number: int,
+    at: Position,
     stage: int,
-    names: tuple[str, ...],
-    inputs: Inputs,
-    dense: Inputs | None,
-    tensors: dict[str, Tensor],
-) -> Iterator[tuple[str, LayerResult, Tensor, Tensor]]:
-    """Prune the linear layers of a stage and `_serve` them; name by name, with the weights not quantized, and H."""
-    prefix, block = task.model.prefix(number), inputs.block
-    chosen = [name for name in names if prefix + name in task.layers]
-    if not chosen:
-        return
-    started = time.monotonic()
-    weights = {name: block.weights[name + WEIGHT] for name in chosen}
-    hessian, drift = gather(inputs, stage, dense, weights)
-    pruned = _prune_rows(task, hessian, drift, weights, prefix)
-    for name in chosen:
-        w = block.weights[name + WEIGHT]
-        served = _serve(task, number, name, pruned[name], block, tensors)
-        result = LayerResult(
-            name=prefix + name,
-            pattern=task.layers[prefix + name].ratio,
-            method=task.method,
-            error_pruned=output_error(w, pruned[name], hessian.matrix),
-            error_quantized=output_error(w, served, hessian.matrix),
-            tokens=hessian.tokens,
-            seconds=round((time.monotonic() - started) / len(chosen), 3),
-        )
-        yield name, result, pruned[name], hessian.matrix
-
-
-def _quantize_skipped(task: Task, number: int, block: Block) -> None:
-    """Put what will be served in place of the layers of a block that are quantized and not pruned."""
-    for name in (name for stage in block.stages for name in stage):
-        if task.model.prefix(number) + name in task.skipped:
-            _serve(task, number, name, block.weights[name + WEIGHT], block, {})
-
-
-def _serve(task: Task, number: int, name: str, w: Tensor, block: Block, tensors: dict[str, Tensor]) -> Tensor:
-    """Quantize a layer: codes and scale go to ``tensors``, and what they stand for, returned, to its place."""
-    full = task.model.prefix(number) + name
-    if not bool(torch.isfinite(w).all()):
-        raise CalibrationError(
-            f"pruning {full} gave weights that are not finite (NaN or Inf): the source's are too large, or its inputs "
-            "are, for sums in float32; without --calib, --method magnitude sums nothing"
-        )
-    codes, scale = quantize_rows(w, NAMES[task.quant], "cuda")
-    tensors[full + WEIGHT], tensors[full + SCALE] = codes, scale
-    served = block.weights[name + WEIGHT] = dequantize_rows(codes, scale)
-    return served
-
-
-def _finetune(
-    task: Task,
-    number: int,
-    inputs: Inputs,
-    dense: Inputs | None,
     weights: Mapping[str, Tensor],
-    dtype: torch.dtype | None,
-) -> Finetuned | None:
-    """What training makes of the pruned ones of the ``weights`` of a block, if that is asked for."""
-    prefix = task.model.prefix(number)
-    pruned = {name: w for name, w in weights.items() if task.prunes(prefix + name)}
-    if not task.finetune or dense is None or not pruned:
-        return None
-    dense.advance()
-    inputs.restart()
-    quantized = {*weights, *(name.removeprefix(prefix) for name in task.skipped if name.startswith(prefix))}
-    return finetune(inputs, dense.states, pruned, quantized, dtype, task.finetune)
+    tensors: dict[str, Tensor],
+    rows: dict[str, dict[str, Any]],
+) -> tuple[dict[str, Tensor], Tensor]:
+    """Prune and quantize the ``weights`` of a stage; add to ``tensors`` and ``rows``, see `_prune_block`.
+
+    Returns the pruned weights before quantization, and H [K, K] of what they read.
+    """
+    started = time.monotonic()
+    hessian, drift = gather(at.inputs, stage, at.dense, weights)
+    pruned = _prune_rows(at, hessian, drift, weights)
+    for name, w in weights.items():
+        served = _serve(at, name, pruned[name], tensors)
+        rows[name] = {
+            "name": at.full(name),
+            "pattern": at.task.layers[at.full(name)].ratio,
+            "method": at.task.method,
+            "error_pruned": output_error(w, pruned[name], hessian.matrix),
+            "error_quantized": output_error(w, served, hessian.matrix),
+            "tokens": hessian.tokens,
+            # of the stage, shared by its layers; without fine-tuning
+            "seconds": round((time.monotonic() - started) / len(weights), 3),
+        }
+    return pruned, hessian.matrix
 
 
 def _prune_rows(
-    task: Task, hessian: Hessian, drift: Drift | None, weights: Mapping[str, Tensor], prefix: str
+    at: Position, hessian: Hessian, drift: Drift | None, weights: Mapping[str, Tensor]
 ) -> dict[str, Tensor]:
     """Prune layers that read the same inputs; those of one pattern together, as their rows do not see each other.
 
     A layer that obeys its pattern already is kept as it is.
     """
-    found = {n: w.clone() for n, w in weights.items() if obeys(w, task.layers[prefix + n])}
-    weights = {name: w for name, w in weights.items() if name not in found}
-    h, damping = hessian.matrix, damping_for(len(hessian.matrix), hessian.tokens)
-    upper = factor(h, damping) if task.method == "sparsegpt" and weights else None
-    errors = drift.errors() if drift else {}
-    for pattern in dict.fromkeys(task.layers[prefix + name] for name in weights):
-        names = [name for name in weights if task.layers[prefix + name] == pattern]
-        w = torch.cat([weights[name] for name in names])
-        if upper is not None:
-            if errors and pattern.length is not None:
-                w = target_of(w, torch.cat([errors[name] for name in names]), upper)
-            first = sparsegpt(w, upper, pattern)
-            pruned = refine(w, first, h, pattern, sweeps=task.sweeps, damping=damping)
-        elif task.method == "wanda":
-            pruned = wanda(w, h, pattern)
-        else:
-            pruned = prune(w, pattern, task.method)
-        parts = pruned.split([weights[name].shape[0] for name in names])
+    patterns = {name: at.task.layers[at.full(name)] for name in weights}
+    found = {name: w.clone() for name, w in weights.items() if obeys(w, patterns[name])}
+    left = {name: w for name, w in weights.items() if name not in found}
+    if not left:
+        return found
+    prune = at.task.pruner.calibrated(hessian.matrix, hessian.tokens, at.task.calibration.sweeps)
+    errors = drift.errors() if drift else None
+    for pattern in dict.fromkeys(patterns[name] for name in left):
+        names = [name for name in left if patterns[name] == pattern]
+        w = torch.cat([left[name] for name in names])
+        error = torch.cat([errors[name] for name in names]) if errors is not None else None
+        parts = prune(w, pattern, error).split([len(left[name]) for name in names])
         found |= dict(zip(names, parts, strict=True))
     return found
 
 
-def prune_floats(
-    task: Task,
-    reader: Reader,
-    folder: Path,
-    rule: Callable[[Tensor, Hessian], Tensor] | None = None,
-) -> dict[str, Tensor]:
-    """The weights of ``task`` pruned and not quantized, in the dtype of the source, by name of the layer.
-
-    Each layer is fed by those already pruned, as in `calibrate`.
+def _finetune(at: Position, weights: Mapping[str, Tensor], dtype: torch.dtype | None) -> Finetuned | None:
+    """Train those of the ``weights`` of a block that were pruned, if that is asked for.
 
     Args:
-        folder: where hidden states may be spilled.
-        rule: another way to prune: a weight [N, K] and the `Hessian` of its inputs give the pruned [N, K].
+        dtype: what the block's layers are quantized to, or None.
     """
-    found: dict[str, Tensor] = {}
-
-    def put(prefix: str, block: Block, weights: Mapping[str, Tensor]) -> None:
-        for name, w in weights.items():
-            stored = w.to(DTYPES[task.model.checkpoint.require(prefix + name + WEIGHT).dtype])
-            block.weights[name + WEIGHT], found[prefix + name] = stored.float(), stored.cpu()
-
-    def visit(number: int, inputs: Inputs, dense: Inputs | None) -> None:
-        prefix, block, pruned = task.model.prefix(number), inputs.block, dict[str, Tensor]()
-        for stage, names in enumerate(block.stages):
-            chosen = [name for name in names if prefix + name in task.layers]
-            if not chosen:
-                continue
-            weights = {name: block.weights[name + WEIGHT] for name in chosen}
-            hessian, drift = gather(inputs, stage, dense, weights)
-            if rule:
-                rows = {name: rule(w, hessian) for name, w in weights.items()}
-            else:
-                rows = _prune_rows(task, hessian, drift, weights, prefix)
-            put(prefix, block, rows)
-            pruned |= rows
-        if (trained := _finetune(task, number, inputs, dense, pruned, None)) is not None:
-            put(prefix, block, trained.weights)
-
-    _walk(task, reader, folder, visit, 1 if rule else task.streams)
-    return found
+    task = at.task
+    pruned = {name: w for name, w in weights.items() if task.rewrites(at.full(name))}
+    if not task.epochs or at.dense is None or not pruned:
+        return None
+    at.dense.advance()
+    at.inputs.restart()
+    prefix = at.full("")
+    skipped = (name.removeprefix(prefix) for name in task.skipped if name.startswith(prefix))
+    return finetune(at.inputs, at.dense.states, pruned, {*weights, *skipped}, dtype, task.epochs)
 
 
-def _restore(model: Model, number: int, block: Block, work: Work) -> None:
-    """Put published layers in place of the source's."""
+def _quantize_skipped(at: Position) -> None:
+    """Put what will be served in place of the layers of a block that are quantized and not pruned."""
+    for name in (name for stage in at.block.stages for name in stage):
+        if at.full(name) in at.task.skipped:
+            _serve(at, name, at.block.weights[name + WEIGHT], {})
+
+
+def _serve(at: Position, name: str, w: Tensor, tensors: dict[str, Tensor]) -> Tensor:
+    """Quantize a layer: put codes and scale into ``tensors``, and return the values they stand for.
+
+    The values also replace the layer's weight in the block.
+    """
+    full = at.full(name)
+    if not bool(torch.isfinite(w).all()):
+        raise CalibrationError(
+            f"pruning {full} gave weights that are not finite (NaN or Inf): the source's are too large, or its inputs "
+            "are, for sums in float32; without --calib, --method magnitude sums nothing"
+        )
+    codes, scale = quantize_rows(w, NAMES[at.task.quant], "cuda")
+    tensors[full + WEIGHT], tensors[full + SCALE] = codes, scale
+    served = at.block.weights[name + WEIGHT] = dequantize_rows(codes, scale)
+    return served
+
+
+def _restore(at: Position, work: WorkFolder) -> None:
+    """Put the finished layers of a block in place of the source's."""
     with (found := work.tensors()).reader() as reader:
-        for name in (name for stage in block.stages for name in stage):
-            full = model.prefix(number) + name
+        for name in (name for stage in at.block.stages for name in stage):
+            full = at.full(name)
             if full + WEIGHT in found.tensors:
                 codes, scale = (reader.whole(full + suffix) for suffix in (WEIGHT, SCALE))
-                device = block.weights[name + WEIGHT].device
-                block.weights[name + WEIGHT] = dequantize_rows(codes.to(device), scale.to(device))
+                device = at.block.weights[name + WEIGHT].device
+                at.block.weights[name + WEIGHT] = dequantize_rows(codes.to(device), scale.to(device))

@@ -1,51 +1,109 @@
-"""All that decides what a calibrated run computes."""
+"""The options of calibration, and the task that a run carries out."""
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 import slidesparse
-from slidesparse.architectures import WEIGHT
-from slidesparse.calibrate.cache import place
-from slidesparse.calibrate.data import Samples
-from slidesparse.calibrate.errors import CalibrationError
-from slidesparse.calibrate.finetune import EPOCHS
-from slidesparse.calibrate.forward import DecoderBlock, EncoderBlock
-from slidesparse.calibrate.models import Model
-from slidesparse.calibrate.refine import SWEEPS
-from slidesparse.checkpoint import Checkpoint
+from slidesparse import methods
+from slidesparse.calibrate.inputs import place
+from slidesparse.calibrate.models import LayeredModel, open_model
+from slidesparse.calibrate.samples import SAMPLES, Samples, load_samples
+from slidesparse.checkpoint.architectures import WEIGHT
+from slidesparse.checkpoint.storage import Checkpoint
+from slidesparse.errors import CalibrationError, EnvironmentFault
+from slidesparse.methods.method import Method
 from slidesparse.pattern import SlidePattern
 
+Progress = Callable[[str, int, int], None]  # phase, bytes done, bytes in all
+
+DEVICES = ("auto", "cpu", "cuda")
 TARGETS = ("dense", "own")  # pruned layers should give what they do in the dense model, or on the same inputs
+SWEEPS = 4
+EPOCHS = 4
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """Calibration data and how to use them.  CalibrationError for a value that is not allowed.
+
+    ``sweeps``, ``target`` and ``finetune`` count only for methods that update the weights they keep.
+    """
+
+    data: str  # and the two after it: see `slidesparse.calibrate.samples.load_samples`
+    samples: int = SAMPLES
+    seqlen: int | None = None
+    device: str = "auto"  # CUDA where there is one
+    resume: bool = False  # go on from the layers that a killed run finished
+    sweeps: int = SWEEPS  # how often a layer is gone over again after it was pruned
+    target: str = TARGETS[0]
+    finetune: int | None = (
+        None  # epochs of training after that; None: EPOCHS where the target is the dense model
+    )
+
+    def __post_init__(self) -> None:
+        if self.sweeps < 0:
+            raise CalibrationError(
+                f"--sweeps {self.sweeps} is negative; 0 is SparseGPT by itself, {SWEEPS} usual"
+            )
+        if self.target not in TARGETS:
+            raise CalibrationError(
+                f"--target {self.target!r} is not known; use dense, to prune layers towards what the dense model "
+                "gives, or own, towards what they themselves gave before"
+            )
+        if self.epochs < 0:
+            raise CalibrationError(f"--finetune {self.epochs} is negative; 0 is none, {EPOCHS} usual")
+        if self.epochs and self.target != "dense":
+            raise CalibrationError(
+                f"--finetune {self.epochs} trains towards what the dense model gives, which --target {self.target} "
+                "does not run; leave one of the two out"
+            )
+        if self.device not in DEVICES:
+            raise CalibrationError(f"--device {self.device!r} is not known; use one of {', '.join(DEVICES)}")
+
+    @property
+    def epochs(self) -> int:
+        """Epochs of fine-tuning."""
+        if self.finetune is not None:
+            return self.finetune
+        return EPOCHS if self.target == "dense" else 0
 
 
 @dataclass(frozen=True)
 class Task:
-    """All that decides what a calibrated run computes."""
+    """All that decides the result of a calibrated run."""
 
-    model: Model
+    model: LayeredModel
     layers: Mapping[str, SlidePattern]  # linear layers to prune -> pattern
     skipped: frozenset[str]  # linear layers that are served quantized without being pruned
     samples: Samples
     method: str
     quant: str
     device: torch.device
-    sweeps: int = SWEEPS  # of `slidesparse.calibrate.refine`, after sparsegpt
-    target: str = TARGETS[0]  # one of them, of sparsegpt
-    finetune: int = EPOCHS  # of each layer of the model after sparsegpt, if the dense model is run
+    calibration: Calibration
+
+    @property
+    def pruner(self) -> Method:
+        """The pruning method."""
+        return methods.get(self.method)
+
+    @property
+    def epochs(self) -> int:
+        """Epochs of fine-tuning, which needs the dense model's stream."""
+        return self.calibration.epochs if self.streams > 1 else 0
 
     @property
     def streams(self) -> int:
-        """How many models are run: the pruned one, and with it, if that is the target, the dense one."""
-        return 2 if self.method == "sparsegpt" and self.target == "dense" else 1
+        """How many models the samples are run through: the pruned one, and the dense one if it is the target."""
+        return 2 if self.pruner.updates_weights and self.calibration.target == "dense" else 1
 
-    def prunes(self, name: str) -> bool:
-        """Whether a linear layer is rewritten, and not just quantized or left alone."""
+    def rewrites(self, name: str) -> bool:
+        """Whether a linear layer is pruned, and not just quantized or left alone."""
         return name in self.layers and self.layers[name].length is not None
 
     def disk_bytes(self) -> int:
@@ -56,7 +114,8 @@ class Task:
         return sum(spec.rows * (spec.columns + 4) for spec in specs) + spilled
 
     def state(self) -> dict[str, Any]:
-        """What a run that goes on from another's layers must share with it."""
+        """Return what a run that goes on from another's layers must share with it."""
+        updates = self.pruner.updates_weights
         return {
             "slidesparse": slidesparse.__version__,
             "source": _fingerprint(self.model.checkpoint),
@@ -64,9 +123,9 @@ class Task:
             "skipped": sorted(self.skipped),
             "samples": self.samples.digest,
             "method": self.method,
-            "sweeps": self.sweeps if self.method == "sparsegpt" else 0,
-            "target": self.target if self.method == "sparsegpt" else None,
-            "finetune": self.finetune if self.streams > 1 else 0,
+            "sweeps": self.calibration.sweeps if updates else 0,
+            "target": self.calibration.target if updates else None,
+            "finetune": self.epochs,
             "quant": self.quant,
             "torch": torch.__version__,
             "device": torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else "cpu",
@@ -74,32 +133,45 @@ class Task:
         }
 
 
-def require_layers(model: Model, layers: Mapping[str, SlidePattern]) -> None:
-    """CalibrationError unless every linear layer to prune is one that `Model.load` runs."""
-    run = {name for number in range(model.blocks) for stage in stages_of(model, number) for name in stage}
+def prepare(
+    checkpoint: Checkpoint,
+    layers: Mapping[str, SlidePattern],
+    skipped: Collection[str],
+    method: str,
+    quant: str,
+    seed: int,
+    calibration: Calibration,
+) -> Task:
+    """Read the model's config and the data; writes nothing.  The arguments are those of `Task`.
+
+    Raises CalibrationError for a model that cannot be run or lacks one of the ``layers``, and what
+    `slidesparse.calibrate.samples.load_samples` raises.
+    """
+    model = open_model(checkpoint)
+    run = {name for number in range(model.blocks) for name in model.linears(number)}
     for name in layers:
         if name not in run:
             raise CalibrationError(
                 f"{name} is none of the linear layers that calibration runs in a {model.kind} model, such as "
                 f"{min(run)}; leave it out, or do without --calib"
             )
+    samples = load_samples(calibration.data, model, calibration.samples, calibration.seqlen, seed)
+    device = _device(calibration.device)
+    return Task(model, layers, frozenset(skipped), samples, method, quant, device, calibration)
 
 
-def stages_of(model: Model, number: int) -> list[list[str]]:
-    """Names of the linear layers of a layer of the model, those that read the same input together, in order."""
-    kind = DecoderBlock if model.is_decoder else EncoderBlock
-    return [[model.prefix(number) + name for name in stage] for stage in kind.stages]
-
-
-def widest(model: Model) -> int:
-    """The most in-features of the linear layers of a block; the blocks are alike."""
-    return max(
-        model.checkpoint.require(name + WEIGHT).columns for stage in stages_of(model, 0) for name in stage
-    )
+def _device(name: str) -> torch.device:
+    if name == "cuda" and not torch.cuda.is_available():
+        raise EnvironmentFault(
+            f"--device cuda: this torch ({torch.__version__}) finds no GPU; use --device cpu"
+        )
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    return torch.device(name)
 
 
 def _fingerprint(checkpoint: Checkpoint) -> str:
-    """Of a source's names, shapes, sizes and times of change; its bytes are too many to read again."""
+    """Hash a source's names, shapes, sizes and times of change; its bytes are too many to read again."""
     found = hashlib.sha256(repr(sorted(checkpoint.tensors.values())).encode())
     for file in checkpoint.files:
         status = (checkpoint.folder / file).stat()

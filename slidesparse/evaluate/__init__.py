@@ -1,1 +1,5 @@
-"""The quality of a checkpoint as it is served: through vLLM, with the plugin, beside another checkpoint."""
+"""The quality of a checkpoint as vLLM serves it with the plugin, beside another checkpoint.
+
+`texts` reads the data, `engine` starts vLLM in a process of its own, where `worker` runs, and `perplexity` and
+`embedding` compute figures with the bootstrap `intervals` around them.
+"""

@@ -1,4 +1,4 @@
-"""``slidesparse eval embedding``: how far a served encoder's embeddings are from another's, and what that costs."""
+"""``slidesparse eval embedding``: a served encoder's embeddings beside another's: their distance, and retrieval."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ FIRST_PERCENTILE = 0.01
 
 @dataclass(frozen=True)
 class Embedding:
-    """What was measured.  Without pairs the figures of retrieval are None, without a reference those that need it."""
+    """The figures; those of retrieval are None without pairs, those that need a reference are None without one."""
 
     model: str
     against: str | None
@@ -33,7 +33,7 @@ class Embedding:
     against_served_by: str
 
     def to_json(self) -> dict[str, Any]:
-        """Plain values."""
+        """Return plain values."""
         found = {name: value for name, value in vars(self).items() if value is not None}
         if self.against is None:
             del found["against_served_by"]
@@ -43,7 +43,7 @@ class Embedding:
 def measure(
     model: Path, texts: Texts, against: Path | None = None, engine: Engine | None = None
 ) -> Embedding:
-    """Embed ``texts`` with ``model`` and with ``against``.  Intervals draw texts, or pairs."""
+    """Embed ``texts`` with ``model`` and with ``against``.  Intervals resample texts, or pairs."""
     engine = engine or Engine()
     ids = [*texts.queries, *(texts.documents or [])]
     ours = engine.score(model, "embedding", ids)
@@ -61,7 +61,7 @@ def measure(
 def summarize(
     model: str, against: str | None, ours: Array, theirs: Array | None, paired: bool, served: tuple[str, str]
 ) -> Embedding:
-    """The figures from embeddings [texts, hidden]; of pairs, all queries and then all documents."""
+    """Compute the figures from embeddings [texts, hidden]; for pairs, all queries and then all documents."""
     ours = _unit(ours)
     theirs = None if theirs is None else _unit(theirs)
     cosines = None if theirs is None else (ours * theirs).sum(-1)
@@ -89,11 +89,11 @@ def summarize(
 @dataclass(frozen=True)
 class _Retrieval:
     reciprocal: Array  # [pairs], 1 / rank of a query's own document
-    nearest: Array  # [pairs, NEAREST], documents
+    nearest: Array  # [pairs, NEAREST] numbers of documents
 
 
 def _retrieval(embeddings: Array) -> _Retrieval:
-    """Every query against the documents of all pairs; of equal similarities, the own document comes last."""
+    """Compare every query with the documents of all pairs; among equals, its own document comes last."""
     queries, documents = np.split(embeddings, 2)
     similar = queries @ documents.T
     own = similar.diagonal()[:, None]

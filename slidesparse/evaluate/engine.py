@@ -1,4 +1,4 @@
-"""Start vLLM for one checkpoint in a process of its own, and take what it computed."""
+"""Start vLLM for one checkpoint in a process of its own, and read what it computed."""
 
 from __future__ import annotations
 
@@ -16,30 +16,22 @@ from typing import Any
 
 import numpy as np
 
-from slidesparse.backends import INSTALL
+from slidesparse.errors import INSTALL, EnvironmentFault, SlideSparseError
 from slidesparse.flags import DISABLE
 
 WORKER = "slidesparse.evaluate.worker"
 SERVED = re.compile(r"SlideSparse (\S+ \([^)]*\): \d+ layers .*)")
 ERROR = re.compile(r"\b\w+(?:Error|Exception): .*")
 CONTINUED = re.compile(r"ValidationError: \d+ ")  # pydantic's, whose next line says what is wrong
-# The log has the plugin's line, whatever the user's own logs have.
+# So that the log holds the plugin's line, whatever the user configured
 LOGGING = {"VLLM_CONFIGURE_LOGGING": "1", "VLLM_LOGGING_LEVEL": "INFO"}
 LOGGING_CONFIG = "VLLM_LOGGING_CONFIG_PATH"
-MOST_LINES = 5  # of a log, in an error
-
-
-class EvaluationError(RuntimeError):
-    """An evaluation that cannot be done: data, options, or an engine that failed."""
-
-
-class MissingVllmError(RuntimeError):
-    """vLLM is not installed."""
+MOST_LINES = 5  # of a log in an error message
 
 
 @dataclass(frozen=True)
 class Scored:
-    """What an engine computed, and the plugin's line from its log: "" when the plugin did not serve."""
+    """Arrays that an engine computed, and the plugin's line from its log: "" when the plugin did not serve."""
 
     arrays: Mapping[str, np.ndarray]
     served_by: str
@@ -49,8 +41,8 @@ class Scored:
 class Engine:
     """How checkpoints are served."""
 
-    options: Mapping[str, Any] = field(default_factory=dict)  # of vllm.LLM
-    log: Path | None = None  # a file to keep what the engine prints; otherwise it goes when the engine worked
+    options: Mapping[str, Any] = field(default_factory=dict)  # arguments of vllm.LLM
+    log: Path | None = None  # the file that the engine's output is appended to; without, it is deleted
 
     def score(
         self, model: Path, task: str, ids: Sequence[Sequence[int]], top: int = 0, stock: bool = False
@@ -60,10 +52,10 @@ class Engine:
         Args:
             stock: switch the plugin off.
 
-        Raises EvaluationError with the cause from the engine's log, MissingVllmError when there is no vLLM.
+        Raises SlideSparseError with the cause from the engine's log, EnvironmentFault when there is no vLLM.
         """
         if importlib.util.find_spec("vllm") is None:
-            raise MissingVllmError(f"evaluation serves the model, but vLLM is not installed: {INSTALL}")
+            raise EnvironmentFault(f"evaluation serves the model, but vLLM is not installed: {INSTALL}")
         longest = max(len(sample) for sample in ids)
         if task == "perplexity":
             longest += 1  # vLLM generates one
@@ -85,7 +77,7 @@ class Engine:
                 )
             text = log.read_bytes()[start:].decode(errors="replace")
             if done.returncode or not out.exists():
-                raise EvaluationError(f"vLLM could not evaluate {model}:\n{_cause(text)}")
+                raise SlideSparseError(f"vLLM could not evaluate {model}:\n{_cause(text)}")
             with np.load(out) as found:
                 arrays = {name: found[name] for name in found.files}
         said = SERVED.search(text)
@@ -93,7 +85,7 @@ class Engine:
 
 
 def _environment(stock: bool) -> dict[str, str]:
-    """Ours, offline, and on CPUs without binding to cores that others may use."""
+    """Return our environment, offline, and on CPUs without binding to cores that others may use."""
     defaults = {
         "VLLM_CPU_KVCACHE_SPACE": "1",
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",
@@ -104,6 +96,7 @@ def _environment(stock: bool) -> dict[str, str]:
 
 
 def _cause(log: str) -> str:
+    """Return the lines of a log that name the errors raised, or its last lines."""
     lines = log.splitlines()
     raised = []
     for i, line in enumerate(lines):

@@ -1,4 +1,4 @@
-"""Intervals by the bootstrap: samples drawn again with replacement, the same draws for both of a pair."""
+"""Bootstrap intervals: samples are drawn again with replacement, the same draws for both of a pair."""
 
 from __future__ import annotations
 
@@ -15,23 +15,23 @@ DRAWS = 2**24  # indices at a time
 
 @dataclass(frozen=True)
 class Interval:
-    """A figure and its bootstrap interval of COVERAGE."""
+    """A figure and its bootstrap interval, which has the probability COVERAGE."""
 
     value: float
     low: float
     high: float
 
     def to_json(self) -> dict[str, float]:
-        """Plain values."""
+        """Return plain values."""
         return {"value": self.value, "ci_low": self.low, "ci_high": self.high}
 
 
 def bootstrap(
     statistic: Callable[..., Array], *columns: Array, rounds: int = ROUNDS, seed: int = 0
 ) -> Interval:
-    """The percentile interval of ``statistic``, which takes each column indexed [..., samples] and gives [...].
+    """Return the percentile interval of ``statistic``, which maps columns indexed [..., samples] to [...].
 
-    Columns are [samples] arrays; a draw takes the same samples of all of them, which pairs what they hold.
+    Columns are [samples] arrays; a draw takes the same samples of all of them, so that their values stay paired.
     """
     count = len(columns[0])
     generator = np.random.default_rng(seed)
@@ -44,15 +44,15 @@ def bootstrap(
 
 
 def mean(values: Array) -> Array:
-    """Over the last dimension."""
+    """Return the mean over the last dimension."""
     return np.asarray(values.mean(-1, dtype=np.float64))
 
 
 def ratio(above: Array, below: Array) -> Array:
-    """Sum over sum."""
+    """Return the sum of ``above`` over the sum of ``below``, over the last dimension."""
     return np.asarray(above.sum(-1, dtype=np.float64) / below.sum(-1, dtype=np.float64))
 
 
 def percentile(share: float) -> Callable[[Array], Array]:
-    """The quantile ``share`` over the last dimension."""
+    """Return a function to the quantile ``share`` over the last dimension."""
     return lambda values: np.quantile(values, share, axis=-1)

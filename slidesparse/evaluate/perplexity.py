@@ -9,17 +9,18 @@ from typing import Any
 
 import numpy as np
 
-from slidesparse.evaluate.engine import Engine, EvaluationError, Scored
+from slidesparse.errors import SlideSparseError
+from slidesparse.evaluate.engine import Engine, Scored
 from slidesparse.evaluate.intervals import Array, Interval, bootstrap, ratio
 from slidesparse.evaluate.texts import vocabulary_of
 from slidesparse.evaluate.worker import MOST_AT_ONCE
 
-TOP = 20  # likeliest tokens compared, what vLLM gives at most unless asked; all with -1
-MOST = 2 * 10**8  # log-probabilities of all windows, at 8 bytes
+TOP = 20  # likeliest tokens compared, as many as vLLM gives by default; -1 for all
+MOST = 2 * 10**8  # log-probabilities of all windows, 8 bytes each
 
 
 @dataclass(frozen=True)
-class Comparison:
+class PairedComparison:
     """A model beside another, the reference, on the same tokens."""
 
     perplexity: Interval  # of the reference
@@ -31,19 +32,19 @@ class Comparison:
 
 @dataclass(frozen=True)
 class Perplexity:
-    """What was measured."""
+    """The figures of a model, and of its comparison with a reference."""
 
     model: str
     against: str | None
     windows: int
     tokens: int
     perplexity: Interval
-    comparison: Comparison | None
+    comparison: PairedComparison | None
     served_by: str
     against_served_by: str
 
     def to_json(self) -> dict[str, Any]:
-        """Plain values."""
+        """Return plain values."""
         found: dict[str, Any] = {
             "model": self.model,
             "windows": self.windows,
@@ -72,11 +73,11 @@ def measure(
 ) -> Perplexity:
     """Score the windows ``ids`` with ``model`` and with ``against``.
 
-    Perplexity is exp of minus the mean log-probability of all tokens but each window's first; intervals draw windows.
-    Raises EvaluationError for options that do not do or an engine that fails.
+    Perplexity is exp of minus the mean log-probability of all tokens but each window's first; intervals resample
+    windows.  Raises SlideSparseError for options that cannot be used or an engine that fails.
     """
     if top == 0 or top < -1:
-        raise EvaluationError(
+        raise SlideSparseError(
             f"--top {top} is not a number of tokens; use 1 or more, or -1 for the whole vocabulary"
         )
     for folder in (model, *([against] if against else [])):
@@ -88,12 +89,12 @@ def measure(
 
 
 def _require_bearable(folder: Path, ids: Sequence[Sequence[int]], top: int) -> None:
-    """Raise EvaluationError when memory could not hold the log-probabilities asked for."""
+    """Raise SlideSparseError when memory could not hold the log-probabilities asked for."""
     each = top if top > 0 else vocabulary_of(folder)
     longest, tokens = max(len(sample) for sample in ids), sum(len(sample) for sample in ids)
     if each * longest > MOST_AT_ONCE or each * tokens > MOST:
         most = min(MOST_AT_ONCE // longest, MOST // tokens)
-        raise EvaluationError(
+        raise SlideSparseError(
             f"--top {top} asks for {each} log-probabilities of each of {tokens} tokens in windows of {longest}, more "
             f"than memory holds; use --top {most} or less, or fewer tokens: --samples and --seqlen"
         )
@@ -102,7 +103,7 @@ def _require_bearable(folder: Path, ids: Sequence[Sequence[int]], top: int) -> N
 def summarize(
     model: str, against: str | None, ids: Sequence[Sequence[int]], ours: Scored, theirs: Scored | None
 ) -> Perplexity:
-    """The figures from what the engines computed."""
+    """Compute the figures from the engines' arrays."""
     lengths = np.asarray([len(sample) - 1 for sample in ids])
     found = _by_window(-ours.arrays["logprobs"], lengths)
     comparison = None
@@ -120,12 +121,12 @@ def summarize(
     )
 
 
-def _compare(found: Array, ours: Scored, theirs: Scored, lengths: Array) -> Comparison:
+def _compare(found: Array, ours: Scored, theirs: Scored, lengths: Array) -> PairedComparison:
     reference = _by_window(-theirs.arrays["logprobs"], lengths)
     same = ours.arrays["top_ids"][:, 0] == theirs.arrays["top_ids"][:, 0]
     apart = divergence(*(s.arrays[name] for s in (theirs, ours) for name in ("top_ids", "top_logprobs")))
     mass = np.exp(theirs.arrays["top_logprobs"].astype(np.float64)).sum(-1).min()
-    return Comparison(
+    return PairedComparison(
         perplexity=bootstrap(_perplexity, reference, lengths),
         delta_pct=bootstrap(
             lambda a, b, n: 100 * (np.exp(ratio(a, n) - ratio(b, n)) - 1), found, reference, lengths
@@ -141,15 +142,15 @@ def _perplexity(losses: Array, lengths: Array) -> Array:
 
 
 def _by_window(values: Array, lengths: Array) -> Array:
-    """Sums [windows] of values [tokens]."""
+    """Sum values [tokens] to [windows]."""
     starts = np.concatenate([[0], np.cumsum(lengths)[:-1]])
     return np.asarray(np.add.reduceat(values.astype(np.float64), starts))
 
 
 def divergence(p_ids: Array, p_logprobs: Array, q_ids: Array, q_logprobs: Array) -> Array:
-    """KL(p || q) of each position, [tokens], from the likeliest tokens of both, [tokens, top] each.
+    """Return KL(p || q) of each position, [tokens], from the likeliest tokens of both, [tokens, top] each.
 
-    Tokens that both list are told apart, all others lumped together.  Lumping never makes a KL divergence larger, so
+    Tokens that both list count one by one, all others lumped together.  Lumping never makes a KL divergence larger, so
     this is a lower bound, and the divergence itself when both list the whole vocabulary.
     """
     found = np.empty(len(p_ids))

@@ -1,4 +1,4 @@
-"""Evaluation data: texts, ids or pairs, as token ids of the checkpoint's own tokenizer."""
+"""Evaluation data: texts, ids or pairs become token ids, with the checkpoint's own tokenizer."""
 
 from __future__ import annotations
 
@@ -7,41 +7,47 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from slidesparse import token_files
-from slidesparse.calibrate.data import tokenizer_of
-from slidesparse.checkpoint import CONFIG, positions_of
-from slidesparse.evaluate.engine import EvaluationError
+from slidesparse.checkpoint.storage import CONFIG, positions_of
+from slidesparse.checkpoint.tokens import (
+    clipped,
+    read_ids,
+    read_lines,
+    read_records,
+    read_text,
+    tokenizer_of,
+)
+from slidesparse.errors import SlideSparseError
 
 Ids = list[list[int]]
 WINDOW = 2048  # tokens
-LONGEST_TEXT = 512  # tokens of a text to embed
+LONGEST_TEXT = 512  # tokens of a text to embed, at most
 
 
 def window_of(*folders: Path) -> int:
-    """Tokens of a window that every checkpoint in ``folders`` takes: WINDOW, or one less than its positions.
+    """Return how many tokens of a window every checkpoint in ``folders`` takes: WINDOW, or its positions less one.
 
-    vLLM generates a token behind a window.  A folder that says nothing of its positions takes any.
+    vLLM generates one token after a window.  A folder that does not name its positions takes any window.
     """
     positions = [_positions(folder) for folder in folders]
     return min([WINDOW, *(found - 1 for found in positions if found)])
 
 
 def vocabulary_of(folder: Path) -> int:
-    """How many tokens the model of a folder knows; 1 when config.json does not say."""
+    """Return the size of a model's vocabulary; 1 when config.json does not say."""
     try:
         config = config_of(folder)
         found = config.get("vocab_size") or config.get("text_config", {}).get("vocab_size")
         return max(1, int(found))
-    except (EvaluationError, ValueError, TypeError, AttributeError):
+    except (SlideSparseError, ValueError, TypeError, AttributeError):
         return 1  # vLLM tells what is wrong with it
 
 
 def config_of(folder: Path) -> dict[str, Any]:
-    """config.json of a checkpoint.  Raises EvaluationError when there is none that can be read."""
+    """Read config.json of a checkpoint.  SlideSparseError when there is none that can be read."""
     try:
         found = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise EvaluationError(
+        raise SlideSparseError(
             f"{folder} is no checkpoint folder: its {CONFIG} cannot be read ({error})"
         ) from error
     return found if isinstance(found, dict) else {}
@@ -50,40 +56,43 @@ def config_of(folder: Path) -> dict[str, Any]:
 def _positions(folder: Path) -> int | None:
     try:
         return positions_of(config_of(folder))
-    except (EvaluationError, ValueError, TypeError, AttributeError):
+    except (SlideSparseError, ValueError, TypeError, AttributeError):
         return None  # vLLM tells what is wrong with it
 
 
 def windows(data: str | Path, folder: Path, seqlen: int, samples: int | None) -> Ids:
-    """Consecutive windows of ``seqlen`` tokens for perplexity, the first ``samples`` of them.
+    """Cut data into consecutive windows of ``seqlen`` tokens for perplexity; return the first ``samples`` of them.
 
-    ``data``: a .txt file, one text; a .jsonl file of texts, one stream; or a .npy file of ids, a stream [tokens] or
-    rows [samples, tokens].  Raises EvaluationError for data that give not one window.
+    Args:
+        data: a .txt file, one text; a .jsonl file of texts, one stream; or a .npy file of ids, a stream [tokens] or
+            rows [samples, tokens].
+
+    Raises SlideSparseError for data without a whole window.
     """
     path = _file(data, (".txt", ".jsonl", ".npy"))
     _require_some(samples)
     if seqlen < 2:
-        raise EvaluationError(
+        raise SlideSparseError(
             f"--seqlen {seqlen} is too short; a token is scored by those before it, so 2 at least"
         )
     if path.suffix == ".npy":
-        found = token_files.ids(path, EvaluationError)
+        found = read_ids(path)
         if found.ndim == 2 and (len(found) == 0 or found.shape[1] < 2):
-            raise EvaluationError(f"{path} holds {list(found.shape)} ids; a window has 2 tokens at least")
+            raise SlideSparseError(f"{path} holds {list(found.shape)} ids; a window has 2 tokens at least")
         if found.ndim == 2:
             return [[int(token) for token in row[:seqlen]] for row in found[:samples]]
         stream = [int(token) for token in found]
     else:
         encode = tokenizer_of(folder)
         texts = (
-            [token_files.read(path, EvaluationError)]
+            [read_text(path)]
             if path.suffix == ".txt"
-            else [text for (text,) in token_files.texts(path, ("text",), EvaluationError)]
+            else [text for (text,) in read_records(path, ("text",))]
         )
         stream = [token for text in texts for token in encode(text)]
     count = len(stream) // seqlen
     if count == 0:
-        raise EvaluationError(
+        raise SlideSparseError(
             f"{path} has {len(stream)} tokens, not one window of {seqlen}; give more text or a smaller --seqlen"
         )
     count = count if samples is None else min(count, samples)
@@ -92,31 +101,29 @@ def windows(data: str | Path, folder: Path, seqlen: int, samples: int | None) ->
 
 @dataclass(frozen=True)
 class Texts:
-    """What is embedded: texts, or pairs of which the second is to be found by the first."""
+    """Texts to embed: queries, and of pairs the documents that they should find."""
 
     queries: Ids
     documents: Ids | None  # one a query
 
 
 def texts_or_pairs(data: str | Path, folder: Path, samples: int | None, longest: int = LONGEST_TEXT) -> Texts:
-    """Texts of a .jsonl file with "text", or pairs with "query" and "text", truncated to ``longest`` tokens each."""
+    """Read a .jsonl file of texts with "text", or pairs with "query" and "text", cut to ``longest`` tokens each."""
     path = _file(data, (".jsonl",))
     _require_some(samples)
     if longest < 2:
-        raise EvaluationError(f"--longest {longest} leaves nothing of a text; it must be 2 at least")
+        raise SlideSparseError(f"--longest {longest} leaves nothing of a text; it must be 2 at least")
     encode = tokenizer_of(folder)
     paired = _first_has_query(path)
-    lines = token_files.texts(path, ("query", "text") if paired else ("text",), EvaluationError)[:samples]
-    columns = [
-        [token_files.clipped(encode(line[i]), longest) for line in lines] for i in range(len(lines[0]))
-    ]
+    lines = read_records(path, ("query", "text") if paired else ("text",))[:samples]
+    columns = [[clipped(encode(line[i]), longest) for line in lines] for i in range(len(lines[0]))]
     return Texts(columns[0], columns[1] if paired else None)
 
 
 def _first_has_query(path: Path) -> bool:
-    """Of the first line that is not empty; False for one that is no JSON, which whoever reads all lines will say."""
+    """Return whether the first line that is not empty has a query; False for a line that is no JSON."""
     try:
-        lines = token_files.lines(path, EvaluationError)
+        lines = read_lines(path)
         first = json.loads(next((line for line in lines if line.strip()), "null"))
     except ValueError:
         return False
@@ -125,7 +132,7 @@ def _first_has_query(path: Path) -> bool:
 
 def _require_some(samples: int | None) -> None:
     if samples is not None and samples < 1:
-        raise EvaluationError(
+        raise SlideSparseError(
             f"--samples {samples} is too few; at least 1 is needed, and without it all are taken"
         )
 
@@ -133,7 +140,7 @@ def _require_some(samples: int | None) -> None:
 def _file(data: str | Path, suffixes: tuple[str, ...]) -> Path:
     path = Path(data)
     if not path.is_file():
-        raise EvaluationError(f"--data {str(data)!r} is no file; give one of {', '.join(suffixes)}")
+        raise SlideSparseError(f"--data {str(data)!r} is no file; give one of {', '.join(suffixes)}")
     if path.suffix not in suffixes:
-        raise EvaluationError(f"--data {str(data)!r} is no file of a kind known here: {', '.join(suffixes)}")
+        raise SlideSparseError(f"--data {str(data)!r} is no file of a kind known here: {', '.join(suffixes)}")
     return path

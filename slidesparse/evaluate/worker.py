@@ -1,7 +1,7 @@
-"""One vLLM engine that scores token ids, then ends.
+"""A program that scores token ids with one vLLM engine; `slidesparse.evaluate.engine` starts it.
 
-A program (see `slidesparse.evaluate.engine`): it reads one JSON object on stdin, {"model", "task", "ids", "top",
-"options"}, and writes arrays to the ``.npz`` file its argument names:
+It reads one JSON object on stdin, {"model", "task", "ids", "top",
+"options"}, and writes arrays to the ``.npz`` file that its argument names:
 
     perplexity   logprobs [tokens] of each token but the first of a sample, given those before it; top_ids and
                  top_logprobs [tokens, top], the likeliest first
@@ -17,24 +17,30 @@ from typing import Any
 import numpy as np
 
 Request = dict[str, Any]
-CHUNK = 64  # samples at a time, fewer if they have more than
-# Log-probabilities: what vLLM answers with is objects of Python of some 200 bytes, one for each.
-MOST_AT_ONCE = 10**7
+CHUNK = 64  # samples at a time, fewer if they have more log-probabilities than
+MOST_AT_ONCE = 10**7  # as vLLM returns each as a Python object of some 200 bytes
 
 
 def perplexity(request: Request) -> dict[str, np.ndarray]:
-    """Log-probabilities of the samples."""
-    from vllm import LLM, SamplingParams
+    """Compute the log-probabilities of the samples."""
+    from vllm import LLM
 
     top = request["top"]
     llm = LLM(request["model"], max_logprobs=top, skip_tokenizer_init=True, **request["options"])
+    return logprobs_of(llm, request["ids"], top)
+
+
+def logprobs_of(llm: Any, every: list[list[int]], top: int) -> dict[str, np.ndarray]:
+    """Ask an engine for the log-probabilities of the samples ``every``."""
+    from vllm import SamplingParams
+
     wanted = SamplingParams(max_tokens=1, temperature=0, prompt_logprobs=top, detokenize=False)
     logprobs, ids, tops = [], [], []
     wide = top if top > 0 else llm.llm_engine.model_config.get_vocab_size()
-    longest = max(len(sample) for sample in request["ids"])
+    longest = max(len(sample) for sample in every)
     chunk = max(1, min(CHUNK, MOST_AT_ONCE // (wide * longest)))
-    for start in range(0, len(request["ids"]), chunk):
-        samples = request["ids"][start : start + chunk]
+    for start in range(0, len(every), chunk):
+        samples = every[start : start + chunk]
         prompts = [{"prompt_token_ids": sample} for sample in samples]
         for sample, output in zip(samples, llm.generate(prompts, wanted, use_tqdm=False), strict=True):
             for token, position in zip(sample[1:], output.prompt_logprobs[1:], strict=True):
@@ -51,7 +57,7 @@ def perplexity(request: Request) -> dict[str, np.ndarray]:
 
 
 def embedding(request: Request) -> dict[str, np.ndarray]:
-    """Embeddings of the samples."""
+    """Compute the embeddings of the samples."""
     from vllm import LLM
 
     llm = LLM(request["model"], runner="pooling", **request["options"])

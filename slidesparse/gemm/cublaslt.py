@@ -13,16 +13,18 @@ import torch
 from torch import Tensor
 
 from slidesparse import profiling
-from slidesparse.gemm import library, plans
-from slidesparse.gemm.library import (
+from slidesparse.gemm import cuda
+from slidesparse.gemm.backend import LayerSpec
+from slidesparse.gemm.cuda import CudaBackend, NativePlan
+from slidesparse.gemm.problem import (
     NAMES,
     TN,
     Layout,
     LibraryError,
+    Plan,
     Problem,
     require_operand,
 )
-from slidesparse.gemm.native import NativeLibrary, NativePlan
 from slidesparse.quantize import FP8
 
 VECTOR_CAPABILITY, VECTOR_VERSION = (9, 0), 120900  # of scaling by vectors
@@ -40,8 +42,8 @@ OUTPUTS = {
 SCALE_TYPE = {"int32": "int32"}  # of alpha, by output; others: fp32
 
 
-class Library(NativeLibrary):
-    """See `slidesparse.gemm.library.Library`."""
+class CublasLt(CudaBackend):
+    """See `slidesparse.gemm.backend.Tunable`."""
 
     name = "cublaslt"
     sparse = False
@@ -49,19 +51,19 @@ class Library(NativeLibrary):
     products = OUTPUTS
 
     def version(self) -> str:
-        """Such as "13.1.0"."""
-        number = int(plans.call(plans.extension(self.name).version))
+        """See `Tunable.version`: such as "13.1.0"."""
+        number = int(cuda.call(cuda.extension(self.name).version))
         return f"{number // 10000}.{number // 100 % 100}.{number % 100}"
 
     def epilogue(self, dtype: str, out: str, device: torch.device | None = None) -> str:
-        """ "both" for FP8 to 16 bits on Hopper and later with cuBLAS 12.9, else "none"."""
+        """See `Tunable.epilogue`: "both" for FP8 to 16 bits on Hopper and later with cuBLAS 12.9, else "none"."""
         if dtype != "fp8" or out not in ("bf16", "fp16"):
             return "none"
-        version = int(plans.call(plans.extension(self.name).version))
+        version = int(cuda.call(cuda.extension(self.name).version))
         able = torch.cuda.get_device_capability(device) >= VECTOR_CAPABILITY and version >= VECTOR_VERSION
         return "both" if able else "none"
 
-    def pack(self, weight: Tensor, layout: Layout = TN) -> Tensor:
+    def operand(self, weight: Tensor, layout: Layout = TN) -> Tensor:
         """[n, k] contiguous, as it is; [k, n] for a layout whose N is contiguous."""
         require_operand(weight.dtype)
         return weight.contiguous() if layout.weight_k else weight.t().contiguous()
@@ -69,8 +71,8 @@ class Library(NativeLibrary):
     def algorithms(self, problem: Problem, device: torch.device, layout: Layout = TN) -> list[str]:
         """All that the library's heuristics propose, best first, in hexadecimal with a checksum."""
         native = self._native(problem, device, layout)
-        with plans.on_device(plans.index_of(device)):
-            found = plans.call(native.heuristics, HEURISTICS, plans.WORKSPACE)
+        with cuda.on_device(cuda.index_of(device)):
+            found = cuda.call(native.heuristics, HEURISTICS, cuda.WORKSPACE)
         return [_text(algorithm) for algorithm in found]
 
     def plan(
@@ -80,30 +82,30 @@ class Library(NativeLibrary):
         algorithm: str | None = None,
         layout: Layout = TN,
     ) -> NativePlan:
-        """See `slidesparse.gemm.library.Library`."""
+        """See `Tunable.plan`."""
         native = self._native(problem, device, layout)
-        with plans.on_device(plans.index_of(device)):
+        with cuda.on_device(cuda.index_of(device)):
             if algorithm is None:
-                proposed = plans.call(native.heuristics, 1, plans.WORKSPACE)
+                proposed = cuda.call(native.heuristics, 1, cuda.WORKSPACE)
                 if not proposed:
                     raise LibraryError(f"cuBLASLt has no algorithm for {problem}, {layout}")
                 chosen = proposed[0]
             else:
                 chosen = _bytes(algorithm)
-            plans.call(native.choose, chosen)
-        return NativePlan(native, algorithm, plans.index_of(device))
+            cuda.call(native.choose, chosen)
+        return NativePlan(native, algorithm, cuda.index_of(device))
 
     def _native(self, problem: Problem, device: torch.device, layout: Layout = TN) -> Any:
-        self.require(problem, device)
+        self.require(problem)
         if problem.scale == "channel" or (problem.scale == "both" and problem.dtype != "fp8"):
             raise LibraryError(f"cuBLASLt scales FP8 only, by out-feature and token, asked for {problem}")
-        module = plans.extension(self.name)
+        module = cuda.extension(self.name)
         types = module.TYPES
         bias = types[problem.out] if problem.bias else -1
-        with plans.on_device(plans.index_of(device)):
-            return plans.call(
+        with cuda.on_device(cuda.index_of(device)):
+            return cuda.call(
                 module.Plan,
-                plans.handle(self.name, plans.index_of(device)),
+                cuda.handle(self.name, cuda.index_of(device)),
                 *(problem.n, problem.k, problem.m),
                 *(types[problem.dtype], types[problem.out], module.COMPUTE[problem.dtype]),
                 types[SCALE_TYPE.get(problem.out, "fp32")],
@@ -112,71 +114,39 @@ class Library(NativeLibrary):
                 f"{problem}, {layout}",
             )
 
-
-LIBRARY = Library()
-
-
-def _text(algorithm: bytes) -> str:
-    """An algorithm in hexadecimal without the zeros at its end, and a checksum: the library crashes on a wrong one."""
-    return f"{algorithm.hex().rstrip('0')}-{zlib.crc32(algorithm):08x}"
-
-
-def _bytes(text: str) -> bytes:
-    """What `_text` wrote.  Raises LibraryError for anything else."""
-    digits, _, checksum = text.partition("-")
-    try:
-        algorithm = bytes.fromhex(digits.ljust(2 * ALGORITHM_BYTES, "0"))
-        if len(algorithm) == ALGORITHM_BYTES and zlib.crc32(algorithm) == int(checksum, 16):
-            return algorithm
-    except ValueError:
-        pass
-    raise LibraryError(f"{text!r} is no cuBLASLt algorithm in hexadecimal with its checksum; tune again")
-
-
-class CublasLt:
-    """The provider: see `slidesparse.gemm.GemmProvider`."""
-
-    name = "cublaslt"
-    alignment = LIBRARY.alignment
-    outputs = (torch.bfloat16, torch.float16, torch.float32)
-
-    def unusable(self, device: torch.device) -> str | None:
-        """See `Library.unusable`."""
-        return LIBRARY.unusable(device)
-
-    def pack(self, weight: Tensor) -> Tensor:
-        """[N, K] padded with zeros to multiples of 16."""
-        return LIBRARY.pack(plans.pad(weight, self.alignment, self.alignment))
+    def pack(self, spec: LayerSpec, weight: Tensor) -> Tensor:
+        """See `Backend.pack`: [N, K] padded with zeros to multiples of 16."""
+        return self.operand(cuda.pad(weight, self.alignment, self.alignment))
 
     def scaled_matmul(
         self,
         q: Tensor,
         scale_x: Tensor,
-        weight: Tensor,
+        packed: Tensor,
         scale_w: Tensor,
         bias: Tensor | None,
         out_dtype: torch.dtype,
     ) -> Tensor:
-        """See `slidesparse.gemm.GemmProvider.scaled_matmul`."""
+        """See `Backend.scaled_matmul`."""
         n = scale_w.shape[0]
         if q.shape[0] == 0:
             return q.new_empty(0, n, dtype=out_dtype)
-        q = plans.pad(q, self.alignment)
+        q = cuda.pad(q, self.alignment)
         if n % self.alignment == 0 and q.shape[0] > PLAIN_TOKENS and self._scales(q, out_dtype):
             bias = bias.to(out_dtype) if bias is not None else None
             with profiling.stage("product", q):
-                return self._product(q, weight, n, out_dtype, scale_w, scale_x, bias)
+                return self._product(q, packed, n, out_dtype, scale_w, scale_x, bias)
         from slidesparse.kernels.dequant_bias import dequant_bias  # late: needs Triton
 
         # FP8 to BF16 as the sparse backend does it: half the bytes in between
         half = q.dtype == FP8 and out_dtype == torch.bfloat16
         with profiling.stage("product", q):
-            acc = self._product(q, weight, n, torch.bfloat16 if half else plans.SUMS[q.dtype])
+            acc = self._product(q, packed, n, torch.bfloat16 if half else cuda.SUMS[q.dtype])
         with profiling.stage("scale", q):
             return dequant_bias(acc, scale_x, scale_w, bias, out_dtype)
 
     def _scales(self, q: Tensor, out_dtype: torch.dtype) -> bool:
-        return q.dtype == FP8 and LIBRARY.epilogue("fp8", NAMES[out_dtype], q.device) == "both"
+        return q.dtype == FP8 and self.epilogue("fp8", NAMES[out_dtype], q.device) == "both"
 
     def _product(
         self,
@@ -194,14 +164,14 @@ class CublasLt:
                 f"a weight of {weight.dtype} {tuple(weight.shape)} for products [{m}, {k}] @ [{n}, {k}].T of "
                 f"{q.dtype}: pack the weight for the backend cublaslt"
             )
-        rows = plans.bucket(m)
-        scale_x = scale_x if scale_x is None else plans.with_rows(scale_x, rows)
+        rows = cuda.bucket(m)
+        scale_x = scale_x if scale_x is None else cuda.with_rows(scale_x, rows)
         key = (q.dtype, dtype, columns, k, rows, scale_w is not None, bias is not None)
-        with plans.on_device(plans.index_of(device)):
-            plan = plans.plans(self.name, device.index).get(key, self._plan, *key, device)
+        with cuda.on_device(cuda.index_of(device)):
+            plan = cuda.plans(self.name, device.index).get(key, self._plan, *key, device)
             profiling.chose(plan.algorithm)
             out = torch.empty(rows, columns, dtype=dtype, device=device)
-            plan.run(plans.with_rows(q, rows), weight, out, scale_w, scale_x, bias)
+            plan.run(cuda.with_rows(q, rows), weight, out, scale_w, scale_x, bias)
         return out[:m, :n]
 
     def _plan(
@@ -214,6 +184,23 @@ class CublasLt:
         scaled: bool,
         bias: bool,
         device: torch.device,
-    ) -> library.Plan:
+    ) -> Plan:
         problem = Problem(NAMES[operand], NAMES[out], n, k, m, "both" if scaled else "none", bias)
-        return plans.tuned_plan(LIBRARY, problem, device)
+        return cuda.tuned_plan(self, problem, device)
+
+
+def _text(algorithm: bytes) -> str:
+    """An algorithm in hexadecimal without the zeros at its end, and a checksum: the library crashes on a wrong one."""
+    return f"{algorithm.hex().rstrip('0')}-{zlib.crc32(algorithm):08x}"
+
+
+def _bytes(text: str) -> bytes:
+    """Read what `_text` wrote.  Raises LibraryError for anything else."""
+    digits, _, checksum = text.partition("-")
+    try:
+        algorithm = bytes.fromhex(digits.ljust(2 * ALGORITHM_BYTES, "0"))
+        if len(algorithm) == ALGORITHM_BYTES and zlib.crc32(algorithm) == int(checksum, 16):
+            return algorithm
+    except ValueError:
+        pass
+    raise LibraryError(f"{text!r} is no cuBLASLt algorithm in hexadecimal with its checksum; tune again")

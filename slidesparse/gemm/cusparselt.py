@@ -13,19 +13,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from slidesparse import profiling, toolchain
-from slidesparse.gemm import library, plans
-from slidesparse.gemm.library import (
+from slidesparse import profiling
+from slidesparse.build.find import ToolchainError, require_supported
+from slidesparse.gemm import cuda
+from slidesparse.gemm.backend import LayerSpec, require_none_broken, round_up
+from slidesparse.gemm.cuda import CudaBackend, NativePlan
+from slidesparse.gemm.problem import (
     NAMES,
     TN,
     Layout,
     LibraryError,
+    Plan,
     Problem,
     require_operand,
 )
-from slidesparse.gemm.native import NativeLibrary, NativePlan
-from slidesparse.pattern import HARDWARE_LENGTH, SlideLayout, SlidePattern
-from slidesparse.slide import require_pattern
 
 ALIGNMENT = {1: 32, 2: 16}  # bytes of an element -> the multiple of rows and columns of a weight
 OUTPUTS = {
@@ -48,8 +49,13 @@ CHUNK = 16 << 20  # bytes of windows that are compressed at a time
 SLACK = 4096
 
 
-class Library(NativeLibrary):
-    """See `slidesparse.gemm.library.Library`."""
+class CuSparseLt(CudaBackend):
+    """See `slidesparse.gemm.backend.Tunable`.
+
+    BF16 layers take the product in BF16 and scale that; others take INT32 or float32 sums.  Both libraries and
+    stock vLLM round to BF16 at the end; here the sum is rounded to BF16 as well, half an ulp more, which halves the
+    bytes between GEMM and scaling.
+    """
 
     name = "cusparselt"
     sparse = True
@@ -57,19 +63,19 @@ class Library(NativeLibrary):
     products = OUTPUTS
 
     def version(self) -> str:
-        """Such as "0.8.0"; see `slidesparse.gemm.library.Library`."""
-        found = tuple(plans.call(plans.extension(self.name).version))
+        """See `Tunable.version`."""
+        found = tuple(cuda.call(cuda.extension(self.name).version))
         try:
-            toolchain.require_supported(self.name, found)
-        except toolchain.ToolchainError as error:
+            require_supported(self.name, found)
+        except ToolchainError as error:
             raise LibraryError(str(error)) from None
         return ".".join(map(str, found))
 
     def epilogue(self, dtype: str, out: str, device: torch.device | None = None) -> str:
-        """What serving asks for: nothing, since the kernel that applies token scales applies both in one pass."""
+        """See `Tunable.epilogue`: none, since the kernel that applies token scales applies both in one pass."""
         return "none"
 
-    def pack(self, weight: Tensor, layout: Layout = TN) -> Tensor:
+    def operand(self, weight: Tensor, layout: Layout = TN) -> Tensor:
         """2:4 [n, k] -> the library's values and metadata, and SLACK [bytes]; n and k are multiples of `ALIGNMENT`."""
         dtype = require_operand(weight.dtype)
         n, k = weight.shape
@@ -83,16 +89,16 @@ class Library(NativeLibrary):
                 f"cuSPARSELt takes weights whose sides are multiples of {multiple}, found {n} x {k}: pad it with zeros"
             )
         weight = weight.contiguous() if layout.weight_k else weight.t().contiguous()
-        problem, index = Problem(dtype, OUTPUTS[dtype][0], n, k, plans.LEAST_ROWS), weight.device.index
-        with plans.on_device(index):
-            compressor = plans.plans(self.name, index).get(
+        problem, index = Problem(dtype, OUTPUTS[dtype][0], n, k, cuda.LEAST_ROWS), weight.device.index
+        with cuda.on_device(index):
+            compressor = cuda.plans(self.name, index).get(
                 ("compress", dtype, n, k, layout), self._native, problem, weight.device, None, layout
             )
-            size, buffer_size = plans.call(compressor.compressed_size)
+            size, buffer_size = cuda.call(compressor.compressed_size)
             compressed = torch.empty(size + SLACK, dtype=torch.uint8, device=weight.device)
             buffer = torch.empty(max(1, buffer_size), dtype=torch.uint8, device=weight.device)
-            stream = plans.stream_of(index)
-            plans.call(
+            stream = cuda.stream_of(index)
+            cuda.call(
                 compressor.compress, weight.data_ptr(), compressed.data_ptr(), buffer.data_ptr(), stream
             )
         return compressed
@@ -107,12 +113,12 @@ class Library(NativeLibrary):
         found = [str(i) for i in ids]
         tiles = -(-problem.n // 128) * -(-problem.m // 128)
         if tiles < 2 * torch.cuda.get_device_properties(device).multi_processor_count:
-            splits = _splits(problem.dtype, problem.out, problem.scale, device)
+            splits = self._splits(problem.dtype, problem.out, problem.scale, device)
             found += [f"{i}/{split}" for i in ids for split in splits]
         return found
 
     def unsplit(self, algorithm: str) -> str | None:
-        """Of "3/2x1" it is "3"."""
+        """Strip the split-K suffix: "3/2x1" becomes "3"."""
         whole, way, _ = algorithm.partition("/")
         return whole if way else None
 
@@ -130,14 +136,14 @@ class Library(NativeLibrary):
         algorithm: str | None = None,
         layout: Layout = TN,
     ) -> NativePlan:
-        """See `slidesparse.gemm.library.Library`."""
+        """See `Tunable.plan`."""
         native = self._native(problem, device, algorithm, layout)
-        return NativePlan(native, algorithm, plans.index_of(device))
+        return NativePlan(native, algorithm, cuda.index_of(device))
 
     def _native(
         self, problem: Problem, device: torch.device, algorithm: str | None, layout: Layout = TN
     ) -> Any:
-        self.require(problem, device)
+        self.require(problem)
         if problem.bias or problem.scale == "both":
             raise LibraryError(f"cuSPARSELt can scale by out-feature only, asked for {problem}")
         numbers = _numbers(algorithm)
@@ -145,11 +151,11 @@ class Library(NativeLibrary):
             raise LibraryError(
                 f"algorithm {algorithm} of cuSPARSELt {self.version()} crashes for {problem} on this GPU; take another"
             )
-        module, index = plans.extension(self.name), plans.index_of(device)
-        with plans.on_device(index):
-            return plans.call(
+        module, index = cuda.extension(self.name), cuda.index_of(device)
+        with cuda.on_device(index):
+            return cuda.call(
                 module.Plan,
-                plans.handle(self.name, index),
+                cuda.handle(self.name, index),
                 *(problem.n, problem.k, problem.m),
                 *(module.TYPES[problem.dtype], module.TYPES[problem.out], module.COMPUTE[problem.dtype]),
                 problem.scale == "channel",
@@ -158,26 +164,119 @@ class Library(NativeLibrary):
                 f"{problem}, {layout}, by algorithm {algorithm or 'of its own choice'}",
             )
 
+    @cache  # noqa: B019  there is one object
+    def _splits(self, dtype: str, out: str, scale: str, device: torch.device) -> tuple[str, ...]:
+        """The split-K ways, as "2x1", that one of every eighth algorithm takes; on Hopper none of 0.8.0 does."""
+        problem = Problem(dtype, out, *PROBED, scale)
+        ids = range(0, self._native(problem, device, None).algorithms, 8)  # a refusal takes 8 ms
+        ways = [f"{splits}x{mode}" for splits in SPLITS for mode in SPLIT_MODES]
+        ways += [f"1x{mode}" for mode in WHOLE_MODES]
+        return tuple(way for way in ways if any(self._accepts(problem, device, f"{i}/{way}") for i in ids))
 
-LIBRARY = Library()
+    def _accepts(self, problem: Problem, device: torch.device, algorithm: str) -> bool:
+        try:
+            self._native(problem, device, algorithm)
+        except LibraryError:
+            return False
+        return True
 
+    def pack(self, spec: LayerSpec, weight: Tensor) -> Tensor:
+        """See `Backend.pack`: slid into 2:4 windows and compressed, [bytes].
 
-@cache
-def _splits(dtype: str, out: str, scale: str, device: torch.device) -> tuple[str, ...]:
-    """The ways of splitting K, as "2x1", that one of every eighth algorithm takes; on Hopper none of 0.8.0 does."""
-    problem = Problem(dtype, out, *PROBED, scale)
-    ids = range(0, LIBRARY._native(problem, device, None).algorithms, 8)  # a refusal takes 8 ms
-    ways = [f"{splits}x{mode}" for splits in SPLITS for mode in SPLIT_MODES]
-    ways += [f"1x{mode}" for mode in WHOLE_MODES]
-    return tuple(way for way in ways if any(_accepts(problem, device, f"{i}/{way}") for i in ids))
+        N and K' are padded with zeros to multiples of 32.  The weight is taken chunk by chunk of rows, so that next to
+        it and the result there is little more than CHUNK bytes.
+        """
+        from slidesparse.kernels.slide_weight import slide_weight  # late: needs Triton
 
+        layout, columns = spec.layout, spec.columns(self.alignment)
+        n, padded = weight.shape[0], round_up(weight.shape[0], self.alignment)
+        step = max(ROWS, CHUNK // max(1, columns) // ROWS * ROWS)
+        if padded % ROWS or not self._concatenates(weight.device, weight.dtype):
+            step = padded
+        broken = torch.zeros(1, dtype=torch.int32, device=weight.device)
+        packed: Tensor | None = None
+        for start in range(0, padded, step):
+            rows = min(step, padded - start)
+            windows = torch.empty(rows, columns, dtype=torch.int8, device=weight.device).view(weight.dtype)
+            part = weight[start : min(start + rows, n)]
+            broken += slide_weight(
+                part, layout.length, layout.phase, windows[: len(part)], normalise_zero=True
+            )
+            windows[len(part) :].view(torch.int8).zero_()
+            compressed = self.operand(windows)
+            if packed is None:
+                packed = compressed if rows == padded else _empty_like_whole(compressed, padded, rows)
+            if rows < padded:
+                _place(packed, compressed, start, rows, padded, columns)
+        assert packed is not None
+        require_none_broken(spec, weight, int(broken.item()))
+        return packed
 
-def _accepts(problem: Problem, device: torch.device, algorithm: str) -> bool:
-    try:
-        LIBRARY._native(problem, device, algorithm)
-    except LibraryError:
-        return False
-    return True
+    def scaled_matmul(
+        self,
+        q: Tensor,
+        scale_x: Tensor,
+        packed: Tensor,
+        scale_w: Tensor,
+        bias: Tensor | None,
+        out_dtype: torch.dtype,
+    ) -> Tensor:
+        """See `Backend.scaled_matmul`."""
+        from slidesparse.kernels.dequant_bias import dequant_bias  # late: needs Triton
+
+        m, n = q.shape[0], scale_w.shape[0]
+        if m == 0:
+            return q.new_empty(0, n, dtype=out_dtype)
+        sums = out_dtype if out_dtype == torch.bfloat16 else cuda.SUMS[q.dtype]
+        with profiling.stage("product", q):
+            acc = self.accumulate(q, packed, n, sums)
+        with profiling.stage("scale", q):
+            return dequant_bias(acc, scale_x, scale_w, bias, out_dtype)
+
+    def accumulate(self, q: Tensor, weight: Tensor, n: int, dtype: torch.dtype) -> Tensor:
+        """q [M, K'] @ weight.T, not scaled -> [M, N] of ``dtype`` (INT32 or float32: full sums; BF16), rows strided."""
+        if q.shape[1] % self.alignment:
+            q = cuda.pad(q, self.alignment)
+        (m, k), columns, index = q.shape, n + -n % self.alignment, q.get_device()
+        if weight.dtype != torch.uint8 or weight.numel() < columns * k // 2:  # its values alone
+            raise LibraryError(
+                f"a weight of {weight.dtype} {tuple(weight.shape)} for products [{m}, {k}] @ [{n}, {k}].T: pack the "
+                "weight for the backend cusparselt, from windows of as many columns"
+            )
+        rows = cuda.bucket(m)
+        key = (q.dtype, dtype, columns, k, rows)
+        with cuda.on_device(index):
+            plan = cuda.plans(self.name, index).get(key, self._plan, *key, q.device)
+            profiling.chose(plan.algorithm)
+            out = q.new_empty(rows, columns, dtype=dtype)
+            plan.run(q if rows == m else cuda.with_rows(q, rows), weight, out)
+        return out if rows == m and columns == n else out[:m, :n]
+
+    def _plan(
+        self, operand: torch.dtype, out: torch.dtype, n: int, k: int, m: int, device: torch.device
+    ) -> Plan:
+        problem = Problem(NAMES[operand], NAMES[out], n, k, m)
+        return cuda.tuned_plan(self, problem, device)
+
+    @cache  # noqa: B019  there is one object
+    def _concatenates(self, device: torch.device, dtype: torch.dtype) -> bool:
+        """Tell whether compressing chunks of rows gives what compressing the whole weight gives."""
+        columns, whole = 256, 3 * ROWS
+        weight = torch.randint(1, 100, (whole, columns), dtype=torch.int8, device=device)
+        column = torch.arange(columns, device=device)
+        kept = torch.stack([(column + row // 3) % 4 < 2 for row in range(12)]).repeat(whole // 12 + 1, 1)[
+            :whole
+        ]
+        weight = torch.where(kept, weight, 0).view(dtype)
+        expected = self.operand(weight)
+        found = torch.empty_like(expected)
+        for start in range(0, whole, ROWS):
+            part = weight[start : start + ROWS]
+            compressed = self.operand(part)
+            if (compressed.numel() - SLACK) * whole != (expected.numel() - SLACK) * len(part):
+                return False
+            _place(found, compressed, start, len(part), whole, columns)
+        return torch.equal(found[:-SLACK], expected[:-SLACK])
 
 
 def _numbers(algorithm: str | None) -> tuple[int, int, int, int]:
@@ -191,117 +290,12 @@ def _numbers(algorithm: str | None) -> tuple[int, int, int, int]:
     return int(first), int(splits or 1), int(mode or 0), 0
 
 
-class CuSparseLt:
-    """The provider: see `slidesparse.gemm.GemmProvider`.
-
-    BF16 layers take the product in BF16 and scale that; others take INT32 or float32 sums.  Both libraries and
-    stock vLLM round to BF16 at the end; here the sum is rounded to BF16 as well, half an ulp more, which halves the
-    bytes between GEMM and scaling.
-    """
-
-    name = "cusparselt"
-    alignment = LIBRARY.alignment
-    outputs = (torch.bfloat16, torch.float16, torch.float32)
-
-    def unusable(self, device: torch.device) -> str | None:
-        """See `Library.unusable`."""
-        return LIBRARY.unusable(device)
-
-    def pack(self, weight: Tensor) -> Tensor:
-        """2:4 [N, K'] INT8 or FP8 -> packed; N and K' are padded with zeros to multiples of 32.
-
-        Raises PatternError for a weight that is not 2:4.
-        """
-        pattern = SlidePattern(HARDWARE_LENGTH)
-        packed, broken = self.slide_and_pack(weight, pattern.layout(weight.shape[1]))
-        if broken:
-            require_pattern(weight, pattern, "weight")
-        return packed
-
-    def scaled_matmul(
-        self,
-        q: Tensor,
-        scale_x: Tensor,
-        weight: Tensor,
-        scale_w: Tensor,
-        bias: Tensor | None,
-        out_dtype: torch.dtype,
-    ) -> Tensor:
-        """See `slidesparse.gemm.GemmProvider.scaled_matmul`."""
-        from slidesparse.kernels.dequant_bias import dequant_bias  # late: needs Triton
-
-        m, n = q.shape[0], scale_w.shape[0]
-        if m == 0:
-            return q.new_empty(0, n, dtype=out_dtype)
-        sums = out_dtype if out_dtype == torch.bfloat16 else plans.SUMS[q.dtype]
-        with profiling.stage("product", q):
-            acc = self.accumulate(q, weight, n, sums)
-        with profiling.stage("scale", q):
-            return dequant_bias(acc, scale_x, scale_w, bias, out_dtype)
-
-    def accumulate(self, q: Tensor, weight: Tensor, n: int, dtype: torch.dtype) -> Tensor:
-        """q [M, K'] @ weight.T, not scaled -> [M, N] of ``dtype`` (INT32 or float32: full sums; BF16), rows strided."""
-        if q.shape[1] % self.alignment:
-            q = plans.pad(q, self.alignment)
-        (m, k), columns, index = q.shape, n + -n % self.alignment, q.get_device()
-        if weight.dtype != torch.uint8 or weight.numel() < columns * k // 2:  # its values alone
-            raise LibraryError(
-                f"a weight of {weight.dtype} {tuple(weight.shape)} for products [{m}, {k}] @ [{n}, {k}].T: pack the "
-                "weight for the backend cusparselt, from windows of as many columns"
-            )
-        rows = plans.bucket(m)
-        key = (q.dtype, dtype, columns, k, rows)
-        with plans.on_device(index):
-            plan = plans.plans(self.name, index).get(key, self._plan, *key, q.device)
-            profiling.chose(plan.algorithm)
-            out = q.new_empty(rows, columns, dtype=dtype)
-            plan.run(q if rows == m else plans.with_rows(q, rows), weight, out)
-        return out if rows == m and columns == n else out[:m, :n]
-
-    def slide_and_pack(self, weight: Tensor, layout: SlideLayout) -> tuple[Tensor, int]:
-        """A pruned weight [N, K] INT8 or FP8 -> the packed form of its windows, and how many blocks break the pattern.
-
-        Chunk by chunk of rows, so that next to the weight and the result there is little more than CHUNK bytes.
-        With blocks that break the pattern the packed form is of no use.
-        """
-        from slidesparse.kernels.slide_weight import slide_weight  # late: needs Triton
-
-        n, columns = weight.shape[0], layout.slided + -layout.slided % self.alignment
-        padded = n + -n % self.alignment
-        step = max(ROWS, CHUNK // max(1, columns) // ROWS * ROWS)
-        if padded % ROWS or not _concatenates(weight.device, weight.dtype):
-            step = padded
-        broken = torch.zeros(1, dtype=torch.int32, device=weight.device)
-        packed: Tensor | None = None
-        for start in range(0, padded, step):
-            rows = min(step, padded - start)
-            windows = torch.empty(rows, columns, dtype=torch.int8, device=weight.device).view(weight.dtype)
-            part = weight[start : min(start + rows, n)]
-            broken += slide_weight(
-                part, layout.length, layout.phase, windows[: len(part)], normalise_zero=True
-            )
-            windows[len(part) :].view(torch.int8).zero_()
-            compressed = LIBRARY.pack(windows)
-            if packed is None:
-                packed = compressed if rows == padded else _empty_like_whole(compressed, padded, rows)
-            if rows < padded:
-                _place(packed, compressed, start, rows, padded, columns)
-        assert packed is not None
-        return packed, int(broken.item())
-
-    def _plan(
-        self, operand: torch.dtype, out: torch.dtype, n: int, k: int, m: int, device: torch.device
-    ) -> library.Plan:
-        problem = Problem(NAMES[operand], NAMES[out], n, k, m)
-        return plans.tuned_plan(LIBRARY, problem, device)
-
-
 # A compressed weight of N rows holds its values, K' / 2 bytes a row, and then its metadata, some bytes a row::
 #
 #     values of rows 0 .. N-1 | metadata of rows 0 .. N-1
 #
 # Metadata is laid out in tiles of ROWS rows, so a weight of whole tiles can be compressed chunk by chunk.  The library
-# does not promise it: `_concatenates` looks, once a device and type.
+# does not promise it: `CuSparseLt._concatenates` looks, once a device and type.
 
 
 def _empty_like_whole(compressed: Tensor, whole: int, rows: int) -> Tensor:
@@ -313,22 +307,3 @@ def _place(packed: Tensor, compressed: Tensor, start: int, rows: int, whole: int
     packed[start * values : (start + rows) * values] = compressed[: rows * values]
     at = whole * values + start * metadata
     packed[at : at + rows * metadata] = compressed[rows * values : rows * (values + metadata)]
-
-
-@cache
-def _concatenates(device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether compressing chunks of rows gives what compressing the whole weight gives."""
-    columns, whole = 256, 3 * ROWS
-    weight = torch.randint(1, 100, (whole, columns), dtype=torch.int8, device=device)
-    column = torch.arange(columns, device=device)
-    kept = torch.stack([(column + row // 3) % 4 < 2 for row in range(12)]).repeat(whole // 12 + 1, 1)[:whole]
-    weight = torch.where(kept, weight, 0).view(dtype)
-    expected = LIBRARY.pack(weight)
-    found = torch.empty_like(expected)
-    for start in range(0, whole, ROWS):
-        part = weight[start : start + ROWS]
-        compressed = LIBRARY.pack(part)
-        if (compressed.numel() - SLACK) * whole != (expected.numel() - SLACK) * len(part):
-            return False
-        _place(found, compressed, start, len(part), whole, columns)
-    return torch.equal(found[:-SLACK], expected[:-SLACK])

@@ -21,8 +21,9 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from slidesparse.gemm.library import Problem
-from slidesparse.toolchain import cache_folder
+from slidesparse.build.compile import cache_folder, make_folder
+from slidesparse.errors import EnvironmentFault
+from slidesparse.gemm.problem import Problem
 
 FORMAT = 1
 BEYOND = 2  # times the largest tuned M for which its algorithm is still taken
@@ -32,13 +33,13 @@ SHIPPED = Path(__file__).parent.parent / "tuned_tables"
 _logger = logging.getLogger("slidesparse")
 
 
-class TableError(RuntimeError):
+class TableError(EnvironmentFault, RuntimeError):
     """A table of tuned algorithms that cannot be used; names the file and the remedy."""
 
 
 @dataclass(frozen=True)
 class Subject:
-    """What a table is about."""
+    """The GPU, library and version that a table is about."""
 
     library: str  # "cusparselt", "cublaslt", "hopper"
     version: str  # of the library, such as "0.8.0"
@@ -136,14 +137,14 @@ def _for_tokens(measured: dict[int, Tuned], m: int) -> str:
 
 
 def _parts(key: str) -> tuple[str, int, int]:
-    """What `key_of` put together: types and epilogue, n, k."""
+    """Split a text of `key_of` into types and epilogue, n, k."""
     types, _, shape = key.partition(", n ")
     n, _, k = shape.partition(", k ")
     return types, int(n), int(k)
 
 
 def tuned(subject: Subject, problem: Problem) -> Tuned | None:
-    """What is in the tables for exactly this problem, its M included."""
+    """Look up exactly this problem, its M included; None where the tables lack it."""
     return _tables(subject, folder()).get(key_of(problem), {}).get(problem.m)
 
 
@@ -183,7 +184,7 @@ def save(subject: Subject, results: Iterable[tuple[Problem, Tuned]]) -> Path:
     file there is damaged; it is not overwritten.
     """
     path = folder() / subject.file
-    path.parent.mkdir(parents=True, exist_ok=True)
+    make_folder(path.parent)
     entries = _read(path, subject)
     for problem, best in results:
         entries.setdefault(key_of(problem), {})[problem.m] = best

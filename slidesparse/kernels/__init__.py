@@ -1,5 +1,4 @@
-"""The GPU's Triton kernels, one a file: `quant_slide`, `quant_only`, `dequant_bias`; `norm_quant_slide` and
-`silu_quant_slide`, which also do what comes before quantization; for loading, two more.
+"""The Triton kernels, one a file: `quant_slide`, `quant_only`, `dequant_bias`, and `slide_weight` for loading.
 
 Bit-identical to `slidesparse.reference` with ``arithmetic="cuda"``, on the GPU and in Triton's interpreter
 (TRITON_INTERPRET=1).  This package needs neither Triton nor a GPU; its modules need Triton when imported, and
@@ -16,7 +15,7 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-KINDS = ("quant_slide", "quant_only", "norm_quant_slide", "silu_quant_slide", "dequant_bias")
+KINDS = ("quant_slide", "quant_only", "dequant_bias")
 
 # When the quantizing kernels let the product behind them start, if that waits for their results itself (on Hopper and
 # later): "early", as soon as they run; "late", before they write the codes; "off", when they end.  It is not left out
@@ -38,7 +37,7 @@ class Config(NamedTuple):
 
 
 class RmsNorm(NamedTuple):
-    """What is quantized is RMSNorm(x), or with a residual RMSNorm(x + residual); see `norm_quant_slide`."""
+    """RMSNorm(x), or with a residual RMSNorm(x + residual), is quantized: see `slidesparse.reference.rms_norm`."""
 
     weight: Tensor  # [K] of any float dtype
     eps: float  # added to the mean square
@@ -47,10 +46,10 @@ class RmsNorm(NamedTuple):
 
 
 class SiluMul(NamedTuple):
-    """What is quantized is silu(gate) * up of x [M, 2 K], gate before up; see `silu_quant_slide`."""
+    """silu(gate) * up of x [M, 2 K], gate before up, is quantized."""
 
 
-Producer = RmsNorm | SiluMul | None  # what computes that which is quantized; None: it is x
+Producer = RmsNorm | SiluMul | None  # computes what is quantized; None: x itself is
 
 # kind -> ((largest size, largest M, how to launch), ...): the first entry that holds both counts.  Sizes are K for the
 # quantizing kernels and N for dequant_bias; None is any.  Measured on an H200 at M = 4096 and 16384 and sizes 2048,
@@ -71,23 +70,6 @@ TABLE: dict[str, tuple[_Entry, ...]] = {
         (8192, None, Config(2048, 1, 8)),
         (None, None, Config(1024, 1, 8)),
     ),
-    # As quant_slide, but a row is held in registers longer, as to read it again is to compute again.  Of seven ways,
-    # INT8 on an H200, no other was more than 7% faster: norms of 2048 columns at M = 8192 and of 3584 at 2048 and 8192,
-    # SiLU of 8192 and 18944 at both.
-    "norm_quant_slide": (
-        (1024, None, Config(256, 1, 2)),
-        (2048, None, Config(1024, 1, 4)),
-        (4096, None, Config(2048, 1, 8)),
-        (8192, None, Config(4096, 1, 16)),
-        (None, None, Config(4096, 1, 16)),
-    ),
-    "silu_quant_slide": (
-        (1024, None, Config(256, 1, 2)),
-        (2048, None, Config(1024, 1, 4)),
-        (4096, None, Config(2048, 1, 8)),
-        (8192, None, Config(4096, 1, 16)),
-        (None, None, Config(1024, 1, 16)),
-    ),
     "dequant_bias": (
         (None, 64, Config(256, 1, 1)),
         (None, None, Config(2048, 1, 4)),
@@ -96,36 +78,17 @@ TABLE: dict[str, tuple[_Entry, ...]] = {
 
 
 def quantize(
-    x: Tensor,
-    length: int,
-    phase: int,
-    dtype: torch.dtype,
-    columns: int,
-    rows: int = 0,
-    producer: Producer = None,
+    x: Tensor, length: int, phase: int, dtype: torch.dtype, columns: int, rows: int = 0
 ) -> tuple[Tensor, Tensor]:
-    """By the kernel for ``producer``, or `quant_only` where nothing is lifted.
-
-    Arguments and results are those of `quant_slide`.
-    """
-    windows = length, phase, dtype, columns, rows
+    """Quantize by `quant_slide`, or by `quant_only` where nothing is lifted; arguments and results are the former's."""
     # Imported late: they need Triton.
-    if isinstance(producer, RmsNorm):
-        from slidesparse.kernels.norm_quant_slide import norm_quant_slide
-
-        weight, eps, residual, total = producer
-        return norm_quant_slide(x, residual, weight, eps, *windows, total=total)[:2]
-    if isinstance(producer, SiluMul):
-        from slidesparse.kernels.silu_quant_slide import silu_quant_slide
-
-        return silu_quant_slide(x, *windows)
     if length == HARDWARE_LENGTH and phase == 0:
         from slidesparse.kernels.quant_only import quant_only
 
         return quant_only(x, dtype, columns, rows)
     from slidesparse.kernels.quant_slide import quant_slide
 
-    return quant_slide(x, *windows)
+    return quant_slide(x, length, phase, dtype, columns, rows)
 
 
 def config(kind: str, size: int, m: int) -> Config:

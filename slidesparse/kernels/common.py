@@ -1,4 +1,4 @@
-"""What the kernels share: reading rows, rounding to INT8 and E4M3, and the checks of their launchers.
+"""Device functions and launcher checks that the kernels share: reading rows, rounding to INT8 and E4M3.
 
 Device functions come in forms that give the same bits, chosen by ``NATIVE`` (see `native`): plain arithmetic for
 Triton's interpreter, and instructions of the GPU, with or without its conversion to E4M3.
@@ -42,18 +42,6 @@ def narrow(value, DTYPE: tl.constexpr, NATIVE: tl.constexpr):
         rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
         rounded = tl.where(value == value, rounded, 0x7FC0)
         result = rounded.to(tl.int16).to(tl.bfloat16, bitcast=True)
-    return result
-
-
-@triton.jit
-def rounded(value, BF16: tl.constexpr, WIDE: tl.constexpr, NATIVE: tl.constexpr):
-    """float32 -> the float32 that bfloat16, or else float16, would hold; WIDE: as it is."""
-    if WIDE:
-        result = value
-    elif BF16:
-        result = widen(narrow(value, tl.bfloat16, NATIVE))
-    else:
-        result = widen(narrow(value, tl.float16, NATIVE))
     return result
 
 

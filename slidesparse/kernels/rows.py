@@ -1,4 +1,4 @@
-"""What the launchers of the quantizing kernels share: checks, memory for codes and scales, a launch of a program a row.
+"""The launchers of the quantizing kernels share this: checks, memory for codes and scales, one program a row.
 
 Their kernels take, in this order: tensors of their own, ``q`` and ``scales``; strides; K and WORDS; constants of their
 own; BF16, E4M3, NATIVE, DEPENDENTS and BLOCK.
@@ -28,7 +28,7 @@ class Codes(NamedTuple):
 
 
 def codes(x: Tensor, k: int, least: int, dtype: torch.dtype, columns: int | None, rows: int) -> Codes:
-    """For the rows of x, of ``k`` columns each, quantized to ``columns`` codes of ``dtype``; not written.
+    """Make memory for the rows of x, ``k`` columns each, quantized to ``columns`` codes of ``dtype``; not written.
 
     ``columns`` is a multiple of 4 and at least ``least``; None: that rounded up.  ``rows``, when larger than M, is how
     many rows can be read behind the addresses of both.  Raises TypeError or ValueError.

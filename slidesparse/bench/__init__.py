@@ -1,1 +1,0 @@
-"""Measurements of this machine: each a function that returns a record with its conditions."""

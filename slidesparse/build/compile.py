@@ -1,0 +1,325 @@
+"""Compile the targets in csrc/ just in time, once a machine, into a cache.  Standard library only.
+
+    $SLIDESPARSE_CACHE/extensions/KEY/_cusparselt.cpython-312-x86_64-linux-gnu.so
+
+KEY digests all that can change the result: sources, CUDA's and torch's headers, compilers, command lines, Python's ABI
+and the machine.  The bindings (C++) and the Hopper kernels (CUDA, with its runtime linked in) need neither torch nor a
+GPU to be compiled, and one build of them serves any torch.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import logging
+import os
+import platform
+import re
+import stat
+import subprocess
+import sysconfig
+import tempfile
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from itertools import product
+from pathlib import Path
+
+from slidesparse.build import find
+from slidesparse.build.find import ToolchainError
+
+FLAGS = ("-std=c++17", "-O2", "-fPIC", "-shared", "-fvisibility=hidden")
+HOPPER = ("-gencode=arch=compute_90a,code=sm_90a",)
+NVCC_FLAGS = ("-std=c++17", "-O3", "-Xcompiler=-fPIC,-fvisibility=hidden")
+NVCC_LINK_FLAGS = ("-shared", "-cudart=static")
+SECONDS = 900  # for one run of a compiler
+REMEDY = f"$CXX chooses another C++ compiler, {find.NVCC} another nvcc"
+
+_logger = logging.getLogger("slidesparse")
+
+
+@dataclass(frozen=True)
+class Target:
+    """A shared library that is compiled from csrc/.
+
+    The first of ``sources`` is what a C++ compiler compiles, or, named units.txt, lists what nvcc does.
+    """
+
+    name: str  # the file is _NAME.EXT_SUFFIX
+    title: str  # as people write it
+    sources: tuple[str, ...]  # patterns in csrc/ of all the files that it is made of
+    headers: tuple[str, ...] = ()  # CUDA's
+    module: bool = False  # whether it is a Python module, by pybind11
+    torch: tuple[int, int] | None = None  # the oldest torch whose stable headers have what it uses
+    defines: tuple[str, ...] = ()  # NAME=VALUE
+    gpus: tuple[str, ...] = HOPPER  # nvcc's options that choose them
+
+
+TARGETS = {
+    target.name: target
+    for target in (
+        Target(
+            "cusparselt",
+            "cuSPARSELt extension",
+            ("cusparselt.cpp", "library.h"),
+            headers=("cusparseLt.h", "cusparse.h", "cuda_runtime_api.h"),
+            module=True,
+        ),
+        Target(
+            "cublaslt",
+            "cuBLASLt extension",
+            ("cublaslt.cpp", "library.h"),
+            headers=("cublasLt.h", "cuda_runtime_api.h"),
+            module=True,
+        ),
+        Target("hopper", "Hopper kernels", ("hopper/units.txt", "hopper/*.cu", "hopper/*.cuh")),
+        Target(
+            "hopper_operators",
+            "operators of the Hopper kernels",
+            ("hopper/operators.cpp", "hopper/interface.cuh"),
+            torch=(2, 10),
+        ),
+    )
+}
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """How to make one file: command lines that name their outputs relative to the folder they run in."""
+
+    compiles: tuple[tuple[str, ...], ...]  # may run side by side
+    link: tuple[str, ...]
+    file: str
+    key: str
+
+
+def build(target: str | Target) -> Path:
+    """Compile a target, one of TARGETS by its name, unless the cache has it.  Raises ToolchainError.
+
+    A finished file appears under its name by one rename, and processes that want the same one wait for the first.
+    """
+    target = TARGETS[target] if isinstance(target, str) else target
+    recipe = _recipe(target)
+    place = _place(recipe)
+    try:
+        if not place.is_file():
+            make_folder(place.parent)
+            _require_trusted(place.parent)
+            with _lock(place.with_name(f"{place.name}.lock")):
+                if not place.is_file():
+                    _logger.info("building the %s, once, into %s", target.title, place)
+                    _make(recipe, place)
+        _require_trusted(place)
+    except OSError as error:
+        raise ToolchainError(
+            f"the cache {place.parent} cannot be written: {error.strerror or error}",
+            "set SLIDESPARSE_CACHE to a folder that can",
+        ) from None
+    return place
+
+
+def where(name: str) -> Path:
+    """Where the cache has the compiled target ``name`` or would have it.  Raises ToolchainError if it cannot be."""
+    return _place(_recipe(TARGETS[name]))
+
+
+def cache_folder() -> Path:
+    """$SLIDESPARSE_CACHE, else slidesparse in $XDG_CACHE_HOME or ~/.cache.  Raises ToolchainError without a home."""
+    explicit = os.environ.get("SLIDESPARSE_CACHE")
+    if explicit:
+        return Path(explicit)
+    try:
+        return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "slidesparse"
+    except RuntimeError:  # neither $HOME nor an entry of the user
+        raise ToolchainError(
+            "this user has no home folder for a cache", "set SLIDESPARSE_CACHE to a folder"
+        ) from None
+
+
+def sources() -> Path:
+    """The folder csrc/, in an installed package or in a clone.  Raises ToolchainError when it is not there."""
+    package = Path(__file__).parent.parent
+    for folder in (package / "csrc", package.parent / "csrc"):
+        if (folder / "library.h").is_file():
+            return folder
+    raise ToolchainError(f"the folder csrc/ with the sources is not in {package}", "reinstall slidesparse")
+
+
+def compile_with(words: Sequence[str], folder: Path | None = None) -> None:
+    """Run a compiler's command line in ``folder``.  Raises ToolchainError with what it says when it fails."""
+    try:
+        done = subprocess.run(
+            words, cwd=folder, capture_output=True, text=True, timeout=SECONDS, errors="replace", check=False
+        )
+    except subprocess.TimeoutExpired:
+        raise ToolchainError(f"the compiler took more than {SECONDS} s: {' '.join(words)}", REMEDY) from None
+    if done.returncode:
+        said = "\n".join(re.split(r"\r?\n", done.stderr.strip())[:20])  # the first error is the cause
+        raise ToolchainError(f"the compiler failed: {' '.join(words)}\n{said}", REMEDY)
+
+
+def make_folder(path: Path) -> None:
+    """Make a folder in the cache, and the cache, so that others cannot write into them, whatever the umask."""
+    for folder in reversed([path, *(one for one in path.parents if one.is_relative_to(cache_folder()))]):
+        if not folder.is_dir():
+            folder.parent.mkdir(parents=True, exist_ok=True)
+            with contextlib.suppress(FileExistsError):  # by another process, meanwhile
+                folder.mkdir(mode=0o755)
+
+
+def _require_trusted(path: Path) -> None:
+    """Raise ToolchainError where another user could have put ``path`` into the cache, or could change it.
+
+    Compiled code runs as the user.  Links are not followed within the cache, which itself may lie behind one.
+    """
+    cache = cache_folder()
+    inside = [path, *(folder for folder in path.parents if folder.is_relative_to(cache))]
+    for place in inside:
+        found = (place if place != cache else cache.resolve()).lstat()
+        if stat.S_ISLNK(found.st_mode):
+            raise ToolchainError(f"{place} in the cache is a link", "remove it")
+        if found.st_uid not in (os.getuid(), 0) or found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+            raise ToolchainError(
+                f"{place} belongs to user {found.st_uid} with mode {stat.S_IMODE(found.st_mode):o}, so another user "
+                "may have put compiled code there, or may",
+                f"chmod -R go-w {cache} if you trust what is in it, else remove it; or set SLIDESPARSE_CACHE",
+            )
+
+
+def _recipe(target: Target) -> Recipe:
+    file = f"_{target.name}{sysconfig.get_config_var('EXT_SUFFIX') or '.so'}"
+    folder = sources()
+    inputs: list[Path] = []
+    for pattern in target.sources:
+        matched = sorted(folder.glob(pattern))
+        if not matched:
+            raise ToolchainError(f"{folder / pattern} is not there", "reinstall slidesparse")
+        inputs += matched
+    defines = [f"-D{define}" for define in target.defines]
+    if target.sources[0].endswith("units.txt"):
+        nvcc = find.find_nvcc().path
+        find.nvcc_version(nvcc)
+        compilers = [[nvcc], _behind_nvcc()]
+        compiles, link = _cuda(nvcc, folder / target.sources[0], target.gpus, defines, file)
+    else:
+        compilers = [find.compiler()]
+        compiles, (link, headers) = [], _cpp(target, folder / target.sources[0], defines, file)
+        inputs += headers
+    digest = hashlib.sha256()
+    for line in (*compiles, link):
+        digest.update("\0".join(line).encode() + b"\n")
+    for path in inputs:
+        digest.update(path.name.encode() + b"\0" + path.read_bytes())
+    for compiler in compilers:
+        digest.update(find.version_text(*compiler).encode())
+    digest.update(f"{sysconfig.get_config_var('SOABI')}\0{platform.machine()}".encode())
+    return Recipe(tuple(map(tuple, compiles)), tuple(link), file, digest.hexdigest()[:20])
+
+
+def _place(recipe: Recipe) -> Path:
+    return cache_folder() / "extensions" / recipe.key / recipe.file
+
+
+def _cpp(target: Target, source: Path, defines: list[str], file: str) -> tuple[list[str], list[Path]]:
+    """The command line for a C++ target, and the headers outside csrc/ whose text goes into the key."""
+    folders, known, links = [], [], ["-ldl"]
+    if target.module:
+        defines = [*defines, f"-DSLIDESPARSE_MODULE=_{target.name}"]
+        folders += find.python_headers()
+        known.append(folders[0] / "pybind11" / "detail" / "common.h")  # says which version it is
+    if target.torch:  # its libraries are those of the torch that is loaded before this one
+        torch = find.torch_folder(target.torch)
+        folders.append(torch / "include")
+        known.append(torch / "version.py")
+        links += [f"-L{torch / 'lib'}", "-ltorch_cpu", "-lc10"]
+    if target.headers:
+        cuda = find.cuda_headers(target.headers, target.title)
+        folders += cuda
+        known += [folder / header for folder in cuda for header in target.headers]
+    includes = [word for folder in folders for word in ("-isystem", str(folder))]
+    words = [*find.compiler(), *FLAGS, *defines, *includes, str(source), "-o", file, *links]
+    return words, [path for path in known if path.is_file()]
+
+
+def _cuda(
+    nvcc: str, units: Path, gpus: Sequence[str], defines: Sequence[str], file: str
+) -> tuple[list[list[str]], list[str]]:
+    """Command lines that compile what ``units`` lists, and the one that links it."""
+    host = [] if os.environ.get("NVCC_CCBIN") else _behind_nvcc()
+    options = [f"-ccbin={word}" if n == 0 else f"-Xcompiler={word}" for n, word in enumerate(host)]
+    compiles = [
+        [nvcc, *options, *NVCC_FLAGS, *gpus, *defines, *macros, "-c", str(source), "-o", f"{index}.o"]
+        for index, (source, macros) in enumerate(_units(units))
+    ]
+    home = Path(nvcc).resolve().parent.parent  # a wheel's libraries are in lib/, where its nvcc does not look
+    places = [f"-L{place}" for place in (home / "lib64", home / "lib") if place.is_dir()]
+    objects = [words[-1] for words in compiles]
+    return compiles, [nvcc, *options, *NVCC_LINK_FLAGS, *gpus, *places, "-o", file, *objects, "-ldl"]
+
+
+def _behind_nvcc() -> list[str]:
+    """The C++ compiler that nvcc runs; nvcc reads NVCC_CCBIN itself."""
+    chosen = os.environ.get("NVCC_CCBIN")
+    return [chosen] if chosen else find.compiler()
+
+
+def _units(listed: Path) -> list[tuple[Path, list[str]]]:
+    """The sources of units.txt with their options: each once for every combination of its macros' values.
+
+    Raises ToolchainError for a line that is not ``SOURCE MACRO=VALUE,VALUE ...``.
+    """
+    found = []
+    for number, line in enumerate(listed.read_text().splitlines(), 1):
+        words = line.partition("#")[0].split()
+        if not words:
+            continue
+        macros = [word.partition("=") for word in words[1:]]
+        if not (listed.parent / words[0]).is_file() or any(not values for _, _, values in macros):
+            raise ToolchainError(
+                f"{listed}, line {number}: {line!r} is not a source of this folder and MACRO=VALUE,VALUE",
+                "reinstall slidesparse",
+            )
+        choices = [[f"-D{name}={value}" for value in values.split(",")] for name, _, values in macros]
+        found += [(listed.parent / words[0], list(chosen)) for chosen in product(*choices)]
+    return found
+
+
+def _make(recipe: Recipe, target: Path) -> None:
+    """Run the command lines in a folder of their own, and publish the file that they make."""
+    with tempfile.TemporaryDirectory(dir=target.parent, prefix="building-") as scratch:
+        folder = Path(scratch)
+        with ThreadPoolExecutor(max(1, min(len(recipe.compiles), _jobs()))) as pool:
+            running = [pool.submit(compile_with, words, folder) for words in recipe.compiles]
+            try:
+                for one in running:
+                    one.result()
+            except ToolchainError:
+                for one in running:
+                    one.cancel()
+                raise
+        compile_with(recipe.link, folder)
+        made = folder / recipe.file
+        with made.open("rb") as file:
+            os.fsync(file.fileno())
+        made.chmod(0o755)
+        os.replace(made, target)
+
+
+def _jobs() -> int:
+    """How many compilers run at once: a processor each, or fewer by $MAX_JOBS."""
+    there = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    with contextlib.suppress(ValueError):
+        return min(there, int(os.environ["MAX_JOBS"])) if "MAX_JOBS" in os.environ else there
+    return there
+
+
+@contextlib.contextmanager
+def _lock(path: Path) -> Iterator[None]:
+    import fcntl  # late: POSIX alone has it, and doctor answers everywhere
+
+    lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(lock)

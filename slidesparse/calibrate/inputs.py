@@ -1,0 +1,264 @@
+"""The inputs of a model's linear layers: hidden states between blocks, inputs within a block, and sums over tokens.
+
+The layers of a stage read the same inputs, and two sums over them tell all that pruning needs.  `Hessian` sums x x^T.
+`Drift` sums w (d - a) a^T: behind pruned layers a layer reads a instead of the d that it reads in the dense model, and
+the sum tells how its weights w [N, K] could make up for that (see `slidesparse.methods.sparsegpt`).
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from slidesparse.calibrate.models import Block, fast_products
+from slidesparse.errors import CalibrationError
+
+MEMORY_BYTES = 2 * 2**30  # the most that hidden states take of the host's memory
+DEVICE_PART = 4  # hidden states take one part in so many of a GPU's free memory at most
+KEPT_PART = 2  # the same for both hidden states and waiting `BlockInputs`; factoring H takes the other half
+KEPT_BYTES = 6 * 2**30  # the most that both take of the host's memory
+KEPT_OF_HOST = 4  # both take one part in so many of the host's memory at most
+BAND = 2048  # columns of H that are summed at a time, right of the diagonal only
+
+
+class HiddenStates:
+    """A list of float32 tensors, one a batch: on the device, in memory or in a file, by their size.
+
+    Args:
+        shapes: of the tensors.
+        folder: where an unnamed file is made for them when they are more than ``limit`` bytes.
+        streams: how many such lists there will be, all with room in the same place.
+    """
+
+    def __init__(
+        self,
+        shapes: Sequence[tuple[int, ...]],
+        device: torch.device,
+        folder: Path,
+        limit: int | None = None,
+        streams: int = 1,
+    ) -> None:
+        self.shapes = [torch.Size(shape) for shape in shapes]
+        self.device = device
+        self.streams = streams
+        self.nbytes = sum(shape.numel() for shape in self.shapes) * 4
+        self.where = place(self.nbytes * streams, device, limit)
+        self._tensors: list[Tensor | None] = [None] * len(self.shapes)
+        self._file = tempfile.TemporaryFile(dir=folder) if self.where == "disk" else None  # noqa: SIM115
+
+    def __len__(self) -> int:
+        return len(self.shapes)
+
+    def __getitem__(self, index: int) -> Tensor:
+        found = self._tensors[index]
+        if found is not None:
+            return found.to(self.device)
+        assert self._file is not None
+        raw = torch.empty(self.shapes[index], dtype=torch.float32)
+        view, done = memoryview(raw.numpy()).cast("B"), 0  # type: ignore[arg-type]
+        while done < len(view):
+            got = os.preadv(self._file.fileno(), [view[done:]], self._start(index) + done)
+            if got == 0:
+                raise OSError("hidden states spilled to disk became shorter")
+            done += got
+        return raw.to(self.device)
+
+    def __setitem__(self, index: int, value: Tensor) -> None:
+        assert value.shape == self.shapes[index]
+        if self.where == "device":
+            self._tensors[index] = value
+        elif self.where == "memory":
+            self._tensors[index] = value.cpu()
+        else:
+            assert self._file is not None
+            view, done = memoryview(value.cpu().contiguous().numpy()).cast("B"), 0  # type: ignore[arg-type]
+            while done < len(view):
+                done += os.pwrite(self._file.fileno(), view[done:], self._start(index) + done)
+
+    def _start(self, index: int) -> int:
+        return 4 * sum(shape.numel() for shape in self.shapes[:index])
+
+    def close(self) -> None:
+        """Give memory or disk back."""
+        self._tensors = [None] * len(self.shapes)
+        if self._file is not None:
+            self._file.close()
+
+
+def place(nbytes: int, device: torch.device, limit: int | None = None, part: int = DEVICE_PART) -> str:
+    """Return where so many bytes of hidden states go: "device", "memory" or "disk"."""
+    limit = MEMORY_BYTES if limit is None else limit
+    if device.type == "cuda" and nbytes <= _free(device) // part:
+        return "device"
+    return "memory" if nbytes <= limit else "disk"
+
+
+def _free(device: torch.device) -> int:
+    """Return the free bytes of a GPU, those included that torch holds without using them."""
+    unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    return torch.cuda.mem_get_info(device)[0] + unused
+
+
+class BlockInputs:
+    """The inputs of a block's stages, batch by batch; the stages must be asked for in their order.
+
+    With ``keep`` a batch waits in memory where its last stage was, and goes on from there.  Otherwise it is run from
+    the block's start each time.  Both are the same arithmetic, because a stage's weights are replaced before the next
+    stage is asked for.
+    """
+
+    def __init__(self, block: Block, states: HiddenStates, keep: bool) -> None:
+        self.block, self.states, self.keep = block, states, keep
+        self.advanced = False  # whether the states are the block's output
+        # batch -> the stage that comes next, and the steps from there on
+        self._waiting: dict[int, tuple[int, Iterator[Tensor]]] = {}
+
+    def __len__(self) -> int:
+        return len(self.states)
+
+    def input(self, stage: int, batch: int) -> Tensor:
+        """Return what the linear layers of a stage read, [batch, tokens, K]; after the last stage, the output."""
+        reached, steps = self._waiting.pop(batch, (0, None))
+        if steps is None:
+            steps = self.block.steps(self.states[batch])
+        assert reached <= stage
+        for _ in range(reached, stage):
+            next(steps)
+        found = next(steps)
+        if self.keep and stage < len(self.block.stages):
+            self._waiting[batch] = stage + 1, steps
+        return found
+
+    def restart(self) -> None:
+        """Run batches from the block's start again: weights of stages that they have passed have changed."""
+        self._waiting.clear()
+
+    def advance(self) -> None:
+        """Replace the hidden states by the block's output, once."""
+        with fast_products(self.states.device):
+            for batch in range(0 if self.advanced else len(self)):
+                self.states[batch] = self.input(len(self.block.stages), batch)
+        self.advanced = True
+
+
+def may_keep(states: HiddenStates, in_features: int) -> bool:
+    """Return whether `BlockInputs` of at most ``in_features`` fit beside the hidden states on the computing device.
+
+    Call it before anything else lies there.  A batch that waits holds what its stage reads and one more hidden state.
+    """
+    hidden = states.shapes[0][-1] if states.shapes else 1
+    needed = (states.nbytes + states.nbytes // hidden * (hidden + in_features)) * states.streams
+    home = "device" if states.device.type == "cuda" else "memory"
+    host = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    limit = min(KEPT_BYTES, host // KEPT_OF_HOST)
+    return states.where == home == place(needed, states.device, limit, KEPT_PART)
+
+
+class Hessian:
+    """H [K, K], the sum of x x^T over calibration tokens: half the Hessian of a layer's squared output error."""
+
+    def __init__(
+        self, in_features: int, device: torch.device | str = "cpu", dtype: torch.dtype = torch.float32
+    ) -> None:
+        self._sum = torch.zeros(in_features, in_features, dtype=dtype, device=device)
+        self._bands = [slice(start, min(start + BAND, in_features)) for start in range(0, in_features, BAND)]
+        self._mirrored = True
+        self.tokens = 0
+
+    def add(self, x: Tensor) -> None:
+        """Count the tokens ``x`` [..., K]."""
+        rows = x.reshape(-1, x.shape[-1]).to(self._sum.dtype)
+        for band in self._bands:
+            self._sum[band, band.start :].addmm_(rows[:, band].t(), rows[:, band.start :])
+        self._mirrored = False
+        self.tokens += len(rows)
+
+    @property
+    def matrix(self) -> Tensor:
+        """H, its lower left the mirror of its upper right."""
+        for band in () if self._mirrored else self._bands:
+            self._sum[band.stop :, band] = self._sum[band, band.stop :].t()
+        self._mirrored = True
+        return self._sum
+
+
+class Drift:
+    """The sum of w (d - a) a^T for layers w [N, K], given by name, that read a instead of the dense model's d.
+
+    Kept is the sum of (d - a) a^T [K, K], or, where that is less work, of w (d - a) a^T for all rows at once.
+    """
+
+    def __init__(self, weights: Mapping[str, Tensor]) -> None:
+        self._weights = dict(weights)
+        rows, (in_features,) = sum(len(w) for w in weights.values()), {w.shape[1] for w in weights.values()}
+        first = next(iter(weights.values()))
+        self._stacked = torch.cat([*weights.values()]) if 2 * rows < in_features else None
+        self._sum = first.new_zeros(in_features if self._stacked is None else rows, in_features)
+
+    def add(self, ours: Tensor, dense: Tensor) -> None:
+        """Count tokens: ``ours`` [..., K] is a, ``dense`` [..., K] is d."""
+        a, d = (x.reshape(-1, x.shape[-1]).to(self._sum.dtype) for x in (ours, dense))
+        moved = d - a if self._stacked is None else (d - a) @ self._stacked.t()
+        self._sum.addmm_(moved.t(), a)
+
+    def errors(self) -> dict[str, Tensor]:
+        """Return E = sum of w (d - a) a^T [N, K] of each layer."""
+        if self._stacked is None:
+            return {name: w @ self._sum for name, w in self._weights.items()}
+        parts = self._sum.split([len(w) for w in self._weights.values()])
+        return dict(zip(self._weights, parts, strict=True))
+
+
+def gather(
+    inputs: BlockInputs,
+    stage: int,
+    dense: BlockInputs | None = None,
+    weights: Mapping[str, Tensor] | None = None,
+) -> tuple[Hessian, Drift | None]:
+    """Sum up H of what a stage reads, and the drift of ``weights`` when ``dense`` runs the same batches.
+
+    Args:
+        dense: the same block of the dense model.
+        weights: [N, K] of the stage's layers, by name.
+
+    Raises CalibrationError when an input is NaN or infinite, or H overflows.
+    """
+    hessian: Hessian | None = None
+    drift = Drift(weights) if dense is not None and weights else None
+    with fast_products(inputs.states.device):
+        for batch in range(len(inputs)):
+            a = inputs.input(stage, batch)
+            hessian = hessian or Hessian(a.shape[-1], a.device)
+            hessian.add(a)
+            if dense is not None and drift is not None:
+                drift.add(a, dense.input(stage, batch))
+    assert hessian is not None
+    if not bool(torch.isfinite(hessian.matrix.diagonal()).all()):
+        raise CalibrationError(
+            "the inputs of a layer are not finite (NaN or Inf), so nothing can be learned from them; the weights or "
+            "the calibration ids are damaged, or the model overflows float32"
+        )
+    return hessian, drift
+
+
+def output_error(w: Tensor, found: Tensor, hessian: Tensor) -> float:
+    """|X (w - found)^T| / |X w^T| in Frobenius norms, both weights [N, K], over the tokens of ``hessian`` [K, K].
+
+    It is 0 when neither gives any output, and infinity when only ``w`` gives none.
+    """
+    w = w.to(hessian.dtype)
+    lost, whole = (_energy(x, hessian) for x in (w - found.to(hessian.dtype), w))
+    if whole == 0:
+        return 0.0 if lost == 0 else float("inf")
+    return float((lost / whole) ** 0.5)
+
+
+def _energy(w: Tensor, hessian: Tensor) -> float:
+    """trace(w H w^T), summed in float64; at least 0, which rounding may undercut."""
+    found = float(((w @ hessian) * w).sum(-1, dtype=torch.float64).sum())
+    return max(found, 0.0)  # in this order NaN stays NaN

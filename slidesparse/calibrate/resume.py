@@ -1,0 +1,166 @@
+"""The hidden folder beside the output that holds finished blocks, so that a killed run goes on where it was.
+
+::
+
+    .OUT.calibrated/
+      state.json                     what the run was started with; another run is refused
+      ranking.json                   with --skip-worst: what pruning each layer would cost
+      layer-00000.json               the report's rows of a transformer block
+      layer-00000.safetensors        its codes and scales; last, and by one rename: it marks the block as done
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import shutil
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from slidesparse.checkpoint.output import sync
+from slidesparse.checkpoint.storage import (
+    NAMES,
+    SUFFIX,
+    Checkpoint,
+    StoredTensor,
+    TensorSpec,
+    Writer,
+    read_header,
+)
+from slidesparse.errors import CalibrationError
+
+STATE, RANKING = "state.json", "ranking.json"
+
+
+@dataclass(frozen=True)
+class WorkFolder:
+    """The folder of one run, locked by it."""
+
+    folder: Path
+
+    def has(self, number: int) -> bool:
+        """Whether a block is finished."""
+        return (self.folder / _file(number)).exists()
+
+    def save(self, number: int, tensors: Mapping[str, Tensor], rows: list[dict[str, Any]]) -> None:
+        """Keep a finished block: all of it, or, if killed, nothing."""
+        self.write_json(f"layer-{number:05}.json", rows)
+        specs = [TensorSpec(name, NAMES[t.dtype], tuple(t.shape)) for name, t in tensors.items()]
+        partial = self.folder / f".{_file(number)}"
+        partial.unlink(missing_ok=True)
+        writer = Writer(partial, specs)
+        try:
+            for name, tensor in tensors.items():
+                writer.write(name, 0, tensor.cpu())
+            writer.close()
+        finally:
+            writer.close(sync=False)
+        os.rename(partial, self.folder / _file(number))
+        sync(self.folder)
+
+    def write_json(self, name: str, value: object) -> None:
+        """Keep a small file, whole."""
+        partial = self.folder / f".{name}"
+        with partial.open("w") as file:
+            json.dump(value, file, indent=1)
+            file.flush()
+            os.fsync(file.fileno())
+        os.rename(partial, self.folder / name)
+
+    def read_json(self, name: str) -> Any:
+        """Return what `write_json` kept under a name, or None."""
+        path = self.folder / name
+        return json.loads(path.read_bytes()) if path.exists() else None
+
+    def rows(self) -> list[dict[str, Any]]:
+        """Return the report's rows of all finished blocks, in their order."""
+        done = sorted(path.stem for path in self.folder.glob(f"layer-*{SUFFIX}"))
+        return [row for name in done for row in self.read_json(f"{name}.json")]
+
+    def tensors(self) -> Checkpoint:
+        """Return all finished blocks as a checkpoint to read from."""
+        files = sorted(path.name for path in self.folder.glob(f"layer-*{SUFFIX}"))
+        found: dict[str, StoredTensor] = {}
+        for file in files:
+            found |= {tensor.spec.name: tensor for tensor in read_header(self.folder / file)}
+        return Checkpoint(self.folder, {}, None, tuple(files), found)
+
+    def remove(self) -> None:
+        """Remove the folder, when the output is in its place."""
+        shutil.rmtree(self.folder)
+
+
+def work_folder(out: Path) -> Path:
+    """Return where finished blocks of a conversion to ``out`` are kept."""
+    return out.resolve().parent / f".{out.resolve().name}.calibrated"
+
+
+def finished_bytes(out: Path) -> int:
+    """Return the bytes of the finished blocks that a killed conversion to ``out`` left."""
+    return sum(path.stat().st_size for path in work_folder(out).glob(f"layer-*{SUFFIX}"))
+
+
+@contextmanager
+def open_work(out: Path, state: Mapping[str, Any], resume: bool) -> Iterator[WorkFolder]:
+    """Lock the folder, made if need be.  When the run fails it stays, for ``resume`` to go on from.
+
+    Raises CalibrationError when one with finished work is there and ``resume`` is false, when it belongs to a run that
+    was started otherwise (naming what differs), and when another run holds it.
+    """
+    folder = work_folder(out)
+    kept = any(folder.glob(f"layer-*{SUFFIX}")) or (folder / RANKING).exists()
+    if kept and not resume:
+        raise CalibrationError(
+            f"{folder} holds the finished layers of a run that did not end; --resume goes on from them, removing the "
+            "folder starts anew"
+        )
+    folder.mkdir(parents=True, exist_ok=True)
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise CalibrationError(
+                f"another calibration is writing {out} (in {folder}); wait for it or stop it"
+            ) from None
+        work = WorkFolder(folder)
+        if not kept:
+            (folder / STATE).unlink(missing_ok=True)
+        _require_same(work, state)
+        yield work
+    except KeyboardInterrupt:
+        raise KeyboardInterrupt("--resume goes on from the layers that are finished") from None
+    finally:
+        os.close(descriptor)
+
+
+def _require_same(work: WorkFolder, state: Mapping[str, Any]) -> None:
+    found = work.read_json(STATE)
+    plain = json.loads(json.dumps(dict(state)))
+    if found is None:
+        work.write_json(STATE, plain)
+        return
+    different = sorted(key for key in {*found, *plain} if found.get(key) != plain.get(key))
+    if different:
+        shown = "; ".join(
+            f"{key} was {_shown(found.get(key))}, is {_shown(plain.get(key))}" for key in different
+        )
+        raise CalibrationError(
+            f"--resume: {work.folder} was started otherwise ({shown}); run the same command as then, or remove the "
+            "folder to start anew"
+        )
+
+
+def _shown(value: object) -> str:
+    text = json.dumps(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."
+
+
+def _file(number: int) -> str:
+    return f"layer-{number:05}{SUFFIX}"

@@ -1,0 +1,129 @@
+"""Calibration data: texts or token ids become the samples that a model is run on."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from slidesparse.calibrate.models import LayeredModel
+from slidesparse.checkpoint.tokens import clipped, read_ids, read_records, tokenizer_of
+from slidesparse.errors import CalibrationError
+
+RANDOM = "random"
+SAMPLES, SEQLEN = 128, 2048
+KINDS = "FILE.jsonl (a text a line), FILE.npy (token ids), or the word random"
+
+
+@dataclass(frozen=True)
+class Samples:
+    """The token ids that a model is run on."""
+
+    ids: tuple[Tensor, ...]  # int64 [tokens] each
+    origin: str  # in words
+    note: str = ""  # what the user should know of them
+
+    @property
+    def tokens(self) -> int:
+        """The tokens of all samples."""
+        return sum(len(sample) for sample in self.ids)
+
+    @property
+    def words(self) -> str:
+        """A summary, such as ``calib.jsonl, 128 samples, 262144 tokens``."""
+        return f"{self.origin}, {len(self.ids)} samples, {self.tokens} tokens"
+
+    @property
+    def digest(self) -> str:
+        """A hash of all ids and of where samples end."""
+        found = hashlib.sha256()
+        for sample in self.ids:
+            found.update(f"{len(sample)}:".encode())
+            found.update(sample.numpy().tobytes())
+        return found.hexdigest()
+
+
+def load_samples(
+    data: str, model: LayeredModel, samples: int = SAMPLES, seqlen: int | None = None, seed: int = 0
+) -> Samples:
+    """Read calibration data.
+
+    Args:
+        data: a ``.jsonl`` file of texts (strings, or objects with "text"), tokenized with the checkpoint's own
+            tokenizer; a ``.npy`` file of ids, [samples, tokens] or one stream [tokens]; or "random".
+        samples: how many to draw; with fewer at hand all are taken, and `Samples.note` says so.
+        seqlen: tokens of a sample; by default SEQLEN or what the model takes.  Decoders read texts as one stream cut
+            into samples of this length, encoders each text by itself, truncated to it.
+        seed: of the choice.
+
+    Raises SlideSparseError for data that cannot be used, EnvironmentFault without a tokenizer library.
+    """
+    if samples < 1:
+        raise CalibrationError(f"--samples {samples} is too few; at least 1 is needed, 128 are usual")
+    if seqlen is not None and not 2 <= seqlen <= model.longest:
+        raise CalibrationError(
+            f"--seqlen {seqlen} is not from 2 to {model.longest}, which is as far as this model looks"
+        )
+    length = seqlen or min(SEQLEN, model.longest)
+    generator = np.random.default_rng(seed)
+    if data == RANDOM:
+        drawn = generator.integers(0, model.vocabulary, (samples, length))
+        note = "random tokens show the layers nothing of the texts they will meet: for trying things out only"
+        return Samples(tuple(torch.from_numpy(row) for row in drawn), "random tokens", note)
+    path = Path(data)
+    if path.suffix not in (".jsonl", ".npy"):
+        raise CalibrationError(f"--calib {data!r} is not of a kind known; give {KINDS}")
+    if not path.is_file():
+        raise CalibrationError(f"--calib {data!r} is no file; give {KINDS}")
+    if path.suffix == ".npy":
+        found = _ids_of(path, length)
+        chosen = [found[i] for i in sorted(generator.permutation(len(found))[:samples])]
+    else:
+        texts = read_records(path, ("text",))
+        shuffled = (texts[i][0] for i in generator.permutation(len(texts)))
+        encode = tokenizer_of(model.checkpoint.folder)
+        take = _streamed if model.is_decoder else _one_by_one
+        chosen = take((encode(text) for text in shuffled), samples, length)
+    if not chosen:
+        raise CalibrationError(
+            f"{path} gives no sample of {length} tokens; give more text, or a smaller --seqlen"
+        )
+    note = ""
+    if len(chosen) < samples:
+        note = f"{path.name} gives {len(chosen)} samples of at most {length} tokens, {samples} were asked for"
+    ids = tuple(torch.from_numpy(np.ascontiguousarray(row, dtype=np.int64)) for row in chosen)
+    return Samples(ids, path.name, note)
+
+
+def _ids_of(path: Path, length: int) -> list[np.ndarray]:
+    """Return the samples of a ``.npy`` file: its rows cut to ``length``, or a stream cut into such rows."""
+    found = read_ids(path)
+    if found.ndim == 1:
+        whole = len(found) // length * length
+        return list(found[:whole].reshape(-1, length))
+    return [row[:length] for row in found] if found.shape[1] > 1 else []
+
+
+def _streamed(encoded: Iterator[list[int]], samples: int, length: int) -> list[np.ndarray]:
+    """Join documents and cut them into samples; no more are read than needed."""
+    stream: list[int] = []
+    for ids in encoded:
+        stream += ids
+        if len(stream) >= samples * length:
+            break
+    count = min(samples, len(stream) // length)
+    return list(np.asarray(stream[: count * length], dtype=np.int64).reshape(count, length))
+
+
+def _one_by_one(encoded: Iterator[list[int]], samples: int, length: int) -> list[np.ndarray]:
+    """Make each text that has a token one sample."""
+    return [
+        np.asarray(clipped(ids, length), dtype=np.int64)
+        for ids in islice((ids for ids in encoded if ids), samples)
+    ]

@@ -1,0 +1,73 @@
+"""The pruned layers of a converted checkpoint: checked as they are read, and turned back to [rows, K]."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from torch import Tensor
+
+from slidesparse.checkpoint.architectures import WEIGHT
+from slidesparse.checkpoint.metadata import Metadata
+from slidesparse.checkpoint.storage import Checkpoint, CheckpointError
+from slidesparse.errors import CheckFailed
+from slidesparse.pattern import PatternError
+from slidesparse.slide import Violation, bits, slide, unslide, violation_message, violations
+
+
+class DamagedError(CheckFailed, PatternError):
+    """Stored rows break their pattern; ``found`` tells where."""
+
+    def __init__(self, message: str, found: Violation) -> None:
+        super().__init__(message)
+        self.found = found
+
+
+def natural(name: str) -> list[tuple[int, str]]:
+    """Return a sort key under which layer 10 comes after layer 9."""
+    return [(int(part), "") if part.isdigit() else (0, part) for part in name.split(".")]
+
+
+def open_checkpoint(folder: str | Path) -> tuple[Checkpoint, Metadata | None]:
+    """Open a checkpoint and its metadata, if we converted it; CheckpointError unless the layers listed are there."""
+    checkpoint = Checkpoint.open(folder)
+    metadata = Metadata.of_config(checkpoint.quantization_config())
+    if metadata:
+        for layer in metadata.layers:
+            require_shape(checkpoint, metadata, layer)
+    return checkpoint, metadata
+
+
+def require_shape(checkpoint: Checkpoint, metadata: Metadata, layer: str) -> None:
+    """Raise CheckpointError unless a pruned layer's weight is a matrix with the columns its metadata promises."""
+    spec, entry = checkpoint.require(layer + WEIGHT), metadata.layers[layer]
+    stored = entry.columns(metadata.layout)
+    if len(spec.shape) != 2 or spec.shape[1] != stored:
+        raise CheckpointError(
+            f"tensor {spec.name} has shape {list(spec.shape)}; {entry.in_features} in-features at {entry.pattern} in "
+            f"the {metadata.layout} layout have {stored} columns; convert the original checkpoint again"
+        )
+
+
+def restore(values: Tensor, metadata: Metadata, layer: str, first_row: int = 0) -> Tensor:
+    """Turn rows of ``layer`` as stored, [rows, K] or [rows, K'], from row ``first_row`` on, into [rows, K].
+
+    Raises DamagedError with layer, row, block and count when they break the layer's pattern, or are slided
+    but not what `slide` makes of any weight.
+    """
+    entry = metadata.layers[layer]
+    slided = metadata.layout == "slided"
+    dense = unslide(values, entry.pattern, entry.in_features) if slided else values
+    found = violations(dense, entry.pattern)
+    if found:
+        found = found._replace(row=first_row + found.row)
+        raise DamagedError(violation_message(layer, found, entry.pattern), found)
+    if slided:
+        different = (bits(slide(dense, entry.pattern)) != bits(values)).any(-1)
+        if bool(different.any()):
+            row = first_row + int(different.nonzero()[0])
+            message = (
+                f"{layer}: row {row} is not the slided form of any weight at {entry.pattern}; the "
+                "checkpoint is damaged, convert the original one again"
+            )
+            raise DamagedError(message, Violation(int(different.sum()), row, 0, 0))
+    return dense

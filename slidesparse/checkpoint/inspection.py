@@ -1,0 +1,232 @@
+"""``slidesparse inspect`` and ``verify``: show what a checkpoint holds, and compare two."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from slidesparse.checkpoint.architectures import FAMILIES, SCALE, WEIGHT, architecture_of
+from slidesparse.checkpoint.converted import DamagedError, natural, open_checkpoint, restore
+from slidesparse.checkpoint.metadata import Metadata
+from slidesparse.checkpoint.storage import Checkpoint, Reader, TensorSpec
+from slidesparse.pattern import SlidePattern
+from slidesparse.slide import bits, violations
+
+RATIOS = ("2:4", "4:6", "6:8", "8:10", "10:12", "12:14", "14:16")  # sparsest first
+_NOT_A_LAYER = re.compile(r"embed|lm_head|norm|\.wte$|\.wpe$", re.IGNORECASE)
+
+
+@dataclass(frozen=True)
+class LayerReport:
+    """One linear layer."""
+
+    name: str
+    out_features: int  # N
+    in_features: int  # K, before sliding
+    dtype: str
+    pattern: str | None  # as the checkpoint's metadata claim
+    satisfies: str | None  # the sparsest pattern from 2:4 to 14:16 that the weights obey
+    violations: int  # blocks that break the pattern claimed, or rows that are no slided form
+    first_violation: str | None
+    bytes: int  # weight and scale
+    expansion: float | None  # K' / K at the pattern claimed, else at the one obeyed
+
+
+@dataclass(frozen=True)
+class CheckpointReport:
+    """All linear layers of a checkpoint."""
+
+    folder: str
+    pattern: str | None
+    layout: str | None
+    layers: tuple[LayerReport, ...]
+
+    @property
+    def violations(self) -> int:
+        """Violations of all layers."""
+        return sum(layer.violations for layer in self.layers)
+
+    def to_json(self) -> dict[str, Any]:
+        """Return plain values."""
+        return {**asdict(self), "violations": self.violations}
+
+
+def inspect(folder: str | Path) -> CheckpointReport:
+    """Read all linear layers of a checkpoint, converted or not.  CheckpointError for a broken one."""
+    checkpoint, metadata = open_checkpoint(folder)
+    with checkpoint.reader() as reader:
+        layers = tuple(
+            _inspect_layer(checkpoint, reader, metadata, name) for name in _layers(checkpoint, metadata)
+        )
+    claimed = metadata.pattern.ratio if metadata else None
+    return CheckpointReport(str(folder), claimed, metadata.layout if metadata else None, layers)
+
+
+def _layers(checkpoint: Checkpoint, metadata: Metadata | None) -> list[str]:
+    """List layers by metadata and architecture; for an unknown architecture all matrices that may be layers."""
+    family = FAMILIES.get(architecture_of(checkpoint.config) or "")
+    if family:
+        found = set(family.layers(checkpoint.tensors))
+    else:
+        found = {name.removesuffix(WEIGHT) for name in checkpoint.tensors if name.endswith(WEIGHT)}
+        found = {name for name in found if not _NOT_A_LAYER.search(name)}
+    matrices = {name for name in found if len(checkpoint.tensors[name + WEIGHT].spec.shape) == 2}
+    return sorted(matrices.union(metadata.layers if metadata else ()), key=natural)
+
+
+def _inspect_layer(
+    checkpoint: Checkpoint, reader: Reader, metadata: Metadata | None, name: str
+) -> LayerReport:
+    spec = checkpoint.tensors[name + WEIGHT].spec
+    entry = metadata.layers.get(name) if metadata else None
+    candidates = [SlidePattern.parse(ratio) for ratio in RATIOS]
+    broken, first = 0, None
+    for rows in spec.chunks():
+        values = reader.rows(spec.name, rows)
+        if entry and metadata:
+            try:
+                values = restore(values, metadata, name, rows.start)
+            except DamagedError as error:
+                broken, first = broken + error.found.total, first or str(error)
+                candidates = []
+        candidates = [pattern for pattern in candidates if violations(values, pattern) is None]
+    satisfied = candidates[0] if candidates else None
+    in_features = entry.in_features if entry else spec.columns
+    shown = entry.pattern if entry else satisfied
+    scale = checkpoint.tensors.get(name + SCALE)
+    return LayerReport(
+        name=name,
+        out_features=spec.rows,
+        in_features=in_features,
+        dtype=spec.dtype,
+        pattern=entry.pattern.ratio if entry else None,
+        satisfies=satisfied.ratio if satisfied else None,
+        violations=broken,
+        first_violation=first,
+        bytes=spec.nbytes + (scale.spec.nbytes if scale else 0),
+        expansion=shown.layout(in_features).slided / in_features if shown and in_features else None,
+    )
+
+
+@dataclass(frozen=True)
+class Difference:
+    """The first difference between two checkpoints."""
+
+    tensor: str
+    what: str
+    row: int | None = None
+    column: int | None = None
+    first: str | None = None
+    second: str | None = None
+
+    def __str__(self) -> str:
+        if self.row is None:
+            return f"{self.tensor}: {self.what}"
+        return f"{self.tensor}: row {self.row}, column {self.column}: {self.first} and {self.second}"
+
+
+@dataclass(frozen=True)
+class CheckpointComparison:
+    """Two checkpoints, compared tensor by tensor."""
+
+    first: str
+    second: str
+    tensors: int
+    slided: int  # layers that are slided in either
+    bytes: int
+    difference: Difference | None
+
+    @property
+    def equal(self) -> bool:
+        """Whether no tensor differs."""
+        return self.difference is None
+
+    def to_json(self) -> dict[str, Any]:
+        """Return plain values."""
+        return {**asdict(self), "equal": self.equal}
+
+
+class _Side:
+    """One of the checkpoints compared, its layers seen as dense."""
+
+    def __init__(self, folder: str | Path) -> None:
+        self.checkpoint, self.metadata = open_checkpoint(folder)
+
+    def slided(self, name: str) -> bool:
+        """Whether a tensor is the weight of a slided layer."""
+        found = self.metadata
+        return bool(found and found.layout == "slided" and name.removesuffix(WEIGHT) in found.layers)
+
+    def spec(self, name: str) -> TensorSpec:
+        """Return a tensor's spec, with K columns where K' are stored."""
+        spec = self.checkpoint.tensors[name].spec
+        if self.metadata and self.slided(name):
+            k = self.metadata.layers[name.removesuffix(WEIGHT)].in_features
+            return spec._replace(shape=(spec.rows, k))
+        return spec
+
+    def rows(self, reader: Reader, name: str, rows: slice) -> Tensor:
+        """Read rows [rows, K].  DamagedError when slided rows are the form of no weight."""
+        values = reader.rows(name, rows)
+        if self.metadata and self.slided(name):
+            return restore(values, self.metadata, name.removesuffix(WEIGHT), rows.start)
+        return values
+
+
+def verify(first: str | Path, second: str | Path) -> CheckpointComparison:
+    """Compare all tensors of two checkpoints bit for bit, whatever their weight layouts and shards.
+
+    Raises CheckpointError for a broken checkpoint, DamagedError for slided rows that are the form of no weight.
+    """
+    a, b = _Side(first), _Side(second)
+    names = list(a.checkpoint.tensors)
+    difference = _missing(a, b)
+    with a.checkpoint.reader() as read_a, b.checkpoint.reader() as read_b:
+        for name in names if difference is None else ():
+            difference = _compare(name, a, b, read_a, read_b)
+            if difference:
+                break
+    slided = sum(a.slided(name) or b.slided(name) for name in names if name in b.checkpoint.tensors)
+    size = sum(stored.spec.nbytes for stored in a.checkpoint.tensors.values())
+    return CheckpointComparison(str(first), str(second), len(names), slided, size, difference)
+
+
+def _missing(a: _Side, b: _Side) -> Difference | None:
+    for here, there in ((a, b), (b, a)):
+        absent = _absent(here.checkpoint.tensors, there.checkpoint.tensors)
+        if absent:
+            return Difference(absent, f"is in {here.checkpoint.folder} but not in {there.checkpoint.folder}")
+    return None
+
+
+def _absent(names: Iterable[str], others: Iterable[str]) -> str | None:
+    return min(set(names) - set(others), default=None)
+
+
+def _compare(name: str, a: _Side, b: _Side, read_a: Reader, read_b: Reader) -> Difference | None:
+    spec, other = a.spec(name), b.spec(name)
+    if (spec.dtype, spec.shape) != (other.dtype, other.shape):
+        return Difference(name, f"is {spec.dtype} {list(spec.shape)} and {other.dtype} {list(other.shape)}")
+    for rows in spec.chunks():
+        left, right = a.rows(read_a, name, rows), b.rows(read_b, name, rows)
+        different = bits(left) != bits(right)
+        if bool(different.any()):
+            row, column = divmod(int(different.flatten().to(torch.int8).argmax()), spec.columns)
+            shown = [_show(values[row, column]) for values in (left, right)]
+            return Difference(name, "values differ", rows.start + row, column, *shown)
+    return None
+
+
+def _show(value: Tensor) -> str:
+    """Show a value, with its bits when it is a float: 0.0 and -0.0 are different here."""
+    if not value.dtype.is_floating_point:
+        return str(value.item())
+    width = value.element_size()
+    raw = int(bits(value.reshape(1))) & (2 ** (8 * width) - 1)
+    return f"{value.float().item():g} (bits {raw:#0{2 + 2 * width}x})"

@@ -1,0 +1,139 @@
+"""Writing a checkpoint folder: a few threads fill a hidden sibling folder, and one rename publishes it."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import hashlib
+import os
+import secrets
+import shutil
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+
+from slidesparse.checkpoint.storage import SUFFIX, CheckpointError
+from slidesparse.errors import EnvironmentFault
+
+MOST_WORKERS = 8
+
+
+def require_free_name(source: Path, out: Path) -> None:
+    """Raise CheckpointError unless ``out`` can be made: absent or empty, not inside ``source``."""
+    if out.is_dir() and any(out.iterdir()):
+        raise CheckpointError(f"output folder {out} is not empty; name a new one, or empty it first")
+    if out.exists() and not out.is_dir():
+        raise CheckpointError(f"output folder {out} is a file; name a new folder")
+    above = _existing_parent(out)
+    if not above.is_dir():
+        raise CheckpointError(f"output folder {out} lies below {above}, which is a file; name another folder")
+    if out.resolve().is_relative_to(source.resolve()):
+        raise CheckpointError(f"output folder {out} lies inside the source {source}; name one elsewhere")
+
+
+def _existing_parent(out: Path) -> Path:
+    """Return the nearest path above ``out`` that exists."""
+    return next(path for path in out.resolve().parents if path.exists())
+
+
+def require_space(out: Path, needed: int) -> None:
+    """Raise EnvironmentFault unless ``needed`` bytes are free where ``out`` will be."""
+    folder = _existing_parent(out)
+    free = shutil.disk_usage(folder).free
+    if free < needed:
+        raise EnvironmentFault(
+            f"no space left for {out}: it needs {needed / 1e6:.1f} MB, {folder} has {free / 1e6:.1f} MB "
+            "free; free some space or choose another output folder"
+        )
+
+
+@contextmanager
+def workers() -> Iterator[ThreadPoolExecutor]:
+    """Yield a pool with a thread for each processor, in which torch computes with one thread each."""
+    count = max(1, min(MOST_WORKERS, len(os.sched_getaffinity(0))))
+    before = torch.get_num_threads()
+    pool = ThreadPoolExecutor(
+        count, thread_name_prefix="slidesparse", initializer=torch.set_num_threads, initargs=(1,)
+    )
+    try:
+        with pool:
+            yield pool
+    finally:
+        torch.set_num_threads(before)
+
+
+def _partial_name(out: Path) -> str:
+    return f".{out.resolve().name}.partial-"
+
+
+def remove_stale(out: Path) -> None:
+    """Remove what killed conversions to ``out`` left.  CheckpointError if one is still running."""
+    parent = out.resolve().parent
+    for stale in list(parent.iterdir()) if parent.exists() else ():
+        if stale.name.startswith(_partial_name(out)):
+            with _locked(stale, out):
+                shutil.rmtree(stale)
+
+
+@contextmanager
+def partial_folder(out: Path) -> Iterator[Path]:
+    """Make a hidden sibling of ``out``, removed afterwards unless published.
+
+    A lock on it tells a running process from a killed one, whose lock the kernel has dropped.
+    """
+    partial = out.resolve().parent / f"{_partial_name(out)}{secrets.token_hex(4)}"
+    partial.mkdir(parents=True)
+    try:
+        with _locked(partial, out):
+            yield partial
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+
+
+@contextmanager
+def _locked(partial: Path, out: Path) -> Iterator[None]:
+    descriptor = os.open(partial, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        yield
+    except BlockingIOError:
+        raise CheckpointError(
+            f"another conversion is writing {out} (in {partial}); wait for it or stop it"
+        ) from None
+    finally:
+        os.close(descriptor)
+
+
+def publish(partial: Path, out: Path) -> None:
+    """Sync all files to the disk, then give the folder its name by one rename."""
+    for path in sorted(partial.rglob("*")):
+        if not path.name.endswith(SUFFIX) or path.parent != partial:  # shards are synced as they are closed
+            sync(path)
+    sync(partial)
+    try:
+        os.rename(partial, out.resolve())
+    except OSError as error:
+        if error.errno in (errno.ENOTEMPTY, errno.EEXIST):
+            raise CheckpointError(
+                f"output folder {out} was filled by somebody else meanwhile; name a new one"
+            ) from error
+        raise
+    sync(out.resolve().parent)
+
+
+def sync(path: Path) -> None:
+    """Write a file, or the names in a folder, to the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def chunk_seed(seed: int, name: str, row: int) -> int:
+    """Return the seed of a chunk, made of its tensor and first row, so that no order of work changes it."""
+    digest = hashlib.sha256(f"{seed}\0{name}\0{row}".encode()).digest()
+    return int.from_bytes(digest[:8], "little") >> 1

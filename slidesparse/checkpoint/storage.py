@@ -1,0 +1,379 @@
+"""Safetensors checkpoints, read and written by chunks of rows; a source is checked when it is opened.
+
+A file is an 8-byte little-endian length, a JSON header of that length, and the tensors' bytes::
+
+    | n | {"name": {"dtype": "BF16", "shape": [N, K], "data_offsets": [begin, end]}, ...} | bytes ... |
+
+Files are read with pread instead of a memory map.  So a truncated file is an exception and not a bus error, and pages
+that have been read do not count as this process's memory.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import struct
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath, PureWindowsPath
+from types import TracebackType
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from slidesparse.errors import SlideSparseError
+
+CONFIG = "config.json"
+INDEX = "model.safetensors.index.json"
+SUFFIX = ".safetensors"
+CHUNK_ELEMENTS = 2**20  # read, converted and written at a time; measured: 2**19 and 2**21 are slower
+HEADER_LIMIT = 100 * 2**20  # bytes; the safetensors library reads no longer header
+
+DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+}
+NAMES = {dtype: name for name, dtype in DTYPES.items()}
+FLOATS = ("F32", "F16", "BF16")  # dtypes that can be quantized
+
+
+class CheckpointError(SlideSparseError, ValueError):
+    """A checkpoint, or an option for one, cannot be used."""
+
+
+class TensorSpec(NamedTuple):
+    """Name, dtype and shape of a tensor."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+
+    @property
+    def rows(self) -> int:
+        """The first dimension; 1 for a scalar."""
+        return self.shape[0] if self.shape else 1
+
+    @property
+    def columns(self) -> int:
+        """The product of the other dimensions."""
+        return math.prod(self.shape[1:])
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of a row."""
+        return self.columns * DTYPES[self.dtype].itemsize
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the whole tensor."""
+        return self.rows * self.row_bytes
+
+    def chunks(self) -> Iterator[slice]:
+        """Yield row slices of about CHUNK_ELEMENTS elements; they depend on the shape alone."""
+        step = max(1, CHUNK_ELEMENTS // max(1, self.columns))
+        return (slice(start, min(start + step, self.rows)) for start in range(0, self.rows, step))
+
+
+class StoredTensor(NamedTuple):
+    """Where a tensor lies: its file in the folder and its first byte there."""
+
+    spec: TensorSpec
+    file: str
+    start: int
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """An opened checkpoint folder whose headers, index and file sizes have been found consistent."""
+
+    folder: Path
+    config: Mapping[str, Any]
+    index: Mapping[str, Any] | None
+    files: tuple[str, ...]
+    tensors: Mapping[str, StoredTensor]
+
+    @classmethod
+    def open(cls, folder: str | Path) -> Checkpoint:
+        """Read config, index and all headers.  CheckpointError names what does not fit together."""
+        folder = Path(folder)
+        if not folder.is_dir():
+            raise CheckpointError(
+                f"{folder} is not a folder; give a Hugging Face checkpoint folder with {CONFIG}"
+            )
+        config = _read_object(folder / CONFIG, "the model's configuration")
+        index = _read_object(folder / INDEX, "the index of shards") if (folder / INDEX).exists() else None
+        files = _single_file(folder) if index is None else _indexed_files(folder, index)
+        tensors: dict[str, StoredTensor] = {}
+        for file in files:
+            for tensor in read_header(folder / file):
+                name = tensor.spec.name
+                if name in tensors:
+                    raise CheckpointError(
+                        f"tensor {name} is both in {tensors[name].file} and in {file} of {folder}; remove "
+                        "one of them"
+                    )
+                tensors[name] = tensor
+        for name, file in (index or {}).get("weight_map", {}).items():
+            if name not in tensors or tensors[name].file != file:
+                raise CheckpointError(
+                    f"{folder / INDEX} places tensor {name} in {file}, which does not hold it; "
+                    "the index belongs to other files: fetch the checkpoint again"
+                )
+        return cls(folder, config, index, tuple(files), tensors)
+
+    def quantization_config(self) -> dict[str, Any] | None:
+        """Return the quantization block of config.json, also under its older name, or None."""
+        found = self.config.get("quantization_config") or self.config.get("compression_config")
+        if found is not None and not isinstance(found, dict):
+            raise CheckpointError(
+                f"quantization_config of {self.folder / CONFIG} must be an object, found "
+                f"{type(found).__name__}"
+            )
+        return found
+
+    def require(self, name: str) -> TensorSpec:
+        """Return a tensor's spec.  CheckpointError when the checkpoint lacks it."""
+        if name not in self.tensors:
+            raise CheckpointError(
+                f"{self.folder} has no tensor {name}, which its layers need; fetch or convert it again"
+            )
+        return self.tensors[name].spec
+
+    def reader(self) -> Reader:
+        """Return a context manager to read tensors with; its `Reader.rows` may be called from several threads."""
+        return Reader(self)
+
+
+def positions_of(config: Mapping[str, Any]) -> int | None:
+    """Return the most tokens that a model takes, by its config.json; None where that does not say.
+
+    Raises AttributeError, TypeError or ValueError for a config of another form.
+    """
+    found = config.get("text_config", config).get("max_position_embeddings")
+    return int(found) if found else None
+
+
+def _read_object(path: Path, what: str) -> dict[str, Any]:
+    try:
+        found = json.loads(path.read_bytes())
+    except FileNotFoundError:
+        raise CheckpointError(f"{path} ({what}) is missing; give a Hugging Face checkpoint folder") from None
+    except ValueError as error:
+        raise CheckpointError(f"{path} ({what}) is not JSON: {error}; fetch it again") from error
+    if not isinstance(found, dict):
+        raise CheckpointError(f"{path} ({what}) must hold an object, found {type(found).__name__}")
+    return found
+
+
+def _single_file(folder: Path) -> list[str]:
+    found = sorted(path.name for path in folder.glob(f"*{SUFFIX}"))
+    if len(found) == 1:
+        return found
+    if found:
+        raise CheckpointError(
+            f"{folder} holds {len(found)} {SUFFIX} files ({found[0]}, ...) and no {INDEX}, which says "
+            "which of them make up the model; fetch the index too, or remove the files of no use"
+        )
+    others = sorted(path.name for path in folder.iterdir() if path.suffix in (".bin", ".pt", ".pth", ".gguf"))
+    hint = f" (it has {others[0]}: save the model again with safe_serialization=True)" if others else ""
+    raise CheckpointError(f"{folder} holds no {SUFFIX} file{hint}")
+
+
+def _indexed_files(folder: Path, index: Mapping[str, Any]) -> list[str]:
+    """Return the files that the index names, after checking that they are plain names of files that exist."""
+    path, weight_map = folder / INDEX, index.get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise CheckpointError(f"{path} has no weight_map {{tensor: file}}; fetch it again")
+    for name, file in weight_map.items():
+        if not isinstance(file, str) or not file.endswith(SUFFIX):
+            raise CheckpointError(f"{path} places tensor {name} in {file!r}, which is not a {SUFFIX} file")
+        if _escapes(file):
+            raise CheckpointError(
+                f"{path} places tensor {name} in {file!r}, outside the folder; only files beside the index "
+                "are read"
+            )
+    files = sorted(set(weight_map.values()))
+    missing = [file for file in files if not (folder / file).is_file()]
+    if missing:
+        raise CheckpointError(
+            f"{folder} lacks {len(missing)} of the {len(files)} files that {INDEX} names: "
+            f"{', '.join(missing[:3])}{', ...' if len(missing) > 3 else ''}; fetch them again"
+        )
+    return files
+
+
+def _escapes(file: str) -> bool:
+    """Whether a name is more than a plain file name, on any system."""
+    return file in ("", ".", "..") or PurePosixPath(file).name != file or PureWindowsPath(file).name != file
+
+
+def read_header(path: Path) -> list[StoredTensor]:
+    """Return the tensors of one file in the order of their bytes.  CheckpointError for a damaged file."""
+    size = path.stat().st_size
+    with path.open("rb") as file:
+        prefix = file.read(8)
+        length = struct.unpack("<Q", prefix)[0] if len(prefix) == 8 else None
+        if length is None or length > min(HEADER_LIMIT, size - 8):
+            raise CheckpointError(
+                f"{path} is {size} bytes and does not hold a whole safetensors header: truncated, or not "
+                "safetensors (a Git LFS pointer?); fetch it again"
+            )
+        text = file.read(length)
+    try:
+        header = json.loads(text, object_pairs_hook=_no_duplicates)
+        if not isinstance(header, dict):
+            raise ValueError(f"it is a JSON {type(header).__name__}, not an object")
+        header.pop("__metadata__", None)
+        entries = sorted((_entry(name, entry) for name, entry in header.items()), key=lambda e: e[1:])
+    except (ValueError, KeyError, TypeError) as error:
+        raise CheckpointError(f"{path} has a damaged header: {error}; fetch it again") from error
+    position = 0
+    for spec, begin, end in entries:
+        if begin != position or end - begin != spec.nbytes:
+            raise CheckpointError(
+                f"{path} has a damaged header: {spec.name} ({spec.dtype} {list(spec.shape)}, {spec.nbytes} "
+                f"bytes) lies at bytes {begin} to {end}, expected {position} to {position + spec.nbytes}; "
+                "fetch it again"
+            )
+        position = end
+    data = 8 + length
+    if size != data + position:
+        what = "truncated" if size < data + position else "followed by other data"
+        raise CheckpointError(
+            f"{path} is {size} bytes, its header promises {data + position}: it is {what}; fetch it again"
+        )
+    return [StoredTensor(spec, path.name, data + begin) for spec, begin, _ in entries]
+
+
+def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        names = [name for name, _ in pairs]
+        raise ValueError(f"{next(name for name in names if names.count(name) > 1)!r} appears twice")
+    return found
+
+
+def _entry(name: str, entry: Any) -> tuple[TensorSpec, int, int]:
+    dtype, shape, (begin, end) = entry["dtype"], entry["shape"], entry["data_offsets"]
+    if dtype not in DTYPES:
+        raise ValueError(f"{name} has dtype {dtype!r}, the dtypes read are {', '.join(DTYPES)}")
+    if not all(type(number) is int and number >= 0 for number in (*shape, begin, end)):
+        raise ValueError(
+            f"{name} has shape {shape} at bytes {begin} to {end}; these must be whole numbers from 0"
+        )
+    return TensorSpec(name, dtype, tuple(shape)), begin, end
+
+
+class Reader:
+    """Reads rows of a checkpoint's tensors."""
+
+    def __init__(self, checkpoint: Checkpoint) -> None:
+        self._checkpoint = checkpoint
+        self._descriptors: dict[str, int] = {}
+
+    def __enter__(self) -> Reader:
+        for file in self._checkpoint.files:
+            self._descriptors[file] = os.open(self._checkpoint.folder / file, os.O_RDONLY)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None
+    ) -> None:
+        for descriptor in self._descriptors.values():
+            os.close(descriptor)
+        self._descriptors.clear()
+
+    def rows(self, name: str, rows: slice) -> Tensor:
+        """Read rows of a tensor as [rows, columns]; columns are all dimensions but the first."""
+        spec, file, start = self._checkpoint.tensors[name]
+        count = rows.stop - rows.start
+        raw = torch.empty(count * spec.row_bytes, dtype=torch.uint8)
+        view, done = _bytes_of(raw), 0
+        while done < len(view):
+            got = os.preadv(
+                self._descriptors[file], [view[done:]], start + rows.start * spec.row_bytes + done
+            )
+            if got == 0:
+                path = self._checkpoint.folder / file
+                raise CheckpointError(
+                    f"{path} became shorter while it was read; convert again once it is whole"
+                )
+            done += got
+        return raw.view(DTYPES[spec.dtype]).view(count, spec.columns)
+
+    def whole(self, name: str) -> Tensor:
+        """Read a whole tensor in its own shape; for small ones."""
+        spec = self._checkpoint.tensors[name].spec
+        return self.rows(name, slice(0, spec.rows)).view(spec.shape)
+
+
+def plan_file(specs: Iterable[TensorSpec]) -> tuple[bytes, dict[str, int], int]:
+    """Lay out a file: its first bytes (length and header), where each tensor starts, and its size.
+
+    Wide dtypes come first, so that every tensor is aligned, and otherwise tensors keep their order.
+    """
+    ordered = sorted(specs, key=lambda spec: -DTYPES[spec.dtype].itemsize)
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    starts, position = {}, 0
+    for spec in ordered:
+        end = position + spec.nbytes
+        header[spec.name] = {"dtype": spec.dtype, "shape": list(spec.shape), "data_offsets": [position, end]}
+        starts[spec.name], position = position, end
+    text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
+    text += b" " * (-len(text) % 8)
+    first = struct.pack("<Q", len(text)) + text
+    return first, {name: len(first) + start for name, start in starts.items()}, len(first) + position
+
+
+class Writer:
+    """Writes one safetensors file, its tensors known beforehand, in any order and from any thread."""
+
+    def __init__(self, path: Path, specs: Iterable[TensorSpec]) -> None:
+        specs = list(specs)
+        first, self._starts, size = plan_file(specs)
+        self._specs = {spec.name: spec for spec in specs}
+        self._descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
+        os.ftruncate(self._descriptor, size)
+        write_at(self._descriptor, memoryview(first), 0)
+
+    def write(self, name: str, row: int, values: Tensor) -> None:
+        """Write [rows, columns] from row ``row`` of a tensor on."""
+        spec = self._specs[name]
+        assert NAMES[values.dtype] == spec.dtype
+        raw = _bytes_of(values.contiguous().view(-1).view(torch.uint8))
+        write_at(self._descriptor, raw, self._starts[name] + row * spec.row_bytes)
+
+    def close(self, sync: bool = True) -> None:
+        """Close the file, with its bytes on the disk if ``sync``."""
+        descriptor, self._descriptor = self._descriptor, -1
+        if descriptor < 0:
+            return
+        try:
+            if sync:
+                os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+
+
+def _bytes_of(raw: Tensor) -> memoryview:
+    """Return the memory of a one-dimensional uint8 tensor, not a copy."""
+    return memoryview(raw.numpy())  # type: ignore[arg-type]  # numpy's stubs before 2.1 do not say Buffer
+
+
+def write_at(descriptor: int, view: memoryview, position: int) -> None:
+    """Write all of ``view`` at a position of a file; one pwrite may write less."""
+    done = 0
+    while done < len(view):
+        done += os.pwrite(descriptor, view[done:], position + done)

@@ -1,0 +1,131 @@
+"""Texts and token ids from files, and the tokenizer of a checkpoint, for calibrating and for measuring quality."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+
+from slidesparse.errors import EnvironmentFault, SlideSparseError
+
+TOKENIZER = "tokenizer.json"
+
+
+def read_text(path: Path) -> str:
+    """Read a file in UTF-8, without its byte order mark.  SlideSparseError for another encoding."""
+    try:
+        return path.read_text(encoding="utf-8-sig")
+    except UnicodeDecodeError as reason:
+        raise SlideSparseError(
+            f"{path} is not text in UTF-8 ({reason}); convert it: iconv -t utf-8"
+        ) from reason
+
+
+def read_lines(path: Path) -> list[str]:
+    """Read the lines of a file.
+
+    Only line feeds end them: other characters that end lines in prose, such as U+2028, are legal in JSON strings.
+    """
+    return read_text(path).split("\n")
+
+
+def read_records(path: Path, keys: tuple[str, ...]) -> list[tuple[str, ...]]:
+    """Read the values of ``keys`` of each line of a ``.jsonl`` file; a line may also be just a string, for "text".
+
+    Empty lines are left out, and lines with an empty text.  SlideSparseError, with the line's number, for a line
+    without the keys, and when no text is left.
+    """
+    found = []
+    for number, line in enumerate(read_lines(path), 1):
+        if not line.strip():
+            continue
+        try:
+            value = json.loads(line)
+            value = {"text": value} if isinstance(value, str) else value
+            values = tuple(value[key] for key in keys)
+            wrong = [type(one).__name__ for one in values if not isinstance(one, str)]
+            if wrong:
+                raise TypeError(f"it holds a {wrong[0]}")
+        except (ValueError, KeyError, TypeError) as reason:
+            wanted = ", ".join(f'"{key}": "..."' for key in keys)
+            plain = ' or "..."' if keys == ("text",) else ""
+            raise SlideSparseError(
+                f"{path}, line {number}: {type(reason).__name__}: {reason}; "
+                f"each line must be {{{wanted}}}{plain} in JSON"
+            ) from reason
+        if all(one.strip() for one in values):
+            found.append(values)
+    if not found:
+        raise SlideSparseError(f"{path} holds no text")
+    return found
+
+
+def read_ids(path: Path) -> np.ndarray:
+    """Read the integers of a ``.npy`` file, [samples, tokens] or one stream [tokens].
+
+    SlideSparseError for anything else, saying what was found.
+    """
+    try:
+        found = np.load(path, allow_pickle=False)
+    except ValueError as reason:
+        raise SlideSparseError(f"{path} is not an array of numbers that NumPy wrote: {reason}") from reason
+    if not isinstance(found, np.ndarray) or found.dtype.kind not in "iu" or found.ndim not in (1, 2):
+        what = f"{found.dtype} {list(found.shape)}" if isinstance(found, np.ndarray) else type(found).__name__
+        raise SlideSparseError(f"{path} holds {what}; token ids are integers [samples, tokens], or [tokens]")
+    return found
+
+
+def clipped(tokens: list[int], longest: int) -> list[int]:
+    """Cut a text to ``longest`` tokens; the last one, which ends it, is kept."""
+    return tokens if len(tokens) <= longest else [*tokens[: longest - 1], tokens[-1]]
+
+
+def tokenizer_of(folder: Path) -> Callable[[str], list[int]]:
+    """Return a function from text to ids, special tokens included, with the checkpoint's own tokenizer.
+
+    SlideSparseError for a folder without a tokenizer that can be read, EnvironmentFault for a missing library.
+    """
+    if not (folder / TOKENIZER).is_file():
+        return _slow_tokenizer(folder)
+    try:
+        from tokenizers import Tokenizer
+    except ImportError as error:
+        raise EnvironmentFault(
+            f"texts need a tokenizer, but the package tokenizers cannot be imported ({error}); pip install "
+            "tokenizers, or give token ids instead of texts: ids.npy"
+        ) from error
+    try:
+        tokenizer = Tokenizer.from_file(str(folder / TOKENIZER))
+    except Exception as error:  # the library raises plain Exception
+        raise SlideSparseError(
+            f"{folder / TOKENIZER} is not a tokenizer that the package tokenizers reads ({error}); fetch it again, "
+            "or give token ids instead of texts: ids.npy"
+        ) from error
+    tokenizer.no_padding()
+    tokenizer.no_truncation()
+    return lambda text: list(tokenizer.encode(text).ids)
+
+
+def _slow_tokenizer(folder: Path) -> Callable[[str], list[int]]:
+    """Open another form of tokenizer, such as tokenizer.model."""
+    if not any(path.is_file() for kind in ("tokenizer*", "vocab*") for path in folder.glob(kind)):
+        raise SlideSparseError(
+            f"{folder} has no tokenizer ({TOKENIZER}), which texts need; fetch it, or give token ids instead of "
+            "texts: ids.npy"
+        )
+    try:
+        from transformers import AutoTokenizer
+    except ImportError as error:
+        raise EnvironmentFault(
+            f"{folder} has no {TOKENIZER}, and its other tokenizer needs the package transformers, which cannot be "
+            f"imported ({error}); pip install transformers, or give token ids instead of texts: ids.npy"
+        ) from error
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    except (OSError, ValueError, ImportError) as error:
+        raise SlideSparseError(
+            f"the tokenizer of {folder} cannot be read: {error}; give token ids instead of texts: ids.npy"
+        ) from error
+    return lambda text: list(tokenizer(text)["input_ids"])

@@ -1,0 +1,140 @@
+"""The compressed-tensors ``quantization_config`` of W8A8 checkpoints: read strictly, written plainly.
+
+We take symmetric 8-bit weights, scaled per channel or per tensor, with activations quantized per token while
+serving.  Any other kind is refused by name, because its layers would run on vLLM's own kernels and gain
+nothing from the pattern.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from slidesparse.checkpoint.architectures import compile_regex
+from slidesparse.checkpoint.metadata import QUANT_METHOD
+from slidesparse.checkpoint.storage import CheckpointError
+
+QUANT_METHODS = ("compressed-tensors", QUANT_METHOD)
+KINDS = {"int8": ("int", "I8"), "fp8": ("float", "F8_E4M3")}  # quant -> type, dtype of safetensors
+_FORMATS = ("int-quantized", "float-quantized", "naive-quantized")
+
+
+@dataclass(frozen=True)
+class W8A8:
+    """How the linear layers of a checkpoint are quantized."""
+
+    quant: str  # "int8" or "fp8"
+    strategy: str  # one scale per "channel" or per "tensor"
+    ignore: tuple[str, ...] = ()
+
+    @property
+    def dtype(self) -> str:
+        """The safetensors dtype of the weights."""
+        return KINDS[self.quant][1]
+
+    def ignores(self, layer: str) -> bool:
+        """Whether the ignore list holds a layer, by name or by a ``re:`` regex."""
+        return any(
+            re.match(entry[3:], layer) is not None if entry.startswith("re:") else entry == layer
+            for entry in self.ignore
+        )
+
+
+def new_block(quant: str, ignore: Sequence[str]) -> dict[str, Any]:
+    """Return the block of a checkpoint that we quantize: per channel, with dynamic per-token activations."""
+    kind = KINDS[quant][0]
+    common = {"num_bits": 8, "type": kind, "symmetric": True}
+    return {
+        "quant_method": "compressed-tensors",
+        "format": f"{kind}-quantized",
+        "quantization_status": "compressed",
+        "config_groups": {
+            "group_0": {
+                "targets": ["Linear"],
+                "weights": {**common, "strategy": "channel", "dynamic": False},
+                "input_activations": {**common, "strategy": "token", "dynamic": True},
+            }
+        },
+        "ignore": list(ignore),
+    }
+
+
+def parse_block(block: Mapping[str, Any]) -> W8A8:
+    """Read a ``quantization_config``.  CheckpointError says why it cannot be accelerated."""
+    method = block.get("quant_method")
+    if method not in QUANT_METHODS:
+        raise CheckpointError(
+            f"the source is already quantized by {method!r}; the sources taken are FP32, FP16, BF16 and "
+            "compressed-tensors W8A8 (INT8 or FP8): start from the original checkpoint"
+        )
+    status, form = block.get("quantization_status", "compressed"), block.get("format")
+    if status != "compressed" or form not in _FORMATS:
+        raise _refusal(
+            f"format {form!r} and status {status!r}", f"a compressed one of {', '.join(_FORMATS)} is"
+        )
+    sparsity = block.get("sparsity_config") or {}
+    stored = sparsity.get("format", "dense") if isinstance(sparsity, dict) else sparsity
+    if stored != "dense":
+        raise _refusal(f"weights stored as {stored!r}", "plain ones are")
+    if block.get("transform_config"):
+        raise _refusal("a transform_config (rotations of the activations)", "checkpoints without one are")
+    groups = block.get("config_groups")
+    if not isinstance(groups, dict) or not groups:
+        raise _refusal("no config_groups", "one group for Linear is")
+    kinds = {_group(name, group) for name, group in groups.items()}
+    if len(kinds) > 1:
+        found = " and ".join(f"{quant} per {strategy}" for quant, strategy in sorted(kinds))
+        raise _refusal(f"groups with different arguments ({found})", "the same for all is")
+    ignore = block.get("ignore") or []
+    if not isinstance(ignore, list) or not all(isinstance(name, str) for name in ignore):
+        raise _refusal("an ignore list that is not a list of names", "a list of names is")
+    for entry in ignore:
+        if entry.startswith("re:"):
+            compile_regex(entry[3:], "the source's ignore list:")
+    (quant, strategy), *_ = kinds
+    return W8A8(quant, strategy, tuple(ignore))
+
+
+def _group(name: str, group: Any) -> tuple[str, str]:
+    """Return (quant, strategy) of one config group; the defaults are those of compressed-tensors."""
+    if not isinstance(group, dict):
+        raise _refusal(f"{name} that is not an object", "weights and input_activations are")
+    weights, inputs = group.get("weights") or {}, group.get("input_activations") or {}
+    if not isinstance(weights, dict) or not isinstance(inputs, dict):
+        raise _refusal(f"weights or input_activations that are no objects in {name}", "objects are")
+    bits, kind = weights.get("num_bits", 8), weights.get("type", "int")
+    quant = next((quant for quant, (type_, _) in KINDS.items() if (type_, 8) == (kind, bits)), None)
+    if not weights or quant is None:
+        raise _refusal(f"{bits}-bit {kind} weights in {name}", "8-bit int and float weights are")
+    if not inputs:
+        raise _refusal(f"no quantized activations in {name} (W8A16)", "8-bit dynamic per-token ones are")
+    strategy = weights.get("strategy") or "tensor"
+    if strategy not in ("channel", "tensor"):
+        raise _refusal(f"weight scales per {strategy} in {name}", "scales per channel or tensor are")
+    if not weights.get("symmetric", True) or weights.get("dynamic", False):
+        raise _refusal(f"asymmetric or dynamic weights in {name}", "symmetric static ones are")
+    if (inputs.get("num_bits", 8), inputs.get("type", "int")) != (8, kind):
+        raise _refusal(f"activations of another type than the weights in {name}", f"8-bit {kind} ones are")
+    if inputs.get("dynamic", False) is not True or inputs.get("strategy") != "token":
+        found = "activations not quantized per token" if inputs.get("dynamic") else "static activations"
+        raise _refusal(f"{found} in {name}", "dynamic per-token ones are")
+    if not inputs.get("symmetric", True):
+        raise _refusal(f"asymmetric activations in {name}", "symmetric ones are")
+    if group.get("output_activations"):
+        raise _refusal(f"quantized outputs in {name}", "unquantized ones are")
+    return quant, strategy
+
+
+def _refusal(found: str, allowed: str) -> CheckpointError:
+    return CheckpointError(
+        f"the source's quantization_config has {found}; only {allowed} run by the sparse kernels, the rest "
+        "would stay on vLLM's own. Start from the original checkpoint, or quantize it as W8A8 with dynamic "
+        "per-token activations"
+    )
+
+
+def ignore_list(left: Iterable[str]) -> list[str]:
+    """Return the ignore list of a checkpoint that we quantize: lm_head and the layers left, sorted."""
+    return ["lm_head", *sorted(set(left) - {"lm_head"})]

@@ -1,0 +1,50 @@
+"""The command ``slidesparse build``."""
+
+from __future__ import annotations
+
+import json
+import time
+from typing import Annotated, Any
+
+import typer
+from rich.markup import escape
+
+from slidesparse.build.compile import TARGETS, build, cache_folder, where
+from slidesparse.build.find import ToolchainError
+from slidesparse.cli.console import Json, err, out
+from slidesparse.errors import EnvironmentFault, SlideSparseError
+
+
+def build_targets(
+    names: Annotated[
+        list[str] | None, typer.Argument(metavar="[NAME]...", help=f"Of {', '.join(TARGETS)}; default all.")
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Compile the kernels now, for images or before serving; else each is compiled when first used.
+
+    Exit 3 with the reason when one cannot be compiled; the others are compiled nevertheless.
+    """
+    unknown = [name for name in names or () if name not in TARGETS]
+    if unknown:
+        raise SlideSparseError(f"there is no {unknown[0]!r} to build; choose from {', '.join(TARGETS)}")
+    results: list[dict[str, Any]] = []
+    failed: list[str] = []
+    for name in names or TARGETS:
+        began = time.monotonic()
+        try:
+            target = where(name)
+            words = "was there" if target.is_file() else "built"
+            if words == "built":
+                err.print(f"building the {TARGETS[name].title} ...")
+            found = {"state": words, "path": str(build(name))}
+        except ToolchainError as error:
+            failed.append(f"the {TARGETS[name].title}: {error}")
+            found = {"state": "failed", "what": error.what, "remedy": error.remedy}
+        results.append({"name": name, **found, "seconds": round(time.monotonic() - began, 1)})
+        if not as_json and "path" in found:
+            out.print(escape(f"{name:<12} {words:<9} {results[-1]['seconds']:>6} s  {found['path']}"))
+    if as_json:
+        print(json.dumps({"cache": str(cache_folder()), "targets": results}, indent=2))
+    if failed:
+        raise EnvironmentFault("cannot be built: " + "\n".join(failed))

@@ -1,0 +1,118 @@
+"""The commands' consoles and progress, and the one place that turns errors into messages and exit codes."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Annotated, Any, NoReturn
+
+import typer
+from rich.console import Console
+from rich.markup import escape
+from rich.progress import (
+    BarColumn,
+    DownloadColumn,
+    Progress,
+    TextColumn,
+    TimeRemainingColumn,
+    TransferSpeedColumn,
+)
+from typer.core import TyperGroup
+
+from slidesparse.errors import ENVIRONMENT, INSTALL, INTERRUPTED, SlideSparseError
+
+LINE_SECONDS = 30.0  # between two lines of progress in a log
+
+out = Console(highlight=False, soft_wrap=True)
+err = Console(stderr=True, highlight=False, soft_wrap=True)
+
+Json = Annotated[bool, typer.Option("--json", help="Print JSON for machines.")]
+
+
+def fail(code: int, message: object) -> NoReturn:
+    """Print an error and end the command with exit code ``code``."""
+    err.print(f"[bold red]error:[/] {escape(str(message))}")
+    raise typer.Exit(code)
+
+
+@contextmanager
+def explained() -> Iterator[None]:
+    """Turn an error that a user can act on into one message and the exit code of its class."""
+    try:
+        yield
+    except SlideSparseError as error:
+        fail(error.exit_code, error)
+    except ImportError as error:
+        missing = (error.name or "").partition(".")[0]
+        if missing not in ("torch", "numpy"):
+            raise
+        fail(ENVIRONMENT, f"this command needs {missing}, which cannot be imported ({error}): {INSTALL}")
+    except OSError as error:
+        fail(ENVIRONMENT, f"{error.strerror or error}: {error.filename or 'while reading or writing'}")
+    except KeyboardInterrupt as error:  # whose arguments say how to go on, where that is possible
+        err.print(escape("; ".join(["interrupted", *map(str, error.args)])))
+        raise typer.Exit(INTERRUPTED) from None
+
+
+class Commands(TyperGroup):
+    """A group of commands whose errors are explained."""
+
+    def invoke(self, ctx: Any) -> Any:
+        """Run the command that was asked for."""
+        with explained():
+            return super().invoke(ctx)
+
+
+def application(help_text: str, **settings: Any) -> typer.Typer:
+    """Make a Typer application of such commands; ``settings`` replace the usual ones."""
+    usual: dict[str, Any] = {
+        "cls": Commands,
+        "help": help_text,
+        "no_args_is_help": True,
+        "add_completion": False,
+        "pretty_exceptions_enable": False,
+        "context_settings": {"help_option_names": ["-h", "--help"]},
+    }
+    return typer.Typer(**{**usual, **settings})
+
+
+@contextmanager
+def byte_progress(lines: bool = False) -> Iterator[Callable[[str, int, int], None]]:
+    """Show progress on stderr: a bar for each phase; in a log, with ``lines``, a line now and then.
+
+    Yields a function of the phase, the bytes done and the bytes in all.
+    """
+    if not err.is_terminal:
+        yield _progress_lines() if lines else (lambda phase, done, total: None)
+        return
+    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
+    with Progress(*columns, TimeRemainingColumn(), console=err, transient=True) as bar:
+        tasks: dict[str, Any] = {}
+
+        def advance(phase: str, done: int, total: int) -> None:
+            if phase not in tasks:
+                tasks[phase] = bar.add_task(f"{phase:8}", total=total)
+            bar.update(tasks[phase], completed=done)
+
+        yield advance
+
+
+def _progress_lines() -> Callable[[str, int, int], None]:
+    """Return a function that prints a line at most every LINE_SECONDS, so that a quick phase prints none."""
+    called = printed = time.monotonic()
+    current, began = "", called
+
+    def advance(phase: str, done: int, total: int) -> None:
+        nonlocal called, printed, current, began
+        if phase != current:
+            current, began = phase, called  # when the phase before ended
+        called = time.monotonic()
+        if called - printed < LINE_SECONDS or not 0 < done < total:
+            return
+        printed, took = called, called - began
+        err.print(
+            f"{phase} {done / total:.0%} in {took:.0f} s, about {took * (total - done) / done:.0f} s left"
+        )
+
+    return advance

@@ -1,0 +1,258 @@
+"""The command ``slidesparse convert``: prune a model and write it as a W8A8 checkpoint."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from collections import Counter, defaultdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.markup import escape
+
+from slidesparse import methods
+from slidesparse.cli.console import byte_progress, err, out
+from slidesparse.errors import SlideSparseError
+from slidesparse.pattern import SlidePattern
+
+if TYPE_CHECKING:
+    from slidesparse.calibrate.task import Calibration
+    from slidesparse.convert.report import Report
+
+MOST_NAMES = 3  # of layers, in a summary
+MOST_WORST = 5  # of layers, ranked by what pruning costs
+WITHOUT_CALIBRATION = (
+    "pruned by magnitude, without calibration data, which costs much of the accuracy that the pattern could keep; "
+    "give texts of the kind the model will meet: --calib FILE.jsonl"
+)
+
+_DEFAULTS = {
+    methods.DEFAULT_CALIBRATED: "with --calib the default",
+    methods.DEFAULT: "without --calib the default",
+}
+_METHODS = ", ".join(f"{name} ({_DEFAULTS[name]})" if name in _DEFAULTS else name for name in methods.METHODS)
+
+
+def convert(
+    source: Annotated[
+        Path, typer.Argument(help="A Hugging Face folder: FP32, FP16, BF16, or W8A8.", metavar="SRC")
+    ],
+    target: Annotated[Path, typer.Argument(help="The folder to make.", metavar="OUT")],
+    sparsity: Annotated[
+        str, typer.Option("--sparsity", "-s", help="The pattern: 6:8, or 2_8, which is the same.")
+    ],
+    quant: Annotated[
+        str | None, typer.Option(help="int8 or fp8; by default int8, or what a W8A8 source has.")
+    ] = None,
+    layout: Annotated[
+        str, typer.Option(help="dense, which stock vLLM serves too, or slided, packed offline.")
+    ] = "dense",
+    method: Annotated[
+        str | None,
+        typer.Option(help=f"{_METHODS}."),
+    ] = None,
+    calib: Annotated[
+        str | None,
+        typer.Option(
+            help="Calibration data: FILE.jsonl (a text a line), FILE.npy (token ids), or random.",
+            metavar="FILE",
+        ),
+    ] = None,
+    samples: Annotated[
+        int | None, typer.Option(help="How many samples to calibrate with; by default 128.", metavar="N")
+    ] = None,
+    seqlen: Annotated[
+        int | None,
+        typer.Option(help="Tokens of a sample; by default 2048, or what the model takes.", metavar="N"),
+    ] = None,
+    device: Annotated[
+        str | None,
+        typer.Option(help="Where to calibrate: auto (the default: a GPU if there is one), cpu, cuda."),
+    ] = None,
+    sweeps: Annotated[
+        int | None,
+        typer.Option(
+            help="How often sparsegpt goes over a layer again to lessen its error; by default 4.",
+            metavar="N",
+        ),
+    ] = None,
+    target_of: Annotated[
+        str | None,
+        typer.Option(
+            "--target",
+            help="What sparsegpt's layers should give: dense, the default, what the dense model does, or own.",
+        ),
+    ] = None,
+    finetune: Annotated[
+        int | None,
+        typer.Option(
+            help="How often each layer of the model is trained on the samples after sparsegpt; by default 4, "
+            "0: not at all.",
+            metavar="EPOCHS",
+        ),
+    ] = None,
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Go on from the layers that a killed run finished.")
+    ] = False,
+    layer: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Another pattern for some layers, such as 'down_proj=8:10'; may be repeated, the last counts.",
+            metavar="REGEX=PATTERN",
+        ),
+    ] = None,
+    skip: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Quantize layers whose name matches without pruning them; may be repeated.",
+            metavar="REGEX",
+        ),
+    ] = None,
+    skip_worst: Annotated[
+        str | None,
+        typer.Option(
+            help="Skip also so many of the layers, those that pruning costs most, such as 5%.",
+            metavar="PERCENT",
+        ),
+    ] = None,
+    ignore: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Leave layers whose name matches this regex as they are; may be repeated.",
+            metavar="REGEX",
+        ),
+    ] = None,
+    linear: Annotated[
+        str | None,
+        typer.Option(help="Which layers to prune, for architectures that are not known.", metavar="REGEX"),
+    ] = None,
+    seed: Annotated[int, typer.Option(help="Of the choice of samples, and of --method random.")] = 0,
+    report: Annotated[
+        Path | None,
+        typer.Option(help="Write what became of each layer to this JSON file.", metavar="FILE.json"),
+    ] = None,
+    dry_run: Annotated[
+        bool,
+        typer.Option("--dry-run", help="Check everything and say what would be done; write nothing."),
+    ] = False,
+) -> None:
+    """Prune a model to a pattern and write it as a W8A8 checkpoint."""
+    pattern = SlidePattern.parse(sparsity)
+    from slidesparse.convert.options import ConvertOptions, parse_layer_pattern, parse_share
+    from slidesparse.convert.stream import convert as run
+
+    data = {"samples": samples, "seqlen": seqlen, "device": device, "resume": resume or None}
+    training = {"sweeps": sweeps, "target": target_of, "finetune": finetune}
+    options = ConvertOptions(
+        pattern=pattern,
+        quant=quant,
+        layout=layout,
+        method=method,
+        seed=seed,
+        linear=linear,
+        ignore=tuple(ignore or ()),
+        skip=tuple(skip or ()),
+        skip_worst=0.0 if skip_worst is None else parse_share(skip_worst),
+        layer_patterns=tuple(map(parse_layer_pattern, layer or ())),
+        calibration=_calibration(calib, method, data, training),
+        check=report is not None,
+    )
+    _require_writable(report)
+    with byte_progress(lines=True) as progress:
+        done = run(source, target, options, dry_run=dry_run, progress=progress)
+    if report is not None and not dry_run:
+        report.write_text(json.dumps(done.to_json(), indent=2) + "\n")
+    _warn(done)
+    _summarize(done, dry_run)
+
+
+def _calibration(
+    calib: str | None, method: str | None, data: dict[str, Any], training: dict[str, Any]
+) -> Calibration | None:
+    """Make the options of calibration of those given on the command line; None where there are none.
+
+    Args:
+        data: options of any method.
+        training: options of methods that update the weights they keep.
+    """
+    from slidesparse.calibrate.task import Calibration
+
+    data, training = ({n: v for n, v in found.items() if v is not None} for found in (data, training))
+    if training and method in methods.METHODS and not methods.get(method).updates_weights:
+        given = " and ".join(f"--{name}" for name in training)
+        others = " and ".join(name for name in methods.METHODS if methods.get(name).updates_weights)
+        raise SlideSparseError(
+            f"--method {method} has no use for {given}, which {others} has; leave {given} out"
+        )
+    if calib is not None:
+        return Calibration(calib, **data, **training)
+    if data or training:
+        given = " and ".join(f"--{name}" for name in (*data, *training))
+        raise SlideSparseError(
+            f"without --calib nothing is calibrated, so {given} would do nothing: give --calib FILE as well"
+        )
+    return None
+
+
+def _require_writable(report: Path | None) -> None:
+    """Raise SlideSparseError, before hours of work, unless the report can be written."""
+    if report is None:
+        return
+    if report.is_dir() or not report.resolve().parent.is_dir():
+        raise SlideSparseError(
+            f"--report {report}: it is a folder, or its folder is not there; name a file in one that is"
+        )
+    new = not report.exists()
+    try:
+        report.open("a").close()
+    except OSError as error:
+        raise SlideSparseError(
+            f"--report {report}: {error.strerror}; name a file that can be written"
+        ) from error
+    if new:
+        report.unlink()
+
+
+def _warn(report: Report) -> None:
+    if report.method == "magnitude" and not report.samples and report.made:
+        err.print(f"[yellow]warning:[/] {escape(WITHOUT_CALIBRATION)}")
+    if report.note:
+        err.print(f"[yellow]note:[/] {escape(report.note)}")
+
+
+def _summarize(report: Report, dry_run: bool) -> None:
+    out.print(escape(f"pattern   {report.pattern}; as a flag, SPARSITY={report.pattern.flag}"))
+    out.print(escape(f"layers    {len(report.pruned)} in {report.quant} W8A8, {report.layout} layout"))
+    for pattern, count in Counter(p.ratio for p in report.patterns.values() if p != report.pattern).items():
+        out.print(escape(f"          {count} of them at {pattern}"))
+    if report.samples:
+        out.print(escape(f"method    {report.method}, calibrated with {report.samples}"))
+    for verb, names in (("skipped", report.skipped), ("kept", report.kept)):
+        reasons = defaultdict(list)
+        for name, why in names.items():
+            reasons[why].append(name)
+        how = "quantized, not pruned" if verb == "skipped" else "as in the source"
+        for why, found in sorted(reasons.items()):
+            shown = f"{', '.join(found[:MOST_NAMES])}{', ...' if len(found) > MOST_NAMES else ''}"
+            out.print(escape(f"{verb:9} {len(found)} {how} ({why}): {shown}"))
+    size = f"{report.bytes_in / 1e6:.1f} MB -> {report.bytes_out / 1e6:.1f} MB"
+    if dry_run:
+        out.print(f"bytes     {size}")
+        out.print("dry run   nothing was written")
+        return
+    _show_errors(report)
+    out.print(f"bytes     {size} in {report.seconds:.1f} s, {report.rate:.0f} MB/s of input")
+    out.print(escape(f"serve     vllm serve {shlex.quote(str(report.out))}"))
+
+
+def _show_errors(report: Report) -> None:
+    """Show the layers that pruning costs most, if calibration measured it."""
+    errors = {row["name"]: row for row in report.layers}
+    ranked = report.sensitivity[:MOST_WORST]
+    for name in ranked:
+        row = errors[name]
+        found = f"{row['error_pruned']:.4f} pruned, {row['error_quantized']:.4f} quantized"
+        if row["error_finetuned"] is not None:
+            found += f", {row['error_finetuned']:.4f} fine-tuned"
+        out.print(escape(f"error     {found}: {name}{'  (the largest)' if name == ranked[0] else ''}"))

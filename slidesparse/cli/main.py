@@ -1,0 +1,140 @@
+"""The command line: results on stdout, progress and errors on stderr; torch only in commands that need it.
+
+Exit codes: 0 ok, 1 a check failed, 2 usage or unusable input, 3 environment, 130 interrupted.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from slidesparse import __version__
+from slidesparse.cli import build, convert, evaluate, synth, tune
+from slidesparse.cli.console import Json, application, out
+from slidesparse.errors import FAILED
+
+if TYPE_CHECKING:
+    from slidesparse.checkpoint.inspection import CheckpointReport, LayerReport
+
+MOST_COLUMNS = 1000  # characters of a table's line
+
+app = application("(2N-2):2N structured sparsity on 2:4 sparse tensor cores, for vLLM.", name="slidesparse")
+
+
+def main() -> None:
+    """The ``slidesparse`` command."""
+    app()
+
+
+@app.callback(invoke_without_command=True)
+def _top(
+    context: typer.Context,
+    version: Annotated[bool, typer.Option("--version", help="Print the version.")] = False,
+) -> None:
+    if version:
+        out.print(f"slidesparse {__version__}")
+        raise typer.Exit
+    if context.invoked_subcommand is None:
+        raise typer.Exit
+
+
+@app.command()
+def inspect(
+    folder: Annotated[Path, typer.Argument(help="Any checkpoint folder.", metavar="DIR")],
+    as_json: Json = False,
+) -> None:
+    """Show each layer: shape, dtype, pattern, violations, bytes, expansion.  Exit 1 for a violation."""
+    from slidesparse.checkpoint.inspection import inspect as run
+
+    report = run(folder)
+    if as_json:
+        print(json.dumps(report.to_json(), indent=2))
+    else:
+        _show_layers(report)
+    raise typer.Exit(FAILED if report.violations else 0)
+
+
+def _show_layers(report: CheckpointReport) -> None:
+    claimed = f"{report.pattern} ({report.layout} layout)" if report.pattern else "none claimed"
+    out.print(escape(f"{report.folder}: pattern {claimed}"))
+    table = Table("layer", box=SIMPLE_HEAD, pad_edge=False)
+    for name in ("N x K", "dtype", "pattern", "obeys", "violations", "bytes", "expansion"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for layer in report.layers:
+        table.add_row(*_cells(layer))
+    natural = Console(width=MOST_COLUMNS).measure(table).maximum
+    if out.is_terminal and out.width < natural:
+        for layer in report.layers:
+            name, shape, dtype, pattern, obeys, broken, size, expansion = _cells(layer)
+            out.print(escape(name))
+            out.print(f"  {shape} {dtype}, pattern {pattern}, obeys {obeys}, violations {broken}")
+            out.print(f"  {size} bytes, expansion {expansion}")
+    else:
+        Console(highlight=False, width=natural).print(table)
+    for layer in report.layers:
+        if layer.first_violation:
+            out.print(escape(layer.first_violation), style="red")
+    total = sum(layer.bytes for layer in report.layers)
+    out.print(f"{len(report.layers)} layers, {total / 1e6:.1f} MB, {report.violations} violations")
+
+
+def _cells(layer: LayerReport) -> tuple[str, ...]:
+    return (
+        layer.name,
+        f"{layer.out_features} x {layer.in_features}",
+        layer.dtype,
+        layer.pattern or "-",
+        layer.satisfies or "-",
+        str(layer.violations) if layer.pattern else "-",
+        f"{layer.bytes:,}",
+        f"{layer.expansion:.3f}" if layer.expansion else "-",
+    )
+
+
+@app.command()
+def verify(
+    first: Annotated[Path, typer.Argument(help="A checkpoint folder.", metavar="A")],
+    second: Annotated[Path, typer.Argument(help="Another one.", metavar="B")],
+    as_json: Json = False,
+) -> None:
+    """Compare two checkpoints bit for bit, whatever their layouts and shards.  Exit 0 if equal, 1 if not."""
+    from slidesparse.checkpoint.inspection import verify as run
+
+    found = run(first, second)
+    if as_json:
+        print(json.dumps(found.to_json(), indent=2))
+    elif found.difference:
+        out.print(escape(f"different: {found.difference}"))
+    else:
+        out.print(
+            escape(
+                f"equal: {found.tensors} tensors, {found.slided} of them compared through the slided layout"
+            )
+        )
+    raise typer.Exit(0 if found.equal else FAILED)
+
+
+@app.command()
+def doctor(as_json: Json = False) -> None:
+    """Tell what this machine can run, what is missing, and the remedy.  Never fails."""
+    from slidesparse.doctor import main as run
+
+    run(["--json"] if as_json else [])
+
+
+app.command("build")(build.build_targets)
+app.command("convert")(convert.convert)
+app.command("synth")(synth.synth)
+app.command("tune")(tune.tune)
+app.add_typer(evaluate.app, name="eval")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,155 @@
+"""The command ``slidesparse tune``, and what commands that measure a GPU share with it.
+
+Without a GPU they say what is missing, and exit with 3.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.markup import escape
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from slidesparse.cli.console import Json, err
+
+if TYPE_CHECKING:
+    from slidesparse.gemm.backend import Tunable
+    from slidesparse.tune.machine import Gpu
+    from slidesparse.tune.session import Session
+    from slidesparse.tune.shapes import Layer
+
+Shapes = Annotated[str | None, typer.Option(help="Instead of a model: weights as NxK,NxK.")]
+Dtypes = Annotated[str, typer.Option("--dtype", help="Operand types, comma-separated.")]
+Patterns = Annotated[
+    str | None,
+    typer.Option("--pattern", help="Comma-separated, such as 2:4,6:8; default 2:4 to 14:16 and 2_inf."),
+]
+Tokens = Annotated[
+    str | None, typer.Option("--m", help="Token counts, comma-separated; default 64 to 16384.")
+]
+Limit = Annotated[
+    float | None, typer.Option("--time-limit", help="Seconds after which to stop; repeat to go on.")
+]
+
+
+def tune(
+    model: Annotated[
+        str | None,
+        typer.Argument(help="A model's name, or a folder with a config.json; default all that are known."),
+    ] = None,
+    shapes: Shapes = None,
+    dtype: Dtypes = "int8,fp8",
+    pattern: Patterns = None,
+    m: Tokens = None,
+    library: Annotated[
+        str | None,
+        typer.Option(help="Backends, comma-separated; default the one that serves sparse layers here."),
+    ] = None,
+    force: Annotated[bool, typer.Option("--force", help="Search again what is in the tables.")] = False,
+    time_limit: Limit = None,
+    as_json: Json = False,
+) -> None:
+    """Search the fastest GEMM algorithms for this GPU, and save them where serving looks."""
+    began = time.monotonic()
+    from slidesparse import gemm
+    from slidesparse.gemm.tuned import folder
+    from slidesparse.tune import machine
+    from slidesparse.tune.jobs import jobs
+    from slidesparse.tune.jobs import tune as run
+    from slidesparse.tune.shapes import FEW_TOKENS, parse_choice
+
+    layers = [layer for _, found in models_of(model, shapes) for layer in found]
+    dtypes = parse_choice("--dtype", dtype, machine.SERVED)
+    names = parse_choice("--library", library, machine.tunable()) if library else None
+    patterns, tokens = patterns_of(pattern), tokens_of(m)
+    gpu = machine.require_gpu()
+    names = names or (gemm.choose(gemm.SPARSE, gpu.device)[0],)
+    if m is None and any(gemm.get(name).fuses for name in names):
+        tokens = (*FEW_TOKENS, *tokens)
+    todo = jobs(machine.require_libraries(gpu, names), layers, dtypes, patterns, tokens)
+    with open_session(gpu, began, time_limit) as (session, bar):
+        begin(bar, sum(len(job.tokens) for job in todo))
+        summary = run(session, todo, force)
+    counts = {name: getattr(summary, name) for name in ("tuned", "known", "algorithms", "refused", "wrong")}
+    finish(summary.finished, summary.skipped, {**counts, "tables": str(folder())}, as_json)
+
+
+@contextmanager
+def open_session(gpu: Gpu, began: float, limit: float | None) -> Iterator[tuple[Session, Progress]]:
+    """A session whose progress is shown on stderr; ``limit`` seconds count from ``began`` (time.monotonic)."""
+    from slidesparse.tune.inputs import Inputs
+    from slidesparse.tune.measure import CudaClock, Deadline
+    from slidesparse.tune.session import Session
+
+    deadline = Deadline(None if limit is None else began + limit - time.monotonic())
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    with CudaClock(gpu.device) as clock, Progress(*columns, console=err, transient=True) as bar:
+        task = bar.add_task("starting", total=None)
+
+        def advance(label: str) -> None:
+            bar.update(task, advance=1, description=label)
+
+        yield Session(gpu, clock, Inputs(gpu.device, gpu.l2_bytes), deadline, advance), bar
+
+
+def begin(bar: Progress, count: int) -> None:
+    bar.update(bar.task_ids[0], total=count)
+
+
+def tokens_of(text: str | None) -> tuple[int, ...]:
+    from slidesparse.tune.shapes import TOKENS, parse_tokens
+
+    return TOKENS if text is None else parse_tokens(text)
+
+
+def patterns_of(text: str | None) -> tuple[str, ...]:
+    from slidesparse.tune.shapes import PATTERNS, parse_patterns
+
+    return PATTERNS if text is None else parse_patterns(text)
+
+
+def models_of(names: str | None, shapes: str | None) -> list[tuple[str, tuple[Layer, ...]]]:
+    """(name, layers) of what was asked for; all models by default."""
+    from slidesparse.tune.shapes import MODELS, ShapeError, model, parse_shapes, split
+
+    if names and shapes:
+        raise ShapeError("a model and --shapes exclude each other: give one of them")
+    if shapes:
+        return [("shapes", parse_shapes(shapes))]
+    return [model(name) for name in (split(names) if names else MODELS)]
+
+
+def libraries_of(gpu: Gpu, names: str | None) -> list[Tunable]:
+    """The backends that were asked for; by default all that run on ``gpu``, and a note on stderr for the others."""
+    from slidesparse.tune import machine
+    from slidesparse.tune.shapes import parse_choice
+
+    if names:
+        return machine.require_libraries(gpu, parse_choice("--library", names, machine.tunable()))
+    found, missed = machine.usable_libraries(gpu)
+    for line in missed:
+        err.print(escape(f"note: {line}"))
+    if not found:
+        raise machine.MissingError(
+            f"no GEMM backend runs on {gpu.name}; `slidesparse doctor` tells what is missing"
+        )
+    return found
+
+
+def finish(finished: bool, skipped: Sequence[str], result: dict[str, Any], as_json: bool) -> None:
+    from slidesparse.tune.session import describe
+
+    for line in describe(skipped):
+        err.print(escape(f"note: {line}"))
+    if not finished:
+        err.print("the time limit was reached; repeat the command to go on")
+    if as_json:
+        print(json.dumps({"finished": finished, **result, "skipped": list(skipped)}, indent=1))
+    else:
+        for name, value in result.items():
+            print(f"{name:<12} {value}")

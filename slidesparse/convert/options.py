@@ -1,0 +1,86 @@
+"""The options of a conversion, checked where they enter."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from slidesparse import methods
+from slidesparse.calibrate.task import Calibration
+from slidesparse.checkpoint.metadata import LAYOUTS
+from slidesparse.checkpoint.storage import CheckpointError
+from slidesparse.checkpoint.w8a8 import KINDS
+from slidesparse.errors import CalibrationError
+from slidesparse.pattern import PatternError, SlidePattern
+
+
+@dataclass(frozen=True)
+class ConvertOptions:
+    """How to convert.  Regexes are searched in layer names without ".weight".
+
+    Raises CheckpointError for a value that is not known, CalibrationError when method and calibration do not go
+    together.
+    """
+
+    pattern: SlidePattern
+    quant: str | None = None  # "int8" or "fp8"; None takes what a W8A8 source has, and int8 for a float one
+    layout: str = "dense"  # weights [N, K], which stock vLLM serves too, or "slided" [N, K']
+    method: str | None = None  # of `slidesparse.methods`; None takes the default with or without calibration
+    seed: int = 0  # of the choice of samples, and of random pruning
+    linear: str | None = None  # regex of the layers to prune, instead of those of the architecture
+    ignore: tuple[str, ...] = ()  # regexes of layers to leave exactly as they are
+    skip: tuple[str, ...] = ()  # regexes of layers to quantize without pruning them
+    skip_worst: float = 0.0  # part of the layers to skip besides, those that pruning costs most
+    layer_patterns: tuple[
+        tuple[str, SlidePattern], ...
+    ] = ()  # regex and pattern; of several, the last counts
+    calibration: Calibration | None = None  # data to prune by, from float weights of known architectures
+    check: bool = False  # read the output back and fill `Report.layers` also without calibration
+
+    def __post_init__(self) -> None:
+        choices = {
+            "--quant": (self.quant or "int8", tuple(KINDS)),
+            "--layout": (self.layout, LAYOUTS),
+            "--method": (self.method_name, tuple(methods.METHODS)),
+        }
+        for option, (value, allowed) in choices.items():
+            if value not in allowed:
+                raise CheckpointError(f"{option} {value!r} is not known; use one of {', '.join(allowed)}")
+        wanted = methods.get(self.method_name).calibration
+        if wanted == "required" and not self.calibration:
+            raise CalibrationError(
+                f"--method {self.method_name} needs calibration data: --calib FILE.jsonl, FILE.npy or random; without, "
+                "there is --method magnitude"
+            )
+        if wanted == "refused" and self.calibration:
+            raise CalibrationError(
+                f"--method {self.method_name} has no use for --calib; leave one of them out"
+            )
+        if self.skip_worst and not self.calibration:
+            raise CalibrationError(
+                "--skip-worst needs calibration data to tell which layers those are: --calib FILE.jsonl"
+            )
+
+    @property
+    def method_name(self) -> str:
+        """The method to use."""
+        return self.method or (methods.DEFAULT_CALIBRATED if self.calibration else methods.DEFAULT)
+
+
+def parse_layer_pattern(text: str) -> tuple[str, SlidePattern]:
+    """Read ``REGEX=PATTERN``.  CheckpointError or PatternError names ``--layer`` and the text."""
+    regex, separator, ratio = text.rpartition("=")
+    if not separator or not regex:
+        raise CheckpointError(f"--layer {text!r} is not REGEX=PATTERN, such as 'down_proj=8:10'")
+    try:
+        return regex, SlidePattern.parse(ratio)
+    except PatternError as error:
+        raise PatternError(f"--layer {text!r}: {error}") from error
+
+
+def parse_share(text: str) -> float:
+    """Read ``5%`` as 0.05.  CalibrationError unless it is a percentage between 0 and 100."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*%", text.strip())
+    if not match or not 0 < float(match[1]) < 100:
+        raise CalibrationError(f"--skip-worst {text!r} is not a percentage between 0% and 100%, such as 5%")
+    return float(match[1]) / 100

@@ -1,0 +1,349 @@
+"""The plan of a conversion: what becomes of each tensor of a source, decided and checked before anything is written."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Container, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import slidesparse
+from slidesparse import methods
+from slidesparse.calibrate.task import Task, prepare
+from slidesparse.checkpoint import architectures
+from slidesparse.checkpoint.architectures import SCALE, WEIGHT
+from slidesparse.checkpoint.converted import require_shape
+from slidesparse.checkpoint.metadata import KEY, QUANT_METHOD, LayerEntry, Metadata
+from slidesparse.checkpoint.storage import (
+    CONFIG,
+    FLOATS,
+    INDEX,
+    Checkpoint,
+    CheckpointError,
+    TensorSpec,
+    plan_file,
+)
+from slidesparse.checkpoint.w8a8 import W8A8, ignore_list, new_block, parse_block
+from slidesparse.convert.options import ConvertOptions
+from slidesparse.errors import CalibrationError
+from slidesparse.pattern import SlidePattern
+
+_EMBEDDING = re.compile(r"embed|\.wte$|\.wpe$")
+
+# Why a two-dimensional weight is left as it is
+BY_IGNORE, BY_SOURCE, NOT_LINEAR = "--ignore", "the source's ignore list", "not a linear layer of a block"
+# Why a linear layer is quantized without being pruned
+BY_SKIP, BY_WORST = "--skip", "--skip-worst"
+
+
+@dataclass(frozen=True)
+class Part:
+    """One source tensor and what is written for it: the same, or the pruned weight and a new scale."""
+
+    source: TensorSpec
+    file: str
+    out: tuple[TensorSpec, ...]
+    layer: str | None = None  # the name of a layer that is quantized, and pruned if it has a pattern
+    in_features: int = 0  # its K
+    pattern: SlidePattern | None = None
+
+
+@dataclass(frozen=True)
+class ConversionPlan:
+    """A whole conversion."""
+
+    checkpoint: Checkpoint
+    options: ConvertOptions
+    quant: str  # "int8" or "fp8"
+    parts: tuple[Part, ...]
+    kept: dict[str, str]  # 2-D weights left as they are -> why
+    skipped: dict[str, str]  # linear layers quantized, not pruned -> why
+    config: dict[str, Any]  # the config.json to write
+    from_float: bool
+    converted: Metadata | None  # of a source that we converted: it is laid out anew, not pruned
+
+    @property
+    def patterns(self) -> dict[str, SlidePattern]:
+        """The pruned layers, each with its pattern."""
+        return {part.layer: part.pattern for part in self.parts if part.layer and part.pattern}
+
+    @property
+    def bytes_in(self) -> int:
+        """Bytes of all source tensors."""
+        return sum(part.source.nbytes for part in self.parts)
+
+    @property
+    def bytes_out(self) -> int:
+        """Bytes of all tensors written."""
+        return sum(spec.nbytes for part in self.parts for spec in part.out)
+
+    def specs(self, file: str) -> list[TensorSpec]:
+        """Return the tensors of an output file."""
+        return [spec for part in self.parts if part.file == file for spec in part.out]
+
+    def disk_bytes(self) -> int:
+        """Bytes of all files of tensors written, headers included."""
+        return sum(plan_file(self.specs(file))[2] for file in self.checkpoint.files)
+
+    def index(self) -> bytes | None:
+        """Return the output's index of shards, when the source has one."""
+        if self.checkpoint.index is None:
+            return None
+        files = {spec.name: part.file for part in self.parts for spec in part.out}
+        old = self.checkpoint.index.get("metadata")
+        metadata = {**(old if isinstance(old, dict) else {}), "total_size": self.bytes_out}
+        return _json({"metadata": metadata, "weight_map": dict(sorted(files.items()))})
+
+    def small_files(self) -> Iterator[tuple[str, bytes]]:
+        """Yield names and contents beside the shards; config.json, which makes it a checkpoint, comes last."""
+        index = self.index()
+        if index is not None:
+            yield INDEX, index
+        yield CONFIG, _json(self.config)
+
+
+def _json(value: object) -> bytes:
+    return (json.dumps(value, indent=2, ensure_ascii=False) + "\n").encode()
+
+
+def make_plan(checkpoint: Checkpoint, options: ConvertOptions, worst: Container[str] = ()) -> ConversionPlan:
+    """Decide everything.  The errors are those of `slidesparse.convert.stream.convert`.
+
+    Args:
+        worst: names of layers that ``options.skip_worst`` skips.
+    """
+    block = checkpoint.quantization_config()
+    source = parse_block(block) if block is not None else None
+    converted = _converted(block, options.pattern)
+    _require_fitting(options, source, converted)
+    kept: dict[str, str] = {}
+    skipped: dict[str, str] = {}
+    patterns: dict[str, SlidePattern | None]
+    if converted:
+        patterns = {name: entry.pattern for name, entry in converted.layers.items()}
+    else:
+        chosen, kept, groups = _choose(checkpoint, source, options)
+        named = architectures.matched(chosen, groups, options.skip, BY_SKIP)
+        skipped = {
+            name: BY_SKIP if name in named else BY_WORST for name in chosen if name in named or name in worst
+        }
+        pruned = _patterns(chosen, groups, options)
+        patterns = {name: None if name in skipped else pruned[name] for name in chosen}
+        if not any(patterns.values()):
+            raise CheckpointError("every linear layer is skipped, so nothing is left to prune; skip fewer")
+    target = source or W8A8(options.quant or "int8", "channel")
+    sizes = {name: _in_features(checkpoint, name, source, converted) for name in patterns}
+    parts = tuple(
+        _part(checkpoint, name, target, patterns, options.layout, sizes, source is None)
+        for name in checkpoint.tensors
+    )
+    for layer in _other_matrices(checkpoint, sizes):
+        kept.setdefault(layer, BY_SOURCE if source and source.ignores(layer) else NOT_LINEAR)
+    metadata = Metadata(
+        options.pattern,
+        options.layout,
+        {name: LayerEntry(found, sizes[name]) for name, found in patterns.items() if found},
+        f"slidesparse {slidesparse.__version__}",
+    )
+    new = dict(block) if block is not None else new_block(target.quant, _ignore_names(kept))
+    return ConversionPlan(
+        checkpoint=checkpoint,
+        options=options,
+        quant=target.quant,
+        parts=parts,
+        kept=kept,
+        skipped=skipped,
+        config=_config(checkpoint, new, metadata),
+        from_float=source is None,
+        converted=converted,
+    )
+
+
+def calibration_task(plan: ConversionPlan) -> Task:
+    """Return the task of a plan whose options have calibration data; its errors are those of `prepare`."""
+    options = plan.options
+    assert options.calibration
+    return prepare(
+        plan.checkpoint,
+        plan.patterns,
+        plan.skipped,
+        options.method_name,
+        plan.quant,
+        options.seed,
+        options.calibration,
+    )
+
+
+# What the source allows
+
+
+def _converted(block: dict[str, Any] | None, pattern: SlidePattern) -> Metadata | None:
+    """Return the metadata of a source that we converted, which must have the pattern asked for."""
+    found = Metadata.of_config(block)
+    if found is None:
+        if block is not None and block.get("quant_method") == QUANT_METHOD:
+            raise CheckpointError(
+                f"the source says quant_method {QUANT_METHOD!r} but has no quantization_config.{KEY}, which "
+                "tells its pattern and layout; start from the original checkpoint"
+            )
+        return None
+    if found.pattern != pattern:
+        raise CheckpointError(
+            f"the source is already pruned to {found.pattern}, --sparsity asks for {pattern}; pruning twice "
+            "loses more than it must, so start from the original checkpoint, or give --sparsity "
+            f"{found.pattern.ratio} to change the layout only"
+        )
+    if not found.layers:
+        raise CheckpointError(
+            f"quantization_config.{KEY} of the source lists no layer; start from the original checkpoint"
+        )
+    return found
+
+
+def _require_fitting(options: ConvertOptions, source: W8A8 | None, converted: Metadata | None) -> None:
+    """Raise CheckpointError or CalibrationError for an option that the source's weights do not allow."""
+    if source and options.quant not in (None, source.quant):
+        raise CheckpointError(
+            f"--quant {options.quant} contradicts the source, whose weights are {source.quant} already; leave "
+            "--quant out, or start from the original float checkpoint"
+        )
+    if converted:
+        given = {
+            "--ignore": bool(options.ignore),
+            "--linear": options.linear is not None,
+            "--layer": bool(options.layer_patterns),
+            "--skip": bool(options.skip),
+            "--calib": options.calibration is not None,
+            f"--method {options.method}": options.method not in (None, methods.DEFAULT),
+        }
+        for option in (option for option, is_given in given.items() if is_given):
+            raise CheckpointError(
+                f"{option} does not go with a source that is already pruned, as only its layout changes; "
+                "start from the original checkpoint"
+            )
+    if source and options.calibration:
+        raise CalibrationError(
+            f"calibration updates float weights, but the source holds {source.quant} ones; start from the original "
+            "checkpoint, or prune its codes: --method magnitude without --calib"
+        )
+
+
+# Which layers are pruned, and how
+
+
+def _choose(
+    checkpoint: Checkpoint, source: W8A8 | None, options: ConvertOptions
+) -> tuple[list[str], dict[str, str], list[tuple[str, ...]]]:
+    """Return the linear layers to quantize, why the others are left, and which of the first vLLM fuses."""
+    names = list(checkpoint.tensors)
+    family = architectures.family_of(checkpoint.config, names, options.linear)
+    candidates = family.layers(names)
+    if not candidates:
+        raise CheckpointError(
+            f"none of the {len(names)} tensors is a linear layer by the names expected "
+            f"({family.linear.pattern}); name them yourself: --linear REGEX, searched in layer names"
+        )
+    left = architectures.matched(candidates, family.groups(candidates), options.ignore, BY_IGNORE)
+    kept = {name: BY_IGNORE for name in candidates if name in left}
+    for name in candidates:
+        if source and checkpoint.require(name + WEIGHT).dtype in FLOATS and source.ignores(name):
+            kept.setdefault(name, BY_SOURCE)
+    chosen = [name for name in candidates if name not in kept]
+    if not chosen:
+        raise CheckpointError("every linear layer is ignored, so nothing is left to prune; ignore fewer")
+    return chosen, kept, family.groups(chosen)
+
+
+def _patterns(
+    chosen: Sequence[str], groups: Sequence[tuple[str, ...]], options: ConvertOptions
+) -> dict[str, SlidePattern]:
+    """Return the pattern of each layer: of the last ``layer_patterns`` that matches it, or the common one."""
+    found = dict.fromkeys(chosen, options.pattern)
+    for regex, pattern in options.layer_patterns:
+        found |= dict.fromkeys(architectures.matched(chosen, groups, [regex], "--layer"), pattern)
+    return found
+
+
+def _other_matrices(checkpoint: Checkpoint, pruned: Container[str]) -> Iterator[str]:
+    """Yield the layers of two-dimensional weights that are neither pruned nor embeddings."""
+    for name, stored in checkpoint.tensors.items():
+        layer = name.removesuffix(WEIGHT)
+        is_matrix = layer != name and len(stored.spec.shape) == 2
+        if is_matrix and layer not in pruned and not _EMBEDDING.search(layer):
+            yield layer
+
+
+def _in_features(checkpoint: Checkpoint, layer: str, source: W8A8 | None, converted: Metadata | None) -> int:
+    """Return K of a layer to be quantized, after checking dtype and shape of its weight and scale."""
+    spec = checkpoint.require(layer + WEIGHT)
+    if len(spec.shape) != 2 or 0 in spec.shape:
+        raise CheckpointError(
+            f"tensor {spec.name} has shape {list(spec.shape)}; a linear layer's is [N, K], not empty"
+        )
+    if source is None:
+        if spec.dtype not in FLOATS:
+            raise CheckpointError(
+                f"tensor {spec.name} is {spec.dtype}; without a quantization_config the dtypes taken are "
+                f"{', '.join(FLOATS)}"
+            )
+        if layer + SCALE in checkpoint.tensors:
+            raise CheckpointError(
+                f"the source has {layer + SCALE} but no quantization_config in config.json; fetch its "
+                "config.json again"
+            )
+        return spec.shape[1]
+    if spec.dtype != source.dtype:
+        raise CheckpointError(
+            f"tensor {spec.name} is {spec.dtype}, but quantization_config promises {source.dtype} "
+            f"({source.quant}) and does not ignore it; fetch the checkpoint again, or start from the original "
+            "one if it leaves some layers unquantized on purpose"
+        )
+    scale = checkpoint.require(layer + SCALE)
+    expected = {"channel": spec.shape[0], "tensor": 1}[source.strategy]
+    if scale.dtype not in FLOATS or scale.rows * scale.columns != expected or len(scale.shape) > 2:
+        raise CheckpointError(
+            f"tensor {scale.name} is {scale.dtype} {list(scale.shape)}; scales per {source.strategy} of "
+            f"{spec.shape[0]} rows are {expected} of {', '.join(FLOATS)}"
+        )
+    if converted is None:
+        return spec.shape[1]
+    require_shape(checkpoint, converted, layer)
+    return converted.layers[layer].in_features
+
+
+# What is written
+
+
+def _part(
+    checkpoint: Checkpoint,
+    name: str,
+    target: W8A8,
+    patterns: Mapping[str, SlidePattern | None],
+    layout: str,
+    sizes: dict[str, int],
+    from_float: bool,
+) -> Part:
+    stored, layer = checkpoint.tensors[name], name.removesuffix(WEIGHT)
+    spec = stored.spec
+    if not name.endswith(WEIGHT) or layer not in sizes:
+        return Part(spec, stored.file, (spec,))
+    rows, k, pattern = spec.shape[0], sizes[layer], patterns[layer]
+    columns = LayerEntry(pattern, k).columns(layout) if pattern else k
+    out = [TensorSpec(name, target.dtype, (rows, columns))]
+    if from_float:
+        out.append(TensorSpec(layer + SCALE, "F32", (rows, 1)))
+    return Part(spec, stored.file, tuple(out), layer, k, pattern)
+
+
+def _ignore_names(kept: dict[str, str]) -> list[str]:
+    return ignore_list(alias for layer in kept for alias in architectures.serving_names(layer))
+
+
+def _config(checkpoint: Checkpoint, block: dict[str, Any], metadata: Metadata) -> dict[str, Any]:
+    config = {name: value for name, value in checkpoint.config.items() if name != "compression_config"}
+    block["quant_method"] = QUANT_METHOD if metadata.layout == "slided" else "compressed-tensors"
+    block.pop("sparsity_config", None)  # "dense" at most, and refused by newer vLLM
+    block[KEY] = metadata.to_json()
+    config["quantization_config"] = block
+    return config

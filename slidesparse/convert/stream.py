@@ -1,0 +1,358 @@
+"""``slidesparse convert``: a float or W8A8 checkpoint becomes a pruned W8A8 one.
+
+Two passes go over the source, chunks of rows at a time on a few threads.  The first reads everything and refuses
+what is not finite; the second prunes, quantizes, slides and writes.  Memory is a few chunks, whatever the
+size of the model.  The output grows in a hidden sibling folder and appears under its name by one rename;
+config.json is its last file.
+
+With calibration data a pass in between prunes and quantizes block by block (`slidesparse.calibrate`) into a
+second hidden folder, which outlives a killed run.  The pass that writes takes codes and scales from there, and
+what it wrote is read back and checked before it gets its name.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import shutil
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from slidesparse import methods
+from slidesparse.calibrate.pipeline import calibrate, rank
+from slidesparse.calibrate.resume import finished_bytes, open_work
+from slidesparse.calibrate.task import Progress, Task
+from slidesparse.checkpoint import architectures
+from slidesparse.checkpoint.architectures import SCALE, WEIGHT
+from slidesparse.checkpoint.converted import restore
+from slidesparse.checkpoint.output import (
+    chunk_seed,
+    partial_folder,
+    publish,
+    remove_stale,
+    require_free_name,
+    require_space,
+    workers,
+)
+from slidesparse.checkpoint.storage import (
+    CONFIG,
+    DTYPES,
+    INDEX,
+    SUFFIX,
+    Checkpoint,
+    CheckpointError,
+    Reader,
+    Writer,
+)
+from slidesparse.convert.options import ConvertOptions
+from slidesparse.convert.plan import ConversionPlan, Part, calibration_task, make_plan
+from slidesparse.convert.report import Facts, Report, layer_rows, read_back
+from slidesparse.errors import EnvironmentFault
+from slidesparse.quantize import FP8, NAMES, quantize_rows
+from slidesparse.slide import slide
+
+MODULES = "modules.json"  # of sentence-transformers
+_WEIGHT_SUFFIXES = (
+    *(SUFFIX, ".bin", ".pt", ".pth", ".ckpt", ".gguf", ".onnx", ".onnx_data", ".h5", ".msgpack", ".ot"),
+)
+
+
+def convert(
+    source: str | Path,
+    out: str | Path,
+    options: ConvertOptions,
+    *,
+    dry_run: bool = False,
+    progress: Progress | None = None,
+) -> Report:
+    """Prune the linear layers of ``source`` and write the W8A8 checkpoint ``out``.
+
+    Args:
+        source: a Hugging Face folder in FP32, FP16 or BF16, or a compressed-tensors W8A8 one (whose scales and
+            ignore list are kept), or one made by this function with the same pattern (whose layout alone
+            changes).
+        out: the folder to make; absent or empty.
+        dry_run: decide and check everything that can be without reading weights; write nothing.
+        progress: called with phase, bytes done and bytes in all.
+
+    Same input, same bytes out; with calibration, on the same machine.  Raises SlideSparseError (CheckpointError,
+    MetadataError, PatternError or CalibrationError where that tells more) before anything is written when the source
+    or the options cannot be used, EnvironmentFault when the output does not fit or a library is missing, DamagedError
+    when what was written is not what should have been.
+    """
+    started = time.monotonic()
+    source, out = Path(source), Path(out)
+    require_free_name(source, out)
+    checkpoint = Checkpoint.open(source)
+    plan = make_plan(checkpoint, options)
+    task = calibration_task(plan) if options.calibration else None
+    rows: list[dict[str, Any]] = []
+    if not dry_run:
+        remove_stale(out)
+        _require_room(plan, task, out)
+        with _space_explained(out, plan), checkpoint.reader() as reader:
+            _check_values(plan, reader, progress)
+            if task:
+                plan, rows = _write_calibrated(plan, task, out, reader, progress)
+            else:
+                rows = layer_rows(_write(plan, out, reader, None, progress), (), options.method_name)
+    return Report(
+        source=source,
+        out=out,
+        pattern=options.pattern,
+        quant=plan.quant,
+        layout=options.layout,
+        method=options.method_name,
+        patterns=plan.patterns,
+        kept=plan.kept,
+        skipped=plan.skipped,
+        bytes_in=plan.bytes_in,
+        bytes_out=plan.bytes_out,
+        seconds=time.monotonic() - started,
+        samples=task.samples.words if task else "",
+        note=task.samples.note if task else "",
+        layers=tuple(rows),
+        made=not plan.converted,
+    )
+
+
+def _write_calibrated(
+    plan: ConversionPlan, task: Task, out: Path, reader: Reader, progress: Progress | None
+) -> tuple[ConversionPlan, list[dict[str, Any]]]:
+    """Calibrate and write.  Returns the plan, in which the worst layers are skipped now, and the report's rows."""
+    options = plan.options
+    state = {**task.state(), "skip_worst": options.skip_worst}
+    with open_work(out, state, task.calibration.resume) as work:
+        if options.skip_worst:
+            family = architectures.family_of(plan.checkpoint.config, plan.checkpoint.tensors)
+            errors = rank(task, reader, work, progress)
+            worst = worst_layers(errors, family.groups(plan.patterns), options.skip_worst)
+            plan = make_plan(plan.checkpoint, options, worst)
+            task = replace(task, layers=plan.patterns, skipped=frozenset(plan.skipped))
+        calibrate(task, reader, work, progress)
+        with work.tensors().reader() as codes:
+            facts = _write(plan, out, reader, codes, progress)
+        rows = layer_rows(facts, work.rows(), task.method)
+        work.remove()
+    return plan, rows
+
+
+def worst_layers(
+    errors: Mapping[str, float], groups: Sequence[tuple[str, ...]], part: float
+) -> frozenset[str]:
+    """Return the layers of the largest errors: at most ``part`` of all, but at least one group.
+
+    The layers of a group, which vLLM fuses, go together.
+    """
+    grouped = {name: group for group in groups for name in group}
+    units = {grouped.get(name, (name,)) for name in errors}
+    ordered = sorted(units, key=lambda unit: (-max(errors[name] for name in unit), unit))
+    chosen: list[str] = list(ordered[0])
+    for unit in ordered[1:]:
+        if len(chosen) + len(unit) > part * len(errors):
+            break
+        chosen += unit
+    return frozenset(chosen)
+
+
+def _write(
+    plan: ConversionPlan, out: Path, reader: Reader, codes: Reader | None, progress: Progress | None
+) -> list[Facts]:
+    """Write the output and publish it; with calibrated ``codes`` or ``check`` not before it has been read back."""
+    source = plan.checkpoint.folder
+    with partial_folder(out) as folder:
+        for name in _other_files(source):
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(source / name, folder / name)
+        _write_tensors(plan, reader, codes, folder, progress)
+        for file, content in plan.small_files():
+            (folder / file).write_bytes(content)
+        facts = read_back(folder, plan.checkpoint) if codes or plan.options.check else []
+        publish(folder, out)
+    return facts
+
+
+# Room
+
+
+def _require_room(plan: ConversionPlan, task: Task | None, out: Path) -> None:
+    """Raise EnvironmentFault unless the output, and the finished blocks of calibration, will fit on the disk."""
+    source = plan.checkpoint.folder
+    needed = plan.disk_bytes() + sum((source / name).stat().st_size for name in _other_files(source))
+    if task:
+        needed += task.disk_bytes() - (finished_bytes(out) if task.calibration.resume else 0)
+    require_space(out, needed)
+
+
+@contextmanager
+def _space_explained(out: Path, plan: ConversionPlan) -> Iterator[None]:
+    """Turn a full disk into an EnvironmentFault; finished blocks of calibration stay for another run."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        kept = plan.options.calibration is not None
+        left = "the layers pruned so far are kept" if kept else "nothing is left behind"
+        raise EnvironmentFault(
+            f"no space left in {out.resolve().parent} while writing {plan.disk_bytes() / 1e6:.0f} MB; {left}. "
+            f"Free some space{'' if kept else ' or choose another output folder'}, then run the same command again"
+            f"{' with --resume' if kept else ''}"
+        ) from error
+
+
+# Files and chunks
+
+
+def _other_files(source: Path) -> list[Path]:
+    """List what is copied: all but weights and hidden files; the folders that modules.json names, whole."""
+    found = []
+    modules = _module_folders(source)
+    for path in sorted(source.rglob("*")):
+        name = path.relative_to(source)
+        if not path.is_file() or any(part.startswith(".") for part in name.parts):
+            continue
+        is_weight = path.name.endswith((*_WEIGHT_SUFFIXES, *(f"{s}.index.json" for s in _WEIGHT_SUFFIXES)))
+        if (is_weight and name.parts[0] not in modules) or str(name) in (CONFIG, INDEX):
+            continue
+        found.append(name)
+    return found
+
+
+def _module_folders(source: Path) -> set[str]:
+    """Return the folders of further modules, such as 2_Dense, of a sentence-transformers model."""
+    path = source / MODULES
+    if not path.exists():
+        return set()
+    try:
+        return {str(module["path"]) for module in json.loads(path.read_bytes()) if module["path"]}
+    except (ValueError, KeyError, TypeError) as error:
+        raise CheckpointError(
+            f"{path} is not a list of modules with their paths ({type(error).__name__}: {error}); fetch it again"
+        ) from error
+
+
+def _each_chunk(
+    parts: Sequence[Part], pool: ThreadPoolExecutor, work: Callable[[Part, slice], None]
+) -> Iterator[int]:
+    """Do ``work`` for every chunk; yield the source bytes of each, in order, or raise the first error."""
+    jobs = [(part, rows) for part in parts for rows in part.source.chunks()]
+
+    def run(job: tuple[Part, slice]) -> int:
+        part, rows = job
+        work(part, rows)
+        return int(rows.stop - rows.start) * part.source.row_bytes
+
+    yield from pool.map(run, jobs)
+
+
+def _check_values(plan: ConversionPlan, reader: Reader, progress: Progress | None) -> None:
+    done = 0
+    with workers() as pool:
+        for size in _each_chunk(plan.parts, pool, lambda part, rows: _check_chunk(plan, reader, part, rows)):
+            done += size
+            if progress:
+                progress("checking", done, plan.bytes_in)
+
+
+def _check_chunk(plan: ConversionPlan, reader: Reader, part: Part, rows: slice) -> None:
+    """Refuse NaN and Inf, and in a source that we converted rows that break their pattern."""
+    values = reader.rows(part.source.name, rows)
+    if not is_finite(values):
+        raise CheckpointError(_not_finite_message(reader, part))
+    if plan.converted and part.layer:
+        restore(values, plan.converted, part.layer, rows.start)
+
+
+def is_finite(values: Tensor) -> bool:
+    """Return whether no element is NaN or Inf; one pass without temporaries for the usual dtypes."""
+    if not values.dtype.is_floating_point or not values.numel():
+        return True
+    if values.dtype == FP8:  # no Inf, and one NaN of either sign
+        return bool((values.view(torch.int8) & 0x7F).max() < 0x7F)
+    if values.element_size() == 1:
+        return bool(torch.isfinite(values.float()).all())
+    return bool(torch.isfinite(torch.stack(torch.aminmax(values))).all())  # NaN wins both comparisons
+
+
+def _not_finite_message(reader: Reader, part: Part) -> str:
+    count, first, spec = 0, None, part.source
+    for rows in spec.chunks():
+        values = reader.rows(spec.name, rows).float()
+        bad = ~torch.isfinite(values)
+        count += int(bad.sum())
+        if first is None and bool(bad.any()):
+            row, column = divmod(int(bad.flatten().to(torch.int8).argmax()), spec.columns)
+            first = (rows.start + row, column, float(values[row, column]))
+    assert first is not None
+    row, column, value = first
+    where = f"row {row}, column {column}" if len(spec.shape) > 1 else f"element {row}"
+    return (
+        f"tensor {spec.name} in {part.file} holds {count} values that are not finite, the first at {where} "
+        f"({value}); such weights cannot be pruned or quantized: fetch the checkpoint again, or repair the "
+        "training"
+    )
+
+
+def _write_tensors(
+    plan: ConversionPlan,
+    reader: Reader,
+    codes: Reader | None,
+    folder: Path,
+    progress: Progress | None,
+) -> None:
+    done = 0
+    with workers() as pool:
+        for file in plan.checkpoint.files:
+            writer = Writer(folder / file, plan.specs(file))
+            try:
+                parts = [part for part in plan.parts if part.file == file]
+
+                def work(part: Part, rows: slice, writer: Writer = writer) -> None:
+                    _write_chunk(plan, reader, codes, writer, part, rows)
+
+                for size in _each_chunk(parts, pool, work):
+                    done += size
+                    if progress:
+                        progress("writing", done, plan.bytes_in)
+                writer.close()
+            finally:
+                writer.close(sync=False)
+
+
+def _write_chunk(
+    plan: ConversionPlan, reader: Reader, codes: Reader | None, writer: Writer, part: Part, rows: slice
+) -> None:
+    if part.layer is None:
+        writer.write(part.source.name, rows.start, reader.rows(part.source.name, rows))
+        return
+    if codes and part.pattern:
+        weight = codes.rows(part.layer + WEIGHT, rows)
+        scale: Tensor | None = codes.rows(part.layer + SCALE, rows)
+    else:
+        weight, scale = _make(plan, part, rows, reader.rows(part.source.name, rows))
+    if part.pattern and plan.options.layout == "slided":
+        weight = slide(weight, part.pattern, layer=part.layer)
+    assert weight.dtype == DTYPES[part.out[0].dtype]
+    writer.write(part.out[0].name, rows.start, weight)
+    if scale is not None:
+        writer.write(part.out[1].name, rows.start, scale)
+
+
+def _make(plan: ConversionPlan, part: Part, rows: slice, values: Tensor) -> tuple[Tensor, Tensor | None]:
+    """Return rows of a weight in the dense layout, pruned and quantized, and their scales if the source has none."""
+    assert part.layer
+    if plan.converted is not None:
+        return restore(values, plan.converted, part.layer, rows.start), None
+    if part.pattern:
+        seed = chunk_seed(plan.options.seed, part.source.name, rows.start)
+        values = methods.get(plan.options.method_name).prune(values, part.pattern, seed)
+    return quantize_rows(values, NAMES[plan.quant], "cuda") if plan.from_float else (values, None)

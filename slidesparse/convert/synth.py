@@ -1,0 +1,391 @@
+"""``slidesparse synth``: a checkpoint of random weights, for measuring speed without the real ones.
+
+The plan of converting a float checkpoint of the model gives names, shapes, config and metadata, so they are those that
+`slidesparse.convert.stream` writes.  The values are made as fast as a disk takes them.  For each projection one sample
+of rows is drawn, pruned and quantized as convert does it::
+
+    w ~ N(0, 1/K), so that a layer keeps the scale of what enters it       embeddings, lm_head, biases:
+    codes, scales = quantize_rows(prune(w))                                N(0, initializer_range^2); norms: 1
+
+Each run of R rows of each tensor is the sample again, changed so that no two rows of a tensor are equal::
+
+    sample row    | block 0 | block 1 | block 2 | block 3 | tail |      blocks of L weights, L of the pattern
+    turned by 1   | block 1 | block 2 | block 3 | block 0 | tail |      each run of a tensor by another number
+    negated         for a random half of the rows (zeros stay as they are, also those of FP8)
+    shuffled        rows, with their scales, in a random order
+
+Whole blocks move, so the pattern holds.  In the slided layout a block is (N-1) windows, and the result is the slided
+form of the turned row.  R is large enough that no tensor needs a turn twice.  Without a pattern a block is one weight.
+With "bf16" rows stay as they are drawn, in a float checkpoint such as convert takes.
+"""
+
+from __future__ import annotations
+
+import errno
+import re
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import slidesparse
+from slidesparse.calibrate.task import Progress
+from slidesparse.checkpoint.architectures import architecture_of
+from slidesparse.checkpoint.metadata import KEY
+from slidesparse.checkpoint.output import (
+    chunk_seed,
+    partial_folder,
+    publish,
+    remove_stale,
+    require_free_name,
+    require_space,
+    workers,
+)
+from slidesparse.checkpoint.storage import (
+    CONFIG,
+    DTYPES,
+    Checkpoint,
+    CheckpointError,
+    StoredTensor,
+    TensorSpec,
+    Writer,
+)
+from slidesparse.checkpoint.w8a8 import KINDS
+from slidesparse.convert.options import ConvertOptions
+from slidesparse.convert.plan import ConversionPlan, Part, make_plan
+from slidesparse.convert.synth_model import TOKENIZER, first_layers, read_config, tensors, tokenizer_files
+from slidesparse.errors import EnvironmentFault
+from slidesparse.pattern import SlidePattern
+from slidesparse.prune import prune
+from slidesparse.quantize import NAMES, quantize_rows
+from slidesparse.slide import bits, slide
+
+MARK = "slidesparse_synth"  # in config.json: says that the weights are random
+SHARD_BYTES = 4 * 10**9
+INITIALIZER_RANGE = 0.02  # where the config does not say
+BF16 = "bf16"
+QUANTS = (*KINDS, BF16)
+
+
+@dataclass(frozen=True)
+class SynthReport:
+    """The checkpoint that was made."""
+
+    out: Path
+    architecture: str
+    layers: int  # of the decoder
+    pattern: SlidePattern | None
+    quant: str
+    layout: str
+    seed: int
+    files: int  # shards
+    bytes_out: int
+    seconds: float
+    replaced: str | None  # quant_method of a quantization_config that the config had of its own
+
+    @property
+    def rate(self) -> float:
+        """MB of tensors written a second, fsync included."""
+        return self.bytes_out / 1e6 / max(self.seconds, 1e-9)
+
+
+def parse_size(option: str, text: str) -> int:
+    """Read ``"2GB"`` or ``"500MB"`` as bytes.  CheckpointError names the ``option``."""
+    match = re.fullmatch(r"(\d{1,9}(?:\.\d{1,9})?)\s*(MB|GB)", text.strip(), re.IGNORECASE)
+    if not match:
+        raise CheckpointError(f"{option} {text!r} is not a size; use MB or GB, such as 500MB or 4GB")
+    return int(float(match[1]) * {"MB": 10**6, "GB": 10**9}[match[2].upper()])
+
+
+def synth(
+    config: str | Path,
+    out: str | Path,
+    *,
+    quant: str = "int8",
+    pattern: SlidePattern | None = None,
+    layout: str = "dense",
+    seed: int = 0,
+    layers: int | None = None,
+    shard_bytes: int = SHARD_BYTES,
+    progress: Progress | None = None,
+) -> SynthReport:
+    """Write the checkpoint ``out`` of a model with random weights, and a tokenizer that stands in.
+
+    Args:
+        config: a config.json, a folder that holds one, or a name of `slidesparse.convert.synth_model.PUBLIC`.
+        out: the folder to make; absent or empty.
+        quant: "int8" or "fp8", for W8A8, or "bf16", for a source to convert: all tensors in BF16, whatever the config
+            says, and no quantization_config.
+        pattern: of the linear layers; None leaves them dense, without our metadata.  Not with "bf16",
+            as float checkpoints have nowhere to say it.
+        layout: "dense" [N, K] or, with a pattern, "slided" [N, K'].
+        seed: the same seed gives the same bytes (with the same torch).
+        layers: keep only so many of the decoder's layers, the first ones.
+        shard_bytes: the most bytes of tensors in a file, unless one tensor is larger.
+        progress: called with "writing", bytes written and bytes in all.
+
+    Raises CheckpointError before anything is written when the config or the options cannot be used, EnvironmentFault
+    when the output does not fit.
+    """
+    started = time.monotonic()
+    out = Path(out)
+    require_free_name(Path(config) / CONFIG, out)
+    model = read_config(config)
+    replaced = _own_quantization(model)
+    if layers is not None:
+        model = first_layers(model, layers)
+    std = _initializer_range(model)
+    plan = _plan(model, quant, pattern, layout, seed, shard_bytes)
+    remove_stale(out)
+    require_space(out, plan.disk_bytes())
+    try:
+        with workers() as pool, partial_folder(out) as partial:
+            _write(_Recipe(plan, std, seed), pool, partial, progress)
+            (partial / TOKENIZER).mkdir()
+            for file, content in tokenizer_files(model).items():
+                (partial / TOKENIZER / file).write_bytes(content)
+            for file, content in plan.small_files():
+                (partial / file).write_bytes(content)
+            publish(partial, out)
+    except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            raise EnvironmentFault(
+                f"no space left in {out.resolve().parent} while writing {plan.disk_bytes() / 1e6:.0f} MB; nothing "
+                "is left behind. Free some space, choose another output folder, or make fewer --layers"
+            ) from error
+        raise
+    return SynthReport(
+        out=out,
+        architecture=str(architecture_of(model)),
+        layers=int(model["num_hidden_layers"]),
+        pattern=pattern,
+        quant=plan.quant,
+        layout=layout,
+        seed=seed,
+        files=len(plan.checkpoint.files),
+        bytes_out=plan.bytes_out,
+        seconds=time.monotonic() - started,
+        replaced=replaced,
+    )
+
+
+def _own_quantization(model: dict[str, Any]) -> str | None:
+    """Remove the config's own quantization, which the one asked for replaces, and return its quant_method."""
+    found = [model.pop(key, None) for key in ("quantization_config", "compression_config")]
+    block = next((block for block in found if block), None)
+    return None if block is None else str(block.get("quant_method") if isinstance(block, dict) else block)
+
+
+def _initializer_range(model: dict[str, Any]) -> float:
+    value = model.get("initializer_range", INITIALIZER_RANGE)
+    if not isinstance(value, int | float) or not 0 < value < 1:
+        raise CheckpointError(f"config.json: initializer_range is {value!r}; it must lie between 0 and 1")
+    return float(value)
+
+
+def _plan(
+    model: dict[str, Any], quant: str, pattern: SlidePattern | None, layout: str, seed: int, limit: int
+) -> ConversionPlan:
+    """Plan how a float checkpoint of the model would be converted, cut into shards."""
+    if quant not in QUANTS:
+        raise CheckpointError(f"--quant {quant!r} is not known; use one of {', '.join(QUANTS)}")
+    if quant == BF16 and (pattern is not None or layout != "dense"):
+        raise CheckpointError(
+            "--quant bf16 writes float weights, which carry no pattern and no layout; leave --sparsity and --layout "
+            "out, and prune what it made: slidesparse convert OUT PRUNED --sparsity 6:8"
+        )
+    if pattern is None and layout == "slided":
+        raise CheckpointError("--layout slided needs a pattern: give --sparsity, such as 6:8")
+    if limit < 1:
+        raise CheckpointError(f"--shard-size is {limit} bytes; it must be at least 1")
+    file = "model.safetensors"
+    if quant == BF16:
+        model = {key: value for key, value in model.items() if key != "dtype"} | {"torch_dtype": "bfloat16"}
+    marked = {
+        **model,
+        MARK: {"weights": "random", "seed": seed, "tool": f"slidesparse {slidesparse.__version__}"},
+    }
+    found = {spec.name: StoredTensor(spec, file, 0) for spec in tensors(model)}
+    imagined = Checkpoint(Path(file), marked, None, (file,), found)
+    kind = None if quant == BF16 else quant
+    plan = make_plan(imagined, ConvertOptions(pattern or SlidePattern(None), kind, layout, seed=seed))
+    if quant == BF16:
+        parts = tuple(replace(part, out=(part.source,), pattern=None) for part in plan.parts)
+        plan = replace(plan, quant=quant, parts=parts, config=marked)
+    elif pattern is None:
+        block = {key: value for key, value in plan.config["quantization_config"].items() if key != KEY}
+        plan = replace(plan, config={**plan.config, "quantization_config": block})
+    return _sharded(plan, limit)
+
+
+def _sharded(plan: ConversionPlan, limit: int) -> ConversionPlan:
+    """Spread the plan's tensors, in their order, over files of at most ``limit`` bytes of tensors."""
+    numbers, size = [0], 0
+    for part in plan.parts:
+        added = sum(spec.nbytes for spec in part.out)
+        full = size > 0 and size + added > limit
+        numbers.append(numbers[-1] + full)
+        size = added if full else size + added
+    count = numbers[-1] + 1
+    if count == 1:
+        return plan
+    names = [f"model-{i + 1:05}-of-{count:05}.safetensors" for i in range(count)]
+    parts = tuple(replace(part, file=names[i]) for part, i in zip(plan.parts, numbers[1:], strict=True))
+    return replace(plan, parts=parts, checkpoint=replace(plan.checkpoint, files=tuple(names), index={}))
+
+
+@dataclass(frozen=True)
+class _Sample:
+    """R rows that others are made of; see the module."""
+
+    turning: Tensor  # [2R, 2W] integers: rows above their negatives, the W columns of whole blocks twice
+    tail: Tensor  # [2R, columns after the whole blocks]
+    scale: Tensor | None  # [R, 1] float32
+    dtype: torch.dtype
+    rows: int  # R
+    turns: int  # different ones: the number of whole blocks, at least 1
+
+    def make(self, count: int, turn: int, generator: torch.Generator) -> tuple[Tensor, Tensor | None]:
+        """Make ``count`` rows [count, columns], at most R, turned by ``turn`` blocks, and their scales."""
+        order = torch.randperm(self.rows, generator=generator)[:count]
+        signed = order + self.rows * torch.randint(0, 2, (count,), generator=generator)
+        width = self.turning.shape[1] // 2
+        start = turn % self.turns * (width // self.turns)
+        values = self.turning[:, start : start + width].index_select(0, signed)
+        if self.tail.shape[1]:
+            values = torch.cat([values, self.tail.index_select(0, signed)], 1)
+        return values.view(self.dtype), None if self.scale is None else self.scale.index_select(0, order)
+
+
+@dataclass(frozen=True)
+class _Recipe:
+    """How the values of each tensor are made."""
+
+    plan: ConversionPlan
+    std: float  # of tensors that are no linear layers
+    seed: int
+
+    @property
+    def pattern(self) -> SlidePattern:
+        """The pattern of the linear layers."""
+        return self.plan.options.pattern
+
+    @property
+    def slided(self) -> bool:
+        """Whether linear layers are written in the slided layout."""
+        return self.plan.options.layout == "slided"
+
+    @property
+    def late(self) -> bool:
+        """Whether rows are slided only after they were turned: a row of 2_inf is a single block."""
+        return self.slided and self.pattern.length is None
+
+    def draw(self, part: Part) -> _Sample:
+        """Draw the sample of a tensor's projection."""
+        n, k = part.source.shape
+        length = (self.pattern.length if part.layer else None) or 1
+        blocks = k // length
+        least = next(part.source.chunks()).stop
+        rows = min(n, max(least, -(-n // blocks))) if blocks else n
+        generator = torch.Generator().manual_seed(chunk_seed(self.seed, projection(part), 0))
+        pieces = TensorSpec("", part.source.dtype, (rows, k)).chunks()
+        drawn = [self._rows(part, piece.stop - piece.start, generator) for piece in pieces]
+        values = torch.cat([bits(codes) for codes, _ in drawn])
+        dtype = drawn[0][0].dtype
+        both = torch.cat([values, _negated(values, dtype)])
+        unit = length
+        if part.layer and self.slided and not self.late:
+            unit = self.pattern.layout(length).slided
+        width = blocks * unit
+        return _Sample(
+            turning=torch.cat([both[:, :width], both[:, :width]], 1),
+            tail=both[:, width:].contiguous(),
+            scale=torch.cat([scale for _, scale in drawn]) if len(part.out) > 1 else None,
+            dtype=dtype,
+            rows=rows,
+            turns=max(1, blocks),
+        )
+
+    def _rows(self, part: Part, count: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+        """Draw rows as they are written, and their scales (none where nothing is quantized)."""
+        k = part.source.columns
+        values = torch.randn(count, k, generator=generator).mul_(k**-0.5 if part.layer else self.std)
+        values = values.to(DTYPES[part.source.dtype])
+        if part.layer is None or self.plan.quant == BF16:
+            return values, torch.empty(0)
+        codes, scale = quantize_rows(prune(values, self.pattern), NAMES[self.plan.quant], "cuda")
+        if self.slided and not self.late:
+            codes = slide(codes, self.pattern, layer=part.layer)
+        return codes, scale
+
+    def make(self, part: Part, rows: slice, sample: _Sample | None) -> tuple[Tensor, Tensor | None]:
+        """Make rows of a tensor as they are written, [rows, columns], and their scales; a vector as a whole."""
+        name, count = part.source.name, rows.stop - rows.start
+        generator = torch.Generator().manual_seed(chunk_seed(self.seed, name, rows.start))
+        if sample is None:
+            values = torch.ones(count, 1)
+            if name.endswith(".bias"):
+                values = torch.randn(count, 1, generator=generator).mul_(self.std)
+            return values.to(DTYPES[part.source.dtype]), None
+        first = chunk_seed(self.seed, name, 0)
+        values, scale = sample.make(count, first + rows.start // sample.rows, generator)
+        if part.layer and self.late:
+            values = slide(values, self.pattern, layer=part.layer)
+        return values, scale
+
+
+def projection(part: Part) -> str:
+    """Return a tensor's name without the number of its layer: tensors that share it share a sample."""
+    return re.sub(r"\.\d+\.", ".", part.source.name)
+
+
+def _negated(values: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return the bits of -x from those of x; a zero stays +0.0, which sliding takes for no weight."""
+    if not dtype.is_floating_point:
+        return -values  # symmetric codes: never -128
+    limits = torch.iinfo(values.dtype)
+    return torch.where((values & limits.max) == 0, values, values ^ limits.min)
+
+
+def _write(recipe: _Recipe, pool: ThreadPoolExecutor, folder: Path, progress: Progress | None) -> None:
+    parts, done = recipe.plan.parts, 0
+    matrices = {projection(part): part for part in parts if len(part.source.shape) == 2}
+    samples = dict(zip(matrices, pool.map(recipe.draw, matrices.values()), strict=True))
+    for file in recipe.plan.checkpoint.files:
+        writer = Writer(folder / file, recipe.plan.specs(file))
+        jobs = [
+            (part, rows, samples.get(projection(part)))
+            for part in parts
+            if part.file == file
+            for rows in _runs(part, samples.get(projection(part)))
+        ]
+
+        def work(job: tuple[Part, slice, _Sample | None], writer: Writer = writer) -> int:
+            part, rows, sample = job
+            values, scale = recipe.make(part, rows, sample)
+            writer.write(part.out[0].name, rows.start, values)
+            if scale is None:
+                return values.nbytes
+            writer.write(part.out[1].name, rows.start, scale)
+            return values.nbytes + scale.nbytes
+
+        try:
+            for size in pool.map(work, jobs):
+                done += size
+                if progress:
+                    progress("writing", done, recipe.plan.bytes_out)
+            writer.close()
+        finally:
+            writer.close(sync=False)
+
+
+def _runs(part: Part, sample: _Sample | None) -> Iterator[slice]:
+    """Yield the rows of a tensor, as many at a time as its sample has; a vector as a whole."""
+    n = part.source.rows
+    step = sample.rows if sample else n
+    return (slice(start, min(start + step, n)) for start in range(0, n, step))

@@ -1,0 +1,212 @@
+"""The model that ``slidesparse synth`` writes: its config, its tensors, and a tokenizer that stands in."""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from slidesparse.checkpoint.architectures import WEIGHT, architecture_of
+from slidesparse.checkpoint.storage import CONFIG, CheckpointError, TensorSpec
+
+Config = Mapping[str, Any]
+
+DTYPES = {"bfloat16": "BF16", "float16": "F16", "float32": "F32"}  # torch_dtype -> safetensors
+KNOWN = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
+_QKV = ("q_proj", "k_proj", "v_proj")
+_MLP = ("gate_proj", "up_proj", "down_proj")
+
+_QWEN25 = {
+    "architectures": ["Qwen2ForCausalLM"],
+    "model_type": "qwen2",
+    "hidden_act": "silu",
+    "initializer_range": 0.02,
+    "vocab_size": 152064,
+    "rope_theta": 1000000.0,
+    "max_position_embeddings": 131072,
+    "use_sliding_window": False,
+    "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16",
+    "bos_token_id": 151643,
+    "eos_token_id": 151643,
+}
+_LLAMA32 = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "hidden_act": "silu",
+    "attention_bias": False,
+    "mlp_bias": False,
+    "initializer_range": 0.02,
+    "vocab_size": 128256,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 500000.0,
+    "rope_scaling": {
+        "rope_type": "llama3",
+        "factor": 32.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 8192,
+    },
+    "max_position_embeddings": 131072,
+    "tie_word_embeddings": True,
+    "torch_dtype": "bfloat16",
+    "bos_token_id": 128000,
+    "eos_token_id": 128001,
+}
+
+
+def _sizes(hidden: int, intermediate: int, heads: int, kv_heads: int, layers: int) -> dict[str, int]:
+    return {
+        "hidden_size": hidden,
+        "intermediate_size": intermediate,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+        "num_hidden_layers": layers,
+    }
+
+
+# The architectures of base models, as their config.json on Hugging Face gives them
+PUBLIC: Mapping[str, Config] = {
+    "Llama3.2-1B": {**_LLAMA32, **_sizes(2048, 8192, 32, 8, 16), "head_dim": 64},
+    "Llama3.2-3B": {**_LLAMA32, **_sizes(3072, 8192, 24, 8, 28), "head_dim": 128},
+    "Qwen2.5-7B": {**_QWEN25, **_sizes(3584, 18944, 28, 4, 28), "rms_norm_eps": 1e-6},
+    "Qwen2.5-14B": {**_QWEN25, **_sizes(5120, 13824, 40, 8, 48), "rms_norm_eps": 1e-5},
+}
+TOKENIZER = "tokenizer"  # the folder of `tokenizer_files` in a checkpoint
+NOT_SERVED = ("BitNet-2B",)  # models that only the benchmarks of kernels know
+
+
+def read_config(config: str | Path) -> dict[str, Any]:
+    """Read a config.json, or the one of a folder, or one of PUBLIC by name.
+
+    Raises CheckpointError when there is none, and for NOT_SERVED.
+    """
+    name = str(config)
+    if name in PUBLIC:
+        return copy.deepcopy(dict(PUBLIC[name]))
+    if name in NOT_SERVED:
+        raise CheckpointError(
+            f"the architecture of {name} (squared ReLU, norms inside of its blocks) is not served by stock vLLM's "
+            f"W8A8 path, so a checkpoint of it measures nothing; use one of {', '.join(PUBLIC)}. Its layers alone "
+            f"are measured by: python -m benchmarks kernel --model {name}"
+        )
+    path = Path(config)
+    path = path / CONFIG if path.is_dir() else path
+    if not path.is_file():
+        raise CheckpointError(
+            f"{name!r} is neither one of {', '.join(PUBLIC)}, nor a {CONFIG}, nor a folder that holds one"
+        )
+    try:
+        found = json.loads(path.read_bytes())
+    except ValueError as error:
+        raise CheckpointError(f"{path} is not JSON: {error}; fetch it again") from error
+    if not isinstance(found, dict):
+        raise CheckpointError(f"{path} must hold an object, found {type(found).__name__}; fetch it again")
+    return found
+
+
+def first_layers(config: Config, count: int) -> dict[str, Any]:
+    """Return the config of the model's first ``count`` layers.  CheckpointError unless it has that many."""
+    total = _number(config, "num_hidden_layers")
+    if not 1 <= count <= total:
+        raise CheckpointError(f"--layers {count} is not from 1 to {total}, which the model has")
+    cut = {**config, "num_hidden_layers": count}
+    if isinstance(config.get("layer_types"), list):  # one entry a layer
+        cut["layer_types"] = config["layer_types"][:count]
+    return cut
+
+
+def tensors(config: Config) -> list[TensorSpec]:
+    """Return names, dtypes and shapes of the float checkpoint's tensors, in the order of the model.
+
+    Raises CheckpointError for a model that is not in KNOWN, and for a config that lacks a size.
+    """
+    architecture = architecture_of(config)
+    if architecture not in KNOWN:
+        raise CheckpointError(
+            f"config.json names the architecture {architecture!r}; random weights can be made for "
+            f"{', '.join(KNOWN)}: take the config of such a model of the same sizes"
+        )
+    if not config.get("model_type"):
+        raise CheckpointError("config.json has no model_type, by which vLLM finds the model; fetch it again")
+    named = config.get("torch_dtype") or config.get("dtype") or "bfloat16"
+    if named not in DTYPES:
+        raise CheckpointError(f"config.json: torch_dtype is {named!r}; use one of {', '.join(DTYPES)}")
+    hidden, vocabulary = _number(config, "hidden_size"), _number(config, "vocab_size")
+    shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (vocabulary, hidden)}
+    block = dict(_block(config, architecture))
+    for layer in range(_number(config, "num_hidden_layers")):
+        shapes |= {f"model.layers.{layer}.{name}": shape for name, shape in block.items()}
+    shapes["model.norm.weight"] = (hidden,)
+    if not config.get("tie_word_embeddings", False):
+        shapes["lm_head.weight"] = (vocabulary, hidden)
+    return [TensorSpec(name, DTYPES[named], shape) for name, shape in shapes.items()]
+
+
+def _block(config: Config, architecture: str) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """Yield names and shapes in one layer of the decoder."""
+    hidden, intermediate = _number(config, "hidden_size"), _number(config, "intermediate_size")
+    heads = _number(config, "num_attention_heads")
+    kv_heads = _number(config, "num_key_value_heads", heads)
+    head = _number(config, "head_dim", hidden // heads)
+    shapes = {
+        "self_attn.q_proj": (heads * head, hidden),
+        "self_attn.k_proj": (kv_heads * head, hidden),
+        "self_attn.v_proj": (kv_heads * head, hidden),
+        "self_attn.o_proj": (hidden, heads * head),
+        "mlp.gate_proj": (intermediate, hidden),
+        "mlp.up_proj": (intermediate, hidden),
+        "mlp.down_proj": (hidden, intermediate),
+    }
+    biased = _biased(config, architecture)
+    yield "input_layernorm.weight", (hidden,)
+    for name, shape in shapes.items():
+        yield name + WEIGHT, shape
+        if name.rpartition(".")[2] in biased:
+            yield f"{name}.bias", shape[:1]
+    if architecture == "Qwen3ForCausalLM":
+        yield "self_attn.q_norm.weight", (head,)
+        yield "self_attn.k_norm.weight", (head,)
+    yield "post_attention_layernorm.weight", (hidden,)
+
+
+def _biased(config: Config, architecture: str) -> tuple[str, ...]:
+    """Return the projections that have a bias, as vLLM builds them."""
+    if architecture == "Qwen2ForCausalLM":
+        return _QKV
+    attention = bool(config.get("attention_bias"))
+    if architecture == "Qwen3ForCausalLM":
+        return _QKV if attention else ()
+    return ((*_QKV, "o_proj") if attention else ()) + (_MLP if config.get("mlp_bias") else ())
+
+
+def tokenizer_files(config: Config) -> dict[str, bytes]:
+    """Return the files of a tokenizer of one word a token, "t0" to "t151935": file -> content.
+
+    It stands in for the real one, so that vLLM's commands, which tokenize, keep the lengths of prompts.  It needs a
+    folder of its own: beside the model's config.json transformers takes that model's class of tokenizer, and some of
+    these cannot read such words.  vLLM looks for a config.json there too, and retries for some seconds; a GPT-2
+    config accepts any tokenizer.json.
+    """
+    words = {f"t{token}": token for token in range(_number(config, "vocab_size"))}
+    splitter = {"type": "WhitespaceSplit"}
+    model = {"type": "WordLevel", "vocab": words, "unk_token": "t0"}
+    tokenizer = {"version": "1.0", "added_tokens": [], "pre_tokenizer": splitter, "model": model}
+    settings = {"tokenizer_class": "PreTrainedTokenizerFast", "unk_token": "t0", "pad_token": "t0"}
+    files = {
+        "tokenizer.json": tokenizer,
+        "tokenizer_config.json": settings,
+        "config.json": {"model_type": "gpt2"},
+    }
+    return {name: json.dumps(content).encode() for name, content in files.items()}
+
+
+def _number(config: Config, key: str, default: int | None = None) -> int:
+    value = default if config.get(key) is None else config[key]
+    if type(value) is not int or value < 1:
+        raise CheckpointError(
+            f"config.json: {key} is {value!r}; it must be a whole number of at least 1: fetch the config again"
+        )
+    return value

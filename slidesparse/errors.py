@@ -1,0 +1,39 @@
+"""The one exception family: every error that a user can act on, with the exit code of the commands.
+
+Standard library only.  A message says what was found, what is allowed, and what to do.
+
+    SlideSparseError       2   unusable input: options, checkpoints, patterns
+      CalibrationError     2   data, models or options that calibration cannot use
+      CheckFailed          1   a check that was asked for did not hold
+      EnvironmentFault     3   this machine lacks something: a library, a GPU, room on the disk
+"""
+
+from __future__ import annotations
+
+FAILED, USAGE, ENVIRONMENT, INTERRUPTED = 1, 2, 3, 130
+
+# SlideSparse is in no package index.
+INSTALL_CUDA = "pip install '.[cuda]' in a clone of SlideSparse"
+INSTALL = "pip install '.[cuda]', or '.[cpu]' without an NVIDIA GPU, in a clone of SlideSparse"
+
+
+class SlideSparseError(Exception):
+    """The base class of all errors that this package raises on purpose."""
+
+    exit_code = USAGE
+
+
+class CalibrationError(SlideSparseError, ValueError):
+    """Calibration cannot be done: the data, the model or the options do not fit."""
+
+
+class CheckFailed(SlideSparseError):  # noqa: N818  it is a verdict, not a fault
+    """A check that was asked for did not hold."""
+
+    exit_code = FAILED
+
+
+class EnvironmentFault(SlideSparseError):  # noqa: N818  EnvironmentError is a builtin
+    """This machine lacks what the request needs."""
+
+    exit_code = ENVIRONMENT

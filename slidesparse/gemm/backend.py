@@ -1,0 +1,218 @@
+"""The border of the backends: `LayerSpec` describes a linear layer, `Backend` says what a backend does with it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from slidesparse import gemm, profiling, reference
+from slidesparse.gemm.problem import TN, Layout, Plan, Problem
+from slidesparse.kernels import Producer
+from slidesparse.pattern import HARDWARE_LENGTH, SlideLayout, SlidePattern
+from slidesparse.quantize import arithmetic_of
+from slidesparse.slide import require_pattern
+
+HARDWARE = SlidePattern(HARDWARE_LENGTH)  # 2:4, whose windows lift nothing
+
+
+@dataclass(frozen=True)
+class LayerSpec:
+    """A linear layer as a backend sees it: [M, in_features] -> [M, out_features]."""
+
+    out_features: int  # N
+    in_features: int  # K
+    pattern: SlidePattern | None  # None: the weight is dense
+    phase: int  # zero columns before the first block, of a tensor-parallel shard
+    dtype: torch.dtype  # of the weight and of quantized activations: int8 or float8_e4m3fn
+    out_dtype: torch.dtype
+
+    @property
+    def layout(self) -> SlideLayout:
+        """The windows that activations are lifted into; those of 2:4 and of a dense weight lift nothing."""
+        return (self.pattern or HARDWARE).layout(self.in_features, self.phase if self.pattern else 0)
+
+    def columns(self, alignment: int) -> int:
+        """K' rounded up to a multiple of ``alignment``, the width of quantized activations."""
+        return round_up(self.layout.slided, alignment)
+
+
+@lru_cache(maxsize=1 << 12)
+def spec_of(n: int, k: int, length: int, phase: int, dtype: torch.dtype, out_dtype: torch.dtype) -> LayerSpec:
+    """The spec of a layer whose activations [M, k] are lifted into windows of blocks of ``length``."""
+    return LayerSpec(n, k, SlidePattern(length), phase, dtype, out_dtype)
+
+
+class Backend(Protocol):
+    """A way to run a linear layer.  Implementations keep no state per call."""
+
+    name: str
+    device_type: str  # "cuda" or "cpu": where it is chosen without being asked for
+    fuses: bool  # whether `linear` computes a producer together with the quantization
+    threads: bool  # whether each step may run in new threads
+    alignment: int  # quantized activations have a multiple of as many columns, the last ones zero
+    outputs: tuple[torch.dtype, ...]  # the out_dtypes that it writes
+
+    def unusable(self, device: torch.device, capability: tuple[int, int] | None = None) -> str | None:
+        """Why this backend cannot run on ``device``, with the remedy; None when it can.  Never raises.
+
+        With ``capability``, the GPU's, CUDA is not initialized and only what can be known without it is checked.
+        """
+
+    def pack(self, spec: LayerSpec, weight: Tensor) -> Tensor:
+        """Turn a weight [N, K] of ``spec.dtype`` into the one tensor that `linear` takes.
+
+        Raises PatternError for a weight that breaks the pattern.
+        """
+
+    def linear(
+        self,
+        spec: LayerSpec,
+        x: Tensor,
+        packed: Tensor,
+        scale_w: Tensor,
+        bias: Tensor | None,
+        producer: Producer = None,
+    ) -> Tensor:
+        """Quantize, multiply and scale: x [M, K] -> [M, N] of ``spec.out_dtype``.
+
+        Args:
+            x: [M, K] bfloat16, float16 or float32; of a `kernels.SiluMul` [M, 2 K].
+            packed: from `pack`.
+            scale_w: [N, 1] float32.
+            bias: [N] or None.
+            producer: the norm or the activation whose result is quantized.
+        """
+
+    def scaled_matmul(
+        self,
+        q: Tensor,
+        scale_x: Tensor,
+        packed: Tensor,
+        scale_w: Tensor,
+        bias: Tensor | None,
+        out_dtype: torch.dtype,
+    ) -> Tensor:
+        """(q @ weight.T) * scale_w * scale_x + bias -> [M, N] of ``out_dtype``.
+
+        q [M, columns] INT8 or FP8, scale_x [M, 1] float32; the rest as in `linear`.  M may be 0.
+        """
+
+
+class Tunable(Backend, Protocol):
+    """A backend whose algorithms `slidesparse tune` and the benchmarks can search."""
+
+    sparse: bool  # whether it multiplies 2:4 weights
+
+    def version(self) -> str:
+        """The version that tuned tables are about, such as "0.8.0".  Raises LibraryError where it cannot be loaded."""
+
+    def outputs_of(self, dtype: str) -> tuple[str, ...]:
+        """The output types for operands of ``dtype``, the one that serving writes first."""
+
+    def epilogue(self, dtype: str, out: str, device: torch.device | None = None) -> str:
+        """The largest `Problem.scale` that it applies itself for these types on ``device``, None: the current one."""
+
+    def operand(self, weight: Tensor, layout: Layout = TN) -> Tensor:
+        """A weight [n, k], 2:4 when ``sparse``, in the form that `Plan.run` takes for plans of ``layout``."""
+
+    def algorithms(self, problem: Problem, device: torch.device, layout: Layout = TN) -> list[str]:
+        """Every algorithm on offer for the problem; `plan` may still refuse some of them.
+
+        Raises LibraryError when the problem or the layout is refused.
+        """
+
+    def unsplit(self, algorithm: str) -> str | None:
+        """The algorithm that ``algorithm`` is a split-K form of; None for one that splits nothing."""
+
+    def plan(
+        self,
+        problem: Problem,
+        device: torch.device,
+        algorithm: str | None = None,
+        layout: Layout = TN,
+    ) -> Plan:
+        """Make a plan, not cached.  ``algorithm`` None is the backend's own choice.
+
+        Raises LibraryError when the problem, the layout or the algorithm is refused, or wants a larger workspace than
+        a stream has.
+        """
+
+
+def quantize(
+    x: Tensor, layout: SlideLayout, dtype: torch.dtype, columns: int, producer: Producer = None
+) -> tuple[Tensor, Tensor]:
+    """Quantize each token, and lift it into the windows of ``layout``.
+
+    Rounds as stock vLLM does on x's device (`slidesparse.quantize`).  On a GPU by Triton, into memory that reaches to
+    the next bucket of tokens, so that no GEMM need copy it to pad it.
+
+    Args:
+        x: [M, K] float; of a `kernels.SiluMul` [M, 2 K].
+        layout: of K columns; a length of 4 at phase 0 lifts nothing.
+        dtype: int8 or float8_e4m3fn.
+        columns: of the result, at least ``layout.slided``; zeros fill the rest.
+        producer: the norm or the activation whose result is quantized, in torch operators.
+
+    Returns:
+        q [M, columns] of ``dtype``, scale [M, 1] float32.
+    """
+    with profiling.stage("quantize", x):
+        x = reference.produce(x, producer)
+        if x.is_cuda:
+            from slidesparse import kernels
+            from slidesparse.gemm.cuda import bucket
+
+            return kernels.quantize(x, layout.length, layout.phase, dtype, columns, bucket(x.shape[0]))
+        q, scale = reference.quant_slide(x, layout, dtype, arithmetic_of(x))
+        if columns > layout.slided:
+            q = torch.nn.functional.pad(q.view(torch.int8), (0, columns - layout.slided)).view(dtype)
+        return q, scale
+
+
+class TwoStep:
+    """`Backend.linear` as two steps, for backends whose GEMM takes quantized activations."""
+
+    name: str
+    alignment: int
+    fuses = False
+    threads = False
+
+    def linear(
+        self: Backend,
+        spec: LayerSpec,
+        x: Tensor,
+        packed: Tensor,
+        scale_w: Tensor,
+        bias: Tensor | None,
+        producer: Producer = None,
+    ) -> Tensor:
+        """See `Backend.linear`."""
+        q, scale_x = quantize(x, spec.layout, spec.dtype, spec.columns(self.alignment), producer)
+        profiling.layer(packed, spec.out_features, q)
+        return self.scaled_matmul(q, scale_x, packed, scale_w, bias, spec.out_dtype)
+
+
+def require_none_broken(spec: LayerSpec, weight: Tensor, broken: int) -> None:
+    """Raise PatternError, which names the first, when a kernel counted ``broken`` blocks that break the pattern."""
+    if broken:
+        require_pattern(weight, spec.pattern or HARDWARE, "weight", spec.phase)
+        raise AssertionError(f"the GPU found {broken} blocks that break {spec.pattern}, the check none")
+
+
+def require_output(name: str, dtype: torch.dtype) -> None:
+    """Raise BackendError when backend ``name`` has no outputs of ``dtype``, the model's."""
+    outputs = gemm.get(name).outputs
+    if dtype not in outputs:
+        raise gemm.BackendError(
+            f"backend {name} writes {', '.join(map(str, outputs))}, this model computes in {dtype}; "
+            "serve it with --dtype bfloat16 or float16"
+        )
+
+
+def round_up(count: int, multiple: int) -> int:
+    """The least multiple that is at least ``count``."""
+    return -(-count // multiple) * multiple

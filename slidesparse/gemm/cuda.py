@@ -1,0 +1,309 @@
+"""The parts that backends on GPUs share: token buckets, plans cached by thread, workspaces by stream, and a base class.
+
+A plan is made for one number of tokens, and prompts have any: activations are therefore padded to buckets, 16 sizes an
+octave, so that an octave of lengths makes 16 plans and at most 1/16 of the rows are padding (below 256 tokens:
+up to 15 rows, which a tensor-core tile computes anyway).
+"""
+
+from __future__ import annotations
+
+import importlib.machinery
+import importlib.util
+import math
+import threading
+from abc import ABC, abstractmethod
+from collections import OrderedDict
+from collections.abc import Callable, Hashable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
+from functools import cache
+from importlib.util import find_spec
+from types import ModuleType
+from typing import Any, Generic, TypeVar
+
+import torch
+from torch import Tensor
+
+from slidesparse.build.compile import build
+from slidesparse.build.find import ToolchainError, find_library
+from slidesparse.errors import INSTALL_CUDA
+from slidesparse.gemm import tuned
+from slidesparse.gemm.backend import Tunable, TwoStep
+from slidesparse.gemm.problem import LibraryError, Plan, Problem
+from slidesparse.quantize import FP8, INT8
+
+SPARSE_CAPABILITY = (8, 0)  # Ampere: the first sparse tensor cores
+LEAST_ROWS = 16
+PLANS = 1024  # of a thread, device and library; a plan is some KB of host memory
+WORKSPACE = 64 << 20  # bytes, of a stream; algorithms that want more are refused
+
+SUMS = {INT8: torch.int32, FP8: torch.float32}  # what full accumulators are
+
+T = TypeVar("T")
+
+
+def bucket(m: int) -> int:
+    """The rows that a product of ``m`` tokens is planned for, m or some more; 0 for none."""
+    if m <= LEAST_ROWS:
+        return LEAST_ROWS if m else 0
+    step = max(LEAST_ROWS, 1 << ((m - 1).bit_length() - 5))
+    return -(-m // step) * step
+
+
+@cache
+def extension(name: str) -> ModuleType:
+    """The compiled module ``_name`` with its library loaded; compiled now if it was not.  Raises LibraryError."""
+    try:
+        loader = importlib.machinery.ExtensionFileLoader(f"_{name}", str(build(name)))
+        spec = importlib.util.spec_from_file_location(f"_{name}", loader.path, loader=loader)
+        assert spec is not None
+        module = importlib.util.module_from_spec(spec)
+        loader.exec_module(module)
+        major = int(torch.version.cuda.split(".")[0]) if torch.version.cuda else None
+        module.load(find_library(name, major).path)
+    except (ToolchainError, ImportError, RuntimeError) as error:
+        raise LibraryError(str(error)) from None
+    return module
+
+
+class PlanCache(Generic[T]):
+    """The plans of one thread, device and library, the least recently used dropped beyond ``capacity``."""
+
+    def __init__(self, capacity: int = PLANS) -> None:
+        self.capacity = capacity
+        self._plans: OrderedDict[Hashable, T] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._plans)
+
+    def get(self, key: Hashable, make: Callable[..., T], *arguments: Any) -> T:
+        """The plan of ``key``, made by ``make(*arguments)`` when there is none.
+
+        Raises LibraryError instead of making one while a CUDA graph is captured: libraries load code then.
+        """
+        plan = self._plans.get(key)
+        if plan is not None:
+            self._plans.move_to_end(key)
+            return plan
+        if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+            raise LibraryError(
+                f"no plan for {key} while a CUDA graph is being captured; run the same shape once before the capture"
+            )
+        plan = make(*arguments)
+        self._plans[key] = plan
+        if len(self._plans) > self.capacity:
+            self._plans.popitem(last=False)
+        return plan
+
+
+class _Local(threading.local):
+    """A thread's own handles and plans, by (library, device index)."""
+
+    def __init__(self) -> None:
+        self.handles: dict[tuple[str, int], Any] = {}
+        self.caches: dict[tuple[str, int], PlanCache[Any]] = {}
+
+
+_local = _Local()
+
+
+def handle(name: str, index: int) -> Any:
+    """This thread's handle of library ``name`` on CUDA device ``index``.  Raises LibraryError."""
+    found = _local.handles.get((name, index))
+    if found is None:
+        module = extension(name)
+        with torch.cuda.device(index):
+            torch.cuda.current_blas_handle()  # brings the device's context up
+            found = _local.handles[name, index] = call(module.Handle)
+    return found
+
+
+def plans(name: str, index: int) -> PlanCache[Any]:
+    """This thread's plans of library ``name`` on CUDA device ``index``."""
+    found = _local.caches.get((name, index))
+    if found is None:
+        found = _local.caches[name, index] = PlanCache()
+    return found
+
+
+def call(function: Callable[..., T], *arguments: Any) -> T:
+    """``function(*arguments)`` of an extension, its error a LibraryError."""
+    try:
+        return function(*arguments)
+    except RuntimeError as error:
+        raise LibraryError(str(error)) from None
+
+
+def index_of(device: torch.device) -> int:
+    """The index of a CUDA device; of the current one when ``device`` names none."""
+    return torch.cuda.current_device() if device.index is None else device.index
+
+
+def stream_of(index: int) -> int:
+    """The address of torch's current stream on CUDA device ``index``."""
+    return torch._C._cuda_getCurrentRawStream(index)
+
+
+_workspaces: dict[tuple[int, int], Tensor] = {}
+_workspaces_lock = threading.Lock()
+
+
+def workspace(index: int, stream: int) -> int:
+    """The address of the workspace of a stream: made once, never moved, as captured graphs hold it."""
+    found = _workspaces.get((index, stream))
+    if found is None:
+        with _workspaces_lock:
+            found = _workspaces.get((index, stream))
+            if found is None:
+                made = torch.empty(WORKSPACE, dtype=torch.uint8, device=torch.device("cuda", index))
+                found = _workspaces[index, stream] = made
+    return found.data_ptr()
+
+
+def on_device(index: int) -> AbstractContextManager[object]:
+    """Make CUDA device ``index`` the current one."""
+    return nullcontext() if torch.cuda.current_device() == index else torch.cuda.device(index)
+
+
+def with_rows(x: Tensor, rows: int) -> Tensor:
+    """x [M, K] contiguous, with at least ``rows`` readable rows behind its address; copied when it has not."""
+    m, k = x.shape
+    there = x.untyped_storage().nbytes() - x.storage_offset() * x.element_size()
+    if x.is_contiguous() and there >= rows * k * x.element_size():
+        return x
+    padded = x.new_empty(rows, k)
+    padded[:m].copy_(x)
+    return padded
+
+
+def pad(x: Tensor, columns: int, rows: int = 1) -> Tensor:
+    """x [M, K] of one-byte elements with zeros up to multiples of ``columns`` and ``rows``; x itself if it fits."""
+    missing = (0, -x.shape[1] % columns, 0, -x.shape[0] % rows)
+    if not any(missing):
+        return x
+    return torch.nn.functional.pad(x.view(torch.int8), missing).view(x.dtype)
+
+
+def tuned_plan(backend: Tunable, problem: Problem, device: torch.device, within: float = math.inf) -> Plan:
+    """The plan by the algorithm that tuning found.
+
+    For an untuned shape, which is logged once, by that of the nearest tuned one if that is ``within`` reach (see
+    `tuned.neighbour`), else by the one for fewer tokens, else by the backend's own choice.
+    A bias changes no algorithm, so problems with one look theirs up without.
+    """
+    gpu, capability = torch.cuda.get_device_name(device), torch.cuda.get_device_capability(device)
+    subject = (backend.name, backend.version(), gpu, capability)
+    plain = replace(problem, bias=False)
+    algorithm = tuned.choice(*subject, plain)
+    if algorithm is None:
+        algorithm = tuned.neighbour(*subject, plain, within)
+        instead = "its own heuristic" if algorithm is None else "that of the nearest tuned shape"
+        if algorithm is None and (algorithm := tuned.choice(*subject, plain, any_tokens=True)):
+            instead = "that for fewer tokens"
+        tuned.note_untuned(backend.name, problem, instead)
+    try:
+        return backend.plan(problem, device, algorithm)
+    except (
+        LibraryError
+    ) as error:  # tuned for another shape or number of tokens, which may allow what this one does not
+        if algorithm is None:
+            raise
+        tuned.note_refused(backend.name, problem, algorithm, str(error))
+        return backend.plan(problem, device)
+
+
+class NativePlan:
+    """See `slidesparse.gemm.problem.Plan`."""
+
+    def __init__(self, native: Any, algorithm: str | None, index: int) -> None:
+        self._native = native
+        self._index = index
+        self.algorithm = algorithm or ""
+        self.workspace = int(native.workspace)
+        if self.workspace > WORKSPACE:
+            raise LibraryError(
+                f"algorithm {algorithm} wants a workspace of {self.workspace} bytes, a stream has {WORKSPACE}"
+            )
+
+    def run(
+        self,
+        activations: Tensor,
+        weight: Tensor,
+        out: Tensor,
+        scale_w: Tensor | None = None,
+        scale_x: Tensor | None = None,
+        bias: Tensor | None = None,
+    ) -> None:
+        """See `slidesparse.gemm.problem.Plan.run`."""
+        stream = stream_of(self._index)
+        try:
+            self._native.run(
+                activations.data_ptr(),
+                weight.data_ptr(),
+                out.data_ptr(),
+                workspace(self._index, stream) if self.workspace else 0,
+                stream,
+                0 if scale_w is None else scale_w.data_ptr(),
+                0 if scale_x is None else scale_x.data_ptr(),
+                0 if bias is None else bias.data_ptr(),
+            )
+        except RuntimeError as error:
+            raise LibraryError(str(error)) from None
+
+
+class CudaBackend(TwoStep, ABC):
+    """The part of `slidesparse.gemm.backend.Tunable` that backends on GPUs share."""
+
+    device_type = "cuda"
+    sparse: bool
+    outputs: tuple[torch.dtype, ...] = (torch.bfloat16, torch.float16, torch.float32)
+    products: dict[str, tuple[str, ...]]  # operands' type -> output types, that of serving first
+
+    @abstractmethod
+    def version(self) -> str:
+        """See `Tunable.version`."""
+
+    def unusable(self, device: torch.device, capability: tuple[int, int] | None = None) -> str | None:
+        """See `Backend.unusable`: a GPU with sparse tensor cores, the library, its extension and Triton are needed."""
+        if device.type != "cuda":
+            return "it needs an NVIDIA GPU; the reference backend runs on this machine"
+        if torch.version.cuda is None:
+            return f"torch {torch.__version__} is a CPU build: {INSTALL_CUDA}"
+        if capability is None and not torch.cuda.is_available():
+            return (
+                f"torch {torch.__version__}, built for CUDA {torch.version.cuda}, finds no GPU that it can use: "
+                "nvidia-smi should list one, and its driver must know that CUDA version"
+            )
+        found = capability or torch.cuda.get_device_capability(device)
+        if found < SPARSE_CAPABILITY:
+            return (
+                f"this GPU has compute capability {found[0]}.{found[1]}, without 2:4 sparse tensor cores, "
+                "which 8.0 (Ampere) and later have: DISABLE_SLIDESPARSE=1 serves by vLLM's own kernels"
+            )
+        if not find_spec("triton"):
+            return "Triton is not installed; install a CUDA build of torch, which brings it"
+        return self.unusable_library(found, loads=capability is None)
+
+    def unusable_library(self, capability: tuple[int, int], loads: bool) -> str | None:
+        """Why the library cannot be used on GPUs of ``capability``; only looked for, not loaded, without ``loads``."""
+        try:
+            if loads:
+                self.version()
+            else:
+                build(self.name)
+        except (LibraryError, ToolchainError) as error:
+            return str(error)
+        return None
+
+    def outputs_of(self, dtype: str) -> tuple[str, ...]:
+        """See `Tunable.outputs_of`."""
+        return self.products.get(dtype, ())
+
+    def unsplit(self, algorithm: str) -> str | None:
+        """See `Tunable.unsplit`; by default no algorithm is a split-K form of another."""
+        return None
+
+    def require(self, problem: Problem) -> None:
+        """Raise LibraryError unless there are products of these types."""
+        if problem.out not in self.outputs_of(problem.dtype):
+            raise LibraryError(f"{self.name} products are {self.products}, asked for {problem}")

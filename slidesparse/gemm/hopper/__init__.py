@@ -1,0 +1,1 @@
+"""Our own sparse kernels for Hopper."""

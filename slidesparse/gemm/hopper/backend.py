@@ -1,0 +1,482 @@
+"""Our own sparse kernels for Hopper, csrc/hopper/: a layer is two launches, quantization and a GEMM that also scales.
+
+The weight is held in one form, `slidesparse.gemm.hopper.format`.  A layer has one plan for any number of tokens, which
+C++ makes from scalars and a table of tuned configurations and finds again by the arguments of torch's operators; Python
+makes it when a weight is packed, or when a layer is first run.  Kernels start before the one in front has ended, so
+`pack` waits until the packed weight has been written.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+from collections.abc import Iterable, Iterator
+from functools import cache
+
+import torch
+from torch import Tensor
+
+from slidesparse import kernels, profiling
+from slidesparse.build.compile import build
+from slidesparse.build.find import ToolchainError
+from slidesparse.gemm import cuda
+from slidesparse.gemm.backend import HARDWARE, LayerSpec, require_none_broken, round_up
+from slidesparse.gemm.cuda import CudaBackend
+from slidesparse.gemm.hopper import format as hopper_format
+from slidesparse.gemm.hopper import native
+from slidesparse.gemm.hopper.native import TYPES, Layer
+from slidesparse.gemm.problem import DTYPES, NAMES, TN, Layout, LibraryError, Problem, require_operand
+from slidesparse.kernels import Producer, RmsNorm, SiluMul
+from slidesparse.pattern import HARDWARE_LENGTH, SlideLayout
+from slidesparse.quantize import FP8, INT8
+from slidesparse.slide import slide
+
+HOPPER_CAPABILITY = (9, 0)  # whose instructions neither earlier nor later GPUs have
+VERSION = "4"  # of the configurations: tables tuned for others are not read
+CANDIDATES = 16  # configurations that tuning tries for a problem
+NEAR = 0.5  # see `tuned.neighbour`: as far as 4:6 is from 2:4 and 6:8 of the same layer
+MOST_TOKENS = 1 << 15  # for which a plan chooses a configuration; more tokens take the last one's
+OUTPUTS = (torch.bfloat16, torch.float16)
+ALIGNMENT = 16  # bytes, of the rows of codes that TMA reads
+
+_planning = threading.Lock()
+
+
+class HopperPlan:
+    """See `slidesparse.gemm.problem.Plan`.  The number of tokens may be any; the problem's only chose the algorithm."""
+
+    workspace = 0  # of torch's memory; a stream's is the kernels' own
+
+    def __init__(self, problem: Problem, algorithm: str) -> None:
+        self.algorithm = algorithm
+        layer = _product_layer(problem.n, problem.k, DTYPES[problem.dtype])
+        self._plan = native.Plan(layer, kernels.LAUNCH_DEPENDENTS, algorithm)
+
+    def run(
+        self,
+        activations: Tensor,
+        weight: Tensor,
+        out: Tensor,
+        scale_w: Tensor | None = None,
+        scale_x: Tensor | None = None,
+        bias: Tensor | None = None,
+    ) -> None:
+        """See `slidesparse.gemm.problem.Plan.run`; out is BF16 or FP16, bias of any float type."""
+        assert scale_w is not None
+        assert scale_x is not None
+        _multiply(self._plan.handle, activations, scale_x, weight, scale_w, bias, out)
+
+
+class Hopper(CudaBackend):
+    """See `slidesparse.gemm.backend.Tunable`."""
+
+    name = "hopper"
+    fuses = True
+    threads = True
+    sparse = True
+    # TMA reads 128 bytes of a row at a time, from rows that begin at multiples of 16.  Where they do not begin at
+    # multiples of 128, each such piece lies in two lines of the cache: the product of 3584 x 3584 at 8:10 and 1024
+    # tokens takes 37 us with rows of 5744 codes, 24 with rows of 5760, on an H200.
+    alignment = hopper_format.BLOCK
+    products = dict.fromkeys(("int8", "fp8"), tuple(NAMES[dtype] for dtype in OUTPUTS))
+    outputs: tuple[torch.dtype, ...] = OUTPUTS
+
+    def version(self) -> str:
+        """The version of the configurations."""
+        native.library()
+        return VERSION
+
+    def unusable_library(self, capability: tuple[int, int], loads: bool) -> str | None:
+        """See `CudaBackend.unusable_library`: compute capability 9.0, the kernels or nvcc, and a driver for them."""
+        if capability != HOPPER_CAPABILITY:
+            return (
+                "its kernels are for compute capability 9.0 (Hopper) alone, this GPU has "
+                f"{capability[0]}.{capability[1]}"
+            )
+        try:
+            if loads:
+                native.call("unusable")
+            else:
+                build(self.name)
+        except (LibraryError, ToolchainError) as error:
+            return str(error)
+        return None
+
+    def epilogue(self, dtype: str, out: str, device: torch.device | None = None) -> str:
+        """ "both": the kernels scale by out-feature and by token, and nothing less."""
+        return "both"
+
+    def operand(self, weight: Tensor, layout: Layout = TN) -> Tensor:
+        """2:4 [n, k] -> `slidesparse.gemm.hopper.format`.  Raises LibraryError, or PatternError when it is not 2:4."""
+        require_operand(weight.dtype)
+        _require_layout(layout)
+        spec = LayerSpec(weight.shape[0], weight.shape[1], HARDWARE, 0, weight.dtype, OUTPUTS[0])
+        return _packed(spec, weight)
+
+    def algorithms(self, problem: Problem, device: torch.device, layout: Layout = TN) -> list[str]:
+        """The configurations that the model predicts to be fastest."""
+        self._require(problem, layout)
+        with cuda.on_device(cuda.index_of(device)):
+            found = native.candidates(problem.n, problem.k, problem.m, DTYPES[problem.dtype], CANDIDATES)
+        return [configuration for configuration, _ in found]
+
+    def plan(
+        self, problem: Problem, device: torch.device, algorithm: str | None = None, layout: Layout = TN
+    ) -> HopperPlan:
+        """See `slidesparse.gemm.backend.Tunable`; its own choice is the first of `algorithms`."""
+        self._require(problem, layout)
+        with cuda.on_device(cuda.index_of(device)):
+            chosen = self.algorithms(problem, device)[0] if algorithm is None else algorithm
+            return HopperPlan(problem, chosen)
+
+    def _require(self, problem: Problem, layout: Layout) -> None:
+        self.require(problem)
+        _require_layout(layout)
+        if problem.scale != "both":
+            raise LibraryError(f"the Hopper kernels scale by out-feature and token, asked for {problem}")
+
+    def pack(self, spec: LayerSpec, weight: Tensor) -> Tensor:
+        """See `Backend.pack`: the packed form of the windows, N padded to whole strips, K' to whole blocks.
+
+        Takes next to no memory beside the weight and the result.  Raises LibraryError for dtypes but INT8 and FP8.
+        """
+        packed = _packed(spec, weight)
+        if packed.is_cuda and packed.numel():
+            with cuda.on_device(packed.get_device()):
+                self._find_plan(_layer(spec, self.alignment), packed.device)
+        return packed
+
+    def scaled_matmul(
+        self,
+        q: Tensor,
+        scale_x: Tensor,
+        packed: Tensor,
+        scale_w: Tensor,
+        bias: Tensor | None,
+        out_dtype: torch.dtype,
+    ) -> Tensor:
+        """See `Backend.scaled_matmul`.  Raises LibraryError for outputs but BF16 and FP16."""
+        m, n = q.shape[0], scale_w.shape[0]
+        _require_output(out_dtype)
+        out = q.new_empty(m, n, dtype=out_dtype)
+        if m == 0:
+            return out
+        q = _aligned(cuda.pad(q, self.alignment))
+        with cuda.on_device(q.get_device()):
+            plan = self._find_plan(_product_layer(n, q.shape[1], q.dtype), q.device)
+            _require_operands(plan, packed, scale_w, bias, n, q.device)
+            _timed_product(plan, q, scale_x, packed, scale_w, bias, out)
+        return out
+
+    def linear(
+        self,
+        spec: LayerSpec,
+        x: Tensor,
+        packed: Tensor,
+        scale_w: Tensor,
+        bias: Tensor | None,
+        producer: Producer = None,
+    ) -> Tensor:
+        """See `Backend.linear`.
+
+        Raises LibraryError for outputs but BF16 and FP16, and for tensors that the kernels do not take: vectors must be
+        contiguous, scale_w float32, a norm's weight, residual and sum of x's dtype.
+        """
+        layer, m = _layer(spec, self.alignment), x.shape[0]
+        _require_output(spec.out_dtype)
+        _require_input(x, layer.k, producer)
+        out = x.new_empty(m, layer.n, dtype=spec.out_dtype)
+        if m == 0:
+            return out
+        x = _with_dense_rows(x)
+        with cuda.on_device(x.get_device()):
+            plan = self._find_plan(layer, x.device)
+            _require_operands(plan, packed, scale_w, bias, layer.n, x.device)
+            if profiling.enabled():  # which times the two parts apart
+                q, scale_x = _quantize(plan, x, producer, spec.dtype, layer.columns)
+                profiling.layer(packed, layer.n, q)
+                _timed_product(plan, q, scale_x, packed, scale_w, bias, out)
+                return out
+            run_layer(plan, x, producer, packed, scale_w, bias, out)
+        return out
+
+    def quantize(
+        self,
+        x: Tensor,
+        length: int,
+        phase: int,
+        dtype: torch.dtype,
+        columns: int,
+        producer: Producer = None,
+    ) -> tuple[Tensor, Tensor]:
+        """The first part of `linear`, as `slidesparse.ops.quant_slide` returns it."""
+        k = x.shape[1] // 2 if isinstance(producer, SiluMul) else x.shape[1]
+        _require_input(x, k, producer)
+        if dtype not in (INT8, FP8):
+            raise LibraryError(f"the Hopper kernels quantize to {INT8} and {FP8}; asked for {dtype}")
+        with cuda.on_device(x.get_device()):
+            plan = self._find_plan(Layer(0, k, length, phase, dtype == FP8, columns), x.device)
+            return _quantize(plan, _with_dense_rows(x), producer, dtype, columns)
+
+    def _find_plan(self, layer: Layer, device: torch.device) -> int:
+        """The handle of the plan that serves ``layer`` on ``device``, the current one; made if there is none.
+
+        Raises LibraryError, also where it must be made while a CUDA graph is captured: kernels are loaded then.
+        """
+        find = native.library().slidesparse_hopper_find
+        found: int | None = find(cuda.index_of(device), *layer)
+        if found:
+            return found
+        if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+            raise LibraryError(
+                f"no plan for {layer} while a CUDA graph is being captured; run the layer once before the capture"
+            )
+        with _planning:
+            found = find(cuda.index_of(device), *layer)  # another thread may have been faster
+            if not found:
+                found = native.make_plan(layer, kernels.LAUNCH_DEPENDENTS, self._table(layer, device))
+                native.library().slidesparse_hopper_serve(found)
+        return found
+
+    def _table(self, layer: Layer, device: torch.device) -> list[tuple[int, str]]:
+        """The tuned table of a layer: configurations, each with the largest number of tokens that it is for.
+
+        Configurations are the same for outputs in BF16 and FP16, with a bias or without.  A shape far from all tuned
+        ones takes the configurations that the model predicts to be fastest: how to cut K depends on the shape.
+        """
+        table: list[tuple[int, str]] = []
+        if layer.n == 0:
+            return table
+        dtype, columns = "fp8" if layer.fp8 else "int8", round_up(layer.columns, self.alignment)
+        for m in _token_counts():
+            problem = Problem(dtype, NAMES[OUTPUTS[0]], layer.n, columns, m, "both")
+            algorithm = cuda.tuned_plan(self, problem, device, NEAR).algorithm
+            if table and table[-1][1] == algorithm:
+                table.pop()
+            table.append((m, algorithm))
+        return table
+
+
+def _token_counts() -> Iterator[int]:
+    """Numbers of tokens that configurations are looked up for: powers of two to 16, then the buckets."""
+    m = 1
+    while m <= MOST_TOKENS:
+        yield m
+        m = 2 * m if m < cuda.LEAST_ROWS else cuda.bucket(m + 1)
+
+
+@cache
+def _layer(spec: LayerSpec, alignment: int) -> Layer:
+    layout = spec.layout
+    return Layer(
+        *(spec.out_features, spec.in_features, layout.length, layout.phase, spec.dtype == FP8),
+        spec.columns(alignment),
+    )
+
+
+def _product_layer(n: int, columns: int, dtype: torch.dtype) -> Layer:
+    """A layer whose activations are quantized already: one that lifts nothing, of as many columns."""
+    return Layer(n, columns, HARDWARE_LENGTH, 0, dtype == FP8, round_up(columns, ALIGNMENT))
+
+
+def _packed(spec: LayerSpec, weight: Tensor) -> Tensor:
+    """`Hopper.pack` without a plan."""
+    if weight.dtype not in (INT8, FP8):
+        raise LibraryError(
+            f"a weight of {weight.dtype}; the Hopper kernels take {INT8} and {FP8}: quantize it"
+        )
+    if not weight.is_cuda:
+        return hopper_format.pack(slide(weight, spec.pattern or HARDWARE, spec.phase))
+    packed, broken = pack_by_kernel(weight, spec.layout)
+    require_none_broken(spec, weight, broken)
+    return packed
+
+
+def pack_by_kernel(weight: Tensor, layout: SlideLayout) -> tuple[Tensor, int]:
+    """A pruned weight [N, K] INT8 or FP8 -> the packed form of its windows, and how many blocks break the pattern."""
+    weight = _with_dense_rows(weight)
+    sizes = *weight.shape, layout.length, layout.phase
+    packed_bytes, scratch_bytes = ctypes.c_int64(), ctypes.c_int64()
+    native.library().slidesparse_hopper_pack_bytes(
+        *sizes, ctypes.byref(packed_bytes), ctypes.byref(scratch_bytes)
+    )
+    packed = weight.new_empty(packed_bytes.value, dtype=torch.uint8)
+    if not packed.numel():
+        return packed, 0
+    scratch = weight.new_empty(scratch_bytes.value, dtype=torch.uint8)
+    broken = weight.new_zeros(1, dtype=torch.int32)
+    with cuda.on_device(weight.get_device()):
+        native.call(
+            "pack",
+            *(*sizes, weight.dtype == FP8, weight.data_ptr(), weight.stride(0), packed.data_ptr()),
+            *(scratch.data_ptr(), broken.data_ptr(), _stream(weight)),
+        )
+    return packed, int(broken.item())  # waits for the GPU, see the top of the file
+
+
+def run_layer(
+    plan: int,
+    x: Tensor,
+    producer: Producer,
+    packed: Tensor,
+    scale_w: Tensor,
+    bias: Tensor | None,
+    out: Tensor,
+) -> None:
+    """Quantize, multiply and scale by the plan with this handle, on torch's current stream; nothing is checked."""
+    m = x.shape[0]
+    scratch = x.new_empty(native.library().slidesparse_hopper_scratch_bytes(plan, m), dtype=torch.uint8)
+    native.call(
+        "linear",
+        *(plan, m, *_input(x, producer), packed.data_ptr(), scale_w.data_ptr(), *_bias(bias)),
+        *(out.data_ptr(), TYPES[out.dtype], scratch.data_ptr(), _stream(x)),
+    )
+
+
+def _quantize(
+    plan: int, x: Tensor, producer: Producer, dtype: torch.dtype, columns: int
+) -> tuple[Tensor, Tensor]:
+    """x [M, K], rows of neighbouring elements -> codes [M, columns] and scales [M, 1]."""
+    m = x.shape[0]
+    with profiling.stage("quantize", x):
+        q, scale = x.new_empty(m, columns, dtype=dtype), x.new_empty(m, 1, dtype=torch.float32)
+        native.call("quantize", plan, m, *_input(x, producer), q.data_ptr(), scale.data_ptr(), _stream(x))
+    return q, scale
+
+
+def _timed_product(
+    plan: int,
+    q: Tensor,
+    scale_x: Tensor,
+    packed: Tensor,
+    scale_w: Tensor,
+    bias: Tensor | None,
+    out: Tensor,
+) -> None:
+    """`_multiply`, as `slidesparse.profiling` sees it."""
+    if profiling.enabled():
+        profiling.chose(native.library().slidesparse_hopper_configuration(plan, q.shape[0]).decode())
+    with profiling.stage("product", q):
+        _multiply(plan, q, scale_x, packed, scale_w, bias, out)
+
+
+def _multiply(
+    plan: int,
+    q: Tensor,
+    scale_x: Tensor,
+    packed: Tensor,
+    scale_w: Tensor,
+    bias: Tensor | None,
+    out: Tensor,
+) -> None:
+    """out = (q @ weight.T) * scale_w * scale_x + bias on torch's current stream."""
+    native.call(
+        "product",
+        *(plan, q.shape[0], q.data_ptr(), q.shape[1], scale_x.data_ptr(), packed.data_ptr()),
+        *(scale_w.data_ptr(), *_bias(bias), out.data_ptr(), TYPES[out.dtype], _stream(q)),
+    )
+
+
+def _input(
+    x: Tensor, producer: Producer
+) -> tuple[int, int, int, int, float, int | None, int | None, int, int | None]:
+    """x and its producer as the kernels take them: x, type, stride, prologue, eps, gain, residual, its stride, sum."""
+    tokens = x.data_ptr(), TYPES[x.dtype], x.stride(0)
+    if producer is None:
+        return *tokens, native.NO_PROLOGUE, 0.0, None, None, 0, None
+    if isinstance(producer, SiluMul):
+        return *tokens, native.SILU_MUL, 0.0, None, None, 0, None
+    gain, eps, residual, total = producer
+    if residual is None or total is None:
+        return *tokens, native.RMS_NORM, eps, gain.data_ptr(), None, 0, None
+    rest = residual.data_ptr(), residual.stride(0), total.data_ptr()
+    return *tokens, native.ADD_RMS_NORM, eps, gain.data_ptr(), *rest
+
+
+def _bias(bias: Tensor | None) -> tuple[int | None, int]:
+    return (None, 0) if bias is None else (bias.data_ptr(), TYPES[bias.dtype])
+
+
+def _stream(x: Tensor) -> int:
+    return cuda.stream_of(x.get_device())
+
+
+def _with_dense_rows(x: Tensor) -> Tensor:
+    """x itself, or a copy when the elements of a row are not neighbours."""
+    return x if x.stride(1) == 1 else x.contiguous()
+
+
+def _aligned(q: Tensor) -> Tensor:
+    """q itself, or a copy where TMA cannot read it: rows with gaps, or an address that is not aligned."""
+    if q.is_contiguous() and q.data_ptr() % ALIGNMENT == 0:
+        return q
+    return q.clone(memory_format=torch.contiguous_format)
+
+
+def _require_layout(layout: Layout) -> None:
+    if layout != TN:
+        raise LibraryError(f"the Hopper kernels have one layout: {TN}; asked for {layout}")
+
+
+def _require_output(dtype: torch.dtype) -> None:
+    if dtype not in OUTPUTS:
+        raise LibraryError(
+            f"the Hopper kernels write {' or '.join(NAMES[one] for one in OUTPUTS)}, asked for {dtype}: "
+            "use the backend cusparselt for it"
+        )
+
+
+def _require_input(x: Tensor, k: int, producer: Producer) -> None:
+    """Raise LibraryError where x or its producer's tensors are not as the quantizer takes them."""
+    width = 2 * k if isinstance(producer, SiluMul) else k
+    if x.dtype not in TYPES or x.shape[1] != width:
+        raise LibraryError(
+            f"x is {x.dtype} {tuple(x.shape)}; it must be [M, {width}] of {_or(TYPES)}"
+            + (", gates before as many values" if isinstance(producer, SiluMul) else "")
+        )
+    if not isinstance(producer, RmsNorm):
+        return
+    gain, _, residual, total = producer
+    if gain.shape != (k,) or gain.dtype != x.dtype or not gain.is_contiguous() or gain.device != x.device:
+        raise LibraryError(
+            f"a norm's weight is {_described(gain)}; it must be [{k}] of {x.dtype}, contiguous, on {x.device}: compute "
+            "the norm outside of the layer"
+        )
+    if residual is None:
+        return
+    assert total is not None
+    for name, one in (("residual", residual), ("sum", total)):
+        if one.shape != x.shape or one.dtype != x.dtype or one.device != x.device or one.stride(1) != 1:
+            raise LibraryError(f"the {name} is {_described(one)}; it must be as x, {_described(x)}")
+    if not total.is_contiguous():
+        raise LibraryError(f"the sum is {_described(total)}; it must be contiguous")
+
+
+def _require_operands(
+    plan: int, packed: Tensor, scale_w: Tensor, bias: Tensor | None, n: int, device: torch.device
+) -> None:
+    """Raise LibraryError where weight, scales or bias are not as the GEMM takes them."""
+    size = native.library().slidesparse_hopper_weight_bytes(plan)
+    if packed.numel() != size:
+        raise LibraryError(
+            f"a packed weight of {packed.numel()} bytes for a layer that takes {size}: pack the weight for the backend "
+            "hopper, from as many in-features at the same pattern"
+        )
+    for name, vector, dtypes in (("scale_w", scale_w, (torch.float32,)), ("bias", bias, tuple(TYPES))):
+        if vector is not None and (
+            vector.numel() != n
+            or vector.dtype not in dtypes
+            or vector.device != device
+            or not vector.is_contiguous()
+        ):
+            raise LibraryError(
+                f"{name} is {_described(vector)}; it must hold {n} elements of {_or(dtypes)}, contiguous, on {device}"
+            )
+
+
+def _described(tensor: Tensor) -> str:
+    return f"{tensor.dtype} {tuple(tensor.shape)} with strides {tensor.stride()} on {tensor.device}"
+
+
+def _or(dtypes: Iterable[torch.dtype]) -> str:
+    return " or ".join(map(str, dtypes))

@@ -1,0 +1,110 @@
+"""The packed 2:4 weight of the Hopper kernels, written and read in torch: the oracle for the GPU's packer.
+
+Out-features go in strips of 64, columns of the slided weight in blocks of 128, both filled up with zeros.  The blocks
+of a strip follow each other, so that a stretch of K' of a strip is one contiguous copy::
+
+    packed  uint8 [strips, blocks, 5120]
+    block   values 2048 (columns 0..63) | values 2048 (columns 64..127) | metadata 512 | metadata 512
+
+Values stand in core matrices of 8 rows by 16 bytes, a row after the other, as wgmma takes them from shared memory and
+as `ldmatrix` hands them to the threads of a warp: with columns counted after compression, two of four::
+
+    2048 bytes  rows 0..7, columns 0..15 | rows 0..7, columns 16..31 | rows 8..15, columns 0..15 | ...
+
+The metadata are a 32-bit word of each of the 128 threads that multiply the strip.  Thread (warp w of 4, lane
+4 g + 2 h + r) has the word of row 16 w + g + 8 r: for each of the eight groups of four columns from 32 h on the indices
+of the two that are stored, two bits each, the first group and index lowest.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+STRIP = 64  # out-features
+BLOCK = 128  # columns of the slided weight
+VALUE_BYTES = STRIP * BLOCK // 2
+METADATA_BYTES = STRIP * BLOCK // 8
+BLOCK_BYTES = VALUE_BYTES + METADATA_BYTES
+
+# Which two of four columns are kept, by the bits of the non-zeros; the hardware wants two different ones, in order.
+_KEPT = {
+    0b0000: (0, 1),
+    0b0001: (0, 1),
+    0b0010: (0, 1),
+    0b0100: (0, 2),
+    0b1000: (0, 3),
+    0b0011: (0, 1),
+    0b0101: (0, 2),
+    0b1001: (0, 3),
+    0b0110: (1, 2),
+    0b1010: (1, 3),
+    0b1100: (2, 3),
+}
+
+
+def strips_of(n: int) -> int:
+    """Strips of ``n`` out-features."""
+    return -(-n // STRIP)
+
+
+def blocks_of(slided: int) -> int:
+    """Blocks of ``slided`` columns."""
+    return -(-slided // BLOCK)
+
+
+def packed_bytes(n: int, slided: int) -> int:
+    """The size of a packed weight [n, slided]."""
+    return strips_of(n) * blocks_of(slided) * BLOCK_BYTES
+
+
+def pack(weight: Tensor) -> Tensor:
+    """2:4 [N, K'] of one-byte elements, any device -> uint8 [strips * blocks * 5120].
+
+    -0.0 counts as zero, and may become +0.0.  Raises ValueError for a group of four with more than two non-zeros.
+    """
+    n, slided = weight.shape
+    strips, blocks = strips_of(n), blocks_of(slided)
+    codes = torch.nn.functional.pad(
+        weight.view(torch.uint8), (0, blocks * BLOCK - slided, 0, strips * STRIP - n)
+    )
+    groups = codes.view(strips * STRIP, blocks * BLOCK // 4, 4)
+    sizes = groups & 0x7F if weight.dtype.is_floating_point else groups
+    powers = torch.tensor([1, 2, 4, 8], dtype=torch.uint8, device=weight.device)
+    kept = _table(weight.device)[((sizes != 0) * powers).sum(-1)]  # [rows, groups, 2]
+    if bool((kept < 0).any()):
+        row, group = (int(i) for i in (kept[..., 0] < 0).nonzero()[0])
+        raise ValueError(
+            f"row {row}, columns {4 * group} to {4 * group + 3} hold more than two non-zeros: slide the weight first"
+        )
+    values = groups.gather(-1, kept)
+    nibbles = (kept[..., 0] | kept[..., 1] << 2).to(torch.uint8)
+    packed = torch.empty(strips, blocks, BLOCK_BYTES, dtype=torch.uint8, device=weight.device)
+    # rows: strip, eight rows, row; columns: block, wgmma, half, byte -> matrix by matrix
+    matrices = values.reshape(strips, 8, 8, blocks, 2, 2, 16).permute(0, 3, 4, 1, 5, 2, 6)
+    packed[..., :VALUE_BYTES] = matrices.reshape(strips, blocks, VALUE_BYTES)
+    # rows: strip, w, r, g; columns: block, wgmma, half, pair of groups, which -> wgmma, thread, pair
+    pairs = nibbles.view(strips, 4, 2, 8, blocks, 2, 2, 4, 2)
+    words = (pairs[..., 0] | pairs[..., 1] << 4).permute(0, 4, 5, 1, 3, 6, 2, 7)
+    packed[..., VALUE_BYTES:] = words.reshape(strips, blocks, METADATA_BYTES)
+    return packed.view(-1)
+
+
+def unpack(packed: Tensor, n: int, slided: int, dtype: torch.dtype) -> Tensor:
+    """Return the weight that `pack` was given: [N, K'] of ``dtype``."""
+    strips, blocks = strips_of(n), blocks_of(slided)
+    packed = packed.view(strips, blocks, BLOCK_BYTES)
+    matrices = packed[..., :VALUE_BYTES].reshape(strips, blocks, 2, 8, 2, 8, 16)
+    values = matrices.permute(0, 3, 5, 1, 2, 4, 6).reshape(strips * STRIP, blocks * BLOCK // 4, 2)
+    words = packed[..., VALUE_BYTES:].reshape(strips, blocks, 2, 4, 8, 2, 2, 4)
+    pairs = words.permute(0, 3, 6, 4, 1, 2, 5, 7)  # strip, w, r, g, block, wgmma, half, pair
+    nibbles = torch.stack((pairs & 15, pairs >> 4), -1).reshape(strips * STRIP, blocks * BLOCK // 4)
+    kept = torch.stack((nibbles & 3, nibbles >> 2), -1).long()
+    groups = torch.zeros(*nibbles.shape, 4, dtype=torch.uint8, device=packed.device)
+    groups.scatter_(-1, kept, values)
+    return groups.view(strips * STRIP, blocks * BLOCK)[:n, :slided].contiguous().view(dtype)
+
+
+def _table(device: torch.device) -> Tensor:
+    kept = [_KEPT.get(bits, (-1, -1)) for bits in range(16)]
+    return torch.tensor(kept, dtype=torch.int64, device=device)

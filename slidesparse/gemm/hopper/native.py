@@ -1,0 +1,143 @@
+"""The compiled kernels of csrc/hopper/ as Python calls them: the functions of interface.cuh, by ctypes."""
+
+from __future__ import annotations
+
+import ctypes
+import weakref
+from collections.abc import Sequence
+from ctypes import POINTER, c_char_p, c_double, c_int32, c_int64, c_void_p
+from functools import cache
+from typing import Any, NamedTuple
+
+import torch
+
+from slidesparse.build.compile import build
+from slidesparse.build.find import ToolchainError
+from slidesparse.gemm.hopper import operators
+from slidesparse.gemm.problem import LibraryError
+from slidesparse.quantize import FP8
+
+TYPES = {torch.bfloat16: 1, torch.float16: 2, torch.float32: 3}  # SlidesparseType
+NO_PROLOGUE, RMS_NORM, ADD_RMS_NORM, SILU_MUL = range(4)  # SlidesparsePrologue
+TRIGGERS = ("off", "early", "late")  # `kernels.LAUNCH_DEPENDENTS`, by the number of a plan's trigger
+TEXT_BYTES = 32  # SLIDESPARSE_TEXT_BYTES
+
+_LAYER = (c_int32,) * 6  # n, k, length, phase, fp8, columns
+_INPUT = (c_void_p, c_int32, c_int64, c_int32, c_double, c_void_p, c_void_p, c_int64, c_void_p)
+# The result and the arguments of each function without its prefix slidesparse_hopper_.
+FUNCTIONS: dict[str, tuple[Any, ...]] = {
+    "unusable": (c_char_p,),
+    "fit": (c_char_p, c_char_p, c_int32, POINTER(c_int32), POINTER(c_int32)),
+    "candidates": (c_char_p, *(c_int32,) * 5, c_char_p, POINTER(c_double), POINTER(c_int32)),
+    "plan": (
+        *(c_char_p, *_LAYER, c_int32, c_int32, POINTER(c_int32), POINTER(c_char_p)),
+        POINTER(c_void_p),
+    ),
+    "delete": (None, c_void_p),
+    "serve": (None, c_void_p),
+    "find": (c_void_p, c_int32, *_LAYER),
+    "forget": (None,),
+    "configuration": (c_char_p, c_void_p, c_int64),
+    "weight_bytes": (c_int64, c_void_p),
+    "scratch_bytes": (c_int64, c_void_p, c_int64),
+    "quantize": (c_char_p, c_void_p, c_int64, *_INPUT, *(c_void_p,) * 3),
+    "product": (
+        *(c_char_p, c_void_p, c_int64, c_void_p, c_int64, *(c_void_p,) * 4),
+        *(c_int32, c_void_p, c_int32, c_void_p),
+    ),
+    "linear": (
+        *(c_char_p, c_void_p, c_int64, *_INPUT, *(c_void_p,) * 3),
+        *(c_int32, c_void_p, c_int32, c_void_p, c_void_p),
+    ),
+    "pack_bytes": (None, *(c_int32,) * 4, POINTER(c_int64), POINTER(c_int64)),
+    "pack": (c_char_p, *(c_int32,) * 5, c_void_p, c_int64, *(c_void_p,) * 4),
+}
+
+
+class Layer(NamedTuple):
+    """The layer that a plan is for, on the device where it is made."""
+
+    n: int  # 0 for a plan that only quantizes
+    k: int
+    length: int  # of the pattern's blocks
+    phase: int
+    fp8: bool
+    columns: int  # of a row of codes
+
+
+@cache
+def library() -> Any:
+    """The kernels, compiled now if they were not, and torch's operators that run them.  Raises LibraryError."""
+    try:
+        path = build("hopper")
+        found = ctypes.CDLL(str(path))
+    except (ToolchainError, OSError) as error:
+        raise LibraryError(f"the Hopper kernels: {error}") from None
+    declare(found)
+    operators.install(path)
+    return found
+
+
+def declare(found: Any) -> None:
+    """Tell ctypes the types of `FUNCTIONS`."""
+    for name, (result, *arguments) in FUNCTIONS.items():
+        function = getattr(found, f"slidesparse_hopper_{name}")
+        function.restype, function.argtypes = result, arguments
+
+
+def call(name: str, *arguments: Any) -> None:
+    """Call a function that returns None or an error.  Raises LibraryError with its words."""
+    error = getattr(library(), f"slidesparse_hopper_{name}")(*arguments)
+    if error:
+        raise LibraryError(error.decode(errors="replace"))
+
+
+class Fit(NamedTuple):
+    """How a configuration fits a GPU."""
+
+    stages: int  # of the ring, for long rows
+    clusters: int  # that are resident at a time
+
+
+def fit(configuration: str, dtype: torch.dtype) -> Fit:
+    """How a configuration for codes of ``dtype`` fits the current device.  Raises LibraryError if it cannot run."""
+    stages, clusters = c_int32(), c_int32()
+    call("fit", configuration.encode(), dtype == FP8, ctypes.byref(stages), ctypes.byref(clusters))
+    return Fit(stages.value, clusters.value)
+
+
+def candidates(n: int, columns: int, m: int, dtype: torch.dtype, most: int) -> list[tuple[str, float]]:
+    """Up to ``most`` configurations for a weight [n, columns] and m tokens on the current device, the fastest first.
+
+    Each with the microseconds that the model in csrc/hopper/configuration.cu predicts.
+    """
+    texts, us, count = ctypes.create_string_buffer(most * TEXT_BYTES), (c_double * most)(), c_int32()
+    call("candidates", n, columns, m, dtype == FP8, most, texts, us, ctypes.byref(count))
+    return [
+        (texts.raw[TEXT_BYTES * i : TEXT_BYTES * (i + 1)].partition(b"\0")[0].decode(), us[i])
+        for i in range(count.value)
+    ]
+
+
+def make_plan(layer: Layer, trigger: str, table: Sequence[tuple[int, str]]) -> int:
+    """The handle of a new plan for the current device.  Raises LibraryError.
+
+    Args:
+        layer: the layer.
+        trigger: when the kernel behind the quantizer may start, one of TRIGGERS.
+        table: the largest number of tokens that each configuration is for, ascending; the last is for more, too.
+    """
+    tokens = (c_int32 * len(table))(*(m for m, _ in table))
+    texts = (c_char_p * len(table))(*(text.encode() for _, text in table))
+    made = c_void_p()
+    call("plan", *layer, TRIGGERS.index(trigger), len(table), tokens, texts, ctypes.byref(made))
+    assert made.value
+    return made.value
+
+
+class Plan:
+    """A plan of one configuration that belongs to Python."""
+
+    def __init__(self, layer: Layer, trigger: str, configuration: str) -> None:
+        self.handle = make_plan(layer, trigger, [(1, configuration)])
+        weakref.finalize(self, library().slidesparse_hopper_delete, self.handle)

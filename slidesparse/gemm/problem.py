@@ -1,0 +1,111 @@
+"""The words in which tuning and benchmarks speak of a GEMM: problem, memory layout, algorithm, plan.
+
+A `Problem` is one GEMM with its types and epilogue.  An algorithm is one way in which a backend computes it, named by
+a short text that the backend understands.  A `Plan` is both, ready to run.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import product
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from slidesparse.errors import EnvironmentFault
+
+# Names of element types, as tables and error messages spell them.
+DTYPES = {
+    "int8": torch.int8,
+    "fp8": torch.float8_e4m3fn,
+    "fp16": torch.float16,
+    "bf16": torch.bfloat16,
+    "int32": torch.int32,
+    "fp32": torch.float32,
+}
+NAMES = {dtype: name for name, dtype in DTYPES.items()}
+OPERANDS = ("int8", "fp8", "fp16", "bf16")
+
+
+class LibraryError(EnvironmentFault, RuntimeError):
+    """A GEMM library refused a call, or is missing; the message has its words, the shapes and the types."""
+
+
+@dataclass(frozen=True)
+class Problem:
+    """out [m, n] = activations [m, k] @ weight [n, k].T, all row-major, K contiguous.
+
+    ``k`` counts the columns that are multiplied, so K' for slided weights.
+    """
+
+    dtype: str  # of activations and weight, one of OPERANDS
+    out: str  # a key of DTYPES
+    n: int
+    k: int
+    m: int
+    scale: str = (
+        "none"  # what the epilogue multiplies by: "none", "channel" (scale_w) or "both" (scale_w, scale_x)
+    )
+    bias: bool = False  # whether the epilogue adds a bias [n]
+
+    def __str__(self) -> str:
+        epilogue = {"none": "", "channel": " * scale_w", "both": " * scale_w * scale_x"}[self.scale]
+        epilogue += " + bias" if self.bias else ""
+        return f"{self.dtype} [{self.m}, {self.k}] @ [{self.n}, {self.k}].T{epilogue} -> {self.out}"
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Which dimension of each matrix is contiguous in memory."""
+
+    weight_k: bool = True  # K of the weight, stored [n, k]; else N, stored [k, n]
+    activations_k: bool = True  # K of the activations, stored [m, k]; else M, stored [k, m]
+    output_n: bool = True  # N of the output, stored [m, n]; else M, stored [n, m]
+
+    @property
+    def words(self) -> tuple[str, str, str]:
+        """The contiguous dimensions of weight, activations and output, such as ("K", "M", "N")."""
+        return "NK"[self.weight_k], "MK"[self.activations_k], "MN"[self.output_n]
+
+    def __str__(self) -> str:
+        weight, activations, output = self.words
+        return f"weight {weight}-contiguous, activations {activations}-contiguous, output {output}-contiguous"
+
+
+TN = Layout()  # what serving uses, as BLAS calls it: the weight transposed, the activations not
+LAYOUTS = tuple(Layout(*flags) for flags in product((True, False), repeat=3))
+
+
+def require_operand(dtype: torch.dtype) -> str:
+    """The name of an operand's dtype.  Raises LibraryError for one that no backend multiplies."""
+    for name in OPERANDS:
+        if DTYPES.get(name) == dtype:
+            return name
+    raise LibraryError(
+        f"weights and activations of {dtype} cannot be multiplied, only {', '.join(OPERANDS)} can (FP4 needs block "
+        "scales, which no kernel of this version writes): quantize to int8 or fp8"
+    )
+
+
+class Plan(Protocol):
+    """A problem and an algorithm, ready to run on one device."""
+
+    algorithm: str
+    workspace: int  # bytes it needs
+
+    def run(
+        self,
+        activations: Tensor,
+        weight: Tensor,
+        out: Tensor,
+        scale_w: Tensor | None = None,
+        scale_x: Tensor | None = None,
+        bias: Tensor | None = None,
+    ) -> None:
+        """Launch on torch's current stream; never synchronizes, allocates nothing but the stream's workspace once.
+
+        activations [m, k], weight from `Tunable.operand`, out [m, n], in the plan's layout; scale_w [n],
+        scale_x [m] float32 and bias [n] of out's dtype where the problem says so.  Shapes are those of the problem and
+        are not checked again.
+        """

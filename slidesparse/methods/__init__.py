@@ -1,0 +1,32 @@
+"""The pruning methods, which choose the weights that go and may update those that stay.
+
+To add a method, write a module here with a subclass of `slidesparse.methods.method.Method` and add a line to METHODS.
+The command line, calibration and conversion then take it by its name.  This file needs the standard library only.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from slidesparse.methods.method import Method
+
+# name -> "module:class"
+METHODS = {
+    "sparsegpt": "slidesparse.methods.sparsegpt:SparseGPT",
+    "wanda": "slidesparse.methods.wanda:Wanda",
+    "magnitude": "slidesparse.methods.data_free:Magnitude",
+    "random": "slidesparse.methods.data_free:Random",
+}
+DEFAULT = "magnitude"
+DEFAULT_CALIBRATED = "sparsegpt"  # with calibration data
+
+
+@cache
+def get(name: str) -> Method:
+    """Return the method of a name in METHODS."""
+    module, _, kind = METHODS[name].partition(":")
+    found: Method = getattr(import_module(module), kind)()
+    return found

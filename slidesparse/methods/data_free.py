@@ -1,0 +1,27 @@
+"""Magnitude and random pruning, which need no calibration data."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from slidesparse.methods.method import Method
+from slidesparse.pattern import SlidePattern
+from slidesparse.prune import prune
+
+
+class Magnitude(Method):
+    """Drop the two smallest weights of each block."""
+
+    calibration = "optional"  # data change nothing in the choice, but its error is measured
+
+    def prune(self, w: Tensor, pattern: SlidePattern, seed: int) -> Tensor:
+        return prune(w, pattern)
+
+
+class Random(Method):
+    """Drop any two weights of each block, for comparison."""
+
+    calibration = "refused"
+
+    def prune(self, w: Tensor, pattern: SlidePattern, seed: int) -> Tensor:
+        return prune(w, pattern, "random", seed)

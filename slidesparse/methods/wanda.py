@@ -1,0 +1,32 @@
+"""Wanda: weights times the size of their inputs, without any update (arXiv 2306.11695, equation 1)."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from slidesparse.methods.method import Method, Pruner
+from slidesparse.pattern import SlidePattern
+from slidesparse.prune import prune_by_importance
+
+
+class Wanda(Method):
+    """Drop the two weights of each block that matter least to the layer's output."""
+
+    def calibrated(self, hessian: Tensor, tokens: int, sweeps: int) -> Pruner:
+        return lambda w, pattern, _: wanda(w, hessian, pattern)
+
+
+def wanda(w: Tensor, hessian: Tensor, pattern: SlidePattern, phase: int = 0) -> Tensor:
+    """Zero the two weights of each block with the smallest |w[n, k]| * sqrt(sum over tokens of x[k]^2).
+
+    Args:
+        w: [N, K] float32 or float64.
+        hessian: [K, K], the sum of x x^T.
+        phase: zero columns before the row, as in `slidesparse.slide.slide`.
+
+    Returns:
+        A new [N, K]; every kept weight is unchanged bit for bit.  A block whose inputs were all zero loses its
+        leftmost weights.
+    """
+    norms = hessian.diagonal().clamp(min=0).sqrt().to(w.dtype)
+    return prune_by_importance(w, w.abs() * norms, pattern, phase)

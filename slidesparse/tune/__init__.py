@@ -1,0 +1,1 @@
+"""Search for the fastest configuration of each GEMM, and what measuring needs."""

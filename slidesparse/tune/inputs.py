@@ -1,0 +1,148 @@
+"""Random operands in rotation: activations, weights (2:4 where the library wants that), outputs, scales.
+
+Never zeros or small numbers: a GPU computes them with less power, so at a higher clock.  Memory is taken once for the
+largest problem and viewed by the others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from slidesparse.gemm.backend import Tunable
+from slidesparse.gemm.problem import DTYPES, Plan, Problem
+from slidesparse.tune.measure import Launch, copies_for
+
+CHUNK = 2**24  # elements that are generated at a time
+ALIGNMENT = 256  # bytes, of each copy
+INTEGERS = {"int8": 127, "int32": 2**20}  # the largest; INT32 as sums of INT8 products
+FP8_MOST = 448.0  # of E4M3
+FP8_SIGMA = 100.0  # per-token scales put the largest of a row's numbers, at about 4 sigma, near FP8_MOST
+# Places of the two non-zeros among four.
+TWO_OF_FOUR = ((1, 1, 0, 0), (1, 0, 1, 0), (1, 0, 0, 1), (0, 1, 1, 0), (0, 1, 0, 1), (0, 0, 1, 1))
+
+
+@dataclass(frozen=True)
+class Rotation:
+    """Copies of the operands of one problem; copy i of each is used together."""
+
+    activations: list[Tensor]  # [m, k]
+    weights: list[Tensor]  # packed
+    outs: list[Tensor]  # [m, n]
+    scale_w: Tensor | None  # [n] float32
+    scale_x: Tensor | None  # [m] float32
+    bias: Tensor | None
+
+    @property
+    def copies(self) -> int:
+        """How many there are."""
+        return len(self.outs)
+
+    def launch(self, plan: Plan) -> Launch:
+        """Run ``plan`` on copy i."""
+        return lambda i: plan.run(
+            self.activations[i], self.weights[i], self.outs[i], self.scale_w, self.scale_x, self.bias
+        )
+
+
+class Inputs:
+    """Makes operands on one device; the same seed makes the same."""
+
+    def __init__(self, device: torch.device, l2_bytes: int, seed: int = 0) -> None:
+        self.device, self._l2_bytes = device, l2_bytes
+        self._generator = torch.Generator(device).manual_seed(seed)
+        self._pools: dict[str, Tensor] = {}
+
+    def copies(self, problem: Problem) -> int:
+        """Count the copies for a problem with dense weights; sparse ones, of two thirds of the bytes, get as many."""
+        n, k, m, size = problem.n, problem.k, problem.m, _size(problem.dtype)
+        return self.cold((n * k + m * k) * size + m * n * _size(problem.out))
+
+    def cold(self, call_bytes: int) -> int:
+        """How many copies of so many bytes do not fit into the L2 cache."""
+        return copies_for(call_bytes, self._l2_bytes)
+
+    def weight(self, dtype: str, n: int, k: int, sparse: bool) -> Tensor:
+        """[n, k] random, with exactly two of every four non-zero when ``sparse``."""
+        flat = torch.empty(n * k, dtype=DTYPES[dtype], device=self.device)
+        self._fill(flat, dtype, sparse)
+        return flat.view(n, k)
+
+    def packed(self, library: Tunable, problem: Problem, copies: int) -> list[Tensor]:
+        """A random weight as ``library`` packs it, ``copies`` times."""
+        first = library.operand(self.weight(problem.dtype, problem.n, problem.k, library.sparse))
+        return [first, *(first.clone() for _ in range(copies - 1))]
+
+    def rotation(self, problem: Problem, weights: list[Tensor]) -> Rotation:
+        """Operands for as many copies as the problem needs, at most as many as there are weights."""
+        copies, m, n = min(self.copies(problem), len(weights)), problem.m, problem.n
+        outs = self._pool("out", copies, m * n * _size(problem.out), lambda flat: None)
+        return Rotation(
+            activations=self.activations(problem.dtype, m, problem.k, copies),
+            weights=weights[:copies],
+            outs=[flat.view(DTYPES[problem.out]).view(m, n) for flat in outs],
+            scale_w=self.scale(n) if problem.scale in ("channel", "both") else None,
+            scale_x=self.scale(m) if problem.scale == "both" else None,
+            bias=self.floats((n,), DTYPES[problem.out]) if problem.bias else None,
+        )
+
+    def activations(self, dtype: str, m: int, k: int, copies: int) -> list[Tensor]:
+        """``copies`` random [m, k], in memory that the next call may view too."""
+        kind = DTYPES[dtype]
+        views = self._pool(
+            dtype, copies, m * k * _size(dtype), lambda flat: self._fill(flat.view(kind), dtype, False)
+        )
+        return [flat.view(kind).view(m, k) for flat in views]
+
+    def floats(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        """Normal numbers."""
+        return torch.randn(shape, generator=self._generator, device=self.device).to(dtype)
+
+    def scale(self, count: int) -> Tensor:
+        """[count] float32 between 0.005 and 0.015: about what INT8 weights and activations have."""
+        return torch.rand(count, generator=self._generator, device=self.device) * 0.01 + 0.005
+
+    def _pool(self, name: str, copies: int, size: int, fill: Callable[[Tensor], None]) -> list[Tensor]:
+        """``copies`` pieces of ``size`` bytes of a buffer that grows when it must."""
+        step = -(-size // ALIGNMENT) * ALIGNMENT
+        pool = self._pools.get(name)
+        if pool is None or pool.numel() < copies * step:
+            self._pools.pop(name, None)  # before the larger one is made
+            pool = self._pools[name] = torch.empty(copies * step, dtype=torch.uint8, device=self.device)
+            fill(pool)
+        return [pool[i * step : i * step + size] for i in range(copies)]
+
+    def _fill(self, flat: Tensor, dtype: str, sparse: bool) -> None:
+        for start in range(0, flat.numel(), CHUNK):
+            part = flat[start : start + CHUNK]
+            part.copy_(self._random(part.numel(), dtype, sparse))
+
+    def _random(self, count: int, dtype: str, sparse: bool) -> Tensor:
+        if dtype in INTEGERS:
+            most = INTEGERS[dtype]
+            numbers = self._integers(-most, most + 1, count, DTYPES[dtype])
+            if sparse:  # no zeros but those of the mask
+                numbers = torch.where(numbers == 0, most, numbers)
+        else:
+            numbers = torch.randn(count, generator=self._generator, device=self.device)
+            if dtype == "fp8":
+                numbers = (numbers * FP8_SIGMA).clamp_(-FP8_MOST, FP8_MOST)
+        if sparse:  # by choice, not by a product: -0.0 would count as a non-zero
+            numbers = torch.where(self._mask(count), numbers, numbers.new_zeros(()))
+        return numbers.to(DTYPES[dtype])
+
+    def _integers(self, low: int, high: int, count: int, dtype: torch.dtype) -> Tensor:
+        return torch.randint(low, high, (count,), generator=self._generator, dtype=dtype, device=self.device)
+
+    def _mask(self, count: int) -> Tensor:
+        """Boolean [count], two of every four."""
+        table = torch.tensor(TWO_OF_FOUR, dtype=torch.bool, device=self.device)
+        chosen = self._integers(0, len(TWO_OF_FOUR), -(-count // 4), torch.int64)
+        return table[chosen].view(-1)[:count]
+
+
+def _size(dtype: str) -> int:
+    return DTYPES[dtype].itemsize

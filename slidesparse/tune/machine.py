@@ -1,0 +1,98 @@
+"""The machine that is measured: its GPU and its GEMM libraries."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import cast
+
+import torch
+
+from slidesparse import gemm
+from slidesparse.errors import INSTALL_CUDA, EnvironmentFault
+from slidesparse.gemm.backend import Tunable
+from slidesparse.gemm.problem import OPERANDS, LibraryError
+from slidesparse.gemm.tuned import Subject
+
+SERVED = ("int8", "fp8")  # the operand types that serving runs
+
+
+class MissingError(EnvironmentFault, RuntimeError):
+    """This machine lacks what a command needs; says what, and the remedy."""
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """A device to measure."""
+
+    device: torch.device
+    name: str
+    capability: tuple[int, int]
+    l2_bytes: int
+    uuid: str = ""
+
+    def subject(self, library: Tunable) -> Subject:
+        """The subject of the table of tuned algorithms for ``library`` on this GPU."""
+        return Subject(library.name, library.version(), self.name, self.capability)
+
+
+def require_gpu() -> Gpu:
+    """The current CUDA device.  Raises MissingError."""
+    if torch.version.cuda is None:
+        raise MissingError(
+            f"this command measures an NVIDIA GPU, but torch {torch.__version__} is built without CUDA; "
+            f"on a machine with an NVIDIA GPU: {INSTALL_CUDA}"
+        )
+    if not torch.cuda.is_available():
+        raise MissingError(
+            f"this command measures an NVIDIA GPU, but torch {torch.__version__} finds none that it can use; "
+            "`nvidia-smi` should list one, and `slidesparse doctor` tells what is missing"
+        )
+    device = torch.device("cuda", torch.cuda.current_device())
+    properties = torch.cuda.get_device_properties(device)
+    return Gpu(
+        device,
+        properties.name,
+        (properties.major, properties.minor),
+        int(properties.L2_cache_size),
+        str(getattr(properties, "uuid", "")),
+    )
+
+
+def tunable() -> tuple[str, ...]:
+    """The backends whose algorithms can be searched."""
+    return tuple(name for name in gemm.REGISTRY if hasattr(gemm.get(name), "algorithms"))
+
+
+def require_libraries(gpu: Gpu, names: Sequence[str]) -> list[Tunable]:
+    """The backends of these names.  Raises MissingError with the reason when one cannot run on ``gpu``."""
+    found = []
+    for name in names:
+        library = cast("Tunable", gemm.get(name))
+        reason = library.unusable(gpu.device)
+        if reason:
+            raise MissingError(f"{name} cannot run on {gpu.name}: {reason}")
+        found.append(library)
+    return found
+
+
+def usable_libraries(gpu: Gpu) -> tuple[list[Tunable], list[str]]:
+    """The tunable backends that run on ``gpu``, and why the others do not."""
+    found, missed = [], []
+    for name in tunable():
+        library = cast("Tunable", gemm.get(name))
+        reason = library.unusable(gpu.device)
+        if reason is None:
+            found.append(library)
+        else:
+            missed.append(f"{name} is left out: {reason}")
+    return found, missed
+
+
+def outputs(library: Tunable, dtype: str) -> tuple[str, ...]:
+    """The output types of ``library`` for operands of ``dtype``; none when it does not take them."""
+    assert dtype in OPERANDS, dtype
+    try:
+        return tuple(library.outputs_of(dtype))
+    except LibraryError:
+        return ()

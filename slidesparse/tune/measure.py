@@ -1,0 +1,183 @@
+"""Timing of calls on the GPU: CUDA graphs of many launches, timed with CUDA events.
+
+A launch is a callable that takes a number, which selects one of several copies of its operands, and launches on
+torch's current stream.  Going through enough copies, a call finds its weights in memory and not in the L2 cache, as it
+does in a model, where hundreds of other layers come in between.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Protocol
+
+import torch
+
+Launch = Callable[[int], object]
+
+SAMPLES = 15  # of an exact timing
+QUICK_US, EXACT_US = (
+    150.0,
+    400.0,
+)  # at least so long runs one sample; the gap between two replays is about 2 us
+MOST_LAUNCHES = 512  # in a graph: capturing one costs the processor about 5 us
+MOST_COPIES = 128  # calls of less than 1 MB, square matrices under 512, stay in the L2 cache in part
+COLD = 2.5  # copies together are so many times as large as the L2 cache
+
+
+@dataclass(frozen=True)
+class Timing:
+    """Percentiles of the time of one launch, in microseconds."""
+
+    p20: float
+    p50: float
+    p80: float
+    graphed: bool = True  # False: no CUDA graph could be captured, so gaps between launches count too
+
+    @classmethod
+    def of(cls, samples: Sequence[float], graphed: bool = True) -> Timing:
+        """From at least two samples."""
+        tenths = statistics.quantiles(samples, n=10, method="inclusive")
+        return cls(tenths[1], tenths[4], tenths[7], graphed)
+
+
+class Replay(Protocol):
+    """Launches that are ready to be timed."""
+
+    graphed: bool
+
+    def samples(self, count: int) -> list[float]:
+        """``count`` times of one launch, in microseconds."""
+
+
+class Clock(Protocol):
+    """A clock that times launches: the GPU's, or a test's."""
+
+    def once(self, launch: Launch) -> float:
+        """Run one launch eagerly; its time in microseconds, which includes gaps."""
+
+    def prepare(self, launch: Launch, copies: int, about_us: float, target_us: float) -> Replay:
+        """Make samples of about ``target_us`` of a launch that takes ``about_us``, and warm up."""
+
+
+def copies_for(call_bytes: int, l2_bytes: int) -> int:
+    """How many copies of a call's operands it takes to be COLD; 1 when they are larger than that already."""
+    return max(1, min(MOST_COPIES, -(-int(COLD * l2_bytes) // max(1, call_bytes))))
+
+
+def launches_for(copies: int, about_us: float, target_us: float) -> int:
+    """Launches of one sample: whole rounds through the copies, of about ``target_us``."""
+    wanted = min(MOST_LAUNCHES, -(-target_us // max(about_us, 0.1)))
+    return int(-(-wanted // copies)) * copies
+
+
+class CudaClock:
+    """Times on one GPU, in a stream of its own, as graphs cannot be captured in the default one.
+
+    Use as a context: within it, the stream is torch's current one, so operands are made in it too.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._stream = torch.cuda.Stream(device)
+        self._context = torch.cuda.stream(self._stream)
+
+    def __enter__(self) -> CudaClock:
+        self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
+        self._context.__enter__()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._context.__exit__(kind, error, trace)
+        torch.cuda.current_stream(self._stream.device).wait_stream(self._stream)
+
+    def once(self, launch: Launch) -> float:
+        """See `Clock.once`; the launch has finished when this returns."""
+        start, end = _events(2)
+        start.record()
+        launch(0)
+        end.record()
+        end.synchronize()
+        return float(start.elapsed_time(end)) * 1e3
+
+    def prepare(self, launch: Launch, copies: int, about_us: float, target_us: float) -> Replay:
+        """See `Clock.prepare`.  Falls back to eager launches, and says so, when capture fails."""
+        count = launches_for(copies, about_us, target_us)
+        graph = torch.cuda.CUDAGraph()
+        kept: deque[object] = deque(maxlen=copies)  # results are not overwritten while in the cache either
+        try:
+            with _captured(graph):
+                for i in range(count):
+                    kept.append(launch(i % copies))
+        except RuntimeError as error:
+            return self._eager(launch, copies, count, error)
+        return _CudaReplay(graph.replay, count, graphed=True)
+
+    def _eager(self, launch: Launch, copies: int, count: int, error: RuntimeError) -> Replay:
+        def run() -> None:
+            for i in range(count):
+                launch(i % copies)
+
+        try:
+            return _CudaReplay(run, count, graphed=False)
+        except RuntimeError as second:  # not capture was to blame, but the launch itself
+            raise second from error
+
+
+@contextmanager
+def _captured(graph: torch.cuda.CUDAGraph) -> Iterator[None]:
+    """Like `torch.cuda.graph`, without its garbage collection, which takes longer than many a measurement."""
+    pool = torch.cuda.graph_pool_handle()
+    graph.capture_begin(pool=pool, capture_error_mode="thread_local")
+    try:
+        yield
+        graph.capture_end()
+    except BaseException:
+        with suppress(RuntimeError):  # nothing is left to be ended when capture_end() itself failed
+            graph.capture_end()
+        with suppress(RuntimeError):  # the allocator is still capturing, and fails later, when that failed
+            torch._C._cuda_endAllocateToPool(torch.cuda.current_device(), pool)
+        raise
+
+
+class _CudaReplay:
+    def __init__(self, run: Callable[[], None], launches: int, graphed: bool) -> None:
+        self._run, self._launches, self.graphed = run, launches, graphed
+        run()  # the first replay uploads the graph
+
+    def samples(self, count: int) -> list[float]:
+        events = [_events(2) for _ in range(count)]
+        for start, end in events:
+            start.record()
+            self._run()
+            end.record()
+        events[-1][1].synchronize()
+        return [float(start.elapsed_time(end)) * 1e3 / self._launches for start, end in events]
+
+
+def _events(count: int) -> list[torch.cuda.Event]:
+    return [torch.cuda.Event(enable_timing=True) for _ in range(count)]
+
+
+class Deadline:
+    """A time limit that loops ask about between measurements."""
+
+    def __init__(self, seconds: float | None, now: Callable[[], float] = time.monotonic) -> None:
+        self._now = now
+        self._end = None if seconds is None else now() + seconds
+
+    @property
+    def passed(self) -> bool:
+        """Whether the time is up; never without a limit."""
+        return self._end is not None and self._now() >= self._end
+
+    @property
+    def left(self) -> float | None:
+        """Seconds until the time is up, at least 0; None without a limit."""
+        return None if self._end is None else max(0.0, self._end - self._now())

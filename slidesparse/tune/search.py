@@ -1,0 +1,186 @@
+"""The fastest algorithm a library has for a problem: all are run once, the good ones timed, the best timed well.
+
+An algorithm that is refused is skipped, one whose result is wrong is dropped; both are counted.  Where a library names
+ways of splitting K for its algorithms (`Tunable.unsplit`), a dozen for each, they are tried for those that are fast
+without.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from slidesparse.gemm.backend import Tunable
+from slidesparse.gemm.problem import TN, Layout, LibraryError, Plan, Problem
+from slidesparse.tune.inputs import Rotation
+from slidesparse.tune.measure import EXACT_US, QUICK_US, SAMPLES, Clock, Launch, Replay, Timing
+
+FINALISTS = 3
+SPLIT = 4  # so many algorithms are tried with K split
+FINAL_SAMPLES = 5  # of each finalist; the winner gets the rest of SAMPLES
+SLOW = 2.0  # times the best so far: not timed further
+NOISE_US = 30.0  # of one eager launch
+LONG_US = 1000.0  # launches from here on are timed quickly without a graph, whose gaps do not matter then
+FP8_ERROR = 2.0**-8  # of an FP8 product's norm, see `agree`
+COMPARED = 2**25  # output elements that are compared at a time
+
+
+@dataclass(frozen=True)
+class Found:
+    """The fastest algorithm and how the search went."""
+
+    algorithm: str
+    timing: Timing
+    tried: int
+    refused: int
+    wrong: int
+
+
+@dataclass(frozen=True)
+class _Candidate:
+    algorithm: str
+    launch: Launch
+    us: float
+
+
+def search(
+    library: Tunable,
+    problem: Problem,
+    rotation: Rotation,
+    clock: Clock,
+    device: torch.device,
+    layout: Layout = TN,
+) -> Found:
+    """Time every algorithm that ``library`` has for ``problem``, its matrices stored as ``layout`` says.
+
+    Raises LibraryError when the library refuses the problem, or none of its algorithms runs and gives the result of
+    the first one, the library's own choice if that runs.
+    """
+    names = list(dict.fromkeys(library.algorithms(problem, device, layout)))
+    expected = _expected(library, problem, rotation, device, names, layout)
+    candidates: list[_Candidate] = []
+
+    def consider(name: str) -> None:
+        best = min((one.us for one in candidates), default=math.inf)
+        try:
+            launch = rotation.launch(library.plan(problem, device, name, layout))
+            us = _quick(clock, launch, rotation.copies, best)
+        except LibraryError:
+            return
+        candidates.append(_Candidate(name, launch, us))
+
+    unsplit = {name: library.unsplit(name) for name in names}
+    whole = [name for name in names if unsplit[name] is None]
+    for name in whole:
+        consider(name)
+    fast = {one.algorithm for one in sorted(candidates, key=lambda one: one.us)[:SPLIT]}
+    ways = [name for name in names if unsplit[name] is not None and (not fast or unsplit[name] in fast)]
+    for name in ways:
+        consider(name)
+    names = whole + ways
+    finalists, wrong = _right(candidates, problem, rotation, expected)
+    if not finalists:
+        raise LibraryError(
+            f"{library.name}: of {len(names)} algorithms for {problem} {len(names) - len(candidates)} were refused "
+            f"and {wrong} gave another result than its first"
+        )
+    best_one, timing = _final(clock, finalists, rotation.copies)
+    return Found(best_one.algorithm, timing, len(names), len(names) - len(candidates), wrong)
+
+
+def _expected(
+    library: Tunable,
+    problem: Problem,
+    rotation: Rotation,
+    device: torch.device,
+    names: list[str],
+    layout: Layout,
+) -> Tensor:
+    """The output of the library's own choice, or of the first algorithm that runs."""
+    refusal: LibraryError | None = None
+    for name in (None, *names):
+        try:
+            plan: Plan = library.plan(problem, device, name, layout)
+            return _output(rotation, rotation.launch(plan)).clone()
+        except LibraryError as error:
+            refusal = refusal or error
+    assert refusal is not None
+    raise refusal
+
+
+def _quick(clock: Clock, launch: Launch, copies: int, best: float) -> float:
+    """About how long a launch takes; less exactly when it is much slower than ``best`` (microseconds)."""
+    us = min(clock.once(launch), clock.once(launch))  # the first loads the kernel, too
+    if us > min(LONG_US, SLOW * best + NOISE_US):
+        return us
+    return min(clock.prepare(launch, copies, us, QUICK_US).samples(2))
+
+
+def _right(
+    candidates: list[_Candidate], problem: Problem, rotation: Rotation, expected: Tensor
+) -> tuple[list[_Candidate], int]:
+    """The fastest FINALISTS candidates with the expected result, and how many before them had another."""
+    found: list[_Candidate] = []
+    wrong = 0
+    for candidate in sorted(candidates, key=lambda one: one.us):
+        if agree(_output(rotation, candidate.launch), expected, problem):
+            found.append(candidate)
+        else:
+            wrong += 1
+        if len(found) == FINALISTS:
+            break
+    return found, wrong
+
+
+def _output(rotation: Rotation, launch: Launch) -> Tensor:
+    """The output of a launch on the first copy, which holds something else before."""
+    out = rotation.outs[0]
+    out.fill_(math.nan if out.dtype.is_floating_point else torch.iinfo(out.dtype).min)
+    launch(0)
+    return out
+
+
+def _final(clock: Clock, finalists: list[_Candidate], copies: int) -> tuple[_Candidate, Timing]:
+    replays: list[tuple[_Candidate, Replay, list[float]]] = []
+    for one in finalists:
+        replay = clock.prepare(one.launch, copies, one.us, EXACT_US)
+        replays.append((one, replay, replay.samples(FINAL_SAMPLES)))
+    winner, replay, samples = min(replays, key=lambda entry: Timing.of(entry[2]).p50)
+    samples = samples + replay.samples(SAMPLES - FINAL_SAMPLES)
+    return winner, Timing.of(samples, replay.graphed)
+
+
+def agree(out: Tensor, expected: Tensor, problem: Problem) -> bool:
+    """Tell whether two algorithms' outputs are equal but for rounding; NaN and Inf never are.
+
+    INT8 sums are exact, so without scales integer outputs are equal to the bit.  Otherwise compared are norms
+    (Frobenius), relative to that of ``expected``.  With u the unit roundoff of the output, two outputs rounded from
+    equal sums are at most 2u apart.  An algorithm that splits K and keeps partial sums in the output's type rounds each
+    part and their sum once more; norms of parts of random sign add up like the norm of the whole, so 2u more.
+    The sums are float32, but FP8 tensor cores cut products to about 14 bits of the largest in a step, unless an
+    algorithm adds them up elsewhere now and then, as the libraries' own choice may.  Against float64 every algorithm
+    of cuSPARSELt 0.8.0 stayed within 2^-8 of the norm, BF16 output included, with k from 512 to 28416 on an H200:
+    FP8_ERROR each.
+    A tile that is missing, one of a hundred, changes the norm by a tenth, far above.
+    """
+    if problem.dtype == "int8" and problem.scale == "none" and not out.dtype.is_floating_point:
+        return torch.equal(out, expected)
+    unit = torch.finfo(out.dtype).eps / 2 if out.dtype.is_floating_point else 2.0**-7  # of an INT8 code
+    sums = {"fp8": FP8_ERROR, "int8": 0.0}
+    bound = 4 * unit + 2 * sums.get(problem.dtype, 2.0**-23 * math.sqrt(problem.k))
+    return _distance(out, expected) <= bound
+
+
+def _distance(out: Tensor, expected: Tensor) -> float:
+    """|out - expected| / |expected|, NaN when either holds NaN or Inf."""
+    rows = max(1, COMPARED // max(1, out.shape[1]))
+    squares = torch.zeros(2, dtype=torch.float64, device=out.device)
+    for start in range(0, out.shape[0], rows):
+        right = expected[start : start + rows].float()
+        squares[0] += (out[start : start + rows].float() - right).pow_(2).sum(dtype=torch.float64)
+        squares[1] += right.pow_(2).sum(dtype=torch.float64)
+    apart, norm = squares.tolist()
+    return math.sqrt(apart / norm) if 0 < norm < math.inf else math.nan

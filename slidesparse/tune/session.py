@@ -1,0 +1,97 @@
+"""State that the measuring commands share: the machine, operands, a deadline, progress, and the tables of winners."""
+
+from __future__ import annotations
+
+import time
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from slidesparse.gemm.backend import Tunable
+from slidesparse.gemm.problem import Problem
+from slidesparse.gemm.tuned import Subject, Tuned, save
+from slidesparse.tune.inputs import Inputs
+from slidesparse.tune.machine import SERVED, Gpu, outputs
+from slidesparse.tune.measure import Clock, Deadline
+from slidesparse.tune.search import Found, search
+
+SAVE_SECONDS = 5.0  # winners that a kill may lose; a save takes milliseconds
+
+Advance = Callable[[str], None]  # one cell is done or was there; says what comes next
+
+
+class Winners:
+    """Collects the fastest algorithms and saves them into the tuned tables every few seconds."""
+
+    def __init__(self, gpu: Gpu, now: Callable[[], float] = time.monotonic) -> None:
+        self._gpu, self._now, self._saved = gpu, now, now()
+        self._pending: dict[Subject, list[tuple[Problem, Tuned]]] = defaultdict(list)
+
+    def add(self, library: Tunable, problem: Problem, found: Found) -> None:
+        """Note the best of one problem."""
+        best = Tuned(found.algorithm, found.timing.p50)
+        self._pending[self._gpu.subject(library)].append((problem, best))
+        if self._now() - self._saved >= SAVE_SECONDS:
+            self.flush()
+
+    def flush(self) -> None:
+        """Save what was noted since the last time."""
+        for subject, results in self._pending.items():
+            save(subject, results)
+        self._pending.clear()
+        self._saved = self._now()
+
+
+@dataclass
+class Session:
+    """One measuring command.  ``skipped`` collects, in words, what the libraries refused."""
+
+    gpu: Gpu
+    clock: Clock
+    inputs: Inputs
+    deadline: Deadline
+    advance: Advance = lambda label: None
+    skipped: list[str] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.winners = Winners(self.gpu)
+
+    def search(self, library: Tunable, problem: Problem, weights: list[Tensor]) -> Found:
+        """The fastest algorithm, noted as a winner when serving runs the problem.  Raises LibraryError."""
+        rotation = self.inputs.rotation(problem, weights)
+        found = search(library, problem, rotation, self.clock, self.gpu.device)
+        if (problem.out, problem.scale) in served(library, problem.dtype):
+            self.winners.add(library, problem, found)
+        return found
+
+
+def served(library: Tunable, dtype: str) -> list[tuple[str, str]]:
+    """(out, scale) of the problems that serving gives to ``library`` for operands of ``dtype``, without bias.
+
+    Sparse INT8 with INT32 output is the exact path, scaled by a kernel of its own.  A dense library that scales is
+    asked for products without, too: few tokens are scaled faster by a kernel.
+    """
+    found = outputs(library, dtype) if dtype in SERVED else ()
+    if not found:
+        return []
+    problems = [(found[0], library.epilogue(dtype, found[0]))]
+    if not library.sparse and problems[0][1] != "none":
+        problems.append((found[0], "none"))
+    if library.sparse and dtype == "int8" and "int32" in found and ("int32", "none") not in problems:
+        problems.append(("int32", "none"))
+    return problems
+
+
+def free(gpu: Gpu) -> None:
+    """Give memory that is not used back to the GPU, so that other sizes find room."""
+    if gpu.device.type == "cuda":
+        torch.cuda.empty_cache()
+
+
+def describe(skipped: Sequence[str], most: int = 5) -> list[str]:
+    """The first of the refusals, and how many there were."""
+    rest = [f"and {len(skipped) - most} more"] if len(skipped) > most else []
+    return [*skipped[:most], *rest]

@@ -1,0 +1,148 @@
+"""Shapes to measure: the fused linear layers of models, token counts M, and patterns."""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from slidesparse.errors import SlideSparseError
+from slidesparse.pattern import SlidePattern
+
+FEW_TOKENS = (1, 2, 4, 8, 16, 32)  # what libraries that take any number are tuned for, too
+TOKENS = (64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
+PATTERNS = ("2:4", "4:6", "6:8", "8:10", "10:12", "12:14", "14:16", "2_inf")
+
+
+class ShapeError(SlideSparseError, ValueError):
+    """A model or a list of shapes that cannot be read."""
+
+
+@dataclass(frozen=True)
+class Layer:
+    """A linear layer with weights [n, k]."""
+
+    name: str
+    n: int
+    k: int
+
+
+@dataclass(frozen=True)
+class Model:
+    """The dimensions of a decoder that shape its linear layers."""
+
+    name: str
+    hidden: int
+    intermediate: int
+    heads: int
+    kv_heads: int
+    head: int  # dimension of one attention head
+
+    @property
+    def layers(self) -> tuple[Layer, ...]:
+        """The four linear layers of a block, q k v and gate up fused, as vLLM runs them."""
+        return (
+            Layer("qkv", (self.heads + 2 * self.kv_heads) * self.head, self.hidden),
+            Layer("o", self.hidden, self.heads * self.head),
+            Layer("gate_up", 2 * self.intermediate, self.hidden),
+            Layer("down", self.hidden, self.intermediate),
+        )
+
+
+# From the config.json of each, as published on Hugging Face.
+MODELS = {
+    model.name: model
+    for model in (
+        Model("Llama3.2-1B", 2048, 8192, 32, 8, 64),
+        Model("Llama3.2-3B", 3072, 8192, 24, 8, 128),
+        Model("Qwen2.5-7B", 3584, 18944, 28, 4, 128),
+        Model("Qwen2.5-14B", 5120, 13824, 40, 8, 128),
+        Model("BitNet-2B", 2560, 6912, 20, 5, 128),
+    )
+}
+
+
+def slided(k: int, pattern: str, alignment: int) -> int:
+    """K' of K in-features, rounded up to what the library takes: its ``alignment``."""
+    return round_up(SlidePattern.parse(pattern).layout(k).slided, alignment)
+
+
+def round_up(count: int, multiple: int) -> int:
+    """The least multiple that is at least ``count``."""
+    return -(-count // multiple) * multiple
+
+
+def model(name: str) -> tuple[str, tuple[Layer, ...]]:
+    """Name and layers of one of MODELS, or of a Hugging Face folder.  Raises ShapeError."""
+    if name in MODELS:
+        return name, MODELS[name].layers
+    path = Path(name) / "config.json"
+    if not path.is_file():
+        raise ShapeError(
+            f"{name!r} is neither one of the models {', '.join(MODELS)} nor a folder with a config.json"
+        )
+    return Path(name).resolve().name, _from_config(path).layers
+
+
+def _from_config(path: Path) -> Model:
+    try:
+        config: dict[str, Any] = json.loads(path.read_text())
+        config = config.get("text_config", config)
+        hidden, heads = int(config["hidden_size"]), int(config["num_attention_heads"])
+        return Model(
+            name=path.parent.name,
+            hidden=hidden,
+            intermediate=int(config["intermediate_size"]),
+            heads=heads,
+            kv_heads=int(config.get("num_key_value_heads") or heads),
+            head=int(config.get("head_dim") or hidden // heads),
+        )
+    except (ValueError, TypeError, AttributeError) as error:
+        raise ShapeError(f"{path} is not the configuration of a model: {error}") from error
+    except KeyError as error:
+        raise ShapeError(f"{path} has no {error}: give the layers with --shapes NxK,NxK instead") from error
+
+
+def parse_shapes(text: str) -> tuple[Layer, ...]:
+    """``"4608x3584,3584x18944"`` (N x K) -> layers that are named so.  Raises ShapeError."""
+    layers = []
+    for word in split(text):
+        match = re.fullmatch(r"(\d+)[xX](\d+)", word)
+        if not match or not int(match[1]) or not int(match[2]):
+            raise ShapeError(f"--shapes {word!r} is not a shape; use N x K of weights, such as 4608x3584")
+        layers.append(Layer(f"{match[1]}x{match[2]}", int(match[1]), int(match[2])))
+    if not layers:
+        raise ShapeError("--shapes is empty; use N x K of weights, such as 4608x3584,3584x18944")
+    return tuple(layers)
+
+
+def parse_tokens(text: str) -> tuple[int, ...]:
+    """``"64,128"`` -> (64, 128).  Raises ShapeError."""
+    try:
+        tokens = tuple(int(word) for word in split(text))
+    except ValueError as error:
+        raise ShapeError(f"--m {text!r} is not a list of token counts, such as 64,256,1024") from error
+    if not tokens or min(tokens) < 1:
+        raise ShapeError(f"--m {text!r}: token counts are at least 1")
+    return tokens
+
+
+def parse_patterns(text: str) -> tuple[str, ...]:
+    """``"6:8,2_10"`` -> ("6:8", "8:10").  Raises PatternError."""
+    return tuple(SlidePattern.parse(word).ratio for word in split(text))
+
+
+def parse_choice(option: str, text: str, allowed: tuple[str, ...]) -> tuple[str, ...]:
+    """Comma-separated words of ``allowed``.  Raises ShapeError."""
+    words = tuple(split(text))
+    wrong = [word for word in words if word not in allowed]
+    if wrong or not words:
+        raise ShapeError(f"{option} {text!r}: {wrong or 'nothing'} is not one of {', '.join(allowed)}")
+    return words
+
+
+def split(text: str) -> list[str]:
+    """The words of a comma-separated list."""
+    return [word.strip() for word in text.split(",") if word.strip()]
