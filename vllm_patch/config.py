@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 from dataclasses import asdict
 from typing import Any
 
 from slidesparse.vllm_patch import compat, fusion
 from slidesparse.vllm_patch.census import Census
-from slidesparse.vllm_patch.resolve import Resolution, ResolveError, resolve, wanted
+from slidesparse.vllm_patch.resolve import STAMP, Resolution, ResolveError, resolve, stamp
 from slidesparse.vllm_patch.scheme import W8A8, SlideSparseScheme, refusal
 from vllm.logger import init_logger
 from vllm.model_executor.layers.linear import LinearBase
@@ -19,9 +20,10 @@ from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tenso
 )
 from vllm.platforms import current_platform
 
-from slidesparse.backends import VLLM_TESTED_WORDS
+from slidesparse import flags
+from slidesparse.checkpoint.metadata import KEY, QUANT_METHOD, LayerEntry, Metadata
 from slidesparse.flags import Flags
-from slidesparse.metadata import KEY, QUANT_METHOD, LayerEntry, Metadata
+from slidesparse.versions import VLLM_TESTED_WORDS
 
 logger = init_logger("vllm.slidesparse")
 
@@ -45,45 +47,63 @@ class SlideSparseConfig(CompressedTensorsConfig):
     census: Census
     key: str  # what compiled graphs depend on, but for what the weights decide
 
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        if not args and not kwargs:  # how vLLM makes a config for a model that has none
+            raise ResolveError(
+                f"--quantization {QUANT_METHOD} is for a quantized checkpoint; {WHAT_IT_TAKES}"
+            )
+        super().__init__(*args, **kwargs)
+
     @classmethod
     def override_quantization_method(
         cls, hf_quant_cfg: dict[str, Any] | None, user_quant: str | None, hf_config: Any = None
     ) -> str | None:
-        """Take checkpoints with our metadata, and compressed-tensors ones when a flag asks for it."""
-        flags = Flags.from_environment()
-        method = (hf_quant_cfg or {}).get("quant_method")
+        """Take checkpoints with our metadata, and compressed-tensors ones when a flag asks for it.
+
+        vLLM asks in the front-end process, as it reads the config of a model, and of a draft, which only workers parse.
+        """
+        log_as_vllm_does()
+        asked, given = flags.asked(), hf_quant_cfg or {}
+        method = given.get("quant_method")
+        ours = KEY in given or QUANT_METHOD in (method, user_quant)
+        if not ours and not asked:
+            if method == COMPRESSED_TENSORS:
+                flags.require_known()
+            return None
         if not (current_platform.is_cuda() or current_platform.is_cpu()):
-            if flags.path or method == QUANT_METHOD:
+            if asked or method == QUANT_METHOD:
                 raise ResolveError(
                     "SlideSparse runs on NVIDIA GPUs and CPUs, vLLM's platform here is "
                     f"{current_platform.device_name}; for vLLM's own kernels unset the flags and convert with "
                     "--layout dense"
                 )
             return None
-        if hf_quant_cfg is None or method not in (COMPRESSED_TENSORS, QUANT_METHOD):
-            if flags.path:
-                raise ResolveError(
-                    f"a SlideSparse flag is set, but this checkpoint is quantized by {method!r}; {WHAT_IT_TAKES}"
-                )
-            return None
+        if method not in (COMPRESSED_TENSORS, QUANT_METHOD):
+            raise ResolveError(
+                f"{asked or 'SlideSparse metadata'} is set, but this checkpoint is quantized by {method!r}; "
+                f"{WHAT_IT_TAKES}"
+            )
         if user_quant not in (None, QUANT_METHOD):
-            if flags.path:
+            if asked:
                 raise ResolveError(
-                    f"--quantization {user_quant} asks for vLLM's own kernels while a SlideSparse flag is set; drop one"
+                    f"--quantization {user_quant} asks for vLLM's own kernels while {asked} is set; drop one"
                 )
             return None
-        if not wanted(hf_quant_cfg, flags) and user_quant != QUANT_METHOD:
-            return None
-        # vLLM asks in the front-end process, as it reads the model's config, and a draft's, which only workers parse.
-        resolve(hf_quant_cfg, flags, current_platform.is_cuda())
-        _tell_heads(hf_quant_cfg, hf_config)
+        resolution = resolve(given, Flags.from_environment(), current_platform.is_cuda())
+        forms = _forms(hf_quant_cfg, hf_config)
+        stamp(resolution, forms)
+        for form in forms:
+            _tell_heads(form, hf_config)
         return QUANT_METHOD
 
     @classmethod
     def from_config(cls, config: dict[str, Any]) -> SlideSparseConfig:
-        """Resolve flags and metadata, once, stamp the result into ``config``, and parse the rest as vLLM does."""
-        resolution = resolve(config, Flags.from_environment(), current_platform.is_cuda())
-        if not any(map(_is_dynamic_w8a8, (config.get("config_groups") or {}).values())):
+        """Read the resolution that the front end has stamped into ``config``, and parse the rest as vLLM does."""
+        if STAMP not in config:  # no front end has asked, as in a program that makes configs itself
+            stamp(resolve(config, Flags.from_environment(), current_platform.is_cuda()), [config])
+        resolution = Resolution.of_stamp(config[STAMP])
+        groups = config.get("config_groups")
+        if not isinstance(groups, dict) or not any(map(_is_dynamic_w8a8, groups.values())):
             raise ResolveError(
                 f"no group of layers of this checkpoint is W8A8 with dynamic activations; {WHAT_IT_TAKES}"
             )
@@ -126,13 +146,13 @@ class SlideSparseConfig(CompressedTensorsConfig):
         entry = None if reason else self._entry(name)
         if reason is None and entry is None and self.resolution.layout == "slided":
             reason = "not pruned"
-        if reason is not None:
+        if not isinstance(scheme, W8A8):
             self.census.settle(name, reason)
             return scheme
         if not self.census.awaits():  # the first
-            self.census.fusion = fusion.register(self.key, self.resolution.fuse, self.resolution.keep_dense)
+            self.census.fusion = fusion.register(self.key, self.resolution)
         self.census.expect(name, layer)
-        return SlideSparseScheme(self, scheme, name, entry)
+        return SlideSparseScheme(self, scheme, name, entry, reason)
 
     def _would_be_ours(self, layer: Any, name: str) -> bool:
         """Whether we would serve a layer if vLLM gave it the scheme that its quantization names."""
@@ -172,7 +192,7 @@ class SlideSparseConfig(CompressedTensorsConfig):
         compat.warn(f"SlideSparse leaves them dense: {found}. For sparse layers {remedy}")
 
     def _entry(self, name: str) -> LayerEntry | None:
-        """What the metadata says of a layer, of all its parts when vLLM fuses several; None when it says nothing."""
+        """The metadata's entry for a layer, or for all parts that vLLM fuses into it; None where there is none."""
         head, _, last = compat.checkpoint_name(name).rpartition(".")
         # vLLM gives the configs of drafts no mapping
         parts = (self.packed_modules_mapping or FUSED).get(last, [last])
@@ -199,15 +219,27 @@ class SlideSparseConfig(CompressedTensorsConfig):
         return None
 
 
-def _is_dynamic_w8a8(group: dict[str, Any]) -> bool:
-    weights, activations = group.get("weights") or {}, group.get("input_activations") or {}
+def _is_dynamic_w8a8(group: Any) -> bool:
+    parts = [group.get(key) for key in ("weights", "input_activations")] if isinstance(group, dict) else []
     # 8 is compressed-tensors' own default
-    eight = all(part.get("num_bits", 8) == 8 for part in (weights, activations))
-    return eight and bool(weights) and bool(activations.get("dynamic"))
+    eight = all(isinstance(part, dict) and part.get("num_bits", 8) == 8 for part in parts)
+    return bool(parts) and eight and bool(parts[1].get("dynamic"))
+
+
+def _forms(given: dict[str, Any] | None, hf_config: Any) -> list[dict[str, Any]]:
+    """The dicts that hold a model's quantization_config in this process.
+
+    From 0.30 on vLLM asks with a copy; workers get the one that is in ``hf_config``, or in what is nested in it.
+    """
+    nested = (hf_config, getattr(hf_config, "text_config", None))
+    found = [
+        getattr(one, key, None) for one in nested for key in ("quantization_config", "compression_config")
+    ]
+    return [form for form in (given, *found) if isinstance(form, dict)]
 
 
 def _tell_heads(config: dict[str, Any], hf_config: Any) -> None:
-    """The numbers of heads, which vLLM tells its own method alone, for KV caches with a scale a head."""
+    """Add the numbers of heads, which vLLM gives its own method alone, for KV caches with one scale per head."""
     text = getattr(hf_config, "text_config", None) or hf_config
     if config.get("quant_method") == QUANT_METHOD and text is not None:
         heads = getattr(text, "num_attention_heads", None)
@@ -219,3 +251,46 @@ def _key(config: dict[str, Any], resolution: Resolution) -> str:
     """A digest of the resolution, but for its reasons, and of the checkpoint's metadata."""
     known = {**asdict(resolution), "reason": "", "metadata": config.get(KEY)}
     return hashlib.sha256(json.dumps(known, sort_keys=True, default=str).encode()).hexdigest()
+
+
+def watch_models_without_quantization() -> None:
+    """Have vLLM's parser of config.json say that a flag has no effect on a model that is not quantized.
+
+    vLLM never asks `override_quantization_method` about such a model.  Only where one of our flags is set, as vLLM
+    warns of a parser that replaces its own.
+    """
+    if not flags.given():
+        return
+    try:
+        from vllm.transformers_utils.config import HFConfigParser, register_config_parser
+    except ImportError:
+        return  # a release without registered parsers: such a model is served, as if no flag was set
+
+    class Parser(HFConfigParser):  # type: ignore[misc]
+        def parse(self, model: Any, *args: Any, **kwargs: Any) -> Any:
+            found = super().parse(model, *args, **kwargs)
+            if not any(isinstance(form, dict) for form in _forms(None, found[1])):
+                _refuse_or_say(str(model))
+            return found
+
+    register_config_parser("hf")(Parser)
+
+
+def _refuse_or_say(model: str) -> None:
+    if flags.asked():
+        raise ResolveError(f"{flags.asked()} is set, but {model} is not quantized; {WHAT_IT_TAKES}")
+    compat.warn(
+        f"SlideSparse flags have no effect on {model}, which is not quantized: {', '.join(flags.given())}"
+    )
+
+
+def log_as_vllm_does() -> None:
+    """Send the lines of the whole package where vLLM's go, once; handlers that the user chose for them stay alone."""
+    ours, theirs = logging.getLogger("slidesparse"), logging.getLogger("vllm")
+    if ours.handlers:
+        return
+    for handler in theirs.handlers:
+        ours.addHandler(handler)
+    ours.propagate = theirs.propagate
+    if ours.level == logging.NOTSET:
+        ours.setLevel(theirs.level)

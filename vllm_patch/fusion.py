@@ -1,19 +1,18 @@
 """Compute the quantization of a layer together with the norm or the activation that feeds it, in compiled models.
 
-Just before Inductor generates code, a graph of vLLM holds ``torch.ops.slidesparse.linear(y, ...)``, or for backends
-that run a layer in two calls ``quant_slide(y, ...)``, of a y that is
+Just before Inductor generates code, a graph of vLLM holds ``torch.ops.slidesparse.linear(y, ...)`` of a y that is
 
 - ``vllm_ir.rms_norm`` or ``vllm_ir.fused_add_rms_norm``, where vLLM keeps norms whole until then (on GPUs, in 0.25.1),
 - or the same written out in ATen operators (on CPUs),
 - or SiLU of one half times the other half, written out unless ``custom_ops`` asks for vLLM's own kernel.
 
-`FusionPass` replaces such a pair by one of `slidesparse.fused_ops`, when nothing else uses y.  Inductor could not do so
-itself, even if quant_slide were written out: it puts operations into one kernel that run over the same elements, and
-windows are a gather of another width ([M, K'], not [M, K]) of what reductions over the row give, two of them after a
-norm.
+`FusionPass` replaces such a pair by one fused operator of `slidesparse.ops`, when nothing else uses y and the layer's
+backend fuses.  Inductor could not do so itself, even if quantization were written out: it puts operations into one
+kernel that run over the same elements, and windows are a gather of another width ([M, K'], not [M, K]) of what
+reductions over the row give, two of them after a norm.
 
-Results are those of the unfused graph up to what `slidesparse.kernels.norm_quant_slide` says, and one thing more:
-Inductor uses a sum with the residual unrounded where it computes it again; ours is rounded to the dtype of the model.
+Results are those of the unfused graph up to float32 rounding of the norm's reduction, and one thing more: Inductor uses
+a sum with the residual unrounded where it computes it again; ours is rounded to the dtype of the model.
 
 The pass is registered where vLLM takes others', an option of Inductor; its uuid is part of Inductor's cache key and,
 through the compilation config, of vLLM's.  That config is one object for a model, what is nested in it, such as the
@@ -33,6 +32,7 @@ from typing import Any
 
 import torch
 from slidesparse.vllm_patch import compat
+from slidesparse.vllm_patch.resolve import Resolution
 from torch._inductor.pattern_matcher import (
     MULTIPLE,
     CallFunction,
@@ -44,8 +44,7 @@ from torch.fx import Graph, Node
 from torch.fx.experimental.symbolic_shapes import statically_known_true, sym_eq
 from vllm.logger import init_logger
 
-import slidesparse.fused_ops  # noqa: F401  registers operators
-from slidesparse import __version__, ops
+from slidesparse import __version__, gemm, ops
 
 logger = init_logger("vllm.slidesparse")
 
@@ -57,37 +56,25 @@ aten, prims, ours = torch.ops.aten, torch.ops.prims, torch.ops.slidesparse
 
 NORM, ADD_NORM, SILU_MUL = range(3)  # what may come before
 
-# What quantizes, and the operators that do so after each of those.
-FUSED: dict[Any, tuple[Any, Any, Any]] = {
-    ours.quant_slide.default: (
-        ours.rms_norm_quant_slide.default,
-        ours.add_rms_norm_quant_slide.default,
-        ours.silu_mul_quant_slide.default,
-    ),
-    ours.linear.default: (
-        ours.rms_norm_linear.default,
-        ours.add_rms_norm_linear.default,
-        ours.silu_mul_linear.default,
-    ),
-}
+# The operators of a layer after each of those.
+FUSED = (ours.rms_norm_linear.default, ours.add_rms_norm_linear.default, ours.silu_mul_linear.default)
 
 
-def register(key: str, wanted: bool, keep_dense: bool) -> str:
-    """Have the model under construction compiled with the pass; what came of it, in words for the summary line.
+def register(key: str, resolution: Resolution) -> str:
+    """Have the model under construction compiled with the pass; returns what came of it, for the summary line.
 
     Args:
         key: what compiled graphs of the model depend on.
-        wanted: whether to fuse; otherwise "" comes of it.
-        keep_dense: whether layers hold two weights.
+        resolution: what the model is served with; where it does not ask for fusion, "" comes of it.
     """
     config = compat.current_config().compilation_config
     found = depends_on(key)
-    if not wanted:
+    if not resolution.fuse:
         return ""
+    if not gemm.get(resolution.backend).fuses:
+        return f"norms and activations not fused: backend {resolution.backend} quantizes by itself"
     if not compat.compiles_by_inductor(config):
         return "norms and activations not fused: the model is not compiled by Inductor"
-    if keep_dense:
-        return "norms and activations not fused: layers choose between their weights when they run"
     if FusionPass.__base__ is object:
         return "norms and activations not fused: this vLLM takes no passes"
     if not isinstance(found, FusionPass):
@@ -145,7 +132,7 @@ def _say(done: tuple[tuple[str, int], ...]) -> None:
 
 @dataclass(frozen=True)
 class Producer:
-    """What computes the input of a quantization."""
+    """The nodes that compute the input of a layer."""
 
     kind: int  # NORM, ADD_NORM, SILU_MUL
     inputs: tuple[Any, ...]  # of the fused operator, before the arguments of the other
@@ -154,30 +141,27 @@ class Producer:
 
 
 def fuse(graph: Graph) -> Counter[str]:
-    """Replace each quant_slide and linear and its producer, where there is one; how many by operator, as they are now.
-
-    Layers that keep their dense weight are left alone: which one they take, and so how they quantize, is decided when
-    they run.
+    """Replace each layer and its producer, where there is one; returns how many layers there are by operator now.
 
     The graph may be that of any model; what the function does not know it leaves alone.
     """
     done: Counter[str] = Counter()
     for node in list(graph.nodes):
-        if node.target not in FUSED:
+        if node.target is not ours.linear.default:
             continue
-        producer = _producer(node)
+        producer = None if node.kwargs else _producer(node)
         if producer:
             _replace(node, producer)
         done[node.target.name().partition("::")[2]] += 1
-    if set(done) - {"quant_slide", "linear"}:
-        stable_topological_sort(graph)  # a sum may be used before the place of what quantizes
+    if set(done) - {"linear"}:
+        stable_topological_sort(graph)  # a sum may be used before the place of the layer
     return done
 
 
 def _producer(layer: Node) -> Producer | None:
-    """Of the input of what quantizes."""
-    source = layer.args[0]
-    if not isinstance(source, Node) or len(source.users) != 1 or layer.kwargs:
+    """Find what computes the input of a layer, if that can be fused."""
+    source, backend = layer.args[0], layer.args[-1]
+    if not isinstance(source, Node) or len(source.users) != 1 or not gemm.get(str(backend)).fuses:
         return None
     value = source.meta.get("val")
     if not isinstance(value, torch.Tensor) or value.dim() != 2:
@@ -190,20 +174,17 @@ def _producer(layer: Node) -> Producer | None:
 
 
 def _replace(layer: Node, producer: Producer) -> None:
-    """Turn ``layer`` into the fused operator: its results stay what they are, and a sum becomes one more."""
-    like = layer.args[0].meta["val"]  # type: ignore[union-attr]
-    alone = layer.target is ours.linear.default  # one result, not a tuple of them
-    layer.target = FUSED[layer.target][producer.kind]
+    """Turn ``layer`` into the fused operator: its result stays what it is, and a sum becomes a second one."""
+    like, value = layer.args[0].meta["val"], layer.meta["val"]  # type: ignore[union-attr]
+    layer.target = FUSED[producer.kind]
     layer.args = (*producer.inputs, *layer.args[1:])
     layer.meta.pop("eager_input_vals", None)  # those of the former arguments
     if producer.kind == ADD_NORM:
-        values = (layer.meta["val"],) if alone else tuple(layer.meta["val"])
-        layer.meta["val"] = (*values, like)
-        if alone:
-            first = _result(layer, 0)
-            layer.replace_all_uses_with(first, delete_user_cb=lambda user: user is not first)
+        layer.meta["val"] = (value, like)
+        first = _result(layer, 0)
+        layer.replace_all_uses_with(first, delete_user_cb=lambda user: user is not first)
         if producer.sums:
-            total = _result(layer, len(values))
+            total = _result(layer, 1)
             for node in producer.sums:
                 node.replace_all_uses_with(total, delete_user_cb=lambda user: user not in producer.nodes)
     for node in (*producer.sums, *producer.nodes):
@@ -247,6 +228,8 @@ def _norm(
         return None
     *likes, weight = (one.meta.get("val") for one in tensors)
     if not all(_alike(one, value) for one in likes) or weight is None or weight.dim() != 1:
+        return None
+    if weight.dtype != value.dtype or not weight.is_contiguous():
         return None
     return Producer(kind, (*tensors, eps), nodes, sums)
 
@@ -293,7 +276,7 @@ def _calls(node: Node, name: str) -> bool:
 
 
 def _alike(one: Any, other: torch.Tensor) -> bool:
-    """Of the same dtype and, whatever the number of tokens, the same shape."""
+    """Whether both have the same dtype and, whatever the number of tokens, the same shape."""
     return (
         isinstance(one, torch.Tensor)
         and one.dtype == other.dtype

@@ -7,50 +7,47 @@ key lacks for models in a model, and what only the weights decide: `slidesparse.
 
 from __future__ import annotations
 
-from collections.abc import MutableMapping
-from dataclasses import asdict, dataclass
+from collections.abc import Iterable, Mapping, MutableMapping
+from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 from slidesparse.vllm_patch import compat
 
-from slidesparse import __version__, nvcc
-from slidesparse.backends import HOPPER_CAPABILITY
+from slidesparse import __version__, gemm
+from slidesparse.checkpoint.metadata import Metadata
+from slidesparse.errors import SlideSparseError
 from slidesparse.flags import (
     BACKEND,
     DENSE,
     FUSE,
-    KEEP_DENSE,
     SPARSE,
     SPARSITY,
     USE_CUBLASLT,
     USE_CUSPARSELT,
     Flags,
 )
-from slidesparse.metadata import KEY, Metadata
 from slidesparse.pattern import SlidePattern
 
 STAMP = "slidesparse_serving"  # in quantization_config, in memory only
-FUSING = ("hopper",)  # backends that fuse when no flag chooses: where it was measured to be faster
 
 
-class ResolveError(ValueError):
+class ResolveError(SlideSparseError, ValueError):
     """Flags and checkpoint that do not go together."""
 
 
 @dataclass(frozen=True)
 class Resolution:
-    """What the layers of one model are served with."""
+    """How the layers of one model are served."""
 
     pattern: str  # "6:8"
     path: str  # "sparse" or "dense"
     asked: bool  # whether a flag asks for the path
-    backend: str  # a name of slidesparse.gemm.PROVIDERS
+    backend: str  # a name of slidesparse.gemm.REGISTRY
     reason: str  # why that backend, in words
     layout: str  # of the checkpoint: "dense" or "slided"
     abi: int
     plugin: str  # version
     profile: bool  # whether to time layers
-    keep_dense: bool  # whether layers hold their dense weight, too
     fuse: bool  # whether to compute norms and activations together with quantization, in compiled models
 
     @property
@@ -58,19 +55,26 @@ class Resolution:
         """The pattern, parsed."""
         return SlidePattern.parse(self.pattern)
 
+    @classmethod
+    def of_stamp(cls, stamp: Any) -> Resolution:
+        """Read what `resolve` stamped.  Raises ResolveError for anything else."""
+        known = {field.name: _TYPES[str(field.type)] for field in fields(cls)}
+        if not isinstance(stamp, dict) or {name: type(value) for name, value in stamp.items()} != known:
+            raise ResolveError(
+                f"quantization_config.{STAMP} is no resolution of this slidesparse ({__version__}): remove it from "
+                "config.json, and install the same slidesparse for all processes"
+            )
+        return cls(**stamp)
 
-def wanted(quantization_config: MutableMapping[str, Any], flags: Flags) -> bool:
-    """Whether the plugin takes this checkpoint: its metadata says so, or a flag does."""
-    return KEY in quantization_config or flags.path is not None
+
+_TYPES = {"str": str, "bool": bool, "int": int}
 
 
-def resolve(quantization_config: MutableMapping[str, Any], flags: Flags, on_cuda: bool) -> Resolution:
-    """The resolution stamped into ``quantization_config``, made and stamped first when there is none.
+def resolve(quantization_config: Mapping[str, Any], flags: Flags, on_cuda: bool) -> Resolution:
+    """Decide how the layers of a checkpoint are served, whatever its config claims was decided before.
 
     Raises ResolveError when the flags contradict the checkpoint or leave the pattern open.
     """
-    if STAMP in quantization_config:
-        return Resolution(**quantization_config[STAMP])
     metadata = Metadata.of_config(quantization_config)
     path = flags.path or SPARSE
     pattern = _pattern(metadata, flags, path)
@@ -80,20 +84,16 @@ def resolve(quantization_config: MutableMapping[str, Any], flags: Flags, on_cuda
             f"{USE_CUBLASLT}=1 runs dense weights, but this checkpoint holds slided ones; "
             f"use {USE_CUSPARSELT}=1, or convert with --layout dense"
         )
-    if flags.keep_dense and layout == "slided":
-        raise ResolveError(
-            f"{KEEP_DENSE}=1 keeps dense weights, but this checkpoint holds slided ones; "
-            "unset it, or convert with --layout dense"
-        )
     if flags.fuse and compat.batch_invariant():
         raise ResolveError(
             f"{FUSE}=1 computes norms in an order that depends on the number of tokens, but VLLM_BATCH_INVARIANT is "
             "set; unset one of them"
         )
-    backend, reason = _backend(path, on_cuda, flags.backend)
     from slidesparse.ops import ABI  # late: brings torch in
 
-    made = Resolution(
+    backend, reason = _backend(path, on_cuda, flags.backend)
+    fuses = gemm.get(backend).fuses and on_cuda and not compat.batch_invariant()
+    return Resolution(
         pattern=pattern.ratio,
         path=path,
         asked=flags.path is not None,
@@ -103,11 +103,14 @@ def resolve(quantization_config: MutableMapping[str, Any], flags: Flags, on_cuda
         abi=ABI,
         plugin=__version__,
         profile=flags.profile,
-        keep_dense=flags.keep_dense and path == SPARSE,
-        fuse=backend in FUSING and not compat.batch_invariant() if flags.fuse is None else flags.fuse,
+        fuse=fuses if flags.fuse is None else flags.fuse,
     )
-    quantization_config[STAMP] = asdict(made)
-    return made
+
+
+def stamp(resolution: Resolution, configs: Iterable[MutableMapping[str, Any]]) -> None:
+    """Write the resolution into the forms that a model's quantization_config has in this process."""
+    for config in configs:
+        config[STAMP] = asdict(resolution)
 
 
 def _pattern(metadata: Metadata | None, flags: Flags, path: str) -> SlidePattern:
@@ -134,34 +137,23 @@ def _pattern(metadata: Metadata | None, flags: Flags, path: str) -> SlidePattern
 
 
 def _backend(path: str, on_cuda: bool, wanted: str | None) -> tuple[str, str]:
-    if not on_cuda:
-        if wanted:
-            raise ResolveError(
-                f"{BACKEND}={wanted} needs an NVIDIA GPU, vLLM finds none here; unset it: the reference backend runs"
-            )
-        return "reference", "no CUDA device here, so exact arithmetic in torch"
-    if path == DENSE:
-        return "cublaslt", f"CUDA device, {USE_CUBLASLT}=1"
-    return (wanted, f"CUDA device, {BACKEND}={wanted}") if wanted else _preferred(_capability())
+    """The backend, and why, in words.  What it needs is compiled now: once for all workers, before weights are read."""
+    import torch  # late: the rest of this file needs no torch
 
-
-def _preferred(capability: tuple[int, int] | None) -> tuple[str, str]:
-    """The sparse backend of a GPU.
-
-    Our kernels are compiled now if they were not: once for all workers, before weights are read.  Where they cannot be,
-    the reason says why.
-    """
-    if capability != HOPPER_CAPABILITY:
-        return "cusparselt", "CUDA device"
-    try:
-        nvcc.library()
-    except nvcc.ToolchainError as error:
-        return "cusparselt", f"CUDA device; hopper would be faster, but {' '.join(str(error).split())}"
-    return "hopper", "CUDA device of compute capability 9.0"
+    device = torch.device("cuda" if on_cuda else "cpu")
+    capability = _capability() if on_cuda else None
+    if wanted is None:
+        return gemm.choose(path, device, capability)
+    reason = gemm.get(wanted).unusable(device, capability)
+    if reason:
+        raise ResolveError(
+            f"environment variable {BACKEND}={wanted}: backend {wanted} cannot run here: {reason}"
+        )
+    return wanted, f"{BACKEND}={wanted}"
 
 
 def _capability() -> tuple[int, int] | None:
-    """Of the GPU, None where vLLM does not know; without initializing CUDA."""
+    """The GPU's compute capability, without initializing CUDA; None where vLLM does not know it."""
     from vllm.platforms import current_platform  # late: the rest of this file needs no vLLM
 
     found = current_platform.get_device_capability()

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 from slidesparse.vllm_patch import compat, fusion
+from slidesparse.vllm_patch.loading import Arrivals
 from torch import Tensor
 from vllm.logger import init_logger
 from vllm.model_executor.layers.quantization.compressed_tensors.schemes import (
@@ -17,12 +19,11 @@ from vllm.model_executor.parameter import ModelWeightParameter
 from vllm.platforms import current_platform
 
 from slidesparse import gemm, ops, profiling
-from slidesparse.flags import SPARSE
-from slidesparse.gemm import ahead, crossover, hopper_operators
-from slidesparse.metadata import LayerEntry
-from slidesparse.pattern import HARDWARE_LENGTH, PatternError, SlidePattern
+from slidesparse.checkpoint.metadata import LayerEntry
+from slidesparse.gemm import SPARSE
+from slidesparse.gemm.backend import HARDWARE, LayerSpec, require_output
+from slidesparse.pattern import PatternError
 from slidesparse.prune import prune
-from slidesparse.slide import bits, require_pattern
 
 if TYPE_CHECKING:
     from slidesparse.vllm_patch.config import SlideSparseConfig
@@ -30,7 +31,6 @@ if TYPE_CHECKING:
 logger = init_logger("vllm.slidesparse")
 
 W8A8 = (CompressedTensorsW8A8Int8, CompressedTensorsW8A8Fp8)  # the schemes that ours may wrap
-HARDWARE = SlidePattern(HARDWARE_LENGTH)
 OVERSIZED = 20 << 20  # bytes of a block of GPU memory that torch does not split while vLLM loads a model
 BREAKS = "whose weights break the pattern"  # reason of a layer to be dense
 PACKED = "_slidesparse_packed"  # marks a parameter that is already in the backend's form
@@ -49,6 +49,22 @@ def refusal(scheme: Any) -> str | None:
     return type(scheme).__name__.removeprefix("CompressedTensors")
 
 
+@dataclass(frozen=True)
+class Served:
+    """A layer that ours serves."""
+
+    arguments: tuple[
+        int, int, torch.dtype, int, str
+    ]  # length, phase, dtype, columns, backend, of `ops.linear`
+
+
+@dataclass(frozen=True)
+class LeftDense:
+    """A layer that vLLM's own scheme serves, and why."""
+
+    reason: str
+
+
 class SlideSparseScheme(CompressedTensorsScheme):
     """W8A8 with per-token dynamic activations, run by `slidesparse.ops.linear`.
 
@@ -57,7 +73,12 @@ class SlideSparseScheme(CompressedTensorsScheme):
     """
 
     def __init__(
-        self, config: SlideSparseConfig, inner: CompressedTensorsScheme, name: str, entry: LayerEntry | None
+        self,
+        config: SlideSparseConfig,
+        inner: CompressedTensorsScheme,
+        name: str,
+        entry: LayerEntry | None,
+        dense_because: str | None = None,
     ) -> None:
         self.config = config
         self.inner = inner
@@ -65,13 +86,9 @@ class SlideSparseScheme(CompressedTensorsScheme):
         self.pruned_by_us = entry is not None
         self.pattern = entry.pattern if entry else config.resolution.slide_pattern
         self.slided = config.resolution.layout == "slided"
-        self.arguments: tuple[int, int, torch.dtype, int, str] | None = (
-            None  # of ops.linear, once loaded; None: inner's
-        )
-        self.dense_because = ""  # vLLM's own scheme serves the layer: the reason
-        self.dense_backend = ""  # of the dense weight that is kept beside the packed one, if any
-        self.phase = 0
-        self.in_features = 0
+        self.backend = gemm.get(config.resolution.backend)
+        # None until weights are loaded, where it is open until then
+        self.state: Served | LeftDense | None = LeftDense(dense_because) if dense_because else None
 
     @classmethod
     def get_min_capability(cls) -> int:
@@ -80,28 +97,34 @@ class SlideSparseScheme(CompressedTensorsScheme):
 
     def create_weights(self, layer: torch.nn.Module, **kwargs: Any) -> None:
         """Let vLLM's scheme create the parameters; slided checkpoints hold K' columns instead of K."""
-        self.dtype, self.dummy = kwargs["params_dtype"], compat.loads_dummy_weights()
+        self.dummy = compat.loads_dummy_weights()
+        dtype, shard, whole = (
+            kwargs[key] for key in ("params_dtype", "input_size_per_partition", "input_size")
+        )
+        columns = self.pattern.layout(whole).slided if self.slided and self.pruned_by_us else whole
+        self.arrivals = Arrivals(self.name, columns, len(kwargs["output_partition_sizes"]))
+        kwargs["weight_loader"] = self.arrivals.watch(kwargs["weight_loader"])
         self.inner.create_weights(layer=layer, **kwargs)
-        if self._is_other_head():
-            self.dense_because = f"{str(self.dtype).removeprefix('torch.')} outputs"
+        if self.state is None and self._is_other_head(dtype):
+            self.state = LeftDense(f"{str(dtype).removeprefix('torch.')} outputs")
+        if self.state is not None:
             return
-        gemm.require_output(self.config.resolution.backend, self.dtype)
-        if self.config.resolution.keep_dense:
-            gemm.require_output(_dense_backend(), self.dtype)
-        self._require_invariance(layer.weight.dtype)
-        if layer.weight.device.type == current_platform.device_type:  # now, as reading weights takes minutes
-            gemm.require(self.config.resolution.backend, layer.weight.device)
-        self._require_no_threads()
+        self._require_able(layer.weight, dtype)
         compat.forget_input_quant_key(layer)
-        shard, whole = kwargs["input_size_per_partition"], kwargs["input_size"]
-        self.in_features = shard
         rank = getattr(layer, "tp_rank", 0) if shard != whole else 0
-        self.phase = self.pattern.shard_phase(rank * shard)
+        self.spec = LayerSpec(
+            out_features=layer.weight.shape[0],
+            in_features=shard,
+            pattern=self.pattern if self.config.resolution.path == SPARSE else None,
+            phase=self.pattern.shard_phase(rank * shard),
+            dtype=layer.weight.dtype,
+            out_dtype=dtype,
+        )
         if self.slided:
             self._require_whole_blocks(shard, whole)
             weight = layer.weight
             slided = torch.empty(
-                weight.shape[0], self.pattern.layout(shard).slided, dtype=weight.dtype, device=weight.device
+                weight.shape[0], self.spec.layout.slided, dtype=weight.dtype, device=weight.device
             )
             layer.register_parameter(
                 "weight",
@@ -109,44 +132,34 @@ class SlideSparseScheme(CompressedTensorsScheme):
                     data=slided, input_dim=1, output_dim=0, weight_loader=kwargs["weight_loader"]
                 ),
             )
-        if self.config.resolution.path == SPARSE:
-            pattern, phase = (HARDWARE, 0) if self.slided else (self.pattern, self.phase)
-            ahead.begin(self.config.resolution.backend, layer.weight.data, pattern, phase)
 
-    def _is_other_head(self) -> bool:
+    def _is_other_head(self, dtype: torch.dtype) -> bool:
         """Whether outputs are of a type that the backend does not write, in a model whose type is another.
 
         Pooling models may have a head in float32.
         """
-        outputs = gemm.provider(self.config.resolution.backend).outputs
-        return self.dtype not in outputs and self.dtype != compat.model_dtype() and not self.slided
+        return dtype not in self.backend.outputs and dtype != compat.model_dtype() and not self.slided
+
+    def _require_able(self, weight: Tensor, dtype: torch.dtype) -> None:
+        """Raise BackendError, before minutes of reading weights, for what the backend cannot serve."""
+        require_output(self.backend.name, dtype)
+        self._require_invariance(weight.dtype)
+        self._require_no_threads()
+        if weight.device.type == current_platform.device_type:
+            gemm.require(self.backend.name, weight.device)
 
     def _require_invariance(self, dtype: torch.dtype) -> None:
-        resolution = self.config.resolution
-        if not compat.batch_invariant() or resolution.backend == "reference":
-            return
-        if dtype != torch.int8 or resolution.keep_dense:
-            what = "takes one of two weights" if dtype == torch.int8 else "adds FP8 products in an order"
+        if compat.batch_invariant() and dtype != torch.int8:
             raise gemm.BackendError(
-                f"backend {resolution.backend} {what} that depends on the number of tokens, but VLLM_BATCH_INVARIANT "
-                "is set: convert with --quant int8 and leave out SLIDESPARSE_KEEP_DENSE, or set DISABLE_SLIDESPARSE=1"
+                f"backend {self.backend.name} adds FP8 products in an order that depends on the number of tokens, but "
+                "VLLM_BATCH_INVARIANT is set: convert with --quant int8, or set DISABLE_SLIDESPARSE=1"
             )
 
     def _require_no_threads(self) -> None:
-        resolution = self.config.resolution
-        backend, kept = resolution.backend, resolution.keep_dense
-        if not compat.starts_threads() or backend == "reference":
-            return
-        # C++ shares what it has prepared among threads; it leaves calls that are timed to Python
-        if backend != "hopper" or kept or resolution.profile or not hopper_operators.installed():
+        if compat.starts_threads() and (not self.backend.threads or self.config.resolution.profile):
             raise gemm.BackendError(
-                f"backend {backend}{' beside dense weights' if kept else ''} plans products for one thread, but vLLM's "
-                "dual batch overlap runs each step in new ones: leave out --enable-dbo, or set DISABLE_SLIDESPARSE=1"
-                + (
-                    "; hopper takes it without SLIDESPARSE_PROFILE, and with torch 2.10"
-                    if backend == "hopper"
-                    else ""
-                )
+                f"backend {self.backend.name}, or SLIDESPARSE_PROFILE, plans products for one thread, but vLLM's dual "
+                "batch overlap runs each step in new ones: leave out --enable-dbo, or set DISABLE_SLIDESPARSE=1"
             )
 
     def _require_whole_blocks(self, shard: int, whole: int) -> None:
@@ -170,96 +183,60 @@ class SlideSparseScheme(CompressedTensorsScheme):
         """
         if getattr(layer.weight, PACKED, False):
             return
-        weight = layer.weight.data
-        dtype, sparse = weight.dtype, self.config.resolution.path == SPARSE
-        if self.dummy and sparse and not self.slided:
-            weight = prune(weight, self.pattern, phase=self.phase)
-        backend = gemm.require(self.config.resolution.backend, weight.device)
-        packed = None
-        if not self.dense_because:
-            packed = self._packed(weight, backend.name) if sparse else backend.pack(_whole_words(weight))
-        self.dummy = False  # what is loaded from now on are weights
+        if not self.dummy and compat.loads_by_name():
+            self.arrivals.require_all()
+        packed = None if isinstance(self.state, LeftDense) else self._packed(self._loaded(layer))
         if packed is None:
-            self.dense_because = self.dense_because or BREAKS
-            self.inner.process_weights_after_loading(layer)
-            self._settle(self.dense_because)
-            return
-        layout = (
-            self.pattern.layout(self.in_features, self.phase) if sparse else HARDWARE.layout(self.in_features)
+            self._leave_dense(layer)
+        else:
+            self._serve(layer, packed)
+        self.dummy = False  # what is loaded from now on are weights
+        self._settle()
+
+    def _loaded(self, layer: torch.nn.Module) -> Tensor:
+        """The weight as loaded; random ones are pruned."""
+        weight = layer.weight.data
+        if not self.dummy or self.spec.pattern is None:
+            return weight
+        return prune(weight, HARDWARE) if self.slided else prune(weight, self.pattern, phase=self.spec.phase)
+
+    def _packed(self, weight: Tensor) -> Tensor | None:
+        """[N, K] or [N, K'] as loaded -> as the backend wants it; None when the layer is not ours to refuse."""
+        spec = (
+            replace(self.spec, in_features=weight.shape[1], pattern=HARDWARE, phase=0)
+            if self.slided
+            else self.spec
         )
-        if self.config.resolution.keep_dense:
-            self._keep(layer, weight)
-        del weight
+        gemm.require(self.backend.name, weight.device)
+        _release_unused(weight)
+        try:
+            return self.backend.pack(spec, weight)
+        except PatternError as error:
+            found = f"{self.name}: {str(error).removeprefix('weight: ')}"
+            if self.pruned_by_us or self.slided:
+                raise PatternError(found) from None
+            if isinstance(self.state, Served):
+                raise PatternError(
+                    f"{found}. The layer has been sparse since the server started; restart it to serve "
+                    "these weights"
+                ) from None
+            return None
+
+    def _leave_dense(self, layer: torch.nn.Module) -> None:
+        """Hand the layer to vLLM's scheme."""
+        if self.state is None:
+            self.state = LeftDense(BREAKS)
+        self.inner.process_weights_after_loading(layer)
+
+    def _serve(self, layer: torch.nn.Module, packed: Tensor) -> None:
+        """Put the packed weight in the place of the loaded one."""
         layer.weight = torch.nn.Parameter(packed, requires_grad=False)
         setattr(layer.weight, PACKED, True)
         layer.weight_scale = torch.nn.Parameter(self._channel_scale(layer), requires_grad=False)
         layer.input_scale = None
-        columns = gemm.columns(backend.name, layout.slided)
-        self.arguments = (layout.length, layout.phase, dtype, columns, backend.name)
-        if self.dense_backend:
-            self._compare(layer)
-        kind = self.name.rpartition(".")[2]
-        self.config.census.kinds[packed.data_ptr()] = kind
-        if self.dense_backend:
-            self.config.census.kinds[layer.weight_dense.data_ptr()] = kind
-        self._settle(None)
-
-    def _packed(self, weight: Tensor, backend: str) -> Tensor | None:
-        """[N, K] or [N, K'] as loaded -> as the backend wants it; None when the layer is not ours to refuse."""
-        ahead.finish()
-        _release_unused(weight)
-        if self.slided:
-            if self.dummy:
-                weight = prune(weight, HARDWARE)
-            else:
-                require_pattern(weight, HARDWARE, self.name)
-            return gemm.provider(backend).pack(weight)
-        try:
-            return gemm.slide_and_pack(backend, weight, self.pattern, self.phase, self.name)
-        except PatternError as error:
-            if self.pruned_by_us:
-                raise
-            if self.arguments is not None:
-                raise PatternError(
-                    f"{error}. The layer has been sparse since the server started; restart it to serve these weights"
-                ) from None
-            return None
-
-    def _keep(self, layer: torch.nn.Module, weight: Tensor) -> None:
-        """Hold the dense weight [N, K] as well, in the form of a dense backend."""
-        backend = gemm.require(_dense_backend(), weight.device)
-        layer.weight_dense = torch.nn.Parameter(backend.pack(_whole_words(weight)), requires_grad=False)
-        self.dense_backend = backend.name
-
-    def _compare(self, layer: torch.nn.Module) -> None:
-        """On a GPU, measure which of the two weights is faster for how many tokens; once for all layers of a shape."""
-        if not layer.weight.is_cuda:
-            return
-        assert self.arguments is not None
-        length, phase, dtype, columns, backend = self.arguments
-        scale = layer.weight_scale
-        shape = crossover.Shape.of(scale, self.in_features, dtype, columns, backend)
-        if crossover.measured(shape) is not None:
-            return
-        found = crossover.measure(
-            shape,
-            self.dtype,
-            lambda x: ops.sparse_linear(
-                x, layer.weight, scale, None, length, phase, dtype, columns, self.dtype, backend
-            ),
-            lambda x: ops.dense_linear(
-                x, layer.weight_dense, scale, None, dtype, self.dtype, self.dense_backend
-            ),
-        )
-        logger.info(
-            "SlideSparse: %s [%d, %d] takes its dense weight for %s tokens",
-            *(
-                self.name.rpartition(".")[2],
-                shape.n,
-                shape.k,
-                ", ".join(map(str, sorted(found))) or "no number of",
-            ),
-        )
+        layout, columns = self.spec.layout, self.spec.columns(self.backend.alignment)
+        self.state = Served((layout.length, layout.phase, self.spec.dtype, columns, self.backend.name))
+        self.config.census.kinds[packed.data_ptr()] = self.name.rpartition(".")[2]
 
     def _channel_scale(self, layer: torch.nn.Module) -> Tensor:
         """[N, 1] float32: a per-tensor scale holds for each row of its part of a fused layer."""
@@ -269,9 +246,10 @@ class SlideSparseScheme(CompressedTensorsScheme):
         widths = torch.tensor(layer.logical_widths, device=scale.device)
         return scale.reshape(-1).expand(len(widths)).repeat_interleave(widths).reshape(-1, 1)
 
-    def _settle(self, reason: str | None) -> None:
+    def _settle(self) -> None:
         """Count the layer; after the last one, print the summary, or refuse what was to be sparse and is not at all."""
         census, resolution = self.config.census, self.config.resolution
+        reason = self.state.reason if isinstance(self.state, LeftDense) else None
         last = census.settle(self.name, reason, self.pattern.ratio)
         # Not before the last one: products while loading are no serving.
         if resolution.profile and (last or profiling.enabled()):
@@ -296,24 +274,9 @@ class SlideSparseScheme(CompressedTensorsScheme):
 
     def apply_weights(self, layer: torch.nn.Module, x: Tensor, bias: Tensor | None = None) -> Tensor:
         """x [..., K] -> [..., N] of x's dtype."""
-        if self.arguments is None:
+        if not isinstance(self.state, Served):
             return self.inner.apply_weights(layer, x, bias)
-        if self.dense_backend:
-            return ops.linear(
-                x,
-                layer.weight,
-                layer.weight_scale,
-                bias,
-                *self.arguments,
-                layer.weight_dense,
-                self.dense_backend,
-            )
-        return ops.linear(x, layer.weight, layer.weight_scale, bias, *self.arguments)
-
-
-def _dense_backend() -> str:
-    """Of the dense weight that is kept beside the packed one."""
-    return "stock" if current_platform.is_cuda() else "reference"
+        return ops.linear(x, layer.weight, layer.weight_scale, bias, *self.state.arguments)
 
 
 def _release_unused(weight: Tensor) -> None:
@@ -326,9 +289,3 @@ def _release_unused(weight: Tensor) -> None:
     if weight.is_cuda and weight.nbytes >= OVERSIZED:
         torch.cuda.synchronize(weight.device)
         torch.cuda.empty_cache()
-
-
-def _whole_words(weight: Tensor) -> Tensor:
-    """[N, K] with zero columns up to whole words of four, as quant_slide pads the activations."""
-    missing = -weight.shape[1] % HARDWARE_LENGTH
-    return torch.nn.functional.pad(bits(weight), (0, missing)).view(weight.dtype) if missing else weight
