@@ -8,10 +8,17 @@ import shutil
 import subprocess
 from collections.abc import Iterator
 from functools import cache
+from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, settings
 from zygote import Zygote
+
+# Processes that tests start import this checkout and the helpers beside it, not an installed package.
+ROOT = Path(__file__).resolve().parents[1]
+os.environ["PYTHONPATH"] = os.pathsep.join(
+    [str(ROOT), str(ROOT / "tests" / "support"), *filter(None, [os.environ.get("PYTHONPATH")])]
+)
 
 # Threads of OpenMP wait for each other busily: those of two workers on two cores take ten times as long as one each.
 # Before anything imports torch; the processes that tests start inherit it.

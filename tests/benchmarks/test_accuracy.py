@@ -1,0 +1,125 @@
+"""The programs of the accuracy protocols, on models too small to learn anything, and their tables."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from benchmarks.accuracy import corpus, distill, float_prune, plot
+from benchmarks.accuracy import language_model as lm
+from slidesparse.calibrate.inputs import Hessian
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def test_the_programs_start() -> None:
+    """Each is imported with all that it names; one by one as a process would take a minute."""
+    listed = subprocess.run(
+        [sys.executable, "-m", "benchmarks", "accuracy"], capture_output=True, text=True, cwd=ROOT, check=True
+    )
+    names = [line.split()[0] for line in listed.stdout.splitlines()]
+    assert names == [
+        "corpus",
+        "distill",
+        "float_prune",
+        "parity",
+        "plot",
+        "protocol_a",
+        "protocol_b",
+        "train",
+    ]
+    program = (
+        "import importlib, sys\n"
+        "for name in sys.argv[1:]:\n"
+        "    assert callable(importlib.import_module(f'benchmarks.accuracy.{name}').main)"
+    )
+    subprocess.run([sys.executable, "-c", program, *names], cwd=ROOT, check=True)
+    command = [sys.executable, "-m", "benchmarks", "accuracy", "plot", "--help"]
+    assert b"cosine" in subprocess.run(command, capture_output=True, cwd=ROOT, check=True).stdout
+
+
+@pytest.mark.parametrize("method", ["magnitude", "wanda", "sparsegpt"])
+def test_unstructured_shares(method: str) -> None:
+    rules = float_prune.RULES
+    torch.manual_seed(0)
+    w, hessian = torch.randn(16, 256), Hessian(256)
+    hessian.add(torch.randn(8000, 256) @ torch.randn(256, 256))  # inputs that tell of each other
+    found = rules[method](w, hessian, 0.25)
+    assert float((found == 0).float().mean()) == 0.25
+    lost = ((found - w) @ hessian.matrix * (found - w)).sum()
+    if method == "sparsegpt":
+        by_wanda = rules["wanda"](w, hessian, 0.25) - w
+        assert lost < (by_wanda @ hessian.matrix * by_wanda).sum()
+    else:
+        assert torch.equal(found[found != 0], w[found != 0])
+
+
+def test_model_is_llama(tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers", reason="transformers is not installed")
+    shape = lm.Shape(vocabulary=100, hidden=32, intermediate=48, layers=2, heads=4, window=32)
+    weights = lm.initial(shape, "cpu")
+    for name, tensor in weights.items():
+        tensor.data.normal_(1.0 if "norm" in name else 0.0, 0.3)
+    lm.save(tmp_path, shape, weights)
+    shape, weights = lm.load(tmp_path, "cpu")
+    model = lm.Model(shape, weights, torch.float32, compiled=False)
+    ids = torch.randint(100, (2, 30))
+    theirs = transformers.LlamaForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
+    with torch.no_grad():
+        ours, expected = lm.logits_of(model.hidden(ids), *model.ends), theirs(ids).logits
+    # both in float32: sums of some 100 products, in another order
+    assert (ours - expected).abs().max() <= 1e-5 * expected.abs().max()
+
+
+def test_masks_stay() -> None:
+    shape = lm.Shape(vocabulary=100, hidden=32, intermediate=48, layers=1, heads=4, window=32)
+    weights = lm.initial(shape, "cpu")
+    with torch.no_grad():
+        weights["0.qkv"][:, ::4] = 0
+    masks = distill.masks_of(weights)
+    with torch.no_grad():
+        for tensor in weights.values():
+            tensor.add_(1.0)
+    distill.apply(weights, masks)
+    assert not weights["0.qkv"][:, ::4].any()
+    assert weights["0.qkv"][:, 1::4].all()
+    assert sorted(masks) == ["0.down", "0.gate_up", "0.o", "0.qkv"]
+
+
+def test_held_out_documents_share_little() -> None:
+    lines = [f"a line of a document that is long enough to count {number}\n" for number in range(20)]
+    training, twin, other = "".join(lines[:10]), "".join(lines[5:15]), "".join(lines[15:])
+    counts = corpus.Counter()
+    found = corpus.split([(1, training), (0, twin), (corpus.ONE_IN, other)], counts)
+    assert found == ([training], [other])
+    assert sum(counts.values()) == 1
+
+
+def test_plots_are_the_same_bytes(tmp_path: Path) -> None:
+    folder = ROOT / "docs" / "accuracy"
+    linear, out, drawn = ROOT / "docs" / "benchmarks" / "h200", tmp_path / "out.svg", []
+    for _ in range(2):
+        plot.losses(folder / "protocol_a.csv", out)
+        drawn.append(out.read_bytes())
+        plot.speed(folder / "protocol_a.csv", linear, out)
+        drawn.append(out.read_bytes())
+    assert drawn[:2] == drawn[2:]
+
+
+def test_layers_are_drawn_as_they_were_served(tmp_path: Path) -> None:
+    """After fine-tuning where there was some."""
+    drawn = []
+    for tuned in (None, 0.2, 0.3):
+        row = {"name": "q_proj", "error_quantized": 0.2, "error_finetuned": tuned}
+        report = {"pattern": "6:8", "method": "sparsegpt", "quant": "int8"}
+        report["layers"] = [row, {**row, "name": "o_proj", "error_finetuned": 0.1}]
+        (tmp_path / "report.json").write_text(json.dumps(report))
+        plot.layers([tmp_path / "report.json"], tmp_path / "out.svg")
+        drawn.append((tmp_path / "out.svg").read_text())
+    assert drawn[0] == drawn[1] != drawn[2]
+    assert "6:8 sparsegpt int8" in drawn[0]

@@ -1,0 +1,152 @@
+"""The plan of an end-to-end benchmark: checkpoints, command lines, environments, and figures that are accepted."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from models import write_config
+from packaging.version import Version
+
+from benchmarks import e2e_runs
+from benchmarks.e2e import Workload, command, environment, runs
+from benchmarks.e2e_models import E2eError, Model, find_model
+from benchmarks.e2e_runs import RunError, check_log, check_room, tokens_per_second
+
+
+def model_of(folder: Path, **asked: bool) -> Model:
+    return find_model(folder, None, None, None, **{"dense": True, "sparse": True, **asked})
+
+
+def one_run(tmp_path: Path, stage: str = "prefill", system: str = "stock", m: int = 128) -> Any:
+    model = model_of(write_config(tmp_path / "m", "6:8"))
+    return runs(model, (stage,), {stage: (m,)}, (system,), 1, Workload(prompt_len=8))[0]
+
+
+def test_each_system_has_its_flags_and_no_others() -> None:
+    sparse = {"USE_CUSPARSELT": "1"}
+    listed = {"VLLM_PLUGINS": "other,slidesparse", "HOME": "/h"}
+    assert environment("stock", listed) == {"VLLM_PLUGINS": "other", "HOME": "/h"}
+    assert "slidesparse" not in environment("stock", {})["VLLM_PLUGINS"].split(",")
+    assert environment("sparse", {"VLLM_PLUGINS": "other"}) == {"VLLM_PLUGINS": "other,slidesparse", **sparse}
+    assert environment("off", {}) == {"DISABLE_SLIDESPARSE": "1"}
+    assert environment("cublaslt", {}) == {"USE_CUBLASLT": "1"}
+    users = {"SLIDESPARSE_BACKEND": "hopper", "SLIDESPARSE_FUSE": "1", "SPARSITY": "2_8"}
+    assert environment("sparse", users) == sparse
+    assert environment("cusparselt", users) == {**sparse, "SLIDESPARSE_BACKEND": "cusparselt"}
+    assert environment("unfused", users) == {**sparse, "SLIDESPARSE_FUSE": "0"}
+
+
+def test_the_steps_have_m_tokens(tmp_path: Path) -> None:
+    """Prefill is bounded by the token budget, decode by the number of sequences."""
+    work = Workload()
+    small, large = work.size("prefill", 512), work.size("prefill", 65536)
+    assert (small.prompt, small.prompts, small.batched, small.output) == (512, 128, 512, 1)
+    assert (large.prompt, large.prompts, large.batched, large.output) == (1024, 128 * 64, 65536, 1)
+    assert small.sequences >= 2
+    assert large.sequences >= 2 * 64
+    decode = work.size("decode", 512)
+    assert (decode.sequences, decode.prompts, decode.output, decode.batched) == (512, 512, 256, 512 * 16)
+    for m in (1, 64, 1024, 65536):
+        assert work.size("prefill", m).sequences <= m  # vLLM refuses more sequences than tokens
+    with pytest.raises(E2eError, match="1536"):
+        work.size("prefill", 1536)
+    with pytest.raises(E2eError):
+        Workload(prefill_steps=0)
+    model = model_of(write_config(tmp_path / "m", "6:8"))
+    with pytest.raises(E2eError, match=r"513.*512"):  # more than the model has positions
+        runs(model, ("prefill",), {"prefill": (512,)}, ("stock",), 1, work)
+
+
+@pytest.mark.parametrize(("version", "random", "warm"), [("0.13.0", False, False), ("0.25.1", True, True)])
+def test_options_that_a_vllm_lacks_are_left_out(
+    tmp_path: Path, version: str, random: bool, warm: bool
+) -> None:
+    run = one_run(tmp_path)
+    words = command("vllm", Version(version), run, Workload(), tmp_path / "x.json")
+    assert ("--random-input-len" in words, "--num-warmups" in words) == (random, warm)
+    assert words[words.index("--input-len") + 1] == "8"
+    assert words[words.index("--max-num-batched-tokens") + 1] == "128"
+    assert words[words.index("--max-model-len") + 1] == str((8 + 1) * 5 // 4 + 32)
+    assert "--no-enable-prefix-caching" in words
+
+
+def test_models_by_name(tmp_path: Path) -> None:
+    """The dense systems take the checkpoint that was not pruned; names are the folders' without pattern."""
+    listed = ",".join(
+        f"{pattern}={write_config(tmp_path / folder, None if pattern == 'dense' else pattern)}"
+        for pattern, folder in (("dense", "qwen-dense"), ("6:8", "qwen-2_8"), ("2:4", "qwen_2:4"))
+    )
+    model = find_model(None, listed, None, None, dense=True, sparse=True)
+    assert (model.name, model.dtype, list(model.sparse)) == ("qwen", "int8", ["2:4", "6:8"])
+    assert model.dense.folder.name == "qwen-dense"
+    listed += f",8:10={write_config(tmp_path / 'other-2_10', '8:10')}"
+    with pytest.raises(E2eError, match="--name"):
+        find_model(None, listed, None, None, dense=True, sparse=True)
+    assert find_model(None, listed, "q", None, dense=True, sparse=True).name == "q"
+    single = model_of(write_config(tmp_path / "llama" / "2_6", "4:6"))
+    assert (single.name, single.dense.folder.name) == ("llama", "2_6")
+
+
+def test_figures_of_another_run_are_refused(tmp_path: Path) -> None:
+    run = one_run(tmp_path)  # 128 steps of 16 prompts of 8 tokens, at most 128 together
+    good = {"elapsed_time": 2.0, "num_requests": 2048, "total_num_tokens": 2048 * 9}
+    assert tokens_per_second(run, good) == 2048 * 9 / 2
+    for change in ({"num_requests": 2047}, {"elapsed_time": 0.0}, {"elapsed_time": "soon"}):
+        with pytest.raises(RunError):
+            tokens_per_second(run, good | change)
+    with pytest.raises(RunError, match="not 8"):
+        tokens_per_second(run, good | {"total_num_tokens": 2048})
+    decode = one_run(tmp_path / "decode", "decode", m=64)  # output tokens alone: 256 of each sequence
+    assert tokens_per_second(decode, good | {"num_requests": 64}) == 64 * 256 / 2
+
+
+def test_the_log_tells_which_system_ran(tmp_path: Path) -> None:
+    sparse = (
+        "SlideSparse 6:8 (2 of every 8 pruned): 8 layers sparse, 1 dense (1 lm_head); dense layout; backend x"
+    )
+    dense = "SlideSparse dense: 8 layers on the cuBLASLt path, not slid, 1 dense (1 lm_head); dense layout; backend x"
+    names = iter("abcdefgh")
+    by = {s: one_run(tmp_path / next(names), system=s) for s in ("stock", "off", "cublaslt", "sparse")}
+    assert check_log(by["sparse"], f"INFO {sparse}\nmore").startswith(
+        "6:8 (2 of every 8 pruned): 8 layers sparse"
+    )
+    assert "cuBLASLt" in check_log(by["cublaslt"], dense)
+    assert check_log(by["stock"], "SlideSparse flags are set") == ""
+    for system, text in (
+        ("sparse", dense),
+        ("cublaslt", sparse),
+        ("stock", sparse),
+        ("off", dense),
+        ("sparse", ""),
+    ):
+        with pytest.raises(RunError):
+            check_log(by[system], text)
+    for text in (sparse.replace("8 layers", "0 layers"), sparse.replace("6:8", "4:6")):
+        with pytest.raises(RunError, match="6:8"):
+            check_log(by["sparse"], text)
+
+
+def test_a_cache_too_small_for_m_is_refused(tmp_path: Path) -> None:
+    run = one_run(tmp_path, "decode", m=64)  # 64 sequences of 16 + 256 tokens
+    check_room(run, "GPU KV cache size: 17,408 tokens")
+    with pytest.raises(RunError, match="17407.*17408"):
+        check_room(run, "GPU KV cache size: 17,407 tokens")
+
+
+@pytest.mark.parametrize("seconds", [30.0, 0.3])
+def test_no_process_outlives_a_run(tmp_path: Path, seconds: float) -> None:
+    """An engine that vLLM leaves behind would keep the GPU's memory, whether the run ended or was ended."""
+    log = tmp_path / "log"
+    wait = "" if seconds > 1 else "; wait"
+    status = e2e_runs.execute(
+        ["sh", "-c", f"sleep 300 & echo $!{wait}"], {"PATH": "/usr/bin:/bin"}, log, seconds
+    )
+    assert status == (0 if seconds > 1 else None)
+    left = Path(f"/proc/{log.read_text().strip()}/stat")
+    deadline = time.monotonic() + 5
+    while left.exists() and left.read_text().rsplit(")", 1)[1].split()[0] != "Z":
+        assert time.monotonic() < deadline, "the child still runs"
+        time.sleep(0.02)

@@ -1,0 +1,375 @@
+"""The measuring commands, with a library and a clock that need no GPU."""
+
+from __future__ import annotations
+
+import json
+import os
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from fake_library import CPU, GPU, FakeClock, FakeLibrary, Ticks, session, times_of
+from torch import Tensor
+from typer.testing import CliRunner
+
+from benchmarks import bandwidth, linear, stock, timing
+from benchmarks import convert as conversion
+from benchmarks.bandwidth import BandwidthBench, Cell
+from benchmarks.cli import app
+from benchmarks.kernel import Group, KernelBench, model_groups
+from benchmarks.layout import WRONG, LayoutBench, product_of, products
+from benchmarks.linear import LinearBench
+from benchmarks.stock import Stock
+from slidesparse.gemm import tuned
+from slidesparse.gemm.problem import LAYOUTS, TN, Layout, Problem
+from slidesparse.tune import machine, measure
+from slidesparse.tune.inputs import Inputs, Rotation
+from slidesparse.tune.machine import MissingError
+from slidesparse.tune.measure import Launch
+from slidesparse.tune.session import Session
+from slidesparse.tune.shapes import Layer
+
+LAYERS = (Layer("qkv", 64, 64), Layer("down", 32, 128))
+MODEL = [("tiny", LAYERS)]
+PATTERNS = ("2:4", "6:8", "14:16")
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv(tuned.CACHE, str(tmp_path / "cache"))
+    tuned._tables.cache_clear()
+    return tmp_path / "cache"
+
+
+class FakeStock(Stock):
+    def gemm(self, rotation: Rotation) -> Launch:
+        assert rotation.scale_x is not None
+        assert rotation.scale_w is not None
+        return lambda i: None
+
+    def linear(self, x: Tensor, weight: Tensor, scale_w: Tensor) -> Tensor:
+        return x.new_zeros(x.shape[0], weight.shape[0])
+
+
+def libraries() -> tuple[FakeLibrary, FakeLibrary]:
+    return FakeLibrary("cublaslt", sparse=False, outs=("int32", "int8")), FakeLibrary()
+
+
+def kernel_bench(run: Session, folder: Path, groups: list[Group], *found: FakeLibrary) -> KernelBench:
+    return KernelBench(run, folder, groups, found, FakeStock(""), PATTERNS)
+
+
+# --- kernel
+
+
+def test_model_mode_measures_every_provider_and_pattern(tmp_path: Path) -> None:
+    dense, sparse = libraries()
+    run, steps = session(dense, sparse), []
+    run.advance = steps.append
+    bench = kernel_bench(run, tmp_path, model_groups(MODEL, ["int8", "fp16"], [16, 32]), dense, sparse)
+    assert bench.run()
+    assert len(steps) == bench.count
+    found = bench.records.rows
+    at = [row for row in found if row["layer"] == "qkv" and row["M"] == "16"]
+    assert [(row["provider"], row["pattern"], row["algorithm"]) for row in at] == [
+        ("cublaslt", "dense", "good"),
+        ("cublaslt-int8", "dense", "good"),
+        *(("cusparselt", pattern, "good") for pattern in PATTERNS),
+        ("stock", "dense", "cutlass"),
+    ]
+    assert {(row["N"], row["K"], row["mode"], row["model"], row["dtype"]) for row in at} == {
+        ("64", "64", "model", "tiny", "int8")
+    }
+    assert len(found) == 2 * 2 * len(at)  # fp16 has no library here
+
+
+def test_patterns_with_the_same_columns_are_searched_once(tmp_path: Path) -> None:
+    """K = 32: 6:8 and 14:16 have K' 48 and 56, for the library both 64."""
+    dense, sparse = libraries()
+    groups = model_groups([("tiny", (Layer("qkv", 32, 32),))], ["int8"], [16, 32])
+    bench = kernel_bench(session(dense, sparse), tmp_path, groups, dense, sparse)
+    assert bench.run()
+    assert [problem.k for problem in sparse.searched] == [32, 64, 32, 64]
+    assert sparse.packed == [(32, 32), (32, 64)]
+    assert times_of(bench.records.rows, pattern="6:8") == times_of(bench.records.rows, pattern="14:16")
+
+
+def test_a_stopped_run_is_continued_without_measuring_twice(tmp_path: Path) -> None:
+    dense, sparse = libraries()
+    groups = model_groups(MODEL, ["int8"], [16, 32])
+    stopped = kernel_bench(session(dense, sparse, limit=4.5, now=Ticks()), tmp_path, groups, dense, sparse)
+    assert not stopped.run()
+    first = stopped.records.rows
+    assert len(first) == 4
+    with (tmp_path / "kernel.csv").open("a") as file:
+        file.write("model,tiny,qkv,int8,14:16,16,64,6")
+    before = len(dense.searched), len(sparse.searched)
+    again = kernel_bench(session(dense, sparse), tmp_path, groups, dense, sparse)
+    assert again.run()
+    found = again.records.rows
+    assert found[:4] == first
+    assert len(found) == len({tuple(row.values())[:9] for row in found}) == 24
+    assert (len(dense.searched), len(sparse.searched)) == (before[0] + 6, before[1] + 10)
+    assert kernel_bench(session(limit=0.0), tmp_path, groups, dense, sparse).run()
+
+
+def test_winners_of_what_serving_runs_are_saved(tmp_path: Path) -> None:
+    dense, sparse = libraries()
+    groups = model_groups(MODEL, ["int8"], [16])
+    assert kernel_bench(session(dense, sparse), tmp_path, groups, dense, sparse).run()
+    for library in (dense, sparse):
+        for out, expected in (("bf16", sparse), ("int32", dense), ("int8", None)):
+            problem = Problem("int8", out, 64, 64, 16)
+            found = tuned.choice(library.name, "1.2.3", GPU.name, GPU.capability, problem)
+            assert found == ("good" if library is expected else None)
+
+
+def test_what_a_library_refuses_is_noted_and_the_rest_measured(tmp_path: Path) -> None:
+    dense, sparse = libraries()
+    sparse.times = {"refused": 1.0}
+    run = session(dense, sparse)
+    bench = kernel_bench(run, tmp_path, model_groups(MODEL, ["int8"], [16]), dense, sparse)
+    assert bench.run()
+    assert len(run.skipped) == 2 * len(PATTERNS)
+    assert {row["provider"] for row in bench.records.rows} == {"cublaslt", "cublaslt-int8", "stock"}
+
+
+# --- linear; the backend of this machine is the reference
+
+
+def linear_libraries() -> list[FakeLibrary]:
+    return [FakeLibrary("reference", sparse=False, alignment=4), FakeLibrary("reference", alignment=4)]
+
+
+def test_whole_layers_and_their_sums(tmp_path: Path) -> None:
+    groups = model_groups(MODEL, ["int8", "fp8"], [4])
+
+    def bench(run: Session) -> LinearBench:
+        return LinearBench(run, tmp_path, groups, linear_libraries(), FakeStock(""), PATTERNS)
+
+    stopped = bench(session(limit=5.5, now=Ticks()))
+    assert not stopped.run()
+    assert linear.SUM not in {row["layer"] for row in stopped.records.rows}  # it needs all layers
+    first = bench(session())
+    assert first.run()
+    found = first.records.rows
+    layers = [
+        (row["provider"], row["pattern"]) for row in found if (row["layer"], row["dtype"]) == ("qkv", "fp8")
+    ]
+    assert layers == [("stock", "dense"), ("reference", "dense"), *(("reference", p) for p in PATTERNS)]
+    assert len(found) == 3 * 2 * 5
+    for row in found:
+        if row["layer"] == linear.SUM:
+            same = {name: row[name] for name in ("dtype", "pattern", "M", "provider")}
+            parts = [times_of(found, layer=layer.name, **same)[0] for layer in LAYERS]
+            assert float(row["p50_us"]) == pytest.approx(sum(parts), abs=1e-3)
+    before = (tmp_path / "linear.csv").read_bytes()
+    assert bench(session(limit=0.0)).run()
+    assert (tmp_path / "linear.csv").read_bytes() == before
+
+
+def test_the_layer_that_is_timed_computes_the_product() -> None:
+    for provider in linear.providers(LAYERS[0], "int8", ["6:8"], linear_libraries(), None):
+        weight = Inputs(CPU, 0).weight("int8", 64, provider.columns, provider.sparse)
+        x = torch.randn(4, 64).to(torch.bfloat16)
+        y = provider.launch([x], [provider.pack(weight)], torch.full((64, 1), 0.01))(0)
+        assert isinstance(y, Tensor)
+        assert (y.shape, y.dtype) == ((4, 64), torch.bfloat16)
+        assert float(y.float().abs().mean()) > 1.0
+
+
+# --- bandwidth
+
+
+def test_bytes_that_a_kernel_moves() -> None:
+    assert Cell("quant_only", "int8", 16, 64).moved == 16 * 64 * 3 + 16 * 4
+    assert Cell("quant_slide 6:8", "fp8", 16, 64).moved == 16 * (64 * 2 + 96) + 16 * 4
+    for norm in ("hopper norm_quant_slide 6:8", "norm, quant_slide 6:8"):
+        assert Cell(norm, "int8", 16, 64).moved == 16 * (64 * 2 * 3 + 96) + 64 * 2 + 16 * 4
+    for silu in ("hopper silu_quant_slide 6:8", "silu, quant_slide 6:8"):
+        assert Cell(silu, "int8", 16, 64).moved == 16 * (64 * 2 * 2 + 96) + 16 * 4
+    assert Cell("dequant_bias", "int32", 16, 64).moved == 16 * 64 * (4 + 2) + 16 * 4 + 64 * (4 + 2)
+
+
+def test_every_kernel_is_measured_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bandwidth, "TOKENS", (64,))
+    monkeypatch.setattr(bandwidth, "WIDTHS", (64,))
+    launched: list[str] = []
+    monkeypatch.setattr(
+        BandwidthBench, "_launch", lambda bench, cell, copies: lambda i: launched.append(cell.kernel)
+    )
+    bench = BandwidthBench(session(), tmp_path)
+    assert bench.run()
+    assert {row["kernel"] for row in bench.records.rows} == set(launched)
+    assert len(bench.records.rows) == bench.count == 2 * 4 + 2
+    copied = 5.07  # of the fake clock, for any launch
+    row = bench.records.rows[0]
+    assert float(row["GBps"]) == pytest.approx((64 * 64 * 3 + 64 * 4) / copied / 1e3, abs=1e-3)
+
+
+# --- layout
+
+REFUSED, WEIGHT_N = Layout(False, False, False), Layout(weight_k=False)
+
+
+def layout_libraries() -> tuple[FakeLibrary, FakeLibrary]:
+    """Layouts have the algorithms slow and good, but for two of cuSPARSELt."""
+    times = {"heuristic": 12.0, "slow": 30.0, "good": 10.0, "other": 7.0, "wrong": 1.0}
+    named: dict[Layout, list[str]] = {layout: ["slow", "good"] for layout in LAYOUTS}
+    return (
+        FakeLibrary("cublaslt", sparse=False, times=dict(times), outs=("int32",), named=dict(named)),
+        FakeLibrary("cusparselt", times=dict(times), named=named | {REFUSED: [], WEIGHT_N: ["other"]}),
+    )
+
+
+def layout_bench(folder: Path, found: Session, *both: FakeLibrary) -> LayoutBench:
+    layers = [Layer("qkv", 64, 48), Layer("o", 32, 64)]
+    return LayoutBench(found, folder, products(both, layers, ["int8"]), [16, 32])
+
+
+def test_every_layout_of_both_libraries_is_measured(tmp_path: Path, cache: Path) -> None:
+    dense, sparse = layout_libraries()
+    bench = layout_bench(tmp_path, session(dense, sparse), dense, sparse)
+    assert bench.run()
+    rows = bench.records.rows
+    assert len(rows) == bench.count == 2 * 2 * 2 * 8
+    served = [row for row in rows if (row["weight"], row["activations"], row["output"]) == TN.words]
+    assert {(row["taken"], row["algorithm"], row["reason"]) for row in served} == {("yes", "good", "")}
+    assert set(times_of(served)) == {10.03}
+    assert {row["heuristic_us"] for row in rows if row["taken"] == "yes"} == {"12.070"}
+    # 48 columns at 6:8 are 72 slided ones, in multiples of 32
+    assert {problem.k for problem in sparse.searched if problem.n == 64} == {96}
+    assert not cache.exists()  # winners of layouts that serving does not use are no business of it
+    refused = [row for row in rows if row["taken"] == "no"]
+    assert {(row["library"], row["weight"], row["activations"], row["output"]) for row in refused} == {
+        ("cusparselt", *REFUSED.words)
+    }
+    assert all(row["reason"].startswith("NOT_SUPPORTED; int8 [") and not row["p50_us"] for row in refused)
+
+
+@pytest.mark.parametrize(("broken", "layout"), [("wrong", TN), ("wrong", REFUSED), ("refused", WEIGHT_N)])
+def test_a_wrong_product_is_not_timed_and_a_refused_heuristic_hides_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, broken: str, layout: Layout
+) -> None:
+    """All algorithms of a layout are wrong alike, or its heuristic is refused."""
+    dense, _ = layout_libraries()
+    dense_plan = dense.plan
+    if broken == "wrong":
+        dense.named[layout] = ["wrong"]
+
+    def plan(problem: Problem, device: torch.device, name: str | None = None, at: Layout = TN) -> object:
+        if at == layout:
+            name = "wrong" if broken == "wrong" else name or "refused"
+        return dense_plan(problem, device, name, at)
+
+    monkeypatch.setattr(dense, "plan", plan)
+    bench = layout_bench(tmp_path, session(dense), dense)
+    assert bench.run()
+    noted = [row for row in bench.records.rows if row["reason"]]
+    assert {(row["weight"], row["activations"], row["output"]) for row in noted} == {layout.words}
+    for row in noted:
+        assert (row["taken"], row["heuristic_us"]) == ("yes", "")
+        assert (row["p50_us"], row["reason"] == WRONG) == (
+            ("", True) if broken == "wrong" else ("10.030", False)
+        )
+
+
+@pytest.mark.parametrize("dtype", ["int8", "fp8", "bf16"])
+def test_the_product_in_chunks_is_the_product(dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("benchmarks.layout.CHUNK", 100)
+    inputs = Inputs(CPU, 0)
+    x, weight = inputs.weight(dtype, 5, 32, False), inputs.weight(dtype, 11, 32, False)
+    expected = (x.double() @ weight.double().t()).float()
+    assert torch.equal(product_of(x, weight, torch.float32), expected)
+
+
+# --- command line
+
+
+def run(*command: object) -> dict[str, Any]:
+    done = CliRunner().invoke(app, [*map(str, command), "--json"], catch_exceptions=False)
+    assert done.exit_code == 0, done.stderr
+    return dict(json.loads(done.stdout))
+
+
+def test_the_commands_from_options_to_tables(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    dense, sparse = libraries()
+    monkeypatch.setattr(machine, "require_gpu", lambda: GPU)
+    monkeypatch.setattr(machine, "require_libraries", lambda gpu, names: [dense, sparse])
+    monkeypatch.setattr(machine, "usable_libraries", lambda gpu: ([dense, sparse], []))
+    monkeypatch.setattr(measure, "CudaClock", lambda device: nullcontext(FakeClock(dense, sparse)))
+    monkeypatch.setattr(timing, "COPIED", 1 << 16)
+    options = ["--shapes", "64x64,32x128", "--dtype", "int8", "--m", "16,32", "--out", tmp_path / "out"]
+    kernel = ["kernel", *options, "--pattern", "2_4,6:8", "--no-stock"]
+    stopped = run(*kernel, "--time-limit", "0")
+    assert (stopped["finished"], stopped["rows"]) == (False, 0)
+    done = run(*kernel)
+    assert (done["finished"], done["rows"], done["skipped"]) == (True, 2 * 2 * (2 + 2), [])
+    document = json.loads((tmp_path / "out" / "kernel.json").read_text())
+    assert document["gpu"] == GPU.name
+    assert document["copy_GBps"] == round(2 * (1 << 16) / 5.07 / 1e3, 1)
+    assert len(document["commands"]) == 2
+    for library in (dense, sparse):
+        library.times["heuristic"] = 12.0
+    assert run("layout", *options)["rows"] == 2 * 2 * 2 * 8
+    outputs = json.loads((tmp_path / "out" / "layout.json").read_text())["outputs"]
+    assert outputs == {"cublaslt int8": "int32", "cusparselt int8": "bf16"}
+
+
+@pytest.mark.skipif(torch.version.cuda is not None, reason="this torch is built with CUDA")
+@pytest.mark.parametrize("command", ["kernel", "linear", "bandwidth", "layout", "spmm"])
+def test_without_a_gpu_commands_say_so_and_exit_3(
+    command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    done = CliRunner().invoke(app, [command])
+    assert (done.exit_code, done.stdout) == (3, "")
+    assert "NVIDIA GPU" in done.stderr
+    assert os.listdir(tmp_path) == []
+
+
+@pytest.mark.parametrize(
+    ("command", "fact"),
+    [
+        ("kernel --mode round", "round"),
+        ("kernel --m x", "'x'"),
+        ("linear --shapes 64", "'64'"),
+        ("layout --dtype fp4", "fp4"),
+        ("spmm --dtype int8", "int8"),
+        ("spmm --sparsity 5:4", "5:4"),
+        ("convert --size big", "'big'"),
+        ("convert --quant big", "'big'"),
+        ("report missing-folder", "missing-folder"),
+        ("accuracy nothing", "nothing"),
+    ],
+)
+def test_wrong_usage_exits_2(command: str, fact: str) -> None:
+    done = CliRunner().invoke(app, command.split())
+    assert (done.exit_code, done.stdout) == (2, "")
+    assert fact in done.stderr
+
+
+def test_stock_without_its_kernels_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stock, "_has", lambda namespace, name: name != "cutlass_scaled_mm")
+    (tmp_path / "lib.so").write_text("no library")
+    with pytest.raises(MissingError, match=r"cutlass_scaled_mm .*lib\.so.* --vllm-library"):
+        stock.find(tmp_path / "lib.so")
+    monkeypatch.setattr(stock, "_installed", list)
+    assert stock.find(None) is None
+
+
+def test_convert(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A model of one small layer."""
+    for name, value in (("HIDDEN", 256), ("INTERMEDIATE", 512), ("VOCABULARY", 1000)):
+        monkeypatch.setattr(conversion, name, value)
+    found = run("convert", "--size", "2MB", "--layout", "slided", "--folder", tmp_path)
+    assert found["bytes_in"] >= 2_000_000
+    assert found["largest_tensor"] == 1000 * 256 * 2
+    assert found["rate"] == pytest.approx(found["bytes_in"] / 1e6 / found["seconds"])
+    assert found["start_bytes"] <= found["peak_bytes"] <= found["allowed_bytes"]
+    assert [path.name for path in tmp_path.iterdir()] == []
+    del found["allowed_bytes"]
+    monkeypatch.setattr(conversion, "run", lambda *_: conversion.Result(**found))
+    assert f"{found['rate']:.0f} MB/s" in CliRunner().invoke(app, ["convert"]).stdout

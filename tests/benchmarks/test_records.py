@@ -1,0 +1,67 @@
+"""Tables on disk: resumed without repeating a row, never mixed with another machine's."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from fake_library import GPU, FakeLibrary
+
+from benchmarks.conditions import gpu_conditions
+from benchmarks.records import Format, Records, RecordsError, amend_conditions, write_conditions
+
+FORM = Format("t", ("a", "b"), ("us",))
+
+
+def test_a_torn_last_line_is_dropped_and_measured_again(tmp_path: Path) -> None:
+    path = tmp_path / "new" / "t.csv"
+    table = Records(path.parent, FORM)
+    table.add({"a": "x, y", "b": 1, "us": 1 / 3})
+    table.add({"a": "z", "b": 2, "us": 2.0})
+    whole = path.read_bytes()
+    assert whole == b'a,b,us\n"x, y",1,0.333\nz,2,2.000\n'
+    for lost in range(1, 10):
+        path.write_bytes(whole[:-lost])
+        again = Records(path.parent, FORM)
+        assert again.has({"a": "x, y", "b": 1, "us": 9.0})
+        assert not again.has({"a": "z", "b": 2})
+        again.add({"a": "z", "b": 2, "us": 2.0})
+        assert path.read_bytes() == whole
+
+
+def test_a_table_with_a_torn_head_begins_again(tmp_path: Path) -> None:
+    (tmp_path / "t.csv").write_text("a,b")
+    assert Records(tmp_path, FORM).rows == []
+    assert (tmp_path / "t.csv").read_text() == "a,b,us\n"
+
+
+@pytest.mark.parametrize(("text", "fact"), [("a,c\n", "a,c"), ("a,b,us\n1\n1,2,3\n", "line 2")])
+def test_a_foreign_table_is_refused_and_kept(tmp_path: Path, text: str, fact: str) -> None:
+    path = tmp_path / "t.csv"
+    path.write_text(text)
+    with pytest.raises(RecordsError, match=fact) as error:
+        Records(tmp_path, FORM)
+    assert str(path) in str(error.value)
+    assert path.read_text() == text
+
+
+def test_conditions_collect_commands_and_refuse_another_machine(tmp_path: Path) -> None:
+    path, found = tmp_path / "kernel.json", gpu_conditions(GPU, [FakeLibrary()])
+    assert (found["gpu"], found["capability"]) == (GPU.name, "9.0")
+    assert found["versions"]["cusparselt"] == "1.2.3"
+    assert found["versions"]["torch"] == torch.__version__
+    write_conditions(path, found, ["benchmarks", "kernel one"])
+    amend_conditions(path, {"copy_GBps": 4.0})
+    write_conditions(path, found, ["benchmarks", "again"])
+    document = json.loads(path.read_text())
+    assert document["commands"] == ["benchmarks 'kernel one'", "benchmarks again"]
+    assert document["copy_GBps"] == 4.0
+    for change in ({"gpu": "NVIDIA Other"}, {"versions": found["versions"] | {"torch": "0.1"}}):
+        with pytest.raises(RecordsError, match="--out"):
+            write_conditions(path, found | change, [])
+    assert json.loads(path.read_text()) == document
+    # a library that only one of the two has is no contradiction
+    write_conditions(path, found | {"versions": {"torch": torch.__version__, "hopper": "4"}}, [])
+    assert json.loads(path.read_text())["versions"] == found["versions"] | {"hopper": "4"}

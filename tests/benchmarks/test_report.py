@@ -1,0 +1,302 @@
+"""The report of small result files whose tables can be worked out by hand.
+
+All pages of the files in docs/ are compared with what is there by test_docs.py.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from results import FOUR, csv, four, layer, square, summed, tables
+
+from benchmarks.records import E2E, KERNEL, LINEAR, RecordsError
+from benchmarks.report import plots, render
+from benchmarks.report.data import floor_us
+from benchmarks.report.pages import REFERENCE
+
+
+@pytest.fixture(autouse=True)
+def no_plots(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tables alone, which take no time, but in tests of plots."""
+    if "plots" not in request.node.name:
+        monkeypatch.setattr(plots, "draw", lambda *_: [])
+
+
+def kernel(folder: Path, lines: Iterable[str], **conditions: Any) -> str:
+    """kernel.md of these lines."""
+    csv(folder, "kernel.csv", KERNEL.columns, lines)
+    (folder / "kernel.json").write_text(json.dumps(conditions))
+    assert folder / "kernel.md" in render(folder)
+    return (folder / "kernel.md").read_text()
+
+
+def missing(folder: Path) -> list[list[str]]:
+    """The rows of the table of what was not measured."""
+    return tables((folder / "README.md").read_text(), "Missing")[0][1:]
+
+
+# --- products
+
+
+def test_speedups_and_efficiency(tmp_path: Path) -> None:
+    """Dense 100 us: 2:4 in 62.5 is 1.60 times, 6:8 in 80 is 1.25 times, 2_inf in 125 is 0.80 times."""
+    lines = [
+        square("int8", "dense", 64, "cublaslt", 100),
+        square("int8", "dense", 64, "cublaslt-int8", 75),
+        square("int8", "dense", 64, "stock", 50),
+        square("int8", "2_inf", 64, "cusparselt", 125),
+        square("int8", "2:4", 64, "cusparselt", 62.5),
+        square("int8", "2_8", 64, "cusparselt", 80),  # the other spelling of 6:8
+        square("int8", "6:8", 64, "hopper", 50),
+    ]
+    text = kernel(tmp_path, lines)
+    dense, own_type, stock, efficiency = tables(text, "Square, M = N = K, INT8")
+    assert dense == [
+        ["M", "cublaslt us", "cublaslt-int8 us", "stock us", "2:4", "6:8", "2_inf"],
+        ["64", "100.0", "75.00", "50.00", "1.60", "1.25", "0.80"],
+        ["N/(N-1)", "", "", "", "2.00", "1.33", "1.00"],
+    ]
+    assert own_type[1] == ["64", "75.00", "1.20", "0.94", "0.60"]
+    assert stock[1] == ["64", "50.00", "0.80", "0.62", "0.40"]
+    # (1.25 / 1.6) / (0.5 / 0.75) and (0.8 / 1.6) / (0.5 / 1)
+    assert efficiency[1] == ["64", "100.0%", "117.2%", "100.0%"]
+    assert tables(text, "Square, M = N = K, hopper, INT8")[0][1] == ["64", "100.0", "75.00", "50.00", "2.00"]
+    assert "20.0% in the median, 20.0% at most" in text
+
+
+def test_no_ratio_without_both_sides(tmp_path: Path) -> None:
+    """Nothing is taken from another M, and no efficiency is there without 2:4."""
+    lines = [
+        square("int8", "dense", 64, "cublaslt", 100),
+        square("int8", "6:8", 64, "cusparselt", 80),
+        square("int8", "6:8", 128, "cusparselt", 160),
+        square("int8", "2:4", 256, "cusparselt", 70),
+    ]
+    (speedups,) = tables(kernel(tmp_path, lines), "Square, M = N = K, INT8")
+    assert [row[2:] for row in speedups[1:4]] == [["-", "1.25"], ["-", "-"], ["-", "-"]]
+    subject = ["kernel.csv, square", "INT8", "Square, M = N = K"]
+    assert missing(tmp_path) == [
+        [*subject, "cublaslt", "dense", "128, 256"],
+        [*subject, "cusparselt", "2:4", "64, 128"],
+        [*subject, "cusparselt", "6:8", "256"],
+    ]
+
+
+def test_layers_are_summed_only_when_all_four_are_there(tmp_path: Path) -> None:
+    """Layers 1, 2, 3, 94 (100 us) against 1, 2, 3, 44 (50 us): 2.00; the mean of their ratios is 1.28."""
+    lines = [
+        *(layer("A", n, "dense", 512, "cublaslt", us) for n, us in zip(FOUR, (1, 2, 3, 94), strict=True)),
+        *(layer("A", n, "6:8", 512, "cusparselt", us) for n, us in zip(FOUR, (1, 2, 3, 44), strict=True)),
+        *four("A", "4:6", 512, "cusparselt", 70)[:3],
+        *four("B", "dense", 512, "cublaslt", 30)[:2],  # of B two layers are known at all
+    ]
+    text = kernel(tmp_path, lines)
+    assert tables(text, "A, INT8")[0][:2] == [["M", "cublaslt us", "6:8"], ["512", "100.0", "2.00"]]
+    titles = re.findall(r"^## (.*)", text, flags=re.MULTILINE)
+    assert titles == ["A, INT8", "B o, INT8", "B qkv, INT8"]
+    file = ["kernel.csv", "INT8"]
+    assert missing(tmp_path) == [
+        [*file, "A", "cusparselt", "4:6", "all"],
+        [*file, "B o, B qkv", "cusparselt", "4:6, 6:8", "all"],
+    ]
+
+
+def test_floor_by_hand(tmp_path: Path) -> None:
+    """INT8, M 10, N 100, K 200 at 1 GB/s (1 byte takes 1 ns) and 0.001 TOPS (1000 operations take 1 us)."""
+    dense = (10 * 200 + 100 * 200 + 2 * 10 * 100) / 1e3
+    assert floor_us("int8", "dense", 10, 100, 200, 1.0, None) == pytest.approx(dense)
+    # 6:8: K' = 300; of 100 rows 150 values each and 37.5 bytes of their metadata
+    slided = (10 * 300 + 100 * 150 + 100 * 37.5 + 2 * 10 * 100) / 1e3
+    assert floor_us("int8", "6:8", 10, 100, 200, 1.0, None) == pytest.approx(slided)
+    assert floor_us("int8", "6:8", 10, 100, 200, 1.0, 0.001) == pytest.approx(400.0 * 0.75)
+    lines = [*four("A", "dense", 10, "cublaslt", 1e6), *four("A", "6:8", 10, "cusparselt", 9e5)]
+    assert "floor" not in kernel(tmp_path, lines)
+    # the dense product's own rate is the peak: it takes as long as it took
+    assert tables(kernel(tmp_path, lines, copy_GBps=1), "A, INT8")[-1] == [
+        ["M", "dense", "6:8"],
+        ["10", f"{4 * dense:.2f}", f"{4 * slided:.2f}"],
+    ]
+
+
+# --- layers
+
+
+LAYERS = [
+    summed("A", "dense", 64, "stock", 100),
+    summed("A", "6:8", 64, "cusparselt", 80),  # 1.25 times
+    summed("A", "dense", 512, "stock", 100),
+    summed("A", "6:8", 512, "cusparselt", 101),  # 1% is equal
+    summed("A", "dense", 4096, "stock", 100),
+    summed("A", "6:8", 4096, "cusparselt", 102),  # slower
+    summed("B", "dense", 64, "stock", 100, "fp8"),
+    summed("B", "6:8", 64, "cusparselt", 150, "fp8"),  # slower
+    summed("B", "dense", 512, "stock", 100, "fp8"),  # ours was not measured
+]
+
+
+def test_layers_beside_stock(tmp_path: Path) -> None:
+    csv(tmp_path, "linear.csv", LINEAR.columns, LAYERS)
+    render(tmp_path)
+    text = (tmp_path / "linear.md").read_text()
+    assert tables(text, "Beside stock vLLM")[0][1] == [
+        *("cusparselt", "6:8", "4", "1", "1", "2", "1.25 (A INT8, M 64)", "0.67 (B FP8, M 64)")
+    ]
+    assert tables(text, "A, INT8")[0][1] == ["64", "100.0", "1.25"]
+
+
+# --- whole models
+
+
+def rate(
+    system: str, value: float, pattern: str = "dense", m: int = 64, number: int = 1, stage: str = "prefill"
+) -> str:
+    return f"tiny,int8,{stage},{m},{pattern},{system},{number},{value}"
+
+
+RATES = [
+    *(rate("stock", value, number=i) for i, value in enumerate((1000, 900, 1100), 1)),
+    rate("off", 1020),
+    rate("cublaslt", 800),
+    rate("sparse", 1600, "2:4"),
+    *(rate("sparse", value, "6:8", number=i) for i, value in enumerate((980, 100, 970), 1)),
+    rate("stock", 500, m=128),
+    rate("sparse", 400, "2_8", m=128),  # the other spelling of 6:8
+    rate("sparse+dense", 300, "6:8", m=128),  # a system of older tables
+    rate("stock", 20, stage="decode"),
+    rate("stock", 10, stage="decode"),  # again: this one counts
+    rate("sparse", 12.5, "6:8", stage="decode"),
+]
+
+
+def test_whole_models(tmp_path: Path) -> None:
+    csv(tmp_path, "e2e.csv", E2E.columns, RATES)
+    render(tmp_path)
+    text = (tmp_path / "e2e.md").read_text()
+    rates, over_stock, over_dense, efficiency = tables(text, "tiny, prefill, INT8")
+    assert rates == [
+        ["M", "stock", "off", "cublaslt", "2:4", "6:8"],
+        ["64", "1000 ±10.0%", "1020", "800", "1600", "970 ±45.4%"],  # 880 / 970 / 2
+        ["128", "500", "-", "-", "-", "400"],
+    ]
+    assert over_stock == [
+        ["M", "2:4", "6:8"],
+        ["64", "1.60", "0.88"],  # of 980 / 1000, 100 / 900 and 970 / 1100 the middle one
+        ["128", "-", "0.80"],
+        ["N/(N-1)", "2.00", "1.33"],
+    ]
+    assert over_dense[1:3] == [["64", "2.00", "1.10"], ["128", "-", "-"]]
+    assert efficiency[1] == ["64", "100.0%", "82.7%"]  # 970 / 1100 / 1.6 / (2 / 3)
+    assert tables(text, "tiny, sparse+dense, prefill, INT8")[1][2] == ["128", "0.60"]
+    assert tables(text, "tiny, decode, INT8")[0][1] == ["64", "10.00", "12.50"]
+    found = {(row[0], row[1]): row[2:6] for row in tables(text, "Beside stock vLLM")[0][1:]}
+    assert found == {
+        ("prefill", "2:4"): ["1", "1", "0", "0"],
+        ("prefill", "6:8"): ["3", "0", "0", "3"],
+        ("decode", "6:8"): ["1", "1", "0", "0"],
+    }
+    assert "differ by 2.0% in the median" in text
+    assert "1 lines of `e2e.csv` were repeated" in (tmp_path / "README.md").read_text()
+
+
+def test_beside_a_reference(tmp_path: Path) -> None:
+    """Ours: 6:8 at 1.25 (M 64) and 1.10 (M 512) over cuBLASLt; INT8-writing cuBLASLt takes 88 of its 100 us."""
+    ours = [
+        *four("A", "dense", 64, "cublaslt", 100),
+        *four("A", "dense", 64, "cublaslt-int8", 88),
+        *four("A", "6:8", 64, "cusparselt", 80),
+        *four("A", "dense", 512, "cublaslt", 110),
+        *four("A", "6:8", 512, "cusparselt", 100),
+    ]
+    csv(tmp_path, "kernel.csv", KERNEL.columns, ours)
+    theirs = ["operands,A,int8,6:8,64,1.25", "operands,A,int8,6:8,512,1.25", "served,A,int8,6:8,512,1.12"]
+    reference = csv(
+        tmp_path, "r.csv", REFERENCE, [*theirs, "operands,A,int8,4:6,64,2", "operands,B,int8,6:8,64,2"]
+    )
+    render(tmp_path, reference)
+    text = (tmp_path / "comparison.md").read_text()
+    assert [row[1:] for row in tables(text, "Beside the reference")[0][1:]] == [
+        ["cublaslt", "2", "1", "0", "1", "0", "12.0%"],  # equal counts as reached
+        ["cublaslt-int8", "1", "0", "0", "1", "0", "12.0%"],
+        ["cublaslt", "1", "0", "1", "0", "0", "1.8%"],
+    ]
+    assert tables(text, "A, INT8")[0] == [["M", "6:8"], ["64", "1.250 ≥ 1.250"], ["512", "**1.100 < 1.250**"]]
+
+
+# --- files that stop early, or mean nothing
+
+
+def test_a_torn_or_failed_line_does_not_count(tmp_path: Path) -> None:
+    lines = [square("int8", "dense", m, "cublaslt", 100) for m in (64, 128)]
+    lines.insert(1, "square,square,square,int8,6:8,64,64,64,cusparselt,nan,,nan,")
+    path = csv(tmp_path, "kernel.csv", KERNEL.columns, lines)
+    path.write_text(path.read_text()[:-3])
+    render(tmp_path)
+    readme = (tmp_path / "README.md").read_text()
+    for words in (
+        "`kernel.csv` is torn",
+        "1 lines of `kernel.csv` hold no figure",
+        "`linear.csv` is not there",
+    ):
+        assert words in readme
+
+
+@pytest.mark.parametrize(
+    ("line", "fact"),
+    [
+        (square("int8", "5:8", 64, "cusparselt", 1), "5:8"),
+        (square("int8", "6:8", 64, "cusparselt", 1).replace("0.9", "fast"), "fast"),
+        ("cube" + square("int8", "6:8", 8, "cusparselt", 1)[6:], "'cube'"),
+    ],
+)
+def test_what_cannot_be_understood_is_an_error(tmp_path: Path, line: str, fact: str) -> None:
+    csv(tmp_path, "kernel.csv", KERNEL.columns, [line])
+    with pytest.raises(RecordsError, match=rf"kernel\.csv.*{fact}"):
+        render(tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["kernel.csv"]
+
+
+def test_nothing_to_report(tmp_path: Path) -> None:
+    for folder in (tmp_path, tmp_path / "none"):
+        with pytest.raises(RecordsError, match=str(folder)):
+            render(folder)
+
+
+# --- plots
+
+
+def test_plots(tmp_path: Path) -> None:
+    """The same bytes each time, without a date; panels of six sections a file; bars at the largest common M."""
+    cells = (("dense", "cublaslt", 100), ("2:4", "cusparselt", 60), ("6:8", "cusparselt", 85))
+    lines = []
+    for m in (64, 1024):
+        for pattern, provider, us in cells:
+            lines.append(square("int8", pattern, m, provider, us))
+            for i in range(6 if m == 64 else 1):
+                lines += four(f"model {i}", pattern, m, provider, us)
+    lines.append(square("fp8", "dense", 64, "cublaslt", 100))  # nothing sparse: no plot
+    csv(tmp_path, "kernel.csv", KERNEL.columns, lines)
+    csv(tmp_path, "linear.csv", LINEAR.columns, LAYERS)
+    csv(tmp_path, "e2e.csv", E2E.columns, RATES)
+    first = {path.name: path.read_bytes() for path in render(tmp_path)}
+    names = ["kernel-speedup-int8.svg", "kernel-speedup-int8-2.svg", "kernel-models-int8.svg"]
+    names += [f"linear-{what}-{dtype}.svg" for dtype in ("int8", "fp8") for what in ("speedup", "models")]
+    names += [
+        f"e2e-{stage}-{what}-int8.svg" for stage in ("prefill", "decode") for what in ("speedup", "models")
+    ]
+    assert [name for name in first if name.endswith(".svg")] == names
+    assert {path.name: path.read_bytes() for path in render(tmp_path)} == first
+    shown = [first[name].decode() for name in names]
+    assert [sorted(set(re.findall(r"model \d", text))) for text in shown[:2]] == [
+        [f"model {i}" for i in range(5)],
+        ["model 5"],
+    ]
+    assert "INT8, M = 64; line over a bar" in shown[2]
+    assert "speed-up over stock" in shown[3]
+    for name, text in zip(names, shown, strict=True):
+        assert "dc:date" not in text
+        assert f"]({name})" in (tmp_path / f"{name.split('-')[0]}.md").read_text()

@@ -1,0 +1,485 @@
+"""Conversions with calibration data: the whole way from float weights to a checkpoint read back."""
+
+from __future__ import annotations
+
+import json
+import weakref
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from calibration import LINEARS, TOKENS, calibrated, write_ids
+from checkpoints import DOWN, LLAMA, Q, bert, config_of, convert, llama, snapshot, tensors_of, write
+from strategies import NAMED, assert_same_bits
+
+from slidesparse.calibrate import inputs, pipeline
+from slidesparse.calibrate.inputs import Hessian, HiddenStates
+from slidesparse.calibrate.models import LayeredModel, open_model
+from slidesparse.calibrate.pipeline import Position, prune_floats
+from slidesparse.calibrate.resume import work_folder
+from slidesparse.calibrate.task import Calibration, Task
+from slidesparse.checkpoint.inspection import inspect, verify
+from slidesparse.checkpoint.metadata import Metadata
+from slidesparse.checkpoint.storage import Checkpoint
+from slidesparse.convert import stream
+from slidesparse.convert.options import ConvertOptions
+from slidesparse.convert.plan import calibration_task, make_plan
+from slidesparse.convert.report import Report
+from slidesparse.convert.stream import worst_layers
+from slidesparse.errors import CalibrationError, EnvironmentFault
+from slidesparse.pattern import SlidePattern
+from slidesparse.prune import prune
+from slidesparse.quantize import dequantize_rows, quantize_rows
+from slidesparse.slide import violations
+
+CPU = torch.device("cpu")
+FIRST = "model.layers.0.self_attn.q_proj"
+METHODS = pytest.mark.parametrize("method", ["sparsegpt", "wanda", "magnitude"])
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return llama(tmp_path_factory.mktemp("calibrated") / "source")
+
+
+@pytest.fixture
+def ids(tmp_path: Path) -> str:
+    return write_ids(tmp_path / "ids.npy")
+
+
+def errors(report: Report) -> dict[str, float]:
+    return {row["name"]: row["error_quantized"] for row in report.layers}
+
+
+def served(folder: Path, layer: str) -> torch.Tensor:
+    """The weight that the codes of a converted layer stand for."""
+    tensors = tensors_of(folder)
+    return dequantize_rows(tensors[f"{layer}.weight"], tensors[f"{layer}.weight_scale"])
+
+
+# Patterns, methods and errors
+
+
+@pytest.mark.parametrize("ratio", NAMED)
+@pytest.mark.parametrize("method", ["sparsegpt", "wanda"])
+def test_every_pattern(source: Path, tmp_path: Path, ids: str, ratio: str, method: str) -> None:
+    """K is 64 and 88: most patterns leave a tail.  Every tensor-parallel shard obeys with its phase."""
+    pattern = SlidePattern.parse(ratio)
+    quant = "fp8" if NAMED.index(ratio) % 2 else "int8"
+    report = calibrated(
+        source, tmp_path / "out", ids, pattern=pattern, method=method, quant=quant, finetune=1
+    )
+    before, after = tensors_of(source), tensors_of(tmp_path / "out")
+    assert sorted(report.pruned) == LINEARS
+    for name in LINEARS:
+        codes = after[f"{name}.weight"]
+        assert violations(codes, pattern) is None
+        for tp in (2, 4, 8):
+            for columns in torch.arange(codes.shape[1]).tensor_split(tp):
+                start, stop = int(columns[0]), int(columns[-1]) + 1
+                shard = codes[:, start:stop].contiguous()
+                assert violations(shard, pattern, pattern.shard_phase(start)) is None
+    for name, tensor in before.items():
+        if name.removesuffix(".weight") not in LINEARS:
+            assert_same_bits(after[name], tensor)  # lm_head, embeddings, norms
+    assert inspect(tmp_path / "out").violations == 0
+    for row in report.layers:
+        assert (row["out_features"], row["in_features"]) == LLAMA.linears()[row["name"]]
+        assert (row["violations"], row["dead_columns"], row["method"]) == (0, 0, method)
+        assert row["tokens"] == TOKENS[0] * TOKENS[1]
+        assert 0 < row["scale_min"] <= row["scale_max"]
+        assert ratio == "2_inf" or 0 < row["error_pruned"] <= row["error_quantized"] * 1.01 < 1
+        assert row["zeros"] == int((after[f"{row['name']}.weight"].float() == 0).sum())
+    assert not work_folder(tmp_path / "out").exists()
+
+
+def test_an_encoder_and_its_texts(tmp_path: Path) -> None:
+    source, calib = bert(tmp_path / "source"), tmp_path / "calib.jsonl"
+    texts = [" ".join(f"w{(i * j) % 50}" for j in range(2, 4 + i % 12)) for i in range(40)]
+    calib.write_text("\n".join(json.dumps({"text": text}) for text in texts))
+    report = calibrated(source, tmp_path / "out", str(calib), seqlen=None, samples=30)
+    assert len(report.pruned) == 12
+    assert report.samples.startswith("calib.jsonl, 30 samples, ")
+    assert all(0 < row["block_error_finetuned"] <= row["block_error"] < 1 for row in report.layers)
+    assert inspect(tmp_path / "out").violations == 0
+    by_magnitude = calibrated(source, tmp_path / "m", str(calib), seqlen=None, samples=30, method="magnitude")
+    assert sum(errors(report).values()) < 0.8 * sum(errors(by_magnitude).values())
+
+
+def test_methods_in_order_and_sweeps_help(source: Path, tmp_path: Path, ids: str) -> None:
+    """Magnitude chooses with data what it chooses without."""
+    runs = {"sparsegpt": {}, "alone": {"sweeps": 0}, "wanda": {}, "magnitude": {}}
+    total = {}
+    for name, options in runs.items():
+        method = "sparsegpt" if name == "alone" else name
+        report = calibrated(source, tmp_path / name, ids, method=method, finetune=0, **options)
+        total[name] = sum(errors(report).values())
+    assert list(total) == sorted(total, key=total.__getitem__), total
+    assert report.sensitivity == sorted(errors(report), key=errors(report).__getitem__, reverse=True)
+    convert(source, tmp_path / "without")
+    assert snapshot(tmp_path / "magnitude") == snapshot(tmp_path / "without")
+
+
+@pytest.mark.parametrize("epochs", [0, 2])
+def test_the_error_reported_is_that_of_what_was_written(
+    source: Path, tmp_path: Path, ids: str, epochs: int
+) -> None:
+    """The inputs of layer 0's q_proj do not depend on pruning: normed embeddings, which are easy to make here."""
+    report = calibrated(source, tmp_path / "out", ids, finetune=epochs)
+    rows = {row["name"]: row for row in report.layers}
+    tensors = tensors_of(source)
+    x = tensors["model.embed_tokens.weight"].double()[torch.from_numpy(np.load(ids)).flatten()]
+    x = x / (x.square().mean(-1, keepdim=True) + 1e-6).sqrt()
+    w = tensors[f"{FIRST}.weight"].double()
+    expected = float((x @ (w - served(tmp_path / "out", FIRST).double()).t()).norm() / (x @ w.t()).norm())
+    reported = "error_finetuned" if epochs else "error_quantized"
+    assert rows[FIRST][reported] == pytest.approx(expected, rel=1e-4)  # H and its products are float32
+    assert rows[FIRST]["error_finetuned"] != rows[FIRST]["error_quantized"]
+    assert report.sensitivity[0] == max(rows.values(), key=lambda row: row[reported])["name"]
+
+
+def test_later_layers_see_the_pruned_ones_before(source: Path, tmp_path: Path, ids: str) -> None:
+    """Layer 1's inputs, and so its weights, depend on what became of layer 0."""
+    calibrated(source, tmp_path / "all", ids, finetune=0)
+    calibrated(source, tmp_path / "last", ids, finetune=0, skip=[r"layers\.0\."])
+    first, second = tensors_of(tmp_path / "all"), tensors_of(tmp_path / "last")
+    assert not torch.equal(first[f"{Q}.weight"], second[f"{Q}.weight"])
+
+
+@pytest.mark.parametrize("sparser", ["2:4", "6:8"])
+@METHODS
+def test_a_layer_that_obeys_the_pattern_is_kept(
+    source: Path, tmp_path: Path, ids: str, sparser: str, method: str
+) -> None:
+    tensors = tensors_of(source)
+    for name in LINEARS:
+        tensors[f"{name}.weight"] = prune(tensors[f"{name}.weight"], SlidePattern.parse(sparser))
+    kept = write(tmp_path / "pruned", config_of(source), tensors)
+    calibrated(kept, tmp_path / "out", ids, method=method, finetune=0)
+    written = tensors_of(tmp_path / "out")
+    for name in LINEARS:
+        codes, _ = quantize_rows(tensors[f"{name}.weight"].float(), torch.int8, "cuda")
+        assert torch.equal(written[f"{name}.weight"], codes)
+    if method == "sparsegpt":
+        calibrated(kept, tmp_path / "tuned", ids, method=method, finetune=1)
+        changed = tensors_of(tmp_path / "tuned")
+        zeros = {name: tensors[f"{name}.weight"] == 0 for name in LINEARS}
+        assert all(not changed[f"{name}.weight"][zero].any() for name, zero in zeros.items())
+
+
+@METHODS
+def test_inputs_that_are_not_finite_are_refused(source: Path, tmp_path: Path, ids: str, method: str) -> None:
+    tensors = tensors_of(source)
+    name = "model.layers.0.mlp.up_proj.weight"
+    tensors[name] = torch.full_like(tensors[name], 3e38)
+    overflowing = write(tmp_path / "huge", config_of(source), tensors)
+    with pytest.raises(CalibrationError, match="not finite"):
+        calibrated(overflowing, tmp_path / "out", ids, method=method)
+
+
+# Where the dense model is the target
+
+
+def floats(source: Path, folder: Path, ids: str, rule: Any = None, **options: Any) -> dict[str, torch.Tensor]:
+    calibration = Calibration(ids, samples=60, seqlen=24, device="cpu", finetune=0, **options)
+    checkpoint = Checkpoint.open(source)
+    plan = make_plan(checkpoint, ConvertOptions(SlidePattern(8), calibration=calibration))
+    with checkpoint.reader() as reader:
+        return prune_floats(calibration_task(plan), reader, folder, rule)
+
+
+def hidden(source: Path, ids: np.ndarray, changed: dict[str, torch.Tensor]) -> torch.Tensor:
+    """The last block's output of a model with some of its weights replaced."""
+    model, tokens = open_model(Checkpoint.open(source)), torch.from_numpy(ids)
+    with model.checkpoint.reader() as reader:
+        x = model.embedder(reader, list(tokens), CPU)(tokens)
+        for number in range(model.blocks):
+            block, prefix = model.load(reader, number, CPU), model.prefix(number)
+            block.weights |= {
+                f"{name.removeprefix(prefix)}.weight": w.float()
+                for name, w in changed.items()
+                if name.startswith(prefix)
+            }
+            x = block.output(x)
+    return x
+
+
+def test_the_model_comes_nearer_to_the_dense_one(source: Path, tmp_path: Path) -> None:
+    """The samples are those it was pruned with.  Only the first stage reads what it reads in the dense model."""
+    ids = np.load(write_ids(tmp_path / "ids.npy", 60))
+    dense = hidden(source, ids, {})
+    found = {
+        target: floats(source, tmp_path, str(tmp_path / "ids.npy"), target=target)
+        for target in ("own", "dense")
+    }
+    error = {
+        target: float((hidden(source, ids, weights) - dense).norm()) for target, weights in found.items()
+    }
+    assert 0 < error["dense"] < 0.98 * error["own"]
+    assert torch.equal(found["own"][FIRST], found["dense"][FIRST])
+    second = "model.layers.0.self_attn.o_proj"
+    assert not torch.equal(found["own"][second], found["dense"][second])
+
+
+def test_layers_pruned_by_a_rule_of_the_callers_own_feed_the_next(
+    source: Path, tmp_path: Path, ids: str
+) -> None:
+    """The rule leaves no weight: then q, k and v give biases alone for o to read, and gate and up for down."""
+    alike = []
+
+    def nothing_left(w: torch.Tensor, hessian: Hessian) -> torch.Tensor:
+        spread = torch.linalg.eigvalsh(hessian.matrix)
+        alike.append(bool(spread[-2] < 1e-4 * spread[-1]))  # every token gives the same input: rank one
+        return torch.zeros_like(w)
+
+    found = floats(source, tmp_path, ids, nothing_left)
+    assert sorted(found) == LINEARS
+    assert not any(w.any() for w in found.values())
+    assert alike == [False, False, False, True, False, False, True] * LLAMA.layers
+
+
+def test_room_for_both_streams_is_counted(
+    source: Path, tmp_path: Path, ids: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def task(target: str) -> Task:
+        calibration = Calibration(ids, seqlen=24, device="cpu", target=target)
+        options = ConvertOptions(SlidePattern(8), calibration=calibration)
+        return calibration_task(make_plan(Checkpoint.open(source), options))
+
+    one, two = task("own"), task("dense")
+    assert two.disk_bytes() == one.disk_bytes()  # they stay in memory
+    monkeypatch.setattr(inputs, "MEMORY_BYTES", 0)
+    assert two.disk_bytes() - one.disk_bytes() == 4 * two.samples.tokens * LLAMA.hidden
+    nbytes = 4 * 6 * 24 * 64
+    for limit, where in ((2 * nbytes, "memory"), (2 * nbytes - 1, "disk")):
+        assert HiddenStates([(6, 24, 64)], CPU, tmp_path, limit, streams=2).where == where
+
+
+# Memory and disk
+
+
+def test_spilled_hidden_states_change_nothing(
+    source: Path, tmp_path: Path, ids: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calibrated(source, tmp_path / "memory", ids, finetune=1)
+    monkeypatch.setattr(inputs, "MEMORY_BYTES", 0)
+    calibrated(source, tmp_path / "disk", ids, finetune=1)
+    assert snapshot(tmp_path / "disk") == snapshot(tmp_path / "memory")
+
+
+@pytest.mark.gpu
+def test_inputs_kept_on_the_gpu_change_nothing(
+    source: Path, tmp_path: Path, ids: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Kept between stages, or computed anew for each; hidden states on the GPU or on the disk."""
+    calibrated(source, tmp_path / "kept", ids, device="cuda")
+    monkeypatch.setattr(inputs, "KEPT_PART", 2**60)
+    calibrated(source, tmp_path / "anew", ids, device="cuda")
+    monkeypatch.setattr(inputs, "DEVICE_PART", 2**60)
+    monkeypatch.setattr(inputs, "MEMORY_BYTES", 0)
+    calibrated(source, tmp_path / "disk", ids, device="cuda")
+    assert snapshot(tmp_path / "kept") == snapshot(tmp_path / "anew") == snapshot(tmp_path / "disk")
+    assert inspect(tmp_path / "kept").violations == 0
+
+
+def test_no_more_than_a_block_is_in_memory(
+    source: Path, tmp_path: Path, ids: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    alive: list[weakref.ref[torch.Tensor]] = []
+    most, load = 0, LayeredModel.load
+
+    def counted(self: Any, *arguments: Any) -> Any:
+        nonlocal most
+        block = load(self, *arguments)
+        alive.extend(weakref.ref(tensor) for tensor in block.weights.values())
+        most = max(most, sum(found.nbytes for ref in alive if (found := ref()) is not None))
+        return block
+
+    monkeypatch.setattr(LayeredModel, "load", counted)
+    calibrated(source, tmp_path / "out", ids, finetune=1)
+    one = sum(4 * tensor.numel() for name, tensor in tensors_of(source).items() if ".layers.0." in name)
+    assert most <= 2 * one  # the next block is read while the name of the last still stands
+
+
+def test_a_gpu_that_is_too_small_is_explained(
+    source: Path, tmp_path: Path, ids: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: Any) -> Any:
+        raise torch.OutOfMemoryError("tried to allocate 3 GiB")
+
+    monkeypatch.setattr(pipeline, "gather", full)
+    with pytest.raises(CalibrationError, match=r"memory of cpu .*3 GiB.*--samples"):
+        calibrated(source, tmp_path / "out", ids)
+
+
+def test_finished_blocks_need_no_room_again(
+    source: Path, tmp_path: Path, ids: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A full disk says how to go on, and going on asks for as much less as there is."""
+    asked: list[int] = []
+    monkeypatch.setattr(stream, "require_space", lambda _, needed: asked.append(needed))
+
+    def full(*_: Any) -> Any:
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(stream, "read_back", full)
+        with pytest.raises(EnvironmentFault, match="with --resume"):
+            calibrated(source, tmp_path / "out", ids, finetune=0)
+    there = sum(path.stat().st_size for path in work_folder(tmp_path / "out").glob("layer-*.safetensors"))
+    calibrated(source, tmp_path / "out", ids, finetune=0, resume=True)
+    assert there > 0
+    assert asked[0] - asked[1] == there
+
+
+# Which layers, and how
+
+
+def test_mixed_patterns(source: Path, tmp_path: Path, ids: str) -> None:
+    rules = ["down_proj=8:10", r"layers\.1\..*down_proj=14:16", "gate_proj|up_proj=4:6"]
+    for name, options in (
+        ("calibrated", {"calibration": Calibration(ids, seqlen=24, finetune=1)}),
+        ("plain", {}),
+    ):
+        report = convert(source, tmp_path / name, layer=rules, **options)
+        ratios = {layer: pattern.ratio for layer, pattern in report.patterns.items()}
+        assert ratios[DOWN] == "8:10"
+        assert ratios["model.layers.1.mlp.down_proj"] == "14:16"
+        assert ratios["model.layers.1.mlp.gate_proj"] == "4:6"
+        assert ratios[Q] == "6:8"
+        metadata = Metadata.of_config(config_of(tmp_path / name)["quantization_config"])
+        assert metadata is not None
+        assert metadata.pattern.ratio == "6:8"
+        assert {layer: entry.pattern.ratio for layer, entry in metadata.layers.items()} == ratios
+        for layer, ratio in ratios.items():
+            weight = tensors_of(tmp_path / name)[f"{layer}.weight"]
+            assert violations(weight, SlidePattern.parse(ratio)) is None
+        slided = tmp_path / f"{name} slided"
+        convert(source, slided, layer=rules, layout="slided", **options)
+        assert verify(tmp_path / name, slided).equal
+
+
+def test_skipped_layers_are_quantized_and_not_pruned(source: Path, tmp_path: Path, ids: str) -> None:
+    convert(source, tmp_path / "quantized", "2_inf")
+    expected = tensors_of(tmp_path / "quantized")
+    for name, options in (
+        ("calibrated", {"calibration": Calibration(ids, seqlen=24, finetune=1)}),
+        ("plain", {}),
+    ):
+        report = convert(source, tmp_path / name, skip=["o_proj", r"1.*down"], **options)
+        layers = [f"model.layers.{i}.self_attn.o_proj" for i in (0, 1)] + ["model.layers.1.mlp.down_proj"]
+        assert report.skipped == dict.fromkeys(layers, "--skip")
+        found, block = tensors_of(tmp_path / name), config_of(tmp_path / name)["quantization_config"]
+        for layer in report.skipped:
+            assert_same_bits(found[f"{layer}.weight"], expected[f"{layer}.weight"])
+            assert_same_bits(found[f"{layer}.weight_scale"], expected[f"{layer}.weight_scale"])
+            assert layer not in block["slidesparse"]["layers"]
+        assert block["ignore"] == ["lm_head"]
+        slided = tmp_path / f"{name} slided"
+        convert(tmp_path / name, slided, layout="slided")
+        assert verify(tmp_path / name, slided).equal
+
+
+@pytest.mark.parametrize("how", [{"skip": ["o_proj"]}, {"skip_worst": "30%"}], ids=["skip", "skip-worst"])
+@pytest.mark.parametrize("method", ["sparsegpt", "wanda"])
+def test_skipped_layers_are_seen_as_they_are_served(
+    source: Path, tmp_path: Path, ids: str, monkeypatch: pytest.MonkeyPatch, method: str, how: dict[str, Any]
+) -> None:
+    """Quantized: by the layers behind them, while they are pruned, and while they are trained."""
+    seen: dict[str, torch.Tensor] = {}
+    trained: list[set[str]] = []
+    prune_rows, tune = pipeline._prune_rows, pipeline.finetune
+
+    def look(at: Position, *rest: Any) -> Any:
+        for name in (name for stage in at.block.stages for name in stage):
+            if at.full(name) in at.task.skipped:
+                seen[at.full(name)] = at.block.weights[f"{name}.weight"].clone()
+        return prune_rows(at, *rest)
+
+    def finetune(inputs: Any, targets: Any, pruned: Any, quantized: Any, *rest: Any) -> Any:
+        trained.append(set(quantized) - set(pruned))
+        return tune(inputs, targets, pruned, quantized, *rest)
+
+    monkeypatch.setattr(pipeline, "_prune_rows", look)
+    monkeypatch.setattr(pipeline, "finetune", finetune)
+    report = calibrated(source, tmp_path / "out", ids, method=method, finetune=1, **how)
+    assert report.skipped
+    assert set(seen) == set(report.skipped)
+    assert all(torch.equal(weight, served(tmp_path / "out", name)) for name, weight in seen.items())
+    assert any(trained) == (method == "sparsegpt")
+
+
+def test_the_worst_layers_are_skipped(source: Path, tmp_path: Path, ids: str) -> None:
+    report = calibrated(source, tmp_path / "out", ids, skip_worst="30%", finetune=0)
+    assert set(report.skipped.values()) == {"--skip-worst"}
+    assert 1 <= len(report.skipped) <= 0.3 * len(LINEARS)
+    ranked = calibrated(source, tmp_path / "wanda", ids, method="wanda").sensitivity
+    assert set(report.skipped) & set(ranked[:5])
+    assert not set(report.skipped) & set(report.pruned)
+    assert inspect(tmp_path / "out").violations == 0
+
+
+def test_worst_layers_go_in_whole_groups() -> None:
+    groups = [("a.q", "a.k", "a.v"), ("a.g", "a.u")]
+    found = {"a.q": 0.1, "a.k": 0.9, "a.v": 0.1, "a.g": 0.5, "a.u": 0.4, "a.o": 0.6, "a.d": 0.2}
+    assert worst_layers(found, groups, 0.01) == {"a.q", "a.k", "a.v"}  # at least one group
+    assert worst_layers(found, groups, 4 / 7) == {"a.q", "a.k", "a.v", "a.o"}
+    assert worst_layers(found, groups, 0.99) == {"a.q", "a.k", "a.v", "a.o", "a.g", "a.u"}
+
+
+def test_lm_head_and_embeddings_are_left_alone_whatever_matches(
+    source: Path, tmp_path: Path, ids: str
+) -> None:
+    for name, options in (
+        ("calibrated", {"calibration": Calibration(ids, seqlen=24, finetune=0)}),
+        ("plain", {}),
+    ):
+        report = convert(source, tmp_path / name, linear="proj|lm_head|embed", **options)
+        assert sorted(report.pruned) == LINEARS
+
+
+def test_shards_and_tied_embeddings(source: Path, tmp_path: Path, ids: str) -> None:
+    """The same layers come out of a source in two files without an lm_head of its own."""
+    tensors = {name: t for name, t in tensors_of(source).items() if name != "lm_head.weight"}
+    config = config_of(source) | {"tie_word_embeddings": True}
+    apart = write(tmp_path / "apart", config, tensors, shards=2)
+    assert len(list(apart.glob("*.safetensors"))) == 2
+    for name, folder in (("one", source), ("two", apart)):
+        calibrated(folder, tmp_path / name, ids, finetune=1)
+    one, two = (tensors_of(tmp_path / name) for name in ("one", "two"))
+    assert set(one) - set(two) == {"lm_head.weight"}
+    for name, tensor in two.items():
+        assert torch.equal(tensor.view(torch.uint8), one[name].view(torch.uint8))
+
+
+# What is refused, before anything is written
+
+
+@pytest.mark.parametrize(
+    ("options", "fact"),
+    [
+        ({"device": "tpu"}, "--device 'tpu'"),
+        ({"sweeps": -1}, "--sweeps -1"),
+        ({"target": "mean"}, "--target 'mean'"),
+        ({"finetune": -1}, "--finetune -1"),
+        ({"target": "own", "finetune": 2}, "--target own"),
+    ],
+)
+def test_options_of_calibration_that_cannot_be_used(options: dict[str, Any], fact: str) -> None:
+    with pytest.raises(CalibrationError, match=fact):
+        Calibration("random", **options)
+
+
+def test_layers_that_are_not_run_are_refused(tmp_path: Path) -> None:
+    source = llama(tmp_path / "source", model__extra__weight=torch.ones(8, 8).bfloat16())
+    with pytest.raises(CalibrationError, match=r"model\.extra is none"):
+        calibrated(source, tmp_path / "out", "random", samples=1, linear="_proj|extra")
+    assert [path.name for path in tmp_path.iterdir()] == ["source"]
+
+
+def test_a_gpu_that_is_not_there(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(EnvironmentFault, match="--device cuda"):
+        calibrated(source, tmp_path / "out", "random", samples=1, device="cuda")

@@ -1,0 +1,379 @@
+"""Figures of quality against plain computations; the data, the engine's process and the commands around them."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from checkpoints import write_tokenizer
+from commands import Done
+
+from slidesparse.errors import SlideSparseError
+from slidesparse.evaluate import embedding, engine, perplexity
+from slidesparse.evaluate.engine import Engine, Scored
+from slidesparse.evaluate.intervals import bootstrap, mean
+from slidesparse.evaluate.texts import texts_or_pairs, window_of, windows
+
+VOCABULARY = 12
+
+
+# Figures
+
+
+def distributions(tokens: int, seed: int) -> np.ndarray:
+    """Log-probabilities [tokens, VOCABULARY]."""
+    scores = np.random.default_rng(seed).normal(0, 2, (tokens, VOCABULARY))
+    return scores - np.log(np.exp(scores).sum(-1, keepdims=True))
+
+
+def likeliest(logprobs: np.ndarray, top: int) -> tuple[np.ndarray, np.ndarray]:
+    ids = np.argsort(-logprobs, axis=1)[:, :top]
+    return ids, np.take_along_axis(logprobs, ids, axis=1)
+
+
+def lumped(p: np.ndarray, q: np.ndarray, top: int) -> float:
+    """KL of two distributions, tokens among the likeliest of both apart and the others as one: written out."""
+    both = set(np.argsort(-p)[:top]) & set(np.argsort(-q)[:top])
+    rest = [token for token in range(len(p)) if token not in both]
+    atoms = [(math.exp(p[token]), math.exp(q[token])) for token in both]
+    if rest:
+        atoms.append((sum(math.exp(p[token]) for token in rest), sum(math.exp(q[token]) for token in rest)))
+    return sum(a * math.log(a / b) for a, b in atoms)
+
+
+@pytest.mark.parametrize("top", [1, 3, 7, VOCABULARY])
+def test_divergence_is_that_of_the_lumped_distributions(top: int) -> None:
+    p, q = distributions(50, 0), distributions(50, 1)
+    found = perplexity.divergence(*likeliest(p, top), *likeliest(q, top))
+    whole = (np.exp(p) * (p - q)).sum(-1)
+    for row in range(50):
+        assert found[row] == pytest.approx(lumped(p[row], q[row], top), abs=1e-9)
+        assert found[row] <= whole[row] + 1e-9
+    if top == VOCABULARY:
+        assert found == pytest.approx(whole, abs=1e-9)
+    assert perplexity.divergence(*likeliest(p, top), *likeliest(p, top)) == pytest.approx(0, abs=1e-12)
+
+
+def test_the_interval_of_a_mean_is_that_of_theory() -> None:
+    values = np.random.default_rng(0).normal(5.0, 2.0, 4000)
+    found = bootstrap(mean, values)
+    half = 1.96 * values.std() / 4000**0.5
+    assert found.value == pytest.approx(values.mean())
+    assert found.high - found.value == pytest.approx(half, rel=0.1)  # 2000 rounds give the ends to some 4%
+    assert found.value - found.low == pytest.approx(half, rel=0.1)
+    assert bootstrap(mean, values) == found
+
+
+def test_pairs_stay_together() -> None:
+    values = np.random.default_rng(0).normal(0.0, 100.0, 50)
+    found = bootstrap(lambda a, b: mean(a) - mean(b), values + 0.5, values)
+    assert (found.low, found.value, found.high) == pytest.approx((0.5, 0.5, 0.5), abs=1e-9)
+
+
+def scored(logprobs: np.ndarray, tops: np.ndarray, top: int = 3) -> Scored:
+    ids, values = likeliest(tops, top)
+    return Scored({"logprobs": logprobs, "top_ids": ids, "top_logprobs": values}, "")
+
+
+def test_perplexity_and_its_comparison() -> None:
+    ids = [[1] * 5, [1] * 9, [1] * 3]
+    generator = np.random.default_rng(0)
+    ours, theirs = (generator.normal(-3, 1, 14) for _ in range(2))
+    p, q = distributions(14, 0), distributions(14, 1)
+    found = perplexity.summarize("a", "b", ids, scored(ours, p), scored(theirs, q))
+    assert (found.windows, found.tokens) == (3, 14)
+    assert found.perplexity.value == pytest.approx(math.exp(-ours.mean()))
+    compared = found.comparison
+    assert compared is not None
+    assert compared.perplexity.value == pytest.approx(math.exp(-theirs.mean()))
+    assert compared.delta_pct.value == pytest.approx(100 * (math.exp(theirs.mean() - ours.mean()) - 1))
+    assert compared.top1.value == pytest.approx(np.mean(p.argmax(1) == q.argmax(1)))
+    assert compared.kl.value == pytest.approx(np.mean([lumped(q[i], p[i], 3) for i in range(14)]), abs=1e-6)
+    assert not compared.exact
+    exact = perplexity.summarize("a", "b", ids, scored(ours, p, VOCABULARY), scored(theirs, q, VOCABULARY))
+    assert exact.comparison is not None
+    assert exact.comparison.exact
+    assert set(exact.to_json()) - set(found.to_json()) == {"kl"}
+
+
+def test_retrieval_is_what_sorting_gives() -> None:
+    generator = np.random.default_rng(0)
+    ours, theirs = generator.normal(size=(60, 8)), generator.normal(size=(60, 8))
+    ours[30:] += 0.8 * ours[:30]  # documents near their queries
+    theirs += ours
+    found = embedding.summarize("a", "b", ours, theirs, True, ("", "")).to_json()
+
+    def by_hand(vectors: np.ndarray) -> tuple[list[float], list[set[int]]]:
+        unit = vectors / np.linalg.norm(vectors, axis=1, keepdims=True)
+        orders = [sorted(range(30), key=lambda j, i=i: -float(unit[i] @ unit[30 + j])) for i in range(30)]
+        return [1 / (1 + order.index(i)) for i, order in enumerate(orders)], [set(o[:10]) for o in orders]
+
+    (mine, near), (reference, wanted) = by_hand(ours), by_hand(theirs)
+    cosines = (ours * theirs).sum(1) / np.linalg.norm(ours, axis=1) / np.linalg.norm(theirs, axis=1)
+    for name, expected in {
+        "mrr": np.mean(mine),
+        "mrr_against": np.mean(reference),
+        "mrr_loss": np.mean(reference) - np.mean(mine),
+        "top10": np.mean([len(a & b) / 10 for a, b in zip(near, wanted, strict=True)]),
+        "cosine_mean": cosines.mean(),
+        "cosine_p1": np.quantile(cosines, 0.01),
+    }.items():
+        assert found[name]["value"] == pytest.approx(expected), name
+    alike = embedding.summarize("a", None, np.ones((20, 4)), None, True, ("", "")).to_json()
+    assert alike["mrr"]["value"] == pytest.approx(1 / 10)  # among equals the own document comes last
+    assert set(alike) == {"model", "texts", "mrr", "served_by"}
+
+
+# Data
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A checkpoint's folder with a tokenizer of one letter a token, and another one."""
+    write_tokenizer(tmp_path, "abcdefghijklmnopqrstuvwxyz")
+    (tmp_path / "other").mkdir()
+    for each in (tmp_path, tmp_path / "other"):
+        (each / "config.json").write_text('{"vocab_size": 26}')
+    return tmp_path
+
+
+def test_windows_of_texts_and_ids(folder: Path) -> None:
+    (folder / "a.txt").write_text("a b c d\ne f g")
+    (folder / "a.jsonl").write_text('{"text": "a b c"}\n"d e f g"\n')
+    np.save(folder / "stream.npy", np.arange(7))
+    np.save(folder / "rows.npy", np.arange(8).reshape(2, 4))
+    for name in ("a.txt", "a.jsonl", "stream.npy"):
+        assert windows(folder / name, folder, 3, None) == [[0, 1, 2], [3, 4, 5]]
+        assert windows(folder / name, folder, 3, 1) == [[0, 1, 2]]
+    assert windows(folder / "rows.npy", folder, 3, None) == [[0, 1, 2], [4, 5, 6]]
+
+
+@pytest.mark.parametrize(
+    ("config", "tokens"),
+    [
+        ('{"max_position_embeddings": 1024}', 1023),
+        ('{"text_config": {"max_position_embeddings": 512}, "max_position_embeddings": 9}', 511),
+        ('{"max_position_embeddings": 32768}', 2048),
+        ('{"max_position_embeddings": null}', 2048),
+        ("[]", 2048),
+        ("{", 2048),
+    ],
+)
+def test_a_window_and_a_generated_token_fit_into_the_positions(
+    tmp_path: Path, config: str, tokens: int
+) -> None:
+    (tmp_path / "config.json").write_text(config)
+    assert window_of(tmp_path) == window_of(tmp_path / "none", tmp_path) == tokens
+
+
+def test_pairs_and_texts(folder: Path) -> None:
+    (folder / "pairs.jsonl").write_text('{"query": "a b", "text": "c"}\n{"query": "d", "text": "e f g h"}\n')
+    found = texts_or_pairs(folder / "pairs.jsonl", folder, None, longest=3)
+    assert (found.queries, found.documents) == ([[0, 1], [3]], [[2], [4, 5, 7]])
+    (folder / "texts.jsonl").write_text('{"text": "a b"}\n"c"\n')
+    found = texts_or_pairs(folder / "texts.jsonl", folder, 1)
+    assert (found.queries, found.documents) == ([[0, 1]], None)
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "fact"),
+    [
+        ("none.txt", None, "none.txt"),
+        ("a.txt", "a b", "has 2 tokens"),
+        ("a.md", "a b", ".txt, .jsonl, .npy"),
+        ("a.jsonl", '{"body": "a"}', "line 1: KeyError: 'text'"),
+        ("a.jsonl", "{", "line 1: JSONDecodeError"),
+        ("a.jsonl", '{"text": 3}', "line 1: TypeError"),
+        ("a.jsonl", "", "no text"),
+        ("a.npy", "text", "a.npy"),
+    ],
+)
+def test_data_that_cannot_be_used(folder: Path, name: str, text: str | None, fact: str) -> None:
+    if text is not None:
+        (folder / name).write_text(text)
+    with pytest.raises(SlideSparseError) as error:
+        windows(folder / name, folder, 3, None)
+    assert fact in str(error.value)
+
+
+def test_lines_end_where_json_says(folder: Path) -> None:
+    """U+2028 and U+0085 end lines in prose, not in JSON; a byte order mark is no text."""
+    line = json.dumps({"text": "a\u2028b\u0085c"}, ensure_ascii=False)
+    (folder / "a.jsonl").write_text(f"\ufeff{line}\r\n{line}\n", encoding="utf-8")
+    assert windows(folder / "a.jsonl", folder, 3, None) == [[0, 1, 2], [0, 1, 2]]
+    pair = json.dumps({"query": "a\u2028b", "text": "c"}, ensure_ascii=False)
+    (folder / "p.jsonl").write_text(f'\ufeff{pair}\n{{"query": "", "text": "d"}}\n', encoding="utf-8")
+    assert texts_or_pairs(folder / "p.jsonl", folder, None).queries == [[0, 1]]  # half a pair is left out
+    (folder / "a.txt").write_bytes("\ufeffa b é".encode("latin-1", "ignore"))
+    with pytest.raises(SlideSparseError, match=r"a\.txt is not text in UTF-8"):
+        windows(folder / "a.txt", folder, 3, None)
+
+
+def test_more_log_probabilities_than_memory_holds(
+    folder: Path, without_engine: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ids = [[1] * 40] * 3
+    perplexity.measure(folder, ids, folder / "other", -1)
+    assert len(without_engine) == 2
+    monkeypatch.setattr(perplexity, "MOST_AT_ONCE", 40 * 26 - 1)
+    with pytest.raises(SlideSparseError, match=r"--top -1 asks for 26 .* 120 tokens .*--top 25"):
+        perplexity.measure(folder, ids, folder / "other", -1)
+    monkeypatch.setattr(perplexity, "MOST_AT_ONCE", 10**7)
+    monkeypatch.setattr(perplexity, "MOST", 120 * 7)
+    with pytest.raises(SlideSparseError, match=r"--top 8 asks for 8 .*--top 7"):
+        perplexity.measure(folder, ids, None, 8)
+    perplexity.measure(folder, ids, None, 7)
+    assert len(without_engine) == 3
+
+
+# The engine
+
+
+FAKE = """
+import json, os, sys
+import numpy as np
+request = json.load(sys.stdin)
+if "DISABLE_SLIDESPARSE" not in os.environ and os.environ["VLLM_LOGGING_LEVEL"] == "INFO":
+    print("SlideSparse 6:8 (2 of every 8 pruned): 8 layers sparse, 0 dense; x")
+if request["model"] == "broken":
+    print("ERROR ValueError: no such architecture")
+    sys.exit(1)
+if request["model"] == "refused":
+    print("pydantic_core.ValidationError: 1 validation error for ModelConfig")
+    print("  Value error, max_model_len (9) is greater than the derived one")
+    print("    For further information visit a page")
+    sys.exit(1)
+np.savez(sys.argv[1], **{"embeddings": np.ones((len(request["ids"]), 2)) * request["options"]["max_model_len"]})
+"""
+
+
+@pytest.fixture
+def fake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "fake_worker.py").write_text(FAKE)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.setattr(engine, "WORKER", "fake_worker")
+    monkeypatch.setattr(engine.importlib.util, "find_spec", lambda name: object())
+
+
+@pytest.mark.usefixtures("fake")
+def test_the_engine_is_a_process_whose_answer_and_log_are_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("VLLM_LOGGING_LEVEL", "ERROR")  # which would hide the plugin's line
+    log = tmp_path / "log"
+    found = Engine(log=log).score(Path("model"), "embedding", [[1, 2, 3], [4]])
+    assert found.arrays["embeddings"].tolist() == [[3, 3], [3, 3]]  # its max_model_len
+    assert Engine().score(Path("model"), "perplexity", [[1, 2, 3]]).arrays["embeddings"][0, 0] == 4
+    assert found.served_by == "6:8 (2 of every 8 pruned): 8 layers sparse, 0 dense; x"
+    assert Engine(log=log).score(Path("model"), "embedding", [[1]], stock=True).served_by == ""
+    with pytest.raises(SlideSparseError, match="broken:\nERROR ValueError: no such architecture"):
+        Engine({"max_model_len": 9}, log).score(Path("broken"), "embedding", [[1]])
+    with pytest.raises(SlideSparseError, match=r"for ModelConfig\n  Value error, max_model_len \(9\) .*one$"):
+        Engine({"max_model_len": 9}).score(Path("refused"), "embedding", [[1]])
+    assert [line for line in log.read_text().splitlines() if line[0:1] == "#"] == [
+        "# embedding of model",
+        "# embedding of model",
+        "# embedding of broken",
+    ]
+
+
+def test_no_vllm_is_said(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
+    monkeypatch.setattr(engine.importlib.util, "find_spec", lambda name: None)
+    (folder / "a.txt").write_text("a b c d")
+    done = Done("eval", "perplexity", folder, "--data", folder / "a.txt", "--seqlen", 4)
+    assert done.code == 3
+    assert "vLLM is not installed" in done.err
+
+
+# The command
+
+
+@pytest.fixture
+def without_engine(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """Engines that answer from the name of the model."""
+    seen: list[Any] = []
+
+    def score(self: Engine, model: Path, task: str, ids: Any, top: int = 0, stock: bool = False) -> Scored:
+        seen.append((self.options, model.name, task, top))
+        if task == "embedding":
+            shift = 0.1 * (model.name == "other")
+            base = np.asarray([[math.cos(sum(text) + shift), math.sin(sum(text) + shift)] for text in ids])
+            return Scored({"embeddings": base}, "6:8 (x): 8 layers sparse")
+        count = sum(len(sample) - 1 for sample in ids)
+        return scored(np.full(count, -2.0 - 0.1 * (model.name == "other")), distributions(count, 0), top)
+
+    monkeypatch.setattr(Engine, "score", score)
+    return seen
+
+
+def test_eval_perplexity(folder: Path, without_engine: list[Any]) -> None:
+    (folder / "a.txt").write_text(" ".join("abcdefghijkl"))
+    command = ("eval", "perplexity", folder, "--data", folder / "a.txt", "--seqlen", 4, "--top", 2)
+    done = Done(*command, "--against", folder / "other", "--option", "dtype=float32", "--option", "seed=3")
+    assert done.code == 0, done.err
+    assert without_engine[0] == ({"dtype": "float32", "seed": 3}, folder.name, "perplexity", 2)
+    shown = {line[:17].strip(): line[17:].split()[:1] for line in done.out.splitlines()[1:]}
+    figures = {"data": "3", "perplexity": "7.3891", "its perplexity": "8.1662", "difference": "-9.516%"}
+    assert {name: shown[name] for name in figures} == {name: [value] for name, value in figures.items()}
+    assert shown["same top token"] == ["1.0000"]
+    assert "KL, at least" in shown
+    found = json.loads(Done(*command, "--json").out)
+    assert found["perplexity"]["value"] == pytest.approx(math.exp(2), rel=1e-6)
+    assert "delta_pct" not in found
+
+
+def test_eval_embedding(folder: Path, without_engine: list[Any]) -> None:
+    (folder / "pairs.jsonl").write_text('{"query": "a b", "text": "b a"}\n{"query": "d", "text": "d"}\n')
+    command = ("eval", "embedding", folder, "--data", folder / "pairs.jsonl", "--against", folder / "other")
+    done = Done(*command)
+    assert done.code == 0, done.err
+    assert without_engine[1][1:3] == ("other", "embedding")
+    found = json.loads(Done(*command, "--json").out)
+    assert found["cosine_mean"]["value"] == pytest.approx(math.cos(0.1))
+    assert found["mrr"]["value"] == 1.0
+    names = [line[:17].strip() for line in done.out.splitlines()]
+    assert names[3:] == ["cosine, mean", "cosine, 1%", "same nearest 10", "MRR", "its MRR", "MRR lost"]
+
+
+def test_who_served_is_said(folder: Path, without_engine: list[Any]) -> None:
+    """A checkpoint of ours that vLLM itself served is a warning; of others it is what was asked for."""
+    (folder / "a.txt").write_text("a b c d")
+    command = ("eval", "perplexity", folder, "--data", folder / "a.txt", "--seqlen", 4)
+    command += ("--against", folder / "other")
+    assert Done(*command).err == ""
+    ours = {"vocab_size": 26, "quantization_config": {"slidesparse": {}}}
+    (folder / "config.json").write_text(json.dumps(ours))
+    done = Done(*command)
+    assert done.code == 0
+    assert f"warning: {folder} was served by vLLM itself, without the plugin" in done.err
+    assert f"{folder / 'other'} was" not in done.err
+    (folder / "a.jsonl").write_text('"a b"\n')
+    short = ("eval", "embedding", folder, "--data", folder / "a.jsonl", "--json")
+    assert json.loads(Done(*short).out)["served_by"].startswith("6:8")
+    assert "--longest 1 leaves nothing" in Done(*short, "--longest", 1).err
+
+
+@pytest.mark.parametrize(
+    ("options", "fact"),
+    [
+        (("--data", "missing.txt"), "--data 'missing.txt'"),
+        (("--data", "a.txt", "--option", "dtype"), "--option 'dtype'"),
+        (("--data", "a.txt", "--top", 0), "--top 0"),
+        (("--data", "a.txt", "--seqlen", 1), "--seqlen 1"),
+        (("--data", "a.txt", "--samples", 0), "--samples 0"),
+        (("--data", "a.txt", "--against", "nowhere"), "nowhere is no checkpoint folder"),
+    ],
+)
+def test_usage_exits_2(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, options: tuple[Any, ...], fact: str
+) -> None:
+    (folder / "a.txt").write_text("a b c d")
+    monkeypatch.chdir(folder)
+    length = () if "--seqlen" in options else ("--seqlen", 4)
+    done = Done("eval", "perplexity", folder, *length, *options)
+    assert done.code == 2
+    assert fact in done.err

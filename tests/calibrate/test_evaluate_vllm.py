@@ -1,0 +1,81 @@
+"""Figures of quality through real vLLM, against calibration's own transformer blocks."""
+
+from __future__ import annotations
+
+import math
+from itertools import pairwise
+from pathlib import Path
+
+import minilm
+import numpy as np
+import pytest
+import torch
+from checkpoints import convert
+from models import LLAMA, converted, write_float
+from zygote import Request, Zygote
+
+from slidesparse import demo
+from slidesparse.calibrate.models import open_model, rms_norm
+from slidesparse.checkpoint.storage import Checkpoint
+from slidesparse.checkpoint.tokens import tokenizer_of
+from slidesparse.evaluate import perplexity
+from slidesparse.evaluate.engine import Engine, Scored
+
+pytestmark = [pytest.mark.vllm, pytest.mark.slow]
+
+
+@torch.inference_mode()
+def exact_logprobs(folder: Path, ids: list[list[int]]) -> np.ndarray:
+    """[tokens] of each token but the first, by our own layers in float32."""
+    model, found = open_model(Checkpoint.open(folder)), []
+    with model.checkpoint.reader() as reader:
+        samples = [torch.tensor(sample) for sample in ids]
+        embed = model.embedder(reader, samples, torch.device("cpu"))
+        blocks = [model.load(reader, number, torch.device("cpu")) for number in range(model.blocks)]
+        norm, head = (reader.whole(name).float() for name in ("model.norm.weight", "lm_head.weight"))
+        for sample in samples:
+            x = embed(sample[None])
+            for block in blocks:
+                x = block.output(x)
+            logprobs = (rms_norm(x, norm, model.sizes.eps)[0] @ head.t()).log_softmax(-1)
+            found += [float(logprobs[i, after]) for i, (_, after) in enumerate(pairwise(sample.tolist()))]
+    return np.asarray(found)
+
+
+def test_perplexity_through_vllm(zygote: Zygote, tmp_path: Path) -> None:
+    """The original as our own layers give it; the pruned one served by the plugin, and KL over all tokens."""
+    source = write_float(LLAMA, tmp_path / "source")
+    pruned = converted(source, tmp_path / "pruned", "6:8")
+    ids = np.random.default_rng(0).integers(0, LLAMA.vocabulary, (3, 20)).tolist()
+
+    def scored(folder: Path, env: dict[str, str]) -> Scored:
+        options = {"max_logprobs": -1}
+        answer = zygote.ask(Request(str(folder), env, options, task="perplexity", work={"ids": ids}))
+        assert not answer.error, f"{answer.error}\n{answer.log[-4000:]}"
+        arrays = {**answer.data, "logprobs": answer.logprobs}
+        return Scored({name: np.asarray(values) for name, values in arrays.items()}, answer.summary)
+
+    ours, theirs = scored(pruned, {}), scored(source, {"DISABLE_SLIDESPARSE": "1"})
+    assert ours.served_by.startswith("6:8 (2 of every 8 pruned): 8 layers sparse, 1 dense (1 lm_head)")
+    assert theirs.served_by == ""
+    found = perplexity.summarize("pruned", "source", ids, ours, theirs).comparison
+    assert found is not None
+    expected = math.exp(-exact_logprobs(source, ids).mean())
+    assert found.perplexity.value == pytest.approx(expected, rel=1e-4)  # float32, summed in another order
+    assert found.exact
+    assert found.kl.value > 0.01
+    assert found.top1.value < 1
+
+
+def test_embeddings_through_the_engine(tmp_path: Path) -> None:
+    """MiniLM in the slided layout, by the process that ``slidesparse eval`` starts."""
+    source = demo.original()
+    for layout in ("dense", "slided"):
+        convert(source, tmp_path / layout, layout=layout)
+    encode = tokenizer_of(source)
+    how = Engine({"dtype": "float32", "gpu_memory_utilization": 0.2})
+    ids = [encode(sentence) for sentence in demo.SENTENCES]
+    found = how.score(tmp_path / "slided", "embedding", ids)
+    assert found.served_by.startswith("6:8 (2 of every 8 pruned): 24 layers sparse, 0 dense; slided layout")
+    expected = minilm.embeddings(source, tmp_path / "dense", demo.SENTENCES)
+    minilm.assert_served(found.arrays["embeddings"], expected)

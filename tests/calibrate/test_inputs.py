@@ -1,0 +1,235 @@
+"""Samples of texts and ids, hidden states, and the inputs of stages."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from checkpoints import llama
+
+from slidesparse.calibrate import inputs
+from slidesparse.calibrate.inputs import BlockInputs, HiddenStates, may_keep
+from slidesparse.calibrate.models import Block, BlockSizes, LayeredModel, open_model
+from slidesparse.calibrate.samples import Samples, _one_by_one, load_samples
+from slidesparse.checkpoint.storage import Checkpoint
+from slidesparse.errors import CalibrationError, EnvironmentFault, SlideSparseError
+
+CPU = torch.device("cpu")
+
+# Data
+
+
+@pytest.fixture
+def decoder(tmp_path: Path) -> LayeredModel:
+    """A decoder with a tokenizer of the words a b c d, which ends texts with token 9."""
+    from tokenizers import Tokenizer, models, pre_tokenizers, processors
+
+    folder = llama(tmp_path / "model")
+    tokenizer = Tokenizer(models.WordLevel({"a": 1, "b": 2, "c": 3, "d": 4, "[E]": 9}, unk_token="d"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer.post_processor = processors.TemplateProcessing(single="$A [E]", special_tokens=[("[E]", 9)])
+    tokenizer.enable_truncation(3)
+    tokenizer.save(str(folder / "tokenizer.json"))
+    return open_model(Checkpoint.open(folder))
+
+
+def encoder(decoder: LayeredModel) -> LayeredModel:
+    """The same, taken for an encoder."""
+    return replace(decoder, kind="Bert")
+
+
+def texts(folder: Path, *lines: object) -> str:
+    path = folder / "calib.jsonl"
+    path.write_text("\n".join(json.dumps(line) for line in lines) + "\n\n")
+    return str(path)
+
+
+def rows(samples: Samples) -> list[list[int]]:
+    return [sample.tolist() for sample in samples.ids]
+
+
+def test_decoders_read_texts_as_one_stream(decoder: LayeredModel, tmp_path: Path) -> None:
+    """The tokenizer's own truncation, to 3 tokens, is not obeyed."""
+    path = texts(tmp_path, {"text": "a b c a b c a"}, "b", {"text": "  "}, {"text": "c c", "source": "x"})
+    found = load_samples(path, decoder, 10, 4)
+    stream = [token for row in rows(found) for token in row]
+    assert [len(row) for row in rows(found)] == [4, 4, 4]
+    one, two, three = [1, 2, 3, 1, 2, 3, 1, 9], [2, 9], [3, 3, 9]
+    orders = [one + two + three, two + one + three, two + three + one, three + one + two, three + two + one]
+    assert stream in [order[:12] for order in [*orders, one + three + two]]
+    assert found.note == "calib.jsonl gives 3 samples of at most 4 tokens, 10 were asked for"
+    fewer = load_samples(path, decoder, 2, 4)
+    assert rows(fewer) == rows(found)[:2]
+    assert fewer.note == ""
+    assert fewer.digest != found.digest
+
+
+def test_encoders_read_each_text_by_itself_and_keep_its_end(decoder: LayeredModel, tmp_path: Path) -> None:
+    path = texts(tmp_path, "a b c a b c a", "b", "c c")
+    found = load_samples(path, encoder(decoder), 3, 5)
+    assert sorted(rows(found)) == [[1, 2, 3, 1, 9], [2, 9], [3, 3, 9]]
+    assert rows(load_samples(path, encoder(decoder), 3, 5)) == rows(found)
+
+
+def test_ids_of_a_file(decoder: LayeredModel, tmp_path: Path) -> None:
+    path = tmp_path / "ids.npy"
+    np.save(path, np.arange(30, dtype=np.uint16).reshape(5, 6))
+    assert rows(load_samples(str(path), decoder, 5, 4)) == [[6 * i + j for j in range(4)] for i in range(5)]
+    chosen = rows(load_samples(str(path), decoder, 3, 6, seed=1))
+    assert len(chosen) == 3
+    assert chosen != rows(load_samples(str(path), decoder, 3, 6, seed=2))
+    np.save(path, np.arange(23))
+    assert rows(load_samples(str(path), decoder, 9, 10)) == [list(range(10)), list(range(10, 20))]
+
+
+def test_random_tokens_say_what_they_are_good_for(decoder: LayeredModel) -> None:
+    found = load_samples("random", decoder, 3, 7)
+    assert [len(row) for row in rows(found)] == [7, 7, 7]
+    assert "for trying things out only" in found.note
+    assert (
+        found.digest
+        == load_samples("random", decoder, 3, 7).digest
+        != load_samples("random", decoder, 3, 7, 1).digest
+    )
+
+
+@pytest.mark.parametrize(
+    ("calib", "options", "fact"),
+    [
+        ("missing.jsonl", {}, "missing.jsonl"),
+        ("texts.txt", {}, "FILE.npy"),
+        ("random", {"samples": 0}, "--samples 0"),
+        ("random", {"seqlen": 1000}, "--seqlen 1000 is not from 2 to 512"),
+        ("bad.jsonl", {}, "bad.jsonl, line 2: KeyError: 'text'"),
+        ("broken.jsonl", {}, "broken.jsonl, line 1: JSONDecodeError"),
+        ("empty.jsonl", {}, "no text"),
+        ("short.jsonl", {"seqlen": 500}, "500 tokens"),
+        ("floats.npy", {}, "float64 [2, 2]"),
+        ("objects.npy", {}, "objects.npy"),
+    ],
+)
+def test_data_that_cannot_be_used(
+    decoder: LayeredModel, tmp_path: Path, calib: str, options: dict[str, int], fact: str
+) -> None:
+    (tmp_path / "bad.jsonl").write_text('{"text": "a"}\n{"prompt": "a"}\n')
+    (tmp_path / "broken.jsonl").write_text("plain text\n")
+    (tmp_path / "empty.jsonl").write_text('\n""\n')
+    (tmp_path / "short.jsonl").write_text('"a b c"\n')
+    np.save(tmp_path / "floats.npy", np.ones((2, 2)))
+    np.save(tmp_path / "objects.npy", np.array([{}], dtype=object), allow_pickle=True)
+    path = calib if calib == "random" else str(tmp_path / calib)
+    with pytest.raises(SlideSparseError) as error:
+        load_samples(path, decoder, **options)
+    assert fact in str(error.value)
+
+
+def test_texts_without_a_tokenizer(
+    decoder: LayeredModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = texts(tmp_path, "a b")
+    monkeypatch.setitem(sys.modules, "tokenizers", None)
+    with pytest.raises(EnvironmentFault, match="pip install tokenizers"):
+        load_samples(path, decoder)
+    (decoder.checkpoint.folder / "tokenizer.json").write_text("{}")
+    monkeypatch.undo()
+    with pytest.raises(SlideSparseError, match="tokenizer.json is not a tokenizer"):
+        load_samples(path, decoder)
+    (decoder.checkpoint.folder / "tokenizer.json").unlink()
+    (decoder.checkpoint.folder / "tokenizer").mkdir()  # as synth makes one, which is not the model's own
+    with pytest.raises(SlideSparseError, match="has no tokenizer"):
+        load_samples(path, decoder)
+
+
+def test_texts_without_tokens_are_left_out() -> None:
+    """An encoder's samples are texts; one of a character that the tokenizer drops has no token."""
+    found = _one_by_one(iter([[1, 2], [], [3]]), 5, 8)
+    assert [sample.tolist() for sample in found] == [[1, 2], [3]]
+
+
+def test_ids_of_another_tokenizer_are_refused(decoder: LayeredModel) -> None:
+    samples = [torch.tensor([0, decoder.vocabulary])]
+    with (
+        decoder.checkpoint.reader() as reader,
+        pytest.raises(CalibrationError, match="from 0 to 40, but .* 40 rows"),
+    ):
+        decoder.embedder(reader, samples, CPU)
+
+
+# Hidden states
+
+
+@pytest.mark.parametrize(("limit", "where"), [(10**9, "memory"), (0, "disk")])
+def test_hidden_states_come_back_as_they_were(tmp_path: Path, limit: int, where: str) -> None:
+    shapes = [(2, 3, 8), (1, 5, 8)]
+    states = HiddenStates(shapes, CPU, tmp_path, limit)
+    assert states.where == where
+    kept = [torch.randn(shape) for shape in shapes]
+    for _ in range(2):
+        for i, value in enumerate(kept):
+            states[i] = value
+        kept = [kept[0], kept[1] + 1]
+    states[1] = kept[1].transpose(1, 2).contiguous().transpose(1, 2)
+    assert all(torch.equal(states[i], value) for i, value in enumerate(kept))
+    assert len(states) == 2
+    assert list(tmp_path.iterdir()) == []  # a file without a name: a killed run leaves nothing
+    states.close()
+
+
+class Doubling(Block):
+    """Three stages that count how often they are run; each multiplies by its weight."""
+
+    stages = (("a",), ("b",), ("c",))
+    runs = 0
+
+    def steps(self, x: torch.Tensor) -> Iterator[torch.Tensor]:
+        for name in "abc":
+            self.runs += 1
+            yield x
+            x = x * self.weights[name]
+        yield x
+
+
+@pytest.mark.parametrize("keep", [True, False])
+def test_inputs_follow_the_weights_as_they_are_replaced(tmp_path: Path, keep: bool) -> None:
+    """Stage b is never asked for, as when none of its layers is pruned."""
+    states = HiddenStates([(1, 1, 2), (1, 1, 2)], CPU, tmp_path)
+    states[0], states[1] = torch.full((1, 1, 2), 1.0), torch.full((1, 1, 2), 10.0)
+    block = Doubling(BlockSizes(1, 1, 2, 0.0, torch.relu), dict.fromkeys("abc", torch.tensor(2.0)))
+    reading = BlockInputs(block, states, keep)
+    assert [float(reading.input(0, i)[0, 0, 0]) for i in range(2)] == [1, 10]
+    block.weights["a"] = torch.tensor(3.0)
+    assert [float(reading.input(2, i)[0, 0, 0]) for i in range(2)] == [6, 60]
+    block.weights["c"] = torch.tensor(5.0)
+    reading.advance()
+    reading.advance()  # once is enough
+    assert [float(states[i][0, 0, 0]) for i in range(2)] == [30, 300]
+    assert block.runs == (6 if keep else 2 * (1 + 3 + 3))
+
+
+def test_inputs_start_again_when_weights_behind_them_change(tmp_path: Path) -> None:
+    states = HiddenStates([(1, 1, 2)], CPU, tmp_path)
+    states[0] = torch.ones(1, 1, 2)
+    block = Doubling(BlockSizes(1, 1, 2, 0.0, torch.relu), dict.fromkeys("abc", torch.tensor(2.0)))
+    reading = BlockInputs(block, states, True)
+    assert float(reading.input(2, 0)[0, 0, 0]) == 4
+    block.weights["a"] = torch.tensor(3.0)
+    reading.restart()
+    reading.advance()
+    assert float(states[0][0, 0, 0]) == 3 * 2 * 2
+
+
+def test_inputs_are_kept_if_all_fits_in_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Hidden states of 8 columns, what waits of 8 + 24: five times as much, for each stream."""
+    for streams in (1, 2):
+        states = HiddenStates([(2, 3, 8), (1, 5, 8)], CPU, tmp_path, streams=streams)
+        for spare, fits in ((0, True), (-1, False)):
+            monkeypatch.setattr(inputs, "KEPT_BYTES", 5 * streams * states.nbytes + spare)
+            assert may_keep(states, 24) == fits
+    monkeypatch.undo()
+    assert not may_keep(HiddenStates([(2, 3, 8)], CPU, tmp_path, limit=0), 24)  # on the disk

@@ -1,0 +1,165 @@
+"""Calibrated conversions that are killed and resumed."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from calibration import DEVICES, calibrated, write_ids
+from checkpoints import llama, snapshot
+
+from slidesparse.calibrate import pipeline, resume
+from slidesparse.errors import CalibrationError
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Path:
+    return llama(tmp_path / "source")
+
+
+@pytest.fixture
+def ids(tmp_path: Path) -> str:
+    return write_ids(tmp_path / "ids.npy")
+
+
+class Killed(BaseException):
+    """Stands for a kill in this process."""
+
+
+@contextmanager
+def dying_at_rename(monkeypatch: pytest.MonkeyPatch, call: int) -> Iterator[None]:
+    """os.rename dies when it is called so often, before it does anything."""
+    plain, calls = os.rename, [0]
+
+    def die(*arguments: Any) -> None:
+        calls[0] += 1
+        if calls[0] == call:
+            raise Killed
+        plain(*arguments)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(resume.os, "rename", die)
+        yield
+
+
+@pytest.mark.parametrize("skip_worst", [None, "10%"])
+@pytest.mark.parametrize("call", range(1, 6))
+def test_killed_while_saving_a_block_and_resumed(
+    source: Path, tmp_path: Path, ids: str, monkeypatch: pytest.MonkeyPatch, call: int, skip_worst: str | None
+) -> None:
+    """It dies before each rename: of the state, of the ranking, of the report's rows and tensors of both blocks."""
+    how = {"skip_worst": skip_worst, "finetune": 1}
+    calibrated(source, tmp_path / "whole", ids, **how)
+    with dying_at_rename(monkeypatch, call), pytest.raises(Killed):
+        calibrated(source, tmp_path / "out", ids, **how)
+    assert not (tmp_path / "out").exists()
+    if call > (3 if skip_worst is None else 2):  # a block, or the ranking of layers, is finished
+        with pytest.raises(CalibrationError, match="--resume"):
+            calibrated(source, tmp_path / "out", ids, **how)
+    pruned: list[int] = []
+    prune_block = pipeline._prune_block
+
+    def counted(at: pipeline.Position) -> Any:
+        pruned.append(at.number)
+        return prune_block(at)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(pipeline, "_prune_block", counted)
+        report = calibrated(source, tmp_path / "out", ids, resume=True, **how)
+    finished = 0 if call < (4 if skip_worst is None else 5) else 1
+    assert pruned == list(range(finished, 2))
+    assert snapshot(tmp_path / "out") == snapshot(tmp_path / "whole")
+    assert len(report.layers) == len(report.pruned)
+    assert all(row["error_pruned"] > 0 for row in report.layers)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["ids.npy", "out", "source", "whole"]
+
+
+KILLED = """
+import os, signal, sys
+import torch
+torch.set_num_threads(1)
+from slidesparse.calibrate.task import Calibration
+from slidesparse.checkpoint.storage import Writer
+from slidesparse.convert.options import ConvertOptions
+from slidesparse.convert.stream import convert
+from slidesparse.pattern import SlidePattern
+source, out, ids, most, device = sys.argv[1:]
+written, write = 0, Writer.write
+def write_then_die(self, *arguments):
+    global written
+    write(self, *arguments)
+    written += 1
+    if written == int(most):
+        os.kill(os.getpid(), signal.SIGKILL)
+Writer.write = write_then_die
+calibration = Calibration(ids, seqlen=24, device=device, resume=True)
+convert(source, out, ConvertOptions(SlidePattern(8), calibration=calibration))
+"""
+
+
+@DEVICES
+def test_killed_by_a_signal_at_two_points(source: Path, tmp_path: Path, ids: str, device: str) -> None:
+    """It dies among the first block's 14 tensors, then among the output's, after the second block's."""
+    for most in (10, 14 + 14 + 9):
+        command = [sys.executable, "-c", KILLED, str(source), str(tmp_path / "out"), ids, str(most), device]
+        done = subprocess.run(command, cwd=Path(__file__).parents[2], timeout=120, check=False)
+        assert done.returncode == -signal.SIGKILL
+    assert not (tmp_path / "out").exists()
+    threads = torch.get_num_threads()
+    try:
+        torch.set_num_threads(1)
+        calibrated(source, tmp_path / "out", ids, device=device, resume=True)
+        calibrated(source, tmp_path / "whole", ids, device=device)
+    finally:
+        torch.set_num_threads(threads)
+    assert snapshot(tmp_path / "out") == snapshot(tmp_path / "whole")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["ids.npy", "out", "source", "whole"]
+
+
+CHANGES: list[tuple[dict[str, Any], str]] = [
+    ({"pattern": "4:6"}, 'layers was {"model.layers.0.'),
+    ({"quant": "fp8"}, 'quant was "int8", is "fp8"'),
+    ({"method": "wanda"}, 'method was "sparsegpt", is "wanda"'),
+    ({"samples": 3}, "samples was"),
+    ({"sweeps": 1}, "sweeps was 4, is 1"),
+    ({"target": "own"}, 'finetune was 4, is 0; target was "dense", is "own"'),
+    ({"finetune": 2}, "finetune was 4, is 2"),
+    ({"skip": ["o_proj"]}, "layers was"),
+    ({"skip_worst": "5%"}, "skip_worst was 0.0, is 0.05"),
+]
+
+
+def test_resuming_another_run_is_refused(
+    source: Path, tmp_path: Path, ids: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The error names what differs; another source counts, too."""
+    with dying_at_rename(monkeypatch, 4), pytest.raises(Killed):
+        calibrated(source, tmp_path / "out", ids)
+    for change, fact in CHANGES:
+        with pytest.raises(CalibrationError) as error:
+            calibrated(source, tmp_path / "out", ids, resume=True, **change)
+        assert fact in str(error.value)
+    os.utime(source / "model.safetensors")
+    with pytest.raises(CalibrationError, match="source was"):
+        calibrated(source, tmp_path / "out", ids, resume=True)
+
+
+def test_two_runs_at_once(source: Path, tmp_path: Path, ids: str) -> None:
+    seen: list[str] = []
+
+    def interfere(phase: str, done: int, total: int) -> None:
+        if phase == "pruning" and not seen:
+            with pytest.raises(CalibrationError, match="another calibration is writing") as error:
+                calibrated(source, tmp_path / "out", ids, finetune=0, resume=True)
+            seen.append(str(error.value))
+
+    calibrated(source, tmp_path / "out", ids, finetune=0, progress=interfere)
+    assert len(seen) == 1

@@ -1,0 +1,466 @@
+"""Conversions write what pruning, quantizing and sliding whole tensors gives; kills and interrupts."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from checkpoints import (
+    DOWN,
+    INDEX,
+    LLAMA,
+    MODEL,
+    Q,
+    bert,
+    config_of,
+    convert,
+    llama,
+    snapshot,
+    tensors_of,
+    w8a8,
+    write,
+)
+from commands import Done
+from models import float_tensors, quantization_config
+from safetensors import safe_open
+from strategies import NAMED, assert_same_bits
+
+from slidesparse import methods
+from slidesparse.checkpoint import storage
+from slidesparse.checkpoint.architectures import family_of
+from slidesparse.checkpoint.inspection import inspect
+from slidesparse.checkpoint.metadata import Metadata
+from slidesparse.checkpoint.storage import CheckpointError
+from slidesparse.convert.stream import is_finite
+from slidesparse.pattern import SlidePattern
+from slidesparse.prune import prune
+from slidesparse.quantize import NAMES, quantize_rows
+from slidesparse.slide import slide, violations
+
+SIX_EIGHT = SlidePattern.parse("6:8")
+LINEARS = sorted(LLAMA.linears())
+
+
+@pytest.fixture(autouse=True)
+def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tiny tensors, but several chunks each, the last one short."""
+    monkeypatch.setattr(storage, "CHUNK_ELEMENTS", 1000)
+
+
+# What is written
+
+
+@pytest.mark.parametrize("ratio", NAMED)
+@pytest.mark.parametrize("layout", ["dense", "slided"])
+def test_float_source(tmp_path: Path, ratio: str, layout: str) -> None:
+    dtype = (torch.bfloat16, torch.float16, torch.float32)[NAMED.index(ratio) % 3]
+    source, pattern = llama(tmp_path / "source", dtype=dtype), SlidePattern.parse(ratio)
+    quant = "fp8" if (NAMED.index(ratio) % 2 == 0) == (layout == "slided") else "int8"
+    report = convert(source, tmp_path / "out", pattern, quant=quant, layout=layout)
+    before, after = tensors_of(source), tensors_of(tmp_path / "out")
+    assert sorted(report.pruned) == LINEARS
+    assert set(after) == set(before) | {f"{name}.weight_scale" for name in LINEARS}
+    for name in LINEARS:
+        weight, scale = quantize_rows(prune(before.pop(f"{name}.weight"), pattern), NAMES[quant])
+        assert violations(weight, pattern) is None
+        expected = slide(weight, pattern) if layout == "slided" else weight
+        assert_same_bits(after[f"{name}.weight"], expected)
+        assert_same_bits(after[f"{name}.weight_scale"], scale)
+    for name, tensor in before.items():
+        assert_same_bits(after[name], tensor)
+    metadata = Metadata.of_config(config_of(tmp_path / "out")["quantization_config"])
+    assert metadata is not None
+    assert (metadata.pattern, metadata.layout) == (pattern, layout)
+    assert {name: entry.in_features for name, entry in metadata.layers.items()} == {
+        name: shape[1] for name, shape in LLAMA.linears().items()
+    }
+
+
+@pytest.mark.parametrize("quant", ["int8", "fp8"])
+def test_the_config_is_the_one_that_vllm_serves_in_other_tests(tmp_path: Path, quant: str) -> None:
+    source, out = llama(tmp_path / "source"), tmp_path / "out"
+    convert(source, out, quant=quant, ignore=["0.*down_proj"])
+    config = config_of(out)
+    block = config.pop("quantization_config")
+    assert config == config_of(source)
+    assert Metadata.of_config(block)
+    del block["slidesparse"]
+    assert block == {**quantization_config(quant), "ignore": ["lm_head", DOWN]}
+
+
+@pytest.mark.parametrize("quant", ["int8", "fp8"])
+@pytest.mark.parametrize("strategy", ["channel", "tensor"])
+@pytest.mark.parametrize("layout", ["dense", "slided"])
+def test_w8a8_source_keeps_scales_and_ignore(tmp_path: Path, quant: str, strategy: str, layout: str) -> None:
+    """Layers that are skipped or ignored keep their codes, too."""
+    source = w8a8(tmp_path / "source", quant, strategy)
+    report = convert(
+        source, tmp_path / "out", layout=layout, skip=["o_proj"], ignore=["self_attn.[qkv]_proj"]
+    )
+    before, after = tensors_of(source), tensors_of(tmp_path / "out")
+    assert report.quant == quant
+    assert {name.split(".")[-1] for name in report.skipped} == {"o_proj"}
+    assert {report.kept[name] for name in (DOWN, "lm_head")} == {"the source's ignore list"}
+    assert report.kept[Q] == "--ignore"
+    assert {name.split(".")[-2] for name in report.pruned} == {"mlp"}
+    assert set(after) == set(before)
+    for name, tensor in before.items():
+        if name.removesuffix(".weight") in report.pruned:
+            tensor = prune(tensor, SIX_EIGHT)
+            tensor = slide(tensor, SIX_EIGHT) if layout == "slided" else tensor
+        assert_same_bits(after[name], tensor)
+    old, new = (config_of(folder)["quantization_config"] for folder in (source, tmp_path / "out"))
+    assert set(new["slidesparse"]["layers"]) == set(report.pruned)
+    assert new.pop("slidesparse")["layout"] == layout
+    assert new.pop("quant_method") == {"dense": "compressed-tensors", "slided": "slidesparse"}[layout]
+    assert new == {name: value for name, value in old.items() if name != "quant_method"}
+
+
+def test_layouts_turn_into_each_other_byte_for_byte(tmp_path: Path) -> None:
+    source = llama(tmp_path / "source", shards=2)
+    for layout in ("dense", "slided"):
+        convert(source, tmp_path / layout, layout=layout)
+    convert(tmp_path / "dense", tmp_path / "slided again", layout="slided")
+    convert(tmp_path / "slided", tmp_path / "dense again")
+    for layout in ("dense", "slided"):
+        assert snapshot(tmp_path / f"{layout} again") == snapshot(tmp_path / layout)
+
+
+@pytest.mark.parametrize("method", ["random", "magnitude"])
+def test_same_input_same_bytes_with_any_number_of_processors(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, method: str
+) -> None:
+    source, runs = llama(tmp_path / "source"), []
+    for count, seed in ((1, 3), (7, 3), (2, 4)):
+        monkeypatch.setattr(os, "sched_getaffinity", lambda _, count=count: set(range(count)))
+        convert(source, tmp_path / f"{count}", method=method, seed=seed)
+        runs.append(snapshot(tmp_path / f"{count}"))
+    assert runs[0] == runs[1]
+    assert (runs[0] == runs[2]) == (method == "magnitude")  # which does not look at the seed
+
+
+def test_random_is_independent_of_shards_and_obeys(tmp_path: Path) -> None:
+    for shards in (1, 3):
+        source = llama(tmp_path / f"source{shards}", shards=shards)
+        convert(source, tmp_path / f"out{shards}", method="random", seed=3)
+    one, three = tensors_of(tmp_path / "out1"), tensors_of(tmp_path / "out3")
+    assert one.keys() == three.keys()
+    for name, tensor in one.items():
+        assert_same_bits(three[name], tensor)
+    masks = {tuple((one[f"{name}.weight"][:32, :64] != 0).flatten().tolist()) for name in LINEARS}
+    assert len(masks) == len(LINEARS)  # each tensor draws for itself
+    assert all(violations(one[f"{name}.weight"], SIX_EIGHT) is None for name in LINEARS)
+
+
+TOY = """
+from slidesparse.methods.method import Method
+from slidesparse.prune import prune_by_importance
+
+class Leftmost(Method):
+    calibration = "optional"
+
+    def prune(self, w, pattern, seed):
+        columns = w.new_ones(w.shape).cumsum(-1)
+        return prune_by_importance(w, columns, pattern)
+"""
+
+
+def test_a_pruning_method_is_a_module_and_a_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A toy method that drops the two leftmost weights of each block, by the command line, with data and without."""
+    (tmp_path / "leftmost.py").write_text(TOY)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setitem(methods.METHODS, "leftmost", "leftmost:Leftmost")
+    source = llama(tmp_path / "source")
+    data = ("--calib", "random", "--samples", 2, "--seqlen", 8, "--device", "cpu", "--skip-worst", "10%")
+    for name, more in (("plain", ()), ("calibrated", data)):
+        out = tmp_path / name
+        done = Done("convert", source, out, "-s", "6:8", "--method", "leftmost", *more)
+        assert done.code == 0, done.err
+        report = inspect(out)
+        assert report.violations == 0
+        for layer in report.layers:
+            weight = tensors_of(out)[f"{layer.name}.weight"]
+            zeros = (weight[:, : weight.shape[1] // 8 * 8] == 0).unflatten(1, (-1, 8)).float().mean((0, 1))
+            assert (zeros[:2] == 1).all() == (layer.pattern is not None)
+    assert "leftmost, calibrated with random tokens" in done.out
+    assert (
+        Done("convert", source, tmp_path / "x", "-s", "6:8", "--method", "leftmost", "--sweeps", 1).code == 2
+    )
+
+
+def test_shards_keep_their_names_and_get_a_right_index(tmp_path: Path) -> None:
+    source = llama(tmp_path / "source", shards=3)
+    convert(source, tmp_path / "out")
+    assert sorted(p.name for p in (tmp_path / "out").iterdir()) == sorted(p.name for p in source.iterdir())
+    index = json.loads((tmp_path / "out" / INDEX).read_text())
+    found, total = {}, 0
+    for path in (tmp_path / "out").glob("*.safetensors"):
+        with safe_open(path, "pt") as file:
+            assert file.metadata() == {"format": "pt"}
+            for name in file.keys():  # noqa: SIM118
+                found[name], total = path.name, total + file.get_tensor(name).nbytes
+    assert index["weight_map"] == found
+    assert index["metadata"] == {"total_size": total, "note": "kept"}
+
+
+# Architectures and files beside the weights
+
+
+def test_bert_layers_and_other_files(tmp_path: Path) -> None:
+    source = bert(tmp_path / "source")
+    (source / "pytorch_model.bin").write_bytes(b"weights in another format")
+    (source / ".gitattributes").write_text("hidden")
+    (source / "onnx").mkdir()
+    (source / "onnx" / "model.onnx").write_bytes(b"too")
+    (source / "2_Dense").mkdir()
+    for name in ("config.json", MODEL):
+        (source / "2_Dense" / name).write_bytes(b"a module of sentence-transformers, with its weights")
+    modules = [{"path": path} for path in ("", "1_Pooling", "2_Dense")]
+    (source / "modules.json").write_text(json.dumps(modules))
+    (source / "checkpoint-500").mkdir()
+    for name in ("config.json", MODEL, "optimizer.pt"):
+        (source / "checkpoint-500" / name).write_bytes(b"of the training")
+    report = convert(source, tmp_path / "out", "4:6", ignore=["1.intermediate", "0.attention.self"])
+    assert len(report.pruned) == 8
+    kept = {name: why for name, why in report.kept.items() if "attention" not in name}
+    assert kept == {
+        "encoder.layer.1.intermediate.dense": "--ignore",
+        "pooler.dense": "not a linear layer of a block",
+    }
+    names = {"1_Pooling/config.json", "2_Dense/config.json", f"2_Dense/{MODEL}", "tokenizer.json"}
+    names |= {"modules.json", "checkpoint-500/config.json"}
+    assert set(snapshot(tmp_path / "out")) == names | {"config.json", MODEL}
+    ignore = config_of(tmp_path / "out")["quantization_config"]["ignore"]
+    for name in ("encoder.layer.1.intermediate.dense", "pooler.dense"):
+        assert {name, f"model.{name}"} <= set(ignore)  # vLLM puts "model." before the names of a bare encoder
+    for last in ("query", "key", "value"):  # and calls the attention by another name
+        assert f"model.encoder.layer.0.attention.self.{last}" in ignore
+        assert f"model.encoder.layer.0.attention.output.{last}" in ignore
+
+
+@pytest.mark.parametrize(
+    ("architecture", "first", "linears"),
+    [
+        (
+            "Qwen2ForCausalLM",
+            "model.layers.0.",
+            "self_attn.q_proj self_attn.o_proj mlp.up_proj mlp.down_proj",
+        ),
+        ("Phi3ForCausalLM", "model.layers.0.", "self_attn.qkv_proj self_attn.o_proj mlp.gate_up_proj"),
+        ("LlamaModel", "layers.0.", "self_attn.k_proj mlp.gate_proj"),
+        ("BertForSequenceClassification", "bert.encoder.layer.0.", "attention.self.query output.dense"),
+        ("XLMRobertaForSequenceClassification", "roberta.encoder.layer.0.", "attention.output.dense"),
+    ],
+)
+def test_the_linear_layers_of_an_architecture(architecture: str, first: str, linears: str) -> None:
+    wanted = [first + name for name in linears.split()]
+    others = (
+        "lm_head",
+        "embed_tokens",
+        f"{first}mlp.gate",
+        f"{first}norm",
+        "pooler.dense",
+        "classifier.dense",
+    )
+    names = [f"{name}.weight" for name in (*others, *wanted)]
+    assert family_of({"architectures": [architecture]}, names).layers(names) == wanted
+
+
+def test_linear_names_the_layers_of_an_unknown_architecture(tmp_path: Path) -> None:
+    tensors = {"blocks.0.fc1.weight": torch.randn(16, 24), "head.weight": torch.randn(16, 24)}
+    source = write(tmp_path / "source", {"architectures": ["NewModel"]}, tensors)
+    report = convert(source, tmp_path / "out", linear=r"\.fc\d$")
+    assert report.pruned == ("blocks.0.fc1",)
+    assert report.kept == {"head": "not a linear layer of a block"}
+    assert config_of(tmp_path / "out")["quantization_config"]["ignore"] == ["lm_head", "head"]
+    again = convert(tmp_path / "out", tmp_path / "slided", layout="slided")
+    assert again.pruned == report.pruned
+    assert again.kept == {"head": "the source's ignore list"}
+
+
+def test_the_older_config_name_is_replaced(tmp_path: Path) -> None:
+    source = w8a8(tmp_path / "source")
+    config = config_of(source)
+    config["compression_config"] = config.pop("quantization_config")
+    (source / "config.json").write_text(json.dumps(config))
+    convert(source, tmp_path / "out")
+    assert "compression_config" not in config_of(tmp_path / "out")
+    assert config_of(tmp_path / "out")["quantization_config"]["slidesparse"]["pattern"] == "6:8"
+
+
+def test_an_empty_folder_may_be_filled_and_parents_are_made(tmp_path: Path) -> None:
+    source = llama(tmp_path / "source")
+    (tmp_path / "empty").mkdir()
+    convert(source, tmp_path / "empty")
+    convert(source, tmp_path / "new" / "below" / "out")
+    (tmp_path / "target").mkdir()
+    for name in ("target", "dangling"):  # a link to a folder on another disk, say
+        (tmp_path / f"to {name}").symlink_to(name)
+        convert(source, tmp_path / f"to {name}")
+        assert snapshot(tmp_path / name) == snapshot(tmp_path / "empty")
+    assert snapshot(tmp_path / "empty") == snapshot(tmp_path / "new" / "below" / "out")
+
+
+def test_progress_counts_both_passes_in_bytes(tmp_path: Path) -> None:
+    calls: list[tuple[str, int, int]] = []
+    source = llama(tmp_path / "source")
+    report = convert(source, tmp_path / "out", progress=lambda *call: calls.append(call))
+    total = sum(tensor.nbytes for tensor in float_tensors(LLAMA).values())
+    assert report.bytes_in == total
+    for phase in ("checking", "writing"):
+        done = [call[1] for call in calls if call[0] == phase]
+        assert done == sorted(done)
+        assert done[-1] == total
+    assert {call[2] for call in calls} == {total}
+
+
+def test_check_reads_back_without_calibration(tmp_path: Path) -> None:
+    source = llama(tmp_path / "source")
+    report = convert(source, tmp_path / "out", check=True)
+    (row,) = (row for row in report.layers if row["name"] == Q)
+    codes, scale = quantize_rows(prune(tensors_of(source)[f"{Q}.weight"], SIX_EIGHT), torch.int8)
+    assert row["zeros"] == int((codes == 0).sum())
+    assert (row["scale_min"], row["scale_max"]) == (float(scale.min()), float(scale.max()))
+    assert (row["method"], row["error_pruned"], report.sensitivity) == ("magnitude", None, [])
+
+
+def test_columns_that_the_source_has_not_are_not_called_dead(tmp_path: Path) -> None:
+    weight = tensors_of(llama(tmp_path / "first"))[f"{Q}.weight"]
+    weight[:, 5] = 0
+    source = llama(tmp_path / "source", **{f"{Q}.weight".replace(".", "__"): weight})
+    report = convert(source, tmp_path / "out", check=True)
+    assert [row["dead_columns"] for row in report.layers] == [0] * len(LINEARS)
+    weight = torch.full((64, 64), 1.0).bfloat16()
+    weight[:, 8] = 1e-3  # the smallest of its block in each row
+    source = llama(tmp_path / "other", **{f"{Q}.weight".replace(".", "__"): weight})
+    report = convert(source, tmp_path / "again", check=True)
+    assert {row["dead_columns"] for row in report.layers if row["name"] == Q} == {16}  # ties: the leftmost go
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("value", [torch.nan, -torch.nan, torch.inf, -torch.inf])
+def test_one_value_that_is_not_finite_is_seen(dtype: torch.dtype, value: float) -> None:
+    for place in (0, 31, 32, 1000):
+        x = torch.randn(1001).to(dtype)
+        assert is_finite(x)
+        x[place] = value
+        assert not is_finite(x)
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2])
+def test_each_byte_of_fp8_is_judged_as_torch_does(dtype: torch.dtype) -> None:
+    for code in range(-128, 128):
+        x = torch.tensor([1, code, 2], dtype=torch.int8).view(dtype)
+        assert is_finite(x) == bool(torch.isfinite(x.float()).all())
+    assert is_finite(torch.ones(0, 4).to(dtype))
+    assert is_finite(torch.tensor([127, -1], dtype=torch.int8))
+
+
+# Kills and interrupts
+
+KILLED = """
+import os, signal, sys
+from slidesparse.checkpoint import storage
+from slidesparse.convert.options import ConvertOptions
+from slidesparse.convert.stream import convert
+from slidesparse.pattern import SlidePattern
+storage.CHUNK_ELEMENTS = 1000
+written, write = 0, storage.Writer.write
+def write_then_die(self, *arguments):
+    global written
+    write(self, *arguments)
+    written += 1
+    if written == 40:
+        os.kill(os.getpid(), signal.SIGKILL)
+storage.Writer.write = write_then_die
+convert(sys.argv[1], sys.argv[2], ConvertOptions(SlidePattern.parse("6:8")))
+"""
+
+
+def test_a_killed_conversion_leaves_nothing_that_looks_finished(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = llama(tmp_path / "source")
+    out = tmp_path / "out"
+    command = [sys.executable, "-c", KILLED, str(source), str(out)]
+    done = subprocess.run(command, cwd=Path(__file__).parents[2], timeout=120, check=False)
+    assert done.returncode == -signal.SIGKILL
+    assert not out.exists()
+    (partial,) = (path for path in tmp_path.iterdir() if path != source)
+    assert re.fullmatch(r"\.out\.partial-\w+", partial.name)
+    assert (partial / MODEL).exists()
+    assert not (partial / "config.json").exists()
+    usage = shutil.disk_usage(tmp_path)  # what was left does not count as space that is taken
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=0) if partial.exists() else usage)
+    convert(source, out)  # the same again just works, and cleans up
+    assert {path.name for path in tmp_path.iterdir()} == {"source", "out"}
+    convert(source, tmp_path / "other")
+    assert snapshot(out) == snapshot(tmp_path / "other")
+
+
+def test_a_running_conversion_is_not_mistaken_for_a_killed_one(tmp_path: Path) -> None:
+    source, out = llama(tmp_path / "source"), tmp_path / "out"
+    refused: list[str] = []
+
+    def interfere(phase: str, done: int, total: int) -> None:
+        if phase == "writing" and not refused:
+            with pytest.raises(CheckpointError, match="another conversion is writing") as error:
+                convert(source, out)
+            refused.append(str(error.value))
+
+    convert(source, out, progress=interfere)
+    assert len(refused) == 1
+    assert (out / "config.json").exists()
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, RuntimeError])
+def test_errors_and_interrupts_clean_up(tmp_path: Path, error: type[BaseException]) -> None:
+    def stop(phase: str, done: int, total: int) -> None:
+        if phase == "writing":
+            raise error
+
+    source = llama(tmp_path / "source")
+    with pytest.raises(error):
+        convert(source, tmp_path / "out", progress=stop)
+    assert [path.name for path in tmp_path.iterdir()] == ["source"]
+
+
+def test_config_is_the_last_file_and_everything_is_synced(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    synced: list[str] = []
+    fsync = os.fsync
+    monkeypatch.setattr(
+        os, "fsync", lambda fd: (synced.append(os.readlink(f"/proc/self/fd/{fd}")), fsync(fd))
+    )
+    rename = os.rename
+
+    def renamed(partial: Path, out: Path) -> None:
+        newest = max(partial.rglob("*"), key=lambda path: path.stat().st_mtime_ns)
+        assert newest.name == "config.json"
+        synced.append("rename")
+        rename(partial, out)
+
+    monkeypatch.setattr(os, "rename", renamed)
+    convert(llama(tmp_path / "source"), tmp_path / "out")
+    names = [Path(name).name for name in synced]
+    assert {MODEL, "config.json", "tokenizer.json"} <= set(names[: names.index("rename")])
+    assert synced[-1] == str(tmp_path)
+
+
+def test_torch_threads_are_as_before(tmp_path: Path) -> None:
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(3)  # threads of the pool have 1, which may be the number before
+        convert(llama(tmp_path / "source"), tmp_path / "out")
+        assert torch.get_num_threads() == 3
+    finally:
+        torch.set_num_threads(before)

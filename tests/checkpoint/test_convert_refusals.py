@@ -1,0 +1,371 @@
+"""Bad input to a conversion: the error names the fact, and nothing is written."""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from checkpoints import (
+    DOWN,
+    LLAMA,
+    MODEL,
+    Q,
+    bert,
+    config_of,
+    convert,
+    edit_json,
+    llama,
+    refused,
+    set_value,
+    snapshot,
+    tensors_of,
+    w8a8,
+    write,
+)
+from models import float_tensors
+
+from slidesparse.calibrate.task import Calibration
+from slidesparse.checkpoint import storage
+from slidesparse.checkpoint.inspection import inspect, verify
+from slidesparse.checkpoint.metadata import MetadataError
+from slidesparse.checkpoint.storage import CheckpointError
+from slidesparse.checkpoint.w8a8 import parse_block
+from slidesparse.errors import CalibrationError, EnvironmentFault
+from slidesparse.pattern import PatternError
+from slidesparse.slide import bits
+
+WEIGHT = f"{Q}.weight".replace(".", "__")
+
+
+# Values, dtypes, shapes
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("value", [float("nan"), float("-inf")])
+def test_weights_that_are_not_finite(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, value: float
+) -> None:
+    monkeypatch.setattr(storage, "CHUNK_ELEMENTS", 640)  # ten rows of q_proj
+    weight = set_value(set_value(float_tensors(LLAMA)[f"{Q}.weight"].to(dtype), 41, 7, value), 63, 0, value)
+    source = llama(tmp_path / "source", dtype=dtype, **{WEIGHT: weight})
+    refused(source, f"{Q}.weight in {MODEL} holds 2 values", f"row 41, column 7 ({value})")
+
+
+def test_other_tensors_must_be_finite_too(tmp_path: Path) -> None:
+    norm = torch.ones(64, dtype=torch.bfloat16)
+    norm[5] = torch.nan
+    source = llama(tmp_path / "source", model__norm__weight=norm)
+    refused(source, "model.norm.weight", "element 5 (nan)")
+
+
+@pytest.mark.parametrize("code", [0x7F, -1])
+def test_fp8_codes_that_are_nan(tmp_path: Path, code: int) -> None:
+    source = w8a8(tmp_path / "source", "fp8")
+    tensors = tensors_of(source)
+    bits(tensors[f"{Q}.weight"])[3, 4] = code
+    write(source, config_of(source), tensors)
+    refused(source, f"{Q}.weight", "row 3, column 4 (nan)")
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.float64, torch.int8])
+def test_wrong_dtype(tmp_path: Path, dtype: torch.dtype) -> None:
+    source = llama(tmp_path / "source", **{WEIGHT: torch.ones(64, 64, dtype=dtype)})
+    refused(source, f"{Q}.weight is {storage.NAMES[dtype]}", "F32, F16, BF16")
+
+
+@pytest.mark.parametrize("shape", [(64,), (2, 4, 8), (0, 64)])
+def test_wrong_shape(tmp_path: Path, shape: tuple[int, ...]) -> None:
+    source = llama(tmp_path / "source", **{WEIGHT: torch.ones(shape).bfloat16()})
+    refused(source, f"{Q}.weight has shape {list(shape)}")
+
+
+# Architectures and options
+
+
+def test_unknown_architectures(tmp_path: Path) -> None:
+    source = llama(tmp_path / "source")
+    for value in ("MambaForCausalLM", None, [], {"a": 1}, [["LlamaForCausalLM"]]):
+        edit_json(source / "config.json", architectures=[value] if isinstance(value, str) else value)
+        named = repr(value) if isinstance(value, str) else "no architecture"
+        refused(source, named, "LlamaForCausalLM", "BertModel", "--linear")
+    refused(bert(tmp_path / "bert", architecture="LlamaForCausalLM"), "none of the", "--linear")
+
+
+@pytest.mark.parametrize("by_name", [True, False])
+def test_mixture_of_experts(tmp_path: Path, by_name: bool) -> None:
+    expert = "model.layers.0.mlp.experts.0.down_proj.weight"
+    source = llama(tmp_path / "source", **({} if by_name else {expert.replace(".", "__"): torch.ones(8, 8)}))
+    if by_name:
+        edit_json(source / "config.json", architectures=["Qwen3MoeForCausalLM"])
+    assert (expert in refused(source, "mixture of experts")) != by_name
+
+
+FUSED = "model.layers.1.mlp"
+
+
+@pytest.mark.parametrize(
+    ("options", "words", "error"),
+    [
+        ({"quant": "x"}, ["--quant 'x'", "int8, fp8"], CheckpointError),
+        ({"layout": "x"}, ["--layout 'x'", "dense, slided"], CheckpointError),
+        ({"method": "x"}, ["--method 'x'", "sparsegpt, wanda, magnitude, random"], CheckpointError),
+        ({"ignore": ["mlp.(down"]}, ["--ignore 'mlp.(down'", "unterminated"], CheckpointError),
+        ({"linear": "mlp.(down"}, ["--linear 'mlp.(down'"], CheckpointError),
+        ({"ignore": ["o_proj", "down_porj"]}, ["--ignore 'down_porj'", "14 linear layers"], CheckpointError),
+        ({"ignore": ["1.mlp.gate"]}, [f"{FUSED}.gate_proj but not {FUSED}.up_proj"], CheckpointError),
+        ({"ignore": ["."]}, ["nothing is left"], CheckpointError),
+        ({"skip": ["."]}, ["nothing is left"], CheckpointError),
+        ({"skip": ["gate_proj"]}, ["--skip", f"not {FUSED.replace('1', '0')}.up_proj"], CheckpointError),
+        ({"layer": ["down_proj"]}, ["--layer 'down_proj'", "REGEX=PATTERN"], CheckpointError),
+        ({"layer": ["down_proj=7:8"]}, ["--layer 'down_proj=7:8'", "'7:8'"], PatternError),
+        ({"layer": ["porj=6:8"]}, ["--layer 'porj'"], CheckpointError),
+        ({"layer": ["q_proj=4:6"]}, ["--layer", "q_proj but not"], CheckpointError),
+        ({"linear": "lm_head|embed"}, ["none of the"], CheckpointError),
+        ({"method": "sparsegpt"}, ["--method sparsegpt", "--calib"], CalibrationError),
+        ({"method": "wanda"}, ["--method wanda", "--calib"], CalibrationError),
+        ({"skip_worst": "5%"}, ["--skip-worst", "--calib"], CalibrationError),
+        ({"skip_worst": "5"}, ["--skip-worst '5'"], CalibrationError),
+        ({"skip_worst": "100%"}, ["--skip-worst '100%'"], CalibrationError),
+    ],
+)
+def test_options_that_cannot_be_used(
+    tmp_path: Path, options: dict[str, Any], words: list[str], error: type[Exception]
+) -> None:
+    refused(llama(tmp_path / "source"), *words, error=error, **options)
+
+
+def test_random_does_not_go_with_calibration(tmp_path: Path) -> None:
+    calibration = Calibration("random")
+    refused(
+        llama(tmp_path / "source"), "--method random", method="random", calibration=calibration,
+        error=CalibrationError,
+    )  # fmt: skip
+
+
+# The output
+
+
+def test_outputs_that_cannot_be_made(tmp_path: Path) -> None:
+    source = llama(tmp_path / "source")
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "mine.txt").write_text("kept")
+    (tmp_path / "file").write_text("")
+    refused(source, f"{tmp_path / 'full'} is not empty", out="full")
+    refused(source, "is not empty", out="source")
+    refused(source, "is a file", out="file")
+    refused(source, f"below {tmp_path / 'file'}", out="file/new/below")
+    refused(source, "inside the source", out="source/out")
+    assert (tmp_path / "full" / "mine.txt").read_text() == "kept"
+
+
+def test_modules_that_cannot_be_read(tmp_path: Path) -> None:
+    source = llama(tmp_path / "source")
+    (source / "modules.json").write_text('[{"name": "1"}]')
+    refused(source, "modules.json")
+
+
+def test_output_filled_meanwhile(tmp_path: Path) -> None:
+    source, out = llama(tmp_path / "source"), tmp_path / "out"
+
+    def fill(phase: str, done: int, total: int) -> None:
+        out.mkdir(exist_ok=True)
+        (out / "theirs").write_text("kept")
+
+    with pytest.raises(CheckpointError, match="somebody else"):
+        convert(source, out, progress=fill)
+    assert snapshot(tmp_path).keys() == {*(f"source/{name}" for name in snapshot(source)), "out/theirs"}
+
+
+def test_no_space_is_seen_beforehand(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = llama(tmp_path / "source")
+    convert(source, tmp_path / "first")
+    needed = sum(len(raw) for name, raw in snapshot(tmp_path / "first").items() if name != "config.json")
+    usage = shutil.disk_usage(tmp_path)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=needed - 1))
+    refused(source, "no space left", f"{needed / 1e6:.1f} MB", error=EnvironmentFault)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=needed))
+    convert(source, tmp_path / "out")
+
+
+@pytest.mark.parametrize("call", [0, 1, 20])
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT])
+def test_no_space_while_writing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: int, number: int
+) -> None:
+    """pwrite fails as on a full disk: at the header, at the first tensor, in the middle."""
+    calls, pwrite = [], os.pwrite
+
+    def full(descriptor: int, view: memoryview, position: int) -> int:
+        calls.append(position)
+        if len(calls) > call:
+            raise OSError(number, os.strerror(number))
+        return pwrite(descriptor, view, position)
+
+    monkeypatch.setattr(os, "pwrite", full)
+    refused(llama(tmp_path / "source"), "no space left", str(tmp_path), error=EnvironmentFault)
+    assert len(calls) > call
+
+
+def test_no_space_when_syncing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(descriptor: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "fsync", full)
+    refused(llama(tmp_path / "source"), "no space left", error=EnvironmentFault)
+
+
+# Quantized sources
+
+
+def group(block: dict[str, Any], part: str) -> dict[str, Any]:
+    return block["config_groups"]["group_0"][part]
+
+
+def second_group(block: dict[str, Any]) -> None:
+    weights = {**group(block, "weights"), "strategy": "tensor"}
+    inputs = group(block, "input_activations")
+    block["config_groups"]["group_1"] = {"weights": weights, "input_activations": inputs}
+
+
+# A change of a W8A8 quantization_config, and the fact that its refusal names
+KINDS: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
+    "method": (lambda b: b.update(quant_method="gptq"), "'gptq'"),
+    "static": (lambda b: group(b, "input_activations").update(strategy="tensor", dynamic=False), "static"),
+    "per group": (
+        lambda b: group(b, "input_activations").update(strategy="group"),
+        "not quantized per token",
+    ),
+    "local": (lambda b: group(b, "input_activations").update(dynamic="local"), "not quantized per token"),
+    "asymmetric": (lambda b: group(b, "input_activations").update(symmetric=False), "asymmetric activations"),
+    "w8a16": (lambda b: b["config_groups"]["group_0"].update(input_activations=None), "W8A16"),
+    "a16 float": (lambda b: group(b, "input_activations").update(type="float"), "another type"),
+    "w4": (lambda b: group(b, "weights").update(num_bits=4), "4-bit int"),
+    "block": (lambda b: group(b, "weights").update(strategy="block"), "per block"),
+    "zero points": (lambda b: group(b, "weights").update(symmetric=False), "asymmetric or dynamic weights"),
+    "outputs": (
+        lambda b: b["config_groups"]["group_0"].update(output_activations={"num_bits": 8}),
+        "outputs",
+    ),
+    "groups": (second_group, "int8 per channel and int8 per tensor"),
+    "no groups": (lambda b: b.pop("config_groups"), "no config_groups"),
+    "bad weights": (lambda b: b["config_groups"]["group_0"].update(weights="int8"), "no objects in group_0"),
+    "bad sparsity": (lambda b: b.update(sparsity_config="dense, I think"), "'dense, I think'"),
+    "bad group": (lambda b: b["config_groups"].update(group_0=3), "group_0"),
+    "packed": (lambda b: b.update(format="pack-quantized"), "'pack-quantized'"),
+    "frozen": (lambda b: b.update(quantization_status="frozen"), "'frozen'"),
+    "bitmask": (lambda b: b.update(sparsity_config={"format": "sparse-24-bitmask"}), "sparse-24-bitmask"),
+    "rotated": (lambda b: b.update(transform_config={"config_groups": {}}), "transform_config"),
+    "ignore": (lambda b: b.update(ignore="lm_head"), "ignore list"),
+    "bad regex": (lambda b: b.update(ignore=["re:mlp.(down"]), "'mlp.(down'"),
+}
+
+
+def test_w8a8_of_another_kind(tmp_path: Path) -> None:
+    source = w8a8(tmp_path / "source")
+    for change, fact in KINDS.values():
+        block = config_of(source)["quantization_config"]
+        parse_block(block)
+        change(block)
+        with pytest.raises(CheckpointError) as error:
+            parse_block(block)
+        assert fact in str(error.value)
+    edit_json(source / "config.json", quantization_config=block)  # the last of them
+    refused(source, fact)
+
+
+def test_w8a8_that_contradicts_its_config(tmp_path: Path) -> None:
+    source = w8a8(tmp_path / "source")
+    refused(source, "--quant fp8", "int8 already", quant="fp8")
+    refused(source, "int8 ones", error=CalibrationError, calibration=Calibration("random", 1, 8))
+    config, tensors = config_of(source), tensors_of(source)
+    block = config["quantization_config"]
+    edit_json(source / "config.json", quantization_config={**block, "ignore": ["lm_head"]})
+    refused(source, f"{DOWN}.weight is BF16", "promises I8")
+    edit_json(source / "config.json", quantization_config=block)
+    for scale in (torch.ones(63, 1), torch.ones(1), torch.ones(64, 1, dtype=torch.int32)):
+        write(source, config, {**tensors, f"{Q}.weight_scale": scale})
+        refused(source, f"{Q}.weight_scale is", "64 rows")
+    del tensors[f"{Q}.weight_scale"]
+    write(source, config, tensors)
+    refused(source, f"no tensor {Q}.weight_scale")
+    source = w8a8(tmp_path / "fp8", "fp8")
+    block = config_of(source)["quantization_config"]
+    for part in ("weights", "input_activations"):
+        group(block, part)["type"] = "int"
+    edit_json(source / "config.json", quantization_config=block)
+    refused(source, "F8_E4M3", "promises I8")
+
+
+def test_w8a8_weights_without_their_config(tmp_path: Path) -> None:
+    source = llama(tmp_path / "source", **{f"{Q}.weight_scale".replace(".", "__"): torch.ones(64, 1)})
+    refused(source, f"{Q}.weight_scale but no quantization_config")
+
+
+# Sources that are already pruned
+
+
+@pytest.fixture(params=["dense", "slided"])
+def converted(tmp_path: Path, request: pytest.FixtureRequest) -> Path:
+    convert(llama(tmp_path / "source"), tmp_path / "converted", layout=request.param)
+    return tmp_path / "converted"
+
+
+@pytest.mark.parametrize(
+    ("options", "fact"),
+    [
+        ({"pattern": "4:6"}, "asks for 4:6"),
+        ({"ignore": ["down"]}, "--ignore"),
+        ({"linear": "down"}, "--linear"),
+        ({"skip": ["q_proj"]}, "--skip"),
+        ({"layer": ["down_proj=8:10"]}, "--layer"),
+        ({"method": "random"}, "--method random"),
+        ({"calibration": Calibration("random", 1, 8)}, "--calib"),
+    ],
+)
+def test_choices_for_a_pruned_source(converted: Path, options: dict[str, Any], fact: str) -> None:
+    refused(converted, fact, "already pruned", **options)
+
+
+def test_violated_pattern(converted: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(storage, "CHUNK_ELEMENTS", 640)
+    tensors = tensors_of(converted)
+    tensors[f"{Q}.weight"][45] = 0
+    tensors[f"{Q}.weight"][45, 16:24] = 1  # a whole block; in the slided layout two whole windows
+    write(converted, config_of(converted), tensors)
+    message = refused(converted, f"{Q}: row 45", error=PatternError)
+    if config_of(converted)["quantization_config"]["slidesparse"]["layout"] == "dense":
+        assert "row 45, block 2 (columns from 16) has 8 non-zeros" in message
+
+
+METADATA: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
+    "absent layer": (
+        lambda b: b["slidesparse"]["layers"].update(ghost={"pattern": "6:8", "in_features": 64}),
+        "no tensor ghost.weight",
+    ),
+    "another size": (lambda b: b["slidesparse"]["layers"][Q].update(in_features=72), "72 in-features"),
+    "no layer": (lambda b: b["slidesparse"].update(layers={}), "lists no layer"),
+    "newer": (lambda b: b["slidesparse"].update(version=99), "version is 99"),
+    "none": (
+        lambda b: (b.pop("slidesparse"), b.update(quant_method="slidesparse")),
+        "'slidesparse' but has no",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", METADATA)
+def test_metadata_that_do_not_fit(converted: Path, name: str) -> None:
+    block = config_of(converted)["quantization_config"]
+    change, fact = METADATA[name]
+    change(block)
+    edit_json(converted / "config.json", quantization_config=block)
+    refused(converted, fact, error=MetadataError if name == "newer" else CheckpointError)
+    if name == "another size":
+        for read in (inspect, lambda folder: verify(folder, folder)):
+            with pytest.raises(CheckpointError, match=fact):
+                read(converted)

@@ -1,0 +1,228 @@
+"""Safetensors files written and read here against the safetensors library, and damaged ones."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from checkpoints import INDEX, MODEL, Q, convert, edit_header, edit_json, llama, snapshot, tensors_of, write
+from hypothesis import given
+from hypothesis import strategies as st
+from safetensors.torch import load, save_file
+from strategies import assert_same_bits
+from torch import Tensor
+
+from slidesparse.checkpoint import storage
+from slidesparse.checkpoint.inspection import verify
+from slidesparse.checkpoint.storage import (
+    DTYPES,
+    NAMES,
+    Checkpoint,
+    CheckpointError,
+    TensorSpec,
+    Writer,
+    plan_file,
+    read_header,
+)
+
+shapes = st.lists(st.integers(0, 5), max_size=3).map(tuple)
+dtypes = st.sampled_from(sorted(DTYPES))
+specs = st.lists(st.tuples(dtypes, shapes), max_size=6).map(
+    lambda found: [TensorSpec(f"t{i}", *spec) for i, spec in enumerate(found)]
+)
+
+
+def random_tensor(spec: TensorSpec, seed: int) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    high = 2 if spec.dtype == "BOOL" else 256
+    raw = torch.randint(0, high, (spec.nbytes,), generator=generator, dtype=torch.uint8)
+    return raw.view(DTYPES[spec.dtype]).reshape(spec.shape)
+
+
+@given(specs, st.integers(0, 99))
+def test_written_files_are_read_by_the_safetensors_library(
+    tmp_path_factory: pytest.TempPathFactory, planned: list[TensorSpec], seed: int
+) -> None:
+    path = tmp_path_factory.mktemp("written") / MODEL
+    writer = Writer(path, planned)
+    tensors = {spec.name: random_tensor(spec, seed) for spec in planned}
+    for spec in planned:
+        rows = tensors[spec.name].reshape(spec.rows, spec.columns)
+        for row in reversed(range(spec.rows)):  # in any order
+            writer.write(spec.name, row, rows[row : row + 1])
+    writer.close()
+    assert plan_file(planned)[2] == path.stat().st_size
+    for name, tensor in load(path.read_bytes()).items():
+        assert_same(tensor, tensors.pop(name))
+    assert tensors == {}
+    starts = [(stored.start, DTYPES[stored.spec.dtype].itemsize) for stored in read_header(path)]
+    assert all(start % size == 0 for start, size in starts)  # aligned, whatever the mixture
+
+
+@given(specs, st.integers(0, 99))
+def test_files_of_the_safetensors_library_are_read(
+    tmp_path_factory: pytest.TempPathFactory, planned: list[TensorSpec], seed: int
+) -> None:
+    tensors = {spec.name: random_tensor(spec, seed) for spec in planned}
+    folder = write(tmp_path_factory.mktemp("read"), {}, tensors)
+    found = Checkpoint.open(folder)
+    assert set(found.tensors) == set(tensors)
+    with found.reader() as reader:
+        for name, tensor in tensors.items():
+            assert_same(reader.whole(name), tensor)
+
+
+def assert_same(found: Tensor, expected: Tensor) -> None:
+    """Bit for bit, also for dtypes that `assert_same_bits` does not know."""
+    assert (found.dtype, found.shape) == (expected.dtype, expected.shape)
+    assert torch.equal(*(t.contiguous().view(-1).view(torch.uint8) for t in (found, expected)))
+
+
+@given(st.integers(0, 40), st.integers(0, 3000))
+def test_chunks_cover_each_row_once_and_stay_small(rows: int, columns: int) -> None:
+    chunks = list(TensorSpec("t", "F32", (rows, columns)).chunks())
+    assert [row for chunk in chunks for row in range(chunk.start, chunk.stop)] == list(range(rows))
+    limit = storage.CHUNK_ELEMENTS
+    assert all((chunk.stop - chunk.start) * columns <= max(limit, columns) for chunk in chunks)
+
+
+def test_dtype_names_are_those_of_the_library(tmp_path: Path) -> None:
+    save_file({name: torch.zeros(1, dtype=dtype) for name, dtype in DTYPES.items()}, tmp_path / MODEL)
+    assert {stored.spec.name: stored.spec.dtype for stored in read_header(tmp_path / MODEL)} == {
+        name: name for name in NAMES.values()
+    }
+
+
+def test_bits_of_rows_survive(tmp_path: Path) -> None:
+    weight = torch.tensor([[0.0, -0.0, 1.0, torch.finfo(torch.float32).tiny]])
+    with Checkpoint.open(write(tmp_path, {}, {"x": weight})).reader() as reader:
+        assert_same_bits(reader.rows("x", slice(0, 1)), weight)
+
+
+def test_symbolic_links_to_files_are_followed(tmp_path: Path) -> None:
+    """A download cache keeps its files elsewhere and links to them."""
+    source = llama(tmp_path / "source")
+    (tmp_path / "blobs").mkdir()
+    (source / MODEL).rename(tmp_path / "blobs" / "0123")
+    (source / MODEL).symlink_to("../blobs/0123")
+    convert(source, tmp_path / "out")
+    assert not (tmp_path / "out" / MODEL).is_symlink()
+    assert verify(tmp_path / "out", tmp_path / "out").equal
+
+
+# Damage: what is done to a checkpoint of three shards, or of one, and the fact that the error must name
+
+SHARD = "model-00001-of-00003.safetensors"
+OTHER = "model-00002-of-00003.safetensors"
+
+
+def places(source: Path, **files: object) -> None:
+    """Change where the index says that tensors are."""
+    index = json.loads((source / INDEX).read_text())
+    index["weight_map"].update({name.replace("__", "."): file for name, file in files.items()})
+    (source / INDEX).write_text(json.dumps(index))
+
+
+def double_a_tensor(source: Path) -> None:
+    tensors, index = tensors_of(source), json.loads((source / INDEX).read_text())["weight_map"]
+    held = {name: tensors[name] for name, file in index.items() if file == OTHER}
+    doubled = next(name for name, file in index.items() if file == SHARD)
+    save_file({**held, doubled: tensors[doubled]}, source / OTHER)
+
+
+def append(source: Path) -> None:
+    with (source / SHARD).open("ab") as file:
+        file.write(b"more")
+
+
+def outside(file: str) -> Callable[[Path], None]:
+    def change(source: Path) -> None:
+        shutil.copy(source / SHARD, source.parent / "other.safetensors")
+        places(source, **{Q.replace(".", "__") + "__weight": file})
+
+    return change
+
+
+def truncate(size: int) -> Callable[[Path], None]:
+    return lambda source: os.truncate(source / SHARD, size)
+
+
+SHARDED: dict[str, tuple[Callable[[Path], Any], str]] = {
+    "no config": (lambda source: (source / "config.json").unlink(), "config.json"),
+    "config no JSON": (lambda source: (source / "config.json").write_text("{"), "config.json"),
+    "config a list": (lambda source: (source / "config.json").write_text("[]"), "found list"),
+    "no index": (lambda source: (source / INDEX).unlink(), f"no {INDEX}"),
+    "index no JSON": (lambda source: (source / INDEX).write_text("{"), INDEX),
+    "no map": (lambda source: edit_json(source / INDEX, weight_map=None), "weight_map"),
+    "empty map": (lambda source: edit_json(source / INDEX, weight_map={}), "weight_map"),
+    "map a list": (lambda source: edit_json(source / INDEX, weight_map=[]), "weight_map"),
+    "absent tensor": (lambda source: places(source, ghost=SHARD), "ghost"),
+    "another kind of file": (lambda source: places(source, ghost="pytorch_model.bin"), "pytorch_model.bin"),
+    "above": (outside("../other.safetensors"), "outside the folder"),
+    "elsewhere": (outside("/etc/other.safetensors"), "outside the folder"),
+    "below": (outside("a/b.safetensors"), "outside the folder"),
+    "above on Windows": (outside("..\\other.safetensors"), "outside the folder"),
+    "missing shard": (lambda source: (source / SHARD).unlink(), SHARD),
+    "truncated": (truncate(30_000), "is 30000 bytes"),
+    "truncated in the header": (truncate(1000), "is 1000 bytes"),
+    "truncated at once": (truncate(4), "is 4 bytes"),
+    "trailing data": (append, "followed by other data"),
+    "a tensor twice": (double_a_tensor, OTHER),
+}
+ENTRY = f"{Q}.weight".replace(".", "__")
+SINGLE: dict[str, tuple[Callable[[Path], Any], str]] = {
+    "no weights": (lambda source: (source / MODEL).rename(source / "pytorch_model.bin"), "pytorch_model.bin"),
+    "a pointer": (lambda source: (source / MODEL).write_text("version https://git-lfs\noid x\n"), "LFS"),
+    "header a list": (lambda source: edit_header(source / MODEL, "[1]"), "list"),
+    "header no JSON": (lambda source: edit_header(source / MODEL, "{"), MODEL),
+    "a name twice": (lambda source: edit_header(source / MODEL, '{"a": {}, "a": {}}'), "'a' appears twice"),
+    "entry no object": (lambda source: edit_header(source / MODEL, '{"a": 3}'), MODEL),
+    "unknown dtype": (lambda source: edit_header(source / MODEL, **{ENTRY: {"dtype": "F4"}}), "'F4'"),
+    "too few bytes": (lambda source: edit_header(source / MODEL, **{ENTRY: {"shape": [3, 3]}}), "18 bytes"),
+    "negative shape": (lambda source: edit_header(source / MODEL, **{ENTRY: {"shape": [-1, 64]}}), "-1"),
+    "overlap": (lambda source: edit_header(source / MODEL, **{ENTRY: {"data_offsets": [0, 2]}}), MODEL),
+    "no offsets": (lambda source: edit_header(source / MODEL, **{ENTRY: {"data_offsets": None}}), MODEL),
+    "quantization no object": (
+        lambda source: edit_json(source / "config.json", quantization_config="int8"),
+        "found str",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", [*SHARDED, *SINGLE])
+def test_damage_is_named(tmp_path: Path, name: str) -> None:
+    sharded = name in SHARDED
+    source = llama(tmp_path / "source", shards=3 if sharded else 1)
+    damage, fact = (SHARDED if sharded else SINGLE)[name]
+    damage(source)
+    before = snapshot(source)
+    with pytest.raises(CheckpointError) as error:
+        Checkpoint.open(source).quantization_config()
+    assert fact in str(error.value)
+    assert snapshot(source) == before
+
+
+def test_no_folder(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="missing"):
+        Checkpoint.open(tmp_path / "missing")
+
+
+def test_a_file_cut_while_it_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = llama(tmp_path / "source")
+    size = (source / MODEL).stat().st_size
+    opened = storage.Reader.__enter__
+
+    def cut(self: storage.Reader) -> storage.Reader:
+        os.truncate(source / MODEL, size - 100)
+        return opened(self)
+
+    monkeypatch.setattr(storage.Reader, "__enter__", cut)
+    with pytest.raises(CheckpointError, match=f"{MODEL} became shorter"):
+        convert(source, tmp_path / "out")
+    assert not (tmp_path / "out").exists()

@@ -1,0 +1,401 @@
+"""The command line as a user meets it: exit codes, stdout and stderr, and no torch where none is needed."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from calibration import write_ids
+from checkpoints import DOWN, LLAMA, MODEL, Q, config_of, convert, llama, snapshot, tensors_of, write
+from commands import Done
+from rich.console import Console
+
+from slidesparse import __version__
+from slidesparse.calibrate.resume import WorkFolder
+from slidesparse.cli import console
+from slidesparse.convert import stream
+from slidesparse.convert.options import ConvertOptions
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Path:
+    return llama(tmp_path / "source")
+
+
+@pytest.fixture
+def converted(source: Path, tmp_path: Path) -> Path:
+    convert(source, tmp_path / "converted")
+    return tmp_path / "converted"
+
+
+@pytest.fixture
+def calib(tmp_path: Path) -> tuple[object, ...]:
+    return ("--calib", write_ids(tmp_path / "ids.npy"), "--seqlen", 24, "--device", "cpu")
+
+
+def start(*arguments: object) -> tuple[object, ...]:
+    """``slidesparse convert SOURCE OUT -s 6:8`` and more."""
+    return ("convert", *arguments[:2], "-s", "6:8", *arguments[2:])
+
+
+# convert
+
+
+@pytest.mark.parametrize("sparsity", ["6:8", "2_8"])
+def test_convert_summarizes_on_stdout(source: Path, tmp_path: Path, sparsity: str) -> None:
+    out = tmp_path / "two words"
+    done = Done(
+        "convert", source, out, "--sparsity", sparsity, "--ignore", "0.*down", "--ignore", "self_attn"
+    )
+    assert done.code == 0
+    assert done.err.startswith("warning: pruned by magnitude, without calibration data")
+    assert len(done.err.splitlines()) == 1
+    lines = done.out.splitlines()
+    before, after = (sum(t.nbytes for t in tensors_of(folder).values()) / 1e6 for folder in (source, out))
+    facts = ("SPARSITY=2_8", "5 in int8 W8A8, dense layout", f"9 as in the source (--ignore): {DOWN},")
+    facts += ("(not a linear layer of a block): lm_head", f"{before:.1f} MB -> {after:.1f} MB in ")
+    assert all(fact in line for fact, line in zip(facts, lines, strict=False)), lines
+    assert lines[5:] == [f"serve     vllm serve '{out}'"]
+
+
+def test_sparsegpt_is_the_default_with_calibration(
+    source: Path, tmp_path: Path, calib: tuple[object, ...]
+) -> None:
+    report = tmp_path / "report.json"
+    options = ("--layer", "down_proj=8:10", "--skip", "1.*o_proj", "--report", report)
+    done = Done(*start(source, tmp_path / "out", *calib, *options))
+    assert done.code == 0, done.err
+    assert done.err == "note: ids.npy gives 6 samples of at most 24 tokens, 128 were asked for\n"
+    lines = done.out.splitlines()
+    facts = (
+        "13 in int8 W8A8",
+        "2 of them at 8:10",
+        "sparsegpt, calibrated with ids.npy, 6 samples, 144 tokens",
+    )
+    assert [fact for fact in (*facts, "model.layers.1.self_attn.o_proj") if fact not in done.out] == []
+    assert [line.split()[0] for line in lines[6:]] == ["error"] * 5 + ["bytes", "serve"]
+    found = json.loads(report.read_text())
+    assert lines[6].endswith(f"{found['sensitivity'][0]}  (the largest)")
+    assert (found["method"], found["violations"], found["dead_columns"]) == ("sparsegpt", 0, 0)
+    assert (found["pattern"], found["quant"], found["layout"]) == ("6:8", "int8", "dense")
+    assert found["skipped"] == {"model.layers.1.self_attn.o_proj": "--skip"}
+    rows = {row["name"]: row for row in found["layers"]}
+    assert sorted(rows) == sorted(config_of(tmp_path / "out")["quantization_config"]["slidesparse"]["layers"])
+    assert (rows[DOWN]["pattern"], rows[Q]["pattern"]) == ("8:10", "6:8")
+    assert set(rows[Q]) == {
+        "name", "pattern", "out_features", "in_features", "zeros", "violations", "dead_columns", "scale_min",
+        "scale_max", "method", "error_pruned", "error_quantized", "error_finetuned", "block_error",
+        "block_error_finetuned", "tokens", "seconds",
+    }  # fmt: skip
+    ranked = [rows[name]["error_finetuned"] for name in found["sensitivity"]]
+    assert ranked == sorted(ranked, reverse=True)
+    assert len(ranked) == 13
+
+
+def test_a_report_without_calibration(source: Path, tmp_path: Path) -> None:
+    done = Done(*start(source, tmp_path / "out", "--report", tmp_path / "report.json"))
+    assert done.code == 0
+    assert done.err.startswith("warning: pruned by magnitude")
+    found = json.loads((tmp_path / "report.json").read_text())
+    assert [row["error_pruned"] for row in found["layers"]] == [None] * len(LLAMA.linears())
+    assert found["sensitivity"] == []
+    done = Done(*start(tmp_path / "out", tmp_path / "slided", "--layout", "slided"))
+    assert (done.code, done.err) == (0, "")  # nothing is pruned there, so nothing is warned of
+
+
+def test_every_option_reaches_the_conversion(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[ConvertOptions] = []
+    plain = stream.convert
+
+    def record(source: Path, out: Path, options: ConvertOptions, **more: Any) -> Any:
+        seen.append(options)
+        return plain(source, out, options, **more)
+
+    monkeypatch.setattr(stream, "convert", record)
+    common = (
+        "--quant",
+        "fp8",
+        "--layout",
+        "slided",
+        "--method",
+        "random",
+        "--seed",
+        5,
+        "--linear",
+        "mlp|o_proj",
+    )
+    more = (
+        "--ignore",
+        "0.*o_",
+        "--skip",
+        "1.*o_",
+        "--layer",
+        "up|gate=4:6",
+        "--layer",
+        "down=8:10",
+        "--dry-run",
+    )
+    done = Done(*start(source, tmp_path / "out", *common, *more))
+    assert done.code == 0, done.err
+    assert done.out.splitlines()[-1] == "dry run   nothing was written"
+    data = ("--calib", "random", "--samples", 3, "--seqlen", 9, "--device", "cpu", "--resume", "--dry-run")
+    more = ("--sweeps", 1, "--target", "own", "--finetune", 0, "--skip-worst", "10%")
+    done = Done(*start(source, tmp_path / "out", *data, *more))
+    assert done.code == 0, done.err
+    assert "for trying things out only" in done.err
+    first, second = seen
+    assert (first.quant, first.layout, first.method, first.seed) == ("fp8", "slided", "random", 5)
+    assert (first.linear, first.ignore, first.skip) == ("mlp|o_proj", ("0.*o_",), ("1.*o_",))
+    assert [(regex, p.ratio) for regex, p in first.layer_patterns] == [("up|gate", "4:6"), ("down", "8:10")]
+    how = second.calibration
+    assert how is not None
+    assert (how.data, how.samples, how.seqlen, how.device, how.resume) == ("random", 3, 9, "cpu", True)
+    assert (how.sweeps, how.target, how.finetune, second.skip_worst) == (1, "own", 0, 0.1)
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("options", "fact"),
+    [
+        (("-s", "nonsense"), "'nonsense'"),
+        (("-s", "5:7"), "'5:7'"),
+        (("-s", ""), "''"),
+        (("--quant", "int4"), "--quant 'int4'"),
+        (("--method", "sparsegpt"), "--calib"),
+        (("--resume",), "without --calib nothing is calibrated, so --resume"),
+        (("--samples", "9", "--finetune", "2"), "--samples and --finetune"),
+        (("--calib", "random", "--method", "wanda", "--sweeps", "9"), "wanda has no use for --sweeps"),
+        (("--calib", "missing.jsonl"), "'missing.jsonl'"),
+        (("--calib", "random", "--target", "mean"), "--target 'mean'"),
+        (("--calib", "random", "--skip-worst", "all"), "--skip-worst 'all'"),
+        (("--layer", "down_proj=1:8"), "--layer 'down_proj=1:8'"),
+        (("--report", "/proc/report.json"), "--report /proc/report.json"),
+        (("--report", "missing/report.json"), "--report missing/report.json"),
+    ],
+)
+def test_usage_exits_2(source: Path, tmp_path: Path, options: tuple[str, ...], fact: str) -> None:
+    done = Done(*start(source, tmp_path / "out", *options))
+    assert (done.code, done.out) == (2, "")
+    assert done.err.startswith("error: ")
+    assert fact in done.err
+    assert not (tmp_path / "out").exists()
+
+
+def test_sparsity_is_required(source: Path, tmp_path: Path) -> None:
+    done = Done("convert", source, tmp_path / "out")
+    assert done.code == 2
+    assert "--sparsity" in done.err
+
+
+def test_interrupted_then_resumed(
+    source: Path, tmp_path: Path, calib: tuple[object, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save = WorkFolder.save
+
+    def interrupt(self: WorkFolder, number: int, *rest: Any) -> None:
+        if number:
+            raise KeyboardInterrupt
+        save(self, number, *rest)
+
+    command = start(source, tmp_path / "out", *calib, "--finetune", 1)
+    with monkeypatch.context() as patch:
+        patch.setattr(WorkFolder, "save", interrupt)
+        done = Done(*command)
+    assert done.code == 130
+    assert done.err.startswith("interrupted; --resume goes on")
+    refused = Done(*command)
+    assert refused.code == 2
+    assert "--resume" in refused.err
+    assert Done(*command, "--resume").code == 0
+    assert Done(*start(source, tmp_path / "whole", *calib, "--finetune", 1)).code == 0
+    assert snapshot(tmp_path / "out") == snapshot(tmp_path / "whole")
+
+
+def test_an_interrupt_without_calibration_leaves_nothing(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(stream, "_write_tensors", interrupt)
+    done = Done(*start(source, tmp_path / "out"))
+    assert (done.code, done.out, done.err) == (130, "", "interrupted\n")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["source"]
+
+
+def test_a_log_tells_how_far_a_long_calibration_is(
+    source: Path, tmp_path: Path, calib: tuple[object, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(console, "LINE_SECONDS", 0.0)
+    done = Done(*start(source, tmp_path / "out", *calib, "--skip-worst", "5%", "--finetune", 1))
+    assert done.code == 0, done.err
+    said = [line for line in done.err.splitlines() if line.startswith(("ranking", "pruning"))]
+    found = [re.fullmatch(r"(\w+) (\d+)% in \d+ s, about \d+ s left", line) for line in said]
+    assert all(found), said
+    assert [(m[1], 50 <= int(m[2]) < 100) for m in found if m] == [("ranking", True), ("pruning", True)]
+
+
+# The machine
+
+
+def test_what_the_machine_lacks_exits_3(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Room on the disk, permission to write, a library."""
+    usage = shutil.disk_usage(tmp_path)
+    with monkeypatch.context() as patch:
+        patch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=1000))
+        done = Done(*start(source, tmp_path / "out"))
+    assert (done.code, "no space left" in done.err) == (3, True)
+
+    def refuse(path: Path, *arguments: object, **options: object) -> None:
+        raise PermissionError(13, "Permission denied", str(path))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "mkdir", refuse)
+        done = Done(*start(source, tmp_path / "out"))
+    assert (done.code, f"Permission denied: {tmp_path}" in done.err) == (3, True)
+    (tmp_path / "calib.jsonl").write_text('"some text"\n')
+    monkeypatch.setitem(sys.modules, "tokenizers", None)
+    done = Done(*start(source, tmp_path / "out", "--calib", tmp_path / "calib.jsonl"))
+    assert (done.code, "pip install tokenizers" in done.err) == (3, True)
+
+
+# inspect and verify
+
+
+def test_unusable_input_exits_2(source: Path, tmp_path: Path) -> None:
+    os.truncate(source / MODEL, 1000)
+    for command in (start(source, tmp_path / "out"), ("inspect", source), ("verify", source, source)):
+        done = Done(*command)
+        assert (done.code, done.out) == (2, "")
+        assert f"error: {source / MODEL} is 1000 bytes" in done.err
+    done = Done("inspect", tmp_path / "[red]model[/red]")  # a name with brackets is printed as it is
+    assert done.code == 2
+    assert "[red]model[/red] is not a folder" in done.err
+
+
+def test_inspect(converted: Path) -> None:
+    done = Done("inspect", converted)
+    assert done.code == 0
+    assert "pattern 6:8 (dense layout)" in done.out
+    (line,) = (line for line in done.out.splitlines() if Q in line)
+    assert line.split() == [Q, "64", "x", "64", "I8", "6:8", "6:8", "0", "4,352", "1.500"]
+    assert done.out.splitlines()[-1].startswith("14 layers, ")
+    found = json.loads(Done("inspect", converted, "--json").out)
+    assert (found["pattern"], found["layout"], found["violations"]) == ("6:8", "dense", 0)
+    (layer,) = (layer for layer in found["layers"] if layer["name"] == Q)
+    assert layer == {
+        "name": Q, "out_features": 64, "in_features": 64, "dtype": "I8", "pattern": "6:8", "satisfies": "6:8",
+        "violations": 0, "first_violation": None, "bytes": 4352, "expansion": 1.5,
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("columns", [60, 200])
+def test_inspect_hides_nothing_in_a_narrow_terminal(
+    converted: Path, monkeypatch: pytest.MonkeyPatch, columns: int
+) -> None:
+    terminal = Console(highlight=False, soft_wrap=True, force_terminal=True, color_system=None, width=columns)
+    monkeypatch.setattr(sys.modules["slidesparse.cli.main"], "out", terminal)
+    lines = Done("inspect", converted).out.splitlines()
+    (start,) = (i for i, line in enumerate(lines) if Q in line)
+    row = lines[start : start + (3 if columns == 60 else 1)]
+    assert max(map(len, row)) <= columns
+    assert {"64", "x", "I8", "6:8", "4,352", "1.500"} <= set(
+        " ".join(row).replace(",  ", " ").replace(", ", " ").split()
+    )
+
+
+@pytest.mark.parametrize("as_json", [True, False])
+def test_inspect_exits_1_for_a_violation(converted: Path, as_json: bool) -> None:
+    tensors = tensors_of(converted)
+    tensors[f"{Q}.weight"][45] = 1
+    write(converted, config_of(converted), tensors)
+    done = Done("inspect", converted, *(["--json"] if as_json else []))
+    assert done.code == 1
+    assert f"{Q}: row 45, block 0 (columns from 0) has 8 non-zeros" in done.out
+
+
+def test_verify(source: Path, converted: Path, tmp_path: Path) -> None:
+    slided = tmp_path / "slided"
+    convert(source, slided, layout="slided")
+    done = Done("verify", converted, slided)
+    assert done.code == 0
+    assert done.out.startswith(f"equal: {len(tensors_of(slided))} tensors, 14 of them")
+    assert json.loads(Done("verify", converted, slided, "--json").out)["equal"] is True
+    tensors = tensors_of(converted)
+    before = int(tensors[f"{Q}.weight"][45, 9])
+    tensors[f"{Q}.weight"][45, 9] = before ^ 64
+    write(converted, config_of(converted), tensors)
+    done = Done("verify", converted, slided)
+    assert done.code == 1
+    assert done.out == f"different: {Q}.weight: row 45, column 9: {before ^ 64} and {before}\n"
+    found = json.loads(Done("verify", converted, slided, "--json").out)
+    assert (found["equal"], found["difference"]["row"], found["difference"]["column"]) == (False, 45, 9)
+
+
+# Without torch
+
+
+def test_version_and_help() -> None:
+    assert Done("--version").out == f"slidesparse {__version__}\n"
+    help_text = Done("--help")
+    assert help_text.code == 0
+    for command in ("convert", "inspect", "verify", "doctor", "synth", "tune", "eval"):
+        assert command in help_text.out
+
+
+WITHOUT_TORCH = """
+import importlib.metadata, sys
+class Blocker:
+    def find_spec(self, name, path=None, target=None):
+        if name.split(".")[0] in ("torch", "numpy", "vllm", "triton"):
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+sys.meta_path.insert(0, Blocker())
+version = importlib.metadata.version
+def version_without_torch(name):
+    if name == "torch":
+        raise importlib.metadata.PackageNotFoundError(name)
+    return version(name)
+importlib.metadata.version = version_without_torch
+from slidesparse.cli.main import main
+sys.argv[0] = "slidesparse"
+main()
+"""
+
+
+def without_torch(*arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-c", WITHOUT_TORCH, *arguments]
+    return subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=120, check=False)
+
+
+@pytest.mark.parametrize("arguments", [["convert", "--help"], ["--version"], ["doctor", "--json"]])
+def test_works_without_torch(arguments: list[str]) -> None:
+    done = without_torch(*arguments)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout
+
+
+@pytest.mark.parametrize("command", [["convert", "a", "b", "-s", "6:8"], ["inspect", "a"]])
+def test_missing_torch_is_explained(command: list[str]) -> None:
+    done = without_torch(*command)
+    assert (done.returncode, done.stdout) == (3, "")
+    assert done.stderr.startswith("error: this command needs torch")
+    assert "pip install" in done.stderr
+
+
+def test_sparsity_is_read_without_torch() -> None:
+    done = without_torch("convert", "a", "b", "-s", "7:8")
+    assert done.returncode == 2
+    assert "'7:8'" in done.stderr

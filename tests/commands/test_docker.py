@@ -1,0 +1,55 @@
+"""docker/Dockerfile and docker/check_image.py, as far as a machine without docker can tell."""
+
+from __future__ import annotations
+
+import re
+import runpy
+import shlex
+from pathlib import Path
+
+import pytest
+
+from slidesparse import doctor
+from slidesparse.build import find
+
+ROOT = Path(__file__).parents[2]
+DOCKERFILE = (ROOT / "docker" / "Dockerfile").read_text()
+
+
+def test_what_is_copied_is_there_and_reaches_the_build() -> None:
+    ignored, *kept = [line for line in (ROOT / ".dockerignore").read_text().splitlines() if line[0] != "#"]
+    assert ignored == "*"
+    copies = re.findall(r"^COPY (.+)$", DOCKERFILE, re.M)
+    sources = [source for words in copies for source in shlex.split(words)[:-1]]
+    assert {"slidesparse", "vllm_patch", "csrc", "setup.py"} <= set(sources)
+    for source in sources:
+        assert (ROOT / source).exists()
+        assert f"!{source}" in kept
+
+
+def test_the_base_and_its_entry_point() -> None:
+    """The entry point stays the base's, `vllm serve`; the image is compiled and checked while it is built."""
+    instructions = re.findall(r"^([A-Z]+) (.+)$", DOCKERFILE, re.M)
+    assert ("FROM", "vllm/vllm-openai:v${VLLM_VERSION}") in instructions
+    assert {name for name, _ in instructions} == {"ARG", "FROM", "RUN", "COPY", "ENV", "LABEL"}
+    steps = [rest for name, rest in instructions if name == "RUN"]
+    assert steps[-2].startswith("slidesparse build")
+    assert steps[-1] == "slidesparse doctor && python3 /opt/slidesparse/docker/check_image.py"
+
+
+@pytest.mark.vllm
+@pytest.mark.parametrize("version", ["0.8.0", "0.7.1"])
+def test_the_check_says_what_the_image_lacks(
+    version: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(doctor, "plugin", lambda: {"loads": version == "0.8.0", "words": "not installed"})
+    monkeypatch.setattr(find, "find_library", lambda name: find.Found(name, "a wheel", version))
+    with pytest.raises(SystemExit) as ended:
+        runpy.run_path(str(ROOT / "docker" / "check_image.py"), run_name="__main__")
+    said = capsys.readouterr().err
+    assert ended.value.code == (version != "0.8.0")
+    assert (
+        ("cuSPARSELt 0.7.1 was found" in said)
+        == ("the plugin: not installed" in said)
+        == bool(ended.value.code)
+    )

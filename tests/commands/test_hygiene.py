@@ -1,0 +1,104 @@
+"""No file of the project may hold these."""
+
+from __future__ import annotations
+
+import ast
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+LARGEST = 1 << 20  # bytes
+
+FRAGMENTS = ("Of ", "What ", "That of ", "Those ", "More of ")
+
+# In pieces, so that this file does not hold them itself.
+FORBIDDEN = [
+    r"pypi" + r"\.org",
+    r"python" + r"hosted",
+    r"registry\." + r"npmjs",
+    r"deb\." + r"debian",
+    r"(?<![\w.])/(?:work|home|root|Users)" + r"/",
+    r"\.\./" + "shared",
+    r"\b(?:TO" + r"DO|FIX" + r"ME|XX" + r"X)\b",
+]
+
+
+def tracked() -> list[Path]:
+    """The files git tracks or would track; those of a source archive where there is no git."""
+    if shutil.which("git") and (ROOT / ".git").exists():
+        listed = subprocess.run(
+            ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"],
+            cwd=ROOT,
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+        paths = [ROOT / name for name in listed.stdout.split("\0") if name]
+    else:
+        folders = ("slidesparse", "vllm_patch", "csrc", "tests", "docker")
+        paths = [*ROOT.glob("*.*"), *(path for folder in folders for path in (ROOT / folder).rglob("*"))]
+    return sorted(path for path in paths if path.is_file() and "__pycache__" not in path.parts)
+
+
+FILES = tracked()
+
+
+def test_there_is_something_to_check() -> None:
+    names = {path.relative_to(ROOT).as_posix() for path in FILES}
+    assert {"pyproject.toml", "slidesparse/pattern.py", "vllm_patch/__init__.py", "csrc/library.h"} <= names
+
+
+def test_no_large_file() -> None:
+    assert [path.name for path in FILES if path.stat().st_size > LARGEST] == []
+
+
+@pytest.mark.parametrize("words", FORBIDDEN)
+def test_no_file_holds(words: str) -> None:
+    """Hosts of package registries, absolute paths of somebody's machine, unfinished work."""
+    found = []
+    for path in FILES:
+        text = path.read_bytes().decode("utf-8", errors="ignore")
+        for number, line in enumerate(text.splitlines(), 1):
+            if re.search(words, line):
+                found.append(f"{path.relative_to(ROOT)}:{number}: {line.strip()[:100]}")
+    assert found == []
+
+
+@pytest.mark.parametrize(
+    ("line", "index"),
+    [
+        ("https://" + "py" + "pi.org/simple", 0),
+        ("see /" + "work/main", 4),
+        ("'/" + "home/me/x'", 4),
+        ("# TO" + "DO later", 6),
+    ],
+)
+def test_the_search_finds_them(line: str, index: int) -> None:
+    assert re.search(FORBIDDEN[index], line)
+
+
+def test_docstrings_are_sentences() -> None:
+    """None begins with a word that needs the name of what it describes to be understood."""
+    found = []
+    for path in FILES:
+        folder = path.relative_to(ROOT).parts[0]
+        if path.suffix != ".py" or folder not in ("slidesparse", "vllm_patch", "benchmarks"):
+            continue
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)):
+                words = ast.get_docstring(node) or ""
+                if words.startswith(FRAGMENTS):
+                    name = getattr(node, "name", "")
+                    found.append(f"{path.relative_to(ROOT)} {name}: {words.splitlines()[0]}")
+    assert found == []
+
+
+def test_shell_scripts_stop_at_errors() -> None:
+    for path in FILES:
+        if path.suffix == ".sh" or path.parent.name == ".ci":
+            assert "set -euo pipefail" in path.read_text(), path
+            assert path.stat().st_mode & 0o111, f"{path} is not executable"

@@ -1,0 +1,203 @@
+"""Imports point one way, and the modules that must work without torch do."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+CORE = ROOT / "slidesparse"
+PLUGIN = ROOT / "vllm_patch"
+
+# The modules and packages of slidesparse/, from the bottom up.  One may import what is below it and what stands in its
+# own line, where no two import each other.
+MATHEMATICS = {"pattern", "slide", "prune", "quantize", "theory"}
+LAYERS = [
+    {"__init__", "errors", "versions"},
+    MATHEMATICS,
+    {"build", "checkpoint", "kernels", "methods", "profiling"},
+    {"reference"},
+    {"gemm"},
+    {"flags", "ops"},
+    {"calibrate", "convert", "evaluate", "spmm", "tune"},
+    {"doctor"},
+    {"cli"},
+    {"demo"},
+]
+LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}
+FOR_PLUGIN = {name for names in LAYERS[:6] for name in names}  # all that the plugin may import
+STDLIB_ONLY = (
+    "slidesparse",
+    *(f"slidesparse.{name}" for name in ("errors", "methods", "versions", "pattern", "theory")),
+)
+STDLIB_ONLY += tuple(
+    f"slidesparse.{name}" for name in ("build.find", "build.compile", "gemm", "flags", "doctor")
+)
+INSIDE_VLLM = CORE / "evaluate" / "worker.py"  # a program that is run inside vLLM, and that nothing imports
+
+
+def imported(path: Path) -> set[str]:
+    """Absolute names of all that ``path`` imports, inside functions too; ``from a import b`` gives a.b."""
+    names: set[str] = set()
+    for node in ast.walk(ast.parse(path.read_text(), str(path))):
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert not node.level, f"{path} has a relative import"
+            names |= {f"{node.module}.{alias.name}" for alias in node.names}
+    return names
+
+
+def unit_of(name: str) -> str:
+    """The line of LAYERS that an imported name of ours belongs to: ``slidesparse.gemm.cuda.bucket`` -> ``gemm``."""
+    first = name.split(".")[1] if "." in name else ""
+    return first if ((CORE / first).is_dir() and first) or (CORE / f"{first}.py").is_file() else "__init__"
+
+
+FILES = {path: path.relative_to(CORE).parts[0].removesuffix(".py") for path in sorted(CORE.rglob("*.py"))}
+IMPORTS = {path: imported(path) for path in FILES}
+DEPENDS = {  # unit -> unit -> the files that import it
+    unit: {
+        other: sorted(
+            str(path.relative_to(ROOT))
+            for path, names in IMPORTS.items()
+            if FILES[path] == unit
+            and other in {unit_of(n) for n in names if n.split(".")[0] == "slidesparse"}
+        )
+        for other in LEVEL
+        if other != unit
+    }
+    for unit in set(FILES.values())
+}
+
+
+@pytest.mark.parametrize("unit", sorted(DEPENDS))
+def test_imports_point_down(unit: str) -> None:
+    assert unit in LEVEL, f"{unit} is in no layer: put it into LAYERS"
+    upward = {other: files for other, files in DEPENDS[unit].items() if files and LEVEL[other] > LEVEL[unit]}
+    assert upward == {}, f"{unit} imports what is above it"
+
+
+def test_no_packages_import_each_other() -> None:
+    done: set[str] = set()
+    while remaining := set(DEPENDS) - done:
+        ready = {unit for unit in remaining if {o for o, files in DEPENDS[unit].items() if files} <= done}
+        circle = {
+            unit: {o: f for o, f in DEPENDS[unit].items() if f and o in remaining} for unit in remaining
+        }
+        assert ready, f"these import each other: {circle}"
+        done |= ready
+
+
+@pytest.mark.parametrize("unit", sorted(MATHEMATICS))
+def test_the_mathematics_needs_torch_and_numpy_alone(unit: str) -> None:
+    tops = {name.split(".")[0] for name in IMPORTS[CORE / f"{unit}.py"]}
+    assert tops <= {*sys.stdlib_module_names, "slidesparse", "torch", "numpy"}
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_the_package_knows_neither_vllm_nor_what_is_built_on_it(path: Path) -> None:
+    strangers = [name for name in IMPORTS[path] if name.split(".")[0] in ("vllm", "benchmarks", "tests")]
+    strangers += [name for name in IMPORTS[path] if name.startswith("slidesparse.vllm_patch")]
+    assert strangers == [] or path == INSIDE_VLLM
+
+
+@pytest.mark.parametrize("path", sorted(PLUGIN.glob("*.py")), ids=lambda path: path.name)
+def test_the_plugin_imports_what_serving_needs(path: Path) -> None:
+    ours = {name for name in imported(path) if name.split(".")[0] == "slidesparse"}
+    ours -= {name for name in ours if name.startswith("slidesparse.vllm_patch")}
+    assert {unit_of(name) for name in ours} <= FOR_PLUGIN
+
+
+def test_only_the_top_of_the_plugin_is_free_of_torch_and_vllm() -> None:
+    """vLLM swallows an ImportError of the entry-point module, so its top level needs nothing installed."""
+    tree = ast.parse((PLUGIN / "__init__.py").read_text())
+    for node in tree.body:
+        if isinstance(node, ast.Import):
+            assert {alias.name.split(".")[0] for alias in node.names} <= sys.stdlib_module_names
+        elif isinstance(node, ast.ImportFrom):
+            assert (node.module or "").split(".")[0] in {*sys.stdlib_module_names, "__future__"}
+
+
+def test_these_checks_see_what_they_look_for(tmp_path: Path) -> None:
+    """Every form of import is read, inside functions as well."""
+    source = tmp_path / "source.py"
+    source.write_text(
+        "import vllm.config\ndef f():\n    from slidesparse import ops, __version__\n    import slidesparse.gemm.cuda\n"
+    )
+    names = imported(source)
+    assert names == {"vllm.config", "slidesparse.ops", "slidesparse.__version__", "slidesparse.gemm.cuda"}
+    assert {unit_of(name) for name in names if name[0] == "s"} == {"ops", "__init__", "gemm"}
+
+
+@pytest.mark.parametrize("installed", [False, True])
+def test_a_clone_has_the_plugin_in_the_package_too(tmp_path: Path, installed: bool) -> None:
+    """``python -m`` in a clone imports from there, and without what pip installed for it (-S: no site-packages).
+
+    Where it is in the package already, as in an installation, that one counts.
+    """
+    for name in ("slidesparse/__init__.py", "vllm_patch/__init__.py"):
+        (tmp_path / name).parent.mkdir()
+        (tmp_path / name).write_bytes((ROOT / name).read_bytes())
+    if installed:
+        (tmp_path / "slidesparse" / "vllm_patch").mkdir()
+        (tmp_path / "slidesparse" / "vllm_patch" / "__init__.py").touch()
+    (tmp_path / "setup.py").touch()
+    program = """
+from importlib.util import find_spec
+from slidesparse import vllm_patch
+print(vllm_patch.__file__, *(find_spec(f"slidesparse.{name}") for name in ("setup", "slidesparse", "vllm")))
+"""
+    run = [sys.executable, "-S", "-c", program]
+    done = subprocess.run(run, capture_output=True, text=True, cwd=tmp_path, timeout=60, check=False)
+    folder = tmp_path / "slidesparse" / "vllm_patch" if installed else tmp_path / "vllm_patch"
+    expected = f"{folder / '__init__.py'} None None None\n"  # nothing else of the clone
+    assert (done.returncode, done.stdout) == (0, expected), done.stderr
+
+
+BLOCKED = """
+import importlib, sys
+class Blocker:
+    def find_spec(self, name, path=None, target=None):
+        if name.split(".")[0] not in {*sys.stdlib_module_names, "slidesparse"}:
+            raise ImportError(f"{name} is not in the standard library")
+sys.meta_path.insert(0, Blocker())
+for name in sys.argv[1:]:
+    importlib.import_module(name)
+try:
+    importlib.import_module("slidesparse.slide")
+except ImportError as error:
+    print(error)
+"""
+
+
+def run(program: str, *arguments: str) -> str:
+    done = subprocess.run(
+        [sys.executable, "-c", program, *arguments],
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        timeout=120,
+        check=False,
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    return done.stdout
+
+
+def test_import_without_anything_installed() -> None:
+    assert run(BLOCKED, *STDLIB_ONLY) == "torch is not in the standard library\n"  # the blocker does block
+
+
+def test_importing_the_core_initializes_no_gpu_and_needs_no_vllm() -> None:
+    modules = sorted(f"slidesparse.{name}" for name in set(FILES.values()) - {"__init__"})
+    program = (
+        "import importlib, sys\n"
+        "for name in sys.argv[1:]: importlib.import_module(name)\n"
+        "import torch\n"
+        "print('vllm' in sys.modules, torch.cuda.is_initialized())"
+    )
+    assert run(program, *modules) == "False False\n"

@@ -1,0 +1,389 @@
+"""``slidesparse tune``: shapes, operands, the search for algorithms, with a library and a clock that need no GPU."""
+
+from __future__ import annotations
+
+import json
+from contextlib import nullcontext
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from fake_library import CPU, GPU, FakeClock, FakeLibrary, Ticks, session
+from typer.testing import CliRunner
+
+from slidesparse import gemm
+from slidesparse.cli.main import app
+from slidesparse.gemm import tuned
+from slidesparse.gemm.problem import DTYPES, LibraryError, Problem
+from slidesparse.slide import is_two_four, nonzero
+from slidesparse.tune import machine, measure, shapes
+from slidesparse.tune.inputs import Inputs
+from slidesparse.tune.jobs import jobs, tune
+from slidesparse.tune.measure import EXACT_US, MOST_COPIES, SAMPLES, Timing, copies_for, launches_for
+from slidesparse.tune.search import FINAL_SAMPLES, Found, agree, search
+from slidesparse.tune.session import served
+from slidesparse.tune.shapes import Layer, ShapeError
+
+LAYERS = (Layer("a", 64, 64), Layer("b", 32, 128))
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv(tuned.CACHE, str(tmp_path))
+    tuned._tables.cache_clear()
+    return tmp_path
+
+
+def find(library: FakeLibrary, problem: Problem, clock: FakeClock | None = None) -> Found:
+    inputs = Inputs(CPU, GPU.l2_bytes)
+    weights = inputs.packed(library, problem, inputs.copies(problem))
+    return search(library, problem, inputs.rotation(problem, weights), clock or FakeClock(library), CPU)
+
+
+INT8 = Problem("int8", "int32", 64, 64, 16)
+FP8 = Problem("fp8", "bf16", 64, 64, 16, "both")
+
+
+@pytest.mark.parametrize("problem", [INT8, FP8], ids=str)
+def test_the_fastest_right_algorithm_wins(problem: Problem) -> None:
+    bad = {"refused": 1.0, "fails": 2.0, "wrong": 3.0, "wrong too": 4.0, "unwritten": 5.0}
+    library = FakeLibrary(times=bad | {"slow": 30.0, "good": 10.0, "middle": 20.0}, scale="both")
+    found = find(library, problem)
+    assert (found.algorithm, found.tried, found.refused, found.wrong) == ("good", 8, 2, 3)
+    assert 10.0 < found.timing.p20 < found.timing.p50 < found.timing.p80 < 10.2
+
+
+def test_only_finalists_are_timed_well_and_slow_ones_never() -> None:
+    library = FakeLibrary(times={"good": 10.0, "b": 11.0, "c": 12.0, "d": 13.0, "awful": 500.0})
+    clock = FakeClock(library)
+    assert find(library, INT8, clock).algorithm == "good"
+    quick = 2
+    assert clock.sampled == {
+        "good": quick + SAMPLES,
+        "b": quick + FINAL_SAMPLES,
+        "c": quick + FINAL_SAMPLES,
+        "d": quick,
+    }
+
+
+def test_k_is_split_for_the_algorithms_that_are_fast_without() -> None:
+    times = {str(i): 10.0 + i for i in range(8)} | {f"{i}/2x1": 9.0 + i for i in range(8)}
+    library = FakeLibrary(times=times | {"7/2x1": 1.0})
+    found = find(library, INT8)
+    assert (found.algorithm, found.tried) == ("0/2x1", 8 + 4)
+    only_split = FakeLibrary(times={"refused": 1.0, "1/2x1": 3.0, "2/2x1": 2.0})
+    assert find(only_split, INT8).algorithm == "2/2x1"
+
+
+def test_a_stroke_in_a_name_alone_is_no_way_of_splitting_k() -> None:
+    """Of a library without such ways, every algorithm is tried."""
+    times = {f"a{i}": 10.0 + i for i in range(8)} | {"stream:1x8/1/2": 9.0, "split:1x8/1x4/2": 1.0}
+    found = find(FakeLibrary(times=times, splits=False), INT8)
+    assert (found.algorithm, found.tried) == ("split:1x8/1x4/2", 10)
+    assert find(FakeLibrary(times=times), INT8).tried == 8
+
+
+def test_which_algorithms_are_ways_of_splitting_k() -> None:
+    assert [gemm.get("cusparselt").unsplit(name) for name in ("3", "3/2x1", "12/1x4")] == [None, "3", "12"]
+    assert gemm.get("hopper").unsplit("split:1x8/1x4/2") is None
+    assert gemm.get("cublaslt").unsplit("0a1f-00000000") is None
+
+
+@pytest.mark.parametrize(
+    ("times", "words"),
+    [
+        ({"refused": 1.0, "wrong": 1.0}, "of 2 algorithms .* 1 were refused and 1 gave another result"),
+        ({}, "of 0 algorithms"),
+    ],
+)
+def test_a_problem_without_a_usable_algorithm(times: dict[str, float], words: str) -> None:
+    with pytest.raises(LibraryError, match=words):
+        find(FakeLibrary(times=times), INT8)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "out", "scale"), [("fp8", "bf16", "both"), ("fp8", "fp32", "none"), ("bf16", "bf16", "none")]
+)
+def test_rounding_agrees_and_a_wrong_tile_does_not(dtype: str, out: str, scale: str) -> None:
+    """Two roundings of one product agree; without one of 64 tiles, or scaled twice, it does not."""
+    problem = Problem(dtype, out, 256, 512, 256, scale)
+    exact = torch.randn(256, 256, dtype=torch.float64, generator=torch.Generator().manual_seed(0)) * 100
+    first = exact.to(DTYPES[out])
+    other = (exact * (1 + torch.finfo(DTYPES[out]).eps / 2)).to(DTYPES[out])
+    assert not torch.equal(first, other)
+    assert agree(other, first, problem)
+    assert agree(first, first, problem)
+    lacking = first.clone()
+    lacking[:32, :32] = 0
+    assert not agree(lacking, first, problem)
+    assert not agree(first * 2, first, problem)
+    lacking[0, 0] = torch.nan
+    assert not agree(lacking, first, problem)
+    assert not agree(first, lacking, problem)
+
+
+def test_int8_sums_agree_only_bit_for_bit() -> None:
+    problem = Problem("int8", "int32", 8, 8, 8)
+    sums = torch.arange(64, dtype=torch.int32).view(8, 8) + 2**30
+    assert agree(sums.clone(), sums, problem)
+    sums_off = sums.clone()
+    sums_off[7, 7] += 1
+    assert not agree(sums_off, sums, problem)
+
+
+def test_what_serving_runs() -> None:
+    sparse, dense = (
+        FakeLibrary(scale="channel"),
+        FakeLibrary("cublaslt", sparse=False, outs=("int32", "int8")),
+    )
+    assert served(sparse, "int8") == [("bf16", "channel"), ("int32", "none")]
+    assert served(sparse, "fp8") == [("bf16", "channel")]
+    assert served(dense, "int8") == [("int32", "none")]
+    assert served(FakeLibrary(outs=("int32",)), "int8") == [("int32", "none")]
+    assert served(dense, "bf16") == []
+
+
+def test_jobs_are_distinct_problems() -> None:
+    """6:8 of 64 has K' 96; two layers alike, and two patterns with one K', are one job."""
+    sparse, dense = FakeLibrary(), FakeLibrary("cublaslt", sparse=False, outs=("int32",))
+    found = jobs([sparse, dense], [*LAYERS, LAYERS[0]], ["int8"], ["2:4", "6:8", "14:16"], [16, 32])
+    problems = [(job.library.name, job.problem.out, job.problem.n, job.problem.k) for job in found]
+    assert len(problems) == len(set(problems))
+    sparse_k = {(64, 64), (64, 96), (64, 128), (32, 128), (32, 192), (32, 224)}
+    assert {(n, k) for name, _, n, k in problems if name == "cusparselt"} == sparse_k
+    assert {out for name, out, *_ in problems if name == "cusparselt"} == {"bf16", "int32"}
+    assert [entry for entry in problems if entry[0] == "cublaslt"] == [
+        ("cublaslt", "int32", 64, 64),
+        ("cublaslt", "int32", 32, 128),
+    ]
+
+
+def test_tuning_saves_resumes_and_is_forced() -> None:
+    library = FakeLibrary(times={"refused": 1.0, "wrong": 2.0, "good": 10.0, "slow": 30.0})
+    todo = jobs([library], LAYERS, ["int8"], ["6:8"], [16, 48])
+    steps: list[str] = []
+    run = session(library)
+    run.advance = steps.append
+    first = tune(run, todo)
+    assert (first.tuned, first.known, first.finished, first.skipped) == (8, 0, True, ())
+    assert (first.algorithms, first.refused, first.wrong) == (32, 8, 8)
+    assert len(steps) == 8
+    for m in (1, 16, 40, 96):
+        problem = Problem("int8", "bf16", 64, 96, m)
+        assert tuned.choice(library.name, "1.2.3", GPU.name, GPU.capability, problem) == "good"
+
+    library.searched.clear()
+    again = tune(session(library), todo)
+    assert (again.tuned, again.known, library.searched) == (0, 8, [])
+    library.times["slow"] = 1.0
+    assert tune(session(library), todo, force=True).tuned == 8
+    assert tuned.choice(library.name, "1.2.3", GPU.name, GPU.capability, todo[0].problem) == "slow"
+
+
+def test_weights_are_packed_once_for_all_token_counts() -> None:
+    library = FakeLibrary()
+    tune(session(library), jobs([library], LAYERS[:1], ["fp8"], ["6:8"], [16, 32, 64]))
+    assert library.packed == [(64, 96)]
+
+
+def test_the_time_limit_keeps_what_was_found() -> None:
+    library = FakeLibrary()
+    todo = jobs([library], LAYERS, ["fp8"], ["2:4", "6:8"], [16, 32])
+    stopped = tune(session(library, limit=3.5, now=Ticks()), todo)
+    assert (stopped.tuned, stopped.finished) == (3, False)
+    rest = tune(session(library), todo)
+    assert (rest.tuned, rest.known, rest.finished) == (5, 3, True)
+
+
+def test_an_interrupted_search_keeps_what_was_found() -> None:
+    library = FakeLibrary()
+    todo = jobs([library], LAYERS, ["fp8"], ["2:4"], [16, 32])
+    run = session(library)
+
+    def interrupt(label: str) -> None:
+        if "M=32" in label:
+            raise KeyboardInterrupt
+
+    run.advance = interrupt
+    with pytest.raises(KeyboardInterrupt):
+        tune(run, todo)
+    assert tune(session(library), todo).known == 2
+
+
+def test_refused_problems_are_reported() -> None:
+    library = FakeLibrary(times={"refused": 1.0})
+    found = tune(session(library), jobs([library], LAYERS[:1], ["fp8"], ["2:4"], [16]))
+    assert (found.tuned, found.finished, len(found.skipped)) == (0, True, 1)
+    assert "1 were refused" in found.skipped[0]
+
+
+# --- the command
+
+
+def test_the_command_tunes_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    dense, sparse = FakeLibrary("cublaslt", sparse=False, outs=("int32", "int8")), FakeLibrary()
+    monkeypatch.setattr(machine, "require_gpu", lambda: GPU)
+    monkeypatch.setattr(machine, "require_libraries", lambda gpu, names: [dense, sparse])
+    monkeypatch.setattr(gemm, "choose", lambda path, device: ("cusparselt", ""))
+    monkeypatch.setattr(measure, "CudaClock", lambda device: nullcontext(FakeClock(dense, sparse)))
+    words = [
+        "tune",
+        "--shapes",
+        "64x64,32x128",
+        "--dtype",
+        "int8",
+        "--pattern",
+        "2_4,6:8",
+        "--m",
+        "16,32",
+        "--json",
+    ]
+
+    def run() -> dict[str, Any]:
+        done = CliRunner().invoke(app, words, catch_exceptions=False)
+        assert done.exit_code == 0, done.stderr
+        return dict(json.loads(done.stdout))
+
+    assert (run()["tuned"], run()["known"]) == (2 * 2 * (1 + 2 * 2), 2 * 2 * (1 + 2 * 2))
+
+
+@pytest.mark.skipif(torch.version.cuda is not None, reason="this torch is built with CUDA")
+def test_without_a_gpu_it_says_so_and_exits_3() -> None:
+    done = CliRunner().invoke(app, ["tune"])
+    assert (done.exit_code, done.stdout) == (3, "")
+    assert "NVIDIA GPU" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("words", "fact"),
+    [
+        ("Llama9", "Llama9"),
+        ("BitNet-2B --shapes 1x1", "--shapes"),
+        ("--dtype fp16", "fp16"),
+        ("--pattern 2:8", "6:8"),
+        ("--library cutlass", "cutlass"),
+    ],
+)
+def test_wrong_usage_exits_2(words: str, fact: str) -> None:
+    done = CliRunner().invoke(app, ["tune", *words.split()])
+    assert (done.exit_code, done.stdout) == (2, "")
+    assert fact in done.stderr
+
+
+# --- shapes
+
+
+def test_layers_of_the_five_models() -> None:
+    expected = {
+        "BitNet-2B": ["3840x2560", "2560x2560", "13824x2560", "2560x6912"],
+        "Llama3.2-1B": ["3072x2048", "2048x2048", "16384x2048", "2048x8192"],
+        "Llama3.2-3B": ["5120x3072", "3072x3072", "16384x3072", "3072x8192"],
+        "Qwen2.5-7B": ["4608x3584", "3584x3584", "37888x3584", "3584x18944"],
+        "Qwen2.5-14B": ["7168x5120", "5120x5120", "27648x5120", "5120x13824"],
+    }
+    found = {
+        name: [f"{layer.n}x{layer.k}" for layer in model.layers] for name, model in shapes.MODELS.items()
+    }
+    assert found == expected
+    assert [layer.name for layer in shapes.MODELS["BitNet-2B"].layers] == ["qkv", "o", "gate_up", "down"]
+
+
+def test_a_folder_gives_the_layers_of_its_config(tmp_path: Path) -> None:
+    config = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "num_key_value_heads": 2}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    name, layers = shapes.model(str(tmp_path))
+    assert (name, [(one.n, one.k) for one in layers]) == (
+        tmp_path.name,
+        [(128, 64), (64, 64), (192, 64), (64, 96)],
+    )
+    (tmp_path / "config.json").write_text(json.dumps({"text_config": config | {"head_dim": 32}}))
+    assert [(one.n, one.k) for one in shapes.model(str(tmp_path))[1]][:2] == [(256, 64), (64, 128)]
+    for text, fact in (("{}", "hidden_size"), ("[]", "config.json"), ("{", "config.json")):
+        (tmp_path / "config.json").write_text(text)
+        with pytest.raises(ShapeError, match=fact):
+            shapes.model(str(tmp_path))
+    with pytest.raises(ShapeError, match="Llama9"):
+        shapes.model("Llama9")
+
+
+def test_shapes_and_token_counts_as_text() -> None:
+    assert shapes.parse_shapes("4608x3584, 3584X18944") == (
+        Layer("4608x3584", 4608, 3584),
+        Layer("3584x18944", 3584, 18944),
+    )
+    assert shapes.parse_tokens("64,1") == (64, 1)
+    assert shapes.parse_patterns("6:8,2_10,2_inf") == ("6:8", "8:10", "2_inf")
+    for text in ("", "64", "64x0", "axb", "64x64x64"):
+        with pytest.raises(ShapeError):
+            shapes.parse_shapes(text)
+    for text in ("", "0", "a", "1.5"):
+        with pytest.raises(ShapeError):
+            shapes.parse_tokens(text)
+
+
+@pytest.mark.parametrize(
+    ("pattern", "k", "alignment", "expected"),
+    [
+        *(("2:4", 3584, 32, 3584), ("6:8", 3584, 32, 5376), ("8:10", 2048, 32, 3296), ("2:4", 36, 32, 64)),
+        *(("2_inf", 2048, 32, 4096), ("8:10", 2048, 128, 3328), ("6:8", 3584, 128, 5376)),
+    ],
+)
+def test_slided_columns_are_multiples_of_what_a_library_takes(
+    pattern: str, k: int, alignment: int, expected: int
+) -> None:
+    """8:10 of 2048: 205 blocks of 16 are 3280, and 32 divides 3296."""
+    assert shapes.slided(k, pattern, alignment) == expected
+
+
+# --- operands and timing
+
+
+@pytest.mark.parametrize("dtype", ["int8", "fp8", "bf16", "fp16"])
+def test_random_weights_are_two_of_four_and_dense_ones_not(dtype: str) -> None:
+    inputs = Inputs(CPU, 0)
+    sparse, dense = (inputs.weight(dtype, 48, 100, sparse=wanted) for wanted in (True, False))
+    groups = nonzero(sparse).view(-1, 4).sum(1)
+    assert is_two_four(sparse)
+    assert (groups == 2).float().mean() > 0.999  # FP8 and FP16 may round to zero
+    assert len(nonzero(sparse).view(-1, 4).unique(dim=0)) >= 6  # every place
+    assert nonzero(dense).float().mean() > 0.98
+    if dtype == "int8":
+        assert (int(dense.min()), int(dense.max())) == (-127, 127)
+
+
+def test_copies_exceed_the_cache_and_do_not_overlap() -> None:
+    problem = Problem("int8", "int32", 32, 64, 16)
+    inputs = Inputs(CPU, 1 << 14)
+    copies = inputs.copies(problem)
+    call = 32 * 64 + 16 * 64 + 16 * 32 * 4
+    assert 2 << 14 < copies * call < 4 << 14
+    rotation = inputs.rotation(problem, inputs.packed(FakeLibrary(), problem, copies))
+    operands = [*rotation.activations, *rotation.weights, *rotation.outs]
+    spans = sorted((t.data_ptr(), t.data_ptr() + t.numel() * t.element_size()) for t in operands)
+    assert len(spans) == 3 * copies
+    assert all(end <= start for (_, end), (start, _) in pairwise(spans))
+    assert all(nonzero(one).float().mean() > 0.9 for one in rotation.activations)
+
+
+def test_a_smaller_problem_views_the_same_memory_and_a_larger_one_is_random_to_the_end() -> None:
+    inputs = Inputs(CPU, 0)
+    first = inputs.activations("int8", 64, 64, 1)[0]
+    assert inputs.activations("int8", 16, 64, 2)[0].data_ptr() == first.data_ptr()
+    assert nonzero(inputs.activations("int8", 128, 128, 2)[1]).float().mean() > 0.98
+
+
+def test_how_many_copies_and_launches() -> None:
+    assert copies_for(1000, 100) == 1
+    assert copies_for(100, 1000) == 25
+    assert copies_for(1, 1 << 30) == MOST_COPIES
+    for copies, us in ((1, 5.0), (27, 5.0), (128, 3.0), (1, 7000.0), (3, 0.0)):
+        count = launches_for(copies, us, EXACT_US)
+        assert count % copies == 0
+        assert count * us >= EXACT_US or count >= 512 or us == 0
+
+
+def test_percentiles() -> None:
+    timing = Timing.of([float(i) for i in range(11)])
+    assert (timing.p20, timing.p50, timing.p80) == (2.0, 5.0, 8.0)

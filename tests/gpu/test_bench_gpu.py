@@ -1,0 +1,127 @@
+"""The measuring commands on a real GPU, with the real libraries, at small sizes."""
+
+from __future__ import annotations
+
+import csv
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from benchmarks.cli import app as benchmarks
+from benchmarks.timing import exact
+from slidesparse.cli.main import app
+from slidesparse.gemm import tuned
+from slidesparse.gemm.problem import LibraryError, Problem
+from slidesparse.tune.inputs import Inputs
+from slidesparse.tune.machine import require_gpu, usable_libraries
+from slidesparse.tune.measure import CudaClock
+from slidesparse.tune.search import search
+
+pytestmark = pytest.mark.gpu
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(tuned.CACHE, str(tmp_path / "cache"))
+    tuned._tables.cache_clear()
+
+
+def test_a_graph_times_what_events_time() -> None:
+    """Adding to 2 GB takes about a millisecond, beside which gaps vanish; clocks may move by some percent."""
+    gpu = require_gpu()
+    with CudaClock(gpu.device) as clock:
+        numbers = torch.zeros(2**28, dtype=torch.float32, device=gpu.device)
+        timing = exact(clock, lambda i: numbers.add_(1), 1)
+        eager = min(clock.once(lambda i: numbers.add_(1)) for _ in range(5))
+    assert timing.graphed
+    assert timing.p20 <= timing.p50 <= timing.p80
+    assert timing.p50 == pytest.approx(eager, rel=0.15)
+
+
+def test_every_copy_is_used_in_turn() -> None:
+    gpu = require_gpu()
+    with CudaClock(gpu.device) as clock:
+        counts = torch.zeros(5, dtype=torch.int64, device=gpu.device)
+        clock.prepare(lambda i: counts[i].add_(1), 5, 1.0, 20.0).samples(3)
+    # replays: one to warm up and three samples, of 20 launches each
+    assert counts.tolist() == [16] * 5
+
+
+def test_what_cannot_be_captured_is_timed_with_events() -> None:
+    gpu = require_gpu()
+    x = torch.ones(1024, device=gpu.device)
+    with CudaClock(gpu.device) as clock:
+        assert not exact(clock, lambda i: x.sum().item(), 1).graphed
+        torch.cuda.empty_cache()  # refuses while the allocator believes that it is capturing
+        assert exact(clock, lambda i: x.sum(), 1).graphed
+
+        def refuse(i: int) -> None:
+            raise LibraryError("refused")
+
+        with pytest.raises(LibraryError, match="refused"):
+            clock.prepare(refuse, 1, 1.0, 1.0)
+
+
+@pytest.mark.parametrize("dtype", ["int8", "fp8"])
+@pytest.mark.parametrize("name", ["cublaslt", "cusparselt", "hopper"])
+def test_a_search_finds_an_algorithm_whose_result_is_right(name: str, dtype: str) -> None:
+    """Against float64.  FP8 tensor cores keep about 14 bits of a sum: 2^-9 of the norm is far above their error, and
+    the last rounding, to BF16, brings another 2^-9.
+    """
+    gpu = require_gpu()
+    library = next((one for one in usable_libraries(gpu)[0] if one.name == name), None)
+    if library is None:
+        pytest.skip(f"{name} is not for {gpu.name}")
+    for out in library.outputs_of(dtype)[:2]:
+        if out == "int8":
+            continue  # saturates
+        problem = Problem(dtype, out, 256, 512, 128, library.epilogue(dtype, out))
+        with CudaClock(gpu.device) as clock:
+            inputs = Inputs(gpu.device, gpu.l2_bytes)
+            weight = inputs.weight(dtype, 256, 512, library.sparse)
+            rotation = inputs.rotation(problem, [library.operand(weight)])
+            found = search(library, problem, rotation, clock, gpu.device)
+            rotation.launch(library.plan(problem, gpu.device, found.algorithm))(0)
+        assert found.tried > found.refused + found.wrong
+        assert found.timing.graphed
+        exact_sums = rotation.activations[0].double() @ weight.double().t()
+        if problem.scale == "both":
+            assert rotation.scale_w is not None
+            assert rotation.scale_x is not None
+            exact_sums = exact_sums * rotation.scale_w.double() * rotation.scale_x.double()[:, None]
+        error = (rotation.outs[0].double() - exact_sums).norm() / exact_sums.norm()
+        assert error <= (0 if out == "int32" else 2.0**-8)
+
+
+def test_the_commands_fill_their_tables(tmp_path: Path) -> None:
+    common = ["--shapes", "256x512,512x256", "--dtype", "int8,fp8", "--pattern", "2:4,6:8", "--m", "64,128"]
+
+    def run(*command: str) -> dict[str, object]:
+        program = app if command[0] == "tune" else benchmarks
+        done = CliRunner().invoke(program, [*command, "--json"], catch_exceptions=False)
+        assert done.exit_code == 0, done.stderr
+        found = json.loads(done.stdout)
+        assert (found["finished"], found["skipped"]) == (True, [])
+        return dict(found)
+
+    tune = ["tune", *common, "--library", "cublaslt,cusparselt"]
+    first, again = run(*tune), run(*tune)
+    assert first["known"] == again["tuned"] == 0
+    assert (
+        first["tuned"] == again["known"] == 2 * 2 * (3 + 2 * 2 + 2)
+    )  # cuBLASLt, FP8 twice; cuSPARSELt, its INT32
+    bench = [*common, "--no-stock", "--library", "cublaslt,cusparselt", "--out", str(tmp_path / "out")]
+    run("kernel", *bench)
+    run("linear", *bench)
+    with (tmp_path / "out" / "kernel.csv").open() as file:
+        kernels = list(csv.DictReader(file))
+    assert len(kernels) == 2 * 2 * (4 + 3)  # layers and M; int8 has two dense outputs
+    assert all(0 < float(row["p20_us"]) <= float(row["p50_us"]) <= float(row["p80_us"]) for row in kernels)
+    with (tmp_path / "out" / "linear.csv").open() as file:
+        assert len(list(csv.DictReader(file))) == (2 + 1) * 2 * 2 * 3
+    conditions = json.loads((tmp_path / "out" / "kernel.json").read_text())
+    assert conditions["gpu"] == torch.cuda.get_device_name()
+    assert conditions["copy_GBps"] > 100

@@ -1,0 +1,394 @@
+"""The Hopper kernels on a GPU: INT8 bit for bit, FP8 within a bound, in every configuration, behind any kernel."""
+
+from __future__ import annotations
+
+from typing import cast
+
+import pytest
+import torch
+from configurations import Configuration
+from gpu_layers import Layer, codes, dense_sums, exact, forget_plans, gpu, layer, normal, require_hopper
+from host_time import host_us
+from strategies import assert_same_bits
+from torch import Tensor
+
+from slidesparse import gemm, kernels, reference
+from slidesparse.gemm.backend import HARDWARE, LayerSpec
+from slidesparse.gemm.hopper import native
+from slidesparse.gemm.hopper.backend import Hopper
+from slidesparse.gemm.problem import LibraryError, Problem
+from slidesparse.pattern import SlidePattern
+from slidesparse.prune import prune
+from slidesparse.quantize import FP8, INT8, quantize_rows
+
+pytestmark = pytest.mark.gpu
+
+PATTERNS = ["2:4", "4:6", "6:8", "8:10", "10:12", "12:14", "14:16", "2_inf"]
+TOKENS = [1, 3, 8, 9, 16, 17, 64, 100, 129, 300, 2048, 16384]
+N, K = 1001, 1003  # no multiples of anything
+OUTPUTS = (torch.bfloat16, torch.float16)
+UNITS = {torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}  # half an ulp, relative
+MOST = 4096  # more configurations than there are
+BACKEND = cast("Hopper", gemm.get("hopper"))
+
+
+@pytest.fixture(autouse=True, scope="module")
+def on_hopper() -> None:
+    require_hopper()
+
+
+def scales(count: int, seed: int) -> Tensor:
+    """[count, 1] of about what INT8 weights and activations have."""
+    generator = torch.Generator("cuda").manual_seed(seed)
+    return torch.rand(count, 1, generator=generator, device=gpu()) * 0.01 + 0.001
+
+
+def scaled(sums: Tensor, made: Layer, scale_x: Tensor, bias: Tensor | None, out: torch.dtype) -> Tensor:
+    """What the epilogue makes of exact sums."""
+    return reference.dequant_bias(sums.to(torch.int32), scale_x, made.scale, bias, out, "cuda")
+
+
+@pytest.fixture(scope="module", params=PATTERNS)
+def int8_layer(request: pytest.FixtureRequest) -> Layer:
+    return layer("hopper", request.param, INT8, N, K)
+
+
+@pytest.mark.parametrize("m", TOKENS)
+def test_int8_is_exact(int8_layer: Layer, m: int) -> None:
+    """Sums and their scaling, for both outputs, and without a bias or with one of each type."""
+    q, scale_x = codes(m, K, seed=m), scales(m, m)
+    lifted, sums = int8_layer.lifted(q), exact(q, int8_layer.weight)
+    for out in OUTPUTS:
+        for bias in (None, normal(1, N, 1)[0].to(out), normal(1, N, 2, torch.float32)[0]):
+            found = int8_layer.product(lifted, scale_x, bias, out)
+            assert_same_bits(found, scaled(sums, int8_layer, scale_x, bias, out))
+    assert_same_bits(int8_layer.product(lifted, scale_x, bias, out), found)  # and the same again
+
+
+def test_int8_sums_beyond_float32() -> None:
+    """Sums between 2^24 and 2^25 are rounded once, to float32, as everywhere else."""
+    m, n, k = 17, 64, 4096
+    made = layer("hopper", "2:4", INT8, n, k)
+    weight = torch.where(made.weight == 0, 0, made.weight.clamp(100, 127) | codes(n, k, 3) & 3).to(INT8)
+    q, ones = codes(m, k, seed=m).clamp(100, 127) | codes(m, k, 4) & 3, torch.ones(64, 1, device=gpu())
+    sums = exact(q, weight)
+    assert int(sums.min()) > 2**24
+    small = ones * 2.0**-12  # so that FP16 holds the result
+    packed = BACKEND.pack(LayerSpec(n, k, HARDWARE, 0, INT8, torch.float16), weight)
+    found = BACKEND.scaled_matmul(q, ones[:m], packed, small, None, torch.float16)
+    expected = reference.dequant_bias(sums.to(torch.int32), ones[:m], small, None, torch.float16, "cuda")
+    assert_same_bits(found, expected)
+
+
+@pytest.mark.parametrize("m", [1, 17, 100, 2048])
+@pytest.mark.parametrize("pattern", PATTERNS)
+def test_fp8_errs_at_most_twice_as_much_as_the_dense_kernel(pattern: str, m: int) -> None:
+    """With scales of 1, so what is left beside the sum's own error is one rounding: a result r is further from its sum
+    by up to UNIT / (1 - UNIT) * |r|.  Sums are made small for FP16 by scale_w, a power of two, which rounds nothing.
+    """
+    made = layer("hopper", pattern, FP8, N, K)
+    q = normal(m, K, seed=m, dtype=torch.float32).mul_(100).clamp_(-448, 448).to(FP8)
+    sums = exact(q, made.weight)
+    of_dense = (dense_sums(q, made.weight).double() - sums).abs().max()
+    shrink = torch.full((N, 1), 2.0**-10, device=gpu())
+    ones = torch.ones(m, 1, device=gpu())
+    for out in OUTPUTS:
+        found = BACKEND.scaled_matmul(made.lifted(q), ones, made.packed, shrink, None, out)
+        found = found.double() * 2.0**10
+        tiny = 2.0**-25 * 2.0**10 if out == torch.float16 else 0.0  # half of FP16's subnormal step
+        beyond = (found - sums).abs() - found.abs() * (UNITS[out] / (1 - UNITS[out])) - tiny
+        assert beyond.max() <= 2 * of_dense
+
+
+def configurations(n: int, columns: int, m: int) -> list[str]:
+    """All that have a kernel, find room, and are worth trying; INT8 and FP8 hardly differ."""
+    return [text for text, _ in native.candidates(n, columns, m, INT8, MOST)]
+
+
+def test_how_configurations_fit() -> None:
+    """As many CTAs as their name says, whole SMs of them without clusters; the widest tiles have a ring of five stages.
+
+    Four would leave stream-K waiting for its partial sums; split-K sums go into the ring so that it has as many.
+    """
+    sms = torch.cuda.get_device_properties(gpu()).multi_processor_count
+    found = {text for m in (1, 16, 32, 64, 128, 1024) for text in configurations(37888, 5376, m)}
+    by_cluster: dict[int, set[int]] = {}
+    assert found
+    for text in found:
+        configuration, fit = Configuration.parse(text), native.fit(text, INT8)
+        assert str(configuration) == text
+        assert native.fit(text, FP8).stages == fit.stages >= 3, text
+        held = fit.clusters * configuration.cluster
+        assert sms * (configuration.resident - 1) < held <= 4 * sms, text
+        if configuration.cluster == 1:
+            assert fit.clusters % sms == 0, text
+        elif configuration.resident == 1:
+            by_cluster.setdefault(configuration.cluster, set()).add(fit.clusters)
+    print(f"clusters at a time by their size: {dict(sorted(by_cluster.items()))}")
+    for text in ("stream:2x256/2/1", *(f"split:2x256/1x{splits}/1" for splits in (1, 2, 4, 8))):
+        assert native.fit(text, INT8).stages == 5, text
+
+
+def test_predictions_are_in_order() -> None:
+    found = native.candidates(37888, 5376, 64, INT8, 48)
+    assert len(found) == 48
+    assert [us for _, us in found] == sorted(us for _, us in found)
+    assert {text.partition(":")[0] for text, _ in found} == {"split", "stream"}
+    assert [text for text, _ in native.candidates(37888, 5376, 64, INT8, 5)] == [
+        text for text, _ in found[:5]
+    ]
+
+
+@pytest.mark.parametrize(
+    ("m", "n", "k"),
+    [(1, 333, 1000), (7, 4608, 512), (16, 65, 8192), (40, 640, 64), (100, 201, 777), (300, 513, 1536)],
+)
+def test_every_configuration_gives_the_same(m: int, n: int, k: int) -> None:
+    """Bit for bit, also where parts of K are summed elsewhere; and none is refused."""
+    made = layer("hopper", "2:4", INT8, n, k)
+    q, scale_x, bias = codes(m, k, seed=5), scales(m, 5), normal(1, n, 6)[0]
+    lifted = torch.nn.functional.pad(made.lifted(q), (0, made.columns - made.lifted(q).shape[1]))
+    expected = scaled(exact(q, made.weight), made, scale_x, bias, torch.bfloat16)
+    problem = Problem("int8", "bf16", n, made.columns, m, "both", True)
+    out = torch.empty_like(expected)
+    found = configurations(n, k, m)
+    assert {config.partition(":")[0] for config in found} == {"split", "stream"}
+    for config in found:
+        plan = BACKEND.plan(problem, gpu(), config)
+        for _ in range(2):  # a workspace must be left as it was found
+            out.fill_(torch.nan)
+            plan.run(lifted, made.packed, out, made.scale, scale_x, bias)
+            assert torch.equal(out, expected), config
+
+
+@pytest.mark.parametrize("position", ["off", "early", "late"])
+@pytest.mark.parametrize(
+    ("m", "pattern"), [(1, "6:8"), (64, "6:8"), (64, "2:4"), (3000, "6:8"), (3000, "2:4")]
+)
+def test_a_layer_whenever_its_product_may_start(
+    position: str, m: int, pattern: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With tokens that change from call to call, in memory that the calls before have used."""
+    monkeypatch.setattr(kernels, "LAUNCH_DEPENDENTS", position)
+    forget_plans()  # they say when
+    made = layer("hopper", pattern, INT8, 1024, 3584)
+    inputs = [normal(m, 3584, seed) * (seed + 1) for seed in range(4)]
+    expected = []
+    for x in inputs:
+        q, scale_x = made.quantized(x)
+        torch.cuda.synchronize()
+        expected.append(made.product(q, scale_x, None, torch.bfloat16))
+        torch.cuda.synchronize()
+    wrong = torch.zeros((), dtype=torch.int64, device=gpu())
+    for i in range(100):
+        wrong += (made.linear(inputs[i % 4]) != expected[i % 4]).sum()
+        q, scale_x = made.quantized(inputs[i % 4])  # the same by Triton's kernel
+        wrong += (made.product(q, scale_x, None, torch.bfloat16) != expected[i % 4]).sum()
+    forget_plans()
+    assert int(wrong) == 0
+
+
+@pytest.fixture(scope="module")
+def fronts() -> tuple[Layer, Tensor, Tensor, list[Tensor], list[Tensor], list[Tensor]]:
+    """A layer, memory for its codes and scales, and several of those with their outputs."""
+    made, m = layer("hopper", "2:4", INT8, 256, 16384), 256
+    sources = [codes(m, 16384, seed) for seed in range(3)]
+    sizes = [scales(m, seed) for seed in range(3)]
+    torch.cuda.synchronize()
+    expected = [made.product(q, s, None, torch.bfloat16) for q, s in zip(sources, sizes, strict=True)]
+    torch.cuda.synchronize()
+    return made, torch.empty_like(sources[0]), torch.empty_like(sizes[0]), sources, sizes, expected
+
+
+def test_kernels_in_front_that_are_not_ours(fronts: tuple) -> None:  # type: ignore[type-arg]
+    """An elementwise kernel that writes the codes, long enough to be overtaken, and one that writes the scales."""
+    made, q, scale_x, sources, sizes, expected = fronts
+    wrong = torch.zeros((), dtype=torch.int64, device=gpu())
+    for i in range(200):
+        j = i % 3
+        if i % 2:
+            torch.mul(sizes[j], 1, out=scale_x)
+            torch.bitwise_or(sources[j], 0, out=q)
+        else:
+            torch.bitwise_or(sources[j], 0, out=q)
+            torch.mul(sizes[j], 1, out=scale_x)
+        wrong += (made.product(q, scale_x, None, torch.bfloat16) != expected[j]).sum()
+    assert int(wrong) == 0
+
+
+def test_a_graph_with_copies_and_joins_in_front(fronts: tuple) -> None:  # type: ignore[type-arg]
+    """Behind a copy, behind a memory set, behind another stream, and as the first of all."""
+    made, q, scale_x, sources, sizes, expected = fronts
+    stream, other, graph = torch.cuda.Stream(), torch.cuda.Stream(), torch.cuda.CUDAGraph()
+    first, zeros = sources[0].clone(), torch.zeros_like(q)
+    torch.cuda.synchronize()
+
+    def product(codes_: Tensor, scale: Tensor) -> Tensor:
+        return made.product(codes_, scale, None, torch.bfloat16)
+
+    with torch.cuda.stream(stream):
+        product(first, sizes[0])
+    torch.cuda.synchronize()
+    with torch.cuda.graph(graph, stream=stream):
+        alone = product(first, sizes[0])
+        scale_x.copy_(sizes[1])
+        q.copy_(sources[1])
+        copied = product(q, scale_x)
+        zeros.zero_()
+        nothing = product(zeros, scale_x)
+        other.wait_stream(stream)
+        with torch.cuda.stream(other):
+            torch.bitwise_or(sources[2], 0, out=q)
+            torch.mul(sizes[2], 1, out=scale_x)
+        stream.wait_stream(other)
+        joined = product(q, scale_x)
+    for _ in range(50):
+        graph.replay()
+    torch.cuda.synchronize()
+    assert torch.equal(alone, expected[0])
+    assert torch.equal(copied, expected[1])
+    assert not bool(nothing.any())
+    assert torch.equal(joined, expected[2])
+
+
+def streamed(n: int, k: int, m: int) -> tuple[Layer, Tensor, Tensor, Tensor, str]:
+    """A layer, codes, scales, their product, and a stream-K configuration for it."""
+    made = layer("hopper", "2:4", INT8, n, k)
+    q, scale_x = codes(m, k, 1), scales(m, 1)
+    expected = scaled(exact(q, made.weight), made, scale_x, None, torch.bfloat16)
+    name = next(text for text in configurations(n, k, m) if text.startswith("stream:"))
+    return made, q, scale_x, expected, name
+
+
+def test_capturing_on_streams_of_their_own() -> None:
+    """A stream gets its workspace while it is captured, however many there are, and replays leave it zero."""
+    made, q, scale_x, expected, name = streamed(512, 4096, 64)
+    plan = BACKEND.plan(Problem("int8", "bf16", 512, 4096, 64, "both"), gpu(), name)
+    out = torch.empty_like(expected)
+    for _ in range(3):
+        torch.cuda.synchronize()
+        graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()
+        with torch.cuda.graph(graph, stream=stream):
+            plan.run(q, made.packed, out, made.scale, scale_x)
+        for _ in range(3):
+            out.zero_()
+            graph.replay()
+            assert torch.equal(out, expected)
+        with torch.cuda.stream(stream):  # and outside of graphs in the same one
+            out.zero_()
+            plan.run(q, made.packed, out, made.scale, scale_x)
+        stream.synchronize()
+        assert torch.equal(out, expected)
+
+
+def test_workspaces_are_in_no_pool_that_loads_weights() -> None:
+    """vLLM discards the contents of its pool in sleep level 2; a workspace must stay zero."""
+    made, q, scale_x, expected, name = streamed(512, 4096, 64)
+    plan = BACKEND.plan(Problem("int8", "bf16", 512, 4096, 64, "both"), gpu(), name)
+    out, pool, stream = torch.empty_like(expected), torch.cuda.MemPool(), torch.cuda.Stream(priority=-1)
+    torch.cuda.synchronize()  # the stream is one that no other test has used
+    free = torch.cuda.mem_get_info()[0]
+    with torch.cuda.use_mem_pool(pool), torch.cuda.stream(stream):
+        weight = torch.zeros(1 << 22, dtype=torch.uint8, device=gpu())
+        plan.run(q, made.packed, out, made.scale, scale_x)
+    stream.synchronize()
+    assert torch.equal(out, expected)
+    taken, pooled = free - torch.cuda.mem_get_info()[0], sum(one["total_size"] for one in pool.snapshot())
+    assert weight.numel() <= pooled < 48 << 20 <= taken
+
+
+def test_a_plan_serves_any_number_of_tokens_also_in_a_capture() -> None:
+    """One that is missing is refused in words then, which leaves the capture and the layer usable."""
+    made, other = layer("hopper", "6:8", INT8, 256, 256), layer("hopper", "4:6", INT8, 320, 256)
+    made.linear(normal(16, 256, 0))
+    inputs = [normal(m, 256, m) for m in (1, 17, 777, 3000)]
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=torch.cuda.Stream()):
+        found = [made.linear(x) for x in inputs]
+    graph.replay()
+    torch.cuda.synchronize()
+    for x, y in zip(inputs, found, strict=True):
+        assert_same_bits(y, made.linear(x))
+    forget_plans()
+    x, ones = normal(5, 256, 1), torch.zeros(8, device=gpu())
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=torch.cuda.Stream()):
+        ones.add_(1)
+        with pytest.raises(RuntimeError, match="while a CUDA graph is being captured; run the layer once"):
+            other.linear(x)
+    graph.replay()
+    assert ones.tolist() == [1.0] * 8
+    assert bool(other.linear(x).any())
+
+
+def test_the_second_gpu() -> None:
+    if torch.cuda.device_count() < 2:
+        pytest.skip("one GPU only")
+    weight, x = codes(200, 300, 1), normal(33, 300, 2)
+    pattern = SlidePattern(8)
+    weight = prune(weight, pattern)
+    outputs = []
+    for device in ("cuda:0", "cuda:1"):
+        spec = LayerSpec(200, 300, pattern, 0, INT8, torch.bfloat16)
+        packed = BACKEND.pack(spec, weight.to(device))
+        columns = spec.columns(BACKEND.alignment)
+        q, scale_x = torch.ops.slidesparse.quant_slide(x.to(device), 8, 0, INT8, columns)
+        ones = torch.ones(200, 1, device=device)
+        outputs.append(
+            torch.ops.slidesparse.scaled_matmul(
+                q, scale_x, packed, ones, None, torch.bfloat16, "hopper"
+            ).cpu()
+        )
+    assert_same_bits(outputs[1], outputs[0])
+
+
+@pytest.fixture
+def small() -> Layer:
+    return layer("hopper", "2:4", INT8, 64, 64)
+
+
+@pytest.mark.slow
+def test_host_time_of_a_product(small: Layer) -> None:
+    """From the call of a plan to the launch at most 15 us, as for the other sparse backend."""
+    q, scale_x = small.quantized(normal(16, 64, 0))
+    out = torch.empty(16, 64, dtype=torch.bfloat16, device=gpu())
+    plan = BACKEND.plan(Problem("int8", "bf16", 64, 64, 16, "both"), gpu())
+    of_plan = host_us(lambda: plan.run(q, small.packed, out, small.scale, scale_x))
+    of_provider = host_us(lambda: small.product(q, scale_x, None, torch.bfloat16))
+    print(f"host time of a product: {of_plan:.1f} us, by the operator {of_provider:.1f} us")
+    assert of_plan <= 15, f"{of_plan:.1f} us"
+
+
+def test_what_a_launch_refuses_is_told(small: Layer) -> None:
+    """Such as codes that TMA cannot read, and shapes without tiles enough."""
+    problem, name = Problem("int8", "bf16", 64, 64, 8, "both"), "split:1x8/1x1/1"
+    plan = BACKEND.plan(problem, gpu(), name)
+    q, scale_x = small.quantized(normal(8, 64, 0))
+    out = torch.empty(8, 64, dtype=torch.bfloat16, device=gpu())
+    shifted = torch.zeros(q.numel() + 1, dtype=INT8, device=gpu())[1:].view(q.shape)
+    with pytest.raises(LibraryError, match=r"cuTensorMapEncodeTiled refused a matrix \[8, 128\]"):
+        plan.run(shifted, small.packed, out, small.scale, scale_x)
+    plan.run(q, small.packed, out, small.scale, scale_x)
+    assert torch.equal(out, small.product(q, scale_x, None, torch.bfloat16))
+
+
+def test_more_tiles_than_a_grid_has_rows(small: Layer) -> None:
+    """Of a configuration that tuning would not choose."""
+    m = 8 * 65536
+    plan = BACKEND.plan(Problem("int8", "bf16", 64, 64, m, "both"), gpu(), "split:1x8/1x1/1")
+    q, scale_x = codes(m, 64, 1), torch.ones(m, 1, device=gpu())
+    out = torch.empty(m, 64, dtype=torch.bfloat16, device=gpu())
+    plan.run(q, small.packed, out, small.scale, scale_x)
+    assert torch.equal(out, small.product(q, scale_x, None, torch.bfloat16))
+
+
+def test_codes_equal_vllms(small: Layer) -> None:
+    """Whatever starts when, codes and scales are those of the reference."""
+    x = normal(100, 64, 3)
+    q, scale_x = small.quantized(x)
+    expected = quantize_rows(x.cpu(), INT8)
+    assert_same_bits(q[:, :64].cpu(), expected[0])
+    assert not q[:, 64:].any()
+    assert_same_bits(scale_x.cpu(), expected[1])

@@ -1,0 +1,387 @@
+"""Whole layers of the Hopper kernels on a GPU, in one call: the quantizer bit for bit, the layer against float64."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import cast
+
+import pytest
+import torch
+from configurations import Configuration
+from gpu_layers import Layer, codes, gpu, layer, normal, require_hopper
+from host_time import host_us
+from strategies import assert_same_bits
+from token_rows import GEOMETRIES, LARGE, assert_same_codes, rows
+from torch import Tensor
+
+from slidesparse import gemm, kernels, ops, reference
+from slidesparse.gemm.backend import LayerSpec
+from slidesparse.gemm.hopper import native
+from slidesparse.gemm.hopper.backend import Hopper, pack_by_kernel, run_layer
+from slidesparse.gemm.problem import NAMES, LibraryError
+from slidesparse.pattern import SlideLayout, SlidePattern
+from slidesparse.prune import prune
+from slidesparse.quantize import FP8, INT8
+
+pytestmark = pytest.mark.gpu
+
+PATTERNS = ["2:4", "4:6", "6:8", "8:10", "10:12", "12:14", "14:16"]
+SOURCES = (torch.bfloat16, torch.float16, torch.float32)
+OUTPUTS = (torch.bfloat16, torch.float16)
+OURS = getattr(torch.ops, ops.NAMESPACE)
+BACKEND = cast("Hopper", gemm.get("hopper"))
+UNITS = {torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}  # half an ulp, relative
+
+
+@pytest.fixture(autouse=True, scope="module")
+def on_hopper() -> None:
+    require_hopper()
+
+
+def check_codes(x: Tensor, layout: SlideLayout, dtype: torch.dtype, more: int = 0) -> None:
+    """Codes, their padding and scales of x, rows next to each other and rows with gaps, equal the reference's."""
+    columns = layout.slided + -layout.slided % BACKEND.alignment + more
+    q, scale = reference.quant_slide(x, layout, dtype, "cuda")
+    wide = torch.full((x.shape[0], x.shape[1] + 24), torch.nan, dtype=x.dtype, device=gpu())
+    for first in (8, 3):  # a row at a multiple of 16 bytes, and not
+        wide.fill_(torch.nan)
+        wide[:, first : first + x.shape[1]] = x.to(gpu())
+        for tokens in (x.to(gpu()), wide[:, first : first + x.shape[1]]):
+            found, found_scale = BACKEND.quantize(tokens, layout.length, layout.phase, dtype, columns)
+            assert_same_codes((found[:, : layout.slided], found_scale), (q, scale))
+            assert not bool(found[:, layout.slided :].view(INT8).any())
+
+
+@pytest.mark.parametrize("dtype", [INT8, FP8])
+@pytest.mark.parametrize("source", SOURCES)
+def test_codes_equal_the_references(source: torch.dtype, dtype: torch.dtype) -> None:
+    """Ties, zeros, -0.0, NaN, Inf and subnormals among the rows; blocks of every kind, at every kind of phase."""
+    for pattern, k, phase in (*GEOMETRIES, *LARGE):
+        for m in (1, 12, 150 if k < 1000 else 17):
+            check_codes(rows(m, k, source), SlidePattern.parse(pattern).layout(k, phase), dtype, 16 * (m % 2))
+
+
+@pytest.mark.parametrize("dtype", [INT8, FP8])
+def test_codes_of_every_sixteen_bit_number(dtype: torch.dtype) -> None:
+    for source in OUTPUTS:
+        every = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16).view(source)
+        for top in (448.0 if dtype == FP8 else 127.0, 1.0, 0.37, 3e4, 1e-5):
+            x = every[~(every.float().abs() > top)].reshape(1, -1)  # NaN stays
+            check_codes(x, SlidePattern(4).layout(x.shape[1]), dtype)
+
+
+@pytest.mark.parametrize("pattern", PATTERNS)
+def test_codes_at_every_phase(pattern: str) -> None:
+    parsed = SlidePattern.parse(pattern)
+    assert parsed.length
+    for phase in range(parsed.length):
+        for k in (1, 97, 1000):
+            check_codes(rows(5, k, torch.bfloat16), parsed.layout(k, phase), INT8)
+
+
+def test_what_the_quantizer_refuses() -> None:
+    x = normal(2, 64, 0)
+    for arguments, words in (
+        ((5, 0, INT8, 64), "blocks of 5 columns at phase 0: an even length"),
+        ((8, 8, INT8, 96), "blocks of 8 columns at phase 8"),
+        ((8, 0, INT8, 80), "rows of 64 columns become 96; codes are asked for in rows of 80"),
+        ((8, 0, INT8, 100), "be a multiple of 16"),
+    ):
+        with pytest.raises(LibraryError, match=words):
+            BACKEND.quantize(x, *arguments)
+
+
+def run_config(
+    made: Layer, config: str, x: Tensor, bias: Tensor | None, out: torch.dtype
+) -> Callable[[], Tensor]:
+    """A layer in one call by a configuration, into memory of which every byte must be written."""
+    (m, k), n, layout = x.shape, made.scale.shape[0], made.layout
+    key = native.Layer(n, k, layout.length, layout.phase, made.dtype == FP8, made.columns)
+    plan = native.Plan(key, kernels.LAUNCH_DEPENDENTS, config)
+
+    def run() -> Tensor:
+        found = torch.full((m, n), torch.nan, dtype=out, device=x.device)
+        run_layer(plan.handle, x, None, made.packed, made.scale, bias, found)
+        return found
+
+    return run
+
+
+def expected_of(
+    made: Layer, x: Tensor, bias: Tensor | None, out: torch.dtype, dtype: torch.dtype
+) -> tuple[Tensor, Tensor | None]:
+    """What the layer must be, and by how much an FP8 one may differ from it; None: not at all.
+
+    Tensor cores cut FP8 sums to about 14 bits of the largest summand in each step of 32 columns; 2^-9 of the sum of
+    magnitudes is above that for these K, and above rounding float32 sums.  That every product is there, and at its
+    place, is what INT8 shows.
+    """
+    q, scale_x = reference.quant_slide(x.cpu(), SlidePattern(4).layout(x.shape[1]), dtype, "cuda")
+    plain, scale_x = q[:, : x.shape[1]].to(gpu()).float().double(), scale_x.to(gpu())
+    wide = made.weight.float().double()
+    sums = plain @ wide.t()
+    if dtype == INT8:
+        return reference.dequant_bias(sums.to(torch.int32), scale_x, made.scale, bias, out, "cuda"), None
+    both = made.scale.double().t() * scale_x.double()
+    y = sums * both + (0 if bias is None else bias.double())
+    slack = (plain.abs() @ wide.abs().t()) * both * 2.0**-9
+    return y, slack + UNITS[out] * (y.abs() + slack) + 2.0**-24
+
+
+def random_config(rng: random.Random, dtype: torch.dtype) -> str:
+    """Any that has a kernel and finds room, whether or not it is worth trying for a shape."""
+    sms = torch.cuda.get_device_properties(gpu()).multi_processor_count
+    while True:
+        design = rng.choice(("split", "stream"))
+        config = Configuration(
+            design,
+            strips=rng.choice((1, 2, 3, 4, 5)),
+            tokens=rng.choice((8, 16, 32, 64, 128, 256)),
+            multicast=rng.choice((1, 2, 4)),
+            splits=rng.choice(range(1, 9)) if design == "split" else 1,
+            resident=rng.choice((1, 2, 3)),
+        )
+        try:
+            fit = native.fit(str(config), dtype)
+        except LibraryError:
+            continue
+        if fit.clusters * config.cluster > sms * (config.resident - 1):
+            return str(config)
+
+
+def random_layer(rng: random.Random, index: int, dtype: torch.dtype) -> Layer:
+    n, k = rng.randint(1, 900), rng.randint(1, 2000)
+    pattern = SlidePattern.parse(rng.choice(PATTERNS))
+    phase = rng.randrange(pattern.length or 1)
+    numbers = codes(n, k, index) if dtype == INT8 else normal(n, k, index, torch.float32) * 60
+    weight = prune(numbers, pattern, phase=phase).to(dtype)
+    spec = LayerSpec(n, k, pattern, phase, dtype, torch.bfloat16)
+    packed = pack_by_kernel(weight, spec.layout)[0]  # without the plan that serving wants
+    scale = torch.rand(n, 1, device=gpu()) * 0.01 + 0.001
+    return Layer("hopper", dtype, spec.layout, weight, packed, scale, spec.columns(BACKEND.alignment))
+
+
+def random_case(rng: random.Random, index: int) -> tuple[str, Tensor]:
+    """A layer of random sizes, types and configuration: what it is, and how many of its outputs are wrong."""
+    dtype, source, out = rng.choice((INT8, FP8)), rng.choice(SOURCES), rng.choice(OUTPUTS)
+    made = random_layer(rng, index, dtype)
+    (n, k), m = made.weight.shape, rng.randint(1, rng.choice((16, 130, 600)))
+    gap = rng.choice((0, 0, 5, 8))
+    x = (normal(m, k + gap, index + 1) * rng.choice((0.01, 1.0, 30.0))).to(source)[:, :k]
+    bias = rng.choice((None, normal(1, n, 2)[0].to(out), normal(1, n, 2, torch.float32)[0]))
+    config = random_config(rng, dtype)
+    found = run_config(made, config, x, bias, out)()
+    expected, bound = expected_of(made, x, bias, out, dtype)
+    if bound is None:
+        wrong = (found != expected) | found.isnan()
+    else:
+        wrong = ~((found.double() - expected).abs() <= bound)
+        if out == torch.float16:  # beyond its range there is nothing to compare
+            wrong &= expected.abs() < 6e4
+    sparse = f"L {made.layout.length} phase {made.layout.phase}"
+    name = f"{index}: {source} {NAMES[dtype]} m {m} n {n} k {k} gap {gap} {sparse} {config} {out}"
+    return name, wrong.sum()
+
+
+def check_random_cases(count: int, seed: int) -> None:
+    rng = random.Random(seed)
+    names, wrong = zip(*(random_case(rng, index) for index in range(count)), strict=True)
+    counts = torch.stack(wrong).tolist()
+    bad = [f"{name}: {number} wrong" for name, number in zip(names, counts, strict=True) if number]
+    assert not bad, f"{len(bad)} of {len(names)}: {bad[:5]}"
+
+
+def test_two_hundred_random_layers() -> None:
+    check_random_cases(200, 7)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(20, 30))
+def test_ten_thousand_random_layers(seed: int) -> None:
+    check_random_cases(1000, seed)
+
+
+@pytest.mark.parametrize("dtype", [INT8, FP8])
+@pytest.mark.parametrize("pattern", [*PATTERNS, "2_inf"])
+def test_one_call_is_the_two_operators(pattern: str, dtype: torch.dtype) -> None:
+    """Bit for bit: with Triton's kernel in front of the same configuration."""
+    made = layer("hopper", pattern, dtype, 1001, 1003)
+    for m in (1, 3, 17, 64, 129, 300, 2048):
+        for source in OUTPUTS:
+            x = normal(m, 1003, m, source)
+            for bias in (None, normal(1, 1001, 1)[0].to(source)):
+                q, scale_x = made.quantized(x)
+                assert_same_bits(made.linear(x, bias), made.product(q, scale_x, bias, source))
+
+
+def test_long_rows_of_many_tokens() -> None:
+    """By clusters that share a row, and by other divisions if they are few."""
+    made = layer("hopper", "6:8", INT8, 128, 8200)
+    x = normal(2049, 8200, 1)
+    expected, _ = expected_of(made, x, None, torch.bfloat16, INT8)
+    for found in (made.linear(x), torch.cat([made.linear(part) for part in x.split(200)])):
+        assert int((found != expected).sum()) == 0
+
+
+@pytest.mark.parametrize(
+    ("m", "n", "k"),
+    [(1, 4608, 3584), (64, 333, 1000), (128, 640, 2048), (1030, 1000, 1000), (5000, 1500, 128)],
+)
+def test_every_configuration_of_a_layer(m: int, n: int, k: int) -> None:
+    """With both kernels in flight, call behind call; and the workspace is left as it was found."""
+    made = layer("hopper", "6:8", INT8, n, k)
+    x, bias = normal(m, k, 5), normal(1, n, 6)[0]
+    expected, _ = expected_of(made, x, bias, torch.bfloat16, INT8)
+    found = [text for text, _ in native.candidates(n, made.columns, m, INT8, 4096)]
+    assert found
+    for config in found:
+        print(config)  # a launch that fails does not say which it was
+        run = run_config(made, config, x, bias, torch.bfloat16)
+        wrong = sum((run() != expected).sum() for _ in range(3))
+        assert int(wrong) == 0, config
+
+
+def test_graphs_of_layers_in_a_row() -> None:
+    """Captured as serving captures: scratch memory of one layer is the next one's; replayed on other tokens."""
+    made = layer("hopper", "6:8", INT8, 1024, 1024)
+    for m in (1, 64, 300):
+        x = normal(m, 1024, 1)
+        static = x.clone()
+
+        def model(tokens: Tensor) -> Tensor:
+            for _ in range(4):
+                tokens = made.linear(tokens) * 2.0**-6
+            return tokens
+
+        model(static)
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            out = model(static)
+        for seed in range(5):
+            static.copy_(normal(m, 1024, seed))
+            graph.replay()
+            assert_same_bits(out, model(normal(m, 1024, seed)))
+
+
+def test_weights_scales_and_biases_may_be_written_just_before() -> None:
+    """scale_w and the bias by the kernel in front, which blocks of the product overtake."""
+    made, m = layer("hopper", "2:4", INT8, 512, 8192), 256
+    x = normal(m, 8192, 0)
+    sizes = [made.scale * factor for factor in (1.0, 2.0, 3.0)]
+    biases = [normal(1, 512, seed)[0] for seed in range(3)]
+    arguments = (4, 0, INT8, made.columns, "hopper")
+    expected = []
+    for size, bias in zip(sizes, biases, strict=True):
+        torch.cuda.synchronize()
+        expected.append(ops.linear(x, made.packed, size, bias, *arguments))
+    scale_w, bias = torch.empty_like(sizes[0]), torch.empty_like(biases[0])
+    wrong = torch.zeros((), dtype=torch.int64, device=gpu())
+    for i in range(200):
+        torch.mul(sizes[i % 3], 1, out=scale_w)
+        torch.mul(biases[i % 3], 1, out=bias)
+        wrong += (ops.linear(x, made.packed, scale_w, bias, *arguments) != expected[i % 3]).sum()
+    assert int(wrong) == 0
+
+
+def test_threads_and_streams_side_by_side() -> None:
+    made = layer("hopper", "6:8", INT8, 2048, 2048)
+    inputs = [normal(m, 2048, m) for m in (1, 5, 17, 64, 100, 300)]
+    expected = [made.linear(x) for x in inputs]
+    torch.cuda.synchronize()
+
+    def work(number: int) -> int:
+        with torch.cuda.stream(torch.cuda.Stream()):
+            wrong = torch.zeros((), dtype=torch.int64, device=gpu())
+            for i in range(120):
+                j = (i + number) % len(inputs)
+                wrong += (made.linear(inputs[j]) != expected[j]).sum()
+            torch.cuda.current_stream().synchronize()
+        return int(wrong)
+
+    with ThreadPoolExecutor(4) as pool:
+        assert list(pool.map(work, range(4))) == [0] * 4
+
+
+def test_rows_beyond_two_to_the_31_codes() -> None:
+    """Offsets of codes and outputs need 64 bits."""
+    m, k, n = 2**15 + 70, 2**16, 2**16 + 8
+    made = layer("hopper", "2:4", INT8, n, 256)
+    x = normal(m, 256, 0)
+    y = made.linear(x)
+    for part in (slice(0, 64), slice(m - 64, m)):
+        assert_same_bits(y[part], made.linear(x[part].clone()))
+    del y
+    x = normal(m, k, 1)
+    q, scale = BACKEND.quantize(x, 4, 0, INT8, k)
+    assert_same_codes(
+        (q[-16:], scale[-16:]), reference.quant_slide(x[-16:].cpu(), SlidePattern(4).layout(k), INT8)
+    )
+
+
+def test_layers_run_without_python(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every operator from its first call on, for any number of tokens, because packing has planned the layer."""
+    made, norm = layer("hopper", "6:8", FP8, 300, 1000), normal(1, 1000, 9)[0]
+    bias = normal(1, 300, 8)[0]
+    arguments = (made.layout.length, made.layout.phase, FP8, made.columns, torch.bfloat16, "hopper")
+    of_layer = (made.packed, made.scale, bias, *arguments)
+
+    def run(m: int, suffix: str) -> list[Tensor]:
+        x, residual, both = normal(m, 1000, 1), normal(m, 1000, 2), normal(m, 2000, 3)
+        linear, rms_norm, add_rms_norm, silu_mul = (
+            getattr(OURS, name + suffix)
+            for name in ("linear", "rms_norm_linear", "add_rms_norm_linear", "silu_mul_linear")
+        )
+        return [
+            linear(x, *of_layer),
+            rms_norm(x, norm, 1e-6, *of_layer),
+            *add_rms_norm(x, residual, norm, 1e-6, *of_layer),
+            silu_mul(both, *of_layer),
+        ]
+
+    counts = (1, 19, 20, 700, 3000)
+    expected = [run(m, "_by_python") for m in counts]
+
+    def refuse(*_: object) -> Tensor:
+        raise AssertionError("Python was asked")
+
+    monkeypatch.setattr(Hopper, "linear", refuse)
+    for m, by_python in zip(counts, expected, strict=True):
+        for one, other in zip(run(m, ""), by_python, strict=True):
+            assert bool(other.any())
+            assert_same_bits(one, other)
+
+
+@pytest.mark.slow
+def test_host_time_of_a_layer() -> None:
+    """The operator, by C++, takes at most 15 us, or as long as two and a half additions of torch's on a slow host.
+
+    The call of the library from Python, with two launches and scratch memory, takes at most as long as four additions,
+    what Python checks at most three more.  On fast hosts an addition takes 4 us.
+    """
+    made = layer("hopper", "6:8", INT8, 64, 64)
+    x, out = normal(16, 64, 0), torch.empty(16, 64, dtype=torch.bfloat16, device=gpu())
+    layout = made.layout
+    key = native.Layer(64, 64, layout.length, layout.phase, False, made.columns)
+    plan = native.library().slidesparse_hopper_find(gpu().index, *key)
+    assert plan
+    spec = LayerSpec(64, 64, SlidePattern(8), 0, INT8, torch.bfloat16)
+    arguments = (layout.length, layout.phase, INT8, made.columns, torch.bfloat16, "hopper")
+    addition = host_us(lambda: out.add_(1))
+    of_plan = host_us(lambda: run_layer(plan, x, None, made.packed, made.scale, None, out))
+    of_backend = host_us(lambda: BACKEND.linear(spec, x, made.packed, made.scale, None))
+    of_operator = host_us(lambda: made.linear(x))
+    of_python = host_us(lambda: OURS.linear_by_python(x, made.packed, made.scale, None, *arguments))
+    two = host_us(lambda: made.product(*made.quantized(x), None, torch.bfloat16))
+    print(
+        f"host time of a layer: call {of_plan:.1f} us, backend {of_backend:.1f} us, operator {of_operator:.1f} us, "
+        f"by Python {of_python:.1f} us; two operators {two:.1f} us, an addition {addition:.1f} us"
+    )
+    assert of_operator <= max(15, 2.5 * addition), f"{of_operator:.1f} us, an addition {addition:.1f}"
+    assert of_plan <= 4 * addition, f"{of_plan:.1f} us, an addition {addition:.1f}"
+    assert of_backend - of_plan <= 3 * addition, (
+        f"{of_backend:.1f} us around {of_plan:.1f}, an addition {addition:.1f}"
+    )
+    assert of_operator < of_backend < of_python < two

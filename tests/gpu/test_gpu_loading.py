@@ -1,0 +1,71 @@
+"""What loading a sparse 7B takes beside stock vLLM loading the dense one: time, and memory of the GPU.
+
+Checkpoints of random weights, 28 layers of Qwen2.5-7B's shapes, read from the page cache, a process a load, the two
+in turn.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import load_once
+import pytest
+from gpu_layers import require_served
+
+from slidesparse.convert.synth import synth
+from slidesparse.flags import DISABLE
+from slidesparse.pattern import SlidePattern
+from slidesparse.tune.shapes import model
+
+pytestmark = [pytest.mark.gpu, pytest.mark.vllm, pytest.mark.slow, pytest.mark.alone]
+
+MODEL = "Qwen2.5-7B"
+ROUNDS = 3
+TIMES = 1.2  # of the dense load, at most
+# Bytes of a packed 6:8 weight beside its dense one, half of 1.5 K values and two bits for each, and how much of what
+# that saves must be seen: torch takes memory in pieces of 2 MiB, which weights of 11 to 122 MiB do not fill.
+PACKED, SEEN = 15 / 16, 0.8
+MIB = 1 << 20
+LAYERS = 28
+LAYER_MIB = sum(shape.n * shape.k for shape in model(MODEL)[1]) / MIB  # of a layer's weights, in bytes
+
+
+def load(folder: Path, stock: bool) -> dict[str, Any]:
+    env = {**os.environ, **({DISABLE: "1"} if stock else {})}
+    words = [sys.executable, load_once.__file__, str(folder)]
+    run = subprocess.run(words, env=env, capture_output=True, text=True, timeout=300, check=False)
+    assert not run.returncode, run.stdout[-3000:] + run.stderr[-3000:]
+    found: dict[str, Any] = json.loads(run.stdout.splitlines()[-1])
+    assert found["sparse"] != stock
+    return found
+
+
+@pytest.mark.parametrize("quant", ["int8", "fp8"])
+def test_a_sparse_7b_loads_like_a_dense_one(tmp_path: Path, quant: str) -> None:
+    """At most 1.2 times the time, in the medians, one decoder layer more of the GPU's memory meanwhile, less then."""
+    backend = require_served()
+    dense, sparse = tmp_path / "dense", tmp_path / "sparse"
+    synth(MODEL, dense, quant=quant)
+    synth(MODEL, sparse, quant=quant, pattern=SlidePattern.parse("6:8"))
+    stock, ours = [], []
+    for _ in range(ROUNDS):
+        stock.append(load(dense, stock=True))
+        ours.append(load(sparse, stock=False))
+    seconds = [median(found["seconds"] for found in side) for side in (stock, ours)]
+    peaks = [max(found["peak"] for found in side) / MIB for side in (stock, ours)]
+    kept = [side[0]["after"] / MIB for side in (stock, ours)]
+    spread = [sorted(round(found["seconds"], 2) for found in side) for side in (stock, ours)]
+    print(
+        f"{quant} by {backend}: stock {seconds[0]:.2f} s {spread[0]}, peak {peaks[0]:.0f} MiB, then {kept[0]:.0f}; "
+        f"6:8 {seconds[1]:.2f} s {spread[1]}, peak {peaks[1]:.0f} MiB, then {kept[1]:.0f}; "
+        f"a layer {LAYER_MIB:.0f} MiB"
+    )
+    assert peaks[1] <= peaks[0] + LAYER_MIB
+    assert kept[0] - kept[1] >= SEEN * (1 - PACKED) * LAYERS * LAYER_MIB
+    assert seconds[1] <= TIMES * seconds[0]

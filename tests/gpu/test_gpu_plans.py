@@ -1,0 +1,352 @@
+"""Plans, workspaces and streams of the GEMM libraries on a GPU; their operators in CUDA graphs and torch.compile."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+import torch
+import torch.fx.experimental._config as fx_config
+from gpu_layers import BACKENDS, LIBRARIES, Layer, codes, gpu, layer, normal, on_a_new_thread
+from host_time import host_us
+from torch import Tensor
+from torch._dynamo.testing import CompileCounterWithBackend
+
+from slidesparse import gemm
+from slidesparse.gemm import cuda as plans
+from slidesparse.gemm.backend import Tunable
+from slidesparse.gemm.problem import LibraryError, Problem
+from slidesparse.quantize import FP8, INT8
+
+pytestmark = pytest.mark.gpu
+
+SIDE = 256  # N and K
+ROOT = Path(__file__).parents[2]
+KINDS = [(backend, dtype) for backend in BACKENDS for dtype in ("int8", "fp8")]
+
+
+@pytest.fixture(scope="module", params=KINDS, ids="-".join)
+def made(request: pytest.FixtureRequest) -> Layer:
+    """A small square layer of each library and type."""
+    backend, dtype = request.param
+    return layer(backend, "6:8", {"int8": INT8, "fp8": FP8}[dtype], SIDE, SIDE)
+
+
+@pytest.fixture(scope="module", params=BACKENDS)
+def int8(request: pytest.FixtureRequest) -> Layer:
+    return layer(request.param, "6:8", INT8, SIDE, SIDE)
+
+
+@pytest.fixture(scope="module", params=LIBRARIES)
+def cached(request: pytest.FixtureRequest) -> Layer:
+    """A layer of a backend whose plans are for one number of tokens, cached by thread."""
+    return layer(request.param, "6:8", INT8, SIDE, SIDE)
+
+
+def at_once(jobs: Sequence[Callable[[], Tensor]]) -> list[int]:
+    """How many elements each job counted as wrong, each in a thread and on a stream of its own."""
+    torch.cuda.synchronize()
+    streams, start = [torch.cuda.Stream() for _ in jobs], threading.Barrier(len(jobs))
+    assert len({stream.cuda_stream for stream in streams}) == len(jobs)
+
+    def work(stream: torch.cuda.Stream, job: Callable[[], Tensor]) -> int:
+        with torch.cuda.stream(stream):
+            start.wait(timeout=60)
+            return int(job())
+
+    with ThreadPoolExecutor(len(jobs)) as pool:
+        return [
+            one.result() for one in [pool.submit(work, *pair) for pair in zip(streams, jobs, strict=True)]
+        ]
+
+
+def test_threads_on_streams_of_their_own_do_not_disturb_each_other(made: Layer) -> None:
+    """Changing numbers of tokens, in two orders, against the products of one thread."""
+    tokens = (1, 16, 17, 40, 64, 100, 300)
+    inputs = {m: made.quantized(normal(m, SIDE, m)) for m in tokens}
+    expected = {m: made.product(*inputs[m], None, torch.bfloat16) for m in tokens}
+
+    def job(order: Sequence[int]) -> Tensor:
+        wrong = torch.zeros((), dtype=torch.int64, device=gpu())
+        for _ in range(30):
+            for m in order:
+                wrong += (made.product(*inputs[m], None, torch.bfloat16) != expected[m]).sum()
+        return wrong
+
+    assert at_once([lambda: job(tokens), lambda: job(tokens[::-1])]) == [0, 0]
+
+
+@pytest.mark.parametrize("name", LIBRARIES)
+def test_every_stream_has_its_own_workspace(name: str) -> None:
+    """Algorithms that keep partial sums in it, on two streams at once, with operands of their own."""
+    library, m, n, k = LIBRARIES[name], 16, 256, 8192
+    packed, problem = layer(name, "2:4", INT8, n, k).packed, Problem("int8", "int32", n, k, m)
+    inputs = [codes(m, k, seed) for seed in (1, 2)]
+    algorithm = _with_workspace(library, problem, inputs[0], packed)
+    if algorithm is None:
+        pytest.skip(f"{name} has no algorithm with a workspace for {problem}")
+    expected = [_run(library, problem, algorithm, q, packed) for q in inputs]
+    addresses = []
+
+    def job(which: int) -> Tensor:
+        wrong = torch.zeros((), dtype=torch.int64, device=gpu())
+        plan, out = library.plan(problem, gpu(), algorithm), torch.empty_like(expected[which])
+        for _ in range(300):
+            plan.run(inputs[which], packed, out)
+            wrong += (out != expected[which]).sum()
+        addresses.append(plans.workspace(gpu().index, torch.cuda.current_stream().cuda_stream))
+        return wrong
+
+    assert at_once([lambda: job(0), lambda: job(1)]) == [0, 0]
+    assert len(set(addresses)) == 2
+
+
+def _run(library: Tunable, problem: Problem, algorithm: str, q: Tensor, packed: Tensor) -> Tensor:
+    out = torch.empty(problem.m, problem.n, dtype=torch.int32, device=gpu())
+    library.plan(problem, gpu(), algorithm).run(q, packed, out)
+    return out
+
+
+def _with_workspace(library: Tunable, problem: Problem, q: Tensor, packed: Tensor) -> str | None:
+    """The first algorithm that wants one and runs."""
+    for algorithm in library.algorithms(problem, gpu()):
+        try:
+            if library.plan(problem, gpu(), algorithm).workspace:
+                _run(library, problem, algorithm, q, packed)
+                return algorithm
+        except RuntimeError:  # refused, when planned or when run
+            continue
+    return None
+
+
+def test_a_thousand_numbers_of_tokens_take_few_plans(cached: Layer) -> None:
+    inputs = cached.quantized(normal(1000, SIDE, 0))
+
+    def count() -> int:
+        for m in range(1, 1001):
+            cached.product(inputs[0][:m], inputs[1][:m], None, torch.bfloat16)
+        return len(plans.plans(cached.backend, gpu().index))
+
+    assert on_a_new_thread(count) == len({plans.bucket(m) for m in range(1, 1001)}) == 48
+
+
+def test_plans_that_are_dropped_leave_nothing_behind(cached: Layer) -> None:
+    """A cache of 8 makes all 48 plans of 1..1000 tokens again on each pass: 480 in ten.
+
+    They take no device memory.  Of the host's 4 MiB are allowed, 9 KB a plan, for what allocators round up and the
+    driver keeps; a plan with its descriptors has more.
+    """
+    inputs = cached.quantized(normal(1000, SIDE, 0))
+    expected = cached.product(*inputs, None, torch.bfloat16)
+
+    def passes(times: int) -> tuple[int, int]:
+        cache = plans.plans(cached.backend, gpu().index)
+        for _ in range(times):
+            for bucket in sorted({plans.bucket(m) for m in range(1, 1001)}):
+                m = min(bucket, 1000)
+                found = cached.product(inputs[0][:m], inputs[1][:m], None, torch.bfloat16)
+                assert len(cache) <= cache.capacity
+            assert torch.equal(found, expected)
+        del found
+        torch.cuda.synchronize()
+        return torch.cuda.memory_allocated(), _resident()
+
+    def run() -> tuple[int, int]:
+        plans.plans(cached.backend, gpu().index).capacity = 8
+        (device, host), (device_later, host_later) = passes(2), passes(10)
+        return device_later - device, host_later - host
+
+    device, host = on_a_new_thread(run)
+    assert device == 0
+    assert host <= 4 << 20, f"{host >> 10} KiB more"
+
+
+def _resident() -> int:
+    """Bytes of host memory in use."""
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    return pages * os.sysconf("SC_PAGE_SIZE")
+
+
+def test_a_cuda_graph_replays_what_runs_eagerly(made: Layer) -> None:
+    """With inputs that change; the workspace, whose address the graph holds, stays where it is."""
+    tokens = (1, 17, 100)
+    bias = normal(1, SIDE, 9)[0]
+    inputs = {m: normal(m, SIDE, m) for m in tokens}
+    stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
+    torch.cuda.synchronize()
+    with torch.cuda.stream(stream):
+        for m in tokens:
+            made.linear(inputs[m], bias)
+        address = plans.workspace(gpu().index, stream.cuda_stream)
+    torch.cuda.synchronize()
+    with torch.cuda.graph(graph, stream=stream):
+        outputs = {m: made.linear(inputs[m], bias) for m in tokens}
+    for seed in (1, 2, 3):
+        fresh = {m: normal(m, SIDE, 100 * seed + m) * seed for m in tokens}
+        for m in tokens:
+            inputs[m].copy_(fresh[m])
+        graph.replay()
+        torch.cuda.synchronize()
+        for m in tokens:
+            assert torch.equal(outputs[m], made.linear(fresh[m], bias)), f"{m} tokens, replay {seed}"
+    assert plans.workspace(gpu().index, stream.cuda_stream) == address
+
+
+def test_a_capture_without_a_plan_is_refused_in_words(cached: Layer) -> None:
+    """And leaves the capture, the cache and the layer usable."""
+    m = 777
+    q, scale_x = cached.quantized(normal(m, SIDE, 0))
+    small = tuple(one[:16] for one in (q, scale_x))
+    x = torch.zeros(8, device=gpu())
+
+    def refuse() -> int:
+        cached.product(*small, None, torch.bfloat16)
+        cache, graph = plans.plans(cached.backend, gpu().index), torch.cuda.CUDAGraph()
+        torch.cuda.synchronize()
+        with torch.cuda.graph(graph, stream=torch.cuda.Stream()):
+            x.add_(1)
+            with pytest.raises(
+                LibraryError, match="while a CUDA graph is being captured; run the same shape once"
+            ):
+                cached.product(q, scale_x, None, torch.bfloat16)
+        graph.replay()
+        torch.cuda.synchronize()
+        made_before = len(cache)
+        cached.product(q, scale_x, None, torch.bfloat16)
+        return len(cache) - made_before
+
+    assert on_a_new_thread(refuse) == 1
+    assert x.tolist() == [1.0] * 8
+
+
+@pytest.mark.slow
+def test_four_linears_compile_to_one_graph_for_every_number_of_tokens(int8: Layer) -> None:
+    """By Inductor.  `backed_size_oblivious` keeps Dynamo from giving one token, as size 1, a graph of its own."""
+    counter = CompileCounterWithBackend("inductor")
+
+    def block(x: Tensor) -> Tensor:
+        for _ in range(4):
+            x = int8.linear(x)
+        return x
+
+    torch._dynamo.reset()
+    with fx_config.patch(backed_size_oblivious=True):
+        compiled = torch.compile(block, fullgraph=True, dynamic=True, backend=counter)
+        for m in (100, 1, 17, 64):  # the first like no other size, or the two would be taken for one
+            x = normal(m, SIDE, m)
+            assert torch.equal(compiled(x), block(x)), f"{m} tokens"
+    assert counter.frame_count == 1
+
+
+def test_opcheck_quant_slide(made: Layer) -> None:
+    layout = made.layout
+    for m in (0, 1, 5):
+        arguments = (normal(m, SIDE, m), layout.length, layout.phase, made.dtype, made.columns)
+        torch.library.opcheck(torch.ops.slidesparse.quant_slide.default, arguments)
+
+
+@pytest.mark.parametrize("with_bias", [True, False])
+@pytest.mark.parametrize("m", [1, 17])
+def test_opcheck_scaled_matmul(made: Layer, m: int, with_bias: bool) -> None:
+    q, scale_x = made.quantized(normal(m, SIDE, m))
+    bias = normal(1, SIDE, 9)[0] if with_bias else None
+    arguments = (q, scale_x, made.packed, made.scale, bias, torch.bfloat16, made.backend)
+    checks = ["test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic"]
+    if made.dtype == FP8:
+        checks.remove("test_schema")  # torch compares the inputs with allclose, which FP8 lacks
+    torch.library.opcheck(torch.ops.slidesparse.scaled_matmul.default, arguments, test_utils=checks)
+
+
+@pytest.mark.slow
+def test_host_time_of_a_sparse_product() -> None:
+    """From the call of a plan to the launch at most 15 us, which hides behind the kernel of a small layer."""
+    made, n = layer("cusparselt", "2:4", INT8, 64, 64), 64
+    q = made.quantized(normal(16, 64, 0))[0]
+    out = torch.empty(16, n, dtype=torch.bfloat16, device=gpu())
+    plan = LIBRARIES["cusparselt"].plan(Problem("int8", "bf16", 64, 64, 16), gpu())
+    accumulate = gemm.get("cusparselt").accumulate  # type: ignore[attr-defined]
+    of_plan = host_us(lambda: plan.run(q, made.packed, out))
+    of_provider = host_us(lambda: accumulate(q, made.packed, n, torch.bfloat16))
+    print(
+        f"host time of a sparse product: {of_plan:.1f} us, with its output and plan looked up {of_provider:.1f} us"
+    )
+    assert of_plan <= 15, f"{of_plan:.1f} us"
+
+
+@pytest.mark.parametrize("name", LIBRARIES)
+def test_errors_say_what_was_asked_for(name: str) -> None:
+    library, problem = LIBRARIES[name], Problem("int8", "int32", 64, 64, 16)
+    refused = [
+        (Problem("fp4", "bf16", 64, 64, 16), None, "products are .* asked for fp4"),
+        (Problem("int8", "fp32", 64, 64, 16), None, r"products are .* asked for int8 .* -> fp32"),
+        (Problem("int8", "int32", 64, 64, 16, "both"), None, r"asked for .* \* scale_w \* scale_x"),
+        (problem, "fast", "'fast' is no cu(SPARSE|BLAS)Lt algorithm"),
+        (problem, "f" * 128 + "-00000000", "is no"),
+    ]
+    for asked, algorithm, words in refused:
+        with pytest.raises(LibraryError, match=words):
+            library.plan(asked, gpu(), algorithm)
+    with pytest.raises(LibraryError, match="of torch.int32 cannot be multiplied"):
+        library.operand(torch.zeros(64, 64, dtype=torch.int32, device=gpu()))
+
+
+def test_sides_that_the_sparse_library_cannot_take_are_named() -> None:
+    for n, k in ((40, 64), (64, 40)):
+        with pytest.raises(LibraryError, match=f"multiples of 32, found {n} x {k}"):
+            LIBRARIES["cusparselt"].operand(torch.zeros(n, k, dtype=INT8, device=gpu()))
+
+
+# In a process of its own: a library that crashes, or a kernel that reads the host's memory, would take the rest along.
+# The result is one line of JSON, as the library may print lines of its own.
+REFUSALS = """
+import json
+import torch
+from slidesparse import gemm
+from slidesparse.gemm.backend import HARDWARE, LayerSpec
+from slidesparse.gemm.problem import Problem
+
+LIBRARY = gemm.get("cusparselt")
+SPEC = LayerSpec(64, 64, HARDWARE, 0, torch.int8, torch.bfloat16)
+
+def words(call):
+    try:
+        call()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+
+device, host = torch.device("cuda", 0), torch.zeros(64, 64, dtype=torch.int8)
+found = [
+    words(lambda: LIBRARY.plan(Problem("int8", "int32", 40, 64, 16), device)),
+    words(lambda: LIBRARY.plan(Problem("int8", "int32", 64, 64, 16), device, "9999")),
+    words(lambda: LIBRARY.operand(host)),
+    words(lambda: LIBRARY.pack(SPEC, host)),
+]
+torch.cuda.synchronize()
+found.append(str(int(torch.ones(2, device=device).sum())))
+print(chr(10) + json.dumps(found), flush=True)
+"""
+
+
+def test_what_the_library_refuses_and_weights_elsewhere() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", REFUSALS], capture_output=True, text=True, cwd=ROOT, timeout=120, check=False
+    )
+    assert done.returncode == 0, f"{done.returncode}: {done.stdout}{done.stderr[-2000:]}"
+    lines = [line for line in done.stdout.splitlines() if line.startswith("[")]
+    sides, algorithm, *elsewhere, works = json.loads(lines[-1])
+    assert sides.startswith("LibraryError: cusparseLt")
+    assert "int8 [16, 64] @ [40, 64].T -> int32" in sides
+    assert algorithm.startswith("LibraryError: cusparseLt")
+    assert "int8 [16, 64] @ [64, 64].T -> int32" in algorithm
+    assert algorithm.endswith("by algorithm 9999")
+    for line in elsewhere:
+        assert (line or "nothing was raised").startswith(("LibraryError: ", "ValueError: ")), line
+        assert "on cpu" in line, line
+    assert works == "2"

@@ -1,0 +1,124 @@
+"""The hand-written N:M kernels on a GPU: exact where sums are, within the bound elsewhere, the same bits every time."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from spmm_cases import PATTERNS, SHAPES, bound, integers, operands
+
+from slidesparse.gemm.problem import LibraryError
+from slidesparse.spmm import STRIP, VARIANTS, SpmmError, compress, decompress, prune, reference, spmm
+
+pytestmark = pytest.mark.gpu
+
+DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+STRIPS = pytest.mark.parametrize("strip", [1, STRIP])
+LARGE = [(96, 4608, 3584), (2048, 256, 18944), (1000, 1000, 1000)]  # many tiles, a long K, no whole tile
+
+
+@STRIPS
+@DTYPES
+@pytest.mark.parametrize(("kept", "group"), PATTERNS)
+def test_every_variant_is_exact_where_sums_are(kept: int, group: int, dtype: torch.dtype, strip: int) -> None:
+    for m, n, k in (*SHAPES, (100, 260, 200)):
+        x, weight = integers(m, n, k, kept, group, dtype, strip)
+        expected = (x.double() @ decompress(weight).double().t()).to(dtype)
+        for variant in VARIANTS:
+            for splits in (1, 2, 5):
+                found = spmm(x.cuda(), weight.to("cuda"), variant, splits)
+                assert torch.equal(found.cpu(), expected), (m, n, k, variant, splits)
+
+
+@STRIPS
+@DTYPES
+@pytest.mark.parametrize(("m", "n", "k"), LARGE)
+def test_large_products_stay_within_the_bound(m: int, n: int, k: int, dtype: torch.dtype, strip: int) -> None:
+    """Variants have the same bits; splits have the same ones each time, for nothing is added atomically."""
+    for kept, group in ((2, 4), (6, 8)):
+        x, weight = operands(m, n, k, kept, group, dtype, strip)
+        x, weight = x.cuda(), weight.to("cuda")
+        exact, allowed = bound(x, weight)
+        first = spmm(x, weight, "baseline")
+        for variant in VARIANTS:
+            assert torch.equal(spmm(x, weight, variant), first)
+            for splits in (2, 8):
+                found = spmm(x, weight, variant, splits)
+                assert bool(((found.double() - exact).abs() <= allowed).all())
+                for _ in range(3):
+                    assert torch.equal(spmm(x, weight, variant, splits), found)
+        assert bool(((first.double() - exact).abs() <= allowed).all())
+        assert float((first.double() - exact).abs().amax() / exact.abs().amax()) < 1e-3
+
+
+@STRIPS
+@DTYPES
+def test_the_cpu_reference_has_nearly_the_same_bits(dtype: torch.dtype, strip: int) -> None:
+    """Its fused multiply-adds go by way of float64, which rounds twice: rarely, a last bit differs."""
+    x, weight = operands(33, 40, 600, 2, 4, dtype, strip)
+    found = spmm(x.cuda(), weight.to("cuda")).cpu()
+    assert float((found != reference(x, weight)).double().mean()) < 0.01
+
+
+def test_compression_on_a_gpu() -> None:
+    for strip in (1, STRIP):
+        for kept, group in PATTERNS:
+            dense = torch.randn(70, 99, generator=torch.Generator().manual_seed(1))
+            weight = prune(dense, kept, group, strip)
+            found = compress(weight.cuda(), kept, group, strip)
+            expected = compress(weight, kept, group, strip)
+            assert torch.equal(found.values.cpu(), expected.values)
+            assert torch.equal(found.offsets.cpu(), expected.offsets)
+            assert torch.equal(decompress(found).cpu(), weight)
+
+
+@DTYPES
+def test_memory_of_any_layout(dtype: torch.dtype) -> None:
+    """Tokens side by side or not, at odd addresses, between NaN; values and offsets with others beside them."""
+    x, weight = integers(13, 21, 90, 2, 4, dtype)
+    expected = reference(x, weight)
+    wide = torch.full((92, 40), torch.nan, dtype=dtype, device="cuda")
+    wide[1:91, 3:16] = x.t().cuda()
+    beside = torch.full((92, 16), torch.nan, dtype=dtype, device="cuda")
+    beside[1:91, :13] = x.t().cuda()
+    values = torch.full((47, 48), torch.nan, dtype=dtype, device="cuda")
+    offsets = torch.full((47, 48), 0xFF, dtype=torch.uint8, device="cuda")
+    values[:46, :21], offsets[:46, :21] = weight.values.cuda(), weight.offsets.cuda()
+    poisoned = replace(weight, values=values[:46, :21], offsets=offsets[:46, :21])
+    for tokens in (x.cuda(), wide[1:91, 3:16].t(), beside[1:91, :13].t()):
+        for variant in VARIANTS:
+            for splits in (1, 2):
+                assert torch.equal(spmm(tokens, poisoned, variant, splits).cpu(), expected)
+
+
+def test_graphs_and_streams() -> None:
+    x, weight = operands(64, 96, 512, 2, 4, torch.float32)
+    x, weight = x.cuda(), weight.to("cuda")
+    expected = spmm(x, weight, "double", 4)
+    stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        spmm(x, weight, "double", 4)
+        with torch.cuda.graph(graph, stream=stream):
+            found = spmm(x, weight, "double", 4)
+    graph.replay()
+    torch.cuda.synchronize()
+    assert torch.equal(found, expected)
+
+
+def test_sizes_of_nothing() -> None:
+    for m, n, k in ((0, 5, 8), (5, 0, 8), (5, 3, 0)):
+        weight = compress(torch.zeros(n, k), 2, 4).to("cuda")
+        found = spmm(torch.ones(m, k, device="cuda"), weight, "double", 2)
+        assert found.shape == (m, n)
+        assert not bool(found.any())
+
+
+def test_wrong_operands() -> None:
+    weight = compress(torch.zeros(5, 8), 2, 4)
+    with pytest.raises(SpmmError, match="cuda"):
+        spmm(torch.ones(3, 8, device="cuda"), weight)
+    wide = compress(torch.zeros(32 * 65535 + 1, 1), 1, 1).to("cuda")
+    with pytest.raises(LibraryError, match=str(32 * 65535 + 1)):
+        spmm(torch.ones(1, 1, device="cuda"), wide)

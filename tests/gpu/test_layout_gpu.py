@@ -1,0 +1,35 @@
+"""Memory layouts with the real libraries on a real GPU."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from benchmarks.layout import WRONG, LayoutBench, products
+from slidesparse.tune.inputs import Inputs
+from slidesparse.tune.machine import require_gpu, require_libraries
+from slidesparse.tune.measure import CudaClock, Deadline
+from slidesparse.tune.session import Session
+from slidesparse.tune.shapes import Layer
+
+pytestmark = pytest.mark.gpu
+
+
+@pytest.mark.parametrize("name", ["cublaslt", "cusparselt"])
+def test_the_layouts_that_are_taken_give_the_product(name: str, tmp_path: Path) -> None:
+    """Serving's layout is; others may be refused, but none may be wrong."""
+    gpu = require_gpu()
+    libraries = require_libraries(gpu, [name])
+    todo = products(libraries, [Layer("layer", 256, 512)], ["int8", "fp8", "bf16"])
+    with CudaClock(gpu.device) as clock:
+        found = Session(gpu, clock, Inputs(gpu.device, gpu.l2_bytes), Deadline(None))
+        bench = LayoutBench(found, tmp_path, todo, [64])
+        assert bench.run()
+    assert len(bench.records.rows) == 3 * 8
+    assert [row for row in bench.records.rows if row["reason"] == WRONG] == []
+    served = [
+        row for row in bench.records.rows if row["weight"] + row["activations"] + row["output"] == "KKN"
+    ]
+    assert [row["taken"] for row in served] == ["yes"] * 3
+    assert all(float(row["p50_us"]) > 0 and row["heuristic_us"] for row in served)

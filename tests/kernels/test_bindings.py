@@ -1,0 +1,326 @@
+"""The bindings of csrc/ on libraries that log calls: what is handed over, errors, lifetimes, loading."""
+
+from __future__ import annotations
+
+import os
+import re
+import struct
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from bindings import ADDRESSES, FAKES, LACKS, TYPES, WHAT, Call, Native, build_fake
+
+pytest_plugins = ["binding_fixtures"]
+
+COMPUTE = {
+    "cusparselt": {"int8": 0, "fp8": 2, "fp16": 2, "bf16": 2},
+    "cublaslt": {"int8": 72, "fp8": 68, "fp16": 68, "bf16": 68},
+}
+ONE = struct.unpack("i", struct.pack("f", 1.0))[0]  # the bits of a float
+FLAGS = [(weight, x, out) for weight in (True, False) for x in (True, False) for out in (True, False)]
+
+# The libraries compute out.T [N, M] = A [N, K] @ B [K, M].  Each matrix is (rows, columns, leading dimension, order),
+# and A and B are transposed or not, for a contiguous dimension: K of the weight and the activations, N of the output.
+# cuSPARSELt gets everything row-major but the output whose N is contiguous; cuBLASLt everything column-major but the
+# output whose M is.  Orders: cuSPARSELt's 1 is column-major and 2 row-major, cuBLASLt's 0 and 1.
+MATRICES = {
+    "cusparselt": (
+        {True: ((64, 96, 96, 2), 0), False: ((96, 64, 64, 2), 1)},
+        {True: ((32, 96, 96, 2), 1), False: ((96, 32, 32, 2), 0)},
+        {True: (64, 32, 64, 1), False: (64, 32, 32, 2)},
+    ),
+    "cublaslt": (
+        {True: ((96, 64, 96, 0), 1), False: ((64, 96, 64, 0), 0)},
+        {True: ((96, 32, 96, 0), 0), False: ((32, 96, 32, 0), 1)},
+        {True: (64, 32, 64, 0), False: (64, 32, 32, 1)},
+    ),
+}
+# Attributes of cuBLASLt's descriptor, as the library numbers them.
+TRANSPOSE_A, TRANSPOSE_B, EPILOGUE, BIAS, SCALE_A, SCALE_B, FAST, BIAS_TYPE, MODE_A, MODE_B = (
+    *(3, 4, 7, 8, 17, 18, 25, 26, 31, 32),
+)
+ADDS_BIAS, OUTER_VECTOR = 4, 3
+ASKED = dict.fromkeys(("cusparseLtInit", "cublasLtCreate"), "making a handle")
+ASKED["cusparseLtGetProperty"] = "asking for the version"
+
+
+def settings(calls: list[Call], name: str = "cublasLtMatmulDescSetAttribute") -> dict[int, int]:
+    """The attributes that calls of ``name`` set, in order."""
+    return {call["attribute"]: call["value"] for call in calls if call["name"] == name}
+
+
+def only(calls: list[Call], name: str) -> Call:
+    (found,) = (call for call in calls if call["name"] == name)
+    return found
+
+
+def picked(call: Call, keys: str) -> list[int]:
+    return [call[key] for key in keys.split()]
+
+
+def everything(native: Native) -> None:
+    """Make at least one call of each function that can fail."""
+    plan = native.ready(layout=(True, True, False))
+    if native.name == "cusparselt":
+        native.module.version()
+        plan.compressed_size()
+        plan.compress(1, 2, 3, 4)
+    native.run(plan)
+
+
+def test_every_call_that_fails_is_an_error(native: Native) -> None:
+    """With the call, the library's words and the problem; what was made before is destroyed, and a retry works."""
+    everything(native)
+    made = [call["name"] for call in native.calls()]
+    cases = [(name, made[:i].count(name)) for i, name in enumerate(made) if "Destroy" not in name]
+    assert len(cases) > 15
+    for name, skip in cases:
+        native.forget()
+        native.set(**{f"{name}_fails": skip})
+        with pytest.raises(RuntimeError, match=f"^{name} failed: .*_NOT_SUPPORTED .fake words.; ") as error:
+            everything(native)
+        assert str(error.value).endswith(ASKED.get(name, WHAT))
+        del error
+        # cuSPARSELt 0.8.0 crashes at destroying a weight that no product has used, so that one stays.
+        assert native.alive() == (name == "cusparseLtMatmulDescriptorInit"), name
+        everything(native)
+    native.forget()
+
+
+@pytest.mark.parametrize("handle_first", [True, False])
+def test_a_handle_outlives_its_plans(native: Native, handle_first: bool) -> None:
+    handle = native.module.Handle()
+    plans = [native.ready(handle), native.ready(handle)]
+    before = native.alive()
+    if handle_first:
+        del handle
+        assert native.alive() == before
+        native.run(plans[0])
+    plans.clear()
+    assert native.alive() == (not handle_first)
+    with pytest.raises(TypeError, match="incompatible"):  # a null pointer otherwise
+        native.plan(None)
+
+
+@pytest.mark.parametrize("layout", FLAGS, ids=str)
+def test_matrices(native: Native, layout: tuple[bool, bool, bool]) -> None:
+    native.run(native.ready(layout=layout))
+    calls = native.calls()
+    made: dict[int, list[int]] = {}
+    for call in calls:
+        if "rows" in call:
+            made[call["made"]] = [*picked(call, "rows cols leading"), call.get("order", 0)]
+        elif call["name"] == "cublasLtMatrixLayoutSetAttribute":
+            assert call["attribute"] == 1  # the order
+            made[call["matrix"]][3] = call["value"]
+    if native.name == "cusparselt":
+        product = only(calls, "cusparseLtMatmulDescriptorInit")
+        found, transposed = [picked(product, "a b c d")], picked(product, "op_a op_b")
+        structured = only(calls, "cusparseLtStructuredDescriptorInit")
+        assert picked(structured, "made sparsity") == [product["a"], 0]  # half of the elements
+        assert {call["alignment"] for call in calls if "alignment" in call} == {16}
+    else:
+        names = ("cublasLtMatmulAlgoGetHeuristic", "cublasLtMatmulAlgoCheck", "cublasLtMatmul")
+        found = [picked(only(calls, name), "layout_a layout_b layout_c layout_d") for name in names]
+        transposed = [settings(calls)[key] for key in (TRANSPOSE_A, TRANSPOSE_B)]
+    weight, x, out = (sides[flag] for sides, flag in zip(MATRICES[native.name], layout, strict=True))
+    for matrices in found:
+        assert [tuple(made[matrix]) for matrix in matrices] == [weight[0], x[0], out, out]
+    assert transposed == [weight[1], x[1]]
+
+
+@pytest.mark.parametrize("operand", ["int8", "fp8", "fp16", "bf16"])
+@pytest.mark.parametrize("out", ["int32", "int8", "fp32", "fp16", "bf16"])
+def test_types(native: Native, operand: str, out: str) -> None:
+    module, compute = native.module, COMPUTE[native.name]
+    assert (TYPES, compute) == (module.TYPES, module.COMPUTE)
+    native.plan(operand_type=TYPES[operand], output_type=TYPES[out], compute_type=compute[operand])
+    calls = native.calls()
+    typed = sorted((*sorted(picked(call, "rows cols")), call["type"]) for call in calls if "type" in call)
+    assert typed == sorted([(64, 96, TYPES[operand]), (32, 96, TYPES[operand]), (32, 64, TYPES[out])])
+    assert [call["compute"] for call in calls if "compute" in call] == [compute[operand]]
+
+
+@pytest.mark.parametrize("scaled", [True, False])
+def test_addresses_of_a_sparse_product(cusparselt: Native, scaled: bool) -> None:
+    """The weight is A; alpha is the address of its scales, or 1.0 on the host."""
+    cusparselt.set(compressed=5000, buffer=300, workspace=(1 << 32) + 5, algorithms=17)
+    plan = cusparselt.plan(scale_rows=scaled)
+    assert (plan.compressed_size(), plan.workspace, plan.algorithms) == ((5000, 300), (1 << 32) + 5, 17)
+    plan.compress(dense=0x10, compressed=0x20, buffer=0x30, stream=0x40)
+    cusparselt.run(plan, weight_scales=0x6000 * scaled)
+    calls = cusparselt.calls()
+    assert settings(calls, "cusparseLtMatmulDescSetAttribute") == (
+        {5: 1} if scaled else {}
+    )  # a vector of alphas
+    compress, product = only(calls, "cusparseLtSpMMACompress"), only(calls, "cusparseLtMatmul")
+    assert picked(compress, "dense compressed buffer stream") == [0x10, 0x20, 0x30, 0x40]
+    assert picked(product, "a b c d workspace streams") == [0x2000, 0x1000, 0x3000, 0x3000, 0x4000, 0x50]
+    assert picked(product, "count beta_bits") == [1, 0]
+    assert product["alpha" if scaled else "alpha_bits"] == (0x6000 if scaled else ONE)
+
+
+@pytest.mark.parametrize(("scaled", "biased", "fast"), FLAGS)
+def test_addresses_and_epilogue_of_a_dense_product(
+    cublaslt: Native, scaled: bool, biased: bool, fast: bool
+) -> None:
+    epilogue = cublaslt.module.Epilogue(scaled, TYPES["fp16"] if biased else -1, fast)
+    plan = cublaslt.ready(epilogue=epilogue)
+    found = settings(cublaslt.calls())
+    expected = {TRANSPOSE_A: 1, TRANSPOSE_B: 0} | ({FAST: 1} if fast else {})
+    expected |= {MODE_A: OUTER_VECTOR, MODE_B: OUTER_VECTOR} if scaled else {}
+    expected |= {EPILOGUE: ADDS_BIAS, BIAS_TYPE: TYPES["fp16"]} if biased else {}
+    pointers = {SCALE_A: 0x6000, SCALE_B: 0x7000} if scaled else {}
+    pointers |= {BIAS: 0x8000} if biased else {}
+    assert all(found.pop(key) for key in pointers)  # heuristics take a null pointer for none
+    assert found == expected
+    for offset in (0, 0x100):  # a plan is run with other addresses each time
+        words = {"weight_scales": SCALE_A, "token_scales": SCALE_B, "bias": BIAS}
+        at = {key: address + offset for key, address in pointers.items()}
+        addresses = {key: address + offset for key, address in ADDRESSES.items()}
+        cublaslt.run(plan, **addresses, **{word: at.get(key, 0) for word, key in words.items()})
+        calls = cublaslt.calls()
+        run = [value - offset for value in picked(only(calls, "cublasLtMatmul"), "a b c d workspace stream")]
+        assert run == [0x2000, 0x1000, 0x3000, 0x3000, 0x4000, 0x50]
+        assert settings(calls) == at
+
+
+@pytest.mark.parametrize(("scale", "one"), [("int32", 1), ("fp32", ONE)])
+def test_scalars_have_the_scale_type(cublaslt: Native, scale: str, one: int) -> None:
+    """INT32 output: the bits of a float 1.0 would be read as 1065353216."""
+    plain = cublaslt.module.Epilogue(False, -1, False)
+    plan = cublaslt.ready(scale_type=TYPES[scale], output_type=TYPES["int32"], epilogue=plain)
+    cublaslt.run(plan, weight_scales=0, token_scales=0, bias=0)
+    calls = cublaslt.calls()
+    assert picked(only(calls, "cublasLtMatmul"), "alpha_bits beta_bits") == [one, 0]
+    assert only(calls, "cublasLtMatmulDescCreate")["scale_type"] == TYPES[scale]
+
+
+@pytest.mark.parametrize("optional", [True, False])
+def test_a_plan_takes_its_own_scales_and_no_others(native: Native, optional: bool) -> None:
+    dense, module = native.name == "cublaslt", native.module
+    if dense:
+        plan = native.ready(epilogue=module.Epilogue(optional, TYPES["bf16"] if optional else -1, False))
+    else:
+        plan = native.ready(scale_rows=optional)
+    for given in FLAGS:
+        names = ("weight_scales", "token_scales", "bias")
+        scales = {name: 0x100 * there for name, there in zip(names, given, strict=True)}
+        native.calls()
+        if given == (optional, optional and dense, optional and dense):
+            native.run(plan, **scales)
+            continue
+        with pytest.raises(RuntimeError, match=f"not those of the plan; {re.escape(WHAT)}$"):
+            native.run(plan, **scales)
+        assert native.calls() == []
+
+
+@pytest.mark.parametrize(
+    ("numbers", "expected"),
+    [((-1, 1, 0, 0), {}), ((0, 1, 0, 0), {0: 0}), ((3, 4, 2, 8), {0: 3, 3: 4, 4: 2, 5: 8})],
+)
+def test_a_sparse_algorithm_sets_what_it_names(
+    cusparselt: Native, numbers: tuple[int, ...], expected: dict[int, int]
+) -> None:
+    """Attributes 0: the id, 3: the number of splits of K, 4: how, 5: buffers; else the library's choice stays."""
+    cusparselt.plan(algorithm=cusparselt.module.Algorithm(*numbers))
+    calls = cusparselt.calls()
+    assert settings(calls, "cusparseLtMatmulAlgSetAttribute") == expected
+    assert only(calls, "cusparseLtMatmulAlgGetAttribute")["attribute"] == 1  # how many there are
+
+
+def test_dense_algorithms(cublaslt: Native) -> None:
+    """Proposed within a workspace, chosen, run; the fake's algorithm i wants i MiB and has i in its second word."""
+    plan = cublaslt.plan()
+    with pytest.raises(RuntimeError, match="no algorithm yet"):
+        cublaslt.run(plan)
+    cublaslt.set(algorithms=6, refused=1)
+    proposed = plan.heuristics(5, 3 << 20)
+    assert [int.from_bytes(one[8:16], "little") for one in proposed] == [0, 2, 3, 4]
+    calls = cublaslt.calls()
+    assert settings(calls, "cublasLtMatmulPreferenceSetAttribute") == {1: 3 << 20}
+    assert only(calls, "cublasLtMatmulAlgoGetHeuristic")["most"] == 5
+    for number, algorithm in ((3, proposed[2]), (0, proposed[0])):
+        plan.choose(algorithm)
+        for wrong, words in ((b"\1" * 63, "64 bytes, found 63"), (bytes(64), "AlgoCheck failed")):
+            with pytest.raises(RuntimeError, match=f"{words}.*; {re.escape(WHAT)}$"):
+                plan.choose(wrong)  # changes nothing
+        assert plan.workspace == number << 20
+        cublaslt.run(plan)
+        run = only(cublaslt.calls(), "cublasLtMatmul")
+        assert picked(run, "algorithm workspace_bytes") == [number, number << 20]
+
+
+CHILD = """
+import os, sys
+from slidesparse.gemm import cuda
+from slidesparse.gemm.problem import LibraryError
+name, *paths = sys.argv[1:]
+for path in paths:
+    os.environ["SLIDESPARSE_" + name.upper()] = path
+    try:
+        module = cuda.extension(name)
+    except LibraryError as error:
+        print(error)
+assert cuda.extension(name) is module
+module.Handle()
+module.load(paths[-1])
+try:
+    module.load(paths[0])
+except RuntimeError as error:
+    print(error)
+print(module.__file__)
+"""
+
+
+def test_loading(native: Native, tmp_path: Path) -> None:
+    """In a process of its own; after libraries that cannot be loaded the right one still can, and then no other."""
+    text, missing, old = (str(tmp_path / name) for name in ("text.so", "missing.so", "old.so"))
+    Path(text).write_text("no library")
+    build_fake(native.name, Path(old), f"-D{LACKS[native.name]}=another")
+    cache = native.extension.parents[2]
+    folders = {"SLIDESPARSE_CUDA_INCLUDE": str(FAKES / "include"), "SLIDESPARSE_CACHE": str(cache)}
+    done = subprocess.run(
+        [sys.executable, "-c", CHILD, native.name, missing, text, old, str(native.library)],
+        capture_output=True,
+        text=True,
+        env=os.environ | folders,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    said = done.stdout.splitlines()
+    assert f"{missing} is not a file" in said[0]
+    assert said[1].startswith(f"cannot load {text}: ")
+    assert said[2] == f"{old} has no function {LACKS[native.name]}: it is too old"
+    assert f"already loaded from {native.library}, not from {missing}" in said[3]
+    assert said[4:] == [str(native.extension)]
+
+
+@pytest.mark.parametrize("name", ["cusparseLtMatmul", "cusparseLtSpMMACompress", "cublasLtMatmul"])
+def test_other_threads_run_meanwhile(name: str, loaded: dict[str, Native]) -> None:
+    native = loaded["cublaslt" if "cublas" in name else "cusparselt"]
+    native.forget()
+    plan: Any = native.ready()
+    native.set(**{f"{name}_sleeps": 200})
+    count, stop = [0], threading.Event()
+
+    def work() -> None:
+        while not stop.wait(0.001):
+            count[0] += 1
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    while count[0] == 0:
+        time.sleep(0.001)
+    before = count[0]
+    plan.compress(1, 2, 3, 4) if "Compress" in name else native.run(plan)
+    counted = count[0] - before
+    stop.set()
+    thread.join()
+    assert counted >= 5  # while the GIL is held it is 0, or 1

@@ -1,0 +1,210 @@
+"""The Python above the bindings, on libraries that log calls: versions, algorithms, plans, limits, errors."""
+
+from __future__ import annotations
+
+import re
+import threading
+from collections.abc import Iterator
+from contextlib import nullcontext
+from types import SimpleNamespace
+
+import pytest
+import torch
+from bindings import NAMES, TYPES, Native
+
+from slidesparse.gemm import cuda
+from slidesparse.gemm.cublaslt import CublasLt
+from slidesparse.gemm.cusparselt import CuSparseLt
+from slidesparse.gemm.problem import DTYPES, TN, Layout, LibraryError, Problem
+
+pytest_plugins = ["binding_fixtures"]
+
+CPU = torch.device("cpu")
+STREAM = 0x50
+PROBLEM = Problem("int8", "int32", 64, 96, 32)
+
+
+class Library(Native):
+    """A binding and the backend above it, of a class of this test's own, so that it caches nothing across tests."""
+
+    def __init__(self, native: Native) -> None:
+        self.__dict__ |= vars(native)
+        self.backend = {"cusparselt": CuSparseLt, "cublaslt": CublasLt}[native.name]()
+
+
+@pytest.fixture
+def libraries(loaded: dict[str, Native], monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, Library]]:
+    """The backends on a device 0 whose libraries are the fake ones."""
+    for native in loaded.values():
+        native.forget()
+        native.set(version1=8, version=130100)
+    one = SimpleNamespace(multi_processor_count=1)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "device", lambda index: nullcontext())
+    monkeypatch.setattr(torch.cuda, "current_blas_handle", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: one)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
+    monkeypatch.setattr(cuda, "stream_of", lambda index: STREAM)
+    monkeypatch.setattr(cuda, "extension", lambda name: loaded[name].module)
+    monkeypatch.setattr(cuda, "_local", cuda._Local())
+    monkeypatch.setattr(cuda, "_workspaces", {(0, STREAM): torch.empty(1, dtype=torch.uint8)})
+    yield {name: Library(native) for name, native in loaded.items()}
+    monkeypatch.undo()  # the handles of this thread go with it
+    for native in loaded.values():
+        assert native.alive() == 0
+        native.calls()
+
+
+@pytest.fixture(params=NAMES)
+def library(libraries: dict[str, Library], request: pytest.FixtureRequest) -> Library:
+    return libraries[request.param]
+
+
+def test_versions(libraries: dict[str, Library]) -> None:
+    sparse, dense = libraries.values()
+    for minor in (7, 11):
+        sparse.set(version1=minor)
+        with pytest.raises(LibraryError, match=f"0.{minor}.0 was found, 0.8 to 0.10 is supported"):
+            sparse.backend.version()
+    sparse.set(version1=10)
+    assert sparse.backend.version() == "0.10.0"
+    for number, words, scales in ((120904, "12.9.4", "both"), (120899, "12.8.99", "none")):
+        dense.set(version=number)
+        assert (dense.backend.version(), dense.backend.epilogue("fp8", "bf16")) == (words, scales)
+
+
+def tensors(problem: Problem) -> dict[str, torch.Tensor]:
+    """What `Plan.run` takes for the problem; the values are never read."""
+    n, k, m = problem.n, problem.k, problem.m
+    operand, out = DTYPES[problem.dtype], DTYPES[problem.out]
+    made = {"activations": torch.empty(m, k, dtype=operand), "weight": torch.empty(n, k, dtype=operand)}
+    made["out"] = torch.empty(m, n, dtype=out)
+    made |= {} if problem.scale == "none" else {"scale_w": torch.full((n,), 3.0)}
+    made |= {"scale_x": torch.empty(m)} if problem.scale == "both" else {}
+    return made | ({"bias": torch.empty(n, dtype=out)} if problem.bias else {})
+
+
+@pytest.mark.parametrize(
+    ("name", "problem"),
+    [
+        ("cusparselt", Problem("int8", "bf16", 64, 96, 32)),
+        ("cusparselt", Problem("fp8", "fp32", 64, 96, 32, "channel")),
+        ("cublaslt", PROBLEM),
+        ("cublaslt", Problem("int8", "int8", 64, 96, 32)),
+        ("cublaslt", Problem("fp8", "fp16", 64, 96, 32, "both", True)),
+        ("cublaslt", Problem("bf16", "bf16", 64, 96, 32, "none", True)),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("size", [0, 1 << 20])
+def test_a_plan_hands_over_types_and_tensors(
+    name: str, problem: Problem, size: int, libraries: dict[str, Library]
+) -> None:
+    library = libraries[name]
+    library.set(workspace=size)
+    chosen = library.backend.algorithms(problem, CPU)[size >> 20]  # cuBLASLt's algorithm i wants i MiB
+    library.calls()
+    plan, given = library.backend.plan(problem, CPU, chosen), tensors(problem)
+    assert (plan.algorithm, plan.workspace) == (chosen, size)
+    plan.run(**given)
+    calls = library.calls()
+    types = [call["type"] for call in calls if "type" in call]
+    assert sorted(types) == sorted([TYPES[problem.dtype]] * 2 + [TYPES[problem.out]])
+    (made,) = (call for call in calls if "compute" in call)
+    assert made["compute"] == {"cusparselt": (0, 2), "cublaslt": (72, 68)}[name][problem.dtype != "int8"]
+    run, at = calls[-1], {key: tensor.data_ptr() for key, tensor in given.items()}
+    assert run["name"] == library.matmul
+    assert (run["a"], run["b"], run["d"]) == (at["weight"], at["activations"], at["out"])
+    assert run["workspace"] == (cuda.workspace(0, STREAM) if size else 0)
+    if name == "cusparselt":
+        assert run["streams"] == STREAM
+        alpha = given["scale_w"][0] if "scale_w" in given else torch.tensor(1.0)
+        assert run["alpha_bits"] == alpha.view(torch.int32)  # of the first, as it is not on a device
+        return
+    found = {call["attribute"]: call["value"] for call in calls if "DescSetAttribute" in call["name"]}
+    assert run["stream"] == STREAM
+    assert made["scale_type"] == TYPES["int32" if problem.out == "int32" else "fp32"]
+    assert found.get(25) == (1 if problem.dtype == "fp8" else None)  # fast accumulation
+    assert found.get(26) == (TYPES[problem.out] if problem.bias else None)  # the bias's type
+    assert [found.get(key) for key in (17, 18, 8)] == [at.get(key) for key in ("scale_w", "scale_x", "bias")]
+
+
+def test_a_workspace_may_be_as_large_as_a_stream_has(library: Library) -> None:
+    library.set(algorithms=66, workspace=cuda.WORKSPACE)
+    found = library.backend.algorithms(PROBLEM, CPU)
+    assert library.backend.plan(PROBLEM, CPU, found[64]).workspace == cuda.WORKSPACE
+    library.set(workspace=cuda.WORKSPACE + (1 << 20))
+    with pytest.raises(LibraryError, match=f"workspace of {65 << 20} bytes, a stream has {cuda.WORKSPACE}"):
+        library.backend.plan(PROBLEM, CPU, found[65])
+
+
+def test_algorithms_of_cublaslt(libraries: dict[str, Library]) -> None:
+    """As text that makes the same plan again, sought within a stream's workspace; the first is the heuristic's."""
+    library, backend = libraries["cublaslt"], libraries["cublaslt"].backend
+    library.set(refused=2)
+    found = backend.algorithms(PROBLEM, CPU)
+    assert library.calls("cublasLtMatmulPreferenceSetAttribute")[0]["value"] == cuda.WORKSPACE
+    assert len(set(found)) == 7
+    for text, number in ((found[0], 0), (found[2], 3), (None, 0)):
+        backend.plan(PROBLEM, CPU, text).run(**tensors(PROBLEM))
+        assert library.calls("cublasLtMatmul")[0]["algorithm"] == number
+    library.set(algorithms=0)
+    assert backend.algorithms(PROBLEM, CPU) == []
+    with pytest.raises(LibraryError, match=re.escape(f"{PROBLEM}, {TN}")):
+        backend.plan(PROBLEM, CPU)
+
+
+def test_algorithms_of_cusparselt(libraries: dict[str, Library]) -> None:
+    """Where tiles are few, with the ways of splitting K that the library takes; none that crashes."""
+    library, backend = libraries["cusparselt"], libraries["cusparselt"].backend
+    library.set(algorithms=2, cusparseLtMatmulAlgSetAttribute_fails=2)  # the mode of the first way
+    ways = [f"{splits}x{mode}" for splits in (2, 3, 4, 8) for mode in (1, 2, 5)][1:]
+    expected = ["0", "1", *(f"{i}/{way}" for i in (0, 1) for way in (*ways, "1x4", "1x6"))]
+    assert backend.algorithms(PROBLEM, CPU) == expected
+    library.calls()
+    backend.plan(PROBLEM, CPU, "1/8x5")
+    settings = library.calls("cusparseLtMatmulAlgSetAttribute")
+    assert [(call["attribute"], call["value"]) for call in settings] == [(0, 1), (3, 8), (4, 5)]
+    many = Problem("fp16", "fp16", 256, 96, 128)  # two tiles, twice as many as multiprocessors
+    assert backend.algorithms(many, CPU) == ["0", "1"]
+    library.set(algorithms=52)
+    assert backend.algorithms(many, CPU) == [*map(str, range(36))]
+    with pytest.raises(LibraryError, match="algorithm 36 of cuSPARSELt 0.8.0 crashes for fp16"):
+        backend.plan(many, CPU, "36")
+
+
+def test_what_the_library_refuses_is_a_library_error(library: Library) -> None:
+    """With the call, the problem and the layout; afterwards everything works."""
+    layout, backend = Layout(output_n=False), library.backend
+    function = {"cusparselt": "cusparseLtMatmulAlgGetAttribute", "cublaslt": "cublasLtMatmulDescCreate"}
+    for ask in (backend.plan, backend.algorithms):
+        library.set(**{f"{function[library.name]}_fails": 0})
+        with pytest.raises(LibraryError, match=f"failed.*{re.escape(f'{PROBLEM}, {layout}')}"):
+            ask(PROBLEM, CPU, layout=layout)
+    plan = backend.plan(PROBLEM, CPU)
+    library.set(**{f"{library.matmul}_fails": 0})
+    with pytest.raises(LibraryError, match=f"^{library.matmul} failed.*{re.escape(f'{PROBLEM}, {TN}')}"):
+        plan.run(**tensors(PROBLEM))
+    plan.run(**tensors(PROBLEM))
+
+
+def test_a_thread_has_one_handle(library: Library) -> None:
+    """Made when it is first needed; one that cannot be made is tried again."""
+    create = {"cusparselt": "cusparseLtInit", "cublaslt": "cublasLtCreate"}[library.name]
+    library.set(**{f"{create}_fails": 0})
+    with pytest.raises(LibraryError, match=f"^{create} failed"):
+        library.backend.plan(PROBLEM, CPU)
+    library.calls()
+
+    def work() -> None:
+        for _ in range(2):
+            library.backend.plan(PROBLEM, CPU).run(**tensors(PROBLEM))
+
+    work()
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+    calls = library.calls(create, library.matmul)
+    first, second = (call["made"] for call in calls if call["name"] == create)
+    assert [call.get("handle", call.get("made")) for call in calls] == [*[first] * 3, *[second] * 3]
+    assert library.alive() == 1  # the other went with its thread

@@ -1,0 +1,307 @@
+"""Compiling into the cache, by compilers that only pretend: the key, several processes, interruptions, failures."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from slidesparse.build import compile, find
+from slidesparse.build.compile import TARGETS, Target
+from slidesparse.build.find import ToolchainError
+
+ROOT = Path(__file__).parents[2]
+
+# Writes what it was asked to its output, in two parts, and to runs, so that runs can be counted.
+COMPILER = """#!/bin/sh
+case "$*" in *--version) echo {version}; exit;; esac
+echo "$*" >> "{root}/runs"
+while [ "$1" != -o ]; do shift; done
+printf 'first ' > "$2"
+sleep {seconds}
+echo second >> "$2"
+"""
+CHILD = """
+from pathlib import Path
+from slidesparse.build import compile, find
+find.python_headers = lambda: [Path()]
+made = compile.build("cusparselt")
+print(made, made.read_text())
+"""
+
+
+def program(root: Path, name: str, version: str = "one", seconds: float = 0, text: str = COMPILER) -> Path:
+    path = root / "bin" / name
+    path.parent.mkdir(exist_ok=True)
+    path.write_text(text.format(root=root, version=version, seconds=seconds))
+    path.chmod(0o755)
+    return path
+
+
+@pytest.fixture
+def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Sources, empty headers, a torch, compilers and an empty cache, all of them in the folder returned."""
+    shutil.copytree(compile.sources(), tmp_path / "csrc")
+    (tmp_path / "include").mkdir()
+    for target in TARGETS.values():
+        for header in target.headers:
+            (tmp_path / "include" / header).touch()
+    (tmp_path / "torch" / "include").mkdir(parents=True)
+    (tmp_path / "torch" / "version.py").write_text("2.11.0")
+    for name in ("NVCC_CCBIN", "MAX_JOBS"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("SLIDESPARSE_CUDA_INCLUDE", str(tmp_path / "include"))
+    monkeypatch.setenv("SLIDESPARSE_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setenv("CXX", str(program(tmp_path, "c++")))
+    monkeypatch.setenv("SLIDESPARSE_NVCC", str(program(tmp_path, "nvcc", "release 13.0")))
+    monkeypatch.setattr(compile, "sources", lambda: tmp_path / "csrc")
+    monkeypatch.setattr(find, "python_headers", lambda: [tmp_path / "python"])
+    monkeypatch.setattr(find, "torch_folder", lambda oldest: tmp_path / "torch")
+    operators = Target("operators", "operators", ("cusparselt.cpp",), torch=(2, 10), defines=("VERSION=1",))
+    monkeypatch.setitem(TARGETS, "operators", operators)
+    return tmp_path
+
+
+def runs(root: Path) -> list[str]:
+    return (root / "runs").read_text().splitlines() if (root / "runs").exists() else []
+
+
+@pytest.mark.parametrize("name", ["cusparselt", "hopper", "operators"])
+def test_a_target_is_compiled_once(name: str, root: Path) -> None:
+    place = compile.where(name)
+    assert not (root / "cache").exists()
+    assert compile.build(name) == compile.build(name) == place == compile.where(name)
+    assert place.is_relative_to(root / "cache" / "extensions")
+    assert place.read_text() == "first second\n"
+    assert len(runs(root)) == (
+        1 if name != "hopper" else 1 + len(compile._units(root / "csrc/hopper/units.txt"))
+    )
+    assert sorted(path.name for path in place.parent.iterdir()) == [place.name, f"{place.name}.lock"]
+
+
+def test_command_lines(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CXX", f"{root}/bin/c++ -O1")
+    for name in ("cusparselt", "operators", "hopper"):
+        compile.build(name)
+    module, operators, *compiles, link = runs(root)
+    for words in (
+        "-O1 -std=c++17",
+        "-DSLIDESPARSE_MODULE=_cusparselt",
+        f"-isystem {root}/include",
+        "cusparselt.cpp -o",
+    ):
+        assert words in module
+    for words in ("-DVERSION=1", f"-isystem {root}/torch/include", f"-L{root}/torch/lib -ltorch_cpu"):
+        assert words in operators
+    for line in (*compiles, link):
+        assert f"-ccbin={root}/bin/c++ -Xcompiler=-O1" in line
+        assert "-gencode=arch=compute_90a,code=sm_90a" in line
+    assert sum("-DSLIDESPARSE_TYPE=Int8 -DSLIDESPARSE_TOKENS=16 -c" in line for line in compiles) == 1
+    objects = {line.split()[-1] for line in compiles}
+    assert len(objects) == len(compiles)
+    assert objects <= set(link.split())
+    assert "-shared -cudart=static" in link
+    assert {Path(line.split()[-3]).name for line in compiles} == {
+        path.name for path in (root / "csrc" / "hopper").glob("*.cu")
+    }
+
+
+def edit(name: str) -> Callable[[Path, pytest.MonkeyPatch], object]:
+    return lambda root, patch: (root / name).write_text("// other")
+
+
+def another(function: str, name: str, value: str) -> Callable[[Path, pytest.MonkeyPatch], object]:
+    """``function(name)`` of compile's gives ``value``, and what it gave for other names."""
+
+    def change(root: Path, patch: pytest.MonkeyPatch) -> None:
+        module, attribute = function.split(".")
+        original = getattr(getattr(compile, module), attribute)
+        changed = lambda *names: value if names in ((name,), ()) else original(*names)  # noqa: E731
+        patch.setattr(f"slidesparse.build.compile.{function}", changed)
+
+    return change
+
+
+CHANGES = {
+    "a source": (edit("csrc/cusparselt.cpp"), {"cusparselt", "operators"}),
+    "the sources' header": (edit("csrc/library.h"), {"cusparselt"}),
+    "the library's header": (edit("include/cusparseLt.h"), {"cusparselt"}),
+    "a kernel": (edit("csrc/hopper/instance.cu"), {"hopper"}),
+    "a kernel's header": (edit("csrc/hopper/new.cuh"), {"hopper"}),
+    "torch's version": (edit("torch/version.py"), {"operators"}),
+    "the C++ compiler": (
+        lambda root, patch: program(root, "c++", "two"),
+        {"cusparselt", "hopper", "operators"},
+    ),
+    "another C++ compiler": (
+        lambda root, patch: patch.setenv("CXX", str(program(root, "g++"))),
+        {"cusparselt", "hopper", "operators"},
+    ),
+    "nvcc": (lambda root, patch: program(root, "nvcc", "release 13.1"), {"hopper"}),
+    "the compiler behind nvcc": (
+        lambda root, patch: patch.setenv("NVCC_CCBIN", str(program(root, "g++", "two"))),
+        {"hopper"},
+    ),
+    "options": (lambda root, patch: patch.setattr(compile, "FLAGS", ("-g",)), {"cusparselt", "operators"}),
+    "Python's ABI": (
+        another("sysconfig.get_config_var", "SOABI", "other"),
+        {"cusparselt", "hopper", "operators"},
+    ),
+    "the machine": (another("platform.machine", "", "riscv64"), {"cusparselt", "hopper", "operators"}),
+    "other files": (edit("csrc/hopper/notes.md"), set()),
+    "times of files": (lambda root, patch: (root / "csrc" / "cusparselt.cpp").touch(), set()),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_the_key_holds_what_can_change_the_result(
+    change: str, root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    names = ("cusparselt", "hopper", "operators")
+    before = {name: compile.where(name) for name in names}
+    edit_it, changed = CHANGES[change]
+    edit_it(root, monkeypatch)
+    assert {name for name in names if compile.where(name).parent != before[name].parent} == changed
+
+
+def start(root: Path) -> subprocess.Popen[str]:
+    """A process that compiles the extension."""
+    pipe = subprocess.PIPE
+    return subprocess.Popen(
+        [sys.executable, "-c", CHILD], cwd=ROOT, text=True, stdout=pipe, stderr=pipe, start_new_session=True
+    )
+
+
+def test_processes_that_build_at_once_get_one_whole_file(root: Path) -> None:
+    program(root, "c++", seconds=0.5)
+    both = [start(root), start(root)]
+    said = [process.communicate(timeout=60) for process in both]
+    assert [process.returncode for process in both] == [0, 0], said
+    assert said[0][0] == said[1][0]
+    assert said[0][0].endswith(".so first second\n\n")
+    assert len(runs(root)) == 1
+
+
+def test_a_build_that_is_killed_leaves_no_module(root: Path) -> None:
+    """The next one waits for nobody, and builds."""
+    program(root, "c++", seconds=30)
+    process = start(root)
+    deadline = time.monotonic() + 30
+    while not runs(root) and process.poll() is None and time.monotonic() < deadline:
+        time.sleep(0.02)
+    os.killpg(process.pid, signal.SIGKILL)  # the compiler with it
+    process.communicate(timeout=30)
+    assert len(runs(root)) == 1
+    made = [path for path in (root / "cache").rglob("*.so") if not path.parent.name.startswith("building-")]
+    assert made == []
+    program(root, "c++")
+    out, error = start(root).communicate(timeout=30)
+    assert out.endswith("first second\n\n"), error
+    assert len(runs(root)) == 2
+
+
+@pytest.mark.parametrize(("name", "compiler"), [("cusparselt", "c++"), ("hopper", "nvcc")])
+def test_what_a_compiler_says_is_told_and_nothing_is_left(name: str, compiler: str, root: Path) -> None:
+    """Its beginning: the first of its errors is the cause, and templates make the rest long."""
+    text = "#!/bin/sh\nif [ $1 = --version ]; then echo release 13.0; exit; fi\nseq -f 'line %g end' 100 >&2\nexit 1\n"
+    program(root, compiler, text=text)
+    with pytest.raises(ToolchainError) as error:
+        compile.build(name)
+    assert re.search(r"(?s)line 1 end.*line 20 end", error.value.what)
+    assert "line 21 end" not in error.value.what
+    assert "$CXX" in error.value.remedy
+    assert [path.suffix for path in (root / "cache").rglob("*") if path.is_file()] == [".lock"]
+
+
+def test_a_compiler_that_hangs(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compile, "SECONDS", 0.2)
+    program(root, "c++", text="#!/bin/sh\nif [ $1 = --version ]; then exit; fi\nexec sleep 30\n")
+    with pytest.raises(ToolchainError, match=r"took more than 0.2 s: .*/c\+\+ "):
+        compile.build("cusparselt")
+
+
+def test_a_cache_that_cannot_be_written(root: Path) -> None:
+    (root / "cache").write_text("a file, no folder")
+    with pytest.raises(ToolchainError, match="cannot be written: .*SLIDESPARSE_CACHE"):
+        compile.build("cusparselt")
+
+
+def test_sources_that_are_missing_or_wrong(root: Path) -> None:
+    (root / "csrc" / "cublaslt.cpp").unlink()
+    with pytest.raises(ToolchainError, match=r"cublaslt.cpp is not there; reinstall"):
+        compile.build("cublaslt")
+    units = root / "csrc" / "hopper" / "units.txt"
+    for line in ("none.cu", "about.cu NAME", "about.cu NAME="):
+        units.write_text(f"# words\nabout.cu A=1,2 # more\n{line}\n")
+        with pytest.raises(ToolchainError, match=f"line 3: '{line}'"):
+            compile.where("hopper")
+    units.write_text("# words\nabout.cu A=1,2 B=3 # more\n\n")
+    about = units.parent / "about.cu"
+    assert compile._units(units) == [(about, ["-DA=1", "-DB=3"]), (about, ["-DA=2", "-DB=3"])]
+
+
+def test_how_many_are_compiled_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compile.os, "sched_getaffinity", lambda process: set(range(6)), raising=False)
+    for value, jobs in (("4", 4), ("64", 6), ("many", 6)):
+        monkeypatch.setenv("MAX_JOBS", value)
+        assert compile._jobs() == jobs
+    monkeypatch.delenv("MAX_JOBS")
+    assert compile._jobs() == 6
+
+
+def test_where_the_cache_is(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.delenv("SLIDESPARSE_CACHE", raising=False)
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    assert compile.cache_folder() == tmp_path / ".cache" / "slidesparse"
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
+    assert compile.cache_folder() == tmp_path / "xdg" / "slidesparse"
+    monkeypatch.setenv("SLIDESPARSE_CACHE", str(tmp_path / "mine"))
+    assert compile.cache_folder() == tmp_path / "mine"
+
+
+def test_a_cache_is_made_so_that_others_cannot_write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SLIDESPARSE_CACHE", str(tmp_path / "made" / "cache"))
+    before = os.umask(0o002)
+    try:
+        compile.make_folder(compile.cache_folder() / "extensions" / "key")
+    finally:
+        os.umask(before)
+    for folder in ("made/cache", "made/cache/extensions", "made/cache/extensions/key"):
+        assert (tmp_path / folder).stat().st_mode & 0o777 == 0o755
+
+
+@pytest.mark.parametrize("planted", ["file", "folder", "extensions", "cache", "owner", "link"])
+def test_code_that_others_may_have_put_there_is_not_loaded(root: Path, planted: str) -> None:
+    target = compile.build("cublaslt")
+    places = {"file": target, "folder": target.parent, "extensions": target.parent.parent}
+    place = places.get(planted, compile.cache_folder())
+    if planted == "link":
+        target.rename(target.with_name("elsewhere"))
+        target.symlink_to("elsewhere")
+    elif planted == "owner":
+        if os.getuid():
+            pytest.skip("only root can give a file to somebody else")
+        os.chown(target, 12345, -1)
+    else:
+        place.chmod(place.stat().st_mode | (0o002 if planted == "file" else 0o020))
+    with pytest.raises(ToolchainError, match="is a link" if planted == "link" else "another user may"):
+        compile.build("cublaslt")
+
+
+def test_the_lock_follows_no_link(root: Path, tmp_path: Path) -> None:
+    target, victim = compile.where("cublaslt"), tmp_path / "victim"
+    victim.write_text("mine")
+    compile.make_folder(target.parent)
+    target.with_name(f"{target.name}.lock").symlink_to(victim)
+    with pytest.raises(ToolchainError, match="cannot be written"):
+        compile.build("cublaslt")
+    assert victim.read_text() == "mine"

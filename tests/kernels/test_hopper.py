@@ -1,0 +1,201 @@
+"""The Hopper backend without its kernels: the tables that plans are made of, what is handed over, refusals."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from hopper_stand_in import StandIn
+
+from slidesparse import gemm
+from slidesparse.build.find import ToolchainError
+from slidesparse.gemm import tuned
+from slidesparse.gemm.backend import HARDWARE, LayerSpec
+from slidesparse.gemm.hopper import backend as hopper
+from slidesparse.gemm.hopper import native
+from slidesparse.gemm.hopper.backend import Hopper
+from slidesparse.gemm.problem import Layout, LibraryError, Problem
+from slidesparse.gemm.tuned import Subject, Tuned
+from slidesparse.pattern import PatternError
+from slidesparse.quantize import FP8, INT8
+
+pytest_plugins = ("hopper_fixtures",)
+
+CPU = torch.device("cpu")
+PROBLEM = Problem("int8", "bf16", 37888, 5376, 64, "both")
+SUBJECT = Subject("hopper", hopper.VERSION, "NVIDIA Test 100", (9, 0))
+BACKEND = Hopper()
+
+
+def identity(columns: int = 64) -> torch.Tensor:
+    """A packed weight [64, columns] that multiplies by 1."""
+    spec = LayerSpec(64, columns, HARDWARE, 0, INT8, torch.bfloat16)
+    return BACKEND.pack(spec, torch.eye(64, dtype=INT8)[:, :columns].contiguous())
+
+
+def run(m: int, columns: int = 64) -> torch.Tensor:
+    """A product of ones by `identity`."""
+    q, ones = torch.ones(m, columns, dtype=INT8), torch.ones(64, 1)
+    return BACKEND.scaled_matmul(q, torch.ones(m, 1), identity(columns), ones, None, torch.float16)
+
+
+def test_every_number_of_tokens_runs_what_tuning_found(
+    standing_in: StandIn, caplog: pytest.LogCaptureFixture
+) -> None:
+    """K' of 48 columns is looked up as 128; far beyond what was tuned the last configuration runs on."""
+    names = {1: "split:1x8/1x1/2", 16: "stream:1x16/2/1", 64: "split:9x9/1x1/1", 16384: "stream:2x256/2/1"}
+    tuned.save(
+        SUBJECT,
+        [(Problem("int8", "bf16", 64, 128, m, "both"), Tuned(name, 1.0)) for m, name in names.items()],
+    )
+    for m, expected in (
+        (1, names[1]),
+        (2, names[16]),
+        (16, names[16]),
+        (17, standing_in.candidates[0]),  # the one for 64 tokens is refused, which is logged
+        (64, standing_in.candidates[0]),
+        (65, names[16384]),
+        (40000, names[16384]),
+    ):
+        run(m, 48)
+        assert standing_in.calls[-1] == (expected, m, 77)
+    assert "refuses the algorithm split:9x9/1x1/1" in caplog.text
+    assert "no tuned algorithm" not in caplog.text
+    assert len(standing_in.served) == 1  # one plan for all of them
+
+
+@pytest.mark.parametrize("n", [2304, 4096])
+def test_an_untuned_shape_takes_what_was_tuned_nearby_or_what_the_model_predicts(
+    standing_in: StandIn, n: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    """How to cut K depends on the shape: one with half the out-features is too far."""
+    tuned._note_once.cache_clear()
+    near = "split:1x16/2x1/3"
+    tuned.save(SUBJECT, [(Problem("int8", "bf16", n, 128, 16, "both"), Tuned(near, 1.0))])
+    weight, ones = torch.zeros(4608, 64, dtype=INT8), torch.ones(4608, 1)
+    packed = BACKEND.pack(LayerSpec(4608, 64, HARDWARE, 0, INT8, torch.bfloat16), weight)
+    for m in (16, 4000):
+        q = torch.ones(m, 64, dtype=INT8)
+        BACKEND.scaled_matmul(q, torch.ones(m, 1), packed, ones, None, torch.float16)
+    predicted = standing_in.candidates[0]
+    assert [call[0] for call in standing_in.calls] == [near if n == 4096 else predicted, predicted]
+    assert "hopper has no tuned algorithm for int8 weights [4608, 128]" in caplog.text
+
+
+def test_plans_know_when_the_next_kernel_may_start(
+    standing_in: StandIn, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for number, name in enumerate(native.TRIGGERS):
+        monkeypatch.setattr(hopper.kernels, "LAUNCH_DEPENDENTS", name)
+        standing_in.served.clear()
+        run(1)
+        assert standing_in.plans[max(standing_in.plans)].trigger == number
+
+
+def test_no_plan_is_made_while_a_graph_is_captured(
+    standing_in: StandIn, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """But one that is there serves any number of tokens."""
+    run(1)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    run(1000)
+    with pytest.raises(LibraryError, match="captured; run the layer once before"):
+        BACKEND.quantize(torch.ones(1, 64), 8, 0, INT8, 128)
+
+
+def test_activations_that_tma_cannot_read_are_copied(standing_in: StandIn) -> None:
+    """The stand-in refuses others."""
+    packed, ones = identity(), torch.ones(64)
+    wide = torch.arange(3 * 100).reshape(3, 100).to(INT8)
+    for q in (wide[:, 1:65], wide[:, :64], wide.reshape(-1)[5 : 5 + 128].view(2, 64), wide[:, :50]):
+        found = BACKEND.scaled_matmul(q, ones, packed, ones.view(64, 1), None, torch.float16)
+        assert torch.equal(found[:, : q.shape[1]], q.half())
+
+
+def test_no_tokens_launch_nothing(standing_in: StandIn) -> None:
+    found = run(0)
+    assert (found.shape, found.dtype, standing_in.calls) == ((0, 64), torch.float16, [])
+
+
+def test_what_a_launch_says_is_told(standing_in: StandIn) -> None:
+    packed, ones = identity(), torch.ones(64, 1)
+    q = torch.ones(2, 64, dtype=INT8)
+    standing_in.error = b"the kernels' words"
+    with pytest.raises(LibraryError, match="the kernels' words"):
+        BACKEND.scaled_matmul(q, ones[:2], packed, ones, None, torch.bfloat16)
+    with pytest.raises(LibraryError, match=r"torch\.float32"):
+        BACKEND.scaled_matmul(q, ones[:2], packed, ones, None, torch.float32)
+    with pytest.raises(LibraryError, match="5120 bytes .* takes 10240"):
+        BACKEND.scaled_matmul(torch.ones(2, 144, dtype=INT8), ones[:2], packed, ones, None, torch.float16)
+
+
+def test_what_tuning_and_benchmarks_are_refused(standing_in: StandIn) -> None:
+    refused = [
+        (Problem("int8", "int32", 64, 64, 16, "both"), Layout(), "int32"),
+        (Problem("fp8", "bf16", 64, 64, 16), Layout(), "scale by out-feature and token"),
+        (Problem("fp8", "bf16", 64, 64, 16, "both"), Layout(weight_k=False), "one layout"),
+    ]
+    for problem, layout, words in refused:
+        with pytest.raises(LibraryError, match=words):
+            BACKEND.plan(problem, CPU, None, layout)
+        with pytest.raises(LibraryError, match=words):
+            BACKEND.algorithms(problem, CPU, layout)
+    with pytest.raises(PatternError):
+        BACKEND.operand(torch.ones(64, 64, dtype=INT8))
+    with pytest.raises(LibraryError, match=r"torch\.int32"):
+        BACKEND.operand(torch.ones(64, 64, dtype=torch.int32))
+    with pytest.raises(LibraryError, match="split:9x9/1x1/1"):
+        BACKEND.plan(PROBLEM, CPU, "split:9x9/1x1/1")
+    assert BACKEND.algorithms(PROBLEM, CPU) == list(standing_in.candidates)
+    assert BACKEND.plan(PROBLEM, CPU).algorithm == standing_in.candidates[0]
+
+
+def test_plans_of_tuning_go_when_nobody_holds_them(standing_in: StandIn) -> None:
+    plan = BACKEND.plan(PROBLEM, CPU)
+    assert len(standing_in.plans) == 1
+    del plan
+    assert standing_in.plans == {}
+    assert standing_in.served == {}
+
+
+def test_why_it_cannot_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    cuda = torch.device("cuda", 0)
+    assert "needs an NVIDIA GPU" in (BACKEND.unusable(CPU) or "")
+    for capability in ((8, 0), (10, 0)):
+        assert "9.0 (Hopper) alone" in (BACKEND.unusable_library(capability, loads=True) or "")
+
+    def missing(name: str) -> Path:
+        raise ToolchainError("nvcc was not found", "install it")
+
+    for module in (native, hopper):
+        monkeypatch.setattr(module, "build", missing)
+    native.library.cache_clear()
+    for loads in (True, False):
+        assert "nvcc was not found; install it" in (BACKEND.unusable_library((9, 0), loads) or "")
+    library = StandIn(missing=b"the driver is for CUDA 12.4")
+    monkeypatch.setattr(native, "library", lambda: library)
+    assert BACKEND.unusable_library((9, 0), loads=True) == "the driver is for CUDA 12.4"
+    library.missing = None
+    assert BACKEND.unusable_library((9, 0), loads=True) is None
+    assert "CPU build" in (BACKEND.unusable(cuda, (9, 0)) or "") or torch.version.cuda
+
+
+def test_models_in_float32_are_refused_at_the_start() -> None:
+    from slidesparse.gemm.backend import require_output
+
+    with pytest.raises(gemm.BackendError, match=r"hopper .* torch\.float32"):
+        require_output("hopper", torch.float32)
+    for dtype in (torch.bfloat16, torch.float16):
+        require_output("hopper", dtype)
+
+
+@pytest.mark.parametrize("dtype", [INT8, FP8])
+def test_the_types_of_codes_have_plans_of_their_own(standing_in: StandIn, dtype: torch.dtype) -> None:
+    weight = torch.eye(64).to(dtype)
+    packed = BACKEND.pack(LayerSpec(64, 64, HARDWARE, 0, dtype, torch.bfloat16), weight)
+    q = torch.ones(3, 64).to(dtype)
+    found = BACKEND.scaled_matmul(q, torch.ones(3, 1), packed, torch.ones(64, 1), None, torch.float16)
+    assert torch.equal(found, torch.ones(3, 64).half())
+    assert [layer.fp8 for _, layer in standing_in.served] == [dtype == FP8]

@@ -1,0 +1,149 @@
+"""Configurations of the Hopper kernels: their text, which are worth trying, what the model predicts.
+
+csrc/hopper/configuration.cu, compiled for the CPU; how configurations fit is what each test says.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from configurations import Configuration
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from slidesparse.build.compile import FLAGS, compile_with, sources
+from slidesparse.build.find import compiler
+
+SMS = 132
+MOST = 4096
+BYTES = 32  # of a text
+SIZES = st.integers(1, 40000)
+AROUND = """
+#include <cstring>
+
+#include "configuration.cuh"
+using namespace slidesparse::hopper;
+#define EXPORT extern "C" __attribute__((visibility("default")))
+EXPORT int parses(const char* text, char* again) {
+  Configuration found;
+  if (!Parse(text, &found)) return 0;
+  std::strcpy(again, ToText(found).c_str());
+  return 1;
+}
+EXPORT int candidates(int n, int columns, int m, int most, int sms,
+                      void (*fits)(const char*, int, int*), char* texts, double* us) {
+  const auto fit = [=](const Configuration& one) {
+    int found[2];
+    fits(ToText(one).c_str(), one.resident, found);
+    return Fit{found[0], found[1]};
+  };
+  int count = 0;
+  for (const Candidate& one : FindCandidates(n, columns, m, most, sms, fit)) {
+    std::strcpy(texts + 32 * count, ToText(one.configuration).c_str());
+    us[count++] = one.us;
+  }
+  return count;
+}
+"""
+FITS = ctypes.CFUNCTYPE(None, ctypes.c_char_p, ctypes.c_int, ctypes.POINTER(ctypes.c_int))
+
+Fit = Callable[[str, int], tuple[int, int]]  # text, resident -> stages, clusters
+
+
+def roomy(text: str, resident: int) -> tuple[int, int]:
+    """A GPU that holds as many of any kernel's CTAs as the configuration says."""
+    return 5, SMS * resident // Configuration.parse(text).cluster
+
+
+@pytest.fixture(scope="module")
+def native(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    folder = tmp_path_factory.mktemp("configuration")
+    (folder / "around.cpp").write_text(AROUND)
+    hopper = sources() / "hopper"
+    words = [*compiler(), *FLAGS, "-Wall", "-Wextra", "-Werror", f"-I{hopper}"]
+    words += ["-x", "c++", str(hopper / "configuration.cu"), str(folder / "around.cpp")]
+    compile_with([*words, "-o", str(folder / "configuration.so")])
+    return ctypes.CDLL(str(folder / "configuration.so"))
+
+
+def candidates(
+    native: Any, n: int, k: int, m: int, fit: Fit = roomy, most: int = MOST
+) -> list[tuple[str, float]]:
+    def fits(text: bytes, resident: int, found: Any) -> None:
+        found[0], found[1] = fit(text.decode(), resident)
+
+    texts, us = ctypes.create_string_buffer(MOST * BYTES), (ctypes.c_double * MOST)()
+    count = native.candidates(n, k, m, most, SMS, FITS(fits), texts, us)
+    return [(texts.raw[BYTES * i :].partition(b"\0")[0].decode(), us[i]) for i in range(count)]
+
+
+@settings(max_examples=25, deadline=None)
+@given(n=SIZES, k=SIZES, m=SIZES)
+def test_every_shape_has_candidates(native: Any, n: int, k: int, m: int) -> None:
+    """In the order of their predicted times, each once, and with text that means the same."""
+    found = candidates(native, n, k, m, most=48)
+    again = ctypes.create_string_buffer(BYTES)
+    assert 1 <= len(found) <= 48
+    assert len({text for text, _ in found}) == len(found)
+    assert [us for _, us in found] == sorted(us for _, us in found)
+    assert found[0][1] > 0
+    for text, _ in found:
+        assert native.parses(text.encode(), again) == 1
+        assert again.value.decode() == text
+
+
+def test_only_what_fits_is_a_candidate(native: Any) -> None:
+    """Of everything that has a name, only kernels with stages and room for as many CTAs as their name says."""
+    only = "split:3x64/1x6/2"
+
+    def fit(text: str, resident: int) -> tuple[int, int]:
+        return (5, 60) if text == only else (2, 200) if Configuration.parse(text).strips == 1 else (9, 10)
+
+    found = candidates(native, 37888, 5376, 64, fit)
+    assert only in {text for text, _ in found}
+    others = [Configuration.parse(text) for text, _ in found if text != only]
+    assert others
+    assert {one.resident for one in others} == {1}  # ten clusters of any size are no two CTAs an SM
+    assert not any(one.strips == 1 for one in others)  # two stages are of little use
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        *("", "3", "split:2x64/1x4", "split:0x64/1x1/1", "split:2x64/1x4/2 ", "split:2x64/1x1/0"),
+        *("stream:2x64/1x4/2", "split:2x64/4/2", "tree:2x64/1x4/2", "split:2x1000000000000/1x4/2"),
+    ],
+)
+def test_text_that_names_no_configuration(native: Any, text: str) -> None:
+    assert native.parses(text.encode(), ctypes.create_string_buffer(BYTES)) == 0
+
+
+@pytest.mark.parametrize("text", ["split:2x64/1x4/2", "stream:3x128/2/1", "split:9x9/1x1/1"])
+def test_a_configuration_is_what_its_text_says(native: Any, text: str) -> None:
+    again = ctypes.create_string_buffer(BYTES)
+    assert native.parses(text.encode(), again) == 1
+    assert again.value.decode() == text
+
+
+def test_the_model_knows_what_it_is_for(native: Any) -> None:
+    """Few tokens: less weight is less time.  Many: half the columns are about half the time."""
+
+    def best(k: int, m: int) -> float:
+        return candidates(native, 37888, k, m)[0][1]
+
+    assert 1.3 < best(5376, 64) / best(3584, 64) < 1.55
+    assert 1.8 < best(7168, 8192) / best(3584, 8192) < 2.2
+
+
+def test_clusters_that_do_not_fit_at_once_take_longer(native: Any) -> None:
+    """33 clusters of four, of which a GPU of 132 SMs holds 30: two waves instead of one."""
+    text, start = "split:2x64/1x4/1", 5.0  # us, whatever there is to do
+
+    def us(clusters: int) -> float:
+        found = candidates(native, 33 * 128, 8192, 64, lambda one, _: (5, clusters if one == text else 0))
+        return next(us for name, us in found if name == text)
+
+    assert us(30) - start > 1.5 * (us(33) - start)

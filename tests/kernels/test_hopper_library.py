@@ -1,0 +1,93 @@
+"""The compiled Hopper kernels without a GPU: what they refuse before one is asked."""
+
+from __future__ import annotations
+
+import ctypes
+from typing import Any
+
+import pytest
+
+from slidesparse.build import find
+from slidesparse.build.compile import build
+from slidesparse.build.find import ToolchainError
+from slidesparse.gemm.hopper import native
+from slidesparse.gemm.hopper.native import Layer
+from slidesparse.gemm.problem import LibraryError
+from slidesparse.quantize import FP8, INT8
+
+pytestmark = pytest.mark.slow  # some minutes, where nvcc compiles them
+
+
+@pytest.fixture(scope="module")
+def library() -> Any:
+    """The compiled kernels with the types of `native.FUNCTIONS`, each of which must be there."""
+    try:
+        find.nvcc_version(find.find_nvcc().path)
+    except ToolchainError as error:
+        pytest.skip(str(error))
+    found = ctypes.CDLL(str(build("hopper")))
+    native.declare(found)
+    return found
+
+
+@pytest.fixture(autouse=True)
+def loaded(library: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(native, "library", lambda: library)
+
+
+# n, k, length, phase of what cannot be packed, and what the refusal says
+UNPACKABLE = {
+    "an odd length": ((1, 8, 7, 0), "blocks of 7 columns"),
+    "too short": ((1, 8, 2, 0), "an even length of 4 or more"),
+    "no length": ((1, 8, 0, 0), "an even length of 4 or more"),
+    "a whole block before": ((1, 8, 8, 8), "a phase below it"),
+    "no such size": ((-1, 8, 8, 0), r"\[-1, 8\]"),
+    "long rows": ((1, 2**31 - 1, 8, 0), "no such sizes"),
+    "a large grid": ((2**31 - 1, 1 << 20, 8, 0), "no such sizes"),
+}
+
+
+@pytest.mark.parametrize("name", UNPACKABLE)
+def test_what_cannot_be_packed(name: str) -> None:
+    sizes, words = UNPACKABLE[name]
+    with pytest.raises(LibraryError, match=words):
+        native.call("pack", *sizes, 0, None, 0, None, None, None, None)
+
+
+def test_nothing_is_packed_without_a_launch() -> None:
+    native.call("pack", 0, 8, 4, 0, 0, None, 0, None, None, None, None)
+    native.call("pack", 3, 0, 4, 0, 0, None, 0, None, None, None, None)
+
+
+@pytest.mark.parametrize(
+    ("layer", "words"),
+    [
+        (Layer(64, 64, 5, 0, False, 64), "blocks of 5 columns"),
+        (Layer(64, 64, 8, 8, False, 96), "phase 8"),
+        (Layer(64, 64, 8, 0, False, 80), "become 96"),
+        (Layer(64, 64, 8, 0, False, 100), "a multiple of 16"),
+        (Layer(0, 64, 8, 0, False, 96), "0 out-features"),
+    ],
+)
+def test_layers_that_have_no_plan(layer: Layer, words: str) -> None:
+    with pytest.raises(LibraryError, match=words):
+        native.make_plan(layer, "late", [(1, "split:2x64/1x1/1")])
+
+
+@pytest.mark.parametrize("text", ["", "3", "split:2x64/1x4", "split:0x64/1x1/1", "x" * 500])
+def test_text_that_names_no_configuration(text: str) -> None:
+    with pytest.raises(LibraryError, match="is no configuration of the Hopper kernels"):
+        native.fit(text, INT8)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        *("split:6x64/1x1/1", "split:1x256/1x1/1", "split:2x48/1x1/1", "split:2x64/4x4/1", "split:1x8/2x1/1"),
+        *("split:3x256/1x1/1", "stream:5x128/1/1", "stream:2x64/3/1"),
+    ],
+)
+def test_configurations_without_a_kernel(text: str) -> None:
+    for dtype in (INT8, FP8):
+        with pytest.raises(LibraryError, match=f"no kernel was compiled for configuration {text}"):
+            native.fit(text, dtype)

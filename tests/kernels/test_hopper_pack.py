@@ -1,0 +1,203 @@
+"""Sliding and packing for the Hopper kernels, against `hopper_format.pack`: bit for bit, on a CPU and on a GPU.
+
+On a CPU the kernel's own source runs, csrc/hopper/pack.cuh compiled by a C++ compiler, one thread after another.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Iterator
+from contextlib import nullcontext
+from itertools import product
+
+import pytest
+import torch
+from gpu_layers import require_hopper
+from hypothesis import given, settings
+from strategies import FILLS, Case, assert_same_bits, cases, is_zero, obeying, raw
+from torch import Tensor
+
+from slidesparse.build.compile import FLAGS, compile_with, sources
+from slidesparse.build.find import compiler
+from slidesparse.gemm import cuda
+from slidesparse.gemm.backend import LayerSpec
+from slidesparse.gemm.hopper import format as hopper_format
+from slidesparse.gemm.hopper import native
+from slidesparse.gemm.hopper.backend import Hopper, pack_by_kernel
+from slidesparse.gemm.problem import LibraryError
+from slidesparse.pattern import SlidePattern
+from slidesparse.quantize import FP8, INT8
+from slidesparse.slide import slide
+
+DTYPES = pytest.mark.parametrize("dtype", [INT8, FP8])
+# pattern, N, K, phase: whole strips and blocks, tails of both, one element, phases
+GEOMETRIES = [
+    ("2:4", 64, 128, 0),
+    ("2:4", 65, 132, 0),
+    ("2:4", 1, 1, 0),
+    ("6:8", 64, 256, 0),
+    ("6:8", 130, 90, 3),
+    ("4:6", 70, 193, 2),
+    ("8:10", 64, 333, 9),
+    ("14:16", 3, 300, 15),
+    ("2_inf", 66, 70, 0),
+    ("98:100", 70, 333, 99),
+]
+LARGE = [("6:8", 4608, 3584, 0), ("2:4", 1000, 18944, 0), ("4:6", 3584, 3585, 1)]
+
+# What CUDA has and a C++ compiler does not, and the launch.
+AROUND = """
+#define __global__
+#define __device__
+#define __forceinline__ inline
+struct Index { unsigned x; };
+static Index blockIdx, threadIdx;
+static int atomicAdd(int* at, int by) { const int before = *at; *at += by; return before; }
+#include "pack.cuh"
+using namespace slidesparse::hopper;
+#define EXPORT extern "C" __attribute__((visibility("default")))
+EXPORT void slidesparse_hopper_pack_bytes(int n, int k, int length, int phase, std::int64_t* packed,
+                                          std::int64_t* scratch) {
+  const PackArguments arguments = MakePackArguments(n, k, length, phase, false);
+  *packed = PackGrid(arguments) * kPackedBytes;
+  *scratch = length > kLongLength ? std::int64_t{n} * arguments.pattern_blocks * 8 : 0;
+}
+EXPORT const char* slidesparse_hopper_pack(int n, int k, int length, int phase, int fp8,
+                                           const std::uint8_t* weight, std::int64_t stride,
+                                           std::uint8_t* packed, int* scratch, int* broken, void*) {
+  PackArguments arguments = MakePackArguments(n, k, length, phase, fp8 != 0);
+  arguments.weight = weight;
+  arguments.stride = stride;
+  arguments.packed = packed;
+  arguments.zeros = length > kLongLength ? scratch : nullptr;
+  arguments.broken = broken;
+  for (blockIdx.x = 0; arguments.zeros && blockIdx.x < FindGrid(arguments); ++blockIdx.x) {
+    for (threadIdx.x = 0; threadIdx.x < kPackThreads; ++threadIdx.x) FindZeros(arguments);
+  }
+  for (blockIdx.x = 0; blockIdx.x < PackGrid(arguments); ++blockIdx.x) {
+    for (threadIdx.x = 0; threadIdx.x < kPackThreads; ++threadIdx.x) Pack(arguments);
+  }
+  return nullptr;
+}
+"""
+PACKERS = ("pack_bytes", "pack")
+
+
+@pytest.fixture(scope="module")
+def compiled(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
+    folder = tmp_path_factory.mktemp("pack")
+    (folder / "around.cpp").write_text(AROUND)
+    words = [*compiler(), *FLAGS, "-Wall", "-Wextra", "-Werror", "-Wno-unknown-pragmas"]
+    words += [f"-I{sources() / 'hopper'}", str(folder / "around.cpp")]
+    compile_with([*words, "-o", str(folder / "pack.so")])
+    return ctypes.CDLL(str(folder / "pack.so"))
+
+
+@pytest.fixture(scope="module", params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def device(request: pytest.FixtureRequest) -> Iterator[torch.device]:
+    """The device of weights; those on the CPU are packed by the kernel as the C++ compiler has it."""
+    if request.param == "cuda":
+        require_hopper()
+        yield torch.device("cuda", 0)
+        return
+    compiled = request.getfixturevalue("compiled")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(native, "FUNCTIONS", {name: native.FUNCTIONS[name] for name in PACKERS})
+        native.declare(compiled)
+        patch.setattr(native, "library", lambda: compiled)
+        patch.setattr(cuda, "on_device", lambda index: nullcontext())
+        patch.setattr(cuda, "stream_of", lambda index: 0)
+        yield torch.device("cpu")
+
+
+def packed_by_torch(weight: Tensor, pattern: SlidePattern, phase: int) -> Tensor:
+    """With +0.0 for -0.0."""
+    windows = slide(weight, pattern, phase)
+    return hopper_format.pack(torch.where(is_zero(windows), 0, raw(windows)).view(windows.dtype))
+
+
+def check(weight: Tensor, pattern: SlidePattern, phase: int, device: torch.device) -> None:
+    layout = pattern.layout(weight.shape[1], phase)
+    found, broken = pack_by_kernel(weight.to(device), layout)
+    assert broken == 0
+    assert_same_bits(found.cpu(), packed_by_torch(weight, pattern, phase))
+
+
+@DTYPES
+@pytest.mark.parametrize("fill", FILLS)
+@pytest.mark.parametrize(("pattern", "n", "k", "phase"), GEOMETRIES)
+def test_windows_are_packed(
+    device: torch.device, pattern: str, n: int, k: int, phase: int, fill: str, dtype: torch.dtype
+) -> None:
+    parsed = SlidePattern.parse(pattern)
+    check(obeying(parsed, n, k, phase, dtype, fill, n + k), parsed, phase, device)
+
+
+@given(cases(dtypes=(INT8, FP8)))
+@settings(max_examples=60)
+def test_any_weight(device: torch.device, case: Case) -> None:
+    check(case.weight, case.pattern, case.phase, device)
+
+
+@pytest.mark.gpu
+@DTYPES
+@pytest.mark.parametrize(("pattern", "n", "k", "phase"), LARGE)
+def test_layers_of_models(pattern: str, n: int, k: int, phase: int, dtype: torch.dtype) -> None:
+    require_hopper()
+    parsed = SlidePattern.parse(pattern)
+    check(obeying(parsed, n, k, phase, dtype, "mixed", n + k), parsed, phase, torch.device("cuda", 0))
+
+
+@DTYPES
+def test_every_way_that_two_of_four_are_kept(device: torch.device, dtype: torch.dtype) -> None:
+    """At every place of a block, and nothing is written around it."""
+    ways = torch.tensor([kept for kept in product((0, 1), repeat=4) if sum(kept) <= 2], dtype=torch.int8)
+    order = torch.arange(64 * 64) * 7 % len(ways)  # 7 and 11 have no common divisor
+    values = torch.randint(1, 127, (64, 256), generator=torch.Generator().manual_seed(1), dtype=torch.int8)
+    weight = (ways[order].reshape(64, 256) * values).view(dtype).to(device)
+    size = hopper_format.packed_bytes(64, 256)
+    packed = torch.full((size + 32,), 0x55, dtype=torch.uint8, device=device)
+    broken = torch.zeros(3, dtype=torch.int32, device=device)
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+    native.call(
+        "pack",
+        *(64, 256, 4, 0, dtype == FP8, weight.data_ptr(), 256, packed[16:].data_ptr()),
+        *(None, broken[1:].data_ptr(), None),
+    )
+    assert_same_bits(packed[16:-16].cpu(), hopper_format.pack(weight.cpu()))
+    assert bool((packed[:16] == 0x55).all())
+    assert bool((packed[-16:] == 0x55).all())
+    assert broken.tolist() == [0, 0, 0]
+
+
+def test_blocks_that_break_the_pattern_are_counted(device: torch.device) -> None:
+    weight = torch.zeros(70, 40, dtype=INT8)
+    weight[69, 8:15], weight[3, 0:8] = 1, 1
+    layout = SlidePattern(8).layout(40)
+    assert pack_by_kernel(weight.to(device), layout)[1] == 2
+    weight[69, 8] = weight[3, 0] = 0
+    assert pack_by_kernel(weight.to(device), layout)[1] == 1  # seven of eight
+
+
+def test_rows_apart_and_elements_apart(device: torch.device) -> None:
+    pattern = SlidePattern(8)
+    weight = obeying(pattern, 70, 200, 0, INT8, "mixed", 3).to(device)
+    expected = packed_by_torch(weight.cpu(), pattern, 0)
+    wide, tall = torch.ones(70, 333, dtype=INT8, device=device), weight.t().contiguous()
+    wide[:, 7:207] = weight
+    for strided in (wide[:, 7:207], tall.t()):
+        found, broken = pack_by_kernel(strided, pattern.layout(200))
+        assert broken == 0
+        assert_same_bits(found.cpu(), expected)
+
+
+def test_nothing_and_what_is_no_weight(device: torch.device) -> None:
+    for n, k in ((0, 64), (3, 0)):
+        weight = torch.zeros(n, k, dtype=INT8, device=device)
+        found, broken = pack_by_kernel(weight, SlidePattern(8).layout(k))
+        assert (found.numel(), broken) == (0, 0)
+    for dtype in (torch.int16, torch.bfloat16):
+        spec = LayerSpec(64, 64, SlidePattern(8), 0, dtype, torch.bfloat16)
+        with pytest.raises(LibraryError, match=str(dtype)):
+            Hopper().pack(spec, torch.zeros(64, 64, dtype=dtype))

@@ -1,0 +1,226 @@
+"""The operators: schema, fakes, torch.compile, and what they compute against a layer written out in float64."""
+
+from __future__ import annotations
+
+import importlib
+
+import pytest
+import torch
+from layers import layer
+from torch import Tensor
+from torch._dynamo.testing import CompileCounter
+
+from slidesparse import gemm, ops, reference
+from slidesparse.gemm.backend import HARDWARE, LayerSpec
+from slidesparse.quantize import FP8, INT8, dequantize_rows, quantize_rows
+
+PATTERNS = ["2:4", "4:6", "6:8", "8:10", "14:16", "2_inf"]
+DTYPES = [pytest.param(INT8, id="int8"), pytest.param(FP8, id="fp8")]
+
+
+@pytest.mark.parametrize("m", [0, 1, 3, 17])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("pattern", PATTERNS)
+def test_a_layer_equals_its_dense_product(pattern: str, dtype: torch.dtype, m: int) -> None:
+    """Quantization apart, the sparse layer is the dense one: compared after the same quantization, in float64."""
+    n, k = 13, 75
+    layout, slided, scale, weight = layer(pattern, dtype, n, k)
+    x = torch.randn(m, k, generator=torch.Generator().manual_seed(m)).to(torch.bfloat16)
+    bias = torch.linspace(-1, 1, n).to(torch.bfloat16)
+    q, scale_x = quantize_rows(x, dtype, "cpu")
+    exact = dequantize_rows(q, scale_x).double() @ dequantize_rows(weight, scale).double().t() + bias.double()
+    found = ops.linear(x, slided, scale, bias, layout.length, layout.phase, dtype, layout.slided, "reference")
+    assert found.dtype == x.dtype
+    assert found.shape == (m, n)
+    # one rounding to bfloat16, and float32 sums and scales of terms that add up to no more than `largest`
+    largest = (
+        dequantize_rows(q, scale_x).double().abs() @ dequantize_rows(weight, scale).double().abs().t() + 1
+    )
+    bound = exact.abs() * 2.0**-8 + largest * 2.0**-24 * (k + 3)
+    assert bool(((found.double() - exact).abs() <= bound).all())
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("phase", [0, 3])
+def test_opcheck_quant_slide(dtype: torch.dtype, phase: int) -> None:
+    for m in (0, 1, 5):
+        torch.library.opcheck(
+            torch.ops.slidesparse.quant_slide.default, (torch.randn(m, 30), 8, phase, dtype, 64)
+        )
+
+
+@pytest.mark.parametrize("with_bias", [True, False])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_opcheck_layers(dtype: torch.dtype, with_bias: bool) -> None:
+    layout, slided, scale, _ = layer("6:8", dtype, 12, 30)
+    bias = torch.randn(12) if with_bias else None
+    rest = (slided, scale, bias, layout.length, 0, dtype, layout.slided, torch.bfloat16, "reference")
+    for m in (0, 1, 5):
+        x, norm = torch.randn(m, 30), torch.randn(30)
+        for operator, arguments in (
+            (torch.ops.slidesparse.linear, (x,)),
+            (torch.ops.slidesparse.rms_norm_linear, (x, norm, 1e-6)),
+            (torch.ops.slidesparse.add_rms_norm_linear, (x, x + 1, norm, 1e-6)),
+            (torch.ops.slidesparse.silu_mul_linear, (torch.randn(m, 60),)),
+        ):
+            torch.library.opcheck(operator.default, (*arguments, *rest), test_utils=checks(dtype))
+
+
+@pytest.mark.parametrize("x_dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_fused_layers_are_those_of_what_comes_before(dtype: torch.dtype, x_dtype: torch.dtype) -> None:
+    """Norm and activation are rounded once to x's dtype, as a float64 result is, but for ties that float32 moves."""
+    generator = torch.Generator().manual_seed(0)
+    x, residual = (torch.randn(64, 30, generator=generator).to(x_dtype) for _ in range(2))
+    norm = torch.randn(30, generator=generator).to(x_dtype)
+    layout, slided, scale, weight = layer("6:8", dtype, 12, 30)
+    rest = (slided, scale, None, layout.length, 0, dtype, layout.slided, torch.float32, "reference")
+    total = (x.float() + residual.float()).double()
+
+    def normed(sums: Tensor) -> Tensor:
+        return sums * (sums.pow(2).mean(-1, keepdim=True) + 0.1).rsqrt() * norm.double()
+
+    fused = torch.ops.slidesparse
+    plain = fused.rms_norm_linear(x, norm, 0.1, *rest)
+    added, sums = fused.add_rms_norm_linear(x, residual, norm, 0.1, *rest)
+    gated = fused.silu_mul_linear(torch.cat([x, residual], 1), *rest)
+    assert torch.equal(sums, total.to(x_dtype))
+    silu = torch.nn.functional.silu(x.double()) * residual.double()
+    for found, exact in ((plain, normed(x.double())), (added, normed(total)), (gated, silu)):
+        expected = fused.linear(exact.to(x_dtype), *rest)
+        # A tie that rounds the other way moves a code by a step, at most 2^-3 of an E4M3 code or 1/127 of the row's
+        # largest; of some in a thousand codes, so few rows differ at all.
+        most = exact.abs() @ dequantize_rows(weight, scale).double().abs().t() * 2.0**-3
+        most += exact.abs().amax(1, keepdim=True) * dequantize_rows(weight, scale).double().abs().sum(1) / 127
+        assert bool(((found - expected).abs() <= most).all())
+        assert ((found - expected).abs().amax(1) > 1e-5 * expected.abs().amax()).float().mean() < 0.1
+
+
+def checks(dtype: torch.dtype) -> list[str]:
+    """All of opcheck's, but one that compares inputs with allclose, which FP8 lacks."""
+    found = ["test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic"]
+    return found[dtype == FP8 :]
+
+
+@pytest.mark.parametrize("with_bias", [True, False])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_opcheck_scaled_matmul(dtype: torch.dtype, with_bias: bool) -> None:
+    layout, slided, scale, _ = layer("6:8", dtype, 12, 30)
+    q, scale_x = torch.ops.slidesparse.quant_slide(torch.randn(5, 30), layout.length, 0, dtype, layout.slided)
+    bias = torch.randn(12) if with_bias else None
+    arguments = (q, scale_x, slided, scale, bias, torch.bfloat16, "reference")
+    torch.library.opcheck(torch.ops.slidesparse.scaled_matmul.default, arguments, test_utils=checks(dtype))
+
+
+def test_four_linears_compile_to_one_graph_for_every_number_of_tokens() -> None:
+    layout, slided, scale, _ = layer("6:8", INT8, 32, 32)
+    counter = CompileCounter()
+
+    def block(x: Tensor) -> Tensor:
+        for _ in range(4):
+            x = ops.linear(
+                x, slided, scale, None, layout.length, layout.phase, INT8, layout.slided, "reference"
+            )
+        return x
+
+    compiled = torch.compile(block, fullgraph=True, dynamic=True, backend=counter)
+    for m in (2, 3, 16, 100):
+        x = torch.randn(m, 32)
+        assert torch.equal(compiled(x), block(x))
+    assert counter.frame_count == 1
+
+
+def test_registering_twice_changes_nothing() -> None:
+    before = torch.ops.slidesparse.quant_slide.default
+    importlib.reload(ops)
+    assert torch.ops.slidesparse.quant_slide.default is before
+
+
+def test_another_backends_columns_are_refused() -> None:
+    layout, slided, scale, _ = layer("6:8", INT8, 12, 30)
+    with pytest.raises(gemm.BackendError, match=f"to {layout.slided} columns, asked for 64"):
+        ops.linear(torch.randn(2, 30), slided, scale, None, 8, 0, INT8, 64, "reference")
+
+
+def test_backends_say_why_they_cannot_run() -> None:
+    with pytest.raises(gemm.BackendError, match="'fast' is not known; the backends are hopper"):
+        gemm.get("fast")
+    for name in gemm.REGISTRY:
+        if gemm.get(name).device_type == "cuda":
+            with pytest.raises(gemm.BackendError, match=f"{name} cannot run on cpu: it needs an NVIDIA GPU"):
+                gemm.require(name, torch.device("cpu"))
+    for path in (gemm.SPARSE, gemm.DENSE):
+        assert gemm.choose(path, torch.device("cpu"))[0] == "reference"
+    with pytest.raises(gemm.BackendError, match="hopper cannot run.*cusparselt cannot run"):
+        gemm.choose(gemm.SPARSE, torch.device("cuda"), (7, 5))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("m", [1, 3, 16, 17, 64, 100, 2048])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("pattern", PATTERNS)
+@pytest.mark.parametrize("backend", ["cusparselt", "reference"])
+def test_gpu_backends_equal_the_reference(backend: str, pattern: str, dtype: torch.dtype, m: int) -> None:
+    """INT8 bit for bit.  FP8 within twice the error of the dense tensor-core kernel, in fast accumulation as stock
+    vLLM uses it: tensor cores keep about 14 bits of an FP8 sum, sparse or dense.
+    """
+    n, k = 112, 1008
+    layout, slided, scale, weight = layer(pattern, dtype, n, k)
+    x = torch.randn(m, k, generator=torch.Generator().manual_seed(m)).to(torch.bfloat16)
+    bias = torch.randn(n, generator=torch.Generator().manual_seed(0)).to(torch.bfloat16)
+    q, scale_x = reference.quant_slide(x, layout, dtype, "cuda")
+    on_gpu, scale_gpu = torch.ops.slidesparse.quant_slide(x.cuda(), layout.length, 0, dtype, layout.slided)
+    assert torch.equal(on_gpu.cpu().view(torch.int8), q.view(torch.int8))
+    assert torch.equal(scale_gpu.cpu(), scale_x)
+    provider = gemm.require(backend, torch.device("cuda"))
+    spec = LayerSpec(n, layout.slided, HARDWARE, 0, dtype, torch.float32)
+    arguments = (provider.pack(spec, slided.cuda()), scale.cuda(), bias.cuda(), torch.float32)
+    found = provider.scaled_matmul(on_gpu, scale_gpu, *arguments).cpu()
+    if dtype == INT8:
+        assert torch.equal(
+            found, reference.dequant_bias(reference.matmul(q, slided), scale_x, scale, bias, torch.float32)
+        )
+        return
+    exact = q.double() @ slided.double().t()
+    dense = quantize_rows(x, dtype)[0].cuda()
+    one = torch.ones((), device="cuda")
+    padded = torch.nn.functional.pad(dense.view(torch.int8), (0, 0, 0, -m % 16)).view(dtype)
+    product = torch._scaled_mm(
+        padded, weight.cuda().t(), scale_a=one, scale_b=one, out_dtype=torch.float32, use_fast_accum=True
+    )
+    of_dense = (product[:m].cpu().double() - exact).abs()
+    unscaled = (found.double() - bias.double()) / (scale.double().t() * scale_x.double())
+    rounding = (exact.abs() + (bias.double() / (scale.double().t() * scale_x.double())).abs()) * 2.0**-22
+    of_ours = ((unscaled - exact).abs() - rounding).clamp(min=0)
+    assert of_ours.max() <= 2 * of_dense.max()
+    assert of_ours.mean() <= 2 * of_dense.mean()
+
+
+@pytest.mark.gpu
+@pytest.mark.vllm
+@pytest.mark.parametrize("x_dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("k", [64, 1000, 3584, 4099])
+def test_gpu_quantization_equals_stock_vllm(k: int, dtype: torch.dtype, x_dtype: torch.dtype) -> None:
+    """Bit for bit, from rows near the smallest floats to large ones, zero rows and ties included."""
+    from vllm import _custom_ops as stock
+
+    generator = torch.Generator().manual_seed(k)
+    spread = torch.logspace(-30, 4, 500)[:, None] * torch.randn(500, k, generator=generator)
+    ties = torch.randint(-254, 255, (500, k), generator=generator) * 0.5
+    ties[:, 0] = 127
+    x = (
+        torch.cat([spread, ties, torch.zeros(1, k), torch.randn(3000, k, generator=generator)])
+        .to(x_dtype)
+        .cuda()
+    )
+    if dtype == INT8:
+        expected, scale, _ = stock.scaled_int8_quant(x)
+    else:
+        expected, scale = stock.scaled_fp8_quant(x, use_per_token_if_dynamic=True)
+    q, scale_x = torch.ops.slidesparse.quant_slide(x, 4, 0, dtype, x.shape[1] + -x.shape[1] % 4)
+    assert torch.equal(scale_x, scale)
+    assert torch.equal(q[:, :k].view(torch.int8), expected.view(torch.int8))
+    both_on_cpu = reference.quantize_rows(x.cpu(), dtype, "cuda")
+    assert torch.equal(both_on_cpu[0].view(torch.int8), expected.cpu().view(torch.int8))
+    assert torch.equal(both_on_cpu[1], scale.cpu())

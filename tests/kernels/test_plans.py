@@ -1,0 +1,242 @@
+"""What needs no GPU of the GEMM libraries: buckets, the cache of plans, padding, names of algorithms, refusals."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from slidesparse.build.find import ToolchainError
+from slidesparse.gemm import cublaslt, cusparselt, problem
+from slidesparse.gemm import cuda as plans
+from slidesparse.gemm.cuda import PlanCache, bucket
+from slidesparse.gemm.problem import LibraryError, Problem
+from slidesparse.quantize import FP8
+
+TOKENS = st.integers(1, 2**40)
+
+
+@given(TOKENS)
+def test_a_bucket_holds_its_tokens_with_little_waste(m: int) -> None:
+    rows = bucket(m)
+    assert rows >= m
+    assert rows % plans.LEAST_ROWS == 0
+    waste = rows - m
+    assert waste < plans.LEAST_ROWS if m <= 256 else waste * 16 < m
+
+
+@given(TOKENS)
+def test_a_bucket_is_its_own(m: int) -> None:
+    assert bucket(bucket(m)) == bucket(m)
+
+
+@given(TOKENS, TOKENS)
+def test_more_tokens_never_have_a_smaller_bucket(m: int, more: int) -> None:
+    assert bucket(min(m, more)) <= bucket(max(m, more))
+
+
+def test_there_are_few_buckets() -> None:
+    """16 up to 256 tokens, and 16 an octave after that."""
+    assert bucket(0) == 0
+    buckets = [bucket(m) for m in range(1, 2**16 + 1)]
+    assert len(set(buckets)) == 16 + 16 * 8
+    assert sorted(set(buckets))[:3] == [16, 32, 48]
+    assert set(buckets[2**15 :]) == set(range(2**15 + 2**11, 2**16 + 1, 2**11))
+
+
+@given(st.integers(1, 12), st.lists(st.integers(0, 20), max_size=80))
+def test_the_cache_holds_the_plans_that_were_used_last(capacity: int, keys: list[int]) -> None:
+    """A plan is made exactly when its key is not among the last ``capacity`` different ones."""
+    cache: PlanCache[object] = PlanCache(capacity)
+    made: list[int] = []
+    recent: list[int] = []
+    for key in keys:
+        before = len(made)
+        cache.get(key, _note, made, key)
+        assert (len(made) > before) == (key not in recent)
+        recent = [*(other for other in recent if other != key), key][-capacity:]
+        assert len(cache) == len(recent)
+
+
+def test_the_least_recently_used_plan_goes_first() -> None:
+    cache: PlanCache[str] = PlanCache(4)
+    for key in "abcd":
+        cache.get(key, lambda key=key: f"plan {key}")  # type: ignore[misc]
+    assert cache.get("a", _never) == "plan a"
+    cache.get("e", lambda: "plan e")
+    assert [cache.get(key, _never) for key in "acde"] == [f"plan {key}" for key in "acde"]
+    assert cache.get("b", lambda: "made again") == "made again"
+    assert len(cache) == 4
+
+
+def _note(made: list[int], key: int) -> object:
+    made.append(key)
+    return object()
+
+
+def _never() -> str:
+    raise AssertionError("a plan that should be there was made again")
+
+
+def test_a_plan_that_fails_is_not_kept() -> None:
+    cache: PlanCache[str] = PlanCache()
+
+    def fail() -> str:
+        raise LibraryError("refused")
+
+    with pytest.raises(LibraryError, match="refused"):
+        cache.get("a", fail)
+    assert len(cache) == 0
+    assert cache.get("a", lambda: "plan") == "plan"
+
+
+def test_no_plan_is_made_while_a_graph_is_captured(monkeypatch: pytest.MonkeyPatch) -> None:
+    cache: PlanCache[str] = PlanCache()
+    key: Hashable = (torch.int8, 64)
+    cache.get("there", lambda: "plan")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    assert cache.get("there", _never) == "plan"
+    with pytest.raises(
+        LibraryError,
+        match=r"no plan for \(torch.int8, 64\) while .* run the same shape once before the capture",
+    ):
+        cache.get(key, _never)
+
+
+def test_rows_that_are_there_are_not_copied() -> None:
+    wide = torch.arange(40).reshape(10, 4)
+    for x, rows in ((wide, 10), (wide[:3], 10), (wide[6:8], 4), (wide[:0], 10)):
+        assert plans.with_rows(x, rows) is x
+
+
+def test_rows_that_are_not_there_are() -> None:
+    wide = torch.arange(40).reshape(10, 4)
+    for x, rows in ((wide, 11), (wide[6:8], 5), (wide[:, :3], 10), (wide.t(), 4), (wide[:0], 11)):
+        found = plans.with_rows(x, rows)
+        assert found.shape == (rows, x.shape[1])
+        assert found.is_contiguous()
+        assert torch.equal(found[: len(x)], x)
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, FP8])
+def test_padding_adds_zeros_behind(dtype: torch.dtype) -> None:
+    x = torch.arange(1, 16, dtype=torch.int8).reshape(3, 5).view(dtype)
+    found = plans.pad(x, 4, 8)
+    assert (found.shape, found.dtype) == ((8, 8), dtype)
+    assert torch.equal(found[:3, :5].view(torch.int8), x.view(torch.int8))
+    codes = found.view(torch.int8).int()
+    assert int(codes.sum()) == sum(range(1, 16))
+    assert plans.pad(x, 5, 3) is x
+    assert plans.pad(x, 5) is x
+
+
+@pytest.mark.parametrize(
+    ("text", "numbers"),
+    [
+        (None, (-1, 1, 0, 0)),
+        ("", (-1, 1, 0, 0)),
+        ("0", (0, 1, 0, 0)),
+        ("17", (17, 1, 0, 0)),
+        ("3/2x1", (3, 2, 1, 0)),
+        ("3/8x2", (3, 8, 2, 0)),
+    ],
+)
+def test_algorithms_of_cusparselt(text: str | None, numbers: tuple[int, ...]) -> None:
+    assert cusparselt._numbers(text) == numbers
+
+
+@pytest.mark.parametrize("text", ["fast", "3.5", "3/2", "3/x1", "3/2x", "3/2x1x1", "/2x1"])
+def test_text_that_is_no_algorithm_of_cusparselt(text: str) -> None:
+    with pytest.raises(LibraryError, match=f"'{text}' is no cuSPARSELt algorithm, such as '3' or '3/2x1'"):
+        cusparselt._numbers(text)
+
+
+@given(st.binary(min_size=64, max_size=64) | st.binary(max_size=63).map(lambda some: some.ljust(64, b"\0")))
+def test_algorithms_of_cublaslt_survive_their_short_text(algorithm: bytes) -> None:
+    """As `CublasLt.algorithms` writes them: in hexadecimal without the zeros at the end, and a checksum."""
+    assert cublaslt._bytes(cublaslt._text(algorithm)) == algorithm
+
+
+@pytest.mark.parametrize("text", ["3/2x1", "", "00", "0a-", "0a-00000000", "0a" * 65 + "-00000000", "fast"])
+def test_text_that_is_no_algorithm_of_cublaslt(text: str) -> None:
+    """The library crashes on 64 bytes that it has not made."""
+    with pytest.raises(
+        LibraryError, match=f"'{text}' is no cuBLASLt algorithm in hexadecimal with its checksum"
+    ):
+        cublaslt._bytes(text)
+
+
+def test_what_the_libraries_multiply() -> None:
+    assert [problem.require_operand(dtype) for dtype in (torch.int8, FP8, torch.bfloat16)] == [
+        "int8",
+        "fp8",
+        "bf16",
+    ]
+    for dtype in (torch.int32, torch.float32, torch.uint8):
+        with pytest.raises(LibraryError, match=f"{dtype} cannot be multiplied, only int8, .*FP4"):
+            problem.require_operand(dtype)
+
+
+@pytest.mark.parametrize(
+    ("asked", "text"),
+    [
+        (Problem("int8", "int32", 64, 96, 16), "int8 [16, 96] @ [64, 96].T -> int32"),
+        (Problem("int8", "bf16", 64, 96, 16, "channel"), "int8 [16, 96] @ [64, 96].T * scale_w -> bf16"),
+        (
+            Problem("fp8", "bf16", 64, 96, 16, "both", True),
+            "fp8 [16, 96] @ [64, 96].T * scale_w * scale_x + bias -> bf16",
+        ),
+    ],
+    ids=str,
+)
+def test_problems_read_like_formulas(asked: Problem, text: str) -> None:
+    assert str(asked) == text
+
+
+def test_every_sum_has_a_name_and_a_library_output() -> None:
+    for operand, out in plans.SUMS.items():
+        for outputs in (cusparselt.OUTPUTS, cublaslt.OUTPUTS):
+            assert problem.NAMES[out] in outputs[problem.NAMES[operand]]
+
+
+def test_a_library_that_is_missing_is_a_library_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(name: str) -> None:
+        raise ToolchainError(f"no compiler for {name}", "install one")
+
+    monkeypatch.setattr(plans, "build", fail)
+    with pytest.raises(LibraryError, match="no compiler for cublaslt; install one"):
+        plans.extension.__wrapped__("cublaslt")
+
+
+@pytest.mark.parametrize(
+    "weight",
+    [
+        pytest.param(torch.zeros(64, 128, dtype=torch.int8), id="dense"),
+        pytest.param(torch.zeros(64 * 128 // 2 - 1, dtype=torch.uint8), id="packed from fewer columns"),
+    ],
+)
+def test_weights_that_cusparselt_would_read_beyond(weight: torch.Tensor) -> None:
+    """Pointers are all that the library gets."""
+    q = torch.zeros(2, 128, dtype=torch.int8)
+    with pytest.raises(
+        LibraryError, match=r"for products \[2, 128\] @ \[64, 128\].T: pack the weight for .* cusparselt"
+    ):
+        cusparselt.CuSparseLt().accumulate(q, weight, 64, torch.int32)
+
+
+@pytest.mark.parametrize(
+    "weight",
+    [
+        pytest.param(torch.zeros(64, 112, dtype=torch.int8), id="fewer columns"),
+        pytest.param(torch.zeros(64, 128).to(FP8), id="another type"),
+        pytest.param(torch.zeros(6144, dtype=torch.uint8), id="packed for another backend"),
+    ],
+)
+def test_weights_that_cublaslt_would_read_wrongly(weight: torch.Tensor) -> None:
+    q, ones = torch.zeros(2, 128, dtype=torch.int8), torch.ones(64, 1)
+    with pytest.raises(LibraryError, match="of torch.int8: pack the weight for the backend cublaslt"):
+        cublaslt.CublasLt()._product(q, weight, 64, torch.int32, ones)

@@ -1,0 +1,246 @@
+"""N:M products: compression, the arithmetic in torch, and the kernels' own source on a CPU.
+
+tests/gpu/test_gpu_spmm.py has the same of the GPU, tests/support/spmm_on_cpu.cpp says how a CPU runs CUDA.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from spmm_cases import PATTERNS, SHAPES, bound, integers, operands
+from torch import Tensor
+
+from slidesparse import spmm as spmm_module
+from slidesparse.build import compile, find
+from slidesparse.build.find import ToolchainError
+from slidesparse.spmm import (
+    STRIP,
+    VARIANTS,
+    Compressed,
+    SpmmError,
+    compress,
+    decompress,
+    prune,
+    reference,
+    sequential,
+    spmm,
+)
+
+SOURCE = Path(__file__).parents[1] / "support" / "spmm_on_cpu.cpp"
+Product = Callable[[Tensor, Compressed, str, int], Tensor]
+STRIPS = pytest.mark.parametrize("strip", [1, STRIP])
+
+
+# --- compression
+
+
+@given(st.data())
+@settings(max_examples=60)
+def test_compression_loses_nothing(data: st.DataObject) -> None:
+    group = data.draw(st.integers(1, 32))
+    kept = data.draw(st.integers(1, group))
+    strip = data.draw(st.sampled_from([1, STRIP]))
+    n, k = data.draw(st.integers(1, 70)), data.draw(st.integers(1, 100))
+    dtype = data.draw(st.sampled_from([torch.float32, torch.float16]))
+    generator = torch.Generator().manual_seed(n * k)
+    dense = torch.randn(n, k, generator=generator) * (torch.rand(n, k, generator=generator) < 0.7)
+    weight = prune(dense.to(dtype), kept, group, strip)
+    compressed = compress(weight, kept, group, strip)
+    assert torch.equal(decompress(compressed), weight)
+    assert compressed.values.shape == compressed.offsets.shape == (-(-k // group) * kept, n)
+    assert int(compressed.offsets.max()) < group
+    for first in range(0, n, strip):  # a strip's out-features have the same offsets
+        own = compressed.offsets[:, first : first + strip]
+        assert torch.equal(own, own[:, :1].expand_as(own))
+    by_group = compressed.offsets.view(-1, kept, n).int()
+    assert bool((by_group[:, 1:] > by_group[:, :-1]).all())  # in order, none twice
+
+
+def test_the_largest_are_kept() -> None:
+    weight = torch.tensor([[4.0, -3, 2, 1, 0, 5, -6, 0.5]])
+    assert prune(weight, 2, 4).tolist() == [[4, -3, 0, 0, 0, 5, -6, 0]]
+    rows = torch.zeros(33, 4)
+    rows[0], rows[1], rows[32] = torch.tensor([9.0, 1, 0, 0]), torch.tensor([0, 9.0, 9, 0]), torch.ones(4)
+    # the first strip keeps in-features 0 and 1 or 2: sums are 9, 10, 9, 0
+    assert prune(rows, 1, 4, STRIP).nonzero()[:2].tolist() == [[0, 1], [1, 1]]
+
+
+@pytest.mark.parametrize(
+    ("weight", "kept", "group", "strip", "fact"),
+    [
+        (torch.ones(3, 8), 2, 4, 1, "row 0 of the weight has 4 non-zeros in columns 0 to 3"),
+        (torch.eye(64, 64), 2, 4, STRIP, "of its strip"),
+        (torch.ones(3, 8), 3, 2, 1, "3 of every 2"),
+        (torch.ones(3, 99), 1, 33, 1, "at most 32"),
+        (torch.ones(3, 8), 0, 4, 1, "0 of every 4"),
+        (torch.ones(3, 8), 2, 4, 8, "strips of 8"),
+        (torch.ones(3, 8, dtype=torch.int8), 2, 4, 1, "torch.int8"),
+        (torch.ones(8), 2, 4, 1, r"\(8,\)"),
+    ],
+)
+def test_what_cannot_be_compressed(weight: Tensor, kept: int, group: int, strip: int, fact: str) -> None:
+    with pytest.raises(SpmmError, match=fact):
+        compress(weight, kept, group, strip)
+
+
+# --- products
+
+
+def library_of(folder: Path, *options: str, target: str = "spmm.so") -> Path:
+    """The kernels by the C++ compiler."""
+    words = [*find.compiler(), "-std=c++17", "-g", "-Wall", "-Wextra", "-Werror", "-Wno-unknown-pragmas"]
+    words += [
+        *options,
+        f"-I{compile.sources() / 'spmm'}",
+        str(SOURCE),
+        "-o",
+        str(folder / target),
+        "-lpthread",
+    ]
+    compile.compile_with(words)
+    return folder / target
+
+
+@pytest.fixture(scope="module")
+def on_cpu(tmp_path_factory: pytest.TempPathFactory) -> Product:
+    path = library_of(tmp_path_factory.mktemp("spmm"), "-O2", "-fPIC", "-shared", "-fvisibility=hidden")
+    function: Any = ctypes.CDLL(str(path)).slidesparse_spmm
+    function.argtypes, function.restype = [ctypes.c_void_p], ctypes.c_char_p
+    return lambda x, weight, variant, splits: spmm_module._launch(function, x, weight, variant, splits, 0)
+
+
+@pytest.fixture(scope="module")
+def compiled() -> Any:
+    """The library by nvcc, of which a machine without a GPU can run the host's part."""
+    try:
+        find.find_nvcc()
+    except ToolchainError as error:
+        pytest.skip(str(error))
+    return spmm_module.native()
+
+
+@STRIPS
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize(("kept", "group"), PATTERNS)
+@pytest.mark.parametrize(("m", "n", "k"), SHAPES)
+def test_every_variant_is_exact_where_sums_are(
+    on_cpu: Product, m: int, n: int, k: int, kept: int, group: int, dtype: torch.dtype, strip: int
+) -> None:
+    """Sums of small integers are exact in any order, so all must be equal."""
+    x, weight = integers(m, n, k, kept, group, dtype, strip)
+    expected = (x.double() @ decompress(weight).double().t()).to(dtype)
+    assert torch.equal(reference(x, weight), expected)
+    for variant in VARIANTS:
+        for splits in (1, 3):
+            assert torch.equal(on_cpu(x, weight, variant, splits), expected), (variant, splits)
+
+
+@STRIPS
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_variants_have_the_same_bits_and_splits_their_bound(
+    on_cpu: Product, dtype: torch.dtype, strip: int
+) -> None:
+    x, weight = operands(33, 40, 600, 2, 4, dtype, strip)
+    exact, allowed = bound(x, weight)
+    first = on_cpu(x, weight, "baseline", 1)
+    for variant in VARIANTS:
+        assert torch.equal(on_cpu(x, weight, variant, 1), first)
+        assert bool(((on_cpu(x, weight, variant, 4).double() - exact).abs() <= allowed).all())
+    assert bool(((first.double() - exact).abs() <= allowed).all())
+    # a fused multiply-add by way of float64 rounds twice, which the last bit may show
+    apart = (first.double() - reference(x, weight).double()).abs()
+    assert bool((apart <= allowed).all())
+    assert float((apart > 0).double().mean()) < 0.01
+
+
+def test_what_is_not_there_is_not_used(on_cpu: Product) -> None:
+    """NaN beyond tokens and out-features, wild offsets there, and memory that does not begin where vectors do."""
+    x, weight = integers(13, 21, 90, 2, 4, torch.float32)
+    expected = on_cpu(x, weight, "double", 1)
+    wide = torch.full((90, 32), torch.nan)
+    wide[:, :13] = x.t()
+    values, offsets = torch.full((46, 48), torch.nan), torch.full((46, 48), 0xFF, dtype=torch.uint8)
+    values[:, :21], offsets[:, :21] = weight.values, weight.offsets
+    poisoned = Compressed(values[:, :21], offsets[:, :21], 2, 4, 90)
+    for variant in VARIANTS:
+        assert torch.equal(on_cpu(wide[:, :13].t(), poisoned, variant, 2), expected)
+    shifted = torch.zeros(91 * 13)[1 : 90 * 13 + 1].view(90, 13)
+    shifted.copy_(x.t())
+    assert torch.equal(on_cpu(shifted.t(), weight, "double", 1), expected)
+
+
+def test_sizes_of_nothing(on_cpu: Product) -> None:
+    for m, n, k in ((0, 5, 8), (5, 0, 8), (5, 3, 0)):
+        x, weight = torch.ones(m, k), compress(torch.zeros(n, k), 2, 4)
+        for product in (lambda *call: spmm(*call), on_cpu):
+            found = product(x, weight, "double", 2)
+            assert found.shape == (m, n)
+            assert not bool(found.any())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sanitizer", ["thread", "address,undefined"])
+def test_no_races_and_nothing_out_of_bounds(tmp_path: Path, sanitizer: str) -> None:
+    options = ("-O1", f"-fsanitize={sanitizer}", "-fno-sanitize-recover=all", "-DPROGRAM")
+    try:
+        program = library_of(tmp_path, *options, target="program")
+    except ToolchainError as error:
+        pytest.skip(f"no sanitizer: {error}"[:300])
+    done = subprocess.run(
+        [program], capture_output=True, text=True, timeout=600, check=False, env={**os.environ, "LC_ALL": "C"}
+    )
+    assert (done.returncode, done.stdout) == (0, "0 products are wrong\n"), done.stdout + done.stderr[:4000]
+
+
+@pytest.mark.parametrize(
+    ("x", "options", "fact"),
+    [
+        (torch.ones(3, 9), {}, r"\(3, 9\)"),
+        (torch.ones(8), {}, r"\(8,\)"),
+        (torch.ones(3, 8, dtype=torch.float16), {}, "torch.float16"),
+        (torch.ones(3, 8), {"variant": "triple"}, "'triple'"),
+        (torch.ones(3, 8), {"splits": 0}, "0 parts"),
+    ],
+)
+def test_wrong_operands(x: Tensor, options: dict[str, Any], fact: str) -> None:
+    weight = compress(torch.zeros(5, 8), 2, 4)
+    with pytest.raises(SpmmError, match=fact):
+        spmm(x, weight, **options)
+
+
+# --- the compiled library, without a GPU
+
+
+def test_the_sequential_product(compiled: Any) -> None:
+    for m, n, k in SHAPES:
+        x, weight = operands(m, n, k, 3, 5, torch.float32)
+        exact, allowed = bound(x, weight, fused=False)
+        assert bool(((sequential(x, weight)[0].double() - exact).abs() <= allowed).all())
+    with pytest.raises(SpmmError, match="float16"):
+        sequential(x.half(), weight)
+
+
+def test_the_library_refuses_what_its_kernels_cannot_read(compiled: Any) -> None:
+    """Each field by itself made wrong in a call that is right; a right one fails later, for want of a GPU."""
+    memory = torch.zeros(4096)
+    address = memory.data_ptr()
+    names = [name for name, *_ in spmm_module._Call._fields_]
+    values = (address,) * 5 + (None, 8, 16, 8, 8, 16, 8, 2, 4, 0, 2, 0, 2, 0)
+    right = dict(zip(names, values, strict=True))
+    wrong = dict.fromkeys(("x", "values", "offsets", "out", "partials"), address + 4)
+    wrong |= {"ldx": 6, "ldw": 20, "ldo": 10, "kept": 5, "group": 33, "variant": 3, "splits": 0}
+    wrong |= {"m": -1, "n": 1 << 30, "k": -1}
+    for name, value in wrong.items():
+        call = spmm_module._Call(**{**right, name: value})
+        said = compiled.slidesparse_spmm(ctypes.addressof(call))
+        assert said, name
+        assert b"cuda" not in said, (name, said)

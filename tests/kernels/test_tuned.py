@@ -1,0 +1,191 @@
+"""The tables of tuned algorithms: what is chosen, where from, and how they are written."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from slidesparse.gemm import tuned
+from slidesparse.gemm.problem import Problem
+from slidesparse.gemm.tuned import Subject, TableError, Tuned
+
+SUBJECT = Subject("cusparselt", "0.8.0", "NVIDIA H200", (9, 0))
+FILE = "nvidia-h200_sm90_cusparselt-0.8.0.json"
+PROBLEM = Problem("int8", "bf16", 4608, 5376, 64, "channel")
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The user's folder; nothing ships."""
+    monkeypatch.setenv(tuned.CACHE, str(tmp_path / "cache"))
+    monkeypatch.setattr(tuned, "SHIPPED", tmp_path / "shipped")
+    tuned._tables.cache_clear()
+    tuned._note_once.cache_clear()
+    tuned._note_refused_once.cache_clear()
+    return tmp_path / "cache" / "tuned"
+
+
+def choose(problem: Problem, subject: Subject = SUBJECT) -> str | None:
+    return tuned.choice(subject.library, subject.version, subject.gpu, subject.capability, problem)
+
+
+def put(*results: tuple[int, str], problem: Problem = PROBLEM) -> Path:
+    return tuned.save(SUBJECT, [(replace(problem, m=m), Tuned(name, 1.0)) for m, name in results])
+
+
+@pytest.mark.parametrize(
+    ("m", "expected"),
+    [(1, "a"), (64, "a"), (65, "b"), (128, "b"), (129, "c"), (1024, "c"), (1025, "c"), (2048, "c")],
+)
+def test_the_smallest_tuned_m_that_is_large_enough_else_the_largest(m: int, expected: str) -> None:
+    put((1024, "c"), (64, "a"), (128, "b"))
+    assert choose(replace(PROBLEM, m=m)) == expected
+
+
+def test_many_more_tokens_than_were_tuned_go_to_a_neighbour_first() -> None:
+    put((64, "few"))
+    put((64, "wrong"), (4096, "near"), problem=replace(PROBLEM, k=PROBLEM.k + 256))
+    put((8192, "far"), problem=replace(PROBLEM, k=8 * PROBLEM.k))
+    facts = SUBJECT.library, SUBJECT.version, SUBJECT.gpu, SUBJECT.capability
+    assert choose(replace(PROBLEM, m=128)) == "few"
+    many = replace(PROBLEM, m=2000)
+    assert choose(many) is None
+    assert tuned.choice(*facts, many, any_tokens=True) == "few"
+    assert tuned.neighbour(*facts, many) == "near"
+    assert tuned.neighbour(*facts, replace(PROBLEM, m=10000)) == "far"
+    assert tuned.neighbour(*facts, replace(PROBLEM, m=10000), within=1) is None
+    assert tuned.neighbour(*facts, replace(PROBLEM, m=10**6)) is None
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"dtype": "fp8"}, {"out": "int32"}, {"scale": "none"}, {"bias": True}, {"n": 4640}, {"k": 5344}],
+    ids=str,
+)
+def test_all_but_m_must_be_equal(change: dict[str, object]) -> None:
+    put((64, "a"))
+    assert choose(PROBLEM) == "a"
+    assert choose(replace(PROBLEM, **change)) is None
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"library": "cublaslt"}, {"version": "0.8.1"}, {"gpu": "NVIDIA H100"}, {"capability": (9, 1)}],
+    ids=str,
+)
+def test_each_library_version_and_gpu_has_its_own_table(change: dict[str, object], cache: Path) -> None:
+    assert put((64, "a")) == cache / FILE
+    assert choose(PROBLEM, replace(SUBJECT, **change)) is None
+
+
+def test_the_file_spells_out_what_it_is_about() -> None:
+    document = json.loads(put((64, "a")).read_text())
+    entries = document.pop("entries")
+    assert document == {
+        "format": 1,
+        "gpu": "NVIDIA H200",
+        "capability": "9.0",
+        "library": "cusparselt",
+        "version": "0.8.0",
+    }
+    key = "int8 -> bf16, scale channel, bias no, n 4608, k 5376"
+    assert entries == {key: {"64": {"algorithm": "a", "us": 1.0}}}
+
+
+def test_the_users_table_is_laid_over_the_shipped_one(cache: Path) -> None:
+    path = put((64, "shipped"), (128, "shipped"))
+    tuned.SHIPPED.mkdir()
+    path.rename(tuned.SHIPPED / path.name)
+    put((128, "mine"))
+    assert [choose(replace(PROBLEM, m=m)) for m in (64, 128)] == ["shipped", "mine"]
+    assert "shipped" not in (cache / FILE).read_text()
+
+
+def test_saving_adds_to_what_another_process_saved() -> None:
+    put((64, "a"), (128, "old"))
+    program = (
+        "from slidesparse.gemm import tuned\nfrom slidesparse.gemm.problem import Problem\n"
+        f"tuned.save(tuned.{SUBJECT!r}, [({replace(PROBLEM, m=256)!r}, tuned.Tuned('other', 2.0))])"
+    )
+    assert choose(replace(PROBLEM, m=200)) == "old"
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=120)
+    put((128, "b"))
+    assert [choose(replace(PROBLEM, m=m)) for m in (64, 128, 256)] == ["a", "b", "other"]
+
+
+def test_a_save_that_dies_leaves_the_old_table(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    put((64, "a"))
+    before = (cache / FILE).read_bytes()
+
+    def die(*_: object) -> None:
+        raise OSError("no power")
+
+    monkeypatch.setattr(os, "replace", die)
+    with pytest.raises(OSError, match="no power"):
+        put((128, "b"))
+    assert [path.name for path in cache.iterdir()] == [FILE]
+    assert (cache / FILE).read_bytes() == before
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("{", "is not JSON"),
+        ('{"format": 2}', "has format 2, but this version reads 1"),
+        ("[]", "has format 'list'"),
+        (None, "is about gpu 'NVIDIA H100', not 'NVIDIA H200' as its name says"),
+        ("\xff", "is not JSON"),
+    ],
+)
+def test_a_damaged_or_foreign_file_is_named_with_the_remedy(
+    cache: Path, text: str | None, words: str
+) -> None:
+    path = put((64, "a"))
+    path.write_text(path.read_text().replace("H200", "H100") if text is None else text)
+    tuned._tables.cache_clear()
+    for act in (lambda: choose(PROBLEM), lambda: put((128, "b"))):
+        with pytest.raises(TableError, match=words) as error:
+            act()
+        assert str(path) in str(error.value)
+        assert "delete it and run `slidesparse tune` again" in str(error.value)
+
+
+@pytest.mark.parametrize("broken", ['"algorithm"', '"64"', '"us"'])
+def test_a_file_with_damaged_entries_is_named(broken: str) -> None:
+    path = put((64, "a"))
+    path.write_text(path.read_text().replace(broken, '"what"'))
+    tuned._tables.cache_clear()
+    with pytest.raises(TableError, match="is damaged"):
+        choose(PROBLEM)
+
+
+def test_the_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.delenv(tuned.CACHE)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert tuned.folder() == tmp_path / "slidesparse" / "tuned"
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert tuned.folder() == tmp_path / ".cache" / "slidesparse" / "tuned"
+
+
+def test_an_untuned_shape_is_logged_once_with_the_command(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING, "slidesparse"):
+        for m in (1, 2):
+            tuned.note_untuned("cusparselt", replace(PROBLEM, m=m), "its own heuristic")
+        tuned.note_untuned("cublaslt", PROBLEM, "its own heuristic")
+        for m in (1, 2):
+            tuned.note_refused("cublaslt", replace(PROBLEM, m=m), "7", "too large")
+    first, second, third = (record.getMessage() for record in caplog.records)
+    assert first.endswith(
+        "slidesparse tune --library cusparselt --dtype int8 --pattern 2:4 --shapes 4608x5376"
+    )
+    assert second.endswith("slidesparse tune --library cublaslt --dtype int8 --shapes 4608x5376")
+    assert "refuses the algorithm 7" in third
+    assert third.endswith("too large")

@@ -1,0 +1,123 @@
+"""Patterns: both spellings, the figures of the paper, the geometry of windows, and refusals."""
+
+from __future__ import annotations
+
+from fractions import Fraction
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from strategies import NAMED
+
+from slidesparse.pattern import EXAMPLES, PatternError, SlideLayout, SlidePattern
+
+# name, flag, density, gamma, N/(N-1)
+FIGURES = [
+    ("2:4", "2_4", Fraction(1, 2), Fraction(1), Fraction(2)),
+    ("4:6", "2_6", Fraction(2, 3), Fraction(4, 3), Fraction(3, 2)),
+    ("6:8", "2_8", Fraction(3, 4), Fraction(3, 2), Fraction(4, 3)),
+    ("8:10", "2_10", Fraction(4, 5), Fraction(8, 5), Fraction(5, 4)),
+    ("10:12", "2_12", Fraction(5, 6), Fraction(5, 3), Fraction(6, 5)),
+    ("12:14", "2_14", Fraction(6, 7), Fraction(12, 7), Fraction(7, 6)),
+    ("14:16", "2_16", Fraction(7, 8), Fraction(7, 4), Fraction(8, 7)),
+    ("2_inf", "2_inf", Fraction(1), Fraction(2), Fraction(1)),
+]
+
+
+@pytest.mark.parametrize(("ratio", "flag", "density", "expansion", "speedup"), FIGURES)
+def test_both_spellings_and_the_papers_figures(
+    ratio: str, flag: str, density: Fraction, expansion: Fraction, speedup: Fraction
+) -> None:
+    pattern = SlidePattern.parse(ratio)
+    assert pattern == SlidePattern.parse(flag) == SlidePattern.parse(f"  {flag.upper()}\n")
+    assert SlidePattern.parse(pattern) is pattern
+    assert (pattern.ratio, pattern.flag) == (ratio, flag)
+    assert (pattern.density, pattern.expansion, pattern.speedup_bound) == (density, expansion, speedup)
+
+
+def test_str_gives_the_ratio_and_what_it_prunes() -> None:
+    assert str(SlidePattern.parse("2_8")) == "6:8 (2 of every 8 pruned)"
+    assert str(SlidePattern.parse("2_inf")) == "2_inf (nothing pruned)"
+    assert SlidePattern.parse("2_\N{INFINITY}") == SlidePattern(None)
+
+
+def test_a_pattern_is_a_dictionary_key() -> None:
+    assert len({SlidePattern.parse(name) for name in (*NAMED, "2_8", "2_inf")}) == len(NAMED)
+
+
+@given(st.integers(2, 500))
+def test_any_even_length(n: int) -> None:
+    pattern = SlidePattern.parse(f"{2 * n - 2}:{2 * n}")
+    assert pattern == SlidePattern.parse(f"2_{2 * n}")
+    assert pattern.length == 2 * n
+    assert pattern.expansion == 2 - Fraction(2, n)
+    assert pattern.speedup_bound == Fraction(n, n - 1)
+    assert pattern.layout(2 * n).slided == 4 * (n - 1) == pattern.expansion * 2 * n
+
+
+@pytest.mark.parametrize(
+    ("text", "meant"),
+    [
+        *(("2:8", "6:8"), ("6_8", "6:8"), ("2:16", "14:16")),
+        *((text, None) for text in ("1:4", "3:4", "4:8", "1_8", "5:7", "2_7", "0:2", "2_2", "2_0", "8:6")),
+        *((text, None) for text in ("", "dense", "6-8", "6:8:10", "-2:8", "6.0:8", "2_infinity", "inf")),
+    ],
+)
+def test_nonsense_is_refused_with_what_was_found_allowed_and_meant(text: str, meant: str | None) -> None:
+    with pytest.raises(PatternError) as error:
+        SlidePattern.parse(text)
+    message = str(error.value)
+    assert repr(text) in message
+    assert EXAMPLES in message
+    assert f"did you mean {meant}" in message if meant else "did you mean" not in message
+
+
+@given(st.text(max_size=12))
+def test_any_text_is_read_or_refused_as_a_pattern_error(text: str) -> None:
+    try:
+        pattern = SlidePattern.parse(text)
+    except PatternError:
+        return
+    assert SlidePattern.parse(pattern.ratio) == SlidePattern.parse(pattern.flag) == pattern
+
+
+@pytest.mark.parametrize("length", [-2, 0, 2, 3, 7])
+def test_the_constructor_refuses_lengths_without_windows(length: int) -> None:
+    with pytest.raises(PatternError, match=str(length)):
+        SlidePattern(length)
+
+
+@given(st.integers(2, 40), st.integers(0, 300), st.data())
+def test_layout(n: int, columns: int, data: st.DataObject) -> None:
+    pattern = SlidePattern(2 * n)
+    phase = data.draw(st.integers(0, 2 * n - 1))
+    layout = pattern.layout(columns, phase)
+    assert layout == SlideLayout(columns, phase, 2 * n)
+    assert layout.windows == n - 1
+    assert layout.padded == layout.blocks * 2 * n
+    assert layout.slided == layout.blocks * (n - 1) * 4 == pattern.expansion * layout.padded
+    if columns:  # the fewest blocks that hold phase and row
+        assert layout.padded - 2 * n < phase + columns <= layout.padded
+    else:
+        assert layout.blocks == layout.slided == 0
+
+
+@given(st.integers(1, 300))
+def test_layout_of_2_inf_doubles_the_row(columns: int) -> None:
+    layout = SlidePattern.parse("2_inf").layout(columns)
+    assert layout.blocks == 1
+    assert layout.slided == 2 * (columns + columns % 2)
+
+
+@pytest.mark.parametrize(("columns", "phase"), [(-1, 0), (8, -1), (8, 8)])
+def test_layout_refuses(columns: int, phase: int) -> None:
+    with pytest.raises(ValueError, match=f"{columns} in-features at phase {phase}"):
+        SlidePattern.parse("6:8").layout(columns, phase)
+
+
+@given(st.integers(2, 20), st.integers(0, 10_000))
+def test_shard_phase_aligns_blocks_with_the_whole_row(n: int, start: int) -> None:
+    phase = SlidePattern(2 * n).shard_phase(start)
+    assert 0 <= phase < 2 * n
+    assert (start - phase) % (2 * n) == 0
+    assert SlidePattern.parse("2_inf").shard_phase(start) == 0

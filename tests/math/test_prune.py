@@ -1,0 +1,146 @@
+"""Pruning against a brute force that sorts each block: the fewest that must, the smallest, no other."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from strategies import DTYPES, NAMED, Case, assert_same_bits, cases, is_zero, patterns, raw
+from torch import Tensor
+
+from slidesparse.pattern import SlidePattern
+from slidesparse.prune import METHODS, prune, prune_by_importance
+from slidesparse.slide import violations
+
+SIX_EIGHT = SlidePattern.parse("6:8")
+
+
+def any_weight(rows: int, columns: int, dtype: torch.dtype, seed: int, levels: int) -> Tensor:
+    """Random finite weights; few ``levels`` make ties, zeros and -0.0 common."""
+    generator = torch.Generator().manual_seed(seed)
+    values = torch.randint(-levels, levels + 1, (rows, columns), generator=generator)
+    if dtype == torch.int8:
+        return values.clamp(-128, 127).to(torch.int8)
+    signs = torch.where(torch.rand(rows, columns, generator=generator) < 0.5, -1.0, 1.0)
+    return (values.float() * signs / 16).to(dtype)
+
+
+weights = st.builds(
+    any_weight,
+    st.integers(0, 5),
+    st.integers(0, 60),
+    st.sampled_from(DTYPES),
+    st.integers(0, 2**20),
+    st.sampled_from([1, 3, 20, 128]),
+)
+
+
+phases = st.integers(0, 199)
+
+
+def starts(columns: int, pattern: SlidePattern, phase: int) -> list[tuple[slice, int]]:
+    """The columns of each block, and how many of them must go when none is zero yet."""
+    if pattern.length is None:
+        return []
+    edges = range(-phase, columns, pattern.length)
+    blocks = [slice(max(0, start), min(columns, start + pattern.length)) for start in edges]
+    return [(block, max(0, block.stop - block.start - (pattern.length - 2))) for block in blocks]
+
+
+def phase_of(pattern: SlidePattern, phase: int) -> int:
+    return 0 if pattern.length is None else phase % pattern.length
+
+
+def brute_force(w: Tensor, pattern: SlidePattern, phase: int) -> Tensor:
+    """Zero, block by block, the first ``surplus`` of the columns in a stable order of magnitude."""
+    pruned = w.clone()
+    magnitude = w.double().abs() if w.dtype != torch.int8 else w.long().abs()
+    for row in range(w.shape[0]):
+        for columns, surplus in starts(w.shape[1], pattern, phase):
+            block = magnitude[row, columns].tolist()
+            for column in sorted(range(len(block)), key=block.__getitem__)[:surplus]:
+                raw(pruned)[row, columns.start + column] = 0
+    return pruned
+
+
+@given(weights, patterns(), phases)
+def test_magnitude_is_the_stable_sort(w: Tensor, pattern: SlidePattern, phase: int) -> None:
+    phase = phase_of(pattern, phase)
+    assert_same_bits(prune(w, pattern, phase=phase), brute_force(w, pattern, phase))
+
+
+@given(weights, patterns(), st.sampled_from(METHODS), st.integers(0, 3), phases)
+def test_obeys_keeps_and_drops_no_more_than_it_must(
+    w: Tensor, pattern: SlidePattern, method: str, seed: int, phase: int
+) -> None:
+    phase = phase_of(pattern, phase)
+    before = w.clone()
+    pruned = prune(w, pattern, method, seed, phase)
+    assert_same_bits(w, before)  # its input is left alone
+    assert violations(pruned, pattern, phase) is None
+    kept = ~is_zero(pruned)
+    assert_same_bits(
+        torch.where(kept, raw(pruned), 0), torch.where(kept, raw(w), 0)
+    )  # survivors, bit for bit
+    for columns, surplus in starts(w.shape[1], pattern, phase):
+        block, was = kept[:, columns], ~is_zero(w[:, columns])
+        dropped = (was & ~block).sum(-1)
+        assert bool((dropped <= surplus).all())
+        if method == "magnitude":  # zeros that are there already count among those that go
+            needed = (was.sum(-1) - (block.shape[1] - surplus)).clamp(min=0)
+            assert torch.equal(dropped, needed)
+
+
+@given(weights, patterns(), st.sampled_from(METHODS), phases)
+def test_pruning_again_changes_nothing(w: Tensor, pattern: SlidePattern, method: str, phase: int) -> None:
+    phase = phase_of(pattern, phase)
+    once = prune(w, pattern, method, 1, phase)
+    assert_same_bits(prune(once, pattern, method, 1, phase), once)
+    again = prune(once, pattern, phase=phase)  # by magnitude, whatever chose the zeros
+    assert_same_bits(torch.where(is_zero(once), 0, raw(again)), torch.where(is_zero(once), 0, raw(once)))
+
+
+@given(cases())
+def test_weights_that_obey_lose_nothing(case: Case) -> None:
+    """Whatever their bits (NaN and Inf count as the largest); a -0.0 may become 0.0, a non-zero never."""
+    pattern, phase, w = case
+    pruned = prune(w, pattern, phase=phase)
+    assert torch.equal(is_zero(pruned), is_zero(w))
+    assert_same_bits(torch.where(is_zero(w), 0, raw(pruned)), torch.where(is_zero(w), 0, raw(w)))
+
+
+def test_subnormal_weights_are_compared_by_value() -> None:
+    tiny = torch.finfo(torch.float32).smallest_normal / 2
+    w = torch.tensor([[2 * tiny, tiny, -3 * tiny, 1.0]])
+    assert prune(w, SlidePattern.parse("2:4")).tolist() == [[0.0, 0.0, -3 * tiny, 1.0]]
+
+
+@pytest.mark.parametrize("name", NAMED)
+def test_random_is_decided_by_its_seed(name: str) -> None:
+    w, pattern = torch.ones(16, 70), SlidePattern.parse(name)
+    first = prune(w, pattern, "random", seed=7)
+    assert_same_bits(prune(w, pattern, "random", seed=7), first)
+    assert_same_bits(prune(w.bfloat16(), pattern, "random", seed=7), first.bfloat16())
+    assert name == "2_inf" or not torch.equal(prune(w, pattern, "random", seed=8), first)
+
+
+def test_random_picks_every_pair_about_equally() -> None:
+    """28 pairs of 8: 28000 draws put 1000 in each, with a deviation of sqrt(28000 * 1/28 * 27/28) = 31."""
+    zero = prune(torch.ones(28_000, 8), SIX_EIGHT, "random", seed=0) == 0
+    assert bool((zero.sum(-1) == 2).all())
+    counts = (zero.long() * 2 ** torch.arange(8)).sum(-1).bincount()
+    counts = counts[counts > 0]
+    assert len(counts) == 28
+    assert int((counts - 1000).abs().max()) < 5 * 31
+
+
+def test_importance_decides() -> None:
+    w = torch.arange(1.0, 9).reshape(1, 8)
+    importance = torch.tensor([[9.0, 8, 7, 0, 5, 0.5, 3, 2]])
+    assert prune_by_importance(w, importance, SIX_EIGHT).tolist() == [[1, 2, 3, 0, 5, 0, 7, 8]]
+
+
+def test_an_unknown_method_is_refused() -> None:
+    with pytest.raises(ValueError, match="'best'"):
+        prune(torch.ones(1, 8), SIX_EIGHT, "best")

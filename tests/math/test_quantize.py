@@ -1,0 +1,200 @@
+"""Row quantization against an independent numpy implementation of its formulas and vLLM's own kernels."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from strategies import assert_same_bits, raw
+from torch import Tensor
+
+from slidesparse.quantize import FP8, INT8, LARGEST, dequantize_rows, quantize_rows
+
+ARITHMETICS = ("cuda", "cpu")
+SOURCES = (torch.float32, torch.float16, torch.bfloat16)
+LEAST_FP8_SCALE = np.float32(1 / (448 * 512))
+# 127 / absmax leaves float32 below this: codes then carry the sign only, as those of vLLM's CUDA kernel
+LEAST_INT8_ABSMAX = 2.0**-121
+
+# Every non-negative E4M3 number, by its code 0..126: subnormals of 2^-9, then 1.mmm * 2^(e - 7).
+E4M3 = np.array([m * 2.0**-9 if e == 0 else (8 + m) * 2.0 ** (e - 10) for e in range(16) for m in range(8)])[
+    :127
+]
+
+
+def to_e4m3(values: np.ndarray) -> np.ndarray:
+    """float32 within +-448 -> codes, to the nearest, ties to the even code; NaN -> 0x7f."""
+    magnitude = np.abs(values.astype(np.float64))
+    upper = np.clip(np.searchsorted(E4M3, magnitude), 1, 126)
+    below, above = magnitude - E4M3[upper - 1], E4M3[upper] - magnitude
+    to_lower = (below < above) | ((below == above) & (upper % 2 == 1))
+    codes = np.where(to_lower, upper - 1, upper)
+    codes = np.where(np.isnan(values), 0x7F, codes)
+    return (codes | np.where(np.signbit(values), 0x80, 0)).astype(np.uint8)
+
+
+def by_numpy(x: Tensor, dtype: torch.dtype, arithmetic: str) -> tuple[np.ndarray, np.ndarray]:
+    """The formulas of the module's table in numpy float32, row by row: codes and scales."""
+    values = x.float().numpy()
+    codes = np.zeros(values.shape, np.int8 if dtype == INT8 else np.uint8)
+    scales = np.zeros((len(values), 1), np.float32)
+    with np.errstate(all="ignore"):
+        for m, row in enumerate(values):
+            numbers = np.abs(row[~np.isnan(row)])
+            absmax = numbers.max() if numbers.size else np.float32(0)
+            scale = absmax / np.float32(LARGEST[dtype])
+            if dtype == INT8:
+                inverse = (
+                    np.float32(127) / absmax if arithmetic == "cuda" else np.float32(1 / np.float64(scale))
+                )
+                scaled = row * (inverse if absmax else np.float32(0))
+                codes[m] = np.nan_to_num(np.clip(np.rint(scaled), -128, 127), nan=0).astype(np.int8)
+            else:
+                scale = max(scale, LEAST_FP8_SCALE)
+                scaled = row / scale if arithmetic == "cuda" else row * (np.float32(1) / scale)
+                codes[m] = to_e4m3(np.clip(scaled, np.float32(-448), np.float32(448)))
+            scales[m] = scale
+    return codes, scales
+
+
+@st.composite
+def rows(draw: st.DrawFn) -> Tensor:
+    """[M, K] with rows of magnitudes from subnormal to huge, some zeros, ties, NaN or Inf."""
+    source = draw(st.sampled_from(SOURCES))
+    generator = torch.Generator().manual_seed(draw(st.integers(0, 2**20)))
+    m, k = draw(st.integers(0, 6)), draw(st.one_of(st.sampled_from([0, 1]), st.integers(1, 80)))
+    x = torch.randn(m, k, generator=generator)
+    if draw(st.booleans()):  # halves of whole numbers, so that exact ties arise
+        x = torch.randint(-254, 255, (m, k), generator=generator) / 2
+    x = x * 2.0 ** torch.randint(-135, 110, (m, 1), generator=generator)
+    x = torch.where(torch.rand(m, k, generator=generator) < 0.1, torch.zeros(()), x).to(source)
+    if draw(st.booleans()) and k:
+        for special in draw(st.lists(st.sampled_from([np.nan, np.inf, -np.inf, -0.0]), max_size=3)):
+            for row in range(0, m, 2):
+                x[row, draw(st.integers(0, k - 1))] = special
+    return x
+
+
+@pytest.mark.parametrize("arithmetic", ARITHMETICS)
+@pytest.mark.parametrize("dtype", [INT8, FP8])
+@given(x=rows())
+def test_codes_and_scales_are_the_formulas(x: Tensor, dtype: torch.dtype, arithmetic: str) -> None:
+    before = x.clone()
+    q, scale = quantize_rows(x, dtype, arithmetic)
+    assert_same_bits(x, before)
+    assert (q.dtype, q.shape) == (dtype, x.shape)
+    assert (scale.dtype, scale.shape) == (torch.float32, (x.shape[0], 1))
+    codes, scales = by_numpy(x, dtype, arithmetic)
+    assert_same_bits(scale, torch.from_numpy(scales))
+    found, expected = raw(q), torch.from_numpy(codes.view(np.int8))
+    if dtype == FP8:  # the sign of a NaN means nothing
+        found, expected = (torch.where((c & 0x7F) == 0x7F, 0x7F, c) for c in (found, expected))
+    assert_same_bits(found, expected)
+
+
+@pytest.mark.parametrize("arithmetic", ARITHMETICS)
+@given(x=rows())
+def test_int8_is_within_half_a_step_of_the_stored_scale(x: Tensor, arithmetic: str) -> None:
+    """|x - q * scale| <= scale * (1/2 + 127 * 2^-20).
+
+    Rounding gives the half.  absmax/127, its inverse and the product are each rounded to 2^-24, or to 2^-22
+    where the scale is subnormal (2^-149 against at least 2^-128); four such errors on a code of at most 127
+    stay below 127 * 2^-20.
+    """
+    x = x[(x.isfinite().all(-1)) & (x.abs().float().amax(-1) >= LEAST_INT8_ABSMAX)] if x.shape[1] else x
+    q, scale = quantize_rows(x, INT8, arithmetic)
+    step = scale.double()
+    error = (x.double() - q.double() * step).abs()
+    assert bool((error <= step * (0.5 + 127 * 2.0**-20)).all())
+    if x.numel():
+        assert bool((q.abs().amax(-1) == 127).all())  # the largest of a row uses the whole range
+        assert int(q.min()) >= -127
+
+
+@pytest.mark.parametrize("arithmetic", ARITHMETICS)
+@given(x=rows())
+def test_fp8_is_within_half_an_ulp_of_the_stored_scale(x: Tensor, arithmetic: str) -> None:
+    """|x - q * scale| <= max(|x| * 2^-4, scale * 2^-10) * (1 + 2^-18).
+
+    E4M3 has four significant bits, so half an ulp is at most 2^-4 of the number, or half the subnormal step
+    2^-9. x / scale (or its two roundings on the CPU) is off by 2^-22 relative at most, which can move a
+    number across a tie, but then both neighbours are half an ulp away: it adds 2^-22 * |x|, below 2^-18 of
+    the first bound.
+    """
+    x = x[x.isfinite().all(-1)]
+    q, scale = quantize_rows(x, FP8, arithmetic)
+    step, exact = scale.double(), x.double()
+    error = (exact - q.float().double() * step).abs()
+    bound = torch.maximum(exact.abs() * 2.0**-4, step * 2.0**-10) * (1 + 2.0**-18)
+    assert bool((error <= bound).all())
+    assert bool((scale >= float(LEAST_FP8_SCALE)).all())
+
+
+@pytest.mark.parametrize("arithmetic", ARITHMETICS)
+@pytest.mark.parametrize("dtype", [INT8, FP8])
+def test_a_row_with_inf_gives_no_plausible_number(dtype: torch.dtype, arithmetic: str) -> None:
+    x = torch.tensor([[torch.inf, 1.0, -1.0], [-torch.inf, torch.nan, 2.0], [1.0, 2.0, 3.0]])
+    found = dequantize_rows(*quantize_rows(x, dtype, arithmetic))
+    assert found.isnan().all(-1).tolist() == [True, True, False]
+
+
+def test_the_two_arithmetics_differ_in_near_ties_alone() -> None:
+    """INT8 by one code; in FP8 whole numbers make x * 448 / absmax a tie, where x / scale and x * (1 / scale) part."""
+    x = torch.randn(400, 400, generator=torch.Generator().manual_seed(0), dtype=torch.float32).bfloat16()
+    cuda, cpu = (quantize_rows(x, INT8, arithmetic)[0].int() for arithmetic in ARITHMETICS)
+    assert 0 < int((cuda != cpu).sum()) < x.numel() // 100
+    assert int((cuda - cpu).abs().max()) == 1
+    x = torch.arange(256.0).repeat(255, 1).minimum(torch.arange(1.0, 256)[:, None])
+    cuda, cpu = (quantize_rows(x, FP8, arithmetic)[0] for arithmetic in ARITHMETICS)
+    assert 0 < int((raw(cuda) != raw(cpu)).sum()) < x.numel() // 100
+    for found, arithmetic in ((cuda, "cuda"), (cpu, "cpu")):
+        assert_same_bits(raw(found), torch.from_numpy(by_numpy(x, FP8, arithmetic)[0].view(np.int8)))
+
+
+@pytest.mark.parametrize(
+    ("dtype", "arithmetic"), [(torch.uint8, "cuda"), (torch.float8_e5m2, "cpu"), (INT8, "gpu")]
+)
+def test_other_dtypes_and_arithmetics_are_refused(dtype: torch.dtype, arithmetic: str) -> None:
+    with pytest.raises(TypeError, match=f"{dtype} with '{arithmetic}'"):
+        quantize_rows(torch.ones(1, 4), dtype, arithmetic)
+
+
+def ordinary_rows(source: torch.dtype, columns: int) -> Tensor:
+    """Random rows of many magnitudes, none of them zero, subnormal or infinite."""
+    generator = torch.Generator().manual_seed(columns)
+    return torch.cat(
+        [torch.randn(60, columns, generator=generator) * 2.0**e for e in (-30, -8, 0, 7, 20)]
+    ).to(source)
+
+
+@pytest.mark.vllm
+@pytest.mark.parametrize("columns", [1, 3, 16, 17, 129, 1024])
+@pytest.mark.parametrize("source", [torch.float32, torch.bfloat16])
+def test_int8_is_vllms_cpu_kernel_bit_for_bit(source: torch.dtype, columns: int) -> None:
+    ops = pytest.importorskip("vllm._custom_ops")
+    if not hasattr(torch.ops._C, "dynamic_scaled_int8_quant") or not hasattr(ops, "onednn_scaled_int8_quant"):
+        pytest.skip("this vLLM is not its CPU build")
+    x = ordinary_rows(source, columns)
+    theirs, their_scale, _ = ops.onednn_scaled_int8_quant(x.contiguous(), None, None, True)
+    q, scale = quantize_rows(x, INT8, "cpu")
+    assert_same_bits(scale, their_scale)
+    assert_same_bits(q, theirs)
+
+
+@pytest.mark.vllm
+@pytest.mark.parametrize("columns", [1, 17, 1024])
+@pytest.mark.parametrize("source", [torch.float32, torch.bfloat16])
+def test_fp8_is_vllms_native_formula_bit_for_bit(source: torch.dtype, columns: int) -> None:
+    module = pytest.importorskip("vllm.model_executor.layers.quantization.input_quant_fp8")
+    per_token = module.GroupShape.PER_TOKEN
+    layer = SimpleNamespace(is_group_quant=False, static=False, group_shape=per_token, num_token_padding=None)
+    layer.use_per_token_if_dynamic = True
+    x = torch.cat([ordinary_rows(source, columns), torch.zeros(1, columns, dtype=source)])
+    theirs, their_scale = module.QuantFP8.forward_native(layer, x)
+    q, scale = quantize_rows(x, FP8, "cpu")
+    assert_same_bits(scale, their_scale)
+    assert_same_bits(q, theirs)

@@ -1,0 +1,156 @@
+"""The oracle itself: exact accumulators at the extremes, the order of scaling, empty shapes."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from strategies import Case, assert_same_bits, cases
+from torch import Tensor
+
+from slidesparse import reference
+from slidesparse.pattern import SlidePattern
+from slidesparse.quantize import FP8, INT8, quantize_rows
+from slidesparse.reference import dequant_bias, matmul, quant_slide
+from slidesparse.slide import lift, slide
+
+SIX_EIGHT = SlidePattern.parse("6:8")
+LARGE = 3 * reference.EXACT_COLUMNS + 4  # three chunks of columns and a rest
+
+
+def two_four(rows: int, columns: int, seed: int, value: int | None = None) -> Tensor:
+    """Random INT8 with two non-zeros in every group of four, all ``value`` where one is given."""
+    generator = torch.Generator().manual_seed(seed)
+    keep = torch.rand(rows, columns // 4, 4, generator=generator).argsort(-1) < 2
+    values = torch.randint(-128, 128, keep.shape, generator=generator)
+    return torch.where(keep, values if value is None else value, 0).to(INT8).reshape(rows, columns)
+
+
+def exact(q: Tensor, w: Tensor) -> Tensor:
+    return torch.from_numpy(q.numpy().astype(np.int64) @ w.numpy().astype(np.int64).T)
+
+
+@pytest.mark.parametrize("tokens", [1, 4, 5, 33])
+@pytest.mark.parametrize("activation", [-128, 127])
+@pytest.mark.parametrize("weight", [-128, 127, None])
+def test_extreme_int8_sums_are_exact(tokens: int, activation: int, weight: int | None) -> None:
+    """All products of one sign and the largest there are, over chunks that are full and one that is not."""
+    q = torch.full((tokens, LARGE), activation, dtype=INT8)
+    w = two_four(7, LARGE, seed=tokens, value=weight)
+    acc = matmul(q, w)
+    assert acc.dtype == torch.int32
+    assert torch.equal(acc.long(), exact(q, w))
+    if weight is not None:
+        assert (
+            int(acc[0, 0]) == LARGE // 2 * activation * weight
+        )  # 3074 * 16384 leaves float32's whole numbers
+
+
+@pytest.mark.parametrize("tokens", [2, 6])
+def test_an_odd_sum_beyond_float32_is_exact(tokens: int) -> None:
+    """One 126 among 127s: with twice the columns in a chunk its sum would be odd and above 2^24."""
+    q = torch.full((tokens, LARGE), 127, dtype=INT8)
+    w = two_four(3, LARGE, seed=0, value=127)
+    w[:, w[0].nonzero()[0]] -= 1
+    w[1:] = w[0]
+    assert matmul(q, w).tolist() == [[127 * (127 * (LARGE // 2) - 1)] * 3] * tokens
+
+
+@given(st.integers(0, 9), st.integers(0, 6), st.integers(0, 40), st.integers(0, 2**20))
+def test_int8_sums_are_exact(tokens: int, outputs: int, groups: int, seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    q = torch.randint(-128, 128, (tokens, 4 * groups), generator=generator).to(INT8)
+    w = two_four(outputs, 4 * groups, seed)
+    acc = matmul(q, w)
+    assert (acc.dtype, acc.shape) == (torch.int32, (tokens, outputs))
+    assert torch.equal(acc.long(), exact(q, w))
+
+
+@pytest.mark.parametrize("tokens", [2, 6])
+def test_more_weights_than_one_chunk(tokens: int) -> None:
+    outputs = reference._CHUNK_ELEMENTS // reference.EXACT_COLUMNS + 3
+    q = torch.full((tokens, reference.EXACT_COLUMNS + 4), -128, dtype=INT8)
+    w = two_four(outputs, reference.EXACT_COLUMNS + 4, seed=0)
+    assert torch.equal(matmul(q, w).long(), exact(q, w))
+
+
+@pytest.mark.parametrize("dtype", [INT8, FP8])
+@pytest.mark.parametrize("shape", [(0, 4, 8), (1, 0, 8), (3, 0, 8), (2, 3, 0), (9, 3, 0), (0, 0, 0)])
+def test_empty_products(shape: tuple[int, int, int], dtype: torch.dtype) -> None:
+    m, n, k = shape
+    acc = matmul(torch.zeros(m, k).to(dtype), torch.zeros(n, k).to(dtype))
+    assert acc.tolist() == [[0] * n] * m
+    assert acc.dtype == (torch.int32 if dtype == INT8 else torch.float32)
+    y = dequant_bias(acc, torch.ones(m, 1), torch.ones(n, 1), torch.arange(float(n)), torch.bfloat16)
+    assert y.tolist() == [list(range(n))] * m
+
+
+@given(cases(dtypes=(INT8,)), st.integers(0, 6), st.integers(0, 2**20))
+def test_the_slided_layer_has_the_dense_accumulators(case: Case, tokens: int, seed: int) -> None:
+    pattern, phase, w = case
+    x = torch.randn(tokens, w.shape[1], generator=torch.Generator().manual_seed(seed)).bfloat16()
+    q, scale = quant_slide(x, pattern.layout(w.shape[1], phase), INT8)
+    dense, dense_scale = quantize_rows(x, INT8)
+    assert_same_bits(scale, dense_scale)
+    assert_same_bits(q, lift(dense, pattern, phase))
+    assert torch.equal(matmul(q, slide(w, pattern, phase)).long(), exact(dense, w))
+
+
+@pytest.mark.parametrize("outputs", [5, reference._CHUNK_ELEMENTS // 1536 + 2])
+def test_fp8_sums_are_within_the_error_of_float32_summation(outputs: int) -> None:
+    """E4M3 products are exact in float32 (4 + 4 bits); K' additions err by at most K' * 2^-24 * sum |a b|."""
+    generator = torch.Generator().manual_seed(outputs)
+    q = quantize_rows(torch.randn(3, 1024, generator=generator), FP8)[0]
+    pruned = two_four(outputs, 1024, seed=1).float() / 128  # 2:4 obeys 6:8 too
+    w = quantize_rows(pruned, FP8)[0]
+    lifted, slided = lift(q, SIX_EIGHT), slide(w, SIX_EIGHT)
+    assert slided.shape[1] == 1536
+    acc = matmul(lifted, slided)
+    assert acc.dtype == torch.float32
+    a, b = q.float().double(), w.float().double()
+    bound = 1536 * 2.0**-24 * (a.abs() @ b.abs().t())
+    assert bool(((acc.double() - a @ b.t()).abs() <= bound).all())
+    assert bool(((a @ b.t()).abs() > bound).any(-1).all())  # so a token whose result is zero would fail
+
+
+def test_dequant_scales_by_the_channel_first_and_rounds_once() -> None:
+    """(acc * s_w) * s_x + bias in float32, then one rounding; the other order differs on some of these."""
+    generator = np.random.default_rng(0)
+    acc = generator.integers(-(2**30), 2**30, (64, 96)).astype(np.int32)
+    s_x, s_w = generator.random((64, 1), np.float32), generator.random((96, 1), np.float32)
+    bias = generator.standard_normal(96).astype(np.float32) * 2.0**28
+    expected = (acc.astype(np.float32) * s_w.T) * s_x + bias.astype(np.float32)
+    tensors = [torch.from_numpy(value) for value in (acc, s_x, s_w, bias.astype(np.float32))]
+    assert_same_bits(dequant_bias(*tensors, torch.float32, "cpu"), torch.from_numpy(expected))
+    assert_same_bits(dequant_bias(*tensors, torch.bfloat16, "cpu"), torch.from_numpy(expected).bfloat16())
+    # CUDA fuses the last product and the bias: exact in the 64 bits of a long double, rounded once
+    product = (acc.astype(np.float32) * s_w.T).astype(np.longdouble) * s_x.astype(np.longdouble)
+    fused = (product + bias.astype(np.longdouble)).astype(np.float32)
+    assert int((fused != expected).sum()) > 100
+    assert_same_bits(dequant_bias(*tensors, torch.float32, "cuda"), torch.from_numpy(fused))
+    other = (acc.astype(np.float32) * s_x) * s_w.T + bias.astype(np.float32)
+    assert int((expected != other).sum()) > 100
+    twice = (torch.from_numpy(expected - bias).bfloat16() + tensors[3].bfloat16()).bfloat16()
+    assert not torch.equal(twice, torch.from_numpy(expected).bfloat16())
+
+
+def test_dequant_takes_either_form_of_scale_no_bias_and_a_low_precision_bias() -> None:
+    acc = torch.tensor([[3, -5], [7, 11]], dtype=torch.int32)
+    s_x, s_w = torch.tensor([[0.5], [2.0]]), torch.tensor([0.25, 4.0])
+    expected = [[0.375, -10.0], [3.5, 88.0]]
+    assert dequant_bias(acc, s_x, s_w, None, torch.float32).tolist() == expected
+    assert dequant_bias(acc, s_x, s_w[:, None], None, torch.float32).tolist() == expected
+    bias = torch.tensor([1.0, 2.0], dtype=torch.bfloat16)
+    assert dequant_bias(acc, s_x, s_w, bias, torch.float32).tolist() == [[1.375, -8.0], [4.5, 90.0]]
+    assert acc.tolist() == [[3, -5], [7, 11]]
+
+
+def test_an_inf_activation_never_gives_a_plausible_number() -> None:
+    x = torch.tensor([[1.0, float("inf"), 2.0, 3.0, 4.0, 5.0, 6.0, 7.0], [1.0] * 8])
+    w = torch.tensor([[1, 2, 3, 4, 5, 6, 0, 0]], dtype=INT8)
+    q, scale = quant_slide(x, SIX_EIGHT.layout(8), INT8)
+    y = dequant_bias(matmul(q, slide(w, SIX_EIGHT)), scale, torch.ones(1), None, torch.float32)
+    assert bool(y[0].isnan().all())
+    assert bool(y[1].isfinite().all())  # rows do not disturb each other

@@ -1,0 +1,203 @@
+"""The general theory: the appendix's table, and brute force over every small pattern and hardware."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from fractions import Fraction
+from itertools import combinations, combinations_with_replacement
+
+import pytest
+
+from slidesparse.theory import (
+    ONE_FOUR,
+    TWO_FOUR,
+    Hardware,
+    TheoryError,
+    Windows,
+    density_bound,
+    gathered_expansion,
+    reaches_bound,
+)
+
+
+# Appendix C.1.5: pattern, N, density, gamma, S_eff as printed
+@pytest.mark.parametrize(
+    ("z", "length", "n", "density", "gamma", "speedup"),
+    [
+        (4, 6, 3, "66.7%", "1.33", "1.50"),
+        (6, 8, 4, "75.0%", "1.50", "1.33"),
+        (8, 10, 5, "80.0%", "1.60", "1.25"),
+        (10, 12, 6, "83.3%", "1.67", "1.20"),
+        (14, 16, 8, "87.5%", "1.75", "1.14"),
+    ],
+)
+def test_the_table_of_the_appendix(
+    z: int, length: int, n: int, density: str, gamma: str, speedup: str
+) -> None:
+    windows = Windows(z, length)
+    assert length == 2 * n
+    assert windows.count == n - 1
+    assert windows.capacity == z
+    assert windows.covers
+    printed = (
+        f"{float(Fraction(z, length)):.1%}",
+        f"{float(windows.expansion):.2f}",
+        f"{float(windows.speedup):.2f}",
+    )
+    assert printed == (density, gamma, speedup)
+    assert windows.expansion == 2 - Fraction(2, n)
+    assert windows.speedup == Fraction(n, n - 1) == density_bound(z, length)
+    assert reaches_bound(z, length)
+
+
+def windows_seeing(w: Windows) -> list[list[int]]:
+    """By position of the block, the windows that contain it, from the definition of a window."""
+    spans = [range(j * w.stride, j * w.stride + w.hardware.length) for j in range(w.count)]
+    return [[j for j, span in enumerate(spans) if position in span] for position in range(w.length)]
+
+
+def assignable(seen: Sequence[Iterable[int]], nonzeros: Iterable[int], windows: int, m: int) -> bool:
+    """Whether each non-zero finds a window that sees it, at most ``m`` a window: augmenting paths."""
+    held: list[list[int]] = [[] for _ in range(windows)]
+
+    def place(nonzero: int, tried: set[int]) -> bool:
+        for j in seen[nonzero]:
+            if j in tried:
+                continue
+            tried.add(j)
+            if len(held[j]) < m:
+                held[j].append(nonzero)
+                return True
+            for i, other in enumerate(held[j]):
+                if place(other, tried):
+                    held[j][i] = nonzero
+                    return True
+        return False
+
+    return all(place(nonzero, set()) for nonzero in nonzeros)
+
+
+def greedy(w: Windows, nonzeros: Iterable[int]) -> bool:
+    """Algorithm 2 for any hardware: windows in order, each takes its leftmost M that are still there."""
+    left = sorted(nonzeros)
+    for j in range(w.count):
+        taken = [p for p in left if j * w.stride <= p < j * w.stride + w.hardware.length]
+        left = [p for p in left if p not in taken[: w.hardware.nonzeros]]
+    return not left
+
+
+def all_windows(longest: int, any_stride: bool) -> Iterable[Windows]:
+    for n in range(2, 7):
+        for m in range(1, n):
+            for stride in range(1, n + 1) if any_stride else [n - m]:
+                for length in range(n, longest + 1, stride):
+                    for z in range(1, length + 1):
+                        yield Windows(z, length, Hardware(m, n), stride)
+
+
+def test_bottleneck_is_exact_for_every_small_pattern_hardware_and_stride() -> None:
+    """Every block up to L = 9, on every hardware up to N = 6: by matching, and by the greedy."""
+    checked = failing = 0
+    for w in all_windows(9, any_stride=True):
+        seen = windows_seeing(w)
+        blocks = list(combinations(range(w.length), w.nonzeros))
+        m = w.hardware.nonzeros
+        by_matching = all(assignable(seen, block, w.count, m) for block in blocks)
+        assert w.covers == by_matching == all(greedy(w, block) for block in blocks), w
+        checked += 1
+        failing += not by_matching
+    assert checked > 500
+    assert 100 < failing < checked
+
+
+def test_seen_only_by_counts_positions() -> None:
+    for w in all_windows(16, any_stride=True):
+        if w.nonzeros > 1:
+            continue
+        seen = windows_seeing(w)
+        for first in range(w.count):
+            for last in range(first, w.count):
+                inside = sum(first <= windows[0] and windows[-1] <= last for windows in seen)
+                assert w.seen_only_by(first, last) == inside, (w, first, last)
+
+
+def test_closed_form_at_the_appendixs_stride() -> None:
+    for w in all_windows(30, any_stride=False):
+        m, n = w.hardware.nonzeros, w.hardware.length
+        assert w.covers == (w.nonzeros <= w.capacity and (n <= 2 * m or w.nonzeros <= m)), w
+        assert w.expansion == Fraction((w.length - m) * n, w.length * (n - m))  # equation (10)
+
+
+def test_theorem_2_fails_for_2_7_on_1_4() -> None:
+    windows = Windows(2, 7, ONE_FOUR)
+    assert (windows.count, windows.capacity) == (2, 2)  # "capacity >= Z"
+    assert windows.seen_only_by(0, 0) == 3
+    assert windows.bottleneck() == (0, 0)
+    assert not greedy(windows, (0, 1))
+    assert Windows(1, 7, ONE_FOUR).covers  # Z <= M
+
+
+def test_stride_m_serves_any_hardware_up_to_its_capacity() -> None:
+    for n in range(2, 9):
+        for m in range(1, n):
+            for length in range(n, 25, m):
+                windows = Windows(length - n + m, length, Hardware(m, n), stride=m)
+                assert windows.covers
+                assert windows.speedup == density_bound(windows.nonzeros, length)
+                if windows.nonzeros < length:
+                    assert not Windows(windows.nonzeros + 1, length, Hardware(m, n), stride=m).covers
+
+
+def test_theorem_3_holds_wherever_windows_cover() -> None:
+    for w in all_windows(16, any_stride=True):
+        if w.covers:
+            assert w.speedup <= density_bound(w.nonzeros, w.length), w
+            if w.speedup == density_bound(w.nonzeros, w.length):
+                assert reaches_bound(w.nonzeros, w.length, w.hardware), w
+
+
+def test_reaches_bound_is_exact_for_windows_of_any_positions() -> None:
+    """Every choice of Z/M windows, of any N positions each, against every block."""
+    for n, m, longest in [(2, 1, 5), (3, 1, 5), (3, 2, 6), (4, 1, 6), (4, 2, 6), (4, 3, 6)]:
+        for length in range(n, longest + 1):
+            for z in range(1, length + 1):
+                found = z % m == 0 and any_windows_fit(z, length, m, n)
+                assert reaches_bound(z, length, Hardware(m, n)) == found, (z, length, m, n)
+
+
+def any_windows_fit(z: int, length: int, m: int, n: int) -> bool:
+    blocks = list(combinations(range(length), z))
+    for windows in combinations_with_replacement(list(combinations(range(length), n)), z // m):
+        seen = [[j for j, window in enumerate(windows) if p in window] for p in range(length)]
+        if all(assignable(seen, block, z // m, m) for block in blocks):
+            return True
+    return False
+
+
+def test_one_four_hardware_reaches_the_bound_with_at_most_three_zeros_a_block() -> None:
+    assert [z for z in range(1, 9) if reaches_bound(z, 8, ONE_FOUR)] == [5, 6, 7, 8]
+    assert Windows(5, 8, ONE_FOUR, stride=1).speedup == Fraction(8, 5)
+    for z in range(1, 9):  # what C.1.7 computes, for windows gathered row by row
+        assert gathered_expansion(z, 8, ONE_FOUR) == Fraction(4 * z, 8)
+        assert ONE_FOUR.speedup / gathered_expansion(z, 8, ONE_FOUR) == density_bound(z, 8)
+    assert gathered_expansion(3, 8, TWO_FOUR) == 1  # two groups of four for three non-zeros
+
+
+@pytest.mark.parametrize(
+    ("make", "found"),
+    [
+        (lambda: Hardware(4, 4), "4:4"),
+        (lambda: Hardware(0, 4), "0:4"),
+        (lambda: Windows(0, 8), "0:8"),
+        (lambda: Windows(9, 8), "9:8"),
+        (lambda: Windows(2, 8, ONE_FOUR), "block of 8"),
+        (lambda: Windows(2, 3), "block of 3"),
+        (lambda: Windows(2, 8, TWO_FOUR, stride=5), "found 5"),
+        (lambda: density_bound(3, 2), "3:2"),
+        (lambda: reaches_bound(2, 3), "block of 3"),
+        (lambda: gathered_expansion(0, 3), "0:3"),
+    ],
+)
+def test_numbers_that_describe_nothing_are_refused(make: Callable[[], object], found: str) -> None:
+    with pytest.raises(TheoryError, match=found):
+        make()

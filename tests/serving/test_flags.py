@@ -1,0 +1,204 @@
+"""Environment flags and how they meet the checkpoint: nonsense and contradictions are errors that say what to do."""
+
+from __future__ import annotations
+
+import ast
+import re
+from pathlib import Path
+
+import pytest
+from machines import with_gpu
+
+from slidesparse import flags
+from slidesparse.checkpoint.metadata import KEY, LayerEntry, Metadata, MetadataError
+from slidesparse.flags import FlagError, Flags
+from slidesparse.pattern import SlidePattern
+
+ROOT = Path(__file__).parents[2]
+SIX_EIGHT = SlidePattern.parse("6:8")
+
+
+def test_both_spellings_and_every_way_to_say_yes() -> None:
+    for spelling in ("2_8", "6:8", " 2_8 "):
+        for yes in ("1", "true", "YES"):
+            environment = {"USE_CUSPARSELT": yes, "SPARSITY": spelling}
+            assert Flags.from_environment(environment) == Flags("sparse", SIX_EIGHT)
+            assert flags.asked(environment) == "USE_CUSPARSELT"
+            assert flags.given(environment) == ["USE_CUSPARSELT", "SPARSITY"]
+            assert flags.disabled({"DISABLE_SLIDESPARSE": yes})
+    assert Flags.from_environment({}) == Flags()
+    assert Flags.from_environment({"USE_CUBLASLT": "1", "USE_CUSPARSELT": "0"}) == Flags("dense")
+    for no in ("", "0", "ON", "perhaps"):  # ON is torch's, and asks us for nothing
+        assert flags.asked({"USE_CUSPARSELT": no}) is None
+        assert not flags.disabled({"DISABLE_SLIDESPARSE": no})
+
+
+def test_fusion_is_asked_for_refused_or_left_open() -> None:
+    for value, wanted in (("1", True), ("0", False), (" off ", False), ("", None)):
+        assert Flags.from_environment({"SLIDESPARSE_FUSE": value}).fuse is wanted
+    assert Flags.from_environment({}).fuse is None
+
+
+@pytest.mark.parametrize(
+    ("environment", "words"),
+    [
+        (
+            {"SPARSITY": "lots"},
+            ["environment variable SPARSITY", "'lots' is not a pattern", "6:8", "2_8", "2_inf"],
+        ),
+        ({"SPARSITY": "2:8"}, ["'2:8' prunes 6 of every 8", "did you mean 6:8 (2 of every 8 pruned)?"]),
+        ({"SPARSITY": "2_7"}, ["block length 7", "even"]),
+        ({"SPARSITY": "3_8"}, ["prunes 3 of every 8", "exactly 2"]),
+        ({"SLIDESPARSE_FUSE": "maybe"}, ["SLIDESPARSE_FUSE='maybe'", "use 1 or 0"]),
+        ({"USE_CUSPARSELT": "maybe"}, ["USE_CUSPARSELT='maybe'", "use 1 or 0"]),
+        ({"USE_CUSPARSELT": "ON"}, ["USE_CUSPARSELT='ON'", "use 1 or 0"]),
+        ({"USE_CUSPARSELT": "1", "USE_CUBLASLT": "1"}, ["both set", "unset one"]),
+    ],
+)
+def test_nonsense(environment: dict[str, str], words: list[str]) -> None:
+    with pytest.raises(FlagError) as caught:
+        Flags.from_environment(environment)
+    for word in words:
+        assert word in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "meant"),
+    [
+        ("SLIDESPARSE_FUSED", "SLIDESPARSE_FUSE"),
+        ("SLIDESPARSE_BACKENDS", "SLIDESPARSE_BACKEND"),
+        ("SLIDESPARSE_PORTS", "SLIDESPARSE_"),
+        ("USE_CUSPARSLT", "USE_CUSPARSELT"),
+        ("USE_CUSPARSELTT", "USE_CUSPARSELT"),
+        ("USE_CUBLASTL", "USE_CUBLASLT"),
+        ("DISABLE_SLIDESPARS", "DISABLE_SLIDESPARSE"),
+    ],
+)
+@pytest.mark.parametrize("value", ["1", ""])
+def test_mistyped_names(name: str, meant: str, value: str) -> None:
+    with pytest.raises(FlagError, match=f"variable {name} is not known; did you mean {meant}"):
+        Flags.from_environment({name: value})
+
+
+def test_names_that_are_not_ours() -> None:
+    others = {
+        "USE_CUDA": "1",
+        "USE_CUBLAS": "1",
+        "USE_CUSPARSE": "0",
+        "USE_CUDNN": "1",
+        "MY_SLIDESPARSE_X": "1",
+        "": "",
+    }
+    of_a_service = {  # of Kubernetes, beside services called slidesparse and slidesparse-embed
+        "SLIDESPARSE_SERVICE_HOST": "10.0.0.1",
+        "SLIDESPARSE_SERVICE_PORT_HTTP": "8000",
+        "SLIDESPARSE_PORT": "tcp://10.0.0.1:8000",
+        "SLIDESPARSE_PORT_8000_TCP_ADDR": "10.0.0.1",
+        "SLIDESPARSE_EMBED_SERVICE_PORT": "8000",
+    }
+    assert Flags.from_environment(others | of_a_service) == Flags()
+
+
+def test_every_variable_that_is_read_is_known_and_no_other() -> None:
+    """By the literals of the Python sources, in which no name is put together, and by what C++ asks for."""
+    read = {flags.BACKEND, flags.FUSE, flags.PROFILE}
+    for path in [
+        ROOT / "setup.py",
+        *(p for d in ("slidesparse", "vllm_patch", "benchmarks") for p in (ROOT / d).rglob("*.py")),
+    ]:
+        if path.name != "flags.py":
+            literals = {n.value for n in ast.walk(ast.parse(path.read_text())) if isinstance(n, ast.Constant)}
+            read |= {x for x in literals if isinstance(x, str) and re.fullmatch(r"SLIDESPARSE_\w+", x)}
+    for path in (ROOT / "csrc").rglob("*.*"):
+        read |= set(re.findall(r'getenv\("(SLIDESPARSE_\w+)"', path.read_text()))
+    assert read == set(flags.KNOWN)
+    assert Flags.from_environment(dict.fromkeys(flags.KNOWN, "")) == Flags()
+
+
+def test_every_variable_that_is_described_is_known() -> None:
+    folders = [path for name in ("docs", "docker", "vllm_patch", ".ci") for path in (ROOT / name).rglob("*")]
+    for path in [ROOT / "Makefile", ROOT / "README.md", *folders]:
+        if path.suffix in ("", ".md", ".yml", ".sh") and path.is_file():
+            assert set(re.findall(r"\bSLIDESPARSE_[A-Z_]*[A-Z]\b", path.read_text())) <= set(flags.KNOWN), (
+                path
+            )
+
+
+def _config(layout: str = "dense") -> dict[str, object]:
+    layers = {"layers.0.mlp": LayerEntry(SIX_EIGHT, 64)}
+    return {"quant_method": "compressed-tensors", KEY: Metadata(SIX_EIGHT, layout, layers).to_json()}
+
+
+@pytest.mark.vllm
+class TestResolve:
+    """`slidesparse.vllm_patch.resolve`, which needs no engine."""
+
+    def test_what_is_stamped_is_read_again_and_nothing_else(self) -> None:
+        from slidesparse.vllm_patch.resolve import STAMP, Resolution, ResolveError, resolve, stamp
+
+        made = resolve(_config(), Flags(), on_cuda=False)
+        assert (made.pattern, made.path, made.backend, made.layout) == ("6:8", "sparse", "reference", "dense")
+        config = _config()
+        stamp(made, [config])
+        assert Resolution.of_stamp(config[STAMP]) == made
+        good = dict(config[STAMP])  # type: ignore[call-overload]
+        for bad in (None, [], {}, {**good, "fuse": 1}, {**good, "backend": None}, {**good, "more": ""}):
+            with pytest.raises(ResolveError, match="slidesparse_serving"):
+                Resolution.of_stamp(bad)
+
+    def test_a_stamp_in_the_checkpoint_decides_nothing(self) -> None:
+        from slidesparse.vllm_patch.resolve import resolve, stamp
+
+        planted = _config()
+        stamp(resolve(planted, Flags("dense"), on_cuda=False), [planted])
+        assert resolve(planted, Flags("sparse"), on_cuda=False).path == "sparse"
+
+    def test_fusion_is_resolved(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        from slidesparse.vllm_patch.resolve import resolve
+
+        with_gpu(monkeypatch)
+        for backend, default in (("hopper", True), ("cusparselt", False)):
+            for asked, resolved in ((None, default), (True, True), (False, False)):
+                made = resolve(_config(), Flags(fuse=asked, backend=backend), on_cuda=True)
+                assert made.fuse is resolved
+        assert resolve(_config(), Flags(), on_cuda=False).fuse is False
+
+    @pytest.mark.parametrize(
+        ("path", "on_cuda", "backend"),
+        [
+            (None, True, "hopper"),
+            ("sparse", True, "hopper"),
+            ("dense", True, "cublaslt"),
+            ("sparse", False, "reference"),
+            ("dense", False, "reference"),
+        ],
+    )
+    def test_backend(
+        self, monkeypatch: pytest.MonkeyPatch, path: str | None, on_cuda: bool, backend: str
+    ) -> None:
+        from slidesparse.vllm_patch.resolve import resolve
+
+        with_gpu(monkeypatch)
+        made = resolve(_config(), Flags(path), on_cuda)
+        assert made.backend == backend
+        assert made.reason
+
+    def test_contradictions(self) -> None:
+        from slidesparse.vllm_patch.resolve import ResolveError, resolve
+
+        with pytest.raises(
+            ResolveError, match=r"asks for 4:6 \(2 of every 6 pruned\).*pruned to 6:8.*SPARSITY=2_8"
+        ):
+            resolve(_config(), Flags("sparse", SlidePattern(6)), False)
+        with pytest.raises(ResolveError, match="does not carry one, so set SPARSITY"):
+            resolve({"quant_method": "compressed-tensors"}, Flags("sparse"), False)
+        with pytest.raises(ResolveError, match="USE_CUBLASLT=1 runs dense weights.*slided"):
+            resolve(_config("slided"), Flags("dense"), True)
+
+    def test_metadata_from_the_future(self) -> None:
+        from slidesparse.vllm_patch.resolve import resolve
+
+        config = _config()
+        config[KEY]["version"] = 2  # type: ignore[index]
+        with pytest.raises(MetadataError, match="version is 2, this slidesparse reads 1; upgrade"):
+            resolve(config, Flags(), False)

@@ -1,0 +1,356 @@
+"""The compiler pass that fuses norms and activations with quantization, on graphs as vLLM's."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
+
+from slidesparse import ops, reference
+from slidesparse.quantize import INT8
+
+pytestmark = pytest.mark.vllm
+
+M, K, EPS = 7, 40, 1e-5
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+LAYER = (8, 0, INT8, 60)  # length, phase, dtype, columns
+N = 12
+Results = tuple[Tensor, ...]
+OURS = getattr(torch.ops, ops.NAMESPACE)
+
+
+def quant(x: Tensor) -> Results:
+    """A layer of the backend reference, which fuses."""
+    return (layer(x, "reference"),)
+
+
+def layer(x: Tensor, backend: str) -> Tensor:
+    weight = (torch.arange(N * LAYER[-1]) % 17 - 8).to(INT8).view(N, LAYER[-1])
+    scale = torch.arange(1, N + 1).float().view(N, 1)
+    return OURS.linear(x, weight, scale, None, *LAYER, x.dtype, backend)  # type: ignore[no-any-return]
+
+
+def written_norm(x: Tensor, weight: Tensor) -> Tensor:
+    """As vLLM writes it."""
+    wide = x.to(torch.float32)
+    normed = wide * torch.rsqrt(wide.pow(2).mean(dim=-1, keepdim=True) + EPS)
+    return (normed.to(weight.dtype) * weight).to(x.dtype)
+
+
+def written_add_norm(x: Tensor, residual: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+    total = x.to(torch.float32) + residual.to(torch.float32)
+    normed = total * torch.rsqrt(total.pow(2).mean(dim=-1, keepdim=True) + EPS)
+    return (normed.to(weight.dtype) * weight).to(x.dtype), total.to(x.dtype)
+
+
+def written_act(x: Tensor) -> Tensor:
+    k = x.shape[-1] // 2
+    return torch.nn.functional.silu(x[..., :k]) * x[..., k:]
+
+
+def block(
+    norm: Callable[..., Tensor], add_norm: Callable[..., tuple[Tensor, Tensor]]
+) -> Callable[..., Results]:
+    """The path of a residual through a layer, each product replaced by an addition."""
+
+    def run(x: Tensor, y: Tensor, both: Tensor, weight: Tensor) -> Results:
+        first = quant(norm(x, weight))
+        normed, residual = add_norm(y, x, weight)
+        second = quant(normed)
+        third = quant(written_act(both))
+        normed, residual = add_norm(y + 1, residual, weight)
+        return *first, *second, *third, *quant(normed), residual, *quant(y)
+
+    return run
+
+
+def expected_of_block(x: Tensor, y: Tensor, both: Tensor, weight: Tensor) -> Results:
+    second, residual = reference.rms_norm(y, weight, EPS, x)
+    last, final = reference.rms_norm(y + 1, weight, EPS, residual)
+    first = reference.rms_norm(x, weight, EPS)[0]
+    act = reference.silu_mul(both)
+    return *quant(first), *quant(second), *quant(act), *quant(last), final, *quant(y)
+
+
+def inputs(dtype: torch.dtype) -> Results:
+    generator = torch.Generator().manual_seed(0)
+    shapes = ((M, K), (M, K), (M, 2 * K), (K,))
+    return tuple(torch.randn(*shape, generator=generator).to(dtype) for shape in shapes)
+
+
+def traced(run: Callable[..., Any], arguments: Results) -> torch.fx.GraphModule:
+    """The graph of ATen operators that Inductor would compile, for any number of tokens."""
+    from torch._inductor.decomposition import select_decomp_table
+
+    mode = FakeTensorMode(shape_env=ShapeEnv())
+    any_tokens = StatelessSymbolicContext([DimDynamic.DUCK, DimDynamic.STATIC])
+    fakes = [
+        mode.from_tensor(one, symbolic_context=any_tokens if one.dim() == 2 else None) for one in arguments
+    ]
+    with mode:
+        return make_fx(run, select_decomp_table())(*fakes)
+
+
+def fused(run: Callable[..., Any], arguments: Results) -> tuple[dict[str, int], torch.fx.GraphModule]:
+    from slidesparse.vllm_patch.fusion import fuse
+
+    module = traced(run, arguments)
+    done = fuse(module.graph)
+    module.graph.lint()
+    module.recompile()
+    return dict(done), module
+
+
+WHOLE = {
+    "rms_norm_linear": 1,
+    "add_rms_norm_linear": 2,
+    "silu_mul_linear": 1,
+    "linear": 1,
+}
+
+
+def written(names: set[str], module: torch.fx.GraphModule) -> list[str]:
+    return [str(node.target) for node in module.graph.nodes if str(node.target) in names]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_norms_and_activations_written_out(dtype: torch.dtype) -> None:
+    """Each is replaced, nothing of it is left, and the graph computes what the reference does."""
+    done, module = fused(block(written_norm, written_add_norm), inputs(dtype))
+    assert done == WHOLE
+    assert written({"aten.rsqrt.default", "aten.exp.default", "aten.mean.dim"}, module) == []
+    for found, expected in zip(module(*inputs(dtype)), expected_of_block(*inputs(dtype)), strict=True):
+        assert torch.equal(found, expected)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_norms_of_vllm(dtype: torch.dtype) -> None:
+    """As operators of their own, which vLLM keeps whole until after the pass."""
+    from vllm import ir  # noqa: F401  registers them
+
+    whole = torch.ops.vllm_ir
+    run = block(
+        lambda x, weight: whole.rms_norm(x, weight, EPS, None),
+        lambda x, residual, weight: whole.fused_add_rms_norm(x, residual, weight, EPS),
+    )
+    done, module = fused(run, inputs(dtype))
+    assert done == WHOLE
+    assert not [node for node in module.graph.nodes if "vllm_ir" in str(node.target)]
+    for found, expected in zip(module(*inputs(dtype)), expected_of_block(*inputs(dtype)), strict=True):
+        assert torch.equal(found, expected)
+
+
+def test_in_float32_the_fused_graph_gives_the_bits_of_the_other() -> None:
+    run = block(written_norm, written_add_norm)
+    for found, expected in zip(
+        fused(run, inputs(torch.float32))[1](*inputs(torch.float32)), run(*inputs(torch.float32)), strict=True
+    ):
+        assert torch.equal(found, expected)
+
+
+def test_a_sum_may_be_used_before_the_quantization() -> None:
+    def run(x: Tensor, y: Tensor, both: Tensor, weight: Tensor) -> Results:
+        normed, residual = written_add_norm(y, x, weight)
+        return (residual * 2).sum(), *quant(normed)
+
+    done, module = fused(run, inputs(torch.bfloat16))
+    assert done == {"add_rms_norm_linear": 1}
+    total = inputs(torch.bfloat16)[0] + inputs(torch.bfloat16)[1]
+    assert torch.equal(module(*inputs(torch.bfloat16))[0], (total * 2).sum())
+
+
+def test_new_nodes_say_what_they_hold() -> None:
+    """vLLM's later passes and Inductor read it."""
+    _, module = fused(block(written_norm, written_add_norm), inputs(torch.bfloat16))
+    new = [node for node in module.graph.nodes if "add_rms_norm_linear" in str(node.target)]
+    assert len(new) == WHOLE["add_rms_norm_linear"]
+    for node in new:
+        arguments = [a.meta["val"] if isinstance(a, torch.fx.Node) else a for a in node.args]
+        for value, fake in zip(node.meta["val"], node.target(*arguments), strict=True):
+            assert (value.dtype, value.shape[1:]) == (fake.dtype, fake.shape[1:])
+        for user in node.users:
+            assert user.target is operator.getitem
+            assert user.meta["val"] is node.meta["val"][user.args[1]]
+
+
+def test_layers_of_backends_that_do_not_fuse_are_left_alone() -> None:
+    def run(x: Tensor, y: Tensor, both: Tensor, weight: Tensor) -> Results:
+        return (layer(written_norm(x, weight), "cusparselt"),)
+
+    before = str(traced(run, inputs(torch.bfloat16)).graph)
+    done, module = fused(run, inputs(torch.bfloat16))
+    assert done == {"linear": 1}
+    assert str(module.graph) == before
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_a_norm_with_weights_of_another_type_is_left_alone(dtype: torch.dtype) -> None:
+    """The kernels want them alike."""
+
+    def run(x: Tensor, y: Tensor, both: Tensor, weight: Tensor) -> Results:
+        return quant(written_norm(x, weight.float()))
+
+    assert fused(run, inputs(dtype))[0] == {"linear": 1}
+
+
+def _also_returned(x: Tensor, y: Tensor, both: Tensor, weight: Tensor) -> Results:
+    normed = written_norm(x, weight)
+    return normed, *quant(normed)
+
+
+def _norm_of_a_part(x: Tensor, y: Tensor, both: Tensor, weight: Tensor) -> Results:
+    return quant(torch.ops.vllm_ir.rms_norm(x, weight, EPS, K // 2))
+
+
+def _norm_without_weight(x: Tensor, y: Tensor, both: Tensor, weight: Tensor) -> Results:
+    return quant(torch.ops.vllm_ir.rms_norm(x, None, EPS))
+
+
+def _residual_of_one_row(x: Tensor, y: Tensor, both: Tensor, weight: Tensor) -> Results:
+    return quant(written_add_norm(x[:1], y, weight)[0])
+
+
+def _weighted_sum(x: Tensor, y: Tensor, both: Tensor, weight: Tensor) -> Results:
+    total = torch.add(x, y, alpha=2)
+    return quant(total * torch.rsqrt(total.pow(2).mean(-1, keepdim=True) + EPS) * weight)
+
+
+def _norm_of_cubes(x: Tensor, y: Tensor, both: Tensor, weight: Tensor) -> Results:
+    return quant(x * torch.rsqrt(x.pow(3).mean(-1, keepdim=True) + EPS) * weight)
+
+
+def _gelu(x: Tensor, y: Tensor, both: Tensor, weight: Tensor) -> Results:
+    return quant(torch.nn.functional.gelu(both[:, :K]) * both[:, K:])
+
+
+def _halves_swapped(x: Tensor, y: Tensor, both: Tensor, weight: Tensor) -> Results:
+    return quant(torch.nn.functional.silu(both[:, K:]) * both[:, :K])
+
+
+def _overlapping_parts(x: Tensor, y: Tensor, both: Tensor, weight: Tensor) -> Results:
+    half = K // 2
+    return quant(torch.nn.functional.silu(x[:, :half]) * both[:, half : 2 * half])
+
+
+def _part_of_the_columns(x: Tensor, y: Tensor, both: Tensor, weight: Tensor) -> Results:
+    return quant(torch.nn.functional.silu(both[:, : K // 2]) * both[:, -K // 2 :])
+
+
+@pytest.mark.parametrize(
+    "run",
+    [
+        _also_returned,
+        _norm_of_a_part,
+        _norm_without_weight,
+        _norm_of_cubes,
+        _gelu,
+        _halves_swapped,
+        _overlapping_parts,
+        _part_of_the_columns,
+    ],
+)
+def test_what_is_something_else_is_left_alone(run: Callable[..., Results]) -> None:
+    from vllm import ir  # noqa: F401
+
+    before = str(traced(run, inputs(torch.float32)).graph)
+    done, module = fused(run, inputs(torch.float32))
+    assert done == {"linear": 1}
+    assert str(module.graph) == before
+
+
+@pytest.mark.parametrize("run", [_weighted_sum, _residual_of_one_row])
+def test_what_is_added_otherwise_is_no_residual(run: Callable[..., Results]) -> None:
+    """The sum is left alone, its norm is a norm."""
+    arguments = inputs(torch.float32)
+    done, module = fused(run, arguments)
+    assert done == {"rms_norm_linear": 1}
+    for found, expected in zip(module(*arguments), run(*arguments), strict=True):
+        assert torch.equal(found, expected)
+
+
+def test_inductor_rounds_where_the_reference_does() -> None:
+    """Once, at the end, and the sum not at all before it is used again: the operators are made after that.
+
+    Where its own code is one float32 rounding off, a result in a thousand may be another bfloat16.
+    """
+
+    def run(x: Tensor, y: Tensor, both: Tensor, weight: Tensor) -> Results:
+        normed, total = written_add_norm(x, y, weight)
+        q, _ = OURS.quant_slide(normed, *LAYER)  # opaque, and before the sum is used again
+        return normed, written_act(both), (total.float() + q[:, :K].float()).to(x.dtype)
+
+    x, y, both, weight = (torch.cat([one] * 100) if one.dim() == 2 else one for one in inputs(torch.bfloat16))
+    both *= torch.linspace(0.1, 4, len(both)).bfloat16()[:, None]
+    normed, act, again = torch.compile(run, dynamic=False)(x, y, both, weight)
+    q, _ = OURS.quant_slide(normed, *LAYER)
+
+    def same(found: Tensor, expected: Tensor) -> float:
+        return (found == expected).float().mean().item()
+
+    total = x.float() + y.float()
+    assert same(normed, reference.rms_norm(x, weight, EPS, y)[0]) > 0.999
+    assert same(act, reference.silu_mul(both)) > 0.999
+    assert same(again, (total + q[:, :K].float()).bfloat16()) == 1
+    assert same(normed, written_add_norm(x, y, weight)[0]) < 0.9
+    assert same(act, written_act(both)) < 0.9
+    assert same(again, (total.bfloat16().float() + q[:, :K].float()).bfloat16()) < 0.999
+
+
+@pytest.mark.slow
+def test_in_the_pass_manager_of_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where GPUs run it: before vLLM lowers its operators, with the compiled graph as the proof.
+
+    vLLM's last pass asks for operators that its CPU build lacks; it concerns none of ours, so it is left out.
+    """
+    from slidesparse.vllm_patch.fusion import PASS_KEY, FusionPass
+    from vllm import ir  # noqa: F401
+    from vllm.compilation.passes.inductor_pass import pass_context
+    from vllm.compilation.passes.pass_manager import PostGradPassManager
+    from vllm.compilation.passes.utility.fix_functionalization import FixFunctionalizationPass
+    from vllm.config import VllmConfig
+    from vllm.config.utils import Range
+
+    counted: list[str] = []
+
+    class Count(FusionPass):  # type: ignore[misc]
+        def __init__(self) -> None:
+            super().__init__()
+            self.fuses = True
+
+        def __call__(self, graph: torch.fx.Graph) -> None:
+            super().__call__(graph)
+            counted.extend(str(node.target) for node in graph.nodes)
+
+    def run(x: Tensor, y: Tensor, both: Tensor, weight: Tensor) -> Results:
+        normed, residual = torch.ops.vllm_ir.fused_add_rms_norm(x, y, weight, EPS)
+        last = torch.ops.vllm_ir.rms_norm(residual, weight, EPS)  # lowered by vLLM
+        return *quant(normed), *quant(written_act(both)), last
+
+    monkeypatch.setattr(FixFunctionalizationPass, "__call__", lambda self, graph: None)
+    x, y, both, weight = inputs(torch.bfloat16)
+    for one in (x, y, both):
+        torch._dynamo.mark_dynamic(one, 0)
+    config = VllmConfig()
+    manager = PostGradPassManager()
+    manager.configure(config)
+    with pass_context(Range(1, 64)), torch._inductor.config.patch(force_disable_caches=True):
+        without = manager.uuid()
+        manager.add(Count())
+        with_ours = manager.uuid()
+        options = {PASS_KEY: manager, "enable_auto_functionalized_v2": False}
+        found = torch.compile(run, options=options)(x, y, both, weight)
+    assert without != with_ours
+    assert counted.count("slidesparse.add_rms_norm_linear.default") == 1
+    assert counted.count("slidesparse.silu_mul_linear.default") == 1
+    assert counted.count("vllm_ir.rms_norm.default") == 1
+    normed, residual = reference.rms_norm(x, weight, EPS, y)
+    for one, other in zip(found, (*quant(normed), *quant(reference.silu_mul(both))), strict=False):
+        assert torch.equal(one, other)
+    torch.testing.assert_close(found[-1], reference.rms_norm(residual, weight, EPS)[0])

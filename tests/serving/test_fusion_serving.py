@@ -1,0 +1,194 @@
+"""The compiler pass that fuses norms and activations with quantization: how it gets into vLLM, and in served models."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from models import LLAMA, QWEN, Decoder, converted, write_w8a8
+from zygote import Answer, Request, Zygote
+
+pytestmark = pytest.mark.vllm
+
+
+class TestRegister:
+    """Into the options of a compilation, made up here."""
+
+    @staticmethod
+    def registered(
+        monkeypatch: pytest.MonkeyPatch,
+        wanted: bool = True,
+        backend_name: str = "reference",
+        **compilation: Any,
+    ) -> tuple[str, dict[str, Any]]:
+        from slidesparse.vllm_patch import compat, fusion
+
+        options = compilation.setdefault("inductor_compile_config", {})
+        config = SimpleNamespace(compilation_config=SimpleNamespace(**compilation), additional_config={})
+        monkeypatch.setattr(compat, "current_config", lambda: config)
+        resolution: Any = SimpleNamespace(fuse=wanted, backend=backend_name)
+        said = fusion.register("a key", resolution)
+        # Either way the model is known by its key.
+        found = options.get(fusion.PASS_KEY)
+        if isinstance(found, fusion.FusionPass):
+            assert (found.keys, config.additional_config) == (("a key",), {})
+            assert found.fuses == (said == "norms and activations fused")
+        else:
+            assert config.additional_config == {fusion.ADDITIONAL: ["a key"]}
+        return said, options
+
+    @pytest.mark.parametrize(("mode", "backend"), [(2, "inductor"), (3, "inductor"), (3, "")])
+    def test_once(self, monkeypatch: pytest.MonkeyPatch, mode: int, backend: str) -> None:
+        said, options = self.registered(monkeypatch, mode=mode, backend=backend)
+        assert said == "norms and activations fused"
+        (only,) = options.values()
+        again, _ = self.registered(monkeypatch, mode=mode, backend=backend, inductor_compile_config=options)
+        assert again == said
+        assert list(options.values()) == [only]
+
+    @pytest.mark.parametrize(
+        ("mode", "backend"), [(0, "inductor"), (None, "inductor"), (1, "inductor"), (3, "eager")]
+    )
+    def test_where_inductor_does_not_compile(
+        self, monkeypatch: pytest.MonkeyPatch, mode: int | None, backend: str
+    ) -> None:
+        said, _ = self.registered(monkeypatch, mode=mode, backend=backend)
+        assert said == "norms and activations not fused: the model is not compiled by Inductor"
+
+    def test_with_a_backend_that_does_not(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        said, _ = self.registered(monkeypatch, backend_name="cusparselt", mode=3, backend="inductor")
+        assert "not fused" in said
+        assert "cusparselt" in said
+
+    def test_where_it_is_not_wanted(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        assert self.registered(monkeypatch, wanted=False, mode=3, backend="inductor")[0] == ""
+
+    def test_beside_a_pass_of_somebody_else(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        from slidesparse.vllm_patch.fusion import PASS_KEY
+
+        theirs = object()
+        said, options = self.registered(
+            monkeypatch, mode=3, backend="inductor", inductor_compile_config={PASS_KEY: theirs}
+        )
+        assert said == f"norms and activations not fused: {PASS_KEY} is taken by object"
+        assert options == {PASS_KEY: theirs}
+
+    def test_in_a_vllm_without_passes(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        from slidesparse.vllm_patch import fusion
+
+        monkeypatch.setattr(fusion, "FusionPass", type("FusionPass", (), {}))
+        said, options = self.registered(monkeypatch, mode=3, backend="inductor")
+        assert said == "norms and activations not fused: this vLLM takes no passes"
+        assert options == {}
+
+
+def test_models_in_a_model_and_drafts_are_known_by_what_is_registered_later(tmp_path: Path) -> None:
+    """Their configs are copies, which hold another model's config: the language model of a multimodal one, a draft."""
+    from slidesparse.vllm_patch import fusion
+    from vllm.config import ModelConfig, VllmConfig, set_current_vllm_config
+    from vllm.config.utils import replace
+
+    model = ModelConfig(model=str(write_w8a8(QWEN, tmp_path / "plain")), skip_tokenizer_init=True)
+    whole = VllmConfig(model_config=model)
+    others = replace(whole), whole.with_hf_config(model.hf_config, ["Qwen2ForCausalLM"])
+    seen = [{one.compute_hash() for one in (whole, *others)}]
+    for key in ("6:8 by hopper", "dense: model.layers.0.mlp.down_proj"):
+        with set_current_vllm_config(others[0]):
+            fusion.depends_on(key)
+        seen.append({one.compute_hash() for one in (whole, *others)})
+    assert [len(hashes) for hashes in seen] == [1, 1, 1]
+    assert len(set.union(*seen)) == 3
+
+
+def test_the_pass_travels_with_its_config_and_is_part_of_its_hash() -> None:
+    from slidesparse.vllm_patch.fusion import PASS_KEY, FusionPass
+    from vllm.config import CompilationConfig
+
+    made = FusionPass()
+    uuids = [made.uuid()]
+    made.keys = ("a key",)
+    uuids.append(made.uuid())
+    made.fuses = True
+    assert len({*uuids, made.uuid()}) == 3
+    for one in (copy.deepcopy(made), pickle.loads(pickle.dumps(made))):
+        assert one.uuid() == made.uuid()
+    plain, with_pass = CompilationConfig(), CompilationConfig()
+    with_pass.inductor_compile_config[PASS_KEY] = made
+    assert plain.compute_hash() != with_pass.compute_hash()
+
+
+# Two layers: two norms and an activation each, of which the first norm has no residual yet.  What feeds o_proj is the
+# attention.
+FUSED = "3 add_rms_norm_linear, 2 linear, 1 rms_norm_linear, 2 silu_mul_linear"
+
+
+def checkpoint(folder: Path, model: Decoder) -> str:
+    return str(converted(write_w8a8(model, folder / "plain"), folder / "pruned", "6:8"))
+
+
+def served(zygote: Zygote, model: str, cache: Path, fuse: str, eager: bool) -> Answer:
+    """Inductor's cache is its own: a graph that it finds there goes through no pass."""
+    env = {"SLIDESPARSE_FUSE": fuse, "TORCHINDUCTOR_CACHE_DIR": str(cache)}
+    answer = zygote.ask(Request(model, env=env, options={"enforce_eager": eager}))
+    assert not answer.error, f"{answer.error}\n{answer.log[-4000:]}"
+    assert "8 layers sparse" in answer.summary
+    return answer
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model", [pytest.param(QWEN, id="qwen2"), pytest.param(LLAMA, id="llama")])
+def test_tokens_equal_those_without(zygote: Zygote, tmp_path: Path, model: Decoder) -> None:
+    path = checkpoint(tmp_path, model)
+    plain = served(zygote, path, tmp_path / "cache", "0", eager=False)
+    fused = served(zygote, path, tmp_path / "cache", "1", eager=False)
+    assert f"SlideSparse fusion in a graph: {FUSED}" in fused.log
+    assert fused.summary.endswith("; norms and activations fused")
+    assert "SlideSparse fusion" not in plain.log
+    assert "fused" not in plain.summary
+    assert fused.tokens == plain.tokens
+
+
+@pytest.mark.slow
+def test_pieces_are_fused_and_cached_apart_from_others(zygote: Zygote, tmp_path: Path) -> None:
+    """As vLLM compiles on GPUs: norms are its own operators, graphs end at attentions, and what was compiled is loaded
+    again by an engine like the first, and by no other.
+    """
+    path = checkpoint(tmp_path, QWEN)
+
+    def answer(fuse: str) -> Answer:
+        env = {"SLIDESPARSE_FUSE": fuse, "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "cache")}
+        found = zygote.ask(Request(path, env=env, options={"enforce_eager": False}, pieces=True))
+        assert not found.error, f"{found.error}\n{found.log[-4000:]}"
+        return found
+
+    fused, plain, again = answer("1"), answer("0"), answer("1")
+    layer = "1 linear, 1 silu_mul_linear"
+    for graph in (
+        "1 rms_norm_linear\n",
+        f"2 add_rms_norm_linear, {layer}\n",
+        f"1 add_rms_norm_linear, {layer}\n",  # the last norm feeds lm_head, which is not ours
+    ):
+        assert fused.log.count(f"SlideSparse fusion in a graph: {graph}") == 1
+    for other in (plain, again):
+        assert "SlideSparse fusion" not in other.log
+        assert other.tokens == fused.tokens
+    assert "Directly load AOT compilation" in again.log
+    assert "Directly load AOT compilation" not in plain.log
+    assert plain.tokens == served(zygote, path, tmp_path, "0", eager=True).tokens
+
+
+def test_eager_models_are_served_without(zygote: Zygote, tmp_path: Path) -> None:
+    path = checkpoint(tmp_path, QWEN)
+    asked = served(zygote, path, tmp_path, "1", eager=True)
+    assert asked.summary.endswith("; norms and activations not fused: the model is not compiled by Inductor")
+    assert asked.tokens == served(zygote, path, tmp_path, "0", eager=True).tokens
+    keys = [
+        zygote.ask(Request(path, env={"SLIDESPARSE_FUSE": fuse}, task="config_hash")).config_hash
+        for fuse in ("0", "1", "")
+    ]
+    assert len(set(keys)) == 2
+    assert "" not in keys

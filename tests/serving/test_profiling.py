@@ -1,0 +1,249 @@
+"""SLIDESPARSE_PROFILE: times of stages, by layer and number of tokens."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+
+import pytest
+import torch
+from layers import layer
+from torch import Tensor
+
+from slidesparse import ops, profiling
+from slidesparse.flags import FlagError, Flags
+from slidesparse.profiling import Entry, Profiler
+from slidesparse.quantize import INT8
+
+
+@pytest.fixture
+def profiler() -> Iterator[Profiler]:
+    yield profiling.enable()
+    profiling.disable()
+
+
+def run(tokens: int, layers: list[tuple[Tensor, Tensor]], length: int, columns: int) -> None:
+    x = torch.randn(tokens, 32)
+    for weight, scale in layers:
+        x = ops.linear(x, weight, scale, None, length, 0, INT8, columns, "reference")
+
+
+def two_layers() -> tuple[list[tuple[Tensor, Tensor]], int, int]:
+    layout, first, scale, _ = layer("6:8", INT8, 32, 32)
+    return [(first, scale), (first.clone(), scale)], layout.length, layout.slided
+
+
+def test_calls_are_counted_and_timed_by_layer_and_tokens(profiler: Profiler) -> None:
+    layers, length, columns = two_layers()
+    profiler.kinds = {layers[0][0].data_ptr(): "qkv_proj", layers[1][0].data_ptr(): "o_proj"}
+    for tokens in (1, 5, 8, 5):
+        run(tokens, layers, length, columns)
+    profiler.collect()
+    times = profiler.times
+    calls = {key: (entry.calls, entry.timed) for key, entry in times.entries.items()}
+    assert calls == {(kind, m): (n, n) for kind in ("qkv_proj", "o_proj") for m, n in ((1, 1), (8, 3))}
+    assert all(us > 0 for entry in times.entries.values() for us in entry.us.values())
+    assert times.steps == 3  # the fourth has not ended
+    profiler.table()
+    assert times.steps == 4
+    assert (
+        0
+        < sum(us for entry in times.entries.values() for us in entry.us.values())
+        <= sum(times.step_us.values())
+    )
+
+
+def test_what_runs_between_two_steps_is_in_neither(profiler: Profiler) -> None:
+    """Such as a wait for requests, or graphs that are replayed."""
+    layers, length, columns = two_layers()
+    for pause in (0.0, 0.5, 0.5):
+        time.sleep(pause)
+        run(5, layers, length, columns)
+    time.sleep(0.5)
+    profiler.table()
+    assert profiler.times.steps == 3
+    assert sum(profiler.times.step_us.values()) < 0.5e6
+
+
+def test_the_table_names_what_costs_most_first(profiler: Profiler) -> None:
+    times = profiler.times
+    times.entries["small", 16] = Entry(2, 2, {"quantize": 0.0, "product": 10.0, "scale": 0.0})
+    times.entries["big", 4096] = Entry(4, 4, {"quantize": 40.0, "product": 400.0, "scale": 60.0}, "19")
+    times.step_us, times.steps = {16: 100.0, 4096: 900.0}, 2
+    head, columns, first, second = profiler.table().splitlines()
+    assert head == "SlideSparse profile: 2 steps; microseconds are means of a call"
+    assert columns.split() == ["layer", "M", "calls", *profiling.STAGES, "of", "all", "steps", "algorithm"]
+    assert first.split() == ["big", "4096", "4", "10.0", "100.0", "15.0", "50.0%", "19"]
+    assert second.split() == ["small", "16", "2", "0.0", "5.0", "0.0", "1.0%", "-"]
+
+
+class Event:
+    """Of a graph: has a time once the graph was replayed."""
+
+    def __init__(self, place: int) -> None:
+        self.place = place
+        self.at: float | None = None
+
+
+class Graph:
+    """A machine on which everything is captured; what is, takes a microsecond more from mark to mark."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.events: list[Event] = []
+        monkeypatch.setattr(profiling, "_capturing", lambda x: True)
+        monkeypatch.setattr(profiling, "_mark", self._mark)
+        monkeypatch.setattr(profiling, "_between", self._between)
+
+    def _mark(self, x: Tensor, captured: bool) -> Event:
+        assert captured
+        self.events.append(Event(len(self.events)))
+        return self.events[-1]
+
+    @staticmethod
+    def _between(start: Event, end: Event) -> float:
+        if start.at is None or end.at is None:
+            raise RuntimeError("invalid resource handle")
+        return end.at - start.at
+
+    def replay(self, first: int, last: int, us: float) -> None:
+        for event in self.events[first:last]:
+            event.at = us * event.place
+
+
+def test_calls_in_graphs_are_timed_by_their_last_replay(
+    profiler: Profiler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    layers, length, columns = two_layers()
+    profiler.kinds = {layers[0][0].data_ptr(): "qkv_proj", layers[1][0].data_ptr(): "o_proj"}
+    run(64, layers, length, columns)  # as vLLM warms up
+    launched = profiler.table()
+    assert "graphs" not in launched
+    graph, ends = Graph(monkeypatch), [0]
+    for tokens in (16, 8, 4):
+        run(tokens, layers, length, columns)
+        ends.append(len(graph.events))
+    assert profiler.replayed().steps == 0  # nothing was replayed
+    graph.replay(ends[0], ends[1], us=5.0)
+    graph.replay(ends[0], ends[1], us=2.0)  # counts
+    graph.replay(ends[1], ends[2], us=3.0)
+    table = profiler.table()
+    assert table.startswith(launched)
+    head, columns_, *rows = table[len(launched) + 1 :].splitlines()
+    assert head.startswith(
+        "SlideSparse profile: 6 calls captured into CUDA graphs; 2 steps, as each graph was last"
+    )
+    assert columns_.split() == ["layer", "M", "calls", *profiling.STAGES, "of", "its", "steps", "algorithm"]
+    cells = [row.split()[:7] for row in rows]
+    share = f"{3 / 11:.1%}"  # three stages of two marks each a layer: a step goes over 11 gaps between marks
+    assert cells == [
+        *([kind, "8", "1", *["3.0"] * 3, share] for kind in ("qkv_proj", "o_proj")),
+        *([kind, "16", "1", *["2.0"] * 3, share] for kind in ("qkv_proj", "o_proj")),
+    ]  # and none of the graph of 4 tokens, which was not replayed
+
+
+def test_other_errors_of_events_are_told(profiler: Profiler, monkeypatch: pytest.MonkeyPatch) -> None:
+    layers, length, columns = two_layers()
+    Graph(monkeypatch)
+    run(16, layers, length, columns)
+    assert "could not be read" not in profiler.table()
+    monkeypatch.setattr(profiling, "NEVER_SET", ())
+    assert "; some could not be read: invalid resource handle\n" in profiler.table()
+
+
+def test_calls_in_graphs_are_counted_where_torch_has_no_events_for_them(
+    profiler: Profiler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(profiling, "EXTERNAL", False)
+    graph = Graph(monkeypatch)
+    layers, length, columns = two_layers()
+    run(16, layers, length, columns)
+    assert graph.events == []
+    head, _, *rows = profiler.table().splitlines()
+    assert head.startswith(
+        "SlideSparse profile: 2 calls captured into CUDA graphs; not timed, as this torch has no events"
+    )
+    assert [row.split()[1:] for row in rows] == [["16", "2", *["-"] * 5]]
+
+
+def test_results_do_not_change(profiler: Profiler) -> None:
+    layers, length, columns = two_layers()
+    x = torch.randn(3, 32)
+    weight, scale = layers[0]
+    profiled = ops.linear(x, weight, scale, None, length, 0, INT8, columns, "reference")
+    profiling.disable()
+    assert torch.equal(profiled, ops.linear(x, weight, scale, None, length, 0, INT8, columns, "reference"))
+    assert profiling.enable() is not profiler
+    assert profiling.enable().table() == ""
+
+
+IN_A_CHILD = """
+import multiprocessing, sys
+def work():
+    import torch
+    from slidesparse import profiling
+    profiler = profiling.enable()
+    assert profiling.enable() is profiler
+    profiler.layer(torch.zeros(4), 2, torch.zeros(3, 4, dtype=torch.int8))
+    with profiling.stage("product", torch.zeros(1)):
+        pass
+if __name__ == "__main__":
+    child = multiprocessing.get_context(sys.argv[1]).Process(target=work)
+    child.start()
+    child.join()
+"""
+
+
+@pytest.mark.parametrize("method", ["fork", "spawn"])
+def test_worker_processes_print_when_they_end(method: str, tmp_path: object) -> None:
+    script = f"{tmp_path}/child.py"
+    with open(script, "w") as file:
+        file.write(IN_A_CHILD)
+    done = subprocess.run(
+        [sys.executable, script, method], capture_output=True, text=True, timeout=120, check=True
+    )
+    assert done.stderr.count("SlideSparse profile: 1 steps") == 1
+    assert "2x4    4  1 " in done.stderr
+
+
+def test_the_flag() -> None:
+    assert Flags.from_environment({"SLIDESPARSE_PROFILE": "1"}).profile
+    assert not Flags.from_environment({}).profile
+    with pytest.raises(FlagError, match="SLIDESPARSE_PROFILE='maybe'"):
+        Flags.from_environment({"SLIDESPARSE_PROFILE": "maybe"})
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("backend", ["cusparselt", "cublaslt", "hopper"])
+def test_times_on_a_gpu_and_in_its_graphs(backend: str, profiler: Profiler) -> None:
+    from gpu_layers import layer as gpu_layer
+    from gpu_layers import normal
+
+    made = gpu_layer(backend, "6:8", INT8, 256, 256)
+    x = normal(64, 256, 0)
+    for _ in range(3):
+        made.linear(x)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for _ in range(2):
+            made.linear(x)
+    key = f"256x{made.columns}", 64
+    assert not profiler.replayed().entries  # not replayed yet
+    for _ in range(3):
+        graph.replay()
+    profiler.table()
+    times, replayed = profiler.times, profiler.replayed()
+    assert (list(times.entries), list(replayed.entries)) == ([key], [key])
+    assert (times.entries[key].calls, replayed.entries[key].calls) == (3, 2)
+    assert (times.steps, replayed.steps) == (3, 2)  # one layer is all of a step
+    for one in (times, replayed):
+        entry = one.entries[key]
+        assert entry.timed == entry.calls
+        assert [us > 0 for us in entry.us.values()] == [
+            True,
+            True,
+            backend != "hopper",
+        ]  # whose product scales
+        assert 0 < sum(entry.us.values()) <= one.step_us[64]
+        assert entry.algorithm

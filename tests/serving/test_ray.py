@@ -1,0 +1,171 @@
+"""vLLM's Ray executors serve what the multiprocess one serves, and their workers need no environment variable of ours.
+
+The CPU build of vLLM refuses Ray only because its platform names no resource; `ray_on_cpu` names one.  All else is
+vLLM's own: the plugins of the workers are found by their entry points, the model is served by two ranks.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from models import QWEN, converted, write_w8a8
+from ray_engine import FLAGS, RANKS, RayRequest
+from zygote import Request, Zygote
+
+pytestmark = [
+    pytest.mark.vllm,
+    pytest.mark.slow,
+    pytest.mark.skipif(
+        importlib.util.find_spec("ray") is None, reason="Ray is not installed: pip install ray"
+    ),
+    pytest.mark.skipif(torch.version.cuda is not None, reason="for the CPU build of vLLM"),
+]
+
+SUPPORT = Path(__file__).parents[1] / "support"
+SECONDS = 600
+OPTIONS = {
+    "skip_tokenizer_init": True,
+    "max_model_len": 256,
+    "max_num_seqs": 8,
+    "dtype": "float32",
+    "gpu_memory_utilization": 0.2,
+    "enforce_eager": True,
+}
+SPARSE = {"USE_CUSPARSELT": "1", "SPARSITY": "2_8"}
+EXECUTOR = "VLLM_USE_RAY_V2_EXECUTOR_BACKEND"  # vLLM's default is 1
+LAYERS = [
+    f"model.layers.{i}.{name}"
+    for i in range(QWEN.layers)
+    for name in ("self_attn.qkv_proj", "self_attn.o_proj", "mlp.gate_up_proj", "mlp.down_proj")
+]
+
+
+@dataclass(frozen=True)
+class Case:
+    """What an engine is started with, and what its workers shall find in their config and do."""
+
+    model: str
+    env: dict[str, str]
+    executor: str
+    method: str
+    path: str | None  # of the resolution, None without one
+    profile: bool
+    block: int | None  # its length: 8 slides, 4 only pads; None: the layers are vLLM's
+
+
+# None of these workers would do so on its own: ``bare`` needs flags to be taken, ``pruned`` would be run sparse.
+CASES = {
+    "sparse, message queues": Case(
+        "bare", SPARSE | {EXECUTOR: "1"}, "RayExecutorV2", "SlideSparseConfig", "sparse", False, 8
+    ),
+    "dense and profiled, compiled graphs of Ray": Case(
+        "pruned",
+        {"USE_CUBLASLT": "1", "SLIDESPARSE_PROFILE": "1", EXECUTOR: "0"},
+        *("RayDistributedExecutor", "SlideSparseConfig", "dense", True, 4),
+    ),
+    "switched off, message queues": Case(
+        "pruned",
+        {"DISABLE_SLIDESPARSE": "1", EXECUTOR: "1"},
+        *("RayExecutorV2", "CompressedTensorsConfig", None, False, None),
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """The same pruned weights twice: ``pruned`` says so in its metadata, for ``bare`` only flags can say it."""
+    folder = tmp_path_factory.mktemp("models")
+    pruned = converted(write_w8a8(QWEN, folder / "source"), folder / "pruned", "6:8")
+    bare = folder / "bare"
+    bare.mkdir()
+    (bare / "model.safetensors").symlink_to(pruned / "model.safetensors")
+    config = json.loads((pruned / "config.json").read_text())
+    del config["quantization_config"]["slidesparse"]
+    (bare / "config.json").write_text(json.dumps(config))
+    return {"pruned": str(pruned), "bare": str(bare)}
+
+
+@pytest.fixture(scope="module")
+def tokens(zygote: Zygote, models: dict[str, str]) -> list[list[int]]:
+    """Of the multiprocess executor.  Sums of INT8 products are exact: sparse, dense and stock's tokens are the same."""
+    answer = zygote.ask(Request(models["bare"], SPARSE, {"tensor_parallel_size": RANKS}))
+    assert not answer.error, f"{answer.error}\n{answer.log[-4000:]}"
+    assert f"{len(LAYERS)} layers sparse" in answer.summary
+    return answer.tokens
+
+
+@pytest.mark.parametrize("case", [pytest.param(case, id=name) for name, case in CASES.items()])
+def test_workers_of_ray_serve_as_processes_do_and_need_no_flag(
+    case: Case, models: dict[str, str], tokens: list[list[int]], tmp_path: Path
+) -> None:
+    found = run(RayRequest(models[case.model], case.env, OPTIONS), tmp_path)
+    assert found["executor"] == case.executor
+    assert found["tokens"] == tokens
+    driver, workers = found["driver"], found["workers"]
+    assert driver["method"] == case.method
+    resolution = driver["resolution"]
+    assert (resolution and resolution["path"]) == case.path
+    assert not resolution or (resolution["pattern"], resolution["profile"]) == ("6:8", case.profile)
+    layers = {name: [case.block, "reference"] for name in LAYERS} if case.block else {}
+    assert len({worker.pop("actor") for worker in workers} - {None}) == RANKS
+    as_driver = {**driver, "layers": layers, "flags": {}, "platform": "RayOnCpu", "plugins_loaded": True}
+    assert workers == [as_driver] * RANKS
+
+
+def run(request: RayRequest, folder: Path) -> dict[str, Any]:
+    """The answer of `ray_engine`, with the platform plugin installed for it and for Ray's workers."""
+    plugin, settings = folder / "ray_on_cpu-1.0.dist-info", folder / "settings"
+    plugin.mkdir()
+    (plugin / "METADATA").write_text("Metadata-Version: 2.1\nName: ray-on-cpu\nVersion: 1.0\n")
+    (plugin / "entry_points.txt").write_text("[vllm.platform_plugins]\nray_on_cpu = ray_on_cpu:activate\n")
+    settings.mkdir()
+    # RayExecutorV2 hands the driver's environment on, all but these
+    (settings / "ray_non_carry_over_env_vars.json").write_text(json.dumps(FLAGS))
+    env = {name: value for name, value in os.environ.items() if name not in FLAGS}
+    env |= {
+        "HF_HUB_OFFLINE": "1",
+        "OMP_NUM_THREADS": "1",
+        "PYTHONPATH": f"{folder}{os.pathsep}{SUPPORT}",
+        "RAY_USAGE_STATS_ENABLED": "0",
+        "VLLM_CACHE_ROOT": str(folder / "cache"),
+        "VLLM_CONFIG_ROOT": str(settings),
+        "VLLM_CPU_KVCACHE_SPACE": "1",
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+        "VLLM_NO_USAGE_STATS": "1",
+    }
+    asked, answer, log = folder / "request", folder / "answer", folder / "log"
+    asked.write_text(json.dumps(asdict(request)))
+    command = [sys.executable, str(SUPPORT / "ray_engine.py"), str(asked), str(answer)]
+    with tempfile.TemporaryDirectory(prefix="ray-") as short:  # its path is part of a socket's
+        status = _finished(command, env | {"RAY_TMPDIR": short}, log)
+    assert status == 0, f"ended with {status}:\n{log.read_text()[-6000:]}"
+    return json.loads(answer.read_text())  # type: ignore[no-any-return]
+
+
+def _finished(command: list[str], env: dict[str, str], log: Path) -> int | None:
+    """The exit status, None after SECONDS.  Ray's processes end with the one that started them."""
+    with log.open("w") as sink:
+        process = subprocess.Popen(
+            command, env=env, stdout=sink, stderr=subprocess.STDOUT, start_new_session=True
+        )
+    try:
+        return process.wait(SECONDS)
+    except subprocess.TimeoutExpired:
+        return None
+    finally:
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()

@@ -1,0 +1,98 @@
+"""Checkpoints whose layers have several patterns, or none: served, and token for token what stock vLLM answers."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from checkpoints import convert
+from models import QWEN, write_w8a8
+from zygote import Answer, Request, Zygote
+
+from slidesparse.checkpoint.metadata import KEY, LayerEntry, Metadata
+from slidesparse.pattern import SlidePattern
+
+pytestmark = pytest.mark.vllm
+
+RULES = ["down_proj=8:10", r"layers\.1\.mlp\.(gate|up)_proj=4:6"]
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_w8a8(QWEN, tmp_path_factory.mktemp("mixed") / "source")
+
+
+def served(zygote: Zygote, model: Path, env: dict[str, str] | None = None, **options: object) -> Answer:
+    answer = zygote.ask(Request(str(model), env=env or {}, options=dict(options)))
+    assert not answer.error, f"{answer.error}\n{answer.log[-4000:]}"
+    return answer
+
+
+@pytest.mark.parametrize("layout", ["dense", "slided"])
+def test_mixed_patterns_and_layers_without_one(
+    zygote: Zygote, source: Path, tmp_path: Path, layout: str
+) -> None:
+    made = {}
+    for each in {"dense", layout}:
+        made[each] = tmp_path / each
+        convert(source, made[each], layer=RULES, skip=[r"1.*o_proj"], layout=each)
+    expected = served(zygote, made["dense"], {"DISABLE_SLIDESPARSE": "1"})
+    assert not expected.summary
+    found = served(zygote, made[layout])
+    assert found.tokens == expected.tokens
+    why = {"dense": "whose weights break the pattern", "slided": "not pruned"}[layout]
+    assert found.summary.startswith(
+        "6:8 (2 of every 8 pruned): 7 layers sparse (1 at 4:6, 4 at 6:8, 2 at 8:10), 2 dense "
+        f"(1 lm_head, 1 {why})"
+    ), found.summary
+
+
+@pytest.mark.slow
+def test_mixed_patterns_in_two_tensor_parallel_ranks(zygote: Zygote, source: Path, tmp_path: Path) -> None:
+    """Shards of 64 and 160 columns: whole blocks of 10 and 8, cut blocks of 6."""
+    convert(source, tmp_path / "out", "4:6", layer=["down_proj=8:10"])
+    expected = served(zygote, tmp_path / "out", {"DISABLE_SLIDESPARSE": "1"}, tensor_parallel_size=2)
+    found = served(zygote, tmp_path / "out", tensor_parallel_size=2)
+    assert found.tokens == expected.tokens
+    assert "8 layers sparse (6 at 4:6, 2 at 8:10)" in found.summary
+
+
+def test_the_flag_names_the_common_pattern(zygote: Zygote, source: Path, tmp_path: Path) -> None:
+    convert(source, tmp_path / "out", layer=RULES)
+    flags = {"USE_CUSPARSELT": "1", "SPARSITY": "2_8"}
+    assert served(zygote, tmp_path / "out", flags).tokens == served(zygote, tmp_path / "out").tokens
+    answer = zygote.ask(Request(str(tmp_path / "out"), env={**flags, "SPARSITY": "8:10"}))
+    assert "the checkpoint was pruned to 6:8" in answer.error + answer.log
+
+
+NONE_HERE = "none of the checkpoint's pruned layers is in this part of the model"
+
+
+def test_a_part_of_a_model_without_pruned_layers_is_served(zygote: Zygote, tmp_path: Path) -> None:
+    """Such as a quantized draft in a pruned model's checkpoint; with or without a flag that asks for the path."""
+    folder = write_w8a8(QWEN, tmp_path / "draft")
+    config = json.loads((folder / "config.json").read_text())
+    elsewhere = {"model.layers.7.mlp.down_proj": LayerEntry(SlidePattern(8), QWEN.intermediate)}
+    config["quantization_config"][KEY] = Metadata(SlidePattern(8), "dense", elsewhere).to_json()
+    (folder / "config.json").write_text(json.dumps(config))
+    expected = served(zygote, folder, {"DISABLE_SLIDESPARSE": "1"})
+    for env in ({}, {"USE_CUSPARSELT": "1"}):
+        found = served(zygote, folder, env)
+        assert found.tokens == expected.tokens
+        assert "0 layers sparse, 9 dense (1 lm_head, 8 whose weights break the pattern)" in found.summary
+        assert found.summary.endswith(NONE_HERE)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", ["dense", "slided"])
+def test_a_pipeline_stage_without_pruned_layers(
+    zygote: Zygote, source: Path, tmp_path: Path, layout: str
+) -> None:
+    """It loads; vLLM's engine for CPUs computes nothing in pipelines."""
+    convert(source, tmp_path / "out", skip=[r"layers\.1\."], layout=layout)
+    pipeline = Request(str(tmp_path / "out"), options={"pipeline_parallel_size": 2}, work={"prompts": []})
+    answer = zygote.ask(pipeline)
+    assert not answer.error, answer.log[-4000:]
+    assert "4 layers sparse" in answer.log
+    assert NONE_HERE in answer.log

@@ -1,0 +1,181 @@
+"""Models that are not one language model: a model in a model, a draft beside one, a head of another type, a part that
+is left out; and batches that must not change what comes out.  No engine is needed.
+"""
+
+from __future__ import annotations
+
+import copy
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from models import QWEN, quantization_config
+
+from slidesparse.checkpoint.metadata import KEY, QUANT_METHOD, LayerEntry, Metadata
+from slidesparse import gemm
+from slidesparse.gemm import BackendError
+from slidesparse.pattern import SlidePattern
+
+pytestmark = pytest.mark.vllm
+
+FLAGS = ("USE_CUSPARSELT", "USE_CUBLASLT", "SPARSITY", "SLIDESPARSE_FUSE", "VLLM_BATCH_INVARIANT")
+SIX_EIGHT = SlidePattern.parse("6:8")
+PARTS = {
+    f"model.layers.0.self_attn.{part}": LayerEntry(SIX_EIGHT, QWEN.hidden)
+    for part in ("q_proj", "k_proj", "v_proj")
+}
+
+
+@pytest.fixture(autouse=True)
+def no_flags(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in FLAGS:
+        monkeypatch.delenv(name, raising=False)
+
+
+def config(layout: str | None = "dense", method: str = "compressed-tensors") -> dict[str, Any]:
+    """Of an INT8 checkpoint, pruned as the metadata says when it has a layout, else without metadata."""
+    made = {**quantization_config("int8"), "quant_method": method}
+    if layout:
+        made[KEY] = Metadata(SIX_EIGHT, layout, PARTS).to_json()
+    return made
+
+
+def test_flags_are_read_where_the_config_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM parses a draft's quantization in its workers, and asks for its method where flags are set."""
+    from slidesparse.vllm_patch.config import SlideSparseConfig
+
+    found = config(None)
+    monkeypatch.setenv("USE_CUSPARSELT", "1")
+    monkeypatch.setenv("SPARSITY", "4:6")
+    assert SlideSparseConfig.override_quantization_method(found, None) == QUANT_METHOD
+    monkeypatch.delenv("USE_CUSPARSELT")
+    monkeypatch.delenv("SPARSITY")
+    made = SlideSparseConfig.from_config(copy.deepcopy(found))
+    assert (made.resolution.pattern, made.resolution.asked) == ("4:6", True)
+
+
+def test_graphs_depend_on_flags_and_metadata(monkeypatch: pytest.MonkeyPatch) -> None:
+    from slidesparse.vllm_patch.config import SlideSparseConfig
+
+    keys = [SlideSparseConfig.from_config(config()).key for _ in range(2)]
+    assert keys[0] == keys[1]
+    other = config()
+    other[KEY] = Metadata(SIX_EIGHT, "dense", {**PARTS, "other": LayerEntry(SlidePattern(10), 64)}).to_json()
+    keys.append(SlideSparseConfig.from_config(other).key)
+    monkeypatch.setenv("SLIDESPARSE_FUSE", "1")
+    keys.append(SlideSparseConfig.from_config(config()).key)
+    assert len(set(keys)) == 3
+
+
+@pytest.mark.parametrize("mapping", [{}, {"qkv_proj": ["q_proj", "k_proj", "v_proj"]}])
+def test_joined_layers_of_drafts_are_found(mapping: dict[str, list[str]]) -> None:
+    from slidesparse.vllm_patch.config import SlideSparseConfig
+
+    made = SlideSparseConfig.from_config(config())
+    made.packed_modules_mapping = mapping
+    assert made._entry("model.layers.0.self_attn.qkv_proj") == PARTS["model.layers.0.self_attn.q_proj"]
+    assert made._entry("model.layers.0.mlp.gate_up_proj") is None
+
+
+def test_heads_are_told_to_the_slided_method() -> None:
+    """As vLLM tells its own method, for scales of the KV cache by head."""
+    from slidesparse.vllm_patch.config import SlideSparseConfig
+
+    language = SimpleNamespace(num_attention_heads=8, num_key_value_heads=2)
+    for hf_config in (language, SimpleNamespace(text_config=language)):
+        found = config("slided", QUANT_METHOD)
+        SlideSparseConfig.override_quantization_method(found, None, hf_config)
+        assert (found["total_num_heads"], found["total_num_kv_heads"]) == (8, 2)
+    found = config("slided", QUANT_METHOD)
+    SlideSparseConfig.override_quantization_method(found, None, SimpleNamespace(num_attention_heads=8))
+    assert (found["total_num_heads"], found["total_num_kv_heads"]) == (8, 8)
+
+
+def test_layers_that_are_never_loaded_are_not_awaited() -> None:
+    """vLLM makes towers that no request will use on the device meta, or moves them there, and drops them."""
+    from slidesparse.vllm_patch.census import Census
+
+    census = Census()
+    layers = [torch.nn.Linear(2, 2) for _ in range(5)]
+    for i, layer in enumerate(layers):
+        census.expect(str(i), layer)
+    census.expect("dropped", torch.nn.Linear(2, 2, device="meta"))
+    later = torch.nn.Module()  # its weight is to come
+    census.expect("later", later)
+    layers[0].to("meta")
+    del layers[1], layer
+    assert census.awaits()
+    assert [census.settle(name) for name in ("3", "later", "2")] == [False] * 3
+    assert census.settle("lm_head", "lm_head") is False
+    assert census.settle("4") is True
+    assert not census.awaits()
+    assert census.settle("4") is False  # after a reload
+
+
+def scheme(monkeypatch: pytest.MonkeyPatch, model_dtype: torch.dtype, backend: str) -> Any:
+    """Ours, of a layer by ``backend`` in a model of that type."""
+    from slidesparse.vllm_patch import compat
+    from slidesparse.vllm_patch.scheme import SlideSparseScheme
+
+    made = object.__new__(SlideSparseScheme)
+    made.slided, made.backend = False, gemm.get(backend)
+    monkeypatch.setattr(compat, "model_dtype", lambda: model_dtype)
+    return made
+
+
+@pytest.mark.parametrize(
+    ("backend", "dtype", "model_dtype", "slided", "other"),
+    [
+        ("hopper", torch.float32, torch.bfloat16, False, True),
+        ("hopper", torch.float32, torch.bfloat16, True, False),  # vLLM's own kernels could not read it
+        ("hopper", torch.float32, torch.float32, False, False),  # the whole model: an error that names --dtype
+        ("hopper", torch.bfloat16, torch.bfloat16, False, False),
+        ("cusparselt", torch.float32, torch.bfloat16, False, False),  # which writes it
+    ],
+)
+def test_a_head_of_another_type_is_left_to_vllm(
+    monkeypatch: pytest.MonkeyPatch,
+    backend: str,
+    dtype: torch.dtype,
+    model_dtype: torch.dtype,
+    slided: bool,
+    other: bool,
+) -> None:
+    made = scheme(monkeypatch, model_dtype, backend)
+    made.slided = slided
+    assert made._is_other_head(dtype) is other
+
+
+@pytest.mark.parametrize(
+    ("backend", "dtype", "words"),
+    [
+        ("hopper", torch.int8, ""),
+        ("hopper", torch.float8_e4m3fn, "backend hopper adds FP8 products in an order that depends on"),
+        ("cusparselt", torch.float8_e4m3fn, "backend cusparselt adds FP8 products"),
+    ],
+)
+def test_batches_that_must_not_matter(
+    monkeypatch: pytest.MonkeyPatch, backend: str, dtype: torch.dtype, words: str
+) -> None:
+    made = scheme(monkeypatch, torch.bfloat16, backend)
+    made._require_invariance(dtype)
+    monkeypatch.setenv("VLLM_BATCH_INVARIANT", "1")
+    if words:
+        with pytest.raises(BackendError, match=f"{words}.*or set DISABLE_SLIDESPARSE=1"):
+            made._require_invariance(dtype)
+    else:
+        made._require_invariance(dtype)
+
+
+def test_norms_are_not_fused_where_batches_must_not_matter(monkeypatch: pytest.MonkeyPatch) -> None:
+    from slidesparse.vllm_patch.resolve import ResolveError, resolve
+
+    from slidesparse.flags import Flags
+
+    monkeypatch.setattr(type(gemm.get("hopper")), "unusable", lambda *_: None)
+    assert resolve(config(), Flags(backend="hopper"), on_cuda=True).fuse
+    monkeypatch.setenv("VLLM_BATCH_INVARIANT", "1")
+    assert not resolve(config(), Flags(backend="hopper"), on_cuda=True).fuse
+    with pytest.raises(ResolveError, match="SLIDESPARSE_FUSE=1 computes norms in an order"):
+        resolve(config(), Flags(backend="hopper", fuse=True), on_cuda=True)

@@ -1,0 +1,81 @@
+"""The language model of a multimodal one, whose vision tower no request will use, is served like any other."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from edits import SPARSE_FLAGS, edited
+from models import LLAMA, converted, write_w8a8
+from safetensors.torch import load_file, save_file
+from test_serving_reload import DOWN, STOCK, served
+from zygote import Request, Zygote
+
+pytestmark = [pytest.mark.vllm, pytest.mark.slow]
+
+NO_IMAGES = {"limit_mm_per_prompt": {"image": 0}}
+VISION = {
+    "model_type": "idefics3_vision",
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "image_size": 56,
+    "patch_size": 14,
+}
+
+
+def wrapped(text: Path, folder: Path) -> str:
+    """A checkpoint of Idefics3, without weights of its tower, around that of a Llama."""
+
+    def renamed(name: str) -> str:
+        return name if name.startswith("lm_head") else f"model.text_model.{name.removeprefix('model.')}"
+
+    folder.mkdir()
+    tensors = load_file(text / "model.safetensors")
+    save_file({renamed(name): tensor for name, tensor in tensors.items()}, folder / "model.safetensors")
+    config: dict[str, Any] = json.loads((text / "config.json").read_text())
+    block = config.pop("quantization_config")
+    if ours := block.get("slidesparse"):
+        ours["layers"] = {renamed(name): entry for name, entry in ours["layers"].items()}
+    whole = {
+        "architectures": ["Idefics3ForConditionalGeneration"],
+        "model_type": "idefics3",
+        "text_config": config,
+        "vision_config": VISION,
+        "image_token_id": LLAMA.vocabulary - 1,
+        "scale_factor": 2,
+        "torch_dtype": "bfloat16",
+        "tie_word_embeddings": False,
+        "quantization_config": block,
+    }
+    (folder / "config.json").write_text(json.dumps(whole))
+    return str(folder)
+
+
+def test_the_language_model_is_sparse(zygote: Zygote, tmp_path: Path) -> None:
+    text = converted(write_w8a8(LLAMA, tmp_path / "plain"), tmp_path / "text", "6:8")
+    answer = served(zygote, Request(wrapped(text, tmp_path / "whole"), options=NO_IMAGES))
+    assert "8 layers sparse, 1 dense (1 lm_head)" in answer.summary
+    assert answer.tokens == served(zygote, Request(str(text))).tokens
+
+
+def test_cached_graphs_are_of_the_layers_that_are_sparse(zygote: Zygote, tmp_path: Path) -> None:
+    """The same folder, config and flags, other weights: what vLLM compiles has a config of its own, a copy."""
+    pruned = converted(write_w8a8(LLAMA, tmp_path / "plain"), tmp_path / "pruned", "6:8")
+    generator = torch.Generator().manual_seed(0)
+    dense = torch.randint(1, 60, (LLAMA.hidden, LLAMA.intermediate), dtype=torch.int8, generator=generator)
+    whole = edited(pruned, tmp_path / "wholly", {}, {"slidesparse": None})
+    part = edited(pruned, tmp_path / "partly", {DOWN: dense}, {"slidesparse": None})
+    for text, sparse in ((whole, 8), (part, 7)):
+        shutil.rmtree(tmp_path / "model", ignore_errors=True)
+        model = wrapped(Path(text), tmp_path / "model")
+        options = {**NO_IMAGES, "enforce_eager": False}
+        answer = served(zygote, Request(model, env=SPARSE_FLAGS, options=options, pieces=True))
+        assert "saved AOT compiled function" in answer.log
+        assert f"{sparse} layers sparse" in answer.summary
+        assert answer.tokens == served(zygote, Request(text, env=STOCK)).tokens

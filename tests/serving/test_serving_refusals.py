@@ -1,0 +1,223 @@
+"""What the plugin does not take goes to vLLM's own kernels, counted by reason; what is wrong is refused in words."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from edits import SPARSE_FLAGS, edited, refused
+from models import QWEN, converted, write_w8a8
+from safetensors.torch import load_file
+from zygote import Request, Zygote
+
+pytestmark = pytest.mark.vllm
+
+
+@pytest.fixture(scope="module")
+def pruned(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A 6:8 checkpoint in dense layout with our metadata."""
+    folder = tmp_path_factory.mktemp("pruned")
+    return converted(write_w8a8(QWEN, folder / "qwen2-source"), folder / "qwen2-6_8", "6:8")
+
+
+def test_other_schemes_are_left_to_vllm_and_counted(zygote: Zygote, pruned: Path, tmp_path: Path) -> None:
+    """Static, asymmetric, unquantized and unpruned layers beside sparse ones: same tokens as stock, all counted."""
+    group = json.loads((pruned / "config.json").read_text())["quantization_config"]["config_groups"][
+        "group_0"
+    ]
+    weights, activations = group["weights"], group["input_activations"]
+    static = {**activations, "strategy": "tensor", "dynamic": False}
+    asymmetric = {**activations, "symmetric": False}
+    groups = {
+        "static": {"targets": ["re:.*0.mlp.down_proj"], "weights": weights, "input_activations": static},
+        "asymmetric": {
+            "targets": ["re:.*1.mlp.down_proj"],
+            "weights": weights,
+            "input_activations": asymmetric,
+        },
+        "group_0": {**group, "targets": ["re:.*(qkv|o|gate_up|q|k|v|gate|up)_proj"]},
+    }
+    generator = torch.Generator().manual_seed(1)
+    dense = torch.randint(
+        -60, 61, (QWEN.hidden, QWEN.heads * QWEN.head_dim), dtype=torch.int8, generator=generator
+    )
+    tensors = {
+        "model.layers.0.mlp.down_proj.input_scale": torch.tensor([0.05]),
+        "model.layers.0.self_attn.o_proj.weight_scale": None,
+        "model.layers.0.self_attn.o_proj.weight": torch.randn(dense.shape, generator=generator) * 0.05,
+        "model.layers.1.self_attn.o_proj.weight": dense,
+    }
+    model = edited(
+        pruned,
+        tmp_path / "mixed",
+        tensors,
+        {
+            "config_groups": groups,
+            "ignore": ["lm_head", "model.layers.0.self_attn.o_proj"],
+            "slidesparse": None,
+        },
+    )
+    stock = zygote.ask(Request(model, env={"DISABLE_SLIDESPARSE": "1"}))
+    ours = zygote.ask(Request(model, env=SPARSE_FLAGS))
+    assert not stock.error, stock.log[-4000:]
+    assert not ours.error, ours.log[-4000:]
+    assert ours.summary.startswith(
+        "6:8 (2 of every 8 pruned): 4 layers sparse, 5 dense (1 asymmetric activations, 1 lm_head, 1 not quantized, "
+        "1 static activations, 1 whose weights break the pattern)"
+    ), ours.summary
+    assert ours.tokens == stock.tokens
+
+
+def test_schemes_that_are_not_w8a8() -> None:
+    from slidesparse.vllm_patch.scheme import refusal
+    from vllm.model_executor.layers.quantization.compressed_tensors import schemes
+
+    def scheme(kind: str, **attributes: object) -> object:
+        made = object.__new__(getattr(schemes, kind))
+        made.__dict__.update(attributes)
+        return made
+
+    assert refusal(scheme("CompressedTensorsW8A16Fp8")) == "W8A16Fp8"
+    assert (
+        refusal(scheme("CompressedTensorsW8A8Fp8", is_static_input_scheme=False, strategy="block"))
+        == "block FP8"
+    )
+    assert refusal(scheme("CompressedTensorsW8A8Fp8", is_static_input_scheme=True, strategy="tensor"))
+    assert (
+        refusal(scheme("CompressedTensorsW8A8Fp8", is_static_input_scheme=False, strategy="channel")) is None
+    )
+    int8 = {"is_static_input_scheme": False, "input_symmetric": True, "strategy": "tensor"}
+    assert refusal(scheme("CompressedTensorsW8A8Int8", **int8)) is None
+
+
+def test_experts_are_recognized() -> None:
+    from slidesparse.vllm_patch import compat
+    from vllm.model_executor.layers.fused_moe import RoutedExperts
+
+    assert compat.is_moe(object.__new__(RoutedExperts))
+    assert not compat.is_moe(SimpleNamespace())
+
+
+def test_nothing_to_run_sparse(zygote: Zygote, tmp_path: Path) -> None:
+    model = str(write_w8a8(QWEN, tmp_path / "unpruned"))
+    refused(
+        zygote,
+        model,
+        SPARSE_FLAGS,
+        "0 layers sparse, 9 dense (1 lm_head, 8 whose weights break the pattern)",
+        "nothing to run sparse",
+        "slidesparse convert SRC OUT --sparsity 6:8",
+        "DISABLE_SLIDESPARSE=1",
+    )
+
+
+@pytest.mark.parametrize(
+    ("env", "words"),
+    [
+        ({"SPARSITY": "2_9"}, ["SPARSITY", "'2_9'", "block length 9"]),
+        (
+            {"SPARSITY": "2_6"},
+            ["asks for 4:6 (2 of every 6 pruned)", "6:8 (2 of every 8 pruned)", "SPARSITY=2_8"],
+        ),
+        ({"USE_CUSPARSELT": "1", "USE_CUBLASLT": "1"}, ["both set"]),
+    ],
+)
+def test_flags_against_the_checkpoint(
+    zygote: Zygote, pruned: Path, env: dict[str, str], words: list[str]
+) -> None:
+    refused(zygote, str(pruned), env, *words)
+
+
+def test_flags_against_the_command_line(zygote: Zygote, pruned: Path) -> None:
+    words = ("--quantization compressed-tensors", "drop one")
+    refused(zygote, str(pruned), SPARSE_FLAGS, *words, quantization="compressed-tensors")
+    stock = zygote.ask(Request(str(pruned), options={"quantization": "compressed-tensors"}))
+    assert not stock.error
+    assert not stock.summary
+
+
+def test_flags_without_a_pattern(zygote: Zygote, pruned: Path, tmp_path: Path) -> None:
+    model = edited(pruned, tmp_path / "bare", {}, {"slidesparse": None})
+    refused(zygote, model, {"USE_CUSPARSELT": "1"}, "set SPARSITY", "slidesparse convert SRC OUT")
+
+
+def test_weights_that_break_what_the_checkpoint_claims(zygote: Zygote, pruned: Path, tmp_path: Path) -> None:
+    name = "model.layers.1.mlp.down_proj"
+    weight = load_file(pruned / "model.safetensors")[f"{name}.weight"]
+    weight[5, 16:24] = 1  # row 5, block 2
+    weight[9, 312:320] = 1
+    model = edited(pruned, tmp_path / "broken", {f"{name}.weight": weight}, {})
+    refused(
+        zygote,
+        model,
+        {},
+        f"{name}: row 5, block 2 (columns from 16) has 8 non-zeros, 6:8 (2 of every 8 pruned) allows 6",
+        "2 blocks of the layer break the pattern",
+    )
+
+
+def test_slided_weights_that_are_not_two_four(zygote: Zygote, pruned: Path, tmp_path: Path) -> None:
+    name = "model.layers.0.mlp.down_proj"
+    slided = converted(pruned, tmp_path / "qwen2-slided", "6:8", "slided")
+    weight = load_file(slided / "model.safetensors")[f"{name}.weight"]
+    weight[0, 0:4] = 1
+    model = edited(slided, tmp_path / "broken", {f"{name}.weight": weight}, {})
+    refused(zygote, model, {}, f"{name}: row 0, block 0", "4 non-zeros, 2:4 (2 of every 4 pruned) allows 2")
+
+
+def test_stock_vllm_refuses_the_slided_layout_by_name(zygote: Zygote, pruned: Path, tmp_path: Path) -> None:
+    slided = converted(pruned, tmp_path / "qwen2-slided", "6:8", "slided")
+    env = {"DISABLE_SLIDESPARSE": "1"}
+    refused(zygote, str(slided), env, "Unknown quantization method: slidesparse")
+
+
+def test_parts_of_a_fused_layer_pruned_differently(zygote: Zygote, pruned: Path, tmp_path: Path) -> None:
+    block = json.loads((pruned / "config.json").read_text())["quantization_config"]["slidesparse"]
+    del block["layers"]["model.layers.0.self_attn.k_proj"]
+    model = edited(pruned, tmp_path / "partly", {}, {"slidesparse": block})
+    words = (
+        "self_attn.qkv_proj joins q_proj, k_proj, v_proj",
+        "k_proj unpruned",
+        "convert again with the same pattern",
+    )
+    refused(zygote, model, {}, *words)
+
+
+def test_a_layer_that_the_metadata_leaves_out_goes_by_its_weights(
+    zygote: Zygote, pruned: Path, tmp_path: Path
+) -> None:
+    """Weights that obey the pattern can run sparse whatever the metadata says; others cannot, and are not refused."""
+    block = json.loads((pruned / "config.json").read_text())["quantization_config"]["slidesparse"]
+    for name in ("model.layers.0.mlp.down_proj", "model.layers.1.mlp.down_proj"):
+        del block["layers"][name]
+    dense = torch.ones(QWEN.hidden, QWEN.intermediate, dtype=torch.int8)
+    tensors = {"model.layers.0.mlp.down_proj.weight": dense}
+    answer = zygote.ask(Request(edited(pruned, tmp_path / "partly", tensors, {"slidesparse": block})))
+    assert not answer.error
+    assert "7 layers sparse, 2 dense (1 lm_head, 1 whose weights break the pattern)" in answer.summary
+
+
+def test_flags_on_a_checkpoint_without_w8a8_layers(zygote: Zygote, pruned: Path, tmp_path: Path) -> None:
+    group = json.loads((pruned / "config.json").read_text())["quantization_config"]["config_groups"][
+        "group_0"
+    ]
+    static = {**group, "input_activations": {**group["input_activations"], "dynamic": False}}
+    model = edited(
+        pruned, tmp_path / "static", {}, {"config_groups": {"group_0": static}, "slidesparse": None}
+    )
+    refused(zygote, model, SPARSE_FLAGS, "no group of layers of this checkpoint is W8A8", "or unset the flag")
+    other = edited(pruned, tmp_path / "awq", {}, {"quant_method": "awq", "slidesparse": None})
+    refused(
+        zygote, other, SPARSE_FLAGS, "this checkpoint is quantized by 'awq'", "slidesparse convert SRC OUT"
+    )
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="cuSPARSELt can run here")
+def test_backend_that_cannot_run(zygote: Zygote, pruned: Path) -> None:
+    """Decided for a GPU, met where there is none: refused, not replaced, and before weights are read."""
+    answer = zygote.ask(Request(str(pruned), pretend_cuda=True))
+    assert "no backend serves the sparse path on cuda" in answer.error + answer.log
+    assert "Loading safetensors" not in answer.log

@@ -1,0 +1,93 @@
+"""Weights that change while a server runs: a layer stays what it was at first, sparse or dense.
+
+What comes out after that is compared on GPUs (test_gpu_serving): vLLM's own layers for CPUs keep their first weights.
+"""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from edits import SPARSE_FLAGS, edited
+from models import QWEN, converted, write_w8a8
+from zygote import Answer, Request, Zygote
+
+pytestmark = pytest.mark.vllm
+
+STOCK = {"DISABLE_SLIDESPARSE": "1"}
+DOWN = "model.layers.0.mlp.down_proj.weight"
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_w8a8(QWEN, tmp_path_factory.mktemp("source") / "qwen2")
+
+
+@pytest.fixture(scope="module")
+def pruned(source: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """At 6:8, in dense layout with metadata."""
+    return converted(source, tmp_path_factory.mktemp("pruned") / "qwen2-6_8", "6:8")
+
+
+@pytest.fixture(scope="module")
+def partly(pruned: Path, tmp_path_factory: pytest.TempPathFactory) -> str:
+    """Without metadata; one layer breaks the pattern."""
+    generator = torch.Generator().manual_seed(0)
+    dense = torch.randint(1, 60, (QWEN.hidden, QWEN.intermediate), dtype=torch.int8, generator=generator)
+    return edited(pruned, tmp_path_factory.mktemp("partly") / "qwen2", {DOWN: dense}, {"slidesparse": None})
+
+
+@pytest.fixture(scope="module")
+def wholly(pruned: Path, tmp_path_factory: pytest.TempPathFactory) -> str:
+    """Without metadata; all layers obey the pattern."""
+    return edited(pruned, tmp_path_factory.mktemp("wholly") / "qwen2", {}, {"slidesparse": None})
+
+
+def served(zygote: Zygote, request: Request) -> Answer:
+    answer = zygote.ask(request)
+    assert not answer.error, f"{answer.error}\n{answer.log[-4000:]}"
+    return answer
+
+
+def test_weights_that_follow_random_ones_are_not_pruned(zygote: Zygote, source: Path, pruned: Path) -> None:
+    """Random weights are cut to the pattern; a trainer's, which come into the same engine, must obey it."""
+    dummy = {"load_format": "dummy"}
+    reloaded = served(zygote, Request(str(pruned), options=dummy, task="reload_after_dummy"))
+    assert reloaded.tokens == served(zygote, Request(str(pruned))).tokens
+    answer = zygote.ask(Request(str(source), env=SPARSE_FLAGS, options=dummy, task="reload_after_dummy"))
+    words = answer.error + answer.log
+    assert "has 8 non-zeros, 6:8 (2 of every 8 pruned)" in words
+    assert "The layer has been sparse since the server started; restart it to serve these weights" in words
+
+
+def test_a_sparse_layer_does_not_become_dense(zygote: Zygote, wholly: str, partly: str) -> None:
+    answer = zygote.ask(
+        Request(wholly, env=SPARSE_FLAGS, task="reload_other", work={"other": partly, "model": wholly})
+    )
+    words = answer.error + answer.log
+    assert "model.layers.0.mlp.down_proj" in words
+    assert "The layer has been sparse since the server started" in words
+
+
+def test_a_dense_layer_does_not_become_sparse(zygote: Zygote, wholly: str, partly: str) -> None:
+    work = {"other": wholly, "model": partly}
+    ours = served(zygote, Request(partly, env=SPARSE_FLAGS, task="reload_other", work=work))
+    assert "7 layers sparse, 2 dense (1 lm_head, 1 whose weights break the pattern)" in ours.summary
+    assert ours.data["turns"][0] == served(zygote, Request(partly, env=STOCK)).tokens
+
+
+def test_cached_graphs_are_of_the_layers_that_are_sparse(
+    zygote: Zygote, wholly: str, partly: str, tmp_path: Path
+) -> None:
+    """The same folder, config and flags, other weights: the graphs compiled for the first are not the second's."""
+    folder = tmp_path / "model"
+    for weights, sparse in ((wholly, 8), (partly, 7)):
+        shutil.rmtree(folder, ignore_errors=True)
+        shutil.copytree(weights, folder)
+        options = {"enforce_eager": False}
+        ours = served(zygote, Request(str(folder), env=SPARSE_FLAGS, options=options, pieces=True))
+        assert "Directly load AOT compilation" not in ours.log
+        assert f"{sparse} layers sparse" in ours.summary
+        assert ours.tokens == served(zygote, Request(weights, env=STOCK)).tokens

@@ -1,0 +1,224 @@
+"""vLLM takes another scheme for layers that are W8A8: refused where that was not wanted or cannot work, else said once.
+
+As it takes FP8 without quantized activations on GPUs of compute capability below 8.9; no engine is needed.
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from models import QWEN, quantization_config
+
+from slidesparse import gemm
+from slidesparse.checkpoint.metadata import KEY, QUANT_METHOD, LayerEntry, Metadata
+from slidesparse.gemm import BackendError
+from slidesparse.pattern import SlidePattern
+
+pytestmark = pytest.mark.vllm
+
+LAYER = "model.layers.0.mlp.down_proj"
+SIX_EIGHT = SlidePattern.parse("6:8")
+FLAGS = {"USE_CUSPARSELT": "1", "SPARSITY": "2_8"}
+
+
+def config(layout: str | None) -> dict[str, Any]:
+    """Of an FP8 checkpoint, pruned as the metadata says when it has a layout, else without metadata."""
+    made = quantization_config("fp8")
+    if layout:
+        made[KEY] = Metadata(SIX_EIGHT, layout, {LAYER: LayerEntry(SIX_EIGHT, QWEN.intermediate)}).to_json()
+    return made
+
+
+@pytest.fixture(autouse=True)
+def ampere(monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM as on a GPU that cannot multiply FP8; none of our flags."""
+    from slidesparse.vllm_patch import compat
+    from vllm.model_executor.layers.quantization.compressed_tensors import compressed_tensors, schemes
+
+    def supported(*_: object, **__: object) -> bool:
+        return False
+
+    def init(*_: object, **__: object) -> None:
+        """Without an engine's config."""
+
+    monkeypatch.setattr(compressed_tensors.CompressedTensorsConfig, "_check_scheme_supported", supported)
+    monkeypatch.setattr(schemes.CompressedTensorsW8A16Fp8, "__init__", init)
+    for name in ("USE_CUSPARSELT", "USE_CUBLASLT", "SPARSITY"):
+        monkeypatch.delenv(name, raising=False)
+    compat.warn.cache_clear()
+
+
+def scheme(quantization: dict[str, Any], name: str = LAYER) -> str:
+    """Of a layer: the name of the class."""
+    from slidesparse.vllm_patch.config import SlideSparseConfig
+    from vllm.model_executor.layers.linear import RowParallelLinear
+
+    made = SlideSparseConfig.from_config(copy.deepcopy(quantization))
+    return type(made.get_scheme(object.__new__(RowParallelLinear), name)).__name__
+
+
+@pytest.mark.parametrize("layout", ["dense", None])
+@pytest.mark.parametrize("flags", [FLAGS, {"USE_CUBLASLT": "1"}])
+def test_a_flag_asks_for_what_vllm_does_not_offer(
+    monkeypatch: pytest.MonkeyPatch, layout: str | None, flags: dict[str, str]
+) -> None:
+    from slidesparse.vllm_patch.resolve import ResolveError
+
+    for name, value in flags.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(ResolveError) as caught:
+        scheme(config(layout))
+    for words in (
+        f"{LAYER}: vLLM runs W8A8 layers of this checkpoint by its own CompressedTensorsW8A16Fp8",
+        "compute capability below 8.9, while a SlideSparse flag is set",
+        "--quant int8; for vLLM's own kernels unset the flag",
+    ):
+        assert words in str(caught.value)
+
+
+def test_the_stamp_remembers_that_a_flag_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Worker processes may not see the environment."""
+    from slidesparse.vllm_patch.resolve import ResolveError, resolve, stamp
+
+    from slidesparse.flags import Flags
+
+    stamped = config("dense")
+    stamp(resolve(stamped, Flags("sparse"), on_cuda=False), [stamped])
+    with pytest.raises(ResolveError, match="while a SlideSparse flag is set"):
+        scheme(stamped)
+
+
+def test_slided_weights_need_our_scheme() -> None:
+    from slidesparse.vllm_patch.resolve import ResolveError
+
+    with pytest.raises(ResolveError, match=r"CompressedTensorsW8A16Fp8.*slided layout.*--layout dense"):
+        scheme(config("slided"))
+    assert scheme(config("slided"), "model.layers.1.mlp.down_proj") == "CompressedTensorsW8A16Fp8"
+
+
+def test_dense_weights_are_served_by_vllm_which_is_said_once(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    from slidesparse.vllm_patch import compat
+
+    monkeypatch.setattr(compat.logger, "propagate", True)
+    with caplog.at_level(logging.WARNING, logger=compat.logger.name):
+        for name in (LAYER, "model.layers.1.mlp.down_proj"):
+            assert scheme(config("dense"), name) == "CompressedTensorsW8A16Fp8"
+    (said,) = (record.getMessage() for record in caplog.records if record.name == compat.logger.name)
+    assert said.startswith(
+        "SlideSparse leaves them dense: vLLM runs W8A8 layers of this checkpoint by its own CompressedTensorsW8A16Fp8"
+    )
+    assert "slidesparse convert SRC OUT --sparsity 6:8 --quant int8" in said
+
+
+@pytest.mark.parametrize(
+    "change", [{"dynamic": False, "strategy": "tensor"}, {"block": [64, 64]}, {"weight": None}]
+)
+def test_layers_that_we_would_not_take_anyhow(
+    monkeypatch: pytest.MonkeyPatch, change: dict[str, Any]
+) -> None:
+    """Static activations, scales for blocks, quantized weights alone, beside a group that we would take."""
+    for name, value in FLAGS.items():
+        monkeypatch.setenv(name, value)
+    quantization = config(None)
+    groups = quantization["config_groups"]
+    other = copy.deepcopy(groups["group_0"])
+    if "block" in change:
+        other["weights"] |= {"strategy": "block", "block_structure": change["block"]}
+    elif "weight" in change:
+        other["input_activations"] = None
+    else:
+        other["input_activations"] |= change
+    groups["other"] = {**other, "targets": ["re:.*down_proj"]}
+    groups["group_0"]["targets"] = ["re:.*up_proj"]
+    assert scheme(quantization) == "CompressedTensorsW8A16Fp8"
+
+
+def test_eight_bits_are_the_default() -> None:
+    """As compressed-tensors has it, and `convert`."""
+    from slidesparse.vllm_patch.config import _is_dynamic_w8a8
+
+    group = copy.deepcopy(quantization_config("int8")["config_groups"]["group_0"])
+    for part in ("weights", "input_activations"):
+        del group[part]["num_bits"]
+    assert _is_dynamic_w8a8(group)
+    assert not _is_dynamic_w8a8({**group, "weights": {**group["weights"], "num_bits": 4}})
+    assert not _is_dynamic_w8a8({**group, "input_activations": None})
+    assert not _is_dynamic_w8a8({**group, "weights": None})
+
+
+def test_who_asked_without_a_pattern() -> None:
+    from slidesparse.vllm_patch.resolve import ResolveError, resolve
+
+    from slidesparse.flags import Flags
+
+    with pytest.raises(
+        ResolveError, match=r"^USE_CUSPARSELT=1 needs to know.*unset USE_CUSPARSELT: that needs"
+    ):
+        resolve(config(None), Flags("sparse"), on_cuda=False)
+    with pytest.raises(ResolveError, match=r"^--quantization slidesparse needs to know.*--sparsity 6:8$"):
+        resolve(config(None), Flags(), on_cuda=False)
+
+
+def test_platforms_that_it_does_not_run_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    from slidesparse.vllm_patch import config as module
+    from slidesparse.vllm_patch.resolve import ResolveError
+
+    platform = SimpleNamespace(is_cuda=lambda: False, is_cpu=lambda: False, device_name="rocm")
+    monkeypatch.setattr(module, "current_platform", platform)
+    override = module.SlideSparseConfig.override_quantization_method
+    assert override(config("dense"), None) is None
+    with pytest.raises(ResolveError, match="NVIDIA GPUs and CPUs, vLLM's platform here is rocm"):
+        override({**config("slided"), "quant_method": QUANT_METHOD}, None)
+    monkeypatch.setenv("USE_CUSPARSELT", "1")
+    with pytest.raises(ResolveError, match="unset the flags"):
+        override(config("dense"), None)
+
+
+@pytest.mark.parametrize(
+    ("backend", "profile", "refused"),
+    [
+        ("cusparselt", False, True),
+        ("hopper", True, True),
+        ("hopper", False, False),
+        ("reference", False, False),
+    ],
+)
+def test_two_batches_at_once(
+    monkeypatch: pytest.MonkeyPatch, backend: str, profile: bool, refused: bool
+) -> None:
+    from slidesparse.vllm_patch import compat
+    from slidesparse.vllm_patch.scheme import SlideSparseScheme
+
+    made = object.__new__(SlideSparseScheme)
+    made.config = SimpleNamespace(resolution=SimpleNamespace(profile=profile))  # type: ignore[assignment]
+    made.backend = gemm.get(backend)
+    parallel = SimpleNamespace(enable_dbo=True)
+    monkeypatch.setattr(compat, "current_config", lambda: SimpleNamespace(parallel_config=parallel))
+    if refused:
+        with pytest.raises(BackendError, match=f"{backend}.*leave out --enable-dbo"):
+            made._require_no_threads()
+    parallel.enable_dbo = refused is False
+    made._require_no_threads()
+
+
+@pytest.mark.parametrize(
+    ("cuda", "size", "given"), [(True, 20 << 20, True), (True, 1 << 20, False), (False, 1 << 30, False)]
+)
+def test_memory_is_given_back_before_large_weights_are_packed(
+    monkeypatch: pytest.MonkeyPatch, cuda: bool, size: int, given: bool
+) -> None:
+    """Once no kernel can read it any more."""
+    from slidesparse.vllm_patch.scheme import _release_unused
+
+    called: list[str] = []
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: called.append(f"synchronize {device}"))
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: called.append("empty"))
+    _release_unused(SimpleNamespace(is_cuda=cuda, nbytes=size, device="cuda:1"))  # type: ignore[arg-type]
+    assert called == (["synchronize cuda:1", "empty"] if given else [])

@@ -1,0 +1,162 @@
+"""Checkpoints that claim what is not so, and flags that mean others: on the objects that vLLM itself passes."""
+
+from __future__ import annotations
+
+import copy
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from edits import SPARSE_FLAGS, edited, refused
+from models import QWEN, converted, write_float, write_w8a8
+from safetensors.torch import load_file
+from zygote import Answer, Request, Zygote
+
+pytestmark = pytest.mark.vllm
+
+DOWN = "model.layers.0.mlp.down_proj"
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """One model as BF16, as unpruned W8A8, and at 6:8 in both layouts."""
+    folder = tmp_path_factory.mktemp("made")
+    plain = write_w8a8(QWEN, folder / "w8a8")
+    return {
+        "float": write_float(QWEN, folder / "float"),
+        "w8a8": plain,
+        "dense": converted(plain, folder / "dense", "6:8"),
+        "slided": converted(plain, folder / "slided", "6:8", "slided"),
+    }
+
+
+def quantization(folder: Path) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((folder / "config.json").read_text())["quantization_config"]
+    return found
+
+
+def served(zygote: Zygote, model: Path | str, **request: Any) -> Answer:
+    answer = zygote.ask(Request(str(model), **request))
+    assert not answer.error, f"{answer.error}\n{answer.log[-4000:]}"
+    return answer
+
+
+@pytest.mark.parametrize("environment", [{"SPARSITY": "0.5"}, {"SLIDESPARSE_BACKEND": "none"}])
+def test_variables_of_others_do_not_stop_other_models(
+    zygote: Zygote, made: dict[str, Path], environment: dict[str, str]
+) -> None:
+    """Of a float model one line says that they have no effect."""
+    answer = served(zygote, made["float"], env=environment)
+    assert f"no effect on {made['float']}, which is not quantized: {next(iter(environment))}" in answer.log
+    assert not answer.summary
+    if environment.get("SPARSITY"):
+        assert not served(zygote, made["w8a8"], env=environment).summary
+
+
+def test_a_path_flag_on_a_float_model(zygote: Zygote, made: dict[str, Path]) -> None:
+    for environment in (SPARSE_FLAGS, {"USE_CUBLASLT": "1"}):
+        flag = next(iter(environment))
+        refused(
+            zygote,
+            str(made["float"]),
+            environment,
+            f"{flag} is set, but",
+            "is not quantized",
+            "slidesparse convert",
+        )
+    refused(
+        zygote,
+        str(made["float"]),
+        {},
+        "--quantization slidesparse is for a quantized checkpoint",
+        quantization="slidesparse",
+    )
+
+
+def test_everything_is_off_when_it_is_switched_off(zygote: Zygote, made: dict[str, Path]) -> None:
+    nonsense = {
+        "DISABLE_SLIDESPARSE": "1",
+        "SPARSITY": "lots",
+        "USE_CUSPARSELT": "1",
+        "USE_CUBLASLT": "maybe",
+    }
+    assert not served(zygote, made["dense"], env=nonsense).summary
+
+
+@pytest.mark.parametrize("backend", ["hopper", None, 3])
+def test_a_planted_stamp_decides_nothing(
+    zygote: Zygote, made: dict[str, Path], tmp_path: Path, backend: Any
+) -> None:
+    """It is what the plugin itself writes into the config, in memory."""
+    plain = served(zygote, made["dense"])
+    stamp = {"path": "dense", "backend": backend, "pattern": "4:6", "profile": True}
+    planted = edited(made["dense"], tmp_path / "planted", {}, {"slidesparse_serving": stamp})
+    answer = served(zygote, planted)
+    assert answer.summary == plain.summary
+    assert answer.tokens == plain.tokens
+
+
+def test_the_stamp_reaches_workers(zygote: Zygote, made: dict[str, Path]) -> None:
+    """Whose environment has no flags, as on Ray; in the config that vLLM itself hands to them."""
+    with_flags = served(zygote, made["dense"], env={"USE_CUBLASLT": "1"}, task="strip_env")
+    assert "on the cuBLASLt path" in with_flags.summary
+
+
+def test_a_draft_is_resolved_in_the_front_end(zygote: Zygote, made: dict[str, Path]) -> None:
+    draft = {"model": str(made["dense"]), "num_speculative_tokens": 2, "method": "draft_model"}
+    answer = served(  # it generates nothing: not every CPU build has the kernels that drafts want
+        zygote,
+        made["dense"],
+        env={"USE_CUBLASLT": "1"},
+        task="strip_env",
+        options={"speculative_config": draft},
+        work={"prompts": []},
+    )
+    lines = [line for line in answer.log.splitlines() if "SlideSparse " in line and "layers" in line]
+    assert len(lines) == 2
+    assert all("on the cuBLASLt path" in line for line in lines)
+
+
+def test_a_slided_layer_that_the_metadata_lacks(
+    zygote: Zygote, made: dict[str, Path], tmp_path: Path
+) -> None:
+    """Its loader would narrow [N, K'] to the first K columns."""
+    block = copy.deepcopy(quantization(made["slided"])["slidesparse"])
+    del block["layers"][DOWN]
+    model = edited(made["slided"], tmp_path / "out", {}, {"slidesparse": block})
+    refused(zygote, model, {}, DOWN, str(QWEN.intermediate))
+
+
+@pytest.mark.parametrize("layout", ["dense", "slided"])
+@pytest.mark.parametrize(
+    ("tensor", "become", "words"),
+    [
+        ("weight", None, "lacks its weight"),
+        ("weight_scale", None, "lacks its weight_scale"),
+        ("weight_scale", float("nan"), "weight_scale holds NaN"),
+        ("weight_scale", float("inf"), "weight_scale holds NaN"),
+        ("weight_scale", -0.5, "weight_scale holds NaN, Inf or negative"),
+        ("weight", torch.bfloat16, "holds torch.bfloat16 weights"),
+    ],
+)
+def test_tensors_that_are_missing_or_no_numbers(
+    zygote: Zygote, made: dict[str, Path], tmp_path: Path, layout: str, tensor: str, become: Any, words: str
+) -> None:
+    layer = "model.layers.1.self_attn.k_proj" if tensor == "weight" else DOWN
+    found = load_file(made[layout] / "model.safetensors")[f"{layer}.{tensor}"]
+    if isinstance(become, float):
+        found[3] = become
+    other = None if become is None else found.to(become) if isinstance(become, torch.dtype) else found
+    model = edited(made[layout], tmp_path / "out", {f"{layer}.{tensor}": other}, {})
+    vllms_name = "model.layers.1.self_attn.qkv_proj" if tensor == "weight" else DOWN
+    refused(zygote, model, {}, vllms_name, words)
+
+
+def test_heads_of_kv_caches_are_told(zygote: Zygote, made: dict[str, Path], tmp_path: Path) -> None:
+    """A slided checkpoint is no compressed-tensors one by name, so vLLM does not add what KV scales by head need."""
+    scheme = {"num_bits": 8, "type": "float", "strategy": "attn_head", "dynamic": False, "symmetric": True}
+    model = edited(made["slided"], tmp_path / "out", {}, {"kv_cache_scheme": scheme})
+    answer = zygote.ask(Request(model))
+    assert "AssertionError" not in answer.error, answer.log[-3000:]

@@ -1,0 +1,31 @@
+"""Short calibrated conversions on the CPU, and the token ids that they read."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from checkpoints import LLAMA, convert
+
+from slidesparse.calibrate.task import Calibration
+from slidesparse.convert.report import Report
+
+LINEARS = sorted(LLAMA.linears())
+TOKENS = (6, 24)  # samples of so many tokens
+DEVICES = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+
+
+def write_ids(path: Path, samples: int = TOKENS[0]) -> str:
+    """Token ids [samples, 24]."""
+    np.save(path, np.random.default_rng(0).integers(0, LLAMA.vocabulary, (samples, TOKENS[1])))
+    return str(path)
+
+
+def calibrated(source: Path, out: Path, ids: str, **options: Any) -> Report:
+    """Convert with calibration; on the CPU unless told otherwise, where bytes are the same in each run."""
+    keys = ("resume", "samples", "seqlen", "device", "sweeps", "target", "finetune")
+    how = {key: options.pop(key) for key in keys if key in options}
+    calibration = Calibration(ids, **{"device": "cpu", "seqlen": TOKENS[1], **how})
+    return convert(source, out, calibration=calibration, **options)

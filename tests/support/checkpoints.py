@@ -1,0 +1,205 @@
+"""Tiny source checkpoints for the tests of conversion, and ways to damage them.  No vLLM."""
+
+from __future__ import annotations
+
+import json
+import struct
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from models import Decoder, float_tensors, quantization_config
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from slidesparse.checkpoint.storage import CheckpointError
+from slidesparse.convert import stream
+from slidesparse.convert.options import ConvertOptions, parse_layer_pattern, parse_share
+from slidesparse.convert.report import Report
+from slidesparse.pattern import SlidePattern
+from slidesparse.quantize import FP8, INT8, quantize_rows
+
+MODEL = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+LLAMA = Decoder("LlamaForCausalLM", hidden=64, intermediate=88, heads=2, kv_heads=1, layers=2, vocabulary=40)
+DOWN = "model.layers.0.mlp.down_proj"
+Q = "model.layers.1.self_attn.q_proj"
+
+
+def write(folder: Path, config: dict[str, Any], tensors: dict[str, Tensor], shards: int = 1) -> Path:
+    """A checkpoint of one file, or of several with an index."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(config))
+    (folder / "tokenizer.json").write_text('{"version": "1.0"}')
+    if shards == 1:
+        save_file(tensors, folder / MODEL, metadata={"format": "pt"})
+        return folder
+    names = sorted(tensors)
+    weight_map = {}
+    for i in range(shards):
+        file = f"model-{i + 1:05}-of-{shards:05}.safetensors"
+        part = {name: tensors[name] for name in names[i::shards]}
+        save_file(part, folder / file, metadata={"format": "pt"})
+        weight_map |= dict.fromkeys(part, file)
+    total = sum(tensor.nbytes for tensor in tensors.values())
+    index = {"metadata": {"total_size": total, "note": "kept"}, "weight_map": weight_map}
+    (folder / INDEX).write_text(json.dumps(index))
+    return folder
+
+
+def llama(
+    folder: Path, shards: int = 1, dtype: torch.dtype = torch.bfloat16, **changed: Tensor | None
+) -> Path:
+    """A float Llama-style model; ``changed`` replaces tensors, or removes them with None (dots as ``__``)."""
+    tensors = {name: tensor.to(dtype) for name, tensor in float_tensors(LLAMA).items()}
+    for key, tensor in changed.items():
+        name = key.replace("__", ".")
+        if tensor is None:
+            del tensors[name]
+        else:
+            tensors[name] = tensor
+    return write(folder, LLAMA.config(), tensors, shards)
+
+
+def w8a8(folder: Path, quant: str = "int8", strategy: str = "channel", shards: int = 1) -> Path:
+    """The same model as an unpruned W8A8 checkpoint, whose layer DOWN is ignored: a float one."""
+    tensors = float_tensors(LLAMA)
+    for name in LLAMA.linears():
+        if name == DOWN:
+            continue
+        weight = tensors[f"{name}.weight"]
+        rows = weight if strategy == "channel" else weight.reshape(1, -1)
+        q, scale = quantize_rows(rows, {"int8": INT8, "fp8": FP8}[quant])
+        tensors[f"{name}.weight"] = q.reshape(weight.shape)
+        tensors[f"{name}.weight_scale"] = scale.bfloat16() if strategy == "channel" else scale.reshape(1)
+    block = quantization_config(quant, strategy)
+    block["ignore"] = ["re:.*lm_head", DOWN]
+    return write(folder, {**LLAMA.config(), "quantization_config": block}, tensors, shards)
+
+
+def bert(folder: Path, prefix: str = "", architecture: str = "BertModel") -> Path:
+    """A two-layer BERT-like encoder with a pooler, and a tokenizer of the words w0 to w49."""
+    generator = torch.Generator().manual_seed(1)
+    tensors = {
+        "embeddings.word_embeddings.weight": torch.randn(50, 32, generator=generator),
+        "embeddings.position_embeddings.weight": torch.randn(16, 32, generator=generator),
+        "embeddings.token_type_embeddings.weight": torch.randn(2, 32, generator=generator),
+        "embeddings.position_ids": torch.arange(16).reshape(1, 16),
+        "pooler.dense.weight": torch.randn(32, 32, generator=generator),
+    }
+    norms = [
+        "embeddings",
+        *(f"encoder.layer.{i}.{n}" for i in range(2) for n in ("attention.output", "output")),
+    ]
+    for norm in norms:
+        tensors |= {f"{norm}.LayerNorm.weight": torch.ones(32), f"{norm}.LayerNorm.bias": torch.zeros(32)}
+    shapes = dict.fromkeys(("query", "key", "value"), (32, 32))
+    shapes = {f"attention.self.{name}": shape for name, shape in shapes.items()}
+    shapes |= {"attention.output.dense": (32, 32), "intermediate.dense": (48, 32), "output.dense": (32, 48)}
+    for i in range(2):
+        for name, shape in shapes.items():
+            tensors[f"encoder.layer.{i}.{name}.weight"] = torch.randn(*shape, generator=generator)
+            tensors[f"encoder.layer.{i}.{name}.bias"] = torch.randn(shape[0], generator=generator)
+    tensors = {prefix + name: tensor for name, tensor in tensors.items()}
+    config = {"architectures": [architecture], "model_type": "bert", "hidden_act": "gelu", "hidden_size": 32}
+    config |= {"intermediate_size": 48, "num_attention_heads": 4, "num_hidden_layers": 2, "vocab_size": 50}
+    write(folder, config | {"max_position_embeddings": 16}, tensors)
+    write_tokenizer(folder, [f"w{i}" for i in range(50)])
+    (folder / "1_Pooling").mkdir()
+    (folder / "1_Pooling" / "config.json").write_text('{"pooling_mode_mean_tokens": true}')
+    return folder
+
+
+def write_tokenizer(folder: Path, words: Sequence[str]) -> None:
+    """A tokenizer.json whose tokens are ``words``, apart by spaces."""
+    model = {"type": "WordLevel", "vocab": {word: i for i, word in enumerate(words)}, "unk_token": words[0]}
+    tokenizer = {
+        "version": "1.0",
+        "added_tokens": [],
+        "pre_tokenizer": {"type": "WhitespaceSplit"},
+        "model": model,
+    }
+    (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
+
+
+def tensors_of(folder: Path) -> dict[str, Tensor]:
+    """All tensors of a checkpoint, read by the safetensors library."""
+    found: dict[str, Tensor] = {}
+    for path in sorted(folder.glob("*.safetensors")):
+        found |= load_file(path)
+    return found
+
+
+def config_of(folder: Path) -> dict[str, Any]:
+    """config.json."""
+    return json.loads((folder / "config.json").read_text())
+
+
+def edit_json(path: Path, **values: Any) -> None:
+    """Replace top-level entries of a JSON file, or remove them with None."""
+    found = json.loads(path.read_text())
+    found.update(values)
+    path.write_text(json.dumps({name: value for name, value in found.items() if value is not None}))
+
+
+def edit_header(path: Path, text: str | None = None, **changed: dict[str, Any]) -> None:
+    """Rewrite a safetensors header: entries of one tensor each, or the whole JSON text; the data stay."""
+    raw = path.read_bytes()
+    length = struct.unpack("<Q", raw[:8])[0]
+    if text is None:
+        header = json.loads(raw[8 : 8 + length])
+        for name, entry in changed.items():
+            header[name.replace("__", ".")].update(entry)
+        text = json.dumps(header)
+    encoded = text.encode()
+    path.write_bytes(struct.pack("<Q", len(encoded)) + encoded + raw[8 + length :])
+
+
+def set_value(tensor: Tensor, row: int, column: int, value: float) -> Tensor:
+    """A copy with one value replaced."""
+    changed = tensor.clone()
+    changed[row, column] = value
+    return changed
+
+
+def snapshot(folder: Path) -> dict[str, bytes]:
+    """Every file below a folder: what must be the same bytes, or untouched."""
+    return {str(p.relative_to(folder)): p.read_bytes() for p in sorted(folder.rglob("*")) if p.is_file()}
+
+
+def convert(
+    source: Path,
+    out: Path,
+    pattern: str | SlidePattern = "6:8",
+    *,
+    dry_run: bool = False,
+    progress: Any = None,
+    layer: Sequence[str] = (),
+    skip_worst: str | None = None,
+    **options: Any,
+) -> Report:
+    """Convert with options that are written as on the command line."""
+    made = ConvertOptions(
+        SlidePattern.parse(pattern),
+        layer_patterns=tuple(map(parse_layer_pattern, layer)),
+        skip_worst=0.0 if skip_worst is None else parse_share(skip_worst),
+        **{name: tuple(value) if isinstance(value, list) else value for name, value in options.items()},
+    )
+    return stream.convert(source, out, made, dry_run=dry_run, progress=progress)
+
+
+def refused(
+    source: Path, *words: str, error: type[Exception] = CheckpointError, out: str = "out", **options: Any
+) -> str:
+    """Convert, expect an error with all of ``words``, and that neither source nor surroundings changed."""
+    before, names = snapshot(source), sorted(path.name for path in source.parent.iterdir())
+    with pytest.raises(error) as caught:
+        convert(source, source.parent / out, **options)
+    message = str(caught.value)
+    for word in words:
+        assert word in message, message
+    assert snapshot(source) == before
+    assert sorted(path.name for path in source.parent.iterdir()) == names
+    return message

@@ -1,0 +1,169 @@
+"""What `zygote` does with an engine: ``TASKS[name](llm, work)`` gives a dict, which becomes an `Answer`.
+
+``work`` and what comes back are JSON.  Imported by the parent too, so vLLM is imported late.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+PROMPTS = [[(7 * i * j + 3) % 500 for j in range(1, 5 + 9 * i)] for i in range(1, 6)]
+
+Found = dict[str, Any]
+
+
+def _greedy(llm: Any, prompts: list[list[int]], tokens: int, lora: Any = None, **sampling: Any) -> list[Any]:
+    """vLLM's outputs, of exactly so many tokens each."""
+    from vllm import SamplingParams
+
+    parameters = SamplingParams(
+        max_tokens=tokens, temperature=0, ignore_eos=True, detokenize=False, **sampling
+    )
+    inputs = [{"prompt_token_ids": prompt} for prompt in prompts]
+    return llm.generate(inputs, parameters, use_tqdm=False, lora_request=lora)  # type: ignore[no-any-return]
+
+
+def _tokens(outputs: list[Any]) -> list[list[int]]:
+    return [list(output.outputs[0].token_ids) for output in outputs]
+
+
+def generate(llm: Any, work: Found) -> Found:
+    """Tokens after PROMPTS or those of ``work``."""
+    return {"tokens": _tokens(_greedy(llm, work.get("prompts", PROMPTS), work.get("tokens", 16)))}
+
+
+def logprobs(llm: Any, work: Found) -> Found:
+    """The largest log-probability at each position of PROMPTS, and the first token after them."""
+    outputs = _greedy(llm, PROMPTS, 1, prompt_logprobs=1)
+    rows = [
+        [max(entry.logprob for entry in position.values()) for position in output.prompt_logprobs[1:]]
+        for output in outputs
+    ]
+    return {"tokens": _tokens(outputs), "logprobs": rows}
+
+
+def prove(llm: Any, work: Found) -> Found:
+    """``forced``: `_best` at each position of ``windows``, teacher-forced, window by window in one list;
+    ``greedy``: `_best` of each of ``tokens`` new tokens after each of ``prompts``.
+    """
+    found: Found = {"greedy": [], "forced": []}
+    for output in _greedy(llm, work["prompts"], work["tokens"], logprobs=2):
+        found["greedy"].append([_best(position) for position in output.outputs[0].logprobs])
+    for output in _greedy(llm, work["windows"], 1, prompt_logprobs=2) if work["windows"] else []:
+        found["forced"] += [_best(position) for position in output.prompt_logprobs[1:]]
+    return found
+
+
+def _best(position: dict[int, Any]) -> list[float]:
+    """[token, log-probability] of the best and of the second best; of equal ones the smaller token comes first."""
+    ordered = sorted((-entry.logprob, token) for token, entry in position.items())[:2]
+    return [number for negative, token in ordered for number in (token, -negative)]
+
+
+def mixed(llm: Any, work: Found) -> Found:
+    """Tokens after the prompts of each of ``phases``, and how many tokens of each prompt came from the prefix cache;
+    how many plans our GEMM library has made.
+    """
+    from slidesparse.gemm import cuda as plans
+
+    found: Found = {"phases": [], "cached": []}
+    for prompts in work["phases"]:
+        outputs = _greedy(llm, prompts, work["tokens"])
+        found["phases"].append(_tokens(outputs))
+        found["cached"].append([output.num_cached_tokens for output in outputs])
+    return {**found, "plans": sum(map(len, plans._local.caches.values()))}
+
+
+def reload(llm: Any, work: Found) -> Found:
+    """Tokens after reloading the weights."""
+    llm.collective_rpc("reload_weights")
+    return generate(llm, work)
+
+
+def reload_after_dummy(llm: Any, work: Found) -> Found:
+    """Tokens of the checkpoint's weights in an engine that began with random ones."""
+    llm.collective_rpc("update_config", args=({"load_config": {"load_format": "auto"}},))
+    return reload(llm, work)
+
+
+def reload_other(llm: Any, work: Found) -> Found:
+    """Tokens with the weights of the engine's model, then with those of ``other``, then of the first again."""
+    found = [generate(llm, work)["tokens"]]
+    for path in (work["other"], work["model"]):
+        llm.collective_rpc("reload_weights", kwargs={"weights_path": path})
+        found.append(generate(llm, work)["tokens"])
+    return {"turns": found}
+
+
+def adapters(llm: Any, work: Found) -> Found:
+    """Tokens without an adapter, with that in the folder ``adapter``, and of a batch of prompts with and without."""
+    from vllm.lora.request import LoRARequest
+
+    prompts, lora = work["prompts"], LoRARequest("adapter", 1, work["adapter"])
+    plain = _tokens(_greedy(llm, prompts, work["tokens"]))
+    adapted = _tokens(_greedy(llm, prompts, work["tokens"], lora))
+    every_second = [lora if i % 2 else None for i in range(len(prompts))]
+    return {
+        "plain": plain,
+        "adapted": adapted,
+        "mixed": _tokens(_greedy(llm, prompts, work["tokens"], every_second)),
+    }
+
+
+def profile(llm: Any, work: Found) -> Found:
+    """The table that SLIDESPARSE_PROFILE prints when a process ends, after some generation."""
+    from slidesparse import profiling
+
+    return {**generate(llm, work), "table": profiling.enable().table()}
+
+
+def sleep(llm: Any, work: Found) -> Found:
+    """Tokens before a sleep of level 1 and after it, and bytes of the GPU: free before, asleep and after."""
+    import torch
+
+    found = {"before": generate(llm, work)["tokens"], "free": [torch.cuda.mem_get_info()[0]]}
+    found["weights"], found["in_pool"] = llm.collective_rpc(_weight_bytes)[0]
+    llm.sleep(level=1)
+    found["free"].append(torch.cuda.mem_get_info()[0])
+    llm.wake_up()
+    found["free"].append(torch.cuda.mem_get_info()[0])
+    found["after"] = generate(llm, work)["tokens"]
+    return found
+
+
+def _weight_bytes(worker: Any) -> tuple[int, int]:
+    """Bytes of the model's parameters, and of those that lie in memory that is given back while asleep."""
+    from vllm.device_allocator.cumem import CuMemAllocator
+
+    pool = CuMemAllocator.get_instance().pointer_to_data
+    spans = [(start, start + data.handle[1]) for start, data in pool.items() if data.tag == "weights"]
+    inside = whole = 0
+    for parameter in worker.get_model().parameters():
+        whole += parameter.nbytes
+        if any(start <= parameter.data_ptr() < end for start, end in spans):
+            inside += parameter.nbytes
+    return whole, inside
+
+
+def perplexity(llm: Any, work: Found) -> Found:
+    """The arrays that ``slidesparse eval perplexity`` works with, of ``ids``, all tokens compared."""
+    from slidesparse.evaluate.worker import logprobs_of
+
+    return {name: array.tolist() for name, array in logprobs_of(llm, work["ids"], -1).items()}
+
+
+TASKS: dict[str, Callable[[Any, Found], Found]] = {
+    "perplexity": perplexity,
+    "generate": generate,
+    "strip_env": generate,
+    "logprobs": logprobs,
+    "prove": prove,
+    "mixed": mixed,
+    "reload": reload,
+    "reload_after_dummy": reload_after_dummy,
+    "reload_other": reload_other,
+    "adapters": adapters,
+    "profile": profile,
+    "sleep": sleep,
+}

@@ -1,0 +1,193 @@
+"""A GEMM library and a clock for machines without a GPU: exact products, times from a table."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from slidesparse import gemm
+from slidesparse.gemm.backend import LayerSpec
+from slidesparse.gemm.problem import DTYPES, TN, Layout, LibraryError, Problem
+from slidesparse.slide import is_two_four
+from slidesparse.tune.inputs import Inputs
+from slidesparse.tune.machine import Gpu
+from slidesparse.tune.measure import Deadline, Launch, Replay
+from slidesparse.tune.session import Session
+
+CPU = torch.device("cpu")
+GPU = Gpu(CPU, "NVIDIA Test 100", (9, 0), l2_bytes=1 << 10)
+TIMES = {"slow": 30.0, "good": 10.0, "middle": 20.0, "slowest": 25.0}
+
+
+@dataclass
+class FakePlan:
+    library: FakeLibrary
+    problem: Problem
+    algorithm: str
+    layout: Layout = TN
+    workspace: int = 0
+
+    def run(
+        self,
+        activations: Tensor,
+        weight: Tensor,
+        out: Tensor,
+        scale_w: Tensor | None = None,
+        scale_x: Tensor | None = None,
+        bias: Tensor | None = None,
+    ) -> None:
+        self.library.ran.append(self.algorithm)
+        if self.algorithm.startswith("fails"):
+            raise LibraryError(f"{self.algorithm} failed")
+        if self.algorithm.startswith("unwritten"):
+            return
+        problem = self.problem
+        activations = logical(activations, problem.m, problem.k, self.layout.activations_k)
+        weight = logical(weight, problem.n, problem.k, self.layout.weight_k)
+        product = activations.double() @ weight.double().T
+        if scale_w is not None:
+            product *= scale_w
+        if scale_x is not None:
+            product *= scale_x[:, None]
+        if self.algorithm.startswith("wrong"):
+            product[-1, -1] += 1 if out.dtype == torch.int32 else product.norm()
+        logical(out, problem.m, problem.n, self.layout.output_n).copy_(product)
+
+
+def logical(memory: Tensor, rows: int, columns: int, columns_contiguous: bool) -> Tensor:
+    """[rows, columns] as a layout finds it in memory, which may be viewed in another shape."""
+    flat = memory.reshape(-1)
+    return flat.view(rows, columns) if columns_contiguous else flat.view(columns, rows).t()
+
+
+@dataclass
+class FakeLibrary:
+    """``times``: algorithm -> microseconds.  Names that begin with refused, fails, wrong, unwritten do that.
+
+    ``named``: the algorithms of layouts that have others; none: the layout is refused.
+    ``splits``: what follows "/" in a name is a way of splitting K.
+    """
+
+    name: str = "cusparselt"
+    sparse: bool = True
+    alignment: int = 32
+    times: dict[str, float] = field(default_factory=lambda: dict(TIMES))
+    outs: tuple[str, ...] = ("bf16", "int32")
+    scale: str = "none"
+    ran: list[str] = field(default_factory=list)
+    searched: list[Problem] = field(default_factory=list)
+    packed: list[tuple[int, ...]] = field(default_factory=list)
+    named: dict[Layout, list[str]] = field(default_factory=dict)
+    splits: bool = True
+
+    def version(self) -> str:
+        return "1.2.3"
+
+    def unusable(self, device: torch.device) -> str | None:
+        return None
+
+    def outputs_of(self, dtype: str) -> tuple[str, ...]:
+        return {"int8": self.outs, "fp8": ("bf16",)}.get(dtype, ())
+
+    def epilogue(self, dtype: str, out: str, device: torch.device | None = None) -> str:
+        return "none" if out == "int32" else self.scale
+
+    def operand(self, weight: Tensor, layout: Layout = TN) -> Tensor:
+        assert not self.sparse or is_two_four(weight)
+        self.packed.append(tuple(weight.shape))
+        return weight if layout.weight_k else weight.t().contiguous()
+
+    def pack(self, spec: LayerSpec, weight: Tensor) -> Tensor:
+        return gemm.get("reference").pack(spec, weight)
+
+    def algorithms(self, problem: Problem, device: torch.device, layout: Layout = TN) -> list[str]:
+        self.searched.append(problem)
+        self._require(problem, layout)
+        return self.named.get(layout, list(self.times))
+
+    def unsplit(self, algorithm: str) -> str | None:
+        whole, way, _ = algorithm.partition("/")
+        return whole if way and self.splits else None
+
+    def _require(self, problem: Problem, layout: Layout) -> None:
+        if self.named.get(layout) == []:
+            raise LibraryError(f"NOT_SUPPORTED; {problem},\n{layout}")
+
+    def plan(
+        self, problem: Problem, device: torch.device, algorithm: str | None = None, layout: Layout = TN
+    ) -> FakePlan:
+        name = algorithm or "heuristic"
+        self._require(problem, layout)
+        if name.startswith("refused"):
+            raise LibraryError(f"{name} is refused")
+        assert algorithm is None or algorithm in self.times
+        assert problem.out in DTYPES
+        return FakePlan(self, problem, name, layout)
+
+
+class FakeClock:
+    """Runs launches, and reads their times from the tables of the libraries."""
+
+    def __init__(self, *libraries: FakeLibrary, graphs: bool = True) -> None:
+        self._libraries, self._graphs = libraries, graphs
+        self.prepared: list[tuple[str, int, float]] = []  # algorithm, copies, target
+        self.sampled: dict[str, int] = {}
+
+    def _run(self, launch: Launch) -> tuple[str, float]:
+        for library in self._libraries:
+            library.ran.clear()
+        launch(0)
+        for library in self._libraries:
+            for name in library.ran:
+                return name, library.times[name]
+        return "other", 5.0
+
+    def once(self, launch: Launch) -> float:
+        return self._run(launch)[1] + 4.0  # the processor's part
+
+    def prepare(self, launch: Launch, copies: int, about_us: float, target_us: float) -> Replay:
+        name, us = self._run(launch)
+        for i in range(copies):
+            launch(i)
+        self.prepared.append((name, copies, target_us))
+        return _FakeReplay(self, name, us, self._graphs)
+
+
+class _FakeReplay:
+    def __init__(self, clock: FakeClock, name: str, us: float, graphed: bool) -> None:
+        self._clock, self._name, self._us, self.graphed = clock, name, us, graphed
+
+    def samples(self, count: int) -> list[float]:
+        self._clock.sampled[self._name] = self._clock.sampled.get(self._name, 0) + count
+        return [self._us + 0.01 * i for i in range(count)]
+
+
+def session(
+    *libraries: FakeLibrary,
+    limit: float | None = None,
+    now: Callable[[], float] | None = None,
+    graphs: bool = True,
+) -> Session:
+    deadline = Deadline(limit, now) if now else Deadline(limit)
+    return Session(GPU, FakeClock(*libraries, graphs=graphs), Inputs(CPU, GPU.l2_bytes), deadline)
+
+
+class Ticks:
+    """A clock of seconds that advances by one each time it is read."""
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+
+    def __call__(self) -> float:
+        self.seconds += 1.0
+        return self.seconds
+
+
+def times_of(rows: Sequence[dict[str, str]], **wanted: object) -> list[float]:
+    """p50 of the rows with these values."""
+    return [
+        float(row["p50_us"]) for row in rows if all(row[name] == str(value) for name, value in wanted.items())
+    ]

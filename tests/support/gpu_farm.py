@@ -1,0 +1,286 @@
+"""Engines on a GPU for tests: a trained model in every pattern, and many engines at a time, each asked once.
+
+A test says with `needs` which engines it compares; all that the selected tests need are started at once, a dozen at a
+time, because an engine for a small model mostly waits for its own Python.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future, wait
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
+import pytest
+import trained
+from gpu_layers import require_served
+from zygote import Answer, Request, Zygotes
+
+from slidesparse.convert.options import ConvertOptions
+from slidesparse.convert.stream import convert
+from slidesparse.flags import BACKEND
+from slidesparse.pattern import SlidePattern
+
+AT_A_TIME = 12
+GIB = 1 << 30
+SEQUENCES, BATCHED_TOKENS = 32, 512
+
+# vLLM pads decode batches to the sizes that it has captured; none of these crosses a bucket of tokens (`plans.bucket`),
+# so that a padded batch runs by the same algorithm as one that is not.
+CAPTURED = [1, 2, 4, 8, 16, 32, 48, 64, 128, 256, 512]
+MODES: dict[str, dict[str, Any]] = {
+    "eager": {"enforce_eager": True},
+    # split and captured as always, with PyTorch's and vLLM's kernels between the operators instead of Inductor's
+    "graphs": {"compilation_config": {"backend": "eager", "cudagraph_capture_sizes": CAPTURED}},
+    "compiled": {"compilation_config": {"cudagraph_capture_sizes": CAPTURED}, "async_scheduling": True},
+}
+PARALLEL: dict[str, dict[str, Any]] = {
+    "": {},
+    "tp": {"tensor_parallel_size": 2, "disable_custom_all_reduce": True},
+    "pp": {"pipeline_parallel_size": 2},
+}
+COMMON: dict[str, Any] = {
+    "enforce_eager": False,
+    "max_model_len": 512,
+    "max_num_seqs": SEQUENCES,
+    "max_num_batched_tokens": BATCHED_TOKENS,
+    "enable_prefix_caching": False,
+    "async_scheduling": False,
+    # A size given makes vLLM skip the measurement of free memory, which other engines would disturb; at the start it
+    # only asks whether this share of all memory is free.
+    "kv_cache_memory_bytes": GIB,
+    "gpu_memory_utilization": 0.02,
+}
+STOCK = {"DISABLE_SLIDESPARSE": "1"}
+YARDSTICKS = {"exact": "float64", "rounded": "bfloat16"}
+
+# Prompts and what is generated stay within one block of keys of FlashAttention 3 (128 for heads of 64), which it cannot
+# split, however many splits a captured graph allows for.
+PROMPTS, PROMPT_LENGTH, NEW_TOKENS = 16, 64, 48
+WINDOWS, WINDOW_LENGTH = 40, 257  # 10,240 positions
+
+F = TypeVar("F", bound=Callable[..., None])
+
+
+@dataclass(frozen=True)
+class Engine:
+    """One engine: a checkpoint of the trained model, how it is served, what it is asked."""
+
+    quant: str
+    pattern: str
+    dtype: str
+    layout: str = "dense"
+    mode: str = "eager"  # of MODES
+    system: str = (
+        "sparse"  # or "stock"; "exact" and "rounded": our operators by the reference backend, see `Request`
+    )
+    task: str = "prove"
+    method: str = "magnitude"  # of pruning
+    parallel: str = ""  # of PARALLEL
+    fuse: bool = False  # norms and activations with quantization, where the model is compiled
+
+    @property
+    def layers(self) -> str:
+        """How the summary counts them: in a pipeline each of two processes counts its own."""
+        return f"{trained.LAYERS // 2 if self.parallel == 'pp' else trained.LAYERS} layers sparse"
+
+
+@dataclass(frozen=True)
+class Best:
+    """The best token at a position, and the second best."""
+
+    token: int
+    logprob: float
+    second: int
+    second_logprob: float
+
+    @property
+    def margin(self) -> float:
+        return self.logprob - self.second_logprob
+
+
+def needs(engines: Callable[..., list[Engine]]) -> Callable[[F], F]:
+    """Says which engines a test asks for, as a function of its parameters."""
+
+    def mark(test: F) -> F:
+        test.engines = engines  # type: ignore[attr-defined]
+        return test
+
+    return mark
+
+
+def needed(request: pytest.FixtureRequest) -> Iterable[Engine]:
+    """The engines of the selected tests of the module that asks, as their `needs` say."""
+    for item in request.session.items:
+        engines = getattr(getattr(item, "function", None), "engines", None)
+        if engines and item.module is request.module:  # type: ignore[attr-defined]
+            callspec = getattr(item, "callspec", None)
+            yield from engines(**(callspec.params if callspec else {}))
+
+
+class Farm:
+    """Trains the model, converts it, runs engines on it."""
+
+    def __init__(
+        self, folder: Path, tasks: dict[str, Callable[[Farm], dict[str, Any]]], at_a_time: int = AT_A_TIME
+    ) -> None:
+        """``tasks`` give what a task other than "prove" takes; of that, "env" and "options" are the engine's.
+
+        ``at_a_time`` is how many engines run at once, at most.
+        """
+        self.folder, self.source, self.tasks = folder, folder / "trained", tasks
+        self.zygotes = Zygotes(
+            min(at_a_time, 3 * (os.cpu_count() or 1) // 4 or 1)
+        )  # they import vLLM meanwhile
+        command = [sys.executable, trained.__file__, str(self.source)]
+        run = subprocess.run(command, stdout=subprocess.PIPE, text=True, timeout=300, check=True)
+        self.outcome = trained.Outcome(**json.loads(run.stdout.splitlines()[-1]))
+        self.text = np.load(self.source / trained.HELD_OUT)
+        self.backend = require_served()  # of the engines that are sparse
+        self._answers: dict[Engine, Future[Answer]] = {}
+
+    def start(self, engine: Engine) -> Future[Answer]:
+        """The answer to come; of an engine that was started before, that one."""
+        if engine not in self._answers:
+            self._answers[engine] = self.zygotes.submit(self._request(engine))
+        return self._answers[engine]
+
+    def answer(self, engine: Engine) -> Answer:
+        """The engine's answer, once it is sure that it ran as it should have."""
+        answer = self.start(engine).result()
+        assert not answer.error, f"{engine}: {answer.error}\n{answer.log[-6000:]}"
+        if engine.system == "stock":
+            assert not answer.summary, "stock vLLM was meant, but the plugin served"
+        else:
+            backend = self.backend if engine.system == "sparse" else "reference"
+            assert engine.layers in answer.summary, f"{engine}: {answer.summary}"
+            assert f"{engine.layout} layout; backend {backend}" in answer.summary, (
+                f"{engine}: {answer.summary}"
+            )
+        return answer
+
+    def answers(self, engines: Iterable[Engine]) -> list[Answer]:
+        return [self.answer(engine) for engine in engines]
+
+    def wait(self) -> None:
+        """Until no engine runs."""
+        wait(self._answers.values())
+
+    def checkpoint(self, engine: Engine) -> Path:
+        """The trained model as the engine serves it, converted once."""
+        name = f"{engine.quant}-{engine.pattern.replace(':', '_')}-{engine.layout}-{engine.method}"
+        out = self.folder / name
+        if not out.exists():
+            pattern = SlidePattern.parse(engine.pattern)
+            convert(self.source, out, ConvertOptions(pattern, engine.quant, engine.layout, engine.method))
+        return out
+
+    def windows(self, count: int, length: int) -> list[list[int]]:
+        """Pieces of text that the model has not seen."""
+        return trained.windows_of(self.text, count, length).tolist()  # type: ignore[no-any-return]
+
+    def _request(self, engine: Engine) -> Request:
+        work: dict[str, Any] = {"prompts": self.windows(PROMPTS, PROMPT_LENGTH), "tokens": NEW_TOKENS}
+        if engine.task in self.tasks:
+            work |= self.tasks[engine.task](self)
+        else:  # captured attention may split long contexts, so that only short ones can be compared with eager
+            work["windows"] = [] if engine.mode == "graphs" else self.windows(WINDOWS, WINDOW_LENGTH)
+        return Request(
+            str(self.checkpoint(engine)),
+            env={
+                **(STOCK if engine.system == "stock" else {}),
+                **({BACKEND: ""} if engine.system in YARDSTICKS else {}),
+                "SLIDESPARSE_FUSE": "1" if engine.fuse else "0",
+                **work.pop("env", {}),
+            },
+            options={
+                **COMMON,
+                "dtype": engine.dtype,
+                **MODES[engine.mode],
+                **PARALLEL[engine.parallel],
+                **work.pop("options", {}),
+            },
+            task=engine.task,
+            work=work,
+            yardstick=YARDSTICKS.get(engine.system, ""),
+            seconds=400,
+        )
+
+    def close(self) -> None:
+        self.zygotes.close()
+
+
+def forced(answer: Answer) -> list[Best]:
+    """What is best at each of the 10,240 positions of the windows."""
+    return [Best(int(row[0]), row[1], int(row[2]), row[3]) for row in answer.data["forced"]]
+
+
+def greedy(answer: Answer) -> list[list[Best]]:
+    """What was generated after each prompt."""
+    return [
+        [Best(int(row[0]), row[1], int(row[2]), row[3]) for row in rows] for rows in answer.data["greedy"]
+    ]
+
+
+def differences(found: Sequence[object], expected: Sequence[object]) -> str:
+    """How many entries differ, and the first that does; nothing when none does."""
+    assert len(found) == len(expected)
+    places = [i for i, (a, b) in enumerate(zip(found, expected, strict=True)) if a != b]
+    if not places:
+        return ""
+    first = places[0]
+    return f"{len(places)} of {len(found)} differ, first number {first}: {found[first]}, expected {expected[first]}"
+
+
+def same_share(left: list[Best], right: list[Best]) -> float:
+    """The share of positions with the same best token."""
+    return sum(a.token == b.token for a, b in zip(left, right, strict=True)) / len(left)
+
+
+def movement(left: list[Best], right: list[Best]) -> float:
+    """The most by which a log-probability differs between two runs on the same text."""
+    pairs = list(zip(left, right, strict=True))
+    return max(max(abs(a.logprob - b.logprob), abs(a.second_logprob - b.second_logprob)) for a, b in pairs)
+
+
+def mean_error(found: list[Best], expected: list[Best]) -> float:
+    """Of the best log-probability."""
+    return float(np.mean([abs(a.logprob - b.logprob) for a, b in zip(found, expected, strict=True)]))
+
+
+def compiled_beside_stock(engine: Engine) -> list[Engine]:
+    """What `require_only_rounding` compares."""
+    stock = replace(engine, system="stock", layout="dense")
+    return [replace(one, mode=mode) for one in (stock, engine) for mode in ("eager", "compiled")]
+
+
+def require_only_rounding(stock: Answer, stock_compiled: Answer, eager: Answer, compiled: Answer) -> None:
+    """Compiled tokens are eager ones but where Inductor's rounding can decide between two.
+
+    That is where the margin of the best token is at most twice what compiling moves a log-probability of stock vLLM by,
+    once for each of the two tokens.  How often: stock's own count, doubled because our layers round once more, and four
+    standard deviations of such a count.
+    """
+    bound = 2 * movement(forced(stock), forced(stock_compiled))
+    differing = parted(forced(eager), forced(compiled))
+    of_stock = len(parted(forced(stock), forced(stock_compiled)))
+    texts = list(zip(greedy(eager), greedy(compiled), strict=True))
+    diverged = [parted(left, right)[0] for left, right in texts if parted(left, right)]
+    largest = max((best.margin for best in differing + diverged), default=0.0)
+    print(
+        f"{len(differing)} of {len(forced(stock))} top-1 tokens differ, stock's {of_stock}; "
+        f"{len(diverged)} of {len(texts)} texts diverge; largest margin {largest:.4f} of {bound:.4f}"
+    )
+    assert largest <= bound
+    assert len(differing) <= 2 * of_stock + 4 * (2 * of_stock) ** 0.5 + 4
+
+
+def parted(left: list[Best], right: list[Best]) -> list[Best]:
+    """Those of ``left`` where the other has another token; of a generated text only the first can be compared."""
+    return [a for a, b in zip(left, right, strict=True) if a.token != b.token]

@@ -1,0 +1,28 @@
+"""The fixture of tests that name this file in ``pytest_plugins``: a machine that seems to have a Hopper GPU."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from pathlib import Path
+
+import pytest
+import torch
+from hopper_stand_in import StandIn
+
+from slidesparse.gemm import cuda
+from slidesparse.gemm.hopper import backend, native
+
+
+@pytest.fixture
+def standing_in(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> StandIn:
+    """The stand-in for the kernels, with tuned tables of its own; CPU tensors pass for a GPU's."""
+    library = StandIn()
+    monkeypatch.setattr(native, "library", lambda: library)
+    monkeypatch.setattr(backend, "MOST_TOKENS", 1 << 10)  # tables are made in less time
+    monkeypatch.setattr(cuda, "on_device", lambda index: nullcontext())
+    monkeypatch.setattr(cuda, "index_of", lambda device: 0)
+    monkeypatch.setattr(cuda, "stream_of", lambda index: 77)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA Test 100")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    monkeypatch.setenv("SLIDESPARSE_CACHE", str(tmp_path))
+    return library

@@ -1,0 +1,208 @@
+"""The compiled kernels of csrc/hopper/ for machines without a Hopper GPU: the same functions on a CPU's memory.
+
+They compute what the kernels compute by the reference, and note what they were handed.  Configurations are only names.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from slidesparse import reference
+from slidesparse.gemm.hopper import format as hopper_format
+from slidesparse.gemm.hopper import native
+from slidesparse.gemm.hopper.native import Layer
+from slidesparse.pattern import SlideLayout
+from slidesparse.quantize import FP8, INT8
+
+TYPES = {number: dtype for dtype, number in native.TYPES.items()}
+
+
+def memory(address: int, count: int, dtype: torch.dtype) -> Tensor:
+    """``count`` elements at an address, copied."""
+    size = count * dtype.itemsize
+    if not size:
+        return torch.empty(0, dtype=dtype)
+    return torch.frombuffer(bytearray(ctypes.string_at(address, size)), dtype=torch.uint8).view(dtype)
+
+
+def strided(address: int, m: int, k: int, stride: int, dtype: torch.dtype) -> Tensor:
+    """Rows of ``k`` elements, ``stride`` apart."""
+    return memory(address, (m - 1) * stride + k if m else 0, dtype).as_strided((m, k), (stride, 1))
+
+
+def write(address: int, values: Tensor) -> None:
+    """Write contiguous ``values`` to an address."""
+    values = values.contiguous()
+    ctypes.memmove(address, values.data_ptr(), values.numel() * values.element_size())
+
+
+@dataclass
+class Plan:
+    """What a plan was made of."""
+
+    layer: Layer
+    trigger: int
+    table: list[tuple[int, str]]
+
+    def configuration(self, m: int) -> str:
+        """The configuration for m tokens."""
+        return next((text for tokens, text in self.table if m <= tokens), self.table[-1][1])
+
+
+@dataclass
+class StandIn:
+    """The library; its functions are named as the compiled ones."""
+
+    plans: dict[int, Plan] = field(default_factory=dict)  # by handle
+    served: dict[tuple[int, Layer], int] = field(default_factory=dict)
+    calls: list[tuple[Any, ...]] = field(default_factory=list)  # configuration, m, stream of each product
+    quantizations: list[dict[str, Any]] = field(default_factory=list)
+    layers: int = 0  # runs of a whole one
+    refused: tuple[str, ...] = ("split:9x9/1x1/1",)
+    candidates: tuple[str, ...] = ("split:2x64/1x4/2", "stream:3x128/2/1")
+    error: bytes | None = None  # what every launch returns
+    missing: bytes | None = None  # why the driver cannot run it
+
+    def slidesparse_hopper_unusable(self) -> bytes | None:
+        return self.missing
+
+    def slidesparse_hopper_candidates(
+        self, n: int, columns: int, m: int, fp8: int, most: int, texts: Any, us: Any, count: Any
+    ) -> None:
+        found = self.candidates[:most]
+        for i, text in enumerate(found):
+            texts[native.TEXT_BYTES * i : native.TEXT_BYTES * i + len(text)] = text.encode()
+            us[i] = 1.0 + i
+        count._obj.value = len(found)
+
+    def slidesparse_hopper_plan(
+        self,
+        n: int,
+        k: int,
+        length: int,
+        phase: int,
+        fp8: int,
+        columns: int,
+        trigger: int,
+        count: int,
+        tokens: Any,
+        texts: Any,
+        made: Any,
+    ) -> bytes | None:
+        table = [(tokens[i], texts[i].decode()) for i in range(count)]
+        wrong = [text for _, text in table if text in self.refused]
+        if wrong:
+            return f"no kernel was compiled for configuration {wrong[0]}, or it finds no room".encode()
+        handle = 1 + max(self.plans, default=0)
+        self.plans[handle] = Plan(Layer(n, k, length, phase, bool(fp8), columns), trigger, table)
+        made._obj.value = handle
+        return None
+
+    def slidesparse_hopper_delete(self, plan: int) -> None:
+        del self.plans[plan]
+
+    def slidesparse_hopper_serve(self, plan: int) -> None:
+        self.served[0, self.plans[plan].layer] = plan
+
+    def slidesparse_hopper_find(self, device: int, *layer: int) -> int | None:
+        return self.served.get((max(device, 0), Layer(*layer)))
+
+    def slidesparse_hopper_configuration(self, plan: int, m: int) -> bytes:
+        return self.plans[plan].configuration(m).encode()
+
+    def slidesparse_hopper_weight_bytes(self, plan: int) -> int:
+        layer = self.plans[plan].layer
+        return hopper_format.packed_bytes(layer.n, layer.columns)
+
+    def slidesparse_hopper_scratch_bytes(self, plan: int, m: int) -> int:
+        return 128 * m + m * self.plans[plan].layer.columns
+
+    def slidesparse_hopper_quantize(
+        self,
+        plan: int,
+        m: int,
+        x: int,
+        kind: int,
+        stride: int,
+        prologue: int,
+        eps: float,
+        gain: int | None,
+        residual: int | None,
+        residual_stride: int,
+        total: int | None,
+        q: int,
+        scale_x: int,
+        stream: int,
+    ) -> bytes | None:
+        layer = self.plans[plan].layer
+        self.quantizations.append(
+            {"stride": stride, "eps": eps, "residual_stride": residual_stride, "stream": stream}
+        )
+        norm, adds = prologue in (native.RMS_NORM, native.ADD_RMS_NORM), prologue == native.ADD_RMS_NORM
+        assert [bool(one) for one in (gain, residual, total)] == [norm, adds, adds]
+        source, k = TYPES[kind], layer.k
+        tokens = strided(x, m, 2 * k if prologue == native.SILU_MUL else k, stride, source)
+        if prologue == native.SILU_MUL:
+            tokens = reference.silu_mul(tokens)
+        elif norm:
+            other = strided(residual, m, k, residual_stride, source) if residual else None
+            tokens, added = reference.rms_norm(tokens, memory(gain or 0, k, source), eps, other)
+            if total:
+                write(total, added)
+        layout = SlideLayout(k, layer.phase, layer.length)
+        assert q % 16 == layer.columns % 16 == 0
+        assert layer.columns >= layout.slided
+        codes, scale = reference.quant_slide(tokens, layout, FP8 if layer.fp8 else INT8, "cuda")
+        wide = torch.zeros(m, layer.columns, dtype=torch.int8)
+        wide[:, : layout.slided] = codes.view(torch.int8)
+        write(q, wide)
+        write(scale_x, scale)
+        return self.error
+
+    def slidesparse_hopper_product(
+        self,
+        plan: int,
+        m: int,
+        q: int,
+        q_columns: int,
+        scale_x: int,
+        weight: int,
+        scale_w: int,
+        bias: int | None,
+        bias_type: int,
+        out: int,
+        out_type: int,
+        stream: int,
+    ) -> bytes | None:
+        layer = self.plans[plan].layer
+        self.calls.append((self.plans[plan].configuration(m), m, stream))
+        assert q % 16 == 0
+        assert bool(bias) == bool(bias_type)
+        codes = memory(q, m * q_columns, FP8 if layer.fp8 else INT8).view(m, q_columns)
+        packed = memory(weight, self.slidesparse_hopper_weight_bytes(plan), torch.uint8)
+        slided = hopper_format.unpack(packed, layer.n, q_columns, codes.dtype)
+        y = reference.dequant_bias(
+            reference.matmul(codes, slided),
+            memory(scale_x, m, torch.float32),
+            memory(scale_w, layer.n, torch.float32),
+            memory(bias, layer.n, TYPES[bias_type]) if bias else None,
+            TYPES[out_type],
+            "cuda",
+        )
+        write(out, y)
+        return self.error
+
+    def slidesparse_hopper_linear(self, plan: int, m: int, *rest: Any) -> bytes | None:
+        *x, weight, scale_w, bias, bias_type, out, out_type, scratch, stream = rest
+        self.layers += 1
+        q = scratch + 128 * m
+        error = self.slidesparse_hopper_quantize(plan, m, *x, q, scratch, stream)
+        columns = self.plans[plan].layer.columns
+        return error or self.slidesparse_hopper_product(
+            plan, m, q, columns, scratch, weight, scale_w, bias, bias_type, out, out_type, stream
+        )

@@ -1,0 +1,177 @@
+"""Small decoder models with random weights, written as the W8A8 checkpoints that tests convert and serve."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+
+from slidesparse.pattern import SlidePattern
+from slidesparse.quantize import FP8, quantize_rows
+
+# oneDNN's INT8 kernels for x86 CPUs without VNNI add pairs of products in 16 bits and saturate.  Stock vLLM uses
+# them, so comparisons with it need codes small enough that 2 * 255 * code never leaves 16 bits.
+LARGEST_EXACT_CODE = 63
+
+
+@dataclass(frozen=True)
+class Decoder:
+    """The shape of a small model; K of o_proj is heads * head_dim, of down_proj intermediate."""
+
+    architecture: str
+    hidden: int = 128
+    intermediate: int = 320
+    heads: int = 4
+    kv_heads: int = 2
+    head_dim: int = 32
+    layers: int = 2
+    vocabulary: int = 512
+
+    @property
+    def model_type(self) -> str:
+        return {"Qwen2ForCausalLM": "qwen2", "LlamaForCausalLM": "llama"}[self.architecture]
+
+    @property
+    def biased(self) -> tuple[str, ...]:
+        """Projections with a bias: Qwen2 has it on q, k, v; the Llama here on all, as attention_bias and mlp_bias."""
+        qkv = ("q_proj", "k_proj", "v_proj")
+        return qkv if self.model_type == "qwen2" else (*qkv, "o_proj", "gate_proj", "up_proj", "down_proj")
+
+    def linears(self) -> dict[str, tuple[int, int]]:
+        """Layer name -> (N, K)."""
+        q, kv = self.heads * self.head_dim, self.kv_heads * self.head_dim
+        shapes = {
+            "self_attn.q_proj": (q, self.hidden),
+            "self_attn.k_proj": (kv, self.hidden),
+            "self_attn.v_proj": (kv, self.hidden),
+            "self_attn.o_proj": (self.hidden, q),
+            "mlp.gate_proj": (self.intermediate, self.hidden),
+            "mlp.up_proj": (self.intermediate, self.hidden),
+            "mlp.down_proj": (self.hidden, self.intermediate),
+        }
+        return {
+            f"model.layers.{i}.{name}": shape for i in range(self.layers) for name, shape in shapes.items()
+        }
+
+    def config(self) -> dict[str, object]:
+        return {
+            "architectures": [self.architecture],
+            "model_type": self.model_type,
+            "hidden_size": self.hidden,
+            "intermediate_size": self.intermediate,
+            "num_attention_heads": self.heads,
+            "num_key_value_heads": self.kv_heads,
+            "head_dim": self.head_dim,
+            "num_hidden_layers": self.layers,
+            "vocab_size": self.vocabulary,
+            "max_position_embeddings": 512,
+            "rms_norm_eps": 1e-6,
+            "rope_theta": 10000.0,
+            "hidden_act": "silu",
+            "attention_bias": True,
+            "mlp_bias": self.model_type == "llama",
+            "tie_word_embeddings": False,
+            "torch_dtype": "bfloat16",
+            "bos_token_id": 1,
+            "eos_token_id": 2,
+        }
+
+
+QWEN = Decoder("Qwen2ForCausalLM")
+LLAMA = Decoder("LlamaForCausalLM")
+
+
+def float_tensors(model: Decoder, seed: int = 0) -> dict[str, torch.Tensor]:
+    """All tensors of the model in BF16."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def normal(*shape: int, std: float) -> torch.Tensor:
+        return (torch.randn(*shape, generator=generator) * std).to(torch.bfloat16)
+
+    tensors = {
+        "model.embed_tokens.weight": normal(model.vocabulary, model.hidden, std=1.0),
+        "model.norm.weight": torch.ones(model.hidden, dtype=torch.bfloat16),
+        "lm_head.weight": normal(model.vocabulary, model.hidden, std=0.2),
+    }
+    for i in range(model.layers):
+        for norm in ("input_layernorm", "post_attention_layernorm"):
+            tensors[f"model.layers.{i}.{norm}.weight"] = torch.ones(model.hidden, dtype=torch.bfloat16)
+    for name, (n, k) in model.linears().items():
+        tensors[f"{name}.weight"] = normal(n, k, std=1.5 * k**-0.5)
+        if name.rsplit(".", 1)[1] in model.biased:
+            tensors[f"{name}.bias"] = normal(n, std=0.1)
+    return tensors
+
+
+def quantization_config(quant: str, strategy: str = "channel") -> dict[str, object]:
+    """A compressed-tensors W8A8 config with dynamic per-token activations."""
+    kind = {"int8": "int", "fp8": "float"}[quant]
+    common = {"num_bits": 8, "type": kind, "symmetric": True}
+    return {
+        "quant_method": "compressed-tensors",
+        "format": f"{kind}-quantized",
+        "quantization_status": "compressed",
+        "config_groups": {
+            "group_0": {
+                "targets": ["Linear"],
+                "weights": {**common, "strategy": strategy, "dynamic": False},
+                "input_activations": {**common, "strategy": "token", "dynamic": True},
+            }
+        },
+        "ignore": ["lm_head"],
+    }
+
+
+def write_float(model: Decoder, folder: Path, seed: int = 0) -> Path:
+    """A BF16 Hugging Face checkpoint in one file."""
+    return _write(folder, model.config(), float_tensors(model, seed))
+
+
+def write_w8a8(
+    model: Decoder, folder: Path, quant: str = "int8", strategy: str = "channel", seed: int = 0
+) -> Path:
+    """An unpruned compressed-tensors W8A8 checkpoint; INT8 codes stay within LARGEST_EXACT_CODE."""
+    tensors = float_tensors(model, seed)
+    for name in model.linears():
+        weight = tensors[f"{name}.weight"]
+        rows = weight if strategy == "channel" else weight.reshape(1, -1)
+        if quant == "int8":
+            q, scale = quantize_rows(rows * (127 / LARGEST_EXACT_CODE), torch.int8)
+            q = (q.float() * (LARGEST_EXACT_CODE / 127)).round().to(torch.int8)
+        else:
+            q, scale = quantize_rows(rows, FP8)
+        tensors[f"{name}.weight"] = q.reshape(weight.shape)
+        tensors[f"{name}.weight_scale"] = scale if strategy == "channel" else scale.reshape(1)
+    config = {**model.config(), "quantization_config": quantization_config(quant, strategy)}
+    return _write(folder, config, tensors)
+
+
+def _write(folder: Path, config: dict[str, object], tensors: dict[str, torch.Tensor]) -> Path:
+    folder.mkdir(parents=True, exist_ok=True)
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    (folder / "config.json").write_text(json.dumps(config, indent=2))
+    return folder
+
+
+def converted(source: Path, out: Path, pattern: str, layout: str = "dense") -> Path:
+    """``source`` pruned by the real converter."""
+    from slidesparse.convert.options import ConvertOptions
+    from slidesparse.convert.stream import convert
+
+    convert(source, out, ConvertOptions(SlidePattern.parse(pattern), layout=layout))
+    return out
+
+
+def write_config(
+    folder: Path, pattern: str | None, quant: str = "int8", layout: str = "dense", model: Decoder = QWEN
+) -> Path:
+    """The config.json of a W8A8 checkpoint, pruned or not, and nothing else."""
+    folder.mkdir(parents=True)
+    block = quantization_config(quant)
+    if pattern:
+        block["slidesparse"] = {"version": 1, "pattern": pattern, "layout": layout, "layers": {}}
+    (folder / "config.json").write_text(json.dumps(model.config() | {"quantization_config": block}))
+    return folder

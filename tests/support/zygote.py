@@ -1,0 +1,345 @@
+"""Run vLLM engines cheaply: import vLLM once, then fork a child for every engine.
+
+As a program it reads requests as JSON lines on stdin, one `Request` each, and answers each with one JSON line.
+Importing vLLM takes some ten seconds, an engine for a tiny model in a forked child two.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import queue
+import select
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import traceback
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import engine_tasks
+
+from slidesparse import gemm
+
+HERE = Path(__file__).resolve()
+GRACE = 5.0  # seconds
+FLAGS = (
+    "USE_CUSPARSELT",
+    "USE_CUBLASLT",
+    "DISABLE_SLIDESPARSE",
+    "SPARSITY",
+    "SLIDESPARSE_FUSE",
+    "SLIDESPARSE_BACKEND",
+)
+
+
+@dataclass
+class Request:
+    """An engine to start and what to ask of it."""
+
+    model: str
+    env: dict[str, str] = field(default_factory=dict)
+    options: dict[str, Any] = field(default_factory=dict)  # of vllm.LLM
+    task: str = "generate"  # or "config_hash", "strip_env", or another one of engine_tasks.TASKS
+    work: dict[str, Any] = field(default_factory=dict)  # what the task takes
+    pretend_cuda: bool = False  # resolve as on a machine with a GPU
+    pieces: bool = False  # compile as on a machine with a GPU: by vLLM's own backend, cut at attentions
+    exact_fp8: bool = False  # accumulate FP8 in float64: the yardstick for everybody's error
+    yardstick: str = (
+        ""  # serve by the reference backend with sums in "float64", or those rounded to "bfloat16"
+    )
+    registered: str = ""  # a module whose ENTRY is added to the registry of backends
+    seconds: int = 600  # after which the engine is ended
+
+
+@dataclass
+class Answer:
+    """What came of a request; ``log`` holds all that the engine's processes printed."""
+
+    error: str = ""
+    log: str = ""
+    tokens: list[list[int]] = field(default_factory=list)
+    logprobs: list[list[float]] = field(default_factory=list)  # top-1, per prompt and position
+    config_hash: str = ""
+    data: dict[str, Any] = field(default_factory=dict)  # of tasks that find out more
+
+    @property
+    def summary(self) -> str:
+        """The plugin's one line, or nothing."""
+        lines = [line for line in self.log.splitlines() if "SlideSparse " in line and "layers" in line]
+        return lines[-1].split("SlideSparse ", 1)[1] if lines else ""
+
+
+class Zygote:
+    """The parent's side."""
+
+    def __init__(self) -> None:
+        self.cache = tempfile.TemporaryDirectory(
+            prefix="vllm-cache-"
+        )  # compiled graphs of this run, no others
+        env = {name: value for name, value in os.environ.items() if name not in FLAGS}
+        env |= {
+            "VLLM_CPU_KVCACHE_SPACE": "1",
+            "VLLM_WORKER_MULTIPROC_METHOD": "fork",
+            "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+            "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+            "VLLM_CACHE_ROOT": self.cache.name,
+            "VLLM_NO_USAGE_STATS": "1",
+            "VLLM_LOGGING_LEVEL": "INFO",  # tests read the plugin's lines
+            "VLLM_USE_FLASHINFER_SAMPLER": "0",
+            "VLLM_ALLREDUCE_USE_SYMM_MEM": "0",
+            "PYTORCH_NVML_BASED_CUDA_CHECK": "1",  # a look at the GPU must not spoil it for forked children
+            "HF_HUB_OFFLINE": "1",
+            "OMP_NUM_THREADS": "1",
+        }
+        command = [sys.executable, str(HERE)]
+        self.process = subprocess.Popen(
+            command, env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
+
+    def ask(self, request: Request) -> Answer:
+        """Start the engine, wait for its answer."""
+        assert self.process.stdin is not None
+        assert self.process.stdout is not None
+        self.process.stdin.write(json.dumps(asdict(request)) + "\n")
+        self.process.stdin.flush()
+        line = self.process.stdout.readline()
+        if not line:
+            raise RuntimeError("the vLLM process ended; its output is above")
+        return Answer(**json.loads(line))
+
+    def close(self) -> None:
+        """End the process; its input ending tells it to."""
+        self.process.communicate()
+        self.cache.cleanup()
+
+
+class Zygotes:
+    """Several, so that as many engines run at a time; they import vLLM from now on, all at once."""
+
+    def __init__(self, count: int) -> None:
+        self.all = [Zygote() for _ in range(count)]
+        self._free: queue.SimpleQueue[Zygote] = queue.SimpleQueue()
+        for one in self.all:
+            self._free.put(one)
+        self._pool = ThreadPoolExecutor(count)
+
+    def submit(self, request: Request) -> Future[Answer]:
+        """The answer to come of the first zygote that is free, in the order of the requests."""
+        return self._pool.submit(self._ask, request)
+
+    def _ask(self, request: Request) -> Answer:
+        one = self._free.get()
+        try:
+            return one.ask(request)
+        finally:
+            self._free.put(one)
+
+    def close(self) -> None:
+        """Drop what has not begun, end the processes."""
+        self._pool.shutdown(cancel_futures=True)
+        for one in self.all:
+            one.close()
+
+
+def _run(request: Request) -> Answer:
+    os.environ.update(request.env)
+    if request.registered:
+        gemm.REGISTRY.update(importlib.import_module(request.registered).ENTRY)
+    if request.exact_fp8:
+        _accumulate_fp8_in_float64()
+    if request.pretend_cuda or request.yardstick:
+        _resolve_as(on_cuda=request.pretend_cuda)
+    if request.yardstick:
+        _accumulate_in_float64(request.yardstick)
+    if request.pieces:
+        _compile_in_pieces()
+    if request.task == "config_hash":
+        return Answer(config_hash=_config(request).compute_hash())
+    make = _engine_without_flags if request.task == "strip_env" else _engine
+    found = engine_tasks.TASKS[request.task](make(request), request.work)
+    return Answer(found.pop("error", ""), "", found.pop("tokens", []), found.pop("logprobs", []), data=found)
+
+
+def _options(request: Request) -> dict[str, Any]:
+    # float32, because vLLM's kernels for AVX2 truncate to bfloat16 where everybody else rounds
+    common = {"skip_tokenizer_init": True, "max_model_len": 256, "max_num_seqs": 8, "dtype": "float32"}
+    common["gpu_memory_utilization"] = 0.2  # of the memory of a CPU too, and other tests may run beside
+    return {**common, "enforce_eager": True, **request.options}
+
+
+def _config(request: Request) -> Any:
+    from vllm.engine.arg_utils import EngineArgs
+
+    return EngineArgs(model=request.model, **_options(request)).create_engine_config()
+
+
+def _engine(request: Request) -> Any:
+    from vllm import LLM
+
+    return LLM(request.model, **_options(request))
+
+
+def _engine_without_flags(request: Request) -> Any:
+    """An engine whose processes do not see the flags under which its config was made."""
+    from vllm.engine.arg_utils import EngineArgs
+
+    make = EngineArgs.create_engine_config
+
+    def make_then_forget(self: Any, *args: Any, **kwargs: Any) -> Any:
+        config = make(self, *args, **kwargs)
+        for name in FLAGS:
+            os.environ.pop(name, None)
+        return config
+
+    EngineArgs.create_engine_config = make_then_forget
+    return _engine(request)
+
+
+def _resolve_as(on_cuda: bool) -> None:
+    """Choose the backend of a machine with a GPU, or of one without, which is the reference."""
+    from slidesparse.vllm_patch import config
+
+    plain = config.resolve
+    config.resolve = lambda quantization, flags, _: plain(quantization, flags, on_cuda)
+
+
+def _compile_in_pieces() -> None:
+    """On the CPU build, which leaves models to torch.compile.  vLLM's last pass asks for operators that only its build
+    for GPUs has; it changes nothing that this build runs.
+    """
+    from vllm.compilation.passes.utility.fix_functionalization import FixFunctionalizationPass
+    from vllm.config import CompilationMode
+    from vllm.platforms.cpu import CpuPlatform
+
+    plain = CpuPlatform.check_and_update_config.__func__
+
+    def check_and_update_config(cls: type, config: Any) -> None:
+        plain(cls, config)
+        compilation = config.compilation_config
+        compilation.mode, compilation.backend = CompilationMode.VLLM_COMPILE, "inductor"
+        compilation.ir_enable_torch_wrap, compilation.compile_sizes = True, []
+        compilation.splitting_ops = list(compilation._attention_ops)
+
+    CpuPlatform.check_and_update_config = classmethod(check_and_update_config)
+    FixFunctionalizationPass.__call__ = lambda self, graph: None
+
+
+def _accumulate_fp8_in_float64() -> None:
+    from slidesparse import reference
+
+    plain = reference.matmul
+    reference.matmul = lambda q, w: (
+        (q.double() @ w.double().t()) if q.dtype.is_floating_point else plain(q, w)
+    )
+
+
+def _accumulate_in_float64(rounded_to: str) -> None:
+    """Sums of INT8 products, which stay below 2**53, are exact; those of FP8 nearly so."""
+    import torch
+
+    from slidesparse import reference
+
+    dtype = getattr(torch, rounded_to)
+    reference.matmul = lambda q, w: (q.float().double() @ w.float().double().t()).to(dtype)
+
+
+def _child(request: Request, log: str, out: int) -> None:
+    os.setsid()  # so that it can be ended with all processes that it starts
+    os.register_at_fork(
+        after_in_child=lambda: os.closerange(out, out + 1)
+    )  # the answer is there without them
+    with open(log, "w") as sink:
+        os.dup2(sink.fileno(), 1)
+        os.dup2(sink.fileno(), 2)
+    try:
+        answer = _run(request)
+    except BaseException as error:
+        traceback.print_exc()
+        answer = Answer(error=f"{type(error).__name__}: {error}")
+    sys.stdout.flush()
+    sys.stderr.flush()
+    with os.fdopen(out, "w") as pipe:
+        json.dump(asdict(answer), pipe)
+
+
+def _import_vllm() -> None:
+    """All that engines import later, as long as it leaves the GPU alone."""
+    import torch
+    import vllm
+    from vllm.model_executor.models.llama import LlamaForCausalLM
+    from vllm.model_executor.models.qwen2 import Qwen2ForCausalLM
+    from vllm.platforms import current_platform
+
+    # vLLM starts a process to look at a model that it knows by name only
+    for model in (LlamaForCausalLM, Qwen2ForCausalLM):
+        vllm.ModelRegistry.register_model(model.__name__, model)
+    if current_platform.is_cuda():
+        import vllm.v1.attention.backends.flash_attn
+        import vllm.v1.worker.gpu.model_runner
+        import vllm.v1.worker.gpu_worker
+    else:
+        import vllm.v1.worker.cpu_worker
+    if torch.cuda.is_initialized():
+        raise RuntimeError("importing vLLM has initialized CUDA: no forked child could use it")
+
+
+def _text_of(readable: int, seconds: int) -> str | None:
+    """All that comes out of a pipe until its end, or None when it has not ended after so long."""
+    text, until = b"", time.monotonic() + seconds
+    while select.select([readable], [], [], max(0.0, until - time.monotonic()))[0]:
+        part = os.read(readable, 1 << 20)
+        text += part
+        if not part:
+            return text.decode()
+    return None
+
+
+def _end(group: int) -> None:
+    """Let the processes that an engine has started end; kill those that do not, such as workers waiting for others."""
+    until = time.monotonic() + GRACE
+    with suppress(ProcessLookupError):
+        while time.monotonic() < until:
+            os.killpg(group, 0)
+            time.sleep(0.02)
+        os.killpg(group, signal.SIGKILL)
+
+
+def main() -> None:
+    """Serve requests until stdin ends."""
+    answers = os.dup(1)
+    os.dup2(2, 1)  # whatever is printed is not an answer
+    _import_vllm()
+
+    for line in sys.stdin:
+        request = Request(**json.loads(line))
+        with tempfile.NamedTemporaryFile("r", suffix=".log") as log:
+            readable, writable = os.pipe()
+            pid = os.fork()
+            if pid == 0:
+                os.close(readable)
+                _child(request, log.name, writable)
+                os._exit(0)
+            os.close(writable)
+            text = _text_of(readable, request.seconds)
+            os.close(readable)
+            if text is None:
+                os.killpg(pid, signal.SIGKILL)
+            os.waitpid(pid, 0)
+            _end(pid)
+            ended = f"the engine gave no answer in {request.seconds} s" if text is None else ""
+            answer = (
+                Answer(**json.loads(text)) if text else Answer(error=ended or "the engine's process died")
+            )
+            answer.log = Path(log.name).read_text(errors="replace")
+        os.write(answers, (json.dumps(asdict(answer)) + "\n").encode())
+
+
+if __name__ == "__main__":
+    main()
