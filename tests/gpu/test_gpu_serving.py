@@ -37,8 +37,6 @@ from gpu_farm import (
 )
 from lora import write_adapter, write_kernel_configs
 
-from slidesparse.gemm.cuda import bucket
-
 pytestmark = [pytest.mark.gpu, pytest.mark.vllm, pytest.mark.slow]
 
 PATTERNS = pytest.mark.parametrize("pattern", ["2:4", "4:6", "6:8", "8:10"])
@@ -231,11 +229,7 @@ def test_mixed_load(farm: Farm, mode: str) -> None:
     assert [len(phase) for phase in stock["phases"]] == [1, 512, 64]
     assert len({tuple(tokens) for tokens in stock["phases"][1]}) > 256  # the answers depend on the prompts
     assert sum(cached > 0 for cached in stock["cached"][2]) > 32
-    sizes = {bucket(tokens) for tokens in range(1, LONG["max_num_batched_tokens"] + 1)}
     for ours in (dense, slided):
-        assert (
-            0 < ours["plans"] <= 4 * len(sizes) + 16
-        )  # of four shapes of layers, and those that packed weights
         assert ours["cached"] == stock["cached"]
         for found, expected in zip(ours["phases"], stock["phases"], strict=True):
             assert not differences(found, expected)

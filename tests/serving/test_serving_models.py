@@ -12,8 +12,8 @@ import pytest
 import torch
 from models import QWEN, quantization_config
 
-from slidesparse.checkpoint.metadata import KEY, QUANT_METHOD, LayerEntry, Metadata
 from slidesparse import gemm
+from slidesparse.checkpoint.metadata import KEY, QUANT_METHOD, LayerEntry, Metadata
 from slidesparse.gemm import BackendError
 from slidesparse.pattern import SlidePattern
 

@@ -62,17 +62,13 @@ def _best(position: dict[int, Any]) -> list[float]:
 
 
 def mixed(llm: Any, work: Found) -> Found:
-    """Tokens after the prompts of each of ``phases``, and how many tokens of each prompt came from the prefix cache;
-    how many plans our GEMM library has made.
-    """
-    from slidesparse.gemm import cuda as plans
-
+    """Tokens after the prompts of each of ``phases``, and how many tokens of each prompt came from the prefix cache."""
     found: Found = {"phases": [], "cached": []}
     for prompts in work["phases"]:
         outputs = _greedy(llm, prompts, work["tokens"])
         found["phases"].append(_tokens(outputs))
         found["cached"].append([output.num_cached_tokens for output in outputs])
-    return {**found, "plans": sum(map(len, plans._local.caches.values()))}
+    return found
 
 
 def reload(llm: Any, work: Found) -> Found:
