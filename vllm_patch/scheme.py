@@ -97,7 +97,7 @@ class SlideSparseScheme(CompressedTensorsScheme):
 
     def create_weights(self, layer: torch.nn.Module, **kwargs: Any) -> None:
         """Let vLLM's scheme create the parameters; slided checkpoints hold K' columns instead of K."""
-        self.dummy = compat.loads_dummy_weights()
+        self.dummy, self.by_name = compat.loads_dummy_weights(), compat.loads_by_name()
         dtype, shard, whole = (
             kwargs[key] for key in ("params_dtype", "input_size_per_partition", "input_size")
         )
@@ -183,7 +183,7 @@ class SlideSparseScheme(CompressedTensorsScheme):
         """
         if getattr(layer.weight, PACKED, False):
             return
-        if not self.dummy and compat.loads_by_name():
+        if self.by_name and not self.dummy:
             self.arrivals.require_all()
         packed = None if isinstance(self.state, LeftDense) else self._packed(self._loaded(layer))
         if packed is None:

@@ -50,7 +50,8 @@ def describe_worker(worker: Any) -> dict[str, Any]:
     from vllm.platforms import current_platform
 
     schemes = {name: getattr(module, "scheme", None) for name, module in worker.get_model().named_modules()}
-    ours = {name: scheme.arguments for name, scheme in schemes.items() if hasattr(scheme, "arguments")}
+    states = {name: getattr(scheme, "state", None) for name, scheme in schemes.items()}
+    ours = {name: state.arguments for name, state in states.items() if hasattr(state, "arguments")}
     return {
         **describe(worker.vllm_config),
         "layers": {name: [arguments[0], arguments[-1]] for name, arguments in ours.items()},
