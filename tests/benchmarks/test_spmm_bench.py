@@ -88,7 +88,7 @@ def test_wrong_results_have_no_row(
 
 
 def test_one_product_that_is_left_out_is_too_wrong() -> None:
-    """Of 4096 of one size: its share is 1/4096, the bound a seventh of that."""
+    """One key among 4096 of equal size has a share of 1/4096; the bound is a seventh of that."""
     assert bench.allowed(4096) < 1 / 4096 / 7
     x, weight = torch.ones(1, 4096), torch.ones(1, 4096)
     assert bench._Right(x, weight).error(torch.tensor([[4095.0]])) == pytest.approx(1 / 4096)

@@ -78,7 +78,7 @@ def test_k_is_split_for_the_algorithms_that_are_fast_without() -> None:
 
 
 def test_a_stroke_in_a_name_alone_is_no_way_of_splitting_k() -> None:
-    """Of a library without such ways, every algorithm is tried."""
+    """Every algorithm of a library without such ways is tried."""
     times = {f"a{i}": 10.0 + i for i in range(8)} | {"stream:1x8/1/2": 9.0, "split:1x8/1x4/2": 1.0}
     found = find(FakeLibrary(times=times, splits=False), INT8)
     assert (found.algorithm, found.tried) == ("split:1x8/1x4/2", 10)

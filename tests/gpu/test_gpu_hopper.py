@@ -44,7 +44,7 @@ def scales(count: int, seed: int) -> Tensor:
 
 
 def scaled(sums: Tensor, made: Layer, scale_x: Tensor, bias: Tensor | None, out: torch.dtype) -> Tensor:
-    """What the epilogue makes of exact sums."""
+    """The epilogue's result for exact sums."""
     return reference.dequant_bias(sums.to(torch.int32), scale_x, made.scale, bias, out, "cuda")
 
 
@@ -375,7 +375,7 @@ def test_what_a_launch_refuses_is_told(small: Layer) -> None:
 
 
 def test_more_tiles_than_a_grid_has_rows(small: Layer) -> None:
-    """Of a configuration that tuning would not choose."""
+    """Run a configuration that tuning would not choose."""
     m = 8 * 65536
     plan = BACKEND.plan(Problem("int8", "bf16", 64, 64, m, "both"), gpu(), "split:1x8/1x1/1")
     q, scale_x = codes(m, 64, 1), torch.ones(m, 1, device=gpu())

@@ -211,7 +211,7 @@ def eager_and_compiled(quant: str, pattern: str, layout: str) -> list[Engine]:
 @PATTERNS
 @QUANTS
 def test_compiled_tokens_are_eager_ones(farm: Farm, quant: str, pattern: str, layout: str) -> None:
-    """As served by default: Inductor's kernels, captured graphs, scheduling ahead."""
+    """Engines as served by default: Inductor's kernels, captured graphs, scheduling ahead."""
     print(f"{quant} {pattern} {layout}:")
     require_only_rounding(*farm.answers(eager_and_compiled(quant, pattern, layout)))
 

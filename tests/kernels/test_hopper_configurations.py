@@ -96,7 +96,7 @@ def test_every_shape_has_candidates(native: Any, n: int, k: int, m: int) -> None
 
 
 def test_only_what_fits_is_a_candidate(native: Any) -> None:
-    """Of everything that has a name, only kernels with stages and room for as many CTAs as their name says."""
+    """Among all names, only kernels with stages and room for as many CTAs as their name says."""
     only = "split:3x64/1x6/2"
 
     def fit(text: str, resident: int) -> tuple[int, int]:

@@ -35,7 +35,7 @@ def integers(m: int, k: int, seed: int) -> Tensor:
 @pytest.mark.parametrize("dtype", [INT8, FP8])
 @pytest.mark.parametrize("phase", [0, 3])
 def test_a_layer_is_what_the_reference_computes(standing_in: StandIn, dtype: torch.dtype, phase: int) -> None:
-    """For every type of input, output and bias, rows with gaps among them; and in two steps the same."""
+    """One call equals two steps, for every type of input, output and bias, also for rows with gaps."""
     n, k, pattern = 70, 150, SlidePattern(8)
     generator = torch.Generator().manual_seed(1)
     weight = prune(torch.randint(-8, 9, (n, k), generator=generator).float(), pattern, phase=phase).to(dtype)
@@ -165,7 +165,7 @@ def test_no_tokens_call_nothing(standing_in: StandIn) -> None:
 
 
 def test_threads_share_a_plan(standing_in: StandIn) -> None:
-    """Which is made once, and whose calls keep no state."""
+    """The operator is made once, and its calls keep no state."""
     packed, ones = identity()
 
     def many(seed: int) -> bool:

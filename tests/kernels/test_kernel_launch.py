@@ -23,7 +23,7 @@ class Compiled:
 
 
 class Kernel:
-    """As Triton's: compiles at a launch, and returns what it compiled."""
+    """A kernel like Triton's: it compiles at a launch and returns what it compiled."""
 
     def __init__(self, interpreted: bool = False) -> None:
         self.calls: list[Any] = []
@@ -38,7 +38,7 @@ class Kernel:
 
 
 def flat(count: int = 64, dtype: torch.dtype = torch.int8, offset: int = 0) -> torch.Tensor:
-    """Of an address that is a multiple of 16, and ``offset`` bytes behind it."""
+    """A tensor ``offset`` bytes behind an address that is a multiple of 16."""
     memory = torch.zeros(count + 32, dtype=torch.int8)
     start = -memory.data_ptr() % 16 + offset
     return memory[start : start + count].view(dtype)

@@ -157,7 +157,7 @@ def test_text_that_is_no_algorithm_of_cusparselt(text: str) -> None:
 
 @given(st.binary(min_size=64, max_size=64) | st.binary(max_size=63).map(lambda some: some.ljust(64, b"\0")))
 def test_algorithms_of_cublaslt_survive_their_short_text(algorithm: bytes) -> None:
-    """As `CublasLt.algorithms` writes them: in hexadecimal without the zeros at the end, and a checksum."""
+    """`CublasLt.algorithms` writes hexadecimal without the zeros at the end, and a checksum."""
     assert cublaslt._bytes(cublaslt._text(algorithm)) == algorithm
 
 

@@ -38,7 +38,7 @@ def layer(x: Tensor, backend: str) -> Tensor:
 
 
 def written_norm(x: Tensor, weight: Tensor) -> Tensor:
-    """As vLLM writes it."""
+    """The same arithmetic in vLLM's own words."""
     wide = x.to(torch.float32)
     normed = wide * torch.rsqrt(wide.pow(2).mean(dim=-1, keepdim=True) + EPS)
     return (normed.to(weight.dtype) * weight).to(x.dtype)
@@ -132,7 +132,7 @@ def test_norms_and_activations_written_out(dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_norms_of_vllm(dtype: torch.dtype) -> None:
-    """As operators of their own, which vLLM keeps whole until after the pass."""
+    """Norms as operators of their own, which vLLM keeps whole until after the pass."""
     from vllm import ir  # noqa: F401  registers them
 
     whole = torch.ops.vllm_ir
@@ -305,7 +305,7 @@ def test_inductor_rounds_where_the_reference_does() -> None:
 
 @pytest.mark.slow
 def test_in_the_pass_manager_of_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where GPUs run it: before vLLM lowers its operators, with the compiled graph as the proof.
+    """The pass at its place on GPUs: before vLLM lowers its operators, with the compiled graph as the proof.
 
     vLLM's last pass asks for operators that its CPU build lacks; it concerns none of ours, so it is left out.
     """

@@ -80,7 +80,7 @@ def test_the_table_names_what_costs_most_first(profiler: Profiler) -> None:
 
 
 class Event:
-    """Of a graph: has a time once the graph was replayed."""
+    """An event of a graph, which has a time once the graph was replayed."""
 
     def __init__(self, place: int) -> None:
         self.place = place

@@ -99,7 +99,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 
 @pytest.fixture(scope="module")
 def tokens(zygote: Zygote, models: dict[str, str]) -> list[list[int]]:
-    """Of the multiprocess executor.  Sums of INT8 products are exact: sparse, dense and stock's tokens are the same."""
+    """Tokens of the multiprocess executor, the same sparse, dense and stock: sums of INT8 products are exact."""
     answer = zygote.ask(Request(models["bare"], SPARSE, {"tensor_parallel_size": RANKS}))
     assert not answer.error, f"{answer.error}\n{answer.log[-4000:]}"
     assert f"{len(LAYERS)} layers sparse" in answer.summary

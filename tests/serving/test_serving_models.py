@@ -34,7 +34,7 @@ def no_flags(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def config(layout: str | None = "dense", method: str = "compressed-tensors") -> dict[str, Any]:
-    """Of an INT8 checkpoint, pruned as the metadata says when it has a layout, else without metadata."""
+    """The quantization config of an INT8 checkpoint; with a layout it has our metadata."""
     made = {**quantization_config("int8"), "quant_method": method}
     if layout:
         made[KEY] = Metadata(SIX_EIGHT, layout, PARTS).to_json()
@@ -79,7 +79,7 @@ def test_joined_layers_of_drafts_are_found(mapping: dict[str, list[str]]) -> Non
 
 
 def test_heads_are_told_to_the_slided_method() -> None:
-    """As vLLM tells its own method, for scales of the KV cache by head."""
+    """Our config is told the heads as vLLM tells its own, for scales of the KV cache by head."""
     from slidesparse.vllm_patch.config import SlideSparseConfig
 
     language = SimpleNamespace(num_attention_heads=8, num_key_value_heads=2)
@@ -114,7 +114,7 @@ def test_layers_that_are_never_loaded_are_not_awaited() -> None:
 
 
 def scheme(monkeypatch: pytest.MonkeyPatch, model_dtype: torch.dtype, backend: str) -> Any:
-    """Ours, of a layer by ``backend`` in a model of that type."""
+    """The scheme of a layer served by ``backend``, in a model of that type."""
     from slidesparse.vllm_patch import compat
     from slidesparse.vllm_patch.scheme import SlideSparseScheme
 
@@ -129,7 +129,7 @@ def scheme(monkeypatch: pytest.MonkeyPatch, model_dtype: torch.dtype, backend: s
     [
         ("hopper", torch.float32, torch.bfloat16, False, True),
         ("hopper", torch.float32, torch.bfloat16, True, False),  # vLLM's own kernels could not read it
-        ("hopper", torch.float32, torch.float32, False, False),  # the whole model: an error that names --dtype
+        ("hopper", torch.float32, torch.float32, False, False),  # the whole model: an error
         ("hopper", torch.bfloat16, torch.bfloat16, False, False),
         ("cusparselt", torch.float32, torch.bfloat16, False, False),  # which writes it
     ],

@@ -27,7 +27,7 @@ FLAGS = {"USE_CUSPARSELT": "1", "SPARSITY": "2_8"}
 
 
 def config(layout: str | None) -> dict[str, Any]:
-    """Of an FP8 checkpoint, pruned as the metadata says when it has a layout, else without metadata."""
+    """The quantization config of an FP8 checkpoint; with a layout it has our metadata."""
     made = quantization_config("fp8")
     if layout:
         made[KEY] = Metadata(SIX_EIGHT, layout, {LAYER: LayerEntry(SIX_EIGHT, QWEN.intermediate)}).to_json()
@@ -54,7 +54,7 @@ def ampere(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def scheme(quantization: dict[str, Any], name: str = LAYER) -> str:
-    """Of a layer: the name of the class."""
+    """The name of the class of a layer's scheme."""
     from slidesparse.vllm_patch.config import SlideSparseConfig
     from vllm.model_executor.layers.linear import RowParallelLinear
 
@@ -141,7 +141,7 @@ def test_layers_that_we_would_not_take_anyhow(
 
 
 def test_eight_bits_are_the_default() -> None:
-    """As compressed-tensors has it, and `convert`."""
+    """Eight bits are the default of compressed-tensors, and of `convert`."""
     from slidesparse.vllm_patch.config import _is_dynamic_w8a8
 
     group = copy.deepcopy(quantization_config("int8")["config_groups"]["group_0"])

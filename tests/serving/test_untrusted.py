@@ -47,7 +47,7 @@ def served(zygote: Zygote, model: Path | str, **request: Any) -> Answer:
 def test_variables_of_others_do_not_stop_other_models(
     zygote: Zygote, made: dict[str, Path], environment: dict[str, str]
 ) -> None:
-    """Of a float model one line says that they have no effect."""
+    """One line says that they have no effect on a float model."""
     answer = served(zygote, made["float"], env=environment)
     assert f"no effect on {made['float']}, which is not quantized: {next(iter(environment))}" in answer.log
     assert not answer.summary

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Configuration:
-    """As csrc/hopper/configuration.cuh writes it."""
+    """The name as csrc/hopper/configuration.cuh writes it."""
 
     design: str  # "split" or "stream"
     strips: int

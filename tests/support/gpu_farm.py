@@ -250,7 +250,7 @@ def movement(left: list[Best], right: list[Best]) -> float:
 
 
 def mean_error(found: list[Best], expected: list[Best]) -> float:
-    """Of the best log-probability."""
+    """Mean distance between the best log-probabilities."""
     return float(np.mean([abs(a.logprob - b.logprob) for a, b in zip(found, expected, strict=True)]))
 
 

@@ -38,7 +38,7 @@ def write_adapter(model: Path, folder: Path, seed: int = 0) -> Path:
 
 
 def write_kernel_configs(folder: Path, gpu: str) -> Path:
-    """For VLLM_TUNED_CONFIG_FOLDER: vLLM's own choices for the GPU of that name, but for K, which is not split.
+    """Write a folder for VLLM_TUNED_CONFIG_FOLDER: vLLM's own choices for the GPU, but for K, which is not split.
 
     By default up to 64 parts of K are added atomically, in whatever order they come, so that even stock vLLM differs
     from itself.  The keys are numbers of adapters, slices, tokens, K and N; vLLM takes the nearest but for slices.
