@@ -146,7 +146,7 @@ def _slide_blocks(blocks: Tensor, out: Tensor) -> None:
     It works column by column on all blocks at once, each column contiguous: an operation on vectors with gaps takes
     ten times as long, so the two transpositions pay.
     """
-    values = _transposed(bits(blocks))
+    values = transposed(bits(blocks))
     present = nonzero(values.view(blocks.dtype)).view(torch.int8)
     (length, count), windows = values.shape, out.shape[1]
     slots = values.new_empty(windows * HARDWARE_LENGTH, count)
@@ -173,7 +173,7 @@ def _slide_blocks(blocks: Tensor, out: Tensor) -> None:
         flat.copy_(slots.t())
 
 
-def _transposed(x: Tensor) -> Tensor:
+def transposed(x: Tensor) -> Tensor:
     """Return x.T, contiguous; on a CPU NumPy copies small integers four times as fast as torch does."""
     return torch.from_numpy(x.numpy().T.copy("C")) if x.is_cpu else x.t().contiguous()
 

@@ -21,7 +21,7 @@ from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tenso
 from vllm.platforms import current_platform
 
 from slidesparse import flags
-from slidesparse.checkpoint.metadata import KEY, QUANT_METHOD, LayerEntry, Metadata
+from slidesparse.checkpoint.metadata import KEY, QUANT_METHOD, LayerEntry, Metadata, sparsity_of
 from slidesparse.flags import Flags
 from slidesparse.versions import VLLM_TESTED_WORDS
 
@@ -33,6 +33,7 @@ WHAT_IT_TAKES = (
     "slidesparse convert SRC OUT --sparsity 6:8; or unset the flag, which acts on draft models as well: converted "
     "checkpoints are served sparse without"
 )
+CONVERT_STORED = "convert it: slidesparse convert SRC OUT --sparsity 2:4"
 WEIGHT_ONLY = "CompressedTensorsW8A16Fp8"
 FUSED = {"qkv_proj": ["q_proj", "k_proj", "v_proj"], "gate_up_proj": ["gate_proj", "up_proj"]}
 HEADS = {"total_num_heads": "num_attention_heads", "total_num_kv_heads": "num_key_value_heads"}
@@ -69,6 +70,10 @@ class SlideSparseConfig(CompressedTensorsConfig):
         if not ours and not asked:
             if method == COMPRESSED_TENSORS:
                 flags.require_known()
+                if stored := sparsity_of(given):
+                    compat.warn(
+                        f"{_stored_as(stored)}. USE_CUSPARSELT=1 serves it if it is W8A8; else {CONVERT_STORED}"
+                    )
             return None
         if not (current_platform.is_cuda() or current_platform.is_cpu()):
             if asked or method == QUANT_METHOD:
@@ -104,10 +109,11 @@ class SlideSparseConfig(CompressedTensorsConfig):
         resolution = Resolution.of_stamp(config[STAMP])
         groups = config.get("config_groups")
         if not isinstance(groups, dict) or not any(map(_is_dynamic_w8a8, groups.values())):
-            raise ResolveError(
-                f"no group of layers of this checkpoint is W8A8 with dynamic activations; {WHAT_IT_TAKES}"
-            )
-        config.pop("sparsity_config", None)  # newer vLLM rejects it; our metadata says all it said
+            found = "no group of layers of this checkpoint is W8A8 with dynamic activations"
+            if stored := sparsity_of(config):
+                raise ResolveError(f"{found}. {_stored_as(stored)}: {CONVERT_STORED}")
+            raise ResolveError(f"{found}; {WHAT_IT_TAKES}")
+        config.pop("sparsity_config", None)  # newer vLLM rejects it; the resolution says all it said
         made = super().from_config(config)
         made.resolution = resolution
         made.metadata = Metadata.of_config(config)
@@ -179,9 +185,9 @@ class SlideSparseConfig(CompressedTensorsConfig):
             remedy = (
                 f"convert the original model, {remedy}, and serve it by a tested vLLM: {VLLM_TESTED_WORDS}"
             )
-        if self.resolution.layout == "slided":
+        if self.resolution.layout != "dense":
             raise ResolveError(
-                f"{name}: {found}; that cannot read the slided layout. For sparse layers {remedy}; "
+                f"{name}: {found}; that cannot read the {self.resolution.layout} layout. For sparse layers {remedy}; "
                 "for vLLM's own kernels convert with --layout dense"
             )
         if self.resolution.asked:
@@ -217,6 +223,10 @@ class SlideSparseConfig(CompressedTensorsConfig):
             if name.endswith(f".{known}") or known.endswith(f".{name}"):
                 return entry
         return None
+
+
+def _stored_as(stored: tuple[str, str]) -> str:
+    return f"Its weights are stored as {stored[0]}, which vLLM reads no more"
 
 
 def _is_dynamic_w8a8(group: Any) -> bool:

@@ -12,7 +12,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from vllm.model_executor.parameter import BasevLLMParameter
 
+from slidesparse.bitmask import decompress
 from slidesparse.checkpoint.storage import CheckpointError
 from slidesparse.quantize import FP8, INT8
 
@@ -69,3 +71,41 @@ class Arrivals:
                 came = f"{len(parts)} of its {self._parts} parts have" if self._parts > 1 else "it has not"
                 raise CheckpointError(f"{self._name}: the checkpoint lacks its {kind}: {came} come; {_AGAIN}")
             parts.clear()
+
+
+def take_packed(layer: torch.nn.Module, name: str, loader: Loader) -> None:
+    """Register on ``layer`` what its weight is stored as without its zeros: ``compressed``, ``bitmask``, ``shape``.
+
+    Once the three have come they become a dense weight, on its device, which ``loader`` loads as it does one of the
+    checkpoint's, and so cuts into tensor-parallel shards of any size.
+    """
+    pending: dict[object, dict[str, Tensor]] = {}  # part of the layer, such as q, k and v -> what has come
+
+    def loader_of(kind: str) -> Loader:
+        @functools.wraps(loader)  # with its arguments' names, by which vLLM keeps calls for later
+        def collect(param: Any, tensor: Tensor, *part: Any, **more: Any) -> None:
+            if layer.weight.is_meta:
+                return  # vLLM only counts what a reload brings, and calls again
+            key = next(iter((*part, *more.values())), None)
+            found = pending.setdefault(key, {})
+            found[kind] = tensor.to(layer.weight.device, copy=True)  # vLLM may use its memory again
+            if found.keys() >= {"compressed", "bitmask", "shape"}:
+                del pending[key]
+                loader(layer.weight, _dense(name, found), *part, **more)
+
+        return collect
+
+    for kind in ("compressed", "bitmask", "shape", "row_offsets"):
+        empty = torch.empty(0, dtype=torch.uint8, device=layer.weight.device)
+        layer.register_parameter(kind, BasevLLMParameter(data=empty, weight_loader=loader_of(kind)))
+
+
+def _dense(name: str, found: dict[str, Tensor]) -> Tensor:
+    """[N, K] of what a checkpoint stores for a weight.  CheckpointError where that does not fit together."""
+    sizes = found["shape"].flatten().tolist()
+    try:
+        if sizes[:-1] != list(found["bitmask"].shape[:1]):
+            raise ValueError(f"the shape {sizes} and a bitmask {list(found['bitmask'].shape)}")
+        return decompress(found["compressed"], found["bitmask"], sizes[-1])
+    except ValueError as error:
+        raise CheckpointError(f"{name}: the checkpoint holds a packed weight of {error}; {_AGAIN}") from error

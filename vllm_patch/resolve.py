@@ -14,7 +14,7 @@ from typing import Any
 from slidesparse.vllm_patch import compat
 
 from slidesparse import __version__, gemm
-from slidesparse.checkpoint.metadata import Metadata
+from slidesparse.checkpoint.metadata import Metadata, sparsity_of
 from slidesparse.errors import SlideSparseError
 from slidesparse.flags import (
     BACKEND,
@@ -44,7 +44,7 @@ class Resolution:
     asked: bool  # whether a flag asks for the path
     backend: str  # a name of slidesparse.gemm.REGISTRY
     reason: str  # why that backend, in words
-    layout: str  # of the checkpoint: "dense" or "slided"
+    layout: str  # of the checkpoint: "dense", "slided" or "packed"
     abi: int
     plugin: str  # version
     profile: bool  # whether to time layers
@@ -77,8 +77,9 @@ def resolve(quantization_config: Mapping[str, Any], flags: Flags, on_cuda: bool)
     """
     metadata = Metadata.of_config(quantization_config)
     path = flags.path or SPARSE
-    pattern = _pattern(metadata, flags, path)
-    layout = metadata.layout if metadata else "dense"
+    stored = sparsity_of(quantization_config)
+    pattern = _pattern(metadata, flags, path, stored[1] if stored else "")
+    layout = metadata.layout if metadata else "packed" if stored else "dense"
     if path == DENSE and layout == "slided":
         raise ResolveError(
             f"{USE_CUBLASLT}=1 runs dense weights, but this checkpoint holds slided ones; "
@@ -113,7 +114,8 @@ def stamp(resolution: Resolution, configs: Iterable[MutableMapping[str, Any]]) -
         config[STAMP] = asdict(resolution)
 
 
-def _pattern(metadata: Metadata | None, flags: Flags, path: str) -> SlidePattern:
+def _pattern(metadata: Metadata | None, flags: Flags, path: str, structure: str) -> SlidePattern:
+    """The pattern of the checkpoint's metadata, or of the flag, or of the ``structure`` that its format is for."""
     if metadata and flags.pattern and metadata.pattern != flags.pattern:
         raise ResolveError(
             f"environment variable {SPARSITY} asks for {flags.pattern}, but the checkpoint was pruned to "
@@ -122,6 +124,8 @@ def _pattern(metadata: Metadata | None, flags: Flags, path: str) -> SlidePattern
     pattern = flags.pattern or (metadata.pattern if metadata else None)
     if pattern:
         return pattern
+    if structure == "2:4":
+        return SlidePattern(4)
     if path == DENSE:
         return SlidePattern(4)  # nothing is slid; recorded only so that the stamp is whole
     asks, draft = "--quantization slidesparse", ""

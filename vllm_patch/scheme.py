@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from slidesparse.vllm_patch import compat, fusion
-from slidesparse.vllm_patch.loading import Arrivals
+from slidesparse.vllm_patch.loading import Arrivals, take_packed
 from torch import Tensor
 from vllm.logger import init_logger
 from vllm.model_executor.layers.quantization.compressed_tensors.schemes import (
@@ -105,6 +105,8 @@ class SlideSparseScheme(CompressedTensorsScheme):
         self.arrivals = Arrivals(self.name, columns, len(kwargs["output_partition_sizes"]))
         kwargs["weight_loader"] = self.arrivals.watch(kwargs["weight_loader"])
         self.inner.create_weights(layer=layer, **kwargs)
+        if self.config.resolution.layout == "packed":
+            take_packed(layer, self.name, kwargs["weight_loader"])
         if self.state is None and self._is_other_head(dtype):
             self.state = LeftDense(f"{str(dtype).removeprefix('torch.')} outputs")
         if self.state is not None:

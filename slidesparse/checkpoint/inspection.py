@@ -109,7 +109,7 @@ def _inspect_layer(
         satisfies=satisfied.ratio if satisfied else None,
         violations=broken,
         first_violation=first,
-        bytes=spec.nbytes + (scale.spec.nbytes if scale else 0),
+        bytes=checkpoint.tensors[spec.name].nbytes + (scale.nbytes if scale else 0),
         expansion=shown.layout(in_features).slided / in_features if shown and in_features else None,
     )
 
@@ -193,7 +193,7 @@ def verify(first: str | Path, second: str | Path) -> CheckpointComparison:
             if difference:
                 break
     slided = sum(a.slided(name) or b.slided(name) for name in names if name in b.checkpoint.tensors)
-    size = sum(stored.spec.nbytes for stored in a.checkpoint.tensors.values())
+    size = sum(stored.nbytes for stored in a.checkpoint.tensors.values())
     return CheckpointComparison(str(first), str(second), len(names), slided, size, difference)
 
 

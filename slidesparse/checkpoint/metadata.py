@@ -7,7 +7,7 @@ This file needs the standard library only.
     "slidesparse": {
       "version": 1,                          # of this block; a reader refuses newer ones
       "pattern": "6:8",
-      "layout": "dense",                     # or "slided"
+      "layout": "dense",                     # or "slided", "packed"
       "layers": {                            # the pruned layers, by checkpoint name without ".weight"
         "model.layers.0.mlp.down_proj": {"pattern": "6:8", "in_features": 4864}
       },
@@ -16,6 +16,7 @@ This file needs the standard library only.
 
 ``dense``: weights [N, K], plain compressed-tensors (``quant_method: compressed-tensors``), which stock vLLM serves.
 ``slided``: weights of the layers listed are [N, K'] (``quant_method: slidesparse``), which stock vLLM refuses by name.
+``packed``: those weights are stored without their zeros (`slidesparse.bitmask`); refused as slided ones are.
 """
 
 from __future__ import annotations
@@ -28,9 +29,13 @@ from slidesparse.errors import SlideSparseError
 from slidesparse.pattern import PatternError, SlidePattern
 
 KEY = "slidesparse"  # in quantization_config
-QUANT_METHOD = "slidesparse"  # names the slided layout, and the plugin inside vLLM
+QUANT_METHOD = "slidesparse"  # names the layouts but dense, and the plugin inside vLLM
 VERSION = 1
-LAYOUTS = ("dense", "slided")
+LAYOUTS = ("dense", "slided", "packed")
+SPARSE_FORMATS = (
+    "sparse-24-bitmask",
+    "sparse-bitmask",
+)  # of compressed-tensors up to 0.14, as `slidesparse.bitmask`
 
 
 class MetadataError(SlideSparseError, ValueError):
@@ -51,7 +56,7 @@ class LayerEntry:
             )
 
     def columns(self, layout: str) -> int:
-        """Columns of the stored weight: K' in the slided layout, K in the dense one."""
+        """Columns of the stored weight: K' in the slided layout, K in the others."""
         return self.pattern.layout(self.in_features).slided if layout == "slided" else self.in_features
 
 
@@ -66,9 +71,7 @@ class Metadata:
 
     def __post_init__(self) -> None:
         if self.layout not in LAYOUTS:
-            raise MetadataError(
-                f"layout {self.layout!r} is not known; the layouts are {' and '.join(LAYOUTS)}"
-            )
+            raise MetadataError(f"layout {self.layout!r} is not known; the layouts are {', '.join(LAYOUTS)}")
 
     def to_json(self) -> dict[str, Any]:
         """Return the block as config.json holds it."""
@@ -118,3 +121,11 @@ class Metadata:
         """Return the metadata of a ``quantization_config``, or None when it carries none."""
         block = (quantization_config or {}).get(KEY)
         return None if block is None else cls.from_json(block)
+
+
+def sparsity_of(quantization_config: Mapping[str, Any]) -> tuple[str, str] | None:
+    """Return format and structure (2:4) of weights that compressed-tensors stored without zeros, or None."""
+    found = quantization_config.get("sparsity_config")
+    if not isinstance(found, Mapping) or found.get("format") not in SPARSE_FORMATS:
+        return None
+    return found["format"], str(found.get("sparsity_structure"))

@@ -6,6 +6,11 @@ A file is an 8-byte little-endian length, a JSON header of that length, and the 
 
 Files are read with pread instead of a memory map.  So a truncated file is an exception and not a bus error, and pages
 that have been read do not count as this process's memory.
+
+A weight without its zeros (`slidesparse.bitmask`) lies there as several tensors, and is seen as one, dense::
+
+    X.weight [N, K]  <-  X.shape [2, 1], X.compressed [N, V], X.bitmask [N, ceil(K / 8)]
+                         X.shape [2], X.compressed, flat, X.bitmask [N, ceil(K / 8)], X.row_offsets [N]
 """
 
 from __future__ import annotations
@@ -15,7 +20,7 @@ import math
 import os
 import struct
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path, PurePosixPath, PureWindowsPath
 from types import TracebackType
 from typing import Any, NamedTuple
@@ -23,6 +28,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from slidesparse.bitmask import BYTE, decompress
 from slidesparse.errors import SlideSparseError
 
 CONFIG = "config.json"
@@ -47,6 +53,9 @@ DTYPES = {
 }
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
 FLOATS = ("F32", "F16", "BF16")  # dtypes that can be quantized
+
+COMPRESSED, BITMASK, SHAPE = ".compressed", ".bitmask", ".shape"  # of a weight without its zeros
+ROW_OFFSETS = ".row_offsets"  # where each row begins in flat values
 
 
 class CheckpointError(SlideSparseError, ValueError):
@@ -92,6 +101,12 @@ class StoredTensor(NamedTuple):
     spec: TensorSpec
     file: str
     start: int
+    parts: tuple[StoredTensor, ...] = ()  # of a weight without its zeros: values, bitmask and all others
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that are stored."""
+        return sum(part.nbytes for part in self.parts) if self.parts else self.spec.nbytes
 
 
 @dataclass(frozen=True)
@@ -131,7 +146,9 @@ class Checkpoint:
                     f"{folder / INDEX} places tensor {name} in {file}, which does not hold it; "
                     "the index belongs to other files: fetch the checkpoint again"
                 )
-        return cls(folder, config, index, tuple(files), tensors)
+        found = cls(folder, config, index, tuple(files), tensors)
+        with found.reader() as reader:
+            return replace(found, tensors=_joined(found, reader))
 
     def quantization_config(self) -> dict[str, Any] | None:
         """Return the quantization block of config.json, also under its older name, or None."""
@@ -163,6 +180,38 @@ def positions_of(config: Mapping[str, Any]) -> int | None:
     """
     found = config.get("text_config", config).get("max_position_embeddings")
     return int(found) if found else None
+
+
+def _joined(checkpoint: Checkpoint, reader: Reader) -> dict[str, StoredTensor]:
+    """Return the tensors with one weight in the place of all that is stored for it; CheckpointError if parts lack."""
+    found = dict(checkpoint.tensors)
+    for name in checkpoint.tensors:
+        layer = name.removesuffix(COMPRESSED)
+        if layer == name:
+            continue
+        names = [name, *(checkpoint.require(layer + suffix).name for suffix in (BITMASK, SHAPE))]
+        names += [layer + ROW_OFFSETS] if layer + ROW_OFFSETS in found else []
+        values, bitmask, shape, *offsets = parts = [found.pop(part) for part in names]
+        small = shape.spec.dtype == "I64" and shape.spec.nbytes == 2 * 8
+        n, k = reader.whole(shape.spec.name).flatten().tolist() if small else (-1, -1)
+        flat = len(values.spec.shape) == 1
+        whole = (
+            [part.spec[1:] == ("I64", (n,)) for part in offsets] == [True] if flat else values.spec.rows == n
+        )
+        if bitmask.spec[1:] != ("U8", (n, -(-k // BYTE))) or not whole or k < 0:
+            stored = ", ".join(
+                f"{part.spec.name} {part.spec.dtype} {list(part.spec.shape)}" for part in parts
+            )
+            raise CheckpointError(
+                f"{checkpoint.folder} stores a weight of {n} x {k} as {stored}, which does not fit together; fetch or "
+                "convert it again"
+            )
+        weight = f"{layer}.weight"
+        if weight in found:
+            raise CheckpointError(f"{checkpoint.folder} holds both {weight} and {name}; remove one of them")
+        spec = TensorSpec(weight, values.spec.dtype, (n, k))
+        found[weight] = StoredTensor(spec, values.file, values.start, tuple(parts))
+    return found
 
 
 def _read_object(path: Path, what: str) -> dict[str, Any]:
@@ -297,7 +346,30 @@ class Reader:
 
     def rows(self, name: str, rows: slice) -> Tensor:
         """Read rows of a tensor as [rows, columns]; columns are all dimensions but the first."""
-        spec, file, start = self._checkpoint.tensors[name]
+        stored = self._checkpoint.tensors[name]
+        if not stored.parts:
+            return self._read(stored, rows)
+        values, bitmask, _, *offsets = stored.parts
+        try:
+            if offsets:
+                starts = [
+                    *self._read(offsets[0], slice(0, stored.spec.rows)).flatten().tolist(),
+                    values.spec.rows,
+                ]
+                if sorted(starts) != starts or starts[0] < 0:
+                    raise ValueError(f"{offsets[0].spec.name} does not ascend from 0 to {values.spec.rows}")
+                found = self._read(values, slice(starts[rows.start], starts[rows.stop])).flatten()
+            else:
+                found = self._read(values, rows)
+            return decompress(found, self._read(bitmask, rows), stored.spec.columns)
+        except ValueError as error:
+            raise CheckpointError(
+                f"{name} of {self._checkpoint.folder}, rows {rows.start} to {rows.stop}: {error}; fetch or convert it "
+                "again"
+            ) from error
+
+    def _read(self, stored: StoredTensor, rows: slice) -> Tensor:
+        spec, file, start = stored[:3]
         count = rows.stop - rows.start
         raw = torch.empty(count * spec.row_bytes, dtype=torch.uint8)
         view, done = _bytes_of(raw), 0

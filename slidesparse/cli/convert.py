@@ -46,7 +46,8 @@ def convert(
         str | None, typer.Option(help="int8 or fp8; by default int8, or what a W8A8 source has.")
     ] = None,
     layout: Annotated[
-        str, typer.Option(help="dense, which stock vLLM serves too, or slided, packed offline.")
+        str,
+        typer.Option(help="dense, which stock vLLM serves too, slided offline, or packed, without zeros."),
     ] = "dense",
     method: Annotated[
         str | None,

@@ -36,7 +36,8 @@ def synth(
         typer.Option("--sparsity", "-s", help="Prune to this pattern, such as 6:8; by default not at all."),
     ] = None,
     layout: Annotated[
-        str, typer.Option(help="dense, which stock vLLM serves too, or slided, packed offline.")
+        str,
+        typer.Option(help="dense, which stock vLLM serves too, slided offline, or packed, without zeros."),
     ] = "dense",
     seed: Annotated[int, typer.Option(help="Of the random weights.")] = 0,
     layers: Annotated[

@@ -24,7 +24,7 @@ class ConvertOptions:
 
     pattern: SlidePattern
     quant: str | None = None  # "int8" or "fp8"; None takes what a W8A8 source has, and int8 for a float one
-    layout: str = "dense"  # weights [N, K], which stock vLLM serves too, or "slided" [N, K']
+    layout: str = "dense"  # weights [N, K], which stock vLLM serves too, "slided" [N, K'] or "packed"
     method: str | None = None  # of `slidesparse.methods`; None takes the default with or without calibration
     seed: int = 0  # of the choice of samples, and of random pruning
     linear: str | None = None  # regex of the layers to prune, instead of those of the architecture

@@ -8,20 +8,28 @@ from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+from torch import Tensor
+
 import slidesparse
 from slidesparse import methods
+from slidesparse.bitmask import BYTE, compress, places
 from slidesparse.calibrate.task import Task, prepare
 from slidesparse.checkpoint import architectures
 from slidesparse.checkpoint.architectures import SCALE, WEIGHT
 from slidesparse.checkpoint.converted import require_shape
 from slidesparse.checkpoint.metadata import KEY, QUANT_METHOD, LayerEntry, Metadata
 from slidesparse.checkpoint.storage import (
+    BITMASK,
+    COMPRESSED,
     CONFIG,
     FLOATS,
     INDEX,
+    SHAPE,
     Checkpoint,
     CheckpointError,
     TensorSpec,
+    Writer,
     plan_file,
 )
 from slidesparse.checkpoint.w8a8 import W8A8, ignore_list, new_block, parse_block
@@ -48,6 +56,25 @@ class Part:
     in_features: int = 0  # its K
     pattern: SlidePattern | None = None
 
+    def write(self, writer: Writer, row: int, weight: Tensor, scale: Tensor | None) -> int:
+        """Write rows of the output from ``row`` on, and return how many bytes.
+
+        Args:
+            weight: [rows, K], or [rows, K'] in the slided layout; packed here where the layout says so.
+            scale: [rows, 1] of a weight that is quantized now.
+        """
+        found = {self.out[0].name: weight}
+        if self.pattern and len(self.out) > 2:
+            values, bitmask = compress(weight, self.pattern, str(self.layer))
+            found = dict(zip((spec.name for spec in self.out), (values, bitmask), strict=False))
+            if row == 0:
+                found[self.out[2].name] = torch.tensor([[self.source.rows], [self.in_features]])
+        if scale is not None:
+            found[self.out[-1].name] = scale
+        for name, tensor in found.items():
+            writer.write(name, row, tensor)
+        return sum(tensor.nbytes for tensor in found.values())
+
 
 @dataclass(frozen=True)
 class ConversionPlan:
@@ -70,7 +97,7 @@ class ConversionPlan:
 
     @property
     def bytes_in(self) -> int:
-        """Bytes of all source tensors."""
+        """Bytes of all source tensors, with their zeros where these are not stored."""
         return sum(part.source.nbytes for part in self.parts)
 
     @property
@@ -331,6 +358,12 @@ def _part(
     rows, k, pattern = spec.shape[0], sizes[layer], patterns[layer]
     columns = LayerEntry(pattern, k).columns(layout) if pattern else k
     out = [TensorSpec(name, target.dtype, (rows, columns))]
+    if pattern and layout == "packed":
+        out = [
+            TensorSpec(layer + COMPRESSED, target.dtype, (rows, places(pattern, k))),
+            TensorSpec(layer + BITMASK, "U8", (rows, -(-k // BYTE))),
+            TensorSpec(layer + SHAPE, "I64", (2, 1)),
+        ]
     if from_float:
         out.append(TensorSpec(layer + SCALE, "F32", (rows, 1)))
     return Part(spec, stored.file, tuple(out), layer, k, pattern)
@@ -342,8 +375,8 @@ def _ignore_names(kept: dict[str, str]) -> list[str]:
 
 def _config(checkpoint: Checkpoint, block: dict[str, Any], metadata: Metadata) -> dict[str, Any]:
     config = {name: value for name, value in checkpoint.config.items() if name != "compression_config"}
-    block["quant_method"] = QUANT_METHOD if metadata.layout == "slided" else "compressed-tensors"
-    block.pop("sparsity_config", None)  # "dense" at most, and refused by newer vLLM
+    block["quant_method"] = "compressed-tensors" if metadata.layout == "dense" else QUANT_METHOD
+    block.pop("sparsity_config", None)  # refused by newer vLLM; our metadata say it
     block[KEY] = metadata.to_json()
     config["quantization_config"] = block
     return config

@@ -342,9 +342,7 @@ def _write_chunk(
     if part.pattern and plan.options.layout == "slided":
         weight = slide(weight, part.pattern, layer=part.layer)
     assert weight.dtype == DTYPES[part.out[0].dtype]
-    writer.write(part.out[0].name, rows.start, weight)
-    if scale is not None:
-        writer.write(part.out[1].name, rows.start, scale)
+    part.write(writer, rows.start, weight, scale)
 
 
 def _make(plan: ConversionPlan, part: Part, rows: slice, values: Tensor) -> tuple[Tensor, Tensor | None]:

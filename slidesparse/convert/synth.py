@@ -123,7 +123,7 @@ def synth(
             says, and no quantization_config.
         pattern: of the linear layers; None leaves them dense, without our metadata.  Not with "bf16",
             as float checkpoints have nowhere to say it.
-        layout: "dense" [N, K] or, with a pattern, "slided" [N, K'].
+        layout: "dense" [N, K] or, with a pattern, "slided" [N, K'] or "packed", without zeros.
         seed: the same seed gives the same bytes (with the same torch).
         layers: keep only so many of the decoder's layers, the first ones.
         shard_bytes: the most bytes of tensors in a file, unless one tensor is larger.
@@ -199,8 +199,8 @@ def _plan(
             "--quant bf16 writes float weights, which carry no pattern and no layout; leave --sparsity and --layout "
             "out, and prune what it made: slidesparse convert OUT PRUNED --sparsity 6:8"
         )
-    if pattern is None and layout == "slided":
-        raise CheckpointError("--layout slided needs a pattern: give --sparsity, such as 6:8")
+    if pattern is None and layout in ("slided", "packed"):
+        raise CheckpointError(f"--layout {layout} needs a pattern: give --sparsity, such as 6:8")
     if limit < 1:
         raise CheckpointError(f"--shard-size is {limit} bytes; it must be at least 1")
     file = "model.safetensors"
@@ -368,11 +368,7 @@ def _write(recipe: _Recipe, pool: ThreadPoolExecutor, folder: Path, progress: Pr
         def work(job: tuple[Part, slice, _Sample | None], writer: Writer = writer) -> int:
             part, rows, sample = job
             values, scale = recipe.make(part, rows, sample)
-            writer.write(part.out[0].name, rows.start, values)
-            if scale is None:
-                return values.nbytes
-            writer.write(part.out[1].name, rows.start, scale)
-            return values.nbytes + scale.nbytes
+            return part.write(writer, rows.start, values, scale)
 
         try:
             for size in pool.map(work, jobs):

@@ -57,14 +57,12 @@ def sparse(zygote: Zygote, model: str, layers: int = 8, **kwargs: object) -> Ans
 def test_int8_tokens_equal_stock_and_layouts_equal_each_other(
     zygote: Zygote, store: Path, model: Decoder
 ) -> None:
-    dense, slided = (checkpoint(store, model, "6:8", layout) for layout in ("dense", "slided"))
-    expected = stock(zygote, dense)
+    expected = stock(zygote, checkpoint(store, model, "6:8"))
     assert len({tuple(tokens) for tokens in expected.tokens}) == len(expected.tokens)  # the model does answer
-    from_dense, from_slided = sparse(zygote, dense), sparse(zygote, slided)
-    assert from_dense.tokens == expected.tokens
-    assert from_slided.tokens == expected.tokens
-    assert "dense layout; backend reference" in from_dense.summary
-    assert "slided layout; backend reference" in from_slided.summary
+    for layout in ("dense", "slided", "packed"):
+        answer = sparse(zygote, checkpoint(store, model, "6:8", layout))
+        assert answer.tokens == expected.tokens, layout
+        assert f"{layout} layout; backend reference" in answer.summary
 
 
 @pytest.mark.parametrize("pattern", PATTERNS)

@@ -1,0 +1,114 @@
+"""A sparse weight as the values that are left of it and a bit for each place.
+
+::
+
+    weight      w0  0 w2 w3  0 w5 w6 w7      [N, K]
+    values      w0 w2 w3 w5 w6 w7            [N, places of a row]
+    bitmask     0b11101101                   [N, ceil(K / 8)], uint8; the first column is the lowest bit
+
+A whole block of L columns has exactly L-2 places, some for zeros where it has more than two.  So all rows have the
+same number of values, and both tensors are matrices.  compressed-tensors, up to 0.14, stored 2:4 weights like this
+(``sparse-24-bitmask``); here it is any pattern.  Its ``sparse-bitmask`` has no places for zeros, so values are flat:
+those of all rows, one after another.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from slidesparse.pattern import ZEROS, SlidePattern
+from slidesparse.slide import bits, blocks_of, nonzero, require_pattern, row_chunks, transposed
+
+BYTE = 8  # columns of a byte of the bitmask
+
+
+def places(pattern: SlidePattern, in_features: int) -> int:
+    """Return how many values of a row of K weights are stored."""
+    if pattern.length is None:
+        return in_features
+    whole, rest = divmod(in_features, pattern.length)
+    return whole * (pattern.length - ZEROS) + min(rest, pattern.length - ZEROS)
+
+
+def compress(w: Tensor, pattern: SlidePattern, layer: str = "weight") -> tuple[Tensor, Tensor]:
+    """Take ``w`` [N, K], on the CPU, of any real dtype, apart: values [N, places] and bitmask [N, ceil(K / 8)].
+
+    Each non-zero is kept bit for bit, and -0.0 where its block has a place for it.
+    Raises PatternError with ``layer``, row, block and count for a block with more non-zeros than places.
+    """
+    require_pattern(w, pattern, layer)
+    kept = _kept(w, pattern).numpy()
+    values = bits(w).numpy()[kept].reshape(len(w), places(pattern, w.shape[1]))
+    bitmask = np.packbits(kept, axis=-1, bitorder="little")
+    return torch.from_numpy(values).view(w.dtype), torch.from_numpy(bitmask)
+
+
+def _kept(w: Tensor, pattern: SlidePattern) -> Tensor:
+    """Choose the places of a weight [N, K], boolean [N, K]: all of a block but its last two zeros.
+
+    Padding, which stands behind the last block, goes first, then 0.0, then -0.0.
+    """
+    if pattern.length is None:
+        return torch.ones(w.shape, dtype=torch.bool)
+    blocks = blocks_of(w, pattern.layout(w.shape[1])).flatten(0, 1)
+    columns = transposed(bits(blocks))  # [L, blocks]: column by column, each contiguous
+    kept = torch.ones(columns.shape, dtype=torch.int8)
+    left = torch.full(columns.shape[1:], ZEROS, dtype=torch.int8)  # zeros to drop
+    either_sign = (columns == 0, ~nonzero(columns.view(w.dtype)))
+    for zeros in either_sign if w.dtype.is_floating_point else either_sign[:1]:
+        for keep, zero in zip(reversed(kept.unbind()), reversed(zeros.unbind()), strict=True):
+            dropped = (left > 0) & zero & keep
+            left -= dropped
+            keep -= dropped
+    return transposed(kept).view(torch.bool).view(len(w), -1)[:, : w.shape[1]]
+
+
+def decompress(values: Tensor, bitmask: Tensor, in_features: int) -> Tensor:
+    """Put a weight [N, K] together again, on the device of its parts.
+
+    Args:
+        values: [N, V], V of each row, or flat, those of all rows one after another.
+        bitmask: [N, ceil(K / 8)] uint8.
+
+    Raises ValueError where shapes, or the numbers of bits and values, do not fit together.
+    """
+    rows, flat = len(bitmask), values.dim() == 1
+    wanted = torch.uint8, (rows, -(-in_features // BYTE))
+    if (bitmask.dtype, bitmask.shape) != wanted or not (flat or values.shape[:-1] == (rows,)):
+        raise ValueError(
+            f"values {list(values.shape)} and a bitmask of {bitmask.dtype} {list(bitmask.shape)}; "
+            f"{in_features} columns need one of uint8 {list(wanted[1])}"
+        )
+    counts = _counts(bitmask, in_features)
+    fits = counts.sum() == len(values) if flat else (counts == values.shape[1]).all()
+    if not bool(fits):
+        raise ValueError(
+            f"{int(counts.sum())} bits set for {values.numel()} values"
+            + ("" if flat else f", {values.shape[1]} in each row")
+        )
+    ends = [0, *counts.cumsum(0).tolist()]
+    source = bits(values).reshape(-1)
+    out = source.new_zeros(rows, in_features)
+    for part in row_chunks(rows, in_features):
+        mask = _unpacked(bitmask[part], in_features)
+        out[part].masked_scatter_(mask, source[ends[part.start] : ends[part.stop]])
+    return out.view(values.dtype)
+
+
+def _counts(bitmask: Tensor, in_features: int) -> Tensor:
+    """Count the bits of each row, int64 [N]; one past the last column counts as too many for any row."""
+    table = torch.tensor([i.bit_count() for i in range(2**BYTE)], device=bitmask.device)
+    counts = table[bitmask.int()].sum(-1)
+    past = bitmask[:, -1] >> (in_features % BYTE) if in_features % BYTE else bitmask[:, :0]
+    return counts + past.reshape(len(bitmask), -1).sum(-1) * in_features
+
+
+def _unpacked(bitmask: Tensor, in_features: int) -> Tensor:
+    """[N, ceil(K / 8)] uint8 -> boolean [N, K]."""
+    if bitmask.is_cpu:  # several times as fast as torch
+        found = np.unpackbits(bitmask.numpy(), axis=-1, count=in_features, bitorder="little")
+        return torch.from_numpy(found).view(torch.bool)
+    shifts = torch.arange(BYTE, dtype=torch.uint8, device=bitmask.device)
+    return ((bitmask[..., None] >> shifts) & 1).bool().flatten(1)[:, :in_features]
