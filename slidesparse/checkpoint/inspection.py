@@ -13,7 +13,7 @@ from torch import Tensor
 
 from slidesparse.checkpoint.architectures import FAMILIES, SCALE, WEIGHT, architecture_of
 from slidesparse.checkpoint.converted import DamagedError, natural, open_checkpoint, restore
-from slidesparse.checkpoint.metadata import Metadata
+from slidesparse.checkpoint.metadata import Metadata, sparsity_of
 from slidesparse.checkpoint.storage import Checkpoint, Reader, TensorSpec
 from slidesparse.pattern import SlidePattern
 from slidesparse.slide import bits, violations
@@ -44,7 +44,7 @@ class CheckpointReport:
 
     folder: str
     pattern: str | None
-    layout: str | None
+    layout: str | None  # also a format of compressed-tensors, as in `sparsity_of`
     layers: tuple[LayerReport, ...]
 
     @property
@@ -65,7 +65,9 @@ def inspect(folder: str | Path) -> CheckpointReport:
             _inspect_layer(checkpoint, reader, metadata, name) for name in _layers(checkpoint, metadata)
         )
     claimed = metadata.pattern.ratio if metadata else None
-    return CheckpointReport(str(folder), claimed, metadata.layout if metadata else None, layers)
+    stored = sparsity_of(checkpoint.quantization_config() or {})
+    layout = metadata.layout if metadata else stored[0] if stored else None
+    return CheckpointReport(str(folder), claimed, layout, layers)
 
 
 def _layers(checkpoint: Checkpoint, metadata: Metadata | None) -> list[str]:

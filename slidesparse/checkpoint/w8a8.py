@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from slidesparse.checkpoint.architectures import compile_regex
-from slidesparse.checkpoint.metadata import QUANT_METHOD
+from slidesparse.checkpoint.metadata import QUANT_METHOD, SPARSE_FORMATS, sparsity_of
 from slidesparse.checkpoint.storage import CheckpointError
 
 QUANT_METHODS = ("compressed-tensors", QUANT_METHOD)
@@ -61,6 +61,11 @@ def new_block(quant: str, ignore: Sequence[str]) -> dict[str, Any]:
     }
 
 
+def holds_floats(block: Mapping[str, Any]) -> bool:
+    """Whether a ``quantization_config`` says no more than how weights in 16 or 32 bits are stored without zeros."""
+    return sparsity_of(block) is not None and not block.get("config_groups")
+
+
 def parse_block(block: Mapping[str, Any]) -> W8A8:
     """Read a ``quantization_config``.  CheckpointError says why it cannot be accelerated."""
     method = block.get("quant_method")
@@ -76,8 +81,8 @@ def parse_block(block: Mapping[str, Any]) -> W8A8:
         )
     sparsity = block.get("sparsity_config") or {}
     stored = sparsity.get("format", "dense") if isinstance(sparsity, dict) else sparsity
-    if stored != "dense":
-        raise _refusal(f"weights stored as {stored!r}", "plain ones are")
+    if stored != "dense" and not sparsity_of(block):
+        raise _refusal(f"weights stored as {stored!r}", f"plain ones and {', '.join(SPARSE_FORMATS)} are")
     if block.get("transform_config"):
         raise _refusal("a transform_config (rotations of the activations)", "checkpoints without one are")
     groups = block.get("config_groups")

@@ -62,7 +62,7 @@ def inspect(
 
 
 def _show_layers(report: CheckpointReport) -> None:
-    claimed = f"{report.pattern} ({report.layout} layout)" if report.pattern else "none claimed"
+    claimed = f"{report.pattern or 'none claimed'}{f' ({report.layout} layout)' if report.layout else ''}"
     out.print(escape(f"{report.folder}: pattern {claimed}"))
     table = Table("layer", box=SIMPLE_HEAD, pad_edge=False)
     for name in ("N x K", "dtype", "pattern", "obeys", "violations", "bytes", "expansion"):

@@ -32,7 +32,7 @@ from slidesparse.checkpoint.storage import (
     Writer,
     plan_file,
 )
-from slidesparse.checkpoint.w8a8 import W8A8, ignore_list, new_block, parse_block
+from slidesparse.checkpoint.w8a8 import W8A8, holds_floats, ignore_list, new_block, parse_block
 from slidesparse.convert.options import ConvertOptions
 from slidesparse.errors import CalibrationError
 from slidesparse.pattern import SlidePattern
@@ -141,7 +141,7 @@ def make_plan(checkpoint: Checkpoint, options: ConvertOptions, worst: Container[
         worst: names of layers that ``options.skip_worst`` skips.
     """
     block = checkpoint.quantization_config()
-    source = parse_block(block) if block is not None else None
+    source = None if block is None or holds_floats(block) else parse_block(block)
     converted = _converted(block, options.pattern)
     _require_fitting(options, source, converted)
     kept: dict[str, str] = {}
@@ -173,7 +173,7 @@ def make_plan(checkpoint: Checkpoint, options: ConvertOptions, worst: Container[
         {name: LayerEntry(found, sizes[name]) for name, found in patterns.items() if found},
         f"slidesparse {slidesparse.__version__}",
     )
-    new = dict(block) if block is not None else new_block(target.quant, _ignore_names(kept))
+    new = dict(block) if block and source else new_block(target.quant, _ignore_names(kept))
     return ConversionPlan(
         checkpoint=checkpoint,
         options=options,
