@@ -183,15 +183,15 @@ def positions_of(config: Mapping[str, Any]) -> int | None:
 
 
 def _joined(checkpoint: Checkpoint, reader: Reader) -> dict[str, StoredTensor]:
-    """Return the tensors with one weight in the place of all that is stored for it; CheckpointError if parts lack."""
-    found = dict(checkpoint.tensors)
-    for name in checkpoint.tensors:
+    """Return the tensors, one weight in the place of all that is stored for it.  CheckpointError if that is not whole."""
+    tensors, weights, taken = checkpoint.tensors, {}, set()
+    for name in tensors:
         layer = name.removesuffix(COMPRESSED)
         if layer == name:
             continue
-        names = [name, *(checkpoint.require(layer + suffix).name for suffix in (BITMASK, SHAPE))]
-        names += [layer + ROW_OFFSETS] if layer + ROW_OFFSETS in found else []
-        values, bitmask, shape, *offsets = parts = [found.pop(part) for part in names]
+        needed = [checkpoint.require(layer + suffix).name for suffix in (BITMASK, SHAPE)]
+        needed += [layer + ROW_OFFSETS] if layer + ROW_OFFSETS in tensors else []
+        values, bitmask, shape, *offsets = parts = [tensors[part] for part in (name, *needed)]
         small = shape.spec.dtype == "I64" and shape.spec.nbytes == 2 * 8
         n, k = reader.whole(shape.spec.name).flatten().tolist() if small else (-1, -1)
         flat = len(values.spec.shape) == 1
@@ -207,11 +207,13 @@ def _joined(checkpoint: Checkpoint, reader: Reader) -> dict[str, StoredTensor]:
                 "convert it again"
             )
         weight = f"{layer}.weight"
-        if weight in found:
+        if weight in tensors:
             raise CheckpointError(f"{checkpoint.folder} holds both {weight} and {name}; remove one of them")
         spec = TensorSpec(weight, values.spec.dtype, (n, k))
-        found[weight] = StoredTensor(spec, values.file, values.start, tuple(parts))
-    return found
+        weights[name] = StoredTensor(spec, values.file, values.start, tuple(parts))
+        taken.update(needed)
+    left = (weights.get(name, tensors[name]) for name in tensors if name not in taken)
+    return {stored.spec.name: stored for stored in left}
 
 
 def _read_object(path: Path, what: str) -> dict[str, Any]:

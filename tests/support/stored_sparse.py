@@ -3,8 +3,8 @@
     pip install compressed-tensors==0.14.0 --no-deps --target OLD
     PYTHONPATH=OLD python tests/support/stored_sparse.py tests/checkpoint/stored_sparse
 
-One random Llama layer each, at 2:4, in the two formats of ``sparsity_config``; up_proj is stored dense.  ``weights.json``
-holds what that release's own decompressors make of each weight: SHA-256 of its bytes, as [N, K].
+One random Llama layer each, at 2:4, in the two formats of ``sparsity_config``; up_proj is stored dense.
+``weights.json`` holds what that release's own decompressors make of each weight: SHA-256 of its bytes, as [N, K].
 """
 
 from __future__ import annotations
@@ -29,7 +29,12 @@ def make(folder: Path, quant: str, form: str) -> None:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(0)
-    sizes = {"hidden_size": 16, "intermediate_size": 20, "vocab_size": 8, "head_dim": 8}  # 20: half a byte of bits
+    sizes = {
+        "hidden_size": 16,
+        "intermediate_size": 20,
+        "vocab_size": 8,
+        "head_dim": 8,
+    }  # 20: half a byte of bits
     heads = {"num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 1}
     model = LlamaForCausalLM(LlamaConfig(**sizes, **heads, dtype="bfloat16")).to(torch.bfloat16)
     if quant in TYPES:
@@ -41,7 +46,7 @@ def make(folder: Path, quant: str, form: str) -> None:
         }
         quantization = QuantizationConfig(config_groups={"group_0": group}, ignore=["lm_head"])
         apply_quantization_config(model, quantization)
-    for name, layer in model.model.named_modules():
+    for layer in model.model.modules():
         if isinstance(layer, torch.nn.Linear):
             fours = layer.weight.data.view(-1, 4)
             fours.scatter_(-1, fours.abs().argsort(-1)[:, :2], 0)

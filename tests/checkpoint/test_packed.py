@@ -1,0 +1,243 @@
+"""Weights stored without their zeros: the packed layout, and the formats that compressed-tensors had up to 0.14.
+
+``stored_sparse`` holds checkpoints that its 0.14.0 made (tests/support/stored_sparse.py).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from checkpoints import (
+    DOWN,
+    Q,
+    config_of,
+    convert,
+    edit_json,
+    llama,
+    refused,
+    snapshot,
+    tensors_of,
+    w8a8,
+    write,
+)
+from safetensors.torch import load_file, save_file
+from strategies import assert_same_bits
+from torch import Tensor
+
+from slidesparse.bitmask import places
+from slidesparse.checkpoint import storage
+from slidesparse.checkpoint.inspection import inspect, verify
+from slidesparse.checkpoint.metadata import Metadata
+from slidesparse.checkpoint.storage import Checkpoint, CheckpointError
+from slidesparse.pattern import SlidePattern
+from slidesparse.quantize import NAMES, quantize_rows
+
+STORED = Path(__file__).parent / "stored_sparse"
+FORMATS = ("sparse-24-bitmask", "sparse-bitmask")
+STORED_DOWN = "model.layers.0.mlp.down_proj"  # K is 20: its bits end within a byte
+
+
+@pytest.fixture(autouse=True)
+def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Several chunks a tensor, the last one short."""
+    monkeypatch.setattr(storage, "CHUNK_ELEMENTS", 640)
+
+
+def dense(folder: Path) -> dict[str, Tensor]:
+    """All tensors of a checkpoint as conversions see them."""
+    checkpoint = Checkpoint.open(folder)
+    with checkpoint.reader() as reader:
+        return {
+            name: torch.cat([reader.rows(name, rows) for rows in stored.spec.chunks()]).view(
+                stored.spec.shape
+            )
+            for name, stored in checkpoint.tensors.items()
+        }
+
+
+# The packed layout
+
+
+@pytest.mark.parametrize("quant", ["int8", "fp8"])
+@pytest.mark.parametrize("ratio", ["2:4", "4:6", "6:8", "14:16"])
+def test_layouts_turn_into_each_other_byte_for_byte(tmp_path: Path, ratio: str, quant: str) -> None:
+    """K is 64 and 88: blocks of 6 and 16 leave short ones."""
+    source = llama(tmp_path / "source", shards=2)
+    for layout in ("dense", "packed", "slided"):
+        convert(source, tmp_path / layout, ratio, quant=quant, layout=layout)
+    convert(tmp_path / "dense", tmp_path / "from dense", ratio, layout="packed")
+    convert(tmp_path / "slided", tmp_path / "from slided", ratio, layout="packed")
+    convert(tmp_path / "packed", tmp_path / "back", ratio)
+    assert snapshot(tmp_path / "from dense") == snapshot(tmp_path / "packed")
+    assert snapshot(tmp_path / "from slided") == snapshot(tmp_path / "packed")
+    assert snapshot(tmp_path / "back") == snapshot(tmp_path / "dense")
+    for other in ("dense", "slided"):
+        assert verify(tmp_path / "packed", tmp_path / other).equal
+
+
+@pytest.mark.parametrize("ratio", ["2:4", "4:6", "6:8"])
+def test_what_is_stored(tmp_path: Path, ratio: str) -> None:
+    convert(w8a8(tmp_path / "source"), tmp_path / "out", ratio, layout="packed", skip=["o_proj"])
+    tensors, pattern = tensors_of(tmp_path / "out"), SlidePattern.parse(ratio)
+    layer = DOWN.replace("0", "1")  # K is 88; DOWN itself is left in 16 bits
+    assert tensors[f"{layer}.compressed"].shape == (64, places(pattern, 88))
+    assert (tensors[f"{layer}.bitmask"].shape, tensors[f"{layer}.bitmask"].dtype) == ((64, 11), torch.uint8)
+    assert tensors[f"{layer}.shape"].tolist() == [[64], [88]]
+    plain = [name for name in tensors if name.endswith("_proj.weight")]
+    assert sorted(plain) == [
+        f"{DOWN}.weight",
+        *(f"model.layers.{i}.self_attn.o_proj.weight" for i in range(2)),
+    ]
+    block = config_of(tmp_path / "out")["quantization_config"]
+    metadata = Metadata.of_config(block)
+    assert metadata
+    assert (block["quant_method"], metadata.layout, metadata.layers[layer].in_features) == (
+        "slidesparse",
+        "packed",
+        88,
+    )
+    report = inspect(tmp_path / "out")
+    (found,) = (one for one in report.layers if one.name == layer)
+    assert (report.layout, report.violations, found.in_features, found.pattern) == ("packed", 0, 88, ratio)
+    stored = (
+        tensors[f"{layer}.{part}"].nbytes for part in ("compressed", "bitmask", "shape", "weight_scale")
+    )
+    assert found.bytes == sum(stored)
+
+
+def test_a_packed_weight_that_breaks_its_pattern(tmp_path: Path) -> None:
+    """Its bits say so: a block of eight bits set, and one of four."""
+    convert(llama(tmp_path / "source"), tmp_path / "out", layout="packed")
+    tensors = tensors_of(tmp_path / "out")
+    tensors[f"{Q}.bitmask"][11, :2] = torch.tensor([0xFF, 0x0F], dtype=torch.uint8)
+    tensors[f"{Q}.compressed"][11] = 1
+    write(tmp_path / "out", config_of(tmp_path / "out"), tensors)
+    report = inspect(tmp_path / "out")
+    assert report.violations == 1
+    (first,) = (one.first_violation for one in report.layers if one.violations)
+    assert first is not None
+    assert f"{Q}: row 11, block 0 (columns from 0) has 8 non-zeros" in first
+
+
+@pytest.mark.parametrize(
+    ("changed", "words"),
+    [
+        ({"bitmask": None}, f"no tensor {Q}.bitmask"),
+        ({"shape": None}, f"no tensor {Q}.shape"),
+        ({"shape": torch.tensor([64, 63])}, "has shape [64, 63]; 64 in-features"),
+        ({"shape": torch.tensor([64, 65])}, "stores a weight of 64 x 65 as"),
+        ({"shape": torch.tensor([63, 64])}, "stores a weight of 63 x 64 as"),
+        ({"shape": torch.tensor([-1, 64])}, "does not fit together"),
+        ({"shape": torch.tensor([64, 64], dtype=torch.int32)}, f"{Q}.shape I32 [2]"),
+        ({"weight": torch.zeros(64, 64, dtype=torch.int8)}, f"holds both {Q}.weight and {Q}.compressed"),
+        ({"compressed": torch.ones(64, 47, dtype=torch.int8)}, "bits set for 470 values, 47 in each row"),
+        ({"compressed": torch.ones(63, 48, dtype=torch.int8)}, "does not fit together"),
+        (
+            {"compressed": torch.ones(64 * 48, dtype=torch.int8)},
+            "does not fit together",
+        ),  # flat, without offsets
+    ],
+)
+def test_damaged_parts(tmp_path: Path, changed: dict[str, Tensor | None], words: str) -> None:
+    out = tmp_path / "out"
+    convert(llama(tmp_path / "source"), out, layout="packed")
+    named = {f"{Q}.{part}": tensor for part, tensor in changed.items()}
+    tensors = {name: tensor for name, tensor in {**tensors_of(out), **named}.items() if tensor is not None}
+    write(out, config_of(out), tensors)
+    with pytest.raises(CheckpointError) as caught:
+        inspect(out)
+    assert words in str(caught.value)
+
+
+# What compressed-tensors stored
+
+
+@pytest.mark.parametrize("form", FORMATS)
+@pytest.mark.parametrize("quant", ["int8", "fp8", "bf16"])
+def test_weights_are_what_its_own_decompressors_make_of_them(quant: str, form: str) -> None:
+    folder = STORED / f"{quant}-{form}"
+    expected, found = json.loads((folder / "weights.json").read_text()), dense(folder)
+    assert set(expected) == {name for name in found if name.endswith("_proj.weight")}
+    for name, digest in expected.items():
+        assert (
+            hashlib.sha256(found[name].contiguous().view(torch.uint8).numpy().tobytes()).hexdigest() == digest
+        ), name
+    report = inspect(folder)
+    assert (report.pattern, report.layout) == (None, form)
+    assert {(layer.satisfies, layer.name.endswith("up_proj")) for layer in report.layers} == {
+        ("2:4", False),
+        ("2:4", True),
+    }
+
+
+@pytest.mark.parametrize("form", FORMATS)
+@pytest.mark.parametrize("quant", ["int8", "fp8"])
+def test_convert_keeps_codes_and_scales(tmp_path: Path, quant: str, form: str) -> None:
+    source = STORED / f"{quant}-{form}"
+    report = convert(source, tmp_path / "out", "2:4")
+    assert (len(report.pruned), report.quant) == (7, quant)
+    before, after = dense(source), tensors_of(tmp_path / "out")
+    assert set(after) == set(before)
+    for name, tensor in before.items():
+        assert_same_bits(after[name], tensor)
+    block = config_of(tmp_path / "out")["quantization_config"]
+    assert block["quant_method"] == "compressed-tensors"
+    assert "sparsity_config" not in block
+
+
+@pytest.mark.parametrize("form", FORMATS)
+def test_convert_quantizes_what_is_stored_in_16_bits(tmp_path: Path, form: str) -> None:
+    source = STORED / f"bf16-{form}"
+    convert(source, tmp_path / "out", "2:4", quant="fp8", layout="packed")
+    name = f"{STORED_DOWN}.weight"
+    weight, scale = quantize_rows(dense(source)[name], NAMES["fp8"])
+    assert_same_bits(dense(tmp_path / "out")[name], weight)
+    assert_same_bits(tensors_of(tmp_path / "out")[f"{STORED_DOWN}.weight_scale"], scale)
+
+
+def test_packed_at_two_four_is_its_format(tmp_path: Path) -> None:
+    """The same tensors, in names, dtypes and shapes, as the release itself made; up_proj it left dense."""
+    source = STORED / "int8-sparse-24-bitmask"
+    convert(source, tmp_path / "out", "2:4", layout="packed")
+    theirs, ours = tensors_of(source), tensors_of(tmp_path / "out")
+    form = {name: (tensor.dtype, tensor.shape) for name, tensor in ours.items() if "up_proj" not in name}
+    assert form == {
+        name: (tensor.dtype, tensor.shape) for name, tensor in theirs.items() if "up_proj" not in name
+    }
+
+
+@pytest.mark.parametrize(
+    ("part", "change", "words"),
+    [
+        ("row_offsets", lambda t: t.flip(0), "row_offsets does not ascend from 0 to"),
+        ("row_offsets", lambda t: t + 1, "bits set for"),
+        ("row_offsets", lambda t: t - 1, "row_offsets does not ascend"),
+        ("row_offsets", lambda t: t[1:], "does not fit together"),
+        ("compressed", lambda t: t[:-1], "bits set for"),
+    ],
+)
+def test_damaged_flat_values(tmp_path: Path, part: str, change: Any, words: str) -> None:
+    tensors = load_file(STORED / "int8-sparse-bitmask" / "model.safetensors")
+    tensors[f"{STORED_DOWN}.{part}"] = change(tensors[f"{STORED_DOWN}.{part}"]).contiguous()
+    save_file(tensors, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text((STORED / "int8-sparse-bitmask" / "config.json").read_text())
+    with pytest.raises(CheckpointError) as caught:
+        inspect(tmp_path)
+    assert words in str(caught.value)
+
+
+def test_other_sparse_formats_are_refused(tmp_path: Path) -> None:
+    block = json.loads((STORED / "int8-sparse-24-bitmask" / "config.json").read_text())["quantization_config"]
+    block["sparsity_config"]["format"] = "sparse-48-bitmask"
+    source = w8a8(tmp_path / "source")
+    edit_json(source / "config.json", quantization_config=block)
+    refused(
+        source,
+        "weights stored as 'sparse-48-bitmask'",
+        "plain ones and sparse-24-bitmask, sparse-bitmask are",
+    )
