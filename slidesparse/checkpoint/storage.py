@@ -183,7 +183,7 @@ def positions_of(config: Mapping[str, Any]) -> int | None:
 
 
 def _joined(checkpoint: Checkpoint, reader: Reader) -> dict[str, StoredTensor]:
-    """Return the tensors, one weight in the place of all that is stored for it.  CheckpointError if that is not whole."""
+    """Return the tensors, one weight in the place of its parts.  CheckpointError where those do not fit together."""
     tensors, weights, taken = checkpoint.tensors, {}, set()
     for name in tensors:
         layer = name.removesuffix(COMPRESSED)

@@ -10,9 +10,17 @@ import json
 from pathlib import Path
 from statistics import mean, stdev
 
+import numpy as np
 import pytest
+import torch
+from edits import edited
 from models import LLAMA, QWEN, Decoder, converted, write_w8a8
+from safetensors.torch import load_file
+from torch import Tensor
 from zygote import Answer, Request, Zygote
+
+from slidesparse.bitmask import decompress
+from slidesparse.quantize import FP8
 
 pytestmark = pytest.mark.vllm
 
@@ -79,11 +87,55 @@ def test_per_tensor_scales(zygote: Zygote, store: Path) -> None:
     assert sparse(zygote, dense).tokens == stock(zygote, dense).tokens
 
 
+@pytest.mark.parametrize(
+    ("quant", "form", "env"),
+    [
+        ("int8", "sparse-24-bitmask", {"USE_CUSPARSELT": "1"}),  # which is for 2:4 alone
+        ("fp8", "sparse-bitmask", {"USE_CUSPARSELT": "1", "SPARSITY": "2_4"}),
+    ],
+)
+def test_what_compressed_tensors_stored_sparse(
+    zygote: Zygote, store: Path, quant: str, form: str, env: dict[str, str]
+) -> None:
+    """As the dense weights are served; tests/checkpoint/test_packed.py shows that its tensors have this form."""
+    dense, packed = (checkpoint(store, LLAMA, "2:4", layout, quant) for layout in ("dense", "packed"))
+    model = stored_sparse(Path(packed), store / form, form)
+    assert sparse(zygote, model, env=env).tokens == sparse(zygote, dense).tokens
+
+
+def stored_sparse(packed: Path, out: Path, form: str) -> str:
+    """A packed checkpoint as compressed-tensors would have stored it."""
+    tensors: dict[str, Tensor | None] = {}
+    if form == "sparse-bitmask":
+        for name, values in load_file(packed / "model.safetensors").items():
+            if not name.endswith(".compressed"):
+                continue
+            layer = name.removesuffix(".compressed")
+            values, bitmask = (
+                values.view(torch.int8),
+                load_file(packed / "model.safetensors")[f"{layer}.bitmask"],
+            )
+            w = decompress(values, bitmask, 2 * values.shape[1])
+            counts = (w != 0).sum(-1)
+            packed_bits = np.packbits((w != 0).numpy(), axis=-1, bitorder="little")
+            tensors[name] = w[w != 0].view(FP8)
+            tensors[f"{layer}.bitmask"] = torch.from_numpy(packed_bits)
+            tensors[f"{layer}.row_offsets"] = counts.cumsum(0) - counts
+            tensors[f"{layer}.shape"] = torch.tensor(w.shape)
+    targets = {"targets": ["Linear"], "ignore": ["lm_head"]}  # without, vLLM would not have looked at it
+    structure = "2:4" if form == "sparse-24-bitmask" else "unstructured"
+    sparsity = {"format": form, "sparsity_structure": structure, "global_sparsity": 0.5, **targets}
+    method = {"quant_method": "compressed-tensors", "slidesparse": None, "sparsity_config": sparsity}
+    return edited(packed, out, tensors, method)
+
+
 def test_dense_path_of_the_papers(zygote: Zygote, store: Path) -> None:
-    model = checkpoint(store, QWEN, "6:8")
-    answer = served(zygote, Request(model, env={"USE_CUBLASLT": "1"}))
-    assert answer.summary.startswith("dense: 8 layers on the cuBLASLt path, not slid")
-    assert answer.tokens == stock(zygote, model).tokens
+    expected = stock(zygote, checkpoint(store, QWEN, "6:8"))
+    for layout in ("dense", "packed"):
+        model = checkpoint(store, QWEN, "6:8", layout)
+        answer = served(zygote, Request(model, env={"USE_CUBLASLT": "1"}))
+        assert answer.summary.startswith("dense: 8 layers on the cuBLASLt path, not slid")
+        assert answer.tokens == expected.tokens
 
 
 def test_flags_alone_make_an_ordinary_checkpoint_sparse(zygote: Zygote, store: Path) -> None:
@@ -150,6 +202,7 @@ def test_int8_compiled_equals_eager(zygote: Zygote, store: Path) -> None:
         pytest.param("6:8", "dense", id="shards end on blocks, dense"),
         pytest.param("6:8", "slided", id="shards end on blocks, slided"),
         pytest.param("4:6", "dense", id="shards cut blocks"),
+        pytest.param("4:6", "packed", id="shards cut blocks, packed"),
     ],
 )
 def test_two_tensor_parallel_ranks(zygote: Zygote, store: Path, pattern: str, layout: str) -> None:
@@ -168,7 +221,7 @@ def test_slided_layout_that_cannot_be_cut_says_which_sizes_work(zygote: Zygote, 
     assert "slidesparse convert SRC OUT --layout dense" in message
 
 
-@pytest.mark.parametrize("layout", ["dense", "slided"])
+@pytest.mark.parametrize("layout", ["dense", "slided", "packed"])
 @pytest.mark.parametrize("quant", ["int8", "fp8"])
 def test_dummy_weights_are_pruned_into_the_pattern(
     zygote: Zygote, store: Path, layout: str, quant: str
@@ -177,7 +230,7 @@ def test_dummy_weights_are_pruned_into_the_pattern(
     assert sparse(zygote, model, options={"load_format": "dummy"}).tokens
 
 
-@pytest.mark.parametrize("layout", ["dense", "slided"])
+@pytest.mark.parametrize("layout", ["dense", "slided", "packed"])
 def test_weights_can_be_reloaded(zygote: Zygote, store: Path, layout: str) -> None:
     model = checkpoint(store, QWEN, "6:8", layout)
     assert sparse(zygote, model, task="reload").tokens == sparse(zygote, model).tokens
