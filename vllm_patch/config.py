@@ -226,7 +226,7 @@ class SlideSparseConfig(CompressedTensorsConfig):
 
 
 def _stored_as(stored: tuple[str, str]) -> str:
-    return f"Its weights are stored as {stored[0]}, which vLLM reads no more"
+    return f"Its weights are stored as {stored[0]}, which vLLM since 0.19 does not read"
 
 
 def _is_dynamic_w8a8(group: Any) -> bool:

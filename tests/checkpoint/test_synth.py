@@ -67,7 +67,7 @@ def test_it_is_what_a_conversion_writes(tmp_path: Path, family: str, quant: str,
     """
     model, parsed = SMALL[family], SlidePattern.parse(pattern)
     source = write_float(model, tmp_path / "source")
-    for layout in ("dense", "slided"):
+    for layout in ("dense", "slided", "packed"):
         expected, out = tmp_path / f"converted-{layout}", tmp_path / layout
         convert(source, expected, pattern, quant=quant, layout=layout)
         synth(source, out, pattern=parsed, quant=quant, layout=layout)
@@ -285,6 +285,7 @@ def test_configs_that_cannot_be_used(tmp_path: Path, changed: dict[str, Any], fa
         (["--quant", "int4"], "int8, fp8, bf16"),
         (["--sparsity", "5:8"], "5:8"),
         (["--layout", "slided"], "--layout slided"),
+        (["--layout", "packed"], "--layout packed needs a pattern"),
         (["--layers", "3"], "--layers 3 is not from 1 to 2"),
         (["--layers", "0"], "--layers 0"),
         (["--shard-size", "4"], "--shard-size '4'"),

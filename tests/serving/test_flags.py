@@ -195,6 +195,22 @@ class TestResolve:
         with pytest.raises(ResolveError, match="USE_CUBLASLT=1 runs dense weights.*slided"):
             resolve(_config("slided"), Flags("dense"), True)
 
+    def test_what_compressed_tensors_stored_sparse(self) -> None:
+        """One format is for 2:4 alone, and says the pattern; a flag has the last word."""
+        from slidesparse.vllm_patch.resolve import ResolveError, resolve
+
+        def config(form: str, structure: str) -> dict[str, object]:
+            sparsity = {"format": form, "sparsity_structure": structure}
+            return {"quant_method": "compressed-tensors", "sparsity_config": sparsity}
+
+        for given, pattern in ((Flags("sparse"), "2:4"), (Flags("sparse", SlidePattern(8)), "6:8")):
+            made = resolve(config("sparse-24-bitmask", "2:4"), given, on_cuda=False)
+            assert (made.pattern, made.layout) == (pattern, "packed")
+        with pytest.raises(ResolveError, match="does not carry one, so set SPARSITY"):
+            resolve(config("sparse-bitmask", "unstructured"), Flags("sparse"), on_cuda=False)
+        assert resolve(config("dense", "2:4"), Flags("dense"), on_cuda=False).layout == "dense"
+        assert resolve(_config("packed"), Flags("dense"), on_cuda=False).layout == "packed"
+
     def test_metadata_from_the_future(self) -> None:
         from slidesparse.vllm_patch.resolve import resolve
 

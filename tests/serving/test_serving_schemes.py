@@ -93,11 +93,15 @@ def test_the_stamp_remembers_that_a_flag_asked(monkeypatch: pytest.MonkeyPatch) 
         scheme(stamped)
 
 
-def test_slided_weights_need_our_scheme() -> None:
+@pytest.mark.parametrize("layout", ["slided", "packed"])
+def test_other_layouts_need_our_scheme(layout: str) -> None:
     from slidesparse.vllm_patch.resolve import ResolveError
 
-    with pytest.raises(ResolveError, match=r"CompressedTensorsW8A16Fp8.*slided layout.*--layout dense"):
-        scheme(config("slided"))
+    with pytest.raises(ResolveError, match=rf"CompressedTensorsW8A16Fp8.*{layout} layout.*--layout dense"):
+        scheme(config(layout))
+
+
+def test_a_layer_that_was_not_slided_needs_no_scheme_of_ours() -> None:
     assert scheme(config("slided"), "model.layers.1.mlp.down_proj") == "CompressedTensorsW8A16Fp8"
 
 

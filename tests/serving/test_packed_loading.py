@@ -1,0 +1,131 @@
+"""Weights without their zeros on their way into a layer, part by part and in any order; no engine but for refusals."""
+
+from __future__ import annotations
+
+import inspect
+import itertools
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from edits import refused
+from strategies import assert_same_bits
+from torch import Tensor
+from zygote import Zygote
+
+from slidesparse.bitmask import compress
+from slidesparse.checkpoint.storage import CheckpointError
+from slidesparse.pattern import SlidePattern
+from slidesparse.prune import prune
+
+pytestmark = pytest.mark.vllm
+
+SIX = SlidePattern.parse("6:8")
+STORED = Path(__file__).parents[1] / "checkpoint" / "stored_sparse"
+
+
+class Layer(torch.nn.Module):
+    """A linear layer of ours that writes down what is loaded into its weight."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        super().__init__()
+        from slidesparse.vllm_patch.loading import take_packed
+
+        for of in ("rank", "world_size"):
+            monkeypatch.setattr(f"vllm.model_executor.parameter.get_tensor_model_parallel_{of}", lambda: 0)
+        self.weight = torch.nn.Parameter(torch.empty(0, dtype=torch.int8), requires_grad=False)
+        self.loaded: dict[str | None, Tensor] = {}
+
+        def loader(param: Any, loaded_weight: Tensor, loaded_shard_id: str | None = None) -> None:
+            assert param is self.weight
+            assert loaded_shard_id not in self.loaded
+            self.loaded[loaded_shard_id] = loaded_weight
+
+        take_packed(self, "layers.0.qkv_proj", loader)
+
+    def load(self, kind: str, tensor: Tensor, *part: str) -> None:
+        """As a model's ``load_weights`` does, whose tensors' memory is used again."""
+        param = getattr(self, kind)
+        given = tensor.clone()
+        param.weight_loader(param, given, *part)
+        given.zero_()
+
+
+def stored(rows: int, k: int, seed: int = 0) -> tuple[Tensor, dict[str, Tensor]]:
+    weight = torch.randint(-9, 9, (rows, k), generator=torch.Generator().manual_seed(seed), dtype=torch.int8)
+    weight = prune(weight, SIX)
+    values, bitmask = compress(weight, SIX)
+    return weight, {"compressed": values, "bitmask": bitmask, "shape": torch.tensor([[rows], [k]])}
+
+
+def test_parts_come_in_any_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kinds of one part, and the parts of a fused layer among each other."""
+    for order in itertools.permutations(("compressed", "bitmask", "shape")):
+        layer = Layer(monkeypatch)
+        q, k = stored(8, 44, 1), stored(4, 44, 2)
+        layer.load("row_offsets", torch.zeros(8, dtype=torch.int64), "q")
+        for kind in order:
+            for part, (_, tensors) in {"q": q, "k": k}.items():
+                assert part not in layer.loaded
+                layer.load(kind, tensors[kind], part)
+        assert_same_bits(layer.loaded["q"], q[0])
+        assert_same_bits(layer.loaded["k"], k[0])
+
+
+def test_a_layer_of_one_part_again_and_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    layer = Layer(monkeypatch)
+    for seed in range(2):
+        weight, tensors = stored(4, 15, seed)
+        for kind, tensor in tensors.items():
+            layer.load(kind, tensor)
+        assert_same_bits(layer.loaded.pop(None), weight)
+
+
+def test_a_reload_on_the_device_meta_is_only_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM calls with parameters of no memory first, keeps the arguments by their names, and calls again."""
+    layer = Layer(monkeypatch)
+    weight, tensors = stored(4, 15)
+    assert next(iter(inspect.signature(layer.compressed.weight_loader).parameters)) == "param"
+    real, layer.weight = layer.weight, torch.nn.Parameter(layer.weight.to("meta"), requires_grad=False)
+    for kind, tensor in tensors.items():
+        layer.load(kind, tensor)
+    assert not layer.loaded
+    layer.weight = real
+    for kind, tensor in tensors.items():
+        layer.load(kind, tensor)
+    assert_same_bits(layer.loaded[None], weight)
+
+
+@pytest.mark.parametrize(
+    ("changed", "words"),
+    [
+        ({"shape": torch.tensor([5, 15])}, "the shape [5, 15] and a bitmask [4, 2]"),
+        ({"shape": torch.tensor([4, 17])}, "17 columns need one of uint8 [4, 3]"),
+        ({"shape": torch.tensor([15])}, "the shape [15] and"),
+        ({"compressed": torch.ones(4, 11, dtype=torch.int8)}, "48 bits set for 44 values, 11 in each row"),
+        ({"bitmask": torch.zeros(4, 2, dtype=torch.uint8)}, "0 bits set for 48 values"),
+        ({"bitmask": torch.zeros(4, 2, dtype=torch.int8)}, "a bitmask of torch.int8"),
+    ],
+)
+def test_what_does_not_fit_together(
+    monkeypatch: pytest.MonkeyPatch, changed: dict[str, Tensor], words: str
+) -> None:
+    layer = Layer(monkeypatch)
+    *others, (last, tensor) = {**stored(4, 15)[1], **changed}.items()
+    for kind, other in others:
+        layer.load(kind, other)
+    with pytest.raises(CheckpointError) as caught:
+        layer.load(last, tensor)
+    assert str(caught.value).startswith("layers.0.qkv_proj: the checkpoint holds a packed weight of ")
+    assert words in str(caught.value)
+
+
+def test_float_weights_are_to_be_converted(zygote: Zygote) -> None:
+    model = str(STORED / "bf16-sparse-24-bitmask")
+    words = (
+        "Its weights are stored as sparse-24-bitmask",
+        "convert it: slidesparse convert SRC OUT --sparsity 2:4",
+    )
+    refused(zygote, model, {"USE_CUSPARSELT": "1"}, "is W8A8 with dynamic activations", *words)
+    refused(zygote, model, {}, "USE_CUSPARSELT=1 serves it if it is W8A8", *words)  # vLLM's own words follow
