@@ -38,10 +38,17 @@ def compress(w: Tensor, pattern: SlidePattern, layer: str = "weight") -> tuple[T
     Each non-zero is kept bit for bit, and -0.0 where its block has a place for it.
     Raises PatternError with ``layer``, row, block and count for a block with more non-zeros than places.
     """
-    require_pattern(w, pattern, layer)
-    kept = _kept(w, pattern).numpy()
-    values = bits(w).numpy()[kept].reshape(len(w), places(pattern, w.shape[1]))
-    bitmask = np.packbits(kept, axis=-1, bitorder="little")
+    n, k = w.shape
+    width = places(pattern, k)
+    values = np.empty((n, width), bits(w).numpy().dtype)
+    bitmask = np.empty((n, -(-k // BYTE)), np.uint8)
+    for rows in row_chunks(n, k):
+        kept = _kept(w[rows], pattern).numpy()
+        chosen = bits(w[rows]).numpy()[kept]
+        if chosen.size != len(kept) * width:
+            require_pattern(w, pattern, layer)  # which it breaks
+        values[rows] = chosen.reshape(-1, width)
+        bitmask[rows] = np.packbits(kept, axis=-1, bitorder="little")
     return torch.from_numpy(values).view(w.dtype), torch.from_numpy(bitmask)
 
 
@@ -56,10 +63,12 @@ def _kept(w: Tensor, pattern: SlidePattern) -> Tensor:
     columns = transposed(bits(blocks))  # [L, blocks]: column by column, each contiguous
     kept = torch.ones(columns.shape, dtype=torch.int8)
     left = torch.full(columns.shape[1:], ZEROS, dtype=torch.int8)  # zeros to drop
-    either_sign = (columns == 0, ~nonzero(columns.view(w.dtype)))
-    for zeros in either_sign if w.dtype.is_floating_point else either_sign[:1]:
-        for keep, zero in zip(reversed(kept.unbind()), reversed(zeros.unbind()), strict=True):
-            dropped = (left > 0) & zero & keep
+    kinds = [columns == 0]
+    if w.dtype.is_floating_point:
+        kinds.append(~nonzero(columns.view(w.dtype)) & (columns != 0))
+    for zeros in kinds:
+        for keep, zero in zip(reversed(kept.unbind()), reversed(zeros.view(torch.int8).unbind()), strict=True):
+            dropped = torch.minimum(zero, left)
             left -= dropped
             keep -= dropped
     return transposed(kept).view(torch.bool).view(len(w), -1)[:, : w.shape[1]]
