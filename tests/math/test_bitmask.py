@@ -17,6 +17,9 @@ from slidesparse.prune import prune
 
 SIX = SlidePattern.parse("6:8")
 BITS_MOVED = torch.tensor([[1, 0], [2, 0], [0, 0]], dtype=torch.uint8)  # from one row to another
+BITS_PAST = torch.tensor(
+    [[1 + 8, 16], [1 + 8, 16], [1 + 8, 16]], dtype=torch.uint8
+)  # one moved there, one cleared
 
 
 def weight(rows: int, k: int, dtype: torch.dtype, pattern: SlidePattern, seed: int) -> Tensor:
@@ -102,7 +105,11 @@ def test_a_block_with_too_many_values_is_named() -> None:
         (lambda v, b: (v, b ^ 1), "bits set for 27 values, 9 in each row"),
         (lambda v, b: (v, b ^ BITS_MOVED), "27 bits set for 27 values, 9 in each row"),
         (lambda v, b: (v.flatten()[1:], b), "27 bits set for 26 values"),
-        (lambda v, b: (v, b | torch.tensor([0, 128], dtype=torch.uint8)), "bits set"),  # past the last column
+        (lambda v, b: (v, b | torch.tensor([0, 128], dtype=torch.uint8)), "30 bits set for 27 values"),
+        (
+            lambda v, b: (v[:, :8].flatten(), b ^ BITS_PAST),
+            "24 bits set for 24 values",
+        ),  # none past the last column
         (lambda v, b: (v[:2], b), r"values \[2, 9\] and a bitmask of torch.uint8 \[3, 2\]"),
         (lambda v, b: (v, b[:, :1]), r"12 columns need one of uint8 \[3, 2\]"),
         (lambda v, b: (v, b.char()), "torch.int8"),
