@@ -75,7 +75,7 @@ def without(key: str) -> dict[str, Any]:
         ({**GOOD, "layers": {"fc": {"pattern": "6:8", "in_features": -8}}}, "-8"),
         ({**GOOD, "pattern": "2:8"}, "did you mean 6:8"),
         ({**GOOD, "layers": {"fc": {"pattern": "5:7", "in_features": 7}}}, "'5:7'"),
-        ({**GOOD, "layout": "packed"}, "'packed'"),
+        ({**GOOD, "layout": "folded"}, "'folded' is not known; the layouts are dense, slided, packed"),
     ],
 )
 def test_a_damaged_block_says_what_is_wrong(block: Any, fact: str) -> None:
