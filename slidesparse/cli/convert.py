@@ -36,7 +36,7 @@ _METHODS = ", ".join(f"{name} ({_DEFAULTS[name]})" if name in _DEFAULTS else nam
 
 def convert(
     source: Annotated[
-        Path, typer.Argument(help="A Hugging Face folder: FP32, FP16, BF16, or W8A8.", metavar="SRC")
+        Path, typer.Argument(help="A Hugging Face folder: FP32, FP16, BF16, FP8, or W8A8.", metavar="SRC")
     ],
     target: Annotated[Path, typer.Argument(help="The folder to make.", metavar="OUT")],
     sparsity: Annotated[
@@ -120,7 +120,7 @@ def convert(
     ignore: Annotated[
         list[str] | None,
         typer.Option(
-            help="Leave layers whose name matches this regex as they are; may be repeated.",
+            help=r"Leave layers whose name matches this regex as they are, such as '\.experts\.'; may be repeated.",
             metavar="REGEX",
         ),
     ] = None,
@@ -227,6 +227,8 @@ def _summarize(report: Report, dry_run: bool) -> None:
     out.print(escape(f"layers    {len(report.pruned)} in {report.quant} W8A8, {report.layout} layout"))
     for pattern, count in Counter(p.ratio for p in report.patterns.values() if p != report.pattern).items():
         out.print(escape(f"          {count} of them at {pattern}"))
+    if report.rewritten:
+        out.print(escape(f"source    {report.rewritten}"))
     if report.samples:
         out.print(escape(f"method    {report.method}, calibrated with {report.samples}"))
     for verb, names in (("skipped", report.skipped), ("kept", report.kept)):
