@@ -57,11 +57,12 @@ ENCODER = Family(
     (("query", "key", "value"),),
 )
 
-_DECODERS = ("Llama", "Mistral", "Qwen2", "Qwen3", "Gemma", "Gemma2", "Granite")
+_DECODERS = ("Llama", "Mistral", "Qwen2", "Qwen3", "Gemma", "Gemma2", "Granite", "Olmo2")
 _ENCODERS = ("Bert", "Roberta", "XLMRoberta")
 FAMILIES: Mapping[str, Family] = {
     **{f"{name}{head}": DECODER for name in _DECODERS for head in ("ForCausalLM", "Model")},
     **{f"{name}ForSequenceClassification": DECODER for name in _DECODERS},
+    "Gemma3ForCausalLM": DECODER,
     "Phi3ForCausalLM": FUSED_DECODER,
     **{f"{name}{head}": ENCODER for name in _ENCODERS for head in ("Model", "ForMaskedLM")},
     **{f"{name}ForSequenceClassification": ENCODER for name in _ENCODERS},

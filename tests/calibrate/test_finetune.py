@@ -15,7 +15,7 @@ from slidesparse.calibrate import finetune as finetuning
 from slidesparse.calibrate import pipeline
 from slidesparse.calibrate.finetune import HELD_OUT, Finetuned, finetune
 from slidesparse.calibrate.inputs import BlockInputs, HiddenStates
-from slidesparse.calibrate.models import DecoderBlock, attention, open_model
+from slidesparse.calibrate.models import DecoderBlock, Scores, attention, open_model
 from slidesparse.checkpoint.storage import Checkpoint
 from slidesparse.errors import CalibrationError
 from slidesparse.pattern import SlidePattern
@@ -124,11 +124,11 @@ def test_a_gpu_gives_the_same_bits_again(source: Path, tmp_path: Path, dtype: to
         assert not found.weights[name][w == 0].any()
 
 
-@pytest.mark.parametrize("causal", [True, False])
-def test_attention_computed_again_has_the_same_gradients(causal: bool) -> None:
+@pytest.mark.parametrize("how", [Scores(0.3), Scores(0.3, causal=False), Scores(0.3, window=4)])
+def test_attention_computed_again_has_the_same_gradients(how: Scores) -> None:
     leaves = [torch.randn(2, 3, 7, 8, requires_grad=True) for _ in range(3)]
-    wanted = torch.autograd.grad(attention(*leaves, causal).square().sum(), leaves)
-    found = torch.autograd.grad(finetuning._Attention.apply(*leaves, causal).square().sum(), leaves)
+    wanted = torch.autograd.grad(attention(*leaves, how).square().sum(), leaves)
+    found = torch.autograd.grad(finetuning._Attention.apply(*leaves, how).square().sum(), leaves)
     assert not torch.are_deterministic_algorithms_enabled()
     for ours, theirs in zip(found, wanted, strict=True):
         torch.testing.assert_close(ours, theirs)
