@@ -10,6 +10,7 @@ import pytest
 import torch
 from calibration import DEVICES, calibrated, write_ids
 from checkpoints import LLAMA, llama, snapshot, tensors_of
+from torch.nn.attention import sdpa_kernel
 
 from slidesparse.calibrate import finetune as finetuning
 from slidesparse.calibrate import pipeline
@@ -132,6 +133,23 @@ def test_attention_computed_again_has_the_same_gradients(how: Scores) -> None:
     assert not torch.are_deterministic_algorithms_enabled()
     for ours, theirs in zip(found, wanted, strict=True):
         torch.testing.assert_close(ours, theirs)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("how", [Scores(0.1), Scores(0.1, window=300), Scores(0.1, cap=2.0)])
+def test_attention_on_a_gpu_has_the_same_gradients(how: Scores) -> None:
+    """Up to the rounding of BF16, and the same bits twice."""
+    leaves = [torch.randn(2, 3, 999, 64, requires_grad=True) for _ in range(3)]
+    wanted = torch.autograd.grad(attention(*leaves, how).square().sum(), leaves)
+    moved = [leaf.detach().cuda().requires_grad_() for leaf in leaves]
+    with sdpa_kernel(finetuning.ATTENTION["cuda"]):
+        found, again = (
+            torch.autograd.grad(finetuning._attend(*moved, how).float().square().sum(), moved)
+            for _ in range(2)
+        )
+    for ours, twice, theirs in zip(found, again, wanted, strict=True):
+        assert torch.equal(ours, twice)
+        assert float((ours.cpu() - theirs).norm()) < 0.05 * float(theirs.norm())
 
 
 def test_the_block_is_left_as_it_was(source: Path, tmp_path: Path) -> None:
