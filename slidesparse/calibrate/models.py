@@ -61,7 +61,7 @@ QUERY_KEY_NORMS = ("self_attn.q_norm", "self_attn.k_norm")
 
 @dataclass(frozen=True)
 class Decoder:
-    """How the decoders of an architecture are built."""
+    """The form of the decoders of an architecture."""
 
     stages: Stages = SEPARATE
     norms: tuple[str, str, str, str] = BEFORE
@@ -118,7 +118,7 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 
 @dataclass(frozen=True)
 class Scores:
-    """What attention weighs tokens by: s = q k^T * scale, of the tokens that a token sees."""
+    """The scores s = q k^T * scale that attention weighs tokens by, and which tokens a token sees."""
 
     scale: float
     causal: bool = True  # whether a token sees only itself and those before it
