@@ -25,7 +25,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from slidesparse.calibrate.inputs import BlockInputs, HiddenStates
-from slidesparse.calibrate.models import Block, attention, fast_products
+from slidesparse.calibrate.models import Block, Scores, attention, fast_products
 from slidesparse.checkpoint.architectures import WEIGHT
 from slidesparse.errors import CalibrationError
 from slidesparse.quantize import dequantize_rows, quantize_rows
@@ -281,27 +281,27 @@ class _Attention(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(context: Any, q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
+    def forward(context: Any, q: Tensor, k: Tensor, v: Tensor, how: Scores) -> Tensor:
         context.save_for_backward(q, k, v)
-        context.causal = causal
-        return attention(q, k, v, causal)
+        context.how = how
+        return attention(q, k, v, how)
 
     @staticmethod
     def backward(context: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v = (t.detach().requires_grad_() for t in context.saved_tensors)
         with torch.enable_grad():
-            seen = attention(q, k, v, context.causal)
+            seen = attention(q, k, v, context.how)
         with _fixed_order():
             return (*torch.autograd.grad(seen, (q, k, v), gradients[0]), None)
 
 
-def _attend(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
+def _attend(q: Tensor, k: Tensor, v: Tensor, how: Scores) -> Tensor:
     """Compute attention; in BF16 by one kernel where gradients are wanted and the GPU has such a kernel."""
-    wanted = q.is_cuda and torch.is_grad_enabled()
+    wanted = q.is_cuda and torch.is_grad_enabled() and how.cap is None
     if not wanted or torch.cuda.get_device_capability(q.device) < FUSED_ATTENTION:
-        return attention(q, k, v, causal)
+        return attention(q, k, v, how)
     q, k, v = (t.to(torch.bfloat16) for t in (q, k, v))
-    found: Tensor = _Attention.apply(q, k, v, causal)
+    found: Tensor = _Attention.apply(q, k, v, how)
     return found
 
 

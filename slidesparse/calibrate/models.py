@@ -3,11 +3,14 @@
 A `Block` is one decoder or encoder layer in float32 torch.  It goes through its stages in order; the linear layers of a
 stage read the same input, and the block can be stopped there::
 
-    decoder   norm -> [q k v] -> attention -> [o] + x -> norm -> [gate up] -> silu * -> [down] + x
+    decoder   norm -> [q k v] -> attention -> [o] -> norm, + x -> norm -> [gate up] -> act * -> [down] -> norm, + x
     encoder   [query key value] -> attention -> [attention.output.dense] + x, norm -> [intermediate.dense] -> act
               -> [output.dense] + x, norm
 
-Sources: the published architectures of Llama, Qwen2, Qwen3 and BERT; tests compare the blocks with transformers'.
+No decoder but Gemma's has all these norms: `DECODERS` tells which, and whatever else an architecture fixes; numbers
+that differ between its models are read from config.json by their names there.
+
+Sources: the published architectures; tests compare the blocks with transformers'.
 
 On a GPU the products of float32 tensors run in TF32 (see `fast_products`).  TF32 keeps three more bits of a factor than
 the BF16 that models are served in, and sums in float32.
@@ -19,7 +22,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import islice
 from typing import Any
@@ -34,10 +37,75 @@ from slidesparse.errors import CalibrationError
 
 Config = Mapping[str, Any]
 
-DECODERS = ("Llama", "Mistral", "Qwen2", "Qwen3")
+Stages = tuple[tuple[str, ...], ...]  # names of linear layers that read the same input, in order
+
+SEPARATE: Stages = (
+    ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+    ("self_attn.o_proj",),
+    ("mlp.gate_proj", "mlp.up_proj"),
+    ("mlp.down_proj",),
+)
+FUSED: Stages = (("self_attn.qkv_proj",), ("self_attn.o_proj",), ("mlp.gate_up_proj",), ("mlp.down_proj",))
+
+# The norms before and after attention, then before and after the MLP; "" where there is none
+BEFORE = ("input_layernorm", "", "post_attention_layernorm", "")
+AFTER = ("", "post_attention_layernorm", "", "post_feedforward_layernorm")
+AROUND = (
+    "input_layernorm",
+    "post_attention_layernorm",
+    "pre_feedforward_layernorm",
+    "post_feedforward_layernorm",
+)
+QUERY_KEY_NORMS = ("self_attn.q_norm", "self_attn.k_norm")
+
+
+@dataclass(frozen=True)
+class Decoder:
+    """The form of the decoders of an architecture."""
+
+    stages: Stages = SEPARATE
+    norms: tuple[str, str, str, str] = BEFORE
+    query_key_norms: bool = False  # each head's, or one over all heads, as the weight is wide
+    norm_offset: float = 0.0  # added to the weights of norms
+    embeddings_by_width: bool = False  # whether embeddings are multiplied by sqrt(hidden)
+    defaults: Config = field(default_factory=dict)  # what transformers takes for keys that config.json lacks
+
+
+_QWEN = {"use_sliding_window": False, "sliding_window": 4096, "max_window_layers": 28}
+_GEMMA: dict[str, Any] = {"head_dim": 256, "query_pre_attn_scalar": 256, "sliding_window": 4096}
+_GEMMA |= {"hidden_activation": "gelu_pytorch_tanh"}
+DECODERS: Mapping[str, Decoder] = {
+    "Llama": Decoder(),
+    "Mistral": Decoder(defaults={"sliding_window": 4096}),
+    "Qwen2": Decoder(defaults=_QWEN),
+    "Qwen3": Decoder(query_key_norms=True, defaults={**_QWEN, "head_dim": 128}),
+    "Gemma2": Decoder(
+        norms=AROUND,
+        norm_offset=1.0,
+        embeddings_by_width=True,
+        defaults={**_GEMMA, "attn_logit_softcapping": 50.0, "sliding_window_pattern": 2},
+    ),
+    "Gemma3": Decoder(
+        norms=AROUND,
+        query_key_norms=True,
+        norm_offset=1.0,
+        embeddings_by_width=True,
+        defaults={**_GEMMA, "rope_theta": 1e6, "rope_local_base_freq": 1e4, "sliding_window_pattern": 6},
+    ),
+    "Phi3": Decoder(FUSED, defaults={"rms_norm_eps": 1e-5}),
+    "Granite": Decoder(defaults={"attention_multiplier": 1.0}),
+    "Olmo2": Decoder(norms=AFTER, query_key_norms=True, defaults={"rms_norm_eps": 1e-5}),
+}
 ENCODERS = ("Bert", "Roberta", "XLMRoberta")
 _HEADS = ("ForCausalLM", "Model", "ForMaskedLM", "ForSequenceClassification", "ForTokenClassification")
-ROPES = ("default", "linear", "llama3")
+ROPES = ("default", "linear", "llama3", "longrope")
+_ROPE_KEYS = (
+    "rope_theta",
+    "partial_rotary_factor",
+    "original_max_position_embeddings",
+    "max_position_embeddings",
+)
+LAYER_TYPES = ("sliding_attention", "full_attention")
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "gelu": F.gelu,
     "gelu_new": partial(F.gelu, approximate="tanh"),
@@ -49,15 +117,36 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 @dataclass(frozen=True)
+class Scores:
+    """The scores s = q k^T * scale that attention weighs tokens by, and which tokens a token sees."""
+
+    scale: float
+    causal: bool = True  # whether a token sees only itself and those before it
+    window: int | None = None  # the most tokens that it then sees, itself included
+    cap: float | None = None  # s becomes cap * tanh(s / cap)
+
+
+@dataclass(frozen=True)
+class Rotary:
+    """Rotary embeddings of the first channels of a head."""
+
+    frequencies: Tensor  # [channels / 2], radians a position
+    factor: float = 1.0  # of cosine and sine
+
+
+@dataclass(frozen=True)
 class BlockSizes:
-    """The sizes and constants that all blocks of a model share."""
+    """The sizes and constants of a block."""
 
     heads: int
     kv_heads: int
     head_dim: int
     eps: float  # of norms
     activation: Callable[[Tensor], Tensor]
-    frequencies: Tensor | None = None  # [head_dim / 2] of rotary embeddings, radians a position
+    scores: Scores = Scores(1.0)
+    rotary: Rotary | None = None
+    residual: float = 1.0  # what attention and MLP give is multiplied by it
+    decoder: Decoder = Decoder()
 
 
 @dataclass(frozen=True)
@@ -67,11 +156,16 @@ class LayeredModel:
     checkpoint: Checkpoint
     kind: str  # one of DECODERS or ENCODERS
     root: str  # before "layers.0." or "encoder.layer.0."
-    sizes: BlockSizes
-    blocks: int
+    sizes: tuple[BlockSizes, ...]  # block by block
     hidden: int
     vocabulary: int
     longest: int  # the most tokens of a sequence
+    embedding_factor: float = 1.0
+
+    @property
+    def blocks(self) -> int:
+        """The number of blocks."""
+        return len(self.sizes)
 
     @property
     def is_decoder(self) -> bool:
@@ -79,9 +173,9 @@ class LayeredModel:
         return self.kind in DECODERS
 
     @property
-    def block_type(self) -> type[Block]:
-        """The class of the model's blocks."""
-        return DecoderBlock if self.is_decoder else EncoderBlock
+    def stages(self) -> Stages:
+        """The stages of each block."""
+        return DECODERS[self.kind].stages if self.is_decoder else EncoderBlock.stages
 
     def prefix(self, number: int) -> str:
         """Return how the tensor names of a block start."""
@@ -89,16 +183,17 @@ class LayeredModel:
 
     def linears(self, number: int) -> list[str]:
         """Return the names of the linear layers of a block, stage by stage."""
-        return [self.prefix(number) + name for stage in self.block_type.stages for name in stage]
+        return [self.prefix(number) + name for stage in self.stages for name in stage]
 
     def load(self, reader: Reader, number: int, device: torch.device) -> Block:
         """Read a block, its tensors in float32 on ``device``."""
-        for layer in self.linears(number):
+        prefix, sizes = self.prefix(number), self.sizes[number]
+        norms = [prefix + name for name in (norms_of(sizes.decoder) if self.is_decoder else ())]
+        for layer in (*self.linears(number), *norms):
             self.checkpoint.require(layer + WEIGHT)
-        prefix = self.prefix(number)
         names = [name for name in self.checkpoint.tensors if name.startswith(prefix)]
         weights = {name.removeprefix(prefix): reader.whole(name).to(device).float() for name in names}
-        return self.block_type(self.sizes, weights)
+        return (DecoderBlock if self.is_decoder else EncoderBlock)(sizes, weights)
 
     def embedder(
         self, reader: Reader, samples: Sequence[Tensor], device: torch.device
@@ -108,9 +203,11 @@ class LayeredModel:
         used = torch.cat([sample.reshape(-1) for sample in samples]).unique()
         table = _rows(self.checkpoint, reader, name, used).to(device)
         words = used.to(device)
+        # Models are trained and served with the factor rounded to the dtype of their weights
+        factor = float(torch.tensor(self.embedding_factor, dtype=table.dtype))
 
         def embed(ids: Tensor) -> Tensor:
-            return F.embedding(torch.searchsorted(words, ids.to(device)), table).float()
+            return F.embedding(torch.searchsorted(words, ids.to(device)), table).float() * factor
 
         return embed if self.is_decoder else self._with_positions(reader, embed, device)
 
@@ -130,7 +227,7 @@ class LayeredModel:
 
         def embed(ids: Tensor) -> Tensor:
             x = words(ids) + types[0] + positions[first : first + ids.shape[1]]
-            return F.layer_norm(x, x.shape[-1:], weight, bias, self.sizes.eps)
+            return F.layer_norm(x, x.shape[-1:], weight, bias, self.sizes[0].eps)
 
         return embed
 
@@ -142,14 +239,14 @@ class Block(ABC):
         weights: the block's tensors by name, such as "mlp.down_proj.weight", on one device.
     """
 
-    stages: tuple[tuple[str, ...], ...]  # names of linear layers that read the same input, in order
+    stages: Stages
 
     def __init__(self, sizes: BlockSizes, weights: dict[str, Tensor]) -> None:
         self.sizes = sizes
         self.weights = weights
         # Fine-tuning replaces these two: how a linear layer changes its input first, and how attention is computed
         self.read: Callable[[str, Tensor], Tensor] | None = None
-        self.attend: Callable[[Tensor, Tensor, Tensor, bool], Tensor] = attention
+        self.attend: Callable[[Tensor, Tensor, Tensor, Scores], Tensor] = attention
 
     def copy(self) -> Block:
         """Return another block of the same weights, to replace some of them in one of the two."""
@@ -181,41 +278,60 @@ class Block(ABC):
 
 
 class DecoderBlock(Block):
-    """A block of Llama, Mistral, Qwen2 or Qwen3."""
+    """A block of one of `DECODERS`."""
 
-    stages = (
-        ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
-        ("self_attn.o_proj",),
-        ("mlp.gate_proj", "mlp.up_proj"),
-        ("mlp.down_proj",),
-    )
+    def __init__(self, sizes: BlockSizes, weights: dict[str, Tensor]) -> None:
+        super().__init__(sizes, weights)
+        self.stages = sizes.decoder.stages
 
     def steps(self, x: Tensor) -> Iterator[Tensor]:
-        h = rms_norm(x, self.weights["input_layernorm.weight"], self.sizes.eps)
+        before_attention, after_attention, before_mlp, after_mlp = self.sizes.decoder.norms
+        h = self._norm(before_attention, x)
         yield h
         h = self._attention(h)
         yield h
-        x = x + self.linear("self_attn.o_proj", h)
-        h = rms_norm(x, self.weights["post_attention_layernorm.weight"], self.sizes.eps)
+        x = x + self._norm(after_attention, self.linear("self_attn.o_proj", h)) * self.sizes.residual
+        h = self._norm(before_mlp, x)
         yield h
-        h = self.sizes.activation(self.linear("mlp.gate_proj", h)) * self.linear("mlp.up_proj", h)
+        gate, up = self._parts(2, h, (1, 1))
+        h = self.sizes.activation(gate) * up
         yield h
-        yield x + self.linear("mlp.down_proj", h)
+        yield x + self._norm(after_mlp, self.linear("mlp.down_proj", h)) * self.sizes.residual
+
+    def _norm(self, name: str, x: Tensor) -> Tensor:
+        """Normalize x [..., n * width] in parts as wide as the norm's weight; "" names no norm."""
+        if not name:
+            return x
+        weight = self.weights[f"{name}.weight"] + self.sizes.decoder.norm_offset
+        return rms_norm(x.unflatten(-1, (-1, len(weight))), weight, self.sizes.eps).flatten(-2)
+
+    def _parts(self, stage: int, x: Tensor, shares: tuple[int, ...]) -> Sequence[Tensor]:
+        """Run the layers of a stage on x; a single one has the outputs of several, cut by their ``shares``."""
+        found = [self.linear(name, x) for name in self.stages[stage]]
+        if len(found) == len(shares):
+            return found
+        unit = found[0].shape[-1] // sum(shares)
+        parts: Sequence[Tensor] = found[0].split([share * unit for share in shares], dim=-1)
+        return parts
 
     def _attention(self, h: Tensor) -> Tensor:
         sizes = self.sizes
-        q = self.heads_of(self.linear("self_attn.q_proj", h), sizes.heads)
-        k = self.heads_of(self.linear("self_attn.k_proj", h), sizes.kv_heads)
-        v = self.heads_of(self.linear("self_attn.v_proj", h), sizes.kv_heads)
-        if "self_attn.q_norm.weight" in self.weights:
-            q = rms_norm(q, self.weights["self_attn.q_norm.weight"], sizes.eps)
-            k = rms_norm(k, self.weights["self_attn.k_norm.weight"], sizes.eps)
-        assert sizes.frequencies is not None
-        cos, sin = rotary(h.shape[1], sizes.frequencies.to(h.device))
-        q, k = rotate(q, cos, sin), rotate(k, cos, sin)
+        q, k, v = self._parts(0, h, (sizes.heads, sizes.kv_heads, sizes.kv_heads))
+        if sizes.decoder.query_key_norms:
+            q, k = (self._norm(name, x) for name, x in zip(QUERY_KEY_NORMS, (q, k), strict=True))
+        q = self.heads_of(q, sizes.heads)
+        k, v = (self.heads_of(x, sizes.kv_heads) for x in (k, v))
+        assert sizes.rotary is not None
+        cos, sin = rotary(h.shape[1], sizes.rotary.frequencies.to(h.device))
+        q, k = (rotate(x, cos * sizes.rotary.factor, sin * sizes.rotary.factor) for x in (q, k))
         share = sizes.heads // sizes.kv_heads
         k, v = (t.repeat_interleave(share, dim=1) for t in (k, v))
-        return self.attend(q, k, v, True).transpose(1, 2).flatten(2)
+        return self.attend(q, k, v, sizes.scores).transpose(1, 2).flatten(2)
+
+
+def norms_of(decoder: Decoder) -> list[str]:
+    """Return the names of the norms of a block."""
+    return [name for name in (*decoder.norms, *(QUERY_KEY_NORMS if decoder.query_key_norms else ())) if name]
 
 
 class EncoderBlock(Block):
@@ -231,7 +347,7 @@ class EncoderBlock(Block):
     def steps(self, x: Tensor) -> Iterator[Tensor]:
         yield x
         q, k, v = (self.heads_of(self.linear(name, x), self.sizes.heads) for name in self.stages[0])
-        h = self.attend(q, k, v, False).transpose(1, 2).flatten(2)
+        h = self.attend(q, k, v, self.sizes.scores).transpose(1, 2).flatten(2)
         yield h
         h = self._norm("attention.output", self.linear("attention.output.dense", h) + x)
         yield h
@@ -244,10 +360,20 @@ class EncoderBlock(Block):
         return F.layer_norm(x, x.shape[-1:], weight, bias, self.sizes.eps)
 
 
-def attention(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
-    """softmax(q k^T / sqrt(head_dim)) v, all [batch, heads, tokens, head_dim]."""
-    seen: Tensor = F.scaled_dot_product_attention(q, k, v, is_causal=causal)
-    return seen
+def attention(q: Tensor, k: Tensor, v: Tensor, how: Scores) -> Tensor:
+    """softmax(s) v, all [batch, heads, tokens, head_dim]."""
+    tokens, found = q.shape[2], F.scaled_dot_product_attention
+    window = min(how.window or tokens, tokens)
+    if how.cap is None and window == tokens:
+        plain: Tensor = found(q, k, v, is_causal=how.causal, scale=how.scale)
+        return plain
+    assert how.causal
+    seen = torch.ones(tokens, tokens, dtype=torch.bool, device=q.device).tril().triu(1 - window)
+    if how.cap is None:
+        masked: Tensor = found(q, k, v, attn_mask=seen, scale=how.scale)
+        return masked
+    scores = torch.tanh((q @ k.transpose(-1, -2)).float() * (how.scale / how.cap)) * how.cap
+    return scores.masked_fill(~seen, -torch.inf).softmax(-1).to(v.dtype) @ v
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -256,16 +382,17 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def rotary(tokens: int, frequencies: Tensor) -> tuple[Tensor, Tensor]:
-    """Cosine and sine [tokens, head_dim] of position times frequency, both halves alike."""
+    """Cosine and sine [tokens, channels] of position times frequency, both halves alike."""
     positions = torch.arange(tokens, dtype=torch.float32, device=frequencies.device)
     angles = torch.outer(positions, frequencies).repeat(1, 2)
     return angles.cos(), angles.sin()
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate the pairs (x[i], x[i + head_dim / 2]) of [batch, heads, tokens, head_dim]."""
+    """Rotate the pairs (x[i], x[i + channels / 2]) of the first channels of [batch, heads, tokens, head_dim]."""
+    x, rest = x.tensor_split([cos.shape[-1]], dim=-1)
     left, right = x.chunk(2, dim=-1)
-    return x * cos + torch.cat((-right, left), dim=-1) * sin
+    return torch.cat((x * cos + torch.cat((-right, left), dim=-1) * sin, rest), dim=-1)
 
 
 @contextmanager
@@ -286,21 +413,40 @@ def open_model(checkpoint: Checkpoint) -> LayeredModel:
     """Return the model of a checkpoint.  CalibrationError names what cannot be run here, and what can."""
     config = checkpoint.config
     kind = _kind(config)
+    decoder = DECODERS.get(kind, Decoder())
+    config = {**decoder.defaults, **config}
     heads, hidden = _number(config, "num_attention_heads"), _number(config, "hidden_size")
     head_dim = config.get("head_dim") or hidden // heads
     blocks, longest = _number(config, "num_hidden_layers"), _number(config, "max_position_embeddings")
-    vocabulary = _number(config, "vocab_size")
+    vocabulary, factor = _number(config, "vocab_size"), 1.0
     if kind in DECODERS:
         root = "model." if "model.embed_tokens.weight" in checkpoint.tensors else ""
-        window = _window(config)
-        longest = min(longest, window) if window else longest
-        sizes = BlockSizes(
-            heads,
-            config.get("num_key_value_heads") or heads,
-            head_dim,
-            float(config.get("rms_norm_eps") or 1e-6),
-            _activation(config),
-            _frequencies(config, head_dim),
+        factor = (
+            hidden**0.5 if decoder.embeddings_by_width else float(config.get("embedding_multiplier", 1.0))
+        )
+        slides = _slides(config, blocks)
+        ropes = {each: _rope(config, each) for each in set(slides)}
+        rotaries = {each: _rotary(rope, head_dim) for each, rope in ropes.items()}
+        trained = [
+            r["original_max_position_embeddings"] for r in ropes.values() if r["rope_type"] == "longrope"
+        ]
+        longest = min([longest, *trained])
+        window = config.get("sliding_window") if config.get("use_sliding_window", True) else None
+        scale = config.get("attention_multiplier") or config.get("query_pre_attn_scalar", head_dim) ** -0.5
+        cap = config.get("attn_logit_softcapping")
+        sizes = tuple(
+            BlockSizes(
+                heads,
+                config.get("num_key_value_heads") or heads,
+                head_dim,
+                float(config.get("rms_norm_eps") or 1e-6),
+                _activation(config),
+                Scores(scale, window=window if each else None, cap=cap),
+                rotaries[each],
+                float(config.get("residual_multiplier", 1.0)),
+                decoder,
+            )
+            for each in slides
         )
     else:
         roots = ("", "bert.", "roberta.")
@@ -308,9 +454,9 @@ def open_model(checkpoint: Checkpoint) -> LayeredModel:
         longest -= _first_position(config, kind)
         if config.get("position_embedding_type", "absolute") != "absolute":
             raise _not_run(f"position embeddings of type {config['position_embedding_type']!r}", "absolute")
-        eps = float(config.get("layer_norm_eps", 1e-12))
-        sizes = BlockSizes(heads, heads, head_dim, eps, _activation(config))
-    return LayeredModel(checkpoint, kind, root, sizes, blocks, hidden, vocabulary, longest)
+        eps, scores = float(config.get("layer_norm_eps", 1e-12)), Scores(head_dim**-0.5, causal=False)
+        sizes = (BlockSizes(heads, heads, head_dim, eps, _activation(config), scores),) * blocks
+    return LayeredModel(checkpoint, kind, root, sizes, hidden, vocabulary, longest, factor)
 
 
 def _first_position(config: Config, kind: str) -> int:
@@ -362,41 +508,72 @@ def _number(config: Config, key: str) -> int:
 
 
 def _activation(config: Config) -> Callable[[Tensor], Tensor]:
-    named = config.get("hidden_act", "silu")
+    named = config.get("hidden_activation") or config.get("hidden_act", "silu")
     if named not in ACTIVATIONS:
         raise _not_run(f"the activation {named!r}", ", ".join(ACTIVATIONS))
     return ACTIVATIONS[named]
 
 
-def _window(config: Config) -> int | None:
-    """Return how many tokens a layer looks back at most; a longer sample would need another mask."""
-    window = config.get("sliding_window")
-    return window if isinstance(window, int) and config.get("use_sliding_window", True) else None
+def _slides(config: Config, blocks: int) -> list[bool]:
+    """Return of each block whether its tokens see a window only."""
+    if config.get("use_bidirectional_attention"):
+        raise _not_run("attention in both directions", "attention to what came before")
+    types, every = config.get("layer_types"), config.get("sliding_window_pattern")
+    if types is not None:
+        if len(types) != blocks or not set(types) <= set(LAYER_TYPES):
+            raise _not_run(f"the layer_types {types}", f"{', '.join(LAYER_TYPES)}, {blocks} in all")
+        return [each == LAYER_TYPES[0] for each in types]
+    if every is not None:
+        return [number % every != 0 for number in range(1, blocks + 1)]
+    return [number >= config.get("max_window_layers", 0) for number in range(blocks)]
 
 
-def _frequencies(config: Config, head_dim: int) -> Tensor:
-    """Return rotary frequencies, scaled as config.json says (its rope_parameters, or rope_theta and rope_scaling)."""
-    scaling: Config = config.get("rope_parameters") or config.get("rope_scaling") or {}
-    theta = float(scaling.get("rope_theta") or config.get("rope_theta") or 10000.0)
-    kind = scaling.get("rope_type") or scaling.get("type") or "default"
-    if kind not in ROPES or float(config.get("partial_rotary_factor") or 1.0) != 1.0:
-        raise _not_run(f"rotary embeddings of type {kind!r}, or partial ones", ", ".join(ROPES))
-    exponents = torch.arange(0, head_dim, 2, dtype=torch.int64).float() / head_dim
-    frequencies = 1.0 / theta**exponents
+def _rope(config: Config, slides: bool) -> Config:
+    """Return the parameters of rotary embeddings, of blocks with a window or of those without.
+
+    They stand in rope_parameters, together or by the type of layer, or in rope_scaling and beside it.
+    """
+    found = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    if LAYER_TYPES[1] in found:
+        found = found[LAYER_TYPES[not slides]]
+    elif slides and "rope_local_base_freq" in config:
+        found = {"rope_theta": config["rope_local_base_freq"]}
+    beside = {key: config[key] for key in _ROPE_KEYS if config.get(key) is not None}
+    return {**beside, **found, "rope_type": found.get("rope_type") or found.get("type") or "default"}
+
+
+def _rotary(rope: Config, head_dim: int) -> Rotary:
+    """Return rotary embeddings scaled as `_rope` says."""
+    kind = rope["rope_type"]
+    if kind not in ROPES:
+        raise _not_run(f"rotary embeddings of type {kind!r}", ", ".join(ROPES))
+    channels = int(head_dim * float(rope.get("partial_rotary_factor", 1.0)))
+    exponents = torch.arange(0, channels, 2, dtype=torch.int64).float() / channels
+    frequencies = 1.0 / float(rope.get("rope_theta", 10000.0)) ** exponents
     try:
         if kind == "linear":
-            return frequencies / float(scaling["factor"])
-        return _llama3(frequencies, scaling) if kind == "llama3" else frequencies
-    except (KeyError, TypeError, ValueError, ZeroDivisionError) as error:
+            return Rotary(frequencies / float(rope["factor"]))
+        if kind == "longrope":
+            return _longrope(frequencies, rope)
+        return Rotary(_llama3(frequencies, rope) if kind == "llama3" else frequencies)
+    except (KeyError, TypeError, ValueError, ZeroDivisionError, RuntimeError) as error:
         raise CalibrationError(
             f"config.json: rotary embeddings of type {kind!r} lack a usable {error}: fetch the config again"
         ) from error
 
 
-def _llama3(frequencies: Tensor, scaling: Config) -> Tensor:
+def _longrope(frequencies: Tensor, rope: Config) -> Rotary:
+    """Scale as Phi-3's long models do for samples no longer than those they were first trained on."""
+    original = float(rope["original_max_position_embeddings"])
+    stretch = float(rope.get("factor") or rope["max_position_embeddings"] / original)
+    factor = rope.get("attention_factor") or math.sqrt(1 + max(0.0, math.log(stretch)) / math.log(original))
+    return Rotary(frequencies / torch.tensor(rope["short_factor"], dtype=torch.float32), float(factor))
+
+
+def _llama3(frequencies: Tensor, rope: Config) -> Tensor:
     """Scale as Llama 3.1 does: long wavelengths are stretched, short ones kept, those between interpolated."""
-    factor, low, high = (float(scaling[f"{n}factor"]) for n in ("", "low_freq_", "high_freq_"))
-    original = float(scaling["original_max_position_embeddings"])
+    factor, low, high = (float(rope[f"{n}factor"]) for n in ("", "low_freq_", "high_freq_"))
+    original = float(rope["original_max_position_embeddings"])
     wavelengths = 2 * math.pi / frequencies
     smooth = (original / wavelengths - low) / (high - low)
     between = (1 - smooth) * frequencies / factor + smooth * frequencies

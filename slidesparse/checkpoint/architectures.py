@@ -69,12 +69,13 @@ ENCODER = Family(
     (("query", "key", "value"),),
 )
 
-_DECODERS = ("Llama", "Mistral", "Qwen2", "Qwen3", "Gemma", "Gemma2", "Granite")
+_DECODERS = ("Llama", "Mistral", "Qwen2", "Qwen3", "Gemma", "Gemma2", "Granite", "Olmo2")
 _MOES = ("Mixtral", "Qwen2Moe", "Qwen3Moe", "Olmoe", "PhiMoE", "Glm4Moe")
 _ENCODERS = ("Bert", "Roberta", "XLMRoberta")
 FAMILIES: Mapping[str, Family] = {
     **{f"{name}{head}": DECODER for name in _DECODERS for head in ("ForCausalLM", "Model")},
     **{f"{name}ForSequenceClassification": DECODER for name in _DECODERS},
+    "Gemma3ForCausalLM": DECODER,
     "Phi3ForCausalLM": FUSED_DECODER,
     **{f"{name}{head}": MOE_DECODER for name in _MOES for head in ("ForCausalLM", "Model")},
     **{f"{name}{head}": ENCODER for name in _ENCODERS for head in ("Model", "ForMaskedLM")},

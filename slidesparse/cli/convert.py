@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     from slidesparse.calibrate.task import Calibration
     from slidesparse.convert.report import Report
 
+# `slidesparse.calibrate.models` has them, with torch, which --help need not load
+CALIBRATED = "Llama, Mistral, Qwen2, Qwen3, Gemma2, Gemma3, Phi3, Granite, Olmo2, Bert, Roberta, XLMRoberta"
 MOST_NAMES = 3  # of layers, in a summary
 MOST_WORST = 5  # of layers, ranked by what pruning costs
 WITHOUT_CALIBRATION = (
@@ -56,7 +58,7 @@ def convert(
     calib: Annotated[
         str | None,
         typer.Option(
-            help="Calibration data: FILE.jsonl (a text a line), FILE.npy (token ids), or random.",
+            help=f"Calibration data: FILE.jsonl (a text a line), FILE.npy (token ids), or random. For {CALIBRATED}.",
             metavar="FILE",
         ),
     ] = None,

@@ -37,7 +37,7 @@ def exact_logprobs(folder: Path, ids: list[list[int]]) -> np.ndarray:
             x = embed(sample[None])
             for block in blocks:
                 x = block.output(x)
-            logprobs = (rms_norm(x, norm, model.sizes.eps)[0] @ head.t()).log_softmax(-1)
+            logprobs = (rms_norm(x, norm, model.sizes[0].eps)[0] @ head.t()).log_softmax(-1)
             found += [float(logprobs[i, after]) for i, (_, after) in enumerate(pairwise(sample.tolist()))]
     return np.asarray(found)
 

@@ -10,12 +10,13 @@ import pytest
 import torch
 from calibration import DEVICES, calibrated, write_ids
 from checkpoints import LLAMA, llama, snapshot, tensors_of
+from torch.nn.attention import sdpa_kernel
 
 from slidesparse.calibrate import finetune as finetuning
 from slidesparse.calibrate import pipeline
 from slidesparse.calibrate.finetune import HELD_OUT, Finetuned, finetune
 from slidesparse.calibrate.inputs import BlockInputs, HiddenStates
-from slidesparse.calibrate.models import DecoderBlock, attention, open_model
+from slidesparse.calibrate.models import DecoderBlock, Scores, attention, open_model
 from slidesparse.checkpoint.storage import Checkpoint
 from slidesparse.errors import CalibrationError
 from slidesparse.pattern import SlidePattern
@@ -124,14 +125,31 @@ def test_a_gpu_gives_the_same_bits_again(source: Path, tmp_path: Path, dtype: to
         assert not found.weights[name][w == 0].any()
 
 
-@pytest.mark.parametrize("causal", [True, False])
-def test_attention_computed_again_has_the_same_gradients(causal: bool) -> None:
+@pytest.mark.parametrize("how", [Scores(0.3), Scores(0.3, causal=False), Scores(0.3, window=4)])
+def test_attention_computed_again_has_the_same_gradients(how: Scores) -> None:
     leaves = [torch.randn(2, 3, 7, 8, requires_grad=True) for _ in range(3)]
-    wanted = torch.autograd.grad(attention(*leaves, causal).square().sum(), leaves)
-    found = torch.autograd.grad(finetuning._Attention.apply(*leaves, causal).square().sum(), leaves)
+    wanted = torch.autograd.grad(attention(*leaves, how).square().sum(), leaves)
+    found = torch.autograd.grad(finetuning._Attention.apply(*leaves, how).square().sum(), leaves)
     assert not torch.are_deterministic_algorithms_enabled()
     for ours, theirs in zip(found, wanted, strict=True):
         torch.testing.assert_close(ours, theirs)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("how", [Scores(0.1), Scores(0.1, window=300), Scores(0.1, cap=2.0)])
+def test_attention_on_a_gpu_has_the_same_gradients(how: Scores) -> None:
+    """Up to the rounding of BF16, and the same bits twice."""
+    leaves = [torch.randn(2, 3, 999, 64, requires_grad=True) for _ in range(3)]
+    wanted = torch.autograd.grad(attention(*leaves, how).square().sum(), leaves)
+    moved = [leaf.detach().cuda().requires_grad_() for leaf in leaves]
+    with sdpa_kernel(finetuning.ATTENTION["cuda"]):
+        found, again = (
+            torch.autograd.grad(finetuning._attend(*moved, how).float().square().sum(), moved)
+            for _ in range(2)
+        )
+    for ours, twice, theirs in zip(found, again, wanted, strict=True):
+        assert torch.equal(ours, twice)
+        assert float((ours.cpu() - theirs).norm()) < 0.05 * float(theirs.norm())
 
 
 def test_the_block_is_left_as_it_was(source: Path, tmp_path: Path) -> None:

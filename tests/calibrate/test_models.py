@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from calibration import calibrated, write_ids
 from checkpoints import llama
 
-from slidesparse.calibrate.models import Block, open_model, rms_norm
+from slidesparse.calibrate.models import DECODERS, ENCODERS, Block, LayeredModel, open_model, rms_norm
+from slidesparse.checkpoint.inspection import inspect
 from slidesparse.checkpoint.storage import Checkpoint
+from slidesparse.cli.convert import CALIBRATED
 from slidesparse.errors import CalibrationError
 
 transformers = pytest.importorskip(
@@ -19,11 +23,18 @@ transformers = pytest.importorskip(
 )
 
 CPU = torch.device("cpu")
+README = Path(__file__).parents[2] / "README.md"
 COMMON = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "num_hidden_layers": 2}
 COMMON |= {"vocab_size": 100, "max_position_embeddings": 128}
 DECODER = {**COMMON, "num_key_value_heads": 2}
 LLAMA3 = {"rope_type": "llama3", "rope_theta": 10000.0, "factor": 8.0, "low_freq_factor": 1.0}
 LLAMA3 |= {"high_freq_factor": 4.0, "original_max_position_embeddings": 32}
+LONGROPE = {"rope_type": "longrope", "rope_theta": 10000.0, "partial_rotary_factor": 0.75}
+LONGROPE |= {"short_factor": [1.0, 1.25, 1.5, 2.0, 2.5, 3.0], "long_factor": [4.0] * 6}
+WINDOW = {"sliding_window": 20, "use_sliding_window": True}
+GEMMA = {**DECODER, "head_dim": 24, "query_pre_attn_scalar": 40, "sliding_window": 20}
+PHI = {**DECODER, "original_max_position_embeddings": 64, "pad_token_id": 0}
+GRANITE = {**DECODER, "embedding_multiplier": 3.0, "residual_multiplier": 0.5, "attention_multiplier": 0.1}
 LINEAR = {"rope_type": "linear", "rope_theta": 10000.0, "factor": 3.0}
 MODELS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "llama": ("LlamaForCausalLM", "LlamaConfig", DECODER),
@@ -35,9 +46,20 @@ MODELS: dict[str, tuple[str, str, dict[str, Any]]] = {
         {**DECODER, "attention_bias": True, "mlp_bias": True},
     ),
     "llama bare": ("LlamaModel", "LlamaConfig", DECODER),
-    "mistral": ("MistralForCausalLM", "MistralConfig", {**DECODER, "sliding_window": None}),
-    "qwen2": ("Qwen2ForCausalLM", "Qwen2Config", DECODER),
+    "mistral": ("MistralForCausalLM", "MistralConfig", {**DECODER, "sliding_window": 20}),
+    "qwen2": ("Qwen2ForCausalLM", "Qwen2Config", {**DECODER, **WINDOW, "max_window_layers": 1}),
     "qwen3": ("Qwen3ForCausalLM", "Qwen3Config", {**DECODER, "head_dim": 24}),
+    "gemma2": ("Gemma2ForCausalLM", "Gemma2Config", {**GEMMA, "attn_logit_softcapping": 2.0}),
+    "gemma3": ("Gemma3ForCausalLM", "Gemma3TextConfig", {**GEMMA, "sliding_window_pattern": 2}),
+    "gemma3 scaled rope": (
+        "Gemma3ForCausalLM",
+        "Gemma3TextConfig",
+        {**GEMMA, "sliding_window_pattern": 2, "rope_scaling": {"rope_type": "linear", "factor": 8.0}},
+    ),
+    "phi3": ("Phi3ForCausalLM", "Phi3Config", {**PHI, "sliding_window": 20}),
+    "phi3 long": ("Phi3ForCausalLM", "Phi3Config", {**PHI, "rope_parameters": LONGROPE}),
+    "granite": ("GraniteForCausalLM", "GraniteConfig", GRANITE),
+    "olmo2": ("Olmo2ForCausalLM", "Olmo2Config", DECODER),
     "bert": ("BertModel", "BertConfig", COMMON),
     "bert tanh": ("BertModel", "BertConfig", {**COMMON, "hidden_act": "gelu_new"}),
     "bert prefixed": ("BertForSequenceClassification", "BertConfig", COMMON),
@@ -71,8 +93,28 @@ def test_layers_equal_transformers(name: str, tmp_path: Path) -> None:
             x = model.load(reader, number, CPU).output(x)
             last = number + 1 == model.blocks
             if last and model.is_decoder:  # transformers shows the last one after the final norm
-                x = rms_norm(x, reader.whole(f"{model.root}norm.weight"), model.sizes.eps)
+                offset, sizes = DECODERS[model.kind].norm_offset, model.sizes[number]
+                x = rms_norm(x, reader.whole(f"{model.root}norm.weight") + offset, sizes.eps)
             close(x, expected[number + 1])
+
+
+@pytest.mark.parametrize("name", ["gemma2", "gemma3", "phi3", "granite", "olmo2"])
+def test_a_model_is_calibrated_and_converted(name: str, tmp_path: Path) -> None:
+    theirs = saved(name, tmp_path / "source")
+    ids = write_ids(tmp_path / "ids.npy")
+    report = calibrated(tmp_path / "source", tmp_path / "out", ids, finetune=1)
+    linears = [n for n, module in theirs.model.named_modules() if isinstance(module, torch.nn.Linear)]
+    assert {row["name"] for row in report.layers} == {f"model.{n}" for n in linears}
+    assert all(0 < row["block_error_finetuned"] <= row["block_error"] < 1 for row in report.layers)
+    found = inspect(tmp_path / "out")
+    assert found.violations == 0
+    assert {layer.name: layer.pattern for layer in found.layers} == dict.fromkeys(report.pruned, "6:8")
+
+
+def test_the_architectures_are_those_that_users_are_told() -> None:
+    assert CALIBRATED.split(", ") == [*DECODERS, *ENCODERS]
+    row = next(line for line in README.read_text().splitlines() if line.startswith("| with `--calib` |"))
+    assert row == f"| with `--calib` | {CALIBRATED} |"
 
 
 def close(found: torch.Tensor, expected: torch.Tensor) -> None:
@@ -81,17 +123,47 @@ def close(found: torch.Tensor, expected: torch.Tensor) -> None:
     assert float((found - expected).abs().max()) <= 100 * 2**-24 * float(expected.abs().max())
 
 
-def test_older_configs_name_rotary_embeddings_otherwise(tmp_path: Path) -> None:
-    saved("llama 3 rope", tmp_path)
+def moved(name: str, config: dict[str, Any]) -> dict[str, Any]:
+    """The config as releases of transformers before 5 wrote it: no rope_parameters, no layer_types."""
+    ropes = config.pop("rope_parameters")
+    config.pop("layer_types", None)
+    if name.startswith("gemma3"):
+        local, ropes = ropes["sliding_attention"], ropes["full_attention"]
+        config |= {"rope_local_base_freq": local["rope_theta"], "sliding_window_pattern": 2}
+    beside = {key: ropes.pop(key) for key in ("rope_theta", "partial_rotary_factor") if key in ropes}
+    return {**config, **beside, "rope_scaling": ropes}
+
+
+@pytest.mark.parametrize("name", ["llama 3 rope", "qwen2", "gemma2", "gemma3 scaled rope", "phi3 long"])
+def test_older_configs_say_the_same_otherwise(name: str, tmp_path: Path) -> None:
+    saved(name, tmp_path)
     path = tmp_path / "config.json"
-    config = json.loads(path.read_text())
-    new = open_model(Checkpoint.open(tmp_path)).sizes.frequencies
-    scaling = config.pop("rope_parameters")
-    path.write_text(json.dumps({**config, "rope_theta": scaling.pop("rope_theta"), "rope_scaling": scaling}))
-    old = open_model(Checkpoint.open(tmp_path)).sizes.frequencies
-    assert new is not None
-    assert old is not None
-    assert torch.equal(old, new)
+    new = open_model(Checkpoint.open(tmp_path))
+    path.write_text(json.dumps(moved(name, json.loads(path.read_text()))))
+    old = open_model(Checkpoint.open(tmp_path))
+    assert old.longest == new.longest == (64 if name == "phi3 long" else 128)
+    same_sizes(old, new)
+
+
+@pytest.mark.parametrize("kind", DECODERS)
+def test_keys_that_a_config_lacks_are_what_transformers_takes(kind: str, tmp_path: Path) -> None:
+    source = llama(tmp_path / "source")
+    given = {**DECODER, "num_hidden_layers": 12, "architectures": [f"{kind}ForCausalLM"]}
+    config_class = getattr(transformers, f"{kind}{'Text' * (kind == 'Gemma3')}Config")
+    found = []
+    for config in given, json.loads(config_class(**given).to_json_string(use_diff=False)):
+        (source / "config.json").write_text(json.dumps(config))
+        found.append(open_model(Checkpoint.open(source)))
+    same_sizes(*found)
+
+
+def same_sizes(left: LayeredModel, right: LayeredModel) -> None:
+    for one, other in zip(left.sizes, right.sizes, strict=True):
+        assert one.rotary is not None
+        assert other.rotary is not None
+        assert torch.equal(one.rotary.frequencies, other.rotary.frequencies)
+        assert one.rotary.factor == other.rotary.factor
+        assert replace(one, rotary=None) == replace(other, rotary=None)
 
 
 def test_stages_are_the_inputs_of_their_layers(tmp_path: Path) -> None:
@@ -124,7 +196,9 @@ def test_stages_are_the_inputs_of_their_layers(tmp_path: Path) -> None:
         ({"rope_parameters": {"rope_type": "yarn", "factor": 2.0}}, "'yarn'"),
         ({"rope_scaling": {"rope_type": "linear"}}, "'factor'"),
         ({"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, "'llama3'"),
-        ({"partial_rotary_factor": 0.5}, "partial"),
+        ({"use_bidirectional_attention": True}, "both directions"),
+        ({"layer_types": ["full_attention", "linear_attention"]}, "'linear_attention'"),
+        ({"layer_types": ["full_attention"]}, "2 in all"),
         ({"num_attention_heads": None}, "num_attention_heads is None"),
     ],
 )
@@ -135,15 +209,3 @@ def test_models_that_cannot_be_run_are_refused(tmp_path: Path, change: dict[str,
     with pytest.raises(CalibrationError) as error:
         open_model(Checkpoint.open(source))
     assert fact in str(error.value)
-
-
-def test_samples_end_where_a_sliding_window_does(tmp_path: Path) -> None:
-    source = llama(tmp_path / "source")
-    config = json.loads((source / "config.json").read_text())
-    for change, longest in (
-        ({"sliding_window": 48}, 48),
-        ({"sliding_window": 48, "use_sliding_window": False}, config["max_position_embeddings"]),
-        ({"sliding_window": None}, config["max_position_embeddings"]),
-    ):
-        (source / "config.json").write_text(json.dumps(config | change))
-        assert open_model(Checkpoint.open(source)).longest == longest

@@ -255,6 +255,8 @@ def test_bert_layers_and_other_files(tmp_path: Path) -> None:
             "self_attn.q_proj self_attn.o_proj mlp.up_proj mlp.down_proj",
         ),
         ("Phi3ForCausalLM", "model.layers.0.", "self_attn.qkv_proj self_attn.o_proj mlp.gate_up_proj"),
+        ("Gemma3ForCausalLM", "model.layers.0.", "self_attn.v_proj mlp.down_proj"),
+        ("Olmo2ForCausalLM", "model.layers.0.", "self_attn.k_proj mlp.gate_proj"),
         ("LlamaModel", "layers.0.", "self_attn.k_proj mlp.gate_proj"),
         ("BertForSequenceClassification", "bert.encoder.layer.0.", "attention.self.query output.dense"),
         ("XLMRobertaForSequenceClassification", "roberta.encoder.layer.0.", "attention.output.dense"),

@@ -1,0 +1,85 @@
+"""The Triton kernels compile for every generation of GPUs, without one: as their launchers ask for, down to a cubin."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+triton = pytest.importorskip("triton", reason="Triton, which comes with torch and vLLM, is not installed")
+
+from triton.backends.compiler import GPUTarget  # noqa: E402
+
+from slidesparse.kernels import common  # noqa: E402
+from slidesparse.kernels.dequant_bias import dequant_bias  # noqa: E402
+from slidesparse.kernels.quant_only import quant_only  # noqa: E402
+from slidesparse.kernels.quant_slide import quant_slide  # noqa: E402
+from slidesparse.kernels.slide_weight import slide_weight  # noqa: E402
+from slidesparse.quantize import FP8, INT8  # noqa: E402
+
+if common.interpreted():
+    pytest.skip("TRITON_INTERPRET is set: kernels are not compiled", allow_module_level=True)
+
+
+def missing_ptxas(target: int) -> str | None:
+    """Why nothing can be assembled for a target, or None."""
+    from triton import knobs
+
+    name = "ptxas" if target < 90 else "ptxas_blackwell"
+    try:
+        found = getattr(knobs.nvidia, name, None) or knobs.nvidia.ptxas
+        return None if Path(found.path).is_file() else f"{found.path} is missing"
+    except (AttributeError, RuntimeError) as error:
+        return f"Triton has no ptxas: {error}"
+
+
+@pytest.fixture
+def compiled(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[[int], list[Any]]:
+    """A function that makes launches compile for a target, on which nothing runs; the list fills with the results."""
+
+    def compile_for(target: int) -> list[Any]:
+        found: list[Any] = []
+        run = triton.runtime.JITFunction.run
+
+        def compile_only(kernel: Any, *arguments: Any, grid: Any, warmup: bool, **options: Any) -> None:
+            found.append(run(kernel, *arguments, grid=grid, warmup=True, **options))
+
+        driver = SimpleNamespace(
+            get_current_target=lambda: GPUTarget("cuda", target, 32),
+            get_current_device=lambda: str(tmp_path),  # what was compiled for others is not looked at
+            get_current_stream=lambda _: 0,
+        )
+        monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+        monkeypatch.setattr(triton.runtime.driver, "_active", driver)
+        monkeypatch.setattr(triton.runtime.JITFunction, "run", compile_only)
+        monkeypatch.setattr(common, "_capability", lambda _: divmod(target, 10))
+        monkeypatch.setattr(common, "require", lambda *_: None)  # it takes tensors on GPUs only
+        return found
+
+    return compile_for
+
+
+@pytest.mark.parametrize("target", [80, 89, 90, 100, 120])
+def test_kernels_compile(target: int, compiled: Callable[[int], list[Any]]) -> None:
+    if missing := missing_ptxas(target):
+        pytest.skip(missing)
+    found = compiled(target)
+    x, vector = torch.zeros(4, 2048, dtype=torch.bfloat16), torch.ones(2048)
+    for dtype in INT8, FP8:
+        quant_only(x, dtype)
+        quant_slide(x, 8, 0, dtype)
+        slide_weight(torch.zeros(8, 64, dtype=dtype), 8, 0, torch.empty(8, 96, dtype=dtype))
+    dequant_bias(x.int(), vector[:4], vector, vector.bfloat16(), torch.bfloat16)
+    dequant_bias(x.float(), vector[:4], vector, None, torch.float16)
+    assert len(found) == 8
+    for kernel in found:
+        assert kernel.metadata.target.arch == target
+        assert f".target sm_{target}" in kernel.asm["ptx"]
+        assert kernel.asm["cubin"].startswith(b"\x7fELF")
+    quantizing = [kernel.asm["ptx"] for kernel in found if "quant_only" in kernel.metadata.name]
+    assert [("cvt.rn.satfinite.e4m3x2.f32" in ptx) for ptx in quantizing] == [False, target >= 89]
+    assert all(("griddepcontrol" in ptx) == (target >= 90) for ptx in quantizing)
