@@ -22,9 +22,7 @@ COMPRESSED_TENSORS, FP8_METHOD = "compressed-tensors", "fp8"  # values of quant_
 KINDS = {"int8": ("int", "I8"), "fp8": ("float", "F8_E4M3")}  # quant -> type, dtype of safetensors
 MIXED = "mixed-precision"  # a format that each group names for itself
 _FORMATS = ("int-quantized", "float-quantized", "naive-quantized")
-_BLOCK_SCALE = (
-    ".weight_scale_inv"  # what quant_method fp8 calls scales per block, which it multiplies by all the same
-)
+_BLOCK_SCALE = ".weight_scale_inv"  # of quant_method fp8; a factor like any other scale
 
 
 @dataclass(frozen=True)

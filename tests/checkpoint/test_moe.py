@@ -117,11 +117,12 @@ def test_experts_in_one_tensor_are_left(tmp_path: Path) -> None:
     refused(source, f"{name} holds routed experts in one tensor of F8_E4M3", out="x")
 
 
-def test_layouts_of_a_converted_model(tmp_path: Path) -> None:
+@pytest.mark.parametrize("layout", ["slided", "packed"])
+def test_layouts_of_a_converted_model(tmp_path: Path, layout: str) -> None:
     source = MODELS["qwen2"].write(tmp_path / "source")
     convert(source, tmp_path / "dense")
-    convert(source, tmp_path / "slided", layout="slided")
-    convert(tmp_path / "slided", tmp_path / "again")
+    convert(source, tmp_path / layout, layout=layout)
+    convert(tmp_path / layout, tmp_path / "again")
     first, again = tensors_of(tmp_path / "dense"), tensors_of(tmp_path / "again")
     assert first.keys() == again.keys()
     for name, tensor in first.items():

@@ -279,23 +279,21 @@ def test_fp8_by_blocks(tmp_path: Path, block: tuple[int, int], dtype: torch.dtyp
     check_blocks(before, after, Q, before[f"{Q}.weight_scale_inv"], block, "int8")
 
 
-@pytest.mark.parametrize("static", [True, False])
-def test_fp8_with_a_scale_a_tensor(tmp_path: Path, static: bool) -> None:
+@pytest.mark.parametrize(("static", "layout"), [(False, "dense"), (True, "slided"), (True, "packed")])
+def test_fp8_with_a_scale_a_tensor(tmp_path: Path, static: bool, layout: str) -> None:
     """q, k and v each have one of their own; codes stay."""
     source = fp8(tmp_path / "source", static=static)
-    report = convert(source, tmp_path / "out", layout="slided" if static else "dense")
-    before, after = tensors_of(source), tensors_of(tmp_path / "out")
+    report = convert(source, tmp_path / layout, layout=layout)
+    if layout != "dense":
+        convert(tmp_path / layout, tmp_path / "dense")
+    before, after = tensors_of(source), tensors_of(tmp_path / "dense")
     assert not any("input_scale" in name for name in after)
-    if static:
-        convert(tmp_path / "out", tmp_path / "dense")
-        after = tensors_of(tmp_path / "dense")
     for layer in LINEARS:
         check_codes(before, after, layer)
     words = "static scales" if static else "activations quantized per token now"
     assert words in report.rewritten
     refused(source, "--quant int8 contradicts the source", out="x", quant="int8")
-    if not static:
-        check_block(tmp_path / "out", "fp8", {"lm_head"})
+    check_block(tmp_path / "dense", "fp8", {"lm_head"})
 
 
 def test_fp8_layers_that_are_no_linear_layers_of_a_block(tmp_path: Path) -> None:
