@@ -70,6 +70,25 @@ FAMILIES: Mapping[str, Family] = {
 _EXPERTS = re.compile(r"\.experts\.|\.block_sparse_moe\.|\.experts$|\.shared_expert")
 
 
+_INPUTS = {"o_proj": "heads", "down_proj": "intermediate_size", "output.dense": "intermediate_size"}
+
+
+def in_features(config: Mapping[str, Any], layer: str) -> int | None:
+    """Return K of a linear layer of a known architecture by config.json's sizes; None where that does not say."""
+    if architecture_of(config) not in FAMILIES:
+        return None
+    last = ".".join(layer.split(".")[-2:]) if layer.endswith(".dense") else layer.rpartition(".")[2]
+    if layer.endswith("attention.output.dense"):
+        last = "hidden_size"
+    key = _INPUTS.get(last, "hidden_size")
+    hidden, heads, head = (config.get(name) for name in ("hidden_size", "num_attention_heads", "head_dim"))
+    if key == "heads" and type(heads) is int and heads > 0:
+        found = heads * head if type(head) is int else hidden
+    else:
+        found = config.get(key)
+    return found if type(found) is int and found > 0 else None
+
+
 def compile_regex(text: str, option: str) -> re.Pattern[str]:
     """Compile a regular expression of the user's.  CheckpointError names the ``option`` it came from."""
     try:

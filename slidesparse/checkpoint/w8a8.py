@@ -12,9 +12,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from slidesparse.checkpoint.architectures import compile_regex
+from slidesparse.checkpoint.architectures import SCALE, WEIGHT, compile_regex
 from slidesparse.checkpoint.metadata import QUANT_METHOD, SPARSE_FORMATS, sparsity_of
-from slidesparse.checkpoint.storage import CheckpointError
+from slidesparse.checkpoint.storage import FLOATS, Checkpoint, CheckpointError, TensorSpec
+from slidesparse.errors import shown
 
 QUANT_METHODS = ("compressed-tensors", QUANT_METHOD)
 KINDS = {"int8": ("int", "I8"), "fp8": ("float", "F8_E4M3")}  # quant -> type, dtype of safetensors
@@ -40,6 +41,29 @@ class W8A8:
             re.match(entry[3:], layer) is not None if entry.startswith("re:") else entry == layer
             for entry in self.ignore
         )
+
+
+def require_quantized(checkpoint: Checkpoint, layer: str, source: W8A8) -> TensorSpec:
+    """Return the spec of a layer's weight.  CheckpointError unless it and its scale are as ``source`` says."""
+    spec = checkpoint.require(layer + WEIGHT)
+    if len(spec.shape) != 2 or 0 in spec.shape:
+        raise CheckpointError(
+            f"tensor {spec.name} has shape {list(spec.shape)}; a linear layer's is [N, K], not empty"
+        )
+    if spec.dtype != source.dtype:
+        raise CheckpointError(
+            f"tensor {spec.name} is {spec.dtype}, but quantization_config promises {source.dtype} "
+            f"({source.quant}) and does not ignore it; fetch the checkpoint again, or start from the original "
+            "one if it leaves some layers unquantized on purpose"
+        )
+    scale = checkpoint.require(layer + SCALE)
+    expected = {"channel": spec.shape[0], "tensor": 1}[source.strategy]
+    if scale.dtype not in FLOATS or scale.rows * scale.columns != expected or len(scale.shape) > 2:
+        raise CheckpointError(
+            f"tensor {scale.name} is {scale.dtype} {list(scale.shape)}; scales per {source.strategy} of "
+            f"{spec.shape[0]} rows are {expected} of {', '.join(FLOATS)}"
+        )
+    return spec
 
 
 def new_block(quant: str, ignore: Sequence[str]) -> dict[str, Any]:
@@ -71,23 +95,24 @@ def parse_block(block: Mapping[str, Any]) -> W8A8:
     method = block.get("quant_method")
     if method not in QUANT_METHODS:
         raise CheckpointError(
-            f"the source is already quantized by {method!r}; the sources taken are FP32, FP16, BF16 and "
+            f"the source is already quantized by {shown(method)}; the sources taken are FP32, FP16, BF16 and "
             "compressed-tensors W8A8 (INT8 or FP8): start from the original checkpoint"
         )
     status, form = block.get("quantization_status", "compressed"), block.get("format")
     if status != "compressed" or form not in _FORMATS:
         raise _refusal(
-            f"format {form!r} and status {status!r}", f"a compressed one of {', '.join(_FORMATS)} is"
+            f"format {shown(form)} and status {shown(status)}",
+            f"a compressed one of {', '.join(_FORMATS)} is",
         )
     sparsity = block.get("sparsity_config") or {}
     stored = sparsity.get("format", "dense") if isinstance(sparsity, dict) else sparsity
     if stored != "dense" and not sparsity_of(block):
-        raise _refusal(f"weights stored as {stored!r}", f"plain ones and {', '.join(SPARSE_FORMATS)} are")
+        raise _refusal(f"weights stored as {shown(stored)}", f"plain ones and {', '.join(SPARSE_FORMATS)} are")
     if block.get("transform_config"):
         raise _refusal("a transform_config (rotations of the activations)", "checkpoints without one are")
     groups = block.get("config_groups")
     if not isinstance(groups, dict) or not groups:
-        raise _refusal("no config_groups", "one group for Linear is")
+        raise _refusal(f"config_groups {shown(groups)}", "an object with a group for Linear is")
     kinds = {_group(name, group) for name, group in groups.items()}
     if len(kinds) > 1:
         found = " and ".join(f"{quant} per {strategy}" for quant, strategy in sorted(kinds))
@@ -105,19 +130,22 @@ def parse_block(block: Mapping[str, Any]) -> W8A8:
 def _group(name: str, group: Any) -> tuple[str, str]:
     """Return (quant, strategy) of one config group; the defaults are those of compressed-tensors."""
     if not isinstance(group, dict):
-        raise _refusal(f"{name} that is not an object", "weights and input_activations are")
+        raise _refusal(f"{shown(name)} that is not an object", "weights and input_activations are")
+    name = shown(name)
     weights, inputs = group.get("weights") or {}, group.get("input_activations") or {}
     if not isinstance(weights, dict) or not isinstance(inputs, dict):
         raise _refusal(f"weights or input_activations that are no objects in {name}", "objects are")
     bits, kind = weights.get("num_bits", 8), weights.get("type", "int")
     quant = next((quant for quant, (type_, _) in KINDS.items() if (type_, 8) == (kind, bits)), None)
     if not weights or quant is None:
-        raise _refusal(f"{bits}-bit {kind} weights in {name}", "8-bit int and float weights are")
+        raise _refusal(
+            f"{shown(bits)}-bit {shown(kind)} weights in {name}", "8-bit int and float weights are"
+        )
     if not inputs:
         raise _refusal(f"no quantized activations in {name} (W8A16)", "8-bit dynamic per-token ones are")
     strategy = weights.get("strategy") or "tensor"
     if strategy not in ("channel", "tensor"):
-        raise _refusal(f"weight scales per {strategy} in {name}", "scales per channel or tensor are")
+        raise _refusal(f"weight scales per {shown(strategy)} in {name}", "scales per channel or tensor are")
     if not weights.get("symmetric", True) or weights.get("dynamic", False):
         raise _refusal(f"asymmetric or dynamic weights in {name}", "symmetric static ones are")
     if (inputs.get("num_bits", 8), inputs.get("type", "int")) != (8, kind):

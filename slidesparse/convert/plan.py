@@ -18,7 +18,7 @@ from slidesparse.calibrate.task import Task, prepare
 from slidesparse.checkpoint import architectures
 from slidesparse.checkpoint.architectures import SCALE, WEIGHT
 from slidesparse.checkpoint.converted import require_shape
-from slidesparse.checkpoint.metadata import KEY, QUANT_METHOD, LayerEntry, Metadata
+from slidesparse.checkpoint.metadata import KEY, QUANT_METHOD, STAMP, LayerEntry, Metadata
 from slidesparse.checkpoint.storage import (
     BITMASK,
     COMPRESSED,
@@ -32,7 +32,14 @@ from slidesparse.checkpoint.storage import (
     Writer,
     plan_file,
 )
-from slidesparse.checkpoint.w8a8 import W8A8, holds_floats, ignore_list, new_block, parse_block
+from slidesparse.checkpoint.w8a8 import (
+    W8A8,
+    holds_floats,
+    ignore_list,
+    new_block,
+    parse_block,
+    require_quantized,
+)
 from slidesparse.convert.options import ConvertOptions
 from slidesparse.errors import CalibrationError
 from slidesparse.pattern import SlidePattern
@@ -221,10 +228,6 @@ def _converted(block: dict[str, Any] | None, pattern: SlidePattern) -> Metadata 
             "loses more than it must, so start from the original checkpoint, or give --sparsity "
             f"{found.pattern.ratio} to change the layout only"
         )
-    if not found.layers:
-        raise CheckpointError(
-            f"quantization_config.{KEY} of the source lists no layer; start from the original checkpoint"
-        )
     return found
 
 
@@ -303,12 +306,12 @@ def _other_matrices(checkpoint: Checkpoint, pruned: Container[str]) -> Iterator[
 
 def _in_features(checkpoint: Checkpoint, layer: str, source: W8A8 | None, converted: Metadata | None) -> int:
     """Return K of a layer to be quantized, after checking dtype and shape of its weight and scale."""
-    spec = checkpoint.require(layer + WEIGHT)
-    if len(spec.shape) != 2 or 0 in spec.shape:
-        raise CheckpointError(
-            f"tensor {spec.name} has shape {list(spec.shape)}; a linear layer's is [N, K], not empty"
-        )
     if source is None:
+        spec = checkpoint.require(layer + WEIGHT)
+        if len(spec.shape) != 2 or 0 in spec.shape:
+            raise CheckpointError(
+                f"tensor {spec.name} has shape {list(spec.shape)}; a linear layer's is [N, K], not empty"
+            )
         if spec.dtype not in FLOATS:
             raise CheckpointError(
                 f"tensor {spec.name} is {spec.dtype}; without a quantization_config the dtypes taken are "
@@ -320,19 +323,7 @@ def _in_features(checkpoint: Checkpoint, layer: str, source: W8A8 | None, conver
                 "config.json again"
             )
         return spec.shape[1]
-    if spec.dtype != source.dtype:
-        raise CheckpointError(
-            f"tensor {spec.name} is {spec.dtype}, but quantization_config promises {source.dtype} "
-            f"({source.quant}) and does not ignore it; fetch the checkpoint again, or start from the original "
-            "one if it leaves some layers unquantized on purpose"
-        )
-    scale = checkpoint.require(layer + SCALE)
-    expected = {"channel": spec.shape[0], "tensor": 1}[source.strategy]
-    if scale.dtype not in FLOATS or scale.rows * scale.columns != expected or len(scale.shape) > 2:
-        raise CheckpointError(
-            f"tensor {scale.name} is {scale.dtype} {list(scale.shape)}; scales per {source.strategy} of "
-            f"{spec.shape[0]} rows are {expected} of {', '.join(FLOATS)}"
-        )
+    spec = require_quantized(checkpoint, layer, source)
     if converted is None:
         return spec.shape[1]
     require_shape(checkpoint, converted, layer)
@@ -377,6 +368,7 @@ def _config(checkpoint: Checkpoint, block: dict[str, Any], metadata: Metadata) -
     config = {name: value for name, value in checkpoint.config.items() if name != "compression_config"}
     block["quant_method"] = "compressed-tensors" if metadata.layout == "dense" else QUANT_METHOD
     block.pop("sparsity_config", None)  # refused by newer vLLM; our metadata say it
+    block.pop(STAMP, None)
     block[KEY] = metadata.to_json()
     config["quantization_config"] = block
     return config

@@ -32,7 +32,7 @@ from slidesparse.calibrate.resume import finished_bytes, open_work
 from slidesparse.calibrate.task import Progress, Task
 from slidesparse.checkpoint import architectures
 from slidesparse.checkpoint.architectures import SCALE, WEIGHT
-from slidesparse.checkpoint.converted import restore
+from slidesparse.checkpoint.converted import open_checkpoint, restore
 from slidesparse.checkpoint.output import (
     chunk_seed,
     partial_folder,
@@ -47,7 +47,6 @@ from slidesparse.checkpoint.storage import (
     DTYPES,
     INDEX,
     SUFFIX,
-    Checkpoint,
     CheckpointError,
     Reader,
     Writer,
@@ -91,7 +90,7 @@ def convert(
     started = time.monotonic()
     source, out = Path(source), Path(out)
     require_free_name(source, out)
-    checkpoint = Checkpoint.open(source)
+    checkpoint, _ = open_checkpoint(source)
     plan = make_plan(checkpoint, options)
     task = calibration_task(plan) if options.calibration else None
     rows: list[dict[str, Any]] = []
@@ -234,7 +233,7 @@ def _module_folders(source: Path) -> set[str]:
         return set()
     try:
         return {str(module["path"]) for module in json.loads(path.read_bytes()) if module["path"]}
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise CheckpointError(
             f"{path} is not a list of modules with their paths ({type(error).__name__}: {error}); fetch it again"
         ) from error
