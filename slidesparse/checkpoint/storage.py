@@ -340,7 +340,9 @@ def read_header(path: Path) -> list[StoredTensor]:
         text = file.read(length)
     header = parse_json(text, f"the header of {path}", object_pairs_hook=_no_duplicates)
     try:
-        header.pop("__metadata__", None)
+        notes = header.pop("__metadata__", {})
+        if not isinstance(notes, dict) or not all(isinstance(note, str) for note in notes.values()):
+            raise ValueError(f"__metadata__ must be an object of texts, found {shown(notes)}")
         entries = sorted((_entry(name, entry) for name, entry in header.items()), key=lambda e: e[1:])
     except (ValueError, KeyError, TypeError) as error:
         raise CheckpointError(f"{path} has a damaged header: {error}; fetch it again") from error
