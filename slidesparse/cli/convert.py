@@ -237,6 +237,10 @@ def _summarize(report: Report, dry_run: bool) -> None:
         for why, found in sorted(reasons.items()):
             shown = f"{', '.join(found[:MOST_NAMES])}{', ...' if len(found) > MOST_NAMES else ''}"
             out.print(escape(f"{verb:9} {len(found)} {how} ({why}): {shown}"))
+    if report.left_out:
+        found = [name if name.isprintable() else repr(name) for name in report.left_out]
+        shown = f"{', '.join(found[:MOST_NAMES])}{', ...' if len(found) > MOST_NAMES else ''}"
+        out.print(escape(f"left out  {len(found)} files, no tokenizers, configurations or licences: {shown}"))
     size = f"{report.bytes_in / 1e6:.1f} MB -> {report.bytes_out / 1e6:.1f} MB"
     if dry_run:
         out.print(f"bytes     {size}")

@@ -170,6 +170,17 @@ def test_modules_that_cannot_be_read(tmp_path: Path) -> None:
     refused(source, "modules.json")
 
 
+def test_modules_whose_weights_may_hold_code(tmp_path: Path) -> None:
+    source = llama(tmp_path / "source")
+    (source / "modules.json").write_text('[{"path": ""}, {"path": "2_Dense"}]')
+    (source / "2_Dense").mkdir()
+    (source / "2_Dense" / "pytorch_model.bin").write_bytes(b"a pickle")
+    refused(source, "2_Dense/pytorch_model.bin", "safe_serialization")
+    (source / "2_Dense" / MODEL).write_bytes(b"the same")
+    assert convert(source, tmp_path / "out").left_out == ("2_Dense/pytorch_model.bin",)
+    assert "2_Dense/model.safetensors" in snapshot(tmp_path / "out")
+
+
 def test_output_filled_meanwhile(tmp_path: Path) -> None:
     source, out = llama(tmp_path / "source"), tmp_path / "out"
 
