@@ -45,7 +45,7 @@ def open_checkpoint(folder: str | Path) -> tuple[Checkpoint, Metadata | None]:
         raise CheckpointError(
             f"quantization_config.{KEY} of {folder} lists no layer; start from the original checkpoint"
         )
-    source = parse_block(block)
+    source = parse_block(block, checkpoint.tensors)
     with checkpoint.reader() as reader:
         for layer in metadata.layers:
             require_quantized(checkpoint, layer, source)

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from slidesparse.checkpoint.architectures import SCALE, WEIGHT, compile_regex
+from slidesparse.checkpoint.architectures import SCALE, WEIGHT, compile_regexes, layer_names
 from slidesparse.checkpoint.metadata import QUANT_METHOD, SPARSE_FORMATS, sparsity_of
 from slidesparse.checkpoint.storage import FLOATS, Checkpoint, CheckpointError, TensorSpec
 from slidesparse.errors import shown
@@ -90,8 +90,12 @@ def holds_floats(block: Mapping[str, Any]) -> bool:
     return sparsity_of(block) is not None and not block.get("config_groups")
 
 
-def parse_block(block: Mapping[str, Any]) -> W8A8:
-    """Read a ``quantization_config``.  CheckpointError says why it cannot be accelerated."""
+def parse_block(block: Mapping[str, Any], tensors: Iterable[str] = ()) -> W8A8:
+    """Read a ``quantization_config``.  CheckpointError says why it cannot be accelerated.
+
+    Args:
+        tensors: names, of which the layers are those that `W8A8.ignores` will be asked about.
+    """
     method = block.get("quant_method")
     if method not in QUANT_METHODS:
         raise CheckpointError(
@@ -120,9 +124,8 @@ def parse_block(block: Mapping[str, Any]) -> W8A8:
     ignore = block.get("ignore") or []
     if not isinstance(ignore, list) or not all(isinstance(name, str) for name in ignore):
         raise _refusal("an ignore list that is not a list of names", "a list of names is")
-    for entry in ignore:
-        if entry.startswith("re:"):
-            compile_regex(entry[3:], "the source's ignore list:")
+    regexes = [entry[3:] for entry in ignore if entry.startswith("re:")]
+    compile_regexes(regexes, "the source's ignore list:", layer_names(tensors))
     (quant, strategy), *_ = kinds
     return W8A8(quant, strategy, tuple(ignore))
 

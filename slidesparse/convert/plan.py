@@ -148,7 +148,7 @@ def make_plan(checkpoint: Checkpoint, options: ConvertOptions, worst: Container[
         worst: names of layers that ``options.skip_worst`` skips.
     """
     block = checkpoint.quantization_config()
-    source = None if block is None or holds_floats(block) else parse_block(block)
+    source = None if block is None or holds_floats(block) else parse_block(block, checkpoint.tensors)
     converted = _converted(block, options.pattern)
     _require_fitting(options, source, converted)
     kept: dict[str, str] = {}

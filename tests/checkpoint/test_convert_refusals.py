@@ -32,7 +32,7 @@ from checkpoints import (
 from models import float_tensors
 
 from slidesparse.calibrate.task import Calibration
-from slidesparse.checkpoint import storage
+from slidesparse.checkpoint import architectures, storage
 from slidesparse.checkpoint.inspection import inspect, verify
 from slidesparse.checkpoint.storage import CheckpointError
 from slidesparse.checkpoint.w8a8 import parse_block
@@ -138,6 +138,36 @@ def test_options_that_cannot_be_used(
     tmp_path: Path, options: dict[str, Any], words: list[str], error: type[Exception]
 ) -> None:
     refused(llama(tmp_path / "source"), *words, error=error, **options)
+
+
+ENDLESS = "(.*)*z$"
+
+
+@pytest.mark.parametrize("option", ["ignore", "skip", "layer", "linear"])
+def test_regexes_that_take_too_long(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, option: str) -> None:
+    monkeypatch.setattr(architectures, "SECONDS", 1.0)
+    value = {"layer": ["down_proj=8:10", f"{ENDLESS}=8:10"], "linear": ENDLESS}.get(
+        option, ["o_proj", ENDLESS]
+    )
+    refused(llama(tmp_path / "source"), f"--{option} {ENDLESS!r} takes more than 1 s", **{option: value})
+
+
+def test_regexes_of_sources_that_take_too_long(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(architectures, "SECONDS", 1.0)
+    source = w8a8(tmp_path / "source")
+    block = config_of(source)["quantization_config"]
+    block["ignore"] += [r"re:.*\.(lm_head|.*norm)$", f"re:{ENDLESS}", "re:(a|b)*"]
+    edit_json(source / "config.json", quantization_config=block)
+    refused(source, f"the source's ignore list: {ENDLESS!r} takes more than 1 s")
+
+
+@pytest.mark.parametrize(
+    ("regex", "fact"),
+    [("(" * 999, "(((...(("), ("a{99999999999}", "repetition"), ("a" * 1001, "at most 1000")],
+)
+def test_regexes_that_cannot_be_compiled(tmp_path: Path, regex: str, fact: str) -> None:
+    message = refused(llama(tmp_path / "source"), "--ignore", fact, ignore=[regex])
+    assert len(message) < 500
 
 
 def test_random_does_not_go_with_calibration(tmp_path: Path) -> None:
