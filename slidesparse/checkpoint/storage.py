@@ -35,6 +35,9 @@ from slidesparse.errors import SlideSparseError, shown
 CONFIG = "config.json"
 INDEX = "model.safetensors.index.json"
 SUFFIX = ".safetensors"
+# What belongs to a checkpoint beside the weights: tokenizers, configurations, chat templates, licences
+SIDE_SUFFIXES = (".json", ".jinja", ".txt", ".md", ".model", ".bpe", ".codes", ".tiktoken", ".spm")
+SIDE_NAMES = ("tokenizer.model", "LICENSE", "LICENCE", "COPYING", "NOTICE", "README", "USE_POLICY")
 CHUNK_ELEMENTS = 2**20  # read, converted and written at a time; measured: 2**19 and 2**21 are slower
 HEADER_LIMIT = 100 * 2**20  # bytes; the safetensors library reads no longer header
 JSON_LIMIT = 64 * 2**20  # bytes of a configuration or an index, which have some megabytes at most
@@ -129,7 +132,7 @@ class Checkpoint:
         folder = Path(folder)
         if not folder.is_dir():
             raise CheckpointError(
-                f"{folder} is not a folder; give a Hugging Face checkpoint folder with {CONFIG}"
+                f"{folder} is not a folder; give a Hugging Face checkpoint folder with {CONFIG}, or ORG/NAME of the Hub"
             )
         config = _read_object(folder, CONFIG, "the model's configuration")
         index = _read_object(folder, INDEX, "the index of shards") if (folder / INDEX).exists() else None

@@ -36,7 +36,10 @@ _METHODS = ", ".join(f"{name} ({_DEFAULTS[name]})" if name in _DEFAULTS else nam
 
 def convert(
     source: Annotated[
-        Path, typer.Argument(help="A Hugging Face folder: FP32, FP16, BF16, or W8A8.", metavar="SRC")
+        str,
+        typer.Argument(
+            help="A Hugging Face folder, or ORG/NAME on the Hub: FP32, FP16, BF16, or W8A8.", metavar="SRC"
+        ),
     ],
     target: Annotated[Path, typer.Argument(help="The folder to make.", metavar="OUT")],
     sparsity: Annotated[
@@ -140,6 +143,7 @@ def convert(
 ) -> None:
     """Prune a model to a pattern and write it as a W8A8 checkpoint."""
     pattern = SlidePattern.parse(sparsity)
+    from slidesparse.checkpoint.hub import local_folder
     from slidesparse.convert.options import ConvertOptions, parse_layer_pattern, parse_share
     from slidesparse.convert.stream import convert as run
 
@@ -161,7 +165,7 @@ def convert(
     )
     _require_writable(report)
     with byte_progress(lines=True) as progress:
-        done = run(source, target, options, dry_run=dry_run, progress=progress)
+        done = run(local_folder(source), target, options, dry_run=dry_run, progress=progress)
     if report is not None and not dry_run:
         report.write_text(json.dumps(done.to_json(), indent=2) + "\n")
     _warn(done)

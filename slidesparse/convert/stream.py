@@ -46,6 +46,8 @@ from slidesparse.checkpoint.storage import (
     CONFIG,
     DTYPES,
     INDEX,
+    SIDE_NAMES,
+    SIDE_SUFFIXES,
     SUFFIX,
     Checkpoint,
     CheckpointError,
@@ -61,9 +63,6 @@ from slidesparse.quantize import FP8, NAMES, quantize_rows
 from slidesparse.slide import slide
 
 MODULES = "modules.json"  # of sentence-transformers
-# What is copied beside the weights: tokenizers, configurations, chat templates, licences
-_COPIED_SUFFIXES = (".json", ".jinja", ".txt", ".md", ".model", ".bpe", ".codes", ".tiktoken", ".spm")
-_COPIED_NAMES = ("tokenizer.model", "LICENSE", "LICENCE", "COPYING", "NOTICE", "README", "USE_POLICY")
 _CODE = (".py", ".pkl", ".bin", ".pt", ".pth", ".so", ".sh")  # never, whatever the name begins with
 
 
@@ -234,8 +233,8 @@ def _other_files(checkpoint: Checkpoint) -> tuple[list[Path], list[Path]]:
             continue
         if str(name) in (CONFIG, INDEX, *checkpoint.files):
             continue
-        known = path.name.endswith(_COPIED_SUFFIXES) and not path.name.endswith(".index.json")
-        known |= path.name.startswith(_COPIED_NAMES) and not path.name.endswith(_CODE)
+        known = path.name.endswith(SIDE_SUFFIXES) and not path.name.endswith(".index.json")
+        known |= path.name.startswith(SIDE_NAMES) and not path.name.endswith(_CODE)
         known |= name.parts[0] in modules and path.suffix == SUFFIX
         (copied if known and is_inside(source, path) else left_out).append(name)
     for module in modules:
