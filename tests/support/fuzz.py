@@ -403,8 +403,16 @@ def _require_same_products(one: Path, two: Path) -> None:
             raise Defect(f"{name}: the products of both layouts differ")
 
 
-def run(first: int, count: int, report: Callable[[int, str, str], None]) -> Counter[str]:
-    """Judge ``count`` cases from ``first`` on; ``report`` gets the number, the damage and what is wrong of defects."""
+def run(
+    first: int,
+    count: int,
+    report: Callable[[int, str, str], None],
+    serve: Callable[[Path, str, dict[str, str]], str] | None = None,
+) -> Counter[str]:
+    """Judge ``count`` cases from ``first`` on; ``report`` gets the number, the damage and what is wrong of defects.
+
+    ``serve`` is another command: it gets the folder, the damage, and the outcomes of the others.
+    """
     output.sync = lambda path: None  # type: ignore[assignment]  # not written for ever
     os.fsync, fsync = lambda descriptor: None, os.fsync
     counts: Counter[str] = Counter()
@@ -416,8 +424,10 @@ def run(first: int, count: int, report: Callable[[int, str, str], None]) -> Coun
                 target, out = Path(name) / "damaged", Path(name) / "out"
                 done = damaged(source, target, case)
                 try:
-                    for command, found in judge(target, source, out).items():
-                        counts[f"{command}: {found}"] += 1
+                    found = judge(target, source, out)
+                    if serve:
+                        found["serve"] = serve(target, done, found)
+                    counts.update(f"{command}: {result}" for command, result in found.items())
                 except Defect as defect:
                     counts["defect"] += 1
                     report(case, done, str(defect))
