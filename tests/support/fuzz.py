@@ -27,6 +27,7 @@ from typing import Any
 import torch
 from checkpoints import INDEX, config_of, convert, tensors_of, write
 from models import Decoder, float_tensors
+from safetensors.torch import load_file
 
 from slidesparse.checkpoint import output
 from slidesparse.checkpoint.inspection import inspect, verify
@@ -371,7 +372,7 @@ def judge(folder: Path, original: Path, out: Path) -> dict[str, str]:
     }
     if found["convert"] == "ok":
         try:
-            tensors_of(folder)
+            stored(folder)
         except Exception as error:
             raise Defect(f"convert reads what the safetensors library refuses: {error}") from error
         if found["inspect"] != "ok" and Metadata.of_config(config_of(folder).get("quantization_config")):
@@ -385,12 +386,20 @@ def _convert(folder: Path, out: Path, layout: str) -> str:
     return "ok"
 
 
+def stored(folder: Path) -> dict[str, torch.Tensor]:
+    """All tensors of the files that make up the model, read by the safetensors library."""
+    found: dict[str, torch.Tensor] = {}
+    for file in storage.Checkpoint.open(folder).files:
+        found |= load_file(folder / file)
+    return found
+
+
 def _require_same_products(one: Path, two: Path) -> None:
     """Both checkpoints' layers, times the same activations, whatever their layouts."""
     products: list[dict[str, torch.Tensor]] = []
     for folder in (one, two):
         metadata = Metadata.of_config(config_of(folder).get("quantization_config"))
-        tensors, found = tensors_of(folder), {}
+        tensors, found = stored(folder), {}
         for name, entry in (metadata.layers if metadata else {}).items():
             x = torch.arange(entry.in_features, dtype=torch.float64)[None].sin()
             if metadata and metadata.layout == "slided":

@@ -69,7 +69,7 @@ def activations(in_features: int) -> torch.Tensor:
 
 def require_right(folder: Path, found: dict[str, tuple[torch.Tensor, bool]]) -> None:
     """Defect unless the products are those of what the checkpoint stores, to within the quantization of activations."""
-    tensors = fuzz.tensors_of(folder)
+    tensors = fuzz.stored(folder)
     metadata = Metadata.of_config(fuzz.config_of(folder)["quantization_config"])
     assert metadata
     for name, (y, biased) in found.items():
@@ -158,25 +158,30 @@ def serve(folder: Path, done: str, before: dict[str, str]) -> str:
     return text.decode().partition(": ")[0]
 
 
+def run(first: int, count: int) -> dict[str, Any]:
+    """``defects``, each with its case, and ``counts`` of outcomes."""
+    defects: list[str] = []
+    with tempfile.TemporaryDirectory() as name:  # imports all that loading needs
+        for source in fuzz.make_sources(Path(name)):
+            require_right(source, products(load(source)))
+    counts = fuzz.run(
+        first, count, lambda case, done, wrong: defects.append(f"{case}: {done}: {wrong}"), serve
+    )
+    return {"defects": defects, "counts": dict(sorted(counts.items()))}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--first", type=int, default=0)
     parser.add_argument("--count", type=int, default=200)
     options = parser.parse_args()
-    with tempfile.TemporaryDirectory() as name:  # imports all that loading needs
-        for source in fuzz.make_sources(Path(name)):
-            require_right(source, products(load(source)))
     started = time.monotonic()
-    counts = fuzz.run(
-        options.first,
-        options.count,
-        lambda *found: print("DEFECT", *found, sep="\n  ", flush=True),
-        serve,
-    )
-    for outcome, number in sorted(counts.items()):
+    found = run(options.first, options.count)
+    print(*found["defects"], sep="\n\n")
+    for outcome, number in found["counts"].items():
         print(f"{number:7} {outcome}")
     print(f"{options.count} cases in {time.monotonic() - started:.0f} s")
-    sys.exit(bool(counts["defect"]))
+    sys.exit(bool(found["defects"]))
 
 
 if __name__ == "__main__":
