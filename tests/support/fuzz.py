@@ -29,7 +29,7 @@ from checkpoints import INDEX, config_of, convert, tensors_of, write
 from models import Decoder, float_tensors
 from safetensors.torch import load_file
 
-from slidesparse.checkpoint import output
+from slidesparse.checkpoint import output, storage
 from slidesparse.checkpoint.inspection import inspect, verify
 from slidesparse.checkpoint.metadata import Metadata
 from slidesparse.errors import SlideSparseError
@@ -273,7 +273,8 @@ def _files(folder: Path, rng: random.Random) -> str:
         path.unlink()
         os.mkfifo(path)
     elif how == 6:
-        shutil.copy(path, folder / rng.choice(["x.safetensors", "y.bin", "modules.json", INDEX, "z.py"]))
+        other = folder / rng.choice(["x.safetensors", "y.bin", "modules.json", INDEX, "z.py"])
+        other.write_bytes(path.read_bytes())
     else:
         path.rename(folder / rng.choice(["x.safetensors", "config.json", "modules.json"]))
     return f"{path.name}: file {how}"
