@@ -111,7 +111,9 @@ def parse_block(block: Mapping[str, Any], tensors: Iterable[str] = ()) -> W8A8:
     sparsity = block.get("sparsity_config") or {}
     stored = sparsity.get("format", "dense") if isinstance(sparsity, dict) else sparsity
     if stored != "dense" and not sparsity_of(block):
-        raise _refusal(f"weights stored as {shown(stored)}", f"plain ones and {', '.join(SPARSE_FORMATS)} are")
+        raise _refusal(
+            f"weights stored as {shown(stored)}", f"plain ones and {', '.join(SPARSE_FORMATS)} are"
+        )
     if block.get("transform_config"):
         raise _refusal("a transform_config (rotations of the activations)", "checkpoints without one are")
     groups = block.get("config_groups")

@@ -31,17 +31,12 @@ from safetensors.torch import load_file
 
 from slidesparse.checkpoint import output, storage
 from slidesparse.checkpoint.inspection import inspect, verify
-from slidesparse.checkpoint.metadata import Metadata
+from slidesparse.checkpoint.metadata import LAYOUTS, Metadata
 from slidesparse.errors import SlideSparseError
 from slidesparse.slide import lift
 
 TINY = Decoder("LlamaForCausalLM", hidden=64, intermediate=80, heads=2, kv_heads=1, layers=1, vocabulary=64)
-KINDS = [
-    (layout, quant, shards)
-    for layout in ("dense", "slided")
-    for quant in ("int8", "fp8")
-    for shards in (1, 2)
-]
+KINDS = [(layout, quant, shards) for layout in LAYOUTS for quant in ("int8", "fp8") for shards in (1, 2)]
 SECONDS = 20.0  # that a command may take on a busy machine; it takes some hundredths of one
 MEMORY = 1 << 30  # bytes that it may ask for
 LONGEST_LINE = 1500
@@ -365,7 +360,7 @@ def judge(folder: Path, original: Path, out: Path) -> dict[str, str]:
     """The outcomes of `inspect`, `verify` against the original, and `convert` to the other layout.  Defect for a wrong
     one.
     """
-    other = "slided" if original.name.startswith("dense") else "dense"
+    other = {"dense": "slided", "slided": "packed", "packed": "dense"}[original.name.partition("-")[0]]
     found = {
         "inspect": outcome(lambda: "violations" if inspect(folder).violations else "ok"),
         "verify": outcome(lambda: "equal" if verify(original, folder).equal else "different"),
@@ -388,11 +383,13 @@ def _convert(folder: Path, out: Path, layout: str) -> str:
 
 
 def stored(folder: Path) -> dict[str, torch.Tensor]:
-    """All tensors of the files that make up the model, read by the safetensors library."""
+    """All tensors of the files that make up the model, read by the safetensors library; packed ones by ours."""
     found: dict[str, torch.Tensor] = {}
-    for file in storage.Checkpoint.open(folder).files:
+    checkpoint = storage.Checkpoint.open(folder)
+    for file in checkpoint.files:
         found |= load_file(folder / file)
-    return found
+    with checkpoint.reader() as reader:
+        return found | {name: reader.whole(name) for name in checkpoint.tensors if name not in found}
 
 
 def _require_same_products(one: Path, two: Path) -> None:
