@@ -102,7 +102,7 @@ def layer(**changed: Any) -> dict[str, Any]:
         (layer(pattern="4096:4098"), ["at most 4096, found 4098"]),
         ({**GOOD, "pattern": "2:8"}, ["did you mean 6:8"]),
         ({**GOOD, "pattern": "6" * 5000 + ":8"}, ["pattern: sparsity '666", "is not a pattern"]),
-        ({**GOOD, "layout": "packed"}, ["'packed'"]),
+        ({**GOOD, "layout": "zipped"}, ["'zipped'"]),
         ({**GOOD, "tool": 7}, ["tool: must be a text, found 7"]),
     ],
 )
