@@ -13,4 +13,4 @@ def test_damaged_checkpoints_are_refused_or_served_right(zygote: Zygote) -> None
     assert not answer.error, f"{answer.error}\n{answer.log[-3000:]}"
     assert answer.data["defects"] == []
     for outcome in ("right", "refused"):
-        assert answer.data["counts"][f"serve: {outcome}"] > 2
+        assert answer.data["counts"][f"serve: {outcome}"] > 1
