@@ -140,10 +140,22 @@ class SlideSparseConfig(CompressedTensorsConfig):
             self.metadata = Metadata(self.metadata.pattern, self.metadata.layout, renamed, self.metadata.tool)
 
     def get_quant_method(self, layer: Any, prefix: str) -> Any:
-        """vLLM's own; experts never ask for a scheme, so they are counted here."""
-        method = super().get_quant_method(layer, prefix)
-        if compat.is_moe(layer):
-            self.census.settle(prefix, "MoE experts")
+        """vLLM's own; experts never ask for a scheme, so they are counted here.
+
+        ResolveError for quantized experts that vLLM has no kernel for.
+        """
+        if not compat.is_moe(layer):
+            return super().get_quant_method(layer, prefix)
+        try:
+            method = super().get_quant_method(layer, prefix)
+            if "NONE" in str(getattr(method, "fp8_backend", "")):
+                raise NotImplementedError("no FP8 kernel for experts supports this platform")
+        except (NotImplementedError, ValueError) as error:
+            raise ResolveError(
+                f"{prefix}: vLLM cannot serve quantized experts here: {str(error).rstrip('.')}. Convert the original "
+                "model with --ignore '\\.experts\\.', which leaves them as they are"
+            ) from error
+        self.census.settle(prefix, "MoE experts")
         return method
 
     def get_scheme(self, layer: Any, layer_name: str | None = None) -> Any:

@@ -1,6 +1,7 @@
 """Find the linear layers among a model's tensors, and the groups of them that vLLM fuses.
 
-The regexes name what is taken, so lm_head, embeddings, norms, routers, poolers and classifiers never are.
+The regexes name what is taken, so lm_head, embeddings, norms, routers, poolers and classifiers never are.  The experts
+that a router chooses among run on vLLM's own kernels, which gain nothing from the pattern: they are never pruned.
 """
 
 from __future__ import annotations
@@ -18,6 +19,10 @@ from slidesparse.errors import shown
 
 # Output heads, embeddings and routers of experts are never pruned, even if a regex of the user matches them
 _NEVER = re.compile(r"(^|\.)(lm_head|embed\w*|\w*embeddings?|wte|wpe|router|gate)(\.|$)")
+
+# A matrix of one routed expert, and several of a layer's in one tensor
+_EXPERT = re.compile(r"\A(.*\bexperts)\.\d+\.\w+\Z")
+_JOINED = re.compile(r"\A(.*\b(?:experts|\w*moe\w*))\.[\w.]+\Z")
 
 WEIGHT = ".weight"
 SCALE = ".weight_scale"
@@ -37,7 +42,10 @@ class Family:
 
     def layers(self, tensors: Iterable[str]) -> list[str]:
         """Return the linear layers among tensor names, in their order, without ``.weight``."""
-        return [name for name in layer_names(tensors) if self.linear.search(name) and not _NEVER.search(name)]
+        found = [
+            name for name in layer_names(tensors) if self.linear.search(name) and not _NEVER.search(name)
+        ]
+        return [name for name in found if not is_expert(name)]
 
     def groups(self, layers: Iterable[str]) -> list[tuple[str, ...]]:
         """Return the groups that vLLM fuses, each in the order of the layers."""
@@ -54,6 +62,12 @@ DECODER = Family(
     re.compile(r"\A(model\.)?layers\.\d+\.(self_attn\.[qkvo]_proj|mlp\.(gate|up|down)_proj)\Z"),
     (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj")),
 )
+MOE_DECODER = Family(
+    re.compile(
+        r"\A(model\.)?layers\.\d+\.(self_attn\.[qkvo]_proj|mlp\.(shared_experts?\.)?(gate|up|down)_proj)\Z"
+    ),
+    DECODER.fused,
+)
 FUSED_DECODER = Family(
     re.compile(r"\A(model\.)?layers\.\d+\.(self_attn\.(qkv|o)_proj|mlp\.(gate_up|down)_proj)\Z")
 )
@@ -66,34 +80,77 @@ ENCODER = Family(
 )
 
 _DECODERS = ("Llama", "Mistral", "Qwen2", "Qwen3", "Gemma", "Gemma2", "Granite")
+_MOES = ("Mixtral", "Qwen2Moe", "Qwen3Moe", "Olmoe", "PhiMoE", "Glm4Moe")
 _ENCODERS = ("Bert", "Roberta", "XLMRoberta")
 FAMILIES: Mapping[str, Family] = {
     **{f"{name}{head}": DECODER for name in _DECODERS for head in ("ForCausalLM", "Model")},
     **{f"{name}ForSequenceClassification": DECODER for name in _DECODERS},
     "Phi3ForCausalLM": FUSED_DECODER,
+    **{f"{name}{head}": MOE_DECODER for name in _MOES for head in ("ForCausalLM", "Model")},
     **{f"{name}{head}": ENCODER for name in _ENCODERS for head in ("Model", "ForMaskedLM")},
     **{f"{name}ForSequenceClassification": ENCODER for name in _ENCODERS},
     **{f"{name}ForTokenClassification": ENCODER for name in _ENCODERS},
 }
-_EXPERTS = re.compile(r"\.experts\.|\.block_sparse_moe\.|\.experts$|\.shared_expert")
 
 
-_INPUTS = {"o_proj": "heads", "down_proj": "intermediate_size", "output.dense": "intermediate_size"}
+def is_expert(layer: str) -> bool:
+    """Whether a layer is a matrix of one routed expert."""
+    return _EXPERT.match(layer) is not None
+
+
+def experts(tensors: Iterable[str]) -> dict[str, list[str]]:
+    """Return the matrices of routed experts among tensor names, without ``.weight``, by the layer that has them."""
+    found: dict[str, list[str]] = {}
+    for name in tensors:
+        match = _EXPERT.match(name.removesuffix(WEIGHT)) if name.endswith(WEIGHT) else None
+        if match:
+            found.setdefault(match[1], []).append(match[0])
+    return found
+
+
+def inside(module: str) -> str:
+    """Return the entry of an ignore list for all layers in a module, whatever prefix vLLM has before its name."""
+    return f"re:.*{re.escape(module.removeprefix('model.'))}\\."
+
+
+def joined_experts(tensor: str) -> str | None:
+    """Return the layer of experts that a three-dimensional tensor is of, by its name; None where it is of none."""
+    match = _JOINED.match(tensor)
+    return match[1] if match else None
+
+
+_HIDDEN = (
+    "q_proj",
+    "k_proj",
+    "v_proj",
+    "qkv_proj",
+    "gate_proj",
+    "up_proj",
+    "gate_up_proj",
+    "query",
+    "key",
+    "value",
+)
+_INPUTS = {
+    **dict.fromkeys(_HIDDEN, "hidden_size"),
+    "attention.output.dense": "hidden_size",
+    "intermediate.dense": "hidden_size",
+    "o_proj": "heads",
+    "down_proj": "intermediate_size",
+    "output.dense": "intermediate_size",
+}
 
 
 def in_features(config: Mapping[str, Any], layer: str) -> int | None:
     """Return K of a linear layer of a known architecture by config.json's sizes; None where that does not say."""
-    if architecture_of(config) not in FAMILIES:
+    if architecture_of(config) not in FAMILIES or "expert" in layer:
         return None
-    last = ".".join(layer.split(".")[-2:]) if layer.endswith(".dense") else layer.rpartition(".")[2]
-    if layer.endswith("attention.output.dense"):
-        last = "hidden_size"
-    key = _INPUTS.get(last, "hidden_size")
+    key = next((key for name, key in _INPUTS.items() if layer.endswith(f".{name}")), None)
     hidden, heads, head = (config.get(name) for name in ("hidden_size", "num_attention_heads", "head_dim"))
     if key == "heads" and type(heads) is int and heads > 0:
         found = heads * head if type(head) is int else hidden
     else:
-        found = config.get(key)
+        found = config.get(str(key))
     return found if type(found) is int and found > 0 else None
 
 
@@ -151,18 +208,12 @@ def architecture_of(config: Mapping[str, Any]) -> str | None:
     return found[0] if isinstance(found, list) and found and isinstance(found[0], str) else None
 
 
-def family_of(config: Mapping[str, Any], tensors: Iterable[str], linear: str | None = None) -> Family:
+def family_of(config: Mapping[str, Any], tensors: Iterable[str] = (), linear: str | None = None) -> Family:
     """Return the family of a model by its config.json, or one made of ``linear``, a regex searched in layer names.
 
-    Raises CheckpointError for mixture-of-experts models and for architectures that are not known.
+    Raises CheckpointError for architectures that are not known.
     """
     found = architecture_of(config)
-    expert = next((name for name in tensors if _EXPERTS.search(name)), None)
-    if expert or "moe" in str(found).lower():
-        raise CheckpointError(
-            f"{found or 'this model'} is a mixture of experts{f' ({expert})' if expert else ''}, which is "
-            "not supported: experts run on vLLM's own kernels, which gain nothing from the pattern"
-        )
     if linear is not None:
         (regex,) = compile_regexes([linear], "--linear", layer_names(tensors))
         return Family(regex, DECODER.fused + ENCODER.fused)
@@ -210,8 +261,12 @@ def serving_names(layer: str) -> list[str]:
     """Return the names that vLLM may know a layer by, its own first.
 
     Bare models lack the ``model.`` that vLLM puts before their names, and vLLM (0.28 at least) calls the
-    attention of BERT-like encoders ``attention.output``, like the layer after it.
+    attention of BERT-like encoders ``attention.output``, like the layer after it.  Routed experts, which vLLM joins
+    and calls by names that not every checkpoint has, go by one regex a layer of them.
     """
+    match = _EXPERT.match(layer)
+    if match:
+        return [inside(match[1])]
     names = [layer]
     if "." in layer and not layer.startswith("model."):
         names.append("model." + re.sub(r"^(bert|roberta)\.", "", layer))

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections import Counter
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from slidesparse.checkpoint.architectures import FAMILIES, SCALE, WEIGHT, architecture_of
+from slidesparse.checkpoint.architectures import FAMILIES, SCALE, WEIGHT, architecture_of, is_expert
 from slidesparse.checkpoint.converted import DamagedError, natural, open_checkpoint, restore
 from slidesparse.checkpoint.metadata import Metadata, sparsity_of
 from slidesparse.checkpoint.storage import Checkpoint, Reader, TensorSpec
@@ -46,6 +47,7 @@ class CheckpointReport:
     pattern: str | None
     layout: str | None  # also a format of compressed-tensors, as in `sparsity_of`
     layers: tuple[LayerReport, ...]
+    experts: Mapping[str, int]  # dtype -> how many matrices of routed experts, which are never pruned
 
     @property
     def violations(self) -> int:
@@ -67,7 +69,11 @@ def inspect(folder: str | Path) -> CheckpointReport:
     claimed = metadata.pattern.ratio if metadata else None
     stored = sparsity_of(checkpoint.quantization_config() or {})
     layout = metadata.layout if metadata else stored[0] if stored else None
-    return CheckpointReport(str(folder), claimed, layout, layers)
+    routed = (
+        stored.spec for name, stored in checkpoint.tensors.items() if is_expert(name.removesuffix(WEIGHT))
+    )
+    dtypes = Counter(spec.dtype for spec in routed if spec.name.endswith(WEIGHT))
+    return CheckpointReport(str(folder), claimed, layout, layers, dict(dtypes))
 
 
 def _layers(checkpoint: Checkpoint, metadata: Metadata | None) -> list[str]:
@@ -77,7 +83,7 @@ def _layers(checkpoint: Checkpoint, metadata: Metadata | None) -> list[str]:
         found = set(family.layers(checkpoint.tensors))
     else:
         found = {name.removesuffix(WEIGHT) for name in checkpoint.tensors if name.endswith(WEIGHT)}
-        found = {name for name in found if not _NOT_A_LAYER.search(name)}
+        found = {name for name in found if not _NOT_A_LAYER.search(name) and not is_expert(name)}
     matrices = {name for name in found if len(checkpoint.tensors[name + WEIGHT].spec.shape) == 2}
     return sorted(matrices.union(metadata.layers if metadata else ()), key=natural)
 

@@ -417,7 +417,7 @@ class Reader:
             return self._read(stored, rows)
         values, bitmask, _, *offsets = stored.parts
         try:
-            if offsets:
+            if len(values.spec.shape) == 1:
                 starts = [
                     *self._read(offsets[0], slice(0, stored.spec.rows)).flatten().tolist(),
                     values.spec.rows,

@@ -1,15 +1,17 @@
-"""The compressed-tensors ``quantization_config`` of W8A8 checkpoints: read strictly, written plainly.
+"""The ``quantization_config`` of 8-bit checkpoints: read strictly, written plainly.
 
-We take symmetric 8-bit weights, scaled per channel or per tensor, with activations quantized per token while
-serving.  Any other kind is refused by name, because its layers would run on vLLM's own kernels and gain
-nothing from the pattern.
+What we write, and the plugin serves, are symmetric 8-bit weights scaled per channel or per tensor, with activations
+quantized per token while serving.  Sources whose weights can be turned into that are taken too: static scales of
+activations are dropped, scales per block multiplied out.  Any other kind is refused by name, because its layers would
+run on vLLM's own kernels and gain nothing from the pattern.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 from slidesparse.checkpoint.architectures import SCALE, WEIGHT, compile_regexes, layer_names
@@ -17,70 +19,135 @@ from slidesparse.checkpoint.metadata import QUANT_METHOD, SPARSE_FORMATS, sparsi
 from slidesparse.checkpoint.storage import FLOATS, Checkpoint, CheckpointError, TensorSpec
 from slidesparse.errors import shown
 
-QUANT_METHODS = ("compressed-tensors", QUANT_METHOD)
+COMPRESSED_TENSORS, FP8_METHOD = "compressed-tensors", "fp8"  # values of quant_method
 KINDS = {"int8": ("int", "I8"), "fp8": ("float", "F8_E4M3")}  # quant -> type, dtype of safetensors
+MIXED = "mixed-precision"  # a format that each group names for itself
 _FORMATS = ("int-quantized", "float-quantized", "naive-quantized")
+_BLOCK_SCALE = (
+    ".weight_scale_inv"  # what quant_method fp8 calls scales per block, which it multiplies by all the same
+)
 
 
 @dataclass(frozen=True)
-class W8A8:
-    """How the linear layers of a checkpoint are quantized."""
+class Scheme:
+    """How a layer is quantized in a source."""
 
     quant: str  # "int8" or "fp8"
-    strategy: str  # one scale per "channel" or per "tensor"
-    ignore: tuple[str, ...] = ()
+    strategy: str  # one scale of the weight per "channel", per "tensor" or per "block"
+    activations: str = "per token"  # while serving; any other words for what we do not write
+    block: tuple[int, int] | None = None  # rows and columns that share a scale
+    scale: str = SCALE  # suffix of the scale's tensor
 
     @property
     def dtype(self) -> str:
-        """The safetensors dtype of the weights."""
+        """The safetensors dtype of the weight."""
         return KINDS[self.quant][1]
+
+    @property
+    def ours(self) -> bool:
+        """Whether it is what the plugin serves."""
+        return self.block is None and self.activations == "per token"
+
+
+@dataclass(frozen=True)
+class Quantization:
+    """How the layers of a checkpoint are quantized."""
+
+    groups: Mapping[str, Scheme | None]  # config group -> scheme; None for one without weights
+    targets: Mapping[str, Scheme | None]  # a layer's name, a ``re:`` regex, or a class such as Linear
+    ignore: tuple[str, ...] = ()
+    method: str = COMPRESSED_TENSORS
+
+    @property
+    def schemes(self) -> set[Scheme]:
+        """The schemes of all groups."""
+        return {scheme for scheme in self.groups.values() if scheme}
+
+    @property
+    def quant(self) -> str:
+        """The types of the weights, in words."""
+        return " and ".join(sorted({scheme.quant for scheme in self.schemes}))
+
+    def rewritten(self, experts: bool) -> bool:
+        """Whether it cannot be written as it is: other than the plugin serves, or experts scaled per tensor."""
+        ours = all(scheme.ours for scheme in self.schemes)
+        by_tensor = any(scheme.strategy == "tensor" for scheme in self.schemes)
+        return self.method == FP8_METHOD or not ours or (experts and by_tensor)
 
     def ignores(self, layer: str) -> bool:
         """Whether the ignore list holds a layer, by name or by a ``re:`` regex."""
-        return any(
-            re.match(entry[3:], layer) is not None if entry.startswith("re:") else entry == layer
-            for entry in self.ignore
-        )
+        names, regexes = self._ignored
+        return layer in names or any(_names(regex, layer) for regex in regexes)
+
+    @cached_property
+    def _ignored(self) -> tuple[frozenset[str], list[str]]:
+        """Names, of which a model may have one for each expert, and regexes."""
+        return frozenset(self.ignore), [entry for entry in self.ignore if entry.startswith("re:")]
+
+    def scheme(self, layer: str, dtype: str) -> Scheme | None:
+        """Return the scheme of a layer whose weight is of ``dtype``; None when it is not quantized.
+
+        As vLLM finds it: the first target that names the layer, else its class.  quant_method fp8 has no targets; its
+        layers in floats are those that it leaves.
+        """
+        if self.ignores(layer) or (self.method == FP8_METHOD and dtype in FLOATS):
+            return None
+        for target, scheme in self.targets.items():
+            if _names(target, layer):
+                return scheme
+        return next((s for target, s in self.targets.items() if target.lower() == "linear"), None)
 
 
-def require_quantized(checkpoint: Checkpoint, layer: str, source: W8A8) -> TensorSpec:
+def _names(entry: str, layer: str) -> bool:
+    return re.match(entry[3:], layer) is not None if entry.startswith("re:") else entry == layer
+
+
+def require_quantized(checkpoint: Checkpoint, layer: str, source: Quantization) -> TensorSpec:
     """Return the spec of a layer's weight.  CheckpointError unless it and its scale are as ``source`` says."""
     spec = checkpoint.require(layer + WEIGHT)
     if len(spec.shape) != 2 or 0 in spec.shape:
         raise CheckpointError(
             f"tensor {spec.name} has shape {list(spec.shape)}; a linear layer's is [N, K], not empty"
         )
-    if spec.dtype != source.dtype:
+    scheme = source.scheme(layer, spec.dtype)
+    if scheme is None:
         raise CheckpointError(
-            f"tensor {spec.name} is {spec.dtype}, but quantization_config promises {source.dtype} "
-            f"({source.quant}) and does not ignore it; fetch the checkpoint again, or start from the original "
+            f"tensor {spec.name} is {spec.dtype}, but quantization_config does not say that the layer is quantized; "
+            "fetch the checkpoint again"
+        )
+    if spec.dtype != scheme.dtype:
+        raise CheckpointError(
+            f"tensor {spec.name} is {spec.dtype}, but quantization_config promises {scheme.dtype} "
+            f"({scheme.quant}) and does not ignore it; fetch the checkpoint again, or start from the original "
             "one if it leaves some layers unquantized on purpose"
         )
-    scale = checkpoint.require(layer + SCALE)
-    expected = {"channel": spec.shape[0], "tensor": 1}[source.strategy]
-    if scale.dtype not in FLOATS or scale.rows * scale.columns != expected or len(scale.shape) > 2:
-        raise CheckpointError(
-            f"tensor {scale.name} is {scale.dtype} {list(scale.shape)}; scales per {source.strategy} of "
-            f"{spec.shape[0]} rows are {expected} of {', '.join(FLOATS)}"
-        )
+    _require_scale(checkpoint.require(layer + scheme.scale), scheme, spec.shape)
     return spec
+
+
+def _require_scale(scale: TensorSpec, scheme: Scheme, shape: tuple[int, ...]) -> None:
+    """Raise CheckpointError unless a scale fits a weight of ``shape``."""
+    rows, columns = shape
+    if scheme.block:
+        wanted = (-(-rows // scheme.block[0]), -(-columns // scheme.block[1]))
+        fits, expected = scale.shape == wanted, f"{list(wanted)}"
+    else:
+        count = rows if scheme.strategy == "channel" else 1
+        fits, expected = scale.rows * scale.columns == count and len(scale.shape) <= 2, f"{count}"
+    if scale.dtype not in FLOATS or not fits:
+        raise CheckpointError(
+            f"tensor {scale.name} is {scale.dtype} {list(scale.shape)}; scales per {scheme.strategy} of "
+            f"{rows} rows are {expected} of {', '.join(FLOATS)}"
+        )
 
 
 def new_block(quant: str, ignore: Sequence[str]) -> dict[str, Any]:
     """Return the block of a checkpoint that we quantize: per channel, with dynamic per-token activations."""
-    kind = KINDS[quant][0]
-    common = {"num_bits": 8, "type": kind, "symmetric": True}
     return {
-        "quant_method": "compressed-tensors",
-        "format": f"{kind}-quantized",
+        "quant_method": COMPRESSED_TENSORS,
+        "format": f"{KINDS[quant][0]}-quantized",
         "quantization_status": "compressed",
-        "config_groups": {
-            "group_0": {
-                "targets": ["Linear"],
-                "weights": {**common, "strategy": "channel", "dynamic": False},
-                "input_activations": {**common, "strategy": "token", "dynamic": True},
-            }
-        },
+        "config_groups": {"group_0": {"targets": ["Linear"], **_arguments(quant)}},
         "ignore": list(ignore),
     }
 
@@ -90,24 +157,70 @@ def holds_floats(block: Mapping[str, Any]) -> bool:
     return sparsity_of(block) is not None and not block.get("config_groups")
 
 
-def parse_block(block: Mapping[str, Any], tensors: Iterable[str] = ()) -> W8A8:
+def _arguments(quant: str) -> dict[str, Any]:
+    common = {"num_bits": 8, "type": KINDS[quant][0], "symmetric": True}
+    return {
+        "weights": {**common, "strategy": "channel", "dynamic": False},
+        "input_activations": {**common, "strategy": "token", "dynamic": True},
+    }
+
+
+def rewritten_block(
+    block: Mapping[str, Any], found: Quantization, quant_of: Callable[[Scheme], str], left: Iterable[str]
+) -> dict[str, Any]:
+    """Return the block of a source whose layers are written as `new_block` has them.
+
+    Args:
+        block: of the source, which ``found`` was read from.
+        quant_of: what the layers of a scheme are written in.
+        left: names of layers that are not quantized, for the ignore list.
+
+    Targets, KV cache and ignore list stay.  A group without weights goes, as vLLM reads none, but for those of
+    attention, which it knows.
+    """
+    written = {name: quant_of(scheme) for name, scheme in found.groups.items() if scheme}
+    quants = sorted(set(written.values()))
+    kept = {"kv_cache_scheme": block["kv_cache_scheme"]} if block.get("kv_cache_scheme") else {}
+    if found.method == FP8_METHOD:
+        return {**new_block(quants[0], ignore_list(left)), **kept}
+    groups = {}
+    for name, group in block["config_groups"].items():
+        if name in written:
+            groups[name] = {**group, **_arguments(written[name])}
+            if len(quants) > 1 or group.get("format"):
+                groups[name]["format"] = f"{KINDS[written[name]][0]}-quantized"
+        elif all(target.endswith("Attention") for target in group["targets"]):
+            groups[name] = dict(group)
+    form = MIXED if len(quants) > 1 else f"{KINDS[quants[0]][0]}-quantized"
+    ignore = [*found.ignore, *sorted(set(left) - set(found.ignore))]
+    return {**block, "format": form, "config_groups": groups, "ignore": ignore}
+
+
+def parse_block(block: Mapping[str, Any], tensors: Iterable[str] = ()) -> Quantization:
     """Read a ``quantization_config``.  CheckpointError says why it cannot be accelerated.
 
     Args:
-        tensors: names, of which the layers are those that `W8A8.ignores` will be asked about.
+        tensors: names, of which the layers are those that the result will be asked about.
     """
+    found = _parsed(block)
+    for what, entries in (("ignore list", found.ignore), ("targets", found.targets)):
+        regexes = [entry[3:] for entry in entries if entry.startswith("re:")]
+        compile_regexes(regexes, f"the source's {what}:", layer_names(tensors))
+    return found
+
+
+def _parsed(block: Mapping[str, Any]) -> Quantization:
     method = block.get("quant_method")
-    if method not in QUANT_METHODS:
+    if method == FP8_METHOD:
+        return _fp8(block)
+    if method not in (COMPRESSED_TENSORS, QUANT_METHOD):
         raise CheckpointError(
-            f"the source is already quantized by {shown(method)}; the sources taken are FP32, FP16, BF16 and "
-            "compressed-tensors W8A8 (INT8 or FP8): start from the original checkpoint"
+            f"the source is already quantized by {shown(method)}; the sources taken are FP32, FP16, BF16, FP8 "
+            "(quant_method fp8) and compressed-tensors W8A8 (INT8 or FP8): start from the original checkpoint"
         )
-    status, form = block.get("quantization_status", "compressed"), block.get("format")
-    if status != "compressed" or form not in _FORMATS:
-        raise _refusal(
-            f"format {shown(form)} and status {shown(status)}",
-            f"a compressed one of {', '.join(_FORMATS)} is",
-        )
+    status = block.get("quantization_status", "compressed")
+    if status != "compressed":
+        raise _refusal(f"status {shown(status)}", "a compressed one is")
     sparsity = block.get("sparsity_config") or {}
     stored = sparsity.get("format", "dense") if isinstance(sparsity, dict) else sparsity
     if stored != "dense" and not sparsity_of(block):
@@ -116,28 +229,55 @@ def parse_block(block: Mapping[str, Any], tensors: Iterable[str] = ()) -> W8A8:
         )
     if block.get("transform_config"):
         raise _refusal("a transform_config (rotations of the activations)", "checkpoints without one are")
-    groups = block.get("config_groups")
-    if not isinstance(groups, dict) or not groups:
-        raise _refusal(f"config_groups {shown(groups)}", "an object with a group for Linear is")
-    kinds = {_group(name, group) for name, group in groups.items()}
-    if len(kinds) > 1:
-        found = " and ".join(f"{quant} per {strategy}" for quant, strategy in sorted(kinds))
-        raise _refusal(f"groups with different arguments ({found})", "the same for all is")
-    ignore = block.get("ignore") or []
+    given = block.get("config_groups")
+    if not isinstance(given, dict) or not given:
+        raise _refusal(f"config_groups {shown(given)}", "an object with a group for Linear is")
+    groups = {name: _group(shown(name), group, block.get("format")) for name, group in given.items()}
+    if not any(groups.values()):
+        raise _refusal(f"no weights in {', '.join(groups)}", "a group with 8-bit weights is")
+    targets = {
+        target: groups[name] for name, group in given.items() for target in _targets(shown(name), group)
+    }
+    return Quantization(groups, targets, _ignore(block, "ignore"))
+
+
+def _fp8(block: Mapping[str, Any]) -> Quantization:
+    """Read what DeepSeek, Qwen and AutoFP8 write: scales per block, or one of each weight."""
+    form, activations = block.get("fmt", "e4m3"), block.get("activation_scheme", "dynamic")
+    if form not in ("e4m3", "float8_e4m3fn") or activations not in ("dynamic", "static"):
+        raise _refusal(
+            f"fmt {shown(form)} and activation_scheme {shown(activations)}", "e4m3, dynamic or static, is"
+        )
+    size = block.get("weight_block_size")
+    if size is None:
+        scheme = Scheme("fp8", "tensor", {"static": "static", "dynamic": "dynamic"}[activations])
+    else:
+        scheme = Scheme("fp8", "block", "per group", _block_size(size, "weight_block_size"), _BLOCK_SCALE)
+    ignore = _ignore(block, "ignored_layers") or _ignore(block, "modules_to_not_convert")
+    return Quantization({FP8_METHOD: scheme}, {"Linear": scheme}, ignore, FP8_METHOD)
+
+
+def _ignore(block: Mapping[str, Any], key: str) -> tuple[str, ...]:
+    ignore = block.get(key) or []
     if not isinstance(ignore, list) or not all(isinstance(name, str) for name in ignore):
-        raise _refusal("an ignore list that is not a list of names", "a list of names is")
-    regexes = [entry[3:] for entry in ignore if entry.startswith("re:")]
-    compile_regexes(regexes, "the source's ignore list:", layer_names(tensors))
-    (quant, strategy), *_ = kinds
-    return W8A8(quant, strategy, tuple(ignore))
+        raise _refusal(f"an {key} list that is not a list of names", "a list of names is")
+    return tuple(ignore)
 
 
-def _group(name: str, group: Any) -> tuple[str, str]:
-    """Return (quant, strategy) of one config group; the defaults are those of compressed-tensors."""
+def _targets(name: str, group: Mapping[str, Any]) -> list[str]:
+    targets = group.get("targets")
+    if not isinstance(targets, list) or not targets or not all(isinstance(each, str) for each in targets):
+        raise _refusal(f"no list of targets in {name}", "names of layers, re: regexes or classes are")
+    return targets
+
+
+def _group(name: str, group: Any, form: Any) -> Scheme | None:
+    """Read a config group, of the checkpoint's format ``form``; the defaults are those of compressed-tensors."""
     if not isinstance(group, dict):
-        raise _refusal(f"{shown(name)} that is not an object", "weights and input_activations are")
-    name = shown(name)
-    weights, inputs = group.get("weights") or {}, group.get("input_activations") or {}
+        raise _refusal(f"{name} that is not an object", "weights and input_activations are")
+    if group.get("weights") is None:
+        return None
+    weights, inputs = group["weights"], group.get("input_activations") or {}
     if not isinstance(weights, dict) or not isinstance(inputs, dict):
         raise _refusal(f"weights or input_activations that are no objects in {name}", "objects are")
     bits, kind = weights.get("num_bits", 8), weights.get("type", "int")
@@ -147,28 +287,58 @@ def _group(name: str, group: Any) -> tuple[str, str]:
             f"{shown(bits)}-bit {shown(kind)} weights in {name}", "8-bit int and float weights are"
         )
     if not inputs:
-        raise _refusal(f"no quantized activations in {name} (W8A16)", "8-bit dynamic per-token ones are")
-    strategy = weights.get("strategy") or "tensor"
-    if strategy not in ("channel", "tensor"):
-        raise _refusal(f"weight scales per {shown(strategy)} in {name}", "scales per channel or tensor are")
+        raise _refusal(f"no quantized activations in {name} (W8A16)", "8-bit ones are")
+    form = group.get("format") or form
+    if form not in _FORMATS:
+        raise _refusal(f"format {shown(form)} in {name}", f"one of {', '.join(_FORMATS)} is")
+    strategy, block = _strategy(weights), weights.get("block_structure")
+    if strategy not in ("channel", "tensor") and not (strategy == "block" and block):
+        raise _refusal(
+            f"weight scales per {shown(strategy)} in {name}", "scales per channel, tensor or block are"
+        )
     if not weights.get("symmetric", True) or weights.get("dynamic", False):
         raise _refusal(f"asymmetric or dynamic weights in {name}", "symmetric static ones are")
     if (inputs.get("num_bits", 8), inputs.get("type", "int")) != (8, kind):
         raise _refusal(f"activations of another type than the weights in {name}", f"8-bit {kind} ones are")
-    if inputs.get("dynamic", False) is not True or inputs.get("strategy") != "token":
-        found = "activations not quantized per token" if inputs.get("dynamic") else "static activations"
-        raise _refusal(f"{found} in {name}", "dynamic per-token ones are")
-    if not inputs.get("symmetric", True):
-        raise _refusal(f"asymmetric activations in {name}", "symmetric ones are")
     if group.get("output_activations"):
         raise _refusal(f"quantized outputs in {name}", "unquantized ones are")
-    return quant, strategy
+    size = _block_size(block, f"block_structure in {name}") if strategy == "block" else None
+    return Scheme(quant, strategy, _activations(name, inputs, size is not None), size)
+
+
+def _strategy(arguments: Mapping[str, Any]) -> str:
+    return arguments.get("strategy") or ("group" if arguments.get("group_size") else "tensor")
+
+
+def _activations(name: str, inputs: Mapping[str, Any], by_block: bool) -> str:
+    """Return how activations are quantized while serving; those of weights scaled per block by groups."""
+    dynamic, strategy = inputs.get("dynamic", False), _strategy(inputs)
+    if dynamic is False and strategy == "tensor":
+        return "static"
+    known = {"token": "per token", "tensor": "dynamic", **({"group": "per group"} if by_block else {})}
+    if dynamic is not True or strategy not in known:
+        raise _refusal(
+            f"activations not quantized per token in {name}", "static or dynamic per-token ones are"
+        )
+    if not inputs.get("symmetric", True):
+        raise _refusal(f"asymmetric activations in {name}", "symmetric ones are")
+    return known[strategy]
+
+
+def _block_size(size: Any, where: str) -> tuple[int, int]:
+    if (
+        not isinstance(size, list | tuple)
+        or len(size) != 2
+        or not all(type(n) is int and n > 0 for n in size)
+    ):
+        raise _refusal(f"{where} {size!r}", "two whole numbers, such as [128, 128], are")
+    return size[0], size[1]
 
 
 def _refusal(found: str, allowed: str) -> CheckpointError:
     return CheckpointError(
-        f"the source's quantization_config has {found}; only {allowed} run by the sparse kernels, the rest "
-        "would stay on vLLM's own. Start from the original checkpoint, or quantize it as W8A8 with dynamic "
+        f"the source's quantization_config has {found}; only {allowed} taken, the rest "
+        "would stay on vLLM's own kernels. Start from the original checkpoint, or quantize it as W8A8 with dynamic "
         "per-token activations"
     )
 

@@ -38,7 +38,8 @@ def convert(
     source: Annotated[
         str,
         typer.Argument(
-            help="A Hugging Face folder, or ORG/NAME on the Hub: FP32, FP16, BF16, or W8A8.", metavar="SRC"
+            help="A Hugging Face folder, or ORG/NAME on the Hub: FP32, FP16, BF16, FP8, or W8A8.",
+            metavar="SRC",
         ),
     ],
     target: Annotated[Path, typer.Argument(help="The folder to make.", metavar="OUT")],
@@ -123,7 +124,7 @@ def convert(
     ignore: Annotated[
         list[str] | None,
         typer.Option(
-            help="Leave layers whose name matches this regex as they are; may be repeated.",
+            help=r"Leave layers whose name matches this regex as they are, such as '\.experts\.'; may be repeated.",
             metavar="REGEX",
         ),
     ] = None,
@@ -231,6 +232,8 @@ def _summarize(report: Report, dry_run: bool) -> None:
     out.print(escape(f"layers    {len(report.pruned)} in {report.quant} W8A8, {report.layout} layout"))
     for pattern, count in Counter(p.ratio for p in report.patterns.values() if p != report.pattern).items():
         out.print(escape(f"          {count} of them at {pattern}"))
+    if report.rewritten:
+        out.print(escape(f"source    {report.rewritten}"))
     if report.samples:
         out.print(escape(f"method    {report.method}, calibrated with {report.samples}"))
     for verb, names in (("skipped", report.skipped), ("kept", report.kept)):

@@ -84,6 +84,8 @@ def _show_layers(report: CheckpointReport) -> None:
     for layer in report.layers:
         if layer.first_violation:
             out.print(escape(layer.first_violation), style="red")
+    for dtype, count in report.experts.items():
+        out.print(f"{count} matrices of routed experts in {dtype}, which are not pruned")
     total = sum(layer.bytes for layer in report.layers)
     out.print(f"{len(report.layers)} layers, {total / 1e6:.1f} MB, {report.violations} violations")
 

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Container, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -28,17 +30,21 @@ from slidesparse.checkpoint.storage import (
     SHAPE,
     Checkpoint,
     CheckpointError,
+    StoredTensor,
     TensorSpec,
     Writer,
     plan_file,
 )
 from slidesparse.checkpoint.w8a8 import (
-    W8A8,
+    KINDS,
+    Quantization,
+    Scheme,
     holds_floats,
     ignore_list,
     new_block,
     parse_block,
     require_quantized,
+    rewritten_block,
 )
 from slidesparse.convert.options import ConvertOptions
 from slidesparse.errors import CalibrationError
@@ -47,14 +53,21 @@ from slidesparse.pattern import SlidePattern
 _EMBEDDING = re.compile(r"embed|\.wte$|\.wpe$")
 
 # Why a two-dimensional weight is left as it is
-BY_IGNORE, BY_SOURCE, NOT_LINEAR = "--ignore", "the source's ignore list", "not a linear layer of a block"
+BY_IGNORE, BY_SOURCE, NOT_LINEAR = "--ignore", "not quantized in the source", "not a linear layer of a block"
+JOINED = "routed experts in one tensor, which vLLM serves unquantized"
 # Why a linear layer is quantized without being pruned
 BY_SKIP, BY_WORST = "--skip", "--skip-worst"
+ROUTED, QUANTIZED = (
+    "routed experts, which vLLM serves",
+    "quantized in the source, not a linear layer of a block",
+)
+
+_ACTIVATIONS = (".input_scale", ".input_zero_point")  # of a layer with static activations
 
 
 @dataclass(frozen=True)
 class Part:
-    """One source tensor and what is written for it: the same, or the pruned weight and a new scale."""
+    """One source tensor and what is written for it: the same, or the pruned weight and a new scale, or nothing."""
 
     source: TensorSpec
     file: str
@@ -62,6 +75,12 @@ class Part:
     layer: str | None = None  # the name of a layer that is quantized, and pruned if it has a pattern
     in_features: int = 0  # its K
     pattern: SlidePattern | None = None
+    scheme: Scheme | None = None  # of a layer that is quantized in the source
+
+    @property
+    def scaled(self) -> bool:
+        """Whether the layer's scales are written with its weight, and not copied."""
+        return self.layer is not None and self.out[-1].name == self.layer + SCALE
 
     def write(self, writer: Writer, row: int, weight: Tensor, scale: Tensor | None) -> int:
         """Write rows of the output from ``row`` on, and return how many bytes.
@@ -89,18 +108,24 @@ class ConversionPlan:
 
     checkpoint: Checkpoint
     options: ConvertOptions
-    quant: str  # "int8" or "fp8"
+    quant: str  # "int8" or "fp8", or both in words
     parts: tuple[Part, ...]
     kept: dict[str, str]  # 2-D weights left as they are -> why
     skipped: dict[str, str]  # linear layers quantized, not pruned -> why
+    rewritten: str  # in words, what becomes of a source's quantization that is not written as it was
     config: dict[str, Any]  # the config.json to write
-    from_float: bool
     converted: Metadata | None  # of a source that we converted: it is laid out anew, not pruned
 
     @property
     def patterns(self) -> dict[str, SlidePattern]:
         """The pruned layers, each with its pattern."""
         return {part.layer: part.pattern for part in self.parts if part.layer and part.pattern}
+
+    @property
+    def experts(self) -> dict[str, int]:
+        """How many matrices of routed experts are in W8A8, and how many are left as they are."""
+        kept = sum(why == JOINED or architectures.is_expert(name) for name, why in self.kept.items())
+        return {"w8a8": sum(why == ROUTED for why in self.skipped.values()), "kept": kept}
 
     @property
     def bytes_in(self) -> int:
@@ -150,6 +175,8 @@ def make_plan(checkpoint: Checkpoint, options: ConvertOptions, worst: Container[
     block = checkpoint.quantization_config()
     source = None if block is None or holds_floats(block) else parse_block(block, checkpoint.tensors)
     converted = _converted(block, options.pattern)
+    routed = architectures.experts(checkpoint.tensors)
+    rewritten = source is not None and source.rewritten(experts=bool(routed))
     _require_fitting(options, source, converted)
     kept: dict[str, str] = {}
     skipped: dict[str, str] = {}
@@ -157,7 +184,7 @@ def make_plan(checkpoint: Checkpoint, options: ConvertOptions, worst: Container[
     if converted:
         patterns = {name: entry.pattern for name, entry in converted.layers.items()}
     else:
-        chosen, kept, groups = _choose(checkpoint, source, options)
+        chosen, kept, groups = _choose(checkpoint, source, options, routed)
         named = architectures.matched(chosen, groups, options.skip, BY_SKIP)
         skipped = {
             name: BY_SKIP if name in named else BY_WORST for name in chosen if name in named or name in worst
@@ -166,11 +193,22 @@ def make_plan(checkpoint: Checkpoint, options: ConvertOptions, worst: Container[
         patterns = {name: None if name in skipped else pruned[name] for name in chosen}
         if not any(patterns.values()):
             raise CheckpointError("every linear layer is skipped, so nothing is left to prune; skip fewer")
-    target = source or W8A8(options.quant or "int8", "channel")
+        others = {name: ROUTED for names in routed.values() for name in names if name not in kept}
+        if source and rewritten:
+            _require_none_ignored(checkpoint, source, kept)
+            others |= _quantized(checkpoint, source, {*kept, *patterns, *others})
+        skipped |= others
+        patterns |= dict.fromkeys(others)
     sizes = {name: _in_features(checkpoint, name, source, converted) for name in patterns}
+    schemes = {name: _scheme(checkpoint, name, source) for name in patterns}
+    dropped = {
+        name for layer, found in schemes.items() if found and rewritten for name in _dropped(layer, found)
+    }
     parts = tuple(
-        _part(checkpoint, name, target, patterns, options.layout, sizes, source is None)
-        for name in checkpoint.tensors
+        Part(stored.spec, stored.file, ())
+        if name in dropped
+        else _part(stored, options, patterns, sizes, schemes, rewritten)
+        for name, stored in checkpoint.tensors.items()
     )
     for layer in _other_matrices(checkpoint, sizes):
         kept.setdefault(layer, BY_SOURCE if source and source.ignores(layer) else NOT_LINEAR)
@@ -180,16 +218,22 @@ def make_plan(checkpoint: Checkpoint, options: ConvertOptions, worst: Container[
         {name: LayerEntry(found, sizes[name]) for name, found in patterns.items() if found},
         f"slidesparse {slidesparse.__version__}",
     )
-    new = dict(block) if block and source else new_block(target.quant, _ignore_names(kept))
+    if source is None or block is None:
+        new = new_block(options.quant or "int8", ignore_list(_ignore_names(kept)))
+    elif rewritten:
+        left = {name: why for name, why in kept.items() if not source.ignores(name)}
+        new = rewritten_block(block, source, partial(_quant, options), _ignore_names(left))
+    else:
+        new = dict(block)
     return ConversionPlan(
         checkpoint=checkpoint,
         options=options,
-        quant=target.quant,
+        quant=" and ".join(sorted({_quant(options, scheme) for scheme in schemes.values()})),
         parts=parts,
         kept=kept,
         skipped=skipped,
+        rewritten=_rewriting(schemes.values()) if rewritten else "",
         config=_config(checkpoint, new, metadata),
-        from_float=source is None,
         converted=converted,
     )
 
@@ -231,9 +275,13 @@ def _converted(block: dict[str, Any] | None, pattern: SlidePattern) -> Metadata 
     return found
 
 
-def _require_fitting(options: ConvertOptions, source: W8A8 | None, converted: Metadata | None) -> None:
+def _require_fitting(
+    options: ConvertOptions, source: Quantization | None, converted: Metadata | None
+) -> None:
     """Raise CheckpointError or CalibrationError for an option that the source's weights do not allow."""
-    if source and options.quant not in (None, source.quant):
+    if source and any(
+        _quant(options, scheme) != (options.quant or scheme.quant) for scheme in source.schemes
+    ):
         raise CheckpointError(
             f"--quant {options.quant} contradicts the source, whose weights are {source.quant} already; leave "
             "--quant out, or start from the original float checkpoint"
@@ -263,9 +311,15 @@ def _require_fitting(options: ConvertOptions, source: W8A8 | None, converted: Me
 
 
 def _choose(
-    checkpoint: Checkpoint, source: W8A8 | None, options: ConvertOptions
+    checkpoint: Checkpoint,
+    source: Quantization | None,
+    options: ConvertOptions,
+    routed: Mapping[str, Sequence[str]],
 ) -> tuple[list[str], dict[str, str], list[tuple[str, ...]]]:
-    """Return the linear layers to quantize, why the others are left, and which of the first vLLM fuses."""
+    """Return the linear layers to quantize, why others are left, and which of the first vLLM fuses.
+
+    Of routed experts, which vLLM joins layer by layer, only those that are left are told.
+    """
     names = list(checkpoint.tensors)
     family = architectures.family_of(checkpoint.config, names, options.linear)
     candidates = family.layers(names)
@@ -274,15 +328,51 @@ def _choose(
             f"none of the {len(names)} tensors is a linear layer by the names expected "
             f"({family.linear.pattern}); name them yourself: --linear REGEX, searched in layer names"
         )
-    left = architectures.matched(candidates, family.groups(candidates), options.ignore, BY_IGNORE)
-    kept = {name: BY_IGNORE for name in candidates if name in left}
-    for name in candidates:
-        if source and checkpoint.require(name + WEIGHT).dtype in FLOATS and source.ignores(name):
+    joined = [tuple(experts) for experts in routed.values()]
+    every = [*candidates, *(name for experts in joined for name in experts)]
+    left = architectures.matched(every, [*family.groups(candidates), *joined], options.ignore, BY_IGNORE)
+    kept = {name: BY_IGNORE for name in every if name in left}
+    for name in every:
+        if (
+            source
+            and checkpoint.require(name + WEIGHT).dtype in FLOATS
+            and not _scheme(checkpoint, name, source)
+        ):
             kept.setdefault(name, BY_SOURCE)
+    for name, stored in checkpoint.tensors.items():
+        if len(stored.spec.shape) == 3 and architectures.joined_experts(name):
+            kept[name] = _joined(stored.spec)
     chosen = [name for name in candidates if name not in kept]
     if not chosen:
         raise CheckpointError("every linear layer is ignored, so nothing is left to prune; ignore fewer")
     return chosen, kept, family.groups(chosen)
+
+
+def _joined(spec: TensorSpec) -> str:
+    """Return why experts in one tensor are kept.  CheckpointError for quantized ones."""
+    if spec.dtype not in FLOATS:
+        raise CheckpointError(
+            f"tensor {spec.name} holds routed experts in one tensor of {spec.dtype}, which cannot be written in the "
+            "form that vLLM serves; start from the original checkpoint, or one with a tensor for each expert"
+        )
+    return JOINED
+
+
+def _require_none_ignored(checkpoint: Checkpoint, source: Quantization, kept: Mapping[str, str]) -> None:
+    """Raise CheckpointError for --ignore on a layer whose quantization is written anew, so that it cannot stay."""
+    for name, why in kept.items():
+        if why == BY_IGNORE and _scheme(checkpoint, name, source):
+            raise CheckpointError(
+                f"--ignore covers {name}, which cannot be left as it is: the source's quantization is written anew; "
+                "leave it without zeros by --skip, or start from the original float checkpoint"
+            )
+
+
+def _quantized(checkpoint: Checkpoint, source: Quantization, known: Container[str]) -> dict[str, str]:
+    """Return the matrices beside the ``known`` layers that are quantized in a source that is written anew."""
+    names = [name.removesuffix(WEIGHT) for name in checkpoint.tensors if name.endswith(WEIGHT)]
+    found = [name for name in names if name not in known and _scheme(checkpoint, name, source)]
+    return {name: QUANTIZED for name in found if checkpoint.require(name + WEIGHT).dtype not in FLOATS}
 
 
 def _patterns(
@@ -304,7 +394,13 @@ def _other_matrices(checkpoint: Checkpoint, pruned: Container[str]) -> Iterator[
             yield layer
 
 
-def _in_features(checkpoint: Checkpoint, layer: str, source: W8A8 | None, converted: Metadata | None) -> int:
+def _scheme(checkpoint: Checkpoint, layer: str, source: Quantization | None) -> Scheme | None:
+    return source.scheme(layer, checkpoint.require(layer + WEIGHT).dtype) if source else None
+
+
+def _in_features(
+    checkpoint: Checkpoint, layer: str, source: Quantization | None, converted: Metadata | None
+) -> int:
     """Return K of a layer to be quantized, after checking dtype and shape of its weight and scale."""
     if source is None:
         spec = checkpoint.require(layer + WEIGHT)
@@ -333,35 +429,68 @@ def _in_features(checkpoint: Checkpoint, layer: str, source: W8A8 | None, conver
 # What is written
 
 
+def _quant(options: ConvertOptions, scheme: Scheme | None) -> str:
+    """Return what a layer is written in: codes of the source stay, unless their scales are multiplied out."""
+    if scheme and not scheme.block:
+        return scheme.quant
+    return options.quant or (scheme.quant if scheme else "int8")
+
+
 def _part(
-    checkpoint: Checkpoint,
-    name: str,
-    target: W8A8,
+    stored: StoredTensor,
+    options: ConvertOptions,
     patterns: Mapping[str, SlidePattern | None],
-    layout: str,
-    sizes: dict[str, int],
-    from_float: bool,
+    sizes: Mapping[str, int],
+    schemes: Mapping[str, Scheme | None],
+    rewritten: bool,
 ) -> Part:
-    stored, layer = checkpoint.tensors[name], name.removesuffix(WEIGHT)
-    spec = stored.spec
-    if not name.endswith(WEIGHT) or layer not in sizes:
+    """Plan what is written for a tensor that is not dropped."""
+    spec, layer = stored.spec, stored.spec.name.removesuffix(WEIGHT)
+    if not spec.name.endswith(WEIGHT) or layer not in sizes:
         return Part(spec, stored.file, (spec,))
-    rows, k, pattern = spec.shape[0], sizes[layer], patterns[layer]
-    columns = LayerEntry(pattern, k).columns(layout) if pattern else k
-    out = [TensorSpec(name, target.dtype, (rows, columns))]
-    if pattern and layout == "packed":
+    rows, k, pattern, scheme = spec.shape[0], sizes[layer], patterns[layer], schemes[layer]
+    columns = LayerEntry(pattern, k).columns(options.layout) if pattern else k
+    out = [TensorSpec(spec.name, KINDS[_quant(options, scheme)][1], (rows, columns))]
+    if pattern and options.layout == "packed":
         out = [
-            TensorSpec(layer + COMPRESSED, target.dtype, (rows, places(pattern, k))),
+            TensorSpec(layer + COMPRESSED, out[0].dtype, (rows, places(pattern, k))),
             TensorSpec(layer + BITMASK, "U8", (rows, -(-k // BYTE))),
             TensorSpec(layer + SHAPE, "I64", (2, 1)),
         ]
-    if from_float:
+    if scheme is None or (rewritten and scheme.strategy != "channel"):
         out.append(TensorSpec(layer + SCALE, "F32", (rows, 1)))
-    return Part(spec, stored.file, tuple(out), layer, k, pattern)
+    return Part(spec, stored.file, tuple(out), layer, k, pattern, scheme)
 
 
-def _ignore_names(kept: dict[str, str]) -> list[str]:
-    return ignore_list(alias for layer in kept for alias in architectures.serving_names(layer))
+def _dropped(layer: str, scheme: Scheme) -> Iterator[str]:
+    """Yield names of tensors of a layer that are not written, if the source has them."""
+    yield from (layer + suffix for suffix in _ACTIVATIONS)
+    if scheme.strategy != "channel":
+        yield layer + scheme.scale
+
+
+def _rewriting(schemes: Iterable[Scheme | None]) -> str:
+    """Say what becomes of quantization that is not written as it was."""
+    counts: Counter[str] = Counter()
+    for scheme in schemes:
+        if scheme and scheme.block:
+            rows, columns = scheme.block
+            counts[
+                f"scales per block of {rows} x {columns} multiplied out and quantized again per channel"
+            ] += 1
+        elif scheme and scheme.activations == "static":
+            counts["static scales of activations dropped, which are quantized per token now"] += 1
+        elif scheme and scheme.activations == "dynamic":
+            counts["activations quantized per token now, not per tensor"] += 1
+        elif scheme and scheme.strategy == "tensor":
+            counts["the scale of each tensor written per channel, as experts need it"] += 1
+    return "; ".join(f"{count} layers: {words}" for words, count in counts.items())
+
+
+def _ignore_names(kept: Mapping[str, str]) -> Iterator[str]:
+    for name, why in kept.items():
+        experts = architectures.joined_experts(name) if why == JOINED else None
+        yield from [architectures.inside(experts)] if experts else architectures.serving_names(name)
 
 
 def _config(checkpoint: Checkpoint, block: dict[str, Any], metadata: Metadata) -> dict[str, Any]:

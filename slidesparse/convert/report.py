@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -40,6 +40,8 @@ class Report:
     bytes_in: int
     bytes_out: int
     seconds: float
+    rewritten: str = ""  # in words, what became of a source's quantization that is not written as it was
+    experts: Mapping[str, int] = field(default_factory=dict)  # matrices: in "w8a8", and "kept"
     samples: str = ""  # of calibration, in words
     note: str = ""  # what the user should know of the samples
     layers: tuple[dict[str, Any], ...] = ()  # `layer_rows`; with calibration or ``check``
@@ -80,6 +82,8 @@ class Report:
             "sensitivity": self.sensitivity,
             "skipped": self.skipped,
             "kept": self.kept,
+            "rewritten": self.rewritten or None,
+            "experts": dict(self.experts),
         }
 
 

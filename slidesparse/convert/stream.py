@@ -59,7 +59,7 @@ from slidesparse.convert.options import ConvertOptions
 from slidesparse.convert.plan import ConversionPlan, Part, calibration_task, make_plan
 from slidesparse.convert.report import Facts, Report, layer_rows, read_back
 from slidesparse.errors import EnvironmentFault
-from slidesparse.quantize import FP8, NAMES, quantize_rows
+from slidesparse.quantize import FP8, dequantize_blocks, quantize_rows
 from slidesparse.slide import slide
 
 MODULES = "modules.json"  # of sentence-transformers
@@ -78,8 +78,8 @@ def convert(
 
     Args:
         source: a Hugging Face folder in FP32, FP16 or BF16, or a compressed-tensors W8A8 one (whose scales and
-            ignore list are kept), or one made by this function with the same pattern (whose layout alone
-            changes).
+            ignore list are kept, but for static scales of activations), or an FP8 one, or one made by this function
+            with the same pattern (whose layout alone changes).
         out: the folder to make; absent or empty.
         dry_run: decide and check everything that can be without reading weights; write nothing.
         progress: called with phase, bytes done and bytes in all.
@@ -116,6 +116,8 @@ def convert(
         patterns=plan.patterns,
         kept=plan.kept,
         skipped=plan.skipped,
+        rewritten=plan.rewritten,
+        experts=plan.experts,
         bytes_in=plan.bytes_in,
         bytes_out=plan.bytes_out,
         seconds=time.monotonic() - started,
@@ -135,7 +137,7 @@ def _write_calibrated(
     state = {**task.state(), "skip_worst": options.skip_worst}
     with open_work(out, state, task.calibration.resume) as work:
         if options.skip_worst:
-            family = architectures.family_of(plan.checkpoint.config, plan.checkpoint.tensors)
+            family = architectures.family_of(plan.checkpoint.config)
             errors = rank(task, reader, work, progress)
             worst = worst_layers(errors, family.groups(plan.patterns), options.skip_worst)
             plan = make_plan(plan.checkpoint, options, worst)
@@ -352,25 +354,32 @@ def _write_chunk(
     plan: ConversionPlan, reader: Reader, codes: Reader | None, writer: Writer, part: Part, rows: slice
 ) -> None:
     if part.layer is None:
-        writer.write(part.source.name, rows.start, reader.rows(part.source.name, rows))
+        if part.out:
+            writer.write(part.source.name, rows.start, reader.rows(part.source.name, rows))
         return
     if codes and part.pattern:
         weight = codes.rows(part.layer + WEIGHT, rows)
         scale: Tensor | None = codes.rows(part.layer + SCALE, rows)
     else:
-        weight, scale = _make(plan, part, rows, reader.rows(part.source.name, rows))
+        weight, scale = _make(plan, part, rows, reader)
     if part.pattern and plan.options.layout == "slided":
         weight = slide(weight, part.pattern, layer=part.layer)
     assert weight.dtype == DTYPES[part.out[0].dtype]
     part.write(writer, rows.start, weight, scale)
 
 
-def _make(plan: ConversionPlan, part: Part, rows: slice, values: Tensor) -> tuple[Tensor, Tensor | None]:
-    """Return rows of a weight in the dense layout, pruned and quantized, and their scales if the source has none."""
+def _make(plan: ConversionPlan, part: Part, rows: slice, reader: Reader) -> tuple[Tensor, Tensor | None]:
+    """Return rows of a weight in the dense layout, pruned and quantized, and their scales if they are written anew."""
     assert part.layer
+    values, scheme = reader.rows(part.source.name, rows), part.scheme
     if plan.converted is not None:
         return restore(values, plan.converted, part.layer, rows.start), None
+    scale = reader.whole(part.layer + scheme.scale).float() if scheme and part.scaled else None
+    if scheme and scheme.block and scale is not None:
+        values = dequantize_blocks(values, scale, scheme.block, rows.start)
     if part.pattern:
         seed = chunk_seed(plan.options.seed, part.source.name, rows.start)
         values = methods.get(plan.options.method_name).prune(values, part.pattern, seed)
-    return quantize_rows(values, NAMES[plan.quant], "cuda") if plan.from_float else (values, None)
+    if scheme is None or scheme.block:
+        return quantize_rows(values, DTYPES[part.out[0].dtype], "cuda")
+    return values, None if scale is None else scale.reshape(1, 1).expand(len(values), 1)

@@ -108,7 +108,7 @@ def test_w8a8_source_keeps_scales_and_ignore(tmp_path: Path, quant: str, strateg
     before, after = tensors_of(source), tensors_of(tmp_path / "out")
     assert report.quant == quant
     assert {name.split(".")[-1] for name in report.skipped} == {"o_proj"}
-    assert {report.kept[name] for name in (DOWN, "lm_head")} == {"the source's ignore list"}
+    assert {report.kept[name] for name in (DOWN, "lm_head")} == {"not quantized in the source"}
     assert report.kept[Q] == "--ignore"
     assert {name.split(".")[-2] for name in report.pruned} == {"mlp"}
     assert set(after) == set(before)
@@ -294,7 +294,7 @@ def test_the_linear_layers_of_an_architecture(architecture: str, first: str, lin
         "classifier.dense",
     )
     names = [f"{name}.weight" for name in (*others, *wanted)]
-    assert family_of({"architectures": [architecture]}, names).layers(names) == wanted
+    assert family_of({"architectures": [architecture]}).layers(names) == wanted
 
 
 def test_linear_names_the_layers_of_an_unknown_architecture(tmp_path: Path) -> None:
@@ -306,7 +306,7 @@ def test_linear_names_the_layers_of_an_unknown_architecture(tmp_path: Path) -> N
     assert config_of(tmp_path / "out")["quantization_config"]["ignore"] == ["lm_head", "head"]
     again = convert(tmp_path / "out", tmp_path / "slided", layout="slided")
     assert again.pruned == report.pruned
-    assert again.kept == {"head": "the source's ignore list"}
+    assert again.kept == {"head": "not quantized in the source"}
 
 
 def test_the_older_config_name_is_replaced(tmp_path: Path) -> None:

@@ -97,15 +97,6 @@ def test_unknown_architectures(tmp_path: Path) -> None:
     refused(bert(tmp_path / "bert", architecture="LlamaForCausalLM"), "none of the", "--linear")
 
 
-@pytest.mark.parametrize("by_name", [True, False])
-def test_mixture_of_experts(tmp_path: Path, by_name: bool) -> None:
-    expert = "model.layers.0.mlp.experts.0.down_proj.weight"
-    source = llama(tmp_path / "source", **({} if by_name else {expert.replace(".", "__"): torch.ones(8, 8)}))
-    if by_name:
-        edit_json(source / "config.json", architectures=["Qwen3MoeForCausalLM"])
-    assert (expert in refused(source, "mixture of experts")) != by_name
-
-
 FUSED = "model.layers.1.mlp"
 
 
@@ -269,15 +260,14 @@ def group(block: dict[str, Any], part: str) -> dict[str, Any]:
 
 
 def second_group(block: dict[str, Any]) -> None:
-    weights = {**group(block, "weights"), "strategy": "tensor"}
-    inputs = group(block, "input_activations")
-    block["config_groups"]["group_1"] = {"weights": weights, "input_activations": inputs}
+    weights = {**group(block, "weights"), "num_bits": 4, "strategy": "group", "group_size": 128}
+    block["config_groups"]["group_1"] = {"targets": ["re:.*mlp.*"], "weights": weights}
 
 
 # A change of a W8A8 quantization_config, and the fact that its refusal names
 KINDS: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
     "method": (lambda b: b.update(quant_method="gptq"), "'gptq'"),
-    "static": (lambda b: group(b, "input_activations").update(strategy="tensor", dynamic=False), "static"),
+    "static": (lambda b: group(b, "input_activations").update(dynamic=False), "not quantized per token"),
     "per group": (
         lambda b: group(b, "input_activations").update(strategy="group"),
         "not quantized per token",
@@ -293,14 +283,20 @@ KINDS: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
         lambda b: b["config_groups"]["group_0"].update(output_activations={"num_bits": 8}),
         "outputs",
     ),
-    "groups": (second_group, "int8 per channel and int8 per tensor"),
+    "groups": (second_group, "4-bit 'int' weights in 'group_1'"),
+    "no targets": (lambda b: b["config_groups"]["group_0"].pop("targets"), "no list of targets in 'group_0'"),
+    "bad target": (
+        lambda b: b["config_groups"]["group_0"].update(targets=["re:mlp.(up"]),
+        "targets: 'mlp.(up'",
+    ),
+    "no weights": (lambda b: b["config_groups"]["group_0"].update(weights=None), "no weights in group_0"),
+    "bad block": (
+        lambda b: group(b, "weights").update(strategy="block", block_structure=[128]),
+        "block_structure in 'group_0' [128]",
+    ),
     "no groups": (lambda b: b.pop("config_groups"), "config_groups None"),
     "groups a list": (lambda b: b.update(config_groups=[1]), "config_groups [1]"),
     "groups a text": (lambda b: b.update(config_groups="W8A8"), "config_groups 'W8A8'"),
-    "a group a text": (
-        lambda b: b["config_groups"].update(group_0="W8A8"),
-        "'group_0' that is not an object",
-    ),
     "bits a list": (lambda b: group(b, "weights").update(num_bits=[8]), "[8]-bit"),
     "bad weights": (
         lambda b: b["config_groups"]["group_0"].update(weights="int8"),
@@ -311,6 +307,10 @@ KINDS: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
     "packed": (lambda b: b.update(format="pack-quantized"), "'pack-quantized'"),
     "frozen": (lambda b: b.update(quantization_status="frozen"), "'frozen'"),
     "bitmask": (lambda b: b.update(sparsity_config={"format": "marlin-24"}), "marlin-24"),
+    "packed group": (
+        lambda b: b["config_groups"]["group_0"].update(format="pack-quantized"),
+        "'pack-quantized' in group_0",
+    ),
     "rotated": (lambda b: b.update(transform_config={"config_groups": {}}), "transform_config"),
     "ignore": (lambda b: b.update(ignore="lm_head"), "ignore list"),
     "bad regex": (lambda b: b.update(ignore=["re:mlp.(down"]), "'mlp.(down'"),

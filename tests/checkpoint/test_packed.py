@@ -66,10 +66,10 @@ def dense(folder: Path) -> dict[str, Tensor]:
 @pytest.mark.parametrize("quant", ["int8", "fp8"])
 @pytest.mark.parametrize("ratio", ["2:4", "4:6", "6:8", "14:16"])
 def test_layouts_turn_into_each_other_byte_for_byte(tmp_path: Path, ratio: str, quant: str) -> None:
-    """K is 64 and 88: blocks of 6 and 16 leave short ones."""
+    """K is 64 and 88: blocks of 6 and 16 leave short ones.  Between packed weights lie others of the same type."""
     source = llama(tmp_path / "source", shards=2)
     for layout in ("dense", "packed", "slided"):
-        convert(source, tmp_path / layout, ratio, quant=quant, layout=layout)
+        convert(source, tmp_path / layout, ratio, quant=quant, layout=layout, skip=["o_proj"])
     convert(tmp_path / "dense", tmp_path / "from dense", ratio, layout="packed")
     convert(tmp_path / "slided", tmp_path / "from slided", ratio, layout="packed")
     convert(tmp_path / "packed", tmp_path / "back", ratio)

@@ -46,13 +46,13 @@ def load(folder: Path, stock: bool) -> dict[str, Any]:
     return found
 
 
-@pytest.mark.parametrize("quant", ["int8", "fp8"])
-def test_a_sparse_7b_loads_like_a_dense_one(tmp_path: Path, quant: str) -> None:
+@pytest.mark.parametrize(("quant", "layout"), [("int8", "dense"), ("fp8", "dense"), ("int8", "packed")])
+def test_a_sparse_7b_loads_like_a_dense_one(tmp_path: Path, quant: str, layout: str) -> None:
     """At most 1.2 times the time, in the medians, one decoder layer more of the GPU's memory meanwhile, less then."""
     backend = require_served()
     dense, sparse = tmp_path / "dense", tmp_path / "sparse"
     synth(MODEL, dense, quant=quant)
-    synth(MODEL, sparse, quant=quant, pattern=SlidePattern.parse("6:8"))
+    synth(MODEL, sparse, quant=quant, pattern=SlidePattern.parse("6:8"), layout=layout)
     stock, ours = [], []
     for _ in range(ROUNDS):
         stock.append(load(dense, stock=True))
@@ -63,7 +63,7 @@ def test_a_sparse_7b_loads_like_a_dense_one(tmp_path: Path, quant: str) -> None:
     spread = [sorted(round(found["seconds"], 2) for found in side) for side in (stock, ours)]
     print(
         f"{quant} by {backend}: stock {seconds[0]:.2f} s {spread[0]}, peak {peaks[0]:.0f} MiB, then {kept[0]:.0f}; "
-        f"6:8 {seconds[1]:.2f} s {spread[1]}, peak {peaks[1]:.0f} MiB, then {kept[1]:.0f}; "
+        f"6:8, {layout}, {seconds[1]:.2f} s {spread[1]}, peak {peaks[1]:.0f} MiB, then {kept[1]:.0f}; "
         f"a layer {LAYER_MIB:.0f} MiB"
     )
     assert peaks[1] <= peaks[0] + LAYER_MIB

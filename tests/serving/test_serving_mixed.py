@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 from checkpoints import convert
-from models import QWEN, write_w8a8
+from models import QWEN, shrink_codes, write_w8a8
+from tool_sources import compressed
 from zygote import Answer, Request, Zygote
 
 from slidesparse.checkpoint.metadata import KEY, LayerEntry, Metadata
@@ -64,6 +65,28 @@ def test_the_flag_names_the_common_pattern(zygote: Zygote, source: Path, tmp_pat
     assert served(zygote, tmp_path / "out", flags).tokens == served(zygote, tmp_path / "out").tokens
     answer = zygote.ask(Request(str(tmp_path / "out"), env={**flags, "SPARSITY": "8:10"}))
     assert "the checkpoint was pruned to 6:8" in answer.error + answer.log
+
+
+def test_groups_of_layers_that_others_quantized(zygote: Zygote, tmp_path: Path) -> None:
+    """Written by compressed-tensors, with static activations in part, by class, regex and name."""
+    from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme, preset_name_to_scheme
+
+    groups = {
+        "group_0": QuantizationScheme(
+            targets=["Linear"],
+            weights=QuantizationArgs(strategy="channel"),
+            input_activations=QuantizationArgs(strategy="tensor"),
+        ),
+        "group_1": preset_name_to_scheme("W8A8", [r"re:.*mlp\..*_proj"]),
+        "group_2": preset_name_to_scheme("W8A8", ["model.layers.1.self_attn.o_proj"]),
+    }
+    source = compressed(tmp_path / "source", groups, ["lm_head", "re:.*layers.0.*o_proj"], QWEN)
+    convert(source, tmp_path / "out")
+    model = shrink_codes(tmp_path / "out")
+    expected = served(zygote, model, {"DISABLE_SLIDESPARSE": "1"})
+    found = served(zygote, model)
+    assert found.tokens == expected.tokens
+    assert "7 layers sparse, 2 dense (1 lm_head, 1 not quantized)" in found.summary, found.summary
 
 
 NONE_HERE = "none of the checkpoint's pruned layers is in this part of the model"

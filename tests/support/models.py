@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 from slidesparse.pattern import SlidePattern
 from slidesparse.quantize import FP8, quantize_rows
@@ -163,6 +163,17 @@ def converted(source: Path, out: Path, pattern: str, layout: str = "dense") -> P
 
     convert(source, out, ConvertOptions(SlidePattern.parse(pattern), layout=layout))
     return out
+
+
+def shrink_codes(folder: Path) -> Path:
+    """A checkpoint of one file whose INT8 codes are brought within LARGEST_EXACT_CODE; zeros stay."""
+    path = folder / "model.safetensors"
+    tensors = load_file(path)
+    for name, tensor in tensors.items():
+        if tensor.dtype == torch.int8:
+            tensors[name] = (tensor.float() * (LARGEST_EXACT_CODE / 127)).round().to(torch.int8)
+    save_file(tensors, path, metadata={"format": "pt"})
+    return folder
 
 
 def write_config(

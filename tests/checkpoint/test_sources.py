@@ -1,0 +1,384 @@
+"""Quantized sources of several tools: what is written has their codes, or the exact products of codes and scales."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from checkpoints import DOWN, LLAMA, Q, config_of, convert, edit_json, refused, tensors_of
+from commands import Done
+from models import quantization_config
+from moe import MODELS
+from strategies import assert_same_bits
+from tool_sources import compressed, fp8
+from torch import Tensor
+
+from slidesparse.checkpoint import storage
+from slidesparse.checkpoint.w8a8 import parse_block
+from slidesparse.pattern import SlidePattern
+from slidesparse.prune import prune
+from slidesparse.quantize import FP8, INT8, NAMES, quantize_rows
+
+SIX_EIGHT = SlidePattern.parse("6:8")
+LINEARS = sorted(LLAMA.linears())
+ACTIVATIONS = (".input_scale", ".input_zero_point")
+O0 = "model.layers.0.self_attn.o_proj"
+
+
+@pytest.fixture(autouse=True)
+def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Several chunks a layer, whose edges cut blocks."""
+    monkeypatch.setattr(storage, "CHUNK_ELEMENTS", 1000)
+
+
+def check_codes(before: dict[str, Tensor], after: dict[str, Tensor], layer: str, pruned: bool = True) -> None:
+    """Codes are pruned, and the scale is the source's, for each row."""
+    codes, scale = (before[f"{layer}.{name}"] for name in ("weight", "weight_scale"))
+    assert_same_bits(after[f"{layer}.weight"], prune(codes, SIX_EIGHT) if pruned else codes)
+    if scale.numel() == 1:
+        assert_same_bits(after[f"{layer}.weight_scale"], scale.float().reshape(1, 1).repeat(len(codes), 1))
+    else:
+        assert_same_bits(after[f"{layer}.weight_scale"], scale)
+
+
+def check_blocks(
+    before: dict[str, Tensor],
+    after: dict[str, Tensor],
+    layer: str,
+    scale: Tensor,
+    block: tuple[int, int],
+    quant: str = "fp8",
+    pruned: bool = True,
+) -> None:
+    """Codes times scales of their blocks, pruned and quantized per channel."""
+    codes = before[f"{layer}.weight"]
+    n, k = codes.shape
+    whole = scale.float().repeat_interleave(block[0], 0)[:n].repeat_interleave(block[1], 1)[:, :k]
+    floats = codes.float() * whole
+    weight, scales = quantize_rows(prune(floats, SIX_EIGHT) if pruned else floats, NAMES[quant])
+    assert_same_bits(after[f"{layer}.weight"], weight)
+    assert_same_bits(after[f"{layer}.weight_scale"], scales)
+
+
+def check_block(folder: Path, quant: str, ignore: set[str]) -> None:
+    """What is written is what convert writes of a float source."""
+    block = config_of(folder)["quantization_config"]
+    group = quantization_config(quant)["config_groups"]["group_0"]  # type: ignore[index]
+    assert [dict(found) for found in block["config_groups"].values()] == [
+        {**found, **group, "targets": found["targets"]} for found in block["config_groups"].values()
+    ]
+    assert block["quant_method"] == "compressed-tensors"
+    assert block["format"] == quantization_config(quant)["format"]
+    assert set(block["ignore"]) == ignore
+    parsed = parse_block(block)
+    assert all(scheme.ours for scheme in parsed.schemes)
+
+
+def scheme(preset: str, targets: list[str], **weights: Any) -> Any:
+    from compressed_tensors.quantization import preset_name_to_scheme
+
+    made = preset_name_to_scheme(preset, targets)
+    for name, value in weights.items():
+        setattr(made.weights, name, value)
+    return made
+
+
+def static_int8(targets: list[str]) -> Any:
+    from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
+
+    inputs = QuantizationArgs(num_bits=8, symmetric=False, dynamic=False, strategy="tensor")
+    weights = QuantizationArgs(num_bits=8, strategy="channel")
+    return QuantizationScheme(targets=targets, weights=weights, input_activations=inputs)
+
+
+# compressed-tensors, by the package itself
+
+
+@pytest.mark.vllm
+@pytest.mark.parametrize("make", [static_int8, lambda targets: scheme("FP8", targets)], ids=["int8", "fp8"])
+def test_static_activations_become_dynamic(tmp_path: Path, make: Callable[[list[str]], Any]) -> None:
+    source = compressed(tmp_path / "source", {"group_0": make(["Linear"])}, ["lm_head"])
+    report = convert(source, tmp_path / "out")
+    before, after = tensors_of(source), tensors_of(tmp_path / "out")
+    assert f"{Q}.input_scale" in before
+    assert {name for name in before if not name.endswith(ACTIVATIONS)} == set(after)
+    assert sorted(report.pruned) == LINEARS
+    for layer in LINEARS:
+        check_codes(before, after, layer)
+    check_block(tmp_path / "out", report.quant, {"lm_head"})
+    assert report.rewritten == (
+        "14 layers: static scales of activations dropped, which are quantized per token now"
+    )
+    done = Done("convert", source, tmp_path / "again", "-s", "6:8")
+    assert done.out.count(f"source    {report.rewritten}\n") == 1
+    refused(source, f"--ignore covers {DOWN}", "--skip", out="x", ignore=["0.mlp.down_proj"])
+
+
+@pytest.mark.vllm
+def test_blocks_are_multiplied_out(tmp_path: Path) -> None:
+    """As the package itself dequantizes them; a whole layer is left float by the ignore list."""
+    from compressed_tensors.quantization.lifecycle.forward import dequantize
+
+    made = scheme("FP8_BLOCK", ["Linear"], block_structure=[32, 16])
+    source = compressed(tmp_path / "source", {"group_0": made}, ["lm_head", "re:.*layers.0.*o_proj"])
+    before = tensors_of(source)
+    for quant in ("fp8", "int8"):
+        report = convert(source, tmp_path / quant, quant=quant)
+        assert report.quant == quant
+        assert report.kept[O0] == "not quantized in the source"
+        after = tensors_of(tmp_path / quant)
+        assert_same_bits(after[f"{O0}.weight"], before[f"{O0}.weight"])
+        for layer in set(LINEARS) - {O0}:
+            check_blocks(before, after, layer, before[f"{layer}.weight_scale"], (32, 16), quant)
+        check_block(tmp_path / quant, quant, {"lm_head", O0})
+        assert "13 layers: scales per block of 32 x 16 multiplied out" in report.rewritten
+    codes, scale = before[f"{Q}.weight"], before[f"{Q}.weight_scale"].float()
+    weight, scales = quantize_rows(prune(dequantize(codes, scale, args=made.weights), SIX_EIGHT), FP8)
+    after = tensors_of(tmp_path / "fp8")
+    assert_same_bits(after[f"{Q}.weight"], weight)
+    assert_same_bits(after[f"{Q}.weight_scale"], scales)
+
+
+@pytest.mark.vllm
+def test_groups_of_several_kinds(tmp_path: Path) -> None:
+    """By class, regex and name, in INT8 and FP8; one names nothing but the KV cache's attention."""
+    groups = {
+        "group_0": scheme("W8A8", ["Linear"]),
+        "group_1": scheme("FP8_BLOCK", [r"re:.*mlp\..*_proj"], block_structure=[32, 16]),
+        "group_2": scheme("FP8", [O0]),
+    }
+    cache = {"num_bits": 8, "type": "float", "strategy": "tensor", "dynamic": False, "symmetric": True}
+    source = compressed(tmp_path / "source", groups, ["lm_head"], kv_cache_scheme=cache)
+    config = config_of(source)["quantization_config"]
+    assert config["format"] == "mixed-precision"
+    attention = {"targets": ["LlamaAttention"], "weights": None, "input_activations": cache}
+    nothing = {"targets": ["re:.*norm"], "weights": None, "input_activations": None}
+    config["config_groups"] |= {"group_3": attention, "group_4": nothing}
+    edit_json(source / "config.json", quantization_config=config)
+    report = convert(source, tmp_path / "out")
+    before, after = tensors_of(source), tensors_of(tmp_path / "out")
+    assert report.quant == "fp8 and int8"
+    for layer in LINEARS:
+        if ".mlp." in layer:
+            check_blocks(before, after, layer, before[f"{layer}.weight_scale"], (32, 16))
+        else:
+            check_codes(before, after, layer)
+            assert after[f"{layer}.weight"].dtype == (FP8 if layer == O0 else INT8)
+    block = config_of(tmp_path / "out")["quantization_config"]
+    assert block["kv_cache_scheme"] == cache
+    assert {name: group["format"] for name, group in block["config_groups"].items() if "format" in group} == {
+        "group_0": "int-quantized",
+        "group_1": "float-quantized",
+        "group_2": "float-quantized",
+    }
+    assert set(block["config_groups"]) == {f"group_{i}" for i in range(4)}
+    assert block["config_groups"]["group_3"] == attention
+    assert block["format"] == "mixed-precision"
+    refused(
+        source, "--quant int8 contradicts the source, whose weights are fp8 and int8", out="x", quant="int8"
+    )
+    chosen = vllm_schemes(block)
+    assert {layer: (found, str(after[f"{layer}.weight"].dtype)) for layer, found in chosen.items()} == {
+        layer: ("float", "torch.float8_e4m3fn") if ".mlp." in layer or layer == O0 else ("int", "torch.int8")
+        for layer in LINEARS
+    }
+
+
+def vllm_schemes(block: dict[str, Any]) -> dict[str, str]:
+    """The type of each layer's weights as vLLM reads the config: per channel, and activations per token."""
+    from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors import (
+        CompressedTensorsConfig,
+    )
+
+    made = CompressedTensorsConfig.from_config({**block, "quant_method": "compressed-tensors"})
+    made.packed_modules_mapping = {}
+    found = {}
+    for layer in LINEARS:
+        arguments = made.get_scheme_dict(torch.nn.Linear(1, 1), layer)
+        assert arguments is not None
+        assert arguments["weights"].strategy == "channel"
+        assert arguments["input_activations"].strategy == "token"
+        assert arguments["input_activations"].dynamic is True
+        found[layer] = "int" if arguments["weights"].type == "int" else "float"
+    return found
+
+
+@pytest.mark.vllm
+def test_groups_that_we_write_stay_as_they_are(tmp_path: Path) -> None:
+    """Channels for some, tensors for others; layers that no group names are floats, and left."""
+    groups = {
+        "group_0": scheme("W8A8", [r"re:.*self_attn\..*_proj"]),
+        "group_1": scheme("W8A8", [DOWN], strategy="tensor"),
+    }
+    source = compressed(tmp_path / "source", groups, [])
+    report = convert(source, tmp_path / "out")
+    assert not report.rewritten
+    before, after = tensors_of(source), tensors_of(tmp_path / "out")
+    named = {layer for layer in LINEARS if "self_attn" in layer} | {DOWN}
+    assert set(report.pruned) == named
+    assert set(after) == set(before)
+    for name, tensor in before.items():
+        layer = name.removesuffix(".weight")
+        assert_same_bits(after[name], prune(tensor, SIX_EIGHT) if layer in named else tensor)
+    old, new = (config_of(folder)["quantization_config"] for folder in (source, tmp_path / "out"))
+    del new["slidesparse"]
+    assert new == {name: value for name, value in old.items() if name != "sparsity_config"}
+
+
+def test_the_target_that_counts() -> None:
+    """A name before a class, the first of several names; nothing for layers of other names, or ignored ones."""
+    group = quantization_config("int8")["config_groups"]["group_0"]  # type: ignore[index]
+    by_tensor = {**group, "weights": {**group["weights"], "strategy": "tensor"}}
+    none = {"targets": ["re:.*v_proj"], "weights": None}
+    block = {
+        **quantization_config("int8"),
+        "config_groups": {
+            "a": {**group, "targets": ["Linear"]},
+            "b": {**by_tensor, "targets": ["re:.*o_proj", "m.q_proj"]},
+            "c": {**group, "targets": ["re:.*[oq]_proj"]},
+            "d": none,
+        },
+        "ignore": ["lm_head", "re:m2.*"],
+    }
+    found = parse_block(block)
+    layers = ("m.q_proj", "m.o_proj", "m.k_proj", "m2.q_proj", "lm_head", "m.v_proj", "n.q_proj")
+    chosen = {layer: found.scheme(layer, "I8") for layer in layers}
+    assert {layer: made and made.strategy for layer, made in chosen.items()} == {
+        "m.q_proj": "tensor",
+        "m.o_proj": "tensor",
+        "m.k_proj": "channel",
+        "n.q_proj": "channel",
+        "m2.q_proj": None,
+        "lm_head": None,
+        "m.v_proj": None,
+    }
+    del block["config_groups"]["a"]
+    assert parse_block(block).scheme("m.k_proj", "BF16") is None
+
+
+# quant_method fp8
+
+
+@pytest.mark.parametrize(("block", "dtype"), [((32, 16), torch.float32), ((128, 128), torch.bfloat16)])
+def test_fp8_by_blocks(tmp_path: Path, block: tuple[int, int], dtype: torch.dtype) -> None:
+    """The layout of DeepSeek and Qwen; blocks that the layers' edges cut, and larger than the layers."""
+    source = fp8(tmp_path / "source", block, scale_dtype=dtype)
+    report = convert(source, tmp_path / "out", skip=[r"0.*o_proj"])
+    before, after = tensors_of(source), tensors_of(tmp_path / "out")
+    assert report.quant == "fp8"
+    assert set(after) == {name.replace("_scale_inv", "_scale") for name in before}
+    for layer in set(LINEARS) - {O0}:
+        check_blocks(before, after, layer, before[f"{layer}.weight_scale_inv"], block)
+    assert (after[f"{O0}.weight"].float() == 0).float().mean() < 0.1
+    check_block(tmp_path / "out", "fp8", {"lm_head"})
+    convert(source, tmp_path / "int8", quant="int8")
+    after = tensors_of(tmp_path / "int8")
+    check_blocks(before, after, Q, before[f"{Q}.weight_scale_inv"], block, "int8")
+
+
+@pytest.mark.parametrize("static", [True, False])
+def test_fp8_with_a_scale_a_tensor(tmp_path: Path, static: bool) -> None:
+    """q, k and v each have one of their own; codes stay."""
+    source = fp8(tmp_path / "source", static=static)
+    report = convert(source, tmp_path / "out", layout="slided" if static else "dense")
+    before, after = tensors_of(source), tensors_of(tmp_path / "out")
+    assert not any("input_scale" in name for name in after)
+    if static:
+        convert(tmp_path / "out", tmp_path / "dense")
+        after = tensors_of(tmp_path / "dense")
+    for layer in LINEARS:
+        check_codes(before, after, layer)
+    words = "static scales" if static else "activations quantized per token now"
+    assert words in report.rewritten
+    refused(source, "--quant int8 contradicts the source", out="x", quant="int8")
+    if not static:
+        check_block(tmp_path / "out", "fp8", {"lm_head"})
+
+
+def test_fp8_layers_that_are_no_linear_layers_of_a_block(tmp_path: Path) -> None:
+    """A quantized head is written anew too, unpruned; floats stay, whatever the list of them says."""
+    source = fp8(tmp_path / "source", (32, 16), layers=[*(set(LINEARS) - {DOWN}), "lm_head"])
+    report = convert(source, tmp_path / "out")
+    assert report.skipped == {"lm_head": "quantized in the source, not a linear layer of a block"}
+    assert report.kept == {DOWN: "not quantized in the source"}
+    before, after = tensors_of(source), tensors_of(tmp_path / "out")
+    assert after["lm_head.weight"].dtype == FP8
+    assert after["lm_head.weight_scale"].shape == (LLAMA.vocabulary, 1)
+    assert_same_bits(after[f"{DOWN}.weight"], before[f"{DOWN}.weight"])
+
+
+@pytest.mark.parametrize("block", [(32, 16), None])
+def test_fp8_experts(tmp_path: Path, block: tuple[int, int] | None) -> None:
+    model = MODELS["qwen3"]
+    layers = [*model.linears(), *model.experts()]
+    source = fp8(
+        tmp_path / "source", block, True, tensors=model.tensors(), config=model.settings(), layers=layers
+    )
+    if block:
+        edit_json(
+            source / "config.json",
+            quantization_config={**config_of(source)["quantization_config"], "activation_scheme": "dynamic"},
+        )
+    report = convert(source, tmp_path / "out")
+    assert report.experts == {"w8a8": 24, "kept": 0}
+    before, after = tensors_of(source), tensors_of(tmp_path / "out")
+    for layer in layers:
+        pruned = layer not in model.experts()
+        if block:
+            scale = before[f"{layer}.weight_scale_inv"]
+            check_blocks(before, after, layer, scale, block, pruned=pruned)
+        else:
+            check_codes(before, after, layer, pruned)
+    assert not any(name.endswith(("_inv", "input_scale")) for name in after)
+    check_block(tmp_path / "out", "fp8", {"lm_head", *model.routers()})
+    refused(source, "--ignore covers model.layers.0.mlp.experts", out="x", ignore=[r"\.experts\."])
+
+
+def test_w8a8_experts_with_a_scale_a_tensor_get_one_a_channel(tmp_path: Path) -> None:
+    """vLLM serves no other experts with activations quantized per token."""
+    model = MODELS["mixtral"]
+    layers = [*model.linears(), *model.experts()]
+    source = fp8(tmp_path / "source", tensors=model.tensors(), config=model.settings(), layers=layers)
+    block = quantization_config("fp8", "tensor")
+    block["ignore"] = ["re:.*gate", "lm_head"]
+    edit_json(source / "config.json", quantization_config=block)
+    report = convert(source, tmp_path / "out")
+    assert report.rewritten == "32 layers: the scale of each tensor written per channel, as experts need it"
+    before, after = tensors_of(source), tensors_of(tmp_path / "out")
+    for layer in layers:
+        check_codes(before, after, layer, layer in model.linears())
+    check_block(tmp_path / "out", "fp8", set(block["ignore"]))
+
+
+BAD = {
+    "fmt": ({"fmt": "e5m2"}, "fmt 'e5m2'"),
+    "scheme": ({"activation_scheme": "other"}, "activation_scheme 'other'"),
+    "size": ({"weight_block_size": [128]}, "weight_block_size [128]"),
+    "other size": (
+        {"weight_block_size": [16, 16]},
+        "weight_scale_inv is F32 [2, 6]; scales per block of 64 rows are [4, 6]",
+    ),
+    "list": ({"modules_to_not_convert": "lm_head"}, "modules_to_not_convert list"),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_fp8_that_cannot_be_read(tmp_path: Path, name: str) -> None:
+    source = fp8(tmp_path / "source", (32, 16))
+    change, fact = BAD[name]
+    block = config_of(source)["quantization_config"]
+    edit_json(source / "config.json", quantization_config={**block, **change})
+    refused(source, fact)
+
+
+def test_codes_that_no_group_names(tmp_path: Path) -> None:
+    source = fp8(tmp_path / "source")
+    block = quantization_config("fp8", "tensor")
+    block["config_groups"]["group_0"]["targets"] = ["re:.*mlp.*"]  # type: ignore[index]
+    edit_json(source / "config.json", quantization_config=block)
+    refused(
+        source, "self_attn", "is F8_E4M3, but quantization_config does not say that the layer is quantized"
+    )

@@ -1,0 +1,117 @@
+"""Quantized sources as the tools of others lay them out; those of compressed-tensors by that package itself."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from checkpoints import LLAMA, write
+from models import Decoder, float_tensors
+from torch import Tensor, nn
+
+from slidesparse.quantize import FP8, quantize_rows
+
+INPUT_SCALE = 0.02
+
+
+def _modules(tensors: Mapping[str, Tensor]) -> nn.Module:
+    """Modules by the names of tensors; those of matrices are linear, but for embeddings."""
+    root = nn.Module()
+    for name, tensor in tensors.items():
+        *path, last = name.split(".")
+        module = root
+        for depth, part in enumerate(path, 1):
+            if part not in module._modules:
+                whole = ".".join(path[:depth])
+                weight = tensors.get(f"{whole}.weight")
+                is_linear = weight is not None and weight.dim() == 2 and "embed" not in part
+                bias = f"{whole}.bias" in tensors
+                made = (
+                    nn.Linear(*weight.shape[::-1], bias=bias, dtype=weight.dtype)
+                    if is_linear
+                    else nn.Module()
+                )
+                module.add_module(part, made)
+            module = module._modules[part]
+        module._parameters[last] = nn.Parameter(tensor, requires_grad=False)
+    return root
+
+
+def compressed(
+    folder: Path, groups: Mapping[str, Any], ignore: Sequence[str], decoder: Decoder = LLAMA, **more: Any
+) -> Path:
+    """A small model, quantized and compressed by compressed-tensors: ``groups`` name its QuantizationScheme.
+
+    Scales are those of the largest weights; static ones of activations are INPUT_SCALE.  ``more`` entries of
+    quantization_config are added to what the package writes.
+    """
+    from compressed_tensors import ModelCompressor
+    from compressed_tensors.quantization import QuantizationConfig, apply_quantization_config
+    from compressed_tensors.quantization.utils import calculate_qparams
+
+    model = _modules(float_tensors(decoder))
+    apply_quantization_config(model, QuantizationConfig(config_groups=dict(groups), ignore=list(ignore)))
+    for module in model.modules():
+        scheme = getattr(module, "quantization_scheme", None)
+        if scheme is None:
+            continue
+        weight, arguments = module.weight.data.float(), scheme.weights
+        n, k = weight.shape
+        rows, columns = (1, k) if arguments.strategy == "channel" else arguments.block_structure or (n, k)
+        blocks = nn.functional.pad(weight, (0, -k % columns, 0, -n % rows))
+        blocks = blocks.unflatten(0, (-1, rows)).unflatten(2, (-1, columns))
+        scale, _ = calculate_qparams(blocks.amin((1, 3)), blocks.amax((1, 3)), arguments)
+        module.weight_scale.data = scale.reshape(module.weight_scale.shape).to(module.weight_scale.dtype)
+        if hasattr(module, "input_scale"):
+            module.input_scale.data.fill_(INPUT_SCALE)
+    compressor = ModelCompressor.from_pretrained_model(model)
+    compressor.compress_model(model)
+    write(
+        folder, decoder.config(), {name: tensor.contiguous() for name, tensor in model.state_dict().items()}
+    )
+    compressor.update_config(folder)
+    path = folder / "config.json"
+    config = json.loads(path.read_text())
+    config["quantization_config"] |= more
+    path.write_text(json.dumps(config))
+    return folder
+
+
+def fp8(
+    folder: Path,
+    block: tuple[int, int] | None = None,
+    static: bool = False,
+    scale_dtype: torch.dtype = torch.float32,
+    tensors: Mapping[str, Tensor] | None = None,
+    config: Mapping[str, Any] | None = None,
+    layers: Sequence[str] = (),
+) -> Path:
+    """``quant_method: fp8``: by blocks with ``weight_scale_inv``, as DeepSeek and Qwen have it, or a scale a tensor.
+
+    Of a tiny Llama, or of the model of ``tensors`` and ``config`` whose ``layers`` are quantized.
+    """
+    found = dict(tensors or float_tensors(LLAMA))
+    for name in layers or LLAMA.linears():
+        weight = found[f"{name}.weight"].float()
+        n, k = weight.shape
+        rows, columns = block or (n, k)
+        padded = nn.functional.pad(weight, (0, -k % columns, 0, -n % rows))
+        blocks = padded.unflatten(0, (-1, rows)).unflatten(2, (-1, columns)).transpose(1, 2)
+        codes, scale = quantize_rows(blocks.flatten(2).flatten(0, 1), FP8)
+        codes = codes.unflatten(0, blocks.shape[:2]).unflatten(2, (rows, columns)).transpose(1, 2)
+        found[f"{name}.weight"] = codes.flatten(2).flatten(0, 1)[:n, :k].contiguous()
+        scale = scale.reshape(blocks.shape[:2]).to(scale_dtype)
+        found[f"{name}.weight_scale_inv" if block else f"{name}.weight_scale"] = (
+            scale if block else scale[0, 0]
+        )
+        if static:
+            found[f"{name}.input_scale"] = torch.tensor(INPUT_SCALE)
+    quantization = {
+        "quant_method": "fp8",
+        "activation_scheme": "static" if static else "dynamic",
+        **({"fmt": "e4m3", "weight_block_size": list(block)} if block else {"ignored_layers": ["lm_head"]}),
+    }
+    return write(folder, {**(config or LLAMA.config()), "quantization_config": quantization}, found)
