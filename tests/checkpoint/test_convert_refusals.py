@@ -309,7 +309,7 @@ KINDS: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
     "bitmask": (lambda b: b.update(sparsity_config={"format": "marlin-24"}), "marlin-24"),
     "packed group": (
         lambda b: b["config_groups"]["group_0"].update(format="pack-quantized"),
-        "'pack-quantized' in group_0",
+        "'pack-quantized' in 'group_0'",
     ),
     "rotated": (lambda b: b.update(transform_config={"config_groups": {}}), "transform_config"),
     "ignore": (lambda b: b.update(ignore="lm_head"), "ignore list"),
