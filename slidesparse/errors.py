@@ -10,6 +10,8 @@ Standard library only.  A message says what was found, what is allowed, and what
 
 from __future__ import annotations
 
+import reprlib
+
 FAILED, USAGE, ENVIRONMENT, INTERRUPTED = 1, 2, 3, 130
 
 # SlideSparse is in no package index.
@@ -37,3 +39,13 @@ class EnvironmentFault(SlideSparseError):  # noqa: N818  EnvironmentError is a b
     """This machine lacks what the request needs."""
 
     exit_code = ENVIRONMENT
+
+
+def shown(value: object) -> str:
+    """Return ``repr(value)`` on one line, cut in the middle where it is long: what was found, in a message."""
+    return _SHOWN.repr(value)
+
+
+_SHOWN = reprlib.Repr()
+_SHOWN.maxstring = _SHOWN.maxother = _SHOWN.maxlong = 100
+_SHOWN.maxlevel = 3

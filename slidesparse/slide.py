@@ -194,6 +194,24 @@ def unslide(slided: Tensor, pattern: SlidePattern, in_features: int, phase: int 
     return row[:, layout.phase : layout.phase + in_features].contiguous().view(slided.dtype)
 
 
+def is_slided(slided: Tensor, layout: SlideLayout) -> bool:
+    """Return whether [N, K'] holds each weight in one window at most, and none in the padding.
+
+    Then `lift` gives the products of one dense weight; it need not be what `slide` makes of it.
+    """
+    if not slided.numel():
+        return True
+    padding = lift_layout(slided.new_ones(layout.in_features, dtype=torch.int8), layout) == 0
+    found = []
+    for rows in row_chunks(*slided.shape):
+        used = nonzero(slided[rows])
+        windows = used.view(-1, layout.blocks, layout.windows, HARDWARE_LENGTH)
+        found.append(
+            (windows[:, :, :-1, STRIDE:] & windows[:, :, 1:, :STRIDE]).any() | (used & padding).any()
+        )
+    return not bool(torch.stack(found).any())
+
+
 def is_two_four(slided: Tensor) -> bool:
     """Return whether every group of four columns of [N, K'] has at most two non-zeros."""
     counts = nonzero(slided).unflatten(-1, (-1, HARDWARE_LENGTH)).sum(-1)

@@ -114,7 +114,14 @@ class SlideSparseConfig(CompressedTensorsConfig):
                 raise ResolveError(f"{found}. {_stored_as(stored)}: {CONVERT_STORED}")
             raise ResolveError(f"{found}; {WHAT_IT_TAKES}")
         config.pop("sparsity_config", None)  # newer vLLM rejects it; the resolution says all it said
-        made = super().from_config(config)
+        try:
+            made = super().from_config(config)
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
+            reason = " ".join(str(error).split())
+            raise ResolveError(
+                f"vLLM cannot read quantization_config of this checkpoint ({type(error).__name__}: {reason}); convert "
+                "the original model again"
+            ) from error
         made.resolution = resolution
         made.metadata = Metadata.of_config(config)
         made.census = Census()

@@ -24,7 +24,7 @@ _AGAIN = "convert the original model again"
 
 
 class Arrivals:
-    """The weight and the scales of a layer, as far as they have come.
+    """The weight, the scales and the bias of a layer, as far as they have come.
 
     Args:
         name: what the layer is called.
@@ -34,16 +34,27 @@ class Arrivals:
 
     def __init__(self, name: str, columns: int, parts: int) -> None:
         self._name, self._columns, self._parts = name, columns, parts
-        self._arrived: dict[str, set[object]] = {"weight": set(), "weight_scale": set()}
+        self._arrived: dict[str, set[object]] = {"weight": set(), "weight_scale": set(), "bias": set()}
 
-    def watch(self, loader: Loader) -> Loader:
+    def watch(self, loader: Loader, layer: torch.nn.Module) -> Loader:
         """``loader(parameter, tensor, part)`` of vLLM, which looks at the tensor first."""
 
         @functools.wraps(loader)
         def look_and_load(parameter: Any, tensor: Tensor, *part: Any, **more: Any) -> None:
             kind = "weight" if parameter.dtype in (INT8, FP8) else "weight_scale"
+            bias = getattr(layer, "bias", None)  # vLLM makes it after the others
+            if bias is not None and parameter.shape == bias.shape:
+                kind = "bias"
             self._look(kind, parameter, tensor)
-            loader(parameter, tensor, *part, **more)
+            try:
+                loader(parameter, tensor, *part, **more)
+            except (AssertionError, RuntimeError) as error:
+                if type(error) not in (AssertionError, RuntimeError):
+                    raise  # no room, or an error of ours
+                raise CheckpointError(
+                    f"{self._name}: the checkpoint's {kind} of shape {list(tensor.shape)} does not fit the layer "
+                    f"({error or 'another shape is expected'}); {_AGAIN}"
+                ) from error
             self._arrived[kind].add(next(iter((*part, *more.values())), None))
 
         return look_and_load
@@ -60,12 +71,16 @@ class Arrivals:
                     f"{self._name}: the checkpoint holds a weight of shape {list(tensor.shape)}, its metadata and the "
                     f"model ask for {self._columns} columns; {_AGAIN}"
                 )
-        elif not bool((torch.isfinite(tensor.float()) & (tensor.float() >= 0)).all()):
+        elif kind == "weight_scale" and not bool(
+            (torch.isfinite(tensor.float()) & (tensor.float() >= 0)).all()
+        ):
             raise CheckpointError(f"{self._name}: weight_scale holds NaN, Inf or negative numbers; {_AGAIN}")
 
-    def require_all(self) -> None:
+    def require_all(self, layer: torch.nn.Module) -> None:
         """Raise CheckpointError that names what has not come, and begin again."""
         for kind, parts in self._arrived.items():
+            if kind == "bias" and getattr(layer, "bias", None) is None:
+                continue
             whole = any(part is None or isinstance(part, tuple) for part in parts)
             if not whole and len(parts) < self._parts:
                 came = f"{len(parts)} of its {self._parts} parts have" if self._parts > 1 else "it has not"

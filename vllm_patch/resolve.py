@@ -14,7 +14,7 @@ from typing import Any
 from slidesparse.vllm_patch import compat
 
 from slidesparse import __version__, gemm
-from slidesparse.checkpoint.metadata import Metadata, sparsity_of
+from slidesparse.checkpoint.metadata import STAMP, Metadata, sparsity_of
 from slidesparse.errors import SlideSparseError
 from slidesparse.flags import (
     BACKEND,
@@ -27,8 +27,6 @@ from slidesparse.flags import (
     Flags,
 )
 from slidesparse.pattern import SlidePattern
-
-STAMP = "slidesparse_serving"  # in quantization_config, in memory only
 
 
 class ResolveError(SlideSparseError, ValueError):

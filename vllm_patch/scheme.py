@@ -20,10 +20,12 @@ from vllm.platforms import current_platform
 
 from slidesparse import gemm, ops, profiling
 from slidesparse.checkpoint.metadata import LayerEntry
+from slidesparse.checkpoint.storage import CheckpointError
 from slidesparse.gemm import SPARSE
 from slidesparse.gemm.backend import HARDWARE, LayerSpec, require_output
 from slidesparse.pattern import PatternError
 from slidesparse.prune import prune
+from slidesparse.slide import is_slided
 
 if TYPE_CHECKING:
     from slidesparse.vllm_patch.config import SlideSparseConfig
@@ -84,6 +86,7 @@ class SlideSparseScheme(CompressedTensorsScheme):
         self.inner = inner
         self.name = name
         self.pruned_by_us = entry is not None
+        self.in_features = entry.in_features if entry else None
         self.pattern = entry.pattern if entry else config.resolution.slide_pattern
         self.slided = config.resolution.layout == "slided"
         self.backend = gemm.get(config.resolution.backend)
@@ -101,9 +104,17 @@ class SlideSparseScheme(CompressedTensorsScheme):
         dtype, shard, whole = (
             kwargs[key] for key in ("params_dtype", "input_size_per_partition", "input_size")
         )
+        if self.in_features not in (None, whole):
+            raise CheckpointError(
+                f"{self.name}: the metadata say {self.in_features} in-features, the model has {whole}; convert the "
+                "original model again"
+            )
         columns = self.pattern.layout(whole).slided if self.slided and self.pruned_by_us else whole
         self.arrivals = Arrivals(self.name, columns, len(kwargs["output_partition_sizes"]))
-        kwargs["weight_loader"] = self.arrivals.watch(kwargs["weight_loader"])
+        kwargs["weight_loader"] = self.arrivals.watch(kwargs["weight_loader"], layer)
+        layer.weight_loader = self.arrivals.watch(
+            layer.weight_loader, layer
+        )  # of the bias, which is made next
         self.inner.create_weights(layer=layer, **kwargs)
         if self.config.resolution.layout == "packed":
             take_packed(layer, self.name, kwargs["weight_loader"])
@@ -186,7 +197,7 @@ class SlideSparseScheme(CompressedTensorsScheme):
         if getattr(layer.weight, PACKED, False):
             return
         if self.by_name and not self.dummy:
-            self.arrivals.require_all()
+            self.arrivals.require_all(layer)
         packed = None if isinstance(self.state, LeftDense) else self._packed(self._loaded(layer))
         if packed is None:
             self._leave_dense(layer)
@@ -210,6 +221,11 @@ class SlideSparseScheme(CompressedTensorsScheme):
             else self.spec
         )
         gemm.require(self.backend.name, weight.device)
+        if self.slided and not self.dummy and not is_slided(weight, self.spec.layout):
+            raise PatternError(
+                f"{self.name}: a weight stands in two windows of {self.pattern}, or outside of the layer; the "
+                "checkpoint is damaged, convert the original one again"
+            )
         _release_unused(weight)
         try:
             return self.backend.pack(spec, weight)

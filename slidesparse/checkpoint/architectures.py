@@ -6,12 +6,16 @@ that a router chooses among run on vLLM's own kernels, which gain nothing from t
 
 from __future__ import annotations
 
+import json
 import re
+import subprocess
+import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from slidesparse.checkpoint.storage import CheckpointError
+from slidesparse.errors import shown
 
 # Output heads, embeddings and routers of experts are never pruned, even if a regex of the user matches them
 _NEVER = re.compile(r"(^|\.)(lm_head|embed\w*|\w*embeddings?|wte|wpe|router|gate)(\.|$)")
@@ -24,6 +28,11 @@ WEIGHT = ".weight"
 SCALE = ".weight_scale"
 
 
+def layer_names(tensors: Iterable[str]) -> list[str]:
+    """Return the names of tensors that are weights, without ``.weight``."""
+    return [name.removesuffix(WEIGHT) for name in tensors if name.endswith(WEIGHT)]
+
+
 @dataclass(frozen=True)
 class Family:
     """Models that name their layers alike."""
@@ -33,8 +42,9 @@ class Family:
 
     def layers(self, tensors: Iterable[str]) -> list[str]:
         """Return the linear layers among tensor names, in their order, without ``.weight``."""
-        names = (name.removesuffix(WEIGHT) for name in tensors if name.endswith(WEIGHT))
-        found = [name for name in names if self.linear.search(name) and not _NEVER.search(name)]
+        found = [
+            name for name in layer_names(tensors) if self.linear.search(name) and not _NEVER.search(name)
+        ]
         return [name for name in found if not is_expert(name)]
 
     def groups(self, layers: Iterable[str]) -> list[tuple[str, ...]]:
@@ -110,13 +120,85 @@ def joined_experts(tensor: str) -> str | None:
     return match[1] if match else None
 
 
-def compile_regex(text: str, option: str) -> re.Pattern[str]:
-    """Compile a regular expression of the user's.  CheckpointError names the ``option`` it came from."""
+_HIDDEN = (
+    "q_proj",
+    "k_proj",
+    "v_proj",
+    "qkv_proj",
+    "gate_proj",
+    "up_proj",
+    "gate_up_proj",
+    "query",
+    "key",
+    "value",
+)
+_INPUTS = {
+    **dict.fromkeys(_HIDDEN, "hidden_size"),
+    "attention.output.dense": "hidden_size",
+    "intermediate.dense": "hidden_size",
+    "o_proj": "heads",
+    "down_proj": "intermediate_size",
+    "output.dense": "intermediate_size",
+}
+
+
+def in_features(config: Mapping[str, Any], layer: str) -> int | None:
+    """Return K of a linear layer of a known architecture by config.json's sizes; None where that does not say."""
+    if architecture_of(config) not in FAMILIES or "expert" in layer:
+        return None
+    key = next((key for name, key in _INPUTS.items() if layer.endswith(f".{name}")), None)
+    hidden, heads, head = (config.get(name) for name in ("hidden_size", "num_attention_heads", "head_dim"))
+    if key == "heads" and type(heads) is int and heads > 0:
+        found = heads * head if type(head) is int else hidden
+    else:
+        found = config.get(str(key))
+    return found if type(found) is int and found > 0 else None
+
+
+def compile_regexes(texts: Iterable[str], option: str, names: Iterable[str]) -> list[re.Pattern[str]]:
+    """Compile regular expressions from outside, which will be searched in ``names``.
+
+    CheckpointError names the ``option`` they came from, for one that does not compile and for one whose search takes
+    longer than SECONDS: it is tried in a process that can be ended.
+    """
+    texts = list(texts)
+    found = [_compile(text, option) for text in texts]
+    slow = [text for text in texts if len(re.findall(r"[*+?{|()]", text)) > 1]
+    asked = json.dumps({"texts": slow, "names": list(names) if slow else []})
+    command = [sys.executable, "-I", "-S", "-c", _SEARCH]
     try:
-        return re.compile(text)
-    except re.error as error:
+        if slow:
+            subprocess.run(command, input=asked.encode(), capture_output=True, timeout=SECONDS, check=False)
+    except subprocess.TimeoutExpired as error:
+        text = slow[len((error.stdout or b"").splitlines())]
         raise CheckpointError(
-            f"{option} {text!r} is not a Python regular expression: {error}; "
+            f"{option} {shown(text)} takes more than {SECONDS:.0f} s to be searched in the names of layers; write it "
+            "without repetitions in repetitions"
+        ) from None
+    return found
+
+
+SECONDS = 10.0  # for all regular expressions of an option; a search takes microseconds
+MOST_REGEX = 1000  # characters
+# Prints a line for each expression that it has searched in all names.
+_SEARCH = """
+import json, re, sys
+asked = json.load(sys.stdin)
+for text in asked["texts"]:
+    regex = re.compile(text)
+    any([regex.search(name) for name in asked["names"]] + [regex.match(name) for name in asked["names"]])
+    print(flush=True)
+"""
+
+
+def _compile(text: str, option: str) -> re.Pattern[str]:
+    try:
+        if len(text) > MOST_REGEX:
+            raise re.error(f"it has {len(text)} characters, at most {MOST_REGEX} are taken")
+        return re.compile(text)
+    except (re.error, RecursionError, OverflowError) as error:
+        raise CheckpointError(
+            f"{option} {shown(text)} is not a Python regular expression: {error}; "
             "it is searched in layer names such as model.layers.0.mlp.down_proj"
         ) from error
 
@@ -127,14 +209,15 @@ def architecture_of(config: Mapping[str, Any]) -> str | None:
     return found[0] if isinstance(found, list) and found and isinstance(found[0], str) else None
 
 
-def family_of(config: Mapping[str, Any], linear: str | None = None) -> Family:
+def family_of(config: Mapping[str, Any], tensors: Iterable[str] = (), linear: str | None = None) -> Family:
     """Return the family of a model by its config.json, or one made of ``linear``, a regex searched in layer names.
 
     Raises CheckpointError for architectures that are not known.
     """
     found = architecture_of(config)
     if linear is not None:
-        return Family(compile_regex(linear, "--linear"), DECODER.fused + ENCODER.fused)
+        (regex,) = compile_regexes([linear], "--linear", layer_names(tensors))
+        return Family(regex, DECODER.fused + ENCODER.fused)
     if found is None or found not in FAMILIES:
         what = f"architecture {found!r} is not known" if found else "config.json names no architecture"
         raise CheckpointError(
@@ -153,13 +236,12 @@ def matched(
     part of a group that vLLM fuses, as the parts of one matrix must be treated alike.
     """
     found: set[str] = set()
-    for text in regexes:
-        regex = compile_regex(text, option)
+    for text, regex in zip(regexes, compile_regexes(regexes, option, layers), strict=True):
         these = {name for name in layers if regex.search(name)}
         if not these:
             example = f", such as {layers[0]}" if layers else ""
             raise CheckpointError(
-                f"{option} {text!r} matches none of the {len(layers)} linear layers{example}"
+                f"{option} {shown(text)} matches none of the {len(layers)} linear layers{example}"
             )
         found |= these
     for group in groups:

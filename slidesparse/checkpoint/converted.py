@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 
+import torch
 from torch import Tensor
 
-from slidesparse.checkpoint.architectures import WEIGHT
-from slidesparse.checkpoint.metadata import Metadata
+from slidesparse.checkpoint.architectures import FAMILIES, SCALE, WEIGHT, architecture_of, in_features
+from slidesparse.checkpoint.metadata import KEY, Metadata
 from slidesparse.checkpoint.storage import Checkpoint, CheckpointError
+from slidesparse.checkpoint.w8a8 import parse_block, require_quantized
 from slidesparse.errors import CheckFailed
 from slidesparse.pattern import PatternError
 from slidesparse.slide import Violation, bits, slide, unslide, violation_message, violations
@@ -28,13 +31,51 @@ def natural(name: str) -> list[tuple[int, str]]:
 
 
 def open_checkpoint(folder: str | Path) -> tuple[Checkpoint, Metadata | None]:
-    """Open a checkpoint and its metadata, if we converted it; CheckpointError unless the layers listed are there."""
+    """Open a checkpoint and its metadata, if we converted it.
+
+    The metadata, and the tensors of all linear layers, are held against each other and against config.json: whatever
+    contradicts is a CheckpointError that names the layer.
+    """
     checkpoint = Checkpoint.open(folder)
-    metadata = Metadata.of_config(checkpoint.quantization_config())
-    if metadata:
+    block = checkpoint.quantization_config()
+    metadata = Metadata.of_config(block)
+    if metadata is None or block is None:
+        return checkpoint, None
+    if not metadata.layers:
+        raise CheckpointError(
+            f"quantization_config.{KEY} of {folder} lists no layer; start from the original checkpoint"
+        )
+    source = parse_block(block, checkpoint.tensors)
+    with checkpoint.reader() as reader:
         for layer in metadata.layers:
+            require_quantized(checkpoint, layer, source)
             require_shape(checkpoint, metadata, layer)
+            scale = reader.whole(layer + SCALE).float()
+            if not bool((torch.isfinite(scale) & (scale >= 0)).all()):
+                raise CheckpointError(
+                    f"tensor {layer + SCALE} holds NaN, Inf or negative numbers; convert the original checkpoint again"
+                )
+    _require_widths(checkpoint, metadata)
     return checkpoint, metadata
+
+
+def _require_widths(checkpoint: Checkpoint, metadata: Metadata) -> None:
+    """Raise CheckpointError for a linear layer whose in-features, or width, are not those of config.json."""
+    family = FAMILIES.get(architecture_of(checkpoint.config) or "")
+    for layer in family.layers(checkpoint.tensors) if family else ():
+        expected, entry = in_features(checkpoint.config, layer), metadata.layers.get(layer)
+        shape = checkpoint.tensors[layer + WEIGHT].spec.shape
+        found = entry.in_features if entry else math.prod(shape[1:])
+        if expected is not None and found != expected:
+            what = (
+                f"metadata of {layer} say"
+                if entry
+                else f"tensor {layer + WEIGHT}, which they do not list, has"
+            )
+            raise CheckpointError(
+                f"{what} {found} in-features, the sizes in config.json {expected}; convert the original "
+                "checkpoint again"
+            )
 
 
 def require_shape(checkpoint: Checkpoint, metadata: Metadata, layer: str) -> None:

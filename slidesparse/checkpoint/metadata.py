@@ -21,11 +21,12 @@ This file needs the standard library only.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
-from slidesparse.errors import SlideSparseError
+from slidesparse.errors import SlideSparseError, shown
 from slidesparse.pattern import PatternError, SlidePattern
 
 KEY = "slidesparse"  # in quantization_config
@@ -36,6 +37,11 @@ SPARSE_FORMATS = (
     "sparse-24-bitmask",
     "sparse-bitmask",
 )  # of compressed-tensors up to 0.14, as `slidesparse.bitmask`
+STAMP = "slidesparse_serving"  # in quantization_config, in memory only: what the plugin has decided
+MOST_IN_FEATURES = 2**24
+MOST_NAME = 1000  # characters of a layer's name
+
+T = TypeVar("T")
 
 
 class MetadataError(SlideSparseError, ValueError):
@@ -50,9 +56,10 @@ class LayerEntry:
     in_features: int
 
     def __post_init__(self) -> None:
-        if self.in_features < 0:
+        if type(self.in_features) is not int or not 1 <= self.in_features <= MOST_IN_FEATURES:
             raise MetadataError(
-                f"in_features is {self.in_features}, it must be at least 0; convert the checkpoint again"
+                f"in_features is {shown(self.in_features)}, it must be a whole number from 1 to {MOST_IN_FEATURES}; "
+                "convert the checkpoint again"
             )
 
     def columns(self, layout: str) -> int:
@@ -71,7 +78,9 @@ class Metadata:
 
     def __post_init__(self) -> None:
         if self.layout not in LAYOUTS:
-            raise MetadataError(f"layout {self.layout!r} is not known; the layouts are {', '.join(LAYOUTS)}")
+            raise MetadataError(
+                f"layout {shown(self.layout)} is not known; the layouts are {', '.join(LAYOUTS)}"
+            )
 
     def to_json(self) -> dict[str, Any]:
         """Return the block as config.json holds it."""
@@ -89,32 +98,27 @@ class Metadata:
 
     @classmethod
     def from_json(cls, block: Any) -> Metadata:
-        """Parse the block.  Raises MetadataError that names the field, what it holds and what is allowed."""
-        if not isinstance(block, Mapping):
-            raise MetadataError(f"quantization_config.{KEY} must be an object, found {type(block).__name__}")
-        version = block.get("version")
-        if version != VERSION:
-            raise MetadataError(
-                f"quantization_config.{KEY}.version is {version!r}, this slidesparse reads {VERSION}; "
-                "upgrade slidesparse or convert the checkpoint again"
-            )
-        try:
-            layers = {
-                str(name): LayerEntry(SlidePattern.parse(entry["pattern"]), int(entry["in_features"]))
-                for name, entry in dict(block["layers"]).items()
-            }
-            return cls(
-                SlidePattern.parse(block["pattern"]), block["layout"], layers, str(block.get("tool", ""))
-            )
-        except MetadataError:
-            raise
-        except PatternError as error:
-            raise MetadataError(f"quantization_config.{KEY}: {error}") from error
-        except (KeyError, TypeError, ValueError) as error:
-            raise MetadataError(
-                f"quantization_config.{KEY} is incomplete ({type(error).__name__}: {error}); it needs version, "
-                "pattern, layout and layers {name: {pattern, in_features}}; convert the checkpoint again"
-            ) from error
+        """Parse the block, which nobody is trusted to have written.
+
+        Raises MetadataError that names the field, what it holds and what is allowed.
+        """
+        with _at(f"quantization_config.{KEY}"):
+            found = _of(dict, block)
+            with _at("version"):
+                if type(found.get("version")) is not int or found["version"] != VERSION:
+                    raise MetadataError(
+                        f"found {shown(found.get('version'))}, this slidesparse reads {VERSION}; upgrade "
+                        "slidesparse, or convert the checkpoint again"
+                    )
+            with _at("pattern"):
+                pattern = _pattern(found.get("pattern"))
+            with _at("layout"):
+                layout = _of(str, found.get("layout"))
+            with _at("layers"):
+                layers = {name: _entry(name, entry) for name, entry in _of(dict, found.get("layers")).items()}
+            with _at("tool"):
+                tool = _of(str, found.get("tool", ""))
+            return cls(pattern, layout, layers, tool)
 
     @classmethod
     def of_config(cls, quantization_config: Mapping[str, Any] | None) -> Metadata | None:
@@ -129,3 +133,33 @@ def sparsity_of(quantization_config: Mapping[str, Any]) -> tuple[str, str] | Non
     if not isinstance(found, Mapping) or found.get("format") not in SPARSE_FORMATS:
         return None
     return found["format"], str(found.get("sparsity_structure"))
+
+
+@contextmanager
+def _at(place: str) -> Iterator[None]:
+    """Put the name of a field before the error in it."""
+    try:
+        yield
+    except (MetadataError, PatternError) as error:
+        raise MetadataError(f"{place}: {error}") from error
+
+
+def _of(kind: type[T], value: object) -> T:
+    if not isinstance(value, kind):
+        wanted = "an object" if kind is dict else "a text"
+        raise MetadataError(f"must be {wanted}, found {shown(value)}; convert the checkpoint again")
+    return value
+
+
+def _pattern(value: object) -> SlidePattern:
+    return SlidePattern.parse(_of(str, value))
+
+
+def _entry(name: str, value: object) -> LayerEntry:
+    with _at(shown(name)):
+        if not name.isprintable() or not 0 < len(name) <= MOST_NAME:
+            raise MetadataError(f"a layer's name has 1 to {MOST_NAME} printable characters")
+        entry = _of(dict, value)
+        with _at("pattern"):
+            pattern = _pattern(entry.get("pattern"))
+        return LayerEntry(pattern, entry.get("in_features"))  # type: ignore[arg-type]  # it looks itself

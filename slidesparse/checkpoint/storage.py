@@ -19,6 +19,7 @@ import json
 import math
 import os
 import struct
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path, PurePosixPath, PureWindowsPath
@@ -29,13 +30,19 @@ import torch
 from torch import Tensor
 
 from slidesparse.bitmask import BYTE, decompress
-from slidesparse.errors import SlideSparseError
+from slidesparse.errors import SlideSparseError, shown
 
 CONFIG = "config.json"
 INDEX = "model.safetensors.index.json"
 SUFFIX = ".safetensors"
+# What belongs to a checkpoint beside the weights: tokenizers, configurations, chat templates, licences
+SIDE_SUFFIXES = (".json", ".jinja", ".txt", ".md", ".model", ".bpe", ".codes", ".tiktoken", ".spm")
+SIDE_NAMES = ("tokenizer.model", "LICENSE", "LICENCE", "COPYING", "NOTICE", "README", "USE_POLICY")
 CHUNK_ELEMENTS = 2**20  # read, converted and written at a time; measured: 2**19 and 2**21 are slower
 HEADER_LIMIT = 100 * 2**20  # bytes; the safetensors library reads no longer header
+JSON_LIMIT = 64 * 2**20  # bytes of a configuration or an index, which have some megabytes at most
+MOST_DIMENSIONS, LONGEST_DIMENSION = 8, 2**40  # of a tensor
+MOST_NAME = 1100  # characters of its name
 
 DTYPES = {
     "F64": torch.float64,
@@ -91,7 +98,7 @@ class TensorSpec(NamedTuple):
 
     def chunks(self) -> Iterator[slice]:
         """Yield row slices of about CHUNK_ELEMENTS elements; they depend on the shape alone."""
-        step = max(1, CHUNK_ELEMENTS // max(1, self.columns))
+        step = max(1, CHUNK_ELEMENTS // self.columns if self.columns else self.rows)
         return (slice(start, min(start + step, self.rows)) for start in range(0, self.rows, step))
 
 
@@ -125,11 +132,13 @@ class Checkpoint:
         folder = Path(folder)
         if not folder.is_dir():
             raise CheckpointError(
-                f"{folder} is not a folder; give a Hugging Face checkpoint folder with {CONFIG}"
+                f"{folder} is not a folder; give a Hugging Face checkpoint folder with {CONFIG}, or ORG/NAME of the Hub"
             )
-        config = _read_object(folder / CONFIG, "the model's configuration")
-        index = _read_object(folder / INDEX, "the index of shards") if (folder / INDEX).exists() else None
+        config = _read_object(folder, CONFIG, "the model's configuration")
+        index = _read_object(folder, INDEX, "the index of shards") if (folder / INDEX).exists() else None
         files = _single_file(folder) if index is None else _indexed_files(folder, index)
+        for file in files:
+            _require_file(folder, file)
         tensors: dict[str, StoredTensor] = {}
         for file in files:
             for tensor in read_header(folder / file):
@@ -143,7 +152,7 @@ class Checkpoint:
         for name, file in (index or {}).get("weight_map", {}).items():
             if name not in tensors or tensors[name].file != file:
                 raise CheckpointError(
-                    f"{folder / INDEX} places tensor {name} in {file}, which does not hold it; "
+                    f"{folder / INDEX} places tensor {shown(name)} in {file}, which does not hold it; "
                     "the index belongs to other files: fetch the checkpoint again"
                 )
         found = cls(folder, config, index, tuple(files), tensors)
@@ -155,8 +164,7 @@ class Checkpoint:
         found = self.config.get("quantization_config") or self.config.get("compression_config")
         if found is not None and not isinstance(found, dict):
             raise CheckpointError(
-                f"quantization_config of {self.folder / CONFIG} must be an object, found "
-                f"{type(found).__name__}"
+                f"quantization_config of {self.folder / CONFIG} must be an object, found {shown(found)}"
             )
         return found
 
@@ -216,16 +224,63 @@ def _joined(checkpoint: Checkpoint, reader: Reader) -> dict[str, StoredTensor]:
     return {stored.spec.name: stored for stored in left}
 
 
-def _read_object(path: Path, what: str) -> dict[str, Any]:
+def parse_json(text: bytes, what: object, **options: Any) -> dict[str, Any]:
+    """Read a JSON object.  CheckpointError, which says ``what`` the text is, for any other."""
     try:
-        found = json.loads(path.read_bytes())
-    except FileNotFoundError:
-        raise CheckpointError(f"{path} ({what}) is missing; give a Hugging Face checkpoint folder") from None
-    except ValueError as error:
-        raise CheckpointError(f"{path} ({what}) is not JSON: {error}; fetch it again") from error
+        found = json.loads(text, **options)
+    except (ValueError, RecursionError) as error:
+        reason = "it is nested too deeply" if isinstance(error, RecursionError) else error
+        raise CheckpointError(f"{what} is not JSON: {reason}; fetch it again") from error
     if not isinstance(found, dict):
-        raise CheckpointError(f"{path} ({what}) must hold an object, found {type(found).__name__}")
+        raise CheckpointError(f"{what} must hold an object, found {shown(found)}; fetch it again")
     return found
+
+
+def _read_object(folder: Path, file: str, what: str) -> dict[str, Any]:
+    path = folder / file
+    if not path.exists():
+        raise CheckpointError(f"{path} ({what}) is missing; give a Hugging Face checkpoint folder")
+    _require_file(folder, file)
+    size = path.stat().st_size
+    if size > JSON_LIMIT:
+        raise CheckpointError(
+            f"{path} ({what}) is {size} bytes, at most {JSON_LIMIT} are read; fetch it again"
+        )
+    found = parse_json(path.read_bytes(), f"{path} ({what})")
+    try:
+        json.dumps(found, ensure_ascii=False).encode()
+    except UnicodeEncodeError as error:
+        raise CheckpointError(f"{path} ({what}) holds half of a surrogate pair: {error.reason}") from error
+    return found
+
+
+def _require_file(folder: Path, file: str) -> None:
+    """Raise CheckpointError unless ``file`` is a plain one, in its folder."""
+    path = folder / file
+    if not path.is_file():
+        raise CheckpointError(f"{path} is not a file; fetch it again")
+    if not is_inside(folder, path):
+        raise CheckpointError(
+            f"{path} is a link out of its folder, to {path.resolve()}; nothing else than the folder is read: give the "
+            "folder that holds the files, or copy them"
+        )
+
+
+def is_inside(folder: Path, path: Path) -> bool:
+    """Whether a path, with all links followed, lies in ``folder``, or in the store of the Hub cache that holds it.
+
+    Such a cache links from ``models--org--name/snapshots/REVISION`` to ``models--org--name/blobs``, and from there to
+    ``blobs`` of the whole cache.
+    """
+    try:
+        real, root = path.resolve(strict=True), folder.resolve()
+    except (OSError, RuntimeError):  # a link that leads nowhere, or in a circle
+        return False
+    roots = [root]
+    for above in root.parents:
+        if above.name == "snapshots" and above.parent.name.startswith("models--"):
+            roots += [above.parent / "blobs", above.parent.parent / "blobs"]
+    return any(real.is_relative_to(one) for one in roots)
 
 
 def _single_file(folder: Path) -> list[str]:
@@ -249,10 +304,14 @@ def _indexed_files(folder: Path, index: Mapping[str, Any]) -> list[str]:
         raise CheckpointError(f"{path} has no weight_map {{tensor: file}}; fetch it again")
     for name, file in weight_map.items():
         if not isinstance(file, str) or not file.endswith(SUFFIX):
-            raise CheckpointError(f"{path} places tensor {name} in {file!r}, which is not a {SUFFIX} file")
+            raise CheckpointError(
+                f"{path} places tensor {shown(name)} in {shown(file)}, which is not a {SUFFIX} file"
+            )
+        if not file.isprintable() or len(file.encode()) > 255:
+            raise CheckpointError(f"{path} places tensor {shown(name)} in {shown(file)}, which names no file")
         if _escapes(file):
             raise CheckpointError(
-                f"{path} places tensor {name} in {file!r}, outside the folder; only files beside the index "
+                f"{path} places tensor {shown(name)} in {shown(file)}, outside the folder; only files beside the index "
                 "are read"
             )
     files = sorted(set(weight_map.values()))
@@ -282,11 +341,11 @@ def read_header(path: Path) -> list[StoredTensor]:
                 "safetensors (a Git LFS pointer?); fetch it again"
             )
         text = file.read(length)
+    header = parse_json(text, f"the header of {path}", object_pairs_hook=_no_duplicates)
     try:
-        header = json.loads(text, object_pairs_hook=_no_duplicates)
-        if not isinstance(header, dict):
-            raise ValueError(f"it is a JSON {type(header).__name__}, not an object")
-        header.pop("__metadata__", None)
+        notes = header.pop("__metadata__", {})
+        if not isinstance(notes, dict) or not all(isinstance(note, str) for note in notes.values()):
+            raise ValueError(f"__metadata__ must be an object of texts, found {shown(notes)}")
         entries = sorted((_entry(name, entry) for name, entry in header.items()), key=lambda e: e[1:])
     except (ValueError, KeyError, TypeError) as error:
         raise CheckpointError(f"{path} has a damaged header: {error}; fetch it again") from error
@@ -311,18 +370,23 @@ def read_header(path: Path) -> list[StoredTensor]:
 def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found = dict(pairs)
     if len(found) < len(pairs):
-        names = [name for name, _ in pairs]
-        raise ValueError(f"{next(name for name in names if names.count(name) > 1)!r} appears twice")
+        (twice, _), *_ = Counter(name for name, _ in pairs).most_common(1)
+        raise ValueError(f"{shown(twice)} appears twice")
     return found
 
 
 def _entry(name: str, entry: Any) -> tuple[TensorSpec, int, int]:
+    if not name.isprintable() or not 0 < len(name) <= MOST_NAME:
+        raise ValueError(f"tensor {shown(name)} is not named by 1 to {MOST_NAME} printable characters")
     dtype, shape, (begin, end) = entry["dtype"], entry["shape"], entry["data_offsets"]
     if dtype not in DTYPES:
-        raise ValueError(f"{name} has dtype {dtype!r}, the dtypes read are {', '.join(DTYPES)}")
-    if not all(type(number) is int and number >= 0 for number in (*shape, begin, end)):
+        raise ValueError(f"{name} has dtype {shown(dtype)}, the dtypes read are {', '.join(DTYPES)}")
+    if not isinstance(shape, list) or len(shape) > MOST_DIMENSIONS:
+        raise ValueError(f"{name} has shape {shown(shape)}; it must be a list of at most {MOST_DIMENSIONS}")
+    if not all(type(number) is int and 0 <= number <= LONGEST_DIMENSION for number in (*shape, begin, end)):
         raise ValueError(
-            f"{name} has shape {shape} at bytes {begin} to {end}; these must be whole numbers from 0"
+            f"{name} has shape {shown(shape)} at bytes {shown(begin)} to {shown(end)}; these must be whole numbers "
+            f"from 0 to {LONGEST_DIMENSION}"
         )
     return TensorSpec(name, dtype, tuple(shape)), begin, end
 

@@ -14,9 +14,10 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from slidesparse.checkpoint.architectures import SCALE, compile_regex
+from slidesparse.checkpoint.architectures import SCALE, WEIGHT, compile_regexes, layer_names
 from slidesparse.checkpoint.metadata import QUANT_METHOD, SPARSE_FORMATS, sparsity_of
-from slidesparse.checkpoint.storage import FLOATS, CheckpointError
+from slidesparse.checkpoint.storage import FLOATS, Checkpoint, CheckpointError, TensorSpec
+from slidesparse.errors import shown
 
 COMPRESSED_TENSORS, FP8_METHOD = "compressed-tensors", "fp8"  # values of quant_method
 KINDS = {"int8": ("int", "I8"), "fp8": ("float", "F8_E4M3")}  # quant -> type, dtype of safetensors
@@ -99,6 +100,45 @@ def _names(entry: str, layer: str) -> bool:
     return re.match(entry[3:], layer) is not None if entry.startswith("re:") else entry == layer
 
 
+def require_quantized(checkpoint: Checkpoint, layer: str, source: Quantization) -> TensorSpec:
+    """Return the spec of a layer's weight.  CheckpointError unless it and its scale are as ``source`` says."""
+    spec = checkpoint.require(layer + WEIGHT)
+    if len(spec.shape) != 2 or 0 in spec.shape:
+        raise CheckpointError(
+            f"tensor {spec.name} has shape {list(spec.shape)}; a linear layer's is [N, K], not empty"
+        )
+    scheme = source.scheme(layer, spec.dtype)
+    if scheme is None:
+        raise CheckpointError(
+            f"tensor {spec.name} is {spec.dtype}, but quantization_config does not say that the layer is quantized; "
+            "fetch the checkpoint again"
+        )
+    if spec.dtype != scheme.dtype:
+        raise CheckpointError(
+            f"tensor {spec.name} is {spec.dtype}, but quantization_config promises {scheme.dtype} "
+            f"({scheme.quant}) and does not ignore it; fetch the checkpoint again, or start from the original "
+            "one if it leaves some layers unquantized on purpose"
+        )
+    _require_scale(checkpoint.require(layer + scheme.scale), scheme, spec.shape)
+    return spec
+
+
+def _require_scale(scale: TensorSpec, scheme: Scheme, shape: tuple[int, ...]) -> None:
+    """Raise CheckpointError unless a scale fits a weight of ``shape``."""
+    rows, columns = shape
+    if scheme.block:
+        wanted = (-(-rows // scheme.block[0]), -(-columns // scheme.block[1]))
+        fits, expected = scale.shape == wanted, f"{list(wanted)}"
+    else:
+        count = rows if scheme.strategy == "channel" else 1
+        fits, expected = scale.rows * scale.columns == count and len(scale.shape) <= 2, f"{count}"
+    if scale.dtype not in FLOATS or not fits:
+        raise CheckpointError(
+            f"tensor {scale.name} is {scale.dtype} {list(scale.shape)}; scales per {scheme.strategy} of "
+            f"{rows} rows are {expected} of {', '.join(FLOATS)}"
+        )
+
+
 def new_block(quant: str, ignore: Sequence[str]) -> dict[str, Any]:
     """Return the block of a checkpoint that we quantize: per channel, with dynamic per-token activations."""
     return {
@@ -154,32 +194,48 @@ def rewritten_block(
     return {**block, "format": form, "config_groups": groups, "ignore": ignore}
 
 
-def parse_block(block: Mapping[str, Any]) -> Quantization:
-    """Read a ``quantization_config``.  CheckpointError says why it cannot be accelerated."""
+def parse_block(block: Mapping[str, Any], tensors: Iterable[str] = ()) -> Quantization:
+    """Read a ``quantization_config``.  CheckpointError says why it cannot be accelerated.
+
+    Args:
+        tensors: names, of which the layers are those that the result will be asked about.
+    """
+    found = _parsed(block)
+    for what, entries in (("ignore list", found.ignore), ("targets", found.targets)):
+        regexes = [entry[3:] for entry in entries if entry.startswith("re:")]
+        compile_regexes(regexes, f"the source's {what}:", layer_names(tensors))
+    return found
+
+
+def _parsed(block: Mapping[str, Any]) -> Quantization:
     method = block.get("quant_method")
     if method == FP8_METHOD:
         return _fp8(block)
     if method not in (COMPRESSED_TENSORS, QUANT_METHOD):
         raise CheckpointError(
-            f"the source is already quantized by {method!r}; the sources taken are FP32, FP16, BF16, FP8 "
+            f"the source is already quantized by {shown(method)}; the sources taken are FP32, FP16, BF16, FP8 "
             "(quant_method fp8) and compressed-tensors W8A8 (INT8 or FP8): start from the original checkpoint"
         )
     status = block.get("quantization_status", "compressed")
     if status != "compressed":
-        raise _refusal(f"status {status!r}", "a compressed one is")
+        raise _refusal(f"status {shown(status)}", "a compressed one is")
     sparsity = block.get("sparsity_config") or {}
     stored = sparsity.get("format", "dense") if isinstance(sparsity, dict) else sparsity
     if stored != "dense" and not sparsity_of(block):
-        raise _refusal(f"weights stored as {stored!r}", f"plain ones and {', '.join(SPARSE_FORMATS)} are")
+        raise _refusal(
+            f"weights stored as {shown(stored)}", f"plain ones and {', '.join(SPARSE_FORMATS)} are"
+        )
     if block.get("transform_config"):
         raise _refusal("a transform_config (rotations of the activations)", "checkpoints without one are")
     given = block.get("config_groups")
     if not isinstance(given, dict) or not given:
-        raise _refusal("no config_groups", "one group for Linear is")
-    groups = {name: _group(name, group, block.get("format")) for name, group in given.items()}
+        raise _refusal(f"config_groups {shown(given)}", "an object with a group for Linear is")
+    groups = {name: _group(shown(name), group, block.get("format")) for name, group in given.items()}
     if not any(groups.values()):
         raise _refusal(f"no weights in {', '.join(groups)}", "a group with 8-bit weights is")
-    targets = {target: groups[name] for name, group in given.items() for target in _targets(name, group)}
+    targets = {
+        target: groups[name] for name, group in given.items() for target in _targets(shown(name), group)
+    }
     return Quantization(groups, targets, _ignore(block, "ignore"))
 
 
@@ -187,7 +243,9 @@ def _fp8(block: Mapping[str, Any]) -> Quantization:
     """Read what DeepSeek, Qwen and AutoFP8 write: scales per block, or one of each weight."""
     form, activations = block.get("fmt", "e4m3"), block.get("activation_scheme", "dynamic")
     if form not in ("e4m3", "float8_e4m3fn") or activations not in ("dynamic", "static"):
-        raise _refusal(f"fmt {form!r} and activation_scheme {activations!r}", "e4m3, dynamic or static, is")
+        raise _refusal(
+            f"fmt {shown(form)} and activation_scheme {shown(activations)}", "e4m3, dynamic or static, is"
+        )
     size = block.get("weight_block_size")
     if size is None:
         scheme = Scheme("fp8", "tensor", {"static": "static", "dynamic": "dynamic"}[activations])
@@ -201,9 +259,6 @@ def _ignore(block: Mapping[str, Any], key: str) -> tuple[str, ...]:
     ignore = block.get(key) or []
     if not isinstance(ignore, list) or not all(isinstance(name, str) for name in ignore):
         raise _refusal(f"an {key} list that is not a list of names", "a list of names is")
-    for entry in ignore:
-        if entry.startswith("re:"):
-            compile_regex(entry[3:], f"the source's {key} list:")
     return tuple(ignore)
 
 
@@ -211,9 +266,6 @@ def _targets(name: str, group: Mapping[str, Any]) -> list[str]:
     targets = group.get("targets")
     if not isinstance(targets, list) or not targets or not all(isinstance(each, str) for each in targets):
         raise _refusal(f"no list of targets in {name}", "names of layers, re: regexes or classes are")
-    for target in targets:
-        if target.startswith("re:"):
-            compile_regex(target[3:], f"the source's targets in {name}:")
     return targets
 
 
@@ -229,15 +281,19 @@ def _group(name: str, group: Any, form: Any) -> Scheme | None:
     bits, kind = weights.get("num_bits", 8), weights.get("type", "int")
     quant = next((quant for quant, (type_, _) in KINDS.items() if (type_, 8) == (kind, bits)), None)
     if not weights or quant is None:
-        raise _refusal(f"{bits}-bit {kind} weights in {name}", "8-bit int and float weights are")
+        raise _refusal(
+            f"{shown(bits)}-bit {shown(kind)} weights in {name}", "8-bit int and float weights are"
+        )
     if not inputs:
         raise _refusal(f"no quantized activations in {name} (W8A16)", "8-bit ones are")
     form = group.get("format") or form
     if form not in _FORMATS:
-        raise _refusal(f"format {form!r} in {name}", f"one of {', '.join(_FORMATS)} is")
+        raise _refusal(f"format {shown(form)} in {name}", f"one of {', '.join(_FORMATS)} is")
     strategy, block = _strategy(weights), weights.get("block_structure")
     if strategy not in ("channel", "tensor") and not (strategy == "block" and block):
-        raise _refusal(f"weight scales per {strategy} in {name}", "scales per channel, tensor or block are")
+        raise _refusal(
+            f"weight scales per {shown(strategy)} in {name}", "scales per channel, tensor or block are"
+        )
     if not weights.get("symmetric", True) or weights.get("dynamic", False):
         raise _refusal(f"asymmetric or dynamic weights in {name}", "symmetric static ones are")
     if (inputs.get("num_bits", 8), inputs.get("type", "int")) != (8, kind):

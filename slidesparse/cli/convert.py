@@ -38,7 +38,11 @@ _METHODS = ", ".join(f"{name} ({_DEFAULTS[name]})" if name in _DEFAULTS else nam
 
 def convert(
     source: Annotated[
-        Path, typer.Argument(help="A Hugging Face folder: FP32, FP16, BF16, FP8, or W8A8.", metavar="SRC")
+        str,
+        typer.Argument(
+            help="A Hugging Face folder, or ORG/NAME on the Hub: FP32, FP16, BF16, FP8, or W8A8.",
+            metavar="SRC",
+        ),
     ],
     target: Annotated[Path, typer.Argument(help="The folder to make.", metavar="OUT")],
     sparsity: Annotated[
@@ -142,6 +146,7 @@ def convert(
 ) -> None:
     """Prune a model to a pattern and write it as a W8A8 checkpoint."""
     pattern = SlidePattern.parse(sparsity)
+    from slidesparse.checkpoint.hub import local_folder
     from slidesparse.convert.options import ConvertOptions, parse_layer_pattern, parse_share
     from slidesparse.convert.stream import convert as run
 
@@ -163,7 +168,7 @@ def convert(
     )
     _require_writable(report)
     with byte_progress(lines=True) as progress:
-        done = run(source, target, options, dry_run=dry_run, progress=progress)
+        done = run(local_folder(source), target, options, dry_run=dry_run, progress=progress)
     if report is not None and not dry_run:
         report.write_text(json.dumps(done.to_json(), indent=2) + "\n")
     _warn(done)
@@ -241,6 +246,10 @@ def _summarize(report: Report, dry_run: bool) -> None:
         for why, found in sorted(reasons.items()):
             shown = f"{', '.join(found[:MOST_NAMES])}{', ...' if len(found) > MOST_NAMES else ''}"
             out.print(escape(f"{verb:9} {len(found)} {how} ({why}): {shown}"))
+    if report.left_out:
+        found = [name if name.isprintable() else repr(name) for name in report.left_out]
+        shown = f"{', '.join(found[:MOST_NAMES])}{', ...' if len(found) > MOST_NAMES else ''}"
+        out.print(escape(f"left out  {len(found)} files, no tokenizers, configurations or licences: {shown}"))
     size = f"{report.bytes_in / 1e6:.1f} MB -> {report.bytes_out / 1e6:.1f} MB"
     if dry_run:
         out.print(f"bytes     {size}")

@@ -47,13 +47,16 @@ def _top(
 
 @app.command()
 def inspect(
-    folder: Annotated[Path, typer.Argument(help="Any checkpoint folder.", metavar="DIR")],
+    folder: Annotated[
+        str, typer.Argument(help="Any checkpoint folder, or ORG/NAME on the Hub.", metavar="DIR")
+    ],
     as_json: Json = False,
 ) -> None:
     """Show each layer: shape, dtype, pattern, violations, bytes, expansion.  Exit 1 for a violation."""
+    from slidesparse.checkpoint.hub import local_folder
     from slidesparse.checkpoint.inspection import inspect as run
 
-    report = run(folder)
+    report = run(local_folder(folder))
     if as_json:
         print(json.dumps(report.to_json(), indent=2))
     else:

@@ -20,7 +20,7 @@ from slidesparse.calibrate.task import Task, prepare
 from slidesparse.checkpoint import architectures
 from slidesparse.checkpoint.architectures import SCALE, WEIGHT
 from slidesparse.checkpoint.converted import require_shape
-from slidesparse.checkpoint.metadata import KEY, QUANT_METHOD, LayerEntry, Metadata
+from slidesparse.checkpoint.metadata import KEY, QUANT_METHOD, STAMP, LayerEntry, Metadata
 from slidesparse.checkpoint.storage import (
     BITMASK,
     COMPRESSED,
@@ -43,6 +43,7 @@ from slidesparse.checkpoint.w8a8 import (
     ignore_list,
     new_block,
     parse_block,
+    require_quantized,
     rewritten_block,
 )
 from slidesparse.convert.options import ConvertOptions
@@ -172,7 +173,7 @@ def make_plan(checkpoint: Checkpoint, options: ConvertOptions, worst: Container[
         worst: names of layers that ``options.skip_worst`` skips.
     """
     block = checkpoint.quantization_config()
-    source = None if block is None or holds_floats(block) else parse_block(block)
+    source = None if block is None or holds_floats(block) else parse_block(block, checkpoint.tensors)
     converted = _converted(block, options.pattern)
     routed = architectures.experts(checkpoint.tensors)
     rewritten = source is not None and source.rewritten(experts=bool(routed))
@@ -271,10 +272,6 @@ def _converted(block: dict[str, Any] | None, pattern: SlidePattern) -> Metadata 
             "loses more than it must, so start from the original checkpoint, or give --sparsity "
             f"{found.pattern.ratio} to change the layout only"
         )
-    if not found.layers:
-        raise CheckpointError(
-            f"quantization_config.{KEY} of the source lists no layer; start from the original checkpoint"
-        )
     return found
 
 
@@ -324,7 +321,7 @@ def _choose(
     Of routed experts, which vLLM joins layer by layer, only those that are left are told.
     """
     names = list(checkpoint.tensors)
-    family = architectures.family_of(checkpoint.config, options.linear)
+    family = architectures.family_of(checkpoint.config, names, options.linear)
     candidates = family.layers(names)
     if not candidates:
         raise CheckpointError(
@@ -405,12 +402,12 @@ def _in_features(
     checkpoint: Checkpoint, layer: str, source: Quantization | None, converted: Metadata | None
 ) -> int:
     """Return K of a layer to be quantized, after checking dtype and shape of its weight and scale."""
-    spec = checkpoint.require(layer + WEIGHT)
-    if len(spec.shape) != 2 or 0 in spec.shape:
-        raise CheckpointError(
-            f"tensor {spec.name} has shape {list(spec.shape)}; a linear layer's is [N, K], not empty"
-        )
     if source is None:
+        spec = checkpoint.require(layer + WEIGHT)
+        if len(spec.shape) != 2 or 0 in spec.shape:
+            raise CheckpointError(
+                f"tensor {spec.name} has shape {list(spec.shape)}; a linear layer's is [N, K], not empty"
+            )
         if spec.dtype not in FLOATS:
             raise CheckpointError(
                 f"tensor {spec.name} is {spec.dtype}; without a quantization_config the dtypes taken are "
@@ -422,39 +419,11 @@ def _in_features(
                 "config.json again"
             )
         return spec.shape[1]
-    scheme = _scheme(checkpoint, layer, source)
-    if scheme is None:
-        raise CheckpointError(
-            f"tensor {spec.name} is {spec.dtype}, but quantization_config does not say that the layer is quantized; "
-            "fetch the checkpoint again"
-        )
-    if spec.dtype != scheme.dtype:
-        raise CheckpointError(
-            f"tensor {spec.name} is {spec.dtype}, but quantization_config promises {scheme.dtype} "
-            f"({scheme.quant}) and does not ignore it; fetch the checkpoint again, or start from the original "
-            "one if it leaves some layers unquantized on purpose"
-        )
-    _require_scale(checkpoint.require(layer + scheme.scale), scheme, spec.shape)
+    spec = require_quantized(checkpoint, layer, source)
     if converted is None:
         return spec.shape[1]
     require_shape(checkpoint, converted, layer)
     return converted.layers[layer].in_features
-
-
-def _require_scale(scale: TensorSpec, scheme: Scheme, shape: tuple[int, ...]) -> None:
-    """Raise CheckpointError unless a scale fits a weight of ``shape``."""
-    rows, columns = shape
-    if scheme.block:
-        wanted = (-(-rows // scheme.block[0]), -(-columns // scheme.block[1]))
-        fits, expected = scale.shape == wanted, f"{list(wanted)}"
-    else:
-        count = rows if scheme.strategy == "channel" else 1
-        fits, expected = scale.rows * scale.columns == count and len(scale.shape) <= 2, f"{count}"
-    if scale.dtype not in FLOATS or not fits:
-        raise CheckpointError(
-            f"tensor {scale.name} is {scale.dtype} {list(scale.shape)}; scales per {scheme.strategy} of "
-            f"{rows} rows are {expected} of {', '.join(FLOATS)}"
-        )
 
 
 # What is written
@@ -528,6 +497,7 @@ def _config(checkpoint: Checkpoint, block: dict[str, Any], metadata: Metadata) -
     config = {name: value for name, value in checkpoint.config.items() if name != "compression_config"}
     block["quant_method"] = "compressed-tensors" if metadata.layout == "dense" else QUANT_METHOD
     block.pop("sparsity_config", None)  # refused by newer vLLM; our metadata say it
+    block.pop(STAMP, None)
     block[KEY] = metadata.to_json()
     config["quantization_config"] = block
     return config

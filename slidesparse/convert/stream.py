@@ -32,7 +32,7 @@ from slidesparse.calibrate.resume import finished_bytes, open_work
 from slidesparse.calibrate.task import Progress, Task
 from slidesparse.checkpoint import architectures
 from slidesparse.checkpoint.architectures import SCALE, WEIGHT
-from slidesparse.checkpoint.converted import restore
+from slidesparse.checkpoint.converted import open_checkpoint, restore
 from slidesparse.checkpoint.output import (
     chunk_seed,
     partial_folder,
@@ -46,11 +46,14 @@ from slidesparse.checkpoint.storage import (
     CONFIG,
     DTYPES,
     INDEX,
+    SIDE_NAMES,
+    SIDE_SUFFIXES,
     SUFFIX,
     Checkpoint,
     CheckpointError,
     Reader,
     Writer,
+    is_inside,
 )
 from slidesparse.convert.options import ConvertOptions
 from slidesparse.convert.plan import ConversionPlan, Part, calibration_task, make_plan
@@ -60,9 +63,7 @@ from slidesparse.quantize import FP8, dequantize_blocks, quantize_rows
 from slidesparse.slide import slide
 
 MODULES = "modules.json"  # of sentence-transformers
-_WEIGHT_SUFFIXES = (
-    *(SUFFIX, ".bin", ".pt", ".pth", ".ckpt", ".gguf", ".onnx", ".onnx_data", ".h5", ".msgpack", ".ot"),
-)
+_CODE = (".py", ".pkl", ".bin", ".pt", ".pth", ".so", ".sh")  # never, whatever the name begins with
 
 
 def convert(
@@ -91,9 +92,10 @@ def convert(
     started = time.monotonic()
     source, out = Path(source), Path(out)
     require_free_name(source, out)
-    checkpoint = Checkpoint.open(source)
+    checkpoint, _ = open_checkpoint(source)
     plan = make_plan(checkpoint, options)
     task = calibration_task(plan) if options.calibration else None
+    _, left_out = _other_files(checkpoint)
     rows: list[dict[str, Any]] = []
     if not dry_run:
         remove_stale(out)
@@ -123,6 +125,7 @@ def convert(
         note=task.samples.note if task else "",
         layers=tuple(rows),
         made=not plan.converted,
+        left_out=tuple(map(str, left_out)),
     )
 
 
@@ -171,7 +174,7 @@ def _write(
     """Write the output and publish it; with calibrated ``codes`` or ``check`` not before it has been read back."""
     source = plan.checkpoint.folder
     with partial_folder(out) as folder:
-        for name in _other_files(source):
+        for name in _other_files(plan.checkpoint)[0]:
             (folder / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copyfile(source / name, folder / name)
         _write_tensors(plan, reader, codes, folder, progress)
@@ -188,7 +191,9 @@ def _write(
 def _require_room(plan: ConversionPlan, task: Task | None, out: Path) -> None:
     """Raise EnvironmentFault unless the output, and the finished blocks of calibration, will fit on the disk."""
     source = plan.checkpoint.folder
-    needed = plan.disk_bytes() + sum((source / name).stat().st_size for name in _other_files(source))
+    needed = plan.disk_bytes() + sum(
+        (source / name).stat().st_size for name in _other_files(plan.checkpoint)[0]
+    )
     if task:
         needed += task.disk_bytes() - (finished_bytes(out) if task.calibration.resume else 0)
     require_space(out, needed)
@@ -214,29 +219,44 @@ def _space_explained(out: Path, plan: ConversionPlan) -> Iterator[None]:
 # Files and chunks
 
 
-def _other_files(source: Path) -> list[Path]:
-    """List what is copied: all but weights and hidden files; the folders that modules.json names, whole."""
-    found = []
-    modules = _module_folders(source)
+def _other_files(checkpoint: Checkpoint) -> tuple[list[Path], list[Path]]:
+    """List what is copied beside the weights, and what is left out: code, other weights, links out of the folder.
+
+    Copied are files of known kinds, and of the folders that modules.json names the safetensors too.  Hidden files are
+    in neither list.
+    """
+    source = checkpoint.folder
+    copied: list[Path] = []
+    left_out: list[Path] = []
+    modules = _module_folders(checkpoint)
     for path in sorted(source.rglob("*")):
         name = path.relative_to(source)
         if not path.is_file() or any(part.startswith(".") for part in name.parts):
             continue
-        is_weight = path.name.endswith((*_WEIGHT_SUFFIXES, *(f"{s}.index.json" for s in _WEIGHT_SUFFIXES)))
-        if (is_weight and name.parts[0] not in modules) or str(name) in (CONFIG, INDEX):
+        if str(name) in (CONFIG, INDEX, *checkpoint.files):
             continue
-        found.append(name)
-    return found
+        known = path.name.endswith(SIDE_SUFFIXES) and not path.name.endswith(".index.json")
+        known |= path.name.startswith(SIDE_NAMES) and not path.name.endswith(_CODE)
+        known |= name.parts[0] in modules and path.suffix == SUFFIX
+        (copied if known and is_inside(source, path) else left_out).append(name)
+    for module in modules:
+        files = [name for name in left_out if name.parts[0] == module and name.suffix == ".bin"]
+        if files and not any(name.parts[0] == module and name.suffix == SUFFIX for name in copied):
+            raise CheckpointError(
+                f"{source / files[0]}, which modules.json needs, is no safetensors file; others may hold code, and are "
+                "not copied: save the model again with safe_serialization=True"
+            )
+    return copied, left_out
 
 
-def _module_folders(source: Path) -> set[str]:
+def _module_folders(checkpoint: Checkpoint) -> set[str]:
     """Return the folders of further modules, such as 2_Dense, of a sentence-transformers model."""
-    path = source / MODULES
-    if not path.exists():
+    path = checkpoint.folder / MODULES
+    if not path.is_file() or not is_inside(checkpoint.folder, path):
         return set()
     try:
         return {str(module["path"]) for module in json.loads(path.read_bytes()) if module["path"]}
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise CheckpointError(
             f"{path} is not a list of modules with their paths ({type(error).__name__}: {error}); fetch it again"
         ) from error

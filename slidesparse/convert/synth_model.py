@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from slidesparse.checkpoint.architectures import WEIGHT, architecture_of
-from slidesparse.checkpoint.storage import CONFIG, CheckpointError, TensorSpec
+from slidesparse.checkpoint.storage import CONFIG, CheckpointError, TensorSpec, parse_json
 
 Config = Mapping[str, Any]
 
@@ -98,13 +98,7 @@ def read_config(config: str | Path) -> dict[str, Any]:
         raise CheckpointError(
             f"{name!r} is neither one of {', '.join(PUBLIC)}, nor a {CONFIG}, nor a folder that holds one"
         )
-    try:
-        found = json.loads(path.read_bytes())
-    except ValueError as error:
-        raise CheckpointError(f"{path} is not JSON: {error}; fetch it again") from error
-    if not isinstance(found, dict):
-        raise CheckpointError(f"{path} must hold an object, found {type(found).__name__}; fetch it again")
-    return found
+    return parse_json(path.read_bytes(), path)
 
 
 def first_layers(config: Config, count: int) -> dict[str, Any]:

@@ -223,6 +223,18 @@ def test_bert_layers_and_other_files(tmp_path: Path) -> None:
     (source / "2_Dense").mkdir()
     for name in ("config.json", MODEL):
         (source / "2_Dense" / name).write_bytes(b"a module of sentence-transformers, with its weights")
+    for name in (
+        "modeling_bert.py",
+        "LICENSE.py",
+        "tokenizer.pkl",
+        "vocab.txt",
+        "LICENSE",
+        "chat_template.jinja",
+    ):
+        (source / name).write_text("beside")
+    (tmp_path / "secret.json").write_text("of somebody else")
+    (source / "added_tokens.json").symlink_to(tmp_path / "secret.json")
+    (source / "special_tokens_map.json").symlink_to("vocab.txt")
     modules = [{"path": path} for path in ("", "1_Pooling", "2_Dense")]
     (source / "modules.json").write_text(json.dumps(modules))
     (source / "checkpoint-500").mkdir()
@@ -236,8 +248,19 @@ def test_bert_layers_and_other_files(tmp_path: Path) -> None:
         "pooler.dense": "not a linear layer of a block",
     }
     names = {"1_Pooling/config.json", "2_Dense/config.json", f"2_Dense/{MODEL}", "tokenizer.json"}
-    names |= {"modules.json", "checkpoint-500/config.json"}
+    names |= {"modules.json", "checkpoint-500/config.json", "vocab.txt", "LICENSE", "chat_template.jinja"}
+    names |= {"special_tokens_map.json"}
     assert set(snapshot(tmp_path / "out")) == names | {"config.json", MODEL}
+    assert set(report.left_out) == {
+        "LICENSE.py",
+        "added_tokens.json",
+        "checkpoint-500/model.safetensors",
+        "checkpoint-500/optimizer.pt",
+        "modeling_bert.py",
+        "onnx/model.onnx",
+        "pytorch_model.bin",
+        "tokenizer.pkl",
+    }
     ignore = config_of(tmp_path / "out")["quantization_config"]["ignore"]
     for name in ("encoder.layer.1.intermediate.dense", "pooler.dense"):
         assert {name, f"model.{name}"} <= set(ignore)  # vLLM puts "model." before the names of a bare encoder

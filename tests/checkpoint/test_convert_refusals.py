@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import errno
 import os
 import shutil
@@ -31,12 +32,11 @@ from checkpoints import (
 from models import float_tensors
 
 from slidesparse.calibrate.task import Calibration
-from slidesparse.checkpoint import storage
+from slidesparse.checkpoint import architectures, storage
 from slidesparse.checkpoint.inspection import inspect, verify
-from slidesparse.checkpoint.metadata import MetadataError
 from slidesparse.checkpoint.storage import CheckpointError
 from slidesparse.checkpoint.w8a8 import parse_block
-from slidesparse.errors import CalibrationError, EnvironmentFault
+from slidesparse.errors import CalibrationError, EnvironmentFault, SlideSparseError
 from slidesparse.pattern import PatternError
 from slidesparse.slide import bits
 
@@ -131,6 +131,36 @@ def test_options_that_cannot_be_used(
     refused(llama(tmp_path / "source"), *words, error=error, **options)
 
 
+ENDLESS = "(.*)*z$"
+
+
+@pytest.mark.parametrize("option", ["ignore", "skip", "layer", "linear"])
+def test_regexes_that_take_too_long(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, option: str) -> None:
+    monkeypatch.setattr(architectures, "SECONDS", 1.0)
+    value = {"layer": ["down_proj=8:10", f"{ENDLESS}=8:10"], "linear": ENDLESS}.get(
+        option, ["o_proj", ENDLESS]
+    )
+    refused(llama(tmp_path / "source"), f"--{option} {ENDLESS!r} takes more than 1 s", **{option: value})
+
+
+def test_regexes_of_sources_that_take_too_long(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(architectures, "SECONDS", 1.0)
+    source = w8a8(tmp_path / "source")
+    block = config_of(source)["quantization_config"]
+    block["ignore"] += [r"re:.*\.(lm_head|.*norm)$", f"re:{ENDLESS}", "re:(a|b)*"]
+    edit_json(source / "config.json", quantization_config=block)
+    refused(source, f"the source's ignore list: {ENDLESS!r} takes more than 1 s")
+
+
+@pytest.mark.parametrize(
+    ("regex", "fact"),
+    [("(" * 999, "(((...(("), ("a{99999999999}", "repetition"), ("a" * 1001, "at most 1000")],
+)
+def test_regexes_that_cannot_be_compiled(tmp_path: Path, regex: str, fact: str) -> None:
+    message = refused(llama(tmp_path / "source"), "--ignore", fact, ignore=[regex])
+    assert len(message) < 500
+
+
 def test_random_does_not_go_with_calibration(tmp_path: Path) -> None:
     calibration = Calibration("random")
     refused(
@@ -159,6 +189,17 @@ def test_modules_that_cannot_be_read(tmp_path: Path) -> None:
     source = llama(tmp_path / "source")
     (source / "modules.json").write_text('[{"name": "1"}]')
     refused(source, "modules.json")
+
+
+def test_modules_whose_weights_may_hold_code(tmp_path: Path) -> None:
+    source = llama(tmp_path / "source")
+    (source / "modules.json").write_text('[{"path": ""}, {"path": "2_Dense"}]')
+    (source / "2_Dense").mkdir()
+    (source / "2_Dense" / "pytorch_model.bin").write_bytes(b"a pickle")
+    refused(source, "2_Dense/pytorch_model.bin", "safe_serialization")
+    (source / "2_Dense" / MODEL).write_bytes(b"the same")
+    assert convert(source, tmp_path / "out").left_out == ("2_Dense/pytorch_model.bin",)
+    assert "2_Dense/model.safetensors" in snapshot(tmp_path / "out")
 
 
 def test_output_filled_meanwhile(tmp_path: Path) -> None:
@@ -235,26 +276,32 @@ KINDS: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
     "asymmetric": (lambda b: group(b, "input_activations").update(symmetric=False), "asymmetric activations"),
     "w8a16": (lambda b: b["config_groups"]["group_0"].update(input_activations=None), "W8A16"),
     "a16 float": (lambda b: group(b, "input_activations").update(type="float"), "another type"),
-    "w4": (lambda b: group(b, "weights").update(num_bits=4), "4-bit int"),
-    "block": (lambda b: group(b, "weights").update(strategy="block"), "per block"),
+    "w4": (lambda b: group(b, "weights").update(num_bits=4), "4-bit 'int'"),
+    "block": (lambda b: group(b, "weights").update(strategy="block"), "per 'block'"),
     "zero points": (lambda b: group(b, "weights").update(symmetric=False), "asymmetric or dynamic weights"),
     "outputs": (
         lambda b: b["config_groups"]["group_0"].update(output_activations={"num_bits": 8}),
         "outputs",
     ),
-    "groups": (second_group, "4-bit int weights in group_1"),
-    "no targets": (lambda b: b["config_groups"]["group_0"].pop("targets"), "no list of targets in group_0"),
+    "groups": (second_group, "4-bit 'int' weights in 'group_1'"),
+    "no targets": (lambda b: b["config_groups"]["group_0"].pop("targets"), "no list of targets in 'group_0'"),
     "bad target": (
         lambda b: b["config_groups"]["group_0"].update(targets=["re:mlp.(up"]),
-        "targets in group_0: 'mlp.(up'",
+        "targets: 'mlp.(up'",
     ),
     "no weights": (lambda b: b["config_groups"]["group_0"].update(weights=None), "no weights in group_0"),
     "bad block": (
         lambda b: group(b, "weights").update(strategy="block", block_structure=[128]),
-        "block_structure in group_0 [128]",
+        "block_structure in 'group_0' [128]",
     ),
-    "no groups": (lambda b: b.pop("config_groups"), "no config_groups"),
-    "bad weights": (lambda b: b["config_groups"]["group_0"].update(weights="int8"), "no objects in group_0"),
+    "no groups": (lambda b: b.pop("config_groups"), "config_groups None"),
+    "groups a list": (lambda b: b.update(config_groups=[1]), "config_groups [1]"),
+    "groups a text": (lambda b: b.update(config_groups="W8A8"), "config_groups 'W8A8'"),
+    "bits a list": (lambda b: group(b, "weights").update(num_bits=[8]), "[8]-bit"),
+    "bad weights": (
+        lambda b: b["config_groups"]["group_0"].update(weights="int8"),
+        "no objects in 'group_0'",
+    ),
     "bad sparsity": (lambda b: b.update(sparsity_config="dense, I think"), "'dense, I think'"),
     "bad group": (lambda b: b["config_groups"].update(group_0=3), "group_0"),
     "packed": (lambda b: b.update(format="pack-quantized"), "'pack-quantized'"),
@@ -262,7 +309,7 @@ KINDS: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
     "bitmask": (lambda b: b.update(sparsity_config={"format": "marlin-24"}), "marlin-24"),
     "packed group": (
         lambda b: b["config_groups"]["group_0"].update(format="pack-quantized"),
-        "'pack-quantized' in group_0",
+        "'pack-quantized' in 'group_0'",
     ),
     "rotated": (lambda b: b.update(transform_config={"config_groups": {}}), "transform_config"),
     "ignore": (lambda b: b.update(ignore="lm_head"), "ignore list"),
@@ -281,6 +328,19 @@ def test_w8a8_of_another_kind(tmp_path: Path) -> None:
         assert fact in str(error.value)
     edit_json(source / "config.json", quantization_config=block)  # the last of them
     refused(source, fact)
+
+
+def test_a_stamp_of_ours_is_not_copied(tmp_path: Path) -> None:
+    """It is what the plugin writes into the config, in memory."""
+    source = w8a8(tmp_path / "source")
+    block = config_of(source)["quantization_config"]
+    edit_json(
+        source / "config.json", quantization_config={**block, "slidesparse_serving": {"pattern": "4:6"}}
+    )
+    convert(source, tmp_path / "out")
+    convert(tmp_path / "out", tmp_path / "again", layout="slided")
+    for name in ("out", "again"):
+        assert "slidesparse_serving" not in config_of(tmp_path / name)["quantization_config"]
 
 
 def test_w8a8_that_contradicts_its_config(tmp_path: Path) -> None:
@@ -347,29 +407,96 @@ def test_violated_pattern(converted: Path, monkeypatch: pytest.MonkeyPatch) -> N
         assert "row 45, block 2 (columns from 16) has 8 non-zeros" in message
 
 
+def layer_of(block: dict[str, Any], name: str = Q) -> dict[str, Any]:
+    return block["slidesparse"]["layers"][name]
+
+
+# A lie in the quantization_config of a converted checkpoint, and the facts that each command names
 METADATA: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
     "absent layer": (
         lambda b: b["slidesparse"]["layers"].update(ghost={"pattern": "6:8", "in_features": 64}),
         "no tensor ghost.weight",
     ),
-    "another size": (lambda b: b["slidesparse"]["layers"][Q].update(in_features=72), "72 in-features"),
+    "another size": (lambda b: layer_of(b).update(in_features=72), "72 in-features"),
+    "infinite": (lambda b: layer_of(b).update(in_features=float("inf")), f"{Q!r}: in_features is inf"),
     "no layer": (lambda b: b["slidesparse"].update(layers={}), "lists no layer"),
-    "newer": (lambda b: b["slidesparse"].update(version=99), "version is 99"),
-    "none": (
-        lambda b: (b.pop("slidesparse"), b.update(quant_method="slidesparse")),
-        "'slidesparse' but has no",
+    "newer": (lambda b: b["slidesparse"].update(version=99), "version: found 99"),
+    "groups a list": (lambda b: b.update(config_groups=[]), "config_groups []"),
+    "another type": (lambda b: group(b, "weights").update(type="float"), "activations of another type"),
+    "another scale": (lambda b: group(b, "weights").update(strategy="tensor"), "scales per tensor"),
+    "embedding": (
+        lambda b: b["slidesparse"]["layers"].update(
+            {"model.embed_tokens": {"pattern": "6:8", "in_features": 64}}
+        ),
+        "model.embed_tokens.weight is BF16",
     ),
+}
+SLIDED = {
+    "another pattern": (lambda b: layer_of(b).update(pattern="8:10"), f"{Q}.weight has shape [64, 96]"),
+    "unlisted": (
+        lambda b: b["slidesparse"]["layers"].pop(DOWN),
+        f"{DOWN}.weight, which they do not list, has 132",
+    ),
+    "another layout": (lambda b: b["slidesparse"].update(layout="dense"), "in the dense layout have"),
+}
+DENSE = {
+    "another layout": (lambda b: b["slidesparse"].update(layout="slided"), "in the slided layout have"),
 }
 
 
-@pytest.mark.parametrize("name", METADATA)
-def test_metadata_that_do_not_fit(converted: Path, name: str) -> None:
+def commands_refuse(folder: Path, fact: str) -> None:
+    """`convert`, `inspect` and `verify`, with the same words."""
+    message = refused(folder, fact, error=SlideSparseError)
+    assert "\n" not in message
+    for read in (inspect, lambda folder: verify(folder, folder)):
+        with pytest.raises(SlideSparseError) as caught:
+            read(folder)
+        assert fact in str(caught.value)
+
+
+@pytest.mark.parametrize("layout", ["dense", "slided"])
+def test_metadata_that_do_not_fit(tmp_path: Path, layout: str) -> None:
+    source = llama(tmp_path / "source")
+    convert(source, tmp_path / "out0", layout=layout)
+    good = config_of(tmp_path / "out0")["quantization_config"]
+    for change, fact in [*METADATA.values(), *(SLIDED if layout == "slided" else DENSE).values()]:
+        block = copy.deepcopy(good)
+        change(block)
+        edit_json(tmp_path / "out0" / "config.json", quantization_config=block)
+        commands_refuse(tmp_path / "out0", fact)
+
+
+def test_no_metadata_at_all(converted: Path) -> None:
     block = config_of(converted)["quantization_config"]
-    change, fact = METADATA[name]
-    change(block)
-    edit_json(converted / "config.json", quantization_config=block)
-    refused(converted, fact, error=MetadataError if name == "newer" else CheckpointError)
-    if name == "another size":
-        for read in (inspect, lambda folder: verify(folder, folder)):
-            with pytest.raises(CheckpointError, match=fact):
-                read(converted)
+    del block["slidesparse"]
+    edit_json(converted / "config.json", quantization_config={**block, "quant_method": "slidesparse"})
+    refused(converted, "'slidesparse' but has no")
+
+
+@pytest.mark.parametrize(
+    ("tensor", "become", "fact"),
+    [
+        ("weight", None, f"no tensor {Q}.weight"),
+        ("weight", torch.bfloat16, f"{Q}.weight is BF16"),
+        ("weight_scale", None, f"no tensor {Q}.weight_scale"),
+        ("weight_scale", torch.int8, f"{Q}.weight_scale is I8"),
+        ("weight_scale", float("nan"), f"{Q}.weight_scale holds NaN"),
+        ("weight_scale", float("inf"), f"{Q}.weight_scale holds"),
+        ("weight_scale", -0.5, f"{Q}.weight_scale holds NaN, Inf or negative"),
+    ],
+)
+def test_tensors_that_are_missing_or_no_numbers(converted: Path, tensor: str, become: Any, fact: str) -> None:
+    tensors, name = tensors_of(converted), f"{Q}.{tensor}"
+    if become is None:
+        del tensors[name]
+    elif isinstance(become, float):
+        tensors[name][3] = become
+    else:
+        tensors[name] = tensors[name].to(become)
+    write(converted, config_of(converted), tensors)
+    commands_refuse(converted, fact)
+
+
+def test_sizes_that_contradict_the_model(converted: Path) -> None:
+    edit_json(converted / "config.json", intermediate_size=80)
+    commands_refuse(converted, f"metadata of {DOWN} say 88 in-features, the sizes in config.json 80")

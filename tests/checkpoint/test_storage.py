@@ -11,7 +11,19 @@ from typing import Any
 
 import pytest
 import torch
-from checkpoints import INDEX, MODEL, Q, convert, edit_header, edit_json, llama, snapshot, tensors_of, write
+from checkpoints import (
+    INDEX,
+    MODEL,
+    Q,
+    convert,
+    edit_header,
+    edit_json,
+    llama,
+    refused,
+    snapshot,
+    tensors_of,
+    write,
+)
 from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load, save_file
@@ -105,15 +117,41 @@ def test_bits_of_rows_survive(tmp_path: Path) -> None:
         assert_same_bits(reader.rows("x", slice(0, 1)), weight)
 
 
-def test_symbolic_links_to_files_are_followed(tmp_path: Path) -> None:
-    """A download cache keeps its files elsewhere and links to them."""
-    source = llama(tmp_path / "source")
-    (tmp_path / "blobs").mkdir()
-    (source / MODEL).rename(tmp_path / "blobs" / "0123")
-    (source / MODEL).symlink_to("../blobs/0123")
+@pytest.mark.parametrize("shared", [False, True])
+def test_links_in_a_download_cache_are_followed(tmp_path: Path, shared: bool) -> None:
+    """It keeps its files in ``blobs`` of the repository, or those links to ``blobs`` of the whole cache."""
+    repository = tmp_path / "models--org--name"
+    source = llama(repository / "snapshots" / "abc")
+    blobs = tmp_path / "blobs" / "01" if shared else repository / "blobs"
+    for number, path in enumerate(sorted(source.iterdir())):
+        for folder in (blobs, repository / "blobs"):
+            folder.mkdir(parents=True, exist_ok=True)
+        path.rename(blobs / f"{number}")
+        if shared:
+            (repository / "blobs" / f"{number}").symlink_to(f"../../blobs/01/{number}")
+        path.symlink_to(f"../../blobs/{number}")
     convert(source, tmp_path / "out")
-    assert not (tmp_path / "out" / MODEL).is_symlink()
+    assert set(snapshot(tmp_path / "out")) == {"config.json", "tokenizer.json", MODEL}
+    assert not any(path.is_symlink() for path in (tmp_path / "out").iterdir())
     assert verify(tmp_path / "out", tmp_path / "out").equal
+
+
+@pytest.mark.parametrize("name", ["config.json", MODEL])
+@pytest.mark.parametrize("place", ["elsewhere", "models--org--other/blobs"])
+def test_links_out_of_the_folder_are_not_followed(tmp_path: Path, name: str, place: str) -> None:
+    source = llama(tmp_path / "models--org--name" / "snapshots" / "abc")
+    (tmp_path / place).mkdir(parents=True)
+    (source / name).rename(tmp_path / place / name)
+    (source / name).symlink_to(tmp_path / place / name)
+    refused(source, f"{source / name} is a link out of its folder, to {tmp_path / place / name}")
+
+
+def test_links_within_the_folder_are_followed(tmp_path: Path) -> None:
+    source = llama(tmp_path / "source")
+    (source / "below").mkdir()
+    (source / MODEL).rename(source / "below" / MODEL)
+    (source / MODEL).symlink_to(f"below/{MODEL}")
+    convert(source, tmp_path / "out")
 
 
 # Damage: what is done to a checkpoint of three shards, or of one, and the fact that the error must name
@@ -153,10 +191,44 @@ def truncate(size: int) -> Callable[[Path], None]:
     return lambda source: os.truncate(source / SHARD, size)
 
 
+def deep(path: Path) -> None:
+    path.write_text('{"a":' + "[" * 100_000 + "]" * 100_000 + "}")
+
+
+def folder(path: Path) -> None:
+    path.unlink()
+    path.mkdir()
+
+
+def pipe(path: Path) -> None:
+    """Reading it would wait for a writer."""
+    path.unlink()
+    os.mkfifo(path)
+
+
 SHARDED: dict[str, tuple[Callable[[Path], Any], str]] = {
     "no config": (lambda source: (source / "config.json").unlink(), "config.json"),
     "config no JSON": (lambda source: (source / "config.json").write_text("{"), "config.json"),
-    "config a list": (lambda source: (source / "config.json").write_text("[]"), "found list"),
+    "config a list": (lambda source: (source / "config.json").write_text("[]"), "found []"),
+    "config too deep": (lambda source: deep(source / "config.json"), "nested too deeply"),
+    "config a number of 5000 digits": (
+        lambda source: (source / "config.json").write_text(f'{{"a": {"9" * 5000}}}'),
+        "4300 digits",
+    ),
+    "config half a pair": (
+        lambda source: (source / "config.json").write_text('{"a": "\\ud800"}'),
+        "surrogate",
+    ),
+    "config a folder": (lambda source: folder(source / "config.json"), "config.json is not a file"),
+    "config a pipe": (lambda source: pipe(source / "config.json"), "config.json is not a file"),
+    "config too large": (
+        lambda source: os.truncate(source / "config.json", storage.JSON_LIMIT + 1),
+        f"at most {storage.JSON_LIMIT} are read",
+    ),
+    "index too deep": (lambda source: deep(source / INDEX), "nested too deeply"),
+    "no file name": (lambda source: places(source, ghost="a\nb.safetensors"), "names no file"),
+    "file name too long": (lambda source: places(source, ghost="a" * 300 + ".safetensors"), "names no file"),
+    "shard a pipe": (lambda source: pipe(source / SHARD), f"{SHARD}"),
     "no index": (lambda source: (source / INDEX).unlink(), f"no {INDEX}"),
     "index no JSON": (lambda source: (source / INDEX).write_text("{"), INDEX),
     "no map": (lambda source: edit_json(source / INDEX, weight_map=None), "weight_map"),
@@ -179,9 +251,27 @@ ENTRY = f"{Q}.weight".replace(".", "__")
 SINGLE: dict[str, tuple[Callable[[Path], Any], str]] = {
     "no weights": (lambda source: (source / MODEL).rename(source / "pytorch_model.bin"), "pytorch_model.bin"),
     "a pointer": (lambda source: (source / MODEL).write_text("version https://git-lfs\noid x\n"), "LFS"),
-    "header a list": (lambda source: edit_header(source / MODEL, "[1]"), "list"),
+    "header a list": (lambda source: edit_header(source / MODEL, "[1]"), "found [1]"),
     "header no JSON": (lambda source: edit_header(source / MODEL, "{"), MODEL),
     "a name twice": (lambda source: edit_header(source / MODEL, '{"a": {}, "a": {}}'), "'a' appears twice"),
+    "header too deep": (
+        lambda source: edit_header(source / MODEL, '{"a":' * 100_000),
+        "nested too deeply",
+    ),
+    "name of two lines": (lambda source: edit_header(source / MODEL, '{"a\\nb": {}}'), "'a\\nb'"),
+    "name half a pair": (lambda source: edit_header(source / MODEL, '{"\\ud800": {}}'), "printable"),
+    "empty and endless": (
+        lambda source: edit_header(source / MODEL, **{ENTRY: {"shape": [2**62, 0]}}),
+        "whole numbers from 0 to",
+    ),
+    "many dimensions": (
+        lambda source: edit_header(source / MODEL, **{ENTRY: {"shape": [1] * 9}}),
+        "at most 8",
+    ),
+    "shape a text": (lambda source: edit_header(source / MODEL, **{ENTRY: {"shape": "64"}}), "at most 8"),
+    "shape of yes": (lambda source: edit_header(source / MODEL, **{ENTRY: {"shape": [True, 64]}}), "True"),
+    "notes a text": (lambda source: edit_header(source / MODEL, '{"__metadata__": "x"}'), "__metadata__"),
+    "a note a number": (lambda source: edit_header(source / MODEL, '{"__metadata__": {"a": 1}}'), "of texts"),
     "entry no object": (lambda source: edit_header(source / MODEL, '{"a": 3}'), MODEL),
     "unknown dtype": (lambda source: edit_header(source / MODEL, **{ENTRY: {"dtype": "F4"}}), "'F4'"),
     "too few bytes": (lambda source: edit_header(source / MODEL, **{ENTRY: {"shape": [3, 3]}}), "18 bytes"),
@@ -190,7 +280,7 @@ SINGLE: dict[str, tuple[Callable[[Path], Any], str]] = {
     "no offsets": (lambda source: edit_header(source / MODEL, **{ENTRY: {"data_offsets": None}}), MODEL),
     "quantization no object": (
         lambda source: edit_json(source / "config.json", quantization_config="int8"),
-        "found str",
+        "found 'int8'",
     ),
 }
 
@@ -206,6 +296,12 @@ def test_damage_is_named(tmp_path: Path, name: str) -> None:
         Checkpoint.open(source).quantization_config()
     assert fact in str(error.value)
     assert snapshot(source) == before
+
+
+def test_empty_tensors_are_read_at_once() -> None:
+    """Not in chunks of rows that hold nothing."""
+    assert len(list(TensorSpec("t", "F32", (2**40, 0)).chunks())) == 1
+    assert list(TensorSpec("t", "F32", (0, 5)).chunks()) == []
 
 
 def test_no_folder(tmp_path: Path) -> None:

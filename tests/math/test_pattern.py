@@ -81,7 +81,15 @@ def test_any_text_is_read_or_refused_as_a_pattern_error(text: str) -> None:
     assert SlidePattern.parse(pattern.ratio) == SlidePattern.parse(pattern.flag) == pattern
 
 
-@pytest.mark.parametrize("length", [-2, 0, 2, 3, 7])
+@pytest.mark.parametrize("text", ["6" * 5000 + ":8", "6:" + "8" * 5000, "2_4098", "9999999998:10000000000"])
+def test_patterns_have_a_longest_block(text: str) -> None:
+    assert SlidePattern.parse("2_4096").length == 4096
+    with pytest.raises(PatternError) as error:
+        SlidePattern.parse(text)
+    assert len(str(error.value)) < 400
+
+
+@pytest.mark.parametrize("length", [-2, 0, 2, 3, 7, 4098])
 def test_the_constructor_refuses_lengths_without_windows(length: int) -> None:
     with pytest.raises(PatternError, match=str(length)):
         SlidePattern(length)

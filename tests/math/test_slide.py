@@ -12,6 +12,7 @@ from torch import Tensor
 from slidesparse.pattern import PatternError, SlidePattern
 from slidesparse.slide import (
     CHUNK_ELEMENTS,
+    is_slided,
     is_two_four,
     lift,
     obeys,
@@ -58,6 +59,35 @@ def literal_slide(w: Tensor, pattern: SlidePattern, phase: int) -> list[list[int
 def test_unslide_undoes_slide_bit_for_bit(case: Case) -> None:
     pattern, phase, w = case
     assert_same_bits(unslide(slide(w, pattern, phase), pattern, w.shape[1], phase), w)
+
+
+@given(cases())
+def test_what_is_slided_is_known_as_such(case: Case) -> None:
+    pattern, phase, w = case
+    assert is_slided(slide(w, pattern, phase), pattern.layout(w.shape[1], phase))
+
+
+def test_a_weight_in_two_windows_or_in_none() -> None:
+    layout = SIX_EIGHT.layout(22)  # padded with two columns to 24, [3 blocks, 3 windows, 4]
+    slided = torch.zeros(2, 36, dtype=torch.int8)
+    for first, second in [(2, 4), (7, 9), (26, 28)]:
+        slided[1] = 0
+        slided[1, first] = 1
+        assert is_slided(slided, layout)
+        slided[1, second] = 1
+        assert not is_slided(slided, layout)
+    for outside in (34, 35):
+        slided[1] = 0
+        slided[1, outside] = 1
+        assert not is_slided(slided, layout)
+
+
+def test_weights_that_were_slided_by_another_pattern_of_equal_width() -> None:
+    other, w = SlidePattern.parse("18:20"), torch.ones(1, 20, dtype=torch.int8)
+    w[0, ::4] = 0
+    slided = slide(w, SIX_EIGHT)
+    assert other.layout(20).slided == slided.shape[1]
+    assert not is_slided(slided, other.layout(20))
 
 
 @given(cases())

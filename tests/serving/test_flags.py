@@ -216,5 +216,5 @@ class TestResolve:
 
         config = _config()
         config[KEY]["version"] = 2  # type: ignore[index]
-        with pytest.raises(MetadataError, match="version is 2, this slidesparse reads 1; upgrade"):
+        with pytest.raises(MetadataError, match="version: found 2, this slidesparse reads 1; upgrade"):
             resolve(config, Flags(), False)

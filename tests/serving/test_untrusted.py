@@ -130,6 +130,27 @@ def test_a_slided_layer_that_the_metadata_lacks(
 
 
 @pytest.mark.parametrize("layout", ["dense", "slided"])
+def test_in_features_that_are_not_the_models(
+    zygote: Zygote, made: dict[str, Path], tmp_path: Path, layout: str
+) -> None:
+    block = copy.deepcopy(quantization(made[layout])["slidesparse"])
+    block["layers"][DOWN]["in_features"] = QWEN.intermediate + 1
+    model = edited(made[layout], tmp_path / "out", {}, {"slidesparse": block})
+    refused(zygote, model, {}, f"{DOWN}: the metadata say {QWEN.intermediate + 1} in-features, the model has")
+
+
+def test_slided_weights_that_are_the_form_of_none(
+    zygote: Zygote, made: dict[str, Path], tmp_path: Path
+) -> None:
+    """A weight stands in two windows, each of which is 2:4."""
+    weight = load_file(made["slided"] / "model.safetensors")[f"{DOWN}.weight"]
+    weight[3, :12] = 0
+    weight[3, 2] = weight[3, 4] = 1
+    model = edited(made["slided"], tmp_path / "out", {f"{DOWN}.weight": weight}, {})
+    refused(zygote, model, {}, f"{DOWN}: a weight stands in two windows")
+
+
+@pytest.mark.parametrize("layout", ["dense", "slided"])
 @pytest.mark.parametrize(
     ("tensor", "become", "words"),
     [
@@ -139,18 +160,24 @@ def test_a_slided_layer_that_the_metadata_lacks(
         ("weight_scale", float("inf"), "weight_scale holds NaN"),
         ("weight_scale", -0.5, "weight_scale holds NaN, Inf or negative"),
         ("weight", torch.bfloat16, "holds torch.bfloat16 weights"),
+        ("bias", None, "lacks its bias: 2 of its 3 parts"),
+        ("weight_scale", slice(31), "weight_scale of shape [31, 1] does not fit the layer"),
+        ("weight", slice(31), "weight of shape [31,"),
     ],
 )
 def test_tensors_that_are_missing_or_no_numbers(
     zygote: Zygote, made: dict[str, Path], tmp_path: Path, layout: str, tensor: str, become: Any, words: str
 ) -> None:
-    layer = "model.layers.1.self_attn.k_proj" if tensor == "weight" else DOWN
+    in_qkv = tensor != "weight_scale"
+    layer = "model.layers.1.self_attn.k_proj" if in_qkv else DOWN
     found = load_file(made[layout] / "model.safetensors")[f"{layer}.{tensor}"]
     if isinstance(become, float):
         found[3] = become
+    if isinstance(become, slice):
+        found, become = found[become].contiguous(), found.dtype
     other = None if become is None else found.to(become) if isinstance(become, torch.dtype) else found
     model = edited(made[layout], tmp_path / "out", {f"{layer}.{tensor}": other}, {})
-    vllms_name = "model.layers.1.self_attn.qkv_proj" if tensor == "weight" else DOWN
+    vllms_name = "model.layers.1.self_attn.qkv_proj" if in_qkv else DOWN
     refused(zygote, model, {}, vllms_name, words)
 
 

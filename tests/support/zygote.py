@@ -46,7 +46,8 @@ class Request:
     model: str
     env: dict[str, str] = field(default_factory=dict)
     options: dict[str, Any] = field(default_factory=dict)  # of vllm.LLM
-    task: str = "generate"  # or "config_hash", "strip_env", or another one of engine_tasks.TASKS
+    # or "config_hash", "strip_env", "damaged" (`fuzz_serving.run`, without an engine), or one of engine_tasks.TASKS
+    task: str = "generate"
     work: dict[str, Any] = field(default_factory=dict)  # what the task takes
     pretend_cuda: bool = False  # resolve as on a machine with a GPU
     pieces: bool = False  # compile as on a machine with a GPU: by vLLM's own backend, cut at attentions
@@ -162,6 +163,10 @@ def _run(request: Request) -> Answer:
         _compile_in_pieces()
     if request.task == "config_hash":
         return Answer(config_hash=_config(request).compute_hash())
+    if request.task == "damaged":
+        import fuzz_serving
+
+        return Answer(data=fuzz_serving.run(**request.work))
     make = _engine_without_flags if request.task == "strip_env" else _engine
     found = engine_tasks.TASKS[request.task](make(request), request.work)
     return Answer(found.pop("error", ""), "", found.pop("tokens", []), found.pop("logprobs", []), data=found)

@@ -1,0 +1,38 @@
+"""Models by their id on the Hugging Face Hub, such as ``org/name``."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from slidesparse.checkpoint.storage import SIDE_NAMES, SIDE_SUFFIXES, SUFFIX, CheckpointError
+from slidesparse.errors import EnvironmentFault
+
+_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+
+
+def local_folder(model: str) -> Path:
+    """Return the folder of a model: itself where it is one, else what the Hub's cache has, or downloads, by that id.
+
+    Only files that a conversion reads or copies are downloaded.  With HF_HUB_OFFLINE=1 the cache must have the model.
+    Raises CheckpointError for a model that cannot be had, EnvironmentFault without the library.
+    """
+    folder = Path(model)
+    if folder.exists() or not _ID.fullmatch(model):
+        return folder
+    try:
+        from huggingface_hub import snapshot_download
+    except ImportError as error:
+        raise EnvironmentFault(
+            f"{model} is no folder here; as a model of the Hugging Face Hub it needs the package huggingface_hub, "
+            f"which cannot be imported ({error}): pip install huggingface_hub"
+        ) from error
+    kinds = [f"*{suffix}" for suffix in (SUFFIX, *SIDE_SUFFIXES)] + [f"{name}*" for name in SIDE_NAMES]
+    try:
+        return Path(snapshot_download(model, allow_patterns=kinds, ignore_patterns=["consolidated*"]))
+    except Exception as error:  # of the library, of its HTTP client, of the file system
+        reason = " ".join(str(error).split())
+        raise CheckpointError(
+            f"{model} is no folder here, and cannot be had from the Hugging Face Hub ({type(error).__name__}: "
+            f"{reason}); give a folder, or for a model that needs permission: hf auth login"
+        ) from error

@@ -1,0 +1,43 @@
+"""A short run of the fuzzer; ``tests/support/fuzz.py --count 5000`` is a long one."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import fuzz
+import pytest
+
+from slidesparse.errors import SlideSparseError
+
+
+def found(first: int, count: int) -> tuple[list[str], dict[str, int]]:
+    """What is wrong, and how often each outcome came."""
+    defects: list[str] = []
+    counts = fuzz.run(first, count, lambda case, done, wrong: defects.append(f"case {case}, {done}: {wrong}"))
+    return defects, counts
+
+
+def test_damaged_checkpoints_are_refused_or_read_right() -> None:
+    defects, counts = found(0, 200)
+    assert defects == []
+    for outcome in ("ok", "violations", "error"):
+        assert counts[f"inspect: {outcome}"] > 2
+    for outcome in ("equal", "different", "error"):
+        assert counts[f"verify: {outcome}"] > 2
+    assert counts["convert: ok"] > 20
+
+
+@pytest.mark.parametrize(
+    ("wrong", "words"),
+    [
+        (lambda: {}["x"], "KeyError"),
+        (lambda: bytearray(2 << 30), "MemoryError"),
+        (lambda: time.sleep(5), "it takes more than 0.1 s"),
+        (lambda: (_ for _ in ()).throw(SlideSparseError("two\nlines")), "no clear line"),
+    ],
+)
+def test_the_fuzzer_sees_what_it_looks_for(monkeypatch: pytest.MonkeyPatch, wrong: Any, words: str) -> None:
+    monkeypatch.setattr(fuzz, "SECONDS", 0.1)
+    with pytest.raises(fuzz.Defect, match=words):
+        fuzz.outcome(wrong)

@@ -1,0 +1,87 @@
+"""Models by their id on the Hub, from a cache folder that is made here."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from checkpoints import llama, snapshot
+from typer.testing import CliRunner
+
+from slidesparse.checkpoint.hub import local_folder
+from slidesparse.cli.main import app
+from slidesparse.errors import EnvironmentFault
+
+REVISION = "0123456789abcdef0123456789abcdef01234567"
+constants = pytest.importorskip("huggingface_hub.constants")
+
+
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A cache with the model ``org/name``, laid out as the Hub's library does; no network."""
+    folder = tmp_path / "hub"
+    model = folder / "models--org--name"
+    made = llama(model / "snapshots" / REVISION)
+    (model / "blobs").mkdir()
+    for number, path in enumerate(sorted(made.iterdir())):
+        path.rename(model / "blobs" / f"{number}")
+        path.symlink_to(f"../../blobs/{number}")
+    (model / "refs").mkdir()
+    (model / "refs" / "main").write_text(REVISION)
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(folder))
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    monkeypatch.chdir(tmp_path)
+    return folder
+
+
+def test_convert_takes_an_id(cache: Path, tmp_path: Path) -> None:
+    """As a user runs it."""
+    before = snapshot(cache)
+    environment = {**os.environ, "HF_HUB_CACHE": str(cache), "HF_HUB_OFFLINE": "1"}
+    command = [sys.executable, "-m", "slidesparse.cli.main", "convert", "org/name", "out", "-s", "6:8"]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+    assert set(snapshot(tmp_path / "out")) == {"config.json", "model.safetensors", "tokenizer.json"}
+    assert snapshot(cache) == before
+
+
+def test_inspect_takes_an_id(cache: Path) -> None:
+    done = CliRunner().invoke(app, ["inspect", "org/name", "--json"])
+    assert done.exit_code == 0, done.output
+    assert len(json.loads(done.stdout)["layers"]) == 14
+
+
+def test_a_folder_wins(cache: Path, tmp_path: Path) -> None:
+    assert local_folder("org/name").is_relative_to(cache)
+    (tmp_path / "org" / "name").mkdir(parents=True)
+    assert local_folder("org/name") == Path("org/name")
+
+
+@pytest.mark.parametrize("command", [["inspect", "org/other"], ["convert", "org/other", "out", "-s", "6:8"]])
+def test_a_model_that_cannot_be_had(cache: Path, command: list[str]) -> None:
+    done = CliRunner().invoke(app, command)
+    assert done.exit_code == 2
+    assert "org/other is no folder here, and cannot be had from the Hugging Face Hub (" in done.stderr
+    assert len(done.stderr.strip().splitlines()) == 1
+
+
+def test_a_model_that_is_not_whole(cache: Path) -> None:
+    (cache / "models--org--name" / "snapshots" / REVISION / "model.safetensors").unlink()
+    done = CliRunner().invoke(app, ["inspect", "org/name"])
+    assert done.exit_code == 2
+    assert "holds no .safetensors file" in done.stderr
+
+
+@pytest.mark.parametrize("name", ["name", "a/b/c", "/a/b", "../b", "org/name\n", "-org/name"])
+def test_other_words_are_folders(cache: Path, name: str) -> None:
+    assert local_folder(name) == Path(name)
+
+
+def test_without_the_library(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "huggingface_hub", None)
+    with pytest.raises(EnvironmentFault, match="pip install huggingface_hub"):
+        local_folder("org/name")

@@ -1,0 +1,462 @@
+"""Damage tiny converted checkpoints at random, by a seed, and see what becomes of them: ``fuzz.py --help``.
+
+The outcome of a command must be a result that is right, or one clear line of an error of ours.  Anything else (another
+exception, too long, too much memory, a wrong result) is a `Defect`, which is printed with the number of its case.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import resource
+import shutil
+import signal
+import struct
+import sys
+import tempfile
+import time
+import traceback
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from checkpoints import INDEX, config_of, convert, tensors_of, write
+from models import Decoder, float_tensors
+from safetensors.torch import load_file
+
+from slidesparse.checkpoint import output, storage
+from slidesparse.checkpoint.inspection import inspect, verify
+from slidesparse.checkpoint.metadata import LAYOUTS, Metadata
+from slidesparse.errors import SlideSparseError
+from slidesparse.slide import lift
+
+TINY = Decoder("LlamaForCausalLM", hidden=64, intermediate=80, heads=2, kv_heads=1, layers=1, vocabulary=64)
+KINDS = [(layout, quant, shards) for layout in LAYOUTS for quant in ("int8", "fp8") for shards in (1, 2)]
+SECONDS = 20.0  # that a command may take on a busy machine; it takes some hundredths of one
+MEMORY = 1 << 30  # bytes that it may ask for
+LONGEST_LINE = 1500
+
+DEEP = "deep"  # stands for a value nested too deeply for json.dumps
+NASTY: list[Any] = [
+    *(None, True, False, 0, 1, -1, 7, 2**31, 2**63, 10**400, 0.5, -0.0, 1e308),
+    *(
+        float("inf"),
+        float("nan"),
+        "",
+        "x",
+        "6:8",
+        "8:10",
+        "2_inf",
+        "4:6",
+        "9998:10000",
+        "slided",
+        "dense",
+        "int8",
+    ),
+    *(
+        "x" * 3000,
+        "\ud800",
+        "a\nb",
+        "\x1b[31m",
+        "../x.safetensors",
+        "/etc/passwd",
+        "model.safetensors",
+        "re:(.*)*z$",
+    ),
+    *([], {}, [1], [[]], {"a": 1}, ["re:(a|a)*"], [None], {"": {}}, [0, 0], [64, 96], [2**62, 0], DEEP),
+    *("compressed-tensors", "slidesparse", "I8", "F8_E4M3", "BF16", "F32", "channel", "tensor", "block"),
+]
+
+
+class Defect(Exception):  # noqa: N818  a finding, not a fault
+    """What must never happen."""
+
+
+# Damage
+
+
+def _places(value: Any, above: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+    """The paths to all that a JSON value holds."""
+    items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    for key, inner in items:
+        yield (*above, key)
+        yield from _places(inner, (*above, key))
+
+
+def damage_json(document: Any, rng: random.Random, below: tuple[Any, ...] = ()) -> str:
+    """Change one place of a document, below a path; returns what."""
+    places = [place for place in _places(document) if place[: len(below)] == below]
+    if not places:
+        return "nothing"
+    place = rng.choice(places)
+    holder = document
+    for key in place[:-1]:
+        holder = holder[key]
+    key, how = place[-1], rng.randrange(6)
+    if how == 0:
+        del holder[key]
+        return f"remove {place}"
+    if how == 1 and isinstance(holder, dict):
+        new = rng.choice(
+            ["", "x", "slidesparse", "\ud800", "a\nb", str(key).upper(), str(key) + "x", "lm_head"]
+        )
+        holder[new] = holder.pop(key)
+        return f"rename {place} to {new!r}"
+    if how == 2:
+        other = rng.choice(places)
+        source: Any = document
+        for step in other:
+            source = source[step]
+        holder[key] = json.loads(json.dumps(source))
+        return f"{place} as {other}"
+    if how == 3 and type(holder[key]) in (int, float):
+        holder[key] += rng.choice([-1, 1, 8, -8, 64])
+        return f"{place} {holder[key]}"
+    holder[key] = rng.choice(NASTY)
+    return f"{place} {str(holder[key])[:40]!r}"
+
+
+def _dump(document: Any) -> bytes:
+    return json.dumps(document).replace(f'"{DEEP}"', "[" * 50_000 + "]" * 50_000).encode()
+
+
+def damage_bytes(raw: bytes, rng: random.Random) -> tuple[bytes, str]:
+    """Flip, cut, insert, or repeat some bytes."""
+    at, how = rng.randrange(len(raw) + 1), rng.randrange(5)
+    if how == 0:
+        return raw[:at], f"cut at {at}"
+    if how == 1:
+        return raw[:at] + rng.randbytes(rng.randint(1, 9)) + raw[at:], f"insert at {at}"
+    if how == 2:
+        return raw + raw[:at], f"append {at}"
+    changed = bytearray(raw)
+    for _ in range(rng.randint(1, 4)):
+        if changed:
+            changed[rng.randrange(len(changed))] ^= 1 << rng.randrange(8)
+    return bytes(changed), "flip bits"
+
+
+def _config(folder: Path, rng: random.Random) -> str:
+    return _json_file(folder / "config.json", rng)
+
+
+def _metadata(folder: Path, rng: random.Random) -> str:
+    return _json_file(folder / "config.json", rng, ("quantization_config", "slidesparse"))
+
+
+def _quantization(folder: Path, rng: random.Random) -> str:
+    return _json_file(folder / "config.json", rng, ("quantization_config",))
+
+
+def _index(folder: Path, rng: random.Random) -> str:
+    path = folder / INDEX
+    return _json_file(path, rng) if path.exists() else _config(folder, rng)
+
+
+def _json_file(path: Path, rng: random.Random, below: tuple[Any, ...] = ()) -> str:
+    document = json.loads(path.read_bytes())
+    found = " and ".join(damage_json(document, rng, below) for _ in range(rng.choice([1, 1, 1, 2, 3])))
+    path.write_bytes(_dump(document))
+    return f"{path.name}: {found}"
+
+
+def _text(folder: Path, rng: random.Random) -> str:
+    path = rng.choice([path for path in sorted(folder.iterdir()) if path.suffix == ".json"])
+    raw, found = damage_bytes(path.read_bytes(), rng)
+    path.write_bytes(raw)
+    return f"{path.name}: {found}"
+
+
+def _shard(folder: Path, rng: random.Random) -> Path:
+    return rng.choice(sorted(folder.glob("*.safetensors")))
+
+
+def _header(folder: Path, rng: random.Random) -> str:
+    path = _shard(folder, rng)
+    raw = path.read_bytes()
+    length = struct.unpack("<Q", raw[:8])[0]
+    header = json.loads(raw[8 : 8 + length])
+    if rng.random() < 0.3:  # two tensors change places, or names
+        one, two = rng.sample([name for name in header if name != "__metadata__"], 2)
+        what = rng.choice(["data_offsets", "shape", "dtype"])
+        header[one][what], header[two][what] = header[two][what], header[one][what]
+        found = f"{one} and {two} change {what}"
+    else:
+        found = damage_json(header, rng)
+    text = _dump(header)
+    path.write_bytes(struct.pack("<Q", len(text)) + text + raw[8 + length :])
+    return f"{path.name}: header: {found}"
+
+
+def _header_bytes(folder: Path, rng: random.Random) -> str:
+    path = _shard(folder, rng)
+    raw = path.read_bytes()
+    end = 8 + struct.unpack("<Q", raw[:8])[0]
+    start = rng.choice([0, 8])
+    changed, found = damage_bytes(raw[start:end], rng)
+    path.write_bytes(raw[:start] + changed + raw[end:])
+    return f"{path.name}: header: {found}"
+
+
+def _data(folder: Path, rng: random.Random) -> str:
+    path = _shard(folder, rng)
+    raw = bytearray(path.read_bytes())
+    start = 8 + struct.unpack("<Q", raw[:8])[0]
+    count = rng.choice([1, 1, 4, 100])
+    for _ in range(count):
+        raw[rng.randrange(start, len(raw))] ^= 1 << rng.randrange(8)
+    if rng.random() < 0.2:
+        raw = raw[: rng.randrange(len(raw))]
+    path.write_bytes(bytes(raw))
+    return f"{path.name}: {count} bits of data, {len(raw)} bytes"
+
+
+def _tensor(folder: Path, rng: random.Random) -> str:
+    """Another value, type or shape of one tensor, or none, in files that fit together."""
+    config, tensors = config_of(folder), tensors_of(folder)
+    name = rng.choice(sorted(tensors))
+    tensor, how = tensors[name].clone(), rng.randrange(7)
+    if how == 0:
+        del tensors[name]
+    elif how == 1:
+        tensors[name] = tensor.float().to(
+            rng.choice([torch.int8, torch.bfloat16, torch.float32, torch.int32])
+        )
+    elif how == 2:
+        tensors[name] = tensor[..., : rng.randrange(tensor.shape[-1])].clone()
+    elif how == 3:
+        tensors[name] = tensor[: rng.randrange(len(tensor))].clone()
+    elif how == 4:
+        tensors[name] = tensor.unsqueeze(rng.choice([0, -1])).contiguous()
+    elif how == 5:
+        tensors[rng.choice(["x", "lm_head.weight", name + "_scale", name + "x"])] = tensor
+    elif tensor.numel():
+        value = rng.choice([float("nan"), float("inf"), -1.0, 0.0, 100.0])
+        if tensor.is_floating_point() or (value == value and abs(value) < 127):
+            tensor.view(-1)[rng.randrange(tensor.numel())] = value
+        tensors[name] = tensor
+    shards = len(list(folder.glob("*.safetensors")))
+    tokenizer = (folder / "tokenizer.json").read_bytes()
+    for path in folder.iterdir():
+        path.unlink()
+    write(folder, config, {name: one.contiguous() for name, one in tensors.items()}, shards)
+    (folder / "tokenizer.json").write_bytes(tokenizer)
+    return f"tensor {name}: change {how}"
+
+
+def _files(folder: Path, rng: random.Random) -> str:
+    path, how = rng.choice(sorted(folder.iterdir())), rng.randrange(8)
+    if how == 0:
+        path.unlink()
+    elif how == 1:
+        path.write_bytes(b"")
+    elif how == 2:
+        path.unlink()
+        path.mkdir()
+    elif how == 3:
+        path.unlink()
+        path.symlink_to("/etc/passwd")
+    elif how == 4:
+        path.unlink()
+        path.symlink_to(path.name)
+    elif how == 5:
+        path.unlink()
+        os.mkfifo(path)
+    elif how == 6:
+        other = folder / rng.choice(["x.safetensors", "y.bin", "modules.json", INDEX, "z.py"])
+        other.write_bytes(path.read_bytes())
+    else:
+        path.rename(folder / rng.choice(["x.safetensors", "config.json", "modules.json"]))
+    return f"{path.name}: file {how}"
+
+
+DAMAGE: dict[str, Callable[[Path, random.Random], str]] = {
+    "config": _config,
+    "quantization": _quantization,
+    "metadata": _metadata,
+    "index": _index,
+    "text": _text,
+    "header": _header,
+    "header bytes": _header_bytes,
+    "data": _data,
+    "tensor": _tensor,
+    "files": _files,
+}
+
+
+def make_sources(folder: Path) -> list[Path]:
+    """One tiny model, converted in all KINDS."""
+    made = []
+    for layout, quant, shards in KINDS:
+        source = folder / f"float-{shards}"
+        if not source.exists():
+            write(source, TINY.config(), float_tensors(TINY), shards)
+        out = folder / f"{layout}-{quant}-{shards}"
+        convert(source, out, layout=layout, quant=quant)
+        made.append(out)
+    return made
+
+
+def damaged(source: Path, target: Path, case: int) -> str:
+    """Make the damaged copy of a case; returns what was done."""
+    rng = random.Random(case)
+    shutil.copytree(source, target)
+    kind = rng.choice(sorted(DAMAGE))
+    return f"{source.name}, {kind}: {DAMAGE[kind](target, rng)}"
+
+
+# What becomes of it
+
+
+@contextmanager
+def limits() -> Iterator[None]:
+    """Raise Defect after SECONDS; more memory than MEMORY from now on is a MemoryError or a RuntimeError."""
+
+    def late(*_: object) -> None:
+        raise Defect(f"it takes more than {SECONDS} s")
+
+    now = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    before = resource.getrlimit(resource.RLIMIT_AS)
+    handler = signal.signal(signal.SIGALRM, late)
+    resource.setrlimit(resource.RLIMIT_AS, (now + MEMORY, before[1]))
+    signal.setitimer(signal.ITIMER_REAL, SECONDS)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        resource.setrlimit(resource.RLIMIT_AS, before)
+        signal.signal(signal.SIGALRM, handler)
+
+
+def require_clear(error: BaseException) -> str:
+    """The class of an error of ours; Defect for another, or for one that is not a printable line."""
+    if not isinstance(error, SlideSparseError):
+        shown = "".join(traceback.format_exception(error))[-1500:]
+        raise Defect(f"{type(error).__name__}: {str(error)[:300]}\n{shown}") from error
+    message = str(error)
+    if not message.isprintable() or not 0 < len(message) <= LONGEST_LINE:
+        raise Defect(f"no clear line: {message!r:.1000}") from error
+    return type(error).__name__
+
+
+def outcome(command: Callable[[], str]) -> str:
+    """What a command returns, or "error"."""
+    try:
+        with limits():
+            return command()
+    except Defect:
+        raise
+    except Exception as error:
+        require_clear(error)
+        return "error"
+
+
+def judge(folder: Path, original: Path, out: Path) -> dict[str, str]:
+    """The outcomes of `inspect`, `verify` against the original, and `convert` to the other layout.  Defect for a wrong
+    one.
+    """
+    other = {"dense": "slided", "slided": "packed", "packed": "dense"}[original.name.partition("-")[0]]
+    found = {
+        "inspect": outcome(lambda: "violations" if inspect(folder).violations else "ok"),
+        "verify": outcome(lambda: "equal" if verify(original, folder).equal else "different"),
+        "convert": outcome(lambda: _convert(folder, out, other)),
+    }
+    if found["convert"] == "ok":
+        try:
+            stored(folder)
+        except Exception as error:
+            raise Defect(f"convert reads what the safetensors library refuses: {error}") from error
+        if found["inspect"] != "ok" and Metadata.of_config(config_of(folder).get("quantization_config")):
+            raise Defect(f"inspect says {found['inspect']}, but convert takes it")
+        _require_same_products(folder, out)
+    return found
+
+
+def _convert(folder: Path, out: Path, layout: str) -> str:
+    convert(folder, out, layout=layout)
+    return "ok"
+
+
+def stored(folder: Path) -> dict[str, torch.Tensor]:
+    """All tensors of the files that make up the model, read by the safetensors library; packed ones by ours."""
+    found: dict[str, torch.Tensor] = {}
+    checkpoint = storage.Checkpoint.open(folder)
+    for file in checkpoint.files:
+        found |= load_file(folder / file)
+    with checkpoint.reader() as reader:
+        return found | {name: reader.whole(name) for name in checkpoint.tensors if name not in found}
+
+
+def _require_same_products(one: Path, two: Path) -> None:
+    """Both checkpoints' layers, times the same activations, whatever their layouts."""
+    products: list[dict[str, torch.Tensor]] = []
+    for folder in (one, two):
+        metadata = Metadata.of_config(config_of(folder).get("quantization_config"))
+        tensors, found = stored(folder), {}
+        for name, entry in (metadata.layers if metadata else {}).items():
+            x = torch.arange(entry.in_features, dtype=torch.float64)[None].sin()
+            if metadata and metadata.layout == "slided":
+                x = lift(x, entry.pattern)
+            scale = tensors[f"{name}.weight_scale"].double().reshape(-1, 1)
+            found[name] = (tensors[f"{name}.weight"].float().double() * scale) @ x[0]
+        products.append(found)
+    for name in products[0].keys() & products[1].keys():
+        if not torch.allclose(products[0][name], products[1][name], rtol=1e-12, atol=1e-9):
+            raise Defect(f"{name}: the products of both layouts differ")
+
+
+def run(
+    first: int,
+    count: int,
+    report: Callable[[int, str, str], None],
+    serve: Callable[[Path, str, dict[str, str]], str] | None = None,
+) -> Counter[str]:
+    """Judge ``count`` cases from ``first`` on; ``report`` gets the number, the damage and what is wrong of defects.
+
+    ``serve`` is another command: it gets the folder, the damage, and the outcomes of the others.
+    """
+    output.sync = lambda path: None  # type: ignore[assignment]  # not written for ever
+    os.fsync, fsync = lambda descriptor: None, os.fsync
+    counts: Counter[str] = Counter()
+    try:
+        with tempfile.TemporaryDirectory(prefix="fuzz-") as name:
+            sources = make_sources(Path(name) / "sources")
+            for case in range(first, first + count):
+                source = sources[case % len(sources)]
+                target, out = Path(name) / "damaged", Path(name) / "out"
+                done = damaged(source, target, case)
+                try:
+                    found = judge(target, source, out)
+                    if serve:
+                        found["serve"] = serve(target, done, found)
+                    counts.update(f"{command}: {result}" for command, result in found.items())
+                except Defect as defect:
+                    counts["defect"] += 1
+                    report(case, done, str(defect))
+                shutil.rmtree(target)
+                shutil.rmtree(out, ignore_errors=True)
+    finally:
+        os.fsync = fsync
+    return counts
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--first", type=int, default=0)
+    parser.add_argument("--count", type=int, default=1000)
+    options = parser.parse_args()
+    started = time.monotonic()
+    counts = run(options.first, options.count, lambda *found: print("DEFECT", *found, sep="\n  ", flush=True))
+    for name, number in sorted(counts.items()):
+        print(f"{number:7} {name}")
+    print(f"{options.count} cases in {time.monotonic() - started:.0f} s")
+    sys.exit(bool(counts["defect"]))
+
+
+if __name__ == "__main__":
+    main()
