@@ -18,7 +18,7 @@ on the orthogonal group goes down, from a Hadamard matrix.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -29,13 +29,13 @@ from torch import Tensor
 from slidesparse.calibrate.inputs import HiddenStates, gather
 from slidesparse.calibrate.models import Block, fast_products
 from slidesparse.calibrate.pipeline import Position, counter, walk
+from slidesparse.calibrate.resume import GAIN, ROTATION, WorkFolder
 from slidesparse.calibrate.rotation import HEAD, RotatedReader, Rotation
 from slidesparse.calibrate.task import Progress, Task
 from slidesparse.checkpoint.architectures import WEIGHT
 from slidesparse.checkpoint.storage import Reader
 from slidesparse.errors import CalibrationError
 from slidesparse.methods.sparsegpt import damping_for, factor
-from slidesparse.pattern import ZEROS
 
 STEPS, WARM_UP = 100, 5
 RATE = 0.012  # radians a step in each plane of Q at the most, where 512 dimensions are turned
@@ -54,6 +54,17 @@ class Learned:
     rotation: Rotation
     before: float
     after: float
+
+
+def find_rotation(task: Task, reader: Reader, work: WorkFolder, progress: Progress | None = None) -> Learned:
+    """Return the rotation that ``work`` keeps, or `learn` one and keep it."""
+    kept, gain = work.read_tensors(ROTATION), work.read_json(GAIN)
+    if kept is not None:
+        return Learned(Rotation(kept["q"], kept["r"]), **gain)
+    found = learn(task, reader, work.folder, progress)
+    work.write_json(GAIN, {"before": found.before, "after": found.after})
+    work.write_tensors(ROTATION, {"q": found.rotation.q, "r": found.rotation.r})
+    return found
 
 
 @torch.no_grad()
@@ -90,19 +101,22 @@ def hadamard(size: int, seed: int = 0) -> Tensor:
 # The cost
 
 
-Cost = Callable[[Tensor, Tensor], Tensor]  # of Q [hidden, hidden] and a block's R [kv heads, head_dim, head_dim]
+# Of Q [hidden, hidden] and a block's R [kv heads, head_dim, head_dim]; float32
+Cost = Callable[[Tensor, Tensor], Tensor]
 
 
 def cheapest(scores: Tensor, length: int) -> Tensor:
     """Sum the two least ``scores`` [..., K] of each whole block of ``length`` columns."""
     blocks = scores[..., : scores.shape[-1] // length * length].unflatten(-1, (-1, length))
     at = blocks.detach().argmin(-1, keepdim=True)
-    return blocks.gather(-1, at).sum() + blocks.scatter(-1, at, float("inf")).amin(-1).sum()
+    found: Tensor = blocks.gather(-1, at).sum() + blocks.scatter(-1, at, float("inf")).amin(-1).sum()
+    return found
 
 
 def _diagonal(a: Tensor, q: Tensor) -> Tensor:
     """diag(q^T a q) of [..., K, K]."""
-    return ((a @ q) * q).sum(-2)
+    found: Tensor = ((a @ q) * q).sum(-2)
+    return found
 
 
 def _reads(w: Tensor, g: Tensor, inverse: Tensor, length: int) -> Cost:
@@ -172,10 +186,10 @@ def _costs(task: Task, reader: Reader, folder: Path, progress: Progress | None) 
                 inverses.append(_inverses(at))
                 at.inputs.advance()
                 report(at.number)
+            assert states
             for i in range(batches):
                 states[task.model.blocks * batches + i] = at.inputs.states[i]
             ids = at.ids[:batches]
-        assert states
         return _back(task, reader, states, ids, inverses)
     finally:
         if states:
@@ -212,33 +226,34 @@ def _inverses(at: Position) -> dict[int, Tensor]:
 
 
 def _back(
-    task: Task, reader: Reader, states: HiddenStates, ids: list[Tensor], inverses: list[dict[int, Tensor]]
+    task: Task, reader: Reader, states: HiddenStates, ids: Sequence[Tensor], inverses: list[dict[int, Tensor]]
 ) -> list[list[Cost]]:
     """Run the gradient of the loss back through the blocks, and return the costs of their layers."""
     gradients = _at_the_end(task, reader, states, ids)
     tokens, batches = sum(x.shape[:-1].numel() for x in gradients), len(ids)
-    found: list[list[Cost]] = []
+    costs: list[list[Cost]] = []
     for number in reversed(range(task.model.blocks)):
         block = task.model.load(reader, number, task.device)
         sums = _GradientSums(block)
         for i in range(batches):
-            parts = max(1, GRADIENT_PIECE // ids[i].shape[1])
-            pairs = zip(states[number * batches + i].split(parts), gradients[i].split(parts), strict=True)
+            size = max(1, GRADIENT_PIECE // ids[i].shape[1])
+            pairs = zip(states[number * batches + i].split(size), gradients[i].split(size), strict=True)
             gradients[i] = torch.cat([sums.through(x, gradient) for x, gradient in pairs])
-        found.append(_block_costs(task, number, block, {n: g / tokens for n, g in sums.found.items()}, inverses[number]))
-    return found[::-1]
+        means = {name: found / tokens for name, found in sums.found.items()}
+        costs.append(_block_costs(task, number, block, means, inverses[number]))
+    return costs[::-1]
 
 
-def _at_the_end(task: Task, reader: Reader, states: HiddenStates, ids: list[Tensor]) -> list[Tensor]:
+def _at_the_end(task: Task, reader: Reader, states: HiddenStates, ids: Sequence[Tensor]) -> list[Tensor]:
     """Return the gradient of the summed loss, in nats, to the last block's output, batch by batch."""
     spec = task.model.checkpoint.require(HEAD)
     head = torch.cat([reader.rows(HEAD, rows).to(task.device).float() for rows in spec.chunks()])
     found = []
     for i, batch in enumerate(ids):
         x = states[task.model.blocks * len(ids) + i]
-        parts = max(1, LOGITS // (spec.rows * batch.shape[1]))
+        size = max(1, LOGITS // (spec.rows * batch.shape[1]))
         pieces = []
-        for part, tokens in zip(x.split(parts), batch.to(task.device).split(parts), strict=True):
+        for part, tokens in zip(x.split(size), batch.to(task.device).split(size), strict=True):
             with torch.enable_grad():
                 part = part.detach().requires_grad_()
                 normed = part * torch.rsqrt(part.square().mean(-1, keepdim=True) + task.model.sizes.eps)
@@ -297,9 +312,9 @@ def _block_costs(
     for stage, inverse in inverses.items():
         for name in block.stages[stage]:
             pattern = task.layers.get(task.model.prefix(number) + name)
-            if pattern is None or pattern.length is None:
-                continue
             w, g = block.weights[name + WEIGHT], gradients[name]
+            if pattern is None or pattern.length is None or w.shape[1] < pattern.length:
+                continue
             if name.endswith("v_proj"):
                 found.append(_values(w.unflatten(0, (sizes.kv_heads, -1)), g, inverse, pattern.length))
             elif name.endswith("o_proj"):
@@ -327,19 +342,19 @@ def _descend(costs: list[list[Cost]], q: Tensor, r: Tensor) -> tuple[Tensor, Ten
     best = q, r, _total(costs, q, r)
     for step in range(STEPS):
         floats = adams[0].x.float().requires_grad_(), adams[1].x.float().requires_grad_()
-        gradients, total = [torch.zeros_like(x) for x in floats], 0.0
+        total = 0.0
         for i, of_block in enumerate(costs):
             for cost in of_block:
                 with torch.enable_grad():
                     found = cost(floats[0], floats[1][i])
-                    for sum_, part in zip(gradients, torch.autograd.grad(found, floats, allow_unused=True), strict=True):
-                        sum_ += 0 if part is None else part
-                total += 0.5 * float(found)
+                    found.backward()  # layer by layer, so that what it needs is given back
+                total += 0.5 * float(found.detach())
         if total < best[2]:
             best = adams[0].x, adams[1].x, total
         falling = LEAST_RATE + (1 - LEAST_RATE) * 0.5 * (1 + math.cos(math.pi * step / STEPS))
-        for adam, gradient in zip(adams, gradients, strict=True):
-            adam.step(gradient, min(1.0, (step + 1) / WARM_UP) * falling)
+        for adam, x in zip(adams, floats, strict=True):
+            if x.grad is not None:
+                adam.step(x.grad, min(1.0, (step + 1) / WARM_UP) * falling)
     last = _total(costs, adams[0].x, adams[1].x)
     return (adams[0].x, adams[1].x, last) if last < best[2] else best
 

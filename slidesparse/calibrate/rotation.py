@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import re
 import threading
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 import torch
@@ -47,15 +46,6 @@ class Rotation:
 
     q: Tensor  # [hidden, hidden]
     r: Tensor  # [blocks, key-value heads, head_dim, head_dim]
-
-    def tensors(self) -> dict[str, Tensor]:
-        """Return both by name."""
-        return {"q": self.q, "r": self.r}
-
-    @classmethod
-    def of(cls, tensors: Mapping[str, Tensor]) -> Rotation:
-        """Make one of what `tensors` gave."""
-        return cls(tensors["q"], tensors["r"])
 
 
 def obstacle(checkpoint: Checkpoint) -> str | None:
@@ -129,14 +119,17 @@ class RotatedReader(Reader):
         """Return a whole weight or bias whose rows are turned among each other."""
         spec = self.checkpoint.require(name)
         x = self._reader.rows(name, slice(0, spec.rows))
-        x = self._turn_inputs(name, x) if name.endswith("v_proj.weight") else x.to(self._device, torch.float64)
+        x = x.to(self._device, torch.float64)
+        if name.endswith("v_proj.weight"):
+            x = self._turn_inputs(name, x)
         if self._q is None or self._r is None:
             return x
         found = _TENSOR.fullmatch(name)
         assert found
         r, sizes = self._r[int(found[1])], self._model.sizes
         if "v_proj" in name:
-            return (r.mT @ x.unflatten(0, (sizes.kv_heads, -1))).flatten(0, 1)
+            x = r.mT @ x.unflatten(0, (sizes.kv_heads, -1))
+            return x.flatten(0, 1)
         if name.endswith("o_proj.weight"):
             heads = r.repeat_interleave(sizes.heads // sizes.kv_heads, 0)
             x = torch.einsum("nha,hab->nhb", x.unflatten(1, (sizes.heads, -1)), heads).flatten(1)

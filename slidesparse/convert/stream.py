@@ -27,8 +27,10 @@ import torch
 from torch import Tensor
 
 from slidesparse import methods
+from slidesparse.calibrate.learning import find_rotation
 from slidesparse.calibrate.pipeline import calibrate, rank
 from slidesparse.calibrate.resume import finished_bytes, open_work
+from slidesparse.calibrate.rotation import RotatedReader, obstacle, untied
 from slidesparse.calibrate.task import Progress, Task
 from slidesparse.checkpoint import architectures
 from slidesparse.checkpoint.architectures import SCALE, WEIGHT
@@ -55,10 +57,11 @@ from slidesparse.checkpoint.storage import (
 from slidesparse.convert.options import ConvertOptions
 from slidesparse.convert.plan import ConversionPlan, Part, calibration_task, make_plan
 from slidesparse.convert.report import Facts, Report, layer_rows, read_back
-from slidesparse.errors import EnvironmentFault
+from slidesparse.errors import CalibrationError, EnvironmentFault
 from slidesparse.quantize import FP8, dequantize_blocks, quantize_rows
 from slidesparse.slide import slide
 
+ROTATED = "on: the residual stream and the values of each head, in the weights"
 MODULES = "modules.json"  # of sentence-transformers
 _WEIGHT_SUFFIXES = (
     *(SUFFIX, ".bin", ".pt", ".pth", ".ckpt", ".gguf", ".onnx", ".onnx_data", ".h5", ".msgpack", ".ot"),
@@ -92,6 +95,9 @@ def convert(
     source, out = Path(source), Path(out)
     require_free_name(source, out)
     checkpoint = Checkpoint.open(source)
+    rotation = _rotation(checkpoint, options)
+    if rotation == ROTATED:
+        checkpoint = untied(checkpoint)
     plan = make_plan(checkpoint, options)
     task = calibration_task(plan) if options.calibration else None
     rows: list[dict[str, Any]] = []
@@ -101,7 +107,8 @@ def convert(
         with _space_explained(out, plan), checkpoint.reader() as reader:
             _check_values(plan, reader, progress)
             if task:
-                plan, rows = _write_calibrated(plan, task, out, reader, progress)
+                plan, rows, gain = _write_calibrated(plan, task, out, reader, rotation == ROTATED, progress)
+                rotation += gain
             else:
                 rows = layer_rows(_write(plan, out, reader, None, progress), (), options.method_name)
     return Report(
@@ -121,18 +128,42 @@ def convert(
         seconds=time.monotonic() - started,
         samples=task.samples.words if task else "",
         note=task.samples.note if task else "",
+        rotation=rotation,
         layers=tuple(rows),
         made=not plan.converted,
     )
 
 
+def _rotation(checkpoint: Checkpoint, options: ConvertOptions) -> str:
+    """Return ROTATED, or why the model is not turned; nothing without calibration."""
+    if not options.calibration:
+        return ""
+    if options.calibration.rotate is False:
+        return "off (--rotate off)"
+    if checkpoint.quantization_config() is not None:
+        return ""  # calibration takes no such source
+    why_not = obstacle(checkpoint)
+    if why_not and options.calibration.rotate:
+        raise CalibrationError(f"--rotate on: {why_not}; leave --rotate out")
+    return f"off: {why_not}" if why_not else ROTATED
+
+
 def _write_calibrated(
-    plan: ConversionPlan, task: Task, out: Path, reader: Reader, progress: Progress | None
-) -> tuple[ConversionPlan, list[dict[str, Any]]]:
-    """Calibrate and write.  Returns the plan, in which the worst layers are skipped now, and the report's rows."""
-    options = plan.options
-    state = {**task.state(), "skip_worst": options.skip_worst}
+    plan: ConversionPlan, task: Task, out: Path, reader: Reader, rotate: bool, progress: Progress | None
+) -> tuple[ConversionPlan, list[dict[str, Any]], str]:
+    """Calibrate and write.
+
+    Returns the plan, in which the worst layers are skipped now, the report's rows, and what rotation is to gain.
+    """
+    options, gain = plan.options, ""
+    state = {**task.state(), "skip_worst": options.skip_worst, "rotate": rotate}
     with open_work(out, state, task.calibration.resume) as work:
+        if rotate:
+            learned = find_rotation(task, reader, work, progress)
+            reader = RotatedReader(reader, task.model, task.device, learned.rotation)
+            gain = (
+                f"; what pruning costs, estimated: {learned.before:.4g} -> {learned.after:.4g} nats a token"
+            )
         if options.skip_worst:
             family = architectures.family_of(plan.checkpoint.config)
             errors = rank(task, reader, work, progress)
@@ -144,7 +175,7 @@ def _write_calibrated(
             facts = _write(plan, out, reader, codes, progress)
         rows = layer_rows(facts, work.rows(), task.method)
         work.remove()
-    return plan, rows
+    return plan, rows, gain
 
 
 def worst_layers(
@@ -335,7 +366,8 @@ def _write_chunk(
 ) -> None:
     if part.layer is None:
         if part.out:
-            writer.write(part.source.name, rows.start, reader.rows(part.source.name, rows))
+            values = reader.rows(part.source.name, rows)  # in float32 if it was turned
+            writer.write(part.source.name, rows.start, values.to(DTYPES[part.out[0].dtype]))
         return
     if codes and part.pattern:
         weight = codes.rows(part.layer + WEIGHT, rows)

@@ -76,7 +76,9 @@ def test_outputs_stay_equal(name: str, tmp_path: Path) -> None:
     ids = torch.randint(3, 100, (2, 50), generator=torch.Generator().manual_seed(1))
     expected, found = model(ids).logits, turned(ids).logits
     assert float((found - expected).abs().max()) <= 200 * 2**-24 * float(expected.abs().max())
-    assert not torch.allclose(turned.model.layers[0].mlp.down_proj.weight, model.model.layers[0].mlp.down_proj.weight)
+    assert not torch.allclose(
+        turned.model.layers[0].mlp.down_proj.weight, model.model.layers[0].mlp.down_proj.weight
+    )
 
 
 def test_what_cannot_be_turned_is_told(tmp_path: Path) -> None:
