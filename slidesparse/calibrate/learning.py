@@ -67,6 +67,7 @@ def find_rotation(task: Task, reader: Reader, work: WorkFolder, progress: Progre
     return found
 
 
+@torch.inference_mode(False)
 @torch.no_grad()
 def learn(task: Task, reader: Reader, folder: Path, progress: Progress | None = None) -> Learned:
     """Learn the rotation for the layers and patterns of ``task``; hidden states may be spilled to ``folder``.

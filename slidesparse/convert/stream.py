@@ -161,9 +161,8 @@ def _write_calibrated(
         if rotate:
             learned = find_rotation(task, reader, work, progress)
             reader = RotatedReader(reader, task.model, task.device, learned.rotation)
-            gain = (
-                f"; what pruning costs, estimated: {learned.before:.4g} -> {learned.after:.4g} nats a token"
-            )
+            if learned.before:
+                gain = f"; pruning costs {1 - learned.after / learned.before:.0%} less by an estimate"
         if options.skip_worst:
             family = architectures.family_of(plan.checkpoint.config)
             errors = rank(task, reader, work, progress)

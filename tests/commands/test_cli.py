@@ -39,7 +39,7 @@ def converted(source: Path, tmp_path: Path) -> Path:
 
 @pytest.fixture
 def calib(tmp_path: Path) -> tuple[object, ...]:
-    return ("--calib", write_ids(tmp_path / "ids.npy"), "--seqlen", 24, "--device", "cpu")
+    return ("--calib", write_ids(tmp_path / "ids.npy"), "--seqlen", 24, "--device", "cpu", "--rotate", "off")
 
 
 def start(*arguments: object) -> tuple[object, ...]:
