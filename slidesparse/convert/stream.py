@@ -135,11 +135,9 @@ def convert(
 
 
 def _rotation(checkpoint: Checkpoint, options: ConvertOptions) -> str:
-    """Return ROTATED, or why the model is not turned; nothing without calibration."""
-    if not options.calibration:
+    """Return ROTATED, or why the model is not turned, or nothing where that was not to be expected."""
+    if not options.calibration or options.calibration.rotate is False:
         return ""
-    if options.calibration.rotate is False:
-        return "off (--rotate off)"
     if checkpoint.quantization_config() is not None:
         return ""  # calibration takes no such source
     why_not = obstacle(checkpoint)

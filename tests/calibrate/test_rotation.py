@@ -224,7 +224,7 @@ def test_pruning_costs_less_and_a_killed_run_goes_on(tmp_path: Path, monkeypatch
     how: dict[str, Any] = {"finetune": 0, "layer": ["down_proj=4:6"], "quant": "fp8", "layout": "slided"}
     plain = calibrated(source, tmp_path / "plain", ids, **how)
     whole = calibrated(source, tmp_path / "whole", ids, rotate=None, **how)
-    assert plain.rotation == "off (--rotate off)"
+    assert plain.rotation == ""
     errors = [sum(row["error_quantized"] for row in report.layers) for report in (plain, whole)]
     assert errors[1] < 0.9 * errors[0]
     assert inspect(tmp_path / "whole").violations == 0
