@@ -24,7 +24,7 @@ from torch import Tensor
 
 from slidesparse.calibrate.models import LayeredModel
 from slidesparse.checkpoint.architectures import architecture_of
-from slidesparse.checkpoint.storage import Checkpoint, Reader, StoredTensor
+from slidesparse.checkpoint.storage import Checkpoint, Reader
 
 KINDS = ("Llama", "Mistral", "Qwen2", "Qwen3")
 HEAD = "lm_head.weight"
@@ -63,8 +63,7 @@ def untied(checkpoint: Checkpoint) -> Checkpoint:
     tensors = dict(checkpoint.tensors)
     if HEAD not in tensors:
         name = next(name for name in ("model.embed_tokens.weight", "embed_tokens.weight") if name in tensors)
-        spec, file, start = tensors[name]
-        tensors[HEAD] = StoredTensor(spec._replace(name=HEAD), file, start)
+        tensors[HEAD] = tensors[name]._replace(spec=tensors[name].spec._replace(name=HEAD))
     return replace(checkpoint, tensors=tensors, config={**checkpoint.config, "tie_word_embeddings": False})
 
 
