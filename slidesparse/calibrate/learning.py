@@ -26,10 +26,10 @@ import torch
 import torch.nn.functional as F  # noqa: N812  (its usual name)
 from torch import Tensor
 
-from slidesparse.calibrate.inputs import HiddenStates, gather
+from slidesparse.calibrate.inputs import HiddenStates, gather, place
 from slidesparse.calibrate.models import Block, fast_products
 from slidesparse.calibrate.pipeline import Position, counter, walk
-from slidesparse.calibrate.resume import GAIN, ROTATION, WorkFolder
+from slidesparse.calibrate.resume import GAIN, ROTATION, WorkFolder, work_folder
 from slidesparse.calibrate.rotation import HEAD, RotatedReader, Rotation
 from slidesparse.calibrate.task import Progress, Task
 from slidesparse.checkpoint.architectures import WEIGHT
@@ -74,14 +74,29 @@ def learn(task: Task, reader: Reader, folder: Path, progress: Progress | None = 
 
     The same task on the same machine gives the same bits.
     """
-    costs = _costs(task, RotatedReader(reader, task.model, task.device), folder, progress)
     sizes = task.model.sizes
     q = hadamard(task.model.hidden).to(task.device)
     r = hadamard(sizes.head_dim).to(task.device).expand(task.model.blocks, sizes.kv_heads, -1, -1)
     one = [torch.eye(x.shape[-1], dtype=x.dtype, device=x.device).expand_as(x) for x in (q, r)]
-    before = _total(costs, *one)
-    q, r, after = _descend(costs, q, r)
+    try:
+        costs = _costs(task, RotatedReader(reader, task.model, task.device), folder, progress)
+        before = _total(costs, *one)
+        q, r, after = _descend(costs, q, r)
+    except torch.OutOfMemoryError as error:
+        raise CalibrationError(
+            f"learning a rotation does not fit into the memory of {task.device} ({error}); --rotate off does without"
+        ) from None
     return Learned(Rotation(q.cpu(), r.cpu()), before, after)
+
+
+def disk_bytes(task: Task, out: Path) -> int:
+    """Bytes that learning takes on the disk: the rotation, and hidden states if they are to be spilled."""
+    if (work_folder(out) / ROTATION).exists():
+        return 0
+    model = task.model
+    states = 4 * min(task.samples.tokens, 2 * GRADIENT_TOKENS) * model.hidden * (model.blocks + 1)
+    spilled = states if place(states, task.device) == "disk" else 0
+    return spilled + 8 * (model.hidden**2 + model.blocks * model.sizes.kv_heads * model.sizes.head_dim**2)
 
 
 def hadamard(size: int, seed: int = 0) -> Tensor:

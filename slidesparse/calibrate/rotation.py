@@ -30,7 +30,7 @@ KINDS = ("Llama", "Mistral", "Qwen2", "Qwen3")
 HEAD = "lm_head.weight"
 # Each tensor that a model of KINDS may have: another could read the residual stream as it was
 _TENSOR = re.compile(
-    r"lm_head\.(?:weight|bias)|(?:model\.)?(?:rotary_emb\.inv_freq|(?:embed_tokens|norm)\.weight|layers\.(\d+)\."
+    r"lm_head\.weight|(?:model\.)?(?:rotary_emb\.inv_freq|(?:embed_tokens|norm)\.weight|layers\.(\d+)\."
     r"(self_attn\.(?:[qkvo]_proj\.(?:weight|bias)|[qk]_norm\.weight|rotary_emb\.inv_freq)"
     r"|mlp\.(?:gate|up|down)_proj\.(?:weight|bias)|(?:input|post_attention)_layernorm\.weight))"
 )

@@ -27,6 +27,7 @@ import torch
 from torch import Tensor
 
 from slidesparse import methods
+from slidesparse.calibrate.learning import disk_bytes as rotation_bytes
 from slidesparse.calibrate.learning import find_rotation
 from slidesparse.calibrate.pipeline import calibrate, rank
 from slidesparse.calibrate.resume import finished_bytes, open_work
@@ -103,7 +104,7 @@ def convert(
     rows: list[dict[str, Any]] = []
     if not dry_run:
         remove_stale(out)
-        _require_room(plan, task, out)
+        _require_room(plan, task, out, rotation == ROTATED)
         with _space_explained(out, plan), checkpoint.reader() as reader:
             _check_values(plan, reader, progress)
             if task:
@@ -213,12 +214,13 @@ def _write(
 # Room
 
 
-def _require_room(plan: ConversionPlan, task: Task | None, out: Path) -> None:
+def _require_room(plan: ConversionPlan, task: Task | None, out: Path, rotate: bool) -> None:
     """Raise EnvironmentFault unless the output, and the finished blocks of calibration, will fit on the disk."""
     source = plan.checkpoint.folder
     needed = plan.disk_bytes() + sum((source / name).stat().st_size for name in _other_files(source))
     if task:
         needed += task.disk_bytes() - (finished_bytes(out) if task.calibration.resume else 0)
+        needed += rotation_bytes(task, out) if rotate else 0
     require_space(out, needed)
 
 
