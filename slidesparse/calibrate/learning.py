@@ -107,7 +107,7 @@ def hadamard(size: int, seed: int = 0) -> Tensor:
     """
     generator = torch.Generator().manual_seed(seed)
     odd = size // (size & -size)
-    found = torch.linalg.qr(torch.randn(odd, odd, dtype=torch.float64, generator=generator)).Q
+    found: Tensor = torch.linalg.qr(torch.randn(odd, odd, dtype=torch.float64, generator=generator)).Q
     while len(found) < size:
         found = torch.cat((torch.cat((found, found), 1), torch.cat((found, -found), 1))) / math.sqrt(2)
     signs = torch.randint(2, (size, 1), generator=generator) * 2 - 1

@@ -127,8 +127,8 @@ class RotatedReader(Reader):
         assert found
         r, sizes = self._r[int(found[1])], self._model.sizes
         if "v_proj" in name:
-            x = r.mT @ x.unflatten(0, (sizes.kv_heads, -1))
-            return x.flatten(0, 1)
+            turned: Tensor = r.mT @ x.unflatten(0, (sizes.kv_heads, -1))
+            return turned.flatten(0, 1)
         if name.endswith("o_proj.weight"):
             heads = r.repeat_interleave(sizes.heads // sizes.kv_heads, 0)
             x = torch.einsum("nha,hab->nhb", x.unflatten(1, (sizes.heads, -1)), heads).flatten(1)
