@@ -55,12 +55,13 @@ from slidesparse.checkpoint.storage import (
     Reader,
     Writer,
 )
+from slidesparse.checkpoint.w8a8 import holds_floats
 from slidesparse.convert.options import ConvertOptions
 from slidesparse.convert.plan import ConversionPlan, Part, calibration_task, make_plan
 from slidesparse.convert.report import Facts, Report, layer_rows, read_back
 from slidesparse.errors import CalibrationError, EnvironmentFault
 from slidesparse.quantize import FP8, dequantize_blocks, quantize_rows
-from slidesparse.slide import slide
+from slidesparse.slide import obeys, slide
 
 ROTATED = "on: the residual stream and the values of each head, in the weights"
 MODULES = "modules.json"  # of sentence-transformers
@@ -139,12 +140,28 @@ def _rotation(checkpoint: Checkpoint, options: ConvertOptions) -> str:
     """Return ROTATED, or why the model is not turned, or nothing where that was not to be expected."""
     if not options.calibration or options.calibration.rotate is False:
         return ""
-    if checkpoint.quantization_config() is not None:
+    block = checkpoint.quantization_config()
+    if block is not None and not holds_floats(block):
         return ""  # calibration takes no such source
     why_not = obstacle(checkpoint)
-    if why_not and options.calibration.rotate:
-        raise CalibrationError(f"--rotate on: {why_not}; leave --rotate out")
+    if options.calibration.rotate:
+        if why_not:
+            raise CalibrationError(f"--rotate on: {why_not}; leave --rotate out")
+        return ROTATED
+    why_not = why_not or _sparse(checkpoint, options)
     return f"off: {why_not}" if why_not else ROTATED
+
+
+def _sparse(checkpoint: Checkpoint, options: ConvertOptions) -> str | None:
+    """Return that a layer obeys the pattern already, by its first rows: turned, it would lose its zeros."""
+    names = architectures.family_of(checkpoint.config, options.linear).layers(checkpoint.tensors)
+    with checkpoint.reader() as reader:
+        for spec in (checkpoint.require(name + WEIGHT) for name in names):
+            if options.pattern.length is None or spec.columns < options.pattern.length or 0 in spec.shape:
+                continue
+            if obeys(reader.rows(spec.name, next(spec.chunks())), options.pattern):
+                return f"{spec.name} obeys {options.pattern.ratio} already, and would not when turned"
+    return None
 
 
 def _write_calibrated(

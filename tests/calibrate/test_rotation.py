@@ -11,7 +11,7 @@ import pytest
 import torch
 import transformers
 from calibration import calibrated, write_ids
-from checkpoints import bert, config_of, edit_json, llama, snapshot, tensors_of, write
+from checkpoints import DOWN, bert, config_of, edit_json, llama, snapshot, tensors_of, write
 from safetensors.torch import save_file
 
 from slidesparse.calibrate import learning, pipeline
@@ -25,6 +25,7 @@ from slidesparse.convert.options import ConvertOptions
 from slidesparse.convert.plan import calibration_task, make_plan
 from slidesparse.errors import CalibrationError
 from slidesparse.pattern import SlidePattern
+from slidesparse.prune import prune
 from slidesparse.quantize import dequantize_rows
 
 CPU = torch.device("cpu")
@@ -244,6 +245,21 @@ def test_pruning_costs_less_and_a_killed_run_goes_on(tmp_path: Path, monkeypatch
     report = calibrated(source, tmp_path / "out", ids, rotate=True, resume=True, **how)
     assert snapshot(tmp_path / "out") == snapshot(tmp_path / "whole")
     assert report.rotation == whole.rotation
+
+
+def test_a_model_that_is_sparse_already_is_not_turned(tmp_path: Path) -> None:
+    source, pattern = llama(tmp_path / "source"), SlidePattern(8)
+    tensors = tensors_of(source)
+    write(
+        source,
+        config_of(source),
+        {n: prune(t, pattern) if n == f"{DOWN}.weight" else t for n, t in tensors.items()},
+    )
+    how: dict[str, Any] = {"samples": 2, "seqlen": 8, "dry_run": True}
+    report = calibrated(source, tmp_path / "out", "random", rotate=None, **how)
+    assert report.rotation.startswith(f"off: {DOWN}.weight obeys 6:8 already")
+    for options in ({"rotate": None, "pattern": "2:4"}, {"rotate": True}):
+        assert calibrated(source, tmp_path / "out", "random", **how, **options).rotation.startswith("on")
 
 
 def test_encoders_are_not_turned(tmp_path: Path) -> None:
