@@ -74,7 +74,7 @@ def learn(task: Task, reader: Reader, folder: Path, progress: Progress | None = 
 
     The same task on the same machine gives the same bits.
     """
-    sizes = task.model.sizes
+    sizes = task.model.sizes[0]
     q = hadamard(task.model.hidden).to(task.device)
     r = hadamard(sizes.head_dim).to(task.device).expand(task.model.blocks, sizes.kv_heads, -1, -1)
     one = [torch.eye(x.shape[-1], dtype=x.dtype, device=x.device).expand_as(x) for x in (q, r)]
@@ -96,7 +96,9 @@ def disk_bytes(task: Task, out: Path) -> int:
     model = task.model
     states = 4 * min(task.samples.tokens, 2 * GRADIENT_TOKENS) * model.hidden * (model.blocks + 1)
     spilled = states if place(states, task.device) == "disk" else 0
-    return spilled + 8 * (model.hidden**2 + model.blocks * model.sizes.kv_heads * model.sizes.head_dim**2)
+    return spilled + 8 * (
+        model.hidden**2 + model.blocks * model.sizes[0].kv_heads * model.sizes[0].head_dim ** 2
+    )
 
 
 def hadamard(size: int, seed: int = 0) -> Tensor:
@@ -224,7 +226,7 @@ def _chosen(shapes: list[torch.Size]) -> int:
 
 def _inverses(at: Position) -> dict[int, Tensor]:
     """Return of H^-1 of each stage with something to prune what `_block_costs` reads; float32."""
-    sizes, found = at.task.model.sizes, {}
+    sizes, found = at.block.sizes, {}
     for stage in range(len(at.block.stages)):
         if not at.to_prune(stage):
             continue
@@ -272,7 +274,7 @@ def _at_the_end(task: Task, reader: Reader, states: HiddenStates, ids: Sequence[
         for part, tokens in zip(x.split(size), batch.to(task.device).split(size), strict=True):
             with torch.enable_grad():
                 part = part.detach().requires_grad_()
-                normed = part * torch.rsqrt(part.square().mean(-1, keepdim=True) + task.model.sizes.eps)
+                normed = part * torch.rsqrt(part.square().mean(-1, keepdim=True) + task.model.sizes[0].eps)
                 logits = F.linear(normed[:, :-1], head).flatten(0, 1)
                 loss = F.cross_entropy(logits, tokens[:, 1:].flatten(), reduction="sum")
                 pieces += torch.autograd.grad(loss, part)
@@ -324,7 +326,7 @@ def _block_costs(
     task: Task, number: int, block: Block, gradients: Mapping[str, Tensor], inverses: Mapping[int, Tensor]
 ) -> list[Cost]:
     """Return the costs of the layers of a block that are to be pruned."""
-    sizes, found = task.model.sizes, list[Cost]()
+    sizes, found = block.sizes, list[Cost]()
     for stage, inverse in inverses.items():
         for name in block.stages[stage]:
             pattern = task.layers.get(task.model.prefix(number) + name)

@@ -125,7 +125,8 @@ class RotatedReader(Reader):
             return x
         found = _TENSOR.fullmatch(name)
         assert found
-        r, sizes = self._r[int(found[1])], self._model.sizes
+        number = int(found[1])
+        r, sizes = self._r[number], self._model.sizes[number]
         if "v_proj" in name:
             turned: Tensor = r.mT @ x.unflatten(0, (sizes.kv_heads, -1))
             return turned.flatten(0, 1)

@@ -82,7 +82,7 @@ def written(source: Path, out: Path, rotation: Rotation) -> Any:
 @torch.inference_mode()
 def test_outputs_stay_equal(name: str, tmp_path: Path) -> None:
     model = saved(name, tmp_path / "source")
-    sizes = open_model(Checkpoint.open(tmp_path / "source")).sizes
+    sizes = open_model(Checkpoint.open(tmp_path / "source")).sizes[0]
     rotation = Rotation(orthogonal(48, 48), orthogonal(2, sizes.kv_heads, sizes.head_dim, sizes.head_dim))
     turned = written(tmp_path / "source", tmp_path / "out", rotation)
     assert turned.config.tie_word_embeddings is False
@@ -117,7 +117,7 @@ def task_of(source: Path, pattern: str = "6:8") -> Task:
 
 def some_rotation(model: LayeredModel) -> Rotation:
     torch.manual_seed(2)
-    sizes = model.sizes
+    sizes = model.sizes[0]
     return Rotation(
         orthogonal(model.hidden, model.hidden),
         orthogonal(model.blocks, sizes.kv_heads, sizes.head_dim, sizes.head_dim),
