@@ -246,6 +246,8 @@ class Block(ABC):
         self.weights = weights
         # Fine-tuning replaces these two: how a linear layer changes its input first, and how attention is computed
         self.read: Callable[[str, Tensor], Tensor] | None = None
+        # Learning a rotation looks at what a linear layer gives
+        self.wrote: Callable[[str, Tensor], Tensor] | None = None
         self.attend: Callable[[Tensor, Tensor, Tensor, Scores], Tensor] = attention
 
     def copy(self) -> Block:
@@ -269,7 +271,7 @@ class Block(ABC):
         """Run a linear layer of the block, with its bias if it has one."""
         x = self.read(name, x) if self.read else x
         out: Tensor = F.linear(x, self.weights[f"{name}.weight"], self.weights.get(f"{name}.bias"))
-        return out
+        return self.wrote(name, out) if self.wrote else out
 
     def heads_of(self, x: Tensor, count: int) -> Tensor:
         """[batch, tokens, count * head_dim] -> [batch, count, tokens, head_dim]."""

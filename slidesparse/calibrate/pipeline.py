@@ -10,7 +10,7 @@ whose weights are trained together in the end (see `slidesparse.calibrate.finetu
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import groupby
@@ -52,6 +52,7 @@ class Position:
     number: int
     inputs: BlockInputs  # of the pruned model
     dense: BlockInputs | None  # of the dense model on the same samples, if it is run
+    ids: Sequence[Tensor]  # [batch, tokens] of each batch
 
     @property
     def block(self) -> Block:
@@ -75,8 +76,8 @@ def calibrate(task: Task, reader: Reader, work: WorkFolder, progress: Progress |
     A block that is there already is run, not made again.  The same task on the same machine gives the same bytes.
     Raises CalibrationError when activations are not finite or a block does not fit into memory.
     """
-    report = _counter(task, "pruning", progress)
-    with _walk(task, reader, work.folder, task.streams) as positions:
+    report = counter(task, "pruning", progress)
+    with walk(task, reader, work.folder, task.streams) as positions:
         for at in positions:
             _quantize_skipped(at)
             if work.has(at.number):
@@ -96,8 +97,8 @@ def rank(task: Task, reader: Reader, work: WorkFolder, progress: Progress | None
     if kept is not None:
         return {str(name): float(error) for name, error in kept.items()}
     found: dict[str, float] = {}
-    report = _counter(task, "ranking", progress)
-    with _walk(task, reader, work.folder, 1) as positions:
+    report = counter(task, "ranking", progress)
+    with walk(task, reader, work.folder, 1) as positions:
         for at in positions:
             for stage in range(len(at.block.stages)):
                 if not (weights := at.to_prune(stage)):
@@ -127,7 +128,7 @@ def prune_floats(
         rule: another way to prune: a weight [N, K] and the `Hessian` of its inputs give the pruned [N, K].
     """
     found: dict[str, Tensor] = {}
-    with _walk(task, reader, folder, 1 if rule else task.streams) as positions:
+    with walk(task, reader, folder, 1 if rule else task.streams) as positions:
         for at in positions:
 
             def put(weights: Mapping[str, Tensor], at: Position = at) -> None:
@@ -155,8 +156,10 @@ def prune_floats(
 
 
 @contextmanager
-def _walk(task: Task, reader: Reader, folder: Path, streams: int) -> Iterator[Iterator[Position]]:
-    """Run the samples through the blocks, up to the last one with something to prune.
+def walk(
+    task: Task, reader: Reader, folder: Path, streams: int, to_the_end: bool = False
+) -> Iterator[Iterator[Position]]:
+    """Run the samples through the blocks, up to the last one with something to prune, or ``to_the_end``.
 
     With two ``streams`` the second goes through the blocks as they are read, whatever becomes of the first's.
     """
@@ -172,7 +175,7 @@ def _walk(task: Task, reader: Reader, folder: Path, streams: int) -> Iterator[It
             for stream in states:
                 stream[i] = x
         del embed, x
-        yield _positions(task, reader, states, keep)
+        yield _positions(task, reader, states, keep, batches, to_the_end)
     except torch.OutOfMemoryError as error:
         raise CalibrationError(
             f"calibrating a layer of the model does not fit into the memory of {task.device} ({error}); fewer "
@@ -183,17 +186,26 @@ def _walk(task: Task, reader: Reader, folder: Path, streams: int) -> Iterator[It
             stream.close()
 
 
-def _positions(task: Task, reader: Reader, states: list[HiddenStates], keep: bool) -> Iterator[Position]:
+def _positions(
+    task: Task,
+    reader: Reader,
+    states: list[HiddenStates],
+    keep: bool,
+    batches: Sequence[Tensor],
+    to_the_end: bool,
+) -> Iterator[Position]:
     model = task.model
     wanted = [
-        number for number in range(model.blocks) if any(name in task.layers for name in model.linears(number))
+        number
+        for number in range(model.blocks)
+        if to_the_end or any(name in task.layers for name in model.linears(number))
     ]
     last = max(wanted, default=-1)
     for number in range(last + 1):
         block = model.load(reader, number, task.device)
         blocks = [block, *(block.copy() for _ in states[1:])]
         inputs = [BlockInputs(each, stream, keep) for each, stream in zip(blocks, states, strict=True)]
-        yield Position(task, number, inputs[0], inputs[1] if len(inputs) > 1 else None)
+        yield Position(task, number, inputs[0], inputs[1] if len(inputs) > 1 else None, batches)
         for each in inputs if number < last else ():
             each.advance()
 
@@ -205,7 +217,7 @@ def _batches(samples: Samples, tokens: int) -> Iterator[Tensor]:
         yield from alike.split(max(1, tokens // length))
 
 
-def _counter(task: Task, phase: str, progress: Progress | None) -> Callable[[int], None]:
+def counter(task: Task, phase: str, progress: Progress | None) -> Callable[[int], None]:
     """Return a function that reports a block as done, counted in bytes of the linear layers to prune."""
     sizes = {name: task.model.checkpoint.require(name + WEIGHT).nbytes for name in task.layers}
     done = 0

@@ -4,6 +4,8 @@
 
     .OUT.calibrated/
       state.json                     what the run was started with; another run is refused
+      rotation.safetensors           with --rotate on: what the model is turned by
+      rotation.json                  what that is estimated to gain
       ranking.json                   with --skip-worst: what pruning each layer would cost
       layer-00000.json               the report's rows of a transformer block
       layer-00000.safetensors        its codes and scales; last, and by one rename: it marks the block as done
@@ -15,7 +17,7 @@ import fcntl
 import json
 import os
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -36,6 +38,7 @@ from slidesparse.checkpoint.storage import (
 from slidesparse.errors import CalibrationError
 
 STATE, RANKING = "state.json", "ranking.json"
+ROTATION, GAIN = f"rotation{SUFFIX}", "rotation.json"
 
 
 @dataclass(frozen=True)
@@ -51,17 +54,21 @@ class WorkFolder:
     def save(self, number: int, tensors: Mapping[str, Tensor], rows: list[dict[str, Any]]) -> None:
         """Keep a finished block: all of it, or, if killed, nothing."""
         self.write_json(f"layer-{number:05}.json", rows)
+        self.write_tensors(_file(number), tensors)
+
+    def write_tensors(self, name: str, tensors: Mapping[str, Tensor]) -> None:
+        """Keep a safetensors file, whole."""
         specs = [TensorSpec(name, NAMES[t.dtype], tuple(t.shape)) for name, t in tensors.items()]
-        partial = self.folder / f".{_file(number)}"
+        partial = self.folder / f".{name}"
         partial.unlink(missing_ok=True)
         writer = Writer(partial, specs)
         try:
-            for name, tensor in tensors.items():
-                writer.write(name, 0, tensor.cpu())
+            for each, tensor in tensors.items():
+                writer.write(each, 0, tensor.cpu())
             writer.close()
         finally:
             writer.close(sync=False)
-        os.rename(partial, self.folder / _file(number))
+        os.rename(partial, self.folder / name)
         sync(self.folder)
 
     def write_json(self, name: str, value: object) -> None:
@@ -85,7 +92,16 @@ class WorkFolder:
 
     def tensors(self) -> Checkpoint:
         """Return all finished blocks as a checkpoint to read from."""
-        files = sorted(path.name for path in self.folder.glob(f"layer-*{SUFFIX}"))
+        return self._opened(sorted(path.name for path in self.folder.glob(f"layer-*{SUFFIX}")))
+
+    def read_tensors(self, name: str) -> dict[str, Tensor] | None:
+        """Return what `write_tensors` kept under a name, or None."""
+        if not (self.folder / name).exists():
+            return None
+        with (found := self._opened([name])).reader() as reader:
+            return {each: reader.whole(each) for each in found.tensors}
+
+    def _opened(self, files: Sequence[str]) -> Checkpoint:
         found: dict[str, StoredTensor] = {}
         for file in files:
             found |= {tensor.spec.name: tensor for tensor in read_header(self.folder / file)}
@@ -114,7 +130,7 @@ def open_work(out: Path, state: Mapping[str, Any], resume: bool) -> Iterator[Wor
     was started otherwise (naming what differs), and when another run holds it.
     """
     folder = work_folder(out)
-    kept = any(folder.glob(f"layer-*{SUFFIX}")) or (folder / RANKING).exists()
+    kept = any(folder.glob(f"layer-*{SUFFIX}")) or any((folder / n).exists() for n in (RANKING, ROTATION))
     if kept and not resume:
         raise CalibrationError(
             f"{folder} holds the finished layers of a run that did not end; --resume goes on from them, removing the "

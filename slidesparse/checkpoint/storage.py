@@ -395,12 +395,12 @@ class Reader:
     """Reads rows of a checkpoint's tensors."""
 
     def __init__(self, checkpoint: Checkpoint) -> None:
-        self._checkpoint = checkpoint
+        self.checkpoint = checkpoint
         self._descriptors: dict[str, int] = {}
 
     def __enter__(self) -> Reader:
-        for file in self._checkpoint.files:
-            self._descriptors[file] = os.open(self._checkpoint.folder / file, os.O_RDONLY)
+        for file in self.checkpoint.files:
+            self._descriptors[file] = os.open(self.checkpoint.folder / file, os.O_RDONLY)
         return self
 
     def __exit__(
@@ -412,7 +412,7 @@ class Reader:
 
     def rows(self, name: str, rows: slice) -> Tensor:
         """Read rows of a tensor as [rows, columns]; columns are all dimensions but the first."""
-        stored = self._checkpoint.tensors[name]
+        stored = self.checkpoint.tensors[name]
         if not stored.parts:
             return self._read(stored, rows)
         values, bitmask, _, *offsets = stored.parts
@@ -430,7 +430,7 @@ class Reader:
             return decompress(found, self._read(bitmask, rows), stored.spec.columns)
         except ValueError as error:
             raise CheckpointError(
-                f"{name} of {self._checkpoint.folder}, rows {rows.start} to {rows.stop}: {error}; fetch or convert it "
+                f"{name} of {self.checkpoint.folder}, rows {rows.start} to {rows.stop}: {error}; fetch or convert it "
                 "again"
             ) from error
 
@@ -444,7 +444,7 @@ class Reader:
                 self._descriptors[file], [view[done:]], start + rows.start * spec.row_bytes + done
             )
             if got == 0:
-                path = self._checkpoint.folder / file
+                path = self.checkpoint.folder / file
                 raise CheckpointError(
                     f"{path} became shorter while it was read; convert again once it is whole"
                 )
@@ -453,7 +453,7 @@ class Reader:
 
     def whole(self, name: str) -> Tensor:
         """Read a whole tensor in its own shape; for small ones."""
-        spec = self._checkpoint.tensors[name].spec
+        spec = self.checkpoint.tensors[name].spec
         return self.rows(name, slice(0, spec.rows)).view(spec.shape)
 
 

@@ -44,6 +44,7 @@ class Report:
     experts: Mapping[str, int] = field(default_factory=dict)  # matrices: in "w8a8", and "kept"
     samples: str = ""  # of calibration, in words
     note: str = ""  # what the user should know of the samples
+    rotation: str = ""  # whether the model was turned, or why not; with calibration
     layers: tuple[dict[str, Any], ...] = ()  # `layer_rows`; with calibration or ``check``
     made: bool = True  # whether anything was pruned now, not just laid out anew
     left_out: tuple[str, ...] = ()  # files of the source that were not copied
@@ -75,6 +76,7 @@ class Report:
             "layout": self.layout,
             "method": self.method,
             "calibration": self.samples or None,
+            "rotation": self.rotation or None,
             "seconds": round(self.seconds, 3),
             "violations": sum(row["violations"] for row in self.layers),
             "dead_columns": sum(row["dead_columns"] for row in self.layers),

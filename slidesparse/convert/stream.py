@@ -27,8 +27,11 @@ import torch
 from torch import Tensor
 
 from slidesparse import methods
+from slidesparse.calibrate.learning import disk_bytes as rotation_bytes
+from slidesparse.calibrate.learning import find_rotation
 from slidesparse.calibrate.pipeline import calibrate, rank
 from slidesparse.calibrate.resume import finished_bytes, open_work
+from slidesparse.calibrate.rotation import RotatedReader, obstacle, untied
 from slidesparse.calibrate.task import Progress, Task
 from slidesparse.checkpoint import architectures
 from slidesparse.checkpoint.architectures import SCALE, WEIGHT
@@ -55,13 +58,15 @@ from slidesparse.checkpoint.storage import (
     Writer,
     is_inside,
 )
+from slidesparse.checkpoint.w8a8 import holds_floats
 from slidesparse.convert.options import ConvertOptions
 from slidesparse.convert.plan import ConversionPlan, Part, calibration_task, make_plan
 from slidesparse.convert.report import Facts, Report, layer_rows, read_back
-from slidesparse.errors import EnvironmentFault
+from slidesparse.errors import CalibrationError, EnvironmentFault
 from slidesparse.quantize import FP8, dequantize_blocks, quantize_rows
-from slidesparse.slide import slide
+from slidesparse.slide import obeys, slide
 
+ROTATED = "on: the residual stream and the values of each head, in the weights"
 MODULES = "modules.json"  # of sentence-transformers
 _CODE = (".py", ".pkl", ".bin", ".pt", ".pth", ".so", ".sh")  # never, whatever the name begins with
 
@@ -93,17 +98,21 @@ def convert(
     source, out = Path(source), Path(out)
     require_free_name(source, out)
     checkpoint, _ = open_checkpoint(source)
+    rotation = _rotation(checkpoint, options)
+    if rotation == ROTATED:
+        checkpoint = untied(checkpoint)
     plan = make_plan(checkpoint, options)
     task = calibration_task(plan) if options.calibration else None
     _, left_out = _other_files(checkpoint)
     rows: list[dict[str, Any]] = []
     if not dry_run:
         remove_stale(out)
-        _require_room(plan, task, out)
+        _require_room(plan, task, out, rotation == ROTATED)
         with _space_explained(out, plan), checkpoint.reader() as reader:
             _check_values(plan, reader, progress)
             if task:
-                plan, rows = _write_calibrated(plan, task, out, reader, progress)
+                plan, rows, gain = _write_calibrated(plan, task, out, reader, rotation == ROTATED, progress)
+                rotation += gain
             else:
                 rows = layer_rows(_write(plan, out, reader, None, progress), (), options.method_name)
     return Report(
@@ -123,19 +132,56 @@ def convert(
         seconds=time.monotonic() - started,
         samples=task.samples.words if task else "",
         note=task.samples.note if task else "",
+        rotation=rotation,
         layers=tuple(rows),
         made=not plan.converted,
         left_out=tuple(map(str, left_out)),
     )
 
 
+def _rotation(checkpoint: Checkpoint, options: ConvertOptions) -> str:
+    """Return ROTATED, or why the model is not turned, or nothing where that was not to be expected."""
+    if not options.calibration or options.calibration.rotate is False:
+        return ""
+    block = checkpoint.quantization_config()
+    if block is not None and not holds_floats(block):
+        return ""  # calibration takes no such source
+    why_not = obstacle(checkpoint)
+    if options.calibration.rotate:
+        if why_not:
+            raise CalibrationError(f"--rotate on: {why_not}; leave --rotate out")
+        return ROTATED
+    why_not = why_not or _sparse(checkpoint, options)
+    return f"off: {why_not}" if why_not else ROTATED
+
+
+def _sparse(checkpoint: Checkpoint, options: ConvertOptions) -> str | None:
+    """Return that a layer obeys the pattern already, by its first rows: turned, it would lose its zeros."""
+    names = architectures.family_of(checkpoint.config, options.linear).layers(checkpoint.tensors)
+    with checkpoint.reader() as reader:
+        for spec in (checkpoint.require(name + WEIGHT) for name in names):
+            if options.pattern.length is None or spec.columns < options.pattern.length or 0 in spec.shape:
+                continue
+            if obeys(reader.rows(spec.name, next(spec.chunks())), options.pattern):
+                return f"{spec.name} obeys {options.pattern.ratio} already, and would not when turned"
+    return None
+
+
 def _write_calibrated(
-    plan: ConversionPlan, task: Task, out: Path, reader: Reader, progress: Progress | None
-) -> tuple[ConversionPlan, list[dict[str, Any]]]:
-    """Calibrate and write.  Returns the plan, in which the worst layers are skipped now, and the report's rows."""
-    options = plan.options
-    state = {**task.state(), "skip_worst": options.skip_worst}
+    plan: ConversionPlan, task: Task, out: Path, reader: Reader, rotate: bool, progress: Progress | None
+) -> tuple[ConversionPlan, list[dict[str, Any]], str]:
+    """Calibrate and write.
+
+    Returns the plan, in which the worst layers are skipped now, the report's rows, and what rotation is to gain.
+    """
+    options, gain = plan.options, ""
+    state = {**task.state(), "skip_worst": options.skip_worst, "rotate": rotate}
     with open_work(out, state, task.calibration.resume) as work:
+        if rotate:
+            learned = find_rotation(task, reader, work, progress)
+            reader = RotatedReader(reader, task.model, task.device, learned.rotation)
+            if learned.before:
+                gain = f"; pruning costs {1 - learned.after / learned.before:.0%} less by an estimate"
         if options.skip_worst:
             family = architectures.family_of(plan.checkpoint.config)
             errors = rank(task, reader, work, progress)
@@ -147,7 +193,7 @@ def _write_calibrated(
             facts = _write(plan, out, reader, codes, progress)
         rows = layer_rows(facts, work.rows(), task.method)
         work.remove()
-    return plan, rows
+    return plan, rows, gain
 
 
 def worst_layers(
@@ -188,7 +234,7 @@ def _write(
 # Room
 
 
-def _require_room(plan: ConversionPlan, task: Task | None, out: Path) -> None:
+def _require_room(plan: ConversionPlan, task: Task | None, out: Path, rotate: bool) -> None:
     """Raise EnvironmentFault unless the output, and the finished blocks of calibration, will fit on the disk."""
     source = plan.checkpoint.folder
     needed = plan.disk_bytes() + sum(
@@ -196,6 +242,7 @@ def _require_room(plan: ConversionPlan, task: Task | None, out: Path) -> None:
     )
     if task:
         needed += task.disk_bytes() - (finished_bytes(out) if task.calibration.resume else 0)
+        needed += rotation_bytes(task, out) if rotate else 0
     require_space(out, needed)
 
 
@@ -355,7 +402,8 @@ def _write_chunk(
 ) -> None:
     if part.layer is None:
         if part.out:
-            writer.write(part.source.name, rows.start, reader.rows(part.source.name, rows))
+            values = reader.rows(part.source.name, rows)  # in float32 if it was turned
+            writer.write(part.source.name, rows.start, values.to(DTYPES[part.out[0].dtype]))
         return
     if codes and part.pattern:
         weight = codes.rows(part.layer + WEIGHT, rows)

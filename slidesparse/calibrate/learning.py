@@ -1,0 +1,396 @@
+"""Find the rotation of a decoder after which pruning costs least.
+
+To remove a weight w [n, k] of a linear layer, the others of its row making up for it, costs the model about::
+
+    g_n w^2 / (2 [H^-1]_kk)        H: the mean of x x^T over tokens, of the layer's inputs
+                                   g_n: the mean squared gradient of the loss to the layer's output n
+
+by the formulas of the optimal brain surgeon, with the Fisher matrix of each output in place of its Hessian.  The cost
+of a rotation is the sum over the blocks of all layers, each in its own pattern, of the two weights that cost least,
+which pruning would remove.  Rotating changes W, H and g alike (see `slidesparse.calibrate.rotation`)::
+
+    reads x     (W Q)^2 g / diag(Q^T H^-1 Q)         adds to x    (Q^T W)^2 diag(Q^T G Q) / diag(H^-1)
+
+Both are summed up in one walk forwards and one back through the dense model, a transformer block at a time.  Then Adam
+on the orthogonal group goes down, from a Hadamard matrix.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F  # noqa: N812  (its usual name)
+from torch import Tensor
+
+from slidesparse.calibrate.inputs import HiddenStates, gather, place
+from slidesparse.calibrate.models import Block, fast_products
+from slidesparse.calibrate.pipeline import Position, counter, walk
+from slidesparse.calibrate.resume import GAIN, ROTATION, WorkFolder, work_folder
+from slidesparse.calibrate.rotation import HEAD, RotatedReader, Rotation
+from slidesparse.calibrate.task import Progress, Task
+from slidesparse.checkpoint.architectures import WEIGHT
+from slidesparse.checkpoint.storage import Reader
+from slidesparse.errors import CalibrationError
+from slidesparse.methods.sparsegpt import damping_for, factor
+
+STEPS, WARM_UP = 100, 5
+RATE = 0.012  # radians a step in each plane of Q at the most, where 512 dimensions are turned
+BETAS = (0.9, 0.95)
+LEAST_RATE = 0.05  # of the highest, at the end
+GRADIENT_TOKENS = 16384  # tokens that gradients are taken from; at least one batch
+GRADIENT_PIECE = 4096  # tokens that go back through a block at a time
+LOGITS = 2**28  # logits at a time
+OUTPUTS = 4096  # outputs of a stage, or inputs of `down`, that costs are estimated from; evenly spread
+
+
+@dataclass(frozen=True)
+class Learned:
+    """A rotation, and what pruning is estimated to cost the loss without and with it, in nats a token."""
+
+    rotation: Rotation
+    before: float
+    after: float
+
+
+def find_rotation(task: Task, reader: Reader, work: WorkFolder, progress: Progress | None = None) -> Learned:
+    """Return the rotation that ``work`` keeps, or `learn` one and keep it."""
+    kept, gain = work.read_tensors(ROTATION), work.read_json(GAIN)
+    if kept is not None:
+        return Learned(Rotation(kept["q"], kept["r"]), **gain)
+    found = learn(task, reader, work.folder, progress)
+    work.write_json(GAIN, {"before": found.before, "after": found.after})
+    work.write_tensors(ROTATION, {"q": found.rotation.q, "r": found.rotation.r})
+    return found
+
+
+@torch.inference_mode(False)
+@torch.no_grad()
+def learn(task: Task, reader: Reader, folder: Path, progress: Progress | None = None) -> Learned:
+    """Learn the rotation for the layers and patterns of ``task``; hidden states may be spilled to ``folder``.
+
+    The same task on the same machine gives the same bits.
+    """
+    sizes = task.model.sizes[0]
+    q = hadamard(task.model.hidden).to(task.device)
+    r = hadamard(sizes.head_dim).to(task.device).expand(task.model.blocks, sizes.kv_heads, -1, -1)
+    one = [torch.eye(x.shape[-1], dtype=x.dtype, device=x.device).expand_as(x) for x in (q, r)]
+    try:
+        costs = _costs(task, RotatedReader(reader, task.model, task.device), folder, progress)
+        before = _total(costs, *one)
+        q, r, after = _descend(costs, q, r)
+    except torch.OutOfMemoryError as error:
+        raise CalibrationError(
+            f"learning a rotation does not fit into the memory of {task.device} ({error}); --rotate off does without"
+        ) from None
+    return Learned(Rotation(q.cpu(), r.cpu()), before, after)
+
+
+def disk_bytes(task: Task, out: Path) -> int:
+    """Bytes that learning takes on the disk: the rotation, and hidden states if they are to be spilled."""
+    if (work_folder(out) / ROTATION).exists():
+        return 0
+    model = task.model
+    states = 4 * min(task.samples.tokens, 2 * GRADIENT_TOKENS) * model.hidden * (model.blocks + 1)
+    spilled = states if place(states, task.device) == "disk" else 0
+    return spilled + 8 * (
+        model.hidden**2 + model.blocks * model.sizes[0].kv_heads * model.sizes[0].head_dim ** 2
+    )
+
+
+def hadamard(size: int, seed: int = 0) -> Tensor:
+    """Return an orthogonal matrix [size, size] in float64 that mixes all of its inputs.
+
+    It is the Kronecker product of the Hadamard matrix of the largest power of two in ``size`` and a random orthogonal
+    matrix, its rows in random signs.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    odd = size // (size & -size)
+    found: Tensor = torch.linalg.qr(torch.randn(odd, odd, dtype=torch.float64, generator=generator)).Q
+    while len(found) < size:
+        found = torch.cat((torch.cat((found, found), 1), torch.cat((found, -found), 1))) / math.sqrt(2)
+    signs = torch.randint(2, (size, 1), generator=generator) * 2 - 1
+    return found * signs
+
+
+# The cost
+
+
+# Of Q [hidden, hidden] and a block's R [kv heads, head_dim, head_dim]; float32
+Cost = Callable[[Tensor, Tensor], Tensor]
+
+
+def cheapest(scores: Tensor, length: int) -> Tensor:
+    """Sum the two least ``scores`` [..., K] of each whole block of ``length`` columns."""
+    blocks = scores[..., : scores.shape[-1] // length * length].unflatten(-1, (-1, length))
+    at = blocks.detach().argmin(-1, keepdim=True)
+    found: Tensor = blocks.gather(-1, at).sum() + blocks.scatter(-1, at, float("inf")).amin(-1).sum()
+    return found
+
+
+def _diagonal(a: Tensor, q: Tensor) -> Tensor:
+    """diag(q^T a q) of [..., K, K]."""
+    found: Tensor = ((a @ q) * q).sum(-2)
+    return found
+
+
+def _reads(w: Tensor, g: Tensor, inverse: Tensor, length: int) -> Cost:
+    """Cost of a layer [N, hidden] that reads the residual stream; ``g`` [N], ``inverse`` [hidden, hidden]."""
+    step = -(-len(w) // OUTPUTS)
+    w, g = w[::step].clone(), g[::step] * (len(w) / len(w[::step]))
+
+    def cost(q: Tensor, _: Tensor) -> Tensor:
+        return cheapest((w @ q).square() * g[:, None] / _diagonal(inverse, q), length)
+
+    return cost
+
+
+def _values(w: Tensor, g: Tensor, inverse: Tensor, length: int) -> Cost:
+    """Cost of the values' layer [kv heads, head_dim, hidden]; ``g`` [kv heads, head_dim, head_dim]."""
+
+    def cost(q: Tensor, r: Tensor) -> Tensor:
+        turned = r.mT @ (w @ q)
+        return cheapest(turned.square() * _diagonal(g, r)[..., None] / _diagonal(inverse, q), length)
+
+    return cost
+
+
+def _attended(w: Tensor, g: Tensor, inverse: Tensor, length: int, share: int) -> Cost:
+    """Cost of o [hidden, heads, head_dim]; ``g`` [hidden, hidden], ``inverse`` [heads, head_dim, head_dim]."""
+
+    def cost(q: Tensor, r: Tensor) -> Tensor:
+        r = r.repeat_interleave(share, 0)
+        turned = torch.einsum("nha,hab->nhb", (q.mT @ w.flatten(1)).view_as(w), r)
+        scores = turned.square() * _diagonal(g, q)[:, None, None] / _diagonal(inverse, r)
+        return cheapest(scores.flatten(1), length)
+
+    return cost
+
+
+def _adds(w: Tensor, g: Tensor, inverse: Tensor, length: int) -> Cost:
+    """Cost of a layer [hidden, K] that adds to the residual stream; ``g`` [hidden, hidden], ``inverse`` [K]."""
+    whole = w.shape[1] // length
+    step = -(-whole * length // OUTPUTS)
+    w = w[:, : whole * length].unflatten(1, (whole, length))[:, ::step].flatten(1)
+    inverse = inverse[: whole * length].view(whole, length)[::step].flatten()
+    scale = whole * length / len(inverse)
+
+    def cost(q: Tensor, _: Tensor) -> Tensor:
+        return scale * cheapest((q.mT @ w).square() * _diagonal(g, q)[:, None] / inverse, length)
+
+    return cost
+
+
+# What costs are made of
+
+
+def _costs(task: Task, reader: Reader, folder: Path, progress: Progress | None) -> list[list[Cost]]:
+    """Walk through the dense model that ``reader`` gives; return the costs of the layers of each block."""
+    report = counter(task, "rotating", progress)
+    inverses: list[dict[int, Tensor]] = []
+    states: HiddenStates | None = None
+    try:
+        with walk(task, reader, folder, 1, to_the_end=True) as positions:
+            for at in positions:
+                batches = _chosen(at.inputs.states.shapes)
+                if states is None:
+                    shapes = [at.inputs.states.shapes[i] for i in range(batches)] * (task.model.blocks + 1)
+                    states = HiddenStates(shapes, task.device, folder)
+                for i in range(batches):
+                    states[at.number * batches + i] = at.inputs.states[i]
+                inverses.append(_inverses(at))
+                at.inputs.advance()
+                report(at.number)
+            assert states
+            for i in range(batches):
+                states[task.model.blocks * batches + i] = at.inputs.states[i]
+            ids = at.ids[:batches]
+        return _back(task, reader, states, ids, inverses)
+    finally:
+        if states:
+            states.close()
+
+
+def _chosen(shapes: list[torch.Size]) -> int:
+    """Return how many batches, from the first, give GRADIENT_TOKENS."""
+    count = tokens = 0
+    for shape in shapes:
+        count, tokens = count + 1, tokens + shape[:-1].numel()
+        if tokens >= GRADIENT_TOKENS:
+            break
+    return count
+
+
+def _inverses(at: Position) -> dict[int, Tensor]:
+    """Return of H^-1 of each stage with something to prune what `_block_costs` reads; float32."""
+    sizes, found = at.block.sizes, {}
+    for stage in range(len(at.block.stages)):
+        if not at.to_prune(stage):
+            continue
+        hessian, _ = gather(at.inputs, stage)
+        upper = factor(hessian.matrix, damping_for(len(hessian.matrix), hessian.tokens))
+        upper *= math.sqrt(hessian.tokens)
+        if stage in (0, 2):
+            found[stage] = upper.mT @ upper
+        elif stage == 1:
+            heads = upper.unflatten(1, (sizes.heads, -1)).transpose(0, 1)  # [heads, K, head_dim]
+            found[stage] = heads.mT @ heads
+        else:
+            found[stage] = upper.square().sum(0)
+    return found
+
+
+def _back(
+    task: Task, reader: Reader, states: HiddenStates, ids: Sequence[Tensor], inverses: list[dict[int, Tensor]]
+) -> list[list[Cost]]:
+    """Run the gradient of the loss back through the blocks, and return the costs of their layers."""
+    gradients = _at_the_end(task, reader, states, ids)
+    tokens, batches = sum(x.shape[:-1].numel() for x in gradients), len(ids)
+    costs: list[list[Cost]] = []
+    for number in reversed(range(task.model.blocks)):
+        block = task.model.load(reader, number, task.device)
+        sums = _GradientSums(block)
+        for i in range(batches):
+            size = max(1, GRADIENT_PIECE // ids[i].shape[1])
+            pairs = zip(states[number * batches + i].split(size), gradients[i].split(size), strict=True)
+            gradients[i] = torch.cat([sums.through(x, gradient) for x, gradient in pairs])
+        means = {name: found / tokens for name, found in sums.found.items()}
+        costs.append(_block_costs(task, number, block, means, inverses[number]))
+    return costs[::-1]
+
+
+def _at_the_end(task: Task, reader: Reader, states: HiddenStates, ids: Sequence[Tensor]) -> list[Tensor]:
+    """Return the gradient of the summed loss, in nats, to the last block's output, batch by batch."""
+    spec = task.model.checkpoint.require(HEAD)
+    head = torch.cat([reader.rows(HEAD, rows).to(task.device).float() for rows in spec.chunks()])
+    found = []
+    for i, batch in enumerate(ids):
+        x = states[task.model.blocks * len(ids) + i]
+        size = max(1, LOGITS // (spec.rows * batch.shape[1]))
+        pieces = []
+        for part, tokens in zip(x.split(size), batch.to(task.device).split(size), strict=True):
+            with torch.enable_grad():
+                part = part.detach().requires_grad_()
+                normed = part * torch.rsqrt(part.square().mean(-1, keepdim=True) + task.model.sizes[0].eps)
+                logits = F.linear(normed[:, :-1], head).flatten(0, 1)
+                loss = F.cross_entropy(logits, tokens[:, 1:].flatten(), reduction="sum")
+                pieces += torch.autograd.grad(loss, part)
+        found.append(torch.cat(pieces))
+    if not all(bool(torch.isfinite(x).all()) for x in found):
+        raise CalibrationError(
+            "the gradient of the loss is not finite (NaN or Inf), so no rotation can be learned; --rotate off does "
+            "without"
+        )
+    return found
+
+
+class _GradientSums:
+    """Sums over tokens of g g^T, or of its diagonal, for the gradients g [N] to the outputs of a block's layers."""
+
+    def __init__(self, block: Block) -> None:
+        self._block = block
+        self._outputs: dict[str, Tensor] = {}
+        self.found: dict[str, Tensor] = {}
+
+    def through(self, x: Tensor, gradient: Tensor) -> Tensor:
+        """Count tokens ``x`` [batch, tokens, hidden]; return the gradient to them of that to the block's output."""
+        with torch.enable_grad(), fast_products(x.device):
+            self._block.wrote = self._keep
+            x = x.detach().requires_grad_()
+            out = self._block.output(x)
+            self._block.wrote = None
+            names = [*self._outputs]
+            mine, *others = torch.autograd.grad(out, [x, *self._outputs.values()], gradient)
+            self._outputs.clear()
+        for name, found in zip(names, others, strict=True):
+            g = found.flatten(0, -2)
+            if name.endswith(("o_proj", "down_proj")):
+                made = g.mT @ g
+            elif name.endswith("v_proj"):
+                heads = g.unflatten(1, (self._block.sizes.kv_heads, -1)).transpose(0, 1)
+                made = heads.mT @ heads
+            else:
+                made = g.square().sum(0)
+            self.found[name] = self.found[name] + made if name in self.found else made
+        return mine
+
+    def _keep(self, name: str, out: Tensor) -> Tensor:
+        self._outputs[name] = out
+        return out
+
+
+def _block_costs(
+    task: Task, number: int, block: Block, gradients: Mapping[str, Tensor], inverses: Mapping[int, Tensor]
+) -> list[Cost]:
+    """Return the costs of the layers of a block that are to be pruned."""
+    sizes, found = block.sizes, list[Cost]()
+    for stage, inverse in inverses.items():
+        for name in block.stages[stage]:
+            pattern = task.layers.get(task.model.prefix(number) + name)
+            w, g = block.weights[name + WEIGHT], gradients[name]
+            if pattern is None or pattern.length is None or w.shape[1] < pattern.length:
+                continue
+            if name.endswith("v_proj"):
+                found.append(_values(w.unflatten(0, (sizes.kv_heads, -1)), g, inverse, pattern.length))
+            elif name.endswith("o_proj"):
+                w = w.unflatten(1, (sizes.heads, -1))
+                found.append(_attended(w, g, inverse, pattern.length, sizes.heads // sizes.kv_heads))
+            elif name.endswith("down_proj"):
+                found.append(_adds(w, g, inverse, pattern.length))
+            else:
+                found.append(_reads(w, g, inverse, pattern.length))
+    return found
+
+
+# Going down
+
+
+def _total(costs: list[list[Cost]], q: Tensor, r: Tensor) -> float:
+    """Half the sum of all costs."""
+    q, r = q.float(), r.float()
+    return 0.5 * sum(float(cost(q, r[i])) for i, of_block in enumerate(costs) for cost in of_block)
+
+
+def _descend(costs: list[list[Cost]], q: Tensor, r: Tensor) -> tuple[Tensor, Tensor, float]:
+    """Go down from ``q`` and ``r`` in STEPS steps; return the best that was met, and its cost."""
+    adams = _Adam(q, RATE * math.sqrt(512 / len(q))), _Adam(r, 2 * RATE * math.sqrt(512 / len(q)))
+    best = q, r, _total(costs, q, r)
+    for step in range(STEPS):
+        floats = adams[0].x.float().requires_grad_(), adams[1].x.float().requires_grad_()
+        total = 0.0
+        for i, of_block in enumerate(costs):
+            for cost in of_block:
+                with torch.enable_grad():
+                    found = cost(floats[0], floats[1][i])
+                    found.backward()  # layer by layer, so that what it needs is given back
+                total += 0.5 * float(found.detach())
+        if total < best[2]:
+            best = adams[0].x, adams[1].x, total
+        falling = LEAST_RATE + (1 - LEAST_RATE) * 0.5 * (1 + math.cos(math.pi * step / STEPS))
+        for adam, x in zip(adams, floats, strict=True):
+            if x.grad is not None:
+                adam.step(x.grad, min(1.0, (step + 1) / WARM_UP) * falling)
+    last = _total(costs, adams[0].x, adams[1].x)
+    return (adams[0].x, adams[1].x, last) if last < best[2] else best
+
+
+class _Adam:
+    """Adam on orthogonal matrices [..., n, n]: moments of the gradient's skew part, steps by the exponential."""
+
+    def __init__(self, x: Tensor, rate: float) -> None:
+        self.x, self._rate, self._count = x, rate, 0
+        self._first = self._second = torch.zeros(())
+
+    def step(self, gradient: Tensor, part: float) -> None:
+        """Go down along ``gradient`` (float32), by a ``part`` of the rate."""
+        skew = self.x.float().mT @ gradient
+        skew = skew - skew.mT
+        self._count += 1
+        self._first = self._first.to(skew).lerp(skew, 1 - BETAS[0])
+        self._second = self._second.to(skew).lerp(skew.square(), 1 - BETAS[1])
+        sizes = [1 - beta**self._count for beta in BETAS]
+        moved = (self._first / sizes[0]) / ((self._second / sizes[1]).sqrt() + 1e-30)
+        self.x = self.x @ torch.matrix_exp(-self._rate * part * moved.double())

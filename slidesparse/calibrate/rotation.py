@@ -1,0 +1,136 @@
+"""Turn a decoder's residual stream, and its values within heads, without changing what the model gives.
+
+RMSNorm without a weight gives Q^T-turned outputs for Q^T-turned inputs, whatever the orthogonal Q.  So norm weights are
+first folded into the linear layers that follow, and then everything that reads the residual stream x, or adds to it, is
+turned::
+
+    x' = x Q          embed' = embed Q
+    reads x           W' = (W * norm) Q                  q, k, v, gate, up, lm_head
+    adds to x         W' = Q^T W,  b' = Q^T b            o, down
+    values of a head  W_v' = R^T W_v,  b_v' = R^T b_v,  W_o' = W_o R         one R for each key-value head
+
+The result is an ordinary checkpoint of the same architecture, with its own lm_head.  `slidesparse.calibrate.learning`
+finds a Q and R after which pruning costs least.
+"""
+
+from __future__ import annotations
+
+import re
+import threading
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from slidesparse.calibrate.models import LayeredModel
+from slidesparse.checkpoint.architectures import architecture_of
+from slidesparse.checkpoint.storage import Checkpoint, Reader
+
+KINDS = ("Llama", "Mistral", "Qwen2", "Qwen3")
+HEAD = "lm_head.weight"
+# Each tensor that a model of KINDS may have: another could read the residual stream as it was
+_TENSOR = re.compile(
+    r"lm_head\.weight|(?:model\.)?(?:rotary_emb\.inv_freq|(?:embed_tokens|norm)\.weight|layers\.(\d+)\."
+    r"(self_attn\.(?:[qkvo]_proj\.(?:weight|bias)|[qk]_norm\.weight|rotary_emb\.inv_freq)"
+    r"|mlp\.(?:gate|up|down)_proj\.(?:weight|bias)|(?:input|post_attention)_layernorm\.weight))"
+)
+# What reads the residual stream -> the norm before it
+_NORMS = {f"self_attn.{x}_proj.weight": "input_layernorm.weight" for x in "qkv"}
+_NORMS |= {f"mlp.{x}_proj.weight": "post_attention_layernorm.weight" for x in ("gate", "up")}
+_ROWS_MIXED = tuple(f"{name}_proj.{kind}" for name in ("v", "o", "down") for kind in ("weight", "bias"))
+
+
+@dataclass(frozen=True)
+class Rotation:
+    """Orthogonal matrices in float64."""
+
+    q: Tensor  # [hidden, hidden]
+    r: Tensor  # [blocks, key-value heads, head_dim, head_dim]
+
+
+def obstacle(checkpoint: Checkpoint) -> str | None:
+    """Return why a model cannot be turned, or None."""
+    named = architecture_of(checkpoint.config)
+    known = [f"{kind}ForCausalLM" for kind in KINDS]
+    if named not in known:
+        return f"{named or 'a model without a named architecture'} is none of {', '.join(known)}"
+    other = next((name for name in checkpoint.tensors if not _TENSOR.fullmatch(name)), None)
+    return f"what the tensor {other} is for is not known" if other else None
+
+
+def untied(checkpoint: Checkpoint) -> Checkpoint:
+    """Return the same checkpoint with an lm_head of its own, at first the embedding's bytes."""
+    tensors = dict(checkpoint.tensors)
+    if HEAD not in tensors:
+        name = next(name for name in ("model.embed_tokens.weight", "embed_tokens.weight") if name in tensors)
+        tensors[HEAD] = tensors[name]._replace(spec=tensors[name].spec._replace(name=HEAD))
+    return replace(checkpoint, tensors=tensors, config={**checkpoint.config, "tie_word_embeddings": False})
+
+
+class RotatedReader(Reader):
+    """Reads the tensors of a model with its norm weights folded, and turned if there is a ``rotation``.
+
+    What is turned comes in float32, whatever the checkpoint's dtype, and is computed in float64 on ``device``.
+    """
+
+    def __init__(
+        self, reader: Reader, model: LayeredModel, device: torch.device, rotation: Rotation | None = None
+    ) -> None:
+        super().__init__(model.checkpoint)
+        self._reader, self._model, self._device = reader, model, device
+        self._q = rotation.q.to(device) if rotation else None
+        self._r = rotation.r.to(device) if rotation else None
+        self._lock = threading.Lock()
+        self._mixed: tuple[str, Tensor] | None = None  # the tensor of mixed rows that was read last
+
+    def rows(self, name: str, rows: slice) -> Tensor:
+        """Read rows of a tensor as [rows, columns]."""
+        if name.endswith(_ROWS_MIXED):
+            with self._lock:
+                if self._mixed is None or self._mixed[0] != name:
+                    self._mixed = None  # before the next is made
+                    self._mixed = name, self._mix(name).float().cpu()
+                return self._mixed[1][rows]
+        x = self._reader.rows(name, rows)
+        if name.endswith("layernorm.weight") or name == f"{self._model.root}norm.weight":
+            return torch.ones_like(x)
+        if name == f"{self._model.root}embed_tokens.weight" or self._norm_before(name):
+            return self._turn_inputs(name, x).float().cpu()
+        return x
+
+    def _norm_before(self, name: str) -> str | None:
+        """Return the norm whose output a weight reads, if it reads the residual stream."""
+        if name == HEAD:
+            return f"{self._model.root}norm.weight"
+        for weight, norm in _NORMS.items():
+            if name.endswith(weight):
+                return name.removesuffix(weight) + norm
+        return None
+
+    def _turn_inputs(self, name: str, x: Tensor) -> Tensor:
+        """Fold the norm before rows ``x`` of a weight, and turn them by Q."""
+        x = x.to(self._device, torch.float64)
+        if norm := self._norm_before(name):
+            x = x * self._reader.whole(norm).to(self._device, torch.float64)
+        return x if self._q is None else x @ self._q
+
+    def _mix(self, name: str) -> Tensor:
+        """Return a whole weight or bias whose rows are turned among each other."""
+        spec = self.checkpoint.require(name)
+        x = self._reader.rows(name, slice(0, spec.rows))
+        x = x.to(self._device, torch.float64)
+        if name.endswith("v_proj.weight"):
+            x = self._turn_inputs(name, x)
+        if self._q is None or self._r is None:
+            return x
+        found = _TENSOR.fullmatch(name)
+        assert found
+        number = int(found[1])
+        r, sizes = self._r[number], self._model.sizes[number]
+        if "v_proj" in name:
+            turned: Tensor = r.mT @ x.unflatten(0, (sizes.kv_heads, -1))
+            return turned.flatten(0, 1)
+        if name.endswith("o_proj.weight"):
+            heads = r.repeat_interleave(sizes.heads // sizes.kv_heads, 0)
+            x = torch.einsum("nha,hab->nhb", x.unflatten(1, (sizes.heads, -1)), heads).flatten(1)
+        return self._q.mT @ x

@@ -1,0 +1,281 @@
+"""Models whose residual stream is turned give what they gave before."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import transformers
+from calibration import calibrated, write_ids
+from checkpoints import DOWN, bert, config_of, edit_json, llama, snapshot, tensors_of, write
+from safetensors.torch import save_file
+
+from slidesparse.calibrate import learning, pipeline
+from slidesparse.calibrate.learning import _costs, hadamard
+from slidesparse.calibrate.models import Block, LayeredModel, open_model
+from slidesparse.calibrate.rotation import RotatedReader, Rotation, obstacle, untied
+from slidesparse.calibrate.task import Calibration, Task
+from slidesparse.checkpoint.inspection import inspect
+from slidesparse.checkpoint.storage import Checkpoint
+from slidesparse.convert.options import ConvertOptions
+from slidesparse.convert.plan import calibration_task, make_plan
+from slidesparse.errors import CalibrationError
+from slidesparse.pattern import SlidePattern
+from slidesparse.prune import prune
+from slidesparse.quantize import dequantize_rows
+
+CPU = torch.device("cpu")
+SIZES = {
+    "hidden_size": 48,  # no power of two
+    "intermediate_size": 80,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 100,
+    "max_position_embeddings": 64,
+}
+MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("Llama", {}),
+    "llama tied": ("Llama", {"tie_word_embeddings": True}),
+    "llama biased": ("Llama", {"attention_bias": True, "mlp_bias": True}),
+    "mistral": ("Mistral", {"sliding_window": None}),
+    "qwen2": ("Qwen2", {}),
+    "qwen2 tied": ("Qwen2", {"tie_word_embeddings": True}),
+    "qwen3": ("Qwen3", {"head_dim": 16}),
+    "qwen3 tied": ("Qwen3", {"head_dim": 16, "tie_word_embeddings": True}),
+}
+
+
+def saved(name: str, folder: Path) -> Any:
+    """A random float32 model of transformers; norms and biases differ from their defaults."""
+    kind, settings = MODELS[name]
+    config = getattr(transformers, f"{kind}Config")(**{**SIZES, "tie_word_embeddings": False, **settings})
+    torch.manual_seed(0)
+    model = getattr(transformers, f"{kind}ForCausalLM")(config).float().eval()
+    for parameter in model.parameters():
+        parameter.data.normal_(0.0, 0.3) if parameter.dim() > 1 else parameter.data.uniform_(0.3, 1.5)
+    model.save_pretrained(folder)
+    return model
+
+
+def orthogonal(*shape: int) -> torch.Tensor:
+    return torch.linalg.qr(torch.randn(*shape, dtype=torch.float64)).Q
+
+
+def written(source: Path, out: Path, rotation: Rotation) -> Any:
+    """The turned model, in float32, as transformers reads it."""
+    checkpoint = untied(Checkpoint.open(source))
+    with checkpoint.reader() as reader:
+        turned = RotatedReader(reader, open_model(checkpoint), CPU, rotation)
+        tensors = {name: turned.whole(name).contiguous() for name in checkpoint.tensors}
+    out.mkdir()
+    save_file(tensors, out / "model.safetensors", metadata={"format": "pt"})
+    (out / "config.json").write_text(json.dumps(checkpoint.config))
+    return transformers.AutoModelForCausalLM.from_pretrained(out, dtype=torch.float32)
+
+
+@pytest.mark.parametrize("name", MODELS)
+@torch.inference_mode()
+def test_outputs_stay_equal(name: str, tmp_path: Path) -> None:
+    model = saved(name, tmp_path / "source")
+    sizes = open_model(Checkpoint.open(tmp_path / "source")).sizes[0]
+    rotation = Rotation(orthogonal(48, 48), orthogonal(2, sizes.kv_heads, sizes.head_dim, sizes.head_dim))
+    turned = written(tmp_path / "source", tmp_path / "out", rotation)
+    assert turned.config.tie_word_embeddings is False
+    ids = torch.randint(3, 100, (2, 50), generator=torch.Generator().manual_seed(1))
+    expected, found = model(ids).logits, turned(ids).logits
+    assert float((found - expected).abs().max()) <= 200 * 2**-24 * float(expected.abs().max())
+    assert not torch.allclose(
+        turned.model.layers[0].mlp.down_proj.weight, model.model.layers[0].mlp.down_proj.weight
+    )
+
+
+def test_a_start_of_any_size_is_orthogonal_and_mixes() -> None:
+    for size in (1, 7, 48, 64):
+        start = hadamard(size)
+        close(start @ start.mT, torch.eye(size, dtype=torch.float64))
+        assert (start != 0).all()
+
+
+def close(found: torch.Tensor, expected: torch.Tensor, tolerance: float = 1e-12) -> None:
+    assert float((found - expected).abs().max()) <= tolerance * float(expected.abs().max())
+
+
+# Learning
+
+
+def task_of(source: Path, pattern: str = "6:8") -> Task:
+    np.save(source / "ids.npy", np.random.default_rng(0).integers(0, 100, (6, 40)))
+    calibration = Calibration(str(source / "ids.npy"), seqlen=40, device="cpu")
+    options = ConvertOptions(SlidePattern.parse(pattern), calibration=calibration)
+    return calibration_task(make_plan(untied(Checkpoint.open(source)), options))
+
+
+def some_rotation(model: LayeredModel) -> Rotation:
+    torch.manual_seed(2)
+    sizes = model.sizes[0]
+    return Rotation(
+        orthogonal(model.hidden, model.hidden),
+        orthogonal(model.blocks, sizes.kv_heads, sizes.head_dim, sizes.head_dim),
+    )
+
+
+def one(rotation: Rotation) -> Rotation:
+    return Rotation(*(torch.eye(x.shape[-1]).double().expand_as(x) for x in (rotation.q, rotation.r)))
+
+
+@pytest.mark.parametrize("name", ["llama biased", "qwen3"])
+def test_costs_of_a_rotation_are_those_of_the_turned_model(name: str, tmp_path: Path) -> None:
+    """They are exact: each block's equal those that are found in the model after turning it."""
+    saved(name, tmp_path)
+    task = task_of(tmp_path)
+    rotation = some_rotation(task.model)
+    with torch.no_grad(), task.model.checkpoint.reader() as reader:
+        before = _costs(task, RotatedReader(reader, task.model, CPU), tmp_path, None)
+        after = _costs(task, RotatedReader(reader, task.model, CPU, rotation), tmp_path, None)
+    q, r = rotation.q.float(), rotation.r.float()
+    plain, changes = one(rotation), []
+    for number in range(task.model.blocks):
+        assert len(before[number]) == len(after[number]) == 7
+        for ours, theirs in zip(before[number], after[number], strict=True):
+            expected = float(theirs(plain.q.float(), plain.r[number].float()))
+            assert float(ours(q, r[number])) == pytest.approx(expected, rel=1e-3)
+            changes.append(abs(float(ours(plain.q.float(), plain.r[number].float())) / expected - 1))
+    assert max(changes) > 0.02
+
+
+def test_gradients_are_those_of_the_loss(tmp_path: Path) -> None:
+    """Costs are proportional to the mean squared gradient that transformers' own loss gives."""
+    model = saved("llama", tmp_path)
+    task = task_of(tmp_path)
+    ids = torch.stack(task.samples.ids)
+    seen: dict[str, torch.Tensor] = {}
+
+    def keep(name: str, out: torch.Tensor) -> None:
+        out.retain_grad()
+        seen[name] = out
+
+    for name, module in model.model.layers[0].named_modules():
+        if isinstance(module, torch.nn.Linear):
+            module.register_forward_hook(lambda _, __, out, name=name: keep(name, out))
+    logits = model(ids).logits[:, :-1]
+    torch.nn.functional.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten(), reduction="sum").backward()
+    found: dict[str, torch.Tensor] = {}
+
+    def look(task: Task, number: int, block: Block, gradients: dict[str, torch.Tensor], *_: Any) -> list[Any]:
+        found.update(gradients)  # of block 0 in the end
+        return []
+
+    with pytest.MonkeyPatch.context() as patch, torch.no_grad(), task.model.checkpoint.reader() as reader:
+        patch.setattr(learning, "_block_costs", look)
+        _costs(task, RotatedReader(reader, task.model, CPU), tmp_path, None)
+    for name, out in seen.items():
+        g = out.grad.flatten(0, 1)  # type: ignore[union-attr]
+        diagonal = found[name].diagonal(dim1=-2, dim2=-1).flatten() if found[name].dim() > 1 else found[name]
+        close(diagonal, g.square().mean(0), 1e-4)
+
+
+def test_learning_goes_down_and_repeats(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(learning, "STEPS", 25)
+    saved("qwen2 tied", tmp_path)
+    task = task_of(tmp_path, "2:4")
+    with task.model.checkpoint.reader() as reader:
+        first, second = (learning.learn(task, reader, tmp_path) for _ in range(2))
+    assert first.after < 0.7 * first.before
+    for x, y in ((first.rotation.q, second.rotation.q), (first.rotation.r, second.rotation.r)):
+        assert torch.equal(x, y)
+        close(x @ x.mT, torch.eye(x.shape[-1], dtype=torch.float64).expand_as(x))
+
+
+# Conversion
+
+
+@pytest.mark.parametrize("name", ["llama tied", "qwen2"])
+@torch.inference_mode()
+def test_a_conversion_that_prunes_nothing_gives_the_same_model(name: str, tmp_path: Path) -> None:
+    """But for the weights' rounding to INT8: pruned layers, skipped and ignored ones are all turned."""
+    model = saved(name, tmp_path / "source")
+    np.save(tmp_path / "ids.npy", np.random.default_rng(0).integers(0, 100, (2, 20)))
+    how = {"skip": [r"1\.self_attn\.o_proj"], "ignore": [r"0\.self_attn\.o_proj", r"1\.mlp\.down"]}
+    ids = str(tmp_path / "ids.npy")
+    report = calibrated(tmp_path / "source", tmp_path / "out", ids, pattern="2_inf", rotate=True, **how)
+    assert report.rotation.startswith("on")
+    config = config_of(tmp_path / "out")
+    assert config.pop("tie_word_embeddings") is False
+    assert "lm_head" in config.pop("quantization_config")["ignore"]
+    tensors = tensors_of(tmp_path / "out")
+    for layer in [n.removesuffix("_scale") for n in tensors if n.endswith("_scale")]:
+        tensors[layer] = dequantize_rows(tensors[layer], tensors.pop(f"{layer}_scale"))
+    write(tmp_path / "floats", {**config, "tie_word_embeddings": False}, tensors)
+    turned = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "floats", dtype=torch.float32)
+    tokens = torch.randint(3, 100, (2, 50), generator=torch.Generator().manual_seed(1))
+    expected, found = model(tokens).logits, turned(tokens).logits
+    assert float((found - expected).norm()) <= 0.05 * float(expected.norm())
+    weight = model.model.layers[0].self_attn.o_proj.weight
+    assert not torch.allclose(tensors["model.layers.0.self_attn.o_proj.weight"], weight, rtol=0.1)
+
+
+def test_pruning_costs_less_and_a_killed_run_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(learning, "STEPS", 15)
+    source, ids = llama(tmp_path / "source", shards=2), write_ids(tmp_path / "ids.npy")
+    how: dict[str, Any] = {"finetune": 0, "layer": ["down_proj=4:6"], "quant": "fp8", "layout": "slided"}
+    plain = calibrated(source, tmp_path / "plain", ids, **how)
+    whole = calibrated(source, tmp_path / "whole", ids, rotate=None, **how)
+    assert plain.rotation == ""
+    errors = [sum(row["error_quantized"] for row in report.layers) for report in (plain, whole)]
+    assert errors[1] < 0.9 * errors[0]
+    assert inspect(tmp_path / "whole").violations == 0
+
+    def die(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(pipeline, "_prune_block", die)
+        with pytest.raises(KeyboardInterrupt):
+            calibrated(source, tmp_path / "out", ids, rotate=True, **how)
+    with pytest.raises(CalibrationError, match="--resume goes on"):
+        calibrated(source, tmp_path / "out", ids, rotate=True, **how)
+    with pytest.raises(CalibrationError, match="rotate was true, is false"):
+        calibrated(source, tmp_path / "out", ids, resume=True, **how)
+    monkeypatch.setattr(learning, "learn", die)  # not again
+    report = calibrated(source, tmp_path / "out", ids, rotate=True, resume=True, **how)
+    assert snapshot(tmp_path / "out") == snapshot(tmp_path / "whole")
+    assert report.rotation == whole.rotation
+
+
+def test_a_model_that_is_sparse_already_is_not_turned(tmp_path: Path) -> None:
+    source, pattern = llama(tmp_path / "source"), SlidePattern(8)
+    tensors = tensors_of(source)
+    write(
+        source,
+        config_of(source),
+        {n: prune(t, pattern) if n == f"{DOWN}.weight" else t for n, t in tensors.items()},
+    )
+    how: dict[str, Any] = {"samples": 2, "seqlen": 8, "dry_run": True}
+    report = calibrated(source, tmp_path / "out", "random", rotate=None, **how)
+    assert report.rotation.startswith(f"off: {DOWN}.weight obeys 6:8 already")
+    for options in ({"rotate": None, "pattern": "2:4"}, {"rotate": True}):
+        assert calibrated(source, tmp_path / "out", "random", **how, **options).rotation.startswith("on")
+
+
+def test_encoders_are_not_turned(tmp_path: Path) -> None:
+    source = bert(tmp_path / "source")
+    how: dict[str, Any] = {"samples": 2, "seqlen": 8, "dry_run": True}
+    report = calibrated(source, tmp_path / "out", "random", rotate=None, **how)
+    assert report.rotation.startswith("off: BertModel is none of LlamaForCausalLM, ")
+    with pytest.raises(CalibrationError, match="--rotate on: BertModel"):
+        calibrated(source, tmp_path / "out", "random", rotate=True, **how)
+
+
+def test_what_cannot_be_turned_is_told(tmp_path: Path) -> None:
+    saved("llama", tmp_path)
+    assert obstacle(Checkpoint.open(tmp_path)) is None
+    tensors = tensors_of(tmp_path)
+    write(tmp_path, config_of(tmp_path), {**tensors, "model.mtp.weight": torch.ones(2)})
+    assert "model.mtp.weight" in str(obstacle(Checkpoint.open(tmp_path)))
+    edit_json(tmp_path / "config.json", architectures=["LlamaModel"])
+    assert "LlamaModel" in str(obstacle(Checkpoint.open(tmp_path)))
