@@ -7,6 +7,7 @@ from pathlib import Path
 from torch import Tensor
 
 from slidesparse.checkpoint.architectures import WEIGHT
+from slidesparse.checkpoint.bitnet import as_int8
 from slidesparse.checkpoint.metadata import Metadata
 from slidesparse.checkpoint.storage import Checkpoint, CheckpointError
 from slidesparse.errors import CheckFailed
@@ -28,8 +29,11 @@ def natural(name: str) -> list[tuple[int, str]]:
 
 
 def open_checkpoint(folder: str | Path) -> tuple[Checkpoint, Metadata | None]:
-    """Open a checkpoint and its metadata, if we converted it; CheckpointError unless the layers listed are there."""
-    checkpoint = Checkpoint.open(folder)
+    """Open a checkpoint and its metadata, if we converted it; a BitNet source as its INT8 codes.
+
+    CheckpointError unless the layers listed are there.
+    """
+    checkpoint = as_int8(Checkpoint.open(folder))
     metadata = Metadata.of_config(checkpoint.quantization_config())
     if metadata:
         for layer in metadata.layers:
