@@ -7,9 +7,11 @@ what may not be meant for us: flags are read when a checkpoint of ours is (`conf
 
 from __future__ import annotations
 
+MODELS = {"BitNetForCausalLM": f"{__name__}.bitnet:BitNetForCausalLM"}  # imported when one is served
+
 
 def register() -> None:
-    """Make quantization method ``slidesparse`` known to vLLM, unless DISABLE_SLIDESPARSE=1.
+    """Make quantization method ``slidesparse`` and our models known to vLLM, unless DISABLE_SLIDESPARSE=1.
 
     Idempotent; initializes no device.  Raises CompatibilityError when a flag asks for a vLLM that cannot work.
     """
@@ -24,3 +26,13 @@ def register() -> None:
     from slidesparse.vllm_patch import config
 
     config.watch_models_without_quantization()
+    register_models()
+
+
+def register_models() -> None:
+    """Make the models known that vLLM has not."""
+    from vllm import ModelRegistry
+
+    for architecture, where in MODELS.items():
+        if architecture not in ModelRegistry.get_supported_archs():
+            ModelRegistry.register_model(architecture, where)

@@ -46,6 +46,7 @@ class Report:
     note: str = ""  # what the user should know of the samples
     rotation: str = ""  # whether the model was turned, or why not; with calibration
     layers: tuple[dict[str, Any], ...] = ()  # `layer_rows`; with calibration or ``check``
+    ternary: bool = False  # whether the source is a BitNet one
     made: bool = True  # whether anything was pruned now, not just laid out anew
     left_out: tuple[str, ...] = ()  # files of the source that were not copied
 
