@@ -7,14 +7,18 @@ what may not be meant for us: flags are read when a checkpoint of ours is (`conf
 
 from __future__ import annotations
 
+MODELS = {"BitNetForCausalLM": f"{__name__}.bitnet:BitNetForCausalLM"}  # imported when one is served
+
 
 def register() -> None:
-    """Make quantization method ``slidesparse`` known to vLLM, unless DISABLE_SLIDESPARSE=1.
+    """Make our models known to vLLM and, unless DISABLE_SLIDESPARSE=1, quantization method ``slidesparse``.
 
+    With the flag vLLM's own kernels serve these models, to compare with.
     Idempotent; initializes no device.  Raises CompatibilityError when a flag asks for a vLLM that cannot work.
     """
     from slidesparse import flags
 
+    register_models()
     if flags.disabled():
         return
     from slidesparse.vllm_patch import compat
@@ -24,3 +28,12 @@ def register() -> None:
     from slidesparse.vllm_patch import config
 
     config.watch_models_without_quantization()
+
+
+def register_models() -> None:
+    """Make the models known that vLLM has not."""
+    from vllm import ModelRegistry
+
+    for architecture, where in MODELS.items():
+        if architecture not in ModelRegistry.get_supported_archs():
+            ModelRegistry.register_model(architecture, where)

@@ -13,7 +13,7 @@ from __future__ import annotations
 import json
 import lzma
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import cache
 from pathlib import Path
@@ -160,10 +160,13 @@ compiled_form = cache(torch.compile)  # once for all models
 class Model:
     """Weights, and how to run them."""
 
+    run = staticmethod(layer)
+    names: tuple[str, ...] = LAYER  # of the weights of a layer
+
     def __init__(self, shape: Shape, weights: Weights, dtype: torch.dtype, compiled: bool) -> None:
         self.shape, self.weights, self.dtype = shape, weights, dtype
         self._layer, self._cross_entropy, self._divergence = (
-            compiled_form(each) if compiled else each for each in (layer, cross_entropy, divergence)
+            compiled_form(each) if compiled else each for each in (self.run, cross_entropy, divergence)
         )
         half = shape.hidden // shape.heads // 2
         device = weights["embedding"].device
@@ -176,7 +179,7 @@ class Model:
         x = F.embedding(ids, self.weights["embedding"]).to(self.dtype)
         cos, sin = self._cos[: ids.shape[1]], self._sin[: ids.shape[1]]
         for i in range(self.shape.layers):
-            x = self._layer(x, cos, sin, *(self.weights[f"{i}.{name}"] for name in LAYER))
+            x = self._layer(x, cos, sin, *(self.weights[f"{i}.{name}"] for name in self.names))
         return x
 
     @property
@@ -198,19 +201,25 @@ class Model:
     @torch.no_grad()
     def perplexity(self, windows: Tensor, batch: int = 16) -> float:
         """exp of the mean cross entropy of windows [B, T], all tokens but each first; nothing is compiled for it."""
-        plain = Model(self.shape, self.weights, self.dtype, compiled=False)
+        plain = type(self)(self.shape, self.weights, self.dtype, compiled=False)
         found = [float(plain.loss(part)[1]) * len(part) for part in windows.split(batch)]
         return math.exp(sum(found) / len(windows))
 
 
-def save(folder: Path, shape: Shape, weights: Weights, tokenizer: Path | None = None) -> None:
+def save(
+    folder: Path,
+    shape: Shape,
+    weights: Weights,
+    tokenizer: Path | None = None,
+    layer_names: Mapping[str, Sequence[str]] = NAMES,
+) -> None:
     """Write a checkpoint in BF16: config.json, model.safetensors, and the tokenizer of a folder if it has one."""
     from safetensors.torch import save_file
 
     folder.mkdir(parents=True, exist_ok=True)
     found = {EMBEDDING: weights["embedding"], LAST_NORM: weights["last_norm"]}
     for i in range(shape.layers):
-        for key, names in NAMES.items():
+        for key, names in layer_names.items():
             for name, part in zip(names, weights[f"{i}.{key}"].chunk(len(names)), strict=True):
                 found[f"model.layers.{i}.{name}.weight"] = part
     plain = {name: t.detach().to("cpu", torch.bfloat16).contiguous() for name, t in found.items()}

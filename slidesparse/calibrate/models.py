@@ -7,8 +7,9 @@ stage read the same input, and the block can be stopped there::
     encoder   [query key value] -> attention -> [attention.output.dense] + x, norm -> [intermediate.dense] -> act
               -> [output.dense] + x, norm
 
-No decoder but Gemma's has all these norms: `DECODERS` tells which, and whatever else an architecture fixes; numbers
-that differ between its models are read from config.json by their names there.
+No decoder but Gemma's has all these norms, and BitNet's has others before [o] and [down]: `DECODERS` tells which, and
+whatever else an architecture fixes; numbers that differ between its models are read from config.json by their names
+there.  Weights of BitNet are codes times scales: the values that are served.
 
 Sources: the published architectures; tests compare the blocks with transformers'.
 
@@ -31,7 +32,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812  (its usual name)
 from torch import Tensor
 
-from slidesparse.checkpoint.architectures import WEIGHT, architecture_of
+from slidesparse.checkpoint.architectures import SCALE, WEIGHT, architecture_of
 from slidesparse.checkpoint.storage import DTYPES, Checkpoint, Reader
 from slidesparse.errors import CalibrationError
 
@@ -65,6 +66,7 @@ class Decoder:
 
     stages: Stages = SEPARATE
     norms: tuple[str, str, str, str] = BEFORE
+    sub_norms: tuple[str, str] = ("", "")  # before o_proj and before down_proj
     query_key_norms: bool = False  # each head's, or one over all heads, as the weight is wide
     norm_offset: float = 0.0  # added to the weights of norms
     embeddings_by_width: bool = False  # whether embeddings are multiplied by sqrt(hidden)
@@ -94,6 +96,10 @@ DECODERS: Mapping[str, Decoder] = {
     ),
     "Phi3": Decoder(FUSED, defaults={"rms_norm_eps": 1e-5}),
     "Granite": Decoder(defaults={"attention_multiplier": 1.0}),
+    "BitNet": Decoder(
+        sub_norms=("self_attn.attn_sub_norm", "mlp.ffn_sub_norm"),
+        defaults={"hidden_act": "relu2", "rms_norm_eps": 1e-5, "rope_theta": 500000.0},
+    ),
     "Olmo2": Decoder(norms=AFTER, query_key_norms=True, defaults={"rms_norm_eps": 1e-5}),
 }
 ENCODERS = ("Bert", "Roberta", "XLMRoberta")
@@ -111,6 +117,7 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "gelu_new": partial(F.gelu, approximate="tanh"),
     "gelu_pytorch_tanh": partial(F.gelu, approximate="tanh"),
     "relu": F.relu,
+    "relu2": lambda x: F.relu(x).square(),
     "silu": F.silu,
     "swish": F.silu,
 }
@@ -193,6 +200,8 @@ class LayeredModel:
             self.checkpoint.require(layer + WEIGHT)
         names = [name for name in self.checkpoint.tensors if name.startswith(prefix)]
         weights = {name.removeprefix(prefix): reader.whole(name).to(device).float() for name in names}
+        for name in (name for name in weights if name.endswith(SCALE)):
+            weights[name.removesuffix(SCALE) + WEIGHT] *= weights[name]
         return (DecoderBlock if self.is_decoder else EncoderBlock)(sizes, weights)
 
     def embedder(
@@ -286,15 +295,16 @@ class DecoderBlock(Block):
 
     def steps(self, x: Tensor) -> Iterator[Tensor]:
         before_attention, after_attention, before_mlp, after_mlp = self.sizes.decoder.norms
+        sub_norms = self.sizes.decoder.sub_norms
         h = self._norm(before_attention, x)
         yield h
-        h = self._attention(h)
+        h = self._norm(sub_norms[0], self._attention(h))
         yield h
         x = x + self._norm(after_attention, self.linear("self_attn.o_proj", h)) * self.sizes.residual
         h = self._norm(before_mlp, x)
         yield h
         gate, up = self._parts(2, h, (1, 1))
-        h = self.sizes.activation(gate) * up
+        h = self._norm(sub_norms[1], self.sizes.activation(gate) * up)
         yield h
         yield x + self._norm(after_mlp, self.linear("mlp.down_proj", h)) * self.sizes.residual
 
@@ -331,7 +341,8 @@ class DecoderBlock(Block):
 
 def norms_of(decoder: Decoder) -> list[str]:
     """Return the names of the norms of a block."""
-    return [name for name in (*decoder.norms, *(QUERY_KEY_NORMS if decoder.query_key_norms else ())) if name]
+    of_heads = QUERY_KEY_NORMS if decoder.query_key_norms else ()
+    return [name for name in (*decoder.norms, *decoder.sub_norms, *of_heads) if name]
 
 
 class EncoderBlock(Block):

@@ -290,7 +290,8 @@ def _prune_rows(
     left = {name: w for name, w in weights.items() if name not in found}
     if not left:
         return found
-    prune = at.task.pruner.calibrated(hessian.matrix, hessian.tokens, at.task.calibration.sweeps)
+    sweeps = at.task.calibration.sweeps
+    prune = at.task.pruner.calibrated(hessian.matrix, hessian.tokens, sweeps, at.task.ternary)
     errors = drift.errors() if drift else None
     for pattern in dict.fromkeys(patterns[name] for name in left):
         names = [name for name in left if patterns[name] == pattern]
@@ -336,7 +337,11 @@ def _serve(at: Position, name: str, w: Tensor, tensors: dict[str, Tensor]) -> Te
             f"pruning {full} gave weights that are not finite (NaN or Inf): the source's are too large, or its inputs "
             "are, for sums in float32; without --calib, --method magnitude sums nothing"
         )
-    codes, scale = quantize_rows(w, NAMES[at.task.quant], "cuda")
+    if at.task.ternary:
+        scale = at.block.weights[name + SCALE]
+        codes = (w / scale).round_().to(torch.int8)
+    else:
+        codes, scale = quantize_rows(w, NAMES[at.task.quant], "cuda")
     tensors[full + WEIGHT], tensors[full + SCALE] = codes, scale
     served = at.block.weights[name + WEIGHT] = dequantize_rows(codes, scale)
     return served

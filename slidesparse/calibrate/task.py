@@ -15,6 +15,7 @@ from slidesparse.calibrate.inputs import place
 from slidesparse.calibrate.models import LayeredModel, open_model
 from slidesparse.calibrate.samples import SAMPLES, Samples, load_samples
 from slidesparse.checkpoint.architectures import WEIGHT
+from slidesparse.checkpoint.bitnet import is_bitnet
 from slidesparse.checkpoint.storage import Checkpoint
 from slidesparse.errors import CalibrationError, EnvironmentFault
 from slidesparse.methods.method import Method
@@ -93,9 +94,14 @@ class Task:
         return methods.get(self.method)
 
     @property
+    def ternary(self) -> bool:
+        """Whether weights are codes of -1, 0 and 1 times scales, and stay such."""
+        return is_bitnet(self.model.checkpoint.config)
+
+    @property
     def epochs(self) -> int:
-        """Epochs of fine-tuning, which needs the dense model's stream."""
-        return self.calibration.epochs if self.streams > 1 else 0
+        """Epochs of fine-tuning, which needs the dense model's stream, and would take weights off a ternary grid."""
+        return self.calibration.epochs if self.streams > 1 and not self.ternary else 0
 
     @property
     def streams(self) -> int:
@@ -155,6 +161,10 @@ def prepare(
                 f"{name} is none of the linear layers that calibration runs in a {model.kind} model, such as "
                 f"{min(run)}; leave it out, or do without --calib"
             )
+    if is_bitnet(checkpoint.config) and calibration.finetune:
+        raise CalibrationError(
+            f"--finetune {calibration.finetune} trains weights, but those of BitNet are -1, 0 and 1; leave it out"
+        )
     samples = load_samples(calibration.data, model, calibration.samples, calibration.seqlen, seed)
     device = _device(calibration.device)
     return Task(model, layers, frozenset(skipped), samples, method, quant, device, calibration)

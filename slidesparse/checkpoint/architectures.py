@@ -86,6 +86,7 @@ FAMILIES: Mapping[str, Family] = {
     **{f"{name}{head}": DECODER for name in _DECODERS for head in ("ForCausalLM", "Model")},
     **{f"{name}ForSequenceClassification": DECODER for name in _DECODERS},
     "Gemma3ForCausalLM": DECODER,
+    "BitNetForCausalLM": DECODER,
     "Phi3ForCausalLM": FUSED_DECODER,
     **{f"{name}{head}": MOE_DECODER for name in _MOES for head in ("ForCausalLM", "Model")},
     **{f"{name}{head}": ENCODER for name in _ENCODERS for head in ("Model", "ForMaskedLM")},

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from slidesparse.checkpoint.architectures import FAMILIES, SCALE, WEIGHT, architecture_of, in_features
+from slidesparse.checkpoint.bitnet import as_int8
 from slidesparse.checkpoint.metadata import KEY, Metadata
 from slidesparse.checkpoint.storage import Checkpoint, CheckpointError
 from slidesparse.checkpoint.w8a8 import parse_block, require_quantized
@@ -31,12 +32,12 @@ def natural(name: str) -> list[tuple[int, str]]:
 
 
 def open_checkpoint(folder: str | Path) -> tuple[Checkpoint, Metadata | None]:
-    """Open a checkpoint and its metadata, if we converted it.
+    """Open a checkpoint and its metadata, if we converted it; a BitNet source as its INT8 codes.
 
     The metadata, and the tensors of all linear layers, are held against each other and against config.json: whatever
     contradicts is a CheckpointError that names the layer.
     """
-    checkpoint = Checkpoint.open(folder)
+    checkpoint = as_int8(Checkpoint.open(folder))
     block = checkpoint.quantization_config()
     metadata = Metadata.of_config(block)
     if metadata is None or block is None:

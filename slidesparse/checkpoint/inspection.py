@@ -13,11 +13,12 @@ import torch
 from torch import Tensor
 
 from slidesparse.checkpoint.architectures import FAMILIES, SCALE, WEIGHT, architecture_of, is_expert
+from slidesparse.checkpoint.bitnet import is_bitnet
 from slidesparse.checkpoint.converted import DamagedError, natural, open_checkpoint, restore
 from slidesparse.checkpoint.metadata import Metadata, sparsity_of
 from slidesparse.checkpoint.storage import Checkpoint, Reader, TensorSpec
-from slidesparse.pattern import SlidePattern
-from slidesparse.slide import bits, violations
+from slidesparse.pattern import ZEROS, SlidePattern
+from slidesparse.slide import bits, blocks_of, nonzero, violations
 
 RATIOS = ("2:4", "4:6", "6:8", "8:10", "10:12", "12:14", "14:16")  # sparsest first
 _NOT_A_LAYER = re.compile(r"embed|lm_head|norm|\.wte$|\.wpe$", re.IGNORECASE)
@@ -40,6 +41,33 @@ class LayerReport:
 
 
 @dataclass(frozen=True)
+class Fit:
+    """How far the ternary weights of a model are from a pattern."""
+
+    pattern: str
+    weights: int
+    nonzeros: int
+    blocks: int
+    over: int  # blocks with too many non-zeros
+    gone: int  # non-zeros that have to go
+
+    @property
+    def zeros(self) -> float:
+        """The share of the weights that are zero."""
+        return 1 - self.nonzeros / self.weights
+
+    @property
+    def share_over(self) -> float:
+        """The share of the blocks with too many non-zeros."""
+        return self.over / self.blocks
+
+    @property
+    def share_gone(self) -> float:
+        """The share of the non-zeros that have to go."""
+        return self.gone / max(1, self.nonzeros)
+
+
+@dataclass(frozen=True)
 class CheckpointReport:
     """All linear layers of a checkpoint."""
 
@@ -48,6 +76,7 @@ class CheckpointReport:
     layout: str | None  # also a format of compressed-tensors, as in `sparsity_of`
     layers: tuple[LayerReport, ...]
     experts: Mapping[str, int]  # dtype -> how many matrices of routed experts, which are never pruned
+    fits: tuple[Fit, ...] = ()  # of a BitNet model, for RATIOS
 
     @property
     def violations(self) -> int:
@@ -66,6 +95,8 @@ def inspect(folder: str | Path) -> CheckpointReport:
         layers = tuple(
             _inspect_layer(checkpoint, reader, metadata, name) for name in _layers(checkpoint, metadata)
         )
+        damaged = any(layer.violations for layer in layers)
+        fits = _fits(checkpoint, reader, metadata) if is_bitnet(checkpoint.config) and not damaged else ()
     claimed = metadata.pattern.ratio if metadata else None
     stored = sparsity_of(checkpoint.quantization_config() or {})
     layout = metadata.layout if metadata else stored[0] if stored else None
@@ -73,7 +104,37 @@ def inspect(folder: str | Path) -> CheckpointReport:
         stored.spec for name, stored in checkpoint.tensors.items() if is_expert(name.removesuffix(WEIGHT))
     )
     dtypes = Counter(spec.dtype for spec in routed if spec.name.endswith(WEIGHT))
-    return CheckpointReport(str(folder), claimed, layout, layers, dict(dtypes))
+    return CheckpointReport(str(folder), claimed, layout, layers, dict(dtypes), fits)
+
+
+def _fits(checkpoint: Checkpoint, reader: Reader, metadata: Metadata | None) -> tuple[Fit, ...]:
+    found = {ratio: Fit(ratio, 0, 0, 0, 0, 0) for ratio in RATIOS}
+    names = [n for n in _layers(checkpoint, metadata) if checkpoint.tensors[n + WEIGHT].spec.dtype == "I8"]
+    for name in names:
+        spec = checkpoint.tensors[name + WEIGHT].spec
+        for rows in spec.chunks():
+            values = reader.rows(spec.name, rows)
+            if metadata and name in metadata.layers:
+                values = restore(values, metadata, name, rows.start)
+            for ratio in RATIOS:
+                found[ratio] = _added(found[ratio], values)
+    return tuple(found.values()) if names else ()
+
+
+def _added(fit: Fit, values: Tensor) -> Fit:
+    """Return ``fit`` with some rows more."""
+    pattern = SlidePattern.parse(fit.pattern)
+    layout = pattern.layout(values.shape[1])
+    counts = blocks_of(nonzero(values), layout).sum(-1)
+    surplus = (counts - (layout.length - ZEROS)).clamp_(min=0)
+    return Fit(
+        fit.pattern,
+        fit.weights + values.numel(),
+        fit.nonzeros + int(counts.sum()),
+        fit.blocks + counts.numel(),
+        fit.over + int((surplus > 0).sum()),
+        fit.gone + int(surplus.sum()),
+    )
 
 
 def _layers(checkpoint: Checkpoint, metadata: Metadata | None) -> list[str]:

@@ -21,12 +21,18 @@ if TYPE_CHECKING:
     from slidesparse.convert.report import Report
 
 # `slidesparse.calibrate.models` has them, with torch, which --help need not load
-CALIBRATED = "Llama, Mistral, Qwen2, Qwen3, Gemma2, Gemma3, Phi3, Granite, Olmo2, Bert, Roberta, XLMRoberta"
+CALIBRATED = (
+    "Llama, Mistral, Qwen2, Qwen3, Gemma2, Gemma3, Phi3, Granite, BitNet, Olmo2, Bert, Roberta, XLMRoberta"
+)
 MOST_NAMES = 3  # of layers, in a summary
 MOST_WORST = 5  # of layers, ranked by what pruning costs
 WITHOUT_CALIBRATION = (
     "pruned by magnitude, without calibration data, which costs much of the accuracy that the pattern could keep; "
     "give texts of the kind the model will meet: --calib FILE.jsonl"
+)
+TERNARY = (
+    "weights of BitNet are equal in magnitude but for their zeros, so of those that had to go the leftmost of each "
+    "block went; give texts of the kind the model will meet, to choose by: --calib FILE.jsonl"
 )
 
 _DEFAULTS = {
@@ -40,7 +46,7 @@ def convert(
     source: Annotated[
         str,
         typer.Argument(
-            help="A Hugging Face folder, or ORG/NAME on the Hub: FP32, FP16, BF16, FP8, or W8A8.",
+            help="A Hugging Face folder, or ORG/NAME on the Hub: FP32, FP16, BF16, FP8, W8A8, or BitNet.",
             metavar="SRC",
         ),
     ],
@@ -224,7 +230,8 @@ def _require_writable(report: Path | None) -> None:
 
 def _warn(report: Report) -> None:
     if report.method == "magnitude" and not report.samples and report.made:
-        err.print(f"[yellow]warning:[/] {escape(WITHOUT_CALIBRATION)}")
+        words = TERNARY if report.ternary else WITHOUT_CALIBRATION
+        err.print(f"[yellow]warning:[/] {escape(words)}")
     if report.note:
         err.print(f"[yellow]note:[/] {escape(report.note)}")
 

@@ -86,6 +86,13 @@ def _show_layers(report: CheckpointReport) -> None:
             out.print(escape(layer.first_violation), style="red")
     for dtype, count in report.experts.items():
         out.print(f"{count} matrices of routed experts in {dtype}, which are not pruned")
+    if report.fits:
+        out.print(f"{report.fits[0].zeros:.1%} of the ternary weights are zero. For a pattern:")
+    for fit in report.fits:
+        out.print(
+            f"  {fit.pattern:6} {fit.share_over:6.2%} of the blocks have too many non-zeros, "
+            f"{fit.share_gone:6.2%} of the non-zeros have to go"
+        )
     total = sum(layer.bytes for layer in report.layers)
     out.print(f"{len(report.layers)} layers, {total / 1e6:.1f} MB, {report.violations} violations")
 

@@ -20,7 +20,8 @@ def synth(
     config: Annotated[
         str,
         typer.Argument(
-            help="A config.json, a folder that holds one, or Qwen2.5-7B, Qwen2.5-14B, Llama3.2-1B, Llama3.2-3B.",
+            help="A config.json, a folder that holds one, or Qwen2.5-7B, Qwen2.5-14B, Llama3.2-1B, Llama3.2-3B,"
+            " BitNet-2B.",
             metavar="CONFIG",
         ),
     ],

@@ -19,6 +19,7 @@ from slidesparse.bitmask import BYTE, compress, places
 from slidesparse.calibrate.task import Task, prepare
 from slidesparse.checkpoint import architectures
 from slidesparse.checkpoint.architectures import SCALE, WEIGHT
+from slidesparse.checkpoint.bitnet import is_bitnet
 from slidesparse.checkpoint.converted import require_shape
 from slidesparse.checkpoint.metadata import KEY, QUANT_METHOD, STAMP, LayerEntry, Metadata
 from slidesparse.checkpoint.storage import (
@@ -177,7 +178,7 @@ def make_plan(checkpoint: Checkpoint, options: ConvertOptions, worst: Container[
     converted = _converted(block, options.pattern)
     routed = architectures.experts(checkpoint.tensors)
     rewritten = source is not None and source.rewritten(experts=bool(routed))
-    _require_fitting(options, source, converted)
+    _require_fitting(checkpoint, options, source, converted)
     kept: dict[str, str] = {}
     skipped: dict[str, str] = {}
     patterns: dict[str, SlidePattern | None]
@@ -276,7 +277,10 @@ def _converted(block: dict[str, Any] | None, pattern: SlidePattern) -> Metadata 
 
 
 def _require_fitting(
-    options: ConvertOptions, source: Quantization | None, converted: Metadata | None
+    checkpoint: Checkpoint,
+    options: ConvertOptions,
+    source: Quantization | None,
+    converted: Metadata | None,
 ) -> None:
     """Raise CheckpointError or CalibrationError for an option that the source's weights do not allow."""
     if source and any(
@@ -300,7 +304,7 @@ def _require_fitting(
                 f"{option} does not go with a source that is already pruned, as only its layout changes; "
                 "start from the original checkpoint"
             )
-    if source and options.calibration:
+    if source and options.calibration and not is_bitnet(checkpoint.config):
         raise CalibrationError(
             f"calibration updates float weights, but the source holds {source.quant} ones; start from the original "
             "checkpoint, or prune its codes: --method magnitude without --calib"

@@ -45,6 +45,7 @@ class Report:
     samples: str = ""  # of calibration, in words
     note: str = ""  # what the user should know of the samples
     layers: tuple[dict[str, Any], ...] = ()  # `layer_rows`; with calibration or ``check``
+    ternary: bool = False  # whether the source is a BitNet one
     made: bool = True  # whether anything was pruned now, not just laid out anew
     left_out: tuple[str, ...] = ()  # files of the source that were not copied
 

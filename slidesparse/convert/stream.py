@@ -32,6 +32,7 @@ from slidesparse.calibrate.resume import finished_bytes, open_work
 from slidesparse.calibrate.task import Progress, Task
 from slidesparse.checkpoint import architectures
 from slidesparse.checkpoint.architectures import SCALE, WEIGHT
+from slidesparse.checkpoint.bitnet import is_bitnet
 from slidesparse.checkpoint.converted import open_checkpoint, restore
 from slidesparse.checkpoint.output import (
     chunk_seed,
@@ -78,8 +79,8 @@ def convert(
 
     Args:
         source: a Hugging Face folder in FP32, FP16 or BF16, or a compressed-tensors W8A8 one (whose scales and
-            ignore list are kept, but for static scales of activations), or an FP8 one, or one made by this function
-            with the same pattern (whose layout alone changes).
+            ignore list are kept, but for static scales of activations), or an FP8 one, or a BitNet one (whose codes
+            stay ternary), or one made by this function with the same pattern (whose layout alone changes).
         out: the folder to make; absent or empty.
         dry_run: decide and check everything that can be without reading weights; write nothing.
         progress: called with phase, bytes done and bytes in all.
@@ -124,6 +125,7 @@ def convert(
         samples=task.samples.words if task else "",
         note=task.samples.note if task else "",
         layers=tuple(rows),
+        ternary=is_bitnet(checkpoint.config),
         made=not plan.converted,
         left_out=tuple(map(str, left_out)),
     )
@@ -365,7 +367,7 @@ def _write_chunk(
     if part.pattern and plan.options.layout == "slided":
         weight = slide(weight, part.pattern, layer=part.layer)
     assert weight.dtype == DTYPES[part.out[0].dtype]
-    part.write(writer, rows.start, weight, scale)
+    part.write(writer, rows.start, weight, scale if part.scaled else None)
 
 
 def _make(plan: ConversionPlan, part: Part, rows: slice, reader: Reader) -> tuple[Tensor, Tensor | None]:

@@ -16,6 +16,7 @@ Each run of R rows of each tensor is the sample again, changed so that no two ro
 
 Whole blocks move, so the pattern holds.  In the slided layout a block is (N-1) windows, and the result is the slided
 form of the turned row.  R is large enough that no tensor needs a turn twice.  Without a pattern a block is one weight.
+The codes of BitNet are the signs of w, and 0 for the smallest TERNARY_ZEROS of all; trained ones have about as many.
 With "bf16" rows stay as they are drawn, in a float checkpoint such as convert takes.
 """
 
@@ -28,6 +29,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
+from statistics import NormalDist
 from typing import Any
 
 import torch
@@ -36,6 +38,7 @@ from torch import Tensor
 import slidesparse
 from slidesparse.calibrate.task import Progress
 from slidesparse.checkpoint.architectures import architecture_of
+from slidesparse.checkpoint.bitnet import is_bitnet
 from slidesparse.checkpoint.metadata import KEY
 from slidesparse.checkpoint.output import (
     chunk_seed,
@@ -67,6 +70,7 @@ from slidesparse.slide import bits, slide
 
 MARK = "slidesparse_synth"  # in config.json: says that the weights are random
 SHARD_BYTES = 4 * 10**9
+TERNARY_ZEROS = 0.42  # of BitNet's codes
 INITIALIZER_RANGE = 0.02  # where the config does not say
 BF16 = "bf16"
 QUANTS = (*KINDS, BF16)
@@ -199,6 +203,10 @@ def _plan(
             "--quant bf16 writes float weights, which carry no pattern and no layout; leave --sparsity and --layout "
             "out, and prune what it made: slidesparse convert OUT PRUNED --sparsity 6:8"
         )
+    if quant == "fp8" and is_bitnet(model):
+        raise CheckpointError(
+            "--quant fp8: BitNet was trained for INT8 activations; use int8, or bf16 for masters"
+        )
     if pattern is None and layout in ("slided", "packed"):
         raise CheckpointError(f"--layout {layout} needs a pattern: give --sparsity, such as 6:8")
     if limit < 1:
@@ -318,7 +326,11 @@ class _Recipe:
         values = values.to(DTYPES[part.source.dtype])
         if part.layer is None or self.plan.quant == BF16:
             return values, torch.empty(0)
-        codes, scale = quantize_rows(prune(values, self.pattern), NAMES[self.plan.quant], "cuda")
+        if is_bitnet(self.plan.config):
+            codes, scale = _ternary(values.float(), k**-0.5)
+            codes = prune(codes, self.pattern)
+        else:
+            codes, scale = quantize_rows(prune(values, self.pattern), NAMES[self.plan.quant], "cuda")
         if self.slided and not self.late:
             codes = slide(codes, self.pattern, layer=part.layer)
         return codes, scale
@@ -342,6 +354,13 @@ class _Recipe:
 def projection(part: Part) -> str:
     """Return a tensor's name without the number of its layer: tensors that share it share a sample."""
     return re.sub(r"\.\d+\.", ".", part.source.name)
+
+
+def _ternary(w: Tensor, std: float) -> tuple[Tensor, Tensor]:
+    """Return ternary codes [N, K] of normal weights and scales [N, 1] that keep their deviation ``std``."""
+    least = std * NormalDist().inv_cdf((1 + TERNARY_ZEROS) / 2)
+    codes = w.sign().masked_fill_(w.abs() < least, 0.0).to(torch.int8)
+    return codes, torch.full((len(w), 1), std * (1 - TERNARY_ZEROS) ** -0.5)
 
 
 def _negated(values: Tensor, dtype: torch.dtype) -> Tensor:

@@ -9,12 +9,16 @@ from pathlib import Path
 from typing import Any
 
 from slidesparse.checkpoint.architectures import WEIGHT, architecture_of
+from slidesparse.checkpoint.bitnet import is_bitnet
 from slidesparse.checkpoint.storage import CONFIG, CheckpointError, TensorSpec, parse_json
 
 Config = Mapping[str, Any]
 
 DTYPES = {"bfloat16": "BF16", "float16": "F16", "float32": "F32"}  # torch_dtype -> safetensors
-KNOWN = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
+KNOWN = (
+    *("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"),
+    "BitNetForCausalLM",
+)
 _QKV = ("q_proj", "k_proj", "v_proj")
 _MLP = ("gate_proj", "up_proj", "down_proj")
 
@@ -57,6 +61,23 @@ _LLAMA32 = {
 }
 
 
+_BITNET = {
+    "architectures": ["BitNetForCausalLM"],
+    "model_type": "bitnet",
+    "hidden_act": "relu2",
+    "attention_bias": False,
+    "initializer_range": 0.02,
+    "vocab_size": 128256,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 500000.0,
+    "max_position_embeddings": 4096,
+    "tie_word_embeddings": True,
+    "torch_dtype": "bfloat16",
+    "bos_token_id": 128000,
+    "eos_token_id": 128001,
+}
+
+
 def _sizes(hidden: int, intermediate: int, heads: int, kv_heads: int, layers: int) -> dict[str, int]:
     return {
         "hidden_size": hidden,
@@ -73,25 +94,19 @@ PUBLIC: Mapping[str, Config] = {
     "Llama3.2-3B": {**_LLAMA32, **_sizes(3072, 8192, 24, 8, 28), "head_dim": 128},
     "Qwen2.5-7B": {**_QWEN25, **_sizes(3584, 18944, 28, 4, 28), "rms_norm_eps": 1e-6},
     "Qwen2.5-14B": {**_QWEN25, **_sizes(5120, 13824, 40, 8, 48), "rms_norm_eps": 1e-5},
+    "BitNet-2B": {**_BITNET, **_sizes(2560, 6912, 20, 5, 30)},
 }
 TOKENIZER = "tokenizer"  # the folder of `tokenizer_files` in a checkpoint
-NOT_SERVED = ("BitNet-2B",)  # models that only the benchmarks of kernels know
 
 
 def read_config(config: str | Path) -> dict[str, Any]:
     """Read a config.json, or the one of a folder, or one of PUBLIC by name.
 
-    Raises CheckpointError when there is none, and for NOT_SERVED.
+    Raises CheckpointError when there is none.
     """
     name = str(config)
     if name in PUBLIC:
         return copy.deepcopy(dict(PUBLIC[name]))
-    if name in NOT_SERVED:
-        raise CheckpointError(
-            f"the architecture of {name} (squared ReLU, norms inside of its blocks) is not served by stock vLLM's "
-            f"W8A8 path, so a checkpoint of it measures nothing; use one of {', '.join(PUBLIC)}. Its layers alone "
-            f"are measured by: python -m benchmarks kernel --model {name}"
-        )
     path = Path(config)
     path = path / CONFIG if path.is_dir() else path
     if not path.is_file():
@@ -163,6 +178,9 @@ def _block(config: Config, architecture: str) -> Iterator[tuple[str, tuple[int, 
     if architecture == "Qwen3ForCausalLM":
         yield "self_attn.q_norm.weight", (head,)
         yield "self_attn.k_norm.weight", (head,)
+    if is_bitnet(config):
+        yield "self_attn.attn_sub_norm.weight", (heads * head,)
+        yield "mlp.ffn_sub_norm.weight", (intermediate,)
     yield "post_attention_layernorm.weight", (hidden,)
 
 

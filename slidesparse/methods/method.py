@@ -34,7 +34,7 @@ class Method:
         """
         raise NotImplementedError
 
-    def calibrated(self, hessian: Tensor, tokens: int, sweeps: int) -> Pruner:
+    def calibrated(self, hessian: Tensor, tokens: int, sweeps: int, ternary: bool = False) -> Pruner:
         """Return a function that prunes the layers that read the same inputs; "refused" methods need not define it.
 
         Without a definition of its own a method prunes as it does without data.
@@ -43,5 +43,6 @@ class Method:
             hessian: H [K, K] float32, the sum of x x^T over the tokens that the layers read.
             tokens: how many tokens H sums.
             sweeps: how often an iterative method goes over a layer again.
+            ternary: whether all weights of a row are -s, 0 or s, and must be such afterwards.
         """
         return lambda w, pattern, _: self.prune(w, pattern, 0)

@@ -33,6 +33,10 @@ come nearest to w d in the sum of squares over tokens are w + E H^-1, with H = s
 E [N, K] = sum of w (d - a) a^T.  `target_of` gives them, and they are pruned instead of w: what pruning loses is again
 measured by H, and each layer makes up for some of what those before it did wrong.  In the first pruned layer d = a and
 the target is w.  The idea is that of GPTAQ (arXiv 2504.02692), which quantizes.
+
+Weights of BitNet are -s, 0 or s and stay such.  A block is then rounded after its choice, column by column as GPTQ
+(arXiv 2210.17323) does, and what is behind makes up for that too, by the same formulas.  A sweep takes a block's new
+weights only in rows where they lessen the error.
 """
 
 from __future__ import annotations
@@ -59,14 +63,16 @@ class SparseGPT(Method):
 
     updates_weights = True
 
-    def calibrated(self, hessian: Tensor, tokens: int, sweeps: int) -> Pruner:
+    def calibrated(self, hessian: Tensor, tokens: int, sweeps: int, ternary: bool = False) -> Pruner:
         damping = damping_for(len(hessian), tokens)
         upper = factor(hessian, damping)
 
         def prune(w: Tensor, pattern: SlidePattern, error: Tensor | None) -> Tensor:
+            grid = w.abs().amax(1, keepdim=True) if ternary else None
             if error is not None and pattern.length is not None:
                 w = target_of(w, error, upper)
-            return refine(w, sparsegpt(w, upper, pattern), hessian, pattern, sweeps, damping)
+            pruned = sparsegpt(w, upper, pattern, grid=grid)
+            return refine(w, pruned, hessian, pattern, sweeps, damping, grid=grid)
 
         return prune
 
@@ -124,13 +130,17 @@ def blocks(in_features: int, pattern: SlidePattern, phase: int = 0) -> list[slic
     return [slice(max(0, a), min(in_features, b)) for a, b in pairwise(edges)]
 
 
-def sparsegpt(w: Tensor, upper: Tensor, pattern: SlidePattern, phase: int = 0) -> Tensor:
+def sparsegpt(
+    w: Tensor, upper: Tensor, pattern: SlidePattern, phase: int = 0, grid: Tensor | None = None
+) -> Tensor:
     """Prune ``w`` to ``pattern`` and update what remains.
 
     Args:
         w: [N, K] of any float dtype.
         upper: [K, K], the `factor` of its inputs' H.
         phase: zero columns before the row, as in `slidesparse.slide.slide`.
+        grid: [N, 1] steps s, for weights that are to be -s, 0 or s.  A block is then rounded as soon as it is pruned,
+            and the blocks behind make up for both.
 
     Returns:
         A new [N, K] of the dtype of ``upper`` that obeys the pattern, its pruned weights +0.0.
@@ -149,15 +159,40 @@ def sparsegpt(w: Tensor, upper: Tensor, pattern: SlidePattern, phase: int = 0) -
         start, stop = groups[batch][0].start, groups[batch][-1].stop
         errors = out.new_zeros(len(w), stop - start)
         for group, corner, rule in zip(groups[batch], corners[batch], found[batch], strict=True):
+            here, error = out[:, group], errors[:, group.start - start : group.stop - start]
+            if grid is not None:
+                gone = choose(here, rule)[1] if rule else torch.zeros_like(here, dtype=torch.bool)
+                rounded = _rounded(here, gone, corner, grid, error)
+                out[:, group.stop : stop].addmm_(error, upper[group, group.stop : stop], alpha=-1)
+                here.copy_(rounded)
+                continue
             if rule is None:
                 continue
-            here, error = out[:, group], errors[:, group.start - start : group.stop - start]
             share, gone = choose(here, rule)
             torch.mm(share, corner.t(), out=error)
             out[:, group.start : stop].addmm_(error, upper[group, group.start : stop], alpha=-1)
             here.masked_fill_(gone, 0.0)
         out[:, stop:].addmm_(errors, upper[start:stop, stop:], alpha=-1)
     return out
+
+
+def _rounded(here: Tensor, gone: Tensor, corner: Tensor, grid: Tensor, error: Tensor) -> Tensor:
+    """Round a block [N, L] to -s, 0 and s, from the left, each column making up for those before it.
+
+    Args:
+        gone: [N, L] which weights become 0.
+        corner: U_gg [L, L].
+        grid: s [N, 1].
+        error: [N, L], which gets what the columns behind make up for, times U.
+    """
+    left, found = here.clone(), torch.zeros_like(here)
+    for i in range(here.shape[1]):
+        column = left[:, i : i + 1]
+        code = (column / grid).nan_to_num_().round_().clamp_(-1, 1).masked_fill_(gone[:, i : i + 1], 0.0)
+        found[:, i : i + 1] = code * grid
+        error[:, i : i + 1] = (column - found[:, i : i + 1]) / corner[i, i]
+        left[:, i:].addmm_(error[:, i : i + 1], corner[i : i + 1, i:], alpha=-1)
+    return found
 
 
 def refine(
@@ -168,12 +203,14 @@ def refine(
     sweeps: int,
     damping: float = DAMPING,
     phase: int = 0,
+    grid: Tensor | None = None,
 ) -> Tensor:
     """Lessen the error of ``pruned`` [N, K], a form of ``w`` [N, K] that obeys ``pattern``; H is ``hessian`` [K, K].
 
     Args:
         sweeps: how often to go through all blocks.
         damping: as in `factor`.
+        grid: as in `sparsegpt`; ``pruned`` lies on it.  Where rounding would make the error larger a block stays.
 
     Returns:
         A new [N, K] of the dtype of ``pruned`` that obeys the pattern, its pruned weights +0.0.
@@ -197,13 +234,26 @@ def refine(
             for group, inverse, rule in zip(groups[batch], inverses[batch], found[batch], strict=True):
                 here = out[:, group]
                 best = torch.addmm(here, gradient[:, group], inverse, alpha=-1)
-                if rule is not None:
+                if grid is not None:
+                    best = _best_on_grid(here, best, rule, inverse, h[group, group], grid)
+                elif rule is not None:
                     share, gone = choose(best, rule)
                     best.addmm_(share, inverse, alpha=-1).masked_fill_(gone, 0.0)
                 gradient[:, group.stop : stop].addmm_(best - here, h[group, group.stop : stop])
                 here.copy_(best)
             gradient[:, stop:].addmm_(out[:, start:stop] - before, h[start:stop, stop:])
     return out
+
+
+def _best_on_grid(
+    here: Tensor, best: Tensor, rule: Rule | None, inverse: Tensor, h: Tensor, grid: Tensor
+) -> Tensor:
+    """Return ``best`` [N, L] pruned and rounded, but ``here`` in rows where that is nearer to it by H_gg."""
+    gone = choose(best, rule)[1] if rule else torch.zeros_like(best, dtype=torch.bool)
+    corner = torch.linalg.cholesky(inverse, upper=True)
+    found = _rounded(best, gone, corner, grid, torch.empty_like(best))
+    costs = [((w - best) @ h * (w - best)).sum(1, keepdim=True) for w in (found, here)]
+    return torch.where(costs[0] < costs[1], found, here)
 
 
 def _inverses(h: Tensor, groups: list[slice], length: int, dtype: torch.dtype) -> list[Tensor]:

@@ -12,7 +12,7 @@ from slidesparse.prune import prune_by_importance
 class Wanda(Method):
     """Drop the two weights of each block that matter least to the layer's output."""
 
-    def calibrated(self, hessian: Tensor, tokens: int, sweeps: int) -> Pruner:
+    def calibrated(self, hessian: Tensor, tokens: int, sweeps: int, ternary: bool = False) -> Pruner:
         return lambda w, pattern, _: wanda(w, hessian, pattern)
 
 

@@ -24,6 +24,7 @@ def test_the_programs_start() -> None:
     )
     names = [line.split()[0] for line in listed.stdout.splitlines()]
     assert names == [
+        "bitnet",
         "corpus",
         "distill",
         "float_prune",

@@ -318,3 +318,26 @@ def test_inputs_that_did_not_move_leave_the_target_alone() -> None:
     drift.add(a, a.clone())
     hessian.add(a)
     assert torch.equal(target_of(w, drift.errors()["w"], factor(hessian.matrix, dtype=torch.float64)), w)
+
+
+# The ternary grid
+
+
+@pytest.mark.parametrize("ratio", ["6:8", "2:4"])
+@pytest.mark.parametrize("k", [64, 62])  # a tail too
+def test_ternary_rows_stay_on_their_grid(ratio: str, k: int) -> None:
+    pattern, x = SlidePattern.parse(ratio), inputs(400, k)
+    x += weights(400, k // 4) @ weights(k // 4, k, seed=2)  # inputs that can stand in for each other
+    h, steps = hessian_of(x), weights(128, 1, seed=3).abs() + 0.5
+    w = steps * weights(128, k).mul(1.5).round().clamp(-1, 1)
+    first = sparsegpt(w, factor(h, dtype=torch.float64), pattern, grid=steps)
+    second = refine(w, first, h, pattern, 3, grid=steps)
+    for found in (first, second):
+        assert violations(found, pattern) is None
+        assert torch.equal(found, steps * (found / steps).round().clamp(-1, 1))
+    errors = [output_error(w, found, damped(h)) for found in (wanda(w, h, pattern), first, second)]
+    assert errors[0] > errors[1] > errors[2]
+    rows = [((found - w) @ damped(h) * (found - w)).sum(1) for found in (first, second)]
+    assert bool((rows[1] <= rows[0] * (1 + 1e-9)).all())  # no row is worse for a sweep
+    again = sparsegpt(second, factor(h, dtype=torch.float64), pattern, grid=steps)
+    assert torch.equal(again, second)  # what obeys already is kept

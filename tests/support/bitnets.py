@@ -1,0 +1,125 @@
+"""Small BitNet models with random weights, in the forms that their checkpoints have, and transformers' arithmetic."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+from slidesparse.checkpoint.architectures import DECODER
+
+ONLINE = {"quant_method": "bitnet", "linear_class": "autobitlinear", "quantization_mode": "online"}
+OFFLINE = {**ONLINE, "quantization_mode": "offline"}
+INVERSE = {**OFFLINE, "linear_class": "bitlinear"}
+
+SMALL = {
+    "architectures": ["BitNetForCausalLM"],
+    "model_type": "bitnet",
+    "hidden_size": 128,
+    "intermediate_size": 320,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 512,
+    "max_position_embeddings": 512,
+    "hidden_act": "relu2",
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 10000.0,
+    "attention_bias": False,
+    "tie_word_embeddings": True,
+    "torch_dtype": "bfloat16",
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+
+
+def transformers_model(block: dict[str, Any] | None = None) -> nn.Module:
+    """transformers' model of SMALL on the CPU in float32; with ``block`` its linear layers are AutoBitLinear."""
+    from transformers import BitNetConfig, BitNetForCausalLM
+    from transformers.integrations.bitnet import AutoBitLinear
+
+    torch.compiler.set_stance("force_eager")  # for its decorated functions
+    model = BitNetForCausalLM(BitNetConfig(**SMALL)).eval()
+    if block:
+        for name in DECODER.layers(model.state_dict()):
+            old = model.get_submodule(name)
+            new = AutoBitLinear(old.in_features, old.out_features, bias=False, online_quant=True)
+            model.set_submodule(name, new)
+    return model  # type: ignore[no-any-return]
+
+
+def write_master(folder: Path, block: dict[str, Any] | None = None, seed: int = 0) -> Path:
+    """BF16 master weights.  Blocks weigh more than the token that they read, so that the next token depends on them."""
+    generator = torch.Generator().manual_seed(seed)
+    tensors = {}
+    for name, like in transformers_model().state_dict().items():
+        noise = torch.randn(like.shape, generator=generator)
+        if "norm" in name:
+            noise = 1 + 0.2 * noise
+        else:
+            noise *= 0.3 if "embed" in name else 3 * like.shape[1] ** -0.5
+        tensors[name] = noise.to(torch.bfloat16)
+    del tensors["lm_head.weight"]
+    return write(folder, tensors, block)
+
+
+def write(folder: Path, tensors: dict[str, Tensor], block: dict[str, Any] | None) -> Path:
+    folder.mkdir(parents=True)
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    config = {**SMALL, "quantization_config": block} if block else SMALL
+    (folder / "config.json").write_text(json.dumps(config, indent=1))
+    return folder
+
+
+def write_offline(master: Path, folder: Path, block: dict[str, Any], packed: bool = True) -> Path:
+    """The ternary form of a master checkpoint, by transformers' own functions."""
+    from transformers.integrations.bitnet import pack_weights
+
+    tensors = load_file(master / "model.safetensors")
+    for name in DECODER.layers(list(tensors)):
+        w = tensors[f"{name}.weight"].float()
+        scale = w.abs().mean().clamp(min=1e-5).bfloat16()
+        codes = (w / scale.float()).round().clamp(-1, 1)
+        tensors[f"{name}.weight"] = pack_weights(codes.clone()) if packed else codes.bfloat16()
+        inverse = block["linear_class"] == "bitlinear"
+        tensors[f"{name}.weight_scale"] = (1 / scale if inverse else scale).reshape(1)
+    return write(folder, tensors, block)
+
+
+@torch.inference_mode()
+def best(model: nn.Module, prompts: list[list[int]]) -> list[list[float]]:
+    """The largest log-probability at each position of the prompts but the last, as the task ``logprobs`` gives them.
+
+    That of the best token or of the prompt's own, whichever is larger, which is the best one's.
+    """
+    found = []
+    for prompt in prompts:
+        logits = model(input_ids=torch.tensor([prompt])).logits[0].float()
+        found.append(logits.log_softmax(-1).amax(-1)[:-1].tolist())
+    return found
+
+
+@torch.inference_mode()
+def greedy(model: nn.Module, prompts: list[list[int]], count: int) -> list[list[int]]:
+    """``count`` tokens after each prompt."""
+    found = []
+    for prompt in prompts:
+        ids = list(prompt)
+        for _ in range(count):
+            ids.append(int(model(input_ids=torch.tensor([ids])).logits[0, -1].argmax()))
+        found.append(ids[len(prompt) :])
+    return found
+
+
+def load(model: nn.Module, folder: Path) -> nn.Module:
+    """``model`` with the weights of a master checkpoint."""
+    tensors = {name: tensor.float() for name, tensor in load_file(folder / "model.safetensors").items()}
+    missing, unexpected = model.load_state_dict(tensors, strict=False)
+    assert set(missing) <= {"lm_head.weight"}
+    assert not unexpected
+    model.tie_weights()  # type: ignore[operator]
+    return model

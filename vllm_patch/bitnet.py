@@ -1,0 +1,128 @@
+"""BitNet b1.58 for vLLM, which does not know it: Llama with squared ReLU and two more norms in each block.
+
+::
+
+    norm -> [q k v] -> attention -> attn_sub_norm -> [o] + x
+    norm -> [gate up] -> relu(gate)^2 * up -> ffn_sub_norm -> [down] + x
+
+Source: the architecture as transformers publishes it (``models/bitnet``); a test compares logits.
+
+A tensor-parallel rank holds a part of the row that a sub-norm reads.  The ranks add their sums of squares, one number a
+token, so that all divide by the mean of the whole row.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F  # noqa: N812  (its usual name)
+from vllm.config import VllmConfig
+from vllm.distributed import (
+    get_tensor_model_parallel_rank,
+    get_tensor_model_parallel_world_size,
+    tensor_model_parallel_all_reduce,
+)
+from vllm.model_executor.layers.layernorm import RMSNorm
+from vllm.model_executor.models.llama import (
+    LlamaAttention,
+    LlamaDecoderLayer,
+    LlamaForCausalLM,
+    LlamaMLP,
+)
+
+ACTIVATION = "relu2"
+
+
+class ShardedRMSNorm(nn.Module):
+    """RMSNorm over rows [M, K] of which a tensor-parallel rank holds K / ranks columns, one after another."""
+
+    def __init__(self, hidden_size: int, eps: float) -> None:
+        super().__init__()
+        self.hidden_size, self.eps = hidden_size, eps
+        self.weight = nn.Parameter(torch.ones(hidden_size // get_tensor_model_parallel_world_size()))
+        self.weight.weight_loader = self._load  # type: ignore[attr-defined]  # where vLLM looks
+
+    @staticmethod
+    def _load(parameter: nn.Parameter, loaded: Tensor) -> None:
+        size = parameter.shape[0]
+        parameter.data.copy_(loaded.narrow(0, get_tensor_model_parallel_rank() * size, size))
+
+    def forward(self, x: Tensor) -> Tensor:
+        wide = x.float()
+        squares = tensor_model_parallel_all_reduce(wide.square().sum(-1, keepdim=True))
+        normed = wide * torch.rsqrt(squares / self.hidden_size + self.eps)
+        return self.weight * normed.to(x.dtype)
+
+
+def sub_norm(hidden_size: int, eps: float) -> nn.Module:
+    """A norm of a row whose columns are sharded; vLLM's own, which is fused with what reads it, on one rank."""
+    kind = RMSNorm if get_tensor_model_parallel_world_size() == 1 else ShardedRMSNorm
+    return kind(hidden_size, eps=eps)
+
+
+class BitNetAttention(LlamaAttention):
+    """Llama's attention with a norm before o_proj."""
+
+    def __init__(self, config: Any, **kwargs: Any) -> None:
+        super().__init__(config=config, **kwargs)
+        self.attn_sub_norm = sub_norm(self.total_num_heads * self.head_dim, config.rms_norm_eps)
+
+    def forward(self, positions: Tensor, hidden_states: Tensor) -> Tensor:
+        qkv, _ = self.qkv_proj(hidden_states)
+        q, k, v = qkv.split([self.q_size, self.kv_size, self.kv_size], dim=-1)
+        q, k = self.rotary_emb(positions, q, k)
+        output, _ = self.o_proj(self.attn_sub_norm(self.attn(q, k, v)))
+        return output
+
+
+class BitNetMLP(LlamaMLP):
+    """Llama's MLP with relu(gate)^2 and a norm before down_proj."""
+
+    def __init__(self, config: Any, **kwargs: Any) -> None:
+        if config.hidden_act != ACTIVATION:
+            raise ValueError(
+                f"config.json: hidden_act is {config.hidden_act!r}; the activation of BitNet is {ACTIVATION!r}"
+            )
+        # "silu" is all that LlamaMLP takes, and not used here
+        super().__init__(config.hidden_size, config.intermediate_size, hidden_act="silu", **kwargs)
+        self.act_fn = None
+        self.ffn_sub_norm = sub_norm(config.intermediate_size, config.rms_norm_eps)
+
+    def forward(self, x: Tensor) -> Tensor:
+        gate, up = self.gate_up_proj(x)[0].chunk(2, dim=-1)
+        output, _ = self.down_proj(self.ffn_sub_norm(F.relu(gate).square() * up))
+        return output
+
+
+class BitNetDecoderLayer(LlamaDecoderLayer):
+    """Llama's block of the two above."""
+
+    def __init__(self, vllm_config: VllmConfig, prefix: str = "", config: Any = None) -> None:
+        nn.Module.__init__(self)  # Llama's own would make an MLP that knows SiLU only
+        config = config or vllm_config.model_config.hf_config
+        quant_config = vllm_config.quant_config
+        self.hidden_size = config.hidden_size
+        self.self_attn = BitNetAttention(
+            config,
+            hidden_size=config.hidden_size,
+            num_heads=config.num_attention_heads,
+            num_kv_heads=config.num_key_value_heads,
+            max_position_embeddings=config.max_position_embeddings,
+            quant_config=quant_config,
+            bias=config.attention_bias,
+            bias_o_proj=config.attention_bias,
+            cache_config=vllm_config.cache_config,
+            prefix=f"{prefix}.self_attn",
+        )
+        self.mlp = BitNetMLP(config, quant_config=quant_config, prefix=f"{prefix}.mlp")
+        self.input_layernorm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.post_attention_layernorm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+
+
+class BitNetForCausalLM(LlamaForCausalLM):
+    """BitNet b1.58: the weights of its linear layers are ternary, which quantization, not the model, knows."""
+
+    def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
+        super().__init__(vllm_config=vllm_config, prefix=prefix, layer_type=BitNetDecoderLayer)
