@@ -98,7 +98,7 @@ DECODERS: Mapping[str, Decoder] = {
     "Granite": Decoder(defaults={"attention_multiplier": 1.0}),
     "BitNet": Decoder(
         sub_norms=("self_attn.attn_sub_norm", "mlp.ffn_sub_norm"),
-        defaults={"hidden_act": "relu2", "rms_norm_eps": 1e-5},
+        defaults={"hidden_act": "relu2", "rms_norm_eps": 1e-5, "rope_theta": 500000.0},
     ),
     "Olmo2": Decoder(norms=AFTER, query_key_norms=True, defaults={"rms_norm_eps": 1e-5}),
 }

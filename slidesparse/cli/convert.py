@@ -21,7 +21,9 @@ if TYPE_CHECKING:
     from slidesparse.convert.report import Report
 
 # `slidesparse.calibrate.models` has them, with torch, which --help need not load
-CALIBRATED = "Llama, Mistral, Qwen2, Qwen3, Gemma2, Gemma3, Phi3, Granite, Olmo2, Bert, Roberta, XLMRoberta"
+CALIBRATED = (
+    "Llama, Mistral, Qwen2, Qwen3, Gemma2, Gemma3, Phi3, Granite, BitNet, Olmo2, Bert, Roberta, XLMRoberta"
+)
 MOST_NAMES = 3  # of layers, in a summary
 MOST_WORST = 5  # of layers, ranked by what pruning costs
 WITHOUT_CALIBRATION = (
