@@ -17,7 +17,6 @@ def register() -> None:
     """
     from slidesparse import flags
 
-    register_models()
     if flags.disabled():
         return
     from slidesparse.vllm_patch import compat
