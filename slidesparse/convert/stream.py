@@ -49,6 +49,7 @@ from slidesparse.checkpoint.output import (
 from slidesparse.checkpoint.storage import (
     CONFIG,
     DTYPES,
+    FLOATS,
     INDEX,
     SIDE_NAMES,
     SIDE_SUFFIXES,
@@ -164,9 +165,13 @@ def _sparse(checkpoint: Checkpoint, options: ConvertOptions) -> str | None:
     )
     with checkpoint.reader() as reader:
         for spec in (checkpoint.require(name + WEIGHT) for name in names):
-            if options.pattern.length is None or spec.columns < options.pattern.length or 0 in spec.shape:
+            if options.pattern.length is None or spec.columns < options.pattern.length:
                 continue
-            if obeys(reader.rows(spec.name, next(spec.chunks())), options.pattern):
+            if (
+                spec.dtype in FLOATS
+                and spec.rows
+                and obeys(reader.rows(spec.name, next(spec.chunks())), options.pattern)
+            ):
                 return f"{spec.name} obeys {options.pattern.ratio} already, and would not when turned"
     return None
 
