@@ -160,18 +160,13 @@ def _rotation(checkpoint: Checkpoint, options: ConvertOptions) -> str:
 
 def _sparse(checkpoint: Checkpoint, options: ConvertOptions) -> str | None:
     """Return that a layer obeys the pattern already, by its first rows: turned, it would lose its zeros."""
-    names = architectures.family_of(checkpoint.config, checkpoint.tensors, options.linear).layers(
-        checkpoint.tensors
-    )
+    family = architectures.family_of(checkpoint.config, checkpoint.tensors, options.linear)
+    length = options.pattern.length
     with checkpoint.reader() as reader:
-        for spec in (checkpoint.require(name + WEIGHT) for name in names):
-            if options.pattern.length is None or spec.columns < options.pattern.length:
+        for spec in (checkpoint.require(name + WEIGHT) for name in family.layers(checkpoint.tensors)):
+            if length is None or spec.columns < length or spec.dtype not in FLOATS or not spec.rows:
                 continue
-            if (
-                spec.dtype in FLOATS
-                and spec.rows
-                and obeys(reader.rows(spec.name, next(spec.chunks())), options.pattern)
-            ):
+            if obeys(reader.rows(spec.name, next(spec.chunks())), options.pattern):
                 return f"{spec.name} obeys {options.pattern.ratio} already, and would not when turned"
     return None
 
