@@ -215,7 +215,7 @@ def _trainable(
     copy.weights = {name: w.clone() for name, w in block.weights.items() if name not in gone}
     if dtype is not None:
         copy.read = _Rounded(dtype, quantized)
-    copy.attend = _attend
+    copy.attend = attend
     return copy
 
 
@@ -295,7 +295,7 @@ class _Attention(torch.autograd.Function):
             return (*torch.autograd.grad(seen, (q, k, v), gradients[0]), None)
 
 
-def _attend(q: Tensor, k: Tensor, v: Tensor, how: Scores) -> Tensor:
+def attend(q: Tensor, k: Tensor, v: Tensor, how: Scores) -> Tensor:
     """Compute attention; in BF16 by one kernel where gradients are wanted and the GPU has such a kernel."""
     wanted = q.is_cuda and torch.is_grad_enabled() and how.cap is None
     if not wanted or torch.cuda.get_device_capability(q.device) < FUSED_ATTENTION:

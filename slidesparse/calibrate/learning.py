@@ -26,6 +26,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812  (its usual name)
 from torch import Tensor
 
+from slidesparse.calibrate.finetune import attend
 from slidesparse.calibrate.inputs import HiddenStates, gather, place
 from slidesparse.calibrate.models import Block, fast_products
 from slidesparse.calibrate.pipeline import Position, counter, walk
@@ -252,6 +253,7 @@ def _back(
     costs: list[list[Cost]] = []
     for number in reversed(range(task.model.blocks)):
         block = task.model.load(reader, number, task.device)
+        block.attend = attend
         sums = _GradientSums(block)
         for i in range(batches):
             size = max(1, GRADIENT_PIECE // ids[i].shape[1])

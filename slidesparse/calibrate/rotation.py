@@ -61,8 +61,11 @@ def obstacle(checkpoint: Checkpoint) -> str | None:
 def untied(checkpoint: Checkpoint) -> Checkpoint:
     """Return the same checkpoint with an lm_head of its own, at first the embedding's bytes."""
     tensors = dict(checkpoint.tensors)
+    root = "" if "embed_tokens.weight" in tensors else "model."
+    name = f"{root}embed_tokens.weight"
+    for each in (name, f"{root}norm.weight"):
+        checkpoint.require(each)
     if HEAD not in tensors:
-        name = next(name for name in ("model.embed_tokens.weight", "embed_tokens.weight") if name in tensors)
         tensors[HEAD] = tensors[name]._replace(spec=tensors[name].spec._replace(name=HEAD))
     return replace(checkpoint, tensors=tensors, config={**checkpoint.config, "tie_word_embeddings": False})
 

@@ -49,6 +49,7 @@ from slidesparse.checkpoint.output import (
 from slidesparse.checkpoint.storage import (
     CONFIG,
     DTYPES,
+    FLOATS,
     INDEX,
     SIDE_NAMES,
     SIDE_SUFFIXES,
@@ -159,12 +160,11 @@ def _rotation(checkpoint: Checkpoint, options: ConvertOptions) -> str:
 
 def _sparse(checkpoint: Checkpoint, options: ConvertOptions) -> str | None:
     """Return that a layer obeys the pattern already, by its first rows: turned, it would lose its zeros."""
-    names = architectures.family_of(checkpoint.config, checkpoint.tensors, options.linear).layers(
-        checkpoint.tensors
-    )
+    family = architectures.family_of(checkpoint.config, checkpoint.tensors, options.linear)
+    length = options.pattern.length
     with checkpoint.reader() as reader:
-        for spec in (checkpoint.require(name + WEIGHT) for name in names):
-            if options.pattern.length is None or spec.columns < options.pattern.length or 0 in spec.shape:
+        for spec in (checkpoint.require(name + WEIGHT) for name in family.layers(checkpoint.tensors)):
+            if length is None or spec.columns < length or spec.dtype not in FLOATS or not spec.rows:
                 continue
             if obeys(reader.rows(spec.name, next(spec.chunks())), options.pattern):
                 return f"{spec.name} obeys {options.pattern.ratio} already, and would not when turned"

@@ -144,7 +144,7 @@ def test_attention_on_a_gpu_has_the_same_gradients(how: Scores) -> None:
     moved = [leaf.detach().cuda().requires_grad_() for leaf in leaves]
     with sdpa_kernel(finetuning.ATTENTION["cuda"]):
         found, again = (
-            torch.autograd.grad(finetuning._attend(*moved, how).float().square().sum(), moved)
+            torch.autograd.grad(finetuning.attend(*moved, how).float().square().sum(), moved)
             for _ in range(2)
         )
     for ours, twice, theirs in zip(found, again, wanted, strict=True):
