@@ -10,13 +10,13 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from calibration import calibrated, write_ids
+from calibration import DEVICES, calibrated, write_ids
 from checkpoints import DOWN, bert, config_of, edit_json, llama, snapshot, tensors_of, write
 from safetensors.torch import save_file
 
 from slidesparse.calibrate import learning, pipeline
 from slidesparse.calibrate.learning import _costs, hadamard
-from slidesparse.calibrate.models import Block, LayeredModel, open_model
+from slidesparse.calibrate.models import Block, LayeredModel, attention, open_model
 from slidesparse.calibrate.rotation import RotatedReader, Rotation, obstacle, untied
 from slidesparse.calibrate.task import Calibration, Task
 from slidesparse.checkpoint.inspection import inspect
@@ -179,6 +179,15 @@ def test_gradients_are_those_of_the_loss(tmp_path: Path) -> None:
         close(diagonal, g.square().mean(0), 1e-4)
 
 
+def test_attention_in_bf16_as_on_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    saved("llama", tmp_path)
+    task = task_of(tmp_path)
+    monkeypatch.setattr(learning, "attend", lambda *how: attention(*how).bfloat16())
+    with torch.no_grad(), task.model.checkpoint.reader() as reader:
+        costs = _costs(task, RotatedReader(reader, task.model, CPU), tmp_path, None)
+    assert [len(of_block) for of_block in costs] == [7, 7]
+
+
 def test_learning_goes_down_and_repeats(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(learning, "STEPS", 25)
     saved("qwen2 tied", tmp_path)
@@ -219,10 +228,14 @@ def test_a_conversion_that_prunes_nothing_gives_the_same_model(name: str, tmp_pa
     assert not torch.allclose(tensors["model.layers.0.self_attn.o_proj.weight"], weight, rtol=0.1)
 
 
-def test_pruning_costs_less_and_a_killed_run_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@DEVICES
+def test_pruning_costs_less_and_a_killed_run_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, device: str
+) -> None:
     monkeypatch.setattr(learning, "STEPS", 15)
     source, ids = llama(tmp_path / "source", shards=2), write_ids(tmp_path / "ids.npy")
     how: dict[str, Any] = {"finetune": 0, "layer": ["down_proj=4:6"], "quant": "fp8", "layout": "slided"}
+    how["device"] = device
     plain = calibrated(source, tmp_path / "plain", ids, **how)
     whole = calibrated(source, tmp_path / "whole", ids, rotate=None, **how)
     assert plain.rotation == ""
