@@ -47,7 +47,7 @@ class Calibration:
         None  # epochs of training after that; None: EPOCHS where the target is the dense model
     )
 
-    rotate: bool | None = None  # turn the residual stream first; None: where the model can be turned
+    rotate: bool = False  # turn the residual stream first
 
     def __post_init__(self) -> None:
         if self.sweeps < 0:

@@ -106,12 +106,13 @@ def convert(
         ),
     ] = None,
     rotate: Annotated[
-        str | None,
+        bool,
         typer.Option(
-            help="on or off: turn the residual stream first, in the weights, so that pruning costs less; by default "
-            "on for Llama, Mistral, Qwen2 and Qwen3.",
+            "--rotate",
+            help="Turn the residual stream of Llama, Mistral, Qwen2 or Qwen3 first, in the weights, so that pruning "
+            "costs less.",
         ),
-    ] = None,
+    ] = False,
     resume: Annotated[
         bool, typer.Option("--resume", help="Go on from the layers that a killed run finished.")
     ] = False,
@@ -164,7 +165,7 @@ def convert(
     from slidesparse.convert.stream import convert as run
 
     data = {"samples": samples, "seqlen": seqlen, "device": device, "resume": resume or None}
-    data["rotate"] = _switch("--rotate", rotate)
+    data["rotate"] = rotate or None
     training = {"sweeps": sweeps, "target": target_of, "finetune": finetune}
     options = ConvertOptions(
         pattern=pattern,
@@ -215,13 +216,6 @@ def _calibration(
             f"without --calib nothing is calibrated, so {given} would do nothing: give --calib FILE as well"
         )
     return None
-
-
-def _switch(option: str, value: str | None) -> bool | None:
-    """Read on or off."""
-    if value not in (None, "on", "off"):
-        raise SlideSparseError(f"{option} {value!r} is not known; use on or off")
-    return None if value is None else value == "on"
 
 
 def _require_writable(report: Path | None) -> None:

@@ -68,7 +68,7 @@ from slidesparse.errors import CalibrationError, EnvironmentFault
 from slidesparse.quantize import FP8, dequantize_blocks, quantize_rows
 from slidesparse.slide import obeys, slide
 
-ROTATED = "on: the residual stream and the values of each head, in the weights"
+ROTATED = "the residual stream and the values of each head, in the weights"
 MODULES = "modules.json"  # of sentence-transformers
 _CODE = (".py", ".pkl", ".bin", ".pt", ".pth", ".so", ".sh")  # never, whatever the name begins with
 
@@ -143,19 +143,16 @@ def convert(
 
 
 def _rotation(checkpoint: Checkpoint, options: ConvertOptions) -> str:
-    """Return ROTATED, or why the model is not turned, or nothing where that was not to be expected."""
-    if not options.calibration or options.calibration.rotate is False:
+    """Return ROTATED where the model is to be turned, else nothing.  Raises CalibrationError where it cannot be."""
+    if not options.calibration or not options.calibration.rotate:
         return ""
     block = checkpoint.quantization_config()
     if block is not None and not holds_floats(block):
         return ""  # calibration takes no such source
-    why_not = obstacle(checkpoint)
-    if options.calibration.rotate:
-        if why_not:
-            raise CalibrationError(f"--rotate on: {why_not}; leave --rotate out")
-        return ROTATED
-    why_not = why_not or _sparse(checkpoint, options)
-    return f"off: {why_not}" if why_not else ROTATED
+    why_not = obstacle(checkpoint) or _sparse(checkpoint, options)
+    if why_not:
+        raise CalibrationError(f"--rotate: {why_not}; leave it out")
+    return ROTATED
 
 
 def _sparse(checkpoint: Checkpoint, options: ConvertOptions) -> str | None:

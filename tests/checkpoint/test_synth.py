@@ -242,9 +242,7 @@ def test_bf16_whatever_the_config_says(tmp_path: Path, named: dict[str, Any]) ->
     assert not written.keys() & {"dtype", "quantization_config"}
 
 
-@pytest.mark.parametrize(
-    "calibration", [None, Calibration("random", samples=4, seqlen=16, device="cpu", rotate=False)]
-)
+@pytest.mark.parametrize("calibration", [None, Calibration("random", samples=4, seqlen=16, device="cpu")])
 def test_convert_takes_bf16(tmp_path: Path, calibration: Calibration | None) -> None:
     synth(config_file(tmp_path), tmp_path / "float", quant="bf16", shard_bytes=40_000)
     report = convert(tmp_path / "float", tmp_path / "out", calibration=calibration, check=True)

@@ -39,7 +39,7 @@ def converted(source: Path, tmp_path: Path) -> Path:
 
 @pytest.fixture
 def calib(tmp_path: Path) -> tuple[object, ...]:
-    return ("--calib", write_ids(tmp_path / "ids.npy"), "--seqlen", 24, "--device", "cpu", "--rotate", "off")
+    return ("--calib", write_ids(tmp_path / "ids.npy"), "--seqlen", 24, "--device", "cpu")
 
 
 def start(*arguments: object) -> tuple[object, ...]:
@@ -150,11 +150,11 @@ def test_every_option_reaches_the_conversion(
     assert done.code == 0, done.err
     assert done.out.splitlines()[-1] == "dry run   nothing was written"
     data = ("--calib", "random", "--samples", 3, "--seqlen", 9, "--device", "cpu", "--resume", "--dry-run")
-    more = ("--sweeps", 1, "--target", "own", "--finetune", 0, "--skip-worst", "10%", "--rotate", "on")
+    more = ("--sweeps", 1, "--target", "own", "--finetune", 0, "--skip-worst", "10%", "--rotate")
     done = Done(*start(source, tmp_path / "out", *data, *more))
     assert done.code == 0, done.err
     assert "for trying things out only" in done.err
-    assert "rotation  on: the residual stream" in done.out
+    assert "rotation  the residual stream" in done.out
     first, second = seen
     assert (first.quant, first.layout, first.method, first.seed) == ("fp8", "slided", "random", 5)
     assert (first.linear, first.ignore, first.skip) == ("mlp|o_proj", ("0.*o_",), ("1.*o_",))
@@ -180,8 +180,7 @@ def test_every_option_reaches_the_conversion(
         (("--calib", "random", "--method", "wanda", "--sweeps", "9"), "wanda has no use for --sweeps"),
         (("--calib", "missing.jsonl"), "'missing.jsonl'"),
         (("--calib", "random", "--target", "mean"), "--target 'mean'"),
-        (("--calib", "random", "--rotate", "yes"), "--rotate 'yes'"),
-        (("--rotate", "off"), "so --rotate would do nothing"),
+        (("--rotate",), "so --rotate would do nothing"),
         (("--calib", "random", "--skip-worst", "all"), "--skip-worst 'all'"),
         (("--layer", "down_proj=1:8"), "--layer 'down_proj=1:8'"),
         (("--report", "/proc/report.json"), "--report /proc/report.json"),
