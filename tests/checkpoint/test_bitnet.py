@@ -176,7 +176,7 @@ def test_random_weights_are_ternary(tmp_path: Path, pattern: str | None) -> None
 
 
 def test_what_a_pattern_asks_is_counted(tmp_path: Path) -> None:
-    """Of rows of 14 non-zeros and two zeros at the start, 6:8 takes nothing from the first block, two of the second."""
+    """Rows begin with two zeros, then 14 non-zeros: 6:8 takes nothing from the first block, two from the second."""
     master = write_master(tmp_path / "master")
     weights = tensors(master)
     for name in DECODER.layers(list(weights)):

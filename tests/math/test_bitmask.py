@@ -23,7 +23,7 @@ BITS_PAST = torch.tensor(
 
 
 def weight(rows: int, k: int, dtype: torch.dtype, pattern: SlidePattern, seed: int) -> Tensor:
-    """Of random bits but NaN, pruned: with zeros of both signs where the dtype has them, and blocks of zeros."""
+    """A pruned weight of random bits but NaN: zeros of both signs where the dtype has them, and blocks of zeros."""
     generator = torch.Generator().manual_seed(seed)
     w = torch.randn(rows, k, generator=generator).mul_(30).clamp_(-100, 100).round_().to(dtype)
     zeros = torch.rand(rows, k, generator=generator) < torch.rand(rows, 1, generator=generator)
@@ -84,7 +84,7 @@ def test_many_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.bfloat16])
 def test_negative_zeros_stay_where_there_is_a_place(dtype: torch.dtype) -> None:
-    """Of eight zeros six have one; those of the last two that are 0.0 go first."""
+    """Six of eight zeros have a place; those of the last two that are 0.0 go first."""
     rows = [[-0.0] * 6 + [0.0] * 2, [0.0, 0.0] + [-0.0] * 6, [1, -0.0, 2, 0.0, 3, -0.0, 4, 0.0], [-0.0] * 8]
     w = torch.tensor(rows).to(dtype)
     found = decompress(*compress(w, SIX), 8)

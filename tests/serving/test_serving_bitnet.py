@@ -68,7 +68,7 @@ def test_tokens_are_those_of_stock_kernels(zygote: Zygote, made: dict[str, Path]
 
 @pytest.mark.slow
 def test_all_norms_are_fused(zygote: Zygote, made: dict[str, Path], tmp_path: Path) -> None:
-    """Those in a block too: each layer that is quantized reads a norm."""
+    """The sub-norms are fused too: each layer that is quantized reads a norm."""
     both = [
         ask(
             zygote,

@@ -282,5 +282,5 @@ def require_only_rounding(stock: Answer, stock_compiled: Answer, eager: Answer, 
 
 
 def parted(left: list[Best], right: list[Best]) -> list[Best]:
-    """Those of ``left`` where the other has another token; of a generated text only the first can be compared."""
+    """Positions of ``left`` where the other has another token; of a generated text only the first can be compared."""
     return [a for a, b in zip(left, right, strict=True) if a.token != b.token]
