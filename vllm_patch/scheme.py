@@ -221,14 +221,9 @@ class SlideSparseScheme(CompressedTensorsScheme):
             else self.spec
         )
         gemm.require(self.backend.name, weight.device)
-        if self.slided and not self.dummy and not is_slided(weight, self.spec.layout):
-            raise PatternError(
-                f"{self.name}: a weight stands in two windows of {self.pattern}, or outside of the layer; the "
-                "checkpoint is damaged, convert the original one again"
-            )
         _release_unused(weight)
         try:
-            return self.backend.pack(spec, weight)
+            packed = self.backend.pack(spec, weight)
         except PatternError as error:
             found = f"{self.name}: {str(error).removeprefix('weight: ')}"
             if self.pruned_by_us or self.slided:
@@ -239,6 +234,12 @@ class SlideSparseScheme(CompressedTensorsScheme):
                     "these weights"
                 ) from None
             return None
+        if self.slided and not self.dummy and not is_slided(weight, self.spec.layout):
+            raise PatternError(
+                f"{self.name}: a weight stands in two windows of {self.pattern}, or outside of the layer; the "
+                "checkpoint is damaged, convert the original one again"
+            )
+        return packed
 
     def _leave_dense(self, layer: torch.nn.Module) -> None:
         """Hand the layer to vLLM's scheme."""
