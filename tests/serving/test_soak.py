@@ -29,7 +29,7 @@ from models import QWEN, converted, write_w8a8
 pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.alone]
 
 ON_GPU = torch.cuda.is_available()
-MODEL = replace(QWEN, head_dim=64)  # which FlashAttention has kernels for
+MODEL = replace(QWEN, hidden=256, head_dim=64)  # which FlashAttention has kernels for
 REQUESTS, SETTLED, THREADS = 1000, 300, 16
 CANCELLED = 10  # one in so many
 CANCELLED_TOKENS = 440  # more than there is time for, mostly
