@@ -6,6 +6,7 @@ import importlib.util
 import os
 import shutil
 import subprocess
+import sys
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
@@ -60,6 +61,14 @@ def zygote() -> Iterator[Zygote]:
     process = Zygote()
     yield process
     process.close()
+
+
+@pytest.fixture(autouse=True)
+def stance() -> Iterator[None]:
+    """End what a test has told torch.compile for the whole process, such as to run everything eagerly."""
+    yield
+    if torch := sys.modules.get("torch"):
+        torch.compiler.set_stance("default")
 
 
 NEEDS = {"gpu": missing_gpu, "vllm": missing_vllm}

@@ -221,7 +221,6 @@ def test_opcheck(standing_in: StandIn) -> None:
 
 def test_layers_compile_to_one_graph_for_every_number_of_tokens(standing_in: StandIn) -> None:
     packed, ones = identity()
-    torch.compiler.set_stance("default")  # other tests of this process may have forced eager
     counter = CompileCounter()
 
     def block(x: Tensor) -> Tensor:
