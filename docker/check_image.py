@@ -15,7 +15,7 @@ from slidesparse.errors import SlideSparseError
 
 
 def problems() -> list[str]:
-    """What would keep the plugin from running, in words."""
+    """Name everything that would keep the plugin from running, an empty list where nothing would."""
     found = []
     plugin = doctor.plugin()
     if not plugin["loads"]:

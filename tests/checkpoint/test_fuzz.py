@@ -12,7 +12,7 @@ from slidesparse.errors import SlideSparseError
 
 
 def found(first: int, count: int) -> tuple[list[str], dict[str, int]]:
-    """What is wrong, and how often each outcome came."""
+    """Count the outcomes, and collect what is wrong."""
     defects: list[str] = []
     counts = fuzz.run(first, count, lambda case, done, wrong: defects.append(f"case {case}, {done}: {wrong}"))
     return defects, counts

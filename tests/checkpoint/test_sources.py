@@ -64,7 +64,7 @@ def check_blocks(
 
 
 def check_block(folder: Path, quant: str, ignore: set[str]) -> None:
-    """What is written is what convert writes of a float source."""
+    """Convert writes the same from this source as from a float one."""
     block = config_of(folder)["quantization_config"]
     group = quantization_config(quant)["config_groups"]["group_0"]  # type: ignore[index]
     assert [dict(found) for found in block["config_groups"].values()] == [

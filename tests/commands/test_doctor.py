@@ -48,7 +48,7 @@ def run_doctor(*arguments: str, bare: bool = True, path: str = "", **environ: st
 
 @pytest.fixture(scope="module")
 def report() -> dict[str, Any]:
-    """What doctor says here, in JSON; the one run that imports torch."""
+    """Run doctor once, with torch imported, and return its JSON."""
     return json.loads(run_doctor("--json", bare=False))
 
 

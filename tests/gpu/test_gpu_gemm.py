@@ -1,4 +1,4 @@
-"""What the GEMM libraries compute through our extensions: bit for bit where sums are exact, else within a bound."""
+"""The GEMM libraries, called through our extensions, agree bit for bit where sums are exact, else within a bound."""
 
 from __future__ import annotations
 

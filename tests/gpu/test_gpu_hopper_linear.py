@@ -112,7 +112,7 @@ def run_config(
 def expected_of(
     made: Layer, x: Tensor, bias: Tensor | None, out: torch.dtype, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor | None]:
-    """What the layer must be, and by how much an FP8 one may differ from it; None: not at all.
+    """Return what the layer must be, and by how much an FP8 one may differ from it; None: not at all.
 
     Tensor cores cut FP8 sums to about 14 bits of the largest summand in each step of 32 columns; 2^-9 of the sum of
     magnitudes is above that for these K, and above rounding float32 sums.  That every product is there, and at its

@@ -1,4 +1,4 @@
-"""What loading a sparse 7B takes beside stock vLLM loading the dense one: time, and memory of the GPU.
+"""Loading a sparse 7B is compared with stock vLLM loading the dense one: time, and memory of the GPU.
 
 Checkpoints of random weights, 28 layers of Qwen2.5-7B's shapes, read from the page cache, a process a load, the two
 in turn.

@@ -74,7 +74,7 @@ def test_versions(libraries: dict[str, Library]) -> None:
 
 
 def tensors(problem: Problem) -> dict[str, torch.Tensor]:
-    """What `Plan.run` takes for the problem; the values are never read."""
+    """Make the arguments of `Plan.run` for the problem; their values are never read."""
     n, k, m = problem.n, problem.k, problem.m
     operand, out = DTYPES[problem.dtype], DTYPES[problem.out]
     made = {"activations": torch.empty(m, k, dtype=operand), "weight": torch.empty(n, k, dtype=operand)}

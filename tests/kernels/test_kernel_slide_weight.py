@@ -181,7 +181,7 @@ def check_nothing(device: str) -> None:
 
 
 def check_refusals(device: str) -> None:
-    """What the kernel cannot take is refused with what was found."""
+    """The kernel refuses what it cannot take, and says what was found."""
     from slidesparse.kernels.slide_weight import slide_weight
 
     w, out = bytes_of((4, 16), 0, device), bytes_of((4, 32), 0, device)
@@ -230,7 +230,7 @@ ON_GPU = dict(cases(large=True))
 
 @pytest.fixture(scope="module")
 def interpreted() -> dict[str, str | None]:
-    """What each case of the interpreter said, None where it passed."""
+    """Return what each case of the interpreter said, None where it passed."""
     return interpreter.run(__file__)
 
 

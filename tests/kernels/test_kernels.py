@@ -165,7 +165,7 @@ def check_nothing(device: str) -> None:
 
 
 def check_refusals(device: str) -> None:
-    """What the kernels cannot take is refused with what was found."""
+    """The kernels refuse what they cannot take, and say what was found."""
     from slidesparse.kernels.dequant_bias import dequant_bias
     from slidesparse.kernels.quant_only import quant_only
     from slidesparse.kernels.quant_slide import quant_slide
@@ -229,7 +229,7 @@ ON_GPU = dict(cases(large=True))
 
 @pytest.fixture(scope="module")
 def interpreted() -> dict[str, str | None]:
-    """What each case of the interpreter said, None where it passed."""
+    """Return what each case of the interpreter said, None where it passed."""
     return interpreter.run(__file__)
 
 

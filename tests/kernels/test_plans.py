@@ -1,4 +1,4 @@
-"""What needs no GPU of the GEMM libraries: buckets, the cache of plans, padding, names of algorithms, refusals."""
+"""Tests of the GEMM libraries that need no GPU: buckets, the cache of plans, padding, names of algorithms, refusals."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the plugin says to a vLLM it does not know, and that loading it often changes nothing."""
+"""The plugin warns of a vLLM it does not know, and loading it often changes nothing."""
 
 from __future__ import annotations
 

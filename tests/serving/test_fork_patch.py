@@ -48,7 +48,7 @@ def contents(folder: Path) -> Tree:
 
 @pytest.fixture
 def tree(tmp_path: Path) -> Path:
-    """What vLLM needs to load plugins, copied from the installed one."""
+    """Copy from the installed vLLM what it needs to load plugins."""
     folder = tmp_path / "tree"
     ignored = shutil.ignore_patterns("__pycache__")
     shutil.copytree(installed() / "plugins", folder / "vllm/plugins", ignore=ignored)

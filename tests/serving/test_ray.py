@@ -54,7 +54,7 @@ LAYERS = [
 
 @dataclass(frozen=True)
 class Case:
-    """What an engine is started with, and what its workers shall find in their config and do."""
+    """The arguments of an engine, and what its workers must find in their config and do."""
 
     model: str
     env: dict[str, str]

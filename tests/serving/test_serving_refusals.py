@@ -1,4 +1,4 @@
-"""What the plugin does not take goes to vLLM's own kernels, counted by reason; what is wrong is refused in words."""
+"""Layers that the plugin does not take go to vLLM's own kernels, counted by reason; what is wrong is refused."""
 
 from __future__ import annotations
 

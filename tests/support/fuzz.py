@@ -74,7 +74,7 @@ NASTY: list[Any] = [
 
 
 class Defect(Exception):  # noqa: N818  a finding, not a fault
-    """What must never happen."""
+    """Raised when what must never happen did."""
 
 
 # Damage
@@ -345,7 +345,7 @@ def require_clear(error: BaseException) -> str:
 
 
 def outcome(command: Callable[[], str]) -> str:
-    """What a command returns, or "error"."""
+    """Run a command and return its result, or "error"."""
     try:
         with limits():
             return command()

@@ -217,12 +217,12 @@ class Farm:
 
 
 def forced(answer: Answer) -> list[Best]:
-    """What is best at each of the 10,240 positions of the windows."""
+    """Return the top-1 token at each of the 10,240 positions of the windows."""
     return [Best(int(row[0]), row[1], int(row[2]), row[3]) for row in answer.data["forced"]]
 
 
 def greedy(answer: Answer) -> list[list[Best]]:
-    """What was generated after each prompt."""
+    """Return the tokens generated after each prompt."""
     return [
         [Best(int(row[0]), row[1], int(row[2]), row[3]) for row in rows] for rows in answer.data["greedy"]
     ]
@@ -255,7 +255,7 @@ def mean_error(found: list[Best], expected: list[Best]) -> float:
 
 
 def compiled_beside_stock(engine: Engine) -> list[Engine]:
-    """What `require_only_rounding` compares."""
+    """List the four engines that `require_only_rounding` compares."""
     stock = replace(engine, system="stock", layout="dense")
     return [replace(one, mode=mode) for one in (stock, engine) for mode in ("eager", "compiled")]
 

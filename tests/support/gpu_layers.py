@@ -105,7 +105,7 @@ class Layer:
         return found
 
     def product(self, q: Tensor, scale_x: Tensor, bias: Tensor | None, out: torch.dtype) -> Tensor:
-        """What follows `quantized`, by the operator."""
+        """Run what follows `quantized`, by the operator."""
         found: Tensor = torch.ops.slidesparse.scaled_matmul(
             q, scale_x, self.packed, self.scale, bias, out, self.backend
         )

@@ -43,7 +43,7 @@ def write(address: int, values: Tensor) -> None:
 
 @dataclass
 class Plan:
-    """What a plan was made of."""
+    """The arguments that a plan was made of."""
 
     layer: Layer
     trigger: int

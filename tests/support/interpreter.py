@@ -18,7 +18,7 @@ ROOT = Path(__file__).parents[2]
 
 
 def run(program: str) -> dict[str, str | None]:
-    """What each case of a test file said, None where it passed.  Skips without Triton."""
+    """Return what each case of a test file said, None where it passed; skip without Triton."""
     pytest.importorskip("triton")
     environment = {**os.environ, "TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}
     command = [sys.executable, "-W", "ignore", program]

@@ -10,7 +10,7 @@ from vllm.platforms.cpu import CpuPlatform
 
 
 class RayOnCpu(CpuPlatform):
-    """What `initialize_ray_cluster` asks of a platform."""
+    """The part of a platform that `initialize_ray_cluster` asks for."""
 
     ray_device_key = "GPU"
 

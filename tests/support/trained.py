@@ -46,7 +46,7 @@ NOT_TEXT = {"site-packages", "dist-packages", "__pycache__", "test", "tests", "i
 
 @dataclass(frozen=True)
 class Outcome:
-    """What came of training, in bits per byte of held-out text."""
+    """The result of training, in bits per byte of held-out text."""
 
     bits: float
     unigram_bits: float  # of a model that knows nothing but how frequent each byte is

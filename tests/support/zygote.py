@@ -61,7 +61,7 @@ class Request:
 
 @dataclass
 class Answer:
-    """What came of a request; ``log`` holds all that the engine's processes printed."""
+    """The outcome of a request; ``log`` holds all that the engine's processes printed."""
 
     error: str = ""
     log: str = ""
