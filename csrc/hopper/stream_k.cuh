@@ -27,8 +27,9 @@ namespace slidesparse::hopper {
 
 constexpr int kPartialsAtOnce = 2;  // of 8 tokens each, for which there are registers
 
-// Tokens whose outputs are staged at a time; with 256 tokens the ring needs the shared memory.
-constexpr int StagedTokens(int tokens) { return tokens > 128 ? 16 : tokens > 64 ? 32 : tokens; }
+// Tokens whose outputs are staged at a time.  Each time takes two barriers: with 256 tokens fewer
+// of them are worth a stage of the ring.
+constexpr int StagedTokens(int tokens) { return tokens > 128 ? 64 : tokens > 64 ? 32 : tokens; }
 
 template <int kStrips, int kTokens>
 struct StreamKShape : TileShape<kStrips, kTokens> {
@@ -36,8 +37,8 @@ struct StreamKShape : TileShape<kStrips, kTokens> {
   // A warpgroup's staged outputs: rows of 64 out-features, 16 bits each, swizzled by 128 bytes.
   static constexpr int kStagedTokens = StagedTokens(kTokens);
   static constexpr int kOutputBytes = kStagedTokens * kStripRows * 2;
-  // Enough that staging the next tokens need not wait for TMA.
-  static constexpr int kBuffers = kTokens > 128 ? 4 : kTokens > 64 ? 2 : 1;
+  // With two, TMA stores one while the next tokens are staged in the other.
+  static constexpr int kBuffers = kTokens > 64 ? 2 : 1;
   static constexpr int kStagingBytes = kStrips * kBuffers * kOutputBytes;
 
   // Ring, staging, barriers, then the CTA's tiles, which would take registers.
@@ -91,7 +92,7 @@ __device__ __forceinline__ void StoreStrip(const GemmArguments& arguments, const
   const int row = (segment.strip + group) * kStripRows;
   const bool leader = thread == 0;
   // Groups of 8 tokens whose scales are shuffled together: more overlap takes more registers.
-  constexpr int kAtOnce = kTokens > 64 ? S::kStagedTokens / 8 : 1;
+  constexpr int kAtOnce = kTokens > 64 ? 4 : 1;
 #pragma unroll
   for (int first = 0; first < kTokens; first += S::kStagedTokens) {
     const int buffer = first / S::kStagedTokens % S::kBuffers * S::kOutputBytes;

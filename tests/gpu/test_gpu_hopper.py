@@ -106,9 +106,10 @@ def configurations(n: int, columns: int, m: int) -> list[str]:
 
 
 def test_how_configurations_fit() -> None:
-    """As many CTAs as their name says, whole SMs of them without clusters; the widest tiles have a ring of five stages.
+    """As many CTAs as their name says, whole SMs of them without clusters; the widest tiles keep their ring.
 
-    Four would leave stream-K waiting for its partial sums; split-K sums go into the ring so that it has as many.
+    With 256 tokens stream-K gives one of five stages for staging its outputs; split-K sums go into the ring, so that it
+    has all five.
     """
     sms = torch.cuda.get_device_properties(gpu()).multi_processor_count
     found = {text for m in (1, 16, 32, 64, 128, 1024) for text in configurations(37888, 5376, m)}
@@ -125,8 +126,9 @@ def test_how_configurations_fit() -> None:
         elif configuration.resident == 1:
             by_cluster.setdefault(configuration.cluster, set()).add(fit.clusters)
     print(f"clusters at a time by their size: {dict(sorted(by_cluster.items()))}")
-    for text in ("stream:2x256/2/1", *(f"split:2x256/1x{splits}/1" for splits in (1, 2, 4, 8))):
-        assert native.fit(text, INT8).stages == 5, text
+    assert native.fit("stream:2x256/2/1", INT8).stages == 4
+    for splits in (1, 2, 4, 8):
+        assert native.fit(f"split:2x256/1x{splits}/1", INT8).stages == 5, splits
 
 
 def test_predictions_are_in_order() -> None:
