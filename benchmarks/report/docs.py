@@ -273,10 +273,24 @@ def efficiency() -> str:
     return table(("", *PATTERNS), rows, 1)
 
 
+def bitnet() -> str:
+    """What each pattern costs a ternary model, by method; and what of its codes is in the way."""
+    found = pd.read_csv(ACCURACY / "bitnet.csv").set_index(["pattern", "method"])
+    rows = []
+    for pattern in found.index.unique("pattern").drop("dense"):
+        cells = found.loc[pattern]
+        over, gone = (percent(cells[name].iloc[0]) for name in ("blocks_over", "nonzeros_gone"))
+        losses = (
+            f"{cells['perplexity_up_pct'][method]:.1f}%" for method in ("sparsegpt", "wanda", "magnitude")
+        )
+        rows.append((pattern, over, gone, *losses))
+    return table(("", "blocks over", "non-zeros that go", "sparsegpt", "wanda", "magnitude"), rows, 1)
+
+
 TABLES: dict[str, Callable[[], str]] = {
     **{make.__name__: make for make in (gains, models, qwen, llama, fusion, step)},
     **{make.__name__: make for make in (layers, ranges, verdicts, products, heuristics, bandwidth)},
-    **{make.__name__: make for make in (reference, efficiency)},
+    **{make.__name__: make for make in (reference, efficiency, bitnet)},
     "losses": lambda: accuracy.losses(ACCURACY / "protocol_a.csv"),
     "losses-256": lambda: accuracy.losses(ACCURACY / "protocol_a_256.csv"),
     "wanted": lambda: accuracy.wanted(ACCURACY / "protocol_a.csv"),
