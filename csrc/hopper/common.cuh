@@ -11,7 +11,8 @@
 
 namespace slidesparse::hopper {
 
-constexpr int kWgmmas = kBlockColumns / kWgmmaColumns;  // of a strip and stage
+constexpr int kWgmmas = kBlockColumns / kWgmmaColumns;  // of a 2:4 block
+constexpr int kDenseWgmmas = kBlockColumns / kDenseWgmmaColumns;
 
 enum class Float : int { kNone = 0, kBFloat16 = 1, kFloat16 = 2, kFloat32 = 3 };
 
@@ -36,7 +37,8 @@ struct Divisor {
 struct GemmArguments {
   CUtensorMap q;    // boxes of kTokens / multicast rows x kBlockColumns, swizzled by 128 bytes
   CUtensorMap out;  // stream-K with `vector_stores`: boxes of staged tokens x kStripRows
-  const std::uint8_t* weight;  // [strips][k_blocks][kPackedBytes]
+  const std::uint8_t* weight;  // packed
+  const std::uint32_t* table;  // of a mixed weight; null: all blocks are 2:4
   void* y;
   const float* scale_w;
   const float* scale_x;

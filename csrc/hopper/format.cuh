@@ -1,5 +1,13 @@
-// The packed 2:4 weight, [strips][k_blocks][kPackedBytes]: slidesparse/gemm/hopper/format.py draws
-// the order of the bytes.
+// The packed weight: blocks of 64 out-features x 128 columns, each 2:4 (kPackedBytes) or dense
+// (kDenseBytes).  slidesparse/gemm/hopper/format.py draws the order of the bytes.
+//
+//     all blocks 2:4   [strips][k_blocks][kPackedBytes]
+//     mixed            a table [strips][k_blocks] of 32 bits, filled up to a multiple of
+//                      kTableUnit; then blocks, at multiples of kTableUnit.  An entry is twice the
+//                      block's offset from the table in units of kTableUnit, and one more if the
+//                      block is dense.
+//
+// With its table a mixed weight is larger than one of 2:4 blocks alone, which tells them apart.
 
 #pragma once
 
@@ -12,10 +20,17 @@ constexpr int kBlockColumns = 128;  // K' columns of a packed block: one stage o
 constexpr int kValueBytes = kStripRows * kBlockColumns / 2;
 constexpr int kMetadataBytes = kStripRows * kBlockColumns / 8;
 constexpr int kPackedBytes = kValueBytes + kMetadataBytes;
+constexpr int kDenseBytes = kStripRows * kBlockColumns;
+constexpr int kTableUnit = 1024;
+static_assert(kPackedBytes % kTableUnit == 0 && kDenseBytes % kTableUnit == 0);
 
 template <class Integer>
 constexpr Integer CeilDiv(Integer a, Integer b) {
   return (a + b - 1) / b;
+}
+
+constexpr std::int64_t TableBytes(std::int64_t blocks) {
+  return CeilDiv<std::int64_t>(4 * blocks, kTableUnit) * kTableUnit;
 }
 
 constexpr int StripsOf(int out_features) { return CeilDiv(out_features, kStripRows); }

@@ -129,6 +129,24 @@ int DivideStages(const Gemm& gemm, std::int64_t tiles, GemmArguments& a) {
   return static_cast<int>(groups);
 }
 
+// Finds the table of the weight, if it is a mixed one.  Null, or what is wrong with its size.
+const char* FindTable(std::int64_t bytes, GemmArguments& a) {
+  const std::int64_t blocks = std::int64_t{a.strips} * a.k_blocks;
+  const std::int64_t table = TableBytes(blocks), sparse = blocks * kPackedBytes;
+  if (bytes == sparse) return nullptr;
+  if (bytes < table + sparse || bytes > table + blocks * kDenseBytes) {
+    return Fail(
+        "a packed weight of %lld bytes for %d out-features and %d blocks of 128 columns: %lld if "
+        "all are 2:4, else %lld to %lld; pack it for the backend hopper, from as many in-features "
+        "at the same pattern",
+        static_cast<long long>(bytes), a.n, a.k_blocks, static_cast<long long>(sparse),
+        static_cast<long long>(table + sparse),
+        static_cast<long long>(table + blocks * kDenseBytes));
+  }
+  a.table = reinterpret_cast<const std::uint32_t*>(a.weight);
+  return nullptr;
+}
+
 }  // namespace
 
 const char* FitGemm(const Configuration& c, bool fp8, Gemm* gemm) {
@@ -192,6 +210,7 @@ const char* LaunchGemm(const Gemm& gemm, std::int64_t m, const GemmTensors& tens
   const Configuration& c = gemm.configuration;
   GemmArguments a = gemm.arguments;
   a.weight = static_cast<const std::uint8_t*>(tensors.weight);
+  if (const char* error = FindTable(tensors.weight_bytes, a)) return error;
   a.y = tensors.out;
   a.scale_w = static_cast<const float*>(tensors.scale_w);
   a.scale_x = static_cast<const float*>(tensors.scale_x);

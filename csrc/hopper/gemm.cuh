@@ -37,6 +37,7 @@ struct GemmTensors {
   std::int64_t q_columns;
   const void* scale_x;
   const void* weight;
+  std::int64_t weight_bytes;
   const void* scale_w;
   const void* bias;
   Float bias_type;

@@ -90,9 +90,6 @@ SLIDESPARSE_EXPORT void slidesparse_hopper_forget();
 SLIDESPARSE_EXPORT const char* slidesparse_hopper_configuration(const SlidesparseHopperPlan* plan,
                                                                 std::int64_t m);
 
-// The bytes of the packed weight that a plan reads.
-SLIDESPARSE_EXPORT std::int64_t slidesparse_hopper_weight_bytes(const SlidesparseHopperPlan* plan);
-
 // The bytes of scratch memory that slidesparse_hopper_linear wants for m tokens.
 SLIDESPARSE_EXPORT std::int64_t slidesparse_hopper_scratch_bytes(const SlidesparseHopperPlan* plan,
                                                                  std::int64_t m);
@@ -104,7 +101,7 @@ SLIDESPARSE_EXPORT std::int64_t slidesparse_hopper_scratch_bytes(const Slidespar
 //               `residual_stride` elements apart, and total [m, k], all of x's type; null where
 //               the prologue has none
 //   q, scale_x  codes [m, columns] at a multiple of 16 bytes, and float32 [m]
-//   weight      as slidesparse_hopper_pack wrote it, before the kernel in front began
+//   weight      of `weight_bytes`, as slidesparse_hopper_pack wrote it, before the kernel in front began
 //   scale_w     float32 [n]
 //   bias        [n] of bias_type
 //   out         [m, n] of BF16 or FP16
@@ -119,20 +116,20 @@ SLIDESPARSE_EXPORT const char* slidesparse_hopper_quantize(
 // out = (q @ weight.T) * scale_w * scale_x + bias, for q [m, q_columns].
 SLIDESPARSE_EXPORT const char* slidesparse_hopper_product(
     const SlidesparseHopperPlan* plan, std::int64_t m, const void* q, std::int64_t q_columns,
-    const void* scale_x, const void* weight, const void* scale_w, const void* bias,
-    std::int32_t bias_type, void* out, std::int32_t out_type, void* stream);
+    const void* scale_x, const void* weight, std::int64_t weight_bytes, const void* scale_w,
+    const void* bias, std::int32_t bias_type, void* out, std::int32_t out_type, void* stream);
 
 // Both, through scratch memory.
 SLIDESPARSE_EXPORT const char* slidesparse_hopper_linear(
     const SlidesparseHopperPlan* plan, std::int64_t m, const void* x, std::int32_t type,
     std::int64_t stride, std::int32_t prologue, double eps, const void* gain, const void* residual,
-    std::int64_t residual_stride, void* total, const void* weight, const void* scale_w,
-    const void* bias, std::int32_t bias_type, void* out, std::int32_t out_type, void* scratch,
+    std::int64_t residual_stride, void* total, const void* weight, std::int64_t weight_bytes,
+    const void* scale_w, const void* bias, std::int32_t bias_type, void* out, std::int32_t out_type, void* scratch,
     void* stream);
 
 // ---- weights ----
 
-// The bytes of the packed form of a weight [n, k], and of the scratch memory that packing it wants.
+// The bytes of the packed form of a weight [n, k] that is not mixed, and of the scratch memory that packing it wants.
 SLIDESPARSE_EXPORT void slidesparse_hopper_pack_bytes(std::int32_t n, std::int32_t k,
                                                       std::int32_t length, std::int32_t phase,
                                                       std::int64_t* packed, std::int64_t* scratch);
@@ -140,10 +137,12 @@ SLIDESPARSE_EXPORT void slidesparse_hopper_pack_bytes(std::int32_t n, std::int32
 // Slides a weight [n, k] of one-byte codes, rows `stride` bytes apart, that is pruned to blocks of
 // `length` after `phase` zero columns, and packs its windows.  `broken`, 32 bits, is increased by
 // the number of blocks with too many non-zeros; with any the packed form is of no use.
+// If `mixed`, packed begins with its table, of a weight in blocks of 4 at phase 0.
 SLIDESPARSE_EXPORT const char* slidesparse_hopper_pack(std::int32_t n, std::int32_t k,
                                                        std::int32_t length, std::int32_t phase,
                                                        std::int32_t fp8, const void* weight,
-                                                       std::int64_t stride, void* packed,
-                                                       void* scratch, void* broken, void* stream);
+                                                       std::int64_t stride, std::int32_t mixed,
+                                                       void* packed, void* scratch, void* broken,
+                                                       void* stream);
 
 }  // extern "C"

@@ -35,7 +35,6 @@ namespace stable = torch::stable::detail;
 struct Kernels {
   decltype(&slidesparse_hopper_find) find;
   decltype(&slidesparse_hopper_device) device;
-  decltype(&slidesparse_hopper_weight_bytes) weight_bytes;
   decltype(&slidesparse_hopper_scratch_bytes) scratch_bytes;
   decltype(&slidesparse_hopper_linear) linear;
 };
@@ -193,7 +192,7 @@ bool Run(std::int32_t prologue, const Arguments& arguments, Outputs* outputs) {
       static_cast<std::int32_t>(arguments.columns));
   if (plan == nullptr) return false;
   const View weight(arguments.weight);
-  if (!weight.IsOn(x) || !weight.IsVector(kernels.weight_bytes(plan))) return false;
+  if (!weight.IsOn(x) || weight.dim != 1 || !weight.IsVector(weight.sizes[0])) return false;
   std::int32_t bias_type = SLIDESPARSE_NONE;
   const void *bias = nullptr, *gain = nullptr, *residual = nullptr;
   std::int64_t residual_stride = 0;
@@ -223,8 +222,8 @@ bool Run(std::int32_t prologue, const Arguments& arguments, Outputs* outputs) {
   if (residual) outputs->total = Empty(m, k, x.type, x, &total);
   const Owned held = Empty(1, kernels.scratch_bytes(plan, m), numbers.uint8, x, &scratch);
   return kernels.linear(plan, m, x.data, type, x.strides[0], prologue, arguments.eps, gain,
-                        residual, residual_stride, total, weight.data, scale_w.data, bias,
-                        bias_type, y, out_type, scratch, stream) == nullptr;
+                        residual, residual_stride, total, weight.data, weight.sizes[0], scale_w.data,
+                        bias, bias_type, y, out_type, scratch, stream) == nullptr;
 }
 
 // Run, if C++ is to run layers and the backend is ours.
@@ -283,7 +282,6 @@ SLIDESPARSE_EXPORT const char* slidesparse_operators_load(const char* path) {
   };
   if (!find(found.find, "slidesparse_hopper_find") ||
       !find(found.device, "slidesparse_hopper_device") ||
-      !find(found.weight_bytes, "slidesparse_hopper_weight_bytes") ||
       !find(found.scratch_bytes, "slidesparse_hopper_scratch_bytes") ||
       !find(found.linear, "slidesparse_hopper_linear")) {
     return "the kernels' library is not of this version";

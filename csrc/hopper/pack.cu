@@ -20,15 +20,20 @@ void slidesparse_hopper_pack_bytes(std::int32_t n, std::int32_t k, std::int32_t 
 
 const char* slidesparse_hopper_pack(std::int32_t n, std::int32_t k, std::int32_t length,
                                     std::int32_t phase, std::int32_t fp8, const void* weight,
-                                    std::int64_t stride, void* packed, void* scratch, void* broken,
-                                    void* stream) {
+                                    std::int64_t stride, std::int32_t mixed, void* packed,
+                                    void* scratch, void* broken, void* stream) {
   if (length < 4 || length % 2 != 0 || phase < 0 || phase >= length) {
     return Fail("blocks of %d columns at phase %d: an even length of 4 or more, a phase below it",
+                length, phase);
+  }
+  if (mixed != 0 && (length != 4 || phase != 0)) {
+    return Fail("a mixed weight in blocks of %d columns at phase %d: it is not slid, 4 at phase 0",
                 length, phase);
   }
   PackArguments arguments = MakePackArguments(n, k, length, phase, fp8 != 0);
   arguments.weight = static_cast<const std::uint8_t*>(weight);
   arguments.stride = stride;
+  arguments.mixed = mixed != 0;
   arguments.packed = static_cast<std::uint8_t*>(packed);
   arguments.zeros = length > kLongLength ? static_cast<int*>(scratch) : nullptr;
   arguments.broken = static_cast<int*>(broken);

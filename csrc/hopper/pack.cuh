@@ -1,4 +1,5 @@
-// Slides a weight into the windows of its pattern and packs them, in one pass over the weight.
+// Slides a weight into the windows of its pattern and packs them, in one pass over the weight; of a
+// mixed weight the blocks that its table calls dense are copied.
 //
 // A block of L columns has L / 2 pairs and L / 2 - 1 windows of two neighbouring pairs.  A pair's
 // non-zeros are divided between the window that ends with it and the window that begins with it:
@@ -28,7 +29,8 @@ constexpr int kLongLength = 64;              // columns; in longer blocks FindZe
 
 struct PackArguments {
   const std::uint8_t* weight;
-  std::uint8_t* packed;  // [strips][blocks][kPackedBytes]
+  std::uint8_t* packed;
+  bool mixed;            // `packed` begins with its table, which says what becomes of each block
   int* broken;           // increased by the blocks with too many non-zeros
   int* zeros;            // [n][pattern_blocks][2]: columns of a block's first two zeros; or null
   std::int64_t stride;
@@ -144,17 +146,35 @@ __device__ __forceinline__ Kept Keep(std::uint32_t window) {
   return {(window >> 8 * low & 0xFF) | (window >> 8 * high & 0xFF) << 8, low | high << 2};
 }
 
-__global__ void Pack(const PackArguments arguments) {
-  const std::int64_t program = blockIdx.x;
-  const int strip = static_cast<int>(program / arguments.blocks);
-  const int block = static_cast<int>(program % arguments.blocks);
-  std::uint8_t* packed = arguments.packed + program * kPackedBytes;
+// Where a word of a packed block comes from, of core matrices of 8 rows x 16 bytes: 512 words make
+// up what one wgmma reads.
+struct Place {
+  int row, column;  // of the strip; of the bytes that one wgmma reads of a row
+
+  __device__ explicit Place(int word)
+      : row(word / 128 % 4 * 16 + word / 64 % 2 * 8 + word / 4 % 8),
+        column(word / 32 % 2 * 16 + word % 4 * 4) {}
+};
+
+__device__ __forceinline__ void PackDense(const PackArguments& arguments, int strip, int block,
+                                          std::uint8_t* packed) {
+  for (int word = threadIdx.x; word < kDenseBytes / 4; word += kPackThreads) {
+    const Place place(word);
+    const int row = strip * kStripRows + place.row;
+    const int column = block * kBlockColumns + word / 512 * 32 + place.column;
+    const int k = row < arguments.n ? arguments.k : 0;
+    const std::uint8_t* from = arguments.weight + (k > 0 ? row * arguments.stride : 0);
+    reinterpret_cast<std::uint32_t*>(packed)[word] =
+        LoadPair(arguments, from, k, column) | LoadPair(arguments, from, k, column + 2) << 16;
+  }
+}
+
+__device__ __forceinline__ void PackSparse(const PackArguments& arguments, int strip, int block,
+                                           std::uint8_t* packed) {
   for (int word = threadIdx.x; word < kValueBytes / 4; word += kPackThreads) {
-    // Word `column` of row `group` of one of the four core matrices of `warp`.
-    const int column = word % 4, group = word / 4 % 8, half = word / 32 % 2, lower = word / 64 % 2;
-    const int warp = word / 128 % 4, wgmma = word / 512;
-    const int row = strip * kStripRows + warp * 16 + lower * 8 + group;
-    const int window = block * kWindows + wgmma * 16 + half * 8 + column * 2;
+    const Place place(word);
+    const int row = strip * kStripRows + place.row;
+    const int window = block * kWindows + word / 512 * 16 + place.column / 2;
     const int k = row < arguments.n ? arguments.k : 0;
     const std::uint8_t* from = arguments.weight + (k > 0 ? row * arguments.stride : 0);
     const int* zeros = nullptr;
@@ -164,9 +184,29 @@ __global__ void Pack(const PackArguments arguments) {
     const Kept left = Keep(MakeWindow(arguments, from, zeros, k, window));
     const Kept right = Keep(MakeWindow(arguments, from, zeros, k, window + 1));
     reinterpret_cast<std::uint32_t*>(packed)[word] = left.values | right.values << 16;
-    const int thread = wgmma * 128 + warp * 32 + group * 4 + half * 2 + lower;
-    packed[kValueBytes + thread * 4 + column] =
+    // The metadata word of the thread that multiplies the row: its byte of these two windows.
+    const int thread = word / 512 * 128 + place.row / 16 * 32 + place.row % 8 * 4 +
+                       place.column / 16 * 2 + place.row / 8 % 2;
+    packed[kValueBytes + thread * 4 + word % 4] =
         static_cast<std::uint8_t>(left.metadata | right.metadata << 4);
+  }
+}
+
+__global__ void Pack(const PackArguments arguments) {
+  const std::int64_t program = blockIdx.x;
+  const int strip = static_cast<int>(program / arguments.blocks);
+  const int block = static_cast<int>(program % arguments.blocks);
+  std::uint8_t* packed = arguments.packed;
+  if (!arguments.mixed) {
+    PackSparse(arguments, strip, block, packed + program * kPackedBytes);
+    return;
+  }
+  const std::uint32_t entry = reinterpret_cast<const std::uint32_t*>(packed)[program];
+  packed += static_cast<std::size_t>(entry / 2) * kTableUnit;
+  if (entry % 2 == 1) {
+    PackDense(arguments, strip, block, packed);
+  } else {
+    PackSparse(arguments, strip, block, packed);
   }
 }
 

@@ -24,7 +24,6 @@ struct SlidesparseHopperPlan {
   slidesparse::hopper::PlanKey key;
   bool fp8;
   slidesparse::hopper::QuantizeArguments quantize;  // all but the tensors
-  std::int64_t weight_bytes;
   // The tuned table: the GEMM for up to so many tokens.
   std::vector<std::pair<std::int64_t, slidesparse::hopper::Gemm>> gemms;
 
@@ -124,7 +123,6 @@ const char* slidesparse_hopper_plan(std::int32_t n, std::int32_t k, std::int32_t
     return Fail("a weight of %d out-features and %d columns: both must be positive", n, columns);
   }
   if (const char* error = PrepareQuantize(plan->quantize, plan->fp8)) return error;
-  plan->weight_bytes = std::int64_t{StripsOf(n)} * BlocksOf(columns) * kPackedBytes;
   for (int i = 0; i < count; ++i) {
     Gemm gemm;
     if (const char* error = FitText(texts[i], plan->fp8, &gemm)) return error;
@@ -166,10 +164,6 @@ const char* slidesparse_hopper_configuration(const SlidesparseHopperPlan* plan, 
   return gemm != nullptr ? gemm->text.c_str() : "";
 }
 
-std::int64_t slidesparse_hopper_weight_bytes(const SlidesparseHopperPlan* plan) {
-  return plan->weight_bytes;
-}
-
 std::int64_t slidesparse_hopper_scratch_bytes(const SlidesparseHopperPlan* plan, std::int64_t m) {
   return ScalesOf(m) + m * plan->quantize.columns;
 }
@@ -205,7 +199,8 @@ const char* slidesparse_hopper_quantize(const SlidesparseHopperPlan* plan, std::
 
 const char* slidesparse_hopper_product(const SlidesparseHopperPlan* plan, std::int64_t m,
                                        const void* q, std::int64_t q_columns, const void* scale_x,
-                                       const void* weight, const void* scale_w, const void* bias,
+                                       const void* weight, std::int64_t weight_bytes,
+                                       const void* scale_w, const void* bias,
                                        std::int32_t bias_type, void* out, std::int32_t out_type,
                                        void* stream) {
   if ((bias != nullptr) != IsType(bias_type) ||
@@ -218,8 +213,8 @@ const char* slidesparse_hopper_product(const SlidesparseHopperPlan* plan, std::i
   const Gemm* gemm = plan->Choose(m);
   if (gemm == nullptr) return FailWithoutGemm();
   return LaunchGemm(*gemm, m,
-                    {q, q_columns, scale_x, weight, scale_w, bias, static_cast<Float>(bias_type),
-                     out, static_cast<Float>(out_type)},
+                    {q, q_columns, scale_x, weight, weight_bytes, scale_w, bias,
+                     static_cast<Float>(bias_type), out, static_cast<Float>(out_type)},
                     static_cast<cudaStream_t>(stream));
 }
 
@@ -227,8 +222,9 @@ const char* slidesparse_hopper_linear(const SlidesparseHopperPlan* plan, std::in
                                       const void* x, std::int32_t type, std::int64_t stride,
                                       std::int32_t prologue, double eps, const void* gain,
                                       const void* residual, std::int64_t residual_stride,
-                                      void* total, const void* weight, const void* scale_w,
-                                      const void* bias, std::int32_t bias_type, void* out,
+                                      void* total, const void* weight, std::int64_t weight_bytes,
+                                      const void* scale_w, const void* bias,
+                                      std::int32_t bias_type, void* out,
                                       std::int32_t out_type, void* scratch, void* stream) {
   if (plan->gemms.empty()) return FailWithoutGemm();
   void* q = static_cast<char*>(scratch) + ScalesOf(m);
@@ -237,8 +233,8 @@ const char* slidesparse_hopper_linear(const SlidesparseHopperPlan* plan, std::in
                                       residual_stride, total, q, scratch, stream)) {
     return error;
   }
-  return slidesparse_hopper_product(plan, m, q, plan->quantize.columns, scratch, weight, scale_w,
-                                    bias, bias_type, out, out_type, stream);
+  return slidesparse_hopper_product(plan, m, q, plan->quantize.columns, scratch, weight,
+                                    weight_bytes, scale_w, bias, bias_type, out, out_type, stream);
 }
 
 }  // extern "C"

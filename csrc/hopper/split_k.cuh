@@ -60,10 +60,10 @@ struct SplitKShape : TileShape<kStrips, kTokens> {
   static __host__ __device__ constexpr int Barriers(int stages, int splits) {
     return RingBytes(stages, splits) + (kSumsInRing ? 0 : ReceivedBytes(splits));
   }
-  // The ring, the received sums, then barriers: full and empty of each stage, one for each owned
-  // warp's sums, and one for the other splits' rings.
+  // The ring, the received sums, the words of each stage, then barriers: one for each owned warp's
+  // sums, and one for the other splits' rings.
   static __host__ __device__ constexpr int SharedBytes(int stages, int splits) {
-    return Barriers(stages, splits) + (2 * stages + Owned(splits) + 1) * 8;
+    return Barriers(stages, splits) + stages * S::kStageWordBytes + (Owned(splits) + 1) * 8;
   }
 };
 
@@ -172,13 +172,8 @@ __device__ __forceinline__ void Multiply(const GemmArguments& arguments, const S
                                          std::uint32_t ring, std::uint32_t full,
                                          std::uint32_t empty, std::uint32_t (&sums)[kTokens / 2]) {
   const int count = work.end - work.begin;
-  if constexpr (TileShape<kStrips, kTokens>::kWide) {
-    WideConsumer<Type, kStrips, kTokens>(arguments, work.group, ring, full, empty)
-        .Run(count, true, sums);
-  } else {
-    NarrowConsumer<Type, kStrips, kTokens>(arguments, work.group, ring, full, empty)
-        .Run(count, sums);
-  }
+  Consumer<Type, kStrips, kTokens>(arguments, work.group, ring, full, empty)
+      .Run(count, true, sums);
 }
 
 template <class Type, int kStrips, int kTokens>
@@ -192,7 +187,7 @@ __global__ void __launch_bounds__(TileShape<kStrips, kTokens>::kThreads,
   const std::uint32_t received = ring + S::Received(arguments.stages, splits);
   const std::uint32_t full = ring + S::Barriers(arguments.stages, splits);
   const std::uint32_t empty = full + 8 * arguments.stages;
-  const std::uint32_t complete = empty + 8 * arguments.stages;
+  const std::uint32_t complete = full + S::kStageWordBytes * arguments.stages;
   const std::uint32_t open = complete + 8 * S::Owned(splits);
   const SplitKWork work = FindWork<kStrips, kTokens>(arguments);
   const int tokens = min(kTokens, arguments.m - work.tile.token);

@@ -18,8 +18,6 @@
 
 #pragma once
 
-#include <type_traits>
-
 #include "epilogue.cuh"
 #include "ring.cuh"
 
@@ -41,9 +39,9 @@ struct StreamKShape : TileShape<kStrips, kTokens> {
   static constexpr int kBuffers = kTokens > 64 ? 2 : 1;
   static constexpr int kStagingBytes = kStrips * kBuffers * kOutputBytes;
 
-  // Ring, staging, barriers, then the CTA's tiles, which would take registers.
+  // Ring, staging, the words of each stage, then the CTA's tiles, which would take registers.
   static __host__ __device__ constexpr int SharedBytes(int stages) {
-    return stages * S::kStageBytes + kStagingBytes + 2 * stages * 8 + sizeof(CtaTiles);
+    return stages * (S::kStageBytes + S::kStageWordBytes) + kStagingBytes + sizeof(CtaTiles);
   }
 };
 
@@ -236,7 +234,7 @@ __global__ void __launch_bounds__(TileShape<kStrips, kTokens>::kThreads,
   const std::uint32_t full = staging + S::kStagingBytes;
   const std::uint32_t empty = full + 8 * arguments.stages;
   CtaTiles& stored_tiles =
-      *reinterpret_cast<CtaTiles*>(shared + (empty + 8 * arguments.stages - ring));
+      *reinterpret_cast<CtaTiles*>(shared + (full + S::kStageWordBytes * arguments.stages - ring));
   const MulticastGroup group = {0, arguments.multicast,
                                 static_cast<int>(blockIdx.x % arguments.multicast)};
   // A multicast group takes one part together.
@@ -278,9 +276,7 @@ __global__ void __launch_bounds__(TileShape<kStrips, kTokens>::kThreads,
     ReallocateRegisters<S, false>();
     SyncCluster(arguments);
     WaitForPredecessors();
-    using Consumer = std::conditional_t<S::kWide, WideConsumer<Type, kStrips, kTokens>,
-                                        NarrowConsumer<Type, kStrips, kTokens>>;
-    Consumer consumer(arguments, group, ring, full, empty);
+    Consumer<Type, kStrips, kTokens> consumer(arguments, group, ring, full, empty);
     std::uint32_t sums[kTokens / 2];
     Clear(sums);
     while (left > 0) {
@@ -292,17 +288,12 @@ __global__ void __launch_bounds__(TileShape<kStrips, kTokens>::kThreads,
       const int tokens = min(kTokens, arguments.m - segment.token);
       StreamKScales<kTokens> scales;
       if (owned) scales.Load(arguments, segment);
-      if (!S::kWide) Clear(sums);
       // If only one other CTA has a part of the tile, the sums start from its partial sums.
       const bool from_partial = owned && shared_tile && arguments.two_per_tile;
       const int other_cta = blockIdx.x - arguments.multicast;
       if (from_partial) WaitForPartial<kStrips, kTokens>(arguments, other_cta);
       StartFromPartial<kStrips, kTokens>(arguments, from_partial, other_cta, tokens, sums);
-      if constexpr (S::kWide) {
-        consumer.Run(count, from_partial, sums);
-      } else {
-        consumer.Run(count, sums);
-      }
+      consumer.Run(count, from_partial, sums);
       if (!owned) {
         StorePartial<kStrips, kTokens>(arguments, tokens, sums);
       } else {

@@ -1,17 +1,9 @@
-// Sparse wgmma (wgmma.mma_async.sp) of 64 out-features x T tokens x 64 columns: A from registers or
-// shared memory, B from shared memory.
+// wgmma of 64 out-features x T tokens, from shared memory: sparse (wgmma.mma_async.sp) of 64
+// columns, dense of 32.
 //
-// A warpgroup's thread (warp w of 4, lane 4 g + t) holds of A, the weight, with columns counted
-// after compression:
-//
-//     a[0]  row 16 w + g      columns 4 t .. 4 t + 3
-//     a[1]  row 16 w + g + 8  columns 4 t ..
-//     a[2]  row 16 w + g      columns 16 + 4 t ..
-//     a[3]  row 16 w + g + 8  columns 16 + 4 t ..
-//
-// and the metadata, 4 bits for each group of four columns, of half a row: lane 4 g + 2 h + r holds
-// the metadata of row 16 w + g + 8 r, columns 32 h .. 32 h + 31, the first group in the lowest
-// bits. Of the sums it holds
+// A warpgroup's thread (warp w of 4, lane 4 g + t) holds the metadata, 4 bits for each group of four
+// columns, of half a row: lane 4 g + 2 h + r holds the metadata of row 16 w + g + 8 r, columns of the
+// compressed weight 32 h .. 32 h + 31, the first group in the lowest bits.  Of the sums it holds
 //
 //     d[4 j + 2 r + e]  row 16 w + g + 8 r, token 8 j + 2 t + e
 //
@@ -32,8 +24,9 @@ struct Fp8 {
   using Sum = float;
 };
 
-// Columns of the activations that one wgmma multiplies; of A half of them are stored.
+// Columns of the activations that one wgmma multiplies; a sparse one has half of A's stored.
 constexpr int kWgmmaColumns = 64;
+constexpr int kDenseWgmmaColumns = 32;
 
 __device__ __forceinline__ void WgmmaFence() {
   asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
@@ -66,7 +59,7 @@ __device__ __forceinline__ std::uint64_t Descriptor(std::uint32_t address) {
   return kSwizzle128 | kStride | kLeading | ((address & 0x3FFFF) >> 4);
 }
 
-// FromRegisters: d += a * b.  FromShared: d = a * b, or d += a * b if `accumulate`.
+// d = a * b, or d += a * b if `accumulate`.
 template <class Type, int kTokens>
 struct Wgmma;
 
@@ -94,43 +87,43 @@ struct Wgmma;
 #define SLIDESPARSE_SUMS_64(c, i) SLIDESPARSE_SUMS_32(c, i), SLIDESPARSE_SUMS_32(c, i + 32)
 #define SLIDESPARSE_SUMS_128(c, i) SLIDESPARSE_SUMS_64(c, i), SLIDESPARSE_SUMS_64(c, i + 64)
 
-// Operands after the sums: a at %A0 .. %A3, the descriptor of b, the metadata, and the predicate that accumulates.
-#define SLIDESPARSE_WGMMA(TYPE, C, KIND, SCALES, TOKENS, SUMS, A0, A1, A2, A3, B, E, P)                       \
+// Operands after the sums: the descriptors of a and b at %A and %B, then at %C and %D the metadata and what tells to
+// accumulate, or the latter alone.
+#define SLIDESPARSE_WGMMA(TYPE, R, KIND, SCALES, TOKENS, SUMS, A, B, C, D)                                     \
   template <>                                                                                                 \
   struct Wgmma<TYPE, TOKENS> {                                                                                \
-    static __device__ __forceinline__ void FromRegisters(std::uint32_t (&d)[SUMS], const uint4& a,            \
-                                                         std::uint64_t b, std::uint32_t metadata) {           \
+    static __device__ __forceinline__ void Sparse(std::uint32_t (&d)[SUMS], std::uint64_t a, std::uint64_t b, \
+                                                  std::uint32_t metadata, int accumulate) {                   \
       asm volatile(                                                                                           \
-          "{\n.reg .pred p;\nsetp.ne.b32 p, %" #P ", 0;\n"                                                    \
-          "wgmma.mma_async.sp.sync.aligned.m64n" #TOKENS "k64." KIND " {" SLIDESPARSE_LIST_##SUMS "}, {%" #A0 \
-          ", %" #A1 ", %" #A2 ", %" #A3 "}, %" #B ", %" #E ", 0, p" SCALES ";\n}"                             \
-          : SLIDESPARSE_SUMS_##SUMS(C, 0)                                                                     \
-          : "r"(a.x), "r"(a.y), "r"(a.z), "r"(a.w), "l"(b), "r"(metadata), "n"(1));                           \
-    }                                                                                                         \
-    static __device__ __forceinline__ void FromShared(std::uint32_t (&d)[SUMS], std::uint64_t a,              \
-                                                      std::uint64_t b, std::uint32_t metadata,                \
-                                                      int accumulate) {                                       \
-      asm volatile(                                                                                           \
-          "{\n.reg .pred p;\nsetp.ne.b32 p, %" #A3 ", 0;\n"                                                   \
-          "wgmma.mma_async.sp.sync.aligned.m64n" #TOKENS "k64." KIND " {" SLIDESPARSE_LIST_##SUMS "}, %" #A0  \
-          ", %" #A1 ", %" #A2 ", 0, p" SCALES ";\n}"                                                          \
-          : SLIDESPARSE_SUMS_##SUMS(C, 0)                                                                     \
+          "{\n.reg .pred p;\nsetp.ne.b32 p, %" #D ", 0;\n"                                                    \
+          "wgmma.mma_async.sp.sync.aligned.m64n" #TOKENS "k64." KIND " {" SLIDESPARSE_LIST_##SUMS "}, %" #A   \
+          ", %" #B ", %" #C ", 0, p" SCALES ";\n}"                                                            \
+          : SLIDESPARSE_SUMS_##SUMS(R, 0)                                                                     \
           : "l"(a), "l"(b), "r"(metadata), "r"(accumulate));                                                  \
+    }                                                                                                         \
+    static __device__ __forceinline__ void Dense(std::uint32_t (&d)[SUMS], std::uint64_t a, std::uint64_t b,  \
+                                                 int accumulate) {                                            \
+      asm volatile(                                                                                           \
+          "{\n.reg .pred p;\nsetp.ne.b32 p, %" #C ", 0;\n"                                                    \
+          "wgmma.mma_async.sync.aligned.m64n" #TOKENS "k32." KIND " {" SLIDESPARSE_LIST_##SUMS "}, %" #A      \
+          ", %" #B ", p" SCALES ";\n}"                                                                        \
+          : SLIDESPARSE_SUMS_##SUMS(R, 0)                                                                     \
+          : "l"(a), "l"(b), "r"(accumulate));                                                                 \
     }                                                                                                         \
   };
 
-SLIDESPARSE_WGMMA(Int8, "r", "s32.s8.s8", "", 8, 4, 4, 5, 6, 7, 8, 9, 10)
-SLIDESPARSE_WGMMA(Int8, "r", "s32.s8.s8", "", 16, 8, 8, 9, 10, 11, 12, 13, 14)
-SLIDESPARSE_WGMMA(Int8, "r", "s32.s8.s8", "", 32, 16, 16, 17, 18, 19, 20, 21, 22)
-SLIDESPARSE_WGMMA(Int8, "r", "s32.s8.s8", "", 64, 32, 32, 33, 34, 35, 36, 37, 38)
-SLIDESPARSE_WGMMA(Int8, "r", "s32.s8.s8", "", 128, 64, 64, 65, 66, 67, 68, 69, 70)
-SLIDESPARSE_WGMMA(Int8, "r", "s32.s8.s8", "", 256, 128, 128, 129, 130, 131, 132, 133, 134)
-SLIDESPARSE_WGMMA(Fp8, "r", "f32.e4m3.e4m3", ", 1, 1", 8, 4, 4, 5, 6, 7, 8, 9, 10)
-SLIDESPARSE_WGMMA(Fp8, "r", "f32.e4m3.e4m3", ", 1, 1", 16, 8, 8, 9, 10, 11, 12, 13, 14)
-SLIDESPARSE_WGMMA(Fp8, "r", "f32.e4m3.e4m3", ", 1, 1", 32, 16, 16, 17, 18, 19, 20, 21, 22)
-SLIDESPARSE_WGMMA(Fp8, "r", "f32.e4m3.e4m3", ", 1, 1", 64, 32, 32, 33, 34, 35, 36, 37, 38)
-SLIDESPARSE_WGMMA(Fp8, "r", "f32.e4m3.e4m3", ", 1, 1", 128, 64, 64, 65, 66, 67, 68, 69, 70)
-SLIDESPARSE_WGMMA(Fp8, "r", "f32.e4m3.e4m3", ", 1, 1", 256, 128, 128, 129, 130, 131, 132, 133, 134)
+SLIDESPARSE_WGMMA(Int8, "r", "s32.s8.s8", "", 8, 4, 4, 5, 6, 7)
+SLIDESPARSE_WGMMA(Int8, "r", "s32.s8.s8", "", 16, 8, 8, 9, 10, 11)
+SLIDESPARSE_WGMMA(Int8, "r", "s32.s8.s8", "", 32, 16, 16, 17, 18, 19)
+SLIDESPARSE_WGMMA(Int8, "r", "s32.s8.s8", "", 64, 32, 32, 33, 34, 35)
+SLIDESPARSE_WGMMA(Int8, "r", "s32.s8.s8", "", 128, 64, 64, 65, 66, 67)
+SLIDESPARSE_WGMMA(Int8, "r", "s32.s8.s8", "", 256, 128, 128, 129, 130, 131)
+SLIDESPARSE_WGMMA(Fp8, "r", "f32.e4m3.e4m3", ", 1, 1", 8, 4, 4, 5, 6, 7)
+SLIDESPARSE_WGMMA(Fp8, "r", "f32.e4m3.e4m3", ", 1, 1", 16, 8, 8, 9, 10, 11)
+SLIDESPARSE_WGMMA(Fp8, "r", "f32.e4m3.e4m3", ", 1, 1", 32, 16, 16, 17, 18, 19)
+SLIDESPARSE_WGMMA(Fp8, "r", "f32.e4m3.e4m3", ", 1, 1", 64, 32, 32, 33, 34, 35)
+SLIDESPARSE_WGMMA(Fp8, "r", "f32.e4m3.e4m3", ", 1, 1", 128, 64, 64, 65, 66, 67)
+SLIDESPARSE_WGMMA(Fp8, "r", "f32.e4m3.e4m3", ", 1, 1", 256, 128, 128, 129, 130, 131)
 
 #undef SLIDESPARSE_WGMMA
 // clang-format on

@@ -115,10 +115,6 @@ class StandIn:
     def slidesparse_hopper_configuration(self, plan: int, m: int) -> bytes:
         return self.plans[plan].configuration(m).encode()
 
-    def slidesparse_hopper_weight_bytes(self, plan: int) -> int:
-        layer = self.plans[plan].layer
-        return hopper_format.packed_bytes(layer.n, layer.columns)
-
     def slidesparse_hopper_scratch_bytes(self, plan: int, m: int) -> int:
         return 128 * m + m * self.plans[plan].layer.columns
 
@@ -172,6 +168,7 @@ class StandIn:
         q_columns: int,
         scale_x: int,
         weight: int,
+        weight_bytes: int,
         scale_w: int,
         bias: int | None,
         bias_type: int,
@@ -184,7 +181,7 @@ class StandIn:
         assert q % 16 == 0
         assert bool(bias) == bool(bias_type)
         codes = memory(q, m * q_columns, FP8 if layer.fp8 else INT8).view(m, q_columns)
-        packed = memory(weight, self.slidesparse_hopper_weight_bytes(plan), torch.uint8)
+        packed = memory(weight, weight_bytes, torch.uint8)
         slided = hopper_format.unpack(packed, layer.n, q_columns, codes.dtype)
         y = reference.dequant_bias(
             reference.matmul(codes, slided),
@@ -198,11 +195,11 @@ class StandIn:
         return self.error
 
     def slidesparse_hopper_linear(self, plan: int, m: int, *rest: Any) -> bytes | None:
-        *x, weight, scale_w, bias, bias_type, out, out_type, scratch, stream = rest
+        *x, weight, weight_bytes, scale_w, bias, bias_type, out, out_type, scratch, stream = rest
         self.layers += 1
         q = scratch + 128 * m
         error = self.slidesparse_hopper_quantize(plan, m, *x, q, scratch, stream)
         columns = self.plans[plan].layer.columns
         return error or self.slidesparse_hopper_product(
-            plan, m, q, columns, scratch, weight, scale_w, bias, bias_type, out, out_type, stream
+            plan, m, q, columns, scratch, weight, weight_bytes, scale_w, bias, bias_type, out, out_type, stream
         )

@@ -138,6 +138,8 @@ class Hopper(CudaBackend):
     def pack(self, spec: LayerSpec, weight: Tensor) -> Tensor:
         """See `Backend.pack`: the packed form of the windows, N padded to whole strips, K' to whole blocks.
 
+        Of a weight without a pattern those blocks of 64 out-features x 128 columns are 2:4 that can be.
+
         Takes next to no memory beside the weight and the result.  Raises LibraryError for dtypes but INT8 and FP8.
         """
         packed = _packed(spec, weight)
@@ -164,7 +166,7 @@ class Hopper(CudaBackend):
         q = _aligned(cuda.pad(q, self.alignment))
         with cuda.on_device(q.get_device()):
             plan = self._find_plan(_product_layer(n, q.shape[1], q.dtype), q.device)
-            _require_operands(plan, packed, scale_w, bias, n, q.device)
+            _require_operands(scale_w, bias, n, q.device)
             _timed_product(plan, q, scale_x, packed, scale_w, bias, out)
         return out
 
@@ -191,7 +193,7 @@ class Hopper(CudaBackend):
         x = _with_dense_rows(x)
         with cuda.on_device(x.get_device()):
             plan = self._find_plan(layer, x.device)
-            _require_operands(plan, packed, scale_w, bias, layer.n, x.device)
+            _require_operands(scale_w, bias, layer.n, x.device)
             if profiling.enabled():  # which times the two parts apart
                 q, scale_x = _quantize(plan, x, producer, spec.dtype, layer.columns)
                 profiling.layer(packed, layer.n, q)
@@ -285,22 +287,33 @@ def _packed(spec: LayerSpec, weight: Tensor) -> Tensor:
         raise LibraryError(
             f"a weight of {weight.dtype}; the Hopper kernels take {INT8} and {FP8}: quantize it"
         )
+    dense = hopper_format.dense_blocks(weight) if spec.pattern is None else None
+    if dense is not None and not bool(dense.any()):
+        dense = None
     if not weight.is_cuda:
+        if dense is not None:
+            return hopper_format.pack_mixed(weight, dense)
         return hopper_format.pack(slide(weight, spec.pattern or HARDWARE, spec.phase))
-    packed, broken = pack_by_kernel(weight, spec.layout)
+    packed, broken = pack_by_kernel(weight, spec.layout, dense)
     require_none_broken(spec, weight, broken)
     return packed
 
 
-def pack_by_kernel(weight: Tensor, layout: SlideLayout) -> tuple[Tensor, int]:
-    """A pruned weight [N, K] INT8 or FP8 -> the packed form of its windows, and how many blocks break the pattern."""
+def pack_by_kernel(weight: Tensor, layout: SlideLayout, dense: Tensor | None = None) -> tuple[Tensor, int]:
+    """A pruned weight [N, K] INT8 or FP8 -> the packed form of its windows, and how many blocks break the pattern.
+
+    ``dense``, from `hopper_format.dense_blocks`, makes it a mixed one.
+    """
     weight = _with_dense_rows(weight)
     sizes = *weight.shape, layout.length, layout.phase
     packed_bytes, scratch_bytes = ctypes.c_int64(), ctypes.c_int64()
     native.library().slidesparse_hopper_pack_bytes(
         *sizes, ctypes.byref(packed_bytes), ctypes.byref(scratch_bytes)
     )
-    packed = weight.new_empty(packed_bytes.value, dtype=torch.uint8)
+    if dense is None:
+        packed = weight.new_empty(packed_bytes.value, dtype=torch.uint8)
+    else:
+        packed = hopper_format.with_table(dense)
     if not packed.numel():
         return packed, 0
     scratch = weight.new_empty(scratch_bytes.value, dtype=torch.uint8)
@@ -308,8 +321,8 @@ def pack_by_kernel(weight: Tensor, layout: SlideLayout) -> tuple[Tensor, int]:
     with cuda.on_device(weight.get_device()):
         native.call(
             "pack",
-            *(*sizes, weight.dtype == FP8, weight.data_ptr(), weight.stride(0), packed.data_ptr()),
-            *(scratch.data_ptr(), broken.data_ptr(), _stream(weight)),
+            *(*sizes, weight.dtype == FP8, weight.data_ptr(), weight.stride(0), dense is not None),
+            *(packed.data_ptr(), scratch.data_ptr(), broken.data_ptr(), _stream(weight)),
         )
     return packed, int(broken.item())  # waits for the GPU, see the top of the file
 
@@ -328,8 +341,8 @@ def run_layer(
     scratch = x.new_empty(native.library().slidesparse_hopper_scratch_bytes(plan, m), dtype=torch.uint8)
     native.call(
         "linear",
-        *(plan, m, *_input(x, producer), packed.data_ptr(), scale_w.data_ptr(), *_bias(bias)),
-        *(out.data_ptr(), TYPES[out.dtype], scratch.data_ptr(), _stream(x)),
+        *(plan, m, *_input(x, producer), packed.data_ptr(), packed.numel()),
+        *(scale_w.data_ptr(), *_bias(bias), out.data_ptr(), TYPES[out.dtype], scratch.data_ptr(), _stream(x)),
     )
 
 
@@ -372,8 +385,8 @@ def _multiply(
     """out = (q @ weight.T) * scale_w * scale_x + bias on torch's current stream."""
     native.call(
         "product",
-        *(plan, q.shape[0], q.data_ptr(), q.shape[1], scale_x.data_ptr(), packed.data_ptr()),
-        *(scale_w.data_ptr(), *_bias(bias), out.data_ptr(), TYPES[out.dtype], _stream(q)),
+        *(plan, q.shape[0], q.data_ptr(), q.shape[1], scale_x.data_ptr()),
+        *(packed.data_ptr(), packed.numel(), scale_w.data_ptr(), *_bias(bias), out.data_ptr(), TYPES[out.dtype], _stream(q)),
     )
 
 
@@ -453,15 +466,9 @@ def _require_input(x: Tensor, k: int, producer: Producer) -> None:
 
 
 def _require_operands(
-    plan: int, packed: Tensor, scale_w: Tensor, bias: Tensor | None, n: int, device: torch.device
+    scale_w: Tensor, bias: Tensor | None, n: int, device: torch.device
 ) -> None:
-    """Raise LibraryError where weight, scales or bias are not as the GEMM takes them."""
-    size = native.library().slidesparse_hopper_weight_bytes(plan)
-    if packed.numel() != size:
-        raise LibraryError(
-            f"a packed weight of {packed.numel()} bytes for a layer that takes {size}: pack the weight for the backend "
-            "hopper, from as many in-features at the same pattern"
-        )
+    """Raise LibraryError where scales or bias are not as the GEMM takes them."""
     for name, vector, dtypes in (("scale_w", scale_w, (torch.float32,)), ("bias", bias, tuple(TYPES))):
         if vector is not None and (
             vector.numel() != n

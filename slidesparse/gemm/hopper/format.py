@@ -1,17 +1,20 @@
-"""The packed 2:4 weight of the Hopper kernels, written and read in torch: the oracle for the GPU's packer.
+"""The packed weight of the Hopper kernels, written and read in torch: the oracle for the GPU's packer.
 
 Out-features go in strips of 64, columns of the slided weight in blocks of 128, both filled up with zeros.  The blocks
-of a strip follow each other, so that a stretch of K' of a strip is one contiguous copy::
+of a strip follow each other.  A weight whose blocks are all 2:4, as a slided one's are, is made of nothing else; a
+mixed one, some of whose blocks are dense, begins with a table of where each block is::
 
-    packed  uint8 [strips, blocks, 5120]
-    block   values 2048 (columns 0..63) | values 2048 (columns 64..127) | metadata 512 | metadata 512
+    2:4     uint8 [strips, blocks, 5120]
+    mixed   table, int32 [strips, blocks], filled up to a multiple of 1024 bytes | block | block | ...
+    entry   2 * (offset of the block in the packed weight / 1024) + (1 if it is dense)
+    2:4     values 2048 (columns 0..63) | values 2048 (columns 64..127) | metadata 512 | metadata 512
 
 Values stand in core matrices of 8 rows by 16 bytes, a row after the other, as wgmma takes them from shared memory and
 as `ldmatrix` hands them to the threads of a warp: with columns counted after compression, two of four::
 
     2048 bytes  rows 0..7, columns 0..15 | rows 0..7, columns 16..31 | rows 8..15, columns 0..15 | ...
 
-The metadata are a 32-bit word of each of the 128 threads that multiply the strip.  Thread (warp w of 4, lane
+A dense block has the values of columns 0..31, 32..63, 64..95 and 96..127 in the same order, and nothing else.  The metadata are a 32-bit word of each of the 128 threads that multiply the strip.  Thread (warp w of 4, lane
 4 g + 2 h + r) has the word of row 16 w + g + 8 r: for each of the eight groups of four columns from 32 h on the indices
 of the two that are stored, two bits each, the first group and index lowest.
 """
@@ -26,6 +29,8 @@ BLOCK = 128  # columns of the slided weight
 VALUE_BYTES = STRIP * BLOCK // 2
 METADATA_BYTES = STRIP * BLOCK // 8
 BLOCK_BYTES = VALUE_BYTES + METADATA_BYTES
+DENSE_BYTES = STRIP * BLOCK
+UNIT = 1024  # bytes, of a mixed weight's offsets
 
 # Which two of four columns are kept, by the bits of the non-zeros; the hardware wants two different ones, in order.
 _KEPT = {
@@ -54,7 +59,7 @@ def blocks_of(slided: int) -> int:
 
 
 def packed_bytes(n: int, slided: int) -> int:
-    """The size of a packed weight [n, slided]."""
+    """The size of a packed weight [n, slided] of 2:4 blocks."""
     return strips_of(n) * blocks_of(slided) * BLOCK_BYTES
 
 
@@ -90,8 +95,66 @@ def pack(weight: Tensor) -> Tensor:
     return packed.view(-1)
 
 
+def dense_blocks(weight: Tensor) -> Tensor:
+    """A weight [N, K] of one-byte elements -> bool [strips, blocks]: the blocks with a group of four that is not 2:4."""
+    n, k = weight.shape
+    dense = []
+    for rows in weight.view(torch.uint8).split(STRIP * 64):  # at a time, which bounds the memory
+        nonzero = (rows & 0x7F if weight.dtype.is_floating_point else rows) != 0
+        strips = strips_of(rows.shape[0])
+        nonzero = torch.nn.functional.pad(nonzero, (0, blocks_of(k) * BLOCK - k, 0, strips * STRIP - rows.shape[0]))
+        counts = nonzero.view(strips, STRIP, blocks_of(k), BLOCK // 4, 4).sum(-1, dtype=torch.uint8)
+        dense.append((counts > 2).any(3).any(1))
+    return torch.cat(dense) if dense else weight.new_zeros(0, blocks_of(k), dtype=torch.bool)
+
+
+def with_table(dense: Tensor) -> Tensor:
+    """A mixed weight's memory: uint8, the table written, the blocks not.  ``dense`` is from `dense_blocks`."""
+    units = torch.where(dense.flatten(), DENSE_BYTES // UNIT, BLOCK_BYTES // UNIT)
+    ends = units.cumsum(0) + -(-4 * dense.numel() // UNIT)
+    table = (2 * (ends - units) + dense.flatten()).to(torch.int32).view(torch.uint8)
+    packed = torch.empty(UNIT * int(ends[-1]), dtype=torch.uint8, device=dense.device)
+    packed[: table.numel()] = table
+    return packed
+
+
+def pack_mixed(weight: Tensor, dense: Tensor) -> Tensor:
+    """Weight [N, K] of one-byte elements, any device -> uint8, its blocks dense or 2:4 as ``dense`` says."""
+    packed, (n, k) = with_table(dense), weight.shape
+    strips, blocks = dense.shape
+    codes = torch.nn.functional.pad(weight.view(torch.uint8), (0, blocks * BLOCK - k, 0, strips * STRIP - n))
+    entries = packed[: 4 * dense.numel()].view(torch.int32).view(strips, blocks).tolist()
+    for strip, row in enumerate(entries):
+        for block, entry in enumerate(row):
+            values = codes[STRIP * strip : STRIP * (strip + 1), BLOCK * block : BLOCK * (block + 1)]
+            if entry % 2:
+                values = values.reshape(8, 8, 4, 2, 16).permute(2, 0, 3, 1, 4).reshape(-1)
+            else:
+                values = pack(values.contiguous().view(weight.dtype))
+            at = UNIT * (entry // 2)
+            packed[at : at + values.numel()] = values
+    return packed
+
+
 def unpack(packed: Tensor, n: int, slided: int, dtype: torch.dtype) -> Tensor:
-    """Return the weight that `pack` was given: [N, K'] of ``dtype``."""
+    """Return the weight that `pack` or `pack_mixed` was given: [N, K'] of ``dtype``."""
+    strips, blocks = strips_of(n), blocks_of(slided)
+    if packed.numel() == packed_bytes(n, slided):
+        return _unpack_sparse(packed, n, slided, dtype)
+    codes = torch.empty(strips * STRIP, blocks * BLOCK, dtype=torch.uint8, device=packed.device)
+    entries = packed[: 4 * strips * blocks].view(torch.int32).view(strips, blocks).tolist()
+    for strip, row in enumerate(entries):
+        for block, entry in enumerate(row):
+            at = UNIT * (entry // 2)
+            if entry % 2:
+                values = packed[at : at + DENSE_BYTES].view(4, 8, 2, 8, 16).permute(1, 3, 0, 2, 4).reshape(STRIP, BLOCK)
+            else:
+                values = _unpack_sparse(packed[at : at + BLOCK_BYTES], STRIP, BLOCK, torch.uint8)
+            codes[STRIP * strip : STRIP * (strip + 1), BLOCK * block : BLOCK * (block + 1)] = values
+    return codes[:n, :slided].contiguous().view(dtype)
+
+
+def _unpack_sparse(packed: Tensor, n: int, slided: int, dtype: torch.dtype) -> Tensor:
     strips, blocks = strips_of(n), blocks_of(slided)
     packed = packed.view(strips, blocks, BLOCK_BYTES)
     matrices = packed[..., :VALUE_BYTES].reshape(strips, blocks, 2, 8, 2, 8, 16)

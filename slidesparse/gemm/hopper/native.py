@@ -38,19 +38,18 @@ FUNCTIONS: dict[str, tuple[Any, ...]] = {
     "find": (c_void_p, c_int32, *_LAYER),
     "forget": (None,),
     "configuration": (c_char_p, c_void_p, c_int64),
-    "weight_bytes": (c_int64, c_void_p),
     "scratch_bytes": (c_int64, c_void_p, c_int64),
     "quantize": (c_char_p, c_void_p, c_int64, *_INPUT, *(c_void_p,) * 3),
     "product": (
-        *(c_char_p, c_void_p, c_int64, c_void_p, c_int64, *(c_void_p,) * 4),
-        *(c_int32, c_void_p, c_int32, c_void_p),
+        *(c_char_p, c_void_p, c_int64, c_void_p, c_int64, c_void_p, c_void_p, c_int64),
+        *(c_void_p, c_void_p, c_int32, c_void_p, c_int32, c_void_p),
     ),
     "linear": (
-        *(c_char_p, c_void_p, c_int64, *_INPUT, *(c_void_p,) * 3),
+        *(c_char_p, c_void_p, c_int64, *_INPUT, c_void_p, c_int64, c_void_p, c_void_p),
         *(c_int32, c_void_p, c_int32, c_void_p, c_void_p),
     ),
     "pack_bytes": (None, *(c_int32,) * 4, POINTER(c_int64), POINTER(c_int64)),
-    "pack": (c_char_p, *(c_int32,) * 5, c_void_p, c_int64, *(c_void_p,) * 4),
+    "pack": (c_char_p, *(c_int32,) * 5, c_void_p, c_int64, c_int32, *(c_void_p,) * 4),
 }
 
 
