@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from fractions import Fraction
 from functools import partial
 from pathlib import Path
 
@@ -22,7 +23,7 @@ from benchmarks.timing import exact
 from slidesparse import ops
 from slidesparse.gemm.backend import HARDWARE, LayerSpec, Tunable
 from slidesparse.gemm.problem import DTYPES
-from slidesparse.pattern import SlidePattern
+from slidesparse.pattern import BLOCK_COLUMNS, BLOCK_ROWS, MixedPattern, SlidePattern, parse_pattern
 from slidesparse.tune.measure import Launch
 from slidesparse.tune.session import Session, free
 from slidesparse.tune.shapes import Layer
@@ -61,8 +62,18 @@ def providers(
             call, pack = _operators(library, layer, dtype, None)
             found.append(Provider(library.name, DENSE, False, pack, call, layer.k))
             continue
+        if library.name == "hopper":
+            call, pack = _operators(library, layer, dtype, None)
+            found.append(Provider(library.name, DENSE, False, pack, call, layer.k))
         for pattern in patterns:
-            parsed = SlidePattern.parse(pattern)
+            parsed = parse_pattern(pattern)
+            if isinstance(parsed, MixedPattern):
+                if library.name == "hopper":
+                    call, pack = _operators(library, layer, dtype, None)
+                    found.append(
+                        Provider(library.name, pattern, False, _mix(pack, parsed.share), call, layer.k)
+                    )
+                continue
             call, pack = _operators(library, layer, dtype, parsed)
             found.append(Provider(library.name, pattern, True, pack, call, parsed.layout(layer.k).slided))
     return found
@@ -80,6 +91,22 @@ def _operators(
         return ops.linear(x, weight, scale_w, None, length, 0, spec.dtype, columns, name)
 
     return call, partial(library.pack, windows)
+
+
+def _mix(pack: Callable[[Tensor], Tensor], share: Fraction) -> Callable[[Tensor], Tensor]:
+    """What packs a weight after zeros were put into a share of its blocks, spread evenly over the strips."""
+
+    def mixed(weight: Tensor) -> Tensor:
+        n, k = weight.shape
+        shape = -(-n // BLOCK_ROWS), -(-k // BLOCK_COLUMNS)
+        number = torch.arange(shape[0] * shape[1], device=weight.device).view(shape)
+        order = (number * 0.6180339887).frac().view(-1).argsort().argsort().view(shape)
+        sparse = (order < round(float(share) * order.numel())).repeat_interleave(BLOCK_ROWS, 0)[:n]
+        sparse = sparse.repeat_interleave(BLOCK_COLUMNS, 1)[:, :k]
+        zeros = sparse & (torch.arange(k, device=weight.device) % 4 > 1)
+        return pack(weight.view(torch.int8).masked_fill(zeros, 0).view(weight.dtype))
+
+    return mixed
 
 
 class LinearBench:

@@ -24,9 +24,11 @@ from slidesparse.errors import SlideSparseError, shown
 HARDWARE_NONZEROS, HARDWARE_LENGTH = 2, 4  # 2:4, which sparse tensor cores execute
 STRIDE = HARDWARE_LENGTH - HARDWARE_NONZEROS
 MOST_LENGTH = 4096  # of a block: beyond, gamma is 2 to within 0.1%
+BLOCK_ROWS, BLOCK_COLUMNS = 64, 128  # of the blocks of a mixed weight
 ZEROS = 2  # every pattern of the family prunes two weights of a block
 
 EXAMPLES = "2:4, 4:6, 6:8, 8:10, 10:12, 12:14, 14:16 (or 2_4, 2_6, 2_8, ...), and 2_inf"
+MIXED_EXAMPLES = "2:4@33%, 2:4@50%, 2:4@67%"
 
 
 class PatternError(SlideSparseError, ValueError):
@@ -137,6 +139,56 @@ class SlidePattern:
     def shard_phase(self, start: int) -> int:
         """Return how many columns of its block lie before global column ``start``, where a shard begins."""
         return 0 if self.length is None else start % self.length
+
+
+@dataclass(frozen=True)
+class MixedPattern:
+    """Blocks of `BLOCK_ROWS` out-features x `BLOCK_COLUMNS` in-features: a share is 2:4, the others keep all weights.
+
+    Nothing is slid.  Which blocks are 2:4 can be seen from their zeros, and is stored nowhere.
+    """
+
+    share: Fraction  # of the blocks of a weight, those at its edges included; above 0, below 1
+
+    def __post_init__(self) -> None:
+        if not 0 < self.share < 1:
+            raise PatternError(
+                f"2:4 blocks make up more than 0% and less than 100% of a mixed weight, found {float(self.share):.4g}; "
+                f"use one of {MIXED_EXAMPLES}, 2:4, or dense"
+            )
+
+    @classmethod
+    def parse(cls, text: str) -> MixedPattern:
+        """Read ``"2:4@50%"``.  Raises PatternError."""
+        match = re.fullmatch(r"\s*2[:_][24]@([0-9]{1,3}(?:\.[0-9]{1,6})?)%\s*", text)
+        if not match:
+            raise PatternError(
+                f"sparsity {shown(text)} is not a share of 2:4 blocks; use one of {MIXED_EXAMPLES}"
+            )
+        return cls(Fraction(match[1]) / 100)
+
+    @property
+    def ratio(self) -> str:
+        """The spelling that `parse` reads, such as ``2:4@50%``."""
+        return f"2:4@{float(100 * self.share):.6g}%"
+
+    def __str__(self) -> str:
+        return f"{self.ratio} (2 of every 4 pruned in {float(100 * self.share):.6g}% of the blocks)"
+
+    @property
+    def density(self) -> Fraction:
+        """The largest share of non-zeros."""
+        return 1 - self.share / 2
+
+    @property
+    def speedup_bound(self) -> Fraction:
+        """The most that sparse tensor cores of twice the dense rate can give."""
+        return 1 / self.density
+
+
+def parse_pattern(text: str) -> SlidePattern | MixedPattern:
+    """Read either kind of pattern.  Raises PatternError."""
+    return MixedPattern.parse(text) if "@" in text else SlidePattern.parse(text)
 
 
 @dataclass(frozen=True)

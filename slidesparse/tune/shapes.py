@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from slidesparse.errors import SlideSparseError
-from slidesparse.pattern import SlidePattern
+from slidesparse.pattern import SlidePattern, parse_pattern
 
 FEW_TOKENS = (1, 2, 4, 8, 16, 32)  # what libraries that take any number are tuned for, too
 TOKENS = (64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
@@ -130,8 +130,8 @@ def parse_tokens(text: str) -> tuple[int, ...]:
 
 
 def parse_patterns(text: str) -> tuple[str, ...]:
-    """``"6:8,2_10"`` -> ("6:8", "8:10").  Raises PatternError."""
-    return tuple(SlidePattern.parse(word).ratio for word in split(text))
+    """``"6:8,2_10,2:4@50%"`` -> ("6:8", "8:10", "2:4@50%").  Raises PatternError."""
+    return tuple(parse_pattern(word).ratio for word in split(text))
 
 
 def parse_choice(option: str, text: str, allowed: tuple[str, ...]) -> tuple[str, ...]:

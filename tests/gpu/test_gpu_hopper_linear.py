@@ -17,9 +17,9 @@ from token_rows import GEOMETRIES, LARGE, assert_same_codes, rows
 from torch import Tensor
 
 from slidesparse import gemm, kernels, ops, reference
-from slidesparse.gemm.backend import LayerSpec
+from slidesparse.gemm.backend import HARDWARE, LayerSpec
 from slidesparse.gemm.hopper import native
-from slidesparse.gemm.hopper.backend import Hopper, pack_by_kernel, run_layer
+from slidesparse.gemm.hopper.backend import Hopper, pack_without_plan, run_layer
 from slidesparse.gemm.problem import NAMES, LibraryError
 from slidesparse.pattern import SlideLayout, SlidePattern
 from slidesparse.prune import prune
@@ -153,12 +153,19 @@ def random_config(rng: random.Random, dtype: torch.dtype) -> str:
 
 def random_layer(rng: random.Random, index: int, dtype: torch.dtype) -> Layer:
     n, k = rng.randint(1, 900), rng.randint(1, 2000)
-    pattern = SlidePattern.parse(rng.choice(PATTERNS))
-    phase = rng.randrange(pattern.length or 1)
     numbers = codes(n, k, index) if dtype == INT8 else normal(n, k, index, torch.float32) * 60
-    weight = prune(numbers, pattern, phase=phase).to(dtype)
-    spec = LayerSpec(n, k, pattern, phase, dtype, torch.bfloat16)
-    packed = pack_by_kernel(weight, spec.layout)[0]  # without the plan that serving wants
+    if rng.random() < 0.4:  # blocks dense or 2:4, by chance
+        share = rng.choice((0.0, 0.3, 0.7, 0.95))
+        spec = LayerSpec(n, k, None, 0, dtype, torch.bfloat16)
+        sparse = torch.rand(-(-n // 64), -(-k // 128), device=gpu()) < share
+        sparse = sparse.repeat_interleave(64, 0).repeat_interleave(128, 1)[:n, :k]
+        weight = torch.where(sparse, prune(numbers, HARDWARE), numbers).to(dtype)
+    else:
+        pattern = SlidePattern.parse(rng.choice(PATTERNS))
+        phase = rng.randrange(pattern.length or 1)
+        weight = prune(numbers, pattern, phase=phase).to(dtype)
+        spec = LayerSpec(n, k, pattern, phase, dtype, torch.bfloat16)
+    packed = pack_without_plan(spec, weight)
     scale = torch.rand(n, 1, device=gpu()) * 0.01 + 0.001
     return Layer("hopper", dtype, spec.layout, weight, packed, scale, spec.columns(BACKEND.alignment))
 
@@ -180,7 +187,7 @@ def random_case(rng: random.Random, index: int) -> tuple[str, Tensor]:
         wrong = ~((found.double() - expected).abs() <= bound)
         if out == torch.float16:  # beyond its range there is nothing to compare
             wrong &= expected.abs() < 6e4
-    sparse = f"L {made.layout.length} phase {made.layout.phase}"
+    sparse = f"L {made.layout.length} phase {made.layout.phase}, {made.packed.numel()} bytes"
     name = f"{index}: {source} {NAMES[dtype]} m {m} n {n} k {k} gap {gap} {sparse} {config} {out}"
     return name, wrong.sum()
 

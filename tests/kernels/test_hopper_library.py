@@ -51,12 +51,17 @@ UNPACKABLE = {
 def test_what_cannot_be_packed(name: str) -> None:
     sizes, words = UNPACKABLE[name]
     with pytest.raises(LibraryError, match=words):
-        native.call("pack", *sizes, 0, None, 0, None, None, None, None)
+        native.call("pack", *sizes, 0, None, 0, 0, None, None, None, None)
+
+
+def test_mixed_weights_are_not_slid() -> None:
+    with pytest.raises(LibraryError, match="4 at phase 0"):
+        native.call("pack", 64, 128, 8, 0, 0, None, 0, 1, None, None, None, None)
 
 
 def test_nothing_is_packed_without_a_launch() -> None:
-    native.call("pack", 0, 8, 4, 0, 0, None, 0, None, None, None, None)
-    native.call("pack", 3, 0, 4, 0, 0, None, 0, None, None, None, None)
+    native.call("pack", 0, 8, 4, 0, 0, None, 0, 0, None, None, None, None)
+    native.call("pack", 3, 0, 4, 0, 0, None, 0, 0, None, None, None, None)
 
 
 @pytest.mark.parametrize(

@@ -36,24 +36,21 @@ KERNELS = """
 #include "interface.cuh"
 using Linear = decltype(&slidesparse_hopper_linear);
 using Find = decltype(&slidesparse_hopper_find);
-using WeightBytes = decltype(&slidesparse_hopper_weight_bytes);
 using ScratchBytes = decltype(&slidesparse_hopper_scratch_bytes);
 static Find find;
-static WeightBytes weight_bytes;
 static ScratchBytes scratch_bytes;
 static Linear linear;
 using std::int32_t;
 using std::int64_t;
 extern "C" {
-SLIDESPARSE_EXPORT void stand_in(Find a, WeightBytes b, ScratchBytes c, Linear d) {
-  find = a, weight_bytes = b, scratch_bytes = c, linear = d;
+SLIDESPARSE_EXPORT void stand_in(Find a, ScratchBytes b, Linear c) {
+  find = a, scratch_bytes = b, linear = c;
 }
 int32_t slidesparse_hopper_device() { return -1; }
 SlidesparseHopperPlan* slidesparse_hopper_find(int32_t device, int32_t n, int32_t k, int32_t length,
                                                int32_t phase, int32_t fp8, int32_t columns) {
   return find(device, n, k, length, phase, fp8, columns);
 }
-int64_t slidesparse_hopper_weight_bytes(const SlidesparseHopperPlan* p) { return weight_bytes(p); }
 int64_t slidesparse_hopper_scratch_bytes(const SlidesparseHopperPlan* p, int64_t m) {
   return scratch_bytes(p, m);
 }
@@ -61,10 +58,11 @@ const char* slidesparse_hopper_linear(const SlidesparseHopperPlan* plan, int64_t
                                       int32_t type, int64_t stride, int32_t prologue, double eps,
                                       const void* gain, const void* residual,
                                       int64_t residual_stride, void* total, const void* weight,
-                                      const void* scale_w, const void* bias, int32_t bias_type,
-                                      void* out, int32_t out_type, void* scratch, void* stream) {
+                                      int64_t weight_bytes, const void* scale_w,
+                                      const void* bias, int32_t bias_type, void* out, int32_t out_type,
+                                      void* scratch, void* stream) {
   return linear(plan, m, x, type, stride, prologue, eps, gain, residual, residual_stride, total,
-                weight, scale_w, bias, bias_type, out, out_type, scratch, stream);
+                weight, weight_bytes, scale_w, bias, bias_type, out, out_type, scratch, stream);
 }
 }
 """
@@ -100,7 +98,6 @@ class Operators:
         self._kernels = ctypes.CDLL(str(kernels))
         self._callbacks = [
             callback("find", lambda *layer: self.standing_in.slidesparse_hopper_find(*layer)),
-            callback("weight_bytes", lambda *one: self.standing_in.slidesparse_hopper_weight_bytes(*one)),
             callback("scratch_bytes", lambda *one: self.standing_in.slidesparse_hopper_scratch_bytes(*one)),
             callback("linear", self._linear),
         ]

@@ -20,12 +20,13 @@ from torch import Tensor
 from slidesparse.build.compile import FLAGS, compile_with, sources
 from slidesparse.build.find import compiler
 from slidesparse.gemm import cuda
-from slidesparse.gemm.backend import LayerSpec
+from slidesparse.gemm.backend import HARDWARE, LayerSpec
 from slidesparse.gemm.hopper import format as hopper_format
 from slidesparse.gemm.hopper import native
 from slidesparse.gemm.hopper.backend import Hopper, pack_by_kernel
 from slidesparse.gemm.problem import LibraryError
 from slidesparse.pattern import SlidePattern
+from slidesparse.prune import prune
 from slidesparse.quantize import FP8, INT8
 from slidesparse.slide import slide
 
@@ -64,10 +65,12 @@ EXPORT void slidesparse_hopper_pack_bytes(int n, int k, int length, int phase, s
 }
 EXPORT const char* slidesparse_hopper_pack(int n, int k, int length, int phase, int fp8,
                                            const std::uint8_t* weight, std::int64_t stride,
-                                           std::uint8_t* packed, int* scratch, int* broken, void*) {
+                                           int mixed, std::uint8_t* packed, int* scratch,
+                                           int* broken, void*) {
   PackArguments arguments = MakePackArguments(n, k, length, phase, fp8 != 0);
   arguments.weight = weight;
   arguments.stride = stride;
+  arguments.mixed = mixed != 0;
   arguments.packed = packed;
   arguments.zeros = length > kLongLength ? scratch : nullptr;
   arguments.broken = broken;
@@ -133,6 +136,32 @@ def test_windows_are_packed(
     check(obeying(parsed, n, k, phase, dtype, fill, n + k), parsed, phase, device)
 
 
+@DTYPES
+@pytest.mark.parametrize("share", [0.0, 0.4, 1.0])
+@pytest.mark.parametrize(("n", "k"), [(64, 128), (1, 1), (70, 300), (200, 900)])
+def test_mixed_blocks_are_packed(
+    device: torch.device, n: int, k: int, share: float, dtype: torch.dtype
+) -> None:
+    """Blocks that can be 2:4 are, the others keep every weight; nothing else is written."""
+    generator = torch.Generator().manual_seed(n + k)
+    weight = torch.randint(-100, 100, (n, k), generator=generator, dtype=torch.int8)
+    weight[weight == -128] = 0
+    sparse = torch.rand(-(-n // 64), -(-k // 128), generator=generator) < share
+    sparse = sparse.repeat_interleave(64, 0).repeat_interleave(128, 1)[:n, :k]
+    weight = torch.where(sparse, prune(weight.float(), HARDWARE).to(torch.int8), weight)
+    codes = (weight.float() / 16).to(FP8) if dtype == FP8 else weight
+    codes = torch.where(is_zero(codes), 0, raw(codes)).view(dtype)
+    dense = hopper_format.dense_blocks(codes)
+    if share == 0.0 and k > 4:
+        assert bool(dense.all())
+    if not bool(dense.any()):
+        return
+    found, broken = pack_by_kernel(codes.to(device), HARDWARE.layout(k), dense.to(device))
+    assert broken == 0
+    assert_same_bits(found.cpu(), hopper_format.pack_mixed(codes, dense))
+    assert_same_bits(hopper_format.unpack(found.cpu(), n, k, dtype), codes)
+
+
 @given(cases(dtypes=(INT8, FP8)))
 @settings(max_examples=60)
 def test_any_weight(device: torch.device, case: Case) -> None:
@@ -162,7 +191,7 @@ def test_every_way_that_two_of_four_are_kept(device: torch.device, dtype: torch.
         torch.cuda.synchronize()
     native.call(
         "pack",
-        *(64, 256, 4, 0, dtype == FP8, weight.data_ptr(), 256, packed[16:].data_ptr()),
+        *(64, 256, 4, 0, dtype == FP8, weight.data_ptr(), 256, False, packed[16:].data_ptr()),
         *(None, broken[1:].data_ptr(), None),
     )
     assert_same_bits(packed[16:-16].cpu(), hopper_format.pack(weight.cpu()))

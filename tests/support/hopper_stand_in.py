@@ -178,6 +178,9 @@ class StandIn:
     ) -> bytes | None:
         layer = self.plans[plan].layer
         self.calls.append((self.plans[plan].configuration(m), m, stream))
+        sparse = hopper_format.packed_bytes(layer.n, q_columns)
+        if weight_bytes < sparse:
+            return f"a packed weight of {weight_bytes} bytes where {sparse} or more are wanted".encode()
         assert q % 16 == 0
         assert bool(bias) == bool(bias_type)
         codes = memory(q, m * q_columns, FP8 if layer.fp8 else INT8).view(m, q_columns)
@@ -201,5 +204,17 @@ class StandIn:
         error = self.slidesparse_hopper_quantize(plan, m, *x, q, scratch, stream)
         columns = self.plans[plan].layer.columns
         return error or self.slidesparse_hopper_product(
-            plan, m, q, columns, scratch, weight, weight_bytes, scale_w, bias, bias_type, out, out_type, stream
+            plan,
+            m,
+            q,
+            columns,
+            scratch,
+            weight,
+            weight_bytes,
+            scale_w,
+            bias,
+            bias_type,
+            out,
+            out_type,
+            stream,
         )

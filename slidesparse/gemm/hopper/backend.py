@@ -111,7 +111,7 @@ class Hopper(CudaBackend):
         require_operand(weight.dtype)
         _require_layout(layout)
         spec = LayerSpec(weight.shape[0], weight.shape[1], HARDWARE, 0, weight.dtype, OUTPUTS[0])
-        return _packed(spec, weight)
+        return pack_without_plan(spec, weight)
 
     def algorithms(self, problem: Problem, device: torch.device, layout: Layout = TN) -> list[str]:
         """The configurations that the model predicts to be fastest."""
@@ -142,7 +142,7 @@ class Hopper(CudaBackend):
 
         Takes next to no memory beside the weight and the result.  Raises LibraryError for dtypes but INT8 and FP8.
         """
-        packed = _packed(spec, weight)
+        packed = pack_without_plan(spec, weight)
         if packed.is_cuda and packed.numel():
             with cuda.on_device(packed.get_device()):
                 self._find_plan(_layer(spec, self.alignment), packed.device)
@@ -281,7 +281,7 @@ def _product_layer(n: int, columns: int, dtype: torch.dtype) -> Layer:
     return Layer(n, columns, HARDWARE_LENGTH, 0, dtype == FP8, round_up(columns, ALIGNMENT))
 
 
-def _packed(spec: LayerSpec, weight: Tensor) -> Tensor:
+def pack_without_plan(spec: LayerSpec, weight: Tensor) -> Tensor:
     """`Hopper.pack` without a plan."""
     if weight.dtype not in (INT8, FP8):
         raise LibraryError(
@@ -386,7 +386,15 @@ def _multiply(
     native.call(
         "product",
         *(plan, q.shape[0], q.data_ptr(), q.shape[1], scale_x.data_ptr()),
-        *(packed.data_ptr(), packed.numel(), scale_w.data_ptr(), *_bias(bias), out.data_ptr(), TYPES[out.dtype], _stream(q)),
+        *(
+            packed.data_ptr(),
+            packed.numel(),
+            scale_w.data_ptr(),
+            *_bias(bias),
+            out.data_ptr(),
+            TYPES[out.dtype],
+            _stream(q),
+        ),
     )
 
 
@@ -465,9 +473,7 @@ def _require_input(x: Tensor, k: int, producer: Producer) -> None:
         raise LibraryError(f"the sum is {_described(total)}; it must be contiguous")
 
 
-def _require_operands(
-    scale_w: Tensor, bias: Tensor | None, n: int, device: torch.device
-) -> None:
+def _require_operands(scale_w: Tensor, bias: Tensor | None, n: int, device: torch.device) -> None:
     """Raise LibraryError where scales or bias are not as the GEMM takes them."""
     for name, vector, dtypes in (("scale_w", scale_w, (torch.float32,)), ("bias", bias, tuple(TYPES))):
         if vector is not None and (

@@ -14,7 +14,9 @@ as `ldmatrix` hands them to the threads of a warp: with columns counted after co
 
     2048 bytes  rows 0..7, columns 0..15 | rows 0..7, columns 16..31 | rows 8..15, columns 0..15 | ...
 
-A dense block has the values of columns 0..31, 32..63, 64..95 and 96..127 in the same order, and nothing else.  The metadata are a 32-bit word of each of the 128 threads that multiply the strip.  Thread (warp w of 4, lane
+A dense block has the values of columns 0..31, 32..63, 64..95 and 96..127 in the same order, and nothing else.
+
+The metadata are a 32-bit word of each of the 128 threads that multiply the strip.  Thread (warp w of 4, lane
 4 g + 2 h + r) has the word of row 16 w + g + 8 r: for each of the eight groups of four columns from 32 h on the indices
 of the two that are stored, two bits each, the first group and index lowest.
 """
@@ -96,13 +98,15 @@ def pack(weight: Tensor) -> Tensor:
 
 
 def dense_blocks(weight: Tensor) -> Tensor:
-    """A weight [N, K] of one-byte elements -> bool [strips, blocks]: the blocks with a group of four that is not 2:4."""
-    n, k = weight.shape
+    """Return which blocks have a group of four with more than two non-zeros: of [N, K], bool [strips, blocks]."""
+    k = weight.shape[1]
     dense = []
     for rows in weight.view(torch.uint8).split(STRIP * 64):  # at a time, which bounds the memory
         nonzero = (rows & 0x7F if weight.dtype.is_floating_point else rows) != 0
         strips = strips_of(rows.shape[0])
-        nonzero = torch.nn.functional.pad(nonzero, (0, blocks_of(k) * BLOCK - k, 0, strips * STRIP - rows.shape[0]))
+        nonzero = torch.nn.functional.pad(
+            nonzero, (0, blocks_of(k) * BLOCK - k, 0, strips * STRIP - rows.shape[0])
+        )
         counts = nonzero.view(strips, STRIP, blocks_of(k), BLOCK // 4, 4).sum(-1, dtype=torch.uint8)
         dense.append((counts > 2).any(3).any(1))
     return torch.cat(dense) if dense else weight.new_zeros(0, blocks_of(k), dtype=torch.bool)
@@ -111,10 +115,12 @@ def dense_blocks(weight: Tensor) -> Tensor:
 def with_table(dense: Tensor) -> Tensor:
     """A mixed weight's memory: uint8, the table written, the blocks not.  ``dense`` is from `dense_blocks`."""
     units = torch.where(dense.flatten(), DENSE_BYTES // UNIT, BLOCK_BYTES // UNIT)
-    ends = units.cumsum(0) + -(-4 * dense.numel() // UNIT)
+    header = -(-4 * dense.numel() // UNIT)
+    ends = units.cumsum(0) + header
     table = (2 * (ends - units) + dense.flatten()).to(torch.int32).view(torch.uint8)
     packed = torch.empty(UNIT * int(ends[-1]), dtype=torch.uint8, device=dense.device)
     packed[: table.numel()] = table
+    packed[table.numel() : UNIT * header] = 0
     return packed
 
 
@@ -147,7 +153,12 @@ def unpack(packed: Tensor, n: int, slided: int, dtype: torch.dtype) -> Tensor:
         for block, entry in enumerate(row):
             at = UNIT * (entry // 2)
             if entry % 2:
-                values = packed[at : at + DENSE_BYTES].view(4, 8, 2, 8, 16).permute(1, 3, 0, 2, 4).reshape(STRIP, BLOCK)
+                values = (
+                    packed[at : at + DENSE_BYTES]
+                    .view(4, 8, 2, 8, 16)
+                    .permute(1, 3, 0, 2, 4)
+                    .reshape(STRIP, BLOCK)
+                )
             else:
                 values = _unpack_sparse(packed[at : at + BLOCK_BYTES], STRIP, BLOCK, torch.uint8)
             codes[STRIP * strip : STRIP * (strip + 1), BLOCK * block : BLOCK * (block + 1)] = values
