@@ -38,7 +38,7 @@ struct GemmArguments {
   CUtensorMap q;    // boxes of kTokens / multicast rows x kBlockColumns, swizzled by 128 bytes
   CUtensorMap out;  // stream-K with `vector_stores`: boxes of staged tokens x kStripRows
   const std::uint8_t* weight;  // packed
-  const std::uint32_t* table;  // of a mixed weight; null: all blocks are 2:4
+  const std::uint32_t* table;  // of a mixed weight
   void* y;
   const float* scale_w;
   const float* scale_x;

@@ -51,20 +51,20 @@ const char* EncodeMatrix(CUtensorMap* map, CUtensorMapDataType type, int element
 }
 
 template <class Type>
-GemmKernel KernelOf(const Configuration& c) {
+GemmKernel KernelOf(const Configuration& c, bool mixed) {
   switch (c.tokens) {
     case 8:
-      return FindGemm<Type, 8>(c.strips, c.stream_k);
+      return FindGemm<Type, 8>(c.strips, c.stream_k, mixed);
     case 16:
-      return FindGemm<Type, 16>(c.strips, c.stream_k);
+      return FindGemm<Type, 16>(c.strips, c.stream_k, mixed);
     case 32:
-      return FindGemm<Type, 32>(c.strips, c.stream_k);
+      return FindGemm<Type, 32>(c.strips, c.stream_k, mixed);
     case 64:
-      return FindGemm<Type, 64>(c.strips, c.stream_k);
+      return FindGemm<Type, 64>(c.strips, c.stream_k, mixed);
     case 128:
-      return FindGemm<Type, 128>(c.strips, c.stream_k);
+      return FindGemm<Type, 128>(c.strips, c.stream_k, mixed);
     case 256:
-      return FindGemm<Type, 256>(c.strips, c.stream_k);
+      return FindGemm<Type, 256>(c.strips, c.stream_k, mixed);
     default:
       return {};
   }
@@ -129,41 +129,23 @@ int DivideStages(const Gemm& gemm, std::int64_t tiles, GemmArguments& a) {
   return static_cast<int>(groups);
 }
 
-// Finds the table of the weight, if it is a mixed one.  Null, or what is wrong with its size.
-const char* FindTable(std::int64_t bytes, GemmArguments& a) {
-  const std::int64_t blocks = std::int64_t{a.strips} * a.k_blocks;
-  const std::int64_t table = TableBytes(blocks), sparse = blocks * kPackedBytes;
-  if (bytes == sparse) return nullptr;
-  if (bytes < table + sparse || bytes > table + blocks * kDenseBytes) {
-    return Fail(
-        "a packed weight of %lld bytes for %d out-features and %d blocks of 128 columns: %lld if "
-        "all are 2:4, else %lld to %lld; pack it for the backend hopper, from as many in-features "
-        "at the same pattern",
-        static_cast<long long>(bytes), a.n, a.k_blocks, static_cast<long long>(sparse),
-        static_cast<long long>(table + sparse),
-        static_cast<long long>(table + blocks * kDenseBytes));
-  }
-  a.table = reinterpret_cast<const std::uint32_t*>(a.weight);
-  return nullptr;
-}
-
 }  // namespace
 
-const char* FitGemm(const Configuration& c, bool fp8, Gemm* gemm) {
+const char* FitGemm(const Configuration& c, bool fp8, bool mixed, Gemm* gemm) {
   static std::mutex mutex;
-  static std::map<std::tuple<int, bool, bool, int, int, int, int, int>, Fit> known;
+  static std::map<std::tuple<int, bool, bool, bool, int, int, int, int, int>, Fit> known;
   *gemm = {};
   gemm->configuration = c;
   gemm->text = ToText(c);
-  gemm->kernel = fp8 ? KernelOf<Fp8>(c) : KernelOf<Int8>(c);
+  gemm->kernel = fp8 ? KernelOf<Fp8>(c, mixed) : KernelOf<Int8>(c, mixed);
   if (HasKernel(c, gemm->kernel)) {
     if (cudaError_t error = cudaGetDevice(&gemm->device)) {
       return Fail("%s (%s) for the current device", cudaGetErrorName(error),
                   cudaGetErrorString(error));
     }
     std::lock_guard lock(mutex);
-    const auto [found, is_new] = known.try_emplace(
-        {gemm->device, fp8, c.stream_k, c.strips, c.tokens, c.multicast, c.splits, c.resident});
+    const auto [found, is_new] = known.try_emplace({gemm->device, fp8, mixed, c.stream_k, c.strips,
+                                                    c.tokens, c.multicast, c.splits, c.resident});
     if (is_new) {
       if (cudaError_t error = AskFit(c, gemm->kernel, &found->second)) {
         known.erase(found);
@@ -191,6 +173,15 @@ const char* FitGemm(const Configuration& c, bool fp8, Gemm* gemm) {
   return nullptr;
 }
 
+const char* FitMixed(Configuration c, bool fp8, Gemm* gemm) {
+  const char* error = FitGemm(c, fp8, true, gemm);
+  while (error != nullptr && c.resident > 1) {
+    --c.resident;
+    error = FitGemm(c, fp8, true, gemm);
+  }
+  return error;
+}
+
 void SetWeight(int n, int columns, Gemm* gemm) {
   const Configuration& c = gemm->configuration;
   GemmArguments& a = gemm->arguments = {};
@@ -210,7 +201,7 @@ const char* LaunchGemm(const Gemm& gemm, std::int64_t m, const GemmTensors& tens
   const Configuration& c = gemm.configuration;
   GemmArguments a = gemm.arguments;
   a.weight = static_cast<const std::uint8_t*>(tensors.weight);
-  if (const char* error = FindTable(tensors.weight_bytes, a)) return error;
+  a.table = static_cast<const std::uint32_t*>(tensors.weight);
   a.y = tensors.out;
   a.scale_w = static_cast<const float*>(tensors.scale_w);
   a.scale_x = static_cast<const float*>(tensors.scale_x);

@@ -18,7 +18,7 @@ struct GemmKernel {
 // The kernel for tiles of `strips` strips by kTokens tokens.  Defined in instance.cu, compiled once
 // for each type and kTokens.
 template <class Type, int kTokens>
-GemmKernel FindGemm(int strips, bool stream_k);
+GemmKernel FindGemm(int strips, bool stream_k, bool mixed);
 
 // A configuration for a packed weight on a device, with all that a launch needs and that neither
 // the tensors nor their number of tokens change.
@@ -37,7 +37,6 @@ struct GemmTensors {
   std::int64_t q_columns;
   const void* scale_x;
   const void* weight;
-  std::int64_t weight_bytes;
   const void* scale_w;
   const void* bias;
   Float bias_type;
@@ -45,8 +44,12 @@ struct GemmTensors {
   Float out_type;
 };
 
-// Fits a configuration to the current device, asking the runtime once.  Null, or why it cannot run.
-const char* FitGemm(const Configuration& configuration, bool fp8, Gemm* gemm);
+// Fits a configuration to the current device, asking the runtime once; `mixed` for mixed weights.
+// Null, or why it cannot run.
+const char* FitGemm(const Configuration& configuration, bool fp8, bool mixed, Gemm* gemm);
+
+// The same for mixed weights, whose stages are larger: with fewer CTAs of an SM if they do not fit.
+const char* FitMixed(Configuration configuration, bool fp8, Gemm* gemm);
 
 // Sets the weight [n, columns] of a configuration that FitGemm has fitted.
 void SetWeight(int n, int columns, Gemm* gemm);

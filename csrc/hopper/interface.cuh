@@ -101,10 +101,8 @@ SLIDESPARSE_EXPORT std::int64_t slidesparse_hopper_scratch_bytes(const Slidespar
 //               `residual_stride` elements apart, and total [m, k], all of x's type; null where
 //               the prologue has none
 //   q, scale_x  codes [m, columns] at a multiple of 16 bytes, and float32 [m]
-//   weight      of `weight_bytes`, as slidesparse_hopper_pack wrote it, before the kernel in front began
-//   scale_w     float32 [n]
-//   bias        [n] of bias_type
-//   out         [m, n] of BF16 or FP16
+//   weight      of `weight_bytes`, as slidesparse_hopper_pack wrote it, before the kernel in front
+//   began scale_w     float32 [n] bias        [n] of bias_type out         [m, n] of BF16 or FP16
 //   scratch     at a multiple of 128 bytes
 
 // Quantizes and lifts x.
@@ -124,12 +122,13 @@ SLIDESPARSE_EXPORT const char* slidesparse_hopper_linear(
     const SlidesparseHopperPlan* plan, std::int64_t m, const void* x, std::int32_t type,
     std::int64_t stride, std::int32_t prologue, double eps, const void* gain, const void* residual,
     std::int64_t residual_stride, void* total, const void* weight, std::int64_t weight_bytes,
-    const void* scale_w, const void* bias, std::int32_t bias_type, void* out, std::int32_t out_type, void* scratch,
-    void* stream);
+    const void* scale_w, const void* bias, std::int32_t bias_type, void* out, std::int32_t out_type,
+    void* scratch, void* stream);
 
 // ---- weights ----
 
-// The bytes of the packed form of a weight [n, k] that is not mixed, and of the scratch memory that packing it wants.
+// The bytes of the packed form of a weight [n, k] that is not mixed, and of the scratch memory that
+// packing it wants.
 SLIDESPARSE_EXPORT void slidesparse_hopper_pack_bytes(std::int32_t n, std::int32_t k,
                                                       std::int32_t length, std::int32_t phase,
                                                       std::int64_t* packed, std::int64_t* scratch);

@@ -222,8 +222,8 @@ bool Run(std::int32_t prologue, const Arguments& arguments, Outputs* outputs) {
   if (residual) outputs->total = Empty(m, k, x.type, x, &total);
   const Owned held = Empty(1, kernels.scratch_bytes(plan, m), numbers.uint8, x, &scratch);
   return kernels.linear(plan, m, x.data, type, x.strides[0], prologue, arguments.eps, gain,
-                        residual, residual_stride, total, weight.data, weight.sizes[0], scale_w.data,
-                        bias, bias_type, y, out_type, scratch, stream) == nullptr;
+                        residual, residual_stride, total, weight.data, weight.sizes[0],
+                        scale_w.data, bias, bias_type, y, out_type, scratch, stream) == nullptr;
 }
 
 // Run, if C++ is to run layers and the backend is ours.

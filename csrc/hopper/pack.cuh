@@ -30,9 +30,9 @@ constexpr int kLongLength = 64;              // columns; in longer blocks FindZe
 struct PackArguments {
   const std::uint8_t* weight;
   std::uint8_t* packed;
-  bool mixed;            // `packed` begins with its table, which says what becomes of each block
-  int* broken;           // increased by the blocks with too many non-zeros
-  int* zeros;            // [n][pattern_blocks][2]: columns of a block's first two zeros; or null
+  bool mixed;   // `packed` begins with its table, which says what becomes of each block
+  int* broken;  // increased by the blocks with too many non-zeros
+  int* zeros;   // [n][pattern_blocks][2]: columns of a block's first two zeros; or null
   std::int64_t stride;
   int n, k;
   int length, phase;    // of the pattern's blocks

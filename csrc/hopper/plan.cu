@@ -24,15 +24,23 @@ struct SlidesparseHopperPlan {
   slidesparse::hopper::PlanKey key;
   bool fp8;
   slidesparse::hopper::QuantizeArguments quantize;  // all but the tensors
-  // The tuned table: the GEMM for up to so many tokens.
-  std::vector<std::pair<std::int64_t, slidesparse::hopper::Gemm>> gemms;
+  // The tuned table: the GEMM for up to so many tokens, of 2:4 blocks alone and of mixed ones.
+  struct Tuned {
+    std::int64_t tokens;
+    slidesparse::hopper::Gemm sparse, mixed;
+  };
+  std::vector<Tuned> tuned;
 
   // The GEMM for m tokens; null if the plan only quantizes.
-  const slidesparse::hopper::Gemm* Choose(std::int64_t m) const {
-    for (const auto& [tokens, gemm] : gemms) {
-      if (m <= tokens) return &gemm;
+  const slidesparse::hopper::Gemm* Choose(std::int64_t m, bool mixed) const {
+    if (tuned.empty()) return nullptr;
+    const Tuned* found = &tuned.back();
+    for (const Tuned& one : tuned) {
+      if (m > one.tokens) continue;
+      found = &one;
+      break;
     }
-    return gemms.empty() ? nullptr : &gemms.back().second;
+    return mixed ? &found->mixed : &found->sparse;
   }
 };
 
@@ -54,12 +62,24 @@ const char* FailWithoutGemm() {
   return Fail("a plan without configurations only quantizes: make one with a tuned table");
 }
 
-// FitGemm of a configuration's text.
-const char* FitText(const char* text, bool fp8, Gemm* gemm) {
-  Configuration configuration;
-  if (Parse(text, &configuration)) return FitGemm(configuration, fp8, gemm);
+const char* ParseText(const char* text, Configuration* configuration) {
+  if (Parse(text, configuration)) return nullptr;
   return Fail("'%.60s' is no configuration of the Hopper kernels, such as 'split:2x64/1x4/2'",
               text);
+}
+
+// Whether a packed weight of so many bytes is mixed.  Null, or what is wrong with its size.
+const char* FindKind(const GemmArguments& a, std::int64_t bytes, bool* mixed) {
+  const std::int64_t blocks = std::int64_t{a.strips} * a.k_blocks;
+  const std::int64_t table = TableBytes(blocks), sparse = blocks * kPackedBytes;
+  *mixed = bytes != sparse;
+  if (!*mixed || (bytes >= table + sparse && bytes <= table + blocks * kDenseBytes)) return nullptr;
+  return Fail(
+      "a packed weight of %lld bytes for %d out-features and %d blocks of 128 columns: %lld if all "
+      "are 2:4, else %lld to %lld; pack it for the backend hopper, from as many in-features at the "
+      "same pattern",
+      static_cast<long long>(bytes), a.n, a.k_blocks, static_cast<long long>(sparse),
+      static_cast<long long>(table + sparse), static_cast<long long>(table + blocks * kDenseBytes));
 }
 
 }  // namespace
@@ -72,7 +92,9 @@ extern "C" {
 const char* slidesparse_hopper_fit(const char* configuration, std::int32_t fp8,
                                    std::int32_t* stages, std::int32_t* clusters) {
   Gemm gemm = {};
-  const char* error = FitText(configuration, fp8 != 0, &gemm);
+  Configuration parsed;
+  const char* error = ParseText(configuration, &parsed);
+  if (error == nullptr) error = FitGemm(parsed, fp8 != 0, false, &gemm);
   *stages = gemm.fit.stages;
   *clusters = gemm.fit.clusters;
   return error;
@@ -96,7 +118,7 @@ const char* slidesparse_hopper_candidates(std::int32_t n, std::int32_t columns, 
   }
   const auto fits = [=](const Configuration& configuration) {
     Gemm gemm;
-    return FitGemm(configuration, fp8 != 0, &gemm) ? Fit{} : gemm.fit;
+    return FitGemm(configuration, fp8 != 0, false, &gemm) ? Fit{} : gemm.fit;
   };
   for (const Candidate& one : FindCandidates(n, columns, m, most, sms, fits)) {
     std::strncpy(texts + *count * SLIDESPARSE_TEXT_BYTES, ToText(one.configuration).c_str(),
@@ -124,10 +146,15 @@ const char* slidesparse_hopper_plan(std::int32_t n, std::int32_t k, std::int32_t
   }
   if (const char* error = PrepareQuantize(plan->quantize, plan->fp8)) return error;
   for (int i = 0; i < count; ++i) {
-    Gemm gemm;
-    if (const char* error = FitText(texts[i], plan->fp8, &gemm)) return error;
-    SetWeight(n, columns, &gemm);
-    plan->gemms.emplace_back(tokens[i], std::move(gemm));
+    Configuration configuration;
+    Plan::Tuned tuned = {tokens[i], {}, {}};
+    const char* error = ParseText(texts[i], &configuration);
+    if (error == nullptr) error = FitGemm(configuration, plan->fp8, false, &tuned.sparse);
+    if (error == nullptr) error = FitMixed(configuration, plan->fp8, &tuned.mixed);
+    if (error != nullptr) return error;
+    SetWeight(n, columns, &tuned.sparse);
+    SetWeight(n, columns, &tuned.mixed);
+    plan->tuned.push_back(std::move(tuned));
   }
   int device = 0;
   if (cudaError_t error = cudaGetDevice(&device)) {
@@ -160,7 +187,7 @@ void slidesparse_hopper_forget() {
 }
 
 const char* slidesparse_hopper_configuration(const SlidesparseHopperPlan* plan, std::int64_t m) {
-  const Gemm* gemm = plan->Choose(m);
+  const Gemm* gemm = plan->Choose(m, false);
   return gemm != nullptr ? gemm->text.c_str() : "";
 }
 
@@ -210,11 +237,15 @@ const char* slidesparse_hopper_product(const SlidesparseHopperPlan* plan, std::i
         "type 0; an output of 1 or 2",
         bias, bias_type, out_type);
   }
-  const Gemm* gemm = plan->Choose(m);
-  if (gemm == nullptr) return FailWithoutGemm();
+  if (plan->tuned.empty()) return FailWithoutGemm();
+  bool mixed;
+  if (const char* error = FindKind(plan->tuned.front().sparse.arguments, weight_bytes, &mixed)) {
+    return error;
+  }
+  const Gemm* gemm = plan->Choose(m, mixed);
   return LaunchGemm(*gemm, m,
-                    {q, q_columns, scale_x, weight, weight_bytes, scale_w, bias,
-                     static_cast<Float>(bias_type), out, static_cast<Float>(out_type)},
+                    {q, q_columns, scale_x, weight, scale_w, bias, static_cast<Float>(bias_type),
+                     out, static_cast<Float>(out_type)},
                     static_cast<cudaStream_t>(stream));
 }
 
@@ -223,10 +254,10 @@ const char* slidesparse_hopper_linear(const SlidesparseHopperPlan* plan, std::in
                                       std::int32_t prologue, double eps, const void* gain,
                                       const void* residual, std::int64_t residual_stride,
                                       void* total, const void* weight, std::int64_t weight_bytes,
-                                      const void* scale_w, const void* bias,
-                                      std::int32_t bias_type, void* out,
-                                      std::int32_t out_type, void* scratch, void* stream) {
-  if (plan->gemms.empty()) return FailWithoutGemm();
+                                      const void* scale_w, const void* bias, std::int32_t bias_type,
+                                      void* out, std::int32_t out_type, void* scratch,
+                                      void* stream) {
+  if (plan->tuned.empty()) return FailWithoutGemm();
   void* q = static_cast<char*>(scratch) + ScalesOf(m);
   if (const char* error =
           slidesparse_hopper_quantize(plan, m, x, type, stride, prologue, eps, gain, residual,

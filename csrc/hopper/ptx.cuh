@@ -217,6 +217,17 @@ __device__ __forceinline__ uint4 LoadShared128(std::uint32_t address) {
   return value;
 }
 
+// Loads four matrices of 8 rows x 16 bytes: lane l gives the address of row l % 8 of matrix l / 8,
+// and gets bytes 4 (l % 4) to 4 (l % 4) + 3 of row l / 4 of each matrix.
+__device__ __forceinline__ uint4 LoadMatrices(std::uint32_t address) {
+  uint4 value;
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(value.x), "=r"(value.y), "=r"(value.z), "=r"(value.w)
+               : "r"(address)
+               : "memory");
+  return value;
+}
+
 __device__ __forceinline__ std::uint32_t LoadShared32(std::uint32_t address) {
   std::uint32_t value;
   asm volatile("ld.shared.u32 %0, [%1];" : "=r"(value) : "r"(address) : "memory");

@@ -2,15 +2,26 @@
 // warpgroups that multiply what it holds.
 //
 // A stage is 128 columns of K': the activations of kTokens tokens, which wgmma reads from shared
-// memory, and a packed block of each of kStrips strips, 2:4 or dense, which it reads from shared
-// memory as well: from registers it is no faster.  A CTA's work is a number of stages, each of a tile of 64 kStrips out-features x
+// memory, and a packed block of each of kStrips strips, which wgmma reads from shared memory or
+// from registers.  A CTA's work is a number of stages, each of a tile of 64 kStrips out-features x
 // kTokens tokens; the ring runs from one tile to the next without draining.
 
 #pragma once
 
+#include <type_traits>
+
 #include "common.cuh"
 
 namespace slidesparse::hopper {
+
+// Of a stage's shared memory, what holds a block.
+__host__ __device__ constexpr int SlotBytes(bool mixed) {
+  return mixed ? kDenseBytes : kPackedBytes;
+}
+
+// Beside a stage: barriers that tell that it is full and that it is empty, and of a mixed weight a
+// word of which bit i tells that strip i's block is dense.
+__host__ __device__ constexpr int StageWordBytes(bool mixed) { return mixed ? 3 * 8 : 2 * 8; }
 
 template <int kStrips, int kTokens>
 struct TileShape {
@@ -30,10 +41,11 @@ struct TileShape {
                                        : kStrips == 3 ? 2
                                                       : 1;
   static constexpr int kTokenBytes = kTokens * kBlockColumns;
-  static constexpr int kStageBytes = kTokenBytes + kStrips * kDenseBytes;
-  // Beside a stage: barriers that tell that it is full and that it is empty, and a word of which
-  // bit i tells that strip i's block is dense.
-  static constexpr int kStageWordBytes = 3 * 8;
+
+  // Of a stage, whose blocks may be dense if the weight is mixed.
+  static __host__ __device__ constexpr int StageBytes(bool mixed) {
+    return kTokenBytes + kStrips * SlotBytes(mixed);
+  }
 };
 
 // Every warp of a warpgroup calls it first, as producer or as consumer.
@@ -114,9 +126,10 @@ struct PipelineState {
 
 // Fills the ring.  The whole warp executes this and one elected lane issues the copies: so the
 // compiler sees uniform values, keeps them in uniform registers, and puts no loop around a copy.
-template <int kStrips, int kTokens>
+template <int kStrips, int kTokens, bool kMixed>
 class TmaProducer {
   using S = TileShape<kStrips, kTokens>;
+  static constexpr int kStageBytes = S::StageBytes(kMixed);
 
  public:
   __device__ TmaProducer(const GemmArguments& arguments, const MulticastGroup& group,
@@ -170,47 +183,49 @@ class TmaProducer {
   }
 
  private:
-  // Looks up where the next stage's blocks are.
+  // Finds the next stage's blocks.
   __device__ __forceinline__ void FindWeights() {
 #pragma unroll
     for (int i = 0; i < kStrips; ++i) {
       // A strip beyond the last one is multiplied as any other, but its outputs are not stored.
       const int strip = min(next_.strip + kStrips * group_.rank + i, arguments_.strips - 1);
-      const int block = strip * arguments_.k_blocks + next_.k_block;
-      entries_[i] = arguments_.table == nullptr ? block : __ldg(arguments_.table + block);
+      const std::size_t block =
+          static_cast<std::size_t>(strip) * arguments_.k_blocks + next_.k_block;
+      if constexpr (kMixed) {
+        entries_[i] = __ldg(arguments_.table + block);
+      } else {
+        weights_[i] = arguments_.weight + block * kPackedBytes;
+      }
     }
   }
 
   __device__ __forceinline__ void LoadWeights(int stage) {
     const std::uint32_t barrier = full_ + 8 * stage;
-    const std::uint32_t to = ring_ + stage * S::kStageBytes + S::kTokenBytes;
+    const std::uint32_t to = ring_ + stage * kStageBytes + S::kTokenBytes;
     std::uint32_t dense = 0, bytes = S::kTokenBytes + kStrips * kPackedBytes;
-    const std::uint8_t* from[kStrips];
+    if constexpr (kMixed) {
 #pragma unroll
-    for (int i = 0; i < kStrips; ++i) {
-      // From one lane, so that the compiler knows the value to be uniform.
-      const std::uint32_t entry = __shfl_sync(0xFFFFFFFF, entries_[i], 0);
-      if (arguments_.table == nullptr) {
-        from[i] = arguments_.weight + static_cast<std::size_t>(entry) * kPackedBytes;
-      } else {
-        from[i] = arguments_.weight + static_cast<std::size_t>(entry / 2) * kTableUnit;
+      for (int i = 0; i < kStrips; ++i) {
+        // From one lane, so that the compiler knows the value to be uniform.
+        const std::uint32_t entry = __shfl_sync(0xFFFFFFFF, entries_[i], 0);
+        weights_[i] = arguments_.weight + static_cast<std::size_t>(entry / 2) * kTableUnit;
         dense |= (entry & 1) << i;
         bytes += (entry & 1) * (kDenseBytes - kPackedBytes);
       }
     }
     if (!ElectOne()) return;
-    StoreShared32(dense_ + 8 * stage, dense);
+    if constexpr (kMixed) StoreShared32(dense_ + 8 * stage, dense);
     BarrierExpect(barrier, bytes);
 #pragma unroll
     for (int i = 0; i < kStrips; ++i) {
-      BulkLoad(to + i * kDenseBytes, from[i], dense >> i & 1 ? kDenseBytes : kPackedBytes, barrier,
-               arguments_.weight_policy);
+      BulkLoad(to + i * SlotBytes(kMixed), weights_[i], dense >> i & 1 ? kDenseBytes : kPackedBytes,
+               barrier, arguments_.weight_policy);
     }
   }
 
   __device__ __forceinline__ void LoadTokens(const TileScheduler& at, int stage) {
     const std::uint32_t barrier = full_ + 8 * stage;
-    const std::uint32_t to = ring_ + stage * S::kStageBytes;
+    const std::uint32_t to = ring_ + stage * kStageBytes;
     const int column = at.k_block * kBlockColumns;
     if (!ElectOne()) return;
     if (group_.size == 1) {
@@ -227,19 +242,32 @@ class TmaProducer {
   __device__ __forceinline__ void Advance() {
     if (++next_.k_block == arguments_.k_blocks) {
       next_.Next(arguments_, tiles_, kTokens, kStrips * group_.size);
+      FindWeights();
+    } else if (kMixed) {
+      FindWeights();
+    } else {
+#pragma unroll
+      for (int i = 0; i < kStrips; ++i) weights_[i] += kPackedBytes;
     }
-    FindWeights();
   }
 
   const GemmArguments& arguments_;
   const MulticastGroup& group_;
   const TileScheduler begin_;
   TileScheduler next_;
-  std::uint32_t entries_[kStrips];  // of the table, for `next_`; without one, numbers of blocks
+  const std::uint8_t* weights_[kStrips];  // of `next_`
+  std::uint32_t entries_[kStrips];        // of `next_` in the table of a mixed weight
   CtaTiles tiles_;
   int first_, count_;
   std::uint32_t ring_, full_, empty_, dense_;
 };
+
+// The registers of the weight for one wgmma.
+struct Fragment {
+  uint4 values;
+  std::uint32_t metadata;
+};
+static_assert(kWgmmas == 2);
 
 // Keeps moves of sums between registers on this side of the wgmmas.
 template <int kSums>
@@ -256,22 +284,111 @@ __device__ __forceinline__ void Clear(std::uint32_t (&sums)[kSums]) {
   for (int i = 0; i < kSums; ++i) sums[i] = blockIdx.z;
 }
 
-// A warpgroup that multiplies a strip; the wgmmas of a stage form one group.
-template <class Type, int kStrips, int kTokens>
+// What both consumers do with the ring.
 class Consumer {
+ protected:
+  __device__ Consumer(const GemmArguments& arguments, const MulticastGroup& group,
+                      std::uint32_t ring, std::uint32_t full, std::uint32_t empty)
+      : arguments_(arguments), group_(group), ring_(ring), full_(full), empty_(empty) {}
+
+  // Waits until the next stage is full.
+  __device__ __forceinline__ void Wait() { BarrierWait(full_ + 8 * next_.stage, next_.parity); }
+
+  // Tells every producer that writes into the oldest stage that it is free.
+  __device__ __forceinline__ void Release() {
+    const int lane = threadIdx.x % 32;
+    const std::uint32_t barrier = empty_ + 8 * oldest_;
+    if (group_.size == 1) {
+      if (lane == 0) BarrierArrive(barrier);
+    } else if (lane < group_.size) {
+      BarrierArriveAt(barrier, group_.first + lane);
+    }
+    if (++oldest_ == arguments_.stages) oldest_ = 0;
+  }
+
+  const GemmArguments& arguments_;
+  const MulticastGroup& group_;
+  std::uint32_t ring_, full_, empty_;
+  PipelineState next_;
+  int oldest_ = 0;
+};
+
+// With up to 128 tokens and all blocks 2:4 wgmma takes the weight from registers, which is faster
+// than from shared memory.
+template <class Type, int kStrips, int kTokens>
+class NarrowConsumer : Consumer {
   using S = TileShape<kStrips, kTokens>;
 
  public:
-  __device__ Consumer(const GemmArguments& arguments, const MulticastGroup& group,
-                      std::uint32_t ring, std::uint32_t full, std::uint32_t empty)
-      : arguments_(arguments),
-        group_(group),
-        ring_(ring),
-        full_(full),
-        empty_(empty),
-        dense_(empty + 8 * arguments.stages) {
+  __device__ NarrowConsumer(const GemmArguments& arguments, const MulticastGroup& group,
+                            std::uint32_t ring, std::uint32_t full, std::uint32_t empty)
+      : Consumer(arguments, group, ring, full, empty) {
+    const int thread = threadIdx.x % 128;
+    const int lane = thread % 32;
+    const std::uint32_t weight = ring + S::kTokenBytes + threadIdx.x / 128 * kPackedBytes;
+    values_ = weight + thread / 32 * 512 + lane / 8 % 2 * 256 + lane / 16 * 128 + lane % 8 * 16;
+    metadata_ = weight + kValueBytes + thread * 4;
+  }
+
+  // See WideConsumer.  The weight of a wgmma is read while the one before it runs.
+  __device__ __forceinline__ void Run(int count, bool accumulate,
+                                      std::uint32_t (&sums)[kTokens / 2]) {
+    Fragment first, second;
+    if (!accumulate) Clear(sums);
+    Pin(sums);
+    Wait();
+    Load(first, 0);
+    for (int i = 0; i < count; ++i) {
+      Multiply(first, 0, sums);
+      WgmmaWait<1>();  // the stage before and `second` have been read
+      if (i > 0) Release();
+      Load(second, 1);
+      Multiply(second, 1, sums);
+      WgmmaWait<1>();
+      next_.Advance(arguments_.stages);
+      if (i + 1 < count) {
+        Wait();
+        Load(first, 0);
+      }
+    }
+    WgmmaWait<0>();
+    Pin(sums);
+    Release();
+  }
+
+ private:
+  __device__ __forceinline__ void Load(Fragment& fragment, int wgmma) {
+    const std::uint32_t at = next_.stage * S::StageBytes(false);
+    fragment.values = LoadMatrices(values_ + at + wgmma * (kValueBytes / kWgmmas));
+    fragment.metadata = LoadShared32(metadata_ + at + wgmma * (kMetadataBytes / kWgmmas));
+  }
+
+  __device__ __forceinline__ void Multiply(const Fragment& fragment, int wgmma,
+                                           std::uint32_t (&sums)[kTokens / 2]) {
+    const std::uint64_t tokens =
+        Descriptor(ring_ + next_.stage * S::StageBytes(false) + wgmma * kWgmmaColumns);
+    WgmmaFence();
+    Wgmma<Type, kTokens>::FromRegisters(sums, fragment.values, tokens, fragment.metadata);
+    WgmmaCommit();
+  }
+
+  std::uint32_t values_, metadata_;
+};
+
+// With 256 tokens a wgmma takes twice as long, so it reads the weight from shared memory, which
+// leaves registers for the metadata of two stages; the wgmmas of a stage form one group.  So it
+// does of mixed weights, with any number of tokens.
+template <class Type, int kStrips, int kTokens, bool kMixed>
+class WideConsumer : Consumer {
+  using S = TileShape<kStrips, kTokens>;
+  static constexpr int kStageBytes = S::StageBytes(kMixed);
+
+ public:
+  __device__ WideConsumer(const GemmArguments& arguments, const MulticastGroup& group,
+                          std::uint32_t ring, std::uint32_t full, std::uint32_t empty)
+      : Consumer(arguments, group, ring, full, empty), dense_(empty + 8 * arguments.stages) {
     strip_ = __shfl_sync(0xFFFFFFFF, threadIdx.x / 128, 0);
-    weight_ = S::kTokenBytes + strip_ * kDenseBytes;
+    weight_ = S::kTokenBytes + strip_ * SlotBytes(kMixed);
     metadata_ = ring + weight_ + kValueBytes + threadIdx.x % 128 * 4;
   }
 
@@ -305,36 +422,24 @@ class Consumer {
     std::uint32_t metadata[kWgmmas];  // if it is 2:4
   };
 
-  // Waits until the next stage is full.
-  __device__ __forceinline__ void Wait() { BarrierWait(full_ + 8 * next_.stage, next_.parity); }
-
-  // Tells every producer that writes into the oldest stage that it is free.
-  __device__ __forceinline__ void Release() {
-    const int lane = threadIdx.x % 32;
-    const std::uint32_t barrier = empty_ + 8 * oldest_;
-    if (group_.size == 1) {
-      if (lane == 0) BarrierArrive(barrier);
-    } else if (lane < group_.size) {
-      BarrierArriveAt(barrier, group_.first + lane);
-    }
-    if (++oldest_ == arguments_.stages) oldest_ = 0;
-  }
-
   __device__ __forceinline__ void Load(Block& block) {
-    const std::uint32_t dense = LoadShared32(dense_ + 8 * next_.stage) >> strip_ & 1;
-    block.dense = __shfl_sync(0xFFFFFFFF, dense, 0);
+    if constexpr (kMixed) {
+      const std::uint32_t dense = LoadShared32(dense_ + 8 * next_.stage) >> strip_ & 1;
+      block.dense = __shfl_sync(0xFFFFFFFF, dense, 0);
+    }
 #pragma unroll
     for (int wgmma = 0; wgmma < kWgmmas; ++wgmma) {
-      block.metadata[wgmma] = LoadShared32(metadata_ + next_.stage * S::kStageBytes +
-                                           wgmma * (kMetadataBytes / kWgmmas));
+      block.metadata[wgmma] =
+          LoadShared32(metadata_ + next_.stage * kStageBytes + wgmma * (kMetadataBytes / kWgmmas));
     }
   }
 
   // Multiplies stage `i`, and reads what registers hold of the next one.
   __device__ __forceinline__ void Step(const Block& now, Block& then, int& i, int count,
                                        bool accumulate, std::uint32_t (&sums)[kTokens / 2]) {
-    const std::uint32_t stage = ring_ + next_.stage * S::kStageBytes;
-    if (now.dense) {  // fence and commit in both branches, or ptxas puts a wait behind each wgmma
+    const std::uint32_t stage = ring_ + next_.stage * kStageBytes;
+    if (kMixed &&
+        now.dense) {  // fence and commit in both branches, or ptxas puts a wait behind each wgmma
       WgmmaFence();
 #pragma unroll
       for (int wgmma = 0; wgmma < kDenseWgmmas; ++wgmma) {
@@ -363,14 +468,15 @@ class Consumer {
     }
   }
 
-  const GemmArguments& arguments_;
-  const MulticastGroup& group_;
-  std::uint32_t ring_, full_, empty_, dense_;
-  PipelineState next_;
-  int oldest_ = 0;
+  std::uint32_t dense_;
   int strip_;             // of the CTA's
   std::uint32_t weight_;  // the strip's, in a stage
   std::uint32_t metadata_;
 };
+
+template <class Type, int kStrips, int kTokens, bool kMixed>
+using ConsumerOf = std::conditional_t<TileShape<kStrips, kTokens>::kWide || kMixed,
+                                      WideConsumer<Type, kStrips, kTokens, kMixed>,
+                                      NarrowConsumer<Type, kStrips, kTokens>>;
 
 }  // namespace slidesparse::hopper

@@ -46,24 +46,25 @@ struct SplitKShape : TileShape<kStrips, kTokens> {
     return Owned(splits) * (splits - 1) * kWarpSumBytes;
   }
   // The ring; after the main loop it holds the staged outputs (one split) or the received sums.
-  static __host__ __device__ constexpr int RingBytes(int stages, int splits) {
-    const int ring = stages * S::kStageBytes;
+  static __host__ __device__ constexpr int RingBytes(int stages, int splits, bool mixed) {
+    const int ring = stages * S::StageBytes(mixed);
     const int after = splits == 1   ? kWarps * kStagingBytes
                       : kSumsInRing ? ReceivedBytes(splits)
                                     : 0;
     return ring > after ? ring : after;
   }
   // Offset of the received sums from the ring.
-  static __host__ __device__ constexpr int Received(int stages, int splits) {
-    return kSumsInRing ? 0 : RingBytes(stages, splits);
+  static __host__ __device__ constexpr int Received(int stages, int splits, bool mixed) {
+    return kSumsInRing ? 0 : RingBytes(stages, splits, mixed);
   }
-  static __host__ __device__ constexpr int Barriers(int stages, int splits) {
-    return RingBytes(stages, splits) + (kSumsInRing ? 0 : ReceivedBytes(splits));
+  static __host__ __device__ constexpr int Barriers(int stages, int splits, bool mixed) {
+    return RingBytes(stages, splits, mixed) + (kSumsInRing ? 0 : ReceivedBytes(splits));
   }
   // The ring, the received sums, the words of each stage, then barriers: one for each owned warp's
   // sums, and one for the other splits' rings.
-  static __host__ __device__ constexpr int SharedBytes(int stages, int splits) {
-    return Barriers(stages, splits) + stages * S::kStageWordBytes + (Owned(splits) + 1) * 8;
+  static __host__ __device__ constexpr int SharedBytes(int stages, int splits, bool mixed) {
+    return Barriers(stages, splits, mixed) + stages * StageWordBytes(mixed) +
+           (Owned(splits) + 1) * 8;
   }
 };
 
@@ -167,16 +168,16 @@ __device__ __forceinline__ void StoreWarp(const GemmArguments& arguments, int ro
   }
 }
 
-template <class Type, int kStrips, int kTokens>
+template <class Type, int kStrips, int kTokens, bool kMixed>
 __device__ __forceinline__ void Multiply(const GemmArguments& arguments, const SplitKWork& work,
                                          std::uint32_t ring, std::uint32_t full,
                                          std::uint32_t empty, std::uint32_t (&sums)[kTokens / 2]) {
   const int count = work.end - work.begin;
-  Consumer<Type, kStrips, kTokens>(arguments, work.group, ring, full, empty)
+  ConsumerOf<Type, kStrips, kTokens, kMixed>(arguments, work.group, ring, full, empty)
       .Run(count, true, sums);
 }
 
-template <class Type, int kStrips, int kTokens>
+template <class Type, int kStrips, int kTokens, bool kMixed>
 __global__ void __launch_bounds__(TileShape<kStrips, kTokens>::kThreads,
                                   TileShape<kStrips, kTokens>::kResidentCtas)
     GemmSplitK(const __grid_constant__ GemmArguments arguments) {
@@ -184,15 +185,15 @@ __global__ void __launch_bounds__(TileShape<kStrips, kTokens>::kThreads,
   extern __shared__ __align__(1024) std::uint8_t shared[];
   const int splits = arguments.splits;
   const std::uint32_t ring = SharedAddress(shared);
-  const std::uint32_t received = ring + S::Received(arguments.stages, splits);
-  const std::uint32_t full = ring + S::Barriers(arguments.stages, splits);
+  const std::uint32_t received = ring + S::Received(arguments.stages, splits, kMixed);
+  const std::uint32_t full = ring + S::Barriers(arguments.stages, splits, kMixed);
   const std::uint32_t empty = full + 8 * arguments.stages;
-  const std::uint32_t complete = full + S::kStageWordBytes * arguments.stages;
+  const std::uint32_t complete = full + StageWordBytes(kMixed) * arguments.stages;
   const std::uint32_t open = complete + 8 * S::Owned(splits);
   const SplitKWork work = FindWork<kStrips, kTokens>(arguments);
   const int tokens = min(kTokens, arguments.m - work.tile.token);
-  TmaProducer<kStrips, kTokens> producer(arguments, work.group, work.tile, CtaTiles{},
-                                         work.end - work.begin, ring, full, empty);
+  TmaProducer<kStrips, kTokens, kMixed> producer(arguments, work.group, work.tile, CtaTiles{},
+                                                 work.end - work.begin, ring, full, empty);
 
   const bool produces = WarpNumber() == S::kConsumerThreads / 32;
   if (produces) {
@@ -244,7 +245,7 @@ __global__ void __launch_bounds__(TileShape<kStrips, kTokens>::kThreads,
     std::uint32_t sums[kTokens / 2];
     Clear(sums);
     if (work.end > work.begin) {
-      Multiply<Type, kStrips, kTokens>(arguments, work, ring, full, empty, sums);
+      Multiply<Type, kStrips, kTokens, kMixed>(arguments, work, ring, full, empty, sums);
     }
     if (S::kSumsInRing && splits > 1) {
       __syncwarp();

@@ -40,8 +40,9 @@ struct StreamKShape : TileShape<kStrips, kTokens> {
   static constexpr int kStagingBytes = kStrips * kBuffers * kOutputBytes;
 
   // Ring, staging, the words of each stage, then the CTA's tiles, which would take registers.
-  static __host__ __device__ constexpr int SharedBytes(int stages) {
-    return stages * (S::kStageBytes + S::kStageWordBytes) + kStagingBytes + sizeof(CtaTiles);
+  static __host__ __device__ constexpr int SharedBytes(int stages, bool mixed) {
+    return stages * (S::StageBytes(mixed) + StageWordBytes(mixed)) + kStagingBytes +
+           sizeof(CtaTiles);
   }
 };
 
@@ -223,18 +224,18 @@ __device__ __forceinline__ void SyncCluster(const GemmArguments& arguments) {
   }
 }
 
-template <class Type, int kStrips, int kTokens>
+template <class Type, int kStrips, int kTokens, bool kMixed>
 __global__ void __launch_bounds__(TileShape<kStrips, kTokens>::kThreads,
                                   TileShape<kStrips, kTokens>::kResidentCtas)
     GemmStreamK(const __grid_constant__ GemmArguments arguments) {
   using S = StreamKShape<kStrips, kTokens>;
   extern __shared__ __align__(1024) std::uint8_t shared[];
   const std::uint32_t ring = SharedAddress(shared);
-  const std::uint32_t staging = ring + arguments.stages * S::kStageBytes;
+  const std::uint32_t staging = ring + arguments.stages * S::StageBytes(kMixed);
   const std::uint32_t full = staging + S::kStagingBytes;
   const std::uint32_t empty = full + 8 * arguments.stages;
-  CtaTiles& stored_tiles =
-      *reinterpret_cast<CtaTiles*>(shared + (full + S::kStageWordBytes * arguments.stages - ring));
+  CtaTiles& stored_tiles = *reinterpret_cast<CtaTiles*>(
+      shared + (full + StageWordBytes(kMixed) * arguments.stages - ring));
   const MulticastGroup group = {0, arguments.multicast,
                                 static_cast<int>(blockIdx.x % arguments.multicast)};
   // A multicast group takes one part together.
@@ -252,8 +253,8 @@ __global__ void __launch_bounds__(TileShape<kStrips, kTokens>::kThreads,
   if (threadIdx.x >= S::kConsumerThreads) {
     ReallocateRegisters<S, true>();
     const bool produces = WarpNumber() == S::kConsumerThreads / 32;
-    TmaProducer<kStrips, kTokens> producer(arguments, group, scheduler, tiles, left, ring, full,
-                                           empty);
+    TmaProducer<kStrips, kTokens, kMixed> producer(arguments, group, scheduler, tiles, left, ring,
+                                                   full, empty);
     if (produces) {
       if (ElectOne()) {
         stored_tiles = tiles;
@@ -276,7 +277,7 @@ __global__ void __launch_bounds__(TileShape<kStrips, kTokens>::kThreads,
     ReallocateRegisters<S, false>();
     SyncCluster(arguments);
     WaitForPredecessors();
-    Consumer<Type, kStrips, kTokens> consumer(arguments, group, ring, full, empty);
+    ConsumerOf<Type, kStrips, kTokens, kMixed> consumer(arguments, group, ring, full, empty);
     std::uint32_t sums[kTokens / 2];
     Clear(sums);
     while (left > 0) {

@@ -1,9 +1,17 @@
-// wgmma of 64 out-features x T tokens, from shared memory: sparse (wgmma.mma_async.sp) of 64
-// columns, dense of 32.
+// wgmma of 64 out-features x T tokens: sparse (wgmma.mma_async.sp) of 64 columns, A from registers
+// or shared memory, and dense of 32 columns, A from shared memory; B from shared memory.
 //
-// A warpgroup's thread (warp w of 4, lane 4 g + t) holds the metadata, 4 bits for each group of four
-// columns, of half a row: lane 4 g + 2 h + r holds the metadata of row 16 w + g + 8 r, columns of the
-// compressed weight 32 h .. 32 h + 31, the first group in the lowest bits.  Of the sums it holds
+// A warpgroup's thread (warp w of 4, lane 4 g + t) holds of a sparse A, the weight, with columns
+// counted after compression:
+//
+//     a[0]  row 16 w + g      columns 4 t .. 4 t + 3
+//     a[1]  row 16 w + g + 8  columns 4 t ..
+//     a[2]  row 16 w + g      columns 16 + 4 t ..
+//     a[3]  row 16 w + g + 8  columns 16 + 4 t ..
+//
+// and the metadata, 4 bits for each group of four columns, of half a row: lane 4 g + 2 h + r holds
+// the metadata of row 16 w + g + 8 r, columns 32 h .. 32 h + 31, the first group in the lowest
+// bits. Of the sums it holds
 //
 //     d[4 j + 2 r + e]  row 16 w + g + 8 r, token 8 j + 2 t + e
 //
@@ -59,7 +67,7 @@ __device__ __forceinline__ std::uint64_t Descriptor(std::uint32_t address) {
   return kSwizzle128 | kStride | kLeading | ((address & 0x3FFFF) >> 4);
 }
 
-// d = a * b, or d += a * b if `accumulate`.
+// FromRegisters: d += a * b.  Others: d = a * b, or d += a * b if `accumulate`.
 template <class Type, int kTokens>
 struct Wgmma;
 
@@ -87,11 +95,20 @@ struct Wgmma;
 #define SLIDESPARSE_SUMS_64(c, i) SLIDESPARSE_SUMS_32(c, i), SLIDESPARSE_SUMS_32(c, i + 32)
 #define SLIDESPARSE_SUMS_128(c, i) SLIDESPARSE_SUMS_64(c, i), SLIDESPARSE_SUMS_64(c, i + 64)
 
-// Operands after the sums: the descriptors of a and b at %A and %B, then at %C and %D the metadata and what tells to
-// accumulate, or the latter alone.
-#define SLIDESPARSE_WGMMA(TYPE, R, KIND, SCALES, TOKENS, SUMS, A, B, C, D)                                     \
+// Operands after the sums: a's words or its descriptor at %A on, the descriptor of b, the metadata if it is sparse, and
+// what tells to accumulate.
+#define SLIDESPARSE_WGMMA(TYPE, R, KIND, SCALES, TOKENS, SUMS, A, B, C, D, E, F, G)                            \
   template <>                                                                                                 \
   struct Wgmma<TYPE, TOKENS> {                                                                                \
+    static __device__ __forceinline__ void FromRegisters(std::uint32_t (&d)[SUMS], const uint4& a,            \
+                                                         std::uint64_t b, std::uint32_t metadata) {           \
+      asm volatile(                                                                                           \
+          "{\n.reg .pred p;\nsetp.ne.b32 p, %" #G ", 0;\n"                                                    \
+          "wgmma.mma_async.sp.sync.aligned.m64n" #TOKENS "k64." KIND " {" SLIDESPARSE_LIST_##SUMS "}, {%" #A  \
+          ", %" #B ", %" #C ", %" #D "}, %" #E ", %" #F ", 0, p" SCALES ";\n}"                                \
+          : SLIDESPARSE_SUMS_##SUMS(R, 0)                                                                     \
+          : "r"(a.x), "r"(a.y), "r"(a.z), "r"(a.w), "l"(b), "r"(metadata), "n"(1));                           \
+    }                                                                                                         \
     static __device__ __forceinline__ void Sparse(std::uint32_t (&d)[SUMS], std::uint64_t a, std::uint64_t b, \
                                                   std::uint32_t metadata, int accumulate) {                   \
       asm volatile(                                                                                           \
@@ -112,18 +129,18 @@ struct Wgmma;
     }                                                                                                         \
   };
 
-SLIDESPARSE_WGMMA(Int8, "r", "s32.s8.s8", "", 8, 4, 4, 5, 6, 7)
-SLIDESPARSE_WGMMA(Int8, "r", "s32.s8.s8", "", 16, 8, 8, 9, 10, 11)
-SLIDESPARSE_WGMMA(Int8, "r", "s32.s8.s8", "", 32, 16, 16, 17, 18, 19)
-SLIDESPARSE_WGMMA(Int8, "r", "s32.s8.s8", "", 64, 32, 32, 33, 34, 35)
-SLIDESPARSE_WGMMA(Int8, "r", "s32.s8.s8", "", 128, 64, 64, 65, 66, 67)
-SLIDESPARSE_WGMMA(Int8, "r", "s32.s8.s8", "", 256, 128, 128, 129, 130, 131)
-SLIDESPARSE_WGMMA(Fp8, "r", "f32.e4m3.e4m3", ", 1, 1", 8, 4, 4, 5, 6, 7)
-SLIDESPARSE_WGMMA(Fp8, "r", "f32.e4m3.e4m3", ", 1, 1", 16, 8, 8, 9, 10, 11)
-SLIDESPARSE_WGMMA(Fp8, "r", "f32.e4m3.e4m3", ", 1, 1", 32, 16, 16, 17, 18, 19)
-SLIDESPARSE_WGMMA(Fp8, "r", "f32.e4m3.e4m3", ", 1, 1", 64, 32, 32, 33, 34, 35)
-SLIDESPARSE_WGMMA(Fp8, "r", "f32.e4m3.e4m3", ", 1, 1", 128, 64, 64, 65, 66, 67)
-SLIDESPARSE_WGMMA(Fp8, "r", "f32.e4m3.e4m3", ", 1, 1", 256, 128, 128, 129, 130, 131)
+SLIDESPARSE_WGMMA(Int8, "r", "s32.s8.s8", "", 8, 4, 4, 5, 6, 7, 8, 9, 10)
+SLIDESPARSE_WGMMA(Int8, "r", "s32.s8.s8", "", 16, 8, 8, 9, 10, 11, 12, 13, 14)
+SLIDESPARSE_WGMMA(Int8, "r", "s32.s8.s8", "", 32, 16, 16, 17, 18, 19, 20, 21, 22)
+SLIDESPARSE_WGMMA(Int8, "r", "s32.s8.s8", "", 64, 32, 32, 33, 34, 35, 36, 37, 38)
+SLIDESPARSE_WGMMA(Int8, "r", "s32.s8.s8", "", 128, 64, 64, 65, 66, 67, 68, 69, 70)
+SLIDESPARSE_WGMMA(Int8, "r", "s32.s8.s8", "", 256, 128, 128, 129, 130, 131, 132, 133, 134)
+SLIDESPARSE_WGMMA(Fp8, "r", "f32.e4m3.e4m3", ", 1, 1", 8, 4, 4, 5, 6, 7, 8, 9, 10)
+SLIDESPARSE_WGMMA(Fp8, "r", "f32.e4m3.e4m3", ", 1, 1", 16, 8, 8, 9, 10, 11, 12, 13, 14)
+SLIDESPARSE_WGMMA(Fp8, "r", "f32.e4m3.e4m3", ", 1, 1", 32, 16, 16, 17, 18, 19, 20, 21, 22)
+SLIDESPARSE_WGMMA(Fp8, "r", "f32.e4m3.e4m3", ", 1, 1", 64, 32, 32, 33, 34, 35, 36, 37, 38)
+SLIDESPARSE_WGMMA(Fp8, "r", "f32.e4m3.e4m3", ", 1, 1", 128, 64, 64, 65, 66, 67, 68, 69, 70)
+SLIDESPARSE_WGMMA(Fp8, "r", "f32.e4m3.e4m3", ", 1, 1", 256, 128, 128, 129, 130, 131, 132, 133, 134)
 
 #undef SLIDESPARSE_WGMMA
 // clang-format on
