@@ -8,6 +8,7 @@ have variables of these names.  Standard library only.
 ``USE_CUBLASLT=1``          the dense path through the same steps, the papers' baseline
 ``DISABLE_SLIDESPARSE=1``   the plugin does nothing: vLLM's own kernels
 ``SPARSITY=2_8`` / ``6:8``  the pattern; needed only when the checkpoint does not carry it
+``SPARSITY=dense``          any W8A8 checkpoint by the sparse path's kernels; blocks that are 2:4 gain more
 ``SLIDESPARSE_BACKEND``     of the sparse path: ``auto`` (default: the preferred one of the machine) or a name
 ``SLIDESPARSE_FUSE``        ``1`` or ``0``: norms and activations in one kernel with quantization, in compiled models
 ``SLIDESPARSE_PROFILE=1``   times of layers, printed when the process ends (`slidesparse.profiling`)
@@ -25,7 +26,7 @@ from dataclasses import dataclass
 from slidesparse import gemm
 from slidesparse.errors import SlideSparseError
 from slidesparse.gemm import DENSE, SPARSE
-from slidesparse.pattern import PatternError, SlidePattern
+from slidesparse.pattern import MixedPattern, PatternError, SlidePattern, parse_pattern
 
 USE_CUSPARSELT = "USE_CUSPARSELT"
 USE_CUBLASLT = "USE_CUBLASLT"
@@ -62,7 +63,7 @@ class Flags:
     """The choices that the environment makes."""
 
     path: str | None = None  # "sparse", "dense", or None: let the checkpoint decide
-    pattern: SlidePattern | None = None
+    pattern: SlidePattern | MixedPattern | None = None
     profile: bool = False
     backend: str | None = None  # of the sparse path, or None: the preferred one of the machine
     fuse: bool | None = None  # None: as the plugin does by default
@@ -80,7 +81,7 @@ class Flags:
         pattern = None
         if environ.get(SPARSITY):
             try:
-                pattern = SlidePattern.parse(environ[SPARSITY])
+                pattern = parse_pattern(environ[SPARSITY])
             except PatternError as error:
                 raise FlagError(f"environment variable {SPARSITY}: {error}") from error
         path = SPARSE if sparse else DENSE if dense else None

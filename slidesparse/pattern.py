@@ -28,6 +28,7 @@ BLOCK_ROWS, BLOCK_COLUMNS = 64, 128  # of the blocks of a mixed weight
 ZEROS = 2  # every pattern of the family prunes two weights of a block
 
 EXAMPLES = "2:4, 4:6, 6:8, 8:10, 10:12, 12:14, 14:16 (or 2_4, 2_6, 2_8, ...), and 2_inf"
+DENSE_WEIGHT = "dense"  # the spelling of a weight of which nothing is pruned
 MIXED_EXAMPLES = "2:4@33%, 2:4@50%, 2:4@67%"
 
 
@@ -145,21 +146,24 @@ class SlidePattern:
 class MixedPattern:
     """Blocks of `BLOCK_ROWS` out-features x `BLOCK_COLUMNS` in-features: a share is 2:4, the others keep all weights.
 
-    Nothing is slid.  Which blocks are 2:4 can be seen from their zeros, and is stored nowhere.
+    Nothing is slid.  Which blocks are 2:4 can be seen from their zeros, and is stored nowhere.  ``dense`` asks for no
+    zeros at all.
     """
 
-    share: Fraction  # of the blocks of a weight, those at its edges included; above 0, below 1
+    share: Fraction  # of the blocks of a weight, those at its edges included; from 0, below 1
 
     def __post_init__(self) -> None:
-        if not 0 < self.share < 1:
+        if not 0 <= self.share < 1:
             raise PatternError(
-                f"2:4 blocks make up more than 0% and less than 100% of a mixed weight, found {float(self.share):.4g}; "
-                f"use one of {MIXED_EXAMPLES}, 2:4, or dense"
+                f"less than 100% of the blocks of a mixed weight are 2:4, found {float(100 * self.share):.6g}%; "
+                f"use one of {MIXED_EXAMPLES}, 2:4, or {DENSE_WEIGHT}"
             )
 
     @classmethod
     def parse(cls, text: str) -> MixedPattern:
-        """Read ``"2:4@50%"``.  Raises PatternError."""
+        """Read ``"2:4@50%"`` or ``"dense"``.  Raises PatternError."""
+        if text.strip().lower() == DENSE_WEIGHT:
+            return cls(Fraction(0))
         match = re.fullmatch(r"\s*2[:_][24]@([0-9]{1,3}(?:\.[0-9]{1,6})?)%\s*", text)
         if not match:
             raise PatternError(
@@ -170,9 +174,16 @@ class MixedPattern:
     @property
     def ratio(self) -> str:
         """The spelling that `parse` reads, such as ``2:4@50%``."""
-        return f"2:4@{float(100 * self.share):.6g}%"
+        return f"2:4@{float(100 * self.share):.6g}%" if self.share else DENSE_WEIGHT
+
+    @property
+    def flag(self) -> str:
+        """The environment flag's spelling: the same."""
+        return self.ratio
 
     def __str__(self) -> str:
+        if not self.share:
+            return f"{DENSE_WEIGHT} (nothing pruned)"
         return f"{self.ratio} (2 of every 4 pruned in {float(100 * self.share):.6g}% of the blocks)"
 
     @property
@@ -188,7 +199,8 @@ class MixedPattern:
 
 def parse_pattern(text: str) -> SlidePattern | MixedPattern:
     """Read either kind of pattern.  Raises PatternError."""
-    return MixedPattern.parse(text) if "@" in text else SlidePattern.parse(text)
+    mixed = "@" in text or text.strip().lower() == DENSE_WEIGHT
+    return MixedPattern.parse(text) if mixed else SlidePattern.parse(text)
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,8 @@ from typing import Any
 
 from slidesparse.vllm_patch.resolve import Resolution
 
+from slidesparse.pattern import MixedPattern
+
 
 class Census:
     """The layers of one model in one process.  Layers settle while they load; the last one triggers the line."""
@@ -47,8 +49,11 @@ class Census:
         reasons = ", ".join(f"{n} {why}" for why, n in sorted(Counter(self.dense.values()).items()))
         dense = f"{len(self.dense)} dense" + (f" ({reasons})" if reasons else "")
         sparse = resolution.path == "sparse"
-        subject = str(resolution.slide_pattern) if sparse else "dense"
+        pattern = resolution.parsed_pattern
+        subject = str(pattern) if sparse else "dense"
         kind = "sparse" if sparse else "on the cuBLASLt path, not slid"
+        if sparse and isinstance(pattern, MixedPattern):
+            kind = "in blocks, dense or 2:4 as they are"
         patterns = Counter(self.sparse.values())
         if len(patterns) > 1:
             kind += f" ({', '.join(f'{n} at {pattern}' for pattern, n in sorted(patterns.items()))})"

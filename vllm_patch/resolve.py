@@ -26,7 +26,7 @@ from slidesparse.flags import (
     USE_CUSPARSELT,
     Flags,
 )
-from slidesparse.pattern import SlidePattern
+from slidesparse.pattern import MixedPattern, SlidePattern, parse_pattern
 
 
 class ResolveError(SlideSparseError, ValueError):
@@ -37,7 +37,7 @@ class ResolveError(SlideSparseError, ValueError):
 class Resolution:
     """How the layers of one model are served."""
 
-    pattern: str  # "6:8"
+    pattern: str  # "6:8", or "dense": blocks as they are
     path: str  # "sparse" or "dense"
     asked: bool  # whether a flag asks for the path
     backend: str  # a name of slidesparse.gemm.REGISTRY
@@ -49,9 +49,9 @@ class Resolution:
     fuse: bool  # whether to compute norms and activations together with quantization, in compiled models
 
     @property
-    def slide_pattern(self) -> SlidePattern:
+    def parsed_pattern(self) -> SlidePattern | MixedPattern:
         """The pattern, parsed."""
-        return SlidePattern.parse(self.pattern)
+        return parse_pattern(self.pattern)
 
     @classmethod
     def of_stamp(cls, stamp: Any) -> Resolution:
@@ -91,6 +91,11 @@ def resolve(quantization_config: Mapping[str, Any], flags: Flags, on_cuda: bool)
     from slidesparse.ops import ABI  # late: brings torch in
 
     backend, reason = _backend(path, on_cuda, flags.backend)
+    if isinstance(pattern, MixedPattern) and not gemm.get(backend).takes_dense:
+        raise ResolveError(
+            f"{SPARSITY}={pattern.flag} needs a backend that multiplies dense blocks, hopper (compute capability 9.0); "
+            f"here {backend} is chosen: {reason}. Unset {USE_CUSPARSELT} for vLLM's own kernels"
+        )
     fuses = gemm.get(backend).fuses and on_cuda and not compat.batch_invariant()
     return Resolution(
         pattern=pattern.ratio,
@@ -112,7 +117,9 @@ def stamp(resolution: Resolution, configs: Iterable[MutableMapping[str, Any]]) -
         config[STAMP] = asdict(resolution)
 
 
-def _pattern(metadata: Metadata | None, flags: Flags, path: str, structure: str) -> SlidePattern:
+def _pattern(
+    metadata: Metadata | None, flags: Flags, path: str, structure: str
+) -> SlidePattern | MixedPattern:
     """The pattern of the checkpoint's metadata, or of the flag, or of the ``structure`` that its format is for."""
     if metadata and flags.pattern and metadata.pattern != flags.pattern:
         raise ResolveError(
@@ -134,7 +141,8 @@ def _pattern(metadata: Metadata | None, flags: Flags, path: str, structure: str)
         )
     raise ResolveError(
         f"{asks} needs to know the sparsity pattern: this checkpoint does not carry one, so set "
-        f"{SPARSITY} (2_8 for 6:8), or convert it: slidesparse convert SRC OUT --sparsity 6:8{draft}"
+        f"{SPARSITY} (2_8 for 6:8; dense for a model that is not pruned), or convert it: slidesparse convert SRC OUT "
+        f"--sparsity 6:8{draft}"
     )
 
 

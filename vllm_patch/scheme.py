@@ -23,7 +23,7 @@ from slidesparse.checkpoint.metadata import LayerEntry
 from slidesparse.checkpoint.storage import CheckpointError
 from slidesparse.gemm import SPARSE
 from slidesparse.gemm.backend import HARDWARE, LayerSpec, require_output
-from slidesparse.pattern import PatternError
+from slidesparse.pattern import PatternError, SlidePattern
 from slidesparse.prune import prune
 from slidesparse.slide import is_slided
 
@@ -87,7 +87,7 @@ class SlideSparseScheme(CompressedTensorsScheme):
         self.name = name
         self.pruned_by_us = entry is not None
         self.in_features = entry.in_features if entry else None
-        self.pattern = entry.pattern if entry else config.resolution.slide_pattern
+        self.pattern = entry.pattern if entry else config.resolution.parsed_pattern
         self.slided = config.resolution.layout == "slided"
         self.backend = gemm.get(config.resolution.backend)
         # None until weights are loaded, where it is open until then
@@ -109,7 +109,8 @@ class SlideSparseScheme(CompressedTensorsScheme):
                 f"{self.name}: the metadata say {self.in_features} in-features, the model has {whole}; convert the "
                 "original model again"
             )
-        columns = self.pattern.layout(whole).slided if self.slided and self.pruned_by_us else whole
+        slid = self._slides if self.slided and self.pruned_by_us else None
+        columns = slid.layout(whole).slided if slid else whole
         self.arrivals = Arrivals(self.name, columns, len(kwargs["output_partition_sizes"]))
         kwargs["weight_loader"] = self.arrivals.watch(kwargs["weight_loader"], layer)
         layer.weight_loader = self.arrivals.watch(
@@ -128,8 +129,8 @@ class SlideSparseScheme(CompressedTensorsScheme):
         self.spec = LayerSpec(
             out_features=layer.weight.shape[0],
             in_features=shard,
-            pattern=self.pattern if self.config.resolution.path == SPARSE else None,
-            phase=self.pattern.shard_phase(rank * shard),
+            pattern=self._slides,
+            phase=self._slides.shard_phase(rank * shard) if self._slides else 0,
             dtype=layer.weight.dtype,
             out_dtype=dtype,
         )
@@ -145,6 +146,12 @@ class SlideSparseScheme(CompressedTensorsScheme):
                     data=slided, input_dim=1, output_dim=0, weight_loader=kwargs["weight_loader"]
                 ),
             )
+
+    @property
+    def _slides(self) -> SlidePattern | None:
+        """The pattern that the weight is slid for; None on the dense path, and for blocks that are as they are."""
+        sparse = self.config.resolution.path == SPARSE
+        return self.pattern if sparse and isinstance(self.pattern, SlidePattern) else None
 
     def _is_other_head(self, dtype: torch.dtype) -> bool:
         """Whether outputs are of a type that the backend does not write, in a model whose type is another.
@@ -177,7 +184,8 @@ class SlideSparseScheme(CompressedTensorsScheme):
 
     def _require_whole_blocks(self, shard: int, whole: int) -> None:
         """A slided row can be cut between blocks only; say which tensor-parallel sizes do so."""
-        length = self.pattern.length
+        assert self._slides is not None
+        length = self._slides.length
         if shard == whole or (length and whole % length == 0 and shard % length == 0):
             return
         sizes = [n for n in range(1, 65) if length and whole % length == 0 and (whole // length) % n == 0]
@@ -211,7 +219,11 @@ class SlideSparseScheme(CompressedTensorsScheme):
         weight = layer.weight.data
         if not self.dummy or self.spec.pattern is None:
             return weight
-        return prune(weight, HARDWARE) if self.slided else prune(weight, self.pattern, phase=self.spec.phase)
+        return (
+            prune(weight, HARDWARE)
+            if self.slided
+            else prune(weight, self.spec.pattern, phase=self.spec.phase)
+        )
 
     def _packed(self, weight: Tensor) -> Tensor | None:
         """[N, K] or [N, K'] as loaded -> as the backend wants it; None when the layer is not ours to refuse."""

@@ -51,6 +51,7 @@ class Backend(Protocol):
 
     name: str
     device_type: str  # "cuda" or "cpu": where it is chosen without being asked for
+    takes_dense: bool  # whether it serves weights without a pattern
     fuses: bool  # whether `linear` computes a producer together with the quantization
     threads: bool  # whether each step may run in new threads
     alignment: int  # quantized activations have a multiple of as many columns, the last ones zero

@@ -47,6 +47,7 @@ class CublasLt(CudaBackend):
 
     name = "cublaslt"
     sparse = False
+    takes_dense = True
     alignment = 16
     products = OUTPUTS
 

@@ -58,6 +58,7 @@ class CuSparseLt(CudaBackend):
     """
 
     name = "cusparselt"
+    takes_dense = False
     sparse = True
     alignment = 32  # of K in a sparse 8-bit product
     products = OUTPUTS

@@ -16,6 +16,7 @@ class Reference(TwoStep):
 
     name = "reference"
     device_type = "cpu"
+    takes_dense = True
     fuses = True
     threads = True
     alignment = 4

@@ -9,7 +9,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from strategies import NAMED
 
-from slidesparse.pattern import EXAMPLES, PatternError, SlideLayout, SlidePattern
+from slidesparse.pattern import (
+    EXAMPLES,
+    MixedPattern,
+    PatternError,
+    SlideLayout,
+    SlidePattern,
+    parse_pattern,
+)
 
 # name, flag, density, gamma, N/(N-1)
 FIGURES = [
@@ -129,3 +136,19 @@ def test_shard_phase_aligns_blocks_with_the_whole_row(n: int, start: int) -> Non
     assert 0 <= phase < 2 * n
     assert (start - phase) % (2 * n) == 0
     assert SlidePattern.parse("2_inf").shard_phase(start) == 0
+
+
+def test_mixed_patterns() -> None:
+    half = parse_pattern("2_4@50%")
+    assert isinstance(half, MixedPattern)
+    assert (half.ratio, half.flag, half.density) == ("2:4@50%", "2:4@50%", Fraction(3, 4))
+    assert str(half) == "2:4@50% (2 of every 4 pruned in 50% of the blocks)"
+    assert half.speedup_bound == Fraction(4, 3)
+    assert parse_pattern("2:4@33.3%") == MixedPattern(Fraction(333, 1000))
+    assert str(parse_pattern(" Dense ")) == "dense (nothing pruned)"
+    assert parse_pattern("6:8") == SlidePattern(8)
+    for text in ("6:8@50%", "2:4@50", "2:4@", "2:4@-1%", "2:4@5e1%"):
+        with pytest.raises(PatternError, match="is not a share of 2:4 blocks"):
+            parse_pattern(text)
+    with pytest.raises(PatternError, match="less than 100% .* found 100%"):
+        parse_pattern("2:4@100%")

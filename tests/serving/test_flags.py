@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -182,6 +183,20 @@ class TestResolve:
         made = resolve(_config(), Flags(path), on_cuda)
         assert made.backend == backend
         assert made.reason
+
+    def test_dense_weights_need_a_backend_that_takes_them(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        from slidesparse.vllm_patch.resolve import ResolveError, resolve
+
+        with_gpu(monkeypatch)
+        plain = {"quant_method": "compressed-tensors"}
+        flags = Flags.from_environment({"USE_CUSPARSELT": "1", "SPARSITY": "Dense"})
+        for on_cuda, backend in ((True, "hopper"), (False, "reference")):
+            made = resolve(plain, flags, on_cuda)
+            assert (made.pattern, made.backend, made.path) == ("dense", backend, "sparse")
+        with pytest.raises(ResolveError, match="SPARSITY=dense needs a backend .* here cusparselt is chosen"):
+            resolve(plain, replace(flags, backend="cusparselt"), True)
+        with pytest.raises(ResolveError, match=r"asks for dense \(nothing pruned\), .* pruned to 6:8"):
+            resolve(_config(), flags, True)
 
     def test_contradictions(self) -> None:
         from slidesparse.vllm_patch.resolve import ResolveError, resolve

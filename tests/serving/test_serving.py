@@ -138,6 +138,17 @@ def test_dense_path_of_the_papers(zygote: Zygote, store: Path) -> None:
         assert answer.tokens == expected.tokens
 
 
+def test_a_dense_model_by_our_kernels(zygote: Zygote, store: Path) -> None:
+    """Nothing is pruned and nothing refused; blocks are multiplied as they are."""
+    model = store / "qwen-not-pruned"
+    write_w8a8(QWEN, model, "int8")
+    answer = served(zygote, Request(str(model), env={"USE_CUSPARSELT": "1", "SPARSITY": "dense"}))
+    assert answer.summary.startswith(
+        "dense (nothing pruned): 8 layers in blocks, dense or 2:4 as they are, 1 dense ("
+    )
+    assert answer.tokens == stock(zygote, str(model)).tokens
+
+
 def test_flags_alone_make_an_ordinary_checkpoint_sparse(zygote: Zygote, store: Path) -> None:
     """Pruned weights without our metadata: the flags say the pattern, the loader checks it."""
     model = Path(checkpoint(store, QWEN, "6:8"))

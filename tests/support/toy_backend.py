@@ -16,6 +16,7 @@ class Toy(TwoStep):
     """Keeps windows transposed, and multiplies in float64."""
 
     name = "toy"
+    takes_dense = False
     device_type = "cpu"
     alignment = 32
     outputs = (torch.float32,)

@@ -71,6 +71,7 @@ class Hopper(CudaBackend):
     """See `slidesparse.gemm.backend.Tunable`."""
 
     name = "hopper"
+    takes_dense = True
     fuses = True
     threads = True
     sparse = True
