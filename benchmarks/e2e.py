@@ -35,6 +35,7 @@ TOKENS = {
     DECODE: (64, 128, 256, 512),
 }
 STOCK, OFF, CUBLASLT = "stock", "off", "cublaslt"
+BLOCKS = "dense"  # an unpruned checkpoint by the kernels that serve sparse ones
 # The systems that run a pattern: as the plugin does by default, by cuSPARSELt, and with norms and activations unfused.
 SPARSE, CUSPARSELT, UNFUSED = "sparse", "cusparselt", "unfused"
 SLIDED = (SPARSE, CUSPARSELT, UNFUSED)
@@ -43,6 +44,7 @@ SYSTEMS: dict[str, dict[str, str]] = {
     STOCK: {},
     OFF: {DISABLE: "1"},
     CUBLASLT: {USE_CUBLASLT: "1"},
+    BLOCKS: {USE_CUSPARSELT: "1", SPARSITY: "dense"},
     SPARSE: {USE_CUSPARSELT: "1"},
     CUSPARSELT: {USE_CUSPARSELT: "1", BACKEND: "cusparselt"},
     UNFUSED: {USE_CUSPARSELT: "1", FUSE: "0"},

@@ -23,6 +23,7 @@ from packaging.version import InvalidVersion, Version
 
 from benchmarks.conditions import cpu_conditions, gpu_conditions
 from benchmarks.e2e import (
+    BLOCKS,
     CUBLASLT,
     CUSPARSELT,
     DECODE,
@@ -39,7 +40,8 @@ from slidesparse.tune import machine
 from slidesparse.tune.measure import Deadline
 
 CONDITIONS = (*SAME, "cpu", "workload")  # that all rows of a table share
-OURS = (CUBLASLT, *SLIDED)  # systems whose layers the plugin runs
+KINDS = {CUBLASLT: "on the cuBLASLt", BLOCKS: "in blocks"}  # what the plugin says of dense systems
+OURS = (*KINDS, *SLIDED)  # systems whose layers the plugin runs
 LIBRARIES = {CUBLASLT: "cublaslt", CUSPARSELT: "cusparselt"}  # what a system needs on a GPU, if it names it
 RUN_SECONDS = 1800.0  # of one process: loading, compiling and capturing included
 END_SECONDS = 15  # between asking a process to end and making it
@@ -48,7 +50,7 @@ LAST_LINES, CAUSES = 8, 3
 # What the plugin says of the layers it took, and vLLM of the room for sequences.
 SERVED = re.compile(
     r"SlideSparse (?P<line>(?P<pattern>[^\s:]+(:\d+)?)( \([^)]*\))?: "
-    r"(?P<layers>\d+) layers (?P<kind>sparse|on the cuBLASLt).*)"
+    r"(?P<layers>\d+) layers (?P<kind>sparse|on the cuBLASLt|in blocks).*)"
 )
 ROOM = re.compile(r"KV cache size: ([\d,]+) tokens")
 ERROR = re.compile(r"\b\w+(?:Error|Exception): .*")
@@ -150,7 +152,7 @@ def check_log(run: Run, text: str) -> str:
             "the plugin did not count its layers in the log: it is not installed in the environment of the vllm "
             "command, or VLLM_LOGGING_LEVEL hides its line"
         )
-    kind, pattern = ("sparse", run.pattern) if run.system in SLIDED else ("on the cuBLASLt", said["pattern"])
+    kind, pattern = ("sparse", run.pattern) if run.system in SLIDED else (KINDS[run.system], said["pattern"])
     if (said["kind"], said["pattern"]) != (kind, pattern) or not int(said["layers"]):
         raise RunError(f"the plugin served {said['line']}, not {run.label}")
     return said["line"]

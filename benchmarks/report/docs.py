@@ -273,6 +273,24 @@ def efficiency() -> str:
     return table(("", *PATTERNS), rows, 1)
 
 
+def blocks() -> str:
+    """Whole layers of Qwen2.5-7B in INT8 over stock vLLM, by the share of their blocks that are 2:4."""
+    found = pd.read_csv(H200 / "blocks.csv").set_index(["layer", "dtype", "M", "provider", "pattern"])[
+        "p50_us"
+    ]
+    us = found.sort_index()["sum", "int8"].unstack(["provider", "pattern"])
+    shares = {
+        "dense": "dense",
+        "2:4@33%": "a third",
+        "2:4@50%": "a half",
+        "2:4@67%": "two thirds",
+        "2:4": "all",
+    }
+    ratios = {name: us["stock", "dense"] / us["hopper", pattern] for pattern, name in shares.items()}
+    rows = [(str(m), *(times(ratio[m]) for ratio in ratios.values())) for m in us.index]
+    return table(("tokens", *ratios), rows, 1)
+
+
 def bitnet() -> str:
     """What each pattern costs a ternary model, by method; and what of its codes is in the way."""
     found = pd.read_csv(ACCURACY / "bitnet.csv").set_index(["pattern", "method"])
@@ -290,7 +308,7 @@ def bitnet() -> str:
 TABLES: dict[str, Callable[[], str]] = {
     **{make.__name__: make for make in (gains, models, qwen, llama, fusion, step)},
     **{make.__name__: make for make in (layers, ranges, verdicts, products, heuristics, bandwidth)},
-    **{make.__name__: make for make in (reference, efficiency, bitnet)},
+    **{make.__name__: make for make in (reference, efficiency, bitnet, blocks)},
     "losses": lambda: accuracy.losses(ACCURACY / "protocol_a.csv"),
     "losses-256": lambda: accuracy.losses(ACCURACY / "protocol_a_256.csv"),
     "wanted": lambda: accuracy.wanted(ACCURACY / "protocol_a.csv"),
