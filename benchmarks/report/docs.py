@@ -291,6 +291,18 @@ def blocks() -> str:
     return table(("tokens", *ratios), rows, 1)
 
 
+def dense_models() -> str:
+    """The model whole, over vLLM with the plugin switched off: nothing pruned, and 6:8, in one run."""
+    found = pd.read_csv(H200 / "e2e_blocks.csv")
+    rates = found.pivot(index=["stage", "M", "round"], columns="system", values="tokens_per_s")
+    ratios = rates.div(rates["off"], axis=0).groupby(level=["stage", "M"]).median()
+    rows = [
+        (STEPS[stage].format(m), times(ratios["dense"][stage, m]), times(ratios["sparse"][stage, m]))
+        for stage, m in ratios.index
+    ]
+    return table(("", "not pruned", "6:8"), rows, 1)
+
+
 def bitnet() -> str:
     """What each pattern costs a ternary model, by method; and what of its codes is in the way."""
     found = pd.read_csv(ACCURACY / "bitnet.csv").set_index(["pattern", "method"])
@@ -308,7 +320,7 @@ def bitnet() -> str:
 TABLES: dict[str, Callable[[], str]] = {
     **{make.__name__: make for make in (gains, models, qwen, llama, fusion, step)},
     **{make.__name__: make for make in (layers, ranges, verdicts, products, heuristics, bandwidth)},
-    **{make.__name__: make for make in (reference, efficiency, bitnet, blocks)},
+    **{make.__name__: make for make in (reference, efficiency, bitnet, blocks, dense_models)},
     "losses": lambda: accuracy.losses(ACCURACY / "protocol_a.csv"),
     "losses-256": lambda: accuracy.losses(ACCURACY / "protocol_a_256.csv"),
     "wanted": lambda: accuracy.wanted(ACCURACY / "protocol_a.csv"),
