@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from contextlib import nullcontext
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from benchmarks.layout import WRONG, LayoutBench, product_of, products
 from benchmarks.linear import LinearBench
 from benchmarks.stock import Stock
 from slidesparse.gemm import tuned
+from slidesparse.gemm.hopper.format import dense_blocks
 from slidesparse.gemm.problem import LAYOUTS, TN, Layout, Problem
 from slidesparse.tune import machine, measure
 from slidesparse.tune.inputs import Inputs, Rotation
@@ -373,3 +375,13 @@ def test_convert(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     del found["allowed_bytes"]
     monkeypatch.setattr(conversion, "run", lambda *_: conversion.Result(**found))
     assert f"{found['rate']:.0f} MB/s" in CliRunner().invoke(app, ["convert"]).stdout
+
+
+@pytest.mark.parametrize(("share", "most"), [(Fraction(1, 2), 7), (Fraction(1, 3), 5)])
+def test_mixed_weights_have_their_share_of_blocks(share: Fraction, most: int) -> None:
+    """No strip of ten blocks is far from its share, so that all CTAs have as much to do."""
+    weight = linear._mix(lambda made: made, share)(torch.ones(640, 1280, dtype=torch.int8))
+    sparse = ~dense_blocks(weight)
+    assert int(sparse.sum()) == round(100 * share)
+    assert most - 4 <= int(sparse.sum(1).min()) <= int(sparse.sum(1).max()) <= most
+    assert weight.count_nonzero() == weight.numel() - int(sparse.sum()) * 64 * 128 // 2
