@@ -94,7 +94,7 @@ def _operators(
 
 
 def _mix(pack: Callable[[Tensor], Tensor], share: Fraction) -> Callable[[Tensor], Tensor]:
-    """What packs a weight after zeros were put into a share of its blocks, spread evenly over the strips."""
+    """Return a function that puts zeros into a share of a weight's blocks, evenly over the strips, and packs it."""
 
     def mixed(weight: Tensor) -> Tensor:
         n, k = weight.shape

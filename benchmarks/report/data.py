@@ -16,7 +16,7 @@ from typing import Any
 import pandas as pd
 
 from benchmarks.records import COUNTERS, E2E, TIMES, Format, RecordsError, read_conditions, read_rows
-from slidesparse.pattern import HARDWARE_LENGTH, HARDWARE_NONZEROS, SlidePattern
+from slidesparse.pattern import HARDWARE_LENGTH, HARDWARE_NONZEROS, MixedPattern, parse_pattern
 
 CUSPARSELT, CUBLASLT, STOCK, OFF = "cusparselt", "cublaslt", "stock", "off"
 DENSE, SUM, TWO_FOUR = "dense", "sum", "2:4"
@@ -96,12 +96,13 @@ def read(folder: Path, form: Format, name: str = "") -> Table:
 
 
 def _spelled(pattern: str) -> str:
-    return DENSE if pattern == DENSE else SlidePattern.parse(pattern).ratio
+    return parse_pattern(pattern).ratio
 
 
 def pattern_order(name: str) -> float:
-    """Sort key: dense, 2:4, 4:6, ..., 2_inf."""
-    return 0.0 if name == DENSE else float(SlidePattern.parse(name).length or math.inf)
+    """Sort key: dense, shares of 2:4 blocks, 2:4, 4:6, ..., 2_inf."""
+    parsed = parse_pattern(name)
+    return float(parsed.share if isinstance(parsed, MixedPattern) else parsed.length or math.inf)
 
 
 def dtype_order(name: str) -> tuple[int, str]:
@@ -143,7 +144,7 @@ class Section:
     @property
     def bounds(self) -> pd.Series:
         """N/(N-1) of each pattern, which sparse tensor cores of twice the dense rate set."""
-        return pd.Series({p: float(SlidePattern.parse(p).speedup_bound) for p in self.patterns}, dtype=float)
+        return pd.Series({p: float(parse_pattern(p).speedup_bound) for p in self.patterns}, dtype=float)
 
     def efficiency(self) -> pd.DataFrame:
         """Algorithmic efficiency (S_pattern / S_2:4) / R_theory, R_theory = density(2:4) / density(pattern).
@@ -175,10 +176,14 @@ def floor_us(dtype: str, pattern: str, m: int, n: int, k: int, copy: float, peak
     """
     size, slided, density, kept, metadata = ELEMENT_BYTES[dtype], k, 1.0, k, 0.0
     if pattern != DENSE:
-        parsed = SlidePattern.parse(pattern)
-        slided, density = parsed.layout(k).slided, float(parsed.density)
-        kept = slided * HARDWARE_NONZEROS // HARDWARE_LENGTH
-        metadata = n * kept * METADATA_BYTES
+        parsed = parse_pattern(pattern)
+        density = float(parsed.density)
+        if isinstance(parsed, MixedPattern):
+            kept, sparse = round(k * density), float(parsed.share) * k / 2
+        else:
+            slided = parsed.layout(k).slided
+            kept = sparse = slided * HARDWARE_NONZEROS // HARDWARE_LENGTH
+        metadata = n * sparse * METADATA_BYTES
     moved = (m * slided + n * kept) * size + metadata + m * n * RESULT_BYTES
     compute = 2 * m * n * k * density / (peak * 1e6) if peak else 0.0
     return max(compute, moved / (copy * 1e3))

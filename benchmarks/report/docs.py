@@ -304,7 +304,7 @@ def dense_models() -> str:
 
 
 def bitnet() -> str:
-    """What each pattern costs a ternary model, by method; and what of its codes is in the way."""
+    """Tell what each pattern costs a ternary model by each method, and how many of its codes are in the way."""
     found = pd.read_csv(ACCURACY / "bitnet.csv").set_index(["pattern", "method"])
     rows = []
     for pattern in found.index.unique("pattern").drop("dense"):

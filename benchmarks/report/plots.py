@@ -12,7 +12,7 @@ import pandas as pd
 from matplotlib.figure import Figure
 
 from benchmarks.report.data import Section, pattern_order
-from slidesparse.pattern import SlidePattern
+from slidesparse.pattern import parse_pattern
 
 PANEL = (5.0, 3.6)  # inches
 MOST_COLUMNS, MOST_PANELS = 3, 6  # of one file
@@ -105,7 +105,7 @@ def _bars(sections: Sequence[Section], m: int, over: str) -> Figure:
     for i, pattern in enumerate(patterns):
         values = speedups[pattern].reset_index(drop=True).dropna()
         left = values.index.to_numpy() - 0.4 + i * width
-        colour, bound = LOOKS.get(pattern, OTHER)[0], float(SlidePattern.parse(pattern).speedup_bound)
+        colour, bound = LOOKS.get(pattern, OTHER)[0], float(parse_pattern(pattern).speedup_bound)
         axes.bar(left, values, width * 0.9, align="edge", color=colour, label=pattern)
         axes.hlines([bound] * len(left), left, left + width * 0.9, color="#444444", linewidth=1.2)
     axes.axhline(1, color="#444444", linewidth=2)
