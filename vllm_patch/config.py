@@ -298,7 +298,9 @@ def watch_models_without_quantization() -> None:
     class Parser(HFConfigParser):  # type: ignore[misc]
         def parse(self, model: Any, *args: Any, **kwargs: Any) -> Any:
             found = super().parse(model, *args, **kwargs)
-            if not any(isinstance(form, dict) for form in _forms(None, found[1])):
+            # A config.json that names no architecture stands beside a tokenizer, which vLLM parses too.
+            is_model = bool(found[0].get("architectures"))
+            if is_model and not any(isinstance(form, dict) for form in _forms(None, found[1])):
                 _refuse_or_say(str(model))
             return found
 

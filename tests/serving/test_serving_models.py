@@ -5,6 +5,7 @@ is left out; and batches that must not change what comes out.  No engine is need
 from __future__ import annotations
 
 import copy
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -179,3 +180,21 @@ def test_norms_are_not_fused_where_batches_must_not_matter(monkeypatch: pytest.M
     assert not resolve(config(), Flags(backend="hopper"), on_cuda=True).fuse
     with pytest.raises(ResolveError, match="SLIDESPARSE_FUSE=1 computes norms in an order"):
         resolve(config(), Flags(backend="hopper", fuse=True), on_cuda=True)
+
+
+def test_a_config_beside_a_tokenizer_is_no_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM parses it as well, in its search for the tokenizer's class."""
+    from slidesparse.vllm_patch.config import watch_models_without_quantization
+    from slidesparse.vllm_patch.resolve import ResolveError
+    from vllm.transformers_utils import config as vllm_config
+
+    parsers: list[Any] = []
+    monkeypatch.setenv("USE_CUSPARSELT", "1")
+    monkeypatch.setattr(vllm_config, "register_config_parser", lambda name: parsers.append)
+    watch_models_without_quantization()
+    path = tmp_path / "config.json"
+    path.write_text('{"model_type": "gpt2"}')
+    assert parsers[0]().parse(str(tmp_path), trust_remote_code=False)[0]["model_type"] == "gpt2"
+    path.write_text('{"model_type": "gpt2", "architectures": ["GPT2LMHeadModel"]}')
+    with pytest.raises(ResolveError, match="USE_CUSPARSELT is set, but .* is not quantized"):
+        parsers[0]().parse(str(tmp_path), trust_remote_code=False)
