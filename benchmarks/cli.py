@@ -172,7 +172,10 @@ def linear(
     from slidesparse.tune.shapes import parse_choice
 
     dtypes = parse_choice("--dtype", dtype, machine.SERVED)
-    patterns, groups = patterns_of(pattern), model_groups(models_of(model, shapes), dtypes, tokens_of(m))
+    patterns, groups = (
+        patterns_of(pattern, mixed=True),
+        model_groups(models_of(model, shapes), dtypes, tokens_of(m)),
+    )
     gpu = machine.require_gpu()
     libraries, stock = libraries_of(gpu, library), _stock(vllm_library, no_stock)
     write_conditions(out / "linear.json", _facts(gpu, libraries, stock))

@@ -95,7 +95,7 @@ def _conditions(systems: Sequence[str]) -> dict[str, Any]:
         return cpu_conditions()
     found = machine.require_libraries(gpu, [LIBRARIES[name] for name in systems if name in LIBRARIES])
     names = {library.name for library in found}
-    if set(systems) & set(SLIDED):  # the plugin takes what it finds
+    if set(systems) & {BLOCKS, *SLIDED}:  # the plugin takes what it finds
         found += [one for one in machine.usable_libraries(gpu)[0] if one.sparse and one.name not in names]
     return gpu_conditions(gpu, found)
 

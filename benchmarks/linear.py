@@ -22,8 +22,9 @@ from benchmarks.stock import Stock
 from benchmarks.timing import exact
 from slidesparse import ops
 from slidesparse.gemm.backend import HARDWARE, LayerSpec, Tunable
+from slidesparse.gemm.hopper.format import BLOCK, STRIP
 from slidesparse.gemm.problem import DTYPES
-from slidesparse.pattern import BLOCK_COLUMNS, BLOCK_ROWS, MixedPattern, SlidePattern, parse_pattern
+from slidesparse.pattern import SlidePattern, parse_pattern
 from slidesparse.tune.measure import Launch
 from slidesparse.tune.session import Session, free
 from slidesparse.tune.shapes import Layer
@@ -53,29 +54,23 @@ class Provider:
 def providers(
     layer: Layer, dtype: str, patterns: Sequence[str], libraries: Sequence[Tunable], stock: Stock | None
 ) -> list[Provider]:
-    """vLLM first, then the dense library, then the sparse one at each pattern."""
+    """vLLM first, then each library: dense weights if it takes them, and each pattern if it is sparse."""
     found = []
     if stock and not (layer.n % STOCK_ALIGNMENT or layer.k % STOCK_ALIGNMENT):
         found.append(Provider("stock", DENSE, False, lambda weight: weight, stock.linear, layer.k))
     for library in libraries:
-        if not library.sparse:
-            call, pack = _operators(library, layer, dtype, None)
-            found.append(Provider(library.name, DENSE, False, pack, call, layer.k))
-            continue
-        if library.name == "hopper":
-            call, pack = _operators(library, layer, dtype, None)
-            found.append(Provider(library.name, DENSE, False, pack, call, layer.k))
-        for pattern in patterns:
+        wanted = [DENSE] if library.takes_dense else []
+        wanted += [pattern for pattern in patterns if library.sparse and pattern != DENSE]
+        for pattern in wanted:
             parsed = parse_pattern(pattern)
-            if isinstance(parsed, MixedPattern):
-                if library.name == "hopper":
-                    call, pack = _operators(library, layer, dtype, None)
-                    found.append(
-                        Provider(library.name, pattern, False, _mix(pack, parsed.share), call, layer.k)
-                    )
-                continue
-            call, pack = _operators(library, layer, dtype, parsed)
-            found.append(Provider(library.name, pattern, True, pack, call, parsed.layout(layer.k).slided))
+            if isinstance(parsed, SlidePattern):
+                call, pack = _operators(library, layer, dtype, parsed)
+                columns = parsed.layout(layer.k).slided
+                found.append(Provider(library.name, pattern, True, pack, call, columns))
+            elif library.takes_dense:
+                call, pack = _operators(library, layer, dtype, None)
+                pack = _mix(pack, parsed.share) if parsed.share else pack
+                found.append(Provider(library.name, pattern, False, pack, call, layer.k))
     return found
 
 
@@ -98,11 +93,11 @@ def _mix(pack: Callable[[Tensor], Tensor], share: Fraction) -> Callable[[Tensor]
 
     def mixed(weight: Tensor) -> Tensor:
         n, k = weight.shape
-        shape = -(-n // BLOCK_ROWS), -(-k // BLOCK_COLUMNS)
+        shape = -(-n // STRIP), -(-k // BLOCK)
         number = torch.arange(shape[0] * shape[1], device=weight.device).view(shape)
         order = (number * 0.6180339887).frac().view(-1).argsort().argsort().view(shape)
-        sparse = (order < round(float(share) * order.numel())).repeat_interleave(BLOCK_ROWS, 0)[:n]
-        sparse = sparse.repeat_interleave(BLOCK_COLUMNS, 1)[:, :k]
+        sparse = (order < round(float(share) * order.numel())).repeat_interleave(STRIP, 0)[:n]
+        sparse = sparse.repeat_interleave(BLOCK, 1)[:, :k]
         zeros = sparse & (torch.arange(k, device=weight.device) % 4 > 1)
         return pack(weight.view(torch.int8).masked_fill(zeros, 0).view(weight.dtype))
 

@@ -26,7 +26,7 @@ from dataclasses import dataclass
 from slidesparse import gemm
 from slidesparse.errors import SlideSparseError
 from slidesparse.gemm import DENSE, SPARSE
-from slidesparse.pattern import MixedPattern, PatternError, SlidePattern, parse_pattern
+from slidesparse.pattern import DENSE_WEIGHT, MixedPattern, PatternError, SlidePattern, parse_pattern
 
 USE_CUSPARSELT = "USE_CUSPARSELT"
 USE_CUBLASLT = "USE_CUBLASLT"
@@ -82,6 +82,11 @@ class Flags:
         if environ.get(SPARSITY):
             try:
                 pattern = parse_pattern(environ[SPARSITY])
+                if isinstance(pattern, MixedPattern) and pattern.share:
+                    raise PatternError(
+                        f"{pattern.ratio} asks for what the weights decide: blocks are 2:4 where their zeros allow it; "
+                        f"set {SPARSITY}={DENSE_WEIGHT}"
+                    )
             except PatternError as error:
                 raise FlagError(f"environment variable {SPARSITY}: {error}") from error
         path = SPARSE if sparse else DENSE if dense else None

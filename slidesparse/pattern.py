@@ -24,7 +24,6 @@ from slidesparse.errors import SlideSparseError, shown
 HARDWARE_NONZEROS, HARDWARE_LENGTH = 2, 4  # 2:4, which sparse tensor cores execute
 STRIDE = HARDWARE_LENGTH - HARDWARE_NONZEROS
 MOST_LENGTH = 4096  # of a block: beyond, gamma is 2 to within 0.1%
-BLOCK_ROWS, BLOCK_COLUMNS = 64, 128  # of the blocks of a mixed weight
 ZEROS = 2  # every pattern of the family prunes two weights of a block
 
 EXAMPLES = "2:4, 4:6, 6:8, 8:10, 10:12, 12:14, 14:16 (or 2_4, 2_6, 2_8, ...), and 2_inf"
@@ -144,7 +143,7 @@ class SlidePattern:
 
 @dataclass(frozen=True)
 class MixedPattern:
-    """Blocks of `BLOCK_ROWS` out-features x `BLOCK_COLUMNS` in-features: a share is 2:4, the others keep all weights.
+    """Blocks of 64 out-features x 128 in-features: a share of them is 2:4, the others keep all weights.
 
     Nothing is slid.  Which blocks are 2:4 can be seen from their zeros, and is stored nowhere.  ``dense`` asks for no
     zeros at all.

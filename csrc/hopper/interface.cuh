@@ -101,8 +101,11 @@ SLIDESPARSE_EXPORT std::int64_t slidesparse_hopper_scratch_bytes(const Slidespar
 //               `residual_stride` elements apart, and total [m, k], all of x's type; null where
 //               the prologue has none
 //   q, scale_x  codes [m, columns] at a multiple of 16 bytes, and float32 [m]
-//   weight      of `weight_bytes`, as slidesparse_hopper_pack wrote it, before the kernel in front
-//   began scale_w     float32 [n] bias        [n] of bias_type out         [m, n] of BF16 or FP16
+//   weight      as slidesparse_hopper_pack wrote it, before the kernel in front began;
+//               `weight_bytes` tell a mixed one from others
+//   scale_w     float32 [n]
+//   bias        [n] of bias_type
+//   out         [m, n] of BF16 or FP16
 //   scratch     at a multiple of 128 bytes
 
 // Quantizes and lifts x.

@@ -438,8 +438,8 @@ class WideConsumer : Consumer {
   __device__ __forceinline__ void Step(const Block& now, Block& then, int& i, int count,
                                        bool accumulate, std::uint32_t (&sums)[kTokens / 2]) {
     const std::uint32_t stage = ring_ + next_.stage * kStageBytes;
-    if (kMixed &&
-        now.dense) {  // fence and commit in both branches, or ptxas puts a wait behind each wgmma
+    // Fence and commit are in both branches: otherwise ptxas puts a wait behind each wgmma.
+    if (kMixed && now.dense) {
       WgmmaFence();
 #pragma unroll
       for (int wgmma = 0; wgmma < kDenseWgmmas; ++wgmma) {

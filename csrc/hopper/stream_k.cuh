@@ -25,8 +25,8 @@ namespace slidesparse::hopper {
 
 constexpr int kPartialsAtOnce = 2;  // of 8 tokens each, for which there are registers
 
-// Tokens whose outputs are staged at a time.  Each time takes two barriers: with 256 tokens fewer
-// of them are worth a stage of the ring.
+// Tokens whose outputs are staged at a time.  Each time takes a barrier: with 256 tokens fewer
+// barriers are worth a stage of the ring.
 constexpr int StagedTokens(int tokens) { return tokens > 128 ? 64 : tokens > 64 ? 32 : tokens; }
 
 template <int kStrips, int kTokens>

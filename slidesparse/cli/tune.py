@@ -107,10 +107,10 @@ def tokens_of(text: str | None) -> tuple[int, ...]:
     return TOKENS if text is None else parse_tokens(text)
 
 
-def patterns_of(text: str | None) -> tuple[str, ...]:
+def patterns_of(text: str | None, mixed: bool = False) -> tuple[str, ...]:
     from slidesparse.tune.shapes import PATTERNS, parse_patterns
 
-    return PATTERNS if text is None else parse_patterns(text)
+    return PATTERNS if text is None else parse_patterns(text, mixed)
 
 
 def models_of(names: str | None, shapes: str | None) -> list[tuple[str, tuple[Layer, ...]]]:

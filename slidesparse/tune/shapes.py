@@ -129,9 +129,10 @@ def parse_tokens(text: str) -> tuple[int, ...]:
     return tokens
 
 
-def parse_patterns(text: str) -> tuple[str, ...]:
-    """``"6:8,2_10,2:4@50%"`` -> ("6:8", "8:10", "2:4@50%").  Raises PatternError."""
-    return tuple(parse_pattern(word).ratio for word in split(text))
+def parse_patterns(text: str, mixed: bool = False) -> tuple[str, ...]:
+    """``"6:8,2_10"`` -> ("6:8", "8:10"); if ``mixed`` also ``"2:4@50%"``.  Raises PatternError."""
+    parse = parse_pattern if mixed else SlidePattern.parse
+    return tuple(parse(word).ratio for word in split(text))
 
 
 def parse_choice(option: str, text: str, allowed: tuple[str, ...]) -> tuple[str, ...]:

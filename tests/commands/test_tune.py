@@ -17,6 +17,7 @@ from slidesparse import gemm
 from slidesparse.cli.main import app
 from slidesparse.gemm import tuned
 from slidesparse.gemm.problem import DTYPES, LibraryError, Problem
+from slidesparse.pattern import PatternError
 from slidesparse.slide import is_two_four, nonzero
 from slidesparse.tune import machine, measure, shapes
 from slidesparse.tune.inputs import Inputs
@@ -315,6 +316,9 @@ def test_shapes_and_token_counts_as_text() -> None:
     )
     assert shapes.parse_tokens("64,1") == (64, 1)
     assert shapes.parse_patterns("6:8,2_10,2_inf") == ("6:8", "8:10", "2_inf")
+    assert shapes.parse_patterns("2_8,2:4@50%", mixed=True) == ("6:8", "2:4@50%")
+    with pytest.raises(PatternError, match="'2:4@50%' is not a pattern"):
+        shapes.parse_patterns("2:4@50%")
     for text in ("", "64", "64x0", "axb", "64x64x64"):
         with pytest.raises(ShapeError):
             shapes.parse_shapes(text)

@@ -195,6 +195,10 @@ class TestResolve:
             assert (made.pattern, made.backend, made.path) == ("dense", backend, "sparse")
         with pytest.raises(ResolveError, match="SPARSITY=dense needs a backend .* here cusparselt is chosen"):
             resolve(plain, replace(flags, backend="cusparselt"), True)
+        with pytest.raises(
+            FlagError, match=r"2:4@50% asks for what the weights decide: .* set SPARSITY=dense"
+        ):
+            Flags.from_environment({"SPARSITY": "2:4@50%"})
         with pytest.raises(ResolveError, match=r"asks for dense \(nothing pruned\), .* pruned to 6:8"):
             resolve(_config(), flags, True)
 

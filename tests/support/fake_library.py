@@ -83,6 +83,11 @@ class FakeLibrary:
     named: dict[Layout, list[str]] = field(default_factory=dict)
     splits: bool = True
 
+    @property
+    def takes_dense(self) -> bool:
+        """Whether it serves weights without a pattern: of these two kinds one does."""
+        return not self.sparse
+
     def version(self) -> str:
         return "1.2.3"
 

@@ -107,7 +107,7 @@ def dense_blocks(weight: Tensor) -> Tensor:
         nonzero = torch.nn.functional.pad(
             nonzero, (0, blocks_of(k) * BLOCK - k, 0, strips * STRIP - rows.shape[0])
         )
-        counts = nonzero.view(strips, STRIP, blocks_of(k), BLOCK // 4, 4).sum(-1, dtype=torch.uint8)
+        counts = nonzero.reshape(strips, STRIP, blocks_of(k), BLOCK // 4, 4).sum(-1, dtype=torch.uint8)
         dense.append((counts > 2).any(3).any(1))
     return torch.cat(dense) if dense else weight.new_zeros(0, blocks_of(k), dtype=torch.bool)
 
