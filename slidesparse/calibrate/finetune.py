@@ -214,7 +214,7 @@ def _trainable(
     gone = {name + WEIGHT for name in without}
     copy.weights = {name: w.clone() for name, w in block.weights.items() if name not in gone}
     if dtype is not None:
-        copy.read = _Rounded(dtype, quantized)
+        copy.read = Rounded(dtype, quantized)
     copy.attend = attend
     return copy
 
@@ -258,7 +258,7 @@ def _round(x: Tensor, dtype: torch.dtype) -> Tensor:
     return found
 
 
-class _Rounded:
+class Rounded:
     """Round the inputs of quantized layers; once for successive layers that read the same tensor."""
 
     def __init__(self, dtype: torch.dtype, quantized: Collection[str]) -> None:

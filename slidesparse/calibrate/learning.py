@@ -28,10 +28,10 @@ from torch import Tensor
 
 from slidesparse.calibrate.finetune import attend
 from slidesparse.calibrate.inputs import HiddenStates, gather, place
-from slidesparse.calibrate.models import Block, Scores, fast_products
+from slidesparse.calibrate.models import HEAD, Block, Scores, fast_products
 from slidesparse.calibrate.pipeline import Position, counter, walk
 from slidesparse.calibrate.resume import GAIN, ROTATION, WorkFolder, work_folder
-from slidesparse.calibrate.rotation import HEAD, RotatedReader, Rotation
+from slidesparse.calibrate.rotation import RotatedReader, Rotation
 from slidesparse.calibrate.task import Progress, Task
 from slidesparse.checkpoint.architectures import WEIGHT
 from slidesparse.checkpoint.storage import Reader

@@ -57,6 +57,7 @@ AROUND = (
     "pre_feedforward_layernorm",
     "post_feedforward_layernorm",
 )
+HEAD = "lm_head.weight"  # where it is not the embedding
 QUERY_KEY_NORMS = ("self_attn.q_norm", "self_attn.k_norm")
 
 
@@ -219,6 +220,24 @@ class LayeredModel:
             return F.embedding(torch.searchsorted(words, ids.to(device)), table).float() * factor
 
         return embed if self.is_decoder else self._with_positions(reader, embed, device)
+
+    def logits(self, reader: Reader, device: torch.device) -> Callable[[Tensor], Tensor]:
+        """Return a function from what the last block of a decoder gives, [tokens, hidden], to logits in float32."""
+        config, sizes = self.checkpoint.config, self.sizes[-1]
+        norm, head = f"{self.root}norm.weight", HEAD
+        if head not in self.checkpoint.tensors:
+            head = f"{self.root}embed_tokens.weight"
+        spec = self.checkpoint.require(head)
+        table = torch.cat([reader.rows(head, rows).to(device).float() for rows in spec.chunks()])
+        self.checkpoint.require(norm)
+        weight = reader.whole(norm).to(device).float() + sizes.decoder.norm_offset
+        scale, cap = float(config.get("logits_scaling") or 1.0), config.get("final_logit_softcapping")
+
+        def logits(x: Tensor) -> Tensor:
+            found = F.linear(rms_norm(x, weight, sizes.eps), table) / scale
+            return torch.tanh(found / cap) * cap if cap else found
+
+        return logits
 
     def _with_positions(
         self, reader: Reader, words: Callable[[Tensor], Tensor], device: torch.device

@@ -31,13 +31,12 @@ from slidesparse.calibrate.inputs import (
     output_error,
 )
 from slidesparse.calibrate.models import Block
-from slidesparse.calibrate.resume import RANKING, WorkFolder
+from slidesparse.calibrate.resume import WorkFolder
 from slidesparse.calibrate.samples import Samples
 from slidesparse.calibrate.task import Progress, Task
 from slidesparse.checkpoint.architectures import SCALE, WEIGHT
 from slidesparse.checkpoint.storage import DTYPES, Reader
 from slidesparse.errors import CalibrationError
-from slidesparse.methods.wanda import wanda
 from slidesparse.quantize import NAMES, dequantize_rows, quantize_rows
 from slidesparse.slide import obeys
 
@@ -79,37 +78,12 @@ def calibrate(task: Task, reader: Reader, work: WorkFolder, progress: Progress |
     report = counter(task, "pruning", progress)
     with walk(task, reader, work.folder, task.streams) as positions:
         for at in positions:
-            _quantize_skipped(at)
+            quantize_skipped(at)
             if work.has(at.number):
-                _restore(at, work)
+                restore(at, work)
             else:
                 work.save(at.number, *_prune_block(at))
             report(at.number)
-
-
-@torch.inference_mode()
-def rank(task: Task, reader: Reader, work: WorkFolder, progress: Progress | None = None) -> dict[str, float]:
-    """Return the relative output error that each layer of ``task`` would have, pruned by Wanda in the dense model.
-
-    That is a cheap guess, without factorizations, at which layers cost most.  It is kept in ``work``.
-    """
-    kept = work.read_json(RANKING)
-    if kept is not None:
-        return {str(name): float(error) for name, error in kept.items()}
-    found: dict[str, float] = {}
-    report = counter(task, "ranking", progress)
-    with walk(task, reader, work.folder, 1) as positions:
-        for at in positions:
-            for stage in range(len(at.block.stages)):
-                if not (weights := at.to_prune(stage)):
-                    continue
-                h = gather(at.inputs, stage)[0].matrix
-                for name, w in weights.items():
-                    full = at.full(name)
-                    found[full] = output_error(w, wanda(w, h, task.layers[full]), h)
-            report(at.number)
-    work.write_json(RANKING, found)
-    return found
 
 
 @torch.inference_mode()
@@ -331,7 +305,7 @@ def _finetune(at: Position, weights: Mapping[str, Tensor], dtype: torch.dtype | 
     return finetune(at.inputs, at.dense.states, pruned, {*weights, *skipped}, dtype, task.epochs)
 
 
-def _quantize_skipped(at: Position) -> None:
+def quantize_skipped(at: Position) -> None:
     """Put what will be served in place of the layers of a block that are quantized and not pruned."""
     for name in (name for stage in at.block.stages for name in stage):
         if at.full(name) in at.task.skipped:
@@ -359,7 +333,7 @@ def _serve(at: Position, name: str, w: Tensor, tensors: dict[str, Tensor]) -> Te
     return served
 
 
-def _restore(at: Position, work: WorkFolder) -> None:
+def restore(at: Position, work: WorkFolder) -> None:
     """Put the finished layers of a block in place of the source's."""
     with (found := work.tensors()).reader() as reader:
         for name in (name for stage in at.block.stages for name in stage):

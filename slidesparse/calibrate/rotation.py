@@ -22,12 +22,11 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from slidesparse.calibrate.models import LayeredModel
+from slidesparse.calibrate.models import HEAD, LayeredModel
 from slidesparse.checkpoint.architectures import architecture_of
 from slidesparse.checkpoint.storage import Checkpoint, Reader
 
 KINDS = ("Llama", "Mistral", "Qwen2", "Qwen3")
-HEAD = "lm_head.weight"
 # Each tensor that a model of KINDS may have: another could read the residual stream as it was
 _TENSOR = re.compile(
     r"lm_head\.weight|(?:model\.)?(?:rotary_emb\.inv_freq|(?:embed_tokens|norm)\.weight|layers\.(\d+)\."

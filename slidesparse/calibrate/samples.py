@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
 
@@ -18,6 +18,7 @@ from slidesparse.errors import CalibrationError
 
 RANDOM = "random"
 SAMPLES, SEQLEN = 128, 2048
+HELD_BACK = 8
 KINDS = "FILE.jsonl (a text a line), FILE.npy (token ids), or the word random"
 
 
@@ -38,6 +39,18 @@ class Samples:
     def words(self) -> str:
         """A summary, such as ``calib.jsonl, 128 samples, 262144 tokens``."""
         return f"{self.origin}, {len(self.ids)} samples, {self.tokens} tokens"
+
+    def split(self) -> tuple[Samples, Samples]:
+        """Return the samples without one in HELD_BACK, and these.  CalibrationError for a single sample."""
+        if len(self.ids) < 2:
+            raise CalibrationError(
+                "a budget needs two samples at least, one of them to judge the pruned model by; give more text, or a "
+                "smaller --seqlen"
+            )
+        held = set(range(min(HELD_BACK, len(self.ids)) - 1, len(self.ids), HELD_BACK))
+        parts = (tuple(x for i, x in enumerate(self.ids) if (i in held) is which) for which in (False, True))
+        rest, held_back = (replace(self, ids=ids) for ids in parts)
+        return rest, held_back
 
     @property
     def digest(self) -> str:

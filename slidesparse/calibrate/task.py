@@ -89,6 +89,9 @@ class Task:
     quant: str
     device: torch.device
     calibration: Calibration
+    held_back: Samples | None = (
+        None  # samples that nothing is chosen by, to judge the model by; with a budget
+    )
 
     @property
     def pruner(self) -> Method:
@@ -149,8 +152,12 @@ def prepare(
     quant: str,
     seed: int,
     calibration: Calibration,
+    hold_back: bool = False,
 ) -> Task:
     """Read the model's config and the data; writes nothing.  The arguments are those of `Task`.
+
+    Args:
+        hold_back: whether some samples are held back, to judge the model by.
 
     Raises CalibrationError for a model that cannot be run or lacks one of the ``layers``, and what
     `slidesparse.calibrate.samples.load_samples` raises.
@@ -169,7 +176,8 @@ def prepare(
         )
     samples = load_samples(calibration.data, model, calibration.samples, calibration.seqlen, seed)
     device = _device(calibration.device)
-    return Task(model, layers, frozenset(skipped), samples, method, quant, device, calibration)
+    samples, held_back = samples.split() if hold_back else (samples, None)
+    return Task(model, layers, frozenset(skipped), samples, method, quant, device, calibration, held_back)
 
 
 def _device(name: str) -> torch.device:

@@ -5,19 +5,24 @@ from __future__ import annotations
 import json
 import shlex
 from collections import Counter, defaultdict
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.markup import escape
+from rich.table import Table
 
 from slidesparse import methods
 from slidesparse.cli.console import byte_progress, err, out
+from slidesparse.convert.times import DEFAULT_GPU, DEFAULT_TOKENS
 from slidesparse.errors import SlideSparseError
 from slidesparse.pattern import SlidePattern
 
 if TYPE_CHECKING:
     from slidesparse.calibrate.task import Calibration
+    from slidesparse.convert.budget import Budget, Choice
+    from slidesparse.convert.choose import Outcome
     from slidesparse.convert.report import Report
 
 # `slidesparse.calibrate.models` has them, with torch, which --help need not load
@@ -25,6 +30,7 @@ CALIBRATED = (
     "Llama, Mistral, Qwen2, Qwen3, Gemma2, Gemma3, Phi3, Granite, BitNet, Olmo2, Bert, Roberta, XLMRoberta"
 )
 MOST_NAMES = 3  # of layers, in a summary
+FRONTIER_ROWS = 8  # of the table of what can be had for which loss
 MOST_WORST = 5  # of layers, ranked by what pruning costs
 WITHOUT_CALIBRATION = (
     "pruned by magnitude, without calibration data, which costs much of the accuracy that the pattern could keep; "
@@ -52,8 +58,42 @@ def convert(
     ],
     target: Annotated[Path, typer.Argument(help="The folder to make.", metavar="OUT")],
     sparsity: Annotated[
-        str, typer.Option("--sparsity", "-s", help="The pattern: 6:8, or 2_8, which is the same.")
-    ],
+        str | None, typer.Option("--sparsity", "-s", help="The pattern: 6:8, or 2_8, which is the same.")
+    ] = None,
+    max_loss: Annotated[
+        str | None,
+        typer.Option(
+            help="Instead of a pattern: choose one for each layer, so that the model is fastest and loses at most so "
+            "much, of perplexity, or encoders of the cosine of their embeddings. With --calib.",
+            metavar="PERCENT",
+        ),
+    ] = None,
+    min_speedup: Annotated[
+        float | None,
+        typer.Option(
+            help="Instead of a pattern: lose as little as can be for so many times the speed of dense linear layers "
+            "in vLLM, such as 1.15.",
+            metavar="X",
+        ),
+    ] = None,
+    zeros: Annotated[
+        str | None,
+        typer.Option(
+            help="Instead of a pattern: lose as little as can be with so many of the weights zero.",
+            metavar="PERCENT",
+        ),
+    ] = None,
+    tokens: Annotated[
+        str | None,
+        typer.Option(
+            help=f"For --max-loss and --min-speedup: tokens of the steps whose times count; by default "
+            f"{','.join(map(str, DEFAULT_TOKENS))}: decode with as many sequences, and prefill.",
+            metavar="N,N",
+        ),
+    ] = None,
+    gpu: Annotated[
+        str | None, typer.Option(help=f"Whose times of layers count; by default {DEFAULT_GPU}.")
+    ] = None,
     quant: Annotated[
         str | None, typer.Option(help="int8 or fp8; by default int8, or what a W8A8 source has.")
     ] = None,
@@ -130,13 +170,6 @@ def convert(
             metavar="REGEX",
         ),
     ] = None,
-    skip_worst: Annotated[
-        str | None,
-        typer.Option(
-            help="Skip also so many of the layers, those that pruning costs most, such as 5%.",
-            metavar="PERCENT",
-        ),
-    ] = None,
     ignore: Annotated[
         list[str] | None,
         typer.Option(
@@ -158,15 +191,17 @@ def convert(
         typer.Option("--dry-run", help="Check everything and say what would be done; write nothing."),
     ] = False,
 ) -> None:
-    """Prune a model to a pattern and write it as a W8A8 checkpoint."""
-    pattern = SlidePattern.parse(sparsity)
+    """Prune a model to a pattern, or to a budget, and write it as a W8A8 checkpoint."""
     from slidesparse.checkpoint.hub import local_folder
-    from slidesparse.convert.options import ConvertOptions, parse_layer_pattern, parse_share
+    from slidesparse.convert.options import ConvertOptions, parse_layer_pattern
     from slidesparse.convert.stream import convert as run
 
     data = {"samples": samples, "seqlen": seqlen, "device": device, "resume": resume or None}
     data["rotate"] = rotate or None
     training = {"sweeps": sweeps, "target": target_of, "finetune": finetune}
+    pattern, budget = _wanted(
+        sparsity, {"--max-loss": max_loss, "--min-speedup": min_speedup, "--zeros": zeros}, tokens, gpu
+    )
     options = ConvertOptions(
         pattern=pattern,
         quant=quant,
@@ -176,8 +211,8 @@ def convert(
         linear=linear,
         ignore=tuple(ignore or ()),
         skip=tuple(skip or ()),
-        skip_worst=0.0 if skip_worst is None else parse_share(skip_worst),
         layer_patterns=tuple(map(parse_layer_pattern, layer or ())),
+        budget=budget,
         calibration=_calibration(calib, method, data, training),
         check=report is not None,
     )
@@ -188,6 +223,41 @@ def convert(
         report.write_text(json.dumps(done.to_json(), indent=2) + "\n")
     _warn(done)
     _summarize(done, dry_run)
+
+
+def _wanted(
+    sparsity: str | None, goals: Mapping[str, str | float | None], tokens: str | None, gpu: str | None
+) -> tuple[SlidePattern, Budget | None]:
+    """Return the pattern asked for, or the budget and the pattern that a rotation is learned for."""
+    from slidesparse.convert.budget import MIDDLE, Budget, parse_percent, parse_tokens
+
+    given = [name for name, value in {"--sparsity": sparsity, **goals}.items() if value is not None]
+    if len(given) != 1:
+        raise SlideSparseError(
+            f"found {' and '.join(given) or 'neither a pattern nor a budget'}; give one of --sparsity, such as 6:8, "
+            f"{', '.join(goals)}"
+        )
+    idle = [name for name, value in {"--tokens": tokens, "--gpu": gpu}.items() if value is not None]
+    if idle and given[0] in ("--sparsity", "--zeros"):
+        raise SlideSparseError(
+            f"{' and '.join(idle)} would do nothing: {given[0]} does not ask for time; leave {idle[0]} out, or give "
+            "--max-loss or --min-speedup"
+        )
+    if sparsity is not None:
+        return SlidePattern.parse(sparsity), None
+    percents = {
+        option: parse_percent(option, str(goals[option]))
+        for option in ("--max-loss", "--zeros")
+        if goals[option] is not None
+    }
+    speedup = goals["--min-speedup"]
+    return MIDDLE, Budget(
+        percents.get("--max-loss"),
+        None if speedup is None else float(speedup),
+        percents.get("--zeros"),
+        DEFAULT_TOKENS if tokens is None else parse_tokens(tokens),
+        DEFAULT_GPU if gpu is None else gpu,
+    )
 
 
 def _calibration(
@@ -243,13 +313,23 @@ def _warn(report: Report) -> None:
         err.print(f"[yellow]warning:[/] {escape(words)}")
     if report.note:
         err.print(f"[yellow]note:[/] {escape(report.note)}")
+    if report.budget and not report.budget.kept:
+        err.print(
+            f"[yellow]warning:[/] {escape(report.budget.budget.goal)} is not kept: {escape(report.budget.words)}; "
+            "what was made is the nearest of several tries: allow more, or give more text"
+        )
 
 
 def _summarize(report: Report, dry_run: bool) -> None:
-    out.print(escape(f"pattern   {report.pattern}; as a flag, SPARSITY={report.pattern.flag}"))
-    out.print(escape(f"layers    {len(report.pruned)} in {report.quant} W8A8, {report.layout} layout"))
-    for pattern, count in Counter(p.ratio for p in report.patterns.values() if p != report.pattern).items():
-        out.print(escape(f"          {count} of them at {pattern}"))
+    if report.budget:
+        _show_budget(report.budget)
+    if not (report.budget and dry_run):
+        out.print(escape(f"pattern   {report.pattern}; as a flag, SPARSITY={report.pattern.flag}"))
+        out.print(escape(f"layers    {len(report.pruned)} in {report.quant} W8A8, {report.layout} layout"))
+        for pattern, count in Counter(
+            p.ratio for p in report.patterns.values() if p != report.pattern
+        ).items():
+            out.print(escape(f"          {count} of them at {pattern}"))
     if report.rewritten:
         out.print(escape(f"source    {report.rewritten}"))
     if report.samples:
@@ -269,6 +349,9 @@ def _summarize(report: Report, dry_run: bool) -> None:
         shown = f"{', '.join(found[:MOST_NAMES])}{', ...' if len(found) > MOST_NAMES else ''}"
         out.print(escape(f"left out  {len(found)} files, no tokenizers, configurations or licences: {shown}"))
     size = f"{report.bytes_in / 1e6:.1f} MB -> {report.bytes_out / 1e6:.1f} MB"
+    if dry_run and report.budget:
+        out.print("dry run   nothing was pruned; what was measured is kept for the next run")
+        return
     if dry_run:
         out.print(f"bytes     {size}")
         out.print("dry run   nothing was written")
@@ -276,6 +359,41 @@ def _summarize(report: Report, dry_run: bool) -> None:
     _show_errors(report)
     out.print(f"bytes     {size} in {report.seconds:.1f} s, {report.rate:.0f} MB/s of input")
     out.print(escape(f"serve     vllm serve {shlex.quote(str(report.out))}"))
+
+
+def _show_budget(outcome: Outcome) -> None:
+    """Show what can be had for which loss, and what was chosen."""
+    market, timed = outcome.market, not outcome.market.by_zeros
+    frontier = market.frontier()
+    most = len(frontier) - 1
+    table = Table(box=None, padding=(0, 2, 0, 0))
+    loss = "perplexity" if outcome.in_nats else "1 - cosine"
+    for column in (loss, *(["speed"] if timed else []), "zeros", "matrices"):
+        table.add_column(column, justify="left" if column == "matrices" else "right")
+
+    def add(name: str, choice: Choice, style: str = "") -> None:
+        mix = ", ".join(f"{count} {pattern}" for pattern, count in sorted(choice.counts.items()))
+        cells = [f"{100 * outcome.loss(choice):+.2f}%" if outcome.in_nats else f"{outcome.loss(choice):.4f}"]
+        cells += [f"{choice.speedup:.3f}x"] if timed else []
+        table.add_row(*cells, f"{choice.zeros:.1%}", name + mix, style=style)
+
+    for number in sorted({round(most * part / FRONTIER_ROWS) for part in range(FRONTIER_ROWS + 1)}):
+        add("", frontier[number])
+    for pattern in market.patterns:
+        add("uniform: ", market.uniform(pattern), "dim")
+    if outcome.choice:
+        add("chosen: ", outcome.choice, "bold")
+    out.print(table)
+    if timed:
+        steps = ", ".join(map(str, outcome.budget.tokens))
+        out.print(
+            escape(
+                f"speed     of linear layers over dense ones in vLLM, {steps} tokens, {outcome.budget.gpu}"
+            )
+        )
+    out.print(escape(f"budget    {outcome.budget.goal}"))
+    if outcome.words:
+        out.print(escape(f"loss      {outcome.words}, on samples held back"))
 
 
 def _show_errors(report: Report) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass
 
 from slidesparse import methods
@@ -10,6 +9,7 @@ from slidesparse.calibrate.task import Calibration
 from slidesparse.checkpoint.metadata import LAYOUTS
 from slidesparse.checkpoint.storage import CheckpointError
 from slidesparse.checkpoint.w8a8 import KINDS
+from slidesparse.convert.budget import Budget
 from slidesparse.errors import CalibrationError
 from slidesparse.pattern import PatternError, SlidePattern
 
@@ -30,10 +30,10 @@ class ConvertOptions:
     linear: str | None = None  # regex of the layers to prune, instead of those of the architecture
     ignore: tuple[str, ...] = ()  # regexes of layers to leave exactly as they are
     skip: tuple[str, ...] = ()  # regexes of layers to quantize without pruning them
-    skip_worst: float = 0.0  # part of the layers to skip besides, those that pruning costs most
     layer_patterns: tuple[
         tuple[str, SlidePattern], ...
     ] = ()  # regex and pattern; of several, the last counts
+    budget: Budget | None = None  # chooses the pattern of each layer; ``pattern`` does not count then
     calibration: Calibration | None = None  # data to prune by, from float weights of known architectures
     check: bool = False  # read the output back and fill `Report.layers` also without calibration
 
@@ -56,9 +56,13 @@ class ConvertOptions:
             raise CalibrationError(
                 f"--method {self.method_name} has no use for --calib; leave one of them out"
             )
-        if self.skip_worst and not self.calibration:
+        if self.budget and not self.calibration:
             raise CalibrationError(
-                "--skip-worst needs calibration data to tell which layers those are: --calib FILE.jsonl"
+                f"{self.budget.goal} needs calibration data to measure what each layer loses: --calib FILE.jsonl"
+            )
+        if self.budget and self.layer_patterns:
+            raise CalibrationError(
+                f"{self.budget.goal} chooses the pattern of each layer, and --layer names some; leave one of them out"
             )
 
     @property
@@ -76,11 +80,3 @@ def parse_layer_pattern(text: str) -> tuple[str, SlidePattern]:
         return regex, SlidePattern.parse(ratio)
     except PatternError as error:
         raise PatternError(f"--layer {text!r}: {error}") from error
-
-
-def parse_share(text: str) -> float:
-    """Read ``5%`` as 0.05.  CalibrationError unless it is a percentage between 0 and 100."""
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*%", text.strip())
-    if not match or not 0 < float(match[1]) < 100:
-        raise CalibrationError(f"--skip-worst {text!r} is not a percentage between 0% and 100%, such as 5%")
-    return float(match[1]) / 100

@@ -57,7 +57,7 @@ _EMBEDDING = re.compile(r"embed|\.wte$|\.wpe$")
 BY_IGNORE, BY_SOURCE, NOT_LINEAR = "--ignore", "not quantized in the source", "not a linear layer of a block"
 JOINED = "routed experts in one tensor, which vLLM serves unquantized"
 # Why a linear layer is quantized without being pruned
-BY_SKIP, BY_WORST = "--skip", "--skip-worst"
+BY_SKIP, BY_BUDGET = "--skip", "by the budget"
 ROUTED, QUANTIZED = (
     "routed experts, which vLLM serves",
     "quantized in the source, not a linear layer of a block",
@@ -109,6 +109,7 @@ class ConversionPlan:
 
     checkpoint: Checkpoint
     options: ConvertOptions
+    pattern: SlidePattern  # of all layers, or of most weights
     quant: str  # "int8" or "fp8", or both in words
     parts: tuple[Part, ...]
     kept: dict[str, str]  # 2-D weights left as they are -> why
@@ -167,15 +168,20 @@ def _json(value: object) -> bytes:
     return (json.dumps(value, indent=2, ensure_ascii=False) + "\n").encode()
 
 
-def make_plan(checkpoint: Checkpoint, options: ConvertOptions, worst: Container[str] = ()) -> ConversionPlan:
+def make_plan(
+    checkpoint: Checkpoint,
+    options: ConvertOptions,
+    by_budget: Mapping[str, SlidePattern | None] | None = None,
+) -> ConversionPlan:
     """Decide everything.  The errors are those of `slidesparse.convert.stream.convert`.
 
     Args:
-        worst: names of layers that ``options.skip_worst`` skips.
+        by_budget: the pattern of each layer that ``options.budget`` led to, None for those that stay dense; not given
+            until that is known.
     """
     block = checkpoint.quantization_config()
     source = None if block is None or holds_floats(block) else parse_block(block, checkpoint.tensors)
-    converted = _converted(block, options.pattern)
+    converted = _converted(block, options)
     routed = architectures.experts(checkpoint.tensors)
     rewritten = source is not None and source.rewritten(experts=bool(routed))
     _require_fitting(checkpoint, options, source, converted)
@@ -188,9 +194,11 @@ def make_plan(checkpoint: Checkpoint, options: ConvertOptions, worst: Container[
         chosen, kept, groups = _choose(checkpoint, source, options, routed)
         named = architectures.matched(chosen, groups, options.skip, BY_SKIP)
         skipped = {
-            name: BY_SKIP if name in named else BY_WORST for name in chosen if name in named or name in worst
+            name: BY_SKIP if name in named else BY_BUDGET
+            for name in chosen
+            if name in named or (by_budget is not None and by_budget.get(name) is None)
         }
-        pruned = _patterns(chosen, groups, options)
+        pruned: Mapping[str, SlidePattern | None] = by_budget or _patterns(chosen, groups, options)
         patterns = {name: None if name in skipped else pruned[name] for name in chosen}
         if not any(patterns.values()):
             raise CheckpointError("every linear layer is skipped, so nothing is left to prune; skip fewer")
@@ -213,8 +221,15 @@ def make_plan(checkpoint: Checkpoint, options: ConvertOptions, worst: Container[
     )
     for layer in _other_matrices(checkpoint, sizes):
         kept.setdefault(layer, BY_SOURCE if source and source.ignores(layer) else NOT_LINEAR)
+    pattern = options.pattern
+    if options.budget and by_budget:
+        weights: Counter[SlidePattern] = Counter()
+        for name, found in patterns.items():
+            if found:
+                weights[found] += sizes[name] * checkpoint.require(name + WEIGHT).rows
+        pattern = weights.most_common(1)[0][0]
     metadata = Metadata(
-        options.pattern,
+        pattern,
         options.layout,
         {name: LayerEntry(found, sizes[name]) for name, found in patterns.items() if found},
         f"slidesparse {slidesparse.__version__}",
@@ -229,6 +244,7 @@ def make_plan(checkpoint: Checkpoint, options: ConvertOptions, worst: Container[
     return ConversionPlan(
         checkpoint=checkpoint,
         options=options,
+        pattern=pattern,
         quant=" and ".join(sorted({_quant(options, scheme) for scheme in schemes.values()})),
         parts=parts,
         kept=kept,
@@ -251,13 +267,14 @@ def calibration_task(plan: ConversionPlan) -> Task:
         plan.quant,
         options.seed,
         options.calibration,
+        options.budget is not None,
     )
 
 
 # What the source allows
 
 
-def _converted(block: dict[str, Any] | None, pattern: SlidePattern) -> Metadata | None:
+def _converted(block: dict[str, Any] | None, options: ConvertOptions) -> Metadata | None:
     """Return the metadata of a source that we converted, which must have the pattern asked for."""
     found = Metadata.of_config(block)
     if found is None:
@@ -267,9 +284,14 @@ def _converted(block: dict[str, Any] | None, pattern: SlidePattern) -> Metadata 
                 "tells its pattern and layout; start from the original checkpoint"
             )
         return None
-    if found.pattern != pattern:
+    if options.budget:
         raise CheckpointError(
-            f"the source is already pruned to {found.pattern}, --sparsity asks for {pattern}; pruning twice "
+            f"the source is already pruned to {found.pattern}, so {options.budget.goal} has nothing to choose; start "
+            "from the original checkpoint"
+        )
+    if found.pattern != options.pattern:
+        raise CheckpointError(
+            f"the source is already pruned to {found.pattern}, --sparsity asks for {options.pattern}; pruning twice "
             "loses more than it must, so start from the original checkpoint, or give --sparsity "
             f"{found.pattern.ratio} to change the layout only"
         )

@@ -17,6 +17,7 @@ from slidesparse.checkpoint.converted import DamagedError, natural, open_checkpo
 from slidesparse.checkpoint.metadata import Metadata
 from slidesparse.checkpoint.output import workers
 from slidesparse.checkpoint.storage import Checkpoint, Reader
+from slidesparse.convert.choose import Outcome
 from slidesparse.pattern import SlidePattern
 from slidesparse.slide import nonzero
 
@@ -45,6 +46,7 @@ class Report:
     samples: str = ""  # of calibration, in words
     note: str = ""  # what the user should know of the samples
     rotation: str = ""  # whether the model was turned, or why not; with calibration
+    budget: Outcome | None = None  # what a budget led to
     layers: tuple[dict[str, Any], ...] = ()  # `layer_rows`; with calibration or ``check``
     ternary: bool = False  # whether the source is a BitNet one
     made: bool = True  # whether anything was pruned now, not just laid out anew
@@ -78,6 +80,7 @@ class Report:
             "method": self.method,
             "calibration": self.samples or None,
             "rotation": self.rotation or None,
+            "budget": self.budget.to_json() if self.budget else None,
             "seconds": round(self.seconds, 3),
             "violations": sum(row["violations"] for row in self.layers),
             "dead_columns": sum(row["dead_columns"] for row in self.layers),

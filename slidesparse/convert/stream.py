@@ -15,11 +15,12 @@ from __future__ import annotations
 import errno
 import json
 import shutil
+import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -29,8 +30,8 @@ from torch import Tensor
 from slidesparse import methods
 from slidesparse.calibrate.learning import disk_bytes as rotation_bytes
 from slidesparse.calibrate.learning import find_rotation
-from slidesparse.calibrate.pipeline import calibrate, rank
-from slidesparse.calibrate.resume import finished_bytes, open_work
+from slidesparse.calibrate.pipeline import calibrate
+from slidesparse.calibrate.resume import WorkFolder, finished_bytes, open_work
 from slidesparse.calibrate.rotation import RotatedReader, obstacle, untied
 from slidesparse.calibrate.task import Progress, Task
 from slidesparse.checkpoint import architectures
@@ -61,6 +62,8 @@ from slidesparse.checkpoint.storage import (
     is_inside,
 )
 from slidesparse.checkpoint.w8a8 import holds_floats
+from slidesparse.convert.budget import Budget, Choice, layers
+from slidesparse.convert.choose import Outcome, estimate, prune_within
 from slidesparse.convert.options import ConvertOptions
 from slidesparse.convert.plan import ConversionPlan, Part, calibration_task, make_plan
 from slidesparse.convert.report import Facts, Report, layer_rows, read_back
@@ -107,20 +110,27 @@ def convert(
     task = calibration_task(plan) if options.calibration else None
     _, left_out = _other_files(checkpoint)
     rows: list[dict[str, Any]] = []
+    outcome: Outcome | None = None
+    if dry_run and task and options.budget:
+        with checkpoint.reader() as reader, tempfile.TemporaryDirectory() as folder:
+            work = WorkFolder(Path(folder))
+            outcome, _, _ = _estimate(task, options.budget, reader, work, rotation == ROTATED, progress)
     if not dry_run:
         remove_stale(out)
         _require_room(plan, task, out, rotation == ROTATED)
         with _space_explained(out, plan), checkpoint.reader() as reader:
             _check_values(plan, reader, progress)
             if task:
-                plan, rows, gain = _write_calibrated(plan, task, out, reader, rotation == ROTATED, progress)
+                plan, rows, gain, outcome = _write_calibrated(
+                    plan, task, out, reader, rotation == ROTATED, progress
+                )
                 rotation += gain
             else:
                 rows = layer_rows(_write(plan, out, reader, None, progress), (), options.method_name)
     return Report(
         source=source,
         out=out,
-        pattern=options.pattern,
+        pattern=plan.pattern,
         quant=plan.quant,
         layout=options.layout,
         method=options.method_name,
@@ -135,6 +145,7 @@ def convert(
         samples=task.samples.words if task else "",
         note=task.samples.note if task else "",
         rotation=rotation,
+        budget=outcome,
         layers=tuple(rows),
         ternary=is_bitnet(checkpoint.config),
         made=not plan.converted,
@@ -170,49 +181,53 @@ def _sparse(checkpoint: Checkpoint, options: ConvertOptions) -> str | None:
 
 def _write_calibrated(
     plan: ConversionPlan, task: Task, out: Path, reader: Reader, rotate: bool, progress: Progress | None
-) -> tuple[ConversionPlan, list[dict[str, Any]], str]:
+) -> tuple[ConversionPlan, list[dict[str, Any]], str, Outcome | None]:
     """Calibrate and write.
 
-    Returns the plan, in which the worst layers are skipped now, the report's rows, and what rotation is to gain.
+    Returns the plan, with the patterns that a budget led to, the report's rows, what rotation is to gain, and what
+    became of the budget.
     """
-    options, gain = plan.options, ""
-    state = {**task.state(), "skip_worst": options.skip_worst, "rotate": rotate}
+    options, gain, outcome = plan.options, "", None
+    state = {**task.state(), "budget": options.budget and asdict(options.budget), "rotate": rotate}
     with open_work(out, state, task.calibration.resume) as work:
-        if rotate:
-            learned = find_rotation(task, reader, work, progress)
-            reader = RotatedReader(reader, task.model, task.device, learned.rotation)
-            if learned.before:
-                gain = f"; pruning costs {1 - learned.after / learned.before:.0%} less by an estimate"
-        if options.skip_worst:
-            family = architectures.family_of(plan.checkpoint.config)
-            errors = rank(task, reader, work, progress)
-            worst = worst_layers(errors, family.groups(plan.patterns), options.skip_worst)
-            plan = make_plan(plan.checkpoint, options, worst)
-            task = replace(task, layers=plan.patterns, skipped=frozenset(plan.skipped))
-        calibrate(task, reader, work, progress)
+        if options.budget:
+            outcome, reader, gain = _estimate(task, options.budget, reader, work, rotate, progress)
+
+            def fitted(choice: Choice) -> Task:
+                chosen = make_plan(plan.checkpoint, options, dict(layers(choice)))
+                return replace(task, layers=chosen.patterns, skipped=frozenset(chosen.skipped))
+
+            outcome = prune_within(task, reader, work, outcome, fitted, progress)
+            assert outcome.choice
+            plan = make_plan(plan.checkpoint, options, dict(layers(outcome.choice)))
+        else:
+            if rotate:
+                reader, gain = _rotated(task, reader, work, progress)
+            calibrate(task, reader, work, progress)
         with work.tensors().reader() as codes:
             facts = _write(plan, out, reader, codes, progress)
         rows = layer_rows(facts, work.rows(), task.method)
         work.remove()
-    return plan, rows, gain
+    return plan, rows, gain, outcome
 
 
-def worst_layers(
-    errors: Mapping[str, float], groups: Sequence[tuple[str, ...]], part: float
-) -> frozenset[str]:
-    """Return the layers of the largest errors: at most ``part`` of all, but at least one group.
+def _estimate(
+    task: Task, budget: Budget, reader: Reader, work: WorkFolder, rotate: bool, progress: Progress | None
+) -> tuple[Outcome, Reader, str]:
+    """Return what a budget may lead to, the reader of the model, turned if it is to be, and what that gains."""
+    gain = ""
+    if rotate:
+        reader, gain = _rotated(task, reader, work, progress)
+    return estimate(task, reader, work, budget, rotate, progress), reader, gain
 
-    The layers of a group, which vLLM fuses, go together.
-    """
-    grouped = {name: group for group in groups for name in group}
-    units = {grouped.get(name, (name,)) for name in errors}
-    ordered = sorted(units, key=lambda unit: (-max(errors[name] for name in unit), unit))
-    chosen: list[str] = list(ordered[0])
-    for unit in ordered[1:]:
-        if len(chosen) + len(unit) > part * len(errors):
-            break
-        chosen += unit
-    return frozenset(chosen)
+
+def _rotated(task: Task, reader: Reader, work: WorkFolder, progress: Progress | None) -> tuple[Reader, str]:
+    """Return a reader of the model turned, and in words what that gains."""
+    learned = find_rotation(task, reader, work, progress)
+    gain = ""
+    if learned.before:
+        gain = f"; pruning costs {1 - learned.after / learned.before:.0%} less by an estimate"
+    return RotatedReader(reader, task.model, task.device, learned.rotation), gain
 
 
 def _write(

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from slidesparse.checkpoint.storage import CheckpointError
 from slidesparse.convert import stream
-from slidesparse.convert.options import ConvertOptions, parse_layer_pattern, parse_share
+from slidesparse.convert.options import ConvertOptions, parse_layer_pattern
 from slidesparse.convert.report import Report
 from slidesparse.pattern import SlidePattern
 from slidesparse.quantize import FP8, INT8, quantize_rows
@@ -177,14 +177,12 @@ def convert(
     dry_run: bool = False,
     progress: Any = None,
     layer: Sequence[str] = (),
-    skip_worst: str | None = None,
     **options: Any,
 ) -> Report:
     """Convert with options that are written as on the command line."""
     made = ConvertOptions(
         SlidePattern.parse(pattern),
         layer_patterns=tuple(map(parse_layer_pattern, layer)),
-        skip_worst=0.0 if skip_worst is None else parse_share(skip_worst),
         **{name: tuple(value) if isinstance(value, list) else value for name, value in options.items()},
     )
     return stream.convert(source, out, made, dry_run=dry_run, progress=progress)

@@ -1,0 +1,245 @@
+"""Measure what pruning does to what a model gives: of each layer alone before it, of the whole model after it.
+
+How far a language model's next tokens are from the dense model's is told by the Kullback-Leibler divergence of their
+distributions, in nats a token, and for an encoder by 1 - cosine of the embeddings.  Both are never negative, and are
+zero for the dense model.  A change of the cross-entropy itself would be lost in the noise of so few tokens.  The whole
+model is judged on samples that nothing was chosen by, in what users are told: the loss above that of the dense model
+quantized alike, as a difference of cross-entropies or again as 1 - cosine.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F  # noqa: N812  (its usual name)
+from torch import Tensor
+
+from slidesparse.calibrate.finetune import Rounded
+from slidesparse.calibrate.inputs import gather
+from slidesparse.calibrate.models import Block, fast_products
+from slidesparse.calibrate.pipeline import Position, counter, quantize_skipped, restore, walk
+from slidesparse.calibrate.resume import LOSSES, WorkFolder
+from slidesparse.calibrate.task import Progress, Task
+from slidesparse.checkpoint.architectures import WEIGHT
+from slidesparse.checkpoint.storage import Checkpoint, Reader
+from slidesparse.pattern import SlidePattern
+from slidesparse.quantize import NAMES, dequantize_rows, quantize_rows
+
+LOSS_TOKENS = {"cpu": 4096, "cuda": 16384}  # tokens that a layer's loss is measured on; at least one batch
+LOGITS = 2**27  # logits at a time
+KEPT_PART = 2  # blocks that wait to be run again take one part in so many of a GPU's free memory
+KEPT_OF_HOST = 4  # or one in so many of the host's
+POOLING = "1_Pooling/config.json"  # of sentence-transformers
+FIRST_TOKEN = "pooling_mode_cls_token"
+
+Unit = tuple[str, ...]  # the linear layers that vLLM joins to one matrix
+Losses = dict[Unit, dict[str, float]]  # what a unit costs alone, by its pattern
+
+
+@torch.inference_mode()
+def layer_losses(
+    task: Task,
+    patterns: Sequence[SlidePattern],
+    reader: Reader,
+    work: WorkFolder,
+    progress: Progress | None = None,
+) -> Losses:
+    """Prune the layers that read the same inputs, one such unit at a time, and measure how far the model then is.
+
+    The patterns of ``task.layers`` do not matter.  What is measured is kept in ``work`` block by block.  The same task
+    on the same machine gives the same numbers.
+    """
+    found = _kept(work)
+    judge = Judge(task, reader)
+    blocks = _Blocks(task, reader)
+    report = counter(task, "measuring", progress)
+    with walk(task, reader, work.folder, 1) as positions:
+        for at in positions:
+            wanted = [_unit(at, stage) for stage in range(len(at.block.stages))]
+            if not all(unit in found for unit in wanted if unit):
+                found |= _measure(at, patterns, judge, blocks)
+                work.write_json(LOSSES, [[list(unit), losses] for unit, losses in found.items()])
+            blocks.drop(at.number)
+            report(at.number)
+    return found
+
+
+def _kept(work: WorkFolder) -> Losses:
+    return {tuple(unit): losses for unit, losses in work.read_json(LOSSES) or []}
+
+
+def _unit(at: Position, stage: int) -> Unit:
+    return tuple(at.full(name) for name in at.to_prune(stage))
+
+
+def _measure(at: Position, patterns: Sequence[SlidePattern], judge: Judge, blocks: _Blocks) -> Losses:
+    """Return the losses of the units of a block."""
+    options: dict[tuple[Unit, str], dict[str, Tensor]] = {((), ""): {}}  # the first is the dense model
+    for stage in range(len(at.block.stages)):
+        if not (weights := at.to_prune(stage)):
+            continue
+        hessian, _ = gather(at.inputs, stage)
+        prune = at.task.pruner.calibrated(hessian.matrix, hessian.tokens, 0, at.task.ternary)
+        stacked, sizes = torch.cat([*weights.values()]), [len(w) for w in weights.values()]
+        for pattern in patterns:
+            parts = prune(stacked, pattern, None).split(sizes)
+            options[_unit(at, stage), pattern.ratio] = {
+                name + WEIGHT: w for name, w in zip(weights, parts, strict=True)
+            }
+    chosen = _chosen(at)
+    states: dict[tuple[Unit, str], list[Tensor]] = {}
+    with fast_products(at.task.device):
+        for option, changed in options.items():
+            block = at.block.copy()
+            block.weights |= changed
+            states[option] = [block.output(at.inputs.states[i]) for i in chosen]
+        for number in range(at.number + 1, at.task.model.blocks):
+            block = blocks.load(number)
+            for outputs in states.values():
+                outputs[:] = [block.output(x) for x in outputs]
+    (_, dense), *others = states.items()
+    totals = [0.0] * len(others)
+    for i, x in enumerate(dense):
+        for number, lost in enumerate(judge.distances(x, [outputs[i] for _, outputs in others])):
+            totals[number] += lost
+    count = sum(judge.count(x) for x in dense)
+    found: Losses = {}
+    for ((unit, ratio), _), total in zip(others, totals, strict=True):
+        found.setdefault(unit, {})[ratio] = total / count
+    return found
+
+
+def _chosen(at: Position) -> list[int]:
+    """Return some batches, evenly spread, as they come sorted by the length of their samples."""
+    tokens = sum(ids.numel() for ids in at.ids)
+    step = -(-tokens // LOSS_TOKENS.get(at.task.device.type, LOSS_TOKENS["cpu"]))
+    return list(range(0, len(at.ids), step))
+
+
+class _Blocks:
+    """Loads blocks, and keeps those that there is room for."""
+
+    def __init__(self, task: Task, reader: Reader) -> None:
+        self._task, self._reader = task, reader
+        self._kept: dict[int, Block] = {}
+        if task.device.type == "cuda":
+            self._room = torch.cuda.mem_get_info(task.device)[0] // KEPT_PART
+        else:
+            self._room = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // KEPT_OF_HOST
+
+    def load(self, number: int) -> Block:
+        """Return a block of the dense model."""
+        if number in self._kept:
+            return self._kept[number]
+        block = self._task.model.load(self._reader, number, self._task.device)
+        size = sum(w.nbytes for w in block.weights.values())
+        if size <= self._room:
+            self._room -= size
+            self._kept[number] = block
+        return block
+
+    def drop(self, number: int) -> None:
+        """Forget a block that is not run again."""
+        if (block := self._kept.pop(number, None)) is not None:
+            self._room += sum(w.nbytes for w in block.weights.values())
+
+
+class Judge:
+    """Compares what a model gives, from the output [batch, tokens, hidden] of its last block."""
+
+    def __init__(self, task: Task, reader: Reader) -> None:
+        model = task.model
+        self._logits = model.logits(reader, task.device) if model.is_decoder else None
+        self._vocabulary = model.vocabulary
+        self._pool = _pooling(model.checkpoint)
+
+    @property
+    def in_nats(self) -> bool:
+        """Whether losses are in nats a token, of a language model; else they are 1 - cosine."""
+        return self._logits is not None
+
+    def count(self, x: Tensor) -> int:
+        """Return how many tokens, or how many embeddings, ``x`` gives."""
+        return x.shape[0] * (x.shape[1] if self._logits else 1)
+
+    def distances(self, dense: Tensor, others: Sequence[Tensor]) -> list[float]:
+        """Return how far each of ``others`` is from ``dense``, all [batch, tokens, hidden], summed over tokens."""
+        if self._logits is None:
+            whole = self._pool(dense)
+            return [float((1 - F.cosine_similarity(whole, self._pool(x))).sum()) for x in others]
+        totals = [0.0] * len(others)
+        size = max(1, LOGITS // self._vocabulary)
+        for pieces in zip(*(x.flatten(0, 1).split(size) for x in (dense, *others)), strict=True):
+            wanted, *found = (self._logits(piece).log_softmax(-1) for piece in pieces)
+            for number, each in enumerate(found):
+                totals[number] += float(F.kl_div(each, wanted, reduction="sum", log_target=True).double())
+        return totals
+
+    def loss(self, dense: Tensor, x: Tensor, ids: Tensor) -> float:
+        """Return the loss of ``x`` above that of ``dense``, summed over `count`.
+
+        Args:
+            ids: [batch, tokens] of the samples.
+        """
+        if self._logits is None:
+            return self.distances(dense, [x])[0]
+        return self._entropy(x, ids) - self._entropy(dense, ids)
+
+    def _entropy(self, x: Tensor, ids: Tensor) -> float:
+        """Return the mean cross-entropy of the next tokens in nats, times `count`."""
+        assert self._logits
+        total = 0.0
+        rows, wanted = x[:, :-1].flatten(0, 1), ids[:, 1:].flatten().to(x.device)
+        size = max(1, LOGITS // self._vocabulary)
+        for piece, tokens in zip(rows.split(size), wanted.split(size), strict=True):
+            total += float(F.cross_entropy(self._logits(piece), tokens, reduction="sum").double())
+        return total / len(wanted) * self.count(x)
+
+
+def _pooling(checkpoint: Checkpoint) -> Callable[[Tensor], Tensor]:
+    """Return what makes embeddings [batch, hidden] of an encoder's output: its mean, or its first token."""
+    path: Path = checkpoint.folder / POOLING
+    first = path.is_file() and bool(json.loads(path.read_bytes()).get(FIRST_TOKEN))
+    return (lambda x: x[:, 0]) if first else (lambda x: x.mean(1))
+
+
+@torch.inference_mode()
+def whole_loss(task: Task, reader: Reader, work: WorkFolder, progress: Progress | None = None) -> float:
+    """Return the loss of the finished model in ``work`` above the dense model's, on the samples held back.
+
+    Both run as they will be served, with weights and activations quantized.  It is a difference of cross-entropies in
+    nats a token, or 1 - cosine.
+    """
+    assert task.held_back
+    held = replace(task, samples=task.held_back)
+    dtype, judge, total, count = NAMES[task.quant], Judge(task, reader), 0.0, 0
+    report = counter(task, "judging", progress)
+    with walk(held, reader, work.folder, 2, to_the_end=True) as positions:
+        for at in positions:
+            assert at.dense
+            names = [n for stage in at.block.stages for n in stage]
+            quantized = [n for n in names if at.full(n) in task.layers or at.full(n) in task.skipped]
+            for inputs in (at.inputs, at.dense):
+                inputs.block.read = Rounded(dtype, quantized)
+            for name in quantized:
+                w = at.dense.block.weights[name + WEIGHT]
+                at.dense.block.weights[name + WEIGHT] = dequantize_rows(*quantize_rows(w, dtype))
+            quantize_skipped(at)
+            if work.has(at.number):
+                restore(at, work)
+            report(at.number)
+        pruned, dense = at.inputs, at.dense
+        assert dense
+        pruned.advance()
+        dense.advance()
+        with fast_products(task.device):
+            for i, ids in enumerate(at.ids):
+                x = pruned.states[i]
+                total += judge.loss(dense.states[i], x, ids)
+                count += judge.count(x)
+    return total / count

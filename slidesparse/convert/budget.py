@@ -1,0 +1,267 @@
+"""A budget instead of a pattern: which pattern each layer gets, so that the model is fastest for the loss allowed.
+
+Every unit, the linear layers that vLLM joins to one matrix, may stay dense or take one of `PATTERNS`.  What each choice
+costs the model was measured, layer by layer; what it saves is known from the times of layers on a GPU, or counted in
+zeros.  On the lower convex hull of a unit's choices, steps from one to the next save less and less for what they cost.
+The steps of all units, the cheapest first, are the frontier: the least loss for anything saved.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+from slidesparse.calibrate.losses import Losses, Unit
+from slidesparse.convert.times import DEFAULT_GPU, DEFAULT_TOKENS, LayerTimes, Shape, TimesError
+from slidesparse.errors import CalibrationError
+from slidesparse.pattern import DENSE_WEIGHT, SlidePattern
+
+PATTERNS = tuple(SlidePattern.parse(ratio) for ratio in ("8:10", "6:8", "4:6", "2:4"))
+# What a rotation is learned for, before it is known which patterns there will be
+MIDDLE = SlidePattern.parse("4:6")
+GOALS = ("--max-loss", "--min-speedup", "--zeros")
+
+
+@dataclass(frozen=True)
+class Budget:
+    """One goal, in the units that are summed over layers, and what a saving is counted in.
+
+    Raises CalibrationError or TimesError for values that mean nothing.
+    """
+
+    max_loss: float | None = None  # of perplexity, or of the cosine of embeddings: 0.01 is 1%
+    min_speedup: float | None = None  # of all linear layers, over stock vLLM's dense ones
+    zeros: float | None = None  # of the weights of all linear layers
+    tokens: tuple[int, ...] = DEFAULT_TOKENS  # of the steps whose times count, all alike
+    gpu: str = DEFAULT_GPU
+
+    def __post_init__(self) -> None:
+        given = [goal for goal, value in zip(GOALS, self._values, strict=True) if value is not None]
+        if len(given) != 1:
+            raise CalibrationError(f"give one of {', '.join(GOALS)}, found {' and '.join(given) or 'none'}")
+        if self.max_loss is not None and not 0 < self.max_loss < 1:
+            raise CalibrationError(f"--max-loss {self.max_loss:.6g} is not between 0% and 100%")
+        if self.min_speedup is not None and not 1 < self.min_speedup < 2:
+            raise CalibrationError(
+                f"--min-speedup {self.min_speedup:.6g} is not between 1 and 2, which is twice as fast and the most "
+                "that 2:4 allows"
+            )
+        if self.zeros is not None and not 0 < self.zeros <= 0.5:
+            raise CalibrationError(
+                f"--zeros {self.zeros:.2%} is not above 0% and at most 50%, which is 2:4 everywhere"
+            )
+        if not self.tokens or min(self.tokens) < 1:
+            raise TimesError(f"--tokens: the tokens of a step are at least 1, found {self.tokens}")
+
+    @property
+    def _values(self) -> tuple[float | None, ...]:
+        return self.max_loss, self.min_speedup, self.zeros
+
+    @property
+    def goal(self) -> str:
+        """The option that was given, such as ``--max-loss 1%``."""
+        if self.max_loss is not None:
+            return f"--max-loss {percent(self.max_loss)}"
+        if self.min_speedup is not None:
+            return f"--min-speedup {self.min_speedup:.6g}"
+        return f"--zeros {percent(self.zeros or 0.0)}"
+
+
+def percent(share: float) -> str:
+    """Spell 0.0125 as ``1.25%``."""
+    return f"{100 * share:.4g}%"
+
+
+def parse_percent(option: str, text: str) -> float:
+    """Read ``1%`` as 0.01.  Raises CalibrationError."""
+    match = re.fullmatch(r"(\d{1,3}(?:\.\d{1,9})?)\s*%", text.strip())
+    if not match:
+        raise CalibrationError(f"{option} {text!r} is not a percentage, such as 1%")
+    return float(match[1]) / 100
+
+
+def parse_tokens(text: str) -> tuple[int, ...]:
+    """Read ``1,64,8192``.  Raises TimesError."""
+    try:
+        return tuple(int(word) for word in text.split(","))
+    except ValueError as error:
+        raise TimesError(f"--tokens {text!r} is not a list of numbers such as 1,64,8192") from error
+
+
+@dataclass(frozen=True)
+class Option:
+    """What a unit becomes: its pattern, or None for dense, and what that costs and saves."""
+
+    pattern: SlidePattern | None
+    loss: float  # in nats or 1 - cosine, as measured for the unit alone
+    time: float  # as a part of that of all linear layers of the dense model; a mean over the tokens counted
+    zeros: int
+
+
+Menu = dict[Unit, tuple[Option, ...]]  # of each unit, dense first
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A pattern for every unit, and the sums over units."""
+
+    patterns: Mapping[Unit, SlidePattern | None]
+    loss: float
+    time: float
+    zeros: float  # share of the weights of all units
+
+    @property
+    def speedup(self) -> float:
+        """How many times as fast as stock vLLM's dense layers all linear layers are."""
+        return 1 / self.time
+
+    @property
+    def counts(self) -> dict[str, int]:
+        """The number of units by pattern."""
+        return dict(Counter(p.ratio if p else DENSE_WEIGHT for p in self.patterns.values()))
+
+
+@dataclass(frozen=True)
+class Market:
+    """All that choosing needs: the menu, how many weights there are, and whether savings are times or zeros."""
+
+    menu: Menu
+    weights: int
+    by_zeros: bool = False
+    fixed: float = 0.0  # time of linear layers that nothing is chosen for, as a part of the dense model's
+
+    def choice(self, picked: Mapping[Unit, Option]) -> Choice:
+        """Sum up one option of each unit."""
+        return Choice(
+            {unit: option.pattern for unit, option in picked.items()},
+            sum(option.loss for option in picked.values()),
+            self.fixed + sum(option.time for option in picked.values()),
+            sum(option.zeros for option in picked.values()) / self.weights,
+        )
+
+    @property
+    def patterns(self) -> list[SlidePattern]:
+        """The patterns that units may have."""
+        return [option.pattern for option in next(iter(self.menu.values())) if option.pattern]
+
+    def uniform(self, pattern: SlidePattern) -> Choice:
+        """Return the choice of one pattern for all units."""
+        return self.choice(
+            {unit: next(o for o in options if o.pattern == pattern) for unit, options in self.menu.items()}
+        )
+
+    def frontier(self) -> list[Choice]:
+        """Return the choices that no mixture of others betters, from dense to the most that can be saved."""
+        picked = {unit: options[0] for unit, options in self.menu.items()}
+        found = [self.choice(picked)]
+        for unit, option in self._steps():
+            picked[unit] = option
+            found.append(self.choice(picked))
+        return found
+
+    def fastest(self, loss: float) -> Choice:
+        """Return the choice that saves most with at most so much loss; dense where nothing else is within it."""
+        picked = {unit: options[0] for unit, options in self.menu.items()}
+        spent = 0.0
+        closed: set[Unit] = set()  # units a step of which was too dear, so that those behind it are too
+        for unit, option in self._steps():
+            more = option.loss - picked[unit].loss
+            if unit in closed or spent + more > loss:
+                closed.add(unit)
+                continue
+            picked[unit], spent = option, spent + more
+        return self.choice(picked)
+
+    def least_loss(self, saved: float) -> Choice | None:
+        """Return the choice of the least loss that saves so much of the dense time, or of all weights; else None."""
+        picked = {unit: options[0] for unit, options in self.menu.items()}
+        steps, done = self._steps(), list[tuple[Unit, Option, Option]]()
+        left = saved - 1e-12
+        for unit, option in steps:
+            if left <= 0:
+                break
+            done.append((unit, picked[unit], option))
+            left -= self._saving(option) - self._saving(picked[unit])
+            picked[unit] = option
+        if left > 0:
+            return None
+        # What the last step saved too much pays for taking others back, the dearest first
+        for unit, before, after in sorted(done, key=lambda step: step[1].loss - step[2].loss):
+            if picked[unit] is after and left + self._saving(after) - self._saving(before) <= 0:
+                left += self._saving(after) - self._saving(before)
+                picked[unit] = before
+        return self.choice(picked)
+
+    def _saving(self, option: Option) -> float:
+        return option.zeros / self.weights if self.by_zeros else -option.time
+
+    def _steps(self) -> list[tuple[Unit, Option]]:
+        """Return all steps along the units' convex hulls, the one of least loss for what it saves first."""
+        found: list[tuple[float, Unit, int, Option]] = []
+        for unit, options in self.menu.items():
+            hull = self._hull(options)
+            for number, (a, b) in enumerate(pairwise(hull)):
+                price = (b.loss - a.loss) / (self._saving(b) - self._saving(a))
+                found.append((price, unit, number, b))
+        return [(unit, option) for _, unit, _, option in sorted(found, key=lambda step: step[:3])]
+
+    def _hull(self, options: Sequence[Option]) -> list[Option]:
+        """Return the options on the lower convex hull of loss over saving, from dense on."""
+        hull = [options[0]]
+        better = [o for o in options[1:] if self._saving(o) > self._saving(options[0])]
+        for option in sorted(better, key=lambda o: (self._saving(o), -o.loss)):
+            while len(hull) > 1 and self._price(hull[-2], option) <= self._price(hull[-2], hull[-1]):
+                hull.pop()
+            if len(hull) == 1 or self._saving(option) > self._saving(hull[-1]):
+                hull.append(option)
+        return hull
+
+    def _price(self, a: Option, b: Option) -> float:
+        gained = self._saving(b) - self._saving(a)
+        return (b.loss - a.loss) / gained if gained > 0 else math.inf
+
+
+def market(
+    losses: Losses, shapes: Mapping[Unit, Shape], quant: str, budget: Budget, sizes: Iterable[Shape] = ()
+) -> Market:
+    """Join losses and times.
+
+    Args:
+        shapes: [N, K] of the matrix that each unit becomes.
+        quant: "int8" or "fp8".
+        sizes: [N, K] of linear layers that are quantized and not chosen for: they take time, and hold weights.
+    """
+    times = None if budget.zeros is not None else LayerTimes.of(budget.gpu)
+    fixed = list(sizes)
+
+    def time(pattern: SlidePattern | None, shape: Shape, tokens: int) -> float:
+        return times.us(quant, pattern, shape, tokens) if times else float(shape[0] * shape[1])
+
+    every = [*shapes.values(), *fixed]
+    whole = {m: sum(time(None, shape, m) for shape in every) for m in budget.tokens}
+
+    def share(pattern: SlidePattern | None, shape: Shape) -> float:
+        return sum(time(pattern, shape, m) / whole[m] for m in budget.tokens) / len(budget.tokens)
+
+    menu: Menu = {}
+    for unit, (n, k) in shapes.items():
+        options = [Option(None, 0.0, share(None, (n, k)), 0)]
+        for pattern in PATTERNS:
+            zeros = n * (k // (pattern.length or k)) * 2
+            options.append(
+                Option(pattern, max(0.0, losses[unit][pattern.ratio]), share(pattern, (n, k)), zeros)
+            )
+        menu[unit] = tuple(options)
+    rest = sum(share(None, shape) for shape in fixed)
+    return Market(menu, sum(n * k for n, k in every), times is None, rest)
+
+
+def layers(choice: Choice) -> Iterator[tuple[str, SlidePattern | None]]:
+    """Yield each layer with its pattern."""
+    for unit, pattern in choice.patterns.items():
+        for name in unit:
+            yield name, pattern

@@ -1,0 +1,112 @@
+"""How long a linear layer takes: measured on GPUs we had, by shape, pattern and tokens.
+
+``slidesparse/layer_times/GPU.csv`` ships with the package; `python -m benchmarks docs` writes it.  Its times are of
+whole layers, bfloat16 to bfloat16, quantization and scales included: pruned ones by our kernels, dense ones by vLLM's
+own, which serve the layers that a conversion does not prune.  A shape that was not measured is estimated by
+a + b * N * K, fitted to the measured shapes of the same pattern and tokens; other numbers of tokens lie on a straight
+line between two that were measured, in logarithms of both.
+"""
+
+from __future__ import annotations
+
+import csv
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+from slidesparse.errors import SlideSparseError
+from slidesparse.pattern import DENSE_WEIGHT, SlidePattern
+
+FOLDER = Path(__file__).parent.parent / "layer_times"
+DEFAULT_GPU = "h200"
+DEFAULT_TOKENS = (16, 8192)  # a step of decode with 16 sequences, and one of prefill
+
+Shape = tuple[int, int]  # N, K
+
+
+class TimesError(SlideSparseError, ValueError):
+    """A GPU, pattern or number of tokens that no times are known of."""
+
+
+@dataclass(frozen=True)
+class LayerTimes:
+    """The times of layers on one GPU, in microseconds."""
+
+    gpu: str
+    measured: Mapping[
+        tuple[str, str], Mapping[int, Mapping[Shape, float]]
+    ]  # (dtype, pattern) -> tokens -> shape
+
+    @classmethod
+    def of(cls, gpu: str) -> LayerTimes:
+        """Read the times of a GPU, by a part of its name such as ``h200``.  Raises TimesError."""
+        found = [path for path in sorted(FOLDER.glob("*.csv")) if gpu.lower() in path.stem]
+        if len(found) != 1 or not gpu:
+            known = ", ".join(path.stem for path in sorted(FOLDER.glob("*.csv")))
+            raise TimesError(
+                f"--gpu {gpu!r}: times of layers were measured on {known}; name one of them, or choose by weights "
+                "that become zero instead: --zeros 25%"
+            )
+        measured: dict[tuple[str, str], dict[int, dict[Shape, float]]] = {}
+        with found[0].open(newline="") as file:
+            for row in csv.DictReader(file):
+                of_tokens = measured.setdefault((row["dtype"], row["pattern"]), {})
+                shape = int(row["n"]), int(row["k"])
+                of_tokens.setdefault(int(row["tokens"]), {})[shape] = float(row["us"])
+        return cls(found[0].stem, measured)
+
+    def us(self, dtype: str, pattern: SlidePattern | None, shape: Shape, tokens: int) -> float:
+        """Return the time of a layer [N, K], of a pattern or dense (None), for so many tokens.
+
+        Raises TimesError for a dtype or pattern that was not measured.
+        """
+        name = pattern.ratio if pattern else DENSE_WEIGHT
+        of_tokens = self.measured.get((dtype, name))
+        if of_tokens is None:
+            raise TimesError(
+                f"no times of {name} layers in {dtype} on {self.gpu}; choose by zeros: --zeros 25%"
+            )
+        counts = sorted(of_tokens)
+        upper = next((m for m in counts if m >= tokens), counts[-1])
+        lower = max((m for m in counts if m <= tokens), default=counts[0])
+        if lower == upper:
+            # Beyond the most tokens that were measured time is proportional to them
+            return self._at(dtype, name, shape, upper) * max(1.0, tokens / upper)
+        part = math.log(tokens / lower) / math.log(upper / lower)
+        a, b = (math.log(self._at(dtype, name, shape, m)) for m in (lower, upper))
+        return math.exp(a + part * (b - a))
+
+    def _at(self, dtype: str, name: str, shape: Shape, tokens: int) -> float:
+        found = self.measured[dtype, name][tokens].get(shape)
+        if found is not None:
+            return found
+        constant, per_weight = self._fits[dtype, name, tokens]
+        return constant + per_weight * shape[0] * shape[1]
+
+    @cached_property
+    def _fits(self) -> dict[tuple[str, str, int], tuple[float, float]]:
+        return {
+            (*key, tokens): fit([(n * k, us) for (n, k), us in times.items()])
+            for key, of_tokens in self.measured.items()
+            for tokens, times in of_tokens.items()
+        }
+
+
+def fit(points: Sequence[tuple[float, float]]) -> tuple[float, float]:
+    """Return a, b >= 0 of y = a + b x with the least squares of relative errors."""
+    if len(points) == 1:
+        return 0.0, points[0][1] / points[0][0]
+    # minimise sum (a / y + b x / y - 1)^2
+    aa = sum(1 / y**2 for _, y in points)
+    ab = sum(x / y**2 for x, y in points)
+    bb = sum((x / y) ** 2 for x, y in points)
+    a1, b1 = sum(1 / y for _, y in points), sum(x / y for x, y in points)
+    determinant = aa * bb - ab * ab
+    if determinant <= 0:
+        return 0.0, b1 / bb
+    a, b = (a1 * bb - b1 * ab) / determinant, (b1 * aa - a1 * ab) / determinant
+    if a < 0:
+        return 0.0, b1 / bb
+    return (a, b) if b >= 0 else (a1 / aa, 0.0)
