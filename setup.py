@@ -20,5 +20,8 @@ setup(
         "slidesparse.vllm_patch": "vllm_patch",
         "slidesparse.csrc": "csrc",
     },
-    package_data={"slidesparse": ["py.typed", "tuned_tables/*.json"], "slidesparse.csrc": SOURCES},
+    package_data={
+        "slidesparse": ["py.typed", "tuned_tables/*.json", "layer_times/*.csv"],
+        "slidesparse.csrc": SOURCES,
+    },
 )

@@ -29,8 +29,13 @@ import torch
 
 from benchmarks.accuracy import float_prune
 from slidesparse.calibrate.task import EPOCHS, Calibration
+from slidesparse.checkpoint.architectures import WEIGHT, family_of
+from slidesparse.checkpoint.metadata import Metadata
+from slidesparse.checkpoint.storage import Checkpoint
+from slidesparse.convert.budget import MIDDLE, Budget, parse_percent
 from slidesparse.convert.options import ConvertOptions
 from slidesparse.convert.stream import convert
+from slidesparse.convert.times import DEFAULT_GPU, LayerTimes
 from slidesparse.evaluate import worker
 from slidesparse.evaluate.engine import SERVED, Scored
 from slidesparse.evaluate.perplexity import summarize
@@ -39,6 +44,9 @@ from slidesparse.pattern import SlidePattern
 DENSE, CONTROL = "dense", "control"
 PATTERNS, METHODS = ("6:8", "4:6", "2:4", "8:10"), ("sparsegpt", "wanda", "magnitude")
 UNSTRUCTURED = ("25%", "33%")
+BUDGETS = ("zeros 25%", "zeros 33.3%", "loss 1%", "loss 2%")  # as patterns, of the method BUDGET
+BUDGET = "budget"
+PREFILL, DECODE = 8192, 16  # tokens of a step
 SEEDS = (0, 1, 2)
 SAMPLES, WINDOW = float_prune.SAMPLES, float_prune.SEQLEN
 TEXTS = {"validation": "in", "other": "out"}  # of the training text's kind, or of another
@@ -46,6 +54,7 @@ FIELDS = (
     *("pattern", "method", "quant", "seed", "ppl", "delta_pct", "ci_low", "ci_high", "text", "distilled"),
     *("ppl_low", "ppl_high", "same_top", "windows", "tokens", "served_by"),
     *("samples", "epochs"),  # windows it was calibrated with, and how often it was fine-tuned on them
+    *("zeros", "speed_prefill", "speed_decode"),  # see `zeros_and_speeds`
 )
 CACHE_BYTES = 1 << 30  # of the KV cache of an engine on a GPU
 ENVIRONMENT = {
@@ -75,7 +84,7 @@ class Cell:
     @property
     def name(self) -> str:
         """The stem of its files."""
-        pattern = self.pattern.replace(":", "_").replace("%", "pct")
+        pattern = self.pattern.replace(":", "_").replace("%", "pct").replace(" ", "")
         parts = [pattern, self.method.replace("-", "none"), self.quant, str(self.seed)]
         return "-".join([*parts, self.distilled] if self.distilled else parts)
 
@@ -86,9 +95,9 @@ class Cell:
 
     def calibrated(self, samples: int, epochs: int) -> tuple[str, str]:
         """Its samples and epochs, where ``samples`` and ``epochs`` are those of the command; "" for none."""
-        if self.distilled or self.method not in ("sparsegpt", "wanda"):
+        if self.distilled or self.method not in ("sparsegpt", "wanda", BUDGET):
             return "", ""
-        tuned = self.method == "sparsegpt" and self.pattern not in UNSTRUCTURED
+        tuned = self.method != "wanda" and self.pattern not in UNSTRUCTURED
         return str(samples), str(epochs if tuned else 0)
 
 
@@ -102,6 +111,7 @@ def cells() -> list[Cell]:
     for seed in SEEDS[1:]:
         found += [Cell(p, m, "int8", seed) for m in ("sparsegpt", "wanda") for p in PATTERNS]
     found += [Cell(share, method, "bf16") for share in UNSTRUCTURED for method in METHODS]
+    found += [Cell(budget, BUDGET, "int8", seed) for seed in SEEDS for budget in BUDGETS]
     found += [
         Cell(p, m, quant) for quant in ("bf16", "fp8") for m in ("wanda", "magnitude") for p in PATTERNS
     ]
@@ -147,15 +157,56 @@ def make(cell: Cell, options: argparse.Namespace) -> Path:
         float_prune.write_pruned(source, made, cell.pattern, cell.method, calibration, cell.seed)
         return made
     plain = cell.distilled or not pruned or cell.method == "magnitude"
+    budget = budget_of(cell.pattern) if cell.method == BUDGET else None
+    pattern = SlidePattern.parse(cell.pattern) if pruned and not budget else SlidePattern(None)
     how = ConvertOptions(
-        SlidePattern.parse(cell.pattern) if pruned else SlidePattern(None),
+        MIDDLE if budget else pattern,
         cell.quant,
-        method="magnitude" if plain else cell.method,  # of a distilled model that takes its zeros
+        method="magnitude" if plain else "sparsegpt" if budget else cell.method,
+        budget=budget,
         calibration=None if plain else calibration,
         seed=cell.seed,
     )
-    convert(source, made, how)
+    report = convert(source, made, how)
+    if report.budget:
+        (options.folder / "logs" / f"{cell.name}.json").write_text(json.dumps(report.budget.to_json()))
     return made
+
+
+def zeros_and_speeds(made: Path) -> tuple[str, str, str]:
+    """Return the share of a checkpoint's linear weights that its patterns make zero, and how fast these layers are.
+
+    That is over vLLM's dense ones, by `slidesparse.convert.times`, in steps of PREFILL and of DECODE tokens; "" for a
+    checkpoint that is not quantized.
+    """
+    checkpoint = Checkpoint.open(made)
+    metadata = Metadata.of_config(checkpoint.quantization_config())
+    if metadata is None:
+        return "", "", ""
+    family, times = family_of(checkpoint.config), LayerTimes.of(DEFAULT_GPU)
+    names = family.layers(checkpoint.tensors)
+    grouped = {name: group for group in family.groups(names) for name in group}
+    zeros, weights = 0.0, 0
+    spent = {(tokens, sparse): 0.0 for tokens in (PREFILL, DECODE) for sparse in (False, True)}
+    for unit in {grouped.get(name, (name,)) for name in names}:
+        specs = [checkpoint.require(name + WEIGHT) for name in unit]
+        n, k = sum(spec.rows for spec in specs), specs[0].columns
+        entry = metadata.layers.get(unit[0])
+        pattern = entry.pattern if entry and entry.pattern.length else None
+        weights += n * k
+        zeros += n * k * (1 - float(pattern.density)) if pattern else 0
+        dtype = "int8" if specs[0].dtype == "I8" else "fp8"
+        for tokens, sparse in spent:
+            spent[tokens, sparse] += times.us(dtype, pattern if sparse else None, (n, k), tokens)
+    speeds = (f"{spent[tokens, False] / spent[tokens, True]:.4f}" for tokens in (PREFILL, DECODE))
+    return f"{zeros / weights:.4f}", *speeds
+
+
+def budget_of(text: str) -> Budget:
+    """Return the budget of one of BUDGETS."""
+    goal, share = text.split()
+    part = parse_percent(goal, share)
+    return Budget(zeros=part) if goal == "zeros" else Budget(max_loss=part)
 
 
 def score(cell: Cell, options: argparse.Namespace, ids: list[list[int]], out: Path) -> None:
@@ -264,6 +315,7 @@ class Table:
         values += [f"{ppl.low:.4f}", f"{ppl.high:.4f}", f"{found.comparison.top1.value:.4f}"]
         values += [found.windows, found.tokens, found.served_by]
         values += cell.calibrated(self._options.samples, self._options.finetune)
+        values += zeros_and_speeds(make(cell, self._options))
         return dict(zip(FIELDS, map(str, values), strict=True))
 
 

@@ -6,6 +6,7 @@ pages of docs/benchmarks/h100 and h200 are written whole.
 
 from __future__ import annotations
 
+import csv
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cache
@@ -19,8 +20,10 @@ from benchmarks.records import E2E, RecordsError
 from benchmarks.report import data, pages
 from benchmarks.report.data import CUSPARSELT, DENSE, STOCK
 from benchmarks.report.markdown import percent, span, table, times
+from slidesparse.convert.times import FOLDER
 from slidesparse.errors import CheckFailed
 from slidesparse.pattern import SlidePattern
+from slidesparse.tune.shapes import MODELS
 
 ROOT = Path(__file__).resolve().parents[2]
 BENCHMARKS, ACCURACY = ROOT / "docs" / "benchmarks", ROOT / "docs" / "accuracy"
@@ -33,6 +36,7 @@ PATTERNS = ("2:4", "4:6", "6:8", "8:10")
 QWEN, LLAMA = "Qwen2.5-7B", "Llama3.2-1B"
 NAMES = {LLAMA: "Llama-3.2-1B", "Llama3.2-3B": "Llama-3.2-3B"}  # as the text spells them
 LONG = (2048, 4096, 8192, 16384, 32768, 65536)  # tokens of a step of prefill that the GPU bounds
+SHAPES = "shapes.csv"  # like linear.csv, of layers that are named by their N x K
 FEW = 256  # tokens up to which reading the weights takes most of a layer's time
 STEPS = {"prefill": "prefill, steps of {} tokens", "decode": "decode, {} sequences"}
 
@@ -352,6 +356,28 @@ def texts() -> Iterator[tuple[Path, str, str]]:
         for name, wanted in _results(folder).pages(beside).items():
             path = folder / name
             yield path, path.read_text(encoding="utf-8") if path.exists() else "", wanted
+    path = FOLDER / "nvidia-h200.csv"
+    yield path, path.read_text(encoding="utf-8") if path.exists() else "", layer_times(H200)
+
+
+def layer_times(folder: Path) -> str:
+    """The times that a budget counts by (see `slidesparse.convert.times`): our kernels, and vLLM's for dense layers."""
+    shapes = {
+        (model.name, layer.name): (layer.n, layer.k) for model in MODELS.values() for layer in model.layers
+    }
+    found: dict[tuple[str, int, int, str, int], str] = {}
+    for name in ("linear.csv", SHAPES):
+        with (folder / name).open(newline="") as file:
+            for row in csv.DictReader(file):
+                if row["layer"] == "sum" or row["pattern"] not in (DENSE, *PATTERNS):
+                    continue
+                if row["provider"] == (STOCK if row["pattern"] == DENSE else "hopper"):
+                    named = row["layer"].partition("x")
+                    shape = shapes.get((row["model"], row["layer"])) or (int(named[0]), int(named[2]))
+                    key = row["dtype"], shape[0], shape[1], row["pattern"], int(row["M"])
+                    found[key] = row["p50_us"]
+    rows = [",".join(map(str, (*key, us))) for key, us in sorted(found.items())]
+    return "\n".join(["dtype,n,k,pattern,tokens,us", *rows, ""])
 
 
 def write() -> list[Path]:

@@ -175,9 +175,10 @@ class Judge:
         totals = [0.0] * len(others)
         size = max(1, LOGITS // self._vocabulary)
         for pieces in zip(*(x.flatten(0, 1).split(size) for x in (dense, *others)), strict=True):
-            wanted, *found = (self._logits(piece).log_softmax(-1) for piece in pieces)
-            for number, each in enumerate(found):
-                totals[number] += float(F.kl_div(each, wanted, reduction="sum", log_target=True).double())
+            wanted = self._logits(pieces[0]).log_softmax(-1)
+            for number, piece in enumerate(pieces[1:]):
+                found = self._logits(piece).log_softmax(-1)
+                totals[number] += float(F.kl_div(found, wanted, reduction="sum", log_target=True).double())
         return totals
 
     def loss(self, dense: Tensor, x: Tensor, ids: Tensor) -> float:

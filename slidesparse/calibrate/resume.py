@@ -74,7 +74,7 @@ class WorkFolder:
 
     def write_json(self, name: str, value: object) -> None:
         """Keep a small file, whole."""
-        partial = self.folder / f".{name}"
+        partial = self.folder / f".{name}.{os.getpid()}"  # of a folder that other processes may write to
         with partial.open("w") as file:
             json.dump(value, file, indent=1)
             file.flush()

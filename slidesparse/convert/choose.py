@@ -22,7 +22,7 @@ from slidesparse.errors import CalibrationError
 from slidesparse.pattern import SlidePattern
 
 # What the whole model loses, as a part of the sum of what its layers lose alone; until it is measured
-FIRST_PART = 0.6
+FIRST_PART = 0.7
 ROUNDS = 3  # how often a model is pruned for --max-loss, if it loses too much, or so little that more could be saved
 CLOSE = 0.75  # of the loss allowed is near enough
 MARGIN = 0.95  # of the loss allowed is aimed at when it was missed

@@ -24,10 +24,10 @@ from slidesparse.checkpoint.inspection import inspect, verify
 from slidesparse.checkpoint.metadata import Metadata
 from slidesparse.checkpoint.storage import Checkpoint
 from slidesparse.convert import stream
+from slidesparse.convert.budget import Budget
 from slidesparse.convert.options import ConvertOptions
 from slidesparse.convert.plan import calibration_task, make_plan
 from slidesparse.convert.report import Report
-from slidesparse.convert.stream import worst_layers
 from slidesparse.errors import CalibrationError, EnvironmentFault
 from slidesparse.pattern import SlidePattern
 from slidesparse.prune import prune
@@ -382,7 +382,7 @@ def test_skipped_layers_are_quantized_and_not_pruned(source: Path, tmp_path: Pat
         assert verify(tmp_path / name, slided).equal
 
 
-@pytest.mark.parametrize("how", [{"skip": ["o_proj"]}, {"skip_worst": "30%"}], ids=["skip", "skip-worst"])
+@pytest.mark.parametrize("how", [{"skip": ["o_proj"]}, {"budget": Budget(zeros=0.1)}], ids=["skip", "budget"])
 @pytest.mark.parametrize("method", ["sparsegpt", "wanda"])
 def test_skipped_layers_are_seen_as_they_are_served(
     source: Path, tmp_path: Path, ids: str, monkeypatch: pytest.MonkeyPatch, method: str, how: dict[str, Any]
@@ -409,24 +409,6 @@ def test_skipped_layers_are_seen_as_they_are_served(
     assert set(seen) == set(report.skipped)
     assert all(torch.equal(weight, served(tmp_path / "out", name)) for name, weight in seen.items())
     assert any(trained) == (method == "sparsegpt")
-
-
-def test_the_worst_layers_are_skipped(source: Path, tmp_path: Path, ids: str) -> None:
-    report = calibrated(source, tmp_path / "out", ids, skip_worst="30%", finetune=0)
-    assert set(report.skipped.values()) == {"--skip-worst"}
-    assert 1 <= len(report.skipped) <= 0.3 * len(LINEARS)
-    ranked = calibrated(source, tmp_path / "wanda", ids, method="wanda").sensitivity
-    assert set(report.skipped) & set(ranked[:5])
-    assert not set(report.skipped) & set(report.pruned)
-    assert inspect(tmp_path / "out").violations == 0
-
-
-def test_worst_layers_go_in_whole_groups() -> None:
-    groups = [("a.q", "a.k", "a.v"), ("a.g", "a.u")]
-    found = {"a.q": 0.1, "a.k": 0.9, "a.v": 0.1, "a.g": 0.5, "a.u": 0.4, "a.o": 0.6, "a.d": 0.2}
-    assert worst_layers(found, groups, 0.01) == {"a.q", "a.k", "a.v"}  # at least one group
-    assert worst_layers(found, groups, 4 / 7) == {"a.q", "a.k", "a.v", "a.o"}
-    assert worst_layers(found, groups, 0.99) == {"a.q", "a.k", "a.v", "a.o", "a.g", "a.u"}
 
 
 def test_lm_head_and_embeddings_are_left_alone_whatever_matches(

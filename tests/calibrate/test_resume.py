@@ -17,6 +17,7 @@ from calibration import DEVICES, calibrated, write_ids
 from checkpoints import llama, snapshot
 
 from slidesparse.calibrate import pipeline, resume
+from slidesparse.convert.budget import Budget
 from slidesparse.errors import CalibrationError
 
 
@@ -50,18 +51,17 @@ def dying_at_rename(monkeypatch: pytest.MonkeyPatch, call: int) -> Iterator[None
         yield
 
 
-@pytest.mark.parametrize("skip_worst", [None, "10%"])
 @pytest.mark.parametrize("call", range(1, 6))
 def test_killed_while_saving_a_block_and_resumed(
-    source: Path, tmp_path: Path, ids: str, monkeypatch: pytest.MonkeyPatch, call: int, skip_worst: str | None
+    source: Path, tmp_path: Path, ids: str, monkeypatch: pytest.MonkeyPatch, call: int
 ) -> None:
-    """It dies before each rename: of the state, of the ranking, of the report's rows and tensors of both blocks."""
-    how = {"skip_worst": skip_worst, "finetune": 1}
+    """It dies before each rename: of the state, of the report's rows and tensors of both blocks."""
+    how = {"finetune": 1}
     calibrated(source, tmp_path / "whole", ids, **how)
     with dying_at_rename(monkeypatch, call), pytest.raises(Killed):
         calibrated(source, tmp_path / "out", ids, **how)
     assert not (tmp_path / "out").exists()
-    if call > (3 if skip_worst is None else 2):  # a block, or the ranking of layers, is finished
+    if call > 3:  # a block is finished
         with pytest.raises(CalibrationError, match="--resume"):
             calibrated(source, tmp_path / "out", ids, **how)
     pruned: list[int] = []
@@ -74,7 +74,7 @@ def test_killed_while_saving_a_block_and_resumed(
     with monkeypatch.context() as patch:
         patch.setattr(pipeline, "_prune_block", counted)
         report = calibrated(source, tmp_path / "out", ids, resume=True, **how)
-    finished = 0 if call < (4 if skip_worst is None else 5) else 1
+    finished = 0 if call < 4 else 1
     assert pruned == list(range(finished, 2))
     assert snapshot(tmp_path / "out") == snapshot(tmp_path / "whole")
     assert len(report.layers) == len(report.pruned)
@@ -133,7 +133,7 @@ CHANGES: list[tuple[dict[str, Any], str]] = [
     ({"target": "own"}, 'finetune was 4, is 0; target was "dense", is "own"'),
     ({"finetune": 2}, "finetune was 4, is 2"),
     ({"skip": ["o_proj"]}, "layers was"),
-    ({"skip_worst": "5%"}, "skip_worst was 0.0, is 0.05"),
+    ({"budget": Budget(zeros=0.2)}, "budget was null, is {"),
 ]
 
 

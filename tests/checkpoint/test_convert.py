@@ -179,7 +179,7 @@ def test_a_pruning_method_is_a_module_and_a_line(tmp_path: Path, monkeypatch: py
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.setitem(methods.METHODS, "leftmost", "leftmost:Leftmost")
     source = llama(tmp_path / "source")
-    data = ("--calib", "random", "--samples", 2, "--seqlen", 8, "--device", "cpu", "--skip-worst", "10%")
+    data = ("--calib", "random", "--samples", 2, "--seqlen", 8, "--device", "cpu")
     for name, more in (("plain", ()), ("calibrated", data)):
         out = tmp_path / name
         done = Done("convert", source, out, "-s", "6:8", "--method", "leftmost", *more)

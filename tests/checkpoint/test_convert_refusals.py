@@ -36,6 +36,7 @@ from slidesparse.checkpoint import architectures, storage
 from slidesparse.checkpoint.inspection import inspect, verify
 from slidesparse.checkpoint.storage import CheckpointError
 from slidesparse.checkpoint.w8a8 import parse_block
+from slidesparse.convert.budget import Budget
 from slidesparse.errors import CalibrationError, EnvironmentFault, SlideSparseError
 from slidesparse.pattern import PatternError
 from slidesparse.slide import bits
@@ -120,9 +121,7 @@ FUSED = "model.layers.1.mlp"
         ({"linear": "lm_head|embed"}, ["none of the"], CheckpointError),
         ({"method": "sparsegpt"}, ["--method sparsegpt", "--calib"], CalibrationError),
         ({"method": "wanda"}, ["--method wanda", "--calib"], CalibrationError),
-        ({"skip_worst": "5%"}, ["--skip-worst", "--calib"], CalibrationError),
-        ({"skip_worst": "5"}, ["--skip-worst '5'"], CalibrationError),
-        ({"skip_worst": "100%"}, ["--skip-worst '100%'"], CalibrationError),
+        ({"budget": Budget(zeros=0.2)}, ["--zeros 20%", "--calib"], CalibrationError),
     ],
 )
 def test_options_that_cannot_be_used(

@@ -150,7 +150,7 @@ def test_every_option_reaches_the_conversion(
     assert done.code == 0, done.err
     assert done.out.splitlines()[-1] == "dry run   nothing was written"
     data = ("--calib", "random", "--samples", 3, "--seqlen", 9, "--device", "cpu", "--resume", "--dry-run")
-    more = ("--sweeps", 1, "--target", "own", "--finetune", 0, "--skip-worst", "10%", "--rotate")
+    more = ("--sweeps", 1, "--target", "own", "--finetune", 0, "--rotate")
     done = Done(*start(source, tmp_path / "out", *data, *more))
     assert done.code == 0, done.err
     assert "for trying things out only" in done.err
@@ -162,7 +162,7 @@ def test_every_option_reaches_the_conversion(
     how = second.calibration
     assert how is not None
     assert (how.data, how.samples, how.seqlen, how.device, how.resume) == ("random", 3, 9, "cpu", True)
-    assert (how.sweeps, how.target, how.finetune, second.skip_worst) == (1, "own", 0, 0.1)
+    assert (how.sweeps, how.target, how.finetune) == (1, "own", 0)
     assert how.rotate is True
     assert not (tmp_path / "out").exists()
 
@@ -181,7 +181,6 @@ def test_every_option_reaches_the_conversion(
         (("--calib", "missing.jsonl"), "'missing.jsonl'"),
         (("--calib", "random", "--target", "mean"), "--target 'mean'"),
         (("--rotate",), "so --rotate would do nothing"),
-        (("--calib", "random", "--skip-worst", "all"), "--skip-worst 'all'"),
         (("--layer", "down_proj=1:8"), "--layer 'down_proj=1:8'"),
         (("--report", "/proc/report.json"), "--report /proc/report.json"),
         (("--report", "missing/report.json"), "--report missing/report.json"),
@@ -241,12 +240,12 @@ def test_a_log_tells_how_far_a_long_calibration_is(
     source: Path, tmp_path: Path, calib: tuple[object, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(console, "LINE_SECONDS", 0.0)
-    done = Done(*start(source, tmp_path / "out", *calib, "--skip-worst", "5%", "--finetune", 1))
+    done = Done(*start(source, tmp_path / "out", *calib, "--finetune", 1))
     assert done.code == 0, done.err
-    said = [line for line in done.err.splitlines() if line.startswith(("ranking", "pruning"))]
+    said = [line for line in done.err.splitlines() if line.startswith("pruning")]
     found = [re.fullmatch(r"(\w+) (\d+)% in \d+ s, about \d+ s left", line) for line in said]
     assert all(found), said
-    assert [(m[1], 50 <= int(m[2]) < 100) for m in found if m] == [("ranking", True), ("pruning", True)]
+    assert [(m[1], 50 <= int(m[2]) < 100) for m in found if m] == [("pruning", True)]
 
 
 # The machine

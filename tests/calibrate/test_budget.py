@@ -1,0 +1,446 @@
+"""Patterns chosen for a budget: the choice against all others, the losses against transformers, the promise kept."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F  # noqa: N812  (its usual name)
+import transformers
+from calibration import DEVICES, calibrated, write_ids
+from checkpoints import LLAMA, bert, snapshot, tensors_of
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from slidesparse.calibrate import losses
+from slidesparse.calibrate.losses import layer_losses, whole_loss
+from slidesparse.calibrate.models import open_model
+from slidesparse.calibrate.pipeline import calibrate
+from slidesparse.calibrate.resume import WorkFolder
+from slidesparse.calibrate.task import Calibration, prepare
+from slidesparse.checkpoint.inspection import inspect
+from slidesparse.checkpoint.storage import Checkpoint
+from slidesparse.convert import choose
+from slidesparse.convert.budget import PATTERNS, Budget, Choice, Market, Option
+from slidesparse.convert.choose import Try, next_aim
+from slidesparse.convert.report import Report
+from slidesparse.convert.times import LayerTimes, TimesError, fit
+from slidesparse.errors import CalibrationError, SlideSparseError
+from slidesparse.methods.sparsegpt import damping_for, factor, sparsegpt
+from slidesparse.pattern import SlidePattern
+
+LENGTHS = (10, 8, 6, 4)
+
+
+# The choice
+
+
+@st.composite
+def markets(draw: st.DrawFn) -> Market:
+    """Up to four units of dense and three patterns; times may be longer than the dense one."""
+    count = draw(st.integers(1, 4))
+    menu: dict[tuple[str, ...], tuple[Option, ...]] = {}
+    for number in range(count):
+        options = [Option(None, 0.0, 1 / count, 0)]
+        for length in LENGTHS[1:]:
+            loss, time = draw(st.integers(0, 50)), draw(st.integers(40, 110))
+            options.append(Option(SlidePattern(length), loss / 10, time / 100 / count, 200 // length))
+        menu[f"unit{number}",] = tuple(options)
+    return Market(menu, 100 * count, draw(st.booleans()))
+
+
+def every(market: Market) -> list[Choice]:
+    """All choices there are."""
+    units = list(market.menu)
+    return [
+        market.choice(dict(zip(units, picked, strict=True)))
+        for picked in itertools.product(*market.menu.values())
+    ]
+
+
+def saved(market: Market, choice: Choice) -> float:
+    return choice.zeros if market.by_zeros else 1 - choice.time
+
+
+@settings(max_examples=200, deadline=None)
+@given(markets())
+def test_nothing_betters_the_frontier(market: Market) -> None:
+    """Each point of it has the least loss of all choices that save as much."""
+    frontier = market.frontier()
+    assert not any(frontier[0].patterns.values())
+    others = every(market)
+    for choice in frontier:
+        least = min(o.loss for o in others if saved(market, o) >= saved(market, choice) - 1e-9)
+        assert choice.loss <= least + 1e-9
+    assert saved(market, frontier[-1]) >= max(saved(market, o) for o in others) - 1e-9
+
+
+@settings(max_examples=200, deadline=None)
+@given(markets(), st.floats(0.01, 12))
+def test_the_fastest_within_a_loss_misses_the_best_by_less_than_a_step(market: Market, loss: float) -> None:
+    """The relaxed problem's best is between two points of the frontier, and no choice is above that."""
+    found = market.fastest(loss)
+    assert found.loss <= loss + 1e-9
+    within = [point for point in market.frontier() if point.loss <= loss]
+    assert saved(market, found) >= saved(market, within[-1]) - 1e-9
+    best = max(saved(market, o) for o in every(market) if o.loss <= loss)
+    behind = market.frontier()[len(within) : len(within) + 1]
+    assert best <= saved(market, (behind or within[-1:])[0]) + 1e-9
+
+
+@settings(max_examples=200, deadline=None)
+@given(markets(), st.floats(0.01, 0.6))
+def test_the_least_loss_for_a_saving_reaches_it(market: Market, wanted: float) -> None:
+    found = market.least_loss(wanted)
+    reaching = [o for o in every(market) if saved(market, o) >= wanted]
+    assert (found is None) == (not reaching)
+    if found:
+        assert saved(market, found) >= wanted - 1e-9
+        point = next(p for p in market.frontier() if saved(market, p) >= wanted - 1e-9)
+        assert found.loss <= point.loss + 1e-9
+
+
+@pytest.mark.parametrize(
+    ("tries", "most", "wanted"),
+    [
+        ([Try(2.0, 0.9)], False, None),  # near enough
+        ([Try(2.0, 0.3)], True, None),  # nothing more to prune
+        ([Try(2.0, 0.5)], False, 0.95 * 2.0 / 0.5),
+        ([Try(2.0, 0.0)], False, 0.95 * 2.0 * choose.MOST_STEP),
+        ([Try(2.0, 1.5)], False, 0.95 * 2.0 / 1.5),
+        ([Try(1.0, 0.6), Try(2.0, 4.0)], False, 1.5),  # between the two
+        ([Try(2.0, 1.5), Try(1.3, 0.7), Try(1.7, 1.1)], False, 1.3),  # the best again
+        ([Try(2.0, 1.5), Try(1.7, 1.2), Try(1.5, 1.1)], False, None),  # never kept: said
+        ([Try(2.0, 1.5), Try(1.3, 0.7), Try(1.7, 1.1), Try(1.3, 0.7)], False, None),
+    ],
+)
+def test_what_is_aimed_at_next(tries: list[Try], most: bool, wanted: float | None) -> None:
+    found = next_aim(tries, 1.0, tries[-1].aim, most)
+    assert found == (None if wanted is None else pytest.approx(wanted))
+
+
+@pytest.mark.parametrize(
+    ("values", "words"),
+    [
+        ({}, "give one of"),
+        ({"zeros": 0.1, "max_loss": 0.1}, "--max-loss and --zeros"),
+        ({"zeros": 0.51}, "--zeros 51"),
+        ({"max_loss": 0.0}, "--max-loss 0"),
+        ({"min_speedup": 2.5}, "--min-speedup 2.5"),
+        ({"max_loss": 0.1, "tokens": (0,)}, "--tokens"),
+    ],
+)
+def test_budgets_that_mean_nothing_are_refused(values: dict[str, Any], words: str) -> None:
+    with pytest.raises(SlideSparseError, match=words):
+        Budget(**values)
+
+
+# Times
+
+
+def test_measured_times_are_taken_as_they_are() -> None:
+    times = LayerTimes.of("h200")
+    shape, pattern = (4608, 3584), SlidePattern(8)
+    measured = times.measured["int8", "6:8"]
+    assert times.us("int8", pattern, shape, 16) == measured[16][shape]
+    between = times.us("int8", pattern, shape, 23)
+    assert measured[16][shape] < between < measured[32][shape]
+    most = max(measured)
+    assert times.us("int8", pattern, shape, 2 * most) == pytest.approx(2 * measured[most][shape])
+    assert times.us("int8", None, shape, 16) == times.measured["int8", "dense"][16][shape]
+
+
+def test_shapes_that_were_not_measured_are_estimated_within_a_fifth() -> None:
+    """Each shape from the others; a mean over shapes, which for a single one is up to twice as much."""
+    measured = LayerTimes.of("h200").measured
+    for key, of_tokens in measured.items():
+        for tokens, times in of_tokens.items():
+            errors = []
+            for shape, us in times.items():
+                a, b = fit([(n * k, t) for (n, k), t in times.items() if (n, k) != shape])
+                errors.append(abs((a + b * shape[0] * shape[1]) / us - 1))
+            assert sum(errors) / len(errors) < 0.2, (key, tokens)
+
+
+def test_a_fit_has_no_negative_part() -> None:
+    assert fit([(1.0, 2.0), (2.0, 3.0)]) == pytest.approx((1.0, 1.0))
+    assert fit([(1.0, 1.0), (2.0, 4.0)])[0] == 0.0
+    assert fit([(1.0, 4.0), (2.0, 1.0)])[1] == 0.0
+    assert fit([(2.0, 4.0)]) == (0.0, 2.0)
+
+
+@pytest.mark.parametrize("gpu", ["", "a100", "nvidia"])
+def test_a_gpu_without_times_is_refused(gpu: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("nvidia-h200.csv", "nvidia-h100.csv"):
+        (tmp_path / name).write_text("dtype,n,k,pattern,tokens,us\n")
+    monkeypatch.setattr("slidesparse.convert.times.FOLDER", tmp_path)
+    with pytest.raises(TimesError, match="nvidia-h200"):
+        LayerTimes.of(gpu)
+
+
+# Losses
+
+
+def float_llama(folder: Path) -> Any:
+    """A random model of transformers whose logits are not nearly flat."""
+    config = transformers.LlamaConfig(
+        hidden_size=48,
+        intermediate_size=80,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        vocab_size=LLAMA.vocabulary,
+        max_position_embeddings=64,
+        tie_word_embeddings=False,
+    )
+    torch.manual_seed(0)
+    model = transformers.LlamaForCausalLM(config).float().eval()
+    for parameter in model.parameters():
+        parameter.data.normal_(0.0, 0.2) if parameter.dim() > 1 else parameter.data.uniform_(0.5, 1.5)
+    model.save_pretrained(folder)
+    return model
+
+
+def task_of(folder: Path, ids: str, pattern: SlidePattern, **how: Any) -> Any:
+    checkpoint = Checkpoint.open(folder)
+    model = open_model(checkpoint)
+    names = [name for number in range(model.blocks) for name in model.linears(number)]
+    calibration = Calibration(ids, seqlen=24, device="cpu", **how)
+    layers = dict.fromkeys(names, pattern)
+    return prepare(checkpoint, layers, (), "sparsegpt", "int8", 0, calibration, hold_back=True)
+
+
+@torch.inference_mode()
+def test_losses_of_layers_are_those_of_transformers_models(tmp_path: Path) -> None:
+    """The divergence of next-token distributions with the layers pruned that vLLM joins, the others as they were."""
+    theirs = float_llama(tmp_path / "model")
+    task = task_of(tmp_path / "model", write_ids(tmp_path / "ids.npy", 9), SlidePattern(6))
+    (tmp_path / "work").mkdir()
+    with task.model.checkpoint.reader() as reader:
+        found = layer_losses(task, PATTERNS, reader, WorkFolder(tmp_path / "work"))
+    assert {len(unit) for unit in found} == {1, 2, 3}
+    assert sum(map(len, found)) == len(task.layers)
+    ids = torch.stack(task.samples.ids)
+    dense = theirs(ids).logits.log_softmax(-1)
+    inputs: dict[str, torch.Tensor] = {}
+    modules = dict(theirs.named_modules())
+    for name in task.layers:
+        modules[name].register_forward_pre_hook(
+            lambda _, x, name=name: inputs.__setitem__(name, x[0].flatten(0, 1))
+        )
+    theirs(ids)
+    reads = dict(inputs)
+    for unit, of_patterns in found.items():
+        assert list(of_patterns) == [p.ratio for p in PATTERNS]
+        assert 0 < of_patterns["8:10"] < of_patterns["4:6"] < of_patterns["2:4"]
+        x = reads[unit[0]]
+        upper = factor(x.T @ x, damping_for(x.shape[1], len(x)))
+        whole = {name: modules[name].weight.data.clone() for name in unit}
+        for name in unit:
+            modules[name].weight.data = sparsegpt(whole[name], upper, SlidePattern(4))
+        pruned = theirs(ids).logits.log_softmax(-1)
+        for name in unit:
+            modules[name].weight.data = whole[name]
+        wanted = F.kl_div(pruned, dense, reduction="sum", log_target=True) / ids.numel()
+        assert of_patterns["2:4"] == pytest.approx(float(wanted), rel=1e-3)
+
+
+def test_a_model_of_which_nothing_is_pruned_loses_nothing(tmp_path: Path) -> None:
+    float_llama(tmp_path / "model")
+    task = task_of(tmp_path / "model", write_ids(tmp_path / "ids.npy", 9), SlidePattern(None), target="own")
+    (tmp_path / "work").mkdir()
+    work = WorkFolder(tmp_path / "work")
+    with task.model.checkpoint.reader() as reader:
+        calibrate(task, reader, work)
+        assert whole_loss(task, reader, work) == 0.0
+
+
+@torch.inference_mode()
+def test_the_whole_loss_is_that_of_the_model_written(tmp_path: Path) -> None:
+    """By transformers, with weights as they were written; activations are not rounded there, which costs a little."""
+    theirs = float_llama(tmp_path / "model")
+    ids = write_ids(tmp_path / "ids.npy", 40)
+    report = calibrated(tmp_path / "model", tmp_path / "out", ids, budget=Budget(zeros=0.4), finetune=0)
+    task = task_of(tmp_path / "model", ids, SlidePattern(6))
+    held = torch.stack(task.held_back.ids)
+
+    def entropy() -> float:
+        logits = theirs(held).logits[:, :-1]
+        return float(F.cross_entropy(logits.flatten(0, 1), held[:, 1:].flatten()))
+
+    before, stored = entropy(), tensors_of(tmp_path / "out")
+    for name, module in theirs.named_modules():
+        if f"{name}.weight_scale" in stored:
+            codes = stored[f"{name}.weight"].float() * stored[f"{name}.weight_scale"]
+            module.weight.data = codes
+    assert report.budget
+    assert report.budget.found is not None
+    assert report.budget.found == pytest.approx(entropy() - before, abs=0.05 * abs(entropy() - before) + 0.01)
+
+
+# The whole way
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    float_llama(tmp_path / "model")
+    return tmp_path / "model"
+
+
+@pytest.fixture
+def ids(tmp_path: Path) -> str:
+    return write_ids(tmp_path / "ids.npy", 24)
+
+
+def outcome(report: Report) -> choose.Outcome:
+    assert report.budget
+    return report.budget
+
+
+@DEVICES
+@pytest.mark.parametrize("rotate", [False, True])
+def test_zeros_are_reached_by_several_patterns(
+    model: Path, tmp_path: Path, ids: str, rotate: bool, device: str
+) -> None:
+    how: dict[str, Any] = {"budget": Budget(zeros=0.3), "finetune": 0, "rotate": rotate, "device": device}
+    report = calibrated(model, tmp_path / "out", ids, **how)
+    found = inspect(tmp_path / "out")
+    assert found.violations == 0
+    choice = outcome(report).choice
+    assert choice
+    assert choice.zeros >= 0.3
+    assert len(choice.counts) > 1
+    by_layer = {name: p.ratio for unit, p in choice.patterns.items() if p for name in unit}
+    assert {layer.name: layer.pattern for layer in found.layers if layer.pattern} == by_layer
+    assert set(report.skipped.values()) <= {"by the budget"}
+    weights = tensors_of(tmp_path / "out")
+    codes = [weights[f"{name}.weight"] for unit in choice.patterns for name in unit]
+    zeros = sum(int((w == 0).sum()) for w in codes) / sum(w.numel() for w in codes)
+    assert choice.zeros <= zeros < choice.zeros + 0.05  # codes become zero by rounding, too
+
+
+def test_a_loss_allowed_is_kept_and_used(model: Path, tmp_path: Path, ids: str) -> None:
+    """Times of such small layers are estimates; only decode gains there."""
+    budget = Budget(max_loss=0.05, tokens=(16,))
+    report = calibrated(model, tmp_path / "out", ids, budget=budget, finetune=0)
+    found = outcome(report)
+    assert found.kept
+    assert found.found is not None
+    assert math.expm1(found.found) <= 0.05
+    assert found.choice
+    assert found.choice.speedup > 1
+    dearer = calibrated(
+        model, tmp_path / "dearer", ids, budget=Budget(max_loss=0.3, tokens=(16,)), finetune=0
+    )
+    more = outcome(dearer)
+    assert more.kept
+    assert more.choice
+    assert more.choice.speedup >= found.choice.speedup
+    document = json.loads(json.dumps(dearer.to_json()))["budget"]
+    assert document["goal"] == "--max-loss 30%"
+    assert document["kept"] is True
+    assert len(document["frontier"]) > 2
+    assert document["loss"] <= 0.3
+
+
+def test_a_promise_that_is_not_kept_is_told(
+    model: Path, tmp_path: Path, ids: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(choose, "whole_loss", lambda *_: 1.0)
+    report = calibrated(model, tmp_path / "out", ids, budget=Budget(max_loss=0.5, tokens=(16,)), finetune=0)
+    assert not outcome(report).kept
+    assert outcome(report).to_json()["kept"] is False
+
+
+def test_losses_are_measured_once_for_all_budgets(
+    model: Path, tmp_path: Path, ids: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = snapshot(tmp_path)
+    first = calibrated(model, tmp_path / "out", ids, budget=Budget(zeros=0.2), dry_run=True)
+    assert snapshot(tmp_path) == before
+    assert outcome(first).choice
+    assert outcome(first).found is None
+
+    def not_again(*_: Any) -> Any:
+        raise AssertionError("measured again")
+
+    monkeypatch.setattr(losses, "_measure", not_again)
+    second = calibrated(
+        model, tmp_path / "out", ids, budget=Budget(min_speedup=1.01, tokens=(16,)), dry_run=True
+    )
+    assert outcome(second).market.menu.keys() == outcome(first).market.menu.keys()
+
+
+def test_the_same_again_gives_the_same_bytes(model: Path, tmp_path: Path, ids: str) -> None:
+    for name in ("a", "b"):
+        calibrated(model, tmp_path / name, ids, budget=Budget(zeros=0.25), finetune=1)
+    assert snapshot(tmp_path / "a") == snapshot(tmp_path / "b")
+
+
+class Killed(BaseException):
+    """Nothing handles it, as nothing handles a signal."""
+
+
+@pytest.mark.parametrize("after", range(1, 9))
+def test_killed_and_resumed(
+    model: Path, tmp_path: Path, ids: str, monkeypatch: pytest.MonkeyPatch, after: int
+) -> None:
+    """It dies as it keeps losses, a choice, or a block; what was kept is not made again."""
+    how: dict[str, Any] = {"budget": Budget(max_loss=0.1, tokens=(16,)), "finetune": 0}
+    calibrated(model, tmp_path / "whole", ids, **how)
+    monkeypatch.setenv("SLIDESPARSE_CACHE", str(tmp_path / "cache"))
+    plain, calls = WorkFolder.write_json, 0
+
+    def dying(self: WorkFolder, name: str, value: object) -> None:
+        nonlocal calls
+        calls += 1
+        if calls == after:
+            raise Killed
+        plain(self, name, value)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(WorkFolder, "write_json", dying)
+        with pytest.raises(Killed):
+            calibrated(model, tmp_path / "out", ids, **how)
+    assert not (tmp_path / "out").exists()
+    calibrated(model, tmp_path / "out", ids, resume=True, **how)
+    assert snapshot(tmp_path / "out") == snapshot(tmp_path / "whole")
+
+
+@pytest.mark.parametrize(
+    ("budget", "words"),
+    [
+        (Budget(min_speedup=1.9, tokens=(16,)), "cannot be reached: the most is 1."),
+        (Budget(max_loss=1e-9, tokens=(16,)), "allow more"),
+        (Budget(max_loss=0.1, gpu="a100"), "--gpu 'a100'"),
+    ],
+)
+def test_a_budget_that_cannot_be_had_is_refused(
+    model: Path, tmp_path: Path, ids: str, budget: Budget, words: str
+) -> None:
+    with pytest.raises(SlideSparseError, match=words):
+        calibrated(model, tmp_path / "out", ids, budget=budget, finetune=0)
+    assert not (tmp_path / "out").exists()
+
+
+def test_an_encoder_is_judged_by_its_embeddings(tmp_path: Path) -> None:
+    bert(tmp_path / "source")
+    ids = write_ids(tmp_path / "ids.npy", 24)
+    report = calibrated(
+        tmp_path / "source", tmp_path / "out", ids, budget=Budget(zeros=0.2), finetune=0, seqlen=16
+    )
+    found = outcome(report)
+    assert not found.in_nats
+    assert found.found is not None
+    assert 0 < found.found < 1
+    assert "1 - cosine" in found.words
+
+
+def test_layers_named_by_pattern_do_not_go_with_a_budget(model: Path, tmp_path: Path, ids: str) -> None:
+    with pytest.raises(CalibrationError, match="--layer"):
+        calibrated(model, tmp_path / "out", ids, budget=Budget(zeros=0.2), layer=["down=8:10"])
