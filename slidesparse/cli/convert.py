@@ -192,6 +192,9 @@ def convert(
     ] = False,
 ) -> None:
     """Prune a model to a pattern, or to a budget, and write it as a W8A8 checkpoint."""
+    pattern, budget = _wanted(
+        sparsity, {"--max-loss": max_loss, "--min-speedup": min_speedup, "--zeros": zeros}, tokens, gpu
+    )
     from slidesparse.checkpoint.hub import local_folder
     from slidesparse.convert.options import ConvertOptions, parse_layer_pattern
     from slidesparse.convert.stream import convert as run
@@ -199,9 +202,6 @@ def convert(
     data = {"samples": samples, "seqlen": seqlen, "device": device, "resume": resume or None}
     data["rotate"] = rotate or None
     training = {"sweeps": sweeps, "target": target_of, "finetune": finetune}
-    pattern, budget = _wanted(
-        sparsity, {"--max-loss": max_loss, "--min-speedup": min_speedup, "--zeros": zeros}, tokens, gpu
-    )
     options = ConvertOptions(
         pattern=pattern,
         quant=quant,
@@ -229,8 +229,6 @@ def _wanted(
     sparsity: str | None, goals: Mapping[str, str | float | None], tokens: str | None, gpu: str | None
 ) -> tuple[SlidePattern, Budget | None]:
     """Return the pattern asked for, or the budget and the pattern that a rotation is learned for."""
-    from slidesparse.convert.budget import MIDDLE, Budget, parse_percent, parse_tokens
-
     given = [name for name, value in {"--sparsity": sparsity, **goals}.items() if value is not None]
     if len(given) != 1:
         raise SlideSparseError(
@@ -245,6 +243,8 @@ def _wanted(
         )
     if sparsity is not None:
         return SlidePattern.parse(sparsity), None
+    from slidesparse.convert.budget import MIDDLE, Budget, parse_percent, parse_tokens
+
     percents = {
         option: parse_percent(option, str(goals[option]))
         for option in ("--max-loss", "--zeros")

@@ -94,7 +94,7 @@ def parse_tokens(text: str) -> tuple[int, ...]:
 
 @dataclass(frozen=True)
 class Option:
-    """What a unit becomes: its pattern, or None for dense, and what that costs and saves."""
+    """A pattern that a unit may have, or None for dense, with what that costs and saves."""
 
     pattern: SlidePattern | None
     loss: float  # in nats or 1 - cosine, as measured for the unit alone

@@ -31,7 +31,7 @@ MOST_STEP = 4  # times the last aim is the most of the next
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a budget led to."""
+    """The outcome of a budget."""
 
     budget: Budget
     market: Market

@@ -182,6 +182,8 @@ def test_every_option_reaches_the_conversion(
         (("--calib", "random", "--target", "mean"), "--target 'mean'"),
         (("--rotate",), "so --rotate would do nothing"),
         (("--layer", "down_proj=1:8"), "--layer 'down_proj=1:8'"),
+        (("--zeros", "25%"), "found --sparsity and --zeros"),
+        (("--tokens", "16"), "--tokens would do nothing: --sparsity"),
         (("--report", "/proc/report.json"), "--report /proc/report.json"),
         (("--report", "missing/report.json"), "--report missing/report.json"),
     ],
@@ -234,6 +236,56 @@ def test_an_interrupt_without_calibration_leaves_nothing(
     done = Done(*start(source, tmp_path / "out"))
     assert (done.code, done.out, done.err) == (130, "", "interrupted\n")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["source"]
+
+
+def test_a_budget_prints_what_can_be_had_for_which_loss(
+    source: Path, tmp_path: Path, calib: tuple[object, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """First without writing anything, then with what was chosen and what it lost."""
+    monkeypatch.setenv("SLIDESPARSE_CACHE", str(tmp_path / "cache"))
+    dry = Done("convert", source, tmp_path / "out", "--zeros", "30%", *calib, "--dry-run")
+    assert dry.code == 0, dry.err
+    assert not (tmp_path / "out").exists()
+    lines = dry.out.splitlines()
+    assert lines[0].split() == ["perplexity", "zeros", "matrices"]
+    losses = [
+        float(line.split("%")[0]) for line in lines[1:] if "uniform" not in line and line.startswith(" ")
+    ]
+    assert losses[0] == 0.0
+    assert losses[-2] == max(losses)
+    assert sum("uniform" in line for line in lines) == 4
+    assert any("chosen: " in line for line in lines)
+    assert lines[-1] == "dry run   nothing was pruned; what was measured is kept for the next run"
+    done = Done(
+        "convert", source, tmp_path / "out", "--max-loss", "50%", "--tokens", 16, *calib, "--finetune", 0
+    )
+    assert done.code == 0, done.err
+    assert "budget    --max-loss 50%" in done.out
+    assert re.search(r"loss      perplexity [+-][\d.e-]+% above the dense model quantized alike", done.out)
+    assert re.search(r"chosen: ", done.out)
+
+
+@pytest.mark.parametrize(
+    ("options", "fact"),
+    [
+        ((), "neither a pattern nor a budget"),
+        (("--zeros", "25"), "--zeros '25' is not a percentage"),
+        (("--zeros", "60%"), "--zeros 60"),
+        (("--max-loss", "1%"), "--max-loss 1% needs calibration data"),
+        (("--max-loss", "1%", "--min-speedup", "1.2"), "found --max-loss and --min-speedup"),
+        (("--max-loss", "1%", "--tokens", "many"), "--tokens 'many'"),
+        (("--min-speedup", "3"), "--min-speedup 3"),
+        (("--zeros", "25%", "--gpu", "h100"), "--gpu would do nothing: --zeros"),
+        (
+            ("--max-loss", "1%", "--calib", "random", "--gpu", "k80"),
+            "--gpu 'k80': times of layers were measured on",
+        ),
+    ],
+)
+def test_wrong_budgets_exit_2(source: Path, tmp_path: Path, options: tuple[str, ...], fact: str) -> None:
+    done = Done("convert", source, tmp_path / "out", *options, "--dry-run")
+    assert (done.code, done.out) == (2, "")
+    assert fact in done.err
 
 
 def test_a_log_tells_how_far_a_long_calibration_is(
