@@ -186,6 +186,12 @@ def convert(
         Path | None,
         typer.Option(help="Write what became of each layer to this JSON file.", metavar="FILE.json"),
     ] = None,
+    plot: Annotated[
+        Path | None,
+        typer.Option(
+            help="With a budget: draw loss against speed, or zeros, to this file.", metavar="FILE.svg"
+        ),
+    ] = None,
     dry_run: Annotated[
         bool,
         typer.Option("--dry-run", help="Check everything and say what would be done; write nothing."),
@@ -216,10 +222,19 @@ def convert(
         calibration=_calibration(calib, method, data, training),
         check=report is not None,
     )
-    _require_writable(report)
+    if plot is not None and budget is None:
+        raise SlideSparseError(
+            "--plot draws what a budget can have; give one, such as --max-loss 1%, or leave it out"
+        )
+    _require_writable("--report", report)
+    _require_writable("--plot", plot)
     with byte_progress(lines=True) as progress:
         done = run(local_folder(source), target, options, dry_run=dry_run, progress=progress)
-    if report is not None and not dry_run:
+    if plot is not None and done.budget:
+        from slidesparse.convert.plot import svg
+
+        plot.write_text(svg(done.budget))
+    if report is not None and (budget or not dry_run):
         report.write_text(json.dumps(done.to_json(), indent=2) + "\n")
     _warn(done)
     _summarize(done, dry_run)
@@ -288,20 +303,20 @@ def _calibration(
     return None
 
 
-def _require_writable(report: Path | None) -> None:
-    """Raise SlideSparseError, before hours of work, unless the report can be written."""
+def _require_writable(option: str, report: Path | None) -> None:
+    """Raise SlideSparseError, before hours of work, unless the file of an option can be written."""
     if report is None:
         return
     if report.is_dir() or not report.resolve().parent.is_dir():
         raise SlideSparseError(
-            f"--report {report}: it is a folder, or its folder is not there; name a file in one that is"
+            f"{option} {report}: it is a folder, or its folder is not there; name a file in one that is"
         )
     new = not report.exists()
     try:
         report.open("a").close()
     except OSError as error:
         raise SlideSparseError(
-            f"--report {report}: {error.strerror}; name a file that can be written"
+            f"{option} {report}: {error.strerror}; name a file that can be written"
         ) from error
     if new:
         report.unlink()

@@ -10,6 +10,7 @@ import subprocess
 import sys
 from pathlib import Path
 from typing import Any
+from xml.etree import ElementTree
 
 import pytest
 from calibration import write_ids
@@ -24,6 +25,7 @@ from slidesparse.convert import stream
 from slidesparse.convert.options import ConvertOptions
 
 ROOT = Path(__file__).parents[2]
+SVG = "{http://www.w3.org/2000/svg}"
 
 
 @pytest.fixture
@@ -183,6 +185,7 @@ def test_every_option_reaches_the_conversion(
         (("--rotate",), "so --rotate would do nothing"),
         (("--layer", "down_proj=1:8"), "--layer 'down_proj=1:8'"),
         (("--zeros", "25%"), "found --sparsity and --zeros"),
+        (("--plot", "plot.svg"), "--plot draws what a budget can have"),
         (("--tokens", "16"), "--tokens would do nothing: --sparsity"),
         (("--report", "/proc/report.json"), "--report /proc/report.json"),
         (("--report", "missing/report.json"), "--report missing/report.json"),
@@ -243,9 +246,23 @@ def test_a_budget_prints_what_can_be_had_for_which_loss(
 ) -> None:
     """First without writing anything, then with what was chosen and what it lost."""
     monkeypatch.setenv("SLIDESPARSE_CACHE", str(tmp_path / "cache"))
-    dry = Done("convert", source, tmp_path / "out", "--zeros", "30%", *calib, "--dry-run")
+    dry = Done(
+        "convert",
+        source,
+        tmp_path / "out",
+        "--zeros",
+        "30%",
+        *calib,
+        "--plot",
+        tmp_path / "plot.svg",
+        "--dry-run",
+    )
     assert dry.code == 0, dry.err
     assert not (tmp_path / "out").exists()
+    drawn = ElementTree.parse(tmp_path / "plot.svg").getroot()
+    assert len(drawn.findall(f"{SVG}circle")) == 5  # four patterns and the choice
+    assert len(drawn.find(f"{SVG}polyline").get("points").split()) > 2
+    assert {"8:10", "6:8", "4:6", "2:4", "--zeros 30%"} <= {text.text for text in drawn.iter(f"{SVG}text")}
     lines = dry.out.splitlines()
     assert lines[0].split() == ["perplexity", "zeros", "matrices"]
     losses = [
