@@ -151,7 +151,7 @@ def make(cell: Cell, options: argparse.Namespace) -> Path:
         WINDOW,
         options.device,
         finetune=options.finetune,
-        rotate=options.rotate,
+        rotate="on" if options.rotate else "off",
     )
     if cell.quant == "bf16":
         float_prune.write_pruned(source, made, cell.pattern, cell.method, calibration, cell.seed)
@@ -391,7 +391,7 @@ def main() -> None:
     parser.add_argument("--only", help="NAME,NAME,...: these cells alone, such as 6_8-sparsegpt-int8-0")
     parser.add_argument("--samples", type=int, default=SAMPLES, help="of calibration")
     parser.add_argument("--finetune", type=int, default=EPOCHS, help="how often, after sparsegpt")
-    parser.add_argument("--rotate", action="store_true", help="of convert: INT8 and FP8 cells alone")
+    parser.add_argument("--rotate", action="store_true", help="turn models first: INT8 and FP8 cells alone")
     parser.add_argument("--windows", type=int, help="of each text, fewer to try things out")
     parser.add_argument("--option", action="append", default=[], metavar="NAME=JSON", help="of vllm.LLM")
     parser.add_argument("--time-limit", type=float, help="seconds after which no cell is started")

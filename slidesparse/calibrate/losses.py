@@ -31,7 +31,7 @@ from slidesparse.pattern import SlidePattern
 from slidesparse.quantize import NAMES, dequantize_rows, quantize_rows
 
 LOSS_TOKENS = {"cpu": 4096, "cuda": 16384}  # tokens that a layer's loss is measured on; at least one batch
-LOGITS = 2**27  # logits at a time
+LOGITS = 2**25  # logits at a time
 KEPT_PART = 2  # blocks that wait to be run again take one part in so many of a GPU's free memory
 KEPT_OF_HOST = 4  # or one in so many of the host's
 POOLING = "1_Pooling/config.json"  # of sentence-transformers

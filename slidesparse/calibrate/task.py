@@ -25,6 +25,8 @@ Progress = Callable[[str, int, int], None]  # phase, bytes done, bytes in all
 
 DEVICES = ("auto", "cpu", "cuda")
 TARGETS = ("dense", "own")  # pruned layers should give what they do in the dense model, or on the same inputs
+# Whether the residual stream is turned: where that helps and can be, in any case, or not
+ROTATIONS = ("auto", "on", "off")
 SWEEPS = 4
 EPOCHS = 4
 
@@ -47,7 +49,7 @@ class Calibration:
         None  # epochs of training after that; None: EPOCHS where the target is the dense model
     )
 
-    rotate: bool = False  # turn the residual stream first
+    rotate: str = ROTATIONS[0]  # whether to turn the residual stream first
 
     def __post_init__(self) -> None:
         if self.sweeps < 0:
@@ -65,6 +67,10 @@ class Calibration:
             raise CalibrationError(
                 f"--finetune {self.epochs} trains towards what the dense model gives, which --target {self.target} "
                 "does not run; leave one of the two out"
+            )
+        if self.rotate not in ROTATIONS:
+            raise CalibrationError(
+                f"--rotate {self.rotate!r} is not known; use one of {', '.join(ROTATIONS)}"
             )
         if self.device not in DEVICES:
             raise CalibrationError(f"--device {self.device!r} is not known; use one of {', '.join(DEVICES)}")

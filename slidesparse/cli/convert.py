@@ -146,13 +146,13 @@ def convert(
         ),
     ] = None,
     rotate: Annotated[
-        bool,
+        str | None,
         typer.Option(
-            "--rotate",
             help="Turn the residual stream of Llama, Mistral, Qwen2 or Qwen3 first, in the weights, so that pruning "
-            "costs less.",
+            "costs less: auto (with sparsegpt, where it can be; the default), on or off.",
+            metavar="WHEN",
         ),
-    ] = False,
+    ] = None,
     resume: Annotated[
         bool, typer.Option("--resume", help="Go on from the layers that a killed run finished.")
     ] = False,
@@ -205,8 +205,13 @@ def convert(
     from slidesparse.convert.options import ConvertOptions, parse_layer_pattern
     from slidesparse.convert.stream import convert as run
 
-    data = {"samples": samples, "seqlen": seqlen, "device": device, "resume": resume or None}
-    data["rotate"] = rotate or None
+    data = {
+        "samples": samples,
+        "seqlen": seqlen,
+        "device": device,
+        "resume": resume or None,
+        "rotate": rotate,
+    }
     training = {"sweeps": sweeps, "target": target_of, "finetune": finetune}
     options = ConvertOptions(
         pattern=pattern,

@@ -154,16 +154,26 @@ def convert(
 
 
 def _rotation(checkpoint: Checkpoint, options: ConvertOptions) -> str:
-    """Return ROTATED where the model is to be turned, else nothing.  Raises CalibrationError where it cannot be."""
-    if not options.calibration or not options.calibration.rotate:
+    """Return ROTATED where the model is to be turned, else nothing, or in words why not.
+
+    Raises CalibrationError where it was asked for and cannot be.
+    """
+    if not options.calibration or options.calibration.rotate == "off":
         return ""
     block = checkpoint.quantization_config()
     if block is not None and not holds_floats(block):
         return ""  # calibration takes no such source
+    by_default = options.calibration.rotate == "auto"
+    if by_default and (
+        options.pattern.length is None or not methods.get(options.method_name).updates_weights
+    ):
+        return ""  # nothing is pruned, or as the papers of these methods do
     why_not = obstacle(checkpoint) or _sparse(checkpoint, options)
-    if why_not:
-        raise CalibrationError(f"--rotate: {why_not}; leave it out")
-    return ROTATED
+    if not why_not:
+        return ROTATED
+    if options.calibration.rotate == "on":
+        raise CalibrationError(f"--rotate on: {why_not}; leave it out")
+    return f"none: {why_not}"
 
 
 def _sparse(checkpoint: Checkpoint, options: ConvertOptions) -> str | None:

@@ -100,7 +100,7 @@ def write_then_die(self, *arguments):
     if written == int(most):
         os.kill(os.getpid(), signal.SIGKILL)
 Writer.write = write_then_die
-calibration = Calibration(ids, seqlen=24, device=device, resume=True)
+calibration = Calibration(ids, seqlen=24, device=device, rotate="off", resume=True)
 convert(source, out, ConvertOptions(SlidePattern(8), calibration=calibration))
 """
 

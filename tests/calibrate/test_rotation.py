@@ -21,6 +21,7 @@ from slidesparse.calibrate.rotation import RotatedReader, Rotation, obstacle, un
 from slidesparse.calibrate.task import Calibration, Task
 from slidesparse.checkpoint.inspection import inspect
 from slidesparse.checkpoint.storage import Checkpoint
+from slidesparse.convert.budget import Budget
 from slidesparse.convert.options import ConvertOptions
 from slidesparse.convert.plan import calibration_task, make_plan
 from slidesparse.errors import CalibrationError
@@ -211,7 +212,7 @@ def test_a_conversion_that_prunes_nothing_gives_the_same_model(name: str, tmp_pa
     np.save(tmp_path / "ids.npy", np.random.default_rng(0).integers(0, 100, (2, 20)))
     how = {"skip": [r"1\.self_attn\.o_proj"], "ignore": [r"0\.self_attn\.o_proj", r"1\.mlp\.down"]}
     ids = str(tmp_path / "ids.npy")
-    report = calibrated(tmp_path / "source", tmp_path / "out", ids, pattern="2_inf", rotate=True, **how)
+    report = calibrated(tmp_path / "source", tmp_path / "out", ids, pattern="2_inf", rotate="on", **how)
     assert report.rotation
     config = config_of(tmp_path / "out")
     assert config.pop("tie_word_embeddings") is False
@@ -237,7 +238,7 @@ def test_pruning_costs_less_and_a_killed_run_goes_on(
     how: dict[str, Any] = {"finetune": 0, "layer": ["down_proj=4:6"], "quant": "fp8", "layout": "slided"}
     how["device"] = device
     plain = calibrated(source, tmp_path / "plain", ids, **how)
-    whole = calibrated(source, tmp_path / "whole", ids, rotate=True, **how)
+    whole = calibrated(source, tmp_path / "whole", ids, rotate="on", **how)
     assert plain.rotation == ""
     errors = [sum(row["error_quantized"] for row in report.layers) for report in (plain, whole)]
     assert errors[1] < 0.9 * errors[0]
@@ -249,13 +250,13 @@ def test_pruning_costs_less_and_a_killed_run_goes_on(
     with monkeypatch.context() as patch:
         patch.setattr(pipeline, "_prune_block", die)
         with pytest.raises(KeyboardInterrupt):
-            calibrated(source, tmp_path / "out", ids, rotate=True, **how)
+            calibrated(source, tmp_path / "out", ids, rotate="on", **how)
     with pytest.raises(CalibrationError, match="--resume goes on"):
-        calibrated(source, tmp_path / "out", ids, rotate=True, **how)
+        calibrated(source, tmp_path / "out", ids, rotate="on", **how)
     with pytest.raises(CalibrationError, match="rotate was true, is false"):
         calibrated(source, tmp_path / "out", ids, resume=True, **how)
     monkeypatch.setattr(learning, "learn", die)  # not again
-    report = calibrated(source, tmp_path / "out", ids, rotate=True, resume=True, **how)
+    report = calibrated(source, tmp_path / "out", ids, rotate="on", resume=True, **how)
     assert snapshot(tmp_path / "out") == snapshot(tmp_path / "whole")
     assert report.rotation == whole.rotation
 
@@ -269,16 +270,38 @@ def test_a_model_that_is_sparse_already_is_not_turned(tmp_path: Path) -> None:
         {n: prune(t, pattern) if n == f"{DOWN}.weight" else t for n, t in tensors.items()},
     )
     how: dict[str, Any] = {"samples": 2, "seqlen": 8, "dry_run": True}
-    with pytest.raises(CalibrationError, match=f"--rotate: {DOWN}.weight obeys 6:8 already"):
-        calibrated(source, tmp_path / "out", "random", rotate=True, **how)
-    assert calibrated(source, tmp_path / "out", "random", rotate=True, pattern="2:4", **how).rotation
+    with pytest.raises(CalibrationError, match=f"--rotate on: {DOWN}.weight obeys 6:8 already"):
+        calibrated(source, tmp_path / "out", "random", rotate="on", **how)
+    assert calibrated(source, tmp_path / "out", "random", rotate="on", pattern="2:4", **how).rotation
 
 
 def test_encoders_are_not_turned(tmp_path: Path) -> None:
     source = bert(tmp_path / "source")
     how: dict[str, Any] = {"samples": 2, "seqlen": 8, "dry_run": True}
-    with pytest.raises(CalibrationError, match="--rotate: BertModel is none of LlamaForCausalLM, "):
-        calibrated(source, tmp_path / "out", "random", rotate=True, **how)
+    with pytest.raises(CalibrationError, match="--rotate on: BertModel is none of LlamaForCausalLM, "):
+        calibrated(source, tmp_path / "out", "random", rotate="on", **how)
+    report = calibrated(source, tmp_path / "out", "random", rotate="auto", **how)
+    assert report.rotation.startswith("none: BertModel is none of LlamaForCausalLM, ")
+
+
+@pytest.mark.parametrize(
+    ("options", "turned"),
+    [
+        ({}, True),
+        ({"method": "wanda"}, False),
+        ({"pattern": "2_inf"}, False),
+        ({"budget": Budget(zeros=0.2)}, True),
+    ],
+)
+def test_models_are_turned_unless_told_otherwise(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: dict[str, Any], turned: bool
+) -> None:
+    monkeypatch.setattr(learning, "STEPS", 1)
+    source, ids = llama(tmp_path / "source"), write_ids(tmp_path / "ids.npy")
+    more = {} if options.get("method") else {"finetune": 0}
+    report = calibrated(source, tmp_path / "out", ids, rotate="auto", **more, **options)
+    assert report.rotation.startswith("the residual stream") == turned
+    assert ("lm_head.weight" in tensors_of(tmp_path / "out")) or not turned
 
 
 def test_what_cannot_be_turned_is_told(tmp_path: Path) -> None:

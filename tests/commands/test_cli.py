@@ -152,7 +152,7 @@ def test_every_option_reaches_the_conversion(
     assert done.code == 0, done.err
     assert done.out.splitlines()[-1] == "dry run   nothing was written"
     data = ("--calib", "random", "--samples", 3, "--seqlen", 9, "--device", "cpu", "--resume", "--dry-run")
-    more = ("--sweeps", 1, "--target", "own", "--finetune", 0, "--rotate")
+    more = ("--sweeps", 1, "--target", "own", "--finetune", 0, "--rotate", "on")
     done = Done(*start(source, tmp_path / "out", *data, *more))
     assert done.code == 0, done.err
     assert "for trying things out only" in done.err
@@ -165,7 +165,7 @@ def test_every_option_reaches_the_conversion(
     assert how is not None
     assert (how.data, how.samples, how.seqlen, how.device, how.resume) == ("random", 3, 9, "cpu", True)
     assert (how.sweeps, how.target, how.finetune) == (1, "own", 0)
-    assert how.rotate is True
+    assert how.rotate == "on"
     assert not (tmp_path / "out").exists()
 
 
@@ -182,7 +182,8 @@ def test_every_option_reaches_the_conversion(
         (("--calib", "random", "--method", "wanda", "--sweeps", "9"), "wanda has no use for --sweeps"),
         (("--calib", "missing.jsonl"), "'missing.jsonl'"),
         (("--calib", "random", "--target", "mean"), "--target 'mean'"),
-        (("--rotate",), "so --rotate would do nothing"),
+        (("--rotate", "on"), "so --rotate would do nothing"),
+        (("--calib", "random", "--rotate", "yes"), "--rotate 'yes' is not known"),
         (("--layer", "down_proj=1:8"), "--layer 'down_proj=1:8'"),
         (("--zeros", "25%"), "found --sparsity and --zeros"),
         (("--plot", "plot.svg"), "--plot draws what a budget can have"),
