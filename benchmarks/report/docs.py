@@ -321,10 +321,48 @@ def bitnet() -> str:
     return table(("", "blocks over", "non-zeros that go", "sparsegpt", "wanda", "magnitude"), rows, 1)
 
 
+def budgets() -> str:
+    """What budgets and a rotation leave of the loss, beside uniform patterns."""
+    with (ACCURACY / "budget.csv").open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    dense = {
+        (row["model"], row["rotate"], row["text"]): float(row["ppl"])
+        for row in rows
+        if row["pattern"] == "dense" and row["quant"] == "int8"
+    }
+    kinds = (
+        ("A", "off", "in"),
+        ("B", "off", "in"),
+        ("B", "on", "in"),
+        ("B", "off", "out"),
+        ("B", "on", "out"),
+    )
+
+    def cell(pattern: str, kind: tuple[str, str, str]) -> str:
+        found = [
+            100 * (float(row["ppl"]) / dense[kind] - 1)
+            for row in rows
+            if (row["model"], row["rotate"], row["text"]) == kind and row["pattern"] == pattern
+        ]
+        seeds = f" ({len(found)})" if len(found) > 1 else ""
+        return f"{sum(found) / len(found):+.2f}{seeds}" if found else "-"
+
+    names = dict.fromkeys(row["pattern"] for row in rows if row["pattern"] != "dense")
+    ordered = sorted(names, key=lambda name: (name[0].isalpha(), SPELLED.index(name)))
+    titles = ("", "A", "B", "B, turned", "B, WikiText-2", "B, turned, WikiText-2")
+    found = [(SPELL.get(name, name), *(cell(name, kind) for kind in kinds)) for name in ordered]
+    return table(titles, found, 1)
+
+
+SPELLED = ("8:10", "6:8", "4:6", "2:4", "zeros 25%", "zeros 33.3%", "loss 1%", "loss 2%")
+SPELL = {"zeros 25%": "`--zeros 25%`", "zeros 33.3%": "`--zeros 33.3%`"}
+SPELL |= {"loss 1%": "`--max-loss 1%`", "loss 2%": "`--max-loss 2%`"}
+
+
 TABLES: dict[str, Callable[[], str]] = {
     **{make.__name__: make for make in (gains, models, qwen, llama, fusion, step)},
     **{make.__name__: make for make in (layers, ranges, verdicts, products, heuristics, bandwidth)},
-    **{make.__name__: make for make in (reference, efficiency, bitnet, blocks, dense_models)},
+    **{make.__name__: make for make in (reference, efficiency, bitnet, blocks, dense_models, budgets)},
     "losses": lambda: accuracy.losses(ACCURACY / "protocol_a.csv"),
     "losses-256": lambda: accuracy.losses(ACCURACY / "protocol_a_256.csv"),
     "wanted": lambda: accuracy.wanted(ACCURACY / "protocol_a.csv"),

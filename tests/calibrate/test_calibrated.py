@@ -340,7 +340,7 @@ def test_finished_blocks_need_no_room_again(
 def test_mixed_patterns(source: Path, tmp_path: Path, ids: str) -> None:
     rules = ["down_proj=8:10", r"layers\.1\..*down_proj=14:16", "gate_proj|up_proj=4:6"]
     for name, options in (
-        ("calibrated", {"calibration": Calibration(ids, seqlen=24, finetune=1)}),
+        ("calibrated", {"calibration": Calibration(ids, seqlen=24, finetune=1, rotate="off")}),
         ("plain", {}),
     ):
         report = convert(source, tmp_path / name, layer=rules, **options)
@@ -365,7 +365,7 @@ def test_skipped_layers_are_quantized_and_not_pruned(source: Path, tmp_path: Pat
     convert(source, tmp_path / "quantized", "2_inf")
     expected = tensors_of(tmp_path / "quantized")
     for name, options in (
-        ("calibrated", {"calibration": Calibration(ids, seqlen=24, finetune=1)}),
+        ("calibrated", {"calibration": Calibration(ids, seqlen=24, finetune=1, rotate="off")}),
         ("plain", {}),
     ):
         report = convert(source, tmp_path / name, skip=["o_proj", r"1.*down"], **options)
