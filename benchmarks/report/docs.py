@@ -322,7 +322,7 @@ def bitnet() -> str:
 
 
 def budgets() -> str:
-    """What budgets and a rotation leave of the loss, beside uniform patterns."""
+    """A table of what budgets and a rotation leave of the loss, beside uniform patterns."""
     with (ACCURACY / "budget.csv").open(newline="") as file:
         rows = list(csv.DictReader(file))
     dense = {

@@ -10,6 +10,7 @@ quantized alike, as a difference of cross-entropies or again as 1 - cosine.
 from __future__ import annotations
 
 import json
+import math
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -25,8 +26,9 @@ from slidesparse.calibrate.models import Block, fast_products
 from slidesparse.calibrate.pipeline import Position, counter, quantize_skipped, restore, walk
 from slidesparse.calibrate.resume import LOSSES, WorkFolder
 from slidesparse.calibrate.task import Progress, Task
-from slidesparse.checkpoint.architectures import WEIGHT
+from slidesparse.checkpoint.architectures import WEIGHT, architecture_of
 from slidesparse.checkpoint.storage import Checkpoint, Reader
+from slidesparse.errors import CalibrationError
 from slidesparse.pattern import SlidePattern
 from slidesparse.quantize import NAMES, dequantize_rows, quantize_rows
 
@@ -34,6 +36,7 @@ LOSS_TOKENS = {"cpu": 4096, "cuda": 16384}  # tokens that a layer's loss is meas
 LOGITS = 2**25  # logits at a time
 KEPT_PART = 2  # blocks that wait to be run again take one part in so many of a GPU's free memory
 KEPT_OF_HOST = 4  # or one in so many of the host's
+CAUSAL = "ForCausalLM"
 POOLING = "1_Pooling/config.json"  # of sentence-transformers
 FIRST_TOKEN = "pooling_mode_cls_token"
 
@@ -52,8 +55,13 @@ def layer_losses(
     """Prune the layers that read the same inputs, one such unit at a time, and measure how far the model then is.
 
     The patterns of ``task.layers`` do not matter.  What is measured is kept in ``work`` block by block.  The same task
-    on the same machine gives the same numbers.
+    on the same machine gives the same numbers.  Raises CalibrationError for a decoder without a language model's head.
     """
+    if task.model.is_decoder and not str(architecture_of(task.model.checkpoint.config)).endswith(CAUSAL):
+        raise CalibrationError(
+            f"a budget is for encoders and for language models (...{CAUSAL}), whose loss is known; config.json names "
+            f"{architecture_of(task.model.checkpoint.config)}: give a pattern instead, such as --sparsity 6:8"
+        )
     found = _kept(work)
     judge = Judge(task, reader)
     blocks = _Blocks(task, reader)
@@ -110,6 +118,10 @@ def _measure(at: Position, patterns: Sequence[SlidePattern], judge: Judge, block
     count = sum(judge.count(x) for x in dense)
     found: Losses = {}
     for ((unit, ratio), _), total in zip(others, totals, strict=True):
+        if not math.isfinite(total):
+            raise CalibrationError(
+                f"what {unit[0]} costs at {ratio} is not finite (NaN or Inf): the model overflows on these samples"
+            )
         found.setdefault(unit, {})[ratio] = total / count
     return found
 

@@ -6,6 +6,7 @@ import hashlib
 import json
 import math
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -136,9 +137,9 @@ def _losses(task: Task, reader: Reader, work: WorkFolder, rotate: bool, progress
     state |= {"layers": sorted(task.layers), "rotate": rotate, "patterns": [p.ratio for p in PATTERNS]}
     name = f"{hashlib.sha256(json.dumps(state).encode()).hexdigest()[:32]}.json"
     cache = WorkFolder(cache_folder() / "losses")
-    kept = cache.read_json(name)
-    if kept is not None:
-        return {tuple(unit): losses for unit, losses in kept}
+    with suppress(ValueError, TypeError):  # what was cut short is measured again
+        if (kept := cache.read_json(name)) is not None:
+            return {tuple(unit): losses for unit, losses in kept}
     found = layer_losses(task, PATTERNS, reader, work, progress)
     make_folder(cache.folder)
     cache.write_json(name, [[list(unit), losses] for unit, losses in found.items()])

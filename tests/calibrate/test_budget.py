@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import math
+import os
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812  (its usual name)
 import transformers
 from calibration import DEVICES, calibrated, write_ids
-from checkpoints import LLAMA, bert, snapshot, tensors_of
+from checkpoints import LLAMA, bert, config_of, snapshot, tensors_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -374,6 +375,29 @@ def test_losses_are_measured_once_for_all_budgets(
         model, tmp_path / "out", ids, budget=Budget(min_speedup=1.01, tokens=(16,)), dry_run=True
     )
     assert outcome(second).market.menu.keys() == outcome(first).market.menu.keys()
+
+
+def test_a_damaged_cache_is_measured_again(model: Path, tmp_path: Path, ids: str) -> None:
+    how: dict[str, Any] = {"budget": Budget(zeros=0.2), "dry_run": True}
+    first = outcome(calibrated(model, tmp_path / "out", ids, **how))
+    (kept,) = (Path(os.environ["SLIDESPARSE_CACHE"]) / "losses").glob("*.json")
+    kept.write_text(kept.read_text()[:50])
+    assert outcome(calibrated(model, tmp_path / "out", ids, **how)).to_json() == first.to_json()
+
+
+def test_a_decoder_without_a_head_has_no_loss(model: Path, tmp_path: Path, ids: str) -> None:
+    config = {**config_of(model), "architectures": ["LlamaModel"]}
+    (model / "config.json").write_text(json.dumps(config))
+    with pytest.raises(CalibrationError, match="names LlamaModel: give a pattern"):
+        calibrated(model, tmp_path / "out", ids, budget=Budget(zeros=0.2), finetune=0)
+
+
+def test_a_model_that_overflows_is_told(
+    model: Path, tmp_path: Path, ids: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(losses.Judge, "distances", lambda *_: [math.nan] * 16)
+    with pytest.raises(CalibrationError, match=r"q_proj costs at 8:10 is not finite"):
+        calibrated(model, tmp_path / "out", ids, budget=Budget(zeros=0.2), finetune=0)
 
 
 def test_the_same_again_gives_the_same_bytes(model: Path, tmp_path: Path, ids: str) -> None:
