@@ -111,9 +111,8 @@ def demo(
         report = convert(source, made, _options(goal, texts))
         if report.budget and report.budget.choice:
             choice = report.budget.choice
-            mix = ", ".join(f"{count} at {name}" for name, count in choice.counts.items())
             out.print(
-                f"  matrices: {mix}; {choice.zeros:.0%} zeros; linear layers {choice.speedup:.2f}x on an H200"
+                f"  matrices: {choice.mix}; {choice.zeros:.0%} zeros; linear layers {choice.speedup:.2f}x on an H200"
             )
         jobs[goal, "ours"] = (made, {USE_CUSPARSELT: "1", SPARSITY: report.pattern.flag})
         jobs[goal, "stock"] = (made, {DISABLE: "1"})

@@ -271,18 +271,16 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, how: Scores) -> Tensor:
 
 def _at_the_end(task: Task, reader: Reader, states: HiddenStates, ids: Sequence[Tensor]) -> list[Tensor]:
     """Return the gradient of the summed loss, in nats, to the last block's output, batch by batch."""
-    spec = task.model.checkpoint.require(HEAD)
-    head = torch.cat([reader.rows(HEAD, rows).to(task.device).float() for rows in spec.chunks()])
+    vocabulary, logits_of = task.model.checkpoint.require(HEAD).rows, task.model.logits(reader, task.device)
     found = []
     for i, batch in enumerate(ids):
         x = states[task.model.blocks * len(ids) + i]
-        size = max(1, LOGITS // (spec.rows * batch.shape[1]))
+        size = max(1, LOGITS // (vocabulary * batch.shape[1]))
         pieces = []
         for part, tokens in zip(x.split(size), batch.to(task.device).split(size), strict=True):
             with torch.enable_grad():
                 part = part.detach().requires_grad_()
-                normed = part * torch.rsqrt(part.square().mean(-1, keepdim=True) + task.model.sizes[0].eps)
-                logits = F.linear(normed[:, :-1], head).flatten(0, 1)
+                logits = logits_of(part[:, :-1]).flatten(0, 1)
                 loss = F.cross_entropy(logits, tokens[:, 1:].flatten(), reduction="sum")
                 pieces += torch.autograd.grad(loss, part)
         found.append(torch.cat(pieces))

@@ -13,6 +13,7 @@ import json
 import math
 import os
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -24,7 +25,7 @@ from slidesparse.calibrate.finetune import Rounded
 from slidesparse.calibrate.inputs import gather
 from slidesparse.calibrate.models import Block, fast_products
 from slidesparse.calibrate.pipeline import Position, counter, quantize_skipped, restore, walk
-from slidesparse.calibrate.resume import LOSSES, WorkFolder
+from slidesparse.calibrate.resume import WorkFolder
 from slidesparse.calibrate.task import Progress, Task
 from slidesparse.checkpoint.architectures import WEIGHT, architecture_of
 from slidesparse.checkpoint.storage import Checkpoint, Reader
@@ -49,36 +50,43 @@ def layer_losses(
     task: Task,
     patterns: Sequence[SlidePattern],
     reader: Reader,
-    work: WorkFolder,
+    folder: Path,
+    kept: WorkFolder,
+    name: str,
     progress: Progress | None = None,
 ) -> Losses:
     """Prune the layers that read the same inputs, one such unit at a time, and measure how far the model then is.
 
-    The patterns of ``task.layers`` do not matter.  What is measured is kept in ``work`` block by block.  The same task
-    on the same machine gives the same numbers.  Raises CalibrationError for a decoder without a language model's head.
+    The patterns of ``task.layers`` do not matter.  The same task on the same machine gives the same numbers.
+
+    Args:
+        folder: where hidden states may be spilled.
+        kept: where what is measured is kept, block by block, in the file ``name``; what is there is not measured again.
+
+    Raises CalibrationError for a decoder without a language model's head.
     """
     if task.model.is_decoder and not str(architecture_of(task.model.checkpoint.config)).endswith(CAUSAL):
         raise CalibrationError(
             f"a budget is for encoders and for language models (...{CAUSAL}), whose loss is known; config.json names "
             f"{architecture_of(task.model.checkpoint.config)}: give a pattern instead, such as --sparsity 6:8"
         )
-    found = _kept(work)
+    found: Losses = {}
+    with suppress(ValueError, TypeError):  # what is damaged is measured again
+        found = {tuple(unit): losses for unit, losses in kept.read_json(name) or []}
+    if {layer for unit in found for layer in unit} == set(task.layers):
+        return found
     judge = Judge(task, reader)
     blocks = _Blocks(task, reader)
     report = counter(task, "measuring", progress)
-    with walk(task, reader, work.folder, 1) as positions:
+    with walk(task, reader, folder, 1) as positions:
         for at in positions:
             wanted = [_unit(at, stage) for stage in range(len(at.block.stages))]
             if not all(unit in found for unit in wanted if unit):
                 found |= _measure(at, patterns, judge, blocks)
-                work.write_json(LOSSES, [[list(unit), losses] for unit, losses in found.items()])
+                kept.write_json(name, [[list(unit), losses] for unit, losses in found.items()])
             blocks.drop(at.number)
             report(at.number)
     return found
-
-
-def _kept(work: WorkFolder) -> Losses:
-    return {tuple(unit): losses for unit, losses in work.read_json(LOSSES) or []}
 
 
 def _unit(at: Position, stage: int) -> Unit:
@@ -169,11 +177,6 @@ class Judge:
         self._logits = model.logits(reader, task.device) if model.is_decoder else None
         self._vocabulary = model.vocabulary
         self._pool = _pooling(model.checkpoint)
-
-    @property
-    def in_nats(self) -> bool:
-        """Whether losses are in nats a token, of a language model; else they are 1 - cosine."""
-        return self._logits is not None
 
     def count(self, x: Tensor) -> int:
         """Return how many tokens, or how many embeddings, ``x`` gives."""

@@ -6,8 +6,7 @@
       state.json                     what the run was started with; another run is refused
       rotation.safetensors           with --rotate on: what the model is turned by
       rotation.json                  what that is estimated to gain
-      losses.json                    with a budget: what pruning each layer alone costs the model
-      choice.json                    with a budget: the patterns of the layers that follow, and what was tried before
+      choice.json                    with a budget: what the layers that follow aim at, and what was tried before
       layer-00000.json               the report's rows of a transformer block
       layer-00000.safetensors        its codes and scales; last, and by one rename: it marks the block as done
 """
@@ -38,7 +37,7 @@ from slidesparse.checkpoint.storage import (
 )
 from slidesparse.errors import CalibrationError
 
-STATE, LOSSES, CHOICE = "state.json", "losses.json", "choice.json"
+STATE, CHOICE = "state.json", "choice.json"
 ROTATION, GAIN = f"rotation{SUFFIX}", "rotation.json"
 
 
@@ -136,7 +135,7 @@ def open_work(out: Path, state: Mapping[str, Any], resume: bool) -> Iterator[Wor
     was started otherwise (naming what differs), and when another run holds it.
     """
     folder = work_folder(out)
-    kept = any(folder.glob(f"layer-*{SUFFIX}")) or any((folder / n).exists() for n in (LOSSES, ROTATION))
+    kept = any(folder.glob(f"layer-*{SUFFIX}")) or any((folder / n).exists() for n in (CHOICE, ROTATION))
     if kept and not resume:
         raise CalibrationError(
             f"{folder} holds the finished layers of a run that did not end; --resume goes on from them, removing the "

@@ -392,10 +392,9 @@ def _show_budget(outcome: Outcome) -> None:
         table.add_column(column, justify="left" if column == "matrices" else "right")
 
     def add(name: str, choice: Choice, style: str = "") -> None:
-        mix = ", ".join(f"{count} {pattern}" for pattern, count in sorted(choice.counts.items()))
         cells = [f"{100 * outcome.loss(choice):+.2f}%" if outcome.in_nats else f"{outcome.loss(choice):.4f}"]
         cells += [f"{choice.speedup:.3f}x"] if timed else []
-        table.add_row(*cells, f"{choice.zeros:.1%}", name + mix, style=style)
+        table.add_row(*cells, f"{choice.zeros:.1%}", name + choice.mix, style=style)
 
     for number in sorted({round(most * part / FRONTIER_ROWS) for part in range(FRONTIER_ROWS + 1)}):
         add("", frontier[number])

@@ -16,9 +16,9 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from slidesparse.calibrate.losses import Losses, Unit
-from slidesparse.convert.times import DEFAULT_GPU, DEFAULT_TOKENS, LayerTimes, Shape, TimesError
+from slidesparse.convert.times import DEFAULT_GPU, DEFAULT_TOKENS, LayerTimes, Shape, TimesError, spelled
 from slidesparse.errors import CalibrationError
-from slidesparse.pattern import DENSE_WEIGHT, SlidePattern
+from slidesparse.pattern import SlidePattern
 
 PATTERNS = tuple(SlidePattern.parse(ratio) for ratio in ("8:10", "6:8", "4:6", "2:4"))
 # What a rotation is learned for, before it is known which patterns there will be
@@ -122,7 +122,12 @@ class Choice:
     @property
     def counts(self) -> dict[str, int]:
         """The number of units by pattern."""
-        return dict(Counter(p.ratio if p else DENSE_WEIGHT for p in self.patterns.values()))
+        return dict(Counter(map(spelled, self.patterns.values())))
+
+    @property
+    def mix(self) -> str:
+        """The same in words, such as ``3 at 2:4, 5 at dense``."""
+        return ", ".join(f"{count} at {name}" for name, count in sorted(self.counts.items()))
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,6 @@ import hashlib
 import json
 import math
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -18,9 +17,8 @@ from slidesparse.calibrate.task import Progress, Task
 from slidesparse.checkpoint.architectures import WEIGHT
 from slidesparse.checkpoint.storage import Reader
 from slidesparse.convert.budget import PATTERNS, Budget, Choice, Market, market, percent
-from slidesparse.convert.times import Shape
+from slidesparse.convert.times import Shape, spelled
 from slidesparse.errors import CalibrationError
-from slidesparse.pattern import SlidePattern
 
 # What the whole model loses, as a part of the sum of what its layers lose alone; until it is measured
 FIRST_PART = 0.7
@@ -83,14 +81,14 @@ class Outcome:
             "kept": self.kept,
             "part": self.part,
             "chosen": None if self.choice is None else self._row(self.choice),
-            "uniform": {p.ratio: self._row(self.market.uniform(p)) for p in PATTERNS},
+            "uniform": {p.ratio: self._row(self.market.uniform(p)) for p in self.market.patterns},
             "frontier": [self._row(choice) for choice in self.market.frontier()],
             "units": [
                 {
                     "layers": list(unit),
-                    "pattern": None if self.choice is None else _ratio(self.choice.patterns[unit]),
+                    "pattern": None if self.choice is None else spelled(self.choice.patterns[unit]),
                     "options": [
-                        {"pattern": _ratio(o.pattern), "loss": o.loss, "time": o.time, "zeros": o.zeros}
+                        {"pattern": spelled(o.pattern), "loss": o.loss, "time": o.time, "zeros": o.zeros}
                         for o in options
                     ],
                 }
@@ -105,10 +103,6 @@ class Outcome:
             "zeros": choice.zeros,
             "patterns": choice.counts,
         }
-
-
-def _ratio(pattern: SlidePattern | None) -> str:
-    return pattern.ratio if pattern else "dense"
 
 
 def estimate(
@@ -131,19 +125,14 @@ def estimate(
 
 
 def _losses(task: Task, reader: Reader, work: WorkFolder, rotate: bool, progress: Progress | None) -> Losses:
-    """Return the losses of all units, from the user's cache where they were measured before."""
+    """Return the losses of all units, kept in the user's cache for other budgets."""
     without = ("layers", "sweeps", "target", "finetune")
     state = {key: value for key, value in task.state().items() if key not in without}
     state |= {"layers": sorted(task.layers), "rotate": rotate, "patterns": [p.ratio for p in PATTERNS]}
     name = f"{hashlib.sha256(json.dumps(state).encode()).hexdigest()[:32]}.json"
     cache = WorkFolder(cache_folder() / "losses")
-    with suppress(ValueError, TypeError):  # what was cut short is measured again
-        if (kept := cache.read_json(name)) is not None:
-            return {tuple(unit): losses for unit, losses in kept}
-    found = layer_losses(task, PATTERNS, reader, work, progress)
     make_folder(cache.folder)
-    cache.write_json(name, [[list(unit), losses] for unit, losses in found.items()])
-    return found
+    return layer_losses(task, PATTERNS, reader, work.folder, cache, name, progress)
 
 
 def _shape(task: Task, unit: Unit) -> Shape:
@@ -162,9 +151,9 @@ def _choose(outcome: Outcome, aim: float) -> Choice:
     if budget.max_loss is not None:
         choice = found.fastest(aim)
         if not any(choice.patterns.values()):
-            least = min(outcome.loss(each) for each in found.frontier()[1:])
+            first = outcome.loss(found.frontier()[1])
             raise CalibrationError(
-                f"{budget.goal} is less than what pruning any layer is estimated to lose, {percent(least)} at least; "
+                f"{budget.goal} is too little to prune any layer: the first is estimated to lose {percent(first)}; "
                 "allow more"
             )
         return choice
@@ -174,13 +163,9 @@ def _choose(outcome: Outcome, aim: float) -> Choice:
         most = found.frontier()[-1]
         reached = percent(most.zeros) if found.by_zeros else f"{most.speedup:.3f}"
         raise CalibrationError(
-            f"{budget.goal} cannot be reached: the most is {reached}, with {_mix(most)}; ask for less"
+            f"{budget.goal} cannot be reached: the most is {reached}, with {most.mix}; ask for less"
         )
     return some
-
-
-def _mix(choice: Choice) -> str:
-    return ", ".join(f"{count} at {name}" for name, count in choice.counts.items())
 
 
 def prune_within(

@@ -222,7 +222,7 @@ def make_plan(
     for layer in _other_matrices(checkpoint, sizes):
         kept.setdefault(layer, BY_SOURCE if source and source.ignores(layer) else NOT_LINEAR)
     pattern = options.pattern
-    if options.budget and by_budget:
+    if by_budget:
         weights: Counter[SlidePattern] = Counter()
         for name, found in patterns.items():
             if found:

@@ -62,7 +62,7 @@ from slidesparse.checkpoint.storage import (
     is_inside,
 )
 from slidesparse.checkpoint.w8a8 import holds_floats
-from slidesparse.convert.budget import Budget, Choice, layers
+from slidesparse.convert.budget import Choice, layers
 from slidesparse.convert.choose import Outcome, estimate, prune_within
 from slidesparse.convert.options import ConvertOptions
 from slidesparse.convert.plan import ConversionPlan, Part, calibration_task, make_plan
@@ -114,7 +114,8 @@ def convert(
     if dry_run and task and options.budget:
         with checkpoint.reader() as reader, tempfile.TemporaryDirectory() as folder:
             work = WorkFolder(Path(folder))
-            outcome, _, _ = _estimate(task, options.budget, reader, work, rotation == ROTATED, progress)
+            seen = _rotated(task, reader, work, progress)[0] if rotation == ROTATED else reader
+            outcome = estimate(task, seen, work, options.budget, rotation == ROTATED, progress)
     if not dry_run:
         remove_stale(out)
         _require_room(plan, task, out, rotation == ROTATED)
@@ -167,7 +168,7 @@ def _rotation(checkpoint: Checkpoint, options: ConvertOptions) -> str:
     if by_default and (
         options.pattern.length is None or not methods.get(options.method_name).updates_weights
     ):
-        return ""  # nothing is pruned, or as the papers of these methods do
+        return ""  # nothing is pruned, or by a method that is there to compare with
     why_not = obstacle(checkpoint) or _sparse(checkpoint, options)
     if not why_not:
         return ROTATED
@@ -200,8 +201,10 @@ def _write_calibrated(
     options, gain, outcome = plan.options, "", None
     state = {**task.state(), "budget": options.budget and asdict(options.budget), "rotate": rotate}
     with open_work(out, state, task.calibration.resume) as work:
+        if rotate:
+            reader, gain = _rotated(task, reader, work, progress)
         if options.budget:
-            outcome, reader, gain = _estimate(task, options.budget, reader, work, rotate, progress)
+            outcome = estimate(task, reader, work, options.budget, rotate, progress)
 
             def fitted(choice: Choice) -> Task:
                 chosen = make_plan(plan.checkpoint, options, dict(layers(choice)))
@@ -211,24 +214,12 @@ def _write_calibrated(
             assert outcome.choice
             plan = make_plan(plan.checkpoint, options, dict(layers(outcome.choice)))
         else:
-            if rotate:
-                reader, gain = _rotated(task, reader, work, progress)
             calibrate(task, reader, work, progress)
         with work.tensors().reader() as codes:
             facts = _write(plan, out, reader, codes, progress)
         rows = layer_rows(facts, work.rows(), task.method)
         work.remove()
     return plan, rows, gain, outcome
-
-
-def _estimate(
-    task: Task, budget: Budget, reader: Reader, work: WorkFolder, rotate: bool, progress: Progress | None
-) -> tuple[Outcome, Reader, str]:
-    """Return what a budget may lead to, the reader of the model, turned if it is to be, and what that gains."""
-    gain = ""
-    if rotate:
-        reader, gain = _rotated(task, reader, work, progress)
-    return estimate(task, reader, work, budget, rotate, progress), reader, gain
 
 
 def _rotated(task: Task, reader: Reader, work: WorkFolder, progress: Progress | None) -> tuple[Reader, str]:

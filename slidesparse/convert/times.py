@@ -26,6 +26,11 @@ DEFAULT_TOKENS = (16, 8192)  # a step of decode with 16 sequences, and one of pr
 Shape = tuple[int, int]  # N, K
 
 
+def spelled(pattern: SlidePattern | None) -> str:
+    """Return a pattern as ``6:8``, or ``dense`` for None."""
+    return pattern.ratio if pattern else DENSE_WEIGHT
+
+
 class TimesError(SlideSparseError, ValueError):
     """A GPU, pattern or number of tokens that no times are known of."""
 
@@ -62,7 +67,7 @@ class LayerTimes:
 
         Raises TimesError for a dtype or pattern that was not measured.
         """
-        name = pattern.ratio if pattern else DENSE_WEIGHT
+        name = spelled(pattern)
         of_tokens = self.measured.get((dtype, name))
         if of_tokens is None:
             raise TimesError(
