@@ -31,12 +31,14 @@ from slidesparse.calibrate.inputs import (
     output_error,
 )
 from slidesparse.calibrate.models import Block
+from slidesparse.calibrate.permutation import find_order, may_permute, orders
 from slidesparse.calibrate.resume import WorkFolder
 from slidesparse.calibrate.samples import Samples
 from slidesparse.calibrate.task import Progress, Task
 from slidesparse.checkpoint.architectures import SCALE, WEIGHT
 from slidesparse.checkpoint.storage import DTYPES, Reader
 from slidesparse.errors import CalibrationError
+from slidesparse.methods.sparsegpt import damping_for, factor, target_of
 from slidesparse.quantize import NAMES, dequantize_rows, quantize_rows
 from slidesparse.slide import obeys
 
@@ -211,8 +213,9 @@ def counter(task: Task, phase: str, progress: Progress | None) -> Callable[[int]
 def _prune_block(at: Position) -> tuple[dict[str, Tensor], list[dict[str, Any]]]:
     """Prune, train and quantize a block.
 
-    Returns its codes and scales by tensor name, and the report's rows of its layers.  Errors there are
-    |X (W - W')^T| / |X W^T| over the calibration tokens, W of the dense model, X as the layers before give it.
+    Returns its codes and scales by tensor name, with the orders that `slidesparse.calibrate.permutation` found, and the
+    report's rows of its layers.  Errors there are |X (W - W')^T| / |X W^T| over the calibration tokens, W of the dense
+    model, X as the layers before give it.
     """
     tensors: dict[str, Tensor] = {}
     rows: dict[str, dict[str, Any]] = {}
@@ -248,7 +251,10 @@ def _prune_stage(
     """
     started = time.monotonic()
     hessian, drift = gather(at.inputs, stage, at.dense, weights)
-    pruned = _prune_rows(at, hessian, drift, weights)
+    order = _order(at, stage, hessian, drift, weights)
+    if order is not None:
+        tensors |= {at.full(name): found for name, found in orders(at.block, stage, order).items()}
+    pruned = _prune_rows(at, hessian, drift, weights, order)
     for name, w in weights.items():
         served = _serve(at, name, pruned[name], tensors)
         rows[name] = {
@@ -264,12 +270,34 @@ def _prune_stage(
     return pruned, hessian.matrix
 
 
+def _order(
+    at: Position, stage: int, hessian: Hessian, drift: Drift | None, weights: Mapping[str, Tensor]
+) -> Tensor | None:
+    """Return the order [K] in which the columns of a stage's only layer are to be pruned, or None."""
+    task, (name, w) = at.task, next(iter(weights.items()))
+    pattern = task.layers[at.full(name)]
+    if task.ternary or not task.pruner.updates_weights or pattern.length is None or obeys(w, pattern):
+        return None
+    if not may_permute(at.block, stage, pattern.length):
+        return None
+    upper = factor(hessian.matrix, damping_for(len(hessian.matrix), hessian.tokens))
+    target = target_of(w, drift.errors()[name], upper) if drift else w
+    return find_order(at.block, stage, target, upper, pattern.length)
+
+
 def _prune_rows(
-    at: Position, hessian: Hessian, drift: Drift | None, weights: Mapping[str, Tensor]
+    at: Position,
+    hessian: Hessian,
+    drift: Drift | None,
+    weights: Mapping[str, Tensor],
+    order: Tensor | None = None,
 ) -> dict[str, Tensor]:
     """Prune layers that read the same inputs; those of one pattern together, as their rows do not see each other.
 
     A layer that obeys its pattern already is kept as it is.
+
+    Args:
+        order: [K] of the columns in which the patterns hold; what is returned has them where they were.
     """
     patterns = {name: at.task.layers[at.full(name)] for name in weights}
     found = {name: w.clone() for name, w in weights.items() if obeys(w, patterns[name])}
@@ -277,13 +305,16 @@ def _prune_rows(
     if not left:
         return found
     sweeps = at.task.calibration.sweeps
-    prune = at.task.pruner.calibrated(hessian.matrix, hessian.tokens, sweeps, at.task.ternary)
+    columns = slice(None) if order is None else order
+    back = slice(None) if order is None else order.argsort()
+    h = hessian.matrix[columns][:, columns]
+    prune = at.task.pruner.calibrated(h, hessian.tokens, sweeps, at.task.ternary)
     errors = drift.errors() if drift else None
     for pattern in dict.fromkeys(patterns[name] for name in left):
         names = [name for name in left if patterns[name] == pattern]
-        w = torch.cat([left[name] for name in names])
-        error = torch.cat([errors[name] for name in names]) if errors is not None else None
-        parts = prune(w, pattern, error).split([len(left[name]) for name in names])
+        w = torch.cat([left[name] for name in names])[:, columns]
+        error = torch.cat([errors[name] for name in names])[:, columns] if errors is not None else None
+        parts = prune(w, pattern, error)[:, back].split([len(left[name]) for name in names])
         found |= dict(zip(names, parts, strict=True))
     return found
 

@@ -30,6 +30,7 @@ from torch import Tensor
 from slidesparse import methods
 from slidesparse.calibrate.learning import disk_bytes as rotation_bytes
 from slidesparse.calibrate.learning import find_rotation
+from slidesparse.calibrate.permutation import OrderedReader
 from slidesparse.calibrate.pipeline import calibrate
 from slidesparse.calibrate.resume import WorkFolder, finished_bytes, open_work
 from slidesparse.calibrate.rotation import RotatedReader, obstacle, untied
@@ -216,7 +217,7 @@ def _write_calibrated(
         else:
             calibrate(task, reader, work, progress)
         with work.tensors().reader() as codes:
-            facts = _write(plan, out, reader, codes, progress)
+            facts = _write(plan, out, OrderedReader(reader, codes), OrderedReader(codes, codes), progress)
         rows = layer_rows(facts, work.rows(), task.method)
         work.remove()
     return plan, rows, gain, outcome

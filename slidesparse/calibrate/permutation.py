@@ -1,0 +1,157 @@
+"""Order the inputs of linear layers so that pruning costs less, without changing what the model gives.
+
+Some layers read what others give, channel by channel.  Where nothing between them tells the channels apart, the rows of
+those that write and the columns of the one that reads may be permuted alike::
+
+    writes                    between           reads
+    gate, up                  act(gate) * up    down
+    intermediate.dense        act               output.dense
+    v, within a head          attention         o, within the query heads that share the values
+
+To remove a weight w [n, k], the others of its row making up for it, costs about w^2 / [H^-1]_kk (see
+`slidesparse.methods.sparsegpt`), and of each row and block the two go that cost least.  Rounds of swaps lessen the sum:
+each takes one column out of every block, and swaps pairs of them that cost less in each other's place.
+
+While a model is calibrated its channels stay where they were, because no sum and no scale depends on their order.
+Orders are kept beside codes and scales, and `OrderedReader` applies them to whatever is written.
+"""
+
+from __future__ import annotations
+
+import threading
+
+import torch
+import torch.nn.functional as F  # noqa: N812  (its usual name)
+from torch import Tensor
+
+from slidesparse.calibrate.models import Block, DecoderBlock
+from slidesparse.checkpoint.architectures import WEIGHT
+from slidesparse.checkpoint.storage import Reader
+
+ROUNDS = 200
+OUTPUTS = 1024  # rows of a layer that an order is found by; evenly spread
+LEAST_GAIN = 1e-6  # of what a block costs; less is rounding
+ROWS, COLUMNS = ".rows", ".columns"  # behind a layer's name: the order of its outputs, and of its inputs
+
+
+def may_permute(block: Block, stage: int, length: int) -> bool:
+    """Return whether the inputs of a stage may be put in another order for blocks of ``length`` columns."""
+    sizes = block.sizes
+    if stage not in (1, 3) or (isinstance(block, DecoderBlock) and sizes.decoder.sub_norms[stage // 2]):
+        return False
+    # Heads that share an order must not have blocks begin elsewhere in each
+    return stage == 3 or sizes.heads == sizes.kv_heads or sizes.head_dim % length == 0
+
+
+def find_order(block: Block, stage: int, w: Tensor, upper: Tensor, length: int) -> Tensor:
+    """Return the order [K] of the columns in which a layer is to be pruned, where it `may_permute`.
+
+    The same arguments on the same machine give the same order.
+
+    Args:
+        w: [N, K] of the only layer of a stage.
+        upper: [K, K], the `slidesparse.methods.sparsegpt.factor` of H.
+        length: columns of a block of its pattern.
+    """
+    scores = (w.square() / upper.square().sum(0))[:: -(-len(w) // OUTPUTS)]
+    if stage == 3:
+        return arrange(scores, length, w.shape[1])
+    sizes = block.sizes
+    share, width = sizes.heads // sizes.kv_heads, sizes.head_dim
+    heads = scores.unflatten(1, (sizes.kv_heads, share, width)).transpose(1, 2).flatten(2).flatten(0, 1)
+    order = arrange(heads, length, width).view(-1, 1, width) % width
+    starts = torch.arange(sizes.heads, device=w.device) * width
+    return (order + starts.view(-1, share, 1)).flatten()
+
+
+def orders(block: Block, stage: int, order: Tensor) -> dict[str, Tensor]:
+    """Return the ``order`` [K] of a stage's inputs as those of the block's layers, by name and ROWS or COLUMNS."""
+    (reads,) = block.stages[stage]
+    found = {reads + COLUMNS: order}
+    if stage == 3:
+        for name in block.stages[2]:
+            parts = len(block.weights[name + WEIGHT]) // len(order)  # 2 where gate and up are one
+            found[name + ROWS] = torch.cat([order + i * len(order) for i in range(parts)])
+        return found
+    name, sizes = block.stages[0][-1], block.sizes
+    share, width = sizes.heads // sizes.kv_heads, sizes.head_dim
+    # Behind q and k where the three are one
+    first = len(block.weights[name + WEIGHT]) - sizes.kv_heads * width
+    starts = torch.arange(sizes.kv_heads, device=order.device)[:, None] * width + first
+    values = order.view(-1, share, width)[:, 0] % width + starts
+    found[name + ROWS] = torch.cat((torch.arange(first, device=order.device), values.flatten()))
+    return found
+
+
+def arrange(scores: Tensor, length: int, region: int) -> Tensor:
+    """Return an order [K] of the columns in which the two least of each row and block of ``length`` add up to less.
+
+    Args:
+        scores: [N, K].
+        region: columns that a column stays among: those of its head, or all.
+    """
+    columns, device = scores.shape[1], scores.device
+    count = -(-columns // length)
+    # The padding of the last block costs nothing, and so counts among its zeros
+    by_column = F.pad(scores, (0, count * length - columns)).t().contiguous()
+    places = torch.arange(count * length, device=device).view(count, length)
+    regions = torch.where(places < columns, places // region, -1).flatten()
+    totals, blocks = by_column.sum(1), torch.arange(count, device=device)
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(ROUNDS):
+        slots = torch.randint(length, (count,), generator=generator).to(device)
+        out = places[blocks, slots]
+        stay = places[(torch.arange(length, device=device) != slots[:, None])].view(count, length - 1)
+        least = by_column[stay[:, 0]]
+        second = torch.full_like(least, torch.inf)
+        for other in (by_column[stay[:, i]] for i in range(1, length - 1)):
+            second = torch.minimum(second, torch.maximum(least, other))
+            least = torch.minimum(least, other)
+        # [column, block]: sum over rows of the least, and of the smaller of the second and the column's score
+        smaller = second.sum(1) + totals[out][:, None] - torch.cdist(by_column[out], second, p=1)
+        costs = least.sum(1) + smaller / 2
+        own, among = costs.diagonal(), regions[out]
+        gains = own[:, None] + own - costs - costs.t()
+        allowed = (among[:, None] == among) & (among >= 0)
+        gains = gains.masked_fill(~allowed, 0.0).fill_diagonal_(0.0)
+        while True:
+            gain, with_whom = gains.max(1)
+            paired = (gain > LEAST_GAIN * own) & (with_whom[with_whom] == blocks) & (blocks < with_whom)
+            first = blocks[paired]
+            if not len(first):
+                break
+            second_of = with_whom[first]
+            places[first, slots[first]], places[second_of, slots[second_of]] = out[second_of], out[first]
+            done = torch.cat((first, second_of))
+            gains[done] = gains[:, done] = 0.0
+    found = places.flatten()
+    return found[found < columns]
+
+
+class OrderedReader(Reader):
+    """Reads the tensors of a model with the rows and columns of its layers in the orders that ``kept`` holds."""
+
+    def __init__(self, reader: Reader, kept: Reader) -> None:
+        super().__init__(reader.checkpoint)
+        self._reader = reader
+        names = (name for name in kept.checkpoint.tensors if name.endswith((ROWS, COLUMNS)))
+        self._orders = {name: kept.whole(name) for name in names}
+        self._lock = threading.Lock()
+        self._last: tuple[str, Tensor] | None = None  # the tensor of permuted rows that was read last
+
+    def rows(self, name: str, rows: slice) -> Tensor:
+        """Read rows of a tensor as [rows, columns]."""
+        layer = name.rpartition(".")[0]
+        order, columns = self._orders.get(layer + ROWS), self._orders.get(layer + COLUMNS)
+        if order is not None:
+            return self._whole(name)[order[rows]]
+        found = self._reader.rows(name, rows)
+        return found if columns is None or not name.endswith(WEIGHT) else found[:, columns]
+
+    def _whole(self, name: str) -> Tensor:
+        with self._lock:
+            if self._last is None or self._last[0] != name:
+                self._last = None  # before the next is read
+                rows = slice(0, self.checkpoint.require(name).rows)
+                self._last = name, self._reader.rows(name, rows)
+            return self._last[1]

@@ -1,0 +1,202 @@
+"""Channels whose order is chosen so that pruning costs less give what they gave before."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import transformers
+from calibration import calibrated, write_ids
+from checkpoints import DOWN, bert, llama, tensors_of
+from safetensors.torch import save_file
+
+from slidesparse.calibrate import permutation
+from slidesparse.calibrate.inputs import BlockInputs, HiddenStates, gather
+from slidesparse.calibrate.models import DECODERS, Block, open_model
+from slidesparse.calibrate.permutation import (
+    COLUMNS,
+    ROWS,
+    OrderedReader,
+    arrange,
+    find_order,
+    may_permute,
+    orders,
+)
+from slidesparse.calibrate.resume import WorkFolder
+from slidesparse.checkpoint.inspection import inspect
+from slidesparse.checkpoint.storage import Checkpoint
+from slidesparse.methods import get
+from slidesparse.pattern import SlidePattern
+from slidesparse.quantize import NAMES, quantize_rows
+
+CPU = torch.device("cpu")
+COMMON = {
+    "hidden_size": 64,
+    "intermediate_size": 88,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "vocab_size": 100,
+    "max_position_embeddings": 64,
+}
+MODELS: dict[str, tuple[str, str, dict[str, Any]]] = {
+    "heads share values": (
+        "LlamaForCausalLM",
+        "LlamaConfig",
+        {"num_key_value_heads": 2, "attention_bias": True, "mlp_bias": True},
+    ),
+    "joined": ("Phi3ForCausalLM", "Phi3Config", {"num_key_value_heads": 2, "pad_token_id": 0}),
+    "encoder": ("BertModel", "BertConfig", {}),
+}
+
+
+def order_of(block: Block, stage: int, length: int) -> torch.Tensor:
+    """The order by the source's weights, as if inputs did not depend on each other."""
+    w = block.weights[f"{block.stages[stage][0]}.weight"]
+    return find_order(block, stage, w, torch.eye(w.shape[1]), length)
+
+
+@pytest.mark.parametrize("name", MODELS)
+@torch.inference_mode()
+def test_outputs_stay_equal(name: str, tmp_path: Path) -> None:
+    kind, config, settings = MODELS[name]
+    torch.manual_seed(0)
+    theirs = getattr(transformers, kind)(getattr(transformers, config)(**COMMON, **settings)).float().eval()
+    for parameter in theirs.parameters():
+        parameter.data.normal_(0.0, 0.3) if parameter.dim() > 1 else parameter.data.uniform_(0.3, 1.5)
+    theirs.save_pretrained(tmp_path / "source")
+    model, work = open_model(Checkpoint.open(tmp_path / "source")), WorkFolder(tmp_path)
+    with model.checkpoint.reader() as reader:
+        for number in range(model.blocks):
+            block, found = model.load(reader, number, CPU), dict[str, torch.Tensor]()
+            for stage in (1, 3):
+                order = order_of(block, stage, 8)
+                assert not torch.equal(order, torch.arange(len(order)))
+                made = orders(block, stage, order)
+                found |= {model.prefix(number) + each: indices for each, indices in made.items()}
+            work.save(number, found, [])
+        with work.tensors().reader() as kept:
+            ordered = OrderedReader(reader, kept)
+            tensors = {each: ordered.whole(each).contiguous() for each in model.checkpoint.tensors}
+    (tmp_path / "out").mkdir()
+    save_file(tensors, tmp_path / "out" / "model.safetensors", metadata={"format": "pt"})
+    (tmp_path / "out" / "config.json").write_text(json.dumps(model.checkpoint.config))
+    again = getattr(transformers, kind).from_pretrained(tmp_path / "out", dtype=torch.float32)
+    ids = torch.randint(3, 100, (2, 50), generator=torch.Generator().manual_seed(1))
+    expected, found_states = (m(ids, output_hidden_states=True).hidden_states for m in (theirs, again))
+    for before, after in zip(expected, found_states, strict=True):
+        assert float((before - after).abs().max()) <= 200 * 2**-24 * float(before.abs().max())
+
+
+def test_channels_that_something_else_tells_apart_stay(tmp_path: Path) -> None:
+    """A norm over the channels, and blocks that begin elsewhere in each head that shares an order."""
+    model = open_model(Checkpoint.open(llama(tmp_path / "source")))
+    with model.checkpoint.reader() as reader:
+        block = model.load(reader, 0, CPU)
+    assert not may_permute(block, 0, 8)
+    assert may_permute(block, 3, 6)
+    assert may_permute(block, 1, 8)
+    assert not may_permute(block, 1, 6)  # two heads of 32 channels share a value head
+    block.sizes = replace(block.sizes, decoder=DECODERS["BitNet"])
+    assert not may_permute(block, 1, 8)
+    assert not may_permute(block, 3, 8)
+
+
+@pytest.mark.parametrize(
+    ("columns", "length", "region"), [(88, 8, 88), (88, 6, 88), (86, 8, 86), (64, 6, 32)]
+)
+def test_an_order_costs_less(columns: int, length: int, region: int) -> None:
+    """Half of the columns are large; the last block may be short, and columns stay in their region."""
+    torch.manual_seed(0)
+    scores = torch.rand(40, columns) * torch.where(torch.arange(columns) % region < region // 2, 100.0, 1.0)
+    order = arrange(scores, length, region)
+    assert torch.equal(order.sort().values, torch.arange(columns))
+    assert torch.equal(order // region, torch.arange(columns) // region)
+    assert torch.equal(order, arrange(scores, length, region))
+
+    def cost(x: torch.Tensor) -> float:
+        lost = 0.0
+        for start in range(0, columns, length):
+            block = x[:, start : start + length]
+            surplus = block.shape[1] - (length - 2)
+            lost += float(block.sort(1).values[:, : max(0, surplus)].sum())
+        return lost
+
+    assert cost(scores[:, order]) < 0.25 * cost(scores)
+
+
+@pytest.mark.parametrize("quant", ["int8", "fp8"])
+def test_what_is_written_is_what_was_pruned(tmp_path: Path, quant: str) -> None:
+    """Only down is pruned: then its order shows in gate's codes, and its codes can be made anew by that order."""
+    source, ids = llama(tmp_path / "source"), write_ids(tmp_path / "ids.npy")
+    how = {"skip": [r"(q|k|v|o|gate|up)_proj"], "finetune": 0, "target": "own"}
+    calibrated(source, tmp_path / "out", ids, quant=quant, **how)
+    before, after = tensors_of(source), tensors_of(tmp_path / "out")
+    layer = "model.layers.0.mlp."
+    made = {
+        name: quantize_rows(before[f"{layer}{name}.weight"], NAMES[quant], "cuda")
+        for name in ("gate_proj", "up_proj")
+    }
+    codes = after[f"{layer}gate_proj.weight"].float()
+    same = (made["gate_proj"][0].float()[None] == codes[:, None]).all(-1)
+    assert torch.equal(same.sum(1), torch.ones(88))
+    order = same.int().argmax(1)
+    assert not torch.equal(order, torch.arange(88))
+    for name, (weight, scale) in made.items():
+        assert torch.equal(after[f"{layer}{name}.weight"].float(), weight.float()[order])
+        assert torch.equal(after[f"{layer}{name}.weight_scale"], scale[order])
+    model = open_model(Checkpoint.open(source))
+    tokens = torch.from_numpy(np.load(ids))
+    with model.checkpoint.reader() as reader, torch.inference_mode():
+        block = model.load(reader, 0, CPU)
+        for stage in block.stages[:3]:
+            for name in stage:
+                w, scale = quantize_rows(block.weights[f"{name}.weight"], NAMES[quant], "cuda")
+                block.weights[f"{name}.weight"] = w.float() * scale
+        for name in ("gate_proj", "up_proj"):
+            for kind in ("weight", "bias"):
+                if f"mlp.{name}.{kind}" in block.weights:
+                    block.weights[f"mlp.{name}.{kind}"] = block.weights[f"mlp.{name}.{kind}"][order]
+        states = HiddenStates([(*tokens.shape, model.hidden)], CPU, tmp_path)
+        states[0] = model.embedder(reader, list(tokens), CPU)(tokens)
+        hessian, _ = gather(BlockInputs(block, states, keep=False), 3)
+        pruner = get("sparsegpt").calibrated(hessian.matrix, hessian.tokens, 4)
+        down = pruner(block.weights["mlp.down_proj.weight"][:, order], SlidePattern(8), None)
+    expected, scale = quantize_rows(down, NAMES[quant], "cuda")
+    found = after[f"{layer}down_proj.weight"].float() * after[f"{layer}down_proj.weight_scale"]
+    # sums of H in another order may turn a close choice
+    assert float((found - expected.float() * scale).norm() / found.norm()) < 0.02
+    assert inspect(tmp_path / "out").violations == 0
+
+
+def test_it_takes_off_errors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Columns differ in size, as those of trained models do."""
+    source, ids = llama(tmp_path / "source"), write_ids(tmp_path / "ids.npy", 60)
+    tensors = tensors_of(source)
+    torch.manual_seed(0)
+    for name in [n for n in tensors if n.endswith("down_proj.weight")]:
+        tensors[name] = (tensors[name].float() * torch.randn(88).exp()).bfloat16()
+    save_file(tensors, source / "model.safetensors", metadata={"format": "pt"})
+    with_order = calibrated(source, tmp_path / "with", ids, finetune=0, samples=60)
+    monkeypatch.setattr(permutation, "ROUNDS", 0)
+    without = calibrated(source, tmp_path / "without", ids, finetune=0, samples=60)
+    found, expected = ({row["name"]: row["error_pruned"] for row in r.layers} for r in (with_order, without))
+    assert found[DOWN] < 0.97 * expected[DOWN]
+
+
+def test_orders_of_an_encoder_are_kept(tmp_path: Path) -> None:
+    """Codes, scales and biases of what writes channels agree on their order."""
+    source, calib = bert(tmp_path / "source"), tmp_path / "calib.jsonl"
+    texts = [" ".join(f"w{(i * j) % 50}" for j in range(2, 4 + i % 12)) for i in range(40)]
+    calib.write_text("\n".join(json.dumps({"text": text}) for text in texts))
+    calibrated(source, tmp_path / "out", str(calib), seqlen=None, samples=30)
+    before, after = tensors_of(source), tensors_of(tmp_path / "out")
+    for name in (f"encoder.layer.{i}.intermediate.dense.bias" for i in range(2)):
+        assert not torch.equal(before[name], after[name])
+        assert torch.equal(before[name].sort().values, after[name].sort().values)
+    assert not any(name.endswith((ROWS, COLUMNS)) for name in after)
+    assert inspect(tmp_path / "out").violations == 0
