@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from slidesparse.blocks import obeys
 from slidesparse.calibrate.finetune import Finetuned, finetune
 from slidesparse.calibrate.inputs import (
     BlockInputs,
@@ -37,8 +38,8 @@ from slidesparse.calibrate.task import Progress, Task
 from slidesparse.checkpoint.architectures import SCALE, WEIGHT
 from slidesparse.checkpoint.storage import DTYPES, Reader
 from slidesparse.errors import CalibrationError
+from slidesparse.pattern import MixedPattern
 from slidesparse.quantize import NAMES, dequantize_rows, quantize_rows
-from slidesparse.slide import obeys
 
 BATCH_TOKENS = {"cpu": 2048, "cuda": 16384}
 
@@ -269,7 +270,7 @@ def _prune_rows(
 ) -> dict[str, Tensor]:
     """Prune layers that read the same inputs; those of one pattern together, as their rows do not see each other.
 
-    A layer that obeys its pattern already is kept as it is.
+    Rows of a mixed pattern do, those of one layer.  A layer that obeys its pattern already is kept as it is.
     """
     patterns = {name: at.task.layers[at.full(name)] for name in weights}
     found = {name: w.clone() for name, w in weights.items() if obeys(w, patterns[name])}
@@ -279,8 +280,9 @@ def _prune_rows(
     sweeps = at.task.calibration.sweeps
     prune = at.task.pruner.calibrated(hessian.matrix, hessian.tokens, sweeps, at.task.ternary)
     errors = drift.errors() if drift else None
-    for pattern in dict.fromkeys(patterns[name] for name in left):
-        names = [name for name in left if patterns[name] == pattern]
+    together = {name: name if isinstance(patterns[name], MixedPattern) else "" for name in left}
+    for pattern, layer in dict.fromkeys((patterns[name], together[name]) for name in left):
+        names = [name for name in left if (patterns[name], together[name]) == (pattern, layer)]
         w = torch.cat([left[name] for name in names])
         error = torch.cat([errors[name] for name in names]) if errors is not None else None
         parts = prune(w, pattern, error).split([len(left[name]) for name in names])

@@ -19,7 +19,7 @@ from slidesparse.checkpoint.bitnet import is_bitnet
 from slidesparse.checkpoint.storage import Checkpoint
 from slidesparse.errors import CalibrationError, EnvironmentFault
 from slidesparse.methods.method import Method
-from slidesparse.pattern import SlidePattern
+from slidesparse.pattern import Pattern
 
 Progress = Callable[[str, int, int], None]  # phase, bytes done, bytes in all
 
@@ -88,7 +88,7 @@ class Task:
     """All that decides the result of a calibrated run."""
 
     model: LayeredModel
-    layers: Mapping[str, SlidePattern]  # linear layers to prune -> pattern
+    layers: Mapping[str, Pattern]  # linear layers to prune -> pattern
     skipped: frozenset[str]  # linear layers that are served quantized without being pruned
     samples: Samples
     method: str
@@ -152,7 +152,7 @@ class Task:
 
 def prepare(
     checkpoint: Checkpoint,
-    layers: Mapping[str, SlidePattern],
+    layers: Mapping[str, Pattern],
     skipped: Collection[str],
     method: str,
     quant: str,

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from slidesparse.checkpoint.architectures import FAMILIES, SCALE, WEIGHT, architecture_of, is_expert
 from slidesparse.checkpoint.bitnet import is_bitnet
-from slidesparse.checkpoint.converted import DamagedError, natural, open_checkpoint, restore
+from slidesparse.checkpoint.converted import DamagedError, lacking_share, natural, open_checkpoint, restore
 from slidesparse.checkpoint.metadata import Metadata, sparsity_of
 from slidesparse.checkpoint.storage import Checkpoint, Reader, TensorSpec
 from slidesparse.pattern import ZEROS, SlidePattern
@@ -34,7 +34,9 @@ class LayerReport:
     dtype: str
     pattern: str | None  # as the checkpoint's metadata claim
     satisfies: str | None  # the sparsest pattern from 2:4 to 14:16 that the weights obey
-    violations: int  # blocks that break the pattern claimed, or rows that are no slided form
+    violations: (
+        int  # blocks that break the pattern claimed, or rows that are no slided form, or blocks not 2:4
+    )
     first_violation: str | None
     bytes: int  # weight and scale
     expansion: float | None  # K' / K at the pattern claimed, else at the one obeyed
@@ -165,9 +167,12 @@ def _inspect_layer(
                 broken, first = broken + error.found.total, first or str(error)
                 candidates = []
         candidates = [pattern for pattern in candidates if violations(values, pattern) is None]
+    if entry and metadata and (lacking := lacking_share(checkpoint, reader, metadata, name)):
+        broken, first = lacking.found.total, str(lacking)
     satisfied = candidates[0] if candidates else None
     in_features = entry.in_features if entry else spec.columns
     shown = entry.pattern if entry else satisfied
+    slided = shown.layout(in_features).slided if isinstance(shown, SlidePattern) else in_features
     scale = checkpoint.tensors.get(name + SCALE)
     return LayerReport(
         name=name,
@@ -179,7 +184,7 @@ def _inspect_layer(
         violations=broken,
         first_violation=first,
         bytes=checkpoint.tensors[spec.name].nbytes + (scale.nbytes if scale else 0),
-        expansion=shown.layout(in_features).slided / in_features if shown and in_features else None,
+        expansion=slided / in_features if shown and in_features else None,
     )
 
 

@@ -96,9 +96,13 @@ class TensorSpec(NamedTuple):
         """Bytes of the whole tensor."""
         return self.rows * self.row_bytes
 
-    def chunks(self) -> Iterator[slice]:
-        """Yield row slices of about CHUNK_ELEMENTS elements; they depend on the shape alone."""
-        step = max(1, CHUNK_ELEMENTS // self.columns if self.columns else self.rows)
+    def chunks(self, unit: int = 1) -> Iterator[slice]:
+        """Yield slices of about CHUNK_ELEMENTS elements, each of a multiple of ``unit`` rows but for the last.
+
+        They depend on the shape alone.
+        """
+        step = CHUNK_ELEMENTS // self.columns if self.columns else self.rows
+        step = max(unit, step // unit * unit)
         return (slice(start, min(start + step, self.rows)) for start in range(0, self.rows, step))
 
 

@@ -17,7 +17,7 @@ from slidesparse import methods
 from slidesparse.cli.console import byte_progress, err, out
 from slidesparse.convert.times import DEFAULT_GPU, DEFAULT_TOKENS
 from slidesparse.errors import SlideSparseError
-from slidesparse.pattern import SlidePattern
+from slidesparse.pattern import Pattern, parse_pruned
 
 if TYPE_CHECKING:
     from slidesparse.calibrate.task import Calibration
@@ -247,7 +247,7 @@ def convert(
 
 def _wanted(
     sparsity: str | None, goals: Mapping[str, str | float | None], tokens: str | None, gpu: str | None
-) -> tuple[SlidePattern, Budget | None]:
+) -> tuple[Pattern, Budget | None]:
     """Return the pattern asked for, or the budget and the pattern that a rotation is learned for."""
     given = [name for name, value in {"--sparsity": sparsity, **goals}.items() if value is not None]
     if len(given) != 1:
@@ -262,7 +262,7 @@ def _wanted(
             "--max-loss or --min-speedup"
         )
     if sparsity is not None:
-        return SlidePattern.parse(sparsity), None
+        return parse_pruned(sparsity), None
     from slidesparse.convert.budget import MIDDLE, Budget, parse_percent, parse_tokens
 
     percents = {

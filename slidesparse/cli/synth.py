@@ -10,7 +10,7 @@ import typer
 from rich.markup import escape
 
 from slidesparse.cli.console import byte_progress, out
-from slidesparse.pattern import SlidePattern
+from slidesparse.pattern import parse_pruned
 
 if TYPE_CHECKING:
     from slidesparse.convert.synth import SynthReport
@@ -49,7 +49,7 @@ def synth(
     ] = "4GB",
 ) -> None:
     """Write a checkpoint of random weights of a model's shapes, to measure speed with."""
-    pattern = None if sparsity is None else SlidePattern.parse(sparsity)
+    pattern = None if sparsity is None else parse_pruned(sparsity)
     from slidesparse.convert.synth import parse_size
     from slidesparse.convert.synth import synth as run
 

@@ -13,12 +13,12 @@ from torch import Tensor
 
 import slidesparse
 from slidesparse.checkpoint.architectures import SCALE, WEIGHT
-from slidesparse.checkpoint.converted import DamagedError, natural, open_checkpoint, restore
+from slidesparse.checkpoint.converted import DamagedError, lacking_share, natural, open_checkpoint, restore
 from slidesparse.checkpoint.metadata import Metadata
 from slidesparse.checkpoint.output import workers
 from slidesparse.checkpoint.storage import Checkpoint, Reader
 from slidesparse.convert.choose import Outcome
-from slidesparse.pattern import SlidePattern
+from slidesparse.pattern import Pattern
 from slidesparse.slide import nonzero
 
 ERRORS = ("error_pruned", "error_quantized", "error_finetuned", "block_error", "block_error_finetuned")
@@ -31,11 +31,11 @@ class Report:
 
     source: Path
     out: Path
-    pattern: SlidePattern
+    pattern: Pattern
     quant: str
     layout: str
     method: str
-    patterns: dict[str, SlidePattern]  # pruned layers
+    patterns: dict[str, Pattern]  # pruned layers
     kept: dict[str, str]  # 2-D weights left as they are -> why
     skipped: dict[str, str]  # linear layers quantized, not pruned -> why
     bytes_in: int
@@ -145,6 +145,8 @@ def _facts(
             continue
         alive |= values.any(0)
         zeros += int((~values).sum())
+    if lacking := lacking_share(checkpoint, reader, metadata, name):
+        broken, first = lacking.found.total, lacking
     dead = 0 if bool(alive.all()) else int((_columns_used(source, name, len(alive)) & ~alive).sum())
     scale = reader.whole(name + SCALE).float()
     used = scale[scale > 0]

@@ -28,6 +28,7 @@ import torch
 from torch import Tensor
 
 from slidesparse import methods
+from slidesparse.blocks import obeys
 from slidesparse.calibrate.learning import disk_bytes as rotation_bytes
 from slidesparse.calibrate.learning import find_rotation
 from slidesparse.calibrate.pipeline import calibrate
@@ -68,8 +69,9 @@ from slidesparse.convert.options import ConvertOptions
 from slidesparse.convert.plan import ConversionPlan, Part, calibration_task, make_plan
 from slidesparse.convert.report import Facts, Report, layer_rows, read_back
 from slidesparse.errors import CalibrationError, EnvironmentFault
+from slidesparse.pattern import SlidePattern
 from slidesparse.quantize import FP8, dequantize_blocks, quantize_rows
-from slidesparse.slide import obeys, slide
+from slidesparse.slide import slide
 
 ROTATED = "the residual stream and the values of each head, in the weights"
 MODULES = "modules.json"  # of sentence-transformers
@@ -330,7 +332,7 @@ def _each_chunk(
     parts: Sequence[Part], pool: ThreadPoolExecutor, work: Callable[[Part, slice], None]
 ) -> Iterator[int]:
     """Do ``work`` for every chunk; yield the source bytes of each, in order, or raise the first error."""
-    jobs = [(part, rows) for part in parts for rows in part.source.chunks()]
+    jobs = [(part, rows) for part in parts for rows in part.chunks()]
 
     def run(job: tuple[Part, slice]) -> int:
         part, rows = job
@@ -427,7 +429,7 @@ def _write_chunk(
         scale: Tensor | None = codes.rows(part.layer + SCALE, rows)
     else:
         weight, scale = _make(plan, part, rows, reader)
-    if part.pattern and plan.options.layout == "slided":
+    if isinstance(part.pattern, SlidePattern) and plan.options.layout == "slided":
         weight = slide(weight, part.pattern, layer=part.layer)
     assert weight.dtype == DTYPES[part.out[0].dtype]
     part.write(writer, rows.start, weight, scale if part.scaled else None)

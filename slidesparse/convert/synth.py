@@ -15,7 +15,8 @@ Each run of R rows of each tensor is the sample again, changed so that no two ro
     shuffled        rows, with their scales, in a random order
 
 Whole blocks move, so the pattern holds.  In the slided layout a block is (N-1) windows, and the result is the slided
-form of the turned row.  R is large enough that no tensor needs a turn twice.  Without a pattern a block is one weight.
+form of the turned row.  R is large enough that no tensor needs a turn twice.  Without a pattern a block is one weight;
+of a mixed one it is 128 columns, and strips of 64 rows are shuffled, and the rows within a strip.
 The codes of BitNet are the signs of w, and 0 for the smallest TERNARY_ZEROS of all; trained ones have about as many.
 With "bf16" rows stay as they are drawn, in a float checkpoint such as convert takes.
 """
@@ -36,6 +37,7 @@ import torch
 from torch import Tensor
 
 import slidesparse
+from slidesparse.blocks import BLOCK, STRIP
 from slidesparse.calibrate.task import Progress
 from slidesparse.checkpoint.architectures import architecture_of
 from slidesparse.checkpoint.bitnet import is_bitnet
@@ -63,7 +65,7 @@ from slidesparse.convert.options import ConvertOptions
 from slidesparse.convert.plan import ConversionPlan, Part, make_plan
 from slidesparse.convert.synth_model import TOKENIZER, first_layers, read_config, tensors, tokenizer_files
 from slidesparse.errors import EnvironmentFault
-from slidesparse.pattern import SlidePattern
+from slidesparse.pattern import MixedPattern, Pattern, SlidePattern
 from slidesparse.prune import prune
 from slidesparse.quantize import NAMES, quantize_rows
 from slidesparse.slide import bits, slide
@@ -83,7 +85,7 @@ class SynthReport:
     out: Path
     architecture: str
     layers: int  # of the decoder
-    pattern: SlidePattern | None
+    pattern: Pattern | None
     quant: str
     layout: str
     seed: int
@@ -111,7 +113,7 @@ def synth(
     out: str | Path,
     *,
     quant: str = "int8",
-    pattern: SlidePattern | None = None,
+    pattern: Pattern | None = None,
     layout: str = "dense",
     seed: int = 0,
     layers: int | None = None,
@@ -193,7 +195,7 @@ def _initializer_range(model: dict[str, Any]) -> float:
 
 
 def _plan(
-    model: dict[str, Any], quant: str, pattern: SlidePattern | None, layout: str, seed: int, limit: int
+    model: dict[str, Any], quant: str, pattern: Pattern | None, layout: str, seed: int, limit: int
 ) -> ConversionPlan:
     """Plan how a float checkpoint of the model would be converted, cut into shards."""
     if quant not in QUANTS:
@@ -257,10 +259,15 @@ class _Sample:
     dtype: torch.dtype
     rows: int  # R
     turns: int  # different ones: the number of whole blocks, at least 1
+    strip: int  # rows that stay together
 
     def make(self, count: int, turn: int, generator: torch.Generator) -> tuple[Tensor, Tensor | None]:
         """Make ``count`` rows [count, columns], at most R, turned by ``turn`` blocks, and their scales."""
-        order = torch.randperm(self.rows, generator=generator)[:count]
+        whole = self.rows // self.strip
+        order = self.strip * torch.randperm(whole, generator=generator)[:, None]
+        if self.strip > 1:
+            order = order + torch.randperm(self.strip, generator=generator)
+        order = torch.cat([order.flatten(), torch.arange(whole * self.strip, self.rows)])[:count]
         signed = order + self.rows * torch.randint(0, 2, (count,), generator=generator)
         width = self.turning.shape[1] // 2
         start = turn % self.turns * (width // self.turns)
@@ -279,7 +286,7 @@ class _Recipe:
     seed: int
 
     @property
-    def pattern(self) -> SlidePattern:
+    def pattern(self) -> Pattern:
         """The pattern of the linear layers."""
         return self.plan.options.pattern
 
@@ -296,18 +303,20 @@ class _Recipe:
     def draw(self, part: Part) -> _Sample:
         """Draw the sample of a tensor's projection."""
         n, k = part.source.shape
-        length = (self.pattern.length if part.layer else None) or 1
+        length, strip = (self.pattern.length if part.layer else None) or 1, 1
+        if part.layer and isinstance(self.pattern, MixedPattern):
+            length, strip = BLOCK, STRIP
         blocks = k // length
-        least = next(part.source.chunks()).stop
-        rows = min(n, max(least, -(-n // blocks))) if blocks else n
+        least = next(part.chunks()).stop
+        rows = min(n, max(least, -(-n // blocks // strip) * strip)) if blocks else n
         generator = torch.Generator().manual_seed(chunk_seed(self.seed, projection(part), 0))
-        pieces = TensorSpec("", part.source.dtype, (rows, k)).chunks()
+        pieces = TensorSpec("", part.source.dtype, (rows, k)).chunks(strip)
         drawn = [self._rows(part, piece.stop - piece.start, generator) for piece in pieces]
         values = torch.cat([bits(codes) for codes, _ in drawn])
         dtype = drawn[0][0].dtype
         both = torch.cat([values, _negated(values, dtype)])
         unit = length
-        if part.layer and self.slided and not self.late:
+        if part.layer and self.slided and not self.late and isinstance(self.pattern, SlidePattern):
             unit = self.pattern.layout(length).slided
         width = blocks * unit
         return _Sample(
@@ -317,6 +326,7 @@ class _Recipe:
             dtype=dtype,
             rows=rows,
             turns=max(1, blocks),
+            strip=strip,
         )
 
     def _rows(self, part: Part, count: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
@@ -331,7 +341,7 @@ class _Recipe:
             codes = prune(codes, self.pattern)
         else:
             codes, scale = quantize_rows(prune(values, self.pattern), NAMES[self.plan.quant], "cuda")
-        if self.slided and not self.late:
+        if self.slided and not self.late and isinstance(self.pattern, SlidePattern):
             codes = slide(codes, self.pattern, layer=part.layer)
         return codes, scale
 
@@ -346,7 +356,7 @@ class _Recipe:
             return values.to(DTYPES[part.source.dtype]), None
         first = chunk_seed(self.seed, name, 0)
         values, scale = sample.make(count, first + rows.start // sample.rows, generator)
-        if part.layer and self.late:
+        if part.layer and self.late and isinstance(self.pattern, SlidePattern):
             values = slide(values, self.pattern, layer=part.layer)
         return values, scale
 
