@@ -26,7 +26,7 @@ from dataclasses import dataclass
 from slidesparse import gemm
 from slidesparse.errors import SlideSparseError
 from slidesparse.gemm import DENSE, SPARSE
-from slidesparse.pattern import DENSE_WEIGHT, MixedPattern, PatternError, SlidePattern, parse_pattern
+from slidesparse.pattern import Pattern, PatternError, parse_pattern
 
 USE_CUSPARSELT = "USE_CUSPARSELT"
 USE_CUBLASLT = "USE_CUBLASLT"
@@ -63,7 +63,7 @@ class Flags:
     """The choices that the environment makes."""
 
     path: str | None = None  # "sparse", "dense", or None: let the checkpoint decide
-    pattern: SlidePattern | MixedPattern | None = None
+    pattern: Pattern | None = None
     profile: bool = False
     backend: str | None = None  # of the sparse path, or None: the preferred one of the machine
     fuse: bool | None = None  # None: as the plugin does by default
@@ -82,11 +82,6 @@ class Flags:
         if environ.get(SPARSITY):
             try:
                 pattern = parse_pattern(environ[SPARSITY])
-                if isinstance(pattern, MixedPattern) and pattern.share:
-                    raise PatternError(
-                        f"{pattern.ratio} asks for what the weights decide: blocks are 2:4 where their zeros allow it; "
-                        f"set {SPARSITY}={DENSE_WEIGHT}"
-                    )
             except PatternError as error:
                 raise FlagError(f"environment variable {SPARSITY}: {error}") from error
         path = SPARSE if sparse else DENSE if dense else None

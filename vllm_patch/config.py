@@ -6,6 +6,7 @@ import hashlib
 import json
 import logging
 from dataclasses import asdict
+from fractions import Fraction
 from typing import Any
 
 from slidesparse.vllm_patch import compat, fusion
@@ -20,9 +21,11 @@ from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tenso
 )
 from vllm.platforms import current_platform
 
-from slidesparse import flags
+from slidesparse import flags, gemm
 from slidesparse.checkpoint.metadata import KEY, QUANT_METHOD, LayerEntry, Metadata, sparsity_of
 from slidesparse.flags import Flags
+from slidesparse.gemm import SPARSE
+from slidesparse.pattern import MixedPattern, Pattern
 from slidesparse.versions import VLLM_TESTED_WORDS
 
 logger = init_logger("vllm.slidesparse")
@@ -34,6 +37,7 @@ WHAT_IT_TAKES = (
     "checkpoints are served sparse without"
 )
 CONVERT_STORED = "convert it: slidesparse convert SRC OUT --sparsity 2:4"
+NOT_PRUNED = MixedPattern(Fraction(0))
 WEIGHT_ONLY = "CompressedTensorsW8A16Fp8"
 FUSED = {"qkv_proj": ["q_proj", "k_proj", "v_proj"], "gate_up_proj": ["gate_proj", "up_proj"]}
 HEADS = {"total_num_heads": "num_attention_heads", "total_num_kv_heads": "num_key_value_heads"}
@@ -169,15 +173,33 @@ class SlideSparseConfig(CompressedTensorsConfig):
             self._replaced_by(type(scheme).__name__, name)
         reason = "not quantized" if scheme is None else refusal(scheme)
         entry = None if reason else self._entry(name)
-        if reason is None and entry is None and self.resolution.layout == "slided":
-            reason = "not pruned"
+        pattern = self._pattern(entry)
+        self.census.listed |= entry is not None
+        if reason is None and self.resolution.path == SPARSE and isinstance(pattern, MixedPattern):
+            reason = self._no_blocks(pattern)
         if not isinstance(scheme, W8A8):
             self.census.settle(name, reason)
             return scheme
         if not self.census.awaits():  # the first
             self.census.fusion = fusion.register(self.key, self.resolution)
         self.census.expect(name, layer)
-        return SlideSparseScheme(self, scheme, name, entry, reason)
+        return SlideSparseScheme(self, scheme, name, entry, pattern, reason)
+
+    def _pattern(self, entry: LayerEntry | None) -> Pattern:
+        """The pattern of a layer; one that the metadata do not list is not pruned."""
+        if entry:
+            return entry.pattern
+        return NOT_PRUNED if self.metadata else self.resolution.parsed_pattern
+
+    def _no_blocks(self, pattern: MixedPattern) -> str | None:
+        """Why a layer of dense blocks is left to vLLM, or None where the backend multiplies them."""
+        if gemm.get(self.resolution.backend).takes_dense:
+            return None
+        return (
+            f"{pattern.ratio}, which {self.resolution.backend} does not multiply"
+            if pattern.share
+            else "not pruned"
+        )
 
     def _would_be_ours(self, layer: Any, name: str) -> bool:
         """Whether we would serve a layer if vLLM gave it the scheme that its quantization names."""

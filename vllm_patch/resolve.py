@@ -26,7 +26,7 @@ from slidesparse.flags import (
     USE_CUSPARSELT,
     Flags,
 )
-from slidesparse.pattern import MixedPattern, SlidePattern, parse_pattern
+from slidesparse.pattern import DENSE_WEIGHT, MixedPattern, Pattern, SlidePattern, parse_pattern
 
 
 class ResolveError(SlideSparseError, ValueError):
@@ -49,7 +49,7 @@ class Resolution:
     fuse: bool  # whether to compute norms and activations together with quantization, in compiled models
 
     @property
-    def parsed_pattern(self) -> SlidePattern | MixedPattern:
+    def parsed_pattern(self) -> Pattern:
         """The pattern, parsed."""
         return parse_pattern(self.pattern)
 
@@ -91,7 +91,8 @@ def resolve(quantization_config: Mapping[str, Any], flags: Flags, on_cuda: bool)
     from slidesparse.ops import ABI  # late: brings torch in
 
     backend, reason = _backend(path, on_cuda, flags.backend)
-    if isinstance(pattern, MixedPattern) and not gemm.get(backend).takes_dense:
+    blocks = path == SPARSE and isinstance(pattern, MixedPattern)
+    if blocks and flags.path and not gemm.get(backend).takes_dense:
         raise ResolveError(
             f"{SPARSITY}={pattern.flag} needs a backend that multiplies dense blocks, hopper (compute capability 9.0); "
             f"here {backend} is chosen: {reason}. Unset {USE_CUSPARSELT} for vLLM's own kernels"
@@ -117,9 +118,7 @@ def stamp(resolution: Resolution, configs: Iterable[MutableMapping[str, Any]]) -
         config[STAMP] = asdict(resolution)
 
 
-def _pattern(
-    metadata: Metadata | None, flags: Flags, path: str, structure: str
-) -> SlidePattern | MixedPattern:
+def _pattern(metadata: Metadata | None, flags: Flags, path: str, structure: str) -> Pattern:
     """The pattern of the checkpoint's metadata, or of the flag, or of the ``structure`` that its format is for."""
     if metadata and flags.pattern and metadata.pattern != flags.pattern:
         raise ResolveError(
@@ -127,6 +126,11 @@ def _pattern(
             f"{metadata.pattern}; unset {SPARSITY} or set {SPARSITY}={metadata.pattern.flag}"
         )
     pattern = flags.pattern or (metadata.pattern if metadata else None)
+    if isinstance(pattern, MixedPattern) and pattern.share and not metadata:
+        raise ResolveError(
+            f"environment variable {SPARSITY}: {pattern.ratio} asks for what the weights decide: blocks are 2:4 where "
+            f"their zeros allow it; set {SPARSITY}={DENSE_WEIGHT}"
+        )
     if pattern:
         return pattern
     if structure == "2:4":

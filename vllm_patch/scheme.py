@@ -23,7 +23,7 @@ from slidesparse.checkpoint.metadata import LayerEntry
 from slidesparse.checkpoint.storage import CheckpointError
 from slidesparse.gemm import SPARSE
 from slidesparse.gemm.backend import HARDWARE, LayerSpec, require_output
-from slidesparse.pattern import PatternError, SlidePattern
+from slidesparse.pattern import MixedPattern, Pattern, PatternError, SlidePattern
 from slidesparse.prune import prune
 from slidesparse.slide import is_slided
 
@@ -71,7 +71,8 @@ class SlideSparseScheme(CompressedTensorsScheme):
     """W8A8 with per-token dynamic activations, run by `slidesparse.ops.linear`.
 
     A weight that breaks the pattern is an error when the checkpoint says the layer is pruned (``entry``), and goes
-    to vLLM's own scheme when only a flag said so.
+    to vLLM's own scheme when only a flag said so.  Any weight obeys a `MixedPattern`, so that layers of a pruned model
+    which are not pruned run on the same backend, if it multiplies dense blocks.
     """
 
     def __init__(
@@ -80,6 +81,7 @@ class SlideSparseScheme(CompressedTensorsScheme):
         inner: CompressedTensorsScheme,
         name: str,
         entry: LayerEntry | None,
+        pattern: Pattern,
         dense_because: str | None = None,
     ) -> None:
         self.config = config
@@ -87,8 +89,8 @@ class SlideSparseScheme(CompressedTensorsScheme):
         self.name = name
         self.pruned_by_us = entry is not None
         self.in_features = entry.in_features if entry else None
-        self.pattern = entry.pattern if entry else config.resolution.parsed_pattern
-        self.slided = config.resolution.layout == "slided"
+        self.pattern = pattern
+        self.slided = config.resolution.layout == "slided" and entry is not None
         self.backend = gemm.get(config.resolution.backend)
         # None until weights are loaded, where it is open until then
         self.state: Served | LeftDense | None = LeftDense(dense_because) if dense_because else None
@@ -109,7 +111,7 @@ class SlideSparseScheme(CompressedTensorsScheme):
                 f"{self.name}: the metadata say {self.in_features} in-features, the model has {whole}; convert the "
                 "original model again"
             )
-        slid = self._slides if self.slided and self.pruned_by_us else None
+        slid = self._slides if self.slided else None
         columns = slid.layout(whole).slided if slid else whole
         self.arrivals = Arrivals(self.name, columns, len(kwargs["output_partition_sizes"]))
         kwargs["weight_loader"] = self.arrivals.watch(kwargs["weight_loader"], layer)
@@ -217,13 +219,10 @@ class SlideSparseScheme(CompressedTensorsScheme):
     def _loaded(self, layer: torch.nn.Module) -> Tensor:
         """The weight as loaded; random ones are pruned."""
         weight = layer.weight.data
-        if not self.dummy or self.spec.pattern is None:
-            return weight
-        return (
-            prune(weight, HARDWARE)
-            if self.slided
-            else prune(weight, self.spec.pattern, phase=self.spec.phase)
-        )
+        pattern = HARDWARE if self.slided else self.spec.pattern
+        if pattern is None and isinstance(self.pattern, MixedPattern) and self.pattern.share:
+            pattern = self.pattern
+        return prune(weight, pattern, phase=self.spec.phase) if self.dummy and pattern else weight
 
     def _packed(self, weight: Tensor) -> Tensor | None:
         """[N, K] or [N, K'] as loaded -> as the backend wants it; None when the layer is not ours to refuse."""
@@ -291,10 +290,11 @@ class SlideSparseScheme(CompressedTensorsScheme):
         if broken:
             fusion.depends_on(f"dense: {', '.join(broken)}")
         line = census.line(resolution)
-        if not census.sparse and self.config.metadata and self.config.metadata.layers:
-            # of a pipeline, or a draft: had it any of them, they would be sparse, or refused
-            line += "; none of the checkpoint's pruned layers is in this part of the model"
-        elif not census.sparse:
+        metadata = self.config.metadata
+        if metadata and metadata.layers:
+            if not census.listed:  # in a stage of a pipeline, or a draft
+                line += "; none of the checkpoint's pruned layers is in this part of the model"
+        elif metadata or not census.sparse:
             where = "of this checkpoint" if compat.stages() == 1 else "in this stage of the pipeline"
             raise PatternError(
                 f"{line}. No layer {where} obeys the pattern, so there is nothing to "

@@ -195,10 +195,11 @@ class TestResolve:
             assert (made.pattern, made.backend, made.path) == ("dense", backend, "sparse")
         with pytest.raises(ResolveError, match="SPARSITY=dense needs a backend .* here cusparselt is chosen"):
             resolve(plain, replace(flags, backend="cusparselt"), True)
+        half = Flags.from_environment({"USE_CUSPARSELT": "1", "SPARSITY": "2:4@50%"})
         with pytest.raises(
-            FlagError, match=r"2:4@50% asks for what the weights decide: .* set SPARSITY=dense"
+            ResolveError, match=r"2:4@50% asks for what the weights decide: .* set SPARSITY=dense"
         ):
-            Flags.from_environment({"SPARSITY": "2:4@50%"})
+            resolve(plain, half, True)
         with pytest.raises(ResolveError, match=r"asks for dense \(nothing pruned\), .* pruned to 6:8"):
             resolve(_config(), flags, True)
 
