@@ -347,7 +347,7 @@ def budgets() -> str:
         seeds = f" ({len(found)})" if len(found) > 1 else ""
         return f"{sum(found) / len(found):+.2f}{seeds}" if found else "-"
 
-    titles = ("", "A", "B", "B, turned", "B, WikiText-2", "B, turned, WikiText-2")
+    titles = ("", "A", "B", "B, rotated", "B, WikiText-2", "B, rotated, WikiText-2")
     found = [(shown, *(cell(name, kind) for kind in kinds)) for name, shown in GOALS.items()]
     return table(titles, found, 1)
 

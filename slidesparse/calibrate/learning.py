@@ -39,7 +39,7 @@ from slidesparse.errors import CalibrationError
 from slidesparse.methods.sparsegpt import damping_for, factor
 
 STEPS, WARM_UP = 100, 5
-RATE = 0.012  # radians a step in each plane of Q at the most, where 512 dimensions are turned
+RATE = 0.012  # radians a step in each plane of Q at the most, where 512 dimensions are rotated
 BETAS = (0.9, 0.95)
 LEAST_RATE = 0.05  # of the highest, at the end
 GRADIENT_TOKENS = 16384  # tokens that gradients are taken from; at least one batch
@@ -153,8 +153,8 @@ def _values(w: Tensor, g: Tensor, inverse: Tensor, length: int) -> Cost:
     """Cost of the values' layer [kv heads, head_dim, hidden]; ``g`` [kv heads, head_dim, head_dim]."""
 
     def cost(q: Tensor, r: Tensor) -> Tensor:
-        turned = r.mT @ (w @ q)
-        return cheapest(turned.square() * _diagonal(g, r)[..., None] / _diagonal(inverse, q), length)
+        rotated = r.mT @ (w @ q)
+        return cheapest(rotated.square() * _diagonal(g, r)[..., None] / _diagonal(inverse, q), length)
 
     return cost
 
@@ -164,8 +164,8 @@ def _attended(w: Tensor, g: Tensor, inverse: Tensor, length: int, share: int) ->
 
     def cost(q: Tensor, r: Tensor) -> Tensor:
         r = r.repeat_interleave(share, 0)
-        turned = torch.einsum("nha,hab->nhb", (q.mT @ w.flatten(1)).view_as(w), r)
-        scores = turned.square() * _diagonal(g, q)[:, None, None] / _diagonal(inverse, r)
+        rotated = torch.einsum("nha,hab->nhb", (q.mT @ w.flatten(1)).view_as(w), r)
+        scores = rotated.square() * _diagonal(g, q)[:, None, None] / _diagonal(inverse, r)
         return cheapest(scores.flatten(1), length)
 
     return cost

@@ -4,7 +4,7 @@
 
     .OUT.calibrated/
       state.json                     what the run was started with; another run is refused
-      rotation.safetensors           with --rotate on: what the model is turned by
+      rotation.safetensors           with --rotate on: what the model is rotated by
       rotation.json                  what that is estimated to gain
       choice.json                    with a budget: what the layers that follow aim at, and what was tried before
       layer-00000.json               the report's rows of a transformer block

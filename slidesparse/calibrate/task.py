@@ -25,7 +25,7 @@ Progress = Callable[[str, int, int], None]  # phase, bytes done, bytes in all
 
 DEVICES = ("auto", "cpu", "cuda")
 TARGETS = ("dense", "own")  # pruned layers should give what they do in the dense model, or on the same inputs
-# Whether the residual stream is turned: where that helps and can be, in any case, or not
+# Whether the residual stream is rotated: where that helps and can be, in any case, or not
 ROTATIONS = ("auto", "on", "off")
 SWEEPS = 4
 EPOCHS = 4
@@ -49,7 +49,7 @@ class Calibration:
         None  # epochs of training after that; None: EPOCHS where the target is the dense model
     )
 
-    rotate: str = ROTATIONS[0]  # whether to turn the residual stream first
+    rotate: str = ROTATIONS[0]  # whether to rotate the residual stream first
 
     def __post_init__(self) -> None:
         if self.sweeps < 0:

@@ -148,7 +148,7 @@ def convert(
     rotate: Annotated[
         str | None,
         typer.Option(
-            help="Turn the residual stream of Llama, Mistral, Qwen2 or Qwen3 first, in the weights, so that pruning "
+            help="Rotate the residual stream of Llama, Mistral, Qwen2 or Qwen3 first, in the weights, so that pruning "
             "costs less: auto (with sparsegpt, where it can be; the default), on or off.",
             metavar="WHEN",
         ),

@@ -111,7 +111,7 @@ def estimate(
     """Measure what layers lose, or take it from the cache; choose for the budget, but prune nothing.
 
     Args:
-        rotate: whether the model that ``reader`` gives is turned.
+        rotate: whether the model that ``reader`` gives is rotated.
 
     Raises CalibrationError when nothing can be pruned within the budget, or not enough.
     """

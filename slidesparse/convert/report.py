@@ -45,7 +45,7 @@ class Report:
     experts: Mapping[str, int] = field(default_factory=dict)  # matrices: in "w8a8", and "kept"
     samples: str = ""  # of calibration, in words
     note: str = ""  # what the user should know of the samples
-    rotation: str = ""  # whether the model was turned, or why not; with calibration
+    rotation: str = ""  # whether the model was rotated, or why not; with calibration
     budget: Outcome | None = None  # what a budget led to
     layers: tuple[dict[str, Any], ...] = ()  # `layer_rows`; with calibration or ``check``
     ternary: bool = False  # whether the source is a BitNet one

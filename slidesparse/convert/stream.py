@@ -155,7 +155,7 @@ def convert(
 
 
 def _rotation(checkpoint: Checkpoint, options: ConvertOptions) -> str:
-    """Return ROTATED where the model is to be turned, else nothing, or in words why not.
+    """Return ROTATED where the model is to be rotated, else "" or the reason why it is not.
 
     Raises CalibrationError where it was asked for and cannot be.
     """
@@ -178,7 +178,7 @@ def _rotation(checkpoint: Checkpoint, options: ConvertOptions) -> str:
 
 
 def _sparse(checkpoint: Checkpoint, options: ConvertOptions) -> str | None:
-    """Return that a layer obeys the pattern already, by its first rows: turned, it would lose its zeros."""
+    """Return that a layer obeys the pattern already, by its first rows: rotated, it would lose its zeros."""
     family = architectures.family_of(checkpoint.config, checkpoint.tensors, options.linear)
     length = options.pattern.length
     with checkpoint.reader() as reader:
@@ -186,7 +186,7 @@ def _sparse(checkpoint: Checkpoint, options: ConvertOptions) -> str | None:
             if length is None or spec.columns < length or spec.dtype not in FLOATS or not spec.rows:
                 continue
             if obeys(reader.rows(spec.name, next(spec.chunks())), options.pattern):
-                return f"{spec.name} obeys {options.pattern.ratio} already, and would not when turned"
+                return f"{spec.name} obeys {options.pattern.ratio} already, and would not when rotated"
     return None
 
 
@@ -223,7 +223,7 @@ def _write_calibrated(
 
 
 def _rotated(task: Task, reader: Reader, work: WorkFolder, progress: Progress | None) -> tuple[Reader, str]:
-    """Return a reader of the model turned, and in words what that gains."""
+    """Return a reader of the rotated model, and what the rotation is estimated to gain, for the report."""
     learned = find_rotation(task, reader, work, progress)
     gain = ""
     if learned.before:
@@ -419,7 +419,7 @@ def _write_chunk(
 ) -> None:
     if part.layer is None:
         if part.out:
-            values = reader.rows(part.source.name, rows)  # in float32 if it was turned
+            values = reader.rows(part.source.name, rows)  # in float32 if it was rotated
             writer.write(part.source.name, rows.start, values.to(DTYPES[part.out[0].dtype]))
         return
     if codes and part.pattern:

@@ -37,7 +37,7 @@ SMALL = {"qwen2": replace(QWEN, **SIZES), "llama": replace(LLAMA, **SIZES)}
 
 @pytest.fixture(autouse=True)
 def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Samples of few rows, so that tiny tensors take several turns of them."""
+    """Samples of few rows, so that tiny tensors take them several times."""
     monkeypatch.setattr(storage, "CHUNK_ELEMENTS", 640)
 
 
