@@ -383,8 +383,8 @@ def _summarize(report: Report, dry_run: bool) -> None:
 
 def _show_budget(outcome: Outcome) -> None:
     """Show what can be had for which loss, and what was chosen."""
-    market, timed = outcome.market, not outcome.market.by_zeros
-    frontier = market.frontier()
+    problem, timed = outcome.problem, not outcome.problem.by_zeros
+    frontier = problem.frontier()
     most = len(frontier) - 1
     table = Table(box=None, padding=(0, 2, 0, 0))
     loss = "perplexity" if outcome.in_nats else "1 - cosine"
@@ -398,8 +398,8 @@ def _show_budget(outcome: Outcome) -> None:
 
     for number in sorted({round(most * part / FRONTIER_ROWS) for part in range(FRONTIER_ROWS + 1)}):
         add("", frontier[number])
-    for pattern in market.patterns:
-        add("uniform: ", market.uniform(pattern), "dim")
+    for pattern in problem.patterns:
+        add("uniform: ", problem.uniform(pattern), "dim")
     if outcome.choice:
         add("chosen: ", outcome.choice, "bold")
     out.print(table)
