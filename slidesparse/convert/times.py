@@ -2,9 +2,10 @@
 
 ``slidesparse/layer_times/GPU.csv`` ships with the package; `python -m benchmarks docs` writes it.  Its times are of
 whole layers, bfloat16 to bfloat16, quantization and scales included: pruned ones by our kernels, dense ones by vLLM's
-own, which serve the layers that a conversion leaves dense.  A shape that was not measured is estimated by
-a + b * N * K, fitted to the measured shapes of the same pattern and tokens; other numbers of tokens lie on a straight
-line between two that were measured, in logarithms of both.
+own, which everything is compared with.  Where the Hopper kernels serve dense layers too, they take a little less time
+in decode.  A shape that was not measured is estimated by a + b * N * K, fitted to the measured shapes of the same
+pattern and tokens; other numbers of tokens lie on a straight line between two that were measured, in logarithms of
+both.
 """
 
 from __future__ import annotations
