@@ -236,7 +236,7 @@ def layout(
 @app.command()
 def spmm(
     sizes: Annotated[
-        str, typer.Option(help="Of square products, M = N = K, comma-separated.")
+        str, typer.Option(help="Sizes of square products, M = N = K, comma-separated.")
     ] = "64,128,256,512,1024,2048,4096,8192",
     model: Annotated[
         str, typer.Argument(help="A model's name, or a folder with a config.json; several, comma-separated.")
@@ -472,7 +472,7 @@ def _report(bench: E2eBench, finished: bool, as_json: bool) -> None:
 
 @app.command()
 def report(
-    folder: Annotated[Path, typer.Argument(help="What the measuring commands wrote.", metavar="FOLDER")],
+    folder: Annotated[Path, typer.Argument(help="The results of the measuring commands.", metavar="FOLDER")],
     reference: Annotated[
         Path | None,
         typer.Option(help="Speed-ups to compare with, as docs/benchmarks/reference.csv.", metavar="FILE"),

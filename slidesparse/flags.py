@@ -1,4 +1,4 @@
-"""The environment flags, read strictly: nonsense is an error, never a default, and so is a mistyped name.
+"""The environment flags, read strictly: invalid values and mistyped names are errors.
 
 They are read only where they matter, for a checkpoint that the plugin may serve: other programs and other models may
 have variables of these names.  Standard library only.
@@ -55,7 +55,7 @@ _TRUE, _FALSE = ("1", "true", "yes"), ("", "0", "false", "no", "off")  # ON is w
 
 
 class FlagError(SlideSparseError, ValueError):
-    """An environment flag with a name or a value that means nothing, or flags that contradict each other."""
+    """An environment flag has an unknown name or an invalid value, or flags contradict each other."""
 
 
 @dataclass(frozen=True)
@@ -105,12 +105,12 @@ class Flags:
 
 
 def disabled(environ: Mapping[str, str] | None = None) -> bool:
-    """Whether the plugin is to do nothing at all; never raises."""
+    """Return whether DISABLE_SLIDESPARSE is set; never raises."""
     return _is_true(environ, DISABLE)
 
 
 def asked(environ: Mapping[str, str] | None = None) -> str | None:
-    """The flag that asks for a path of ours, such as ``USE_CUSPARSELT``, or None; never raises."""
+    """Return the flag that requests a SlideSparse path, such as ``USE_CUSPARSELT``, or None; never raises."""
     return next((name for name in (USE_CUSPARSELT, USE_CUBLASLT) if _is_true(environ, name)), None)
 
 
@@ -122,7 +122,7 @@ def given(environ: Mapping[str, str] | None = None) -> list[str]:
 
 
 def require_known(environ: Mapping[str, str] | None = None) -> None:
-    """Raise FlagError for a variable that must have been meant for one of ours."""
+    """Raise FlagError for an unknown variable that is named like a flag."""
     for name in os.environ if environ is None else environ:
         _require_known(name)
 
@@ -145,7 +145,7 @@ def _require_known(name: str) -> None:
 
 
 def _alike(name: str, flag: str) -> bool:
-    """Whether at most MISTYPED characters differ."""
+    """Return whether two names differ by at most MISTYPED characters."""
     matcher = difflib.SequenceMatcher(None, name, flag, autojunk=False)
     same = sum(block.size for block in matcher.get_matching_blocks())
     return max(len(name), len(flag)) - same <= MISTYPED

@@ -32,7 +32,7 @@ MIXED_EXAMPLES = "2:4@33%, 2:4@50%, 2:4@67%"
 
 
 class PatternError(SlideSparseError, ValueError):
-    """A sparsity pattern cannot be read, or a weight breaks its pattern."""
+    """A sparsity pattern cannot be parsed, or a weight breaks its pattern."""
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,7 @@ class SlidePattern:
     def parse(cls, text: str | SlidePattern) -> SlidePattern:
         """Read ``"6:8"`` (non-zeros : length) or ``"2_8"`` (zeros _ length): the same pattern.
 
-        Raises PatternError that names what was found, what is allowed and, where it can be told, what was meant.
+        Raises PatternError that names what was found, what is allowed and, where it can be guessed, what was meant.
         """
         if isinstance(text, SlidePattern):
             return text
@@ -197,7 +197,7 @@ class MixedPattern:
 
 
 def parse_pattern(text: str) -> SlidePattern | MixedPattern:
-    """Read either kind of pattern.  Raises PatternError."""
+    """Parse a `SlidePattern` or a `MixedPattern`.  Raises PatternError."""
     mixed = "@" in text or text.strip().lower() == DENSE_WEIGHT
     return MixedPattern.parse(text) if mixed else SlidePattern.parse(text)
 

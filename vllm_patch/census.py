@@ -1,4 +1,4 @@
-"""Count which layers run sparse and why the others do not, and say it in one line."""
+"""Count the sparse layers and the reasons of the others, for one line of the log."""
 
 from __future__ import annotations
 

@@ -78,7 +78,7 @@ class SlideSparseConfig(CompressedTensorsConfig):
         if not (current_platform.is_cuda() or current_platform.is_cpu()):
             if asked or method == QUANT_METHOD:
                 raise ResolveError(
-                    "SlideSparse runs on NVIDIA GPUs and CPUs, vLLM's platform here is "
+                    "SlideSparse runs on NVIDIA GPUs and CPUs, but vLLM's platform here is "
                     f"{current_platform.device_name}; for vLLM's own kernels unset the flags and convert with "
                     "--layout dense"
                 )
@@ -298,7 +298,7 @@ def watch_models_without_quantization() -> None:
     class Parser(HFConfigParser):  # type: ignore[misc]
         def parse(self, model: Any, *args: Any, **kwargs: Any) -> Any:
             found = super().parse(model, *args, **kwargs)
-            # A config.json that names no architecture stands beside a tokenizer, which vLLM parses too.
+            # A config.json that names no architecture belongs to a tokenizer, which vLLM parses too.
             is_model = bool(found[0].get("architectures"))
             if is_model and not any(isinstance(form, dict) for form in _forms(None, found[1])):
                 _refuse_or_say(str(model))

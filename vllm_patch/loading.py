@@ -1,4 +1,4 @@
-"""Watch the tensors of one layer arrive: a checkpoint that does not hold what it claims must not serve.
+"""Check the tensors of a layer while they are loaded, so that a damaged checkpoint is not served.
 
 vLLM's loaders narrow what they are given to what they need, cast it, and leave memory as it was where a quantized
 checkpoint lacks a tensor.  So every tensor is looked at on its way, and counted.
@@ -24,7 +24,7 @@ _AGAIN = "convert the original model again"
 
 
 class Arrivals:
-    """The weight, the scales and the bias of a layer, as far as they have come.
+    """The parts of a layer's weight, scales and bias that were loaded so far.
 
     Args:
         name: what the layer is called.
@@ -37,7 +37,7 @@ class Arrivals:
         self._arrived: dict[str, set[object]] = {"weight": set(), "weight_scale": set(), "bias": set()}
 
     def watch(self, loader: Loader, layer: torch.nn.Module) -> Loader:
-        """``loader(parameter, tensor, part)`` of vLLM, which looks at the tensor first."""
+        """Wrap vLLM's ``loader(parameter, tensor, part)`` so that it checks the tensor first."""
 
         @functools.wraps(loader)
         def look_and_load(parameter: Any, tensor: Tensor, *part: Any, **more: Any) -> None:
@@ -77,19 +77,21 @@ class Arrivals:
             raise CheckpointError(f"{self._name}: weight_scale holds NaN, Inf or negative numbers; {_AGAIN}")
 
     def require_all(self, layer: torch.nn.Module) -> None:
-        """Raise CheckpointError that names what has not come, and begin again."""
+        """Raise CheckpointError, which names the missing tensors, unless all were loaded; then reset for a reload."""
         for kind, parts in self._arrived.items():
             if kind == "bias" and getattr(layer, "bias", None) is None:
                 continue
             whole = any(part is None or isinstance(part, tuple) for part in parts)
             if not whole and len(parts) < self._parts:
-                came = f"{len(parts)} of its {self._parts} parts have" if self._parts > 1 else "it has not"
-                raise CheckpointError(f"{self._name}: the checkpoint lacks its {kind}: {came} come; {_AGAIN}")
+                came = f"{len(parts)} of its {self._parts} parts were" if self._parts > 1 else "it was not"
+                raise CheckpointError(
+                    f"{self._name}: the checkpoint lacks its {kind}: {came} loaded; {_AGAIN}"
+                )
             parts.clear()
 
 
 def take_packed(layer: torch.nn.Module, name: str, loader: Loader) -> None:
-    """Register on ``layer`` what its weight is stored as without its zeros: ``compressed``, ``bitmask``, ``shape``.
+    """Register the parameters of a packed weight on ``layer``: ``compressed``, ``bitmask``, ``shape``.
 
     Once the three have come they become a dense weight, on its device, which ``loader`` loads as it does one of the
     checkpoint's, and so cuts into tensor-parallel shards of any size.
@@ -116,7 +118,7 @@ def take_packed(layer: torch.nn.Module, name: str, loader: Loader) -> None:
 
 
 def _dense(name: str, found: dict[str, Tensor]) -> Tensor:
-    """[N, K] of what a checkpoint stores for a weight.  CheckpointError where that does not fit together."""
+    """Return the weight [N, K] of packed tensors.  Raises CheckpointError where they do not fit together."""
     sizes = found["shape"].flatten().tolist()
     try:
         if sizes[:-1] != list(found["bitmask"].shape[:1]):

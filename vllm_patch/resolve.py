@@ -1,4 +1,4 @@
-"""Decide, once and in the front-end process, what a model is served with, and stamp it into its config.
+"""Choose a model's backend and pattern once, in the front-end process, and stamp them into its config.
 
 vLLM hashes the model's ``quantization_config`` into the key of its compile cache, and hands it to worker processes
 that may not see our environment.  So everything that changes the graph is written there, and read from there.  What the
@@ -30,7 +30,7 @@ from slidesparse.pattern import MixedPattern, SlidePattern, parse_pattern
 
 
 class ResolveError(SlideSparseError, ValueError):
-    """Flags and checkpoint that do not go together."""
+    """The flags and the checkpoint contradict each other."""
 
 
 @dataclass(frozen=True)
@@ -69,7 +69,7 @@ _TYPES = {"str": str, "bool": bool, "int": int}
 
 
 def resolve(quantization_config: Mapping[str, Any], flags: Flags, on_cuda: bool) -> Resolution:
-    """Decide how the layers of a checkpoint are served, whatever its config claims was decided before.
+    """Decide how the layers of a checkpoint are served; an earlier stamp in its config is ignored.
 
     Raises ResolveError when the flags contradict the checkpoint or leave the pattern open.
     """
@@ -112,7 +112,7 @@ def resolve(quantization_config: Mapping[str, Any], flags: Flags, on_cuda: bool)
 
 
 def stamp(resolution: Resolution, configs: Iterable[MutableMapping[str, Any]]) -> None:
-    """Write the resolution into the forms that a model's quantization_config has in this process."""
+    """Write the resolution into every copy of the model's quantization_config in this process."""
     for config in configs:
         config[STAMP] = asdict(resolution)
 
@@ -120,7 +120,7 @@ def stamp(resolution: Resolution, configs: Iterable[MutableMapping[str, Any]]) -
 def _pattern(
     metadata: Metadata | None, flags: Flags, path: str, structure: str
 ) -> SlidePattern | MixedPattern:
-    """The pattern of the checkpoint's metadata, or of the flag, or of the ``structure`` that its format is for."""
+    """Return the pattern of the checkpoint's metadata, of the flag, or of its storage format (``structure``)."""
     if metadata and flags.pattern and metadata.pattern != flags.pattern:
         raise ResolveError(
             f"environment variable {SPARSITY} asks for {flags.pattern}, but the checkpoint was pruned to "
@@ -136,9 +136,7 @@ def _pattern(
     asks, draft = "--quantization slidesparse", ""
     if flags.path:
         asks = f"{USE_CUSPARSELT}=1"
-        draft = (
-            f". If this is a draft model beside a converted one, unset {USE_CUSPARSELT}: that needs no flag"
-        )
+        draft = f". If this is a draft model of a converted one, unset {USE_CUSPARSELT}: that needs no flag"
     raise ResolveError(
         f"{asks} needs to know the sparsity pattern: this checkpoint does not carry one, so set "
         f"{SPARSITY} (2_8 for 6:8; dense for a model that is not pruned), or convert it: slidesparse convert SRC OUT "
@@ -147,7 +145,7 @@ def _pattern(
 
 
 def _backend(path: str, on_cuda: bool, wanted: str | None) -> tuple[str, str]:
-    """The backend, and why, in words.  What it needs is compiled now: once for all workers, before weights are read."""
+    """Return the backend and the reason, its kernels compiled: once for all workers, before weights are loaded."""
     import torch  # late: the rest of this file needs no torch
 
     device = torch.device("cuda" if on_cuda else "cpu")
@@ -163,7 +161,7 @@ def _backend(path: str, on_cuda: bool, wanted: str | None) -> tuple[str, str]:
 
 
 def _capability() -> tuple[int, int] | None:
-    """The GPU's compute capability, without initializing CUDA; None where vLLM does not know it."""
+    """Return the GPU's compute capability without initializing CUDA, or None where vLLM does not know it."""
     from vllm.platforms import current_platform  # late: the rest of this file needs no vLLM
 
     found = current_platform.get_device_capability()

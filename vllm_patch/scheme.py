@@ -39,7 +39,7 @@ PACKED = "_slidesparse_packed"  # marks a parameter that is already in the backe
 
 
 def refusal(scheme: Any) -> str | None:
-    """Why a layer stays with vLLM's own scheme, in words for the summary line; None when ours takes it."""
+    """Return why vLLM's own scheme serves a layer, as text for the summary line, or None when ours does."""
     if isinstance(scheme, CompressedTensorsW8A8Int8):
         if scheme.is_static_input_scheme:
             return "static activations"
@@ -53,7 +53,7 @@ def refusal(scheme: Any) -> str | None:
 
 @dataclass(frozen=True)
 class Served:
-    """A layer that ours serves."""
+    """A layer that SlideSparse serves."""
 
     arguments: tuple[
         int, int, torch.dtype, int, str
@@ -95,7 +95,7 @@ class SlideSparseScheme(CompressedTensorsScheme):
 
     @classmethod
     def get_min_capability(cls) -> int:
-        """Ampere, the first with 2:4 sparse tensor cores; the wrapped scheme has been asked for its own."""
+        """Return Ampere, the first with 2:4 sparse tensor cores; the wrapped scheme's minimum was checked before."""
         return 80
 
     def create_weights(self, layer: torch.nn.Module, **kwargs: Any) -> None:
@@ -149,19 +149,19 @@ class SlideSparseScheme(CompressedTensorsScheme):
 
     @property
     def _slides(self) -> SlidePattern | None:
-        """The pattern that the weight is slid for; None on the dense path, and for blocks that are as they are."""
+        """The pattern that the weight is slid for; None on the dense path and for blocks that are not slid."""
         sparse = self.config.resolution.path == SPARSE
         return self.pattern if sparse and isinstance(self.pattern, SlidePattern) else None
 
     def _is_other_head(self, dtype: torch.dtype) -> bool:
-        """Whether outputs are of a type that the backend does not write, in a model whose type is another.
+        """Whether the outputs have a type that is not the model's and that the backend cannot write.
 
         Pooling models may have a head in float32.
         """
         return dtype not in self.backend.outputs and dtype != compat.model_dtype() and not self.slided
 
     def _require_able(self, weight: Tensor, dtype: torch.dtype) -> None:
-        """Raise BackendError, before minutes of reading weights, for what the backend cannot serve."""
+        """Raise BackendError, before the weights are read, for settings that the backend cannot serve."""
         require_output(self.backend.name, dtype)
         self._require_invariance(weight.dtype)
         self._require_no_threads()
@@ -183,7 +183,7 @@ class SlideSparseScheme(CompressedTensorsScheme):
             )
 
     def _require_whole_blocks(self, shard: int, whole: int) -> None:
-        """A slided row can be cut between blocks only; say which tensor-parallel sizes do so."""
+        """Raise PatternError, with the possible tensor-parallel sizes, unless slided rows are cut between blocks."""
         assert self._slides is not None
         length = self._slides.length
         if shard == whole or (length and whole % length == 0 and shard % length == 0):
@@ -197,9 +197,9 @@ class SlideSparseScheme(CompressedTensorsScheme):
         )
 
     def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
-        """Slide and pack the weight, or hand the layer to vLLM's scheme.  May run again, also after a reload.
+        """Slide and pack the weight, or hand the layer to vLLM's scheme.  May run again, for example after a reload.
 
-        A layer stays what it was at first, as compiled graphs hold it: dense whatever is loaded then, or sparse, with
+        A layer stays what it was at first, as compiled graphs hold it: dense for any later weights, or sparse, with
         PatternError for weights that break the pattern.
         """
         if getattr(layer.weight, PACKED, False):
@@ -226,7 +226,7 @@ class SlideSparseScheme(CompressedTensorsScheme):
         )
 
     def _packed(self, weight: Tensor) -> Tensor | None:
-        """[N, K] or [N, K'] as loaded -> as the backend wants it; None when the layer is not ours to refuse."""
+        """Pack the loaded weight, [N, K] or [N, K'], for the backend; None where the layer goes to vLLM's scheme."""
         spec = (
             replace(self.spec, in_features=weight.shape[1], pattern=HARDWARE, phase=0)
             if self.slided
@@ -278,7 +278,7 @@ class SlideSparseScheme(CompressedTensorsScheme):
         return scale.reshape(-1).expand(len(widths)).repeat_interleave(widths).reshape(-1, 1)
 
     def _settle(self) -> None:
-        """Count the layer; after the last one, print the summary, or refuse what was to be sparse and is not at all."""
+        """Count the layer; after the last one, log the summary, or raise PatternError if no layer obeys the pattern."""
         census, resolution = self.config.census, self.config.resolution
         reason = self.state.reason if isinstance(self.state, LeftDense) else None
         last = census.settle(self.name, reason, self.pattern.ratio)
@@ -311,7 +311,7 @@ class SlideSparseScheme(CompressedTensorsScheme):
 
 
 def _release_unused(weight: Tensor) -> None:
-    """Give the GPU memory that the last layer's dense weight had back, before a large weight is packed.
+    """Free the GPU memory of the last layer's dense weight before a large weight is packed.
 
     The packed one would otherwise take it, being a little smaller, and keep all of it: torch splits no such block
     while vLLM loads (``max_split_size_mb``).  Kernels that read it must have ended: vLLM's allocator for sleep mode

@@ -3,7 +3,7 @@
 For a transformer block and each of its stages (see `slidesparse.calibrate.models`): run the samples as far as the
 stage's inputs, sum up H, prune the linear layers that read them, quantize the result with its zeros kept, and put what
 will be served in their place, so that the next stage sees what it will see.  Beside that the dense model may be run on
-the same samples, also a block at a time.  It tells what the pruned layers should give, and what a whole block should,
+the same samples, also a block at a time.  It says what the pruned layers should give, and what a whole block should,
 whose weights are trained together in the end (see `slidesparse.calibrate.finetune`).
 """
 
@@ -135,7 +135,7 @@ def walk(
 ) -> Iterator[Iterator[Position]]:
     """Run the samples through the blocks, up to the last one with something to prune, or ``to_the_end``.
 
-    With two ``streams`` the second goes through the blocks as they are read, whatever becomes of the first's.
+    With two ``streams`` the second goes through the blocks as they are read, for any result of the first.
     """
     batches = list(_batches(task.samples, BATCH_TOKENS.get(task.device.type, BATCH_TOKENS["cpu"])))
     shapes = [(*ids.shape, task.model.hidden) for ids in batches]
@@ -152,8 +152,8 @@ def walk(
         yield _positions(task, reader, states, keep, batches, to_the_end)
     except torch.OutOfMemoryError as error:
         raise CalibrationError(
-            f"calibrating a layer of the model does not fit into the memory of {task.device} ({error}); fewer "
-            "--samples take less, and --device cpu takes the host's"
+            f"calibrating a layer of the model does not fit into the memory of {task.device} ({error}); use "
+            "fewer --samples, or --device cpu"
         ) from None
     finally:
         for stream in states:

@@ -25,7 +25,7 @@ Progress = Callable[[str, int, int], None]  # phase, bytes done, bytes in all
 
 DEVICES = ("auto", "cpu", "cuda")
 TARGETS = ("dense", "own")  # pruned layers should give what they do in the dense model, or on the same inputs
-# Whether the residual stream is rotated: where that helps and can be, in any case, or not
+# Whether to rotate the residual stream: where possible, always (an error where impossible), or never
 ROTATIONS = ("auto", "on", "off")
 SWEEPS = 4
 EPOCHS = 4
@@ -33,7 +33,7 @@ EPOCHS = 4
 
 @dataclass(frozen=True)
 class Calibration:
-    """Calibration data and how to use them.  CalibrationError for a value that is not allowed.
+    """Calibration data and how to use them.  Raises CalibrationError for a value that is not allowed.
 
     ``sweeps``, ``target`` and ``finetune`` count only for methods that update the weights they keep.
     """
@@ -85,7 +85,7 @@ class Calibration:
 
 @dataclass(frozen=True)
 class Task:
-    """All that decides the result of a calibrated run."""
+    """The inputs that determine the result of a calibrated run."""
 
     model: LayeredModel
     layers: Mapping[str, SlidePattern]  # linear layers to prune -> pattern
@@ -106,7 +106,7 @@ class Task:
 
     @property
     def ternary(self) -> bool:
-        """Whether weights are codes of -1, 0 and 1 times scales, and stay such."""
+        """Whether weights are, and stay, codes of -1, 0 and 1 times scales."""
         return is_bitnet(self.model.checkpoint.config)
 
     @property
@@ -124,14 +124,14 @@ class Task:
         return name in self.layers and self.layers[name].length is not None
 
     def disk_bytes(self) -> int:
-        """Bytes of finished layers, and of hidden states if they are to be spilled."""
+        """The bytes of finished layers, and of hidden states if they are to be spilled."""
         specs = [self.model.checkpoint.require(name + WEIGHT) for name in self.layers]
         states = 4 * self.samples.tokens * self.model.hidden * self.streams
         spilled = states if place(states, self.device) == "disk" else 0
         return sum(spec.rows * (spec.columns + 4) for spec in specs) + spilled
 
     def state(self) -> dict[str, Any]:
-        """Return what a run that goes on from another's layers must share with it."""
+        """Return the values that a run must share with the one that it resumes."""
         updates = self.pruner.updates_weights
         return {
             "slidesparse": slidesparse.__version__,

@@ -1,4 +1,4 @@
-"""The pruned layers of a converted checkpoint: checked as they are read, and turned back to [rows, K]."""
+"""Read the pruned layers of a converted checkpoint, checked and restored to [rows, K]."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from slidesparse.slide import Violation, bits, slide, unslide, violation_message
 
 
 class DamagedError(CheckFailed, PatternError):
-    """Stored rows break their pattern; ``found`` tells where."""
+    """Stored rows break their pattern; ``found`` says where."""
 
     def __init__(self, message: str, found: Violation) -> None:
         super().__init__(message)
@@ -32,7 +32,7 @@ def natural(name: str) -> list[tuple[int, str]]:
 
 
 def open_checkpoint(folder: str | Path) -> tuple[Checkpoint, Metadata | None]:
-    """Open a checkpoint, a BitNet source as its INT8 codes, and its metadata, if we converted it.
+    """Open a checkpoint (BitNet as INT8 codes) and its SlideSparse metadata, None if it has none.
 
     The metadata, and the tensors of all linear layers, are held against each other and against config.json: whatever
     contradicts is a CheckpointError that names the layer.

@@ -42,7 +42,7 @@ class LayerReport:
 
 @dataclass(frozen=True)
 class Fit:
-    """How far the ternary weights of a model are from a pattern."""
+    """The blocks and weights of a ternary model that a pattern would change."""
 
     pattern: str
     weights: int
@@ -222,7 +222,7 @@ class CheckpointComparison:
 
 
 class _Side:
-    """One of the checkpoints compared, its layers seen as dense."""
+    """One of two compared checkpoints; its layers are read in the dense layout."""
 
     def __init__(self, folder: str | Path) -> None:
         self.checkpoint, self.metadata = open_checkpoint(folder)
@@ -249,7 +249,7 @@ class _Side:
 
 
 def verify(first: str | Path, second: str | Path) -> CheckpointComparison:
-    """Compare all tensors of two checkpoints bit for bit, whatever their weight layouts and shards.
+    """Compare all tensors of two checkpoints bit for bit; weight layouts and shards may differ.
 
     Raises CheckpointError for a broken checkpoint, DamagedError for slided rows that are the form of no weight.
     """

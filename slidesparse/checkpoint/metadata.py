@@ -98,7 +98,7 @@ class Metadata:
 
     @classmethod
     def from_json(cls, block: Any) -> Metadata:
-        """Parse the block, which nobody is trusted to have written.
+        """Parse the block and validate every field, as it comes from an untrusted file.
 
         Raises MetadataError that names the field, what it holds and what is allowed.
         """
@@ -128,7 +128,7 @@ class Metadata:
 
 
 def sparsity_of(quantization_config: Mapping[str, Any]) -> tuple[str, str] | None:
-    """Return format and structure (2:4) of weights that compressed-tensors stored without zeros, or None."""
+    """Return the format and structure (2:4) of weights that compressed-tensors stored without zeros, or None."""
     found = quantization_config.get("sparsity_config")
     if not isinstance(found, Mapping) or found.get("format") not in SPARSE_FORMATS:
         return None

@@ -113,10 +113,10 @@ def _cells(layer: LayerReport) -> tuple[str, ...]:
 @app.command()
 def verify(
     first: Annotated[Path, typer.Argument(help="A checkpoint folder.", metavar="A")],
-    second: Annotated[Path, typer.Argument(help="Another one.", metavar="B")],
+    second: Annotated[Path, typer.Argument(help="The checkpoint folder to compare it with.", metavar="B")],
     as_json: Json = False,
 ) -> None:
-    """Compare two checkpoints bit for bit, whatever their layouts and shards.  Exit 0 if equal, 1 if not."""
+    """Compare two checkpoints bit for bit; layouts and shards may differ.  Exit 0 if equal, 1 if not."""
     from slidesparse.checkpoint.inspection import verify as run
 
     found = run(first, second)
@@ -135,7 +135,7 @@ def verify(
 
 @app.command()
 def doctor(as_json: Json = False) -> None:
-    """Tell what this machine can run, what is missing, and the remedy.  Never fails."""
+    """Show what this machine can run, what is missing, and how to fix it.  Never fails."""
     from slidesparse.doctor import main as run
 
     run(["--json"] if as_json else [])

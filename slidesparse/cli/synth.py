@@ -40,12 +40,12 @@ def synth(
         str,
         typer.Option(help="dense, which stock vLLM serves too, slided offline, or packed, without zeros."),
     ] = "dense",
-    seed: Annotated[int, typer.Option(help="Of the random weights.")] = 0,
+    seed: Annotated[int, typer.Option(help="The seed of the random weights.")] = 0,
     layers: Annotated[
-        int | None, typer.Option(help="Only the first so many layers of the model.", metavar="N")
+        int | None, typer.Option(help="Write only the first N layers of the model.", metavar="N")
     ] = None,
     shard_size: Annotated[
-        str, typer.Option(help="Of tensors in a file, at most: such as 500MB or 4GB.")
+        str, typer.Option(help="The most bytes of tensors in a file, such as 500MB or 4GB.")
     ] = "4GB",
 ) -> None:
     """Write a checkpoint of random weights of a model's shapes, to measure speed with."""

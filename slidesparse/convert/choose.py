@@ -75,7 +75,9 @@ class Outcome:
             return ""
         what = "perplexity" if self.in_nats else "1 - cosine"
         sign = "+" if self.in_nats else ""
-        return f"{what} {sign}{percent(self.shown(self.found))} above the dense model quantized alike"
+        return (
+            f"{what} {sign}{percent(self.shown(self.found))} above the dense model with the same quantization"
+        )
 
     def to_json(self) -> dict[str, Any]:
         """Return the part of the ``--report`` file about the budget."""

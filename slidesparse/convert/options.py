@@ -16,7 +16,7 @@ from slidesparse.pattern import PatternError, SlidePattern
 
 @dataclass(frozen=True)
 class ConvertOptions:
-    """How to convert.  Regexes are searched in layer names without ".weight".
+    """The options of a conversion.  Regexes are searched in layer names without ".weight".
 
     Raises CheckpointError for a value that is not known, CalibrationError when method and calibration do not go
     together.
@@ -49,20 +49,18 @@ class ConvertOptions:
         wanted = methods.get(self.method_name).calibration
         if wanted == "required" and not self.calibration:
             raise CalibrationError(
-                f"--method {self.method_name} needs calibration data: --calib FILE.jsonl, FILE.npy or random; without, "
-                "there is --method magnitude"
+                f"--method {self.method_name} needs calibration data: --calib FILE.jsonl, FILE.npy or random; "
+                "--method magnitude needs none"
             )
         if wanted == "refused" and self.calibration:
-            raise CalibrationError(
-                f"--method {self.method_name} has no use for --calib; leave one of them out"
-            )
+            raise CalibrationError(f"--method {self.method_name} does not use --calib; leave one of them out")
         if self.budget and not self.calibration:
             raise CalibrationError(
                 f"{self.budget.goal} needs calibration data to measure what each layer loses: --calib FILE.jsonl"
             )
         if self.budget and self.layer_patterns:
             raise CalibrationError(
-                f"{self.budget.goal} chooses the pattern of each layer, and --layer names some; leave one of them out"
+                f"{self.budget.goal} chooses the pattern of each layer, but --layer sets some; leave one of them out"
             )
 
     @property
@@ -72,7 +70,7 @@ class ConvertOptions:
 
 
 def parse_layer_pattern(text: str) -> tuple[str, SlidePattern]:
-    """Read ``REGEX=PATTERN``.  CheckpointError or PatternError names ``--layer`` and the text."""
+    """Read ``REGEX=PATTERN``.  Raises CheckpointError or PatternError, which name ``--layer`` and the text."""
     regex, separator, ratio = text.rpartition("=")
     if not separator or not regex:
         raise CheckpointError(f"--layer {text!r} is not REGEX=PATTERN, such as 'down_proj=8:10'")

@@ -105,7 +105,7 @@ class Part:
 
 @dataclass(frozen=True)
 class ConversionPlan:
-    """A whole conversion."""
+    """The plan of a whole conversion."""
 
     checkpoint: Checkpoint
     options: ConvertOptions
@@ -157,7 +157,7 @@ class ConversionPlan:
         return _json({"metadata": metadata, "weight_map": dict(sorted(files.items()))})
 
     def small_files(self) -> Iterator[tuple[str, bytes]]:
-        """Yield names and contents beside the shards; config.json, which makes it a checkpoint, comes last."""
+        """Yield names and contents of the other files than shards; config.json comes last and makes it a checkpoint."""
         index = self.index()
         if index is not None:
             yield INDEX, index
@@ -173,7 +173,7 @@ def make_plan(
     options: ConvertOptions,
     by_budget: Mapping[str, SlidePattern | None] | None = None,
 ) -> ConversionPlan:
-    """Decide everything.  The errors are those of `slidesparse.convert.stream.convert`.
+    """Plan a conversion without writing anything.  Raises the errors of `slidesparse.convert.stream.convert`.
 
     Args:
         by_budget: the pattern of each layer that ``options.budget`` led to, None for those that stay dense; not given
@@ -281,7 +281,7 @@ def _converted(block: dict[str, Any] | None, options: ConvertOptions) -> Metadat
         if block is not None and block.get("quant_method") == QUANT_METHOD:
             raise CheckpointError(
                 f"the source says quant_method {QUANT_METHOD!r} but has no quantization_config.{KEY}, which "
-                "tells its pattern and layout; start from the original checkpoint"
+                "holds its pattern and layout; start from the original checkpoint"
             )
         return None
     if options.budget:
@@ -342,9 +342,9 @@ def _choose(
     options: ConvertOptions,
     routed: Mapping[str, Sequence[str]],
 ) -> tuple[list[str], dict[str, str], list[tuple[str, ...]]]:
-    """Return the linear layers to quantize, why others are left, and which of the first vLLM fuses.
+    """Return the linear layers to quantize, the reasons for leaving others, and the groups that vLLM fuses.
 
-    Of routed experts, which vLLM joins layer by layer, only those that are left are told.
+    Of routed experts, which vLLM joins layer by layer, only those that are left are reported.
     """
     names = list(checkpoint.tensors)
     family = architectures.family_of(checkpoint.config, names, options.linear)
@@ -389,13 +389,13 @@ def _require_none_ignored(checkpoint: Checkpoint, source: Quantization, kept: Ma
     for name, why in kept.items():
         if why == BY_IGNORE and _scheme(checkpoint, name, source):
             raise CheckpointError(
-                f"--ignore covers {name}, which cannot be left as it is: the source's quantization is written anew; "
-                "leave it without zeros by --skip, or start from the original float checkpoint"
+                f"--ignore covers {name}, which cannot be left as it is, as the source is requantized; "
+                "use --skip to leave it unpruned, or start from the original float checkpoint"
             )
 
 
 def _quantized(checkpoint: Checkpoint, source: Quantization, known: Container[str]) -> dict[str, str]:
-    """Return the matrices beside the ``known`` layers that are quantized in a source that is written anew."""
+    """Return the quantized matrices other than the ``known`` layers, in a source that is requantized."""
     names = [name.removesuffix(WEIGHT) for name in checkpoint.tensors if name.endswith(WEIGHT)]
     found = [name for name in names if name not in known and _scheme(checkpoint, name, source)]
     return {name: QUANTIZED for name in found if checkpoint.require(name + WEIGHT).dtype not in FLOATS}
@@ -404,7 +404,7 @@ def _quantized(checkpoint: Checkpoint, source: Quantization, known: Container[st
 def _patterns(
     chosen: Sequence[str], groups: Sequence[tuple[str, ...]], options: ConvertOptions
 ) -> dict[str, SlidePattern]:
-    """Return the pattern of each layer: of the last ``layer_patterns`` that matches it, or the common one."""
+    """Return the pattern of each layer: that of the last matching ``layer_patterns``, else the common one."""
     found = dict.fromkeys(chosen, options.pattern)
     for regex, pattern in options.layer_patterns:
         found |= dict.fromkeys(architectures.matched(chosen, groups, [regex], "--layer"), pattern)
@@ -456,7 +456,7 @@ def _in_features(
 
 
 def _quant(options: ConvertOptions, scheme: Scheme | None) -> str:
-    """Return what a layer is written in: codes of the source stay, unless their scales are multiplied out."""
+    """Return the type that a layer is written in: the source's, unless its per-block scales are multiplied out."""
     if scheme and not scheme.block:
         return scheme.quant
     return options.quant or (scheme.quant if scheme else "int8")
@@ -489,14 +489,14 @@ def _part(
 
 
 def _dropped(layer: str, scheme: Scheme) -> Iterator[str]:
-    """Yield names of tensors of a layer that are not written, if the source has them."""
+    """Yield the names of a layer's tensors that are not copied from the source."""
     yield from (layer + suffix for suffix in _ACTIVATIONS)
     if scheme.strategy != "channel":
         yield layer + scheme.scale
 
 
 def _rewriting(schemes: Iterable[Scheme | None]) -> str:
-    """Say what becomes of quantization that is not written as it was."""
+    """Describe the changes to the source's quantization."""
     counts: Counter[str] = Counter()
     for scheme in schemes:
         if scheme and scheme.block:

@@ -65,7 +65,7 @@ class Report:
 
     @property
     def rate(self) -> float:
-        """MB of source tensors a second, all passes together."""
+        """MB of source tensors per second over all passes."""
         return self.bytes_in / 1e6 / max(self.seconds, 1e-9)
 
     def to_json(self) -> dict[str, Any]:
@@ -101,7 +101,7 @@ def final_error(row: Mapping[str, Any]) -> float:
 
 @dataclass(frozen=True)
 class Facts:
-    """A pruned layer as it lies on the disk."""
+    """The facts about a pruned layer, read back from the disk."""
 
     name: str
     pattern: str
@@ -177,7 +177,7 @@ def _columns_used(source: Checkpoint, name: str, in_features: int) -> Tensor:
 def layer_rows(
     facts: Iterable[Facts], measured: Iterable[Mapping[str, Any]], method: str
 ) -> list[dict[str, Any]]:
-    """Join facts and what calibration measured, None where there was none, to the report's rows."""
+    """Return the report's rows: the facts of each layer, and calibration's measurements or None."""
     known = {row["name"]: row for row in measured}
     rows = []
     for fact in facts:

@@ -1,7 +1,7 @@
 """``slidesparse convert``: a float or W8A8 checkpoint becomes a pruned W8A8 one.
 
 Two passes go over the source, chunks of rows at a time on a few threads.  The first reads everything and refuses
-what is not finite; the second prunes, quantizes, slides and writes.  Memory is a few chunks, whatever the
+what is not finite; the second prunes, quantizes, slides and writes.  Memory is a few chunks for any
 size of the model.  The output grows in a hidden sibling folder and appears under its name by one rename;
 config.json is its last file.
 
@@ -95,7 +95,7 @@ def convert(
         progress: called with phase, bytes done and bytes in all.
 
     Same input, same bytes out; with calibration, on the same machine.  Raises SlideSparseError (CheckpointError,
-    MetadataError, PatternError or CalibrationError where that tells more) before anything is written when the source
+    MetadataError, PatternError or CalibrationError where that says more) before anything is written when the source
     or the options cannot be used, EnvironmentFault when the output does not fit or a library is missing, DamagedError
     when what was written is not what should have been.
     """
@@ -178,7 +178,7 @@ def _rotation(checkpoint: Checkpoint, options: ConvertOptions) -> str:
 
 
 def _sparse(checkpoint: Checkpoint, options: ConvertOptions) -> str | None:
-    """Return that a layer obeys the pattern already, by its first rows: rotated, it would lose its zeros."""
+    """Return the reason not to rotate a model with a layer whose first rows obey the pattern already, or None."""
     family = architectures.family_of(checkpoint.config, checkpoint.tensors, options.linear)
     length = options.pattern.length
     with checkpoint.reader() as reader:
@@ -193,7 +193,7 @@ def _sparse(checkpoint: Checkpoint, options: ConvertOptions) -> str | None:
 def _write_calibrated(
     plan: ConversionPlan, task: Task, out: Path, reader: Reader, rotate: bool, progress: Progress | None
 ) -> tuple[ConversionPlan, list[dict[str, Any]], str, Outcome | None]:
-    """Calibrate and write.
+    """Calibrate the layers and write the output.
 
     Returns the plan, with the patterns that a budget led to, the report's rows, what rotation is to gain, and what
     became of the budget.
@@ -284,7 +284,7 @@ def _space_explained(out: Path, plan: ConversionPlan) -> Iterator[None]:
 
 
 def _other_files(checkpoint: Checkpoint) -> tuple[list[Path], list[Path]]:
-    """List what is copied beside the weights, and what is left out: code, other weights, links out of the folder.
+    """List the other files to copy, and those to leave out: code, other weights, links out of the folder.
 
     Copied are files of known kinds, and of the folders that modules.json names the safetensors too.  Hidden files are
     in neither list.

@@ -118,7 +118,7 @@ def synth(
     shard_bytes: int = SHARD_BYTES,
     progress: Progress | None = None,
 ) -> SynthReport:
-    """Write the checkpoint ``out`` of a model with random weights, and a tokenizer that stands in.
+    """Write the checkpoint ``out`` of a model with random weights and a placeholder tokenizer.
 
     Args:
         config: a config.json, a folder that holds one, or a name of `slidesparse.convert.synth_model.PUBLIC`.
@@ -249,7 +249,7 @@ def _sharded(plan: ConversionPlan, limit: int) -> ConversionPlan:
 
 @dataclass(frozen=True)
 class _Sample:
-    """R rows that others are made of; see the module."""
+    """The R rows from which all rows are made; see the module docstring."""
 
     doubled: Tensor  # [2R, 2W] integers: rows above their negatives, the W columns of whole blocks twice
     tail: Tensor  # [2R, columns after the whole blocks]

