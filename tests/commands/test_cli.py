@@ -28,6 +28,12 @@ ROOT = Path(__file__).parents[2]
 SVG = "{http://www.w3.org/2000/svg}"
 
 
+@pytest.fixture(autouse=True)
+def no_progress(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a busy machine lines of progress would stand between those that tests read."""
+    monkeypatch.setattr(console, "LINE_SECONDS", float("inf"))
+
+
 @pytest.fixture
 def source(tmp_path: Path) -> Path:
     return llama(tmp_path / "source")
