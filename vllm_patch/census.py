@@ -6,9 +6,8 @@ import weakref
 from collections import Counter
 from typing import Any
 
-from slidesparse.vllm_patch.resolve import Resolution
-
 from slidesparse.pattern import MixedPattern
+from slidesparse.resolve import Resolution
 
 
 class Census:

@@ -15,7 +15,6 @@ from abc import ABC, abstractmethod
 from collections import OrderedDict
 from collections.abc import Callable, Hashable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import replace
 from functools import cache
 from importlib.util import find_spec
 from types import ModuleType
@@ -187,19 +186,11 @@ def pad(x: Tensor, columns: int, rows: int = 1) -> Tensor:
 def tuned_plan(backend: Tunable, problem: Problem, device: torch.device, within: float = math.inf) -> Plan:
     """The plan by the algorithm that tuning found.
 
-    For an untuned shape, which is logged once, by that of the nearest tuned one if that is ``within`` reach (see
-    `tuned.neighbour`), else by the one for fewer tokens, else by the backend's own choice.
-    A bias changes no algorithm, so problems with one look theirs up without.
+    An untuned shape, see `tuned.look_up`, is logged once.
     """
-    gpu, capability = torch.cuda.get_device_name(device), torch.cuda.get_device_capability(device)
-    subject = (backend.name, backend.version(), gpu, capability)
-    plain = replace(problem, bias=False)
-    algorithm = tuned.choice(*subject, plain)
-    if algorithm is None:
-        algorithm = tuned.neighbour(*subject, plain, within)
-        instead = "its own heuristic" if algorithm is None else "that of the nearest tuned shape"
-        if algorithm is None and (algorithm := tuned.choice(*subject, plain, any_tokens=True)):
-            instead = "that for fewer tokens"
+    subject = torch.cuda.get_device_name(device), torch.cuda.get_device_capability(device)
+    algorithm, instead = tuned.look_up(backend.name, backend.version(), *subject, problem, within)
+    if instead:
         tuned.note_untuned(backend.name, problem, instead)
     try:
         return backend.plan(problem, device, algorithm)
