@@ -183,13 +183,13 @@ def pad(x: Tensor, columns: int, rows: int = 1) -> Tensor:
     return torch.nn.functional.pad(x.view(torch.int8), missing).view(x.dtype)
 
 
-def tuned_plan(backend: Tunable, problem: Problem, device: torch.device, within: float = math.inf) -> Plan:
+def tuned_plan(backend: Tunable, problem: Problem, device: torch.device) -> Plan:
     """The plan by the algorithm that tuning found.
 
     An untuned shape, see `tuned.look_up`, is logged once.
     """
     subject = torch.cuda.get_device_name(device), torch.cuda.get_device_capability(device)
-    algorithm, instead = tuned.look_up(backend.name, backend.version(), *subject, problem, within)
+    algorithm, instead = tuned.look_up(backend.name, backend.version(), *subject, problem, backend.reach)
     if instead:
         tuned.note_untuned(backend.name, problem, instead)
     try:
@@ -248,6 +248,7 @@ class CudaBackend(TwoStep, ABC):
     device_type = "cuda"
     sparse: bool
     outputs: tuple[torch.dtype, ...] = (torch.bfloat16, torch.float16, torch.float32)
+    reach: float = math.inf  # how far the nearest tuned shape may be, see `tuned.neighbour`
     products: dict[str, tuple[str, ...]]  # operands' type -> output types, that of serving first
 
     @abstractmethod
