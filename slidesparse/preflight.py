@@ -6,9 +6,8 @@ Every rule is asked where serving asks it: `slidesparse.resolve`, `slidesparse.g
 from __future__ import annotations
 
 import contextlib
-import re
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -17,10 +16,11 @@ import torch
 
 from slidesparse import doctor, flags, gemm
 from slidesparse.checkpoint.architectures import FAMILIES, UNKNOWN, WEIGHT, architecture_of
+from slidesparse.checkpoint.bitnet import METHOD as BITNET
 from slidesparse.checkpoint.bitnet import BitNetCheckpoint
 from slidesparse.checkpoint.converted import open_checkpoint
 from slidesparse.checkpoint.inspection import expert_dtypes, linear_layers
-from slidesparse.checkpoint.metadata import KEY, Metadata
+from slidesparse.checkpoint.metadata import Metadata
 from slidesparse.checkpoint.storage import Checkpoint, CheckpointError, Reader
 from slidesparse.checkpoint.w8a8 import KINDS, Quantization, parse_block
 from slidesparse.convert.times import DEFAULT_GPU, DEFAULT_TOKENS, LayerTimes, TimesError
@@ -28,9 +28,10 @@ from slidesparse.errors import ENVIRONMENT, FAILED, INSTALL_CUDA
 from slidesparse.gemm.backend import LayerSpec
 from slidesparse.gemm.hopper.format import packed_bytes
 from slidesparse.gemm.problem import DTYPES, LibraryError, Problem
-from slidesparse.gemm.tuned import TableError, look_up
-from slidesparse.pattern import MixedPattern, SlidePattern
+from slidesparse.gemm.tuned import TableError, look_up, slug
+from slidesparse.pattern import DENSE_WEIGHT, MixedPattern, SlidePattern
 from slidesparse.resolve import (
+    COMPRESSED_TENSORS,
     CONVERT_STORED,
     Resolution,
     ResolveError,
@@ -78,7 +79,7 @@ class Machine:
 
     def times(self, backend: str | None) -> LayerTimes | None:
         """The times of layers on this kind of GPU, if they are of ``backend``; without a GPU those of DEFAULT_GPU."""
-        gpu = DEFAULT_GPU if self.gpu is None else re.sub(r"[^a-z0-9]+", "-", self.gpu.lower())
+        gpu = DEFAULT_GPU if self.gpu is None else slug(self.gpu)
         try:
             found = LayerTimes.of(gpu)
         except TimesError:
@@ -109,10 +110,9 @@ class Layer:
         """The stock time over ours."""
         return [b / a if a else None for a, b in zip(self.us, self.stock_us, strict=True)]
 
-    def spec(self, resolution: Resolution) -> LayerSpec:
-        """The layer as a backend sees it."""
-        slides = resolution.path == gemm.SPARSE and self.pattern != MixedPattern.parse("dense").ratio
-        pattern = SlidePattern.parse(self.pattern or "") if slides else None
+    def spec(self) -> LayerSpec:
+        """The layer as a backend sees it, if it is SPARSE."""
+        pattern = None if self.pattern == DENSE_WEIGHT else SlidePattern.parse(self.pattern or "")
         return LayerSpec(self.n, self.k, pattern, 0, DTYPES[self.quant or ""], torch.bfloat16)
 
 
@@ -181,16 +181,16 @@ def examine(model: str, folder: Path) -> Report:
     resolution = _resolution(report, raw)
     if resolution:
         report.backend, report.backend_reason = resolution.backend, resolution.reason
-        report.pattern, report.layout = resolution.pattern, resolution.layout
+        report.layout = resolution.layout
     elif not report.code:
-        _say_why_not(report, raw, unread)
+        _say_why_not(report, raw.quantization_config() or {}, source, unread)
     try:
         with checkpoint.reader() as reader:
             found = Counter(_layers(checkpoint, reader, metadata, source, resolution))
     except ResolveError as error:
-        report.lacks(str(error), "convert the original model again", FAILED)
+        report.lacks(str(error), "", FAILED)
         found = Counter()
-    times = machine.times(report.backend)
+    times = machine.times(report.backend) if resolution else None
     report.layers = [_measured(layer, n, times, resolution, machine) for layer, n in found.items()]
     report.experts = expert_dtypes(checkpoint)
     report.weight_bytes = _weight_bytes(checkpoint, report.layers, resolution)
@@ -219,31 +219,34 @@ def _resolution(report: Report, raw: Checkpoint) -> Resolution | None:
             require_dynamic_w8a8(block)
         return found
     except ResolveError as error:
-        report.lacks(str(error), "as it says", FAILED)
+        report.lacks(str(error), "", FAILED)
     except gemm.BackendError as error:
         report.lacks(str(error), "`slidesparse doctor` says what each of them needs", ENVIRONMENT)
     return None
 
 
-def _say_why_not(report: Report, raw: Checkpoint, unread: str) -> None:
-    """Say why a checkpoint is stock vLLM's alone, and what makes it ours."""
-    block = raw.quantization_config() or {}
+def _say_why_not(report: Report, block: Mapping[str, Any], source: Quantization | None, unread: str) -> None:
+    """Say why a checkpoint is stock vLLM's alone, and what makes it ours.
+
+    Args:
+        block: its quantization_config; empty for one that has none.
+        source: the same as read, or None, which ``unread`` says why.
+    """
     convert = f"slidesparse convert {report.model} OUT --sparsity 6:8 --calib texts.jsonl"
+    convert += "" if report.architecture in FAMILIES else " --linear REGEX"
     if stored := stored_as(block):
         report.lacks(stored, f"USE_CUSPARSELT=1 serves it if it is W8A8; else {CONVERT_STORED}", FAILED)
-    elif raw.quantization_config() is None:
-        report.lacks("its weights are floats: it has not been converted", convert, FAILED)
-    elif block.get("quant_method") == "bitnet":
-        report.lacks("it is a BitNet model that has not been converted", convert, FAILED)
-    elif unread:
-        report.lacks(unread, "start from the original checkpoint", FAILED)
+    elif not block or block.get("quant_method") == BITNET:
+        report.lacks("it has not been converted", convert, FAILED)
+    elif source is None:
+        report.lacks(unread, "", FAILED)
+    elif source.method != COMPRESSED_TENSORS or not any(scheme.ours for scheme in source.schemes):
+        report.lacks("it is quantized in a way that vLLM's own kernels alone serve", convert, FAILED)
     else:
-        remedy = (
-            "USE_CUSPARSELT=1 SPARSITY=dense serves W8A8 by the kernels for Hopper as it is, or prune it: "
-        )
+        remedy = f"USE_CUSPARSELT=1 SPARSITY=dense, where the backend hopper runs, or {convert}"
         report.lacks(
-            f"it carries no metadata ({KEY}), and no flag is set: vLLM's own kernels serve it",
-            remedy + convert,
+            "it does not say that it is pruned, and no flag is set: vLLM's own kernels serve it",
+            remedy,
             FAILED,
         )
 
@@ -283,8 +286,9 @@ def _layers(
             elif metadata and not entry and resolution.path == gemm.SPARSE:
                 reason = "not pruned"
             else:
-                kind, pattern = SPARSE, pattern or resolution.pattern
-                if not metadata and resolution.layout == "dense" and _break(reader, unit, resolution):
+                slides = resolution.path == gemm.SPARSE
+                kind, pattern = SPARSE, pattern or resolution.pattern if slides else DENSE_WEIGHT
+                if not metadata and _break(reader, unit, resolution):
                     kind, reason, pattern = DENSE, "whose weights break the pattern", None
         yield Layer(
             "+".join(map(_last, unit)),
@@ -323,7 +327,7 @@ def _measured(
         assert times is not None
         stock.append(times.us(layer.quant or "", None, (layer.n, layer.k), tokens))
         us.append(stock[-1] if layer.served != SPARSE else None)
-        pattern = layer.spec(resolution).pattern if resolution and layer.served == SPARSE else None
+        pattern = layer.spec().pattern if resolution and layer.served == SPARSE else None
         if pattern:
             with contextlib.suppress(TimesError):
                 us[-1] = times.us(layer.quant or "", pattern, (layer.n, layer.k), tokens)
@@ -336,7 +340,7 @@ def _tuned(layer: Layer, resolution: Resolution, machine: Machine) -> str:
     backend: Any = gemm.get(resolution.backend)
     if machine.gpu is None or machine.capability is None or not hasattr(backend, "algorithms"):
         return ""
-    columns = layer.spec(resolution).columns(backend.alignment)
+    columns = layer.spec().columns(backend.alignment)
     try:
         out, scale = served(backend, layer.quant or "")[0]
         subject = (backend.name, backend.version(), machine.gpu, machine.capability)
@@ -352,7 +356,7 @@ def _weight_bytes(checkpoint: Checkpoint, layers: Iterable[Layer], resolution: R
     found = sum(stored.spec.nbytes for stored in checkpoint.tensors.values())
     for layer in layers:
         if resolution and layer.served == SPARSE:
-            backend, spec = gemm.get(resolution.backend), layer.spec(resolution)
+            backend, spec = gemm.get(resolution.backend), layer.spec()
             columns = spec.columns(backend.alignment)
             halves = spec.pattern and backend.device_type == "cuda"
             packed = packed_bytes(layer.n, columns) if halves else layer.n * columns
@@ -396,7 +400,9 @@ def _judge_layers(report: Report, unread: str, resolution: Resolution, machine: 
             break
         if backend.device_type == machine.platform:
             reason = backend.unusable(torch.device(machine.platform), machine.capability)
-            report.lacks(f"the faster backend {name} cannot run: {' '.join((reason or '').split())}", "")
+            report.lacks(
+                f"the backend {name}, which goes first, cannot run: {' '.join((reason or '').split())}", ""
+            )
     untuned = [layer for layer in ours if layer.tuned not in ("", TUNED)]
     if untuned:
         what = f"{len(untuned)} of {len(ours)} shapes have no tuned table for {machine.gpu}"
@@ -404,9 +410,8 @@ def _judge_layers(report: Report, unread: str, resolution: Resolution, machine: 
     for pattern in report.patterns if report.times else ():
         speedups = _speedups(layer for layer in ours if layer.pattern == pattern)
         if None in speedups:
-            report.lacks(
-                f"no times of {pattern} layers on {report.times} are known", "python -m benchmarks linear"
-            )
+            what = f"no times of {pattern} layers by our kernels on {report.times} are known"
+            report.lacks(what, "python -m benchmarks linear measures them")
         elif all(ratio is not None and ratio <= 1 for ratio in speedups):
             steps = " or ".join(map(str, DEFAULT_TOKENS))
             what = (
@@ -440,7 +445,7 @@ def gib(count: int) -> str:
 def _verdict(report: Report) -> str:
     """Say how a checkpoint is served."""
     layers = f"{report.count(SPARSE)} of {sum(layer.count for layer in report.layers)} linear layers"
-    words = f"{report.backend} serves {layers}"
+    words = f"the backend {report.backend} serves {layers}"
     if report.machine.platform == "cpu":
         words += ", exactly but not fast, as there is no GPU here"
     known = [

@@ -83,7 +83,7 @@ def _show_layers(report: Report) -> None:
     for name in ("number", "N x K", "pattern", "table"):
         table.add_column(name, justify="right", no_wrap=True)
     for tokens in DEFAULT_TOKENS if report.times else ():
-        table.add_column(f"us, stock, {tokens} tokens", justify="right", no_wrap=True)
+        table.add_column(f"{tokens} tokens: us, stock us, ratio", justify="right", no_wrap=True)
     for layer in report.layers:
         table.add_row(*map(escape, _cells(layer)))
     out.print()

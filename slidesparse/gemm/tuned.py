@@ -50,7 +50,7 @@ class Subject:
     def file(self) -> str:
         """The table's file name, such as ``nvidia-h200_sm90_cusparselt-0.8.0.json``."""
         major, minor = self.capability
-        return f"{_slug(self.gpu)}_sm{major}{minor}_{_slug(self.library)}-{_slug(self.version)}.json"
+        return f"{slug(self.gpu)}_sm{major}{minor}_{slug(self.library)}-{slug(self.version)}.json"
 
     def facts(self) -> dict[str, str]:
         """The four facts as the file spells them."""
@@ -284,5 +284,6 @@ def _error(path: Path, what: str) -> TableError:
     )
 
 
-def _slug(text: str) -> str:
+def slug(text: str) -> str:
+    """A name of a GPU or a library as file names have it, such as ``nvidia-h200``."""
     return re.sub(r"[^a-z0-9.]+", "-", text.lower()).strip("-")
