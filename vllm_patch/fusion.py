@@ -32,7 +32,6 @@ from typing import Any
 
 import torch
 from slidesparse.vllm_patch import compat
-from slidesparse.vllm_patch.resolve import Resolution
 from torch._inductor.pattern_matcher import (
     MULTIPLE,
     CallFunction,
@@ -45,6 +44,7 @@ from torch.fx.experimental.symbolic_shapes import statically_known_true, sym_eq
 from vllm.logger import init_logger
 
 from slidesparse import __version__, gemm, ops
+from slidesparse.resolve import Resolution
 
 logger = init_logger("vllm.slidesparse")
 

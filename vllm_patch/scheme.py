@@ -23,8 +23,10 @@ from slidesparse.checkpoint.metadata import LayerEntry
 from slidesparse.checkpoint.storage import CheckpointError
 from slidesparse.gemm import SPARSE
 from slidesparse.gemm.backend import HARDWARE, LayerSpec, require_output
+from slidesparse.gemm.problem import NAMES
 from slidesparse.pattern import MixedPattern, Pattern, PatternError, SlidePattern
 from slidesparse.prune import prune
+from slidesparse.resolve import require_invariance
 from slidesparse.slide import is_slided
 
 if TYPE_CHECKING:
@@ -165,17 +167,10 @@ class SlideSparseScheme(CompressedTensorsScheme):
     def _require_able(self, weight: Tensor, dtype: torch.dtype) -> None:
         """Raise BackendError, before the weights are read, for settings that the backend cannot serve."""
         require_output(self.backend.name, dtype)
-        self._require_invariance(weight.dtype)
+        require_invariance(self.backend.name, NAMES[weight.dtype])
         self._require_no_threads()
         if weight.device.type == current_platform.device_type:
             gemm.require(self.backend.name, weight.device)
-
-    def _require_invariance(self, dtype: torch.dtype) -> None:
-        if compat.batch_invariant() and dtype != torch.int8:
-            raise gemm.BackendError(
-                f"backend {self.backend.name} adds FP8 products in an order that depends on the number of tokens, but "
-                "VLLM_BATCH_INVARIANT is set: convert with --quant int8, or set DISABLE_SLIDESPARSE=1"
-            )
 
     def _require_no_threads(self) -> None:
         if compat.starts_threads() and (not self.backend.threads or self.config.resolution.profile):

@@ -11,7 +11,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from slidesparse.checkpoint.storage import CheckpointError
@@ -78,6 +78,9 @@ ENCODER = Family(
     ),
     (("query", "key", "value"),),
 )
+UNKNOWN = Family(
+    re.compile(""), DECODER.fused + ENCODER.fused
+)  # all weights, joined by the names that are usual
 
 _DECODERS = ("Llama", "Mistral", "Qwen2", "Qwen3", "Gemma", "Gemma2", "Granite", "Olmo2")
 _MOES = ("Mixtral", "Qwen2Moe", "Qwen3Moe", "Olmoe", "PhiMoE", "Glm4Moe")
@@ -218,7 +221,7 @@ def family_of(config: Mapping[str, Any], tensors: Iterable[str] = (), linear: st
     found = architecture_of(config)
     if linear is not None:
         (regex,) = compile_regexes([linear], "--linear", layer_names(tensors))
-        return Family(regex, DECODER.fused + ENCODER.fused)
+        return replace(UNKNOWN, linear=regex)
     if found is None or found not in FAMILIES:
         what = f"architecture {found!r} is not known" if found else "config.json names no architecture"
         raise CheckpointError(

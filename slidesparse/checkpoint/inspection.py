@@ -95,23 +95,29 @@ def inspect(folder: str | Path) -> CheckpointReport:
     checkpoint, metadata = open_checkpoint(folder)
     with checkpoint.reader() as reader:
         layers = tuple(
-            _inspect_layer(checkpoint, reader, metadata, name) for name in _layers(checkpoint, metadata)
+            _inspect_layer(checkpoint, reader, metadata, name) for name in linear_layers(checkpoint, metadata)
         )
         damaged = any(layer.violations for layer in layers)
         fits = _fits(checkpoint, reader, metadata) if is_bitnet(checkpoint.config) and not damaged else ()
     claimed = metadata.pattern.ratio if metadata else None
     stored = sparsity_of(checkpoint.quantization_config() or {})
     layout = metadata.layout if metadata else stored[0] if stored else None
+    return CheckpointReport(str(folder), claimed, layout, layers, expert_dtypes(checkpoint), fits)
+
+
+def expert_dtypes(checkpoint: Checkpoint) -> dict[str, int]:
+    """Count the matrices of routed experts by dtype."""
     routed = (
         stored.spec for name, stored in checkpoint.tensors.items() if is_expert(name.removesuffix(WEIGHT))
     )
-    dtypes = Counter(spec.dtype for spec in routed if spec.name.endswith(WEIGHT))
-    return CheckpointReport(str(folder), claimed, layout, layers, dict(dtypes), fits)
+    return dict(Counter(spec.dtype for spec in routed if spec.name.endswith(WEIGHT)))
 
 
 def _fits(checkpoint: Checkpoint, reader: Reader, metadata: Metadata | None) -> tuple[Fit, ...]:
     found = {ratio: Fit(ratio, 0, 0, 0, 0, 0) for ratio in RATIOS}
-    names = [n for n in _layers(checkpoint, metadata) if checkpoint.tensors[n + WEIGHT].spec.dtype == "I8"]
+    names = [
+        n for n in linear_layers(checkpoint, metadata) if checkpoint.tensors[n + WEIGHT].spec.dtype == "I8"
+    ]
     for name in names:
         spec = checkpoint.tensors[name + WEIGHT].spec
         for rows in spec.chunks():
@@ -139,7 +145,7 @@ def _added(fit: Fit, values: Tensor) -> Fit:
     )
 
 
-def _layers(checkpoint: Checkpoint, metadata: Metadata | None) -> list[str]:
+def linear_layers(checkpoint: Checkpoint, metadata: Metadata | None) -> list[str]:
     """List layers by metadata and architecture; for an unknown architecture all matrices that may be layers."""
     family = FAMILIES.get(architecture_of(checkpoint.config) or "")
     if family:

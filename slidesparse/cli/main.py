@@ -16,7 +16,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from slidesparse import __version__
-from slidesparse.cli import build, convert, evaluate, synth, tune
+from slidesparse.cli import build, convert, doctor, evaluate, synth, tune
 from slidesparse.cli.console import Json, application, out
 from slidesparse.errors import FAILED
 
@@ -133,14 +133,7 @@ def verify(
     raise typer.Exit(0 if found.equal else FAILED)
 
 
-@app.command()
-def doctor(as_json: Json = False) -> None:
-    """Show what this machine can run, what is missing, and how to fix it.  Never fails."""
-    from slidesparse.doctor import main as run
-
-    run(["--json"] if as_json else [])
-
-
+app.command("doctor")(doctor.doctor)
 app.command("build")(build.build_targets)
 app.command("convert")(convert.convert)
 app.command("synth")(synth.synth)

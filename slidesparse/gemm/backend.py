@@ -107,6 +107,7 @@ class Tunable(Backend, Protocol):
     """A backend whose algorithms `slidesparse tune` and the benchmarks can search."""
 
     sparse: bool  # whether it multiplies 2:4 weights
+    reach: float  # how far the nearest tuned shape may be, see `tuned.neighbour`
 
     def version(self) -> str:
         """The version that tuned tables are about, such as "0.8.0".  Raises LibraryError where it cannot be loaded."""

@@ -16,7 +16,7 @@ import os
 import re
 import tempfile
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -50,7 +50,7 @@ class Subject:
     def file(self) -> str:
         """The table's file name, such as ``nvidia-h200_sm90_cusparselt-0.8.0.json``."""
         major, minor = self.capability
-        return f"{_slug(self.gpu)}_sm{major}{minor}_{_slug(self.library)}-{_slug(self.version)}.json"
+        return f"{slug(self.gpu)}_sm{major}{minor}_{slug(self.library)}-{slug(self.version)}.json"
 
     def facts(self) -> dict[str, str]:
         """The four facts as the file spells them."""
@@ -83,6 +83,30 @@ def key_of(problem: Problem) -> str:
     bias = "yes" if problem.bias else "no"
     types = f"{problem.dtype} -> {problem.out}"
     return f"{types}, scale {problem.scale}, bias {bias}, n {problem.n}, k {problem.k}"
+
+
+def look_up(
+    library_name: str,
+    library_version: str,
+    gpu_name: str,
+    capability: tuple[int, int],
+    problem: Problem,
+    within: float = math.inf,
+) -> tuple[str | None, str]:
+    """The algorithm to take for ``problem``, None for the library's own choice, and what it is; "" where it was tuned.
+
+    For an untuned shape that of the nearest tuned one if that is ``within`` reach (see `neighbour`), else the one for
+    fewer tokens, else the library's own choice.  A bias changes no algorithm, so problems with one look theirs up
+    without.
+    """
+    subject, plain = (library_name, library_version, gpu_name, capability), replace(problem, bias=False)
+    if found := choice(*subject, plain):
+        return found, ""
+    if found := neighbour(*subject, plain, within):
+        return found, "that of the nearest tuned shape"
+    if found := choice(*subject, plain, any_tokens=True):
+        return found, "that for fewer tokens"
+    return None, "its own heuristic"
 
 
 def choice(
@@ -260,5 +284,6 @@ def _error(path: Path, what: str) -> TableError:
     )
 
 
-def _slug(text: str) -> str:
+def slug(text: str) -> str:
+    """A name of a GPU or a library as file names have it, such as ``nvidia-h200``."""
     return re.sub(r"[^a-z0-9.]+", "-", text.lower()).strip("-")

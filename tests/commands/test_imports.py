@@ -22,9 +22,9 @@ LAYERS = [
     {"build", "checkpoint", "kernels", "methods", "profiling"},
     {"reference"},
     {"gemm"},
-    {"flags", "ops"},
+    {"flags", "ops", "resolve"},
     {"calibrate", "convert", "evaluate", "spmm", "tune"},
-    {"doctor"},
+    {"doctor", "preflight"},
     {"cli"},
     {"demo"},
 ]

@@ -132,10 +132,10 @@ def _config(layout: str = "dense") -> dict[str, object]:
 
 @pytest.mark.vllm
 class TestResolve:
-    """`slidesparse.vllm_patch.resolve`, which needs no engine."""
+    """`slidesparse.resolve`, which needs no engine."""
 
     def test_what_is_stamped_is_read_again_and_nothing_else(self) -> None:
-        from slidesparse.vllm_patch.resolve import STAMP, Resolution, ResolveError, resolve, stamp
+        from slidesparse.resolve import STAMP, Resolution, ResolveError, resolve, stamp
 
         made = resolve(_config(), Flags(), on_cuda=False)
         assert (made.pattern, made.path, made.backend, made.layout) == ("6:8", "sparse", "reference", "dense")
@@ -148,14 +148,14 @@ class TestResolve:
                 Resolution.of_stamp(bad)
 
     def test_a_stamp_in_the_checkpoint_decides_nothing(self) -> None:
-        from slidesparse.vllm_patch.resolve import resolve, stamp
+        from slidesparse.resolve import resolve, stamp
 
         planted = _config()
         stamp(resolve(planted, Flags("dense"), on_cuda=False), [planted])
         assert resolve(planted, Flags("sparse"), on_cuda=False).path == "sparse"
 
     def test_fusion_is_resolved(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        from slidesparse.vllm_patch.resolve import resolve
+        from slidesparse.resolve import resolve
 
         with_gpu(monkeypatch)
         for backend, default in (("hopper", True), ("cusparselt", False)):
@@ -177,7 +177,7 @@ class TestResolve:
     def test_backend(
         self, monkeypatch: pytest.MonkeyPatch, path: str | None, on_cuda: bool, backend: str
     ) -> None:
-        from slidesparse.vllm_patch.resolve import resolve
+        from slidesparse.resolve import resolve
 
         with_gpu(monkeypatch)
         made = resolve(_config(), Flags(path), on_cuda)
@@ -185,7 +185,7 @@ class TestResolve:
         assert made.reason
 
     def test_dense_weights_need_a_backend_that_takes_them(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        from slidesparse.vllm_patch.resolve import ResolveError, resolve
+        from slidesparse.resolve import ResolveError, resolve
 
         with_gpu(monkeypatch)
         plain = {"quant_method": "compressed-tensors"}
@@ -204,7 +204,7 @@ class TestResolve:
             resolve(_config(), flags, True)
 
     def test_contradictions(self) -> None:
-        from slidesparse.vllm_patch.resolve import ResolveError, resolve
+        from slidesparse.resolve import ResolveError, resolve
 
         with pytest.raises(
             ResolveError, match=r"asks for 4:6 \(2 of every 6 pruned\).*pruned to 6:8.*SPARSITY=2_8"
@@ -217,7 +217,7 @@ class TestResolve:
 
     def test_what_compressed_tensors_stored_sparse(self) -> None:
         """One format is for 2:4 alone, and says the pattern; a flag has the last word."""
-        from slidesparse.vllm_patch.resolve import ResolveError, resolve
+        from slidesparse.resolve import ResolveError, resolve
 
         def config(form: str, structure: str) -> dict[str, object]:
             sparsity = {"format": form, "sparsity_structure": structure}
@@ -232,7 +232,7 @@ class TestResolve:
         assert resolve(_config("packed"), Flags("dense"), on_cuda=False).layout == "packed"
 
     def test_metadata_from_the_future(self) -> None:
-        from slidesparse.vllm_patch.resolve import resolve
+        from slidesparse.resolve import resolve
 
         config = _config()
         config[KEY]["version"] = 2  # type: ignore[index]

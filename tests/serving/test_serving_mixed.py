@@ -11,6 +11,7 @@ from models import QWEN, Decoder, shrink_codes, write_w8a8
 from tool_sources import compressed
 from zygote import Answer, Request, Zygote
 
+from slidesparse import preflight
 from slidesparse.checkpoint.metadata import KEY, LayerEntry, Metadata
 from slidesparse.pattern import SlidePattern
 
@@ -46,6 +47,9 @@ def test_mixed_patterns_and_layers_without_one(
         "6:8 (2 of every 8 pruned): 7 layers sparse (1 at 4:6, 4 at 6:8, 2 at 8:10), "
         "1 not pruned (by the same backend), 1 dense (1 lm_head)"
     ), found.summary
+    foreseen = preflight.examine("model", made[layout])
+    assert foreseen.patterns == {"4:6": 1, "6:8": 4, "8:10": 2}
+    assert (foreseen.count(preflight.DENSE), foreseen.count(preflight.LEFT)) == (1, 0)
 
 
 @pytest.mark.slow
@@ -86,6 +90,8 @@ def test_groups_of_layers_that_others_quantized(zygote: Zygote, tmp_path: Path) 
     found = served(zygote, model)
     assert found.tokens == expected.tokens
     assert "7 layers sparse, 2 dense (1 lm_head, 1 not quantized)" in found.summary, found.summary
+    foreseen = preflight.examine("model", model)
+    assert (foreseen.patterns, foreseen.count(preflight.LEFT)) == ({"6:8": 7}, 1)
 
 
 WIDE = Decoder("Qwen2ForCausalLM", hidden=256, intermediate=512, head_dim=64)

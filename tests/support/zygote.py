@@ -211,8 +211,7 @@ def _resolve_as(on_cuda: bool) -> None:
     """Choose the backend of a machine with a GPU, or of one without, which is the reference."""
     from slidesparse.vllm_patch import config
 
-    plain = config.resolve
-    config.resolve = lambda quantization, flags, _: plain(quantization, flags, on_cuda)
+    config._machine = lambda: ("cuda" if on_cuda else "cpu", None)
 
 
 def _compile_in_pieces() -> None:

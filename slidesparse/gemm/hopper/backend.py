@@ -76,6 +76,7 @@ class Hopper(CudaBackend):
     fuses = True
     threads = True
     sparse = True
+    reach = NEAR
     # TMA reads 128 bytes of a row at a time, from rows that begin at multiples of 16.  Where they do not begin at
     # multiples of 128, each such piece lies in two lines of the cache: the product of 3584 x 3584 at 8:10 and 1024
     # tokens takes 37 us with rows of 5744 codes, 24 with rows of 5760, on an H200.
@@ -254,7 +255,7 @@ class Hopper(CudaBackend):
         dtype, columns = "fp8" if layer.fp8 else "int8", round_up(layer.columns, self.alignment)
         for m in _token_counts():
             problem = Problem(dtype, NAMES[OUTPUTS[0]], layer.n, columns, m, "both")
-            algorithm = cuda.tuned_plan(self, problem, device, NEAR).algorithm
+            algorithm = cuda.tuned_plan(self, problem, device).algorithm
             if table and table[-1][1] == algorithm:
                 table.pop()
             table.append((m, algorithm))
