@@ -5,9 +5,11 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any
 
+import regex  # as vLLM reads them
 from slidesparse.vllm_patch import compat, fusion
 from slidesparse.vllm_patch.census import Census
 from slidesparse.vllm_patch.resolve import STAMP, Resolution, ResolveError, resolve, stamp
@@ -22,6 +24,7 @@ from vllm.platforms import current_platform
 
 from slidesparse import flags
 from slidesparse.checkpoint.metadata import KEY, QUANT_METHOD, LayerEntry, Metadata, sparsity_of
+from slidesparse.errors import shown
 from slidesparse.flags import Flags
 from slidesparse.versions import VLLM_TESTED_WORDS
 
@@ -33,6 +36,7 @@ WHAT_IT_TAKES = (
     "slidesparse convert SRC OUT --sparsity 6:8; or unset the flag, which acts on draft models as well: converted "
     "checkpoints are served sparse without"
 )
+CONVERT_AGAIN = "convert the original model again"
 CONVERT_STORED = "convert it: slidesparse convert SRC OUT --sparsity 2:4"
 WEIGHT_ONLY = "CompressedTensorsW8A16Fp8"
 FUSED = {"qkv_proj": ["q_proj", "k_proj", "v_proj"], "gate_up_proj": ["gate_proj", "up_proj"]}
@@ -74,6 +78,11 @@ class SlideSparseConfig(CompressedTensorsConfig):
                     compat.warn(
                         f"{_stored_as(stored)}. USE_CUSPARSELT=1 serves it if it is W8A8; else {CONVERT_STORED}"
                     )
+                elif idle := flags.given():
+                    compat.warn(
+                        f"{', '.join(idle)} has no effect on this checkpoint, which `slidesparse convert` did not "
+                        "make: vLLM's own kernels serve it, unless USE_CUSPARSELT=1 is set"
+                    )
             return None
         if not (current_platform.is_cuda() or current_platform.is_cpu()):
             if asked or method == QUANT_METHOD:
@@ -84,10 +93,8 @@ class SlideSparseConfig(CompressedTensorsConfig):
                 )
             return None
         if method not in (COMPRESSED_TENSORS, QUANT_METHOD):
-            raise ResolveError(
-                f"{asked or 'SlideSparse metadata'} is set, but this checkpoint is quantized by {method!r}; "
-                f"{WHAT_IT_TAKES}"
-            )
+            why = f"{asked} is set" if asked else "config.json holds SlideSparse metadata"
+            raise ResolveError(f"{why}, but this checkpoint is quantized by {method!r}; {WHAT_IT_TAKES}")
         if user_quant not in (None, QUANT_METHOD):
             if asked:
                 raise ResolveError(
@@ -113,14 +120,14 @@ class SlideSparseConfig(CompressedTensorsConfig):
             if stored := sparsity_of(config):
                 raise ResolveError(f"{found}. {_stored_as(stored)}: {CONVERT_STORED}")
             raise ResolveError(f"{found}; {WHAT_IT_TAKES}")
+        _require_readable(config, groups)
         config.pop("sparsity_config", None)  # newer vLLM rejects it; the resolution says all it said
         try:
             made = super().from_config(config)
         except (AttributeError, KeyError, TypeError, ValueError) as error:
-            reason = " ".join(str(error).split())
+            reason = f"{type(error).__name__}: {' '.join(str(error).split())}"
             raise ResolveError(
-                f"vLLM cannot read quantization_config of this checkpoint ({type(error).__name__}: {reason}); convert "
-                "the original model again"
+                f"vLLM cannot read quantization_config of this checkpoint ({reason}); {CONVERT_AGAIN}"
             ) from error
         made.resolution = resolution
         made.metadata = Metadata.of_config(config)
@@ -159,12 +166,27 @@ class SlideSparseConfig(CompressedTensorsConfig):
         return method
 
     def get_scheme(self, layer: Any, layer_name: str | None = None) -> Any:
-        """vLLM's scheme for the layer, wrapped in ours where ours takes it."""
-        scheme = super().get_scheme(layer, layer_name)
+        """vLLM's scheme for the layer, wrapped in ours where ours takes it.
+
+        ResolveError where vLLM has none for what quantization_config says of a linear layer, and where that leaves a
+        pruned one in floats.
+        """
         name = layer_name or type(layer).__name__
         if not isinstance(layer, LinearBase):
             self.census.settle(name, "lm_head")
-            return scheme
+            return super().get_scheme(layer, layer_name)
+        try:
+            scheme = super().get_scheme(layer, layer_name)
+        except NotImplementedError as error:
+            reason = " ".join(str(error).split())
+            raise ResolveError(
+                f"{name}: vLLM serves no layer quantized as quantization_config says: {reason}; {CONVERT_AGAIN}"
+            ) from error
+        if scheme is None and all(part in self._listed() for part in self._parts(name)):
+            raise ResolveError(
+                f"{name}: the metadata say that it was pruned, but ignore and targets of quantization_config leave it "
+                f"unquantized; {CONVERT_AGAIN}"
+            )
         if scheme is not None and not isinstance(scheme, W8A8) and self._would_be_ours(layer, name):
             self._replaced_by(type(scheme).__name__, name)
         reason = "not quantized" if scheme is None else refusal(scheme)
@@ -218,24 +240,31 @@ class SlideSparseConfig(CompressedTensorsConfig):
 
     def _entry(self, name: str) -> LayerEntry | None:
         """The metadata's entry for a layer, or for all parts that vLLM fuses into it; None where there is none."""
-        head, _, last = compat.checkpoint_name(name).rpartition(".")
-        # vLLM gives the configs of drafts no mapping
-        parts = (self.packed_modules_mapping or FUSED).get(last, [last])
-        entries = {part: self._lookup(f"{head}.{part}") for part in parts}
+        parts = self._parts(name)
+        entries = {part.rpartition(".")[2]: self._lookup(part) for part in parts}
         found = [entry for entry in entries.values() if entry]
         if found and any(entry != found[0] for entry in entries.values()):
             pruned = ", ".join(
                 f"{part} {entry.pattern.ratio if entry else 'unpruned'}" for part, entry in entries.items()
             )
             raise ResolveError(
-                f"{name} joins {', '.join(parts)}, which the checkpoint holds as {pruned}; "
+                f"{name} joins {', '.join(entries)}, which the checkpoint holds as {pruned}; "
                 "convert again with the same pattern for all of them"
             )
         return found[0] if found else None
 
+    def _parts(self, name: str) -> list[str]:
+        """The checkpoint's names of what vLLM fuses into a layer."""
+        head, _, last = compat.checkpoint_name(name).rpartition(".")
+        # vLLM gives the configs of drafts no mapping
+        return [f"{head}.{part}" for part in (self.packed_modules_mapping or FUSED).get(last, [last])]
+
+    def _listed(self) -> Mapping[str, LayerEntry]:
+        return self.metadata.layers if self.metadata else {}
+
     def _lookup(self, name: str) -> LayerEntry | None:
         """A layer of the metadata; vLLM may put a prefix before the checkpoint's name, or drop one."""
-        layers = self.metadata.layers if self.metadata else {}
+        layers = self._listed()
         if name in layers:
             return layers[name]
         for known, entry in layers.items():
@@ -253,6 +282,34 @@ def _is_dynamic_w8a8(group: Any) -> bool:
     # 8 is compressed-tensors' own default
     eight = all(isinstance(part, dict) and part.get("num_bits", 8) == 8 for part in parts)
     return bool(parts) and eight and bool(parts[1].get("dynamic"))
+
+
+def _require_readable(config: Mapping[str, Any], groups: Mapping[str, Any]) -> None:
+    """Raise ResolveError for what vLLM would trip over later, without a word of where it stands."""
+    lists = {"ignore": config.get("ignore", [])}
+    lists |= {
+        f"targets of {name!r}": group.get("targets")
+        for name, group in groups.items()
+        if isinstance(group, dict)
+    }
+    for place, entries in lists.items():
+        if not isinstance(entries, list) or not all(isinstance(entry, str) for entry in entries):
+            raise ResolveError(
+                f"quantization_config: {place} is {shown(entries)}, it must be a list of texts; {CONVERT_AGAIN}"
+            )
+        for entry in entries:
+            try:
+                regex.compile(entry.removeprefix("re:") if entry.startswith("re:") else "")
+            except regex.error as error:
+                raise ResolveError(
+                    f"quantization_config: {place} holds {shown(entry)}, which is no regular expression ({error}); "
+                    f"{CONVERT_AGAIN}"
+                ) from error
+    cache = config.get("kv_cache_scheme")
+    if not isinstance(cache, (dict, type(None))):
+        raise ResolveError(
+            f"quantization_config: kv_cache_scheme is {shown(cache)}, it must be an object or null; {CONVERT_AGAIN}"
+        )
 
 
 def _forms(given: dict[str, Any] | None, hf_config: Any) -> list[dict[str, Any]]:

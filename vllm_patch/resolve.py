@@ -14,7 +14,7 @@ from typing import Any
 from slidesparse.vllm_patch import compat
 
 from slidesparse import __version__, gemm
-from slidesparse.checkpoint.metadata import STAMP, Metadata, sparsity_of
+from slidesparse.checkpoint.metadata import KEY, QUANT_METHOD, STAMP, Metadata, sparsity_of
 from slidesparse.errors import SlideSparseError
 from slidesparse.flags import (
     BACKEND,
@@ -74,6 +74,11 @@ def resolve(quantization_config: Mapping[str, Any], flags: Flags, on_cuda: bool)
     Raises ResolveError when the flags contradict the checkpoint or leave the pattern open.
     """
     metadata = Metadata.of_config(quantization_config)
+    if metadata is None and quantization_config.get("quant_method") == QUANT_METHOD:
+        raise ResolveError(
+            f"quantization_config names {QUANT_METHOD} as its method but lacks the block {KEY!r}, which says how "
+            "weights are stored; fetch the checkpoint again, or convert the original model again"
+        )
     path = flags.path or SPARSE
     stored = sparsity_of(quantization_config)
     pattern = _pattern(metadata, flags, path, stored[1] if stored else "")
