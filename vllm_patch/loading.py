@@ -75,6 +75,8 @@ class Arrivals:
             (torch.isfinite(tensor.float()) & (tensor.float() >= 0)).all()
         ):
             raise CheckpointError(f"{self._name}: weight_scale holds NaN, Inf or negative numbers; {_AGAIN}")
+        elif kind == "bias" and not bool(torch.isfinite(tensor).all()):
+            raise CheckpointError(f"{self._name}: bias holds NaN or Inf; {_AGAIN}")
 
     def require_all(self, layer: torch.nn.Module) -> None:
         """Raise CheckpointError that names what has not come, and begin again."""
@@ -86,6 +88,14 @@ class Arrivals:
                 came = f"{len(parts)} of its {self._parts} parts have" if self._parts > 1 else "it has not"
                 raise CheckpointError(f"{self._name}: the checkpoint lacks its {kind}: {came} come; {_AGAIN}")
             parts.clear()
+
+
+def require_numbers(name: str, weight: Tensor) -> None:
+    """Raise CheckpointError for codes of FP8 E4M3 that are NaN, 0x7f and 0xff.  Allocates nothing."""
+    if weight.dtype == FP8 and weight.numel():
+        positive, negative = (int(weight.view(kind).max()) for kind in (torch.int8, torch.uint8))
+        if positive == 0x7F or negative == 0xFF:
+            raise CheckpointError(f"{name}: weight holds NaN; {_AGAIN}")
 
 
 def take_packed(layer: torch.nn.Module, name: str, loader: Loader) -> None:

@@ -201,6 +201,7 @@ def test_slided_weights_that_are_the_form_of_none(
         ("weight_scale", -0.5, "weight_scale holds NaN, Inf or negative"),
         ("weight", torch.bfloat16, "holds torch.bfloat16 weights"),
         ("bias", None, "lacks its bias: 2 of its 3 parts"),
+        ("bias", float("nan"), "bias holds NaN"),
         ("weight_scale", slice(31), "weight_scale of shape [31, 1] does not fit the layer"),
         ("weight", slice(31), "weight of shape [31,"),
     ],
@@ -219,6 +220,16 @@ def test_tensors_that_are_missing_or_no_numbers(
     model = edited(made[layout], tmp_path / "out", {f"{layer}.{tensor}": other}, {})
     vllms_name = "model.layers.1.self_attn.qkv_proj" if in_qkv else DOWN
     refused(zygote, model, {}, vllms_name, words)
+
+
+@pytest.mark.parametrize("code", [0x7F, 0xFF])
+def test_fp8_codes_that_are_nan(zygote: Zygote, tmp_path: Path, code: int) -> None:
+    source = converted(write_w8a8(QWEN, tmp_path / "w8a8", "fp8"), tmp_path / "pruned", "6:8")
+    weight = load_file(source / "model.safetensors")[f"{DOWN}.weight"]
+    row = weight[3].view(torch.uint8)
+    row[int(row.nonzero()[0])] = code
+    model = edited(source, tmp_path / "out", {f"{DOWN}.weight": weight}, {})
+    refused(zygote, model, {}, f"{DOWN}: weight holds NaN")
 
 
 def test_heads_of_kv_caches_are_told(zygote: Zygote, made: dict[str, Path], tmp_path: Path) -> None:
