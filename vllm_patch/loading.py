@@ -53,7 +53,7 @@ class Arrivals:
                     raise  # no room, or an error of ours
                 raise CheckpointError(
                     f"{self._name}: the checkpoint's {kind} of shape {list(tensor.shape)} does not fit the layer "
-                    f"({error or 'another shape is expected'}); {_AGAIN}"
+                    f"({str(error) or 'another shape is expected'}); {_AGAIN}"
                 ) from error
             self._arrived[kind].add(next(iter((*part, *more.values())), None))
 
@@ -129,7 +129,8 @@ def _dense(name: str, found: dict[str, Tensor]) -> Tensor:
     """[N, K] of what a checkpoint stores for a weight.  CheckpointError where that does not fit together."""
     sizes = found["shape"].flatten().tolist()
     try:
-        if sizes[:-1] != list(found["bitmask"].shape[:1]):
+        whole = all(type(size) is int for size in sizes)
+        if not whole or len(sizes) != 2 or sizes[:1] != list(found["bitmask"].shape[:1]):
             raise ValueError(f"the shape {sizes} and a bitmask {list(found['bitmask'].shape)}")
         return decompress(found["compressed"], found["bitmask"], sizes[-1])
     except ValueError as error:

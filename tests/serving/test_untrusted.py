@@ -202,7 +202,7 @@ def test_slided_weights_that_are_the_form_of_none(
         ("weight", torch.bfloat16, "holds torch.bfloat16 weights"),
         ("bias", None, "lacks its bias: 2 of its 3 parts"),
         ("bias", float("nan"), "bias holds NaN"),
-        ("weight_scale", slice(31), "weight_scale of shape [31, 1] does not fit the layer"),
+        ("weight_scale", slice(31), "weight_scale of shape [31, 1] does not fit the layer (another shape is"),
         ("weight", slice(31), "weight of shape [31,"),
     ],
 )
