@@ -73,6 +73,7 @@ class Flags:
         """Read the flags.  Raises FlagError naming the variable, what was found and what is allowed."""
         environ = os.environ if environ is None else environ
         require_known(environ)
+        _switch(environ, DISABLE)  # `disabled` has taken what it does not know for no
         sparse, dense = _switch(environ, USE_CUSPARSELT), _switch(environ, USE_CUBLASLT)
         if sparse and dense:
             raise FlagError(

@@ -102,9 +102,8 @@ def claim(
             )
         return None
     if method not in (COMPRESSED_TENSORS, QUANT_METHOD):
-        raise ResolveError(
-            f"{asked or 'SlideSparse metadata'} is set, but this checkpoint is quantized by {method!r}; {WHAT_IT_TAKES}"
-        )
+        why = f"{asked} is set" if asked else "config.json holds SlideSparse metadata"
+        raise ResolveError(f"{why}, but this checkpoint is quantized by {method!r}; {WHAT_IT_TAKES}")
     if user_quant not in (None, QUANT_METHOD):
         if asked:
             raise ResolveError(
@@ -212,6 +211,11 @@ def resolve(
     Raises ResolveError when the flags contradict the checkpoint or leave the pattern open.
     """
     metadata = Metadata.of_config(quantization_config)
+    if metadata is None and quantization_config.get("quant_method") == QUANT_METHOD:
+        raise ResolveError(
+            f"quantization_config names {QUANT_METHOD} as its method but lacks the block {KEY!r}, which says how "
+            "weights are stored; fetch the checkpoint again, or convert the original model again"
+        )
     path = given.path or SPARSE
     stored = sparsity_of(quantization_config)
     pattern = _pattern(metadata, given, path, stored[1] if stored else "")

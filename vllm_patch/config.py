@@ -5,9 +5,11 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any
 
+import regex  # as vLLM reads them
 from slidesparse.vllm_patch import compat, fusion
 from slidesparse.vllm_patch.census import Census
 from slidesparse.vllm_patch.scheme import W8A8, SlideSparseScheme, refusal
@@ -21,6 +23,7 @@ from vllm.platforms import current_platform
 
 from slidesparse import flags
 from slidesparse.checkpoint.metadata import KEY, QUANT_METHOD, LayerEntry, Metadata
+from slidesparse.errors import shown
 from slidesparse.flags import Flags
 from slidesparse.resolve import (
     COMPRESSED_TENSORS,
@@ -44,6 +47,7 @@ from slidesparse.versions import VLLM_TESTED_WORDS
 
 logger = init_logger("vllm.slidesparse")
 
+CONVERT_AGAIN = "convert the original model again"
 WEIGHT_ONLY = "CompressedTensorsW8A16Fp8"
 FUSED = {"qkv_proj": ["q_proj", "k_proj", "v_proj"], "gate_up_proj": ["gate_proj", "up_proj"]}
 HEADS = {"total_num_heads": "num_attention_heads", "total_num_kv_heads": "num_key_value_heads"}
@@ -77,8 +81,8 @@ class SlideSparseConfig(CompressedTensorsConfig):
         given = hf_quant_cfg or {}
         resolution = claim(given, user_quant, _machine)
         if resolution is None:
-            if given.get("quant_method") == COMPRESSED_TENSORS and (stored := stored_as(given)):
-                compat.warn(f"{stored}. USE_CUSPARSELT=1 serves it if it is W8A8; else {CONVERT_STORED}")
+            if given.get("quant_method") == COMPRESSED_TENSORS:
+                _say_what_is_idle(given)
             return None
         forms = _forms(hf_quant_cfg, hf_config)
         stamp(resolution, forms)
@@ -94,14 +98,14 @@ class SlideSparseConfig(CompressedTensorsConfig):
             stamp(resolve(config, Flags.from_environment(), platform == "cuda", capability), [config])
         resolution = Resolution.of_stamp(config[STAMP])
         require_dynamic_w8a8(config)
+        _require_readable(config)
         config.pop("sparsity_config", None)  # newer vLLM rejects it; the resolution says all it said
         try:
             made = super().from_config(config)
         except (AttributeError, KeyError, TypeError, ValueError) as error:
-            reason = " ".join(str(error).split())
+            reason = f"{type(error).__name__}: {' '.join(str(error).split())}"
             raise ResolveError(
-                f"vLLM cannot read quantization_config of this checkpoint ({type(error).__name__}: {reason}); convert "
-                "the original model again"
+                f"vLLM cannot read quantization_config of this checkpoint ({reason}); {CONVERT_AGAIN}"
             ) from error
         made.resolution = resolution
         made.metadata = Metadata.of_config(config)
@@ -140,12 +144,27 @@ class SlideSparseConfig(CompressedTensorsConfig):
         return method
 
     def get_scheme(self, layer: Any, layer_name: str | None = None) -> Any:
-        """vLLM's scheme for the layer, wrapped in ours where ours takes it."""
-        scheme = super().get_scheme(layer, layer_name)
+        """vLLM's scheme for the layer, wrapped in ours where ours takes it.
+
+        ResolveError where vLLM has none for what quantization_config says of a linear layer, and where that leaves a
+        pruned one in floats.
+        """
         name = layer_name or type(layer).__name__
         if not isinstance(layer, LinearBase):
             self.census.settle(name, "lm_head")
-            return scheme
+            return super().get_scheme(layer, layer_name)
+        try:
+            scheme = super().get_scheme(layer, layer_name)
+        except NotImplementedError as error:
+            reason = " ".join(str(error).split())
+            raise ResolveError(
+                f"{name}: vLLM serves no layer quantized as quantization_config says: {reason}; {CONVERT_AGAIN}"
+            ) from error
+        if scheme is None and all(part in self._listed() for part in self._parts(name)):
+            raise ResolveError(
+                f"{name}: the metadata say that it was pruned, but ignore and targets of quantization_config leave it "
+                f"unquantized; {CONVERT_AGAIN}"
+            )
         if scheme is not None and not isinstance(scheme, W8A8) and self._would_be_ours(layer, name):
             self._replaced_by(type(scheme).__name__, name)
         reason = "not quantized" if scheme is None else refusal(scheme)
@@ -200,15 +219,21 @@ class SlideSparseConfig(CompressedTensorsConfig):
 
     def _entry(self, name: str) -> LayerEntry | None:
         """The metadata's entry for a layer, or for all parts that vLLM fuses into it; None where there is none."""
+        entries = {part.rpartition(".")[2]: self._lookup(part) for part in self._parts(name)}
+        return joined(name, entries)
+
+    def _parts(self, name: str) -> list[str]:
+        """The checkpoint's names of what vLLM fuses into a layer."""
         head, _, last = compat.checkpoint_name(name).rpartition(".")
         # vLLM gives the configs of drafts no mapping
-        parts = (self.packed_modules_mapping or FUSED).get(last, [last])
-        entries = {part: self._lookup(f"{head}.{part}") for part in parts}
-        return joined(name, entries)
+        return [f"{head}.{part}" for part in (self.packed_modules_mapping or FUSED).get(last, [last])]
+
+    def _listed(self) -> Mapping[str, LayerEntry]:
+        return self.metadata.layers if self.metadata else {}
 
     def _lookup(self, name: str) -> LayerEntry | None:
         """A layer of the metadata; vLLM may put a prefix before the checkpoint's name, or drop one."""
-        layers = self.metadata.layers if self.metadata else {}
+        layers = self._listed()
         if name in layers:
             return layers[name]
         for known, entry in layers.items():
@@ -223,6 +248,45 @@ def _machine() -> tuple[str, Capability]:
         return "cpu" if current_platform.is_cpu() else current_platform.device_name, None
     found = current_platform.get_device_capability()
     return "cuda", None if found is None else (found.major, found.minor)
+
+
+def _say_what_is_idle(config: Mapping[str, Any]) -> None:
+    """Warn that vLLM alone does not read a checkpoint, or that flags have no effect on it."""
+    if stored := stored_as(config):
+        compat.warn(f"{stored}. USE_CUSPARSELT=1 serves it if it is W8A8; else {CONVERT_STORED}")
+    elif idle := flags.given():
+        compat.warn(
+            f"{', '.join(idle)} has no effect on this checkpoint, which `slidesparse convert` did not make: vLLM's own "
+            "kernels serve it, unless USE_CUSPARSELT=1 is set"
+        )
+
+
+def _require_readable(config: Mapping[str, Any]) -> None:
+    """Raise ResolveError for what vLLM would trip over later, without a word of where it stands."""
+    lists = {"ignore": config.get("ignore", [])}
+    lists |= {
+        f"targets of {name!r}": group.get("targets")
+        for name, group in config["config_groups"].items()
+        if isinstance(group, dict)
+    }
+    for place, entries in lists.items():
+        if not isinstance(entries, list) or not all(isinstance(entry, str) for entry in entries):
+            raise ResolveError(
+                f"quantization_config: {place} is {shown(entries)}, it must be a list of texts; {CONVERT_AGAIN}"
+            )
+        for entry in entries:
+            try:
+                regex.compile(entry.removeprefix("re:") if entry.startswith("re:") else "")
+            except regex.error as error:
+                raise ResolveError(
+                    f"quantization_config: {place} holds {shown(entry)}, which is no regular expression ({error}); "
+                    f"{CONVERT_AGAIN}"
+                ) from error
+    cache = config.get("kv_cache_scheme")
+    if not isinstance(cache, (dict, type(None))):
+        raise ResolveError(
+            f"quantization_config: kv_cache_scheme is {shown(cache)}, it must be an object or null; {CONVERT_AGAIN}"
+        )
 
 
 def _forms(given: dict[str, Any] | None, hf_config: Any) -> list[dict[str, Any]]:

@@ -53,7 +53,7 @@ class Arrivals:
                     raise  # no room, or an error of ours
                 raise CheckpointError(
                     f"{self._name}: the checkpoint's {kind} of shape {list(tensor.shape)} does not fit the layer "
-                    f"({error or 'another shape is expected'}); {_AGAIN}"
+                    f"({str(error) or 'another shape is expected'}); {_AGAIN}"
                 ) from error
             self._arrived[kind].add(next(iter((*part, *more.values())), None))
 
@@ -75,6 +75,8 @@ class Arrivals:
             (torch.isfinite(tensor.float()) & (tensor.float() >= 0)).all()
         ):
             raise CheckpointError(f"{self._name}: weight_scale holds NaN, Inf or negative numbers; {_AGAIN}")
+        elif kind == "bias" and not bool(torch.isfinite(tensor).all()):
+            raise CheckpointError(f"{self._name}: bias holds NaN or Inf; {_AGAIN}")
 
     def require_all(self, layer: torch.nn.Module) -> None:
         """Raise CheckpointError, which names the missing tensors, unless all were loaded; then reset for a reload."""
@@ -88,6 +90,14 @@ class Arrivals:
                     f"{self._name}: the checkpoint lacks its {kind}: {came} loaded; {_AGAIN}"
                 )
             parts.clear()
+
+
+def require_numbers(name: str, weight: Tensor) -> None:
+    """Raise CheckpointError for codes of FP8 E4M3 that are NaN, 0x7f and 0xff.  Allocates nothing."""
+    if weight.dtype == FP8 and weight.numel():
+        positive, negative = (int(weight.view(kind).max()) for kind in (torch.int8, torch.uint8))
+        if positive == 0x7F or negative == 0xFF:
+            raise CheckpointError(f"{name}: weight holds NaN; {_AGAIN}")
 
 
 def take_packed(layer: torch.nn.Module, name: str, loader: Loader) -> None:
@@ -121,7 +131,8 @@ def _dense(name: str, found: dict[str, Tensor]) -> Tensor:
     """Return the weight [N, K] of packed tensors.  Raises CheckpointError where they do not fit together."""
     sizes = found["shape"].flatten().tolist()
     try:
-        if sizes[:-1] != list(found["bitmask"].shape[:1]):
+        whole = all(type(size) is int for size in sizes)
+        if not whole or len(sizes) != 2 or sizes[:1] != list(found["bitmask"].shape[:1]):
             raise ValueError(f"the shape {sizes} and a bitmask {list(found['bitmask'].shape)}")
         return decompress(found["compressed"], found["bitmask"], sizes[-1])
     except ValueError as error:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from slidesparse.vllm_patch import compat, fusion
-from slidesparse.vllm_patch.loading import Arrivals, take_packed
+from slidesparse.vllm_patch.loading import Arrivals, require_numbers, take_packed
 from torch import Tensor
 from vllm.logger import init_logger
 from vllm.model_executor.layers.quantization.compressed_tensors.schemes import (
@@ -227,6 +227,7 @@ class SlideSparseScheme(CompressedTensorsScheme):
             else self.spec
         )
         gemm.require(self.backend.name, weight.device)
+        require_numbers(self.name, weight)
         _release_unused(weight)
         try:
             packed = self.backend.pack(spec, weight)

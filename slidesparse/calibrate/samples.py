@@ -19,6 +19,7 @@ from slidesparse.errors import CalibrationError
 RANDOM = "random"
 SAMPLES, SEQLEN = 128, 2048
 HELD_BACK = 8
+MOST_RANDOM = 2**28  # tokens, 2 GiB
 KINDS = "FILE.jsonl (a text a line), FILE.npy (token ids), or the word random"
 
 
@@ -86,6 +87,11 @@ def load_samples(
     length = seqlen or min(SEQLEN, model.longest)
     generator = np.random.default_rng(seed)
     if data == RANDOM:
+        if samples * length > MOST_RANDOM:
+            raise CalibrationError(
+                f"--samples {samples} of {length} random tokens are more than the {MOST_RANDOM} that are drawn at "
+                f"most; {SAMPLES} samples are usual"
+            )
         drawn = generator.integers(0, model.vocabulary, (samples, length))
         note = "random tokens tell nothing about the texts to be served; use them only to try things out"
         return Samples(tuple(torch.from_numpy(row) for row in drawn), "random tokens", note)

@@ -229,8 +229,8 @@ def convert(
     )
     if plot is not None and budget is None:
         raise SlideSparseError("--plot needs a budget; give one, such as --max-loss 1%, or leave --plot out")
-    _require_writable("--report", report)
-    _require_writable("--plot", plot)
+    _require_writable("--report", report, target)
+    _require_writable("--plot", plot, target)
     with byte_progress(lines=True) as progress:
         done = run(local_folder(source), target, options, dry_run=dry_run, progress=progress)
     if plot is not None and done.budget:
@@ -306,10 +306,14 @@ def _calibration(
     return None
 
 
-def _require_writable(option: str, report: Path | None) -> None:
-    """Raise SlideSparseError, before hours of work, unless the file of an option can be written."""
+def _require_writable(option: str, report: Path | None, target: Path) -> None:
+    """Raise SlideSparseError, before hours of work, unless the file of an option can be written beside ``target``."""
     if report is None:
         return
+    if report.resolve() == target.resolve():
+        raise SlideSparseError(
+            f"{option} {report} is the folder that the model is written to; name a file beside it"
+        )
     if report.is_dir() or not report.resolve().parent.is_dir():
         raise SlideSparseError(
             f"{option} {report}: it is a folder, or its folder is not there; name a file in one that is"

@@ -17,8 +17,16 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from slidesparse.calibrate.losses import Losses, Unit
-from slidesparse.convert.times import DEFAULT_GPU, DEFAULT_TOKENS, LayerTimes, Shape, TimesError, name_of
-from slidesparse.errors import CalibrationError
+from slidesparse.convert.times import (
+    DEFAULT_GPU,
+    DEFAULT_TOKENS,
+    LayerTimes,
+    Shape,
+    TimesError,
+    name_of,
+    times_of,
+)
+from slidesparse.errors import CalibrationError, shown
 from slidesparse.pattern import SlidePattern
 
 PATTERNS = tuple(SlidePattern.parse(ratio) for ratio in ("8:10", "6:8", "4:6", "2:4"))
@@ -57,6 +65,8 @@ class Budget:
             )
         if not self.tokens or min(self.tokens) < 1:
             raise TimesError(f"--tokens: the tokens of a step are at least 1, found {self.tokens}")
+        if self.zeros is None:
+            times_of(self.gpu)  # or TimesError now, not after calibration
 
     @property
     def _values(self) -> tuple[float | None, ...]:
@@ -90,7 +100,7 @@ def parse_tokens(text: str) -> tuple[int, ...]:
     try:
         return tuple(int(word) for word in text.split(","))
     except ValueError as error:
-        raise TimesError(f"--tokens {text!r} is not a list of numbers such as 1,64,8192") from error
+        raise TimesError(f"--tokens {shown(text)} is not a list of numbers such as 1,64,8192") from error
 
 
 @dataclass(frozen=True)

@@ -36,6 +36,18 @@ class TimesError(SlideSparseError, ValueError):
     """No layer times are known for a GPU, a pattern or a number of tokens."""
 
 
+def times_of(gpu: str) -> Path:
+    """Return the file of a GPU's times, by a part of its name such as ``h200``.  Raises TimesError."""
+    found = [path for path in sorted(FOLDER.glob("*.csv")) if gpu.lower() in path.stem]
+    if len(found) != 1 or not gpu:
+        known = ", ".join(path.stem for path in sorted(FOLDER.glob("*.csv")))
+        raise TimesError(
+            f"--gpu {gpu!r}: times of layers were measured on {known}; name one of them, or choose by the share "
+            "of zeros instead: --zeros 25%"
+        )
+    return found[0]
+
+
 @dataclass(frozen=True)
 class LayerTimes:
     """The times of layers on one GPU, in microseconds."""
@@ -48,20 +60,14 @@ class LayerTimes:
     @classmethod
     def of(cls, gpu: str) -> LayerTimes:
         """Read the times of the GPU whose name contains ``gpu``, such as ``h200``.  Raises TimesError."""
-        found = [path for path in sorted(FOLDER.glob("*.csv")) if gpu.lower() in path.stem]
-        if len(found) != 1 or not gpu:
-            known = ", ".join(path.stem for path in sorted(FOLDER.glob("*.csv")))
-            raise TimesError(
-                f"--gpu {gpu!r}: times of layers were measured on {known}; name one of them, or choose by "
-                "the share of zeros instead: --zeros 25%"
-            )
+        path = times_of(gpu)
         measured: dict[tuple[str, str], dict[int, dict[Shape, float]]] = {}
-        with found[0].open(newline="") as file:
+        with path.open(newline="") as file:
             for row in csv.DictReader(file):
                 of_tokens = measured.setdefault((row["dtype"], row["pattern"]), {})
                 shape = int(row["n"]), int(row["k"])
                 of_tokens.setdefault(int(row["tokens"]), {})[shape] = float(row["us"])
-        return cls(found[0].stem, measured)
+        return cls(path.stem, measured)
 
     def us(self, dtype: str, pattern: SlidePattern | None, shape: Shape, tokens: int) -> float:
         """Return the time in microseconds of a layer [N, K] with a pattern, or dense (None), for ``tokens`` tokens.

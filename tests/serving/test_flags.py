@@ -53,6 +53,7 @@ def test_fusion_is_asked_for_refused_or_left_open() -> None:
         ({"SLIDESPARSE_FUSE": "maybe"}, ["SLIDESPARSE_FUSE='maybe'", "use 1 or 0"]),
         ({"USE_CUSPARSELT": "maybe"}, ["USE_CUSPARSELT='maybe'", "use 1 or 0"]),
         ({"USE_CUSPARSELT": "ON"}, ["USE_CUSPARSELT='ON'", "use 1 or 0"]),
+        ({"DISABLE_SLIDESPARSE": "on"}, ["DISABLE_SLIDESPARSE='on'", "use 1 or 0"]),
         ({"USE_CUSPARSELT": "1", "USE_CUBLASLT": "1"}, ["both set", "unset one"]),
     ],
 )
