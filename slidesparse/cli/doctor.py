@@ -47,9 +47,13 @@ def doctor(
 
 
 def _show(report: Report) -> None:
+    from slidesparse.pattern import DENSE_WEIGHT
     from slidesparse.preflight import DENSE, LEFT, SPARSE, gib
 
-    patterns = ", ".join(f"{count} at {pattern}" for pattern, count in report.patterns.items())
+    patterns = ", ".join(
+        f"{count} dense" if pattern == DENSE_WEIGHT else f"{count} at {pattern}"
+        for pattern, count in report.patterns.items()
+    )
     sparse = f"{report.count(SPARSE)} for SlideSparse{f' ({patterns})' if patterns else ''}"
     quants = " and ".join(sorted({layer.quant.upper() for layer in report.layers if layer.quant})) or "floats"
     memory = gib(report.weight_bytes)

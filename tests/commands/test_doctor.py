@@ -316,15 +316,15 @@ class TestCheckpoints:
         done = Done("doctor", tmp_path / "out", "--json")
         found = json.loads(done.out)
         assert (done.code, found["code"], found["backend"]) == (0, 0, "reference")
-        assert found["patterns"] == {"4:6": 2, "6:8": 4}
-        assert (found["sparse"], found["dense"], found["left"]) == (6, 2, 0)
+        assert found["patterns"] == {"4:6": 2, "6:8": 4, "dense": 2}
+        assert (found["sparse"], found["dense"], found["left"]) == (8, 0, 0)
         layers = {layer["name"]: layer for layer in found["layers"]}
         shapes = {
             name: [layer[key] for key in ("count", "n", "k", "pattern")] for name, layer in layers.items()
         }
         assert shapes == {
             "q_proj+k_proj+v_proj": [2, 128, 64, "6:8"],
-            "o_proj": [2, 64, 64, None],
+            "o_proj": [2, 64, 64, "dense"],
             "gate_proj+up_proj": [2, 176, 64, "6:8"],
             "down_proj": [2, 64, 88, "4:6"],
         }
@@ -339,9 +339,9 @@ class TestCheckpoints:
             assert found["speedups"][i] == pytest.approx(sums[0] / sums[1])
         said = Done("doctor", tmp_path / "out")
         assert said.code == 0
-        assert "6 for SlideSparse (2 at 4:6, 4 at 6:8), 2 quantized dense, 0 left" in said.out
+        assert "8 for SlideSparse (2 at 4:6, 4 at 6:8, 2 dense), 0 quantized dense, 0 left" in said.out
         assert "of nvidia-h200: there is no GPU here" in said.out
-        assert said.out.splitlines()[-1].startswith("yes: the backend reference serves 6 of 8 linear layers")
+        assert said.out.splitlines()[-1].startswith("yes: the backend reference serves 8 of 8 linear layers")
         assert f"{layers['down_proj']['ratios'][0]:.2f}x" in said.out
 
     def test_layouts_and_bytes(self, tmp_path: Path) -> None:
