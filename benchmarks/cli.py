@@ -236,7 +236,7 @@ def layout(
 @app.command()
 def spmm(
     sizes: Annotated[
-        str, typer.Option(help="Of square products, M = N = K, comma-separated.")
+        str, typer.Option(help="Sizes of square products, M = N = K, comma-separated.")
     ] = "64,128,256,512,1024,2048,4096,8192",
     model: Annotated[
         str, typer.Argument(help="A model's name, or a folder with a config.json; several, comma-separated.")
@@ -384,7 +384,7 @@ def e2e(
         fail(USAGE, "--profile-m and --profile-patterns need --profile, and that --resident")
     deadline = Deadline(time_limit)
     chosen = parse_choice("--systems", systems, tuple(SYSTEMS))
-    wanted = parse_patterns(patterns) if patterns else None
+    wanted = parse_patterns(patterns, mixed=True) if patterns else None
     dense, sparse = not set(chosen) <= set(SLIDED), not set(chosen).isdisjoint(SLIDED)
     found = find_model(model, models, name, wanted, dense=dense, sparse=sparse)
     work = Workload(prompt_len, prefill_steps, decode_prompt_len, decode_steps, tuple(shlex.split(vllm_args)))
@@ -398,7 +398,7 @@ def e2e(
     version = _write_e2e_conditions(out, found, chosen, dense, work, resident)
     cells = Profiled(
         frozenset(parse_tokens(profile_m)) if profile_m else None,
-        frozenset(parse_patterns(profile_patterns)) if profile_patterns else None,
+        frozenset(parse_patterns(profile_patterns, mixed=True)) if profile_patterns else None,
     )
     common = (out, vllm, version, work, deadline, run_limit)
     bench = ResidentBench(*common, profile=cells if profile else None) if resident else E2eBench(*common)
@@ -472,7 +472,7 @@ def _report(bench: E2eBench, finished: bool, as_json: bool) -> None:
 
 @app.command()
 def report(
-    folder: Annotated[Path, typer.Argument(help="What the measuring commands wrote.", metavar="FOLDER")],
+    folder: Annotated[Path, typer.Argument(help="The results of the measuring commands.", metavar="FOLDER")],
     reference: Annotated[
         Path | None,
         typer.Option(help="Speed-ups to compare with, as docs/benchmarks/reference.csv.", metavar="FILE"),

@@ -13,7 +13,7 @@ from slidesparse.checkpoint.metadata import Metadata
 from slidesparse.checkpoint.storage import CheckpointError, positions_of
 from slidesparse.checkpoint.w8a8 import parse_block
 from slidesparse.errors import SlideSparseError
-from slidesparse.pattern import SlidePattern
+from slidesparse.pattern import Pattern, parse_pruned
 from slidesparse.tune.shapes import split
 
 DENSE = "dense"  # instead of a pattern: of an unpruned checkpoint, and of systems that are not sparse
@@ -28,7 +28,7 @@ class Variant:
     """A checkpoint of the model."""
 
     folder: Path
-    pattern: SlidePattern | None  # None: it carries no pattern
+    pattern: Pattern | None  # None: it carries no pattern
     layout: str
     dtype: str  # "int8" or "fp8"
     positions: int | None  # the longest sequence it takes; None: it does not say
@@ -100,7 +100,7 @@ def _in_folder(folder: Path) -> dict[str, Variant]:
     if (folder / "config.json").is_file():
         variant = read_variant(folder)
         return {variant.pattern.ratio if variant.pattern else DENSE: variant}
-    spelled = re.compile(rf"{DENSE}|2_inf|\d+[:_]\d+")
+    spelled = re.compile(rf"{DENSE}|2_inf|\d+[:_]\d+|2[:_]4@\d+%")
     found: dict[str, Variant] = {}
     for path in sorted(folder.iterdir()) if folder.is_dir() else []:
         if spelled.fullmatch(path.name) and (path / "config.json").is_file():
@@ -117,7 +117,7 @@ def _called(name: str, folder: Path) -> dict[str, Variant]:
     variant = read_variant(folder)
     if name == DENSE:
         return {DENSE: variant}
-    pattern = SlidePattern.parse(name)
+    pattern = parse_pruned(name)
     if variant.pattern != pattern:
         raise E2eError(f"{folder} is named {pattern}, but was pruned to {variant.pattern or 'no pattern'}")
     return {pattern.ratio: variant}

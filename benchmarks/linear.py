@@ -21,8 +21,8 @@ from benchmarks.records import LINEAR, TIMES, Records
 from benchmarks.stock import Stock
 from benchmarks.timing import exact
 from slidesparse import ops
+from slidesparse.blocks import BLOCK, STRIP
 from slidesparse.gemm.backend import HARDWARE, LayerSpec, Tunable
-from slidesparse.gemm.hopper.format import BLOCK, STRIP
 from slidesparse.gemm.problem import DTYPES
 from slidesparse.pattern import SlidePattern, parse_pattern
 from slidesparse.tune.measure import Launch

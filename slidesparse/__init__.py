@@ -3,7 +3,7 @@
 Importing this package needs no GPU, no Triton, no compiled code and no torch.
 """
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 import sys as _sys
 from importlib.machinery import ModuleSpec as _ModuleSpec
@@ -12,7 +12,7 @@ from pathlib import Path as _Path
 
 
 class _Clone:
-    """Finds the plugin beside this package, where it is in a clone; installations have it within."""
+    """Finds the plugin next to this package in a clone; installations contain it."""
 
     name, folder = f"{__name__}.vllm_patch", _Path(__file__).resolve().parent.parent / "vllm_patch"
 

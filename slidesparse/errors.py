@@ -30,7 +30,7 @@ class CalibrationError(SlideSparseError, ValueError):
 
 
 class CheckFailed(SlideSparseError):  # noqa: N818  it is a verdict, not a fault
-    """A check that was asked for did not hold."""
+    """A requested check failed."""
 
     exit_code = FAILED
 
@@ -42,7 +42,7 @@ class EnvironmentFault(SlideSparseError):  # noqa: N818  EnvironmentError is a b
 
 
 def shown(value: object) -> str:
-    """Return ``repr(value)`` on one line, cut in the middle where it is long: what was found, in a message."""
+    """Return ``repr(value)`` for a message: on one line, long values cut in the middle."""
     return _SHOWN.repr(value)
 
 

@@ -1,4 +1,4 @@
-"""The environment flags, read strictly: nonsense is an error, never a default, and so is a mistyped name.
+"""The environment flags, read strictly: invalid values and mistyped names are errors.
 
 They are read only where they matter, for a checkpoint that the plugin may serve: other programs and other models may
 have variables of these names.  Standard library only.
@@ -26,7 +26,7 @@ from dataclasses import dataclass
 from slidesparse import gemm
 from slidesparse.errors import SlideSparseError
 from slidesparse.gemm import DENSE, SPARSE
-from slidesparse.pattern import DENSE_WEIGHT, MixedPattern, PatternError, SlidePattern, parse_pattern
+from slidesparse.pattern import Pattern, PatternError, parse_pattern
 
 USE_CUSPARSELT = "USE_CUSPARSELT"
 USE_CUBLASLT = "USE_CUBLASLT"
@@ -55,7 +55,7 @@ _TRUE, _FALSE = ("1", "true", "yes"), ("", "0", "false", "no", "off")  # ON is w
 
 
 class FlagError(SlideSparseError, ValueError):
-    """An environment flag with a name or a value that means nothing, or flags that contradict each other."""
+    """An environment flag has an unknown name or an invalid value, or flags contradict each other."""
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,7 @@ class Flags:
     """The choices that the environment makes."""
 
     path: str | None = None  # "sparse", "dense", or None: let the checkpoint decide
-    pattern: SlidePattern | MixedPattern | None = None
+    pattern: Pattern | None = None
     profile: bool = False
     backend: str | None = None  # of the sparse path, or None: the preferred one of the machine
     fuse: bool | None = None  # None: as the plugin does by default
@@ -73,6 +73,7 @@ class Flags:
         """Read the flags.  Raises FlagError naming the variable, what was found and what is allowed."""
         environ = os.environ if environ is None else environ
         require_known(environ)
+        _switch(environ, DISABLE)  # `disabled` has taken what it does not know for no
         sparse, dense = _switch(environ, USE_CUSPARSELT), _switch(environ, USE_CUBLASLT)
         if sparse and dense:
             raise FlagError(
@@ -82,11 +83,6 @@ class Flags:
         if environ.get(SPARSITY):
             try:
                 pattern = parse_pattern(environ[SPARSITY])
-                if isinstance(pattern, MixedPattern) and pattern.share:
-                    raise PatternError(
-                        f"{pattern.ratio} asks for what the weights decide: blocks are 2:4 where their zeros allow it; "
-                        f"set {SPARSITY}={DENSE_WEIGHT}"
-                    )
             except PatternError as error:
                 raise FlagError(f"environment variable {SPARSITY}: {error}") from error
         path = SPARSE if sparse else DENSE if dense else None
@@ -105,12 +101,12 @@ class Flags:
 
 
 def disabled(environ: Mapping[str, str] | None = None) -> bool:
-    """Whether the plugin is to do nothing at all; never raises."""
+    """Return whether DISABLE_SLIDESPARSE is set; never raises."""
     return _is_true(environ, DISABLE)
 
 
 def asked(environ: Mapping[str, str] | None = None) -> str | None:
-    """The flag that asks for a path of ours, such as ``USE_CUSPARSELT``, or None; never raises."""
+    """Return the flag that requests a SlideSparse path, such as ``USE_CUSPARSELT``, or None; never raises."""
     return next((name for name in (USE_CUSPARSELT, USE_CUBLASLT) if _is_true(environ, name)), None)
 
 
@@ -122,7 +118,7 @@ def given(environ: Mapping[str, str] | None = None) -> list[str]:
 
 
 def require_known(environ: Mapping[str, str] | None = None) -> None:
-    """Raise FlagError for a variable that must have been meant for one of ours."""
+    """Raise FlagError for an unknown variable that is named like a flag."""
     for name in os.environ if environ is None else environ:
         _require_known(name)
 
@@ -145,7 +141,7 @@ def _require_known(name: str) -> None:
 
 
 def _alike(name: str, flag: str) -> bool:
-    """Whether at most MISTYPED characters differ."""
+    """Return whether two names differ by at most MISTYPED characters."""
     matcher = difflib.SequenceMatcher(None, name, flag, autojunk=False)
     same = sum(block.size for block in matcher.get_matching_blocks())
     return max(len(name), len(flag)) - same <= MISTYPED

@@ -32,7 +32,7 @@ MIXED_EXAMPLES = "2:4@33%, 2:4@50%, 2:4@67%"
 
 
 class PatternError(SlideSparseError, ValueError):
-    """A sparsity pattern cannot be read, or a weight breaks its pattern."""
+    """A sparsity pattern cannot be parsed, or a weight breaks its pattern."""
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,7 @@ class SlidePattern:
     def parse(cls, text: str | SlidePattern) -> SlidePattern:
         """Read ``"6:8"`` (non-zeros : length) or ``"2_8"`` (zeros _ length): the same pattern.
 
-        Raises PatternError that names what was found, what is allowed and, where it can be told, what was meant.
+        Raises PatternError that names what was found, what is allowed and, where it can be guessed, what was meant.
         """
         if isinstance(text, SlidePattern):
             return text
@@ -145,8 +145,8 @@ class SlidePattern:
 class MixedPattern:
     """Blocks of 64 out-features x 128 in-features: a share of them is 2:4, the others keep all weights.
 
-    Nothing is slid.  Which blocks are 2:4 can be seen from their zeros, and is stored nowhere.  ``dense`` asks for no
-    zeros at all.
+    Nothing is slid.  Which blocks are 2:4 can be seen from their zeros, and is stored nowhere (`slidesparse.blocks`).
+    ``dense`` asks for no zeros at all.
     """
 
     share: Fraction  # of the blocks of a weight, those at its edges included; from 0, below 1
@@ -186,6 +186,11 @@ class MixedPattern:
         return f"{self.ratio} (2 of every 4 pruned in {float(100 * self.share):.6g}% of the blocks)"
 
     @property
+    def length(self) -> int:
+        """The length of the groups in which two weights are pruned, in the blocks that are 2:4."""
+        return HARDWARE_LENGTH
+
+    @property
     def density(self) -> Fraction:
         """The largest share of non-zeros."""
         return 1 - self.share / 2
@@ -196,10 +201,24 @@ class MixedPattern:
         return 1 / self.density
 
 
-def parse_pattern(text: str) -> SlidePattern | MixedPattern:
-    """Read either kind of pattern.  Raises PatternError."""
+Pattern = SlidePattern | MixedPattern
+
+
+def parse_pattern(text: str) -> Pattern:
+    """Parse a `SlidePattern` or a `MixedPattern`.  Raises PatternError."""
     mixed = "@" in text or text.strip().lower() == DENSE_WEIGHT
     return MixedPattern.parse(text) if mixed else SlidePattern.parse(text)
+
+
+def parse_pruned(text: str) -> Pattern:
+    """Read a pattern of either kind that a weight may be pruned to.  Raises PatternError, also for ``dense``."""
+    found = parse_pattern(text)
+    if isinstance(found, MixedPattern) and not found.share:
+        raise PatternError(
+            f"sparsity {shown(text)} prunes nothing; use one of {EXAMPLES}, or {MIXED_EXAMPLES}. 2_inf prunes nothing "
+            "either and is a pattern all the same"
+        )
+    return found
 
 
 @dataclass(frozen=True)

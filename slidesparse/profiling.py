@@ -37,7 +37,7 @@ NEVER_SET = ("invalid resource handle", "not ready")  # what CUDA may say of an 
 
 
 def _have_external_events() -> bool:
-    """Whether events can be part of a graph, as in newer torch."""
+    """Return whether this torch can record events in a CUDA graph."""
     try:
         return "external" in inspect.signature(torch.cuda.Event.__new__).parameters
     except (TypeError, ValueError):  # no signature to read
@@ -97,7 +97,7 @@ class Times:
 
 
 class _Recorder:
-    """Puts what begins and ends in order: the stages of a layer, the layers of a step."""
+    """Orders events into the stages of a layer and the layers of a step."""
 
     def __init__(self, captures: bool) -> None:
         self.captures = captures
@@ -129,7 +129,7 @@ class _Recorder:
         self.times.entries[key].calls += 1
 
     def end_step(self) -> None:
-        """Another one begins, or none."""
+        """End the current step."""
         if self._step and self._step[2] is not None:
             self.spans.append((self._step[0], STEP, self._step[1], self._step[2]))
         self._step = None
@@ -246,7 +246,7 @@ def enable() -> Profiler:
 
 
 def when_switched(callback: Callable[[bool], None]) -> None:
-    """Call this with whether profiling is on, now and at each change: calls without Python cannot be timed."""
+    """Call ``callback`` now and at each change with whether profiling is on: C++ calls cannot be timed."""
     _when_switched.append(callback)
     callback(enabled())
 

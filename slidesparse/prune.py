@@ -1,7 +1,8 @@
 """Prune a weight to its pattern by magnitude or at random.  Pure torch, any device.
 
 Both keep all but the two least important of each block of L weights of a row.  Padding counts among the
-zeros, so a tail block of t < L weights loses max(0, t - (L - 2)) of them.
+zeros, so a tail block of t < L weights loses max(0, t - (L - 2)) of them.  With a `MixedPattern` that is done in the
+blocks of 64 x 128 weights where what goes has the least sum of squares.
 """
 
 from __future__ import annotations
@@ -9,15 +10,14 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from slidesparse.pattern import ZEROS, SlidePattern
+from slidesparse.blocks import choose_blocks
+from slidesparse.pattern import HARDWARE_LENGTH, ZEROS, MixedPattern, Pattern, SlidePattern
 from slidesparse.slide import bits, blocks_of
 
 METHODS = ("magnitude", "random")
 
 
-def prune(
-    w: Tensor, pattern: SlidePattern, method: str = "magnitude", seed: int = 0, phase: int = 0
-) -> Tensor:
+def prune(w: Tensor, pattern: Pattern, method: str = "magnitude", seed: int = 0, phase: int = 0) -> Tensor:
     """Zero the fewest weights that make ``w`` obey ``pattern``.
 
     Args:
@@ -33,7 +33,7 @@ def prune(
         ValueError: an unknown method.
     """
     if method == "magnitude":
-        importance = _magnitude(w)
+        importance = w.float().abs() if isinstance(pattern, MixedPattern) else _magnitude(w)
     elif method == "random":
         generator = torch.Generator().manual_seed(seed)
         importance = torch.rand(w.shape, generator=generator).add_(1).to(w.device)
@@ -50,11 +50,18 @@ def _magnitude(w: Tensor) -> Tensor:
     return as_integers & torch.iinfo(as_integers.dtype).max
 
 
-def prune_by_importance(w: Tensor, importance: Tensor, pattern: SlidePattern, phase: int = 0) -> Tensor:
+def prune_by_importance(w: Tensor, importance: Tensor, pattern: Pattern, phase: int = 0) -> Tensor:
     """Zero the two least important weights of each block; see `prune`.
 
     ``importance`` is [N, K] of any signed real dtype, nowhere negative and without NaN.
     """
+    if isinstance(pattern, MixedPattern):
+        pruned = prune_by_importance(w, importance, SlidePattern(HARDWARE_LENGTH))
+        lost = torch.where(bits(pruned) == bits(w), 0.0, importance.float().square())
+        lost = torch.nn.functional.pad(lost, (0, -w.shape[1] % HARDWARE_LENGTH))
+        chosen = choose_blocks(lost.unflatten(1, (-1, HARDWARE_LENGTH)).sum(-1), pattern.share)
+        chosen = chosen.repeat_interleave(HARDWARE_LENGTH, 1)[:, : w.shape[1]]
+        return torch.where(chosen, bits(pruned), bits(w)).view(w.dtype)
     if pattern.length is None:
         return w.clone()
     layout = pattern.layout(w.shape[1], phase)

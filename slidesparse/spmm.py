@@ -130,7 +130,7 @@ def spmm(x: Tensor, weight: Compressed, variant: str = "double", splits: int = 1
         raise SpmmError(f"x has shape {tuple(x.shape)}; it must be [tokens, {weight.in_features}]")
     if x.dtype not in DTYPES or (x.dtype, x.device) != (values.dtype, values.device):
         raise SpmmError(
-            f"x is {x.dtype} on {x.device}, the weight {values.dtype} on {values.device}; both must be alike and "
+            f"x is {x.dtype} on {x.device}, the weight {values.dtype} on {values.device}; both must be equal and "
             f"one of {', '.join(map(str, DTYPES))}"
         )
     if not x.is_cuda:
@@ -231,7 +231,7 @@ class _Call(ctypes.Structure):
 def _prepare(
     x: Tensor, weight: Compressed, variant: str, splits: int, stream: int
 ) -> tuple[_Call, Tensor, tuple[Tensor | None, ...]]:
-    """A call, the memory [N, at least M] of its result, and what must live until it is on its stream."""
+    """Return the call, its result's memory [N, at least M], and the tensors to keep alive until it is launched."""
     (m, k), n = x.shape, weight.values.shape[1]
     rows = _room(x.t(), VECTOR // x.element_size())
     values, offsets = _room(weight.values, VECTOR), _room(weight.offsets, VECTOR)
@@ -257,7 +257,7 @@ def _launch(function: Any, x: Tensor, weight: Compressed, variant: str, splits: 
 
 
 def _require(error: bytes | None) -> None:
-    """Raise LibraryError when the compiled library has said what went wrong."""
+    """Raise LibraryError with the compiled library's error, if there is one."""
     if error:
         raise LibraryError(f"the SpMM kernels: {error.decode()}")
 

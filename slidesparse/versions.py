@@ -27,5 +27,5 @@ def tested_releases(distribution: str, version: str) -> tuple[str, ...]:
 
 
 def tells_no_release(version: str) -> bool:
-    """Whether a vLLM was built without git tags: ``dev``, or a development version before 0.1, its first release."""
+    """Return whether a vLLM was built without git tags: ``dev``, or a development version before 0.1."""
     return re.fullmatch(r"dev|0\.(0(\.\d+)?|1)\.dev\d+", version.partition("+")[0]) is not None

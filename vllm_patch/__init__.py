@@ -11,7 +11,7 @@ MODELS = {"BitNetForCausalLM": f"{__name__}.bitnet:BitNetForCausalLM"}  # import
 
 
 def register() -> None:
-    """Make quantization method ``slidesparse`` and our models known to vLLM, unless DISABLE_SLIDESPARSE=1.
+    """Register the quantization method ``slidesparse`` and our models with vLLM, unless DISABLE_SLIDESPARSE=1.
 
     Idempotent; initializes no device.  Raises CompatibilityError when a flag asks for a vLLM that cannot work.
     """
@@ -30,7 +30,7 @@ def register() -> None:
 
 
 def register_models() -> None:
-    """Make the models known that vLLM has not."""
+    """Register the models that vLLM lacks."""
     from vllm import ModelRegistry
 
     for architecture, where in MODELS.items():

@@ -1,4 +1,4 @@
-"""BitNet b1.58 for vLLM, which does not know it: Llama with squared ReLU and two more norms in each block.
+"""BitNet b1.58, which vLLM lacks: Llama with squared ReLU and two more norms in each block.
 
 ::
 
@@ -97,7 +97,7 @@ class BitNetMLP(LlamaMLP):
 
 
 class BitNetDecoderLayer(LlamaDecoderLayer):
-    """Llama's block of the two above."""
+    """Llama's decoder layer with `BitNetAttention` and `BitNetMLP`."""
 
     def __init__(self, vllm_config: VllmConfig, prefix: str = "", config: Any = None) -> None:
         nn.Module.__init__(self)  # Llama's own would make an MLP that knows SiLU only
@@ -122,7 +122,7 @@ class BitNetDecoderLayer(LlamaDecoderLayer):
 
 
 class BitNetForCausalLM(LlamaForCausalLM):
-    """BitNet b1.58: the weights of its linear layers are ternary, which quantization, not the model, knows."""
+    """BitNet b1.58.  Its linear layers have ternary weights, which the quantization config handles, not the model."""
 
     def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
         super().__init__(vllm_config=vllm_config, prefix=prefix, layer_type=BitNetDecoderLayer)

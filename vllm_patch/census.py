@@ -1,4 +1,4 @@
-"""Count which layers run sparse and why the others do not, and say it in one line."""
+"""Count the sparse layers and the reasons of the others, for one line of the log."""
 
 from __future__ import annotations
 
@@ -6,9 +6,8 @@ import weakref
 from collections import Counter
 from typing import Any
 
-from slidesparse.vllm_patch.resolve import Resolution
-
-from slidesparse.pattern import MixedPattern
+from slidesparse.pattern import DENSE_WEIGHT
+from slidesparse.resolve import Resolution
 
 
 class Census:
@@ -19,6 +18,7 @@ class Census:
         self.sparse: dict[str, str] = {}  # layer -> its pattern
         self.dense: dict[str, str] = {}  # layer -> reason
         self.kinds: dict[int, str] = {}  # address of a weight that a layer holds -> what the profile calls it
+        self.listed = False  # whether the checkpoint's metadata list any of them
         self.fusion = ""  # what came of SLIDESPARSE_FUSE
 
     def expect(self, layer: str, module: Any) -> None:
@@ -52,14 +52,17 @@ class Census:
         pattern = resolution.parsed_pattern
         subject = str(pattern) if sparse else "dense"
         kind = "sparse" if sparse else "on the cuBLASLt path, not slid"
-        if sparse and isinstance(pattern, MixedPattern):
+        if sparse and pattern.ratio == DENSE_WEIGHT:
             kind = "in blocks, dense or 2:4 as they are"
         patterns = Counter(self.sparse.values())
+        whole = patterns.pop(DENSE_WEIGHT, 0) if sparse and pattern.ratio != DENSE_WEIGHT else 0
         if len(patterns) > 1:
             kind += f" ({', '.join(f'{n} at {pattern}' for pattern, n in sorted(patterns.items()))})"
         fusion = f"; {self.fusion}" if self.fusion else ""
+        if whole:
+            kind += f", {whole} not pruned (by the same backend)"
         return (
-            f"SlideSparse {subject}: {len(self.sparse)} layers {kind}, {dense}; "
+            f"SlideSparse {subject}: {len(self.sparse) - whole} layers {kind}, {dense}; "
             f"{resolution.layout} layout; backend {resolution.backend}: {resolution.reason}" + fusion
         )
 

@@ -1,9 +1,8 @@
-"""Every branch on vLLM's version, in one place."""
+"""The differences between vLLM's versions, all in one place."""
 
 from __future__ import annotations
 
 import logging
-import os
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
@@ -20,11 +19,11 @@ logger = logging.getLogger("vllm.slidesparse")
 
 
 class CompatibilityError(EnvironmentFault, RuntimeError):
-    """The installed vLLM cannot carry the plugin."""
+    """The installed vLLM does not support the plugin."""
 
 
 def installed() -> tuple[str, str] | None:
-    """The installed vLLM distribution and its version; None when none says."""
+    """Return the installed vLLM distribution and its version, or None."""
     for name in DISTRIBUTIONS:
         try:
             return name, version(name)
@@ -34,10 +33,10 @@ def installed() -> tuple[str, str] | None:
 
 
 def works() -> bool:
-    """Whether the plugin can work with the installed vLLM; says once a process why not, or that it was not tested.
+    """Return whether the plugin supports the installed vLLM; log once per process why not, or that it is untested.
 
     GPU and CPU builds have been tested apart.
-    A build without git tags, such as a fork's, has a version that tells nothing: a warning.
+    A build without git tags, such as a fork's, has a version that says nothing: a warning.
     Raises CompatibilityError for a vLLM that is too old, if a flag asks for ours.
     """
     distribution = installed()
@@ -46,7 +45,7 @@ def works() -> bool:
     found = distribution[1].partition("+")[0]
     if tells_no_release(found):
         warn(
-            f"slidesparse needs vLLM {VLLM_OLDEST} or later; the version of this one, {found}, does not tell which "
+            f"slidesparse needs vLLM {VLLM_OLDEST} or later; the version of this one, {found}, does not say which "
             "release it is, as it was built without git tags, so it is taken for a supported one. If it is one, set "
             "VLLM_VERSION_OVERRIDE or SETUPTOOLS_SCM_PRETEND_VERSION to its release when you build it; if not, set "
             "DISABLE_SLIDESPARSE=1"
@@ -68,7 +67,7 @@ def works() -> bool:
 
 @cache  # vLLM may load a plugin several times, and makes many layers
 def warn(words: str) -> None:
-    """Log a warning, once a process."""
+    """Log a warning once per process."""
     logger.warning("%s", words)
 
 
@@ -78,7 +77,7 @@ def is_moe(layer: object) -> bool:
 
 
 def forget_input_quant_key(layer: object) -> None:
-    """Since 0.27 a layer may advertise that it takes pre-quantized activations; ours quantizes its own."""
+    """Withdraw a layer's offer (since 0.27) to take pre-quantized activations, as our layers quantize their own."""
     if hasattr(layer, "input_quant_key"):
         del layer.input_quant_key
 
@@ -101,22 +100,14 @@ def loads_by_name() -> bool:
 
 
 def starts_threads() -> bool:
-    """Whether steps run in threads of their own, two at a time (``--enable-dbo``)."""
+    """Return whether two steps at a time run in threads of their own (``--enable-dbo``)."""
     parallel = current_config().parallel_config
     return bool(getattr(parallel, "use_ubatching", parallel.enable_dbo))
 
 
 def model_dtype() -> Any:
-    """torch's type of the activations of the model under construction; a head may have another one."""
+    """Return the dtype of the activations of the model under construction; a head may have another one."""
     return current_config().model_config.dtype
-
-
-def batch_invariant() -> bool:
-    """Whether results must not depend on what else is in a batch (``VLLM_BATCH_INVARIANT``)."""
-    try:
-        return bool(int(os.environ.get("VLLM_BATCH_INVARIANT", "0")))
-    except ValueError:
-        return False  # vLLM says so itself, or takes it for 0
 
 
 def stages() -> int:
@@ -125,7 +116,7 @@ def stages() -> int:
 
 
 def inductor_pass() -> type:
-    """The base class that vLLM asks of passes over compiled graphs; `object` where there is none."""
+    """Return the base class that vLLM requires of passes over compiled graphs, or `object`."""
     try:
         from vllm.compilation.passes.inductor_pass import InductorPass
     except ImportError:

@@ -5,12 +5,13 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any
 
+import regex  # as vLLM reads them
 from slidesparse.vllm_patch import compat, fusion
 from slidesparse.vllm_patch.census import Census
-from slidesparse.vllm_patch.resolve import STAMP, Resolution, ResolveError, resolve, stamp
 from slidesparse.vllm_patch.scheme import W8A8, SlideSparseScheme, refusal
 from vllm.logger import init_logger
 from vllm.model_executor.layers.linear import LinearBase
@@ -21,19 +22,32 @@ from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tenso
 from vllm.platforms import current_platform
 
 from slidesparse import flags
-from slidesparse.checkpoint.metadata import KEY, QUANT_METHOD, LayerEntry, Metadata, sparsity_of
+from slidesparse.checkpoint.metadata import KEY, QUANT_METHOD, LayerEntry, Metadata
+from slidesparse.errors import shown
 from slidesparse.flags import Flags
+from slidesparse.resolve import (
+    COMPRESSED_TENSORS,
+    CONVERT_STORED,
+    STAMP,
+    WHAT_IT_TAKES,
+    Capability,
+    Resolution,
+    ResolveError,
+    claim,
+    joined,
+    left_to_vllm,
+    pattern_of,
+    require_dynamic_w8a8,
+    require_no_flag,
+    resolve,
+    stamp,
+    stored_as,
+)
 from slidesparse.versions import VLLM_TESTED_WORDS
 
 logger = init_logger("vllm.slidesparse")
 
-COMPRESSED_TENSORS = "compressed-tensors"
-WHAT_IT_TAKES = (
-    "the plugin takes compressed-tensors W8A8 with dynamic per-token activations. Convert the original model: "
-    "slidesparse convert SRC OUT --sparsity 6:8; or unset the flag, which acts on draft models as well: converted "
-    "checkpoints are served sparse without"
-)
-CONVERT_STORED = "convert it: slidesparse convert SRC OUT --sparsity 2:4"
+CONVERT_AGAIN = "convert the original model again"
 WEIGHT_ONLY = "CompressedTensorsW8A16Fp8"
 FUSED = {"qkv_proj": ["q_proj", "k_proj", "v_proj"], "gate_up_proj": ["gate_proj", "up_proj"]}
 HEADS = {"total_num_heads": "num_attention_heads", "total_num_kv_heads": "num_key_value_heads"}
@@ -59,42 +73,17 @@ class SlideSparseConfig(CompressedTensorsConfig):
     def override_quantization_method(
         cls, hf_quant_cfg: dict[str, Any] | None, user_quant: str | None, hf_config: Any = None
     ) -> str | None:
-        """Take checkpoints with our metadata, and compressed-tensors ones when a flag asks for it.
+        """Take the checkpoints that `slidesparse.resolve.claim` claims.
 
         vLLM asks in the front-end process, as it reads the config of a model, and of a draft, which only workers parse.
         """
         log_as_vllm_does()
-        asked, given = flags.asked(), hf_quant_cfg or {}
-        method = given.get("quant_method")
-        ours = KEY in given or QUANT_METHOD in (method, user_quant)
-        if not ours and not asked:
-            if method == COMPRESSED_TENSORS:
-                flags.require_known()
-                if stored := sparsity_of(given):
-                    compat.warn(
-                        f"{_stored_as(stored)}. USE_CUSPARSELT=1 serves it if it is W8A8; else {CONVERT_STORED}"
-                    )
+        given = hf_quant_cfg or {}
+        resolution = claim(given, user_quant, _machine)
+        if resolution is None:
+            if given.get("quant_method") == COMPRESSED_TENSORS:
+                _say_what_is_idle(given)
             return None
-        if not (current_platform.is_cuda() or current_platform.is_cpu()):
-            if asked or method == QUANT_METHOD:
-                raise ResolveError(
-                    "SlideSparse runs on NVIDIA GPUs and CPUs, vLLM's platform here is "
-                    f"{current_platform.device_name}; for vLLM's own kernels unset the flags and convert with "
-                    "--layout dense"
-                )
-            return None
-        if method not in (COMPRESSED_TENSORS, QUANT_METHOD):
-            raise ResolveError(
-                f"{asked or 'SlideSparse metadata'} is set, but this checkpoint is quantized by {method!r}; "
-                f"{WHAT_IT_TAKES}"
-            )
-        if user_quant not in (None, QUANT_METHOD):
-            if asked:
-                raise ResolveError(
-                    f"--quantization {user_quant} asks for vLLM's own kernels while {asked} is set; drop one"
-                )
-            return None
-        resolution = resolve(given, Flags.from_environment(), current_platform.is_cuda())
         forms = _forms(hf_quant_cfg, hf_config)
         stamp(resolution, forms)
         for form in forms:
@@ -105,22 +94,18 @@ class SlideSparseConfig(CompressedTensorsConfig):
     def from_config(cls, config: dict[str, Any]) -> SlideSparseConfig:
         """Read the resolution that the front end has stamped into ``config``, and parse the rest as vLLM does."""
         if STAMP not in config:  # no front end has asked, as in a program that makes configs itself
-            stamp(resolve(config, Flags.from_environment(), current_platform.is_cuda()), [config])
+            platform, capability = _machine()
+            stamp(resolve(config, Flags.from_environment(), platform == "cuda", capability), [config])
         resolution = Resolution.of_stamp(config[STAMP])
-        groups = config.get("config_groups")
-        if not isinstance(groups, dict) or not any(map(_is_dynamic_w8a8, groups.values())):
-            found = "no group of layers of this checkpoint is W8A8 with dynamic activations"
-            if stored := sparsity_of(config):
-                raise ResolveError(f"{found}. {_stored_as(stored)}: {CONVERT_STORED}")
-            raise ResolveError(f"{found}; {WHAT_IT_TAKES}")
+        require_dynamic_w8a8(config)
+        _require_readable(config)
         config.pop("sparsity_config", None)  # newer vLLM rejects it; the resolution says all it said
         try:
             made = super().from_config(config)
         except (AttributeError, KeyError, TypeError, ValueError) as error:
-            reason = " ".join(str(error).split())
+            reason = f"{type(error).__name__}: {' '.join(str(error).split())}"
             raise ResolveError(
-                f"vLLM cannot read quantization_config of this checkpoint ({type(error).__name__}: {reason}); convert "
-                "the original model again"
+                f"vLLM cannot read quantization_config of this checkpoint ({reason}); {CONVERT_AGAIN}"
             ) from error
         made.resolution = resolution
         made.metadata = Metadata.of_config(config)
@@ -159,25 +144,41 @@ class SlideSparseConfig(CompressedTensorsConfig):
         return method
 
     def get_scheme(self, layer: Any, layer_name: str | None = None) -> Any:
-        """vLLM's scheme for the layer, wrapped in ours where ours takes it."""
-        scheme = super().get_scheme(layer, layer_name)
+        """vLLM's scheme for the layer, wrapped in ours where ours takes it.
+
+        ResolveError where vLLM has none for what quantization_config says of a linear layer, and where that leaves a
+        pruned one in floats.
+        """
         name = layer_name or type(layer).__name__
         if not isinstance(layer, LinearBase):
             self.census.settle(name, "lm_head")
-            return scheme
+            return super().get_scheme(layer, layer_name)
+        try:
+            scheme = super().get_scheme(layer, layer_name)
+        except NotImplementedError as error:
+            reason = " ".join(str(error).split())
+            raise ResolveError(
+                f"{name}: vLLM serves no layer quantized as quantization_config says: {reason}; {CONVERT_AGAIN}"
+            ) from error
+        if scheme is None and all(part in self._listed() for part in self._parts(name)):
+            raise ResolveError(
+                f"{name}: the metadata say that it was pruned, but ignore and targets of quantization_config leave it "
+                f"unquantized; {CONVERT_AGAIN}"
+            )
         if scheme is not None and not isinstance(scheme, W8A8) and self._would_be_ours(layer, name):
             self._replaced_by(type(scheme).__name__, name)
         reason = "not quantized" if scheme is None else refusal(scheme)
         entry = None if reason else self._entry(name)
-        if reason is None and entry is None and self.resolution.layout == "slided":
-            reason = "not pruned"
+        self.census.listed |= entry is not None
+        pattern = pattern_of(self.resolution, self.metadata, entry)
+        reason = reason or left_to_vllm(self.resolution, pattern)
         if not isinstance(scheme, W8A8):
             self.census.settle(name, reason)
             return scheme
         if not self.census.awaits():  # the first
             self.census.fusion = fusion.register(self.key, self.resolution)
         self.census.expect(name, layer)
-        return SlideSparseScheme(self, scheme, name, entry, reason)
+        return SlideSparseScheme(self, scheme, name, entry, pattern, reason)
 
     def _would_be_ours(self, layer: Any, name: str) -> bool:
         """Whether we would serve a layer if vLLM gave it the scheme that its quantization names."""
@@ -218,24 +219,21 @@ class SlideSparseConfig(CompressedTensorsConfig):
 
     def _entry(self, name: str) -> LayerEntry | None:
         """The metadata's entry for a layer, or for all parts that vLLM fuses into it; None where there is none."""
+        entries = {part.rpartition(".")[2]: self._lookup(part) for part in self._parts(name)}
+        return joined(name, entries)
+
+    def _parts(self, name: str) -> list[str]:
+        """The checkpoint's names of what vLLM fuses into a layer."""
         head, _, last = compat.checkpoint_name(name).rpartition(".")
         # vLLM gives the configs of drafts no mapping
-        parts = (self.packed_modules_mapping or FUSED).get(last, [last])
-        entries = {part: self._lookup(f"{head}.{part}") for part in parts}
-        found = [entry for entry in entries.values() if entry]
-        if found and any(entry != found[0] for entry in entries.values()):
-            pruned = ", ".join(
-                f"{part} {entry.pattern.ratio if entry else 'unpruned'}" for part, entry in entries.items()
-            )
-            raise ResolveError(
-                f"{name} joins {', '.join(parts)}, which the checkpoint holds as {pruned}; "
-                "convert again with the same pattern for all of them"
-            )
-        return found[0] if found else None
+        return [f"{head}.{part}" for part in (self.packed_modules_mapping or FUSED).get(last, [last])]
+
+    def _listed(self) -> Mapping[str, LayerEntry]:
+        return self.metadata.layers if self.metadata else {}
 
     def _lookup(self, name: str) -> LayerEntry | None:
         """A layer of the metadata; vLLM may put a prefix before the checkpoint's name, or drop one."""
-        layers = self.metadata.layers if self.metadata else {}
+        layers = self._listed()
         if name in layers:
             return layers[name]
         for known, entry in layers.items():
@@ -244,15 +242,51 @@ class SlideSparseConfig(CompressedTensorsConfig):
         return None
 
 
-def _stored_as(stored: tuple[str, str]) -> str:
-    return f"Its weights are stored as {stored[0]}, which vLLM since 0.19 does not read"
+def _machine() -> tuple[str, Capability]:
+    """vLLM's platform, and the GPU's compute capability where vLLM knows it; initializes no CUDA."""
+    if not current_platform.is_cuda():
+        return "cpu" if current_platform.is_cpu() else current_platform.device_name, None
+    found = current_platform.get_device_capability()
+    return "cuda", None if found is None else (found.major, found.minor)
 
 
-def _is_dynamic_w8a8(group: Any) -> bool:
-    parts = [group.get(key) for key in ("weights", "input_activations")] if isinstance(group, dict) else []
-    # 8 is compressed-tensors' own default
-    eight = all(isinstance(part, dict) and part.get("num_bits", 8) == 8 for part in parts)
-    return bool(parts) and eight and bool(parts[1].get("dynamic"))
+def _say_what_is_idle(config: Mapping[str, Any]) -> None:
+    """Warn that vLLM alone does not read a checkpoint, or that flags have no effect on it."""
+    if stored := stored_as(config):
+        compat.warn(f"{stored}. USE_CUSPARSELT=1 serves it if it is W8A8; else {CONVERT_STORED}")
+    elif idle := flags.given():
+        compat.warn(
+            f"{', '.join(idle)} has no effect on this checkpoint, which `slidesparse convert` did not make: vLLM's own "
+            "kernels serve it, unless USE_CUSPARSELT=1 is set"
+        )
+
+
+def _require_readable(config: Mapping[str, Any]) -> None:
+    """Raise ResolveError for what vLLM would trip over later, without a word of where it stands."""
+    lists = {"ignore": config.get("ignore", [])}
+    lists |= {
+        f"targets of {name!r}": group.get("targets")
+        for name, group in config["config_groups"].items()
+        if isinstance(group, dict)
+    }
+    for place, entries in lists.items():
+        if not isinstance(entries, list) or not all(isinstance(entry, str) for entry in entries):
+            raise ResolveError(
+                f"quantization_config: {place} is {shown(entries)}, it must be a list of texts; {CONVERT_AGAIN}"
+            )
+        for entry in entries:
+            try:
+                regex.compile(entry.removeprefix("re:") if entry.startswith("re:") else "")
+            except regex.error as error:
+                raise ResolveError(
+                    f"quantization_config: {place} holds {shown(entry)}, which is no regular expression ({error}); "
+                    f"{CONVERT_AGAIN}"
+                ) from error
+    cache = config.get("kv_cache_scheme")
+    if not isinstance(cache, (dict, type(None))):
+        raise ResolveError(
+            f"quantization_config: kv_cache_scheme is {shown(cache)}, it must be an object or null; {CONVERT_AGAIN}"
+        )
 
 
 def _forms(given: dict[str, Any] | None, hf_config: Any) -> list[dict[str, Any]]:
@@ -298,7 +332,7 @@ def watch_models_without_quantization() -> None:
     class Parser(HFConfigParser):  # type: ignore[misc]
         def parse(self, model: Any, *args: Any, **kwargs: Any) -> Any:
             found = super().parse(model, *args, **kwargs)
-            # A config.json that names no architecture stands beside a tokenizer, which vLLM parses too.
+            # A config.json that names no architecture belongs to a tokenizer, which vLLM parses too.
             is_model = bool(found[0].get("architectures"))
             if is_model and not any(isinstance(form, dict) for form in _forms(None, found[1])):
                 _refuse_or_say(str(model))
@@ -308,8 +342,7 @@ def watch_models_without_quantization() -> None:
 
 
 def _refuse_or_say(model: str) -> None:
-    if flags.asked():
-        raise ResolveError(f"{flags.asked()} is set, but {model} is not quantized; {WHAT_IT_TAKES}")
+    require_no_flag(model)
     compat.warn(
         f"SlideSparse flags have no effect on {model}, which is not quantized: {', '.join(flags.given())}"
     )

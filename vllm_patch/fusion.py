@@ -32,7 +32,6 @@ from typing import Any
 
 import torch
 from slidesparse.vllm_patch import compat
-from slidesparse.vllm_patch.resolve import Resolution
 from torch._inductor.pattern_matcher import (
     MULTIPLE,
     CallFunction,
@@ -45,6 +44,7 @@ from torch.fx.experimental.symbolic_shapes import statically_known_true, sym_eq
 from vllm.logger import init_logger
 
 from slidesparse import __version__, gemm, ops
+from slidesparse.resolve import Resolution
 
 logger = init_logger("vllm.slidesparse")
 
@@ -61,7 +61,7 @@ FUSED = (ours.rms_norm_linear.default, ours.add_rms_norm_linear.default, ours.si
 
 
 def register(key: str, resolution: Resolution) -> str:
-    """Have the model under construction compiled with the pass; returns what came of it, for the summary line.
+    """Add the pass to the compilation of the model under construction; return the outcome for the summary line.
 
     Args:
         key: what compiled graphs of the model depend on.
@@ -84,7 +84,7 @@ def register(key: str, resolution: Resolution) -> str:
 
 
 def depends_on(key: str) -> Any:
-    """Make ``key`` part of what vLLM's compile cache knows the model under construction by.
+    """Add ``key`` to the key of the model under construction in vLLM's compile cache.
 
     The pass, or what is registered in its place: then the key is kept where models that are not nested are known by it.
     """
@@ -110,13 +110,13 @@ class FusionPass(compat.inductor_pass()):  # type: ignore[misc]
         self.keys: tuple[str, ...] = ()
 
     def __call__(self, graph: Graph) -> None:
-        """Fuse what can be fused and say how much, once for all graphs that are alike."""
+        """Fuse the layers of a graph and log how many, once for all equal graphs."""
         done = fuse(graph) if self.fuses else None
         if done:
             _say(tuple(sorted(done.items())))
 
     def uuid(self) -> str:
-        """Changes whenever the result may, or what graphs depend on."""
+        """Return a key that changes whenever the pass or its inputs may change the result."""
         return hashlib.sha256(f"{_source()} {self.fuses} {self.keys}".encode()).hexdigest()
 
 
@@ -174,7 +174,7 @@ def _producer(layer: Node) -> Producer | None:
 
 
 def _replace(layer: Node, producer: Producer) -> None:
-    """Turn ``layer`` into the fused operator: its result stays what it is, and a sum becomes a second one."""
+    """Replace ``layer`` by the fused operator; its result stays, and a sum becomes a second result."""
     like, value = layer.args[0].meta["val"], layer.meta["val"]  # type: ignore[union-attr]
     layer.target = FUSED[producer.kind]
     layer.args = (*producer.inputs, *layer.args[1:])
@@ -276,7 +276,7 @@ def _calls(node: Node, name: str) -> bool:
 
 
 def _alike(one: Any, other: torch.Tensor) -> bool:
-    """Whether both have the same dtype and, whatever the number of tokens, the same shape."""
+    """Return whether both have the same dtype and, for any number of tokens, the same shape."""
     return (
         isinstance(one, torch.Tensor)
         and one.dtype == other.dtype

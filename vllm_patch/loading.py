@@ -1,4 +1,4 @@
-"""Watch the tensors of one layer arrive: a checkpoint that does not hold what it claims must not serve.
+"""Check the tensors of a layer while they are loaded, so that a damaged checkpoint is not served.
 
 vLLM's loaders narrow what they are given to what they need, cast it, and leave memory as it was where a quantized
 checkpoint lacks a tensor.  So every tensor is looked at on its way, and counted.
@@ -24,7 +24,7 @@ _AGAIN = "convert the original model again"
 
 
 class Arrivals:
-    """The weight, the scales and the bias of a layer, as far as they have come.
+    """The parts of a layer's weight, scales and bias that were loaded so far.
 
     Args:
         name: what the layer is called.
@@ -37,7 +37,7 @@ class Arrivals:
         self._arrived: dict[str, set[object]] = {"weight": set(), "weight_scale": set(), "bias": set()}
 
     def watch(self, loader: Loader, layer: torch.nn.Module) -> Loader:
-        """``loader(parameter, tensor, part)`` of vLLM, which looks at the tensor first."""
+        """Wrap vLLM's ``loader(parameter, tensor, part)`` so that it checks the tensor first."""
 
         @functools.wraps(loader)
         def look_and_load(parameter: Any, tensor: Tensor, *part: Any, **more: Any) -> None:
@@ -53,7 +53,7 @@ class Arrivals:
                     raise  # no room, or an error of ours
                 raise CheckpointError(
                     f"{self._name}: the checkpoint's {kind} of shape {list(tensor.shape)} does not fit the layer "
-                    f"({error or 'another shape is expected'}); {_AGAIN}"
+                    f"({str(error) or 'another shape is expected'}); {_AGAIN}"
                 ) from error
             self._arrived[kind].add(next(iter((*part, *more.values())), None))
 
@@ -75,21 +75,33 @@ class Arrivals:
             (torch.isfinite(tensor.float()) & (tensor.float() >= 0)).all()
         ):
             raise CheckpointError(f"{self._name}: weight_scale holds NaN, Inf or negative numbers; {_AGAIN}")
+        elif kind == "bias" and not bool(torch.isfinite(tensor).all()):
+            raise CheckpointError(f"{self._name}: bias holds NaN or Inf; {_AGAIN}")
 
     def require_all(self, layer: torch.nn.Module) -> None:
-        """Raise CheckpointError that names what has not come, and begin again."""
+        """Raise CheckpointError, which names the missing tensors, unless all were loaded; then reset for a reload."""
         for kind, parts in self._arrived.items():
             if kind == "bias" and getattr(layer, "bias", None) is None:
                 continue
             whole = any(part is None or isinstance(part, tuple) for part in parts)
             if not whole and len(parts) < self._parts:
-                came = f"{len(parts)} of its {self._parts} parts have" if self._parts > 1 else "it has not"
-                raise CheckpointError(f"{self._name}: the checkpoint lacks its {kind}: {came} come; {_AGAIN}")
+                came = f"{len(parts)} of its {self._parts} parts were" if self._parts > 1 else "it was not"
+                raise CheckpointError(
+                    f"{self._name}: the checkpoint lacks its {kind}: {came} loaded; {_AGAIN}"
+                )
             parts.clear()
 
 
+def require_numbers(name: str, weight: Tensor) -> None:
+    """Raise CheckpointError for codes of FP8 E4M3 that are NaN, 0x7f and 0xff.  Allocates nothing."""
+    if weight.dtype == FP8 and weight.numel():
+        positive, negative = (int(weight.view(kind).max()) for kind in (torch.int8, torch.uint8))
+        if positive == 0x7F or negative == 0xFF:
+            raise CheckpointError(f"{name}: weight holds NaN; {_AGAIN}")
+
+
 def take_packed(layer: torch.nn.Module, name: str, loader: Loader) -> None:
-    """Register on ``layer`` what its weight is stored as without its zeros: ``compressed``, ``bitmask``, ``shape``.
+    """Register the parameters of a packed weight on ``layer``: ``compressed``, ``bitmask``, ``shape``.
 
     Once the three have come they become a dense weight, on its device, which ``loader`` loads as it does one of the
     checkpoint's, and so cuts into tensor-parallel shards of any size.
@@ -116,10 +128,11 @@ def take_packed(layer: torch.nn.Module, name: str, loader: Loader) -> None:
 
 
 def _dense(name: str, found: dict[str, Tensor]) -> Tensor:
-    """[N, K] of what a checkpoint stores for a weight.  CheckpointError where that does not fit together."""
+    """Return the weight [N, K] of packed tensors.  Raises CheckpointError where they do not fit together."""
     sizes = found["shape"].flatten().tolist()
     try:
-        if sizes[:-1] != list(found["bitmask"].shape[:1]):
+        whole = all(type(size) is int for size in sizes)
+        if not whole or len(sizes) != 2 or sizes[:1] != list(found["bitmask"].shape[:1]):
             raise ValueError(f"the shape {sizes} and a bitmask {list(found['bitmask'].shape)}")
         return decompress(found["compressed"], found["bitmask"], sizes[-1])
     except ValueError as error:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from slidesparse.vllm_patch import compat, fusion
-from slidesparse.vllm_patch.loading import Arrivals, take_packed
+from slidesparse.vllm_patch.loading import Arrivals, require_numbers, take_packed
 from torch import Tensor
 from vllm.logger import init_logger
 from vllm.model_executor.layers.quantization.compressed_tensors.schemes import (
@@ -23,8 +23,10 @@ from slidesparse.checkpoint.metadata import LayerEntry
 from slidesparse.checkpoint.storage import CheckpointError
 from slidesparse.gemm import SPARSE
 from slidesparse.gemm.backend import HARDWARE, LayerSpec, require_output
-from slidesparse.pattern import PatternError, SlidePattern
+from slidesparse.gemm.problem import NAMES
+from slidesparse.pattern import MixedPattern, Pattern, PatternError, SlidePattern
 from slidesparse.prune import prune
+from slidesparse.resolve import require_invariance
 from slidesparse.slide import is_slided
 
 if TYPE_CHECKING:
@@ -39,7 +41,7 @@ PACKED = "_slidesparse_packed"  # marks a parameter that is already in the backe
 
 
 def refusal(scheme: Any) -> str | None:
-    """Why a layer stays with vLLM's own scheme, in words for the summary line; None when ours takes it."""
+    """Return why vLLM's own scheme serves a layer, as text for the summary line, or None when ours does."""
     if isinstance(scheme, CompressedTensorsW8A8Int8):
         if scheme.is_static_input_scheme:
             return "static activations"
@@ -53,7 +55,7 @@ def refusal(scheme: Any) -> str | None:
 
 @dataclass(frozen=True)
 class Served:
-    """A layer that ours serves."""
+    """A layer that SlideSparse serves."""
 
     arguments: tuple[
         int, int, torch.dtype, int, str
@@ -71,7 +73,8 @@ class SlideSparseScheme(CompressedTensorsScheme):
     """W8A8 with per-token dynamic activations, run by `slidesparse.ops.linear`.
 
     A weight that breaks the pattern is an error when the checkpoint says the layer is pruned (``entry``), and goes
-    to vLLM's own scheme when only a flag said so.
+    to vLLM's own scheme when only a flag said so.  Any weight obeys a `MixedPattern`, so that layers of a pruned model
+    which are not pruned run on the same backend, if it multiplies dense blocks.
     """
 
     def __init__(
@@ -80,6 +83,7 @@ class SlideSparseScheme(CompressedTensorsScheme):
         inner: CompressedTensorsScheme,
         name: str,
         entry: LayerEntry | None,
+        pattern: Pattern,
         dense_because: str | None = None,
     ) -> None:
         self.config = config
@@ -87,15 +91,15 @@ class SlideSparseScheme(CompressedTensorsScheme):
         self.name = name
         self.pruned_by_us = entry is not None
         self.in_features = entry.in_features if entry else None
-        self.pattern = entry.pattern if entry else config.resolution.parsed_pattern
-        self.slided = config.resolution.layout == "slided"
+        self.pattern = pattern
+        self.slided = config.resolution.layout == "slided" and entry is not None
         self.backend = gemm.get(config.resolution.backend)
         # None until weights are loaded, where it is open until then
         self.state: Served | LeftDense | None = LeftDense(dense_because) if dense_because else None
 
     @classmethod
     def get_min_capability(cls) -> int:
-        """Ampere, the first with 2:4 sparse tensor cores; the wrapped scheme has been asked for its own."""
+        """Return Ampere, the first with 2:4 sparse tensor cores; the wrapped scheme's minimum was checked before."""
         return 80
 
     def create_weights(self, layer: torch.nn.Module, **kwargs: Any) -> None:
@@ -109,7 +113,7 @@ class SlideSparseScheme(CompressedTensorsScheme):
                 f"{self.name}: the metadata say {self.in_features} in-features, the model has {whole}; convert the "
                 "original model again"
             )
-        slid = self._slides if self.slided and self.pruned_by_us else None
+        slid = self._slides if self.slided else None
         columns = slid.layout(whole).slided if slid else whole
         self.arrivals = Arrivals(self.name, columns, len(kwargs["output_partition_sizes"]))
         kwargs["weight_loader"] = self.arrivals.watch(kwargs["weight_loader"], layer)
@@ -149,31 +153,24 @@ class SlideSparseScheme(CompressedTensorsScheme):
 
     @property
     def _slides(self) -> SlidePattern | None:
-        """The pattern that the weight is slid for; None on the dense path, and for blocks that are as they are."""
+        """The pattern that the weight is slid for; None on the dense path and for blocks that are not slid."""
         sparse = self.config.resolution.path == SPARSE
         return self.pattern if sparse and isinstance(self.pattern, SlidePattern) else None
 
     def _is_other_head(self, dtype: torch.dtype) -> bool:
-        """Whether outputs are of a type that the backend does not write, in a model whose type is another.
+        """Whether the outputs have a type that is not the model's and that the backend cannot write.
 
         Pooling models may have a head in float32.
         """
         return dtype not in self.backend.outputs and dtype != compat.model_dtype() and not self.slided
 
     def _require_able(self, weight: Tensor, dtype: torch.dtype) -> None:
-        """Raise BackendError, before minutes of reading weights, for what the backend cannot serve."""
+        """Raise BackendError, before the weights are read, for settings that the backend cannot serve."""
         require_output(self.backend.name, dtype)
-        self._require_invariance(weight.dtype)
+        require_invariance(self.backend.name, NAMES[weight.dtype])
         self._require_no_threads()
         if weight.device.type == current_platform.device_type:
             gemm.require(self.backend.name, weight.device)
-
-    def _require_invariance(self, dtype: torch.dtype) -> None:
-        if compat.batch_invariant() and dtype != torch.int8:
-            raise gemm.BackendError(
-                f"backend {self.backend.name} adds FP8 products in an order that depends on the number of tokens, but "
-                "VLLM_BATCH_INVARIANT is set: convert with --quant int8, or set DISABLE_SLIDESPARSE=1"
-            )
 
     def _require_no_threads(self) -> None:
         if compat.starts_threads() and (not self.backend.threads or self.config.resolution.profile):
@@ -183,7 +180,7 @@ class SlideSparseScheme(CompressedTensorsScheme):
             )
 
     def _require_whole_blocks(self, shard: int, whole: int) -> None:
-        """A slided row can be cut between blocks only; say which tensor-parallel sizes do so."""
+        """Raise PatternError, with the possible tensor-parallel sizes, unless slided rows are cut between blocks."""
         assert self._slides is not None
         length = self._slides.length
         if shard == whole or (length and whole % length == 0 and shard % length == 0):
@@ -197,9 +194,9 @@ class SlideSparseScheme(CompressedTensorsScheme):
         )
 
     def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
-        """Slide and pack the weight, or hand the layer to vLLM's scheme.  May run again, also after a reload.
+        """Slide and pack the weight, or hand the layer to vLLM's scheme.  May run again, for example after a reload.
 
-        A layer stays what it was at first, as compiled graphs hold it: dense whatever is loaded then, or sparse, with
+        A layer stays what it was at first, as compiled graphs hold it: dense for any later weights, or sparse, with
         PatternError for weights that break the pattern.
         """
         if getattr(layer.weight, PACKED, False):
@@ -217,22 +214,20 @@ class SlideSparseScheme(CompressedTensorsScheme):
     def _loaded(self, layer: torch.nn.Module) -> Tensor:
         """The weight as loaded; random ones are pruned."""
         weight = layer.weight.data
-        if not self.dummy or self.spec.pattern is None:
-            return weight
-        return (
-            prune(weight, HARDWARE)
-            if self.slided
-            else prune(weight, self.spec.pattern, phase=self.spec.phase)
-        )
+        pattern = HARDWARE if self.slided else self.spec.pattern
+        if pattern is None and isinstance(self.pattern, MixedPattern) and self.pattern.share:
+            pattern = self.pattern
+        return prune(weight, pattern, phase=self.spec.phase) if self.dummy and pattern else weight
 
     def _packed(self, weight: Tensor) -> Tensor | None:
-        """[N, K] or [N, K'] as loaded -> as the backend wants it; None when the layer is not ours to refuse."""
+        """Pack the loaded weight, [N, K] or [N, K'], for the backend; None where the layer goes to vLLM's scheme."""
         spec = (
             replace(self.spec, in_features=weight.shape[1], pattern=HARDWARE, phase=0)
             if self.slided
             else self.spec
         )
         gemm.require(self.backend.name, weight.device)
+        require_numbers(self.name, weight)
         _release_unused(weight)
         try:
             packed = self.backend.pack(spec, weight)
@@ -278,7 +273,7 @@ class SlideSparseScheme(CompressedTensorsScheme):
         return scale.reshape(-1).expand(len(widths)).repeat_interleave(widths).reshape(-1, 1)
 
     def _settle(self) -> None:
-        """Count the layer; after the last one, print the summary, or refuse what was to be sparse and is not at all."""
+        """Count the layer; after the last one, log the summary, or raise PatternError if no layer obeys the pattern."""
         census, resolution = self.config.census, self.config.resolution
         reason = self.state.reason if isinstance(self.state, LeftDense) else None
         last = census.settle(self.name, reason, self.pattern.ratio)
@@ -291,10 +286,11 @@ class SlideSparseScheme(CompressedTensorsScheme):
         if broken:
             fusion.depends_on(f"dense: {', '.join(broken)}")
         line = census.line(resolution)
-        if not census.sparse and self.config.metadata and self.config.metadata.layers:
-            # of a pipeline, or a draft: had it any of them, they would be sparse, or refused
-            line += "; none of the checkpoint's pruned layers is in this part of the model"
-        elif not census.sparse:
+        metadata = self.config.metadata
+        if metadata and metadata.layers:
+            if not census.listed:  # in a stage of a pipeline, or a draft
+                line += "; none of the checkpoint's pruned layers is in this part of the model"
+        elif metadata or not census.sparse:
             where = "of this checkpoint" if compat.stages() == 1 else "in this stage of the pipeline"
             raise PatternError(
                 f"{line}. No layer {where} obeys the pattern, so there is nothing to "
@@ -311,7 +307,7 @@ class SlideSparseScheme(CompressedTensorsScheme):
 
 
 def _release_unused(weight: Tensor) -> None:
-    """Give the GPU memory that the last layer's dense weight had back, before a large weight is packed.
+    """Free the GPU memory of the last layer's dense weight before a large weight is packed.
 
     The packed one would otherwise take it, being a little smaller, and keep all of it: torch splits no such block
     while vLLM loads (``max_split_size_mb``).  Kernels that read it must have ended: vLLM's allocator for sleep mode

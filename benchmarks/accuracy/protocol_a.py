@@ -391,7 +391,7 @@ def main() -> None:
     parser.add_argument("--only", help="NAME,NAME,...: these cells alone, such as 6_8-sparsegpt-int8-0")
     parser.add_argument("--samples", type=int, default=SAMPLES, help="of calibration")
     parser.add_argument("--finetune", type=int, default=EPOCHS, help="how often, after sparsegpt")
-    parser.add_argument("--rotate", action="store_true", help="turn models first: INT8 and FP8 cells alone")
+    parser.add_argument("--rotate", action="store_true", help="rotate models first: INT8 and FP8 cells alone")
     parser.add_argument("--windows", type=int, help="of each text, fewer to try things out")
     parser.add_argument("--option", action="append", default=[], metavar="NAME=JSON", help="of vllm.LLM")
     parser.add_argument("--time-limit", type=float, help="seconds after which no cell is started")
@@ -418,7 +418,7 @@ def main() -> None:
     wanted = distilled_cells(options.distilled) if options.distilled else cells()
     if options.only:
         wanted = [cell for cell in wanted if cell.name in options.only.split(",")]
-    if options.rotate:  # float_prune.py does not turn its models
+    if options.rotate:  # float_prune.py does not rotate its models
         wanted = [cell for cell in wanted if cell.quant != "bf16" or cell.pattern == DENSE]
     todo = [cell for cell in wanted if not table.has(cell)]
     reference = Cell(DENSE, "-", "bf16")

@@ -32,7 +32,7 @@ from slidesparse.convert.stream import convert
 from slidesparse.evaluate.embedding import Embedding, summarize
 from slidesparse.evaluate.engine import Engine
 from slidesparse.evaluate.texts import texts_or_pairs
-from slidesparse.pattern import SlidePattern
+from slidesparse.pattern import SlidePattern, parse_pruned
 
 PACKAGES = (
     "torch",
@@ -141,7 +141,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("folder", type=Path, help="for data, checkpoints and logs")
     parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--only", help="PATTERN,METHOD,QUANT: this run alone")
+    parser.add_argument(
+        "--only", help="PATTERN,METHOD,QUANT: this run alone, such as 2:4@50%%,sparsegpt,int8"
+    )
     parser.add_argument("--pairs", type=int, default=PAIRS, help="fewer, to try things out")
     options = parser.parse_args()
     options.folder.mkdir(parents=True, exist_ok=True)
@@ -156,8 +158,8 @@ def main() -> None:
         with options.out.open(newline="") as file:
             done = list(csv.DictReader(file))
     known = {(each["pattern"], each["method"], each["quant"]) for each in done}
-    for run in runs():
-        if run in known or (options.only and ",".join(run) != options.only):
+    for run in [tuple(options.only.split(","))] if options.only else runs():
+        if run in known:
             continue
         if dense is None:
             dense = originals(options.folder, source, engine, ids)
@@ -168,8 +170,9 @@ def main() -> None:
             convert(source, made, ConvertOptions(SlidePattern(None), quant))
         else:
             calibration = Calibration(str(calib), CALIBRATION_TEXTS, LONGEST, resume=True)
-            parsed = SlidePattern.parse(pattern)
-            how = ConvertOptions(parsed, quant, method=method, calibration=calibration, seed=SEED)
+            how = ConvertOptions(
+                parse_pruned(pattern), quant, method=method, calibration=calibration, seed=SEED
+            )
             report = convert(source, made, how)
             made.with_suffix(".json").write_text(json.dumps(report.to_json(), indent=2))
         found = engine.score(made, "embedding", ids)

@@ -87,7 +87,7 @@ def gains() -> str:
             note = {"prefill int8": " (2)", "decode int8": " (3)"}.get(f"{stage} {dtype}", "")
             spans = [span(_whole()[QWEN, dtype, stage, m, pattern] for m in ms) for pattern in PATTERNS]
             rows.append((f"{stage}, {dtype.upper()}{note}", *(f"{found}x" for found in spans)))
-    rows.append(("GPU memory of a weight, beside dense W8A8", *(f"{share:.3f}x" for share in memory)))
+    rows.append(("GPU memory of a weight, relative to dense W8A8", *(f"{share:.3f}x" for share in memory)))
     return table(("", *PATTERNS), rows, 5)
 
 
@@ -347,7 +347,7 @@ def budgets() -> str:
         seeds = f" ({len(found)})" if len(found) > 1 else ""
         return f"{sum(found) / len(found):+.2f}{seeds}" if found else "-"
 
-    titles = ("", "A", "B", "B, turned", "B, WikiText-2", "B, turned, WikiText-2")
+    titles = ("", "A", "B", "B, rotated", "B, WikiText-2", "B, rotated, WikiText-2")
     found = [(shown, *(cell(name, kind) for kind in kinds)) for name, shown in GOALS.items()]
     return table(titles, found, 1)
 

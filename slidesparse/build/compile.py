@@ -94,7 +94,7 @@ class Recipe:
 
 
 def build(target: str | Target) -> Path:
-    """Compile a target, one of TARGETS by its name, unless the cache has it.  Raises ToolchainError.
+    """Compile the target ``name`` of TARGETS unless the cache holds it.  Raises ToolchainError.
 
     A finished file appears under its name by one rename, and processes that want the same one wait for the first.
     """
@@ -119,12 +119,12 @@ def build(target: str | Target) -> Path:
 
 
 def where(name: str) -> Path:
-    """Where the cache has the compiled target ``name`` or would have it.  Raises ToolchainError if it cannot be."""
+    """Return the path of target ``name`` in the cache, built or not.  Raises ToolchainError."""
     return _place(_recipe(TARGETS[name]))
 
 
 def cache_folder() -> Path:
-    """$SLIDESPARSE_CACHE, else slidesparse in $XDG_CACHE_HOME or ~/.cache.  Raises ToolchainError without a home."""
+    """Return $SLIDESPARSE_CACHE, else slidesparse in $XDG_CACHE_HOME or ~/.cache.  ToolchainError without a home."""
     explicit = os.environ.get("SLIDESPARSE_CACHE")
     if explicit:
         return Path(explicit)
@@ -137,7 +137,7 @@ def cache_folder() -> Path:
 
 
 def sources() -> Path:
-    """The folder csrc/, in an installed package or in a clone.  Raises ToolchainError when it is not there."""
+    """Return the folder csrc/ of the package or the clone.  Raises ToolchainError when it is missing."""
     package = Path(__file__).parent.parent
     for folder in (package / "csrc", package.parent / "csrc"):
         if (folder / "library.h").is_file():
@@ -159,7 +159,7 @@ def compile_with(words: Sequence[str], folder: Path | None = None) -> None:
 
 
 def make_folder(path: Path) -> None:
-    """Make a folder in the cache, and the cache, so that others cannot write into them, whatever the umask."""
+    """Make a folder in the cache, and the cache itself, writable by this user alone under any umask."""
     for folder in reversed([path, *(one for one in path.parents if one.is_relative_to(cache_folder()))]):
         if not folder.is_dir():
             folder.parent.mkdir(parents=True, exist_ok=True)
@@ -306,7 +306,7 @@ def _make(recipe: Recipe, target: Path) -> None:
 
 
 def _jobs() -> int:
-    """How many compilers run at once: a processor each, or fewer by $MAX_JOBS."""
+    """Return the number of compilers to run at once: $MAX_JOBS, or one for each processor."""
     there = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     with contextlib.suppress(ValueError):
         return min(there, int(os.environ["MAX_JOBS"])) if "MAX_JOBS" in os.environ else there

@@ -1,6 +1,6 @@
 """Find CUDA libraries, headers and compilers on this machine.  Standard library only.
 
-An environment variable goes first, then the wheels beside this Python and the system.  What cannot be found is a
+An environment variable goes first, then this Python's wheels and the system.  What cannot be found is a
 ToolchainError that lists what was tried.
 """
 
@@ -45,7 +45,7 @@ class ToolchainError(EnvironmentFault, RuntimeError):
 
 @dataclass(frozen=True)
 class SharedLibrary:
-    """Where a CUDA library may come from, and which versions have the binary interface that csrc/ calls."""
+    """The places where a CUDA library may be, and the versions with the binary interface that csrc/ calls."""
 
     name: str  # as people write it
     file: str  # the beginning of its file name
@@ -107,12 +107,12 @@ def find_library(name: str, cuda_major: int | None = None) -> Found:
         loaded = ctypes.util.find_library(library.soname)
         yield Found(loaded, "system", None) if loaded else f"the loader's search path for lib{library.soname}"
 
-    other = f"{library.wheels[-1]} beside a CUDA 12 build of torch"
+    other = f"{library.wheels[-1]} with a CUDA 12 build of torch"
     return _first(library.name, f"pip install {library.wheels[0]} ({other})", places())
 
 
 def require_supported(name: str, version: Sequence[int]) -> None:
-    """Raise ToolchainError for a version, such as (0, 7, 1), of library ``name`` whose interface is not ours."""
+    """Raise ToolchainError unless csrc/ supports ``version``, such as (0, 7, 1), of library ``name``."""
     library = LIBRARIES[name]
     if library.newest is None or library.oldest <= tuple(version[:2]) <= library.newest:
         return
@@ -125,7 +125,7 @@ def require_supported(name: str, version: Sequence[int]) -> None:
 
 
 def find_nvcc() -> Found:
-    """Find nvcc, whatever its version (see `nvcc_version`).  Raises ToolchainError."""
+    """Find an nvcc of any version (see `nvcc_version`).  Raises ToolchainError."""
 
     def places() -> Iterator[Found | str]:
         yield _explicit("nvcc", NVCC, _runs, "a program")
@@ -144,7 +144,7 @@ def find_nvcc() -> Found:
 
 
 def nvcc_version(path: str) -> str:
-    """The release of the nvcc at ``path``, such as "13.0".
+    """Return the release of the nvcc at ``path``, such as "13.0".
 
     Raises ToolchainError for one that is too old or does not say.
     """
@@ -157,7 +157,7 @@ def nvcc_version(path: str) -> str:
     if numbers(match[1]) < NVCC_OLDEST:
         oldest = ".".join(map(str, NVCC_OLDEST))
         raise ToolchainError(
-            f"{path} is of CUDA {match[1]}; the kernels need {oldest} or later", NVCC_INSTALL
+            f"{path} belongs to CUDA {match[1]}; the kernels need {oldest} or later", NVCC_INSTALL
         )
     return match[1]
 
@@ -205,7 +205,7 @@ def python_headers() -> list[Path]:
 
 
 def torch_folder(oldest: tuple[int, int]) -> Path:
-    """The folder of the installed torch, found without importing it.  Raises ToolchainError for one that is older."""
+    """Return the folder of the installed torch without importing it.  Raises ToolchainError if it is too old."""
     spec, needed = importlib.util.find_spec("torch"), ".".join(map(str, oldest))
     if spec is None or not spec.origin:
         raise ToolchainError("building the operators needs torch", f"install torch {needed} or later first")
@@ -214,7 +214,7 @@ def torch_folder(oldest: tuple[int, int]) -> Path:
     if match is None or numbers(match[1])[:2] < oldest:
         found = match[1] if match else "of an unknown version"
         raise ToolchainError(
-            f"torch {found} was found, its headers lack what {needed} has", f"install torch {needed} or later"
+            f"torch {found} was found; its headers are too old", f"install torch {needed} or later"
         )
     return folder
 
@@ -253,7 +253,7 @@ def cuda_headers(headers: Collection[str], what: str) -> list[Path]:
 
 
 def _first(what: str, remedy: str, places: Iterator[Found | str]) -> Found:
-    """The first place that has it; else a ToolchainError that lists the places, which are words then."""
+    """Return the first place that holds it.  Raises ToolchainError, which lists the places tried."""
     tried = []
     for place in places:
         if isinstance(place, Found):

@@ -7,7 +7,7 @@ tokens::
 
     |y - d|^2 / |d|^2           d: what the same block gives in the dense model
 
-One sample in `HELD_OUT` is not trained on; it tells which epoch's weights to keep.  After an epoch that made the error
+One sample in `HELD_OUT` is not trained on; it decides which epoch to keep.  After an epoch that made the error
 larger, training goes on from the best weights, more slowly; if no epoch was better, the weights stay what they were.
 The idea is that of EBFT (arXiv 2402.12419).
 """
@@ -95,7 +95,7 @@ def finetune(
         except torch.OutOfMemoryError as error:
             raise CalibrationError(
                 f"fine-tuning a layer of the model does not fit into the memory of {device} ({error}); "
-                "--finetune 0 does without, a smaller --seqlen takes less"
+                "use a smaller --seqlen, or --finetune 0"
             ) from None
 
 

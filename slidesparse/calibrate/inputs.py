@@ -1,8 +1,8 @@
 """The inputs of a model's linear layers: hidden states between blocks, inputs within a block, and sums over tokens.
 
-The layers of a stage read the same inputs, and two sums over them tell all that pruning needs.  `Hessian` sums x x^T.
+The layers of a stage read the same inputs, and two sums over them are all that pruning needs.  `Hessian` sums x x^T.
 `Drift` sums w (d - a) a^T: behind pruned layers a layer reads a instead of the d that it reads in the dense model, and
-the sum tells how its weights w [N, K] could make up for that (see `slidesparse.methods.sparsegpt`).
+the sum says how its weights w [N, K] could make up for that (see `slidesparse.methods.sparsegpt`).
 """
 
 from __future__ import annotations
@@ -84,14 +84,14 @@ class HiddenStates:
         return 4 * sum(shape.numel() for shape in self.shapes[:index])
 
     def close(self) -> None:
-        """Give memory or disk back."""
+        """Release the memory or the file."""
         self._tensors = [None] * len(self.shapes)
         if self._file is not None:
             self._file.close()
 
 
 def place(nbytes: int, device: torch.device, limit: int | None = None, part: int = DEVICE_PART) -> str:
-    """Return where so many bytes of hidden states go: "device", "memory" or "disk"."""
+    """Return where to keep this many bytes of hidden states: "device", "memory" or "disk"."""
     limit = MEMORY_BYTES if limit is None else limit
     if device.type == "cuda" and nbytes <= _free(device) // part:
         return "device"
@@ -147,7 +147,7 @@ class BlockInputs:
 
 
 def may_keep(states: HiddenStates, in_features: int) -> bool:
-    """Return whether `BlockInputs` of at most ``in_features`` fit beside the hidden states on the computing device.
+    """Return whether `BlockInputs` of at most ``in_features`` fit next to the hidden states on the computing device.
 
     Call it before anything else lies there.  A batch that waits holds what its stage reads and one more hidden state.
     """

@@ -7,7 +7,7 @@ To remove a weight w [n, k] of a linear layer, the others of its row making up f
 
 by the formulas of the optimal brain surgeon, with the Fisher matrix of each output in place of its Hessian.  The cost
 of a rotation is the sum over the blocks of all layers, each in its own pattern, of the two weights that cost least,
-which pruning would remove.  Rotating changes W, H and g alike (see `slidesparse.calibrate.rotation`)::
+which pruning would remove.  Rotating changes W, H and g (see `slidesparse.calibrate.rotation`)::
 
     reads x     (W Q)^2 g / diag(Q^T H^-1 Q)         adds to x    (Q^T W)^2 diag(Q^T G Q) / diag(H^-1)
 
@@ -39,7 +39,7 @@ from slidesparse.errors import CalibrationError
 from slidesparse.methods.sparsegpt import damping_for, factor
 
 STEPS, WARM_UP = 100, 5
-RATE = 0.012  # radians a step in each plane of Q at the most, where 512 dimensions are turned
+RATE = 0.012  # radians a step in each plane of Q at the most, where 512 dimensions are rotated
 BETAS = (0.9, 0.95)
 LEAST_RATE = 0.05  # of the highest, at the end
 GRADIENT_TOKENS = 16384  # tokens that gradients are taken from; at least one batch
@@ -50,7 +50,7 @@ OUTPUTS = 4096  # outputs of a stage, or inputs of `down`, that costs are estima
 
 @dataclass(frozen=True)
 class Learned:
-    """A rotation, and what pruning is estimated to cost the loss without and with it, in nats a token."""
+    """A rotation, and the estimated loss by pruning without and with it, in nats per token."""
 
     rotation: Rotation
     before: float
@@ -85,13 +85,13 @@ def learn(task: Task, reader: Reader, folder: Path, progress: Progress | None = 
         q, r, after = _descend(costs, q, r)
     except torch.OutOfMemoryError as error:
         raise CalibrationError(
-            f"learning a rotation does not fit into the memory of {task.device} ({error}); --rotate off does without"
+            f"learning a rotation does not fit into the memory of {task.device} ({error}); use --rotate off"
         ) from None
     return Learned(Rotation(q.cpu(), r.cpu()), before, after)
 
 
 def disk_bytes(task: Task, out: Path) -> int:
-    """Bytes that learning takes on the disk: the rotation, and hidden states if they are to be spilled."""
+    """Return the bytes that learning writes to disk: the rotation, and hidden states if they are to be spilled."""
     if (work_folder(out) / ROTATION).exists():
         return 0
     model = task.model
@@ -153,8 +153,8 @@ def _values(w: Tensor, g: Tensor, inverse: Tensor, length: int) -> Cost:
     """Cost of the values' layer [kv heads, head_dim, hidden]; ``g`` [kv heads, head_dim, head_dim]."""
 
     def cost(q: Tensor, r: Tensor) -> Tensor:
-        turned = r.mT @ (w @ q)
-        return cheapest(turned.square() * _diagonal(g, r)[..., None] / _diagonal(inverse, q), length)
+        rotated = r.mT @ (w @ q)
+        return cheapest(rotated.square() * _diagonal(g, r)[..., None] / _diagonal(inverse, q), length)
 
     return cost
 
@@ -164,8 +164,8 @@ def _attended(w: Tensor, g: Tensor, inverse: Tensor, length: int, share: int) ->
 
     def cost(q: Tensor, r: Tensor) -> Tensor:
         r = r.repeat_interleave(share, 0)
-        turned = torch.einsum("nha,hab->nhb", (q.mT @ w.flatten(1)).view_as(w), r)
-        scores = turned.square() * _diagonal(g, q)[:, None, None] / _diagonal(inverse, r)
+        rotated = torch.einsum("nha,hab->nhb", (q.mT @ w.flatten(1)).view_as(w), r)
+        scores = rotated.square() * _diagonal(g, q)[:, None, None] / _diagonal(inverse, r)
         return cheapest(scores.flatten(1), length)
 
     return cost
@@ -226,7 +226,7 @@ def _chosen(shapes: list[torch.Size]) -> int:
 
 
 def _inverses(at: Position) -> dict[int, Tensor]:
-    """Return of H^-1 of each stage with something to prune what `_block_costs` reads; float32."""
+    """Return the parts of H^-1 that `_block_costs` reads, float32, for each stage with something to prune."""
     sizes, found = at.block.sizes, {}
     for stage in range(len(at.block.stages)):
         if not at.to_prune(stage):
@@ -286,8 +286,8 @@ def _at_the_end(task: Task, reader: Reader, states: HiddenStates, ids: Sequence[
         found.append(torch.cat(pieces))
     if not all(bool(torch.isfinite(x).all()) for x in found):
         raise CalibrationError(
-            "the gradient of the loss is not finite (NaN or Inf), so no rotation can be learned; --rotate off does "
-            "without"
+            "the gradient of the loss is not finite (NaN or Inf), so no rotation can be learned; use "
+            "--rotate off"
         )
     return found
 
@@ -360,7 +360,7 @@ def _total(costs: list[list[Cost]], q: Tensor, r: Tensor) -> float:
 
 
 def _descend(costs: list[list[Cost]], q: Tensor, r: Tensor) -> tuple[Tensor, Tensor, float]:
-    """Go down from ``q`` and ``r`` in STEPS steps; return the best that was met, and its cost."""
+    """Minimize the cost from ``q`` and ``r`` on in STEPS steps; return the best matrices found and their cost."""
     adams = _Adam(q, RATE * math.sqrt(512 / len(q))), _Adam(r, 2 * RATE * math.sqrt(512 / len(q)))
     best = q, r, _total(costs, q, r)
     for step in range(STEPS):

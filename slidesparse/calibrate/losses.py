@@ -1,10 +1,10 @@
-"""Measure what pruning does to what a model gives: of each layer alone before it, of the whole model after it.
+"""Measure how pruning changes a model's outputs: by each layer alone beforehand, and by all layers afterwards.
 
-How far a language model's next tokens are from the dense model's is told by the Kullback-Leibler divergence of their
-distributions, in nats a token, and for an encoder by 1 - cosine of the embeddings.  Both are never negative, and are
+The distance of a language model's next tokens from the dense model's is the Kullback-Leibler divergence of their
+distributions, in nats per token; that of an encoder is 1 - cosine of the embeddings.  Both are never negative, and are
 zero for the dense model.  A change of the cross-entropy itself would be lost in the noise of so few tokens.  The whole
-model is judged on samples that nothing was chosen by, in what users are told: the loss above that of the dense model
-quantized alike, as a difference of cross-entropies or again as 1 - cosine.
+model is judged on samples held back from all choices, as in the report: by the loss above that of the dense model with
+the same quantization, as a difference of cross-entropies or again as 1 - cosine.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def layer_losses(
     name: str,
     progress: Progress | None = None,
 ) -> Losses:
-    """Prune the layers that read the same inputs, one such unit at a time, and measure how far the model then is.
+    """Measure the loss of each unit of layers with the same inputs: prune it alone, and compare the model's outputs.
 
     The patterns of ``task.layers`` do not matter.  The same task on the same machine gives the same numbers.
 
@@ -170,7 +170,7 @@ class _Blocks:
 
 
 class Judge:
-    """Compares what a model gives, from the output [batch, tokens, hidden] of its last block."""
+    """Compares the outputs of models, given the output [batch, tokens, hidden] of their last block."""
 
     def __init__(self, task: Task, reader: Reader) -> None:
         model = task.model
@@ -179,7 +179,7 @@ class Judge:
         self._pool = _pooling(model.checkpoint)
 
     def count(self, x: Tensor) -> int:
-        """Return how many tokens, or how many embeddings, ``x`` gives."""
+        """Return the number of tokens, or of embeddings, that ``x`` gives."""
         return x.shape[0] * (x.shape[1] if self._logits else 1)
 
     def distances(self, dense: Tensor, others: Sequence[Tensor]) -> list[float]:

@@ -7,7 +7,7 @@ stage read the same input, and the block can be stopped there::
     encoder   [query key value] -> attention -> [attention.output.dense] + x, norm -> [intermediate.dense] -> act
               -> [output.dense] + x, norm
 
-No decoder but Gemma's has all these norms, and BitNet's has others before [o] and [down]: `DECODERS` tells which, and
+No decoder but Gemma's has all these norms, and BitNet's has others before [o] and [down]: `DECODERS` says which, and
 whatever else an architecture fixes; numbers that differ between its models are read from config.json by their names
 there.  Weights of BitNet are codes times scales: the values that are served.
 
@@ -159,7 +159,7 @@ class BlockSizes:
 
 @dataclass(frozen=True)
 class LayeredModel:
-    """A checkpoint seen as embeddings and a row of like blocks."""
+    """A checkpoint seen as embeddings and a sequence of similar blocks."""
 
     checkpoint: Checkpoint
     kind: str  # one of DECODERS or ENCODERS
@@ -177,7 +177,7 @@ class LayeredModel:
 
     @property
     def is_decoder(self) -> bool:
-        """Whether tokens see only those before them."""
+        """Whether attention is causal."""
         return self.kind in DECODERS
 
     @property
@@ -414,7 +414,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def rotary(tokens: int, frequencies: Tensor) -> tuple[Tensor, Tensor]:
-    """Cosine and sine [tokens, channels] of position times frequency, both halves alike."""
+    """Cosine and sine [tokens, channels] of position times frequency, with two equal halves."""
     positions = torch.arange(tokens, dtype=torch.float32, device=frequencies.device)
     angles = torch.outer(positions, frequencies).repeat(1, 2)
     return angles.cos(), angles.sin()
@@ -442,7 +442,7 @@ def fast_products(device: torch.device) -> Iterator[None]:
 
 
 def open_model(checkpoint: Checkpoint) -> LayeredModel:
-    """Return the model of a checkpoint.  CalibrationError names what cannot be run here, and what can."""
+    """Return the model of a checkpoint.  Raises CalibrationError, which says what is not supported and what is."""
     config = checkpoint.config
     kind = _kind(config)
     decoder = DECODERS.get(kind, Decoder())
@@ -518,15 +518,15 @@ def _kind(config: Config) -> str:
         if named.endswith(head) and named.removesuffix(head) in (*DECODERS, *ENCODERS):
             return named.removesuffix(head)
     raise CalibrationError(
-        f"calibration runs the layers of {', '.join((*DECODERS, *ENCODERS))} models, config.json names the "
-        f"architecture {named!r}; without --calib, --method magnitude takes it"
+        f"calibration runs the layers of {', '.join((*DECODERS, *ENCODERS))} models, but config.json names "
+        f"the architecture {named!r}; without --calib, --method magnitude can prune it"
     )
 
 
 def _not_run(found: str, allowed: str) -> CalibrationError:
     return CalibrationError(
         f"config.json asks for {found}, which calibration cannot run (it can: {allowed}); "
-        "without --calib, --method magnitude takes the model"
+        "without --calib, --method magnitude can prune the model"
     )
 
 
@@ -547,7 +547,7 @@ def _activation(config: Config) -> Callable[[Tensor], Tensor]:
 
 
 def _slides(config: Config, blocks: int) -> list[bool]:
-    """Return of each block whether its tokens see a window only."""
+    """Return for each block whether its attention has a sliding window."""
     if config.get("use_bidirectional_attention"):
         raise _not_run("attention in both directions", "attention to what came before")
     types, every = config.get("layer_types"), config.get("sliding_window_pattern")

@@ -64,16 +64,21 @@ def find_order(block: Block, stage: int, w: Tensor, upper: Tensor, length: int) 
     return (order + starts.view(-1, share, 1)).flatten()
 
 
+def writers(block: Block, stage: int) -> tuple[str, ...]:
+    """Return the layers that write what the only layer of a stage reads."""
+    return block.stages[2] if stage == 3 else block.stages[0][-1:]
+
+
 def orders(block: Block, stage: int, order: Tensor) -> dict[str, Tensor]:
     """Return the ``order`` [K] of a stage's inputs as those of the block's layers, by name and ROWS or COLUMNS."""
     (reads,) = block.stages[stage]
     found = {reads + COLUMNS: order}
     if stage == 3:
-        for name in block.stages[2]:
+        for name in writers(block, stage):
             parts = len(block.weights[name + WEIGHT]) // len(order)  # 2 where gate and up are one
             found[name + ROWS] = torch.cat([order + i * len(order) for i in range(parts)])
         return found
-    name, sizes = block.stages[0][-1], block.sizes
+    (name,), sizes = writers(block, stage), block.sizes
     share, width = sizes.heads // sizes.kv_heads, sizes.head_dim
     # Behind q and k where the three are one
     first = len(block.weights[name + WEIGHT]) - sizes.kv_heads * width

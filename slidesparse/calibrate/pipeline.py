@@ -3,7 +3,7 @@
 For a transformer block and each of its stages (see `slidesparse.calibrate.models`): run the samples as far as the
 stage's inputs, sum up H, prune the linear layers that read them, quantize the result with its zeros kept, and put what
 will be served in their place, so that the next stage sees what it will see.  Beside that the dense model may be run on
-the same samples, also a block at a time.  It tells what the pruned layers should give, and what a whole block should,
+the same samples, also a block at a time.  It says what the pruned layers should give, and what a whole block should,
 whose weights are trained together in the end (see `slidesparse.calibrate.finetune`).
 """
 
@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from slidesparse.blocks import obeys
 from slidesparse.calibrate.finetune import Finetuned, finetune
 from slidesparse.calibrate.inputs import (
     BlockInputs,
@@ -31,7 +32,7 @@ from slidesparse.calibrate.inputs import (
     output_error,
 )
 from slidesparse.calibrate.models import Block
-from slidesparse.calibrate.permutation import find_order, may_permute, orders
+from slidesparse.calibrate.permutation import find_order, may_permute, orders, writers
 from slidesparse.calibrate.resume import WorkFolder
 from slidesparse.calibrate.samples import Samples
 from slidesparse.calibrate.task import Progress, Task
@@ -39,8 +40,8 @@ from slidesparse.checkpoint.architectures import SCALE, WEIGHT
 from slidesparse.checkpoint.storage import DTYPES, Reader
 from slidesparse.errors import CalibrationError
 from slidesparse.methods.sparsegpt import damping_for, factor, target_of
+from slidesparse.pattern import MixedPattern, SlidePattern
 from slidesparse.quantize import NAMES, dequantize_rows, quantize_rows
-from slidesparse.slide import obeys
 
 BATCH_TOKENS = {"cpu": 2048, "cuda": 16384}
 
@@ -137,7 +138,7 @@ def walk(
 ) -> Iterator[Iterator[Position]]:
     """Run the samples through the blocks, up to the last one with something to prune, or ``to_the_end``.
 
-    With two ``streams`` the second goes through the blocks as they are read, whatever becomes of the first's.
+    With two ``streams`` the second goes through the blocks as they are read, for any result of the first.
     """
     batches = list(_batches(task.samples, BATCH_TOKENS.get(task.device.type, BATCH_TOKENS["cpu"])))
     shapes = [(*ids.shape, task.model.hidden) for ids in batches]
@@ -154,8 +155,8 @@ def walk(
         yield _positions(task, reader, states, keep, batches, to_the_end)
     except torch.OutOfMemoryError as error:
         raise CalibrationError(
-            f"calibrating a layer of the model does not fit into the memory of {task.device} ({error}); fewer "
-            "--samples take less, and --device cpu takes the host's"
+            f"calibrating a layer of the model does not fit into the memory of {task.device} ({error}); use "
+            "fewer --samples, or --device cpu"
         ) from None
     finally:
         for stream in states:
@@ -273,12 +274,17 @@ def _prune_stage(
 def _order(
     at: Position, stage: int, hessian: Hessian, drift: Drift | None, weights: Mapping[str, Tensor]
 ) -> Tensor | None:
-    """Return the order [K] in which the columns of a stage's only layer are to be pruned, or None."""
+    """Return the order [K] in which the columns of a stage's only layer are to be pruned, or None.
+
+    Rows of mixed weights, which lie in strips, stay where they are.
+    """
     task, (name, w) = at.task, next(iter(weights.items()))
     pattern = task.layers[at.full(name)]
-    if task.ternary or not task.pruner.updates_weights or pattern.length is None or obeys(w, pattern):
+    if not task.permutes or not isinstance(pattern, SlidePattern) or obeys(w, pattern):
         return None
-    if not may_permute(at.block, stage, pattern.length):
+    if pattern.length is None or not may_permute(at.block, stage, pattern.length):
+        return None
+    if any(isinstance(task.layers.get(at.full(each)), MixedPattern) for each in writers(at.block, stage)):
         return None
     upper = factor(hessian.matrix, damping_for(len(hessian.matrix), hessian.tokens))
     target = target_of(w, drift.errors()[name], upper) if drift else w
@@ -294,7 +300,7 @@ def _prune_rows(
 ) -> dict[str, Tensor]:
     """Prune layers that read the same inputs; those of one pattern together, as their rows do not see each other.
 
-    A layer that obeys its pattern already is kept as it is.
+    Rows of a mixed pattern do, those of one layer.  A layer that obeys its pattern already is kept as it is.
 
     Args:
         order: [K] of the columns in which the patterns hold; what is returned has them where they were.
@@ -310,8 +316,9 @@ def _prune_rows(
     h = hessian.matrix[columns][:, columns]
     prune = at.task.pruner.calibrated(h, hessian.tokens, sweeps, at.task.ternary)
     errors = drift.errors() if drift else None
-    for pattern in dict.fromkeys(patterns[name] for name in left):
-        names = [name for name in left if patterns[name] == pattern]
+    together = {name: name if isinstance(patterns[name], MixedPattern) else "" for name in left}
+    for pattern, layer in dict.fromkeys((patterns[name], together[name]) for name in left):
+        names = [name for name in left if (patterns[name], together[name]) == (pattern, layer)]
         w = torch.cat([left[name] for name in names])[:, columns]
         error = torch.cat([errors[name] for name in names])[:, columns] if errors is not None else None
         parts = prune(w, pattern, error)[:, back].split([len(left[name]) for name in names])

@@ -1,10 +1,10 @@
-"""The hidden folder beside the output that holds finished blocks, so that a killed run goes on where it was.
+"""The hidden folder next to the output that holds finished blocks, so that a killed run can be resumed.
 
 ::
 
     .OUT.calibrated/
       state.json                     what the run was started with; another run is refused
-      rotation.safetensors           with --rotate on: what the model is turned by
+      rotation.safetensors           with --rotate on: what the model is rotated by
       rotation.json                  what that is estimated to gain
       choice.json                    with a budget: what the layers that follow aim at, and what was tried before
       layer-00000.json               the report's rows of a transformer block
@@ -52,12 +52,12 @@ class WorkFolder:
         return (self.folder / _file(number)).exists()
 
     def save(self, number: int, tensors: Mapping[str, Tensor], rows: list[dict[str, Any]]) -> None:
-        """Keep a finished block: all of it, or, if killed, nothing."""
+        """Save a finished block atomically."""
         self.write_json(f"layer-{number:05}.json", rows)
         self.write_tensors(_file(number), tensors)
 
     def write_tensors(self, name: str, tensors: Mapping[str, Tensor]) -> None:
-        """Keep a safetensors file, whole."""
+        """Write a safetensors file atomically."""
         specs = [TensorSpec(name, NAMES[t.dtype], tuple(t.shape)) for name, t in tensors.items()]
         partial = self.folder / f".{name}"
         partial.unlink(missing_ok=True)
@@ -72,7 +72,7 @@ class WorkFolder:
         sync(self.folder)
 
     def write_json(self, name: str, value: object) -> None:
-        """Keep a small file, whole."""
+        """Write a small JSON file atomically."""
         partial = self.folder / f".{name}.{os.getpid()}"  # of a folder that other processes may write to
         with partial.open("w") as file:
             json.dump(value, file, indent=1)
@@ -129,7 +129,7 @@ def finished_bytes(out: Path) -> int:
 
 @contextmanager
 def open_work(out: Path, state: Mapping[str, Any], resume: bool) -> Iterator[WorkFolder]:
-    """Lock the folder, made if need be.  When the run fails it stays, for ``resume`` to go on from.
+    """Make and lock the folder.  It stays when the run fails, so that ``resume`` can continue from it.
 
     Raises CalibrationError when one with finished work is there and ``resume`` is false, when it belongs to a run that
     was started otherwise (naming what differs), and when another run holds it.
@@ -173,8 +173,8 @@ def _require_same(work: WorkFolder, state: Mapping[str, Any]) -> None:
             f"{key} was {_shown(found.get(key))}, is {_shown(plain.get(key))}" for key in different
         )
         raise CalibrationError(
-            f"--resume: {work.folder} was started otherwise ({shown}); run the same command as then, or remove the "
-            "folder to start anew"
+            f"--resume: {work.folder} was started with other options ({shown}); run the same command as "
+            "then, or remove the folder to start anew"
         )
 
 

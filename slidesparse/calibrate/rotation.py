@@ -1,8 +1,8 @@
-"""Turn a decoder's residual stream, and its values within heads, without changing what the model gives.
+"""Rotate a decoder's residual stream, and its values within heads, without changing the model's outputs.
 
-RMSNorm without a weight gives Q^T-turned outputs for Q^T-turned inputs, whatever the orthogonal Q.  So norm weights are
+RMSNorm without a weight gives outputs rotated by Q for inputs rotated by Q, for any orthogonal Q.  So norm weights are
 first folded into the linear layers that follow, and then everything that reads the residual stream x, or adds to it, is
-turned::
+rotated::
 
     x' = x Q          embed' = embed Q
     reads x           W' = (W * norm) Q                  q, k, v, gate, up, lm_head
@@ -48,7 +48,7 @@ class Rotation:
 
 
 def obstacle(checkpoint: Checkpoint) -> str | None:
-    """Return why a model cannot be turned, or None."""
+    """Return why a model cannot be rotated, or None."""
     named = architecture_of(checkpoint.config)
     known = [f"{kind}ForCausalLM" for kind in KINDS]
     if named not in known:
@@ -70,9 +70,9 @@ def untied(checkpoint: Checkpoint) -> Checkpoint:
 
 
 class RotatedReader(Reader):
-    """Reads the tensors of a model with its norm weights folded, and turned if there is a ``rotation``.
+    """Reads the tensors of a model with its norm weights folded, and rotated if there is a ``rotation``.
 
-    What is turned comes in float32, whatever the checkpoint's dtype, and is computed in float64 on ``device``.
+    Rotated tensors are float32, for any dtype of the checkpoint, and are computed in float64 on ``device``.
     """
 
     def __init__(
@@ -97,7 +97,7 @@ class RotatedReader(Reader):
         if name.endswith("layernorm.weight") or name == f"{self._model.root}norm.weight":
             return torch.ones_like(x)
         if name == f"{self._model.root}embed_tokens.weight" or self._norm_before(name):
-            return self._turn_inputs(name, x).float().cpu()
+            return self._rotate_inputs(name, x).float().cpu()
         return x
 
     def _norm_before(self, name: str) -> str | None:
@@ -109,20 +109,20 @@ class RotatedReader(Reader):
                 return name.removesuffix(weight) + norm
         return None
 
-    def _turn_inputs(self, name: str, x: Tensor) -> Tensor:
-        """Fold the norm before rows ``x`` of a weight, and turn them by Q."""
+    def _rotate_inputs(self, name: str, x: Tensor) -> Tensor:
+        """Fold the norm before rows ``x`` of a weight, and rotate them by Q."""
         x = x.to(self._device, torch.float64)
         if norm := self._norm_before(name):
             x = x * self._reader.whole(norm).to(self._device, torch.float64)
         return x if self._q is None else x @ self._q
 
     def _mix(self, name: str) -> Tensor:
-        """Return a whole weight or bias whose rows are turned among each other."""
+        """Return a whole weight or bias whose rows are rotated among each other."""
         spec = self.checkpoint.require(name)
         x = self._reader.rows(name, slice(0, spec.rows))
         x = x.to(self._device, torch.float64)
         if name.endswith("v_proj.weight"):
-            x = self._turn_inputs(name, x)
+            x = self._rotate_inputs(name, x)
         if self._q is None or self._r is None:
             return x
         found = _TENSOR.fullmatch(name)
@@ -130,8 +130,8 @@ class RotatedReader(Reader):
         number = int(found[1])
         r, sizes = self._r[number], self._model.sizes[number]
         if "v_proj" in name:
-            turned: Tensor = r.mT @ x.unflatten(0, (sizes.kv_heads, -1))
-            return turned.flatten(0, 1)
+            rotated: Tensor = r.mT @ x.unflatten(0, (sizes.kv_heads, -1))
+            return rotated.flatten(0, 1)
         if name.endswith("o_proj.weight"):
             heads = r.repeat_interleave(sizes.heads // sizes.kv_heads, 0)
             x = torch.einsum("nha,hab->nhb", x.unflatten(1, (sizes.heads, -1)), heads).flatten(1)

@@ -19,6 +19,7 @@ from slidesparse.errors import CalibrationError
 RANDOM = "random"
 SAMPLES, SEQLEN = 128, 2048
 HELD_BACK = 8
+MOST_RANDOM = 2**28  # tokens, 2 GiB
 KINDS = "FILE.jsonl (a text a line), FILE.npy (token ids), or the word random"
 
 
@@ -41,7 +42,7 @@ class Samples:
         return f"{self.origin}, {len(self.ids)} samples, {self.tokens} tokens"
 
     def split(self) -> tuple[Samples, Samples]:
-        """Return the samples without one in HELD_BACK, and these.  CalibrationError for a single sample."""
+        """Hold back one sample in HELD_BACK; return the rest and these.  Raises CalibrationError for one sample."""
         if len(self.ids) < 2:
             raise CalibrationError(
                 "a budget needs two samples at least, one of them to judge the pruned model by; give more text, or a "
@@ -81,19 +82,24 @@ def load_samples(
         raise CalibrationError(f"--samples {samples} is too few; at least 1 is needed, 128 are usual")
     if seqlen is not None and not 2 <= seqlen <= model.longest:
         raise CalibrationError(
-            f"--seqlen {seqlen} is not from 2 to {model.longest}, which is as far as this model looks"
+            f"--seqlen {seqlen} must be from 2 to {model.longest}, the most positions of this model"
         )
     length = seqlen or min(SEQLEN, model.longest)
     generator = np.random.default_rng(seed)
     if data == RANDOM:
+        if samples * length > MOST_RANDOM:
+            raise CalibrationError(
+                f"--samples {samples} of {length} random tokens are more than the {MOST_RANDOM} that are drawn at "
+                f"most; {SAMPLES} samples are usual"
+            )
         drawn = generator.integers(0, model.vocabulary, (samples, length))
-        note = "random tokens show the layers nothing of the texts they will meet: for trying things out only"
+        note = "random tokens tell nothing about the texts to be served; use them only to try things out"
         return Samples(tuple(torch.from_numpy(row) for row in drawn), "random tokens", note)
     path = Path(data)
     if path.suffix not in (".jsonl", ".npy"):
-        raise CalibrationError(f"--calib {data!r} is not of a kind known; give {KINDS}")
+        raise CalibrationError(f"--calib {data!r} is not a supported type of file; give {KINDS}")
     if not path.is_file():
-        raise CalibrationError(f"--calib {data!r} is no file; give {KINDS}")
+        raise CalibrationError(f"--calib {data!r} is not a file; give {KINDS}")
     if path.suffix == ".npy":
         found = _ids_of(path, length)
         chosen = [found[i] for i in sorted(generator.permutation(len(found))[:samples])]

@@ -19,13 +19,13 @@ from slidesparse.checkpoint.bitnet import is_bitnet
 from slidesparse.checkpoint.storage import Checkpoint
 from slidesparse.errors import CalibrationError, EnvironmentFault
 from slidesparse.methods.method import Method
-from slidesparse.pattern import SlidePattern
+from slidesparse.pattern import Pattern
 
 Progress = Callable[[str, int, int], None]  # phase, bytes done, bytes in all
 
 DEVICES = ("auto", "cpu", "cuda")
 TARGETS = ("dense", "own")  # pruned layers should give what they do in the dense model, or on the same inputs
-# Whether the residual stream is turned: where that helps and can be, in any case, or not
+# Whether to rotate the residual stream: where possible, always (an error where impossible), or never
 ROTATIONS = ("auto", "on", "off")
 SWEEPS = 4
 EPOCHS = 4
@@ -33,7 +33,7 @@ EPOCHS = 4
 
 @dataclass(frozen=True)
 class Calibration:
-    """Calibration data and how to use them.  CalibrationError for a value that is not allowed.
+    """Calibration data and how to use them.  Raises CalibrationError for a value that is not allowed.
 
     ``sweeps``, ``target`` and ``finetune`` count only for methods that update the weights they keep.
     """
@@ -49,7 +49,7 @@ class Calibration:
         None  # epochs of training after that; None: EPOCHS where the target is the dense model
     )
 
-    rotate: str = ROTATIONS[0]  # whether to turn the residual stream first
+    rotate: str = ROTATIONS[0]  # whether to rotate the residual stream first
 
     def __post_init__(self) -> None:
         if self.sweeps < 0:
@@ -85,10 +85,10 @@ class Calibration:
 
 @dataclass(frozen=True)
 class Task:
-    """All that decides the result of a calibrated run."""
+    """The inputs that determine the result of a calibrated run."""
 
     model: LayeredModel
-    layers: Mapping[str, SlidePattern]  # linear layers to prune -> pattern
+    layers: Mapping[str, Pattern]  # linear layers to prune -> pattern
     skipped: frozenset[str]  # linear layers that are served quantized without being pruned
     samples: Samples
     method: str
@@ -106,8 +106,13 @@ class Task:
 
     @property
     def ternary(self) -> bool:
-        """Whether weights are codes of -1, 0 and 1 times scales, and stay such."""
+        """Whether weights are, and stay, codes of -1, 0 and 1 times scales."""
         return is_bitnet(self.model.checkpoint.config)
+
+    @property
+    def permutes(self) -> bool:
+        """Whether channels may be put in another order (`slidesparse.calibrate.permutation`)."""
+        return self.calibration.rotate != "off" and self.pruner.updates_weights and not self.ternary
 
     @property
     def epochs(self) -> int:
@@ -124,14 +129,14 @@ class Task:
         return name in self.layers and self.layers[name].length is not None
 
     def disk_bytes(self) -> int:
-        """Bytes of finished layers, and of hidden states if they are to be spilled."""
+        """The bytes of finished layers, and of hidden states if they are to be spilled."""
         specs = [self.model.checkpoint.require(name + WEIGHT) for name in self.layers]
         states = 4 * self.samples.tokens * self.model.hidden * self.streams
         spilled = states if place(states, self.device) == "disk" else 0
         return sum(spec.rows * (spec.columns + 4) for spec in specs) + spilled
 
     def state(self) -> dict[str, Any]:
-        """Return what a run that goes on from another's layers must share with it."""
+        """Return the values that a run must share with the one that it resumes."""
         updates = self.pruner.updates_weights
         return {
             "slidesparse": slidesparse.__version__,
@@ -143,6 +148,7 @@ class Task:
             "sweeps": self.calibration.sweeps if updates else 0,
             "target": self.calibration.target if updates else None,
             "finetune": self.epochs,
+            "permutes": self.permutes,
             "quant": self.quant,
             "torch": torch.__version__,
             "device": torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else "cpu",
@@ -152,7 +158,7 @@ class Task:
 
 def prepare(
     checkpoint: Checkpoint,
-    layers: Mapping[str, SlidePattern],
+    layers: Mapping[str, Pattern],
     skipped: Collection[str],
     method: str,
     quant: str,

@@ -11,7 +11,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from slidesparse.checkpoint.storage import CheckpointError
@@ -35,7 +35,7 @@ def layer_names(tensors: Iterable[str]) -> list[str]:
 
 @dataclass(frozen=True)
 class Family:
-    """Models that name their layers alike."""
+    """Models that share a naming scheme for their layers."""
 
     linear: re.Pattern[str]  # searched in layer names, without ".weight"
     fused: tuple[tuple[str, ...], ...] = ()  # last name parts of layers that vLLM joins to one matrix
@@ -78,6 +78,9 @@ ENCODER = Family(
     ),
     (("query", "key", "value"),),
 )
+UNKNOWN = Family(
+    re.compile(""), DECODER.fused + ENCODER.fused
+)  # all weights, joined by the names that are usual
 
 _DECODERS = ("Llama", "Mistral", "Qwen2", "Qwen3", "Gemma", "Gemma2", "Granite", "Olmo2")
 _MOES = ("Mixtral", "Qwen2Moe", "Qwen3Moe", "Olmoe", "PhiMoE", "Glm4Moe")
@@ -101,7 +104,7 @@ def is_expert(layer: str) -> bool:
 
 
 def experts(tensors: Iterable[str]) -> dict[str, list[str]]:
-    """Return the matrices of routed experts among tensor names, without ``.weight``, by the layer that has them."""
+    """Return the routed experts' matrices among tensor names, without ``.weight``, grouped by their layer."""
     found: dict[str, list[str]] = {}
     for name in tensors:
         match = _EXPERT.match(name.removesuffix(WEIGHT)) if name.endswith(WEIGHT) else None
@@ -111,12 +114,12 @@ def experts(tensors: Iterable[str]) -> dict[str, list[str]]:
 
 
 def inside(module: str) -> str:
-    """Return the entry of an ignore list for all layers in a module, whatever prefix vLLM has before its name."""
+    """Return an ignore-list entry that matches all layers of a module under any prefix that vLLM adds to its name."""
     return f"re:.*{re.escape(module.removeprefix('model.'))}\\."
 
 
 def joined_experts(tensor: str) -> str | None:
-    """Return the layer of experts that a three-dimensional tensor is of, by its name; None where it is of none."""
+    """Return the layer of experts that a three-dimensional tensor belongs to by its name, or None."""
     match = _JOINED.match(tensor)
     return match[1] if match else None
 
@@ -144,7 +147,7 @@ _INPUTS = {
 
 
 def in_features(config: Mapping[str, Any], layer: str) -> int | None:
-    """Return K of a linear layer of a known architecture by config.json's sizes; None where that does not say."""
+    """Return K of a linear layer of a known architecture from the sizes in config.json, or None if they are missing."""
     if architecture_of(config) not in FAMILIES or "expert" in layer:
         return None
     key = next((key for name, key in _INPUTS.items() if layer.endswith(f".{name}")), None)
@@ -218,7 +221,7 @@ def family_of(config: Mapping[str, Any], tensors: Iterable[str] = (), linear: st
     found = architecture_of(config)
     if linear is not None:
         (regex,) = compile_regexes([linear], "--linear", layer_names(tensors))
-        return Family(regex, DECODER.fused + ENCODER.fused)
+        return replace(UNKNOWN, linear=regex)
     if found is None or found not in FAMILIES:
         what = f"architecture {found!r} is not known" if found else "config.json names no architecture"
         raise CheckpointError(
@@ -234,7 +237,7 @@ def matched(
     """Return the layers that the regexes of ``option`` match, searched in names without ``.weight``.
 
     Raises CheckpointError for a regex that does not compile or matches nothing, and for one that takes a
-    part of a group that vLLM fuses, as the parts of one matrix must be treated alike.
+    part of a group that vLLM fuses, as the parts of one matrix must be treated equally.
     """
     found: set[str] = set()
     for text, regex in zip(regexes, compile_regexes(regexes, option, layers), strict=True):

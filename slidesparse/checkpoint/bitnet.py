@@ -1,4 +1,4 @@
-"""BitNet b1.58 checkpoints, read as the INT8 ones that they are when served.
+"""Read BitNet b1.58 checkpoints as the INT8 checkpoints that are served.
 
 The weights of such a model are ternary: codes -1, 0 and 1 with one scale a tensor, and its activations are INT8, scaled
 per token.  A source holds them in one of three forms, which `as_int8` shows as INT8 codes [N, K] and scales [N, 1]::
@@ -34,7 +34,7 @@ MASTER, PACKED, UNPACKED = "master", "packed", "unpacked"
 
 
 def is_bitnet(config: Mapping[str, Any]) -> bool:
-    """Whether a config.json is that of a BitNet model, whatever form its weights have."""
+    """Return whether a config.json describes a BitNet model, with weights in any form."""
     return architecture_of(config) == ARCHITECTURE
 
 
@@ -118,7 +118,7 @@ class _Reader(Reader):
         self._raw.__exit__(kind, error, trace)
 
     def rows(self, name: str, rows: slice) -> Tensor:
-        """Read rows [rows, columns]; of a linear layer's weight INT8 codes, of its scales equal float32 ones."""
+        """Read rows [rows, columns]: INT8 codes for a linear layer's weight, equal float32 values for its scales."""
         layer = name.removesuffix(SCALE)
         if layer in self._view.forms:
             return torch.full((rows.stop - rows.start, 1), self._scale(layer))

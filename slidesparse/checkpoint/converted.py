@@ -1,4 +1,4 @@
-"""The pruned layers of a converted checkpoint: checked as they are read, and turned back to [rows, K]."""
+"""Read the pruned layers of a converted checkpoint, checked and restored to [rows, K]."""
 
 from __future__ import annotations
 
@@ -8,18 +8,19 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from slidesparse.blocks import BLOCK, STRIP, dense_blocks, missing
 from slidesparse.checkpoint.architectures import FAMILIES, SCALE, WEIGHT, architecture_of, in_features
 from slidesparse.checkpoint.bitnet import as_int8
 from slidesparse.checkpoint.metadata import KEY, Metadata
-from slidesparse.checkpoint.storage import Checkpoint, CheckpointError
+from slidesparse.checkpoint.storage import Checkpoint, CheckpointError, Reader
 from slidesparse.checkpoint.w8a8 import parse_block, require_quantized
 from slidesparse.errors import CheckFailed
-from slidesparse.pattern import PatternError
+from slidesparse.pattern import MixedPattern, PatternError
 from slidesparse.slide import Violation, bits, slide, unslide, violation_message, violations
 
 
 class DamagedError(CheckFailed, PatternError):
-    """Stored rows break their pattern; ``found`` tells where."""
+    """Stored rows break their pattern; ``found`` says where."""
 
     def __init__(self, message: str, found: Violation) -> None:
         super().__init__(message)
@@ -32,7 +33,7 @@ def natural(name: str) -> list[tuple[int, str]]:
 
 
 def open_checkpoint(folder: str | Path) -> tuple[Checkpoint, Metadata | None]:
-    """Open a checkpoint, a BitNet source as its INT8 codes, and its metadata, if we converted it.
+    """Open a checkpoint (BitNet as INT8 codes) and its SlideSparse metadata, None if it has none.
 
     The metadata, and the tensors of all linear layers, are held against each other and against config.json: whatever
     contradicts is a CheckpointError that names the layer.
@@ -90,13 +91,34 @@ def require_shape(checkpoint: Checkpoint, metadata: Metadata, layer: str) -> Non
         )
 
 
+def lacking_share(
+    checkpoint: Checkpoint, reader: Reader, metadata: Metadata, layer: str
+) -> DamagedError | None:
+    """Return the error of a mixed weight of which fewer blocks are 2:4 than its pattern says, or None."""
+    pattern, spec = metadata.layers[layer].pattern, checkpoint.require(layer + WEIGHT)
+    if not isinstance(pattern, MixedPattern):
+        return None
+    dense = torch.cat([dense_blocks(reader.rows(spec.name, rows)) for rows in spec.chunks(STRIP)])
+    lacking = missing(dense, pattern)
+    if not lacking:
+        return None
+    strip, block = (int(i) for i in dense.nonzero()[0])
+    message = (
+        f"{layer}: {int((~dense).sum())} of {dense.numel()} blocks of {STRIP} x {BLOCK} weights are 2:4, "
+        f"{pattern.ratio} needs {lacking} more; convert the original model again"
+    )
+    return DamagedError(message, Violation(lacking, strip * STRIP, block, 0))
+
+
 def restore(values: Tensor, metadata: Metadata, layer: str, first_row: int = 0) -> Tensor:
     """Turn rows of ``layer`` as stored, [rows, K] or [rows, K'], from row ``first_row`` on, into [rows, K].
 
     Raises DamagedError with layer, row, block and count when they break the layer's pattern, or are slided
-    but not what `slide` makes of any weight.
+    but not what `slide` makes of any weight.  Any rows may be those of a mixed weight: see `lacking_share`.
     """
     entry = metadata.layers[layer]
+    if isinstance(entry.pattern, MixedPattern):
+        return values
     slided = metadata.layout == "slided"
     dense = unslide(values, entry.pattern, entry.in_features) if slided else values
     found = violations(dense, entry.pattern)

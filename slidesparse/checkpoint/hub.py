@@ -1,4 +1,4 @@
-"""Models by their id on the Hugging Face Hub, such as ``org/name``."""
+"""Find models by their id on the Hugging Face Hub, such as ``org/name``."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 
 
 def local_folder(model: str) -> Path:
-    """Return the folder of a model: itself where it is one, else what the Hub's cache has, or downloads, by that id.
+    """Return a model's folder: ``model`` itself if it is one, else the Hub's cached or newly downloaded copy.
 
     Only files that a conversion reads or copies are downloaded.  With HF_HUB_OFFLINE=1 the cache must have the model.
     Raises CheckpointError for a model that cannot be had, EnvironmentFault without the library.
@@ -24,7 +24,7 @@ def local_folder(model: str) -> Path:
         from huggingface_hub import snapshot_download
     except ImportError as error:
         raise EnvironmentFault(
-            f"{model} is no folder here; as a model of the Hugging Face Hub it needs the package huggingface_hub, "
+            f"{model} is not a folder here; a model of the Hugging Face Hub needs the package huggingface_hub, "
             f"which cannot be imported ({error}): pip install huggingface_hub"
         ) from error
     kinds = [f"*{suffix}" for suffix in (SUFFIX, *SIDE_SUFFIXES)] + [f"{name}*" for name in SIDE_NAMES]
@@ -33,6 +33,6 @@ def local_folder(model: str) -> Path:
     except Exception as error:  # of the library, of its HTTP client, of the file system
         reason = " ".join(str(error).split())
         raise CheckpointError(
-            f"{model} is no folder here, and cannot be had from the Hugging Face Hub ({type(error).__name__}: "
+            f"{model} is not a folder here, and the Hugging Face Hub does not provide it ({type(error).__name__}: "
             f"{reason}); give a folder, or for a model that needs permission: hf auth login"
         ) from error

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from slidesparse.checkpoint.architectures import FAMILIES, SCALE, WEIGHT, architecture_of, is_expert
 from slidesparse.checkpoint.bitnet import is_bitnet
-from slidesparse.checkpoint.converted import DamagedError, natural, open_checkpoint, restore
+from slidesparse.checkpoint.converted import DamagedError, lacking_share, natural, open_checkpoint, restore
 from slidesparse.checkpoint.metadata import Metadata, sparsity_of
 from slidesparse.checkpoint.storage import Checkpoint, Reader, TensorSpec
 from slidesparse.pattern import ZEROS, SlidePattern
@@ -34,7 +34,9 @@ class LayerReport:
     dtype: str
     pattern: str | None  # as the checkpoint's metadata claim
     satisfies: str | None  # the sparsest pattern from 2:4 to 14:16 that the weights obey
-    violations: int  # blocks that break the pattern claimed, or rows that are no slided form
+    violations: (
+        int  # blocks that break the pattern claimed, or rows that are no slided form, or blocks not 2:4
+    )
     first_violation: str | None
     bytes: int  # weight and scale
     expansion: float | None  # K' / K at the pattern claimed, else at the one obeyed
@@ -42,7 +44,7 @@ class LayerReport:
 
 @dataclass(frozen=True)
 class Fit:
-    """How far the ternary weights of a model are from a pattern."""
+    """The blocks and weights of a ternary model that a pattern would change."""
 
     pattern: str
     weights: int
@@ -93,23 +95,29 @@ def inspect(folder: str | Path) -> CheckpointReport:
     checkpoint, metadata = open_checkpoint(folder)
     with checkpoint.reader() as reader:
         layers = tuple(
-            _inspect_layer(checkpoint, reader, metadata, name) for name in _layers(checkpoint, metadata)
+            _inspect_layer(checkpoint, reader, metadata, name) for name in linear_layers(checkpoint, metadata)
         )
         damaged = any(layer.violations for layer in layers)
         fits = _fits(checkpoint, reader, metadata) if is_bitnet(checkpoint.config) and not damaged else ()
     claimed = metadata.pattern.ratio if metadata else None
     stored = sparsity_of(checkpoint.quantization_config() or {})
     layout = metadata.layout if metadata else stored[0] if stored else None
+    return CheckpointReport(str(folder), claimed, layout, layers, expert_dtypes(checkpoint), fits)
+
+
+def expert_dtypes(checkpoint: Checkpoint) -> dict[str, int]:
+    """Count the matrices of routed experts by dtype."""
     routed = (
         stored.spec for name, stored in checkpoint.tensors.items() if is_expert(name.removesuffix(WEIGHT))
     )
-    dtypes = Counter(spec.dtype for spec in routed if spec.name.endswith(WEIGHT))
-    return CheckpointReport(str(folder), claimed, layout, layers, dict(dtypes), fits)
+    return dict(Counter(spec.dtype for spec in routed if spec.name.endswith(WEIGHT)))
 
 
 def _fits(checkpoint: Checkpoint, reader: Reader, metadata: Metadata | None) -> tuple[Fit, ...]:
     found = {ratio: Fit(ratio, 0, 0, 0, 0, 0) for ratio in RATIOS}
-    names = [n for n in _layers(checkpoint, metadata) if checkpoint.tensors[n + WEIGHT].spec.dtype == "I8"]
+    names = [
+        n for n in linear_layers(checkpoint, metadata) if checkpoint.tensors[n + WEIGHT].spec.dtype == "I8"
+    ]
     for name in names:
         spec = checkpoint.tensors[name + WEIGHT].spec
         for rows in spec.chunks():
@@ -137,7 +145,7 @@ def _added(fit: Fit, values: Tensor) -> Fit:
     )
 
 
-def _layers(checkpoint: Checkpoint, metadata: Metadata | None) -> list[str]:
+def linear_layers(checkpoint: Checkpoint, metadata: Metadata | None) -> list[str]:
     """List layers by metadata and architecture; for an unknown architecture all matrices that may be layers."""
     family = FAMILIES.get(architecture_of(checkpoint.config) or "")
     if family:
@@ -165,9 +173,12 @@ def _inspect_layer(
                 broken, first = broken + error.found.total, first or str(error)
                 candidates = []
         candidates = [pattern for pattern in candidates if violations(values, pattern) is None]
+    if entry and metadata and (lacking := lacking_share(checkpoint, reader, metadata, name)):
+        broken, first = lacking.found.total, str(lacking)
     satisfied = candidates[0] if candidates else None
     in_features = entry.in_features if entry else spec.columns
     shown = entry.pattern if entry else satisfied
+    slided = shown.layout(in_features).slided if isinstance(shown, SlidePattern) else in_features
     scale = checkpoint.tensors.get(name + SCALE)
     return LayerReport(
         name=name,
@@ -179,7 +190,7 @@ def _inspect_layer(
         violations=broken,
         first_violation=first,
         bytes=checkpoint.tensors[spec.name].nbytes + (scale.nbytes if scale else 0),
-        expansion=shown.layout(in_features).slided / in_features if shown and in_features else None,
+        expansion=slided / in_features if shown and in_features else None,
     )
 
 
@@ -222,7 +233,7 @@ class CheckpointComparison:
 
 
 class _Side:
-    """One of the checkpoints compared, its layers seen as dense."""
+    """One of two compared checkpoints; its layers are read in the dense layout."""
 
     def __init__(self, folder: str | Path) -> None:
         self.checkpoint, self.metadata = open_checkpoint(folder)
@@ -249,7 +260,7 @@ class _Side:
 
 
 def verify(first: str | Path, second: str | Path) -> CheckpointComparison:
-    """Compare all tensors of two checkpoints bit for bit, whatever their weight layouts and shards.
+    """Compare all tensors of two checkpoints bit for bit; weight layouts and shards may differ.
 
     Raises CheckpointError for a broken checkpoint, DamagedError for slided rows that are the form of no weight.
     """

@@ -17,6 +17,7 @@ This file needs the standard library only.
 ``dense``: weights [N, K], plain compressed-tensors (``quant_method: compressed-tensors``), which stock vLLM serves.
 ``slided``: weights of the layers listed are [N, K'] (``quant_method: slidesparse``), which stock vLLM refuses by name.
 ``packed``: those weights are stored without their zeros (`slidesparse.bitmask`); refused as slided ones are.
+A share of 2:4 blocks, such as ``2:4@50%``, is for the dense layout alone.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from slidesparse.errors import SlideSparseError, shown
-from slidesparse.pattern import PatternError, SlidePattern
+from slidesparse.pattern import MixedPattern, Pattern, PatternError, parse_pruned
 
 KEY = "slidesparse"  # in quantization_config
 QUANT_METHOD = "slidesparse"  # names the layouts but dense, and the plugin inside vLLM
@@ -52,7 +53,7 @@ class MetadataError(SlideSparseError, ValueError):
 class LayerEntry:
     """One pruned layer: its pattern and K, its in-features before sliding."""
 
-    pattern: SlidePattern
+    pattern: Pattern
     in_features: int
 
     def __post_init__(self) -> None:
@@ -64,14 +65,16 @@ class LayerEntry:
 
     def columns(self, layout: str) -> int:
         """Columns of the stored weight: K' in the slided layout, K in the others."""
-        return self.pattern.layout(self.in_features).slided if layout == "slided" else self.in_features
+        if layout != "slided" or isinstance(self.pattern, MixedPattern):
+            return self.in_features
+        return self.pattern.layout(self.in_features).slided
 
 
 @dataclass(frozen=True)
 class Metadata:
     """The parsed ``slidesparse`` block of a checkpoint."""
 
-    pattern: SlidePattern
+    pattern: Pattern
     layout: str
     layers: Mapping[str, LayerEntry] = field(default_factory=dict)
     tool: str = ""
@@ -81,6 +84,13 @@ class Metadata:
             raise MetadataError(
                 f"layout {shown(self.layout)} is not known; the layouts are {', '.join(LAYOUTS)}"
             )
+        if self.layout != "dense":
+            for name, entry in self.layers.items():
+                if isinstance(entry.pattern, MixedPattern):
+                    raise MetadataError(
+                        f"{shown(name)} is {entry.pattern.ratio} in the {self.layout} layout, which knows no blocks; "
+                        "convert the original model again with --layout dense"
+                    )
 
     def to_json(self) -> dict[str, Any]:
         """Return the block as config.json holds it."""
@@ -98,7 +108,7 @@ class Metadata:
 
     @classmethod
     def from_json(cls, block: Any) -> Metadata:
-        """Parse the block, which nobody is trusted to have written.
+        """Parse the block and validate every field, as it comes from an untrusted file.
 
         Raises MetadataError that names the field, what it holds and what is allowed.
         """
@@ -128,7 +138,7 @@ class Metadata:
 
 
 def sparsity_of(quantization_config: Mapping[str, Any]) -> tuple[str, str] | None:
-    """Return format and structure (2:4) of weights that compressed-tensors stored without zeros, or None."""
+    """Return the format and structure (2:4) of weights that compressed-tensors stored without zeros, or None."""
     found = quantization_config.get("sparsity_config")
     if not isinstance(found, Mapping) or found.get("format") not in SPARSE_FORMATS:
         return None
@@ -151,8 +161,8 @@ def _of(kind: type[T], value: object) -> T:
     return value
 
 
-def _pattern(value: object) -> SlidePattern:
-    return SlidePattern.parse(_of(str, value))
+def _pattern(value: object) -> Pattern:
+    return parse_pruned(_of(str, value))
 
 
 def _entry(name: str, value: object) -> LayerEntry:

@@ -70,7 +70,7 @@ def _partial_name(out: Path) -> str:
 
 
 def remove_stale(out: Path) -> None:
-    """Remove what killed conversions to ``out`` left.  CheckpointError if one is still running."""
+    """Remove the folders that killed conversions to ``out`` left.  Raises CheckpointError if one is still running."""
     parent = out.resolve().parent
     for stale in list(parent.iterdir()) if parent.exists() else ():
         if stale.name.startswith(_partial_name(out)):
@@ -82,7 +82,7 @@ def remove_stale(out: Path) -> None:
 def partial_folder(out: Path) -> Iterator[Path]:
     """Make a hidden sibling of ``out``, removed afterwards unless published.
 
-    A lock on it tells a running process from a killed one, whose lock the kernel has dropped.
+    A lock on it distinguishes a running process from a killed one, whose lock the kernel has dropped.
     """
     partial = out.resolve().parent / f"{_partial_name(out)}{secrets.token_hex(4)}"
     partial.mkdir(parents=True)

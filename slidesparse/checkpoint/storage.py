@@ -35,7 +35,7 @@ from slidesparse.errors import SlideSparseError, shown
 CONFIG = "config.json"
 INDEX = "model.safetensors.index.json"
 SUFFIX = ".safetensors"
-# What belongs to a checkpoint beside the weights: tokenizers, configurations, chat templates, licences
+# Files of a checkpoint other than the weights: tokenizers, configurations, chat templates, licences
 SIDE_SUFFIXES = (".json", ".jinja", ".txt", ".md", ".model", ".bpe", ".codes", ".tiktoken", ".spm")
 SIDE_NAMES = ("tokenizer.model", "LICENSE", "LICENCE", "COPYING", "NOTICE", "README", "USE_POLICY")
 CHUNK_ELEMENTS = 2**20  # read, converted and written at a time; measured: 2**19 and 2**21 are slower
@@ -96,14 +96,18 @@ class TensorSpec(NamedTuple):
         """Bytes of the whole tensor."""
         return self.rows * self.row_bytes
 
-    def chunks(self) -> Iterator[slice]:
-        """Yield row slices of about CHUNK_ELEMENTS elements; they depend on the shape alone."""
-        step = max(1, CHUNK_ELEMENTS // self.columns if self.columns else self.rows)
+    def chunks(self, unit: int = 1) -> Iterator[slice]:
+        """Yield slices of about CHUNK_ELEMENTS elements, each of a multiple of ``unit`` rows but for the last.
+
+        They depend on the shape alone.
+        """
+        step = CHUNK_ELEMENTS // self.columns if self.columns else self.rows
+        step = max(unit, step // unit * unit)
         return (slice(start, min(start + step, self.rows)) for start in range(0, self.rows, step))
 
 
 class StoredTensor(NamedTuple):
-    """Where a tensor lies: its file in the folder and its first byte there."""
+    """The position of a tensor: its file in the folder and its first byte there."""
 
     spec: TensorSpec
     file: str
@@ -182,7 +186,7 @@ class Checkpoint:
 
 
 def positions_of(config: Mapping[str, Any]) -> int | None:
-    """Return the most tokens that a model takes, by its config.json; None where that does not say.
+    """Return the model's maximum number of positions from config.json, or None if it is missing.
 
     Raises AttributeError, TypeError or ValueError for a config of another form.
     """
@@ -225,7 +229,7 @@ def _joined(checkpoint: Checkpoint, reader: Reader) -> dict[str, StoredTensor]:
 
 
 def parse_json(text: bytes, what: object, **options: Any) -> dict[str, Any]:
-    """Read a JSON object.  CheckpointError, which says ``what`` the text is, for any other."""
+    """Parse ``text`` as a JSON object.  Raises CheckpointError, which calls it ``what``, for anything else."""
     try:
         found = json.loads(text, **options)
     except (ValueError, RecursionError) as error:
@@ -261,7 +265,7 @@ def _require_file(folder: Path, file: str) -> None:
         raise CheckpointError(f"{path} is not a file; fetch it again")
     if not is_inside(folder, path):
         raise CheckpointError(
-            f"{path} is a link out of its folder, to {path.resolve()}; nothing else than the folder is read: give the "
+            f"{path} is a link out of its folder, to {path.resolve()}; only files in the folder are read: give the "
             "folder that holds the files, or copy them"
         )
 
@@ -290,7 +294,7 @@ def _single_file(folder: Path) -> list[str]:
     if found:
         raise CheckpointError(
             f"{folder} holds {len(found)} {SUFFIX} files ({found[0]}, ...) and no {INDEX}, which says "
-            "which of them make up the model; fetch the index too, or remove the files of no use"
+            "which of them make up the model; fetch the index too, or remove the files of other models"
         )
     others = sorted(path.name for path in folder.iterdir() if path.suffix in (".bin", ".pt", ".pth", ".gguf"))
     hint = f" (it has {others[0]}: save the model again with safe_serialization=True)" if others else ""
@@ -311,7 +315,7 @@ def _indexed_files(folder: Path, index: Mapping[str, Any]) -> list[str]:
             raise CheckpointError(f"{path} places tensor {shown(name)} in {shown(file)}, which names no file")
         if _escapes(file):
             raise CheckpointError(
-                f"{path} places tensor {shown(name)} in {shown(file)}, outside the folder; only files beside the index "
+                f"{path} places tensor {shown(name)} in {shown(file)}, outside the folder; only files in it "
                 "are read"
             )
     files = sorted(set(weight_map.values()))
@@ -325,7 +329,7 @@ def _indexed_files(folder: Path, index: Mapping[str, Any]) -> list[str]:
 
 
 def _escapes(file: str) -> bool:
-    """Whether a name is more than a plain file name, on any system."""
+    """Return whether a name is more than a plain file name on any system."""
     return file in ("", ".", "..") or PurePosixPath(file).name != file or PureWindowsPath(file).name != file
 
 

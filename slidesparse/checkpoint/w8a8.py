@@ -43,7 +43,7 @@ class Scheme:
 
     @property
     def ours(self) -> bool:
-        """Whether it is what the plugin serves."""
+        """Whether the plugin serves this scheme as it is."""
         return self.block is None and self.activations == "per token"
 
 
@@ -63,11 +63,11 @@ class Quantization:
 
     @property
     def quant(self) -> str:
-        """The types of the weights, in words."""
+        """The types of the weights as text, such as for messages."""
         return " and ".join(sorted({scheme.quant for scheme in self.schemes}))
 
     def rewritten(self, experts: bool) -> bool:
-        """Whether it cannot be written as it is: other than the plugin serves, or experts scaled per tensor."""
+        """Whether to rewrite the quantization: the plugin does not serve it, or experts have per-tensor scales."""
         ours = all(scheme.ours for scheme in self.schemes)
         by_tensor = any(scheme.strategy == "tensor" for scheme in self.schemes)
         return self.method == FP8_METHOD or not ours or (experts and by_tensor)
@@ -79,7 +79,7 @@ class Quantization:
 
     @cached_property
     def _ignored(self) -> tuple[frozenset[str], list[str]]:
-        """Names, of which a model may have one for each expert, and regexes."""
+        """The ignored names (there may be one for each expert) and regexes."""
         return frozenset(self.ignore), [entry for entry in self.ignore if entry.startswith("re:")]
 
     def scheme(self, layer: str, dtype: str) -> Scheme | None:
@@ -151,7 +151,7 @@ def new_block(quant: str, ignore: Sequence[str]) -> dict[str, Any]:
 
 
 def holds_floats(block: Mapping[str, Any]) -> bool:
-    """Whether a ``quantization_config`` says no more than how weights in 16 or 32 bits are stored without zeros."""
+    """Return whether a ``quantization_config`` only says how 16- or 32-bit weights are stored without their zeros."""
     return sparsity_of(block) is not None and not block.get("config_groups")
 
 
@@ -166,7 +166,7 @@ def _arguments(quant: str) -> dict[str, Any]:
 def rewritten_block(
     block: Mapping[str, Any], found: Quantization, quant_of: Callable[[Scheme], str], left: Iterable[str]
 ) -> dict[str, Any]:
-    """Return the block of a source whose layers are written as `new_block` has them.
+    """Return the block for a source whose layers are requantized as in `new_block`.
 
     Args:
         block: of the source, which ``found`` was read from.
@@ -240,7 +240,7 @@ def _parsed(block: Mapping[str, Any]) -> Quantization:
 
 
 def _fp8(block: Mapping[str, Any]) -> Quantization:
-    """Read what DeepSeek, Qwen and AutoFP8 write: scales per block, or one of each weight."""
+    """Read the FP8 format of DeepSeek, Qwen and AutoFP8: scales per block, or one scale per weight."""
     form, activations = block.get("fmt", "e4m3"), block.get("activation_scheme", "dynamic")
     if form not in ("e4m3", "float8_e4m3fn") or activations not in ("dynamic", "static"):
         raise _refusal(
@@ -309,7 +309,7 @@ def _strategy(arguments: Mapping[str, Any]) -> str:
 
 
 def _activations(name: str, inputs: Mapping[str, Any], by_block: bool) -> str:
-    """Return how activations are quantized while serving; those of weights scaled per block by groups."""
+    """Return how activations are quantized while serving; with per-block weight scales, that is by groups."""
     dynamic, strategy = inputs.get("dynamic", False), _strategy(inputs)
     if dynamic is False and strategy == "tensor":
         return "static"

@@ -17,11 +17,14 @@ from slidesparse.errors import EnvironmentFault, SlideSparseError
 
 def build_targets(
     names: Annotated[
-        list[str] | None, typer.Argument(metavar="[NAME]...", help=f"Of {', '.join(TARGETS)}; default all.")
+        list[str] | None,
+        typer.Argument(
+            metavar="[NAME]...", help=f"The targets to compile, of {', '.join(TARGETS)}; default all."
+        ),
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """Compile the kernels now, for images or before serving; else each is compiled when first used.
+    """Compile the kernels now, for images or before serving; otherwise each is compiled at its first use.
 
     Exit 3 with the reason when one cannot be compiled; the others are compiled nevertheless.
     """

@@ -1,4 +1,4 @@
-"""The commands' consoles and progress, and the one place that turns errors into messages and exit codes."""
+"""The commands' consoles and progress, and the conversion of errors into messages and exit codes."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ from slidesparse import methods
 from slidesparse.cli.console import byte_progress, err, out
 from slidesparse.convert.times import DEFAULT_GPU, DEFAULT_TOKENS
 from slidesparse.errors import SlideSparseError
-from slidesparse.pattern import SlidePattern
+from slidesparse.pattern import Pattern, parse_pruned
 
 if TYPE_CHECKING:
     from slidesparse.calibrate.task import Calibration
@@ -58,28 +58,28 @@ def convert(
     ],
     target: Annotated[Path, typer.Argument(help="The folder to make.", metavar="OUT")],
     sparsity: Annotated[
-        str | None, typer.Option("--sparsity", "-s", help="The pattern: 6:8, or 2_8, which is the same.")
+        str | None, typer.Option("--sparsity", "-s", help="The pattern: 6:8, or equivalently 2_8.")
     ] = None,
     max_loss: Annotated[
         str | None,
         typer.Option(
-            help="Instead of a pattern: choose one for each layer, so that the model is fastest and loses at most so "
-            "much, of perplexity, or encoders of the cosine of their embeddings. With --calib.",
+            help="Instead of a pattern: choose one for each layer, so that the model is fastest and loses at most this "
+            "much perplexity, or for encoders cosine of the embeddings. Needs --calib.",
             metavar="PERCENT",
         ),
     ] = None,
     min_speedup: Annotated[
         float | None,
         typer.Option(
-            help="Instead of a pattern: lose as little as can be for so many times the speed of dense linear layers "
-            "in vLLM, such as 1.15.",
+            help="Instead of a pattern: the least loss at which the linear layers are X times as fast as vLLM's dense "
+            "ones, such as 1.15.",
             metavar="X",
         ),
     ] = None,
     zeros: Annotated[
         str | None,
         typer.Option(
-            help="Instead of a pattern: lose as little as can be with so many of the weights zero.",
+            help="Instead of a pattern: the least loss with this share of the weights zero.",
             metavar="PERCENT",
         ),
     ] = None,
@@ -92,7 +92,7 @@ def convert(
         ),
     ] = None,
     gpu: Annotated[
-        str | None, typer.Option(help=f"Whose times of layers count; by default {DEFAULT_GPU}.")
+        str | None, typer.Option(help=f"The GPU whose layer times count; by default {DEFAULT_GPU}.")
     ] = None,
     quant: Annotated[
         str | None, typer.Option(help="int8 or fp8; by default int8, or what a W8A8 source has.")
@@ -126,7 +126,7 @@ def convert(
     sweeps: Annotated[
         int | None,
         typer.Option(
-            help="How often sparsegpt goes over a layer again to lessen its error; by default 4.",
+            help="How often sparsegpt goes over a layer again to reduce its error; by default 4.",
             metavar="N",
         ),
     ] = None,
@@ -134,7 +134,7 @@ def convert(
         str | None,
         typer.Option(
             "--target",
-            help="What sparsegpt's layers should give: dense, the default, what the dense model does, or own.",
+            help="The outputs that sparsegpt fits: dense (the default), the dense model's; own, the layer's own.",
         ),
     ] = None,
     finetune: Annotated[
@@ -148,13 +148,14 @@ def convert(
     rotate: Annotated[
         str | None,
         typer.Option(
-            help="Turn the residual stream of Llama, Mistral, Qwen2 or Qwen3 first, in the weights, so that pruning "
-            "costs less: auto (with sparsegpt, where it can be; the default), on or off.",
+            help="Rotate the residual stream of Llama, Mistral, Qwen2 or Qwen3 first, and permute channels of any "
+            "model, in the weights, so that pruning costs less: auto (with sparsegpt, where it can be; the default), "
+            "on or off.",
             metavar="WHEN",
         ),
     ] = None,
     resume: Annotated[
-        bool, typer.Option("--resume", help="Go on from the layers that a killed run finished.")
+        bool, typer.Option("--resume", help="Continue from the layers that a killed run finished.")
     ] = False,
     layer: Annotated[
         list[str] | None,
@@ -179,12 +180,12 @@ def convert(
     ] = None,
     linear: Annotated[
         str | None,
-        typer.Option(help="Which layers to prune, for architectures that are not known.", metavar="REGEX"),
+        typer.Option(help="The layers to prune, for architectures that are not known.", metavar="REGEX"),
     ] = None,
-    seed: Annotated[int, typer.Option(help="Of the choice of samples, and of --method random.")] = 0,
+    seed: Annotated[int, typer.Option(help="The seed of the choice of samples, and of --method random.")] = 0,
     report: Annotated[
         Path | None,
-        typer.Option(help="Write what became of each layer to this JSON file.", metavar="FILE.json"),
+        typer.Option(help="Write a report on each layer to this JSON file.", metavar="FILE.json"),
     ] = None,
     plot: Annotated[
         Path | None,
@@ -228,11 +229,9 @@ def convert(
         check=report is not None,
     )
     if plot is not None and budget is None:
-        raise SlideSparseError(
-            "--plot draws what a budget can have; give one, such as --max-loss 1%, or leave it out"
-        )
-    _require_writable("--report", report)
-    _require_writable("--plot", plot)
+        raise SlideSparseError("--plot needs a budget; give one, such as --max-loss 1%, or leave --plot out")
+    _require_writable("--report", report, target)
+    _require_writable("--plot", plot, target)
     with byte_progress(lines=True) as progress:
         done = run(local_folder(source), target, options, dry_run=dry_run, progress=progress)
     if plot is not None and done.budget:
@@ -247,7 +246,7 @@ def convert(
 
 def _wanted(
     sparsity: str | None, goals: Mapping[str, str | float | None], tokens: str | None, gpu: str | None
-) -> tuple[SlidePattern, Budget | None]:
+) -> tuple[Pattern, Budget | None]:
     """Return the pattern asked for, or the budget and the pattern that a rotation is learned for."""
     given = [name for name, value in {"--sparsity": sparsity, **goals}.items() if value is not None]
     if len(given) != 1:
@@ -262,7 +261,7 @@ def _wanted(
             "--max-loss or --min-speedup"
         )
     if sparsity is not None:
-        return SlidePattern.parse(sparsity), None
+        return parse_pruned(sparsity), None
     from slidesparse.convert.budget import MIDDLE, Budget, parse_percent, parse_tokens
 
     percents = {
@@ -296,7 +295,7 @@ def _calibration(
         given = " and ".join(f"--{name}" for name in training)
         others = " and ".join(name for name in methods.METHODS if methods.get(name).updates_weights)
         raise SlideSparseError(
-            f"--method {method} has no use for {given}, which {others} has; leave {given} out"
+            f"--method {method} does not use {given}, but {others} does; leave {given} out"
         )
     if calib is not None:
         return Calibration(calib, **data, **training)
@@ -308,10 +307,14 @@ def _calibration(
     return None
 
 
-def _require_writable(option: str, report: Path | None) -> None:
-    """Raise SlideSparseError, before hours of work, unless the file of an option can be written."""
+def _require_writable(option: str, report: Path | None, target: Path) -> None:
+    """Raise SlideSparseError, before hours of work, unless the file of an option can be written beside ``target``."""
     if report is None:
         return
+    if report.resolve() == target.resolve():
+        raise SlideSparseError(
+            f"{option} {report} is the folder that the model is written to; name a file beside it"
+        )
     if report.is_dir() or not report.resolve().parent.is_dir():
         raise SlideSparseError(
             f"{option} {report}: it is a folder, or its folder is not there; name a file in one that is"
@@ -336,7 +339,7 @@ def _warn(report: Report) -> None:
     if report.budget and not report.budget.kept:
         err.print(
             f"[yellow]warning:[/] {escape(report.budget.budget.goal)} is not kept: {escape(report.budget.words)}; "
-            "what was made is the nearest of several tries: allow more, or give more text"
+            "the checkpoint is the closest of several tries: allow more, or give more text"
         )
 
 
@@ -382,9 +385,9 @@ def _summarize(report: Report, dry_run: bool) -> None:
 
 
 def _show_budget(outcome: Outcome) -> None:
-    """Show what can be had for which loss, and what was chosen."""
-    market, timed = outcome.market, not outcome.market.by_zeros
-    frontier = market.frontier()
+    """Show the frontier of loss and saving, and the choice."""
+    problem, timed = outcome.problem, not outcome.problem.by_zeros
+    frontier = problem.frontier()
     most = len(frontier) - 1
     table = Table(box=None, padding=(0, 2, 0, 0))
     loss = "perplexity" if outcome.in_nats else "1 - cosine"
@@ -398,8 +401,8 @@ def _show_budget(outcome: Outcome) -> None:
 
     for number in sorted({round(most * part / FRONTIER_ROWS) for part in range(FRONTIER_ROWS + 1)}):
         add("", frontier[number])
-    for pattern in market.patterns:
-        add("uniform: ", market.uniform(pattern), "dim")
+    for pattern in problem.patterns:
+        add("uniform: ", problem.uniform(pattern), "dim")
     if outcome.choice:
         add("chosen: ", outcome.choice, "bold")
     out.print(table)

@@ -24,7 +24,7 @@ Against = Annotated[
     Path | None,
     typer.Option(help="Another checkpoint, such as the original, to compare with.", metavar="DIR"),
 ]
-Samples = Annotated[int | None, typer.Option(help="The first so many only.", metavar="N")]
+Samples = Annotated[int | None, typer.Option(help="Use only the first N samples.", metavar="N")]
 Options = Annotated[
     list[str] | None,
     typer.Option(
@@ -64,7 +64,7 @@ def perplexity(
     log: Log = None,
     as_json: Json = False,
 ) -> None:
-    """Perplexity of a decoder on a text, paired with another checkpoint's: difference, top-1, KL."""
+    """Measure a decoder's perplexity on a text, and compare it with another checkpoint: difference, top-1, KL."""
     from slidesparse.evaluate.perplexity import measure
     from slidesparse.evaluate.texts import config_of, window_of, windows
 
@@ -91,7 +91,7 @@ def embedding(
     log: Log = None,
     as_json: Json = False,
 ) -> None:
-    """Embeddings of an encoder beside another checkpoint's: cosine, and of pairs the retrieval."""
+    """Compare an encoder's embeddings with another checkpoint's: cosine, and retrieval if the data are pairs."""
     from slidesparse.evaluate.embedding import measure
     from slidesparse.evaluate.texts import config_of, texts_or_pairs
 

@@ -16,7 +16,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from slidesparse import __version__
-from slidesparse.cli import build, convert, evaluate, synth, tune
+from slidesparse.cli import build, convert, doctor, evaluate, synth, tune
 from slidesparse.cli.console import Json, application, out
 from slidesparse.errors import FAILED
 
@@ -113,10 +113,10 @@ def _cells(layer: LayerReport) -> tuple[str, ...]:
 @app.command()
 def verify(
     first: Annotated[Path, typer.Argument(help="A checkpoint folder.", metavar="A")],
-    second: Annotated[Path, typer.Argument(help="Another one.", metavar="B")],
+    second: Annotated[Path, typer.Argument(help="The checkpoint folder to compare it with.", metavar="B")],
     as_json: Json = False,
 ) -> None:
-    """Compare two checkpoints bit for bit, whatever their layouts and shards.  Exit 0 if equal, 1 if not."""
+    """Compare two checkpoints bit for bit; layouts and shards may differ.  Exit 0 if equal, 1 if not."""
     from slidesparse.checkpoint.inspection import verify as run
 
     found = run(first, second)
@@ -133,14 +133,7 @@ def verify(
     raise typer.Exit(0 if found.equal else FAILED)
 
 
-@app.command()
-def doctor(as_json: Json = False) -> None:
-    """Tell what this machine can run, what is missing, and the remedy.  Never fails."""
-    from slidesparse.doctor import main as run
-
-    run(["--json"] if as_json else [])
-
-
+app.command("doctor")(doctor.doctor)
 app.command("build")(build.build_targets)
 app.command("convert")(convert.convert)
 app.command("synth")(synth.synth)

@@ -10,7 +10,7 @@ import typer
 from rich.markup import escape
 
 from slidesparse.cli.console import byte_progress, out
-from slidesparse.pattern import SlidePattern
+from slidesparse.pattern import parse_pruned
 
 if TYPE_CHECKING:
     from slidesparse.convert.synth import SynthReport
@@ -40,16 +40,16 @@ def synth(
         str,
         typer.Option(help="dense, which stock vLLM serves too, slided offline, or packed, without zeros."),
     ] = "dense",
-    seed: Annotated[int, typer.Option(help="Of the random weights.")] = 0,
+    seed: Annotated[int, typer.Option(help="The seed of the random weights.")] = 0,
     layers: Annotated[
-        int | None, typer.Option(help="Only the first so many layers of the model.", metavar="N")
+        int | None, typer.Option(help="Write only the first N layers of the model.", metavar="N")
     ] = None,
     shard_size: Annotated[
-        str, typer.Option(help="Of tensors in a file, at most: such as 500MB or 4GB.")
+        str, typer.Option(help="The most bytes of tensors in a file, such as 500MB or 4GB.")
     ] = "4GB",
 ) -> None:
     """Write a checkpoint of random weights of a model's shapes, to measure speed with."""
-    pattern = None if sparsity is None else SlidePattern.parse(sparsity)
+    pattern = None if sparsity is None else parse_pruned(sparsity)
     from slidesparse.convert.synth import parse_size
     from slidesparse.convert.synth import synth as run
 

@@ -33,7 +33,7 @@ Tokens = Annotated[
     str | None, typer.Option("--m", help="Token counts, comma-separated; default 64 to 16384.")
 ]
 Limit = Annotated[
-    float | None, typer.Option("--time-limit", help="Seconds after which to stop; repeat to go on.")
+    float | None, typer.Option("--time-limit", help="Stop after this many seconds; run again to continue.")
 ]
 
 
@@ -50,11 +50,13 @@ def tune(
         str | None,
         typer.Option(help="Backends, comma-separated; default the one that serves sparse layers here."),
     ] = None,
-    force: Annotated[bool, typer.Option("--force", help="Search again what is in the tables.")] = False,
+    force: Annotated[
+        bool, typer.Option("--force", help="Search again for problems that are in the tables.")
+    ] = False,
     time_limit: Limit = None,
     as_json: Json = False,
 ) -> None:
-    """Search the fastest GEMM algorithms for this GPU, and save them where serving looks."""
+    """Search for the fastest GEMM algorithms on this GPU, and save them for serving."""
     began = time.monotonic()
     from slidesparse import gemm
     from slidesparse.gemm.tuned import folder
@@ -81,7 +83,7 @@ def tune(
 
 @contextmanager
 def open_session(gpu: Gpu, began: float, limit: float | None) -> Iterator[tuple[Session, Progress]]:
-    """A session whose progress is shown on stderr; ``limit`` seconds count from ``began`` (time.monotonic)."""
+    """Open a session that shows progress on stderr; ``limit`` seconds count from ``began`` (time.monotonic)."""
     from slidesparse.tune.inputs import Inputs
     from slidesparse.tune.measure import CudaClock, Deadline
     from slidesparse.tune.session import Session
@@ -114,7 +116,7 @@ def patterns_of(text: str | None, mixed: bool = False) -> tuple[str, ...]:
 
 
 def models_of(names: str | None, shapes: str | None) -> list[tuple[str, tuple[Layer, ...]]]:
-    """(name, layers) of what was asked for; all models by default."""
+    """Return (name, layers) of the requested models or shapes; of all models by default."""
     from slidesparse.tune.shapes import MODELS, ShapeError, model, parse_shapes, split
 
     if names and shapes:
@@ -125,7 +127,7 @@ def models_of(names: str | None, shapes: str | None) -> list[tuple[str, tuple[La
 
 
 def libraries_of(gpu: Gpu, names: str | None) -> list[Tunable]:
-    """The backends that were asked for; by default all that run on ``gpu``, and a note on stderr for the others."""
+    """Return the requested backends; by default all that run on ``gpu``, with a note on stderr for the others."""
     from slidesparse.tune import machine
     from slidesparse.tune.shapes import parse_choice
 
@@ -136,7 +138,7 @@ def libraries_of(gpu: Gpu, names: str | None) -> list[Tunable]:
         err.print(escape(f"note: {line}"))
     if not found:
         raise machine.MissingError(
-            f"no GEMM backend runs on {gpu.name}; `slidesparse doctor` tells what is missing"
+            f"no GEMM backend runs on {gpu.name}; `slidesparse doctor` shows what is missing"
         )
     return found
 

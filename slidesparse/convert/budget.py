@@ -1,9 +1,10 @@
-"""A budget instead of a pattern: which pattern each layer gets, so that the model is fastest for the loss allowed.
+"""Allocate patterns to layers within a budget, so that the model is fastest for the loss allowed.
 
-Every unit, the linear layers that vLLM joins to one matrix, may stay dense or take one of `PATTERNS`.  What each choice
-costs the model was measured, layer by layer; what it saves is known from the times of layers on a GPU, or counted in
-zeros.  On the lower convex hull of a unit's choices, steps from one to the next save less and less for what they cost.
-The steps of all units, the cheapest first, are the frontier: the least loss for anything saved.
+Every unit, the linear layers that vLLM fuses into one matrix, stays dense or takes one of `PATTERNS`: a multiple-choice
+knapsack problem.  The loss of each candidate was measured, layer by layer; its saving is known from the times of layers
+on a GPU, or counted in zeros.  The candidates of a unit on the lower convex hull of loss over saving are joined by
+steps, each steeper than the one before.  Taking the steps of all units, the least steep first, gives the frontier: the
+choices that no mixture of others betters.
 """
 
 from __future__ import annotations
@@ -16,27 +17,35 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from slidesparse.calibrate.losses import Losses, Unit
-from slidesparse.convert.times import DEFAULT_GPU, DEFAULT_TOKENS, LayerTimes, Shape, TimesError, spelled
-from slidesparse.errors import CalibrationError
+from slidesparse.convert.times import (
+    DEFAULT_GPU,
+    DEFAULT_TOKENS,
+    LayerTimes,
+    Shape,
+    TimesError,
+    name_of,
+    times_of,
+)
+from slidesparse.errors import CalibrationError, shown
 from slidesparse.pattern import SlidePattern
 
 PATTERNS = tuple(SlidePattern.parse(ratio) for ratio in ("8:10", "6:8", "4:6", "2:4"))
-# What a rotation is learned for, before it is known which patterns there will be
+# The pattern that a rotation is learned for, before the patterns are chosen
 MIDDLE = SlidePattern.parse("4:6")
 GOALS = ("--max-loss", "--min-speedup", "--zeros")
 
 
 @dataclass(frozen=True)
 class Budget:
-    """One goal, in the units that are summed over layers, and what a saving is counted in.
+    """One goal, and the steps and the GPU whose times count.
 
-    Raises CalibrationError or TimesError for values that mean nothing.
+    Raises CalibrationError or TimesError for values out of range.
     """
 
     max_loss: float | None = None  # of perplexity, or of the cosine of embeddings: 0.01 is 1%
     min_speedup: float | None = None  # of all linear layers, over stock vLLM's dense ones
     zeros: float | None = None  # of the weights of all linear layers
-    tokens: tuple[int, ...] = DEFAULT_TOKENS  # of the steps whose times count, all alike
+    tokens: tuple[int, ...] = DEFAULT_TOKENS  # of the steps whose times count, with equal weights
     gpu: str = DEFAULT_GPU
 
     def __post_init__(self) -> None:
@@ -56,6 +65,8 @@ class Budget:
             )
         if not self.tokens or min(self.tokens) < 1:
             raise TimesError(f"--tokens: the tokens of a step are at least 1, found {self.tokens}")
+        if self.zeros is None:
+            times_of(self.gpu)  # or TimesError now, not after calibration
 
     @property
     def _values(self) -> tuple[float | None, ...]:
@@ -72,7 +83,7 @@ class Budget:
 
 
 def percent(share: float) -> str:
-    """Spell 0.0125 as ``1.25%``."""
+    """Format 0.0125 as ``1.25%``."""
     return f"{100 * share:.4g}%"
 
 
@@ -89,20 +100,20 @@ def parse_tokens(text: str) -> tuple[int, ...]:
     try:
         return tuple(int(word) for word in text.split(","))
     except ValueError as error:
-        raise TimesError(f"--tokens {text!r} is not a list of numbers such as 1,64,8192") from error
+        raise TimesError(f"--tokens {shown(text)} is not a list of numbers such as 1,64,8192") from error
 
 
 @dataclass(frozen=True)
-class Option:
-    """A pattern that a unit may have, or None for dense, with what that costs and saves."""
+class Candidate:
+    """A pattern that a unit may have, or None for dense, with its loss, time and zeros."""
 
     pattern: SlidePattern | None
     loss: float  # in nats or 1 - cosine, as measured for the unit alone
-    time: float  # as a part of that of all linear layers of the dense model; a mean over the tokens counted
+    time: float  # as a part of that of all linear layers of the dense model; a mean over ``tokens``
     zeros: int
 
 
-Menu = dict[Unit, tuple[Option, ...]]  # of each unit, dense first
+Candidates = dict[Unit, tuple[Candidate, ...]]  # of each unit, dense first
 
 
 @dataclass(frozen=True)
@@ -122,123 +133,126 @@ class Choice:
     @property
     def counts(self) -> dict[str, int]:
         """The number of units by pattern."""
-        return dict(Counter(map(spelled, self.patterns.values())))
+        return dict(Counter(map(name_of, self.patterns.values())))
 
     @property
     def mix(self) -> str:
-        """The same in words, such as ``3 at 2:4, 5 at dense``."""
+        """The same as text, such as ``3 at 2:4, 5 at dense``."""
         return ", ".join(f"{count} at {name}" for name, count in sorted(self.counts.items()))
 
 
 @dataclass(frozen=True)
-class Market:
-    """All that choosing needs: the menu, how many weights there are, and whether savings are times or zeros."""
+class AllocationProblem:
+    """The candidates of all units, the number of weights, and whether savings are counted in time or in zeros."""
 
-    menu: Menu
-    weights: int
+    candidates: Candidates
+    weights: int  # of all linear layers
     by_zeros: bool = False
-    fixed: float = 0.0  # time of linear layers that nothing is chosen for, as a part of the dense model's
+    fixed: float = 0.0  # time of the linear layers that stay as they are, as a part of the dense model's
 
-    def choice(self, picked: Mapping[Unit, Option]) -> Choice:
-        """Sum up one option of each unit."""
+    def choice(self, picked: Mapping[Unit, Candidate]) -> Choice:
+        """Sum up one candidate of each unit."""
         return Choice(
-            {unit: option.pattern for unit, option in picked.items()},
-            sum(option.loss for option in picked.values()),
-            self.fixed + sum(option.time for option in picked.values()),
-            sum(option.zeros for option in picked.values()) / self.weights,
+            {unit: candidate.pattern for unit, candidate in picked.items()},
+            sum(candidate.loss for candidate in picked.values()),
+            self.fixed + sum(candidate.time for candidate in picked.values()),
+            sum(candidate.zeros for candidate in picked.values()) / self.weights,
         )
 
     @property
     def patterns(self) -> list[SlidePattern]:
         """The patterns that units may have."""
-        return [option.pattern for option in next(iter(self.menu.values())) if option.pattern]
+        return [candidate.pattern for candidate in next(iter(self.candidates.values())) if candidate.pattern]
 
     def uniform(self, pattern: SlidePattern) -> Choice:
         """Return the choice of one pattern for all units."""
         return self.choice(
-            {unit: next(o for o in options if o.pattern == pattern) for unit, options in self.menu.items()}
+            {
+                unit: next(o for o in options if o.pattern == pattern)
+                for unit, options in self.candidates.items()
+            }
         )
 
     def frontier(self) -> list[Choice]:
-        """Return the choices that no mixture of others betters, from dense to the most that can be saved."""
-        picked = {unit: options[0] for unit, options in self.menu.items()}
+        """Return the choices that no mixture of others betters, from dense to the largest saving."""
+        picked = {unit: options[0] for unit, options in self.candidates.items()}
         found = [self.choice(picked)]
-        for unit, option in self._steps():
-            picked[unit] = option
+        for unit, candidate in self._steps():
+            picked[unit] = candidate
             found.append(self.choice(picked))
         return found
 
     def fastest(self, loss: float) -> Choice:
-        """Return the choice that saves most with at most so much loss; dense where nothing else is within it."""
-        picked = {unit: options[0] for unit, options in self.menu.items()}
+        """Return the choice that saves most with at most this loss; all dense where every step would exceed it."""
+        picked = {unit: options[0] for unit, options in self.candidates.items()}
         spent = 0.0
-        closed: set[Unit] = set()  # units a step of which was too dear, so that those behind it are too
-        for unit, option in self._steps():
-            more = option.loss - picked[unit].loss
+        closed: set[Unit] = set()  # units of which a step lost too much; later steps lose more
+        for unit, candidate in self._steps():
+            more = candidate.loss - picked[unit].loss
             if unit in closed or spent + more > loss:
                 closed.add(unit)
                 continue
-            picked[unit], spent = option, spent + more
+            picked[unit], spent = candidate, spent + more
         return self.choice(picked)
 
     def least_loss(self, saved: float) -> Choice | None:
-        """Return the choice of the least loss that saves so much of the dense time, or of all weights; else None."""
-        picked = {unit: options[0] for unit, options in self.menu.items()}
-        steps, done = self._steps(), list[tuple[Unit, Option, Option]]()
+        """Return the choice of least loss that saves this share of the dense time, or of all weights, or None."""
+        picked = {unit: options[0] for unit, options in self.candidates.items()}
+        steps, done = self._steps(), list[tuple[Unit, Candidate, Candidate]]()
         left = saved - 1e-12
-        for unit, option in steps:
+        for unit, candidate in steps:
             if left <= 0:
                 break
-            done.append((unit, picked[unit], option))
-            left -= self._saving(option) - self._saving(picked[unit])
-            picked[unit] = option
+            done.append((unit, picked[unit], candidate))
+            left -= self._saving(candidate) - self._saving(picked[unit])
+            picked[unit] = candidate
         if left > 0:
             return None
-        # What the last step saved too much pays for taking others back, the dearest first
+        # The last step may have saved more than needed: undo others within that, those of most loss first
         for unit, before, after in sorted(done, key=lambda step: step[1].loss - step[2].loss):
             if picked[unit] is after and left + self._saving(after) - self._saving(before) <= 0:
                 left += self._saving(after) - self._saving(before)
                 picked[unit] = before
         return self.choice(picked)
 
-    def _saving(self, option: Option) -> float:
-        return option.zeros / self.weights if self.by_zeros else -option.time
+    def _saving(self, candidate: Candidate) -> float:
+        return candidate.zeros / self.weights if self.by_zeros else -candidate.time
 
-    def _steps(self) -> list[tuple[Unit, Option]]:
-        """Return all steps along the units' convex hulls, the one of least loss for what it saves first."""
-        found: list[tuple[float, Unit, int, Option]] = []
-        for unit, options in self.menu.items():
+    def _steps(self) -> list[tuple[Unit, Candidate]]:
+        """Return all steps along the units' convex hulls, the least loss per saving first."""
+        found: list[tuple[float, Unit, int, Candidate]] = []
+        for unit, options in self.candidates.items():
             hull = self._hull(options)
             for number, (a, b) in enumerate(pairwise(hull)):
-                price = (b.loss - a.loss) / (self._saving(b) - self._saving(a))
-                found.append((price, unit, number, b))
-        return [(unit, option) for _, unit, _, option in sorted(found, key=lambda step: step[:3])]
+                found.append((self._slope(a, b), unit, number, b))
+        return [(unit, candidate) for _, unit, _, candidate in sorted(found, key=lambda step: step[:3])]
 
-    def _hull(self, options: Sequence[Option]) -> list[Option]:
-        """Return the options on the lower convex hull of loss over saving, from dense on."""
+    def _hull(self, options: Sequence[Candidate]) -> list[Candidate]:
+        """Return the candidates on the lower convex hull of loss over saving, from dense on."""
         hull = [options[0]]
         better = [o for o in options[1:] if self._saving(o) > self._saving(options[0])]
-        for option in sorted(better, key=lambda o: (self._saving(o), -o.loss)):
-            while len(hull) > 1 and self._price(hull[-2], option) <= self._price(hull[-2], hull[-1]):
+        for candidate in sorted(better, key=lambda o: (self._saving(o), -o.loss)):
+            while len(hull) > 1 and self._slope(hull[-2], candidate) <= self._slope(hull[-2], hull[-1]):
                 hull.pop()
-            if len(hull) == 1 or self._saving(option) > self._saving(hull[-1]):
-                hull.append(option)
+            if len(hull) == 1 or self._saving(candidate) > self._saving(hull[-1]):
+                hull.append(candidate)
         return hull
 
-    def _price(self, a: Option, b: Option) -> float:
+    def _slope(self, a: Candidate, b: Candidate) -> float:
+        """Return loss per saving from ``a`` to ``b``; infinite where nothing is saved."""
         gained = self._saving(b) - self._saving(a)
         return (b.loss - a.loss) / gained if gained > 0 else math.inf
 
 
-def market(
+def allocation_problem(
     losses: Losses, shapes: Mapping[Unit, Shape], quant: str, budget: Budget, sizes: Iterable[Shape] = ()
-) -> Market:
-    """Join losses and times.
+) -> AllocationProblem:
+    """Make the problem from the losses of units and the times of their layers.
 
     Args:
-        shapes: [N, K] of the matrix that each unit becomes.
+        shapes: [N, K] of the fused matrix of each unit.
         quant: "int8" or "fp8".
-        sizes: [N, K] of linear layers that are quantized and not chosen for: they take time, and hold weights.
+        sizes: [N, K] of the linear layers that stay dense: their time and weights count too.
     """
     times = None if budget.zeros is not None else LayerTimes.of(budget.gpu)
     fixed = list(sizes)
@@ -252,17 +266,17 @@ def market(
     def share(pattern: SlidePattern | None, shape: Shape) -> float:
         return sum(time(pattern, shape, m) / whole[m] for m in budget.tokens) / len(budget.tokens)
 
-    menu: Menu = {}
+    candidates: Candidates = {}
     for unit, (n, k) in shapes.items():
-        options = [Option(None, 0.0, share(None, (n, k)), 0)]
+        options = [Candidate(None, 0.0, share(None, (n, k)), 0)]
         for pattern in PATTERNS:
             zeros = n * (k // (pattern.length or k)) * 2
             options.append(
-                Option(pattern, max(0.0, losses[unit][pattern.ratio]), share(pattern, (n, k)), zeros)
+                Candidate(pattern, max(0.0, losses[unit][pattern.ratio]), share(pattern, (n, k)), zeros)
             )
-        menu[unit] = tuple(options)
+        candidates[unit] = tuple(options)
     rest = sum(share(None, shape) for shape in fixed)
-    return Market(menu, sum(n * k for n, k in every), times is None, rest)
+    return AllocationProblem(candidates, sum(n * k for n, k in every), times is None, rest)
 
 
 def layers(choice: Choice) -> Iterator[tuple[str, SlidePattern | None]]:

@@ -1,4 +1,4 @@
-"""Choose the patterns of layers for a budget, prune by them, and see whether the whole model keeps the promise."""
+"""Choose the patterns of layers for a budget, prune with them, and measure whether the whole model is within it."""
 
 from __future__ import annotations
 
@@ -16,16 +16,23 @@ from slidesparse.calibrate.resume import CHOICE, WorkFolder
 from slidesparse.calibrate.task import Progress, Task
 from slidesparse.checkpoint.architectures import WEIGHT
 from slidesparse.checkpoint.storage import Reader
-from slidesparse.convert.budget import PATTERNS, Budget, Choice, Market, market, percent
-from slidesparse.convert.times import Shape, spelled
+from slidesparse.convert.budget import (
+    PATTERNS,
+    AllocationProblem,
+    Budget,
+    Choice,
+    allocation_problem,
+    percent,
+)
+from slidesparse.convert.times import Shape, name_of
 from slidesparse.errors import CalibrationError
 
-# What the whole model loses, as a part of the sum of what its layers lose alone; until it is measured
+# The loss of the whole model over the sum of its layers' losses, until it is measured
 FIRST_PART = 0.7
-ROUNDS = 3  # how often a model is pruned for --max-loss, if it loses too much, or so little that more could be saved
-CLOSE = 0.75  # of the loss allowed is near enough
-MARGIN = 0.95  # of the loss allowed is aimed at when it was missed
-MOST_STEP = 4  # times the last aim is the most of the next
+ROUNDS = 3  # the most choices that are tried for --max-loss
+CLOSE = 0.75  # a loss from this part of the allowed one on is close enough
+MARGIN = 0.95  # the part of the allowed loss to aim at after a miss
+MOST_STEP = 4  # the next aim is at most this many times the last
 
 
 @dataclass(frozen=True)
@@ -33,7 +40,7 @@ class Outcome:
     """The outcome of a budget."""
 
     budget: Budget
-    market: Market
+    problem: AllocationProblem
     part: float  # loss of the whole model over the sum of its layers' losses
     in_nats: bool  # whether losses are differences of cross-entropy; else 1 - cosine
     choice: Choice | None = None
@@ -41,18 +48,18 @@ class Outcome:
 
     @property
     def allowed(self) -> float:
-        """The most that the whole model may lose, in nats or 1 - cosine; infinite where something else is asked for."""
+        """The most that the whole model may lose, in nats or 1 - cosine; infinite for other goals than a loss."""
         most = self.budget.max_loss
         if most is None:
             return math.inf
         return math.log1p(most) if self.in_nats else most
 
     def loss(self, choice: Choice) -> float:
-        """Return what a choice is estimated to cost: of perplexity, or of the cosine."""
+        """Return the estimated loss of a choice: perplexity above the dense model's, as a share, or 1 - cosine."""
         return self.shown(choice.loss * self.part)
 
     def shown(self, loss: float) -> float:
-        """Return a loss as users are told it: of perplexity above the dense model's, or of the cosine."""
+        """Return a loss as the report shows it: perplexity above the dense model's, as a share, or 1 - cosine."""
         return math.expm1(loss) if self.in_nats else loss
 
     @property
@@ -63,15 +70,17 @@ class Outcome:
 
     @property
     def words(self) -> str:
-        """The loss that was found, in words; empty in a dry run."""
+        """The measured loss as text; empty in a dry run."""
         if self.found is None:
             return ""
         what = "perplexity" if self.in_nats else "1 - cosine"
         sign = "+" if self.in_nats else ""
-        return f"{what} {sign}{percent(self.shown(self.found))} above the dense model quantized alike"
+        return (
+            f"{what} {sign}{percent(self.shown(self.found))} above the dense model with the same quantization"
+        )
 
     def to_json(self) -> dict[str, Any]:
-        """Return what ``--report`` writes of it."""
+        """Return the part of the ``--report`` file about the budget."""
         return {
             "goal": self.budget.goal,
             "gpu": self.budget.gpu,
@@ -81,25 +90,25 @@ class Outcome:
             "kept": self.kept,
             "part": self.part,
             "chosen": None if self.choice is None else self._row(self.choice),
-            "uniform": {p.ratio: self._row(self.market.uniform(p)) for p in self.market.patterns},
-            "frontier": [self._row(choice) for choice in self.market.frontier()],
+            "uniform": {p.ratio: self._row(self.problem.uniform(p)) for p in self.problem.patterns},
+            "frontier": [self._row(choice) for choice in self.problem.frontier()],
             "units": [
                 {
                     "layers": list(unit),
-                    "pattern": None if self.choice is None else spelled(self.choice.patterns[unit]),
+                    "pattern": None if self.choice is None else name_of(self.choice.patterns[unit]),
                     "options": [
-                        {"pattern": spelled(o.pattern), "loss": o.loss, "time": o.time, "zeros": o.zeros}
+                        {"pattern": name_of(o.pattern), "loss": o.loss, "time": o.time, "zeros": o.zeros}
                         for o in options
                     ],
                 }
-                for unit, options in self.market.menu.items()
+                for unit, options in self.problem.candidates.items()
             ],
         }
 
     def _row(self, choice: Choice) -> dict[str, Any]:
         return {
             "loss": self.loss(choice),
-            "speedup": None if self.market.by_zeros else choice.speedup,
+            "speedup": None if self.problem.by_zeros else choice.speedup,
             "zeros": choice.zeros,
             "patterns": choice.counts,
         }
@@ -108,25 +117,28 @@ class Outcome:
 def estimate(
     task: Task, reader: Reader, work: WorkFolder, budget: Budget, rotate: bool, progress: Progress | None
 ) -> Outcome:
-    """Measure what layers lose, or take it from the cache; choose for the budget, but prune nothing.
+    """Choose patterns for the budget by the losses of layers, measured now or cached; prune nothing.
 
     Args:
-        rotate: whether the model that ``reader`` gives is turned.
+        rotate: whether ``reader`` gives a rotated model.
 
-    Raises CalibrationError when nothing can be pruned within the budget, or not enough.
+    Raises CalibrationError when the budget allows no pruning, or cannot be reached.
     """
     losses = _losses(task, reader, work, rotate, progress)
     shapes = {unit: _shape(task, unit) for unit in losses}
     fixed = [_shape(task, (name,)) for name in sorted(task.skipped)]
     outcome = Outcome(
-        budget, market(losses, shapes, task.quant, budget, fixed), FIRST_PART, task.model.is_decoder
+        budget,
+        allocation_problem(losses, shapes, task.quant, budget, fixed),
+        FIRST_PART,
+        task.model.is_decoder,
     )
     return replace(outcome, choice=_choose(outcome, outcome.allowed / FIRST_PART))
 
 
 def _losses(task: Task, reader: Reader, work: WorkFolder, rotate: bool, progress: Progress | None) -> Losses:
     """Return the losses of all units, kept in the user's cache for other budgets."""
-    without = ("layers", "sweeps", "target", "finetune")
+    without = ("layers", "sweeps", "target", "finetune", "permutes")
     state = {key: value for key, value in task.state().items() if key not in without}
     state |= {"layers": sorted(task.layers), "rotate": rotate, "patterns": [p.ratio for p in PATTERNS]}
     name = f"{hashlib.sha256(json.dumps(state).encode()).hexdigest()[:32]}.json"
@@ -141,27 +153,27 @@ def _shape(task: Task, unit: Unit) -> Shape:
 
 
 def _choose(outcome: Outcome, aim: float) -> Choice:
-    """Choose for the budget, or with ``aim`` as the most that the losses of all layers may add up to."""
-    budget, found = outcome.budget, outcome.market
-    if len(found.frontier()) == 1:
+    """Choose for the budget; for a loss, so that the losses of all layers add up to ``aim`` at most."""
+    budget, problem = outcome.budget, outcome.problem
+    if len(problem.frontier()) == 1:
         raise CalibrationError(
             f"{budget.goal}: by the times of layers on {budget.gpu} no pattern makes a layer of this model faster in "
             f"steps of {', '.join(map(str, budget.tokens))} tokens; choose by zeros, or by other --tokens"
         )
     if budget.max_loss is not None:
-        choice = found.fastest(aim)
+        choice = problem.fastest(aim)
         if not any(choice.patterns.values()):
-            first = outcome.loss(found.frontier()[1])
+            first = outcome.loss(problem.frontier()[1])
             raise CalibrationError(
                 f"{budget.goal} is too little to prune any layer: the first is estimated to lose {percent(first)}; "
                 "allow more"
             )
         return choice
     saved = budget.zeros if budget.min_speedup is None else 1 - 1 / budget.min_speedup
-    some = found.least_loss(saved or 0.0)
+    some = problem.least_loss(saved or 0.0)
     if some is None:
-        most = found.frontier()[-1]
-        reached = percent(most.zeros) if found.by_zeros else f"{most.speedup:.3f}"
+        most = problem.frontier()[-1]
+        reached = percent(most.zeros) if problem.by_zeros else f"{most.speedup:.3f}"
         raise CalibrationError(
             f"{budget.goal} cannot be reached: the most is {reached}, with {most.mix}; ask for less"
         )
@@ -176,13 +188,13 @@ def prune_within(
     fitted: Callable[[Choice], Task],
     progress: Progress | None,
 ) -> Outcome:
-    """Prune by the choice of an `estimate`; for a loss allowed again, until it is near what is found and not below.
+    """Prune by the choice of an `estimate`; for ``--max-loss`` again with another one, until the loss is close to it.
 
-    A run that was killed goes on where it was.  The blocks of the choice returned are in ``work``.
+    A killed run can be resumed.  The blocks of the choice that is returned are in ``work``.
 
     Args:
         task: the task of all layers, with samples held back.
-        fitted: gives the task of a choice.
+        fitted: returns the task of a choice.
     """
     tries = [Try(*each) for each in work.read_json(CHOICE) or [(outcome.allowed / FIRST_PART, None)]]
     while True:
@@ -194,7 +206,7 @@ def prune_within(
             work.write_json(CHOICE, tries)
         found = tries[-1].found
         assert found is not None
-        most = choice.patterns == outcome.market.frontier()[-1].patterns
+        most = choice.patterns == outcome.problem.frontier()[-1].patterns
         again = (
             None if outcome.budget.max_loss is None else next_aim(tries, outcome.allowed, choice.loss, most)
         )
@@ -206,18 +218,18 @@ def prune_within(
 
 
 class Try(NamedTuple):
-    """A choice for which layers' losses added up to ``aim`` at most, and what the whole model then lost."""
+    """The limit ``aim`` on the sum of layers' losses, and the loss that the whole model then had."""
 
     aim: float
     found: float | None
 
 
 def next_aim(tries: Sequence[Try], allowed: float, predicted: float, most: bool) -> float | None:
-    """Return what to aim at next, or None when the last try shall stay.
+    """Return the next limit on the sum of layers' losses, or None to keep the last try.
 
     Args:
-        tries: at least one, all with what was found.
-        predicted: what the losses of layers add up to in the last one.
+        tries: at least one, all with a measured loss.
+        predicted: the sum of layers' losses in the last one.
         most: whether nothing more can be pruned than in the last one.
     """
     last = tries[-1].found
@@ -227,7 +239,7 @@ def next_aim(tries: Sequence[Try], allowed: float, predicted: float, most: bool)
     if last <= allowed and (last >= CLOSE * allowed or most):
         return None
     if len(tries) >= ROUNDS:
-        # the best that kept the promise is made again, if it is not the last
+        # the best within the limit is made again, if it is not the last
         return max(good) if good and last > allowed and len(tries) == ROUNDS else None
     aim = MARGIN * allowed * predicted / max(last, allowed / MOST_STEP)
     if good and bad and not max(good) < aim < min(bad):

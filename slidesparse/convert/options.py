@@ -11,18 +11,18 @@ from slidesparse.checkpoint.storage import CheckpointError
 from slidesparse.checkpoint.w8a8 import KINDS
 from slidesparse.convert.budget import Budget
 from slidesparse.errors import CalibrationError
-from slidesparse.pattern import PatternError, SlidePattern
+from slidesparse.pattern import MixedPattern, Pattern, PatternError, parse_pruned
 
 
 @dataclass(frozen=True)
 class ConvertOptions:
-    """How to convert.  Regexes are searched in layer names without ".weight".
+    """The options of a conversion.  Regexes are searched in layer names without ".weight".
 
     Raises CheckpointError for a value that is not known, CalibrationError when method and calibration do not go
     together.
     """
 
-    pattern: SlidePattern
+    pattern: Pattern
     quant: str | None = None  # "int8" or "fp8"; None takes what a W8A8 source has, and int8 for a float one
     layout: str = "dense"  # weights [N, K], which stock vLLM serves too, "slided" [N, K'] or "packed"
     method: str | None = None  # of `slidesparse.methods`; None takes the default with or without calibration
@@ -30,9 +30,7 @@ class ConvertOptions:
     linear: str | None = None  # regex of the layers to prune, instead of those of the architecture
     ignore: tuple[str, ...] = ()  # regexes of layers to leave exactly as they are
     skip: tuple[str, ...] = ()  # regexes of layers to quantize without pruning them
-    layer_patterns: tuple[
-        tuple[str, SlidePattern], ...
-    ] = ()  # regex and pattern; of several, the last counts
+    layer_patterns: tuple[tuple[str, Pattern], ...] = ()  # regex and pattern; of several, the last counts
     budget: Budget | None = None  # chooses the pattern of each layer; ``pattern`` does not count then
     calibration: Calibration | None = None  # data to prune by, from float weights of known architectures
     check: bool = False  # read the output back and fill `Report.layers` also without calibration
@@ -46,23 +44,27 @@ class ConvertOptions:
         for option, (value, allowed) in choices.items():
             if value not in allowed:
                 raise CheckpointError(f"{option} {value!r} is not known; use one of {', '.join(allowed)}")
+        if self.layout != "dense":
+            for pattern in (self.pattern, *(pattern for _, pattern in self.layer_patterns)):
+                if isinstance(pattern, MixedPattern):
+                    raise CheckpointError(
+                        f"--layout {self.layout} stores patterns such as 6:8, not {pattern.ratio}; use --layout dense"
+                    )
         wanted = methods.get(self.method_name).calibration
         if wanted == "required" and not self.calibration:
             raise CalibrationError(
-                f"--method {self.method_name} needs calibration data: --calib FILE.jsonl, FILE.npy or random; without, "
-                "there is --method magnitude"
+                f"--method {self.method_name} needs calibration data: --calib FILE.jsonl, FILE.npy or random; "
+                "--method magnitude needs none"
             )
         if wanted == "refused" and self.calibration:
-            raise CalibrationError(
-                f"--method {self.method_name} has no use for --calib; leave one of them out"
-            )
+            raise CalibrationError(f"--method {self.method_name} does not use --calib; leave one of them out")
         if self.budget and not self.calibration:
             raise CalibrationError(
                 f"{self.budget.goal} needs calibration data to measure what each layer loses: --calib FILE.jsonl"
             )
         if self.budget and self.layer_patterns:
             raise CalibrationError(
-                f"{self.budget.goal} chooses the pattern of each layer, and --layer names some; leave one of them out"
+                f"{self.budget.goal} chooses the pattern of each layer, but --layer sets some; leave one of them out"
             )
 
     @property
@@ -71,12 +73,12 @@ class ConvertOptions:
         return self.method or (methods.DEFAULT_CALIBRATED if self.calibration else methods.DEFAULT)
 
 
-def parse_layer_pattern(text: str) -> tuple[str, SlidePattern]:
-    """Read ``REGEX=PATTERN``.  CheckpointError or PatternError names ``--layer`` and the text."""
+def parse_layer_pattern(text: str) -> tuple[str, Pattern]:
+    """Read ``REGEX=PATTERN``.  Raises CheckpointError or PatternError, which name ``--layer`` and the text."""
     regex, separator, ratio = text.rpartition("=")
     if not separator or not regex:
         raise CheckpointError(f"--layer {text!r} is not REGEX=PATTERN, such as 'down_proj=8:10'")
     try:
-        return regex, SlidePattern.parse(ratio)
+        return regex, parse_pruned(ratio)
     except PatternError as error:
         raise PatternError(f"--layer {text!r}: {error}") from error

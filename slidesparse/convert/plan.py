@@ -16,6 +16,7 @@ from torch import Tensor
 import slidesparse
 from slidesparse import methods
 from slidesparse.bitmask import BYTE, compress, places
+from slidesparse.blocks import STRIP
 from slidesparse.calibrate.task import Task, prepare
 from slidesparse.checkpoint import architectures
 from slidesparse.checkpoint.architectures import SCALE, WEIGHT
@@ -49,7 +50,7 @@ from slidesparse.checkpoint.w8a8 import (
 )
 from slidesparse.convert.options import ConvertOptions
 from slidesparse.errors import CalibrationError
-from slidesparse.pattern import SlidePattern
+from slidesparse.pattern import MixedPattern, Pattern, SlidePattern
 
 _EMBEDDING = re.compile(r"embed|\.wte$|\.wpe$")
 
@@ -75,8 +76,12 @@ class Part:
     out: tuple[TensorSpec, ...]
     layer: str | None = None  # the name of a layer that is quantized, and pruned if it has a pattern
     in_features: int = 0  # its K
-    pattern: SlidePattern | None = None
+    pattern: Pattern | None = None
     scheme: Scheme | None = None  # of a layer that is quantized in the source
+
+    def chunks(self) -> Iterator[slice]:
+        """Yield rows to work on at a time; of a mixed pattern whole strips, whose blocks are chosen together."""
+        return self.source.chunks(STRIP if isinstance(self.pattern, MixedPattern) else 1)
 
     @property
     def scaled(self) -> bool:
@@ -91,7 +96,7 @@ class Part:
             scale: [rows, 1] of a weight that is quantized now.
         """
         found = {self.out[0].name: weight}
-        if self.pattern and len(self.out) > 2:
+        if isinstance(self.pattern, SlidePattern) and len(self.out) > 2:
             values, bitmask = compress(weight, self.pattern, str(self.layer))
             found = dict(zip((spec.name for spec in self.out), (values, bitmask), strict=False))
             if row == 0:
@@ -105,11 +110,11 @@ class Part:
 
 @dataclass(frozen=True)
 class ConversionPlan:
-    """A whole conversion."""
+    """The plan of a whole conversion."""
 
     checkpoint: Checkpoint
     options: ConvertOptions
-    pattern: SlidePattern  # of all layers, or of most weights
+    pattern: Pattern  # of all layers, or of most weights
     quant: str  # "int8" or "fp8", or both in words
     parts: tuple[Part, ...]
     kept: dict[str, str]  # 2-D weights left as they are -> why
@@ -119,7 +124,7 @@ class ConversionPlan:
     converted: Metadata | None  # of a source that we converted: it is laid out anew, not pruned
 
     @property
-    def patterns(self) -> dict[str, SlidePattern]:
+    def patterns(self) -> dict[str, Pattern]:
         """The pruned layers, each with its pattern."""
         return {part.layer: part.pattern for part in self.parts if part.layer and part.pattern}
 
@@ -157,7 +162,7 @@ class ConversionPlan:
         return _json({"metadata": metadata, "weight_map": dict(sorted(files.items()))})
 
     def small_files(self) -> Iterator[tuple[str, bytes]]:
-        """Yield names and contents beside the shards; config.json, which makes it a checkpoint, comes last."""
+        """Yield names and contents of the other files than shards; config.json comes last and makes it a checkpoint."""
         index = self.index()
         if index is not None:
             yield INDEX, index
@@ -171,9 +176,9 @@ def _json(value: object) -> bytes:
 def make_plan(
     checkpoint: Checkpoint,
     options: ConvertOptions,
-    by_budget: Mapping[str, SlidePattern | None] | None = None,
+    by_budget: Mapping[str, Pattern | None] | None = None,
 ) -> ConversionPlan:
-    """Decide everything.  The errors are those of `slidesparse.convert.stream.convert`.
+    """Plan a conversion without writing anything.  Raises the errors of `slidesparse.convert.stream.convert`.
 
     Args:
         by_budget: the pattern of each layer that ``options.budget`` led to, None for those that stay dense; not given
@@ -187,7 +192,7 @@ def make_plan(
     _require_fitting(checkpoint, options, source, converted)
     kept: dict[str, str] = {}
     skipped: dict[str, str] = {}
-    patterns: dict[str, SlidePattern | None]
+    patterns: dict[str, Pattern | None]
     if converted:
         patterns = {name: entry.pattern for name, entry in converted.layers.items()}
     else:
@@ -198,7 +203,7 @@ def make_plan(
             for name in chosen
             if name in named or (by_budget is not None and by_budget.get(name) is None)
         }
-        pruned: Mapping[str, SlidePattern | None] = by_budget or _patterns(chosen, groups, options)
+        pruned: Mapping[str, Pattern | None] = by_budget or _patterns(chosen, groups, options)
         patterns = {name: None if name in skipped else pruned[name] for name in chosen}
         if not any(patterns.values()):
             raise CheckpointError("every linear layer is skipped, so nothing is left to prune; skip fewer")
@@ -223,7 +228,7 @@ def make_plan(
         kept.setdefault(layer, BY_SOURCE if source and source.ignores(layer) else NOT_LINEAR)
     pattern = options.pattern
     if by_budget:
-        weights: Counter[SlidePattern] = Counter()
+        weights: Counter[Pattern] = Counter()
         for name, found in patterns.items():
             if found:
                 weights[found] += sizes[name] * checkpoint.require(name + WEIGHT).rows
@@ -281,7 +286,7 @@ def _converted(block: dict[str, Any] | None, options: ConvertOptions) -> Metadat
         if block is not None and block.get("quant_method") == QUANT_METHOD:
             raise CheckpointError(
                 f"the source says quant_method {QUANT_METHOD!r} but has no quantization_config.{KEY}, which "
-                "tells its pattern and layout; start from the original checkpoint"
+                "holds its pattern and layout; start from the original checkpoint"
             )
         return None
     if options.budget:
@@ -342,9 +347,9 @@ def _choose(
     options: ConvertOptions,
     routed: Mapping[str, Sequence[str]],
 ) -> tuple[list[str], dict[str, str], list[tuple[str, ...]]]:
-    """Return the linear layers to quantize, why others are left, and which of the first vLLM fuses.
+    """Return the linear layers to quantize, the reasons for leaving others, and the groups that vLLM fuses.
 
-    Of routed experts, which vLLM joins layer by layer, only those that are left are told.
+    Of routed experts, which vLLM joins layer by layer, only those that are left are reported.
     """
     names = list(checkpoint.tensors)
     family = architectures.family_of(checkpoint.config, names, options.linear)
@@ -389,13 +394,13 @@ def _require_none_ignored(checkpoint: Checkpoint, source: Quantization, kept: Ma
     for name, why in kept.items():
         if why == BY_IGNORE and _scheme(checkpoint, name, source):
             raise CheckpointError(
-                f"--ignore covers {name}, which cannot be left as it is: the source's quantization is written anew; "
-                "leave it without zeros by --skip, or start from the original float checkpoint"
+                f"--ignore covers {name}, which cannot be left as it is, as the source is requantized; "
+                "use --skip to leave it unpruned, or start from the original float checkpoint"
             )
 
 
 def _quantized(checkpoint: Checkpoint, source: Quantization, known: Container[str]) -> dict[str, str]:
-    """Return the matrices beside the ``known`` layers that are quantized in a source that is written anew."""
+    """Return the quantized matrices other than the ``known`` layers, in a source that is requantized."""
     names = [name.removesuffix(WEIGHT) for name in checkpoint.tensors if name.endswith(WEIGHT)]
     found = [name for name in names if name not in known and _scheme(checkpoint, name, source)]
     return {name: QUANTIZED for name in found if checkpoint.require(name + WEIGHT).dtype not in FLOATS}
@@ -403,8 +408,8 @@ def _quantized(checkpoint: Checkpoint, source: Quantization, known: Container[st
 
 def _patterns(
     chosen: Sequence[str], groups: Sequence[tuple[str, ...]], options: ConvertOptions
-) -> dict[str, SlidePattern]:
-    """Return the pattern of each layer: of the last ``layer_patterns`` that matches it, or the common one."""
+) -> dict[str, Pattern]:
+    """Return the pattern of each layer: that of the last matching ``layer_patterns``, else the common one."""
     found = dict.fromkeys(chosen, options.pattern)
     for regex, pattern in options.layer_patterns:
         found |= dict.fromkeys(architectures.matched(chosen, groups, [regex], "--layer"), pattern)
@@ -456,7 +461,7 @@ def _in_features(
 
 
 def _quant(options: ConvertOptions, scheme: Scheme | None) -> str:
-    """Return what a layer is written in: codes of the source stay, unless their scales are multiplied out."""
+    """Return the type that a layer is written in: the source's, unless its per-block scales are multiplied out."""
     if scheme and not scheme.block:
         return scheme.quant
     return options.quant or (scheme.quant if scheme else "int8")
@@ -465,7 +470,7 @@ def _quant(options: ConvertOptions, scheme: Scheme | None) -> str:
 def _part(
     stored: StoredTensor,
     options: ConvertOptions,
-    patterns: Mapping[str, SlidePattern | None],
+    patterns: Mapping[str, Pattern | None],
     sizes: Mapping[str, int],
     schemes: Mapping[str, Scheme | None],
     rewritten: bool,
@@ -477,7 +482,7 @@ def _part(
     rows, k, pattern, scheme = spec.shape[0], sizes[layer], patterns[layer], schemes[layer]
     columns = LayerEntry(pattern, k).columns(options.layout) if pattern else k
     out = [TensorSpec(spec.name, KINDS[_quant(options, scheme)][1], (rows, columns))]
-    if pattern and options.layout == "packed":
+    if isinstance(pattern, SlidePattern) and options.layout == "packed":
         out = [
             TensorSpec(layer + COMPRESSED, out[0].dtype, (rows, places(pattern, k))),
             TensorSpec(layer + BITMASK, "U8", (rows, -(-k // BYTE))),
@@ -489,14 +494,14 @@ def _part(
 
 
 def _dropped(layer: str, scheme: Scheme) -> Iterator[str]:
-    """Yield names of tensors of a layer that are not written, if the source has them."""
+    """Yield the names of a layer's tensors that are not copied from the source."""
     yield from (layer + suffix for suffix in _ACTIVATIONS)
     if scheme.strategy != "channel":
         yield layer + scheme.scale
 
 
 def _rewriting(schemes: Iterable[Scheme | None]) -> str:
-    """Say what becomes of quantization that is not written as it was."""
+    """Describe the changes to the source's quantization."""
     counts: Counter[str] = Counter()
     for scheme in schemes:
         if scheme and scheme.block:

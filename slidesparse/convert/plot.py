@@ -1,4 +1,4 @@
-"""A plot of what can be had for which loss, as SVG."""
+"""Plot the loss of each speedup, or share of zeros, that a budget can reach, as SVG."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ STEPS = (1, 2, 5)  # ticks are such a number of a power of ten apart
 
 
 def svg(outcome: Outcome) -> str:
-    """Draw loss against speed or, where these were asked for, zeros: the frontier, uniform patterns, the choice."""
-    market = outcome.market
+    """Draw loss against speed, or zeros with ``--zeros``: the frontier, uniform patterns and the choice."""
+    problem = outcome.problem
 
     def gain(choice: Choice) -> float:
-        return 100 * choice.zeros if market.by_zeros else choice.speedup
+        return 100 * choice.zeros if problem.by_zeros else choice.speedup
 
-    line = [(gain(choice), 100 * outcome.loss(choice)) for choice in market.frontier()]
-    uniform = [(p.ratio, market.uniform(p)) for p in market.patterns]
+    line = [(gain(choice), 100 * outcome.loss(choice)) for choice in problem.frontier()]
+    uniform = [(p.ratio, problem.uniform(p)) for p in problem.patterns]
     points = [(name, gain(choice), 100 * outcome.loss(choice)) for name, choice in uniform]
     every = [*line, *((x, y) for _, x, y in points)]
     xs, ys = [x for x, _ in every], [y for _, y in every]
@@ -42,12 +42,12 @@ def svg(outcome: Outcome) -> str:
         parts.append(f'<text x="{LEFT - 8}" y="{y + 4:.1f}" text-anchor="end">{tick:g}%</text>')
     for tick in _ticks(low, high):
         x = at(tick, 0.0)[0]
-        label = f"{tick:g}%" if market.by_zeros else f"{tick:g}x"
+        label = f"{tick:g}%" if problem.by_zeros else f"{tick:g}x"
         parts.append(f'<text x="{x:.1f}" y="{HEIGHT - BOTTOM + 18}" text-anchor="middle">{label}</text>')
     what = "perplexity above dense" if outcome.in_nats else "1 - cosine"
     of = (
         "zeros"
-        if market.by_zeros
+        if problem.by_zeros
         else f"speed of linear layers over dense ones in vLLM, {outcome.budget.gpu}"
     )
     parts.append(f'<text x="{LEFT}" y="{TOP - 12}">{what}, estimated</text>')

@@ -13,12 +13,12 @@ from torch import Tensor
 
 import slidesparse
 from slidesparse.checkpoint.architectures import SCALE, WEIGHT
-from slidesparse.checkpoint.converted import DamagedError, natural, open_checkpoint, restore
+from slidesparse.checkpoint.converted import DamagedError, lacking_share, natural, open_checkpoint, restore
 from slidesparse.checkpoint.metadata import Metadata
 from slidesparse.checkpoint.output import workers
 from slidesparse.checkpoint.storage import Checkpoint, Reader
 from slidesparse.convert.choose import Outcome
-from slidesparse.pattern import SlidePattern
+from slidesparse.pattern import Pattern
 from slidesparse.slide import nonzero
 
 ERRORS = ("error_pruned", "error_quantized", "error_finetuned", "block_error", "block_error_finetuned")
@@ -31,11 +31,11 @@ class Report:
 
     source: Path
     out: Path
-    pattern: SlidePattern
+    pattern: Pattern
     quant: str
     layout: str
     method: str
-    patterns: dict[str, SlidePattern]  # pruned layers
+    patterns: dict[str, Pattern]  # pruned layers
     kept: dict[str, str]  # 2-D weights left as they are -> why
     skipped: dict[str, str]  # linear layers quantized, not pruned -> why
     bytes_in: int
@@ -45,7 +45,7 @@ class Report:
     experts: Mapping[str, int] = field(default_factory=dict)  # matrices: in "w8a8", and "kept"
     samples: str = ""  # of calibration, in words
     note: str = ""  # what the user should know of the samples
-    rotation: str = ""  # whether the model was turned, or why not; with calibration
+    rotation: str = ""  # whether the model was rotated, or why not; with calibration
     budget: Outcome | None = None  # what a budget led to
     layers: tuple[dict[str, Any], ...] = ()  # `layer_rows`; with calibration or ``check``
     ternary: bool = False  # whether the source is a BitNet one
@@ -65,7 +65,7 @@ class Report:
 
     @property
     def rate(self) -> float:
-        """MB of source tensors a second, all passes together."""
+        """MB of source tensors per second over all passes."""
         return self.bytes_in / 1e6 / max(self.seconds, 1e-9)
 
     def to_json(self) -> dict[str, Any]:
@@ -101,7 +101,7 @@ def final_error(row: Mapping[str, Any]) -> float:
 
 @dataclass(frozen=True)
 class Facts:
-    """A pruned layer as it lies on the disk."""
+    """The facts about a pruned layer, read back from the disk."""
 
     name: str
     pattern: str
@@ -145,6 +145,8 @@ def _facts(
             continue
         alive |= values.any(0)
         zeros += int((~values).sum())
+    if lacking := lacking_share(checkpoint, reader, metadata, name):
+        broken, first = lacking.found.total, lacking
     dead = 0 if bool(alive.all()) else int((_columns_used(source, name, len(alive)) & ~alive).sum())
     scale = reader.whole(name + SCALE).float()
     used = scale[scale > 0]
@@ -177,7 +179,7 @@ def _columns_used(source: Checkpoint, name: str, in_features: int) -> Tensor:
 def layer_rows(
     facts: Iterable[Facts], measured: Iterable[Mapping[str, Any]], method: str
 ) -> list[dict[str, Any]]:
-    """Join facts and what calibration measured, None where there was none, to the report's rows."""
+    """Return the report's rows: the facts of each layer, and calibration's measurements or None."""
     known = {row["name"]: row for row in measured}
     rows = []
     for fact in facts:

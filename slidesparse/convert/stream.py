@@ -1,7 +1,7 @@
 """``slidesparse convert``: a float or W8A8 checkpoint becomes a pruned W8A8 one.
 
 Two passes go over the source, chunks of rows at a time on a few threads.  The first reads everything and refuses
-what is not finite; the second prunes, quantizes, slides and writes.  Memory is a few chunks, whatever the
+what is not finite; the second prunes, quantizes, slides and writes.  Memory is a few chunks for any
 size of the model.  The output grows in a hidden sibling folder and appears under its name by one rename;
 config.json is its last file.
 
@@ -28,6 +28,7 @@ import torch
 from torch import Tensor
 
 from slidesparse import methods
+from slidesparse.blocks import obeys
 from slidesparse.calibrate.learning import disk_bytes as rotation_bytes
 from slidesparse.calibrate.learning import find_rotation
 from slidesparse.calibrate.permutation import OrderedReader
@@ -69,8 +70,9 @@ from slidesparse.convert.options import ConvertOptions
 from slidesparse.convert.plan import ConversionPlan, Part, calibration_task, make_plan
 from slidesparse.convert.report import Facts, Report, layer_rows, read_back
 from slidesparse.errors import CalibrationError, EnvironmentFault
+from slidesparse.pattern import SlidePattern
 from slidesparse.quantize import FP8, dequantize_blocks, quantize_rows
-from slidesparse.slide import obeys, slide
+from slidesparse.slide import slide
 
 ROTATED = "the residual stream and the values of each head, in the weights"
 MODULES = "modules.json"  # of sentence-transformers
@@ -96,7 +98,7 @@ def convert(
         progress: called with phase, bytes done and bytes in all.
 
     Same input, same bytes out; with calibration, on the same machine.  Raises SlideSparseError (CheckpointError,
-    MetadataError, PatternError or CalibrationError where that tells more) before anything is written when the source
+    MetadataError, PatternError or CalibrationError where that says more) before anything is written when the source
     or the options cannot be used, EnvironmentFault when the output does not fit or a library is missing, DamagedError
     when what was written is not what should have been.
     """
@@ -156,7 +158,7 @@ def convert(
 
 
 def _rotation(checkpoint: Checkpoint, options: ConvertOptions) -> str:
-    """Return ROTATED where the model is to be turned, else nothing, or in words why not.
+    """Return ROTATED where the model is to be rotated, else "" or the reason why it is not.
 
     Raises CalibrationError where it was asked for and cannot be.
     """
@@ -179,7 +181,7 @@ def _rotation(checkpoint: Checkpoint, options: ConvertOptions) -> str:
 
 
 def _sparse(checkpoint: Checkpoint, options: ConvertOptions) -> str | None:
-    """Return that a layer obeys the pattern already, by its first rows: turned, it would lose its zeros."""
+    """Return the reason not to rotate a model with a layer whose first rows obey the pattern already, or None."""
     family = architectures.family_of(checkpoint.config, checkpoint.tensors, options.linear)
     length = options.pattern.length
     with checkpoint.reader() as reader:
@@ -187,14 +189,14 @@ def _sparse(checkpoint: Checkpoint, options: ConvertOptions) -> str | None:
             if length is None or spec.columns < length or spec.dtype not in FLOATS or not spec.rows:
                 continue
             if obeys(reader.rows(spec.name, next(spec.chunks())), options.pattern):
-                return f"{spec.name} obeys {options.pattern.ratio} already, and would not when turned"
+                return f"{spec.name} obeys {options.pattern.ratio} already, and would not when rotated"
     return None
 
 
 def _write_calibrated(
     plan: ConversionPlan, task: Task, out: Path, reader: Reader, rotate: bool, progress: Progress | None
 ) -> tuple[ConversionPlan, list[dict[str, Any]], str, Outcome | None]:
-    """Calibrate and write.
+    """Calibrate the layers and write the output.
 
     Returns the plan, with the patterns that a budget led to, the report's rows, what rotation is to gain, and what
     became of the budget.
@@ -224,7 +226,7 @@ def _write_calibrated(
 
 
 def _rotated(task: Task, reader: Reader, work: WorkFolder, progress: Progress | None) -> tuple[Reader, str]:
-    """Return a reader of the model turned, and in words what that gains."""
+    """Return a reader of the rotated model, and what the rotation is estimated to gain, for the report."""
     learned = find_rotation(task, reader, work, progress)
     gain = ""
     if learned.before:
@@ -285,7 +287,7 @@ def _space_explained(out: Path, plan: ConversionPlan) -> Iterator[None]:
 
 
 def _other_files(checkpoint: Checkpoint) -> tuple[list[Path], list[Path]]:
-    """List what is copied beside the weights, and what is left out: code, other weights, links out of the folder.
+    """List the other files to copy, and those to leave out: code, other weights, links out of the folder.
 
     Copied are files of known kinds, and of the folders that modules.json names the safetensors too.  Hidden files are
     in neither list.
@@ -331,7 +333,7 @@ def _each_chunk(
     parts: Sequence[Part], pool: ThreadPoolExecutor, work: Callable[[Part, slice], None]
 ) -> Iterator[int]:
     """Do ``work`` for every chunk; yield the source bytes of each, in order, or raise the first error."""
-    jobs = [(part, rows) for part in parts for rows in part.source.chunks()]
+    jobs = [(part, rows) for part in parts for rows in part.chunks()]
 
     def run(job: tuple[Part, slice]) -> int:
         part, rows = job
@@ -420,7 +422,7 @@ def _write_chunk(
 ) -> None:
     if part.layer is None:
         if part.out:
-            values = reader.rows(part.source.name, rows)  # in float32 if it was turned
+            values = reader.rows(part.source.name, rows)  # in float32 if it was rotated
             writer.write(part.source.name, rows.start, values.to(DTYPES[part.out[0].dtype]))
         return
     if codes and part.pattern:
@@ -428,7 +430,7 @@ def _write_chunk(
         scale: Tensor | None = codes.rows(part.layer + SCALE, rows)
     else:
         weight, scale = _make(plan, part, rows, reader)
-    if part.pattern and plan.options.layout == "slided":
+    if isinstance(part.pattern, SlidePattern) and plan.options.layout == "slided":
         weight = slide(weight, part.pattern, layer=part.layer)
     assert weight.dtype == DTYPES[part.out[0].dtype]
     part.write(writer, rows.start, weight, scale if part.scaled else None)

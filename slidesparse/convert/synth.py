@@ -10,12 +10,13 @@ of rows is drawn, pruned and quantized as convert does it::
 Each run of R rows of each tensor is the sample again, changed so that no two rows of a tensor are equal::
 
     sample row    | block 0 | block 1 | block 2 | block 3 | tail |      blocks of L weights, L of the pattern
-    turned by 1   | block 1 | block 2 | block 3 | block 0 | tail |      each run of a tensor by another number
+    rolled by 1   | block 1 | block 2 | block 3 | block 0 | tail |      each run of a tensor by another number
     negated         for a random half of the rows (zeros stay as they are, also those of FP8)
     shuffled        rows, with their scales, in a random order
 
 Whole blocks move, so the pattern holds.  In the slided layout a block is (N-1) windows, and the result is the slided
-form of the turned row.  R is large enough that no tensor needs a turn twice.  Without a pattern a block is one weight.
+form of the rolled row.  R is large enough that no tensor needs a shift twice.  Without a pattern a block is one weight;
+of a mixed one it is 128 columns; strips of 64 rows are shuffled, and the rows within a strip.
 The codes of BitNet are the signs of w, and 0 for the smallest TERNARY_ZEROS of all; trained ones have about as many.
 With "bf16" rows stay as they are drawn, in a float checkpoint such as convert takes.
 """
@@ -36,6 +37,7 @@ import torch
 from torch import Tensor
 
 import slidesparse
+from slidesparse.blocks import BLOCK, STRIP
 from slidesparse.calibrate.task import Progress
 from slidesparse.checkpoint.architectures import architecture_of
 from slidesparse.checkpoint.bitnet import is_bitnet
@@ -63,7 +65,7 @@ from slidesparse.convert.options import ConvertOptions
 from slidesparse.convert.plan import ConversionPlan, Part, make_plan
 from slidesparse.convert.synth_model import TOKENIZER, first_layers, read_config, tensors, tokenizer_files
 from slidesparse.errors import EnvironmentFault
-from slidesparse.pattern import SlidePattern
+from slidesparse.pattern import MixedPattern, Pattern, SlidePattern
 from slidesparse.prune import prune
 from slidesparse.quantize import NAMES, quantize_rows
 from slidesparse.slide import bits, slide
@@ -83,7 +85,7 @@ class SynthReport:
     out: Path
     architecture: str
     layers: int  # of the decoder
-    pattern: SlidePattern | None
+    pattern: Pattern | None
     quant: str
     layout: str
     seed: int
@@ -111,14 +113,14 @@ def synth(
     out: str | Path,
     *,
     quant: str = "int8",
-    pattern: SlidePattern | None = None,
+    pattern: Pattern | None = None,
     layout: str = "dense",
     seed: int = 0,
     layers: int | None = None,
     shard_bytes: int = SHARD_BYTES,
     progress: Progress | None = None,
 ) -> SynthReport:
-    """Write the checkpoint ``out`` of a model with random weights, and a tokenizer that stands in.
+    """Write the checkpoint ``out`` of a model with random weights and a placeholder tokenizer.
 
     Args:
         config: a config.json, a folder that holds one, or a name of `slidesparse.convert.synth_model.PUBLIC`.
@@ -193,7 +195,7 @@ def _initializer_range(model: dict[str, Any]) -> float:
 
 
 def _plan(
-    model: dict[str, Any], quant: str, pattern: SlidePattern | None, layout: str, seed: int, limit: int
+    model: dict[str, Any], quant: str, pattern: Pattern | None, layout: str, seed: int, limit: int
 ) -> ConversionPlan:
     """Plan how a float checkpoint of the model would be converted, cut into shards."""
     if quant not in QUANTS:
@@ -249,22 +251,27 @@ def _sharded(plan: ConversionPlan, limit: int) -> ConversionPlan:
 
 @dataclass(frozen=True)
 class _Sample:
-    """R rows that others are made of; see the module."""
+    """The R rows from which all rows are made; see the module docstring."""
 
-    turning: Tensor  # [2R, 2W] integers: rows above their negatives, the W columns of whole blocks twice
+    doubled: Tensor  # [2R, 2W] integers: rows above their negatives, the W columns of whole blocks twice
     tail: Tensor  # [2R, columns after the whole blocks]
     scale: Tensor | None  # [R, 1] float32
     dtype: torch.dtype
     rows: int  # R
-    turns: int  # different ones: the number of whole blocks, at least 1
+    shifts: int  # how many differ: the number of whole blocks, at least 1
+    strip: int  # rows that stay together
 
-    def make(self, count: int, turn: int, generator: torch.Generator) -> tuple[Tensor, Tensor | None]:
-        """Make ``count`` rows [count, columns], at most R, turned by ``turn`` blocks, and their scales."""
-        order = torch.randperm(self.rows, generator=generator)[:count]
+    def make(self, count: int, shift: int, generator: torch.Generator) -> tuple[Tensor, Tensor | None]:
+        """Make ``count`` rows [count, columns], at most R, rolled by ``shift`` blocks, and their scales."""
+        whole = self.rows // self.strip
+        order = self.strip * torch.randperm(whole, generator=generator)[:, None]
+        if self.strip > 1:
+            order = order + torch.randperm(self.strip, generator=generator)
+        order = torch.cat([order.flatten(), torch.arange(whole * self.strip, self.rows)])[:count]
         signed = order + self.rows * torch.randint(0, 2, (count,), generator=generator)
-        width = self.turning.shape[1] // 2
-        start = turn % self.turns * (width // self.turns)
-        values = self.turning[:, start : start + width].index_select(0, signed)
+        width = self.doubled.shape[1] // 2
+        start = shift % self.shifts * (width // self.shifts)
+        values = self.doubled[:, start : start + width].index_select(0, signed)
         if self.tail.shape[1]:
             values = torch.cat([values, self.tail.index_select(0, signed)], 1)
         return values.view(self.dtype), None if self.scale is None else self.scale.index_select(0, order)
@@ -279,7 +286,7 @@ class _Recipe:
     seed: int
 
     @property
-    def pattern(self) -> SlidePattern:
+    def pattern(self) -> Pattern:
         """The pattern of the linear layers."""
         return self.plan.options.pattern
 
@@ -290,33 +297,36 @@ class _Recipe:
 
     @property
     def late(self) -> bool:
-        """Whether rows are slided only after they were turned: a row of 2_inf is a single block."""
+        """Whether rows are slided only after they were rolled: a row of 2_inf is a single block."""
         return self.slided and self.pattern.length is None
 
     def draw(self, part: Part) -> _Sample:
         """Draw the sample of a tensor's projection."""
         n, k = part.source.shape
-        length = (self.pattern.length if part.layer else None) or 1
+        length, strip = (self.pattern.length if part.layer else None) or 1, 1
+        if part.layer and isinstance(self.pattern, MixedPattern):
+            length, strip = BLOCK, STRIP
         blocks = k // length
-        least = next(part.source.chunks()).stop
-        rows = min(n, max(least, -(-n // blocks))) if blocks else n
+        least = next(part.chunks()).stop
+        rows = min(n, max(least, -(-n // blocks // strip) * strip)) if blocks else n
         generator = torch.Generator().manual_seed(chunk_seed(self.seed, projection(part), 0))
-        pieces = TensorSpec("", part.source.dtype, (rows, k)).chunks()
+        pieces = TensorSpec("", part.source.dtype, (rows, k)).chunks(strip)
         drawn = [self._rows(part, piece.stop - piece.start, generator) for piece in pieces]
         values = torch.cat([bits(codes) for codes, _ in drawn])
         dtype = drawn[0][0].dtype
         both = torch.cat([values, _negated(values, dtype)])
         unit = length
-        if part.layer and self.slided and not self.late:
+        if part.layer and self.slided and not self.late and isinstance(self.pattern, SlidePattern):
             unit = self.pattern.layout(length).slided
         width = blocks * unit
         return _Sample(
-            turning=torch.cat([both[:, :width], both[:, :width]], 1),
+            doubled=torch.cat([both[:, :width], both[:, :width]], 1),
             tail=both[:, width:].contiguous(),
             scale=torch.cat([scale for _, scale in drawn]) if len(part.out) > 1 else None,
             dtype=dtype,
             rows=rows,
-            turns=max(1, blocks),
+            shifts=max(1, blocks),
+            strip=strip,
         )
 
     def _rows(self, part: Part, count: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
@@ -331,7 +341,7 @@ class _Recipe:
             codes = prune(codes, self.pattern)
         else:
             codes, scale = quantize_rows(prune(values, self.pattern), NAMES[self.plan.quant], "cuda")
-        if self.slided and not self.late:
+        if self.slided and not self.late and isinstance(self.pattern, SlidePattern):
             codes = slide(codes, self.pattern, layer=part.layer)
         return codes, scale
 
@@ -346,7 +356,7 @@ class _Recipe:
             return values.to(DTYPES[part.source.dtype]), None
         first = chunk_seed(self.seed, name, 0)
         values, scale = sample.make(count, first + rows.start // sample.rows, generator)
-        if part.layer and self.late:
+        if part.layer and self.late and isinstance(self.pattern, SlidePattern):
             values = slide(values, self.pattern, layer=part.layer)
         return values, scale
 

@@ -1,4 +1,4 @@
-"""The model that ``slidesparse synth`` writes: its config, its tensors, and a tokenizer that stands in."""
+"""The model that ``slidesparse synth`` writes: its config, its tensors and a placeholder tokenizer."""
 
 from __future__ import annotations
 
@@ -120,7 +120,7 @@ def first_layers(config: Config, count: int) -> dict[str, Any]:
     """Return the config of the model's first ``count`` layers.  CheckpointError unless it has that many."""
     total = _number(config, "num_hidden_layers")
     if not 1 <= count <= total:
-        raise CheckpointError(f"--layers {count} is not from 1 to {total}, which the model has")
+        raise CheckpointError(f"--layers {count} must be from 1 to {total}, the layers of the model")
     cut = {**config, "num_hidden_layers": count}
     if isinstance(config.get("layer_types"), list):  # one entry a layer
         cut["layer_types"] = config["layer_types"][:count]

@@ -1,10 +1,11 @@
-"""How long a linear layer takes: measured on GPUs we had, by shape, pattern and tokens.
+"""The time of a linear layer by GPU, shape, pattern and tokens, measured or estimated.
 
 ``slidesparse/layer_times/GPU.csv`` ships with the package; `python -m benchmarks docs` writes it.  Its times are of
 whole layers, bfloat16 to bfloat16, quantization and scales included: pruned ones by our kernels, dense ones by vLLM's
-own, which serve the layers that a conversion does not prune.  A shape that was not measured is estimated by
-a + b * N * K, fitted to the measured shapes of the same pattern and tokens; other numbers of tokens lie on a straight
-line between two that were measured, in logarithms of both.
+own, which everything is compared with.  Where the Hopper kernels serve dense layers too, they take a little less time
+in decode.  A shape that was not measured is estimated by a + b * N * K, fitted to the measured shapes of the same
+pattern and tokens; other numbers of tokens lie on a straight line between two that were measured, in logarithms of
+both.
 """
 
 from __future__ import annotations
@@ -26,13 +27,25 @@ DEFAULT_TOKENS = (16, 8192)  # a step of decode with 16 sequences, and one of pr
 Shape = tuple[int, int]  # N, K
 
 
-def spelled(pattern: SlidePattern | None) -> str:
+def name_of(pattern: SlidePattern | None) -> str:
     """Return a pattern as ``6:8``, or ``dense`` for None."""
     return pattern.ratio if pattern else DENSE_WEIGHT
 
 
 class TimesError(SlideSparseError, ValueError):
-    """A GPU, pattern or number of tokens that no times are known of."""
+    """No layer times are known for a GPU, a pattern or a number of tokens."""
+
+
+def times_of(gpu: str) -> Path:
+    """Return the file of a GPU's times, by a part of its name such as ``h200``.  Raises TimesError."""
+    found = [path for path in sorted(FOLDER.glob("*.csv")) if gpu.lower() in path.stem]
+    if len(found) != 1 or not gpu:
+        known = ", ".join(path.stem for path in sorted(FOLDER.glob("*.csv")))
+        raise TimesError(
+            f"--gpu {gpu!r}: times of layers were measured on {known}; name one of them, or choose by the share "
+            "of zeros instead: --zeros 25%"
+        )
+    return found[0]
 
 
 @dataclass(frozen=True)
@@ -46,32 +59,26 @@ class LayerTimes:
 
     @classmethod
     def of(cls, gpu: str) -> LayerTimes:
-        """Read the times of a GPU, by a part of its name such as ``h200``.  Raises TimesError."""
-        found = [path for path in sorted(FOLDER.glob("*.csv")) if gpu.lower() in path.stem]
-        if len(found) != 1 or not gpu:
-            known = ", ".join(path.stem for path in sorted(FOLDER.glob("*.csv")))
-            raise TimesError(
-                f"--gpu {gpu!r}: times of layers were measured on {known}; name one of them, or choose by weights "
-                "that become zero instead: --zeros 25%"
-            )
+        """Read the times of the GPU whose name contains ``gpu``, such as ``h200``.  Raises TimesError."""
+        path = times_of(gpu)
         measured: dict[tuple[str, str], dict[int, dict[Shape, float]]] = {}
-        with found[0].open(newline="") as file:
+        with path.open(newline="") as file:
             for row in csv.DictReader(file):
                 of_tokens = measured.setdefault((row["dtype"], row["pattern"]), {})
                 shape = int(row["n"]), int(row["k"])
                 of_tokens.setdefault(int(row["tokens"]), {})[shape] = float(row["us"])
-        return cls(found[0].stem, measured)
+        return cls(path.stem, measured)
 
     def us(self, dtype: str, pattern: SlidePattern | None, shape: Shape, tokens: int) -> float:
-        """Return the time of a layer [N, K], of a pattern or dense (None), for so many tokens.
+        """Return the time in microseconds of a layer [N, K] with a pattern, or dense (None), for ``tokens`` tokens.
 
         Raises TimesError for a dtype or pattern that was not measured.
         """
-        name = spelled(pattern)
+        name = name_of(pattern)
         of_tokens = self.measured.get((dtype, name))
         if of_tokens is None:
             raise TimesError(
-                f"no times of {name} layers in {dtype} on {self.gpu}; choose by zeros: --zeros 25%"
+                f"there are no times of {name} {dtype} layers on {self.gpu}; choose by the share of zeros: --zeros 25%"
             )
         counts = sorted(of_tokens)
         upper = next((m for m in counts if m >= tokens), counts[-1])
@@ -100,7 +107,7 @@ class LayerTimes:
 
 
 def fit(points: Sequence[tuple[float, float]]) -> tuple[float, float]:
-    """Return a, b >= 0 of y = a + b x with the least squares of relative errors."""
+    """Fit y = a + b x with a, b >= 0 by the least squares of relative errors; return (a, b)."""
     if len(points) == 1:
         return 0.0, points[0][1] / points[0][0]
     # minimise sum (a / y + b x / y - 1)^2

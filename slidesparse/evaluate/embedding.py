@@ -1,4 +1,4 @@
-"""``slidesparse eval embedding``: a served encoder's embeddings beside another's: their distance, and retrieval."""
+"""``slidesparse eval embedding``: compare a served encoder's embeddings with another's, and measure retrieval."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ FIRST_PERCENTILE = 0.01
 
 @dataclass(frozen=True)
 class Embedding:
-    """The figures; those of retrieval are None without pairs, those that need a reference are None without one."""
+    """The results: those of retrieval are None without pairs, those that need a reference are None without one."""
 
     model: str
     against: str | None

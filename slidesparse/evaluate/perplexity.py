@@ -1,4 +1,4 @@
-"""``slidesparse eval perplexity``: how well a served model predicts a text, beside another on the same text."""
+"""``slidesparse eval perplexity``: the perplexity of a served model, compared with another's on the same text."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ MOST = 2 * 10**8  # log-probabilities of all windows, 8 bytes each
 
 @dataclass(frozen=True)
 class PairedComparison:
-    """A model beside another, the reference, on the same tokens."""
+    """A model compared with a reference on the same tokens."""
 
     perplexity: Interval  # of the reference
     delta_pct: Interval  # of the model's perplexity over the reference's, in percent; paired
@@ -89,7 +89,7 @@ def measure(
 
 
 def _require_bearable(folder: Path, ids: Sequence[Sequence[int]], top: int) -> None:
-    """Raise SlideSparseError when memory could not hold the log-probabilities asked for."""
+    """Raise SlideSparseError when the requested log-probabilities do not fit into memory."""
     each = top if top > 0 else vocabulary_of(folder)
     longest, tokens = max(len(sample) for sample in ids), sum(len(sample) for sample in ids)
     if each * longest > MOST_AT_ONCE or each * tokens > MOST:

@@ -24,7 +24,7 @@ LONGEST_TEXT = 512  # tokens of a text to embed, at most
 
 
 def window_of(*folders: Path) -> int:
-    """Return how many tokens of a window every checkpoint in ``folders`` takes: WINDOW, or its positions less one.
+    """Return the window length that all checkpoints in ``folders`` support: WINDOW, or their positions less one.
 
     vLLM generates one token after a window.  A folder that does not name its positions takes any window.
     """
@@ -101,7 +101,7 @@ def windows(data: str | Path, folder: Path, seqlen: int, samples: int | None) ->
 
 @dataclass(frozen=True)
 class Texts:
-    """Texts to embed: queries, and of pairs the documents that they should find."""
+    """Texts to embed: queries and, for pairs, the documents that they should find."""
 
     queries: Ids
     documents: Ids | None  # one a query
@@ -133,14 +133,16 @@ def _first_has_query(path: Path) -> bool:
 def _require_some(samples: int | None) -> None:
     if samples is not None and samples < 1:
         raise SlideSparseError(
-            f"--samples {samples} is too few; at least 1 is needed, and without it all are taken"
+            f"--samples {samples} is too few; at least 1 is needed; leave it out to take all"
         )
 
 
 def _file(data: str | Path, suffixes: tuple[str, ...]) -> Path:
     path = Path(data)
     if not path.is_file():
-        raise SlideSparseError(f"--data {str(data)!r} is no file; give one of {', '.join(suffixes)}")
+        raise SlideSparseError(f"--data {str(data)!r} is not a file; give one of {', '.join(suffixes)}")
     if path.suffix not in suffixes:
-        raise SlideSparseError(f"--data {str(data)!r} is no file of a kind known here: {', '.join(suffixes)}")
+        raise SlideSparseError(
+            f"--data {str(data)!r} is not a supported type of file; give one of {', '.join(suffixes)}"
+        )
     return path

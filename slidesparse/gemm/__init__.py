@@ -29,17 +29,17 @@ REGISTRY: dict[str, tuple[str | None, str]] = {
 
 
 class BackendError(EnvironmentFault, RuntimeError):
-    """A backend that was asked for cannot run here; the message says what is missing and the remedy."""
+    """The requested backend cannot run here; the message says what is missing and how to fix it."""
 
 
 def names(path: str) -> tuple[str, ...]:
-    """The backends that serve ``path``, the preferred one first."""
+    """Return the names of the backends that serve ``path``, the preferred one first."""
     return tuple(name for name, (serves, _) in REGISTRY.items() if serves in (path, None))
 
 
 @cache
 def get(name: str) -> Backend:
-    """The backend called ``name``.  Raises BackendError for a name that is not registered."""
+    """Return the backend called ``name``.  Raises BackendError for a name that is not registered."""
     if name not in REGISTRY:
         raise BackendError(f"backend {name!r} is not known; the backends are {', '.join(REGISTRY)}")
     module, attribute = REGISTRY[name][1].split(":")
@@ -48,7 +48,7 @@ def get(name: str) -> Backend:
 
 
 def require(name: str, device: torch.device) -> Backend:
-    """The backend called ``name``.  Raises BackendError with the reason when it cannot run on ``device``."""
+    """Return the backend called ``name``.  Raises BackendError with the reason when it cannot run on ``device``."""
     found = get(name)
     reason = found.unusable(device)
     if reason:
@@ -57,7 +57,7 @@ def require(name: str, device: torch.device) -> Backend:
 
 
 def choose(path: str, device: torch.device, capability: tuple[int, int] | None = None) -> tuple[str, str]:
-    """The preferred backend for ``path`` on ``device``, and why, in words for the log.
+    """Return the preferred backend for ``path`` on ``device``, and the reason, as text for the log.
 
     Args:
         path: SPARSE or DENSE.

@@ -1,4 +1,4 @@
-"""The border of the backends: `LayerSpec` describes a linear layer, `Backend` says what a backend does with it."""
+"""The interface of backends: `LayerSpec` describes a linear layer, and a `Backend` runs it."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class LayerSpec:
 
 @lru_cache(maxsize=1 << 12)
 def spec_of(n: int, k: int, length: int, phase: int, dtype: torch.dtype, out_dtype: torch.dtype) -> LayerSpec:
-    """The spec of a layer whose activations [M, k] are lifted into windows of blocks of ``length``."""
+    """Return the spec of a layer whose activations [M, k] are lifted into windows of blocks of ``length``."""
     return LayerSpec(n, k, SlidePattern(length), phase, dtype, out_dtype)
 
 
@@ -58,13 +58,13 @@ class Backend(Protocol):
     outputs: tuple[torch.dtype, ...]  # the out_dtypes that it writes
 
     def unusable(self, device: torch.device, capability: tuple[int, int] | None = None) -> str | None:
-        """Why this backend cannot run on ``device``, with the remedy; None when it can.  Never raises.
+        """Return why this backend cannot run on ``device``, with the remedy, or None when it can.  Never raises.
 
         With ``capability``, the GPU's, CUDA is not initialized and only what can be known without it is checked.
         """
 
     def pack(self, spec: LayerSpec, weight: Tensor) -> Tensor:
-        """Turn a weight [N, K] of ``spec.dtype`` into the one tensor that `linear` takes.
+        """Pack a weight [N, K] of ``spec.dtype`` into the one tensor that `linear` takes.
 
         Raises PatternError for a weight that breaks the pattern.
         """
@@ -107,6 +107,7 @@ class Tunable(Backend, Protocol):
     """A backend whose algorithms `slidesparse tune` and the benchmarks can search."""
 
     sparse: bool  # whether it multiplies 2:4 weights
+    reach: float  # how far the nearest tuned shape may be, see `tuned.neighbour`
 
     def version(self) -> str:
         """The version that tuned tables are about, such as "0.8.0".  Raises LibraryError where it cannot be loaded."""
@@ -205,7 +206,7 @@ def require_none_broken(spec: LayerSpec, weight: Tensor, broken: int) -> None:
 
 
 def require_output(name: str, dtype: torch.dtype) -> None:
-    """Raise BackendError when backend ``name`` has no outputs of ``dtype``, the model's."""
+    """Raise BackendError when backend ``name`` cannot write outputs of the model's ``dtype``."""
     outputs = gemm.get(name).outputs
     if dtype not in outputs:
         raise gemm.BackendError(

@@ -15,7 +15,6 @@ from abc import ABC, abstractmethod
 from collections import OrderedDict
 from collections.abc import Callable, Hashable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import replace
 from functools import cache
 from importlib.util import find_spec
 from types import ModuleType
@@ -184,22 +183,14 @@ def pad(x: Tensor, columns: int, rows: int = 1) -> Tensor:
     return torch.nn.functional.pad(x.view(torch.int8), missing).view(x.dtype)
 
 
-def tuned_plan(backend: Tunable, problem: Problem, device: torch.device, within: float = math.inf) -> Plan:
+def tuned_plan(backend: Tunable, problem: Problem, device: torch.device) -> Plan:
     """The plan by the algorithm that tuning found.
 
-    For an untuned shape, which is logged once, by that of the nearest tuned one if that is ``within`` reach (see
-    `tuned.neighbour`), else by the one for fewer tokens, else by the backend's own choice.
-    A bias changes no algorithm, so problems with one look theirs up without.
+    An untuned shape, see `tuned.look_up`, is logged once.
     """
-    gpu, capability = torch.cuda.get_device_name(device), torch.cuda.get_device_capability(device)
-    subject = (backend.name, backend.version(), gpu, capability)
-    plain = replace(problem, bias=False)
-    algorithm = tuned.choice(*subject, plain)
-    if algorithm is None:
-        algorithm = tuned.neighbour(*subject, plain, within)
-        instead = "its own heuristic" if algorithm is None else "that of the nearest tuned shape"
-        if algorithm is None and (algorithm := tuned.choice(*subject, plain, any_tokens=True)):
-            instead = "that for fewer tokens"
+    subject = torch.cuda.get_device_name(device), torch.cuda.get_device_capability(device)
+    algorithm, instead = tuned.look_up(backend.name, backend.version(), *subject, problem, backend.reach)
+    if instead:
         tuned.note_untuned(backend.name, problem, instead)
     try:
         return backend.plan(problem, device, algorithm)
@@ -222,7 +213,7 @@ class NativePlan:
         self.workspace = int(native.workspace)
         if self.workspace > WORKSPACE:
             raise LibraryError(
-                f"algorithm {algorithm} wants a workspace of {self.workspace} bytes, a stream has {WORKSPACE}"
+                f"algorithm {algorithm} needs a workspace of {self.workspace} bytes, but a stream has {WORKSPACE}"
             )
 
     def run(
@@ -257,6 +248,7 @@ class CudaBackend(TwoStep, ABC):
     device_type = "cuda"
     sparse: bool
     outputs: tuple[torch.dtype, ...] = (torch.bfloat16, torch.float16, torch.float32)
+    reach: float = math.inf  # how far the nearest tuned shape may be, see `tuned.neighbour`
     products: dict[str, tuple[str, ...]]  # operands' type -> output types, that of serving first
 
     @abstractmethod

@@ -83,7 +83,7 @@ class CuSparseLt(CudaBackend):
         multiple = ALIGNMENT[weight.element_size()]
         if not weight.is_cuda:
             raise LibraryError(
-                f"cuSPARSELt packs weights on a GPU, found one on {weight.device}: move it there"
+                f"cuSPARSELt packs weights on a GPU, but this one is on {weight.device}: move it to the GPU"
             )
         if n % multiple or k % multiple:
             raise LibraryError(

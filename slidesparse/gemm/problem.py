@@ -1,4 +1,4 @@
-"""The words in which tuning and benchmarks speak of a GEMM: problem, memory layout, algorithm, plan.
+"""The types that describe a GEMM for tuning and benchmarks: problem, memory layout, algorithm, plan.
 
 A `Problem` is one GEMM with its types and epilogue.  An algorithm is one way in which a backend computes it, named by
 a short text that the backend understands.  A `Plan` is both, ready to run.
@@ -29,7 +29,7 @@ OPERANDS = ("int8", "fp8", "fp16", "bf16")
 
 
 class LibraryError(EnvironmentFault, RuntimeError):
-    """A GEMM library refused a call, or is missing; the message has its words, the shapes and the types."""
+    """A GEMM library refused a call, or is missing; the message holds the library's error, the shapes and the types."""
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ import os
 import re
 import tempfile
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -34,12 +34,12 @@ _logger = logging.getLogger("slidesparse")
 
 
 class TableError(EnvironmentFault, RuntimeError):
-    """A table of tuned algorithms that cannot be used; names the file and the remedy."""
+    """A table of tuned algorithms cannot be used; the message names the file and the remedy."""
 
 
 @dataclass(frozen=True)
 class Subject:
-    """The GPU, library and version that a table is about."""
+    """The GPU, library and version of a table."""
 
     library: str  # "cusparselt", "cublaslt", "hopper"
     version: str  # of the library, such as "0.8.0"
@@ -50,7 +50,7 @@ class Subject:
     def file(self) -> str:
         """The table's file name, such as ``nvidia-h200_sm90_cusparselt-0.8.0.json``."""
         major, minor = self.capability
-        return f"{_slug(self.gpu)}_sm{major}{minor}_{_slug(self.library)}-{_slug(self.version)}.json"
+        return f"{slug(self.gpu)}_sm{major}{minor}_{slug(self.library)}-{slug(self.version)}.json"
 
     def facts(self) -> dict[str, str]:
         """The four facts as the file spells them."""
@@ -74,7 +74,7 @@ Entries = dict[str, dict[int, Tuned]]  # key_of(problem) -> M -> the best
 
 
 def folder() -> Path:
-    """Where the user's tables lie: $SLIDESPARSE_CACHE, else $XDG_CACHE_HOME/slidesparse, else ~/.cache."""
+    """Return the folder of the user's tables, in $SLIDESPARSE_CACHE or its default."""
     return cache_folder() / "tuned"
 
 
@@ -85,6 +85,30 @@ def key_of(problem: Problem) -> str:
     return f"{types}, scale {problem.scale}, bias {bias}, n {problem.n}, k {problem.k}"
 
 
+def look_up(
+    library_name: str,
+    library_version: str,
+    gpu_name: str,
+    capability: tuple[int, int],
+    problem: Problem,
+    within: float = math.inf,
+) -> tuple[str | None, str]:
+    """The algorithm to take for ``problem``, None for the library's own choice, and what it is; "" where it was tuned.
+
+    For an untuned shape that of the nearest tuned one if that is ``within`` reach (see `neighbour`), else the one for
+    fewer tokens, else the library's own choice.  A bias changes no algorithm, so problems with one look theirs up
+    without.
+    """
+    subject, plain = (library_name, library_version, gpu_name, capability), replace(problem, bias=False)
+    if found := choice(*subject, plain):
+        return found, ""
+    if found := neighbour(*subject, plain, within):
+        return found, "that of the nearest tuned shape"
+    if found := choice(*subject, plain, any_tokens=True):
+        return found, "that for fewer tokens"
+    return None, "its own heuristic"
+
+
 def choice(
     library_name: str,
     library_version: str,
@@ -93,7 +117,7 @@ def choice(
     problem: Problem,
     any_tokens: bool = False,
 ) -> str | None:
-    """The algorithm tuned for ``problem``, or None when there is none.
+    """Return the algorithm tuned for ``problem``, or None.
 
     Types, epilogue, n and k must be equal; of the tuned M the smallest that is at least m counts, else the largest,
     but not for more than BEYOND times as many tokens unless ``any_tokens``.  Raises TableError for a damaged file.
@@ -113,7 +137,7 @@ def neighbour(
     problem: Problem,
     within: float = math.inf,
 ) -> str | None:
-    """The algorithm that was tuned for the nearest shape with about as many tokens, or None when there is none.
+    """Return the algorithm tuned for the nearest shape with about as many tokens, or None.
 
     Nearest by the ratios of n and of k, whose binary logarithms may add up to ``within`` at most.  Libraries' own
     heuristics miss by up to two times where this misses by some percent: which tile is fastest depends on the types and
@@ -260,5 +284,6 @@ def _error(path: Path, what: str) -> TableError:
     )
 
 
-def _slug(text: str) -> str:
+def slug(text: str) -> str:
+    """A name of a GPU or a library as file names have it, such as ``nvidia-h200``."""
     return re.sub(r"[^a-z0-9.]+", "-", text.lower()).strip("-")

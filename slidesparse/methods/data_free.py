@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from slidesparse.methods.method import Method
-from slidesparse.pattern import SlidePattern
+from slidesparse.pattern import Pattern
 from slidesparse.prune import prune
 
 
@@ -14,7 +14,7 @@ class Magnitude(Method):
 
     calibration = "optional"  # data change nothing in the choice, but its error is measured
 
-    def prune(self, w: Tensor, pattern: SlidePattern, seed: int) -> Tensor:
+    def prune(self, w: Tensor, pattern: Pattern, seed: int) -> Tensor:
         return prune(w, pattern)
 
 
@@ -23,5 +23,5 @@ class Random(Method):
 
     calibration = "refused"
 
-    def prune(self, w: Tensor, pattern: SlidePattern, seed: int) -> Tensor:
+    def prune(self, w: Tensor, pattern: Pattern, seed: int) -> Tensor:
         return prune(w, pattern, "random", seed)

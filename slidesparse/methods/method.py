@@ -7,11 +7,11 @@ from typing import Literal
 
 from torch import Tensor
 
-from slidesparse.pattern import SlidePattern
+from slidesparse.pattern import Pattern
 
 # (w [N, K], its pattern, E [N, K] or None) -> a new [N, K] that obeys the pattern, in float32.
 # E tells how far the layer's output has moved from the dense model's; see `slidesparse.calibrate.inputs.Drift`.
-Pruner = Callable[[Tensor, SlidePattern, Tensor | None], Tensor]
+Pruner = Callable[[Tensor, Pattern, Tensor | None], Tensor]
 
 
 class Method:
@@ -22,7 +22,7 @@ class Method:
     # weights are fine-tuned afterwards: --sweeps, --target and --finetune are for it alone.
     updates_weights: bool = False
 
-    def prune(self, w: Tensor, pattern: SlidePattern, seed: int) -> Tensor:
+    def prune(self, w: Tensor, pattern: Pattern, seed: int) -> Tensor:
         """Prune rows of a layer without calibration data, which "required" methods need not define.
 
         Args:

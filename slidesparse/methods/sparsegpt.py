@@ -37,6 +37,9 @@ the target is w.  The idea is that of GPTAQ (arXiv 2504.02692), which quantizes.
 Weights of BitNet are -s, 0 or s and stay such.  A block is then rounded after its choice, column by column as GPTQ
 (arXiv 2210.17323) does, and what is behind makes up for that too, by the same formulas.  A sweep takes a block's new
 weights only in rows where they lessen the error.
+
+With a `MixedPattern` the blocks of 64 x 128 weights to prune are chosen first, by the sum of the costs of their groups
+of four in ``w`` as it is.  In the others nothing is removed, and all weights make up for what goes elsewhere.
 """
 
 from __future__ import annotations
@@ -49,8 +52,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from slidesparse.blocks import choose_blocks
 from slidesparse.methods.method import Method, Pruner
-from slidesparse.pattern import ZEROS, SlidePattern
+from slidesparse.pattern import HARDWARE_LENGTH, ZEROS, MixedPattern, Pattern, SlidePattern
 
 DAMPING = 0.01  # of the mean of H's diagonal, added to it: as in SparseGPT and GPTQ, where tokens are many
 SHRINKAGE = 0.2  # times K / tokens, where that is more: tokens are few, see `damping_for`
@@ -67,12 +71,16 @@ class SparseGPT(Method):
         damping = damping_for(len(hessian), tokens)
         upper = factor(hessian, damping)
 
-        def prune(w: Tensor, pattern: SlidePattern, error: Tensor | None) -> Tensor:
+        def prune(w: Tensor, pattern: Pattern, error: Tensor | None) -> Tensor:
             grid = w.abs().amax(1, keepdim=True) if ternary else None
             if error is not None and pattern.length is not None:
                 w = target_of(w, error, upper)
-            pruned = sparsegpt(w, upper, pattern, grid=grid)
-            return refine(w, pruned, hessian, pattern, sweeps, damping, grid=grid)
+            only = None
+            if isinstance(pattern, MixedPattern):
+                share, pattern = pattern.share, SlidePattern(HARDWARE_LENGTH)
+                only = choose_blocks(costs(w, upper, pattern), share)
+            pruned = sparsegpt(w, upper, pattern, grid=grid, only=only)
+            return refine(w, pruned, hessian, pattern, sweeps, damping, grid=grid, only=only)
 
         return prune
 
@@ -130,8 +138,28 @@ def blocks(in_features: int, pattern: SlidePattern, phase: int = 0) -> list[slic
     return [slice(max(0, a), min(in_features, b)) for a, b in pairwise(edges)]
 
 
+def costs(w: Tensor, upper: Tensor, pattern: SlidePattern) -> Tensor:
+    """Return what it costs to prune each block of the pattern, [N, blocks], if nothing else is pruned before it.
+
+    The arguments are those of `sparsegpt`.
+    """
+    groups = blocks(w.shape[1], pattern)
+    corners = [upper[group, group] for group in groups]
+    found = upper.new_zeros(len(w), len(groups))
+    for number, rule in enumerate(rules([c.t() @ c for c in corners], pattern.length or 0)):
+        if rule is not None:
+            here = w[:, groups[number]].to(upper.dtype)
+            found[:, number] = (choose(here, rule)[0] * here).sum(1)
+    return found.clamp_(min=0)  # rounding
+
+
 def sparsegpt(
-    w: Tensor, upper: Tensor, pattern: SlidePattern, phase: int = 0, grid: Tensor | None = None
+    w: Tensor,
+    upper: Tensor,
+    pattern: SlidePattern,
+    phase: int = 0,
+    grid: Tensor | None = None,
+    only: Tensor | None = None,
 ) -> Tensor:
     """Prune ``w`` to ``pattern`` and update what remains.
 
@@ -141,9 +169,10 @@ def sparsegpt(
         phase: zero columns before the row, as in `slidesparse.slide.slide`.
         grid: [N, 1] steps s, for weights that are to be -s, 0 or s.  A block is then rounded as soon as it is pruned,
             and the blocks behind make up for both.
+        only: bool [N, blocks], the blocks to prune; None prunes all of them.
 
     Returns:
-        A new [N, K] of the dtype of ``upper`` that obeys the pattern, its pruned weights +0.0.
+        A new [N, K] of the dtype of ``upper`` that obeys the pattern where it is pruned, its pruned weights +0.0.
     """
     if upper.shape != (w.shape[1], w.shape[1]):
         raise ValueError(f"H of {list(upper.shape)} does not belong to a weight of {list(w.shape)}")
@@ -158,17 +187,19 @@ def sparsegpt(
         batch = slice(first, first + step)
         start, stop = groups[batch][0].start, groups[batch][-1].stop
         errors = out.new_zeros(len(w), stop - start)
-        for group, corner, rule in zip(groups[batch], corners[batch], found[batch], strict=True):
+        for number, group in enumerate(groups[batch], first):
+            corner, rule = corners[number], found[number]
+            chosen = None if only is None else only[:, number : number + 1]
             here, error = out[:, group], errors[:, group.start - start : group.stop - start]
             if grid is not None:
-                gone = choose(here, rule)[1] if rule else torch.zeros_like(here, dtype=torch.bool)
+                gone = choose(here, rule, chosen)[1] if rule else torch.zeros_like(here, dtype=torch.bool)
                 rounded = _rounded(here, gone, corner, grid, error)
                 out[:, group.stop : stop].addmm_(error, upper[group, group.stop : stop], alpha=-1)
                 here.copy_(rounded)
                 continue
             if rule is None:
                 continue
-            share, gone = choose(here, rule)
+            share, gone = choose(here, rule, chosen)
             torch.mm(share, corner.t(), out=error)
             out[:, group.start : stop].addmm_(error, upper[group, group.start : stop], alpha=-1)
             here.masked_fill_(gone, 0.0)
@@ -204,6 +235,7 @@ def refine(
     damping: float = DAMPING,
     phase: int = 0,
     grid: Tensor | None = None,
+    only: Tensor | None = None,
 ) -> Tensor:
     """Lessen the error of ``pruned`` [N, K], a form of ``w`` [N, K] that obeys ``pattern``; H is ``hessian`` [K, K].
 
@@ -211,9 +243,10 @@ def refine(
         sweeps: how often to go through all blocks.
         damping: as in `factor`.
         grid: as in `sparsegpt`; ``pruned`` lies on it.  Where rounding would make the error larger a block stays.
+        only: as in `sparsegpt`.
 
     Returns:
-        A new [N, K] of the dtype of ``pruned`` that obeys the pattern, its pruned weights +0.0.
+        A new [N, K] of the dtype of ``pruned`` that obeys the pattern where it is pruned, its pruned weights +0.0.
     """
     out = pruned.clone()
     if pattern.length is None:
@@ -231,13 +264,15 @@ def refine(
             batch = slice(first, first + step)
             start, stop = groups[batch][0].start, groups[batch][-1].stop
             before = out[:, start:stop].clone()
-            for group, inverse, rule in zip(groups[batch], inverses[batch], found[batch], strict=True):
+            for number, group in enumerate(groups[batch], first):
+                inverse, rule = inverses[number], found[number]
+                chosen = None if only is None else only[:, number : number + 1]
                 here = out[:, group]
                 best = torch.addmm(here, gradient[:, group], inverse, alpha=-1)
                 if grid is not None:
-                    best = _best_on_grid(here, best, rule, inverse, h[group, group], grid)
+                    best = _best_on_grid(here, best, rule, inverse, h[group, group], grid, chosen)
                 elif rule is not None:
-                    share, gone = choose(best, rule)
+                    share, gone = choose(best, rule, chosen)
                     best.addmm_(share, inverse, alpha=-1).masked_fill_(gone, 0.0)
                 gradient[:, group.stop : stop].addmm_(best - here, h[group, group.stop : stop])
                 here.copy_(best)
@@ -246,10 +281,16 @@ def refine(
 
 
 def _best_on_grid(
-    here: Tensor, best: Tensor, rule: Rule | None, inverse: Tensor, h: Tensor, grid: Tensor
+    here: Tensor,
+    best: Tensor,
+    rule: Rule | None,
+    inverse: Tensor,
+    h: Tensor,
+    grid: Tensor,
+    chosen: Tensor | None,
 ) -> Tensor:
     """Return ``best`` [N, L] pruned and rounded, but ``here`` in rows where that is nearer to it by H_gg."""
-    gone = choose(best, rule)[1] if rule else torch.zeros_like(best, dtype=torch.bool)
+    gone = choose(best, rule, chosen)[1] if rule else torch.zeros_like(best, dtype=torch.bool)
     corner = torch.linalg.cholesky(inverse, upper=True)
     found = _rounded(best, gone, corner, grid, torch.empty_like(best))
     costs = [((w - best) @ h * (w - best)).sum(1, keepdim=True) for w in (found, here)]
@@ -303,11 +344,15 @@ def _rule(a: Tensor, count: int) -> Rule:
     return Rule(own.flip(-2) / determinant, -both / determinant)
 
 
-def choose(w: Tensor, rule: Rule) -> tuple[Tensor, Tensor]:
+def choose(w: Tensor, rule: Rule, chosen: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """Choose the cheapest weights P of each row of ``w`` [N, L] to remove, as many as ``rule`` is for.
 
-    Ties go to the leftmost.  Returns w_P (A_PP)^-1 spread over [N, L], zero elsewhere, and whether each weight is in P.
+    Ties go to the leftmost.  Nothing is removed from rows that are not in ``chosen`` [N, 1].  Returns w_P (A_PP)^-1
+    spread over [N, L], zero elsewhere, and whether each weight is in P.
     """
+    if chosen is not None:
+        share, gone = choose(w, rule)
+        return share.masked_fill_(~chosen, 0.0), gone & chosen
     count, among = rule.diagonal.shape
     step = max(1, CHOICE_ELEMENTS // among)
     if len(w) > step:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from slidesparse.methods.method import Method, Pruner
-from slidesparse.pattern import SlidePattern
+from slidesparse.pattern import Pattern
 from slidesparse.prune import prune_by_importance
 
 
@@ -16,7 +16,7 @@ class Wanda(Method):
         return lambda w, pattern, _: wanda(w, hessian, pattern)
 
 
-def wanda(w: Tensor, hessian: Tensor, pattern: SlidePattern, phase: int = 0) -> Tensor:
+def wanda(w: Tensor, hessian: Tensor, pattern: Pattern, phase: int = 0) -> Tensor:
     """Zero the two weights of each block with the smallest |w[n, k]| * sqrt(sum over tokens of x[k]^2).
 
     Args:

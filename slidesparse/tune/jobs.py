@@ -69,7 +69,7 @@ def jobs(
 
 
 def tune(session: Session, todo: Sequence[Job], force: bool = False) -> Summary:
-    """Search what is not in the tables, or everything with ``force``, until the deadline."""
+    """Tune the problems that are not in the tables, or all with ``force``, until the deadline."""
     count = _Count()
     try:
         finished = all(_tune(session, job, force, count) for job in todo)
@@ -96,7 +96,7 @@ class _Count:
 
 
 def _tune(session: Session, job: Job, force: bool, count: _Count) -> bool:
-    """One job; False when the time was up."""
+    """Tune one job; return False when the time was up."""
     subject = session.gpu.subject(job.library)
     weights: list[Tensor] = []
     for problem in job.problems():

@@ -18,7 +18,7 @@ SERVED = ("int8", "fp8")  # the operand types that serving runs
 
 
 class MissingError(EnvironmentFault, RuntimeError):
-    """This machine lacks what a command needs; says what, and the remedy."""
+    """This machine lacks what a command needs; the message says what, and the remedy."""
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ def require_gpu() -> Gpu:
     if not torch.cuda.is_available():
         raise MissingError(
             f"this command measures an NVIDIA GPU, but torch {torch.__version__} finds none that it can use; "
-            "`nvidia-smi` should list one, and `slidesparse doctor` tells what is missing"
+            "`nvidia-smi` should list one, and `slidesparse doctor` shows what is missing"
         )
     device = torch.device("cuda", torch.cuda.current_device())
     properties = torch.cuda.get_device_properties(device)

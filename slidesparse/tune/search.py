@@ -1,4 +1,4 @@
-"""The fastest algorithm a library has for a problem: all are run once, the good ones timed, the best timed well.
+"""Search for a library's fastest algorithm: run all once, time the good ones, then time the best precisely.
 
 An algorithm that is refused is skipped, one whose result is wrong is dropped; both are counted.  Where a library names
 ways of splitting K for its algorithms (`Tunable.unsplit`), a dozen for each, they are tried for those that are fast
@@ -154,7 +154,7 @@ def _final(clock: Clock, finalists: list[_Candidate], copies: int) -> tuple[_Can
 
 
 def agree(out: Tensor, expected: Tensor, problem: Problem) -> bool:
-    """Tell whether two algorithms' outputs are equal but for rounding; NaN and Inf never are.
+    """Return whether two algorithms' outputs are equal but for rounding; NaN and Inf never are.
 
     INT8 sums are exact, so without scales integer outputs are equal to the bit.  Otherwise compared are norms
     (Frobenius), relative to that of ``expected``.  With u the unit roundoff of the output, two outputs rounded from

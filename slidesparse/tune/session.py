@@ -47,7 +47,7 @@ class Winners:
 
 @dataclass
 class Session:
-    """One measuring command.  ``skipped`` collects, in words, what the libraries refused."""
+    """The state of one measuring command.  ``skipped`` collects the libraries' refusals as text."""
 
     gpu: Gpu
     clock: Clock
@@ -86,7 +86,7 @@ def served(library: Tunable, dtype: str) -> list[tuple[str, str]]:
 
 
 def free(gpu: Gpu) -> None:
-    """Give memory that is not used back to the GPU, so that other sizes find room."""
+    """Return unused memory to the GPU, so that other sizes fit."""
     if gpu.device.type == "cuda":
         torch.cuda.empty_cache()
 

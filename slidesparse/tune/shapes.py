@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from slidesparse.errors import SlideSparseError
+from slidesparse.errors import SlideSparseError, shown
 from slidesparse.pattern import SlidePattern, parse_pattern
 
 FEW_TOKENS = (1, 2, 4, 8, 16, 32)  # what libraries that take any number are tuned for, too
@@ -109,9 +109,11 @@ def parse_shapes(text: str) -> tuple[Layer, ...]:
     """``"4608x3584,3584x18944"`` (N x K) -> layers that are named so.  Raises ShapeError."""
     layers = []
     for word in split(text):
-        match = re.fullmatch(r"(\d+)[xX](\d+)", word)
+        match = re.fullmatch(r"([0-9]{1,9})[xX]([0-9]{1,9})", word)
         if not match or not int(match[1]) or not int(match[2]):
-            raise ShapeError(f"--shapes {word!r} is not a shape; use N x K of weights, such as 4608x3584")
+            raise ShapeError(
+                f"--shapes {shown(word)} is not a shape; use N x K of weights, such as 4608x3584"
+            )
         layers.append(Layer(f"{match[1]}x{match[2]}", int(match[1]), int(match[2])))
     if not layers:
         raise ShapeError("--shapes is empty; use N x K of weights, such as 4608x3584,3584x18944")
@@ -123,7 +125,7 @@ def parse_tokens(text: str) -> tuple[int, ...]:
     try:
         tokens = tuple(int(word) for word in split(text))
     except ValueError as error:
-        raise ShapeError(f"--m {text!r} is not a list of token counts, such as 64,256,1024") from error
+        raise ShapeError(f"--m {shown(text)} is not a list of token counts, such as 64,256,1024") from error
     if not tokens or min(tokens) < 1:
         raise ShapeError(f"--m {text!r}: token counts are at least 1")
     return tokens

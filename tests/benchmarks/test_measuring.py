@@ -23,8 +23,8 @@ from benchmarks.kernel import Group, KernelBench, model_groups
 from benchmarks.layout import WRONG, LayoutBench, product_of, products
 from benchmarks.linear import LinearBench
 from benchmarks.stock import Stock
+from slidesparse.blocks import dense_blocks
 from slidesparse.gemm import tuned
-from slidesparse.gemm.hopper.format import dense_blocks
 from slidesparse.gemm.problem import LAYOUTS, TN, Layout, Problem
 from slidesparse.tune import machine, measure
 from slidesparse.tune.inputs import Inputs, Rotation

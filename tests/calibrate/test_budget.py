@@ -28,7 +28,7 @@ from slidesparse.calibrate.task import Calibration, prepare
 from slidesparse.checkpoint.inspection import inspect
 from slidesparse.checkpoint.storage import Checkpoint
 from slidesparse.convert import choose
-from slidesparse.convert.budget import PATTERNS, Budget, Choice, Market, Option
+from slidesparse.convert.budget import PATTERNS, AllocationProblem, Budget, Candidate, Choice
 from slidesparse.convert.choose import Try, next_aim
 from slidesparse.convert.report import Report
 from slidesparse.convert.times import LayerTimes, TimesError, fit
@@ -43,67 +43,69 @@ LENGTHS = (10, 8, 6, 4)
 
 
 @st.composite
-def markets(draw: st.DrawFn) -> Market:
+def problems(draw: st.DrawFn) -> AllocationProblem:
     """Up to four units of dense and three patterns; times may be longer than the dense one."""
     count = draw(st.integers(1, 4))
-    menu: dict[tuple[str, ...], tuple[Option, ...]] = {}
+    candidates: dict[tuple[str, ...], tuple[Candidate, ...]] = {}
     for number in range(count):
-        options = [Option(None, 0.0, 1 / count, 0)]
+        options = [Candidate(None, 0.0, 1 / count, 0)]
         for length in LENGTHS[1:]:
             loss, time = draw(st.integers(0, 50)), draw(st.integers(40, 110))
-            options.append(Option(SlidePattern(length), loss / 10, time / 100 / count, 200 // length))
-        menu[f"unit{number}",] = tuple(options)
-    return Market(menu, 100 * count, draw(st.booleans()))
+            options.append(Candidate(SlidePattern(length), loss / 10, time / 100 / count, 200 // length))
+        candidates[f"unit{number}",] = tuple(options)
+    return AllocationProblem(candidates, 100 * count, draw(st.booleans()))
 
 
-def every(market: Market) -> list[Choice]:
+def every(problem: AllocationProblem) -> list[Choice]:
     """All choices there are."""
-    units = list(market.menu)
+    units = list(problem.candidates)
     return [
-        market.choice(dict(zip(units, picked, strict=True)))
-        for picked in itertools.product(*market.menu.values())
+        problem.choice(dict(zip(units, picked, strict=True)))
+        for picked in itertools.product(*problem.candidates.values())
     ]
 
 
-def saved(market: Market, choice: Choice) -> float:
-    return choice.zeros if market.by_zeros else 1 - choice.time
+def saved(problem: AllocationProblem, choice: Choice) -> float:
+    return choice.zeros if problem.by_zeros else 1 - choice.time
 
 
 @settings(max_examples=200, deadline=None)
-@given(markets())
-def test_nothing_betters_the_frontier(market: Market) -> None:
+@given(problems())
+def test_nothing_betters_the_frontier(problem: AllocationProblem) -> None:
     """Each point of it has the least loss of all choices that save as much."""
-    frontier = market.frontier()
+    frontier = problem.frontier()
     assert not any(frontier[0].patterns.values())
-    others = every(market)
+    others = every(problem)
     for choice in frontier:
-        least = min(o.loss for o in others if saved(market, o) >= saved(market, choice) - 1e-9)
+        least = min(o.loss for o in others if saved(problem, o) >= saved(problem, choice) - 1e-9)
         assert choice.loss <= least + 1e-9
-    assert saved(market, frontier[-1]) >= max(saved(market, o) for o in others) - 1e-9
+    assert saved(problem, frontier[-1]) >= max(saved(problem, o) for o in others) - 1e-9
 
 
 @settings(max_examples=200, deadline=None)
-@given(markets(), st.floats(0.01, 12))
-def test_the_fastest_within_a_loss_misses_the_best_by_less_than_a_step(market: Market, loss: float) -> None:
+@given(problems(), st.floats(0.01, 12))
+def test_the_fastest_within_a_loss_misses_the_best_by_less_than_a_step(
+    problem: AllocationProblem, loss: float
+) -> None:
     """The relaxed problem's best is between two points of the frontier, and no choice is above that."""
-    found = market.fastest(loss)
+    found = problem.fastest(loss)
     assert found.loss <= loss + 1e-9
-    within = [point for point in market.frontier() if point.loss <= loss]
-    assert saved(market, found) >= saved(market, within[-1]) - 1e-9
-    best = max(saved(market, o) for o in every(market) if o.loss <= loss)
-    behind = market.frontier()[len(within) : len(within) + 1]
-    assert best <= saved(market, (behind or within[-1:])[0]) + 1e-9
+    within = [point for point in problem.frontier() if point.loss <= loss]
+    assert saved(problem, found) >= saved(problem, within[-1]) - 1e-9
+    best = max(saved(problem, o) for o in every(problem) if o.loss <= loss)
+    behind = problem.frontier()[len(within) : len(within) + 1]
+    assert best <= saved(problem, (behind or within[-1:])[0]) + 1e-9
 
 
 @settings(max_examples=200, deadline=None)
-@given(markets(), st.floats(0.01, 0.6))
-def test_the_least_loss_for_a_saving_reaches_it(market: Market, wanted: float) -> None:
-    found = market.least_loss(wanted)
-    reaching = [o for o in every(market) if saved(market, o) >= wanted]
+@given(problems(), st.floats(0.01, 0.6))
+def test_the_least_loss_for_a_saving_reaches_it(problem: AllocationProblem, wanted: float) -> None:
+    found = problem.least_loss(wanted)
+    reaching = [o for o in every(problem) if saved(problem, o) >= wanted]
     assert (found is None) == (not reaching)
     if found:
-        assert saved(market, found) >= wanted - 1e-9
-        point = next(p for p in market.frontier() if saved(market, p) >= wanted - 1e-9)
+        assert saved(problem, found) >= wanted - 1e-9
+        point = next(p for p in problem.frontier() if saved(problem, p) >= wanted - 1e-9)
         assert found.loss <= point.loss + 1e-9
 
 
@@ -390,7 +392,7 @@ def test_losses_are_measured_once_for_all_budgets(
     second = calibrated(
         model, tmp_path / "out", ids, budget=Budget(min_speedup=1.01, tokens=(16,)), dry_run=True
     )
-    assert outcome(second).market.menu.keys() == outcome(first).market.menu.keys()
+    assert outcome(second).problem.candidates.keys() == outcome(first).problem.candidates.keys()
 
 
 def test_a_damaged_cache_is_measured_again(model: Path, tmp_path: Path, ids: str) -> None:

@@ -91,7 +91,7 @@ def test_ids_of_a_file(decoder: LayeredModel, tmp_path: Path) -> None:
 def test_random_tokens_say_what_they_are_good_for(decoder: LayeredModel) -> None:
     found = load_samples("random", decoder, 3, 7)
     assert [len(row) for row in rows(found)] == [7, 7, 7]
-    assert "for trying things out only" in found.note
+    assert "only to try things out" in found.note
     assert (
         found.digest
         == load_samples("random", decoder, 3, 7).digest
@@ -105,7 +105,7 @@ def test_random_tokens_say_what_they_are_good_for(decoder: LayeredModel) -> None
         ("missing.jsonl", {}, "missing.jsonl"),
         ("texts.txt", {}, "FILE.npy"),
         ("random", {"samples": 0}, "--samples 0"),
-        ("random", {"seqlen": 1000}, "--seqlen 1000 is not from 2 to 512"),
+        ("random", {"seqlen": 1000}, "--seqlen 1000 must be from 2 to 512"),
         ("bad.jsonl", {}, "bad.jsonl, line 2: KeyError: 'text'"),
         ("broken.jsonl", {}, "broken.jsonl, line 1: JSONDecodeError"),
         ("empty.jsonl", {}, "no text"),

@@ -30,11 +30,21 @@ from slidesparse.calibrate.permutation import (
 from slidesparse.calibrate.resume import WorkFolder
 from slidesparse.checkpoint.inspection import inspect
 from slidesparse.checkpoint.storage import Checkpoint
+from slidesparse.convert import stream
 from slidesparse.methods import get
 from slidesparse.pattern import SlidePattern
 from slidesparse.quantize import NAMES, quantize_rows
 
 CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def unrotated(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """Options that permute a Llama without rotating it."""
+    monkeypatch.setattr(stream, "obstacle", lambda _: "not in this test")
+    return {"rotate": "auto"}
+
+
 COMMON = {
     "hidden_size": 64,
     "intermediate_size": 88,
@@ -130,10 +140,10 @@ def test_an_order_costs_less(columns: int, length: int, region: int) -> None:
 
 
 @pytest.mark.parametrize("quant", ["int8", "fp8"])
-def test_what_is_written_is_what_was_pruned(tmp_path: Path, quant: str) -> None:
+def test_what_is_written_is_what_was_pruned(tmp_path: Path, unrotated: dict[str, Any], quant: str) -> None:
     """Only down is pruned: then its order shows in gate's codes, and its codes can be made anew by that order."""
     source, ids = llama(tmp_path / "source"), write_ids(tmp_path / "ids.npy")
-    how = {"skip": [r"(q|k|v|o|gate|up)_proj"], "finetune": 0, "target": "own"}
+    how = {"skip": [r"(q|k|v|o|gate|up)_proj"], "finetune": 0, "target": "own", **unrotated}
     calibrated(source, tmp_path / "out", ids, quant=quant, **how)
     before, after = tensors_of(source), tensors_of(tmp_path / "out")
     layer = "model.layers.0.mlp."
@@ -173,7 +183,9 @@ def test_what_is_written_is_what_was_pruned(tmp_path: Path, quant: str) -> None:
     assert inspect(tmp_path / "out").violations == 0
 
 
-def test_it_takes_off_errors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_it_takes_off_errors(
+    tmp_path: Path, unrotated: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Columns differ in size, as those of trained models do."""
     source, ids = llama(tmp_path / "source"), write_ids(tmp_path / "ids.npy", 60)
     tensors = tensors_of(source)
@@ -181,9 +193,11 @@ def test_it_takes_off_errors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     for name in [n for n in tensors if n.endswith("down_proj.weight")]:
         tensors[name] = (tensors[name].float() * torch.randn(88).exp()).bfloat16()
     save_file(tensors, source / "model.safetensors", metadata={"format": "pt"})
-    with_order = calibrated(source, tmp_path / "with", ids, finetune=0, samples=60)
+    with_order = calibrated(source, tmp_path / "with", ids, finetune=0, samples=60, **unrotated)
     monkeypatch.setattr(permutation, "ROUNDS", 0)
-    without = calibrated(source, tmp_path / "without", ids, finetune=0, samples=60)
+    without = calibrated(source, tmp_path / "without", ids, finetune=0, samples=60, **unrotated)
+    left = calibrated(source, tmp_path / "off", ids, finetune=0, samples=60, rotate="off")
+    assert [row["error_pruned"] for row in left.layers] == [row["error_pruned"] for row in without.layers]
     found, expected = ({row["name"]: row["error_pruned"] for row in r.layers} for r in (with_order, without))
     assert found[DOWN] < 0.97 * expected[DOWN]
 
@@ -193,7 +207,7 @@ def test_orders_of_an_encoder_are_kept(tmp_path: Path) -> None:
     source, calib = bert(tmp_path / "source"), tmp_path / "calib.jsonl"
     texts = [" ".join(f"w{(i * j) % 50}" for j in range(2, 4 + i % 12)) for i in range(40)]
     calib.write_text("\n".join(json.dumps({"text": text}) for text in texts))
-    calibrated(source, tmp_path / "out", str(calib), seqlen=None, samples=30)
+    calibrated(source, tmp_path / "out", str(calib), seqlen=None, samples=30, rotate="auto")
     before, after = tensors_of(source), tensors_of(tmp_path / "out")
     for name in (f"encoder.layer.{i}.intermediate.dense.bias" for i in range(2)):
         assert not torch.equal(before[name], after[name])

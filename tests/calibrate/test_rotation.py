@@ -1,4 +1,4 @@
-"""Models whose residual stream is turned give what they gave before."""
+"""Models whose residual stream is rotated give what they gave before."""
 
 from __future__ import annotations
 
@@ -68,11 +68,11 @@ def orthogonal(*shape: int) -> torch.Tensor:
 
 
 def written(source: Path, out: Path, rotation: Rotation) -> Any:
-    """The turned model, in float32, as transformers reads it."""
+    """The rotated model, in float32, as transformers reads it."""
     checkpoint = untied(Checkpoint.open(source))
     with checkpoint.reader() as reader:
-        turned = RotatedReader(reader, open_model(checkpoint), CPU, rotation)
-        tensors = {name: turned.whole(name).contiguous() for name in checkpoint.tensors}
+        rotated = RotatedReader(reader, open_model(checkpoint), CPU, rotation)
+        tensors = {name: rotated.whole(name).contiguous() for name in checkpoint.tensors}
     out.mkdir()
     save_file(tensors, out / "model.safetensors", metadata={"format": "pt"})
     (out / "config.json").write_text(json.dumps(checkpoint.config))
@@ -85,13 +85,13 @@ def test_outputs_stay_equal(name: str, tmp_path: Path) -> None:
     model = saved(name, tmp_path / "source")
     sizes = open_model(Checkpoint.open(tmp_path / "source")).sizes[0]
     rotation = Rotation(orthogonal(48, 48), orthogonal(2, sizes.kv_heads, sizes.head_dim, sizes.head_dim))
-    turned = written(tmp_path / "source", tmp_path / "out", rotation)
-    assert turned.config.tie_word_embeddings is False
+    rotated = written(tmp_path / "source", tmp_path / "out", rotation)
+    assert rotated.config.tie_word_embeddings is False
     ids = torch.randint(3, 100, (2, 50), generator=torch.Generator().manual_seed(1))
-    expected, found = model(ids).logits, turned(ids).logits
+    expected, found = model(ids).logits, rotated(ids).logits
     assert float((found - expected).abs().max()) <= 200 * 2**-24 * float(expected.abs().max())
     assert not torch.allclose(
-        turned.model.layers[0].mlp.down_proj.weight, model.model.layers[0].mlp.down_proj.weight
+        rotated.model.layers[0].mlp.down_proj.weight, model.model.layers[0].mlp.down_proj.weight
     )
 
 
@@ -130,8 +130,8 @@ def one(rotation: Rotation) -> Rotation:
 
 
 @pytest.mark.parametrize("name", ["llama biased", "qwen3"])
-def test_costs_of_a_rotation_are_those_of_the_turned_model(name: str, tmp_path: Path) -> None:
-    """They are exact: each block's equal those that are found in the model after turning it."""
+def test_costs_of_a_rotation_are_those_of_the_rotated_model(name: str, tmp_path: Path) -> None:
+    """They are exact: each block's equal those that are found in the model after rotating it."""
     saved(name, tmp_path)
     task = task_of(tmp_path)
     rotation = some_rotation(task.model)
@@ -207,7 +207,7 @@ def test_learning_goes_down_and_repeats(tmp_path: Path, monkeypatch: pytest.Monk
 @pytest.mark.parametrize("name", ["llama tied", "qwen2"])
 @torch.inference_mode()
 def test_a_conversion_that_prunes_nothing_gives_the_same_model(name: str, tmp_path: Path) -> None:
-    """But for the weights' rounding to INT8: pruned layers, skipped and ignored ones are all turned."""
+    """But for the weights' rounding to INT8: pruned layers, skipped and ignored ones are all rotated."""
     model = saved(name, tmp_path / "source")
     np.save(tmp_path / "ids.npy", np.random.default_rng(0).integers(0, 100, (2, 20)))
     how = {"skip": [r"1\.self_attn\.o_proj"], "ignore": [r"0\.self_attn\.o_proj", r"1\.mlp\.down"]}
@@ -221,9 +221,9 @@ def test_a_conversion_that_prunes_nothing_gives_the_same_model(name: str, tmp_pa
     for layer in [n.removesuffix("_scale") for n in tensors if n.endswith("_scale")]:
         tensors[layer] = dequantize_rows(tensors[layer], tensors.pop(f"{layer}_scale"))
     write(tmp_path / "floats", {**config, "tie_word_embeddings": False}, tensors)
-    turned = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "floats", dtype=torch.float32)
+    rotated = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "floats", dtype=torch.float32)
     tokens = torch.randint(3, 100, (2, 50), generator=torch.Generator().manual_seed(1))
-    expected, found = model(tokens).logits, turned(tokens).logits
+    expected, found = model(tokens).logits, rotated(tokens).logits
     assert float((found - expected).norm()) <= 0.05 * float(expected.norm())
     weight = model.model.layers[0].self_attn.o_proj.weight
     assert not torch.allclose(tensors["model.layers.0.self_attn.o_proj.weight"], weight, rtol=0.1)
@@ -261,7 +261,7 @@ def test_pruning_costs_less_and_a_killed_run_goes_on(
     assert report.rotation == whole.rotation
 
 
-def test_a_model_that_is_sparse_already_is_not_turned(tmp_path: Path) -> None:
+def test_a_model_that_is_sparse_already_is_not_rotated(tmp_path: Path) -> None:
     source, pattern = llama(tmp_path / "source"), SlidePattern(8)
     tensors = tensors_of(source)
     write(
@@ -275,7 +275,7 @@ def test_a_model_that_is_sparse_already_is_not_turned(tmp_path: Path) -> None:
     assert calibrated(source, tmp_path / "out", "random", rotate="on", pattern="2:4", **how).rotation
 
 
-def test_encoders_are_not_turned(tmp_path: Path) -> None:
+def test_encoders_are_not_rotated(tmp_path: Path) -> None:
     source = bert(tmp_path / "source")
     how: dict[str, Any] = {"samples": 2, "seqlen": 8, "dry_run": True}
     with pytest.raises(CalibrationError, match="--rotate on: BertModel is none of LlamaForCausalLM, "):
@@ -285,7 +285,7 @@ def test_encoders_are_not_turned(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("options", "turned"),
+    ("options", "rotated"),
     [
         ({}, True),
         ({"method": "wanda"}, False),
@@ -293,18 +293,18 @@ def test_encoders_are_not_turned(tmp_path: Path) -> None:
         ({"budget": Budget(zeros=0.2)}, True),
     ],
 )
-def test_models_are_turned_unless_told_otherwise(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: dict[str, Any], turned: bool
+def test_models_are_rotated_unless_told_otherwise(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: dict[str, Any], rotated: bool
 ) -> None:
     monkeypatch.setattr(learning, "STEPS", 1)
     source, ids = llama(tmp_path / "source"), write_ids(tmp_path / "ids.npy")
     more = {} if options.get("method") else {"finetune": 0}
     report = calibrated(source, tmp_path / "out", ids, rotate="auto", **more, **options)
-    assert report.rotation.startswith("the residual stream") == turned
-    assert ("lm_head.weight" in tensors_of(tmp_path / "out")) or not turned
+    assert report.rotation.startswith("the residual stream") == rotated
+    assert ("lm_head.weight" in tensors_of(tmp_path / "out")) or not rotated
 
 
-def test_what_cannot_be_turned_is_told(tmp_path: Path) -> None:
+def test_what_cannot_be_rotated_is_told(tmp_path: Path) -> None:
     saved("llama", tmp_path)
     assert obstacle(Checkpoint.open(tmp_path)) is None
     tensors = tensors_of(tmp_path)

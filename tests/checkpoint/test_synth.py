@@ -37,7 +37,7 @@ SMALL = {"qwen2": replace(QWEN, **SIZES), "llama": replace(LLAMA, **SIZES)}
 
 @pytest.fixture(autouse=True)
 def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Samples of few rows, so that tiny tensors take several turns of them."""
+    """Samples of few rows, so that tiny tensors take them several times."""
     monkeypatch.setattr(storage, "CHUNK_ELEMENTS", 640)
 
 
@@ -286,7 +286,7 @@ def test_configs_that_cannot_be_used(tmp_path: Path, changed: dict[str, Any], fa
         (["--sparsity", "5:8"], "5:8"),
         (["--layout", "slided"], "--layout slided"),
         (["--layout", "packed"], "--layout packed needs a pattern"),
-        (["--layers", "3"], "--layers 3 is not from 1 to 2"),
+        (["--layers", "3"], "--layers 3 must be from 1 to 2"),
         (["--layers", "0"], "--layers 0"),
         (["--shard-size", "4"], "--shard-size '4'"),
         (["--shard-size", "0MB"], "--shard-size is 0 bytes"),

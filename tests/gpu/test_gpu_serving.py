@@ -128,6 +128,18 @@ def test_int8_in_float16_is_stock_bit_for_bit(farm: Farm, pattern: str) -> None:
         assert not differences(greedy(ours), greedy(stock))
 
 
+HALF = [Engine("int8", "2:4@50%", "float16", system=system) for system in ("stock", "sparse")]
+
+
+@needs(lambda: HALF)
+def test_int8_in_dense_and_2_4_blocks_is_stock_bit_for_bit(farm: Farm) -> None:
+    if farm.backend != "hopper":
+        pytest.skip(f"backend {farm.backend} multiplies no dense blocks")
+    stock, ours = farm.answers(HALF)
+    assert not differences(forced(ours), forced(stock))
+    assert not differences(greedy(ours), greedy(stock))
+
+
 def int8_in_bfloat16(pattern: str) -> list[Engine]:
     systems = ("stock", "exact", "sparse", "rounded")
     engines = [Engine("int8", pattern, "bfloat16", system=name) for name in systems]

@@ -134,7 +134,9 @@ def test_a_workspace_may_be_as_large_as_a_stream_has(library: Library) -> None:
     found = library.backend.algorithms(PROBLEM, CPU)
     assert library.backend.plan(PROBLEM, CPU, found[64]).workspace == cuda.WORKSPACE
     library.set(workspace=cuda.WORKSPACE + (1 << 20))
-    with pytest.raises(LibraryError, match=f"workspace of {65 << 20} bytes, a stream has {cuda.WORKSPACE}"):
+    with pytest.raises(
+        LibraryError, match=f"workspace of {65 << 20} bytes, but a stream has {cuda.WORKSPACE}"
+    ):
         library.backend.plan(PROBLEM, CPU, found[65])
 
 

@@ -17,6 +17,7 @@ from hypothesis import given, settings
 from strategies import FILLS, Case, assert_same_bits, cases, is_zero, obeying, raw
 from torch import Tensor
 
+from slidesparse.blocks import dense_blocks
 from slidesparse.build.compile import FLAGS, compile_with, sources
 from slidesparse.build.find import compiler
 from slidesparse.gemm import cuda
@@ -151,7 +152,7 @@ def test_mixed_blocks_are_packed(
     weight = torch.where(sparse, prune(weight.float(), HARDWARE).to(torch.int8), weight)
     codes = (weight.float() / 16).to(FP8) if dtype == FP8 else weight
     codes = torch.where(is_zero(codes), 0, raw(codes)).view(dtype)
-    dense = hopper_format.dense_blocks(codes)
+    dense = dense_blocks(codes)
     if share == 0.0 and k > 4:
         assert bool(dense.all())
     found, broken = pack_by_kernel(codes.to(device), HARDWARE.layout(k), dense.to(device))

@@ -46,7 +46,7 @@ def test_none_that_can_run(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.vllm
 def test_a_flag_decides(monkeypatch: pytest.MonkeyPatch) -> None:
-    from slidesparse.vllm_patch import resolve
+    from slidesparse import resolve
 
     with_gpu(monkeypatch, cusparselt="no library")
     assert resolve._backend("sparse", True, "hopper") == ("hopper", "SLIDESPARSE_BACKEND=hopper")

@@ -73,7 +73,7 @@ def test_built_without_tags(
     """A fork whose clone has no tags: which release it is cannot be told, so it is no reason to stop vLLM."""
     (said,) = warned(monkeypatch, caplog, version)
     for words in (
-        f"the version of this one, {version.partition('+')[0]}, does not tell which release it is",
+        f"the version of this one, {version.partition('+')[0]}, does not say which release it is",
         "built without git tags",
         "VLLM_VERSION_OVERRIDE or SETUPTOOLS_SCM_PRETEND_VERSION",
     ):

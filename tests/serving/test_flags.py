@@ -53,6 +53,7 @@ def test_fusion_is_asked_for_refused_or_left_open() -> None:
         ({"SLIDESPARSE_FUSE": "maybe"}, ["SLIDESPARSE_FUSE='maybe'", "use 1 or 0"]),
         ({"USE_CUSPARSELT": "maybe"}, ["USE_CUSPARSELT='maybe'", "use 1 or 0"]),
         ({"USE_CUSPARSELT": "ON"}, ["USE_CUSPARSELT='ON'", "use 1 or 0"]),
+        ({"DISABLE_SLIDESPARSE": "on"}, ["DISABLE_SLIDESPARSE='on'", "use 1 or 0"]),
         ({"USE_CUSPARSELT": "1", "USE_CUBLASLT": "1"}, ["both set", "unset one"]),
     ],
 )
@@ -132,10 +133,10 @@ def _config(layout: str = "dense") -> dict[str, object]:
 
 @pytest.mark.vllm
 class TestResolve:
-    """`slidesparse.vllm_patch.resolve`, which needs no engine."""
+    """`slidesparse.resolve`, which needs no engine."""
 
     def test_what_is_stamped_is_read_again_and_nothing_else(self) -> None:
-        from slidesparse.vllm_patch.resolve import STAMP, Resolution, ResolveError, resolve, stamp
+        from slidesparse.resolve import STAMP, Resolution, ResolveError, resolve, stamp
 
         made = resolve(_config(), Flags(), on_cuda=False)
         assert (made.pattern, made.path, made.backend, made.layout) == ("6:8", "sparse", "reference", "dense")
@@ -148,14 +149,14 @@ class TestResolve:
                 Resolution.of_stamp(bad)
 
     def test_a_stamp_in_the_checkpoint_decides_nothing(self) -> None:
-        from slidesparse.vllm_patch.resolve import resolve, stamp
+        from slidesparse.resolve import resolve, stamp
 
         planted = _config()
         stamp(resolve(planted, Flags("dense"), on_cuda=False), [planted])
         assert resolve(planted, Flags("sparse"), on_cuda=False).path == "sparse"
 
     def test_fusion_is_resolved(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        from slidesparse.vllm_patch.resolve import resolve
+        from slidesparse.resolve import resolve
 
         with_gpu(monkeypatch)
         for backend, default in (("hopper", True), ("cusparselt", False)):
@@ -177,7 +178,7 @@ class TestResolve:
     def test_backend(
         self, monkeypatch: pytest.MonkeyPatch, path: str | None, on_cuda: bool, backend: str
     ) -> None:
-        from slidesparse.vllm_patch.resolve import resolve
+        from slidesparse.resolve import resolve
 
         with_gpu(monkeypatch)
         made = resolve(_config(), Flags(path), on_cuda)
@@ -185,7 +186,7 @@ class TestResolve:
         assert made.reason
 
     def test_dense_weights_need_a_backend_that_takes_them(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        from slidesparse.vllm_patch.resolve import ResolveError, resolve
+        from slidesparse.resolve import ResolveError, resolve
 
         with_gpu(monkeypatch)
         plain = {"quant_method": "compressed-tensors"}
@@ -195,15 +196,16 @@ class TestResolve:
             assert (made.pattern, made.backend, made.path) == ("dense", backend, "sparse")
         with pytest.raises(ResolveError, match="SPARSITY=dense needs a backend .* here cusparselt is chosen"):
             resolve(plain, replace(flags, backend="cusparselt"), True)
+        half = Flags.from_environment({"USE_CUSPARSELT": "1", "SPARSITY": "2:4@50%"})
         with pytest.raises(
-            FlagError, match=r"2:4@50% asks for what the weights decide: .* set SPARSITY=dense"
+            ResolveError, match=r"2:4@50% asks for what the weights decide: .* set SPARSITY=dense"
         ):
-            Flags.from_environment({"SPARSITY": "2:4@50%"})
+            resolve(plain, half, True)
         with pytest.raises(ResolveError, match=r"asks for dense \(nothing pruned\), .* pruned to 6:8"):
             resolve(_config(), flags, True)
 
     def test_contradictions(self) -> None:
-        from slidesparse.vllm_patch.resolve import ResolveError, resolve
+        from slidesparse.resolve import ResolveError, resolve
 
         with pytest.raises(
             ResolveError, match=r"asks for 4:6 \(2 of every 6 pruned\).*pruned to 6:8.*SPARSITY=2_8"
@@ -216,7 +218,7 @@ class TestResolve:
 
     def test_what_compressed_tensors_stored_sparse(self) -> None:
         """One format is for 2:4 alone, and says the pattern; a flag has the last word."""
-        from slidesparse.vllm_patch.resolve import ResolveError, resolve
+        from slidesparse.resolve import ResolveError, resolve
 
         def config(form: str, structure: str) -> dict[str, object]:
             sparsity = {"format": form, "sparsity_structure": structure}
@@ -231,7 +233,7 @@ class TestResolve:
         assert resolve(_config("packed"), Flags("dense"), on_cuda=False).layout == "packed"
 
     def test_metadata_from_the_future(self) -> None:
-        from slidesparse.vllm_patch.resolve import resolve
+        from slidesparse.resolve import resolve
 
         config = _config()
         config[KEY]["version"] = 2  # type: ignore[index]

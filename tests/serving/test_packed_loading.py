@@ -103,6 +103,8 @@ def test_a_reload_on_the_device_meta_is_only_counted(monkeypatch: pytest.MonkeyP
         ({"shape": torch.tensor([5, 15])}, "the shape [5, 15] and a bitmask [4, 2]"),
         ({"shape": torch.tensor([4, 17])}, "17 columns need one of uint8 [4, 3]"),
         ({"shape": torch.tensor([15])}, "the shape [15] and"),
+        ({"shape": torch.tensor([4.0, 15.0])}, "the shape [4.0, 15.0] and"),
+        ({"shape": torch.tensor([]), "bitmask": torch.tensor(1, dtype=torch.uint8)}, "the shape [] and"),
         ({"compressed": torch.ones(4, 11, dtype=torch.int8)}, "48 bits set for 44 values, 11 in each row"),
         ({"bitmask": torch.zeros(4, 2, dtype=torch.uint8)}, "0 bits set for 48 values"),
         ({"bitmask": torch.zeros(4, 2, dtype=torch.int8)}, "a bitmask of torch.int8"),

@@ -7,10 +7,11 @@ from pathlib import Path
 
 import pytest
 from checkpoints import convert
-from models import QWEN, shrink_codes, write_w8a8
+from models import QWEN, Decoder, shrink_codes, write_w8a8
 from tool_sources import compressed
 from zygote import Answer, Request, Zygote
 
+from slidesparse import preflight
 from slidesparse.checkpoint.metadata import KEY, LayerEntry, Metadata
 from slidesparse.pattern import SlidePattern
 
@@ -42,11 +43,13 @@ def test_mixed_patterns_and_layers_without_one(
     assert not expected.summary
     found = served(zygote, made[layout])
     assert found.tokens == expected.tokens
-    why = {"dense": "whose weights break the pattern", "slided": "not pruned"}[layout]
     assert found.summary.startswith(
-        "6:8 (2 of every 8 pruned): 7 layers sparse (1 at 4:6, 4 at 6:8, 2 at 8:10), 2 dense "
-        f"(1 lm_head, 1 {why})"
+        "6:8 (2 of every 8 pruned): 7 layers sparse (1 at 4:6, 4 at 6:8, 2 at 8:10), "
+        "1 not pruned (by the same backend), 1 dense (1 lm_head)"
     ), found.summary
+    foreseen = preflight.examine("model", made[layout])
+    assert foreseen.patterns == {"4:6": 1, "6:8": 4, "8:10": 2, "dense": 1}
+    assert (foreseen.count(preflight.DENSE), foreseen.count(preflight.LEFT)) == (0, 0)
 
 
 @pytest.mark.slow
@@ -87,6 +90,25 @@ def test_groups_of_layers_that_others_quantized(zygote: Zygote, tmp_path: Path) 
     found = served(zygote, model)
     assert found.tokens == expected.tokens
     assert "7 layers sparse, 2 dense (1 lm_head, 1 not quantized)" in found.summary, found.summary
+    foreseen = preflight.examine("model", model)
+    assert (foreseen.patterns, foreseen.count(preflight.LEFT)) == ({"6:8": 7}, 1)
+
+
+WIDE = Decoder("Qwen2ForCausalLM", hidden=256, intermediate=512, head_dim=64)
+
+
+@pytest.mark.parametrize("size", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_blocks_of_which_half_are_2_4(zygote: Zygote, tmp_path: Path, size: int) -> None:
+    """Beside layers of a pattern, and one that is not pruned."""
+    source = write_w8a8(WIDE, tmp_path / "source")
+    convert(source, tmp_path / "out", "2:4@50%", layer=["1.*down_proj=6:8"], skip=[r"1.*o_proj"])
+    expected = served(zygote, tmp_path / "out", {"DISABLE_SLIDESPARSE": "1"}, tensor_parallel_size=size)
+    found = served(zygote, tmp_path / "out", tensor_parallel_size=size)
+    assert found.tokens == expected.tokens
+    assert found.summary.startswith(
+        "2:4@50% (2 of every 4 pruned in 50% of the blocks): 7 layers sparse (6 at 2:4@50%, 1 at 6:8), "
+        "1 not pruned (by the same backend), 1 dense (1 lm_head)"
+    ), found.summary
 
 
 NONE_HERE = "none of the checkpoint's pruned layers is in this part of the model"
@@ -103,7 +125,7 @@ def test_a_part_of_a_model_without_pruned_layers_is_served(zygote: Zygote, tmp_p
     for env in ({}, {"USE_CUSPARSELT": "1"}):
         found = served(zygote, folder, env)
         assert found.tokens == expected.tokens
-        assert "0 layers sparse, 9 dense (1 lm_head, 8 whose weights break the pattern)" in found.summary
+        assert "0 layers sparse, 8 not pruned (by the same backend), 1 dense (1 lm_head)" in found.summary
         assert found.summary.endswith(NONE_HERE)
 
 

@@ -170,9 +170,8 @@ def test_batches_that_must_not_matter(
 
 
 def test_norms_are_not_fused_where_batches_must_not_matter(monkeypatch: pytest.MonkeyPatch) -> None:
-    from slidesparse.vllm_patch.resolve import ResolveError, resolve
-
     from slidesparse.flags import Flags
+    from slidesparse.resolve import ResolveError, resolve
 
     monkeypatch.setattr(type(gemm.get("hopper")), "unusable", lambda *_: None)
     assert resolve(config(), Flags(backend="hopper"), on_cuda=True).fuse
@@ -185,8 +184,9 @@ def test_norms_are_not_fused_where_batches_must_not_matter(monkeypatch: pytest.M
 def test_a_config_beside_a_tokenizer_is_no_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """vLLM parses it as well, in its search for the tokenizer's class."""
     from slidesparse.vllm_patch.config import watch_models_without_quantization
-    from slidesparse.vllm_patch.resolve import ResolveError
     from vllm.transformers_utils import config as vllm_config
+
+    from slidesparse.resolve import ResolveError
 
     parsers: list[Any] = []
     monkeypatch.setenv("USE_CUSPARSELT", "1")

@@ -67,7 +67,7 @@ def scheme(quantization: dict[str, Any], name: str = LAYER) -> str:
 def test_a_flag_asks_for_what_vllm_does_not_offer(
     monkeypatch: pytest.MonkeyPatch, layout: str | None, flags: dict[str, str]
 ) -> None:
-    from slidesparse.vllm_patch.resolve import ResolveError
+    from slidesparse.resolve import ResolveError
 
     for name, value in flags.items():
         monkeypatch.setenv(name, value)
@@ -83,9 +83,8 @@ def test_a_flag_asks_for_what_vllm_does_not_offer(
 
 def test_the_stamp_remembers_that_a_flag_asked(monkeypatch: pytest.MonkeyPatch) -> None:
     """Worker processes may not see the environment."""
-    from slidesparse.vllm_patch.resolve import ResolveError, resolve, stamp
-
     from slidesparse.flags import Flags
+    from slidesparse.resolve import ResolveError, resolve, stamp
 
     stamped = config("dense")
     stamp(resolve(stamped, Flags("sparse"), on_cuda=False), [stamped])
@@ -95,7 +94,7 @@ def test_the_stamp_remembers_that_a_flag_asked(monkeypatch: pytest.MonkeyPatch) 
 
 @pytest.mark.parametrize("layout", ["slided", "packed"])
 def test_other_layouts_need_our_scheme(layout: str) -> None:
-    from slidesparse.vllm_patch.resolve import ResolveError
+    from slidesparse.resolve import ResolveError
 
     with pytest.raises(ResolveError, match=rf"CompressedTensorsW8A16Fp8.*{layout} layout.*--layout dense"):
         scheme(config(layout))
@@ -146,7 +145,7 @@ def test_layers_that_we_would_not_take_anyhow(
 
 def test_eight_bits_are_the_default() -> None:
     """Eight bits are the default of compressed-tensors, and of `convert`."""
-    from slidesparse.vllm_patch.config import _is_dynamic_w8a8
+    from slidesparse.resolve import _is_dynamic_w8a8
 
     group = copy.deepcopy(quantization_config("int8")["config_groups"]["group_0"])
     for part in ("weights", "input_activations"):
@@ -158,9 +157,8 @@ def test_eight_bits_are_the_default() -> None:
 
 
 def test_who_asked_without_a_pattern() -> None:
-    from slidesparse.vllm_patch.resolve import ResolveError, resolve
-
     from slidesparse.flags import Flags
+    from slidesparse.resolve import ResolveError, resolve
 
     with pytest.raises(
         ResolveError, match=r"^USE_CUSPARSELT=1 needs to know.*unset USE_CUSPARSELT: that needs"
@@ -172,13 +170,14 @@ def test_who_asked_without_a_pattern() -> None:
 
 def test_platforms_that_it_does_not_run_on(monkeypatch: pytest.MonkeyPatch) -> None:
     from slidesparse.vllm_patch import config as module
-    from slidesparse.vllm_patch.resolve import ResolveError
+
+    from slidesparse.resolve import ResolveError
 
     platform = SimpleNamespace(is_cuda=lambda: False, is_cpu=lambda: False, device_name="rocm")
     monkeypatch.setattr(module, "current_platform", platform)
     override = module.SlideSparseConfig.override_quantization_method
     assert override(config("dense"), None) is None
-    with pytest.raises(ResolveError, match="NVIDIA GPUs and CPUs, vLLM's platform here is rocm"):
+    with pytest.raises(ResolveError, match="NVIDIA GPUs and CPUs, but vLLM's platform here is rocm"):
         override({**config("slided"), "quant_method": QUANT_METHOD}, None)
     monkeypatch.setenv("USE_CUSPARSELT", "1")
     with pytest.raises(ResolveError, match="unset the flags"):

@@ -51,8 +51,9 @@ def test_variables_of_others_do_not_stop_other_models(
     answer = served(zygote, made["float"], env=environment)
     assert f"no effect on {made['float']}, which is not quantized: {next(iter(environment))}" in answer.log
     assert not answer.summary
-    if environment.get("SPARSITY"):
-        assert not served(zygote, made["w8a8"], env=environment).summary
+    plain = served(zygote, made["w8a8"], env=environment)
+    assert f"{next(iter(environment))} has no effect on this checkpoint" in plain.log
+    assert not plain.summary
 
 
 def test_a_path_flag_on_a_float_model(zygote: Zygote, made: dict[str, Path]) -> None:
@@ -83,6 +84,8 @@ def test_everything_is_off_when_it_is_switched_off(zygote: Zygote, made: dict[st
         "USE_CUBLASLT": "maybe",
     }
     assert not served(zygote, made["dense"], env=nonsense).summary
+    unclear = {"DISABLE_SLIDESPARSE": "on"}
+    refused(zygote, str(made["dense"]), unclear, "DISABLE_SLIDESPARSE='on': use 1 or 0")
 
 
 @pytest.mark.parametrize("backend", ["hopper", None, 3])
@@ -129,6 +132,43 @@ def test_a_slided_layer_that_the_metadata_lacks(
     refused(zygote, model, {}, DOWN, str(QWEN.intermediate))
 
 
+def test_metadata_that_are_gone(zygote: Zygote, made: dict[str, Path], tmp_path: Path) -> None:
+    """A flag does not stand in for them: nobody knows any more how the weights are stored."""
+    model = edited(made["slided"], tmp_path / "out", {}, {"slidesparse": None})
+    for environment in ({}, SPARSE_FLAGS):
+        refused(
+            zygote, model, environment, "names slidesparse as its method but lacks the block 'slidesparse'"
+        )
+
+
+@pytest.mark.parametrize(
+    ("changed", "words"),
+    [
+        ({"ignore": "lm_head"}, "ignore is 'lm_head', it must be a list of texts"),
+        ({"ignore": [None]}, "ignore is [None], it must be a list of texts"),
+        ({"ignore": ["re:("]}, "ignore holds 're:(', which is no regular expression"),
+        (
+            {"ignore": ["lm_head", DOWN]},
+            f"{DOWN}: the metadata say that it was pruned, but ignore and targets",
+        ),
+        (
+            {"targets": ["re:nothing"]},
+            "qkv_proj: the metadata say that it was pruned, but ignore and targets",
+        ),
+        ({"targets": "Linear"}, "targets of 'group_0' is 'Linear', it must be a list of texts"),
+        ({"kv_cache_scheme": [1]}, "kv_cache_scheme is [1], it must be an object or null"),
+        ({"format": "zipped"}, "qkv_proj: vLLM serves no layer quantized as quantization_config says"),
+    ],
+)
+def test_quantization_that_vllm_would_trip_over(
+    zygote: Zygote, made: dict[str, Path], tmp_path: Path, changed: dict[str, Any], words: str
+) -> None:
+    if "targets" in changed:
+        group = quantization(made["dense"])["config_groups"]["group_0"]
+        changed = {"config_groups": {"group_0": {**group, **changed}}}
+    refused(zygote, edited(made["dense"], tmp_path / "out", {}, changed), {}, words)
+
+
 @pytest.mark.parametrize("layout", ["dense", "slided"])
 def test_in_features_that_are_not_the_models(
     zygote: Zygote, made: dict[str, Path], tmp_path: Path, layout: str
@@ -161,7 +201,8 @@ def test_slided_weights_that_are_the_form_of_none(
         ("weight_scale", -0.5, "weight_scale holds NaN, Inf or negative"),
         ("weight", torch.bfloat16, "holds torch.bfloat16 weights"),
         ("bias", None, "lacks its bias: 2 of its 3 parts"),
-        ("weight_scale", slice(31), "weight_scale of shape [31, 1] does not fit the layer"),
+        ("bias", float("nan"), "bias holds NaN"),
+        ("weight_scale", slice(31), "weight_scale of shape [31, 1] does not fit the layer (another shape is"),
         ("weight", slice(31), "weight of shape [31,"),
     ],
 )
@@ -179,6 +220,16 @@ def test_tensors_that_are_missing_or_no_numbers(
     model = edited(made[layout], tmp_path / "out", {f"{layer}.{tensor}": other}, {})
     vllms_name = "model.layers.1.self_attn.qkv_proj" if in_qkv else DOWN
     refused(zygote, model, {}, vllms_name, words)
+
+
+@pytest.mark.parametrize("code", [0x7F, 0xFF])
+def test_fp8_codes_that_are_nan(zygote: Zygote, tmp_path: Path, code: int) -> None:
+    source = converted(write_w8a8(QWEN, tmp_path / "w8a8", "fp8"), tmp_path / "pruned", "6:8")
+    weight = load_file(source / "model.safetensors")[f"{DOWN}.weight"]
+    row = weight[3].view(torch.uint8)
+    row[int(row.nonzero()[0])] = code
+    model = edited(source, tmp_path / "out", {f"{DOWN}.weight": weight}, {})
+    refused(zygote, model, {}, f"{DOWN}: weight holds NaN")
 
 
 def test_heads_of_kv_caches_are_told(zygote: Zygote, made: dict[str, Path], tmp_path: Path) -> None:

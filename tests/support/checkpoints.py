@@ -18,7 +18,7 @@ from slidesparse.checkpoint.storage import CheckpointError
 from slidesparse.convert import stream
 from slidesparse.convert.options import ConvertOptions, parse_layer_pattern
 from slidesparse.convert.report import Report
-from slidesparse.pattern import SlidePattern
+from slidesparse.pattern import SlidePattern, parse_pruned
 from slidesparse.quantize import FP8, INT8, quantize_rows
 
 MODEL = "model.safetensors"
@@ -181,7 +181,7 @@ def convert(
 ) -> Report:
     """Convert with options that are written as on the command line."""
     made = ConvertOptions(
-        SlidePattern.parse(pattern),
+        parse_pruned(pattern) if isinstance(pattern, str) else pattern,
         layer_patterns=tuple(map(parse_layer_pattern, layer)),
         **{name: tuple(value) if isinstance(value, list) else value for name, value in options.items()},
     )

@@ -5,6 +5,9 @@
 
 from __future__ import annotations
 
+import asyncio
+import itertools
+import threading
 from collections.abc import Callable
 from typing import Any
 from unittest import mock
@@ -158,6 +161,46 @@ def perplexity(llm: Any, work: Found) -> Found:
     return {name: array.tolist() for name, array in logprobs_of(llm, work["ids"], -1).items()}
 
 
+def _kill_soon(work: Found) -> None:
+    """Kill one of this process's descendants, by ``victim`` in its title, after ``seconds``."""
+    import psutil
+
+    titles = {one: " ".join(one.cmdline()) for one in psutil.Process().children(recursive=True)}
+    victims = [one for one, title in titles.items() if work["victim"] in title]
+    if not victims:
+        raise RuntimeError(f"no process is called {work['victim']}: {sorted(titles.values())}")
+    threading.Timer(work["seconds"], victims[-1].kill).start()
+
+
+def killed(llm: Any, work: Found) -> Found:
+    """The name of the error that ends requests when a process is killed."""
+    _kill_soon(work)
+    try:
+        while True:
+            _greedy(llm, PROMPTS, 200)
+    except Exception as error:
+        return {"raised": type(error).__name__}
+
+
+def killed_server(llm: Any, work: Found) -> Found:
+    """The same of the engine of ``vllm serve``."""
+    from vllm import SamplingParams
+
+    parameters = SamplingParams(max_tokens=200, temperature=0, ignore_eos=True, detokenize=False)
+
+    async def ask() -> None:
+        for number in itertools.count():
+            async for _ in llm.generate({"prompt_token_ids": PROMPTS[0]}, parameters, str(number)):
+                pass
+
+    _kill_soon(work)
+    try:
+        asyncio.run(ask())
+    except Exception as error:
+        return {"raised": type(error).__name__}
+    return {}
+
+
 TASKS: dict[str, Callable[[Any, Found], Found]] = {
     "perplexity": perplexity,
     "generate": generate,
@@ -171,4 +214,6 @@ TASKS: dict[str, Callable[[Any, Found], Found]] = {
     "adapters": adapters,
     "profile": profile,
     "sleep": sleep,
+    "killed": killed,
+    "killed_server": killed_server,
 }

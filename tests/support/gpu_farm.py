@@ -25,7 +25,7 @@ from zygote import Answer, Request, Zygotes
 from slidesparse.convert.options import ConvertOptions
 from slidesparse.convert.stream import convert
 from slidesparse.flags import BACKEND
-from slidesparse.pattern import SlidePattern
+from slidesparse.pattern import parse_pruned
 
 AT_A_TIME = 12
 GIB = 1 << 30
@@ -177,7 +177,7 @@ class Farm:
         name = f"{engine.quant}-{engine.pattern.replace(':', '_')}-{engine.layout}-{engine.method}"
         out = self.folder / name
         if not out.exists():
-            pattern = SlidePattern.parse(engine.pattern)
+            pattern = parse_pruned(engine.pattern)
             convert(self.source, out, ConvertOptions(pattern, engine.quant, engine.layout, engine.method))
         return out
 

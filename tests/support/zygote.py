@@ -167,7 +167,7 @@ def _run(request: Request) -> Answer:
         import fuzz_serving
 
         return Answer(data=fuzz_serving.run(**request.work))
-    make = _engine_without_flags if request.task == "strip_env" else _engine
+    make = {"strip_env": _engine_without_flags, "killed_server": _server}.get(request.task, _engine)
     found = engine_tasks.TASKS[request.task](make(request), request.work)
     return Answer(found.pop("error", ""), "", found.pop("tokens", []), found.pop("logprobs", []), data=found)
 
@@ -191,6 +191,14 @@ def _engine(request: Request) -> Any:
     return LLM(request.model, **_options(request))
 
 
+def _server(request: Request) -> Any:
+    """The engine that ``vllm serve`` has."""
+    from vllm import AsyncEngineArgs
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+    return AsyncLLM.from_engine_args(AsyncEngineArgs(model=request.model, **_options(request)))
+
+
 def _engine_without_flags(request: Request) -> Any:
     """An engine whose processes do not see the flags under which its config was made."""
     from vllm.engine.arg_utils import EngineArgs
@@ -211,8 +219,7 @@ def _resolve_as(on_cuda: bool) -> None:
     """Choose the backend of a machine with a GPU, or of one without, which is the reference."""
     from slidesparse.vllm_patch import config
 
-    plain = config.resolve
-    config.resolve = lambda quantization, flags, _: plain(quantization, flags, on_cuda)
+    config._machine = lambda: ("cuda" if on_cuda else "cpu", None)
 
 
 def _compile_in_pieces() -> None:

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from slidesparse import kernels, profiling
+from slidesparse.blocks import BLOCK, dense_blocks
 from slidesparse.build.compile import build
 from slidesparse.build.find import ToolchainError
 from slidesparse.gemm import cuda
@@ -75,10 +76,11 @@ class Hopper(CudaBackend):
     fuses = True
     threads = True
     sparse = True
+    reach = NEAR
     # TMA reads 128 bytes of a row at a time, from rows that begin at multiples of 16.  Where they do not begin at
     # multiples of 128, each such piece lies in two lines of the cache: the product of 3584 x 3584 at 8:10 and 1024
     # tokens takes 37 us with rows of 5744 codes, 24 with rows of 5760, on an H200.
-    alignment = hopper_format.BLOCK
+    alignment = BLOCK
     products = dict.fromkeys(("int8", "fp8"), tuple(NAMES[dtype] for dtype in OUTPUTS))
     outputs: tuple[torch.dtype, ...] = OUTPUTS
 
@@ -253,7 +255,7 @@ class Hopper(CudaBackend):
         dtype, columns = "fp8" if layer.fp8 else "int8", round_up(layer.columns, self.alignment)
         for m in _token_counts():
             problem = Problem(dtype, NAMES[OUTPUTS[0]], layer.n, columns, m, "both")
-            algorithm = cuda.tuned_plan(self, problem, device, NEAR).algorithm
+            algorithm = cuda.tuned_plan(self, problem, device).algorithm
             if table and table[-1][1] == algorithm:
                 table.pop()
             table.append((m, algorithm))
@@ -288,7 +290,7 @@ def pack_without_plan(spec: LayerSpec, weight: Tensor) -> Tensor:
         raise LibraryError(
             f"a weight of {weight.dtype}; the Hopper kernels take {INT8} and {FP8}: quantize it"
         )
-    dense = hopper_format.dense_blocks(weight) if spec.pattern is None else None
+    dense = dense_blocks(weight) if spec.pattern is None else None
     if dense is not None and not bool(dense.any()):
         dense = None
     if not weight.is_cuda:
@@ -303,7 +305,7 @@ def pack_without_plan(spec: LayerSpec, weight: Tensor) -> Tensor:
 def pack_by_kernel(weight: Tensor, layout: SlideLayout, dense: Tensor | None = None) -> tuple[Tensor, int]:
     """A pruned weight [N, K] INT8 or FP8 -> the packed form of its windows, and how many blocks break the pattern.
 
-    ``dense``, from `hopper_format.dense_blocks`, makes it a mixed one.
+    ``dense``, from `slidesparse.blocks.dense_blocks`, makes it a mixed one.
     """
     weight = _with_dense_rows(weight)
     sizes = *weight.shape, layout.length, layout.phase

@@ -26,8 +26,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-STRIP = 64  # out-features
-BLOCK = 128  # columns of the slided weight
+from slidesparse.blocks import BLOCK, STRIP, blocks_of, strips_of
+
 VALUE_BYTES = STRIP * BLOCK // 2
 METADATA_BYTES = STRIP * BLOCK // 8
 BLOCK_BYTES = VALUE_BYTES + METADATA_BYTES
@@ -48,16 +48,6 @@ _KEPT = {
     0b1010: (1, 3),
     0b1100: (2, 3),
 }
-
-
-def strips_of(n: int) -> int:
-    """Strips of ``n`` out-features."""
-    return -(-n // STRIP)
-
-
-def blocks_of(slided: int) -> int:
-    """Blocks of ``slided`` columns."""
-    return -(-slided // BLOCK)
 
 
 def packed_bytes(n: int, slided: int) -> int:
@@ -97,23 +87,11 @@ def pack(weight: Tensor) -> Tensor:
     return packed.view(-1)
 
 
-def dense_blocks(weight: Tensor) -> Tensor:
-    """Return which blocks have a group of four with more than two non-zeros: of [N, K], bool [strips, blocks]."""
-    k = weight.shape[1]
-    dense = []
-    for rows in weight.view(torch.uint8).split(STRIP * 64):  # at a time, which bounds the memory
-        nonzero = (rows & 0x7F if weight.dtype.is_floating_point else rows) != 0
-        strips = strips_of(rows.shape[0])
-        nonzero = torch.nn.functional.pad(
-            nonzero, (0, blocks_of(k) * BLOCK - k, 0, strips * STRIP - rows.shape[0])
-        )
-        counts = nonzero.reshape(strips, STRIP, blocks_of(k), BLOCK // 4, 4).sum(-1, dtype=torch.uint8)
-        dense.append((counts > 2).any(3).any(1))
-    return torch.cat(dense) if dense else weight.new_zeros(0, blocks_of(k), dtype=torch.bool)
-
-
 def with_table(dense: Tensor) -> Tensor:
-    """A mixed weight's memory: uint8, the table written, the blocks not.  ``dense`` is from `dense_blocks`."""
+    """Allocate a mixed weight, uint8, and write its table, not its blocks.
+
+    ``dense`` is from `slidesparse.blocks.dense_blocks`.
+    """
     units = torch.where(dense.flatten(), DENSE_BYTES // UNIT, BLOCK_BYTES // UNIT)
     header = -(-4 * dense.numel() // UNIT)
     ends = units.cumsum(0) + header

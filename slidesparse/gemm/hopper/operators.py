@@ -1,4 +1,4 @@
-"""torch's operators for whole layers, in C++: csrc/hopper/operators.cpp, compiled against torch's stable headers.
+"""Load the C++ torch operators for whole layers: csrc/hopper/operators.cpp, compiled against torch's stable headers.
 
 An operator of `OPERATORS` is implemented by Python until the kernels are loaded (`install`), then by C++.  Calls that
 C++ cannot run go on to the operator NAME_by_python: another backend, a layer without a plan, profiling, and whatever is
@@ -36,7 +36,7 @@ def implement(name: str, implementation: Callable[..., Any]) -> None:
     _python.impl(name, implementation, "CompositeExplicitAutograd")
 
 
-def told(implementation: Callable[..., Any]) -> Callable[..., Any]:
+def with_errors_kept(implementation: Callable[..., Any]) -> Callable[..., Any]:
     """Wrap an operator NAME_by_python, so that C++ can raise its errors again, as RuntimeErrors in their words."""
 
     @functools.wraps(implementation)

@@ -1,0 +1,441 @@
+"""Tell, from a checkpoint's headers and this machine, whether SlideSparse serves it here: ``slidesparse doctor MODEL``.
+
+Every rule is asked where serving asks it: `slidesparse.resolve`, `slidesparse.gemm`, `slidesparse.gemm.tuned`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from slidesparse import doctor, flags, gemm
+from slidesparse.checkpoint.architectures import FAMILIES, UNKNOWN, WEIGHT, architecture_of
+from slidesparse.checkpoint.bitnet import METHOD as BITNET
+from slidesparse.checkpoint.bitnet import BitNetCheckpoint
+from slidesparse.checkpoint.converted import open_checkpoint
+from slidesparse.checkpoint.inspection import expert_dtypes, linear_layers
+from slidesparse.checkpoint.metadata import Metadata
+from slidesparse.checkpoint.storage import Checkpoint, CheckpointError, Reader
+from slidesparse.checkpoint.w8a8 import KINDS, Quantization, parse_block
+from slidesparse.convert.times import DEFAULT_GPU, DEFAULT_TOKENS, LayerTimes, TimesError
+from slidesparse.errors import ENVIRONMENT, FAILED, INSTALL_CUDA
+from slidesparse.gemm.backend import LayerSpec
+from slidesparse.gemm.hopper.format import packed_bytes
+from slidesparse.gemm.problem import DTYPES, LibraryError, Problem
+from slidesparse.gemm.tuned import TableError, look_up, slug
+from slidesparse.pattern import DENSE_WEIGHT, SlidePattern, parse_pattern
+from slidesparse.resolve import (
+    COMPRESSED_TENSORS,
+    CONVERT_STORED,
+    Resolution,
+    ResolveError,
+    claim,
+    joined,
+    left_to_vllm,
+    pattern_of,
+    require_dynamic_w8a8,
+    require_invariance,
+    require_no_flag,
+    stored_as,
+)
+from slidesparse.slide import violations
+from slidesparse.tune.session import served
+from slidesparse.versions import VLLM_ON_GPUS
+
+FP8_CAPABILITY = (8, 9)  # vLLM serves FP8 weights without quantized activations on GPUs before it
+ROWS = 16  # of each weight are looked at, where nothing but a flag says that it is pruned
+TUNED = "tuned"
+# How a layer is served: by us, quantized by vLLM's own kernels, not quantized to 8 bits
+SPARSE, DENSE, LEFT = "sparse", "dense", "left"
+
+
+@dataclass(frozen=True)
+class Machine:
+    """The GPU that vLLM would take, if there is one."""
+
+    platform: str = "cpu"
+    capability: tuple[int, int] | None = None
+    gpu: str | None = None
+    free: int | None = None  # bytes of its memory
+
+    @classmethod
+    def here(cls) -> Machine:
+        """Ask torch."""
+        if not torch.cuda.is_available():
+            return cls()
+        capability, name = torch.cuda.get_device_capability(), torch.cuda.get_device_name()
+        return cls("cuda", capability, name, torch.cuda.mem_get_info()[0])
+
+    def times(self, backend: str | None) -> LayerTimes | None:
+        """The times of layers on this kind of GPU, if they are of ``backend``; without a GPU those of DEFAULT_GPU."""
+        gpu = DEFAULT_GPU if self.gpu is None else slug(self.gpu)
+        try:
+            found = LayerTimes.of(gpu)
+        except TimesError:
+            return None
+        return found if self.gpu is None or (found.gpu == gpu and backend == "hopper") else None
+
+
+@dataclass(frozen=True)
+class Layer:
+    """The linear layers of one shape, as vLLM joins them."""
+
+    name: str
+    n: int
+    k: int
+    quant: str | None
+    pattern: str | None  # as metadata or flags have it
+    served: str  # SPARSE, DENSE or LEFT
+    reason: str = ""  # why not SPARSE
+    count: int = 1
+    tuned: str = ""  # which table of configurations serves it
+    us: tuple[float | None, ...] = ()  # as it is served, for each of DEFAULT_TOKENS
+    stock_us: tuple[float, ...] = ()  # by vLLM's dense ones
+
+    @property
+    def ratios(self) -> list[float | None]:
+        """The stock time over ours."""
+        return [b / a if a else None for a, b in zip(self.us, self.stock_us, strict=True)]
+
+    def spec(self) -> LayerSpec:
+        """The layer as a backend sees it, if it is SPARSE."""
+        pattern = parse_pattern(self.pattern or "")
+        slides = pattern if isinstance(pattern, SlidePattern) else None
+        return LayerSpec(self.n, self.k, slides, 0, DTYPES[self.quant or ""], torch.bfloat16)
+
+
+@dataclass
+class Report:
+    """The answer, and all that it rests on."""
+
+    model: str
+    architecture: str | None
+    layout: str
+    machine: Machine
+    vllm: str
+    layers: list[Layer] = field(default_factory=list)
+    experts: dict[str, int] = field(default_factory=dict)  # dtype -> matrices of routed experts
+    backend: str | None = None
+    backend_reason: str = ""
+    weight_bytes: int = 0  # in the backend's form
+    times: str | None = None  # the GPU that they were measured on
+    speedups: list[float | None] = field(default_factory=list)  # of all quantized layers
+    missing: list[dict[str, str]] = field(default_factory=list)
+    code: int = 0
+    verdict: str = ""
+
+    def lacks(self, what: str, remedy: str, code: int = 0) -> None:
+        """Note what is missing; with a ``code``, it keeps the checkpoint from being served, and the first says why."""
+        self.missing.append({"what": what, "remedy": remedy})
+        if code and not self.code:
+            self.code, self.verdict = code, what
+
+    def count(self, kind: str) -> int:
+        """The number of layers that are served so."""
+        return sum(layer.count for layer in self.layers if layer.served == kind)
+
+    @property
+    def patterns(self) -> dict[str, int]:
+        """The number of layers that we serve, by pattern."""
+        found: Counter[str] = Counter()
+        for layer in self.layers:
+            if layer.served == SPARSE:
+                found[str(layer.pattern)] += layer.count
+        return dict(sorted(found.items()))
+
+    def to_json(self) -> dict[str, Any]:
+        """Return plain values."""
+        layers = [{**asdict(layer), "ratios": layer.ratios} for layer in self.layers]
+        counts = {"patterns": self.patterns, **{kind: self.count(kind) for kind in (SPARSE, DENSE, LEFT)}}
+        return {**asdict(self), "layers": layers, **counts, "tokens": list(DEFAULT_TOKENS)}
+
+
+def examine(model: str, folder: Path) -> Report:
+    """Examine a checkpoint.  CheckpointError for a broken one, FlagError for flags that mean nothing."""
+    checkpoint, metadata = open_checkpoint(folder)
+    raw = checkpoint.source if isinstance(checkpoint, BitNetCheckpoint) else checkpoint
+    machine = Machine.here()
+    vllm, carries = doctor.vllm()
+    layout = metadata.layout if metadata else "dense"
+    report = Report(model, architecture_of(checkpoint.config), layout, machine, str(vllm["words"]))
+    block = checkpoint.quantization_config()
+    source, unread = None, ""
+    try:
+        source = parse_block(block, checkpoint.tensors) if block else None
+    except CheckpointError as error:
+        unread = str(error)
+    resolution = _resolution(report, raw)
+    if resolution:
+        report.backend, report.backend_reason = resolution.backend, resolution.reason
+        report.layout = resolution.layout
+    elif not report.code:
+        _say_why_not(report, raw.quantization_config() or {}, source, unread)
+    try:
+        with checkpoint.reader() as reader:
+            found = Counter(_layers(checkpoint, reader, metadata, source, resolution))
+    except ResolveError as error:
+        report.lacks(str(error), "", FAILED)
+        found = Counter()
+    times = machine.times(report.backend) if resolution else None
+    report.layers = [_measured(layer, n, times, resolution, machine) for layer, n in found.items()]
+    report.experts = expert_dtypes(checkpoint)
+    report.weight_bytes = _weight_bytes(checkpoint, report.layers, resolution)
+    if times:
+        report.times = times.gpu
+        report.speedups = _speedups(layer for layer in report.layers if layer.quant)
+    if resolution and not report.code:
+        _judge_layers(report, unread, resolution, machine)
+    _judge_machine(report, carries)
+    report.verdict = report.verdict if report.code else _verdict(report)
+    return report
+
+
+def _resolution(report: Report, raw: Checkpoint) -> Resolution | None:
+    """Return what the plugin decides; None when it leaves or refuses the checkpoint, which the report says."""
+    machine, block = report.machine, raw.quantization_config() or {}
+    if flags.disabled():
+        report.lacks(f"{flags.DISABLE} is set", "unset it", FAILED)
+        return None
+    try:
+        if not block:
+            require_no_flag(report.model)
+            return None
+        found = claim(block, None, lambda: (machine.platform, machine.capability))
+        if found:
+            require_dynamic_w8a8(block)
+        return found
+    except ResolveError as error:
+        report.lacks(str(error), "", FAILED)
+    except gemm.BackendError as error:
+        report.lacks(str(error), "`slidesparse doctor` says what each of them needs", ENVIRONMENT)
+    return None
+
+
+def _say_why_not(report: Report, block: Mapping[str, Any], source: Quantization | None, unread: str) -> None:
+    """Say why a checkpoint is stock vLLM's alone, and what makes it ours.
+
+    Args:
+        block: its quantization_config; empty for one that has none.
+        source: the same as read, or None, which ``unread`` says why.
+    """
+    convert = f"slidesparse convert {report.model} OUT --sparsity 6:8 --calib texts.jsonl"
+    convert += "" if report.architecture in FAMILIES else " --linear REGEX"
+    if stored := stored_as(block):
+        report.lacks(stored, f"USE_CUSPARSELT=1 serves it if it is W8A8; else {CONVERT_STORED}", FAILED)
+    elif not block or block.get("quant_method") == BITNET:
+        report.lacks("it has not been converted", convert, FAILED)
+    elif source is None:
+        report.lacks(unread, "", FAILED)
+    elif source.method != COMPRESSED_TENSORS or not any(scheme.ours for scheme in source.schemes):
+        report.lacks("it is quantized in a way that vLLM's own kernels alone serve", convert, FAILED)
+    else:
+        remedy = f"USE_CUSPARSELT=1 SPARSITY=dense, where the backend hopper runs, or {convert}"
+        report.lacks(
+            "it does not say that it is pruned, and no flag is set: vLLM's own kernels serve it",
+            remedy,
+            FAILED,
+        )
+
+
+def _layers(
+    checkpoint: Checkpoint,
+    reader: Reader,
+    metadata: Metadata | None,
+    source: Quantization | None,
+    resolution: Resolution | None,
+) -> Iterable[Layer]:
+    """Yield each layer as vLLM joins it.  ResolveError for one that holds several patterns."""
+    names = linear_layers(checkpoint, metadata)
+    family = FAMILIES.get(architecture_of(checkpoint.config) or "", UNKNOWN)
+    order = [part for group in family.fused for part in group]
+    groups = {group[0]: group for group in family.groups(names)}
+    inside = {name for group in groups.values() for name in group[1:]}
+    for first in names:
+        if first in inside:
+            continue
+        unit = sorted(groups.get(first, (first,)), key=lambda name: (*order, _last(name)).index(_last(name)))
+        specs = [checkpoint.tensors[name + WEIGHT].spec for name in unit]
+        entries = {name: metadata.layers.get(name) if metadata else None for name in unit}
+        entry = joined("+".join(unit), entries)
+        scheme = source.scheme(first, specs[0].dtype) if source else None
+        quant = scheme.quant if scheme and specs[0].dtype == KINDS[scheme.quant][1] else None
+        pattern = entry.pattern.ratio if entry else None
+        kind, reason = LEFT, "not quantized"
+        if scheme and quant:
+            kind, reason = DENSE, ""
+            if not scheme.ours:
+                reason = "block FP8" if scheme.block else f"{scheme.activations} activations"
+            elif resolution is None:
+                reason = "vLLM's own kernels"
+            else:
+                wanted = pattern_of(resolution, metadata, entry)
+                reason = left_to_vllm(resolution, wanted) or ""
+                if not reason:
+                    kind = SPARSE
+                    pattern = wanted.ratio if resolution.path == gemm.SPARSE else DENSE_WEIGHT
+                    if not metadata and _break(reader, unit, pattern):
+                        kind, reason, pattern = DENSE, "whose weights break the pattern", None
+        yield Layer(
+            "+".join(map(_last, unit)),
+            sum(spec.rows for spec in specs),
+            entry.in_features if entry else specs[0].columns,
+            quant,
+            pattern,
+            kind,
+            reason,
+        )
+
+
+def _last(name: str) -> str:
+    return name.rpartition(".")[2]
+
+
+def _break(reader: Reader, unit: Sequence[str], pattern: str) -> bool:
+    """Whether the first rows of weights break a pattern."""
+    for name in unit if pattern != DENSE_WEIGHT else ():
+        rows = min(ROWS, reader.checkpoint.tensors[name + WEIGHT].spec.rows)
+        if violations(reader.rows(name + WEIGHT, slice(0, rows)), SlidePattern.parse(pattern)):
+            return True
+    return False
+
+
+def _measured(
+    layer: Layer, count: int, times: LayerTimes | None, resolution: Resolution | None, machine: Machine
+) -> Layer:
+    """Return the layer with its number, its times and what the tuned tables have for it."""
+    us: list[float | None] = []
+    stock: list[float] = []
+    for tokens in DEFAULT_TOKENS if times and layer.quant else ():
+        assert times is not None
+        stock.append(times.us(layer.quant or "", None, (layer.n, layer.k), tokens))
+        # of dense layers in pruned models our kernels' times are about the same
+        whole = layer.pattern == DENSE_WEIGHT and resolution and resolution.pattern != DENSE_WEIGHT
+        us.append(stock[-1] if layer.served != SPARSE or whole else None)
+        pattern = layer.spec().pattern if resolution and layer.served == SPARSE else None
+        if pattern:
+            with contextlib.suppress(TimesError):
+                us[-1] = times.us(layer.quant or "", pattern, (layer.n, layer.k), tokens)
+    tuned = _tuned(layer, resolution, machine) if resolution and layer.served == SPARSE else ""
+    return replace(layer, count=count, us=tuple(us), stock_us=tuple(stock), tuned=tuned)
+
+
+def _tuned(layer: Layer, resolution: Resolution, machine: Machine) -> str:
+    """Say what the tuned tables of this GPU have for a layer; "" where nothing is tuned."""
+    backend: Any = gemm.get(resolution.backend)
+    if machine.gpu is None or machine.capability is None or not hasattr(backend, "algorithms"):
+        return ""
+    columns = layer.spec().columns(backend.alignment)
+    try:
+        out, scale = served(backend, layer.quant or "")[0]
+        subject = (backend.name, backend.version(), machine.gpu, machine.capability)
+        problems = [Problem(layer.quant or "", out, layer.n, columns, m, scale) for m in DEFAULT_TOKENS]
+        words = [look_up(*subject, problem, backend.reach)[1] for problem in problems]
+    except (LibraryError, TableError) as error:
+        return str(error)
+    return next(filter(None, words), TUNED)
+
+
+def _weight_bytes(checkpoint: Checkpoint, layers: Iterable[Layer], resolution: Resolution | None) -> int:
+    """Count the bytes of all weights, those that we serve in the form that the backend keeps."""
+    found = sum(stored.spec.nbytes for stored in checkpoint.tensors.values())
+    for layer in layers:
+        if resolution and layer.served == SPARSE:
+            backend, spec = gemm.get(resolution.backend), layer.spec()
+            columns = spec.columns(backend.alignment)
+            halves = spec.pattern and backend.device_type == "cuda"
+            packed = packed_bytes(layer.n, columns) if halves else layer.n * columns
+            stored_columns = spec.layout.slided if resolution.layout == "slided" else layer.k
+            found += layer.count * (packed - layer.n * stored_columns)
+    return found
+
+
+def _speedups(layers: Iterable[Layer]) -> list[float | None]:
+    """Return stock vLLM's time of all layers over ours, for each of DEFAULT_TOKENS."""
+    found: list[float | None] = []
+    every = list(layers)
+    for i in range(len(DEFAULT_TOKENS)):
+        ours = [None if (us := layer.us[i]) is None else us * layer.count for layer in every]
+        known = [us for us in ours if us is not None]
+        whole = len(known) == len(every) > 0
+        found.append(sum(layer.stock_us[i] * layer.count for layer in every) / sum(known) if whole else None)
+    return found
+
+
+def _judge_layers(report: Report, unread: str, resolution: Resolution, machine: Machine) -> None:
+    """Note what keeps layers from being served, and what makes them slower than they could be."""
+    ours = [layer for layer in report.layers if layer.served == SPARSE]
+    convert = "slidesparse convert SRC OUT --sparsity 6:8"
+    if not ours:
+        reasons = ", ".join(sorted({layer.reason for layer in report.layers})) or "it has none"
+        report.lacks(unread or f"no linear layer can be served: {reasons}", convert, FAILED)
+    quants = {layer.quant for layer in ours}
+    if "fp8" in quants and machine.capability and machine.capability < FP8_CAPABILITY:
+        least = ".".join(map(str, FP8_CAPABILITY))
+        what = f"vLLM does not quantize activations to FP8 on GPUs of compute capability below {least}"
+        report.lacks(what, f"{convert} --quant int8", FAILED)
+    try:
+        for quant in filter(None, quants):
+            require_invariance(resolution.backend, quant)
+    except gemm.BackendError as error:
+        report.lacks(str(error), "", FAILED)
+    for name in gemm.names(resolution.path):
+        if name == resolution.backend or flags.BACKEND in resolution.reason:
+            break
+        if gemm.get(name).device_type == machine.platform:
+            reason = gemm.get(name).unusable(torch.device(machine.platform), machine.capability) or ""
+            report.lacks(f"{name}, which goes first, cannot run: {' '.join(reason.split())}", "")
+    untuned = [layer for layer in ours if layer.tuned not in ("", TUNED)]
+    if untuned:
+        what = f"{len(untuned)} of {len(ours)} shapes have no tuned table for {machine.gpu}"
+        report.lacks(what, f"slidesparse tune {report.model}")
+    for pattern in (p for p in report.patterns if report.times and p != DENSE_WEIGHT):
+        speedups = _speedups(layer for layer in ours if layer.pattern == pattern)
+        if None in speedups:
+            what = f"no times of {pattern} layers by our kernels on {report.times} are known"
+            report.lacks(what, "python -m benchmarks linear measures them")
+        elif all(ratio is not None and ratio <= 1 for ratio in speedups):
+            steps = " or ".join(map(str, DEFAULT_TOKENS))
+            what = f"{pattern} makes no layers faster in steps of {steps} tokens on {report.times}"
+            report.lacks(what, "convert the original model to a sparser one, such as --sparsity 6:8 or 2:4")
+
+
+def _judge_machine(report: Report, carries: bool) -> None:
+    """Note what the machine lacks."""
+    if not carries:
+        report.lacks(f"vLLM: {report.vllm}", f"pip install vllm=={VLLM_ON_GPUS[-1]}", ENVIRONMENT)
+    plugin = doctor.plugin()
+    if not plugin["loads"]:
+        report.lacks(f"vLLM does not load the plugin: {plugin['words']}", "", ENVIRONMENT)
+    machine = report.machine
+    if machine.gpu is None and doctor.gpus()["list"]:
+        report.lacks("torch cannot use this machine's GPU", INSTALL_CUDA, ENVIRONMENT)
+    if machine.free is not None and report.weight_bytes > machine.free:
+        what = f"the weights take {gib(report.weight_bytes)}, {gib(machine.free)} of the GPU are free"
+        report.lacks(what, "free it, a larger GPU, or --tensor-parallel-size with several", ENVIRONMENT)
+
+
+def gib(count: int) -> str:
+    """Spell a number of bytes."""
+    return f"{count / 2**30:.2f} GiB"
+
+
+def _verdict(report: Report) -> str:
+    """Say how a checkpoint is served."""
+    layers = f"{report.count(SPARSE)} of {sum(layer.count for layer in report.layers)} linear layers"
+    words = f"the backend {report.backend} serves {layers}"
+    if report.machine.platform == "cpu":
+        words += ", exactly but not fast, as there is no GPU here"
+    known = [
+        f"{ratio:.2f}x in steps of {tokens} tokens"
+        for ratio, tokens in zip(report.speedups, DEFAULT_TOKENS, strict=False)
+        if ratio is not None
+    ]
+    if not known:
+        return words
+    return f"{words}; linear layers are at {' and '.join(known)} of stock vLLM's speed, by the times of {report.times}"

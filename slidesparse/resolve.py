@@ -1,0 +1,305 @@
+"""Choose a model's backend and pattern once, in the front-end process, and stamp them into its config.
+
+All that can be decided without vLLM is here, so that `slidesparse.preflight` knows what serving will do.  vLLM hashes
+the model's ``quantization_config`` into the key of its compile cache, and hands it to worker processes that may not see
+our environment.  So everything that changes the graph is written there, and read from there.  What the key lacks for
+models in a model, and what only the weights decide: `slidesparse.vllm_patch.fusion.depends_on`.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable, Mapping, MutableMapping
+from dataclasses import asdict, dataclass, fields
+from fractions import Fraction
+from typing import Any
+
+from slidesparse import __version__, flags, gemm
+from slidesparse.checkpoint.metadata import KEY, QUANT_METHOD, STAMP, LayerEntry, Metadata, sparsity_of
+from slidesparse.errors import SlideSparseError
+from slidesparse.flags import BACKEND, FUSE, SPARSITY, USE_CUBLASLT, USE_CUSPARSELT, Flags
+from slidesparse.gemm import DENSE, SPARSE
+from slidesparse.pattern import DENSE_WEIGHT, MixedPattern, Pattern, SlidePattern, parse_pattern
+
+COMPRESSED_TENSORS = "compressed-tensors"  # the quant_method that the plugin takes, beside its own
+WHAT_IT_TAKES = (
+    "the plugin takes compressed-tensors W8A8 with dynamic per-token activations. Convert the original model: "
+    "slidesparse convert SRC OUT --sparsity 6:8; or unset the flag, which acts on draft models as well: converted "
+    "checkpoints are served sparse without"
+)
+CONVERT_STORED = "convert it: slidesparse convert SRC OUT --sparsity 2:4"
+
+NOT_PRUNED = MixedPattern(Fraction(0))
+
+Capability = tuple[int, int] | None  # of a GPU
+
+
+class ResolveError(SlideSparseError, ValueError):
+    """The flags and the checkpoint contradict each other."""
+
+
+@dataclass(frozen=True)
+class Resolution:
+    """How the layers of one model are served."""
+
+    pattern: str  # "6:8", or "dense": blocks as they are
+    path: str  # "sparse" or "dense"
+    asked: bool  # whether a flag asks for the path
+    backend: str  # a name of slidesparse.gemm.REGISTRY
+    reason: str  # why that backend, in words
+    layout: str  # of the checkpoint: "dense", "slided" or "packed"
+    abi: int
+    plugin: str  # version
+    profile: bool  # whether to time layers
+    fuse: bool  # whether to compute norms and activations together with quantization, in compiled models
+
+    @property
+    def parsed_pattern(self) -> Pattern:
+        """The pattern, parsed."""
+        return parse_pattern(self.pattern)
+
+    @classmethod
+    def of_stamp(cls, stamp: Any) -> Resolution:
+        """Read what `resolve` stamped.  Raises ResolveError for anything else."""
+        known = {field.name: _TYPES[str(field.type)] for field in fields(cls)}
+        if not isinstance(stamp, dict) or {name: type(value) for name, value in stamp.items()} != known:
+            raise ResolveError(
+                f"quantization_config.{STAMP} is no resolution of this slidesparse ({__version__}): remove it from "
+                "config.json, and install the same slidesparse for all processes"
+            )
+        return cls(**stamp)
+
+
+_TYPES = {"str": str, "bool": bool, "int": int}
+
+
+def claim(
+    quantization_config: Mapping[str, Any],
+    user_quant: str | None,
+    machine: Callable[[], tuple[str, Capability]],
+) -> Resolution | None:
+    """Decide whether the plugin serves a checkpoint, and how; None for one that is left to vLLM alone.
+
+    It takes checkpoints with our metadata, and compressed-tensors ones when a flag asks for it.
+
+    Args:
+        user_quant: what ``--quantization`` says.
+        machine: gives the platform, "cuda", "cpu" or the name of another one, and the capability that `resolve` takes.
+
+    Raises ResolveError for what cannot be served as it is asked for, FlagError for flags that mean nothing.
+    """
+    asked, method = flags.asked(), quantization_config.get("quant_method")
+    if not asked and not (KEY in quantization_config or QUANT_METHOD in (method, user_quant)):
+        if method == COMPRESSED_TENSORS:
+            flags.require_known()
+        return None
+    platform, capability = machine()
+    if platform not in ("cuda", "cpu"):
+        if asked or method == QUANT_METHOD:
+            raise ResolveError(
+                f"SlideSparse runs on NVIDIA GPUs and CPUs, but vLLM's platform here is {platform}; for vLLM's own "
+                "kernels unset the flags and convert with --layout dense"
+            )
+        return None
+    if method not in (COMPRESSED_TENSORS, QUANT_METHOD):
+        why = f"{asked} is set" if asked else "config.json holds SlideSparse metadata"
+        raise ResolveError(f"{why}, but this checkpoint is quantized by {method!r}; {WHAT_IT_TAKES}")
+    if user_quant not in (None, QUANT_METHOD):
+        if asked:
+            raise ResolveError(
+                f"--quantization {user_quant} asks for vLLM's own kernels while {asked} is set; drop one"
+            )
+        return None
+    return resolve(quantization_config, Flags.from_environment(), platform == "cuda", capability)
+
+
+def require_no_flag(model: str) -> None:
+    """Raise ResolveError when a flag asks for our path, for a model that is not quantized."""
+    if flags.asked():
+        raise ResolveError(f"{flags.asked()} is set, but {model} is not quantized; {WHAT_IT_TAKES}")
+
+
+def require_dynamic_w8a8(quantization_config: Mapping[str, Any]) -> None:
+    """Raise ResolveError unless a group of layers is W8A8 with dynamic activations."""
+    groups = quantization_config.get("config_groups")
+    if isinstance(groups, dict) and any(map(_is_dynamic_w8a8, groups.values())):
+        return
+    found = "no group of layers of this checkpoint is W8A8 with dynamic activations"
+    if stored := stored_as(quantization_config):
+        raise ResolveError(f"{found}. {stored}: {CONVERT_STORED}")
+    raise ResolveError(f"{found}; {WHAT_IT_TAKES}")
+
+
+def _is_dynamic_w8a8(group: Any) -> bool:
+    parts: list[Any] = []
+    if isinstance(group, dict):
+        parts = [group.get(key) for key in ("weights", "input_activations")]
+    # 8 is compressed-tensors' own default
+    eight = all(isinstance(part, dict) and part.get("num_bits", 8) == 8 for part in parts)
+    return bool(parts) and eight and bool(parts[1].get("dynamic"))
+
+
+def stored_as(quantization_config: Mapping[str, Any]) -> str:
+    """Say that vLLM does not read weights that compressed-tensors stored without zeros; "" for all others."""
+    stored = sparsity_of(quantization_config)
+    return f"Its weights are stored as {stored[0]}, which vLLM since 0.19 does not read" if stored else ""
+
+
+def joined(name: str, entries: Mapping[str, LayerEntry | None]) -> LayerEntry | None:
+    """Return the entry that all ``entries`` of the metadata are, by the parts that vLLM joins to the layer ``name``.
+
+    None where there is none.  Raises ResolveError where they differ.
+    """
+    found = [entry for entry in entries.values() if entry]
+    if found and any(entry != found[0] for entry in entries.values()):
+        pruned = ", ".join(
+            f"{part} {entry.pattern.ratio if entry else 'unpruned'}" for part, entry in entries.items()
+        )
+        raise ResolveError(
+            f"{name} joins {', '.join(entries)}, which the checkpoint holds as {pruned}; "
+            "convert again with the same pattern for all of them"
+        )
+    return found[0] if found else None
+
+
+def pattern_of(resolution: Resolution, metadata: Metadata | None, entry: LayerEntry | None) -> Pattern:
+    """Return the pattern that a layer is served for; one that the metadata do not list is not pruned.
+
+    Args:
+        entry: the layer's, of the metadata.
+    """
+    if entry:
+        return entry.pattern
+    return NOT_PRUNED if metadata else resolution.parsed_pattern
+
+
+def left_to_vllm(resolution: Resolution, pattern: Pattern) -> str | None:
+    """Return why a layer of dense blocks is left to vLLM; None where the backend multiplies them."""
+    blocks = resolution.path == SPARSE and isinstance(pattern, MixedPattern)
+    if not blocks or gemm.get(resolution.backend).takes_dense:
+        return None
+    if pattern == NOT_PRUNED:
+        return "not pruned"
+    return f"{pattern.ratio}, which {resolution.backend} does not multiply"
+
+
+def batch_invariant() -> bool:
+    """Return whether results must not depend on the rest of the batch (``VLLM_BATCH_INVARIANT``)."""
+    try:
+        return bool(int(os.environ.get("VLLM_BATCH_INVARIANT", "0")))
+    except ValueError:
+        return False  # vLLM says so itself, or takes it for 0
+
+
+def require_invariance(backend: str, quant: str) -> None:
+    """Raise BackendError for a layer in "fp8" whose results must not depend on what else is in a batch."""
+    if batch_invariant() and quant != "int8":
+        raise gemm.BackendError(
+            f"backend {backend} adds FP8 products in an order that depends on the number of tokens, but "
+            "VLLM_BATCH_INVARIANT is set: convert with --quant int8, or set DISABLE_SLIDESPARSE=1"
+        )
+
+
+def resolve(
+    quantization_config: Mapping[str, Any], given: Flags, on_cuda: bool, capability: Capability = None
+) -> Resolution:
+    """Decide how the layers of a checkpoint are served; an earlier stamp in its config is ignored.
+
+    Args:
+        capability: the GPU's compute capability, where CUDA must not be initialized to ask for it.
+
+    Raises ResolveError when the flags contradict the checkpoint or leave the pattern open.
+    """
+    metadata = Metadata.of_config(quantization_config)
+    if metadata is None and quantization_config.get("quant_method") == QUANT_METHOD:
+        raise ResolveError(
+            f"quantization_config names {QUANT_METHOD} as its method but lacks the block {KEY!r}, which says how "
+            "weights are stored; fetch the checkpoint again, or convert the original model again"
+        )
+    path = given.path or SPARSE
+    stored = sparsity_of(quantization_config)
+    pattern = _pattern(metadata, given, path, stored[1] if stored else "")
+    layout = metadata.layout if metadata else "packed" if stored else "dense"
+    if path == DENSE and layout == "slided":
+        raise ResolveError(
+            f"{USE_CUBLASLT}=1 runs dense weights, but this checkpoint holds slided ones; "
+            f"use {USE_CUSPARSELT}=1, or convert with --layout dense"
+        )
+    if given.fuse and batch_invariant():
+        raise ResolveError(
+            f"{FUSE}=1 computes norms in an order that depends on the number of tokens, but VLLM_BATCH_INVARIANT is "
+            "set; unset one of them"
+        )
+    from slidesparse.ops import ABI  # late: brings torch in
+
+    backend, reason = _backend(path, on_cuda, given.backend, capability)
+    blocks = path == SPARSE and isinstance(pattern, MixedPattern)
+    if blocks and given.path and not gemm.get(backend).takes_dense:
+        raise ResolveError(
+            f"{SPARSITY}={pattern.flag} needs a backend that multiplies dense blocks, hopper (compute capability 9.0); "
+            f"here {backend} is chosen: {reason}. Unset {USE_CUSPARSELT} for vLLM's own kernels"
+        )
+    fuses = gemm.get(backend).fuses and on_cuda and not batch_invariant()
+    return Resolution(
+        pattern=pattern.ratio,
+        path=path,
+        asked=given.path is not None,
+        backend=backend,
+        reason=reason,
+        layout=layout,
+        abi=ABI,
+        plugin=__version__,
+        profile=given.profile,
+        fuse=fuses if given.fuse is None else given.fuse,
+    )
+
+
+def stamp(resolution: Resolution, configs: Iterable[MutableMapping[str, Any]]) -> None:
+    """Write the resolution into every copy of the model's quantization_config in this process."""
+    for config in configs:
+        config[STAMP] = asdict(resolution)
+
+
+def _pattern(metadata: Metadata | None, given: Flags, path: str, structure: str) -> Pattern:
+    """Return the pattern of the checkpoint's metadata, of the flag, or of its storage format (``structure``)."""
+    if metadata and given.pattern and metadata.pattern != given.pattern:
+        raise ResolveError(
+            f"environment variable {SPARSITY} asks for {given.pattern}, but the checkpoint was pruned to "
+            f"{metadata.pattern}; unset {SPARSITY} or set {SPARSITY}={metadata.pattern.flag}"
+        )
+    pattern = given.pattern or (metadata.pattern if metadata else None)
+    if isinstance(pattern, MixedPattern) and pattern.share and not metadata:
+        raise ResolveError(
+            f"environment variable {SPARSITY}: {pattern.ratio} asks for what the weights decide: blocks are 2:4 where "
+            f"their zeros allow it; set {SPARSITY}={DENSE_WEIGHT}"
+        )
+    if pattern:
+        return pattern
+    if structure == "2:4":
+        return SlidePattern(4)
+    if path == DENSE:
+        return SlidePattern(4)  # nothing is slid; recorded only so that the stamp is whole
+    asks, draft = "--quantization slidesparse", ""
+    if given.path:
+        asks = f"{USE_CUSPARSELT}=1"
+        draft = f". If this is a draft model of a converted one, unset {USE_CUSPARSELT}: that needs no flag"
+    raise ResolveError(
+        f"{asks} needs to know the sparsity pattern: this checkpoint does not carry one, so set "
+        f"{SPARSITY} (2_8 for 6:8; dense for a model that is not pruned), or convert it: slidesparse convert SRC OUT "
+        f"--sparsity 6:8{draft}"
+    )
+
+
+def _backend(path: str, on_cuda: bool, wanted: str | None, capability: Capability = None) -> tuple[str, str]:
+    """Return the backend and the reason, its kernels compiled: once for all workers, before weights are loaded."""
+    import torch  # late: the rest of this file needs no torch
+
+    device = torch.device("cuda" if on_cuda else "cpu")
+    if wanted is None:
+        return gemm.choose(path, device, capability)
+    reason = gemm.get(wanted).unusable(device, capability)
+    if reason:
+        raise ResolveError(
+            f"environment variable {BACKEND}={wanted}: backend {wanted} cannot run here: {reason}"
+        )
+    return wanted, f"{BACKEND}={wanted}"

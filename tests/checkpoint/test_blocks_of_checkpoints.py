@@ -1,0 +1,125 @@
+"""Checkpoints a share of whose blocks is 2:4: converted, inspected, compared, damaged, and made of random weights."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from calibration import calibrated, write_ids
+from checkpoints import MODEL, config_of, convert, refused, tensors_of
+from models import Decoder, write_float, write_w8a8
+from safetensors.torch import save_file
+
+from slidesparse.blocks import BLOCK, STRIP, dense_blocks, obeys
+from slidesparse.checkpoint import storage
+from slidesparse.checkpoint.inspection import inspect
+from slidesparse.checkpoint.metadata import KEY, Metadata, MetadataError
+from slidesparse.checkpoint.storage import CheckpointError
+from slidesparse.convert.synth import synth
+from slidesparse.errors import CheckFailed
+from slidesparse.pattern import PatternError, parse_pruned
+
+WIDE = Decoder("LlamaForCausalLM", hidden=256, intermediate=512, head_dim=64, vocabulary=64)
+HALF = parse_pruned("2:4@50%")
+UP = "model.layers.1.mlp.up_proj"
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_float(WIDE, tmp_path_factory.mktemp("blocks") / "source")
+
+
+def shares(folder: Path) -> dict[str, float]:
+    """The share of 2:4 blocks of each linear layer."""
+    return {
+        name: float((~dense_blocks(w)).float().mean())
+        for name, w in tensors_of(folder).items()
+        if name.endswith("_proj.weight")
+    }
+
+
+@pytest.mark.parametrize("quant", ["int8", "fp8"])
+def test_half_of_the_blocks(
+    tmp_path: Path, source: Path, quant: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    report = convert(source, tmp_path / "out", "2_4@50%", quant=quant)
+    assert report.pattern == HALF
+    assert set(shares(tmp_path / "out").values()) == {0.5}
+    block = config_of(tmp_path / "out")["quantization_config"]
+    assert block["quant_method"] == "compressed-tensors"  # stock vLLM serves it
+    assert Metadata.from_json(block[KEY]).layers[UP].pattern == HALF
+    found = inspect(tmp_path / "out")
+    assert (found.pattern, found.violations) == ("2:4@50%", 0)
+    layers = {layer.name: layer for layer in found.layers}
+    assert (layers[UP].pattern, layers[UP].satisfies, layers[UP].expansion) == ("2:4@50%", None, 1.0)
+    monkeypatch.setattr(storage, "CHUNK_ELEMENTS", 256 * 100)  # a hundred rows, less than two strips
+    convert(source, tmp_path / "again", "2:4@50%", quant=quant)
+    assert inspect(tmp_path / "again").violations == 0
+    codes = convert(write_w8a8(WIDE, tmp_path / "w8a8"), tmp_path / "codes", "2:4@50%", layer=["down=4:6"])
+    assert codes.patterns["model.layers.0.mlp.down_proj"].ratio == "4:6"
+    assert shares(tmp_path / "codes")[f"{UP}.weight"] == 0.5
+
+
+@pytest.mark.parametrize("method", ["sparsegpt", "wanda"])
+def test_calibrated(tmp_path: Path, source: Path, method: str) -> None:
+    ids = write_ids(tmp_path / "ids.npy")
+    third = "2:4@33.3%"
+    report = calibrated(source, tmp_path / "out", ids, pattern=third, method=method, check=True)
+    assert inspect(tmp_path / "out").violations == 0
+    for name, w in tensors_of(tmp_path / "out").items():
+        if name.endswith("_proj.weight"):
+            assert obeys(w, parse_pruned(third))
+            assert 0.33 < float((~dense_blocks(w)).float().mean()) <= 0.5
+    pruned_all = calibrated(source, tmp_path / "all", ids, pattern="2:4", method=method, check=True)
+    for row, other in zip(report.layers, pruned_all.layers, strict=True):
+        assert row["violations"] == 0
+        assert row["error_pruned"] < 0.8 * other["error_pruned"], row["name"]
+
+
+def test_damage_is_found(tmp_path: Path, source: Path) -> None:
+    convert(source, tmp_path / "out", "2:4@50%")
+    tensors = tensors_of(tmp_path / "out")
+    strip, block = (int(i) for i in (~dense_blocks(tensors[f"{UP}.weight"])).nonzero()[3])
+    tensors[f"{UP}.weight"][STRIP * strip, BLOCK * block : BLOCK * (block + 1)] = 1
+    save_file(tensors, tmp_path / "out" / MODEL, metadata={"format": "pt"})
+    found = {layer.name: layer for layer in inspect(tmp_path / "out").layers if layer.violations}
+    assert list(found) == [UP]
+    assert found[UP].violations == 1
+    assert "2:4@50% needs 1 more" in str(found[UP].first_violation)
+    with pytest.raises(CheckFailed, match="needs 1 more"):
+        convert(tmp_path / "out", tmp_path / "again", "2:4@50%", check=True)
+
+
+def test_refusals(tmp_path: Path, source: Path) -> None:
+    for layout in ("slided", "packed"):
+        refused(source, f"--layout {layout}", "2:4@50%", "--layout dense", pattern="2:4@50%", layout=layout)
+        refused(source, f"--layout {layout}", "2:4@50%", layer=["down=2:4@50%"], layout=layout)
+    with pytest.raises(PatternError, match="prunes nothing"):
+        parse_pruned("dense")
+    convert(source, tmp_path / "out", "2:4@50%")
+    refused(tmp_path / "out", "already pruned to 2:4@50%", error=CheckpointError, out="more", pattern="6:8")
+    block = config_of(tmp_path / "out")["quantization_config"][KEY]
+    for changed, fact in (
+        ({"layout": "slided"}, "knows no blocks"),
+        ({"pattern": "dense"}, "prunes nothing"),
+    ):
+        with pytest.raises(MetadataError, match=fact):
+            Metadata.from_json(block | changed)
+
+
+@pytest.mark.parametrize("quant", ["int8", "fp8"])
+def test_random_weights(tmp_path: Path, source: Path, quant: str) -> None:
+    synth(source, tmp_path / "out", pattern=HALF, quant=quant)
+    convert(source, tmp_path / "expected", "2:4@50%", quant=quant)
+    assert (
+        config_of(tmp_path / "out")["quantization_config"]
+        == config_of(tmp_path / "expected")["quantization_config"]
+    )
+    assert inspect(tmp_path / "out").violations == 0
+    tensors = tensors_of(tmp_path / "out")
+    for name, share in shares(tmp_path / "out").items():
+        assert share == 0.5, name
+        assert len(tensors[name].float().unique(dim=0)) == len(tensors[name]), name
+    ups = [dense_blocks(tensors[f"model.layers.{i}.mlp.up_proj.weight"]) for i in range(2)]
+    assert not torch.equal(*ups)
