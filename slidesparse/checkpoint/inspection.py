@@ -34,9 +34,7 @@ class LayerReport:
     dtype: str
     pattern: str | None  # as the checkpoint's metadata claim
     satisfies: str | None  # the sparsest pattern from 2:4 to 14:16 that the weights obey
-    violations: (
-        int  # blocks that break the pattern claimed, or rows that are no slided form, or blocks not 2:4
-    )
+    violations: int  # blocks that break the pattern, rows that are no slided form, or blocks that are not 2:4
     first_violation: str | None
     bytes: int  # weight and scale
     expansion: float | None  # K' / K at the pattern claimed, else at the one obeyed
