@@ -186,18 +186,20 @@ def test_parts_of_a_fused_layer_pruned_differently(zygote: Zygote, pruned: Path,
     refused(zygote, model, {}, *words)
 
 
-def test_a_layer_that_the_metadata_leaves_out_goes_by_its_weights(
+def test_a_layer_that_the_metadata_leaves_out_is_served_as_it_is(
     zygote: Zygote, pruned: Path, tmp_path: Path
 ) -> None:
-    """Weights that obey the pattern can run sparse whatever the metadata says; others cannot, and are not refused."""
+    """Weights that obey the pattern and others alike: token for token what stock vLLM answers."""
     block = json.loads((pruned / "config.json").read_text())["quantization_config"]["slidesparse"]
     for name in ("model.layers.0.mlp.down_proj", "model.layers.1.mlp.down_proj"):
         del block["layers"][name]
     dense = torch.ones(QWEN.hidden, QWEN.intermediate, dtype=torch.int8)
     tensors = {"model.layers.0.mlp.down_proj.weight": dense}
-    answer = zygote.ask(Request(edited(pruned, tmp_path / "partly", tensors, {"slidesparse": block})))
+    model = edited(pruned, tmp_path / "partly", tensors, {"slidesparse": block})
+    answer = zygote.ask(Request(model))
     assert not answer.error
-    assert "7 layers sparse, 2 dense (1 lm_head, 1 whose weights break the pattern)" in answer.summary
+    assert "6 layers sparse, 2 not pruned (by the same backend), 1 dense (1 lm_head)" in answer.summary
+    assert answer.tokens == zygote.ask(Request(model, env={"DISABLE_SLIDESPARSE": "1"})).tokens
 
 
 def test_flags_on_a_checkpoint_without_w8a8_layers(zygote: Zygote, pruned: Path, tmp_path: Path) -> None:
