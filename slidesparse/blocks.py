@@ -79,7 +79,7 @@ def choose_blocks(costs: Tensor, share: Fraction) -> Tensor:
     whole = torch.nn.functional.pad(costs, (0, blocks * of_block - groups, 0, strips * STRIP - rows))
     sums = whole.view(strips, STRIP, blocks, of_block).sum((1, 3), dtype=torch.float64).cpu()
     ends = [math.ceil(number * share * blocks) for number in range(strips + 1)]
-    ranks = sums.argsort(1, stable=True).argsort(1)
+    ranks = sums.argsort(dim=1, stable=True).argsort(1)
     chosen = ranks < (torch.tensor(ends[1:]) - torch.tensor(ends[:-1]))[:, None]
     _balance(sums.numpy(), chosen.numpy())
     found = chosen.repeat_interleave(STRIP, 0)[:rows].repeat_interleave(of_block, 1)[:, :groups]
