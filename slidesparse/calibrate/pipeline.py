@@ -24,7 +24,6 @@ from slidesparse.blocks import obeys
 from slidesparse.calibrate.finetune import Finetuned, finetune
 from slidesparse.calibrate.inputs import (
     BlockInputs,
-    Drift,
     Hessian,
     HiddenStates,
     gather,
@@ -121,7 +120,7 @@ def prune_floats(
                 if rule:
                     made = {name: rule(w, hessian) for name, w in weights.items()}
                 else:
-                    made = _prune_rows(at, hessian, drift, weights)
+                    made = _prune_rows(at, hessian, drift.errors() if drift else None, weights)
                 put(made)
                 pruned |= made
             if (trained := _finetune(at, pruned, None)) is not None:
@@ -252,10 +251,11 @@ def _prune_stage(
     """
     started = time.monotonic()
     hessian, drift = gather(at.inputs, stage, at.dense, weights)
-    order = _order(at, stage, hessian, drift, weights)
+    errors = drift.errors() if drift else None
+    order = _order(at, stage, hessian, errors, weights)
     if order is not None:
         tensors |= {at.full(name): found for name, found in orders(at.block, stage, order).items()}
-    pruned = _prune_rows(at, hessian, drift, weights, order)
+    pruned = _prune_rows(at, hessian, errors, weights, order)
     for name, w in weights.items():
         served = _serve(at, name, pruned[name], tensors)
         rows[name] = {
@@ -272,7 +272,11 @@ def _prune_stage(
 
 
 def _order(
-    at: Position, stage: int, hessian: Hessian, drift: Drift | None, weights: Mapping[str, Tensor]
+    at: Position,
+    stage: int,
+    hessian: Hessian,
+    errors: Mapping[str, Tensor] | None,
+    weights: Mapping[str, Tensor],
 ) -> Tensor | None:
     """Return the order [K] in which the columns of a stage's only layer are to be pruned, or None.
 
@@ -287,14 +291,14 @@ def _order(
     if any(isinstance(task.layers.get(at.full(each)), MixedPattern) for each in writers(at.block, stage)):
         return None
     upper = factor(hessian.matrix, damping_for(len(hessian.matrix), hessian.tokens))
-    target = target_of(w, drift.errors()[name], upper) if drift else w
+    target = target_of(w, errors[name], upper) if errors else w
     return find_order(at.block, stage, target, upper, pattern.length)
 
 
 def _prune_rows(
     at: Position,
     hessian: Hessian,
-    drift: Drift | None,
+    errors: Mapping[str, Tensor] | None,
     weights: Mapping[str, Tensor],
     order: Tensor | None = None,
 ) -> dict[str, Tensor]:
@@ -303,6 +307,7 @@ def _prune_rows(
     Rows of a mixed pattern do, those of one layer.  A layer that obeys its pattern already is kept as it is.
 
     Args:
+        errors: E [N, K] of each layer, see `slidesparse.calibrate.inputs.Drift`.
         order: [K] of the columns in which the patterns hold; what is returned has them where they were.
     """
     patterns = {name: at.task.layers[at.full(name)] for name in weights}
@@ -315,7 +320,6 @@ def _prune_rows(
     back = slice(None) if order is None else order.argsort()
     h = hessian.matrix[columns][:, columns]
     prune = at.task.pruner.calibrated(h, hessian.tokens, sweeps, at.task.ternary)
-    errors = drift.errors() if drift else None
     together = {name: name if isinstance(patterns[name], MixedPattern) else "" for name in left}
     for pattern, layer in dict.fromkeys((patterns[name], together[name]) for name in left):
         names = [name for name in left if (patterns[name], together[name]) == (pattern, layer)]

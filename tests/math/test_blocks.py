@@ -44,7 +44,7 @@ def test_every_strip_has_its_share(rows: int, groups: int, share: Fraction, seed
 @pytest.mark.parametrize("shards", [1, 2, 4, 8])
 @pytest.mark.parametrize("share", [Fraction(1, 3), Fraction(1, 2), Fraction(2, 3)])
 def test_tensor_parallel_shards_have_their_share(shards: int, share: Fraction) -> None:
-    """Of rows, and of columns some of which are always cheaper than others."""
+    """Shards of rows and of columns do, though some columns are always cheaper than others."""
     costs = torch.rand(16 * STRIP, 32 * 16, generator=torch.Generator().manual_seed(0))
     costs *= torch.linspace(1, 3, costs.shape[1])
     found = chosen(costs, share)
@@ -75,13 +75,13 @@ def test_pruned_weights_obey(dtype: torch.dtype, shape: tuple[int, int]) -> None
         assert missing(dense, HALF) == 0
         kept = dense.repeat_interleave(STRIP, 0)[: shape[0]].repeat_interleave(BLOCK, 1)[:, : shape[1]]
         assert torch.equal(pruned.float()[kept], w.float()[kept])
-        assert bool((pruned.float() == 0)[~kept].any()) or shape == (7, 5)
-    assert obeys(w, HALF) == (math.prod(shape) < 4)
+        assert bool((pruned.float() == 0)[~kept].any())
+    assert not obeys(w, HALF)
     assert obeys(prune(w, SlidePattern(4)), HALF)
 
 
 def test_what_goes_is_the_least() -> None:
-    """Of 4 x 4 blocks with noise of different sizes half of each strip goes, the smallest."""
+    """In each strip of four blocks with noise of different sizes, the two with the smallest are pruned."""
     sizes = torch.tensor([[1.0, 4, 2, 3], [4, 3, 1, 2], [2, 1, 4, 3], [3, 2, 4, 1]])
     noise = torch.randn(4 * STRIP, 4 * BLOCK, generator=torch.Generator().manual_seed(2))
     w = noise * sizes.repeat_interleave(STRIP, 0).repeat_interleave(BLOCK, 1)
