@@ -26,12 +26,13 @@ from benchmarks.e2e import DECODE, Run, Size, Workload, command, environment
 from benchmarks.e2e_models import DENSE
 from benchmarks.e2e_runs import (
     E2eBench,
+    Figures,
     RunError,
     check_log,
     check_room,
     end,
+    figures_of,
     log_of,
-    tokens_per_second,
 )
 from benchmarks.records import PROFILE, Records
 
@@ -112,6 +113,7 @@ class Worker:
 
     def __init__(self, words: Sequence[str], env: dict[str, str], log: Path) -> None:
         self.log = log
+        self.joules: float | None = None  # of the run that was answered last
         self._sink: IO[str] = log.open("w", encoding="utf-8")
         self._process = subprocess.Popen(
             WORKER,
@@ -139,8 +141,10 @@ class Worker:
             selector.register(self._process.stdout, selectors.EVENT_READ)
             if not selector.select(seconds):
                 return False
-        if not self._process.stdout.readline():
+        line = self._process.stdout.readline()
+        if not line:
             raise RunError(f"the engine's process ended; its log is {self.log}")
+        self.joules = json.loads(line)
         return True
 
     def text(self) -> str:
@@ -209,7 +213,7 @@ class ResidentBench(E2eBench):
         limit = max(0.0, self.run_seconds - (time.monotonic() - started))
         return limit if left is None else min(left, limit)
 
-    def _measure(self, run: Run) -> tuple[float | None, str]:
+    def _measure(self, run: Run) -> tuple[Figures | None, str]:
         engine = Engine.of(run)
         worker, log = self._workers[engine], log_of(self.out, run)
         result = log.with_suffix(".json")
@@ -231,13 +235,13 @@ class ResidentBench(E2eBench):
         text = worker.text()
         line = check_log(run, text)
         check_room(run, text)
-        figure = tokens_per_second(run, json.loads(result.read_text(encoding="utf-8")))
+        figures = figures_of(run, json.loads(result.read_text(encoding="utf-8")), worker.joules)
         if self.profile and run.round == 1 and self.profile.has(run):
             try:
                 self._record(run, engine, worker)
             except RunError as error:  # the figure stands
                 self._note(run, f"its profile: {error}")
-        return figure, line
+        return figures, line
 
     def _traces(self, engine: Engine) -> Path:
         return self.out / "traces" / engine.file_name

@@ -13,7 +13,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from multiprocessing import get_context
 from pathlib import Path
 from types import TracebackType
@@ -108,8 +108,16 @@ def vllm_version(found: Mapping[str, Any]) -> Version | None:
         return None
 
 
-def tokens_per_second(run: Run, found: Mapping[str, Any]) -> float:
-    """The figure of a run, from the JSON that ``vllm bench throughput --output-json`` writes.
+@dataclass(frozen=True)
+class Figures:
+    """The figures of a run, by the names of their columns."""
+
+    tokens_per_s: float
+    tokens_per_joule: float | str = ""  # "": not measured
+
+
+def figures_of(run: Run, found: Mapping[str, Any], joules: float | None = None) -> Figures:
+    """The figures of a run, from the JSON that ``vllm bench throughput --output-json`` writes and the energy it took.
 
     prefill: ``total_num_tokens / elapsed_time``, prompt tokens as vLLM counted them and one output token a prompt.
     decode:  ``num_requests * output length / elapsed_time``, output tokens only.  Their number is exact, as the
@@ -129,15 +137,17 @@ def tokens_per_second(run: Run, found: Mapping[str, Any]) -> float:
         raise RunError(
             f"vLLM's JSON tells of {requests} requests in {elapsed} s; {size.prompts} were asked for"
         )
+    tokens = requests * size.output if run.stage == DECODE else total
+    figures = Figures(tokens / elapsed, tokens / joules if joules else "")
     if run.stage == DECODE:
-        return requests * size.output / elapsed
+        return figures
     prompts = total - requests * size.output
     if prompts * size.sequences < run.m * requests:
         raise RunError(
             f"prompts had {prompts / requests:.1f} tokens, not {size.prompt}, so that no step had {run.m}: "
             "the tokenizer does not keep the lengths of random prompts"
         )
-    return total / elapsed
+    return figures
 
 
 def check_log(run: Run, text: str) -> str:
@@ -232,20 +242,20 @@ class E2eBench:
             if self.deadline.passed:
                 return False
             try:
-                figure, line = self._measure(run)
+                figures, line = self._measure(run)
             except RunError as error:
                 self._note(run, str(error))
                 continue
-            if figure is None:
+            if figures is None:
                 return False
-            self.records.add({**run.key, "tokens_per_s": figure})
+            self.records.add({**run.key, **asdict(figures)})
             if line:
                 amend_conditions(self.out / "e2e.json", {f"{run.model} {run.pattern} {run.system}": line})
-            self.say(f"{run.label}: {figure:.0f} tokens/s")
+            self.say(f"{run.label}: {figures.tokens_per_s:.0f} tokens/s")
         return True
 
-    def _measure(self, run: Run) -> tuple[float | None, str]:
-        """(tokens per second, the plugin's line); (None, "") when the time of the whole command was up."""
+    def _measure(self, run: Run) -> tuple[Figures | None, str]:
+        """(its figures, the plugin's line); (None, "") when the time of the whole command was up."""
         log = log_of(self.out, run)
         result = log.with_suffix(".json")
         result.unlink(missing_ok=True)  # of an earlier attempt
@@ -267,7 +277,7 @@ class E2eBench:
             found = json.loads(result.read_text(encoding="utf-8"))
         except (OSError, ValueError) as error:
             raise RunError(f"vllm wrote no JSON that can be read ({error})") from error
-        return tokens_per_second(run, found), line
+        return figures_of(run, found), line
 
     def _note(self, run: Run, reason: str) -> None:
         log = log_of(self.out, run)

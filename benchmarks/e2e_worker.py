@@ -2,8 +2,9 @@
 
 As a program it is a process of one system (see `benchmarks.e2e_resident`).  It reads JSON lines on stdin: first
 the words of a ``vllm bench throughput`` command, whose engine options are those of the engine, then ``[M, words]``,
-each a command to run on that engine with steps of at most M tokens.  It answers each line with ``{}`` on stdout when
-it is done; vLLM's own code draws the prompts, takes the time and writes the JSON of ``--output-json``.
+each a command to run on that engine with steps of at most M tokens.  It answers each line with a JSON line on stdout
+when it is done: the energy in joules that the GPU took for the generation that was timed, ``null`` without a GPU that
+counts it.  vLLM's own code draws the prompts, takes the time and writes the JSON of ``--output-json``.
 
 vLLM fixes the tokens of a step when an engine starts.  `StepScheduler` is vLLM's scheduler with a limit that can be
 changed between runs, through a file of eight bytes that both processes map.
@@ -16,6 +17,7 @@ import mmap
 import os
 import sys
 import tempfile
+from collections.abc import Callable
 from typing import Any
 
 LIMIT_FILE = "BENCHMARKS_STEP_FILE"  # environment variable, for the engine's process
@@ -53,6 +55,38 @@ def _scheduler() -> type:
     return StepScheduler
 
 
+class Meter:
+    """The energy counter of the GPU that the engine runs on."""
+
+    joules: float | None = None  # of the last generation
+
+    def __init__(self) -> None:
+        from vllm.platforms import current_platform
+
+        self._nvml: Any = None
+        if current_platform.is_cuda():
+            from vllm.third_party import pynvml
+
+            pynvml.nvmlInit()
+            self._gpu = pynvml.nvmlDeviceGetHandleByIndex(current_platform.device_id_to_physical_device_id(0))
+            self._nvml = pynvml
+
+    def __call__(self, generate: Callable[..., Any]) -> Callable[..., Any]:
+        """``generate`` with the energy of each of its calls noted; warm-up and idling between calls are left out."""
+
+        def metered(*args: Any, **kwargs: Any) -> Any:
+            before = self._read()
+            found = generate(*args, **kwargs)
+            after = self._read()
+            self.joules = None if before is None or after is None else (after - before) / 1000
+            return found
+
+        return metered
+
+    def _read(self) -> int | None:
+        return self._nvml and int(self._nvml.nvmlDeviceGetTotalEnergyConsumption(self._gpu))  # millijoules
+
+
 def main() -> None:
     """Start the engine, then run commands until stdin ends."""
     answers = os.dup(1)
@@ -79,12 +113,14 @@ def main() -> None:
         arguments.scheduler_cls = "benchmarks.e2e_worker.StepScheduler"
         llm = LLM.from_engine_args(arguments)
         LLM.from_engine_args = lambda *args, **kwargs: llm
-        os.write(answers, b"{}\n")
+        meter = Meter()
+        llm.generate = meter(llm.generate)
+        os.write(answers, b"null\n")
         for line in sys.stdin:
             tokens, words = json.loads(line)
             limit[:BYTES] = int(tokens).to_bytes(BYTES, "little")
             throughput.main(parser.parse_args(words))
-            os.write(answers, b"{}\n")
+            os.write(answers, json.dumps(meter.joules).encode() + b"\n")
 
 
 if __name__ == "__main__":

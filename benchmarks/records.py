@@ -46,7 +46,8 @@ KERNEL = Format("kernel", _KERNEL, (*TIMES, "algorithm"))  # K is that of the de
 LINEAR = Format("linear", ("model", "layer", "dtype", "pattern", "M", "provider"), TIMES)
 BANDWIDTH = Format("bandwidth", ("kernel", "dtype", "M", "K"), ("us", "GBps", "copy_GBps", "fraction"))
 LAYOUT = Format("layout", _LAYOUT, ("taken", "heuristic_us", "p50_us", "algorithm", "reason"))
-E2E = Format("e2e", (*_CELL, "round"), ("tokens_per_s",))
+# tokens_per_joule is by the GPU's energy counter, of resident engines on a GPU alone; else it is empty.
+E2E = Format("e2e", (*_CELL, "round"), ("tokens_per_s", "tokens_per_joule"))
 # `sparsity` is "2:4" or "dense"; `offsets` are each out-feature's "own" or those of a "strip" of 32, "-" when dense.
 _SPMM = ("dtype", "sparsity", "offsets", "M", "N", "K", "provider")
 SPMM = Format("spmm", ("mode", "model", "layer", *_SPMM), (*TIMES, "error"))

@@ -35,6 +35,7 @@ NUMBERS = (
     "fraction",
     "heuristic_us",
     "tokens_per_s",
+    "tokens_per_joule",
     "error",
     *COUNTERS,
 )

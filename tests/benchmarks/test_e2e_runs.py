@@ -182,6 +182,9 @@ def test_every_engine_starts_once_and_measures_all(fake: Fake, monkeypatch: pyte
     assert limits == [64] * 3 + [128] * 3 + [0] * 6 + [64] * 3 + [128] * 3 + [0] * 6
     prefill = {row["system"]: float(row["tokens_per_s"]) for row in fake.rows if row["stage"] == "prefill"}
     assert prefill["sparse"] == 2 * prefill["stock"] > 0
+    for row in fake.rows:  # seconds over joules
+        power = float(row["tokens_per_s"]) / float(row["tokens_per_joule"])
+        assert power == pytest.approx(4.0, rel=1e-3)
     conditions = json.loads((fake.out / "e2e.json").read_text())
     assert conditions["workload"]["engines"] == "resident, side by side"
     assert measure(fake, monkeypatch)[1] == []  # all is in the table: no engine starts

@@ -128,16 +128,35 @@ def test_int8_in_float16_is_stock_bit_for_bit(farm: Farm, pattern: str) -> None:
         assert not differences(greedy(ours), greedy(stock))
 
 
-HALF = [Engine("int8", "2:4@50%", "float16", system=system) for system in ("stock", "sparse")]
+def int8_beside_stock(engine: Engine) -> list[Engine]:
+    return [
+        replace(engine, system=system, mode=mode)
+        for mode in ("eager", "graphs")
+        for system in ("stock", "sparse")
+    ]
 
 
-@needs(lambda: HALF)
-def test_int8_in_dense_and_2_4_blocks_is_stock_bit_for_bit(farm: Farm) -> None:
+BLOCKS = Engine("int8", "2:4@50%", "float16")  # dense ones and 2:4 ones in each weight
+BESIDE = replace(INT8_6_8, skip="down_proj")  # unpruned layers beside pruned ones
+PACKED = replace(INT8_6_8, layout="packed")  # weights without their zeros
+
+
+@needs(int8_beside_stock)
+@pytest.mark.parametrize("engine", [BLOCKS, BESIDE], ids=["2:4@50%", "unpruned"])
+def test_int8_in_dense_blocks_is_stock_bit_for_bit(farm: Farm, engine: Engine) -> None:
     if farm.backend != "hopper":
         pytest.skip(f"backend {farm.backend} multiplies no dense blocks")
-    stock, ours = farm.answers(HALF)
+    stock, ours, stock_graphs, graphs = farm.answers(int8_beside_stock(engine))
     assert not differences(forced(ours), forced(stock))
     assert not differences(greedy(ours), greedy(stock))
+    assert not differences(greedy(graphs), greedy(stock_graphs))
+    assert ("not pruned (by the same backend)" in ours.summary) == bool(engine.skip)
+
+
+@needs(lambda: [PACKED, replace(INT8_6_8, system="stock")])
+def test_weights_without_their_zeros_serve_the_same(farm: Farm) -> None:
+    packed, stock = farm.answers([PACKED, replace(INT8_6_8, system="stock")])
+    assert not differences(forced(packed), forced(stock))
 
 
 def int8_in_bfloat16(pattern: str) -> list[Engine]:
@@ -174,11 +193,11 @@ def test_int8_in_bfloat16_is_stock_but_for_one_rounding_of_cusparselt(farm: Farm
 def fp8_in_bfloat16(pattern: str) -> list[Engine]:
     systems = ("stock", "exact", "sparse", "rounded")
     engines = [Engine("fp8", pattern, "bfloat16", system=name) for name in systems]
-    return [*engines, Engine("fp8", pattern, "bfloat16", "slided")]
+    return engines if "@" in pattern else [*engines, Engine("fp8", pattern, "bfloat16", "slided")]
 
 
 @needs(fp8_in_bfloat16)
-@PATTERNS
+@pytest.mark.parametrize("pattern", ["2:4", "4:6", "6:8", "8:10", "2:4@50%"])
 def test_fp8_is_as_exact_as_stock(farm: Farm, pattern: str) -> None:
     """Each against the same arithmetic with float64 sums: all round to BF16 at the end, cuSPARSELt before scaling, too.
 
@@ -186,8 +205,8 @@ def test_fp8_is_as_exact_as_stock(farm: Farm, pattern: str) -> None:
     kernel's error.  On average, as single positions are chaotic: a last bit decides how an activation rounds to FP8.
     Layouts hold the same packed weights, so they may not differ at all.
     """
-    stock, exact, sparse, rounded, slided = map(forced, farm.answers(fp8_in_bfloat16(pattern)))
-    assert not differences(sparse, slided)
+    stock, exact, sparse, rounded, *slided = map(forced, farm.answers(fp8_in_bfloat16(pattern)))
+    assert all(not differences(sparse, one) for one in slided)
     same_arithmetic = rounded if farm.backend == "cusparselt" else exact
     of_stock, ours = mean_error(stock, exact), mean_error(sparse, same_arithmetic)
     print(

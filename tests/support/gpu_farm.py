@@ -82,13 +82,15 @@ class Engine:
     )
     task: str = "prove"
     method: str = "magnitude"  # of pruning
+    skip: str = ""  # layers that are quantized and not pruned, one of the four kinds
     parallel: str = ""  # of PARALLEL
     fuse: bool = False  # norms and activations with quantization, where the model is compiled
 
     @property
     def layers(self) -> str:
         """How the summary counts them: in a pipeline each of two processes counts its own."""
-        return f"{trained.LAYERS // 2 if self.parallel == 'pp' else trained.LAYERS} layers sparse"
+        count = trained.LAYERS // 2 if self.parallel == "pp" else trained.LAYERS
+        return f"{count * 3 // 4 if self.skip else count} layers sparse"
 
 
 @dataclass(frozen=True)
@@ -174,11 +176,14 @@ class Farm:
 
     def checkpoint(self, engine: Engine) -> Path:
         """The trained model as the engine serves it, converted once."""
-        name = f"{engine.quant}-{engine.pattern.replace(':', '_')}-{engine.layout}-{engine.method}"
+        name = (
+            f"{engine.quant}-{engine.pattern.replace(':', '_')}-{engine.layout}-{engine.method}{engine.skip}"
+        )
         out = self.folder / name
         if not out.exists():
-            pattern = parse_pruned(engine.pattern)
-            convert(self.source, out, ConvertOptions(pattern, engine.quant, engine.layout, engine.method))
+            pattern, skip = parse_pruned(engine.pattern), (engine.skip,) if engine.skip else ()
+            options = ConvertOptions(pattern, engine.quant, engine.layout, engine.method, skip=skip)
+            convert(self.source, out, options)
         return out
 
     def windows(self, count: int, length: int) -> list[list[int]]:
