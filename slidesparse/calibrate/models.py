@@ -284,7 +284,10 @@ class Block(ABC):
 
     @abstractmethod
     def steps(self, x: Tensor) -> Iterator[Tensor]:
-        """Yield the input of each stage for ``x`` [batch, tokens, hidden], and at last the block's output."""
+        """Yield the input of each stage for ``x`` [batch, tokens, hidden], and at last the block's output.
+
+        While it waits it holds that input and one more hidden state, and nothing else of the size of activations.
+        """
 
     def input(self, stage: int, x: Tensor) -> Tensor:
         """Return what the linear layers of a stage read, [batch, tokens, K]."""
@@ -324,10 +327,13 @@ class DecoderBlock(Block):
         x = x + self._norm(after_attention, self.linear("self_attn.o_proj", h)) * self.sizes.residual
         h = self._norm(before_mlp, x)
         yield h
-        gate, up = self._parts(2, h, (1, 1))
-        h = self._norm(sub_norms[1], self.sizes.activation(gate) * up)
+        h = self._norm(sub_norms[1], self._gated(h))
         yield h
         yield x + self._norm(after_mlp, self.linear("mlp.down_proj", h)) * self.sizes.residual
+
+    def _gated(self, h: Tensor) -> Tensor:
+        gate, up = self._parts(2, h, (1, 1))
+        return self.sizes.activation(gate) * up
 
     def _norm(self, name: str, x: Tensor) -> Tensor:
         """Normalize x [..., n * width] in parts as wide as the norm's weight; "" names no norm."""
@@ -378,14 +384,17 @@ class EncoderBlock(Block):
 
     def steps(self, x: Tensor) -> Iterator[Tensor]:
         yield x
-        q, k, v = (self.heads_of(self.linear(name, x), self.sizes.heads) for name in self.stages[0])
-        h = self.attend(q, k, v, self.sizes.scores).transpose(1, 2).flatten(2)
+        h = self._attention(x)
         yield h
         h = self._norm("attention.output", self.linear("attention.output.dense", h) + x)
         yield h
         inner = self.sizes.activation(self.linear("intermediate.dense", h))
         yield inner
         yield self._norm("output", self.linear("output.dense", inner) + h)
+
+    def _attention(self, x: Tensor) -> Tensor:
+        q, k, v = (self.heads_of(self.linear(name, x), self.sizes.heads) for name in self.stages[0])
+        return self.attend(q, k, v, self.sizes.scores).transpose(1, 2).flatten(2)
 
     def _norm(self, name: str, x: Tensor) -> Tensor:
         weight, bias = (self.weights[f"{name}.LayerNorm.{kind}"] for kind in ("weight", "bias"))
