@@ -21,10 +21,10 @@ from benchmarks.records import LINEAR, TIMES, Records
 from benchmarks.stock import Stock
 from benchmarks.timing import exact
 from slidesparse import ops
-from slidesparse.blocks import BLOCK, STRIP
 from slidesparse.gemm.backend import HARDWARE, LayerSpec, Tunable
 from slidesparse.gemm.problem import DTYPES
 from slidesparse.pattern import SlidePattern, parse_pattern
+from slidesparse.tune.inputs import with_sparse_blocks
 from slidesparse.tune.measure import Launch
 from slidesparse.tune.session import Session, free
 from slidesparse.tune.shapes import Layer
@@ -89,17 +89,10 @@ def _operators(
 
 
 def _mix(pack: Callable[[Tensor], Tensor], share: Fraction) -> Callable[[Tensor], Tensor]:
-    """Return a function that puts zeros into a share of a weight's blocks, evenly over the strips, and packs it."""
+    """Return a function that puts zeros into a share of a weight's blocks, and packs it."""
 
     def mixed(weight: Tensor) -> Tensor:
-        n, k = weight.shape
-        shape = -(-n // STRIP), -(-k // BLOCK)
-        number = torch.arange(shape[0] * shape[1], device=weight.device).view(shape)
-        order = (number * 0.6180339887).frac().view(-1).argsort().argsort().view(shape)
-        sparse = (order < round(float(share) * order.numel())).repeat_interleave(STRIP, 0)[:n]
-        sparse = sparse.repeat_interleave(BLOCK, 1)[:, :k]
-        zeros = sparse & (torch.arange(k, device=weight.device) % 4 > 1)
-        return pack(weight.view(torch.int8).masked_fill(zeros, 0).view(weight.dtype))
+        return pack(with_sparse_blocks(weight, float(share)))
 
     return mixed
 

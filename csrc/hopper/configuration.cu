@@ -57,9 +57,11 @@ double FixedUs(const Configuration& c, std::int64_t tiles, int sms) {
 }
 
 // Microseconds: mostly the longest of the times that memory, L2, shared memory and tensor cores
-// take.  A sparse wgmma takes a cycle for two tokens, at least 8 cycles, for 64 columns of a strip.
-// Each strip reads all activations of its CTA from shared memory.
-double PredictUs(const Configuration& c, int n, int columns, int m, int sms, int clusters) {
+// take.  A sparse wgmma takes a cycle for two tokens, at least 8 cycles, for 64 columns of a strip,
+// a dense one for 32.  Each strip reads all activations of its CTA from shared memory.  The
+// constants were fitted to products of 2:4 blocks alone.
+double PredictUs(const Configuration& c, int n, int columns, int m, double dense, int sms,
+                 int clusters) {
   const double strips = StripsOf(n), k_blocks = BlocksOf(columns);
   const std::int64_t tiles = TilesOf(c, n, m);
   double ctas, stages, fill = 1.0;  // stages of an SM, one CTA after the other
@@ -73,7 +75,8 @@ double PredictUs(const Configuration& c, int n, int columns, int m, int sms, int
     stages = static_cast<double>(CeilDiv<std::int64_t>(count, sms)) * k_blocks / c.splits;
   }
   const double rate = std::min(1.0, std::min<double>(ctas, sms) / kEnoughSms) * fill;
-  const double weight = strips * k_blocks * kPackedBytes;
+  const double block = kPackedBytes + dense * (kDenseBytes - kPackedBytes);  // bytes
+  const double weight = strips * k_blocks * block;
   const double activations = static_cast<double>(tiles) * k_blocks * kBlockColumns *
                              std::min(c.tokens, m) * std::sqrt(c.multicast);
   const double read = weight * CeilDiv(m, c.tokens) + activations;
@@ -86,12 +89,12 @@ double PredictUs(const Configuration& c, int n, int columns, int m, int sms, int
   const double missed =
       read * shared * std::max(0.0, 1 - kL2Bytes / (m * k_blocks * kBlockColumns));
   // Through the shared memory's port, of a stage: what is read, and half of what is written.
-  const double moved = c.tokens * kBlockColumns * (c.strips + 0.5) + 1.5 * c.strips * kPackedBytes;
+  const double moved = c.tokens * kBlockColumns * (c.strips + 0.5) + 1.5 * c.strips * block;
   const double times[] = {
       (weight + m * (k_blocks * kBlockColumns + 2.0 * n) + missed) / kMemoryRate / rate,
       read / kCacheRate / rate,
       stages * moved / kPortBytes / kClock,
-      stages * 2 * c.strips * std::max(c.tokens / 2.0, 8.0) / kClock,
+      stages * 2 * (1 + dense) * c.strips * std::max(c.tokens / 2.0, 8.0) / kClock,
   };
   double sum = 0.0;
   for (double time : times) sum += std::pow(time, kSharpness);
@@ -143,7 +146,7 @@ bool Parse(const std::string& text, Configuration* c) {
          ReadNumber(at, &c->resident) && *at == '\0';
 }
 
-std::vector<Candidate> FindCandidates(int n, int columns, int m, int most, int sms,
+std::vector<Candidate> FindCandidates(int n, int columns, int m, double dense, int most, int sms,
                                       const std::function<Fit(const Configuration&)>& fits) {
   std::vector<Candidate> found;
   const auto consider = [&](const Configuration& c) {
@@ -151,7 +154,7 @@ std::vector<Candidate> FindCandidates(int n, int columns, int m, int most, int s
     const int others = sms * (c.resident - 1);
     if (fit.stages < kUsefulStages || fit.clusters * c.Cluster() <= others) return;  // no room
     if (!c.stream_k && TilesOf(c, n, m) * c.Cluster() <= others) return;             // too few CTAs
-    found.push_back({PredictUs(c, n, columns, m, sms, fit.clusters), c});
+    found.push_back({PredictUs(c, n, columns, m, dense, sms, fit.clusters), c});
   };
   int widest = 0;  // the fewest tokens of a tile that hold m, else the most there are
   for (int tokens : kTokens) {

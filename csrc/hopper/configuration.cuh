@@ -48,7 +48,8 @@ struct Candidate {
 };
 
 // Up to `most` configurations for a weight [n, columns] and m tokens, the fastest prediction first.
-std::vector<Candidate> FindCandidates(int n, int columns, int m, int most, int sms,
+// Of its blocks the share `dense` is not 2:4.
+std::vector<Candidate> FindCandidates(int n, int columns, int m, double dense, int most, int sms,
                                       const std::function<Fit(const Configuration&)>& fits);
 
 }  // namespace slidesparse::hopper

@@ -28,6 +28,14 @@ enum SlidesparsePrologue {
   SLIDESPARSE_SILU_MUL = 3,      // silu(x[:, :k]) * x[:, k:]
 };
 
+// The blocks of a packed weight.
+enum SlidesparseBlocks {
+  SLIDESPARSE_ALL_2_4 = 0,
+  SLIDESPARSE_MIXED = 1,  // as many dense ones, where a time is predicted
+  SLIDESPARSE_ALL_DENSE = 2,
+  SLIDESPARSE_BLOCK_KINDS = 3,
+};
+
 // The bytes that the text of a configuration has room for, its end included.
 enum { SLIDESPARSE_TEXT_BYTES = 32 };
 
@@ -46,12 +54,14 @@ SLIDESPARSE_EXPORT std::int32_t slidesparse_hopper_device();
 SLIDESPARSE_EXPORT const char* slidesparse_hopper_fit(const char* configuration, std::int32_t fp8,
                                                       std::int32_t* stages, std::int32_t* clusters);
 
-// Up to `most` configurations for a weight [n, columns] and m tokens, the fastest prediction first:
-// their texts, SLIDESPARSE_TEXT_BYTES each, the predicted microseconds, and how many there are.
+// Up to `most` configurations for a weight [n, columns] of `blocks`, a SlidesparseBlocks, and m
+// tokens, the fastest prediction first: their texts, SLIDESPARSE_TEXT_BYTES each, the predicted
+// microseconds, and how many there are.
 SLIDESPARSE_EXPORT const char* slidesparse_hopper_candidates(std::int32_t n, std::int32_t columns,
                                                              std::int32_t m, std::int32_t fp8,
-                                                             std::int32_t most, char* texts,
-                                                             double* us, std::int32_t* count);
+                                                             std::int32_t blocks, std::int32_t most,
+                                                             char* texts, double* us,
+                                                             std::int32_t* count);
 
 // ---- plans ----
 
@@ -64,9 +74,10 @@ typedef struct SlidesparseHopperPlan SlidesparseHopperPlan;
 //   columns         of a row of codes: a multiple of 16, K' or more; zeros beyond K'
 //   trigger         when a kernel behind the quantizer may start: 0 when that ends, 1 at once,
 //                   2 before it writes codes
-//   tokens, texts   the tuned table: `count` configurations and the largest number of tokens that
-//                   each is for, ascending; the last is for more tokens, too.  Without any the
-//                   plan only quantizes, and n does not matter
+//   tokens, texts   the tuned table of `count` rows: the largest number of tokens that each is for,
+//                   ascending, the last for more tokens, too; and its configurations, one for each
+//                   of SlidesparseBlocks.  Without any the plan only quantizes, and n does not
+//                   matter
 // The plan is the caller's to delete, unless it is handed to slidesparse_hopper_serve.
 SLIDESPARSE_EXPORT const char* slidesparse_hopper_plan(
     std::int32_t n, std::int32_t k, std::int32_t length, std::int32_t phase, std::int32_t fp8,
@@ -86,9 +97,11 @@ SLIDESPARSE_EXPORT SlidesparseHopperPlan* slidesparse_hopper_find(
 // Lets find return none of the plans that there are.
 SLIDESPARSE_EXPORT void slidesparse_hopper_forget();
 
-// The configuration that a plan chooses for m tokens; valid as long as the plan.
+// The configuration that a plan chooses for m tokens and a packed weight of so many bytes; valid as
+// long as the plan.  "" for a weight that it does not multiply.
 SLIDESPARSE_EXPORT const char* slidesparse_hopper_configuration(const SlidesparseHopperPlan* plan,
-                                                                std::int64_t m);
+                                                                std::int64_t m,
+                                                                std::int64_t weight_bytes);
 
 // The bytes of scratch memory that slidesparse_hopper_linear wants for m tokens.
 SLIDESPARSE_EXPORT std::int64_t slidesparse_hopper_scratch_bytes(const SlidesparseHopperPlan* plan,
@@ -102,7 +115,7 @@ SLIDESPARSE_EXPORT std::int64_t slidesparse_hopper_scratch_bytes(const Slidespar
 //               the prologue has none
 //   q, scale_x  codes [m, columns] at a multiple of 16 bytes, and float32 [m]
 //   weight      as slidesparse_hopper_pack wrote it, before the kernel in front began;
-//               `weight_bytes` tell a mixed one from others
+//               `weight_bytes` tell its SlidesparseBlocks
 //   scale_w     float32 [n]
 //   bias        [n] of bias_type
 //   out         [m, n] of BF16 or FP16

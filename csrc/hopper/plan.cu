@@ -24,15 +24,15 @@ struct SlidesparseHopperPlan {
   slidesparse::hopper::PlanKey key;
   bool fp8;
   slidesparse::hopper::QuantizeArguments quantize;  // all but the tensors
-  // The tuned table: the GEMM for up to so many tokens, of 2:4 blocks alone and of mixed ones.
+  // The tuned table: the GEMM for up to so many tokens, for weights of each SlidesparseBlocks.
   struct Tuned {
     std::int64_t tokens;
-    slidesparse::hopper::Gemm sparse, mixed;
+    slidesparse::hopper::Gemm gemms[SLIDESPARSE_BLOCK_KINDS];
   };
   std::vector<Tuned> tuned;
 
   // The GEMM for m tokens; null if the plan only quantizes.
-  const slidesparse::hopper::Gemm* Choose(std::int64_t m, bool mixed) const {
+  const slidesparse::hopper::Gemm* Choose(std::int64_t m, SlidesparseBlocks blocks) const {
     if (tuned.empty()) return nullptr;
     const Tuned* found = &tuned.back();
     for (const Tuned& one : tuned) {
@@ -40,7 +40,7 @@ struct SlidesparseHopperPlan {
       found = &one;
       break;
     }
-    return mixed ? &found->mixed : &found->sparse;
+    return &found->gemms[blocks];
   }
 };
 
@@ -68,18 +68,21 @@ const char* ParseText(const char* text, Configuration* configuration) {
               text);
 }
 
-// Whether a packed weight of so many bytes is mixed.  Null, or what is wrong with its size.
-const char* FindKind(const GemmArguments& a, std::int64_t bytes, bool* mixed) {
+// The kind of a packed weight of so many bytes.  Null, or what is wrong with its size.
+const char* FindKind(const GemmArguments& a, std::int64_t bytes, SlidesparseBlocks* kind) {
   const std::int64_t blocks = std::int64_t{a.strips} * a.k_blocks;
   const std::int64_t table = TableBytes(blocks), sparse = blocks * kPackedBytes;
-  *mixed = bytes != sparse;
-  if (!*mixed || (bytes >= table + sparse && bytes <= table + blocks * kDenseBytes)) return nullptr;
+  const std::int64_t dense = table + blocks * kDenseBytes;
+  *kind = bytes == sparse  ? SLIDESPARSE_ALL_2_4
+          : bytes == dense ? SLIDESPARSE_ALL_DENSE
+                           : SLIDESPARSE_MIXED;
+  if (bytes == sparse || (bytes >= table + sparse && bytes <= dense)) return nullptr;
   return Fail(
       "a packed weight of %lld bytes for %d out-features and %d blocks of 128 columns: %lld if all "
       "are 2:4, else %lld to %lld; pack it for the backend hopper, from as many in-features at the "
       "same pattern",
       static_cast<long long>(bytes), a.n, a.k_blocks, static_cast<long long>(sparse),
-      static_cast<long long>(table + sparse), static_cast<long long>(table + blocks * kDenseBytes));
+      static_cast<long long>(table + sparse), static_cast<long long>(dense));
 }
 
 }  // namespace
@@ -101,8 +104,8 @@ const char* slidesparse_hopper_fit(const char* configuration, std::int32_t fp8,
 }
 
 const char* slidesparse_hopper_candidates(std::int32_t n, std::int32_t columns, std::int32_t m,
-                                          std::int32_t fp8, std::int32_t most, char* texts,
-                                          double* us, std::int32_t* count) {
+                                          std::int32_t fp8, std::int32_t blocks, std::int32_t most,
+                                          char* texts, double* us, std::int32_t* count) {
   *count = 0;
   if (n < 1 || columns < 1 || m < 1) {
     return Fail("a product [%d, %d] @ [%d, %d].T has no configurations", m, columns, n, columns);
@@ -118,9 +121,11 @@ const char* slidesparse_hopper_candidates(std::int32_t n, std::int32_t columns, 
   }
   const auto fits = [=](const Configuration& configuration) {
     Gemm gemm;
-    return FitGemm(configuration, fp8 != 0, false, &gemm) ? Fit{} : gemm.fit;
+    return FitGemm(configuration, fp8 != 0, blocks != SLIDESPARSE_ALL_2_4, &gemm) ? Fit{}
+                                                                                  : gemm.fit;
   };
-  for (const Candidate& one : FindCandidates(n, columns, m, most, sms, fits)) {
+  const double dense = static_cast<double>(blocks) / SLIDESPARSE_ALL_DENSE;
+  for (const Candidate& one : FindCandidates(n, columns, m, dense, most, sms, fits)) {
     std::strncpy(texts + *count * SLIDESPARSE_TEXT_BYTES, ToText(one.configuration).c_str(),
                  SLIDESPARSE_TEXT_BYTES);
     us[(*count)++] = one.us;
@@ -146,14 +151,18 @@ const char* slidesparse_hopper_plan(std::int32_t n, std::int32_t k, std::int32_t
   }
   if (const char* error = PrepareQuantize(plan->quantize, plan->fp8)) return error;
   for (int i = 0; i < count; ++i) {
-    Configuration configuration;
-    Plan::Tuned tuned = {tokens[i], {}, {}};
-    const char* error = ParseText(texts[i], &configuration);
-    if (error == nullptr) error = FitGemm(configuration, plan->fp8, false, &tuned.sparse);
-    if (error == nullptr) error = FitMixed(configuration, plan->fp8, &tuned.mixed);
-    if (error != nullptr) return error;
-    SetWeight(n, columns, &tuned.sparse);
-    SetWeight(n, columns, &tuned.mixed);
+    Plan::Tuned tuned = {tokens[i], {}};
+    for (int kind = 0; kind < SLIDESPARSE_BLOCK_KINDS; ++kind) {
+      Configuration configuration;
+      Gemm* gemm = &tuned.gemms[kind];
+      const char* error = ParseText(texts[i * SLIDESPARSE_BLOCK_KINDS + kind], &configuration);
+      if (error == nullptr) {
+        error = kind == SLIDESPARSE_ALL_2_4 ? FitGemm(configuration, plan->fp8, false, gemm)
+                                            : FitMixed(configuration, plan->fp8, gemm);
+      }
+      if (error != nullptr) return error;
+      SetWeight(n, columns, gemm);
+    }
     plan->tuned.push_back(std::move(tuned));
   }
   int device = 0;
@@ -186,9 +195,14 @@ void slidesparse_hopper_forget() {
   served.clear();
 }
 
-const char* slidesparse_hopper_configuration(const SlidesparseHopperPlan* plan, std::int64_t m) {
-  const Gemm* gemm = plan->Choose(m, false);
-  return gemm != nullptr ? gemm->text.c_str() : "";
+const char* slidesparse_hopper_configuration(const SlidesparseHopperPlan* plan, std::int64_t m,
+                                             std::int64_t weight_bytes) {
+  SlidesparseBlocks kind;
+  if (plan->tuned.empty() ||
+      FindKind(plan->tuned.front().gemms[0].arguments, weight_bytes, &kind)) {
+    return "";
+  }
+  return plan->Choose(m, kind)->text.c_str();
 }
 
 std::int64_t slidesparse_hopper_scratch_bytes(const SlidesparseHopperPlan* plan, std::int64_t m) {
@@ -238,11 +252,11 @@ const char* slidesparse_hopper_product(const SlidesparseHopperPlan* plan, std::i
         bias, bias_type, out_type);
   }
   if (plan->tuned.empty()) return FailWithoutGemm();
-  bool mixed;
-  if (const char* error = FindKind(plan->tuned.front().sparse.arguments, weight_bytes, &mixed)) {
+  SlidesparseBlocks kind;
+  if (const char* error = FindKind(plan->tuned.front().gemms[0].arguments, weight_bytes, &kind)) {
     return error;
   }
-  const Gemm* gemm = plan->Choose(m, mixed);
+  const Gemm* gemm = plan->Choose(m, kind);
   return LaunchGemm(*gemm, m,
                     {q, q_columns, scale_x, weight, scale_w, bias, static_cast<Float>(bias_type),
                      out, static_cast<Float>(out_type)},

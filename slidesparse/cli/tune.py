@@ -63,12 +63,13 @@ def tune(
     from slidesparse.tune import machine
     from slidesparse.tune.jobs import jobs
     from slidesparse.tune.jobs import tune as run
-    from slidesparse.tune.shapes import FEW_TOKENS, parse_choice
+    from slidesparse.tune.shapes import FEW_TOKENS, MIXED_PATTERNS, PATTERNS, parse_choice, parse_patterns
 
     layers = [layer for _, found in models_of(model, shapes) for layer in found]
     dtypes = parse_choice("--dtype", dtype, machine.SERVED)
     names = parse_choice("--library", library, machine.tunable()) if library else None
-    patterns, tokens = patterns_of(pattern), tokens_of(m)
+    patterns = parse_patterns(pattern, mixed=True) if pattern else (*PATTERNS, *MIXED_PATTERNS)
+    tokens = tokens_of(m)
     gpu = machine.require_gpu()
     names = names or (gemm.choose(gemm.SPARSE, gpu.device)[0],)
     if m is None and any(gemm.get(name).fuses for name in names):

@@ -203,6 +203,15 @@ def tuned_plan(backend: Tunable, problem: Problem, device: torch.device) -> Plan
         return backend.plan(problem, device)
 
 
+def tuned_nearby(backend: Tunable, problem: Problem, device: torch.device) -> str | None:
+    """The algorithm that tuning found for ``problem`` or for the nearest shape within reach, or None."""
+    subject = torch.cuda.get_device_name(device), torch.cuda.get_device_capability(device)
+    library = backend.name, backend.version()
+    return tuned.choice(*library, *subject, problem) or tuned.neighbour(
+        *library, *subject, problem, backend.reach
+    )
+
+
 class NativePlan:
     """See `slidesparse.gemm.problem.Plan`."""
 

@@ -26,6 +26,8 @@ DTYPES = {
 }
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
 OPERANDS = ("int8", "fp8", "fp16", "bf16")
+# The blocks of a sparse library's weight (`slidesparse.blocks`); "mixed" are 2:4 and dense ones, half and half to tune
+BLOCKS = ALL_2_4, MIXED, ALL_DENSE = ("2:4", "mixed", "dense")
 
 
 class LibraryError(EnvironmentFault, RuntimeError):
@@ -48,11 +50,15 @@ class Problem:
         "none"  # what the epilogue multiplies by: "none", "channel" (scale_w) or "both" (scale_w, scale_x)
     )
     bias: bool = False  # whether the epilogue adds a bias [n]
+    blocks: str = (
+        ALL_2_4  # of BLOCKS; others only for libraries that take dense ones, and nothing is slid then
+    )
 
     def __str__(self) -> str:
         epilogue = {"none": "", "channel": " * scale_w", "both": " * scale_w * scale_x"}[self.scale]
         epilogue += " + bias" if self.bias else ""
-        return f"{self.dtype} [{self.m}, {self.k}] @ [{self.n}, {self.k}].T{epilogue} -> {self.out}"
+        blocks = "" if self.blocks == ALL_2_4 else f" of {self.blocks} blocks"
+        return f"{self.dtype} [{self.m}, {self.k}] @ [{self.n}, {self.k}].T{blocks}{epilogue} -> {self.out}"
 
 
 @dataclass(frozen=True)

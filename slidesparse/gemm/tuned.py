@@ -23,7 +23,7 @@ from typing import Any
 
 from slidesparse.build.compile import cache_folder, make_folder
 from slidesparse.errors import EnvironmentFault
-from slidesparse.gemm.problem import Problem
+from slidesparse.gemm.problem import ALL_2_4, Problem
 
 FORMAT = 1
 BEYOND = 2  # times the largest tuned M for which its algorithm is still taken
@@ -81,8 +81,9 @@ def folder() -> Path:
 def key_of(problem: Problem) -> str:
     """A problem without its M, as text."""
     bias = "yes" if problem.bias else "no"
-    types = f"{problem.dtype} -> {problem.out}"
-    return f"{types}, scale {problem.scale}, bias {bias}, n {problem.n}, k {problem.k}"
+    blocks = "" if problem.blocks == ALL_2_4 else f", blocks {problem.blocks}"
+    types = f"{problem.dtype} -> {problem.out}, scale {problem.scale}, bias {bias}{blocks}"
+    return f"{types}, n {problem.n}, k {problem.k}"
 
 
 def look_up(

@@ -12,8 +12,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from slidesparse.blocks import BLOCK, STRIP, blocks_of, strips_of
 from slidesparse.gemm.backend import Tunable
-from slidesparse.gemm.problem import DTYPES, Plan, Problem
+from slidesparse.gemm.problem import ALL_2_4, DTYPES, MIXED, Plan, Problem
 from slidesparse.tune.measure import Launch, copies_for
 
 CHUNK = 2**24  # elements that are generated at a time
@@ -21,6 +22,7 @@ ALIGNMENT = 256  # bytes, of each copy
 INTEGERS = {"int8": 127, "int32": 2**20}  # the largest; INT32 as sums of INT8 products
 FP8_MOST = 448.0  # of E4M3
 FP8_SIGMA = 100.0  # per-token scales put the largest of a row's numbers, at about 4 sigma, near FP8_MOST
+GOLDEN = 0.6180339887  # whose multiples, cut to their fractions, lie evenly
 # Places of the two non-zeros among four.
 TWO_OF_FOUR = ((1, 1, 0, 0), (1, 0, 1, 0), (1, 0, 0, 1), (0, 1, 1, 0), (0, 1, 0, 1), (0, 0, 1, 1))
 
@@ -73,7 +75,12 @@ class Inputs:
 
     def packed(self, library: Tunable, problem: Problem, copies: int) -> list[Tensor]:
         """A random weight as ``library`` packs it, ``copies`` times."""
-        first = library.operand(self.weight(problem.dtype, problem.n, problem.k, library.sparse))
+        weight = self.weight(
+            problem.dtype, problem.n, problem.k, library.sparse and problem.blocks == ALL_2_4
+        )
+        if problem.blocks == MIXED:
+            weight = with_sparse_blocks(weight, 0.5)
+        first = library.operand(weight)
         return [first, *(first.clone() for _ in range(copies - 1))]
 
     def rotation(self, problem: Problem, weights: list[Tensor]) -> Rotation:
@@ -142,6 +149,18 @@ class Inputs:
         table = torch.tensor(TWO_OF_FOUR, dtype=torch.bool, device=self.device)
         chosen = self._integers(0, len(TWO_OF_FOUR), -(-count // 4), torch.int64)
         return table[chosen].view(-1)[:count]
+
+
+def with_sparse_blocks(weight: Tensor, share: float) -> Tensor:
+    """Return a weight [N, K] of one-byte codes whose blocks are 2:4 to a ``share``, spread evenly over the strips."""
+    n, k = weight.shape
+    shape = strips_of(n), blocks_of(k)
+    number = torch.arange(shape[0] * shape[1], device=weight.device).view(shape)
+    order = (number * GOLDEN).frac().view(-1).argsort().argsort().view(shape)
+    sparse = (order < round(share * order.numel())).repeat_interleave(STRIP, 0)[:n]
+    sparse = sparse.repeat_interleave(BLOCK, 1)[:, :k]
+    zeros = sparse & (torch.arange(k, device=weight.device) % 4 > 1)
+    return weight.view(torch.int8).masked_fill(zeros, 0).view(weight.dtype)
 
 
 def _size(dtype: str) -> int:

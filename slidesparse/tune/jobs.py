@@ -11,8 +11,9 @@ from dataclasses import dataclass, replace
 from torch import Tensor
 
 from slidesparse.gemm.backend import Tunable
-from slidesparse.gemm.problem import LibraryError, Problem
+from slidesparse.gemm.problem import ALL_2_4, ALL_DENSE, MIXED, LibraryError, Problem
 from slidesparse.gemm.tuned import tuned
+from slidesparse.pattern import SlidePattern, parse_pattern
 from slidesparse.tune.session import Session, free, served
 from slidesparse.tune.shapes import Layer, round_up, slided
 
@@ -54,18 +55,26 @@ def jobs(
     found: dict[tuple[str, Problem], Job] = {}
     for library in libraries:
         for layer in layers:
-            if library.sparse:
-                columns = list(
-                    dict.fromkeys(slided(layer.k, pattern, library.alignment) for pattern in patterns)
-                )
-            else:
-                columns = [round_up(layer.k, library.alignment)]
             for dtype in dtypes:
                 for out, scale in served(library, dtype):
-                    for k in columns:
-                        problem = Problem(dtype, out, layer.n, k, tokens[0], scale)
+                    for k, blocks in _operands(library, layer, patterns):
+                        problem = Problem(dtype, out, layer.n, k, tokens[0], scale, blocks=blocks)
                         found.setdefault((library.name, problem), Job(library, problem, tuple(tokens)))
     return list(found.values())
+
+
+def _operands(library: Tunable, layer: Layer, patterns: Sequence[str]) -> list[tuple[int, str]]:
+    """The columns of a layer's weight at each pattern, and its blocks."""
+    whole = round_up(layer.k, library.alignment)
+    if not library.sparse:
+        return [(whole, ALL_2_4)]
+    found = []
+    for pattern in map(parse_pattern, patterns):
+        if isinstance(pattern, SlidePattern):
+            found.append((slided(layer.k, pattern.ratio, library.alignment), ALL_2_4))
+        elif library.takes_dense:
+            found.append((whole, MIXED if pattern.share else ALL_DENSE))
+    return list(dict.fromkeys(found))
 
 
 def tune(session: Session, todo: Sequence[Job], force: bool = False) -> Summary:

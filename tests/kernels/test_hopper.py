@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -15,9 +16,8 @@ from slidesparse.gemm.backend import HARDWARE, LayerSpec
 from slidesparse.gemm.hopper import backend as hopper
 from slidesparse.gemm.hopper import native
 from slidesparse.gemm.hopper.backend import Hopper
-from slidesparse.gemm.problem import Layout, LibraryError, Problem
+from slidesparse.gemm.problem import ALL_DENSE, Layout, LibraryError, Problem
 from slidesparse.gemm.tuned import Subject, Tuned
-from slidesparse.pattern import PatternError
 from slidesparse.quantize import FP8, INT8
 
 pytest_plugins = ("hopper_fixtures",)
@@ -63,6 +63,32 @@ def test_every_number_of_tokens_runs_what_tuning_found(
     assert "refuses the algorithm split:9x9/1x1/1" in caplog.text
     assert "no tuned algorithm" not in caplog.text
     assert len(standing_in.served) == 1  # one plan for all of them
+
+
+def test_weights_with_dense_blocks_run_what_was_tuned_for_them(standing_in: StandIn) -> None:
+    """Up to twice as many tokens as were tuned; else, and where nothing was, what runs 2:4 weights."""
+    sparse, dense = "split:1x16/2x1/3", "split:1x16/1x2/2"
+    problem = Problem("int8", "bf16", 64, 256, 16, "both")
+    tuned.save(
+        SUBJECT,
+        [
+            (replace(problem, m=64), Tuned(sparse, 1.0)),
+            (replace(problem, blocks=ALL_DENSE), Tuned(dense, 1.0)),
+        ],
+    )
+    whole, sparse_codes = torch.ones(64, 256, dtype=INT8), (torch.arange(256) % 4 < 2).to(INT8).expand(64, -1)
+    half = torch.cat((whole[:, :128], sparse_codes[:, 128:]), 1)
+    spec, ones = LayerSpec(64, 256, None, 0, INT8, torch.bfloat16), torch.ones(64, 1)
+    for weight, m, expected in (
+        (whole, 16, dense),
+        (whole, 32, dense),
+        (whole, 64, sparse),
+        (half, 16, sparse),
+        (sparse_codes.contiguous(), 16, sparse),
+    ):
+        q = torch.ones(m, 256, dtype=INT8)
+        BACKEND.scaled_matmul(q, torch.ones(m, 1), BACKEND.pack(spec, weight), ones, None, torch.float16)
+        assert standing_in.calls[-1] == (expected, m, 77)
 
 
 @pytest.mark.parametrize("n", [2304, 4096])
@@ -142,8 +168,6 @@ def test_what_tuning_and_benchmarks_are_refused(standing_in: StandIn) -> None:
             BACKEND.plan(problem, CPU, None, layout)
         with pytest.raises(LibraryError, match=words):
             BACKEND.algorithms(problem, CPU, layout)
-    with pytest.raises(PatternError):
-        BACKEND.operand(torch.ones(64, 64, dtype=INT8))
     with pytest.raises(LibraryError, match=r"torch\.int32"):
         BACKEND.operand(torch.ones(64, 64, dtype=torch.int32))
     with pytest.raises(LibraryError, match="split:9x9/1x1/1"):

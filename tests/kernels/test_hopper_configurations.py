@@ -33,7 +33,7 @@ EXPORT int parses(const char* text, char* again) {
   std::strcpy(again, ToText(found).c_str());
   return 1;
 }
-EXPORT int candidates(int n, int columns, int m, int most, int sms,
+EXPORT int candidates(int n, int columns, int m, double dense, int most, int sms,
                       void (*fits)(const char*, int, int*), char* texts, double* us) {
   const auto fit = [=](const Configuration& one) {
     int found[2];
@@ -41,7 +41,7 @@ EXPORT int candidates(int n, int columns, int m, int most, int sms,
     return Fit{found[0], found[1]};
   };
   int count = 0;
-  for (const Candidate& one : FindCandidates(n, columns, m, most, sms, fit)) {
+  for (const Candidate& one : FindCandidates(n, columns, m, dense, most, sms, fit)) {
     std::strcpy(texts + 32 * count, ToText(one.configuration).c_str());
     us[count++] = one.us;
   }
@@ -70,13 +70,13 @@ def native(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 
 def candidates(
-    native: Any, n: int, k: int, m: int, fit: Fit = roomy, most: int = MOST
+    native: Any, n: int, k: int, m: int, fit: Fit = roomy, most: int = MOST, dense: float = 0.0
 ) -> list[tuple[str, float]]:
     def fits(text: bytes, resident: int, found: Any) -> None:
         found[0], found[1] = fit(text.decode(), resident)
 
     texts, us = ctypes.create_string_buffer(MOST * BYTES), (ctypes.c_double * MOST)()
-    count = native.candidates(n, k, m, most, SMS, FITS(fits), texts, us)
+    count = native.candidates(n, k, m, ctypes.c_double(dense), most, SMS, FITS(fits), texts, us)
     return [(texts.raw[BYTES * i :].partition(b"\0")[0].decode(), us[i]) for i in range(count)]
 
 
@@ -93,6 +93,13 @@ def test_every_shape_has_candidates(native: Any, n: int, k: int, m: int) -> None
     for text, _ in found:
         assert native.parses(text.encode(), again) == 1
         assert again.value.decode() == text
+
+
+def test_dense_blocks_take_longer(native: Any) -> None:
+    """By their bytes where tokens are few, by the tensor cores where there are many."""
+    for m, most in ((16, 8192 / 5120), (8192, 2.0)):
+        fastest = [candidates(native, 37888, 3584, m, dense=share)[0][1] for share in (0.0, 0.5, 1.0)]
+        assert fastest[0] < fastest[1] < fastest[2] < most * fastest[0]
 
 
 def test_only_what_fits_is_a_candidate(native: Any) -> None:

@@ -13,9 +13,11 @@ import torch
 from torch import Tensor
 
 from slidesparse import reference
+from slidesparse.blocks import blocks_of, strips_of
 from slidesparse.gemm.hopper import format as hopper_format
 from slidesparse.gemm.hopper import native
 from slidesparse.gemm.hopper.native import Layer
+from slidesparse.gemm.problem import ALL_2_4, ALL_DENSE, BLOCKS, MIXED
 from slidesparse.pattern import SlideLayout
 from slidesparse.quantize import FP8, INT8
 
@@ -47,11 +49,17 @@ class Plan:
 
     layer: Layer
     trigger: int
-    table: list[tuple[int, str]]
+    table: list[tuple[int, list[str]]]
 
-    def configuration(self, m: int) -> str:
-        """The configuration for m tokens."""
-        return next((text for tokens, text in self.table if m <= tokens), self.table[-1][1])
+    def configuration(self, m: int, weight_bytes: int) -> str:
+        """The configuration for m tokens and a packed weight of so many bytes."""
+        row = next((row for tokens, row in self.table if m <= tokens), self.table[-1][1])
+        blocks = strips_of(self.layer.n) * blocks_of(self.layer.columns)
+        if weight_bytes == blocks * hopper_format.BLOCK_BYTES:
+            return row[BLOCKS.index(ALL_2_4)]
+        header = -(-4 * blocks // hopper_format.UNIT) * hopper_format.UNIT
+        dense = weight_bytes == header + blocks * hopper_format.DENSE_BYTES
+        return row[BLOCKS.index(ALL_DENSE if dense else MIXED)]
 
 
 @dataclass
@@ -72,7 +80,7 @@ class StandIn:
         return self.missing
 
     def slidesparse_hopper_candidates(
-        self, n: int, columns: int, m: int, fp8: int, most: int, texts: Any, us: Any, count: Any
+        self, n: int, columns: int, m: int, fp8: int, blocks: int, most: int, texts: Any, us: Any, count: Any
     ) -> None:
         found = self.candidates[:most]
         for i, text in enumerate(found):
@@ -94,8 +102,10 @@ class StandIn:
         texts: Any,
         made: Any,
     ) -> bytes | None:
-        table = [(tokens[i], texts[i].decode()) for i in range(count)]
-        wrong = [text for _, text in table if text in self.refused]
+        kinds = len(BLOCKS)
+        rows = [[texts[kinds * i + kind].decode() for kind in range(kinds)] for i in range(count)]
+        table = [(tokens[i], row) for i, row in enumerate(rows)]
+        wrong = [text for row in rows for text in row if text in self.refused]
         if wrong:
             return f"no kernel was compiled for configuration {wrong[0]}, or it finds no room".encode()
         handle = 1 + max(self.plans, default=0)
@@ -112,8 +122,8 @@ class StandIn:
     def slidesparse_hopper_find(self, device: int, *layer: int) -> int | None:
         return self.served.get((max(device, 0), Layer(*layer)))
 
-    def slidesparse_hopper_configuration(self, plan: int, m: int) -> bytes:
-        return self.plans[plan].configuration(m).encode()
+    def slidesparse_hopper_configuration(self, plan: int, m: int, weight_bytes: int) -> bytes:
+        return self.plans[plan].configuration(m, weight_bytes).encode()
 
     def slidesparse_hopper_scratch_bytes(self, plan: int, m: int) -> int:
         return 128 * m + m * self.plans[plan].layer.columns
@@ -177,7 +187,7 @@ class StandIn:
         stream: int,
     ) -> bytes | None:
         layer = self.plans[plan].layer
-        self.calls.append((self.plans[plan].configuration(m), m, stream))
+        self.calls.append((self.plans[plan].configuration(m, weight_bytes), m, stream))
         sparse = hopper_format.packed_bytes(layer.n, q_columns)
         if weight_bytes < sparse:
             return f"a packed weight of {weight_bytes} bytes where {sparse} or more are wanted".encode()

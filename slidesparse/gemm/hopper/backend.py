@@ -11,6 +11,7 @@ from __future__ import annotations
 import ctypes
 import threading
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from functools import cache
 
 import torch
@@ -26,7 +27,7 @@ from slidesparse.gemm.cuda import CudaBackend
 from slidesparse.gemm.hopper import format as hopper_format
 from slidesparse.gemm.hopper import native
 from slidesparse.gemm.hopper.native import TYPES, Layer
-from slidesparse.gemm.problem import DTYPES, NAMES, TN, Layout, LibraryError, Problem, require_operand
+from slidesparse.gemm.problem import BLOCKS, DTYPES, NAMES, TN, Layout, LibraryError, Problem, require_operand
 from slidesparse.kernels import Producer, RmsNorm, SiluMul
 from slidesparse.pattern import HARDWARE_LENGTH, SlideLayout
 from slidesparse.quantize import FP8, INT8
@@ -110,17 +111,18 @@ class Hopper(CudaBackend):
         return "both"
 
     def operand(self, weight: Tensor, layout: Layout = TN) -> Tensor:
-        """2:4 [n, k] -> `slidesparse.gemm.hopper.format`.  Raises LibraryError, or PatternError when it is not 2:4."""
+        """[n, k] -> `slidesparse.gemm.hopper.format`, its blocks 2:4 or dense as they are.  Raises LibraryError."""
         require_operand(weight.dtype)
         _require_layout(layout)
-        spec = LayerSpec(weight.shape[0], weight.shape[1], HARDWARE, 0, weight.dtype, OUTPUTS[0])
+        spec = LayerSpec(weight.shape[0], weight.shape[1], None, 0, weight.dtype, OUTPUTS[0])
         return pack_without_plan(spec, weight)
 
     def algorithms(self, problem: Problem, device: torch.device, layout: Layout = TN) -> list[str]:
         """The configurations that the model predicts to be fastest."""
         self._require(problem, layout)
         with cuda.on_device(cuda.index_of(device)):
-            found = native.candidates(problem.n, problem.k, problem.m, DTYPES[problem.dtype], CANDIDATES)
+            sizes = problem.n, problem.k, problem.m, DTYPES[problem.dtype]
+            found = native.candidates(*sizes, CANDIDATES, problem.blocks)
         return [configuration for configuration, _ in found]
 
     def plan(
@@ -243,22 +245,27 @@ class Hopper(CudaBackend):
                 native.library().slidesparse_hopper_serve(found)
         return found
 
-    def _table(self, layer: Layer, device: torch.device) -> list[tuple[int, str]]:
-        """The tuned table of a layer: configurations, each with the largest number of tokens that it is for.
+    def _table(self, layer: Layer, device: torch.device) -> list[tuple[int, tuple[str, ...]]]:
+        """The tuned table of a layer, see `native.make_plan`.
 
         Configurations are the same for outputs in BF16 and FP16, with a bias or without.  A shape far from all tuned
-        ones takes the configurations that the model predicts to be fastest: how to cut K depends on the shape.
+        ones takes the configurations that the model predicts to be fastest: how to cut K depends on the shape.  Weights
+        with dense blocks take those for 2:4 blocks where they were not tuned themselves.
         """
-        table: list[tuple[int, str]] = []
+        table: list[tuple[int, tuple[str, ...]]] = []
         if layer.n == 0:
             return table
         dtype, columns = "fp8" if layer.fp8 else "int8", round_up(layer.columns, self.alignment)
         for m in _token_counts():
             problem = Problem(dtype, NAMES[OUTPUTS[0]], layer.n, columns, m, "both")
             algorithm = cuda.tuned_plan(self, problem, device).algorithm
-            if table and table[-1][1] == algorithm:
+            row = [algorithm]
+            for blocks in BLOCKS[1:]:
+                found = cuda.tuned_nearby(self, replace(problem, blocks=blocks), device)
+                row.append(found or algorithm)
+            if table and table[-1][1] == tuple(row):
                 table.pop()
-            table.append((m, algorithm))
+            table.append((m, tuple(row)))
         return table
 
 
@@ -371,7 +378,8 @@ def _timed_product(
 ) -> None:
     """`_multiply`, as `slidesparse.profiling` sees it."""
     if profiling.enabled():
-        profiling.chose(native.library().slidesparse_hopper_configuration(plan, q.shape[0]).decode())
+        found = native.library().slidesparse_hopper_configuration(plan, q.shape[0], packed.numel())
+        profiling.chose(found.decode())
     with profiling.stage("product", q):
         _multiply(plan, q, scale_x, packed, scale_w, bias, out)
 

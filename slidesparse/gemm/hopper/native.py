@@ -14,7 +14,7 @@ import torch
 from slidesparse.build.compile import build
 from slidesparse.build.find import ToolchainError
 from slidesparse.gemm.hopper import operators
-from slidesparse.gemm.problem import LibraryError
+from slidesparse.gemm.problem import ALL_2_4, BLOCKS, LibraryError
 from slidesparse.quantize import FP8
 
 TYPES = {torch.bfloat16: 1, torch.float16: 2, torch.float32: 3}  # SlidesparseType
@@ -28,7 +28,7 @@ _INPUT = (c_void_p, c_int32, c_int64, c_int32, c_double, c_void_p, c_void_p, c_i
 FUNCTIONS: dict[str, tuple[Any, ...]] = {
     "unusable": (c_char_p,),
     "fit": (c_char_p, c_char_p, c_int32, POINTER(c_int32), POINTER(c_int32)),
-    "candidates": (c_char_p, *(c_int32,) * 5, c_char_p, POINTER(c_double), POINTER(c_int32)),
+    "candidates": (c_char_p, *(c_int32,) * 6, c_char_p, POINTER(c_double), POINTER(c_int32)),
     "plan": (
         *(c_char_p, *_LAYER, c_int32, c_int32, POINTER(c_int32), POINTER(c_char_p)),
         POINTER(c_void_p),
@@ -37,7 +37,7 @@ FUNCTIONS: dict[str, tuple[Any, ...]] = {
     "serve": (None, c_void_p),
     "find": (c_void_p, c_int32, *_LAYER),
     "forget": (None,),
-    "configuration": (c_char_p, c_void_p, c_int64),
+    "configuration": (c_char_p, c_void_p, c_int64, c_int64),
     "scratch_bytes": (c_int64, c_void_p, c_int64),
     "quantize": (c_char_p, c_void_p, c_int64, *_INPUT, *(c_void_p,) * 3),
     "product": (
@@ -105,29 +105,34 @@ def fit(configuration: str, dtype: torch.dtype) -> Fit:
     return Fit(stages.value, clusters.value)
 
 
-def candidates(n: int, columns: int, m: int, dtype: torch.dtype, most: int) -> list[tuple[str, float]]:
+def candidates(
+    n: int, columns: int, m: int, dtype: torch.dtype, most: int, blocks: str = ALL_2_4
+) -> list[tuple[str, float]]:
     """Up to ``most`` configurations for a weight [n, columns] and m tokens on the current device, the fastest first.
 
-    Each with the microseconds that the model in csrc/hopper/configuration.cu predicts.
+    Each with the microseconds that the model in csrc/hopper/configuration.cu predicts.  ``blocks`` is one of BLOCKS.
     """
     texts, us, count = ctypes.create_string_buffer(most * TEXT_BYTES), (c_double * most)(), c_int32()
-    call("candidates", n, columns, m, dtype == FP8, most, texts, us, ctypes.byref(count))
+    kind = BLOCKS.index(blocks)
+    call("candidates", n, columns, m, dtype == FP8, kind, most, texts, us, ctypes.byref(count))
     return [
         (texts.raw[TEXT_BYTES * i : TEXT_BYTES * (i + 1)].partition(b"\0")[0].decode(), us[i])
         for i in range(count.value)
     ]
 
 
-def make_plan(layer: Layer, trigger: str, table: Sequence[tuple[int, str]]) -> int:
+def make_plan(layer: Layer, trigger: str, table: Sequence[tuple[int, tuple[str, ...]]]) -> int:
     """The handle of a new plan for the current device.  Raises LibraryError.
 
     Args:
         layer: the layer.
         trigger: when the kernel behind the quantizer may start, one of TRIGGERS.
-        table: the largest number of tokens that each configuration is for, ascending; the last is for more, too.
+        table: the largest number of tokens that each row is for, ascending, the last for more, too; and its
+            configurations, one for each of BLOCKS.
     """
     tokens = (c_int32 * len(table))(*(m for m, _ in table))
-    texts = (c_char_p * len(table))(*(text.encode() for _, text in table))
+    rows = [text.encode() for _, row in table for text in row]
+    texts = (c_char_p * len(rows))(*rows)
     made = c_void_p()
     call("plan", *layer, TRIGGERS.index(trigger), len(table), tokens, texts, ctypes.byref(made))
     assert made.value
@@ -138,5 +143,5 @@ class Plan:
     """A plan of one configuration that belongs to Python."""
 
     def __init__(self, layer: Layer, trigger: str, configuration: str) -> None:
-        self.handle = make_plan(layer, trigger, [(1, configuration)])
+        self.handle = make_plan(layer, trigger, [(1, (configuration,) * len(BLOCKS))])
         weakref.finalize(self, library().slidesparse_hopper_delete, self.handle)
