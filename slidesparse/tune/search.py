@@ -34,6 +34,7 @@ class Found:
 
     algorithm: str
     timing: Timing
+    others: tuple[tuple[str, float], ...]  # the other finalists, the fastest first, and their microseconds
     tried: int
     refused: int
     wrong: int
@@ -87,8 +88,9 @@ def search(
             f"{library.name}: of {len(names)} algorithms for {problem} {len(names) - len(candidates)} were refused "
             f"and {wrong} gave another result than its first"
         )
-    best_one, timing = _final(clock, finalists, rotation.copies)
-    return Found(best_one.algorithm, timing, len(names), len(names) - len(candidates), wrong)
+    (algorithm, timing), *others = _final(clock, finalists, rotation.copies)
+    slower = tuple((name, other.p50) for name, other in others)
+    return Found(algorithm, timing, slower, len(names), len(names) - len(candidates), wrong)
 
 
 def _expected(
@@ -143,14 +145,15 @@ def _output(rotation: Rotation, launch: Launch) -> Tensor:
     return out
 
 
-def _final(clock: Clock, finalists: list[_Candidate], copies: int) -> tuple[_Candidate, Timing]:
+def _final(clock: Clock, finalists: list[_Candidate], copies: int) -> list[tuple[str, Timing]]:
+    """The finalists' names and times, the fastest first, which is timed best."""
     replays: list[tuple[_Candidate, Replay, list[float]]] = []
     for one in finalists:
         replay = clock.prepare(one.launch, copies, one.us, EXACT_US)
         replays.append((one, replay, replay.samples(FINAL_SAMPLES)))
-    winner, replay, samples = min(replays, key=lambda entry: Timing.of(entry[2]).p50)
-    samples = samples + replay.samples(SAMPLES - FINAL_SAMPLES)
-    return winner, Timing.of(samples, replay.graphed)
+    replays.sort(key=lambda entry: Timing.of(entry[2]).p50)
+    replays[0][2].extend(replays[0][1].samples(SAMPLES - FINAL_SAMPLES))
+    return [(one.algorithm, Timing.of(samples, replay.graphed)) for one, replay, samples in replays]
 
 
 def agree(out: Tensor, expected: Tensor, problem: Problem) -> bool:
