@@ -22,7 +22,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from slidesparse.build.compile import cache_folder, make_folder
 from slidesparse.errors import EnvironmentFault
@@ -40,11 +40,22 @@ class TableError(EnvironmentFault, RuntimeError):
     """A table of tuned algorithms cannot be used; the message names the file and the remedy."""
 
 
+class Versioned(Protocol):
+    """A library that tables are about."""
+
+    @property
+    def name(self) -> str:
+        """Such as "cusparselt"."""
+
+    def version(self) -> str:
+        """Such as "0.8.0"."""
+
+
 @dataclass(frozen=True)
 class Subject:
     """The GPU, library and version of a table."""
 
-    library: str  # "cusparselt", "cublaslt", "hopper"
+    library: str  # "cusparselt", "cublaslt", "hopper", or a Triton kernel, see `slidesparse.gemm.launches`
     version: str  # of the library, such as "0.8.0"
     gpu: str  # the full name, such as "NVIDIA H200"
     capability: tuple[int, int]  # compute capability
