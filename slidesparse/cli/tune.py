@@ -19,6 +19,7 @@ from slidesparse.cli.console import Json, err
 
 if TYPE_CHECKING:
     from slidesparse.gemm.backend import Tunable
+    from slidesparse.tune.jobs import Job, KernelJob
     from slidesparse.tune.machine import Gpu
     from slidesparse.tune.session import Session
     from slidesparse.tune.shapes import Layer
@@ -36,6 +37,8 @@ Limit = Annotated[
     float | None, typer.Option("--time-limit", help="Stop after this many seconds; run again to continue.")
 ]
 
+TRITON = "triton"  # among backends: the kernels of `slidesparse.kernels`
+
 
 def tune(
     model: Annotated[
@@ -48,7 +51,10 @@ def tune(
     m: Tokens = None,
     library: Annotated[
         str | None,
-        typer.Option(help="Backends, comma-separated; default the one that serves sparse layers here."),
+        typer.Option(
+            help="Backends, comma-separated, and triton for the kernels that quantize and scale; default the "
+            "backend that serves sparse layers here, with the kernels that it uses."
+        ),
     ] = None,
     force: Annotated[
         bool, typer.Option("--force", help="Search again for problems that are in the tables.")
@@ -56,25 +62,30 @@ def tune(
     time_limit: Limit = None,
     as_json: Json = False,
 ) -> None:
-    """Search for the fastest GEMM algorithms on this GPU, and save them for serving."""
+    """Search for the fastest GEMM algorithms and Triton launches on this GPU, and save them for serving."""
     began = time.monotonic()
     from slidesparse import gemm
     from slidesparse.gemm.tuned import folder
     from slidesparse.tune import machine
-    from slidesparse.tune.jobs import jobs
+    from slidesparse.tune.jobs import jobs, kernel_jobs
     from slidesparse.tune.jobs import tune as run
     from slidesparse.tune.shapes import FEW_TOKENS, MIXED_PATTERNS, PATTERNS, parse_choice, parse_patterns
 
     layers = [layer for _, found in models_of(model, shapes) for layer in found]
     dtypes = parse_choice("--dtype", dtype, machine.SERVED)
-    names = parse_choice("--library", library, machine.tunable()) if library else None
+    names = parse_choice("--library", library, (*machine.tunable(), TRITON)) if library else None
     patterns = parse_patterns(pattern, mixed=True) if pattern else (*PATTERNS, *MIXED_PATTERNS)
     tokens = tokens_of(m)
     gpu = machine.require_gpu()
-    names = names or (gemm.choose(gemm.SPARSE, gpu.device)[0],)
-    if m is None and any(gemm.get(name).fuses for name in names):
+    if not names:
+        chosen = gemm.choose(gemm.SPARSE, gpu.device)[0]
+        names = (chosen,) if gemm.get(chosen).fuses else (chosen, TRITON)
+    backends = [name for name in names if name != TRITON]
+    if m is None and any(gemm.get(name).fuses for name in backends):
         tokens = (*FEW_TOKENS, *tokens)
-    todo = jobs(machine.require_libraries(gpu, names), layers, dtypes, patterns, tokens)
+    todo: list[Job | KernelJob] = []
+    todo += jobs(machine.require_libraries(gpu, backends), layers, dtypes, patterns, tokens)
+    todo += kernel_jobs(layers, dtypes, patterns, tokens) if TRITON in names else ()
     with open_session(gpu, began, time_limit) as (session, bar):
         begin(bar, sum(len(job.tokens) for job in todo))
         summary = run(session, todo, force)

@@ -165,10 +165,9 @@ def quantize(
     with profiling.stage("quantize", x):
         x = reference.produce(x, producer)
         if x.is_cuda:
-            from slidesparse import kernels
-            from slidesparse.gemm.cuda import bucket
+            from slidesparse.gemm import launches  # late: it needs this module
 
-            return kernels.quantize(x, layout.length, layout.phase, dtype, columns, bucket(x.shape[0]))
+            return launches.quantize(x, layout, dtype, columns)
         q, scale = reference.quant_slide(x, layout, dtype, arithmetic_of(x))
         if columns > layout.slided:
             q = torch.nn.functional.pad(q.view(torch.int8), (0, columns - layout.slided)).view(dtype)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from slidesparse import profiling
-from slidesparse.gemm import cuda
+from slidesparse.gemm import cuda, launches
 from slidesparse.gemm.backend import LayerSpec
 from slidesparse.gemm.cuda import CudaBackend, NativePlan
 from slidesparse.gemm.problem import (
@@ -137,14 +137,12 @@ class CublasLt(CudaBackend):
             bias = bias.to(out_dtype) if bias is not None else None
             with profiling.stage("product", q):
                 return self._product(q, packed, n, out_dtype, scale_w, scale_x, bias)
-        from slidesparse.kernels.dequant_bias import dequant_bias  # late: needs Triton
-
         # FP8 to BF16 as the sparse backend does it: half the bytes in between
         half = q.dtype == FP8 and out_dtype == torch.bfloat16
         with profiling.stage("product", q):
             acc = self._product(q, packed, n, torch.bfloat16 if half else cuda.SUMS[q.dtype])
         with profiling.stage("scale", q):
-            return dequant_bias(acc, scale_x, scale_w, bias, out_dtype)
+            return launches.dequant_bias(acc, scale_x, scale_w, bias, out_dtype)
 
     def _scales(self, q: Tensor, out_dtype: torch.dtype) -> bool:
         return q.dtype == FP8 and self.epilogue("fp8", NAMES[out_dtype], q.device) == "both"

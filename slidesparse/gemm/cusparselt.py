@@ -15,7 +15,7 @@ from torch import Tensor
 
 from slidesparse import profiling
 from slidesparse.build.find import ToolchainError, require_supported
-from slidesparse.gemm import cuda
+from slidesparse.gemm import cuda, launches
 from slidesparse.gemm.backend import LayerSpec, require_none_broken, round_up
 from slidesparse.gemm.cuda import CudaBackend, NativePlan
 from slidesparse.gemm.problem import (
@@ -223,8 +223,6 @@ class CuSparseLt(CudaBackend):
         out_dtype: torch.dtype,
     ) -> Tensor:
         """See `Backend.scaled_matmul`."""
-        from slidesparse.kernels.dequant_bias import dequant_bias  # late: needs Triton
-
         m, n = q.shape[0], scale_w.shape[0]
         if m == 0:
             return q.new_empty(0, n, dtype=out_dtype)
@@ -232,7 +230,7 @@ class CuSparseLt(CudaBackend):
         with profiling.stage("product", q):
             acc = self.accumulate(q, packed, n, sums)
         with profiling.stage("scale", q):
-            return dequant_bias(acc, scale_x, scale_w, bias, out_dtype)
+            return launches.dequant_bias(acc, scale_x, scale_w, bias, out_dtype)
 
     def accumulate(self, q: Tensor, weight: Tensor, n: int, dtype: torch.dtype) -> Tensor:
         """q [M, K'] @ weight.T, not scaled -> [M, N] of ``dtype`` (INT32 or float32: full sums; BF16), rows strided."""

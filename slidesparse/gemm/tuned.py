@@ -4,7 +4,10 @@ One JSON file per GPU, compute capability, library and library version, as each 
 an algorithm's name means.  A file lies in the user's cache, where it wins, or ships with the package::
 
     {"format": 1, "gpu": "NVIDIA H200", "capability": "9.0", "library": "cusparselt", "version": "0.8.0",
-     "entries": {"int8 -> bf16, scale channel, bias no, n 4608, k 5376": {"64": {"algorithm": "...", "us": 9.1}}}}
+     "entries": {"int8 -> bf16, scale channel, bias no, n 4608, k 5376": {
+         "64": {"algorithm": "...", "us": 9.1, "others": {"...": 9.2, "...": 9.4}, "tried": 60}}}}
+
+``others`` are the second and third of ``tried`` algorithms; a table may lack both.
 """
 
 from __future__ import annotations
@@ -19,7 +22,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from slidesparse.build.compile import cache_folder, make_folder
 from slidesparse.errors import EnvironmentFault
@@ -37,11 +40,22 @@ class TableError(EnvironmentFault, RuntimeError):
     """A table of tuned algorithms cannot be used; the message names the file and the remedy."""
 
 
+class Versioned(Protocol):
+    """A library that tables are about."""
+
+    @property
+    def name(self) -> str:
+        """Such as "cusparselt"."""
+
+    def version(self) -> str:
+        """Such as "0.8.0"."""
+
+
 @dataclass(frozen=True)
 class Subject:
     """The GPU, library and version of a table."""
 
-    library: str  # "cusparselt", "cublaslt", "hopper"
+    library: str  # "cusparselt", "cublaslt", "hopper", or a Triton kernel, see `slidesparse.gemm.launches`
     version: str  # of the library, such as "0.8.0"
     gpu: str  # the full name, such as "NVIDIA H200"
     capability: tuple[int, int]  # compute capability
@@ -64,10 +78,12 @@ class Subject:
 
 @dataclass(frozen=True)
 class Tuned:
-    """The fastest algorithm of a problem, and its time in microseconds."""
+    """The fastest algorithm of a problem, its time in microseconds, and what else the search found."""
 
     algorithm: str
     us: float
+    others: tuple[tuple[str, float], ...] = ()  # the next fastest and their times
+    tried: int = 0  # algorithms that were searched; 0: not known
 
 
 Entries = dict[str, dict[int, Tuned]]  # key_of(problem) -> M -> the best
@@ -221,11 +237,22 @@ def save(subject: Subject, results: Iterable[tuple[Problem, Tuned]]) -> Path:
 
 def _plain(entries: Entries) -> dict[str, Any]:
     return {
-        key: {
-            str(m): {"algorithm": best.algorithm, "us": round(best.us, 3)} for m, best in sorted(ms.items())
-        }
+        key: {str(m): _plain_one(best) for m, best in sorted(ms.items())}
         for key, ms in sorted(entries.items())
     }
+
+
+def _plain_one(best: Tuned) -> dict[str, Any]:
+    searched = {
+        "others": {algorithm: round(us, 3) for algorithm, us in best.others},
+        "tried": best.tried,
+    }
+    return {"algorithm": best.algorithm, "us": round(best.us, 3)} | (searched if best.tried else {})
+
+
+def _read_one(one: Any) -> Tuned:
+    others = tuple((str(algorithm), float(us)) for algorithm, us in one.get("others", {}).items())
+    return Tuned(str(one["algorithm"]), float(one["us"]), others, int(one.get("tried", 0)))
 
 
 def _publish(path: Path, text: str) -> None:
@@ -271,7 +298,7 @@ def _read(path: Path, subject: Subject) -> Entries:
             raise _error(path, f"is about {name} {document.get(name)!r}, not {expected!r} as its name says")
     try:
         return {
-            str(key): {int(m): Tuned(str(one["algorithm"]), float(one["us"])) for m, one in ms.items()}
+            str(key): {int(m): _read_one(one) for m, one in ms.items()}
             for key, ms in document["entries"].items()
         }
     except (KeyError, TypeError, ValueError, AttributeError) as error:

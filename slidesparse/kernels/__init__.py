@@ -17,6 +17,9 @@ if TYPE_CHECKING:
 
 KINDS = ("quant_slide", "quant_only", "dequant_bias")
 
+MOST_WARPS = 32  # of a program
+MOST_LANES = 1 << 16  # block x rows of a program
+
 # When the quantizing kernels let the product behind them start, if that waits for their results itself (on Hopper and
 # later): "early", as soon as they run; "late", before they write the codes; "off", when they end.  It is not left out
 # where another product follows, as operators are not told which one does and it is one instruction: a kernel that was
@@ -33,7 +36,25 @@ class Config(NamedTuple):
 
     block: int  # a power of two
     rows: int  # a power of two; 1 for the quantizing kernels, which give a program one row
-    warps: int
+    warps: int  # a power of two, at most 32
+
+    def __str__(self) -> str:
+        """Block, rows and warps as `parse` reads them, such as "1024x1x8"."""
+        return "x".join(map(str, self))
+
+    @classmethod
+    def parse(cls, text: str) -> Config:
+        """Read what ``str`` wrote.  Raises ValueError for anything else."""
+        words = text.split("x")
+        numbers = [int(word) for word in words if word.isdecimal()]
+        if len(words) != 3 or len(numbers) != 3 or any(number.bit_count() != 1 for number in numbers):
+            raise ValueError(
+                f"{text!r} for a launch, not powers of two as block x rows x warps, such as 1024x1x8"
+            )
+        found = cls(*numbers)
+        if found.warps > MOST_WARPS or found.block * found.rows > MOST_LANES:
+            raise ValueError(f"{text!r} for a launch, more than {MOST_WARPS} warps or {MOST_LANES} lanes")
+        return found
 
 
 class RmsNorm(NamedTuple):
@@ -77,18 +98,29 @@ TABLE: dict[str, tuple[_Entry, ...]] = {
 }
 
 
+def quantizer(length: int, phase: int) -> str:
+    """The kernel that quantizes: quant_only where nothing is lifted, else quant_slide."""
+    return "quant_only" if length == HARDWARE_LENGTH and phase == 0 else "quant_slide"
+
+
 def quantize(
-    x: Tensor, length: int, phase: int, dtype: torch.dtype, columns: int, rows: int = 0
+    x: Tensor,
+    length: int,
+    phase: int,
+    dtype: torch.dtype,
+    columns: int,
+    rows: int = 0,
+    launch: Config | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Quantize by `quant_slide`, or by `quant_only` where nothing is lifted; arguments and results are the former's."""
+    """Quantize by the kernel that `quantizer` names; arguments and results are those of `quant_slide`."""
     # Imported late: they need Triton.
-    if length == HARDWARE_LENGTH and phase == 0:
+    if quantizer(length, phase) == "quant_only":
         from slidesparse.kernels.quant_only import quant_only
 
-        return quant_only(x, dtype, columns, rows)
+        return quant_only(x, dtype, columns, rows, launch)
     from slidesparse.kernels.quant_slide import quant_slide
 
-    return quant_slide(x, length, phase, dtype, columns, rows)
+    return quant_slide(x, length, phase, dtype, columns, rows, launch)
 
 
 def config(kind: str, size: int, m: int) -> Config:

@@ -101,11 +101,11 @@ def load_quad(x, word, valid):
 
 
 @triton.jit
-def absmax_of_four(a, b, c, d, NATIVE: tl.constexpr):
-    """The largest magnitude in four blocks, without NaNs."""
+def largest_of_four(a, b, c, d, NATIVE: tl.constexpr):
+    """The largest of four blocks' magnitudes, lane by lane: NaN where all four are, which `absmax_of` leaves out."""
     first = tl.maximum(magnitude(a, NATIVE), magnitude(b, NATIVE))
     second = tl.maximum(magnitude(c, NATIVE), magnitude(d, NATIVE))
-    return absmax_of(tl.maximum(first, second))
+    return tl.maximum(first, second)
 
 
 @triton.jit

@@ -18,9 +18,10 @@ from torch import Tensor
 
 from slidesparse.kernels import Config, common
 from slidesparse.kernels.common import (
-    absmax_of_four,
+    absmax_of,
     codes_of,
     halves,
+    largest_of_four,
     launch_dependents,
     load_four,
     load_quad,
@@ -65,17 +66,17 @@ def quant_only_kernel(
     if WORDS <= BLOCK:
         word = tl.arange(0, BLOCK)
         a, b, c, d = _load(x, word, K, WORDS, QUADS, BF16)
-        scale, factor = row_scale(absmax_of_four(a, b, c, d, NATIVE), E4M3)
+        scale, factor = row_scale(absmax_of(largest_of_four(a, b, c, d, NATIVE)), E4M3)
         if DEPENDENTS == 2:
             launch_dependents()
         codes = codes_of(a, b, c, d, scale, factor, E4M3, NATIVE)
         tl.store(q + word, codes, mask=word < WORDS)
     else:
-        absmax = 0.0
+        largest = tl.zeros([BLOCK], tl.float32)  # lane by lane: a row's maximum waits for all of its warps
         for start in tl.static_range(0, WORDS, BLOCK):
             a, b, c, d = _load(x, start + tl.arange(0, BLOCK), K, WORDS, QUADS, BF16)
-            absmax = tl.maximum(absmax, absmax_of_four(a, b, c, d, NATIVE))
-        scale, factor = row_scale(absmax, E4M3)
+            largest = tl.maximum(largest, largest_of_four(a, b, c, d, NATIVE))
+        scale, factor = row_scale(absmax_of(largest), E4M3)
         if DEPENDENTS == 2:
             launch_dependents()
         for start in tl.static_range(0, WORDS, BLOCK):

@@ -24,8 +24,9 @@ from torch import Tensor
 
 from slidesparse.kernels import Config, common
 from slidesparse.kernels.common import (
-    absmax_of_four,
+    absmax_of,
     codes_of,
+    largest_of_four,
     launch_dependents,
     load_four,
     row_absmax,
@@ -68,7 +69,7 @@ def quant_slide_kernel(
     if WORDS <= BLOCK:
         word = tl.arange(0, BLOCK)
         a, b, c, d = load_four(x, window_column(word, LENGTH, PHASE), word < WORDS, K, PAIRS, BF16)
-        scale, factor = row_scale(absmax_of_four(a, b, c, d, NATIVE), E4M3)
+        scale, factor = row_scale(absmax_of(largest_of_four(a, b, c, d, NATIVE)), E4M3)
         if DEPENDENTS == 2:
             launch_dependents()
         codes = codes_of(a, b, c, d, scale, factor, E4M3, NATIVE)

@@ -1,21 +1,25 @@
-"""Search the fastest algorithm of each GEMM that serving runs, and save it in the tuned tables.
+"""Search the fastest algorithm of each GEMM and Triton kernel that serving runs, and save it in the tuned tables.
 
 What is in the tables already is skipped, so a run that was stopped is continued by repeating the command.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-from torch import Tensor
-
-from slidesparse.gemm.backend import Tunable
-from slidesparse.gemm.problem import ALL_2_4, ALL_DENSE, MIXED, LibraryError, Problem
+from slidesparse.gemm.backend import HARDWARE, Tunable
+from slidesparse.gemm.launches import Kernel, problem_of
+from slidesparse.gemm.problem import ALL_2_4, ALL_DENSE, DTYPES, MIXED, LibraryError, Problem
 from slidesparse.gemm.tuned import tuned
-from slidesparse.pattern import SlidePattern, parse_pattern
+from slidesparse.kernels import quantizer
+from slidesparse.pattern import HARDWARE_LENGTH, SlidePattern, parse_pattern
+from slidesparse.tune.launches import search_launches
+from slidesparse.tune.search import Found
 from slidesparse.tune.session import Session, free, served
 from slidesparse.tune.shapes import Layer, round_up, slided
+
+Search = Callable[[Problem], Found]  # notes what it found; raises LibraryError
 
 
 @dataclass(frozen=True)
@@ -26,9 +30,31 @@ class Job:
     problem: Problem
     tokens: tuple[int, ...]
 
-    def problems(self) -> Iterator[Problem]:
-        """One for each token count."""
-        return (replace(self.problem, m=m) for m in self.tokens)
+    def prepare(self, session: Session) -> Search:
+        """Pack weights for all token counts."""
+        smallest = replace(self.problem, m=min(self.tokens))
+        weights = session.inputs.packed(self.library, smallest, session.inputs.copies(smallest))
+        return lambda problem: session.search(self.library, problem, weights)
+
+
+@dataclass(frozen=True)
+class KernelJob:
+    """A Triton kernel to tune at several token counts; its problem is that of `slidesparse.gemm.launches`."""
+
+    library: Kernel
+    problem: Problem
+    tokens: tuple[int, ...]
+    length: int = HARDWARE_LENGTH  # of the blocks that quant_slide lifts
+
+    def prepare(self, session: Session) -> Search:
+        """See `Job.prepare`; there is nothing to prepare."""
+
+        def run(problem: Problem) -> Found:
+            found = search_launches(self.library.name, problem, self.length, session.inputs, session.clock)
+            session.winners.add(self.library, problem, found)
+            return found
+
+        return run
 
 
 @dataclass(frozen=True)
@@ -51,7 +77,7 @@ def jobs(
     patterns: Sequence[str],
     tokens: Sequence[int],
 ) -> list[Job]:
-    """The problems that serving runs, each once: layers of several models may have the same shape."""
+    """The GEMMs that serving runs, each once: layers of several models may have the same shape."""
     found: dict[tuple[str, Problem], Job] = {}
     for library in libraries:
         for layer in layers:
@@ -77,7 +103,28 @@ def _operands(library: Tunable, layer: Layer, patterns: Sequence[str]) -> list[t
     return list(dict.fromkeys(found))
 
 
-def tune(session: Session, todo: Sequence[Job], force: bool = False) -> Summary:
+def kernel_jobs(
+    layers: Sequence[Layer], dtypes: Sequence[str], patterns: Sequence[str], tokens: Sequence[int]
+) -> list[KernelJob]:
+    """The Triton kernels that serving runs for these layers, each problem once; activations and outputs are BF16."""
+    found: dict[tuple[str, Problem], KernelJob] = {}
+
+    def add(kind: str, source: str, target: str, n: int, k: int, length: int = HARDWARE_LENGTH) -> None:
+        problem = problem_of(DTYPES[source], DTYPES[target], n, k, tokens[0])
+        found.setdefault((kind, problem), KernelJob(Kernel(kind), problem, tuple(tokens), length))
+
+    for layer in layers:
+        for dtype in dtypes:
+            slid = [one for one in map(parse_pattern, patterns) if isinstance(one, SlidePattern)]
+            for pattern in (HARDWARE, *slid):  # dense weights are served as 2:4 ones are
+                layout = pattern.layout(layer.k)
+                add(quantizer(layout.length, 0), "bf16", dtype, layout.slided, layer.k, layout.length)
+            for sums in ("bf16", "int32") if dtype == "int8" else ("bf16",):
+                add("dequant_bias", sums, "bf16", layer.n, layer.n)
+    return list(found.values())
+
+
+def tune(session: Session, todo: Sequence[Job | KernelJob], force: bool = False) -> Summary:
     """Tune the problems that are not in the tables, or all with ``force``, until the deadline."""
     count = _Count()
     try:
@@ -104,36 +151,29 @@ class _Count:
     wrong: int = 0
 
 
-def _tune(session: Session, job: Job, force: bool, count: _Count) -> bool:
+def _tune(session: Session, job: Job | KernelJob, force: bool, count: _Count) -> bool:
     """Tune one job; return False when the time was up."""
     subject = session.gpu.subject(job.library)
-    weights: list[Tensor] = []
-    for problem in job.problems():
+    search: Search | None = None
+    for problem in (replace(job.problem, m=m) for m in job.tokens):
         if not force and tuned(subject, problem):
             count.known += 1
         elif session.deadline.passed:
             return False
         else:
-            weights = weights or _weights(session, job)
-            _search(session, job.library, problem, weights, count)
+            search = search or job.prepare(session)
+            _search(session, job.library.name, problem, search, count)
         session.advance(f"{job.library.name} {problem.dtype} {problem.n}x{problem.k} M={problem.m}")
-    if weights:
+    if search:
         free(session.gpu)
     return True
 
 
-def _weights(session: Session, job: Job) -> list[Tensor]:
-    smallest = replace(job.problem, m=min(job.tokens))
-    return session.inputs.packed(job.library, smallest, session.inputs.copies(smallest))
-
-
-def _search(
-    session: Session, library: Tunable, problem: Problem, weights: list[Tensor], count: _Count
-) -> None:
+def _search(session: Session, name: str, problem: Problem, search: Search, count: _Count) -> None:
     try:
-        found = session.search(library, problem, weights)
+        found = search(problem)
     except LibraryError as error:
-        session.skipped.append(f"{library.name}: {error}")
+        session.skipped.append(f"{name}: {error}")
         return
     count.tuned += 1
     count.algorithms += found.tried

@@ -12,7 +12,7 @@ from slidesparse import gemm
 from slidesparse.errors import INSTALL_CUDA, EnvironmentFault
 from slidesparse.gemm.backend import Tunable
 from slidesparse.gemm.problem import OPERANDS, LibraryError
-from slidesparse.gemm.tuned import Subject
+from slidesparse.gemm.tuned import Subject, Versioned
 
 SERVED = ("int8", "fp8")  # the operand types that serving runs
 
@@ -31,7 +31,7 @@ class Gpu:
     l2_bytes: int
     uuid: str = ""
 
-    def subject(self, library: Tunable) -> Subject:
+    def subject(self, library: Versioned) -> Subject:
         """The subject of the table of tuned algorithms for ``library`` on this GPU."""
         return Subject(library.name, library.version(), self.name, self.capability)
 

@@ -8,6 +8,7 @@ without.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -34,13 +35,16 @@ class Found:
 
     algorithm: str
     timing: Timing
+    others: tuple[tuple[str, float], ...]  # the other finalists, the fastest first, and their microseconds
     tried: int
     refused: int
     wrong: int
 
 
 @dataclass(frozen=True)
-class _Candidate:
+class Candidate:
+    """An algorithm that runs, and about how many microseconds it takes."""
+
     algorithm: str
     launch: Launch
     us: float
@@ -61,16 +65,16 @@ def search(
     """
     names = list(dict.fromkeys(library.algorithms(problem, device, layout)))
     expected = _expected(library, problem, rotation, device, names, layout)
-    candidates: list[_Candidate] = []
+    candidates: list[Candidate] = []
 
     def consider(name: str) -> None:
         best = min((one.us for one in candidates), default=math.inf)
         try:
             launch = rotation.launch(library.plan(problem, device, name, layout))
-            us = _quick(clock, launch, rotation.copies, best)
+            us = quick(clock, launch, rotation.copies, best)
         except LibraryError:
             return
-        candidates.append(_Candidate(name, launch, us))
+        candidates.append(Candidate(name, launch, us))
 
     unsplit = {name: library.unsplit(name) for name in names}
     whole = [name for name in names if unsplit[name] is None]
@@ -81,14 +85,13 @@ def search(
     for name in ways:
         consider(name)
     names = whole + ways
-    finalists, wrong = _right(candidates, problem, rotation, expected)
+    finalists, wrong = right(candidates, lambda one: agree(_output(rotation, one.launch), expected, problem))
     if not finalists:
         raise LibraryError(
             f"{library.name}: of {len(names)} algorithms for {problem} {len(names) - len(candidates)} were refused "
             f"and {wrong} gave another result than its first"
         )
-    best_one, timing = _final(clock, finalists, rotation.copies)
-    return Found(best_one.algorithm, timing, len(names), len(names) - len(candidates), wrong)
+    return decide(clock, finalists, rotation.copies, len(names), len(names) - len(candidates), wrong)
 
 
 def _expected(
@@ -111,7 +114,7 @@ def _expected(
     raise refusal
 
 
-def _quick(clock: Clock, launch: Launch, copies: int, best: float) -> float:
+def quick(clock: Clock, launch: Launch, copies: int, best: float) -> float:
     """About how long a launch takes; less exactly when it is much slower than ``best`` (microseconds)."""
     us = min(clock.once(launch), clock.once(launch))  # the first loads the kernel, too
     if us > min(LONG_US, SLOW * best + NOISE_US):
@@ -119,14 +122,12 @@ def _quick(clock: Clock, launch: Launch, copies: int, best: float) -> float:
     return min(clock.prepare(launch, copies, us, QUICK_US).samples(2))
 
 
-def _right(
-    candidates: list[_Candidate], problem: Problem, rotation: Rotation, expected: Tensor
-) -> tuple[list[_Candidate], int]:
+def right(candidates: list[Candidate], is_right: Callable[[Candidate], bool]) -> tuple[list[Candidate], int]:
     """The fastest FINALISTS candidates with the expected result, and how many before them had another."""
-    found: list[_Candidate] = []
+    found: list[Candidate] = []
     wrong = 0
     for candidate in sorted(candidates, key=lambda one: one.us):
-        if agree(_output(rotation, candidate.launch), expected, problem):
+        if is_right(candidate):
             found.append(candidate)
         else:
             wrong += 1
@@ -143,14 +144,18 @@ def _output(rotation: Rotation, launch: Launch) -> Tensor:
     return out
 
 
-def _final(clock: Clock, finalists: list[_Candidate], copies: int) -> tuple[_Candidate, Timing]:
-    replays: list[tuple[_Candidate, Replay, list[float]]] = []
+def decide(
+    clock: Clock, finalists: list[Candidate], copies: int, tried: int, refused: int, wrong: int
+) -> Found:
+    """Time the finalists, and the fastest of them best."""
+    replays: list[tuple[Candidate, Replay, list[float]]] = []
     for one in finalists:
         replay = clock.prepare(one.launch, copies, one.us, EXACT_US)
         replays.append((one, replay, replay.samples(FINAL_SAMPLES)))
-    winner, replay, samples = min(replays, key=lambda entry: Timing.of(entry[2]).p50)
+    (winner, replay, samples), *others = sorted(replays, key=lambda entry: Timing.of(entry[2]).p50)
     samples = samples + replay.samples(SAMPLES - FINAL_SAMPLES)
-    return winner, Timing.of(samples, replay.graphed)
+    slower = tuple((one.algorithm, Timing.of(times).p50) for one, _, times in others)
+    return Found(winner.algorithm, Timing.of(samples, replay.graphed), slower, tried, refused, wrong)
 
 
 def agree(out: Tensor, expected: Tensor, problem: Problem) -> bool:

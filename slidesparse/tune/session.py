@@ -12,7 +12,7 @@ from torch import Tensor
 
 from slidesparse.gemm.backend import Tunable
 from slidesparse.gemm.problem import Problem
-from slidesparse.gemm.tuned import Subject, Tuned, save
+from slidesparse.gemm.tuned import Subject, Tuned, Versioned, save
 from slidesparse.tune.inputs import Inputs
 from slidesparse.tune.machine import SERVED, Gpu, outputs
 from slidesparse.tune.measure import Clock, Deadline
@@ -30,9 +30,9 @@ class Winners:
         self._gpu, self._now, self._saved = gpu, now, now()
         self._pending: dict[Subject, list[tuple[Problem, Tuned]]] = defaultdict(list)
 
-    def add(self, library: Tunable, problem: Problem, found: Found) -> None:
+    def add(self, library: Versioned, problem: Problem, found: Found) -> None:
         """Note the best of one problem."""
-        best = Tuned(found.algorithm, found.timing.p50)
+        best = Tuned(found.algorithm, found.timing.p50, found.others, found.tried)
         self._pending[self._gpu.subject(library)].append((problem, best))
         if self._now() - self._saved >= SAVE_SECONDS:
             self.flush()

@@ -107,12 +107,12 @@ def test_the_commands_fill_their_tables(tmp_path: Path) -> None:
         assert (found["finished"], found["skipped"]) == (True, [])
         return dict(found)
 
-    tune = ["tune", *common, "--library", "cublaslt,cusparselt"]
+    tune = ["tune", *common, "--library", "cublaslt,cusparselt,triton"]
     first, again = run(*tune), run(*tune)
     assert first["known"] == again["tuned"] == 0
-    assert (
-        first["tuned"] == again["known"] == 2 * 2 * (3 + 2 * 2 + 2)
-    )  # cuBLASLt, FP8 twice; cuSPARSELt, its INT32
+    gemms = 3 + 2 * 2 + 2  # cuBLASLt, FP8 twice; cuSPARSELt, its INT32
+    steps = 2 * 2 + 2  # two quantizers a type; INT32 and BF16 sums
+    assert first["tuned"] == again["known"] == 2 * 2 * (gemms + steps)
     bench = [*common, "--no-stock", "--library", "cublaslt,cusparselt", "--out", str(tmp_path / "out")]
     run("kernel", *bench)
     run("linear", *bench)

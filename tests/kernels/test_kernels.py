@@ -21,9 +21,11 @@ from token_rows import GEOMETRIES, INF, LARGE, NAN, SOURCES, assert_same_codes, 
 from torch import Tensor
 
 from slidesparse import kernels, reference
+from slidesparse.gemm.launches import problem_of
 from slidesparse.kernels import Config
 from slidesparse.pattern import SlidePattern
 from slidesparse.quantize import FP8, INT8
+from slidesparse.tune.launches import candidates
 
 ROOT = Path(__file__).parents[2]
 SMALL = Config(16, 1, 1)  # several steps even for the short rows of these tests
@@ -55,6 +57,26 @@ def check_quantization(
         if layout.length == 4 and phase == 0:
             assert_same_codes(quant_only(tokens, dtype, launch=launch), codes)
     assert_same_bits(on_device, before)
+
+
+def check_launches(kind: str, source: torch.dtype, target: torch.dtype, device: str) -> None:
+    """Every launch that tuning tries gives the bits of the reference."""
+    from slidesparse.kernels.dequant_bias import dequant_bias
+
+    m, k = 2, 1100
+    layout = SlidePattern(8 if kind == "quant_slide" else 4).layout(k)
+    x = torch.randn(m, k, generator=torch.Generator().manual_seed(0)).mul(1000).to(source).to(device)
+    scale_x, scale_w = torch.rand(m, 1, device=device), torch.rand(k, 1, device=device)
+    tried = candidates(kind, problem_of(source, target, layout.slided, k, m))
+    assert len(tried) > 8
+    for how in tried:
+        if kind == "dequant_bias":
+            found = dequant_bias(x, scale_x, scale_w, scale_w.view(-1), target, launch=how)
+            expected = reference.dequant_bias(x, scale_x, scale_w, scale_w.view(-1), target, "cuda")
+            assert_same_bits(found, expected)
+        else:
+            codes = kernels.quantize(x, layout.length, 0, target, layout.slided, launch=how)
+            assert_same_codes(codes, reference.quant_slide(x.cpu(), layout, target))
 
 
 def neighbours(values: Tensor, reach: int) -> Tensor:
@@ -209,6 +231,13 @@ def cases(large: bool) -> Iterator[tuple[str, Callable[[str], None]]]:
                 yield name, partial(check_quantization, pattern, k, phase, source, dtype, m)
         yield f"every bfloat16 {dtype}".replace("torch.", ""), partial(check_every_bfloat16, dtype)
         yield f"ties {dtype}".replace("torch.", ""), partial(check_ties, dtype)
+    for kind in ("quant_only", "quant_slide"):
+        for dtype in (INT8, FP8):
+            name = f"launches of {kind} {dtype}".replace("torch.", "")
+            yield name, partial(check_launches, kind, torch.bfloat16, dtype)
+    for source in (torch.int32, torch.bfloat16):
+        name = f"launches of dequant_bias {source}".replace("torch.", "")
+        yield name, partial(check_launches, "dequant_bias", source, torch.bfloat16)
     yield "quotients", check_fp8_quotients
     shapes = [(5, 37)] + ([(1, 3584), (300, 18944), (4096, 37)] if large else [])
     for m, n in shapes:

@@ -14,7 +14,7 @@ triton = pytest.importorskip("triton", reason="Triton, which comes with torch an
 
 from triton.backends.compiler import GPUTarget  # noqa: E402
 
-from slidesparse.kernels import common  # noqa: E402
+from slidesparse.kernels import Config, common  # noqa: E402
 from slidesparse.kernels.dequant_bias import dequant_bias  # noqa: E402
 from slidesparse.kernels.quant_only import quant_only  # noqa: E402
 from slidesparse.kernels.quant_slide import quant_slide  # noqa: E402
@@ -83,3 +83,20 @@ def test_kernels_compile(target: int, compiled: Callable[[int], list[Any]]) -> N
     quantizing = [kernel.asm["ptx"] for kernel in found if "quant_only" in kernel.metadata.name]
     assert [("cvt.rn.satfinite.e4m3x2.f32" in ptx) for ptx in quantizing] == [False, target >= 89]
     assert all(("griddepcontrol" in ptx) == (target >= 90) for ptx in quantizing)
+
+
+@pytest.mark.parametrize("dtype", [INT8, FP8], ids=str)
+def test_a_long_row_waits_once_for_its_maximum(
+    dtype: torch.dtype, compiled: Callable[[int], list[Any]]
+) -> None:
+    """In any number of steps: a maximum of each would let a step's loads wait for the warps of the one before."""
+    if missing := missing_ptxas(90):
+        pytest.skip(missing)
+    found = compiled(90)
+    x = torch.zeros(2, 18944, dtype=torch.bfloat16)
+    for block in (1024, 8192):  # words of four: five steps, and one
+        quant_only(x, dtype, launch=Config(block, 1, 8))
+    for block in (1024, 16384):
+        quant_slide(x, 8, 0, dtype, launch=Config(block, 1, 8))
+    only, only_at_once, slide, slide_at_once = (kernel.asm["ptx"].count("bar.sync") for kernel in found)
+    assert (only, slide) == (only_at_once, slide_at_once)

@@ -1,0 +1,105 @@
+"""The Triton kernels that quantize and scale, launched as tuning found for this GPU, else as their own table says.
+
+Tuned launches lie in tables like those of the GEMMs (`slidesparse.gemm.tuned`), one for each of `kernels.KINDS`.  An
+algorithm is a launch as text, such as "1024x1x8", and a problem is m rows of k columns read and n columns written: of
+dequant_bias n = k = N, of the others k = K, n = K' without padding.  Any launch gives the same bits.
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from functools import cache
+
+import torch
+from torch import Tensor
+
+from slidesparse import kernels
+from slidesparse.gemm import tuned
+from slidesparse.gemm.cuda import bucket
+from slidesparse.gemm.problem import NAMES, Problem
+from slidesparse.kernels import Config
+from slidesparse.pattern import SlideLayout
+
+VERSION = "1"  # of the kernels: tables tuned for others are not read
+NEAR = 1.0  # see `tuned.neighbour`: beyond it the kernels' own table is nearer
+ALIKE = {torch.float16: torch.bfloat16, torch.float32: torch.int32}  # as many bytes, so the same launch
+
+_logger = logging.getLogger("slidesparse")
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """A kernel as the tables name it, see `tuned.Versioned`."""
+
+    name: str  # one of `kernels.KINDS`
+
+    def version(self) -> str:
+        """The version of the kernels."""
+        return VERSION
+
+
+def problem_of(source: torch.dtype, target: torch.dtype, n: int, k: int, m: int) -> Problem:
+    """m rows of k ``source`` that become n ``target``, as tables have them."""
+    names = [
+        NAMES.get(ALIKE.get(one, one), str(one)) for one in (source, target)
+    ]  # kernels refuse other types
+    return Problem(names[0], names[1], n, k, m)
+
+
+def quantize(x: Tensor, layout: SlideLayout, dtype: torch.dtype, columns: int) -> tuple[Tensor, Tensor]:
+    """`kernels.quantize` of x [M, K] on a GPU, into memory that reaches to the next bucket of tokens."""
+    m, k = x.shape
+    kind = kernels.quantizer(layout.length, layout.phase)
+    launch = _find(kind, x.dtype, dtype, layout.slided, k, bucket(m), x.device)
+    return kernels.quantize(x, layout.length, layout.phase, dtype, columns, bucket(m), launch)
+
+
+def dequant_bias(
+    acc: Tensor, scale_x: Tensor, scale_w: Tensor, bias: Tensor | None, out_dtype: torch.dtype
+) -> Tensor:
+    """See `slidesparse.kernels.dequant_bias`; acc [M, N] is on a GPU."""
+    from slidesparse.kernels.dequant_bias import dequant_bias as kernel  # late: needs Triton
+
+    m, n = acc.shape
+    launch = _find("dequant_bias", acc.dtype, out_dtype, n, n, bucket(m), acc.device)
+    return kernel(acc, scale_x, scale_w, bias, out_dtype, launch=launch)
+
+
+@cache  # of buckets, whose number is small: each call of a layer asks
+def _find(
+    kind: str,
+    source: torch.dtype,
+    target: torch.dtype,
+    n: int,
+    k: int,
+    m: int,
+    device: torch.device,
+) -> Config | None:
+    """The launch that tuning found for the problem or a near one; None for that of `kernels.TABLE`.
+
+    Raises TableError for a table that cannot be used.
+    """
+    subject = tuned.Subject(
+        kind, VERSION, torch.cuda.get_device_name(device), torch.cuda.get_device_capability(device)
+    )
+    facts = subject.library, subject.version, subject.gpu, subject.capability
+    found, instead = tuned.look_up(*facts, problem_of(source, target, n, k, m), NEAR)
+    if instead:
+        _note(kind, subject.gpu, instead if found else "that of the kernel's own table")
+    try:
+        return None if found is None else Config.parse(found)
+    except ValueError as error:
+        path = tuned.folder() / subject.file
+        raise tuned.TableError(
+            f"a table of tuned launches has {error}; delete {path} and run `slidesparse tune MODEL --library triton`"
+        ) from error
+
+
+@cache
+def _note(kind: str, gpu: str, instead: str) -> None:
+    """Log, once a kernel, that a launch is not tuned, and how to tune it."""
+    _logger.info(
+        "%s has no tuned launch for some shapes on %s and takes %s; to tune: slidesparse tune MODEL --library triton",
+        *(kind, gpu, instead),
+    )

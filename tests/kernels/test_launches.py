@@ -1,0 +1,149 @@
+"""Tuned launches of the Triton kernels: the search, the tables, and what the backends take from them."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import interpreter
+import pytest
+import torch
+from fake_library import CPU, GPU, FakeClock, FakeLibrary, session
+
+from slidesparse import kernels
+from slidesparse.gemm import launches, tuned
+from slidesparse.gemm.launches import Kernel, problem_of
+from slidesparse.gemm.tuned import TableError, Tuned
+from slidesparse.kernels import Config
+from slidesparse.pattern import SlidePattern
+from slidesparse.quantize import INT8
+from slidesparse.tune import launches as searching
+from slidesparse.tune.inputs import Inputs
+from slidesparse.tune.jobs import kernel_jobs, tune
+from slidesparse.tune.shapes import Layer
+
+BF16 = torch.bfloat16
+LAYOUT = SlidePattern(8).layout(64)
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A GPU without shipped tables, and the user's folder."""
+    monkeypatch.setenv(tuned.CACHE, str(tmp_path))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: GPU.name)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: GPU.capability)
+    for one in (tuned._tables, launches._find, launches._note):
+        one.cache_clear()
+    return tmp_path / "tuned"
+
+
+def put(launch: str, kind: str = "quant_slide", m: int = 64) -> Path:
+    launches._find.cache_clear()
+    problem = problem_of(BF16, INT8, LAYOUT.slided, 64, m)
+    return tuned.save(GPU.subject(Kernel(kind)), [(problem, Tuned(launch, 1.0))])
+
+
+def find(k: int = 64, m: int = 64, source: torch.dtype = BF16, dtype: torch.dtype = INT8) -> Config | None:
+    layout = SlidePattern(8).layout(k)
+    return launches._find("quant_slide", source, dtype, layout.slided, k, m, CPU)
+
+
+def test_what_is_looked_up(caplog: pytest.LogCaptureFixture) -> None:
+    """The tuned launch, also for as many bytes; that of a near shape, which the log tells; else none."""
+    caplog.set_level(logging.INFO)
+    put("64x1x2")
+    put("128x1x4", m=1024)
+    assert [find(m=m) for m in (16, 64, 80, 10**6)] == [Config(64, 1, 2)] * 2 + [Config(128, 1, 4)] * 2
+    assert find(source=torch.float16) == Config(64, 1, 2)
+    assert "no tuned launch" not in "".join(caplog.messages[:-1])
+    caplog.clear()
+    launches._note.cache_clear()
+    assert find(k=80) == Config(64, 1, 2)
+    assert (
+        "quant_slide has no tuned launch for some shapes on NVIDIA Test 100 and takes that of" in caplog.text
+    )
+    assert [find(k=128), find(source=torch.float32), find(dtype=torch.float8_e4m3fn)] == [None] * 3
+    assert find(source=torch.float64) is None  # the kernel says what it takes
+
+
+@pytest.mark.parametrize(
+    "text", ["64", "64x1", "64x1x3", "0x1x1", "64x1x64", "131072x1x1", "64x1x2x1", "axbxc"]
+)
+def test_a_wrong_launch_is_refused(text: str) -> None:
+    path = put(text)
+    with pytest.raises(
+        TableError, match=f"{text!r} for a launch, .*; delete {path} and run `slidesparse tune"
+    ):
+        find()
+
+
+def test_a_table_of_another_gpu_is_refused() -> None:
+    path = put("64x1x2")
+    path.write_text(path.read_text().replace(GPU.name, "NVIDIA Other"))
+    tuned._tables.cache_clear()
+    with pytest.raises(TableError, match="is about gpu 'NVIDIA Other', not 'NVIDIA Test 100'"):
+        find()
+
+
+def test_launches_are_written_as_they_are_read() -> None:
+    for launch in (Config(1024, 1, 8), Config(256, 4, 32)):
+        assert Config.parse(str(launch)) == launch
+
+
+def test_kernels_are_launched_as_tuned(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the number of tokens in its bucket, and with None where nothing is tuned."""
+    seen: list[Any] = []
+    monkeypatch.setattr(kernels, "quantize", lambda *arguments: seen.append(arguments))
+    put("64x1x2")
+    x = torch.zeros(50, 64, dtype=BF16)
+    launches.quantize(x, LAYOUT, INT8, 96)
+    launches.quantize(x, SlidePattern(4).layout(64), INT8, 64)
+    assert [call[1:] for call in seen] == [
+        (8, 0, INT8, 96, 64, Config(64, 1, 2)),
+        (4, 0, INT8, 64, 64, None),
+    ]
+
+
+def test_the_fastest_launch_with_the_right_bits_wins(monkeypatch: pytest.MonkeyPatch) -> None:
+    problem = problem_of(BF16, INT8, 2048, 2048, 16)
+    names = [str(one) for one in searching.candidates("quant_only", problem)]
+    wrong, *rest = names[1:]
+    library = FakeLibrary(
+        times={name: 20.0 + i for i, name in enumerate(names)} | {wrong: 5.0, rest[2]: 10.0}
+    )
+
+    def run(i: int, how: Config) -> tuple[torch.Tensor, ...]:
+        library.ran.append(str(how))
+        return (torch.tensor([str(how) == wrong]),)
+
+    monkeypatch.setattr(searching, "_runner", lambda *_: run)
+    found = searching.search_launches("quant_only", problem, 4, Inputs(CPU, GPU.l2_bytes), FakeClock(library))
+    assert (found.algorithm, found.tried, found.wrong) == (rest[2], len(names), 1)
+    assert [name for name, _ in found.others] == [names[0], rest[0]]
+
+
+def check_tuning(device: str) -> None:
+    """Tuning by Triton's interpreter fills the tables that serving reads, once."""
+    todo = kernel_jobs([Layer("a", 96, 768)], ["int8"], ["6:8"], [1, 2])
+    first, again = tune(session(), todo), tune(session(), todo)
+    assert (first.tuned, first.wrong, first.skipped) == (2 * 4, 0, ())  # two quantizers, two sums
+    assert again.known == first.tuned
+    for job in todo:
+        best = tuned.tuned(GPU.subject(job.library), job.problem)
+        assert best
+        assert best.algorithm in map(str, searching.candidates(job.library.name, job.problem))
+        assert best.tried > len(best.others) == 2
+
+
+INTERPRETED = {"tuning": check_tuning}
+
+
+@pytest.mark.parametrize("name", INTERPRETED)
+def test_interpreted(name: str) -> None:
+    said = interpreter.run(__file__)[name]
+    assert said is None, said
+
+
+if __name__ == "__main__":
+    interpreter.report(INTERPRETED)
