@@ -127,8 +127,8 @@ class Section:
 
     @property
     def patterns(self) -> list[str]:
-        """The patterns of the sparse provider, sparsest first."""
-        return sorted((p for name, p in self.us if name == self.ours and p != DENSE), key=pattern_order)
+        """The patterns of the sparse provider, sparsest first; before them ``dense`` where it runs that as well."""
+        return sorted((p for name, p in self.us if name == self.ours), key=pattern_order)
 
     @property
     def dense(self) -> pd.DataFrame:
@@ -145,6 +145,13 @@ class Section:
     def bounds(self) -> pd.Series:
         """N/(N-1) of each pattern, which sparse tensor cores of twice the dense rate set."""
         return pd.Series({p: float(parse_pattern(p).speedup_bound) for p in self.patterns}, dtype=float)
+
+    def tops(self) -> pd.DataFrame:
+        """2 M N K / latency in TOPS, K of the dense weight; columns "cublaslt" and the patterns."""
+        work = [sum(2 * m * (n or m) * (k or m) for n, k in self.shapes) for m in self.us.index]
+        us = {CUBLASLT: self.us.get((CUBLASLT, DENSE), math.nan)}
+        us |= {pattern: self.us[self.ours, pattern] for pattern in self.patterns}
+        return pd.DataFrame(us, index=self.us.index).rdiv(pd.Series(work, self.us.index) / 1e6, axis=0)
 
     def efficiency(self) -> pd.DataFrame:
         """Algorithmic efficiency (S_pattern / S_2:4) / R_theory, R_theory = density(2:4) / density(pattern).

@@ -22,7 +22,18 @@ from benchmarks.records import (
 )
 from benchmarks.report import data, spmm
 from benchmarks.report.data import CUBLASLT, CUSPARSELT, DENSE, OFF, STAGES, STOCK, Section, Table
-from benchmarks.report.markdown import NOTHING, bullets, cell, grid, microseconds, page, percent, table, times
+from benchmarks.report.markdown import (
+    NOTHING,
+    bullets,
+    cell,
+    grid,
+    microseconds,
+    page,
+    percent,
+    table,
+    times,
+    tops,
+)
 
 EQUAL = 0.01  # times that differ by no more than this share count as equal
 PROVIDERS = {
@@ -137,7 +148,8 @@ class Results:
         parts = [
             "# Matrix products",
             "Median latencies of the product alone; of a model, its four layers summed where all four were measured. "
-            "Speed-up: latency of the dense product / ours, of the same run. `-`: not measured.",
+            "Speed-up: latency of the dense product / ours, of the same run. `-`: not measured. `hopper` multiplies "
+            "INT8 and FP8 alone, so BF16 and FP16 have no rows of it; its `dense` is a weight without a pattern.",
             _spread(kernel.rows),
             *self._images("kernel"),
         ]
@@ -147,6 +159,10 @@ class Results:
         copy = kernel.conditions.get("copy_GBps")
         for section in (*self.square.each, *self.models.each):
             parts += [_heading(section), *_speedups(section, PROVIDERS), *_efficiency(section)]
+            parts += [
+                "TOPS, 2 M N K / latency with K of the dense weight: zeros that are skipped count.",
+                grid(section.tops().map(tops)),
+            ]
             if copy and section.dtype in peaks:
                 parts += [
                     "Physical floor in us, layer after layer: the longer of the multiplications at "

@@ -25,6 +25,7 @@ from benchmarks.linear import LinearBench
 from benchmarks.stock import Stock
 from slidesparse.blocks import dense_blocks
 from slidesparse.gemm import tuned
+from slidesparse.gemm.backend import LayerSpec
 from slidesparse.gemm.problem import LAYOUTS, TN, Layout, Problem
 from slidesparse.tune import machine, measure
 from slidesparse.tune.inputs import Inputs, Rotation
@@ -126,6 +127,30 @@ def test_winners_of_what_serving_runs_are_saved(tmp_path: Path) -> None:
             problem = Problem("int8", out, 64, 64, 16)
             found = tuned.choice(library.name, "1.2.3", GPU.name, GPU.capability, problem)
             assert found == ("good" if library is expected else None)
+
+
+class FakeBlocks(FakeLibrary):
+    """A sparse library that takes weights without a pattern, as ``hopper``."""
+
+    takes_dense = True  # type: ignore[assignment]
+
+    def pack(self, spec: LayerSpec, weight: Tensor) -> Tensor:
+        assert spec.pattern is None
+        assert int(weight.count_nonzero()) > weight.numel() // 2
+        return weight
+
+
+def test_a_sparse_library_multiplies_dense_weights_and_keeps_the_winner_of_sparse_ones(
+    tmp_path: Path,
+) -> None:
+    blocks = FakeBlocks("hopper")
+    groups = model_groups(MODEL, ["int8"], [16])
+    bench = KernelBench(session(blocks), tmp_path, groups, [blocks], None, ["6:8"])
+    assert bench.run()
+    assert [row["pattern"] for row in bench.records.rows] == ["6:8", "dense"] * 2
+    for columns, found in ((96, "good"), (64, None)):  # of 6:8, and of the dense weight, which 2:4 would have
+        problem = Problem("int8", "bf16", 64, columns, 16)
+        assert tuned.choice("hopper", "1.2.3", GPU.name, GPU.capability, problem) == found
 
 
 def test_what_a_library_refuses_is_noted_and_the_rest_measured(tmp_path: Path) -> None:

@@ -53,9 +53,10 @@ def test_speedups_and_efficiency(tmp_path: Path) -> None:
         square("int8", "2:4", 64, "cusparselt", 62.5),
         square("int8", "2_8", 64, "cusparselt", 80),  # the other spelling of 6:8
         square("int8", "6:8", 64, "hopper", 50),
+        square("int8", "dense", 64, "hopper", 80),
     ]
     text = kernel(tmp_path, lines)
-    dense, own_type, stock, efficiency = tables(text, "Square, M = N = K, INT8")
+    dense, own_type, stock, efficiency, _tops = tables(text, "Square, M = N = K, INT8")
     assert dense == [
         ["M", "cublaslt us", "cublaslt-int8 us", "stock us", "2:4", "6:8", "2_inf"],
         ["64", "100.0", "75.00", "50.00", "1.60", "1.25", "0.80"],
@@ -65,19 +66,21 @@ def test_speedups_and_efficiency(tmp_path: Path) -> None:
     assert stock[1] == ["64", "50.00", "0.80", "0.62", "0.40"]
     # (1.25 / 1.6) / (0.5 / 0.75) and (0.8 / 1.6) / (0.5 / 1)
     assert efficiency[1] == ["64", "100.0%", "117.2%", "100.0%"]
-    assert tables(text, "Square, M = N = K, hopper, INT8")[0][1] == ["64", "100.0", "75.00", "50.00", "2.00"]
+    hopper = tables(text, "Square, M = N = K, hopper, INT8")
+    assert hopper[0][0][-2:] == ["dense", "6:8"]
+    assert hopper[0][1] == ["64", "100.0", "75.00", "50.00", "1.25", "2.00"]
     assert "20.0% in the median, 20.0% at most" in text
 
 
 def test_no_ratio_without_both_sides(tmp_path: Path) -> None:
-    """Nothing is taken from another M, and no efficiency is there without 2:4."""
+    """Nothing is taken from another M, and no efficiency is there without 2:4 at an M with the dense product."""
     lines = [
         square("int8", "dense", 64, "cublaslt", 100),
         square("int8", "6:8", 64, "cusparselt", 80),
         square("int8", "6:8", 128, "cusparselt", 160),
         square("int8", "2:4", 256, "cusparselt", 70),
     ]
-    (speedups,) = tables(kernel(tmp_path, lines), "Square, M = N = K, INT8")
+    speedups, _tops = tables(kernel(tmp_path, lines), "Square, M = N = K, INT8")  # and no efficiency
     assert [row[2:] for row in speedups[1:4]] == [["-", "1.25"], ["-", "-"], ["-", "-"]]
     subject = ["kernel.csv, square", "INT8", "Square, M = N = K"]
     assert missing(tmp_path) == [
@@ -97,6 +100,8 @@ def test_layers_are_summed_only_when_all_four_are_there(tmp_path: Path) -> None:
     ]
     text = kernel(tmp_path, lines)
     assert tables(text, "A, INT8")[0][:2] == [["M", "cublaslt us", "6:8"], ["512", "100.0", "2.00"]]
+    # 2 x 512 x 100 x 200 operations a layer, four times in 100 us and in 50
+    assert tables(text, "A, INT8")[1][1] == ["512", "0.82", "1.64"]
     titles = re.findall(r"^## (.*)", text, flags=re.MULTILINE)
     assert titles == ["A, INT8", "B o, INT8", "B qkv, INT8"]
     file = ["kernel.csv", "INT8"]
