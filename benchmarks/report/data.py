@@ -47,6 +47,14 @@ ALLOWED = {
     "output": ("N", "M"),
 }
 NEEDED = {"kernel": TIMES, "linear": TIMES, "spmm": TIMES, "bandwidth": ("GBps",), "e2e": ("tokens_per_s",)}
+# Kernels of bandwidth.csv that quantize, and the one without sliding that each is compared with.
+SLIDING = {
+    "quant_only": "",
+    "quant_slide 6:8": "quant_only",
+    "quant_only, lift 6:8": "quant_only",
+    "hopper quant_only": "",
+    "hopper quant_slide 6:8": "hopper quant_only",
+}
 ELEMENT_BYTES = {"int8": 1, "fp8": 1, "fp16": 2, "bf16": 2}
 RESULT_BYTES = 2  # BF16 or FP16, what serving writes
 METADATA_BYTES = 0.25  # 2 bits for each weight that 2:4 keeps, its place among four
@@ -240,6 +248,14 @@ class Sections:
             joined = found.groupby(others, sort=False)[column].agg(", ".join)
             found = joined.reset_index()[list(found.columns)]
         return found
+
+
+def sliding(bandwidth: Table) -> pd.DataFrame:
+    """Microseconds by dtype, K and M, columns of SLIDING; NaN where not measured."""
+    rows = bandwidth.rows
+    rows = rows[rows["kernel"].isin(SLIDING)]
+    us = rows.pivot(index=["dtype", "K", "M"], columns="kernel", values="us").reindex(columns=[*SLIDING])
+    return us.sort_index(key=lambda level: level.map(dtype_order) if level.name == "dtype" else level)
 
 
 def square_sections(kernel: Table) -> Sections:

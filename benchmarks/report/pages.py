@@ -205,8 +205,12 @@ class Results:
         return [
             "# Memory-bound kernels",
             "What a kernel moves a second, beside a plain copy of as many bytes in the same run. Those that are not "
-            "called `hopper` are Triton's; before a comma stands a kernel of torch.compile.",
+            "called `hopper` are Triton's. What stands before a comma is a kernel of torch.compile, and so is `lift`.",
             table(header, rows, 2),
+            "## What sliding costs",
+            "Microseconds of quantizing alone, of quantizing and sliding in one kernel and in two; in brackets, what "
+            "they take more than quantizing alone.",
+            _sliding(data.sliding(bandwidth)),
         ]
 
     def _layout(self, layout: Table) -> list[str]:
@@ -284,6 +288,18 @@ class Results:
 
     def _spmm(self, measured: Table) -> list[str]:
         return spmm.page(measured, self.counters, self._images("spmm"))
+
+
+def _sliding(us: pd.DataFrame) -> str:
+    names = ("quantize", "and slide", "then slide", "`hopper`: quantize", "and slide")
+    shown = pd.DataFrame({kernel: us[kernel].map(microseconds) for kernel in us})
+    for kernel, alone in data.SLIDING.items():
+        if alone:
+            more = (us[kernel] / us[alone] - 1).map(
+                lambda share: "" if pd.isna(share) else f" ({share:+.0%})"
+            )
+            shown[kernel] += more
+    return table(("dtype", "K", "M", *names), shown.reset_index().itertuples(index=False, name=None), 1)
 
 
 def _heading(section: Section) -> str:

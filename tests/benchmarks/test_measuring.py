@@ -212,7 +212,9 @@ def test_the_layer_that_is_timed_computes_the_product() -> None:
 
 def test_bytes_that_a_kernel_moves() -> None:
     assert Cell("quant_only", "int8", 16, 64).moved == 16 * 64 * 3 + 16 * 4
-    assert Cell("quant_slide 6:8", "fp8", 16, 64).moved == 16 * (64 * 2 + 96) + 16 * 4
+    assert Cell("hopper quant_only", "int8", 16, 64).moved == 16 * 64 * 3 + 16 * 4
+    for slid in ("quant_slide 6:8", "quant_only, lift 6:8"):
+        assert Cell(slid, "fp8", 16, 64).moved == 16 * (64 * 2 + 96) + 16 * 4
     for norm in ("hopper norm_quant_slide 6:8", "norm, quant_slide 6:8"):
         assert Cell(norm, "int8", 16, 64).moved == 16 * (64 * 2 * 3 + 96) + 64 * 2 + 16 * 4
     for silu in ("hopper silu_quant_slide 6:8", "silu, quant_slide 6:8"):
@@ -230,7 +232,7 @@ def test_every_kernel_is_measured_once(tmp_path: Path, monkeypatch: pytest.Monke
     bench = BandwidthBench(session(), tmp_path)
     assert bench.run()
     assert {row["kernel"] for row in bench.records.rows} == set(launched)
-    assert len(bench.records.rows) == bench.count == 2 * 4 + 2
+    assert len(bench.records.rows) == bench.count == 2 * 5 + 2
     copied = 5.07  # of the fake clock, for any launch
     row = bench.records.rows[0]
     assert float(row["GBps"]) == pytest.approx((64 * 64 * 3 + 64 * 4) / copied / 1e3, abs=1e-3)

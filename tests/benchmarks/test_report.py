@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from results import FOUR, csv, four, layer, square, summed, tables
 
-from benchmarks.records import E2E, KERNEL, LINEAR, RecordsError
+from benchmarks.records import BANDWIDTH, E2E, KERNEL, LINEAR, RecordsError
 from benchmarks.report import plots, render
 from benchmarks.report.data import floor_us
 from benchmarks.report.pages import REFERENCE
@@ -152,6 +152,27 @@ def test_layers_beside_stock(tmp_path: Path) -> None:
         *("cusparselt", "6:8", "4", "1", "1", "2", "1.25 (A INT8, M 64)", "0.67 (B FP8, M 64)")
     ]
     assert tables(text, "A, INT8")[0][1] == ["64", "100.0", "1.25"]
+
+
+# --- kernels that memory bounds
+
+
+def test_what_sliding_costs(tmp_path: Path) -> None:
+    """Each kernel beside the one of its own kind that does not slide."""
+    times = {
+        "quant_only": 10,
+        "quant_slide 6:8": 13,
+        "quant_only, lift 6:8": 25,
+        "hopper quant_slide 6:8": 12,
+    }
+    lines = [f'"{kernel}",int8,4096,2048,{us},1,1,1' for kernel, us in times.items()]
+    csv(tmp_path, "bandwidth.csv", BANDWIDTH.columns, [*lines, "quant_slide 6:8,fp8,4096,2048,15,1,1,1"])
+    render(tmp_path)
+    (found,) = tables((tmp_path / "bandwidth.md").read_text(), "What sliding costs")
+    assert found[1:] == [
+        ["int8", "2048", "4096", "10.00", "13.00 (+30%)", "25.00 (+150%)", "-", "12.00"],
+        ["fp8", "2048", "4096", "-", "15.00", "-", "-", "-"],
+    ]
 
 
 # --- whole models
