@@ -333,9 +333,10 @@ def test_the_commands_from_options_to_tables(tmp_path: Path, monkeypatch: pytest
     options = ["--shapes", "64x64,32x128", "--dtype", "int8", "--m", "16,32", "--out", tmp_path / "out"]
     kernel = ["kernel", *options, "--pattern", "2_4,6:8", "--no-stock"]
     stopped = run(*kernel, "--time-limit", "0")
-    assert (stopped["finished"], stopped["rows"]) == (False, 0)
+    assert (stopped["finished"], stopped["rows"], stopped["cells"], stopped["planned"]) == (False, 0, 0, 16)
     done = run(*kernel)
     assert (done["finished"], done["rows"], done["skipped"]) == (True, 2 * 2 * (2 + 2), [])
+    assert done["cells"] == done["planned"] == 16
     document = json.loads((tmp_path / "out" / "kernel.json").read_text())
     assert document["gpu"] == GPU.name
     assert document["copy_GBps"] == round(2 * (1 << 16) / 5.07 / 1e3, 1)
