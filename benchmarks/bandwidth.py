@@ -1,8 +1,8 @@
 """Memory bandwidth of the kernels that quantize and scale, against a device-to-device copy of as many bytes.
 
 Norms and activations are measured as pairs of kernels, Inductor's and ours ("norm, quant_slide"), and, where the
-backend `hopper` runs, as its fused kernels ("hopper norm_quant_slide"); the bytes are those of the fused kernel in
-both, so that rates compare like times.
+backend `hopper` runs, as its fused kernels ("hopper norm_quant_slide").  "quant_only, lift" quantizes first and lifts
+the codes by Inductor's kernel.  The bytes are those of the fused kernel in all, so that rates compare like times.
 """
 
 from __future__ import annotations
@@ -18,22 +18,24 @@ from torch import Tensor
 from benchmarks.records import BANDWIDTH, Records
 from benchmarks.timing import copy_us, exact
 from slidesparse import reference
-from slidesparse.gemm.backend import Tunable
+from slidesparse.gemm.backend import HARDWARE, Tunable
 from slidesparse.gemm.hopper.backend import Hopper
 from slidesparse.gemm.problem import DTYPES
 from slidesparse.kernels import Producer, RmsNorm, SiluMul
 from slidesparse.pattern import SlidePattern
+from slidesparse.slide import lift
 from slidesparse.tune.measure import Launch
 from slidesparse.tune.session import Session, free
 
-TOKENS = (4096, 16384)
+TOKENS = (4096, 8192, 16384)
 WIDTHS = (2048, 3584, 18944)  # in-features; for dequant_bias the out-features
 PAGE = 4096  # bytes
 PATTERN = SlidePattern(8)
 ACCUMULATORS = ("int32", "bf16")  # what the libraries leave to be scaled
 FLOAT = torch.bfloat16
 EPS = 1e-6
-QUANTIZERS = ("quant_slide", "norm, quant_slide", "silu, quant_slide")
+QUANT_ONLY = "quant_only"
+QUANTIZERS = ("quant_only, lift", "quant_slide", "norm, quant_slide", "silu, quant_slide")
 HOPPER = "hopper "  # before the name of one of the backend's own kernels
 OF_HOPPER = tuple(HOPPER + name for name in ("quant_slide", "norm_quant_slide", "silu_quant_slide"))
 
@@ -44,7 +46,7 @@ HOPPERS = Hopper()
 class Cell:
     """One kernel at one size; ``dtype`` is the one it quantizes to, or that of the accumulators it scales."""
 
-    kernel: str  # "quant_only", "dequant_bias", or one of QUANTIZERS or OF_HOPPER and " 6:8"
+    kernel: str  # QUANT_ONLY, also of hopper, "dequant_bias", or one of QUANTIZERS or OF_HOPPER and " 6:8"
     dtype: str
     m: int
     k: int
@@ -63,7 +65,7 @@ class Cell:
         if self.kernel == "dequant_bias":
             vectors = 4 * self.m + (4 + float_size) * self.k  # scale_x, scale_w and the bias
             return elements * (size + float_size) + vectors
-        columns = self.k if self.kernel == "quant_only" else PATTERN.layout(self.k).slided
+        columns = self.k if self.kernel.endswith(QUANT_ONLY) else PATTERN.layout(self.k).slided
         written = self.m * columns * size + 4 * self.m
         if self.before == "norm":  # x, the residual and their sum
             return 3 * elements * float_size + float_size * self.k + written
@@ -77,8 +79,10 @@ def libraries(device: torch.device) -> list[Tunable]:
 
 def cells(device: torch.device) -> list[Cell]:
     """Everything that is measured on ``device``."""
-    lifting = (*QUANTIZERS, *(OF_HOPPER if libraries(device) else ()))
-    names = ("quant_only", *(f"{name} {PATTERN.ratio}" for name in lifting))
+    hopper = bool(libraries(device))
+    lifting = (*QUANTIZERS, *(OF_HOPPER if hopper else ()))
+    names = [QUANT_ONLY, *([HOPPER + QUANT_ONLY] if hopper else [])]
+    names += [f"{name} {PATTERN.ratio}" for name in lifting]
     kernels = [(name, dtype) for name in names for dtype in ("int8", "fp8")]
     kernels += [("dequant_bias", dtype) for dtype in ACCUMULATORS]
     return [Cell(kernel, dtype, m, k) for kernel, dtype in kernels for m in TOKENS for k in WIDTHS]
@@ -137,7 +141,8 @@ class BandwidthBench:
 
 
 def _by_hopper(cell: Cell, x: list[Tensor], weight: Tensor) -> Launch:
-    kind, layout = DTYPES[cell.dtype], PATTERN.layout(cell.k)
+    pattern = HARDWARE if cell.kernel.endswith(QUANT_ONLY) else PATTERN
+    kind, layout = DTYPES[cell.dtype], pattern.layout(cell.k)
     columns = layout.slided + -layout.slided % HOPPERS.alignment
     total = torch.empty(cell.m, cell.k, dtype=FLOAT, device=weight.device)
 
@@ -155,8 +160,11 @@ def _by_triton(cell: Cell, x: list[Tensor], weight: Tensor) -> Launch:
     from slidesparse.kernels.quant_slide import quant_slide
 
     kind, length = DTYPES[cell.dtype], PATTERN.layout(cell.k).length
-    if cell.kernel == "quant_only":
+    if cell.kernel == QUANT_ONLY:
         return lambda i: quant_only(x[i], kind)
+    if cell.kernel.startswith(QUANT_ONLY):
+        lifted = _compiled(lambda q: lift(q, PATTERN))
+        return lambda i: lifted(quant_only(x[i], kind)[0])
     if cell.before == "norm":
         norm = _compiled(reference.rms_norm)
         return lambda i: quant_slide(norm(x[i][: cell.m], weight, EPS, x[i][cell.m :])[0], length, 0, kind)

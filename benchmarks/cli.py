@@ -26,6 +26,7 @@ from slidesparse.cli.tune import (
     Shapes,
     Tokens,
     begin,
+    cells_of,
     finish,
     libraries_of,
     models_of,
@@ -87,7 +88,8 @@ def _fill(
         bench = make(session)
         begin(bar, bench.count)
         finished = bench.run()
-    result = {"rows": len(bench.records.rows), "table": str(bench.records.path)}
+        cells = cells_of(bar)
+    result = {"rows": len(bench.records.rows), "table": str(bench.records.path), **cells}
     finish(finished, session.skipped, result, as_json)
 
 
@@ -334,6 +336,9 @@ def e2e(
         ),
     ] = "stock,off,cublaslt,sparse",
     rounds: Annotated[int, typer.Option(min=1, help="Runs of each, in alternating order.")] = 3,
+    first_round: Annotated[
+        int, typer.Option(min=1, help="The number of the first one, after rounds of an earlier command.")
+    ] = 1,
     prompt_len: Annotated[int, typer.Option(help="Tokens of a prompt of prefill at most.")] = 1024,
     prefill_steps: Annotated[int, typer.Option(help="Steps of M tokens in a prefill run.")] = 128,
     decode_steps: Annotated[int, typer.Option(help="Output tokens of a sequence in a decode run.")] = 256,
@@ -390,7 +395,7 @@ def e2e(
     work = Workload(prompt_len, prefill_steps, decode_prompt_len, decode_steps, tuple(shlex.split(vllm_args)))
     asked = {PREFILL: m, DECODE: decode_m or m}
     tokens = {**TOKENS, **{stage: parse_tokens(text) for stage, text in asked.items() if text}}
-    runs = plan(found, parse_choice("--stages", stages, STAGES), tokens, chosen, rounds, work)
+    runs = plan(found, parse_choice("--stages", stages, STAGES), tokens, chosen, rounds, work, first_round)
     if dry_run:
         _print_commands(out, runs, work)
         return
@@ -404,7 +409,7 @@ def e2e(
     bench = ResidentBench(*common, profile=cells if profile else None) if resident else E2eBench(*common)
     with bench:
         finished = _run(bench, runs)
-    _report(bench, finished, as_json)
+    _report(bench, runs, finished, as_json)
     if bench.failures:
         raise typer.Exit(FAILED)
 
@@ -457,17 +462,46 @@ def _run(bench: E2eBench, runs: Sequence[Run]) -> bool:
         return bench.run(runs)
 
 
-def _report(bench: E2eBench, finished: bool, as_json: bool) -> None:
+def _report(bench: E2eBench, runs: Sequence[Run], finished: bool, as_json: bool) -> None:
     for failure in bench.failures:
         err.print(f"[bold red]failed:[/] {escape(failure.run.label)}: {escape(failure.reason)}")
         err.print(escape("\n".join([f"  the end of {failure.log}:", *(f"    {x}" for x in failure.lines)])))
     if finished and bench.failures:
         err.print("repeat the command to try what failed again")
     result: dict[str, Any] = {"rows": len(bench.records.rows), "table": str(bench.records.path)}
+    result |= {"cells": sum(bench.records.has(run.key) for run in runs), "planned": len(runs)}
     if as_json:
         failed = [{**one.run.key, "reason": one.reason, "log": str(one.log)} for one in bench.failures]
         result["failed"] = failed
     finish(finished, (), result, as_json)
+
+
+@app.command()
+def reproduce(
+    out: Annotated[
+        Path, typer.Argument(help="The folder of the tables; what is in them is kept.", metavar="OUT")
+    ],
+    time_limit: Annotated[
+        float, typer.Option(min=300, help="Stop after about this many seconds; run again to continue.")
+    ] = 510,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Print the commands still to run, and run none.")
+    ] = False,
+) -> None:
+    """Measure all that docs/benchmarks compares with the paper, a part of it in each call; prints what is left."""
+    from benchmarks import reproduce as steps
+    from slidesparse.tune.measure import Deadline
+
+    if dry_run:
+        for line in steps.commands(out):
+            print(line)
+        return
+    try:
+        steps.part(out, Deadline(time_limit), lambda line: err.print(escape(line)))
+    finally:
+        for step, said in steps.progress(out):
+            count = f"{said['cells']} of {said['planned']}" if said else "not begun"
+            print(f"{'done' if steps.done(said) else 'left':<6}{step.name:<40}{count}")
 
 
 @app.command()

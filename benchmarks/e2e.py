@@ -153,16 +153,18 @@ def runs(
     systems: Sequence[str],
     rounds: int,
     workload: Workload,
+    first: int = 1,
 ) -> list[Run]:
     """All runs in order: round after round, the systems of a cell in turn, every other round backwards.
 
-    ``tokens`` has the M of each stage.  Raises E2eError for an M that cannot be run.
+    ``tokens`` has the M of each stage, ``first`` is the number of the first round.  Raises E2eError for an M that
+    cannot be run.
     """
     columns = [(system, DENSE, model.dense) for system in systems if system not in SLIDED]
     for system in (name for name in systems if name in SLIDED):
         columns += [(system, pattern, variant) for pattern, variant in model.sparse.items()]
     found = []
-    for number in range(1, rounds + 1):
+    for number in range(first, first + rounds):
         for stage in stages:
             for m in tokens[stage]:
                 size = workload.size(stage, m)

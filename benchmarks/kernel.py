@@ -1,4 +1,4 @@
-"""GEMM alone: dense cuBLASLt, the sparse libraries at each pattern, and vLLM's own kernel, side by side.
+"""GEMM alone: dense cuBLASLt, the sparse libraries at each pattern and dense, and vLLM's own kernel, side by side.
 
 Every library is given its best algorithm, searched for each shape and M.  All providers of one shape and M are
 measured one after the other in one run, so that they meet the same clocks.
@@ -15,10 +15,12 @@ from torch import Tensor
 from benchmarks.records import KERNEL, Records
 from benchmarks.stock import Stock
 from benchmarks.timing import exact, labelled
-from slidesparse.gemm.backend import Tunable
+from slidesparse.gemm.backend import LayerSpec, Tunable
+from slidesparse.gemm.problem import DTYPES as TORCH
 from slidesparse.gemm.problem import LibraryError, Problem
 from slidesparse.tune.machine import SERVED, outputs
 from slidesparse.tune.measure import Timing
+from slidesparse.tune.search import search
 from slidesparse.tune.session import Session, free
 from slidesparse.tune.shapes import Layer, round_up, slided
 
@@ -49,6 +51,11 @@ class Cell:
     out: str
     scale: str
     library: Tunable | None  # None: vLLM's kernel
+
+    @property
+    def dense_in_blocks(self) -> bool:
+        """Whether a library of sparse products multiplies a weight without a pattern."""
+        return self.library is not None and self.library.sparse and self.patterns == (DENSE,)
 
     def problem(self, dtype: str, n: int, m: int) -> Problem:
         """The problem at ``m`` tokens."""
@@ -91,7 +98,8 @@ def cells(
                 Cell(library.name, names, k, outs[0], scale, library)
                 for k, names in _by_columns(layer.k, patterns, library.alignment).items()
             ]
-            continue
+            if not library.takes_dense:
+                continue
         k = round_up(layer.k, library.alignment)
         found.append(Cell(library.name, (DENSE,), k, outs[0], scale, library))
         if dtype == "int8" and "int8" in outs[1:]:
@@ -168,6 +176,12 @@ class KernelBench:
             self.records.add(row | figures | {"algorithm": algorithm})
 
     def _time(self, cell: Cell, problem: Problem, weights: list[Tensor]) -> tuple[Timing, str]:
+        if (
+            cell.library and cell.dense_in_blocks
+        ):  # no winner to save: serving runs the one that is tuned for 2:4
+            rotation = self._session.inputs.rotation(problem, weights)
+            found = search(cell.library, problem, rotation, self._session.clock, self._session.gpu.device)
+            return found.timing, labelled(found.algorithm, found.timing)
         if cell.library:
             # dense: the faster of scaling in the epilogue and not
             scales = dict.fromkeys((problem.scale, problem.scale if cell.library.sparse else "none"))
@@ -187,10 +201,11 @@ class _Weights:
 
     def __init__(self, session: Session, group: Group) -> None:
         self._session, self._group = session, group
-        self._made: dict[tuple[str, int], list[Tensor]] = {}
+        self._made: dict[tuple[str, int, bool], list[Tensor]] = {}
 
     def of(self, cell: Cell) -> list[Tensor]:
-        key = (cell.library.name if cell.library else cell.provider, cell.k)
+        name = cell.library.name if cell.library else cell.provider
+        key = (name, cell.k, cell.dense_in_blocks)
         if key not in self._made:
             self._made[key] = self._make(cell)
         return self._made[key]
@@ -199,9 +214,12 @@ class _Weights:
         inputs, group = self._session.inputs, self._group
         problem = cell.problem(group.dtype, group.layer.n, min(group.tokens))
         copies = inputs.copies(problem)  # fewer tokens need more copies
-        if cell.library:
+        if cell.library and not cell.dense_in_blocks:
             return inputs.packed(cell.library, problem, copies)
         weight = inputs.weight(problem.dtype, problem.n, problem.k, sparse=False)
+        if cell.library:
+            spec = LayerSpec(problem.n, problem.k, None, 0, TORCH[problem.dtype], TORCH[problem.out])
+            weight = cell.library.pack(spec, weight)
         return [weight, *(weight.clone() for _ in range(copies - 1))]
 
 

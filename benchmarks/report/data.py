@@ -48,6 +48,14 @@ ALLOWED = {
     "output": ("N", "M"),
 }
 NEEDED = {"kernel": TIMES, "linear": TIMES, "spmm": TIMES, "bandwidth": ("GBps",), "e2e": ("tokens_per_s",)}
+# Kernels of bandwidth.csv that quantize, and the one without sliding that each is compared with.
+SLIDING = {
+    "quant_only": "",
+    "quant_slide 6:8": "quant_only",
+    "quant_only, lift 6:8": "quant_only",
+    "hopper quant_only": "",
+    "hopper quant_slide 6:8": "hopper quant_only",
+}
 ELEMENT_BYTES = {"int8": 1, "fp8": 1, "fp16": 2, "bf16": 2}
 RESULT_BYTES = 2  # BF16 or FP16, what serving writes
 METADATA_BYTES = 0.25  # 2 bits for each weight that 2:4 keeps, its place among four
@@ -128,8 +136,8 @@ class Section:
 
     @property
     def patterns(self) -> list[str]:
-        """The patterns of the sparse provider, sparsest first."""
-        return sorted((p for name, p in self.us if name == self.ours and p != DENSE), key=pattern_order)
+        """The patterns of the sparse provider, sparsest first; before them ``dense`` where it runs that as well."""
+        return sorted((p for name, p in self.us if name == self.ours), key=pattern_order)
 
     @property
     def dense(self) -> pd.DataFrame:
@@ -146,6 +154,13 @@ class Section:
     def bounds(self) -> pd.Series:
         """N/(N-1) of each pattern, which sparse tensor cores of twice the dense rate set."""
         return pd.Series({p: float(parse_pattern(p).speedup_bound) for p in self.patterns}, dtype=float)
+
+    def tops(self) -> pd.DataFrame:
+        """2 M N K / latency in TOPS, K of the dense weight; columns "cublaslt" and the patterns."""
+        work = [sum(2 * m * (n or m) * (k or m) for n, k in self.shapes) for m in self.us.index]
+        us = {CUBLASLT: self.us.get((CUBLASLT, DENSE), math.nan)}
+        us |= {pattern: self.us[self.ours, pattern] for pattern in self.patterns}
+        return pd.DataFrame(us, index=self.us.index).rdiv(pd.Series(work, self.us.index) / 1e6, axis=0)
 
     def efficiency(self) -> pd.DataFrame:
         """Algorithmic efficiency (S_pattern / S_2:4) / R_theory, R_theory = density(2:4) / density(pattern).
@@ -234,6 +249,14 @@ class Sections:
             joined = found.groupby(others, sort=False)[column].agg(", ".join)
             found = joined.reset_index()[list(found.columns)]
         return found
+
+
+def sliding(bandwidth: Table) -> pd.DataFrame:
+    """Microseconds by dtype, K and M, columns of SLIDING; NaN where not measured."""
+    rows = bandwidth.rows
+    rows = rows[rows["kernel"].isin(SLIDING)]
+    us = rows.pivot(index=["dtype", "K", "M"], columns="kernel", values="us").reindex(columns=[*SLIDING])
+    return us.sort_index(key=lambda level: level.map(dtype_order) if level.name == "dtype" else level)
 
 
 def square_sections(kernel: Table) -> Sections:

@@ -24,6 +24,11 @@ def microseconds(value: float) -> str:
     return NOTHING if pd.isna(value) else f"{value:.{2 if value < 100 else 1 if value < 1000 else 0}f}"
 
 
+def tops(value: float) -> str:
+    """To three digits or the whole number."""
+    return NOTHING if pd.isna(value) else f"{value:.{2 if value < 10 else 1 if value < 100 else 0}f}"
+
+
 def span(values: Iterable[float], show: Callable[[float], str] = times) -> str:
     """``1.03 to 1.06``, the least and the most; ``-`` of nothing."""
     found = [value for value in values if not pd.isna(value)]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 import pandas as pd
@@ -21,8 +21,20 @@ from benchmarks.records import (
     read_rows,
 )
 from benchmarks.report import data, spmm
-from benchmarks.report.data import CUBLASLT, CUSPARSELT, DENSE, OFF, STAGES, STOCK, Section, Table
-from benchmarks.report.markdown import NOTHING, bullets, cell, grid, microseconds, page, percent, table, times
+from benchmarks.report.data import CUBLASLT, DENSE, OFF, STAGES, STOCK, Section, Table
+from benchmarks.report.markdown import (
+    NOTHING,
+    bullets,
+    cell,
+    grid,
+    microseconds,
+    page,
+    percent,
+    span,
+    table,
+    times,
+    tops,
+)
 
 EQUAL = 0.01  # times that differ by no more than this share count as equal
 PROVIDERS = {
@@ -39,10 +51,28 @@ LONGEST = 6  # kernels of a system that are listed
 COLUMNS = ["system", "kernel", "class", "calls", "us"]
 SERVED = ("K", "K", "N")  # the contiguous dimensions of weight, activations and output while serving
 REFERENCE = ("results", "model", "dtype", "pattern", "M", "speedup")
-RESULTS = {
-    "operands": "Results of the operands' type there",
-    "served": "Results of the types that serving writes there",
+RESULTS = {  # kinds of figures in docs/benchmarks/reference.csv
+    "square": "square products",
+    "operands": "products of layers",
+    "served": "products of layers, of the implementation as it serves",
+    "prefill": "prefill of whole models",
+    "decode": "decode of whole models",
 }
+THEIRS = dict.fromkeys(RESULTS, "paper") | {"served": "implementation"}
+COMPARED = {  # titles of the page that shows them
+    "Whole models, prefill": ("prefill",),
+    "Whole models, decode": ("decode",),
+    "Products of layers": ("operands", "served"),
+    "Square products": ("square",),
+}
+_PRODUCTS = (CUBLASLT, "cublaslt-int8")  # the paper's have the operands' type
+OVER = {
+    **dict.fromkeys(("square", "operands"), _PRODUCTS),
+    "served": (CUBLASLT,),
+    **dict.fromkeys(STAGES, (CUBLASLT, STOCK)),
+}
+THEIR_GPU = "H100 PCIe"
+THEIR_SLIDING = {4096: (26.6, 34.7), 8192: (47.3, 64.2), 16384: (95.7, 119.3)}  # us, table 1 of the paper
 PARTS = ("e2e_profile", "spmm")  # not every folder has them
 SUBJECTS = {
     "kernel": "matrix products alone: square ones and those of models",
@@ -52,7 +82,7 @@ SUBJECTS = {
     "e2e": "whole models in vLLM: tokens per second",
     "e2e_profile": "where the time of a step of a whole model goes",
     "spmm": "hand-written N:M kernels, beside cuBLAS and a study's claims",
-    "comparison": "speed-ups beside those of a reference",
+    "comparison": "beside the paper and the reference implementation",
 }
 
 
@@ -71,6 +101,12 @@ class Results:
         self.models = data.model_sections(self.tables["kernel"])
         self.layers = data.linear_sections(self.tables["linear"])
         self.stages = data.e2e_sections(self.tables["e2e"])
+
+    @property
+    def gpu(self) -> str:
+        """The GPU that was measured, as the conditions name it."""
+        found = [one.conditions.get("gpu") for one in self.tables.values()]
+        return next((str(name).removeprefix("NVIDIA ") for name in found if name), "unknown GPU")
 
     def drawn(self) -> dict[str, tuple[list[Section], str]]:
         """Sections to plot and the dense provider that they are compared with, by the name of the plot."""
@@ -97,7 +133,7 @@ class Results:
         both = zip(self.tables.items(), makers, strict=True)
         texts = {name: page(make(one)) for (name, one), make in both if len(one.rows)}
         if reference:
-            texts["comparison"] = page(_comparison(self.models.each, reference))
+            texts["comparison"] = page(_comparison(self, reference))
         return {"README.md": self._readme(texts), **{f"{name}.md": text for name, text in texts.items()}}
 
     def _images(self, name: str) -> list[str]:
@@ -137,7 +173,8 @@ class Results:
         parts = [
             "# Matrix products",
             "Median latencies of the product alone; of a model, its four layers summed where all four were measured. "
-            "Speed-up: latency of the dense product / ours, of the same run. `-`: not measured.",
+            "Speed-up: latency of the dense product / ours, of the same run. `-`: not measured. `hopper` multiplies "
+            "INT8 and FP8 alone, so BF16 and FP16 have no rows of it; its `dense` is a weight without a pattern.",
             _spread(kernel.rows),
             *self._images("kernel"),
         ]
@@ -147,6 +184,10 @@ class Results:
         copy = kernel.conditions.get("copy_GBps")
         for section in (*self.square.each, *self.models.each):
             parts += [_heading(section), *_speedups(section, PROVIDERS), *_efficiency(section)]
+            parts += [
+                "TOPS, 2 M N K / latency with K of the dense weight: zeros that are skipped count.",
+                grid(section.tops().map(tops)),
+            ]
             if copy and section.dtype in peaks:
                 parts += [
                     "Physical floor in us, layer after layer: the longer of the multiplications at "
@@ -189,8 +230,12 @@ class Results:
         return [
             "# Memory-bound kernels",
             "What a kernel moves a second, beside a plain copy of as many bytes in the same run. Those that are not "
-            "called `hopper` are Triton's; before a comma stands a kernel of torch.compile.",
+            "called `hopper` are Triton's. What stands before a comma is a kernel of torch.compile, and so is `lift`.",
             table(header, rows, 2),
+            "## What sliding costs",
+            "Microseconds of quantizing alone, of quantizing and sliding in one kernel and in two; in brackets, what "
+            "they take more than quantizing alone.",
+            _sliding(data.sliding(bandwidth)),
         ]
 
     def _layout(self, layout: Table) -> list[str]:
@@ -268,6 +313,18 @@ class Results:
 
     def _spmm(self, measured: Table) -> list[str]:
         return spmm.page(measured, self.counters, self._images("spmm"))
+
+
+def _sliding(us: pd.DataFrame) -> str:
+    names = ("quantize", "and slide", "then slide", "`hopper`: quantize", "and slide")
+    shown = pd.DataFrame({kernel: us[kernel].map(microseconds) for kernel in us})
+    for kernel, alone in data.SLIDING.items():
+        if alone:
+            more = (us[kernel] / us[alone] - 1).map(
+                lambda share: "" if pd.isna(share) else f" ({share:+.0%})"
+            )
+            shown[kernel] += more
+    return table(("dtype", "K", "M", *names), shown.reset_index().itertuples(index=False, name=None), 1)
 
 
 def _heading(section: Section) -> str:
@@ -402,54 +459,108 @@ def by_kind(rows: pd.DataFrame) -> pd.DataFrame:
     return wide
 
 
-# --- a reference
+# --- the paper and the reference implementation
 
 
-def compared(sections: Iterable[Section], reference: Path) -> pd.DataFrame:
-    """Ours beside a reference's speed-ups: columns results, over, model, dtype, pattern, M, ours, theirs.
+def compared(results: Results, reference: Path) -> pd.DataFrame:
+    """Theirs beside each of ours: columns results, model, dtype, pattern, M, theirs, who, ours.
 
-    Ours are those of cuSPARSELt's products over each kind of dense cuBLASLt.  Raises RecordsError.
+    ``who`` is our sparse provider and the dense one that it is compared with.  Figures of theirs that have none of ours
+    are there once, with NaN.  Raises RecordsError.
     """
     rows, _ = read_rows(reference, REFERENCE)
     theirs = pd.DataFrame(rows, columns=list(REFERENCE)).astype({"M": int, "speedup": float})
-    key = ["model", "dtype", "pattern", "M"]
-    parts = [pd.DataFrame(columns=[*key, "ours", "over"])]
-    for section in sections:
-        for over in section.dense:
-            if section.ours == CUSPARSELT and over.startswith(CUBLASLT):
-                ours = section.speedup(over).reset_index().melt("M", var_name="pattern", value_name="ours")
-                parts.append(ours.dropna().assign(over=over, model=section.title, dtype=section.dtype))
+    key = ["results", "model", "dtype", "pattern", "M"]
+    sections = {
+        "square": results.square,
+        **dict.fromkeys(("operands", "served"), results.models),
+        **results.stages,
+    }
+    parts = [pd.DataFrame(columns=[*key, "who", "ours"])]
+    for kind, of_kind in sections.items():
+        for section in of_kind.each:
+            for over in section.dense:
+                if over in OVER[kind]:
+                    ours = (
+                        section.speedup(over).reset_index().melt("M", var_name="pattern", value_name="ours")
+                    )
+                    model = kind if kind == "square" else section.title
+                    told = {"results": kind, "model": model, "dtype": section.dtype}
+                    parts.append(ours.dropna().assign(**told, who=f"{section.ours} over {over}"))
     mine = pd.concat([part for part in parts if len(part)] or parts)
-    found = theirs.rename(columns={"speedup": "theirs"}).merge(mine, on=key)
-    # results of the operands' type are compared with INT8 results here, too
-    return found[(found["over"] == CUBLASLT) | (found["results"] == "operands")]
+    return theirs.rename(columns={"speedup": "theirs"}).merge(mine, on=key, how="left")
 
 
 def summary(found: pd.DataFrame) -> str:
     """In how many cells of a comparison ours is at least theirs, and how far behind it is in the others; a table."""
     rows = []
-    for (results, over), part in found.groupby(["results", "over"], sort=False):
+    for (results, who), part in found.dropna().groupby(["results", "who"], sort=False):
         behind = 1 - part["ours"] / part["theirs"]
         counts = pd.cut(behind, [-math.inf, 0, 0.05, 0.15, math.inf]).value_counts(sort=False)
-        rows.append((RESULTS[results], over, len(part), *counts, percent(behind.max())))
-    header = ("", "ours over", "cells", "at least theirs", "up to 5% behind", "5 to 15%", "more", "at most")
+        most = percent(behind.max()) if behind.max() > 0 else NOTHING
+        rows.append((RESULTS[results], who, len(part), *counts, most))
+    header = ("theirs", "ours", "cells", "at least theirs", "up to 5% behind", "5 to 15%", "more", "at most")
     return table(header, rows, 2)
 
 
-def _comparison(sections: Sequence[Section], reference: Path) -> list[str]:
-    found = compared(sections, reference)
+def _comparison(results: Results, reference: Path) -> list[str]:
+    found = compared(results, reference)
     parts = [
-        "# Beside the reference",
-        "Speed-up over dense cuBLASLt, ours beside the reference's, each over its own run: two machines, two "
-        "baselines. Four layers of a model summed; cells that both measured. `≥`: ours is at least theirs; `<`, in "
-        "bold: it is not.",
+        "# Beside the paper and the reference implementation",
+        f"Speed-ups over dense products, theirs and ours, each over its own run. Theirs are of an {THEIR_GPU}, in the "
+        "tables of [arXiv 2603.05232](https://arxiv.org/abs/2603.05232), appendix D, or, where it says so, of its "
+        f"implementation; ours are of an {results.gpu}. What differs may be the GPU, or the baseline: ours is the "
+        "fastest of all algorithms of a newer cuBLASLt, from cold caches. `over cublaslt`: over dense cuBLASLt, as "
+        "theirs; `cublaslt-int8`: with INT8 results; `stock`: over stock vLLM. `sparse` is a whole model as the plugin "
+        "serves it, by `hopper` on such a GPU. Our dense `cublaslt` serves short steps slower than stock vLLM does, so "
+        "ratios over it flatter: what a user gains is over `stock`. Their FP16 has no sparse figures on an H100.",
         summary(found),
+        "## Theirs, not measured here",
+        _not_measured(found),
+        "## What sliding costs",
+        "Quantizing and sliding at 6:8 beside quantizing alone: table 1 of the paper, which does not tell K, and ours "
+        "from least to most over K and operand types.",
+        _sliding_beside(data.sliding(results.tables["bandwidth"])),
     ]
-    for (results, over), part in found.groupby(["results", "over"], sort=False):
-        parts.append(f"## {RESULTS[results]}; ours over {over}")
-        for (model, dtype), rows in part.groupby(["model", "dtype"], sort=False):
-            pairs = zip(rows["ours"], rows["theirs"], strict=True)
-            text = [f"{a:.3f} ≥ {b:.3f}" if a >= b else f"**{a:.3f} < {b:.3f}**" for a, b in pairs]
-            wide = rows.assign(text=text).pivot(index="M", columns="pattern", values="text").fillna(NOTHING)
-            parts += [f"### {model}, {dtype.upper()}", grid(wide[sorted(wide, key=data.pattern_order)])]
+    for title, kinds in COMPARED.items():
+        of_title = found[found["results"].isin(kinds)]
+        for (dtype, model), rows in of_title.groupby(["dtype", "model"], sort=False):
+            subject = "" if model == "square" else f" {model},"
+            if rows["ours"].notna().any():
+                parts += [f"## {title},{subject} {dtype.upper()}", _side_by_side(rows)]
     return parts
+
+
+def _not_measured(found: pd.DataFrame) -> str:
+    gone = found[found["ours"].isna()]
+    rows = [
+        (RESULTS[kind], model, dtype.upper(), len(part), ", ".join(map(str, sorted(part["M"].unique()))))
+        for (kind, model, dtype), part in gone.groupby(["results", "model", "dtype"], sort=False)
+    ]
+    return table(("theirs", "model", "dtype", "cells", "M"), rows, 3) if rows else "Nothing."
+
+
+def _sliding_beside(us: pd.DataFrame) -> str:
+    rows = []
+    for m, (alone, slid) in THEIR_SLIDING.items():
+        part = us[us.index.get_level_values("M") == m]
+        more = [
+            span(part[kernel] / part[one] - 1, lambda share: f"{share:+.0%}")
+            for kernel, one in data.SLIDING.items()
+            if one
+        ]
+        rows.append((m, f"{slid / alone - 1:+.0%} ({alone} and {slid} us)", *more))
+    return table(("M", "theirs", "Triton", "Triton, two kernels", "`hopper`"), rows)
+
+
+def _side_by_side(rows: pd.DataFrame) -> str:
+    """For each M a row of theirs, for each kind of it, and one for each of ours."""
+    theirs = rows.assign(who=rows["results"].map(THEIRS), shown=rows["theirs"])
+    both = pd.concat([theirs, rows.assign(shown=rows["ours"]).dropna(subset=["ours"])])
+    order = list(dict.fromkeys(both["who"]))
+    wide = both.drop_duplicates(["M", "who", "pattern"]).pivot(
+        index=["M", "who"], columns="pattern", values="shown"
+    )
+    wide = wide[sorted(wide, key=data.pattern_order)].map(times).reset_index()
+    wide = wide.sort_values(["M", "who"], key=lambda c: c.map(order.index) if c.name == "who" else c)
+    return table(("M", "", *wide.columns[2:]), wide.itertuples(index=False, name=None), 2)

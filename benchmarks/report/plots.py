@@ -26,6 +26,7 @@ STYLE: dict[str, Any] = {
 FIXED = {**mpl.rcParamsDefault, **STYLE}  # whatever the settings of the machine
 # Okabe and Ito's colours, which colour-blind readers can tell apart, and a marker for each pattern
 LOOKS = {
+    "dense": ("#F0E442", "x"),
     "2:4": ("#000000", "o"),
     "4:6": ("#E69F00", "s"),
     "6:8": ("#D55E00", "D"),

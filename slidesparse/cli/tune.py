@@ -89,8 +89,9 @@ def tune(
     with open_session(gpu, began, time_limit) as (session, bar):
         begin(bar, sum(len(job.tokens) for job in todo))
         summary = run(session, todo, force)
+        cells = cells_of(bar)
     counts = {name: getattr(summary, name) for name in ("tuned", "known", "algorithms", "refused", "wrong")}
-    finish(summary.finished, summary.skipped, {**counts, "tables": str(folder())}, as_json)
+    finish(summary.finished, summary.skipped, {**counts, "tables": str(folder()), **cells}, as_json)
 
 
 @contextmanager
@@ -113,6 +114,12 @@ def open_session(gpu: Gpu, began: float, limit: float | None) -> Iterator[tuple[
 
 def begin(bar: Progress, count: int) -> None:
     bar.update(bar.task_ids[0], total=count)
+
+
+def cells_of(bar: Progress) -> dict[str, int]:
+    """How many cells are measured, and how many are planned."""
+    task = bar.tasks[0]
+    return {"cells": int(task.completed), "planned": int(task.total or 0)}
 
 
 def tokens_of(text: str | None) -> tuple[int, ...]:

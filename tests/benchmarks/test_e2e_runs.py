@@ -45,6 +45,8 @@ def test_order_alternates_and_dense_systems_run_once(fake: Fake) -> None:
     assert fake.systems == [*forward, *forward[::-1], *forward]
     assert [row["round"] for row in fake.rows] == ["1"] * 5 + ["2"] * 5 + ["3"] * 5
     assert list(fake.rows[0].values())[:4] == ["tiny", "int8", "prefill", "64"]
+    assert fake.run("--rounds", "1", "--first-round", "4", "--systems", "stock").exit_code == 0
+    assert [row["round"] for row in fake.rows[15:]] == ["4"]
     folders = [Path(call["words"][call["words"].index("--model") + 1]).name for call in fake.calls[:5]]
     assert folders == ["2_8", "2_8", "2_8", "2_4", "2_8"]  # dense: that which lost the fewest weights
 
@@ -195,6 +197,7 @@ def test_an_engine_that_does_not_start_fails_its_runs_and_no_others(
 ) -> None:
     found, _ = measure(fake, monkeypatch, broken="sparse")
     assert (found["code"], found["rows"], len(found["failed"])) == (1, 2 * 2 * 2, 2 * 2 * 2 * 2)
+    assert (found["cells"], found["planned"]) == (8, 8 + 16)
 
 
 @pytest.mark.parametrize(

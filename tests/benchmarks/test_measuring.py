@@ -25,6 +25,7 @@ from benchmarks.linear import LinearBench
 from benchmarks.stock import Stock
 from slidesparse.blocks import dense_blocks
 from slidesparse.gemm import tuned
+from slidesparse.gemm.backend import LayerSpec
 from slidesparse.gemm.problem import LAYOUTS, TN, Layout, Problem
 from slidesparse.tune import machine, measure
 from slidesparse.tune.inputs import Inputs, Rotation
@@ -128,6 +129,30 @@ def test_winners_of_what_serving_runs_are_saved(tmp_path: Path) -> None:
             assert found == ("good" if library is expected else None)
 
 
+class FakeBlocks(FakeLibrary):
+    """A sparse library that takes weights without a pattern, as ``hopper``."""
+
+    takes_dense = True  # type: ignore[assignment]
+
+    def pack(self, spec: LayerSpec, weight: Tensor) -> Tensor:
+        assert spec.pattern is None
+        assert int(weight.count_nonzero()) > weight.numel() // 2
+        return weight
+
+
+def test_a_sparse_library_multiplies_dense_weights_and_keeps_the_winner_of_sparse_ones(
+    tmp_path: Path,
+) -> None:
+    blocks = FakeBlocks("hopper")
+    groups = model_groups(MODEL, ["int8"], [16])
+    bench = KernelBench(session(blocks), tmp_path, groups, [blocks], None, ["6:8"])
+    assert bench.run()
+    assert [row["pattern"] for row in bench.records.rows] == ["6:8", "dense"] * 2
+    for columns, found in ((96, "good"), (64, None)):  # of 6:8, and of the dense weight, which 2:4 would have
+        problem = Problem("int8", "bf16", 64, columns, 16)
+        assert tuned.choice("hopper", "1.2.3", GPU.name, GPU.capability, problem) == found
+
+
 def test_what_a_library_refuses_is_noted_and_the_rest_measured(tmp_path: Path) -> None:
     dense, sparse = libraries()
     sparse.times = {"refused": 1.0}
@@ -187,7 +212,9 @@ def test_the_layer_that_is_timed_computes_the_product() -> None:
 
 def test_bytes_that_a_kernel_moves() -> None:
     assert Cell("quant_only", "int8", 16, 64).moved == 16 * 64 * 3 + 16 * 4
-    assert Cell("quant_slide 6:8", "fp8", 16, 64).moved == 16 * (64 * 2 + 96) + 16 * 4
+    assert Cell("hopper quant_only", "int8", 16, 64).moved == 16 * 64 * 3 + 16 * 4
+    for slid in ("quant_slide 6:8", "quant_only, lift 6:8"):
+        assert Cell(slid, "fp8", 16, 64).moved == 16 * (64 * 2 + 96) + 16 * 4
     for norm in ("hopper norm_quant_slide 6:8", "norm, quant_slide 6:8"):
         assert Cell(norm, "int8", 16, 64).moved == 16 * (64 * 2 * 3 + 96) + 64 * 2 + 16 * 4
     for silu in ("hopper silu_quant_slide 6:8", "silu, quant_slide 6:8"):
@@ -205,7 +232,7 @@ def test_every_kernel_is_measured_once(tmp_path: Path, monkeypatch: pytest.Monke
     bench = BandwidthBench(session(), tmp_path)
     assert bench.run()
     assert {row["kernel"] for row in bench.records.rows} == set(launched)
-    assert len(bench.records.rows) == bench.count == 2 * 4 + 2
+    assert len(bench.records.rows) == bench.count == 2 * 5 + 2
     copied = 5.07  # of the fake clock, for any launch
     row = bench.records.rows[0]
     assert float(row["GBps"]) == pytest.approx((64 * 64 * 3 + 64 * 4) / copied / 1e3, abs=1e-3)
@@ -306,9 +333,10 @@ def test_the_commands_from_options_to_tables(tmp_path: Path, monkeypatch: pytest
     options = ["--shapes", "64x64,32x128", "--dtype", "int8", "--m", "16,32", "--out", tmp_path / "out"]
     kernel = ["kernel", *options, "--pattern", "2_4,6:8", "--no-stock"]
     stopped = run(*kernel, "--time-limit", "0")
-    assert (stopped["finished"], stopped["rows"]) == (False, 0)
+    assert (stopped["finished"], stopped["rows"], stopped["cells"], stopped["planned"]) == (False, 0, 0, 16)
     done = run(*kernel)
     assert (done["finished"], done["rows"], done["skipped"]) == (True, 2 * 2 * (2 + 2), [])
+    assert done["cells"] == done["planned"] == 16
     document = json.loads((tmp_path / "out" / "kernel.json").read_text())
     assert document["gpu"] == GPU.name
     assert document["copy_GBps"] == round(2 * (1 << 16) / 5.07 / 1e3, 1)

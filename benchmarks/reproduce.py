@@ -1,0 +1,169 @@
+"""The measurements behind docs/benchmarks: the commands that make them, one after another, in parts.
+
+Every command goes on from its own table when it is repeated; OUT/reproduce.json keeps how far each has come.  Whole
+models need checkpoints, which are made in OUT/models when their turn comes and deleted when no command needs them any
+longer: the largest pair takes 33 GB.
+"""
+
+from __future__ import annotations
+
+import json
+import shlex
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from benchmarks.records import amend_conditions, read_conditions
+from slidesparse.errors import FAILED, EnvironmentFault
+from slidesparse.pattern import SlidePattern
+from slidesparse.tune.measure import Deadline
+from slidesparse.tune.shapes import PATTERNS
+
+PRODUCT = "slidesparse"  # the program of those commands that are not benchmarks
+STATE, SAID = "reproduce.json", ("finished", "cells", "planned")
+LEAST, LOADING = (
+    60.0,
+    240.0,
+)  # seconds left that are worth beginning a command, and one that loads engines first
+
+ALL = ",".join((*PATTERNS[:-1], "16:18", PATTERNS[-1]))
+FEW, MANY = "1,16,32", "64,128,256,512,1024,2048,4096,8192,16384"
+KERNELS: dict[str, tuple[str, ...]] = {
+    "tune": (PRODUCT, "tune", "--pattern", ALL),
+    "kernel, 8 bits": ("kernel", "--dtype", "int8,fp8", "--pattern", ALL),
+    "kernel, squares": ("kernel", "--mode", "square", "--pattern", ALL),
+    "kernel, 16 bits": ("kernel", "--dtype", "bf16,fp16", "--pattern", ALL),
+    "linear": ("linear", "--m", f"{FEW},{MANY}", "--pattern", ALL),
+    "bandwidth": ("bandwidth",),
+}
+# A model, its operand types, the systems, and the patterns that are measured together.  Engines of one group are loaded
+# side by side, in the 141 GB of an H200; stock vLLM has no BitNet.
+DENSE, SYSTEMS = "dense", "stock,cublaslt,sparse"
+WHOLE = (
+    ("Llama3.2-3B", ("int8", "fp8"), SYSTEMS, ("2:4,4:6,6:8,8:10",)),
+    ("Qwen2.5-14B", ("int8", "fp8"), SYSTEMS, ("2:4", "4:6", "6:8", "8:10")),
+    ("Qwen2.5-7B", ("int8", "fp8"), SYSTEMS, ("2:4,4:6", "6:8,8:10")),
+    ("Llama3.2-1B", ("int8", "fp8"), SYSTEMS, ("2:4,4:6,6:8,8:10",)),
+    ("BitNet-2B", ("int8",), "cublaslt,sparse", ("2:4,4:6,6:8,8:10",)),
+)
+ROUNDS = 3
+STEPS_OF_E2E = ("--prefill-steps", "10", "--decode-steps", "128")
+M_OF_E2E = ("--m", "512,1024,2048,4096,8192,16384,32768", "--decode-m", "64,128,256,512")
+
+
+@dataclass(frozen=True)
+class Step:
+    """One command; ``checkpoints`` are the folders that it reads, and what makes each."""
+
+    name: str
+    words: tuple[str, ...]
+    checkpoints: tuple[tuple[Path, tuple[str, ...]], ...] = ()
+
+
+def steps(out: Path) -> list[Step]:
+    """All commands, in order."""
+    found = []
+    for name, words in KERNELS.items():
+        place = () if words[0] == PRODUCT else ("--out", str(out))  # tuning saves into the user's tables
+        found.append(Step(name, (*words, *place)))
+    for model, dtypes, systems, groups in WHOLE:
+        for dtype in dtypes:
+            folder = out / "models" / f"{model}-{dtype}"
+            for number, patterns in enumerate(groups):
+                words = ("e2e", "--resident", "--name", model, "--model", str(folder), "--patterns", patterns)
+                words += ("--systems", systems, *STEPS_OF_E2E, *M_OF_E2E, "--rounds", str(ROUNDS))
+                # a group has rounds, and dense systems, of its own: ratios are taken within a round
+                words += ("--first-round", str(1 + ROUNDS * number), "--out", str(out))
+                needed = [_synth(folder, model, dtype, name) for name in (DENSE, *patterns.split(","))]
+                found.append(Step(f"e2e, {model} {dtype} {patterns}", words, tuple(needed)))
+    return found
+
+
+def _synth(folder: Path, model: str, dtype: str, pattern: str) -> tuple[Path, tuple[str, ...]]:
+    path = folder / (pattern if pattern == DENSE else SlidePattern.parse(pattern).flag)
+    pruned = () if pattern == DENSE else ("--sparsity", pattern)
+    return path, (PRODUCT, "synth", model, str(path), "--quant", dtype, *pruned)
+
+
+class Stopped(EnvironmentFault):
+    """A command that ended without a result; it has said why."""
+
+
+def progress(out: Path) -> list[tuple[Step, dict[str, Any]]]:
+    """Every step, and what it said of itself last: "cells" that are measured of "planned" ones."""
+    known = read_conditions(out / STATE)
+    return [(step, known.get(step.name, {})) for step in steps(out)]
+
+
+def left(out: Path) -> list[Step]:
+    """The steps that are not done; last those that came to their end, but with cells that failed."""
+    found = [(step, said) for step, said in progress(out) if not done(said)]
+    return [step for step, _ in sorted(found, key=lambda one: bool(one[1].get("finished")))]
+
+
+def done(said: dict[str, Any]) -> bool:
+    """Whether a step that said this has no cell left."""
+    return bool(said) and said["cells"] == said["planned"]
+
+
+def part(out: Path, deadline: Deadline, say: Callable[[str], None]) -> None:
+    """Run what is left until the time is up.  Raises Stopped."""
+    todo = left(out)
+    for number, step in enumerate(todo):
+        for path, words in step.checkpoints:
+            if not path.exists():
+                if not _worth(deadline, LEAST):
+                    return
+                say(shlex.join(words))
+                _call(words)
+        if not _worth(deadline, LOADING if step.checkpoints else LEAST):
+            return
+        say(step.name)
+        limit = () if deadline.left is None else ("--time-limit", f"{deadline.left:.0f}")
+        said = json.loads(_call((*step.words, *limit, "--json")))
+        amend_conditions(out / STATE, {step.name: {name: said[name] for name in SAID}})
+        if not said["finished"]:
+            return
+        needed = {path for other in todo[number + 1 :] for path, _ in other.checkpoints}
+        for path, _ in step.checkpoints:
+            if path not in needed:
+                shutil.rmtree(path)
+
+
+def commands(out: Path) -> Iterator[str]:
+    """What a shell would run for the steps that are left."""
+    for step in left(out):
+        for path, words in step.checkpoints:
+            yield f"test -d {shlex.quote(str(path))} || {shlex.join(words)}"
+        yield shlex.join(
+            step.words if step.words[0] == PRODUCT else ["python", "-m", "benchmarks", *step.words]
+        )
+
+
+def _worth(deadline: Deadline, seconds: float) -> bool:
+    return deadline.left is None or deadline.left >= seconds
+
+
+def _call(words: tuple[str, ...]) -> str:
+    """What a command printed.  Raises Stopped when it has no result."""
+    status, text = _run(_command(words))
+    if status and not (status == FAILED and text):  # some cells of a table failed, the others are there
+        raise Stopped(f"{shlex.join(words)} ended with status {status}")
+    return text
+
+
+def _command(words: tuple[str, ...]) -> list[str]:
+    """The words as a process of this Python takes them."""
+    if words[0] == PRODUCT:
+        return [sys.executable, "-c", "from slidesparse.cli import main; main()", *words[1:]]
+    return [sys.executable, "-m", "benchmarks", *words]
+
+
+def _run(words: list[str]) -> tuple[int, str]:
+    process = subprocess.Popen(words, stdout=subprocess.PIPE, text=True)
+    text, _ = process.communicate()  # interrupted, it ends by itself: engines have to be closed
+    return process.returncode, text

@@ -1,0 +1,125 @@
+"""All measurements in parts: what runs in which part, what is left, and what stays on the disk."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from models import write_config
+from typer.testing import CliRunner
+
+from benchmarks import e2e, reproduce
+from benchmarks.cli import app
+from slidesparse.cli.main import app as product
+from slidesparse.errors import ENVIRONMENT, FAILED
+from slidesparse.tune.measure import Deadline
+
+
+class Machine:
+    """Stands in for the processes, each of 100 s: a table has 3 cells, of which one call measures 2."""
+
+    def __init__(self, out: Path) -> None:
+        self.out, self.seconds, self.ran = out, 0.0, list[str]()
+        self.cells: dict[str, int] = {}
+        self.failing: dict[str, tuple[int, str]] = {}
+
+    def run(self, words: list[str]) -> tuple[int, str]:
+        self.seconds += 100
+        if "synth" in words:
+            path = Path(words[words.index("synth") + 2])
+            path.mkdir(parents=True)
+            self.ran.append(path.name)
+            return 0, "made"
+        name = words[words.index("--patterns") + 1] if "e2e" in words else "kernel"
+        self.ran.append(name)
+        if name in self.failing:
+            return self.failing[name]
+        self.cells[name] = min(3, self.cells.get(name, 0) + 2)
+        said = {"finished": self.cells[name] == 3, "rows": 7, "cells": self.cells[name], "planned": 3}
+        return 0, json.dumps(said)
+
+    def part(self, seconds: float) -> list[str]:
+        """What runs in one call."""
+        self.ran.clear()
+        reproduce.part(self.out, Deadline(seconds, lambda: self.seconds), lambda line: None)
+        return list(self.ran)
+
+    @property
+    def models(self) -> set[str]:
+        return {path.name for path in self.out.glob("models/*/*")}
+
+
+@pytest.fixture
+def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Machine:
+    made = Machine(tmp_path)
+    monkeypatch.setattr(reproduce, "_run", made.run)
+    monkeypatch.setattr(reproduce, "KERNELS", {"kernel": ("kernel",)})
+    monkeypatch.setattr(reproduce, "WHOLE", (("A", ("int8",), "stock,sparse", ("2:4", "6:8")),))
+    return made
+
+
+def test_parts_go_on_where_the_last_one_stopped(machine: Machine) -> None:
+    """60 s must be left to begin a command, 240 s one that loads engines."""
+    assert machine.part(159) == ["kernel"]
+    assert machine.part(159) == ["kernel"]
+    assert machine.part(439) == ["dense", "2_4"]
+    assert machine.part(1000) == ["2:4"]
+    assert machine.models == {"dense", "2_4"}
+    assert machine.part(439) == ["2:4", "2_8"]
+    assert machine.models == {"dense", "2_8"}  # both groups have dense weights
+    assert machine.part(240) == machine.part(240) == ["6:8"]
+    assert machine.models == set()
+    assert machine.part(1000) == []
+
+
+def test_cells_that_failed_are_tried_again_last(machine: Machine) -> None:
+    machine.cells["kernel"] = 1
+    machine.failing["2:4"] = FAILED, json.dumps({"finished": True, "cells": 2, "planned": 3})
+    machine.cells["6:8"] = 1
+    assert machine.part(1000) == ["kernel", "dense", "2_4", "2:4", "2_8", "6:8"]
+    assert machine.models == set()
+    del machine.failing["2:4"]
+    done = CliRunner().invoke(app, ["reproduce", str(machine.out), "--dry-run"])
+    assert done.stdout.startswith(f"test -d {machine.out}/models/A-int8/dense || slidesparse synth A ")
+    assert "--first-round 1" in done.stdout
+    assert "--first-round 4" not in done.stdout
+
+
+def test_a_command_without_a_result_ends_the_part(machine: Machine) -> None:
+    machine.failing["kernel"] = ENVIRONMENT, ""
+    done = CliRunner().invoke(app, ["reproduce", str(machine.out)])
+    assert (done.exit_code, machine.ran) == (ENVIRONMENT, ["kernel"])
+    assert f"status {ENVIRONMENT}" in done.stderr
+    assert [line.split()[0] for line in done.stdout.splitlines()] == ["left"] * 3
+
+
+@pytest.mark.skipif(torch.version.cuda is not None, reason="this torch is built with CUDA")
+def test_every_command_is_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Options are understood: those that measure a GPU get as far as to miss it, whole models to their plan."""
+    monkeypatch.setattr(e2e, "_other_plugins", list)  # which takes its time, for each command that is printed
+    steps = reproduce.steps(tmp_path)
+    for step in steps:
+        for path, words in step.checkpoints:
+            if not path.exists():
+                config = (
+                    write_config(path, None if path.name == "dense" else path.name, words[5]) / "config.json"
+                )
+                found = json.loads(config.read_text()) | {"max_position_embeddings": 4096}
+                config.write_text(json.dumps(found))
+        first, *rest = step.words
+        if first == "e2e":
+            done = CliRunner().invoke(app, [*step.words, "--dry-run"])
+            assert done.exit_code == 0, done.stderr
+        else:
+            done = CliRunner().invoke(*((product, rest) if first == "slidesparse" else (app, step.words)))
+            assert (done.exit_code, "NVIDIA GPU" in done.stderr) == (ENVIRONMENT, True), step
+    keys = [
+        (model, dtype, pattern)
+        for model, dtypes, _, groups in reproduce.WHOLE
+        for dtype in dtypes
+        for pattern in ",".join(groups).split(",")
+    ]
+    assert len(keys) == len(set(keys)) == 9 * 4
+    assert len({step.name for step in steps}) == len(steps)
