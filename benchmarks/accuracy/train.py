@@ -23,7 +23,7 @@ from torch import Tensor
 
 from benchmarks.accuracy.language_model import Model, Shape, batches, describe, initial, read_stream, save
 
-RATE, LEAST_RATE, WARM_UP = 2.5e-3, 0.02, 200  # the highest, of it at the end, steps
+RATE, LEAST_RATE, WARM_UP = 2.5e-3, 0.02, 200  # the highest at a width of 512, of it at the end, steps
 BETAS, WEIGHT_DECAY, CLIP = (0.9, 0.95), 0.1, 1.0
 BATCH = 64  # windows a step
 SYNC = 8  # steps between looks at the GPU
@@ -176,14 +176,17 @@ def main() -> None:
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--batch", type=int, default=BATCH)
     parser.add_argument("--steps", type=int, help="so many, instead of seconds")
-    parser.add_argument("--layers", type=int, help="fewer, to try things out")
-    parser.add_argument("--hidden", type=int, help="fewer, to try things out")
+    parser.add_argument("--layers", type=int, help="another depth")
+    parser.add_argument(
+        "--hidden", type=int, help="another width, in heads of 64; 768 with --layers 14 is 100 M"
+    )
     options = parser.parse_args()
     shape = Shape()
     if options.layers:
         shape = replace(shape, layers=options.layers)
     if options.hidden:
-        shape = replace(shape, hidden=options.hidden, intermediate=options.hidden * 11 // 4)
+        wide = options.hidden
+        shape = replace(shape, hidden=wide, intermediate=wide * 11 // 4, heads=max(1, wide // 64))
     began = time.monotonic()
     dtype, compiled = prepare(options.device)
     stream = read_parts(options.corpus, options.device)
@@ -192,7 +195,9 @@ def main() -> None:
     options.out.mkdir(parents=True, exist_ok=True)
     model = Model(shape, initial(shape, options.device), dtype, compiled)
     clock, log = Clock(options.seconds, WARM_UP, options.steps), Log(options.out / "log.jsonl")
-    tokens = train(model.weights, model.loss, batches(stream, options.batch, shape.window), clock, log)
+    data = batches(stream, options.batch, shape.window)
+    highest = RATE * Shape().hidden / shape.hidden
+    tokens = train(model.weights, model.loss, data, clock, log, highest)
     save(options.out, shape, model.weights, options.corpus)
     with np.load(options.corpus / "eval.npz") as stored:
         held_out = {name: torch.from_numpy(stored[name].astype(np.int64)) for name in stored.files}
