@@ -33,7 +33,6 @@ from torch.nn.attention import sdpa_kernel
 from slidesparse.calibrate.finetune import ATTENTION, BETAS, PIECE_TOKENS, Rounded, schedule
 from slidesparse.calibrate.models import Block, fast_products
 from slidesparse.calibrate.resume import DISTILLED, DISTILLING, WorkFolder
-from slidesparse.calibrate.samples import Samples
 from slidesparse.calibrate.task import Progress, Task
 from slidesparse.checkpoint.architectures import SCALE, WEIGHT
 from slidesparse.checkpoint.storage import Reader
@@ -95,6 +94,8 @@ def distill(task: Task, reader: Reader, work: WorkFolder, progress: Progress | N
     Raises CalibrationError when losses are not finite, or the device has too little memory after all.
     """
     device = task.device
+    if device.type == "cuda":
+        torch.cuda.empty_cache()  # pieces of other sizes, of pruning
     try:
         with sdpa_kernel(ATTENTION[device.type]), fast_products(device):
             return _Training(task, reader, work).run(progress)
@@ -204,7 +205,7 @@ class _Training:
         assert task.texts
         model, self._device = task.model, task.device
         self._task, self._work, self._dtype = task, work, NAMES[task.quant]
-        self._trained, self._judged = (_stacked(samples) for samples in task.texts)
+        self._trained, self._judged = (torch.stack(samples.ids) for samples in task.texts)
         length = self._trained.shape[1]
         kind = self._device.type
         self._per_step = min(len(self._trained), max(1, STEP_TOKENS[kind] // length))
@@ -384,10 +385,6 @@ class _Training:
         for number, weights in enumerate(self._weights):
             for name, weight in weights.items():
                 yield self._task.model.prefix(number) + name, weight
-
-
-def _stacked(samples: Samples) -> Tensor:
-    return torch.stack(samples.ids)
 
 
 def _chosen(count: int, many: int, step: int) -> list[int]:
