@@ -2,7 +2,7 @@
 
     python -m benchmarks.accuracy.float_prune DENSE OUT 6:8 sparsegpt --calib CALIBRATION.npy
 
-What `slidesparse convert` writes is quantized; these tell what pruning alone costs, and what distillation starts from.
+What `slidesparse convert` writes is quantized; these tell what pruning alone costs.
 Unstructured pruning is there as a reference: no hardware makes it faster.  It follows the papers: magnitude over a
 layer, Wanda over a row (arXiv 2306.11695), SparseGPT over 128 columns at a time (arXiv 2301.00774), without the
 sweeps that the project's SparseGPT adds.

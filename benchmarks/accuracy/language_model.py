@@ -1,7 +1,6 @@
 """The language model of protocol A: Llama's architecture in plain torch, and its checkpoints in Hugging Face's layout.
 
-A layer is a pure function of its input and weights, so that one compilation serves all layers, and the teacher and
-every student of a distillation::
+A layer is a pure function of its input and weights, so that one compilation serves all layers::
 
     x [B, T, hidden] -> norm -> [q k v] -> rotary, attention -> o + x -> norm -> [gate up] -> silu * -> down + x
 
@@ -139,21 +138,6 @@ def cross_entropy(x: Tensor, targets: Tensor, last_norm: Tensor, embedding: Tens
     return nats + LOGSUMEXP * logits.logsumexp(-1).square().mean(), nats.detach()
 
 
-def divergence(
-    x: Tensor,
-    wanted: Tensor,
-    last_norm: Tensor,
-    embedding: Tensor,
-    their_norm: Tensor,
-    their_embedding: Tensor,
-) -> Tensor:
-    """Mean KL(teacher || student) in nats; ``wanted`` [..., hidden] is what the teacher's layers gave."""
-    ours = logits_of(x, last_norm, embedding).float().log_softmax(-1)
-    with torch.no_grad():
-        given = logits_of(wanted, their_norm, their_embedding).float().log_softmax(-1)
-    return (given.exp() * (given - ours)).sum(-1).mean()
-
-
 compiled_form = cache(torch.compile)  # once for all models
 
 
@@ -165,8 +149,8 @@ class Model:
 
     def __init__(self, shape: Shape, weights: Weights, dtype: torch.dtype, compiled: bool) -> None:
         self.shape, self.weights, self.dtype = shape, weights, dtype
-        self._layer, self._cross_entropy, self._divergence = (
-            compiled_form(each) if compiled else each for each in (self.run, cross_entropy, divergence)
+        self._layer, self._cross_entropy = (
+            compiled_form(each) if compiled else each for each in (self.run, cross_entropy)
         )
         half = shape.hidden // shape.heads // 2
         device = weights["embedding"].device
@@ -190,13 +174,6 @@ class Model:
     def loss(self, windows: Tensor) -> tuple[Tensor, Tensor]:
         """`cross_entropy` of windows [B, T + 1]."""
         return self._cross_entropy(self.hidden(windows[:, :-1]), windows[:, 1:], *self.ends)
-
-    def divergence_from(self, teacher: Model, windows: Tensor) -> Tensor:
-        """`divergence` on windows [B, T + 1]."""
-        ids = windows[:, :-1]
-        with torch.no_grad():
-            wanted = teacher.hidden(ids)
-        return self._divergence(self.hidden(ids), wanted, *self.ends, *teacher.ends)
 
     @torch.no_grad()
     def perplexity(self, windows: Tensor, batch: int = 16) -> float:

@@ -1,7 +1,7 @@
 """Protocol A: what pruning costs a language model of 30 million weights, served by vLLM with the plugin.
 
     python -m benchmarks.accuracy.protocol_a WORK --model DENSE --data CORPUS/eval.npz --out protocol_a.csv --jobs 8
-    python -m benchmarks.accuracy.protocol_a WORKFOLDER ... --distilled FOLDER            # what distill.py made
+    python -m benchmarks.accuracy.protocol_a WORK ... --distill CORPUS --minutes 10       # and distils, one at a time
 
 A cell is a pattern, a method, a quantization and a seed of the choice of calibration samples.  vLLM is imported once;
 each cell is a forked process that makes the checkpoint by `convert`, serves it and scores the texts, several at a time.
@@ -28,7 +28,8 @@ import numpy as np
 import torch
 
 from benchmarks.accuracy import float_prune
-from slidesparse.calibrate.task import EPOCHS, Calibration
+from benchmarks.accuracy.train import read_parts
+from slidesparse.calibrate.task import EPOCHS, MINUTES, Calibration
 from slidesparse.checkpoint.architectures import WEIGHT, family_of
 from slidesparse.checkpoint.metadata import Metadata
 from slidesparse.checkpoint.storage import Checkpoint
@@ -41,8 +42,9 @@ from slidesparse.evaluate.engine import SERVED, Scored
 from slidesparse.evaluate.perplexity import summarize
 from slidesparse.pattern import SlidePattern
 
-DENSE, CONTROL = "dense", "control"
+DENSE = "dense"
 PATTERNS, METHODS = ("6:8", "4:6", "2:4", "8:10"), ("sparsegpt", "wanda", "magnitude")
+DISTILLED = ("2:4", "4:6", "6:8")
 UNSTRUCTURED = ("25%", "33%")
 BUDGETS = ("zeros 25%", "zeros 33.3%", "loss 1%", "loss 2%")  # as patterns, of the method BUDGET
 BUDGET = "budget"
@@ -79,7 +81,7 @@ class Cell:
     method: str
     quant: str
     seed: int = 0
-    distilled: str = ""  # "kl", or for the dense model CONTROL
+    distilled: str = ""  # or "kl"
 
     @property
     def name(self) -> str:
@@ -95,7 +97,7 @@ class Cell:
 
     def calibrated(self, samples: int, epochs: int) -> tuple[str, str]:
         """Its samples and epochs, where ``samples`` and ``epochs`` are those of the command; "" for none."""
-        if self.distilled or self.method not in ("sparsegpt", "wanda", BUDGET):
+        if self.method not in ("sparsegpt", "wanda", BUDGET):
             return "", ""
         tuned = self.method != "wanda" and self.pattern not in UNSTRUCTURED
         return str(samples), str(epochs if tuned else 0)
@@ -104,7 +106,7 @@ class Cell:
 def cells() -> list[Cell]:
     """All, the reference first and then the most telling; seeds where they decide anything."""
     found = [Cell(DENSE, "-", quant) for quant in ("bf16", "int8", "fp8")]
-    for pattern in PATTERNS:  # distillation starts from these
+    for pattern in PATTERNS:
         found += [Cell(pattern, "sparsegpt", quant) for quant in ("bf16", "int8", "fp8")]
     for method in ("magnitude", "wanda"):
         found += [Cell(pattern, method, "int8") for pattern in PATTERNS]
@@ -118,18 +120,12 @@ def cells() -> list[Cell]:
     return found
 
 
-def distilled_cells(folder: Path) -> list[Cell]:
-    """The cells that distill.py wrote to ``folder``, by the names of the checkpoints it started from."""
+def distilled_cells() -> list[Cell]:
+    """The cells that are distilled, each beside the one that it starts from."""
     found = []
-    for path in sorted(folder.iterdir()):
-        if path.name == CONTROL:
-            found += [Cell(DENSE, "-", quant, distilled=CONTROL) for quant in ("bf16", "int8")]
-        elif (path / "config.json").exists():
-            pattern, method, _, seed = path.name.split("-")
-            found += [
-                Cell(pattern.replace("_", ":"), method, quant, int(seed), "kl")
-                for quant in ("bf16", "int8", "fp8")
-            ]
+    for quant in ("int8", "fp8"):
+        for pattern in DISTILLED:
+            found += [Cell(pattern, "sparsegpt", quant, distilled=by) for by in ("", "kl")]
     return found
 
 
@@ -139,11 +135,8 @@ def make(cell: Cell, options: argparse.Namespace) -> Path:
     if (made / "config.json").exists():
         return made
     source: Path = options.model
-    if cell.distilled:
-        start = Cell(cell.pattern, cell.method, "bf16", cell.seed).name
-        source = options.distilled / (CONTROL if cell.distilled == CONTROL else start)
     pruned = cell.pattern != DENSE
-    if cell.quant == "bf16" and (cell.distilled or not pruned):
+    if cell.quant == "bf16" and not pruned:
         return source
     calibration = Calibration(
         str(options.calibration),
@@ -152,11 +145,13 @@ def make(cell: Cell, options: argparse.Namespace) -> Path:
         options.device,
         finetune=options.finetune,
         rotate="on" if options.rotate else "off",
+        distill=str(options.text) if cell.distilled else None,
+        minutes=options.minutes if cell.distilled else None,
     )
     if cell.quant == "bf16":
         float_prune.write_pruned(source, made, cell.pattern, cell.method, calibration, cell.seed)
         return made
-    plain = cell.distilled or not pruned or cell.method == "magnitude"
+    plain = not pruned or cell.method == "magnitude"
     budget = budget_of(cell.pattern) if cell.method == BUDGET else None
     pattern = SlidePattern.parse(cell.pattern) if pruned and not budget else SlidePattern(None)
     how = ConvertOptions(
@@ -168,6 +163,8 @@ def make(cell: Cell, options: argparse.Namespace) -> Path:
         seed=cell.seed,
     )
     report = convert(source, made, how)
+    if report.distilled:
+        print(f"# {cell.name}: {report.distilled.words}; {report.distilled}")
     if report.budget:
         (options.folder / "logs" / f"{cell.name}.json").write_text(json.dumps(report.budget.to_json()))
     return made
@@ -385,7 +382,10 @@ def main() -> None:
     parser.add_argument("--model", type=Path, required=True, help="the dense checkpoint")
     parser.add_argument("--data", type=Path, required=True, help="eval.npz of corpus.py")
     parser.add_argument("--out", type=Path, required=True, help="the CSV")
-    parser.add_argument("--distilled", type=Path, help="what distill.py wrote: score this")
+    parser.add_argument(
+        "--distill", type=Path, help="of corpus.py: distil on its training text, and score that"
+    )
+    parser.add_argument("--minutes", type=float, default=MINUTES, help="for each")
     parser.add_argument("--jobs", type=int, default=1, help="cells at a time")
     parser.add_argument("--device", default="cuda" if torch.cuda.device_count() else "cpu")
     parser.add_argument("--only", help="NAME,NAME,...: these cells alone, such as 6_8-sparsegpt-int8-0")
@@ -395,7 +395,9 @@ def main() -> None:
     parser.add_argument("--windows", type=int, help="of each text, fewer to try things out")
     parser.add_argument("--option", action="append", default=[], metavar="NAME=JSON", help="of vllm.LLM")
     parser.add_argument("--time-limit", type=float, help="seconds after which no cell is started")
-    parser.add_argument("--cell-limit", type=float, default=400.0, help="seconds of a cell")
+    parser.add_argument(
+        "--cell-limit", type=float, default=400.0, help="seconds of a cell, without --minutes"
+    )
     options = parser.parse_args()
     for name in ("made", "logs", "scores"):
         (options.folder / name).mkdir(parents=True, exist_ok=True)
@@ -407,6 +409,10 @@ def main() -> None:
             name: found[name][: options.windows].astype(int).tolist() for name in TEXTS if name in found.files
         }
     ids = [window for windows in texts.values() for window in windows]
+    if options.distill:
+        options.text = options.folder / "text.npy"
+        np.save(options.text, read_parts(options.distill, "cpu").numpy())
+        options.cell_limit += 60 * options.minutes
     memory = {"gpu_memory_utilization": 0.05, "kv_cache_memory_bytes": CACHE_BYTES}
     options.engine = {"enforce_eager": True, "max_model_len": WINDOW + 1, "max_num_seqs": 64}
     options.engine["enable_prefix_caching"] = False
@@ -415,7 +421,7 @@ def main() -> None:
         name: json.loads(value) for name, _, value in (o.partition("=") for o in options.option)
     }
     table = Table(options, texts)
-    wanted = distilled_cells(options.distilled) if options.distilled else cells()
+    wanted = distilled_cells() if options.distill else cells()
     if options.only:
         wanted = [cell for cell in wanted if cell.name in options.only.split(",")]
     if options.rotate:  # float_prune.py does not rotate its models

@@ -115,22 +115,18 @@ def train(
     clock: Clock,
     log: Log,
     highest: float = RATE,
-    after: Callable[[], None] | None = None,
 ) -> int:
     """Train until the clock says that it is enough; the number of tokens.
 
     Args:
         loss_of: of windows [B, T + 1]: what to go down, and what to log.
         highest: learning rate.
-        after: called after every step.
     """
     optimizer, every, tokens = optimizer_of(weights, highest), list(weights.values()), 0
     for windows in data:
         loss, shown = loss_of(windows)
         rate = highest * clock.rate
         step(optimizer, every, loss, rate)
-        if after:
-            after()
         tokens += windows[:, 1:].numel()
         clock.tick()
         end = clock.share >= 1

@@ -125,7 +125,7 @@ class _Trainer:
         for epoch in range(epochs):
             steps = list(self._steps(order))
             for number, pieces in enumerate(steps):
-                part = _schedule((epoch * len(steps) + number + 0.5) / (epochs * len(steps)))
+                part = schedule((epoch * len(steps) + number + 0.5) / (epochs * len(steps)))
                 for group in optimizer.param_groups:
                     group["lr"] = group["size"] * rate * part
                 self._step(optimizer, pieces)
@@ -236,8 +236,8 @@ def _pieces(shapes: list[torch.Size], most: int) -> tuple[list[_Piece], list[_Pi
     return trained, judged or trained
 
 
-def _schedule(part: float) -> float:
-    """Return the learning rate when a ``part`` of all steps is done, as a part of the highest."""
+def schedule(part: float) -> float:
+    """Return the learning rate when a ``part`` of all steps or of the time is over, as a part of the highest."""
     return min(1.0, part / WARM_UP) * (0.5 + 0.5 * math.cos(math.pi * part))
 
 

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from slidesparse.calibrate.finetune import Rounded
 from slidesparse.calibrate.inputs import gather
-from slidesparse.calibrate.models import Block, fast_products
+from slidesparse.calibrate.models import CAUSAL, Block, fast_products
 from slidesparse.calibrate.pipeline import Position, counter, quantize_skipped, restore, walk
 from slidesparse.calibrate.resume import WorkFolder
 from slidesparse.calibrate.task import Progress, Task
@@ -37,7 +37,6 @@ LOSS_TOKENS = {"cpu": 4096, "cuda": 16384}  # tokens that a layer's loss is meas
 LOGITS = 2**25  # logits at a time
 KEPT_PART = 2  # blocks that wait to be run again take one part in so many of a GPU's free memory
 KEPT_OF_HOST = 4  # or one in so many of the host's
-CAUSAL = "ForCausalLM"
 POOLING = "1_Pooling/config.json"  # of sentence-transformers
 FIRST_TOKEN = "pooling_mode_cls_token"
 
@@ -65,7 +64,7 @@ def layer_losses(
 
     Raises CalibrationError for a decoder without a language model's head.
     """
-    if task.model.is_decoder and not str(architecture_of(task.model.checkpoint.config)).endswith(CAUSAL):
+    if task.model.is_decoder and not task.model.is_language_model:
         raise CalibrationError(
             f"a budget is for encoders and for language models (...{CAUSAL}), whose loss is known; config.json names "
             f"{architecture_of(task.model.checkpoint.config)}: give a pattern instead, such as --sparsity 6:8"

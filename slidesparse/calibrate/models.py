@@ -104,7 +104,8 @@ DECODERS: Mapping[str, Decoder] = {
     "Olmo2": Decoder(norms=AFTER, query_key_norms=True, defaults={"rms_norm_eps": 1e-5}),
 }
 ENCODERS = ("Bert", "Roberta", "XLMRoberta")
-_HEADS = ("ForCausalLM", "Model", "ForMaskedLM", "ForSequenceClassification", "ForTokenClassification")
+CAUSAL = "ForCausalLM"
+_HEADS = (CAUSAL, "Model", "ForMaskedLM", "ForSequenceClassification", "ForTokenClassification")
 ROPES = ("default", "linear", "llama3", "longrope")
 _ROPE_KEYS = (
     "rope_theta",
@@ -179,6 +180,11 @@ class LayeredModel:
     def is_decoder(self) -> bool:
         """Whether attention is causal."""
         return self.kind in DECODERS
+
+    @property
+    def is_language_model(self) -> bool:
+        """Whether it is a decoder that predicts tokens."""
+        return self.is_decoder and str(architecture_of(self.checkpoint.config)).endswith(CAUSAL)
 
     @property
     def stages(self) -> Stages:

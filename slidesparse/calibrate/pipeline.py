@@ -77,6 +77,8 @@ def calibrate(task: Task, reader: Reader, work: WorkFolder, progress: Progress |
     A block that is there already is run, not made again.  The same task on the same machine gives the same bytes.
     Raises CalibrationError when activations are not finite or a block does not fit into memory.
     """
+    if all(work.has(number) for number in _wanted(task)):
+        return
     report = counter(task, "pruning", progress)
     with walk(task, reader, work.folder, task.streams) as positions:
         for at in positions:
@@ -171,12 +173,7 @@ def _positions(
     to_the_end: bool,
 ) -> Iterator[Position]:
     model = task.model
-    wanted = [
-        number
-        for number in range(model.blocks)
-        if to_the_end or any(name in task.layers for name in model.linears(number))
-    ]
-    last = max(wanted, default=-1)
+    last = model.blocks - 1 if to_the_end else max(_wanted(task), default=-1)
     for number in range(last + 1):
         block = model.load(reader, number, task.device)
         blocks = [block, *(block.copy() for _ in states[1:])]
@@ -184,6 +181,12 @@ def _positions(
         yield Position(task, number, inputs[0], inputs[1] if len(inputs) > 1 else None, batches)
         for each in inputs if number < last else ():
             each.advance()
+
+
+def _wanted(task: Task) -> list[int]:
+    """Return the blocks with something to prune."""
+    model = task.model
+    return [n for n in range(model.blocks) if any(name in task.layers for name in model.linears(n))]
 
 
 def _batches(samples: Samples, tokens: int) -> Iterator[Tensor]:

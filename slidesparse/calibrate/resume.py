@@ -9,6 +9,8 @@
       choice.json                    with a budget: what the layers that follow aim at, and what was tried before
       layer-00000.json               the report's rows of a transformer block
       layer-00000.safetensors        its codes and scales; last, and by one rename: it marks the block as done
+      distilled.safetensors          with --distill: the best codes and scales so far, of all blocks
+      distilling.safetensors         weights and optimizer to go on from; last
 """
 
 from __future__ import annotations
@@ -17,7 +19,7 @@ import fcntl
 import json
 import os
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -39,6 +41,7 @@ from slidesparse.errors import CalibrationError
 
 STATE, CHOICE = "state.json", "choice.json"
 ROTATION, GAIN = f"rotation{SUFFIX}", "rotation.json"
+DISTILLED, DISTILLING = f"distilled{SUFFIX}", f"distilling{SUFFIX}"
 
 
 @dataclass(frozen=True)
@@ -90,22 +93,24 @@ class WorkFolder:
         done = sorted(path.stem for path in self.folder.glob(f"layer-*{SUFFIX}"))
         return [row for name in done for row in self.read_json(f"{name}.json")]
 
-    def tensors(self) -> Checkpoint:
-        """Return all finished blocks as a checkpoint to read from."""
-        return self._opened(sorted(path.name for path in self.folder.glob(f"layer-*{SUFFIX}")))
+    def tensors(self, *more: str) -> Checkpoint:
+        """Return all finished blocks as a checkpoint to read from; what files of ``more`` hold takes their place."""
+        return self.opened(*sorted(path.name for path in self.folder.glob(f"layer-*{SUFFIX}")), *more)
 
     def read_tensors(self, name: str) -> dict[str, Tensor] | None:
         """Return what `write_tensors` kept under a name, or None."""
-        if not (self.folder / name).exists():
+        if not (found := self.opened(name)).files:
             return None
-        with (found := self._opened([name])).reader() as reader:
+        with found.reader() as reader:
             return {each: reader.whole(each) for each in found.tensors}
 
-    def _opened(self, files: Sequence[str]) -> Checkpoint:
+    def opened(self, *names: str) -> Checkpoint:
+        """Return those of the files that exist as one checkpoint; the last that has a tensor counts."""
+        files = tuple(name for name in names if (self.folder / name).exists())
         found: dict[str, StoredTensor] = {}
         for file in files:
             found |= {tensor.spec.name: tensor for tensor in read_header(self.folder / file)}
-        return Checkpoint(self.folder, {}, None, tuple(files), found)
+        return Checkpoint(self.folder, {}, None, files, found)
 
     def clear(self) -> None:
         """Remove finished blocks."""
@@ -123,8 +128,12 @@ def work_folder(out: Path) -> Path:
 
 
 def finished_bytes(out: Path) -> int:
-    """Return the bytes of the finished blocks that a killed conversion to ``out`` left."""
-    return sum(path.stat().st_size for path in work_folder(out).glob(f"layer-*{SUFFIX}"))
+    """Return the bytes of the finished blocks, and of a distillation, that a killed conversion to ``out`` left."""
+    return sum(
+        path.stat().st_size
+        for kind in ("layer-*", "distill*")
+        for path in work_folder(out).glob(kind + SUFFIX)
+    )
 
 
 @contextmanager

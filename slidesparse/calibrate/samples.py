@@ -19,6 +19,7 @@ from slidesparse.errors import CalibrationError
 RANDOM = "random"
 SAMPLES, SEQLEN = 128, 2048
 HELD_BACK = 8
+MOST_TOKENS = 2**26  # of all of a text, half a GiB
 MOST_RANDOM = 2**28  # tokens, 2 GiB
 KINDS = "FILE.jsonl (a text a line), FILE.npy (token ids), or the word random"
 
@@ -41,14 +42,19 @@ class Samples:
         """A summary, such as ``calib.jsonl, 128 samples, 262144 tokens``."""
         return f"{self.origin}, {len(self.ids)} samples, {self.tokens} tokens"
 
-    def split(self) -> tuple[Samples, Samples]:
-        """Hold back one sample in HELD_BACK; return the rest and these.  Raises CalibrationError for one sample."""
-        if len(self.ids) < 2:
+    def split(self, most: int | None = None) -> tuple[Samples, Samples]:
+        """Hold back one sample in HELD_BACK, evenly spread, or ``most`` of them; return the rest and these.
+
+        Raises CalibrationError for one sample.
+        """
+        count = len(self.ids)
+        if count < 2:
             raise CalibrationError(
-                "a budget needs two samples at least, one of them to judge the pruned model by; give more text, or a "
-                "smaller --seqlen"
+                f"{self.origin} gives one sample, but two are needed at least, one of them to judge the pruned model "
+                "by; give more text, or a smaller --seqlen"
             )
-        held = set(range(min(HELD_BACK, len(self.ids)) - 1, len(self.ids), HELD_BACK))
+        every = max(HELD_BACK, -(-count // (most or count)))
+        held = set(range(min(every, count) - 1, count, every))
         parts = (tuple(x for i, x in enumerate(self.ids) if (i in held) is which) for which in (False, True))
         rest, held_back = (replace(self, ids=ids) for ids in parts)
         return rest, held_back
@@ -64,27 +70,35 @@ class Samples:
 
 
 def load_samples(
-    data: str, model: LayeredModel, samples: int = SAMPLES, seqlen: int | None = None, seed: int = 0
+    data: str,
+    model: LayeredModel,
+    samples: int | None = SAMPLES,
+    seqlen: int | None = None,
+    seed: int = 0,
+    option: str = "--calib",
 ) -> Samples:
     """Read calibration data.
 
     Args:
         data: a ``.jsonl`` file of texts (strings, or objects with "text"), tokenized with the checkpoint's own
             tokenizer; a ``.npy`` file of ids, [samples, tokens] or one stream [tokens]; or "random".
-        samples: how many to draw; with fewer at hand all are taken, and `Samples.note` says so.
+        samples: how many to draw; with fewer at hand all are taken, and `Samples.note` says so.  None for all, up to
+            MOST_TOKENS.
         seqlen: tokens of a sample; by default SEQLEN or what the model takes.  Decoders read texts as one stream cut
             into samples of this length, encoders each text by itself, truncated to it.
         seed: of the choice.
+        option: what errors call the data.
 
     Raises SlideSparseError for data that cannot be used, EnvironmentFault without a tokenizer library.
     """
-    if samples < 1:
+    if samples is not None and samples < 1:
         raise CalibrationError(f"--samples {samples} is too few; at least 1 is needed, 128 are usual")
     if seqlen is not None and not 2 <= seqlen <= model.longest:
         raise CalibrationError(
             f"--seqlen {seqlen} must be from 2 to {model.longest}, the most positions of this model"
         )
     length = seqlen or min(SEQLEN, model.longest)
+    every, samples = samples is None, samples or max(1, MOST_TOKENS // length)
     generator = np.random.default_rng(seed)
     if data == RANDOM:
         if samples * length > MOST_RANDOM:
@@ -97,9 +111,9 @@ def load_samples(
         return Samples(tuple(torch.from_numpy(row) for row in drawn), "random tokens", note)
     path = Path(data)
     if path.suffix not in (".jsonl", ".npy"):
-        raise CalibrationError(f"--calib {data!r} is not a supported type of file; give {KINDS}")
+        raise CalibrationError(f"{option} {data!r} is not a supported type of file; give {KINDS}")
     if not path.is_file():
-        raise CalibrationError(f"--calib {data!r} is not a file; give {KINDS}")
+        raise CalibrationError(f"{option} {data!r} is not a file; give {KINDS}")
     if path.suffix == ".npy":
         found = _ids_of(path, length)
         chosen = [found[i] for i in sorted(generator.permutation(len(found))[:samples])]
@@ -114,7 +128,7 @@ def load_samples(
             f"{path} gives no sample of {length} tokens; give more text, or a smaller --seqlen"
         )
     note = ""
-    if len(chosen) < samples:
+    if len(chosen) < samples and not every:
         note = f"{path.name} gives {len(chosen)} samples of at most {length} tokens, {samples} were asked for"
     ids = tuple(torch.from_numpy(np.ascontiguousarray(row, dtype=np.int64)) for row in chosen)
     return Samples(ids, path.name, note)
@@ -131,13 +145,15 @@ def _ids_of(path: Path, length: int) -> list[np.ndarray]:
 
 def _streamed(encoded: Iterator[list[int]], samples: int, length: int) -> list[np.ndarray]:
     """Join documents and cut them into samples; no more are read than needed."""
-    stream: list[int] = []
+    parts: list[np.ndarray] = []
+    tokens = 0
     for ids in encoded:
-        stream += ids
-        if len(stream) >= samples * length:
+        parts.append(np.asarray(ids, dtype=np.int64))
+        tokens += len(ids)
+        if tokens >= samples * length:
             break
-    count = min(samples, len(stream) // length)
-    return list(np.asarray(stream[: count * length], dtype=np.int64).reshape(count, length))
+    count = min(samples, tokens // length)
+    return list(np.concatenate(parts)[: count * length].reshape(count, length))
 
 
 def _one_by_one(encoded: Iterator[list[int]], samples: int, length: int) -> list[np.ndarray]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -12,9 +13,9 @@ import torch
 import slidesparse
 from slidesparse import methods
 from slidesparse.calibrate.inputs import place
-from slidesparse.calibrate.models import LayeredModel, open_model
+from slidesparse.calibrate.models import CAUSAL, LayeredModel, open_model
 from slidesparse.calibrate.samples import SAMPLES, Samples, load_samples
-from slidesparse.checkpoint.architectures import WEIGHT
+from slidesparse.checkpoint.architectures import WEIGHT, architecture_of
 from slidesparse.checkpoint.bitnet import is_bitnet
 from slidesparse.checkpoint.storage import Checkpoint
 from slidesparse.errors import CalibrationError, EnvironmentFault
@@ -29,6 +30,8 @@ TARGETS = ("dense", "own")  # pruned layers should give what they do in the dens
 ROTATIONS = ("auto", "on", "off")
 SWEEPS = 4
 EPOCHS = 4
+MINUTES = 10.0
+JUDGED = 64  # samples at most that a distillation is judged by
 
 
 @dataclass(frozen=True)
@@ -50,6 +53,10 @@ class Calibration:
     )
 
     rotate: str = ROTATIONS[0]  # whether to rotate the residual stream first
+    distill: str | None = (
+        None  # text, as ``data``, to train all that is left on, by what the dense model predicts
+    )
+    minutes: float | None = None  # of that; None: MINUTES
 
     def __post_init__(self) -> None:
         if self.sweeps < 0:
@@ -72,8 +79,19 @@ class Calibration:
             raise CalibrationError(
                 f"--rotate {self.rotate!r} is not known; use one of {', '.join(ROTATIONS)}"
             )
+        if self.minutes is not None and self.distill is None:
+            raise CalibrationError(
+                f"--minutes {self.minutes:g} is the time of distillation: give --distill FILE as well, or leave it out"
+            )
+        if not 0 < self.training_minutes < math.inf:
+            raise CalibrationError(f"--minutes {self.minutes} must be more than 0; {MINUTES:g} are usual")
         if self.device not in DEVICES:
             raise CalibrationError(f"--device {self.device!r} is not known; use one of {', '.join(DEVICES)}")
+
+    @property
+    def training_minutes(self) -> float:
+        """Minutes of distillation."""
+        return MINUTES if self.minutes is None else self.minutes
 
     @property
     def epochs(self) -> int:
@@ -98,6 +116,7 @@ class Task:
     held_back: Samples | None = (
         None  # samples that nothing is chosen by, to judge the model by; with a budget
     )
+    texts: tuple[Samples, Samples] | None = None  # to distill with: to train on, and to judge by
 
     @property
     def pruner(self) -> Method:
@@ -149,6 +168,8 @@ class Task:
             "target": self.calibration.target if updates else None,
             "finetune": self.epochs,
             "permutes": self.permutes,
+            "distill": [text.digest for text in self.texts] if self.texts else None,
+            "minutes": self.calibration.training_minutes if self.texts else None,
             "quant": self.quant,
             "torch": torch.__version__,
             "device": torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else "cpu",
@@ -182,14 +203,27 @@ def prepare(
                 f"{name} is none of the linear layers that calibration runs in a {model.kind} model, such as "
                 f"{min(run)}; leave it out, or do without --calib"
             )
-    if is_bitnet(checkpoint.config) and calibration.finetune:
+    training = {"--finetune": calibration.finetune, "--distill": calibration.distill}
+    for option, value in training.items() if is_bitnet(checkpoint.config) else ():
+        if value:
+            raise CalibrationError(
+                f"{option} {value} trains weights, but those of BitNet are -1, 0 and 1; leave it out"
+            )
+    if calibration.distill and not model.is_language_model:
         raise CalibrationError(
-            f"--finetune {calibration.finetune} trains weights, but those of BitNet are -1, 0 and 1; leave it out"
+            f"--distill is for language models (...{CAUSAL}), which learn what the dense model predicts, but "
+            f"config.json names {architecture_of(checkpoint.config)}; leave it out"
         )
     samples = load_samples(calibration.data, model, calibration.samples, calibration.seqlen, seed)
     device = _device(calibration.device)
     samples, held_back = samples.split() if hold_back else (samples, None)
-    return Task(model, layers, frozenset(skipped), samples, method, quant, device, calibration, held_back)
+    texts = None
+    if calibration.distill:
+        found = load_samples(calibration.distill, model, None, calibration.seqlen, seed, "--distill")
+        texts = found.split(JUDGED)
+    return Task(
+        model, layers, frozenset(skipped), samples, method, quant, device, calibration, held_back, texts
+    )
 
 
 def _device(name: str) -> torch.device:

@@ -154,8 +154,19 @@ def convert(
             metavar="WHEN",
         ),
     ] = None,
+    distill: Annotated[
+        str | None,
+        typer.Option(
+            help="With --calib: train the weights that remain, all layers together, to predict what the dense language "
+            "model predicts on this text: FILE.jsonl or FILE.npy, the more the better.",
+            metavar="FILE",
+        ),
+    ] = None,
+    minutes: Annotated[
+        float | None, typer.Option(help="How long to train with --distill; by default 10.", metavar="N")
+    ] = None,
     resume: Annotated[
-        bool, typer.Option("--resume", help="Continue from the layers that a killed run finished.")
+        bool, typer.Option("--resume", help="Continue from what a killed run finished.")
     ] = False,
     layer: Annotated[
         list[str] | None,
@@ -212,6 +223,8 @@ def convert(
         "device": device,
         "resume": resume or None,
         "rotate": rotate,
+        "distill": distill,
+        "minutes": minutes,
     }
     training = {"sweeps": sweeps, "target": target_of, "finetune": finetune}
     options = ConvertOptions(
@@ -359,6 +372,9 @@ def _summarize(report: Report, dry_run: bool) -> None:
         out.print(escape(f"method    {report.method}, calibrated with {report.samples}"))
     if report.rotation:
         out.print(escape(f"rotation  {report.rotation}"))
+    if report.lesson:
+        lesson = report.distilled.words if report.distilled else report.lesson
+        out.print(escape(f"distilled {lesson}"))
     for verb, names in (("skipped", report.skipped), ("kept", report.kept)):
         reasons = defaultdict(list)
         for name, why in names.items():

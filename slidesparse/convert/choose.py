@@ -138,7 +138,7 @@ def estimate(
 
 def _losses(task: Task, reader: Reader, work: WorkFolder, rotate: bool, progress: Progress | None) -> Losses:
     """Return the losses of all units, kept in the user's cache for other budgets."""
-    without = ("layers", "sweeps", "target", "finetune", "permutes")
+    without = ("layers", "sweeps", "target", "finetune", "permutes", "distill", "minutes")
     state = {key: value for key, value in task.state().items() if key not in without}
     state |= {"layers": sorted(task.layers), "rotate": rotate, "patterns": [p.ratio for p in PATTERNS]}
     name = f"{hashlib.sha256(json.dumps(state).encode()).hexdigest()[:32]}.json"

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 import slidesparse
+from slidesparse.calibrate.distill import Distilled
 from slidesparse.checkpoint.architectures import SCALE, WEIGHT
 from slidesparse.checkpoint.converted import DamagedError, lacking_share, natural, open_checkpoint, restore
 from slidesparse.checkpoint.metadata import Metadata
@@ -47,6 +48,8 @@ class Report:
     note: str = ""  # what the user should know of the samples
     rotation: str = ""  # whether the model was rotated, or why not; with calibration
     budget: Outcome | None = None  # what a budget led to
+    lesson: str = ""  # what distillation takes, in words
+    distilled: Distilled | None = None  # what it led to
     layers: tuple[dict[str, Any], ...] = ()  # `layer_rows`; with calibration or ``check``
     ternary: bool = False  # whether the source is a BitNet one
     made: bool = True  # whether anything was pruned now, not just laid out anew
@@ -81,6 +84,7 @@ class Report:
             "calibration": self.samples or None,
             "rotation": self.rotation or None,
             "budget": self.budget.to_json() if self.budget else None,
+            "distilled": self.distilled.to_json() if self.distilled else None,
             "seconds": round(self.seconds, 3),
             "violations": sum(row["violations"] for row in self.layers),
             "dead_columns": sum(row["dead_columns"] for row in self.layers),

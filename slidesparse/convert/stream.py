@@ -29,11 +29,13 @@ from torch import Tensor
 
 from slidesparse import methods
 from slidesparse.blocks import obeys
+from slidesparse.calibrate.distill import Distilled, distill, require_memory
+from slidesparse.calibrate.distill import disk_bytes as distillation_bytes
 from slidesparse.calibrate.learning import disk_bytes as rotation_bytes
 from slidesparse.calibrate.learning import find_rotation
 from slidesparse.calibrate.permutation import OrderedReader
 from slidesparse.calibrate.pipeline import calibrate
-from slidesparse.calibrate.resume import WorkFolder, finished_bytes, open_work
+from slidesparse.calibrate.resume import DISTILLED, WorkFolder, finished_bytes, open_work
 from slidesparse.calibrate.rotation import RotatedReader, obstacle, untied
 from slidesparse.calibrate.task import Progress, Task
 from slidesparse.checkpoint import architectures
@@ -111,9 +113,11 @@ def convert(
         checkpoint = untied(checkpoint)
     plan = make_plan(checkpoint, options)
     task = calibration_task(plan) if options.calibration else None
+    lesson = require_memory(task) if task and task.texts else ""
     _, left_out = _other_files(checkpoint)
     rows: list[dict[str, Any]] = []
     outcome: Outcome | None = None
+    distilled: Distilled | None = None
     if dry_run and task and options.budget:
         with checkpoint.reader() as reader, tempfile.TemporaryDirectory() as folder:
             work = WorkFolder(Path(folder))
@@ -125,7 +129,7 @@ def convert(
         with _space_explained(out, plan), checkpoint.reader() as reader:
             _check_values(plan, reader, progress)
             if task:
-                plan, rows, gain, outcome = _write_calibrated(
+                plan, rows, gain, outcome, distilled = _write_calibrated(
                     plan, task, out, reader, rotation == ROTATED, progress
                 )
                 rotation += gain
@@ -150,6 +154,8 @@ def convert(
         note=task.samples.note if task else "",
         rotation=rotation,
         budget=outcome,
+        lesson=lesson,
+        distilled=distilled,
         layers=tuple(rows),
         ternary=is_bitnet(checkpoint.config),
         made=not plan.converted,
@@ -195,13 +201,13 @@ def _sparse(checkpoint: Checkpoint, options: ConvertOptions) -> str | None:
 
 def _write_calibrated(
     plan: ConversionPlan, task: Task, out: Path, reader: Reader, rotate: bool, progress: Progress | None
-) -> tuple[ConversionPlan, list[dict[str, Any]], str, Outcome | None]:
+) -> tuple[ConversionPlan, list[dict[str, Any]], str, Outcome | None, Distilled | None]:
     """Calibrate the layers and write the output.
 
     Returns the plan, with the patterns that a budget led to, the report's rows, what rotation is to gain, and what
-    became of the budget.
+    became of the budget and of distillation.
     """
-    options, gain, outcome = plan.options, "", None
+    options, gain, outcome, distilled = plan.options, "", None, None
     state = {**task.state(), "budget": options.budget and asdict(options.budget), "rotate": rotate}
     with open_work(out, state, task.calibration.resume) as work:
         if rotate:
@@ -216,13 +222,16 @@ def _write_calibrated(
             outcome = prune_within(task, reader, work, outcome, fitted, progress)
             assert outcome.choice
             plan = make_plan(plan.checkpoint, options, dict(layers(outcome.choice)))
+            task = fitted(outcome.choice)
         else:
             calibrate(task, reader, work, progress)
-        with work.tensors().reader() as codes:
+        if task.texts:
+            distilled = distill(task, reader, work, progress)
+        with work.tensors(DISTILLED).reader() as codes:
             facts = _write(plan, out, OrderedReader(reader, codes), OrderedReader(codes, codes), progress)
         rows = layer_rows(facts, work.rows(), task.method)
         work.remove()
-    return plan, rows, gain, outcome
+    return plan, rows, gain, outcome, distilled
 
 
 def _rotated(task: Task, reader: Reader, work: WorkFolder, progress: Progress | None) -> tuple[Reader, str]:
@@ -261,7 +270,11 @@ def _require_room(plan: ConversionPlan, task: Task | None, out: Path, rotate: bo
         (source / name).stat().st_size for name in _other_files(plan.checkpoint)[0]
     )
     if task:
-        needed += task.disk_bytes() - (finished_bytes(out) if task.calibration.resume else 0)
+        needed += (
+            task.disk_bytes()
+            + distillation_bytes(task)
+            - (finished_bytes(out) if task.calibration.resume else 0)
+        )
         needed += rotation_bytes(task, out) if rotate else 0
     require_space(out, needed)
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks.accuracy import corpus, distill, float_prune, plot
+from benchmarks.accuracy import corpus, float_prune, plot
 from benchmarks.accuracy import language_model as lm
 from slidesparse.calibrate.inputs import Hessian
 
@@ -26,7 +26,6 @@ def test_the_programs_start() -> None:
     assert names == [
         "bitnet",
         "corpus",
-        "distill",
         "float_prune",
         "parity",
         "plot",
@@ -75,21 +74,6 @@ def test_model_is_llama(tmp_path: Path) -> None:
         ours, expected = lm.logits_of(model.hidden(ids), *model.ends), theirs(ids).logits
     # both in float32: sums of some 100 products, in another order
     assert (ours - expected).abs().max() <= 1e-5 * expected.abs().max()
-
-
-def test_masks_stay() -> None:
-    shape = lm.Shape(vocabulary=100, hidden=32, intermediate=48, layers=1, heads=4, window=32)
-    weights = lm.initial(shape, "cpu")
-    with torch.no_grad():
-        weights["0.qkv"][:, ::4] = 0
-    masks = distill.masks_of(weights)
-    with torch.no_grad():
-        for tensor in weights.values():
-            tensor.add_(1.0)
-    distill.apply(weights, masks)
-    assert not weights["0.qkv"][:, ::4].any()
-    assert weights["0.qkv"][:, 1::4].all()
-    assert sorted(masks) == ["0.down", "0.gate_up", "0.o", "0.qkv"]
 
 
 def test_held_out_documents_share_little() -> None:

@@ -1,0 +1,399 @@
+"""Train the weights that pruning left, those of all blocks together, to predict what the dense model predicts.
+
+The loss is the Kullback-Leibler divergence of the pruned model's next tokens from the dense model's, in nats per token.
+Weights and inputs of quantized layers are rounded as they will be served, which gradients pass through as if it were
+not there, and what was pruned stays zero.  Norms, embeddings, lm_head and layers that are not pruned stay as they are.
+
+A step runs all blocks and keeps what each of them reads.  Then it goes back, a block at a time: the block is run again
+with gradients, and its weights are updated at once, so that there are never the gradients of more than one block::
+
+    dense     x -> block 0 -> ... -> block n-1 -> logits --+
+    pruned    x -> block 0 -> ... -> block n-1 -> logits --+--> softmax(pruned) - softmax(dense)
+    back           update 0 <- ... <- update n-1 <---------+
+
+The learning rate falls with the time that has passed, so that, unlike the rest of calibration, a run does not give the
+bytes of another one.  Every few minutes the model is judged on text that is not trained on; the best one is kept.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from functools import lru_cache
+from typing import Any
+
+import torch
+import torch.nn.functional as F  # noqa: N812  (its usual name)
+from torch import Tensor
+from torch.nn.attention import sdpa_kernel
+
+from slidesparse.calibrate.finetune import ATTENTION, BETAS, PIECE_TOKENS, Rounded, schedule
+from slidesparse.calibrate.models import Block, fast_products
+from slidesparse.calibrate.resume import DISTILLED, DISTILLING, WorkFolder
+from slidesparse.calibrate.task import Progress, Task
+from slidesparse.checkpoint.architectures import SCALE, WEIGHT
+from slidesparse.checkpoint.storage import Reader
+from slidesparse.errors import CalibrationError, EnvironmentFault
+from slidesparse.quantize import NAMES, dequantize_rows, quantize_rows
+
+RATE = 0.004  # Adam's highest learning rate, as a part of the root mean square of a layer's weights
+EPSILON = 1e-10  # of Adam, beside the root of the second moment
+STEP_TOKENS = {"cpu": 2048, "cuda": 16384}
+LOGITS = 2**27  # logits at a time
+SAVE_SECONDS = 180.0  # at least, between two times that the model is judged and saved
+SAVE_PART = 10  # which take one part in so many of the time at most
+FACTS = "facts"  # beside the saved weights: seconds, steps, and the losses before and of the best, float64
+
+
+@dataclass(frozen=True)
+class Loss:
+    """How far a model is from the dense one on text held back, in nats per token."""
+
+    divergence: float  # of the distributions of next tokens
+    entropy: float  # cross-entropy above that of the dense model
+
+
+@dataclass(frozen=True)
+class Distilled:
+    """The outcome of a distillation."""
+
+    text: str  # in words
+    seconds: float  # of training
+    steps: int
+    before: Loss
+    after: Loss
+
+    @property
+    def words(self) -> str:
+        """The outcome as text."""
+        losses = (f"{100 * math.expm1(loss.entropy):+.2f}%" for loss in (self.before, self.after))
+        return (
+            f"perplexity {' -> '.join(losses)} above the dense model's on text held back; "
+            f"{self.steps} steps in {self.seconds / 60:.3g} minutes"
+        )
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the part of the ``--report`` file about distillation."""
+        return asdict(self)
+
+
+@torch.inference_mode(False)
+@torch.no_grad()
+def distill(task: Task, reader: Reader, work: WorkFolder, progress: Progress | None = None) -> Distilled:
+    """Train the finished blocks in ``work``, and keep the best codes and scales there, in the file DISTILLED.
+
+    A run that was killed goes on from what it saved last.
+
+    Args:
+        task: with text to distill with.
+        reader: of the dense model that the blocks were pruned from.
+
+    Raises CalibrationError when losses are not finite, or the device has too little memory after all.
+    """
+    device = task.device
+    if device.type == "cuda":
+        torch.cuda.empty_cache()  # pieces of other sizes, of pruning
+    try:
+        with sdpa_kernel(ATTENTION[device.type]), fast_products(device):
+            return _Training(task, reader, work).run(progress)
+    except torch.OutOfMemoryError as error:
+        raise CalibrationError(
+            f"distillation does not fit into the memory of {device} ({error}); go on with --resume when nothing else "
+            f"uses that device, or remove {work.folder} and start anew with a smaller --seqlen"
+        ) from None
+
+
+# Room
+
+
+def disk_bytes(task: Task) -> int:
+    """Return the bytes that distillation saves: weights and moments, and codes, each beside what it replaces."""
+    return 2 * (4 + 2 + 1) * _trained(task) if task.texts else 0
+
+
+def memory_bytes(task: Task) -> int:
+    """Estimate the bytes of memory that distillation takes on its device."""
+    assert task.texts
+    model, gpu = task.model, task.device.type == "cuda"
+    tensors, half = model.checkpoint.tensors, 2 if gpu else 4
+    blocks = [
+        [tensors[name].spec for name in tensors if name.startswith(model.prefix(number))]
+        for number in range(model.blocks)
+    ]
+    weights = [sum(spec.rows * spec.columns for spec in block) for block in blocks]
+    length = len(task.texts[0].ids[0])
+    step = max(STEP_TOKENS[task.device.type], length)
+    piece = max(min(PIECE_TOKENS[task.device.type], step), length)
+    ends = model.hidden * model.vocabulary * (4 + 2)
+    # Inputs, outputs and their roundings of the linear layers of a block, in float32, with gradients
+    inside = max(sum(spec.rows + spec.columns for spec in block if len(spec.shape) == 2) for block in blocks)
+    return (
+        (4 + 2) * _trained(task)  # weights and moments
+        + half * sum(weights)  # of the dense model
+        + half * (sum(weights) - _trained(task))  # layers that are quantized and not trained
+        + (4 + half + 4) * max(weights)  # gradients and rounded weights of a block, and what an update takes
+        + ends
+        + 4 * model.hidden * step * (model.blocks + 4)
+        + 3 * 4 * piece * inside
+        + 6 * 4 * LOGITS
+    )
+
+
+def require_memory(task: Task) -> str:
+    """Return in words what distillation takes.  Raises EnvironmentFault where there is less memory."""
+    assert task.texts
+    needed = memory_bytes(task) / 1e9
+    if task.device.type == "cuda":
+        have, where = torch.cuda.mem_get_info(task.device)[0], torch.cuda.get_device_name(task.device)
+    else:
+        have, where = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"), "this machine"
+    if needed > have / 1e9:
+        raise EnvironmentFault(
+            f"--distill trains all layers at once, which takes about {needed:.0f} GB of memory, but {where} has "
+            f"{have / 1e9:.0f} GB free; leave it out, or use a GPU with more"
+        )
+    return f"{task.calibration.training_minutes:g} minutes on {task.texts[0].words}; about {needed:.1f} GB of memory"
+
+
+def _trained(task: Task) -> int:
+    """Return how many weights are trained, zeros included."""
+    specs = (task.model.checkpoint.require(name + WEIGHT) for name in task.layers)
+    return sum(spec.rows * spec.columns for spec in specs)
+
+
+# Training
+
+
+class _Weight:
+    """A weight [N, K] that is trained, in float32, and the optimizer's state.
+
+    The optimizer is Adam with its first moment [N, K] in BF16, and its second as the product of means over rows and
+    over columns (Adafactor, arXiv 1804.04235).
+    """
+
+    def __init__(self, value: Tensor) -> None:
+        self.value = value
+        self.moment = torch.zeros_like(value, dtype=torch.bfloat16)
+        self.rows, self.columns = value.new_zeros(len(value), 1), value.new_zeros(1, value.shape[1])
+        kept = value != 0
+        self._size = float((value.square().sum() / kept.sum().clamp(min=1)).sqrt())
+
+    def state(self, name: str) -> dict[str, Tensor]:
+        """Return all that changes, by names that begin with the layer's."""
+        parts = {"value": self.value, "moment": self.moment, "rows": self.rows, "columns": self.columns}
+        return {f"{name}.{part}": tensor for part, tensor in parts.items()}
+
+    def update(self, gradient: Tensor, rate: float, step: int) -> None:
+        """Make step number ``step``, from 1 on, against ``gradient`` [N, K] float32; zeros stay."""
+        first, second = BETAS
+        mean = self.moment.float().lerp_(gradient, 1 - first)
+        self.moment.copy_(mean)
+        squares = gradient.square_()
+        self.rows.lerp_(squares.mean(1, keepdim=True), 1 - second)
+        self.columns.lerp_(squares.mean(0, keepdim=True), 1 - second)
+        share = self.rows / self.rows.mean().clamp(min=torch.finfo(self.rows.dtype).tiny)
+        deviation = torch.mul(share, self.columns, out=squares).div_(1 - second**step).sqrt_()
+        change = mean.div_(1 - first**step).div_(deviation.add_(EPSILON)).mul_(self.value != 0)
+        self.value.sub_(change, alpha=rate * self._size)
+
+
+class _Training:
+    def __init__(self, task: Task, reader: Reader, work: WorkFolder) -> None:
+        assert task.texts
+        model, self._device = task.model, task.device
+        self._task, self._work, self._dtype = task, work, NAMES[task.quant]
+        self._trained, self._judged = (torch.stack(samples.ids) for samples in task.texts)
+        length = self._trained.shape[1]
+        kind = self._device.type
+        self._per_step = min(len(self._trained), max(1, STEP_TOKENS[kind] // length))
+        self._per_piece = max(1, PIECE_TOKENS[kind] // length)
+        self._embed = model.embedder(reader, [self._trained, self._judged], self._device)
+        self._logits = model.logits(reader, self._device)
+        self._dense: list[Block] = []
+        self._pruned: list[Block] = []  # without the weights that are trained
+        self._weights: list[dict[str, _Weight]] = []
+        with work.tensors().reader() as codes:
+            for number in range(model.blocks):
+                self._load(reader, codes, number)
+        self._seconds, self._steps = 0.0, 0
+        self._before = self._best = Loss(math.inf, math.inf)
+
+    def _load(self, reader: Reader, codes: Reader, number: int) -> None:
+        task, prefix = self._task, self._task.model.prefix(number)
+        dense = task.model.load(reader, number, self._device)
+        pruned, weights = dense.copy(), {}
+        for name in (name for stage in dense.stages for name in stage):
+            full, w = prefix + name, dense.weights[name + WEIGHT]
+            dense.weights[name + WEIGHT] = pruned.weights[name + WEIGHT] = self._half(w)
+            if full in task.skipped:
+                pruned.weights[name + WEIGHT] = self._rounded(w)
+            if full in task.layers:
+                found, scale = (codes.whole(full + suffix).to(self._device) for suffix in (WEIGHT, SCALE))
+                weights[name] = _Weight(dequantize_rows(found, scale))
+                del pruned.weights[name + WEIGHT]
+        self._dense.append(dense)
+        self._pruned.append(pruned)
+        self._weights.append(weights)
+
+    def run(self, progress: Progress | None) -> Distilled:
+        """Train until the time is over."""
+        task, saved = self._task, time.monotonic()
+        assert task.texts
+        limit, total, pause = 60 * task.calibration.training_minutes, 4 * _trained(task), SAVE_SECONDS
+        if not self._restore():
+            self._before = self._best = self._judge()
+            if not math.isfinite(self._best.divergence):
+                raise CalibrationError(
+                    "what the pruned model predicts on the text of --distill is not finite (NaN or Inf); leave it "
+                    "out, or prune less"
+                )
+        while self._seconds < limit:
+            started = time.monotonic()
+            self._step(RATE * schedule(self._seconds / limit))
+            if self._device.type == "cuda":
+                torch.cuda.synchronize(self._device)
+            self._seconds += time.monotonic() - started
+            if progress:
+                progress("distilling", int(total * min(1.0, self._seconds / limit)), total)
+            if self._seconds >= limit or time.monotonic() - saved > pause:
+                started = time.monotonic()
+                self._save(self._seconds >= limit)
+                saved = time.monotonic()
+                pause = max(SAVE_SECONDS, SAVE_PART * (saved - started))
+        return Distilled(task.texts[0].words, self._seconds, self._steps, self._before, self._best)
+
+    def _step(self, rate: float) -> None:
+        self._steps += 1
+        ids = self._trained[_chosen(len(self._trained), self._per_step, self._steps - 1)]
+        states = [self._embed(piece) for piece in ids.split(self._per_piece)]
+        wanted, read = states, []
+        for number, dense in enumerate(self._dense):
+            wanted = [self._output(dense, x) for x in wanted]
+            read.append(states)
+            block, _ = self._served(number)
+            states = [self._output(block, x) for x in states]
+        gradients = [self._pull(*pair, ids.numel()) for pair in zip(states, wanted, strict=True)]
+        del states, wanted
+        for number in reversed(range(len(self._pruned))):
+            block, weights = self._served(number)
+            sums = [torch.zeros(w.shape, device=self._device) for w in weights]
+            for i, x in enumerate(read.pop()):
+                with torch.enable_grad():
+                    x = x.detach().requires_grad_()
+                    y = self._output(block, x)
+                gradients[i], *found = torch.autograd.grad(y, [x, *weights], gradients[i])
+                for total, part in zip(sums, found, strict=True):
+                    total += part
+            for weight, gradient in zip(self._weights[number].values(), sums, strict=True):
+                weight.update(gradient, rate, self._steps)
+
+    def _output(self, block: Block, x: Tensor) -> Tensor:
+        kind = self._device.type
+        with torch.autocast(kind, torch.bfloat16, enabled=kind == "cuda"):
+            return block.output(x)
+
+    def _served(self, number: int) -> tuple[Block, list[Tensor]]:
+        """Return a block of the pruned model with all weights as they will be served, and those that are trained."""
+        block, prefix = self._pruned[number].copy(), self._task.model.prefix(number)
+        rounded = {name: self._rounded(w.value).requires_grad_() for name, w in self._weights[number].items()}
+        block.weights |= {name + WEIGHT: w for name, w in rounded.items()}
+        names = (name for stage in block.stages for name in stage)
+        served = {*self._task.layers, *self._task.skipped}
+        block.read = Rounded(self._dtype, {name for name in names if prefix + name in served})
+        return block, [*rounded.values()]
+
+    def _rounded(self, w: Tensor) -> Tensor:
+        return self._half(dequantize_rows(*quantize_rows(w, self._dtype)))
+
+    def _half(self, w: Tensor) -> Tensor:
+        """Return a weight in the type that products are computed in."""
+        return w.bfloat16() if self._device.type == "cuda" else w
+
+    # The loss, of x and ``wanted`` [samples, tokens, hidden], which the last blocks give
+
+    def _pull(self, x: Tensor, wanted: Tensor, tokens: int) -> Tensor:
+        """Return the gradient to x of the divergence, summed and divided by ``tokens``."""
+        found: list[Tensor] = []
+        for ours, theirs in self._chunks(x, wanted):
+            with torch.enable_grad():
+                ours = ours.detach().requires_grad_()
+                logits = self._logits(ours)
+            slope = logits.detach().softmax(-1).sub_(self._logits(theirs).softmax(-1)).div_(tokens)
+            found += torch.autograd.grad(logits, ours, slope)
+        return torch.cat(found).view_as(x)
+
+    def _judge(self) -> Loss:
+        """Return the loss on the samples held back."""
+        totals = torch.zeros(2, dtype=torch.float64, device=self._device)
+        samples, tokens = self._judged.shape
+        followed = torch.arange(1, tokens + 1, device=self._device) < tokens
+        for ids in self._judged.split(self._per_piece):
+            x = wanted = self._embed(ids)
+            for number, dense in enumerate(self._dense):
+                wanted = self._output(dense, wanted)
+                x = self._output(self._served(number)[0], x)
+            following = ids.roll(-1, 1).to(self._device)[..., None]
+            counted = followed.expand(len(ids), -1)[..., None]
+            for ours, theirs, token, counts in self._chunks(x, wanted, following, counted):
+                found, given = (self._logits(rows).log_softmax(-1) for rows in (ours, theirs))
+                totals[0] += F.kl_div(found, given, reduction="sum", log_target=True)
+                totals[1] += ((given - found).gather(-1, token) * counts).sum()
+        divergence, entropy = totals.tolist()
+        return Loss(divergence / (samples * tokens), entropy / (samples * (tokens - 1)))
+
+    def _chunks(self, *states: Tensor) -> Iterator[tuple[Tensor, ...]]:
+        """Yield rows [some tokens, width] of each of ``states`` [samples, tokens, width], as many as make LOGITS."""
+        size = max(1, LOGITS // self._task.model.vocabulary)
+        yield from zip(*(x.flatten(0, 1).split(size) for x in states), strict=True)
+
+    # Saving
+
+    def _save(self, end: bool) -> None:
+        """Judge, keep the best codes, and save what training goes on from, which at the ``end`` is little."""
+        found = self._judge()
+        if found.divergence < self._best.divergence:
+            self._best = found
+            self._work.write_tensors(DISTILLED, dict(self._codes()))
+        facts = [self._seconds, self._steps, *asdict(self._before).values(), *asdict(self._best).values()]
+        tensors = {FACTS: torch.tensor(facts, dtype=torch.float64)}
+        for name, weight in () if end else self._named():
+            tensors |= weight.state(name)
+        self._work.write_tensors(DISTILLING, tensors)
+
+    def _codes(self) -> Iterator[tuple[str, Tensor]]:
+        for name, weight in self._named():
+            codes, scale = quantize_rows(weight.value, self._dtype)
+            yield name + WEIGHT, codes.cpu()
+            yield name + SCALE, scale.cpu()
+
+    def _restore(self) -> bool:
+        """Go on from what was saved; return whether there was something."""
+        if not (saved := self._work.opened(DISTILLING)).tensors:
+            return False
+        with saved.reader() as reader:
+            self._seconds, steps, *losses = reader.whole(FACTS).tolist()
+            self._steps, self._before, self._best = int(steps), Loss(*losses[:2]), Loss(*losses[2:])
+            for name, weight in self._named() if len(saved.tensors) > 1 else ():
+                for part, tensor in weight.state(name).items():
+                    tensor.copy_(reader.whole(part))
+        return True
+
+    def _named(self) -> Iterator[tuple[str, _Weight]]:
+        for number, weights in enumerate(self._weights):
+            for name, weight in weights.items():
+                yield self._task.model.prefix(number) + name, weight
+
+
+def _chosen(count: int, many: int, step: int) -> list[int]:
+    """Return the ``many`` of ``count`` samples of a step from 0 on; all are taken before one comes again."""
+    places = range(step * many, (step + 1) * many)
+    return [_order(count, place // count)[place % count] for place in places]
+
+
+@lru_cache(2)
+def _order(count: int, epoch: int) -> Sequence[int]:
+    found: list[int] = torch.randperm(count, generator=torch.Generator().manual_seed(epoch)).tolist()
+    return found

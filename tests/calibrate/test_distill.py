@@ -1,0 +1,283 @@
+"""Training all layers of a pruned model on what the dense model predicts: nearer to it, zeros kept, resumable."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F  # noqa: N812  (its usual name)
+from calibration import DEVICES, calibrated, write_ids
+from checkpoints import LLAMA, bert, llama, refused, snapshot, tensors_of
+from commands import Done
+from torch import Tensor
+
+from slidesparse.calibrate import distill
+from slidesparse.calibrate.finetune import Rounded, _round
+from slidesparse.calibrate.task import Calibration
+from slidesparse.convert.budget import Budget
+from slidesparse.errors import CalibrationError, EnvironmentFault
+from slidesparse.pattern import SlidePattern
+
+STEPS = 12  # of a second each by the clock of these tests
+QUICK: dict[str, Any] = {"minutes": STEPS / 60, "finetune": 0}
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return llama(tmp_path_factory.mktemp("distill") / "source")
+
+
+@pytest.fixture
+def ids(tmp_path: Path) -> str:
+    return write_ids(tmp_path / "ids.npy")
+
+
+@pytest.fixture
+def text(tmp_path: Path) -> str:
+    return write_ids(tmp_path / "text.npy", samples=256)
+
+
+@pytest.fixture(autouse=True)
+def clock(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each look at the clock takes a second, so that runs have the same steps."""
+    seconds = iter(range(10**6))
+    monkeypatch.setattr(distill, "time", SimpleNamespace(monotonic=lambda: float(next(seconds))))
+    monkeypatch.setattr(distill, "RATE", 0.01)
+    monkeypatch.setitem(distill.STEP_TOKENS, "cpu", 960)
+    monkeypatch.setitem(distill.PIECE_TOKENS, "cpu", 480)
+
+
+CASES: list[dict[str, Any]] = [
+    {"pattern": "2:4", "skip": ["1.*o_proj"]},
+    {"pattern": "4:6", "quant": "fp8", "rotate": "on"},
+    {"pattern": "2:4@50%"},
+    {"pattern": SlidePattern(8), "budget": Budget(zeros=0.2)},
+]
+
+
+@DEVICES
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_predictions_come_nearer_and_zeros_stay(
+    source: Path, tmp_path: Path, ids: str, text: str, case: dict[str, Any], device: str
+) -> None:
+    """On text that was not trained on; all else is as without distillation."""
+    report = calibrated(source, tmp_path / "pruned", ids, finetune=0, device=device, **case)
+    done = calibrated(
+        source, tmp_path / "out", ids, distill=text, device=device, minutes=0.5, finetune=0, **case
+    )
+    assert done.distilled
+    assert done.distilled.steps == 30
+    assert done.distilled.after.divergence < 0.75 * done.distilled.before.divergence
+    assert done.patterns == report.patterns
+    before, after = tensors_of(tmp_path / "pruned"), tensors_of(tmp_path / "out")
+    for name, w in after.items():
+        if name.removesuffix(".weight") in done.pruned:
+            assert not w.float()[before[name].float() == 0].any()
+            assert not torch.equal(w.float(), before[name].float())
+        elif name.removesuffix(".weight_scale") not in done.pruned:
+            assert torch.equal(w, before[name])
+
+
+def test_another_layout_holds_the_same_weights(source: Path, tmp_path: Path, ids: str, text: str) -> None:
+    """Rotated, and with channels in another order."""
+    for layout in ("dense", "packed"):
+        calibrated(source, tmp_path / layout, ids, layout=layout, distill=text, rotate="on", **QUICK)
+    done = Done("verify", tmp_path / "dense", tmp_path / "packed")
+    assert done.code == 0, done.out
+
+
+@pytest.mark.parametrize("quant", ["int8", "fp8"])
+def test_a_step_follows_the_gradient_of_the_whole_model(
+    source: Path, tmp_path: Path, ids: str, text: str, quant: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """That of torch's divergence through all blocks at once."""
+    seen: list[Tensor] = []
+    monkeypatch.setattr(distill._Weight, "update", lambda self, gradient, *_: seen.append(gradient.clone()))
+    monkeypatch.setattr(distill, "LOGITS", 50 * LLAMA.vocabulary)  # several pieces
+    trainings: list[distill._Training] = []
+    make = distill._Training.__init__
+
+    def kept(self: distill._Training, *arguments: Any) -> None:
+        make(self, *arguments)
+        trainings.append(self)
+
+    monkeypatch.setattr(distill._Training, "__init__", kept)
+    calibrated(source, tmp_path / "out", ids, quant=quant, distill=text, minutes=1 / 60, finetune=0)
+    (training,) = trainings
+    leaves: list[Tensor] = []
+    chosen = training._trained[distill._chosen(len(training._trained), training._per_step, 0)]
+    x = wanted = training._embed(chosen)
+    for dense, pruned, weights in zip(training._dense, training._pruned, training._weights, strict=True):
+        wanted, block = dense.output(wanted), pruned.copy()
+        for name, weight in weights.items():
+            leaves.append(weight.value.clone().requires_grad_())
+            block.weights[f"{name}.weight"] = _round(leaves[-1], training._dtype)
+        block.read = Rounded(training._dtype, list(weights))
+        x = block.output(x)
+    given, found = (training._logits(y.flatten(0, 1)).log_softmax(-1) for y in (wanted, x))
+    expected = torch.autograd.grad(F.kl_div(found, given, reduction="batchmean", log_target=True), leaves)
+    backwards = [g for number in (1, 0) for g in expected[7 * number : 7 * number + 7]]
+    for ours, theirs in zip(seen, backwards, strict=True):
+        # sums in another order change float32's last bits, and so now and then how an input is rounded
+        assert (ours - theirs).norm() < 0.01 * theirs.norm()
+
+
+def test_steps_are_those_of_adam() -> None:
+    """Where the second moment is a product of one number per row and per column; up to the rounding to BF16."""
+    generator = torch.Generator().manual_seed(0)
+    value = torch.randn(8, 16, generator=generator)
+    value[:, ::2] = 0.0
+    ours = distill._Weight(value.clone())
+    theirs = value.clone().requires_grad_()
+    size = float(value[value != 0].square().mean().sqrt())
+    optimizer = torch.optim.Adam([theirs], 0.01 * size, distill.BETAS, distill.EPSILON)
+    scale = torch.rand(8, 1, generator=generator) * torch.rand(1, 16, generator=generator)
+    for step in range(1, 6):
+        signs = torch.randint(2, (8, 16), generator=generator) * 2 - 1
+        theirs.grad = 1e-6 * step * scale * signs
+        ours.update(theirs.grad.clone(), 0.01, step)
+        optimizer.step()
+    kept = value != 0
+    assert not ours.value[~kept].any()
+    moved = (theirs.detach() - value)[kept]
+    assert ((ours.value - value)[kept] - moved).abs().max() < 0.02 * moved.abs().max()
+
+
+def test_each_sample_is_taken_before_one_comes_again() -> None:
+    taken = [i for step in range(6) for i in distill._chosen(10, 5, step)]
+    epochs = [taken[:10], taken[10:20], taken[20:]]
+    assert [sorted(epoch) for epoch in epochs] == [list(range(10))] * 3
+    assert epochs[0] != epochs[1]
+
+
+class Killed(BaseException):
+    """Stands for a kill in this process."""
+
+
+def test_killed_and_resumed(
+    source: Path, tmp_path: Path, ids: str, text: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It goes on from what was saved last, to the bytes of a run that was not killed."""
+    monkeypatch.setattr(distill, "SAVE_SECONDS", 5.0)
+    monkeypatch.setattr(distill, "SAVE_PART", 0)
+    calibrated(source, tmp_path / "whole", ids, distill=text, **QUICK)
+    steps: list[int] = []
+    step = distill._Training._step
+
+    def counted(self: distill._Training, rate: float) -> None:
+        if len(steps) == 8:
+            raise Killed
+        steps.append(self._steps)
+        step(self, rate)
+
+    monkeypatch.setattr(distill._Training, "_step", counted)
+    with pytest.raises(Killed):
+        calibrated(source, tmp_path / "out", ids, distill=text, **QUICK)
+    again = {"resume": True, "distill": text, **QUICK}
+    changes: list[tuple[dict[str, Any], str]] = [
+        ({"minutes": 1.0}, "minutes was 0.2, is 1.0"),
+        ({"distill": ids}, "distill was ["),
+        ({"distill": None, "minutes": None}, "distill was ["),
+    ]
+    for change, fact in changes:
+        with pytest.raises(CalibrationError) as error:
+            calibrated(source, tmp_path / "out", ids, **{**again, **change})
+        assert fact in str(error.value)
+    steps.clear()
+    done = calibrated(source, tmp_path / "out", ids, **again)
+    assert 0 < steps[0] <= 8
+    assert steps == list(range(steps[0], STEPS))
+    assert done.distilled
+    assert done.distilled.steps == STEPS
+    assert snapshot(tmp_path / "out") == snapshot(tmp_path / "whole")
+    names = sorted(path.name for path in tmp_path.iterdir())
+    assert names == ["ids.npy", "out", "text.npy", "whole"]
+
+
+def test_killed_at_the_end_is_not_trained_again(
+    source: Path, tmp_path: Path, ids: str, text: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def die(*_: Any) -> None:
+        raise Killed
+
+    from slidesparse.convert import stream
+
+    with monkeypatch.context() as patch:
+        patch.setattr(stream, "_write", die)
+        with pytest.raises(Killed):
+            calibrated(source, tmp_path / "out", ids, distill=text, **QUICK)
+    monkeypatch.setattr(distill._Training, "_step", die)
+    done = calibrated(source, tmp_path / "out", ids, distill=text, resume=True, **QUICK)
+    assert done.distilled
+    assert done.distilled.steps == STEPS
+
+
+def test_what_is_worse_is_not_kept(
+    source: Path, tmp_path: Path, ids: str, text: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(distill, "RATE", 1e6)
+    done = calibrated(source, tmp_path / "out", ids, distill=text, **QUICK)
+    calibrated(source, tmp_path / "pruned", ids, finetune=0)
+    assert done.distilled
+    assert done.distilled.after == done.distilled.before
+    assert snapshot(tmp_path / "out") == snapshot(tmp_path / "pruned")
+
+
+def test_the_summary_and_the_report(source: Path, tmp_path: Path, ids: str, text: str) -> None:
+    command = ["convert", source, tmp_path / "out", "-s", "2:4", "--calib", ids, "--seqlen", 24]
+    command += ["--device", "cpu", "--rotate", "off", "--finetune", 0, "--distill", text, "--minutes", 0.1]
+    done = Done(*command, "--dry-run")
+    assert done.code == 0, done.err
+    line = next(line for line in done.out.splitlines() if line.startswith("distilled"))
+    assert line.startswith("distilled 0.1 minutes on text.npy, 224 samples, 5376 tokens; about ")
+    report = tmp_path / "report.json"
+    done = Done(*command, "--report", report)
+    assert done.code == 0, done.err
+    line = next(line for line in done.out.splitlines() if line.startswith("distilled"))
+    assert line.endswith("above the dense model's on text held back; 6 steps in 0.1 minutes")
+    found = json.loads(report.read_text())["distilled"]
+    assert found["steps"] == 6
+    assert found["after"]["divergence"] < found["before"]["divergence"]
+
+
+def test_bad_options(source: Path, tmp_path: Path, ids: str, text: str) -> None:
+    def refuses(
+        words: str, where: Path = source, error: type[Exception] = CalibrationError, **how: Any
+    ) -> None:
+        options = {"seqlen": 24, "device": "cpu", "rotate": "off", "distill": text, **how}
+        with pytest.raises(error, match=words):
+            calibrated(where, tmp_path / "out", str(options.pop("calib", ids)), **options)
+        assert not [path for path in tmp_path.iterdir() if "out" in path.name]
+
+    short, one = tmp_path / "short.npy", tmp_path / "one.npy"
+    np.save(short, np.arange(20))
+    np.save(one, np.zeros((1, 24), int))
+    refuses("--distill 'missing.npy' is not a file", distill="missing.npy")
+    refuses("--distill 'text.txt' is not a supported type", distill="text.txt")
+    refuses("gives no sample of 24 tokens; give more text", distill=str(short))
+    refuses("one.npy gives one sample, but two are needed", distill=str(one))
+    refuses("--minutes 3 is the time of distillation", distill=None, minutes=3.0)
+    for minutes in (0.0, -1.0, float("nan"), float("inf")):
+        refuses("--minutes .* must be more than 0", minutes=minutes)
+    encoder = bert(tmp_path / "bert")
+    refuses("--distill is for language models", encoder, calib="random", seqlen=8, distill="random")
+    refuses("--distill is for .* names LlamaModel", _headless(tmp_path), calib="random", seqlen=8)
+
+
+def _headless(folder: Path) -> Path:
+    made = llama(folder / "headless", lm_head__weight=None)
+    config = json.loads((made / "config.json").read_text())
+    (made / "config.json").write_text(json.dumps({**config, "architectures": ["LlamaModel"]}))
+    return made
+
+
+def test_too_little_memory(source: Path, ids: str, text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(distill, "LOGITS", 2**50)
+    words = ("--distill trains all layers at once", "GB of memory, but this machine has")
+    how = Calibration(ids, seqlen=24, device="cpu", distill=text)
+    refused(source, *words, error=EnvironmentFault, pattern="2:4", calibration=how)
