@@ -49,7 +49,7 @@ LAST_LINES, CAUSES = 8, 3
 
 # What the plugin says of the layers it took, and vLLM of the room for sequences.
 SERVED = re.compile(
-    r"SlideSparse (?P<line>(?P<pattern>[^\s:]+(:\d+)?)( \([^)]*\))?: "
+    r"SlideSparse (?P<line>(?P<pattern>[^\s:]+(:[\d.@%]+)?)( \([^)]*\))?: "
     r"(?P<layers>\d+) layers (?P<kind>sparse|on the cuBLASLt|in blocks).*)"
 )
 ROOM = re.compile(r"KV cache size: ([\d,]+) tokens")

@@ -128,6 +128,9 @@ def test_the_log_tells_which_system_ran(tmp_path: Path) -> None:
     for text in (sparse.replace("8 layers", "0 layers"), sparse.replace("6:8", "4:6")):
         with pytest.raises(RunError, match="6:8"):
             check_log(by["sparse"], text)
+    mixed = sparse.replace("6:8 (2 of every 8 pruned", "2:4@50% (2 of every 4 pruned in 50% of the blocks")
+    with pytest.raises(RunError, match=r"served 2:4@50% .* not .* 6:8"):
+        check_log(by["sparse"], mixed)
 
 
 def test_a_cache_too_small_for_m_is_refused(tmp_path: Path) -> None:

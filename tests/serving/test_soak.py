@@ -1,7 +1,6 @@
 """A thousand requests through vLLM's own HTTP server, a tenth of them cancelled: no error, no growth, stock's metrics.
 
-On a machine with a GPU the server runs there, compiled and with graphs, else by the reference backend.  There it is ten
-thousand requests, some of a LoRA adapter; between windows of them the adapter is loaded anew and the engine sleeps.
+On a machine with a GPU the server runs there, compiled and with graphs, else by the reference backend.
 """
 
 from __future__ import annotations
@@ -25,15 +24,13 @@ from typing import Any
 
 import pytest
 import torch
-from lora import write_adapter
 from models import QWEN, converted, write_w8a8
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.alone]
 
 ON_GPU = torch.cuda.is_available()
 MODEL = replace(QWEN, hidden=256, head_dim=64)  # which FlashAttention has kernels for
-REQUESTS, SETTLED, THREADS = (10_000, 2000, 32) if ON_GPU else (1000, 300, 16)
-ADAPTER, ADAPTED = "adapter", 7  # one request in so many, on a GPU
+REQUESTS, SETTLED, THREADS = 1000, 300, 16
 CANCELLED = 10  # one in so many
 CANCELLED_TOKENS = 440  # more than there is time for, mostly
 MEBIBYTE = 1 << 20
@@ -52,26 +49,13 @@ ENVIRONMENT = {
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     "VLLM_NO_USAGE_STATS": "1",
     "VLLM_USE_FLASHINFER_SAMPLER": "0",
-    "VLLM_SERVER_DEV_MODE": "1",  # for /sleep
-    "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1",
 }
 OPTIONS = [
     *("--skip-tokenizer-init", "--served-model-name", "model", "--host", "127.0.0.1"),
     *("--max-model-len", "512", "--max-num-seqs", "32"),
     *("--block-size", "32", "--num-gpu-blocks-override", "256"),  # few, so that all have soon been touched
     *("--disable-uvicorn-access-log", "--gpu-memory-utilization", "0.2"),
-    *(
-        (
-            "--kv-cache-memory-bytes",
-            str(2 << 30),
-            "--enable-sleep-mode",
-            "--enable-lora",
-            "--max-lora-rank",
-            "8",
-        )
-        if ON_GPU
-        else ("--enforce-eager", "--dtype", "float32")
-    ),
+    *(("--kv-cache-memory-bytes", str(2 << 30)) if ON_GPU else ("--enforce-eager", "--dtype", "float32")),
 ]
 
 
@@ -79,7 +63,7 @@ class Server:
     """``vllm serve`` and the processes that it starts."""
 
     def __init__(self, model: Path, folder: Path, env: dict[str, str]) -> None:
-        self.port, self.log, self.adapter = _free_port(), folder / "log", folder.parent / ADAPTER
+        self.port, self.log = _free_port(), folder / "log"
         vllm = [sys.executable, "-m", "vllm.entrypoints.cli.main"]
         command = [*vllm, "serve", str(model), *OPTIONS, "--port", str(self.port)]
         env = os.environ | ENVIRONMENT | {"VLLM_CACHE_ROOT": str(folder)} | env
@@ -116,8 +100,8 @@ class Server:
                 pages += int(fields[21]) if int(fields[3]) == self.process.pid else 0
         return pages * os.sysconf("SC_PAGE_SIZE")
 
-    def complete(self, prompt: list[int], tokens: int, model: str = "model") -> dict[str, Any]:
-        connection, response = self._post(prompt, tokens, False, model)
+    def complete(self, prompt: list[int], tokens: int) -> dict[str, Any]:
+        connection, response = self._post(prompt, tokens, stream=False)
         answer = json.loads(response.read())
         connection.close()
         assert response.status == 200, answer
@@ -125,31 +109,16 @@ class Server:
 
     def cancel(self, prompt: list[int]) -> None:
         """Hang up after the first piece of the answer."""
-        connection, response = self._post(prompt, CANCELLED_TOKENS, True)
+        connection, response = self._post(prompt, CANCELLED_TOKENS, stream=True)
         assert response.status == 200, response.read()
         assert response.readline().startswith(b"data: ")
         connection.close()
 
-    def swap_and_sleep(self) -> None:
-        """Load the adapter anew, and give the GPU's memory back for a moment."""
-        self._tell("/v1/unload_lora_adapter", lora_name=ADAPTER)
-        self.load_adapter()
-        self._tell("/sleep?level=1")
-        self._tell("/wake_up")
-
-    def load_adapter(self) -> None:
-        self._tell("/v1/load_lora_adapter", lora_name=ADAPTER, lora_path=str(self.adapter))
-
-    def _tell(self, path: str, **body: str) -> None:
-        connection, response = self._send(path, body)
-        assert response.status == 200, (path, response.read())
-        connection.close()
-
     def _post(
-        self, prompt: list[int], tokens: int, stream: bool, model: str = "model"
+        self, prompt: list[int], tokens: int, stream: bool
     ) -> tuple[http.client.HTTPConnection, http.client.HTTPResponse]:
         body = {
-            "model": model,
+            "model": "model",
             "prompt": prompt,
             "max_tokens": tokens,
             "temperature": 0,
@@ -157,13 +126,8 @@ class Server:
             "return_token_ids": True,
             "stream": stream,
         }
-        return self._send("/v1/completions", body)
-
-    def _send(
-        self, path: str, body: dict[str, Any]
-    ) -> tuple[http.client.HTTPConnection, http.client.HTTPResponse]:
         connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=120)
-        connection.request("POST", path, json.dumps(body), {"Content-Type": "application/json"})
+        connection.request("POST", "/v1/completions", json.dumps(body), {"Content-Type": "application/json"})
         return connection, connection.getresponse()
 
     def _get(self, path: str) -> tuple[int, str]:
@@ -196,7 +160,6 @@ def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Server, 
     """Stock's and ours, of the same checkpoint, started side by side."""
     folder = tmp_path_factory.mktemp("soak")
     model = converted(write_w8a8(MODEL, folder / "source"), folder / "pruned", "6:8")
-    write_adapter(folder / "source", folder / ADAPTER)
     environments = {"stock": {"DISABLE_SLIDESPARSE": "1"}, "sparse": {}}
     started = []
     for name, env in environments.items():
@@ -216,8 +179,7 @@ def ask(server: Server, number: int) -> None:
         server.cancel(prompt)
         return
     tokens = 1 + number * 5 % 12
-    adapted = ON_GPU and number % ADAPTED == 5
-    answer = server.complete(prompt, tokens, ADAPTER if adapted else "model")
+    answer = server.complete(prompt, tokens)
     assert answer["usage"]["completion_tokens"] == len(answer["choices"][0]["token_ids"]) == tokens
 
 
@@ -243,8 +205,6 @@ def growth(server: Server, first: int) -> float:
     window, host = (REQUESTS - SETTLED) // WINDOWS, [server.resident()]
     for start in range(first, first + WINDOWS * window, window):
         run(server, range(start, start + window))
-        if ON_GPU:
-            server.swap_and_sleep()
         host.append(server.resident())
     grown = [after - before for before, after in pairwise(host)]
     print(f"{window} requests each: {', '.join(f'{one / MEBIBYTE:.1f}' for one in grown)} MiB more")
@@ -253,8 +213,6 @@ def growth(server: Server, first: int) -> float:
 
 def test_a_thousand_requests(servers: tuple[Server, Server]) -> None:
     stock, ours = servers
-    for server in servers if ON_GPU else ():
-        server.load_adapter()
     run(stock, range(20))
     started = len(ours.log.read_text())
     run(ours, range(SETTLED))
