@@ -135,7 +135,7 @@ def part(out: Path, deadline: Deadline, say: Callable[[str], None]) -> None:
 
 
 def commands(out: Path) -> Iterator[str]:
-    """What a shell would run for the steps that are left."""
+    """Return what a shell would run for the steps that are left."""
     for step in left(out):
         for path, words in step.checkpoints:
             yield f"test -d {shlex.quote(str(path))} || {shlex.join(words)}"
@@ -149,7 +149,7 @@ def _worth(deadline: Deadline, seconds: float) -> bool:
 
 
 def _call(words: tuple[str, ...]) -> str:
-    """What a command printed.  Raises Stopped when it has no result."""
+    """Run a command and return what it printed.  Raises Stopped when it has no result."""
     status, text = _run(_command(words))
     if status and not (status == FAILED and text):  # some cells of a table failed, the others are there
         raise Stopped(f"{shlex.join(words)} ended with status {status}")

@@ -16,6 +16,7 @@ from pathlib import Path
 import pandas as pd
 
 from benchmarks.accuracy import language_results as accuracy
+from benchmarks.e2e import BLOCKS
 from benchmarks.records import E2E, RecordsError
 from benchmarks.report import data, pages
 from benchmarks.report.data import CUSPARSELT, DENSE, STOCK
@@ -72,23 +73,30 @@ def _whole() -> dict[tuple[str, str, str, int, str], float]:
 
 
 def gains() -> str:
-    """Zeros, loss, speed and memory of each pattern."""
-    losses = accuracy.Results.of(ACCURACY / "protocol_a_256.csv")
-    each = [SlidePattern.parse(pattern) for pattern in PATTERNS]
-    lost = [losses.loss(pattern, "sparsegpt", "int8") for pattern in PATTERNS]
+    """Zeros, loss, speed of a model in INT8 and memory, not pruned and of three patterns."""
+    patterns = ("6:8", "4:6", "2:4")
+    each = [SlidePattern.parse(pattern) for pattern in patterns]
+    losses = Budgets("C", "on", "in")
+    rows = [("weights that are zero", *(f"{1 - float(pattern.density):.0%}" for pattern in each))]
+    rows.append(
+        ("perplexity of a 107M model (1)", *(f"{losses.mean(pattern):+.2f}%" for pattern in patterns))
+    )
+    chosen = (f"{losses.mean(f'zeros {share}'):+.2f}%" for share in ("25%", "33.3%"))
+    rows.append(("the same zeros, chosen by a budget", *chosen, ""))
+    rows = [(title, "", *cells) for title, *cells in rows]
+    rates = data.read(H200, E2E, "e2e_few").rows
+    names = rates["system"].where(rates["system"] == BLOCKS, rates["pattern"])
+    rates = rates.assign(name=names.where(rates["system"] != STOCK, STOCK))
+    rates = rates.pivot(index=["stage", "M", "round"], columns="name", values="tokens_per_s")
+    ratios = rates.div(rates[STOCK], axis=0).groupby(level=["stage", "M"]).median()
+    for stage, m in ((stage, m) for stage, m in ratios.index if stage == "prefill" or m <= 32):
+        note = {"decode 1": " (2)"}.get(f"{stage} {m}", "")
+        found = (f"{ratios[name][stage, m]:.2f}x" for name in (BLOCKS, *patterns))
+        rows.append((STEPS[stage].format(m).replace("1 sequences", "1 sequence") + note, *found))
     # 0.5 of the bytes and 2 bits of metadata for each of them, of 2 - 2/N times as many columns
     memory = [0.625 * float(2 - 2 / (pattern.length or 0) * 2) for pattern in each]
-    rows = [
-        ("weights that are zero", *(f"{1 - float(pattern.density):.0%}" for pattern in each)),
-        ("perplexity of a 30M model, INT8 (1)", *(f"{loss.mean:+.1f}%" for loss in lost if loss)),
-    ]
-    for stage, ms in (("prefill", LONG), ("decode", (64, 128, 256, 512))):
-        for dtype in ("int8", "fp8"):
-            note = {"prefill int8": " (2)", "decode int8": " (3)"}.get(f"{stage} {dtype}", "")
-            spans = [span(_whole()[QWEN, dtype, stage, m, pattern] for m in ms) for pattern in PATTERNS]
-            rows.append((f"{stage}, {dtype.upper()}{note}", *(f"{found}x" for found in spans)))
-    rows.append(("GPU memory of a weight, relative to dense W8A8", *(f"{share:.3f}x" for share in memory)))
-    return table(("", *PATTERNS), rows, 5)
+    rows.append(("GPU memory of a weight", "1x", *(f"{share:.3f}x" for share in memory)))
+    return table(("", "not pruned", *patterns), rows, 5)
 
 
 def _models(model: str, cells: Iterable[tuple[str, int]], columns: Sequence[str], stock: bool = False) -> str:
@@ -295,18 +303,6 @@ def blocks() -> str:
     return table(("tokens", *ratios), rows, 1)
 
 
-def dense_models() -> str:
-    """The model whole, over vLLM with the plugin switched off: nothing pruned, and 6:8, in one run."""
-    found = pd.read_csv(H200 / "e2e_blocks.csv")
-    rates = found.pivot(index=["stage", "M", "round"], columns="system", values="tokens_per_s")
-    ratios = rates.div(rates["off"], axis=0).groupby(level=["stage", "M"]).median()
-    rows = [
-        (STEPS[stage].format(m), times(ratios["dense"][stage, m]), times(ratios["sparse"][stage, m]))
-        for stage, m in ratios.index
-    ]
-    return table(("", "not pruned", "6:8"), rows, 1)
-
-
 def bitnet() -> str:
     """Tell what each pattern costs a ternary model by each method, and how many of its codes are in the way."""
     found = pd.read_csv(ACCURACY / "bitnet.csv").set_index(["pattern", "method"])
@@ -321,35 +317,48 @@ def bitnet() -> str:
     return table(("", "blocks over", "non-zeros that go", "sparsegpt", "wanda", "magnitude"), rows, 1)
 
 
+class Budgets:
+    """The losses in budget.csv of one model, rotated or not, on one text: perplexity above the dense INT8 model's."""
+
+    def __init__(self, model: str, rotate: str, text: str) -> None:
+        with (ACCURACY / "budget.csv").open(newline="") as file:
+            rows = list(csv.DictReader(file))
+        self._rows = [
+            row for row in rows if (row["model"], row["rotate"], row["text"]) == (model, rotate, text)
+        ]
+        dense = next(row for row in self._rows if (row["pattern"], row["quant"]) == ("dense", "int8"))
+        self._dense = float(dense["ppl"])
+
+    def losses(self, goal: str, distilled: str = "") -> list[float]:
+        """Percent of each seed, for a pattern or a goal of a budget."""
+        found = [row for row in self._rows if (row["pattern"], row["distilled"]) == (goal, distilled)]
+        return [100 * (float(row["ppl"]) / self._dense - 1) for row in found]
+
+    def mean(self, goal: str, distilled: str = "") -> float:
+        """Percent, the mean over seeds."""
+        found = self.losses(goal, distilled)
+        return sum(found) / len(found)
+
+
 def budgets() -> str:
     """A table of what budgets and a rotation leave of the loss, beside uniform patterns."""
-    with (ACCURACY / "budget.csv").open(newline="") as file:
-        rows = list(csv.DictReader(file))
-    dense = {
-        (row["model"], row["rotate"], row["text"]): float(row["ppl"])
-        for row in rows
-        if row["pattern"] == "dense" and row["quant"] == "int8"
+    columns = {
+        "A": Budgets("A", "off", "in"),
+        "B": Budgets("B", "off", "in"),
+        "B, rotated": Budgets("B", "on", "in"),
+        "B, rotated, WikiText-2": Budgets("B", "on", "out"),
+        "C": Budgets("C", "off", "in"),
+        "C, rotated": Budgets("C", "on", "in"),
+        "C, rotated, WikiText-2": Budgets("C", "on", "out"),
     }
-    kinds = (
-        ("A", "off", "in"),
-        ("B", "off", "in"),
-        ("B", "on", "in"),
-        ("B", "off", "out"),
-        ("B", "on", "out"),
-    )
 
-    def cell(pattern: str, kind: tuple[str, str, str]) -> str:
-        found = [
-            100 * (float(row["ppl"]) / dense[kind] - 1)
-            for row in rows
-            if (row["model"], row["rotate"], row["text"]) == kind and row["pattern"] == pattern
-        ]
+    def cell(found: list[float]) -> str:
         seeds = f" ({len(found)})" if len(found) > 1 else ""
         return f"{sum(found) / len(found):+.2f}{seeds}" if found else "-"
 
-    titles = ("", "A", "B", "B, rotated", "B, WikiText-2", "B, rotated, WikiText-2")
-    found = [(shown, *(cell(name, kind) for kind in kinds)) for name, shown in GOALS.items()]
-    return table(titles, found, 1)
+    rows = [(shown, *(cell(one.losses(goal)) for one in columns.values())) for goal, shown in GOALS.items()]
+    rows.append(("2:4, distilled", *(cell(one.losses("2:4", "kl")) for one in columns.values())))
+    return table(("", *columns), rows, 1)
 
 
 # The patterns of budget.csv, as its table shows them
@@ -361,7 +370,7 @@ GOALS |= {f"loss {share}": f"`--max-loss {share}`" for share in ("1%", "2%")}
 TABLES: dict[str, Callable[[], str]] = {
     **{make.__name__: make for make in (gains, models, qwen, llama, fusion, step)},
     **{make.__name__: make for make in (layers, ranges, verdicts, products, heuristics, bandwidth)},
-    **{make.__name__: make for make in (reference, efficiency, bitnet, blocks, dense_models, budgets)},
+    **{make.__name__: make for make in (reference, efficiency, bitnet, blocks, budgets)},
     "losses": lambda: accuracy.losses(ACCURACY / "protocol_a.csv"),
     "losses-256": lambda: accuracy.losses(ACCURACY / "protocol_a_256.csv"),
     "wanted": lambda: accuracy.wanted(ACCURACY / "protocol_a.csv"),

@@ -89,7 +89,7 @@ TABLE: dict[str, tuple[_Entry, ...]] = {
         (1024, None, Config(256, 1, 2)),
         (4096, None, Config(1024, 1, 4)),
         (8192, None, Config(2048, 1, 8)),
-        (None, None, Config(1024, 1, 8)),
+        (None, None, Config(2048, 1, 16)),
     ),
     "dequant_bias": (
         (None, 64, Config(256, 1, 1)),

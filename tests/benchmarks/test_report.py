@@ -181,7 +181,7 @@ def test_what_sliding_costs(tmp_path: Path) -> None:
 def rate(
     system: str, value: float, pattern: str = "dense", m: int = 64, number: int = 1, stage: str = "prefill"
 ) -> str:
-    return f"tiny,int8,{stage},{m},{pattern},{system},{number},{value}"
+    return f"tiny,int8,{stage},{m},{pattern},{system},{number},{value},"
 
 
 RATES = [
