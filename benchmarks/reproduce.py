@@ -19,9 +19,9 @@ from typing import Any
 
 from benchmarks.records import amend_conditions, read_conditions
 from slidesparse.errors import FAILED, EnvironmentFault
-from slidesparse.pattern import SlidePattern
+from slidesparse.pattern import parse_pattern
 from slidesparse.tune.measure import Deadline
-from slidesparse.tune.shapes import PATTERNS
+from slidesparse.tune.shapes import MIXED_PATTERNS, PATTERNS
 
 PRODUCT = "slidesparse"  # the program of those commands that are not benchmarks
 STATE, SAID = "reproduce.json", ("finished", "cells", "planned")
@@ -31,28 +31,30 @@ LEAST, LOADING = (
 )  # seconds left that are worth beginning a command, and one that loads engines first
 
 ALL = ",".join((*PATTERNS[:-1], "16:18", PATTERNS[-1]))
+MIXED = f"{ALL},2:4@33%,2:4@50%,2:4@67%"
 FEW, MANY = "1,16,32", "64,128,256,512,1024,2048,4096,8192,16384"
 KERNELS: dict[str, tuple[str, ...]] = {
-    "tune": (PRODUCT, "tune", "--pattern", ALL),
+    "tune": (PRODUCT, "tune", "--pattern", f"{ALL},{','.join(MIXED_PATTERNS)}"),
     "kernel, 8 bits": ("kernel", "--dtype", "int8,fp8", "--pattern", ALL),
     "kernel, squares": ("kernel", "--mode", "square", "--pattern", ALL),
     "kernel, 16 bits": ("kernel", "--dtype", "bf16,fp16", "--pattern", ALL),
-    "linear": ("linear", "--m", f"{FEW},{MANY}", "--pattern", ALL),
+    "linear": ("linear", "--m", f"{FEW},{MANY}", "--pattern", MIXED),
     "bandwidth": ("bandwidth",),
 }
 # A model, its operand types, the systems, and the patterns that are measured together.  Engines of one group are loaded
 # side by side, in the 141 GB of an H200; stock vLLM has no BitNet.
-DENSE, SYSTEMS = "dense", "stock,cublaslt,sparse"
+DENSE, SYSTEMS = "dense", "stock,dense,cublaslt,sparse"
 WHOLE = (
     ("Llama3.2-3B", ("int8", "fp8"), SYSTEMS, ("2:4,4:6,6:8,8:10",)),
     ("Qwen2.5-14B", ("int8", "fp8"), SYSTEMS, ("2:4", "4:6", "6:8", "8:10")),
-    ("Qwen2.5-7B", ("int8", "fp8"), SYSTEMS, ("2:4,4:6", "6:8,8:10")),
+    ("Qwen2.5-7B", ("int8", "fp8"), f"{SYSTEMS},cusparselt", ("2:4,4:6", "6:8,8:10")),
+    ("Qwen2.5-7B", ("int8", "fp8"), "stock,sparse", ("2:4@33%,2:4@50%,2:4@67%",)),
     ("Llama3.2-1B", ("int8", "fp8"), SYSTEMS, ("2:4,4:6,6:8,8:10",)),
-    ("BitNet-2B", ("int8",), "cublaslt,sparse", ("2:4,4:6,6:8,8:10",)),
+    ("BitNet-2B", ("int8",), "dense,cublaslt,sparse", ("2:4,4:6,6:8,8:10",)),
 )
 ROUNDS = 3
-STEPS_OF_E2E = ("--prefill-steps", "10", "--decode-steps", "128")
-M_OF_E2E = ("--m", "512,1024,2048,4096,8192,16384,32768", "--decode-m", "64,128,256,512")
+STEPS_OF_E2E = ("--prefill-steps", "10", "--decode-steps", "256")
+M_OF_E2E = ("--m", "512,1024,2048,4096,8192,16384,32768", "--decode-m", "1,4,16,32,64,128,256,512")
 
 
 @dataclass(frozen=True)
@@ -70,21 +72,24 @@ def steps(out: Path) -> list[Step]:
     for name, words in KERNELS.items():
         place = () if words[0] == PRODUCT else ("--out", str(out))  # tuning saves into the user's tables
         found.append(Step(name, (*words, *place)))
+    first_rounds: dict[Path, int] = {}
     for model, dtypes, systems, groups in WHOLE:
         for dtype in dtypes:
             folder = out / "models" / f"{model}-{dtype}"
-            for number, patterns in enumerate(groups):
+            for patterns in groups:
                 words = ("e2e", "--resident", "--name", model, "--model", str(folder), "--patterns", patterns)
                 words += ("--systems", systems, *STEPS_OF_E2E, *M_OF_E2E, "--rounds", str(ROUNDS))
                 # a group has rounds, and dense systems, of its own: ratios are taken within a round
-                words += ("--first-round", str(1 + ROUNDS * number), "--out", str(out))
+                first = first_rounds.setdefault(folder, 1)
+                first_rounds[folder] += ROUNDS
+                words += ("--first-round", str(first), "--out", str(out))
                 needed = [_synth(folder, model, dtype, name) for name in (DENSE, *patterns.split(","))]
                 found.append(Step(f"e2e, {model} {dtype} {patterns}", words, tuple(needed)))
     return found
 
 
 def _synth(folder: Path, model: str, dtype: str, pattern: str) -> tuple[Path, tuple[str, ...]]:
-    path = folder / (pattern if pattern == DENSE else SlidePattern.parse(pattern).flag)
+    path = folder / (pattern if pattern == DENSE else parse_pattern(pattern).flag)
     pruned = () if pattern == DENSE else ("--sparsity", pattern)
     return path, (PRODUCT, "synth", model, str(path), "--quant", dtype, *pruned)
 

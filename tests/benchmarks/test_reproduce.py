@@ -121,5 +121,5 @@ def test_every_command_is_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
         for dtype in dtypes
         for pattern in ",".join(groups).split(",")
     ]
-    assert len(keys) == len(set(keys)) == 9 * 4
+    assert len(keys) == len(set(keys)) == 9 * 4 + 2 * 3
     assert len({step.name for step in steps}) == len(steps)
