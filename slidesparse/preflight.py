@@ -313,14 +313,14 @@ def _measured(
     stock: list[float] = []
     for tokens in DEFAULT_TOKENS if times and layer.quant else ():
         assert times is not None
-        stock.append(times.us(layer.quant or "", None, (layer.n, layer.k), tokens))
-        # of dense layers in pruned models our kernels' times are about the same
-        whole = layer.pattern == DENSE_WEIGHT and resolution and resolution.pattern != DENSE_WEIGHT
-        us.append(stock[-1] if layer.served != SPARSE or whole else None)
-        pattern = layer.spec().pattern if resolution and layer.served == SPARSE else None
-        if pattern:
-            with contextlib.suppress(TimesError):
-                us[-1] = times.us(layer.quant or "", pattern, (layer.n, layer.k), tokens)
+        shape, quant = (layer.n, layer.k), layer.quant or ""
+        stock.append(times.stock_us(quant, shape, tokens))
+        us.append(stock[-1])
+        if resolution and layer.served == SPARSE:
+            us[-1] = None
+            if layer.pattern == DENSE_WEIGHT or layer.spec().pattern:  # of mixed blocks no times are known
+                with contextlib.suppress(TimesError):
+                    us[-1] = times.us(quant, layer.spec().pattern, shape, tokens)
     tuned = _tuned(layer, resolution, machine) if resolution and layer.served == SPARSE else ""
     return replace(layer, count=count, us=tuple(us), stock_us=tuple(stock), tuned=tuned)
 

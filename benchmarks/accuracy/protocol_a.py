@@ -194,7 +194,8 @@ def zeros_and_speeds(made: Path) -> tuple[str, str, str]:
         zeros += n * k * (1 - float(pattern.density)) if pattern else 0
         dtype = "int8" if specs[0].dtype == "I8" else "fp8"
         for tokens, sparse in spent:
-            spent[tokens, sparse] += times.us(dtype, pattern if sparse else None, (n, k), tokens)
+            us = times.us(dtype, pattern, (n, k), tokens) if sparse else times.stock_us(dtype, (n, k), tokens)
+            spent[tokens, sparse] += us
     speeds = (f"{spent[tokens, False] / spent[tokens, True]:.4f}" for tokens in (PREFILL, DECODE))
     return f"{zeros / weights:.4f}", *speeds
 

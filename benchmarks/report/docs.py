@@ -407,7 +407,7 @@ def texts() -> Iterator[tuple[Path, str, str]]:
 
 
 def layer_times(folder: Path) -> str:
-    """The times that a budget counts by (see `slidesparse.convert.times`): our kernels, and vLLM's for dense layers."""
+    """The times that a budget counts by (see `slidesparse.convert.times`)."""
     shapes = {
         (model.name, layer.name): (layer.n, layer.k) for model in MODELS.values() for layer in model.layers
     }
@@ -417,10 +417,11 @@ def layer_times(folder: Path) -> str:
             for row in csv.DictReader(file):
                 if row["layer"] == "sum" or row["pattern"] not in (DENSE, *PATTERNS):
                     continue
-                if row["provider"] == (STOCK if row["pattern"] == DENSE else "hopper"):
+                if row["provider"] in (STOCK, "hopper"):
                     named = row["layer"].partition("x")
                     shape = shapes.get((row["model"], row["layer"])) or (int(named[0]), int(named[2]))
-                    key = row["dtype"], shape[0], shape[1], row["pattern"], int(row["M"])
+                    pattern = STOCK if row["provider"] == STOCK else row["pattern"]
+                    key = row["dtype"], shape[0], shape[1], pattern, int(row["M"])
                     found[key] = row["p50_us"]
     rows = [",".join(map(str, (*key, us))) for key, us in sorted(found.items())]
     return "\n".join(["dtype,n,k,pattern,tokens,us", *rows, ""])

@@ -109,7 +109,7 @@ class Candidate:
 
     pattern: SlidePattern | None
     loss: float  # in nats or 1 - cosine, as measured for the unit alone
-    time: float  # as a part of that of all linear layers of the dense model; a mean over ``tokens``
+    time: float  # as a part of what stock vLLM takes for all linear layers of the dense model; a mean over ``tokens``
     zeros: int
 
 
@@ -148,7 +148,7 @@ class AllocationProblem:
     candidates: Candidates
     weights: int  # of all linear layers
     by_zeros: bool = False
-    fixed: float = 0.0  # time of the linear layers that stay as they are, as a part of the dense model's
+    fixed: float = 0.0  # time of the linear layers that stay dense, as in `Candidate`
 
     def choice(self, picked: Mapping[Unit, Candidate]) -> Choice:
         """Sum up one candidate of each unit."""
@@ -196,10 +196,11 @@ class AllocationProblem:
         return self.choice(picked)
 
     def least_loss(self, saved: float) -> Choice | None:
-        """Return the choice of least loss that saves this share of the dense time, or of all weights, or None."""
+        """Return the choice of least loss that saves this share of stock vLLM's time, or of all weights, or None."""
         picked = {unit: options[0] for unit, options in self.candidates.items()}
         steps, done = self._steps(), list[tuple[Unit, Candidate, Candidate]]()
-        left = saved - 1e-12
+        already = 0.0 if self.by_zeros else 1 - self.choice(picked).time
+        left = saved - already - 1e-12
         for unit, candidate in steps:
             if left <= 0:
                 break
@@ -257,14 +258,15 @@ def allocation_problem(
     times = None if budget.zeros is not None else LayerTimes.of(budget.gpu)
     fixed = list(sizes)
 
-    def time(pattern: SlidePattern | None, shape: Shape, tokens: int) -> float:
-        return times.us(quant, pattern, shape, tokens) if times else float(shape[0] * shape[1])
-
     every = [*shapes.values(), *fixed]
-    whole = {m: sum(time(None, shape, m) for shape in every) for m in budget.tokens}
+    whole = {
+        m: sum(times.stock_us(quant, shape, m) for shape in every) if times else 1.0 for m in budget.tokens
+    }
 
     def share(pattern: SlidePattern | None, shape: Shape) -> float:
-        return sum(time(pattern, shape, m) / whole[m] for m in budget.tokens) / len(budget.tokens)
+        if times is None:
+            return 0.0
+        return sum(times.us(quant, pattern, shape, m) / whole[m] for m in budget.tokens) / len(budget.tokens)
 
     candidates: Candidates = {}
     for unit, (n, k) in shapes.items():

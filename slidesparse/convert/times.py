@@ -1,11 +1,10 @@
 """The time of a linear layer by GPU, shape, pattern and tokens, measured or estimated.
 
-``slidesparse/layer_times/GPU.csv`` ships with the package; `python -m benchmarks docs` writes it.  Its times are of
-whole layers, bfloat16 to bfloat16, quantization and scales included: pruned ones by our kernels, dense ones by vLLM's
-own, which everything is compared with.  Where the Hopper kernels serve dense layers too, they take a little less time
-in decode.  A shape that was not measured is estimated by a + b * N * K, fitted to the measured shapes of the same
-pattern and tokens; other numbers of tokens lie on a straight line between two that were measured, in logarithms of
-both.
+``slidesparse/layer_times/GPU.csv`` ships with the package; `python -m benchmarks docs` writes it.  It has the times of
+whole layers, bfloat16 to bfloat16, quantization and scales included: pruned and dense ones by our kernels, and "stock",
+dense ones by vLLM's own, with which all are compared.  A shape that was not measured is estimated by a + b * N * K,
+fitted to the measured shapes of the same pattern and tokens; other numbers of tokens lie on a straight line between two
+that were measured, in logarithms of both.
 """
 
 from __future__ import annotations
@@ -23,6 +22,8 @@ from slidesparse.pattern import DENSE_WEIGHT, SlidePattern
 FOLDER = Path(__file__).parent.parent / "layer_times"
 DEFAULT_GPU = "h200"
 DEFAULT_TOKENS = (16, 8192)  # a step of decode with 16 sequences, and one of prefill
+
+STOCK = "stock"  # in the place of a pattern
 
 Shape = tuple[int, int]  # N, K
 
@@ -74,7 +75,13 @@ class LayerTimes:
 
         Raises TimesError for a dtype or pattern that was not measured.
         """
-        name = name_of(pattern)
+        return self._us(dtype, name_of(pattern), shape, tokens)
+
+    def stock_us(self, dtype: str, shape: Shape, tokens: int) -> float:
+        """Return the time of the dense layer by vLLM's own kernels, see `us`."""
+        return self._us(dtype, STOCK, shape, tokens)
+
+    def _us(self, dtype: str, name: str, shape: Shape, tokens: int) -> float:
         of_tokens = self.measured.get((dtype, name))
         if of_tokens is None:
             raise TimesError(

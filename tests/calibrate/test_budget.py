@@ -44,11 +44,11 @@ LENGTHS = (10, 8, 6, 4)
 
 @st.composite
 def problems(draw: st.DrawFn) -> AllocationProblem:
-    """Up to four units of dense and three patterns; times may be longer than the dense one."""
+    """Up to four units of dense and three patterns; times may be longer than the dense one, and that than stock's."""
     count = draw(st.integers(1, 4))
     candidates: dict[tuple[str, ...], tuple[Candidate, ...]] = {}
     for number in range(count):
-        options = [Candidate(None, 0.0, 1 / count, 0)]
+        options = [Candidate(None, 0.0, draw(st.sampled_from((0.9, 1.0, 1.1))) / count, 0)]
         for length in LENGTHS[1:]:
             loss, time = draw(st.integers(0, 50)), draw(st.integers(40, 110))
             options.append(Candidate(SlidePattern(length), loss / 10, time / 100 / count, 200 // length))
@@ -157,6 +157,7 @@ def test_measured_times_are_taken_as_they_are() -> None:
     most = max(measured)
     assert times.us("int8", pattern, shape, 2 * most) == pytest.approx(2 * measured[most][shape])
     assert times.us("int8", None, shape, 16) == times.measured["int8", "dense"][16][shape]
+    assert times.stock_us("int8", shape, 16) == times.measured["int8", "stock"][16][shape]
 
 
 def test_shapes_that_were_not_measured_are_estimated_within_a_fifth() -> None:
@@ -391,7 +392,7 @@ def test_losses_are_measured_once_for_all_budgets(
 
     monkeypatch.setattr(losses, "_measure", not_again)
     second = calibrated(
-        model, tmp_path / "out", ids, budget=Budget(min_speedup=1.01, tokens=(16,)), dry_run=True
+        model, tmp_path / "out", ids, budget=Budget(min_speedup=1.2, tokens=(16,)), dry_run=True
     )
     assert outcome(second).problem.candidates.keys() == outcome(first).problem.candidates.keys()
 
@@ -459,6 +460,7 @@ def test_killed_and_resumed(
     ("budget", "words"),
     [
         (Budget(min_speedup=1.9, tokens=(16,)), "cannot be reached: the most is 1."),
+        (Budget(min_speedup=1.01, tokens=(16,)), "is reached without pruning: .* SPARSITY=dense"),
         (Budget(max_loss=1e-9, tokens=(16,)), "allow more"),
     ],
 )
