@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from slidesparse.calibrate.models import LayeredModel
-from slidesparse.checkpoint.tokens import clipped, read_ids, read_records, tokenizer_of
+from slidesparse.checkpoint.tokens import clipped, read_ids, read_records, require_ids, tokenizer_of
 from slidesparse.errors import CalibrationError
 
 RANDOM = "random"
@@ -127,6 +127,7 @@ def load_samples(
         raise CalibrationError(
             f"{path} gives no sample of {length} tokens; give more text, or a smaller --seqlen"
         )
+    require_ids(chosen, model.vocabulary, f"{option} {data}", model.checkpoint.folder)
     note = ""
     if len(chosen) < samples and not every:
         note = f"{path.name} gives {len(chosen)} samples of at most {length} tokens, {samples} were asked for"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -75,6 +75,19 @@ def read_ids(path: Path) -> np.ndarray:
         what = f"{found.dtype} {list(found.shape)}" if isinstance(found, np.ndarray) else type(found).__name__
         raise SlideSparseError(f"{path} holds {what}; token ids are integers [samples, tokens], or [tokens]")
     return found
+
+
+def require_ids(
+    samples: Sequence[Sequence[int] | np.ndarray], vocabulary: int, data: str, folder: Path
+) -> None:
+    """Raise SlideSparseError when ``samples``, which came from ``data``, hold ids that ``folder`` has no token for."""
+    low = min(int(np.min(sample)) for sample in samples)
+    high = max(int(np.max(sample)) for sample in samples)
+    if not 0 <= low <= high < vocabulary:
+        raise SlideSparseError(
+            f"{data} holds token ids from {low} to {high}, but the vocabulary of {folder} has {vocabulary} tokens, "
+            f"0 to {vocabulary - 1}; use ids that its own tokenizer made"
+        )
 
 
 def clipped(tokens: list[int], longest: int) -> list[int]:

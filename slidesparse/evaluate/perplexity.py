@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from slidesparse.checkpoint.tokens import require_ids
 from slidesparse.errors import SlideSparseError
 from slidesparse.evaluate.engine import Engine, Scored
 from slidesparse.evaluate.intervals import Array, Interval, bootstrap, ratio
@@ -74,23 +75,25 @@ def measure(
     """Score the windows ``ids`` with ``model`` and with ``against``.
 
     Perplexity is exp of minus the mean log-probability of all tokens but each window's first; intervals resample
-    windows.  Raises SlideSparseError for options that cannot be used or an engine that fails.
+    windows.  Raises SlideSparseError for options or ids that cannot be used, or an engine that fails.
     """
     if top == 0 or top < -1:
         raise SlideSparseError(
             f"--top {top} is not a number of tokens; use 1 or more, or -1 for the whole vocabulary"
         )
     for folder in (model, *([against] if against else [])):
-        _require_bearable(folder, ids, top)
+        vocabulary = vocabulary_of(folder)
+        if vocabulary:
+            require_ids(ids, vocabulary, "--data", folder)
+        _require_bearable(ids, top if top > 0 else vocabulary or 1, top)
     engine = engine or Engine()
     ours = engine.score(model, "perplexity", ids, top)
     theirs = engine.score(against, "perplexity", ids, top) if against else None
     return summarize(str(model), str(against) if against else None, ids, ours, theirs)
 
 
-def _require_bearable(folder: Path, ids: Sequence[Sequence[int]], top: int) -> None:
-    """Raise SlideSparseError when the requested log-probabilities do not fit into memory."""
-    each = top if top > 0 else vocabulary_of(folder)
+def _require_bearable(ids: Sequence[Sequence[int]], each: int, top: int) -> None:
+    """Raise SlideSparseError when ``each`` log-probabilities per token, those of ``top``, do not fit into memory."""
     longest, tokens = max(len(sample) for sample in ids), sum(len(sample) for sample in ids)
     if each * longest > MOST_AT_ONCE or each * tokens > MOST:
         most = min(MOST_AT_ONCE // longest, MOST // tokens)

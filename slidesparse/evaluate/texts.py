@@ -32,14 +32,14 @@ def window_of(*folders: Path) -> int:
     return min([WINDOW, *(found - 1 for found in positions if found)])
 
 
-def vocabulary_of(folder: Path) -> int:
-    """Return the size of a model's vocabulary; 1 when config.json does not say."""
+def vocabulary_of(folder: Path) -> int | None:
+    """Return the size of a model's vocabulary, or None when config.json does not say."""
     try:
         config = config_of(folder)
         found = config.get("vocab_size") or config.get("text_config", {}).get("vocab_size")
         return max(1, int(found))
     except (SlideSparseError, ValueError, TypeError, AttributeError):
-        return 1  # vLLM tells what is wrong with it
+        return None  # vLLM tells what is wrong with it
 
 
 def config_of(folder: Path) -> dict[str, Any]:

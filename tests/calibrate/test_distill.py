@@ -20,7 +20,7 @@ from slidesparse.calibrate import distill
 from slidesparse.calibrate.finetune import Rounded, _round
 from slidesparse.calibrate.task import Calibration
 from slidesparse.convert.budget import Budget
-from slidesparse.errors import CalibrationError, EnvironmentFault
+from slidesparse.errors import CalibrationError, EnvironmentFault, SlideSparseError
 from slidesparse.pattern import SlidePattern
 
 STEPS = 12  # of a second each by the clock of these tests
@@ -254,13 +254,16 @@ def test_bad_options(source: Path, tmp_path: Path, ids: str, text: str) -> None:
             calibrated(where, tmp_path / "out", str(options.pop("calib", ids)), **options)
         assert not [path for path in tmp_path.iterdir() if "out" in path.name]
 
-    short, one = tmp_path / "short.npy", tmp_path / "one.npy"
+    short, one, strange = (tmp_path / f"{name}.npy" for name in ("short", "one", "strange"))
     np.save(short, np.arange(20))
     np.save(one, np.zeros((1, 24), int))
+    np.save(strange, np.full((9, 24), LLAMA.vocabulary))
     refuses("--distill 'missing.npy' is not a file", distill="missing.npy")
     refuses("--distill 'text.txt' is not a supported type", distill="text.txt")
     refuses("gives no sample of 24 tokens; give more text", distill=str(short))
     refuses("one.npy gives one sample, but two are needed", distill=str(one))
+    strange_ids = "--distill .*strange.npy holds token ids from 40 to 40, but the vocabulary"
+    refuses(strange_ids, error=SlideSparseError, distill=str(strange))
     refuses("--minutes 3 is the time of distillation", distill=None, minutes=3.0)
     for minutes in (0.0, -1.0, float("nan"), float("inf")):
         refuses("--minutes .* must be more than 0", minutes=minutes)

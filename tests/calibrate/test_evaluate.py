@@ -213,6 +213,23 @@ def test_lines_end_where_json_says(folder: Path) -> None:
         windows(folder / "a.txt", folder, 3, None)
 
 
+@pytest.mark.parametrize("wrong", [26, -1])
+def test_ids_without_a_token_are_refused_before_vllm_starts(
+    folder: Path, without_engine: list[Any], wrong: int
+) -> None:
+    """Whether the model lacks the token or the one that it is compared with; vLLM's engine dies of such ids."""
+    np.save(folder / "ids.npy", np.array([[0, 25, 1], [2, wrong, 3]]))
+    (folder / "other" / "config.json").write_text("{}")
+    data = ("--data", folder / "ids.npy", "--seqlen", 3)
+    for models in ((folder,), (folder / "other", "--against", folder)):
+        done = Done("eval", "perplexity", *models, *data)
+        assert (done.code, without_engine) == (2, [])
+        assert (
+            f"--data holds token ids from {min(wrong, 0)} to {max(wrong, 25)}, but the vocabulary of {folder} has "
+            "26 tokens, 0 to 25; use ids that its own tokenizer made"
+        ) in done.err
+
+
 def test_more_log_probabilities_than_memory_holds(
     folder: Path, without_engine: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -112,6 +112,8 @@ def test_random_tokens_say_what_they_are_good_for(decoder: LayeredModel) -> None
         ("short.jsonl", {"seqlen": 500}, "500 tokens"),
         ("floats.npy", {}, "float64 [2, 2]"),
         ("objects.npy", {}, "objects.npy"),
+        ("large.npy", {}, "large.npy holds token ids from 0 to 40, but the vocabulary of "),
+        ("negative.npy", {}, "negative.npy holds token ids from -1 to 2, but"),
     ],
 )
 def test_data_that_cannot_be_used(
@@ -123,6 +125,8 @@ def test_data_that_cannot_be_used(
     (tmp_path / "short.jsonl").write_text('"a b c"\n')
     np.save(tmp_path / "floats.npy", np.ones((2, 2)))
     np.save(tmp_path / "objects.npy", np.array([{}], dtype=object), allow_pickle=True)
+    np.save(tmp_path / "large.npy", np.array([[0, 40]]))
+    np.save(tmp_path / "negative.npy", np.array([[2, -1]]))
     path = calib if calib == "random" else str(tmp_path / calib)
     with pytest.raises(SlideSparseError) as error:
         load_samples(path, decoder, **options)

@@ -16,16 +16,18 @@ from vllm.model_executor.layers.fused_moe.experts import cpu_moe
 ENTRY: dict[str, Any] = {}  # of our registry of backends: none
 
 
-def _apply(
-    self: Any, hidden_states: Tensor, w1: Tensor, w2: Tensor, router_logits: Tensor, *_: Any, **__: Any
-) -> Tensor:
-    weights, chosen = cpu_moe.select_experts(
-        hidden_states,
-        router_logits,
-        self.moe_config.experts_per_token,
-        use_grouped_topk=False,
-        renormalize=self.moe_config.routing_method != cpu_moe.RoutingMethodType.Default,
-    )
+def _apply(self: Any, hidden_states: Tensor, w1: Tensor, w2: Tensor, **routing: Any) -> Tensor:
+    """Take experts already chosen and write to ``output`` (vLLM 0.30 and later), or choose them from router logits."""
+    if "output" in routing:
+        weights, chosen = routing["topk_weights"], routing["topk_ids"]
+    else:
+        weights, chosen = cpu_moe.select_experts(
+            hidden_states,
+            routing["router_logits"],
+            self.moe_config.experts_per_token,
+            use_grouped_topk=False,
+            renormalize=self.moe_config.routing_method != cpu_moe.RoutingMethodType.Default,
+        )
     out = torch.zeros_like(hidden_states)
     for expert in range(w1.shape[0]):
         tokens, place = (chosen == expert).nonzero(as_tuple=True)
@@ -36,7 +38,7 @@ def _apply(
         gate, up = (hidden_states[tokens].float() @ first.T).chunk(2, -1)
         result = (functional.silu(gate) * up) @ second.T
         out[tokens] += (result * weights[tokens, place, None]).to(out.dtype)
-    return out
+    return routing["output"].copy_(out) if "output" in routing else out
 
 
 for kernel in (cpu_moe.CPUExpertsInt8, cpu_moe.CPUExpertsFp8):
