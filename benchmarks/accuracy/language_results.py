@@ -10,8 +10,6 @@ from pathlib import Path
 
 import pandas as pd
 
-from benchmarks.records import LINEAR
-from benchmarks.report import data
 from benchmarks.report.markdown import NOTHING, table
 
 PATTERNS, UNSTRUCTURED = ("8:10", "6:8", "4:6", "2:4"), ("25%", "33%")
@@ -20,9 +18,6 @@ DENSE, CONTROL, DISTILLED = "dense", "control", "kl"
 START = "start"  # what distillation began with, where that was made otherwise than the rest of the CSV
 TEXTS = {"in": "held-out text", "out": "WikiText-2"}
 KEY = ["pattern", "method", "quant", "text", "distilled", "seed"]
-STAGES = {64: "decode", 8192: "prefill"}  # by M
-MODEL, DTYPE = "Qwen2.5-7B", "int8"  # of linear.csv
-PROVIDERS = ("hopper", "cusparselt")  # the first that was measured
 PARITY = {
     ("llmcompressor", "default"): "its default, blocks of 128",
     ("llmcompressor", "block126"): "blocks of 126",
@@ -99,14 +94,6 @@ class Results:
         return [kind for kind in [(DENSE, "-"), *pruned] if kind in known]
 
 
-def speeds_of(folder: Path) -> dict[tuple[str, int], tuple[float, str]]:
-    """(speed-up over stock vLLM, provider) of MODEL's linear layers in ``folder``/linear.csv, by pattern and M."""
-    found = data.over_stock(data.linear_sections(data.read(folder, LINEAR)).each)
-    found = found[(found["title"] == MODEL) & (found["dtype"] == DTYPE) & found["ours"].isin(PROVIDERS)]
-    rows = found.sort_values("ours", key=lambda names: names.map(PROVIDERS.index), ascending=False)
-    return {(row.pattern, row.M): (row.speedup, row.ours) for row in rows.itertuples()}
-
-
 def _shown(value: object) -> str:
     return NOTHING if value is None else f"{value:.2f}" if isinstance(value, float) else str(value)
 
@@ -123,33 +110,6 @@ def losses(source: Path) -> str:
         for pattern, method in results.kinds()
     ]
     return table(("pattern", "method", "BF16", "INT8", "FP8", "WikiText-2, BF16", "INT8", "FP8"), rows, 2)
-
-
-def wanted(source: Path) -> str:
-    """The goals for held-out text, and the outcomes."""
-    results = Results.of(source)
-
-    def mean(pattern: str, method: str) -> float:
-        loss = results.loss(pattern, method, "int8")
-        return loss.mean if loss else float("nan")
-
-    def added(quant: str) -> str:
-        kinds = [(DENSE, "-"), *((pattern, "sparsegpt") for pattern in PATTERNS)]
-        both = [
-            (kind[0], results.loss(*kind, quant, seed=0), results.loss(*kind, "bf16", seed=0))
-            for kind in kinds
-        ]
-        return ", ".join(f"{name} {a.mean - b.mean:.2f}" for name, a, b in both if a and b)
-
-    ratios = [f"{p} {mean(p, 'sparsegpt') / mean(p, 'magnitude'):.2f}" for p in PATTERNS]
-    rows = [
-        ("sparsegpt, INT8, 6:8 loses", "at most 1.0%", f"{mean('6:8', 'sparsegpt'):.2f}%"),
-        ("sparsegpt, INT8, 4:6 loses", "at most 3%", f"{mean('4:6', 'sparsegpt'):.2f}%"),
-        ("sparsegpt's loss / magnitude's, INT8", "at most 0.4", ", ".join(ratios)),
-        ("points that INT8 adds to BF16, sparsegpt, same windows", "at most 0.15", added("int8")),
-        ("points that FP8 adds to BF16, sparsegpt, same windows", "at most 0.3", added("fp8")),
-    ]
-    return table(("", "wanted", "came out"), rows, 3)
 
 
 def distilled(source: Path) -> str:
@@ -188,19 +148,6 @@ def closed(results: Results, pattern: str, quant: str, to: str) -> str:
     if before is None or goal is None or after is None:  # not measured
         return NOTHING
     return f"{100 * (before - after.mean) / (before - goal.mean):.0f}%"
-
-
-def speeds(source: Path, folder: Path) -> str:
-    """Losses of sparsegpt in INT8 beside the speed-ups of MODEL's linear layers."""
-    results, times = Results.of(source), speeds_of(folder)
-    rows = []
-    for pattern in PATTERNS:
-        found = [results.loss(pattern, "sparsegpt", "int8", "in", by) for by in ("", DISTILLED)]
-        each = [times[pattern, m] for m in STAGES]
-        lost = [_shown(loss.mean if loss else None) for loss in found]
-        rows.append((pattern, *lost, *(f"{speed:.2f} {provider}" for speed, provider in each)))
-    stages = [f"{stage}, M = {m}" for m, stage in STAGES.items()]
-    return table(("pattern", "lost", "distilled", *stages), rows, 1)
 
 
 def encoder(source: Path) -> str:

@@ -3,10 +3,9 @@
     python -m benchmarks.accuracy.plot cosine docs/accuracy/protocol_b.csv OUT.svg
     python -m benchmarks.accuracy.plot layers REPORT.json [REPORT.json ...] OUT.svg
     python -m benchmarks.accuracy.plot losses docs/accuracy/protocol_a.csv OUT.svg
-    python -m benchmarks.accuracy.plot speed docs/accuracy/protocol_a.csv docs/benchmarks/h200 OUT.svg
 
 `layers` draws what `slidesparse convert --report REPORT.json` measured: the error of each layer's output, a line a
-report.  `speed` draws what a pattern loses beside what it gains.  SVG files are the same bytes for the same results.
+report.  SVG files are the same bytes for the same results.
 """
 
 from __future__ import annotations
@@ -102,50 +101,6 @@ def losses(source: Path, out: Path) -> None:
     _save(figure, out)
 
 
-@mpl.rc_context(FIXED)
-def speed(source: Path, folder: Path, out: Path) -> None:
-    """Draw what sparsegpt in INT8 loses in one model, by the speed-up of another's linear layers."""
-    results, times = language.Results.of(source), language.speeds_of(folder)
-    figure = Figure(figsize=(9.5, 4.2), layout="constrained")
-    panels = figure.subplots(1, 2, sharey=True)
-    for axes, (m, stage) in zip(panels, language.STAGES.items(), strict=True):
-        at = {pattern: times[pattern, m][0] for pattern in PATTERNS}
-        _points(axes, {language.DENSE: 1.0}, results, "-", "", color="k", marker="s", label="dense")
-        _points(axes, at, results, "sparsegpt", "", color="C0", marker="o", label="sparsegpt")
-        label = "sparsegpt and distillation"
-        _points(axes, at, results, "sparsegpt", language.DISTILLED, color="C1", marker="D", label=label)
-        axes.axvline(1, color="#444444", linewidth=1)
-        axes.set(title=f"{stage}, M = {m}\n{_providers({p: times[p, m][1] for p in PATTERNS})}", yscale="log")
-        axes.set(xlabel=f"speed-up of {language.MODEL}'s linear layers, INT8")
-        axes.margins(x=0.2)
-        _plain_percent(axes)
-    panels[0].set(ylabel="perplexity lost by the 30 M model, %")
-    panels[1].legend(fontsize=8)
-    _save(figure, out)
-
-
-def _providers(by_pattern: dict[str, str]) -> str:
-    """The providers of the times: "hopper", or "hopper: 6:8; cusparselt: 4:6, 2:4"."""
-    names = [name for name in language.PROVIDERS if name in by_pattern.values()]
-    if len(names) == 1:
-        return names[0]
-    return "; ".join(f"{name}: {', '.join(p for p in by_pattern if by_pattern[p] == name)}" for name in names)
-
-
-def _points(
-    axes: Axes, at: dict[str, float], results: language.Results, method: str, distilled: str, **style: Any
-) -> None:
-    """A point for each pattern, at its speed-up."""
-    found = {p: loss for p in at if (loss := results.loss(p, method, "int8", "in", distilled))}
-    low = [loss.mean - loss.low for loss in found.values()]
-    high = [loss.high - loss.mean for loss in found.values()]
-    means = [loss.mean for loss in found.values()]
-    axes.errorbar([at[pattern] for pattern in found], means, [low, high], capsize=3, linestyle="", **style)
-    for pattern, loss in found.items():
-        where = (at[pattern], loss.mean)
-        axes.annotate(pattern, where, xytext=(7, -3), textcoords="offset points", fontsize=8)
-
-
 def _curve(
     axes: Axes,
     results: language.Results,
@@ -177,15 +132,15 @@ def _save(figure: Figure, out: Path) -> None:
 def main() -> None:
     """Draw one plot."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("plot", choices=("cosine", "layers", "losses", "speed"))
+    parser.add_argument("plot", choices=("cosine", "layers", "losses"))
     parser.add_argument("source", type=Path, nargs="+")
     parser.add_argument("out", type=Path)
     options = parser.parse_args()
-    draw = {"cosine": cosine, "losses": losses, "speed": speed}
+    draw = {"cosine": cosine, "losses": losses}
     if options.plot == "layers":
         layers(options.source, options.out)
-    elif len(options.source) != (2 if options.plot == "speed" else 1):
-        parser.error(f"{options.plot} takes {2 if options.plot == 'speed' else 1} sources")
+    elif len(options.source) != 1:
+        parser.error(f"{options.plot} takes one source")
     else:
         draw[options.plot](*options.source, options.out)
 
