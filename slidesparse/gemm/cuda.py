@@ -188,28 +188,28 @@ def tuned_plan(backend: Tunable, problem: Problem, device: torch.device) -> Plan
 
     An untuned shape, see `tuned.look_up`, is logged once.
     """
-    subject = torch.cuda.get_device_name(device), torch.cuda.get_device_capability(device)
-    algorithm, instead = tuned.look_up(backend.name, backend.version(), *subject, problem, backend.reach)
+    algorithm, instead = tuned.look_up(_subject(backend, device), problem, backend.reach)
     if instead:
-        tuned.note_untuned(backend.name, problem, instead)
+        tuned.note_untuned(backend.name, problem.dtype, problem.n, problem.k, instead)
     try:
         return backend.plan(problem, device, algorithm)
-    except (
-        LibraryError
-    ) as error:  # tuned for another shape or number of tokens, which may allow what this one does not
+    except LibraryError as error:
         if algorithm is None:
             raise
-        tuned.note_refused(backend.name, problem, algorithm, str(error))
+        # It was tuned for another shape or number of tokens, which may allow what this one does not
+        tuned.note_refused(backend.name, tuned.Shape.of(problem), algorithm, str(error))
         return backend.plan(problem, device)
 
 
 def tuned_nearby(backend: Tunable, problem: Problem, device: torch.device) -> str | None:
     """The algorithm that tuning found for ``problem`` or for the nearest shape within reach, or None."""
-    subject = torch.cuda.get_device_name(device), torch.cuda.get_device_capability(device)
-    library = backend.name, backend.version()
-    return tuned.choice(*library, *subject, problem) or tuned.neighbour(
-        *library, *subject, problem, backend.reach
-    )
+    subject = _subject(backend, device)
+    return tuned.choice(subject, problem) or tuned.neighbour(subject, problem, backend.reach)
+
+
+def _subject(backend: Tunable, device: torch.device) -> tuned.Subject:
+    gpu, capability = torch.cuda.get_device_name(device), torch.cuda.get_device_capability(device)
+    return tuned.Subject(backend.name, backend.version(), gpu, capability)
 
 
 class NativePlan:

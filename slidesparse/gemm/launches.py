@@ -83,8 +83,7 @@ def _find(
     subject = tuned.Subject(
         kind, VERSION, torch.cuda.get_device_name(device), torch.cuda.get_device_capability(device)
     )
-    facts = subject.library, subject.version, subject.gpu, subject.capability
-    found, instead = tuned.look_up(*facts, problem_of(source, target, n, k, m), NEAR)
+    found, instead = tuned.look_up(subject, problem_of(source, target, n, k, m), NEAR)
     if instead:
         _note(kind, subject.gpu, instead if found else "that of the kernel's own table")
     try:

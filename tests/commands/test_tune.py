@@ -174,7 +174,7 @@ def test_tuning_saves_resumes_and_is_forced() -> None:
     assert len(steps) == 8
     for m in (1, 16, 40, 96):
         problem = Problem("int8", "bf16", 64, 96, m)
-        assert tuned.choice(library.name, "1.2.3", GPU.name, GPU.capability, problem) == "good"
+        assert tuned.choice(GPU.subject(library), problem) == "good"
     saved = tuned.tuned(GPU.subject(library), todo[0].problem)
     assert saved
     assert ([name for name, _ in saved.others], saved.tried) == (["slow"], 4)
@@ -184,7 +184,7 @@ def test_tuning_saves_resumes_and_is_forced() -> None:
     assert (again.tuned, again.known, library.searched) == (0, 8, [])
     library.times["slow"] = 1.0
     assert tune(session(library), todo, force=True).tuned == 8
-    assert tuned.choice(library.name, "1.2.3", GPU.name, GPU.capability, todo[0].problem) == "slow"
+    assert tuned.choice(GPU.subject(library), todo[0].problem) == "slow"
 
 
 def test_weights_are_packed_once_for_all_token_counts() -> None:

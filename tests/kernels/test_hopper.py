@@ -96,7 +96,7 @@ def test_an_untuned_shape_takes_what_was_tuned_nearby_or_what_the_model_predicts
     standing_in: StandIn, n: int, caplog: pytest.LogCaptureFixture
 ) -> None:
     """How to cut K depends on the shape: one with half the out-features is too far."""
-    tuned._note_once.cache_clear()
+    tuned.note_untuned.cache_clear()
     near = "split:1x16/2x1/3"
     tuned.save(SUBJECT, [(Problem("int8", "bf16", n, 128, 16, "both"), Tuned(near, 1.0))])
     weight, ones = torch.zeros(4608, 64, dtype=INT8), torch.ones(4608, 1)
