@@ -12,6 +12,7 @@ an algorithm's name means.  A file lies in the user's cache, where it wins, or s
 
 from __future__ import annotations
 
+import fcntl
 import json
 import logging
 import math
@@ -203,19 +204,25 @@ def note_refused(library: str, shape: Shape, algorithm: str, error: str) -> None
 def save(subject: Subject, results: Iterable[tuple[Problem, Tuned]]) -> Path:
     """Merge results into the user's table and publish it atomically; returns its path.
 
-    The file is read again just before.  Raises TableError when the file there is damaged; it is not overwritten.
+    A lock on the folder keeps what other processes add meanwhile.  Raises TableError when the file there is damaged;
+    it is not overwritten.
     """
     path = folder() / subject.file
     make_folder(path.parent)
-    entries = _read(path, subject)
-    for problem, best in results:
-        entries.setdefault(Shape.of(problem), {})[problem.m] = best
-    plain = {
-        str(shape): {str(m): _plain_one(best) for m, best in sorted(measured.items())}
-        for shape, measured in sorted(entries.items(), key=lambda one: str(one[0]))
-    }
-    document = {"format": FORMAT, **subject.facts(), "entries": plain}
-    _publish(path, json.dumps(document, indent=1) + "\n")
+    lock = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        entries = _read(path, subject)
+        for problem, best in results:
+            entries.setdefault(Shape.of(problem), {})[problem.m] = best
+        plain = {
+            str(shape): {str(m): _plain_one(best) for m, best in sorted(measured.items())}
+            for shape, measured in sorted(entries.items(), key=lambda one: str(one[0]))
+        }
+        document = {"format": FORMAT, **subject.facts(), "entries": plain}
+        _publish(path, json.dumps(document, indent=1) + "\n")
+    finally:
+        os.close(lock)
     _tables.cache_clear()
     return path
 

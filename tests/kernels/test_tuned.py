@@ -7,6 +7,7 @@ import logging
 import os
 import subprocess
 import sys
+import threading
 from dataclasses import replace
 from pathlib import Path
 
@@ -129,6 +130,22 @@ def test_saving_adds_to_what_another_process_saved() -> None:
     subprocess.run([sys.executable, "-c", program], check=True, timeout=120)
     put((128, "b"))
     assert [choose(replace(PROBLEM, m=m)) for m in (64, 128, 256)] == ["a", "b", "other"]
+
+
+def test_two_that_save_at_once_both_stay(monkeypatch: pytest.MonkeyPatch) -> None:
+    publish = tuned._publish
+    other = threading.Thread(target=put, args=((128, "b"),))
+
+    def while_another_saves(path: Path, text: str) -> None:
+        monkeypatch.setattr(tuned, "_publish", publish)
+        other.start()
+        other.join(0.5)  # it waits
+        publish(path, text)
+
+    monkeypatch.setattr(tuned, "_publish", while_another_saves)
+    put((64, "a"))
+    other.join()
+    assert [choose(replace(PROBLEM, m=m)) for m in (64, 128)] == ["a", "b"]
 
 
 def test_a_save_that_dies_leaves_the_old_table(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
