@@ -65,7 +65,7 @@ def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setattr(compile, "sources", lambda: tmp_path / "csrc")
     monkeypatch.setattr(find, "python_headers", lambda: [tmp_path / "python"])
     monkeypatch.setattr(find, "torch_folder", lambda oldest: tmp_path / "torch")
-    operators = Target("operators", "operators", ("cusparselt.cpp",), torch=(2, 10), defines=("VERSION=1",))
+    operators = Target("operators", "operators", ("cusparselt.cpp",), torch=(2, 10))
     monkeypatch.setitem(TARGETS, "operators", operators)
     return tmp_path
 
@@ -99,7 +99,7 @@ def test_command_lines(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         "cusparselt.cpp -o",
     ):
         assert words in module
-    for words in ("-DVERSION=1", f"-isystem {root}/torch/include", f"-L{root}/torch/lib -ltorch_cpu"):
+    for words in (f"-isystem {root}/torch/include", f"-L{root}/torch/lib -ltorch_cpu"):
         assert words in operators
     for line in (*compiles, link):
         assert f"-ccbin={root}/bin/c++ -Xcompiler=-O1" in line
