@@ -18,7 +18,6 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from slidesparse.cli.console import Json, err
 
 if TYPE_CHECKING:
-    from slidesparse.gemm.backend import Tunable
     from slidesparse.tune.jobs import Job, KernelJob
     from slidesparse.tune.machine import Gpu
     from slidesparse.tune.session import Session
@@ -128,12 +127,6 @@ def tokens_of(text: str | None) -> tuple[int, ...]:
     return TOKENS if text is None else parse_tokens(text)
 
 
-def patterns_of(text: str | None, mixed: bool = False) -> tuple[str, ...]:
-    from slidesparse.tune.shapes import PATTERNS, parse_patterns
-
-    return PATTERNS if text is None else parse_patterns(text, mixed)
-
-
 def models_of(names: str | None, shapes: str | None) -> list[tuple[str, tuple[Layer, ...]]]:
     """Return (name, layers) of the requested models or shapes; of all models by default."""
     from slidesparse.tune.shapes import MODELS, ShapeError, model, parse_shapes, split
@@ -143,23 +136,6 @@ def models_of(names: str | None, shapes: str | None) -> list[tuple[str, tuple[La
     if shapes:
         return [("shapes", parse_shapes(shapes))]
     return [model(name) for name in (split(names) if names else MODELS)]
-
-
-def libraries_of(gpu: Gpu, names: str | None) -> list[Tunable]:
-    """Return the requested backends; by default all that run on ``gpu``, with a note on stderr for the others."""
-    from slidesparse.tune import machine
-    from slidesparse.tune.shapes import parse_choice
-
-    if names:
-        return machine.require_libraries(gpu, parse_choice("--library", names, machine.tunable()))
-    found, missed = machine.usable_libraries(gpu)
-    for line in missed:
-        err.print(escape(f"note: {line}"))
-    if not found:
-        raise machine.MissingError(
-            f"no GEMM backend runs on {gpu.name}; `slidesparse doctor` shows what is missing"
-        )
-    return found
 
 
 def finish(finished: bool, skipped: Sequence[str], result: dict[str, Any], as_json: bool) -> None:
