@@ -17,8 +17,8 @@ from slidesparse import gemm
 from slidesparse.cli.main import app
 from slidesparse.gemm import tuned
 from slidesparse.gemm.problem import DTYPES, LibraryError, Problem
-from slidesparse.pattern import PatternError
-from slidesparse.slide import is_two_four, nonzero
+from slidesparse.pattern import PatternError, SlidePattern
+from slidesparse.slide import nonzero, obeys
 from slidesparse.tune import machine, measure, shapes
 from slidesparse.tune.inputs import Inputs
 from slidesparse.tune.jobs import jobs, tune
@@ -359,7 +359,7 @@ def test_random_weights_are_two_of_four_and_dense_ones_not(dtype: str) -> None:
     inputs = Inputs(CPU, 0)
     sparse, dense = (inputs.weight(dtype, 48, 100, sparse=wanted) for wanted in (True, False))
     groups = nonzero(sparse).view(-1, 4).sum(1)
-    assert is_two_four(sparse)
+    assert obeys(sparse, SlidePattern(4))
     assert (groups == 2).float().mean() > 0.999  # FP8 and FP16 may round to zero
     assert len(nonzero(sparse).view(-1, 4).unique(dim=0)) >= 6  # every place
     assert nonzero(dense).float().mean() > 0.98
