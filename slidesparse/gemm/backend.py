@@ -12,7 +12,7 @@ from torch import Tensor
 from slidesparse import gemm, profiling, reference
 from slidesparse.gemm.problem import TN, Layout, Plan, Problem
 from slidesparse.kernels import Producer
-from slidesparse.pattern import HARDWARE_LENGTH, SlideLayout, SlidePattern
+from slidesparse.pattern import HARDWARE_LENGTH, SlideLayout, SlidePattern, round_up
 from slidesparse.quantize import arithmetic_of
 from slidesparse.slide import require_pattern
 
@@ -212,8 +212,3 @@ def require_output(name: str, dtype: torch.dtype) -> None:
             f"backend {name} writes {', '.join(map(str, outputs))}, this model computes in {dtype}; "
             "serve it with --dtype bfloat16 or float16"
         )
-
-
-def round_up(count: int, multiple: int) -> int:
-    """The least multiple that is at least ``count``."""
-    return -(-count // multiple) * multiple

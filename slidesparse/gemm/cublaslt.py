@@ -25,6 +25,7 @@ from slidesparse.gemm.problem import (
     Problem,
     require_operand,
 )
+from slidesparse.pattern import round_up
 from slidesparse.quantize import FP8
 
 VECTOR_CAPABILITY, VECTOR_VERSION = (9, 0), 120900  # of scaling by vectors
@@ -157,7 +158,7 @@ class CublasLt(CudaBackend):
         scale_x: Tensor | None = None,
         bias: Tensor | None = None,
     ) -> Tensor:
-        (m, k), columns, device = q.shape, n + -n % self.alignment, q.device
+        (m, k), columns, device = q.shape, round_up(n, self.alignment), q.device
         if weight.shape != (columns, k) or weight.dtype != q.dtype:
             raise LibraryError(
                 f"a weight of {weight.dtype} {tuple(weight.shape)} for products [{m}, {k}] @ [{n}, {k}].T of "

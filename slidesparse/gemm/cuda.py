@@ -29,6 +29,7 @@ from slidesparse.errors import INSTALL_CUDA
 from slidesparse.gemm import tuned
 from slidesparse.gemm.backend import Tunable, TwoStep
 from slidesparse.gemm.problem import LibraryError, Plan, Problem
+from slidesparse.pattern import round_up
 from slidesparse.quantize import FP8, INT8
 
 SPARSE_CAPABILITY = (8, 0)  # Ampere: the first sparse tensor cores
@@ -46,7 +47,7 @@ def bucket(m: int) -> int:
     if m <= LEAST_ROWS:
         return LEAST_ROWS if m else 0
     step = max(LEAST_ROWS, 1 << ((m - 1).bit_length() - 5))
-    return -(-m // step) * step
+    return round_up(m, step)
 
 
 @cache

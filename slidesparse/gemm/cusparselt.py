@@ -16,7 +16,7 @@ from torch import Tensor
 from slidesparse import profiling
 from slidesparse.build.find import ToolchainError, require_supported
 from slidesparse.gemm import cuda, launches
-from slidesparse.gemm.backend import LayerSpec, require_none_broken, round_up
+from slidesparse.gemm.backend import LayerSpec, require_none_broken
 from slidesparse.gemm.cuda import CudaBackend, NativePlan
 from slidesparse.gemm.problem import (
     NAMES,
@@ -27,6 +27,7 @@ from slidesparse.gemm.problem import (
     Problem,
     require_operand,
 )
+from slidesparse.pattern import round_up
 
 ALIGNMENT = {1: 32, 2: 16}  # bytes of an element -> the multiple of rows and columns of a weight
 OUTPUTS = {
@@ -236,7 +237,7 @@ class CuSparseLt(CudaBackend):
         """q [M, K'] @ weight.T, not scaled -> [M, N] of ``dtype`` (INT32 or float32: full sums; BF16), rows strided."""
         if q.shape[1] % self.alignment:
             q = cuda.pad(q, self.alignment)
-        (m, k), columns, index = q.shape, n + -n % self.alignment, q.get_device()
+        (m, k), columns, index = q.shape, round_up(n, self.alignment), q.get_device()
         if weight.dtype != torch.uint8 or weight.numel() < columns * k // 2:  # its values alone
             raise LibraryError(
                 f"a weight of {weight.dtype} {tuple(weight.shape)} for products [{m}, {k}] @ [{n}, {k}].T: pack the "

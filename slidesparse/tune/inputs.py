@@ -15,6 +15,7 @@ from torch import Tensor
 from slidesparse.blocks import BLOCK, STRIP, blocks_of, strips_of
 from slidesparse.gemm.backend import Tunable
 from slidesparse.gemm.problem import ALL_2_4, DTYPES, MIXED, Plan, Problem
+from slidesparse.pattern import round_up
 from slidesparse.tune.measure import Launch, copies_for
 
 CHUNK = 2**24  # elements that are generated at a time
@@ -114,7 +115,7 @@ class Inputs:
 
     def _pool(self, name: str, copies: int, size: int, fill: Callable[[Tensor], None]) -> list[Tensor]:
         """``copies`` pieces of ``size`` bytes of a buffer that grows when it must."""
-        step = -(-size // ALIGNMENT) * ALIGNMENT
+        step = round_up(size, ALIGNMENT)
         pool = self._pools.get(name)
         if pool is None or pool.numel() < copies * step:
             self._pools.pop(name, None)  # before the larger one is made

@@ -13,11 +13,11 @@ from slidesparse.gemm.launches import Kernel, problem_of
 from slidesparse.gemm.problem import ALL_2_4, ALL_DENSE, DTYPES, MIXED, LibraryError, Problem
 from slidesparse.gemm.tuned import tuned
 from slidesparse.kernels import quantizer
-from slidesparse.pattern import HARDWARE_LENGTH, SlidePattern, parse_pattern
+from slidesparse.pattern import HARDWARE_LENGTH, SlidePattern, parse_pattern, round_up
 from slidesparse.tune.launches import search_launches
 from slidesparse.tune.search import Found
 from slidesparse.tune.session import Session, free, served
-from slidesparse.tune.shapes import Layer, round_up, slided
+from slidesparse.tune.shapes import Layer, slided
 
 Search = Callable[[Problem], Found]  # notes what it found; raises LibraryError
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from slidesparse.errors import SlideSparseError, shown
-from slidesparse.pattern import SlidePattern, parse_pattern
+from slidesparse.pattern import SlidePattern, parse_pattern, round_up
 
 FEW_TOKENS = (1, 2, 4, 8, 16, 32)  # what libraries that take any number are tuned for, too
 TOKENS = (64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
@@ -68,11 +68,6 @@ MODELS = {
 def slided(k: int, pattern: str, alignment: int) -> int:
     """K' of K in-features, rounded up to what the library takes: its ``alignment``."""
     return round_up(SlidePattern.parse(pattern).layout(k).slided, alignment)
-
-
-def round_up(count: int, multiple: int) -> int:
-    """The least multiple that is at least ``count``."""
-    return -(-count // multiple) * multiple
 
 
 def model(name: str) -> tuple[str, tuple[Layer, ...]]:

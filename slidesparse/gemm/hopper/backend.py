@@ -22,14 +22,14 @@ from slidesparse.blocks import BLOCK, dense_blocks
 from slidesparse.build.compile import build
 from slidesparse.build.find import ToolchainError
 from slidesparse.gemm import cuda
-from slidesparse.gemm.backend import HARDWARE, LayerSpec, require_none_broken, round_up
+from slidesparse.gemm.backend import HARDWARE, LayerSpec, require_none_broken
 from slidesparse.gemm.cuda import CudaBackend
 from slidesparse.gemm.hopper import format as hopper_format
 from slidesparse.gemm.hopper import native
 from slidesparse.gemm.hopper.native import TYPES, Layer
 from slidesparse.gemm.problem import BLOCKS, DTYPES, NAMES, TN, Layout, LibraryError, Problem, require_operand
 from slidesparse.kernels import Producer, RmsNorm, SiluMul
-from slidesparse.pattern import HARDWARE_LENGTH, SlideLayout
+from slidesparse.pattern import HARDWARE_LENGTH, SlideLayout, round_up
 from slidesparse.quantize import FP8, INT8
 from slidesparse.slide import slide
 
