@@ -20,7 +20,7 @@ from slidesparse.checkpoint.bitnet import METHOD as BITNET
 from slidesparse.checkpoint.bitnet import BitNetCheckpoint
 from slidesparse.checkpoint.converted import open_checkpoint
 from slidesparse.checkpoint.inspection import expert_dtypes, linear_layers
-from slidesparse.checkpoint.metadata import Metadata
+from slidesparse.checkpoint.metadata import COMPRESSED_TENSORS, Metadata
 from slidesparse.checkpoint.storage import Checkpoint, CheckpointError, Reader
 from slidesparse.checkpoint.w8a8 import KINDS, Quantization, parse_block
 from slidesparse.convert.times import DEFAULT_GPU, DEFAULT_TOKENS, LayerTimes, TimesError
@@ -31,8 +31,9 @@ from slidesparse.gemm.problem import DTYPES, LibraryError, Problem
 from slidesparse.gemm.tuned import Subject, TableError, look_up, slug
 from slidesparse.pattern import DENSE_WEIGHT, SlidePattern, parse_pattern
 from slidesparse.resolve import (
-    COMPRESSED_TENSORS,
     CONVERT_STORED,
+    FP8_CAPABILITY,
+    NO_FP8_ACTIVATIONS,
     Resolution,
     ResolveError,
     claim,
@@ -48,7 +49,6 @@ from slidesparse.slide import violations
 from slidesparse.tune.session import served
 from slidesparse.versions import VLLM_ON_GPUS
 
-FP8_CAPABILITY = (8, 9)  # vLLM serves FP8 weights without quantized activations on GPUs before it
 ROWS = 16  # of each weight are looked at, where nothing but a flag says that it is pruned
 TUNED = "tuned"
 # How a layer is served: by us, quantized by vLLM's own kernels, not quantized to 8 bits
@@ -376,9 +376,7 @@ def _judge_layers(report: Report, unread: str, resolution: Resolution, machine: 
         report.lacks(unread or f"no linear layer can be served: {reasons}", convert, FAILED)
     quants = {layer.quant for layer in ours}
     if "fp8" in quants and machine.capability and machine.capability < FP8_CAPABILITY:
-        least = ".".join(map(str, FP8_CAPABILITY))
-        what = f"vLLM does not quantize activations to FP8 on GPUs of compute capability below {least}"
-        report.lacks(what, f"{convert} --quant int8", FAILED)
+        report.lacks(NO_FP8_ACTIVATIONS, f"{convert} --quant int8", FAILED)
     try:
         for quant in filter(None, quants):
             require_invariance(resolution.backend, quant)

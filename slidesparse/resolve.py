@@ -15,19 +15,30 @@ from fractions import Fraction
 from typing import Any
 
 from slidesparse import __version__, flags, gemm
-from slidesparse.checkpoint.metadata import KEY, QUANT_METHOD, STAMP, LayerEntry, Metadata, sparsity_of
+from slidesparse.checkpoint.metadata import (
+    COMPRESSED_TENSORS,
+    KEY,
+    QUANT_METHOD,
+    STAMP,
+    LayerEntry,
+    Metadata,
+    sparsity_of,
+)
 from slidesparse.errors import SlideSparseError
 from slidesparse.flags import BACKEND, FUSE, SPARSITY, USE_CUBLASLT, USE_CUSPARSELT, Flags
 from slidesparse.gemm import DENSE, SPARSE
 from slidesparse.pattern import DENSE_WEIGHT, MixedPattern, Pattern, SlidePattern, parse_pattern
 
-COMPRESSED_TENSORS = "compressed-tensors"  # the quant_method that the plugin takes, beside its own
 WHAT_IT_TAKES = (
     "the plugin takes compressed-tensors W8A8 with dynamic per-token activations. Convert the original model: "
     "slidesparse convert SRC OUT --sparsity 6:8; or unset the flag, which acts on draft models as well: converted "
     "checkpoints are served sparse without"
 )
 CONVERT_STORED = "convert it: slidesparse convert SRC OUT --sparsity 2:4"
+
+# A rule of vLLM's compressed-tensors schemes: below, they serve FP8 weights with 16-bit activations
+FP8_CAPABILITY = (8, 9)
+NO_FP8_ACTIVATIONS = "vLLM does not quantize activations to FP8 on GPUs of compute capability below 8.9"
 
 NOT_PRUNED = MixedPattern(Fraction(0))
 

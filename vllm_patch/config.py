@@ -22,12 +22,12 @@ from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tenso
 from vllm.platforms import current_platform
 
 from slidesparse import flags
-from slidesparse.checkpoint.metadata import KEY, QUANT_METHOD, LayerEntry, Metadata
+from slidesparse.checkpoint.metadata import COMPRESSED_TENSORS, KEY, QUANT_METHOD, LayerEntry, Metadata
 from slidesparse.errors import shown
 from slidesparse.flags import Flags
 from slidesparse.resolve import (
-    COMPRESSED_TENSORS,
     CONVERT_STORED,
+    NO_FP8_ACTIVATIONS,
     STAMP,
     WHAT_IT_TAKES,
     Capability,
@@ -199,7 +199,7 @@ class SlideSparseConfig(CompressedTensorsConfig):
         found = f"vLLM runs W8A8 layers of this checkpoint by its own {scheme}"
         remedy = f"slidesparse convert SRC OUT --sparsity {self.resolution.pattern}"
         if scheme == WEIGHT_ONLY:
-            found += ", without quantized activations, as FP8 on GPUs of compute capability below 8.9"
+            found += f": {NO_FP8_ACTIVATIONS}"
             remedy = f"convert the original model to INT8: {remedy} --quant int8"
         else:
             remedy = (

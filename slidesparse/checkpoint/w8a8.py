@@ -15,11 +15,11 @@ from functools import cached_property
 from typing import Any
 
 from slidesparse.checkpoint.architectures import SCALE, WEIGHT, compile_regexes, layer_names
-from slidesparse.checkpoint.metadata import QUANT_METHOD, SPARSE_FORMATS, sparsity_of
+from slidesparse.checkpoint.metadata import COMPRESSED_TENSORS, QUANT_METHOD, SPARSE_FORMATS, sparsity_of
 from slidesparse.checkpoint.storage import FLOATS, Checkpoint, CheckpointError, TensorSpec
 from slidesparse.errors import shown
 
-COMPRESSED_TENSORS, FP8_METHOD = "compressed-tensors", "fp8"  # values of quant_method
+FP8_METHOD = "fp8"  # a quant_method
 KINDS = {"int8": ("int", "I8"), "fp8": ("float", "F8_E4M3")}  # quant -> type, dtype of safetensors
 MIXED = "mixed-precision"  # a format that each group names for itself
 _FORMATS = ("int-quantized", "float-quantized", "naive-quantized")
