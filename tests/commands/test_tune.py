@@ -311,7 +311,8 @@ def test_a_folder_gives_the_layers_of_its_config(tmp_path: Path) -> None:
     )
     (tmp_path / "config.json").write_text(json.dumps({"text_config": config | {"head_dim": 32}}))
     assert [(one.n, one.k) for one in shapes.model(str(tmp_path))[1]][:2] == [(256, 64), (64, 128)]
-    for text, fact in (("{}", "hidden_size"), ("[]", "config.json"), ("{", "config.json")):
+    headless = json.dumps(config | {"num_attention_heads": 0})
+    for text, fact in (("{}", "hidden_size"), *((text, "config.json") for text in ("[]", "{", headless))):
         (tmp_path / "config.json").write_text(text)
         with pytest.raises(ShapeError, match=fact):
             shapes.model(str(tmp_path))
@@ -335,6 +336,8 @@ def test_shapes_and_token_counts_as_text() -> None:
     for text in ("", "0", "a", "1.5"):
         with pytest.raises(ShapeError):
             shapes.parse_tokens(text)
+    with pytest.raises(ShapeError, match="--pattern is empty"):
+        shapes.parse_patterns(" ,")
 
 
 @pytest.mark.parametrize(
