@@ -262,12 +262,11 @@ class CuSparseLt(CudaBackend):
     def _concatenates(self, device: torch.device, dtype: torch.dtype) -> bool:
         """Tell whether compressing chunks of rows gives what compressing the whole weight gives."""
         columns, whole = 256, 3 * ROWS
-        weight = torch.randint(1, 100, (whole, columns), dtype=torch.int8, device=device)
+        generator = torch.Generator(device).manual_seed(0)  # not torch's own, which vLLM samples tokens by
+        weight = torch.randint(1, 100, (whole, columns), generator=generator, dtype=torch.int8, device=device)
         column = torch.arange(columns, device=device)
-        kept = torch.stack([(column + row // 3) % 4 < 2 for row in range(12)]).repeat(whole // 12 + 1, 1)[
-            :whole
-        ]
-        weight = torch.where(kept, weight, 0).view(dtype)
+        row = torch.arange(whole, device=device)[:, None] % 12
+        weight = torch.where((column + row // 3) % 4 < 2, weight, 0).view(dtype)
         expected = self.operand(weight)
         found = torch.empty_like(expected)
         for start in range(0, whole, ROWS):
