@@ -126,8 +126,8 @@ def demo(
         }
         try:
             served = {job: future.result() for job, future in futures.items()}
-        except SlideSparseError:
-            pool.shutdown(cancel_futures=True)  # the others would fail alike
+        except BaseException:  # the others would fail alike, or the user has interrupted the demo
+            pool.shutdown(cancel_futures=True)
             raise
 
     Console(width=None if sys.stdout.isatty() else TABLE_WIDTH).print(_table(source, models, served))

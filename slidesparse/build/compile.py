@@ -289,9 +289,8 @@ def _make(recipe: Recipe, target: Path) -> None:
             try:
                 for one in running:
                     one.result()
-            except ToolchainError:
-                for one in running:
-                    one.cancel()
+            except BaseException:  # also an interruption: start no other compiler
+                pool.shutdown(cancel_futures=True)
                 raise
         compile_with(recipe.link, folder)
         made = folder / recipe.file

@@ -228,6 +228,22 @@ def test_a_compiler_that_hangs(root: Path, monkeypatch: pytest.MonkeyPatch) -> N
         compile.build("cusparselt")
 
 
+def test_after_an_interruption_no_compiler_is_started(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    started = []
+
+    def interrupted(words: tuple[str, ...], folder: Path | None = None) -> None:
+        started.append(words)
+        if len(started) > 1:
+            time.sleep(0.2)
+        raise KeyboardInterrupt
+
+    monkeypatch.setenv("MAX_JOBS", "1")
+    monkeypatch.setattr(compile, "compile_with", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        compile.build("hopper")
+    assert len(started) <= 2 < len(compile._units(root / "csrc/hopper/units.txt"))
+
+
 def test_a_cache_that_cannot_be_written(root: Path) -> None:
     (root / "cache").write_text("a file, no folder")
     with pytest.raises(ToolchainError, match="cannot be written: .*SLIDESPARSE_CACHE"):
