@@ -34,14 +34,14 @@ from slidesparse.resolve import (
     Resolution,
     ResolveError,
     claim,
-    joined,
+    common_entry,
     left_to_vllm,
     pattern_of,
     require_dynamic_w8a8,
     require_no_flag,
     resolve,
     stamp,
-    stored_as,
+    unread_storage,
 )
 from slidesparse.versions import VLLM_TESTED_WORDS
 
@@ -220,7 +220,7 @@ class SlideSparseConfig(CompressedTensorsConfig):
     def _entry(self, name: str) -> LayerEntry | None:
         """The metadata's entry for a layer, or for all parts that vLLM fuses into it; None where there is none."""
         entries = {part.rpartition(".")[2]: self._lookup(part) for part in self._parts(name)}
-        return joined(name, entries)
+        return common_entry(name, entries)
 
     def _parts(self, name: str) -> list[str]:
         """The checkpoint's names of what vLLM fuses into a layer."""
@@ -252,7 +252,7 @@ def _machine() -> tuple[str, Capability]:
 
 def _say_what_is_idle(config: Mapping[str, Any]) -> None:
     """Warn that vLLM alone does not read a checkpoint, or that flags have no effect on it."""
-    if stored := stored_as(config):
+    if stored := unread_storage(config):
         compat.warn(f"{stored}. USE_CUSPARSELT=1 serves it if it is W8A8; else {CONVERT_STORED}")
     elif idle := flags.given():
         compat.warn(

@@ -22,11 +22,11 @@ from slidesparse import gemm, ops, profiling
 from slidesparse.checkpoint.metadata import LayerEntry
 from slidesparse.checkpoint.storage import CheckpointError
 from slidesparse.gemm import SPARSE
-from slidesparse.gemm.backend import HARDWARE, LayerSpec, require_output
+from slidesparse.gemm.backend import TWO_FOUR, LayerSpec, require_output
 from slidesparse.gemm.problem import NAMES
 from slidesparse.pattern import MixedPattern, Pattern, PatternError, SlidePattern
 from slidesparse.prune import prune
-from slidesparse.resolve import require_invariance
+from slidesparse.resolve import BREAKS, require_invariance
 from slidesparse.slide import is_slided
 
 if TYPE_CHECKING:
@@ -36,7 +36,6 @@ logger = init_logger("vllm.slidesparse")
 
 W8A8 = (CompressedTensorsW8A8Int8, CompressedTensorsW8A8Fp8)  # the schemes that ours may wrap
 OVERSIZED = 20 << 20  # bytes of a block of GPU memory that torch does not split while vLLM loads a model
-BREAKS = "whose weights break the pattern"  # reason of a layer to be dense
 PACKED = "_slidesparse_packed"  # marks a parameter that is already in the backend's form
 
 
@@ -214,7 +213,7 @@ class SlideSparseScheme(CompressedTensorsScheme):
     def _loaded(self, layer: torch.nn.Module) -> Tensor:
         """The weight as loaded; random ones are pruned."""
         weight = layer.weight.data
-        pattern = HARDWARE if self.slided else self.spec.pattern
+        pattern = TWO_FOUR if self.slided else self.spec.pattern
         if pattern is None and isinstance(self.pattern, MixedPattern) and self.pattern.share:
             pattern = self.pattern
         return prune(weight, pattern, phase=self.spec.phase) if self.dummy and pattern else weight
@@ -222,7 +221,7 @@ class SlideSparseScheme(CompressedTensorsScheme):
     def _packed(self, weight: Tensor) -> Tensor | None:
         """Pack the loaded weight, [N, K] or [N, K'], for the backend; None where the layer goes to vLLM's scheme."""
         spec = (
-            replace(self.spec, in_features=weight.shape[1], pattern=HARDWARE, phase=0)
+            replace(self.spec, in_features=weight.shape[1], pattern=TWO_FOUR, phase=0)
             if self.slided
             else self.spec
         )

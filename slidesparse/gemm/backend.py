@@ -16,7 +16,7 @@ from slidesparse.pattern import HARDWARE_LENGTH, SlideLayout, SlidePattern, roun
 from slidesparse.quantize import arithmetic_of
 from slidesparse.slide import require_pattern
 
-HARDWARE = SlidePattern(HARDWARE_LENGTH)  # 2:4, whose windows lift nothing
+TWO_FOUR = SlidePattern(HARDWARE_LENGTH)  # 2:4, whose windows lift nothing
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class LayerSpec:
     @property
     def layout(self) -> SlideLayout:
         """The windows that activations are lifted into; those of 2:4 and of a dense weight lift nothing."""
-        return (self.pattern or HARDWARE).layout(self.in_features, self.phase if self.pattern else 0)
+        return (self.pattern or TWO_FOUR).layout(self.in_features, self.phase if self.pattern else 0)
 
     def columns(self, alignment: int) -> int:
         """K' rounded up to a multiple of ``alignment``, the width of quantized activations."""
@@ -200,7 +200,7 @@ class TwoStep:
 def require_none_broken(spec: LayerSpec, weight: Tensor, broken: int) -> None:
     """Raise PatternError, which names the first, when a kernel counted ``broken`` blocks that break the pattern."""
     if broken:
-        require_pattern(weight, spec.pattern or HARDWARE, "weight", spec.phase)
+        require_pattern(weight, spec.pattern or TWO_FOUR, "weight", spec.phase)
         raise AssertionError(f"the GPU found {broken} blocks that break {spec.pattern}, the check none")
 
 

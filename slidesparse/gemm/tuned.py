@@ -175,8 +175,8 @@ def _for_tokens(measured: dict[int, Tuned], m: int) -> str:
     return measured[min(at_least) if at_least else max(measured)].algorithm
 
 
-def tuned(subject: Subject, problem: Problem) -> Tuned | None:
-    """Look up exactly this problem, its M included; None where the tables lack it."""
+def exact(subject: Subject, problem: Problem) -> Tuned | None:
+    """Return what the tables have for exactly this problem, its M included, or None."""
     return _tables(subject, folder()).get(Shape.of(problem), {}).get(problem.m)
 
 

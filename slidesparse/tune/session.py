@@ -64,13 +64,13 @@ class Session:
         """The fastest algorithm, noted as a winner when serving runs the problem.  Raises LibraryError."""
         rotation = self.inputs.rotation(problem, weights)
         found = search(library, problem, rotation, self.clock, self.gpu.device)
-        if (problem.out, problem.scale) in served(library, problem.dtype):
+        if (problem.out, problem.scale) in served_outputs(library, problem.dtype):
             self.winners.add(library, problem, found)
         return found
 
 
-def served(library: Tunable, dtype: str) -> list[tuple[str, str]]:
-    """(out, scale) of the problems that serving gives to ``library`` for operands of ``dtype``, without bias.
+def served_outputs(library: Tunable, dtype: str) -> list[tuple[str, str]]:
+    """Return output type and scale of the problems that serving gives to ``library`` for operands of ``dtype``.
 
     Sparse INT8 with INT32 output is the exact path, scaled by a kernel of its own.  A dense library that scales is
     asked for products without, too: few tokens are scaled faster by a kernel.

@@ -24,7 +24,7 @@ from slidesparse.tune.inputs import Inputs
 from slidesparse.tune.jobs import jobs, tune
 from slidesparse.tune.measure import EXACT_US, MOST_COPIES, SAMPLES, Timing, copies_for, launches_for
 from slidesparse.tune.search import FINAL_SAMPLES, Found, agree, search
-from slidesparse.tune.session import served
+from slidesparse.tune.session import served_outputs
 from slidesparse.tune.shapes import Layer, ShapeError
 
 LAYERS = (Layer("a", 64, 64), Layer("b", 32, 128))
@@ -140,11 +140,11 @@ def test_what_serving_runs() -> None:
         FakeLibrary(scale="channel"),
         FakeLibrary("cublaslt", sparse=False, outs=("int32", "int8")),
     )
-    assert served(sparse, "int8") == [("bf16", "channel"), ("int32", "none")]
-    assert served(sparse, "fp8") == [("bf16", "channel")]
-    assert served(dense, "int8") == [("int32", "none")]
-    assert served(FakeLibrary(outs=("int32",)), "int8") == [("int32", "none")]
-    assert served(dense, "bf16") == []
+    assert served_outputs(sparse, "int8") == [("bf16", "channel"), ("int32", "none")]
+    assert served_outputs(sparse, "fp8") == [("bf16", "channel")]
+    assert served_outputs(dense, "int8") == [("int32", "none")]
+    assert served_outputs(FakeLibrary(outs=("int32",)), "int8") == [("int32", "none")]
+    assert served_outputs(dense, "bf16") == []
 
 
 def test_jobs_are_distinct_problems() -> None:
@@ -175,7 +175,7 @@ def test_tuning_saves_resumes_and_is_forced() -> None:
     for m in (1, 16, 40, 96):
         problem = Problem("int8", "bf16", 64, 96, m)
         assert tuned.choice(GPU.subject(library), problem) == "good"
-    saved = tuned.tuned(GPU.subject(library), todo[0].problem)
+    saved = tuned.exact(GPU.subject(library), todo[0].problem)
     assert saved
     assert ([name for name, _ in saved.others], saved.tried) == (["slow"], 4)
 

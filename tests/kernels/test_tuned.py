@@ -105,7 +105,7 @@ def test_the_next_fastest_and_the_count_of_a_search_stay(cache: Path) -> None:
     best = Tuned("a", 1.0, (("b", 1.25), ("c", 1.5)), 60)
     tuned.save(SUBJECT, [(replace(PROBLEM, m=128), best)])
     put((256, "plain"))
-    assert tuned.tuned(SUBJECT, replace(PROBLEM, m=128)) == best
+    assert tuned.exact(SUBJECT, replace(PROBLEM, m=128)) == best
     (entries,) = json.loads((cache / FILE).read_text())["entries"].values()
     assert entries["64"] == entries["256"] == {"algorithm": "plain", "us": 1.0}
     assert entries["128"] == {"algorithm": "a", "us": 1.0, "others": {"b": 1.25, "c": 1.5}, "tried": 60}

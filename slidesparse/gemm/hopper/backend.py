@@ -22,7 +22,7 @@ from slidesparse.blocks import BLOCK, dense_blocks
 from slidesparse.build.compile import build
 from slidesparse.build.find import ToolchainError
 from slidesparse.gemm import cuda
-from slidesparse.gemm.backend import HARDWARE, LayerSpec, require_none_broken
+from slidesparse.gemm.backend import TWO_FOUR, LayerSpec, require_none_broken
 from slidesparse.gemm.cuda import CudaBackend
 from slidesparse.gemm.hopper import format as hopper_format
 from slidesparse.gemm.hopper import native
@@ -303,7 +303,7 @@ def pack_without_plan(spec: LayerSpec, weight: Tensor) -> Tensor:
     if not weight.is_cuda:
         if dense is not None:
             return hopper_format.pack_mixed(weight, dense)
-        return hopper_format.pack(slide(weight, spec.pattern or HARDWARE, spec.phase))
+        return hopper_format.pack(slide(weight, spec.pattern or TWO_FOUR, spec.phase))
     packed, broken = pack_by_kernel(weight, spec.layout, dense)
     require_none_broken(spec, weight, broken)
     return packed
