@@ -224,7 +224,7 @@ def vllm() -> tuple[Report, bool]:
 
 
 def plugin() -> Report:
-    """Whether vLLM will find and load the plugin."""
+    """Return whether vLLM will find and load the plugin."""
     group = importlib.metadata.entry_points(group="vllm.general_plugins")
     registered = any(entry.name == "slidesparse" for entry in group)
     allowed = os.environ.get("VLLM_PLUGINS")

@@ -260,7 +260,7 @@ def disable() -> None:
 
 
 def enabled() -> bool:
-    """Whether this process is profiled."""
+    """Return whether this process is profiled."""
     return _profiler is not None
 
 

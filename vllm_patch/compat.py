@@ -70,7 +70,7 @@ def warn(words: str) -> None:
 
 
 def is_moe(layer: object) -> bool:
-    """Whether a layer holds mixture-of-experts weights (FusedMoE up to 0.2x, RoutedExperts since)."""
+    """Return whether a layer holds mixture-of-experts weights (FusedMoE up to 0.2x, RoutedExperts since)."""
     return any(base.__name__ in ("FusedMoE", "RoutedExperts") for base in type(layer).__mro__)
 
 
@@ -88,12 +88,12 @@ def current_config() -> Any:
 
 
 def loads_dummy_weights() -> bool:
-    """Whether the model under construction gets random weights (``--load-format dummy``)."""
+    """Return whether the model under construction gets random weights (``--load-format dummy``)."""
     return str(current_config().load_config.load_format).endswith("dummy")
 
 
 def loads_by_name() -> bool:
-    """Whether weights come from the checkpoint's tensors by their names, and not from a dump of the parameters."""
+    """Return whether weights are loaded by their names in the checkpoint, and not from a dump of the parameters."""
     return str(current_config().load_config.load_format) not in ("sharded_state", "tensorizer")
 
 
@@ -126,7 +126,7 @@ def inductor_pass() -> type:
 
 
 def compiles_by_inductor(compilation: Any) -> bool:
-    """Whether models are compiled with options for Inductor: by torch.compile (2) or vLLM's own backend (3)."""
+    """Return whether models are compiled with options for Inductor: by torch.compile (2) or vLLM's own backend (3)."""
     mode = getattr(compilation, "mode", None)
     return getattr(mode, "value", mode) in (2, 3) and compilation.backend in ("", "inductor")
 

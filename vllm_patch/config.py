@@ -181,7 +181,7 @@ class SlideSparseConfig(CompressedTensorsConfig):
         return SlideSparseScheme(self, scheme, name, entry, pattern, reason)
 
     def _would_be_ours(self, layer: Any, name: str) -> bool:
-        """Whether we would serve a layer if vLLM gave it the scheme that its quantization names."""
+        """Return whether we would serve a layer if vLLM gave it the scheme that its quantization names."""
         if self.resolution.layout == "slided":
             return self._entry(name) is not None
         parts = self.get_scheme_dict(layer, name) or {}

@@ -271,7 +271,7 @@ def _written_activation(source: Node, value: torch.Tensor) -> Producer | None:
 
 
 def _calls(node: Node, name: str) -> bool:
-    """Whether the node calls the default overload of an operator that may not exist; by position, as vLLM does."""
+    """Return whether a node calls an operator, which may not exist, with positional arguments only, as vLLM does."""
     return isinstance(node.target, torch._ops.OpOverload) and node.target.name() == name and not node.kwargs
 
 

@@ -157,7 +157,7 @@ class SlideSparseScheme(CompressedTensorsScheme):
         return self.pattern if sparse and isinstance(self.pattern, SlidePattern) else None
 
     def _is_other_head(self, dtype: torch.dtype) -> bool:
-        """Whether the outputs have a type that is not the model's and that the backend cannot write.
+        """Return whether the outputs have a type that is not the model's and that the backend cannot write.
 
         Pooling models may have a head in float32.
         """

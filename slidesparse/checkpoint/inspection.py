@@ -242,7 +242,7 @@ class _Side:
         self.checkpoint, self.metadata = open_checkpoint(folder)
 
     def slided(self, name: str) -> bool:
-        """Whether a tensor is the weight of a slided layer."""
+        """Return whether a tensor is the weight of a slided layer."""
         found = self.metadata
         return bool(found and found.layout == "slided" and name.removesuffix(WEIGHT) in found.layers)
 

@@ -271,7 +271,7 @@ def _require_file(folder: Path, file: str) -> None:
 
 
 def is_inside(folder: Path, path: Path) -> bool:
-    """Whether a path, with all links followed, lies in ``folder``, or in the store of the Hub cache that holds it.
+    """Return whether a path, with all links followed, lies in ``folder`` or in the store of its Hub cache.
 
     Such a cache links from ``models--org--name/snapshots/REVISION`` to ``models--org--name/blobs``, and from there to
     ``blobs`` of the whole cache.

@@ -67,13 +67,13 @@ class Quantization:
         return " and ".join(sorted({scheme.quant for scheme in self.schemes}))
 
     def rewritten(self, experts: bool) -> bool:
-        """Whether to rewrite the quantization: the plugin does not serve it, or experts have per-tensor scales."""
+        """Return whether quantization must be rewritten, for the plugin, or for experts with per-tensor scales."""
         ours = all(scheme.ours for scheme in self.schemes)
         by_tensor = any(scheme.strategy == "tensor" for scheme in self.schemes)
         return self.method == FP8_METHOD or not ours or (experts and by_tensor)
 
     def ignores(self, layer: str) -> bool:
-        """Whether the ignore list holds a layer, by name or by a ``re:`` regex."""
+        """Return whether the ignore list holds a layer, by name or by a ``re:`` regex."""
         names, regexes = self._ignored
         return layer in names or any(_names(regex, layer) for regex in regexes)
 

@@ -116,7 +116,7 @@ def begin(bar: Progress, count: int) -> None:
 
 
 def cells_of(bar: Progress) -> dict[str, int]:
-    """How many cells are measured, and how many are planned."""
+    """Return how many cells are measured, and how many are planned."""
     task = bar.tasks[0]
     return {"cells": int(task.completed), "planned": int(task.total or 0)}
 

@@ -130,7 +130,7 @@ class ConversionPlan:
 
     @property
     def experts(self) -> dict[str, int]:
-        """How many matrices of routed experts are in W8A8, and how many are left as they are."""
+        """The number of matrices of routed experts in W8A8, and of those left as they are."""
         kept = sum(why == JOINED or architectures.is_expert(name) for name, why in self.kept.items())
         return {"w8a8": sum(why == ROUTED for why in self.skipped.values()), "kept": kept}
 

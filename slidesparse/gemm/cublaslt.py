@@ -71,7 +71,7 @@ class CublasLt(CudaBackend):
         return weight.contiguous() if layout.weight_k else weight.t().contiguous()
 
     def algorithms(self, problem: Problem, device: torch.device, layout: Layout = TN) -> list[str]:
-        """All that the library's heuristics propose, best first, in hexadecimal with a checksum."""
+        """See `Tunable.algorithms`: the proposals of the library's heuristics, best first, as hexadecimal text."""
         native = self._native(problem, device, layout)
         with cuda.on_device(cuda.index_of(device)):
             found = cuda.call(native.heuristics, HEURISTICS, cuda.WORKSPACE)

@@ -285,7 +285,7 @@ def dependents(x: Tensor) -> int:
 
 
 def interpreted() -> bool:
-    """Whether kernels run in Triton's interpreter, as was decided when they were defined."""
+    """Return whether kernels run in Triton's interpreter, as was decided when they were defined."""
     return not isinstance(widen, triton.runtime.JITFunction)
 
 

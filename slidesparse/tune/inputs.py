@@ -41,7 +41,7 @@ class Rotation:
 
     @property
     def copies(self) -> int:
-        """How many there are."""
+        """The number of copies."""
         return len(self.outs)
 
     def launch(self, plan: Plan) -> Launch:
@@ -65,7 +65,7 @@ class Inputs:
         return self.cold((n * k + m * k) * size + m * n * _size(problem.out))
 
     def cold(self, call_bytes: int) -> int:
-        """How many copies of so many bytes do not fit into the L2 cache."""
+        """Return how many copies of so many bytes do not fit into the L2 cache."""
         return copies_for(call_bytes, self._l2_bytes)
 
     def weight(self, dtype: str, n: int, k: int, sparse: bool) -> Tensor:
