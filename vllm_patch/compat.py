@@ -81,7 +81,7 @@ def forget_input_quant_key(layer: object) -> None:
 
 
 def current_config() -> Any:
-    """The VllmConfig of the model under construction."""
+    """Return the VllmConfig of the model under construction."""
     from vllm.config import get_current_vllm_config
 
     return get_current_vllm_config()

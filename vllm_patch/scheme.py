@@ -40,7 +40,7 @@ PACKED = "_slidesparse_packed"  # marks a parameter that is already in the backe
 
 
 def refusal(scheme: Any) -> str | None:
-    """Return why vLLM's own scheme serves a layer, as text for the summary line, or None when ours does."""
+    """Return why vLLM's own scheme must serve a layer, as text for the summary line; None if ours can."""
     if isinstance(scheme, CompressedTensorsW8A8Int8):
         if scheme.is_static_input_scheme:
             return "static activations"
@@ -211,7 +211,7 @@ class SlideSparseScheme(CompressedTensorsScheme):
         self._settle()
 
     def _loaded(self, layer: torch.nn.Module) -> Tensor:
-        """The weight as loaded; random ones are pruned."""
+        """Return the loaded weight; a random one, of dummy loading, is pruned first."""
         weight = layer.weight.data
         pattern = TWO_FOUR if self.slided else self.spec.pattern
         if pattern is None and isinstance(self.pattern, MixedPattern) and self.pattern.share:
@@ -264,7 +264,7 @@ class SlideSparseScheme(CompressedTensorsScheme):
         self.config.census.kinds[packed.data_ptr()] = self.name.rpartition(".")[2]
 
     def _channel_scale(self, layer: torch.nn.Module) -> Tensor:
-        """[N, 1] float32: a per-tensor scale holds for each row of its part of a fused layer."""
+        """Return scales [N, 1] float32; a per-tensor scale is repeated for the rows of its part of a fused layer."""
         scale, rows = layer.weight_scale.data.float(), sum(layer.logical_widths)
         if scale.numel() == rows:
             return scale.reshape(-1, 1)
@@ -299,7 +299,7 @@ class SlideSparseScheme(CompressedTensorsScheme):
         logger.info("%s", line)
 
     def apply_weights(self, layer: torch.nn.Module, x: Tensor, bias: Tensor | None = None) -> Tensor:
-        """x [..., K] -> [..., N] of x's dtype."""
+        """Run the layer: x [..., K] -> [..., N] of x's dtype."""
         if not isinstance(self.state, Served):
             return self.inner.apply_weights(layer, x, bias)
         return ops.linear(x, layer.weight, layer.weight_scale, bias, *self.state.arguments)

@@ -219,7 +219,7 @@ def _place(recipe: Recipe) -> Path:
 
 
 def _cpp(target: Target, source: Path, file: str) -> tuple[list[str], list[Path]]:
-    """The command line for a C++ target, and the headers outside csrc/ whose text goes into the key."""
+    """Return the command line of a C++ target, and the headers outside csrc/ that are part of the key."""
     defines, folders, known, links = [], [], [], ["-ldl"]
     if target.module:
         defines.append(f"-DSLIDESPARSE_MODULE=_{target.name}")
@@ -240,7 +240,7 @@ def _cpp(target: Target, source: Path, file: str) -> tuple[list[str], list[Path]
 
 
 def _cuda(nvcc: str, units: Path, gpus: Sequence[str], file: str) -> tuple[list[list[str]], list[str]]:
-    """Command lines that compile what ``units`` lists, and the one that links it."""
+    """Return the command lines that compile the units of a CUDA target, and the one that links them."""
     host = [] if os.environ.get("NVCC_CCBIN") else _behind_nvcc()
     options = [f"-ccbin={word}" if n == 0 else f"-Xcompiler={word}" for n, word in enumerate(host)]
     compiles = [
@@ -254,13 +254,13 @@ def _cuda(nvcc: str, units: Path, gpus: Sequence[str], file: str) -> tuple[list[
 
 
 def _behind_nvcc() -> list[str]:
-    """The C++ compiler that nvcc runs; nvcc reads NVCC_CCBIN itself."""
+    """Return the C++ compiler that nvcc runs; nvcc reads NVCC_CCBIN itself."""
     chosen = os.environ.get("NVCC_CCBIN")
     return [chosen] if chosen else find.compiler()
 
 
 def _units(listed: Path) -> list[tuple[Path, list[str]]]:
-    """The sources of units.txt with their options: each once for every combination of its macros' values.
+    """Return the sources that units.txt lists with their options, for every combination of their macros' values.
 
     Raises ToolchainError for a line that is not ``SOURCE MACRO=VALUE,VALUE ...``.
     """

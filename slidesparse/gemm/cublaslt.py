@@ -66,7 +66,7 @@ class CublasLt(CudaBackend):
         return "both" if able else "none"
 
     def operand(self, weight: Tensor, layout: Layout = TN) -> Tensor:
-        """[n, k] contiguous, as it is; [k, n] for a layout whose N is contiguous."""
+        """See `Tunable.operand`: [n, k] contiguous, or [k, n] for a layout whose N is contiguous."""
         require_operand(weight.dtype)
         return weight.contiguous() if layout.weight_k else weight.t().contiguous()
 
@@ -190,7 +190,7 @@ class CublasLt(CudaBackend):
 
 
 def _text(algorithm: bytes) -> str:
-    """An algorithm in hexadecimal without the zeros at its end, and a checksum: the library crashes on a wrong one."""
+    """Format an algorithm in hexadecimal with a checksum, as the library crashes on a wrong one."""
     return f"{algorithm.hex().rstrip('0')}-{zlib.crc32(algorithm):08x}"
 
 

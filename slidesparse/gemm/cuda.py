@@ -1,4 +1,4 @@
-"""What backends on GPUs share: token buckets, plans cached per thread, workspaces per stream, and a base class.
+"""The parts that backends on GPUs share: token buckets, cached plans, workspaces of streams, and a base class.
 
 A plan is made for one number of tokens, and prompts have any: activations are therefore padded to buckets, 16 sizes an
 octave, so that an octave of lengths makes 16 plans and at most 1/16 of the rows are padding (below 256 tokens:

@@ -78,7 +78,7 @@ class CuSparseLt(CudaBackend):
         return "none"
 
     def operand(self, weight: Tensor, layout: Layout = TN) -> Tensor:
-        """2:4 [n, k] -> the library's values and metadata, and SLACK [bytes]; n and k are multiples of `ALIGNMENT`."""
+        """See `Tunable.operand`: the library's values and metadata, and SLACK; n and k are multiples of `ALIGNMENT`."""
         dtype = require_operand(weight.dtype)
         n, k = weight.shape
         multiple = ALIGNMENT[weight.element_size()]
@@ -106,10 +106,7 @@ class CuSparseLt(CudaBackend):
         return compressed
 
     def algorithms(self, problem: Problem, device: torch.device, layout: Layout = TN) -> list[str]:
-        """Ids, and where tiles are too few to fill the GPU, ids with each way of splitting K that the GPU has.
-
-        As text: "3", "3/2x1" (id/splits x mode).
-        """
+        """See `Tunable.algorithms`: ids such as "3" and, if tiles are too few, "3/2x1": id/splits x mode."""
         count = self._native(problem, device, None, layout).algorithms
         ids = [i for i in range(count) if i not in self._crashing(problem, device)]
         found = [str(i) for i in ids]
@@ -168,7 +165,7 @@ class CuSparseLt(CudaBackend):
 
     @cache  # noqa: B019  there is one object
     def _splits(self, dtype: str, out: str, scale: str, device: torch.device) -> tuple[str, ...]:
-        """The split-K ways, as "2x1", that one of every eighth algorithm takes; on Hopper none of 0.8.0 does."""
+        """Return the ways of split-K, such as "2x1", of every eighth algorithm; on Hopper 0.8.0 has none."""
         problem = Problem(dtype, out, *PROBED, scale)
         ids = range(0, self._native(problem, device, None).algorithms, 8)  # a refusal takes 8 ms
         ways = [f"{splits}x{mode}" for splits in SPLITS for mode in SPLIT_MODES]
@@ -279,7 +276,7 @@ class CuSparseLt(CudaBackend):
 
 
 def _numbers(algorithm: str | None) -> tuple[int, int, int, int]:
-    """id, splits, mode and buffers of an algorithm's text."""
+    """Parse an algorithm into its id, splits, mode and number of buffers."""
     if not algorithm:
         return -1, 1, 0, 0
     found = re.fullmatch(r"(\d+)(?:/(\d+)x(\d+))?", algorithm)

@@ -46,10 +46,10 @@ class Versioned(Protocol):
 
     @property
     def name(self) -> str:
-        """Such as "cusparselt"."""
+        """The library's name, such as "cusparselt"."""
 
     def version(self) -> str:
-        """Such as "0.8.0"."""
+        """Return its version, such as "0.8.0"."""
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,7 @@ class Subject:
         return f"{slug(self.gpu)}_sm{major}{minor}_{slug(self.library)}-{slug(self.version)}.json"
 
     def facts(self) -> dict[str, str]:
-        """The four facts as the file spells them."""
+        """Return the fields as a table's file has them."""
         return {
             "gpu": self.gpu,
             "capability": ".".join(map(str, self.capability)),
@@ -96,7 +96,7 @@ class Shape(NamedTuple):
 
     @classmethod
     def of(cls, problem: Problem) -> Shape:
-        """Leave out the problem's M."""
+        """Return the shape of a problem."""
         bias = "yes" if problem.bias else "no"
         blocks = "" if problem.blocks == ALL_2_4 else f", blocks {problem.blocks}"
         types = f"{problem.dtype} -> {problem.out}, scale {problem.scale}, bias {bias}{blocks}"
@@ -299,5 +299,5 @@ def _error(path: Path, what: str) -> TableError:
 
 
 def slug(text: str) -> str:
-    """A name of a GPU or a library as file names have it, such as ``nvidia-h200``."""
+    """Turn the name of a GPU or a library into one for files, such as ``nvidia-h200``."""
     return re.sub(r"[^a-z0-9.]+", "-", text.lower()).strip("-")

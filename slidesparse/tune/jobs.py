@@ -77,7 +77,7 @@ def jobs(
     patterns: Sequence[str],
     tokens: Sequence[int],
 ) -> list[Job]:
-    """The GEMMs that serving runs, each once: layers of several models may have the same shape."""
+    """List the GEMMs that serving runs, each once, as layers of several models may have the same shape."""
     found: dict[tuple[str, Problem], Job] = {}
     for library in libraries:
         for layer in layers:
@@ -90,7 +90,7 @@ def jobs(
 
 
 def _operands(library: Tunable, layer: Layer, patterns: Sequence[str]) -> list[tuple[int, str]]:
-    """The columns of a layer's weight at each pattern, and its blocks."""
+    """Return the columns of a layer's packed weight at each pattern, and the kind of its blocks."""
     whole = round_up(layer.k, library.alignment)
     if not library.sparse:
         return [(whole, ALL_2_4)]
@@ -106,7 +106,7 @@ def _operands(library: Tunable, layer: Layer, patterns: Sequence[str]) -> list[t
 def kernel_jobs(
     layers: Sequence[Layer], dtypes: Sequence[str], patterns: Sequence[str], tokens: Sequence[int]
 ) -> list[KernelJob]:
-    """The Triton kernels that serving runs for these layers, each problem once; activations and outputs are BF16."""
+    """List the Triton kernels that serving runs for these layers, each problem once, with activations in BF16."""
     found: dict[tuple[str, Problem], KernelJob] = {}
 
     def add(kind: str, source: str, target: str, n: int, k: int, length: int = HARDWARE_LENGTH) -> None:

@@ -61,7 +61,7 @@ class Session:
         self.winners = Winners(self.gpu)
 
     def search(self, library: Tunable, problem: Problem, weights: list[Tensor]) -> Found:
-        """The fastest algorithm, noted as a winner when serving runs the problem.  Raises LibraryError."""
+        """Search the fastest algorithm, and save it if serving runs the problem.  Raises LibraryError."""
         rotation = self.inputs.rotation(problem, weights)
         found = search(library, problem, rotation, self.clock, self.gpu.device)
         if (problem.out, problem.scale) in served_outputs(library, problem.dtype):
