@@ -58,7 +58,7 @@ def collect() -> Report:
         "gpus": _section(gpus),
         "torch": probed.get("torch", probed),
         "triton": _section(_distribution, "triton", "triton-windows"),
-        "vllm": _section(_vllm),
+        "vllm": _section(lambda: vllm()[0]),
         "compressed_tensors": _section(_distribution, "compressed-tensors"),
         "plugin": _section(plugin),
         "libraries": {
@@ -194,10 +194,6 @@ def gpus() -> Report:
         "list": [dict(zip(keys, row, strict=True)) for row in rows],
         "words": "\n".join(words) or f"none: {failed or 'nvidia-smi lists none'}",
     }
-
-
-def _vllm() -> Report:
-    return vllm()[0]
 
 
 def vllm() -> tuple[Report, bool]:

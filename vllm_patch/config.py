@@ -335,17 +335,12 @@ def watch_models_without_quantization() -> None:
             # A config.json that names no architecture belongs to a tokenizer, which vLLM parses too.
             is_model = bool(found[0].get("architectures"))
             if is_model and not any(isinstance(form, dict) for form in _forms(None, found[1])):
-                _refuse_or_say(str(model))
+                require_no_flag(str(model))
+                idle = ", ".join(flags.given())
+                compat.warn(f"SlideSparse flags have no effect on {model}, which is not quantized: {idle}")
             return found
 
     register_config_parser("hf")(Parser)
-
-
-def _refuse_or_say(model: str) -> None:
-    require_no_flag(model)
-    compat.warn(
-        f"SlideSparse flags have no effect on {model}, which is not quantized: {', '.join(flags.given())}"
-    )
 
 
 def log_as_vllm_does() -> None:

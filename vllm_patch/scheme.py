@@ -204,7 +204,8 @@ class SlideSparseScheme(CompressedTensorsScheme):
             self.arrivals.require_all(layer)
         packed = None if isinstance(self.state, LeftDense) else self._packed(self._loaded(layer))
         if packed is None:
-            self._leave_dense(layer)
+            self.state = self.state or LeftDense(BREAKS)
+            self.inner.process_weights_after_loading(layer)
         else:
             self._serve(layer, packed)
         self.dummy = False  # what is loaded from now on are weights
@@ -246,12 +247,6 @@ class SlideSparseScheme(CompressedTensorsScheme):
                 "checkpoint is damaged, convert the original one again"
             )
         return packed
-
-    def _leave_dense(self, layer: torch.nn.Module) -> None:
-        """Hand the layer to vLLM's scheme."""
-        if self.state is None:
-            self.state = LeftDense(BREAKS)
-        self.inner.process_weights_after_loading(layer)
 
     def _serve(self, layer: torch.nn.Module, packed: Tensor) -> None:
         """Put the packed weight in the place of the loaded one."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -282,14 +282,10 @@ def verify(first: str | Path, second: str | Path) -> CheckpointComparison:
 
 def _missing(a: _Side, b: _Side) -> Difference | None:
     for here, there in ((a, b), (b, a)):
-        absent = _absent(here.checkpoint.tensors, there.checkpoint.tensors)
+        absent = min(set(here.checkpoint.tensors) - set(there.checkpoint.tensors), default=None)
         if absent:
             return Difference(absent, f"is in {here.checkpoint.folder} but not in {there.checkpoint.folder}")
     return None
-
-
-def _absent(names: Iterable[str], others: Iterable[str]) -> str | None:
-    return min(set(names) - set(others), default=None)
 
 
 def _compare(name: str, a: _Side, b: _Side, read_a: Reader, read_b: Reader) -> Difference | None:

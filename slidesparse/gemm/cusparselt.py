@@ -204,7 +204,8 @@ class CuSparseLt(CudaBackend):
             windows[len(part) :].view(torch.int8).zero_()
             compressed = self.operand(windows)
             if packed is None:
-                packed = compressed if rows == padded else _empty_like_whole(compressed, padded, rows)
+                size = (compressed.numel() - SLACK) // rows * padded + SLACK
+                packed = compressed if rows == padded else compressed.new_empty(size)
             if rows < padded:
                 _place(packed, compressed, start, rows, padded, columns)
         assert packed is not None
@@ -292,10 +293,6 @@ def _numbers(algorithm: str | None) -> tuple[int, int, int, int]:
 #
 # Metadata is laid out in tiles of ROWS rows, so a weight of whole tiles can be compressed chunk by chunk.  The library
 # does not promise it: `CuSparseLt._concatenates` looks, once a device and type.
-
-
-def _empty_like_whole(compressed: Tensor, whole: int, rows: int) -> Tensor:
-    return compressed.new_empty((compressed.numel() - SLACK) // rows * whole + SLACK)
 
 
 def _place(packed: Tensor, compressed: Tensor, start: int, rows: int, whole: int, columns: int) -> None:

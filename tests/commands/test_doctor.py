@@ -270,7 +270,7 @@ def test_vllm(installed: dict[str, str], words: str, monkeypatch: pytest.MonkeyP
         return installed[name]
 
     monkeypatch.setattr(doctor.importlib.metadata, "version", version)
-    assert words in doctor._vllm()["words"]
+    assert words in doctor.vllm()[0]["words"]
 
 
 def test_what_is_installed_was_run() -> None:
