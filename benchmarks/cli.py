@@ -20,9 +20,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from slidesparse.cli.console import Json, application, err, fail
 from slidesparse.cli.tune import (
-    Dtypes,
     Limit,
-    Patterns,
     Shapes,
     Tokens,
     begin,
@@ -53,6 +51,11 @@ Models = Annotated[
         "--model",
         help="Names such as Qwen2.5-7B, or folders with a config.json, comma-separated; default all.",
     ),
+]
+Dtypes = Annotated[str, typer.Option("--dtype", help="Operand types, comma-separated.")]
+Patterns = Annotated[
+    str | None,
+    typer.Option("--pattern", help="Comma-separated, such as 2:4,6:8; default 2:4 to 14:16 and 2_inf."),
 ]
 Out = Annotated[Path, typer.Option("--out", help="The folder of the tables; what is in them is kept.")]
 VllmLibrary = Annotated[

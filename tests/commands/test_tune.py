@@ -11,9 +11,11 @@ from typing import Any
 import pytest
 import torch
 from fake_library import CPU, GPU, FakeClock, FakeLibrary, Ticks, session
+from models import quantization_config
 from typer.testing import CliRunner
 
 from slidesparse import gemm
+from slidesparse.checkpoint.metadata import KEY, LayerEntry, Metadata
 from slidesparse.cli.main import app
 from slidesparse.gemm import tuned
 from slidesparse.gemm.problem import DTYPES, LibraryError, Problem
@@ -256,6 +258,33 @@ def test_the_command_tunes_once(monkeypatch: pytest.MonkeyPatch) -> None:
     # two layers, two M: dense; sparse with two outputs and patterns; a kernel a pattern, and one for each of two sums
     count = 2 * 2 * (1 + 2 * 2 + 2 + 2)
     assert (run()["tuned"], run()["known"]) == (count, count)
+
+
+def test_of_a_converted_checkpoint_it_tunes_what_is_served(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    layers = {f"layer{i}": LayerEntry(SlidePattern(length), 64) for i, length in enumerate((8, 8, 6))}
+    block = quantization_config("fp8") | {KEY: Metadata(SlidePattern(8), "dense", layers).to_json()}
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4}
+    asked: list[Any] = []
+    monkeypatch.setattr(machine, "require_gpu", lambda: GPU)
+    monkeypatch.setattr(machine, "require_libraries", lambda gpu, names: [])
+    monkeypatch.setattr(gemm, "choose", lambda path, device: ("hopper", ""))
+    monkeypatch.setattr("slidesparse.tune.jobs.jobs", lambda *arguments: asked.append(arguments[2:4]) or [])
+    monkeypatch.setattr(measure, "CudaClock", lambda device: nullcontext(FakeClock(FakeLibrary())))
+    every = (("int8", "fp8"), (*shapes.PATTERNS, *shapes.MIXED_PATTERNS))
+    for config, more, expected in (
+        (sizes | {"quantization_config": block}, [], (("fp8",), ("4:6", "6:8", "dense"))),
+        (
+            sizes | {"quantization_config": block},
+            ["--pattern", "2:4", "--dtype", "int8"],
+            (("int8",), ("2:4",)),
+        ),
+        (sizes, [], every),
+    ):
+        (tmp_path / "config.json").write_text(json.dumps(config))
+        done = CliRunner().invoke(app, ["tune", str(tmp_path), *more], catch_exceptions=False)
+        assert (done.exit_code, asked.pop()) == (0, expected), done.stderr
 
 
 @pytest.mark.skipif(torch.version.cuda is not None, reason="this torch is built with CUDA")
