@@ -18,7 +18,7 @@ from torch import Tensor
 from benchmarks.records import BANDWIDTH, Records
 from benchmarks.timing import copy_us, exact
 from slidesparse import reference
-from slidesparse.gemm.backend import HARDWARE, Tunable
+from slidesparse.gemm.backend import TWO_FOUR, Tunable
 from slidesparse.gemm.hopper.backend import Hopper
 from slidesparse.gemm.problem import DTYPES
 from slidesparse.kernels import Producer, RmsNorm, SiluMul
@@ -141,7 +141,7 @@ class BandwidthBench:
 
 
 def _by_hopper(cell: Cell, x: list[Tensor], weight: Tensor) -> Launch:
-    pattern = HARDWARE if cell.kernel.endswith(QUANT_ONLY) else PATTERN
+    pattern = TWO_FOUR if cell.kernel.endswith(QUANT_ONLY) else PATTERN
     kind, layout = DTYPES[cell.dtype], pattern.layout(cell.k)
     columns = layout.slided + -layout.slided % HOPPERS.alignment
     total = torch.empty(cell.m, cell.k, dtype=FLOAT, device=weight.device)

@@ -20,18 +20,14 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from slidesparse.cli.console import Json, application, err, fail
 from slidesparse.cli.tune import (
-    Dtypes,
     Limit,
-    Patterns,
     Shapes,
     Tokens,
     begin,
     cells_of,
     finish,
-    libraries_of,
     models_of,
     open_session,
-    patterns_of,
     tokens_of,
 )
 from slidesparse.errors import FAILED, USAGE
@@ -55,6 +51,11 @@ Models = Annotated[
         "--model",
         help="Names such as Qwen2.5-7B, or folders with a config.json, comma-separated; default all.",
     ),
+]
+Dtypes = Annotated[str, typer.Option("--dtype", help="Operand types, comma-separated.")]
+Patterns = Annotated[
+    str | None,
+    typer.Option("--pattern", help="Comma-separated, such as 2:4,6:8; default 2:4 to 14:16 and 2_inf."),
 ]
 Out = Annotated[Path, typer.Option("--out", help="The folder of the tables; what is in them is kept.")]
 VllmLibrary = Annotated[
@@ -91,6 +92,29 @@ def _fill(
         cells = cells_of(bar)
     result = {"rows": len(bench.records.rows), "table": str(bench.records.path), **cells}
     finish(finished, session.skipped, result, as_json)
+
+
+def _patterns_of(text: str | None, mixed: bool = False) -> tuple[str, ...]:
+    from slidesparse.tune.shapes import PATTERNS, parse_patterns
+
+    return PATTERNS if text is None else parse_patterns(text, mixed)
+
+
+def _libraries_of(gpu: Gpu, names: str | None) -> list[Tunable]:
+    """Return the requested backends; by default all that run on ``gpu``, with a note on stderr for the others."""
+    from slidesparse.tune import machine
+    from slidesparse.tune.shapes import parse_choice
+
+    if names:
+        return machine.require_libraries(gpu, parse_choice("--library", names, machine.tunable()))
+    found, missed = machine.usable_libraries(gpu)
+    for line in missed:
+        err.print(escape(f"note: {line}"))
+    if not found:
+        raise machine.MissingError(
+            f"no GEMM backend runs on {gpu.name}; `slidesparse doctor` shows what is missing"
+        )
+    return found
 
 
 def _stock(path: Path | None, left_out: bool) -> Stock | None:
@@ -134,13 +158,13 @@ def kernel(
     from slidesparse.tune.shapes import parse_choice
 
     dtypes = parse_choice("--dtype", dtype, DTYPES)
-    patterns, tokens = patterns_of(pattern), tokens_of(m)
+    patterns, tokens = _patterns_of(pattern), tokens_of(m)
     if parse_choice("--mode", mode, ("square", "model")) == ("square",):
         groups = square_groups(dtypes, tokens)
     else:
         groups = model_groups(models_of(model, shapes), dtypes, tokens)
     gpu = machine.require_gpu()
-    libraries, stock = libraries_of(gpu, library), _stock(vllm_library, no_stock)
+    libraries, stock = _libraries_of(gpu, library), _stock(vllm_library, no_stock)
     conditions = out / "kernel.json"
     write_conditions(conditions, _facts(gpu, libraries, stock))
 
@@ -175,11 +199,11 @@ def linear(
 
     dtypes = parse_choice("--dtype", dtype, machine.SERVED)
     patterns, groups = (
-        patterns_of(pattern, mixed=True),
+        _patterns_of(pattern, mixed=True),
         model_groups(models_of(model, shapes), dtypes, tokens_of(m)),
     )
     gpu = machine.require_gpu()
-    libraries, stock = libraries_of(gpu, library), _stock(vllm_library, no_stock)
+    libraries, stock = _libraries_of(gpu, library), _stock(vllm_library, no_stock)
     write_conditions(out / "linear.json", _facts(gpu, libraries, stock))
     _fill(
         began,
@@ -268,7 +292,7 @@ def spmm(
     found = models_of(None if shapes else model, shapes)
     todo = [*squares(parse_tokens(sizes)), *layers(found, parse_tokens(m))]
     gpu = machine.require_gpu()
-    libraries = [one for one in libraries_of(gpu, library) if one.sparse]
+    libraries = [one for one in _libraries_of(gpu, library) if one.sparse]
     conditions = out / "spmm.json"
     write_conditions(conditions, {**gpu_conditions(gpu, libraries), "cpu": cpu_conditions()["cpu"]})
     _fill(

@@ -18,11 +18,12 @@ from benchmarks.timing import exact, labelled
 from slidesparse.gemm.backend import LayerSpec, Tunable
 from slidesparse.gemm.problem import DTYPES as TORCH
 from slidesparse.gemm.problem import LibraryError, Problem
+from slidesparse.pattern import round_up
 from slidesparse.tune.machine import SERVED, outputs
 from slidesparse.tune.measure import Timing
 from slidesparse.tune.search import search
 from slidesparse.tune.session import Session, free
-from slidesparse.tune.shapes import Layer, round_up, slided
+from slidesparse.tune.shapes import Layer, slided
 
 DTYPES = ("int8", "fp8", "fp16", "bf16")
 DENSE = "dense"

@@ -17,11 +17,12 @@ from benchmarks.records import LAYOUT, Records
 from benchmarks.timing import exact, labelled
 from slidesparse.gemm.backend import Tunable
 from slidesparse.gemm.problem import LAYOUTS, Layout, LibraryError, Plan, Problem
+from slidesparse.pattern import round_up
 from slidesparse.tune.inputs import Rotation
 from slidesparse.tune.machine import outputs
 from slidesparse.tune.search import agree, search
 from slidesparse.tune.session import Session, free
-from slidesparse.tune.shapes import Layer, round_up, slided
+from slidesparse.tune.shapes import Layer, slided
 
 PATTERN = "6:8"  # of the weights of sparse libraries
 WRONG = "its product is wrong"

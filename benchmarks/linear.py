@@ -21,7 +21,7 @@ from benchmarks.records import LINEAR, TIMES, Records
 from benchmarks.stock import Stock
 from benchmarks.timing import exact
 from slidesparse import ops
-from slidesparse.gemm.backend import HARDWARE, LayerSpec, Tunable
+from slidesparse.gemm.backend import TWO_FOUR, LayerSpec, Tunable
 from slidesparse.gemm.problem import DTYPES
 from slidesparse.pattern import SlidePattern, parse_pattern
 from slidesparse.tune.inputs import with_sparse_blocks
@@ -79,7 +79,7 @@ def _operators(
 ) -> tuple[_Call, Callable[[Tensor], Tensor]]:
     """A layer through `slidesparse.ops`, and what packs its weight, which is slid already."""
     spec = LayerSpec(layer.n, layer.k, pattern, 0, DTYPES[dtype], FLOAT)
-    windows = replace(spec, in_features=spec.layout.slided, pattern=pattern and HARDWARE)
+    windows = replace(spec, in_features=spec.layout.slided, pattern=pattern and TWO_FOUR)
     length, columns, name = spec.layout.length, spec.columns(library.alignment), library.name
 
     def call(x: Tensor, weight: Tensor, scale_w: Tensor) -> Tensor:

@@ -21,7 +21,7 @@ from benchmarks.kernel import DENSE, SQUARE
 from benchmarks.layout import product_of
 from benchmarks.records import SPMM, TIMES, Records
 from benchmarks.timing import exact
-from slidesparse.gemm.backend import HARDWARE, Tunable
+from slidesparse.gemm.backend import TWO_FOUR, Tunable
 from slidesparse.gemm.problem import DTYPES, LibraryError, Problem
 from slidesparse.spmm import MOST_GROUP, STRIP, Compressed, compress, decompress, prune, sequential, spmm
 from slidesparse.tune.machine import outputs
@@ -130,7 +130,7 @@ def jobs(
         for library in libraries:
             for dtype in LIBRARY_TYPES:
                 if outputs(library, dtype):
-                    found.append(Job(shape, dtype, HARDWARE.ratio, OWN, (library.name,), library))
+                    found.append(Job(shape, dtype, TWO_FOUR.ratio, OWN, (library.name,), library))
         if shape.mode == SQUARE and shape.m <= CPU_MOST and "fp32" in dtypes:
             found.append(Job(shape, "fp32", sparsities[0], OWN, (CPU,)))
     return found
@@ -239,7 +239,7 @@ class SpmmBench:
         """A sparse library with its best algorithm, in its own precision."""
         session, layer, dtype = self._session, job.shape.layer, job.dtype
         out = outputs(library, dtype)[0]
-        columns = slided(layer.k, HARDWARE.ratio, library.alignment)
+        columns = slided(layer.k, TWO_FOUR.ratio, library.alignment)
         problem = Problem(dtype, out, layer.n, columns, job.shape.m, library.epilogue(dtype, out))
         weight = session.inputs.weight(dtype, layer.n, columns, sparse=True)
         first = library.operand(weight)

@@ -121,13 +121,15 @@ def demo(
     out.print(f"  and {len(jobs) - 1} more servers like it, {machine.servers} at a time")
     with ThreadPoolExecutor(machine.servers) as pool:
         futures = {
-            (goal, how): pool.submit(embed, model, flags, machine.options, _log(folder, goal, how))
+            (goal, how): pool.submit(
+                embed, model, flags, machine.options, folder / f"{GOALS.get(goal, goal)}-{how}.log"
+            )
             for (goal, how), (model, flags) in jobs.items()
         }
         try:
             served = {job: future.result() for job, future in futures.items()}
-        except SlideSparseError:
-            pool.shutdown(cancel_futures=True)  # the others would fail alike
+        except BaseException:  # the others would fail alike, or the user has interrupted the demo
+            pool.shutdown(cancel_futures=True)
             raise
 
     Console(width=None if sys.stdout.isatty() else TABLE_WIDTH).print(_table(source, models, served))
@@ -150,11 +152,6 @@ def _options(goal: str, texts: Path) -> ConvertOptions:
     option, value = goal.split()
     pattern, budget = (SlidePattern.parse(value), None) if option == "--sparsity" else (MIDDLE, BUDGET)
     return ConvertOptions(pattern, "int8", budget=budget, calibration=Calibration(str(texts), samples=256))
-
-
-def _log(folder: Path, goal: str, how: str) -> Path:
-    """Return the file of a server's log."""
-    return folder / f"{GOALS.get(goal, goal)}-{how}.log"
 
 
 def original() -> Path:

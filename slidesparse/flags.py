@@ -111,7 +111,7 @@ def asked(environ: Mapping[str, str] | None = None) -> str | None:
 
 
 def given(environ: Mapping[str, str] | None = None) -> list[str]:
-    """The flags that are set; never raises."""
+    """Return the names of the flags that are set; never raises."""
     environ = os.environ if environ is None else environ
     names = (USE_CUSPARSELT, USE_CUBLASLT, SPARSITY, BACKEND, FUSE, PROFILE)
     return [name for name in names if environ.get(name, "").strip().lower() not in _FALSE]

@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 from slidesparse import gemm, profiling
-from slidesparse.gemm import backend as border
+from slidesparse.gemm.backend import quantize, spec_of
 from slidesparse.gemm.hopper import operators as hopper_operators
 from slidesparse.kernels import Producer, RmsNorm, SiluMul
 from slidesparse.pattern import SlideLayout
@@ -52,7 +52,7 @@ def quant_slide(
     A length of 4 at phase 0 lifts nothing: the dense path.
     Rounds as stock vLLM does on x's device (`slidesparse.quantize`).
     """
-    return border.quantize(x, SlideLayout(x.shape[1], phase, length), dtype, columns)
+    return quantize(x, SlideLayout(x.shape[1], phase, length), dtype, columns)
 
 
 def _quant_slide_fake(
@@ -99,7 +99,7 @@ def _layer(
 ) -> Tensor:
     """Run a layer of ``backend``, after ``producer``.  Raises BackendError for columns that are not the backend's."""
     k = x.shape[1] // 2 if isinstance(producer, SiluMul) else x.shape[1]
-    spec, found = border.spec_of(scale_w.shape[0], k, length, phase, dtype, out_dtype), gemm.get(backend)
+    spec, found = spec_of(scale_w.shape[0], k, length, phase, dtype, out_dtype), gemm.get(backend)
     if columns != spec.columns(found.alignment):
         raise gemm.BackendError(
             f"backend {backend} quantizes {k} in-features in windows of blocks of {length} to "

@@ -248,3 +248,8 @@ class SlideLayout:
     def slided(self) -> int:
         """K', columns of the slided row: blocks * (N-1) * 4."""
         return self.blocks * self.windows * HARDWARE_LENGTH
+
+
+def round_up(count: int, multiple: int) -> int:
+    """Return the least multiple of ``multiple`` that is at least ``count``."""
+    return -(-count // multiple) * multiple

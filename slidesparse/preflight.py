@@ -1,6 +1,6 @@
 """Tell, from a checkpoint's headers and this machine, whether SlideSparse serves it here: ``slidesparse doctor MODEL``.
 
-Every rule is asked where serving asks it: `slidesparse.resolve`, `slidesparse.gemm`, `slidesparse.gemm.tuned`.
+The rules are those of serving, in `slidesparse.resolve`, `slidesparse.gemm` and `slidesparse.gemm.tuned`.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from slidesparse.checkpoint.bitnet import METHOD as BITNET
 from slidesparse.checkpoint.bitnet import BitNetCheckpoint
 from slidesparse.checkpoint.converted import open_checkpoint
 from slidesparse.checkpoint.inspection import expert_dtypes, linear_layers
-from slidesparse.checkpoint.metadata import Metadata
+from slidesparse.checkpoint.metadata import COMPRESSED_TENSORS, Metadata
 from slidesparse.checkpoint.storage import Checkpoint, CheckpointError, Reader
 from slidesparse.checkpoint.w8a8 import KINDS, Quantization, parse_block
 from slidesparse.convert.times import DEFAULT_GPU, DEFAULT_TOKENS, LayerTimes, TimesError
@@ -28,31 +28,32 @@ from slidesparse.errors import ENVIRONMENT, FAILED, INSTALL_CUDA
 from slidesparse.gemm.backend import LayerSpec
 from slidesparse.gemm.hopper.format import packed_bytes
 from slidesparse.gemm.problem import DTYPES, LibraryError, Problem
-from slidesparse.gemm.tuned import TableError, look_up, slug
+from slidesparse.gemm.tuned import Subject, TableError, look_up, slug
 from slidesparse.pattern import DENSE_WEIGHT, SlidePattern, parse_pattern
 from slidesparse.resolve import (
-    COMPRESSED_TENSORS,
+    BREAKS,
     CONVERT_STORED,
+    FP8_CAPABILITY,
+    NO_FP8_ACTIVATIONS,
     Resolution,
     ResolveError,
     claim,
-    joined,
+    common_entry,
     left_to_vllm,
     pattern_of,
     require_dynamic_w8a8,
     require_invariance,
     require_no_flag,
-    stored_as,
+    unread_storage,
 )
 from slidesparse.slide import violations
-from slidesparse.tune.session import served
+from slidesparse.tune.session import served_outputs
 from slidesparse.versions import VLLM_ON_GPUS
 
-FP8_CAPABILITY = (8, 9)  # vLLM serves FP8 weights without quantized activations on GPUs before it
-ROWS = 16  # of each weight are looked at, where nothing but a flag says that it is pruned
+ROWS = 16  # rows of a weight that are checked where only a flag says that it is pruned
 TUNED = "tuned"
-# How a layer is served: by us, quantized by vLLM's own kernels, not quantized to 8 bits
-SPARSE, DENSE, LEFT = "sparse", "dense", "left"
+# How a layer is served: by SlideSparse, by vLLM's own 8-bit kernels, or with weights that are not quantized
+OURS, STOCK, UNQUANTIZED = "sparse", "dense", "left"
 
 
 @dataclass(frozen=True)
@@ -66,14 +67,14 @@ class Machine:
 
     @classmethod
     def here(cls) -> Machine:
-        """Ask torch."""
+        """Return the machine that this process runs on."""
         if not torch.cuda.is_available():
             return cls()
         capability, name = torch.cuda.get_device_capability(), torch.cuda.get_device_name()
         return cls("cuda", capability, name, torch.cuda.mem_get_info()[0])
 
     def times(self, backend: str | None) -> LayerTimes | None:
-        """The times of layers on this kind of GPU, if they are of ``backend``; without a GPU those of DEFAULT_GPU."""
+        """Return layer times of ``backend`` on this kind of GPU, or None; without a GPU those of DEFAULT_GPU."""
         gpu = DEFAULT_GPU if self.gpu is None else slug(self.gpu)
         try:
             found = LayerTimes.of(gpu)
@@ -84,27 +85,27 @@ class Machine:
 
 @dataclass(frozen=True)
 class Layer:
-    """The linear layers of one shape, as vLLM joins them."""
+    """The linear layers of one name and shape, fused as vLLM fuses them."""
 
     name: str
     n: int
     k: int
     quant: str | None
-    pattern: str | None  # as metadata or flags have it
-    served: str  # SPARSE, DENSE or LEFT
-    reason: str = ""  # why not SPARSE
+    pattern: str | None  # from the metadata or the flags
+    served: str  # OURS, STOCK or UNQUANTIZED
+    reason: str = ""  # why not OURS
     count: int = 1
-    tuned: str = ""  # which table of configurations serves it
-    us: tuple[float | None, ...] = ()  # as it is served, for each of DEFAULT_TOKENS
-    stock_us: tuple[float, ...] = ()  # by vLLM's dense ones
+    tuned: str = ""  # TUNED, or what serves it instead of a tuned configuration; "" where nothing is tuned
+    us: tuple[float | None, ...] = ()  # microseconds as it is served, for each of DEFAULT_TOKENS
+    stock_us: tuple[float, ...] = ()  # microseconds by vLLM's dense kernels
 
     @property
     def ratios(self) -> list[float | None]:
-        """The stock time over ours."""
+        """The speedup over stock vLLM, for each of DEFAULT_TOKENS."""
         return [b / a if a else None for a, b in zip(self.us, self.stock_us, strict=True)]
 
     def spec(self) -> LayerSpec:
-        """The layer as a backend sees it, if it is SPARSE."""
+        """Return the layer as a backend sees it; only for one that is OURS."""
         pattern = parse_pattern(self.pattern or "")
         slides = pattern if isinstance(pattern, SlidePattern) else None
         return LayerSpec(self.n, self.k, slides, 0, DTYPES[self.quant or ""], torch.bfloat16)
@@ -112,7 +113,7 @@ class Layer:
 
 @dataclass
 class Report:
-    """The answer, and all that it rests on."""
+    """Whether and how a checkpoint is served here, and the facts behind that."""
 
     model: str
     architecture: str | None
@@ -120,24 +121,24 @@ class Report:
     machine: Machine
     vllm: str
     layers: list[Layer] = field(default_factory=list)
-    experts: dict[str, int] = field(default_factory=dict)  # dtype -> matrices of routed experts
+    experts: dict[str, int] = field(default_factory=dict)  # dtype -> number of matrices of routed experts
     backend: str | None = None
     backend_reason: str = ""
-    weight_bytes: int = 0  # in the backend's form
-    times: str | None = None  # the GPU that they were measured on
+    weight_bytes: int = 0  # of all weights, packed for the backend
+    times: str | None = None  # the GPU whose layer times are shown
     speedups: list[float | None] = field(default_factory=list)  # of all quantized layers
     missing: list[dict[str, str]] = field(default_factory=list)
     code: int = 0
     verdict: str = ""
 
     def lacks(self, what: str, remedy: str, code: int = 0) -> None:
-        """Note what is missing; with a ``code``, it keeps the checkpoint from being served, and the first says why."""
+        """Note what is missing and its remedy; a ``code`` means that the checkpoint is not served for this reason."""
         self.missing.append({"what": what, "remedy": remedy})
         if code and not self.code:
             self.code, self.verdict = code, what
 
     def count(self, kind: str) -> int:
-        """The number of layers that are served so."""
+        """Return the number of layers whose ``served`` is ``kind``."""
         return sum(layer.count for layer in self.layers if layer.served == kind)
 
     @property
@@ -145,19 +146,22 @@ class Report:
         """The number of layers that we serve, by pattern."""
         found: Counter[str] = Counter()
         for layer in self.layers:
-            if layer.served == SPARSE:
+            if layer.served == OURS:
                 found[str(layer.pattern)] += layer.count
         return dict(sorted(found.items()))
 
     def to_json(self) -> dict[str, Any]:
         """Return plain values."""
         layers = [{**asdict(layer), "ratios": layer.ratios} for layer in self.layers]
-        counts = {"patterns": self.patterns, **{kind: self.count(kind) for kind in (SPARSE, DENSE, LEFT)}}
+        counts = {
+            "patterns": self.patterns,
+            **{kind: self.count(kind) for kind in (OURS, STOCK, UNQUANTIZED)},
+        }
         return {**asdict(self), "layers": layers, **counts, "tokens": list(DEFAULT_TOKENS)}
 
 
 def examine(model: str, folder: Path) -> Report:
-    """Examine a checkpoint.  CheckpointError for a broken one, FlagError for flags that mean nothing."""
+    """Examine a checkpoint.  Raises CheckpointError for a broken one, FlagError for invalid flags."""
     checkpoint, metadata = open_checkpoint(folder)
     raw = checkpoint.source if isinstance(checkpoint, BitNetCheckpoint) else checkpoint
     machine = Machine.here()
@@ -197,7 +201,7 @@ def examine(model: str, folder: Path) -> Report:
 
 
 def _resolution(report: Report, raw: Checkpoint) -> Resolution | None:
-    """Return what the plugin decides; None when it leaves or refuses the checkpoint, which the report says."""
+    """Return what the plugin decides; None, with the reason in the report, when it does not serve the checkpoint."""
     machine, block = report.machine, raw.quantization_config() or {}
     if flags.disabled():
         report.lacks(f"{flags.DISABLE} is set", "unset it", FAILED)
@@ -218,15 +222,15 @@ def _resolution(report: Report, raw: Checkpoint) -> Resolution | None:
 
 
 def _say_why_not(report: Report, block: Mapping[str, Any], source: Quantization | None, unread: str) -> None:
-    """Say why a checkpoint is stock vLLM's alone, and what makes it ours.
+    """Note why only stock vLLM serves a checkpoint, and how SlideSparse could.
 
     Args:
-        block: its quantization_config; empty for one that has none.
-        source: the same as read, or None, which ``unread`` says why.
+        block: its quantization_config; empty if it has none.
+        source: the same, parsed; None if it cannot be, for the reason ``unread``.
     """
     convert = f"slidesparse convert {report.model} OUT --sparsity 6:8 --calib texts.jsonl"
     convert += "" if report.architecture in FAMILIES else " --linear REGEX"
-    if stored := stored_as(block):
+    if stored := unread_storage(block):
         report.lacks(stored, f"USE_CUSPARSELT=1 serves it if it is W8A8; else {CONVERT_STORED}", FAILED)
     elif not block or block.get("quant_method") == BITNET:
         report.lacks("it has not been converted", convert, FAILED)
@@ -250,7 +254,7 @@ def _layers(
     source: Quantization | None,
     resolution: Resolution | None,
 ) -> Iterable[Layer]:
-    """Yield each layer as vLLM joins it.  ResolveError for one that holds several patterns."""
+    """Yield the linear layers as vLLM fuses them.  Raises ResolveError for a layer with several patterns."""
     names = linear_layers(checkpoint, metadata)
     family = FAMILIES.get(architecture_of(checkpoint.config) or "", UNKNOWN)
     order = [part for group in family.fused for part in group]
@@ -262,13 +266,13 @@ def _layers(
         unit = sorted(groups.get(first, (first,)), key=lambda name: (*order, _last(name)).index(_last(name)))
         specs = [checkpoint.tensors[name + WEIGHT].spec for name in unit]
         entries = {name: metadata.layers.get(name) if metadata else None for name in unit}
-        entry = joined("+".join(unit), entries)
+        entry = common_entry("+".join(unit), entries)
         scheme = source.scheme(first, specs[0].dtype) if source else None
         quant = scheme.quant if scheme and specs[0].dtype == KINDS[scheme.quant][1] else None
         pattern = entry.pattern.ratio if entry else None
-        kind, reason = LEFT, "not quantized"
+        kind, reason = UNQUANTIZED, "not quantized"
         if scheme and quant:
-            kind, reason = DENSE, ""
+            kind, reason = STOCK, ""
             if not scheme.ours:
                 reason = "block FP8" if scheme.block else f"{scheme.activations} activations"
             elif resolution is None:
@@ -277,10 +281,10 @@ def _layers(
                 wanted = pattern_of(resolution, metadata, entry)
                 reason = left_to_vllm(resolution, wanted) or ""
                 if not reason:
-                    kind = SPARSE
+                    kind = OURS
                     pattern = wanted.ratio if resolution.path == gemm.SPARSE else DENSE_WEIGHT
                     if not metadata and _break(reader, unit, pattern):
-                        kind, reason, pattern = DENSE, "whose weights break the pattern", None
+                        kind, reason, pattern = STOCK, BREAKS, None
         yield Layer(
             "+".join(map(_last, unit)),
             sum(spec.rows for spec in specs),
@@ -297,7 +301,7 @@ def _last(name: str) -> str:
 
 
 def _break(reader: Reader, unit: Sequence[str], pattern: str) -> bool:
-    """Whether the first rows of weights break a pattern."""
+    """Return whether the first ROWS rows of a weight break a pattern."""
     for name in unit if pattern != DENSE_WEIGHT else ():
         rows = min(ROWS, reader.checkpoint.tensors[name + WEIGHT].spec.rows)
         if violations(reader.rows(name + WEIGHT, slice(0, rows)), SlidePattern.parse(pattern)):
@@ -308,7 +312,7 @@ def _break(reader: Reader, unit: Sequence[str], pattern: str) -> bool:
 def _measured(
     layer: Layer, count: int, times: LayerTimes | None, resolution: Resolution | None, machine: Machine
 ) -> Layer:
-    """Return the layer with its number, its times and what the tuned tables have for it."""
+    """Return the layer with its count, its times and what the tuned tables have for it."""
     us: list[float | None] = []
     stock: list[float] = []
     for tokens in DEFAULT_TOKENS if times and layer.quant else ():
@@ -316,36 +320,36 @@ def _measured(
         shape, quant = (layer.n, layer.k), layer.quant or ""
         stock.append(times.stock_us(quant, shape, tokens))
         us.append(stock[-1])
-        if resolution and layer.served == SPARSE:
+        if resolution and layer.served == OURS:
             us[-1] = None
             if layer.pattern == DENSE_WEIGHT or layer.spec().pattern:  # of mixed blocks no times are known
                 with contextlib.suppress(TimesError):
                     us[-1] = times.us(quant, layer.spec().pattern, shape, tokens)
-    tuned = _tuned(layer, resolution, machine) if resolution and layer.served == SPARSE else ""
+    tuned = _tuned(layer, resolution, machine) if resolution and layer.served == OURS else ""
     return replace(layer, count=count, us=tuple(us), stock_us=tuple(stock), tuned=tuned)
 
 
 def _tuned(layer: Layer, resolution: Resolution, machine: Machine) -> str:
-    """Say what the tuned tables of this GPU have for a layer; "" where nothing is tuned."""
+    """Return what the tuned tables of this GPU have for a layer, as in `Layer.tuned`."""
     backend: Any = gemm.get(resolution.backend)
     if machine.gpu is None or machine.capability is None or not hasattr(backend, "algorithms"):
         return ""
     columns = layer.spec().columns(backend.alignment)
     try:
-        out, scale = served(backend, layer.quant or "")[0]
-        subject = (backend.name, backend.version(), machine.gpu, machine.capability)
+        out, scale = served_outputs(backend, layer.quant or "")[0]
+        subject = Subject(backend.name, backend.version(), machine.gpu, machine.capability)
         problems = [Problem(layer.quant or "", out, layer.n, columns, m, scale) for m in DEFAULT_TOKENS]
-        words = [look_up(*subject, problem, backend.reach)[1] for problem in problems]
+        words = [look_up(subject, problem, backend.reach)[1] for problem in problems]
     except (LibraryError, TableError) as error:
         return str(error)
     return next(filter(None, words), TUNED)
 
 
 def _weight_bytes(checkpoint: Checkpoint, layers: Iterable[Layer], resolution: Resolution | None) -> int:
-    """Count the bytes of all weights, those that we serve in the form that the backend keeps."""
+    """Return the bytes of all tensors, with OURS packed for the backend."""
     found = sum(stored.spec.nbytes for stored in checkpoint.tensors.values())
     for layer in layers:
-        if resolution and layer.served == SPARSE:
+        if resolution and layer.served == OURS:
             backend, spec = gemm.get(resolution.backend), layer.spec()
             columns = spec.columns(backend.alignment)
             halves = spec.pattern and backend.device_type == "cuda"
@@ -356,7 +360,7 @@ def _weight_bytes(checkpoint: Checkpoint, layers: Iterable[Layer], resolution: R
 
 
 def _speedups(layers: Iterable[Layer]) -> list[float | None]:
-    """Return stock vLLM's time of all layers over ours, for each of DEFAULT_TOKENS."""
+    """Return the speedup of all layers together over stock vLLM, for each of DEFAULT_TOKENS; None if unknown."""
     found: list[float | None] = []
     every = list(layers)
     for i in range(len(DEFAULT_TOKENS)):
@@ -368,17 +372,15 @@ def _speedups(layers: Iterable[Layer]) -> list[float | None]:
 
 
 def _judge_layers(report: Report, unread: str, resolution: Resolution, machine: Machine) -> None:
-    """Note what keeps layers from being served, and what makes them slower than they could be."""
-    ours = [layer for layer in report.layers if layer.served == SPARSE]
+    """Note why layers are not served, or are slower than they could be."""
+    ours = [layer for layer in report.layers if layer.served == OURS]
     convert = "slidesparse convert SRC OUT --sparsity 6:8"
     if not ours:
         reasons = ", ".join(sorted({layer.reason for layer in report.layers})) or "it has none"
         report.lacks(unread or f"no linear layer can be served: {reasons}", convert, FAILED)
     quants = {layer.quant for layer in ours}
     if "fp8" in quants and machine.capability and machine.capability < FP8_CAPABILITY:
-        least = ".".join(map(str, FP8_CAPABILITY))
-        what = f"vLLM does not quantize activations to FP8 on GPUs of compute capability below {least}"
-        report.lacks(what, f"{convert} --quant int8", FAILED)
+        report.lacks(NO_FP8_ACTIVATIONS, f"{convert} --quant int8", FAILED)
     try:
         for quant in filter(None, quants):
             require_invariance(resolution.backend, quant)
@@ -421,13 +423,13 @@ def _judge_machine(report: Report, carries: bool) -> None:
 
 
 def gib(count: int) -> str:
-    """Spell a number of bytes."""
+    """Format a number of bytes in GiB."""
     return f"{count / 2**30:.2f} GiB"
 
 
 def _verdict(report: Report) -> str:
-    """Say how a checkpoint is served."""
-    layers = f"{report.count(SPARSE)} of {sum(layer.count for layer in report.layers)} linear layers"
+    """Return how a checkpoint is served, and how fast."""
+    layers = f"{report.count(OURS)} of {sum(layer.count for layer in report.layers)} linear layers"
     words = f"the backend {report.backend} serves {layers}"
     if report.machine.platform == "cpu":
         words += ", exactly but not fast, as there is no GPU here"

@@ -188,7 +188,7 @@ class Profiler:
         self._launched.spans.clear()
 
     def replayed(self) -> Times:
-        """Times from each CUDA graph's last replay; graphs that were never replayed are left out.
+        """Return times from the last replay of each CUDA graph; graphs that were never replayed are left out.
 
         All calls, without times, where torch cannot tell.
         """
@@ -260,7 +260,7 @@ def disable() -> None:
 
 
 def enabled() -> bool:
-    """Whether this process is profiled."""
+    """Return whether this process is profiled."""
     return _profiler is not None
 
 
@@ -307,7 +307,7 @@ def _mark(x: Tensor, captured: bool) -> _Mark:
 
 
 def _between(start: _Mark, end: _Mark) -> float:
-    """Microseconds.  Raises RuntimeError for events of a graph that was never replayed."""
+    """Return the microseconds between two marks.  Raises RuntimeError for events of a graph that was never replayed."""
     if isinstance(start, float) or isinstance(end, float):
         assert isinstance(start, float)
         assert isinstance(end, float)

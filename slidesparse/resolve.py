@@ -15,19 +15,32 @@ from fractions import Fraction
 from typing import Any
 
 from slidesparse import __version__, flags, gemm
-from slidesparse.checkpoint.metadata import KEY, QUANT_METHOD, STAMP, LayerEntry, Metadata, sparsity_of
+from slidesparse.checkpoint.metadata import (
+    COMPRESSED_TENSORS,
+    KEY,
+    QUANT_METHOD,
+    STAMP,
+    LayerEntry,
+    Metadata,
+    sparsity_of,
+)
 from slidesparse.errors import SlideSparseError
 from slidesparse.flags import BACKEND, FUSE, SPARSITY, USE_CUBLASLT, USE_CUSPARSELT, Flags
 from slidesparse.gemm import DENSE, SPARSE
 from slidesparse.pattern import DENSE_WEIGHT, MixedPattern, Pattern, SlidePattern, parse_pattern
 
-COMPRESSED_TENSORS = "compressed-tensors"  # the quant_method that the plugin takes, beside its own
 WHAT_IT_TAKES = (
     "the plugin takes compressed-tensors W8A8 with dynamic per-token activations. Convert the original model: "
     "slidesparse convert SRC OUT --sparsity 6:8; or unset the flag, which acts on draft models as well: converted "
     "checkpoints are served sparse without"
 )
 CONVERT_STORED = "convert it: slidesparse convert SRC OUT --sparsity 2:4"
+
+# A rule of vLLM's compressed-tensors schemes: below, they serve FP8 weights with 16-bit activations
+FP8_CAPABILITY = (8, 9)
+NO_FP8_ACTIVATIONS = "vLLM does not quantize activations to FP8 on GPUs of compute capability below 8.9"
+
+BREAKS = "whose weights break the pattern"  # why a layer is dense although a flag says that it is pruned
 
 NOT_PRUNED = MixedPattern(Fraction(0))
 
@@ -78,15 +91,15 @@ def claim(
     user_quant: str | None,
     machine: Callable[[], tuple[str, Capability]],
 ) -> Resolution | None:
-    """Decide whether the plugin serves a checkpoint, and how; None for one that is left to vLLM alone.
+    """Decide whether the plugin serves a checkpoint, and how; None for one that vLLM alone serves.
 
-    It takes checkpoints with our metadata, and compressed-tensors ones when a flag asks for it.
+    The plugin serves checkpoints with SlideSparse metadata and, when a flag asks for it, other compressed-tensors ones.
 
     Args:
-        user_quant: what ``--quantization`` says.
-        machine: gives the platform, "cuda", "cpu" or the name of another one, and the capability that `resolve` takes.
+        user_quant: the value of ``--quantization``.
+        machine: returns the platform, "cuda", "cpu" or the name of another one, and the GPU's compute capability.
 
-    Raises ResolveError for what cannot be served as it is asked for, FlagError for flags that mean nothing.
+    Raises ResolveError for what cannot be served as requested, FlagError for invalid flags.
     """
     asked, method = flags.asked(), quantization_config.get("quant_method")
     if not asked and not (KEY in quantization_config or QUANT_METHOD in (method, user_quant)):
@@ -125,7 +138,7 @@ def require_dynamic_w8a8(quantization_config: Mapping[str, Any]) -> None:
     if isinstance(groups, dict) and any(map(_is_dynamic_w8a8, groups.values())):
         return
     found = "no group of layers of this checkpoint is W8A8 with dynamic activations"
-    if stored := stored_as(quantization_config):
+    if stored := unread_storage(quantization_config):
         raise ResolveError(f"{found}. {stored}: {CONVERT_STORED}")
     raise ResolveError(f"{found}; {WHAT_IT_TAKES}")
 
@@ -139,16 +152,19 @@ def _is_dynamic_w8a8(group: Any) -> bool:
     return bool(parts) and eight and bool(parts[1].get("dynamic"))
 
 
-def stored_as(quantization_config: Mapping[str, Any]) -> str:
-    """Say that vLLM does not read weights that compressed-tensors stored without zeros; "" for all others."""
+def unread_storage(quantization_config: Mapping[str, Any]) -> str:
+    """Return a sentence that vLLM cannot read weights stored without their zeros; "" for other checkpoints."""
     stored = sparsity_of(quantization_config)
     return f"Its weights are stored as {stored[0]}, which vLLM since 0.19 does not read" if stored else ""
 
 
-def joined(name: str, entries: Mapping[str, LayerEntry | None]) -> LayerEntry | None:
-    """Return the entry that all ``entries`` of the metadata are, by the parts that vLLM joins to the layer ``name``.
+def common_entry(name: str, entries: Mapping[str, LayerEntry | None]) -> LayerEntry | None:
+    """Return the metadata entry that all parts of the fused layer ``name`` share; None if no part has one.
 
-    None where there is none.  Raises ResolveError where they differ.
+    Args:
+        entries: the entry of each part, such as q_proj, k_proj and v_proj; None for a part without one.
+
+    Raises ResolveError where they differ.
     """
     found = [entry for entry in entries.values() if entry]
     if found and any(entry != found[0] for entry in entries.values()):
@@ -163,18 +179,14 @@ def joined(name: str, entries: Mapping[str, LayerEntry | None]) -> LayerEntry | 
 
 
 def pattern_of(resolution: Resolution, metadata: Metadata | None, entry: LayerEntry | None) -> Pattern:
-    """Return the pattern that a layer is served for; one that the metadata do not list is not pruned.
-
-    Args:
-        entry: the layer's, of the metadata.
-    """
+    """Return the pattern by which a layer is served: its entry's; without metadata that of the whole model."""
     if entry:
         return entry.pattern
     return NOT_PRUNED if metadata else resolution.parsed_pattern
 
 
 def left_to_vllm(resolution: Resolution, pattern: Pattern) -> str | None:
-    """Return why a layer of dense blocks is left to vLLM; None where the backend multiplies them."""
+    """Return why vLLM's own kernel serves a layer, as text for the log; None where the backend can multiply it."""
     blocks = resolution.path == SPARSE and isinstance(pattern, MixedPattern)
     if not blocks or gemm.get(resolution.backend).takes_dense:
         return None
@@ -192,7 +204,7 @@ def batch_invariant() -> bool:
 
 
 def require_invariance(backend: str, quant: str) -> None:
-    """Raise BackendError for a layer in "fp8" whose results must not depend on what else is in a batch."""
+    """Raise BackendError for an FP8 layer when results must not depend on the rest of the batch."""
     if batch_invariant() and quant != "int8":
         raise gemm.BackendError(
             f"backend {backend} adds FP8 products in an order that depends on the number of tokens, but "
@@ -203,7 +215,7 @@ def require_invariance(backend: str, quant: str) -> None:
 def resolve(
     quantization_config: Mapping[str, Any], given: Flags, on_cuda: bool, capability: Capability = None
 ) -> Resolution:
-    """Decide how the layers of a checkpoint are served; an earlier stamp in its config is ignored.
+    """Decide how the layers of a checkpoint are served.  A stamp that is already in its config is ignored.
 
     Args:
         capability: the GPU's compute capability, where CUDA must not be initialized to ask for it.
@@ -291,7 +303,7 @@ def _pattern(metadata: Metadata | None, given: Flags, path: str, structure: str)
 
 
 def _backend(path: str, on_cuda: bool, wanted: str | None, capability: Capability = None) -> tuple[str, str]:
-    """Return the backend and the reason, its kernels compiled: once for all workers, before weights are loaded."""
+    """Choose the backend, and compile its kernels once for all workers; return its name and the reason."""
     import torch  # late: the rest of this file needs no torch
 
     device = torch.device("cuda" if on_cuda else "cpu")

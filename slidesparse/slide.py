@@ -24,7 +24,6 @@ from torch import Tensor
 
 from slidesparse.pattern import (
     HARDWARE_LENGTH,
-    HARDWARE_NONZEROS,
     STRIDE,
     ZEROS,
     PatternError,
@@ -210,12 +209,6 @@ def is_slided(slided: Tensor, layout: SlideLayout) -> bool:
             (windows[:, :, :-1, STRIDE:] & windows[:, :, 1:, :STRIDE]).any() | (used & padding).any()
         )
     return not bool(torch.stack(found).any())
-
-
-def is_two_four(slided: Tensor) -> bool:
-    """Return whether every group of four columns of [N, K'] has at most two non-zeros."""
-    counts = nonzero(slided).unflatten(-1, (-1, HARDWARE_LENGTH)).sum(-1)
-    return not bool((counts > HARDWARE_NONZEROS).any())
 
 
 def lift(x: Tensor, pattern: SlidePattern, phase: int = 0) -> Tensor:

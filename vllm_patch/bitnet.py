@@ -57,7 +57,7 @@ class ShardedRMSNorm(nn.Module):
 
 
 def sub_norm(hidden_size: int, eps: float) -> nn.Module:
-    """A norm of a row whose columns are sharded; vLLM's own, which is fused with what reads it, on one rank."""
+    """Make a norm over rows that are sharded by columns; with one rank vLLM's own, which the plugin can fuse."""
     kind = RMSNorm if get_tensor_model_parallel_world_size() == 1 else ShardedRMSNorm
     return kind(hidden_size, eps=eps)
 

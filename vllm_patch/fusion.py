@@ -54,9 +54,9 @@ TO_THE_END = 2**63 - 1  # of a slice
 
 aten, prims, ours = torch.ops.aten, torch.ops.prims, torch.ops.slidesparse
 
-NORM, ADD_NORM, SILU_MUL = range(3)  # what may come before
+NORM, ADD_NORM, SILU_MUL = range(3)  # kinds of producers of a layer's input
 
-# The operators of a layer after each of those.
+# The fused operator of a layer and each kind of producer.
 FUSED = (ours.rms_norm_linear.default, ours.add_rms_norm_linear.default, ours.silu_mul_linear.default)
 
 
@@ -141,7 +141,7 @@ class Producer:
 
 
 def fuse(graph: Graph) -> Counter[str]:
-    """Replace each layer and its producer, where there is one; returns how many layers there are by operator now.
+    """Fuse each layer with its producer, where that is possible; return the number of layers by operator.
 
     The graph may be that of any model; what the function does not know it leaves alone.
     """
@@ -200,8 +200,10 @@ def _result(layer: Node, index: int) -> Node:
 
 
 def _whole_norm(source: Node, value: torch.Tensor) -> Producer | None:
-    """vLLM's own operators of a norm: ``rms_norm(x, weight, eps, variance_size=None)`` and, with a residual, a pair of
-    results from ``fused_add_rms_norm(x, residual, weight, eps, variance_size=None)``.
+    """Match vLLM's own operators of a norm.
+
+    ``rms_norm(x, weight, eps, variance_size=None)`` or, with a residual and a pair of results,
+    ``fused_add_rms_norm(x, residual, weight, eps, variance_size=None)``.
     """
     if _calls(source, "vllm_ir::rms_norm"):
         return _norm(NORM, source.args, 1, value, (source,), ())
@@ -220,7 +222,7 @@ def _norm(
     nodes: tuple[Node, ...],
     sums: tuple[Node, ...],
 ) -> Producer | None:
-    """``inputs``: ``rows`` tensors [M, K] like ``value``, weight [K] and eps; None where they are not."""
+    """Return the producer of a norm, or None unless ``inputs`` are ``rows`` tensors like ``value``, weight and eps."""
     *tensors, eps = inputs[: rows + 2]
     if len(inputs) < rows + 2 or any(one is not None for one in inputs[rows + 2 :]):
         return None  # the mean of a part of the row
@@ -235,7 +237,7 @@ def _norm(
 
 
 def _written_norm(source: Node, value: torch.Tensor) -> Producer | None:
-    """The operators of a norm, and those that round its sum."""
+    """Match a norm written out in ATen operators, with those that round its sum."""
     found = _add_norm_pattern(value.dtype)[0].match(source)
     if found:
         total = found.ctx.pattern_to_node[_add_norm_pattern(value.dtype)[1]]
@@ -259,7 +261,7 @@ def _rounded(total: Node, dtype: torch.dtype) -> tuple[Node, ...]:
 
 
 def _written_activation(source: Node, value: torch.Tensor) -> Producer | None:
-    """The operators of silu(x[:, :K]) * x[:, K:]."""
+    """Match silu(x[:, :K]) * x[:, K:] written out in ATen operators."""
     found = _activation_pattern(value.dtype).match(source)
     if not found:
         return None
@@ -271,7 +273,7 @@ def _written_activation(source: Node, value: torch.Tensor) -> Producer | None:
 
 
 def _calls(node: Node, name: str) -> bool:
-    """Whether the node calls the default overload of an operator that may not exist; by position, as vLLM does."""
+    """Return whether a node calls an operator, which may not exist, with positional arguments only, as vLLM does."""
     return isinstance(node.target, torch._ops.OpOverload) and node.target.name() == name and not node.kwargs
 
 
@@ -286,7 +288,7 @@ def _alike(one: Any, other: torch.Tensor) -> bool:
 
 
 def _cast(pattern: PatternExpr, dtype: torch.dtype, source: torch.dtype, users: Any = 1) -> PatternExpr:
-    """``pattern`` of dtype ``source`` converted; no operator where that changes nothing."""
+    """Return a pattern of ``pattern`` converted from ``source`` to ``dtype``; itself if they are equal."""
     if dtype == source:
         return pattern
     return CallFunction(prims.convert_element_type.default, pattern, dtype, _users=users)

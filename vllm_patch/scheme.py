@@ -22,11 +22,11 @@ from slidesparse import gemm, ops, profiling
 from slidesparse.checkpoint.metadata import LayerEntry
 from slidesparse.checkpoint.storage import CheckpointError
 from slidesparse.gemm import SPARSE
-from slidesparse.gemm.backend import HARDWARE, LayerSpec, require_output
+from slidesparse.gemm.backend import TWO_FOUR, LayerSpec, require_output
 from slidesparse.gemm.problem import NAMES
 from slidesparse.pattern import MixedPattern, Pattern, PatternError, SlidePattern
 from slidesparse.prune import prune
-from slidesparse.resolve import require_invariance
+from slidesparse.resolve import BREAKS, require_invariance
 from slidesparse.slide import is_slided
 
 if TYPE_CHECKING:
@@ -36,12 +36,11 @@ logger = init_logger("vllm.slidesparse")
 
 W8A8 = (CompressedTensorsW8A8Int8, CompressedTensorsW8A8Fp8)  # the schemes that ours may wrap
 OVERSIZED = 20 << 20  # bytes of a block of GPU memory that torch does not split while vLLM loads a model
-BREAKS = "whose weights break the pattern"  # reason of a layer to be dense
 PACKED = "_slidesparse_packed"  # marks a parameter that is already in the backend's form
 
 
 def refusal(scheme: Any) -> str | None:
-    """Return why vLLM's own scheme serves a layer, as text for the summary line, or None when ours does."""
+    """Return why vLLM's own scheme must serve a layer, as text for the summary line; None if ours can."""
     if isinstance(scheme, CompressedTensorsW8A8Int8):
         if scheme.is_static_input_scheme:
             return "static activations"
@@ -158,7 +157,7 @@ class SlideSparseScheme(CompressedTensorsScheme):
         return self.pattern if sparse and isinstance(self.pattern, SlidePattern) else None
 
     def _is_other_head(self, dtype: torch.dtype) -> bool:
-        """Whether the outputs have a type that is not the model's and that the backend cannot write.
+        """Return whether the outputs have a type that is not the model's and that the backend cannot write.
 
         Pooling models may have a head in float32.
         """
@@ -205,16 +204,17 @@ class SlideSparseScheme(CompressedTensorsScheme):
             self.arrivals.require_all(layer)
         packed = None if isinstance(self.state, LeftDense) else self._packed(self._loaded(layer))
         if packed is None:
-            self._leave_dense(layer)
+            self.state = self.state or LeftDense(BREAKS)
+            self.inner.process_weights_after_loading(layer)
         else:
             self._serve(layer, packed)
         self.dummy = False  # what is loaded from now on are weights
         self._settle()
 
     def _loaded(self, layer: torch.nn.Module) -> Tensor:
-        """The weight as loaded; random ones are pruned."""
+        """Return the loaded weight; a random one, of dummy loading, is pruned first."""
         weight = layer.weight.data
-        pattern = HARDWARE if self.slided else self.spec.pattern
+        pattern = TWO_FOUR if self.slided else self.spec.pattern
         if pattern is None and isinstance(self.pattern, MixedPattern) and self.pattern.share:
             pattern = self.pattern
         return prune(weight, pattern, phase=self.spec.phase) if self.dummy and pattern else weight
@@ -222,7 +222,7 @@ class SlideSparseScheme(CompressedTensorsScheme):
     def _packed(self, weight: Tensor) -> Tensor | None:
         """Pack the loaded weight, [N, K] or [N, K'], for the backend; None where the layer goes to vLLM's scheme."""
         spec = (
-            replace(self.spec, in_features=weight.shape[1], pattern=HARDWARE, phase=0)
+            replace(self.spec, in_features=weight.shape[1], pattern=TWO_FOUR, phase=0)
             if self.slided
             else self.spec
         )
@@ -248,12 +248,6 @@ class SlideSparseScheme(CompressedTensorsScheme):
             )
         return packed
 
-    def _leave_dense(self, layer: torch.nn.Module) -> None:
-        """Hand the layer to vLLM's scheme."""
-        if self.state is None:
-            self.state = LeftDense(BREAKS)
-        self.inner.process_weights_after_loading(layer)
-
     def _serve(self, layer: torch.nn.Module, packed: Tensor) -> None:
         """Put the packed weight in the place of the loaded one."""
         layer.weight = torch.nn.Parameter(packed, requires_grad=False)
@@ -265,7 +259,7 @@ class SlideSparseScheme(CompressedTensorsScheme):
         self.config.census.kinds[packed.data_ptr()] = self.name.rpartition(".")[2]
 
     def _channel_scale(self, layer: torch.nn.Module) -> Tensor:
-        """[N, 1] float32: a per-tensor scale holds for each row of its part of a fused layer."""
+        """Return scales [N, 1] float32; a per-tensor scale is repeated for the rows of its part of a fused layer."""
         scale, rows = layer.weight_scale.data.float(), sum(layer.logical_widths)
         if scale.numel() == rows:
             return scale.reshape(-1, 1)
@@ -300,7 +294,7 @@ class SlideSparseScheme(CompressedTensorsScheme):
         logger.info("%s", line)
 
     def apply_weights(self, layer: torch.nn.Module, x: Tensor, bias: Tensor | None = None) -> Tensor:
-        """x [..., K] -> [..., N] of x's dtype."""
+        """Run the layer: x [..., K] -> [..., N] of x's dtype."""
         if not isinstance(self.state, Served):
             return self.inner.apply_weights(layer, x, bias)
         return ops.linear(x, layer.weight, layer.weight_scale, bias, *self.state.arguments)

@@ -51,7 +51,6 @@ class Target:
     headers: tuple[str, ...] = ()  # CUDA's
     module: bool = False  # whether it is a Python module, by pybind11
     torch: tuple[int, int] | None = None  # the oldest torch whose stable headers have what it uses
-    defines: tuple[str, ...] = ()  # NAME=VALUE
     gpus: tuple[str, ...] = HOPPER  # nvcc's options that choose them
 
 
@@ -195,15 +194,14 @@ def _recipe(target: Target) -> Recipe:
         if not matched:
             raise ToolchainError(f"{folder / pattern} is not there", "reinstall slidesparse")
         inputs += matched
-    defines = [f"-D{define}" for define in target.defines]
     if target.sources[0].endswith("units.txt"):
         nvcc = find.find_nvcc().path
         find.nvcc_version(nvcc)
         compilers = [[nvcc], _behind_nvcc()]
-        compiles, link = _cuda(nvcc, folder / target.sources[0], target.gpus, defines, file)
+        compiles, link = _cuda(nvcc, folder / target.sources[0], target.gpus, file)
     else:
         compilers = [find.compiler()]
-        compiles, (link, headers) = [], _cpp(target, folder / target.sources[0], defines, file)
+        compiles, (link, headers) = [], _cpp(target, folder / target.sources[0], file)
         inputs += headers
     digest = hashlib.sha256()
     for line in (*compiles, link):
@@ -220,11 +218,11 @@ def _place(recipe: Recipe) -> Path:
     return cache_folder() / "extensions" / recipe.key / recipe.file
 
 
-def _cpp(target: Target, source: Path, defines: list[str], file: str) -> tuple[list[str], list[Path]]:
-    """The command line for a C++ target, and the headers outside csrc/ whose text goes into the key."""
-    folders, known, links = [], [], ["-ldl"]
+def _cpp(target: Target, source: Path, file: str) -> tuple[list[str], list[Path]]:
+    """Return the command line of a C++ target, and the headers outside csrc/ that are part of the key."""
+    defines, folders, known, links = [], [], [], ["-ldl"]
     if target.module:
-        defines = [*defines, f"-DSLIDESPARSE_MODULE=_{target.name}"]
+        defines.append(f"-DSLIDESPARSE_MODULE=_{target.name}")
         folders += find.python_headers()
         known.append(folders[0] / "pybind11" / "detail" / "common.h")  # says which version it is
     if target.torch:  # its libraries are those of the torch that is loaded before this one
@@ -241,14 +239,12 @@ def _cpp(target: Target, source: Path, defines: list[str], file: str) -> tuple[l
     return words, [path for path in known if path.is_file()]
 
 
-def _cuda(
-    nvcc: str, units: Path, gpus: Sequence[str], defines: Sequence[str], file: str
-) -> tuple[list[list[str]], list[str]]:
-    """Command lines that compile what ``units`` lists, and the one that links it."""
+def _cuda(nvcc: str, units: Path, gpus: Sequence[str], file: str) -> tuple[list[list[str]], list[str]]:
+    """Return the command lines that compile the units of a CUDA target, and the one that links them."""
     host = [] if os.environ.get("NVCC_CCBIN") else _behind_nvcc()
     options = [f"-ccbin={word}" if n == 0 else f"-Xcompiler={word}" for n, word in enumerate(host)]
     compiles = [
-        [nvcc, *options, *NVCC_FLAGS, *gpus, *defines, *macros, "-c", str(source), "-o", f"{index}.o"]
+        [nvcc, *options, *NVCC_FLAGS, *gpus, *macros, "-c", str(source), "-o", f"{index}.o"]
         for index, (source, macros) in enumerate(_units(units))
     ]
     home = Path(nvcc).resolve().parent.parent  # a wheel's libraries are in lib/, where its nvcc does not look
@@ -258,13 +254,13 @@ def _cuda(
 
 
 def _behind_nvcc() -> list[str]:
-    """The C++ compiler that nvcc runs; nvcc reads NVCC_CCBIN itself."""
+    """Return the C++ compiler that nvcc runs; nvcc reads NVCC_CCBIN itself."""
     chosen = os.environ.get("NVCC_CCBIN")
     return [chosen] if chosen else find.compiler()
 
 
 def _units(listed: Path) -> list[tuple[Path, list[str]]]:
-    """The sources of units.txt with their options: each once for every combination of its macros' values.
+    """Return the sources that units.txt lists with their options, for every combination of their macros' values.
 
     Raises ToolchainError for a line that is not ``SOURCE MACRO=VALUE,VALUE ...``.
     """
@@ -293,9 +289,8 @@ def _make(recipe: Recipe, target: Path) -> None:
             try:
                 for one in running:
                     one.result()
-            except ToolchainError:
-                for one in running:
-                    one.cancel()
+            except BaseException:  # also an interruption: start no other compiler
+                pool.shutdown(cancel_futures=True)
                 raise
         compile_with(recipe.link, folder)
         made = folder / recipe.file

@@ -263,7 +263,7 @@ def _first(what: str, remedy: str, places: Iterator[Found | str]) -> Found:
 
 
 def _explicit(what: str, variable: str, accepted: Callable[[Path], bool], kind: str) -> Found | str:
-    """The path that a variable names, which must be one that is accepted."""
+    """Return the path in an environment variable.  Raises ToolchainError if it is set to another kind of path."""
     path = os.environ.get(variable)
     if not path:
         return f"{variable} (not set)"

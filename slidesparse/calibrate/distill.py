@@ -18,7 +18,6 @@ bytes of another one.  Every few minutes the model is judged on text that is not
 from __future__ import annotations
 
 import math
-import os
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
@@ -31,6 +30,7 @@ from torch import Tensor
 from torch.nn.attention import sdpa_kernel
 
 from slidesparse.calibrate.finetune import ATTENTION, BETAS, PIECE_TOKENS, Rounded, schedule
+from slidesparse.calibrate.inputs import host_memory
 from slidesparse.calibrate.models import Block, fast_products
 from slidesparse.calibrate.resume import DISTILLED, DISTILLING, WorkFolder
 from slidesparse.calibrate.task import Progress, Task
@@ -148,12 +148,14 @@ def require_memory(task: Task) -> str:
     needed = memory_bytes(task) / 1e9
     if task.device.type == "cuda":
         have, where = torch.cuda.mem_get_info(task.device)[0], torch.cuda.get_device_name(task.device)
+        found = f"{where} has {have / 1e9:.0f} GB free"
     else:
-        have, where = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"), "this machine"
+        have = host_memory()
+        found = f"this machine has {have / 1e9:.0f} GB"
     if needed > have / 1e9:
         raise EnvironmentFault(
-            f"--distill trains all layers at once, which takes about {needed:.0f} GB of memory, but {where} has "
-            f"{have / 1e9:.0f} GB free; leave it out, or use a GPU with more"
+            f"--distill trains all layers at once, which takes about {needed:.0f} GB of memory, but {found}; leave it "
+            "out, or use a GPU with more"
         )
     return f"{task.calibration.training_minutes:g} minutes on {task.texts[0].words}; about {needed:.1f} GB of memory"
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 import torch
@@ -23,6 +24,8 @@ DEVICE_PART = 4  # hidden states take one part in so many of a GPU's free memory
 KEPT_PART = 2  # the same for both hidden states and waiting `BlockInputs`; factoring H takes the other half
 KEPT_BYTES = 6 * 2**30  # the most that both take of the host's memory
 KEPT_OF_HOST = 4  # both take one part in so many of the host's memory at most
+# Where a container sees the limit of its memory: control groups 2 and 1
+CONTAINER_LIMITS = (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"))
 BAND = 2048  # columns of H that are summed at a time, right of the diagonal only
 
 
@@ -98,6 +101,15 @@ def place(nbytes: int, device: torch.device, limit: int | None = None, part: int
     return "memory" if nbytes <= limit else "disk"
 
 
+def host_memory() -> int:
+    """Return the bytes of the host's memory, or of the container's if it is limited to less."""
+    found = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    for limit in CONTAINER_LIMITS:
+        with suppress(OSError, ValueError):  # not there, or "max"
+            found = min(found, int(limit.read_text()))
+    return found
+
+
 def _free(device: torch.device) -> int:
     """Return the free bytes of a GPU, those included that torch holds without using them."""
     unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
@@ -154,8 +166,7 @@ def may_keep(states: HiddenStates, in_features: int) -> bool:
     hidden = states.shapes[0][-1] if states.shapes else 1
     needed = (states.nbytes + states.nbytes // hidden * (hidden + in_features)) * states.streams
     home = "device" if states.device.type == "cuda" else "memory"
-    host = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    limit = min(KEPT_BYTES, host // KEPT_OF_HOST)
+    limit = min(KEPT_BYTES, host_memory() // KEPT_OF_HOST)
     return states.where == home == place(needed, states.device, limit, KEPT_PART)
 
 

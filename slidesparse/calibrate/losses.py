@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -22,7 +21,7 @@ import torch.nn.functional as F  # noqa: N812  (its usual name)
 from torch import Tensor
 
 from slidesparse.calibrate.finetune import Rounded
-from slidesparse.calibrate.inputs import gather
+from slidesparse.calibrate.inputs import gather, host_memory
 from slidesparse.calibrate.models import CAUSAL, Block, fast_products
 from slidesparse.calibrate.pipeline import Position, counter, quantize_skipped, restore, walk
 from slidesparse.calibrate.resume import WorkFolder
@@ -149,7 +148,7 @@ class _Blocks:
         if task.device.type == "cuda":
             self._room = torch.cuda.mem_get_info(task.device)[0] // KEPT_PART
         else:
-            self._room = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // KEPT_OF_HOST
+            self._room = host_memory() // KEPT_OF_HOST
 
     def load(self, number: int) -> Block:
         """Return a block of the dense model."""

@@ -51,7 +51,7 @@ class WorkFolder:
     folder: Path
 
     def has(self, number: int) -> bool:
-        """Whether a block is finished."""
+        """Return whether a block is finished."""
         return (self.folder / _file(number)).exists()
 
     def save(self, number: int, tensors: Mapping[str, Tensor], rows: list[dict[str, Any]]) -> None:

@@ -140,11 +140,11 @@ class Task:
 
     @property
     def streams(self) -> int:
-        """How many models the samples are run through: the pruned one, and the dense one if it is the target."""
+        """The number of models that the samples run through: the pruned one, and the dense one if it is the target."""
         return 2 if self.pruner.updates_weights and self.calibration.target == "dense" else 1
 
     def rewrites(self, name: str) -> bool:
-        """Whether a linear layer is pruned, and not just quantized or left alone."""
+        """Return whether a linear layer is pruned, and not just quantized or left alone."""
         return name in self.layers and self.layers[name].length is not None
 
     def disk_bytes(self) -> int:

@@ -99,7 +99,7 @@ FAMILIES: Mapping[str, Family] = {
 
 
 def is_expert(layer: str) -> bool:
-    """Whether a layer is a matrix of one routed expert."""
+    """Return whether a layer is a matrix of one routed expert."""
     return _EXPERT.match(layer) is not None
 
 

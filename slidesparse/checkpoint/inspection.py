@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -12,7 +12,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from slidesparse.checkpoint.architectures import FAMILIES, SCALE, WEIGHT, architecture_of, is_expert
+from slidesparse.checkpoint.architectures import (
+    FAMILIES,
+    SCALE,
+    WEIGHT,
+    architecture_of,
+    is_expert,
+    layer_names,
+)
 from slidesparse.checkpoint.bitnet import is_bitnet
 from slidesparse.checkpoint.converted import DamagedError, lacking_share, natural, open_checkpoint, restore
 from slidesparse.checkpoint.metadata import Metadata, sparsity_of
@@ -105,10 +112,8 @@ def inspect(folder: str | Path) -> CheckpointReport:
 
 def expert_dtypes(checkpoint: Checkpoint) -> dict[str, int]:
     """Count the matrices of routed experts by dtype."""
-    routed = (
-        stored.spec for name, stored in checkpoint.tensors.items() if is_expert(name.removesuffix(WEIGHT))
-    )
-    return dict(Counter(spec.dtype for spec in routed if spec.name.endswith(WEIGHT)))
+    routed = filter(is_expert, layer_names(checkpoint.tensors))
+    return dict(Counter(checkpoint.tensors[name + WEIGHT].spec.dtype for name in routed))
 
 
 def _fits(checkpoint: Checkpoint, reader: Reader, metadata: Metadata | None) -> tuple[Fit, ...]:
@@ -149,8 +154,8 @@ def linear_layers(checkpoint: Checkpoint, metadata: Metadata | None) -> list[str
     if family:
         found = set(family.layers(checkpoint.tensors))
     else:
-        found = {name.removesuffix(WEIGHT) for name in checkpoint.tensors if name.endswith(WEIGHT)}
-        found = {name for name in found if not _NOT_A_LAYER.search(name) and not is_expert(name)}
+        names = layer_names(checkpoint.tensors)
+        found = {name for name in names if not _NOT_A_LAYER.search(name) and not is_expert(name)}
     matrices = {name for name in found if len(checkpoint.tensors[name + WEIGHT].spec.shape) == 2}
     return sorted(matrices.union(metadata.layers if metadata else ()), key=natural)
 
@@ -237,7 +242,7 @@ class _Side:
         self.checkpoint, self.metadata = open_checkpoint(folder)
 
     def slided(self, name: str) -> bool:
-        """Whether a tensor is the weight of a slided layer."""
+        """Return whether a tensor is the weight of a slided layer."""
         found = self.metadata
         return bool(found and found.layout == "slided" and name.removesuffix(WEIGHT) in found.layers)
 
@@ -277,14 +282,10 @@ def verify(first: str | Path, second: str | Path) -> CheckpointComparison:
 
 def _missing(a: _Side, b: _Side) -> Difference | None:
     for here, there in ((a, b), (b, a)):
-        absent = _absent(here.checkpoint.tensors, there.checkpoint.tensors)
+        absent = min(set(here.checkpoint.tensors) - set(there.checkpoint.tensors), default=None)
         if absent:
             return Difference(absent, f"is in {here.checkpoint.folder} but not in {there.checkpoint.folder}")
     return None
-
-
-def _absent(names: Iterable[str], others: Iterable[str]) -> str | None:
-    return min(set(names) - set(others), default=None)
 
 
 def _compare(name: str, a: _Side, b: _Side, read_a: Reader, read_b: Reader) -> Difference | None:

@@ -32,6 +32,7 @@ from slidesparse.pattern import MixedPattern, Pattern, PatternError, parse_prune
 
 KEY = "slidesparse"  # in quantization_config
 QUANT_METHOD = "slidesparse"  # names the layouts but dense, and the plugin inside vLLM
+COMPRESSED_TENSORS = "compressed-tensors"  # the quant_method of the dense layout
 VERSION = 1
 LAYOUTS = ("dense", "slided", "packed")
 SPARSE_FORMATS = (

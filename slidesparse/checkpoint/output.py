@@ -51,6 +51,19 @@ def require_space(out: Path, needed: int) -> None:
 
 
 @contextmanager
+def full_disk_explained(out: Path, nbytes: int, advice: str) -> Iterator[None]:
+    """Turn a full disk, while ``nbytes`` are written for ``out``, into an EnvironmentFault with ``advice``."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        raise EnvironmentFault(
+            f"no space left in {out.resolve().parent} while writing {nbytes / 1e6:.0f} MB; {advice}"
+        ) from error
+
+
+@contextmanager
 def workers() -> Iterator[ThreadPoolExecutor]:
     """Yield a pool with a thread for each processor, in which torch computes with one thread each."""
     count = max(1, min(MOST_WORKERS, len(os.sched_getaffinity(0))))

@@ -271,7 +271,7 @@ def _require_file(folder: Path, file: str) -> None:
 
 
 def is_inside(folder: Path, path: Path) -> bool:
-    """Whether a path, with all links followed, lies in ``folder``, or in the store of the Hub cache that holds it.
+    """Return whether a path, with all links followed, lies in ``folder`` or in the store of its Hub cache.
 
     Such a cache links from ``models--org--name/snapshots/REVISION`` to ``models--org--name/blobs``, and from there to
     ``blobs`` of the whole cache.
@@ -313,7 +313,7 @@ def _indexed_files(folder: Path, index: Mapping[str, Any]) -> list[str]:
             )
         if not file.isprintable() or len(file.encode()) > 255:
             raise CheckpointError(f"{path} places tensor {shown(name)} in {shown(file)}, which names no file")
-        if _escapes(file):
+        if file in (".", "..") or PurePosixPath(file).name != file or PureWindowsPath(file).name != file:
             raise CheckpointError(
                 f"{path} places tensor {shown(name)} in {shown(file)}, outside the folder; only files in it "
                 "are read"
@@ -326,11 +326,6 @@ def _indexed_files(folder: Path, index: Mapping[str, Any]) -> list[str]:
             f"{', '.join(missing[:3])}{', ...' if len(missing) > 3 else ''}; fetch them again"
         )
     return files
-
-
-def _escapes(file: str) -> bool:
-    """Return whether a name is more than a plain file name on any system."""
-    return file in ("", ".", "..") or PurePosixPath(file).name != file or PureWindowsPath(file).name != file
 
 
 def read_header(path: Path) -> list[StoredTensor]:

@@ -15,11 +15,11 @@ from functools import cached_property
 from typing import Any
 
 from slidesparse.checkpoint.architectures import SCALE, WEIGHT, compile_regexes, layer_names
-from slidesparse.checkpoint.metadata import QUANT_METHOD, SPARSE_FORMATS, sparsity_of
+from slidesparse.checkpoint.metadata import COMPRESSED_TENSORS, QUANT_METHOD, SPARSE_FORMATS, sparsity_of
 from slidesparse.checkpoint.storage import FLOATS, Checkpoint, CheckpointError, TensorSpec
 from slidesparse.errors import shown
 
-COMPRESSED_TENSORS, FP8_METHOD = "compressed-tensors", "fp8"  # values of quant_method
+FP8_METHOD = "fp8"  # a quant_method
 KINDS = {"int8": ("int", "I8"), "fp8": ("float", "F8_E4M3")}  # quant -> type, dtype of safetensors
 MIXED = "mixed-precision"  # a format that each group names for itself
 _FORMATS = ("int-quantized", "float-quantized", "naive-quantized")
@@ -67,13 +67,13 @@ class Quantization:
         return " and ".join(sorted({scheme.quant for scheme in self.schemes}))
 
     def rewritten(self, experts: bool) -> bool:
-        """Whether to rewrite the quantization: the plugin does not serve it, or experts have per-tensor scales."""
+        """Return whether quantization must be rewritten, for the plugin, or for experts with per-tensor scales."""
         ours = all(scheme.ours for scheme in self.schemes)
         by_tensor = any(scheme.strategy == "tensor" for scheme in self.schemes)
         return self.method == FP8_METHOD or not ours or (experts and by_tensor)
 
     def ignores(self, layer: str) -> bool:
-        """Whether the ignore list holds a layer, by name or by a ``re:`` regex."""
+        """Return whether the ignore list holds a layer, by name or by a ``re:`` regex."""
         names, regexes = self._ignored
         return layer in names or any(_names(regex, layer) for regex in regexes)
 

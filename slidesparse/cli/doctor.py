@@ -48,13 +48,13 @@ def doctor(
 
 def _show(report: Report) -> None:
     from slidesparse.pattern import DENSE_WEIGHT
-    from slidesparse.preflight import DENSE, LEFT, SPARSE, gib
+    from slidesparse.preflight import OURS, STOCK, UNQUANTIZED, gib
 
     patterns = ", ".join(
         f"{count} dense" if pattern == DENSE_WEIGHT else f"{count} at {pattern}"
         for pattern, count in report.patterns.items()
     )
-    sparse = f"{report.count(SPARSE)} for SlideSparse{f' ({patterns})' if patterns else ''}"
+    sparse = f"{report.count(OURS)} for SlideSparse{f' ({patterns})' if patterns else ''}"
     quants = " and ".join(sorted({layer.quant.upper() for layer in report.layers if layer.quant})) or "floats"
     memory = gib(report.weight_bytes)
     if report.machine.free is not None:
@@ -64,7 +64,10 @@ def _show(report: Report) -> None:
             "model",
             f"{report.model}: {report.architecture or 'no architecture'}, {quants}, {report.layout} layout",
         ),
-        ("layers", f"{sparse}, {report.count(DENSE)} quantized dense, {report.count(LEFT)} left in floats"),
+        (
+            "layers",
+            f"{sparse}, {report.count(STOCK)} quantized dense, {report.count(UNQUANTIZED)} left in floats",
+        ),
         *(("experts", f"{n} matrices in {dtype}, by vLLM's own") for dtype, n in report.experts.items()),
         ("GPU", report.machine.gpu or "none"),
         ("vLLM", report.vllm),

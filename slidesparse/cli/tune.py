@@ -9,6 +9,7 @@ import json
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -18,18 +19,12 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from slidesparse.cli.console import Json, err
 
 if TYPE_CHECKING:
-    from slidesparse.gemm.backend import Tunable
     from slidesparse.tune.jobs import Job, KernelJob
     from slidesparse.tune.machine import Gpu
     from slidesparse.tune.session import Session
     from slidesparse.tune.shapes import Layer
 
 Shapes = Annotated[str | None, typer.Option(help="Instead of a model: weights as NxK,NxK.")]
-Dtypes = Annotated[str, typer.Option("--dtype", help="Operand types, comma-separated.")]
-Patterns = Annotated[
-    str | None,
-    typer.Option("--pattern", help="Comma-separated, such as 2:4,6:8; default 2:4 to 14:16 and 2_inf."),
-]
 Tokens = Annotated[
     str | None, typer.Option("--m", help="Token counts, comma-separated; default 64 to 16384.")
 ]
@@ -46,8 +41,19 @@ def tune(
         typer.Argument(help="A model's name, or a folder with a config.json; default all that are known."),
     ] = None,
     shapes: Shapes = None,
-    dtype: Dtypes = "int8,fp8",
-    pattern: Patterns = None,
+    dtype: Annotated[
+        str | None,
+        typer.Option(
+            help="Operand types, comma-separated; default those of a converted MODEL, else int8,fp8."
+        ),
+    ] = None,
+    pattern: Annotated[
+        str | None,
+        typer.Option(
+            help="Patterns, comma-separated, such as 2:4,6:8; default those of a converted MODEL and dense, else all "
+            "from 2:4 to 14:16, 2_inf and those of dense blocks."
+        ),
+    ] = None,
     m: Tokens = None,
     library: Annotated[
         str | None,
@@ -72,9 +78,10 @@ def tune(
     from slidesparse.tune.shapes import FEW_TOKENS, MIXED_PATTERNS, PATTERNS, parse_choice, parse_patterns
 
     layers = [layer for _, found in models_of(model, shapes) for layer in found]
-    dtypes = parse_choice("--dtype", dtype, machine.SERVED)
+    own_patterns, own_dtypes = _converted(model) or ((*PATTERNS, *MIXED_PATTERNS), machine.SERVED)
+    dtypes = parse_choice("--dtype", dtype, machine.SERVED) if dtype else own_dtypes
     names = parse_choice("--library", library, (*machine.tunable(), TRITON)) if library else None
-    patterns = parse_patterns(pattern, mixed=True) if pattern else (*PATTERNS, *MIXED_PATTERNS)
+    patterns = parse_patterns(pattern, mixed=True) if pattern else own_patterns
     tokens = tokens_of(m)
     gpu = machine.require_gpu()
     if not names:
@@ -92,6 +99,25 @@ def tune(
         cells = cells_of(bar)
     counts = {name: getattr(summary, name) for name in ("tuned", "known", "algorithms", "refused", "wrong")}
     finish(summary.finished, summary.skipped, {**counts, "tables": str(folder()), **cells}, as_json)
+
+
+def _converted(models: str | None) -> tuple[tuple[str, ...], tuple[str, ...]] | None:
+    """Return the patterns and operand types of checkpoints that `convert` made, or None if there are other models."""
+    from slidesparse.checkpoint.metadata import Metadata
+    from slidesparse.checkpoint.w8a8 import parse_block
+    from slidesparse.pattern import DENSE_WEIGHT
+    from slidesparse.tune.shapes import split
+
+    patterns, dtypes = {DENSE_WEIGHT}, set()  # unpruned layers of a pruned model run on the same backend
+    for name in split(models or ""):
+        path = Path(name) / "config.json"
+        block = json.loads(path.read_text()).get("quantization_config") if path.is_file() else None
+        metadata = Metadata.of_config(block)
+        if block is None or metadata is None:
+            return None
+        patterns |= {entry.pattern.ratio for entry in metadata.layers.values()}
+        dtypes |= {scheme.quant for scheme in parse_block(block).schemes}
+    return (tuple(sorted(patterns)), tuple(sorted(dtypes))) if dtypes else None
 
 
 @contextmanager
@@ -117,7 +143,7 @@ def begin(bar: Progress, count: int) -> None:
 
 
 def cells_of(bar: Progress) -> dict[str, int]:
-    """How many cells are measured, and how many are planned."""
+    """Return how many cells are measured, and how many are planned."""
     task = bar.tasks[0]
     return {"cells": int(task.completed), "planned": int(task.total or 0)}
 
@@ -126,12 +152,6 @@ def tokens_of(text: str | None) -> tuple[int, ...]:
     from slidesparse.tune.shapes import TOKENS, parse_tokens
 
     return TOKENS if text is None else parse_tokens(text)
-
-
-def patterns_of(text: str | None, mixed: bool = False) -> tuple[str, ...]:
-    from slidesparse.tune.shapes import PATTERNS, parse_patterns
-
-    return PATTERNS if text is None else parse_patterns(text, mixed)
 
 
 def models_of(names: str | None, shapes: str | None) -> list[tuple[str, tuple[Layer, ...]]]:
@@ -143,23 +163,6 @@ def models_of(names: str | None, shapes: str | None) -> list[tuple[str, tuple[La
     if shapes:
         return [("shapes", parse_shapes(shapes))]
     return [model(name) for name in (split(names) if names else MODELS)]
-
-
-def libraries_of(gpu: Gpu, names: str | None) -> list[Tunable]:
-    """Return the requested backends; by default all that run on ``gpu``, with a note on stderr for the others."""
-    from slidesparse.tune import machine
-    from slidesparse.tune.shapes import parse_choice
-
-    if names:
-        return machine.require_libraries(gpu, parse_choice("--library", names, machine.tunable()))
-    found, missed = machine.usable_libraries(gpu)
-    for line in missed:
-        err.print(escape(f"note: {line}"))
-    if not found:
-        raise machine.MissingError(
-            f"no GEMM backend runs on {gpu.name}; `slidesparse doctor` shows what is missing"
-        )
-    return found
 
 
 def finish(finished: bool, skipped: Sequence[str], result: dict[str, Any], as_json: bool) -> None:

@@ -127,7 +127,7 @@ class Choice:
 
     @property
     def speedup(self) -> float:
-        """How many times as fast as stock vLLM's dense layers all linear layers are."""
+        """The speedup of all linear layers over stock vLLM's dense ones."""
         return 1 / self.time
 
     @property

@@ -22,7 +22,7 @@ from slidesparse.checkpoint import architectures
 from slidesparse.checkpoint.architectures import SCALE, WEIGHT
 from slidesparse.checkpoint.bitnet import is_bitnet
 from slidesparse.checkpoint.converted import require_shape
-from slidesparse.checkpoint.metadata import KEY, QUANT_METHOD, STAMP, LayerEntry, Metadata
+from slidesparse.checkpoint.metadata import COMPRESSED_TENSORS, KEY, QUANT_METHOD, STAMP, LayerEntry, Metadata
 from slidesparse.checkpoint.storage import (
     BITMASK,
     COMPRESSED,
@@ -130,7 +130,7 @@ class ConversionPlan:
 
     @property
     def experts(self) -> dict[str, int]:
-        """How many matrices of routed experts are in W8A8, and how many are left as they are."""
+        """The number of matrices of routed experts in W8A8, and of those left as they are."""
         kept = sum(why == JOINED or architectures.is_expert(name) for name, why in self.kept.items())
         return {"w8a8": sum(why == ROUTED for why in self.skipped.values()), "kept": kept}
 
@@ -401,7 +401,7 @@ def _require_none_ignored(checkpoint: Checkpoint, source: Quantization, kept: Ma
 
 def _quantized(checkpoint: Checkpoint, source: Quantization, known: Container[str]) -> dict[str, str]:
     """Return the quantized matrices other than the ``known`` layers, in a source that is requantized."""
-    names = [name.removesuffix(WEIGHT) for name in checkpoint.tensors if name.endswith(WEIGHT)]
+    names = architectures.layer_names(checkpoint.tensors)
     found = [name for name in names if name not in known and _scheme(checkpoint, name, source)]
     return {name: QUANTIZED for name in found if checkpoint.require(name + WEIGHT).dtype not in FLOATS}
 
@@ -526,7 +526,7 @@ def _ignore_names(kept: Mapping[str, str]) -> Iterator[str]:
 
 def _config(checkpoint: Checkpoint, block: dict[str, Any], metadata: Metadata) -> dict[str, Any]:
     config = {name: value for name, value in checkpoint.config.items() if name != "compression_config"}
-    block["quant_method"] = "compressed-tensors" if metadata.layout == "dense" else QUANT_METHOD
+    block["quant_method"] = COMPRESSED_TENSORS if metadata.layout == "dense" else QUANT_METHOD
     block.pop("sparsity_config", None)  # refused by newer vLLM; our metadata say it
     block.pop(STAMP, None)
     block[KEY] = metadata.to_json()

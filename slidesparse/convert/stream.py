@@ -12,14 +12,12 @@ what it wrote is read back and checked before it gets its name.
 
 from __future__ import annotations
 
-import errno
 import json
 import shutil
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -44,6 +42,7 @@ from slidesparse.checkpoint.bitnet import is_bitnet
 from slidesparse.checkpoint.converted import open_checkpoint, restore
 from slidesparse.checkpoint.output import (
     chunk_seed,
+    full_disk_explained,
     partial_folder,
     publish,
     remove_stale,
@@ -71,7 +70,7 @@ from slidesparse.convert.choose import Outcome, estimate, prune_within
 from slidesparse.convert.options import ConvertOptions
 from slidesparse.convert.plan import ConversionPlan, Part, calibration_task, make_plan
 from slidesparse.convert.report import Facts, Report, layer_rows, read_back
-from slidesparse.errors import CalibrationError, EnvironmentFault
+from slidesparse.errors import CalibrationError
 from slidesparse.pattern import SlidePattern
 from slidesparse.quantize import FP8, dequantize_blocks, quantize_rows
 from slidesparse.slide import slide
@@ -126,7 +125,13 @@ def convert(
     if not dry_run:
         remove_stale(out)
         _require_room(plan, task, out, rotation == ROTATED)
-        with _space_explained(out, plan), checkpoint.reader() as reader:
+        advice = (
+            "the layers pruned so far are kept. Free some space, then run the same command again with --resume"
+            if task
+            else "nothing is left behind. Free some space or choose another output folder, then run the same command "
+            "again"
+        )
+        with full_disk_explained(out, plan.disk_bytes(), advice), checkpoint.reader() as reader:
             _check_values(plan, reader, progress)
             if task:
                 plan, rows, gain, outcome, distilled = _write_calibrated(
@@ -277,23 +282,6 @@ def _require_room(plan: ConversionPlan, task: Task | None, out: Path, rotate: bo
         )
         needed += rotation_bytes(task, out) if rotate else 0
     require_space(out, needed)
-
-
-@contextmanager
-def _space_explained(out: Path, plan: ConversionPlan) -> Iterator[None]:
-    """Turn a full disk into an EnvironmentFault; finished blocks of calibration stay for another run."""
-    try:
-        yield
-    except OSError as error:
-        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
-            raise
-        kept = plan.options.calibration is not None
-        left = "the layers pruned so far are kept" if kept else "nothing is left behind"
-        raise EnvironmentFault(
-            f"no space left in {out.resolve().parent} while writing {plan.disk_bytes() / 1e6:.0f} MB; {left}. "
-            f"Free some space{'' if kept else ' or choose another output folder'}, then run the same command again"
-            f"{' with --resume' if kept else ''}"
-        ) from error
 
 
 # Files and chunks

@@ -23,7 +23,6 @@ With "bf16" rows stay as they are drawn, in a float checkpoint such as convert t
 
 from __future__ import annotations
 
-import errno
 import re
 import time
 from collections.abc import Iterator
@@ -44,6 +43,7 @@ from slidesparse.checkpoint.bitnet import is_bitnet
 from slidesparse.checkpoint.metadata import KEY
 from slidesparse.checkpoint.output import (
     chunk_seed,
+    full_disk_explained,
     partial_folder,
     publish,
     remove_stale,
@@ -64,7 +64,6 @@ from slidesparse.checkpoint.w8a8 import KINDS
 from slidesparse.convert.options import ConvertOptions
 from slidesparse.convert.plan import ConversionPlan, Part, make_plan
 from slidesparse.convert.synth_model import TOKENIZER, first_layers, read_config, tensors, tokenizer_files
-from slidesparse.errors import EnvironmentFault
 from slidesparse.pattern import MixedPattern, Pattern, SlidePattern
 from slidesparse.prune import prune
 from slidesparse.quantize import NAMES, quantize_rows
@@ -149,22 +148,19 @@ def synth(
     plan = _plan(model, quant, pattern, layout, seed, shard_bytes)
     remove_stale(out)
     require_space(out, plan.disk_bytes())
-    try:
-        with workers() as pool, partial_folder(out) as partial:
-            _write(_Recipe(plan, std, seed), pool, partial, progress)
-            (partial / TOKENIZER).mkdir()
-            for file, content in tokenizer_files(model).items():
-                (partial / TOKENIZER / file).write_bytes(content)
-            for file, content in plan.small_files():
-                (partial / file).write_bytes(content)
-            publish(partial, out)
-    except OSError as error:
-        if error.errno in (errno.ENOSPC, errno.EDQUOT):
-            raise EnvironmentFault(
-                f"no space left in {out.resolve().parent} while writing {plan.disk_bytes() / 1e6:.0f} MB; nothing "
-                "is left behind. Free some space, choose another output folder, or make fewer --layers"
-            ) from error
-        raise
+    advice = "nothing is left behind. Free some space, choose another output folder, or make fewer --layers"
+    with (
+        full_disk_explained(out, plan.disk_bytes(), advice),
+        workers() as pool,
+        partial_folder(out) as partial,
+    ):
+        _write(_Recipe(plan, std, seed), pool, partial, progress)
+        (partial / TOKENIZER).mkdir()
+        for file, content in tokenizer_files(model).items():
+            (partial / TOKENIZER / file).write_bytes(content)
+        for file, content in plan.small_files():
+            (partial / file).write_bytes(content)
+        publish(partial, out)
     return SynthReport(
         out=out,
         architecture=str(architecture_of(model)),

@@ -12,11 +12,11 @@ from torch import Tensor
 from slidesparse import gemm, profiling, reference
 from slidesparse.gemm.problem import TN, Layout, Plan, Problem
 from slidesparse.kernels import Producer
-from slidesparse.pattern import HARDWARE_LENGTH, SlideLayout, SlidePattern
+from slidesparse.pattern import HARDWARE_LENGTH, SlideLayout, SlidePattern, round_up
 from slidesparse.quantize import arithmetic_of
 from slidesparse.slide import require_pattern
 
-HARDWARE = SlidePattern(HARDWARE_LENGTH)  # 2:4, whose windows lift nothing
+TWO_FOUR = SlidePattern(HARDWARE_LENGTH)  # 2:4, whose windows lift nothing
 
 
 @dataclass(frozen=True)
@@ -26,14 +26,16 @@ class LayerSpec:
     out_features: int  # N
     in_features: int  # K
     pattern: SlidePattern | None  # None: the weight is dense
-    phase: int  # zero columns before the first block, of a tensor-parallel shard
+    phase: (
+        int  # columns of the first block that belong to the tensor-parallel shard before; they count as zeros
+    )
     dtype: torch.dtype  # of the weight and of quantized activations: int8 or float8_e4m3fn
     out_dtype: torch.dtype
 
     @property
     def layout(self) -> SlideLayout:
         """The windows that activations are lifted into; those of 2:4 and of a dense weight lift nothing."""
-        return (self.pattern or HARDWARE).layout(self.in_features, self.phase if self.pattern else 0)
+        return (self.pattern or TWO_FOUR).layout(self.in_features, self.phase if self.pattern else 0)
 
     def columns(self, alignment: int) -> int:
         """K' rounded up to a multiple of ``alignment``, the width of quantized activations."""
@@ -42,7 +44,7 @@ class LayerSpec:
 
 @lru_cache(maxsize=1 << 12)
 def spec_of(n: int, k: int, length: int, phase: int, dtype: torch.dtype, out_dtype: torch.dtype) -> LayerSpec:
-    """Return the spec of a layer whose activations [M, k] are lifted into windows of blocks of ``length``."""
+    """Return the `LayerSpec` of a layer whose pattern has blocks of ``length``; cached, as every call needs one."""
     return LayerSpec(n, k, SlidePattern(length), phase, dtype, out_dtype)
 
 
@@ -50,17 +52,18 @@ class Backend(Protocol):
     """A way to run a linear layer.  Implementations keep no state per call."""
 
     name: str
-    device_type: str  # "cuda" or "cpu": where it is chosen without being asked for
+    device_type: str  # "cuda" or "cpu": the devices for which it is chosen automatically
     takes_dense: bool  # whether it serves weights without a pattern
     fuses: bool  # whether `linear` computes a producer together with the quantization
-    threads: bool  # whether each step may run in new threads
-    alignment: int  # quantized activations have a multiple of as many columns, the last ones zero
+    threads: bool  # whether each step may run in a new thread
+    alignment: int  # rows of quantized activations are padded with zeros to a multiple of so many columns
     outputs: tuple[torch.dtype, ...]  # the out_dtypes that it writes
 
     def unusable(self, device: torch.device, capability: tuple[int, int] | None = None) -> str | None:
         """Return why this backend cannot run on ``device``, with the remedy, or None when it can.  Never raises.
 
-        With ``capability``, the GPU's, CUDA is not initialized and only what can be known without it is checked.
+        Args:
+            capability: the GPU's compute capability, if CUDA must not be initialized; then nothing is loaded.
         """
 
     def pack(self, spec: LayerSpec, weight: Tensor) -> Tensor:
@@ -81,11 +84,11 @@ class Backend(Protocol):
         """Quantize, multiply and scale: x [M, K] -> [M, N] of ``spec.out_dtype``.
 
         Args:
-            x: [M, K] bfloat16, float16 or float32; of a `kernels.SiluMul` [M, 2 K].
-            packed: from `pack`.
+            x: [M, K] bfloat16, float16 or float32; [M, 2 K] for a `kernels.SiluMul`.
+            packed: the weight, from `pack`.
             scale_w: [N, 1] float32.
             bias: [N] or None.
-            producer: the norm or the activation whose result is quantized.
+            producer: a norm or an activation to apply to x before it is quantized.
         """
 
     def scaled_matmul(
@@ -107,28 +110,28 @@ class Tunable(Backend, Protocol):
     """A backend whose algorithms `slidesparse tune` and the benchmarks can search."""
 
     sparse: bool  # whether it multiplies 2:4 weights
-    reach: float  # how far the nearest tuned shape may be, see `tuned.neighbour`
+    reach: float  # the largest distance of a tuned shape whose algorithm is taken, see `tuned.neighbour`
 
     def version(self) -> str:
-        """The version that tuned tables are about, such as "0.8.0".  Raises LibraryError where it cannot be loaded."""
+        """Return the version, such as "0.8.0", that tuned tables are for.  Raises LibraryError if it cannot load."""
 
     def outputs_of(self, dtype: str) -> tuple[str, ...]:
-        """The output types for operands of ``dtype``, the one that serving writes first."""
+        """Return the output types for operands of ``dtype``; serving uses the first."""
 
     def epilogue(self, dtype: str, out: str, device: torch.device | None = None) -> str:
-        """The largest `Problem.scale` that it applies itself for these types on ``device``, None: the current one."""
+        """Return the largest `Problem.scale` that its epilogue applies, on the current device if ``device`` is None."""
 
     def operand(self, weight: Tensor, layout: Layout = TN) -> Tensor:
-        """A weight [n, k], 2:4 when ``sparse``, in the form that `Plan.run` takes for plans of ``layout``."""
+        """Convert a weight [n, k], 2:4 if the backend is sparse, for `Plan.run` of plans with this ``layout``."""
 
     def algorithms(self, problem: Problem, device: torch.device, layout: Layout = TN) -> list[str]:
-        """Every algorithm on offer for the problem; `plan` may still refuse some of them.
+        """Return all algorithms for the problem; `plan` may still refuse some of them.
 
         Raises LibraryError when the problem or the layout is refused.
         """
 
     def unsplit(self, algorithm: str) -> str | None:
-        """The algorithm that ``algorithm`` is a split-K form of; None for one that splits nothing."""
+        """Strip split-K from an algorithm; None for one that does not split K."""
 
     def plan(
         self,
@@ -137,10 +140,10 @@ class Tunable(Backend, Protocol):
         algorithm: str | None = None,
         layout: Layout = TN,
     ) -> Plan:
-        """Make a plan, not cached.  ``algorithm`` None is the backend's own choice.
+        """Make a plan; nothing is cached.  ``algorithm`` None lets the backend choose.
 
-        Raises LibraryError when the problem, the layout or the algorithm is refused, or wants a larger workspace than
-        a stream has.
+        Raises LibraryError when it does not support the problem, the layout or the algorithm, or needs a larger
+        workspace than a stream has.
         """
 
 
@@ -149,15 +152,15 @@ def quantize(
 ) -> tuple[Tensor, Tensor]:
     """Quantize each token, and lift it into the windows of ``layout``.
 
-    Rounds as stock vLLM does on x's device (`slidesparse.quantize`).  On a GPU by Triton, into memory that reaches to
-    the next bucket of tokens, so that no GEMM need copy it to pad it.
+    Rounds as stock vLLM does on x's device (`slidesparse.quantize`).  On a GPU a Triton kernel does it, and the memory
+    behind the result is padded to the next bucket of tokens, so that the GEMM need not copy it.
 
     Args:
-        x: [M, K] float; of a `kernels.SiluMul` [M, 2 K].
-        layout: of K columns; a length of 4 at phase 0 lifts nothing.
+        x: [M, K] float; [M, 2 K] for a `kernels.SiluMul`.
+        layout: the windows over K columns; a length of 4 at phase 0 lifts nothing.
         dtype: int8 or float8_e4m3fn.
-        columns: of the result, at least ``layout.slided``; zeros fill the rest.
-        producer: the norm or the activation whose result is quantized, in torch operators.
+        columns: the width of the result, at least ``layout.slided``; zeros fill the rest.
+        producer: a norm or an activation to apply to x first, in torch operators.
 
     Returns:
         q [M, columns] of ``dtype``, scale [M, 1] float32.
@@ -198,9 +201,9 @@ class TwoStep:
 
 
 def require_none_broken(spec: LayerSpec, weight: Tensor, broken: int) -> None:
-    """Raise PatternError, which names the first, when a kernel counted ``broken`` blocks that break the pattern."""
+    """Raise PatternError, with the place of the first, if a kernel counted ``broken`` blocks that break the pattern."""
     if broken:
-        require_pattern(weight, spec.pattern or HARDWARE, "weight", spec.phase)
+        require_pattern(weight, spec.pattern or TWO_FOUR, "weight", spec.phase)
         raise AssertionError(f"the GPU found {broken} blocks that break {spec.pattern}, the check none")
 
 
@@ -212,8 +215,3 @@ def require_output(name: str, dtype: torch.dtype) -> None:
             f"backend {name} writes {', '.join(map(str, outputs))}, this model computes in {dtype}; "
             "serve it with --dtype bfloat16 or float16"
         )
-
-
-def round_up(count: int, multiple: int) -> int:
-    """The least multiple that is at least ``count``."""
-    return -(-count // multiple) * multiple

@@ -25,6 +25,7 @@ from slidesparse.gemm.problem import (
     Problem,
     require_operand,
 )
+from slidesparse.pattern import round_up
 from slidesparse.quantize import FP8
 
 VECTOR_CAPABILITY, VECTOR_VERSION = (9, 0), 120900  # of scaling by vectors
@@ -65,12 +66,12 @@ class CublasLt(CudaBackend):
         return "both" if able else "none"
 
     def operand(self, weight: Tensor, layout: Layout = TN) -> Tensor:
-        """[n, k] contiguous, as it is; [k, n] for a layout whose N is contiguous."""
+        """See `Tunable.operand`: [n, k] contiguous, or [k, n] for a layout whose N is contiguous."""
         require_operand(weight.dtype)
         return weight.contiguous() if layout.weight_k else weight.t().contiguous()
 
     def algorithms(self, problem: Problem, device: torch.device, layout: Layout = TN) -> list[str]:
-        """All that the library's heuristics propose, best first, in hexadecimal with a checksum."""
+        """See `Tunable.algorithms`: the proposals of the library's heuristics, best first, as hexadecimal text."""
         native = self._native(problem, device, layout)
         with cuda.on_device(cuda.index_of(device)):
             found = cuda.call(native.heuristics, HEURISTICS, cuda.WORKSPACE)
@@ -157,7 +158,7 @@ class CublasLt(CudaBackend):
         scale_x: Tensor | None = None,
         bias: Tensor | None = None,
     ) -> Tensor:
-        (m, k), columns, device = q.shape, n + -n % self.alignment, q.device
+        (m, k), columns, device = q.shape, round_up(n, self.alignment), q.device
         if weight.shape != (columns, k) or weight.dtype != q.dtype:
             raise LibraryError(
                 f"a weight of {weight.dtype} {tuple(weight.shape)} for products [{m}, {k}] @ [{n}, {k}].T of "
@@ -189,7 +190,7 @@ class CublasLt(CudaBackend):
 
 
 def _text(algorithm: bytes) -> str:
-    """An algorithm in hexadecimal without the zeros at its end, and a checksum: the library crashes on a wrong one."""
+    """Format an algorithm in hexadecimal with a checksum, as the library crashes on a wrong one."""
     return f"{algorithm.hex().rstrip('0')}-{zlib.crc32(algorithm):08x}"
 
 

@@ -1,4 +1,4 @@
-"""The parts that backends on GPUs share: token buckets, plans cached by thread, workspaces by stream, and a base class.
+"""The parts that backends on GPUs share: token buckets, cached plans, workspaces of streams, and a base class.
 
 A plan is made for one number of tokens, and prompts have any: activations are therefore padded to buckets, 16 sizes an
 octave, so that an octave of lengths makes 16 plans and at most 1/16 of the rows are padding (below 256 tokens:
@@ -29,29 +29,30 @@ from slidesparse.errors import INSTALL_CUDA
 from slidesparse.gemm import tuned
 from slidesparse.gemm.backend import Tunable, TwoStep
 from slidesparse.gemm.problem import LibraryError, Plan, Problem
+from slidesparse.pattern import round_up
 from slidesparse.quantize import FP8, INT8
 
 SPARSE_CAPABILITY = (8, 0)  # Ampere: the first sparse tensor cores
 LEAST_ROWS = 16
-PLANS = 1024  # of a thread, device and library; a plan is some KB of host memory
-WORKSPACE = 64 << 20  # bytes, of a stream; algorithms that want more are refused
+PLANS = 1024  # cached for each thread, device and library; a plan takes some KB of host memory
+WORKSPACE = 64 << 20  # bytes for each stream; algorithms that need more are refused
 
-SUMS = {INT8: torch.int32, FP8: torch.float32}  # what full accumulators are
+SUMS = {INT8: torch.int32, FP8: torch.float32}  # operands -> accumulators in full precision
 
 T = TypeVar("T")
 
 
 def bucket(m: int) -> int:
-    """The rows that a product of ``m`` tokens is planned for, m or some more; 0 for none."""
+    """Round the number of tokens up to the number of rows that products are planned for; 0 stays 0."""
     if m <= LEAST_ROWS:
         return LEAST_ROWS if m else 0
     step = max(LEAST_ROWS, 1 << ((m - 1).bit_length() - 5))
-    return -(-m // step) * step
+    return round_up(m, step)
 
 
 @cache
 def extension(name: str) -> ModuleType:
-    """The compiled module ``_name`` with its library loaded; compiled now if it was not.  Raises LibraryError."""
+    """Return the extension module ``_name`` with its library loaded, compiled if needed.  Raises LibraryError."""
     try:
         loader = importlib.machinery.ExtensionFileLoader(f"_{name}", str(build(name)))
         spec = importlib.util.spec_from_file_location(f"_{name}", loader.path, loader=loader)
@@ -76,9 +77,9 @@ class PlanCache(Generic[T]):
         return len(self._plans)
 
     def get(self, key: Hashable, make: Callable[..., T], *arguments: Any) -> T:
-        """The plan of ``key``, made by ``make(*arguments)`` when there is none.
+        """Return the plan of ``key``, made by ``make(*arguments)`` if there is none.
 
-        Raises LibraryError instead of making one while a CUDA graph is captured: libraries load code then.
+        Raises LibraryError if it would have to be made while a CUDA graph is captured, as libraries load code for it.
         """
         plan = self._plans.get(key)
         if plan is not None:
@@ -126,7 +127,7 @@ def plans(name: str, index: int) -> PlanCache[Any]:
 
 
 def call(function: Callable[..., T], *arguments: Any) -> T:
-    """``function(*arguments)`` of an extension, its error a LibraryError."""
+    """Call a function of an extension, and raise its errors as LibraryError."""
     try:
         return function(*arguments)
     except RuntimeError as error:
@@ -148,7 +149,7 @@ _workspaces_lock = threading.Lock()
 
 
 def workspace(index: int, stream: int) -> int:
-    """The address of the workspace of a stream: made once, never moved, as captured graphs hold it."""
+    """Return the address of a stream's workspace; it is allocated once and never moves, as captured graphs hold it."""
     found = _workspaces.get((index, stream))
     if found is None:
         with _workspaces_lock:
@@ -165,7 +166,7 @@ def on_device(index: int) -> AbstractContextManager[object]:
 
 
 def with_rows(x: Tensor, rows: int) -> Tensor:
-    """x [M, K] contiguous, with at least ``rows`` readable rows behind its address; copied when it has not."""
+    """Return x [M, K] contiguous, with memory for at least ``rows`` rows at its address; a copy where it has less."""
     m, k = x.shape
     there = x.untyped_storage().nbytes() - x.storage_offset() * x.element_size()
     if x.is_contiguous() and there >= rows * k * x.element_size():
@@ -176,7 +177,7 @@ def with_rows(x: Tensor, rows: int) -> Tensor:
 
 
 def pad(x: Tensor, columns: int, rows: int = 1) -> Tensor:
-    """x [M, K] of one-byte elements with zeros up to multiples of ``columns`` and ``rows``; x itself if it fits."""
+    """Pad x [M, K] of one-byte elements with zeros to multiples of ``columns`` and ``rows``; x itself if it fits."""
     missing = (0, -x.shape[1] % columns, 0, -x.shape[0] % rows)
     if not any(missing):
         return x
@@ -184,32 +185,29 @@ def pad(x: Tensor, columns: int, rows: int = 1) -> Tensor:
 
 
 def tuned_plan(backend: Tunable, problem: Problem, device: torch.device) -> Plan:
-    """The plan by the algorithm that tuning found.
-
-    An untuned shape, see `tuned.look_up`, is logged once.
-    """
-    subject = torch.cuda.get_device_name(device), torch.cuda.get_device_capability(device)
-    algorithm, instead = tuned.look_up(backend.name, backend.version(), *subject, problem, backend.reach)
+    """Make the plan with the algorithm that `tuned.look_up` finds; log an untuned shape once."""
+    algorithm, instead = tuned.look_up(_subject(backend, device), problem, backend.reach)
     if instead:
-        tuned.note_untuned(backend.name, problem, instead)
+        tuned.note_untuned(backend.name, problem.dtype, problem.n, problem.k, instead)
     try:
         return backend.plan(problem, device, algorithm)
-    except (
-        LibraryError
-    ) as error:  # tuned for another shape or number of tokens, which may allow what this one does not
+    except LibraryError as error:
         if algorithm is None:
             raise
-        tuned.note_refused(backend.name, problem, algorithm, str(error))
+        # It was tuned for another shape or number of tokens, which may allow what this one does not
+        tuned.note_refused(backend.name, tuned.Shape.of(problem), algorithm, str(error))
         return backend.plan(problem, device)
 
 
 def tuned_nearby(backend: Tunable, problem: Problem, device: torch.device) -> str | None:
-    """The algorithm that tuning found for ``problem`` or for the nearest shape within reach, or None."""
-    subject = torch.cuda.get_device_name(device), torch.cuda.get_device_capability(device)
-    library = backend.name, backend.version()
-    return tuned.choice(*library, *subject, problem) or tuned.neighbour(
-        *library, *subject, problem, backend.reach
-    )
+    """Return the algorithm tuned for ``problem`` or for the nearest shape within reach, or None."""
+    subject = _subject(backend, device)
+    return tuned.choice(subject, problem) or tuned.neighbour(subject, problem, backend.reach)
+
+
+def _subject(backend: Tunable, device: torch.device) -> tuned.Subject:
+    gpu, capability = torch.cuda.get_device_name(device), torch.cuda.get_device_capability(device)
+    return tuned.Subject(backend.name, backend.version(), gpu, capability)
 
 
 class NativePlan:
@@ -257,8 +255,8 @@ class CudaBackend(TwoStep, ABC):
     device_type = "cuda"
     sparse: bool
     outputs: tuple[torch.dtype, ...] = (torch.bfloat16, torch.float16, torch.float32)
-    reach: float = math.inf  # how far the nearest tuned shape may be, see `tuned.neighbour`
-    products: dict[str, tuple[str, ...]]  # operands' type -> output types, that of serving first
+    reach: float = math.inf
+    products: dict[str, tuple[str, ...]]  # type of the operands -> output types; serving uses the first
 
     @abstractmethod
     def version(self) -> str:
@@ -286,7 +284,7 @@ class CudaBackend(TwoStep, ABC):
         return self.unusable_library(found, loads=capability is None)
 
     def unusable_library(self, capability: tuple[int, int], loads: bool) -> str | None:
-        """Why the library cannot be used on GPUs of ``capability``; only looked for, not loaded, without ``loads``."""
+        """Return why the library cannot be used on GPUs of ``capability``, or None; load it if ``loads``."""
         try:
             if loads:
                 self.version()
@@ -305,6 +303,6 @@ class CudaBackend(TwoStep, ABC):
         return None
 
     def require(self, problem: Problem) -> None:
-        """Raise LibraryError unless there are products of these types."""
+        """Raise LibraryError unless the backend has products of these types."""
         if problem.out not in self.outputs_of(problem.dtype):
             raise LibraryError(f"{self.name} products are {self.products}, asked for {problem}")

@@ -16,7 +16,7 @@ from torch import Tensor
 from slidesparse import profiling
 from slidesparse.build.find import ToolchainError, require_supported
 from slidesparse.gemm import cuda, launches
-from slidesparse.gemm.backend import LayerSpec, require_none_broken, round_up
+from slidesparse.gemm.backend import LayerSpec, require_none_broken
 from slidesparse.gemm.cuda import CudaBackend, NativePlan
 from slidesparse.gemm.problem import (
     NAMES,
@@ -27,6 +27,7 @@ from slidesparse.gemm.problem import (
     Problem,
     require_operand,
 )
+from slidesparse.pattern import round_up
 
 ALIGNMENT = {1: 32, 2: 16}  # bytes of an element -> the multiple of rows and columns of a weight
 OUTPUTS = {
@@ -77,7 +78,7 @@ class CuSparseLt(CudaBackend):
         return "none"
 
     def operand(self, weight: Tensor, layout: Layout = TN) -> Tensor:
-        """2:4 [n, k] -> the library's values and metadata, and SLACK [bytes]; n and k are multiples of `ALIGNMENT`."""
+        """See `Tunable.operand`: the library's values and metadata, and SLACK; n and k are multiples of `ALIGNMENT`."""
         dtype = require_operand(weight.dtype)
         n, k = weight.shape
         multiple = ALIGNMENT[weight.element_size()]
@@ -105,10 +106,7 @@ class CuSparseLt(CudaBackend):
         return compressed
 
     def algorithms(self, problem: Problem, device: torch.device, layout: Layout = TN) -> list[str]:
-        """Ids, and where tiles are too few to fill the GPU, ids with each way of splitting K that the GPU has.
-
-        As text: "3", "3/2x1" (id/splits x mode).
-        """
+        """See `Tunable.algorithms`: ids such as "3" and, if tiles are too few, "3/2x1": id/splits x mode."""
         count = self._native(problem, device, None, layout).algorithms
         ids = [i for i in range(count) if i not in self._crashing(problem, device)]
         found = [str(i) for i in ids]
@@ -167,7 +165,7 @@ class CuSparseLt(CudaBackend):
 
     @cache  # noqa: B019  there is one object
     def _splits(self, dtype: str, out: str, scale: str, device: torch.device) -> tuple[str, ...]:
-        """The split-K ways, as "2x1", that one of every eighth algorithm takes; on Hopper none of 0.8.0 does."""
+        """Return the ways of split-K, such as "2x1", of every eighth algorithm; on Hopper 0.8.0 has none."""
         problem = Problem(dtype, out, *PROBED, scale)
         ids = range(0, self._native(problem, device, None).algorithms, 8)  # a refusal takes 8 ms
         ways = [f"{splits}x{mode}" for splits in SPLITS for mode in SPLIT_MODES]
@@ -206,7 +204,8 @@ class CuSparseLt(CudaBackend):
             windows[len(part) :].view(torch.int8).zero_()
             compressed = self.operand(windows)
             if packed is None:
-                packed = compressed if rows == padded else _empty_like_whole(compressed, padded, rows)
+                size = (compressed.numel() - SLACK) // rows * padded + SLACK
+                packed = compressed if rows == padded else compressed.new_empty(size)
             if rows < padded:
                 _place(packed, compressed, start, rows, padded, columns)
         assert packed is not None
@@ -236,7 +235,7 @@ class CuSparseLt(CudaBackend):
         """q [M, K'] @ weight.T, not scaled -> [M, N] of ``dtype`` (INT32 or float32: full sums; BF16), rows strided."""
         if q.shape[1] % self.alignment:
             q = cuda.pad(q, self.alignment)
-        (m, k), columns, index = q.shape, n + -n % self.alignment, q.get_device()
+        (m, k), columns, index = q.shape, round_up(n, self.alignment), q.get_device()
         if weight.dtype != torch.uint8 or weight.numel() < columns * k // 2:  # its values alone
             raise LibraryError(
                 f"a weight of {weight.dtype} {tuple(weight.shape)} for products [{m}, {k}] @ [{n}, {k}].T: pack the "
@@ -261,12 +260,11 @@ class CuSparseLt(CudaBackend):
     def _concatenates(self, device: torch.device, dtype: torch.dtype) -> bool:
         """Tell whether compressing chunks of rows gives what compressing the whole weight gives."""
         columns, whole = 256, 3 * ROWS
-        weight = torch.randint(1, 100, (whole, columns), dtype=torch.int8, device=device)
+        generator = torch.Generator(device).manual_seed(0)  # not torch's own, which vLLM samples tokens by
+        weight = torch.randint(1, 100, (whole, columns), generator=generator, dtype=torch.int8, device=device)
         column = torch.arange(columns, device=device)
-        kept = torch.stack([(column + row // 3) % 4 < 2 for row in range(12)]).repeat(whole // 12 + 1, 1)[
-            :whole
-        ]
-        weight = torch.where(kept, weight, 0).view(dtype)
+        row = torch.arange(whole, device=device)[:, None] % 12
+        weight = torch.where((column + row // 3) % 4 < 2, weight, 0).view(dtype)
         expected = self.operand(weight)
         found = torch.empty_like(expected)
         for start in range(0, whole, ROWS):
@@ -279,7 +277,7 @@ class CuSparseLt(CudaBackend):
 
 
 def _numbers(algorithm: str | None) -> tuple[int, int, int, int]:
-    """id, splits, mode and buffers of an algorithm's text."""
+    """Parse an algorithm into its id, splits, mode and number of buffers."""
     if not algorithm:
         return -1, 1, 0, 0
     found = re.fullmatch(r"(\d+)(?:/(\d+)x(\d+))?", algorithm)
@@ -295,10 +293,6 @@ def _numbers(algorithm: str | None) -> tuple[int, int, int, int]:
 #
 # Metadata is laid out in tiles of ROWS rows, so a weight of whole tiles can be compressed chunk by chunk.  The library
 # does not promise it: `CuSparseLt._concatenates` looks, once a device and type.
-
-
-def _empty_like_whole(compressed: Tensor, whole: int, rows: int) -> Tensor:
-    return compressed.new_empty((compressed.numel() - SLACK) // rows * whole + SLACK)
 
 
 def _place(packed: Tensor, compressed: Tensor, start: int, rows: int, whole: int, columns: int) -> None:

@@ -40,7 +40,7 @@ class Kernel:
 
 
 def problem_of(source: torch.dtype, target: torch.dtype, n: int, k: int, m: int) -> Problem:
-    """m rows of k ``source`` that become n ``target``, as tables have them."""
+    """Return the problem, for tables, of turning m rows of k ``source`` elements into n ``target`` ones."""
     names = [
         NAMES.get(ALIKE.get(one, one), str(one)) for one in (source, target)
     ]  # kernels refuse other types
@@ -48,7 +48,7 @@ def problem_of(source: torch.dtype, target: torch.dtype, n: int, k: int, m: int)
 
 
 def quantize(x: Tensor, layout: SlideLayout, dtype: torch.dtype, columns: int) -> tuple[Tensor, Tensor]:
-    """`kernels.quantize` of x [M, K] on a GPU, into memory that reaches to the next bucket of tokens."""
+    """Quantize x [M, K] on a GPU (`kernels.quantize`), with memory padded to the next bucket of tokens."""
     m, k = x.shape
     kind = kernels.quantizer(layout.length, layout.phase)
     launch = _find(kind, x.dtype, dtype, layout.slided, k, bucket(m), x.device)
@@ -76,15 +76,14 @@ def _find(
     m: int,
     device: torch.device,
 ) -> Config | None:
-    """The launch that tuning found for the problem or a near one; None for that of `kernels.TABLE`.
+    """Return the launch tuned for the problem or a near one; None to use that of `kernels.TABLE`.
 
     Raises TableError for a table that cannot be used.
     """
     subject = tuned.Subject(
         kind, VERSION, torch.cuda.get_device_name(device), torch.cuda.get_device_capability(device)
     )
-    facts = subject.library, subject.version, subject.gpu, subject.capability
-    found, instead = tuned.look_up(*facts, problem_of(source, target, n, k, m), NEAR)
+    found, instead = tuned.look_up(subject, problem_of(source, target, n, k, m), NEAR)
     if instead:
         _note(kind, subject.gpu, instead if found else "that of the kernel's own table")
     try:

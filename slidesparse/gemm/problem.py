@@ -84,7 +84,7 @@ LAYOUTS = tuple(Layout(*flags) for flags in product((True, False), repeat=3))
 
 
 def require_operand(dtype: torch.dtype) -> str:
-    """The name of an operand's dtype.  Raises LibraryError for one that no backend multiplies."""
+    """Return the name of an operand's dtype.  Raises LibraryError for one that no backend multiplies."""
     for name in OPERANDS:
         if DTYPES.get(name) == dtype:
             return name

@@ -12,6 +12,7 @@ an algorithm's name means.  A file lies in the user's cache, where it wins, or s
 
 from __future__ import annotations
 
+import fcntl
 import json
 import logging
 import math
@@ -22,7 +23,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from slidesparse.build.compile import cache_folder, make_folder
 from slidesparse.errors import EnvironmentFault
@@ -45,10 +46,10 @@ class Versioned(Protocol):
 
     @property
     def name(self) -> str:
-        """Such as "cusparselt"."""
+        """The library's name, such as "cusparselt"."""
 
     def version(self) -> str:
-        """Such as "0.8.0"."""
+        """Return its version, such as "0.8.0"."""
 
 
 @dataclass(frozen=True)
@@ -67,7 +68,7 @@ class Subject:
         return f"{slug(self.gpu)}_sm{major}{minor}_{slug(self.library)}-{slug(self.version)}.json"
 
     def facts(self) -> dict[str, str]:
-        """The four facts as the file spells them."""
+        """Return the fields as a table's file has them."""
         return {
             "gpu": self.gpu,
             "capability": ".".join(map(str, self.capability)),
@@ -86,7 +87,36 @@ class Tuned:
     tried: int = 0  # algorithms that were searched; 0: not known
 
 
-Entries = dict[str, dict[int, Tuned]]  # key_of(problem) -> M -> the best
+class Shape(NamedTuple):
+    """A problem without its M: the key of its entries in a table."""
+
+    types: str  # operands, output, epilogue and blocks, as text
+    n: int
+    k: int
+
+    @classmethod
+    def of(cls, problem: Problem) -> Shape:
+        """Return the shape of a problem."""
+        bias = "yes" if problem.bias else "no"
+        blocks = "" if problem.blocks == ALL_2_4 else f", blocks {problem.blocks}"
+        types = f"{problem.dtype} -> {problem.out}, scale {problem.scale}, bias {bias}{blocks}"
+        return cls(types, problem.n, problem.k)
+
+    @classmethod
+    def parse(cls, text: str) -> Shape:
+        """Read what ``str`` wrote.  Raises ValueError for anything else."""
+        match = re.fullmatch(r"(.+), n ([1-9][0-9]{0,9}), k ([1-9][0-9]{0,9})", text)
+        if match is None:
+            raise ValueError(
+                f"{text!r} is no problem, such as 'int8 -> bf16, scale both, bias no, n 4608, k 5376'"
+            )
+        return cls(match[1], int(match[2]), int(match[3]))
+
+    def __str__(self) -> str:
+        return f"{self.types}, n {self.n}, k {self.k}"
+
+
+Entries = dict[Shape, dict[int, Tuned]]  # shape -> M -> the best
 
 
 def folder() -> Path:
@@ -94,82 +124,50 @@ def folder() -> Path:
     return cache_folder() / "tuned"
 
 
-def key_of(problem: Problem) -> str:
-    """A problem without its M, as text."""
-    bias = "yes" if problem.bias else "no"
-    blocks = "" if problem.blocks == ALL_2_4 else f", blocks {problem.blocks}"
-    types = f"{problem.dtype} -> {problem.out}, scale {problem.scale}, bias {bias}{blocks}"
-    return f"{types}, n {problem.n}, k {problem.k}"
-
-
-def look_up(
-    library_name: str,
-    library_version: str,
-    gpu_name: str,
-    capability: tuple[int, int],
-    problem: Problem,
-    within: float = math.inf,
-) -> tuple[str | None, str]:
-    """The algorithm to take for ``problem``, None for the library's own choice, and what it is; "" where it was tuned.
+def look_up(subject: Subject, problem: Problem, within: float = math.inf) -> tuple[str | None, str]:
+    """Return the algorithm to take for ``problem``, and what it is; "" where it was tuned for that shape.
 
     For an untuned shape that of the nearest tuned one if that is ``within`` reach (see `neighbour`), else the one for
-    fewer tokens, else the library's own choice.  A bias changes no algorithm, so problems with one look theirs up
+    fewer tokens, else None: the library's own choice.  A bias changes no algorithm, so problems with one look theirs up
     without.
     """
-    subject, plain = (library_name, library_version, gpu_name, capability), replace(problem, bias=False)
-    if found := choice(*subject, plain):
+    plain = replace(problem, bias=False)
+    if found := choice(subject, plain):
         return found, ""
-    if found := neighbour(*subject, plain, within):
+    if found := neighbour(subject, plain, within):
         return found, "that of the nearest tuned shape"
-    if found := choice(*subject, plain, any_tokens=True):
+    if found := choice(subject, plain, any_tokens=True):
         return found, "that for fewer tokens"
     return None, "its own heuristic"
 
 
-def choice(
-    library_name: str,
-    library_version: str,
-    gpu_name: str,
-    capability: tuple[int, int],
-    problem: Problem,
-    any_tokens: bool = False,
-) -> str | None:
+def choice(subject: Subject, problem: Problem, any_tokens: bool = False) -> str | None:
     """Return the algorithm tuned for ``problem``, or None.
 
     Types, epilogue, n and k must be equal; of the tuned M the smallest that is at least m counts, else the largest,
     but not for more than BEYOND times as many tokens unless ``any_tokens``.  Raises TableError for a damaged file.
     """
-    subject = Subject(library_name, library_version, gpu_name, (capability[0], capability[1]))
-    measured = _tables(subject, folder()).get(key_of(problem))
+    measured = _tables(subject, folder()).get(Shape.of(problem))
     if not measured or (problem.m > BEYOND * max(measured) and not any_tokens):
         return None
     return _for_tokens(measured, problem.m)
 
 
-def neighbour(
-    library_name: str,
-    library_version: str,
-    gpu_name: str,
-    capability: tuple[int, int],
-    problem: Problem,
-    within: float = math.inf,
-) -> str | None:
+def neighbour(subject: Subject, problem: Problem, within: float = math.inf) -> str | None:
     """Return the algorithm tuned for the nearest shape with about as many tokens, or None.
 
     Nearest by the ratios of n and of k, whose binary logarithms may add up to ``within`` at most.  Libraries' own
     heuristics miss by up to two times where this misses by some percent: which tile is fastest depends on the types and
-    on how many tiles there are, little on the shape.
+    on how many tiles there are, little on the shape.  Raises TableError for a damaged file.
     """
-    subject = Subject(library_name, library_version, gpu_name, (capability[0], capability[1]))
-    same = key_of(problem).partition(", n ")[0]
+    types = Shape.of(problem).types
     found = [
-        (abs(math.log2(problem.n / n)) + abs(math.log2(problem.k / k)), n, k, measured)
-        for key, measured in _tables(subject, folder()).items()
-        for types, n, k in (_parts(key),)
-        if types == same and BEYOND * max(measured) >= problem.m
+        (abs(math.log2(problem.n / shape.n)) + abs(math.log2(problem.k / shape.k)), shape, measured)
+        for shape, measured in _tables(subject, folder()).items()
+        if shape.types == types and BEYOND * max(measured) >= problem.m
     ]
-    nearest = min(found, key=lambda one: one[:3], default=None)
-    return _for_tokens(nearest[3], problem.m) if nearest and nearest[0] <= within else None
+    nearest = min(found, key=lambda one: one[:2], default=None)
+    return _for_tokens(nearest[2], problem.m) if nearest and nearest[0] <= within else None
 
 
 def _for_tokens(measured: dict[int, Tuned], m: int) -> str:
@@ -177,25 +175,14 @@ def _for_tokens(measured: dict[int, Tuned], m: int) -> str:
     return measured[min(at_least) if at_least else max(measured)].algorithm
 
 
-def _parts(key: str) -> tuple[str, int, int]:
-    """Split a text of `key_of` into types and epilogue, n, k."""
-    types, _, shape = key.partition(", n ")
-    n, _, k = shape.partition(", k ")
-    return types, int(n), int(k)
-
-
-def tuned(subject: Subject, problem: Problem) -> Tuned | None:
-    """Look up exactly this problem, its M included; None where the tables lack it."""
-    return _tables(subject, folder()).get(key_of(problem), {}).get(problem.m)
-
-
-def note_untuned(library_name: str, problem: Problem, instead: str) -> None:
-    """Log, once per library, operand type, n and k, that a problem is not tuned, what runs, and how to tune it."""
-    _note_once(library_name, problem.dtype, problem.n, problem.k, instead)
+def exact(subject: Subject, problem: Problem) -> Tuned | None:
+    """Return what the tables have for exactly this problem, its M included, or None."""
+    return _tables(subject, folder()).get(Shape.of(problem), {}).get(problem.m)
 
 
 @cache
-def _note_once(library: str, dtype: str, n: int, k: int, instead: str) -> None:
+def note_untuned(library: str, dtype: str, n: int, k: int, instead: str) -> None:
+    """Log once that a problem is not tuned, what runs ``instead``, and how to tune it."""
     # 2:4 does not expand K, so --shapes then means the K' that the library sees.
     pattern = " --pattern 2:4" if library in ("cusparselt", "hopper") else ""
     _logger.warning(
@@ -205,41 +192,39 @@ def _note_once(library: str, dtype: str, n: int, k: int, instead: str) -> None:
     )
 
 
-def note_refused(library_name: str, problem: Problem, algorithm: str, error: str) -> None:
-    """Log, once per library, problem without its m, and algorithm, that the tuned algorithm does not run."""
-    _note_refused_once(library_name, key_of(problem), algorithm, error)
-
-
 @cache
-def _note_refused_once(library: str, key: str, algorithm: str, error: str) -> None:
+def note_refused(library: str, shape: Shape, algorithm: str, error: str) -> None:
+    """Log once that a tuned algorithm does not run."""
     _logger.warning(
         "%s refuses the algorithm %s that was tuned for %s, and its own heuristic runs instead: %s",
-        *(library, algorithm, key, error),
+        *(library, algorithm, shape, error),
     )
 
 
 def save(subject: Subject, results: Iterable[tuple[Problem, Tuned]]) -> Path:
     """Merge results into the user's table and publish it atomically; returns its path.
 
-    The file is read again just before, so what another process has added stays.  Raises TableError when the
-    file there is damaged; it is not overwritten.
+    A lock on the folder keeps what other processes add meanwhile.  Raises TableError when the file there is damaged;
+    it is not overwritten.
     """
     path = folder() / subject.file
     make_folder(path.parent)
-    entries = _read(path, subject)
-    for problem, best in results:
-        entries.setdefault(key_of(problem), {})[problem.m] = best
-    document = {"format": FORMAT, **subject.facts(), "entries": _plain(entries)}
-    _publish(path, json.dumps(document, indent=1) + "\n")
+    lock = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        entries = _read(path, subject)
+        for problem, best in results:
+            entries.setdefault(Shape.of(problem), {})[problem.m] = best
+        plain = {
+            str(shape): {str(m): _plain_one(best) for m, best in sorted(measured.items())}
+            for shape, measured in sorted(entries.items(), key=lambda one: str(one[0]))
+        }
+        document = {"format": FORMAT, **subject.facts(), "entries": plain}
+        _publish(path, json.dumps(document, indent=1) + "\n")
+    finally:
+        os.close(lock)
     _tables.cache_clear()
     return path
-
-
-def _plain(entries: Entries) -> dict[str, Any]:
-    return {
-        key: {str(m): _plain_one(best) for m, best in sorted(ms.items())}
-        for key, ms in sorted(entries.items())
-    }
 
 
 def _plain_one(best: Tuned) -> dict[str, Any]:
@@ -298,8 +283,9 @@ def _read(path: Path, subject: Subject) -> Entries:
             raise _error(path, f"is about {name} {document.get(name)!r}, not {expected!r} as its name says")
     try:
         return {
-            str(key): {int(m): _read_one(one) for m, one in ms.items()}
-            for key, ms in document["entries"].items()
+            Shape.parse(key): {int(m): _read_one(one) for m, one in measured.items()}
+            for key, measured in document["entries"].items()
+            if measured
         }
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise _error(path, f"is damaged: {type(error).__name__}: {error}") from error
@@ -313,5 +299,5 @@ def _error(path: Path, what: str) -> TableError:
 
 
 def slug(text: str) -> str:
-    """A name of a GPU or a library as file names have it, such as ``nvidia-h200``."""
+    """Turn the name of a GPU or a library into one for files, such as ``nvidia-h200``."""
     return re.sub(r"[^a-z0-9.]+", "-", text.lower()).strip("-")

@@ -124,7 +124,7 @@ def quantize(
 
 
 def config(kind: str, size: int, m: int) -> Config:
-    """How to launch ``kind`` for rows of ``size`` (K, or N for dequant_bias) and ``m`` rows.
+    """Return how to launch ``kind`` for ``m`` rows of ``size`` (K, or N for dequant_bias).
 
     Raises KeyError for a kind that is not in KINDS.
     """

@@ -285,7 +285,7 @@ def dependents(x: Tensor) -> int:
 
 
 def interpreted() -> bool:
-    """Whether kernels run in Triton's interpreter, as was decided when they were defined."""
+    """Return whether kernels run in Triton's interpreter, as was decided when they were defined."""
     return not isinstance(widen, triton.runtime.JITFunction)
 
 
@@ -332,9 +332,9 @@ def words_of(x: Tensor, bytes_of_word: int) -> Tensor | None:
 
 
 def step(block: int, count: int, most: int = 16) -> int:
-    """``block``, doubled until ``count`` takes at most ``most`` steps, as they are unrolled, and no more than needed.
+    """Return a power of two, from ``block`` on, in steps of which a loop over ``count`` runs at most ``most`` times.
 
-    Powers of two.
+    Such loops are unrolled.  It is no larger than ``count`` needs, and at least 16.
     """
     while block * most < count:
         block *= 2
@@ -342,7 +342,7 @@ def step(block: int, count: int, most: int = 16) -> int:
 
 
 def on_device_of(x: Tensor) -> AbstractContextManager[object]:
-    """Triton launches on the current device: make it that of ``x``."""
+    """Make the device of ``x`` the current one, on which Triton launches."""
     if not x.is_cuda or x.get_device() == torch.cuda.current_device():
         return nullcontext()
     return torch.cuda.device(x.device)

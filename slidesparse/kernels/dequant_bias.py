@@ -2,16 +2,13 @@
 
     y[m, n] = (acc[m, n] * scale_w[n]) * scale_x[m] + bias[n]
 
-in float32.  In "cuda" arithmetic the last product and the bias are one fused multiply-add, as in the epilogue of
-vLLM's CUTLASS kernels; in "cpu" arithmetic they are two roundings (see `slidesparse.reference.dequant_bias`).
+in float32.  The last product and the bias are one fused multiply-add, as in the epilogue of vLLM's CUTLASS kernels.
 """
 
 # ruff: noqa: N803 (compile-time arguments in capitals, as is Triton's convention)
 # mypy: disable-error-code="untyped-decorator,no-untyped-def"
 
 from __future__ import annotations
-
-from typing import get_args
 
 import torch
 import triton
@@ -21,7 +18,6 @@ from torch import Tensor
 from slidesparse.kernels import Config, common, config
 from slidesparse.kernels.common import fused, narrow, widen
 from slidesparse.kernels.launch import Launcher
-from slidesparse.quantize import Arithmetic
 
 ACCUMULATORS = (torch.int32, torch.float32, torch.bfloat16)
 
@@ -37,7 +33,6 @@ def dequant_bias_kernel(
     M,
     N,
     HAS_BIAS: tl.constexpr,
-    FUSED: tl.constexpr,
     NATIVE: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -51,11 +46,8 @@ def dequant_bias_kernel(
     value = sums * per_column
     if HAS_BIAS:
         offset = widen(tl.load(bias + column, mask=column < N, other=0.0))[None, :]
-        if FUSED:
-            per_row, offset = tl.broadcast_to(per_row, value.shape), tl.broadcast_to(offset, value.shape)
-            value = fused(value, per_row, offset, NATIVE)
-        else:
-            value = value * per_row + offset
+        per_row, offset = tl.broadcast_to(per_row, value.shape), tl.broadcast_to(offset, value.shape)
+        value = fused(value, per_row, offset, NATIVE)
     else:
         value = value * per_row
     value = narrow(value, out.dtype.element_ty, NATIVE)
@@ -71,7 +63,6 @@ def dequant_bias(
     scale_w: Tensor,
     bias: Tensor | None,
     out_dtype: torch.dtype,
-    arithmetic: Arithmetic = "cuda",
     launch: Config | None = None,
 ) -> Tensor:
     """acc [M, N] int32, float32 or bfloat16 -> [M, N] bfloat16, float16 or float32, contiguous.
@@ -94,8 +85,6 @@ def dequant_bias(
         _require_vector("bias", bias, n, common.FLOATS, acc)
     if out_dtype not in common.FLOATS:
         raise TypeError(f"the output cannot be {out_dtype}; use one of {', '.join(map(str, common.FLOATS))}")
-    if arithmetic not in get_args(Arithmetic):
-        raise TypeError(f"arithmetic {arithmetic!r} is not known; use one of {get_args(Arithmetic)}")
     out = torch.empty(m, n, dtype=out_dtype, device=acc.device)
     if not m or not n:
         return out
@@ -107,7 +96,6 @@ def dequant_bias(
             (acc.stride(0), m, n),
             {
                 "HAS_BIAS": bias is not None,
-                "FUSED": arithmetic == "cuda",
                 "NATIVE": common.native(acc),
                 "ROWS": launch.rows,
                 "BLOCK": launch.block,

@@ -42,7 +42,7 @@ class Launcher:
             *((one == 1, one % ALIGNED == 0, one < 2**31) for one in numbers),
             *constants.values(),
             warps,
-            torch.cuda.current_device() if _on_gpu(tensors) else None,
+            torch.cuda.current_device() if tensors[0] is not None and tensors[0].is_cuda else None,
         )
         compiled = self._compiled.get(key)
         if compiled is not None:
@@ -53,7 +53,3 @@ class Launcher:
         )
         if compiled is not None:  # Triton's interpreter compiles nothing
             self._compiled[key] = compiled
-
-
-def _on_gpu(tensors: Sequence[Tensor | None]) -> bool:
-    return tensors[0] is not None and tensors[0].is_cuda

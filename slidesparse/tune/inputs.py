@@ -15,6 +15,7 @@ from torch import Tensor
 from slidesparse.blocks import BLOCK, STRIP, blocks_of, strips_of
 from slidesparse.gemm.backend import Tunable
 from slidesparse.gemm.problem import ALL_2_4, DTYPES, MIXED, Plan, Problem
+from slidesparse.pattern import round_up
 from slidesparse.tune.measure import Launch, copies_for
 
 CHUNK = 2**24  # elements that are generated at a time
@@ -40,7 +41,7 @@ class Rotation:
 
     @property
     def copies(self) -> int:
-        """How many there are."""
+        """The number of copies."""
         return len(self.outs)
 
     def launch(self, plan: Plan) -> Launch:
@@ -51,11 +52,11 @@ class Rotation:
 
 
 class Inputs:
-    """Makes operands on one device; the same seed makes the same."""
+    """Makes operands on one device, in every process the same."""
 
-    def __init__(self, device: torch.device, l2_bytes: int, seed: int = 0) -> None:
+    def __init__(self, device: torch.device, l2_bytes: int) -> None:
         self.device, self._l2_bytes = device, l2_bytes
-        self._generator = torch.Generator(device).manual_seed(seed)
+        self._generator = torch.Generator(device).manual_seed(0)
         self._pools: dict[str, Tensor] = {}
 
     def copies(self, problem: Problem) -> int:
@@ -64,17 +65,17 @@ class Inputs:
         return self.cold((n * k + m * k) * size + m * n * _size(problem.out))
 
     def cold(self, call_bytes: int) -> int:
-        """How many copies of so many bytes do not fit into the L2 cache."""
+        """Return how many copies of so many bytes do not fit into the L2 cache."""
         return copies_for(call_bytes, self._l2_bytes)
 
     def weight(self, dtype: str, n: int, k: int, sparse: bool) -> Tensor:
-        """[n, k] random, with exactly two of every four non-zero when ``sparse``."""
+        """Make a random weight [n, k], with exactly two of every four non-zero if ``sparse``."""
         flat = torch.empty(n * k, dtype=DTYPES[dtype], device=self.device)
         self._fill(flat, dtype, sparse)
         return flat.view(n, k)
 
     def packed(self, library: Tunable, problem: Problem, copies: int) -> list[Tensor]:
-        """A random weight as ``library`` packs it, ``copies`` times."""
+        """Make ``copies`` of a random weight, packed by ``library``."""
         weight = self.weight(
             problem.dtype, problem.n, problem.k, library.sparse and problem.blocks == ALL_2_4
         )
@@ -84,7 +85,7 @@ class Inputs:
         return [first, *(first.clone() for _ in range(copies - 1))]
 
     def rotation(self, problem: Problem, weights: list[Tensor]) -> Rotation:
-        """Operands for as many copies as the problem needs, at most as many as there are weights."""
+        """Make operands for as many copies as the problem needs, at most as many as there are weights."""
         copies, m, n = min(self.copies(problem), len(weights)), problem.m, problem.n
         outs = self._pool("out", copies, m * n * _size(problem.out), lambda flat: None)
         return Rotation(
@@ -97,7 +98,7 @@ class Inputs:
         )
 
     def activations(self, dtype: str, m: int, k: int, copies: int) -> list[Tensor]:
-        """``copies`` random [m, k], in memory that the next call may view too."""
+        """Make ``copies`` of random activations [m, k], in memory that the next call may reuse."""
         kind = DTYPES[dtype]
         views = self._pool(
             dtype, copies, m * k * _size(dtype), lambda flat: self._fill(flat.view(kind), dtype, False)
@@ -105,16 +106,16 @@ class Inputs:
         return [flat.view(kind).view(m, k) for flat in views]
 
     def floats(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """Normal numbers."""
+        """Draw normally distributed numbers."""
         return torch.randn(shape, generator=self._generator, device=self.device).to(dtype)
 
     def scale(self, count: int) -> Tensor:
-        """[count] float32 between 0.005 and 0.015: about what INT8 weights and activations have."""
+        """Draw scales [count] float32 between 0.005 and 0.015, typical of INT8 weights and activations."""
         return torch.rand(count, generator=self._generator, device=self.device) * 0.01 + 0.005
 
     def _pool(self, name: str, copies: int, size: int, fill: Callable[[Tensor], None]) -> list[Tensor]:
-        """``copies`` pieces of ``size`` bytes of a buffer that grows when it must."""
-        step = -(-size // ALIGNMENT) * ALIGNMENT
+        """Return ``copies`` pieces of ``size`` bytes of a buffer, which grows if needed."""
+        step = round_up(size, ALIGNMENT)
         pool = self._pools.get(name)
         if pool is None or pool.numel() < copies * step:
             self._pools.pop(name, None)  # before the larger one is made

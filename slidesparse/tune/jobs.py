@@ -8,16 +8,16 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-from slidesparse.gemm.backend import HARDWARE, Tunable
+from slidesparse.gemm.backend import TWO_FOUR, Tunable
 from slidesparse.gemm.launches import Kernel, problem_of
 from slidesparse.gemm.problem import ALL_2_4, ALL_DENSE, DTYPES, MIXED, LibraryError, Problem
-from slidesparse.gemm.tuned import tuned
+from slidesparse.gemm.tuned import exact
 from slidesparse.kernels import quantizer
-from slidesparse.pattern import HARDWARE_LENGTH, SlidePattern, parse_pattern
+from slidesparse.pattern import HARDWARE_LENGTH, SlidePattern, parse_pattern, round_up
 from slidesparse.tune.launches import search_launches
 from slidesparse.tune.search import Found
-from slidesparse.tune.session import Session, free, served
-from slidesparse.tune.shapes import Layer, round_up, slided
+from slidesparse.tune.session import Session, free, served_outputs
+from slidesparse.tune.shapes import Layer, slided
 
 Search = Callable[[Problem], Found]  # notes what it found; raises LibraryError
 
@@ -77,12 +77,12 @@ def jobs(
     patterns: Sequence[str],
     tokens: Sequence[int],
 ) -> list[Job]:
-    """The GEMMs that serving runs, each once: layers of several models may have the same shape."""
+    """List the GEMMs that serving runs, each once, as layers of several models may have the same shape."""
     found: dict[tuple[str, Problem], Job] = {}
     for library in libraries:
         for layer in layers:
             for dtype in dtypes:
-                for out, scale in served(library, dtype):
+                for out, scale in served_outputs(library, dtype):
                     for k, blocks in _operands(library, layer, patterns):
                         problem = Problem(dtype, out, layer.n, k, tokens[0], scale, blocks=blocks)
                         found.setdefault((library.name, problem), Job(library, problem, tuple(tokens)))
@@ -90,7 +90,7 @@ def jobs(
 
 
 def _operands(library: Tunable, layer: Layer, patterns: Sequence[str]) -> list[tuple[int, str]]:
-    """The columns of a layer's weight at each pattern, and its blocks."""
+    """Return the columns of a layer's packed weight at each pattern, and the kind of its blocks."""
     whole = round_up(layer.k, library.alignment)
     if not library.sparse:
         return [(whole, ALL_2_4)]
@@ -106,7 +106,7 @@ def _operands(library: Tunable, layer: Layer, patterns: Sequence[str]) -> list[t
 def kernel_jobs(
     layers: Sequence[Layer], dtypes: Sequence[str], patterns: Sequence[str], tokens: Sequence[int]
 ) -> list[KernelJob]:
-    """The Triton kernels that serving runs for these layers, each problem once; activations and outputs are BF16."""
+    """List the Triton kernels that serving runs for these layers, each problem once, with activations in BF16."""
     found: dict[tuple[str, Problem], KernelJob] = {}
 
     def add(kind: str, source: str, target: str, n: int, k: int, length: int = HARDWARE_LENGTH) -> None:
@@ -116,7 +116,7 @@ def kernel_jobs(
     for layer in layers:
         for dtype in dtypes:
             slid = [one for one in map(parse_pattern, patterns) if isinstance(one, SlidePattern)]
-            for pattern in (HARDWARE, *slid):  # dense weights are served as 2:4 ones are
+            for pattern in (TWO_FOUR, *slid):  # dense weights are served as 2:4 ones are
                 layout = pattern.layout(layer.k)
                 add(quantizer(layout.length, 0), "bf16", dtype, layout.slided, layer.k, layout.length)
             for sums in ("bf16", "int32") if dtype == "int8" else ("bf16",):
@@ -156,7 +156,7 @@ def _tune(session: Session, job: Job | KernelJob, force: bool, count: _Count) ->
     subject = session.gpu.subject(job.library)
     search: Search | None = None
     for problem in (replace(job.problem, m=m) for m in job.tokens):
-        if not force and tuned(subject, problem):
+        if not force and exact(subject, problem):
             count.known += 1
         elif session.deadline.passed:
             return False

@@ -34,7 +34,7 @@ class Run(Protocol):
 
 
 def candidates(kind: str, problem: Problem) -> list[Config]:
-    """The launches to try for ``kind``, the one of `kernels.TABLE` first."""
+    """List the launches to try for ``kind``, the one of `kernels.TABLE` first."""
     return list(dict.fromkeys((config(kind, problem.k, problem.m), *_grid(kind, problem))))
 
 

@@ -41,7 +41,7 @@ class Timing:
 
     @classmethod
     def of(cls, samples: Sequence[float], graphed: bool = True) -> Timing:
-        """From at least two samples."""
+        """Take the percentiles of at least two samples."""
         tenths = statistics.quantiles(samples, n=10, method="inclusive")
         return cls(tenths[1], tenths[4], tenths[7], graphed)
 
@@ -66,7 +66,7 @@ class Clock(Protocol):
 
 
 def copies_for(call_bytes: int, l2_bytes: int) -> int:
-    """How many copies of a call's operands it takes to be COLD; 1 when they are larger than that already."""
+    """Return how many copies of a call's operands are COLD times as large as the L2 cache; at least 1."""
     return max(1, min(MOST_COPIES, -(-int(COLD * l2_bytes) // max(1, call_bytes))))
 
 

@@ -102,7 +102,7 @@ def _expected(
     names: list[str],
     layout: Layout,
 ) -> Tensor:
-    """The output of the library's own choice, or of the first algorithm that runs."""
+    """Return the output of the library's own choice, or of the first algorithm that runs."""
     refusal: LibraryError | None = None
     for name in (None, *names):
         try:
@@ -115,7 +115,7 @@ def _expected(
 
 
 def quick(clock: Clock, launch: Launch, copies: int, best: float) -> float:
-    """About how long a launch takes; less exactly when it is much slower than ``best`` (microseconds)."""
+    """Estimate the microseconds of a launch; less exactly if it is much slower than ``best``."""
     us = min(clock.once(launch), clock.once(launch))  # the first loads the kernel, too
     if us > min(LONG_US, SLOW * best + NOISE_US):
         return us
@@ -123,7 +123,7 @@ def quick(clock: Clock, launch: Launch, copies: int, best: float) -> float:
 
 
 def right(candidates: list[Candidate], is_right: Callable[[Candidate], bool]) -> tuple[list[Candidate], int]:
-    """The fastest FINALISTS candidates with the expected result, and how many before them had another."""
+    """Return the FINALISTS fastest candidates with the right result, and how many faster ones were wrong."""
     found: list[Candidate] = []
     wrong = 0
     for candidate in sorted(candidates, key=lambda one: one.us):
@@ -137,7 +137,7 @@ def right(candidates: list[Candidate], is_right: Callable[[Candidate], bool]) ->
 
 
 def _output(rotation: Rotation, launch: Launch) -> Tensor:
-    """The output of a launch on the first copy, which holds something else before."""
+    """Return the output of a launch on the first copy, which is overwritten before."""
     out = rotation.outs[0]
     out.fill_(math.nan if out.dtype.is_floating_point else torch.iinfo(out.dtype).min)
     launch(0)

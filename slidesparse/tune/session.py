@@ -19,6 +19,7 @@ from slidesparse.tune.measure import Clock, Deadline
 from slidesparse.tune.search import Found, search
 
 SAVE_SECONDS = 5.0  # winners that a kill may lose; a save takes milliseconds
+MOST_SHOWN = 5  # refusals, in a summary
 
 Advance = Callable[[str], None]  # one cell is done or was there; says what comes next
 
@@ -26,15 +27,15 @@ Advance = Callable[[str], None]  # one cell is done or was there; says what come
 class Winners:
     """Collects the fastest algorithms and saves them into the tuned tables every few seconds."""
 
-    def __init__(self, gpu: Gpu, now: Callable[[], float] = time.monotonic) -> None:
-        self._gpu, self._now, self._saved = gpu, now, now()
+    def __init__(self, gpu: Gpu) -> None:
+        self._gpu, self._saved = gpu, time.monotonic()
         self._pending: dict[Subject, list[tuple[Problem, Tuned]]] = defaultdict(list)
 
     def add(self, library: Versioned, problem: Problem, found: Found) -> None:
         """Note the best of one problem."""
         best = Tuned(found.algorithm, found.timing.p50, found.others, found.tried)
         self._pending[self._gpu.subject(library)].append((problem, best))
-        if self._now() - self._saved >= SAVE_SECONDS:
+        if time.monotonic() - self._saved >= SAVE_SECONDS:
             self.flush()
 
     def flush(self) -> None:
@@ -42,7 +43,7 @@ class Winners:
         for subject, results in self._pending.items():
             save(subject, results)
         self._pending.clear()
-        self._saved = self._now()
+        self._saved = time.monotonic()
 
 
 @dataclass
@@ -60,16 +61,16 @@ class Session:
         self.winners = Winners(self.gpu)
 
     def search(self, library: Tunable, problem: Problem, weights: list[Tensor]) -> Found:
-        """The fastest algorithm, noted as a winner when serving runs the problem.  Raises LibraryError."""
+        """Search the fastest algorithm, and save it if serving runs the problem.  Raises LibraryError."""
         rotation = self.inputs.rotation(problem, weights)
         found = search(library, problem, rotation, self.clock, self.gpu.device)
-        if (problem.out, problem.scale) in served(library, problem.dtype):
+        if (problem.out, problem.scale) in served_outputs(library, problem.dtype):
             self.winners.add(library, problem, found)
         return found
 
 
-def served(library: Tunable, dtype: str) -> list[tuple[str, str]]:
-    """(out, scale) of the problems that serving gives to ``library`` for operands of ``dtype``, without bias.
+def served_outputs(library: Tunable, dtype: str) -> list[tuple[str, str]]:
+    """Return output type and scale of the problems that serving gives to ``library`` for operands of ``dtype``.
 
     Sparse INT8 with INT32 output is the exact path, scaled by a kernel of its own.  A dense library that scales is
     asked for products without, too: few tokens are scaled faster by a kernel.
@@ -91,7 +92,7 @@ def free(gpu: Gpu) -> None:
         torch.cuda.empty_cache()
 
 
-def describe(skipped: Sequence[str], most: int = 5) -> list[str]:
-    """The first of the refusals, and how many there were."""
-    rest = [f"and {len(skipped) - most} more"] if len(skipped) > most else []
-    return [*skipped[:most], *rest]
+def describe(skipped: Sequence[str]) -> list[str]:
+    """Return the first MOST_SHOWN of the refusals, and how many more there were."""
+    rest = [f"and {len(skipped) - MOST_SHOWN} more"] if len(skipped) > MOST_SHOWN else []
+    return [*skipped[:MOST_SHOWN], *rest]

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from slidesparse.errors import SlideSparseError, shown
-from slidesparse.pattern import SlidePattern, parse_pattern
+from slidesparse.pattern import SlidePattern, parse_pattern, round_up
 
 FEW_TOKENS = (1, 2, 4, 8, 16, 32)  # what libraries that take any number are tuned for, too
 TOKENS = (64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
@@ -70,11 +70,6 @@ def slided(k: int, pattern: str, alignment: int) -> int:
     return round_up(SlidePattern.parse(pattern).layout(k).slided, alignment)
 
 
-def round_up(count: int, multiple: int) -> int:
-    """The least multiple that is at least ``count``."""
-    return -(-count // multiple) * multiple
-
-
 def model(name: str) -> tuple[str, tuple[Layer, ...]]:
     """Name and layers of one of MODELS, or of a Hugging Face folder.  Raises ShapeError."""
     if name in MODELS:
@@ -100,7 +95,7 @@ def _from_config(path: Path) -> Model:
             kv_heads=int(config.get("num_key_value_heads") or heads),
             head=int(config.get("head_dim") or hidden // heads),
         )
-    except (ValueError, TypeError, AttributeError) as error:
+    except (ValueError, TypeError, AttributeError, ZeroDivisionError) as error:
         raise ShapeError(f"{path} is not the configuration of a model: {error}") from error
     except KeyError as error:
         raise ShapeError(f"{path} has no {error}: give the layers with --shapes NxK,NxK instead") from error
@@ -133,9 +128,11 @@ def parse_tokens(text: str) -> tuple[int, ...]:
 
 
 def parse_patterns(text: str, mixed: bool = False) -> tuple[str, ...]:
-    """``"6:8,2_10"`` -> ("6:8", "8:10"); if ``mixed`` also ``"2:4@50%"``.  Raises PatternError."""
+    """``"6:8,2_10"`` -> ("6:8", "8:10"); if ``mixed`` also ``"2:4@50%"``.  Raises PatternError or ShapeError."""
     parse = parse_pattern if mixed else SlidePattern.parse
-    return tuple(parse(word).ratio for word in split(text))
+    if not (words := split(text)):
+        raise ShapeError("--pattern is empty; use patterns such as 2:4,6:8")
+    return tuple(parse(word).ratio for word in words)
 
 
 def parse_choice(option: str, text: str, allowed: tuple[str, ...]) -> tuple[str, ...]:

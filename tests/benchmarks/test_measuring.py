@@ -125,7 +125,7 @@ def test_winners_of_what_serving_runs_are_saved(tmp_path: Path) -> None:
     for library in (dense, sparse):
         for out, expected in (("bf16", sparse), ("int32", dense), ("int8", None)):
             problem = Problem("int8", out, 64, 64, 16)
-            found = tuned.choice(library.name, "1.2.3", GPU.name, GPU.capability, problem)
+            found = tuned.choice(GPU.subject(library), problem)
             assert found == ("good" if library is expected else None)
 
 
@@ -150,7 +150,7 @@ def test_a_sparse_library_multiplies_dense_weights_and_keeps_the_winner_of_spars
     assert [row["pattern"] for row in bench.records.rows] == ["6:8", "dense"] * 2
     for columns, found in ((96, "good"), (64, None)):  # of 6:8, and of the dense weight, which 2:4 would have
         problem = Problem("int8", "bf16", 64, columns, 16)
-        assert tuned.choice("hopper", "1.2.3", GPU.name, GPU.capability, problem) == found
+        assert tuned.choice(GPU.subject(blocks), problem) == found
 
 
 def test_what_a_library_refuses_is_noted_and_the_rest_measured(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ import torch
 from checkpoints import llama
 
 from slidesparse.calibrate import inputs
-from slidesparse.calibrate.inputs import BlockInputs, HiddenStates, may_keep
+from slidesparse.calibrate.inputs import BlockInputs, HiddenStates, host_memory, may_keep
 from slidesparse.calibrate.models import Block, BlockSizes, LayeredModel, open_model
 from slidesparse.calibrate.samples import Samples, _one_by_one, load_samples
 from slidesparse.checkpoint.storage import Checkpoint
@@ -237,3 +237,18 @@ def test_inputs_are_kept_if_all_fits_in_memory(tmp_path: Path, monkeypatch: pyte
             assert may_keep(states, 24) == fits
     monkeypatch.undo()
     assert not may_keep(HiddenStates([(2, 3, 8)], CPU, tmp_path, limit=0), 24)  # on the disk
+
+
+def test_a_container_may_use_no_more_memory_than_its_limit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    limits = tmp_path / "memory.max", tmp_path / "memory.limit_in_bytes"
+    monkeypatch.setattr(inputs, "CONTAINER_LIMITS", limits)
+    machine = host_memory()
+    limits[0].write_text("max\n")
+    assert host_memory() == machine
+    limits[1].write_text("9223372036854771712\n")  # no limit, as control groups 1 say it
+    assert host_memory() == machine
+    limits[0].write_text("1000000\n")
+    assert host_memory() == 10**6
+    assert not may_keep(HiddenStates([(2, 300, 80)], CPU, tmp_path), 240)

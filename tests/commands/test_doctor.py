@@ -270,7 +270,7 @@ def test_vllm(installed: dict[str, str], words: str, monkeypatch: pytest.MonkeyP
         return installed[name]
 
     monkeypatch.setattr(doctor.importlib.metadata, "version", version)
-    assert words in doctor._vllm()["words"]
+    assert words in doctor.vllm()[0]["words"]
 
 
 def test_what_is_installed_was_run() -> None:
@@ -402,7 +402,7 @@ class TestCheckpoints:
         monkeypatch.setenv("USE_CUSPARSELT", "1")
         monkeypatch.setenv("SPARSITY", "2_8")
         report = preflight.examine("out", tmp_path / "out")
-        assert (report.code, report.patterns, report.count(preflight.DENSE)) == (0, {"6:8": 6}, 2)
+        assert (report.code, report.patterns, report.count(preflight.STOCK)) == (0, {"6:8": 6}, 2)
         monkeypatch.setenv("SPARSITY", "4:6")
         assert preflight.examine("out", tmp_path / "out").code == 1
 
@@ -435,7 +435,7 @@ class TestCheckpoints:
         convert(model.write(tmp_path / "source"), tmp_path / "out")
         report = preflight.examine("out", tmp_path / "out")
         assert report.experts == {"I8": len(model.experts())}
-        assert (report.code, report.count(preflight.SPARSE)) == (0, 2 * 2 + 2 * 2)
+        assert (report.code, report.count(preflight.OURS)) == (0, 2 * 2 + 2 * 2)
 
     def test_what_inspect_refuses(self, tmp_path: Path) -> None:
         convert(llama(tmp_path / "source"), tmp_path / "out")

@@ -11,20 +11,22 @@ from typing import Any
 import pytest
 import torch
 from fake_library import CPU, GPU, FakeClock, FakeLibrary, Ticks, session
+from models import quantization_config
 from typer.testing import CliRunner
 
 from slidesparse import gemm
+from slidesparse.checkpoint.metadata import KEY, LayerEntry, Metadata
 from slidesparse.cli.main import app
 from slidesparse.gemm import tuned
 from slidesparse.gemm.problem import DTYPES, LibraryError, Problem
-from slidesparse.pattern import PatternError
-from slidesparse.slide import is_two_four, nonzero
+from slidesparse.pattern import PatternError, SlidePattern
+from slidesparse.slide import nonzero, obeys
 from slidesparse.tune import machine, measure, shapes
 from slidesparse.tune.inputs import Inputs
 from slidesparse.tune.jobs import jobs, tune
 from slidesparse.tune.measure import EXACT_US, MOST_COPIES, SAMPLES, Timing, copies_for, launches_for
 from slidesparse.tune.search import FINAL_SAMPLES, Found, agree, search
-from slidesparse.tune.session import served
+from slidesparse.tune.session import served_outputs
 from slidesparse.tune.shapes import Layer, ShapeError
 
 LAYERS = (Layer("a", 64, 64), Layer("b", 32, 128))
@@ -140,11 +142,11 @@ def test_what_serving_runs() -> None:
         FakeLibrary(scale="channel"),
         FakeLibrary("cublaslt", sparse=False, outs=("int32", "int8")),
     )
-    assert served(sparse, "int8") == [("bf16", "channel"), ("int32", "none")]
-    assert served(sparse, "fp8") == [("bf16", "channel")]
-    assert served(dense, "int8") == [("int32", "none")]
-    assert served(FakeLibrary(outs=("int32",)), "int8") == [("int32", "none")]
-    assert served(dense, "bf16") == []
+    assert served_outputs(sparse, "int8") == [("bf16", "channel"), ("int32", "none")]
+    assert served_outputs(sparse, "fp8") == [("bf16", "channel")]
+    assert served_outputs(dense, "int8") == [("int32", "none")]
+    assert served_outputs(FakeLibrary(outs=("int32",)), "int8") == [("int32", "none")]
+    assert served_outputs(dense, "bf16") == []
 
 
 def test_jobs_are_distinct_problems() -> None:
@@ -174,8 +176,8 @@ def test_tuning_saves_resumes_and_is_forced() -> None:
     assert len(steps) == 8
     for m in (1, 16, 40, 96):
         problem = Problem("int8", "bf16", 64, 96, m)
-        assert tuned.choice(library.name, "1.2.3", GPU.name, GPU.capability, problem) == "good"
-    saved = tuned.tuned(GPU.subject(library), todo[0].problem)
+        assert tuned.choice(GPU.subject(library), problem) == "good"
+    saved = tuned.exact(GPU.subject(library), todo[0].problem)
     assert saved
     assert ([name for name, _ in saved.others], saved.tried) == (["slow"], 4)
 
@@ -184,7 +186,7 @@ def test_tuning_saves_resumes_and_is_forced() -> None:
     assert (again.tuned, again.known, library.searched) == (0, 8, [])
     library.times["slow"] = 1.0
     assert tune(session(library), todo, force=True).tuned == 8
-    assert tuned.choice(library.name, "1.2.3", GPU.name, GPU.capability, todo[0].problem) == "slow"
+    assert tuned.choice(GPU.subject(library), todo[0].problem) == "slow"
 
 
 def test_weights_are_packed_once_for_all_token_counts() -> None:
@@ -258,6 +260,33 @@ def test_the_command_tunes_once(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (run()["tuned"], run()["known"]) == (count, count)
 
 
+def test_of_a_converted_checkpoint_it_tunes_what_is_served(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    layers = {f"layer{i}": LayerEntry(SlidePattern(length), 64) for i, length in enumerate((8, 8, 6))}
+    block = quantization_config("fp8") | {KEY: Metadata(SlidePattern(8), "dense", layers).to_json()}
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4}
+    asked: list[Any] = []
+    monkeypatch.setattr(machine, "require_gpu", lambda: GPU)
+    monkeypatch.setattr(machine, "require_libraries", lambda gpu, names: [])
+    monkeypatch.setattr(gemm, "choose", lambda path, device: ("hopper", ""))
+    monkeypatch.setattr("slidesparse.tune.jobs.jobs", lambda *arguments: asked.append(arguments[2:4]) or [])
+    monkeypatch.setattr(measure, "CudaClock", lambda device: nullcontext(FakeClock(FakeLibrary())))
+    every = (("int8", "fp8"), (*shapes.PATTERNS, *shapes.MIXED_PATTERNS))
+    for config, more, expected in (
+        (sizes | {"quantization_config": block}, [], (("fp8",), ("4:6", "6:8", "dense"))),
+        (
+            sizes | {"quantization_config": block},
+            ["--pattern", "2:4", "--dtype", "int8"],
+            (("int8",), ("2:4",)),
+        ),
+        (sizes, [], every),
+    ):
+        (tmp_path / "config.json").write_text(json.dumps(config))
+        done = CliRunner().invoke(app, ["tune", str(tmp_path), *more], catch_exceptions=False)
+        assert (done.exit_code, asked.pop()) == (0, expected), done.stderr
+
+
 @pytest.mark.skipif(torch.version.cuda is not None, reason="this torch is built with CUDA")
 def test_without_a_gpu_it_says_so_and_exits_3() -> None:
     done = CliRunner().invoke(app, ["tune"])
@@ -311,7 +340,8 @@ def test_a_folder_gives_the_layers_of_its_config(tmp_path: Path) -> None:
     )
     (tmp_path / "config.json").write_text(json.dumps({"text_config": config | {"head_dim": 32}}))
     assert [(one.n, one.k) for one in shapes.model(str(tmp_path))[1]][:2] == [(256, 64), (64, 128)]
-    for text, fact in (("{}", "hidden_size"), ("[]", "config.json"), ("{", "config.json")):
+    headless = json.dumps(config | {"num_attention_heads": 0})
+    for text, fact in (("{}", "hidden_size"), *((text, "config.json") for text in ("[]", "{", headless))):
         (tmp_path / "config.json").write_text(text)
         with pytest.raises(ShapeError, match=fact):
             shapes.model(str(tmp_path))
@@ -335,6 +365,8 @@ def test_shapes_and_token_counts_as_text() -> None:
     for text in ("", "0", "a", "1.5"):
         with pytest.raises(ShapeError):
             shapes.parse_tokens(text)
+    with pytest.raises(ShapeError, match="--pattern is empty"):
+        shapes.parse_patterns(" ,")
 
 
 @pytest.mark.parametrize(
@@ -359,7 +391,7 @@ def test_random_weights_are_two_of_four_and_dense_ones_not(dtype: str) -> None:
     inputs = Inputs(CPU, 0)
     sparse, dense = (inputs.weight(dtype, 48, 100, sparse=wanted) for wanted in (True, False))
     groups = nonzero(sparse).view(-1, 4).sum(1)
-    assert is_two_four(sparse)
+    assert obeys(sparse, SlidePattern(4))
     assert (groups == 2).float().mean() > 0.999  # FP8 and FP16 may round to zero
     assert len(nonzero(sparse).view(-1, 4).unique(dim=0)) >= 6  # every place
     assert nonzero(dense).float().mean() > 0.98

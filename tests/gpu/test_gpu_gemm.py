@@ -11,7 +11,7 @@ from strategies import assert_same_bits
 from torch import Tensor
 
 from slidesparse import gemm, reference
-from slidesparse.gemm.backend import HARDWARE, LayerSpec
+from slidesparse.gemm.backend import TWO_FOUR, LayerSpec
 from slidesparse.gemm.cublaslt import PLAIN_TOKENS
 from slidesparse.gemm.problem import DTYPES, Problem
 from slidesparse.pattern import SlidePattern
@@ -95,7 +95,7 @@ def test_int8_sums_beyond_float32(backend: str) -> None:
         assert_same_bits(dense_sums(q, weight), expected.to(torch.int32))
         return
     provider = gemm.get(backend)
-    spec = LayerSpec(n, k, HARDWARE, 0, INT8, torch.bfloat16)
+    spec = LayerSpec(n, k, TWO_FOUR, 0, INT8, torch.bfloat16)
     packed = provider.pack(spec, weight)
     found = provider.accumulate(q, packed, n, torch.int32)  # type: ignore[attr-defined]
     assert torch.equal(found.double(), expected.float().double())

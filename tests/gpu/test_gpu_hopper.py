@@ -13,7 +13,7 @@ from strategies import assert_same_bits
 from torch import Tensor
 
 from slidesparse import gemm, kernels, reference
-from slidesparse.gemm.backend import HARDWARE, LayerSpec
+from slidesparse.gemm.backend import TWO_FOUR, LayerSpec
 from slidesparse.gemm.hopper import native
 from slidesparse.gemm.hopper.backend import Hopper
 from slidesparse.gemm.problem import LibraryError, Problem
@@ -74,7 +74,7 @@ def test_int8_sums_beyond_float32() -> None:
     sums = exact(q, weight)
     assert int(sums.min()) > 2**24
     small = ones * 2.0**-12  # so that FP16 holds the result
-    packed = BACKEND.pack(LayerSpec(n, k, HARDWARE, 0, INT8, torch.float16), weight)
+    packed = BACKEND.pack(LayerSpec(n, k, TWO_FOUR, 0, INT8, torch.float16), weight)
     found = BACKEND.scaled_matmul(q, ones[:m], packed, small, None, torch.float16)
     expected = reference.dequant_bias(sums.to(torch.int32), ones[:m], small, None, torch.float16, "cuda")
     assert_same_bits(found, expected)

@@ -17,7 +17,7 @@ from token_rows import GEOMETRIES, LARGE, assert_same_codes, rows
 from torch import Tensor
 
 from slidesparse import gemm, kernels, ops, reference
-from slidesparse.gemm.backend import HARDWARE, LayerSpec
+from slidesparse.gemm.backend import TWO_FOUR, LayerSpec
 from slidesparse.gemm.hopper import native
 from slidesparse.gemm.hopper.backend import Hopper, pack_without_plan, run_layer
 from slidesparse.gemm.problem import NAMES, LibraryError
@@ -159,7 +159,7 @@ def random_layer(rng: random.Random, index: int, dtype: torch.dtype) -> Layer:
         spec = LayerSpec(n, k, None, 0, dtype, torch.bfloat16)
         sparse = torch.rand(-(-n // 64), -(-k // 128), device=gpu()) < share
         sparse = sparse.repeat_interleave(64, 0).repeat_interleave(128, 1)[:n, :k]
-        weight = torch.where(sparse, prune(numbers, HARDWARE), numbers).to(dtype)
+        weight = torch.where(sparse, prune(numbers, TWO_FOUR), numbers).to(dtype)
     else:
         pattern = SlidePattern.parse(rng.choice(PATTERNS))
         phase = rng.randrange(pattern.length or 1)

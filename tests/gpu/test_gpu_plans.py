@@ -309,11 +309,11 @@ REFUSALS = """
 import json
 import torch
 from slidesparse import gemm
-from slidesparse.gemm.backend import HARDWARE, LayerSpec
+from slidesparse.gemm.backend import TWO_FOUR, LayerSpec
 from slidesparse.gemm.problem import Problem
 
 LIBRARY = gemm.get("cusparselt")
-SPEC = LayerSpec(64, 64, HARDWARE, 0, torch.int8, torch.bfloat16)
+SPEC = LayerSpec(64, 64, TWO_FOUR, 0, torch.int8, torch.bfloat16)
 
 def words(call):
     try:

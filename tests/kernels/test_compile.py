@@ -65,7 +65,7 @@ def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setattr(compile, "sources", lambda: tmp_path / "csrc")
     monkeypatch.setattr(find, "python_headers", lambda: [tmp_path / "python"])
     monkeypatch.setattr(find, "torch_folder", lambda oldest: tmp_path / "torch")
-    operators = Target("operators", "operators", ("cusparselt.cpp",), torch=(2, 10), defines=("VERSION=1",))
+    operators = Target("operators", "operators", ("cusparselt.cpp",), torch=(2, 10))
     monkeypatch.setitem(TARGETS, "operators", operators)
     return tmp_path
 
@@ -99,7 +99,7 @@ def test_command_lines(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         "cusparselt.cpp -o",
     ):
         assert words in module
-    for words in ("-DVERSION=1", f"-isystem {root}/torch/include", f"-L{root}/torch/lib -ltorch_cpu"):
+    for words in (f"-isystem {root}/torch/include", f"-L{root}/torch/lib -ltorch_cpu"):
         assert words in operators
     for line in (*compiles, link):
         assert f"-ccbin={root}/bin/c++ -Xcompiler=-O1" in line
@@ -226,6 +226,22 @@ def test_a_compiler_that_hangs(root: Path, monkeypatch: pytest.MonkeyPatch) -> N
     program(root, "c++", text="#!/bin/sh\nif [ $1 = --version ]; then exit; fi\nexec sleep 30\n")
     with pytest.raises(ToolchainError, match=r"took more than 0.2 s: .*/c\+\+ "):
         compile.build("cusparselt")
+
+
+def test_after_an_interruption_no_compiler_is_started(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    started = []
+
+    def interrupted(words: tuple[str, ...], folder: Path | None = None) -> None:
+        started.append(words)
+        if len(started) > 1:
+            time.sleep(0.2)
+        raise KeyboardInterrupt
+
+    monkeypatch.setenv("MAX_JOBS", "1")
+    monkeypatch.setattr(compile, "compile_with", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        compile.build("hopper")
+    assert len(started) <= 2 < len(compile._units(root / "csrc/hopper/units.txt"))
 
 
 def test_a_cache_that_cannot_be_written(root: Path) -> None:

@@ -12,7 +12,7 @@ from hopper_stand_in import StandIn
 from slidesparse import gemm
 from slidesparse.build.find import ToolchainError
 from slidesparse.gemm import tuned
-from slidesparse.gemm.backend import HARDWARE, LayerSpec
+from slidesparse.gemm.backend import TWO_FOUR, LayerSpec
 from slidesparse.gemm.hopper import backend as hopper
 from slidesparse.gemm.hopper import native
 from slidesparse.gemm.hopper.backend import Hopper
@@ -30,7 +30,7 @@ BACKEND = Hopper()
 
 def identity(columns: int = 64) -> torch.Tensor:
     """A packed weight [64, columns] that multiplies by 1."""
-    spec = LayerSpec(64, columns, HARDWARE, 0, INT8, torch.bfloat16)
+    spec = LayerSpec(64, columns, TWO_FOUR, 0, INT8, torch.bfloat16)
     return BACKEND.pack(spec, torch.eye(64, dtype=INT8)[:, :columns].contiguous())
 
 
@@ -96,11 +96,11 @@ def test_an_untuned_shape_takes_what_was_tuned_nearby_or_what_the_model_predicts
     standing_in: StandIn, n: int, caplog: pytest.LogCaptureFixture
 ) -> None:
     """How to cut K depends on the shape: one with half the out-features is too far."""
-    tuned._note_once.cache_clear()
+    tuned.note_untuned.cache_clear()
     near = "split:1x16/2x1/3"
     tuned.save(SUBJECT, [(Problem("int8", "bf16", n, 128, 16, "both"), Tuned(near, 1.0))])
     weight, ones = torch.zeros(4608, 64, dtype=INT8), torch.ones(4608, 1)
-    packed = BACKEND.pack(LayerSpec(4608, 64, HARDWARE, 0, INT8, torch.bfloat16), weight)
+    packed = BACKEND.pack(LayerSpec(4608, 64, TWO_FOUR, 0, INT8, torch.bfloat16), weight)
     for m in (16, 4000):
         q = torch.ones(m, 64, dtype=INT8)
         BACKEND.scaled_matmul(q, torch.ones(m, 1), packed, ones, None, torch.float16)
@@ -218,7 +218,7 @@ def test_models_in_float32_are_refused_at_the_start() -> None:
 @pytest.mark.parametrize("dtype", [INT8, FP8])
 def test_the_types_of_codes_have_plans_of_their_own(standing_in: StandIn, dtype: torch.dtype) -> None:
     weight = torch.eye(64).to(dtype)
-    packed = BACKEND.pack(LayerSpec(64, 64, HARDWARE, 0, dtype, torch.bfloat16), weight)
+    packed = BACKEND.pack(LayerSpec(64, 64, TWO_FOUR, 0, dtype, torch.bfloat16), weight)
     q = torch.ones(3, 64).to(dtype)
     found = BACKEND.scaled_matmul(q, torch.ones(3, 1), packed, torch.ones(64, 1), None, torch.float16)
     assert torch.equal(found, torch.ones(3, 64).half())

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch._dynamo.testing import CompileCounter
 
 from slidesparse import ops, profiling, reference
-from slidesparse.gemm.backend import HARDWARE, LayerSpec
+from slidesparse.gemm.backend import TWO_FOUR, LayerSpec
 from slidesparse.gemm.hopper.backend import Hopper
 from slidesparse.gemm.problem import LibraryError
 from slidesparse.kernels import RmsNorm
@@ -73,7 +73,7 @@ def test_columns_that_are_not_neighbours_are_copied(standing_in: StandIn) -> Non
 
 def identity() -> tuple[Tensor, Tensor]:
     """A packed weight [64, 64] that multiplies by 1, and its scales."""
-    spec = LayerSpec(64, 64, HARDWARE, 0, INT8, torch.bfloat16)
+    spec = LayerSpec(64, 64, TWO_FOUR, 0, INT8, torch.bfloat16)
     return BACKEND.pack(spec, torch.eye(64, dtype=INT8)), torch.ones(64, 1)
 
 
@@ -129,7 +129,7 @@ def test_producers_that_do_not_fit_are_refused(standing_in: StandIn) -> None:
 
 def test_layers_that_are_refused(standing_in: StandIn) -> None:
     packed, ones = identity()
-    x, spec = torch.ones(2, 64, dtype=torch.bfloat16), LayerSpec(64, 64, HARDWARE, 0, INT8, torch.bfloat16)
+    x, spec = torch.ones(2, 64, dtype=torch.bfloat16), LayerSpec(64, 64, TWO_FOUR, 0, INT8, torch.bfloat16)
     with pytest.raises(LibraryError, match=r"torch\.float32"):
         ops.linear(x.float(), packed, ones, None, 4, 0, INT8, 128, "hopper")
     with pytest.raises(LibraryError, match="5120 bytes .* 10240"):

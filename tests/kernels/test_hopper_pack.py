@@ -21,7 +21,7 @@ from slidesparse.blocks import dense_blocks
 from slidesparse.build.compile import FLAGS, compile_with, sources
 from slidesparse.build.find import compiler
 from slidesparse.gemm import cuda
-from slidesparse.gemm.backend import HARDWARE, LayerSpec
+from slidesparse.gemm.backend import TWO_FOUR, LayerSpec
 from slidesparse.gemm.hopper import format as hopper_format
 from slidesparse.gemm.hopper import native
 from slidesparse.gemm.hopper.backend import Hopper, pack_by_kernel
@@ -149,13 +149,13 @@ def test_mixed_blocks_are_packed(
     weight[weight == -128] = 0
     sparse = torch.rand(-(-n // 64), -(-k // 128), generator=generator) < share
     sparse = sparse.repeat_interleave(64, 0).repeat_interleave(128, 1)[:n, :k]
-    weight = torch.where(sparse, prune(weight.float(), HARDWARE).to(torch.int8), weight)
+    weight = torch.where(sparse, prune(weight.float(), TWO_FOUR).to(torch.int8), weight)
     codes = (weight.float() / 16).to(FP8) if dtype == FP8 else weight
     codes = torch.where(is_zero(codes), 0, raw(codes)).view(dtype)
     dense = dense_blocks(codes)
     if share == 0.0 and k > 4:
         assert bool(dense.all())
-    found, broken = pack_by_kernel(codes.to(device), HARDWARE.layout(k), dense.to(device))
+    found, broken = pack_by_kernel(codes.to(device), TWO_FOUR.layout(k), dense.to(device))
     assert broken == 0
     assert_same_bits(found.cpu(), hopper_format.pack_mixed(codes, dense))
     assert_same_bits(hopper_format.unpack(found.cpu(), n, k, dtype), codes)

@@ -129,9 +129,7 @@ def check_fp8_quotients(device: str) -> None:
     assert_same_codes(quant_only(x.to(device), FP8), expected)
 
 
-def check_dequantization(
-    source: torch.dtype, out_dtype: torch.dtype, m: int, n: int, arithmetic: str, device: str
-) -> None:
+def check_dequantization(source: torch.dtype, out_dtype: torch.dtype, m: int, n: int, device: str) -> None:
     """With and without bias, contiguous accumulators and some with a gap, against the reference on that device."""
     from slidesparse.kernels.dequant_bias import dequant_bias
 
@@ -145,8 +143,8 @@ def check_dequantization(
     for sums in (acc[:, :n].contiguous(), acc[:, :n]):
         for bias in (None, torch.randn(n, generator=generator).to(out_dtype).to(device) * 1000):
             for launch in (None, Config(32, 2, 1)):
-                found = dequant_bias(sums, scale_x, scale_w, bias, out_dtype, arithmetic, launch)
-                expected = reference.dequant_bias(sums, scale_x, scale_w, bias, out_dtype, arithmetic)
+                found = dequant_bias(sums, scale_x, scale_w, bias, out_dtype, launch)
+                expected = reference.dequant_bias(sums, scale_x, scale_w, bias, out_dtype)
                 assert torch.equal(found.isnan(), expected.isnan())
                 assert_same_bits(found.nan_to_num(nan=0.0), expected.nan_to_num(nan=0.0))
 
@@ -162,7 +160,7 @@ def check_rounding_of_results(out_dtype: torch.dtype, device: str) -> None:
     acc = torch.cat([neighbours(halves, 1).flatten(), values, torch.tensor([3.4e38, -3.4e38, 7e4, INF])])
     acc = acc[acc.isfinite() | acc.isinf()].reshape(1, -1).to(device)
     ones = torch.ones(acc.shape[1], 1, device=device)
-    found = dequant_bias(acc, ones[:1], ones, None, out_dtype, "cuda", Config(65536, 1, 32))
+    found = dequant_bias(acc, ones[:1], ones, None, out_dtype, Config(65536, 1, 32))
     assert_same_bits(found, acc.to(out_dtype))
 
 
@@ -210,7 +208,6 @@ def check_refusals(device: str) -> None:
         (ValueError, "scale_w has shape \\(7,\\)", lambda: dequant_bias(x, ones[:4], ones[:7], None, half)),
         (ValueError, "bias has shape \\(4,\\)", lambda: dequant_bias(x, ones[:4], ones, ones[:4], half)),
         (TypeError, "the output cannot be torch.int8", lambda: dequant_bias(x, ones[:4], ones, None, INT8)),
-        (TypeError, "arithmetic 'gpu'", lambda: dequant_bias(x, ones[:4], ones, None, half, "gpu")),  # type: ignore[arg-type]
     ]
     for error, words, call in refused:
         with pytest.raises(error, match=words):
@@ -243,9 +240,8 @@ def cases(large: bool) -> Iterator[tuple[str, Callable[[str], None]]]:
     for m, n in shapes:
         for source in (torch.int32, torch.float32, torch.bfloat16):
             for out_dtype in SOURCES:
-                for arithmetic in ("cuda", "cpu"):
-                    name = f"dequantize M={m} N={n} {source} {out_dtype} {arithmetic}".replace("torch.", "")
-                    yield name, partial(check_dequantization, source, out_dtype, m, n, arithmetic)
+                name = f"dequantize M={m} N={n} {source} {out_dtype}".replace("torch.", "")
+                yield name, partial(check_dequantization, source, out_dtype, m, n)
     for out_dtype in SOURCES:
         yield f"round {out_dtype}".replace("torch.", ""), partial(check_rounding_of_results, out_dtype)
     yield "nothing", check_nothing

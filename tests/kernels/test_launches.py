@@ -130,7 +130,7 @@ def check_tuning(device: str) -> None:
     assert (first.tuned, first.wrong, first.skipped) == (2 * 4, 0, ())  # two quantizers, two sums
     assert again.known == first.tuned
     for job in todo:
-        best = tuned.tuned(GPU.subject(job.library), job.problem)
+        best = tuned.exact(GPU.subject(job.library), job.problem)
         assert best
         assert best.algorithm in map(str, searching.candidates(job.library.name, job.problem))
         assert best.tried > len(best.others) == 2

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch._dynamo.testing import CompileCounter
 
 from slidesparse import gemm, ops, reference
-from slidesparse.gemm.backend import HARDWARE, LayerSpec
+from slidesparse.gemm.backend import TWO_FOUR, LayerSpec
 from slidesparse.quantize import FP8, INT8, dequantize_rows, quantize_rows
 
 PATTERNS = ["2:4", "4:6", "6:8", "8:10", "14:16", "2_inf"]
@@ -173,7 +173,7 @@ def test_gpu_backends_equal_the_reference(backend: str, pattern: str, dtype: tor
     assert torch.equal(on_gpu.cpu().view(torch.int8), q.view(torch.int8))
     assert torch.equal(scale_gpu.cpu(), scale_x)
     provider = gemm.require(backend, torch.device("cuda"))
-    spec = LayerSpec(n, layout.slided, HARDWARE, 0, dtype, torch.float32)
+    spec = LayerSpec(n, layout.slided, TWO_FOUR, 0, dtype, torch.float32)
     arguments = (provider.pack(spec, slided.cuda()), scale.cuda(), bias.cuda(), torch.float32)
     found = provider.scaled_matmul(on_gpu, scale_gpu, *arguments).cpu()
     if dtype == INT8:

@@ -240,3 +240,22 @@ def test_weights_that_cublaslt_would_read_wrongly(weight: torch.Tensor) -> None:
     q, ones = torch.zeros(2, 128, dtype=torch.int8), torch.ones(64, 1)
     with pytest.raises(LibraryError, match="of torch.int8: pack the weight for the backend cublaslt"):
         cublaslt.CublasLt()._product(q, weight, 64, torch.int32, ones)
+
+
+@pytest.mark.parametrize("together", [True, False])
+def test_packing_asks_whether_chunks_concatenate_without_torch_s_random_numbers(
+    monkeypatch: pytest.MonkeyPatch, together: bool
+) -> None:
+    """vLLM samples tokens by those, which loading a model may not change."""
+
+    class Library(cusparselt.CuSparseLt):
+        def operand(self, weight: torch.Tensor, layout: problem.Layout = problem.TN) -> torch.Tensor:
+            codes = weight.view(torch.uint8)
+            metadata = (codes[:, ::16] != 0) if together else codes[:, ::16].flip(0)
+            return torch.cat(
+                [part.flatten() for part in (codes[:, ::2], metadata, codes.new_zeros(cusparselt.SLACK))]
+            )
+
+    state = torch.get_rng_state()
+    assert Library()._concatenates(torch.device("cpu"), FP8) is together
+    assert torch.equal(torch.get_rng_state(), state)

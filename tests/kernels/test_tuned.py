@@ -7,6 +7,7 @@ import logging
 import os
 import subprocess
 import sys
+import threading
 from dataclasses import replace
 from pathlib import Path
 
@@ -27,13 +28,13 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv(tuned.CACHE, str(tmp_path / "cache"))
     monkeypatch.setattr(tuned, "SHIPPED", tmp_path / "shipped")
     tuned._tables.cache_clear()
-    tuned._note_once.cache_clear()
-    tuned._note_refused_once.cache_clear()
+    tuned.note_untuned.cache_clear()
+    tuned.note_refused.cache_clear()
     return tmp_path / "cache" / "tuned"
 
 
 def choose(problem: Problem, subject: Subject = SUBJECT) -> str | None:
-    return tuned.choice(subject.library, subject.version, subject.gpu, subject.capability, problem)
+    return tuned.choice(subject, problem)
 
 
 def put(*results: tuple[int, str], problem: Problem = PROBLEM) -> Path:
@@ -53,15 +54,14 @@ def test_many_more_tokens_than_were_tuned_go_to_a_neighbour_first() -> None:
     put((64, "few"))
     put((64, "wrong"), (4096, "near"), problem=replace(PROBLEM, k=PROBLEM.k + 256))
     put((8192, "far"), problem=replace(PROBLEM, k=8 * PROBLEM.k))
-    facts = SUBJECT.library, SUBJECT.version, SUBJECT.gpu, SUBJECT.capability
     assert choose(replace(PROBLEM, m=128)) == "few"
     many = replace(PROBLEM, m=2000)
     assert choose(many) is None
-    assert tuned.choice(*facts, many, any_tokens=True) == "few"
-    assert tuned.neighbour(*facts, many) == "near"
-    assert tuned.neighbour(*facts, replace(PROBLEM, m=10000)) == "far"
-    assert tuned.neighbour(*facts, replace(PROBLEM, m=10000), within=1) is None
-    assert tuned.neighbour(*facts, replace(PROBLEM, m=10**6)) is None
+    assert tuned.choice(SUBJECT, many, any_tokens=True) == "few"
+    assert tuned.neighbour(SUBJECT, many) == "near"
+    assert tuned.neighbour(SUBJECT, replace(PROBLEM, m=10000)) == "far"
+    assert tuned.neighbour(SUBJECT, replace(PROBLEM, m=10000), within=1) is None
+    assert tuned.neighbour(SUBJECT, replace(PROBLEM, m=10**6)) is None
 
 
 @pytest.mark.parametrize(
@@ -105,7 +105,7 @@ def test_the_next_fastest_and_the_count_of_a_search_stay(cache: Path) -> None:
     best = Tuned("a", 1.0, (("b", 1.25), ("c", 1.5)), 60)
     tuned.save(SUBJECT, [(replace(PROBLEM, m=128), best)])
     put((256, "plain"))
-    assert tuned.tuned(SUBJECT, replace(PROBLEM, m=128)) == best
+    assert tuned.exact(SUBJECT, replace(PROBLEM, m=128)) == best
     (entries,) = json.loads((cache / FILE).read_text())["entries"].values()
     assert entries["64"] == entries["256"] == {"algorithm": "plain", "us": 1.0}
     assert entries["128"] == {"algorithm": "a", "us": 1.0, "others": {"b": 1.25, "c": 1.5}, "tried": 60}
@@ -130,6 +130,22 @@ def test_saving_adds_to_what_another_process_saved() -> None:
     subprocess.run([sys.executable, "-c", program], check=True, timeout=120)
     put((128, "b"))
     assert [choose(replace(PROBLEM, m=m)) for m in (64, 128, 256)] == ["a", "b", "other"]
+
+
+def test_two_that_save_at_once_both_stay(monkeypatch: pytest.MonkeyPatch) -> None:
+    publish = tuned._publish
+    other = threading.Thread(target=put, args=((128, "b"),))
+
+    def while_another_saves(path: Path, text: str) -> None:
+        monkeypatch.setattr(tuned, "_publish", publish)
+        other.start()
+        other.join(0.5)  # it waits
+        publish(path, text)
+
+    monkeypatch.setattr(tuned, "_publish", while_another_saves)
+    put((64, "a"))
+    other.join()
+    assert [choose(replace(PROBLEM, m=m)) for m in (64, 128)] == ["a", "b"]
 
 
 def test_a_save_that_dies_leaves_the_old_table(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -169,15 +185,27 @@ def test_a_damaged_or_foreign_file_is_named_with_the_remedy(
         assert "delete it and run `slidesparse tune` again" in str(error.value)
 
 
-@pytest.mark.parametrize("broken", ['"algorithm"', '"64"', '"us"', "7777", '{"b": 2.0}'])
+@pytest.mark.parametrize(
+    "broken", ['"algorithm"', '"64"', '"us"', "7777", '{"b": 2.0}', f'"{tuned.Shape.of(PROBLEM)}"']
+)
 def test_a_file_with_damaged_entries_is_named(broken: str) -> None:
     path = tuned.save(SUBJECT, [(PROBLEM, Tuned("a", 1.0, (("b", 2.0),), 7777))])
     text = json.dumps(json.loads(path.read_text()))
     assert broken in text
     path.write_text(text.replace(broken, '"what"'))
     tuned._tables.cache_clear()
-    with pytest.raises(TableError, match="is damaged"):
-        choose(PROBLEM)
+    for shape in (PROBLEM, replace(PROBLEM, n=64)):
+        with pytest.raises(TableError, match="is damaged"):
+            tuned.look_up(SUBJECT, shape)
+
+
+def test_an_entry_without_measurements_is_no_entry() -> None:
+    path = put((64, "a"))
+    document = json.loads(path.read_text())
+    document["entries"] = {key: {} for key in document["entries"]}
+    path.write_text(json.dumps(document))
+    tuned._tables.cache_clear()
+    assert tuned.look_up(SUBJECT, PROBLEM) == (None, "its own heuristic")
 
 
 def test_the_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -191,11 +219,12 @@ def test_the_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 def test_an_untuned_shape_is_logged_once_with_the_command(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING, "slidesparse"):
+        for _ in range(2):
+            tuned.note_untuned("cusparselt", "int8", 4608, 5376, "its own heuristic")
+        tuned.note_untuned("cublaslt", "int8", 4608, 5376, "its own heuristic")
         for m in (1, 2):
-            tuned.note_untuned("cusparselt", replace(PROBLEM, m=m), "its own heuristic")
-        tuned.note_untuned("cublaslt", PROBLEM, "its own heuristic")
-        for m in (1, 2):
-            tuned.note_refused("cublaslt", replace(PROBLEM, m=m), "7", "too large")
+            shape = tuned.Shape.of(replace(PROBLEM, m=m))
+            tuned.note_refused("cublaslt", shape, "7", "too large")
     first, second, third = (record.getMessage() for record in caplog.records)
     assert first.endswith(
         "slidesparse tune --library cusparselt --dtype int8 --pattern 2:4 --shapes 4608x5376"

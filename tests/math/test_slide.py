@@ -13,7 +13,6 @@ from slidesparse.pattern import PatternError, SlidePattern
 from slidesparse.slide import (
     CHUNK_ELEMENTS,
     is_slided,
-    is_two_four,
     lift,
     obeys,
     slide,
@@ -94,7 +93,7 @@ def test_weights_that_were_slided_by_another_pattern_of_equal_width() -> None:
 def test_every_window_is_two_four(case: Case) -> None:
     pattern, phase, w = case
     slided = slide(w, pattern, phase)
-    assert is_two_four(slided)
+    assert obeys(slided, SlidePattern(4))
     counts = (~is_zero(slided)).reshape(w.shape[0], -1, 4).sum(-1) if slided.numel() else torch.zeros(1)
     assert int(counts.max() if counts.numel() else 0) <= 2
     assert int((~is_zero(slided)).sum()) == int((~is_zero(w)).sum())  # nothing lost, nothing twice
@@ -251,9 +250,3 @@ def test_unslide_refuses_another_width(name: str, off: int) -> None:
     width = pattern.layout(32).slided
     with pytest.raises(ValueError, match=f"{width} columns, found {width + off}"):
         unslide(torch.zeros(2, width + off), pattern, 32)
-
-
-def test_is_two_four_says_no() -> None:
-    assert not is_two_four(torch.tensor([[1.0, 1.0, 0.0, 1.0]]))
-    assert is_two_four(torch.tensor([[1.0, -0.0, 0.0, 1.0]]))
-    assert not is_two_four(torch.tensor([[0, 0, 0, 0, 1, 1, 1, 0]], dtype=torch.int8))

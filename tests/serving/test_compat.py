@@ -42,6 +42,15 @@ def test_too_old(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixtu
         compat.works()
 
 
+@pytest.mark.parametrize(("version", "works"), [("0.25.1-patched", True), ("patched", False)])
+def test_a_version_of_another_form(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, version: str, works: bool
+) -> None:
+    """A fork may name its versions as it likes; the plugin stops no command of vLLM for that."""
+    (said,) = warned(monkeypatch, caplog, version, works=works)
+    assert version in said
+
+
 def warned(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,

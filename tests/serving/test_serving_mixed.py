@@ -49,7 +49,7 @@ def test_mixed_patterns_and_layers_without_one(
     ), found.summary
     foreseen = preflight.examine("model", made[layout])
     assert foreseen.patterns == {"4:6": 1, "6:8": 4, "8:10": 2, "dense": 1}
-    assert (foreseen.count(preflight.DENSE), foreseen.count(preflight.LEFT)) == (0, 0)
+    assert (foreseen.count(preflight.STOCK), foreseen.count(preflight.UNQUANTIZED)) == (0, 0)
 
 
 @pytest.mark.slow
@@ -91,7 +91,7 @@ def test_groups_of_layers_that_others_quantized(zygote: Zygote, tmp_path: Path) 
     assert found.tokens == expected.tokens
     assert "7 layers sparse, 2 dense (1 lm_head, 1 not quantized)" in found.summary, found.summary
     foreseen = preflight.examine("model", model)
-    assert (foreseen.patterns, foreseen.count(preflight.LEFT)) == ({"6:8": 7}, 1)
+    assert (foreseen.patterns, foreseen.count(preflight.UNQUANTIZED)) == ({"6:8": 7}, 1)
 
 
 WIDE = Decoder("Qwen2ForCausalLM", hidden=256, intermediate=512, head_dim=64)

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from slidesparse import gemm
-from slidesparse.gemm.backend import LayerSpec
+from slidesparse.gemm.backend import TWO_FOUR, LayerSpec
 from slidesparse.gemm.problem import DTYPES, TN, Layout, LibraryError, Problem
-from slidesparse.slide import is_two_four
+from slidesparse.slide import obeys
 from slidesparse.tune.inputs import Inputs
 from slidesparse.tune.machine import Gpu
 from slidesparse.tune.measure import Deadline, Launch, Replay
@@ -101,7 +101,7 @@ class FakeLibrary:
         return "none" if out == "int32" else self.scale
 
     def operand(self, weight: Tensor, layout: Layout = TN) -> Tensor:
-        assert not self.sparse or is_two_four(weight)
+        assert not self.sparse or obeys(weight, TWO_FOUR)
         self.packed.append(tuple(weight.shape))
         return weight if layout.weight_k else weight.t().contiguous()
 

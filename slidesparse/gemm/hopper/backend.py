@@ -22,14 +22,14 @@ from slidesparse.blocks import BLOCK, dense_blocks
 from slidesparse.build.compile import build
 from slidesparse.build.find import ToolchainError
 from slidesparse.gemm import cuda
-from slidesparse.gemm.backend import HARDWARE, LayerSpec, require_none_broken, round_up
+from slidesparse.gemm.backend import TWO_FOUR, LayerSpec, require_none_broken
 from slidesparse.gemm.cuda import CudaBackend
 from slidesparse.gemm.hopper import format as hopper_format
 from slidesparse.gemm.hopper import native
 from slidesparse.gemm.hopper.native import TYPES, Layer
 from slidesparse.gemm.problem import BLOCKS, DTYPES, NAMES, TN, Layout, LibraryError, Problem, require_operand
 from slidesparse.kernels import Producer, RmsNorm, SiluMul
-from slidesparse.pattern import HARDWARE_LENGTH, SlideLayout
+from slidesparse.pattern import HARDWARE_LENGTH, SlideLayout, round_up
 from slidesparse.quantize import FP8, INT8
 from slidesparse.slide import slide
 
@@ -37,7 +37,7 @@ HOPPER_CAPABILITY = (9, 0)  # whose instructions neither earlier nor later GPUs 
 VERSION = "4"  # of the configurations: tables tuned for others are not read
 CANDIDATES = 16  # configurations that tuning tries for a problem
 NEAR = 0.5  # see `tuned.neighbour`: as far as 4:6 is from 2:4 and 6:8 of the same layer
-MOST_TOKENS = 1 << 15  # for which a plan chooses a configuration; more tokens take the last one's
+MOST_TOKENS = 1 << 15  # that the configurations of a plan cover; more tokens use the last one
 OUTPUTS = (torch.bfloat16, torch.float16)
 ALIGNMENT = 16  # bytes, of the rows of codes that TMA reads
 
@@ -45,9 +45,9 @@ _planning = threading.Lock()
 
 
 class HopperPlan:
-    """See `slidesparse.gemm.problem.Plan`.  The number of tokens may be any; the problem's only chose the algorithm."""
+    """See `slidesparse.gemm.problem.Plan`.  It runs any number of tokens."""
 
-    workspace = 0  # of torch's memory; a stream's is the kernels' own
+    workspace = 0  # the kernels allocate their own
 
     def __init__(self, problem: Problem, algorithm: str) -> None:
         self.algorithm = algorithm
@@ -86,7 +86,7 @@ class Hopper(CudaBackend):
     outputs: tuple[torch.dtype, ...] = OUTPUTS
 
     def version(self) -> str:
-        """The version of the configurations."""
+        """See `Tunable.version`: the version of the configurations."""
         native.library()
         return VERSION
 
@@ -111,14 +111,14 @@ class Hopper(CudaBackend):
         return "both"
 
     def operand(self, weight: Tensor, layout: Layout = TN) -> Tensor:
-        """[n, k] -> `slidesparse.gemm.hopper.format`, its blocks 2:4 or dense as they are.  Raises LibraryError."""
+        """See `Tunable.operand`: packed (`slidesparse.gemm.hopper.format`), with dense blocks where it is not 2:4."""
         require_operand(weight.dtype)
         _require_layout(layout)
         spec = LayerSpec(weight.shape[0], weight.shape[1], None, 0, weight.dtype, OUTPUTS[0])
         return pack_without_plan(spec, weight)
 
     def algorithms(self, problem: Problem, device: torch.device, layout: Layout = TN) -> list[str]:
-        """The configurations that the model predicts to be fastest."""
+        """See `Tunable.algorithms`: the CANDIDATES configurations that the cost model predicts to be fastest."""
         self._require(problem, layout)
         with cuda.on_device(cuda.index_of(device)):
             sizes = problem.n, problem.k, problem.m, DTYPES[problem.dtype]
@@ -141,11 +141,10 @@ class Hopper(CudaBackend):
             raise LibraryError(f"the Hopper kernels scale by out-feature and token, asked for {problem}")
 
     def pack(self, spec: LayerSpec, weight: Tensor) -> Tensor:
-        """See `Backend.pack`: the packed form of the windows, N padded to whole strips, K' to whole blocks.
+        """See `Backend.pack`: the packed windows, N padded to whole strips and K' to whole blocks.
 
-        Of a weight without a pattern those blocks of 64 out-features x 128 columns are 2:4 that can be.
-
-        Takes next to no memory beside the weight and the result.  Raises LibraryError for dtypes but INT8 and FP8.
+        A weight without a pattern is stored in blocks of 64 out-features x 128 columns, 2:4 where their zeros allow it.
+        Little memory is used beside the weight and the result.  Raises LibraryError for dtypes but INT8 and FP8.
         """
         packed = pack_without_plan(spec, weight)
         if packed.is_cuda and packed.numel():
@@ -226,9 +225,9 @@ class Hopper(CudaBackend):
             return _quantize(plan, _with_dense_rows(x), producer, dtype, columns)
 
     def _find_plan(self, layer: Layer, device: torch.device) -> int:
-        """The handle of the plan that serves ``layer`` on ``device``, the current one; made if there is none.
+        """Return the handle of the plan for ``layer`` on ``device``, the current one; it is made if there is none.
 
-        Raises LibraryError, also where it must be made while a CUDA graph is captured: kernels are loaded then.
+        Raises LibraryError, also if it would have to be made while a CUDA graph is captured, as that loads kernels.
         """
         find = native.library().slidesparse_hopper_find
         found: int | None = find(cuda.index_of(device), *layer)
@@ -246,11 +245,11 @@ class Hopper(CudaBackend):
         return found
 
     def _table(self, layer: Layer, device: torch.device) -> list[tuple[int, tuple[str, ...]]]:
-        """The tuned table of a layer, see `native.make_plan`.
+        """Return the configurations of a layer by number of tokens, see `native.make_plan`.
 
-        Configurations are the same for outputs in BF16 and FP16, with a bias or without.  A shape far from all tuned
-        ones takes the configurations that the model predicts to be fastest: how to cut K depends on the shape.  Weights
-        with dense blocks take those for 2:4 blocks where they were not tuned themselves.
+        They are the same for outputs in BF16 and FP16, with and without a bias.  A shape far from all tuned ones uses
+        those that the cost model predicts to be fastest, as the best split of K depends on the shape.  Weights with
+        dense blocks use those of 2:4 blocks unless they were tuned themselves.
         """
         table: list[tuple[int, tuple[str, ...]]] = []
         if layer.n == 0:
@@ -270,7 +269,7 @@ class Hopper(CudaBackend):
 
 
 def _token_counts() -> Iterator[int]:
-    """Numbers of tokens that configurations are looked up for: powers of two to 16, then the buckets."""
+    """Yield the numbers of tokens to look configurations up for: powers of two to 16, then the buckets."""
     m = 1
     while m <= MOST_TOKENS:
         yield m
@@ -287,12 +286,12 @@ def _layer(spec: LayerSpec, alignment: int) -> Layer:
 
 
 def _product_layer(n: int, columns: int, dtype: torch.dtype) -> Layer:
-    """A layer whose activations are quantized already: one that lifts nothing, of as many columns."""
+    """Return the layer of a product whose activations are quantized already, so that nothing is lifted."""
     return Layer(n, columns, HARDWARE_LENGTH, 0, dtype == FP8, round_up(columns, ALIGNMENT))
 
 
 def pack_without_plan(spec: LayerSpec, weight: Tensor) -> Tensor:
-    """`Hopper.pack` without a plan."""
+    """Pack a weight as `Hopper.pack` does, without making a plan."""
     if weight.dtype not in (INT8, FP8):
         raise LibraryError(
             f"a weight of {weight.dtype}; the Hopper kernels take {INT8} and {FP8}: quantize it"
@@ -303,16 +302,17 @@ def pack_without_plan(spec: LayerSpec, weight: Tensor) -> Tensor:
     if not weight.is_cuda:
         if dense is not None:
             return hopper_format.pack_mixed(weight, dense)
-        return hopper_format.pack(slide(weight, spec.pattern or HARDWARE, spec.phase))
+        return hopper_format.pack(slide(weight, spec.pattern or TWO_FOUR, spec.phase))
     packed, broken = pack_by_kernel(weight, spec.layout, dense)
     require_none_broken(spec, weight, broken)
     return packed
 
 
 def pack_by_kernel(weight: Tensor, layout: SlideLayout, dense: Tensor | None = None) -> tuple[Tensor, int]:
-    """A pruned weight [N, K] INT8 or FP8 -> the packed form of its windows, and how many blocks break the pattern.
+    """Pack a pruned weight [N, K] INT8 or FP8 on the GPU; also return how many of its blocks break the pattern.
 
-    ``dense``, from `slidesparse.blocks.dense_blocks`, makes it a mixed one.
+    Args:
+        dense: from `slidesparse.blocks.dense_blocks`: the blocks to store dense; None if all are 2:4.
     """
     weight = _with_dense_rows(weight)
     sizes = *weight.shape, layout.length, layout.phase
@@ -346,7 +346,7 @@ def run_layer(
     bias: Tensor | None,
     out: Tensor,
 ) -> None:
-    """Quantize, multiply and scale by the plan with this handle, on torch's current stream; nothing is checked."""
+    """Quantize, multiply and scale by the plan with this handle, on torch's current stream, without any checks."""
     m = x.shape[0]
     scratch = x.new_empty(native.library().slidesparse_hopper_scratch_bytes(plan, m), dtype=torch.uint8)
     native.call(
@@ -359,7 +359,7 @@ def run_layer(
 def _quantize(
     plan: int, x: Tensor, producer: Producer, dtype: torch.dtype, columns: int
 ) -> tuple[Tensor, Tensor]:
-    """x [M, K], rows of neighbouring elements -> codes [M, columns] and scales [M, 1]."""
+    """Quantize x [M, K], whose last stride is 1, to codes [M, columns] and scales [M, 1]."""
     m = x.shape[0]
     with profiling.stage("quantize", x):
         q, scale = x.new_empty(m, columns, dtype=dtype), x.new_empty(m, 1, dtype=torch.float32)
@@ -376,7 +376,7 @@ def _timed_product(
     bias: Tensor | None,
     out: Tensor,
 ) -> None:
-    """`_multiply`, as `slidesparse.profiling` sees it."""
+    """Call `_multiply` and report it to `slidesparse.profiling`."""
     if profiling.enabled():
         found = native.library().slidesparse_hopper_configuration(plan, q.shape[0], packed.numel())
         profiling.chose(found.decode())
@@ -412,7 +412,7 @@ def _multiply(
 def _input(
     x: Tensor, producer: Producer
 ) -> tuple[int, int, int, int, float, int | None, int | None, int, int | None]:
-    """x and its producer as the kernels take them: x, type, stride, prologue, eps, gain, residual, its stride, sum."""
+    """Return the kernels' arguments: x, type, stride, prologue, eps, weight of the norm, residual, its stride, sum."""
     tokens = x.data_ptr(), TYPES[x.dtype], x.stride(0)
     if producer is None:
         return *tokens, native.NO_PROLOGUE, 0.0, None, None, 0, None
@@ -434,12 +434,12 @@ def _stream(x: Tensor) -> int:
 
 
 def _with_dense_rows(x: Tensor) -> Tensor:
-    """x itself, or a copy when the elements of a row are not neighbours."""
+    """Return x, or a copy if its last stride is not 1."""
     return x if x.stride(1) == 1 else x.contiguous()
 
 
 def _aligned(q: Tensor) -> Tensor:
-    """q itself, or a copy where TMA cannot read it: rows with gaps, or an address that is not aligned."""
+    """Return q, or a copy where TMA cannot read it: rows with gaps, or an address that is not aligned."""
     if q.is_contiguous() and q.data_ptr() % ALIGNMENT == 0:
         return q
     return q.clone(memory_format=torch.contiguous_format)
@@ -459,7 +459,7 @@ def _require_output(dtype: torch.dtype) -> None:
 
 
 def _require_input(x: Tensor, k: int, producer: Producer) -> None:
-    """Raise LibraryError where x or its producer's tensors are not as the quantizer takes them."""
+    """Raise LibraryError unless the quantizer takes x and the tensors of its producer."""
     width = 2 * k if isinstance(producer, SiluMul) else k
     if x.dtype not in TYPES or x.shape[1] != width:
         raise LibraryError(
@@ -485,7 +485,7 @@ def _require_input(x: Tensor, k: int, producer: Producer) -> None:
 
 
 def _require_operands(scale_w: Tensor, bias: Tensor | None, n: int, device: torch.device) -> None:
-    """Raise LibraryError where scales or bias are not as the GEMM takes them."""
+    """Raise LibraryError unless the GEMM takes these scales and this bias."""
     for name, vector, dtypes in (("scale_w", scale_w, (torch.float32,)), ("bias", bias, tuple(TYPES))):
         if vector is not None and (
             vector.numel() != n

@@ -99,7 +99,7 @@ class Fit(NamedTuple):
 
 
 def fit(configuration: str, dtype: torch.dtype) -> Fit:
-    """How a configuration for codes of ``dtype`` fits the current device.  Raises LibraryError if it cannot run."""
+    """Return how a configuration for codes of ``dtype`` fits the current device.  Raises LibraryError if it cannot."""
     stages, clusters = c_int32(), c_int32()
     call("fit", configuration.encode(), dtype == FP8, ctypes.byref(stages), ctypes.byref(clusters))
     return Fit(stages.value, clusters.value)
