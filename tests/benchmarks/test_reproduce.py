@@ -41,7 +41,7 @@ class Machine:
         return 0, json.dumps(said)
 
     def part(self, seconds: float) -> list[str]:
-        """What runs in one call."""
+        """Run one call and return what it ran."""
         self.ran.clear()
         reproduce.part(self.out, Deadline(seconds, lambda: self.seconds), lambda line: None)
         return list(self.ran)

@@ -95,7 +95,7 @@ def test_another_layout_holds_the_same_weights(source: Path, tmp_path: Path, ids
 def test_a_step_follows_the_gradient_of_the_whole_model(
     source: Path, tmp_path: Path, ids: str, text: str, quant: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """That of torch's divergence through all blocks at once."""
+    """The gradient is that of torch's divergence through all blocks at once."""
     seen: list[Tensor] = []
     monkeypatch.setattr(distill._Weight, "update", lambda self, gradient, *_: seen.append(gradient.clone()))
     monkeypatch.setattr(distill, "LOGITS", 50 * LLAMA.vocabulary)  # several pieces

@@ -250,3 +250,11 @@ def test_unslide_refuses_another_width(name: str, off: int) -> None:
     width = pattern.layout(32).slided
     with pytest.raises(ValueError, match=f"{width} columns, found {width + off}"):
         unslide(torch.zeros(2, width + off), pattern, 32)
+
+
+@pytest.mark.parametrize(
+    ("row", "found"),
+    [([1.0, 1.0, 0.0, 1.0], False), ([1.0, -0.0, 0.0, 1.0], True), ([0, 0, 0, 0, 1, 1, 1, 0], False)],
+)
+def test_which_rows_obey_two_four(row: list[float], found: bool) -> None:
+    assert obeys(torch.tensor([row]), SlidePattern(4)) == found

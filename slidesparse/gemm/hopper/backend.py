@@ -249,22 +249,22 @@ class Hopper(CudaBackend):
 
         They are the same for outputs in BF16 and FP16, with and without a bias.  A shape far from all tuned ones uses
         those that the cost model predicts to be fastest, as the best split of K depends on the shape.  Weights with
-        dense blocks use those of 2:4 blocks unless they were tuned themselves.
+        dense blocks use those of 2:4 blocks unless they were tuned themselves; slid weights have no dense blocks.
         """
         table: list[tuple[int, tuple[str, ...]]] = []
         if layer.n == 0:
             return table
         dtype, columns = "fp8" if layer.fp8 else "int8", round_up(layer.columns, self.alignment)
+        kinds = BLOCKS[1:] if kernels.quantizer(layer.length, layer.phase) == "quant_only" else ()
         for m in _token_counts():
             problem = Problem(dtype, NAMES[OUTPUTS[0]], layer.n, columns, m, "both")
             algorithm = cuda.tuned_plan(self, problem, device).algorithm
-            row = [algorithm]
-            for blocks in BLOCKS[1:]:
-                found = cuda.tuned_nearby(self, replace(problem, blocks=blocks), device)
-                row.append(found or algorithm)
-            if table and table[-1][1] == tuple(row):
+            row = dict.fromkeys(BLOCKS, algorithm)
+            for blocks in kinds:
+                row[blocks] = cuda.tuned_nearby(self, replace(problem, blocks=blocks), device) or algorithm
+            if table and table[-1][1] == tuple(row.values()):
                 table.pop()
-            table.append((m, tuple(row)))
+            table.append((m, tuple(row.values())))
         return table
 
 
