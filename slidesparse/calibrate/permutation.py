@@ -142,7 +142,7 @@ class OrderedReader(Reader):
         names = (name for name in kept.checkpoint.tensors if name.endswith((ROWS, COLUMNS)))
         self._orders = {name: kept.whole(name) for name in names}
         self._lock = threading.Lock()
-        self._last: tuple[str, Tensor] | None = None  # the tensor of permuted rows that was read last
+        self._kept: dict[str, Tensor] = {}  # the weights of permuted rows that were read last, one or two
 
     def rows(self, name: str, rows: slice) -> Tensor:
         """Read rows of a tensor as [rows, columns]."""
@@ -154,9 +154,15 @@ class OrderedReader(Reader):
         return found if columns is None or not name.endswith(WEIGHT) else found[:, columns]
 
     def _whole(self, name: str) -> Tensor:
+        """Read a tensor whose rows are wanted a few at a time, by several threads, in the order of the layers."""
+        if not name.endswith(WEIGHT):
+            return self._read_whole(name)
         with self._lock:
-            if self._last is None or self._last[0] != name:
-                self._last = None  # before the next is read
-                rows = slice(0, self.checkpoint.require(name).rows)
-                self._last = name, self._reader.rows(name, rows)
-            return self._last[1]
+            if name not in self._kept:
+                for older in [*self._kept][:-1]:
+                    del self._kept[older]  # before the next is read
+                self._kept[name] = self._read_whole(name)
+            return self._kept[name]
+
+    def _read_whole(self, name: str) -> Tensor:
+        return self._reader.rows(name, slice(0, self.checkpoint.require(name).rows))

@@ -102,6 +102,30 @@ def test_outputs_stay_equal(name: str, tmp_path: Path) -> None:
         assert float((before - after).abs().max()) <= 200 * 2**-24 * float(before.abs().max())
 
 
+def test_weights_of_another_row_order_are_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever is read between chunks of a weight, and by whichever of two layers."""
+    model, work = open_model(Checkpoint.open(llama(tmp_path / "source"))), WorkFolder(tmp_path)
+    with model.checkpoint.reader() as reader:
+        made = orders(block := model.load(reader, 0, CPU), 3, order_of(block, 3, 8))
+        work.save(0, {model.prefix(0) + each: indices for each, indices in made.items()}, [])
+        with work.tensors().reader() as kept:
+            ordered = OrderedReader(reader, kept)
+            gate, up, norm = (
+                model.prefix(0) + f"{each}.weight"
+                for each in ("mlp.gate_proj", "mlp.up_proj", "input_layernorm")
+            )
+            expected = {name: ordered.rows(name, slice(0, 88)) for name in (gate, up)}
+            ordered, seen = OrderedReader(reader, kept), list[str]()
+            rows = reader.rows
+            monkeypatch.setattr(reader, "rows", lambda name, part: (seen.append(name), rows(name, part))[1])
+            for start in range(0, 88, 8):
+                for name in (gate, norm, up):
+                    part = slice(start, start + 8)
+                    found = ordered.rows(name, part if name != norm else slice(0, 1))
+                    assert name == norm or torch.equal(found, expected[name][part])
+    assert (seen.count(gate), seen.count(up)) == (1, 1)
+
+
 def test_channels_that_something_else_tells_apart_stay(tmp_path: Path) -> None:
     """A norm over the channels, and blocks that begin elsewhere in each head that shares an order."""
     model = open_model(Checkpoint.open(llama(tmp_path / "source")))
