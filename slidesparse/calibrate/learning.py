@@ -38,6 +38,7 @@ from slidesparse.checkpoint.storage import Reader
 from slidesparse.errors import CalibrationError
 from slidesparse.methods.sparsegpt import damping_for, factor
 
+ROTATING = "rotating"  # the phase that progress is reported of
 STEPS, WARM_UP = 100, 5
 RATE = 0.012  # radians a step in each plane of Q at the most, where 512 dimensions are rotated
 BETAS = (0.9, 0.95)
@@ -81,8 +82,9 @@ def learn(task: Task, reader: Reader, folder: Path, progress: Progress | None = 
     one = [torch.eye(x.shape[-1], dtype=x.dtype, device=x.device).expand_as(x) for x in (q, r)]
     try:
         costs = _costs(task, RotatedReader(reader, task.model, task.device), folder, progress)
-        before = _total(costs, *one)
-        q, r, after = _descend(costs, q, r)
+        with fast_products(task.device):  # costs are estimates, and sums of millions of terms
+            before = _total(costs, *one)
+            q, r, after = _descend(costs, q, r, _third(2, progress))
     except torch.OutOfMemoryError as error:
         raise CalibrationError(
             f"learning a rotation does not fit into the memory of {task.device} ({error}); use --rotate off"
@@ -115,6 +117,13 @@ def hadamard(size: int) -> Tensor:
         found = torch.cat((torch.cat((found, found), 1), torch.cat((found, -found), 1))) / math.sqrt(2)
     signs = torch.randint(2, (size, 1), generator=generator) * 2 - 1
     return found * signs
+
+
+def _third(number: int, progress: Progress | None) -> Progress | None:
+    """Return a progress that reports the ``number``-th of three parts of learning: forward, backward, descent."""
+    if progress is None:
+        return None
+    return lambda phase, done, total: progress(phase, number * total + done, 3 * total)
 
 
 # The cost
@@ -190,7 +199,7 @@ def _adds(w: Tensor, g: Tensor, inverse: Tensor, length: int) -> Cost:
 
 def _costs(task: Task, reader: Reader, folder: Path, progress: Progress | None) -> list[list[Cost]]:
     """Walk through the dense model that ``reader`` gives; return the costs of the layers of each block."""
-    report = counter(task, "rotating", progress)
+    report = counter(task, ROTATING, _third(0, progress))
     inverses: list[dict[int, Tensor]] = []
     states: HiddenStates | None = None
     try:
@@ -209,7 +218,7 @@ def _costs(task: Task, reader: Reader, folder: Path, progress: Progress | None) 
             for i in range(batches):
                 states[task.model.blocks * batches + i] = at.inputs.states[i]
             ids = at.ids[:batches]
-        return _back(task, reader, states, ids, inverses)
+        return _back(task, reader, states, ids, inverses, progress)
     finally:
         if states:
             states.close()
@@ -245,9 +254,15 @@ def _inverses(at: Position) -> dict[int, Tensor]:
 
 
 def _back(
-    task: Task, reader: Reader, states: HiddenStates, ids: Sequence[Tensor], inverses: list[dict[int, Tensor]]
+    task: Task,
+    reader: Reader,
+    states: HiddenStates,
+    ids: Sequence[Tensor],
+    inverses: list[dict[int, Tensor]],
+    progress: Progress | None,
 ) -> list[list[Cost]]:
     """Run the gradient of the loss back through the blocks, and return the costs of their layers."""
+    report = counter(task, ROTATING, _third(1, progress))
     gradients = _at_the_end(task, reader, states, ids)
     tokens, batches = sum(x.shape[:-1].numel() for x in gradients), len(ids)
     costs: list[list[Cost]] = []
@@ -261,6 +276,7 @@ def _back(
             gradients[i] = torch.cat([sums.through(x, gradient) for x, gradient in pairs])
         means = {name: found / tokens for name, found in sums.found.items()}
         costs.append(_block_costs(task, number, block, means, inverses[number]))
+        report(number)
     return costs[::-1]
 
 
@@ -359,7 +375,9 @@ def _total(costs: list[list[Cost]], q: Tensor, r: Tensor) -> float:
     return 0.5 * sum(float(cost(q, r[i])) for i, of_block in enumerate(costs) for cost in of_block)
 
 
-def _descend(costs: list[list[Cost]], q: Tensor, r: Tensor) -> tuple[Tensor, Tensor, float]:
+def _descend(
+    costs: list[list[Cost]], q: Tensor, r: Tensor, progress: Progress | None = None
+) -> tuple[Tensor, Tensor, float]:
     """Minimize the cost from ``q`` and ``r`` on in STEPS steps; return the best matrices found and their cost."""
     adams = _Adam(q, RATE * math.sqrt(512 / len(q))), _Adam(r, 2 * RATE * math.sqrt(512 / len(q)))
     best = q, r, _total(costs, q, r)
@@ -378,6 +396,8 @@ def _descend(costs: list[list[Cost]], q: Tensor, r: Tensor) -> tuple[Tensor, Ten
         for adam, x in zip(adams, floats, strict=True):
             if x.grad is not None:
                 adam.step(x.grad, min(1.0, (step + 1) / WARM_UP) * falling)
+        if progress:
+            progress(ROTATING, step + 1, STEPS)
     last = _total(costs, adams[0].x, adams[1].x)
     return (adams[0].x, adams[1].x, last) if last < best[2] else best
 

@@ -193,8 +193,17 @@ def test_learning_goes_down_and_repeats(tmp_path: Path, monkeypatch: pytest.Monk
     monkeypatch.setattr(learning, "STEPS", 25)
     saved("qwen2 tied", tmp_path)
     task = task_of(tmp_path, "2:4")
+    parts: list[float] = []
+
+    def progress(phase: str, done: int, total: int) -> None:
+        assert phase == "rotating"
+        parts.append(done / total)
+
     with task.model.checkpoint.reader() as reader:
-        first, second = (learning.learn(task, reader, tmp_path) for _ in range(2))
+        first, second = (learning.learn(task, reader, tmp_path, progress) for _ in range(2))
+    once = parts[: len(parts) // 2]
+    assert once == sorted(set(once))
+    assert once[-1] == 1
     assert first.after < 0.7 * first.before
     for x, y in ((first.rotation.q, second.rotation.q), (first.rotation.r, second.rotation.r)):
         assert torch.equal(x, y)
