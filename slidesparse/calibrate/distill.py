@@ -31,7 +31,7 @@ from torch.nn.attention import sdpa_kernel
 
 from slidesparse.calibrate.finetune import ATTENTION, BETAS, PIECE_TOKENS, Rounded, schedule
 from slidesparse.calibrate.inputs import host_memory
-from slidesparse.calibrate.models import Block, fast_products
+from slidesparse.calibrate.models import Block, BlockSizes, fast_products
 from slidesparse.calibrate.resume import DISTILLED, DISTILLING, WorkFolder
 from slidesparse.calibrate.task import Progress, Task
 from slidesparse.checkpoint.architectures import SCALE, WEIGHT
@@ -212,6 +212,8 @@ class _Training:
         kind = self._device.type
         self._per_step = min(len(self._trained), max(1, STEP_TOKENS[kind] // length))
         self._per_piece = max(1, PIECE_TOKENS[kind] // length)
+        # Compiled, a step of a small model takes a fraction of the time: most of it is thousands of short kernels
+        self._run = torch.compile(_block_output, dynamic=False) if kind == "cuda" else _block_output
         self._embed = model.embedder(reader, [self._trained, self._judged], self._device)
         self._logits = model.logits(reader, self._device)
         self._dense: list[Block] = []
@@ -272,40 +274,44 @@ class _Training:
         ids = self._trained[_chosen(len(self._trained), self._per_step, self._steps - 1)]
         states = [self._embed(piece) for piece in ids.split(self._per_piece)]
         wanted, read = states, []
-        for number, dense in enumerate(self._dense):
-            wanted = [self._output(dense, x) for x in wanted]
+        for number in range(len(self._dense)):
+            wanted = [self._dense_output(number, x) for x in wanted]
             read.append(states)
-            block, _ = self._served(number)
-            states = [self._output(block, x) for x in states]
+            weights = self._served(number)
+            states = [self._pruned_output(number, weights, x) for x in states]
         gradients = [self._pull(*pair, ids.numel()) for pair in zip(states, wanted, strict=True)]
         del states, wanted
         for number in reversed(range(len(self._pruned))):
-            block, weights = self._served(number)
-            sums = [torch.zeros(w.shape, device=self._device) for w in weights]
+            weights = self._served(number)
+            sums = [torch.zeros(w.shape, device=self._device) for w in weights.values()]
             for i, x in enumerate(read.pop()):
                 with torch.enable_grad():
                     x = x.detach().requires_grad_()
-                    y = self._output(block, x)
-                gradients[i], *found = torch.autograd.grad(y, [x, *weights], gradients[i])
+                    y = self._pruned_output(number, weights, x)
+                gradients[i], *found = torch.autograd.grad(y, [x, *weights.values()], gradients[i])
                 for total, part in zip(sums, found, strict=True):
                     total += part
             for weight, gradient in zip(self._weights[number].values(), sums, strict=True):
                 weight.update(gradient, rate, self._steps)
 
-    def _output(self, block: Block, x: Tensor) -> Tensor:
-        kind = self._device.type
-        with torch.autocast(kind, torch.bfloat16, enabled=kind == "cuda"):
-            return block.output(x)
+    def _dense_output(self, number: int, x: Tensor) -> Tensor:
+        block = self._dense[number]
+        return self._run(type(block), block.sizes, block.weights, frozenset(), self._dtype, x)
 
-    def _served(self, number: int) -> tuple[Block, list[Tensor]]:
-        """Return a block of the pruned model with all weights as they will be served, and those that are trained."""
-        block, prefix = self._pruned[number].copy(), self._task.model.prefix(number)
-        rounded = {name: self._rounded(w.value).requires_grad_() for name, w in self._weights[number].items()}
-        block.weights |= {name + WEIGHT: w for name, w in rounded.items()}
+    def _pruned_output(self, number: int, weights: dict[str, Tensor], x: Tensor) -> Tensor:
+        block, prefix = self._pruned[number], self._task.model.prefix(number)
         names = (name for stage in block.stages for name in stage)
-        served = {*self._task.layers, *self._task.skipped}
-        block.read = Rounded(self._dtype, {name for name in names if prefix + name in served})
-        return block, [*rounded.values()]
+        served = frozenset(
+            name
+            for name in names
+            if prefix + name in self._task.layers or prefix + name in self._task.skipped
+        )
+        tensors = block.weights | {name + WEIGHT: w for name, w in weights.items()}
+        return self._run(type(block), block.sizes, tensors, served, self._dtype, x)
+
+    def _served(self, number: int) -> dict[str, Tensor]:
+        """Return the weights of a block that are trained, by layer name, rounded as they will be served."""
+        return {name: self._rounded(w.value).requires_grad_() for name, w in self._weights[number].items()}
 
     def _rounded(self, w: Tensor) -> Tensor:
         return self._half(dequantize_rows(*quantize_rows(w, self._dtype)))
@@ -334,9 +340,9 @@ class _Training:
         followed = torch.arange(1, tokens + 1, device=self._device) < tokens
         for ids in self._judged.split(self._per_piece):
             x = wanted = self._embed(ids)
-            for number, dense in enumerate(self._dense):
-                wanted = self._output(dense, wanted)
-                x = self._output(self._served(number)[0], x)
+            for number in range(len(self._dense)):
+                wanted = self._dense_output(number, wanted)
+                x = self._pruned_output(number, self._served(number), x)
             following = ids.roll(-1, 1).to(self._device)[..., None]
             counted = followed.expand(len(ids), -1)[..., None]
             for ours, theirs, token, counts in self._chunks(x, wanted, following, counted):
@@ -387,6 +393,29 @@ class _Training:
         for number, weights in enumerate(self._weights):
             for name, weight in weights.items():
                 yield self._task.model.prefix(number) + name, weight
+
+
+def _block_output(
+    kind: type[Block],
+    sizes: BlockSizes,
+    weights: dict[str, Tensor],
+    rounded: frozenset[str],
+    dtype: torch.dtype,
+    x: Tensor,
+) -> Tensor:
+    """Return what the next block reads.
+
+    All blocks of one structure share what is compiled of it, so nothing here may differ between them but tensors.
+
+    Args:
+        kind: the class of the block, which is made of ``sizes`` and ``weights``.
+        rounded: names of the linear layers whose inputs are rounded to ``dtype``.
+        x: [samples, tokens, hidden], which the block reads.
+    """
+    block = kind(sizes, weights)
+    block.read = Rounded(dtype, rounded) if rounded else None
+    with torch.autocast(x.device.type, torch.bfloat16, enabled=x.device.type == "cuda"):
+        return block.output(x)
 
 
 def _chosen(count: int, many: int, step: int) -> list[int]:

@@ -18,7 +18,9 @@ from torch import Tensor
 
 from slidesparse.calibrate import distill
 from slidesparse.calibrate.finetune import Rounded, _round
+from slidesparse.calibrate.models import open_model
 from slidesparse.calibrate.task import Calibration
+from slidesparse.checkpoint.storage import Checkpoint
 from slidesparse.convert.budget import Budget
 from slidesparse.errors import CalibrationError, EnvironmentFault, SlideSparseError
 from slidesparse.pattern import SlidePattern
@@ -125,6 +127,37 @@ def test_a_step_follows_the_gradient_of_the_whole_model(
     for ours, theirs in zip(seen, backwards, strict=True):
         # sums in another order change float32's last bits, and so now and then how an input is rounded
         assert (ours - theirs).norm() < 0.01 * theirs.norm()
+
+
+@pytest.mark.parametrize("quant", [torch.int8, torch.float8_e4m3fn])
+def test_blocks_can_be_compiled_and_share_what_is_compiled(source: Path, quant: torch.dtype) -> None:
+    """As on a GPU: what is traced of one block serves the next, and has its bits when torch itself runs it."""
+    model = open_model(Checkpoint.open(source))
+    names = frozenset(name for stage in model.stages for name in stage)
+    graphs = []
+
+    def backend(graph: torch.fx.GraphModule, _: list[Tensor]) -> Any:
+        graphs.append(graph)
+        return graph.forward
+
+    compiled = torch.compile(distill._block_output, backend=backend, fullgraph=True, dynamic=False)
+    x = torch.randn(2, 48, model.hidden, generator=torch.Generator().manual_seed(0))
+    with model.checkpoint.reader() as reader:
+        for number in range(model.blocks):
+            block = model.load(reader, number, torch.device("cpu"))
+            weights = block.weights | {
+                name: w.clone().requires_grad_()
+                for name, w in block.weights.items()
+                if name.removesuffix(".weight") in names
+            }
+            leaves = [w for w in weights.values() if w.requires_grad]
+            found = []
+            for run in (compiled, distill._block_output):
+                out = run(type(block), block.sizes, weights, names, quant, x)
+                found.append([out, *torch.autograd.grad(out.square().sum(), leaves)])
+            for ours, theirs in zip(*found, strict=True):
+                assert torch.equal(ours, theirs)
+    assert len(graphs) == 1
 
 
 def test_steps_are_those_of_adam() -> None:
