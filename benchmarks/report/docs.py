@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import csv
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cache
 from itertools import zip_longest
 from pathlib import Path
@@ -33,6 +33,10 @@ FOLDERS = {H100: None, H200: REFERENCE}
 MARKED_PAGES = (ROOT / "README.md", BENCHMARKS / "README.md", ACCURACY / "README.md")
 MARKED = re.compile(r"(<!-- table: (\S+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
+FEW_COLUMNS = {
+    BLOCKS: "not pruned",
+    **{name: name for name in ("6:8", "4:6", "2:4", "2:4@33%", "2:4@50%", "2:4@67%")},
+}
 PATTERNS = ("2:4", "4:6", "6:8", "8:10")
 QWEN, LLAMA = "Qwen2.5-7B", "Llama3.2-1B"
 NAMES = {LLAMA: "Llama-3.2-1B", "Llama3.2-3B": "Llama-3.2-3B"}  # as the text spells them
@@ -72,6 +76,42 @@ def _whole() -> dict[tuple[str, str, str, int, str], float]:
 # --- whole models
 
 
+def _few(base: str) -> pd.DataFrame:
+    """Rates of e2e_few.csv over those of ``base``, round by round; a column for each pattern or else dense system."""
+    rates = data.read(H200, E2E, "e2e_few").rows
+    name = rates["pattern"].where(rates["pattern"] != DENSE, rates["system"])
+    name = name.where(rates["system"] != CUSPARSELT, CUSPARSELT + " " + rates["pattern"])
+    key = ["model", "dtype", "stage", "M", "round"]
+    rates = rates.assign(name=name).pivot(index=key, columns="name", values="tokens_per_s")
+    return rates.div(rates[base], axis=0).dropna(how="all")
+
+
+def few() -> str:
+    """Qwen2.5-7B in steps of few tokens, and patterns and blocks of 2:4 side by side."""
+    return _few_table(QWEN, STOCK, FEW_COLUMNS)
+
+
+def _few_table(model: str, base: str, columns: Mapping[str, str]) -> str:
+    """A row for each dtype and step: the ratios to ``base`` of the same round; the least and the most of rounds that
+    differ by more than a twentieth.
+    """
+    ratios, rows = _few(base).loc[model], []
+    for dtype in (each for each in ("int8", "fp8") if each in ratios.index):
+        cells = sorted({at[:2] for at in ratios.loc[dtype].index}, key=lambda at: (at[0] == "prefill", at[1]))
+        for number, (stage, m) in enumerate(cells):
+            found = [
+                ratios.loc[dtype, stage, m].get(name, pd.Series(dtype=float)).dropna() for name in columns
+            ]
+            step = STEPS[stage].format(m).replace("1 sequences", "1 sequence")
+            rows.append((dtype.upper() if number == 0 else "", step, *map(_spread, found)))
+    return table(("", "", *columns.values()), rows, 2)
+
+
+def _spread(ratios: pd.Series[float]) -> str:
+    steady = ratios.empty or ratios.max() <= 1.05 * ratios.min()
+    return times(ratios.median()) if steady else span(ratios)
+
+
 def gains() -> str:
     """Zeros, loss, speed of a model in INT8 and memory, not pruned and of three patterns."""
     patterns = ("6:8", "4:6", "2:4")
@@ -84,11 +124,7 @@ def gains() -> str:
     chosen = (f"{losses.mean(f'zeros {share}'):+.2f}%" for share in ("25%", "33.3%"))
     rows.append(("the same zeros, chosen by a budget", *chosen, ""))
     rows = [(title, "", *cells) for title, *cells in rows]
-    rates = data.read(H200, E2E, "e2e_few").rows
-    names = rates["system"].where(rates["system"] == BLOCKS, rates["pattern"])
-    rates = rates.assign(name=names.where(rates["system"] != STOCK, STOCK))
-    rates = rates.pivot(index=["stage", "M", "round"], columns="name", values="tokens_per_s")
-    ratios = rates.div(rates[STOCK], axis=0).groupby(level=["stage", "M"]).median()
+    ratios = _few(STOCK).groupby(level=["model", "dtype", "stage", "M"]).median().loc[QWEN, "int8"]
     for stage, m in ((stage, m) for stage, m in ratios.index if stage == "prefill" or m <= 32):
         note = {"decode 1": " (2)"}.get(f"{stage} {m}", "")
         found = (f"{ratios[name][stage, m]:.2f}x" for name in (BLOCKS, *patterns))
@@ -368,7 +404,7 @@ GOALS |= {f"loss {share}": f"`--max-loss {share}`" for share in ("1%", "2%")}
 
 
 TABLES: dict[str, Callable[[], str]] = {
-    **{make.__name__: make for make in (gains, models, qwen, llama, fusion, step)},
+    **{make.__name__: make for make in (gains, models, few, qwen, llama, fusion, step)},
     **{make.__name__: make for make in (layers, ranges, verdicts, products, heuristics, bandwidth)},
     **{make.__name__: make for make in (reference, efficiency, bitnet, blocks, budgets)},
     "losses": lambda: accuracy.losses(ACCURACY / "protocol_a.csv"),
