@@ -134,9 +134,10 @@ def test_what_is_aimed_at_next(tries: list[Try], most: bool, wanted: float | Non
         ({}, "give one of"),
         ({"zeros": 0.1, "max_loss": 0.1}, "--max-loss and --zeros"),
         ({"zeros": 0.51}, "--zeros 51"),
-        ({"max_loss": 0.0}, "--max-loss 0"),
+        ({"max_loss": 0.0}, "--max-loss 0%"),
+        ({"max_loss": 1.0}, "--max-loss 100% is"),
         ({"min_speedup": 2.5}, "--min-speedup 2.5"),
-        ({"max_loss": 0.1, "tokens": (0,)}, "--tokens"),
+        ({"max_loss": 0.1, "tokens": (8, 0)}, "--tokens.*found 8,0$"),
     ],
 )
 def test_budgets_that_mean_nothing_are_refused(values: dict[str, Any], words: str) -> None:
