@@ -225,7 +225,7 @@ def test_no_space_is_seen_beforehand(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 
 @pytest.mark.parametrize("call", [0, 1, 20])
-@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT])
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT, errno.EFBIG])
 def test_no_space_while_writing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: int, number: int
 ) -> None:
@@ -239,7 +239,8 @@ def test_no_space_while_writing(
         return pwrite(descriptor, view, position)
 
     monkeypatch.setattr(os, "pwrite", full)
-    refused(llama(tmp_path / "source"), "no space left", str(tmp_path), error=EnvironmentFault)
+    facts = "no space left", str(tmp_path), os.strerror(number)
+    refused(llama(tmp_path / "source"), *facts, error=EnvironmentFault)
     assert len(calls) > call
 
 
