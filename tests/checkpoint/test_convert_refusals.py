@@ -374,6 +374,18 @@ def test_w8a8_weights_without_their_config(tmp_path: Path) -> None:
 # Sources that are already pruned
 
 
+@pytest.mark.parametrize(
+    ("linear", "facts"),
+    [
+        ("q_proj|k_proj", ["covers", "q_proj but not model.layers.0.self_attn.v_proj", "joins them"]),
+        ("lm_head", ["'lm_head' matches none of the 14 linear layers"]),
+        ("layernorm", ["matches none of the 14 linear layers"]),
+    ],
+)
+def test_layers_named_by_a_regex(tmp_path: Path, linear: str, facts: list[str]) -> None:
+    refused(llama(tmp_path / "source"), "--linear", *facts, linear=linear)
+
+
 @pytest.fixture(params=["dense", "slided"])
 def converted(tmp_path: Path, request: pytest.FixtureRequest) -> Path:
     convert(llama(tmp_path / "source"), tmp_path / "converted", layout=request.param)
