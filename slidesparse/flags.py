@@ -80,7 +80,7 @@ class Flags:
                 f"{USE_CUSPARSELT} and {USE_CUBLASLT} are both set; they choose one path, so unset one"
             )
         pattern = None
-        if environ.get(SPARSITY):
+        if environ.get(SPARSITY, "").strip():
             try:
                 pattern = parse_pattern(environ[SPARSITY])
             except PatternError as error:
@@ -132,8 +132,9 @@ def _require_known(name: str) -> None:
         known = name in KNOWN or _OF_A_SERVICE.fullmatch(name)
         near = [] if known else difflib.get_close_matches(name, KNOWN, n=1, cutoff=0)
     else:
-        flags = () if name in OTHERS else (USE_CUSPARSELT, USE_CUBLASLT, DISABLE)
-        near = [flag for flag in flags if name != flag and _alike(name, flag)]
+        upper = name.upper()
+        flags = () if upper in OTHERS else (USE_CUSPARSELT, USE_CUBLASLT, DISABLE)
+        near = [flag for flag in flags if name != flag and _alike(upper, flag)]
     if near:
         raise FlagError(
             f"environment variable {name} is not known; did you mean {near[0]}? Rename or unset it"

@@ -228,7 +228,8 @@ def _say_why_not(report: Report, block: Mapping[str, Any], source: Quantization 
         block: its quantization_config; empty if it has none.
         source: the same, parsed; None if it cannot be, for the reason ``unread``.
     """
-    convert = f"slidesparse convert {report.model} OUT --sparsity 6:8 --calib texts.jsonl"
+    convert = f"slidesparse convert {report.model} OUT --sparsity 6:8"
+    convert += "" if source else " --calib texts.jsonl"  # which updates float weights
     convert += "" if report.architecture in FAMILIES else " --linear REGEX"
     if stored := unread_storage(block):
         report.lacks(stored, f"USE_CUSPARSELT=1 serves it if it is W8A8; else {CONVERT_STORED}", FAILED)

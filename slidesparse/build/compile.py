@@ -110,10 +110,7 @@ def build(target: str | Target) -> Path:
                     _make(recipe, place)
         _require_trusted(place)
     except OSError as error:
-        raise ToolchainError(
-            f"the cache {place.parent} cannot be written: {error.strerror or error}",
-            "set SLIDESPARSE_CACHE to a folder that can",
-        ) from None
+        raise _unwritable(place.parent, error) from None
     return place
 
 
@@ -158,12 +155,26 @@ def compile_with(words: Sequence[str], folder: Path | None = None) -> None:
 
 
 def make_folder(path: Path) -> None:
-    """Make a folder in the cache, and the cache itself, writable by this user alone under any umask."""
-    for folder in reversed([path, *(one for one in path.parents if one.is_relative_to(cache_folder()))]):
-        if not folder.is_dir():
-            folder.parent.mkdir(parents=True, exist_ok=True)
-            with contextlib.suppress(FileExistsError):  # by another process, meanwhile
-                folder.mkdir(mode=0o755)
+    """Make a folder in the cache, and the cache itself, writable by this user alone under any umask.
+
+    Raises ToolchainError where it cannot be made, or written.
+    """
+    try:
+        for folder in reversed([path, *(one for one in path.parents if one.is_relative_to(cache_folder()))]):
+            if not folder.is_dir():
+                folder.parent.mkdir(parents=True, exist_ok=True)
+                with contextlib.suppress(FileExistsError):  # by another process, meanwhile
+                    folder.mkdir(mode=0o755)
+        tempfile.TemporaryFile(dir=path).close()
+    except OSError as error:
+        raise _unwritable(path, error) from None
+
+
+def _unwritable(folder: Path, error: OSError) -> ToolchainError:
+    return ToolchainError(
+        f"the cache {folder} cannot be written: {error.strerror or error}",
+        "set SLIDESPARSE_CACHE to a folder that can",
+    )
 
 
 def _require_trusted(path: Path) -> None:

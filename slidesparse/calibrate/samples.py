@@ -93,6 +93,8 @@ def load_samples(
     """
     if samples is not None and samples < 1:
         raise CalibrationError(f"--samples {samples} is too few; at least 1 is needed, 128 are usual")
+    if seed < 0:
+        raise CalibrationError(f"--seed {seed} is negative; use 0 or more")
     if seqlen is not None and not 2 <= seqlen <= model.longest:
         raise CalibrationError(
             f"--seqlen {seqlen} must be from 2 to {model.longest}, the most positions of this model"

@@ -259,7 +259,7 @@ def matched(
     return found
 
 
-_VERBS = {"--ignore": "ignore", "--skip": "skip", "--layer": "name"}
+_VERBS = {"--ignore": "ignore", "--skip": "skip", "--layer": "name", "--linear": "name"}
 
 
 def serving_names(layer: str) -> list[str]:

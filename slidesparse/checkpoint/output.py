@@ -52,14 +52,17 @@ def require_space(out: Path, needed: int) -> None:
 
 @contextmanager
 def full_disk_explained(out: Path, nbytes: int, advice: str) -> Iterator[None]:
-    """Turn a full disk, while ``nbytes`` are written for ``out``, into an EnvironmentFault with ``advice``."""
+    """Turn a full disk, while ``nbytes`` are written for ``out``, into an EnvironmentFault with ``advice``.
+
+    A quota, and the largest file that a file system or ``ulimit -f`` allows, are explained alike.
+    """
     try:
         yield
     except OSError as error:
-        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
             raise
         raise EnvironmentFault(
-            f"no space left in {out.resolve().parent} while writing {nbytes / 1e6:.0f} MB; {advice}"
+            f"no space left in {out.resolve().parent} while writing {nbytes / 1e6:.0f} MB ({error.strerror}); {advice}"
         ) from error
 
 

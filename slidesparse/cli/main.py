@@ -6,7 +6,6 @@ Exit codes: 0 ok, 1 a check failed, 2 usage or unusable input, 3 environment, 13
 from __future__ import annotations
 
 import json
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -112,14 +111,15 @@ def _cells(layer: LayerReport) -> tuple[str, ...]:
 
 @app.command()
 def verify(
-    first: Annotated[Path, typer.Argument(help="A checkpoint folder.", metavar="A")],
-    second: Annotated[Path, typer.Argument(help="The checkpoint folder to compare it with.", metavar="B")],
+    first: Annotated[str, typer.Argument(help="Any checkpoint folder, or ORG/NAME on the Hub.", metavar="A")],
+    second: Annotated[str, typer.Argument(help="The one to compare it with.", metavar="B")],
     as_json: Json = False,
 ) -> None:
     """Compare two checkpoints bit for bit; layouts and shards may differ.  Exit 0 if equal, 1 if not."""
+    from slidesparse.checkpoint.hub import local_folder
     from slidesparse.checkpoint.inspection import verify as run
 
-    found = run(first, second)
+    found = run(local_folder(first), local_folder(second))
     if as_json:
         print(json.dumps(found.to_json(), indent=2))
     elif found.difference:

@@ -53,7 +53,7 @@ class Budget:
         if len(given) != 1:
             raise CalibrationError(f"give one of {', '.join(GOALS)}, found {' and '.join(given) or 'none'}")
         if self.max_loss is not None and not 0 < self.max_loss < 1:
-            raise CalibrationError(f"--max-loss {self.max_loss:.6g} is not between 0% and 100%")
+            raise CalibrationError(f"{self.goal} is not between 0% and 100%")
         if self.min_speedup is not None and not 1 < self.min_speedup < 2:
             raise CalibrationError(
                 f"--min-speedup {self.min_speedup:.6g} is not between 1 and 2, which is twice as fast and the most "
@@ -64,7 +64,9 @@ class Budget:
                 f"--zeros {self.zeros:.2%} is not above 0% and at most 50%, which is 2:4 everywhere"
             )
         if not self.tokens or min(self.tokens) < 1:
-            raise TimesError(f"--tokens: the tokens of a step are at least 1, found {self.tokens}")
+            raise TimesError(
+                f"--tokens: the tokens of a step are at least 1, found {','.join(map(str, self.tokens))}"
+            )
         if self.zeros is None:
             times_of(self.gpu)  # or TimesError now, not after calibration
 

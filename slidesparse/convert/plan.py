@@ -354,6 +354,11 @@ def _choose(
     names = list(checkpoint.tensors)
     family = architectures.family_of(checkpoint.config, names, options.linear)
     candidates = family.layers(names)
+    if options.linear is not None:
+        known = [
+            n for n in architectures.UNKNOWN.layers(names) if len(checkpoint.require(n + WEIGHT).shape) == 2
+        ]
+        architectures.matched(known, family.groups(known), [options.linear], "--linear")
     if not candidates:
         raise CheckpointError(
             f"none of the {len(names)} tensors is a linear layer by the names expected "

@@ -85,6 +85,10 @@ def measure(
         vocabulary = vocabulary_of(folder)
         if vocabulary:
             require_ids(ids, vocabulary, "--data", folder)
+            if top > vocabulary:
+                raise SlideSparseError(
+                    f"--top {top} is more than the {vocabulary} tokens in the vocabulary of {folder}; use -1 for all"
+                )
         _require_bearable(ids, top if top > 0 else vocabulary or 1, top)
     engine = engine or Engine()
     ours = engine.score(model, "perplexity", ids, top)

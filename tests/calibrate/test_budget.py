@@ -32,7 +32,7 @@ from slidesparse.convert.budget import PATTERNS, AllocationProblem, Budget, Cand
 from slidesparse.convert.choose import Try, next_aim
 from slidesparse.convert.report import Report
 from slidesparse.convert.times import LayerTimes, TimesError, fit
-from slidesparse.errors import CalibrationError, SlideSparseError
+from slidesparse.errors import CalibrationError, EnvironmentFault, SlideSparseError
 from slidesparse.methods.sparsegpt import damping_for, factor, sparsegpt
 from slidesparse.pattern import SlidePattern
 
@@ -134,9 +134,10 @@ def test_what_is_aimed_at_next(tries: list[Try], most: bool, wanted: float | Non
         ({}, "give one of"),
         ({"zeros": 0.1, "max_loss": 0.1}, "--max-loss and --zeros"),
         ({"zeros": 0.51}, "--zeros 51"),
-        ({"max_loss": 0.0}, "--max-loss 0"),
+        ({"max_loss": 0.0}, "--max-loss 0%"),
+        ({"max_loss": 1.0}, "--max-loss 100% is"),
         ({"min_speedup": 2.5}, "--min-speedup 2.5"),
-        ({"max_loss": 0.1, "tokens": (0,)}, "--tokens"),
+        ({"max_loss": 0.1, "tokens": (8, 0)}, "--tokens.*found 8,0$"),
     ],
 )
 def test_budgets_that_mean_nothing_are_refused(values: dict[str, Any], words: str) -> None:
@@ -403,6 +404,15 @@ def test_a_damaged_cache_is_measured_again(model: Path, tmp_path: Path, ids: str
     (kept,) = (Path(os.environ["SLIDESPARSE_CACHE"]) / "losses").glob("*.json")
     kept.write_text(kept.read_text()[:50])
     assert outcome(calibrated(model, tmp_path / "out", ids, **how)).to_json() == first.to_json()
+
+
+def test_a_cache_that_cannot_be_written(
+    model: Path, tmp_path: Path, ids: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("SLIDESPARSE_CACHE", str(tmp_path / "file"))
+    with pytest.raises(EnvironmentFault, match="cannot be written: .*; set SLIDESPARSE_CACHE"):
+        calibrated(model, tmp_path / "out", ids, budget=Budget(zeros=0.2), dry_run=True)
 
 
 def test_a_decoder_without_a_head_has_no_loss(model: Path, tmp_path: Path, ids: str) -> None:

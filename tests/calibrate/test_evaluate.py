@@ -230,6 +230,13 @@ def test_ids_without_a_token_are_refused_before_vllm_starts(
         ) in done.err
 
 
+def test_more_log_probabilities_than_tokens(folder: Path, without_engine: list[Any]) -> None:
+    with pytest.raises(SlideSparseError, match=r"--top 27 is more than the 26 tokens .*; use -1 for all"):
+        perplexity.measure(folder, [[1] * 4], None, 27)
+    perplexity.measure(folder, [[1] * 4], None, 26)
+    assert len(without_engine) == 1
+
+
 def test_more_log_probabilities_than_memory_holds(
     folder: Path, without_engine: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -105,6 +105,7 @@ def test_random_tokens_say_what_they_are_good_for(decoder: LayeredModel) -> None
         ("missing.jsonl", {}, "missing.jsonl"),
         ("texts.txt", {}, "FILE.npy"),
         ("random", {"samples": 0}, "--samples 0"),
+        ("random", {"seed": -1}, "--seed -1 is negative"),
         ("random", {"seqlen": 1000}, "--seqlen 1000 must be from 2 to 512"),
         ("bad.jsonl", {}, "bad.jsonl, line 2: KeyError: 'text'"),
         ("broken.jsonl", {}, "broken.jsonl, line 1: JSONDecodeError"),

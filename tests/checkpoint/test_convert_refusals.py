@@ -225,7 +225,7 @@ def test_no_space_is_seen_beforehand(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 
 @pytest.mark.parametrize("call", [0, 1, 20])
-@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT])
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT, errno.EFBIG])
 def test_no_space_while_writing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: int, number: int
 ) -> None:
@@ -239,7 +239,8 @@ def test_no_space_while_writing(
         return pwrite(descriptor, view, position)
 
     monkeypatch.setattr(os, "pwrite", full)
-    refused(llama(tmp_path / "source"), "no space left", str(tmp_path), error=EnvironmentFault)
+    facts = "no space left", str(tmp_path), os.strerror(number)
+    refused(llama(tmp_path / "source"), *facts, error=EnvironmentFault)
     assert len(calls) > call
 
 
@@ -371,6 +372,18 @@ def test_w8a8_weights_without_their_config(tmp_path: Path) -> None:
 
 
 # Sources that are already pruned
+
+
+@pytest.mark.parametrize(
+    ("linear", "facts"),
+    [
+        ("q_proj|k_proj", ["covers", "q_proj but not model.layers.0.self_attn.v_proj", "joins them"]),
+        ("lm_head", ["'lm_head' matches none of the 14 linear layers"]),
+        ("layernorm", ["matches none of the 14 linear layers"]),
+    ],
+)
+def test_layers_named_by_a_regex(tmp_path: Path, linear: str, facts: list[str]) -> None:
+    refused(llama(tmp_path / "source"), "--linear", *facts, linear=linear)
 
 
 @pytest.fixture(params=["dense", "slided"])

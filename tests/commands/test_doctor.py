@@ -391,6 +391,7 @@ class TestCheckpoints:
         done = Done("doctor", w8a8(tmp_path / "model", quant))
         assert done.code == code, done.out
         assert re.search(words, (done.out or done.err).splitlines()[-1])
+        assert "--calib" not in done.out  # which convert refuses for quantized weights
 
     def test_pruned_elsewhere(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         """Only a flag says the pattern; the first rows tell which layers obey it."""

@@ -55,6 +55,12 @@ def test_inspect_takes_an_id(cache: Path) -> None:
     assert len(json.loads(done.stdout)["layers"]) == 14
 
 
+def test_verify_takes_ids(cache: Path) -> None:
+    done = CliRunner().invoke(app, ["verify", "org/name", "org/name"])
+    assert done.exit_code == 0, done.output
+    assert done.stdout.startswith("equal: ")
+
+
 def test_a_folder_wins(cache: Path, tmp_path: Path) -> None:
     assert local_folder("org/name").is_relative_to(cache)
     (tmp_path / "org" / "name").mkdir(parents=True)

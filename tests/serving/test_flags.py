@@ -28,6 +28,7 @@ def test_both_spellings_and_every_way_to_say_yes() -> None:
             assert flags.given(environment) == ["USE_CUSPARSELT", "SPARSITY"]
             assert flags.disabled({"DISABLE_SLIDESPARSE": yes})
     assert Flags.from_environment({}) == Flags()
+    assert Flags.from_environment({"SPARSITY": " "}) == Flags()
     assert Flags.from_environment({"USE_CUBLASLT": "1", "USE_CUSPARSELT": "0"}) == Flags("dense")
     for no in ("", "0", "ON", "perhaps"):  # ON is torch's, and asks us for nothing
         assert flags.asked({"USE_CUSPARSELT": no}) is None
@@ -73,6 +74,7 @@ def test_nonsense(environment: dict[str, str], words: list[str]) -> None:
         ("USE_CUSPARSLT", "USE_CUSPARSELT"),
         ("USE_CUSPARSELTT", "USE_CUSPARSELT"),
         ("USE_CUBLASTL", "USE_CUBLASLT"),
+        ("use_cusparselt", "USE_CUSPARSELT"),
         ("DISABLE_SLIDESPARS", "DISABLE_SLIDESPARSE"),
     ],
 )
@@ -86,6 +88,7 @@ def test_names_that_are_not_ours() -> None:
     others = {
         "USE_CUDA": "1",
         "USE_CUBLAS": "1",
+        "use_cublas": "1",
         "USE_CUSPARSE": "0",
         "USE_CUDNN": "1",
         "MY_SLIDESPARSE_X": "1",
