@@ -48,11 +48,13 @@ def problem_of(source: torch.dtype, target: torch.dtype, n: int, k: int, m: int)
 
 
 def quantize(x: Tensor, layout: SlideLayout, dtype: torch.dtype, columns: int) -> tuple[Tensor, Tensor]:
-    """Quantize x [M, K] on a GPU (`kernels.quantize`), with memory padded to the next bucket of tokens."""
+    """Quantize x [M, K] on a GPU by `kernels.quant_slide`, with memory padded to the next bucket of tokens."""
+    from slidesparse.kernels.quant_slide import quant_slide  # late: needs Triton
+
     m, k = x.shape
     kind = kernels.quantizer(layout.length, layout.phase)
     launch = _find(kind, x.dtype, dtype, layout.slided, k, bucket(m), x.device)
-    return kernels.quantize(x, layout.length, layout.phase, dtype, columns, bucket(m), launch)
+    return quant_slide(x, layout.length, layout.phase, dtype, columns, bucket(m), launch)
 
 
 def dequant_bias(

@@ -94,13 +94,6 @@ def load_four(x, column, valid, K: tl.constexpr, PAIRS: tl.constexpr, BF16: tl.c
 
 
 @triton.jit
-def load_quad(x, word, valid):
-    """Word ``word`` of a row of int64 words of four 16-bit floats, as two int32; zero where not ``valid``."""
-    quad = tl.load(x + word, mask=valid, other=0)
-    return quad.to(tl.int32), (quad >> 32).to(tl.int32)
-
-
-@triton.jit
 def largest_of_four(a, b, c, d, NATIVE: tl.constexpr):
     """The largest of four blocks' magnitudes, lane by lane: NaN where all four are, which `absmax_of` leaves out."""
     first = tl.maximum(magnitude(a, NATIVE), magnitude(b, NATIVE))

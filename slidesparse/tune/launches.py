@@ -77,14 +77,11 @@ def search_launches(kind: str, problem: Problem, length: int, inputs: Inputs, cl
 
 def _runner(kind: str, problem: Problem, length: int, inputs: Inputs, copies: int) -> Run:
     from slidesparse.kernels.dequant_bias import dequant_bias  # late: they need Triton
-    from slidesparse.kernels.quant_only import quant_only
     from slidesparse.kernels.quant_slide import quant_slide
 
     source = inputs.activations(problem.dtype, problem.m, problem.k, copies)
     out = DTYPES[problem.out]
-    if kind == "quant_only":
-        return lambda i, how: quant_only(source[i], out, launch=how)
-    if kind == "quant_slide":
+    if kind != "dequant_bias":
         return lambda i, how: quant_slide(source[i], length, 0, out, launch=how)
     scale_x, scale_w, bias = (
         inputs.scale(problem.m),

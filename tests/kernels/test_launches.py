@@ -11,7 +11,6 @@ import pytest
 import torch
 from fake_library import CPU, GPU, FakeClock, FakeLibrary, session
 
-from slidesparse import kernels
 from slidesparse.gemm import launches, tuned
 from slidesparse.gemm.launches import Kernel, problem_of
 from slidesparse.gemm.tuned import TableError, Tuned
@@ -93,8 +92,11 @@ def test_launches_are_written_as_they_are_read() -> None:
 
 def test_kernels_are_launched_as_tuned(monkeypatch: pytest.MonkeyPatch) -> None:
     """By the number of tokens in its bucket, and with None where nothing is tuned."""
+    pytest.importorskip("triton")
     seen: list[Any] = []
-    monkeypatch.setattr(kernels, "quantize", lambda *arguments: seen.append(arguments))
+    monkeypatch.setattr(
+        "slidesparse.kernels.quant_slide.quant_slide", lambda *arguments: seen.append(arguments)
+    )
     put("64x1x2")
     x = torch.zeros(50, 64, dtype=BF16)
     launches.quantize(x, LAYOUT, INT8, 96)
