@@ -13,19 +13,10 @@ import torch
 from torch import Tensor
 
 from slidesparse import profiling
-from slidesparse.gemm import cuda, launches
+from slidesparse.gemm import cuda
 from slidesparse.gemm.backend import LayerSpec
-from slidesparse.gemm.cuda import CudaBackend, NativePlan
-from slidesparse.gemm.problem import (
-    NAMES,
-    TN,
-    Layout,
-    LibraryError,
-    Plan,
-    Problem,
-    require_operand,
-)
-from slidesparse.pattern import round_up
+from slidesparse.gemm.cuda import LibraryBackend, NativePlan
+from slidesparse.gemm.problem import NAMES, TN, Layout, LibraryError, Problem, require_operand
 from slidesparse.quantize import FP8
 
 VECTOR_CAPABILITY, VECTOR_VERSION = (9, 0), 120900  # of scaling by vectors
@@ -43,7 +34,7 @@ OUTPUTS = {
 SCALE_TYPE = {"int32": "int32"}  # of alpha, by output; others: fp32
 
 
-class CublasLt(CudaBackend):
+class CublasLt(LibraryBackend):
     """See `slidesparse.gemm.backend.Tunable`."""
 
     name = "cublaslt"
@@ -131,62 +122,18 @@ class CublasLt(CudaBackend):
     ) -> Tensor:
         """See `Backend.scaled_matmul`."""
         n = scale_w.shape[0]
-        if q.shape[0] == 0:
-            return q.new_empty(0, n, dtype=out_dtype)
-        q = cuda.pad(q, self.alignment)
-        if n % self.alignment == 0 and q.shape[0] > PLAIN_TOKENS and self._scales(q, out_dtype):
-            bias = bias.to(out_dtype) if bias is not None else None
-            with profiling.stage("product", q):
-                return self._product(q, packed, n, out_dtype, scale_w, scale_x, bias)
-        # FP8 to BF16 as the sparse backend does it: half the bytes in between
-        half = q.dtype == FP8 and out_dtype == torch.bfloat16
+        if n % self.alignment or q.shape[0] <= PLAIN_TOKENS or not self._scales(q, out_dtype):
+            return super().scaled_matmul(q, scale_x, packed, scale_w, bias, out_dtype)
+        bias = bias.to(out_dtype) if bias is not None else None
         with profiling.stage("product", q):
-            acc = self._product(q, packed, n, torch.bfloat16 if half else cuda.SUMS[q.dtype])
-        with profiling.stage("scale", q):
-            return launches.dequant_bias(acc, scale_x, scale_w, bias, out_dtype)
+            return self.accumulate(q, packed, n, out_dtype, scale_w, scale_x, bias)
+
+    def takes(self, weight: Tensor, n: int, k: int, dtype: torch.dtype) -> bool:
+        """See `LibraryBackend.takes`."""
+        return weight.shape == (n, k) and weight.dtype == dtype
 
     def _scales(self, q: Tensor, out_dtype: torch.dtype) -> bool:
         return q.dtype == FP8 and self.epilogue("fp8", NAMES[out_dtype], q.device) == "both"
-
-    def _product(
-        self,
-        q: Tensor,
-        weight: Tensor,
-        n: int,
-        dtype: torch.dtype,
-        scale_w: Tensor | None = None,
-        scale_x: Tensor | None = None,
-        bias: Tensor | None = None,
-    ) -> Tensor:
-        (m, k), columns, device = q.shape, round_up(n, self.alignment), q.device
-        if weight.shape != (columns, k) or weight.dtype != q.dtype:
-            raise LibraryError(
-                f"a weight of {weight.dtype} {tuple(weight.shape)} for products [{m}, {k}] @ [{n}, {k}].T of "
-                f"{q.dtype}: pack the weight for the backend cublaslt"
-            )
-        rows = cuda.bucket(m)
-        scale_x = scale_x if scale_x is None else cuda.with_rows(scale_x, rows)
-        key = (q.dtype, dtype, columns, k, rows, scale_w is not None, bias is not None)
-        with cuda.on_device(cuda.index_of(device)):
-            plan = cuda.plans(self.name, device.index).get(key, self._plan, *key, device)
-            profiling.chose(plan.algorithm)
-            out = torch.empty(rows, columns, dtype=dtype, device=device)
-            plan.run(cuda.with_rows(q, rows), weight, out, scale_w, scale_x, bias)
-        return out[:m, :n]
-
-    def _plan(
-        self,
-        operand: torch.dtype,
-        out: torch.dtype,
-        n: int,
-        k: int,
-        m: int,
-        scaled: bool,
-        bias: bool,
-        device: torch.device,
-    ) -> Plan:
-        problem = Problem(NAMES[operand], NAMES[out], n, k, m, "both" if scaled else "none", bias)
-        return cuda.tuned_plan(self, problem, device)
 
 
 def _text(algorithm: bytes) -> str:

@@ -13,20 +13,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from slidesparse import profiling
 from slidesparse.build.find import ToolchainError, require_supported
-from slidesparse.gemm import cuda, launches
+from slidesparse.gemm import cuda
 from slidesparse.gemm.backend import LayerSpec, require_none_broken
-from slidesparse.gemm.cuda import CudaBackend, NativePlan
-from slidesparse.gemm.problem import (
-    NAMES,
-    TN,
-    Layout,
-    LibraryError,
-    Plan,
-    Problem,
-    require_operand,
-)
+from slidesparse.gemm.cuda import LibraryBackend, NativePlan
+from slidesparse.gemm.problem import TN, Layout, LibraryError, Problem, require_operand
 from slidesparse.pattern import round_up
 
 ALIGNMENT = {1: 32, 2: 16}  # bytes of an element -> the multiple of rows and columns of a weight
@@ -50,13 +41,8 @@ CHUNK = 16 << 20  # bytes of windows that are compressed at a time
 SLACK = 4096
 
 
-class CuSparseLt(CudaBackend):
-    """See `slidesparse.gemm.backend.Tunable`.
-
-    BF16 layers take the product in BF16 and scale that; others take INT32 or float32 sums.  Both libraries and
-    stock vLLM round to BF16 at the end; here the sum is rounded to BF16 as well, half an ulp more, which halves the
-    bytes between GEMM and scaling.
-    """
+class CuSparseLt(LibraryBackend):
+    """See `slidesparse.gemm.backend.Tunable`."""
 
     name = "cusparselt"
     takes_dense = False
@@ -212,49 +198,9 @@ class CuSparseLt(CudaBackend):
         require_none_broken(spec, weight, int(broken.item()))
         return packed
 
-    def scaled_matmul(
-        self,
-        q: Tensor,
-        scale_x: Tensor,
-        packed: Tensor,
-        scale_w: Tensor,
-        bias: Tensor | None,
-        out_dtype: torch.dtype,
-    ) -> Tensor:
-        """See `Backend.scaled_matmul`."""
-        m, n = q.shape[0], scale_w.shape[0]
-        if m == 0:
-            return q.new_empty(0, n, dtype=out_dtype)
-        sums = out_dtype if out_dtype == torch.bfloat16 else cuda.SUMS[q.dtype]
-        with profiling.stage("product", q):
-            acc = self.accumulate(q, packed, n, sums)
-        with profiling.stage("scale", q):
-            return launches.dequant_bias(acc, scale_x, scale_w, bias, out_dtype)
-
-    def accumulate(self, q: Tensor, weight: Tensor, n: int, dtype: torch.dtype) -> Tensor:
-        """q [M, K'] @ weight.T, not scaled -> [M, N] of ``dtype`` (INT32 or float32: full sums; BF16), rows strided."""
-        if q.shape[1] % self.alignment:
-            q = cuda.pad(q, self.alignment)
-        (m, k), columns, index = q.shape, round_up(n, self.alignment), q.get_device()
-        if weight.dtype != torch.uint8 or weight.numel() < columns * k // 2:  # its values alone
-            raise LibraryError(
-                f"a weight of {weight.dtype} {tuple(weight.shape)} for products [{m}, {k}] @ [{n}, {k}].T: pack the "
-                "weight for the backend cusparselt, from windows of as many columns"
-            )
-        rows = cuda.bucket(m)
-        key = (q.dtype, dtype, columns, k, rows)
-        with cuda.on_device(index):
-            plan = cuda.plans(self.name, index).get(key, self._plan, *key, q.device)
-            profiling.chose(plan.algorithm)
-            out = q.new_empty(rows, columns, dtype=dtype)
-            plan.run(q if rows == m else cuda.with_rows(q, rows), weight, out)
-        return out if rows == m and columns == n else out[:m, :n]
-
-    def _plan(
-        self, operand: torch.dtype, out: torch.dtype, n: int, k: int, m: int, device: torch.device
-    ) -> Plan:
-        problem = Problem(NAMES[operand], NAMES[out], n, k, m)
-        return cuda.tuned_plan(self, problem, device)
+    def takes(self, weight: Tensor, n: int, k: int, dtype: torch.dtype) -> bool:
+        """See `LibraryBackend.takes`; how many bytes follow the values of a packed weight is the library's affair."""
+        return weight.dtype == torch.uint8 and weight.numel() >= n * k // 2
 
     @cache  # noqa: B019  there is one object
     def _concatenates(self, device: torch.device, dtype: torch.dtype) -> bool:

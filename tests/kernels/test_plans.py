@@ -223,7 +223,8 @@ def test_weights_that_cusparselt_would_read_beyond(weight: torch.Tensor) -> None
     """Pointers are all that the library gets."""
     q = torch.zeros(2, 128, dtype=torch.int8)
     with pytest.raises(
-        LibraryError, match=r"for products \[2, 128\] @ \[64, 128\].T: pack the weight for .* cusparselt"
+        LibraryError,
+        match=r"for products \[2, 128\] @ \[64, 128\].T of torch.int8: pack the weight for .* cusparselt",
     ):
         cusparselt.CuSparseLt().accumulate(q, weight, 64, torch.int32)
 
@@ -239,7 +240,7 @@ def test_weights_that_cusparselt_would_read_beyond(weight: torch.Tensor) -> None
 def test_weights_that_cublaslt_would_read_wrongly(weight: torch.Tensor) -> None:
     q, ones = torch.zeros(2, 128, dtype=torch.int8), torch.ones(64, 1)
     with pytest.raises(LibraryError, match="of torch.int8: pack the weight for the backend cublaslt"):
-        cublaslt.CublasLt()._product(q, weight, 64, torch.int32, ones)
+        cublaslt.CublasLt().accumulate(q, weight, 64, torch.int32, ones)
 
 
 @pytest.mark.parametrize("together", [True, False])
