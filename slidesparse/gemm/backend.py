@@ -119,7 +119,7 @@ class Tunable(Backend, Protocol):
         """Return the output types for operands of ``dtype``; serving uses the first."""
 
     def epilogue(self, dtype: str, out: str, device: torch.device | None = None) -> str:
-        """Return the largest `Problem.scale` that its epilogue applies, on the current device if ``device`` is None."""
+        """Return the `Problem.scale` that its epilogue can apply, on the current device if ``device`` is None."""
 
     def operand(self, weight: Tensor, layout: Layout = TN) -> Tensor:
         """Convert a weight [n, k], 2:4 if the backend is sparse, for `Plan.run` of plans with this ``layout``."""

@@ -90,7 +90,7 @@ class CublasLt(LibraryBackend):
 
     def _native(self, problem: Problem, device: torch.device, layout: Layout = TN) -> Any:
         self.require(problem)
-        if problem.scale == "channel" or (problem.scale == "both" and problem.dtype != "fp8"):
+        if problem.scale == "both" and problem.dtype != "fp8":
             raise LibraryError(f"cuBLASLt scales FP8 only, by out-feature and token, asked for {problem}")
         module = cuda.extension(self.name)
         types = module.TYPES

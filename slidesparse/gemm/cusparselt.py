@@ -1,7 +1,6 @@
 """NVIDIA's cuSPARSELt: 2:4 sparse GEMM on sparse tensor cores, through our binding csrc/cusparselt.cpp.
 
-The library puts the sparse matrix on the left, so that a vector of scales in its epilogue is one per out-feature.  The
-scale of a token, and a bias, which comes after it, it cannot apply: `slidesparse.kernels.dequant_bias` does.
+Its epilogue cannot scale by token, nor add a bias after that: `slidesparse.kernels.dequant_bias` applies all scales.
 """
 
 from __future__ import annotations
@@ -98,7 +97,7 @@ class CuSparseLt(LibraryBackend):
         found = [str(i) for i in ids]
         tiles = -(-problem.n // 128) * -(-problem.m // 128)
         if tiles < 2 * torch.cuda.get_device_properties(device).multi_processor_count:
-            splits = self._splits(problem.dtype, problem.out, problem.scale, device)
+            splits = self._splits(problem.dtype, problem.out, device)
             found += [f"{i}/{split}" for i in ids for split in splits]
         return found
 
@@ -129,8 +128,8 @@ class CuSparseLt(LibraryBackend):
         self, problem: Problem, device: torch.device, algorithm: str | None, layout: Layout = TN
     ) -> Any:
         self.require(problem)
-        if problem.bias or problem.scale == "both":
-            raise LibraryError(f"cuSPARSELt can scale by out-feature only, asked for {problem}")
+        if problem.bias or problem.scale != "none":
+            raise LibraryError(f"cuSPARSELt applies neither scales nor a bias, asked for {problem}")
         numbers = _numbers(algorithm)
         if numbers[0] in self._crashing(problem, device):
             raise LibraryError(
@@ -143,16 +142,15 @@ class CuSparseLt(LibraryBackend):
                 cuda.handle(self.name, index),
                 *(problem.n, problem.k, problem.m),
                 *(module.TYPES[problem.dtype], module.TYPES[problem.out], module.COMPUTE[problem.dtype]),
-                problem.scale == "channel",
                 module.Algorithm(*numbers),
                 module.Layout(layout.weight_k, layout.activations_k, layout.output_n),
                 f"{problem}, {layout}, by algorithm {algorithm or 'of its own choice'}",
             )
 
     @cache  # noqa: B019  there is one object
-    def _splits(self, dtype: str, out: str, scale: str, device: torch.device) -> tuple[str, ...]:
+    def _splits(self, dtype: str, out: str, device: torch.device) -> tuple[str, ...]:
         """Return the ways of split-K, such as "2x1", of every eighth algorithm; on Hopper 0.8.0 has none."""
-        problem = Problem(dtype, out, *PROBED, scale)
+        problem = Problem(dtype, out, *PROBED)
         ids = range(0, self._native(problem, device, None).algorithms, 8)  # a refusal takes 8 ms
         ways = [f"{splits}x{mode}" for splits in SPLITS for mode in SPLIT_MODES]
         ways += [f"1x{mode}" for mode in WHOLE_MODES]
@@ -222,15 +220,15 @@ class CuSparseLt(LibraryBackend):
         return torch.equal(found[:-SLACK], expected[:-SLACK])
 
 
-def _numbers(algorithm: str | None) -> tuple[int, int, int, int]:
-    """Parse an algorithm into its id, splits, mode and number of buffers."""
+def _numbers(algorithm: str | None) -> tuple[int, int, int]:
+    """Parse an algorithm into its id, splits and mode."""
     if not algorithm:
-        return -1, 1, 0, 0
+        return -1, 1, 0
     found = re.fullmatch(r"(\d+)(?:/(\d+)x(\d+))?", algorithm)
     if found is None:
         raise LibraryError(f"{algorithm!r} is no cuSPARSELt algorithm, such as '3' or '3/2x1'")
     first, splits, mode = found.groups(default="")
-    return int(first), int(splits or 1), int(mode or 0), 0
+    return int(first), int(splits or 1), int(mode or 0)
 
 
 # A compressed weight of N rows holds its values, K' / 2 bytes a row, and then its metadata, some bytes a row::

@@ -46,16 +46,14 @@ class Problem:
     n: int
     k: int
     m: int
-    scale: str = (
-        "none"  # what the epilogue multiplies by: "none", "channel" (scale_w) or "both" (scale_w, scale_x)
-    )
+    scale: str = "none"  # what the epilogue multiplies by: "none", or "both" scale_w and scale_x
     bias: bool = False  # whether the epilogue adds a bias [n]
     blocks: str = (
         ALL_2_4  # of BLOCKS; others only for libraries that take dense ones, and nothing is slid then
     )
 
     def __str__(self) -> str:
-        epilogue = {"none": "", "channel": " * scale_w", "both": " * scale_w * scale_x"}[self.scale]
+        epilogue = " * scale_w * scale_x" if self.scale == "both" else ""
         epilogue += " + bias" if self.bias else ""
         blocks = "" if self.blocks == ALL_2_4 else f" of {self.blocks} blocks"
         return f"{self.dtype} [{self.m}, {self.k}] @ [{self.n}, {self.k}].T{blocks}{epilogue} -> {self.out}"

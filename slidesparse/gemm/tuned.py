@@ -3,8 +3,8 @@
 One JSON file per GPU, compute capability, library and library version, as each of them changes what is fastest and what
 an algorithm's name means.  A file lies in the user's cache, where it wins, or ships with the package::
 
-    {"format": 1, "gpu": "NVIDIA H200", "capability": "9.0", "library": "cusparselt", "version": "0.8.0",
-     "entries": {"int8 -> bf16, scale channel, bias no, n 4608, k 5376": {
+    {"format": 1, "gpu": "NVIDIA H200", "capability": "9.0", "library": "hopper", "version": "4",
+     "entries": {"int8 -> bf16, scale both, bias no, n 4608, k 5376": {
          "64": {"algorithm": "...", "us": 9.1, "others": {"...": 9.2, "...": 9.4}, "tried": 60}}}}
 
 ``others`` are the second and third of ``tried`` algorithms; a table may lack both.

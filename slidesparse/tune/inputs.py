@@ -92,7 +92,7 @@ class Inputs:
             activations=self.activations(problem.dtype, m, problem.k, copies),
             weights=weights[:copies],
             outs=[flat.view(DTYPES[problem.out]).view(m, n) for flat in outs],
-            scale_w=self.scale(n) if problem.scale in ("channel", "both") else None,
+            scale_w=self.scale(n) if problem.scale == "both" else None,
             scale_x=self.scale(m) if problem.scale == "both" else None,
             bias=self.floats((n,), DTYPES[problem.out]) if problem.bias else None,
         )

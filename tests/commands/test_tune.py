@@ -139,11 +139,11 @@ def test_int8_sums_agree_only_bit_for_bit() -> None:
 
 def test_what_serving_runs() -> None:
     sparse, dense = (
-        FakeLibrary(scale="channel"),
+        FakeLibrary(scale="both"),
         FakeLibrary("cublaslt", sparse=False, outs=("int32", "int8")),
     )
-    assert served_outputs(sparse, "int8") == [("bf16", "channel"), ("int32", "none")]
-    assert served_outputs(sparse, "fp8") == [("bf16", "channel")]
+    assert served_outputs(sparse, "int8") == [("bf16", "both"), ("int32", "none")]
+    assert served_outputs(sparse, "fp8") == [("bf16", "both")]
     assert served_outputs(dense, "int8") == [("int32", "none")]
     assert served_outputs(FakeLibrary(outs=("int32",)), "int8") == [("int32", "none")]
     assert served_outputs(dense, "bf16") == []

@@ -19,7 +19,7 @@ from slidesparse.gemm.tuned import Subject, TableError, Tuned
 
 SUBJECT = Subject("cusparselt", "0.8.0", "NVIDIA H200", (9, 0))
 FILE = "nvidia-h200_sm90_cusparselt-0.8.0.json"
-PROBLEM = Problem("int8", "bf16", 4608, 5376, 64, "channel")
+PROBLEM = Problem("int8", "bf16", 4608, 5376, 64, "both")
 
 
 @pytest.fixture(autouse=True)
@@ -95,7 +95,7 @@ def test_the_file_spells_out_what_it_is_about() -> None:
         "library": "cusparselt",
         "version": "0.8.0",
     }
-    key = "int8 -> bf16, scale channel, bias no, n 4608, k 5376"
+    key = "int8 -> bf16, scale both, bias no, n 4608, k 5376"
     assert entries == {key: {"64": {"algorithm": "a", "us": 1.0}}}
 
 
