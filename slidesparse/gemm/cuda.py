@@ -187,17 +187,27 @@ def pad(x: Tensor, columns: int, rows: int = 1) -> Tensor:
 
 def tuned_plan(backend: Tunable, problem: Problem, device: torch.device) -> Plan:
     """Make the plan with the algorithm that `tuned.look_up` finds; log an untuned shape once."""
+    return with_tuned(backend, problem, device, lambda algorithm: backend.plan(problem, device, algorithm))
+
+
+def with_tuned(
+    backend: Tunable, problem: Problem, device: torch.device, make: Callable[[str | None], T]
+) -> T:
+    """Call ``make`` with the algorithm that `tuned.look_up` finds, or None for the backend's own choice.
+
+    If ``make`` raises LibraryError for a tuned algorithm, it is called again with None.  Logs both once.
+    """
     algorithm, instead = tuned.look_up(_subject(backend, device), problem, backend.reach)
     if instead:
         tuned.note_untuned(backend.name, problem.dtype, problem.n, problem.k, instead)
     try:
-        return backend.plan(problem, device, algorithm)
+        return make(algorithm)
     except LibraryError as error:
         if algorithm is None:
             raise
         # It was tuned for another shape or number of tokens, which may allow what this one does not
         tuned.note_refused(backend.name, tuned.Shape.of(problem), algorithm, str(error))
-        return backend.plan(problem, device)
+        return make(None)
 
 
 def tuned_nearby(backend: Tunable, problem: Problem, device: torch.device) -> str | None:

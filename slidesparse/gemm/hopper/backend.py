@@ -12,7 +12,7 @@ import ctypes
 import threading
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 
 import torch
 from torch import Tensor
@@ -131,8 +131,7 @@ class Hopper(CudaBackend):
         """See `slidesparse.gemm.backend.Tunable`; its own choice is the first of `algorithms`."""
         self._require(problem, layout)
         with cuda.on_device(cuda.index_of(device)):
-            chosen = self.algorithms(problem, device)[0] if algorithm is None else algorithm
-            return HopperPlan(problem, chosen)
+            return HopperPlan(problem, _configuration(problem, algorithm))
 
     def _require(self, problem: Problem, layout: Layout) -> None:
         self.require(problem)
@@ -171,7 +170,7 @@ class Hopper(CudaBackend):
         with cuda.on_device(q.get_device()):
             plan = self._find_plan(_product_layer(n, q.shape[1], q.dtype), q.device)
             _require_operands(scale_w, bias, n, q.device)
-            _timed_product(plan, q, scale_x, packed, scale_w, bias, out)
+            _multiply(plan, q, scale_x, packed, scale_w, bias, out)
         return out
 
     def linear(
@@ -201,7 +200,7 @@ class Hopper(CudaBackend):
             if profiling.enabled():  # which times the two parts apart
                 q, scale_x = _quantize(plan, x, producer, spec.dtype, layer.columns)
                 profiling.layer(packed, layer.n, q)
-                _timed_product(plan, q, scale_x, packed, scale_w, bias, out)
+                _multiply(plan, q, scale_x, packed, scale_w, bias, out)
                 return out
             run_layer(plan, x, producer, packed, scale_w, bias, out)
         return out
@@ -258,7 +257,7 @@ class Hopper(CudaBackend):
         kinds = BLOCKS[1:] if kernels.quantizer(layer.length, layer.phase) == "quant_only" else ()
         for m in _token_counts():
             problem = Problem(dtype, NAMES[OUTPUTS[0]], layer.n, columns, m, "both")
-            algorithm = cuda.tuned_plan(self, problem, device).algorithm
+            algorithm = cuda.with_tuned(self, problem, device, partial(_configuration, problem))
             row = dict.fromkeys(BLOCKS, algorithm)
             for blocks in kinds:
                 row[blocks] = cuda.tuned_nearby(self, replace(problem, blocks=blocks), device) or algorithm
@@ -266,6 +265,18 @@ class Hopper(CudaBackend):
                 table.pop()
             table.append((m, tuple(row.values())))
         return table
+
+
+def _configuration(problem: Problem, tuned: str | None) -> str:
+    """Return ``tuned``, or for None the configuration that the cost model predicts to be fastest on this device.
+
+    Raises LibraryError for one that does not fit the current device.
+    """
+    if tuned is None:
+        sizes = problem.n, problem.k, problem.m, DTYPES[problem.dtype]
+        return native.candidates(*sizes, 1, problem.blocks)[0][0]
+    native.fit(tuned, DTYPES[problem.dtype])
+    return tuned
 
 
 def _token_counts() -> Iterator[int]:
@@ -367,23 +378,6 @@ def _quantize(
     return q, scale
 
 
-def _timed_product(
-    plan: int,
-    q: Tensor,
-    scale_x: Tensor,
-    packed: Tensor,
-    scale_w: Tensor,
-    bias: Tensor | None,
-    out: Tensor,
-) -> None:
-    """Call `_multiply` and report it to `slidesparse.profiling`."""
-    if profiling.enabled():
-        found = native.library().slidesparse_hopper_configuration(plan, q.shape[0], packed.numel())
-        profiling.chose(found.decode())
-    with profiling.stage("product", q):
-        _multiply(plan, q, scale_x, packed, scale_w, bias, out)
-
-
 def _multiply(
     plan: int,
     q: Tensor,
@@ -394,19 +388,16 @@ def _multiply(
     out: Tensor,
 ) -> None:
     """out = (q @ weight.T) * scale_w * scale_x + bias on torch's current stream."""
-    native.call(
-        "product",
-        *(plan, q.shape[0], q.data_ptr(), q.shape[1], scale_x.data_ptr()),
-        *(
-            packed.data_ptr(),
-            packed.numel(),
-            scale_w.data_ptr(),
-            *_bias(bias),
-            out.data_ptr(),
-            TYPES[out.dtype],
-            _stream(q),
-        ),
-    )
+    if profiling.enabled():
+        found = native.library().slidesparse_hopper_configuration(plan, q.shape[0], packed.numel())
+        profiling.chose(found.decode())
+    with profiling.stage("product", q):
+        native.call(
+            "product",
+            *(plan, q.shape[0], q.data_ptr(), q.shape[1], scale_x.data_ptr()),
+            *(packed.data_ptr(), packed.numel(), scale_w.data_ptr(), *_bias(bias)),
+            *(out.data_ptr(), TYPES[out.dtype], _stream(q)),
+        )
 
 
 def _input(
