@@ -19,12 +19,6 @@ KINDS = ("quant_slide", "quant_only", "dequant_bias")  # as tables name them; se
 MOST_WARPS = 32  # of a program
 MOST_LANES = 1 << 16  # block x rows of a program
 
-# When the quantizing kernels let the product behind them start, if that waits for their results itself (on Hopper and
-# later): "early", as soon as they run; "late", before they write the codes; "off", when they end.  It is not left out
-# where another product follows, as operators are not told which one does and it is one instruction: a kernel that was
-# launched in the ordinary way, as cuSPARSELt's, starts when they end, whatever this says.
-LAUNCH_DEPENDENTS = "late"
-
 
 class Config(NamedTuple):
     """How a kernel is launched.

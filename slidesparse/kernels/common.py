@@ -17,8 +17,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from slidesparse import kernels
-
 FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 
 
@@ -264,17 +262,18 @@ def codes_of(a, b, c, d, scale, factor, E4M3: tl.constexpr, NATIVE: tl.constexpr
 
 @triton.jit
 def launch_dependents():
-    """Let the next kernel of the stream start, if it was launched to wait for this one's results itself."""
+    """Let the next kernel of the stream start, if it was launched to wait for this one's results itself.
+
+    A kernel that was launched in the ordinary way, as cuSPARSELt's are, starts when this one ends.
+    """
     tl.inline_asm_elementwise(
         "griddepcontrol.launch_dependents; // $0", "=r", [], dtype=tl.int32, is_pure=False, pack=1
     )
 
 
-def dependents(x: Tensor) -> int:
-    """`kernels.LAUNCH_DEPENDENTS` as kernels take it: 0 off, 1 early, 2 late; off where the GPU does not know it."""
-    if interpreted() or _capability(x.device) < (9, 0):
-        return 0
-    return ("off", "early", "late").index(kernels.LAUNCH_DEPENDENTS)
+def has_dependents(x: Tensor) -> bool:
+    """Return whether the GPU has `launch_dependents`: Hopper and later."""
+    return not interpreted() and _capability(x.device) >= (9, 0)
 
 
 def interpreted() -> bool:

@@ -79,11 +79,9 @@ def quant_slide_kernel(
     BF16: tl.constexpr,
     E4M3: tl.constexpr,
     NATIVE: tl.constexpr,
-    DEPENDENTS: tl.constexpr,  # see `common.dependents`
+    DEPENDENTS: tl.constexpr,  # see `common.has_dependents`
     BLOCK: tl.constexpr,
 ):
-    if DEPENDENTS == 1:
-        launch_dependents()
     row = tl.program_id(0).to(tl.int64)
     x += row * stride
     q += row * WORDS
@@ -91,7 +89,7 @@ def quant_slide_kernel(
         word = tl.arange(0, BLOCK)
         a, b, c, d = _load(x, word, K, WORDS, LENGTH, PHASE, FLOATS, BF16)
         scale, factor = row_scale(absmax_of(largest_of_four(a, b, c, d, NATIVE)), E4M3)
-        if DEPENDENTS == 2:
+        if DEPENDENTS:
             launch_dependents()
         codes = codes_of(a, b, c, d, scale, factor, E4M3, NATIVE)
         tl.store(q + word, codes, mask=word < WORDS)
@@ -107,7 +105,7 @@ def quant_slide_kernel(
         else:
             absmax = row_absmax(x, K, FLOATS == 2, BF16, NATIVE, BLOCK)
         scale, factor = row_scale(absmax, E4M3)
-        if DEPENDENTS == 2:
+        if DEPENDENTS:
             launch_dependents()
         for start in tl.static_range(0, WORDS, BLOCK):
             word = start + tl.arange(0, BLOCK)
@@ -185,7 +183,7 @@ def quant_slide(
                 "BF16": x.dtype == torch.bfloat16,
                 "E4M3": dtype == FP8,
                 "NATIVE": common.native(x),
-                "DEPENDENTS": common.dependents(x),
+                "DEPENDENTS": common.has_dependents(x),
                 "BLOCK": common.step(how.block, max(words, k // (4 if kind == "quant_only" else 2))),
             },
             how.warps,

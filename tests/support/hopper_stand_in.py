@@ -49,7 +49,6 @@ class Plan:
     """The arguments that a plan was made of."""
 
     layer: Layer
-    trigger: int
     table: list[tuple[int, list[str]]]
 
     def configuration(self, m: int, weight_bytes: int) -> str:
@@ -106,7 +105,6 @@ class StandIn:
         phase: int,
         fp8: int,
         columns: int,
-        trigger: int,
         count: int,
         tokens: Any,
         texts: Any,
@@ -118,7 +116,7 @@ class StandIn:
         if refusal := self._refusal(text for row in rows for text in row):
             return refusal
         handle = 1 + max(self.plans, default=0)
-        self.plans[handle] = Plan(Layer(n, k, length, phase, bool(fp8), columns), trigger, table)
+        self.plans[handle] = Plan(Layer(n, k, length, phase, bool(fp8), columns), table)
         made._obj.value = handle
         return None
 

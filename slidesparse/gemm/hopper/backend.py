@@ -52,7 +52,7 @@ class HopperPlan:
     def __init__(self, problem: Problem, algorithm: str) -> None:
         self.algorithm = algorithm
         layer = _product_layer(problem.n, problem.k, DTYPES[problem.dtype])
-        self._plan = native.Plan(layer, kernels.LAUNCH_DEPENDENTS, algorithm)
+        self._plan = native.Plan(layer, algorithm)
 
     def run(
         self,
@@ -239,7 +239,7 @@ class Hopper(CudaBackend):
         with _planning:
             found = find(cuda.index_of(device), *layer)  # another thread may have been faster
             if not found:
-                found = native.make_plan(layer, kernels.LAUNCH_DEPENDENTS, self._table(layer, device))
+                found = native.make_plan(layer, self._table(layer, device))
                 native.library().slidesparse_hopper_serve(found)
         return found
 
