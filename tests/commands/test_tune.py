@@ -323,11 +323,9 @@ def test_layers_of_the_five_models() -> None:
         "Qwen2.5-7B": ["4608x3584", "3584x3584", "37888x3584", "3584x18944"],
         "Qwen2.5-14B": ["7168x5120", "5120x5120", "27648x5120", "5120x13824"],
     }
-    found = {
-        name: [f"{layer.n}x{layer.k}" for layer in model.layers] for name, model in shapes.MODELS.items()
-    }
+    found = {name: [f"{layer.n}x{layer.k}" for layer in layers] for name, layers in shapes.MODELS.items()}
     assert found == expected
-    assert [layer.name for layer in shapes.MODELS["BitNet-2B"].layers] == ["qkv", "o", "gate_up", "down"]
+    assert [layer.name for layer in shapes.MODELS["BitNet-2B"]] == ["qkv", "o", "gate_up", "down"]
 
 
 def test_a_folder_gives_the_layers_of_its_config(tmp_path: Path) -> None:
