@@ -14,7 +14,7 @@ from slidesparse.gemm.backend import Tunable
 from slidesparse.gemm.problem import Problem
 from slidesparse.gemm.tuned import Subject, Tuned, Versioned, save
 from slidesparse.tune.inputs import Inputs
-from slidesparse.tune.machine import SERVED, Gpu, outputs
+from slidesparse.tune.machine import SERVED, Gpu
 from slidesparse.tune.measure import Clock, Deadline
 from slidesparse.tune.search import Found, search
 
@@ -75,7 +75,7 @@ def served_outputs(library: Tunable, dtype: str) -> list[tuple[str, str]]:
     Sparse INT8 with INT32 output is the exact path, scaled by a kernel of its own.  A dense library that scales is
     asked for products without, too: few tokens are scaled faster by a kernel.
     """
-    found = outputs(library, dtype) if dtype in SERVED else ()
+    found = library.outputs_of(dtype) if dtype in SERVED else ()
     if not found:
         return []
     problems = [(found[0], library.epilogue(dtype, found[0]))]
