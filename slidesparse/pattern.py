@@ -46,16 +46,12 @@ class SlidePattern:
     length: int | None
 
     def __post_init__(self) -> None:
-        if self.length is not None and (self.length < HARDWARE_LENGTH or self.length % 2):
-            raise PatternError(
-                f"a sparsity pattern has an even block length of at least {HARDWARE_LENGTH}, "
-                f"found {self.length}; use one of {EXAMPLES}"
-            )
-        if self.length is not None and self.length > MOST_LENGTH:
-            raise PatternError(
-                f"a sparsity pattern has a block length of at most {MOST_LENGTH}, found {self.length}; "
-                f"use one of {EXAMPLES}"
-            )
+        if self.length is None or (HARDWARE_LENGTH <= self.length <= MOST_LENGTH and self.length % 2 == 0):
+            return
+        raise PatternError(
+            f"a sparsity pattern has an even block length from {HARDWARE_LENGTH} to {MOST_LENGTH}, "
+            f"found {self.length}; use one of {EXAMPLES}"
+        )
 
     @classmethod
     def parse(cls, text: str | SlidePattern) -> SlidePattern:
