@@ -262,7 +262,7 @@ def _say_what_is_idle(config: Mapping[str, Any]) -> None:
 
 
 def _require_readable(config: Mapping[str, Any]) -> None:
-    """Raise ResolveError for what vLLM would trip over later, without a word of where it stands."""
+    """Raise ResolveError for entries at which vLLM would fail later, with an error that does not name them."""
     lists = {"ignore": config.get("ignore", [])}
     lists |= {
         f"targets of {name!r}": group.get("targets")
@@ -302,7 +302,7 @@ def _forms(given: dict[str, Any] | None, hf_config: Any) -> list[dict[str, Any]]
 
 
 def _tell_heads(config: dict[str, Any], hf_config: Any) -> None:
-    """Add the numbers of heads, which vLLM gives its own method alone, for KV caches with one scale per head."""
+    """Add the numbers of heads, which vLLM adds for its own method only, for KV caches with one scale per head."""
     text = getattr(hf_config, "text_config", None) or hf_config
     if config.get("quant_method") == QUANT_METHOD and text is not None:
         heads = getattr(text, "num_attention_heads", None)

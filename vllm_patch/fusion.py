@@ -1,4 +1,4 @@
-"""Compute the quantization of a layer together with the norm or the activation that feeds it, in compiled models.
+"""Fuse the quantization of a layer's input with the norm or the activation that computes it, in compiled models.
 
 Just before Inductor generates code, a graph of vLLM holds ``torch.ops.slidesparse.linear(y, ...)`` of a y that is
 
@@ -86,7 +86,8 @@ def register(key: str, resolution: Resolution) -> str:
 def depends_on(key: str) -> Any:
     """Add ``key`` to the key of the model under construction in vLLM's compile cache.
 
-    The pass, or what is registered in its place: then the key is kept where models that are not nested are known by it.
+    Returns the pass, or somebody else's that is registered in its place.  The key is then added to additional_config,
+    which the cache key of models that are not nested contains.
     """
     config = compat.current_config()
     if FusionPass.__base__ is object:

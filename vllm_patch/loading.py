@@ -103,10 +103,12 @@ def require_numbers(name: str, weight: Tensor) -> None:
 def take_packed(layer: torch.nn.Module, name: str, loader: Loader) -> None:
     """Register the parameters of a packed weight on ``layer``: ``compressed``, ``bitmask``, ``shape``.
 
-    Once the three have come they become a dense weight, on its device, which ``loader`` loads as it does one of the
-    checkpoint's, and so cuts into tensor-parallel shards of any size.
+    Once all three are loaded they are unpacked on the layer's device, and ``loader`` gets the dense weight, which it
+    cuts into tensor-parallel shards of any size.
     """
-    pending: dict[object, dict[str, Tensor]] = {}  # part of the layer, such as q, k and v -> what has come
+    pending: dict[
+        object, dict[str, Tensor]
+    ] = {}  # part of the layer, such as q, k or v -> its tensors so far
 
     def loader_of(kind: str) -> Loader:
         @functools.wraps(loader)  # with its arguments' names, by which vLLM keeps calls for later

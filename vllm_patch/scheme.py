@@ -102,9 +102,8 @@ class SlideSparseScheme(CompressedTensorsScheme):
         columns = slid.layout(whole).slided if slid else whole
         self.arrivals = Arrivals(self.name, columns, len(kwargs["output_partition_sizes"]))
         kwargs["weight_loader"] = self.arrivals.watch(kwargs["weight_loader"], layer)
-        layer.weight_loader = self.arrivals.watch(
-            layer.weight_loader, layer
-        )  # of the bias, which is made next
+        # vLLM makes the bias next, with this loader.
+        layer.weight_loader = self.arrivals.watch(layer.weight_loader, layer)
         self.inner.create_weights(layer=layer, **kwargs)
         if self.config.resolution.layout == "packed":
             take_packed(layer, self.name, kwargs["weight_loader"])

@@ -27,7 +27,7 @@ class LayerSpec:
     in_features: int  # K
     pattern: SlidePattern | None  # None: the weight is dense
     phase: (
-        int  # columns of the first block that belong to the tensor-parallel shard before; they count as zeros
+        int  # zero columns before the first: those of its block that belong to another tensor-parallel shard
     )
     dtype: torch.dtype  # of the weight and of quantized activations: int8 or float8_e4m3fn
     out_dtype: torch.dtype

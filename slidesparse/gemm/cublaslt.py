@@ -1,7 +1,7 @@
 """NVIDIA's cuBLASLt: the dense GEMM that the papers compare with, through our binding csrc/cublaslt.cpp.
 
-FP8 accumulates fast, as stock vLLM's kernels do, and on Hopper and later scales by out-feature and by token and adds
-the bias in its epilogue.  INT8 it gives as INT32 only (or as INT8, of no use to a layer); a Triton kernel scales that.
+FP8 uses fast accumulation, as stock vLLM's kernels do; on Hopper and later its epilogue applies both vectors of scales
+and the bias.  INT8 operands give INT32 (or INT8, which no layer uses), and a Triton kernel scales that.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from slidesparse.gemm.cuda import LibraryBackend, NativePlan
 from slidesparse.gemm.problem import NAMES, TN, Layout, LibraryError, Problem, require_operand
 from slidesparse.quantize import FP8
 
-VECTOR_CAPABILITY, VECTOR_VERSION = (9, 0), 120900  # of scaling by vectors
-# Up to so many tokens a product to BF16 and a scaling kernel after it beat the product that scales, for which the
-# library has one algorithm only: at 64 tokens Qwen2.5-7B's four FP8 products take 74 us on an H200, scaling 149 us.
+VECTOR_CAPABILITY, VECTOR_VERSION = (9, 0), 120900  # the first that scale by vectors
+# Up to this many tokens a GEMM to BF16 and a scaling kernel are faster than the GEMM that scales, for which the library
+# has one algorithm only: at 64 tokens Qwen2.5-7B's four FP8 GEMMs take 74 us on an H200, those that scale 149 us.
 PLAIN_TOKENS = 256
-HEURISTICS = 100  # at most so many are asked for; the library has fewer
+HEURISTICS = 100  # algorithms to ask the heuristics for, more than there are
 ALGORITHM_BYTES = 64
 OUTPUTS = {
     "int8": ("int32", "int8"),
@@ -31,7 +31,7 @@ OUTPUTS = {
     "fp16": ("fp16", "fp32"),
     "bf16": ("bf16", "fp32"),
 }
-SCALE_TYPE = {"int32": "int32"}  # of alpha, by output; others: fp32
+SCALE_TYPE = {"int32": "int32"}  # type of output -> type of alpha; fp32 for the others
 
 
 class CublasLt(LibraryBackend):

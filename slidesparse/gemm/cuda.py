@@ -1,8 +1,8 @@
 """The parts that backends on GPUs share: token buckets, cached plans, workspaces of streams, and base classes.
 
-A plan is made for one number of tokens, and prompts have any: activations are therefore padded to buckets, 16 sizes an
-octave, so that an octave of lengths makes 16 plans and at most 1/16 of the rows are padding (below 256 tokens:
-up to 15 rows, which a tensor-core tile computes anyway).
+A plan is for one M, and the number of tokens in a step may be any.  Activations are therefore padded to buckets, 16
+from each power of two to the next, so that at most 1/16 of the rows are padding (below 256 tokens: up to 15 rows, which
+a tensor-core tile computes anyway).
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ from slidesparse.quantize import FP8, INT8
 
 SPARSE_CAPABILITY = (8, 0)  # Ampere: the first sparse tensor cores
 LEAST_ROWS = 16
-PLANS = 1024  # cached for each thread, device and library; a plan takes some KB of host memory
-WORKSPACE = 64 << 20  # bytes for each stream; algorithms that need more are refused
+PLANS = 1024  # cached per thread, device and library; a plan takes some KB of host memory
+WORKSPACE = 64 << 20  # bytes per stream; algorithms that need more are refused
 
 SUMS = {INT8: torch.int32, FP8: torch.float32}  # operands -> accumulators in full precision
 

@@ -29,11 +29,12 @@ OUTPUTS = {
 SPLITS = (2, 3, 4, 8)
 SPLIT_MODES = (1, 2, 5)  # cusparseLtSplitKMode_t: one kernel, two kernels, split-K
 WHOLE_MODES = (4, 6)  # without a number of splits: data-parallel, stream-K
-PROBED = (128, 2048, 64)  # n, k and m of the product that is asked whether a mode is there
-# (version, capability, dtype) -> ids of algorithms whose kernel dies of an illegal instruction, which ends every CUDA
-# call of the process.  Each of the 52 was run in its own, at 64 x 64 x 64 and 4608 x 3584 x 64; the others are right.
+PROBED = (128, 2048, 64)  # n, k and m of the problem that tells which modes there are
+# (version, capability, dtype) -> ids of algorithms whose kernels fail with an illegal instruction, after which every
+# CUDA call of the process fails.  Each of the 52 was run in a process of its own, at 64 x 64 x 64 and 4608 x 3584 x 64;
+# the others give right results.
 CRASHING = {("0.8.0", (9, 0), "fp16"): range(36, 52)}
-ROWS = 128  # of a chunk of a weight, or a multiple
+ROWS = 128  # of a tile of metadata; chunks of a weight are whole tiles
 CHUNK = 16 << 20  # bytes of windows that are compressed at a time
 # Bytes behind a compressed weight: the library's kernels read metadata by 128 x 64 tiles of 1 KiB, also the last one of
 # a weight whose rows are no multiple of 128 (compute-sanitizer sees it).  What is read there concerns rows beyond N.
@@ -149,7 +150,7 @@ class CuSparseLt(LibraryBackend):
 
     @cache  # noqa: B019  there is one object
     def _splits(self, dtype: str, out: str, device: torch.device) -> tuple[str, ...]:
-        """Return the ways of split-K, such as "2x1", of every eighth algorithm; on Hopper 0.8.0 has none."""
+        """Return the split-K variants, such as "2x1", that every eighth algorithm has; on Hopper 0.8.0 has none."""
         problem = Problem(dtype, out, *PROBED)
         ids = range(0, self._native(problem, device, None).algorithms, 8)  # a refusal takes 8 ms
         ways = [f"{splits}x{mode}" for splits in SPLITS for mode in SPLIT_MODES]
@@ -202,7 +203,7 @@ class CuSparseLt(LibraryBackend):
 
     @cache  # noqa: B019  there is one object
     def _concatenates(self, device: torch.device, dtype: torch.dtype) -> bool:
-        """Tell whether compressing chunks of rows gives what compressing the whole weight gives."""
+        """Return whether compressing chunks of rows gives what compressing the whole weight gives."""
         columns, whole = 256, 3 * ROWS
         generator = torch.Generator(device).manual_seed(0)  # not torch's own, which vLLM samples tokens by
         weight = torch.randint(1, 100, (whole, columns), generator=generator, dtype=torch.int8, device=device)

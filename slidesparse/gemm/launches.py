@@ -41,10 +41,8 @@ class Kernel:
 
 def problem_of(source: torch.dtype, target: torch.dtype, n: int, k: int, m: int) -> Problem:
     """Return the problem, for tables, of turning m rows of k ``source`` elements into n ``target`` ones."""
-    names = [
-        NAMES.get(ALIKE.get(one, one), str(one)) for one in (source, target)
-    ]  # kernels refuse other types
-    return Problem(names[0], names[1], n, k, m)
+    read, written = (NAMES.get(ALIKE.get(one, one), str(one)) for one in (source, target))
+    return Problem(read, written, n, k, m)
 
 
 def quantize(x: Tensor, layout: SlideLayout, dtype: torch.dtype, columns: int) -> tuple[Tensor, Tensor]:

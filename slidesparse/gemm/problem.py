@@ -49,7 +49,7 @@ class Problem:
     scale: str = "none"  # what the epilogue multiplies by: "none", or "both" scale_w and scale_x
     bias: bool = False  # whether the epilogue adds a bias [n]
     blocks: str = (
-        ALL_2_4  # of BLOCKS; others only for libraries that take dense ones, and nothing is slid then
+        ALL_2_4  # one of BLOCKS; dense blocks only for backends that take them, whose weights are not slid
     )
 
     def __str__(self) -> str:

@@ -30,7 +30,7 @@ from slidesparse.errors import EnvironmentFault
 from slidesparse.gemm.problem import ALL_2_4, Problem
 
 FORMAT = 1
-BEYOND = 2  # times the largest tuned M for which its algorithm is still taken
+BEYOND = 2  # the algorithm of the largest tuned M serves up to this many times as many tokens
 CACHE = "SLIDESPARSE_CACHE"  # environment variable: the folder, instead of ~/.cache/slidesparse
 SHIPPED = Path(__file__).parent.parent / "tuned_tables"
 
@@ -156,9 +156,9 @@ def choice(subject: Subject, problem: Problem, any_tokens: bool = False) -> str 
 def neighbour(subject: Subject, problem: Problem, within: float = math.inf) -> str | None:
     """Return the algorithm tuned for the nearest shape with about as many tokens, or None.
 
-    Nearest by the ratios of n and of k, whose binary logarithms may add up to ``within`` at most.  Libraries' own
-    heuristics miss by up to two times where this misses by some percent: which tile is fastest depends on the types and
-    on how many tiles there are, little on the shape.  Raises TableError for a damaged file.
+    The distance is |log2 of the ratio of n| + |log2 of the ratio of k|, at most ``within``.  Where this algorithm is
+    some percent slower than the best, that of the library's heuristics takes up to twice as long: which tile is fastest
+    depends on the types and the number of tiles, little on the shape.  Raises TableError for a damaged file.
     """
     types = Shape.of(problem).types
     found = [

@@ -1,7 +1,7 @@
-"""Random operands in rotation: activations, weights (2:4 where the library wants that), outputs, scales.
+"""Random operands, several copies of each: activations, weights (2:4 for sparse libraries), outputs, scales.
 
-Never zeros or small numbers: a GPU computes them with less power, so at a higher clock.  Memory is taken once for the
-largest problem and viewed by the others.
+They are neither zeros nor small numbers, which a GPU multiplies at less power and so at a higher clock.  Memory is
+allocated once for the largest problem and viewed by the others.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ ALIGNMENT = 256  # bytes, of each copy
 INTEGERS = {"int8": 127, "int32": 2**20}  # the largest; INT32 as sums of INT8 products
 FP8_MOST = 448.0  # of E4M3
 FP8_SIGMA = 100.0  # per-token scales put the largest of a row's numbers, at about 4 sigma, near FP8_MOST
-GOLDEN = 0.6180339887  # whose multiples, cut to their fractions, lie evenly
-# Places of the two non-zeros among four.
+GOLDEN = 0.6180339887  # the fractional parts of its multiples are evenly distributed
+# Positions of the two non-zeros among four.
 TWO_OF_FOUR = ((1, 1, 0, 0), (1, 0, 1, 0), (1, 0, 0, 1), (0, 1, 1, 0), (0, 1, 0, 1), (0, 0, 1, 1))
 
 
@@ -65,7 +65,7 @@ class Inputs:
         return self.cold((n * k + m * k) * size + m * n * _size(problem.out))
 
     def cold(self, call_bytes: int) -> int:
-        """Return how many copies of so many bytes do not fit into the L2 cache."""
+        """Return how many copies of ``call_bytes`` exceed the L2 cache."""
         return copies_for(call_bytes, self._l2_bytes)
 
     def weight(self, dtype: str, n: int, k: int, sparse: bool) -> Tensor:

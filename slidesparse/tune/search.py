@@ -1,8 +1,7 @@
 """Search for a library's fastest algorithm: run all once, time the good ones, then time the best precisely.
 
-An algorithm that is refused is skipped, one whose result is wrong is dropped; both are counted.  Where a library names
-ways of splitting K for its algorithms (`Tunable.unsplit`), a dozen for each, they are tried for those that are fast
-without.
+An algorithm that is refused is skipped, one whose result is wrong is dropped; both are counted.  The split-K variants
+of an algorithm (`Tunable.unsplit`), of which there may be a dozen, are tried only if it is fast without split-K.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from slidesparse.tune.inputs import Rotation
 from slidesparse.tune.measure import EXACT_US, QUICK_US, SAMPLES, Clock, Launch, Replay, Timing
 
 FINALISTS = 3
-SPLIT = 4  # so many algorithms are tried with K split
+SPLIT = 4  # algorithms whose split-K variants are tried, the fastest ones
 FINAL_SAMPLES = 5  # of each finalist; the winner gets the rest of SAMPLES
 SLOW = 2.0  # times the best so far: not timed further
 NOISE_US = 30.0  # of one eager launch
@@ -81,10 +80,10 @@ def search(
     for name in whole:
         consider(name)
     fast = {one.algorithm for one in sorted(candidates, key=lambda one: one.us)[:SPLIT]}
-    ways = [name for name in names if unsplit[name] is not None and (not fast or unsplit[name] in fast)]
-    for name in ways:
+    variants = [name for name in names if unsplit[name] is not None and (not fast or unsplit[name] in fast)]
+    for name in variants:
         consider(name)
-    names = whole + ways
+    names = whole + variants
     finalists, wrong = right(candidates, lambda one: agree(_output(rotation, one.launch), expected, problem))
     if not finalists:
         raise LibraryError(

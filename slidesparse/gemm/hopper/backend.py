@@ -1,9 +1,9 @@
-"""Our own sparse kernels for Hopper, csrc/hopper/: a layer is two launches, quantization and a GEMM that also scales.
+"""Our sparse kernels for Hopper, csrc/hopper/: a layer is two launches, quantization and a GEMM that scales.
 
-The weight is held in one form, `slidesparse.gemm.hopper.format`.  A layer has one plan for any number of tokens, which
-C++ makes from scalars and a table of tuned configurations and finds again by the arguments of torch's operators; Python
-makes it when a weight is packed, or when a layer is first run.  Kernels start before the one in front has ended, so
-`pack` waits until the packed weight has been written.
+The packed weight has one format, `slidesparse.gemm.hopper.format`.  A layer has one plan for any number of tokens.  C++
+keeps the plans and finds them by the sizes of a layer, which torch's operators are called with; Python makes a plan
+when a weight is packed, or at the first call of a layer.  By programmatic dependent launch a kernel starts before the
+one in front has ended, so `pack` waits until the packed weight is written.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ from slidesparse.pattern import HARDWARE_LENGTH, SlideLayout, round_up
 from slidesparse.quantize import FP8, INT8
 from slidesparse.slide import slide
 
-HOPPER_CAPABILITY = (9, 0)  # whose instructions neither earlier nor later GPUs have
-VERSION = "4"  # of the configurations: tables tuned for others are not read
+HOPPER_CAPABILITY = (9, 0)  # sm_90a: neither earlier nor later GPUs have its instructions
+VERSION = "4"  # of the configurations; tables of other versions are not read
 CANDIDATES = 16  # configurations that tuning tries for a problem
 NEAR = 0.5  # see `tuned.neighbour`: as far as 4:6 is from 2:4 and 6:8 of the same layer
-MOST_TOKENS = 1 << 15  # that the configurations of a plan cover; more tokens use the last one
+MOST_TOKENS = 1 << 15  # the last row in the table of a plan, which serves more tokens, too
 OUTPUTS = (torch.bfloat16, torch.float16)
-ALIGNMENT = 16  # bytes, of the rows of codes that TMA reads
+ALIGNMENT = 16  # bytes, of the address and the stride of rows that TMA reads
 
 _planning = threading.Lock()
 
@@ -143,7 +143,7 @@ class Hopper(CudaBackend):
         """See `Backend.pack`: the packed windows, N padded to whole strips and K' to whole blocks.
 
         A weight without a pattern is stored in blocks of 64 out-features x 128 columns, 2:4 where their zeros allow it.
-        Little memory is used beside the weight and the result.  Raises LibraryError for dtypes but INT8 and FP8.
+        Little memory is used beside the weight and the result.  Raises LibraryError for dtypes other than INT8 and FP8.
         """
         packed = pack_without_plan(spec, weight)
         if packed.is_cuda and packed.numel():
@@ -160,7 +160,7 @@ class Hopper(CudaBackend):
         bias: Tensor | None,
         out_dtype: torch.dtype,
     ) -> Tensor:
-        """See `Backend.scaled_matmul`.  Raises LibraryError for outputs but BF16 and FP16."""
+        """See `Backend.scaled_matmul`.  Raises LibraryError for outputs other than BF16 and FP16."""
         m, n = q.shape[0], scale_w.shape[0]
         _require_output(out_dtype)
         out = q.new_empty(m, n, dtype=out_dtype)
@@ -184,8 +184,8 @@ class Hopper(CudaBackend):
     ) -> Tensor:
         """See `Backend.linear`.
 
-        Raises LibraryError for outputs but BF16 and FP16, and for tensors that the kernels do not take: vectors must be
-        contiguous, scale_w float32, a norm's weight, residual and sum of x's dtype.
+        Raises LibraryError for outputs other than BF16 and FP16, and for tensors that the kernels do not take: vectors
+        must be contiguous, scale_w float32, and a norm's weight, residual and sum of x's dtype.
         """
         layer, m = _layer(spec, self.alignment), x.shape[0]
         _require_output(spec.out_dtype)
@@ -224,7 +224,7 @@ class Hopper(CudaBackend):
             return _quantize(plan, _with_dense_rows(x), producer, dtype, columns)
 
     def _find_plan(self, layer: Layer, device: torch.device) -> int:
-        """Return the handle of the plan for ``layer`` on ``device``, the current one; it is made if there is none.
+        """Return the handle of the plan for ``layer`` on ``device``, the current device; make it if there is none.
 
         Raises LibraryError, also if it would have to be made while a CUDA graph is captured, as that loads kernels.
         """
@@ -247,8 +247,8 @@ class Hopper(CudaBackend):
         """Return the configurations of a layer by number of tokens, see `native.make_plan`.
 
         They are the same for outputs in BF16 and FP16, with and without a bias.  A shape far from all tuned ones uses
-        those that the cost model predicts to be fastest, as the best split of K depends on the shape.  Weights with
-        dense blocks use those of 2:4 blocks unless they were tuned themselves; slid weights have no dense blocks.
+        those that the cost model predicts to be fastest, as the best split-K depends on the shape.  Weights with dense
+        blocks use those of 2:4 blocks unless they were tuned themselves; slid weights have no dense blocks.
         """
         table: list[tuple[int, tuple[str, ...]]] = []
         if layer.n == 0:
@@ -297,7 +297,7 @@ def _layer(spec: LayerSpec, alignment: int) -> Layer:
 
 
 def _product_layer(n: int, columns: int, dtype: torch.dtype) -> Layer:
-    """Return the layer of a product whose activations are quantized already, so that nothing is lifted."""
+    """Return the layer of a GEMM alone: its activations are quantized, and lifted, before."""
     return Layer(n, columns, HARDWARE_LENGTH, 0, dtype == FP8, round_up(columns, ALIGNMENT))
 
 
