@@ -185,7 +185,7 @@ def test_why_it_cannot_run(monkeypatch: pytest.MonkeyPatch) -> None:
     def missing(name: str) -> Path:
         raise ToolchainError("nvcc was not found", "install it")
 
-    for module in (native, hopper):
+    for module in (native, hopper.cuda):
         monkeypatch.setattr(module, "build", missing)
     native.library.cache_clear()
     for loads in (True, False):

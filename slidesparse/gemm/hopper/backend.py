@@ -19,8 +19,6 @@ from torch import Tensor
 
 from slidesparse import kernels, profiling
 from slidesparse.blocks import BLOCK, dense_blocks
-from slidesparse.build.compile import build
-from slidesparse.build.find import ToolchainError
 from slidesparse.gemm import cuda
 from slidesparse.gemm.backend import TWO_FOUR, LayerSpec, require_none_broken
 from slidesparse.gemm.cuda import CudaBackend
@@ -87,7 +85,7 @@ class Hopper(CudaBackend):
 
     def version(self) -> str:
         """See `Tunable.version`: the version of the configurations."""
-        native.library()
+        native.call("unusable")
         return VERSION
 
     def unusable_library(self, capability: tuple[int, int], loads: bool) -> str | None:
@@ -97,14 +95,7 @@ class Hopper(CudaBackend):
                 "its kernels are for compute capability 9.0 (Hopper) alone, this GPU has "
                 f"{capability[0]}.{capability[1]}"
             )
-        try:
-            if loads:
-                native.call("unusable")
-            else:
-                build(self.name)
-        except (LibraryError, ToolchainError) as error:
-            return str(error)
-        return None
+        return super().unusable_library(capability, loads)
 
     def epilogue(self, dtype: str, out: str, device: torch.device | None = None) -> str:
         """ "both": the kernels scale by out-feature and by token, and nothing less."""
