@@ -23,7 +23,7 @@ from slidesparse.errors import SlideSparseError, shown
 
 HARDWARE_NONZEROS, HARDWARE_LENGTH = 2, 4  # 2:4, which sparse tensor cores execute
 STRIDE = HARDWARE_LENGTH - HARDWARE_NONZEROS
-MOST_LENGTH = 4096  # of a block: beyond, gamma is 2 to within 0.1%
+MOST_LENGTH = 4096  # longest block; beyond it gamma is 2 to within 0.1%
 ZEROS = 2  # every pattern of the family prunes two weights of a block
 
 EXAMPLES = "2:4, 4:6, 6:8, 8:10, 10:12, 12:14, 14:16 (or 2_4, 2_6, 2_8, ...), and 2_inf"
@@ -145,7 +145,7 @@ class MixedPattern:
     ``dense`` asks for no zeros at all.
     """
 
-    share: Fraction  # of the blocks of a weight, those at its edges included; from 0, below 1
+    share: Fraction  # share of the 2:4 blocks of a weight, blocks at its edges included; at least 0, below 1
 
     def __post_init__(self) -> None:
         if not 0 <= self.share < 1:

@@ -19,7 +19,7 @@ class Census:
         self.dense: dict[str, str] = {}  # layer -> reason
         self.kinds: dict[int, str] = {}  # address of a weight that a layer holds -> what the profile calls it
         self.listed = False  # whether the checkpoint's metadata list any of them
-        self.fusion = ""  # what came of SLIDESPARSE_FUSE
+        self.fusion = ""  # the outcome of SLIDESPARSE_FUSE
 
     def expect(self, layer: str, module: Any) -> None:
         """Expect a layer, which `settle` counts once its weights are loaded."""

@@ -93,13 +93,13 @@ class SlideSparseConfig(CompressedTensorsConfig):
     @classmethod
     def from_config(cls, config: dict[str, Any]) -> SlideSparseConfig:
         """Read the resolution that the front end has stamped into ``config``, and parse the rest as vLLM does."""
-        if STAMP not in config:  # no front end has asked, as in a program that makes configs itself
+        if STAMP not in config:  # no front-end process was asked, as in a program that makes configs itself
             platform, capability = _machine()
             stamp(resolve(config, Flags.from_environment(), platform == "cuda", capability), [config])
         resolution = Resolution.of_stamp(config[STAMP])
         require_dynamic_w8a8(config)
         _require_readable(config)
-        config.pop("sparsity_config", None)  # newer vLLM rejects it; the resolution says all it said
+        config.pop("sparsity_config", None)  # newer vLLM rejects it, and the resolution holds what it says
         try:
             made = super().from_config(config)
         except (AttributeError, KeyError, TypeError, ValueError) as error:
@@ -175,7 +175,7 @@ class SlideSparseConfig(CompressedTensorsConfig):
         if not isinstance(scheme, W8A8):
             self.census.settle(name, reason)
             return scheme
-        if not self.census.awaits():  # the first
+        if not self.census.awaits():  # the first layer
             self.census.fusion = fusion.register(self.key, self.resolution)
         self.census.expect(name, layer)
         return SlideSparseScheme(self, scheme, name, entry, pattern, reason)

@@ -48,9 +48,9 @@ from slidesparse.resolve import Resolution
 
 logger = init_logger("vllm.slidesparse")
 
-PASS_KEY = "post_grad_custom_post_pass"  # of torch._inductor.config
-ADDITIONAL = "slidesparse"  # in vLLM's additional_config
-TO_THE_END = 2**63 - 1  # of a slice
+PASS_KEY = "post_grad_custom_post_pass"  # option of torch._inductor.config
+ADDITIONAL = "slidesparse"  # key in vLLM's additional_config
+TO_THE_END = 2**63 - 1  # end of an open slice
 
 aten, prims, ours = torch.ops.aten, torch.ops.prims, torch.ops.slidesparse
 
@@ -136,9 +136,9 @@ class Producer:
     """The nodes that compute the input of a layer."""
 
     kind: int  # NORM, ADD_NORM, SILU_MUL
-    inputs: tuple[Any, ...]  # of the fused operator, before the arguments of the other
-    nodes: tuple[Node, ...]  # that become unused, each before those that it uses
-    sums: tuple[Node, ...] = ()  # hold what the operator gives as its last result
+    inputs: tuple[Any, ...]  # leading arguments of the fused operator
+    nodes: tuple[Node, ...]  # nodes that become unused, each before those that it uses
+    sums: tuple[Node, ...] = ()  # nodes that hold the sum, the last result of the operator
 
 
 def fuse(graph: Graph) -> Counter[str]:
@@ -179,7 +179,7 @@ def _replace(layer: Node, producer: Producer) -> None:
     like, value = layer.args[0].meta["val"], layer.meta["val"]  # type: ignore[union-attr]
     layer.target = FUSED[producer.kind]
     layer.args = (*producer.inputs, *layer.args[1:])
-    layer.meta.pop("eager_input_vals", None)  # those of the former arguments
+    layer.meta.pop("eager_input_vals", None)  # they belong to the former arguments
     if producer.kind == ADD_NORM:
         layer.meta["val"] = (value, like)
         first = _result(layer, 0)
@@ -226,7 +226,7 @@ def _norm(
     """Return the producer of a norm, or None unless ``inputs`` are ``rows`` tensors like ``value``, weight and eps."""
     *tensors, eps = inputs[: rows + 2]
     if len(inputs) < rows + 2 or any(one is not None for one in inputs[rows + 2 :]):
-        return None  # the mean of a part of the row
+        return None  # a norm over a part of the row
     if not all(isinstance(one, Node) for one in tensors) or not isinstance(eps, float):
         return None
     *likes, weight = (one.meta.get("val") for one in tensors)

@@ -50,7 +50,7 @@ class Arrivals:
                 loader(parameter, tensor, *part, **more)
             except (AssertionError, RuntimeError) as error:
                 if type(error) not in (AssertionError, RuntimeError):
-                    raise  # no room, or an error of ours
+                    raise  # out of memory, or an error of ours
                 raise CheckpointError(
                     f"{self._name}: the checkpoint's {kind} of shape {list(tensor.shape)} does not fit the layer "
                     f"({str(error) or 'another shape is expected'}); {_AGAIN}"

@@ -193,7 +193,7 @@ class SlideSparseScheme(CompressedTensorsScheme):
             self.inner.process_weights_after_loading(layer)
         else:
             self._serve(layer, packed)
-        self.dummy = False  # what is loaded from now on are weights
+        self.dummy = False  # weights loaded from now on are real
         self._settle()
 
     def _loaded(self, layer: torch.nn.Module) -> Tensor:
@@ -255,7 +255,7 @@ class SlideSparseScheme(CompressedTensorsScheme):
         """Count the layer; after the last one, log the summary, or raise PatternError if no layer obeys the pattern."""
         census, resolution = self.config.census, self.config.resolution
         last = census.settle(self.name, self.dense_because, self.pattern.ratio)
-        # Not before the last one: products while loading are no serving.
+        # Not before the last layer: calls while loading are not profiled.
         if resolution.profile and (last or profiling.enabled()):
             profiling.enable().kinds.update(census.kinds)
         if not last:

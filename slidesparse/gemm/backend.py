@@ -29,7 +29,7 @@ class LayerSpec:
     phase: (
         int  # zero columns before the first: those of its block that belong to another tensor-parallel shard
     )
-    dtype: torch.dtype  # of the weight and of quantized activations: int8 or float8_e4m3fn
+    dtype: torch.dtype  # type of the weight and the quantized activations: int8 or float8_e4m3fn
     out_dtype: torch.dtype
 
     @property
@@ -54,9 +54,9 @@ class Backend(Protocol):
     name: str
     device_type: str  # "cuda" or "cpu": the devices for which it is chosen automatically
     takes_dense: bool  # whether it serves weights without a pattern
-    fuses: bool  # whether `linear` computes a producer together with the quantization
+    fuses: bool  # whether `linear` fuses a producer with the quantization
     threads: bool  # whether each step may run in a new thread
-    alignment: int  # rows of quantized activations are padded with zeros to a multiple of so many columns
+    alignment: int  # rows of quantized activations are zero-padded to a multiple of this many columns
     outputs: tuple[torch.dtype, ...]  # the out_dtypes that it writes
 
     def unusable(self, device: torch.device, capability: tuple[int, int] | None = None) -> str | None:

@@ -38,7 +38,7 @@ LEAST_ROWS = 16
 PLANS = 1024  # cached per thread, device and library; a plan takes some KB of host memory
 WORKSPACE = 64 << 20  # bytes per stream; algorithms that need more are refused
 
-SUMS = {INT8: torch.int32, FP8: torch.float32}  # operands -> accumulators in full precision
+SUMS = {INT8: torch.int32, FP8: torch.float32}  # type of the operands -> type of exact accumulators
 
 T = TypeVar("T")
 
@@ -114,7 +114,7 @@ def handle(name: str, index: int) -> Any:
     if found is None:
         module = extension(name)
         with torch.cuda.device(index):
-            torch.cuda.current_blas_handle()  # brings the device's context up
+            torch.cuda.current_blas_handle()  # creates the context of the device
             found = _local.handles[name, index] = call(module.Handle)
     return found
 

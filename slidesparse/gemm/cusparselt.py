@@ -34,7 +34,7 @@ PROBED = (128, 2048, 64)  # n, k and m of the problem that tells which modes the
 # CUDA call of the process fails.  Each of the 52 was run in a process of its own, at 64 x 64 x 64 and 4608 x 3584 x 64;
 # the others give right results.
 CRASHING = {("0.8.0", (9, 0), "fp16"): range(36, 52)}
-ROWS = 128  # of a tile of metadata; chunks of a weight are whole tiles
+ROWS = 128  # rows of a tile of metadata; a chunk of a weight is whole tiles
 CHUNK = 16 << 20  # bytes of windows that are compressed at a time
 # Bytes behind a compressed weight: the library's kernels read metadata by 128 x 64 tiles of 1 KiB, also the last one of
 # a weight whose rows are no multiple of 128 (compute-sanitizer sees it).  What is read there concerns rows beyond N.
@@ -47,7 +47,7 @@ class CuSparseLt(LibraryBackend):
     name = "cusparselt"
     takes_dense = False
     sparse = True
-    alignment = 32  # of K in a sparse 8-bit product
+    alignment = 32  # K of a sparse 8-bit GEMM is a multiple
     products = OUTPUTS
 
     def version(self) -> str:

@@ -21,7 +21,7 @@ from slidesparse.gemm.problem import NAMES, Problem
 from slidesparse.kernels import Config
 from slidesparse.pattern import SlideLayout
 
-VERSION = "1"  # of the kernels: tables tuned for others are not read
+VERSION = "1"  # version of the kernels; tables of other versions are not read
 NEAR = 1.0  # see `tuned.neighbour`: beyond it the kernels' own table is nearer
 ALIKE = {torch.float16: torch.bfloat16, torch.float32: torch.int32}  # as many bytes, so the same launch
 
@@ -66,7 +66,7 @@ def dequant_bias(
     return kernel(acc, scale_x, scale_w, bias, out_dtype, launch=launch)
 
 
-@cache  # of buckets, whose number is small: each call of a layer asks
+@cache  # every call of a layer asks, and there are few buckets
 def _find(
     kind: str,
     source: torch.dtype,

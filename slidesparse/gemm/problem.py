@@ -41,8 +41,8 @@ class Problem:
     ``k`` counts the columns that are multiplied, so K' for slided weights.
     """
 
-    dtype: str  # of activations and weight, one of OPERANDS
-    out: str  # a key of DTYPES
+    dtype: str  # type of activations and weight, one of OPERANDS
+    out: str  # type of the output, a key of DTYPES
     n: int
     k: int
     m: int
@@ -96,7 +96,7 @@ class Plan(Protocol):
     """A problem and an algorithm, ready to run on one device."""
 
     algorithm: str
-    workspace: int  # bytes it needs
+    workspace: int  # bytes of workspace that it needs
 
     def run(
         self,

@@ -55,8 +55,8 @@ class Subject:
     """The GPU, library and version of a table."""
 
     library: str  # "cusparselt", "cublaslt", "hopper", or a Triton kernel, see `slidesparse.gemm.launches`
-    version: str  # of the library, such as "0.8.0"
-    gpu: str  # the full name, such as "NVIDIA H200"
+    version: str  # version of the library, such as "0.8.0"
+    gpu: str  # full name of the GPU, such as "NVIDIA H200"
     capability: tuple[int, int]  # compute capability
 
     @property

@@ -16,8 +16,8 @@ if TYPE_CHECKING:
 
 KINDS = ("quant_slide", "quant_only", "dequant_bias")  # as tables name them; see `quantizer`
 
-MOST_WARPS = 32  # of a program
-MOST_LANES = 1 << 16  # block x rows of a program
+MOST_WARPS = 32  # limit of a program
+MOST_LANES = 1 << 16  # limit of block x rows of a program
 
 
 class Config(NamedTuple):

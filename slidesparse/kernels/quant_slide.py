@@ -70,12 +70,12 @@ def quant_slide_kernel(
     x,
     q,
     scales,
-    stride,  # of x's rows, in what x points to
+    stride,  # stride of the rows of x, in what x points to
     K: tl.constexpr,
-    WORDS: tl.constexpr,  # of a row of q, at least K' / 4
+    WORDS: tl.constexpr,  # words of a row of q, at least K' / 4
     LENGTH: tl.constexpr,
     PHASE: tl.constexpr,
-    FLOATS: tl.constexpr,  # x points to words of so many: floats of any type, or 2 or 4 floats of 16 bits
+    FLOATS: tl.constexpr,  # floats in a word that x points to: 1 of any type, or 2 or 4 of 16 bits
     BF16: tl.constexpr,
     E4M3: tl.constexpr,
     NATIVE: tl.constexpr,

@@ -97,11 +97,11 @@ def _kernel(
     w,
     out,
     broken,
-    stride,  # of w's rows, in what w points to
-    out_stride,  # of out's rows, in int32 words
+    stride,  # stride of the rows of w, in what w points to
+    out_stride,  # stride of the rows of out, in int32 words
     n,
     k,  # in what w points to
-    words,  # of a row of out
+    words,  # words of a row of out
     across,  # programs along a row
     phase,  # in what w points to
     LENGTH: tl.constexpr,
@@ -174,7 +174,7 @@ def slide_weight(
     pairs = None if phase % 2 else _pairs_of(w)
     source = w.view(INT8) if pairs is None else pairs
     launch = launch or (LAUNCH if length <= LONGEST_UNROLLED else LAUNCH_LONG)
-    blocks = triton.cdiv(target.shape[1], layout.windows)  # with those that only fill out with zeros
+    blocks = triton.cdiv(target.shape[1], layout.windows)  # including those that only fill out with zeros
     wide = min(launch.block, int(triton.next_power_of_2(blocks)))
     tall = launch.block * launch.rows // wide
     across = triton.cdiv(blocks, wide)

@@ -19,9 +19,9 @@ from slidesparse.pattern import round_up
 from slidesparse.tune.measure import Launch, copies_for
 
 CHUNK = 2**24  # elements that are generated at a time
-ALIGNMENT = 256  # bytes, of each copy
+ALIGNMENT = 256  # bytes: alignment of each copy
 INTEGERS = {"int8": 127, "int32": 2**20}  # the largest; INT32 as sums of INT8 products
-FP8_MOST = 448.0  # of E4M3
+FP8_MOST = 448.0  # largest E4M3 number
 FP8_SIGMA = 100.0  # per-token scales put the largest of a row's numbers, at about 4 sigma, near FP8_MOST
 GOLDEN = 0.6180339887  # the fractional parts of its multiples are evenly distributed
 # Positions of the two non-zeros among four.
@@ -138,7 +138,7 @@ class Inputs:
             numbers = torch.randn(count, generator=self._generator, device=self.device)
             if dtype == "fp8":
                 numbers = (numbers * FP8_SIGMA).clamp_(-FP8_MOST, FP8_MOST)
-        if sparse:  # by choice, not by a product: -0.0 would count as a non-zero
+        if sparse:  # selected, not multiplied: -0.0 would count as a non-zero
             numbers = torch.where(self._mask(count), numbers, numbers.new_zeros(()))
         return numbers.to(DTYPES[dtype])
 

@@ -44,7 +44,7 @@ class KernelJob:
     library: Kernel
     problem: Problem
     tokens: tuple[int, ...]
-    length: int = HARDWARE_LENGTH  # of the blocks that quant_slide lifts
+    length: int = HARDWARE_LENGTH  # block length of the pattern that quant_slide lifts
 
     def prepare(self, session: Session) -> Search:
         """See `Job.prepare`; there is nothing to prepare."""
@@ -61,11 +61,11 @@ class KernelJob:
 class Summary:
     """The counts of a run of tuning."""
 
-    tuned: int = 0  # searched and saved
-    known: int = 0  # in the tables before
-    algorithms: int = 0  # tried
-    refused: int = 0  # of them
-    wrong: int = 0  # of them: other results than the library's own choice
+    tuned: int = 0  # problems searched and saved
+    known: int = 0  # problems that were in the tables before
+    algorithms: int = 0  # algorithms tried
+    refused: int = 0  # of these, refused by the library
+    wrong: int = 0  # of these, with other results than the library's own choice
     skipped: tuple[str, ...] = ()  # problems without a usable algorithm, and why
     finished: bool = False  # False: the time was up
 

@@ -20,11 +20,11 @@ from slidesparse.tune.inputs import Inputs
 from slidesparse.tune.measure import Clock
 from slidesparse.tune.search import Candidate, Found, decide, quick, right
 
-LANES = (2, 4, 8, 16)  # words of a thread in one step of a quantizing kernel
-MOST_STEPS = 8  # of a quantizing kernel
-COLUMNS = (256, 512, 1024, 2048)  # of a program of dequant_bias
+LANES = (2, 4, 8, 16)  # words per thread in one step of a quantizing kernel
+MOST_STEPS = 8  # steps of a quantizing kernel
+COLUMNS = (256, 512, 1024, 2048)  # columns per program of dequant_bias
 ROWS = (1, 4)
-ELEMENTS = (8, 16)  # of a thread of dequant_bias
+ELEMENTS = (8, 16)  # elements per thread of dequant_bias
 
 
 class Run(Protocol):

@@ -20,11 +20,11 @@ from slidesparse.tune.measure import EXACT_US, QUICK_US, SAMPLES, Clock, Launch,
 
 FINALISTS = 3
 SPLIT = 4  # algorithms whose split-K variants are tried, the fastest ones
-FINAL_SAMPLES = 5  # of each finalist; the winner gets the rest of SAMPLES
-SLOW = 2.0  # times the best so far: not timed further
-NOISE_US = 30.0  # of one eager launch
+FINAL_SAMPLES = 5  # samples of each finalist; the winner gets the rest of SAMPLES
+SLOW = 2.0  # algorithms slower than this many times the best so far are not timed further
+NOISE_US = 30.0  # timing noise of one eager launch
 LONG_US = 1000.0  # launches from here on are timed quickly without a graph, whose gaps do not matter then
-FP8_ERROR = 2.0**-8  # of an FP8 product's norm, see `agree`
+FP8_ERROR = 2.0**-8  # relative to the norm of an FP8 product, see `agree`
 COMPARED = 2**25  # output elements that are compared at a time
 
 

@@ -18,10 +18,10 @@ from slidesparse.tune.machine import SERVED, Gpu
 from slidesparse.tune.measure import Clock, Deadline
 from slidesparse.tune.search import Found, search
 
-SAVE_SECONDS = 5.0  # winners that a kill may lose; a save takes milliseconds
-MOST_SHOWN = 5  # refusals, in a summary
+SAVE_SECONDS = 5.0  # interval between saves, which take milliseconds; a kill loses the winners since the last
+MOST_SHOWN = 5  # refusals shown in a summary
 
-Advance = Callable[[str], None]  # one cell is done or was there; says what comes next
+Advance = Callable[[str], None]  # called with a label when a cell is done or was there before
 
 
 class Winners:

@@ -13,10 +13,10 @@ from slidesparse.convert.synth_model import PUBLIC
 from slidesparse.errors import SlideSparseError, shown
 from slidesparse.pattern import SlidePattern, parse_pattern, round_up
 
-FEW_TOKENS = (1, 2, 4, 8, 16, 32)  # what libraries that take any number are tuned for, too
+FEW_TOKENS = (1, 2, 4, 8, 16, 32)  # also tuned for backends whose plans take any number of tokens
 TOKENS = (64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
 PATTERNS = ("2:4", "4:6", "6:8", "8:10", "10:12", "12:14", "14:16", "2_inf")
-MIXED_PATTERNS = ("2:4@50%", "dense")  # of weights with dense blocks, for libraries that take them
+MIXED_PATTERNS = ("2:4@50%", "dense")  # patterns with dense blocks, for backends that take them
 
 
 class ShapeError(SlideSparseError, ValueError):

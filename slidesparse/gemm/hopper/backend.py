@@ -32,12 +32,12 @@ from slidesparse.quantize import FP8, INT8
 from slidesparse.slide import slide
 
 HOPPER_CAPABILITY = (9, 0)  # sm_90a: neither earlier nor later GPUs have its instructions
-VERSION = "4"  # of the configurations; tables of other versions are not read
+VERSION = "4"  # version of the configurations; tables of other versions are not read
 CANDIDATES = 16  # configurations that tuning tries for a problem
 NEAR = 0.5  # see `tuned.neighbour`: as far as 4:6 is from 2:4 and 6:8 of the same layer
 MOST_TOKENS = 1 << 15  # the last row in the table of a plan, which serves more tokens, too
 OUTPUTS = (torch.bfloat16, torch.float16)
-ALIGNMENT = 16  # bytes, of the address and the stride of rows that TMA reads
+ALIGNMENT = 16  # bytes: alignment of the rows that TMA reads
 
 _planning = threading.Lock()
 

@@ -57,10 +57,10 @@ class Layer(NamedTuple):
 
     n: int  # 0 for a plan that only quantizes
     k: int
-    length: int  # of the pattern's blocks
+    length: int  # block length of the pattern
     phase: int
     fp8: bool
-    columns: int  # of a row of codes
+    columns: int  # width of the quantized activations
 
 
 @cache
@@ -93,8 +93,8 @@ def call(name: str, *arguments: Any) -> None:
 class Fit(NamedTuple):
     """How a configuration fits a GPU."""
 
-    stages: int  # of the ring, for long rows
-    clusters: int  # that are resident at a time
+    stages: int  # pipeline stages, for long rows
+    clusters: int  # clusters that are resident at a time
 
 
 def fit(configuration: str, dtype: torch.dtype) -> Fit:
