@@ -183,9 +183,7 @@ class CuSparseLt(LibraryBackend):
             rows = min(step, padded - start)
             windows = torch.empty(rows, columns, dtype=torch.int8, device=weight.device).view(weight.dtype)
             part = weight[start : min(start + rows, n)]
-            broken += slide_weight(
-                part, layout.length, layout.phase, windows[: len(part)], normalise_zero=True
-            )
+            broken += slide_weight(part, layout.length, layout.phase, windows[: len(part)])
             windows[len(part) :].view(torch.int8).zero_()
             compressed = self.operand(windows)
             if packed is None:
