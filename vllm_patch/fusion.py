@@ -68,7 +68,7 @@ def register(key: str, resolution: Resolution) -> str:
         resolution: what the model is served with; where it does not ask for fusion, "" comes of it.
     """
     config = compat.current_config().compilation_config
-    found = depends_on(key)
+    found = add_cache_key(key)
     if not resolution.fuse:
         return ""
     if not gemm.get(resolution.backend).fuses:
@@ -83,7 +83,7 @@ def register(key: str, resolution: Resolution) -> str:
     return "norms and activations fused"
 
 
-def depends_on(key: str) -> Any:
+def add_cache_key(key: str) -> Any:
     """Add ``key`` to the key of the model under construction in vLLM's compile cache.
 
     Returns the pass, or somebody else's that is registered in its place.  The key is then added to additional_config,
@@ -114,7 +114,7 @@ class FusionPass(compat.inductor_pass()):  # type: ignore[misc]
         """Fuse the layers of a graph and log how many, once for all equal graphs."""
         done = fuse(graph) if self.fuses else None
         if done:
-            _say(tuple(sorted(done.items())))
+            _log(tuple(sorted(done.items())))
 
     def uuid(self) -> str:
         """Return a key that changes whenever the pass or its inputs may change the result."""
@@ -127,7 +127,7 @@ def _source() -> str:
 
 
 @cache
-def _say(done: tuple[tuple[str, int], ...]) -> None:
+def _log(done: tuple[tuple[str, int], ...]) -> None:
     logger.info("SlideSparse fusion in a graph: %s", ", ".join(f"{count} {name}" for name, count in done))
 
 

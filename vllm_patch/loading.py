@@ -40,12 +40,12 @@ class Arrivals:
         """Wrap vLLM's ``loader(parameter, tensor, part)`` so that it checks the tensor first."""
 
         @functools.wraps(loader)
-        def look_and_load(parameter: Any, tensor: Tensor, *part: Any, **more: Any) -> None:
+        def check_and_load(parameter: Any, tensor: Tensor, *part: Any, **more: Any) -> None:
             kind = "weight" if parameter.dtype in (INT8, FP8) else "weight_scale"
             bias = getattr(layer, "bias", None)  # vLLM makes it after the others
             if bias is not None and parameter.shape == bias.shape:
                 kind = "bias"
-            self._look(kind, parameter, tensor)
+            self._check(kind, parameter, tensor)
             try:
                 loader(parameter, tensor, *part, **more)
             except (AssertionError, RuntimeError) as error:
@@ -57,9 +57,9 @@ class Arrivals:
                 ) from error
             self._arrived[kind].add(next(iter((*part, *more.values())), None))
 
-        return look_and_load
+        return check_and_load
 
-    def _look(self, kind: str, parameter: Any, tensor: Tensor) -> None:
+    def _check(self, kind: str, parameter: Any, tensor: Tensor) -> None:
         if kind == "weight":
             if tensor.dtype != parameter.dtype:
                 raise CheckpointError(

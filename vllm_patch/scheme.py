@@ -262,7 +262,7 @@ class SlideSparseScheme(CompressedTensorsScheme):
             return
         broken = sorted(name for name, why in census.dense.items() if why == BREAKS)
         if broken:
-            fusion.depends_on(f"dense: {', '.join(broken)}")
+            fusion.add_cache_key(f"dense: {', '.join(broken)}")
         line = census.line(resolution)
         metadata = self.config.metadata
         if metadata and metadata.layers:

@@ -18,7 +18,7 @@ from slidesparse.gemm.problem import DTYPES, Problem
 from slidesparse.kernels import MOST_WARPS, Config, config
 from slidesparse.tune.inputs import Inputs
 from slidesparse.tune.measure import Clock
-from slidesparse.tune.search import Candidate, Found, decide, quick, right
+from slidesparse.tune.search import Candidate, Found, correct, decide, quick
 
 LANES = (2, 4, 8, 16)  # words per thread in one step of a quantizing kernel
 MOST_STEPS = 8  # steps of a quantizing kernel
@@ -67,11 +67,11 @@ def search_launches(kind: str, problem: Problem, length: int, inputs: Inputs, cl
         best = min((one.us for one in timed), default=math.inf)
         timed.append(Candidate(str(how), launch, quick(clock, launch, copies, best)))
 
-    def is_right(one: Candidate) -> bool:
+    def is_correct(one: Candidate) -> bool:
         found = _bits(run(0, Config.parse(one.algorithm)))
         return all(map(torch.equal, found, expected))
 
-    finalists, wrong = right(timed, is_right)
+    finalists, wrong = correct(timed, is_correct)
     return decide(clock, finalists, copies, len(todo), 0, wrong)
 
 

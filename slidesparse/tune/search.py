@@ -83,7 +83,9 @@ def search(
     for name in variants:
         consider(name)
     names = whole + variants
-    finalists, wrong = right(candidates, lambda one: agree(_output(rotation, one.launch), expected, problem))
+    finalists, wrong = correct(
+        candidates, lambda one: agree(_output(rotation, one.launch), expected, problem)
+    )
     if not finalists:
         raise LibraryError(
             f"{library.name}: of {len(names)} algorithms for {problem} {len(names) - len(candidates)} were refused "
@@ -120,12 +122,14 @@ def quick(clock: Clock, launch: Launch, copies: int, best: float) -> float:
     return min(clock.prepare(launch, copies, us, QUICK_US).samples(2))
 
 
-def right(candidates: list[Candidate], is_right: Callable[[Candidate], bool]) -> tuple[list[Candidate], int]:
+def correct(
+    candidates: list[Candidate], is_correct: Callable[[Candidate], bool]
+) -> tuple[list[Candidate], int]:
     """Return the FINALISTS fastest candidates with the right result, and how many faster ones were wrong."""
     found: list[Candidate] = []
     wrong = 0
     for candidate in sorted(candidates, key=lambda one: one.us):
-        if is_right(candidate):
+        if is_correct(candidate):
             found.append(candidate)
         else:
             wrong += 1
