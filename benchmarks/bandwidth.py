@@ -156,15 +156,14 @@ def _by_hopper(cell: Cell, x: list[Tensor], weight: Tensor) -> Launch:
 
 
 def _by_triton(cell: Cell, x: list[Tensor], weight: Tensor) -> Launch:
-    from slidesparse.kernels.quant_only import quant_only  # late: they need Triton
-    from slidesparse.kernels.quant_slide import quant_slide
+    from slidesparse.kernels.quant_slide import quant_slide  # late: it needs Triton
 
     kind, length = DTYPES[cell.dtype], PATTERN.layout(cell.k).length
     if cell.kernel == QUANT_ONLY:
-        return lambda i: quant_only(x[i], kind)
+        return lambda i: quant_slide(x[i], 4, 0, kind)
     if cell.kernel.startswith(QUANT_ONLY):
         lifted = _compiled(lambda q: lift(q, PATTERN))
-        return lambda i: lifted(quant_only(x[i], kind)[0])
+        return lambda i: lifted(quant_slide(x[i], 4, 0, kind)[0])
     if cell.before == "norm":
         norm = _compiled(reference.rms_norm)
         return lambda i: quant_slide(norm(x[i][: cell.m], weight, EPS, x[i][cell.m :])[0], length, 0, kind)

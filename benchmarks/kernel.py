@@ -19,7 +19,7 @@ from slidesparse.gemm.backend import LayerSpec, Tunable
 from slidesparse.gemm.problem import DTYPES as TORCH
 from slidesparse.gemm.problem import LibraryError, Problem
 from slidesparse.pattern import round_up
-from slidesparse.tune.machine import SERVED, outputs
+from slidesparse.tune.machine import SERVED
 from slidesparse.tune.measure import Timing
 from slidesparse.tune.search import search
 from slidesparse.tune.session import Session, free
@@ -90,7 +90,7 @@ def cells(
     """The cells to measure for a layer."""
     found: list[Cell] = []
     for library in libraries:
-        outs = outputs(library, dtype)
+        outs = library.outputs_of(dtype)
         if not outs:
             continue
         scale = library.epilogue(dtype, outs[0])

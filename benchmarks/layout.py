@@ -19,7 +19,6 @@ from slidesparse.gemm.backend import Tunable
 from slidesparse.gemm.problem import LAYOUTS, Layout, LibraryError, Plan, Problem
 from slidesparse.pattern import round_up
 from slidesparse.tune.inputs import Rotation
-from slidesparse.tune.machine import outputs
 from slidesparse.tune.search import agree, search
 from slidesparse.tune.session import Session, free
 from slidesparse.tune.shapes import Layer, slided
@@ -42,7 +41,7 @@ class Product:
         k = self.layer.k
         each = self.library.alignment
         columns = slided(k, PATTERN, each) if self.library.sparse else round_up(k, each)
-        return Problem(self.dtype, outputs(self.library, self.dtype)[0], self.layer.n, columns, m)
+        return Problem(self.dtype, self.library.outputs_of(self.dtype)[0], self.layer.n, columns, m)
 
 
 def products(libraries: Sequence[Tunable], layers: Sequence[Layer], dtypes: Sequence[str]) -> list[Product]:
@@ -52,7 +51,7 @@ def products(libraries: Sequence[Tunable], layers: Sequence[Layer], dtypes: Sequ
         for dtype in dtypes
         for layer in layers
         for library in libraries
-        if outputs(library, dtype)
+        if library.outputs_of(dtype)
     ]
 
 

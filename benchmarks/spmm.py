@@ -24,7 +24,6 @@ from benchmarks.timing import exact
 from slidesparse.gemm.backend import TWO_FOUR, Tunable
 from slidesparse.gemm.problem import DTYPES, LibraryError, Problem
 from slidesparse.spmm import MOST_GROUP, STRIP, Compressed, compress, decompress, prune, sequential, spmm
-from slidesparse.tune.machine import outputs
 from slidesparse.tune.measure import Launch, Timing
 from slidesparse.tune.session import Session, free
 from slidesparse.tune.shapes import Layer, ShapeError, slided, split
@@ -129,7 +128,7 @@ def jobs(
                         found.append(Job(shape, dtype, sparsity, offsets, tuple(VARIANTS)))
         for library in libraries:
             for dtype in LIBRARY_TYPES:
-                if outputs(library, dtype):
+                if library.outputs_of(dtype):
                     found.append(Job(shape, dtype, TWO_FOUR.ratio, OWN, (library.name,), library))
         if shape.mode == SQUARE and shape.m <= CPU_MOST and "fp32" in dtypes:
             found.append(Job(shape, "fp32", sparsities[0], OWN, (CPU,)))
@@ -238,7 +237,7 @@ class SpmmBench:
     def _by_library(self, job: Job, library: Tunable) -> tuple[Timing, float, float]:
         """A sparse library with its best algorithm, in its own precision."""
         session, layer, dtype = self._session, job.shape.layer, job.dtype
-        out = outputs(library, dtype)[0]
+        out = library.outputs_of(dtype)[0]
         columns = slided(layer.k, TWO_FOUR.ratio, library.alignment)
         problem = Problem(dtype, out, layer.n, columns, job.shape.m, library.epilogue(dtype, out))
         weight = session.inputs.weight(dtype, layer.n, columns, sparse=True)

@@ -4,8 +4,7 @@
 //
 //     out.T [N, M] = weight [N, K] @ activations.T [K, M]
 //
-// and the column-major out.T is the row-major out [M, N].  The rows of out.T are our out-features,
-// so a vector of alphas, one per row, is the weight's per-channel scale.
+// and the column-major out.T is the row-major out [M, N].
 
 #include <cuda_runtime_api.h>
 #include <cusparseLt.h>
@@ -39,7 +38,6 @@ struct Api {
   X(cusparseLtStructuredDescriptorInit)  \
   X(cusparseLtMatDescriptorDestroy)      \
   X(cusparseLtMatmulDescriptorInit)      \
-  X(cusparseLtMatmulDescSetAttribute)    \
   X(cusparseLtMatmulAlgSelectionInit)    \
   X(cusparseLtMatmulAlgSelectionDestroy) \
   X(cusparseLtMatmulAlgSetAttribute)     \
@@ -140,16 +138,15 @@ struct Algorithm {
   int id = -1;  // -1: the library's heuristic
   int split_k = 1;
   int split_k_mode = 0;  // 0: not set
-  int split_k_buffers = 0;
 };
 
 // A GEMM with its types, epilogue and algorithm, ready to run.
 class Plan {
  public:
   Plan(std::shared_ptr<Handle> handle, std::int64_t n, std::int64_t k, std::int64_t m,
-       int operand_type, int output_type, int compute_type, bool scale_rows, Algorithm algorithm,
-       Layout layout, std::string what)
-      : handle_(std::move(handle)), what_(std::move(what)), scale_rows_(scale_rows) {
+       int operand_type, int output_type, int compute_type, Algorithm algorithm, Layout layout,
+       std::string what)
+      : handle_(std::move(handle)), what_(std::move(what)) {
     const auto operand = static_cast<cudaDataType>(operand_type);
     activations_ =
         layout.activations_k
@@ -168,11 +165,6 @@ class Plan {
       weight_.release();  // leaked on purpose: 0.8.0 crashes on destroying an unused one
       throw;
     }
-    if (scale_rows_) {
-      const int on = 1;
-      SLIDESPARSE_CALL(what_, cusparseLtMatmulDescSetAttribute, handle_->get(), &matmul_,
-                       CUSPARSELT_MATMUL_ALPHA_VECTOR_SCALING, &on, sizeof(on));
-    }
     SLIDESPARSE_CALL(what_, cusparseLtMatmulAlgSelectionInit, handle_->get(), &selection_, &matmul_,
                      CUSPARSELT_MATMUL_ALG_DEFAULT);
     selection_made_ = true;
@@ -185,8 +177,6 @@ class Plan {
         Set(CUSPARSELT_MATMUL_SPLIT_K_MODE,
             static_cast<cusparseLtSplitKMode_t>(algorithm.split_k_mode));
       }
-      if (algorithm.split_k_buffers != 0)
-        Set(CUSPARSELT_MATMUL_SPLIT_K_BUFFERS, algorithm.split_k_buffers);
       SLIDESPARSE_CALL(what_, cusparseLtMatmulPlanInit, handle_->get(), &plan_, &matmul_,
                        &selection_);
       plan_made_ = true;
@@ -219,18 +209,16 @@ class Plan {
                      static_cast<cudaStream_t>(Pointer(stream)));
   }
 
-  // Launches on `stream`.  `weight_scales` [n] float32 on the device, or 0 without scale_rows.
-  // The library can apply neither token scales nor a bias: both must be 0.
+  // Launches on `stream`.  The epilogue applies no scales and no bias: all must be 0.
   void Run(std::uintptr_t activations, std::uintptr_t weight, std::uintptr_t out,
            std::uintptr_t workspace, std::uintptr_t stream, std::uintptr_t weight_scales,
            std::uintptr_t token_scales, std::uintptr_t bias) const {
     const float one = 1.0f, zero = 0.0f;
-    if (scale_rows_ != (weight_scales != 0) || token_scales != 0 || bias != 0) {
+    if (weight_scales != 0 || token_scales != 0 || bias != 0) {
       throw std::runtime_error("the scales or the bias given are not those of the plan; " + what_);
     }
-    const void* alpha = scale_rows_ ? Pointer(weight_scales) : &one;
     auto on_stream = static_cast<cudaStream_t>(Pointer(stream));
-    SLIDESPARSE_CALL(what_, cusparseLtMatmul, handle_->get(), &plan_, alpha, Pointer(weight),
+    SLIDESPARSE_CALL(what_, cusparseLtMatmul, handle_->get(), &plan_, &one, Pointer(weight),
                      Pointer(activations), &zero, Pointer(out), Pointer(out), Pointer(workspace),
                      &on_stream, 1);
   }
@@ -250,7 +238,6 @@ class Plan {
 
   std::shared_ptr<Handle> handle_;
   std::string what_;
-  bool scale_rows_;
   std::unique_ptr<Matrix> weight_, activations_, out_;
   cusparseLtMatmulDescriptor_t matmul_{};
   cusparseLtMatmulAlgSelection_t selection_{};
@@ -282,17 +269,16 @@ PYBIND11_MODULE(SLIDESPARSE_MODULE, module) {
                                               "A handle of the current device, for one thread.")
       .def(py::init<>());
   py::class_<Algorithm>(module, "Algorithm", py::module_local())
-      .def(py::init<int, int, int, int>(), py::arg("id"), py::arg("split_k"),
-           py::arg("split_k_mode"), py::arg("split_k_buffers"));
+      .def(py::init<int, int, int>(), py::arg("id"), py::arg("split_k"), py::arg("split_k_mode"));
   py::class_<Layout>(module, "Layout", py::module_local())
       .def(py::init<bool, bool, bool>(), py::arg("weight_k"), py::arg("activations_k"),
            py::arg("output_n"));
   py::class_<Plan>(module, "Plan")
       .def(py::init<std::shared_ptr<Handle>, std::int64_t, std::int64_t, std::int64_t, int, int,
-                    int, bool, Algorithm, Layout, std::string>(),
+                    int, Algorithm, Layout, std::string>(),
            py::arg("handle").none(false), py::arg("n"), py::arg("k"), py::arg("m"),
            py::arg("operand_type"), py::arg("output_type"), py::arg("compute_type"),
-           py::arg("scale_rows"), py::arg("algorithm"), py::arg("layout"), py::arg("what"))
+           py::arg("algorithm"), py::arg("layout"), py::arg("what"))
       .def_property_readonly("workspace", &Plan::workspace)
       .def_property_readonly("algorithms", &Plan::algorithms)
       .def("compressed_size", &Plan::CompressedSize)

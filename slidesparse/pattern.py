@@ -23,7 +23,7 @@ from slidesparse.errors import SlideSparseError, shown
 
 HARDWARE_NONZEROS, HARDWARE_LENGTH = 2, 4  # 2:4, which sparse tensor cores execute
 STRIDE = HARDWARE_LENGTH - HARDWARE_NONZEROS
-MOST_LENGTH = 4096  # of a block: beyond, gamma is 2 to within 0.1%
+MOST_LENGTH = 4096  # longest block; beyond it gamma is 2 to within 0.1%
 ZEROS = 2  # every pattern of the family prunes two weights of a block
 
 EXAMPLES = "2:4, 4:6, 6:8, 8:10, 10:12, 12:14, 14:16 (or 2_4, 2_6, 2_8, ...), and 2_inf"
@@ -46,16 +46,12 @@ class SlidePattern:
     length: int | None
 
     def __post_init__(self) -> None:
-        if self.length is not None and (self.length < HARDWARE_LENGTH or self.length % 2):
-            raise PatternError(
-                f"a sparsity pattern has an even block length of at least {HARDWARE_LENGTH}, "
-                f"found {self.length}; use one of {EXAMPLES}"
-            )
-        if self.length is not None and self.length > MOST_LENGTH:
-            raise PatternError(
-                f"a sparsity pattern has a block length of at most {MOST_LENGTH}, found {self.length}; "
-                f"use one of {EXAMPLES}"
-            )
+        if self.length is None or (HARDWARE_LENGTH <= self.length <= MOST_LENGTH and self.length % 2 == 0):
+            return
+        raise PatternError(
+            f"a sparsity pattern has an even block length from {HARDWARE_LENGTH} to {MOST_LENGTH}, "
+            f"found {self.length}; use one of {EXAMPLES}"
+        )
 
     @classmethod
     def parse(cls, text: str | SlidePattern) -> SlidePattern:
@@ -149,7 +145,7 @@ class MixedPattern:
     ``dense`` asks for no zeros at all.
     """
 
-    share: Fraction  # of the blocks of a weight, those at its edges included; from 0, below 1
+    share: Fraction  # share of the 2:4 blocks of a weight, blocks at its edges included; at least 0, below 1
 
     def __post_init__(self) -> None:
         if not 0 <= self.share < 1:

@@ -3,7 +3,7 @@
 All that can be decided without vLLM is here, so that `slidesparse.preflight` knows what serving will do.  vLLM hashes
 the model's ``quantization_config`` into the key of its compile cache, and hands it to worker processes that may not see
 our environment.  So everything that changes the graph is written there, and read from there.  What the key lacks for
-models in a model, and what only the weights decide: `slidesparse.vllm_patch.fusion.depends_on`.
+models in a model, and what only the weights decide: `slidesparse.vllm_patch.fusion.add_cache_key`.
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ from slidesparse.resolve import Resolution
 
 
 class Census:
-    """The layers of one model in one process.  Layers settle while they load; the last one triggers the line."""
+    """The layers of one model in one process, each counted once its weights are loaded; the last triggers the line."""
 
     def __init__(self) -> None:
         self._pending: dict[str, weakref.ref[Any]] = {}
@@ -19,22 +19,22 @@ class Census:
         self.dense: dict[str, str] = {}  # layer -> reason
         self.kinds: dict[int, str] = {}  # address of a weight that a layer holds -> what the profile calls it
         self.listed = False  # whether the checkpoint's metadata list any of them
-        self.fusion = ""  # what came of SLIDESPARSE_FUSE
+        self.fusion = ""  # the outcome of SLIDESPARSE_FUSE
 
     def expect(self, layer: str, module: Any) -> None:
-        """Await a layer, which settles when its weights are loaded."""
+        """Expect a layer, which `settle` counts once its weights are loaded."""
         self._pending[layer] = weakref.ref(module)
 
     def awaits(self) -> bool:
-        """Return whether layers are still awaited.
+        """Return whether any expected layer is not counted yet.
 
-        Not those of parts that vLLM makes and then leaves out, such as a vision tower that no request will use: it
-        drops them, or moves their weights to the device meta.
+        Layers that vLLM creates and then drops, or whose weights it moves to the device meta, are not expected any
+        more, such as those of a vision tower that no request will use.
         """
         return any(_is_there(module()) for module in self._pending.values())
 
     def settle(self, layer: str, reason: str | None = None, pattern: str = "") -> bool:
-        """Note a layer on our path, or for ``reason`` on vLLM's own kernel; True for the last one awaited."""
+        """Count a layer as ours, or for ``reason`` as vLLM's own; return True for the last one expected."""
         awaited = self._pending.pop(layer, None) is not None
         if reason is None:
             self.sparse[layer] = pattern

@@ -82,24 +82,24 @@ class SlideSparseConfig(CompressedTensorsConfig):
         resolution = claim(given, user_quant, _machine)
         if resolution is None:
             if given.get("quant_method") == COMPRESSED_TENSORS:
-                _say_what_is_idle(given)
+                _warn_without_effect(given)
             return None
-        forms = _forms(hf_quant_cfg, hf_config)
+        forms = _config_dicts(hf_quant_cfg, hf_config)
         stamp(resolution, forms)
         for form in forms:
-            _tell_heads(form, hf_config)
+            _add_head_counts(form, hf_config)
         return QUANT_METHOD
 
     @classmethod
     def from_config(cls, config: dict[str, Any]) -> SlideSparseConfig:
         """Read the resolution that the front end has stamped into ``config``, and parse the rest as vLLM does."""
-        if STAMP not in config:  # no front end has asked, as in a program that makes configs itself
+        if STAMP not in config:  # no front-end process was asked, as in a program that makes configs itself
             platform, capability = _machine()
             stamp(resolve(config, Flags.from_environment(), platform == "cuda", capability), [config])
         resolution = Resolution.of_stamp(config[STAMP])
         require_dynamic_w8a8(config)
         _require_readable(config)
-        config.pop("sparsity_config", None)  # newer vLLM rejects it; the resolution says all it said
+        config.pop("sparsity_config", None)  # newer vLLM rejects it, and the resolution holds what it says
         try:
             made = super().from_config(config)
         except (AttributeError, KeyError, TypeError, ValueError) as error:
@@ -175,7 +175,7 @@ class SlideSparseConfig(CompressedTensorsConfig):
         if not isinstance(scheme, W8A8):
             self.census.settle(name, reason)
             return scheme
-        if not self.census.awaits():  # the first
+        if not self.census.awaits():  # the first layer
             self.census.fusion = fusion.register(self.key, self.resolution)
         self.census.expect(name, layer)
         return SlideSparseScheme(self, scheme, name, entry, pattern, reason)
@@ -250,7 +250,7 @@ def _machine() -> tuple[str, Capability]:
     return "cuda", None if found is None else (found.major, found.minor)
 
 
-def _say_what_is_idle(config: Mapping[str, Any]) -> None:
+def _warn_without_effect(config: Mapping[str, Any]) -> None:
     """Warn that vLLM alone does not read a checkpoint, or that flags have no effect on it."""
     if stored := unread_storage(config):
         compat.warn(f"{stored}. USE_CUSPARSELT=1 serves it if it is W8A8; else {CONVERT_STORED}")
@@ -262,7 +262,7 @@ def _say_what_is_idle(config: Mapping[str, Any]) -> None:
 
 
 def _require_readable(config: Mapping[str, Any]) -> None:
-    """Raise ResolveError for what vLLM would trip over later, without a word of where it stands."""
+    """Raise ResolveError for entries at which vLLM would fail later, with an error that does not name them."""
     lists = {"ignore": config.get("ignore", [])}
     lists |= {
         f"targets of {name!r}": group.get("targets")
@@ -289,7 +289,7 @@ def _require_readable(config: Mapping[str, Any]) -> None:
         )
 
 
-def _forms(given: dict[str, Any] | None, hf_config: Any) -> list[dict[str, Any]]:
+def _config_dicts(given: dict[str, Any] | None, hf_config: Any) -> list[dict[str, Any]]:
     """Return the dicts that hold a model's quantization_config in this process.
 
     From 0.30 on vLLM asks with a copy; workers get the one that is in ``hf_config``, or in what is nested in it.
@@ -301,8 +301,8 @@ def _forms(given: dict[str, Any] | None, hf_config: Any) -> list[dict[str, Any]]
     return [form for form in (given, *found) if isinstance(form, dict)]
 
 
-def _tell_heads(config: dict[str, Any], hf_config: Any) -> None:
-    """Add the numbers of heads, which vLLM gives its own method alone, for KV caches with one scale per head."""
+def _add_head_counts(config: dict[str, Any], hf_config: Any) -> None:
+    """Add the numbers of heads, which vLLM adds for its own method only, for KV caches with one scale per head."""
     text = getattr(hf_config, "text_config", None) or hf_config
     if config.get("quant_method") == QUANT_METHOD and text is not None:
         heads = getattr(text, "num_attention_heads", None)
@@ -334,7 +334,7 @@ def watch_models_without_quantization() -> None:
             found = super().parse(model, *args, **kwargs)
             # A config.json that names no architecture belongs to a tokenizer, which vLLM parses too.
             is_model = bool(found[0].get("architectures"))
-            if is_model and not any(isinstance(form, dict) for form in _forms(None, found[1])):
+            if is_model and not any(isinstance(form, dict) for form in _config_dicts(None, found[1])):
                 require_no_flag(str(model))
                 idle = ", ".join(flags.given())
                 compat.warn(f"SlideSparse flags have no effect on {model}, which is not quantized: {idle}")

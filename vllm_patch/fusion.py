@@ -1,4 +1,4 @@
-"""Compute the quantization of a layer together with the norm or the activation that feeds it, in compiled models.
+"""Fuse the quantization of a layer's input with the norm or the activation that computes it, in compiled models.
 
 Just before Inductor generates code, a graph of vLLM holds ``torch.ops.slidesparse.linear(y, ...)`` of a y that is
 
@@ -48,9 +48,9 @@ from slidesparse.resolve import Resolution
 
 logger = init_logger("vllm.slidesparse")
 
-PASS_KEY = "post_grad_custom_post_pass"  # of torch._inductor.config
-ADDITIONAL = "slidesparse"  # in vLLM's additional_config
-TO_THE_END = 2**63 - 1  # of a slice
+PASS_KEY = "post_grad_custom_post_pass"  # option of torch._inductor.config
+ADDITIONAL = "slidesparse"  # key in vLLM's additional_config
+TO_THE_END = 2**63 - 1  # end of an open slice
 
 aten, prims, ours = torch.ops.aten, torch.ops.prims, torch.ops.slidesparse
 
@@ -68,7 +68,7 @@ def register(key: str, resolution: Resolution) -> str:
         resolution: what the model is served with; where it does not ask for fusion, "" comes of it.
     """
     config = compat.current_config().compilation_config
-    found = depends_on(key)
+    found = add_cache_key(key)
     if not resolution.fuse:
         return ""
     if not gemm.get(resolution.backend).fuses:
@@ -83,10 +83,11 @@ def register(key: str, resolution: Resolution) -> str:
     return "norms and activations fused"
 
 
-def depends_on(key: str) -> Any:
+def add_cache_key(key: str) -> Any:
     """Add ``key`` to the key of the model under construction in vLLM's compile cache.
 
-    The pass, or what is registered in its place: then the key is kept where models that are not nested are known by it.
+    Returns the pass, or somebody else's that is registered in its place.  The key is then added to additional_config,
+    which the cache key of models that are not nested contains.
     """
     config = compat.current_config()
     if FusionPass.__base__ is object:
@@ -113,7 +114,7 @@ class FusionPass(compat.inductor_pass()):  # type: ignore[misc]
         """Fuse the layers of a graph and log how many, once for all equal graphs."""
         done = fuse(graph) if self.fuses else None
         if done:
-            _say(tuple(sorted(done.items())))
+            _log(tuple(sorted(done.items())))
 
     def uuid(self) -> str:
         """Return a key that changes whenever the pass or its inputs may change the result."""
@@ -126,7 +127,7 @@ def _source() -> str:
 
 
 @cache
-def _say(done: tuple[tuple[str, int], ...]) -> None:
+def _log(done: tuple[tuple[str, int], ...]) -> None:
     logger.info("SlideSparse fusion in a graph: %s", ", ".join(f"{count} {name}" for name, count in done))
 
 
@@ -135,9 +136,9 @@ class Producer:
     """The nodes that compute the input of a layer."""
 
     kind: int  # NORM, ADD_NORM, SILU_MUL
-    inputs: tuple[Any, ...]  # of the fused operator, before the arguments of the other
-    nodes: tuple[Node, ...]  # that become unused, each before those that it uses
-    sums: tuple[Node, ...] = ()  # hold what the operator gives as its last result
+    inputs: tuple[Any, ...]  # leading arguments of the fused operator
+    nodes: tuple[Node, ...]  # nodes that become unused, each before those that it uses
+    sums: tuple[Node, ...] = ()  # nodes that hold the sum, the last result of the operator
 
 
 def fuse(graph: Graph) -> Counter[str]:
@@ -178,7 +179,7 @@ def _replace(layer: Node, producer: Producer) -> None:
     like, value = layer.args[0].meta["val"], layer.meta["val"]  # type: ignore[union-attr]
     layer.target = FUSED[producer.kind]
     layer.args = (*producer.inputs, *layer.args[1:])
-    layer.meta.pop("eager_input_vals", None)  # those of the former arguments
+    layer.meta.pop("eager_input_vals", None)  # they belong to the former arguments
     if producer.kind == ADD_NORM:
         layer.meta["val"] = (value, like)
         first = _result(layer, 0)
@@ -225,7 +226,7 @@ def _norm(
     """Return the producer of a norm, or None unless ``inputs`` are ``rows`` tensors like ``value``, weight and eps."""
     *tensors, eps = inputs[: rows + 2]
     if len(inputs) < rows + 2 or any(one is not None for one in inputs[rows + 2 :]):
-        return None  # the mean of a part of the row
+        return None  # a norm over a part of the row
     if not all(isinstance(one, Node) for one in tensors) or not isinstance(eps, float):
         return None
     *likes, weight = (one.meta.get("val") for one in tensors)

@@ -40,26 +40,26 @@ class Arrivals:
         """Wrap vLLM's ``loader(parameter, tensor, part)`` so that it checks the tensor first."""
 
         @functools.wraps(loader)
-        def look_and_load(parameter: Any, tensor: Tensor, *part: Any, **more: Any) -> None:
+        def check_and_load(parameter: Any, tensor: Tensor, *part: Any, **more: Any) -> None:
             kind = "weight" if parameter.dtype in (INT8, FP8) else "weight_scale"
             bias = getattr(layer, "bias", None)  # vLLM makes it after the others
             if bias is not None and parameter.shape == bias.shape:
                 kind = "bias"
-            self._look(kind, parameter, tensor)
+            self._check(kind, parameter, tensor)
             try:
                 loader(parameter, tensor, *part, **more)
             except (AssertionError, RuntimeError) as error:
                 if type(error) not in (AssertionError, RuntimeError):
-                    raise  # no room, or an error of ours
+                    raise  # out of memory, or an error of ours
                 raise CheckpointError(
                     f"{self._name}: the checkpoint's {kind} of shape {list(tensor.shape)} does not fit the layer "
                     f"({str(error) or 'another shape is expected'}); {_AGAIN}"
                 ) from error
             self._arrived[kind].add(next(iter((*part, *more.values())), None))
 
-        return look_and_load
+        return check_and_load
 
-    def _look(self, kind: str, parameter: Any, tensor: Tensor) -> None:
+    def _check(self, kind: str, parameter: Any, tensor: Tensor) -> None:
         if kind == "weight":
             if tensor.dtype != parameter.dtype:
                 raise CheckpointError(
@@ -103,10 +103,12 @@ def require_numbers(name: str, weight: Tensor) -> None:
 def take_packed(layer: torch.nn.Module, name: str, loader: Loader) -> None:
     """Register the parameters of a packed weight on ``layer``: ``compressed``, ``bitmask``, ``shape``.
 
-    Once the three have come they become a dense weight, on its device, which ``loader`` loads as it does one of the
-    checkpoint's, and so cuts into tensor-parallel shards of any size.
+    Once all three are loaded they are unpacked on the layer's device, and ``loader`` gets the dense weight, which it
+    cuts into tensor-parallel shards of any size.
     """
-    pending: dict[object, dict[str, Tensor]] = {}  # part of the layer, such as q, k and v -> what has come
+    pending: dict[
+        object, dict[str, Tensor]
+    ] = {}  # part of the layer, such as q, k or v -> its tensors so far
 
     def loader_of(kind: str) -> Loader:
         @functools.wraps(loader)  # with its arguments' names, by which vLLM keeps calls for later

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -52,22 +52,6 @@ def refusal(scheme: Any) -> str | None:
     return type(scheme).__name__.removeprefix("CompressedTensors")
 
 
-@dataclass(frozen=True)
-class Served:
-    """A layer that SlideSparse serves."""
-
-    arguments: tuple[
-        int, int, torch.dtype, int, str
-    ]  # length, phase, dtype, columns, backend, of `ops.linear`
-
-
-@dataclass(frozen=True)
-class LeftDense:
-    """A layer that vLLM's own scheme serves, and why."""
-
-    reason: str
-
-
 class SlideSparseScheme(CompressedTensorsScheme):
     """W8A8 with per-token dynamic activations, run by `slidesparse.ops.linear`.
 
@@ -93,8 +77,10 @@ class SlideSparseScheme(CompressedTensorsScheme):
         self.pattern = pattern
         self.slided = config.resolution.layout == "slided" and entry is not None
         self.backend = gemm.get(config.resolution.backend)
-        # None until weights are loaded, where it is open until then
-        self.state: Served | LeftDense | None = LeftDense(dense_because) if dense_because else None
+        # Once the weights are loaded, either is set: why vLLM's own scheme serves the layer, or what `ops.linear` takes
+        # of it after the tensors: length, phase, dtype, columns, backend.
+        self.dense_because = dense_because
+        self.arguments: tuple[int, int, torch.dtype, int, str] | None = None
 
     @classmethod
     def get_min_capability(cls) -> int:
@@ -116,15 +102,14 @@ class SlideSparseScheme(CompressedTensorsScheme):
         columns = slid.layout(whole).slided if slid else whole
         self.arrivals = Arrivals(self.name, columns, len(kwargs["output_partition_sizes"]))
         kwargs["weight_loader"] = self.arrivals.watch(kwargs["weight_loader"], layer)
-        layer.weight_loader = self.arrivals.watch(
-            layer.weight_loader, layer
-        )  # of the bias, which is made next
+        # vLLM makes the bias next, with this loader.
+        layer.weight_loader = self.arrivals.watch(layer.weight_loader, layer)
         self.inner.create_weights(layer=layer, **kwargs)
         if self.config.resolution.layout == "packed":
             take_packed(layer, self.name, kwargs["weight_loader"])
-        if self.state is None and self._is_other_head(dtype):
-            self.state = LeftDense(f"{str(dtype).removeprefix('torch.')} outputs")
-        if self.state is not None:
+        if self.dense_because is None and self._is_other_head(dtype):
+            self.dense_because = f"{str(dtype).removeprefix('torch.')} outputs"
+        if self.dense_because:
             return
         self._require_able(layer.weight, dtype)
         compat.forget_input_quant_key(layer)
@@ -202,13 +187,13 @@ class SlideSparseScheme(CompressedTensorsScheme):
             return
         if self.by_name and not self.dummy:
             self.arrivals.require_all(layer)
-        packed = None if isinstance(self.state, LeftDense) else self._packed(self._loaded(layer))
+        packed = None if self.dense_because else self._packed(self._loaded(layer))
         if packed is None:
-            self.state = self.state or LeftDense(BREAKS)
+            self.dense_because = self.dense_because or BREAKS
             self.inner.process_weights_after_loading(layer)
         else:
             self._serve(layer, packed)
-        self.dummy = False  # what is loaded from now on are weights
+        self.dummy = False  # weights loaded from now on are real
         self._settle()
 
     def _loaded(self, layer: torch.nn.Module) -> Tensor:
@@ -235,7 +220,7 @@ class SlideSparseScheme(CompressedTensorsScheme):
             found = f"{self.name}: {str(error).removeprefix('weight: ')}"
             if self.pruned_by_us or self.slided:
                 raise PatternError(found) from None
-            if isinstance(self.state, Served):
+            if self.arguments:
                 raise PatternError(
                     f"{found}. The layer has been sparse since the server started; restart it to serve "
                     "these weights"
@@ -255,7 +240,7 @@ class SlideSparseScheme(CompressedTensorsScheme):
         layer.weight_scale = torch.nn.Parameter(self._channel_scale(layer), requires_grad=False)
         layer.input_scale = None
         layout, columns = self.spec.layout, self.spec.columns(self.backend.alignment)
-        self.state = Served((layout.length, layout.phase, self.spec.dtype, columns, self.backend.name))
+        self.arguments = (layout.length, layout.phase, self.spec.dtype, columns, self.backend.name)
         self.config.census.kinds[packed.data_ptr()] = self.name.rpartition(".")[2]
 
     def _channel_scale(self, layer: torch.nn.Module) -> Tensor:
@@ -269,16 +254,15 @@ class SlideSparseScheme(CompressedTensorsScheme):
     def _settle(self) -> None:
         """Count the layer; after the last one, log the summary, or raise PatternError if no layer obeys the pattern."""
         census, resolution = self.config.census, self.config.resolution
-        reason = self.state.reason if isinstance(self.state, LeftDense) else None
-        last = census.settle(self.name, reason, self.pattern.ratio)
-        # Not before the last one: products while loading are no serving.
+        last = census.settle(self.name, self.dense_because, self.pattern.ratio)
+        # Not before the last layer: calls while loading are not profiled.
         if resolution.profile and (last or profiling.enabled()):
             profiling.enable().kinds.update(census.kinds)
         if not last:
             return
         broken = sorted(name for name, why in census.dense.items() if why == BREAKS)
         if broken:
-            fusion.depends_on(f"dense: {', '.join(broken)}")
+            fusion.add_cache_key(f"dense: {', '.join(broken)}")
         line = census.line(resolution)
         metadata = self.config.metadata
         if metadata and metadata.layers:
@@ -295,9 +279,9 @@ class SlideSparseScheme(CompressedTensorsScheme):
 
     def apply_weights(self, layer: torch.nn.Module, x: Tensor, bias: Tensor | None = None) -> Tensor:
         """Run the layer: x [..., K] -> [..., N] of x's dtype."""
-        if not isinstance(self.state, Served):
+        if self.arguments is None:
             return self.inner.apply_weights(layer, x, bias)
-        return ops.linear(x, layer.weight, layer.weight_scale, bias, *self.state.arguments)
+        return ops.linear(x, layer.weight, layer.weight_scale, bias, *self.arguments)
 
 
 def _release_unused(weight: Tensor) -> None:

@@ -442,9 +442,7 @@ def texts() -> Iterator[tuple[Path, str, str]]:
 
 def layer_times(folder: Path) -> str:
     """The times that a budget counts by (see `slidesparse.convert.times`)."""
-    shapes = {
-        (model.name, layer.name): (layer.n, layer.k) for model in MODELS.values() for layer in model.layers
-    }
+    shapes = {(model, layer.name): (layer.n, layer.k) for model, layers in MODELS.items() for layer in layers}
     found: dict[tuple[str, int, int, str, int], str] = {}
     for name in ("linear.csv", SHAPES):
         with (folder / name).open(newline="") as file:

@@ -72,8 +72,6 @@ typedef struct SlidesparseHopperPlan SlidesparseHopperPlan;
 //   length, phase   the pattern's blocks of columns, and the zero columns before the first block;
 //                   a length of 4 at phase 0 lifts nothing
 //   columns         of a row of codes: a multiple of 16, K' or more; zeros beyond K'
-//   trigger         when a kernel behind the quantizer may start: 0 when that ends, 1 at once,
-//                   2 before it writes codes
 //   tokens, texts   the tuned table of `count` rows: the largest number of tokens that each is for,
 //                   ascending, the last for more tokens, too; and its configurations, one for each
 //                   of SlidesparseBlocks.  Without any the plan only quantizes, and n does not
@@ -81,8 +79,8 @@ typedef struct SlidesparseHopperPlan SlidesparseHopperPlan;
 // The plan is the caller's to delete, unless it is handed to slidesparse_hopper_serve.
 SLIDESPARSE_EXPORT const char* slidesparse_hopper_plan(
     std::int32_t n, std::int32_t k, std::int32_t length, std::int32_t phase, std::int32_t fp8,
-    std::int32_t columns, std::int32_t trigger, std::int32_t count, const std::int32_t* tokens,
-    const char* const* texts, SlidesparseHopperPlan** plan);
+    std::int32_t columns, std::int32_t count, const std::int32_t* tokens, const char* const* texts,
+    SlidesparseHopperPlan** plan);
 SLIDESPARSE_EXPORT void slidesparse_hopper_delete(SlidesparseHopperPlan* plan);
 
 // From now on slidesparse_hopper_find returns this plan for its device, sizes and types.  Such

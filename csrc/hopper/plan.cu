@@ -135,9 +135,8 @@ const char* slidesparse_hopper_candidates(std::int32_t n, std::int32_t columns, 
 
 const char* slidesparse_hopper_plan(std::int32_t n, std::int32_t k, std::int32_t length,
                                     std::int32_t phase, std::int32_t fp8, std::int32_t columns,
-                                    std::int32_t trigger, std::int32_t count,
-                                    const std::int32_t* tokens, const char* const* texts,
-                                    SlidesparseHopperPlan** made) {
+                                    std::int32_t count, const std::int32_t* tokens,
+                                    const char* const* texts, SlidesparseHopperPlan** made) {
   *made = nullptr;
   auto plan = std::make_unique<Plan>();
   plan->fp8 = fp8 != 0;
@@ -145,7 +144,6 @@ const char* slidesparse_hopper_plan(std::int32_t n, std::int32_t k, std::int32_t
   plan->quantize.length = length;
   plan->quantize.phase = phase;
   plan->quantize.columns = columns;
-  plan->quantize.trigger = static_cast<Trigger>(trigger);
   if (count > 0 && (n < 1 || columns < 1)) {
     return Fail("a weight of %d out-features and %d columns: both must be positive", n, columns);
   }

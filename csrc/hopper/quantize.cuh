@@ -177,7 +177,6 @@ __global__ void __launch_bounds__(kMostQuantizeThreads)
       (padded + kVectorCodes - 1) / kVectorCodes;  // 0 or less: this CTA has no columns
   const int held = kVectors * blockDim.x;
   const RowOf row(arguments, row_index);
-  if (arguments.trigger == Trigger::kAtOnce) LaunchDependents();
   if (parts > 1) ClusterArriveRelaxed();
   WaitForPredecessors();
 
@@ -223,7 +222,7 @@ __global__ void __launch_bounds__(kMostQuantizeThreads)
   __syncwarp();
   if (!RowOf::kIsNorm && parts > 1) ClusterWait();
   const RowScale<kFp8> scale(RowLargest(absmax, largest, part, parts));
-  if (arguments.trigger == Trigger::kPrologueCodes) LaunchDependents();
+  LaunchDependents();  // the kernel behind waits for the codes itself
 
   uint2* const to = reinterpret_cast<uint2*>(codes);
 #pragma unroll

@@ -11,10 +11,6 @@ namespace slidesparse::hopper {
 
 constexpr int kVectorCodes = 8;  // columns that a thread loads and quantizes at a time
 
-// When a dependent launch behind the quantizer may start; it waits for the quantizer's results
-// itself.
-enum class Trigger : int { kAtEnd = 0, kAtOnce = 1, kPrologueCodes = 2 };
-
 // The row that is quantized.
 enum class Prologue : int {
   kNone = 0,        // x
@@ -40,7 +36,6 @@ struct QuantizeArguments {
   int parts;            // CTAs that share a row
   int part;             // padded columns of one part
   int part_codes;       // columns of q that they become
-  Trigger trigger;
 };
 
 // Eight neighbouring columns of a row, as they are in memory.

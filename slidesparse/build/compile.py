@@ -32,7 +32,7 @@ FLAGS = ("-std=c++17", "-O2", "-fPIC", "-shared", "-fvisibility=hidden")
 HOPPER = ("-gencode=arch=compute_90a,code=sm_90a",)
 NVCC_FLAGS = ("-std=c++17", "-O3", "-Xcompiler=-fPIC,-fvisibility=hidden")
 NVCC_LINK_FLAGS = ("-shared", "-cudart=static")
-SECONDS = 900  # for one run of a compiler
+SECONDS = 900  # time limit of one compiler run
 REMEDY = f"$CXX chooses another C++ compiler, {find.NVCC} another nvcc"
 
 _logger = logging.getLogger("slidesparse")
@@ -46,12 +46,12 @@ class Target:
     """
 
     name: str  # the file is _NAME.EXT_SUFFIX
-    title: str  # as people write it
-    sources: tuple[str, ...]  # patterns in csrc/ of all the files that it is made of
-    headers: tuple[str, ...] = ()  # CUDA's
+    title: str  # the name in messages
+    sources: tuple[str, ...]  # glob patterns of all its source files, in csrc/
+    headers: tuple[str, ...] = ()  # CUDA headers that it includes
     module: bool = False  # whether it is a Python module, by pybind11
     torch: tuple[int, int] | None = None  # the oldest torch whose stable headers have what it uses
-    gpus: tuple[str, ...] = HOPPER  # nvcc's options that choose them
+    gpus: tuple[str, ...] = HOPPER  # nvcc's options for the target architectures
 
 
 TARGETS = {
@@ -86,7 +86,7 @@ TARGETS = {
 class Recipe:
     """How to make one file: command lines that name their outputs relative to the folder they run in."""
 
-    compiles: tuple[tuple[str, ...], ...]  # may run side by side
+    compiles: tuple[tuple[str, ...], ...]  # may run in parallel
     link: tuple[str, ...]
     file: str
     key: str
@@ -163,7 +163,7 @@ def make_folder(path: Path) -> None:
         for folder in reversed([path, *(one for one in path.parents if one.is_relative_to(cache_folder()))]):
             if not folder.is_dir():
                 folder.parent.mkdir(parents=True, exist_ok=True)
-                with contextlib.suppress(FileExistsError):  # by another process, meanwhile
+                with contextlib.suppress(FileExistsError):  # another process made it meanwhile
                     folder.mkdir(mode=0o755)
         tempfile.TemporaryFile(dir=path).close()
     except OSError as error:
@@ -235,7 +235,7 @@ def _cpp(target: Target, source: Path, file: str) -> tuple[list[str], list[Path]
     if target.module:
         defines.append(f"-DSLIDESPARSE_MODULE=_{target.name}")
         folders += find.python_headers()
-        known.append(folders[0] / "pybind11" / "detail" / "common.h")  # says which version it is
+        known.append(folders[0] / "pybind11" / "detail" / "common.h")  # holds pybind11's version
     if target.torch:  # its libraries are those of the torch that is loaded before this one
         torch = find.torch_folder(target.torch)
         folders.append(torch / "include")

@@ -47,7 +47,7 @@ class ToolchainError(EnvironmentFault, RuntimeError):
 class SharedLibrary:
     """The places where a CUDA library may be, and the versions with the binary interface that csrc/ calls."""
 
-    name: str  # as people write it
+    name: str  # the name in messages
     file: str  # the beginning of its file name
     soname: str  # the name to ask the loader for, without lib and .so
     variable: str  # environment variable with an explicit path
@@ -88,7 +88,7 @@ class Found:
 
     path: str  # a file, or a name that the loader knows
     source: str  # a wheel's or a variable's name, "PATH" or "system"
-    version: str | None  # the wheel's
+    version: str | None  # version of the wheel
 
 
 def find_library(name: str, cuda_major: int | None = None) -> Found:
@@ -247,7 +247,7 @@ def cuda_headers(headers: Collection[str], what: str) -> list[Path]:
             "the wheels nvidia-cusparselt-cu13, nvidia-cublas, nvidia-cusparse and nvidia-cuda-runtime carry them, as "
             f"does the CUDA toolkit; or name the folders in {INCLUDE}",
         )
-    # These include others, which lie in a folder of their own where wheels do not share one.
+    # These headers include others, which wheels may install in a folder of their own.
     extra = next((place for place in places if (place / "crt" / "host_defines.h").is_file()), None)
     return [*folders, *([extra] if extra and extra not in folders else [])]
 

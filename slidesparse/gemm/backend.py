@@ -27,9 +27,9 @@ class LayerSpec:
     in_features: int  # K
     pattern: SlidePattern | None  # None: the weight is dense
     phase: (
-        int  # columns of the first block that belong to the tensor-parallel shard before; they count as zeros
+        int  # zero columns before the first: those of its block that belong to another tensor-parallel shard
     )
-    dtype: torch.dtype  # of the weight and of quantized activations: int8 or float8_e4m3fn
+    dtype: torch.dtype  # type of the weight and the quantized activations: int8 or float8_e4m3fn
     out_dtype: torch.dtype
 
     @property
@@ -54,9 +54,9 @@ class Backend(Protocol):
     name: str
     device_type: str  # "cuda" or "cpu": the devices for which it is chosen automatically
     takes_dense: bool  # whether it serves weights without a pattern
-    fuses: bool  # whether `linear` computes a producer together with the quantization
+    fuses: bool  # whether `linear` fuses a producer with the quantization
     threads: bool  # whether each step may run in a new thread
-    alignment: int  # rows of quantized activations are padded with zeros to a multiple of so many columns
+    alignment: int  # rows of quantized activations are zero-padded to a multiple of this many columns
     outputs: tuple[torch.dtype, ...]  # the out_dtypes that it writes
 
     def unusable(self, device: torch.device, capability: tuple[int, int] | None = None) -> str | None:
@@ -119,7 +119,7 @@ class Tunable(Backend, Protocol):
         """Return the output types for operands of ``dtype``; serving uses the first."""
 
     def epilogue(self, dtype: str, out: str, device: torch.device | None = None) -> str:
-        """Return the largest `Problem.scale` that its epilogue applies, on the current device if ``device`` is None."""
+        """Return the `Problem.scale` that its epilogue can apply, on the current device if ``device`` is None."""
 
     def operand(self, weight: Tensor, layout: Layout = TN) -> Tensor:
         """Convert a weight [n, k], 2:4 if the backend is sparse, for `Plan.run` of plans with this ``layout``."""

@@ -1,7 +1,7 @@
 """NVIDIA's cuBLASLt: the dense GEMM that the papers compare with, through our binding csrc/cublaslt.cpp.
 
-FP8 accumulates fast, as stock vLLM's kernels do, and on Hopper and later scales by out-feature and by token and adds
-the bias in its epilogue.  INT8 it gives as INT32 only (or as INT8, of no use to a layer); a Triton kernel scales that.
+FP8 uses fast accumulation, as stock vLLM's kernels do; on Hopper and later its epilogue applies both vectors of scales
+and the bias.  INT8 operands give INT32 (or INT8, which no layer uses), and a Triton kernel scales that.
 """
 
 from __future__ import annotations
@@ -13,26 +13,17 @@ import torch
 from torch import Tensor
 
 from slidesparse import profiling
-from slidesparse.gemm import cuda, launches
+from slidesparse.gemm import cuda
 from slidesparse.gemm.backend import LayerSpec
-from slidesparse.gemm.cuda import CudaBackend, NativePlan
-from slidesparse.gemm.problem import (
-    NAMES,
-    TN,
-    Layout,
-    LibraryError,
-    Plan,
-    Problem,
-    require_operand,
-)
-from slidesparse.pattern import round_up
+from slidesparse.gemm.cuda import LibraryBackend, NativePlan
+from slidesparse.gemm.problem import NAMES, TN, Layout, LibraryError, Problem, require_operand
 from slidesparse.quantize import FP8
 
-VECTOR_CAPABILITY, VECTOR_VERSION = (9, 0), 120900  # of scaling by vectors
-# Up to so many tokens a product to BF16 and a scaling kernel after it beat the product that scales, for which the
-# library has one algorithm only: at 64 tokens Qwen2.5-7B's four FP8 products take 74 us on an H200, scaling 149 us.
+VECTOR_CAPABILITY, VECTOR_VERSION = (9, 0), 120900  # the first that scale by vectors
+# Up to this many tokens a GEMM to BF16 and a scaling kernel are faster than the GEMM that scales, for which the library
+# has one algorithm only: at 64 tokens Qwen2.5-7B's four FP8 GEMMs take 74 us on an H200, those that scale 149 us.
 PLAIN_TOKENS = 256
-HEURISTICS = 100  # at most so many are asked for; the library has fewer
+HEURISTICS = 100  # algorithms to ask the heuristics for, more than there are
 ALGORITHM_BYTES = 64
 OUTPUTS = {
     "int8": ("int32", "int8"),
@@ -40,10 +31,10 @@ OUTPUTS = {
     "fp16": ("fp16", "fp32"),
     "bf16": ("bf16", "fp32"),
 }
-SCALE_TYPE = {"int32": "int32"}  # of alpha, by output; others: fp32
+SCALE_TYPE = {"int32": "int32"}  # type of output -> type of alpha; fp32 for the others
 
 
-class CublasLt(CudaBackend):
+class CublasLt(LibraryBackend):
     """See `slidesparse.gemm.backend.Tunable`."""
 
     name = "cublaslt"
@@ -99,7 +90,7 @@ class CublasLt(CudaBackend):
 
     def _native(self, problem: Problem, device: torch.device, layout: Layout = TN) -> Any:
         self.require(problem)
-        if problem.scale == "channel" or (problem.scale == "both" and problem.dtype != "fp8"):
+        if problem.scale == "both" and problem.dtype != "fp8":
             raise LibraryError(f"cuBLASLt scales FP8 only, by out-feature and token, asked for {problem}")
         module = cuda.extension(self.name)
         types = module.TYPES
@@ -131,62 +122,18 @@ class CublasLt(CudaBackend):
     ) -> Tensor:
         """See `Backend.scaled_matmul`."""
         n = scale_w.shape[0]
-        if q.shape[0] == 0:
-            return q.new_empty(0, n, dtype=out_dtype)
-        q = cuda.pad(q, self.alignment)
-        if n % self.alignment == 0 and q.shape[0] > PLAIN_TOKENS and self._scales(q, out_dtype):
-            bias = bias.to(out_dtype) if bias is not None else None
-            with profiling.stage("product", q):
-                return self._product(q, packed, n, out_dtype, scale_w, scale_x, bias)
-        # FP8 to BF16 as the sparse backend does it: half the bytes in between
-        half = q.dtype == FP8 and out_dtype == torch.bfloat16
+        if n % self.alignment or q.shape[0] <= PLAIN_TOKENS or not self._scales(q, out_dtype):
+            return super().scaled_matmul(q, scale_x, packed, scale_w, bias, out_dtype)
+        bias = bias.to(out_dtype) if bias is not None else None
         with profiling.stage("product", q):
-            acc = self._product(q, packed, n, torch.bfloat16 if half else cuda.SUMS[q.dtype])
-        with profiling.stage("scale", q):
-            return launches.dequant_bias(acc, scale_x, scale_w, bias, out_dtype)
+            return self.accumulate(q, packed, n, out_dtype, scale_w, scale_x, bias)
+
+    def takes(self, weight: Tensor, n: int, k: int, dtype: torch.dtype) -> bool:
+        """See `LibraryBackend.takes`."""
+        return weight.shape == (n, k) and weight.dtype == dtype
 
     def _scales(self, q: Tensor, out_dtype: torch.dtype) -> bool:
         return q.dtype == FP8 and self.epilogue("fp8", NAMES[out_dtype], q.device) == "both"
-
-    def _product(
-        self,
-        q: Tensor,
-        weight: Tensor,
-        n: int,
-        dtype: torch.dtype,
-        scale_w: Tensor | None = None,
-        scale_x: Tensor | None = None,
-        bias: Tensor | None = None,
-    ) -> Tensor:
-        (m, k), columns, device = q.shape, round_up(n, self.alignment), q.device
-        if weight.shape != (columns, k) or weight.dtype != q.dtype:
-            raise LibraryError(
-                f"a weight of {weight.dtype} {tuple(weight.shape)} for products [{m}, {k}] @ [{n}, {k}].T of "
-                f"{q.dtype}: pack the weight for the backend cublaslt"
-            )
-        rows = cuda.bucket(m)
-        scale_x = scale_x if scale_x is None else cuda.with_rows(scale_x, rows)
-        key = (q.dtype, dtype, columns, k, rows, scale_w is not None, bias is not None)
-        with cuda.on_device(cuda.index_of(device)):
-            plan = cuda.plans(self.name, device.index).get(key, self._plan, *key, device)
-            profiling.chose(plan.algorithm)
-            out = torch.empty(rows, columns, dtype=dtype, device=device)
-            plan.run(cuda.with_rows(q, rows), weight, out, scale_w, scale_x, bias)
-        return out[:m, :n]
-
-    def _plan(
-        self,
-        operand: torch.dtype,
-        out: torch.dtype,
-        n: int,
-        k: int,
-        m: int,
-        scaled: bool,
-        bias: bool,
-        device: torch.device,
-    ) -> Plan:
-        problem = Problem(NAMES[operand], NAMES[out], n, k, m, "both" if scaled else "none", bias)
-        return cuda.tuned_plan(self, problem, device)
 
 
 def _text(algorithm: bytes) -> str:

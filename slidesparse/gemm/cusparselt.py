@@ -1,7 +1,6 @@
 """NVIDIA's cuSPARSELt: 2:4 sparse GEMM on sparse tensor cores, through our binding csrc/cusparselt.cpp.
 
-The library puts the sparse matrix on the left, so that a vector of scales in its epilogue is one per out-feature.  The
-scale of a token, and a bias, which comes after it, it cannot apply: `slidesparse.kernels.dequant_bias` does.
+Its epilogue cannot scale by token, nor add a bias after that: `slidesparse.kernels.dequant_bias` applies all scales.
 """
 
 from __future__ import annotations
@@ -13,20 +12,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from slidesparse import profiling
 from slidesparse.build.find import ToolchainError, require_supported
-from slidesparse.gemm import cuda, launches
+from slidesparse.gemm import cuda
 from slidesparse.gemm.backend import LayerSpec, require_none_broken
-from slidesparse.gemm.cuda import CudaBackend, NativePlan
-from slidesparse.gemm.problem import (
-    NAMES,
-    TN,
-    Layout,
-    LibraryError,
-    Plan,
-    Problem,
-    require_operand,
-)
+from slidesparse.gemm.cuda import LibraryBackend, NativePlan
+from slidesparse.gemm.problem import TN, Layout, LibraryError, Problem, require_operand
 from slidesparse.pattern import round_up
 
 ALIGNMENT = {1: 32, 2: 16}  # bytes of an element -> the multiple of rows and columns of a weight
@@ -39,29 +29,25 @@ OUTPUTS = {
 SPLITS = (2, 3, 4, 8)
 SPLIT_MODES = (1, 2, 5)  # cusparseLtSplitKMode_t: one kernel, two kernels, split-K
 WHOLE_MODES = (4, 6)  # without a number of splits: data-parallel, stream-K
-PROBED = (128, 2048, 64)  # n, k and m of the product that is asked whether a mode is there
-# (version, capability, dtype) -> ids of algorithms whose kernel dies of an illegal instruction, which ends every CUDA
-# call of the process.  Each of the 52 was run in its own, at 64 x 64 x 64 and 4608 x 3584 x 64; the others are right.
+PROBED = (128, 2048, 64)  # n, k and m of the problem that tells which modes there are
+# (version, capability, dtype) -> ids of algorithms whose kernels fail with an illegal instruction, after which every
+# CUDA call of the process fails.  Each of the 52 was run in a process of its own, at 64 x 64 x 64 and 4608 x 3584 x 64;
+# the others give right results.
 CRASHING = {("0.8.0", (9, 0), "fp16"): range(36, 52)}
-ROWS = 128  # of a chunk of a weight, or a multiple
+ROWS = 128  # rows of a tile of metadata; a chunk of a weight is whole tiles
 CHUNK = 16 << 20  # bytes of windows that are compressed at a time
 # Bytes behind a compressed weight: the library's kernels read metadata by 128 x 64 tiles of 1 KiB, also the last one of
 # a weight whose rows are no multiple of 128 (compute-sanitizer sees it).  What is read there concerns rows beyond N.
 SLACK = 4096
 
 
-class CuSparseLt(CudaBackend):
-    """See `slidesparse.gemm.backend.Tunable`.
-
-    BF16 layers take the product in BF16 and scale that; others take INT32 or float32 sums.  Both libraries and
-    stock vLLM round to BF16 at the end; here the sum is rounded to BF16 as well, half an ulp more, which halves the
-    bytes between GEMM and scaling.
-    """
+class CuSparseLt(LibraryBackend):
+    """See `slidesparse.gemm.backend.Tunable`."""
 
     name = "cusparselt"
     takes_dense = False
     sparse = True
-    alignment = 32  # of K in a sparse 8-bit product
+    alignment = 32  # K of a sparse 8-bit GEMM is a multiple
     products = OUTPUTS
 
     def version(self) -> str:
@@ -112,7 +98,7 @@ class CuSparseLt(CudaBackend):
         found = [str(i) for i in ids]
         tiles = -(-problem.n // 128) * -(-problem.m // 128)
         if tiles < 2 * torch.cuda.get_device_properties(device).multi_processor_count:
-            splits = self._splits(problem.dtype, problem.out, problem.scale, device)
+            splits = self._splits(problem.dtype, problem.out, device)
             found += [f"{i}/{split}" for i in ids for split in splits]
         return found
 
@@ -143,8 +129,8 @@ class CuSparseLt(CudaBackend):
         self, problem: Problem, device: torch.device, algorithm: str | None, layout: Layout = TN
     ) -> Any:
         self.require(problem)
-        if problem.bias or problem.scale == "both":
-            raise LibraryError(f"cuSPARSELt can scale by out-feature only, asked for {problem}")
+        if problem.bias or problem.scale != "none":
+            raise LibraryError(f"cuSPARSELt applies neither scales nor a bias, asked for {problem}")
         numbers = _numbers(algorithm)
         if numbers[0] in self._crashing(problem, device):
             raise LibraryError(
@@ -157,16 +143,15 @@ class CuSparseLt(CudaBackend):
                 cuda.handle(self.name, index),
                 *(problem.n, problem.k, problem.m),
                 *(module.TYPES[problem.dtype], module.TYPES[problem.out], module.COMPUTE[problem.dtype]),
-                problem.scale == "channel",
                 module.Algorithm(*numbers),
                 module.Layout(layout.weight_k, layout.activations_k, layout.output_n),
                 f"{problem}, {layout}, by algorithm {algorithm or 'of its own choice'}",
             )
 
     @cache  # noqa: B019  there is one object
-    def _splits(self, dtype: str, out: str, scale: str, device: torch.device) -> tuple[str, ...]:
-        """Return the ways of split-K, such as "2x1", of every eighth algorithm; on Hopper 0.8.0 has none."""
-        problem = Problem(dtype, out, *PROBED, scale)
+    def _splits(self, dtype: str, out: str, device: torch.device) -> tuple[str, ...]:
+        """Return the split-K variants, such as "2x1", that every eighth algorithm has; on Hopper 0.8.0 has none."""
+        problem = Problem(dtype, out, *PROBED)
         ids = range(0, self._native(problem, device, None).algorithms, 8)  # a refusal takes 8 ms
         ways = [f"{splits}x{mode}" for splits in SPLITS for mode in SPLIT_MODES]
         ways += [f"1x{mode}" for mode in WHOLE_MODES]
@@ -198,9 +183,7 @@ class CuSparseLt(CudaBackend):
             rows = min(step, padded - start)
             windows = torch.empty(rows, columns, dtype=torch.int8, device=weight.device).view(weight.dtype)
             part = weight[start : min(start + rows, n)]
-            broken += slide_weight(
-                part, layout.length, layout.phase, windows[: len(part)], normalise_zero=True
-            )
+            broken += slide_weight(part, layout.length, layout.phase, windows[: len(part)])
             windows[len(part) :].view(torch.int8).zero_()
             compressed = self.operand(windows)
             if packed is None:
@@ -212,53 +195,13 @@ class CuSparseLt(CudaBackend):
         require_none_broken(spec, weight, int(broken.item()))
         return packed
 
-    def scaled_matmul(
-        self,
-        q: Tensor,
-        scale_x: Tensor,
-        packed: Tensor,
-        scale_w: Tensor,
-        bias: Tensor | None,
-        out_dtype: torch.dtype,
-    ) -> Tensor:
-        """See `Backend.scaled_matmul`."""
-        m, n = q.shape[0], scale_w.shape[0]
-        if m == 0:
-            return q.new_empty(0, n, dtype=out_dtype)
-        sums = out_dtype if out_dtype == torch.bfloat16 else cuda.SUMS[q.dtype]
-        with profiling.stage("product", q):
-            acc = self.accumulate(q, packed, n, sums)
-        with profiling.stage("scale", q):
-            return launches.dequant_bias(acc, scale_x, scale_w, bias, out_dtype)
-
-    def accumulate(self, q: Tensor, weight: Tensor, n: int, dtype: torch.dtype) -> Tensor:
-        """q [M, K'] @ weight.T, not scaled -> [M, N] of ``dtype`` (INT32 or float32: full sums; BF16), rows strided."""
-        if q.shape[1] % self.alignment:
-            q = cuda.pad(q, self.alignment)
-        (m, k), columns, index = q.shape, round_up(n, self.alignment), q.get_device()
-        if weight.dtype != torch.uint8 or weight.numel() < columns * k // 2:  # its values alone
-            raise LibraryError(
-                f"a weight of {weight.dtype} {tuple(weight.shape)} for products [{m}, {k}] @ [{n}, {k}].T: pack the "
-                "weight for the backend cusparselt, from windows of as many columns"
-            )
-        rows = cuda.bucket(m)
-        key = (q.dtype, dtype, columns, k, rows)
-        with cuda.on_device(index):
-            plan = cuda.plans(self.name, index).get(key, self._plan, *key, q.device)
-            profiling.chose(plan.algorithm)
-            out = q.new_empty(rows, columns, dtype=dtype)
-            plan.run(q if rows == m else cuda.with_rows(q, rows), weight, out)
-        return out if rows == m and columns == n else out[:m, :n]
-
-    def _plan(
-        self, operand: torch.dtype, out: torch.dtype, n: int, k: int, m: int, device: torch.device
-    ) -> Plan:
-        problem = Problem(NAMES[operand], NAMES[out], n, k, m)
-        return cuda.tuned_plan(self, problem, device)
+    def takes(self, weight: Tensor, n: int, k: int, dtype: torch.dtype) -> bool:
+        """See `LibraryBackend.takes`; how many bytes follow the values of a packed weight is the library's affair."""
+        return weight.dtype == torch.uint8 and weight.numel() >= n * k // 2
 
     @cache  # noqa: B019  there is one object
     def _concatenates(self, device: torch.device, dtype: torch.dtype) -> bool:
-        """Tell whether compressing chunks of rows gives what compressing the whole weight gives."""
+        """Return whether compressing chunks of rows gives what compressing the whole weight gives."""
         columns, whole = 256, 3 * ROWS
         generator = torch.Generator(device).manual_seed(0)  # not torch's own, which vLLM samples tokens by
         weight = torch.randint(1, 100, (whole, columns), generator=generator, dtype=torch.int8, device=device)
@@ -276,15 +219,15 @@ class CuSparseLt(CudaBackend):
         return torch.equal(found[:-SLACK], expected[:-SLACK])
 
 
-def _numbers(algorithm: str | None) -> tuple[int, int, int, int]:
-    """Parse an algorithm into its id, splits, mode and number of buffers."""
+def _numbers(algorithm: str | None) -> tuple[int, int, int]:
+    """Parse an algorithm into its id, splits and mode."""
     if not algorithm:
-        return -1, 1, 0, 0
+        return -1, 1, 0
     found = re.fullmatch(r"(\d+)(?:/(\d+)x(\d+))?", algorithm)
     if found is None:
         raise LibraryError(f"{algorithm!r} is no cuSPARSELt algorithm, such as '3' or '3/2x1'")
     first, splits, mode = found.groups(default="")
-    return int(first), int(splits or 1), int(mode or 0), 0
+    return int(first), int(splits or 1), int(mode or 0)
 
 
 # A compressed weight of N rows holds its values, K' / 2 bytes a row, and then its metadata, some bytes a row::

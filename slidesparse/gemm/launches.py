@@ -21,7 +21,7 @@ from slidesparse.gemm.problem import NAMES, Problem
 from slidesparse.kernels import Config
 from slidesparse.pattern import SlideLayout
 
-VERSION = "1"  # of the kernels: tables tuned for others are not read
+VERSION = "1"  # version of the kernels; tables of other versions are not read
 NEAR = 1.0  # see `tuned.neighbour`: beyond it the kernels' own table is nearer
 ALIKE = {torch.float16: torch.bfloat16, torch.float32: torch.int32}  # as many bytes, so the same launch
 
@@ -41,18 +41,18 @@ class Kernel:
 
 def problem_of(source: torch.dtype, target: torch.dtype, n: int, k: int, m: int) -> Problem:
     """Return the problem, for tables, of turning m rows of k ``source`` elements into n ``target`` ones."""
-    names = [
-        NAMES.get(ALIKE.get(one, one), str(one)) for one in (source, target)
-    ]  # kernels refuse other types
-    return Problem(names[0], names[1], n, k, m)
+    read, written = (NAMES.get(ALIKE.get(one, one), str(one)) for one in (source, target))
+    return Problem(read, written, n, k, m)
 
 
 def quantize(x: Tensor, layout: SlideLayout, dtype: torch.dtype, columns: int) -> tuple[Tensor, Tensor]:
-    """Quantize x [M, K] on a GPU (`kernels.quantize`), with memory padded to the next bucket of tokens."""
+    """Quantize x [M, K] on a GPU by `kernels.quant_slide`, with memory padded to the next bucket of tokens."""
+    from slidesparse.kernels.quant_slide import quant_slide  # late: needs Triton
+
     m, k = x.shape
     kind = kernels.quantizer(layout.length, layout.phase)
     launch = _find(kind, x.dtype, dtype, layout.slided, k, bucket(m), x.device)
-    return kernels.quantize(x, layout.length, layout.phase, dtype, columns, bucket(m), launch)
+    return quant_slide(x, layout.length, layout.phase, dtype, columns, bucket(m), launch)
 
 
 def dequant_bias(
@@ -66,7 +66,7 @@ def dequant_bias(
     return kernel(acc, scale_x, scale_w, bias, out_dtype, launch=launch)
 
 
-@cache  # of buckets, whose number is small: each call of a layer asks
+@cache  # every call of a layer asks, and there are few buckets
 def _find(
     kind: str,
     source: torch.dtype,

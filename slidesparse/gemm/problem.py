@@ -41,21 +41,19 @@ class Problem:
     ``k`` counts the columns that are multiplied, so K' for slided weights.
     """
 
-    dtype: str  # of activations and weight, one of OPERANDS
-    out: str  # a key of DTYPES
+    dtype: str  # type of activations and weight, one of OPERANDS
+    out: str  # type of the output, a key of DTYPES
     n: int
     k: int
     m: int
-    scale: str = (
-        "none"  # what the epilogue multiplies by: "none", "channel" (scale_w) or "both" (scale_w, scale_x)
-    )
+    scale: str = "none"  # what the epilogue multiplies by: "none", or "both" scale_w and scale_x
     bias: bool = False  # whether the epilogue adds a bias [n]
     blocks: str = (
-        ALL_2_4  # of BLOCKS; others only for libraries that take dense ones, and nothing is slid then
+        ALL_2_4  # one of BLOCKS; dense blocks only for backends that take them, whose weights are not slid
     )
 
     def __str__(self) -> str:
-        epilogue = {"none": "", "channel": " * scale_w", "both": " * scale_w * scale_x"}[self.scale]
+        epilogue = " * scale_w * scale_x" if self.scale == "both" else ""
         epilogue += " + bias" if self.bias else ""
         blocks = "" if self.blocks == ALL_2_4 else f" of {self.blocks} blocks"
         return f"{self.dtype} [{self.m}, {self.k}] @ [{self.n}, {self.k}].T{blocks}{epilogue} -> {self.out}"
@@ -98,7 +96,7 @@ class Plan(Protocol):
     """A problem and an algorithm, ready to run on one device."""
 
     algorithm: str
-    workspace: int  # bytes it needs
+    workspace: int  # bytes of workspace that it needs
 
     def run(
         self,

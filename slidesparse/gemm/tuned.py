@@ -3,11 +3,9 @@
 One JSON file per GPU, compute capability, library and library version, as each of them changes what is fastest and what
 an algorithm's name means.  A file lies in the user's cache, where it wins, or ships with the package::
 
-    {"format": 1, "gpu": "NVIDIA H200", "capability": "9.0", "library": "cusparselt", "version": "0.8.0",
-     "entries": {"int8 -> bf16, scale channel, bias no, n 4608, k 5376": {
-         "64": {"algorithm": "...", "us": 9.1, "others": {"...": 9.2, "...": 9.4}, "tried": 60}}}}
-
-``others`` are the second and third of ``tried`` algorithms; a table may lack both.
+    {"format": 1, "gpu": "NVIDIA H200", "capability": "9.0", "library": "hopper", "version": "4",
+     "entries": {"int8 -> bf16, scale both, bias no, n 4608, k 5376": {
+         "64": {"algorithm": "...", "us": 9.1}}}}
 """
 
 from __future__ import annotations
@@ -23,14 +21,14 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 from slidesparse.build.compile import cache_folder, make_folder
 from slidesparse.errors import EnvironmentFault
 from slidesparse.gemm.problem import ALL_2_4, Problem
 
 FORMAT = 1
-BEYOND = 2  # times the largest tuned M for which its algorithm is still taken
+BEYOND = 2  # the algorithm of the largest tuned M serves up to this many times as many tokens
 CACHE = "SLIDESPARSE_CACHE"  # environment variable: the folder, instead of ~/.cache/slidesparse
 SHIPPED = Path(__file__).parent.parent / "tuned_tables"
 
@@ -57,8 +55,8 @@ class Subject:
     """The GPU, library and version of a table."""
 
     library: str  # "cusparselt", "cublaslt", "hopper", or a Triton kernel, see `slidesparse.gemm.launches`
-    version: str  # of the library, such as "0.8.0"
-    gpu: str  # the full name, such as "NVIDIA H200"
+    version: str  # version of the library, such as "0.8.0"
+    gpu: str  # full name of the GPU, such as "NVIDIA H200"
     capability: tuple[int, int]  # compute capability
 
     @property
@@ -79,12 +77,10 @@ class Subject:
 
 @dataclass(frozen=True)
 class Tuned:
-    """The fastest algorithm of a problem, its time in microseconds, and what else the search found."""
+    """The fastest algorithm of a problem, and its time in microseconds."""
 
     algorithm: str
     us: float
-    others: tuple[tuple[str, float], ...] = ()  # the next fastest and their times
-    tried: int = 0  # algorithms that were searched; 0: not known
 
 
 class Shape(NamedTuple):
@@ -156,9 +152,9 @@ def choice(subject: Subject, problem: Problem, any_tokens: bool = False) -> str 
 def neighbour(subject: Subject, problem: Problem, within: float = math.inf) -> str | None:
     """Return the algorithm tuned for the nearest shape with about as many tokens, or None.
 
-    Nearest by the ratios of n and of k, whose binary logarithms may add up to ``within`` at most.  Libraries' own
-    heuristics miss by up to two times where this misses by some percent: which tile is fastest depends on the types and
-    on how many tiles there are, little on the shape.  Raises TableError for a damaged file.
+    The distance is |log2 of the ratio of n| + |log2 of the ratio of k|, at most ``within``.  Where this algorithm is
+    some percent slower than the best, that of the library's heuristics takes up to twice as long: which tile is fastest
+    depends on the types and the number of tiles, little on the shape.  Raises TableError for a damaged file.
     """
     types = Shape.of(problem).types
     found = [
@@ -216,7 +212,10 @@ def save(subject: Subject, results: Iterable[tuple[Problem, Tuned]]) -> Path:
         for problem, best in results:
             entries.setdefault(Shape.of(problem), {})[problem.m] = best
         plain = {
-            str(shape): {str(m): _plain_one(best) for m, best in sorted(measured.items())}
+            str(shape): {
+                str(m): {"algorithm": best.algorithm, "us": round(best.us, 3)}
+                for m, best in sorted(measured.items())
+            }
             for shape, measured in sorted(entries.items(), key=lambda one: str(one[0]))
         }
         document = {"format": FORMAT, **subject.facts(), "entries": plain}
@@ -225,19 +224,6 @@ def save(subject: Subject, results: Iterable[tuple[Problem, Tuned]]) -> Path:
         os.close(lock)
     _tables.cache_clear()
     return path
-
-
-def _plain_one(best: Tuned) -> dict[str, Any]:
-    searched = {
-        "others": {algorithm: round(us, 3) for algorithm, us in best.others},
-        "tried": best.tried,
-    }
-    return {"algorithm": best.algorithm, "us": round(best.us, 3)} | (searched if best.tried else {})
-
-
-def _read_one(one: Any) -> Tuned:
-    others = tuple((str(algorithm), float(us)) for algorithm, us in one.get("others", {}).items())
-    return Tuned(str(one["algorithm"]), float(one["us"]), others, int(one.get("tried", 0)))
 
 
 def _publish(path: Path, text: str) -> None:
@@ -283,7 +269,9 @@ def _read(path: Path, subject: Subject) -> Entries:
             raise _error(path, f"is about {name} {document.get(name)!r}, not {expected!r} as its name says")
     try:
         return {
-            Shape.parse(key): {int(m): _read_one(one) for m, one in measured.items()}
+            Shape.parse(key): {
+                int(m): Tuned(str(one["algorithm"]), float(one["us"])) for m, one in measured.items()
+            }
             for key, measured in document["entries"].items()
             if measured
         }

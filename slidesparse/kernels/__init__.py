@@ -1,4 +1,4 @@
-"""The Triton kernels, one a file: `quant_slide`, `quant_only`, `dequant_bias`, and `slide_weight` for loading.
+"""The Triton kernels, one a file: `quant_slide`, `dequant_bias`, and `slide_weight` for loading.
 
 Bit-identical to `slidesparse.reference` with ``arithmetic="cuda"``, on the GPU and in Triton's interpreter
 (TRITON_INTERPRET=1).  This package needs neither Triton nor a GPU; its modules need Triton when imported, and
@@ -12,19 +12,12 @@ from typing import TYPE_CHECKING, NamedTuple
 from slidesparse.pattern import HARDWARE_LENGTH
 
 if TYPE_CHECKING:
-    import torch
     from torch import Tensor
 
-KINDS = ("quant_slide", "quant_only", "dequant_bias")
+KINDS = ("quant_slide", "quant_only", "dequant_bias")  # as tables name them; see `quantizer`
 
-MOST_WARPS = 32  # of a program
-MOST_LANES = 1 << 16  # block x rows of a program
-
-# When the quantizing kernels let the product behind them start, if that waits for their results itself (on Hopper and
-# later): "early", as soon as they run; "late", before they write the codes; "off", when they end.  It is not left out
-# where another product follows, as operators are not told which one does and it is one instruction: a kernel that was
-# launched in the ordinary way, as cuSPARSELt's, starts when they end, whatever this says.
-LAUNCH_DEPENDENTS = "late"
+MOST_WARPS = 32  # limit of a program
+MOST_LANES = 1 << 16  # limit of block x rows of a program
 
 
 class Config(NamedTuple):
@@ -99,28 +92,8 @@ TABLE: dict[str, tuple[_Entry, ...]] = {
 
 
 def quantizer(length: int, phase: int) -> str:
-    """The kernel that quantizes: quant_only where nothing is lifted, else quant_slide."""
+    """Return the kind of a quantization: quant_only where nothing is lifted, else quant_slide."""
     return "quant_only" if length == HARDWARE_LENGTH and phase == 0 else "quant_slide"
-
-
-def quantize(
-    x: Tensor,
-    length: int,
-    phase: int,
-    dtype: torch.dtype,
-    columns: int,
-    rows: int = 0,
-    launch: Config | None = None,
-) -> tuple[Tensor, Tensor]:
-    """Quantize by the kernel that `quantizer` names; arguments and results are those of `quant_slide`."""
-    # Imported late: they need Triton.
-    if quantizer(length, phase) == "quant_only":
-        from slidesparse.kernels.quant_only import quant_only
-
-        return quant_only(x, dtype, columns, rows, launch)
-    from slidesparse.kernels.quant_slide import quant_slide
-
-    return quant_slide(x, length, phase, dtype, columns, rows, launch)
 
 
 def config(kind: str, size: int, m: int) -> Config:

@@ -17,8 +17,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from slidesparse import kernels
-
 FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 
 
@@ -91,13 +89,6 @@ def load_four(x, column, valid, K: tl.constexpr, PAIRS: tl.constexpr, BF16: tl.c
         c = widen(tl.load(x + column + 2, mask=valid & (column + 2 >= 0) & (column + 2 < K), other=0.0))
         d = widen(tl.load(x + column + 3, mask=valid & (column + 3 >= 0) & (column + 3 < K), other=0.0))
     return a, b, c, d
-
-
-@triton.jit
-def load_quad(x, word, valid):
-    """Word ``word`` of a row of int64 words of four 16-bit floats, as two int32; zero where not ``valid``."""
-    quad = tl.load(x + word, mask=valid, other=0)
-    return quad.to(tl.int32), (quad >> 32).to(tl.int32)
 
 
 @triton.jit
@@ -271,17 +262,18 @@ def codes_of(a, b, c, d, scale, factor, E4M3: tl.constexpr, NATIVE: tl.constexpr
 
 @triton.jit
 def launch_dependents():
-    """Let the next kernel of the stream start, if it was launched to wait for this one's results itself."""
+    """Let the next kernel of the stream start, if it was launched to wait for this one's results itself.
+
+    A kernel that was launched in the ordinary way, as cuSPARSELt's are, starts when this one ends.
+    """
     tl.inline_asm_elementwise(
         "griddepcontrol.launch_dependents; // $0", "=r", [], dtype=tl.int32, is_pure=False, pack=1
     )
 
 
-def dependents(x: Tensor) -> int:
-    """`kernels.LAUNCH_DEPENDENTS` as kernels take it: 0 off, 1 early, 2 late; off where the GPU does not know it."""
-    if interpreted() or _capability(x.device) < (9, 0):
-        return 0
-    return ("off", "early", "late").index(kernels.LAUNCH_DEPENDENTS)
+def has_dependents(x: Tensor) -> bool:
+    """Return whether the GPU has `launch_dependents`: Hopper and later."""
+    return not interpreted() and _capability(x.device) >= (9, 0)
 
 
 def interpreted() -> bool:

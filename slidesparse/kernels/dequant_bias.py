@@ -29,7 +29,7 @@ def dequant_bias_kernel(
     scale_w,
     bias,  # None without HAS_BIAS
     out,
-    stride,  # of acc's rows
+    stride,  # stride of the rows of acc
     M,
     N,
     HAS_BIAS: tl.constexpr,

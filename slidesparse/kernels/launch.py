@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-ALIGNED = 16  # bytes of addresses, and the divisor of numbers, for which Triton compiles another kernel
+ALIGNED = 16  # Triton specializes kernels for addresses and numbers that are multiples of this
 
 
 class Launcher:

@@ -8,6 +8,9 @@ L * block + 2 * l - phase.  For 6:8::
     x   a0 a1 a2 a3 a4 a5 a6 a7|b0 ...         [M, K], K tokens of 2 or 4 bytes
     q   a0 a1 a2 a3|a2 a3 a4 a5|a4 a5 a6 a7|b0 ...   [M, K'], one 32-bit store per window
 
+Blocks of 4 at phase 0 lift nothing, as for 2:4 and dense weights: their windows do not overlap, so a row is read in
+words of four floats.
+
 One program per row.  A row that fits into one block is read once and held in registers; of a longer one the first
 pass finds the largest magnitude and the second reads it again, from the cache.
 """
@@ -22,10 +25,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from slidesparse.kernels import Config, common
+from slidesparse.kernels import Config, common, config, quantizer
 from slidesparse.kernels.common import (
     absmax_of,
     codes_of,
+    halves,
     largest_of_four,
     launch_dependents,
     load_four,
@@ -33,15 +37,32 @@ from slidesparse.kernels.common import (
     row_scale,
 )
 from slidesparse.kernels.launch import Launcher
-from slidesparse.kernels.rows import launch as launch_rows
-from slidesparse.kernels.rows import windows
+from slidesparse.pattern import HARDWARE_LENGTH, SlideLayout
+from slidesparse.quantize import FP8, INT8, quantize_rows
 
 
 @triton.jit
-def window_column(word, LENGTH: tl.constexpr, PHASE: tl.constexpr):
-    """The first column of a window; negative, or K and above, in the padding."""
-    block = word // (LENGTH // 2 - 1)
-    return block * LENGTH + 2 * (word - block * (LENGTH // 2 - 1)) - PHASE
+def _load(
+    x,
+    word,
+    K: tl.constexpr,
+    WORDS: tl.constexpr,
+    LENGTH: tl.constexpr,
+    PHASE: tl.constexpr,
+    FLOATS: tl.constexpr,
+    BF16: tl.constexpr,
+):
+    """Load the four columns of x that become word ``word`` of a row of codes, as float32; zero in the padding."""
+    if FLOATS == 4:
+        quad = tl.load(x + word, mask=word < K // 4, other=0)
+        first, second = quad.to(tl.int32), (quad >> 32).to(tl.int32)
+        a, b = halves(first, BF16)
+        c, d = halves(second, BF16)
+    else:
+        block = word // (LENGTH // 2 - 1)
+        column = block * LENGTH + 2 * (word - block * (LENGTH // 2 - 1)) - PHASE
+        a, b, c, d = load_four(x, column, word < WORDS, K, FLOATS == 2, BF16)
+    return a, b, c, d
 
 
 @triton.jit
@@ -49,38 +70,46 @@ def quant_slide_kernel(
     x,
     q,
     scales,
-    stride,  # of x's rows, in what x points to
+    stride,  # stride of the rows of x, in what x points to
     K: tl.constexpr,
-    WORDS: tl.constexpr,  # of a row of q, at least K' / 4
+    WORDS: tl.constexpr,  # words of a row of q, at least K' / 4
     LENGTH: tl.constexpr,
     PHASE: tl.constexpr,
-    PAIRS: tl.constexpr,  # x points to int32 words of two 16-bit floats
+    FLOATS: tl.constexpr,  # floats in a word that x points to: 1 of any type, or 2 or 4 of 16 bits
     BF16: tl.constexpr,
     E4M3: tl.constexpr,
     NATIVE: tl.constexpr,
-    DEPENDENTS: tl.constexpr,  # see `common.dependents`
+    DEPENDENTS: tl.constexpr,  # see `common.has_dependents`
     BLOCK: tl.constexpr,
 ):
-    if DEPENDENTS == 1:
-        launch_dependents()
     row = tl.program_id(0).to(tl.int64)
     x += row * stride
     q += row * WORDS
     if WORDS <= BLOCK:
         word = tl.arange(0, BLOCK)
-        a, b, c, d = load_four(x, window_column(word, LENGTH, PHASE), word < WORDS, K, PAIRS, BF16)
+        a, b, c, d = _load(x, word, K, WORDS, LENGTH, PHASE, FLOATS, BF16)
         scale, factor = row_scale(absmax_of(largest_of_four(a, b, c, d, NATIVE)), E4M3)
-        if DEPENDENTS == 2:
+        if DEPENDENTS:
             launch_dependents()
         codes = codes_of(a, b, c, d, scale, factor, E4M3, NATIVE)
         tl.store(q + word, codes, mask=word < WORDS)
     else:
-        scale, factor = row_scale(row_absmax(x, K, PAIRS, BF16, NATIVE, BLOCK), E4M3)
-        if DEPENDENTS == 2:
+        if LENGTH == 4 and PHASE == 0:
+            # Lane by lane: the maximum of a row waits for all of its warps.
+            largest = tl.zeros([BLOCK], tl.float32)
+            for start in tl.static_range(0, WORDS, BLOCK):
+                word = start + tl.arange(0, BLOCK)
+                a, b, c, d = _load(x, word, K, WORDS, LENGTH, PHASE, FLOATS, BF16)
+                largest = tl.maximum(largest, largest_of_four(a, b, c, d, NATIVE))
+            absmax = absmax_of(largest)
+        else:
+            absmax = row_absmax(x, K, FLOATS == 2, BF16, NATIVE, BLOCK)
+        scale, factor = row_scale(absmax, E4M3)
+        if DEPENDENTS:
             launch_dependents()
         for start in tl.static_range(0, WORDS, BLOCK):
             word = start + tl.arange(0, BLOCK)
-            a, b, c, d = load_four(x, window_column(word, LENGTH, PHASE), word < WORDS, K, PAIRS, BF16)
+            a, b, c, d = _load(x, word, K, WORDS, LENGTH, PHASE, FLOATS, BF16)
             codes = codes_of(a, b, c, d, scale, factor, E4M3, NATIVE)
             tl.store(q + word, codes, mask=word < WORDS)
     tl.store(scales + row, scale)
@@ -102,7 +131,7 @@ def quant_slide(
 
     Args:
         x: rows may be any stride apart; within a row the stride is 1.
-        length: L of the pattern's blocks; 4 lifts nothing and pads K to a multiple of 4.
+        length: L of the pattern's blocks; 4 at phase 0 lifts nothing and pads K to a multiple of 4.
         phase: zero columns before the row.
         dtype: torch.int8 or torch.float8_e4m3fn.
         columns: of a row of codes, a multiple of 4; zeros fill those beyond K'.  None: K'.
@@ -113,8 +142,50 @@ def quant_slide(
         TypeError, ValueError: what was found, what is allowed.
     """
     common.require("x", x, 2, common.FLOATS)
-    made = windows(x, x.shape[1], length, phase, dtype, columns, rows)
-    pairs = None if phase % 2 else common.words_of(x, 4)
-    source = x if pairs is None else pairs
-    own = {"LENGTH": length, "PHASE": phase, "PAIRS": pairs is not None}
-    return launch_rows(_launch, "quant_slide", x, made, (source,), (source.stride(0),), own, 2, launch)
+    if length < HARDWARE_LENGTH or length % 2 or not 0 <= phase < length:
+        raise ValueError(
+            f"block length {length} at phase {phase}: the length must be even and at least {HARDWARE_LENGTH}, "
+            "the phase in 0..length-1"
+        )
+    if dtype not in (INT8, FP8):
+        raise TypeError(f"cannot quantize to {dtype}; use torch.int8 or torch.float8_e4m3fn")
+    m, k = x.shape
+    slided = SlideLayout(k, phase, length).slided
+    columns = slided if columns is None else columns
+    if columns < slided or columns % HARDWARE_LENGTH:
+        raise ValueError(
+            f"{columns} columns of codes are asked for; they must be a multiple of {HARDWARE_LENGTH}, {slided} or more"
+        )
+    words = columns // HARDWARE_LENGTH
+    q = torch.empty(max(m, rows), words, dtype=torch.int32, device=x.device)
+    scales = torch.empty(max(m, rows), 1, dtype=torch.float32, device=x.device)
+    if rows > m:
+        q, scales = q[:m], scales[:m]
+    if not m or not k:
+        return q.zero_().view(dtype), quantize_rows(x[:, :0], dtype)[1]
+    kind = quantizer(length, phase)
+    floats = 4 if kind == "quant_only" else 1 if phase % 2 else 2
+    source = None if floats == 1 else common.words_of(x, 2 * floats)
+    if source is None:
+        source, floats = x, 1
+    how = launch or config(kind, k, m)
+    with common.on_device_of(x):
+        _launch(
+            (m, 1, 1),
+            (source, q, scales),
+            (source.stride(0),),
+            {
+                "K": k,
+                "WORDS": words,
+                "LENGTH": length,
+                "PHASE": phase,
+                "FLOATS": floats,
+                "BF16": x.dtype == torch.bfloat16,
+                "E4M3": dtype == FP8,
+                "NATIVE": common.native(x),
+                "DEPENDENTS": common.has_dependents(x),
+                "BLOCK": common.step(how.block, max(words, k // (4 if kind == "quant_only" else 2))),
+            },
+            how.warps,
+        )
+    return q.view(dtype), scales

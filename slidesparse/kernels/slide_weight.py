@@ -13,7 +13,7 @@ One lane walks through one block, pair by pair, and keeps what the pair before l
 so neighbouring lanes are L bytes apart in w, 2 L - 4 in out; the caches gather what they ask for.  Blocks that lie
 beyond the row are zero, which also fills the columns of out beyond K'.
 
-Zeros are where `slidesparse.slide` puts them: -0.0 (0x80 in FP8) is never early except in the last pair.
+-0.0 (0x80 in FP8) counts as zero and becomes +0.0, as cuSPARSELt takes every code but 0 for a value.
 """
 
 # ruff: noqa: N803 (compile-time arguments in capitals, as is Triton's convention)
@@ -54,13 +54,11 @@ def _load_pair(w, column, j, k, PAIRS: tl.constexpr):
 
 
 @triton.jit
-def _nonzero(pair, VALUE: tl.constexpr, NORMALISE: tl.constexpr):
-    """(pair, first, second): 1 where a weight of the pair is not zero; NORMALISE clears the bits of those that are."""
+def _nonzero(pair, VALUE: tl.constexpr):
+    """(pair, first, second): 1 where a weight of the pair is not zero; the bits of those that are, are cleared."""
     first = ((pair & VALUE) != 0).to(tl.int32)
     second = ((pair & (VALUE << 8)) != 0).to(tl.int32)
-    if NORMALISE:
-        pair = pair & (first * 0xFF | second * 0xFF00)
-    return pair, first, second
+    return pair & (first * 0xFF | second * 0xFF00), first, second
 
 
 @triton.jit
@@ -76,11 +74,10 @@ def _window(
     words,
     LAST: tl.constexpr,
     VALUE: tl.constexpr,
-    NORMALISE: tl.constexpr,
     PAIRS: tl.constexpr,
 ):
     """Read pair ``j``, store window j - 1; (late, zeros) for the next."""
-    pair, first, second = _nonzero(_load_pair(w, column, j, k, PAIRS), VALUE, NORMALISE)
+    pair, first, second = _nonzero(_load_pair(w, column, j, k, PAIRS), VALUE)
     zeros += 2 - first - second
     if LAST:
         early = pair
@@ -97,16 +94,15 @@ def _kernel(
     w,
     out,
     broken,
-    stride,  # of w's rows, in what w points to
-    out_stride,  # of out's rows, in int32 words
+    stride,  # stride of the rows of w, in what w points to
+    out_stride,  # stride of the rows of out, in int32 words
     n,
     k,  # in what w points to
-    words,  # of a row of out
+    words,  # words of a row of out
     across,  # programs along a row
     phase,  # in what w points to
     LENGTH: tl.constexpr,
     VALUE: tl.constexpr,  # the bits of a code that tell it from zero
-    NORMALISE: tl.constexpr,
     PAIRS: tl.constexpr,
     UNROLL: tl.constexpr,
     BLOCKS: tl.constexpr,
@@ -122,20 +118,16 @@ def _kernel(
     word = block * (LENGTH // 2 - 1)
     w += row * stride + column
     out += row * out_stride + word
-    late, first, second = _nonzero(_load_pair(w, column, 0, k, PAIRS), VALUE, NORMALISE)
+    late, first, second = _nonzero(_load_pair(w, column, 0, k, PAIRS), VALUE)
     zeros = 2 - first - second
     if UNROLL:
         for j in tl.static_range(1, LENGTH // 2 - 1):
-            late, zeros = _window(
-                w, out, column, word, j, late, zeros, k, words, False, VALUE, NORMALISE, PAIRS
-            )
+            late, zeros = _window(w, out, column, word, j, late, zeros, k, words, False, VALUE, PAIRS)
     else:
         for j in range(1, LENGTH // 2 - 1):
-            late, zeros = _window(
-                w, out, column, word, j, late, zeros, k, words, False, VALUE, NORMALISE, PAIRS
-            )
+            late, zeros = _window(w, out, column, word, j, late, zeros, k, words, False, VALUE, PAIRS)
     last: tl.constexpr = LENGTH // 2 - 1
-    late, zeros = _window(w, out, column, word, last, late, zeros, k, words, True, VALUE, NORMALISE, PAIRS)
+    late, zeros = _window(w, out, column, word, last, late, zeros, k, words, True, VALUE, PAIRS)
     found = tl.sum((zeros < 2).to(tl.int32), 0)
     tl.atomic_add(broken, found, mask=found > 0, sem="relaxed")
 
@@ -145,7 +137,6 @@ def slide_weight(
     length: int,
     phase: int,
     out: Tensor,
-    normalise_zero: bool = False,
     launch: Config | None = None,
 ) -> Tensor:
     """Write the windows of w [N, K] int8 or float8_e4m3fn to ``out``; int32 [1]: how many blocks break the pattern.
@@ -158,7 +149,6 @@ def slide_weight(
         length: L of the pattern's blocks.
         phase: zero columns before the row.
         out: [N, K' or more] of w's dtype; its columns beyond K' become zero.  A row is whole words of four bytes.
-        normalise_zero: write +0.0 for -0.0 of FP8, for readers that take every code but 0 for a value.
         launch: blocks and rows of a program, and its warps, instead of this file's.
 
     Raises:
@@ -174,7 +164,7 @@ def slide_weight(
     pairs = None if phase % 2 else _pairs_of(w)
     source = w.view(INT8) if pairs is None else pairs
     launch = launch or (LAUNCH if length <= LONGEST_UNROLLED else LAUNCH_LONG)
-    blocks = triton.cdiv(target.shape[1], layout.windows)  # with those that only fill out with zeros
+    blocks = triton.cdiv(target.shape[1], layout.windows)  # including those that only fill out with zeros
     wide = min(launch.block, int(triton.next_power_of_2(blocks)))
     tall = launch.block * launch.rows // wide
     across = triton.cdiv(blocks, wide)
@@ -192,7 +182,6 @@ def slide_weight(
             phase if pairs is None else phase // 2,
             LENGTH=length,
             VALUE=0x7F if w.dtype == FP8 else 0xFF,
-            NORMALISE=normalise_zero,
             PAIRS=pairs is not None,
             UNROLL=length <= LONGEST_UNROLLED,
             BLOCKS=wide,

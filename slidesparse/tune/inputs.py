@@ -1,7 +1,7 @@
-"""Random operands in rotation: activations, weights (2:4 where the library wants that), outputs, scales.
+"""Random operands, several copies of each: activations, weights (2:4 for sparse libraries), outputs, scales.
 
-Never zeros or small numbers: a GPU computes them with less power, so at a higher clock.  Memory is taken once for the
-largest problem and viewed by the others.
+They are neither zeros nor small numbers, which a GPU multiplies at less power and so at a higher clock.  Memory is
+allocated once for the largest problem and viewed by the others.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from slidesparse.pattern import round_up
 from slidesparse.tune.measure import Launch, copies_for
 
 CHUNK = 2**24  # elements that are generated at a time
-ALIGNMENT = 256  # bytes, of each copy
+ALIGNMENT = 256  # bytes: alignment of each copy
 INTEGERS = {"int8": 127, "int32": 2**20}  # the largest; INT32 as sums of INT8 products
-FP8_MOST = 448.0  # of E4M3
+FP8_MOST = 448.0  # largest E4M3 number
 FP8_SIGMA = 100.0  # per-token scales put the largest of a row's numbers, at about 4 sigma, near FP8_MOST
-GOLDEN = 0.6180339887  # whose multiples, cut to their fractions, lie evenly
-# Places of the two non-zeros among four.
+GOLDEN = 0.6180339887  # the fractional parts of its multiples are evenly distributed
+# Positions of the two non-zeros among four.
 TWO_OF_FOUR = ((1, 1, 0, 0), (1, 0, 1, 0), (1, 0, 0, 1), (0, 1, 1, 0), (0, 1, 0, 1), (0, 0, 1, 1))
 
 
@@ -65,7 +65,7 @@ class Inputs:
         return self.cold((n * k + m * k) * size + m * n * _size(problem.out))
 
     def cold(self, call_bytes: int) -> int:
-        """Return how many copies of so many bytes do not fit into the L2 cache."""
+        """Return how many copies of ``call_bytes`` exceed the L2 cache."""
         return copies_for(call_bytes, self._l2_bytes)
 
     def weight(self, dtype: str, n: int, k: int, sparse: bool) -> Tensor:
@@ -92,7 +92,7 @@ class Inputs:
             activations=self.activations(problem.dtype, m, problem.k, copies),
             weights=weights[:copies],
             outs=[flat.view(DTYPES[problem.out]).view(m, n) for flat in outs],
-            scale_w=self.scale(n) if problem.scale in ("channel", "both") else None,
+            scale_w=self.scale(n) if problem.scale == "both" else None,
             scale_x=self.scale(m) if problem.scale == "both" else None,
             bias=self.floats((n,), DTYPES[problem.out]) if problem.bias else None,
         )
@@ -138,7 +138,7 @@ class Inputs:
             numbers = torch.randn(count, generator=self._generator, device=self.device)
             if dtype == "fp8":
                 numbers = (numbers * FP8_SIGMA).clamp_(-FP8_MOST, FP8_MOST)
-        if sparse:  # by choice, not by a product: -0.0 would count as a non-zero
+        if sparse:  # selected, not multiplied: -0.0 would count as a non-zero
             numbers = torch.where(self._mask(count), numbers, numbers.new_zeros(()))
         return numbers.to(DTYPES[dtype])
 

@@ -44,7 +44,7 @@ class KernelJob:
     library: Kernel
     problem: Problem
     tokens: tuple[int, ...]
-    length: int = HARDWARE_LENGTH  # of the blocks that quant_slide lifts
+    length: int = HARDWARE_LENGTH  # block length of the pattern that quant_slide lifts
 
     def prepare(self, session: Session) -> Search:
         """See `Job.prepare`; there is nothing to prepare."""
@@ -57,17 +57,17 @@ class KernelJob:
         return run
 
 
-@dataclass(frozen=True)
+@dataclass
 class Summary:
     """The counts of a run of tuning."""
 
-    tuned: int  # searched and saved
-    known: int  # in the tables before
-    algorithms: int  # tried
-    refused: int  # of them
-    wrong: int  # of them: other results than the library's own choice
-    skipped: tuple[str, ...]  # problems without a usable algorithm, and why
-    finished: bool  # False: the time was up
+    tuned: int = 0  # problems searched and saved
+    known: int = 0  # problems that were in the tables before
+    algorithms: int = 0  # algorithms tried
+    refused: int = 0  # of these, refused by the library
+    wrong: int = 0  # of these, with other results than the library's own choice
+    skipped: tuple[str, ...] = ()  # problems without a usable algorithm, and why
+    finished: bool = False  # False: the time was up
 
 
 def jobs(
@@ -126,32 +126,16 @@ def kernel_jobs(
 
 def tune(session: Session, todo: Sequence[Job | KernelJob], force: bool = False) -> Summary:
     """Tune the problems that are not in the tables, or all with ``force``, until the deadline."""
-    count = _Count()
+    count = Summary()
     try:
-        finished = all(_tune(session, job, force, count) for job in todo)
+        count.finished = all(_tune(session, job, force, count) for job in todo)
     finally:
         session.winners.flush()
-    return Summary(
-        tuned=count.tuned,
-        known=count.known,
-        algorithms=count.algorithms,
-        refused=count.refused,
-        wrong=count.wrong,
-        skipped=tuple(session.skipped),
-        finished=finished,
-    )
+    count.skipped = tuple(session.skipped)
+    return count
 
 
-@dataclass
-class _Count:
-    tuned: int = 0
-    known: int = 0
-    algorithms: int = 0
-    refused: int = 0
-    wrong: int = 0
-
-
-def _tune(session: Session, job: Job | KernelJob, force: bool, count: _Count) -> bool:
+def _tune(session: Session, job: Job | KernelJob, force: bool, count: Summary) -> bool:
     """Tune one job; return False when the time was up."""
     subject = session.gpu.subject(job.library)
     search: Search | None = None
@@ -169,7 +153,7 @@ def _tune(session: Session, job: Job | KernelJob, force: bool, count: _Count) ->
     return True
 
 
-def _search(session: Session, name: str, problem: Problem, search: Search, count: _Count) -> None:
+def _search(session: Session, name: str, problem: Problem, search: Search, count: Summary) -> None:
     try:
         found = search(problem)
     except LibraryError as error:

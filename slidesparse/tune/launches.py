@@ -18,13 +18,13 @@ from slidesparse.gemm.problem import DTYPES, Problem
 from slidesparse.kernels import MOST_WARPS, Config, config
 from slidesparse.tune.inputs import Inputs
 from slidesparse.tune.measure import Clock
-from slidesparse.tune.search import Candidate, Found, decide, quick, right
+from slidesparse.tune.search import Candidate, Found, correct, decide, quick
 
-LANES = (2, 4, 8, 16)  # words of a thread in one step of a quantizing kernel
-MOST_STEPS = 8  # of a quantizing kernel
-COLUMNS = (256, 512, 1024, 2048)  # of a program of dequant_bias
+LANES = (2, 4, 8, 16)  # words per thread in one step of a quantizing kernel
+MOST_STEPS = 8  # steps of a quantizing kernel
+COLUMNS = (256, 512, 1024, 2048)  # columns per program of dequant_bias
 ROWS = (1, 4)
-ELEMENTS = (8, 16)  # of a thread of dequant_bias
+ELEMENTS = (8, 16)  # elements per thread of dequant_bias
 
 
 class Run(Protocol):
@@ -67,24 +67,21 @@ def search_launches(kind: str, problem: Problem, length: int, inputs: Inputs, cl
         best = min((one.us for one in timed), default=math.inf)
         timed.append(Candidate(str(how), launch, quick(clock, launch, copies, best)))
 
-    def is_right(one: Candidate) -> bool:
+    def is_correct(one: Candidate) -> bool:
         found = _bits(run(0, Config.parse(one.algorithm)))
         return all(map(torch.equal, found, expected))
 
-    finalists, wrong = right(timed, is_right)
+    finalists, wrong = correct(timed, is_correct)
     return decide(clock, finalists, copies, len(todo), 0, wrong)
 
 
 def _runner(kind: str, problem: Problem, length: int, inputs: Inputs, copies: int) -> Run:
     from slidesparse.kernels.dequant_bias import dequant_bias  # late: they need Triton
-    from slidesparse.kernels.quant_only import quant_only
     from slidesparse.kernels.quant_slide import quant_slide
 
     source = inputs.activations(problem.dtype, problem.m, problem.k, copies)
     out = DTYPES[problem.out]
-    if kind == "quant_only":
-        return lambda i, how: quant_only(source[i], out, launch=how)
-    if kind == "quant_slide":
+    if kind != "dequant_bias":
         return lambda i, how: quant_slide(source[i], length, 0, out, launch=how)
     scale_x, scale_w, bias = (
         inputs.scale(problem.m),

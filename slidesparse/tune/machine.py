@@ -11,7 +11,6 @@ import torch
 from slidesparse import gemm
 from slidesparse.errors import INSTALL_CUDA, EnvironmentFault
 from slidesparse.gemm.backend import Tunable
-from slidesparse.gemm.problem import OPERANDS, LibraryError
 from slidesparse.gemm.tuned import Subject, Versioned
 
 SERVED = ("int8", "fp8")  # the operand types that serving runs
@@ -87,12 +86,3 @@ def usable_libraries(gpu: Gpu) -> tuple[list[Tunable], list[str]]:
         else:
             missed.append(f"{name} is left out: {reason}")
     return found, missed
-
-
-def outputs(library: Tunable, dtype: str) -> tuple[str, ...]:
-    """The output types of ``library`` for operands of ``dtype``; none when it does not take them."""
-    assert dtype in OPERANDS, dtype
-    try:
-        return tuple(library.outputs_of(dtype))
-    except LibraryError:
-        return ()

@@ -20,14 +20,11 @@ import torch
 
 Launch = Callable[[int], object]
 
-SAMPLES = 15  # of an exact timing
-QUICK_US, EXACT_US = (
-    150.0,
-    400.0,
-)  # at least so long runs one sample; the gap between two replays is about 2 us
-MOST_LAUNCHES = 512  # in a graph: capturing one costs the processor about 5 us
+SAMPLES = 15  # samples of an exact timing
+QUICK_US, EXACT_US = 150.0, 400.0  # the shortest sample; the gap between two replays is about 2 us
+MOST_LAUNCHES = 512  # launches in a graph; capturing one takes about 5 us of CPU time
 MOST_COPIES = 128  # calls of less than 1 MB, square matrices under 512, stay in the L2 cache in part
-COLD = 2.5  # copies together are so many times as large as the L2 cache
+COLD = 2.5  # the size of all copies together, in L2 caches
 
 
 @dataclass(frozen=True)

@@ -1,8 +1,7 @@
 """Search for a library's fastest algorithm: run all once, time the good ones, then time the best precisely.
 
-An algorithm that is refused is skipped, one whose result is wrong is dropped; both are counted.  Where a library names
-ways of splitting K for its algorithms (`Tunable.unsplit`), a dozen for each, they are tried for those that are fast
-without.
+An algorithm that is refused is skipped, one whose result is wrong is dropped; both are counted.  The split-K variants
+of an algorithm (`Tunable.unsplit`), of which there may be a dozen, are tried only if it is fast without split-K.
 """
 
 from __future__ import annotations
@@ -20,12 +19,12 @@ from slidesparse.tune.inputs import Rotation
 from slidesparse.tune.measure import EXACT_US, QUICK_US, SAMPLES, Clock, Launch, Replay, Timing
 
 FINALISTS = 3
-SPLIT = 4  # so many algorithms are tried with K split
-FINAL_SAMPLES = 5  # of each finalist; the winner gets the rest of SAMPLES
-SLOW = 2.0  # times the best so far: not timed further
-NOISE_US = 30.0  # of one eager launch
+SPLIT = 4  # algorithms whose split-K variants are tried, the fastest ones
+FINAL_SAMPLES = 5  # samples of each finalist; the winner gets the rest of SAMPLES
+SLOW = 2.0  # algorithms slower than this many times the best so far are not timed further
+NOISE_US = 30.0  # timing noise of one eager launch
 LONG_US = 1000.0  # launches from here on are timed quickly without a graph, whose gaps do not matter then
-FP8_ERROR = 2.0**-8  # of an FP8 product's norm, see `agree`
+FP8_ERROR = 2.0**-8  # relative to the norm of an FP8 product, see `agree`
 COMPARED = 2**25  # output elements that are compared at a time
 
 
@@ -35,7 +34,6 @@ class Found:
 
     algorithm: str
     timing: Timing
-    others: tuple[tuple[str, float], ...]  # the other finalists, the fastest first, and their microseconds
     tried: int
     refused: int
     wrong: int
@@ -81,11 +79,13 @@ def search(
     for name in whole:
         consider(name)
     fast = {one.algorithm for one in sorted(candidates, key=lambda one: one.us)[:SPLIT]}
-    ways = [name for name in names if unsplit[name] is not None and (not fast or unsplit[name] in fast)]
-    for name in ways:
+    variants = [name for name in names if unsplit[name] is not None and (not fast or unsplit[name] in fast)]
+    for name in variants:
         consider(name)
-    names = whole + ways
-    finalists, wrong = right(candidates, lambda one: agree(_output(rotation, one.launch), expected, problem))
+    names = whole + variants
+    finalists, wrong = correct(
+        candidates, lambda one: agree(_output(rotation, one.launch), expected, problem)
+    )
     if not finalists:
         raise LibraryError(
             f"{library.name}: of {len(names)} algorithms for {problem} {len(names) - len(candidates)} were refused "
@@ -122,12 +122,14 @@ def quick(clock: Clock, launch: Launch, copies: int, best: float) -> float:
     return min(clock.prepare(launch, copies, us, QUICK_US).samples(2))
 
 
-def right(candidates: list[Candidate], is_right: Callable[[Candidate], bool]) -> tuple[list[Candidate], int]:
+def correct(
+    candidates: list[Candidate], is_correct: Callable[[Candidate], bool]
+) -> tuple[list[Candidate], int]:
     """Return the FINALISTS fastest candidates with the right result, and how many faster ones were wrong."""
     found: list[Candidate] = []
     wrong = 0
     for candidate in sorted(candidates, key=lambda one: one.us):
-        if is_right(candidate):
+        if is_correct(candidate):
             found.append(candidate)
         else:
             wrong += 1
@@ -152,10 +154,9 @@ def decide(
     for one in finalists:
         replay = clock.prepare(one.launch, copies, one.us, EXACT_US)
         replays.append((one, replay, replay.samples(FINAL_SAMPLES)))
-    (winner, replay, samples), *others = sorted(replays, key=lambda entry: Timing.of(entry[2]).p50)
+    winner, replay, samples = min(replays, key=lambda entry: Timing.of(entry[2]).p50)
     samples = samples + replay.samples(SAMPLES - FINAL_SAMPLES)
-    slower = tuple((one.algorithm, Timing.of(times).p50) for one, _, times in others)
-    return Found(winner.algorithm, Timing.of(samples, replay.graphed), slower, tried, refused, wrong)
+    return Found(winner.algorithm, Timing.of(samples, replay.graphed), tried, refused, wrong)
 
 
 def agree(out: Tensor, expected: Tensor, problem: Problem) -> bool:

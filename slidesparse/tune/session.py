@@ -14,14 +14,14 @@ from slidesparse.gemm.backend import Tunable
 from slidesparse.gemm.problem import Problem
 from slidesparse.gemm.tuned import Subject, Tuned, Versioned, save
 from slidesparse.tune.inputs import Inputs
-from slidesparse.tune.machine import SERVED, Gpu, outputs
+from slidesparse.tune.machine import SERVED, Gpu
 from slidesparse.tune.measure import Clock, Deadline
 from slidesparse.tune.search import Found, search
 
-SAVE_SECONDS = 5.0  # winners that a kill may lose; a save takes milliseconds
-MOST_SHOWN = 5  # refusals, in a summary
+SAVE_SECONDS = 5.0  # interval between saves, which take milliseconds; a kill loses the winners since the last
+MOST_SHOWN = 5  # refusals shown in a summary
 
-Advance = Callable[[str], None]  # one cell is done or was there; says what comes next
+Advance = Callable[[str], None]  # called with a label when a cell is done or was there before
 
 
 class Winners:
@@ -33,7 +33,7 @@ class Winners:
 
     def add(self, library: Versioned, problem: Problem, found: Found) -> None:
         """Note the best of one problem."""
-        best = Tuned(found.algorithm, found.timing.p50, found.others, found.tried)
+        best = Tuned(found.algorithm, found.timing.p50)
         self._pending[self._gpu.subject(library)].append((problem, best))
         if time.monotonic() - self._saved >= SAVE_SECONDS:
             self.flush()
@@ -75,7 +75,7 @@ def served_outputs(library: Tunable, dtype: str) -> list[tuple[str, str]]:
     Sparse INT8 with INT32 output is the exact path, scaled by a kernel of its own.  A dense library that scales is
     asked for products without, too: few tokens are scaled faster by a kernel.
     """
-    found = outputs(library, dtype) if dtype in SERVED else ()
+    found = library.outputs_of(dtype) if dtype in SERVED else ()
     if not found:
         return []
     problems = [(found[0], library.epilogue(dtype, found[0]))]

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from slidesparse.convert.synth_model import PUBLIC
 from slidesparse.errors import SlideSparseError, shown
 from slidesparse.pattern import SlidePattern, parse_pattern, round_up
 
-FEW_TOKENS = (1, 2, 4, 8, 16, 32)  # what libraries that take any number are tuned for, too
+FEW_TOKENS = (1, 2, 4, 8, 16, 32)  # also tuned for backends whose plans take any number of tokens
 TOKENS = (64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
 PATTERNS = ("2:4", "4:6", "6:8", "8:10", "10:12", "12:14", "14:16", "2_inf")
-MIXED_PATTERNS = ("2:4@50%", "dense")  # of weights with dense blocks, for libraries that take them
+MIXED_PATTERNS = ("2:4@50%", "dense")  # patterns with dense blocks, for backends that take them
 
 
 class ShapeError(SlideSparseError, ValueError):
@@ -30,39 +32,24 @@ class Layer:
     k: int
 
 
-@dataclass(frozen=True)
-class Model:
-    """The dimensions of a decoder that shape its linear layers."""
+def layers_of(config: Mapping[str, Any]) -> tuple[Layer, ...]:
+    """Return the four linear layers of a block of a decoder, q k v and gate up fused, as vLLM runs them.
 
-    name: str
-    hidden: int
-    intermediate: int
-    heads: int
-    kv_heads: int
-    head: int  # dimension of one attention head
-
-    @property
-    def layers(self) -> tuple[Layer, ...]:
-        """The four linear layers of a block, q k v and gate up fused, as vLLM runs them."""
-        return (
-            Layer("qkv", (self.heads + 2 * self.kv_heads) * self.head, self.hidden),
-            Layer("o", self.hidden, self.heads * self.head),
-            Layer("gate_up", 2 * self.intermediate, self.hidden),
-            Layer("down", self.hidden, self.intermediate),
-        )
-
-
-# From the config.json of each, as published on Hugging Face.
-MODELS = {
-    model.name: model
-    for model in (
-        Model("Llama3.2-1B", 2048, 8192, 32, 8, 64),
-        Model("Llama3.2-3B", 3072, 8192, 24, 8, 128),
-        Model("Qwen2.5-7B", 3584, 18944, 28, 4, 128),
-        Model("Qwen2.5-14B", 5120, 13824, 40, 8, 128),
-        Model("BitNet-2B", 2560, 6912, 20, 5, 128),
+    ``config`` is that of a Hugging Face model.  Raises KeyError for one without sizes, TypeError, ValueError or
+    ZeroDivisionError for wrong ones.
+    """
+    hidden, heads = int(config["hidden_size"]), int(config["num_attention_heads"])
+    intermediate, kv_heads = int(config["intermediate_size"]), int(config.get("num_key_value_heads") or heads)
+    head = int(config.get("head_dim") or hidden // heads)
+    return (
+        Layer("qkv", (heads + 2 * kv_heads) * head, hidden),
+        Layer("o", hidden, heads * head),
+        Layer("gate_up", 2 * intermediate, hidden),
+        Layer("down", hidden, intermediate),
     )
-}
+
+
+MODELS = {name: layers_of(config) for name, config in PUBLIC.items()}
 
 
 def slided(k: int, pattern: str, alignment: int) -> int:
@@ -71,30 +58,17 @@ def slided(k: int, pattern: str, alignment: int) -> int:
 
 
 def model(name: str) -> tuple[str, tuple[Layer, ...]]:
-    """Name and layers of one of MODELS, or of a Hugging Face folder.  Raises ShapeError."""
+    """Return name and layers of one of MODELS, or of a Hugging Face folder.  Raises ShapeError."""
     if name in MODELS:
-        return name, MODELS[name].layers
+        return name, MODELS[name]
     path = Path(name) / "config.json"
     if not path.is_file():
         raise ShapeError(
             f"{name!r} is neither one of the models {', '.join(MODELS)} nor a folder with a config.json"
         )
-    return Path(name).resolve().name, _from_config(path).layers
-
-
-def _from_config(path: Path) -> Model:
     try:
         config: dict[str, Any] = json.loads(path.read_text())
-        config = config.get("text_config", config)
-        hidden, heads = int(config["hidden_size"]), int(config["num_attention_heads"])
-        return Model(
-            name=path.parent.name,
-            hidden=hidden,
-            intermediate=int(config["intermediate_size"]),
-            heads=heads,
-            kv_heads=int(config.get("num_key_value_heads") or heads),
-            head=int(config.get("head_dim") or hidden // heads),
-        )
+        return Path(name).resolve().name, layers_of(config.get("text_config", config))
     except (ValueError, TypeError, AttributeError, ZeroDivisionError) as error:
         raise ShapeError(f"{path} is not the configuration of a model: {error}") from error
     except KeyError as error:

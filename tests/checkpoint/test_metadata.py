@@ -99,7 +99,7 @@ def layer(**changed: Any) -> dict[str, Any]:
         (layer(in_features=2**24 + 1), ["in_features is 16777217", "from 1 to 16777216"]),
         (layer(pattern="5:7"), ["'fc': pattern", "'5:7'"]),
         (layer(pattern="9999999998:10000000000"), ["'9999999998:10000000000' is not a pattern"]),
-        (layer(pattern="4096:4098"), ["at most 4096, found 4098"]),
+        (layer(pattern="4096:4098"), ["from 4 to 4096, found 4098"]),
         ({**GOOD, "pattern": "2:8"}, ["did you mean 6:8"]),
         ({**GOOD, "pattern": "6" * 5000 + ":8"}, ["pattern: sparsity '666", "is not a pattern"]),
         ({**GOOD, "layout": "zipped"}, ["'zipped'"]),

@@ -347,7 +347,6 @@ PARAMETERS = {
 
 
 def test_the_public_models_are_those_of_the_benchmarks() -> None:
-    assert set(PUBLIC) == set(MODELS)
     for name, config in PUBLIC.items():
         found = {spec.name: spec.shape for spec in tensors(config)}
         assert sum(math.prod(shape) for shape in found.values()) == PARAMETERS[name]
@@ -357,7 +356,7 @@ def test_the_public_models_are_those_of_the_benchmarks() -> None:
             "gate_up": ("mlp.gate_proj", "mlp.up_proj"),
             "down": ("mlp.down_proj",),
         }
-        for layer in MODELS[name].layers:
+        for layer in MODELS[name]:
             parts = [found[f"model.layers.0.{part}.weight"] for part in fused[layer.name]]
             assert (sum(n for n, _ in parts), {k for _, k in parts}) == (layer.n, {layer.k})
     assert read_config("Qwen2.5-7B") == PUBLIC["Qwen2.5-7B"]

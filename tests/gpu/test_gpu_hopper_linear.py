@@ -16,7 +16,7 @@ from strategies import assert_same_bits
 from token_rows import GEOMETRIES, LARGE, assert_same_codes, rows
 from torch import Tensor
 
-from slidesparse import gemm, kernels, ops, reference
+from slidesparse import gemm, ops, reference
 from slidesparse.gemm.backend import TWO_FOUR, LayerSpec
 from slidesparse.gemm.hopper import native
 from slidesparse.gemm.hopper.backend import Hopper, pack_without_plan, run_layer
@@ -99,7 +99,7 @@ def run_config(
     """A layer in one call by a configuration, into memory of which every byte must be written."""
     (m, k), n, layout = x.shape, made.scale.shape[0], made.layout
     key = native.Layer(n, k, layout.length, layout.phase, made.dtype == FP8, made.columns)
-    plan = native.Plan(key, kernels.LAUNCH_DEPENDENTS, config)
+    plan = native.Plan(key, config)
 
     def run() -> Tensor:
         found = torch.full((m, n), torch.nan, dtype=out, device=x.device)

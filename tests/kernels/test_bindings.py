@@ -146,23 +146,18 @@ def test_types(native: Native, operand: str, out: str) -> None:
     assert [call["compute"] for call in calls if "compute" in call] == [compute[operand]]
 
 
-@pytest.mark.parametrize("scaled", [True, False])
-def test_addresses_of_a_sparse_product(cusparselt: Native, scaled: bool) -> None:
-    """The weight is A; alpha is the address of its scales, or 1.0 on the host."""
+def test_addresses_of_a_sparse_product(cusparselt: Native) -> None:
+    """The weight is A; alpha is 1.0 on the host."""
     cusparselt.set(compressed=5000, buffer=300, workspace=(1 << 32) + 5, algorithms=17)
-    plan = cusparselt.plan(scale_rows=scaled)
+    plan = cusparselt.plan()
     assert (plan.compressed_size(), plan.workspace, plan.algorithms) == ((5000, 300), (1 << 32) + 5, 17)
     plan.compress(dense=0x10, compressed=0x20, buffer=0x30, stream=0x40)
-    cusparselt.run(plan, weight_scales=0x6000 * scaled)
+    cusparselt.run(plan)
     calls = cusparselt.calls()
-    assert settings(calls, "cusparseLtMatmulDescSetAttribute") == (
-        {5: 1} if scaled else {}
-    )  # a vector of alphas
     compress, product = only(calls, "cusparseLtSpMMACompress"), only(calls, "cusparseLtMatmul")
     assert picked(compress, "dense compressed buffer stream") == [0x10, 0x20, 0x30, 0x40]
     assert picked(product, "a b c d workspace streams") == [0x2000, 0x1000, 0x3000, 0x3000, 0x4000, 0x50]
-    assert picked(product, "count beta_bits") == [1, 0]
-    assert product["alpha" if scaled else "alpha_bits"] == (0x6000 if scaled else ONE)
+    assert picked(product, "count alpha_bits beta_bits") == [1, ONE, 0]
 
 
 @pytest.mark.parametrize(("scaled", "biased", "fast"), FLAGS)
@@ -207,12 +202,12 @@ def test_a_plan_takes_its_own_scales_and_no_others(native: Native, optional: boo
     if dense:
         plan = native.ready(epilogue=module.Epilogue(optional, TYPES["bf16"] if optional else -1, False))
     else:
-        plan = native.ready(scale_rows=optional)
+        plan = native.ready()
     for given in FLAGS:
         names = ("weight_scales", "token_scales", "bias")
         scales = {name: 0x100 * there for name, there in zip(names, given, strict=True)}
         native.calls()
-        if given == (optional, optional and dense, optional and dense):
+        if given == (optional and dense,) * 3:
             native.run(plan, **scales)
             continue
         with pytest.raises(RuntimeError, match=f"not those of the plan; {re.escape(WHAT)}$"):
@@ -222,12 +217,12 @@ def test_a_plan_takes_its_own_scales_and_no_others(native: Native, optional: boo
 
 @pytest.mark.parametrize(
     ("numbers", "expected"),
-    [((-1, 1, 0, 0), {}), ((0, 1, 0, 0), {0: 0}), ((3, 4, 2, 8), {0: 3, 3: 4, 4: 2, 5: 8})],
+    [((-1, 1, 0), {}), ((0, 1, 0), {0: 0}), ((3, 4, 2), {0: 3, 3: 4, 4: 2})],
 )
 def test_a_sparse_algorithm_sets_what_it_names(
     cusparselt: Native, numbers: tuple[int, ...], expected: dict[int, int]
 ) -> None:
-    """Attributes 0: the id, 3: the number of splits of K, 4: how, 5: buffers; else the library's choice stays."""
+    """Attributes 0: the id, 3: the number of splits of K, 4: how; else the library's choice stays."""
     cusparselt.plan(algorithm=cusparselt.module.Algorithm(*numbers))
     calls = cusparselt.calls()
     assert settings(calls, "cusparseLtMatmulAlgSetAttribute") == expected

@@ -76,7 +76,7 @@ def test_nothing_is_packed_without_a_launch() -> None:
 )
 def test_layers_that_have_no_plan(layer: Layer, words: str) -> None:
     with pytest.raises(LibraryError, match=words):
-        native.make_plan(layer, "late", [(1, "split:2x64/1x1/1")])
+        native.make_plan(layer, [(1, "split:2x64/1x1/1")])
 
 
 @pytest.mark.parametrize("text", ["", "3", "split:2x64/1x4", "split:0x64/1x1/1", "x" * 500])

@@ -101,7 +101,6 @@ def test_kernels_are_handed_their_parameters_in_order(monkeypatch: pytest.Monkey
     from slidesparse.kernels import (
         common,
         dequant_bias,
-        quant_only,
         quant_slide,
     )
 
@@ -114,15 +113,13 @@ def test_kernels_are_handed_their_parameters_in_order(monkeypatch: pytest.Monkey
         return launch
 
     monkeypatch.setattr(common, "interpreted", lambda: True)
-    for module in (quant_slide, quant_only, dequant_bias):
+    for module in (quant_slide, dequant_bias):
         monkeypatch.setattr(module, "_launch", note(module.__name__.rpartition(".")[2]))
     x = torch.zeros(4, 64, dtype=torch.bfloat16)
     quant_slide.quant_slide(x, 8, 0, torch.int8)
-    quant_only.quant_only(x, torch.int8)
     dequant_bias.dequant_bias(x, torch.ones(4), torch.ones(64), None, torch.bfloat16)
     kernels = {
         "quant_slide": quant_slide.quant_slide_kernel,
-        "quant_only": quant_only.quant_only_kernel,
         "dequant_bias": dequant_bias.dequant_bias_kernel,
     }
     for name, kernel in kernels.items():

@@ -35,7 +35,6 @@ def check_quantization(
     pattern: str, k: int, phase: int, source: torch.dtype, dtype: torch.dtype, m: int, device: str
 ) -> None:
     """Contiguous rows in one block, rows with a gap in several, against the reference on the CPU."""
-    from slidesparse.kernels.quant_only import quant_only
     from slidesparse.kernels.quant_slide import quant_slide
 
     x = rows(m, k, source)
@@ -54,14 +53,13 @@ def check_quantization(
     ):
         tokens, codes = source_rows[first:], (expected[0][first:], expected[1][first:])
         assert_same_codes(quant_slide(tokens, layout.length, phase, dtype, launch=launch), codes)
-        if layout.length == 4 and phase == 0:
-            assert_same_codes(quant_only(tokens, dtype, launch=launch), codes)
     assert_same_bits(on_device, before)
 
 
 def check_launches(kind: str, source: torch.dtype, target: torch.dtype, device: str) -> None:
     """Every launch that tuning tries gives the bits of the reference."""
     from slidesparse.kernels.dequant_bias import dequant_bias
+    from slidesparse.kernels.quant_slide import quant_slide
 
     m, k = 2, 1100
     layout = SlidePattern(8 if kind == "quant_slide" else 4).layout(k)
@@ -75,7 +73,7 @@ def check_launches(kind: str, source: torch.dtype, target: torch.dtype, device: 
             expected = reference.dequant_bias(x, scale_x, scale_w, scale_w.view(-1), target, "cuda")
             assert_same_bits(found, expected)
         else:
-            codes = kernels.quantize(x, layout.length, 0, target, layout.slided, launch=how)
+            codes = quant_slide(x, layout.length, 0, target, launch=how)
             assert_same_codes(codes, reference.quant_slide(x.cpu(), layout, target))
 
 
@@ -104,19 +102,19 @@ def check_every_bfloat16(dtype: torch.dtype, device: str) -> None:
 
 def check_ties(dtype: torch.dtype, device: str) -> None:
     """float32 numbers around every tie of the codes."""
-    from slidesparse.kernels.quant_only import quant_only
+    from slidesparse.kernels.quant_slide import quant_slide
 
     codes = positive_codes() if dtype == FP8 else torch.arange(128.0)
     around = neighbours(torch.cat([(codes[1:] + codes[:-1]) / 2, codes[1:-1]]), 2).flatten()
     x = torch.cat([codes[-1:], around, -around, torch.tensor([0.0, -0.0, 1e-40, -1e-40])]).reshape(1, -1)
-    found = quant_only(x.to(device), dtype)
+    found = quant_slide(x.to(device), 4, 0, dtype)
     assert found[1].tolist() == [[1.0]]
     assert_same_codes(found, reference.quant_slide(x, SlidePattern(4).layout(x.shape[1]), dtype))
 
 
 def check_fp8_quotients(device: str) -> None:
     """Numbers next to scale * tie, where the last bit of the quotient decides the code; any size of scale."""
-    from slidesparse.kernels.quant_only import quant_only
+    from slidesparse.kernels.quant_slide import quant_slide
 
     generator = torch.Generator().manual_seed(1)
     exponents = torch.randint(-17, 118, (24, 1), generator=generator)
@@ -126,7 +124,7 @@ def check_fp8_quotients(device: str) -> None:
     near = neighbours((absmax / 448) * ties, 3).flatten(1)
     x = torch.cat([absmax, near.minimum(absmax)], 1)
     expected = reference.quant_slide(x, SlidePattern(4).layout(x.shape[1]), FP8)
-    assert_same_codes(quant_only(x.to(device), FP8), expected)
+    assert_same_codes(quant_slide(x.to(device), 4, 0, FP8), expected)
 
 
 def check_dequantization(source: torch.dtype, out_dtype: torch.dtype, m: int, n: int, device: str) -> None:
@@ -167,7 +165,6 @@ def check_rounding_of_results(out_dtype: torch.dtype, device: str) -> None:
 def check_nothing(device: str) -> None:
     """No rows, or no columns: shapes and scales of the reference."""
     from slidesparse.kernels.dequant_bias import dequant_bias
-    from slidesparse.kernels.quant_only import quant_only
     from slidesparse.kernels.quant_slide import quant_slide
 
     for m, k in ((0, 64), (3, 0), (0, 0)):
@@ -175,8 +172,9 @@ def check_nothing(device: str) -> None:
         for dtype in (INT8, FP8):
             half = torch.ones(m, k + 8, dtype=torch.bfloat16, device=device)[:, :k]
             for source in (x, half):
-                for length, found in ((8, quant_slide(source, 8, 0, dtype)), (4, quant_only(source, dtype))):
+                for length in (8, 4):
                     layout = SlidePattern(length).layout(k)
+                    found = quant_slide(source, length, 0, dtype)
                     assert_same_codes(found, reference.quant_slide(x.cpu(), layout, dtype))
         y = dequant_bias(
             x, torch.ones(m, 1, device=device), torch.ones(k, 1, device=device), None, torch.float16
@@ -187,16 +185,15 @@ def check_nothing(device: str) -> None:
 def check_refusals(device: str) -> None:
     """The kernels refuse what they cannot take, and say what was found."""
     from slidesparse.kernels.dequant_bias import dequant_bias
-    from slidesparse.kernels.quant_only import quant_only
     from slidesparse.kernels.quant_slide import quant_slide
 
     x = torch.ones(4, 8, device=device)
     ones = torch.ones(8, device=device)
     half = torch.bfloat16
     refused: list[tuple[type[Exception], str, Callable[[], object]]] = [
-        (TypeError, "x has dtype torch.float64", lambda: quant_only(x.double(), INT8)),
+        (TypeError, "x has dtype torch.float64", lambda: quant_slide(x.double(), 4, 0, INT8)),
         (TypeError, "cannot quantize to torch.uint8", lambda: quant_slide(x, 8, 0, torch.uint8)),
-        (ValueError, "x has shape \\(8,\\)", lambda: quant_only(ones, INT8)),
+        (ValueError, "x has shape \\(8,\\)", lambda: quant_slide(ones, 4, 0, INT8)),
         (
             ValueError,
             "x has strides \\(1, 8\\)",
@@ -314,8 +311,8 @@ def test_the_package_imports_without_triton_and_torch() -> None:
 def test_tensors_elsewhere_are_refused() -> None:
     """Compiled kernels take CUDA tensors only, and say what to use instead."""
     program = (
-        "import torch\nfrom slidesparse.kernels.quant_only import quant_only\n"
-        "try: quant_only(torch.ones(2, 8), torch.int8)\nexcept ValueError as error: print(error)"
+        "import torch\nfrom slidesparse.kernels.quant_slide import quant_slide\n"
+        "try: quant_slide(torch.ones(2, 8), 4, 0, torch.int8)\nexcept ValueError as error: print(error)"
     )
     pytest.importorskip("triton")
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}

@@ -16,7 +16,6 @@ from triton.backends.compiler import GPUTarget  # noqa: E402
 
 from slidesparse.kernels import Config, common  # noqa: E402
 from slidesparse.kernels.dequant_bias import dequant_bias  # noqa: E402
-from slidesparse.kernels.quant_only import quant_only  # noqa: E402
 from slidesparse.kernels.quant_slide import quant_slide  # noqa: E402
 from slidesparse.kernels.slide_weight import slide_weight  # noqa: E402
 from slidesparse.quantize import FP8, INT8  # noqa: E402
@@ -70,7 +69,7 @@ def test_kernels_compile(target: int, compiled: Callable[[int], list[Any]]) -> N
     found = compiled(target)
     x, vector = torch.zeros(4, 2048, dtype=torch.bfloat16), torch.ones(2048)
     for dtype in INT8, FP8:
-        quant_only(x, dtype)
+        quant_slide(x, 4, 0, dtype)
         quant_slide(x, 8, 0, dtype)
         slide_weight(torch.zeros(8, 64, dtype=dtype), 8, 0, torch.empty(8, 96, dtype=dtype))
     dequant_bias(x.int(), vector[:4], vector, vector.bfloat16(), torch.bfloat16)
@@ -80,8 +79,9 @@ def test_kernels_compile(target: int, compiled: Callable[[int], list[Any]]) -> N
         assert kernel.metadata.target.arch == target
         assert f".target sm_{target}" in kernel.asm["ptx"]
         assert kernel.asm["cubin"].startswith(b"\x7fELF")
-    quantizing = [kernel.asm["ptx"] for kernel in found if "quant_only" in kernel.metadata.name]
-    assert [("cvt.rn.satfinite.e4m3x2.f32" in ptx) for ptx in quantizing] == [False, target >= 89]
+    quantizing = [kernel.asm["ptx"] for kernel in found if "quant_slide" in kernel.metadata.name]
+    converts = ["cvt.rn.satfinite.e4m3x2.f32" in ptx for ptx in quantizing]
+    assert converts == [False, False, target >= 89, target >= 89]
     assert all(("griddepcontrol" in ptx) == (target >= 90) for ptx in quantizing)
 
 
@@ -95,7 +95,7 @@ def test_a_long_row_waits_once_for_its_maximum(
     found = compiled(90)
     x = torch.zeros(2, 18944, dtype=torch.bfloat16)
     for block in (1024, 8192):  # words of four: five steps, and one
-        quant_only(x, dtype, launch=Config(block, 1, 8))
+        quant_slide(x, 4, 0, dtype, launch=Config(block, 1, 8))
     for block in (1024, 16384):
         quant_slide(x, 8, 0, dtype, launch=Config(block, 1, 8))
     only, only_at_once, slide, slide_at_once = (kernel.asm["ptx"].count("bar.sync") for kernel in found)

@@ -11,7 +11,6 @@ import pytest
 import torch
 from fake_library import CPU, GPU, FakeClock, FakeLibrary, session
 
-from slidesparse import kernels
 from slidesparse.gemm import launches, tuned
 from slidesparse.gemm.launches import Kernel, problem_of
 from slidesparse.gemm.tuned import TableError, Tuned
@@ -93,8 +92,11 @@ def test_launches_are_written_as_they_are_read() -> None:
 
 def test_kernels_are_launched_as_tuned(monkeypatch: pytest.MonkeyPatch) -> None:
     """By the number of tokens in its bucket, and with None where nothing is tuned."""
+    pytest.importorskip("triton")
     seen: list[Any] = []
-    monkeypatch.setattr(kernels, "quantize", lambda *arguments: seen.append(arguments))
+    monkeypatch.setattr(
+        "slidesparse.kernels.quant_slide.quant_slide", lambda *arguments: seen.append(arguments)
+    )
     put("64x1x2")
     x = torch.zeros(50, 64, dtype=BF16)
     launches.quantize(x, LAYOUT, INT8, 96)
@@ -120,7 +122,6 @@ def test_the_fastest_launch_with_the_right_bits_wins(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(searching, "_runner", lambda *_: run)
     found = searching.search_launches("quant_only", problem, 4, Inputs(CPU, GPU.l2_bytes), FakeClock(library))
     assert (found.algorithm, found.tried, found.wrong) == (rest[2], len(names), 1)
-    assert [name for name, _ in found.others] == [names[0], rest[0]]
 
 
 def check_tuning(device: str) -> None:
@@ -133,7 +134,6 @@ def check_tuning(device: str) -> None:
         best = tuned.exact(GPU.subject(job.library), job.problem)
         assert best
         assert best.algorithm in map(str, searching.candidates(job.library.name, job.problem))
-        assert best.tried > len(best.others) == 2
 
 
 INTERPRETED = {"tuning": check_tuning}

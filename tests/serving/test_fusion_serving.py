@@ -101,7 +101,7 @@ def test_models_in_a_model_and_drafts_are_known_by_what_is_registered_later(tmp_
     seen = [[one.compute_hash() for one in configs]]
     for key in ("6:8 by hopper", "dense: model.layers.0.mlp.down_proj"):
         with set_current_vllm_config(configs[1]):
-            fusion.depends_on(key)
+            fusion.add_cache_key(key)
         seen.append([one.compute_hash() for one in configs])
     assert [len(set(hashes)) for hashes in zip(*seen, strict=True)] == [3, 3, 3]
 

@@ -70,7 +70,7 @@ class Native:
         values |= {"operand_type": TYPES["int8"], "compute_type": module.COMPUTE["int8"]}
         values["output_type"] = TYPES["bf16"]
         if self.name == "cusparselt":
-            values |= {"scale_rows": True, "algorithm": module.Algorithm(3, 2, 1, 4)}
+            values |= {"algorithm": module.Algorithm(3, 2, 1)}
         else:
             values["scale_type"] = TYPES["fp32"]
             values["epilogue"] = module.Epilogue(True, TYPES["bf16"], True)
@@ -85,7 +85,7 @@ class Native:
 
     def run(self, plan: Any, **other: int) -> None:
         dense = self.name == "cublaslt"
-        scales = {"weight_scales": 0x6000, "token_scales": 0x7000 * dense, "bias": 0x8000 * dense}
+        scales = {"weight_scales": 0x6000 * dense, "token_scales": 0x7000 * dense, "bias": 0x8000 * dense}
         plan.run(**ADDRESSES | scales | other)
 
 

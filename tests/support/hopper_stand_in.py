@@ -6,6 +6,7 @@ They compute what the kernels compute by the reference, and note what they were 
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -48,7 +49,6 @@ class Plan:
     """The arguments that a plan was made of."""
 
     layer: Layer
-    trigger: int
     table: list[tuple[int, list[str]]]
 
     def configuration(self, m: int, weight_bytes: int) -> str:
@@ -79,6 +79,15 @@ class StandIn:
     def slidesparse_hopper_unusable(self) -> bytes | None:
         return self.missing
 
+    def slidesparse_hopper_fit(self, text: bytes, fp8: bool, stages: Any, clusters: Any) -> bytes | None:
+        return self._refusal([text.decode()])
+
+    def _refusal(self, texts: Iterable[str]) -> bytes | None:
+        for text in texts:
+            if text in self.refused:
+                return f"no kernel was compiled for configuration {text}, or it finds no room".encode()
+        return None
+
     def slidesparse_hopper_candidates(
         self, n: int, columns: int, m: int, fp8: int, blocks: int, most: int, texts: Any, us: Any, count: Any
     ) -> None:
@@ -96,7 +105,6 @@ class StandIn:
         phase: int,
         fp8: int,
         columns: int,
-        trigger: int,
         count: int,
         tokens: Any,
         texts: Any,
@@ -105,11 +113,10 @@ class StandIn:
         kinds = len(BLOCKS)
         rows = [[texts[kinds * i + kind].decode() for kind in range(kinds)] for i in range(count)]
         table = [(tokens[i], row) for i, row in enumerate(rows)]
-        wrong = [text for row in rows for text in row if text in self.refused]
-        if wrong:
-            return f"no kernel was compiled for configuration {wrong[0]}, or it finds no room".encode()
+        if refusal := self._refusal(text for row in rows for text in row):
+            return refusal
         handle = 1 + max(self.plans, default=0)
-        self.plans[handle] = Plan(Layer(n, k, length, phase, bool(fp8), columns), trigger, table)
+        self.plans[handle] = Plan(Layer(n, k, length, phase, bool(fp8), columns), table)
         made._obj.value = handle
         return None
 

@@ -23,7 +23,7 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from slidesparse import gemm, kernels, reference
+from slidesparse import gemm, reference
 from slidesparse.gemm import cuda as plans
 from slidesparse.gemm.backend import LayerSpec, Tunable
 from slidesparse.gemm.hopper import format as hopper_format
@@ -32,7 +32,6 @@ from slidesparse.gemm.hopper.backend import HOPPER_CAPABILITY, Hopper, pack_by_k
 from slidesparse.gemm.problem import Problem
 from slidesparse.kernels import RmsNorm, SiluMul
 from slidesparse.kernels.dequant_bias import dequant_bias
-from slidesparse.kernels.quant_only import quant_only
 from slidesparse.kernels.quant_slide import quant_slide
 from slidesparse.kernels.slide_weight import slide_weight
 from slidesparse.pattern import SlidePattern
@@ -122,12 +121,12 @@ def quantization() -> Iterator[Case]:
                             found = quant_slide(tokens, layout.length, phase, dtype, columns, plans.bucket(m))
                             right &= same(found[0][:, : layout.slided], q) and same(found[1], scale)
                             right &= not bool(found[0][:, layout.slided :].view(INT8).any())
-                            plain, scale_of_plain = quant_only(tokens, dtype, rows=plans.bucket(m))
+                            plain, scale_of_plain = quant_slide(tokens, 4, 0, dtype, rows=plans.bucket(m))
                             expected, expected_scale = quantize_rows(x, dtype)
                             right &= same(plain[:, :k], expected) and same(scale_of_plain, expected_scale)
                     return right
 
-                yield f"quant_slide, quant_only {pattern} K={k} phase={phase} {source} {dtype}", run
+                yield f"quant_slide {pattern} K={k} phase={phase} {source} {dtype}", run
 
 
 def dequantization() -> Iterator[Case]:
@@ -161,16 +160,15 @@ def sliding() -> Iterator[Case]:
                 parsed, right = SlidePattern.parse(pattern), True
                 for n in TOKENS:
                     w = prune(quantize_rows(normal(n, k), dtype)[0], parsed, phase=phase)
-                    expected = slide(w, parsed, phase)
+                    windows = slide(w, parsed, phase)
+                    windows.view(INT8)[windows == 0] = 0  # the kernels make +0.0 of -0.0
                     layout = parsed.layout(k, phase)
                     columns = layout.slided + -layout.slided % 32
-                    windows = expected.clone()
-                    windows.view(INT8)[windows == 0] = 0  # packing makes +0.0 of -0.0
                     packed = hopper_format.pack(windows.cpu())
                     for weight in (tight(w), poisoned(w)):
                         guarded = Guarded(n, columns, dtype, gap=32)
                         broken = slide_weight(weight, layout.length, phase, guarded.out)
-                        right &= same(guarded.out[:, : layout.slided], expected) and not int(broken)
+                        right &= same(guarded.out[:, : layout.slided], windows) and not int(broken)
                         right &= not bool(guarded.out[:, layout.slided :].view(INT8).any())
                         right &= guarded.untouched()
                         if on_hopper():
@@ -265,7 +263,7 @@ def hopper_products() -> Iterator[Case]:
                 guarded = Guarded(m, n, torch.bfloat16)
                 plan.run(*operands, guarded.out, *scales)
                 right &= same(guarded.out, expected) and guarded.untouched()
-                whole = native.Plan(native.Layer(n, k, 4, 0, False, k), kernels.LAUNCH_DEPENDENTS, config)
+                whole = native.Plan(native.Layer(n, k, 4, 0, False, k), config)
                 run_layer(whole.handle, tokens, None, packed, scales[0], None, guarded.out)
                 right &= same(guarded.out, expected) and guarded.untouched()
             return right

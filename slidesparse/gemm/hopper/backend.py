@@ -1,9 +1,9 @@
-"""Our own sparse kernels for Hopper, csrc/hopper/: a layer is two launches, quantization and a GEMM that also scales.
+"""Our sparse kernels for Hopper, csrc/hopper/: a layer is two launches, quantization and a GEMM that scales.
 
-The weight is held in one form, `slidesparse.gemm.hopper.format`.  A layer has one plan for any number of tokens, which
-C++ makes from scalars and a table of tuned configurations and finds again by the arguments of torch's operators; Python
-makes it when a weight is packed, or when a layer is first run.  Kernels start before the one in front has ended, so
-`pack` waits until the packed weight has been written.
+The packed weight has one format, `slidesparse.gemm.hopper.format`.  A layer has one plan for any number of tokens.  C++
+keeps the plans and finds them by the sizes of a layer, which torch's operators are called with; Python makes a plan
+when a weight is packed, or at the first call of a layer.  By programmatic dependent launch a kernel starts before the
+one in front has ended, so `pack` waits until the packed weight is written.
 """
 
 from __future__ import annotations
@@ -12,15 +12,13 @@ import ctypes
 import threading
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 
 import torch
 from torch import Tensor
 
 from slidesparse import kernels, profiling
 from slidesparse.blocks import BLOCK, dense_blocks
-from slidesparse.build.compile import build
-from slidesparse.build.find import ToolchainError
 from slidesparse.gemm import cuda
 from slidesparse.gemm.backend import TWO_FOUR, LayerSpec, require_none_broken
 from slidesparse.gemm.cuda import CudaBackend
@@ -33,13 +31,13 @@ from slidesparse.pattern import HARDWARE_LENGTH, SlideLayout, round_up
 from slidesparse.quantize import FP8, INT8
 from slidesparse.slide import slide
 
-HOPPER_CAPABILITY = (9, 0)  # whose instructions neither earlier nor later GPUs have
-VERSION = "4"  # of the configurations: tables tuned for others are not read
+HOPPER_CAPABILITY = (9, 0)  # sm_90a: neither earlier nor later GPUs have its instructions
+VERSION = "4"  # version of the configurations; tables of other versions are not read
 CANDIDATES = 16  # configurations that tuning tries for a problem
 NEAR = 0.5  # see `tuned.neighbour`: as far as 4:6 is from 2:4 and 6:8 of the same layer
-MOST_TOKENS = 1 << 15  # that the configurations of a plan cover; more tokens use the last one
+MOST_TOKENS = 1 << 15  # the last row in the table of a plan, which serves more tokens, too
 OUTPUTS = (torch.bfloat16, torch.float16)
-ALIGNMENT = 16  # bytes, of the rows of codes that TMA reads
+ALIGNMENT = 16  # bytes: alignment of the rows that TMA reads
 
 _planning = threading.Lock()
 
@@ -52,7 +50,7 @@ class HopperPlan:
     def __init__(self, problem: Problem, algorithm: str) -> None:
         self.algorithm = algorithm
         layer = _product_layer(problem.n, problem.k, DTYPES[problem.dtype])
-        self._plan = native.Plan(layer, kernels.LAUNCH_DEPENDENTS, algorithm)
+        self._plan = native.Plan(layer, algorithm)
 
     def run(
         self,
@@ -87,7 +85,7 @@ class Hopper(CudaBackend):
 
     def version(self) -> str:
         """See `Tunable.version`: the version of the configurations."""
-        native.library()
+        native.call("unusable")
         return VERSION
 
     def unusable_library(self, capability: tuple[int, int], loads: bool) -> str | None:
@@ -97,14 +95,7 @@ class Hopper(CudaBackend):
                 "its kernels are for compute capability 9.0 (Hopper) alone, this GPU has "
                 f"{capability[0]}.{capability[1]}"
             )
-        try:
-            if loads:
-                native.call("unusable")
-            else:
-                build(self.name)
-        except (LibraryError, ToolchainError) as error:
-            return str(error)
-        return None
+        return super().unusable_library(capability, loads)
 
     def epilogue(self, dtype: str, out: str, device: torch.device | None = None) -> str:
         """ "both": the kernels scale by out-feature and by token, and nothing less."""
@@ -131,8 +122,7 @@ class Hopper(CudaBackend):
         """See `slidesparse.gemm.backend.Tunable`; its own choice is the first of `algorithms`."""
         self._require(problem, layout)
         with cuda.on_device(cuda.index_of(device)):
-            chosen = self.algorithms(problem, device)[0] if algorithm is None else algorithm
-            return HopperPlan(problem, chosen)
+            return HopperPlan(problem, _configuration(problem, algorithm))
 
     def _require(self, problem: Problem, layout: Layout) -> None:
         self.require(problem)
@@ -144,7 +134,7 @@ class Hopper(CudaBackend):
         """See `Backend.pack`: the packed windows, N padded to whole strips and K' to whole blocks.
 
         A weight without a pattern is stored in blocks of 64 out-features x 128 columns, 2:4 where their zeros allow it.
-        Little memory is used beside the weight and the result.  Raises LibraryError for dtypes but INT8 and FP8.
+        Little memory is used beside the weight and the result.  Raises LibraryError for dtypes other than INT8 and FP8.
         """
         packed = pack_without_plan(spec, weight)
         if packed.is_cuda and packed.numel():
@@ -161,7 +151,7 @@ class Hopper(CudaBackend):
         bias: Tensor | None,
         out_dtype: torch.dtype,
     ) -> Tensor:
-        """See `Backend.scaled_matmul`.  Raises LibraryError for outputs but BF16 and FP16."""
+        """See `Backend.scaled_matmul`.  Raises LibraryError for outputs other than BF16 and FP16."""
         m, n = q.shape[0], scale_w.shape[0]
         _require_output(out_dtype)
         out = q.new_empty(m, n, dtype=out_dtype)
@@ -171,7 +161,7 @@ class Hopper(CudaBackend):
         with cuda.on_device(q.get_device()):
             plan = self._find_plan(_product_layer(n, q.shape[1], q.dtype), q.device)
             _require_operands(scale_w, bias, n, q.device)
-            _timed_product(plan, q, scale_x, packed, scale_w, bias, out)
+            _multiply(plan, q, scale_x, packed, scale_w, bias, out)
         return out
 
     def linear(
@@ -185,8 +175,8 @@ class Hopper(CudaBackend):
     ) -> Tensor:
         """See `Backend.linear`.
 
-        Raises LibraryError for outputs but BF16 and FP16, and for tensors that the kernels do not take: vectors must be
-        contiguous, scale_w float32, a norm's weight, residual and sum of x's dtype.
+        Raises LibraryError for outputs other than BF16 and FP16, and for tensors that the kernels do not take: vectors
+        must be contiguous, scale_w float32, and a norm's weight, residual and sum of x's dtype.
         """
         layer, m = _layer(spec, self.alignment), x.shape[0]
         _require_output(spec.out_dtype)
@@ -201,7 +191,7 @@ class Hopper(CudaBackend):
             if profiling.enabled():  # which times the two parts apart
                 q, scale_x = _quantize(plan, x, producer, spec.dtype, layer.columns)
                 profiling.layer(packed, layer.n, q)
-                _timed_product(plan, q, scale_x, packed, scale_w, bias, out)
+                _multiply(plan, q, scale_x, packed, scale_w, bias, out)
                 return out
             run_layer(plan, x, producer, packed, scale_w, bias, out)
         return out
@@ -225,7 +215,7 @@ class Hopper(CudaBackend):
             return _quantize(plan, _with_dense_rows(x), producer, dtype, columns)
 
     def _find_plan(self, layer: Layer, device: torch.device) -> int:
-        """Return the handle of the plan for ``layer`` on ``device``, the current one; it is made if there is none.
+        """Return the handle of the plan for ``layer`` on ``device``, the current device; make it if there is none.
 
         Raises LibraryError, also if it would have to be made while a CUDA graph is captured, as that loads kernels.
         """
@@ -240,7 +230,7 @@ class Hopper(CudaBackend):
         with _planning:
             found = find(cuda.index_of(device), *layer)  # another thread may have been faster
             if not found:
-                found = native.make_plan(layer, kernels.LAUNCH_DEPENDENTS, self._table(layer, device))
+                found = native.make_plan(layer, self._table(layer, device))
                 native.library().slidesparse_hopper_serve(found)
         return found
 
@@ -248,8 +238,8 @@ class Hopper(CudaBackend):
         """Return the configurations of a layer by number of tokens, see `native.make_plan`.
 
         They are the same for outputs in BF16 and FP16, with and without a bias.  A shape far from all tuned ones uses
-        those that the cost model predicts to be fastest, as the best split of K depends on the shape.  Weights with
-        dense blocks use those of 2:4 blocks unless they were tuned themselves; slid weights have no dense blocks.
+        those that the cost model predicts to be fastest, as the best split-K depends on the shape.  Weights with dense
+        blocks use those of 2:4 blocks unless they were tuned themselves; slid weights have no dense blocks.
         """
         table: list[tuple[int, tuple[str, ...]]] = []
         if layer.n == 0:
@@ -258,7 +248,7 @@ class Hopper(CudaBackend):
         kinds = BLOCKS[1:] if kernels.quantizer(layer.length, layer.phase) == "quant_only" else ()
         for m in _token_counts():
             problem = Problem(dtype, NAMES[OUTPUTS[0]], layer.n, columns, m, "both")
-            algorithm = cuda.tuned_plan(self, problem, device).algorithm
+            algorithm = cuda.with_tuned(self, problem, device, partial(_configuration, problem))
             row = dict.fromkeys(BLOCKS, algorithm)
             for blocks in kinds:
                 row[blocks] = cuda.tuned_nearby(self, replace(problem, blocks=blocks), device) or algorithm
@@ -266,6 +256,18 @@ class Hopper(CudaBackend):
                 table.pop()
             table.append((m, tuple(row.values())))
         return table
+
+
+def _configuration(problem: Problem, tuned: str | None) -> str:
+    """Return ``tuned``, or for None the configuration that the cost model predicts to be fastest on this device.
+
+    Raises LibraryError for one that does not fit the current device.
+    """
+    if tuned is None:
+        sizes = problem.n, problem.k, problem.m, DTYPES[problem.dtype]
+        return native.candidates(*sizes, 1, problem.blocks)[0][0]
+    native.fit(tuned, DTYPES[problem.dtype])
+    return tuned
 
 
 def _token_counts() -> Iterator[int]:
@@ -286,7 +288,7 @@ def _layer(spec: LayerSpec, alignment: int) -> Layer:
 
 
 def _product_layer(n: int, columns: int, dtype: torch.dtype) -> Layer:
-    """Return the layer of a product whose activations are quantized already, so that nothing is lifted."""
+    """Return the layer of a GEMM alone: its activations are quantized, and lifted, before."""
     return Layer(n, columns, HARDWARE_LENGTH, 0, dtype == FP8, round_up(columns, ALIGNMENT))
 
 
@@ -367,23 +369,6 @@ def _quantize(
     return q, scale
 
 
-def _timed_product(
-    plan: int,
-    q: Tensor,
-    scale_x: Tensor,
-    packed: Tensor,
-    scale_w: Tensor,
-    bias: Tensor | None,
-    out: Tensor,
-) -> None:
-    """Call `_multiply` and report it to `slidesparse.profiling`."""
-    if profiling.enabled():
-        found = native.library().slidesparse_hopper_configuration(plan, q.shape[0], packed.numel())
-        profiling.chose(found.decode())
-    with profiling.stage("product", q):
-        _multiply(plan, q, scale_x, packed, scale_w, bias, out)
-
-
 def _multiply(
     plan: int,
     q: Tensor,
@@ -394,19 +379,16 @@ def _multiply(
     out: Tensor,
 ) -> None:
     """out = (q @ weight.T) * scale_w * scale_x + bias on torch's current stream."""
-    native.call(
-        "product",
-        *(plan, q.shape[0], q.data_ptr(), q.shape[1], scale_x.data_ptr()),
-        *(
-            packed.data_ptr(),
-            packed.numel(),
-            scale_w.data_ptr(),
-            *_bias(bias),
-            out.data_ptr(),
-            TYPES[out.dtype],
-            _stream(q),
-        ),
-    )
+    if profiling.enabled():
+        found = native.library().slidesparse_hopper_configuration(plan, q.shape[0], packed.numel())
+        profiling.chose(found.decode())
+    with profiling.stage("product", q):
+        native.call(
+            "product",
+            *(plan, q.shape[0], q.data_ptr(), q.shape[1], scale_x.data_ptr()),
+            *(packed.data_ptr(), packed.numel(), scale_w.data_ptr(), *_bias(bias)),
+            *(out.data_ptr(), TYPES[out.dtype], _stream(q)),
+        )
 
 
 def _input(

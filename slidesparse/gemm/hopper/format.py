@@ -32,7 +32,7 @@ VALUE_BYTES = STRIP * BLOCK // 2
 METADATA_BYTES = STRIP * BLOCK // 8
 BLOCK_BYTES = VALUE_BYTES + METADATA_BYTES
 DENSE_BYTES = STRIP * BLOCK
-UNIT = 1024  # bytes, of a mixed weight's offsets
+UNIT = 1024  # bytes: unit of the offsets in a mixed weight
 
 # Which two of four columns are kept, by the bits of the non-zeros; the hardware wants two different ones, in order.
 _KEPT = {

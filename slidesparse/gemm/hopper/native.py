@@ -19,7 +19,6 @@ from slidesparse.quantize import FP8
 
 TYPES = {torch.bfloat16: 1, torch.float16: 2, torch.float32: 3}  # SlidesparseType
 NO_PROLOGUE, RMS_NORM, ADD_RMS_NORM, SILU_MUL = range(4)  # SlidesparsePrologue
-TRIGGERS = ("off", "early", "late")  # `kernels.LAUNCH_DEPENDENTS`, by the number of a plan's trigger
 TEXT_BYTES = 32  # SLIDESPARSE_TEXT_BYTES
 
 _LAYER = (c_int32,) * 6  # n, k, length, phase, fp8, columns
@@ -30,7 +29,7 @@ FUNCTIONS: dict[str, tuple[Any, ...]] = {
     "fit": (c_char_p, c_char_p, c_int32, POINTER(c_int32), POINTER(c_int32)),
     "candidates": (c_char_p, *(c_int32,) * 6, c_char_p, POINTER(c_double), POINTER(c_int32)),
     "plan": (
-        *(c_char_p, *_LAYER, c_int32, c_int32, POINTER(c_int32), POINTER(c_char_p)),
+        *(c_char_p, *_LAYER, c_int32, POINTER(c_int32), POINTER(c_char_p)),
         POINTER(c_void_p),
     ),
     "delete": (None, c_void_p),
@@ -58,10 +57,10 @@ class Layer(NamedTuple):
 
     n: int  # 0 for a plan that only quantizes
     k: int
-    length: int  # of the pattern's blocks
+    length: int  # block length of the pattern
     phase: int
     fp8: bool
-    columns: int  # of a row of codes
+    columns: int  # width of the quantized activations
 
 
 @cache
@@ -94,8 +93,8 @@ def call(name: str, *arguments: Any) -> None:
 class Fit(NamedTuple):
     """How a configuration fits a GPU."""
 
-    stages: int  # of the ring, for long rows
-    clusters: int  # that are resident at a time
+    stages: int  # pipeline stages, for long rows
+    clusters: int  # clusters that are resident at a time
 
 
 def fit(configuration: str, dtype: torch.dtype) -> Fit:
@@ -121,12 +120,11 @@ def candidates(
     ]
 
 
-def make_plan(layer: Layer, trigger: str, table: Sequence[tuple[int, tuple[str, ...]]]) -> int:
+def make_plan(layer: Layer, table: Sequence[tuple[int, tuple[str, ...]]]) -> int:
     """The handle of a new plan for the current device.  Raises LibraryError.
 
     Args:
         layer: the layer.
-        trigger: when the kernel behind the quantizer may start, one of TRIGGERS.
         table: the largest number of tokens that each row is for, ascending, the last for more, too; and its
             configurations, one for each of BLOCKS.
     """
@@ -134,7 +132,7 @@ def make_plan(layer: Layer, trigger: str, table: Sequence[tuple[int, tuple[str, 
     rows = [text.encode() for _, row in table for text in row]
     texts = (c_char_p * len(rows))(*rows)
     made = c_void_p()
-    call("plan", *layer, TRIGGERS.index(trigger), len(table), tokens, texts, ctypes.byref(made))
+    call("plan", *layer, len(table), tokens, texts, ctypes.byref(made))
     assert made.value
     return made.value
 
@@ -142,6 +140,6 @@ def make_plan(layer: Layer, trigger: str, table: Sequence[tuple[int, tuple[str, 
 class Plan:
     """A plan of one configuration that belongs to Python."""
 
-    def __init__(self, layer: Layer, trigger: str, configuration: str) -> None:
-        self.handle = make_plan(layer, trigger, [(1, (configuration,) * len(BLOCKS))])
+    def __init__(self, layer: Layer, configuration: str) -> None:
+        self.handle = make_plan(layer, [(1, (configuration,) * len(BLOCKS))])
         weakref.finalize(self, library().slidesparse_hopper_delete, self.handle)

@@ -19,11 +19,9 @@ enum cusparseLtMatmulAlgAttribute_t : int {
   CUSPARSELT_MATMUL_ALG_CONFIG_MAX_ID = 1,
   CUSPARSELT_MATMUL_SPLIT_K = 3,
   CUSPARSELT_MATMUL_SPLIT_K_MODE = 4,
-  CUSPARSELT_MATMUL_SPLIT_K_BUFFERS = 5,
 };
 enum cusparseLtSplitKMode_t : int {};
-constexpr int CUSPARSELT_SPARSITY_50_PERCENT = 0, CUSPARSELT_MATMUL_ALG_DEFAULT = 0,
-              CUSPARSELT_MATMUL_ALPHA_VECTOR_SCALING = 5;
+constexpr int CUSPARSELT_SPARSITY_50_PERCENT = 0, CUSPARSELT_MATMUL_ALG_DEFAULT = 0;
 
 #define FAKE_FUNCTIONS(F)                                                                          \
   F(cusparseLtInit, (In made), made)                                                               \
@@ -39,9 +37,6 @@ constexpr int CUSPARSELT_SPARSITY_50_PERCENT = 0, CUSPARSELT_MATMUL_ALG_DEFAULT 
   F(cusparseLtMatmulDescriptorInit,                                                                \
     (In handle, In product, Int op_a, Int op_b, In a, In b, In c, In d, Int compute), handle,      \
     product, op_a, op_b, a, b, c, d, compute)                                                      \
-  F(cusparseLtMatmulDescSetAttribute,                                                              \
-    (In handle, In product, Int attribute, In value, Size bytes), handle, product, attribute,      \
-    value, bytes)                                                                                  \
   F(cusparseLtMatmulAlgSelectionInit, (In handle, In made, In product, Int algorithm), handle,     \
     made, product, algorithm)                                                                      \
   F(cusparseLtMatmulAlgSelectionDestroy, (In gone), gone)                                          \
