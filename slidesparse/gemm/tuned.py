@@ -5,7 +5,9 @@ an algorithm's name means.  A file lies in the user's cache, where it wins, or s
 
     {"format": 1, "gpu": "NVIDIA H200", "capability": "9.0", "library": "hopper", "version": "4",
      "entries": {"int8 -> bf16, scale both, bias no, n 4608, k 5376": {
-         "64": {"algorithm": "...", "us": 9.1}}}}
+         "64": {"algorithm": "...", "us": 9.1, "others": {"...": 9.2, "...": 9.4}, "tried": 60}}}}
+
+``others`` are the second and third of ``tried`` algorithms; a table may lack both.
 """
 
 from __future__ import annotations
@@ -21,7 +23,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from slidesparse.build.compile import cache_folder, make_folder
 from slidesparse.errors import EnvironmentFault
@@ -77,10 +79,12 @@ class Subject:
 
 @dataclass(frozen=True)
 class Tuned:
-    """The fastest algorithm of a problem, and its time in microseconds."""
+    """The fastest algorithm of a problem, its time in microseconds, and what else the search found."""
 
     algorithm: str
     us: float
+    others: tuple[tuple[str, float], ...] = ()  # the next fastest and their times
+    tried: int = 0  # algorithms that were searched; 0: not known
 
 
 class Shape(NamedTuple):
@@ -212,10 +216,7 @@ def save(subject: Subject, results: Iterable[tuple[Problem, Tuned]]) -> Path:
         for problem, best in results:
             entries.setdefault(Shape.of(problem), {})[problem.m] = best
         plain = {
-            str(shape): {
-                str(m): {"algorithm": best.algorithm, "us": round(best.us, 3)}
-                for m, best in sorted(measured.items())
-            }
+            str(shape): {str(m): _plain_one(best) for m, best in sorted(measured.items())}
             for shape, measured in sorted(entries.items(), key=lambda one: str(one[0]))
         }
         document = {"format": FORMAT, **subject.facts(), "entries": plain}
@@ -224,6 +225,19 @@ def save(subject: Subject, results: Iterable[tuple[Problem, Tuned]]) -> Path:
         os.close(lock)
     _tables.cache_clear()
     return path
+
+
+def _plain_one(best: Tuned) -> dict[str, Any]:
+    searched = {
+        "others": {algorithm: round(us, 3) for algorithm, us in best.others},
+        "tried": best.tried,
+    }
+    return {"algorithm": best.algorithm, "us": round(best.us, 3)} | (searched if best.tried else {})
+
+
+def _read_one(one: Any) -> Tuned:
+    others = tuple((str(algorithm), float(us)) for algorithm, us in one.get("others", {}).items())
+    return Tuned(str(one["algorithm"]), float(one["us"]), others, int(one.get("tried", 0)))
 
 
 def _publish(path: Path, text: str) -> None:
@@ -269,9 +283,7 @@ def _read(path: Path, subject: Subject) -> Entries:
             raise _error(path, f"is about {name} {document.get(name)!r}, not {expected!r} as its name says")
     try:
         return {
-            Shape.parse(key): {
-                int(m): Tuned(str(one["algorithm"]), float(one["us"])) for m, one in measured.items()
-            }
+            Shape.parse(key): {int(m): _read_one(one) for m, one in measured.items()}
             for key, measured in document["entries"].items()
             if measured
         }

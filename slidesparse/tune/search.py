@@ -34,6 +34,7 @@ class Found:
 
     algorithm: str
     timing: Timing
+    others: tuple[tuple[str, float], ...]  # the other finalists, the fastest first, and their microseconds
     tried: int
     refused: int
     wrong: int
@@ -154,9 +155,10 @@ def decide(
     for one in finalists:
         replay = clock.prepare(one.launch, copies, one.us, EXACT_US)
         replays.append((one, replay, replay.samples(FINAL_SAMPLES)))
-    winner, replay, samples = min(replays, key=lambda entry: Timing.of(entry[2]).p50)
+    (winner, replay, samples), *others = sorted(replays, key=lambda entry: Timing.of(entry[2]).p50)
     samples = samples + replay.samples(SAMPLES - FINAL_SAMPLES)
-    return Found(winner.algorithm, Timing.of(samples, replay.graphed), tried, refused, wrong)
+    slower = tuple((one.algorithm, Timing.of(times).p50) for one, _, times in others)
+    return Found(winner.algorithm, Timing.of(samples, replay.graphed), slower, tried, refused, wrong)
 
 
 def agree(out: Tensor, expected: Tensor, problem: Problem) -> bool:

@@ -33,7 +33,7 @@ class Winners:
 
     def add(self, library: Versioned, problem: Problem, found: Found) -> None:
         """Note the best of one problem."""
-        best = Tuned(found.algorithm, found.timing.p50)
+        best = Tuned(found.algorithm, found.timing.p50, found.others, found.tried)
         self._pending[self._gpu.subject(library)].append((problem, best))
         if time.monotonic() - self._saved >= SAVE_SECONDS:
             self.flush()

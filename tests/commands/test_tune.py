@@ -55,6 +55,7 @@ def test_the_fastest_right_algorithm_wins(problem: Problem) -> None:
     library = FakeLibrary(times=bad | {"slow": 30.0, "good": 10.0, "middle": 20.0}, scale="both")
     found = find(library, problem)
     assert (found.algorithm, found.tried, found.refused, found.wrong) == ("good", 8, 2, 3)
+    assert [(name, round(us)) for name, us in found.others] == [("middle", 20), ("slow", 30)]
     assert 10.0 < found.timing.p20 < found.timing.p50 < found.timing.p80 < 10.2
 
 
@@ -176,6 +177,9 @@ def test_tuning_saves_resumes_and_is_forced() -> None:
     for m in (1, 16, 40, 96):
         problem = Problem("int8", "bf16", 64, 96, m)
         assert tuned.choice(GPU.subject(library), problem) == "good"
+    saved = tuned.exact(GPU.subject(library), todo[0].problem)
+    assert saved
+    assert ([name for name, _ in saved.others], saved.tried) == (["slow"], 4)
 
     library.searched.clear()
     again = tune(session(library), todo)
@@ -230,7 +234,7 @@ def test_the_command_tunes_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(machine, "require_gpu", lambda: GPU)
     monkeypatch.setattr(machine, "require_libraries", lambda gpu, names: [dense, sparse])
     monkeypatch.setattr(gemm, "choose", lambda path, device: ("cusparselt", ""))
-    found = Found("1024x1x4", Timing(1.0, 1.0, 1.0), 12, 0, 0)
+    found = Found("1024x1x4", Timing(1.0, 1.0, 1.0), (("256x1x4", 2.0),), 12, 0, 0)
     monkeypatch.setattr("slidesparse.tune.jobs.search_launches", lambda *_: found)
     monkeypatch.setattr(measure, "CudaClock", lambda device: nullcontext(FakeClock(dense, sparse)))
     words = [

@@ -122,6 +122,7 @@ def test_the_fastest_launch_with_the_right_bits_wins(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(searching, "_runner", lambda *_: run)
     found = searching.search_launches("quant_only", problem, 4, Inputs(CPU, GPU.l2_bytes), FakeClock(library))
     assert (found.algorithm, found.tried, found.wrong) == (rest[2], len(names), 1)
+    assert [name for name, _ in found.others] == [names[0], rest[0]]
 
 
 def check_tuning(device: str) -> None:
@@ -134,6 +135,7 @@ def check_tuning(device: str) -> None:
         best = tuned.exact(GPU.subject(job.library), job.problem)
         assert best
         assert best.algorithm in map(str, searching.candidates(job.library.name, job.problem))
+        assert best.tried > len(best.others) == 2
 
 
 INTERPRETED = {"tuning": check_tuning}

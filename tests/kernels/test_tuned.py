@@ -99,6 +99,18 @@ def test_the_file_spells_out_what_it_is_about() -> None:
     assert entries == {key: {"64": {"algorithm": "a", "us": 1.0}}}
 
 
+def test_the_next_fastest_and_the_count_of_a_search_stay(cache: Path) -> None:
+    """Also when another problem is saved; a table without them is read, and stays without."""
+    put((64, "plain"))
+    best = Tuned("a", 1.0, (("b", 1.25), ("c", 1.5)), 60)
+    tuned.save(SUBJECT, [(replace(PROBLEM, m=128), best)])
+    put((256, "plain"))
+    assert tuned.exact(SUBJECT, replace(PROBLEM, m=128)) == best
+    (entries,) = json.loads((cache / FILE).read_text())["entries"].values()
+    assert entries["64"] == entries["256"] == {"algorithm": "plain", "us": 1.0}
+    assert entries["128"] == {"algorithm": "a", "us": 1.0, "others": {"b": 1.25, "c": 1.5}, "tried": 60}
+
+
 def test_the_users_table_is_laid_over_the_shipped_one(cache: Path) -> None:
     path = put((64, "shipped"), (128, "shipped"))
     tuned.SHIPPED.mkdir()
@@ -173,9 +185,11 @@ def test_a_damaged_or_foreign_file_is_named_with_the_remedy(
         assert "delete it and run `slidesparse tune` again" in str(error.value)
 
 
-@pytest.mark.parametrize("broken", ['"algorithm"', '"64"', '"us"', "7777", f'"{tuned.Shape.of(PROBLEM)}"'])
+@pytest.mark.parametrize(
+    "broken", ['"algorithm"', '"64"', '"us"', "7777", '{"b": 2.0}', f'"{tuned.Shape.of(PROBLEM)}"']
+)
 def test_a_file_with_damaged_entries_is_named(broken: str) -> None:
-    path = tuned.save(SUBJECT, [(PROBLEM, Tuned("a", 7777))])
+    path = tuned.save(SUBJECT, [(PROBLEM, Tuned("a", 1.0, (("b", 2.0),), 7777))])
     text = json.dumps(json.loads(path.read_text()))
     assert broken in text
     path.write_text(text.replace(broken, '"what"'))
@@ -183,14 +197,6 @@ def test_a_file_with_damaged_entries_is_named(broken: str) -> None:
     for shape in (PROBLEM, replace(PROBLEM, n=64)):
         with pytest.raises(TableError, match="is damaged"):
             tuned.look_up(SUBJECT, shape)
-
-
-def test_what_else_a_table_says_of_an_algorithm_is_not_read() -> None:
-    """Earlier versions noted the next fastest ones."""
-    path = put((64, "a"))
-    path.write_text(path.read_text().replace('"us"', '"others": {"b": 1.25}, "tried": 60, "us"'))
-    tuned._tables.cache_clear()
-    assert choose(PROBLEM) == "a"
 
 
 def test_an_entry_without_measurements_is_no_entry() -> None:
