@@ -46,7 +46,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cache
-from itertools import pairwise
 from typing import NamedTuple
 
 import torch
@@ -78,7 +77,7 @@ class SparseGPT(Method):
             only = None
             if isinstance(pattern, MixedPattern):
                 share, pattern = pattern.share, SlidePattern(HARDWARE_LENGTH)
-                only = choose_blocks(costs(w, upper, pattern), share)
+                only = choose_blocks(costs(w, upper, HARDWARE_LENGTH), share)
             pruned = sparsegpt(w, upper, pattern, grid=grid, only=only)
             return refine(w, pruned, hessian, pattern, sweeps, damping, grid=grid, only=only)
 
@@ -129,24 +128,20 @@ def target_of(w: Tensor, error: Tensor, upper: Tensor) -> Tensor:
     return w.to(upper.dtype) + (error.to(upper.dtype) @ upper.t()) @ upper
 
 
-def blocks(in_features: int, pattern: SlidePattern, phase: int = 0) -> list[slice]:
-    """Return the columns of each block; the first lacks ``phase`` of them, the last may be short."""
-    if pattern.length is None:
-        return []
-    layout = pattern.layout(in_features, phase)
-    edges = [number * layout.length - phase for number in range(layout.blocks + 1)]
-    return [slice(max(0, a), min(in_features, b)) for a, b in pairwise(edges)]
+def blocks(in_features: int, length: int) -> list[slice]:
+    """Return the columns of each block of ``length``; the last block may be shorter."""
+    return [slice(a, min(in_features, a + length)) for a in range(0, in_features, length)]
 
 
-def costs(w: Tensor, upper: Tensor, pattern: SlidePattern) -> Tensor:
-    """Return what it costs to prune each block of the pattern, [N, blocks], if nothing else is pruned before it.
+def costs(w: Tensor, upper: Tensor, length: int) -> Tensor:
+    """Return the cost of pruning each block, [N, blocks], if nothing to its left has been pruned.
 
-    The arguments are those of `sparsegpt`.
+    The arguments are those of `sparsegpt`; ``length`` is the pattern's.
     """
-    groups = blocks(w.shape[1], pattern)
+    groups = blocks(w.shape[1], length)
     corners = [upper[group, group] for group in groups]
     found = upper.new_zeros(len(w), len(groups))
-    for number, rule in enumerate(rules([c.t() @ c for c in corners], pattern.length or 0)):
+    for number, rule in enumerate(rules([c.t() @ c for c in corners], length)):
         if rule is not None:
             here = w[:, groups[number]].to(upper.dtype)
             found[:, number] = (choose(here, rule)[0] * here).sum(1)
@@ -157,7 +152,6 @@ def sparsegpt(
     w: Tensor,
     upper: Tensor,
     pattern: SlidePattern,
-    phase: int = 0,
     grid: Tensor | None = None,
     only: Tensor | None = None,
 ) -> Tensor:
@@ -166,7 +160,6 @@ def sparsegpt(
     Args:
         w: [N, K] of any float dtype.
         upper: [K, K], the `factor` of its inputs' H.
-        phase: zero columns before the row, as in `slidesparse.slide.slide`.
         grid: [N, 1] steps s, for weights that are to be -s, 0 or s.  A block is then rounded as soon as it is pruned,
             and the blocks behind make up for both.
         only: bool [N, blocks], the blocks to prune; None prunes all of them.
@@ -179,7 +172,7 @@ def sparsegpt(
     out = w.to(upper.dtype, copy=True)
     if pattern.length is None:
         return out
-    groups = blocks(w.shape[1], pattern, phase)
+    groups = blocks(w.shape[1], pattern.length)
     corners = [upper[group, group] for group in groups]
     found = rules([corner.t() @ corner for corner in corners], pattern.length)
     step = max(1, BATCH_COLUMNS // pattern.length)
@@ -233,7 +226,6 @@ def refine(
     pattern: SlidePattern,
     sweeps: int,
     damping: float = DAMPING,
-    phase: int = 0,
     grid: Tensor | None = None,
     only: Tensor | None = None,
 ) -> Tensor:
@@ -252,7 +244,7 @@ def refine(
     if pattern.length is None:
         return out
     h = damped(hessian, damping)
-    groups = blocks(w.shape[1], pattern, phase)
+    groups = blocks(w.shape[1], pattern.length)
     inverses = _inverses(h, groups, pattern.length, out.dtype)
     found = rules(inverses, pattern.length)
     h = h.to(out.dtype)

@@ -16,17 +16,16 @@ class Wanda(Method):
         return lambda w, pattern, _: wanda(w, hessian, pattern)
 
 
-def wanda(w: Tensor, hessian: Tensor, pattern: Pattern, phase: int = 0) -> Tensor:
+def wanda(w: Tensor, hessian: Tensor, pattern: Pattern) -> Tensor:
     """Zero the two weights of each block with the smallest |w[n, k]| * sqrt(sum over tokens of x[k]^2).
 
     Args:
         w: [N, K] float32 or float64.
         hessian: [K, K], the sum of x x^T.
-        phase: zero columns before the row, as in `slidesparse.slide.slide`.
 
     Returns:
         A new [N, K]; every kept weight is unchanged bit for bit.  A block whose inputs were all zero loses its
         leftmost weights.
     """
     norms = hessian.diagonal().clamp(min=0).sqrt().to(w.dtype)
-    return prune_by_importance(w, w.abs() * norms, pattern, phase)
+    return prune_by_importance(w, w.abs() * norms, pattern)
