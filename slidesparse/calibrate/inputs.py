@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from slidesparse.calibrate.models import Block, fast_products
+from slidesparse.checkpoint.storage import read_at, write_at
 from slidesparse.errors import CalibrationError
 
 MEMORY_BYTES = 2 * 2**30  # the most that hidden states take of the host's memory
@@ -63,12 +64,8 @@ class HiddenStates:
             return found.to(self.device)
         assert self._file is not None
         raw = torch.empty(self.shapes[index], dtype=torch.float32)
-        view, done = memoryview(raw.numpy()).cast("B"), 0  # type: ignore[arg-type]
-        while done < len(view):
-            got = os.preadv(self._file.fileno(), [view[done:]], self._start(index) + done)
-            if got == 0:
-                raise OSError("hidden states spilled to disk became shorter")
-            done += got
+        if not read_at(self._file.fileno(), _bytes_of(raw), self._start(index)):
+            raise OSError("the file of hidden states was truncated")
         return raw.to(self.device)
 
     def __setitem__(self, index: int, value: Tensor) -> None:
@@ -79,9 +76,7 @@ class HiddenStates:
             self._tensors[index] = value.cpu()
         else:
             assert self._file is not None
-            view, done = memoryview(value.cpu().contiguous().numpy()).cast("B"), 0  # type: ignore[arg-type]
-            while done < len(view):
-                done += os.pwrite(self._file.fileno(), view[done:], self._start(index) + done)
+            write_at(self._file.fileno(), _bytes_of(value.cpu().contiguous()), self._start(index))
 
     def _start(self, index: int) -> int:
         return 4 * sum(shape.numel() for shape in self.shapes[:index])
@@ -91,6 +86,10 @@ class HiddenStates:
         self._tensors = [None] * len(self.shapes)
         if self._file is not None:
             self._file.close()
+
+
+def _bytes_of(x: Tensor) -> memoryview:
+    return memoryview(x.numpy()).cast("B")  # type: ignore[arg-type]
 
 
 def place(nbytes: int, device: torch.device, limit: int | None = None, part: int = DEVICE_PART) -> str:

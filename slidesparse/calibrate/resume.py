@@ -64,13 +64,9 @@ class WorkFolder:
         specs = [TensorSpec(name, NAMES[t.dtype], tuple(t.shape)) for name, t in tensors.items()]
         partial = self.folder / f".{name}"
         partial.unlink(missing_ok=True)
-        writer = Writer(partial, specs)
-        try:
+        with Writer(partial, specs) as writer:
             for each, tensor in tensors.items():
                 writer.write(each, 0, tensor.cpu())
-            writer.close()
-        finally:
-            writer.close(sync=False)
         os.rename(partial, self.folder / name)
         sync(self.folder)
 

@@ -16,7 +16,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from threading import Lock
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -104,18 +103,8 @@ class _Reader(Reader):
     def __init__(self, checkpoint: BitNetCheckpoint) -> None:
         super().__init__(checkpoint)
         self._view = checkpoint
-        self._raw = checkpoint.source.reader()
         self._scales: dict[str, float] = {}
         self._lock = Lock()  # a scale is computed once, whatever the number of threads
-
-    def __enter__(self) -> Reader:
-        self._raw.__enter__()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._raw.__exit__(kind, error, trace)
 
     def rows(self, name: str, rows: slice) -> Tensor:
         """Read rows [rows, columns]: INT8 codes for a linear layer's weight, equal float32 values for its scales."""
@@ -125,14 +114,18 @@ class _Reader(Reader):
         layer = name.removesuffix(WEIGHT)
         form = self._view.forms.get(layer) if layer != name else None
         if form is None:
-            return self._raw.rows(name, rows)
+            return self._raw(name, rows)
         if form == PACKED:
             return self._unpacked(name, rows)
-        values = self._raw.rows(name, rows).float()
+        values = self._raw(name, rows).float()
         if form == UNPACKED:
             return self._ternary(name, values)
         scale = self._scale(layer)
         return values.mul_(1.0 / scale).round_().clamp_(-1, 1).to(torch.int8)
+
+    def _raw(self, name: str, rows: slice) -> Tensor:
+        """Read rows of a tensor as the source stores it."""
+        return self._rows(self._view.source.tensors[name], rows)
 
     def _unpacked(self, name: str, rows: slice) -> Tensor:
         stored = self._view.source.tensors[name].spec.rows
@@ -141,7 +134,7 @@ class _Reader(Reader):
             first = max(rows.start - number * stored, 0)
             last = min(rows.stop - number * stored, stored)
             if first < last:
-                parts.append((self._raw.rows(name, slice(first, last)) >> (2 * number)) & 3)
+                parts.append((self._raw(name, slice(first, last)) >> (2 * number)) & 3)
         return self._ternary(name, torch.cat(parts).to(torch.int8) - 1)
 
     def _ternary(self, name: str, values: Tensor) -> Tensor:
@@ -173,10 +166,10 @@ class _Reader(Reader):
         spec = self._view.source.tensors[name].spec
         total = torch.zeros((), dtype=torch.float64)
         for rows in spec.chunks():
-            total += self._raw.rows(name, rows).double().abs().sum()
+            total += self._raw(name, rows).double().abs().sum()
         mean = float((total / (spec.rows * spec.columns)).float())
         return max(mean, LEAST_SCALE)  # which is NaN where the mean is
 
     def _stored(self, layer: str) -> float:
-        stored = self._raw.whole(layer + SCALE).float().reshape(())
+        stored = self._raw(layer + SCALE, slice(0, 1)).float().reshape(())
         return float(1 / stored if self._view.inverse else stored)

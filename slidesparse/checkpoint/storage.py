@@ -23,7 +23,6 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path, PurePosixPath, PureWindowsPath
-from types import TracebackType
 from typing import Any, NamedTuple
 
 import torch
@@ -402,16 +401,16 @@ class Reader:
             self._descriptors[file] = os.open(self.checkpoint.folder / file, os.O_RDONLY)
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         for descriptor in self._descriptors.values():
             os.close(descriptor)
         self._descriptors.clear()
 
     def rows(self, name: str, rows: slice) -> Tensor:
         """Read rows of a tensor as [rows, columns]; columns are all dimensions but the first."""
-        stored = self.checkpoint.tensors[name]
+        return self._rows(self.checkpoint.tensors[name], rows)
+
+    def _rows(self, stored: StoredTensor, rows: slice) -> Tensor:
         if not stored.parts:
             return self._read(stored, rows)
         values, bitmask, _, *offsets = stored.parts
@@ -429,25 +428,17 @@ class Reader:
             return decompress(found, self._read(bitmask, rows), stored.spec.columns)
         except ValueError as error:
             raise CheckpointError(
-                f"{name} of {self.checkpoint.folder}, rows {rows.start} to {rows.stop}: {error}; fetch or convert it "
-                "again"
+                f"{stored.spec.name} of {self.checkpoint.folder}, rows {rows.start} to {rows.stop}: {error}; fetch "
+                "or convert it again"
             ) from error
 
     def _read(self, stored: StoredTensor, rows: slice) -> Tensor:
         spec, file, start = stored[:3]
         count = rows.stop - rows.start
         raw = torch.empty(count * spec.row_bytes, dtype=torch.uint8)
-        view, done = _bytes_of(raw), 0
-        while done < len(view):
-            got = os.preadv(
-                self._descriptors[file], [view[done:]], start + rows.start * spec.row_bytes + done
-            )
-            if got == 0:
-                path = self.checkpoint.folder / file
-                raise CheckpointError(
-                    f"{path} became shorter while it was read; convert again once it is whole"
-                )
-            done += got
+        if not read_at(self._descriptors[file], _bytes_of(raw), start + rows.start * spec.row_bytes):
+            path = self.checkpoint.folder / file
+            raise CheckpointError(f"{path} became shorter while it was read; convert again once it is whole")
         return raw.view(DTYPES[spec.dtype]).view(count, spec.columns)
 
     def whole(self, name: str) -> Tensor:
@@ -475,7 +466,10 @@ def plan_file(specs: Iterable[TensorSpec]) -> tuple[bytes, dict[str, int], int]:
 
 
 class Writer:
-    """Writes one safetensors file, its tensors known beforehand, in any order and from any thread."""
+    """Writes one safetensors file, whose tensors are known beforehand, in any order and from any thread.
+
+    It is a context manager: when the block ends without an error, the file is synced to the disk.
+    """
 
     def __init__(self, path: Path, specs: Iterable[TensorSpec]) -> None:
         specs = list(specs)
@@ -485,28 +479,38 @@ class Writer:
         os.ftruncate(self._descriptor, size)
         write_at(self._descriptor, memoryview(first), 0)
 
+    def __enter__(self) -> Writer:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        try:
+            if kind is None:
+                os.fsync(self._descriptor)
+        finally:
+            os.close(self._descriptor)
+
     def write(self, name: str, row: int, values: Tensor) -> None:
-        """Write [rows, columns] from row ``row`` of a tensor on."""
+        """Write ``values`` [rows, columns] into a tensor, starting at row ``row``."""
         spec = self._specs[name]
         assert NAMES[values.dtype] == spec.dtype
         raw = _bytes_of(values.contiguous().view(-1).view(torch.uint8))
         write_at(self._descriptor, raw, self._starts[name] + row * spec.row_bytes)
 
-    def close(self, sync: bool = True) -> None:
-        """Close the file, with its bytes on the disk if ``sync``."""
-        descriptor, self._descriptor = self._descriptor, -1
-        if descriptor < 0:
-            return
-        try:
-            if sync:
-                os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
-
 
 def _bytes_of(raw: Tensor) -> memoryview:
     """Return the memory of a one-dimensional uint8 tensor, not a copy."""
     return memoryview(raw.numpy())  # type: ignore[arg-type]  # numpy's stubs before 2.1 do not say Buffer
+
+
+def read_at(descriptor: int, view: memoryview, position: int) -> bool:
+    """Fill ``view`` from a position of a file, and return whether the file was long enough."""
+    done = 0
+    while done < len(view):
+        got = os.preadv(descriptor, [view[done:]], position + done)  # which may read less than asked for
+        if got == 0:
+            return False
+        done += got
+    return True
 
 
 def write_at(descriptor: int, view: memoryview, position: int) -> None:

@@ -402,8 +402,7 @@ def _write_tensors(
     done = 0
     with workers() as pool:
         for file in plan.checkpoint.files:
-            writer = Writer(folder / file, plan.specs(file))
-            try:
+            with Writer(folder / file, plan.specs(file)) as writer:
                 parts = [part for part in plan.parts if part.file == file]
 
                 def work(part: Part, rows: slice, writer: Writer = writer) -> None:
@@ -413,9 +412,6 @@ def _write_tensors(
                     done += size
                     if progress:
                         progress("writing", done, plan.bytes_in)
-                writer.close()
-            finally:
-                writer.close(sync=False)
 
 
 def _write_chunk(

@@ -382,7 +382,6 @@ def _write(recipe: _Recipe, pool: ThreadPoolExecutor, folder: Path, progress: Pr
     matrices = {projection(part): part for part in parts if len(part.source.shape) == 2}
     samples = dict(zip(matrices, pool.map(recipe.draw, matrices.values()), strict=True))
     for file in recipe.plan.checkpoint.files:
-        writer = Writer(folder / file, recipe.plan.specs(file))
         jobs = [
             (part, rows, samples.get(projection(part)))
             for part in parts
@@ -390,19 +389,17 @@ def _write(recipe: _Recipe, pool: ThreadPoolExecutor, folder: Path, progress: Pr
             for rows in _runs(part, samples.get(projection(part)))
         ]
 
-        def work(job: tuple[Part, slice, _Sample | None], writer: Writer = writer) -> int:
-            part, rows, sample = job
-            values, scale = recipe.make(part, rows, sample)
-            return part.write(writer, rows.start, values, scale)
+        with Writer(folder / file, recipe.plan.specs(file)) as writer:
 
-        try:
+            def work(job: tuple[Part, slice, _Sample | None], writer: Writer = writer) -> int:
+                part, rows, sample = job
+                values, scale = recipe.make(part, rows, sample)
+                return part.write(writer, rows.start, values, scale)
+
             for size in pool.map(work, jobs):
                 done += size
                 if progress:
                     progress("writing", done, recipe.plan.bytes_out)
-            writer.close()
-        finally:
-            writer.close(sync=False)
 
 
 def _runs(part: Part, sample: _Sample | None) -> Iterator[slice]:
