@@ -25,7 +25,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from slidesparse.calibrate.inputs import BlockInputs, HiddenStates
-from slidesparse.calibrate.models import Block, Scores, attention, fast_products
+from slidesparse.calibrate.models import Scores, attention, fast_products
 from slidesparse.checkpoint.architectures import WEIGHT
 from slidesparse.errors import CalibrationError
 from slidesparse.quantize import dequantize_rows, quantize_rows
@@ -109,7 +109,13 @@ class _Trainer:
         dtype: torch.dtype | None,
     ) -> None:
         self._states, self._targets, self._dtype = inputs.states, targets, dtype
-        self._block = _trainable(inputs.block, pruned, quantized, dtype)
+        self._block = inputs.block.copy()
+        gone = {name + WEIGHT for name in pruned}  # `_replace` sets them
+        weights = self._block.weights.items()
+        self._block.weights = {name: w.clone() for name, w in weights if name not in gone}
+        self._block.attend = attend
+        if dtype is not None:
+            self._block.read = Rounded(dtype, quantized)
         self._values = {name: w.clone().requires_grad_() for name, w in pruned.items()}
         self._kept = {name: w != 0 for name, w in pruned.items()}
         tokens = sum(samples * length for samples, length, _ in targets.shapes)
@@ -133,7 +139,9 @@ class _Trainer:
             if error < least:
                 least, best = error, self._weights()
             else:
-                self._start_from(best)
+                with torch.no_grad():
+                    for name, w in self._values.items():
+                        w.copy_(best[name])
                 rate, optimizer = rate * SLOWER, self._optimizer()
         return Finetuned(best, before**0.5, least**0.5)
 
@@ -145,11 +153,6 @@ class _Trainer:
             if self._kept[name].any()
         ]
         return torch.optim.Adam(groups, lr=0.0, betas=BETAS)
-
-    @torch.no_grad()
-    def _start_from(self, weights: Mapping[str, Tensor]) -> None:
-        for name, w in self._values.items():
-            w.copy_(weights[name])
 
     def _steps(self, order: torch.Generator) -> Iterator[list[_Piece]]:
         """Yield all pieces in another order each time, as many together as make a step."""
@@ -201,22 +204,6 @@ class _Trainer:
     def _tokens(self, piece: _Piece) -> int:
         batch, samples = piece
         return int(samples.stop - samples.start) * self._targets.shapes[batch][1]
-
-
-def _trainable(
-    block: Block, without: Collection[str], quantized: Collection[str], dtype: torch.dtype | None
-) -> Block:
-    """Copy a block so that gradients go through it and quantized layers round their inputs.
-
-    The weights of the layers ``without`` are left out.
-    """
-    copy = block.copy()
-    gone = {name + WEIGHT for name in without}
-    copy.weights = {name: w.clone() for name, w in block.weights.items() if name not in gone}
-    if dtype is not None:
-        copy.read = Rounded(dtype, quantized)
-    copy.attend = attend
-    return copy
 
 
 def _pieces(shapes: list[torch.Size], most: int) -> tuple[list[_Piece], list[_Piece]]:

@@ -135,7 +135,7 @@ def _measure(at: Position, patterns: Sequence[SlidePattern], judge: Judge, block
 def _chosen(at: Position) -> list[int]:
     """Return some batches, evenly spread, as they come sorted by the length of their samples."""
     tokens = sum(ids.numel() for ids in at.ids)
-    step = -(-tokens // LOSS_TOKENS.get(at.task.device.type, LOSS_TOKENS["cpu"]))
+    step = -(-tokens // LOSS_TOKENS[at.task.device.type])
     return list(range(0, len(at.ids), step))
 
 
@@ -236,8 +236,7 @@ def whole_loss(task: Task, reader: Reader, work: WorkFolder, progress: Progress 
     with walk(held, reader, work.folder, 2, to_the_end=True) as positions:
         for at in positions:
             assert at.dense
-            names = [n for stage in at.block.stages for n in stage]
-            quantized = [n for n in names if at.full(n) in task.layers or at.full(n) in task.skipped]
+            quantized = [n for n in at.names if at.full(n) in task.layers or at.full(n) in task.skipped]
             for inputs in (at.inputs, at.dense):
                 inputs.block.read = Rounded(dtype, quantized)
             for name in quantized:

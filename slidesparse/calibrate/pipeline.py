@@ -22,18 +22,10 @@ from torch import Tensor
 
 from slidesparse.blocks import obeys
 from slidesparse.calibrate.finetune import Finetuned, finetune
-from slidesparse.calibrate.inputs import (
-    BlockInputs,
-    Hessian,
-    HiddenStates,
-    gather,
-    may_keep,
-    output_error,
-)
+from slidesparse.calibrate.inputs import BlockInputs, Hessian, HiddenStates, gather, may_keep, output_error
 from slidesparse.calibrate.models import Block
 from slidesparse.calibrate.permutation import find_order, may_permute, orders, writers
 from slidesparse.calibrate.resume import WorkFolder
-from slidesparse.calibrate.samples import Samples
 from slidesparse.calibrate.task import Progress, Task
 from slidesparse.checkpoint.architectures import SCALE, WEIGHT
 from slidesparse.checkpoint.storage import DTYPES, Reader
@@ -59,6 +51,11 @@ class Position:
     def block(self) -> Block:
         """The block; its weights are replaced by those that will be served."""
         return self.inputs.block
+
+    @property
+    def names(self) -> list[str]:
+        """The names in the block of all its linear layers, stage by stage."""
+        return [name for stage in self.block.stages for name in stage]
 
     def full(self, name: str) -> str:
         """Return the name in the checkpoint of a linear layer of the block."""
@@ -141,7 +138,10 @@ def walk(
 
     With two ``streams`` the second goes through the blocks as they are read, for any result of the first.
     """
-    batches = list(_batches(task.samples, BATCH_TOKENS.get(task.device.type, BATCH_TOKENS["cpu"])))
+    batches: list[Tensor] = []  # of samples of equal length: nothing is padded
+    for length, group in groupby(sorted(task.samples.ids, key=len), key=len):
+        size = max(1, BATCH_TOKENS[task.device.type] // length)
+        batches += torch.stack(list(group)).split(size)
     shapes = [(*ids.shape, task.model.hidden) for ids in batches]
     states = [HiddenStates(shapes, task.device, folder, streams=streams) for _ in range(streams)]
     widest = max(task.model.checkpoint.require(name + WEIGHT).columns for name in task.model.linears(0))
@@ -187,13 +187,6 @@ def _wanted(task: Task) -> list[int]:
     """Return the blocks with something to prune."""
     model = task.model
     return [n for n in range(model.blocks) if any(name in task.layers for name in model.linears(n))]
-
-
-def _batches(samples: Samples, tokens: int) -> Iterator[Tensor]:
-    """Stack samples of equal length to [batch, tokens], about ``tokens`` in each; nothing is padded."""
-    for length, group in groupby(sorted(samples.ids, key=len), key=len):
-        alike = torch.stack(list(group))
-        yield from alike.split(max(1, tokens // length))
 
 
 def counter(task: Task, phase: str, progress: Progress | None) -> Callable[[int], None]:
@@ -340,7 +333,7 @@ def _finetune(at: Position, weights: Mapping[str, Tensor], dtype: torch.dtype | 
         dtype: what the block's layers are quantized to, or None.
     """
     task = at.task
-    pruned = {name: w for name, w in weights.items() if task.rewrites(at.full(name))}
+    pruned = {name: w for name, w in weights.items() if task.layers[at.full(name)].length is not None}
     if not task.epochs or at.dense is None or not pruned:
         return None
     at.dense.advance()
@@ -352,7 +345,7 @@ def _finetune(at: Position, weights: Mapping[str, Tensor], dtype: torch.dtype | 
 
 def quantize_skipped(at: Position) -> None:
     """Put what will be served in place of the layers of a block that are quantized and not pruned."""
-    for name in (name for stage in at.block.stages for name in stage):
+    for name in at.names:
         if at.full(name) in at.task.skipped:
             _serve(at, name, at.block.weights[name + WEIGHT], {})
 
@@ -381,7 +374,7 @@ def _serve(at: Position, name: str, w: Tensor, tensors: dict[str, Tensor]) -> Te
 def restore(at: Position, work: WorkFolder) -> None:
     """Put the finished layers of a block in place of the source's."""
     with (found := work.tensors()).reader() as reader:
-        for name in (name for stage in at.block.stages for name in stage):
+        for name in at.names:
             full = at.full(name)
             if full + WEIGHT in found.tensors:
                 codes, scale = (reader.whole(full + suffix) for suffix in (WEIGHT, SCALE))

@@ -37,7 +37,7 @@ from slidesparse.checkpoint.storage import (
     Writer,
     read_header,
 )
-from slidesparse.errors import CalibrationError
+from slidesparse.errors import CalibrationError, shown
 
 STATE, CHOICE = "state.json", "choice.json"
 ROTATION, GAIN = f"rotation{SUFFIX}", "rotation.json"
@@ -174,18 +174,13 @@ def _require_same(work: WorkFolder, state: Mapping[str, Any]) -> None:
         return
     different = sorted(key for key in {*found, *plain} if found.get(key) != plain.get(key))
     if different:
-        shown = "; ".join(
-            f"{key} was {_shown(found.get(key))}, is {_shown(plain.get(key))}" for key in different
+        changes = "; ".join(
+            f"{key} was {shown(found.get(key))}, is {shown(plain.get(key))}" for key in different
         )
         raise CalibrationError(
-            f"--resume: {work.folder} was started with other options ({shown}); run the same command as "
+            f"--resume: {work.folder} was started with other options ({changes}); run the same command as "
             "then, or remove the folder to start anew"
         )
-
-
-def _shown(value: object) -> str:
-    text = json.dumps(value)
-    return text if len(text) <= 60 else f"{text[:57]}..."
 
 
 def _file(number: int) -> str:

@@ -143,10 +143,6 @@ class Task:
         """The number of models that the samples run through: the pruned one, and the dense one if it is the target."""
         return 2 if self.pruner.updates_weights and self.calibration.target == "dense" else 1
 
-    def rewrites(self, name: str) -> bool:
-        """Return whether a linear layer is pruned, and not just quantized or left alone."""
-        return name in self.layers and self.layers[name].length is not None
-
     def disk_bytes(self) -> int:
         """The bytes of finished layers, and of hidden states if they are to be spilled."""
         specs = [self.model.checkpoint.require(name + WEIGHT) for name in self.layers]

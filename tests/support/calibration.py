@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -25,18 +26,6 @@ def write_ids(path: Path, samples: int = TOKENS[0]) -> str:
 
 def calibrated(source: Path, out: Path, ids: str, **options: Any) -> Report:
     """Convert with calibration, as it is; on the CPU unless told otherwise, where bytes are the same in each run."""
-    keys = (
-        "resume",
-        "samples",
-        "seqlen",
-        "device",
-        "sweeps",
-        "target",
-        "finetune",
-        "rotate",
-        "distill",
-        "minutes",
-    )
-    how = {key: options.pop(key) for key in keys if key in options}
+    how = {field.name: options.pop(field.name) for field in fields(Calibration) if field.name in options}
     calibration = Calibration(ids, **{"device": "cpu", "seqlen": TOKENS[1], "rotate": "off", **how})
     return convert(source, out, calibration=calibration, **options)
