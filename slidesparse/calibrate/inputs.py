@@ -34,9 +34,9 @@ class HiddenStates:
     """A list of float32 tensors, one a batch: on the device, in memory or in a file, by their size.
 
     Args:
-        shapes: of the tensors.
-        folder: where an unnamed file is made for them when they are more than ``limit`` bytes.
-        streams: how many such lists there will be, all with room in the same place.
+        shapes: the shape of each tensor.
+        folder: where an unnamed file is made for them if they take more than MEMORY_BYTES.
+        streams: the number of such lists that must fit into the same place.
     """
 
     def __init__(
@@ -44,14 +44,13 @@ class HiddenStates:
         shapes: Sequence[tuple[int, ...]],
         device: torch.device,
         folder: Path,
-        limit: int | None = None,
         streams: int = 1,
     ) -> None:
         self.shapes = [torch.Size(shape) for shape in shapes]
         self.device = device
         self.streams = streams
         self.nbytes = sum(shape.numel() for shape in self.shapes) * 4
-        self.where = place(self.nbytes * streams, device, limit)
+        self.where = place(self.nbytes * streams, device)
         self._tensors: list[Tensor | None] = [None] * len(self.shapes)
         self._file = tempfile.TemporaryFile(dir=folder) if self.where == "disk" else None  # noqa: SIM115
 

@@ -169,9 +169,12 @@ def test_ids_of_another_tokenizer_are_refused(decoder: LayeredModel) -> None:
 
 
 @pytest.mark.parametrize(("limit", "where"), [(10**9, "memory"), (0, "disk")])
-def test_hidden_states_come_back_as_they_were(tmp_path: Path, limit: int, where: str) -> None:
+def test_hidden_states_come_back_as_they_were(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, limit: int, where: str
+) -> None:
+    monkeypatch.setattr(inputs, "MEMORY_BYTES", limit)
     shapes = [(2, 3, 8), (1, 5, 8)]
-    states = HiddenStates(shapes, CPU, tmp_path, limit)
+    states = HiddenStates(shapes, CPU, tmp_path)
     assert states.where == where
     kept = [torch.randn(shape) for shape in shapes]
     for _ in range(2):
@@ -236,7 +239,8 @@ def test_inputs_are_kept_if_all_fits_in_memory(tmp_path: Path, monkeypatch: pyte
             monkeypatch.setattr(inputs, "KEPT_BYTES", 5 * streams * states.nbytes + spare)
             assert may_keep(states, 24) == fits
     monkeypatch.undo()
-    assert not may_keep(HiddenStates([(2, 3, 8)], CPU, tmp_path, limit=0), 24)  # on the disk
+    monkeypatch.setattr(inputs, "MEMORY_BYTES", 0)
+    assert not may_keep(HiddenStates([(2, 3, 8)], CPU, tmp_path), 24)  # on the disk
 
 
 def test_a_container_may_use_no_more_memory_than_its_limit(
