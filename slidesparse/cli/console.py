@@ -28,6 +28,9 @@ out = Console(highlight=False, soft_wrap=True)
 err = Console(stderr=True, highlight=False, soft_wrap=True)
 
 Json = Annotated[bool, typer.Option("--json", help="Print JSON for machines.")]
+Layout = Annotated[
+    str, typer.Option(help="dense, which stock vLLM serves too, slided offline, or packed, without zeros.")
+]
 
 
 def fail(code: int, message: object) -> NoReturn:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import shlex
 from collections import Counter, defaultdict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -14,7 +14,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from slidesparse import methods
-from slidesparse.cli.console import byte_progress, err, out
+from slidesparse.cli.console import Layout, byte_progress, err, out
 from slidesparse.convert.times import DEFAULT_GPU, DEFAULT_TOKENS
 from slidesparse.errors import SlideSparseError
 from slidesparse.pattern import Pattern, parse_pruned
@@ -97,10 +97,7 @@ def convert(
     quant: Annotated[
         str | None, typer.Option(help="int8 or fp8; by default int8, or what a W8A8 source has.")
     ] = None,
-    layout: Annotated[
-        str,
-        typer.Option(help="dense, which stock vLLM serves too, slided offline, or packed, without zeros."),
-    ] = "dense",
+    layout: Layout = "dense",
     method: Annotated[
         str | None,
         typer.Option(help=f"{_METHODS}."),
@@ -381,12 +378,12 @@ def _summarize(report: Report, dry_run: bool) -> None:
             reasons[why].append(name)
         how = "quantized, not pruned" if verb == "skipped" else "as in the source"
         for why, found in sorted(reasons.items()):
-            shown = f"{', '.join(found[:MOST_NAMES])}{', ...' if len(found) > MOST_NAMES else ''}"
-            out.print(escape(f"{verb:9} {len(found)} {how} ({why}): {shown}"))
+            out.print(escape(f"{verb:9} {len(found)} {how} ({why}): {_some(found)}"))
     if report.left_out:
         found = [name if name.isprintable() else repr(name) for name in report.left_out]
-        shown = f"{', '.join(found[:MOST_NAMES])}{', ...' if len(found) > MOST_NAMES else ''}"
-        out.print(escape(f"left out  {len(found)} files, no tokenizers, configurations or licences: {shown}"))
+        out.print(
+            escape(f"left out  {len(found)} files, no tokenizers, configurations or licences: {_some(found)}")
+        )
     size = f"{report.bytes_in / 1e6:.1f} MB -> {report.bytes_out / 1e6:.1f} MB"
     if dry_run and report.budget:
         out.print("dry run   nothing was pruned; what was measured is kept for the next run")
@@ -398,6 +395,10 @@ def _summarize(report: Report, dry_run: bool) -> None:
     _show_errors(report)
     out.print(f"bytes     {size} in {report.seconds:.1f} s, {report.rate:.0f} MB/s of input")
     out.print(escape(f"serve     vllm serve {shlex.quote(str(report.out))}"))
+
+
+def _some(names: Sequence[str]) -> str:
+    return f"{', '.join(names[:MOST_NAMES])}{', ...' if len(names) > MOST_NAMES else ''}"
 
 
 def _show_budget(outcome: Outcome) -> None:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.markup import escape
 
-from slidesparse.cli.console import byte_progress, out
+from slidesparse.cli.console import Layout, byte_progress, out
 from slidesparse.pattern import parse_pruned
 
 if TYPE_CHECKING:
@@ -36,10 +36,7 @@ def synth(
         str | None,
         typer.Option("--sparsity", "-s", help="Prune to this pattern, such as 6:8; by default not at all."),
     ] = None,
-    layout: Annotated[
-        str,
-        typer.Option(help="dense, which stock vLLM serves too, slided offline, or packed, without zeros."),
-    ] = "dense",
+    layout: Layout = "dense",
     seed: Annotated[int, typer.Option(help="The seed of the random weights.")] = 0,
     layers: Annotated[
         int | None, typer.Option(help="Write only the first N layers of the model.", metavar="N")
