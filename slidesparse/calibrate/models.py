@@ -51,12 +51,7 @@ FUSED: Stages = (("self_attn.qkv_proj",), ("self_attn.o_proj",), ("mlp.gate_up_p
 # The norms before and after attention, then before and after the MLP; "" where there is none
 BEFORE = ("input_layernorm", "", "post_attention_layernorm", "")
 AFTER = ("", "post_attention_layernorm", "", "post_feedforward_layernorm")
-AROUND = (
-    "input_layernorm",
-    "post_attention_layernorm",
-    "pre_feedforward_layernorm",
-    "post_feedforward_layernorm",
-)
+AROUND = (BEFORE[0], AFTER[1], "pre_feedforward_layernorm", AFTER[3])
 HEAD = "lm_head.weight"  # where it is not the embedding
 QUERY_KEY_NORMS = ("self_attn.q_norm", "self_attn.k_norm")
 
@@ -107,12 +102,8 @@ ENCODERS = ("Bert", "Roberta", "XLMRoberta")
 CAUSAL = "ForCausalLM"
 _HEADS = (CAUSAL, "Model", "ForMaskedLM", "ForSequenceClassification", "ForTokenClassification")
 ROPES = ("default", "linear", "llama3", "longrope")
-_ROPE_KEYS = (
-    "rope_theta",
-    "partial_rotary_factor",
-    "original_max_position_embeddings",
-    "max_position_embeddings",
-)
+_POSITIONS = ("original_max_position_embeddings", "max_position_embeddings")
+_ROPE_KEYS = ("rope_theta", "partial_rotary_factor", *_POSITIONS)
 LAYER_TYPES = ("sliding_attention", "full_attention")
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "gelu": F.gelu,

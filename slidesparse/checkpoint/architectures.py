@@ -78,9 +78,7 @@ ENCODER = Family(
     ),
     (("query", "key", "value"),),
 )
-UNKNOWN = Family(
-    re.compile(""), DECODER.fused + ENCODER.fused
-)  # all weights, joined by the names that are usual
+UNKNOWN = Family(re.compile(""), DECODER.fused + ENCODER.fused)  # all weights, fused by the usual names
 
 _DECODERS = ("Llama", "Mistral", "Qwen2", "Qwen3", "Gemma", "Gemma2", "Granite", "Olmo2")
 _MOES = ("Mixtral", "Qwen2Moe", "Qwen3Moe", "Olmoe", "PhiMoE", "Glm4Moe")
@@ -124,20 +122,9 @@ def joined_experts(tensor: str) -> str | None:
     return match[1] if match else None
 
 
-_HIDDEN = (
-    "q_proj",
-    "k_proj",
-    "v_proj",
-    "qkv_proj",
-    "gate_proj",
-    "up_proj",
-    "gate_up_proj",
-    "query",
-    "key",
-    "value",
-)
+_HIDDEN = "q_proj k_proj v_proj qkv_proj gate_proj up_proj gate_up_proj query key value"
 _INPUTS = {
-    **dict.fromkeys(_HIDDEN, "hidden_size"),
+    **dict.fromkeys(_HIDDEN.split(), "hidden_size"),
     "attention.output.dense": "hidden_size",
     "intermediate.dense": "hidden_size",
     "o_proj": "heads",

@@ -35,10 +35,7 @@ QUANT_METHOD = "slidesparse"  # names the layouts but dense, and the plugin insi
 COMPRESSED_TENSORS = "compressed-tensors"  # the quant_method of the dense layout
 VERSION = 1
 LAYOUTS = ("dense", "slided", "packed")
-SPARSE_FORMATS = (
-    "sparse-24-bitmask",
-    "sparse-bitmask",
-)  # of compressed-tensors up to 0.14, as `slidesparse.bitmask`
+SPARSE_FORMATS = ("sparse-24-bitmask", "sparse-bitmask")  # of compressed-tensors up to 0.14
 STAMP = "slidesparse_serving"  # in quantization_config, in memory only: what the plugin has decided
 MOST_IN_FEATURES = 2**24
 MOST_NAME = 1000  # characters of a layer's name

@@ -49,7 +49,8 @@ class Budget:
     gpu: str = DEFAULT_GPU
 
     def __post_init__(self) -> None:
-        given = [goal for goal, value in zip(GOALS, self._values, strict=True) if value is not None]
+        values = self.max_loss, self.min_speedup, self.zeros
+        given = [goal for goal, value in zip(GOALS, values, strict=True) if value is not None]
         if len(given) != 1:
             raise CalibrationError(f"give one of {', '.join(GOALS)}, found {' and '.join(given) or 'none'}")
         if self.max_loss is not None and not 0 < self.max_loss < 1:
@@ -67,10 +68,6 @@ class Budget:
             raise TimesError(f"--tokens: the tokens of a step are at least 1, found {self.tokens}")
         if self.zeros is None:
             times_of(self.gpu)  # or TimesError now, not after calibration
-
-    @property
-    def _values(self) -> tuple[float | None, ...]:
-        return self.max_loss, self.min_speedup, self.zeros
 
     @property
     def goal(self) -> str:

@@ -59,10 +59,8 @@ BY_IGNORE, BY_SOURCE, NOT_LINEAR = "--ignore", "not quantized in the source", "n
 JOINED = "routed experts in one tensor, which vLLM serves unquantized"
 # Why a linear layer is quantized without being pruned
 BY_SKIP, BY_BUDGET = "--skip", "by the budget"
-ROUTED, QUANTIZED = (
-    "routed experts, which vLLM serves",
-    "quantized in the source, not a linear layer of a block",
-)
+ROUTED = "routed experts, which vLLM serves"
+QUANTIZED = "quantized in the source, not a linear layer of a block"
 
 _ACTIVATIONS = (".input_scale", ".input_zero_point")  # of a layer with static activations
 
@@ -152,20 +150,13 @@ class ConversionPlan:
         """Bytes of all files of tensors written, headers included."""
         return sum(plan_file(self.specs(file))[2] for file in self.checkpoint.files)
 
-    def index(self) -> bytes | None:
-        """Return the output's index of shards, when the source has one."""
-        if self.checkpoint.index is None:
-            return None
-        files = {spec.name: part.file for part in self.parts for spec in part.out}
-        old = self.checkpoint.index.get("metadata")
-        metadata = {**(old if isinstance(old, dict) else {}), "total_size": self.bytes_out}
-        return _json({"metadata": metadata, "weight_map": dict(sorted(files.items()))})
-
     def small_files(self) -> Iterator[tuple[str, bytes]]:
-        """Yield names and contents of the other files than shards; config.json comes last and makes it a checkpoint."""
-        index = self.index()
-        if index is not None:
-            yield INDEX, index
+        """Yield the names and contents of the JSON files; config.json, which completes the checkpoint, comes last."""
+        if self.checkpoint.index is not None:
+            files = {spec.name: part.file for part in self.parts for spec in part.out}
+            old = self.checkpoint.index.get("metadata")
+            metadata = {**(old if isinstance(old, dict) else {}), "total_size": self.bytes_out}
+            yield INDEX, _json({"metadata": metadata, "weight_map": dict(sorted(files.items()))})
         yield CONFIG, _json(self.config)
 
 

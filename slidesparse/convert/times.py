@@ -54,9 +54,8 @@ class LayerTimes:
     """The times of layers on one GPU, in microseconds."""
 
     gpu: str
-    measured: Mapping[
-        tuple[str, str], Mapping[int, Mapping[Shape, float]]
-    ]  # (dtype, pattern) -> tokens -> shape
+    # (dtype, pattern) -> tokens -> shape -> time
+    measured: Mapping[tuple[str, str], Mapping[int, Mapping[Shape, float]]]
 
     @classmethod
     def of(cls, gpu: str) -> LayerTimes:
