@@ -1,4 +1,4 @@
-"""Wanda: weights times the size of their inputs, without any update (arXiv 2306.11695, equation 1)."""
+"""Wanda: prune by weight magnitude times input norm, without updating weights (arXiv 2306.11695, equation 1)."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from slidesparse.prune import prune_by_importance
 
 
 class Wanda(Method):
-    """Drop the two weights of each block that matter least to the layer's output."""
+    """Remove the two weights of each block with the smallest product of magnitude and input norm."""
 
     def calibrated(self, hessian: Tensor, tokens: int, sweeps: int, ternary: bool = False) -> Pruner:
         return lambda w, pattern, _: wanda(w, hessian, pattern)
@@ -24,7 +24,7 @@ def wanda(w: Tensor, hessian: Tensor, pattern: Pattern) -> Tensor:
         hessian: [K, K], the sum of x x^T.
 
     Returns:
-        A new [N, K]; every kept weight is unchanged bit for bit.  A block whose inputs were all zero loses its
+        A new [N, K] whose remaining weights are unchanged bit for bit.  A block whose inputs were all zero loses its
         leftmost weights.
     """
     norms = hessian.diagonal().clamp(min=0).sqrt().to(w.dtype)

@@ -416,7 +416,7 @@ def test_a_model_that_overflows_is_told(
     model: Path, tmp_path: Path, ids: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(losses.Judge, "distances", lambda *_: [math.nan] * 16)
-    with pytest.raises(CalibrationError, match=r"q_proj costs at 8:10 is not finite"):
+    with pytest.raises(CalibrationError, match=r"q_proj at 8:10 is not finite"):
         calibrated(model, tmp_path / "out", ids, budget=Budget(zeros=0.2), finetune=0)
 
 

@@ -226,7 +226,7 @@ def test_ids_without_a_token_are_refused_before_vllm_starts(
         assert (done.code, without_engine) == (2, [])
         assert (
             f"--data holds token ids from {min(wrong, 0)} to {max(wrong, 25)}, but the vocabulary of {folder} has "
-            "26 tokens, 0 to 25; use ids that its own tokenizer made"
+            "26 tokens, 0 to 25; use ids from its own tokenizer"
         ) in done.err
 
 

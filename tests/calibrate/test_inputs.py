@@ -63,7 +63,7 @@ def test_decoders_read_texts_as_one_stream(decoder: LayeredModel, tmp_path: Path
     one, two, three = [1, 2, 3, 1, 2, 3, 1, 9], [2, 9], [3, 3, 9]
     orders = [one + two + three, two + one + three, two + three + one, three + one + two, three + two + one]
     assert stream in [order[:12] for order in [*orders, one + three + two]]
-    assert found.note == "calib.jsonl gives 3 samples of at most 4 tokens, 10 were asked for"
+    assert found.note == "calib.jsonl gives 3 samples of at most 4 tokens, 10 were requested"
     fewer = load_samples(path, decoder, 2, 4)
     assert rows(fewer) == rows(found)[:2]
     assert fewer.note == ""
