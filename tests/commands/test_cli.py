@@ -80,7 +80,7 @@ def test_sparsegpt_is_the_default_with_calibration(
     options = ("--layer", "down_proj=8:10", "--skip", "1.*o_proj", "--report", report)
     done = Done(*start(source, tmp_path / "out", *calib, *options))
     assert done.code == 0, done.err
-    assert done.err == "note: ids.npy gives 6 samples of at most 24 tokens, 128 were asked for\n"
+    assert done.err == "note: ids.npy gives 6 samples of at most 24 tokens, 128 were requested\n"
     lines = done.out.splitlines()
     facts = (
         "13 in int8 W8A8",
@@ -186,7 +186,7 @@ def test_every_option_reaches_the_conversion(
         (("--calib", "random", "--method", "wanda", "--sweeps", "9"), "wanda does not use --sweeps"),
         (("--calib", "missing.jsonl"), "'missing.jsonl'"),
         (("--calib", "random", "--target", "mean"), "--target 'mean'"),
-        (("--calib", "random", "--samples", "9" * 12), "more than the 268435456 that are drawn at most"),
+        (("--calib", "random", "--samples", "9" * 12), "more than the limit of 268435456 tokens"),
         (("--rotate", "on"), "so --rotate would do nothing"),
         (("--calib", "random", "--rotate", "yes"), "--rotate 'yes' is not known"),
         (("--layer", "down_proj=1:8"), "--layer 'down_proj=1:8'"),
@@ -233,7 +233,7 @@ def test_interrupted_then_resumed(
         patch.setattr(WorkFolder, "save", interrupt)
         done = Done(*command)
     assert done.code == 130
-    assert done.err.startswith("interrupted; --resume goes on")
+    assert done.err.startswith("interrupted; --resume continues")
     refused = Done(*command)
     assert refused.code == 2
     assert "--resume" in refused.err
@@ -276,7 +276,7 @@ def test_a_budget_prints_what_can_be_had_for_which_loss(
     assert losses[-2] == max(losses)
     assert sum("uniform" in line for line in lines) == 4
     assert any("chosen: " in line for line in lines)
-    assert lines[-1] == "dry run   nothing was pruned; what was measured is kept for the next run"
+    assert lines[-1] == "dry run   nothing was pruned; the measurements are cached for the next run"
     done = Done(
         "convert", source, tmp_path / "out", "--max-loss", "50%", "--tokens", 16, *calib, "--finetune", 0
     )
