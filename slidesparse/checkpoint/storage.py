@@ -184,15 +184,6 @@ class Checkpoint:
         return Reader(self)
 
 
-def positions_of(config: Mapping[str, Any]) -> int | None:
-    """Return the model's maximum number of positions from config.json, or None if it is missing.
-
-    Raises AttributeError, TypeError or ValueError for a malformed config.
-    """
-    found = config.get("text_config", config).get("max_position_embeddings")
-    return int(found) if found else None
-
-
 def _joined(checkpoint: Checkpoint, reader: Reader) -> dict[str, StoredTensor]:
     """Return the tensors, with weights instead of their parts.  Raises CheckpointError for inconsistent parts."""
     tensors, weights, taken = checkpoint.tensors, {}, set()

@@ -7,15 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from slidesparse.checkpoint.storage import CONFIG, positions_of
-from slidesparse.checkpoint.tokens import (
-    clipped,
-    read_ids,
-    read_lines,
-    read_records,
-    read_text,
-    tokenizer_of,
-)
+from slidesparse.checkpoint.storage import CONFIG
+from slidesparse.checkpoint.tokens import clipped, read_ids, read_lines, read_records, read_text, tokenizer_of
 from slidesparse.errors import SlideSparseError
 
 Ids = list[list[int]]
@@ -28,18 +21,23 @@ def window_of(*folders: Path) -> int:
 
     vLLM generates one token after a window.  A config.json without a number of positions does not limit the window.
     """
-    positions = [_positions(folder) for folder in folders]
+    positions = [_size(folder, "max_position_embeddings") for folder in folders]
     return min([WINDOW, *(found - 1 for found in positions if found)])
 
 
 def vocabulary_of(folder: Path) -> int | None:
     """Return the size of a model's vocabulary, or None if it is not in config.json."""
+    found = _size(folder, "vocab_size")
+    return None if found is None else max(1, found)
+
+
+def _size(folder: Path, key: str) -> int | None:
+    """Return a number from config.json, or from its text_config, or None if there is none."""
     try:
         config = config_of(folder)
-        found = config.get("vocab_size") or config.get("text_config", {}).get("vocab_size")
-        return max(1, int(found))
-    except (SlideSparseError, ValueError, TypeError, AttributeError):
-        return None  # vLLM tells what is wrong with it
+        return int({**config, **config.get("text_config", {})}[key])
+    except (SlideSparseError, ValueError, TypeError, KeyError):
+        return None  # vLLM will report what is wrong
 
 
 def config_of(folder: Path) -> dict[str, Any]:
@@ -51,13 +49,6 @@ def config_of(folder: Path) -> dict[str, Any]:
             f"{folder} is no checkpoint folder: its {CONFIG} cannot be read ({error})"
         ) from error
     return found if isinstance(found, dict) else {}
-
-
-def _positions(folder: Path) -> int | None:
-    try:
-        return positions_of(config_of(folder))
-    except (SlideSparseError, ValueError, TypeError, AttributeError):
-        return None  # vLLM tells what is wrong with it
 
 
 def windows(data: str | Path, folder: Path, seqlen: int, samples: int | None) -> Ids:
