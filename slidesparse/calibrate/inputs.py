@@ -42,11 +42,7 @@ class HiddenStates:
     """
 
     def __init__(
-        self,
-        shapes: Sequence[tuple[int, ...]],
-        device: torch.device,
-        folder: Path,
-        streams: int = 1,
+        self, shapes: Sequence[tuple[int, ...]], device: torch.device, folder: Path, streams: int = 1
     ) -> None:
         self.shapes = [torch.Size(shape) for shape in shapes]
         self.device = device

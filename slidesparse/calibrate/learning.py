@@ -29,7 +29,7 @@ from torch import Tensor
 
 from slidesparse.calibrate.finetune import attend
 from slidesparse.calibrate.inputs import HiddenStates, gather, place
-from slidesparse.calibrate.models import HEAD, Block, Scores, fast_products
+from slidesparse.calibrate.models import HEAD, Block, fast_products
 from slidesparse.calibrate.pipeline import Position, counter, walk
 from slidesparse.calibrate.resume import GAIN, ROTATION, WorkFolder, work_folder
 from slidesparse.calibrate.rotation import RotatedReader, Rotation
@@ -254,7 +254,7 @@ def _back(
     costs: list[list[Cost]] = []
     for number in reversed(range(task.model.blocks)):
         block = task.model.load(reader, number, task.device)
-        block.attend = _attend
+        block.attend = lambda *inputs: attend(*inputs).float()  # from BF16 on a GPU
         sums = _GradientSums(block)
         for i in range(batches):
             size = max(1, GRADIENT_PIECE // ids[i].shape[1])
@@ -263,11 +263,6 @@ def _back(
         means = {name: found / tokens for name, found in sums.found.items()}
         costs.append(_block_costs(task, number, block, means, inverses[number]))
     return costs[::-1]
-
-
-def _attend(q: Tensor, k: Tensor, v: Tensor, how: Scores) -> Tensor:
-    """Compute attention in float32, with deterministic gradients."""
-    return attend(q, k, v, how).float()  # BF16 on a GPU
 
 
 def _at_the_end(task: Task, reader: Reader, states: HiddenStates, ids: Sequence[Tensor]) -> list[Tensor]:

@@ -90,10 +90,7 @@ def calibrate(task: Task, reader: Reader, work: WorkFolder, progress: Progress |
 
 @torch.inference_mode()
 def prune_floats(
-    task: Task,
-    reader: Reader,
-    folder: Path,
-    rule: Callable[[Tensor, Hessian], Tensor] | None = None,
+    task: Task, reader: Reader, folder: Path, rule: Callable[[Tensor, Hessian], Tensor] | None = None
 ) -> dict[str, Tensor]:
     """Prune the layers of ``task`` without quantizing; return the weights in the source's dtype, by layer name.
 

@@ -99,10 +99,7 @@ def convert(
         str | None, typer.Option(help="int8 or fp8; by default that of a W8A8 source, otherwise int8.")
     ] = None,
     layout: Layout = "dense",
-    method: Annotated[
-        str | None,
-        typer.Option(help=f"{_METHODS}."),
-    ] = None,
+    method: Annotated[str | None, typer.Option(help=f"{_METHODS}.")] = None,
     calib: Annotated[
         str | None,
         typer.Option(
@@ -125,10 +122,7 @@ def convert(
     ] = None,
     sweeps: Annotated[
         int | None,
-        typer.Option(
-            help="Refinement passes of sparsegpt over each layer; by default 4.",
-            metavar="N",
-        ),
+        typer.Option(help="Refinement passes of sparsegpt over each layer; by default 4.", metavar="N"),
     ] = None,
     target_of: Annotated[
         str | None,
@@ -177,8 +171,7 @@ def convert(
     skip: Annotated[
         list[str] | None,
         typer.Option(
-            help="Quantize layers whose name matches, without pruning them; may be repeated.",
-            metavar="REGEX",
+            help="Quantize layers whose name matches, without pruning them; may be repeated.", metavar="REGEX"
         ),
     ] = None,
     ignore: Annotated[
@@ -194,14 +187,12 @@ def convert(
     ] = None,
     seed: Annotated[int, typer.Option(help="Seed for selecting samples, and for --method random.")] = 0,
     report: Annotated[
-        Path | None,
-        typer.Option(help="Write a report on each layer to this JSON file.", metavar="FILE.json"),
+        Path | None, typer.Option(help="Write a report on each layer to this JSON file.", metavar="FILE.json")
     ] = None,
     dry_run: Annotated[
         bool,
         typer.Option(
-            "--dry-run",
-            help="Check everything and show the plan or a budget's trade-off; write nothing.",
+            "--dry-run", help="Check everything and show the plan or a budget's trade-off; write nothing."
         ),
     ] = False,
 ) -> None:

@@ -21,8 +21,7 @@ if TYPE_CHECKING:
 
 Folder = Annotated[Path, typer.Argument(help="The checkpoint to evaluate.", metavar="DIR")]
 Against = Annotated[
-    Path | None,
-    typer.Option(help="A checkpoint to compare with, such as the original.", metavar="DIR"),
+    Path | None, typer.Option(help="A checkpoint to compare with, such as the original.", metavar="DIR")
 ]
 Samples = Annotated[int | None, typer.Option(help="Use only the first N samples.", metavar="N")]
 Options = Annotated[
@@ -55,8 +54,7 @@ def perplexity(
     top: Annotated[
         int,
         typer.Option(
-            help="Most likely tokens to compare for KL; -1 for all, if they fit into memory.",
-            metavar="N",
+            help="Most likely tokens to compare for KL; -1 for all, if they fit into memory.", metavar="N"
         ),
     ] = 20,
     option: Options = None,

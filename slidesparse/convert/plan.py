@@ -165,9 +165,7 @@ def _json(value: object) -> bytes:
 
 
 def make_plan(
-    checkpoint: Checkpoint,
-    options: ConvertOptions,
-    by_budget: Mapping[str, Pattern | None] | None = None,
+    checkpoint: Checkpoint, options: ConvertOptions, by_budget: Mapping[str, Pattern | None] | None = None
 ) -> ConversionPlan:
     """Plan a conversion without writing anything.  Raises the errors of `slidesparse.convert.stream.convert`.
 
@@ -295,10 +293,7 @@ def _converted(block: dict[str, Any] | None, options: ConvertOptions) -> Metadat
 
 
 def _require_fitting(
-    checkpoint: Checkpoint,
-    options: ConvertOptions,
-    source: Quantization | None,
-    converted: Metadata | None,
+    checkpoint: Checkpoint, options: ConvertOptions, source: Quantization | None, converted: Metadata | None
 ) -> None:
     """Raise CheckpointError or CalibrationError for an option that does not fit the source."""
     if source and any(

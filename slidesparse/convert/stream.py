@@ -392,11 +392,7 @@ def _not_finite_message(reader: Reader, part: Part) -> str:
 
 
 def _write_tensors(
-    plan: ConversionPlan,
-    reader: Reader,
-    codes: Reader | None,
-    folder: Path,
-    progress: Progress | None,
+    plan: ConversionPlan, reader: Reader, codes: Reader | None, folder: Path, progress: Progress | None
 ) -> None:
     done = 0
     with workers() as pool:

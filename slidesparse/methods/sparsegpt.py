@@ -147,11 +147,7 @@ def costs(w: Tensor, upper: Tensor, length: int) -> Tensor:
 
 
 def sparsegpt(
-    w: Tensor,
-    upper: Tensor,
-    pattern: SlidePattern,
-    grid: Tensor | None = None,
-    only: Tensor | None = None,
+    w: Tensor, upper: Tensor, pattern: SlidePattern, grid: Tensor | None = None, only: Tensor | None = None
 ) -> Tensor:
     """Prune ``w`` to ``pattern`` and update what remains.
 

@@ -169,10 +169,7 @@ def test_no_violation_after_quantization_and_a_tail_loses_no_more_than_it_must(
     for k in range(64, 64 + pattern.length):
         w, h = weights(16, k).float(), hessian_of(inputs(200, k), torch.float32)
         upper = factor(h)
-        for pruned in (
-            refine(w, sparsegpt(w, upper, pattern), h, pattern, 1),
-            wanda(w, h, pattern),
-        ):
+        for pruned in (refine(w, sparsegpt(w, upper, pattern), h, pattern, 1), wanda(w, h, pattern)):
             codes, _ = quantize_rows(pruned, dtype)
             assert violations(codes, pattern) is None
             tail = k % pattern.length

@@ -438,9 +438,7 @@ SLIDED = {
     ),
     "another layout": (lambda b: b["slidesparse"].update(layout="dense"), "in the dense layout have"),
 }
-DENSE = {
-    "another layout": (lambda b: b["slidesparse"].update(layout="slided"), "in the slided layout have"),
-}
+DENSE = {"another layout": (lambda b: b["slidesparse"].update(layout="slided"), "in the slided layout have")}
 
 
 def commands_refuse(folder: Path, fact: str) -> None:

@@ -253,10 +253,7 @@ SINGLE: dict[str, tuple[Callable[[Path], Any], str]] = {
     "header a list": (lambda source: edit_header(source / MODEL, "[1]"), "found [1]"),
     "header no JSON": (lambda source: edit_header(source / MODEL, "{"), MODEL),
     "a name twice": (lambda source: edit_header(source / MODEL, '{"a": {}, "a": {}}'), "'a' appears twice"),
-    "header too deep": (
-        lambda source: edit_header(source / MODEL, '{"a":' * 100_000),
-        "nested too deeply",
-    ),
+    "header too deep": (lambda source: edit_header(source / MODEL, '{"a":' * 100_000), "nested too deeply"),
     "name of two lines": (lambda source: edit_header(source / MODEL, '{"a\\nb": {}}'), "'a\\nb'"),
     "name half a pair": (lambda source: edit_header(source / MODEL, '{"\\ud800": {}}'), "printable"),
     "empty and endless": (

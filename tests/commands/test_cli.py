@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -129,29 +130,8 @@ def test_every_option_reaches_the_conversion(
         return plain(source, out, options, **more)
 
     monkeypatch.setattr(stream, "convert", record)
-    common = (
-        "--quant",
-        "fp8",
-        "--layout",
-        "slided",
-        "--method",
-        "random",
-        "--seed",
-        5,
-        "--linear",
-        "mlp|o_proj",
-    )
-    more = (
-        "--ignore",
-        "0.*o_",
-        "--skip",
-        "1.*o_",
-        "--layer",
-        "up|gate=4:6",
-        "--layer",
-        "down=8:10",
-        "--dry-run",
-    )
+    common = shlex.split("--quant fp8 --layout slided --method random --seed 5 --linear 'mlp|o_proj'")
+    more = shlex.split("--ignore 0.*o_ --skip 1.*o_ --layer 'up|gate=4:6' --layer down=8:10 --dry-run")
     done = Done(*start(source, tmp_path / "out", *common, *more))
     assert done.code == 0, done.err
     assert done.out.splitlines()[-1] == "dry run   nothing was written"
