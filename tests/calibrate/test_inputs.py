@@ -88,7 +88,7 @@ def test_ids_of_a_file(decoder: LayeredModel, tmp_path: Path) -> None:
     assert rows(load_samples(str(path), decoder, 9, 10)) == [list(range(10)), list(range(10, 20))]
 
 
-def test_random_tokens_say_what_they_are_good_for(decoder: LayeredModel) -> None:
+def test_random_tokens_come_with_a_note(decoder: LayeredModel) -> None:
     found = load_samples("random", decoder, 3, 7)
     assert [len(row) for row in rows(found)] == [7, 7, 7]
     assert "only to try things out" in found.note
@@ -169,7 +169,7 @@ def test_ids_of_another_tokenizer_are_refused(decoder: LayeredModel) -> None:
 
 
 @pytest.mark.parametrize(("limit", "where"), [(10**9, "memory"), (0, "disk")])
-def test_hidden_states_come_back_as_they_were(
+def test_hidden_states_are_preserved(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, limit: int, where: str
 ) -> None:
     monkeypatch.setattr(inputs, "MEMORY_BYTES", limit)
@@ -219,7 +219,7 @@ def test_inputs_follow_the_weights_as_they_are_replaced(tmp_path: Path, keep: bo
     assert block.runs == (6 if keep else 2 * (1 + 3 + 3))
 
 
-def test_inputs_start_again_when_weights_behind_them_change(tmp_path: Path) -> None:
+def test_inputs_restart_after_weights_change(tmp_path: Path) -> None:
     states = HiddenStates([(1, 1, 2)], CPU, tmp_path)
     states[0] = torch.ones(1, 1, 2)
     block = Doubling(BlockSizes(1, 1, 2, 0.0, torch.relu), dict.fromkeys("abc", torch.tensor(2.0)))

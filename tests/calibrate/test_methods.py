@@ -100,7 +100,7 @@ def test_one_row_is_the_exact_optimal_brain_surgeon(pattern: SlidePattern, tail:
     assert float((found[0] - expected).abs().max()) < 1e-11 * float(w.abs().max())
 
 
-def test_many_rows_are_each_row_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_are_independent(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("slidesparse.methods.sparsegpt.CHOICE_ELEMENTS", 28 * 3)  # three rows at a time
     w, pattern = weights(7, 29), PATTERNS[2]
     upper = factor(hessian_of(inputs(300, 29)), dtype=torch.float64)
@@ -111,7 +111,7 @@ def test_many_rows_are_each_row_by_itself(monkeypatch: pytest.MonkeyPatch) -> No
         assert float((alone - together[row : row + 1]).abs().max()) < 1e-12
 
 
-def test_columns_in_batches_are_columns_one_block_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_batch_size_of_columns_does_not_matter(monkeypatch: pytest.MonkeyPatch) -> None:
     w, h, pattern = weights(5, 300), hessian_of(inputs(900, 300)), PATTERNS[1]
     upper = factor(h, dtype=torch.float64)
     in_batches = sparsegpt(w, upper, pattern)
@@ -131,7 +131,7 @@ def cost(w: Tensor, found: Tensor, h: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("pattern", PATTERNS[:4], ids=str)
-def test_a_sweep_never_makes_a_row_worse_and_ends_where_no_block_can_be_bettered(
+def test_sweeps_never_increase_the_cost_and_end_in_a_local_optimum(
     pattern: SlidePattern,
 ) -> None:
     assert pattern.length
@@ -161,7 +161,7 @@ def test_a_sweep_never_makes_a_row_worse_and_ends_where_no_block_can_be_bettered
 
 @pytest.mark.parametrize("pattern", PATTERNS, ids=str)
 @pytest.mark.parametrize("dtype", [INT8, FP8], ids=["int8", "fp8"])
-def test_no_violation_after_quantization_and_a_tail_loses_no_more_than_it_must(
+def test_no_violation_after_quantization_and_a_minimal_tail(
     pattern: SlidePattern, dtype: torch.dtype
 ) -> None:
     """Each K modulo L."""
@@ -188,7 +188,7 @@ def test_nothing_is_pruned_at_2_inf() -> None:
 
 
 @pytest.mark.parametrize("ratio", ["6:8", "4:6", "2:4"])
-def test_sparsegpt_beats_wanda_beats_magnitude_on_tokens_not_calibrated_with(ratio: str) -> None:
+def test_methods_rank_as_expected_on_held_out_tokens(ratio: str) -> None:
     pattern, k = SlidePattern.parse(ratio), 96
     x = inputs(6000, k)
     calibration, held_out = hessian_of(x[:3000]), hessian_of(x[3000:])
@@ -201,13 +201,13 @@ def test_sparsegpt_beats_wanda_beats_magnitude_on_tokens_not_calibrated_with(rat
     assert errors[0] < 0.95 * errors[1] < 0.85 * errors[2], errors
 
 
-def test_wanda_weighs_by_the_size_of_the_inputs() -> None:
+def test_wanda_uses_input_norms() -> None:
     w = torch.tensor([[1.0, 2.0, 3.0, 4.0, 1.0, 1.0, 1.0, 1.0]])
     h = torch.diag(torch.tensor([100.0, 1.0, 1.0, 0.01, 9.0, 4.0, 16.0, 25.0]))
     assert wanda(w, h, SlidePattern(4)).tolist() == [[1.0, 0.0, 3.0, 0.0, 0.0, 0.0, 1.0, 1.0]]
 
 
-def test_inputs_never_seen_lose_first_and_else_keep_their_weight() -> None:
+def test_weights_of_dead_inputs_are_removed_first_and_not_updated() -> None:
     """Input 3 of each block of 8 is dead: its weight goes, as that costs nothing; in a tail of three it stays."""
     pattern, k = SlidePattern(8), 19
     x = inputs(400, k)
@@ -218,13 +218,13 @@ def test_inputs_never_seen_lose_first_and_else_keep_their_weight() -> None:
     assert float((pruned[:, 18] - w[:, 18]).abs().max()) < 1e-12
 
 
-def test_no_inputs_at_all_prune_by_magnitude() -> None:
+def test_zero_inputs_prune_by_magnitude() -> None:
     w, pattern = weights(12, 30), SlidePattern(8)
     pruned = sparsegpt(w, factor(torch.zeros(30, 30), dtype=torch.float64), pattern)
     assert torch.equal(pruned == 0, prune(w, pattern) == 0)
 
 
-def test_fewer_tokens_than_inputs_still_factor() -> None:
+def test_fewer_tokens_than_inputs_can_be_factored() -> None:
     w, pattern = weights(12, 80).float(), SlidePattern(8)
     h = hessian_of(inputs(9, 80), torch.float32)
     pruned = refine(w, sparsegpt(w, factor(h), pattern), h, pattern, 4)
@@ -232,7 +232,7 @@ def test_fewer_tokens_than_inputs_still_factor() -> None:
     assert bool(pruned.isfinite().all())
 
 
-def test_few_tokens_are_trusted_less() -> None:
+def test_few_tokens_are_damped_more() -> None:
     """The damping that `damping_for` takes errs less on other tokens than the usual one."""
     k, pattern, w = 96, SlidePattern(8), weights(32, 96)
     x = inputs(4000, k)
@@ -248,7 +248,7 @@ def test_few_tokens_are_trusted_less() -> None:
 
 
 @pytest.mark.parametrize("band", [1, 5, 8, 17, 64])
-def test_h_is_summed_on_one_side_and_mirrored(monkeypatch: pytest.MonkeyPatch, band: int) -> None:
+def test_h_is_symmetric(monkeypatch: pytest.MonkeyPatch, band: int) -> None:
     monkeypatch.setattr("slidesparse.calibrate.inputs.BAND", band)
     x, hessian = inputs(60, 17), Hessian(17, dtype=torch.float64)
     for part in x.split(20):  # read in between, and gone on with
@@ -273,7 +273,7 @@ def test_output_error_is_the_error_of_the_output() -> None:
 
 
 @pytest.mark.parametrize("rows", [(4, 4), (12, 8)])
-def test_the_target_solves_its_least_squares(rows: tuple[int, int]) -> None:
+def test_target_solves_its_least_squares_problem(rows: tuple[int, int]) -> None:
     """It solves the normal equations, of few rows and of many, and is nearer to w d than w is, as a tells of d here."""
     w = {name: weights(n, 24, seed=n) for name, n in zip("xy", rows, strict=True)}
     a = weights(400, 24, seed=2)
@@ -292,7 +292,7 @@ def test_the_target_solves_its_least_squares(rows: tuple[int, int]) -> None:
         assert float((a @ found.t() - wanted).norm()) < 0.2 * float((a @ weight.t() - wanted).norm())
 
 
-def test_inputs_that_did_not_move_leave_the_target_alone() -> None:
+def test_target_is_unchanged_without_drift() -> None:
     w, a = weights(8, 24), weights(100, 24, seed=1)
     drift, hessian = Drift({"w": w}), Hessian(24, dtype=torch.float64)
     drift.add(a, a.clone())
