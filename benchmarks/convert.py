@@ -94,13 +94,12 @@ def write_model(folder: Path, size: int) -> int:
         ]
         specs += added
         total, layer = total + sum(spec.nbytes for spec in added), layer + 1
-    writer = Writer(folder / "model.safetensors", specs)
     noise = torch.randn(2**22, generator=torch.Generator().manual_seed(0)).mul_(0.02).to(torch.bfloat16)
-    for spec in specs:
-        for rows in spec.chunks():
-            count = rows.stop - rows.start
-            writer.write(spec.name, rows.start, noise[: count * spec.columns].view(count, spec.columns))
-    writer.close()
+    with Writer(folder / "model.safetensors", specs) as writer:
+        for spec in specs:
+            for rows in spec.chunks():
+                count = rows.stop - rows.start
+                writer.write(spec.name, rows.start, noise[: count * spec.columns].view(count, spec.columns))
     config = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "num_hidden_layers": layer}
     (folder / "config.json").write_text(json.dumps(config))
     return max(spec.nbytes for spec in specs)

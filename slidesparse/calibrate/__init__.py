@@ -1,7 +1,7 @@
-"""Calibration: prune a model layer by layer, with data that show what each layer reads.
+"""Calibration: prune a model layer by layer, using sample activations.
 
-Read `pipeline` first, which goes through the model.  It runs a `task`, the checked options.  The `samples` of the task
-are run through the layers that `models` reads from safetensors; `inputs` holds what those layers read and sums it up.
-The methods of `slidesparse.methods` prune by these sums, `finetune` trains the weights that stay, and `resume` keeps
-finished layers, so that a killed run can go on.
+Start with `pipeline`, which walks through the model.  It carries out a `task`: the checked options and the calibration
+`samples`.  `models` implements the transformer blocks, `inputs` collects the statistics of their activations, and the
+methods of `slidesparse.methods` prune with these statistics.  `finetune` then trains the remaining weights of a block,
+and `resume` saves finished blocks so that an interrupted run can continue.
 """

@@ -1,15 +1,15 @@
-"""Train the weights that pruning left, a transformer block at a time, to give what the dense model gives.
+"""Fine-tune the remaining weights of one transformer block at a time to match the dense model's outputs.
 
-Pruning solves one linear layer after the other.  Then the linear layers of a block are trained together, as they will
-be served: their weights and inputs are rounded to INT8 or FP8, which gradients pass through as if it were not there,
-and what was pruned stays zero.  The error is that of the block's output y behind the pruned blocks, a mean over
-tokens::
+Pruning treats one linear layer after the other.  Afterwards, all linear layers of a block are trained together, as they
+will be served: weights and inputs are rounded to INT8 or FP8 with a straight-through gradient, and pruned weights stay
+zero.  The loss compares the block's output y, on the outputs of the pruned blocks before it, with the output d of the
+same block in the dense model, as a mean over tokens::
 
-    |y - d|^2 / |d|^2           d: what the same block gives in the dense model
+    |y - d|^2 / |d|^2
 
-One sample in `HELD_OUT` is not trained on; it decides which epoch to keep.  After an epoch that made the error
-larger, training goes on from the best weights, more slowly; if no epoch was better, the weights stay what they were.
-The idea is that of EBFT (arXiv 2402.12419).
+One sample in `HELD_OUT` is a validation sample, and the epoch with the lowest validation loss is kept.  After an epoch
+that raised it, training restarts from the best weights with a lower learning rate.  If no epoch lowers it, the weights
+do not change.  The method is that of EBFT (arXiv 2402.12419).
 """
 
 from __future__ import annotations
@@ -25,36 +25,36 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from slidesparse.calibrate.inputs import BlockInputs, HiddenStates
-from slidesparse.calibrate.models import Block, Scores, attention, fast_products
+from slidesparse.calibrate.models import Scores, attention, fast_products
 from slidesparse.checkpoint.architectures import WEIGHT
 from slidesparse.errors import CalibrationError
 from slidesparse.quantize import dequantize_rows, quantize_rows
 
-# Adam's highest learning rate for steps of STEP_TOKENS, as a part of the root mean square of a layer's weights
+# Adam's peak learning rate for steps of STEP_TOKENS, relative to the root mean square of a layer's weights
 RATE = 0.01
 BETAS = (0.9, 0.95)
-WARM_UP = 0.05  # of all steps; then the rate follows a cosine to zero
-# An epoch has STEPS steps, unless a step then had more than STEP_TOKENS tokens, or fewer than LEAST_STEP_TOKENS, where
-# rounding the weights for a step would be most of its work.
+WARM_UP = 0.05  # share of all steps, after which the learning rate decays to zero along a cosine
+# An epoch has STEPS steps of STEP_TOKENS tokens at most, and LEAST_STEP_TOKENS at least: in shorter steps most of the
+# time would go into rounding the weights.
 STEP_TOKENS = 8192
 STEPS = 32
 LEAST_STEP_TOKENS = 512
-PIECE_TOKENS = {"cpu": 2048, "cuda": 8192}  # tokens that go through a block at a time
-# How attention may be computed.  On a GPU one kernel does it without writing the attention weights to memory.
+PIECE_TOKENS = {"cpu": 2048, "cuda": 8192}  # tokens of a forward pass
+# Attention kernels.  Those of a GPU do not write the attention weights to memory.
 ATTENTION = {
     "cpu": [SDPBackend.MATH],
     "cuda": [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH],
 }
-FUSED_ATTENTION = (8, 0)  # compute capability from which GPUs have such kernels for BF16
-SLOWER = 0.25  # the rate is multiplied by it after an epoch that made things worse
+FUSED_ATTENTION = (8, 0)  # lowest compute capability with such kernels for BF16
+SLOWER = 0.25  # factor on the learning rate after an epoch that raised the validation loss
 HELD_OUT = 8
 
-_Piece = tuple[int, slice]  # a batch, and some of its samples
+_Piece = tuple[int, slice]  # index of a batch, and some of its samples
 
 
 @dataclass(frozen=True)
 class Finetuned:
-    """Trained weights, and the block's error |y - d| / |d|, a root mean square over tokens."""
+    """Trained weights, and the block's error |y - d| / |d| as a root mean square over tokens."""
 
     weights: dict[str, Tensor]  # [N, K] by name of the linear layer
     error_before: float
@@ -69,15 +69,15 @@ def finetune(
     dtype: torch.dtype | None,
     epochs: int,
 ) -> Finetuned:
-    """Train the linear layers ``pruned`` of the block of ``inputs``, which reads ``inputs.states`` batch by batch.
+    """Train the linear layers ``pruned`` of the block ``inputs.block``, whose input is ``inputs.states``.
 
-    The same arguments on the same machine give the same bits.
+    The result is deterministic for the same arguments on the same machine.
 
     Args:
         targets: d, in the same shapes as the states.
-        pruned: [N, K] float32 by name; what is zero there stays zero.
-        quantized: names of linear layers that are served quantized.
-        dtype: torch.int8 or torch.float8_e4m3fn, or None to round nothing.
+        pruned: [N, K] float32 by name; zeros stay zero.
+        quantized: names of the linear layers that are served quantized.
+        dtype: torch.int8 or torch.float8_e4m3fn, or None for no rounding.
 
     Raises:
         CalibrationError: the device has too little memory.
@@ -109,7 +109,13 @@ class _Trainer:
         dtype: torch.dtype | None,
     ) -> None:
         self._states, self._targets, self._dtype = inputs.states, targets, dtype
-        self._block = _trainable(inputs.block, pruned, quantized, dtype)
+        self._block = inputs.block.copy()
+        gone = {name + WEIGHT for name in pruned}  # `_replace` sets them
+        weights = self._block.weights.items()
+        self._block.weights = {name: w.clone() for name, w in weights if name not in gone}
+        self._block.attend = attend
+        if dtype is not None:
+            self._block.read = Rounded(dtype, quantized)
         self._values = {name: w.clone().requires_grad_() for name, w in pruned.items()}
         self._kept = {name: w != 0 for name, w in pruned.items()}
         tokens = sum(samples * length for samples, length, _ in targets.shapes)
@@ -133,12 +139,14 @@ class _Trainer:
             if error < least:
                 least, best = error, self._weights()
             else:
-                self._start_from(best)
+                with torch.no_grad():
+                    for name, w in self._values.items():
+                        w.copy_(best[name])
                 rate, optimizer = rate * SLOWER, self._optimizer()
         return Finetuned(best, before**0.5, least**0.5)
 
     def _optimizer(self) -> torch.optim.Optimizer:
-        """Make Adam with a group a layer; the rates, still to be set, are in units of the group's size."""
+        """Return Adam with one parameter group per layer, whose "size" is the root mean square of its weights."""
         groups = [
             {"params": [w], "size": float(w.detach()[self._kept[name]].square().mean().sqrt())}
             for name, w in self._values.items()
@@ -146,13 +154,8 @@ class _Trainer:
         ]
         return torch.optim.Adam(groups, lr=0.0, betas=BETAS)
 
-    @torch.no_grad()
-    def _start_from(self, weights: Mapping[str, Tensor]) -> None:
-        for name, w in self._values.items():
-            w.copy_(weights[name])
-
     def _steps(self, order: torch.Generator) -> Iterator[list[_Piece]]:
-        """Yield all pieces in another order each time, as many together as make a step."""
+        """Shuffle the pieces and yield them in groups, one group per optimizer step."""
         pieces, tokens = [], 0
         for index in torch.randperm(len(self._trained), generator=order).tolist():
             pieces.append(self._trained[index])
@@ -175,14 +178,14 @@ class _Trainer:
         optimizer.step()
 
     def _loss(self, piece: _Piece) -> Tensor:
-        """Return the error summed over the tokens of a piece."""
+        """Return the loss summed over the tokens of a piece."""
         batch, samples = piece
         x, wanted = (states[batch][samples].clone() for states in (self._states, self._targets))
         lost = (self._block.output(x) - wanted).square().sum(-1)
         return (lost / wanted.square().sum(-1).clamp(min=torch.finfo(wanted.dtype).tiny)).sum()
 
     def _replace(self) -> None:
-        """Put the present weights into the block, rounded."""
+        """Put the current weights, rounded, into the block."""
         for name, w in self._values.items():
             weight = w * self._kept[name]
             self._block.weights[name + WEIGHT] = (
@@ -203,24 +206,8 @@ class _Trainer:
         return int(samples.stop - samples.start) * self._targets.shapes[batch][1]
 
 
-def _trainable(
-    block: Block, without: Collection[str], quantized: Collection[str], dtype: torch.dtype | None
-) -> Block:
-    """Copy a block so that gradients go through it and quantized layers round their inputs.
-
-    The weights of the layers ``without`` are left out.
-    """
-    copy = block.copy()
-    gone = {name + WEIGHT for name in without}
-    copy.weights = {name: w.clone() for name, w in block.weights.items() if name not in gone}
-    if dtype is not None:
-        copy.read = Rounded(dtype, quantized)
-    copy.attend = attend
-    return copy
-
-
 def _pieces(shapes: list[torch.Size], most: int) -> tuple[list[_Piece], list[_Piece]]:
-    """Return pieces to train on and others to judge by; the same ones for fewer than HELD_OUT samples."""
+    """Return the pieces of the training and validation splits; with fewer than HELD_OUT samples they are the same."""
     trained: list[_Piece] = []
     judged: list[_Piece] = []
     seen = 0
@@ -237,7 +224,7 @@ def _pieces(shapes: list[torch.Size], most: int) -> tuple[list[_Piece], list[_Pi
 
 
 def schedule(part: float) -> float:
-    """Return the learning rate when a ``part`` of all steps or of the time is over, as a part of the highest."""
+    """Return the learning rate, relative to its peak, after a ``part`` (0 to 1) of all steps or of the time."""
     return min(1.0, part / WARM_UP) * (0.5 + 0.5 * math.cos(math.pi * part))
 
 
@@ -253,13 +240,13 @@ class _Round(torch.autograd.Function):
 
 
 def _round(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """Quantize each row of x [..., K] and dequantize it again."""
+    """Quantize and dequantize each row of x [..., K]."""
     found: Tensor = _Round.apply(x, dtype)
     return found
 
 
 class Rounded:
-    """Round the inputs of quantized layers; once for successive layers that read the same tensor."""
+    """Round the inputs of quantized layers, once for successive layers that share an input."""
 
     def __init__(self, dtype: torch.dtype, quantized: Collection[str]) -> None:
         self._dtype, self._quantized = dtype, quantized
@@ -274,10 +261,10 @@ class Rounded:
 
 
 class _Attention(torch.autograd.Function):
-    """Attention that is computed again for its gradients, with a fixed order of sums.
+    """Attention that is recomputed in the backward pass, with deterministic sums.
 
-    torch must be told to keep that order.  It must not be told so for products, which would need a setting made before
-    the process began.
+    torch's deterministic mode is enabled for the backward pass alone: for matrix products it would require an
+    environment variable to be set before the process starts.
     """
 
     @staticmethod
@@ -296,7 +283,7 @@ class _Attention(torch.autograd.Function):
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, how: Scores) -> Tensor:
-    """Compute attention; in BF16 by one kernel where gradients are wanted and the GPU has such a kernel."""
+    """Compute attention; with gradients, in BF16 by a fused kernel if the GPU has one."""
     wanted = q.is_cuda and torch.is_grad_enabled() and how.cap is None
     if not wanted or torch.cuda.get_device_capability(q.device) < FUSED_ATTENTION:
         return attention(q, k, v, how)
@@ -307,7 +294,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, how: Scores) -> Tensor:
 
 @contextmanager
 def _fixed_order() -> Iterator[None]:
-    """Make torch sum in a fixed order."""
+    """Enable torch's deterministic algorithms."""
     before = (
         torch.are_deterministic_algorithms_enabled(),
         torch.is_deterministic_algorithms_warn_only_enabled(),

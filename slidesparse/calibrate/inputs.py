@@ -1,8 +1,8 @@
-"""The inputs of a model's linear layers: hidden states between blocks, inputs within a block, and sums over tokens.
+"""The activations of a model: hidden states between blocks, inputs of linear layers, and sums over tokens.
 
-The layers of a stage read the same inputs, and two sums over them are all that pruning needs.  `Hessian` sums x x^T.
-`Drift` sums w (d - a) a^T: behind pruned layers a layer reads a instead of the d that it reads in the dense model, and
-the sum says how its weights w [N, K] could make up for that (see `slidesparse.methods.sparsegpt`).
+The layers of a stage share their inputs, and pruning needs only two sums over these.  `Hessian` sums x x^T.  `Drift`
+sums w (d - a) a^T, where a is a layer's input after the layers before it were pruned and d its input in the dense
+model; from this sum `slidesparse.methods.sparsegpt` computes how the weights w [N, K] can compensate the difference.
 """
 
 from __future__ import annotations
@@ -17,40 +17,38 @@ import torch
 from torch import Tensor
 
 from slidesparse.calibrate.models import Block, fast_products
+from slidesparse.checkpoint.storage import read_at, write_at
 from slidesparse.errors import CalibrationError
 
-MEMORY_BYTES = 2 * 2**30  # the most that hidden states take of the host's memory
-DEVICE_PART = 4  # hidden states take one part in so many of a GPU's free memory at most
-KEPT_PART = 2  # the same for both hidden states and waiting `BlockInputs`; factoring H takes the other half
-KEPT_BYTES = 6 * 2**30  # the most that both take of the host's memory
-KEPT_OF_HOST = 4  # both take one part in so many of the host's memory at most
-# Where a container sees the limit of its memory: control groups 2 and 1
+MEMORY_BYTES = 2 * 2**30  # limit of hidden states in host memory
+DEVICE_PART = 4  # hidden states may take 1 / DEVICE_PART of a GPU's free memory
+KEPT_PART = (
+    2  # hidden states and suspended `BlockInputs` together may take 1 / KEPT_PART; factoring H needs the rest
+)
+KEPT_BYTES = 6 * 2**30  # limit of both in host memory
+KEPT_OF_HOST = 4  # and they may take 1 / KEPT_OF_HOST of it
+# Memory limit of a container: control groups version 2 and 1
 CONTAINER_LIMITS = (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"))
-BAND = 2048  # columns of H that are summed at a time, right of the diagonal only
+BAND = 2048  # columns of H that are computed at a time, right of the diagonal only
 
 
 class HiddenStates:
-    """A list of float32 tensors, one a batch: on the device, in memory or in a file, by their size.
+    """A list of float32 tensors, one per batch, kept on the device, in host memory or in a file depending on size.
 
     Args:
-        shapes: of the tensors.
-        folder: where an unnamed file is made for them when they are more than ``limit`` bytes.
-        streams: how many such lists there will be, all with room in the same place.
+        shapes: the shape of each tensor.
+        folder: where an unnamed file is made for them if they take more than MEMORY_BYTES.
+        streams: the number of such lists that must fit into the same place.
     """
 
     def __init__(
-        self,
-        shapes: Sequence[tuple[int, ...]],
-        device: torch.device,
-        folder: Path,
-        limit: int | None = None,
-        streams: int = 1,
+        self, shapes: Sequence[tuple[int, ...]], device: torch.device, folder: Path, streams: int = 1
     ) -> None:
         self.shapes = [torch.Size(shape) for shape in shapes]
         self.device = device
         self.streams = streams
         self.nbytes = sum(shape.numel() for shape in self.shapes) * 4
-        self.where = place(self.nbytes * streams, device, limit)
+        self.where = place(self.nbytes * streams, device)
         self._tensors: list[Tensor | None] = [None] * len(self.shapes)
         self._file = tempfile.TemporaryFile(dir=folder) if self.where == "disk" else None  # noqa: SIM115
 
@@ -63,12 +61,8 @@ class HiddenStates:
             return found.to(self.device)
         assert self._file is not None
         raw = torch.empty(self.shapes[index], dtype=torch.float32)
-        view, done = memoryview(raw.numpy()).cast("B"), 0  # type: ignore[arg-type]
-        while done < len(view):
-            got = os.preadv(self._file.fileno(), [view[done:]], self._start(index) + done)
-            if got == 0:
-                raise OSError("hidden states spilled to disk became shorter")
-            done += got
+        if not read_at(self._file.fileno(), _bytes_of(raw), self._start(index)):
+            raise OSError("the file of hidden states was truncated")
         return raw.to(self.device)
 
     def __setitem__(self, index: int, value: Tensor) -> None:
@@ -79,9 +73,7 @@ class HiddenStates:
             self._tensors[index] = value.cpu()
         else:
             assert self._file is not None
-            view, done = memoryview(value.cpu().contiguous().numpy()).cast("B"), 0  # type: ignore[arg-type]
-            while done < len(view):
-                done += os.pwrite(self._file.fileno(), view[done:], self._start(index) + done)
+            write_at(self._file.fileno(), _bytes_of(value.cpu().contiguous()), self._start(index))
 
     def _start(self, index: int) -> int:
         return 4 * sum(shape.numel() for shape in self.shapes[:index])
@@ -93,8 +85,17 @@ class HiddenStates:
             self._file.close()
 
 
+def _bytes_of(x: Tensor) -> memoryview:
+    return memoryview(x.numpy()).cast("B")  # type: ignore[arg-type]
+
+
 def place(nbytes: int, device: torch.device, limit: int | None = None, part: int = DEVICE_PART) -> str:
-    """Return where to keep this many bytes of hidden states: "device", "memory" or "disk"."""
+    """Return where to keep ``nbytes`` of hidden states: "device", "memory" or "disk".
+
+    Args:
+        limit: bytes allowed in host memory; MEMORY_BYTES by default.
+        part: 1 / part of the free GPU memory may be used.
+    """
     limit = MEMORY_BYTES if limit is None else limit
     if device.type == "cuda" and nbytes <= _free(device) // part:
         return "device"
@@ -102,39 +103,39 @@ def place(nbytes: int, device: torch.device, limit: int | None = None, part: int
 
 
 def host_memory() -> int:
-    """Return the bytes of the host's memory, or of the container's if it is limited to less."""
+    """Return the bytes of host memory, or the container's limit if that is lower."""
     found = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     for limit in CONTAINER_LIMITS:
-        with suppress(OSError, ValueError):  # not there, or "max"
+        with suppress(OSError, ValueError):  # absent, or "max"
             found = min(found, int(limit.read_text()))
     return found
 
 
 def _free(device: torch.device) -> int:
-    """Return the free bytes of a GPU, those included that torch holds without using them."""
+    """Return the free bytes of a GPU, including those that torch has reserved but does not use."""
     unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
     return torch.cuda.mem_get_info(device)[0] + unused
 
 
 class BlockInputs:
-    """The inputs of a block's stages, batch by batch; the stages must be asked for in their order.
+    """The inputs of a block's stages, batch by batch; stages must be requested in order.
 
-    With ``keep`` a batch waits in memory where its last stage was, and goes on from there.  Otherwise it is run from
-    the block's start each time.  Both are the same arithmetic, because a stage's weights are replaced before the next
-    stage is asked for.
+    With ``keep``, a batch is suspended in memory after the last requested stage and resumed from there.  Otherwise it
+    is recomputed from the start of the block.  The results are equal, because the weights of a stage are replaced
+    before the next stage is requested.
     """
 
     def __init__(self, block: Block, states: HiddenStates, keep: bool) -> None:
         self.block, self.states, self.keep = block, states, keep
         self.advanced = False  # whether the states are the block's output
-        # batch -> the stage that comes next, and the steps from there on
+        # batch -> the next stage, and the generator of the remaining steps
         self._waiting: dict[int, tuple[int, Iterator[Tensor]]] = {}
 
     def __len__(self) -> int:
         return len(self.states)
 
     def input(self, stage: int, batch: int) -> Tensor:
-        """Return what the linear layers of a stage read, [batch, tokens, K]; after the last stage, the output."""
+        """Return the input of a stage's linear layers, [batch, tokens, K], or after the last stage the output."""
         reached, steps = self._waiting.pop(batch, (0, None))
         if steps is None:
             steps = self.block.steps(self.states[batch])
@@ -147,11 +148,11 @@ class BlockInputs:
         return found
 
     def restart(self) -> None:
-        """Run batches from the block's start again: weights of stages that they have passed have changed."""
+        """Recompute all batches from the start of the block, because weights of earlier stages have changed."""
         self._waiting.clear()
 
     def advance(self) -> None:
-        """Replace the hidden states by the block's output, once."""
+        """Replace the hidden states by the block's output; further calls do nothing."""
         with fast_products(self.states.device):
             for batch in range(0 if self.advanced else len(self)):
                 self.states[batch] = self.input(len(self.block.stages), batch)
@@ -159,9 +160,10 @@ class BlockInputs:
 
 
 def may_keep(states: HiddenStates, in_features: int) -> bool:
-    """Return whether `BlockInputs` of at most ``in_features`` fit next to the hidden states on the computing device.
+    """Return whether suspended `BlockInputs` of up to ``in_features`` fit on the device beside the hidden states.
 
-    Call it before anything else lies there.  A batch that waits holds what its stage reads and one more hidden state.
+    Call it before anything else is allocated there.  A suspended batch holds the input of its stage and one more hidden
+    state.
     """
     hidden = states.shapes[0][-1] if states.shapes else 1
     needed = (states.nbytes + states.nbytes // hidden * (hidden + in_features)) * states.streams
@@ -171,7 +173,7 @@ def may_keep(states: HiddenStates, in_features: int) -> bool:
 
 
 class Hessian:
-    """H [K, K], the sum of x x^T over calibration tokens: half the Hessian of a layer's squared output error."""
+    """H [K, K], the sum of x x^T over calibration tokens, which is half the Hessian of the squared output error."""
 
     def __init__(
         self, in_features: int, device: torch.device | str = "cpu", dtype: torch.dtype = torch.float32
@@ -182,7 +184,7 @@ class Hessian:
         self.tokens = 0
 
     def add(self, x: Tensor) -> None:
-        """Count the tokens ``x`` [..., K]."""
+        """Add the tokens ``x`` [..., K]."""
         rows = x.reshape(-1, x.shape[-1]).to(self._sum.dtype)
         for band in self._bands:
             self._sum[band, band.start :].addmm_(rows[:, band].t(), rows[:, band.start :])
@@ -191,7 +193,7 @@ class Hessian:
 
     @property
     def matrix(self) -> Tensor:
-        """H, its lower left the mirror of its upper right."""
+        """H as a full symmetric matrix."""
         for band in () if self._mirrored else self._bands:
             self._sum[band.stop :, band] = self._sum[band, band.stop :].t()
         self._mirrored = True
@@ -199,9 +201,9 @@ class Hessian:
 
 
 class Drift:
-    """The sum of w (d - a) a^T for layers w [N, K], given by name, that read a instead of the dense model's d.
+    """The sum of w (d - a) a^T for layers w [N, K] by name, whose input is a, and d in the dense model.
 
-    Kept is the sum of (d - a) a^T [K, K], or, where that is less work, of w (d - a) a^T for all rows at once.
+    It is computed from the sum of (d - a) a^T [K, K], or directly for all rows where that is less work.
     """
 
     def __init__(self, weights: Mapping[str, Tensor]) -> None:
@@ -212,7 +214,7 @@ class Drift:
         self._sum = first.new_zeros(in_features if self._stacked is None else rows, in_features)
 
     def add(self, ours: Tensor, dense: Tensor) -> None:
-        """Count tokens: ``ours`` [..., K] is a, ``dense`` [..., K] is d."""
+        """Add tokens: ``ours`` [..., K] is a, ``dense`` [..., K] is d."""
         a, d = (x.reshape(-1, x.shape[-1]).to(self._sum.dtype) for x in (ours, dense))
         moved = d - a if self._stacked is None else (d - a) @ self._stacked.t()
         self._sum.addmm_(moved.t(), a)
@@ -231,11 +233,11 @@ def gather(
     dense: BlockInputs | None = None,
     weights: Mapping[str, Tensor] | None = None,
 ) -> tuple[Hessian, Drift | None]:
-    """Sum up H of what a stage reads, and the drift of ``weights`` when ``dense`` runs the same batches.
+    """Compute H of a stage's inputs, and with ``dense`` the drift of ``weights``.
 
     Args:
-        dense: the same block of the dense model.
-        weights: [N, K] of the stage's layers, by name.
+        dense: the same block of the dense model, on the same batches.
+        weights: [N, K] of the stage's layers by name.
 
     Raises CalibrationError when an input is NaN or infinite, or H overflows.
     """
@@ -251,8 +253,8 @@ def gather(
     assert hessian is not None
     if not bool(torch.isfinite(hessian.matrix.diagonal()).all()):
         raise CalibrationError(
-            "the inputs of a layer are not finite (NaN or Inf), so nothing can be learned from them; the weights or "
-            "the calibration ids are damaged, or the model overflows float32"
+            "the inputs of a layer are not finite (NaN or Inf); the weights or the calibration samples are damaged, or "
+            "the model overflows float32"
         )
     return hessian, drift
 
@@ -260,7 +262,7 @@ def gather(
 def output_error(w: Tensor, found: Tensor, hessian: Tensor) -> float:
     """|X (w - found)^T| / |X w^T| in Frobenius norms, both weights [N, K], over the tokens of ``hessian`` [K, K].
 
-    It is 0 when neither gives any output, and infinity when only ``w`` gives none.
+    The error is 0 if both outputs are zero, and infinite if only that of ``w`` is.
     """
     w = w.to(hessian.dtype)
     lost, whole = (_energy(x, hessian) for x in (w - found.to(hessian.dtype), w))
@@ -270,6 +272,6 @@ def output_error(w: Tensor, found: Tensor, hessian: Tensor) -> float:
 
 
 def _energy(w: Tensor, hessian: Tensor) -> float:
-    """trace(w H w^T), summed in float64; at least 0, which rounding may undercut."""
+    """Return trace(w H w^T), summed in float64 and clamped to at least 0, below which rounding may take it."""
     found = float(((w @ hessian) * w).sum(-1, dtype=torch.float64).sum())
-    return max(found, 0.0)  # in this order NaN stays NaN
+    return max(found, 0.0)  # in this order, NaN stays NaN

@@ -1,18 +1,19 @@
-"""Find the rotation of a decoder after which pruning costs least.
+"""Learn the rotation of a decoder that minimizes the estimated loss of pruning.
 
-To remove a weight w [n, k] of a linear layer, the others of its row making up for it, costs the model about::
+If a weight w [n, k] of a linear layer is removed and the others of its row are updated to compensate, the loss of the
+model grows by about::
 
-    g_n w^2 / (2 [H^-1]_kk)        H: the mean of x x^T over tokens, of the layer's inputs
-                                   g_n: the mean squared gradient of the loss to the layer's output n
+    g_n w^2 / (2 [H^-1]_kk)        H: the mean over tokens of x x^T, x the layer's input
+                                   g_n: the mean squared gradient of the loss with respect to output n
 
 by the formulas of the optimal brain surgeon, with the Fisher matrix of each output in place of its Hessian.  The cost
-of a rotation is the sum over the blocks of all layers, each in its own pattern, of the two weights that cost least,
-which pruning would remove.  Rotating changes W, H and g (see `slidesparse.calibrate.rotation`)::
+of a rotation is the sum, over the blocks of all layers at their patterns, of the two cheapest weights, which pruning
+would remove.  A rotation changes W, H and g (see `slidesparse.calibrate.rotation`)::
 
     reads x     (W Q)^2 g / diag(Q^T H^-1 Q)         adds to x    (Q^T W)^2 diag(Q^T G Q) / diag(H^-1)
 
-Both are summed up in one walk forwards and one back through the dense model, a transformer block at a time.  Then Adam
-on the orthogonal group goes down, from a Hadamard matrix.
+H and G are computed in one forward and one backward pass through the dense model, a transformer block at a time.  The
+cost is then minimized by Adam on the orthogonal group, starting from a Hadamard matrix.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from torch import Tensor
 
 from slidesparse.calibrate.finetune import attend
 from slidesparse.calibrate.inputs import HiddenStates, gather, place
-from slidesparse.calibrate.models import HEAD, Block, Scores, fast_products
+from slidesparse.calibrate.models import HEAD, Block, fast_products
 from slidesparse.calibrate.pipeline import Position, counter, walk
 from slidesparse.calibrate.resume import GAIN, ROTATION, WorkFolder, work_folder
 from slidesparse.calibrate.rotation import RotatedReader, Rotation
@@ -40,18 +41,18 @@ from slidesparse.methods.sparsegpt import damping_for, factor
 
 ROTATING = "rotating"  # the phase that progress is reported of
 STEPS, WARM_UP = 100, 5
-RATE = 0.012  # radians a step in each plane of Q at the most, where 512 dimensions are rotated
+RATE = 0.012  # peak learning rate: radians a step in each plane of Q, for a hidden size of 512
 BETAS = (0.9, 0.95)
-LEAST_RATE = 0.05  # of the highest, at the end
-GRADIENT_TOKENS = 16384  # tokens that gradients are taken from; at least one batch
-GRADIENT_PIECE = 4096  # tokens that go back through a block at a time
-LOGITS = 2**28  # logits at a time
-OUTPUTS = 4096  # outputs of a stage, or inputs of `down`, that costs are estimated from; evenly spread
+LEAST_RATE = 0.05  # final learning rate, relative to the peak
+GRADIENT_TOKENS = 16384  # tokens whose gradients are computed; at least one batch
+GRADIENT_PIECE = 4096  # tokens of a backward pass
+LOGITS = 2**28  # logits computed at a time
+OUTPUTS = 4096  # evenly spaced outputs of a layer, or inputs of `down`, that costs are estimated from
 
 
 @dataclass(frozen=True)
 class Learned:
-    """A rotation, and the estimated loss by pruning without and with it, in nats per token."""
+    """A rotation, and the estimated loss of pruning without and with it, in nats per token."""
 
     rotation: Rotation
     before: float
@@ -59,7 +60,7 @@ class Learned:
 
 
 def find_rotation(task: Task, reader: Reader, work: WorkFolder, progress: Progress | None = None) -> Learned:
-    """Return the rotation that ``work`` keeps, or `learn` one and keep it."""
+    """Return the rotation saved in ``work``, or `learn` one and save it there."""
     kept, gain = work.read_tensors(ROTATION), work.read_json(GAIN)
     if kept is not None:
         return Learned(Rotation(kept["q"], kept["r"]), **gain)
@@ -74,7 +75,7 @@ def find_rotation(task: Task, reader: Reader, work: WorkFolder, progress: Progre
 def learn(task: Task, reader: Reader, folder: Path, progress: Progress | None = None) -> Learned:
     """Learn the rotation for the layers and patterns of ``task``; hidden states may be spilled to ``folder``.
 
-    The same task on the same machine gives the same bits.
+    The result is deterministic on the same machine.
     """
     sizes = task.model.sizes[0]
     q = hadamard(task.model.hidden).to(task.device)
@@ -93,7 +94,7 @@ def learn(task: Task, reader: Reader, folder: Path, progress: Progress | None = 
 
 
 def disk_bytes(task: Task, out: Path) -> int:
-    """Return the bytes that learning writes to disk: the rotation, and hidden states if they are to be spilled."""
+    """Return the bytes that learning will write to disk: the rotation, and hidden states if they are spilled."""
     if (work_folder(out) / ROTATION).exists():
         return 0
     model = task.model
@@ -105,10 +106,10 @@ def disk_bytes(task: Task, out: Path) -> int:
 
 
 def hadamard(size: int) -> Tensor:
-    """Return an orthogonal matrix [size, size] in float64 that mixes all of its inputs.
+    """Return an orthogonal matrix [size, size] in float64 that mixes all inputs.
 
-    It is the Kronecker product of the Hadamard matrix of the largest power of two in ``size`` and a random orthogonal
-    matrix, its rows in random signs.
+    It is the Kronecker product of the Hadamard matrix of the largest power of two that divides ``size`` and a random
+    orthogonal matrix, with random signs of its rows.
     """
     generator = torch.Generator().manual_seed(0)
     odd = size // (size & -size)
@@ -129,12 +130,12 @@ def _third(number: int, progress: Progress | None) -> Progress | None:
 # The cost
 
 
-# Of Q [hidden, hidden] and a block's R [kv heads, head_dim, head_dim]; float32
+# A function of Q [hidden, hidden] and a block's R [kv heads, head_dim, head_dim], all float32
 Cost = Callable[[Tensor, Tensor], Tensor]
 
 
 def cheapest(scores: Tensor, length: int) -> Tensor:
-    """Sum the two least ``scores`` [..., K] of each whole block of ``length`` columns."""
+    """Return the sum of the two smallest ``scores`` [..., K] of each whole block of ``length`` columns."""
     blocks = scores[..., : scores.shape[-1] // length * length].unflatten(-1, (-1, length))
     at = blocks.detach().argmin(-1, keepdim=True)
     found: Tensor = blocks.gather(-1, at).sum() + blocks.scatter(-1, at, float("inf")).amin(-1).sum()
@@ -142,13 +143,13 @@ def cheapest(scores: Tensor, length: int) -> Tensor:
 
 
 def _diagonal(a: Tensor, q: Tensor) -> Tensor:
-    """diag(q^T a q) of [..., K, K]."""
+    """Return diag(q^T a q) for matrices [..., K, K]."""
     found: Tensor = ((a @ q) * q).sum(-2)
     return found
 
 
 def _reads(w: Tensor, g: Tensor, inverse: Tensor, length: int) -> Cost:
-    """Cost of a layer [N, hidden] that reads the residual stream; ``g`` [N], ``inverse`` [hidden, hidden]."""
+    """Return the cost of a layer [N, hidden] that reads the residual stream; g is [N], H^-1 [hidden, hidden]."""
     step = -(-len(w) // OUTPUTS)
     w, g = w[::step].clone(), g[::step] * (len(w) / len(w[::step]))
 
@@ -159,7 +160,7 @@ def _reads(w: Tensor, g: Tensor, inverse: Tensor, length: int) -> Cost:
 
 
 def _values(w: Tensor, g: Tensor, inverse: Tensor, length: int) -> Cost:
-    """Cost of the values' layer [kv heads, head_dim, hidden]; ``g`` [kv heads, head_dim, head_dim]."""
+    """Return the cost of v_proj [kv heads, head_dim, hidden]; g is [kv heads, head_dim, head_dim]."""
 
     def cost(q: Tensor, r: Tensor) -> Tensor:
         rotated = r.mT @ (w @ q)
@@ -169,7 +170,7 @@ def _values(w: Tensor, g: Tensor, inverse: Tensor, length: int) -> Cost:
 
 
 def _attended(w: Tensor, g: Tensor, inverse: Tensor, length: int, share: int) -> Cost:
-    """Cost of o [hidden, heads, head_dim]; ``g`` [hidden, hidden], ``inverse`` [heads, head_dim, head_dim]."""
+    """Return the cost of o_proj [hidden, heads, head_dim]; g is [hidden, hidden], H^-1 [heads, head_dim, head_dim]."""
 
     def cost(q: Tensor, r: Tensor) -> Tensor:
         r = r.repeat_interleave(share, 0)
@@ -181,7 +182,7 @@ def _attended(w: Tensor, g: Tensor, inverse: Tensor, length: int, share: int) ->
 
 
 def _adds(w: Tensor, g: Tensor, inverse: Tensor, length: int) -> Cost:
-    """Cost of a layer [hidden, K] that adds to the residual stream; ``g`` [hidden, hidden], ``inverse`` [K]."""
+    """Return the cost of a layer [hidden, K] that adds to the residual stream; g is [hidden, hidden], H^-1 [K]."""
     whole = w.shape[1] // length
     step = -(-whole * length // OUTPUTS)
     w = w[:, : whole * length].unflatten(1, (whole, length))[:, ::step].flatten(1)
@@ -194,11 +195,11 @@ def _adds(w: Tensor, g: Tensor, inverse: Tensor, length: int) -> Cost:
     return cost
 
 
-# What costs are made of
+# The statistics that costs are computed from
 
 
 def _costs(task: Task, reader: Reader, folder: Path, progress: Progress | None) -> list[list[Cost]]:
-    """Walk through the dense model that ``reader`` gives; return the costs of the layers of each block."""
+    """Run the dense model of ``reader`` forward and backward, and return the costs of the layers of each block."""
     report = counter(task, ROTATING, _third(0, progress))
     inverses: list[dict[int, Tensor]] = []
     states: HiddenStates | None = None
@@ -225,7 +226,7 @@ def _costs(task: Task, reader: Reader, folder: Path, progress: Progress | None) 
 
 
 def _chosen(shapes: list[torch.Size]) -> int:
-    """Return how many batches, from the first, give GRADIENT_TOKENS."""
+    """Return the number of batches, from the first, that together have GRADIENT_TOKENS tokens."""
     count = tokens = 0
     for shape in shapes:
         count, tokens = count + 1, tokens + shape[:-1].numel()
@@ -235,7 +236,7 @@ def _chosen(shapes: list[torch.Size]) -> int:
 
 
 def _inverses(at: Position) -> dict[int, Tensor]:
-    """Return the parts of H^-1 that `_block_costs` reads, float32, for each stage with something to prune."""
+    """Return the parts of H^-1 that `_block_costs` needs, in float32, for each stage with layers to prune."""
     sizes, found = at.block.sizes, {}
     for stage in range(len(at.block.stages)):
         if not at.to_prune(stage):
@@ -261,14 +262,14 @@ def _back(
     inverses: list[dict[int, Tensor]],
     progress: Progress | None,
 ) -> list[list[Cost]]:
-    """Run the gradient of the loss back through the blocks, and return the costs of their layers."""
+    """Propagate the gradient of the loss back through the blocks, and return the costs of their layers."""
     report = counter(task, ROTATING, _third(1, progress))
     gradients = _at_the_end(task, reader, states, ids)
     tokens, batches = sum(x.shape[:-1].numel() for x in gradients), len(ids)
     costs: list[list[Cost]] = []
     for number in reversed(range(task.model.blocks)):
         block = task.model.load(reader, number, task.device)
-        block.attend = _attend
+        block.attend = lambda *inputs: attend(*inputs).float()  # from BF16 on a GPU
         sums = _GradientSums(block)
         for i in range(batches):
             size = max(1, GRADIENT_PIECE // ids[i].shape[1])
@@ -280,13 +281,8 @@ def _back(
     return costs[::-1]
 
 
-def _attend(q: Tensor, k: Tensor, v: Tensor, how: Scores) -> Tensor:
-    """Attention in float32, its gradients summed in a fixed order."""
-    return attend(q, k, v, how).float()  # BF16 on a GPU
-
-
 def _at_the_end(task: Task, reader: Reader, states: HiddenStates, ids: Sequence[Tensor]) -> list[Tensor]:
-    """Return the gradient of the summed loss, in nats, to the last block's output, batch by batch."""
+    """Return the gradient of the summed loss, in nats, with respect to the last block's output, batch by batch."""
     vocabulary, logits_of = task.model.checkpoint.require(HEAD).rows, task.model.logits(reader, task.device)
     found = []
     for i, batch in enumerate(ids):
@@ -302,14 +298,13 @@ def _at_the_end(task: Task, reader: Reader, states: HiddenStates, ids: Sequence[
         found.append(torch.cat(pieces))
     if not all(bool(torch.isfinite(x).all()) for x in found):
         raise CalibrationError(
-            "the gradient of the loss is not finite (NaN or Inf), so no rotation can be learned; use "
-            "--rotate off"
+            "the gradient of the loss is not finite (NaN or Inf), so no rotation can be learned; use --rotate off"
         )
     return found
 
 
 class _GradientSums:
-    """Sums over tokens of g g^T, or of its diagonal, for the gradients g [N] to the outputs of a block's layers."""
+    """Sums over tokens of g g^T, or of its diagonal, where g [N] is the gradient of the loss to a layer's output."""
 
     def __init__(self, block: Block) -> None:
         self._block = block
@@ -317,7 +312,7 @@ class _GradientSums:
         self.found: dict[str, Tensor] = {}
 
     def through(self, x: Tensor, gradient: Tensor) -> Tensor:
-        """Count tokens ``x`` [batch, tokens, hidden]; return the gradient to them of that to the block's output."""
+        """Add tokens ``x`` [batch, tokens, hidden], given the gradient to the block's output; return that to ``x``."""
         with torch.enable_grad(), fast_products(x.device):
             self._block.wrote = self._keep
             x = x.detach().requires_grad_()
@@ -366,11 +361,11 @@ def _block_costs(
     return found
 
 
-# Going down
+# Optimization
 
 
 def _total(costs: list[list[Cost]], q: Tensor, r: Tensor) -> float:
-    """Half the sum of all costs."""
+    """Return half the sum of all costs."""
     q, r = q.float(), r.float()
     return 0.5 * sum(float(cost(q, r[i])) for i, of_block in enumerate(costs) for cost in of_block)
 
@@ -378,7 +373,7 @@ def _total(costs: list[list[Cost]], q: Tensor, r: Tensor) -> float:
 def _descend(
     costs: list[list[Cost]], q: Tensor, r: Tensor, progress: Progress | None = None
 ) -> tuple[Tensor, Tensor, float]:
-    """Minimize the cost from ``q`` and ``r`` on in STEPS steps; return the best matrices found and their cost."""
+    """Minimize the cost in STEPS steps, starting from ``q`` and ``r``; return the best matrices and their cost."""
     adams = _Adam(q, RATE * math.sqrt(512 / len(q))), _Adam(r, 2 * RATE * math.sqrt(512 / len(q)))
     best = q, r, _total(costs, q, r)
     for step in range(STEPS):
@@ -388,7 +383,7 @@ def _descend(
             for cost in of_block:
                 with torch.enable_grad():
                     found = cost(floats[0], floats[1][i])
-                    found.backward()  # layer by layer, so that what it needs is given back
+                    found.backward()  # layer by layer, so that each layer's memory is freed
                 total += 0.5 * float(found.detach())
         if total < best[2]:
             best = adams[0].x, adams[1].x, total
@@ -403,14 +398,14 @@ def _descend(
 
 
 class _Adam:
-    """Adam on orthogonal matrices [..., n, n]: moments of the gradient's skew part, steps by the exponential."""
+    """Adam on orthogonal matrices [..., n, n]: moments of the skew-symmetric gradient, steps by its exponential."""
 
     def __init__(self, x: Tensor, rate: float) -> None:
         self.x, self._rate, self._count = x, rate, 0
         self._first = self._second = torch.zeros(())
 
     def step(self, gradient: Tensor, part: float) -> None:
-        """Go down along ``gradient`` (float32), by a ``part`` of the rate."""
+        """Take a step against ``gradient`` (float32), at a ``part`` of the learning rate."""
         skew = self.x.float().mT @ gradient
         skew = skew - skew.mT
         self._count += 1

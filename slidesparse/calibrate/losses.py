@@ -1,10 +1,10 @@
-"""Measure how pruning changes a model's outputs: by each layer alone beforehand, and by all layers afterwards.
+"""Measure how pruning changes a model's outputs: each layer alone before pruning, and the whole model afterwards.
 
-The distance of a language model's next tokens from the dense model's is the Kullback-Leibler divergence of their
-distributions, in nats per token; that of an encoder is 1 - cosine of the embeddings.  Both are never negative, and are
-zero for the dense model.  A change of the cross-entropy itself would be lost in the noise of so few tokens.  The whole
-model is judged on samples held back from all choices, as in the report: by the loss above that of the dense model with
-the same quantization, as a difference of cross-entropies or again as 1 - cosine.
+The loss of pruning a single layer is the KL divergence of the next-token distributions from the dense model's, in nats
+per token, or for an encoder 1 - cosine similarity of the embeddings.  Both are zero for the dense model and never
+negative; the change in cross-entropy itself would be lost in the noise of so few tokens.  The loss of the whole model
+is measured on the validation split, against the dense model with the same quantization: the difference in
+cross-entropy, or again 1 - cosine.
 """
 
 from __future__ import annotations
@@ -32,15 +32,15 @@ from slidesparse.errors import CalibrationError
 from slidesparse.pattern import SlidePattern
 from slidesparse.quantize import NAMES, dequantize_rows, quantize_rows
 
-LOSS_TOKENS = {"cpu": 4096, "cuda": 16384}  # tokens that a layer's loss is measured on; at least one batch
-LOGITS = 2**25  # logits at a time
-KEPT_PART = 2  # blocks that wait to be run again take one part in so many of a GPU's free memory
-KEPT_OF_HOST = 4  # or one in so many of the host's
+LOSS_TOKENS = {"cpu": 4096, "cuda": 16384}  # tokens to measure a layer's loss on; at least one batch
+LOGITS = 2**25  # logits computed at a time
+KEPT_PART = 2  # cached blocks may take 1 / KEPT_PART of a GPU's free memory
+KEPT_OF_HOST = 4  # or 1 / KEPT_OF_HOST of host memory
 POOLING = "1_Pooling/config.json"  # of sentence-transformers
 FIRST_TOKEN = "pooling_mode_cls_token"
 
-Unit = tuple[str, ...]  # the linear layers that vLLM joins to one matrix
-Losses = dict[Unit, dict[str, float]]  # what a unit costs alone, by its pattern
+Unit = tuple[str, ...]  # linear layers that vLLM fuses into one matrix
+Losses = dict[Unit, dict[str, float]]  # the loss of pruning a unit alone, by pattern
 
 
 @torch.inference_mode()
@@ -53,23 +53,23 @@ def layer_losses(
     name: str,
     progress: Progress | None = None,
 ) -> Losses:
-    """Measure the loss of each unit of layers with the same inputs: prune it alone, and compare the model's outputs.
+    """Measure the loss of each unit at each of ``patterns``: prune it alone, and compare the model's outputs.
 
-    The patterns of ``task.layers`` do not matter.  The same task on the same machine gives the same numbers.
+    The patterns of ``task.layers`` are not used.  The result is deterministic on the same machine.
 
     Args:
         folder: where hidden states may be spilled.
-        kept: where what is measured is kept, block by block, in the file ``name``; what is there is not measured again.
+        kept: cache; losses are saved block by block in its file ``name`` and not measured again.
 
-    Raises CalibrationError for a decoder without a language model's head.
+    Raises CalibrationError for a decoder without a language model head.
     """
     if task.model.is_decoder and not task.model.is_language_model:
         raise CalibrationError(
-            f"a budget is for encoders and for language models (...{CAUSAL}), whose loss is known; config.json names "
+            f"a budget needs an encoder or a language model (...{CAUSAL}), whose loss is known; config.json names "
             f"{architecture_of(task.model.checkpoint.config)}: give a pattern instead, such as --sparsity 6:8"
         )
     found: Losses = {}
-    with suppress(ValueError, TypeError):  # what is damaged is measured again
+    with suppress(ValueError, TypeError):  # a damaged file is measured again
         found = {tuple(unit): losses for unit, losses in kept.read_json(name) or []}
     if {layer for unit in found for layer in unit} == set(task.layers):
         return found
@@ -126,21 +126,21 @@ def _measure(at: Position, patterns: Sequence[SlidePattern], judge: Judge, block
     for ((unit, ratio), _), total in zip(others, totals, strict=True):
         if not math.isfinite(total):
             raise CalibrationError(
-                f"what {unit[0]} costs at {ratio} is not finite (NaN or Inf): the model overflows on these samples"
+                f"the loss of {unit[0]} at {ratio} is not finite (NaN or Inf): the model overflows on these samples"
             )
         found.setdefault(unit, {})[ratio] = total / count
     return found
 
 
 def _chosen(at: Position) -> list[int]:
-    """Return some batches, evenly spread, as they come sorted by the length of their samples."""
+    """Return evenly spaced batches with about LOSS_TOKENS tokens; batches are sorted by sequence length."""
     tokens = sum(ids.numel() for ids in at.ids)
-    step = -(-tokens // LOSS_TOKENS.get(at.task.device.type, LOSS_TOKENS["cpu"]))
+    step = -(-tokens // LOSS_TOKENS[at.task.device.type])
     return list(range(0, len(at.ids), step))
 
 
 class _Blocks:
-    """Loads blocks, and keeps those that there is room for."""
+    """Loads blocks of the dense model, and caches as many as fit."""
 
     def __init__(self, task: Task, reader: Reader) -> None:
         self._task, self._reader = task, reader
@@ -151,7 +151,7 @@ class _Blocks:
             self._room = host_memory() // KEPT_OF_HOST
 
     def load(self, number: int) -> Block:
-        """Return a block of the dense model."""
+        """Return a block."""
         if number in self._kept:
             return self._kept[number]
         block = self._task.model.load(self._reader, number, self._task.device)
@@ -162,13 +162,13 @@ class _Blocks:
         return block
 
     def drop(self, number: int) -> None:
-        """Forget a block that is not run again."""
+        """Remove a block from the cache."""
         if (block := self._kept.pop(number, None)) is not None:
             self._room += sum(w.nbytes for w in block.weights.values())
 
 
 class Judge:
-    """Compares the outputs of models, given the output [batch, tokens, hidden] of their last block."""
+    """Compares models by the outputs of their last block, [batch, tokens, hidden]."""
 
     def __init__(self, task: Task, reader: Reader) -> None:
         model = task.model
@@ -177,11 +177,11 @@ class Judge:
         self._pool = _pooling(model.checkpoint)
 
     def count(self, x: Tensor) -> int:
-        """Return the number of tokens, or of embeddings, that ``x`` gives."""
+        """Return the number of tokens, or of embeddings, in ``x``."""
         return x.shape[0] * (x.shape[1] if self._logits else 1)
 
     def distances(self, dense: Tensor, others: Sequence[Tensor]) -> list[float]:
-        """Return how far each of ``others`` is from ``dense``, all [batch, tokens, hidden], summed over tokens."""
+        """Return the divergence of each of ``others`` from ``dense``, summed over `count`."""
         if self._logits is None:
             whole = self._pool(dense)
             return [float((1 - F.cosine_similarity(whole, self._pool(x))).sum()) for x in others]
@@ -195,17 +195,13 @@ class Judge:
         return totals
 
     def loss(self, dense: Tensor, x: Tensor, ids: Tensor) -> float:
-        """Return the loss of ``x`` above that of ``dense``, summed over `count`.
-
-        Args:
-            ids: [batch, tokens] of the samples.
-        """
+        """Return the loss of ``x`` minus that of ``dense``, summed over `count`; ``ids`` are [batch, tokens]."""
         if self._logits is None:
             return self.distances(dense, [x])[0]
         return self._entropy(x, ids) - self._entropy(dense, ids)
 
     def _entropy(self, x: Tensor, ids: Tensor) -> float:
-        """Return the mean cross-entropy of the next tokens in nats, times `count`."""
+        """Return the mean next-token cross-entropy in nats, times `count`."""
         assert self._logits
         total = 0.0
         rows, wanted = x[:, :-1].flatten(0, 1), ids[:, 1:].flatten().to(x.device)
@@ -216,7 +212,7 @@ class Judge:
 
 
 def _pooling(checkpoint: Checkpoint) -> Callable[[Tensor], Tensor]:
-    """Return what makes embeddings [batch, hidden] of an encoder's output: its mean, or its first token."""
+    """Return the pooling of an encoder's output to embeddings [batch, hidden]: the mean, or the first token."""
     path: Path = checkpoint.folder / POOLING
     first = path.is_file() and bool(json.loads(path.read_bytes()).get(FIRST_TOKEN))
     return (lambda x: x[:, 0]) if first else (lambda x: x.mean(1))
@@ -224,10 +220,10 @@ def _pooling(checkpoint: Checkpoint) -> Callable[[Tensor], Tensor]:
 
 @torch.inference_mode()
 def whole_loss(task: Task, reader: Reader, work: WorkFolder, progress: Progress | None = None) -> float:
-    """Return the loss of the finished model in ``work`` above the dense model's, on the samples held back.
+    """Return the loss of the pruned model in ``work`` minus the dense model's, on the validation split.
 
-    Both run as they will be served, with weights and activations quantized.  It is a difference of cross-entropies in
-    nats a token, or 1 - cosine.
+    Both models run as they will be served, with weights and activations quantized.  The loss is cross-entropy in nats
+    per token, or 1 - cosine.
     """
     assert task.held_back
     held = replace(task, samples=task.held_back)
@@ -236,8 +232,7 @@ def whole_loss(task: Task, reader: Reader, work: WorkFolder, progress: Progress 
     with walk(held, reader, work.folder, 2, to_the_end=True) as positions:
         for at in positions:
             assert at.dense
-            names = [n for stage in at.block.stages for n in stage]
-            quantized = [n for n in names if at.full(n) in task.layers or at.full(n) in task.skipped]
+            quantized = [n for n in at.names if at.full(n) in task.layers or at.full(n) in task.skipped]
             for inputs in (at.inputs, at.dense):
                 inputs.block.read = Rounded(dtype, quantized)
             for name in quantized:

@@ -1,20 +1,20 @@
-"""The models that calibration can run, read from config.json and safetensors, a transformer block at a time.
+"""The models that calibration can run, loaded from config.json and safetensors one transformer block at a time.
 
-A `Block` is one decoder or encoder layer in float32 torch.  It goes through its stages in order; the linear layers of a
-stage read the same input, and the block can be stopped there::
+A `Block` is one decoder or encoder layer in float32.  It runs in stages: the linear layers of a stage share their
+input, and the computation can be suspended there::
 
     decoder   norm -> [q k v] -> attention -> [o] -> norm, + x -> norm -> [gate up] -> act * -> [down] -> norm, + x
     encoder   [query key value] -> attention -> [attention.output.dense] + x, norm -> [intermediate.dense] -> act
               -> [output.dense] + x, norm
 
-No decoder but Gemma's has all these norms, and BitNet's has others before [o] and [down]: `DECODERS` says which, and
-whatever else an architecture fixes; numbers that differ between its models are read from config.json by their names
-there.  Weights of BitNet are codes times scales: the values that are served.
+Only Gemma has all these norms, and BitNet has further ones before [o] and [down]: `DECODERS` lists them, with the other
+properties of an architecture, and config.json holds the sizes of a model.  Weights of BitNet are codes times scales,
+the values that are served.
 
-Sources: the published architectures; tests compare the blocks with transformers'.
+The tests compare each block with that of transformers.
 
-On a GPU the products of float32 tensors run in TF32 (see `fast_products`).  TF32 keeps three more bits of a factor than
-the BF16 that models are served in, and sums in float32.
+On a GPU, products of float32 tensors run in TF32 (see `fast_products`), whose factors have three more mantissa bits
+than the BF16 that models are served in, and whose sums are float32.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from slidesparse.errors import CalibrationError
 
 Config = Mapping[str, Any]
 
-Stages = tuple[tuple[str, ...], ...]  # names of linear layers that read the same input, in order
+Stages = tuple[tuple[str, ...], ...]  # names of the linear layers that share an input, in order
 
 SEPARATE: Stages = (
     ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
@@ -48,30 +48,25 @@ SEPARATE: Stages = (
 )
 FUSED: Stages = (("self_attn.qkv_proj",), ("self_attn.o_proj",), ("mlp.gate_up_proj",), ("mlp.down_proj",))
 
-# The norms before and after attention, then before and after the MLP; "" where there is none
+# The norms before and after attention, and before and after the MLP; "" for none
 BEFORE = ("input_layernorm", "", "post_attention_layernorm", "")
 AFTER = ("", "post_attention_layernorm", "", "post_feedforward_layernorm")
-AROUND = (
-    "input_layernorm",
-    "post_attention_layernorm",
-    "pre_feedforward_layernorm",
-    "post_feedforward_layernorm",
-)
-HEAD = "lm_head.weight"  # where it is not the embedding
+AROUND = (BEFORE[0], AFTER[1], "pre_feedforward_layernorm", AFTER[3])
+HEAD = "lm_head.weight"  # unless it is tied to the embedding
 QUERY_KEY_NORMS = ("self_attn.q_norm", "self_attn.k_norm")
 
 
 @dataclass(frozen=True)
 class Decoder:
-    """The form of the decoders of an architecture."""
+    """The properties of a decoder architecture."""
 
     stages: Stages = SEPARATE
     norms: tuple[str, str, str, str] = BEFORE
     sub_norms: tuple[str, str] = ("", "")  # before o_proj and before down_proj
-    query_key_norms: bool = False  # each head's, or one over all heads, as the weight is wide
+    query_key_norms: bool = False  # per head or over all heads, as the width of the weight tells
     norm_offset: float = 0.0  # added to the weights of norms
     embeddings_by_width: bool = False  # whether embeddings are multiplied by sqrt(hidden)
-    defaults: Config = field(default_factory=dict)  # what transformers takes for keys that config.json lacks
+    defaults: Config = field(default_factory=dict)  # transformers' defaults of keys that config.json may lack
 
 
 _QWEN = {"use_sliding_window": False, "sliding_window": 4096, "max_window_layers": 28}
@@ -107,12 +102,8 @@ ENCODERS = ("Bert", "Roberta", "XLMRoberta")
 CAUSAL = "ForCausalLM"
 _HEADS = (CAUSAL, "Model", "ForMaskedLM", "ForSequenceClassification", "ForTokenClassification")
 ROPES = ("default", "linear", "llama3", "longrope")
-_ROPE_KEYS = (
-    "rope_theta",
-    "partial_rotary_factor",
-    "original_max_position_embeddings",
-    "max_position_embeddings",
-)
+_POSITIONS = ("original_max_position_embeddings", "max_position_embeddings")
+_ROPE_KEYS = ("rope_theta", "partial_rotary_factor", *_POSITIONS)
 LAYER_TYPES = ("sliding_attention", "full_attention")
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "gelu": F.gelu,
@@ -127,20 +118,20 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 
 @dataclass(frozen=True)
 class Scores:
-    """The scores s = q k^T * scale that attention weighs tokens by, and which tokens a token sees."""
+    """The attention scores s = q k^T * scale, and the attention mask."""
 
     scale: float
-    causal: bool = True  # whether a token sees only itself and those before it
-    window: int | None = None  # the most tokens that it then sees, itself included
-    cap: float | None = None  # s becomes cap * tanh(s / cap)
+    causal: bool = True
+    window: int | None = None  # sliding window of causal attention, in tokens, including the query's own
+    cap: float | None = None  # soft cap: s becomes cap * tanh(s / cap)
 
 
 @dataclass(frozen=True)
 class Rotary:
     """Rotary embeddings of the first channels of a head."""
 
-    frequencies: Tensor  # [channels / 2], radians a position
-    factor: float = 1.0  # of cosine and sine
+    frequencies: Tensor  # [channels / 2], radians per position
+    factor: float = 1.0  # on cosine and sine
 
 
 @dataclass(frozen=True)
@@ -154,21 +145,21 @@ class BlockSizes:
     activation: Callable[[Tensor], Tensor]
     scores: Scores = Scores(1.0)
     rotary: Rotary | None = None
-    residual: float = 1.0  # what attention and MLP give is multiplied by it
+    residual: float = 1.0  # factor on the outputs of attention and MLP
     decoder: Decoder = Decoder()
 
 
 @dataclass(frozen=True)
 class LayeredModel:
-    """A checkpoint seen as embeddings and a sequence of similar blocks."""
+    """A checkpoint as embeddings and a sequence of transformer blocks."""
 
     checkpoint: Checkpoint
     kind: str  # one of DECODERS or ENCODERS
-    root: str  # before "layers.0." or "encoder.layer.0."
-    sizes: tuple[BlockSizes, ...]  # block by block
+    root: str  # prefix of "layers.0." or "encoder.layer.0."
+    sizes: tuple[BlockSizes, ...]  # of each block
     hidden: int
     vocabulary: int
-    longest: int  # the most tokens of a sequence
+    longest: int  # maximum sequence length in tokens
     embedding_factor: float = 1.0
 
     @property
@@ -192,7 +183,7 @@ class LayeredModel:
         return DECODERS[self.kind].stages if self.is_decoder else EncoderBlock.stages
 
     def prefix(self, number: int) -> str:
-        """Return how the tensor names of a block start."""
+        """Return the prefix of the tensor names of a block."""
         return f"{self.root}{'layers' if self.is_decoder else 'encoder.layer'}.{number}."
 
     def linears(self, number: int) -> list[str]:
@@ -214,12 +205,12 @@ class LayeredModel:
     def embedder(
         self, reader: Reader, samples: Sequence[Tensor], device: torch.device
     ) -> Callable[[Tensor], Tensor]:
-        """Return a function from ids [batch, tokens] of ``samples`` to what the first block reads, in float32."""
+        """Return a function that embeds ids [batch, tokens] from ``samples`` as float32 [batch, tokens, hidden]."""
         name = f"{self.root}{'embed_tokens' if self.is_decoder else 'embeddings.word_embeddings'}.weight"
         used = torch.cat([sample.reshape(-1) for sample in samples]).unique()
         table = _rows(self.checkpoint, reader, name, used).to(device)
         words = used.to(device)
-        # Models are trained and served with the factor rounded to the dtype of their weights
+        # The factor is rounded to the dtype of the weights, as in training and serving
         factor = float(torch.tensor(self.embedding_factor, dtype=table.dtype))
 
         def embed(ids: Tensor) -> Tensor:
@@ -228,7 +219,7 @@ class LayeredModel:
         return embed if self.is_decoder else self._with_positions(reader, embed, device)
 
     def logits(self, reader: Reader, device: torch.device) -> Callable[[Tensor], Tensor]:
-        """Return a function from what the last block of a decoder gives, [tokens, hidden], to logits in float32."""
+        """Return a function from a decoder's last hidden state [..., tokens, hidden] to its logits in float32."""
         config, sizes = self.checkpoint.config, self.sizes[-1]
         norm, head = f"{self.root}norm.weight", HEAD
         if head not in self.checkpoint.tensors:
@@ -248,7 +239,7 @@ class LayeredModel:
     def _with_positions(
         self, reader: Reader, words: Callable[[Tensor], Tensor], device: torch.device
     ) -> Callable[[Tensor], Tensor]:
-        """Add positions and the first token type to embeddings, and normalize, as encoders do."""
+        """Return an encoder's embedding function: words, positions and the first token type, normalized."""
 
         def tensor(name: str) -> Tensor:
             found = f"{self.root}embeddings.{name}"
@@ -270,7 +261,7 @@ class Block(ABC):
     """One transformer block.
 
     Args:
-        weights: the block's tensors by name, such as "mlp.down_proj.weight", on one device.
+        weights: the block's tensors by name, such as "mlp.down_proj.weight", all on one device.
     """
 
     stages: Stages
@@ -278,30 +269,29 @@ class Block(ABC):
     def __init__(self, sizes: BlockSizes, weights: dict[str, Tensor]) -> None:
         self.sizes = sizes
         self.weights = weights
-        # Fine-tuning replaces these two: how a linear layer changes its input first, and how attention is computed
+        # Hooks on the inputs and outputs of linear layers, called with the layer's name
         self.read: Callable[[str, Tensor], Tensor] | None = None
-        # Learning a rotation looks at what a linear layer gives
         self.wrote: Callable[[str, Tensor], Tensor] | None = None
         self.attend: Callable[[Tensor, Tensor, Tensor, Scores], Tensor] = attention
 
     def copy(self) -> Block:
-        """Return another block of the same weights, to replace some of them in one of the two."""
+        """Return a block that shares this one's tensors; replacing some in one does not affect the other."""
         return type(self)(self.sizes, dict(self.weights))
 
     @abstractmethod
     def steps(self, x: Tensor) -> Iterator[Tensor]:
-        """Yield the input of each stage for ``x`` [batch, tokens, hidden], and at last the block's output.
+        """Yield the input of each stage for ``x`` [batch, tokens, hidden], and finally the block's output.
 
-        While it waits it holds that input and one more hidden state, and nothing else of the size of activations.
+        While suspended, the generator holds no activations but that input and one more hidden state.
         """
 
     def input(self, stage: int, x: Tensor) -> Tensor:
-        """Return what the linear layers of a stage read, [batch, tokens, K]."""
+        """Return the input of a stage's linear layers, [batch, tokens, K]."""
         found: Tensor = next(islice(self.steps(x), stage, None))
         return found
 
     def output(self, x: Tensor) -> Tensor:
-        """Return what the next block reads, [batch, tokens, hidden]."""
+        """Return the block's output, [batch, tokens, hidden]."""
         return self.input(len(self.stages), x)
 
     def linear(self, name: str, x: Tensor) -> Tensor:
@@ -311,7 +301,7 @@ class Block(ABC):
         return self.wrote(name, out) if self.wrote else out
 
     def heads_of(self, x: Tensor, count: int) -> Tensor:
-        """[batch, tokens, count * head_dim] -> [batch, count, tokens, head_dim]."""
+        """Split [batch, tokens, count * head_dim] into heads, [batch, count, tokens, head_dim]."""
         heads: Tensor = x.unflatten(-1, (count, self.sizes.head_dim))
         return heads.transpose(1, 2)
 
@@ -342,14 +332,14 @@ class DecoderBlock(Block):
         return self.sizes.activation(gate) * up
 
     def _norm(self, name: str, x: Tensor) -> Tensor:
-        """Normalize x [..., n * width] in parts as wide as the norm's weight; "" names no norm."""
+        """Apply a norm to each part of x [..., n * width] as wide as the norm's weight; "" is the identity."""
         if not name:
             return x
         weight = self.weights[f"{name}.weight"] + self.sizes.decoder.norm_offset
         return rms_norm(x.unflatten(-1, (-1, len(weight))), weight, self.sizes.eps).flatten(-2)
 
     def _parts(self, stage: int, x: Tensor, shares: tuple[int, ...]) -> Sequence[Tensor]:
-        """Run the layers of a stage on x; a single one has the outputs of several, cut by their ``shares``."""
+        """Run the layers of a stage on x; the output of a single fused layer is split by ``shares``."""
         found = [self.linear(name, x) for name in self.stages[stage]]
         if len(found) == len(shares):
             return found
@@ -379,7 +369,7 @@ def norms_of(decoder: Decoder) -> list[str]:
 
 
 class EncoderBlock(Block):
-    """A block of BERT, RoBERTa or XLM-RoBERTa; sequences have no padding, so every token sees all others."""
+    """A block of BERT, RoBERTa or XLM-RoBERTa; sequences are not padded, so attention has no mask."""
 
     stages = (
         ("attention.self.query", "attention.self.key", "attention.self.value"),
@@ -408,7 +398,7 @@ class EncoderBlock(Block):
 
 
 def attention(q: Tensor, k: Tensor, v: Tensor, how: Scores) -> Tensor:
-    """softmax(s) v, all [batch, heads, tokens, head_dim]."""
+    """Return softmax(s) v; all tensors are [batch, heads, tokens, head_dim]."""
     tokens, found = q.shape[2], F.scaled_dot_product_attention
     window = min(how.window or tokens, tokens)
     if how.cap is None and window == tokens:
@@ -424,12 +414,12 @@ def attention(q: Tensor, k: Tensor, v: Tensor, how: Scores) -> Tensor:
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """x / sqrt(mean(x^2) + eps) * weight, over the last dimension."""
+    """Return x / sqrt(mean(x^2) + eps) * weight, with the mean over the last dimension."""
     return weight * (x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps))
 
 
 def rotary(tokens: int, frequencies: Tensor) -> tuple[Tensor, Tensor]:
-    """Cosine and sine [tokens, channels] of position times frequency, with two equal halves."""
+    """Return cosine and sine [tokens, channels] of position times frequency, with two equal halves."""
     positions = torch.arange(tokens, dtype=torch.float32, device=frequencies.device)
     angles = torch.outer(positions, frequencies).repeat(1, 2)
     return angles.cos(), angles.sin()
@@ -444,7 +434,7 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 @contextmanager
 def fast_products(device: torch.device) -> Iterator[None]:
-    """Compute products of float32 tensors on a GPU in TF32."""
+    """Allow TF32 for products of float32 tensors on a GPU."""
     before = torch.backends.cuda.matmul.allow_tf32
     torch.backends.cuda.matmul.allow_tf32 = before or device.type == "cuda"
     try:
@@ -457,7 +447,7 @@ def fast_products(device: torch.device) -> Iterator[None]:
 
 
 def open_model(checkpoint: Checkpoint) -> LayeredModel:
-    """Return the model of a checkpoint.  Raises CalibrationError, which says what is not supported and what is."""
+    """Return the model of a checkpoint.  Raises CalibrationError for one that is not supported."""
     config = checkpoint.config
     kind = _kind(config)
     decoder = DECODERS.get(kind, Decoder())
@@ -507,12 +497,12 @@ def open_model(checkpoint: Checkpoint) -> LayeredModel:
 
 
 def _first_position(config: Config, kind: str) -> int:
-    """Return the first position's row in the table of positions; RoBERTa starts behind that of padding."""
+    """Return the row of the first position in the position embeddings; in RoBERTa it follows the padding row."""
     return 0 if kind == "Bert" else int(config.get("pad_token_id") or 0) + 1
 
 
 def _rows(checkpoint: Checkpoint, reader: Reader, name: str, wanted: Tensor) -> Tensor:
-    """Read the rows ``wanted`` (sorted) of an embedding, a chunk at a time."""
+    """Read the sorted rows ``wanted`` of an embedding, a chunk at a time."""
     spec = checkpoint.require(name)
     if len(wanted) and not 0 <= int(wanted[0]) <= int(wanted[-1]) < spec.rows:
         raise CalibrationError(
@@ -562,7 +552,7 @@ def _activation(config: Config) -> Callable[[Tensor], Tensor]:
 
 
 def _slides(config: Config, blocks: int) -> list[bool]:
-    """Return for each block whether its attention has a sliding window."""
+    """Return whether the attention of each block has a sliding window."""
     if config.get("use_bidirectional_attention"):
         raise _not_run("attention in both directions", "attention to what came before")
     types, every = config.get("layer_types"), config.get("sliding_window_pattern")
@@ -576,9 +566,9 @@ def _slides(config: Config, blocks: int) -> list[bool]:
 
 
 def _rope(config: Config, slides: bool) -> Config:
-    """Return the parameters of rotary embeddings, of blocks with a window or of those without.
+    """Return the rotary parameters of blocks with a sliding window, or of those without.
 
-    They stand in rope_parameters, together or by the type of layer, or in rope_scaling and beside it.
+    They are in rope_parameters, common or by layer type, or in rope_scaling and at the top level.
     """
     found = config.get("rope_parameters") or config.get("rope_scaling") or {}
     if LAYER_TYPES[1] in found:
@@ -590,7 +580,7 @@ def _rope(config: Config, slides: bool) -> Config:
 
 
 def _rotary(rope: Config, head_dim: int) -> Rotary:
-    """Return rotary embeddings scaled as `_rope` says."""
+    """Return the rotary embeddings for parameters from `_rope`."""
     kind = rope["rope_type"]
     if kind not in ROPES:
         raise _not_run(f"rotary embeddings of type {kind!r}", ", ".join(ROPES))
@@ -610,7 +600,7 @@ def _rotary(rope: Config, head_dim: int) -> Rotary:
 
 
 def _longrope(frequencies: Tensor, rope: Config) -> Rotary:
-    """Scale as Phi-3's long models do for samples no longer than those they were first trained on."""
+    """Scale as the long-context models of Phi-3 do for sequences within their original length."""
     original = float(rope["original_max_position_embeddings"])
     stretch = float(rope.get("factor") or rope["max_position_embeddings"] / original)
     factor = rope.get("attention_factor") or math.sqrt(1 + max(0.0, math.log(stretch)) / math.log(original))
@@ -618,7 +608,7 @@ def _longrope(frequencies: Tensor, rope: Config) -> Rotary:
 
 
 def _llama3(frequencies: Tensor, rope: Config) -> Tensor:
-    """Scale as Llama 3.1 does: long wavelengths are stretched, short ones kept, those between interpolated."""
+    """Scale as Llama 3.1: long wavelengths are stretched, short ones kept, and those between interpolated."""
     factor, low, high = (float(rope[f"{n}factor"]) for n in ("", "low_freq_", "high_freq_"))
     original = float(rope["original_max_position_embeddings"])
     wavelengths = 2 * math.pi / frequencies

@@ -1,19 +1,19 @@
-"""Order the inputs of linear layers so that pruning costs less, without changing what the model gives.
+"""Permute the input channels of linear layers to reduce the loss of pruning, without changing the model's outputs.
 
-Some layers read what others give, channel by channel.  Where nothing between them tells the channels apart, the rows of
-those that write and the columns of the one that reads may be permuted alike::
+Where only elementwise operations lie between two layers, the rows of the first and the columns of the second may be
+permuted alike::
 
-    writes                    between           reads
+    rows of                   between           columns of
     gate, up                  act(gate) * up    down
     intermediate.dense        act               output.dense
     v, within a head          attention         o, within the query heads that share the values
 
-To remove a weight w [n, k], the others of its row making up for it, costs about w^2 / [H^-1]_kk (see
-`slidesparse.methods.sparsegpt`), and of each row and block the two go that cost least.  Rounds of swaps lessen the sum:
-each takes one column out of every block, and swaps pairs of them that cost less in each other's place.
+Removing a weight w [n, k] and updating the others of its row costs about w^2 / [H^-1]_kk (see
+`slidesparse.methods.sparsegpt`), and the two cheapest weights of each row and block are removed.  Rounds of swaps
+reduce the total: each round takes one column out of every block, and swaps pairs of them where that lowers the cost.
 
-While a model is calibrated its channels stay where they were, because no sum and no scale depends on their order.
-Orders are kept beside codes and scales, and `OrderedReader` applies them to whatever is written.
+During calibration the channels stay in place, because no sum and no scale depends on their order.  The orders are saved
+with codes and scales, and `OrderedReader` applies them when the checkpoint is written.
 """
 
 from __future__ import annotations
@@ -28,30 +28,30 @@ from slidesparse.calibrate.models import Block, DecoderBlock
 from slidesparse.checkpoint.architectures import WEIGHT
 from slidesparse.checkpoint.storage import Reader
 
-ROUNDS = 64  # of swaps; three times as many find a tenth more
-OUTPUTS = 1024  # rows of a layer that an order is found by; evenly spread
-LEAST_GAIN = 1e-6  # of what a block costs; less is rounding
-ROWS, COLUMNS = ".rows", ".columns"  # behind a layer's name: the order of its outputs, and of its inputs
+ROUNDS = 64  # of swaps; three times as many reduce the cost by a tenth more
+OUTPUTS = 1024  # evenly spaced rows of a layer from which costs are estimated
+LEAST_GAIN = 1e-6  # relative to the cost of a block; smaller gains are rounding errors
+ROWS, COLUMNS = ".rows", ".columns"  # suffixes of a layer's name: the order of its outputs, and of its inputs
 
 
 def may_permute(block: Block, stage: int, length: int) -> bool:
-    """Return whether the inputs of a stage may be put in another order for blocks of ``length`` columns."""
+    """Return whether the inputs of a stage may be permuted for blocks of ``length`` columns."""
     sizes = block.sizes
     if stage not in (1, 3) or (isinstance(block, DecoderBlock) and sizes.decoder.sub_norms[stage // 2]):
         return False
-    # Heads that share an order must not have blocks begin elsewhere in each
+    # Heads that share an order must have their blocks in the same places
     return stage == 3 or sizes.heads == sizes.kv_heads or sizes.head_dim % length == 0
 
 
 def find_order(block: Block, stage: int, w: Tensor, upper: Tensor, length: int) -> Tensor:
-    """Return the order [K] of the columns in which a layer is to be pruned, where it `may_permute`.
+    """Return the order [K] of the columns in which to prune a layer of a stage that `may_permute`.
 
-    The same arguments on the same machine give the same order.
+    The result is deterministic on the same machine.
 
     Args:
-        w: [N, K] of the only layer of a stage.
+        w: weight [N, K] of the only layer of the stage.
         upper: [K, K], the `slidesparse.methods.sparsegpt.factor` of H.
-        length: columns of a block of its pattern.
+        length: columns of a block of the pattern.
     """
     scores = (w.square() / upper.square().sum(0))[:: -(-len(w) // OUTPUTS)]
     if stage == 3:
@@ -65,22 +65,22 @@ def find_order(block: Block, stage: int, w: Tensor, upper: Tensor, length: int) 
 
 
 def writers(block: Block, stage: int) -> tuple[str, ...]:
-    """Return the layers that write what the only layer of a stage reads."""
+    """Return the layers whose outputs are the inputs of the only layer of a stage."""
     return block.stages[2] if stage == 3 else block.stages[0][-1:]
 
 
 def orders(block: Block, stage: int, order: Tensor) -> dict[str, Tensor]:
-    """Return the ``order`` [K] of a stage's inputs as those of the block's layers, by name and ROWS or COLUMNS."""
+    """Return the permutations of the block's layers that put a stage's inputs in ``order`` [K], by name and suffix."""
     (reads,) = block.stages[stage]
     found = {reads + COLUMNS: order}
     if stage == 3:
         for name in writers(block, stage):
-            parts = len(block.weights[name + WEIGHT]) // len(order)  # 2 where gate and up are one
+            parts = len(block.weights[name + WEIGHT]) // len(order)  # 2 where gate and up are fused
             found[name + ROWS] = torch.cat([order + i * len(order) for i in range(parts)])
         return found
     (name,), sizes = writers(block, stage), block.sizes
     share, width = sizes.heads // sizes.kv_heads, sizes.head_dim
-    # Behind q and k where the three are one
+    # v follows q and k where the three are fused
     first = len(block.weights[name + WEIGHT]) - sizes.kv_heads * width
     starts = torch.arange(sizes.kv_heads, device=order.device)[:, None] * width + first
     values = order.view(-1, share, width)[:, 0] % width + starts
@@ -89,15 +89,16 @@ def orders(block: Block, stage: int, order: Tensor) -> dict[str, Tensor]:
 
 
 def arrange(scores: Tensor, length: int, region: int) -> Tensor:
-    """Return an order [K] of the columns in which the two least of each row and block of ``length`` add up to less.
+    """Return an order [K] of the columns that reduces the sum of the two smallest scores of each row and block.
 
     Args:
         scores: [N, K].
-        region: columns that a column stays among: those of its head, or all.
+        length: columns of a block.
+        region: width of the aligned groups of columns, such as heads, that columns do not leave.
     """
     columns, device = scores.shape[1], scores.device
     count = -(-columns // length)
-    # The padding of the last block costs nothing, and so counts among its zeros
+    # Padding of the last block has cost zero, so that it counts as pruned
     by_column = F.pad(scores, (0, count * length - columns)).t().contiguous()
     places = torch.arange(count * length, device=device).view(count, length)
     regions = torch.where(places < columns, places // region, -1).flatten()
@@ -134,7 +135,7 @@ def arrange(scores: Tensor, length: int, region: int) -> Tensor:
 
 
 class OrderedReader(Reader):
-    """Reads the tensors of a model with the rows and columns of its layers in the orders that ``kept`` holds."""
+    """Reads the tensors of a model, with the rows and columns of its layers permuted by the orders in ``kept``."""
 
     def __init__(self, reader: Reader, kept: Reader) -> None:
         super().__init__(reader.checkpoint)
@@ -142,7 +143,7 @@ class OrderedReader(Reader):
         names = (name for name in kept.checkpoint.tensors if name.endswith((ROWS, COLUMNS)))
         self._orders = {name: kept.whole(name) for name in names}
         self._lock = threading.Lock()
-        self._kept: dict[str, Tensor] = {}  # the weights of permuted rows that were read last, one or two
+        self._kept: dict[str, Tensor] = {}  # the last one or two weights read whose rows are permuted
 
     def rows(self, name: str, rows: slice) -> Tensor:
         """Read rows of a tensor as [rows, columns]."""
@@ -160,7 +161,7 @@ class OrderedReader(Reader):
         with self._lock:
             if name not in self._kept:
                 for older in [*self._kept][:-1]:
-                    del self._kept[older]  # before the next is read
+                    del self._kept[older]  # free it before reading the next
                 self._kept[name] = self._read_whole(name)
             return self._kept[name]
 

@@ -1,10 +1,10 @@
-"""Prune and quantize a model block by block, each fed by the blocks already pruned.
+"""Prune and quantize a model block by block, on the outputs of the blocks already pruned.
 
-For a transformer block and each of its stages (see `slidesparse.calibrate.models`): run the samples as far as the
-stage's inputs, sum up H, prune the linear layers that read them, quantize the result with its zeros kept, and put what
-will be served in their place, so that the next stage sees what it will see.  Beside that the dense model may be run on
-the same samples, also a block at a time.  It says what the pruned layers should give, and what a whole block should,
-whose weights are trained together in the end (see `slidesparse.calibrate.finetune`).
+For each stage of a transformer block (see `slidesparse.calibrate.models`): run the samples up to the stage's inputs,
+compute H from them, prune and quantize the stage's linear layers, and replace their weights by the dequantized ones, so
+that the next stage sees the activations of serving.  The dense model may run on the same samples in parallel, also a
+block at a time.  Its outputs are the targets of pruning, and of fine-tuning whole blocks afterwards (see
+`slidesparse.calibrate.finetune`).
 """
 
 from __future__ import annotations
@@ -22,18 +22,10 @@ from torch import Tensor
 
 from slidesparse.blocks import obeys
 from slidesparse.calibrate.finetune import Finetuned, finetune
-from slidesparse.calibrate.inputs import (
-    BlockInputs,
-    Hessian,
-    HiddenStates,
-    gather,
-    may_keep,
-    output_error,
-)
+from slidesparse.calibrate.inputs import BlockInputs, Hessian, HiddenStates, gather, may_keep, output_error
 from slidesparse.calibrate.models import Block
 from slidesparse.calibrate.permutation import find_order, may_permute, orders, writers
 from slidesparse.calibrate.resume import WorkFolder
-from slidesparse.calibrate.samples import Samples
 from slidesparse.calibrate.task import Progress, Task
 from slidesparse.checkpoint.architectures import SCALE, WEIGHT
 from slidesparse.checkpoint.storage import DTYPES, Reader
@@ -47,34 +39,40 @@ BATCH_TOKENS = {"cpu": 2048, "cuda": 16384}
 
 @dataclass(frozen=True)
 class Position:
-    """A block that the walk through the model has reached."""
+    """The current block of a walk through the model."""
 
     task: Task
     number: int
     inputs: BlockInputs  # of the pruned model
-    dense: BlockInputs | None  # of the dense model on the same samples, if it is run
+    dense: BlockInputs | None  # of the dense model on the same samples, if it runs
     ids: Sequence[Tensor]  # [batch, tokens] of each batch
 
     @property
     def block(self) -> Block:
-        """The block; its weights are replaced by those that will be served."""
+        """The block, whose weights are replaced by the dequantized ones."""
         return self.inputs.block
 
+    @property
+    def names(self) -> list[str]:
+        """The names within the block of all its linear layers, in order of stages."""
+        return [name for stage in self.block.stages for name in stage]
+
     def full(self, name: str) -> str:
-        """Return the name in the checkpoint of a linear layer of the block."""
+        """Return the checkpoint's name of a linear layer of the block."""
         return self.task.model.prefix(self.number) + name
 
     def to_prune(self, stage: int) -> dict[str, Tensor]:
-        """Return the weights [N, K] of a stage that are to be pruned, by their names in the block."""
+        """Return the weights [N, K] of a stage to prune, by their names within the block."""
         names = [name for name in self.block.stages[stage] if self.full(name) in self.task.layers]
         return {name: self.block.weights[name + WEIGHT] for name in names}
 
 
 @torch.inference_mode()
 def calibrate(task: Task, reader: Reader, work: WorkFolder, progress: Progress | None = None) -> None:
-    """Prune and quantize the layers of ``task``; keep each block in ``work`` as it is done.
+    """Prune and quantize the layers of ``task``, and save each finished block in ``work``.
 
-    A block that is there already is run, not made again.  The same task on the same machine gives the same bytes.
+    Blocks that are already there are run but not pruned again.  The result is deterministic on the same machine.
+
     Raises CalibrationError when activations are not finite or a block does not fit into memory.
     """
     if all(work.has(number) for number in _wanted(task)):
@@ -92,18 +90,16 @@ def calibrate(task: Task, reader: Reader, work: WorkFolder, progress: Progress |
 
 @torch.inference_mode()
 def prune_floats(
-    task: Task,
-    reader: Reader,
-    folder: Path,
-    rule: Callable[[Tensor, Hessian], Tensor] | None = None,
+    task: Task, reader: Reader, folder: Path, rule: Callable[[Tensor, Hessian], Tensor] | None = None
 ) -> dict[str, Tensor]:
     """Prune the layers of ``task`` without quantizing; return the weights in the source's dtype, by layer name.
 
-    Each layer is fed by those already pruned, as in `calibrate`.
+    As in `calibrate`, each layer is pruned on the outputs of those already pruned.
 
     Args:
         folder: where hidden states may be spilled.
-        rule: another way to prune: a weight [N, K] and the `Hessian` of its inputs give the pruned [N, K].
+        rule: replaces the task's method: a function of a weight [N, K] and the `Hessian` of its inputs that returns
+            the pruned weight.
     """
     found: dict[str, Tensor] = {}
     with walk(task, reader, folder, 1 if rule else task.streams) as positions:
@@ -137,11 +133,14 @@ def prune_floats(
 def walk(
     task: Task, reader: Reader, folder: Path, streams: int, to_the_end: bool = False
 ) -> Iterator[Iterator[Position]]:
-    """Run the samples through the blocks, up to the last one with something to prune, or ``to_the_end``.
+    """Run the samples through the blocks, up to the last one with layers to prune, or ``to_the_end``.
 
-    With two ``streams`` the second goes through the blocks as they are read, for any result of the first.
+    With two ``streams``, the second always runs the dense model.
     """
-    batches = list(_batches(task.samples, BATCH_TOKENS.get(task.device.type, BATCH_TOKENS["cpu"])))
+    batches: list[Tensor] = []  # of samples of equal length: nothing is padded
+    for length, group in groupby(sorted(task.samples.ids, key=len), key=len):
+        size = max(1, BATCH_TOKENS[task.device.type] // length)
+        batches += torch.stack(list(group)).split(size)
     shapes = [(*ids.shape, task.model.hidden) for ids in batches]
     states = [HiddenStates(shapes, task.device, folder, streams=streams) for _ in range(streams)]
     widest = max(task.model.checkpoint.require(name + WEIGHT).columns for name in task.model.linears(0))
@@ -184,20 +183,13 @@ def _positions(
 
 
 def _wanted(task: Task) -> list[int]:
-    """Return the blocks with something to prune."""
+    """Return the numbers of the blocks with layers to prune."""
     model = task.model
     return [n for n in range(model.blocks) if any(name in task.layers for name in model.linears(n))]
 
 
-def _batches(samples: Samples, tokens: int) -> Iterator[Tensor]:
-    """Stack samples of equal length to [batch, tokens], about ``tokens`` in each; nothing is padded."""
-    for length, group in groupby(sorted(samples.ids, key=len), key=len):
-        alike = torch.stack(list(group))
-        yield from alike.split(max(1, tokens // length))
-
-
 def counter(task: Task, phase: str, progress: Progress | None) -> Callable[[int], None]:
-    """Return a function that reports a block as done, counted in bytes of the linear layers to prune."""
+    """Return a function that reports a block as done; progress counts the bytes of linear layers to prune."""
     sizes = {name: task.model.checkpoint.require(name + WEIGHT).nbytes for name in task.layers}
     done = 0
 
@@ -214,11 +206,11 @@ def counter(task: Task, phase: str, progress: Progress | None) -> Callable[[int]
 
 
 def _prune_block(at: Position) -> tuple[dict[str, Tensor], list[dict[str, Any]]]:
-    """Prune, train and quantize a block.
+    """Prune, fine-tune and quantize a block.
 
-    Returns its codes and scales by tensor name, with the orders that `slidesparse.calibrate.permutation` found, and the
-    report's rows of its layers.  Errors there are |X (W - W')^T| / |X W^T| over the calibration tokens, W of the dense
-    model, X as the layers before give it.
+    Returns its codes, scales and channel orders by tensor name, and the report's rows of its layers.  Errors there are
+    |X (W - W')^T| / |X W^T| over the calibration tokens, where W is the dense model's weight and X the input after the
+    layers before were pruned.
     """
     tensors: dict[str, Tensor] = {}
     rows: dict[str, dict[str, Any]] = {}
@@ -248,9 +240,9 @@ def _prune_stage(
     tensors: dict[str, Tensor],
     rows: dict[str, dict[str, Any]],
 ) -> tuple[dict[str, Tensor], Tensor]:
-    """Prune and quantize the ``weights`` of a stage; add to ``tensors`` and ``rows``, see `_prune_block`.
+    """Prune and quantize the ``weights`` of a stage, and add to ``tensors`` and ``rows`` (see `_prune_block`).
 
-    Returns the pruned weights before quantization, and H [K, K] of what they read.
+    Returns the pruned weights before quantization, and H [K, K] of their inputs.
     """
     started = time.monotonic()
     hessian, drift = gather(at.inputs, stage, at.dense, weights)
@@ -281,9 +273,9 @@ def _order(
     errors: Mapping[str, Tensor] | None,
     weights: Mapping[str, Tensor],
 ) -> Tensor | None:
-    """Return the order [K] in which the columns of a stage's only layer are to be pruned, or None.
+    """Return the order [K] in which to prune the columns of a stage's only layer, or None to keep their order.
 
-    Rows of mixed weights, which lie in strips, stay where they are.
+    The rows of a mixed weight are grouped into strips, so they are not permuted.
     """
     task, (name, w) = at.task, next(iter(weights.items()))
     pattern = task.layers[at.full(name)]
@@ -305,13 +297,14 @@ def _prune_rows(
     weights: Mapping[str, Tensor],
     order: Tensor | None = None,
 ) -> dict[str, Tensor]:
-    """Prune layers that read the same inputs; those of one pattern together, as their rows do not see each other.
+    """Prune layers that share their inputs; layers of one pattern are stacked, because rows are independent.
 
-    Rows of a mixed pattern do, those of one layer.  A layer that obeys its pattern already is kept as it is.
+    Rows of a mixed pattern depend on each other, so its layers are pruned separately.  A layer that already obeys its
+    pattern is not changed.
 
     Args:
-        errors: E [N, K] of each layer, see `slidesparse.calibrate.inputs.Drift`.
-        order: [K] of the columns in which the patterns hold; what is returned has them where they were.
+        errors: E [N, K] of each layer (see `slidesparse.calibrate.inputs.Drift`).
+        order: permutation [K] of the columns in which the pattern holds; the result has the original order.
     """
     patterns = {name: at.task.layers[at.full(name)] for name in weights}
     found = {name: w.clone() for name, w in weights.items() if obeys(w, patterns[name])}
@@ -334,13 +327,9 @@ def _prune_rows(
 
 
 def _finetune(at: Position, weights: Mapping[str, Tensor], dtype: torch.dtype | None) -> Finetuned | None:
-    """Train those of the ``weights`` of a block that were pruned, if that is asked for.
-
-    Args:
-        dtype: what the block's layers are quantized to, or None.
-    """
+    """Fine-tune the pruned ``weights`` of a block if the task says so; ``dtype`` is that of quantization, or None."""
     task = at.task
-    pruned = {name: w for name, w in weights.items() if task.rewrites(at.full(name))}
+    pruned = {name: w for name, w in weights.items() if task.layers[at.full(name)].length is not None}
     if not task.epochs or at.dense is None or not pruned:
         return None
     at.dense.advance()
@@ -351,22 +340,22 @@ def _finetune(at: Position, weights: Mapping[str, Tensor], dtype: torch.dtype | 
 
 
 def quantize_skipped(at: Position) -> None:
-    """Put what will be served in place of the layers of a block that are quantized and not pruned."""
-    for name in (name for stage in at.block.stages for name in stage):
+    """Replace the weights of layers that are quantized but not pruned by their dequantized values."""
+    for name in at.names:
         if at.full(name) in at.task.skipped:
             _serve(at, name, at.block.weights[name + WEIGHT], {})
 
 
 def _serve(at: Position, name: str, w: Tensor, tensors: dict[str, Tensor]) -> Tensor:
-    """Quantize a layer: put codes and scale into ``tensors``, and return the values they stand for.
+    """Quantize a layer: add codes and scale to ``tensors``, and return the dequantized weight.
 
-    The values also replace the layer's weight in the block.
+    The block's weight is replaced by it, too.
     """
     full = at.full(name)
     if not bool(torch.isfinite(w).all()):
         raise CalibrationError(
-            f"pruning {full} gave weights that are not finite (NaN or Inf): the source's are too large, or its inputs "
-            "are, for sums in float32; without --calib, --method magnitude sums nothing"
+            f"pruning {full} gave weights that are not finite (NaN or Inf): its weights or inputs are too large for "
+            "sums in float32; without --calib, --method magnitude computes no such sums"
         )
     if at.task.ternary:
         scale = at.block.weights[name + SCALE]
@@ -379,9 +368,9 @@ def _serve(at: Position, name: str, w: Tensor, tensors: dict[str, Tensor]) -> Te
 
 
 def restore(at: Position, work: WorkFolder) -> None:
-    """Put the finished layers of a block in place of the source's."""
+    """Replace the weights of a block by those of its finished layers."""
     with (found := work.tensors()).reader() as reader:
-        for name in (name for stage in at.block.stages for name in stage):
+        for name in at.names:
             full = at.full(name)
             if full + WEIGHT in found.tensors:
                 codes, scale = (reader.whole(full + suffix) for suffix in (WEIGHT, SCALE))

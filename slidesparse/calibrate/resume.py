@@ -1,16 +1,16 @@
-"""The hidden folder next to the output that holds finished blocks, so that a killed run can be resumed.
+"""The hidden folder next to the output that holds finished blocks, from which an interrupted run is resumed.
 
 ::
 
     .OUT.calibrated/
-      state.json                     what the run was started with; another run is refused
-      rotation.safetensors           with --rotate on: what the model is rotated by
-      rotation.json                  what that is estimated to gain
-      choice.json                    with a budget: what the layers that follow aim at, and what was tried before
+      state.json                     the options and inputs of the run; another run is refused
+      rotation.safetensors           the rotation of the model, if it is rotated
+      rotation.json                  the estimated losses without and with it
+      choice.json                    with a budget: the limits tried, and the losses measured
       layer-00000.json               the report's rows of a transformer block
-      layer-00000.safetensors        its codes and scales; last, and by one rename: it marks the block as done
+      layer-00000.safetensors        its codes and scales; renamed last, which marks the block as finished
       distilled.safetensors          with --distill: the best codes and scales so far, of all blocks
-      distilling.safetensors         weights and optimizer to go on from; last
+      distilling.safetensors         weights and optimizer state to continue from; written last
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from slidesparse.checkpoint.storage import (
     Writer,
     read_header,
 )
-from slidesparse.errors import CalibrationError
+from slidesparse.errors import CalibrationError, shown
 
 STATE, CHOICE = "state.json", "choice.json"
 ROTATION, GAIN = f"rotation{SUFFIX}", "rotation.json"
@@ -46,7 +46,7 @@ DISTILLED, DISTILLING = f"distilled{SUFFIX}", f"distilling{SUFFIX}"
 
 @dataclass(frozen=True)
 class WorkFolder:
-    """The folder of one run, locked by it."""
+    """The folder of a run, which holds a lock on it."""
 
     folder: Path
 
@@ -64,19 +64,15 @@ class WorkFolder:
         specs = [TensorSpec(name, NAMES[t.dtype], tuple(t.shape)) for name, t in tensors.items()]
         partial = self.folder / f".{name}"
         partial.unlink(missing_ok=True)
-        writer = Writer(partial, specs)
-        try:
+        with Writer(partial, specs) as writer:
             for each, tensor in tensors.items():
                 writer.write(each, 0, tensor.cpu())
-            writer.close()
-        finally:
-            writer.close(sync=False)
         os.rename(partial, self.folder / name)
         sync(self.folder)
 
     def write_json(self, name: str, value: object) -> None:
         """Write a small JSON file atomically."""
-        partial = self.folder / f".{name}.{os.getpid()}"  # of a folder that other processes may write to
+        partial = self.folder / f".{name}.{os.getpid()}"  # other processes may share the folder
         with partial.open("w") as file:
             json.dump(value, file, indent=1)
             file.flush()
@@ -84,28 +80,28 @@ class WorkFolder:
         os.rename(partial, self.folder / name)
 
     def read_json(self, name: str) -> Any:
-        """Return what `write_json` kept under a name, or None."""
+        """Return the value that `write_json` saved under a name, or None."""
         path = self.folder / name
         return json.loads(path.read_bytes()) if path.exists() else None
 
     def rows(self) -> list[dict[str, Any]]:
-        """Return the report's rows of all finished blocks, in their order."""
+        """Return the report's rows of all finished blocks, in order."""
         done = sorted(path.stem for path in self.folder.glob(f"layer-*{SUFFIX}"))
         return [row for name in done for row in self.read_json(f"{name}.json")]
 
     def tensors(self, *more: str) -> Checkpoint:
-        """Return all finished blocks as a checkpoint to read from; what files of ``more`` hold takes their place."""
+        """Return all finished blocks as one checkpoint; tensors in the files ``more`` override theirs."""
         return self.opened(*sorted(path.name for path in self.folder.glob(f"layer-*{SUFFIX}")), *more)
 
     def read_tensors(self, name: str) -> dict[str, Tensor] | None:
-        """Return what `write_tensors` kept under a name, or None."""
+        """Return the tensors that `write_tensors` saved under a name, or None."""
         if not (found := self.opened(name)).files:
             return None
         with found.reader() as reader:
             return {each: reader.whole(each) for each in found.tensors}
 
     def opened(self, *names: str) -> Checkpoint:
-        """Return those of the files that exist as one checkpoint; the last that has a tensor counts."""
+        """Return the files that exist as one checkpoint; tensors of later files override those of earlier ones."""
         files = tuple(name for name in names if (self.folder / name).exists())
         found: dict[str, StoredTensor] = {}
         for file in files:
@@ -118,17 +114,17 @@ class WorkFolder:
             path.unlink()
 
     def remove(self) -> None:
-        """Remove the folder, when the output is in its place."""
+        """Remove the folder, once the output has been published."""
         shutil.rmtree(self.folder)
 
 
 def work_folder(out: Path) -> Path:
-    """Return where finished blocks of a conversion to ``out`` are kept."""
+    """Return the folder for finished blocks of a conversion to ``out``."""
     return out.resolve().parent / f".{out.resolve().name}.calibrated"
 
 
 def finished_bytes(out: Path) -> int:
-    """Return the bytes of the finished blocks, and of a distillation, that a killed conversion to ``out`` left."""
+    """Return the bytes of finished blocks and of a distillation left by an interrupted conversion to ``out``."""
     return sum(
         path.stat().st_size
         for kind in ("layer-*", "distill*")
@@ -138,17 +134,17 @@ def finished_bytes(out: Path) -> int:
 
 @contextmanager
 def open_work(out: Path, state: Mapping[str, Any], resume: bool) -> Iterator[WorkFolder]:
-    """Make and lock the folder.  It stays when the run fails, so that ``resume`` can continue from it.
+    """Create and lock the folder.  It remains when the run fails, so that ``resume`` can continue from it.
 
-    Raises CalibrationError when one with finished work is there and ``resume`` is false, when it belongs to a run that
-    was started otherwise (naming what differs), and when another run holds it.
+    Raises CalibrationError when it holds finished work and ``resume`` is false, when it belongs to a run with other
+    options (which the message names), and when another run holds the lock.
     """
     folder = work_folder(out)
     kept = any(folder.glob(f"layer-*{SUFFIX}")) or any((folder / n).exists() for n in (CHOICE, ROTATION))
     if kept and not resume:
         raise CalibrationError(
-            f"{folder} holds the finished layers of a run that did not end; --resume goes on from them, removing the "
-            "folder starts anew"
+            f"{folder} holds the finished layers of an interrupted run; continue from them with --resume, or remove "
+            "the folder to start over"
         )
     folder.mkdir(parents=True, exist_ok=True)
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
@@ -165,7 +161,7 @@ def open_work(out: Path, state: Mapping[str, Any], resume: bool) -> Iterator[Wor
         _require_same(work, state)
         yield work
     except KeyboardInterrupt:
-        raise KeyboardInterrupt("--resume goes on from the layers that are finished") from None
+        raise KeyboardInterrupt("--resume continues from the finished layers") from None
     finally:
         os.close(descriptor)
 
@@ -178,18 +174,13 @@ def _require_same(work: WorkFolder, state: Mapping[str, Any]) -> None:
         return
     different = sorted(key for key in {*found, *plain} if found.get(key) != plain.get(key))
     if different:
-        shown = "; ".join(
-            f"{key} was {_shown(found.get(key))}, is {_shown(plain.get(key))}" for key in different
+        changes = "; ".join(
+            f"{key} was {shown(found.get(key))}, is {shown(plain.get(key))}" for key in different
         )
         raise CalibrationError(
-            f"--resume: {work.folder} was started with other options ({shown}); run the same command as "
-            "then, or remove the folder to start anew"
+            f"--resume: {work.folder} was started with other options ({changes}); repeat that command, or remove the "
+            "folder to start over"
         )
-
-
-def _shown(value: object) -> str:
-    text = json.dumps(value)
-    return text if len(text) <= 60 else f"{text[:57]}..."
 
 
 def _file(number: int) -> str:

@@ -1,16 +1,15 @@
-"""Rotate a decoder's residual stream, and its values within heads, without changing the model's outputs.
+"""Rotate a decoder's residual stream, and the values of each head, without changing the model's outputs.
 
-RMSNorm without a weight gives outputs rotated by Q for inputs rotated by Q, for any orthogonal Q.  So norm weights are
-first folded into the linear layers that follow, and then everything that reads the residual stream x, or adds to it, is
-rotated::
+RMSNorm without a weight commutes with any orthogonal Q.  So norm weights are first folded into the linear layers that
+follow, and then all weights that read the residual stream x, or add to it, are rotated::
 
     x' = x Q          embed' = embed Q
     reads x           W' = (W * norm) Q                  q, k, v, gate, up, lm_head
     adds to x         W' = Q^T W,  b' = Q^T b            o, down
     values of a head  W_v' = R^T W_v,  b_v' = R^T b_v,  W_o' = W_o R         one R for each key-value head
 
-The result is an ordinary checkpoint of the same architecture, with its own lm_head.  `slidesparse.calibrate.learning`
-finds a Q and R after which pruning costs least.
+The result is an ordinary checkpoint of the same architecture, with an untied lm_head.  `slidesparse.calibrate.learning`
+finds Q and R that minimize the loss of pruning.
 """
 
 from __future__ import annotations
@@ -27,13 +26,13 @@ from slidesparse.checkpoint.architectures import architecture_of
 from slidesparse.checkpoint.storage import Checkpoint, Reader
 
 KINDS = ("Llama", "Mistral", "Qwen2", "Qwen3")
-# Each tensor that a model of KINDS may have: another could read the residual stream as it was
+# The tensors that a model of KINDS may have; any other might read the residual stream and is not rotated
 _TENSOR = re.compile(
     r"lm_head\.weight|(?:model\.)?(?:rotary_emb\.inv_freq|(?:embed_tokens|norm)\.weight|layers\.(\d+)\."
     r"(self_attn\.(?:[qkvo]_proj\.(?:weight|bias)|[qk]_norm\.weight|rotary_emb\.inv_freq)"
     r"|mlp\.(?:gate|up|down)_proj\.(?:weight|bias)|(?:input|post_attention)_layernorm\.weight))"
 )
-# What reads the residual stream -> the norm before it
+# Weights that read the residual stream -> the norm before them
 _NORMS = {f"self_attn.{x}_proj.weight": "input_layernorm.weight" for x in "qkv"}
 _NORMS |= {f"mlp.{x}_proj.weight": "post_attention_layernorm.weight" for x in ("gate", "up")}
 _ROWS_MIXED = tuple(f"{name}_proj.{kind}" for name in ("v", "o", "down") for kind in ("weight", "bias"))
@@ -52,13 +51,13 @@ def obstacle(checkpoint: Checkpoint) -> str | None:
     named = architecture_of(checkpoint.config)
     known = [f"{kind}ForCausalLM" for kind in KINDS]
     if named not in known:
-        return f"{named or 'a model without a named architecture'} is none of {', '.join(known)}"
+        return f"{named or 'a model without a named architecture'} is not one of {', '.join(known)}"
     other = next((name for name in checkpoint.tensors if not _TENSOR.fullmatch(name)), None)
-    return f"what the tensor {other} is for is not known" if other else None
+    return f"the purpose of tensor {other} is unknown" if other else None
 
 
 def untied(checkpoint: Checkpoint) -> Checkpoint:
-    """Return the same checkpoint with an lm_head of its own, at first the embedding's bytes."""
+    """Return the checkpoint with an untied lm_head, initially a copy of the embedding."""
     tensors = dict(checkpoint.tensors)
     root = "" if "embed_tokens.weight" in tensors else "model."
     name = f"{root}embed_tokens.weight"
@@ -70,9 +69,9 @@ def untied(checkpoint: Checkpoint) -> Checkpoint:
 
 
 class RotatedReader(Reader):
-    """Reads the tensors of a model with its norm weights folded, and rotated if there is a ``rotation``.
+    """Reads the tensors of a model with its norm weights folded, and with ``rotation`` also rotated.
 
-    Rotated tensors are float32, for any dtype of the checkpoint, and are computed in float64 on ``device``.
+    These tensors are computed in float64 on ``device`` and returned as float32, whatever the checkpoint's dtype.
     """
 
     def __init__(
@@ -83,14 +82,14 @@ class RotatedReader(Reader):
         self._q = rotation.q.to(device) if rotation else None
         self._r = rotation.r.to(device) if rotation else None
         self._lock = threading.Lock()
-        self._mixed: tuple[str, Tensor] | None = None  # the tensor of mixed rows that was read last
+        self._mixed: tuple[str, Tensor] | None = None  # the last tensor read whose rows are rotated
 
     def rows(self, name: str, rows: slice) -> Tensor:
         """Read rows of a tensor as [rows, columns]."""
         if name.endswith(_ROWS_MIXED):
             with self._lock:
                 if self._mixed is None or self._mixed[0] != name:
-                    self._mixed = None  # before the next is made
+                    self._mixed = None  # free it before computing the next
                     self._mixed = name, self._mix(name).float().cpu()
                 return self._mixed[1][rows]
         x = self._reader.rows(name, rows)
@@ -101,7 +100,7 @@ class RotatedReader(Reader):
         return x
 
     def _norm_before(self, name: str) -> str | None:
-        """Return the norm whose output a weight reads, if it reads the residual stream."""
+        """Return the norm before a weight that reads the residual stream, or None for other weights."""
         if name == HEAD:
             return f"{self._model.root}norm.weight"
         for weight, norm in _NORMS.items():
@@ -110,14 +109,14 @@ class RotatedReader(Reader):
         return None
 
     def _rotate_inputs(self, name: str, x: Tensor) -> Tensor:
-        """Fold the norm before rows ``x`` of a weight, and rotate them by Q."""
+        """Fold the norm into rows ``x`` of a weight, and rotate their inputs by Q."""
         x = x.to(self._device, torch.float64)
         if norm := self._norm_before(name):
             x = x * self._reader.whole(norm).to(self._device, torch.float64)
         return x if self._q is None else x @ self._q
 
     def _mix(self, name: str) -> Tensor:
-        """Return a whole weight or bias whose rows are rotated among each other."""
+        """Return a whole weight or bias with its outputs rotated."""
         spec = self.checkpoint.require(name)
         x = self._reader.rows(name, slice(0, spec.rows))
         x = x.to(self._device, torch.float64)

@@ -1,4 +1,4 @@
-"""Calibration data: texts or token ids become the samples that a model is run on."""
+"""Calibration samples: sequences of token ids, from texts or files of ids."""
 
 from __future__ import annotations
 
@@ -18,23 +18,23 @@ from slidesparse.errors import CalibrationError
 
 RANDOM = "random"
 SAMPLES, SEQLEN = 128, 2048
-HELD_BACK = 8
-MOST_TOKENS = 2**26  # of all of a text, half a GiB
+HELD_BACK = 8  # one sample in so many is in the validation split
+MOST_TOKENS = 2**26  # where all of a text is read; half a GiB
 MOST_RANDOM = 2**28  # tokens, 2 GiB
 KINDS = "FILE.jsonl (a text a line), FILE.npy (token ids), or the word random"
 
 
 @dataclass(frozen=True)
 class Samples:
-    """The token ids that a model is run on."""
+    """Calibration samples."""
 
     ids: tuple[Tensor, ...]  # int64 [tokens] each
-    origin: str  # in words
-    note: str = ""  # what the user should know of them
+    origin: str  # the file's name, or "random tokens"
+    note: str = ""  # a hint for the user
 
     @property
     def tokens(self) -> int:
-        """The tokens of all samples."""
+        """The total number of tokens."""
         return sum(len(sample) for sample in self.ids)
 
     @property
@@ -43,15 +43,15 @@ class Samples:
         return f"{self.origin}, {len(self.ids)} samples, {self.tokens} tokens"
 
     def split(self, most: int | None = None) -> tuple[Samples, Samples]:
-        """Hold back one sample in HELD_BACK, evenly spread, or ``most`` of them; return the rest and these.
+        """Split off a validation set: every HELD_BACK-th sample, but no more than ``most``.
 
-        Raises CalibrationError for one sample.
+        Returns the training and the validation samples.  Raises CalibrationError if there is only one sample.
         """
         count = len(self.ids)
         if count < 2:
             raise CalibrationError(
-                f"{self.origin} gives one sample, but two are needed at least, one of them to judge the pruned model "
-                "by; give more text, or a smaller --seqlen"
+                f"{self.origin} gives one sample, but two are needed, one of them to validate the pruned model; "
+                "give more text, or a smaller --seqlen"
             )
         every = max(HELD_BACK, -(-count // (most or count)))
         held = set(range(min(every, count) - 1, count, every))
@@ -61,7 +61,7 @@ class Samples:
 
     @property
     def digest(self) -> str:
-        """A hash of all ids and of where samples end."""
+        """A hash of all samples."""
         found = hashlib.sha256()
         for sample in self.ids:
             found.update(f"{len(sample)}:".encode())
@@ -80,16 +80,16 @@ def load_samples(
     """Read calibration data.
 
     Args:
-        data: a ``.jsonl`` file of texts (strings, or objects with "text"), tokenized with the checkpoint's own
-            tokenizer; a ``.npy`` file of ids, [samples, tokens] or one stream [tokens]; or "random".
-        samples: how many to draw; with fewer at hand all are taken, and `Samples.note` says so.  None for all, up to
-            MOST_TOKENS.
-        seqlen: tokens of a sample; by default SEQLEN or what the model takes.  Decoders read texts as one stream cut
-            into samples of this length, encoders each text by itself, truncated to it.
-        seed: of the choice.
-        option: what errors call the data.
+        data: a ``.jsonl`` file of texts (strings, or objects with "text"), tokenized by the checkpoint's tokenizer; a
+            ``.npy`` file of ids, [samples, tokens] or one stream [tokens]; or "random".
+        samples: number of samples; if there are fewer, all are taken and `Samples.note` says so.  None takes all, up
+            to MOST_TOKENS.
+        seqlen: sequence length in tokens, by default SEQLEN or the model's maximum.  For decoders, texts are joined
+            and cut into samples of this length; for encoders, each text is truncated to it.
+        seed: seed of the random selection.
+        option: name of the data in error messages.
 
-    Raises SlideSparseError for data that cannot be used, EnvironmentFault without a tokenizer library.
+    Raises SlideSparseError for unusable data, EnvironmentFault without a tokenizer library.
     """
     if samples is not None and samples < 1:
         raise CalibrationError(f"--samples {samples} is too few; at least 1 is needed, 128 are usual")
@@ -105,11 +105,11 @@ def load_samples(
     if data == RANDOM:
         if samples * length > MOST_RANDOM:
             raise CalibrationError(
-                f"--samples {samples} of {length} random tokens are more than the {MOST_RANDOM} that are drawn at "
-                f"most; {SAMPLES} samples are usual"
+                f"--samples {samples} of {length} random tokens are more than the limit of {MOST_RANDOM} tokens; "
+                f"{SAMPLES} samples are usual"
             )
         drawn = generator.integers(0, model.vocabulary, (samples, length))
-        note = "random tokens tell nothing about the texts to be served; use them only to try things out"
+        note = "random tokens say nothing about the texts to be served; use them only to try things out"
         return Samples(tuple(torch.from_numpy(row) for row in drawn), "random tokens", note)
     path = Path(data)
     if path.suffix not in (".jsonl", ".npy"):
@@ -132,13 +132,13 @@ def load_samples(
     require_ids(chosen, model.vocabulary, f"{option} {data}", model.checkpoint.folder)
     note = ""
     if len(chosen) < samples and not every:
-        note = f"{path.name} gives {len(chosen)} samples of at most {length} tokens, {samples} were asked for"
+        note = f"{path.name} gives {len(chosen)} samples of at most {length} tokens, {samples} were requested"
     ids = tuple(torch.from_numpy(np.ascontiguousarray(row, dtype=np.int64)) for row in chosen)
     return Samples(ids, path.name, note)
 
 
 def _ids_of(path: Path, length: int) -> list[np.ndarray]:
-    """Return the samples of a ``.npy`` file: its rows cut to ``length``, or a stream cut into such rows."""
+    """Return the samples of a ``.npy`` file: its rows truncated to ``length``, or its stream cut into samples."""
     found = read_ids(path)
     if found.ndim == 1:
         whole = len(found) // length * length
@@ -147,7 +147,7 @@ def _ids_of(path: Path, length: int) -> list[np.ndarray]:
 
 
 def _streamed(encoded: Iterator[list[int]], samples: int, length: int) -> list[np.ndarray]:
-    """Join documents and cut them into samples; no more are read than needed."""
+    """Join documents and cut them into samples, reading no more than needed."""
     parts: list[np.ndarray] = []
     tokens = 0
     for ids in encoded:
@@ -160,7 +160,7 @@ def _streamed(encoded: Iterator[list[int]], samples: int, length: int) -> list[n
 
 
 def _one_by_one(encoded: Iterator[list[int]], samples: int, length: int) -> list[np.ndarray]:
-    """Make each text that has a token one sample."""
+    """Make a sample of each text that has at least one token."""
     return [
         np.asarray(clipped(ids, length), dtype=np.int64)
         for ids in islice((ids for ids in encoded if ids), samples)

@@ -1,4 +1,4 @@
-"""The options of calibration, and the task that a run carries out."""
+"""The options of calibration, and the task that combines them with model and data."""
 
 from __future__ import annotations
 
@@ -25,54 +25,52 @@ from slidesparse.pattern import Pattern
 Progress = Callable[[str, int, int], None]  # phase, bytes done, bytes in all
 
 DEVICES = ("auto", "cpu", "cuda")
-TARGETS = ("dense", "own")  # pruned layers should give what they do in the dense model, or on the same inputs
-# Whether to rotate the residual stream: where possible, always (an error where impossible), or never
+TARGETS = (
+    "dense",
+    "own",
+)  # a layer's target output: that in the dense model, or its own on the pruned model's inputs
+# Rotate the residual stream: where possible, always (an error where impossible), or never
 ROTATIONS = ("auto", "on", "off")
 SWEEPS = 4
 EPOCHS = 4
 MINUTES = 10.0
-JUDGED = 64  # samples at most that a distillation is judged by
+JUDGED = 64  # most validation samples of a distillation
 
 
 @dataclass(frozen=True)
 class Calibration:
     """Calibration data and how to use them.  Raises CalibrationError for a value that is not allowed.
 
-    ``sweeps``, ``target`` and ``finetune`` count only for methods that update the weights they keep.
+    ``sweeps``, ``target`` and ``finetune`` only affect methods that update the remaining weights.
     """
 
-    data: str  # and the two after it: see `slidesparse.calibrate.samples.load_samples`
+    data: str  # this and the next two: see `slidesparse.calibrate.samples.load_samples`
     samples: int = SAMPLES
     seqlen: int | None = None
-    device: str = "auto"  # CUDA where there is one
-    resume: bool = False  # go on from the layers that a killed run finished
-    sweeps: int = SWEEPS  # how often a layer is gone over again after it was pruned
+    device: str = "auto"  # CUDA if available
+    resume: bool = False  # continue from the finished layers of an interrupted run
+    sweeps: int = SWEEPS  # refinement passes over each layer after pruning
     target: str = TARGETS[0]
-    finetune: int | None = (
-        None  # epochs of training after that; None: EPOCHS where the target is the dense model
-    )
-
+    finetune: int | None = None  # epochs of fine-tuning; None: EPOCHS if the target is the dense model
     rotate: str = ROTATIONS[0]  # whether to rotate the residual stream first
-    distill: str | None = (
-        None  # text, as ``data``, to train all that is left on, by what the dense model predicts
-    )
-    minutes: float | None = None  # of that; None: MINUTES
+    distill: str | None = None  # text, in the form of ``data``, for distillation from the dense model
+    minutes: float | None = None  # duration of distillation; None: MINUTES
 
     def __post_init__(self) -> None:
         if self.sweeps < 0:
             raise CalibrationError(
-                f"--sweeps {self.sweeps} is negative; 0 is SparseGPT by itself, {SWEEPS} usual"
+                f"--sweeps {self.sweeps} is negative; 0 is plain SparseGPT, {SWEEPS} is usual"
             )
         if self.target not in TARGETS:
             raise CalibrationError(
-                f"--target {self.target!r} is not known; use dense, to prune layers towards what the dense model "
-                "gives, or own, towards what they themselves gave before"
+                f"--target {self.target!r} is not known; use dense, to fit each layer's output in the dense model, or "
+                "own, to fit its own output before pruning"
             )
         if self.epochs < 0:
-            raise CalibrationError(f"--finetune {self.epochs} is negative; 0 is none, {EPOCHS} usual")
+            raise CalibrationError(f"--finetune {self.epochs} is negative; 0 is none, {EPOCHS} is usual")
         if self.epochs and self.target != "dense":
             raise CalibrationError(
-                f"--finetune {self.epochs} trains towards what the dense model gives, which --target {self.target} "
+                f"--finetune {self.epochs} trains towards the outputs of the dense model, which --target {self.target} "
                 "does not run; leave one of the two out"
             )
         if self.rotate not in ROTATIONS:
@@ -81,21 +79,21 @@ class Calibration:
             )
         if self.minutes is not None and self.distill is None:
             raise CalibrationError(
-                f"--minutes {self.minutes:g} is the time of distillation: give --distill FILE as well, or leave it out"
+                f"--minutes {self.minutes:g} is the time of distillation: add --distill FILE, or leave it out"
             )
         if not 0 < self.training_minutes < math.inf:
-            raise CalibrationError(f"--minutes {self.minutes} must be more than 0; {MINUTES:g} are usual")
+            raise CalibrationError(f"--minutes {self.minutes} must be more than 0; {MINUTES:g} is usual")
         if self.device not in DEVICES:
             raise CalibrationError(f"--device {self.device!r} is not known; use one of {', '.join(DEVICES)}")
 
     @property
     def training_minutes(self) -> float:
-        """Minutes of distillation."""
+        """The minutes of distillation."""
         return MINUTES if self.minutes is None else self.minutes
 
     @property
     def epochs(self) -> int:
-        """Epochs of fine-tuning."""
+        """The epochs of fine-tuning."""
         if self.finetune is not None:
             return self.finetune
         return EPOCHS if self.target == "dense" else 0
@@ -103,20 +101,18 @@ class Calibration:
 
 @dataclass(frozen=True)
 class Task:
-    """The inputs that determine the result of a calibrated run."""
+    """All inputs of a calibrated run that determine its result."""
 
     model: LayeredModel
     layers: Mapping[str, Pattern]  # linear layers to prune -> pattern
-    skipped: frozenset[str]  # linear layers that are served quantized without being pruned
+    skipped: frozenset[str]  # linear layers to quantize without pruning
     samples: Samples
     method: str
     quant: str
     device: torch.device
     calibration: Calibration
-    held_back: Samples | None = (
-        None  # samples that nothing is chosen by, to judge the model by; with a budget
-    )
-    texts: tuple[Samples, Samples] | None = None  # to distill with: to train on, and to judge by
+    held_back: Samples | None = None  # validation split, with a budget
+    texts: tuple[Samples, Samples] | None = None  # training and validation split of distillation
 
     @property
     def pruner(self) -> Method:
@@ -125,37 +121,33 @@ class Task:
 
     @property
     def ternary(self) -> bool:
-        """Whether weights are, and stay, codes of -1, 0 and 1 times scales."""
+        """Whether all weights are -1, 0 or 1 times a scale, and must remain so."""
         return is_bitnet(self.model.checkpoint.config)
 
     @property
     def permutes(self) -> bool:
-        """Whether channels may be put in another order (`slidesparse.calibrate.permutation`)."""
+        """Whether channels may be permuted (see `slidesparse.calibrate.permutation`)."""
         return self.calibration.rotate != "off" and self.pruner.updates_weights and not self.ternary
 
     @property
     def epochs(self) -> int:
-        """Epochs of fine-tuning, which needs the dense model's stream, and would take weights off a ternary grid."""
+        """The epochs of fine-tuning: 0 without the dense model's stream, and for ternary weights."""
         return self.calibration.epochs if self.streams > 1 and not self.ternary else 0
 
     @property
     def streams(self) -> int:
-        """The number of models that the samples run through: the pruned one, and the dense one if it is the target."""
+        """The number of models to run: the pruned one, and the dense one if it is the target."""
         return 2 if self.pruner.updates_weights and self.calibration.target == "dense" else 1
 
-    def rewrites(self, name: str) -> bool:
-        """Return whether a linear layer is pruned, and not just quantized or left alone."""
-        return name in self.layers and self.layers[name].length is not None
-
     def disk_bytes(self) -> int:
-        """The bytes of finished layers, and of hidden states if they are to be spilled."""
+        """Return the bytes of finished layers, and of hidden states if they are spilled to disk."""
         specs = [self.model.checkpoint.require(name + WEIGHT) for name in self.layers]
         states = 4 * self.samples.tokens * self.model.hidden * self.streams
         spilled = states if place(states, self.device) == "disk" else 0
         return sum(spec.rows * (spec.columns + 4) for spec in specs) + spilled
 
     def state(self) -> dict[str, Any]:
-        """Return the values that a run must share with the one that it resumes."""
+        """Return the values that must be equal for a run to resume another."""
         updates = self.pruner.updates_weights
         return {
             "slidesparse": slidesparse.__version__,
@@ -187,13 +179,13 @@ def prepare(
     calibration: Calibration,
     hold_back: bool = False,
 ) -> Task:
-    """Read the model's config and the data; writes nothing.  The arguments are those of `Task`.
+    """Read the model's config and the data, and return the task; nothing is written.
 
     Args:
-        hold_back: whether some samples are held back, to judge the model by.
+        hold_back: whether to split off validation samples.
 
-    Raises CalibrationError for a model that cannot be run or lacks one of the ``layers``, and what
-    `slidesparse.calibrate.samples.load_samples` raises.
+    Raises CalibrationError for a model that cannot be run or lacks one of the ``layers``, and the errors of
+    `slidesparse.calibrate.samples.load_samples`.
     """
     model = open_model(checkpoint)
     run = {name for number in range(model.blocks) for name in model.linears(number)}
@@ -201,18 +193,18 @@ def prepare(
         if name not in run:
             raise CalibrationError(
                 f"{name} is none of the linear layers that calibration runs in a {model.kind} model, such as "
-                f"{min(run)}; leave it out, or do without --calib"
+                f"{min(run)}; leave it out, or prune without --calib"
             )
     training = {"--finetune": calibration.finetune, "--distill": calibration.distill}
     for option, value in training.items() if is_bitnet(checkpoint.config) else ():
         if value:
             raise CalibrationError(
-                f"{option} {value} trains weights, but those of BitNet are -1, 0 and 1; leave it out"
+                f"{option} {value} trains weights, but those of BitNet must stay -1, 0 and 1; leave it out"
             )
     if calibration.distill and not model.is_language_model:
         raise CalibrationError(
-            f"--distill is for language models (...{CAUSAL}), which learn what the dense model predicts, but "
-            f"config.json names {architecture_of(checkpoint.config)}; leave it out"
+            f"--distill is for language models (...{CAUSAL}), but config.json names "
+            f"{architecture_of(checkpoint.config)}; leave it out"
         )
     samples = load_samples(calibration.data, model, calibration.samples, calibration.seqlen, seed)
     device = _device(calibration.device)
@@ -237,7 +229,7 @@ def _device(name: str) -> torch.device:
 
 
 def _fingerprint(checkpoint: Checkpoint) -> str:
-    """Hash a source's names, shapes, sizes and times of change; its bytes are too many to read again."""
+    """Hash a source's tensor names and shapes, its config, and file sizes and times, but not the weights themselves."""
     found = hashlib.sha256(repr(sorted(checkpoint.tensors.values())).encode())
     for file in checkpoint.files:
         status = (checkpoint.folder / file).stat()

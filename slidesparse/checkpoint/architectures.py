@@ -1,7 +1,7 @@
 """Find the linear layers among a model's tensors, and the groups of them that vLLM fuses.
 
-The regexes name what is taken, so lm_head, embeddings, norms, routers, poolers and classifiers never are.  The experts
-that a router chooses among run on vLLM's own kernels, which gain nothing from the pattern: they are never pruned.
+The regexes list the layers to prune; lm_head, embeddings, norms, routers, poolers and classifiers match none of them.
+Routed experts run on vLLM's own kernels, which gain nothing from the pattern, so they are never pruned.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from typing import Any
 from slidesparse.checkpoint.storage import CheckpointError
 from slidesparse.errors import shown
 
-# Output heads, embeddings and routers of experts are never pruned, even if a regex of the user matches them
+# Output heads, embeddings and routers are never pruned, even if a user's regex matches them
 _NEVER = re.compile(r"(^|\.)(lm_head|embed\w*|\w*embeddings?|wte|wpe|router|gate)(\.|$)")
 
-# A matrix of one routed expert, and several of a layer's in one tensor
+# The matrix of one routed expert, and a tensor that holds several experts of a layer
 _EXPERT = re.compile(r"\A(.*\bexperts)\.\d+\.\w+\Z")
 _JOINED = re.compile(r"\A(.*\b(?:experts|\w*moe\w*))\.[\w.]+\Z")
 
@@ -38,17 +38,17 @@ class Family:
     """Models that share a naming scheme for their layers."""
 
     linear: re.Pattern[str]  # searched in layer names, without ".weight"
-    fused: tuple[tuple[str, ...], ...] = ()  # last name parts of layers that vLLM joins to one matrix
+    fused: tuple[tuple[str, ...], ...] = ()  # last name parts of layers that vLLM fuses into one matrix
 
     def layers(self, tensors: Iterable[str]) -> list[str]:
-        """Return the linear layers among tensor names, in their order, without ``.weight``."""
+        """Return the linear layers among tensor names, in order, without ``.weight``."""
         found = [
             name for name in layer_names(tensors) if self.linear.search(name) and not _NEVER.search(name)
         ]
         return [name for name in found if not is_expert(name)]
 
     def groups(self, layers: Iterable[str]) -> list[tuple[str, ...]]:
-        """Return the groups that vLLM fuses, each in the order of the layers."""
+        """Return the groups of layers that vLLM fuses, each in order."""
         found: dict[tuple[str, int], list[str]] = {}
         for name in layers:
             parent, _, last = name.rpartition(".")
@@ -78,9 +78,7 @@ ENCODER = Family(
     ),
     (("query", "key", "value"),),
 )
-UNKNOWN = Family(
-    re.compile(""), DECODER.fused + ENCODER.fused
-)  # all weights, joined by the names that are usual
+UNKNOWN = Family(re.compile(""), DECODER.fused + ENCODER.fused)  # all weights, fused by the usual names
 
 _DECODERS = ("Llama", "Mistral", "Qwen2", "Qwen3", "Gemma", "Gemma2", "Granite", "Olmo2")
 _MOES = ("Mixtral", "Qwen2Moe", "Qwen3Moe", "Olmoe", "PhiMoE", "Glm4Moe")
@@ -99,7 +97,7 @@ FAMILIES: Mapping[str, Family] = {
 
 
 def is_expert(layer: str) -> bool:
-    """Return whether a layer is a matrix of one routed expert."""
+    """Return whether a layer is the matrix of one routed expert."""
     return _EXPERT.match(layer) is not None
 
 
@@ -114,30 +112,19 @@ def experts(tensors: Iterable[str]) -> dict[str, list[str]]:
 
 
 def inside(module: str) -> str:
-    """Return an ignore-list entry that matches all layers of a module under any prefix that vLLM adds to its name."""
+    """Return an ignore-list entry that matches all layers of a module, whatever prefix vLLM adds to its name."""
     return f"re:.*{re.escape(module.removeprefix('model.'))}\\."
 
 
 def joined_experts(tensor: str) -> str | None:
-    """Return the layer of experts that a three-dimensional tensor belongs to by its name, or None."""
+    """Return the module of experts that a three-dimensional tensor belongs to by its name, or None."""
     match = _JOINED.match(tensor)
     return match[1] if match else None
 
 
-_HIDDEN = (
-    "q_proj",
-    "k_proj",
-    "v_proj",
-    "qkv_proj",
-    "gate_proj",
-    "up_proj",
-    "gate_up_proj",
-    "query",
-    "key",
-    "value",
-)
+_HIDDEN = "q_proj k_proj v_proj qkv_proj gate_proj up_proj gate_up_proj query key value"
 _INPUTS = {
-    **dict.fromkeys(_HIDDEN, "hidden_size"),
+    **dict.fromkeys(_HIDDEN.split(), "hidden_size"),
     "attention.output.dense": "hidden_size",
     "intermediate.dense": "hidden_size",
     "o_proj": "heads",
@@ -160,10 +147,10 @@ def in_features(config: Mapping[str, Any], layer: str) -> int | None:
 
 
 def compile_regexes(texts: Iterable[str], option: str, names: Iterable[str]) -> list[re.Pattern[str]]:
-    """Compile regular expressions from outside, which will be searched in ``names``.
+    """Compile untrusted regular expressions, which will be searched in ``names``.
 
-    CheckpointError names the ``option`` they came from, for one that does not compile and for one whose search takes
-    longer than SECONDS: it is tried in a process that can be ended.
+    Raises CheckpointError, which names the ``option`` they came from, for one that does not compile and for one whose
+    search takes longer than SECONDS; the search is tried in a process that can be stopped.
     """
     texts = list(texts)
     found = [_compile(text, option) for text in texts]
@@ -177,14 +164,14 @@ def compile_regexes(texts: Iterable[str], option: str, names: Iterable[str]) -> 
         text = slow[len((error.stdout or b"").splitlines())]
         raise CheckpointError(
             f"{option} {shown(text)} takes more than {SECONDS:.0f} s to be searched in the names of layers; write it "
-            "without repetitions in repetitions"
+            "without nested repetitions"
         ) from None
     return found
 
 
-SECONDS = 10.0  # for all regular expressions of an option; a search takes microseconds
+SECONDS = 10.0  # limit for all regular expressions of an option; a search takes microseconds
 MOST_REGEX = 1000  # characters
-# Prints a line for each expression that it has searched in all names.
+# Prints a line after each expression that has been searched in all names
 _SEARCH = """
 import json, re, sys
 asked = json.load(sys.stdin)
@@ -198,7 +185,7 @@ for text in asked["texts"]:
 def _compile(text: str, option: str) -> re.Pattern[str]:
     try:
         if len(text) > MOST_REGEX:
-            raise re.error(f"it has {len(text)} characters, at most {MOST_REGEX} are taken")
+            raise re.error(f"it has {len(text)} characters, more than {MOST_REGEX}")
         return re.compile(text)
     except (re.error, RecursionError, OverflowError) as error:
         raise CheckpointError(
@@ -208,15 +195,15 @@ def _compile(text: str, option: str) -> re.Pattern[str]:
 
 
 def architecture_of(config: Mapping[str, Any]) -> str | None:
-    """Return the first of config.json's ``architectures``, or None when it names none."""
+    """Return the first of config.json's ``architectures``, or None if there is none."""
     found = config.get("architectures")
     return found[0] if isinstance(found, list) and found and isinstance(found[0], str) else None
 
 
 def family_of(config: Mapping[str, Any], tensors: Iterable[str] = (), linear: str | None = None) -> Family:
-    """Return the family of a model by its config.json, or one made of ``linear``, a regex searched in layer names.
+    """Return the family of a model, or one made from ``linear``, a regex searched in layer names.
 
-    Raises CheckpointError for architectures that are not known.
+    Raises CheckpointError for unknown architectures.
     """
     found = architecture_of(config)
     if linear is not None:
@@ -236,8 +223,8 @@ def matched(
 ) -> set[str]:
     """Return the layers that the regexes of ``option`` match, searched in names without ``.weight``.
 
-    Raises CheckpointError for a regex that does not compile or matches nothing, and for one that takes a
-    part of a group that vLLM fuses, as the parts of one matrix must be treated equally.
+    Raises CheckpointError for a regex that does not compile or matches nothing, and if a group that vLLM fuses is
+    matched only in part, because the parts of one matrix must be treated alike.
     """
     found: set[str] = set()
     for text, regex in zip(regexes, compile_regexes(regexes, option, layers), strict=True):
@@ -253,8 +240,8 @@ def matched(
         if inside and len(inside) < len(group):
             outside = [name for name in group if name not in found]
             raise CheckpointError(
-                f"{option} covers {', '.join(inside)} but not {', '.join(outside)}; vLLM joins them to one "
-                f"matrix, so {_VERBS[option]} all of them or none"
+                f"{option} covers {', '.join(inside)} but not {', '.join(outside)}; vLLM fuses them into "
+                f"one matrix, so {_VERBS[option]} all of them or none"
             )
     return found
 
@@ -263,11 +250,11 @@ _VERBS = {"--ignore": "ignore", "--skip": "skip", "--layer": "name", "--linear":
 
 
 def serving_names(layer: str) -> list[str]:
-    """Return the names that vLLM may know a layer by, its own first.
+    """Return the names that vLLM may use for a layer, its own first.
 
-    Bare models lack the ``model.`` that vLLM puts before their names, and vLLM (0.28 at least) calls the
-    attention of BERT-like encoders ``attention.output``, like the layer after it.  Routed experts, which vLLM joins
-    and calls by names that not every checkpoint has, go by one regex a layer of them.
+    vLLM adds the prefix ``model.`` to the names of bare models, and (0.28 at least) calls the attention of BERT-like
+    encoders ``attention.output``, like the layer after it.  The routed experts of a layer, which vLLM fuses and
+    renames, are covered by one regex.
     """
     match = _EXPERT.match(layer)
     if match:

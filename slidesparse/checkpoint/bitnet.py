@@ -1,14 +1,15 @@
-"""Read BitNet b1.58 checkpoints as the INT8 checkpoints that are served.
+"""Read BitNet b1.58 checkpoints as W8A8 INT8 checkpoints.
 
-The weights of such a model are ternary: codes -1, 0 and 1 with one scale a tensor, and its activations are INT8, scaled
-per token.  A source holds them in one of three forms, which `as_int8` shows as INT8 codes [N, K] and scales [N, 1]::
+The weights of such a model are ternary: codes -1, 0 and 1 with one scale per tensor, and its activations are INT8,
+scaled per token.  A source stores weights in one of three forms, which `as_int8` presents as INT8 codes [N, K] and
+scales [N, 1]::
 
     master    float w [N, K]                 scale = mean |w|      code = round(w / scale), at most 1
     packed    uint8 [N / 4, K] and a scale   code of row r: bits 2b and 2b + 1 of byte r mod N/4, b = r div N/4, less 1
     unpacked  float -1, 0, 1 [N, K] and a scale
 
-Sources: arXiv 2402.17764; transformers' ``integrations/bitnet.py``, whose BitLinear divides by what is stored as
-the scale, and whose AutoBitLinear multiplies by it.
+Sources: arXiv 2402.17764, and ``integrations/bitnet.py`` of transformers, whose BitLinear divides by the stored scale,
+and whose AutoBitLinear multiplies by it.
 """
 
 from __future__ import annotations
@@ -16,7 +17,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from threading import Lock
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -27,29 +27,29 @@ from slidesparse.checkpoint.storage import FLOATS, Checkpoint, CheckpointError, 
 from slidesparse.checkpoint.w8a8 import new_block
 
 ARCHITECTURE = "BitNetForCausalLM"
-METHOD = "bitnet"  # quant_method of a quantization_config, which masters may lack
+METHOD = "bitnet"  # quant_method; master checkpoints may have no quantization_config
 PER_BYTE = 4
 LEAST_SCALE = 1e-5
 MASTER, PACKED, UNPACKED = "master", "packed", "unpacked"
 
 
 def is_bitnet(config: Mapping[str, Any]) -> bool:
-    """Return whether a config.json describes a BitNet model, with weights in any form."""
+    """Return whether a config.json describes a BitNet model, whatever the form of its weights."""
     return architecture_of(config) == ARCHITECTURE
 
 
 def as_int8(checkpoint: Checkpoint) -> Checkpoint:
-    """Return a BitNet source as a W8A8 checkpoint, and any other as it is.
+    """Return a BitNet source as a W8A8 checkpoint, and any other unchanged.
 
-    Raises CheckpointError for a source whose ternary weights have another form than those above.
+    Raises CheckpointError for a BitNet source whose weights are in none of the forms above.
     """
     block = checkpoint.quantization_config()
     if not is_bitnet(checkpoint.config) or (block and block.get("quant_method") != METHOD):
         return checkpoint
     if block and block.get("use_rms_norm"):
         raise CheckpointError(
-            "quantization_config of the source has use_rms_norm, a norm before each linear layer, which is not served; "
-            "the norms of BitNetForCausalLM are: take a source without it"
+            "quantization_config of the source has use_rms_norm, a norm before each linear layer, which is not "
+            "supported, unlike the norms of BitNetForCausalLM: take a source without it"
         )
     inverse = bool(block) and block.get("linear_class", "bitlinear") == "bitlinear"  # type: ignore[union-attr]
     forms = {name: _form(checkpoint, name) for name in DECODER.layers(checkpoint.tensors)}
@@ -89,14 +89,14 @@ def _form(checkpoint: Checkpoint, layer: str) -> str:
 
 @dataclass(frozen=True)
 class BitNetCheckpoint(Checkpoint):
-    """A BitNet source whose tensors are those of the W8A8 checkpoint that it stands for."""
+    """A BitNet source with the tensors of the equivalent W8A8 checkpoint."""
 
     source: Checkpoint
     forms: Mapping[str, str]  # linear layer -> MASTER, PACKED or UNPACKED
-    inverse: bool  # whether the scales stored are to be divided by
+    inverse: bool  # whether stored scales are divisors
 
     def reader(self) -> Reader:
-        """Return a context manager to read codes and scales with, and all other tensors as they are."""
+        """Return a context manager that reads codes and scales, and all other tensors unchanged."""
         return _Reader(self)
 
 
@@ -104,35 +104,29 @@ class _Reader(Reader):
     def __init__(self, checkpoint: BitNetCheckpoint) -> None:
         super().__init__(checkpoint)
         self._view = checkpoint
-        self._raw = checkpoint.source.reader()
         self._scales: dict[str, float] = {}
-        self._lock = Lock()  # a scale is computed once, whatever the number of threads
-
-    def __enter__(self) -> Reader:
-        self._raw.__enter__()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._raw.__exit__(kind, error, trace)
+        self._lock = Lock()  # so that each scale is computed once
 
     def rows(self, name: str, rows: slice) -> Tensor:
-        """Read rows [rows, columns]: INT8 codes for a linear layer's weight, equal float32 values for its scales."""
+        """Read rows [rows, columns]; a linear layer has INT8 codes, and its scale repeated in float32."""
         layer = name.removesuffix(SCALE)
         if layer in self._view.forms:
             return torch.full((rows.stop - rows.start, 1), self._scale(layer))
         layer = name.removesuffix(WEIGHT)
         form = self._view.forms.get(layer) if layer != name else None
         if form is None:
-            return self._raw.rows(name, rows)
+            return self._raw(name, rows)
         if form == PACKED:
             return self._unpacked(name, rows)
-        values = self._raw.rows(name, rows).float()
+        values = self._raw(name, rows).float()
         if form == UNPACKED:
             return self._ternary(name, values)
         scale = self._scale(layer)
         return values.mul_(1.0 / scale).round_().clamp_(-1, 1).to(torch.int8)
+
+    def _raw(self, name: str, rows: slice) -> Tensor:
+        """Read rows of a tensor as the source stores it."""
+        return self._rows(self._view.source.tensors[name], rows)
 
     def _unpacked(self, name: str, rows: slice) -> Tensor:
         stored = self._view.source.tensors[name].spec.rows
@@ -141,7 +135,7 @@ class _Reader(Reader):
             first = max(rows.start - number * stored, 0)
             last = min(rows.stop - number * stored, stored)
             if first < last:
-                parts.append((self._raw.rows(name, slice(first, last)) >> (2 * number)) & 3)
+                parts.append((self._raw(name, slice(first, last)) >> (2 * number)) & 3)
         return self._ternary(name, torch.cat(parts).to(torch.int8) - 1)
 
     def _ternary(self, name: str, values: Tensor) -> Tensor:
@@ -156,7 +150,7 @@ class _Reader(Reader):
         return codes
 
     def _scale(self, layer: str) -> float:
-        """Return the scale of a tensor, which is a float32."""
+        """Return the scale of a layer, a float32 number."""
         with self._lock:
             if layer not in self._scales:
                 found = self._mean(layer) if self._view.forms[layer] == MASTER else self._stored(layer)
@@ -173,10 +167,10 @@ class _Reader(Reader):
         spec = self._view.source.tensors[name].spec
         total = torch.zeros((), dtype=torch.float64)
         for rows in spec.chunks():
-            total += self._raw.rows(name, rows).double().abs().sum()
+            total += self._raw(name, rows).double().abs().sum()
         mean = float((total / (spec.rows * spec.columns)).float())
-        return max(mean, LEAST_SCALE)  # which is NaN where the mean is
+        return max(mean, LEAST_SCALE)  # in this order, NaN stays NaN
 
     def _stored(self, layer: str) -> float:
-        stored = self._raw.whole(layer + SCALE).float().reshape(())
+        stored = self._raw(layer + SCALE, slice(0, 1)).float().reshape(())
         return float(1 / stored if self._view.inverse else stored)

@@ -1,4 +1,4 @@
-"""Read the pruned layers of a converted checkpoint, checked and restored to [rows, K]."""
+"""Read the pruned layers of a converted checkpoint, validated and restored to [rows, K]."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from slidesparse.slide import Violation, bits, slide, unslide, violation_message
 
 
 class DamagedError(CheckFailed, PatternError):
-    """Stored rows break their pattern; ``found`` says where."""
+    """Stored rows break their pattern; ``found`` is the first violation."""
 
     def __init__(self, message: str, found: Violation) -> None:
         super().__init__(message)
@@ -28,15 +28,15 @@ class DamagedError(CheckFailed, PatternError):
 
 
 def natural(name: str) -> list[tuple[int, str]]:
-    """Return a sort key under which layer 10 comes after layer 9."""
+    """Return a sort key that puts layer 10 after layer 9."""
     return [(int(part), "") if part.isdigit() else (0, part) for part in name.split(".")]
 
 
 def open_checkpoint(folder: str | Path) -> tuple[Checkpoint, Metadata | None]:
-    """Open a checkpoint (BitNet as INT8 codes) and its SlideSparse metadata, None if it has none.
+    """Open a checkpoint (BitNet as INT8 codes), and return it with its SlideSparse metadata or None.
 
-    The metadata, and the tensors of all linear layers, are held against each other and against config.json: whatever
-    contradicts is a CheckpointError that names the layer.
+    The metadata, the tensors of all linear layers and config.json are checked against each other.  Raises
+    CheckpointError, which names the layer, for a contradiction.
     """
     checkpoint = as_int8(Checkpoint.open(folder))
     block = checkpoint.quantization_config()
@@ -62,7 +62,7 @@ def open_checkpoint(folder: str | Path) -> tuple[Checkpoint, Metadata | None]:
 
 
 def _require_widths(checkpoint: Checkpoint, metadata: Metadata) -> None:
-    """Raise CheckpointError for a linear layer whose in-features, or width, are not those of config.json."""
+    """Raise CheckpointError for a linear layer whose in-features contradict config.json."""
     family = FAMILIES.get(architecture_of(checkpoint.config) or "")
     for layer in family.layers(checkpoint.tensors) if family else ():
         expected, entry = in_features(checkpoint.config, layer), metadata.layers.get(layer)
@@ -81,7 +81,7 @@ def _require_widths(checkpoint: Checkpoint, metadata: Metadata) -> None:
 
 
 def require_shape(checkpoint: Checkpoint, metadata: Metadata, layer: str) -> None:
-    """Raise CheckpointError unless a pruned layer's weight is a matrix with the columns its metadata promises."""
+    """Raise CheckpointError unless a pruned layer's weight is a matrix with as many columns as the metadata say."""
     spec, entry = checkpoint.require(layer + WEIGHT), metadata.layers[layer]
     stored = entry.columns(metadata.layout)
     if len(spec.shape) != 2 or spec.shape[1] != stored:
@@ -94,7 +94,7 @@ def require_shape(checkpoint: Checkpoint, metadata: Metadata, layer: str) -> Non
 def lacking_share(
     checkpoint: Checkpoint, reader: Reader, metadata: Metadata, layer: str
 ) -> DamagedError | None:
-    """Return the error of a mixed weight of which fewer blocks are 2:4 than its pattern says, or None."""
+    """Return the error of a mixed weight with fewer 2:4 blocks than its pattern requires, or None."""
     pattern, spec = metadata.layers[layer].pattern, checkpoint.require(layer + WEIGHT)
     if not isinstance(pattern, MixedPattern):
         return None
@@ -111,10 +111,10 @@ def lacking_share(
 
 
 def restore(values: Tensor, metadata: Metadata, layer: str, first_row: int = 0) -> Tensor:
-    """Turn rows of ``layer`` as stored, [rows, K] or [rows, K'], from row ``first_row`` on, into [rows, K].
+    """Restore stored rows of ``layer``, [rows, K] or [rows, K'] starting at ``first_row``, to [rows, K].
 
-    Raises DamagedError with layer, row, block and count when they break the layer's pattern, or are slided
-    but not what `slide` makes of any weight.  Any rows may be those of a mixed weight: see `lacking_share`.
+    Raises DamagedError with layer, row, block and count if they break the layer's pattern, or if slided rows are not
+    the result of `slide` for any weight.  Rows of a mixed weight are not checked; see `lacking_share`.
     """
     entry = metadata.layers[layer]
     if isinstance(entry.pattern, MixedPattern):

@@ -1,4 +1,4 @@
-"""Find models by their id on the Hugging Face Hub, such as ``org/name``."""
+"""Find models by their Hugging Face Hub id, such as ``org/name``."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ _ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 
 
 def local_folder(model: str) -> Path:
-    """Return a model's folder: ``model`` itself if it is one, else the Hub's cached or newly downloaded copy.
+    """Return a model's folder: ``model`` itself if it exists, otherwise its copy in the Hub's cache.
 
-    Only files that a conversion reads or copies are downloaded.  With HF_HUB_OFFLINE=1 the cache must have the model.
-    Raises CheckpointError for a model that cannot be had, EnvironmentFault without the library.
+    A missing copy is downloaded, but only files that a conversion reads or copies; with HF_HUB_OFFLINE=1 it must be
+    there.  Raises CheckpointError for a model that is not available, EnvironmentFault without the library.
     """
     folder = Path(model)
     if folder.exists() or not _ID.fullmatch(model):

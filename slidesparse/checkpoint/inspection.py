@@ -1,4 +1,4 @@
-"""``slidesparse inspect`` and ``verify``: show what a checkpoint holds, and compare two."""
+"""``slidesparse inspect`` and ``verify``: show the layers of a checkpoint, and compare two checkpoints."""
 
 from __future__ import annotations
 
@@ -41,22 +41,22 @@ class LayerReport:
     dtype: str
     pattern: str | None  # as the checkpoint's metadata claim
     satisfies: str | None  # the sparsest pattern from 2:4 to 14:16 that the weights obey
-    violations: int  # blocks that break the pattern, rows that are no slided form, or blocks that are not 2:4
+    violations: int  # blocks that break the pattern, rows that cannot be unslid, or missing 2:4 blocks
     first_violation: str | None
     bytes: int  # weight and scale
-    expansion: float | None  # K' / K at the pattern claimed, else at the one obeyed
+    expansion: float | None  # K' / K at the claimed pattern, or else at the satisfied one
 
 
 @dataclass(frozen=True)
 class Fit:
-    """The blocks and weights of a ternary model that a pattern would change."""
+    """The numbers of blocks and weights of a ternary model that a pattern would change."""
 
     pattern: str
     weights: int
     nonzeros: int
     blocks: int
     over: int  # blocks with too many non-zeros
-    gone: int  # non-zeros that have to go
+    gone: int  # non-zeros that would be pruned
 
     @property
     def zeros(self) -> float:
@@ -70,7 +70,7 @@ class Fit:
 
     @property
     def share_gone(self) -> float:
-        """The share of the non-zeros that have to go."""
+        """The share of the non-zeros that would be pruned."""
         return self.gone / max(1, self.nonzeros)
 
 
@@ -82,12 +82,12 @@ class CheckpointReport:
     pattern: str | None
     layout: str | None  # also a format of compressed-tensors, as in `sparsity_of`
     layers: tuple[LayerReport, ...]
-    experts: Mapping[str, int]  # dtype -> how many matrices of routed experts, which are never pruned
+    experts: Mapping[str, int]  # dtype -> number of routed experts' matrices, which are never pruned
     fits: tuple[Fit, ...] = ()  # of a BitNet model, for RATIOS
 
     @property
     def violations(self) -> int:
-        """Violations of all layers."""
+        """The total number of violations."""
         return sum(layer.violations for layer in self.layers)
 
     def to_json(self) -> dict[str, Any]:
@@ -96,7 +96,7 @@ class CheckpointReport:
 
 
 def inspect(folder: str | Path) -> CheckpointReport:
-    """Read all linear layers of a checkpoint, converted or not.  CheckpointError for a broken one."""
+    """Examine all linear layers of a checkpoint, converted or not.  Raises CheckpointError for a broken one."""
     checkpoint, metadata = open_checkpoint(folder)
     with checkpoint.reader() as reader:
         layers = tuple(
@@ -133,7 +133,7 @@ def _fits(checkpoint: Checkpoint, reader: Reader, metadata: Metadata | None) -> 
 
 
 def _added(fit: Fit, values: Tensor) -> Fit:
-    """Return ``fit`` with some rows more."""
+    """Return ``fit`` with the rows ``values`` added."""
     pattern = SlidePattern.parse(fit.pattern)
     layout = pattern.layout(values.shape[1])
     counts = blocks_of(nonzero(values), layout).sum(-1)
@@ -149,7 +149,7 @@ def _added(fit: Fit, values: Tensor) -> Fit:
 
 
 def linear_layers(checkpoint: Checkpoint, metadata: Metadata | None) -> list[str]:
-    """List layers by metadata and architecture; for an unknown architecture all matrices that may be layers."""
+    """List the layers by metadata and architecture; for an unknown one, all matrices that may be linear layers."""
     family = FAMILIES.get(architecture_of(checkpoint.config) or "")
     if family:
         found = set(family.layers(checkpoint.tensors))
@@ -221,7 +221,7 @@ class CheckpointComparison:
     first: str
     second: str
     tensors: int
-    slided: int  # layers that are slided in either
+    slided: int  # layers that are slided in either checkpoint
     bytes: int
     difference: Difference | None
 
@@ -236,7 +236,7 @@ class CheckpointComparison:
 
 
 class _Side:
-    """One of two compared checkpoints; its layers are read in the dense layout."""
+    """One of two compared checkpoints, whose layers are read in the dense layout."""
 
     def __init__(self, folder: str | Path) -> None:
         self.checkpoint, self.metadata = open_checkpoint(folder)
@@ -247,7 +247,7 @@ class _Side:
         return bool(found and found.layout == "slided" and name.removesuffix(WEIGHT) in found.layers)
 
     def spec(self, name: str) -> TensorSpec:
-        """Return a tensor's spec, with K columns where K' are stored."""
+        """Return a tensor's spec in the dense layout."""
         spec = self.checkpoint.tensors[name].spec
         if self.metadata and self.slided(name):
             k = self.metadata.layers[name.removesuffix(WEIGHT)].in_features
@@ -255,7 +255,7 @@ class _Side:
         return spec
 
     def rows(self, reader: Reader, name: str, rows: slice) -> Tensor:
-        """Read rows [rows, K].  DamagedError when slided rows are the form of no weight."""
+        """Read rows [rows, K].  Raises DamagedError for slided rows that cannot be unslid."""
         values = reader.rows(name, rows)
         if self.metadata and self.slided(name):
             return restore(values, self.metadata, name.removesuffix(WEIGHT), rows.start)
@@ -265,7 +265,7 @@ class _Side:
 def verify(first: str | Path, second: str | Path) -> CheckpointComparison:
     """Compare all tensors of two checkpoints bit for bit; weight layouts and shards may differ.
 
-    Raises CheckpointError for a broken checkpoint, DamagedError for slided rows that are the form of no weight.
+    Raises CheckpointError for a broken checkpoint, DamagedError for slided rows that cannot be unslid.
     """
     a, b = _Side(first), _Side(second)
     names = list(a.checkpoint.tensors)
@@ -303,7 +303,7 @@ def _compare(name: str, a: _Side, b: _Side, read_a: Reader, read_b: Reader) -> D
 
 
 def _show(value: Tensor) -> str:
-    """Show a value, with its bits when it is a float: 0.0 and -0.0 are different here."""
+    """Format a value, with the bits of a float, because 0.0 and -0.0 differ here."""
     if not value.dtype.is_floating_point:
         return str(value.item())
     width = value.element_size()

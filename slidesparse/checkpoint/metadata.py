@@ -14,10 +14,10 @@ This file needs the standard library only.
       "tool": "slidesparse 0.1.0"
     }
 
-``dense``: weights [N, K], plain compressed-tensors (``quant_method: compressed-tensors``), which stock vLLM serves.
-``slided``: weights of the layers listed are [N, K'] (``quant_method: slidesparse``), which stock vLLM refuses by name.
-``packed``: those weights are stored without their zeros (`slidesparse.bitmask`); refused as slided ones are.
-A share of 2:4 blocks, such as ``2:4@50%``, is for the dense layout alone.
+``dense``: weights are [N, K] in plain compressed-tensors (``quant_method: compressed-tensors``), served by stock vLLM.
+``slided``: the listed layers' weights are [N, K'] (``quant_method: slidesparse``, which stock vLLM refuses by name).
+``packed``: the listed layers' weights are stored without zeros (`slidesparse.bitmask`), and refused likewise.
+A share of 2:4 blocks, such as ``2:4@50%``, exists in the dense layout only.
 """
 
 from __future__ import annotations
@@ -31,15 +31,12 @@ from slidesparse.errors import SlideSparseError, shown
 from slidesparse.pattern import MixedPattern, Pattern, PatternError, parse_pruned
 
 KEY = "slidesparse"  # in quantization_config
-QUANT_METHOD = "slidesparse"  # names the layouts but dense, and the plugin inside vLLM
+QUANT_METHOD = "slidesparse"  # of the layouts other than dense, and of the plugin inside vLLM
 COMPRESSED_TENSORS = "compressed-tensors"  # the quant_method of the dense layout
 VERSION = 1
 LAYOUTS = ("dense", "slided", "packed")
-SPARSE_FORMATS = (
-    "sparse-24-bitmask",
-    "sparse-bitmask",
-)  # of compressed-tensors up to 0.14, as `slidesparse.bitmask`
-STAMP = "slidesparse_serving"  # in quantization_config, in memory only: what the plugin has decided
+SPARSE_FORMATS = ("sparse-24-bitmask", "sparse-bitmask")  # of compressed-tensors up to 0.14
+STAMP = "slidesparse_serving"  # in quantization_config, in memory only: the decisions of the plugin
 MOST_IN_FEATURES = 2**24
 MOST_NAME = 1000  # characters of a layer's name
 
@@ -47,7 +44,7 @@ T = TypeVar("T")
 
 
 class MetadataError(SlideSparseError, ValueError):
-    """The metadata are incomplete, contradict themselves, or come from a newer version."""
+    """The metadata are incomplete, contradictory, or from a newer version."""
 
 
 @dataclass(frozen=True)
@@ -65,7 +62,7 @@ class LayerEntry:
             )
 
     def columns(self, layout: str) -> int:
-        """Columns of the stored weight: K' in the slided layout, K in the others."""
+        """Return the columns of the stored weight: K' in the slided layout, K in the others."""
         if layout != "slided" or isinstance(self.pattern, MixedPattern):
             return self.in_features
         return self.pattern.layout(self.in_features).slided
@@ -89,7 +86,7 @@ class Metadata:
             for name, entry in self.layers.items():
                 if isinstance(entry.pattern, MixedPattern):
                     raise MetadataError(
-                        f"{shown(name)} is {entry.pattern.ratio} in the {self.layout} layout, which knows no blocks; "
+                        f"{shown(name)} is {entry.pattern.ratio} in the {self.layout} layout, which cannot store it; "
                         "convert the original model again with --layout dense"
                     )
 
@@ -109,9 +106,9 @@ class Metadata:
 
     @classmethod
     def from_json(cls, block: Any) -> Metadata:
-        """Parse the block and validate every field, as it comes from an untrusted file.
+        """Parse the block from an untrusted file and validate every field.
 
-        Raises MetadataError that names the field, what it holds and what is allowed.
+        Raises MetadataError, which names the field, its value and what is allowed.
         """
         with _at(f"quantization_config.{KEY}"):
             found = _of(dict, block)
@@ -133,7 +130,7 @@ class Metadata:
 
     @classmethod
     def of_config(cls, quantization_config: Mapping[str, Any] | None) -> Metadata | None:
-        """Return the metadata of a ``quantization_config``, or None when it carries none."""
+        """Return the metadata of a ``quantization_config``, or None if it has none."""
         block = (quantization_config or {}).get(KEY)
         return None if block is None else cls.from_json(block)
 
@@ -148,7 +145,7 @@ def sparsity_of(quantization_config: Mapping[str, Any]) -> tuple[str, str] | Non
 
 @contextmanager
 def _at(place: str) -> Iterator[None]:
-    """Put the name of a field before the error in it."""
+    """Prefix errors with the name of a field."""
     try:
         yield
     except (MetadataError, PatternError) as error:
@@ -173,4 +170,4 @@ def _entry(name: str, value: object) -> LayerEntry:
         entry = _of(dict, value)
         with _at("pattern"):
             pattern = _pattern(entry.get("pattern"))
-        return LayerEntry(pattern, entry.get("in_features"))  # type: ignore[arg-type]  # it looks itself
+        return LayerEntry(pattern, entry.get("in_features"))  # type: ignore[arg-type]  # validated there

@@ -22,7 +22,7 @@ MOST_WORKERS = 8
 
 
 def require_free_name(source: Path, out: Path) -> None:
-    """Raise CheckpointError unless ``out`` can be made: absent or empty, not inside ``source``."""
+    """Raise CheckpointError unless ``out`` can be created: absent or empty, and not inside ``source``."""
     if out.is_dir() and any(out.iterdir()):
         raise CheckpointError(f"output folder {out} is not empty; name a new one, or empty it first")
     if out.exists() and not out.is_dir():
@@ -35,12 +35,12 @@ def require_free_name(source: Path, out: Path) -> None:
 
 
 def _existing_parent(out: Path) -> Path:
-    """Return the nearest path above ``out`` that exists."""
+    """Return the nearest existing parent of ``out``."""
     return next(path for path in out.resolve().parents if path.exists())
 
 
 def require_space(out: Path, needed: int) -> None:
-    """Raise EnvironmentFault unless ``needed`` bytes are free where ``out`` will be."""
+    """Raise EnvironmentFault unless ``needed`` bytes are free on the disk of ``out``."""
     folder = _existing_parent(out)
     free = shutil.disk_usage(folder).free
     if free < needed:
@@ -52,9 +52,9 @@ def require_space(out: Path, needed: int) -> None:
 
 @contextmanager
 def full_disk_explained(out: Path, nbytes: int, advice: str) -> Iterator[None]:
-    """Turn a full disk, while ``nbytes`` are written for ``out``, into an EnvironmentFault with ``advice``.
+    """Convert errors of a full disk, while ``nbytes`` are written to ``out``, to EnvironmentFault.
 
-    A quota, and the largest file that a file system or ``ulimit -f`` allows, are explained alike.
+    A quota, and a limit on the size of a file, count as a full disk.
     """
     try:
         yield
@@ -68,7 +68,7 @@ def full_disk_explained(out: Path, nbytes: int, advice: str) -> Iterator[None]:
 
 @contextmanager
 def workers() -> Iterator[ThreadPoolExecutor]:
-    """Yield a pool with a thread for each processor, in which torch computes with one thread each."""
+    """Yield a pool with one thread per processor, in which torch itself uses a single thread."""
     count = max(1, min(MOST_WORKERS, len(os.sched_getaffinity(0))))
     before = torch.get_num_threads()
     pool = ThreadPoolExecutor(
@@ -86,7 +86,7 @@ def _partial_name(out: Path) -> str:
 
 
 def remove_stale(out: Path) -> None:
-    """Remove the folders that killed conversions to ``out`` left.  Raises CheckpointError if one is still running."""
+    """Remove the folders of interrupted conversions to ``out``.  Raises CheckpointError if one is still running."""
     parent = out.resolve().parent
     for stale in list(parent.iterdir()) if parent.exists() else ():
         if stale.name.startswith(_partial_name(out)):
@@ -96,9 +96,9 @@ def remove_stale(out: Path) -> None:
 
 @contextmanager
 def partial_folder(out: Path) -> Iterator[Path]:
-    """Make a hidden sibling of ``out``, removed afterwards unless published.
+    """Create a hidden sibling of ``out``, which is removed afterwards unless it was published.
 
-    A lock on it distinguishes a running process from a killed one, whose lock the kernel has dropped.
+    A lock on it distinguishes a running process from a killed one, whose lock the kernel has released.
     """
     partial = out.resolve().parent / f"{_partial_name(out)}{secrets.token_hex(4)}"
     partial.mkdir(parents=True)
@@ -124,7 +124,7 @@ def _locked(partial: Path, out: Path) -> Iterator[None]:
 
 
 def publish(partial: Path, out: Path) -> None:
-    """Sync all files to the disk, then give the folder its name by one rename."""
+    """Sync all files to disk, then rename the folder to its final name."""
     for path in sorted(partial.rglob("*")):
         if not path.name.endswith(SUFFIX) or path.parent != partial:  # shards are synced as they are closed
             sync(path)
@@ -134,14 +134,14 @@ def publish(partial: Path, out: Path) -> None:
     except OSError as error:
         if error.errno in (errno.ENOTEMPTY, errno.EEXIST):
             raise CheckpointError(
-                f"output folder {out} was filled by somebody else meanwhile; name a new one"
+                f"output folder {out} was filled by somebody else in the meantime; name a new one"
             ) from error
         raise
     sync(out.resolve().parent)
 
 
 def sync(path: Path) -> None:
-    """Write a file, or the names in a folder, to the disk."""
+    """Sync a file, or a folder's entries, to disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -150,6 +150,6 @@ def sync(path: Path) -> None:
 
 
 def chunk_seed(seed: int, name: str, row: int) -> int:
-    """Return the seed of a chunk, made of its tensor and first row, so that no order of work changes it."""
+    """Return the seed of a chunk, from its tensor and first row, so that it does not depend on the order of work."""
     digest = hashlib.sha256(f"{seed}\0{name}\0{row}".encode()).digest()
     return int.from_bytes(digest[:8], "little") >> 1

@@ -1,13 +1,13 @@
-"""Safetensors checkpoints, read and written by chunks of rows; a source is checked when it is opened.
+"""Safetensors checkpoints, read and written in chunks of rows, and validated when opened.
 
 A file is an 8-byte little-endian length, a JSON header of that length, and the tensors' bytes::
 
     | n | {"name": {"dtype": "BF16", "shape": [N, K], "data_offsets": [begin, end]}, ...} | bytes ... |
 
-Files are read with pread instead of a memory map.  So a truncated file is an exception and not a bus error, and pages
-that have been read do not count as this process's memory.
+Files are read with pread instead of a memory map, so that a truncated file raises an exception instead of a bus error,
+and pages that have been read do not count as memory of this process.
 
-A weight without its zeros (`slidesparse.bitmask`) lies there as several tensors, and is seen as one, dense::
+A weight without its zeros (`slidesparse.bitmask`) is stored as several tensors, and presented as one dense tensor::
 
     X.weight [N, K]  <-  X.shape [2, 1], X.compressed [N, V], X.bitmask [N, ceil(K / 8)]
                          X.shape [2], X.compressed, flat, X.bitmask [N, ceil(K / 8)], X.row_offsets [N]
@@ -23,7 +23,6 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path, PurePosixPath, PureWindowsPath
-from types import TracebackType
 from typing import Any, NamedTuple
 
 import torch
@@ -38,11 +37,11 @@ SUFFIX = ".safetensors"
 # Files of a checkpoint other than the weights: tokenizers, configurations, chat templates, licences
 SIDE_SUFFIXES = (".json", ".jinja", ".txt", ".md", ".model", ".bpe", ".codes", ".tiktoken", ".spm")
 SIDE_NAMES = ("tokenizer.model", "LICENSE", "LICENCE", "COPYING", "NOTICE", "README", "USE_POLICY")
-CHUNK_ELEMENTS = 2**20  # read, converted and written at a time; measured: 2**19 and 2**21 are slower
-HEADER_LIMIT = 100 * 2**20  # bytes; the safetensors library reads no longer header
-JSON_LIMIT = 64 * 2**20  # bytes of a configuration or an index, which have some megabytes at most
+CHUNK_ELEMENTS = 2**20  # elements converted at a time; 2**19 and 2**21 were measured to be slower
+HEADER_LIMIT = 100 * 2**20  # bytes; as in the safetensors library
+JSON_LIMIT = 64 * 2**20  # bytes of a configuration or an index, which rarely exceed some megabytes
 MOST_DIMENSIONS, LONGEST_DIMENSION = 8, 2**40  # of a tensor
-MOST_NAME = 1100  # characters of its name
+MOST_NAME = 1100  # characters of a tensor's name
 
 DTYPES = {
     "F64": torch.float64,
@@ -59,7 +58,7 @@ DTYPES = {
     "BOOL": torch.bool,
 }
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
-FLOATS = ("F32", "F16", "BF16")  # dtypes that can be quantized
+FLOATS = ("F32", "F16", "BF16")  # dtypes that are quantized
 
 COMPRESSED, BITMASK, SHAPE = ".compressed", ".bitmask", ".shape"  # of a weight without its zeros
 ROW_OFFSETS = ".row_offsets"  # where each row begins in flat values
@@ -78,28 +77,28 @@ class TensorSpec(NamedTuple):
 
     @property
     def rows(self) -> int:
-        """The first dimension; 1 for a scalar."""
+        """The size of the first dimension; 1 for a scalar."""
         return self.shape[0] if self.shape else 1
 
     @property
     def columns(self) -> int:
-        """The product of the other dimensions."""
+        """The product of the sizes of the other dimensions."""
         return math.prod(self.shape[1:])
 
     @property
     def row_bytes(self) -> int:
-        """Bytes of a row."""
+        """The bytes of a row."""
         return self.columns * DTYPES[self.dtype].itemsize
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the whole tensor."""
+        """The bytes of the whole tensor."""
         return self.rows * self.row_bytes
 
     def chunks(self, unit: int = 1) -> Iterator[slice]:
-        """Yield slices of about CHUNK_ELEMENTS elements, each of a multiple of ``unit`` rows but for the last.
+        """Yield the rows of chunks of about CHUNK_ELEMENTS elements, which depend on the shape alone.
 
-        They depend on the shape alone.
+        Each chunk but the last has a multiple of ``unit`` rows.
         """
         step = CHUNK_ELEMENTS // self.columns if self.columns else self.rows
         step = max(unit, step // unit * unit)
@@ -107,22 +106,22 @@ class TensorSpec(NamedTuple):
 
 
 class StoredTensor(NamedTuple):
-    """The position of a tensor: its file in the folder and its first byte there."""
+    """A tensor in a file: its spec, the file's name and the position of its first byte."""
 
     spec: TensorSpec
     file: str
     start: int
-    parts: tuple[StoredTensor, ...] = ()  # of a weight without its zeros: values, bitmask and all others
+    parts: tuple[StoredTensor, ...] = ()  # of a weight without its zeros: values, bitmask and the rest
 
     @property
     def nbytes(self) -> int:
-        """Bytes that are stored."""
+        """The bytes that are stored."""
         return sum(part.nbytes for part in self.parts) if self.parts else self.spec.nbytes
 
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """An opened checkpoint folder whose headers, index and file sizes have been found consistent."""
+    """An open checkpoint folder with consistent headers, index and file sizes."""
 
     folder: Path
     config: Mapping[str, Any]
@@ -132,7 +131,7 @@ class Checkpoint:
 
     @classmethod
     def open(cls, folder: str | Path) -> Checkpoint:
-        """Read config, index and all headers.  CheckpointError names what does not fit together."""
+        """Read config, index and all headers.  Raises CheckpointError for a missing, damaged or inconsistent file."""
         folder = Path(folder)
         if not folder.is_dir():
             raise CheckpointError(
@@ -164,7 +163,7 @@ class Checkpoint:
             return replace(found, tensors=_joined(found, reader))
 
     def quantization_config(self) -> dict[str, Any] | None:
-        """Return the quantization block of config.json, also under its older name, or None."""
+        """Return ``quantization_config`` of config.json, or its older form ``compression_config``, or None."""
         found = self.config.get("quantization_config") or self.config.get("compression_config")
         if found is not None and not isinstance(found, dict):
             raise CheckpointError(
@@ -173,7 +172,7 @@ class Checkpoint:
         return found
 
     def require(self, name: str) -> TensorSpec:
-        """Return a tensor's spec.  CheckpointError when the checkpoint lacks it."""
+        """Return a tensor's spec.  Raises CheckpointError if the checkpoint does not have it."""
         if name not in self.tensors:
             raise CheckpointError(
                 f"{self.folder} has no tensor {name}, which its layers need; fetch or convert it again"
@@ -181,21 +180,12 @@ class Checkpoint:
         return self.tensors[name].spec
 
     def reader(self) -> Reader:
-        """Return a context manager to read tensors with; its `Reader.rows` may be called from several threads."""
+        """Return a context manager for reading tensors; `Reader.rows` may be called from several threads."""
         return Reader(self)
 
 
-def positions_of(config: Mapping[str, Any]) -> int | None:
-    """Return the model's maximum number of positions from config.json, or None if it is missing.
-
-    Raises AttributeError, TypeError or ValueError for a config of another form.
-    """
-    found = config.get("text_config", config).get("max_position_embeddings")
-    return int(found) if found else None
-
-
 def _joined(checkpoint: Checkpoint, reader: Reader) -> dict[str, StoredTensor]:
-    """Return the tensors, one weight in the place of its parts.  CheckpointError where those do not fit together."""
+    """Return the tensors, with weights instead of their parts.  Raises CheckpointError for inconsistent parts."""
     tensors, weights, taken = checkpoint.tensors, {}, set()
     for name in tensors:
         layer = name.removesuffix(COMPRESSED)
@@ -229,7 +219,7 @@ def _joined(checkpoint: Checkpoint, reader: Reader) -> dict[str, StoredTensor]:
 
 
 def parse_json(text: bytes, what: object, **options: Any) -> dict[str, Any]:
-    """Parse ``text`` as a JSON object.  Raises CheckpointError, which calls it ``what``, for anything else."""
+    """Parse ``text`` as a JSON object.  Raises CheckpointError, in which ``what`` names it, for anything else."""
     try:
         found = json.loads(text, **options)
     except (ValueError, RecursionError) as error:
@@ -259,7 +249,7 @@ def _read_object(folder: Path, file: str, what: str) -> dict[str, Any]:
 
 
 def _require_file(folder: Path, file: str) -> None:
-    """Raise CheckpointError unless ``file`` is a plain one, in its folder."""
+    """Raise CheckpointError unless ``file`` is a regular file inside the folder."""
     path = folder / file
     if not path.is_file():
         raise CheckpointError(f"{path} is not a file; fetch it again")
@@ -271,14 +261,14 @@ def _require_file(folder: Path, file: str) -> None:
 
 
 def is_inside(folder: Path, path: Path) -> bool:
-    """Return whether a path, with all links followed, lies in ``folder`` or in the store of its Hub cache.
+    """Return whether a path, after following links, is in ``folder`` or in the blobs of its Hub cache.
 
-    Such a cache links from ``models--org--name/snapshots/REVISION`` to ``models--org--name/blobs``, and from there to
-    ``blobs`` of the whole cache.
+    Such a cache links from ``models--org--name/snapshots/REVISION`` to ``models--org--name/blobs``, and possibly from
+    there to ``blobs`` of the whole cache.
     """
     try:
         real, root = path.resolve(strict=True), folder.resolve()
-    except (OSError, RuntimeError):  # a link that leads nowhere, or in a circle
+    except (OSError, RuntimeError):  # a dangling or circular link
         return False
     roots = [root]
     for above in root.parents:
@@ -302,7 +292,7 @@ def _single_file(folder: Path) -> list[str]:
 
 
 def _indexed_files(folder: Path, index: Mapping[str, Any]) -> list[str]:
-    """Return the files that the index names, after checking that they are plain names of files that exist."""
+    """Return the files that the index names, which must be names of existing files without a path."""
     path, weight_map = folder / INDEX, index.get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise CheckpointError(f"{path} has no weight_map {{tensor: file}}; fetch it again")
@@ -329,7 +319,7 @@ def _indexed_files(folder: Path, index: Mapping[str, Any]) -> list[str]:
 
 
 def read_header(path: Path) -> list[StoredTensor]:
-    """Return the tensors of one file in the order of their bytes.  CheckpointError for a damaged file."""
+    """Return the tensors of a file in order of position.  Raises CheckpointError for a damaged file."""
     size = path.stat().st_size
     with path.open("rb") as file:
         prefix = file.read(8)
@@ -402,16 +392,16 @@ class Reader:
             self._descriptors[file] = os.open(self.checkpoint.folder / file, os.O_RDONLY)
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         for descriptor in self._descriptors.values():
             os.close(descriptor)
         self._descriptors.clear()
 
     def rows(self, name: str, rows: slice) -> Tensor:
-        """Read rows of a tensor as [rows, columns]; columns are all dimensions but the first."""
-        stored = self.checkpoint.tensors[name]
+        """Read rows of a tensor as [rows, columns], where columns combine all dimensions but the first."""
+        return self._rows(self.checkpoint.tensors[name], rows)
+
+    def _rows(self, stored: StoredTensor, rows: slice) -> Tensor:
         if not stored.parts:
             return self._read(stored, rows)
         values, bitmask, _, *offsets = stored.parts
@@ -429,37 +419,29 @@ class Reader:
             return decompress(found, self._read(bitmask, rows), stored.spec.columns)
         except ValueError as error:
             raise CheckpointError(
-                f"{name} of {self.checkpoint.folder}, rows {rows.start} to {rows.stop}: {error}; fetch or convert it "
-                "again"
+                f"{stored.spec.name} of {self.checkpoint.folder}, rows {rows.start} to {rows.stop}: {error}; fetch "
+                "or convert it again"
             ) from error
 
     def _read(self, stored: StoredTensor, rows: slice) -> Tensor:
         spec, file, start = stored[:3]
         count = rows.stop - rows.start
         raw = torch.empty(count * spec.row_bytes, dtype=torch.uint8)
-        view, done = _bytes_of(raw), 0
-        while done < len(view):
-            got = os.preadv(
-                self._descriptors[file], [view[done:]], start + rows.start * spec.row_bytes + done
-            )
-            if got == 0:
-                path = self.checkpoint.folder / file
-                raise CheckpointError(
-                    f"{path} became shorter while it was read; convert again once it is whole"
-                )
-            done += got
+        if not read_at(self._descriptors[file], _bytes_of(raw), start + rows.start * spec.row_bytes):
+            path = self.checkpoint.folder / file
+            raise CheckpointError(f"{path} became shorter while it was read; convert again once it is whole")
         return raw.view(DTYPES[spec.dtype]).view(count, spec.columns)
 
     def whole(self, name: str) -> Tensor:
-        """Read a whole tensor in its own shape; for small ones."""
+        """Read a whole tensor in its own shape."""
         spec = self.checkpoint.tensors[name].spec
         return self.rows(name, slice(0, spec.rows)).view(spec.shape)
 
 
 def plan_file(specs: Iterable[TensorSpec]) -> tuple[bytes, dict[str, int], int]:
-    """Lay out a file: its first bytes (length and header), where each tensor starts, and its size.
+    """Return the layout of a file: its first bytes (length and header), the start of each tensor, and its size.
 
-    Wide dtypes come first, so that every tensor is aligned, and otherwise tensors keep their order.
+    Tensors are sorted by descending width of their dtype, so that all are aligned.
     """
     ordered = sorted(specs, key=lambda spec: -DTYPES[spec.dtype].itemsize)
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
@@ -475,7 +457,10 @@ def plan_file(specs: Iterable[TensorSpec]) -> tuple[bytes, dict[str, int], int]:
 
 
 class Writer:
-    """Writes one safetensors file, its tensors known beforehand, in any order and from any thread."""
+    """Writes one safetensors file, whose tensors are known beforehand, in any order and from any thread.
+
+    It is a context manager: when the block ends without an error, the file is synced to the disk.
+    """
 
     def __init__(self, path: Path, specs: Iterable[TensorSpec]) -> None:
         specs = list(specs)
@@ -485,28 +470,38 @@ class Writer:
         os.ftruncate(self._descriptor, size)
         write_at(self._descriptor, memoryview(first), 0)
 
+    def __enter__(self) -> Writer:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        try:
+            if kind is None:
+                os.fsync(self._descriptor)
+        finally:
+            os.close(self._descriptor)
+
     def write(self, name: str, row: int, values: Tensor) -> None:
-        """Write [rows, columns] from row ``row`` of a tensor on."""
+        """Write ``values`` [rows, columns] into a tensor, starting at row ``row``."""
         spec = self._specs[name]
         assert NAMES[values.dtype] == spec.dtype
         raw = _bytes_of(values.contiguous().view(-1).view(torch.uint8))
         write_at(self._descriptor, raw, self._starts[name] + row * spec.row_bytes)
 
-    def close(self, sync: bool = True) -> None:
-        """Close the file, with its bytes on the disk if ``sync``."""
-        descriptor, self._descriptor = self._descriptor, -1
-        if descriptor < 0:
-            return
-        try:
-            if sync:
-                os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
-
 
 def _bytes_of(raw: Tensor) -> memoryview:
-    """Return the memory of a one-dimensional uint8 tensor, not a copy."""
+    """Return the memory of a one-dimensional uint8 tensor without copying."""
     return memoryview(raw.numpy())  # type: ignore[arg-type]  # numpy's stubs before 2.1 do not say Buffer
+
+
+def read_at(descriptor: int, view: memoryview, position: int) -> bool:
+    """Fill ``view`` from a position of a file, and return whether the file was long enough."""
+    done = 0
+    while done < len(view):
+        got = os.preadv(descriptor, [view[done:]], position + done)  # which may read less than asked for
+        if got == 0:
+            return False
+        done += got
+    return True
 
 
 def write_at(descriptor: int, view: memoryview, position: int) -> None:

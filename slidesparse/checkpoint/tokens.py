@@ -1,4 +1,4 @@
-"""Texts and token ids from files, and the tokenizer of a checkpoint, for calibrating and for measuring quality."""
+"""Read texts and token ids, and open the tokenizer of a checkpoint, for calibration and evaluation."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ TOKENIZER = "tokenizer.json"
 
 
 def read_text(path: Path) -> str:
-    """Read a file in UTF-8, without its byte order mark.  SlideSparseError for another encoding."""
+    """Read a file in UTF-8, without a byte order mark.  Raises SlideSparseError for another encoding."""
     try:
         return path.read_text(encoding="utf-8-sig")
     except UnicodeDecodeError as reason:
@@ -24,18 +24,15 @@ def read_text(path: Path) -> str:
 
 
 def read_lines(path: Path) -> list[str]:
-    """Read the lines of a file.
-
-    Only line feeds end them: other characters that end lines in prose, such as U+2028, are legal in JSON strings.
-    """
+    """Read the lines of a file, which end at line feeds only: U+2028 and the like are legal in JSON strings."""
     return read_text(path).split("\n")
 
 
 def read_records(path: Path, keys: tuple[str, ...]) -> list[tuple[str, ...]]:
-    """Read the values of ``keys`` of each line of a ``.jsonl`` file; a line may also be just a string, for "text".
+    """Read the values of ``keys`` from each line of a ``.jsonl`` file; a line may also be a string, the "text".
 
-    Empty lines are left out, and lines with an empty text.  SlideSparseError, with the line's number, for a line
-    without the keys, and when no text is left.
+    Empty lines and empty texts are skipped.  Raises SlideSparseError, with the line number, for a line without the
+    keys, and if no text remains.
     """
     found = []
     for number, line in enumerate(read_lines(path), 1):
@@ -63,9 +60,9 @@ def read_records(path: Path, keys: tuple[str, ...]) -> list[tuple[str, ...]]:
 
 
 def read_ids(path: Path) -> np.ndarray:
-    """Read the integers of a ``.npy`` file, [samples, tokens] or one stream [tokens].
+    """Read the token ids of a ``.npy`` file, [samples, tokens] or one stream [tokens].
 
-    SlideSparseError for anything else, saying what was found.
+    Raises SlideSparseError, which names dtype and shape, for anything else.
     """
     try:
         found = np.load(path, allow_pickle=False)
@@ -80,25 +77,25 @@ def read_ids(path: Path) -> np.ndarray:
 def require_ids(
     samples: Sequence[Sequence[int] | np.ndarray], vocabulary: int, data: str, folder: Path
 ) -> None:
-    """Raise SlideSparseError when ``samples``, which came from ``data``, hold ids that ``folder`` has no token for."""
+    """Raise SlideSparseError if ``samples``, read from ``data``, have ids outside the vocabulary of ``folder``."""
     low = min(int(np.min(sample)) for sample in samples)
     high = max(int(np.max(sample)) for sample in samples)
     if not 0 <= low <= high < vocabulary:
         raise SlideSparseError(
             f"{data} holds token ids from {low} to {high}, but the vocabulary of {folder} has {vocabulary} tokens, "
-            f"0 to {vocabulary - 1}; use ids that its own tokenizer made"
+            f"0 to {vocabulary - 1}; use ids from its own tokenizer"
         )
 
 
 def clipped(tokens: list[int], longest: int) -> list[int]:
-    """Cut a text to ``longest`` tokens; the last one, which ends it, is kept."""
+    """Truncate a text to ``longest`` tokens, keeping its last token, such as an end-of-sequence token."""
     return tokens if len(tokens) <= longest else [*tokens[: longest - 1], tokens[-1]]
 
 
 def tokenizer_of(folder: Path) -> Callable[[str], list[int]]:
-    """Return a function from text to ids, special tokens included, with the checkpoint's own tokenizer.
+    """Return the checkpoint's tokenizer as a function from a text to ids, including special tokens.
 
-    SlideSparseError for a folder without a tokenizer that can be read, EnvironmentFault for a missing library.
+    Raises SlideSparseError for a folder without a readable tokenizer, EnvironmentFault for a missing library.
     """
     if not (folder / TOKENIZER).is_file():
         return _slow_tokenizer(folder)
@@ -113,7 +110,7 @@ def tokenizer_of(folder: Path) -> Callable[[str], list[int]]:
         tokenizer = Tokenizer.from_file(str(folder / TOKENIZER))
     except Exception as error:  # the library raises plain Exception
         raise SlideSparseError(
-            f"{folder / TOKENIZER} is not a tokenizer that the package tokenizers reads ({error}); fetch it again, "
+            f"{folder / TOKENIZER} is not a tokenizer that the package tokenizers can read ({error}); fetch it again, "
             "or give token ids instead of texts: ids.npy"
         ) from error
     tokenizer.no_padding()
@@ -122,7 +119,7 @@ def tokenizer_of(folder: Path) -> Callable[[str], list[int]]:
 
 
 def _slow_tokenizer(folder: Path) -> Callable[[str], list[int]]:
-    """Open another form of tokenizer, such as tokenizer.model."""
+    """Open a tokenizer in another format, such as tokenizer.model, with transformers."""
     if not any(path.is_file() for kind in ("tokenizer*", "vocab*") for path in folder.glob(kind)):
         raise SlideSparseError(
             f"{folder} has no tokenizer ({TOKENIZER}), which texts need; fetch it, or give token ids instead of "

@@ -1,9 +1,9 @@
-"""The ``quantization_config`` of 8-bit checkpoints: read strictly, written plainly.
+"""Read and write the ``quantization_config`` of 8-bit checkpoints.
 
-What we write, and the plugin serves, are symmetric 8-bit weights scaled per channel or per tensor, with activations
-quantized per token while serving.  Sources whose weights can be turned into that are taken too: static scales of
-activations are dropped, scales per block multiplied out.  Any other kind is refused by name, because its layers would
-run on vLLM's own kernels and gain nothing from the pattern.
+Converted checkpoints, and the plugin, use symmetric 8-bit weights with per-channel or per-tensor scales, and dynamic
+per-token activation scales.  Sources that can be converted to this form are accepted: static activation scales are
+dropped, and per-block weight scales multiplied out.  All others are refused, because their layers would run on vLLM's
+own kernels and gain nothing from the pattern.
 """
 
 from __future__ import annotations
@@ -19,22 +19,22 @@ from slidesparse.checkpoint.metadata import COMPRESSED_TENSORS, QUANT_METHOD, SP
 from slidesparse.checkpoint.storage import FLOATS, Checkpoint, CheckpointError, TensorSpec
 from slidesparse.errors import shown
 
-FP8_METHOD = "fp8"  # a quant_method
+FP8_METHOD = "fp8"  # the quant_method of DeepSeek, Qwen and AutoFP8
 KINDS = {"int8": ("int", "I8"), "fp8": ("float", "F8_E4M3")}  # quant -> type, dtype of safetensors
-MIXED = "mixed-precision"  # a format that each group names for itself
+MIXED = "mixed-precision"  # the format of groups that have different formats
 _FORMATS = ("int-quantized", "float-quantized", "naive-quantized")
-_BLOCK_SCALE = ".weight_scale_inv"  # of quant_method fp8; a factor like any other scale
+_BLOCK_SCALE = ".weight_scale_inv"  # of quant_method fp8; despite its name it is a factor
 
 
 @dataclass(frozen=True)
 class Scheme:
-    """How a layer is quantized in a source."""
+    """The quantization of a layer in a source."""
 
     quant: str  # "int8" or "fp8"
-    strategy: str  # one scale of the weight per "channel", per "tensor" or per "block"
-    activations: str = "per token"  # while serving; any other words for what we do not write
-    block: tuple[int, int] | None = None  # rows and columns that share a scale
-    scale: str = SCALE  # suffix of the scale's tensor
+    strategy: str  # granularity of the weight scale: "channel", "tensor" or "block"
+    activations: str = "per token"  # or another quantization of activations, which is replaced
+    block: tuple[int, int] | None = None  # rows and columns of a block that shares a scale
+    scale: str = SCALE  # suffix of the scale's tensor name
 
     @property
     def dtype(self) -> str:
@@ -43,16 +43,16 @@ class Scheme:
 
     @property
     def ours(self) -> bool:
-        """Whether the plugin serves this scheme as it is."""
+        """Whether the plugin serves this scheme unchanged."""
         return self.block is None and self.activations == "per token"
 
 
 @dataclass(frozen=True)
 class Quantization:
-    """How the layers of a checkpoint are quantized."""
+    """The quantization of all layers of a checkpoint."""
 
-    groups: Mapping[str, Scheme | None]  # config group -> scheme; None for one without weights
-    targets: Mapping[str, Scheme | None]  # a layer's name, a ``re:`` regex, or a class such as Linear
+    groups: Mapping[str, Scheme | None]  # config group -> scheme; None for a group without weights
+    targets: Mapping[str, Scheme | None]  # layer name, ``re:`` regex, or class such as Linear -> scheme
     ignore: tuple[str, ...] = ()
     method: str = COMPRESSED_TENSORS
 
@@ -63,30 +63,30 @@ class Quantization:
 
     @property
     def quant(self) -> str:
-        """The types of the weights as text, such as for messages."""
+        """The types of the weights as text, for messages."""
         return " and ".join(sorted({scheme.quant for scheme in self.schemes}))
 
     def rewritten(self, experts: bool) -> bool:
-        """Return whether quantization must be rewritten, for the plugin, or for experts with per-tensor scales."""
+        """Return whether the source must be requantized, for the plugin or for ``experts`` with per-tensor scales."""
         ours = all(scheme.ours for scheme in self.schemes)
         by_tensor = any(scheme.strategy == "tensor" for scheme in self.schemes)
         return self.method == FP8_METHOD or not ours or (experts and by_tensor)
 
     def ignores(self, layer: str) -> bool:
-        """Return whether the ignore list holds a layer, by name or by a ``re:`` regex."""
+        """Return whether the ignore list contains a layer, by name or by a ``re:`` regex."""
         names, regexes = self._ignored
         return layer in names or any(_names(regex, layer) for regex in regexes)
 
     @cached_property
     def _ignored(self) -> tuple[frozenset[str], list[str]]:
-        """The ignored names (there may be one for each expert) and regexes."""
+        """The names (possibly one for each expert) and the regexes of the ignore list."""
         return frozenset(self.ignore), [entry for entry in self.ignore if entry.startswith("re:")]
 
     def scheme(self, layer: str, dtype: str) -> Scheme | None:
-        """Return the scheme of a layer whose weight is of ``dtype``; None when it is not quantized.
+        """Return the scheme of a layer whose weight has ``dtype``, or None if it is not quantized.
 
-        As vLLM finds it: the first target that names the layer, else its class.  quant_method fp8 has no targets; its
-        layers in floats are those that it leaves.
+        As in vLLM, the first target that names the layer counts, or else its class.  With quant_method fp8, which has
+        no targets, all layers are quantized but those in float dtypes.
         """
         if self.ignores(layer) or (self.method == FP8_METHOD and dtype in FLOATS):
             return None
@@ -101,7 +101,7 @@ def _names(entry: str, layer: str) -> bool:
 
 
 def require_quantized(checkpoint: Checkpoint, layer: str, source: Quantization) -> TensorSpec:
-    """Return the spec of a layer's weight.  CheckpointError unless it and its scale are as ``source`` says."""
+    """Return the spec of a layer's weight.  Raises CheckpointError if it or its scale contradicts ``source``."""
     spec = checkpoint.require(layer + WEIGHT)
     if len(spec.shape) != 2 or 0 in spec.shape:
         raise CheckpointError(
@@ -110,14 +110,14 @@ def require_quantized(checkpoint: Checkpoint, layer: str, source: Quantization) 
     scheme = source.scheme(layer, spec.dtype)
     if scheme is None:
         raise CheckpointError(
-            f"tensor {spec.name} is {spec.dtype}, but quantization_config does not say that the layer is quantized; "
-            "fetch the checkpoint again"
+            f"tensor {spec.name} is {spec.dtype}, but by quantization_config the layer is not quantized; fetch the "
+            "checkpoint again"
         )
     if spec.dtype != scheme.dtype:
         raise CheckpointError(
             f"tensor {spec.name} is {spec.dtype}, but quantization_config promises {scheme.dtype} "
             f"({scheme.quant}) and does not ignore it; fetch the checkpoint again, or start from the original "
-            "one if it leaves some layers unquantized on purpose"
+            "one if some layers are meant to be unquantized"
         )
     _require_scale(checkpoint.require(layer + scheme.scale), scheme, spec.shape)
     return spec
@@ -140,7 +140,7 @@ def _require_scale(scale: TensorSpec, scheme: Scheme, shape: tuple[int, ...]) ->
 
 
 def new_block(quant: str, ignore: Sequence[str]) -> dict[str, Any]:
-    """Return the block of a checkpoint that we quantize: per channel, with dynamic per-token activations."""
+    """Return a new ``quantization_config``: per-channel weights and dynamic per-token activations."""
     return {
         "quant_method": COMPRESSED_TENSORS,
         "format": f"{KINDS[quant][0]}-quantized",
@@ -151,7 +151,7 @@ def new_block(quant: str, ignore: Sequence[str]) -> dict[str, Any]:
 
 
 def holds_floats(block: Mapping[str, Any]) -> bool:
-    """Return whether a ``quantization_config`` only says how 16- or 32-bit weights are stored without their zeros."""
+    """Return whether a ``quantization_config`` describes float weights that are merely stored without zeros."""
     return sparsity_of(block) is not None and not block.get("config_groups")
 
 
@@ -166,15 +166,15 @@ def _arguments(quant: str) -> dict[str, Any]:
 def rewritten_block(
     block: Mapping[str, Any], found: Quantization, quant_of: Callable[[Scheme], str], left: Iterable[str]
 ) -> dict[str, Any]:
-    """Return the block for a source whose layers are requantized as in `new_block`.
+    """Return the ``quantization_config`` for a source whose layers are requantized as in `new_block`.
 
     Args:
-        block: of the source, which ``found`` was read from.
-        quant_of: what the layers of a scheme are written in.
-        left: names of layers that are not quantized, for the ignore list.
+        block: the source's, from which ``found`` was parsed.
+        quant_of: returns the output type of the layers of a scheme.
+        left: names of unquantized layers to add to the ignore list.
 
-    Targets, KV cache and ignore list stay.  A group without weights goes, as vLLM reads none, but for those of
-    attention, which it knows.
+    Targets, KV cache and ignore list are kept.  Groups without weights are dropped unless they are for attention,
+    because vLLM reads no others.
     """
     written = {name: quant_of(scheme) for name, scheme in found.groups.items() if scheme}
     quants = sorted(set(written.values()))
@@ -195,10 +195,10 @@ def rewritten_block(
 
 
 def parse_block(block: Mapping[str, Any], tensors: Iterable[str] = ()) -> Quantization:
-    """Read a ``quantization_config``.  CheckpointError says why it cannot be accelerated.
+    """Parse a ``quantization_config``.  Raises CheckpointError with the reason if it is not supported.
 
     Args:
-        tensors: names, of which the layers are those that the result will be asked about.
+        tensors: names of the tensors whose layers will be looked up.
     """
     found = _parsed(block)
     for what, entries in (("ignore list", found.ignore), ("targets", found.targets)):
@@ -213,7 +213,7 @@ def _parsed(block: Mapping[str, Any]) -> Quantization:
         return _fp8(block)
     if method not in (COMPRESSED_TENSORS, QUANT_METHOD):
         raise CheckpointError(
-            f"the source is already quantized by {shown(method)}; the sources taken are FP32, FP16, BF16, FP8 "
+            f"the source is already quantized by {shown(method)}; supported sources are FP32, FP16, BF16, FP8 "
             "(quant_method fp8) and compressed-tensors W8A8 (INT8 or FP8): start from the original checkpoint"
         )
     status = block.get("quantization_status", "compressed")
@@ -240,7 +240,7 @@ def _parsed(block: Mapping[str, Any]) -> Quantization:
 
 
 def _fp8(block: Mapping[str, Any]) -> Quantization:
-    """Read the FP8 format of DeepSeek, Qwen and AutoFP8: scales per block, or one scale per weight."""
+    """Parse quant_method fp8: per-block or per-tensor scales."""
     form, activations = block.get("fmt", "e4m3"), block.get("activation_scheme", "dynamic")
     if form not in ("e4m3", "float8_e4m3fn") or activations not in ("dynamic", "static"):
         raise _refusal(
@@ -270,7 +270,7 @@ def _targets(name: str, group: Mapping[str, Any]) -> list[str]:
 
 
 def _group(name: str, group: Any, form: Any) -> Scheme | None:
-    """Read a config group, of the checkpoint's format ``form``; the defaults are those of compressed-tensors."""
+    """Parse a config group with the defaults of compressed-tensors; ``form`` is the checkpoint's format."""
     if not isinstance(group, dict):
         raise _refusal(f"{name} that is not an object", "weights and input_activations are")
     if group.get("weights") is None:
@@ -309,7 +309,7 @@ def _strategy(arguments: Mapping[str, Any]) -> str:
 
 
 def _activations(name: str, inputs: Mapping[str, Any], by_block: bool) -> str:
-    """Return how activations are quantized while serving; with per-block weight scales, that is by groups."""
+    """Return the quantization of activations; per group is allowed with per-block weight scales only."""
     dynamic, strategy = inputs.get("dynamic", False), _strategy(inputs)
     if dynamic is False and strategy == "tensor":
         return "static"
@@ -335,12 +335,11 @@ def _block_size(size: Any, where: str) -> tuple[int, int]:
 
 def _refusal(found: str, allowed: str) -> CheckpointError:
     return CheckpointError(
-        f"the source's quantization_config has {found}; only {allowed} taken, the rest "
-        "would stay on vLLM's own kernels. Start from the original checkpoint, or quantize it as W8A8 with dynamic "
-        "per-token activations"
+        f"the source's quantization_config has {found}; only {allowed} supported. Start from the original "
+        "checkpoint, or quantize it as W8A8 with dynamic per-token activations"
     )
 
 
 def ignore_list(left: Iterable[str]) -> list[str]:
-    """Return the ignore list of a checkpoint that we quantize: lm_head and the layers left, sorted."""
+    """Return the ignore list of a newly quantized checkpoint: lm_head and the unquantized layers, sorted."""
     return ["lm_head", *sorted(set(left) - {"lm_head"})]

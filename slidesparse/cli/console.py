@@ -1,4 +1,4 @@
-"""The commands' consoles and progress, and the conversion of errors into messages and exit codes."""
+"""Consoles, progress display, and the conversion of errors to messages and exit codes."""
 
 from __future__ import annotations
 
@@ -22,12 +22,15 @@ from typer.core import TyperGroup
 
 from slidesparse.errors import ENVIRONMENT, INSTALL, INTERRUPTED, SlideSparseError
 
-LINE_SECONDS = 30.0  # between two lines of progress in a log
+LINE_SECONDS = 30.0  # least time between two lines of progress in a log
 
 out = Console(highlight=False, soft_wrap=True)
 err = Console(stderr=True, highlight=False, soft_wrap=True)
 
 Json = Annotated[bool, typer.Option("--json", help="Print JSON for machines.")]
+Layout = Annotated[
+    str, typer.Option(help="dense, which stock vLLM serves too, slided offline, or packed, without zeros.")
+]
 
 
 def fail(code: int, message: object) -> NoReturn:
@@ -38,7 +41,7 @@ def fail(code: int, message: object) -> NoReturn:
 
 @contextmanager
 def explained() -> Iterator[None]:
-    """Turn an error that a user can act on into one message and the exit code of its class."""
+    """Convert an error that a user can act on to a message and the exit code of its class."""
     try:
         yield
     except SlideSparseError as error:
@@ -50,22 +53,22 @@ def explained() -> Iterator[None]:
         fail(ENVIRONMENT, f"this command needs {missing}, which cannot be imported ({error}): {INSTALL}")
     except OSError as error:
         fail(ENVIRONMENT, f"{error.strerror or error}: {error.filename or 'while reading or writing'}")
-    except KeyboardInterrupt as error:  # whose arguments say how to go on, where that is possible
+    except KeyboardInterrupt as error:  # its arguments may say how to continue
         err.print(escape("; ".join(["interrupted", *map(str, error.args)])))
         raise typer.Exit(INTERRUPTED) from None
 
 
 class Commands(TyperGroup):
-    """A group of commands whose errors are explained."""
+    """A group of commands whose errors are shown as messages."""
 
     def invoke(self, ctx: Any) -> Any:
-        """Run the command that was asked for."""
+        """Run the requested command."""
         with explained():
             return super().invoke(ctx)
 
 
 def application(help_text: str, **settings: Any) -> typer.Typer:
-    """Make a Typer application of such commands; ``settings`` replace the usual ones."""
+    """Return a Typer application of `Commands`; ``settings`` override the usual ones."""
     usual: dict[str, Any] = {
         "cls": Commands,
         "help": help_text,
@@ -79,9 +82,9 @@ def application(help_text: str, **settings: Any) -> typer.Typer:
 
 @contextmanager
 def byte_progress(lines: bool = False) -> Iterator[Callable[[str, int, int], None]]:
-    """Show progress on stderr: a bar for each phase; in a log, with ``lines``, a line now and then.
+    """Show progress on stderr: a bar for each phase, or in a log, with ``lines``, a line every LINE_SECONDS.
 
-    Yields a function of the phase, the bytes done and the bytes in all.
+    Yields a function of the phase, the bytes done and the total bytes.
     """
     if not err.is_terminal:
         yield _progress_lines() if lines else (lambda phase, done, total: None)
@@ -99,14 +102,14 @@ def byte_progress(lines: bool = False) -> Iterator[Callable[[str, int, int], Non
 
 
 def _progress_lines() -> Callable[[str, int, int], None]:
-    """Return a function that prints a line at most every LINE_SECONDS, so that a quick phase prints none."""
+    """Return a function that prints a line at most every LINE_SECONDS, and so none for a short phase."""
     called = printed = time.monotonic()
     current, began = "", called
 
     def advance(phase: str, done: int, total: int) -> None:
         nonlocal called, printed, current, began
         if phase != current:
-            current, began = phase, called  # when the phase before ended
+            current, began = phase, called  # when the previous phase ended
         called = time.monotonic()
         if called - printed < LINE_SECONDS or not 0 < done < total:
             return

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import shlex
 from collections import Counter, defaultdict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -14,7 +14,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from slidesparse import methods
-from slidesparse.cli.console import byte_progress, err, out
+from slidesparse.cli.console import Layout, byte_progress, err, out
 from slidesparse.convert.times import DEFAULT_GPU, DEFAULT_TOKENS
 from slidesparse.errors import SlideSparseError
 from slidesparse.pattern import Pattern, parse_pruned
@@ -25,20 +25,20 @@ if TYPE_CHECKING:
     from slidesparse.convert.choose import Outcome
     from slidesparse.convert.report import Report
 
-# `slidesparse.calibrate.models` has them, with torch, which --help need not load
+# The keys of DECODERS and ENCODERS in `slidesparse.calibrate.models`, which --help must not import with torch
 CALIBRATED = (
     "Llama, Mistral, Qwen2, Qwen3, Gemma2, Gemma3, Phi3, Granite, BitNet, Olmo2, Bert, Roberta, XLMRoberta"
 )
-MOST_NAMES = 3  # of layers, in a summary
-FRONTIER_ROWS = 8  # of the table of what can be had for which loss
-MOST_WORST = 5  # of layers, ranked by what pruning costs
+MOST_NAMES = 3  # names listed in a line of the summary
+FRONTIER_ROWS = 8  # rows of the table of losses and savings
+MOST_WORST = 5  # layers with the largest errors to list
 WITHOUT_CALIBRATION = (
-    "pruned by magnitude, without calibration data, which costs much of the accuracy that the pattern could keep; "
-    "give texts of the kind the model will meet: --calib FILE.jsonl"
+    "pruned by magnitude, without calibration data, which costs much more accuracy than necessary; give texts like "
+    "those that the model will serve: --calib FILE.jsonl"
 )
 TERNARY = (
-    "weights of BitNet are equal in magnitude but for their zeros, so of those that had to go the leftmost of each "
-    "block went; give texts of the kind the model will meet, to choose by: --calib FILE.jsonl"
+    "all non-zero weights of BitNet have the same magnitude, so the leftmost of each block were pruned; give texts "
+    "like those that the model will serve, to choose better: --calib FILE.jsonl"
 )
 
 _DEFAULTS = {
@@ -63,48 +63,43 @@ def convert(
     max_loss: Annotated[
         str | None,
         typer.Option(
-            help="Instead of a pattern: choose one for each layer, so that the model is fastest and loses at most this "
-            "much perplexity, or for encoders cosine of the embeddings. Needs --calib.",
+            help="Instead of a pattern: choose one for each layer, so that the model is fastest and its perplexity "
+            "(for encoders: 1 - cosine of the embeddings) rises by at most this much. Needs --calib.",
             metavar="PERCENT",
         ),
     ] = None,
     min_speedup: Annotated[
         float | None,
         typer.Option(
-            help="Instead of a pattern: the least loss at which the linear layers are X times as fast as vLLM's dense "
-            "ones, such as 1.15.",
+            help="Instead of a pattern: the least loss for linear layers X times as fast as vLLM's dense ones, such as "
+            "1.15. Needs --calib.",
             metavar="X",
         ),
     ] = None,
     zeros: Annotated[
         str | None,
         typer.Option(
-            help="Instead of a pattern: the least loss with this share of the weights zero.",
+            help="Instead of a pattern: the least loss with this share of zero weights. Needs --calib.",
             metavar="PERCENT",
         ),
     ] = None,
     tokens: Annotated[
         str | None,
         typer.Option(
-            help=f"For --max-loss and --min-speedup: tokens of the steps whose times count; by default "
-            f"{','.join(map(str, DEFAULT_TOKENS))}: decode with as many sequences, and prefill.",
+            help=f"For --max-loss and --min-speedup: tokens per step at which layers are timed; by default "
+            f"{','.join(map(str, DEFAULT_TOKENS))}, a decode step with as many sequences and a prefill step.",
             metavar="N,N",
         ),
     ] = None,
     gpu: Annotated[
-        str | None, typer.Option(help=f"The GPU whose layer times count; by default {DEFAULT_GPU}.")
+        str | None,
+        typer.Option(help=f"The GPU whose measured layer times are used; by default {DEFAULT_GPU}."),
     ] = None,
     quant: Annotated[
-        str | None, typer.Option(help="int8 or fp8; by default int8, or what a W8A8 source has.")
+        str | None, typer.Option(help="int8 or fp8; by default that of a W8A8 source, otherwise int8.")
     ] = None,
-    layout: Annotated[
-        str,
-        typer.Option(help="dense, which stock vLLM serves too, slided offline, or packed, without zeros."),
-    ] = "dense",
-    method: Annotated[
-        str | None,
-        typer.Option(help=f"{_METHODS}."),
-    ] = None,
+    layout: Layout = "dense",
+    method: Annotated[str | None, typer.Option(help=f"{_METHODS}.")] = None,
     calib: Annotated[
         str | None,
         typer.Option(
@@ -113,22 +108,21 @@ def convert(
         ),
     ] = None,
     samples: Annotated[
-        int | None, typer.Option(help="How many samples to calibrate with; by default 128.", metavar="N")
+        int | None, typer.Option(help="Number of calibration samples; by default 128.", metavar="N")
     ] = None,
     seqlen: Annotated[
         int | None,
-        typer.Option(help="Tokens of a sample; by default 2048, or what the model takes.", metavar="N"),
+        typer.Option(
+            help="Sequence length of a sample; by default 2048, or the model's maximum.", metavar="N"
+        ),
     ] = None,
     device: Annotated[
         str | None,
-        typer.Option(help="Where to calibrate: auto (the default: a GPU if there is one), cpu, cuda."),
+        typer.Option(help="Device to calibrate on: auto (the default: a GPU if available), cpu, cuda."),
     ] = None,
     sweeps: Annotated[
         int | None,
-        typer.Option(
-            help="How often sparsegpt goes over a layer again to reduce its error; by default 4.",
-            metavar="N",
-        ),
+        typer.Option(help="Refinement passes of sparsegpt over each layer; by default 4.", metavar="N"),
     ] = None,
     target_of: Annotated[
         str | None,
@@ -140,76 +134,69 @@ def convert(
     finetune: Annotated[
         int | None,
         typer.Option(
-            help="How often each layer of the model is trained on the samples after sparsegpt; by default 4, "
-            "0: not at all.",
+            help="Epochs of fine-tuning each layer of the model on the samples after sparsegpt; by default 4.",
             metavar="EPOCHS",
         ),
     ] = None,
     rotate: Annotated[
         str | None,
         typer.Option(
-            help="Rotate the residual stream of Llama, Mistral, Qwen2 or Qwen3 first, and permute channels of any "
-            "model, in the weights, so that pruning costs less: auto (with sparsegpt, where it can be; the default), "
-            "on or off.",
+            help="Reduce the loss of pruning by rotating the weights along the residual stream (Llama, Mistral, "
+            "Qwen2, Qwen3) and permuting channels (all models but BitNet): auto (the default: with sparsegpt, where "
+            "possible), on or off.",
             metavar="WHEN",
         ),
     ] = None,
     distill: Annotated[
         str | None,
         typer.Option(
-            help="With --calib: train the weights that remain, all layers together, to predict what the dense language "
-            "model predicts on this text: FILE.jsonl or FILE.npy, the more the better.",
+            help="With --calib: afterwards distill from the dense language model, training the remaining weights "
+            "of all layers on this text: FILE.jsonl or FILE.npy, the more the better.",
             metavar="FILE",
         ),
     ] = None,
     minutes: Annotated[
-        float | None, typer.Option(help="How long to train with --distill; by default 10.", metavar="N")
+        float | None, typer.Option(help="Minutes of distillation; by default 10.", metavar="N")
     ] = None,
     resume: Annotated[
-        bool, typer.Option("--resume", help="Continue from what a killed run finished.")
+        bool, typer.Option("--resume", help="Continue from the finished layers of an interrupted run.")
     ] = False,
     layer: Annotated[
         list[str] | None,
         typer.Option(
-            help="Another pattern for some layers, such as 'down_proj=8:10'; may be repeated, the last counts.",
+            help="Another pattern for some layers, such as 'down_proj=8:10'; may be repeated, the last match counts.",
             metavar="REGEX=PATTERN",
         ),
     ] = None,
     skip: Annotated[
         list[str] | None,
         typer.Option(
-            help="Quantize layers whose name matches without pruning them; may be repeated.",
-            metavar="REGEX",
+            help="Quantize layers whose name matches, without pruning them; may be repeated.", metavar="REGEX"
         ),
     ] = None,
     ignore: Annotated[
         list[str] | None,
         typer.Option(
-            help=r"Leave layers whose name matches this regex as they are, such as '\.experts\.'; may be repeated.",
+            help=r"Leave layers whose name matches unchanged, such as '\.experts\.'; may be repeated.",
             metavar="REGEX",
         ),
     ] = None,
     linear: Annotated[
         str | None,
-        typer.Option(help="The layers to prune, for architectures that are not known.", metavar="REGEX"),
+        typer.Option(help="The linear layers, for architectures that are not known.", metavar="REGEX"),
     ] = None,
-    seed: Annotated[int, typer.Option(help="The seed of the choice of samples, and of --method random.")] = 0,
+    seed: Annotated[int, typer.Option(help="Seed for selecting samples, and for --method random.")] = 0,
     report: Annotated[
-        Path | None,
-        typer.Option(help="Write a report on each layer to this JSON file.", metavar="FILE.json"),
-    ] = None,
-    plot: Annotated[
-        Path | None,
-        typer.Option(
-            help="With a budget: draw loss against speed, or zeros, to this file.", metavar="FILE.svg"
-        ),
+        Path | None, typer.Option(help="Write a report on each layer to this JSON file.", metavar="FILE.json")
     ] = None,
     dry_run: Annotated[
         bool,
-        typer.Option("--dry-run", help="Check everything and say what would be done; write nothing."),
+        typer.Option(
+            "--dry-run", help="Check everything and show the plan or a budget's trade-off; write nothing."
+        ),
     ] = False,
 ) -> None:
-    """Prune a model to a pattern, or to a budget, and write it as a W8A8 checkpoint."""
+    """Prune a model to a pattern, or within a budget, and write it as a W8A8 checkpoint."""
     pattern, budget = _wanted(
         sparsity, {"--max-loss": max_loss, "--min-speedup": min_speedup, "--zeros": zeros}, tokens, gpu
     )
@@ -241,16 +228,10 @@ def convert(
         calibration=_calibration(calib, method, data, training),
         check=report is not None,
     )
-    if plot is not None and budget is None:
-        raise SlideSparseError("--plot needs a budget; give one, such as --max-loss 1%, or leave --plot out")
-    _require_writable("--report", report, target)
-    _require_writable("--plot", plot, target)
+    if report is not None:
+        _require_writable(report, target)
     with byte_progress(lines=True) as progress:
         done = run(local_folder(source), target, options, dry_run=dry_run, progress=progress)
-    if plot is not None and done.budget:
-        from slidesparse.convert.plot import svg
-
-        plot.write_text(svg(done.budget))
     if report is not None and (budget or not dry_run):
         report.write_text(json.dumps(done.to_json(), indent=2) + "\n")
     _warn(done)
@@ -260,7 +241,7 @@ def convert(
 def _wanted(
     sparsity: str | None, goals: Mapping[str, str | float | None], tokens: str | None, gpu: str | None
 ) -> tuple[Pattern, Budget | None]:
-    """Return the pattern asked for, or the budget and the pattern that a rotation is learned for."""
+    """Return the requested pattern, or a budget with the pattern for which a rotation is learned."""
     given = [name for name, value in {"--sparsity": sparsity, **goals}.items() if value is not None]
     if len(given) != 1:
         raise SlideSparseError(
@@ -270,7 +251,7 @@ def _wanted(
     idle = [name for name, value in {"--tokens": tokens, "--gpu": gpu}.items() if value is not None]
     if idle and given[0] in ("--sparsity", "--zeros"):
         raise SlideSparseError(
-            f"{' and '.join(idle)} would do nothing: {given[0]} does not ask for time; leave {idle[0]} out, or give "
+            f"{' and '.join(idle)} would do nothing: {given[0]} does not depend on time; leave {idle[0]} out, or give "
             "--max-loss or --min-speedup"
         )
     if sparsity is not None:
@@ -295,11 +276,11 @@ def _wanted(
 def _calibration(
     calib: str | None, method: str | None, data: dict[str, Any], training: dict[str, Any]
 ) -> Calibration | None:
-    """Make the options of calibration of those given on the command line; None where there are none.
+    """Return the options of calibration given on the command line, or None without any.
 
     Args:
-        data: options of any method.
-        training: options of methods that update the weights they keep.
+        data: options for any method.
+        training: options for methods that update the remaining weights.
     """
     from slidesparse.calibrate.task import Calibration
 
@@ -315,29 +296,27 @@ def _calibration(
     if data or training:
         given = " and ".join(f"--{name}" for name in (*data, *training))
         raise SlideSparseError(
-            f"without --calib nothing is calibrated, so {given} would do nothing: give --calib FILE as well"
+            f"without --calib nothing is calibrated, so {given} would do nothing: add --calib FILE"
         )
     return None
 
 
-def _require_writable(option: str, report: Path | None, target: Path) -> None:
-    """Raise SlideSparseError, before hours of work, unless the file of an option can be written beside ``target``."""
-    if report is None:
-        return
+def _require_writable(report: Path, target: Path) -> None:
+    """Raise SlideSparseError, before hours of work, unless the report can be written and is not ``target`` itself."""
     if report.resolve() == target.resolve():
         raise SlideSparseError(
-            f"{option} {report} is the folder that the model is written to; name a file beside it"
+            f"--report {report} is the folder that the model is written to; name a file beside it"
         )
     if report.is_dir() or not report.resolve().parent.is_dir():
         raise SlideSparseError(
-            f"{option} {report}: it is a folder, or its folder is not there; name a file in one that is"
+            f"--report {report} is a folder, or its folder does not exist; name a file in an existing folder"
         )
     new = not report.exists()
     try:
         report.open("a").close()
     except OSError as error:
         raise SlideSparseError(
-            f"{option} {report}: {error.strerror}; name a file that can be written"
+            f"--report {report}: {error.strerror}; name a file that can be written"
         ) from error
     if new:
         report.unlink()
@@ -351,8 +330,8 @@ def _warn(report: Report) -> None:
         err.print(f"[yellow]note:[/] {escape(report.note)}")
     if report.budget and not report.budget.kept:
         err.print(
-            f"[yellow]warning:[/] {escape(report.budget.budget.goal)} is not kept: {escape(report.budget.words)}; "
-            "the checkpoint is the closest of several tries: allow more, or give more text"
+            f"[yellow]warning:[/] {escape(report.budget.budget.goal)} is exceeded: {escape(report.budget.words)}; "
+            "this checkpoint is the closest of several tries. Allow more, or give more text"
         )
 
 
@@ -381,15 +360,17 @@ def _summarize(report: Report, dry_run: bool) -> None:
             reasons[why].append(name)
         how = "quantized, not pruned" if verb == "skipped" else "as in the source"
         for why, found in sorted(reasons.items()):
-            shown = f"{', '.join(found[:MOST_NAMES])}{', ...' if len(found) > MOST_NAMES else ''}"
-            out.print(escape(f"{verb:9} {len(found)} {how} ({why}): {shown}"))
+            out.print(escape(f"{verb:9} {len(found)} {how} ({why}): {_some(found)}"))
     if report.left_out:
         found = [name if name.isprintable() else repr(name) for name in report.left_out]
-        shown = f"{', '.join(found[:MOST_NAMES])}{', ...' if len(found) > MOST_NAMES else ''}"
-        out.print(escape(f"left out  {len(found)} files, no tokenizers, configurations or licences: {shown}"))
+        out.print(
+            escape(
+                f"left out  {len(found)} files that are no tokenizers, configurations or licences: {_some(found)}"
+            )
+        )
     size = f"{report.bytes_in / 1e6:.1f} MB -> {report.bytes_out / 1e6:.1f} MB"
     if dry_run and report.budget:
-        out.print("dry run   nothing was pruned; what was measured is kept for the next run")
+        out.print("dry run   nothing was pruned; the measurements are cached for the next run")
         return
     if dry_run:
         out.print(f"bytes     {size}")
@@ -400,8 +381,12 @@ def _summarize(report: Report, dry_run: bool) -> None:
     out.print(escape(f"serve     vllm serve {shlex.quote(str(report.out))}"))
 
 
+def _some(names: Sequence[str]) -> str:
+    return f"{', '.join(names[:MOST_NAMES])}{', ...' if len(names) > MOST_NAMES else ''}"
+
+
 def _show_budget(outcome: Outcome) -> None:
-    """Show the frontier of loss and saving, and the choice."""
+    """Show the frontier of loss and saving, the uniform patterns and the choice."""
     problem, timed = outcome.problem, not outcome.problem.by_zeros
     frontier = problem.frontier()
     most = len(frontier) - 1
@@ -426,16 +411,16 @@ def _show_budget(outcome: Outcome) -> None:
         steps = ", ".join(map(str, outcome.budget.tokens))
         out.print(
             escape(
-                f"speed     of linear layers over dense ones in vLLM, {steps} tokens, {outcome.budget.gpu}"
+                f"speed     of linear layers relative to vLLM's dense ones, {steps} tokens, {outcome.budget.gpu}"
             )
         )
     out.print(escape(f"budget    {outcome.budget.goal}"))
     if outcome.words:
-        out.print(escape(f"loss      {outcome.words}, on samples held back"))
+        out.print(escape(f"loss      {outcome.words}, on held-out samples"))
 
 
 def _show_errors(report: Report) -> None:
-    """Show the layers that pruning costs most, if calibration measured it."""
+    """Show the layers with the largest errors, if calibration measured them."""
     errors = {row["name"]: row for row in report.layers}
     ranked = report.sensitivity[:MOST_WORST]
     for name in ranked:

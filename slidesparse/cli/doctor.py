@@ -20,13 +20,15 @@ if TYPE_CHECKING:
 def doctor(
     model: Annotated[
         str | None,
-        typer.Argument(help="Tell whether this checkpoint is served here: a folder, or ORG/NAME on the Hub."),
+        typer.Argument(
+            help="Check whether this machine can serve a checkpoint: a folder, or ORG/NAME on the Hub."
+        ),
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """Tell what this machine can run, what is missing, and the remedy.  Never fails, but with MODEL.
+    """Show what this machine can run, and what is missing with the remedy.  Without MODEL, always exits 0.
 
-    With MODEL: exit 0 when SlideSparse serves it here, 1 when not, 3 when this machine lacks something for it.
+    With MODEL: exit 0 if SlideSparse serves it here, 1 if not, 3 if this machine lacks something for it.
     """
     from slidesparse.doctor import announce_compiling, main
 

@@ -1,4 +1,4 @@
-"""The commands ``slidesparse eval``: measure the quality of a checkpoint as vLLM serves it."""
+"""The commands ``slidesparse eval``: evaluate a checkpoint as vLLM serves it."""
 
 from __future__ import annotations
 
@@ -21,8 +21,7 @@ if TYPE_CHECKING:
 
 Folder = Annotated[Path, typer.Argument(help="The checkpoint to evaluate.", metavar="DIR")]
 Against = Annotated[
-    Path | None,
-    typer.Option(help="Another checkpoint, such as the original, to compare with.", metavar="DIR"),
+    Path | None, typer.Option(help="A checkpoint to compare with, such as the original.", metavar="DIR")
 ]
 Samples = Annotated[int | None, typer.Option(help="Use only the first N samples.", metavar="N")]
 Options = Annotated[
@@ -36,7 +35,7 @@ Options = Annotated[
 Log = Annotated[Path | None, typer.Option(help="Append what vLLM prints to this file.", metavar="FILE")]
 
 
-app = application("Measure the quality of a checkpoint as vLLM serves it.")
+app = application("Evaluate a checkpoint as vLLM serves it.")
 
 
 @app.command()
@@ -47,8 +46,7 @@ def perplexity(
     seqlen: Annotated[
         int | None,
         typer.Option(
-            help="Tokens of a window; default 2048, or one less than the model's positions, "
-            "as vLLM generates one.",
+            help="Tokens of a window; default 2048, or one less than the model's positions if these are fewer.",
             metavar="N",
         ),
     ] = None,
@@ -56,20 +54,19 @@ def perplexity(
     top: Annotated[
         int,
         typer.Option(
-            help="Likeliest tokens compared for KL; -1 for all, if memory holds them.",
-            metavar="N",
+            help="Most likely tokens to compare for KL; -1 for all, if they fit into memory.", metavar="N"
         ),
     ] = 20,
     option: Options = None,
     log: Log = None,
     as_json: Json = False,
 ) -> None:
-    """Measure a decoder's perplexity on a text, and compare it with another checkpoint: difference, top-1, KL."""
+    """Measure a decoder's perplexity, and compare it with another checkpoint: difference, top-1 agreement, KL."""
     from slidesparse.evaluate.perplexity import measure
     from slidesparse.evaluate.texts import config_of, window_of, windows
 
     for folder in filter(None, (model, against)):
-        config_of(folder)  # or an error says that it is no checkpoint
+        config_of(folder)  # raises an error unless it is a checkpoint
     if seqlen is None:
         seqlen = window_of(model, *([against] if against else []))
     ids = windows(data, model, seqlen, samples)
@@ -86,17 +83,17 @@ def embedding(
     ],
     against: Against = None,
     samples: Samples = None,
-    longest: Annotated[int, typer.Option(help="Tokens of a text, at most.", metavar="N")] = 256,
+    longest: Annotated[int, typer.Option(help="Maximum tokens of a text.", metavar="N")] = 256,
     option: Options = None,
     log: Log = None,
     as_json: Json = False,
 ) -> None:
-    """Compare an encoder's embeddings with another checkpoint's: cosine, and retrieval if the data are pairs."""
+    """Compare an encoder's embeddings with another checkpoint's: cosine, and with pairs also retrieval."""
     from slidesparse.evaluate.embedding import measure
     from slidesparse.evaluate.texts import config_of, texts_or_pairs
 
     for folder in filter(None, (model, against)):
-        config_of(folder)  # or an error says that it is no checkpoint
+        config_of(folder)  # raises an error unless it is a checkpoint
     found = measure(model, texts_or_pairs(data, model, samples, longest), against, _engine(option, log))
     _warn(found)
     print(json.dumps(found.to_json(), indent=2)) if as_json else _show_embedding(found)
@@ -118,7 +115,7 @@ def _engine(options: list[str] | None, log: Path | None) -> Engine:
 
 
 def _warn(found: Perplexity | Embedding) -> None:
-    """Warn of a checkpoint that the plugin should have served and did not."""
+    """Warn if a converted checkpoint was not served by the plugin."""
     from slidesparse.checkpoint.metadata import KEY
     from slidesparse.evaluate.texts import config_of
 

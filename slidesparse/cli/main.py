@@ -90,7 +90,7 @@ def _show_layers(report: CheckpointReport) -> None:
     for fit in report.fits:
         out.print(
             f"  {fit.pattern:6} {fit.share_over:6.2%} of the blocks have too many non-zeros, "
-            f"{fit.share_gone:6.2%} of the non-zeros have to go"
+            f"{fit.share_gone:6.2%} of the non-zeros would be pruned"
         )
     total = sum(layer.bytes for layer in report.layers)
     out.print(f"{len(report.layers)} layers, {total / 1e6:.1f} MB, {report.violations} violations")

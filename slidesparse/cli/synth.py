@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.markup import escape
 
-from slidesparse.cli.console import byte_progress, out
+from slidesparse.cli.console import Layout, byte_progress, out
 from slidesparse.pattern import parse_pruned
 
 if TYPE_CHECKING:
@@ -28,27 +28,22 @@ def synth(
     target: Annotated[Path, typer.Argument(help="The folder to make.", metavar="OUT")],
     quant: Annotated[
         str,
-        typer.Option(
-            help="int8 or fp8, W8A8 to serve; or bf16, a float model to convert, without --sparsity."
-        ),
+        typer.Option(help="int8 or fp8 for W8A8; or bf16, without --sparsity, for a float model to convert."),
     ] = "int8",
     sparsity: Annotated[
         str | None,
-        typer.Option("--sparsity", "-s", help="Prune to this pattern, such as 6:8; by default not at all."),
+        typer.Option("--sparsity", "-s", help="The pattern to prune to, such as 6:8; by default none."),
     ] = None,
-    layout: Annotated[
-        str,
-        typer.Option(help="dense, which stock vLLM serves too, slided offline, or packed, without zeros."),
-    ] = "dense",
-    seed: Annotated[int, typer.Option(help="The seed of the random weights.")] = 0,
+    layout: Layout = "dense",
+    seed: Annotated[int, typer.Option(help="Seed of the random weights.")] = 0,
     layers: Annotated[
         int | None, typer.Option(help="Write only the first N layers of the model.", metavar="N")
     ] = None,
     shard_size: Annotated[
-        str, typer.Option(help="The most bytes of tensors in a file, such as 500MB or 4GB.")
+        str, typer.Option(help="Maximum size of a file's tensors, such as 500MB or 4GB.")
     ] = "4GB",
 ) -> None:
-    """Write a checkpoint of random weights of a model's shapes, to measure speed with."""
+    """Write a checkpoint of random weights in a model's shapes, for measuring speed."""
     pattern = None if sparsity is None else parse_pruned(sparsity)
     from slidesparse.convert.synth import parse_size
     from slidesparse.convert.synth import synth as run
@@ -74,12 +69,12 @@ def _summarize(report: SynthReport) -> None:
         out.print(escape(f"config    its own quantization_config ({report.replaced}) is replaced"))
     form = report.quant if report.quant == "bf16" else f"{report.quant} W8A8"
     out.print(f"model     {report.architecture}, {report.layers} layers in {form}, {escape(pruned)}")
-    out.print(f"weights   random, seed {report.seed}: for figures of speed, not for answers")
+    out.print(f"weights   random, seed {report.seed}: for measuring speed, not for answers")
     files = f"{report.files} file{'s' if report.files > 1 else ''}"
     size = f"{report.bytes_out / 1e6:.1f} MB in {files}, {report.seconds:.1f} s, {report.rate:.0f} MB/s"
     out.print(f"bytes     {size}")
     made = shlex.quote(str(report.out))
-    out.print("tokens    one word each, t0 t1 t2 ...: the tokenizer stands in for the model's own")
+    out.print("tokens    one word each, t0 t1 t2 ...: the tokenizer is a placeholder for the model's own")
     if report.quant == "bf16":
         out.print(escape(f"convert   slidesparse convert {made} PRUNED --sparsity 6:8 --calib random"))
     out.print(escape(f"serve     vllm serve {made} --tokenizer {made}/tokenizer"))

@@ -1,6 +1,6 @@
-"""The command ``slidesparse tune``, and what commands that measure a GPU share with it.
+"""The command ``slidesparse tune``, and functions shared with other commands that measure a GPU.
 
-Without a GPU they say what is missing, and exit with 3.
+Without a GPU these commands report what is missing and exit with code 3.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ Limit = Annotated[
     float | None, typer.Option("--time-limit", help="Stop after this many seconds; run again to continue.")
 ]
 
-TRITON = "triton"  # among backends: the kernels of `slidesparse.kernels`
+TRITON = "triton"  # in --library, beside backends: the kernels of `slidesparse.kernels`
 
 
 def tune(
     model: Annotated[
         str | None,
-        typer.Argument(help="A model's name, or a folder with a config.json; default all that are known."),
+        typer.Argument(help="A model's name, or a folder with a config.json; default all known models."),
     ] = None,
     shapes: Shapes = None,
     dtype: Annotated[
@@ -63,7 +63,7 @@ def tune(
         ),
     ] = None,
     force: Annotated[
-        bool, typer.Option("--force", help="Search again for problems that are in the tables.")
+        bool, typer.Option("--force", help="Search again for problems that are already in the tables.")
     ] = False,
     time_limit: Limit = None,
     as_json: Json = False,
@@ -102,7 +102,7 @@ def tune(
 
 
 def _converted(models: str | None) -> tuple[tuple[str, ...], tuple[str, ...]] | None:
-    """Return the patterns and operand types of checkpoints that `convert` made, or None if there are other models."""
+    """Return the patterns and operand types of converted checkpoints, or None unless all models are such."""
     from slidesparse.checkpoint.metadata import Metadata
     from slidesparse.checkpoint.w8a8 import parse_block
     from slidesparse.pattern import DENSE_WEIGHT
@@ -122,7 +122,7 @@ def _converted(models: str | None) -> tuple[tuple[str, ...], tuple[str, ...]] | 
 
 @contextmanager
 def open_session(gpu: Gpu, began: float, limit: float | None) -> Iterator[tuple[Session, Progress]]:
-    """Open a session that shows progress on stderr; ``limit`` seconds count from ``began`` (time.monotonic)."""
+    """Open a session with progress on stderr; it ends ``limit`` seconds after ``began`` (time.monotonic)."""
     from slidesparse.tune.inputs import Inputs
     from slidesparse.tune.measure import CudaClock, Deadline
     from slidesparse.tune.session import Session
@@ -143,7 +143,7 @@ def begin(bar: Progress, count: int) -> None:
 
 
 def cells_of(bar: Progress) -> dict[str, int]:
-    """Return how many cells are measured, and how many are planned."""
+    """Return the numbers of measured and planned cells."""
     task = bar.tasks[0]
     return {"cells": int(task.completed), "planned": int(task.total or 0)}
 
@@ -155,7 +155,7 @@ def tokens_of(text: str | None) -> tuple[int, ...]:
 
 
 def models_of(names: str | None, shapes: str | None) -> list[tuple[str, tuple[Layer, ...]]]:
-    """Return (name, layers) of the requested models or shapes; of all models by default."""
+    """Return (name, layers) for the requested models or shapes, or for all known models."""
     from slidesparse.tune.shapes import MODELS, ShapeError, model, parse_shapes, split
 
     if names and shapes:
@@ -171,7 +171,7 @@ def finish(finished: bool, skipped: Sequence[str], result: dict[str, Any], as_js
     for line in describe(skipped):
         err.print(escape(f"note: {line}"))
     if not finished:
-        err.print("the time limit was reached; repeat the command to go on")
+        err.print("the time limit was reached; repeat the command to continue")
     if as_json:
         print(json.dumps({"finished": finished, **result, "skipped": list(skipped)}, indent=1))
     else:

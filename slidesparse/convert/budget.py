@@ -1,10 +1,9 @@
-"""Allocate patterns to layers within a budget, so that the model is fastest for the loss allowed.
+"""Allocate patterns to layers within a budget: a multiple-choice knapsack problem.
 
-Every unit, the linear layers that vLLM fuses into one matrix, stays dense or takes one of `PATTERNS`: a multiple-choice
-knapsack problem.  The loss of each candidate was measured, layer by layer; its saving is known from the times of layers
-on a GPU, or counted in zeros.  The candidates of a unit on the lower convex hull of loss over saving are joined by
-steps, each steeper than the one before.  Taking the steps of all units, the least steep first, gives the frontier: the
-choices that no mixture of others betters.
+Every unit, the linear layers that vLLM fuses into one matrix, stays dense or takes one of `PATTERNS`.  The loss of each
+candidate was measured, and its saving is the time of the layer on a GPU, or the number of zeros.  The candidates of a
+unit on the lower convex hull of loss over saving are connected by steps of increasing slope.  Taking the steps of all
+units in order of slope yields the frontier: the choices that no convex combination of others improves on.
 """
 
 from __future__ import annotations
@@ -30,26 +29,27 @@ from slidesparse.errors import CalibrationError, shown
 from slidesparse.pattern import SlidePattern
 
 PATTERNS = tuple(SlidePattern.parse(ratio) for ratio in ("8:10", "6:8", "4:6", "2:4"))
-# The pattern that a rotation is learned for, before the patterns are chosen
+# The pattern for which a rotation is learned, before patterns are chosen
 MIDDLE = SlidePattern.parse("4:6")
 GOALS = ("--max-loss", "--min-speedup", "--zeros")
 
 
 @dataclass(frozen=True)
 class Budget:
-    """One goal, and the steps and the GPU whose times count.
+    """The goal of an allocation, and the steps and GPU whose layer times count.
 
     Raises CalibrationError or TimesError for values out of range.
     """
 
-    max_loss: float | None = None  # of perplexity, or of the cosine of embeddings: 0.01 is 1%
-    min_speedup: float | None = None  # of all linear layers, over stock vLLM's dense ones
-    zeros: float | None = None  # of the weights of all linear layers
-    tokens: tuple[int, ...] = DEFAULT_TOKENS  # of the steps whose times count, with equal weights
+    max_loss: float | None = None  # increase in perplexity, or 1 - cosine of embeddings: 0.01 is 1%
+    min_speedup: float | None = None  # of all linear layers together, relative to stock vLLM's dense ones
+    zeros: float | None = None  # share of the weights of all linear layers
+    tokens: tuple[int, ...] = DEFAULT_TOKENS  # tokens of the steps, which count equally
     gpu: str = DEFAULT_GPU
 
     def __post_init__(self) -> None:
-        given = [goal for goal, value in zip(GOALS, self._values, strict=True) if value is not None]
+        values = self.max_loss, self.min_speedup, self.zeros
+        given = [goal for goal, value in zip(GOALS, values, strict=True) if value is not None]
         if len(given) != 1:
             raise CalibrationError(f"give one of {', '.join(GOALS)}, found {' and '.join(given) or 'none'}")
         if self.max_loss is not None and not 0 < self.max_loss < 1:
@@ -68,11 +68,7 @@ class Budget:
                 f"--tokens: the tokens of a step are at least 1, found {','.join(map(str, self.tokens))}"
             )
         if self.zeros is None:
-            times_of(self.gpu)  # or TimesError now, not after calibration
-
-    @property
-    def _values(self) -> tuple[float | None, ...]:
-        return self.max_loss, self.min_speedup, self.zeros
+            times_of(self.gpu)  # raise TimesError now, not after calibration
 
     @property
     def goal(self) -> str:
@@ -107,20 +103,20 @@ def parse_tokens(text: str) -> tuple[int, ...]:
 
 @dataclass(frozen=True)
 class Candidate:
-    """A pattern that a unit may have, or None for dense, with its loss, time and zeros."""
+    """A pattern for a unit, or None for dense, with its loss, time and zeros."""
 
     pattern: SlidePattern | None
-    loss: float  # in nats or 1 - cosine, as measured for the unit alone
-    time: float  # as a part of what stock vLLM takes for all linear layers of the dense model; a mean over ``tokens``
-    zeros: int
+    loss: float  # in nats or 1 - cosine, measured for the unit alone
+    time: float  # relative to stock vLLM's time for all linear layers of the dense model; mean over ``Budget.tokens``
+    zeros: int  # number of weights
 
 
-Candidates = dict[Unit, tuple[Candidate, ...]]  # of each unit, dense first
+Candidates = dict[Unit, tuple[Candidate, ...]]  # candidates of each unit, dense first
 
 
 @dataclass(frozen=True)
 class Choice:
-    """A pattern for every unit, and the sums over units."""
+    """A pattern for every unit, with the totals of all units."""
 
     patterns: Mapping[Unit, SlidePattern | None]
     loss: float
@@ -134,26 +130,26 @@ class Choice:
 
     @property
     def counts(self) -> dict[str, int]:
-        """The number of units by pattern."""
+        """The number of units at each pattern."""
         return dict(Counter(map(name_of, self.patterns.values())))
 
     @property
     def mix(self) -> str:
-        """The same as text, such as ``3 at 2:4, 5 at dense``."""
+        """The `counts` as text, such as ``3 at 2:4, 5 at dense``."""
         return ", ".join(f"{count} at {name}" for name, count in sorted(self.counts.items()))
 
 
 @dataclass(frozen=True)
 class AllocationProblem:
-    """The candidates of all units, the number of weights, and whether savings are counted in time or in zeros."""
+    """The candidates of all units."""
 
     candidates: Candidates
-    weights: int  # of all linear layers
-    by_zeros: bool = False
-    fixed: float = 0.0  # time of the linear layers that stay dense, as in `Candidate`
+    weights: int  # number of weights of all linear layers
+    by_zeros: bool = False  # whether savings are zeros, not time
+    fixed: float = 0.0  # time of the linear layers that stay dense, in the unit of `Candidate.time`
 
     def choice(self, picked: Mapping[Unit, Candidate]) -> Choice:
-        """Sum up one candidate of each unit."""
+        """Return the choice of one candidate for each unit."""
         return Choice(
             {unit: candidate.pattern for unit, candidate in picked.items()},
             sum(candidate.loss for candidate in picked.values()),
@@ -163,11 +159,11 @@ class AllocationProblem:
 
     @property
     def patterns(self) -> list[SlidePattern]:
-        """The patterns that units may have."""
+        """The patterns of the candidates."""
         return [candidate.pattern for candidate in next(iter(self.candidates.values())) if candidate.pattern]
 
     def uniform(self, pattern: SlidePattern) -> Choice:
-        """Return the choice of one pattern for all units."""
+        """Return the choice of the same pattern for all units."""
         return self.choice(
             {
                 unit: next(o for o in options if o.pattern == pattern)
@@ -176,7 +172,7 @@ class AllocationProblem:
         )
 
     def frontier(self) -> list[Choice]:
-        """Return the choices that no mixture of others betters, from dense to the largest saving."""
+        """Return the choices on the convex hull of loss over saving, from dense to the largest saving."""
         picked = {unit: options[0] for unit, options in self.candidates.items()}
         found = [self.choice(picked)]
         for unit, candidate in self._steps():
@@ -185,10 +181,10 @@ class AllocationProblem:
         return found
 
     def fastest(self, loss: float) -> Choice:
-        """Return the choice that saves most with at most this loss; all dense where every step would exceed it."""
+        """Return the choice with the largest saving whose total loss is at most ``loss``; possibly all dense."""
         picked = {unit: options[0] for unit, options in self.candidates.items()}
         spent = 0.0
-        closed: set[Unit] = set()  # units of which a step lost too much; later steps lose more
+        closed: set[Unit] = set()  # units with a step that exceeded the loss, as all later ones would
         for unit, candidate in self._steps():
             more = candidate.loss - picked[unit].loss
             if unit in closed or spent + more > loss:
@@ -198,7 +194,7 @@ class AllocationProblem:
         return self.choice(picked)
 
     def least_loss(self, saved: float) -> Choice | None:
-        """Return the choice of least loss that saves this share of stock vLLM's time, or of all weights, or None."""
+        """Return the choice of least loss that saves this share of stock vLLM's time or of all weights, or None."""
         picked = {unit: options[0] for unit, options in self.candidates.items()}
         steps, done = self._steps(), list[tuple[Unit, Candidate, Candidate]]()
         already = 0.0 if self.by_zeros else 1 - self.choice(picked).time
@@ -211,7 +207,7 @@ class AllocationProblem:
             picked[unit] = candidate
         if left > 0:
             return None
-        # The last step may have saved more than needed: undo others within that, those of most loss first
+        # The last step may have saved more than needed: undo other steps if possible, those of most loss first
         for unit, before, after in sorted(done, key=lambda step: step[1].loss - step[2].loss):
             if picked[unit] is after and left + self._saving(after) - self._saving(before) <= 0:
                 left += self._saving(after) - self._saving(before)
@@ -222,7 +218,7 @@ class AllocationProblem:
         return candidate.zeros / self.weights if self.by_zeros else -candidate.time
 
     def _steps(self) -> list[tuple[Unit, Candidate]]:
-        """Return all steps along the units' convex hulls, the least loss per saving first."""
+        """Return all steps along the convex hulls of the units, in order of loss per saving."""
         found: list[tuple[float, Unit, int, Candidate]] = []
         for unit, options in self.candidates.items():
             hull = self._hull(options)
@@ -231,7 +227,7 @@ class AllocationProblem:
         return [(unit, candidate) for _, unit, _, candidate in sorted(found, key=lambda step: step[:3])]
 
     def _hull(self, options: Sequence[Candidate]) -> list[Candidate]:
-        """Return the candidates on the lower convex hull of loss over saving, from dense on."""
+        """Return the candidates on the lower convex hull of loss over saving, starting with dense."""
         hull = [options[0]]
         better = [o for o in options[1:] if self._saving(o) > self._saving(options[0])]
         for candidate in sorted(better, key=lambda o: (self._saving(o), -o.loss)):
@@ -242,7 +238,7 @@ class AllocationProblem:
         return hull
 
     def _slope(self, a: Candidate, b: Candidate) -> float:
-        """Return loss per saving from ``a`` to ``b``; infinite where nothing is saved."""
+        """Return the loss per saving from ``a`` to ``b``; infinite if nothing is saved."""
         gained = self._saving(b) - self._saving(a)
         return (b.loss - a.loss) / gained if gained > 0 else math.inf
 
@@ -250,12 +246,12 @@ class AllocationProblem:
 def allocation_problem(
     losses: Losses, shapes: Mapping[Unit, Shape], quant: str, budget: Budget, sizes: Iterable[Shape] = ()
 ) -> AllocationProblem:
-    """Make the problem from the losses of units and the times of their layers.
+    """Return the allocation problem for the measured losses of units and the times of their layers.
 
     Args:
         shapes: [N, K] of the fused matrix of each unit.
         quant: "int8" or "fp8".
-        sizes: [N, K] of the linear layers that stay dense: their time and weights count too.
+        sizes: [N, K] of the linear layers that stay dense, whose time and weights count, too.
     """
     times = None if budget.zeros is not None else LayerTimes.of(budget.gpu)
     fixed = list(sizes)
@@ -284,7 +280,7 @@ def allocation_problem(
 
 
 def layers(choice: Choice) -> Iterator[tuple[str, SlidePattern | None]]:
-    """Yield each layer with its pattern."""
+    """Yield the name and pattern of each layer."""
     for unit, pattern in choice.patterns.items():
         for name in unit:
             yield name, pattern

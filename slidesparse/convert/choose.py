@@ -1,4 +1,4 @@
-"""Choose the patterns of layers for a budget, prune with them, and measure whether the whole model is within it."""
+"""Choose patterns of layers for a budget, prune with them, and check that the whole model is within the budget."""
 
 from __future__ import annotations
 
@@ -27,44 +27,44 @@ from slidesparse.convert.budget import (
 from slidesparse.convert.times import Shape, name_of
 from slidesparse.errors import CalibrationError
 
-# The loss of the whole model over the sum of its layers' losses, until it is measured
+# Initial estimate of the loss of the whole model, relative to the sum of its layers' losses
 FIRST_PART = 0.7
-ROUNDS = 3  # the most choices that are tried for --max-loss
-CLOSE = 0.75  # a loss from this part of the allowed one on is close enough
-MARGIN = 0.95  # the part of the allowed loss to aim at after a miss
-MOST_STEP = 4  # the next aim is at most this many times the last
+ROUNDS = 3  # most choices that are tried for --max-loss
+CLOSE = 0.75  # a loss of at least this share of the allowed one is close enough
+MARGIN = 0.95  # share of the allowed loss to aim at after a miss
+MOST_STEP = 4  # largest factor between successive limits
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """The outcome of a budget."""
+    """The result of an allocation."""
 
     budget: Budget
     problem: AllocationProblem
-    part: float  # loss of the whole model over the sum of its layers' losses
-    in_nats: bool  # whether losses are differences of cross-entropy; else 1 - cosine
+    part: float  # loss of the whole model relative to the sum of its layers' losses
+    in_nats: bool  # whether losses are differences in cross-entropy, not 1 - cosine
     choice: Choice | None = None
-    found: float | None = None  # the whole model's loss on samples held back
+    found: float | None = None  # loss of the whole model on the validation split
 
     @property
     def allowed(self) -> float:
-        """The most that the whole model may lose, in nats or 1 - cosine; infinite for other goals than a loss."""
+        """The allowed loss of the whole model, in nats or 1 - cosine; infinite unless the goal is a loss."""
         most = self.budget.max_loss
         if most is None:
             return math.inf
         return math.log1p(most) if self.in_nats else most
 
     def loss(self, choice: Choice) -> float:
-        """Return the estimated loss of a choice: perplexity above the dense model's, as a share, or 1 - cosine."""
+        """Return the estimated loss of a choice, as `shown`."""
         return self.shown(choice.loss * self.part)
 
     def shown(self, loss: float) -> float:
-        """Return a loss as the report shows it: perplexity above the dense model's, as a share, or 1 - cosine."""
+        """Convert a loss to the relative increase in perplexity (0.01 is 1%); 1 - cosine is returned as it is."""
         return math.expm1(loss) if self.in_nats else loss
 
     @property
     def kept(self) -> bool:
-        """Whether the whole model loses no more than it may."""
+        """Whether the loss of the whole model is within the budget."""
         most = self.budget.max_loss
         return most is None or self.found is None or self.shown(self.found) <= most
 
@@ -80,7 +80,7 @@ class Outcome:
         )
 
     def to_json(self) -> dict[str, Any]:
-        """Return the part of the ``--report`` file about the budget."""
+        """Return the object "budget" of the ``--report`` file."""
         return {
             "goal": self.budget.goal,
             "gpu": self.budget.gpu,
@@ -117,12 +117,12 @@ class Outcome:
 def estimate(
     task: Task, reader: Reader, work: WorkFolder, budget: Budget, rotate: bool, progress: Progress | None
 ) -> Outcome:
-    """Choose patterns for the budget by the losses of layers, measured now or cached; prune nothing.
+    """Choose patterns for the budget from the losses of layers, which are measured or cached, without pruning.
 
     Args:
-        rotate: whether ``reader`` gives a rotated model.
+        rotate: whether ``reader`` reads a rotated model.
 
-    Raises CalibrationError when the budget allows no pruning, or cannot be reached.
+    Raises CalibrationError when the budget allows no pruning or cannot be reached.
     """
     losses = _losses(task, reader, work, rotate, progress)
     shapes = {unit: _shape(task, unit) for unit in losses}
@@ -137,7 +137,7 @@ def estimate(
 
 
 def _losses(task: Task, reader: Reader, work: WorkFolder, rotate: bool, progress: Progress | None) -> Losses:
-    """Return the losses of all units, kept in the user's cache for other budgets."""
+    """Return the losses of all units, cached in the user's cache folder for other budgets."""
     without = ("layers", "sweeps", "target", "finetune", "permutes", "distill", "minutes")
     state = {key: value for key, value in task.state().items() if key not in without}
     state |= {"layers": sorted(task.layers), "rotate": rotate, "patterns": [p.ratio for p in PATTERNS]}
@@ -153,20 +153,20 @@ def _shape(task: Task, unit: Unit) -> Shape:
 
 
 def _choose(outcome: Outcome, aim: float) -> Choice:
-    """Choose for the budget; for a loss, so that the losses of all layers add up to ``aim`` at most."""
+    """Return the best choice for the budget; for ``--max-loss`` the sum of layers' losses is at most ``aim``."""
     budget, problem = outcome.budget, outcome.problem
     if len(problem.frontier()) == 1:
         raise CalibrationError(
-            f"{budget.goal}: by the times of layers on {budget.gpu} no pattern makes a layer of this model faster in "
-            f"steps of {', '.join(map(str, budget.tokens))} tokens; choose by zeros, or by other --tokens"
+            f"{budget.goal}: by the layer times on {budget.gpu}, no pattern makes a layer of this model faster in "
+            f"steps of {', '.join(map(str, budget.tokens))} tokens; give --zeros, or other --tokens"
         )
     if budget.max_loss is not None:
         choice = problem.fastest(aim)
         if not any(choice.patterns.values()):
             first = outcome.loss(problem.frontier()[1])
             raise CalibrationError(
-                f"{budget.goal} is too little to prune any layer: the first is estimated to lose {percent(first)}; "
-                "allow more"
+                f"{budget.goal} is too little to prune any layer: the cheapest has an estimated loss of "
+                f"{percent(first)}; allow more"
             )
         return choice
     saved = budget.zeros if budget.min_speedup is None else 1 - 1 / budget.min_speedup
@@ -179,8 +179,8 @@ def _choose(outcome: Outcome, aim: float) -> Choice:
         )
     if not any(some.patterns.values()):
         raise CalibrationError(
-            f"{budget.goal} is reached without pruning: dense kernels are here {some.speedup:.3f} times as fast as "
-            "stock vLLM's. Ask for more, or serve a W8A8 model that is not pruned with USE_CUSPARSELT=1 SPARSITY=dense"
+            f"{budget.goal} is reached without pruning: our dense kernels are {some.speedup:.3f} times as fast as "
+            "stock vLLM's here. Ask for more, or serve an unpruned W8A8 model with USE_CUSPARSELT=1 SPARSITY=dense"
         )
     return some
 
@@ -193,13 +193,13 @@ def prune_within(
     fitted: Callable[[Choice], Task],
     progress: Progress | None,
 ) -> Outcome:
-    """Prune by the choice of an `estimate`; for ``--max-loss`` again with another one, until the loss is close to it.
+    """Prune with the choice of an `estimate`; for ``--max-loss``, adjust it until the measured loss is close to it.
 
-    A killed run can be resumed.  The blocks of the choice that is returned are in ``work``.
+    An interrupted run can be resumed.  Afterwards, ``work`` holds the blocks of the returned choice.
 
     Args:
-        task: the task of all layers, with samples held back.
-        fitted: returns the task of a choice.
+        task: the task for all layers, with a validation split.
+        fitted: a function that returns the task for a choice.
     """
     tries = [Try(*each) for each in work.read_json(CHOICE) or [(outcome.allowed / FIRST_PART, None)]]
     while True:
@@ -223,7 +223,7 @@ def prune_within(
 
 
 class Try(NamedTuple):
-    """The limit ``aim`` on the sum of layers' losses, and the loss that the whole model then had."""
+    """A limit ``aim`` on the sum of layers' losses, and the resulting loss of the whole model."""
 
     aim: float
     found: float | None
@@ -234,8 +234,8 @@ def next_aim(tries: Sequence[Try], allowed: float, predicted: float, most: bool)
 
     Args:
         tries: at least one, all with a measured loss.
-        predicted: the sum of layers' losses in the last one.
-        most: whether nothing more can be pruned than in the last one.
+        predicted: the sum of layers' losses in the last try.
+        most: whether the last try pruned as much as possible.
     """
     last = tries[-1].found
     assert last is not None
@@ -244,7 +244,7 @@ def next_aim(tries: Sequence[Try], allowed: float, predicted: float, most: bool)
     if last <= allowed and (last >= CLOSE * allowed or most):
         return None
     if len(tries) >= ROUNDS:
-        # the best within the limit is made again, if it is not the last
+        # Repeat the best try within the allowed loss, unless it was the last
         return max(good) if good and last > allowed and len(tries) == ROUNDS else None
     aim = MARGIN * allowed * predicted / max(last, allowed / MOST_STEP)
     if good and bad and not max(good) < aim < min(bad):

@@ -1,4 +1,4 @@
-"""The options of a conversion, checked where they enter."""
+"""The options of a conversion."""
 
 from __future__ import annotations
 
@@ -18,22 +18,21 @@ from slidesparse.pattern import MixedPattern, Pattern, PatternError, parse_prune
 class ConvertOptions:
     """The options of a conversion.  Regexes are searched in layer names without ".weight".
 
-    Raises CheckpointError for a value that is not known, CalibrationError when method and calibration do not go
-    together.
+    Raises CheckpointError for an unknown value, CalibrationError for options that exclude each other.
     """
 
     pattern: Pattern
-    quant: str | None = None  # "int8" or "fp8"; None takes what a W8A8 source has, and int8 for a float one
+    quant: str | None = None  # "int8" or "fp8"; None is that of a W8A8 source, and int8 for a float one
     layout: str = "dense"  # weights [N, K], which stock vLLM serves too, "slided" [N, K'] or "packed"
-    method: str | None = None  # of `slidesparse.methods`; None takes the default with or without calibration
-    seed: int = 0  # of the choice of samples, and of random pruning
+    method: str | None = None  # from `slidesparse.methods`; the default depends on ``calibration``
+    seed: int = 0  # for selecting samples, and for random pruning
     linear: str | None = None  # regex of the layers to prune, instead of those of the architecture
-    ignore: tuple[str, ...] = ()  # regexes of layers to leave exactly as they are
-    skip: tuple[str, ...] = ()  # regexes of layers to quantize without pruning them
-    layer_patterns: tuple[tuple[str, Pattern], ...] = ()  # regex and pattern; of several, the last counts
-    budget: Budget | None = None  # chooses the pattern of each layer; ``pattern`` does not count then
-    calibration: Calibration | None = None  # data to prune by, from float weights of known architectures
-    check: bool = False  # read the output back and fill `Report.layers` also without calibration
+    ignore: tuple[str, ...] = ()  # regexes of layers to leave unchanged
+    skip: tuple[str, ...] = ()  # regexes of layers to quantize without pruning
+    layer_patterns: tuple[tuple[str, Pattern], ...] = ()  # regexes and patterns; the last match counts
+    budget: Budget | None = None  # chooses the pattern of each layer, instead of ``pattern``
+    calibration: Calibration | None = None  # for float weights of known architectures
+    check: bool = False  # read back the output and fill `Report.layers` even without calibration
 
     def __post_init__(self) -> None:
         choices = {

@@ -1,4 +1,4 @@
-"""The plan of a conversion: what becomes of each tensor of a source, decided and checked before anything is written."""
+"""The plan of a conversion: how each source tensor is written, decided and checked before anything is written."""
 
 from __future__ import annotations
 
@@ -54,46 +54,44 @@ from slidesparse.pattern import MixedPattern, Pattern, SlidePattern
 
 _EMBEDDING = re.compile(r"embed|\.wte$|\.wpe$")
 
-# Why a two-dimensional weight is left as it is
+# Reasons for leaving a two-dimensional weight unchanged
 BY_IGNORE, BY_SOURCE, NOT_LINEAR = "--ignore", "not quantized in the source", "not a linear layer of a block"
 JOINED = "routed experts in one tensor, which vLLM serves unquantized"
-# Why a linear layer is quantized without being pruned
+# Reasons for quantizing a linear layer without pruning it
 BY_SKIP, BY_BUDGET = "--skip", "by the budget"
-ROUTED, QUANTIZED = (
-    "routed experts, which vLLM serves",
-    "quantized in the source, not a linear layer of a block",
-)
+ROUTED = "routed experts, which vLLM serves"
+QUANTIZED = "quantized in the source, not a linear layer of a block"
 
-_ACTIVATIONS = (".input_scale", ".input_zero_point")  # of a layer with static activations
+_ACTIVATIONS = (".input_scale", ".input_zero_point")  # of static activation quantization
 
 
 @dataclass(frozen=True)
 class Part:
-    """One source tensor and what is written for it: the same, or the pruned weight and a new scale, or nothing."""
+    """A source tensor and the tensors to write for it: itself, a converted weight and its scale, or none."""
 
     source: TensorSpec
     file: str
     out: tuple[TensorSpec, ...]
-    layer: str | None = None  # the name of a layer that is quantized, and pruned if it has a pattern
-    in_features: int = 0  # its K
-    pattern: Pattern | None = None
-    scheme: Scheme | None = None  # of a layer that is quantized in the source
+    layer: str | None = None  # name of the layer, if the tensor is a weight to quantize
+    in_features: int = 0  # K of the layer
+    pattern: Pattern | None = None  # None: not pruned
+    scheme: Scheme | None = None  # how the source quantized the layer, if it did
 
     def chunks(self) -> Iterator[slice]:
-        """Yield rows to work on at a time; of a mixed pattern whole strips, whose blocks are chosen together."""
+        """Yield the rows of each chunk; with a mixed pattern, whole strips, whose blocks are chosen together."""
         return self.source.chunks(STRIP if isinstance(self.pattern, MixedPattern) else 1)
 
     @property
     def scaled(self) -> bool:
-        """Whether the layer's scales are written with its weight, and not copied."""
+        """Whether the layer's scales are written with its weight instead of copied."""
         return self.layer is not None and self.out[-1].name == self.layer + SCALE
 
     def write(self, writer: Writer, row: int, weight: Tensor, scale: Tensor | None) -> int:
-        """Write rows of the output from ``row`` on, and return how many bytes.
+        """Write output rows, starting at ``row``, and return the number of bytes.
 
         Args:
-            weight: [rows, K], or [rows, K'] in the slided layout; packed here where the layout says so.
-            scale: [rows, 1] of a weight that is quantized now.
+            weight: [rows, K], or [rows, K'] in the slided layout; for the packed layout it is packed here.
+            scale: [rows, 1], unless the source's scales are copied.
         """
         found = {self.out[0].name: weight}
         if isinstance(self.pattern, SlidePattern) and len(self.out) > 2:
@@ -115,13 +113,13 @@ class ConversionPlan:
     checkpoint: Checkpoint
     options: ConvertOptions
     pattern: Pattern  # of all layers, or of most weights
-    quant: str  # "int8" or "fp8", or both in words
+    quant: str  # "int8", "fp8" or "fp8 and int8"
     parts: tuple[Part, ...]
-    kept: dict[str, str]  # 2-D weights left as they are -> why
-    skipped: dict[str, str]  # linear layers quantized, not pruned -> why
-    rewritten: str  # in words, what becomes of a source's quantization that is not written as it was
+    kept: dict[str, str]  # 2-D weights that are not changed -> reason
+    skipped: dict[str, str]  # linear layers that are quantized but not pruned -> reason
+    rewritten: str  # description of the changes to the source's quantization
     config: dict[str, Any]  # the config.json to write
-    converted: Metadata | None  # of a source that we converted: it is laid out anew, not pruned
+    converted: Metadata | None  # of a source that was converted before: only its layout changes
 
     @property
     def patterns(self) -> dict[str, Pattern]:
@@ -130,18 +128,18 @@ class ConversionPlan:
 
     @property
     def experts(self) -> dict[str, int]:
-        """The number of matrices of routed experts in W8A8, and of those left as they are."""
+        """The number of routed experts' matrices in W8A8, and of unchanged ones."""
         kept = sum(why == JOINED or architectures.is_expert(name) for name, why in self.kept.items())
         return {"w8a8": sum(why == ROUTED for why in self.skipped.values()), "kept": kept}
 
     @property
     def bytes_in(self) -> int:
-        """Bytes of all source tensors, with their zeros where these are not stored."""
+        """The bytes of all source tensors, unpacked."""
         return sum(part.source.nbytes for part in self.parts)
 
     @property
     def bytes_out(self) -> int:
-        """Bytes of all tensors written."""
+        """The bytes of all tensors written."""
         return sum(spec.nbytes for part in self.parts for spec in part.out)
 
     def specs(self, file: str) -> list[TensorSpec]:
@@ -149,23 +147,16 @@ class ConversionPlan:
         return [spec for part in self.parts if part.file == file for spec in part.out]
 
     def disk_bytes(self) -> int:
-        """Bytes of all files of tensors written, headers included."""
+        """Return the bytes of all safetensors files written, including headers."""
         return sum(plan_file(self.specs(file))[2] for file in self.checkpoint.files)
 
-    def index(self) -> bytes | None:
-        """Return the output's index of shards, when the source has one."""
-        if self.checkpoint.index is None:
-            return None
-        files = {spec.name: part.file for part in self.parts for spec in part.out}
-        old = self.checkpoint.index.get("metadata")
-        metadata = {**(old if isinstance(old, dict) else {}), "total_size": self.bytes_out}
-        return _json({"metadata": metadata, "weight_map": dict(sorted(files.items()))})
-
     def small_files(self) -> Iterator[tuple[str, bytes]]:
-        """Yield names and contents of the other files than shards; config.json comes last and makes it a checkpoint."""
-        index = self.index()
-        if index is not None:
-            yield INDEX, index
+        """Yield the names and contents of the JSON files; config.json, which completes the checkpoint, comes last."""
+        if self.checkpoint.index is not None:
+            files = {spec.name: part.file for part in self.parts for spec in part.out}
+            old = self.checkpoint.index.get("metadata")
+            metadata = {**(old if isinstance(old, dict) else {}), "total_size": self.bytes_out}
+            yield INDEX, _json({"metadata": metadata, "weight_map": dict(sorted(files.items()))})
         yield CONFIG, _json(self.config)
 
 
@@ -174,15 +165,13 @@ def _json(value: object) -> bytes:
 
 
 def make_plan(
-    checkpoint: Checkpoint,
-    options: ConvertOptions,
-    by_budget: Mapping[str, Pattern | None] | None = None,
+    checkpoint: Checkpoint, options: ConvertOptions, by_budget: Mapping[str, Pattern | None] | None = None
 ) -> ConversionPlan:
     """Plan a conversion without writing anything.  Raises the errors of `slidesparse.convert.stream.convert`.
 
     Args:
-        by_budget: the pattern of each layer that ``options.budget`` led to, None for those that stay dense; not given
-            until that is known.
+        by_budget: the pattern of each layer chosen for ``options.budget``, None for dense layers; absent before the
+            choice.
     """
     block = checkpoint.quantization_config()
     source = None if block is None or holds_floats(block) else parse_block(block, checkpoint.tensors)
@@ -261,7 +250,7 @@ def make_plan(
 
 
 def calibration_task(plan: ConversionPlan) -> Task:
-    """Return the task of a plan whose options have calibration data; its errors are those of `prepare`."""
+    """Return the task of a plan with calibration data.  Raises the errors of `prepare`."""
     options = plan.options
     assert options.calibration
     return prepare(
@@ -276,11 +265,11 @@ def calibration_task(plan: ConversionPlan) -> Task:
     )
 
 
-# What the source allows
+# Checks of the source
 
 
 def _converted(block: dict[str, Any] | None, options: ConvertOptions) -> Metadata | None:
-    """Return the metadata of a source that we converted, which must have the pattern asked for."""
+    """Return the metadata of a source that was converted before, whose pattern must be the requested one."""
     found = Metadata.of_config(block)
     if found is None:
         if block is not None and block.get("quant_method") == QUANT_METHOD:
@@ -304,12 +293,9 @@ def _converted(block: dict[str, Any] | None, options: ConvertOptions) -> Metadat
 
 
 def _require_fitting(
-    checkpoint: Checkpoint,
-    options: ConvertOptions,
-    source: Quantization | None,
-    converted: Metadata | None,
+    checkpoint: Checkpoint, options: ConvertOptions, source: Quantization | None, converted: Metadata | None
 ) -> None:
-    """Raise CheckpointError or CalibrationError for an option that the source's weights do not allow."""
+    """Raise CheckpointError or CalibrationError for an option that does not fit the source."""
     if source and any(
         _quant(options, scheme) != (options.quant or scheme.quant) for scheme in source.schemes
     ):
@@ -338,7 +324,7 @@ def _require_fitting(
         )
 
 
-# Which layers are pruned, and how
+# The choice of layers and patterns
 
 
 def _choose(
@@ -347,9 +333,9 @@ def _choose(
     options: ConvertOptions,
     routed: Mapping[str, Sequence[str]],
 ) -> tuple[list[str], dict[str, str], list[tuple[str, ...]]]:
-    """Return the linear layers to quantize, the reasons for leaving others, and the groups that vLLM fuses.
+    """Return the linear layers to quantize, those to leave unchanged with the reasons, and the groups that vLLM fuses.
 
-    Of routed experts, which vLLM joins layer by layer, only those that are left are reported.
+    Routed experts are included only if they are left unchanged.
     """
     names = list(checkpoint.tensors)
     family = architectures.family_of(checkpoint.config, names, options.linear)
@@ -385,27 +371,27 @@ def _choose(
 
 
 def _joined(spec: TensorSpec) -> str:
-    """Return why experts in one tensor are kept.  CheckpointError for quantized ones."""
+    """Return why routed experts in one tensor are left unchanged.  CheckpointError for quantized ones."""
     if spec.dtype not in FLOATS:
         raise CheckpointError(
-            f"tensor {spec.name} holds routed experts in one tensor of {spec.dtype}, which cannot be written in the "
-            "form that vLLM serves; start from the original checkpoint, or one with a tensor for each expert"
+            f"tensor {spec.name} holds several routed experts in {spec.dtype}, which cannot be written in a form that "
+            "vLLM serves; start from the original checkpoint, or one with a tensor for each expert"
         )
     return JOINED
 
 
 def _require_none_ignored(checkpoint: Checkpoint, source: Quantization, kept: Mapping[str, str]) -> None:
-    """Raise CheckpointError for --ignore on a layer whose quantization is written anew, so that it cannot stay."""
+    """Raise CheckpointError for --ignore on a quantized layer of a source that is requantized."""
     for name, why in kept.items():
         if why == BY_IGNORE and _scheme(checkpoint, name, source):
             raise CheckpointError(
-                f"--ignore covers {name}, which cannot be left as it is, as the source is requantized; "
+                f"--ignore covers {name}, which cannot be left unchanged, because the source is requantized; "
                 "use --skip to leave it unpruned, or start from the original float checkpoint"
             )
 
 
 def _quantized(checkpoint: Checkpoint, source: Quantization, known: Container[str]) -> dict[str, str]:
-    """Return the quantized matrices other than the ``known`` layers, in a source that is requantized."""
+    """Return the quantized matrices of a requantized source that are not among the ``known`` layers."""
     names = architectures.layer_names(checkpoint.tensors)
     found = [name for name in names if name not in known and _scheme(checkpoint, name, source)]
     return {name: QUANTIZED for name in found if checkpoint.require(name + WEIGHT).dtype not in FLOATS}
@@ -414,7 +400,7 @@ def _quantized(checkpoint: Checkpoint, source: Quantization, known: Container[st
 def _patterns(
     chosen: Sequence[str], groups: Sequence[tuple[str, ...]], options: ConvertOptions
 ) -> dict[str, Pattern]:
-    """Return the pattern of each layer: that of the last matching ``layer_patterns``, else the common one."""
+    """Return the pattern of each layer: that of the last match in ``layer_patterns``, or the common one."""
     found = dict.fromkeys(chosen, options.pattern)
     for regex, pattern in options.layer_patterns:
         found |= dict.fromkeys(architectures.matched(chosen, groups, [regex], "--layer"), pattern)
@@ -437,7 +423,7 @@ def _scheme(checkpoint: Checkpoint, layer: str, source: Quantization | None) -> 
 def _in_features(
     checkpoint: Checkpoint, layer: str, source: Quantization | None, converted: Metadata | None
 ) -> int:
-    """Return K of a layer to be quantized, after checking dtype and shape of its weight and scale."""
+    """Return K of a layer to quantize, after checking dtype and shape of its weight and scale."""
     if source is None:
         spec = checkpoint.require(layer + WEIGHT)
         if len(spec.shape) != 2 or 0 in spec.shape:
@@ -446,7 +432,7 @@ def _in_features(
             )
         if spec.dtype not in FLOATS:
             raise CheckpointError(
-                f"tensor {spec.name} is {spec.dtype}; without a quantization_config the dtypes taken are "
+                f"tensor {spec.name} is {spec.dtype}; without a quantization_config, weights must be "
                 f"{', '.join(FLOATS)}"
             )
         if layer + SCALE in checkpoint.tensors:
@@ -462,11 +448,11 @@ def _in_features(
     return converted.layers[layer].in_features
 
 
-# What is written
+# The output
 
 
 def _quant(options: ConvertOptions, scheme: Scheme | None) -> str:
-    """Return the type that a layer is written in: the source's, unless its per-block scales are multiplied out."""
+    """Return the output type of a layer: the source's, unless it has per-block scales, which are multiplied out."""
     if scheme and not scheme.block:
         return scheme.quant
     return options.quant or (scheme.quant if scheme else "int8")
@@ -480,7 +466,7 @@ def _part(
     schemes: Mapping[str, Scheme | None],
     rewritten: bool,
 ) -> Part:
-    """Plan what is written for a tensor that is not dropped."""
+    """Return the part of a tensor that is not dropped."""
     spec, layer = stored.spec, stored.spec.name.removesuffix(WEIGHT)
     if not spec.name.endswith(WEIGHT) or layer not in sizes:
         return Part(spec, stored.file, (spec,))
@@ -515,11 +501,11 @@ def _rewriting(schemes: Iterable[Scheme | None]) -> str:
                 f"scales per block of {rows} x {columns} multiplied out and quantized again per channel"
             ] += 1
         elif scheme and scheme.activations == "static":
-            counts["static scales of activations dropped, which are quantized per token now"] += 1
+            counts["static activation scales dropped, activations now quantized per token"] += 1
         elif scheme and scheme.activations == "dynamic":
-            counts["activations quantized per token now, not per tensor"] += 1
+            counts["activations now quantized per token, not per tensor"] += 1
         elif scheme and scheme.strategy == "tensor":
-            counts["the scale of each tensor written per channel, as experts need it"] += 1
+            counts["per-tensor scales written per channel, as experts need them"] += 1
     return "; ".join(f"{count} layers: {words}" for words, count in counts.items())
 
 
@@ -532,7 +518,7 @@ def _ignore_names(kept: Mapping[str, str]) -> Iterator[str]:
 def _config(checkpoint: Checkpoint, block: dict[str, Any], metadata: Metadata) -> dict[str, Any]:
     config = {name: value for name, value in checkpoint.config.items() if name != "compression_config"}
     block["quant_method"] = COMPRESSED_TENSORS if metadata.layout == "dense" else QUANT_METHOD
-    block.pop("sparsity_config", None)  # refused by newer vLLM; our metadata say it
+    block.pop("sparsity_config", None)  # refused by newer vLLM; our metadata replace it
     block.pop(STAMP, None)
     block[KEY] = metadata.to_json()
     config["quantization_config"] = block

@@ -1,4 +1,4 @@
-"""The report of a conversion: each pruned layer, read back from the disk, with the errors that calibration measured."""
+"""The report of a conversion: each pruned layer as read back from disk, with the errors measured by calibration."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ MEASURED = ("method", *ERRORS, "tokens", "seconds")
 
 @dataclass(frozen=True)
 class Report:
-    """The outcome of a conversion, or in a dry run what it would be."""
+    """The result of a conversion, or the plan in a dry run."""
 
     source: Path
     out: Path
@@ -37,22 +37,22 @@ class Report:
     layout: str
     method: str
     patterns: dict[str, Pattern]  # pruned layers
-    kept: dict[str, str]  # 2-D weights left as they are -> why
-    skipped: dict[str, str]  # linear layers quantized, not pruned -> why
+    kept: dict[str, str]  # 2-D weights that are not changed -> reason
+    skipped: dict[str, str]  # linear layers that are quantized but not pruned -> reason
     bytes_in: int
     bytes_out: int
     seconds: float
-    rewritten: str = ""  # in words, what became of a source's quantization that is not written as it was
-    experts: Mapping[str, int] = field(default_factory=dict)  # matrices: in "w8a8", and "kept"
-    samples: str = ""  # of calibration, in words
-    note: str = ""  # what the user should know of the samples
-    rotation: str = ""  # whether the model was rotated, or why not; with calibration
-    budget: Outcome | None = None  # what a budget led to
-    lesson: str = ""  # what distillation takes, in words
-    distilled: Distilled | None = None  # what it led to
-    layers: tuple[dict[str, Any], ...] = ()  # `layer_rows`; with calibration or ``check``
-    ternary: bool = False  # whether the source is a BitNet one
-    made: bool = True  # whether anything was pruned now, not just laid out anew
+    rewritten: str = ""  # description of the changes to the source's quantization
+    experts: Mapping[str, int] = field(default_factory=dict)  # number of matrices: "w8a8" and "kept"
+    samples: str = ""  # description of the calibration samples
+    note: str = ""  # hint about the samples
+    rotation: str = ""  # with calibration: how the model was rotated, or why not
+    budget: Outcome | None = None  # result of a budget
+    lesson: str = ""  # requirements of distillation
+    distilled: Distilled | None = None  # result of distillation
+    layers: tuple[dict[str, Any], ...] = ()  # `layer_rows`, with calibration or ``check``
+    ternary: bool = False  # whether the source is a BitNet model
+    made: bool = True  # whether layers were pruned, not only converted to another layout
     left_out: tuple[str, ...] = ()  # files of the source that were not copied
 
     @property
@@ -62,17 +62,17 @@ class Report:
 
     @property
     def sensitivity(self) -> list[str]:
-        """The pruned layers, the largest relative error of their output first; empty without calibration."""
+        """The pruned layers by descending relative output error; empty without calibration."""
         known = [row for row in self.layers if row["error_quantized"] is not None]
         return [row["name"] for row in sorted(known, key=lambda row: (-final_error(row), row["name"]))]
 
     @property
     def rate(self) -> float:
-        """MB of source tensors per second over all passes."""
+        """The MB of source tensors converted per second."""
         return self.bytes_in / 1e6 / max(self.seconds, 1e-9)
 
     def to_json(self) -> dict[str, Any]:
-        """Return what ``--report`` writes."""
+        """Return the content of the ``--report`` file."""
         return {
             "slidesparse": slidesparse.__version__,
             "source": str(self.source),
@@ -98,14 +98,14 @@ class Report:
 
 
 def final_error(row: Mapping[str, Any]) -> float:
-    """Return the relative output error of a layer as it was written."""
+    """Return the final relative output error of a layer."""
     tuned: float | None = row["error_finetuned"]
     return row["error_quantized"] if tuned is None else tuned
 
 
 @dataclass(frozen=True)
 class Facts:
-    """The facts about a pruned layer, read back from the disk."""
+    """Properties of a pruned layer, read back from disk."""
 
     name: str
     pattern: str
@@ -113,15 +113,15 @@ class Facts:
     in_features: int  # K
     zeros: int
     violations: int  # blocks with too many non-zeros
-    dead_columns: int  # in-features whose weights were not all zero in the source, and are now
-    scale_min: float  # of rows that are not all zero
+    dead_columns: int  # in-features with non-zero weights in the source and none in the output
+    scale_min: float  # over rows that are not all zero
     scale_max: float
 
 
 def read_back(folder: Path, source: Checkpoint) -> list[Facts]:
-    """Read the pruned layers of a checkpoint just written.
+    """Read back the pruned layers of a new checkpoint.
 
-    Raises DamagedError, which names the first, when any block breaks its pattern.
+    Raises DamagedError, which names the first violation, if any block breaks its pattern.
     """
     checkpoint, metadata = open_checkpoint(folder)
     assert metadata
@@ -169,7 +169,7 @@ def _facts(
 
 
 def _columns_used(source: Checkpoint, name: str, in_features: int) -> Tensor:
-    """Return which in-features of a source's layer [N, K] have a weight that is not zero; all, if it is slided."""
+    """Return whether each in-feature of a source layer has a non-zero weight, bool [K]; all True if it is slided."""
     spec = source.tensors[name + WEIGHT].spec
     if spec.columns != in_features:
         return torch.ones(in_features, dtype=torch.bool)
@@ -183,7 +183,7 @@ def _columns_used(source: Checkpoint, name: str, in_features: int) -> Tensor:
 def layer_rows(
     facts: Iterable[Facts], measured: Iterable[Mapping[str, Any]], method: str
 ) -> list[dict[str, Any]]:
-    """Return the report's rows: the facts of each layer, and calibration's measurements or None."""
+    """Return the report's rows: the facts of each layer, with calibration's measurements or None."""
     known = {row["name"]: row for row in measured}
     rows = []
     for fact in facts:

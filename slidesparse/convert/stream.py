@@ -1,13 +1,12 @@
-"""``slidesparse convert``: a float or W8A8 checkpoint becomes a pruned W8A8 one.
+"""``slidesparse convert``: convert a float or W8A8 checkpoint to a pruned W8A8 one.
 
-Two passes go over the source, chunks of rows at a time on a few threads.  The first reads everything and refuses
-what is not finite; the second prunes, quantizes, slides and writes.  Memory is a few chunks for any
-size of the model.  The output grows in a hidden sibling folder and appears under its name by one rename;
-config.json is its last file.
+The source is read twice, in chunks of rows on a few threads.  The first pass refuses values that are not finite; the
+second prunes, quantizes, slides and writes.  Memory use is a few chunks, whatever the size of the model.  The output is
+written to a hidden sibling folder, config.json last, and published by one rename.
 
-With calibration data a pass in between prunes and quantizes block by block (`slidesparse.calibrate`) into a
-second hidden folder, which outlives a killed run.  The pass that writes takes codes and scales from there, and
-what it wrote is read back and checked before it gets its name.
+With calibration data, a pass in between prunes and quantizes block by block (`slidesparse.calibrate`) into a second
+hidden folder, from which an interrupted run can be resumed.  The second pass then takes codes and scales from there,
+and the output is read back and checked before it is published.
 """
 
 from __future__ import annotations
@@ -77,7 +76,7 @@ from slidesparse.slide import slide
 
 ROTATED = "the residual stream and the values of each head, in the weights"
 MODULES = "modules.json"  # of sentence-transformers
-_CODE = (".py", ".pkl", ".bin", ".pt", ".pth", ".so", ".sh")  # never, whatever the name begins with
+_CODE = (".py", ".pkl", ".bin", ".pt", ".pth", ".so", ".sh")  # never copied, whatever the name
 
 
 def convert(
@@ -91,17 +90,17 @@ def convert(
     """Prune the linear layers of ``source`` and write the W8A8 checkpoint ``out``.
 
     Args:
-        source: a Hugging Face folder in FP32, FP16 or BF16, or a compressed-tensors W8A8 one (whose scales and
-            ignore list are kept, but for static scales of activations), or an FP8 one, or a BitNet one (whose codes
-            stay ternary), or one made by this function with the same pattern (whose layout alone changes).
-        out: the folder to make; absent or empty.
-        dry_run: decide and check everything that can be without reading weights; write nothing.
-        progress: called with phase, bytes done and bytes in all.
+        source: a Hugging Face folder in FP32, FP16 or BF16, a compressed-tensors W8A8 one (whose weight scales and
+            ignore list are kept), an FP8 one, a BitNet one (whose codes stay ternary), or an output of this function
+            with the same pattern (of which only the layout changes).
+        out: the folder to create; absent or empty.
+        dry_run: plan and check everything that needs no weights; write nothing.
+        progress: called with the phase, bytes done and total bytes.
 
-    Same input, same bytes out; with calibration, on the same machine.  Raises SlideSparseError (CheckpointError,
-    MetadataError, PatternError or CalibrationError where that says more) before anything is written when the source
-    or the options cannot be used, EnvironmentFault when the output does not fit or a library is missing, DamagedError
-    when what was written is not what should have been.
+    The output is deterministic; with calibration, on the same machine.  Raises SlideSparseError (CheckpointError,
+    MetadataError, PatternError or CalibrationError) before anything is written when the source or the options cannot be
+    used, EnvironmentFault when the output does not fit or a library is missing, and DamagedError when the output, read
+    back, is wrong.
     """
     started = time.monotonic()
     source, out = Path(source), Path(out)
@@ -169,20 +168,20 @@ def convert(
 
 
 def _rotation(checkpoint: Checkpoint, options: ConvertOptions) -> str:
-    """Return ROTATED where the model is to be rotated, else "" or the reason why it is not.
+    """Return ROTATED if the model will be rotated, otherwise "" or the reason why not.
 
-    Raises CalibrationError where it was asked for and cannot be.
+    Raises CalibrationError if rotation was requested and is impossible.
     """
     if not options.calibration or options.calibration.rotate == "off":
         return ""
     block = checkpoint.quantization_config()
     if block is not None and not holds_floats(block):
-        return ""  # calibration takes no such source
+        return ""  # calibration refuses such a source
     by_default = options.calibration.rotate == "auto"
     if by_default and (
         options.pattern.length is None or not methods.get(options.method_name).updates_weights
     ):
-        return ""  # nothing is pruned, or by a method that is there to compare with
+        return ""  # nothing is pruned, or by a method for comparison
     why_not = obstacle(checkpoint) or _sparse(checkpoint, options)
     if not why_not:
         return ROTATED
@@ -192,7 +191,7 @@ def _rotation(checkpoint: Checkpoint, options: ConvertOptions) -> str:
 
 
 def _sparse(checkpoint: Checkpoint, options: ConvertOptions) -> str | None:
-    """Return the reason not to rotate a model with a layer whose first rows obey the pattern already, or None."""
+    """Return the reason not to rotate a model that has a layer already pruned to the pattern, or None."""
     family = architectures.family_of(checkpoint.config, checkpoint.tensors, options.linear)
     length = options.pattern.length
     with checkpoint.reader() as reader:
@@ -200,7 +199,7 @@ def _sparse(checkpoint: Checkpoint, options: ConvertOptions) -> str | None:
             if length is None or spec.columns < length or spec.dtype not in FLOATS or not spec.rows:
                 continue
             if obeys(reader.rows(spec.name, next(spec.chunks())), options.pattern):
-                return f"{spec.name} obeys {options.pattern.ratio} already, and would not when rotated"
+                return f"{spec.name} already obeys {options.pattern.ratio}, and would not after rotation"
     return None
 
 
@@ -209,8 +208,8 @@ def _write_calibrated(
 ) -> tuple[ConversionPlan, list[dict[str, Any]], str, Outcome | None, Distilled | None]:
     """Calibrate the layers and write the output.
 
-    Returns the plan, with the patterns that a budget led to, the report's rows, what rotation is to gain, and what
-    became of the budget and of distillation.
+    Returns the final plan, the report's rows, the estimated gain of rotation, and the results of budget and
+    distillation.
     """
     options, gain, outcome, distilled = plan.options, "", None, None
     state = {**task.state(), "budget": options.budget and asdict(options.budget), "rotate": rotate}
@@ -240,7 +239,7 @@ def _write_calibrated(
 
 
 def _rotated(task: Task, reader: Reader, work: WorkFolder, progress: Progress | None) -> tuple[Reader, str]:
-    """Return a reader of the rotated model, and what the rotation is estimated to gain, for the report."""
+    """Return a reader of the rotated model, and the estimated gain of the rotation for the report."""
     learned = find_rotation(task, reader, work, progress)
     gain = ""
     if learned.before:
@@ -251,7 +250,7 @@ def _rotated(task: Task, reader: Reader, work: WorkFolder, progress: Progress | 
 def _write(
     plan: ConversionPlan, out: Path, reader: Reader, codes: Reader | None, progress: Progress | None
 ) -> list[Facts]:
-    """Write the output and publish it; with calibrated ``codes`` or ``check`` not before it has been read back."""
+    """Write the output and publish it; with calibrated ``codes`` or ``check``, read it back before."""
     source = plan.checkpoint.folder
     with partial_folder(out) as folder:
         for name in _other_files(plan.checkpoint)[0]:
@@ -265,11 +264,11 @@ def _write(
     return facts
 
 
-# Room
+# Disk space
 
 
 def _require_room(plan: ConversionPlan, task: Task | None, out: Path, rotate: bool) -> None:
-    """Raise EnvironmentFault unless the output, and the finished blocks of calibration, will fit on the disk."""
+    """Raise EnvironmentFault unless the output and the finished blocks of calibration fit on the disk."""
     source = plan.checkpoint.folder
     needed = plan.disk_bytes() + sum(
         (source / name).stat().st_size for name in _other_files(plan.checkpoint)[0]
@@ -290,8 +289,8 @@ def _require_room(plan: ConversionPlan, task: Task | None, out: Path, rotate: bo
 def _other_files(checkpoint: Checkpoint) -> tuple[list[Path], list[Path]]:
     """List the other files to copy, and those to leave out: code, other weights, links out of the folder.
 
-    Copied are files of known kinds, and of the folders that modules.json names the safetensors too.  Hidden files are
-    in neither list.
+    Files of known kinds are copied, and safetensors files in folders named by modules.json.  Hidden files are in
+    neither list.
     """
     source = checkpoint.folder
     copied: list[Path] = []
@@ -311,14 +310,14 @@ def _other_files(checkpoint: Checkpoint) -> tuple[list[Path], list[Path]]:
         files = [name for name in left_out if name.parts[0] == module and name.suffix == ".bin"]
         if files and not any(name.parts[0] == module and name.suffix == SUFFIX for name in copied):
             raise CheckpointError(
-                f"{source / files[0]}, which modules.json needs, is no safetensors file; others may hold code, and are "
-                "not copied: save the model again with safe_serialization=True"
+                f"{source / files[0]}, which modules.json needs, is not a safetensors file; others may contain code "
+                "and are not copied: save the model again with safe_serialization=True"
             )
     return copied, left_out
 
 
 def _module_folders(checkpoint: Checkpoint) -> set[str]:
-    """Return the folders of further modules, such as 2_Dense, of a sentence-transformers model."""
+    """Return the folders of a sentence-transformers model's additional modules, such as 2_Dense."""
     path = checkpoint.folder / MODULES
     if not path.is_file() or not is_inside(checkpoint.folder, path):
         return set()
@@ -333,7 +332,7 @@ def _module_folders(checkpoint: Checkpoint) -> set[str]:
 def _each_chunk(
     parts: Sequence[Part], pool: ThreadPoolExecutor, work: Callable[[Part, slice], None]
 ) -> Iterator[int]:
-    """Do ``work`` for every chunk; yield the source bytes of each, in order, or raise the first error."""
+    """Call ``work`` for every chunk; yield the source bytes of each in order, or raise the first error."""
     jobs = [(part, rows) for part in parts for rows in part.chunks()]
 
     def run(job: tuple[Part, slice]) -> int:
@@ -354,7 +353,7 @@ def _check_values(plan: ConversionPlan, reader: Reader, progress: Progress | Non
 
 
 def _check_chunk(plan: ConversionPlan, reader: Reader, part: Part, rows: slice) -> None:
-    """Refuse NaN and Inf, and in a source that we converted rows that break their pattern."""
+    """Refuse NaN and Inf, and in a source that was converted before, rows that break their pattern."""
     values = reader.rows(part.source.name, rows)
     if not is_finite(values):
         raise CheckpointError(_not_finite_message(reader, part))
@@ -363,7 +362,7 @@ def _check_chunk(plan: ConversionPlan, reader: Reader, part: Part, rows: slice) 
 
 
 def is_finite(values: Tensor) -> bool:
-    """Return whether no element is NaN or Inf; one pass without temporaries for the usual dtypes."""
+    """Return whether all elements are finite, in one pass and without temporaries for the usual dtypes."""
     if not values.dtype.is_floating_point or not values.numel():
         return True
     if values.dtype == FP8:  # no Inf, and one NaN of either sign
@@ -393,17 +392,12 @@ def _not_finite_message(reader: Reader, part: Part) -> str:
 
 
 def _write_tensors(
-    plan: ConversionPlan,
-    reader: Reader,
-    codes: Reader | None,
-    folder: Path,
-    progress: Progress | None,
+    plan: ConversionPlan, reader: Reader, codes: Reader | None, folder: Path, progress: Progress | None
 ) -> None:
     done = 0
     with workers() as pool:
         for file in plan.checkpoint.files:
-            writer = Writer(folder / file, plan.specs(file))
-            try:
+            with Writer(folder / file, plan.specs(file)) as writer:
                 parts = [part for part in plan.parts if part.file == file]
 
                 def work(part: Part, rows: slice, writer: Writer = writer) -> None:
@@ -413,9 +407,6 @@ def _write_tensors(
                     done += size
                     if progress:
                         progress("writing", done, plan.bytes_in)
-                writer.close()
-            finally:
-                writer.close(sync=False)
 
 
 def _write_chunk(
@@ -423,7 +414,7 @@ def _write_chunk(
 ) -> None:
     if part.layer is None:
         if part.out:
-            values = reader.rows(part.source.name, rows)  # in float32 if it was rotated
+            values = reader.rows(part.source.name, rows)  # float32 if it was rotated
             writer.write(part.source.name, rows.start, values.to(DTYPES[part.out[0].dtype]))
         return
     if codes and part.pattern:
@@ -438,7 +429,7 @@ def _write_chunk(
 
 
 def _make(plan: ConversionPlan, part: Part, rows: slice, reader: Reader) -> tuple[Tensor, Tensor | None]:
-    """Return rows of a weight in the dense layout, pruned and quantized, and their scales if they are written anew."""
+    """Return pruned and quantized rows of a weight in the dense layout, and their scales unless these are copied."""
     assert part.layer
     values, scheme = reader.rows(part.source.name, rows), part.scheme
     if plan.converted is not None:

@@ -1,24 +1,24 @@
 """``slidesparse synth``: a checkpoint of random weights, for measuring speed without the real ones.
 
-The plan of converting a float checkpoint of the model gives names, shapes, config and metadata, so they are those that
-`slidesparse.convert.stream` writes.  The values are made as fast as a disk takes them.  For each projection one sample
-of rows is drawn, pruned and quantized as convert does it::
+Names, shapes, config and metadata come from the plan of converting a float checkpoint of the model, so they are those
+that `slidesparse.convert.stream` writes.  Values are generated at the speed of the disk.  For each projection, one
+sample of rows is drawn, pruned and quantized as in a conversion::
 
-    w ~ N(0, 1/K), so that a layer keeps the scale of what enters it       embeddings, lm_head, biases:
+    w ~ N(0, 1/K), which preserves the scale of the inputs                 embeddings, lm_head, biases:
     codes, scales = quantize_rows(prune(w))                                N(0, initializer_range^2); norms: 1
 
-Each run of R rows of each tensor is the sample again, changed so that no two rows of a tensor are equal::
+Each group of R rows of a tensor is this sample, changed so that no two rows of a tensor are equal::
 
     sample row    | block 0 | block 1 | block 2 | block 3 | tail |      blocks of L weights, L of the pattern
-    rolled by 1   | block 1 | block 2 | block 3 | block 0 | tail |      each run of a tensor by another number
-    negated         for a random half of the rows (zeros stay as they are, also those of FP8)
+    rolled by 1   | block 1 | block 2 | block 3 | block 0 | tail |      each group by a different number
+    negated         for a random half of the rows (zeros keep their sign, also in FP8)
     shuffled        rows, with their scales, in a random order
 
 Whole blocks move, so the pattern holds.  In the slided layout a block is (N-1) windows, and the result is the slided
-form of the rolled row.  R is large enough that no tensor needs a shift twice.  Without a pattern a block is one weight;
-of a mixed one it is 128 columns; strips of 64 rows are shuffled, and the rows within a strip.
-The codes of BitNet are the signs of w, and 0 for the smallest TERNARY_ZEROS of all; trained ones have about as many.
-With "bf16" rows stay as they are drawn, in a float checkpoint such as convert takes.
+form of the rolled row.  R is large enough that no tensor uses a shift twice.  Without a pattern a block is one weight.
+With a mixed pattern it is 128 columns, and strips of 64 rows are shuffled, and the rows within each strip.  The codes
+of BitNet are the signs of w, with the smallest TERNARY_ZEROS set to 0, about as many as in trained models.  With "bf16"
+rows are written as drawn, which gives a float checkpoint to convert.
 """
 
 from __future__ import annotations
@@ -69,17 +69,17 @@ from slidesparse.prune import prune
 from slidesparse.quantize import NAMES, quantize_rows
 from slidesparse.slide import bits, slide
 
-MARK = "slidesparse_synth"  # in config.json: says that the weights are random
+MARK = "slidesparse_synth"  # key in config.json that marks random weights
 SHARD_BYTES = 4 * 10**9
-TERNARY_ZEROS = 0.42  # of BitNet's codes
-INITIALIZER_RANGE = 0.02  # where the config does not say
+TERNARY_ZEROS = 0.42  # share of BitNet's codes
+INITIALIZER_RANGE = 0.02  # default
 BF16 = "bf16"
 QUANTS = (*KINDS, BF16)
 
 
 @dataclass(frozen=True)
 class SynthReport:
-    """The checkpoint that was made."""
+    """The checkpoint that was written."""
 
     out: Path
     architecture: str
@@ -91,11 +91,11 @@ class SynthReport:
     files: int  # shards
     bytes_out: int
     seconds: float
-    replaced: str | None  # quant_method of a quantization_config that the config had of its own
+    replaced: str | None  # quant_method of the config's own quantization_config
 
     @property
     def rate(self) -> float:
-        """MB of tensors written a second, fsync included."""
+        """The MB of tensors written per second, including fsync."""
         return self.bytes_out / 1e6 / max(self.seconds, 1e-9)
 
 
@@ -123,16 +123,16 @@ def synth(
 
     Args:
         config: a config.json, a folder that holds one, or a name of `slidesparse.convert.synth_model.PUBLIC`.
-        out: the folder to make; absent or empty.
-        quant: "int8" or "fp8", for W8A8, or "bf16", for a source to convert: all tensors in BF16, whatever the config
-            says, and no quantization_config.
-        pattern: of the linear layers; None leaves them dense, without our metadata.  Not with "bf16",
-            as float checkpoints have nowhere to say it.
+        out: the folder to create; absent or empty.
+        quant: "int8" or "fp8" for W8A8, or "bf16" for a float source: all tensors in BF16, whatever the config says,
+            and no quantization_config.
+        pattern: the pattern of the linear layers, or None for dense ones; not with "bf16", because float checkpoints
+            have no metadata for it.
         layout: "dense" [N, K] or, with a pattern, "slided" [N, K'] or "packed", without zeros.
-        seed: the same seed gives the same bytes (with the same torch).
-        layers: keep only so many of the decoder's layers, the first ones.
-        shard_bytes: the most bytes of tensors in a file, unless one tensor is larger.
-        progress: called with "writing", bytes written and bytes in all.
+        seed: with the same seed and the same torch, the output is deterministic.
+        layers: number of decoder layers to keep, from the first.
+        shard_bytes: maximum bytes of tensors in a file, unless one tensor is larger.
+        progress: called with "writing", bytes written and total bytes.
 
     Raises CheckpointError before anything is written when the config or the options cannot be used, EnvironmentFault
     when the output does not fit.
@@ -177,7 +177,7 @@ def synth(
 
 
 def _own_quantization(model: dict[str, Any]) -> str | None:
-    """Remove the config's own quantization, which the one asked for replaces, and return its quant_method."""
+    """Remove the config's own quantization, and return its quant_method."""
     found = [model.pop(key, None) for key in ("quantization_config", "compression_config")]
     block = next((block for block in found if block), None)
     return None if block is None else str(block.get("quant_method") if isinstance(block, dict) else block)
@@ -230,7 +230,7 @@ def _plan(
 
 
 def _sharded(plan: ConversionPlan, limit: int) -> ConversionPlan:
-    """Spread the plan's tensors, in their order, over files of at most ``limit`` bytes of tensors."""
+    """Distribute the plan's tensors, in order, over files of at most ``limit`` bytes of tensors."""
     numbers, size = [0], 0
     for part in plan.parts:
         added = sum(spec.nbytes for spec in part.out)
@@ -247,18 +247,18 @@ def _sharded(plan: ConversionPlan, limit: int) -> ConversionPlan:
 
 @dataclass(frozen=True)
 class _Sample:
-    """The R rows from which all rows are made; see the module docstring."""
+    """The R rows from which all rows are generated; see the module docstring."""
 
-    doubled: Tensor  # [2R, 2W] integers: rows above their negatives, the W columns of whole blocks twice
+    doubled: Tensor  # [2R, 2W] integers: rows above their negatives, with the W columns of whole blocks twice
     tail: Tensor  # [2R, columns after the whole blocks]
     scale: Tensor | None  # [R, 1] float32
     dtype: torch.dtype
     rows: int  # R
-    shifts: int  # how many differ: the number of whole blocks, at least 1
+    shifts: int  # number of different shifts: that of whole blocks, at least 1
     strip: int  # rows that stay together
 
     def make(self, count: int, shift: int, generator: torch.Generator) -> tuple[Tensor, Tensor | None]:
-        """Make ``count`` rows [count, columns], at most R, rolled by ``shift`` blocks, and their scales."""
+        """Return ``count`` <= R rows [count, columns], rolled by ``shift`` blocks, and their scales."""
         whole = self.rows // self.strip
         order = self.strip * torch.randperm(whole, generator=generator)[:, None]
         if self.strip > 1:
@@ -275,10 +275,10 @@ class _Sample:
 
 @dataclass(frozen=True)
 class _Recipe:
-    """How the values of each tensor are made."""
+    """Generates the values of each tensor."""
 
     plan: ConversionPlan
-    std: float  # of tensors that are no linear layers
+    std: float  # standard deviation of tensors other than linear layers
     seed: int
 
     @property
@@ -293,11 +293,11 @@ class _Recipe:
 
     @property
     def late(self) -> bool:
-        """Whether rows are slided only after they were rolled: a row of 2_inf is a single block."""
+        """Whether rows must be rolled before sliding: a row of 2_inf is a single block."""
         return self.slided and self.pattern.length is None
 
     def draw(self, part: Part) -> _Sample:
-        """Draw the sample of a tensor's projection."""
+        """Draw the sample for a tensor's `projection`."""
         n, k = part.source.shape
         length, strip = (self.pattern.length if part.layer else None) or 1, 1
         if part.layer and isinstance(self.pattern, MixedPattern):
@@ -326,7 +326,7 @@ class _Recipe:
         )
 
     def _rows(self, part: Part, count: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-        """Draw rows as they are written, and their scales (none where nothing is quantized)."""
+        """Draw ``count`` output rows and their scales (empty if they are not quantized)."""
         k = part.source.columns
         values = torch.randn(count, k, generator=generator).mul_(k**-0.5 if part.layer else self.std)
         values = values.to(DTYPES[part.source.dtype])
@@ -342,7 +342,7 @@ class _Recipe:
         return codes, scale
 
     def make(self, part: Part, rows: slice, sample: _Sample | None) -> tuple[Tensor, Tensor | None]:
-        """Make rows of a tensor as they are written, [rows, columns], and their scales; a vector as a whole."""
+        """Return output rows [rows, columns] of a tensor, or a whole vector, and the rows' scales."""
         name, count = part.source.name, rows.stop - rows.start
         generator = torch.Generator().manual_seed(chunk_seed(self.seed, name, rows.start))
         if sample is None:
@@ -358,19 +358,19 @@ class _Recipe:
 
 
 def projection(part: Part) -> str:
-    """Return a tensor's name without the number of its layer: tensors that share it share a sample."""
+    """Return a tensor's name without the layer number; tensors with the same name share a sample."""
     return re.sub(r"\.\d+\.", ".", part.source.name)
 
 
 def _ternary(w: Tensor, std: float) -> tuple[Tensor, Tensor]:
-    """Return ternary codes [N, K] of normal weights and scales [N, 1] that keep their deviation ``std``."""
+    """Return ternary codes [N, K] of normal weights, and scales [N, 1] that preserve their standard deviation."""
     least = std * NormalDist().inv_cdf((1 + TERNARY_ZEROS) / 2)
     codes = w.sign().masked_fill_(w.abs() < least, 0.0).to(torch.int8)
     return codes, torch.full((len(w), 1), std * (1 - TERNARY_ZEROS) ** -0.5)
 
 
 def _negated(values: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return the bits of -x from those of x; a zero stays +0.0, which sliding takes for no weight."""
+    """Return the bits of -x from those of x; zeros stay +0.0, which sliding treats as absent weights."""
     if not dtype.is_floating_point:
         return -values  # symmetric codes: never -128
     limits = torch.iinfo(values.dtype)
@@ -382,7 +382,6 @@ def _write(recipe: _Recipe, pool: ThreadPoolExecutor, folder: Path, progress: Pr
     matrices = {projection(part): part for part in parts if len(part.source.shape) == 2}
     samples = dict(zip(matrices, pool.map(recipe.draw, matrices.values()), strict=True))
     for file in recipe.plan.checkpoint.files:
-        writer = Writer(folder / file, recipe.plan.specs(file))
         jobs = [
             (part, rows, samples.get(projection(part)))
             for part in parts
@@ -390,23 +389,21 @@ def _write(recipe: _Recipe, pool: ThreadPoolExecutor, folder: Path, progress: Pr
             for rows in _runs(part, samples.get(projection(part)))
         ]
 
-        def work(job: tuple[Part, slice, _Sample | None], writer: Writer = writer) -> int:
-            part, rows, sample = job
-            values, scale = recipe.make(part, rows, sample)
-            return part.write(writer, rows.start, values, scale)
+        with Writer(folder / file, recipe.plan.specs(file)) as writer:
 
-        try:
+            def work(job: tuple[Part, slice, _Sample | None], writer: Writer = writer) -> int:
+                part, rows, sample = job
+                values, scale = recipe.make(part, rows, sample)
+                return part.write(writer, rows.start, values, scale)
+
             for size in pool.map(work, jobs):
                 done += size
                 if progress:
                     progress("writing", done, recipe.plan.bytes_out)
-            writer.close()
-        finally:
-            writer.close(sync=False)
 
 
 def _runs(part: Part, sample: _Sample | None) -> Iterator[slice]:
-    """Yield the rows of a tensor, as many at a time as its sample has; a vector as a whole."""
+    """Yield the rows of a tensor in groups of the sample's size; a vector as a whole."""
     n = part.source.rows
     step = sample.rows if sample else n
     return (slice(start, min(start + step, n)) for start in range(0, n, step))

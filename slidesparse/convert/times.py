@@ -1,10 +1,10 @@
 """The time of a linear layer by GPU, shape, pattern and tokens, measured or estimated.
 
-``slidesparse/layer_times/GPU.csv`` ships with the package; `python -m benchmarks docs` writes it.  It has the times of
-whole layers, bfloat16 to bfloat16, quantization and scales included: pruned and dense ones by our kernels, and "stock",
-dense ones by vLLM's own, with which all are compared.  A shape that was not measured is estimated by a + b * N * K,
-fitted to the measured shapes of the same pattern and tokens; other numbers of tokens lie on a straight line between two
-that were measured, in logarithms of both.
+``slidesparse/layer_times/GPU.csv`` ships with the package; `python -m benchmarks docs` writes it.  It holds the times
+of whole layers from bfloat16 to bfloat16, including quantization and scaling, for pruned and dense layers by our
+kernels, and for dense layers by vLLM's own ("stock"), the baseline.  Times of other shapes are estimated by
+a + b * N * K, fitted to the measured shapes of the same pattern and tokens.  Between measured numbers of tokens, times
+are interpolated linearly in logarithms of both.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ FOLDER = Path(__file__).parent.parent / "layer_times"
 DEFAULT_GPU = "h200"
 DEFAULT_TOKENS = (16, 8192)  # a step of decode with 16 sequences, and one of prefill
 
-STOCK = "stock"  # in the place of a pattern
+STOCK = "stock"  # in the column of patterns
 
 Shape = tuple[int, int]  # N, K
 
@@ -34,17 +34,17 @@ def name_of(pattern: SlidePattern | None) -> str:
 
 
 class TimesError(SlideSparseError, ValueError):
-    """No layer times are known for a GPU, a pattern or a number of tokens."""
+    """No layer times are known for a GPU or a pattern, or a number of tokens is invalid."""
 
 
 def times_of(gpu: str) -> Path:
-    """Return the file of a GPU's times, by a part of its name such as ``h200``.  Raises TimesError."""
+    """Return the file with the times of the GPU whose name contains ``gpu``, such as ``h200``.  Raises TimesError."""
     found = [path for path in sorted(FOLDER.glob("*.csv")) if gpu.lower() in path.stem]
     if len(found) != 1 or not gpu:
         known = ", ".join(path.stem for path in sorted(FOLDER.glob("*.csv")))
         raise TimesError(
-            f"--gpu {gpu!r}: times of layers were measured on {known}; name one of them, or choose by the share "
-            "of zeros instead: --zeros 25%"
+            f"--gpu {gpu!r}: times of layers were measured on {known}; name one of them, or give a share of zeros "
+            "instead: --zeros 25%"
         )
     return found[0]
 
@@ -54,9 +54,8 @@ class LayerTimes:
     """The times of layers on one GPU, in microseconds."""
 
     gpu: str
-    measured: Mapping[
-        tuple[str, str], Mapping[int, Mapping[Shape, float]]
-    ]  # (dtype, pattern) -> tokens -> shape
+    # (dtype, pattern) -> tokens -> shape -> time
+    measured: Mapping[tuple[str, str], Mapping[int, Mapping[Shape, float]]]
 
     @classmethod
     def of(cls, gpu: str) -> LayerTimes:
@@ -71,27 +70,27 @@ class LayerTimes:
         return cls(path.stem, measured)
 
     def us(self, dtype: str, pattern: SlidePattern | None, shape: Shape, tokens: int) -> float:
-        """Return the time in microseconds of a layer [N, K] with a pattern, or dense (None), for ``tokens`` tokens.
+        """Return the time in microseconds of a layer [N, K] at a pattern, or dense (None), for ``tokens`` tokens.
 
         Raises TimesError for a dtype or pattern that was not measured.
         """
         return self._us(dtype, name_of(pattern), shape, tokens)
 
     def stock_us(self, dtype: str, shape: Shape, tokens: int) -> float:
-        """Return the time of the dense layer by vLLM's own kernels, see `us`."""
+        """Return the time in microseconds of the dense layer with vLLM's own kernels."""
         return self._us(dtype, STOCK, shape, tokens)
 
     def _us(self, dtype: str, name: str, shape: Shape, tokens: int) -> float:
         of_tokens = self.measured.get((dtype, name))
         if of_tokens is None:
             raise TimesError(
-                f"there are no times of {name} {dtype} layers on {self.gpu}; choose by the share of zeros: --zeros 25%"
+                f"there are no times of {name} {dtype} layers on {self.gpu}; give a share of zeros: --zeros 25%"
             )
         counts = sorted(of_tokens)
         upper = next((m for m in counts if m >= tokens), counts[-1])
         lower = max((m for m in counts if m <= tokens), default=counts[0])
         if lower == upper:
-            # Beyond the most tokens that were measured time is proportional to them
+            # Above the largest measured number, time is proportional to tokens
             return self._at(dtype, name, shape, upper) * max(1.0, tokens / upper)
         part = math.log(tokens / lower) / math.log(upper / lower)
         a, b = (math.log(self._at(dtype, name, shape, m)) for m in (lower, upper))
@@ -114,7 +113,7 @@ class LayerTimes:
 
 
 def fit(points: Sequence[tuple[float, float]]) -> tuple[float, float]:
-    """Fit y = a + b x with a, b >= 0 by the least squares of relative errors; return (a, b)."""
+    """Fit y = a + b x with a, b >= 0 by least squares of the relative errors; return (a, b)."""
     if len(points) == 1:
         return 0.0, points[0][1] / points[0][0]
     # minimise sum (a / y + b x / y - 1)^2

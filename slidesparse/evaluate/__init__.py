@@ -1,5 +1,5 @@
-"""Measure the quality of a checkpoint as vLLM serves it with the plugin, compared with another checkpoint.
+"""Evaluate a checkpoint as vLLM serves it with the plugin, and compare it with another.
 
-`texts` reads the data, `engine` starts vLLM in a process of its own, where `worker` runs, and `perplexity` and
-`embedding` compute figures with the bootstrap `intervals` around them.
+`texts` reads the data, `engine` runs vLLM in a `worker` process, and `perplexity` and `embedding` compute metrics with
+bootstrap confidence `intervals`.
 """

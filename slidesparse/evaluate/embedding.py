@@ -1,4 +1,4 @@
-"""``slidesparse eval embedding``: compare a served encoder's embeddings with another's, and measure retrieval."""
+"""``slidesparse eval embedding``: compare the embeddings of two served encoders, and measure retrieval."""
 
 from __future__ import annotations
 
@@ -9,23 +9,24 @@ from typing import Any
 import numpy as np
 
 from slidesparse.evaluate.engine import Engine
-from slidesparse.evaluate.intervals import Array, Interval, bootstrap, mean, percentile
+from slidesparse.evaluate.intervals import Array, Interval, bootstrap, mean
 from slidesparse.evaluate.texts import Texts
 
 NEAREST = 10
-FIRST_PERCENTILE = 0.01
 
 
 @dataclass(frozen=True)
 class Embedding:
-    """The results: those of retrieval are None without pairs, those that need a reference are None without one."""
+    """The metrics.  Those of retrieval are None without pairs, and those that need a reference are None without one."""
 
     model: str
     against: str | None
     texts: int
     cosine_mean: Interval | None
     cosine_p1: Interval | None  # first percentile
-    top10: Interval | None  # share of the reference's ten nearest documents that are among the model's
+    top10: (
+        Interval | None
+    )  # share of the reference's ten nearest documents that the model also ranks in its ten
     mrr: Interval | None
     mrr_against: Interval | None
     mrr_loss: Interval | None  # paired
@@ -43,7 +44,7 @@ class Embedding:
 def measure(
     model: Path, texts: Texts, against: Path | None = None, engine: Engine | None = None
 ) -> Embedding:
-    """Embed ``texts`` with ``model`` and with ``against``.  Intervals resample texts, or pairs."""
+    """Embed ``texts`` with ``model`` and with ``against``; intervals resample texts, or pairs."""
     engine = engine or Engine()
     ids = [*texts.queries, *(texts.documents or [])]
     ours = engine.score(model, "embedding", ids)
@@ -61,7 +62,7 @@ def measure(
 def summarize(
     model: str, against: str | None, ours: Array, theirs: Array | None, paired: bool, served: tuple[str, str]
 ) -> Embedding:
-    """Compute the figures from embeddings [texts, hidden]; for pairs, all queries and then all documents."""
+    """Compute the metrics from embeddings [texts, hidden]; pairs are all queries followed by all documents."""
     ours = _unit(ours)
     theirs = None if theirs is None else _unit(theirs)
     cosines = None if theirs is None else (ours * theirs).sum(-1)
@@ -76,7 +77,7 @@ def summarize(
         against=against,
         texts=len(ours),
         cosine_mean=None if cosines is None else bootstrap(mean, cosines),
-        cosine_p1=None if cosines is None else bootstrap(percentile(FIRST_PERCENTILE), cosines),
+        cosine_p1=None if cosines is None else bootstrap(lambda x: np.quantile(x, 0.01, axis=-1), cosines),
         top10=None if overlap is None else bootstrap(mean, overlap),
         mrr=bootstrap(mean, found.reciprocal) if found else None,
         mrr_against=bootstrap(mean, wanted.reciprocal) if wanted else None,
@@ -89,11 +90,11 @@ def summarize(
 @dataclass(frozen=True)
 class _Retrieval:
     reciprocal: Array  # [pairs], 1 / rank of a query's own document
-    nearest: Array  # [pairs, NEAREST] numbers of documents
+    nearest: Array  # [pairs, NEAREST] indices of documents
 
 
 def _retrieval(embeddings: Array) -> _Retrieval:
-    """Compare every query with the documents of all pairs; among equals, its own document comes last."""
+    """Rank the documents of all pairs for every query; ties rank the query's own document last."""
     queries, documents = np.split(embeddings, 2)
     similar = queries @ documents.T
     own = similar.diagonal()[:, None]

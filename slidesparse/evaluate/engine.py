@@ -1,4 +1,4 @@
-"""Start vLLM for one checkpoint in a process of its own, and read what it computed."""
+"""Run vLLM for one checkpoint in a separate process, and read its results."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ from slidesparse.flags import DISABLE
 WORKER = "slidesparse.evaluate.worker"
 SERVED = re.compile(r"SlideSparse (\S+ \([^)]*\): \d+ layers .*)")
 ERROR = re.compile(r"\b\w+(?:Error|Exception): .*")
-CONTINUED = re.compile(r"ValidationError: \d+ ")  # pydantic's, whose next line says what is wrong
-# So that the log holds the plugin's line, whatever the user configured
+CONTINUED = re.compile(r"ValidationError: \d+ ")  # of pydantic, whose next line has the reason
+# Make the log contain the plugin's line, whatever the user configured
 LOGGING = {"VLLM_CONFIGURE_LOGGING": "1", "VLLM_LOGGING_LEVEL": "INFO"}
 LOGGING_CONFIG = "VLLM_LOGGING_CONFIG_PATH"
-MOST_LINES = 5  # of a log in an error message
+MOST_LINES = 5  # lines of the log in an error message
 
 
 @dataclass(frozen=True)
 class Scored:
-    """Arrays that an engine computed, and the plugin's line from its log: "" when the plugin did not serve."""
+    """The arrays computed by an engine, and the plugin's line in its log, or "" if the plugin did not serve."""
 
     arrays: Mapping[str, np.ndarray]
     served_by: str
@@ -42,23 +42,24 @@ class Engine:
     """How checkpoints are served."""
 
     options: Mapping[str, Any] = field(default_factory=dict)  # arguments of vllm.LLM
-    log: Path | None = None  # the file that the engine's output is appended to; without, it is deleted
+    log: Path | None = None  # file to append the engine's output to; None discards it
 
     def score(
         self, model: Path, task: str, ids: Sequence[Sequence[int]], top: int = 0, stock: bool = False
     ) -> Scored:
-        """Run ``task`` of `slidesparse.evaluate.worker`.
+        """Run ``task`` of `slidesparse.evaluate.worker` on samples of token ``ids``.
 
         Args:
-            stock: switch the plugin off.
+            top: number of most likely tokens per position, or -1 for all.
+            stock: disable the plugin.
 
-        Raises SlideSparseError with the cause from the engine's log, EnvironmentFault when there is no vLLM.
+        Raises SlideSparseError with the cause from the engine's log, EnvironmentFault without vLLM.
         """
         if importlib.util.find_spec("vllm") is None:
             raise EnvironmentFault(f"evaluation serves the model, but vLLM is not installed: {INSTALL}")
         longest = max(len(sample) for sample in ids)
         if task == "perplexity":
-            longest += 1  # vLLM generates one
+            longest += 1  # vLLM generates one token
         options = {"enforce_eager": True, "max_model_len": longest, **self.options}
         request = {"model": str(model), "task": task, "ids": ids, "top": top, "options": options}
         with tempfile.TemporaryDirectory() as folder:
@@ -85,7 +86,7 @@ class Engine:
 
 
 def _environment(stock: bool) -> dict[str, str]:
-    """Return our environment, offline, and on CPUs without binding to cores that others may use."""
+    """Return the environment of the worker: offline, and on CPUs not bound to cores, which others may use."""
     defaults = {
         "VLLM_CPU_KVCACHE_SPACE": "1",
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",
@@ -96,7 +97,7 @@ def _environment(stock: bool) -> dict[str, str]:
 
 
 def _cause(log: str) -> str:
-    """Return the lines of a log that name the errors raised, or its last lines."""
+    """Return the lines of a log with the errors raised, or else its last lines."""
     lines = log.splitlines()
     raised = []
     for i, line in enumerate(lines):

@@ -1,4 +1,4 @@
-"""Bootstrap intervals: samples are drawn again with replacement, the same draws for both of a pair."""
+"""Bootstrap confidence intervals, which resample with replacement; paired values share the draws."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ import numpy as np
 Array = np.ndarray
 ROUNDS = 2000
 COVERAGE = 0.95
-DRAWS = 2**24  # indices at a time
+DRAWS = 2**24  # indices drawn at a time
 
 
 @dataclass(frozen=True)
 class Interval:
-    """A figure and its bootstrap interval, which has the probability COVERAGE."""
+    """An estimate and its bootstrap confidence interval at level COVERAGE."""
 
     value: float
     low: float
@@ -26,18 +26,17 @@ class Interval:
         return {"value": self.value, "ci_low": self.low, "ci_high": self.high}
 
 
-def bootstrap(
-    statistic: Callable[..., Array], *columns: Array, rounds: int = ROUNDS, seed: int = 0
-) -> Interval:
-    """Return the percentile interval of ``statistic``, which maps columns indexed [..., samples] to [...].
+def bootstrap(statistic: Callable[..., Array], *columns: Array) -> Interval:
+    """Return the percentile interval of ``statistic``, a function of arrays [..., samples] that returns [...].
 
-    Columns are [samples] arrays; a draw takes the same samples of all of them, so that their values stay paired.
+    Each of the ``columns`` has shape [samples].  A draw takes the same samples from all of them, so their values stay
+    paired.
     """
     count = len(columns[0])
-    generator = np.random.default_rng(seed)
+    generator = np.random.default_rng(0)
     found, step = [], max(1, DRAWS // max(1, count))
-    for start in range(0, rounds, step):
-        drawn = generator.integers(0, count, (min(step, rounds - start), count))
+    for start in range(0, ROUNDS, step):
+        drawn = generator.integers(0, count, (min(step, ROUNDS - start), count))
         found.append(statistic(*(column[drawn] for column in columns)))
     low, high = np.quantile(np.concatenate(found), [(1 - COVERAGE) / 2, (1 + COVERAGE) / 2])
     return Interval(float(statistic(*columns)), float(low), float(high))
@@ -51,8 +50,3 @@ def mean(values: Array) -> Array:
 def ratio(above: Array, below: Array) -> Array:
     """Return the sum of ``above`` over the sum of ``below``, over the last dimension."""
     return np.asarray(above.sum(-1, dtype=np.float64) / below.sum(-1, dtype=np.float64))
-
-
-def percentile(share: float) -> Callable[[Array], Array]:
-    """Return a function to the quantile ``share`` over the last dimension."""
-    return lambda values: np.quantile(values, share, axis=-1)

@@ -1,4 +1,4 @@
-"""``slidesparse eval perplexity``: the perplexity of a served model, compared with another's on the same text."""
+"""``slidesparse eval perplexity``: compare the perplexities of two served models on the same text."""
 
 from __future__ import annotations
 
@@ -16,24 +16,24 @@ from slidesparse.evaluate.intervals import Array, Interval, bootstrap, ratio
 from slidesparse.evaluate.texts import vocabulary_of
 from slidesparse.evaluate.worker import MOST_AT_ONCE
 
-TOP = 20  # likeliest tokens compared, as many as vLLM gives by default; -1 for all
-MOST = 2 * 10**8  # log-probabilities of all windows, 8 bytes each
+TOP = 20  # most likely tokens to compare, vLLM's default limit; -1 for all
+MOST = 2 * 10**8  # log-probabilities of all windows, of 8 bytes each
 
 
 @dataclass(frozen=True)
 class PairedComparison:
-    """A model compared with a reference on the same tokens."""
+    """A comparison of a model with a reference on the same tokens."""
 
     perplexity: Interval  # of the reference
-    delta_pct: Interval  # of the model's perplexity over the reference's, in percent; paired
-    top1: Interval  # share of positions whose likeliest token is the same
+    delta_pct: Interval  # relative increase in perplexity over the reference, in percent; paired
+    top1: Interval  # share of positions with the same most likely token
     kl: Interval  # mean KL(reference || model) in nats; see `divergence`
-    exact: bool  # whether KL is over the whole vocabulary, or a lower bound
+    exact: bool  # whether KL covers the whole vocabulary; otherwise it is a lower bound
 
 
 @dataclass(frozen=True)
 class Perplexity:
-    """The figures of a model, and of its comparison with a reference."""
+    """The metrics of a model, and its comparison with a reference."""
 
     model: str
     against: str | None
@@ -74,8 +74,8 @@ def measure(
 ) -> Perplexity:
     """Score the windows ``ids`` with ``model`` and with ``against``.
 
-    Perplexity is exp of minus the mean log-probability of all tokens but each window's first; intervals resample
-    windows.  Raises SlideSparseError for options or ids that cannot be used, or an engine that fails.
+    Perplexity is exp of the mean negative log-probability of all tokens but the first of each window; intervals
+    resample windows.  Raises SlideSparseError for unusable options or ids, and if an engine fails.
     """
     if top == 0 or top < -1:
         raise SlideSparseError(
@@ -97,7 +97,7 @@ def measure(
 
 
 def _require_bearable(ids: Sequence[Sequence[int]], each: int, top: int) -> None:
-    """Raise SlideSparseError when ``each`` log-probabilities per token, those of ``top``, do not fit into memory."""
+    """Raise SlideSparseError if ``each`` log-probabilities per token, those for ``top``, do not fit into memory."""
     longest, tokens = max(len(sample) for sample in ids), sum(len(sample) for sample in ids)
     if each * longest > MOST_AT_ONCE or each * tokens > MOST:
         most = min(MOST_AT_ONCE // longest, MOST // tokens)
@@ -110,7 +110,7 @@ def _require_bearable(ids: Sequence[Sequence[int]], each: int, top: int) -> None
 def summarize(
     model: str, against: str | None, ids: Sequence[Sequence[int]], ours: Scored, theirs: Scored | None
 ) -> Perplexity:
-    """Compute the figures from the engines' arrays."""
+    """Compute the metrics from the engines' arrays."""
     lengths = np.asarray([len(sample) - 1 for sample in ids])
     found = _by_window(-ours.arrays["logprobs"], lengths)
     comparison = None
@@ -149,16 +149,16 @@ def _perplexity(losses: Array, lengths: Array) -> Array:
 
 
 def _by_window(values: Array, lengths: Array) -> Array:
-    """Sum values [tokens] to [windows]."""
+    """Sum values [tokens] over each window, [windows]."""
     starts = np.concatenate([[0], np.cumsum(lengths)[:-1]])
     return np.asarray(np.add.reduceat(values.astype(np.float64), starts))
 
 
 def divergence(p_ids: Array, p_logprobs: Array, q_ids: Array, q_logprobs: Array) -> Array:
-    """Return KL(p || q) of each position, [tokens], from the likeliest tokens of both, [tokens, top] each.
+    """Return KL(p || q) at each position, [tokens], from the most likely tokens of both, [tokens, top] each.
 
-    Tokens that both list count one by one, all others lumped together.  Lumping never makes a KL divergence larger, so
-    this is a lower bound, and the divergence itself when both list the whole vocabulary.
+    Tokens listed for both count individually, and all others as one.  Merging outcomes never increases a KL divergence,
+    so this is a lower bound, and exact if both list the whole vocabulary.
     """
     found = np.empty(len(p_ids))
     step = max(1, 2**24 // max(1, p_ids.shape[1] * q_ids.shape[1]))

@@ -1,4 +1,4 @@
-"""Evaluation data: texts, ids or pairs become token ids, with the checkpoint's own tokenizer."""
+"""Evaluation data: read texts, ids or pairs, and tokenize them with the checkpoint's own tokenizer."""
 
 from __future__ import annotations
 
@@ -7,43 +7,41 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from slidesparse.checkpoint.storage import CONFIG, positions_of
-from slidesparse.checkpoint.tokens import (
-    clipped,
-    read_ids,
-    read_lines,
-    read_records,
-    read_text,
-    tokenizer_of,
-)
+from slidesparse.checkpoint.storage import CONFIG
+from slidesparse.checkpoint.tokens import clipped, read_ids, read_lines, read_records, read_text, tokenizer_of
 from slidesparse.errors import SlideSparseError
 
 Ids = list[list[int]]
 WINDOW = 2048  # tokens
-LONGEST_TEXT = 512  # tokens of a text to embed, at most
+LONGEST_TEXT = 512  # maximum tokens of a text to embed
 
 
 def window_of(*folders: Path) -> int:
-    """Return the window length that all checkpoints in ``folders`` support: WINDOW, or their positions less one.
+    """Return the window length in tokens for all checkpoints in ``folders``: WINDOW, or their least positions minus 1.
 
-    vLLM generates one token after a window.  A folder that does not name its positions takes any window.
+    vLLM generates one token after a window.  A config.json without a number of positions does not limit the window.
     """
-    positions = [_positions(folder) for folder in folders]
+    positions = [_size(folder, "max_position_embeddings") for folder in folders]
     return min([WINDOW, *(found - 1 for found in positions if found)])
 
 
 def vocabulary_of(folder: Path) -> int | None:
-    """Return the size of a model's vocabulary, or None when config.json does not say."""
+    """Return the size of a model's vocabulary, or None if it is not in config.json."""
+    found = _size(folder, "vocab_size")
+    return None if found is None else max(1, found)
+
+
+def _size(folder: Path, key: str) -> int | None:
+    """Return a number from config.json, or from its text_config, or None if there is none."""
     try:
         config = config_of(folder)
-        found = config.get("vocab_size") or config.get("text_config", {}).get("vocab_size")
-        return max(1, int(found))
-    except (SlideSparseError, ValueError, TypeError, AttributeError):
-        return None  # vLLM tells what is wrong with it
+        return int({**config, **config.get("text_config", {})}[key])
+    except (SlideSparseError, ValueError, TypeError, KeyError):
+        return None  # vLLM will report what is wrong
 
 
 def config_of(folder: Path) -> dict[str, Any]:
-    """Read config.json of a checkpoint.  SlideSparseError when there is none that can be read."""
+    """Read config.json of a checkpoint.  Raises SlideSparseError if it is missing or unreadable."""
     try:
         found = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
@@ -53,15 +51,8 @@ def config_of(folder: Path) -> dict[str, Any]:
     return found if isinstance(found, dict) else {}
 
 
-def _positions(folder: Path) -> int | None:
-    try:
-        return positions_of(config_of(folder))
-    except (SlideSparseError, ValueError, TypeError, AttributeError):
-        return None  # vLLM tells what is wrong with it
-
-
 def windows(data: str | Path, folder: Path, seqlen: int, samples: int | None) -> Ids:
-    """Cut data into consecutive windows of ``seqlen`` tokens for perplexity; return the first ``samples`` of them.
+    """Split data into consecutive windows of ``seqlen`` tokens for perplexity; return the first ``samples`` of them.
 
     Args:
         data: a .txt file, one text; a .jsonl file of texts, one stream; or a .npy file of ids, a stream [tokens] or
@@ -101,14 +92,14 @@ def windows(data: str | Path, folder: Path, seqlen: int, samples: int | None) ->
 
 @dataclass(frozen=True)
 class Texts:
-    """Texts to embed: queries and, for pairs, the documents that they should find."""
+    """Texts to embed: queries and, for pairs, the documents that they should retrieve."""
 
     queries: Ids
-    documents: Ids | None  # one a query
+    documents: Ids | None  # one per query
 
 
 def texts_or_pairs(data: str | Path, folder: Path, samples: int | None, longest: int = LONGEST_TEXT) -> Texts:
-    """Read a .jsonl file of texts with "text", or pairs with "query" and "text", cut to ``longest`` tokens each."""
+    """Read a .jsonl file of "text", or pairs of "query" and "text", truncated to ``longest`` tokens each."""
     path = _file(data, (".jsonl",))
     _require_some(samples)
     if longest < 2:
@@ -121,7 +112,7 @@ def texts_or_pairs(data: str | Path, folder: Path, samples: int | None, longest:
 
 
 def _first_has_query(path: Path) -> bool:
-    """Return whether the first line that is not empty has a query; False for a line that is no JSON."""
+    """Return whether the first non-empty line has a query; False if it is not JSON."""
     try:
         lines = read_lines(path)
         first = json.loads(next((line for line in lines if line.strip()), "null"))

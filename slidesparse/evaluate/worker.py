@@ -1,11 +1,11 @@
-"""A program that scores token ids with one vLLM engine; `slidesparse.evaluate.engine` starts it.
+"""A program that scores token ids with one vLLM engine, started by `slidesparse.evaluate.engine`.
 
-It reads one JSON object on stdin, {"model", "task", "ids", "top",
-"options"}, and writes arrays to the ``.npz`` file that its argument names:
+It reads a JSON object {"model", "task", "ids", "top", "options"} from stdin, and writes arrays to the ``.npz`` file
+named by its argument:
 
-    perplexity   logprobs [tokens] of each token but the first of a sample, given those before it; top_ids and
-                 top_logprobs [tokens, top], the likeliest first
-    embedding    embeddings [samples, hidden], as the model's pooler gives them
+    perplexity   logprobs [tokens] of all tokens but the first of each sample; top_ids and top_logprobs [tokens, top],
+                 the most likely first
+    embedding    embeddings [samples, hidden] from the model's pooler
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from typing import Any
 import numpy as np
 
 Request = dict[str, Any]
-CHUNK = 64  # samples at a time, fewer if they have more log-probabilities than
-MOST_AT_ONCE = 10**7  # as vLLM returns each as a Python object of some 200 bytes
+CHUNK = 64  # samples at a time; fewer if they have more log-probabilities than MOST_AT_ONCE
+MOST_AT_ONCE = 10**7  # vLLM returns each log-probability as a Python object of about 200 bytes
 
 
 def perplexity(request: Request) -> dict[str, np.ndarray]:
@@ -31,7 +31,7 @@ def perplexity(request: Request) -> dict[str, np.ndarray]:
 
 
 def logprobs_of(llm: Any, every: list[list[int]], top: int) -> dict[str, np.ndarray]:
-    """Ask an engine for the log-probabilities of the samples ``every``."""
+    """Request the log-probabilities of the samples ``every`` from an engine."""
     from vllm import SamplingParams
 
     wanted = SamplingParams(max_tokens=1, temperature=0, prompt_logprobs=top, detokenize=False)
@@ -67,7 +67,7 @@ def embedding(request: Request) -> dict[str, np.ndarray]:
 
 
 def main() -> None:
-    """Answer the request on stdin."""
+    """Process the request on stdin."""
     request = json.load(sys.stdin)
     task = {"perplexity": perplexity, "embedding": embedding}[request["task"]]
     arrays: dict[str, Any] = task(request)

@@ -1,7 +1,7 @@
-"""The pruning methods, which choose the weights that go and may update those that stay.
+"""The pruning methods, which choose the weights to remove and may update the remaining ones.
 
 To add a method, write a module here with a subclass of `slidesparse.methods.method.Method` and add a line to METHODS.
-The command line, calibration and conversion then take it by its name.  This file needs the standard library only.
+The command line, calibration and conversion then accept its name.  This file needs the standard library only.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ DEFAULT_CALIBRATED = "sparsegpt"  # with calibration data
 
 @cache
 def get(name: str) -> Method:
-    """Return the method of a name in METHODS."""
+    """Return the method with a name from METHODS."""
     module, _, kind = METHODS[name].partition(":")
     found: Method = getattr(import_module(module), kind)()
     return found

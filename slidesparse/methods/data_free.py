@@ -10,16 +10,16 @@ from slidesparse.prune import prune
 
 
 class Magnitude(Method):
-    """Drop the two smallest weights of each block."""
+    """Remove the two smallest weights of each block."""
 
-    calibration = "optional"  # data change nothing in the choice, but its error is measured
+    calibration = "optional"  # data do not affect the choice, but the error is measured
 
     def prune(self, w: Tensor, pattern: Pattern, seed: int) -> Tensor:
         return prune(w, pattern)
 
 
 class Random(Method):
-    """Drop any two weights of each block, for comparison."""
+    """Remove two random weights of each block, for comparison."""
 
     calibration = "refused"
 

@@ -1,52 +1,50 @@
-"""SparseGPT for (2N-2):2N patterns: remove weights, and let the others of the row make up for them.
+"""SparseGPT for (2N-2):2N patterns: remove weights, and update the others of the row to compensate.
 
-Take a row w and inputs with H = sum of x x^T.  Let F be the columns from a block of the pattern to the end of the row,
-all still free.  Removing the weights P of that block costs, and asks of the row, by the formulas of the optimal brain
-surgeon::
+Let w be a row, H = sum of x x^T over its inputs, and F the columns from a block of the pattern to the end of the row,
+which may still be updated.  By the formulas of the optimal brain surgeon, removing the weights P of that block has this
+cost and requires this update::
 
     cost(P) = w_P (A_PP)^-1 w_P^T      w_F -= w_P (A_PP)^-1 A_PF      A = (H_FF)^-1
 
-Blocks are pruned from left to right, and what lies behind is frozen.  With H^-1 = U^T U, U upper triangular,
-A = U_FF^T U_FF.  So one factorization serves all rows and blocks, and the choice in block g needs only its corner
-U_gg::
+Blocks are pruned from left to right, and pruned blocks are frozen.  With H^-1 = U^T U, U upper triangular,
+A = U_FF^T U_FF.  So one factorization serves all rows and blocks, and the choice in block g needs only the diagonal
+block U_gg::
 
     columns    frozen | g: L columns | rest of the batch | later batches
     U                 | U_gg         | U[g, batch]       | U[batch, later]
     row               | chosen here  | updated at once   | updated once a batch
 
-SparseGPT (arXiv 2301.00774) weighs the weights of a block one by one, removes them column by column, and cannot
-update those of the block already behind.  Here the two of a block are weighed as a pair and removed together, which
-costs less error and takes L times fewer steps.  The padding of a partial block counts among its zeros: a tail of t
-columns loses max(0, t - (L-2)).
+SparseGPT (arXiv 2301.00774) scores weights individually, removes them column by column, and cannot update the columns
+to their left.  Here the two weights of a block are scored as a pair and removed together, which has a lower error and
+takes L times fewer steps.  The padding of a partial block counts as zeros: a tail of t columns loses max(0, t - (L-2)).
 
-SparseGPT decides on a block while those behind are frozen, and never comes back.  `refine` does: it reopens every
-block in turn, all others as they are.  The best weights of the block without a pattern follow from the gradient, and
-which two go is decided anew by the formulas above, with the block's own part of H::
+SparseGPT never revisits a block.  `refine` does: it optimizes every block in turn while all others are fixed.  The
+optimal weights of the block without a pattern follow from the gradient, and the two to remove are chosen again by the
+formulas above, with the block's own part of H::
 
     G = (w - w0) H      u = w_g - G_g (H_gg)^-1      w_g <- u without its cheapest two      G += (change of w_g) H_g
 
-w0 holds the weights before pruning.  What a block held before is among the choices, so no step makes
-(w - w0) H (w - w0)^T larger.
+w0 are the weights before pruning.  The block's previous weights are among the choices, so no step increases
+(w - w0) H (w - w0)^T.
 
-Behind pruned layers a layer reads a instead of the d that it reads in the dense model.  The weights that, reading a,
-come nearest to w d in the sum of squares over tokens are w + E H^-1, with H = sum of a a^T and
-E [N, K] = sum of w (d - a) a^T.  `target_of` gives them, and they are pruned instead of w: what pruning loses is again
-measured by H, and each layer makes up for some of what those before it did wrong.  In the first pruned layer d = a and
-the target is w.  The idea is that of GPTAQ (arXiv 2504.02692), which quantizes.
+After earlier layers were pruned, a layer's input is a instead of d, its input in the dense model.  The weights whose
+outputs on a are nearest to w d, in the sum of squares over tokens, are w + E H^-1, with H = sum of a a^T and
+E [N, K] = sum of w (d - a) a^T.  They are computed by `target_of` and pruned instead of w, so that each layer corrects
+part of the error of those before it.  In the first pruned layer d = a, and the target is w.  The method is that of
+GPTAQ (arXiv 2504.02692) for quantization.
 
-Weights of BitNet are -s, 0 or s and stay such.  A block is then rounded after its choice, column by column as GPTQ
-(arXiv 2210.17323) does, and what is behind makes up for that too, by the same formulas.  A sweep takes a block's new
-weights only in rows where they lessen the error.
+Weights of BitNet are -s, 0 or s and must remain so.  A block is then rounded after the choice, column by column as in
+GPTQ (arXiv 2210.17323), and later columns compensate for the rounding, too.  A sweep accepts a block's new weights only
+in rows where they reduce the error.
 
-With a `MixedPattern` the blocks of 64 x 128 weights to prune are chosen first, by the sum of the costs of their groups
-of four in ``w`` as it is.  In the others nothing is removed, and all weights make up for what goes elsewhere.
+With a `MixedPattern`, the blocks of 64 x 128 weights to prune are chosen first, by the total cost of their groups of
+four before any update.  In the others nothing is removed, but their weights are updated, too.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cache
-from itertools import pairwise
 from typing import NamedTuple
 
 import torch
@@ -56,14 +54,14 @@ from slidesparse.blocks import choose_blocks
 from slidesparse.methods.method import Method, Pruner
 from slidesparse.pattern import HARDWARE_LENGTH, ZEROS, MixedPattern, Pattern, SlidePattern
 
-DAMPING = 0.01  # of the mean of H's diagonal, added to it: as in SparseGPT and GPTQ, where tokens are many
-SHRINKAGE = 0.2  # times K / tokens, where that is more: tokens are few, see `damping_for`
-BATCH_COLUMNS = 128  # whole blocks of about so many columns are updated before the columns behind them
+DAMPING = 0.01  # relative to the mean of H's diagonal, to which it is added, as in SparseGPT and GPTQ
+SHRINKAGE = 0.2  # times K / tokens: the damping where tokens are few, see `damping_for`
+BATCH_COLUMNS = 128  # columns that are updated at once before all columns to their right
 CHOICE_ELEMENTS = 2**24  # costs computed at a time
 
 
 class SparseGPT(Method):
-    """Drop the pair of weights of each block that costs least, update the others, and refine the choice."""
+    """Remove the cheapest pair of weights of each block, update the others, and refine the choice."""
 
     updates_weights = True
 
@@ -78,7 +76,7 @@ class SparseGPT(Method):
             only = None
             if isinstance(pattern, MixedPattern):
                 share, pattern = pattern.share, SlidePattern(HARDWARE_LENGTH)
-                only = choose_blocks(costs(w, upper, pattern), share)
+                only = choose_blocks(costs(w, upper, HARDWARE_LENGTH), share)
             pruned = sparsegpt(w, upper, pattern, grid=grid, only=only)
             return refine(w, pruned, hessian, pattern, sweeps, damping, grid=grid, only=only)
 
@@ -86,19 +84,18 @@ class SparseGPT(Method):
 
 
 def damping_for(in_features: int, tokens: int) -> float:
-    """Return how much to damp H [K, K] summed over ``tokens``: DAMPING, and more where tokens are few for K inputs.
+    """Return the damping of H [K, K] summed over ``tokens``: DAMPING, or more if there are few tokens for K inputs.
 
-    Measured on layers of MiniLM with 288 to 10354 tokens at K = 384 and 1536: the damping that gives the smallest
-    error on other tokens is about 0.2 K / tokens.
+    On layers of MiniLM with 288 to 10354 tokens at K = 384 and 1536, the damping with the lowest error on held-out
+    tokens was about 0.2 K / tokens.
     """
     return max(DAMPING, SHRINKAGE * in_features / max(1, tokens))
 
 
 def damped(hessian: Tensor, damping: float = DAMPING) -> Tensor:
-    """H + damping * mean(diag H) * I, [K, K] float64.
+    """Return H + damping * mean(diag H) * I, [K, K] float64; for H = 0, the identity.
 
-    It gives inputs that were always zero a small weight of their own.  Their weights are the first to go, and otherwise
-    keep what they have.  Where all inputs were zero, all count alike.
+    The damping makes H regular where inputs were always zero: their weights are removed first, and not updated.
     """
     double = hessian.to(torch.float64, copy=True)
     mean = float(double.diagonal().mean()) if len(double) else 0.0
@@ -107,11 +104,11 @@ def damped(hessian: Tensor, damping: float = DAMPING) -> Tensor:
 
 
 def factor(hessian: Tensor, damping: float = DAMPING, dtype: torch.dtype = torch.float32) -> Tensor:
-    """Return U [K, K], upper triangular of ``dtype``, with U^T U = (H `damped`)^-1; computed in float64."""
+    """Return the upper triangular U [K, K] of ``dtype`` with U^T U = (`damped` H)^-1, computed in float64."""
     # H = V V^T with V upper triangular is the Cholesky factorization of H read from its last row and column
     flipped = damped(hessian, damping).flip(0, 1)
     upper = torch.linalg.cholesky(flipped)
-    del flipped  # one of the largest tensors of all
+    del flipped  # free one of the largest tensors
     upper = upper.flip(0, 1)
     identity = torch.eye(len(upper), dtype=torch.float64, device=upper.device)
     inverse: Tensor = torch.linalg.solve_triangular(upper, identity, upper=True)
@@ -119,7 +116,7 @@ def factor(hessian: Tensor, damping: float = DAMPING, dtype: torch.dtype = torch
 
 
 def target_of(w: Tensor, error: Tensor, upper: Tensor) -> Tensor:
-    """Return the weights [N, K] to prune instead of ``w``, of the dtype of ``upper``.
+    """Return the weights [N, K] to prune instead of ``w``, in the dtype of ``upper``.
 
     Args:
         w: [N, K] of any float dtype.
@@ -129,24 +126,20 @@ def target_of(w: Tensor, error: Tensor, upper: Tensor) -> Tensor:
     return w.to(upper.dtype) + (error.to(upper.dtype) @ upper.t()) @ upper
 
 
-def blocks(in_features: int, pattern: SlidePattern, phase: int = 0) -> list[slice]:
-    """Return the columns of each block; the first lacks ``phase`` of them, the last may be short."""
-    if pattern.length is None:
-        return []
-    layout = pattern.layout(in_features, phase)
-    edges = [number * layout.length - phase for number in range(layout.blocks + 1)]
-    return [slice(max(0, a), min(in_features, b)) for a, b in pairwise(edges)]
+def blocks(in_features: int, length: int) -> list[slice]:
+    """Return the columns of each block of ``length``; the last block may be shorter."""
+    return [slice(a, min(in_features, a + length)) for a in range(0, in_features, length)]
 
 
-def costs(w: Tensor, upper: Tensor, pattern: SlidePattern) -> Tensor:
-    """Return what it costs to prune each block of the pattern, [N, blocks], if nothing else is pruned before it.
+def costs(w: Tensor, upper: Tensor, length: int) -> Tensor:
+    """Return the cost of pruning each block, [N, blocks], if nothing to its left has been pruned.
 
-    The arguments are those of `sparsegpt`.
+    The arguments are those of `sparsegpt`; ``length`` is the pattern's.
     """
-    groups = blocks(w.shape[1], pattern)
+    groups = blocks(w.shape[1], length)
     corners = [upper[group, group] for group in groups]
     found = upper.new_zeros(len(w), len(groups))
-    for number, rule in enumerate(rules([c.t() @ c for c in corners], pattern.length or 0)):
+    for number, rule in enumerate(rules([c.t() @ c for c in corners], length)):
         if rule is not None:
             here = w[:, groups[number]].to(upper.dtype)
             found[:, number] = (choose(here, rule)[0] * here).sum(1)
@@ -154,32 +147,26 @@ def costs(w: Tensor, upper: Tensor, pattern: SlidePattern) -> Tensor:
 
 
 def sparsegpt(
-    w: Tensor,
-    upper: Tensor,
-    pattern: SlidePattern,
-    phase: int = 0,
-    grid: Tensor | None = None,
-    only: Tensor | None = None,
+    w: Tensor, upper: Tensor, pattern: SlidePattern, grid: Tensor | None = None, only: Tensor | None = None
 ) -> Tensor:
     """Prune ``w`` to ``pattern`` and update what remains.
 
     Args:
         w: [N, K] of any float dtype.
         upper: [K, K], the `factor` of its inputs' H.
-        phase: zero columns before the row, as in `slidesparse.slide.slide`.
-        grid: [N, 1] steps s, for weights that are to be -s, 0 or s.  A block is then rounded as soon as it is pruned,
-            and the blocks behind make up for both.
+        grid: [N, 1] scales s, for weights -s, 0 or s.  Each block is then rounded when it is pruned, and later blocks
+            compensate for both.
         only: bool [N, blocks], the blocks to prune; None prunes all of them.
 
     Returns:
-        A new [N, K] of the dtype of ``upper`` that obeys the pattern where it is pruned, its pruned weights +0.0.
+        A new [N, K] in the dtype of ``upper`` that obeys the pattern where it is pruned; pruned weights are +0.0.
     """
     if upper.shape != (w.shape[1], w.shape[1]):
         raise ValueError(f"H of {list(upper.shape)} does not belong to a weight of {list(w.shape)}")
     out = w.to(upper.dtype, copy=True)
     if pattern.length is None:
         return out
-    groups = blocks(w.shape[1], pattern, phase)
+    groups = blocks(w.shape[1], pattern.length)
     corners = [upper[group, group] for group in groups]
     found = rules([corner.t() @ corner for corner in corners], pattern.length)
     step = max(1, BATCH_COLUMNS // pattern.length)
@@ -208,13 +195,13 @@ def sparsegpt(
 
 
 def _rounded(here: Tensor, gone: Tensor, corner: Tensor, grid: Tensor, error: Tensor) -> Tensor:
-    """Round a block [N, L] to -s, 0 and s, from the left, each column making up for those before it.
+    """Round a block [N, L] to -s, 0 and s from left to right, each column compensating for those before it.
 
     Args:
-        gone: [N, L] which weights become 0.
+        gone: bool [N, L], the weights that become 0.
         corner: U_gg [L, L].
         grid: s [N, 1].
-        error: [N, L], which gets what the columns behind make up for, times U.
+        error: output [N, L], the errors for which later columns compensate when multiplied by U.
     """
     left, found = here.clone(), torch.zeros_like(here)
     for i in range(here.shape[1]):
@@ -233,26 +220,25 @@ def refine(
     pattern: SlidePattern,
     sweeps: int,
     damping: float = DAMPING,
-    phase: int = 0,
     grid: Tensor | None = None,
     only: Tensor | None = None,
 ) -> Tensor:
-    """Lessen the error of ``pruned`` [N, K], a form of ``w`` [N, K] that obeys ``pattern``; H is ``hessian`` [K, K].
+    """Reduce the error of ``pruned`` [N, K], which was pruned from ``w`` [N, K]; H is ``hessian`` [K, K].
 
     Args:
-        sweeps: how often to go through all blocks.
+        sweeps: number of passes over all blocks.
         damping: as in `factor`.
-        grid: as in `sparsegpt`; ``pruned`` lies on it.  Where rounding would make the error larger a block stays.
+        grid: as in `sparsegpt`; ``pruned`` must be on it.  A block is not changed where rounding increases the error.
         only: as in `sparsegpt`.
 
     Returns:
-        A new [N, K] of the dtype of ``pruned`` that obeys the pattern where it is pruned, its pruned weights +0.0.
+        A new [N, K] in the dtype of ``pruned`` that obeys the pattern where it is pruned; pruned weights are +0.0.
     """
     out = pruned.clone()
     if pattern.length is None:
         return out
     h = damped(hessian, damping)
-    groups = blocks(w.shape[1], pattern, phase)
+    groups = blocks(w.shape[1], pattern.length)
     inverses = _inverses(h, groups, pattern.length, out.dtype)
     found = rules(inverses, pattern.length)
     h = h.to(out.dtype)
@@ -289,7 +275,7 @@ def _best_on_grid(
     grid: Tensor,
     chosen: Tensor | None,
 ) -> Tensor:
-    """Return ``best`` [N, L] pruned and rounded, but ``here`` in rows where that is nearer to it by H_gg."""
+    """Return ``best`` [N, L] pruned and rounded, or ``here`` in rows where that is nearer to it in the norm of H_gg."""
     gone = choose(best, rule, chosen)[1] if rule else torch.zeros_like(best, dtype=torch.bool)
     corner = torch.linalg.cholesky(inverse, upper=True)
     found = _rounded(best, gone, corner, grid, torch.empty_like(best))
@@ -298,7 +284,7 @@ def _best_on_grid(
 
 
 def _inverses(h: Tensor, groups: list[slice], length: int, dtype: torch.dtype) -> list[Tensor]:
-    """Return (H_gg)^-1 of each block; those of whole blocks are computed together."""
+    """Return (H_gg)^-1 of each block; whole blocks are inverted together."""
     whole = [h[group, group] for group in groups if group.stop - group.start == length]
     found = iter(torch.linalg.inv(torch.stack(whole)).to(dtype) if whole else ())
     return [
@@ -307,17 +293,17 @@ def _inverses(h: Tensor, groups: list[slice], length: int, dtype: torch.dtype) -
 
 
 class Rule(NamedTuple):
-    """(A_PP)^-1 of a block for each of the C choices P of one or two of its columns."""
+    """The inverses (A_PP)^-1 of a block for each of the C choices P of one or two of its columns."""
 
     diagonal: Tensor  # [1 or 2, C]
-    beside: Tensor  # [1, C] off the diagonal; not used for one column
+    beside: Tensor  # [1, C] the off-diagonal element; not used for one column
 
 
 def rules(a: Sequence[Tensor], length: int) -> list[Rule | None]:
-    """Return how to choose in each block, from its A [t, t]; None where nothing has to go.
+    """Return the rule for choosing weights in each block, from its A [t, t]; None where none must be removed.
 
-    Whole blocks, of ``length`` columns, are prepared together, because on a GPU a loop over blocks spends its time on
-    launching kernels, not on arithmetic.
+    Whole blocks, of ``length`` columns, are computed together, because on a GPU kernel launches would take most of the
+    time of a loop over blocks.
     """
     whole = [block for block in a if len(block) == length]
     ready = iter(
@@ -347,8 +333,8 @@ def _rule(a: Tensor, count: int) -> Rule:
 def choose(w: Tensor, rule: Rule, chosen: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """Choose the cheapest weights P of each row of ``w`` [N, L] to remove, as many as ``rule`` is for.
 
-    Ties go to the leftmost.  Nothing is removed from rows that are not in ``chosen`` [N, 1].  Returns w_P (A_PP)^-1
-    spread over [N, L], zero elsewhere, and whether each weight is in P.
+    Ties go to the leftmost.  ``chosen``, bool [N, 1], selects the rows to remove weights from.  Returns w_P (A_PP)^-1
+    scattered into zeros [N, L], and whether each weight is in P, bool [N, L].
     """
     if chosen is not None:
         share, gone = choose(w, rule)
@@ -369,11 +355,11 @@ def choose(w: Tensor, rule: Rule, chosen: Tensor | None = None) -> tuple[Tensor,
 
 
 class _Choices(NamedTuple):
-    """All choices of one or two of L columns, from the left."""
+    """All choices of one or two of L columns, in lexicographic order."""
 
     columns: Tensor  # [count, C]
-    pairs: Tensor  # [C, count], the same
-    taken: Tensor  # [C, L] whether a column is among them
+    pairs: Tensor  # [C, count], transposed
+    taken: Tensor  # bool [C, L], whether a column is in the choice
 
 
 @cache

@@ -58,7 +58,7 @@ def test_divergence_is_that_of_the_lumped_distributions(top: int) -> None:
     assert perplexity.divergence(*likeliest(p, top), *likeliest(p, top)) == pytest.approx(0, abs=1e-12)
 
 
-def test_the_interval_of_a_mean_is_that_of_theory() -> None:
+def test_interval_of_a_mean_equals_the_normal_approximation() -> None:
     values = np.random.default_rng(0).normal(5.0, 2.0, 4000)
     found = bootstrap(mean, values)
     half = 1.96 * values.std() / 4000**0.5
@@ -100,7 +100,7 @@ def test_perplexity_and_its_comparison() -> None:
     assert set(exact.to_json()) - set(found.to_json()) == {"kl"}
 
 
-def test_retrieval_is_what_sorting_gives() -> None:
+def test_retrieval_equals_sorting() -> None:
     generator = np.random.default_rng(0)
     ours, theirs = generator.normal(size=(60, 8)), generator.normal(size=(60, 8))
     ours[30:] += 0.8 * ours[:30]  # documents near their queries
@@ -226,7 +226,7 @@ def test_ids_without_a_token_are_refused_before_vllm_starts(
         assert (done.code, without_engine) == (2, [])
         assert (
             f"--data holds token ids from {min(wrong, 0)} to {max(wrong, 25)}, but the vocabulary of {folder} has "
-            "26 tokens, 0 to 25; use ids that its own tokenizer made"
+            "26 tokens, 0 to 25; use ids from its own tokenizer"
         ) in done.err
 
 
@@ -305,7 +305,7 @@ def test_the_engine_is_a_process_whose_answer_and_log_are_read(
     ]
 
 
-def test_no_vllm_is_said(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
+def test_missing_vllm_is_reported(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
     monkeypatch.setattr(engine.importlib.util, "find_spec", lambda name: None)
     (folder / "a.txt").write_text("a b c d")
     done = Done("eval", "perplexity", folder, "--data", folder / "a.txt", "--seqlen", 4)
@@ -363,7 +363,7 @@ def test_eval_embedding(folder: Path, without_engine: list[Any]) -> None:
     assert names[3:] == ["cosine, mean", "cosine, 1%", "same nearest 10", "MRR", "its MRR", "MRR lost"]
 
 
-def test_who_served_is_said(folder: Path, without_engine: list[Any]) -> None:
+def test_served_by_is_reported(folder: Path, without_engine: list[Any]) -> None:
     """A checkpoint of ours that vLLM itself served is a warning; of others it is what was asked for."""
     (folder / "a.txt").write_text("a b c d")
     command = ("eval", "perplexity", folder, "--data", folder / "a.txt", "--seqlen", 4)

@@ -63,7 +63,7 @@ def test_decoders_read_texts_as_one_stream(decoder: LayeredModel, tmp_path: Path
     one, two, three = [1, 2, 3, 1, 2, 3, 1, 9], [2, 9], [3, 3, 9]
     orders = [one + two + three, two + one + three, two + three + one, three + one + two, three + two + one]
     assert stream in [order[:12] for order in [*orders, one + three + two]]
-    assert found.note == "calib.jsonl gives 3 samples of at most 4 tokens, 10 were asked for"
+    assert found.note == "calib.jsonl gives 3 samples of at most 4 tokens, 10 were requested"
     fewer = load_samples(path, decoder, 2, 4)
     assert rows(fewer) == rows(found)[:2]
     assert fewer.note == ""
@@ -88,7 +88,7 @@ def test_ids_of_a_file(decoder: LayeredModel, tmp_path: Path) -> None:
     assert rows(load_samples(str(path), decoder, 9, 10)) == [list(range(10)), list(range(10, 20))]
 
 
-def test_random_tokens_say_what_they_are_good_for(decoder: LayeredModel) -> None:
+def test_random_tokens_come_with_a_note(decoder: LayeredModel) -> None:
     found = load_samples("random", decoder, 3, 7)
     assert [len(row) for row in rows(found)] == [7, 7, 7]
     assert "only to try things out" in found.note
@@ -170,9 +170,12 @@ def test_ids_of_another_tokenizer_are_refused(decoder: LayeredModel) -> None:
 
 
 @pytest.mark.parametrize(("limit", "where"), [(10**9, "memory"), (0, "disk")])
-def test_hidden_states_come_back_as_they_were(tmp_path: Path, limit: int, where: str) -> None:
+def test_hidden_states_are_preserved(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, limit: int, where: str
+) -> None:
+    monkeypatch.setattr(inputs, "MEMORY_BYTES", limit)
     shapes = [(2, 3, 8), (1, 5, 8)]
-    states = HiddenStates(shapes, CPU, tmp_path, limit)
+    states = HiddenStates(shapes, CPU, tmp_path)
     assert states.where == where
     kept = [torch.randn(shape) for shape in shapes]
     for _ in range(2):
@@ -217,7 +220,7 @@ def test_inputs_follow_the_weights_as_they_are_replaced(tmp_path: Path, keep: bo
     assert block.runs == (6 if keep else 2 * (1 + 3 + 3))
 
 
-def test_inputs_start_again_when_weights_behind_them_change(tmp_path: Path) -> None:
+def test_inputs_restart_after_weights_change(tmp_path: Path) -> None:
     states = HiddenStates([(1, 1, 2)], CPU, tmp_path)
     states[0] = torch.ones(1, 1, 2)
     block = Doubling(BlockSizes(1, 1, 2, 0.0, torch.relu), dict.fromkeys("abc", torch.tensor(2.0)))
@@ -237,7 +240,8 @@ def test_inputs_are_kept_if_all_fits_in_memory(tmp_path: Path, monkeypatch: pyte
             monkeypatch.setattr(inputs, "KEPT_BYTES", 5 * streams * states.nbytes + spare)
             assert may_keep(states, 24) == fits
     monkeypatch.undo()
-    assert not may_keep(HiddenStates([(2, 3, 8)], CPU, tmp_path, limit=0), 24)  # on the disk
+    monkeypatch.setattr(inputs, "MEMORY_BYTES", 0)
+    assert not may_keep(HiddenStates([(2, 3, 8)], CPU, tmp_path), 24)  # on the disk
 
 
 def test_a_container_may_use_no_more_memory_than_its_limit(

@@ -67,12 +67,12 @@ def best_row(w0: Tensor, h: Tensor, fixed: Tensor) -> Tensor:
     return row
 
 
-def oracle(w0: Tensor, h: Tensor, pattern: SlidePattern, phase: int) -> Tensor:
+def oracle(w0: Tensor, h: Tensor, pattern: SlidePattern) -> Tensor:
     """Block by block: try every choice of zeros with all that is behind fixed, keep the best, fix the block."""
     assert pattern.length
     fixed = torch.full_like(w0, torch.nan)
     row = w0.clone()
-    for block in blocks(len(w0), pattern, phase):
+    for block in blocks(len(w0), pattern.length):
         surplus = max(0, block.stop - block.start - (pattern.length - 2))
         tried = []
         for zeros in combinations(range(block.start, block.stop), surplus):
@@ -88,19 +88,19 @@ def oracle(w0: Tensor, h: Tensor, pattern: SlidePattern, phase: int) -> Tensor:
 
 
 @pytest.mark.parametrize("pattern", PATTERNS[:4], ids=str)
-@pytest.mark.parametrize(("tail", "phase"), [(0, 0), (-1, 0), (1, 0), (0, 1), (-1, 2)])
-def test_one_row_is_the_exact_optimal_brain_surgeon(pattern: SlidePattern, tail: int, phase: int) -> None:
+@pytest.mark.parametrize("tail", [0, -1, 1])
+def test_one_row_is_the_exact_optimal_brain_surgeon(pattern: SlidePattern, tail: int) -> None:
     assert pattern.length
     k = 3 * pattern.length + tail
     w, h = weights(1, k), damped(hessian_of(inputs(300, k)))
-    found = sparsegpt(w, factor(h, 0.0, torch.float64), pattern, phase)
-    expected = oracle(w[0], h, pattern, phase)
+    found = sparsegpt(w, factor(h, 0.0, torch.float64), pattern)
+    expected = oracle(w[0], h, pattern)
     assert torch.equal(found[0] == 0, expected == 0)
     # both solve systems of the condition of H, here below 1e4: float64 leaves 1e-12 of the largest weight
     assert float((found[0] - expected).abs().max()) < 1e-11 * float(w.abs().max())
 
 
-def test_many_rows_are_each_row_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_are_independent(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("slidesparse.methods.sparsegpt.CHOICE_ELEMENTS", 28 * 3)  # three rows at a time
     w, pattern = weights(7, 29), PATTERNS[2]
     upper = factor(hessian_of(inputs(300, 29)), dtype=torch.float64)
@@ -111,7 +111,7 @@ def test_many_rows_are_each_row_by_itself(monkeypatch: pytest.MonkeyPatch) -> No
         assert float((alone - together[row : row + 1]).abs().max()) < 1e-12
 
 
-def test_columns_in_batches_are_columns_one_block_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_batch_size_of_columns_does_not_matter(monkeypatch: pytest.MonkeyPatch) -> None:
     w, h, pattern = weights(5, 300), hessian_of(inputs(900, 300)), PATTERNS[1]
     upper = factor(h, dtype=torch.float64)
     in_batches = sparsegpt(w, upper, pattern)
@@ -131,21 +131,20 @@ def cost(w: Tensor, found: Tensor, h: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("pattern", PATTERNS[:4], ids=str)
-@pytest.mark.parametrize("phase", [0, 1])
-def test_a_sweep_never_makes_a_row_worse_and_ends_where_no_block_can_be_bettered(
-    pattern: SlidePattern, phase: int
+def test_sweeps_never_increase_the_cost_and_end_in_a_local_optimum(
+    pattern: SlidePattern,
 ) -> None:
     assert pattern.length
     k = 2 * pattern.length + 1
     w, h = weights(6, k), damped(hessian_of(inputs(300, k)))
-    rounds = [sparsegpt(w, factor(h, 0.0, torch.float64), pattern, phase)]
+    rounds = [sparsegpt(w, factor(h, 0.0, torch.float64), pattern)]
     for _ in range(40):
-        rounds.append(refine(w, rounds[-1], h, pattern, 1, 0.0, phase))
-        assert violations(rounds[-1], pattern, phase) is None
+        rounds.append(refine(w, rounds[-1], h, pattern, 1, 0.0))
+        assert violations(rounds[-1], pattern) is None
         assert bool((cost(w, rounds[-1], h) <= cost(w, rounds[-2], h) * (1 + 1e-12)).all())
     assert float(cost(w, rounds[1], h).sum()) < float(cost(w, rounds[0], h).sum())
     settled = rounds[-1]
-    for block in blocks(k, pattern, phase):  # every other choice of zeros in one block, solved exactly
+    for block in blocks(k, pattern.length):  # every other choice of zeros in one block, solved exactly
         surplus = max(0, block.stop - block.start - (pattern.length - 2))
         for zeros in combinations(range(block.start, block.stop), surplus):
             for row in range(len(w)):
@@ -162,39 +161,20 @@ def test_a_sweep_never_makes_a_row_worse_and_ends_where_no_block_can_be_bettered
 
 @pytest.mark.parametrize("pattern", PATTERNS, ids=str)
 @pytest.mark.parametrize("dtype", [INT8, FP8], ids=["int8", "fp8"])
-def test_no_violation_after_quantization_and_a_tail_loses_no_more_than_it_must(
+def test_no_violation_after_quantization_and_a_minimal_tail(
     pattern: SlidePattern, dtype: torch.dtype
 ) -> None:
-    """Each K modulo L, and each shard of tensor parallelism with the phase at which it starts."""
+    """Each K modulo L."""
     assert pattern.length
     for k in range(64, 64 + pattern.length):
         w, h = weights(16, k).float(), hessian_of(inputs(200, k), torch.float32)
         upper = factor(h)
-        for pruned in (
-            refine(w, sparsegpt(w, upper, pattern), h, pattern, 1),
-            wanda(w, h, pattern),
-        ):
+        for pruned in (refine(w, sparsegpt(w, upper, pattern), h, pattern, 1), wanda(w, h, pattern)):
             codes, _ = quantize_rows(pruned, dtype)
             assert violations(codes, pattern) is None
-            for tp in (2, 4, 8):
-                for shard in range(tp):
-                    start, stop = shard * k // tp, (shard + 1) * k // tp
-                    phase = pattern.shard_phase(start)
-                    assert violations(codes[:, start:stop].contiguous(), pattern, phase) is None
             tail = k % pattern.length
             lost = (pruned[:, k - tail :] == 0).sum(1) if tail else torch.zeros(16)
             assert bool((lost == max(0, tail - (pattern.length - 2))).all())
-
-
-@pytest.mark.parametrize("phase", range(8))
-def test_a_shard_pruned_with_its_phase_obeys_it(phase: int) -> None:
-    pattern, k = SlidePattern(8), 45
-    w, h = weights(8, k).float(), hessian_of(inputs(200, k), torch.float32)
-    for pruned in (sparsegpt(w, factor(h), pattern, phase), wanda(w, h, pattern, phase)):
-        assert violations(pruned, pattern, phase) is None
-        assert int((pruned == 0).sum()) == len(w) * sum(
-            max(0, block.stop - block.start - 6) for block in blocks(k, pattern, phase)
-        )
 
 
 def test_nothing_is_pruned_at_2_inf() -> None:
@@ -208,7 +188,7 @@ def test_nothing_is_pruned_at_2_inf() -> None:
 
 
 @pytest.mark.parametrize("ratio", ["6:8", "4:6", "2:4"])
-def test_sparsegpt_beats_wanda_beats_magnitude_on_tokens_not_calibrated_with(ratio: str) -> None:
+def test_methods_rank_as_expected_on_held_out_tokens(ratio: str) -> None:
     pattern, k = SlidePattern.parse(ratio), 96
     x = inputs(6000, k)
     calibration, held_out = hessian_of(x[:3000]), hessian_of(x[3000:])
@@ -221,13 +201,13 @@ def test_sparsegpt_beats_wanda_beats_magnitude_on_tokens_not_calibrated_with(rat
     assert errors[0] < 0.95 * errors[1] < 0.85 * errors[2], errors
 
 
-def test_wanda_weighs_by_the_size_of_the_inputs() -> None:
+def test_wanda_uses_input_norms() -> None:
     w = torch.tensor([[1.0, 2.0, 3.0, 4.0, 1.0, 1.0, 1.0, 1.0]])
     h = torch.diag(torch.tensor([100.0, 1.0, 1.0, 0.01, 9.0, 4.0, 16.0, 25.0]))
     assert wanda(w, h, SlidePattern(4)).tolist() == [[1.0, 0.0, 3.0, 0.0, 0.0, 0.0, 1.0, 1.0]]
 
 
-def test_inputs_never_seen_lose_first_and_else_keep_their_weight() -> None:
+def test_weights_of_dead_inputs_are_removed_first_and_not_updated() -> None:
     """Input 3 of each block of 8 is dead: its weight goes, as that costs nothing; in a tail of three it stays."""
     pattern, k = SlidePattern(8), 19
     x = inputs(400, k)
@@ -238,13 +218,13 @@ def test_inputs_never_seen_lose_first_and_else_keep_their_weight() -> None:
     assert float((pruned[:, 18] - w[:, 18]).abs().max()) < 1e-12
 
 
-def test_no_inputs_at_all_prune_by_magnitude() -> None:
+def test_zero_inputs_prune_by_magnitude() -> None:
     w, pattern = weights(12, 30), SlidePattern(8)
     pruned = sparsegpt(w, factor(torch.zeros(30, 30), dtype=torch.float64), pattern)
     assert torch.equal(pruned == 0, prune(w, pattern) == 0)
 
 
-def test_fewer_tokens_than_inputs_still_factor() -> None:
+def test_fewer_tokens_than_inputs_can_be_factored() -> None:
     w, pattern = weights(12, 80).float(), SlidePattern(8)
     h = hessian_of(inputs(9, 80), torch.float32)
     pruned = refine(w, sparsegpt(w, factor(h), pattern), h, pattern, 4)
@@ -252,7 +232,7 @@ def test_fewer_tokens_than_inputs_still_factor() -> None:
     assert bool(pruned.isfinite().all())
 
 
-def test_few_tokens_are_trusted_less() -> None:
+def test_few_tokens_are_damped_more() -> None:
     """The damping that `damping_for` takes errs less on other tokens than the usual one."""
     k, pattern, w = 96, SlidePattern(8), weights(32, 96)
     x = inputs(4000, k)
@@ -268,7 +248,7 @@ def test_few_tokens_are_trusted_less() -> None:
 
 
 @pytest.mark.parametrize("band", [1, 5, 8, 17, 64])
-def test_h_is_summed_on_one_side_and_mirrored(monkeypatch: pytest.MonkeyPatch, band: int) -> None:
+def test_h_is_symmetric(monkeypatch: pytest.MonkeyPatch, band: int) -> None:
     monkeypatch.setattr("slidesparse.calibrate.inputs.BAND", band)
     x, hessian = inputs(60, 17), Hessian(17, dtype=torch.float64)
     for part in x.split(20):  # read in between, and gone on with
@@ -293,7 +273,7 @@ def test_output_error_is_the_error_of_the_output() -> None:
 
 
 @pytest.mark.parametrize("rows", [(4, 4), (12, 8)])
-def test_the_target_solves_its_least_squares(rows: tuple[int, int]) -> None:
+def test_target_solves_its_least_squares_problem(rows: tuple[int, int]) -> None:
     """It solves the normal equations, of few rows and of many, and is nearer to w d than w is, as a tells of d here."""
     w = {name: weights(n, 24, seed=n) for name, n in zip("xy", rows, strict=True)}
     a = weights(400, 24, seed=2)
@@ -312,7 +292,7 @@ def test_the_target_solves_its_least_squares(rows: tuple[int, int]) -> None:
         assert float((a @ found.t() - wanted).norm()) < 0.2 * float((a @ weight.t() - wanted).norm())
 
 
-def test_inputs_that_did_not_move_leave_the_target_alone() -> None:
+def test_target_is_unchanged_without_drift() -> None:
     w, a = weights(8, 24), weights(100, 24, seed=1)
     drift, hessian = Drift({"w": w}), Hessian(24, dtype=torch.float64)
     drift.add(a, a.clone())

@@ -136,7 +136,7 @@ def moved(name: str, config: dict[str, Any]) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("name", ["llama 3 rope", "qwen2", "gemma2", "gemma3 scaled rope", "phi3 long"])
-def test_older_configs_say_the_same_otherwise(name: str, tmp_path: Path) -> None:
+def test_older_configs_are_equivalent(name: str, tmp_path: Path) -> None:
     saved(name, tmp_path)
     path = tmp_path / "config.json"
     new = open_model(Checkpoint.open(tmp_path))
@@ -147,7 +147,7 @@ def test_older_configs_say_the_same_otherwise(name: str, tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("kind", DECODERS)
-def test_keys_that_a_config_lacks_are_what_transformers_takes(kind: str, tmp_path: Path) -> None:
+def test_missing_keys_have_the_defaults_of_transformers(kind: str, tmp_path: Path) -> None:
     source = llama(tmp_path / "source")
     given = {**DECODER, "num_hidden_layers": 12, "architectures": [f"{kind}ForCausalLM"]}
     config_class = getattr(transformers, f"{kind}{'Text' * (kind == 'Gemma3')}Config")
@@ -191,7 +191,7 @@ def test_stages_are_the_inputs_of_their_layers(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["qwen2", "phi3"])
 @torch.inference_mode()
-def test_waiting_for_a_stage_keeps_no_output_of_a_layer(name: str, tmp_path: Path) -> None:
+def test_suspended_block_keeps_no_other_activations(name: str, tmp_path: Path) -> None:
     """All batches of a calibration wait at once: three activations of an MLP's width in each filled a GPU of 141 GB."""
     saved(name, tmp_path)
     model = open_model(Checkpoint.open(tmp_path))

@@ -126,7 +126,7 @@ def test_weights_of_another_row_order_are_read_once(tmp_path: Path, monkeypatch:
     assert (seen.count(gate), seen.count(up)) == (1, 1)
 
 
-def test_channels_that_something_else_tells_apart_stay(tmp_path: Path) -> None:
+def test_channels_that_may_not_be_permuted(tmp_path: Path) -> None:
     """A norm over the channels, and blocks that begin elsewhere in each head that shares an order."""
     model = open_model(Checkpoint.open(llama(tmp_path / "source")))
     with model.checkpoint.reader() as reader:
@@ -143,7 +143,7 @@ def test_channels_that_something_else_tells_apart_stay(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("columns", "length", "region"), [(88, 8, 88), (88, 6, 88), (86, 8, 86), (64, 6, 32)]
 )
-def test_an_order_costs_less(columns: int, length: int, region: int) -> None:
+def test_order_reduces_the_cost(columns: int, length: int, region: int) -> None:
     """Half of the columns are large; the last block may be short, and columns stay in their region."""
     torch.manual_seed(0)
     scores = torch.rand(40, columns) * torch.where(torch.arange(columns) % region < region // 2, 100.0, 1.0)
@@ -207,7 +207,7 @@ def test_what_is_written_is_what_was_pruned(tmp_path: Path, unrotated: dict[str,
     assert inspect(tmp_path / "out").violations == 0
 
 
-def test_it_takes_off_errors(
+def test_permutation_reduces_errors(
     tmp_path: Path, unrotated: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Columns differ in size, as those of trained models do."""

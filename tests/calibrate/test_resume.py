@@ -125,15 +125,15 @@ def test_killed_by_a_signal_at_two_points(source: Path, tmp_path: Path, ids: str
 
 
 CHANGES: list[tuple[dict[str, Any], str]] = [
-    ({"pattern": "4:6"}, 'layers was {"model.layers.0.'),
-    ({"quant": "fp8"}, 'quant was "int8", is "fp8"'),
-    ({"method": "wanda"}, 'method was "sparsegpt", is "wanda"'),
+    ({"pattern": "4:6"}, "layers was {'model.layers.0."),
+    ({"quant": "fp8"}, "quant was 'int8', is 'fp8'"),
+    ({"method": "wanda"}, "method was 'sparsegpt', is 'wanda'"),
     ({"samples": 3}, "samples was"),
     ({"sweeps": 1}, "sweeps was 4, is 1"),
-    ({"target": "own"}, 'finetune was 4, is 0; target was "dense", is "own"'),
+    ({"target": "own"}, "finetune was 4, is 0; target was 'dense', is 'own'"),
     ({"finetune": 2}, "finetune was 4, is 2"),
     ({"skip": ["o_proj"]}, "layers was"),
-    ({"budget": Budget(zeros=0.2)}, "budget was null, is {"),
+    ({"budget": Budget(zeros=0.2)}, "budget was None, is {"),
 ]
 
 

@@ -101,7 +101,7 @@ def test_refusals(tmp_path: Path, source: Path) -> None:
     refused(tmp_path / "out", "already pruned to 2:4@50%", error=CheckpointError, out="more", pattern="6:8")
     block = config_of(tmp_path / "out")["quantization_config"][KEY]
     for changed, fact in (
-        ({"layout": "slided"}, "knows no blocks"),
+        ({"layout": "slided"}, "cannot store it"),
         ({"pattern": "dense"}, "prunes nothing"),
     ):
         with pytest.raises(MetadataError, match=fact):

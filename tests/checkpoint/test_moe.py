@@ -76,7 +76,7 @@ def test_experts_of_a_layer_are_left_as_they_are(tmp_path: Path, name: str) -> N
 
 def test_parts_of_a_layer_of_experts_go_together(tmp_path: Path) -> None:
     source = MODELS["mixtral"].write(tmp_path / "source")
-    refused(source, "--ignore covers", "experts.0.w1 but not", "joins them", ignore=[r"experts\.0\.w1"])
+    refused(source, "--ignore covers", "experts.0.w1 but not", "fuses them", ignore=[r"experts\.0\.w1"])
 
 
 def test_options_for_linear_layers_leave_experts(tmp_path: Path) -> None:
@@ -114,7 +114,7 @@ def test_experts_in_one_tensor_are_left(tmp_path: Path) -> None:
     name = "model.layers.0.mlp.experts.down_proj"
     tensors[name] = tensors[name].to(torch.float8_e4m3fn)
     write(source, model.settings(), tensors)
-    refused(source, f"{name} holds routed experts in one tensor of F8_E4M3", out="x")
+    refused(source, f"{name} holds several routed experts in F8_E4M3", out="x")
 
 
 @pytest.mark.parametrize("layout", ["slided", "packed"])

@@ -109,8 +109,8 @@ def test_static_activations_become_dynamic(tmp_path: Path, make: Callable[[list[
     for layer in LINEARS:
         check_codes(before, after, layer)
     check_block(tmp_path / "out", report.quant, {"lm_head"})
-    assert report.rewritten == (
-        "14 layers: static scales of activations dropped, which are quantized per token now"
+    assert (
+        report.rewritten == "14 layers: static activation scales dropped, activations now quantized per token"
     )
     done = Done("convert", source, tmp_path / "again", "-s", "6:8")
     assert done.out.count(f"source    {report.rewritten}\n") == 1
@@ -290,7 +290,7 @@ def test_fp8_with_a_scale_a_tensor(tmp_path: Path, static: bool, layout: str) ->
     assert not any("input_scale" in name for name in after)
     for layer in LINEARS:
         check_codes(before, after, layer)
-    words = "static scales" if static else "activations quantized per token now"
+    words = "static activation scales" if static else "activations now quantized per token"
     assert words in report.rewritten
     refused(source, "--quant int8 contradicts the source", out="x", quant="int8")
     check_block(tmp_path / "dense", "fp8", {"lm_head"})
@@ -344,7 +344,7 @@ def test_w8a8_experts_with_a_scale_a_tensor_get_one_a_channel(tmp_path: Path) ->
     block["ignore"] = ["re:.*gate", "lm_head"]
     edit_json(source / "config.json", quantization_config=block)
     report = convert(source, tmp_path / "out")
-    assert report.rewritten == "32 layers: the scale of each tensor written per channel, as experts need it"
+    assert report.rewritten == "32 layers: per-tensor scales written per channel, as experts need them"
     before, after = tensors_of(source), tensors_of(tmp_path / "out")
     for layer in layers:
         check_codes(before, after, layer, layer in model.linears())
@@ -377,6 +377,4 @@ def test_codes_that_no_group_names(tmp_path: Path) -> None:
     block = quantization_config("fp8", "tensor")
     block["config_groups"]["group_0"]["targets"] = ["re:.*mlp.*"]  # type: ignore[index]
     edit_json(source / "config.json", quantization_config=block)
-    refused(
-        source, "self_attn", "is F8_E4M3, but quantization_config does not say that the layer is quantized"
-    )
+    refused(source, "self_attn", "is F8_E4M3, but by quantization_config the layer is not quantized")

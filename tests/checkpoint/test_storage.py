@@ -62,13 +62,12 @@ def test_written_files_are_read_by_the_safetensors_library(
     tmp_path_factory: pytest.TempPathFactory, planned: list[TensorSpec], seed: int
 ) -> None:
     path = tmp_path_factory.mktemp("written") / MODEL
-    writer = Writer(path, planned)
     tensors = {spec.name: random_tensor(spec, seed) for spec in planned}
-    for spec in planned:
-        rows = tensors[spec.name].reshape(spec.rows, spec.columns)
-        for row in reversed(range(spec.rows)):  # in any order
-            writer.write(spec.name, row, rows[row : row + 1])
-    writer.close()
+    with Writer(path, planned) as writer:
+        for spec in planned:
+            rows = tensors[spec.name].reshape(spec.rows, spec.columns)
+            for row in reversed(range(spec.rows)):  # in any order
+                writer.write(spec.name, row, rows[row : row + 1])
     assert plan_file(planned)[2] == path.stat().st_size
     for name, tensor in load(path.read_bytes()).items():
         assert_same(tensor, tensors.pop(name))
@@ -254,10 +253,7 @@ SINGLE: dict[str, tuple[Callable[[Path], Any], str]] = {
     "header a list": (lambda source: edit_header(source / MODEL, "[1]"), "found [1]"),
     "header no JSON": (lambda source: edit_header(source / MODEL, "{"), MODEL),
     "a name twice": (lambda source: edit_header(source / MODEL, '{"a": {}, "a": {}}'), "'a' appears twice"),
-    "header too deep": (
-        lambda source: edit_header(source / MODEL, '{"a":' * 100_000),
-        "nested too deeply",
-    ),
+    "header too deep": (lambda source: edit_header(source / MODEL, '{"a":' * 100_000), "nested too deeply"),
     "name of two lines": (lambda source: edit_header(source / MODEL, '{"a\\nb": {}}'), "'a\\nb'"),
     "name half a pair": (lambda source: edit_header(source / MODEL, '{"\\ud800": {}}'), "printable"),
     "empty and endless": (

@@ -1,7 +1,8 @@
-"""Short calibrated conversions on the CPU, and the token ids that they read."""
+"""Short calibrated conversions on the CPU, and their calibration samples."""
 
 from __future__ import annotations
 
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from slidesparse.calibrate.task import Calibration
 from slidesparse.convert.report import Report
 
 LINEARS = sorted(LLAMA.linears())
-TOKENS = (6, 24)  # samples of so many tokens
+TOKENS = (6, 24)  # number of samples, sequence length
 DEVICES = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 
 
@@ -24,19 +25,7 @@ def write_ids(path: Path, samples: int = TOKENS[0]) -> str:
 
 
 def calibrated(source: Path, out: Path, ids: str, **options: Any) -> Report:
-    """Convert with calibration, as it is; on the CPU unless told otherwise, where bytes are the same in each run."""
-    keys = (
-        "resume",
-        "samples",
-        "seqlen",
-        "device",
-        "sweeps",
-        "target",
-        "finetune",
-        "rotate",
-        "distill",
-        "minutes",
-    )
-    how = {key: options.pop(key) for key in keys if key in options}
+    """Convert with calibration, by default without rotation and on the CPU, where results are deterministic."""
+    how = {field.name: options.pop(field.name) for field in fields(Calibration) if field.name in options}
     calibration = Calibration(ids, **{"device": "cpu", "seqlen": TOKENS[1], "rotate": "off", **how})
     return convert(source, out, calibration=calibration, **options)
