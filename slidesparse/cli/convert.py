@@ -189,6 +189,12 @@ def convert(
     report: Annotated[
         Path | None, typer.Option(help="Write a report on each layer to this JSON file.", metavar="FILE.json")
     ] = None,
+    plot: Annotated[
+        Path | None,
+        typer.Option(
+            help="With a budget: draw loss against speed, or zeros, to this file.", metavar="FILE.svg"
+        ),
+    ] = None,
     dry_run: Annotated[
         bool,
         typer.Option(
@@ -228,10 +234,16 @@ def convert(
         calibration=_calibration(calib, method, data, training),
         check=report is not None,
     )
-    if report is not None:
-        _require_writable(report, target)
+    if plot is not None and budget is None:
+        raise SlideSparseError("--plot needs a budget; give one, such as --max-loss 1%, or leave --plot out")
+    _require_writable("--report", report, target)
+    _require_writable("--plot", plot, target)
     with byte_progress(lines=True) as progress:
         done = run(local_folder(source), target, options, dry_run=dry_run, progress=progress)
+    if plot is not None and done.budget:
+        from slidesparse.convert.plot import svg
+
+        plot.write_text(svg(done.budget))
     if report is not None and (budget or not dry_run):
         report.write_text(json.dumps(done.to_json(), indent=2) + "\n")
     _warn(done)
@@ -301,22 +313,24 @@ def _calibration(
     return None
 
 
-def _require_writable(report: Path, target: Path) -> None:
-    """Raise SlideSparseError, before hours of work, unless the report can be written and is not ``target`` itself."""
+def _require_writable(option: str, report: Path | None, target: Path) -> None:
+    """Raise SlideSparseError, before hours of work, unless the file of an option can be written beside ``target``."""
+    if report is None:
+        return
     if report.resolve() == target.resolve():
         raise SlideSparseError(
-            f"--report {report} is the folder that the model is written to; name a file beside it"
+            f"{option} {report} is the folder that the model is written to; name a file beside it"
         )
     if report.is_dir() or not report.resolve().parent.is_dir():
         raise SlideSparseError(
-            f"--report {report} is a folder, or its folder does not exist; name a file in an existing folder"
+            f"{option} {report} is a folder, or its folder does not exist; name a file in an existing folder"
         )
     new = not report.exists()
     try:
         report.open("a").close()
     except OSError as error:
         raise SlideSparseError(
-            f"--report {report}: {error.strerror}; name a file that can be written"
+            f"{option} {report}: {error.strerror}; name a file that can be written"
         ) from error
     if new:
         report.unlink()

@@ -11,6 +11,7 @@ import subprocess
 import sys
 from pathlib import Path
 from typing import Any
+from xml.etree import ElementTree
 
 import pytest
 from calibration import write_ids
@@ -25,6 +26,7 @@ from slidesparse.convert import stream
 from slidesparse.convert.options import ConvertOptions
 
 ROOT = Path(__file__).parents[2]
+SVG = "{http://www.w3.org/2000/svg}"
 
 
 @pytest.fixture(autouse=True)
@@ -171,6 +173,7 @@ def test_every_option_reaches_the_conversion(
         (("--calib", "random", "--rotate", "yes"), "--rotate 'yes' is not known"),
         (("--layer", "down_proj=1:8"), "--layer 'down_proj=1:8'"),
         (("--zeros", "25%"), "found --sparsity and --zeros"),
+        (("--plot", "plot.svg"), "--plot needs a budget"),
         (("--tokens", "16"), "--tokens would do nothing: --sparsity"),
         (("--report", "/proc/report.json"), "--report /proc/report.json"),
         (("--report", "missing/report.json"), "--report missing/report.json"),
@@ -184,11 +187,13 @@ def test_usage_exits_2(source: Path, tmp_path: Path, options: tuple[str, ...], f
     assert not (tmp_path / "out").exists()
 
 
-def test_a_report_has_no_place_where_the_model_goes(source: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("option", ["--report", "--plot"])
+def test_a_report_has_no_place_where_the_model_goes(source: Path, tmp_path: Path, option: str) -> None:
     out = tmp_path / "out"
-    done = Done(*start(source, out, "--report", tmp_path / "." / "out"))
+    goal = ("--zeros", "25%", "--calib", "random") if option == "--plot" else ("--sparsity", "6:8")
+    done = Done("convert", source, out, *goal, option, tmp_path / "." / "out")
     assert done.code == 2
-    assert f"--report {out} is the folder that the model is written to" in done.err
+    assert f"{option} {out} is the folder that the model is written to" in done.err
     assert not out.exists()
 
 
@@ -239,14 +244,23 @@ def test_a_budget_prints_what_can_be_had_for_which_loss(
 ) -> None:
     """First without writing anything, then with what was chosen and what it lost."""
     monkeypatch.setenv("SLIDESPARSE_CACHE", str(tmp_path / "cache"))
-    report = tmp_path / "report.json"
-    dry = Done("convert", source, tmp_path / "out", "--zeros", "30%", *calib, "--report", report, "--dry-run")
+    dry = Done(
+        "convert",
+        source,
+        tmp_path / "out",
+        "--zeros",
+        "30%",
+        *calib,
+        "--plot",
+        tmp_path / "plot.svg",
+        "--dry-run",
+    )
     assert dry.code == 0, dry.err
     assert not (tmp_path / "out").exists()
-    found = json.loads(report.read_text())["budget"]
-    assert set(found["uniform"]) == {"8:10", "6:8", "4:6", "2:4"}
-    assert len(found["frontier"]) > 2
-    assert found["chosen"]["zeros"] >= 0.3
+    drawn = ElementTree.parse(tmp_path / "plot.svg").getroot()
+    assert len(drawn.findall(f"{SVG}circle")) == 5  # four patterns and the choice
+    assert len(drawn.find(f"{SVG}polyline").get("points").split()) > 2
+    assert {"8:10", "6:8", "4:6", "2:4", "--zeros 30%"} <= {text.text for text in drawn.iter(f"{SVG}text")}
     lines = dry.out.splitlines()
     assert lines[0].split() == ["perplexity", "zeros", "matrices"]
     losses = [
