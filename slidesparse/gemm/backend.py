@@ -12,7 +12,7 @@ from torch import Tensor
 from slidesparse import gemm, profiling, reference
 from slidesparse.gemm.problem import TN, Layout, Plan, Problem
 from slidesparse.kernels import Producer
-from slidesparse.pattern import HARDWARE_LENGTH, SlideLayout, SlidePattern, round_up
+from slidesparse.pattern import HARDWARE_LENGTH, MOST_LENGTH, SlideLayout, SlidePattern, round_up
 from slidesparse.quantize import arithmetic_of
 from slidesparse.slide import require_pattern
 
@@ -44,8 +44,11 @@ class LayerSpec:
 
 @lru_cache(maxsize=1 << 12)
 def spec_of(n: int, k: int, length: int, phase: int, dtype: torch.dtype, out_dtype: torch.dtype) -> LayerSpec:
-    """Return the `LayerSpec` of a layer whose pattern has blocks of ``length``; cached, as every call needs one."""
-    return LayerSpec(n, k, SlidePattern(length), phase, dtype, out_dtype)
+    """Return the `LayerSpec` of a layer whose pattern has blocks of ``length``; cached, as every call needs one.
+
+    Longer blocks than any other pattern's are rows of 2_inf.
+    """
+    return LayerSpec(n, k, SlidePattern(length if length <= MOST_LENGTH else None), phase, dtype, out_dtype)
 
 
 class Backend(Protocol):

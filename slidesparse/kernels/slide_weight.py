@@ -27,7 +27,7 @@ import triton.language as tl
 from torch import Tensor
 
 from slidesparse.kernels import Config, common
-from slidesparse.pattern import HARDWARE_LENGTH, SlidePattern
+from slidesparse.pattern import HARDWARE_LENGTH, SlideLayout
 from slidesparse.quantize import FP8, INT8
 
 # A tile is ``block`` blocks of each of ``rows`` rows.
@@ -156,7 +156,12 @@ def slide_weight(
     """
     common.require("w", w, 2, (INT8, FP8))
     n, k = w.shape
-    layout = SlidePattern(length).layout(k, phase)
+    if length < HARDWARE_LENGTH or length % 2 or not 0 <= phase < length:
+        raise ValueError(
+            f"block length {length} at phase {phase}: the length must be even and at least {HARDWARE_LENGTH}, "
+            "the phase in 0..length-1"
+        )
+    layout = SlideLayout(k, phase, length)  # of any length: 2_inf takes a row as one block
     target = _words_of(out, w, layout.slided)
     broken = torch.zeros(1, dtype=torch.int32, device=w.device)
     if not target.numel():
