@@ -36,6 +36,7 @@ MARKED = re.compile(r"(<!-- table: (\S+) -->\n).*?(<!-- end -->)", re.DOTALL)
 FEW_COLUMNS = {
     BLOCKS: "not pruned",
     **{name: name for name in ("6:8", "4:6", "2:4", "2:4@33%", "2:4@50%", "2:4@67%")},
+    **{f"{CUSPARSELT} {name}": f"`{CUSPARSELT}` {name}" for name in ("6:8", "2:4")},
 }
 PATTERNS = ("2:4", "4:6", "6:8", "8:10")
 QWEN, LLAMA = "Qwen2.5-7B", "Llama3.2-1B"
@@ -91,25 +92,22 @@ def few() -> str:
     return _few_table(QWEN, STOCK, FEW_COLUMNS)
 
 
+def few_bitnet() -> str:
+    """BitNet b1.58 2B in steps of few tokens, over its own unpruned codes by the same kernels."""
+    return _few_table("BitNet-2B", BLOCKS, {name: name for name in ("6:8", "2:4")})
+
+
 def _few_table(model: str, base: str, columns: Mapping[str, str]) -> str:
-    """A row for each dtype and step: the ratios to ``base`` of the same round; the least and the most of rounds that
-    differ by more than a twentieth.
-    """
+    """A row for each dtype and step: medians over the rounds of the ratios to ``base``, and how many rounds at most."""
     ratios, rows = _few(base).loc[model], []
     for dtype in (each for each in ("int8", "fp8") if each in ratios.index):
         cells = sorted({at[:2] for at in ratios.loc[dtype].index}, key=lambda at: (at[0] == "prefill", at[1]))
         for number, (stage, m) in enumerate(cells):
-            found = [
-                ratios.loc[dtype, stage, m].get(name, pd.Series(dtype=float)).dropna() for name in columns
-            ]
+            found = ratios.loc[dtype, stage, m].reindex(columns=[*columns])
             step = STEPS[stage].format(m).replace("1 sequences", "1 sequence")
-            rows.append((dtype.upper() if number == 0 else "", step, *map(_spread, found)))
-    return table(("", "", *columns.values()), rows, 2)
-
-
-def _spread(ratios: pd.Series[float]) -> str:
-    steady = ratios.empty or ratios.max() <= 1.05 * ratios.min()
-    return times(ratios.median()) if steady else span(ratios)
+            figures = (*map(times, found.median()), found.count().max())
+            rows.append((dtype.upper() if number == 0 else "", step, *figures))
+    return table(("", "", *columns.values(), "rounds"), rows, 2)
 
 
 def gains() -> str:
@@ -404,7 +402,7 @@ GOALS |= {f"loss {share}": f"`--max-loss {share}`" for share in ("1%", "2%")}
 
 
 TABLES: dict[str, Callable[[], str]] = {
-    **{make.__name__: make for make in (gains, models, few, qwen, llama, fusion, step)},
+    **{make.__name__: make for make in (gains, models, few, few_bitnet, qwen, llama, fusion, step)},
     **{make.__name__: make for make in (layers, ranges, verdicts, products, heuristics, bandwidth)},
     **{make.__name__: make for make in (reference, efficiency, bitnet, blocks, budgets)},
     "losses": lambda: accuracy.losses(ACCURACY / "protocol_a.csv"),
