@@ -1,6 +1,7 @@
-"""A thousand requests through vLLM's own HTTP server, a tenth of them cancelled: no error, no growth, stock's metrics.
+"""Ten thousand requests through the HTTP server of vLLM, a tenth of them cancelled: no errors, no growth, stock metrics.
 
-On a machine with a GPU the server runs there, compiled and with graphs, else by the reference backend.
+Then adapters that swap places, weights that are reloaded while the server runs, and on a GPU sleep.  On a machine with
+a GPU the server runs there, compiled and with graphs, else by the reference backend.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
@@ -24,13 +25,14 @@ from typing import Any
 
 import pytest
 import torch
+from lora import write_adapter
 from models import QWEN, converted, write_w8a8
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.alone]
 
 ON_GPU = torch.cuda.is_available()
 MODEL = replace(QWEN, hidden=256, head_dim=64)  # which FlashAttention has kernels for
-REQUESTS, SETTLED, THREADS = 1000, 300, 16
+REQUESTS, SETTLED, THREADS = 10_000, 2_000, 16
 CANCELLED = 10  # one in so many
 CANCELLED_TOKENS = 440  # more than there is time for, mostly
 MEBIBYTE = 1 << 20
@@ -38,6 +40,7 @@ MEBIBYTE = 1 << 20
 # takes once, an arena of the allocator, a thread, a size that comes up for the first time, one or two of them: some MiB
 # when the machine is busy.  So the second smallest window counts.  A prompt's activations of one layer are 20 to 40 KB.
 WINDOWS = 4
+DISTURBED = 150  # requests between two reloads of the weights
 LEAK = (48 if ON_GPU else 12) << 10  # bytes a request; on a GPU new sizes of prefill batches make plans
 GPU_GROWTH = 32 * MEBIBYTE  # PyTorch's allocator takes segments of 2 and 20
 START_SECONDS = 300
@@ -62,10 +65,10 @@ OPTIONS = [
 class Server:
     """``vllm serve`` and the processes that it starts."""
 
-    def __init__(self, model: Path, folder: Path, env: dict[str, str]) -> None:
+    def __init__(self, model: Path, folder: Path, env: dict[str, str], options: Sequence[str] = ()) -> None:
         self.port, self.log = _free_port(), folder / "log"
         vllm = [sys.executable, "-m", "vllm.entrypoints.cli.main"]
-        command = [*vllm, "serve", str(model), *OPTIONS, "--port", str(self.port)]
+        command = [*vllm, "serve", str(model), *OPTIONS, *options, "--port", str(self.port)]
         env = os.environ | ENVIRONMENT | {"VLLM_CACHE_ROOT": str(folder)} | env
         with self.log.open("w") as sink:
             self.process = subprocess.Popen(
@@ -100,8 +103,17 @@ class Server:
                 pages += int(fields[21]) if int(fields[3]) == self.process.pid else 0
         return pages * os.sysconf("SC_PAGE_SIZE")
 
-    def complete(self, prompt: list[int], tokens: int) -> dict[str, Any]:
-        connection, response = self._post(prompt, tokens, stream=False)
+    def command(self, path: str, body: dict[str, Any] | None = None) -> None:
+        """Call one of the paths that VLLM_SERVER_DEV_MODE opens."""
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=120)
+        connection.request("POST", path, json.dumps(body or {}), {"Content-Type": "application/json"})
+        response = connection.getresponse()
+        text = response.read()
+        connection.close()
+        assert response.status == 200, text
+
+    def complete(self, prompt: list[int], tokens: int, model: str = "model") -> dict[str, Any]:
+        connection, response = self._post(prompt, tokens, stream=False, model=model)
         answer = json.loads(response.read())
         connection.close()
         assert response.status == 200, answer
@@ -115,10 +127,10 @@ class Server:
         connection.close()
 
     def _post(
-        self, prompt: list[int], tokens: int, stream: bool
+        self, prompt: list[int], tokens: int, stream: bool, model: str = "model"
     ) -> tuple[http.client.HTTPConnection, http.client.HTTPResponse]:
         body = {
-            "model": "model",
+            "model": model,
             "prompt": prompt,
             "max_tokens": tokens,
             "temperature": 0,
@@ -172,20 +184,20 @@ def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Server, 
             server.close()
 
 
-def ask(server: Server, number: int) -> None:
-    """One of the requests: short and long prompts, few and many tokens."""
+def ask(server: Server, number: int, models: Sequence[str] = ("model",)) -> None:
+    """One of the requests: short and long prompts, few and many tokens, each of the ``models`` in turn."""
     prompt = [(number * 31 + 7 * i) % 500 for i in range(1 + number * 13 % 64)]
     if number % CANCELLED == 3:
         server.cancel(prompt)
         return
     tokens = 1 + number * 5 % 12
-    answer = server.complete(prompt, tokens)
+    answer = server.complete(prompt, tokens, models[number % len(models)])
     assert answer["usage"]["completion_tokens"] == len(answer["choices"][0]["token_ids"]) == tokens
 
 
-def run(server: Server, numbers: range) -> None:
+def run(server: Server, numbers: range, models: Sequence[str] = ("model",)) -> None:
     with ThreadPoolExecutor(THREADS) as pool:
-        list(pool.map(lambda number: ask(server, number), numbers))
+        list(pool.map(lambda number: ask(server, number, models), numbers))
 
 
 def metric_names(server: Server) -> set[str]:
@@ -211,7 +223,7 @@ def growth(server: Server, first: int) -> float:
     return sorted(grown)[1] / window
 
 
-def test_a_thousand_requests(servers: tuple[Server, Server]) -> None:
+def test_ten_thousand_requests(servers: tuple[Server, Server]) -> None:
     stock, ours = servers
     run(stock, range(20))
     started = len(ours.log.read_text())
@@ -237,6 +249,43 @@ def test_a_thousand_requests(servers: tuple[Server, Server]) -> None:
     served = log[started:]
     assert "Traceback" not in served, served[-4000:]
     assert "ERROR" not in served, served[-4000:]
+
+
+def test_adapters_take_turns_while_weights_are_reloaded(tmp_path: Path) -> None:
+    """The server has room for one adapter of two.  What it answers stays the same, and its memory too."""
+    source = write_w8a8(MODEL, tmp_path / "source")
+    model = converted(source, tmp_path / "pruned", "6:8")
+    adapters = [write_adapter(source, tmp_path / name, seed) for seed, name in enumerate(("a", "b"))]
+    options = ["--enable-lora", "--max-loras", "1", "--max-lora-rank", "8", "--lora-modules"]
+    options += [f"{path.name}={path}" for path in adapters] + ["--enable-sleep-mode"] * ON_GPU
+    server = Server(model, tmp_path, {"VLLM_SERVER_DEV_MODE": "1"}, options)
+    models = ("model", "a", "b")
+
+    def answers() -> list[list[int]]:
+        # LoRA's kernels add in any order on a GPU
+        asked = models[:1] if ON_GPU else models
+        return [server.complete([3, 1, 4, 1, 5], 8, name)["choices"][0]["token_ids"] for name in asked]
+
+    try:
+        expected = server.wait() and answers()
+        started = len(server.log.read_text())
+        assert len({*map(tuple, expected)}) == len(expected)
+        host = []
+        for start in range(0, 8 * DISTURBED, DISTURBED):
+            run(server, range(start, start + DISTURBED), models)
+            server.command("/collective_rpc", {"method": "reload_weights"})
+            if ON_GPU:
+                server.command("/sleep?level=1")
+                server.command("/wake_up")
+            assert answers() == expected
+            host.append(server.resident())
+        grown = sorted(after - before for before, after in pairwise(host))
+        print(f"{DISTURBED} requests each: {', '.join(f'{one / MEBIBYTE:.1f}' for one in grown)} MiB more")
+        assert grown[2] < LEAK * DISTURBED
+        served = server.log.read_text()[started:]
+        assert "Traceback" not in served, served[-4000:]
+    finally:
+        server.close()
 
 
 def _gpu_memory() -> int:
