@@ -1,4 +1,4 @@
-"""Ten thousand requests through the HTTP server of vLLM, a tenth of them cancelled: no errors, no growth, stock metrics.
+"""Ten thousand requests through vLLM's HTTP server, a tenth of them cancelled: no error, no growth, stock's metrics.
 
 Then adapters that swap places, weights that are reloaded while the server runs, and on a GPU sleep.  On a machine with
 a GPU the server runs there, compiled and with graphs, else by the reference backend.
