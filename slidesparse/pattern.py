@@ -169,7 +169,7 @@ class MixedPattern:
     @property
     def ratio(self) -> str:
         """The spelling that `parse` reads, such as ``2:4@50%``."""
-        return f"2:4@{float(100 * self.share):.6g}%" if self.share else DENSE_WEIGHT
+        return f"2:4@{self._percent}" if self.share else DENSE_WEIGHT
 
     @property
     def flag(self) -> str:
@@ -179,7 +179,12 @@ class MixedPattern:
     def __str__(self) -> str:
         if not self.share:
             return f"{DENSE_WEIGHT} (nothing pruned)"
-        return f"{self.ratio} (2 of every 4 pruned in {float(100 * self.share):.6g}% of the blocks)"
+        return f"{self.ratio} (2 of every 4 pruned in {self._percent} of the blocks)"
+
+    @property
+    def _percent(self) -> str:
+        """The share with all the digits that `parse` takes."""
+        return f"{float(100 * self.share):.6f}".rstrip("0").rstrip(".") + "%"
 
     @property
     def length(self) -> int:

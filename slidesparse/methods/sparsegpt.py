@@ -351,7 +351,9 @@ def choose(w: Tensor, rule: Rule, chosen: Tensor | None = None) -> tuple[Tensor,
         shares.addcmul_(left.flip(1), rule.beside)
     best = left.mul_(shares).sum(1).argmin(-1)
     values = shares.gather(2, best.view(-1, 1, 1).expand(-1, count, 1)).squeeze(2)
-    return torch.zeros_like(w).scatter_(1, choices.pairs[best], values), choices.taken[best]
+    places = choices.pairs[best]
+    gone = torch.zeros_like(w, dtype=torch.bool).scatter_(1, places, True)
+    return torch.zeros_like(w).scatter_(1, places, values), gone
 
 
 class _Choices(NamedTuple):
@@ -359,12 +361,10 @@ class _Choices(NamedTuple):
 
     columns: Tensor  # [count, C]
     pairs: Tensor  # [C, count], transposed
-    taken: Tensor  # bool [C, L], whether a column is in the choice
 
 
 @cache
 def _choices(length: int, count: int, device: torch.device) -> _Choices:
     with torch.inference_mode(False):
         pairs = torch.combinations(torch.arange(length, device=device), count)
-        taken = torch.zeros(len(pairs), length, dtype=torch.bool, device=device).scatter_(1, pairs, True)
-        return _Choices(pairs.t().contiguous(), pairs, taken)
+        return _Choices(pairs.t().contiguous(), pairs)

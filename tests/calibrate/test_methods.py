@@ -11,6 +11,7 @@ from strategies import NAMED
 from torch import Tensor
 
 from slidesparse.calibrate.inputs import Drift, Hessian, output_error
+from slidesparse.methods import sparsegpt as module
 from slidesparse.methods.sparsegpt import (
     DAMPING,
     blocks,
@@ -109,6 +110,12 @@ def test_rows_are_independent(monkeypatch: pytest.MonkeyPatch) -> None:
         alone = sparsegpt(w[row : row + 1], upper, pattern)
         assert torch.equal(alone == 0, together[row : row + 1] == 0)
         assert float((alone - together[row : row + 1]).abs().max()) < 1e-12
+
+
+def test_memory_of_long_blocks_grows_with_the_choices_alone() -> None:
+    """At the longest block, 4096, a byte for each choice and column would be 34 GB."""
+    found = module._choices(512, 2, torch.device("cpu"))
+    assert sum(part.nbytes for part in found) <= 32 * math.comb(512, 2)
 
 
 def test_batch_size_of_columns_does_not_matter(monkeypatch: pytest.MonkeyPatch) -> None:

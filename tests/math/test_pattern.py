@@ -147,6 +147,9 @@ def test_mixed_patterns() -> None:
     assert parse_pattern("2:4@33.3%") == MixedPattern(Fraction(333, 1000))
     assert str(parse_pattern(" Dense ")) == "dense (nothing pruned)"
     assert parse_pattern("6:8") == SlidePattern(8)
+    for text in ("33.333333", "99.999999", "12.3", "0.000001", "10"):  # metadata hold the ratio as text
+        found = MixedPattern.parse(f"2:4@{text}%")
+        assert (found.ratio, MixedPattern.parse(found.ratio)) == (f"2:4@{text}%", found)
     for text in ("6:8@50%", "2:4@50", "2:4@", "2:4@-1%", "2:4@5e1%"):
         with pytest.raises(PatternError, match="is not a share of 2:4 blocks"):
             parse_pattern(text)

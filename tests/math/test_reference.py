@@ -45,17 +45,17 @@ def test_extreme_int8_sums_are_exact(tokens: int, activation: int, weight: int |
     if weight is not None:
         assert (
             int(acc[0, 0]) == LARGE // 2 * activation * weight
-        )  # 3074 * 16384 leaves float32's whole numbers
+        )  # 1538 * 16384 leaves float32's whole numbers
 
 
 @pytest.mark.parametrize("tokens", [2, 6])
-def test_an_odd_sum_beyond_float32_is_exact(tokens: int) -> None:
-    """One 126 among 127s: with twice the columns in a chunk its sum would be odd and above 2^24."""
-    q = torch.full((tokens, LARGE), 127, dtype=INT8)
-    w = two_four(3, LARGE, seed=0, value=127)
-    w[:, w[0].nonzero()[0]] -= 1
-    w[1:] = w[0]
-    assert matmul(q, w).tolist() == [[127 * (127 * (LARGE // 2) - 1)] * 3] * tokens
+@pytest.mark.parametrize("columns", [LARGE - 1, LARGE])
+def test_sums_of_dense_weights_beyond_float32_are_exact(columns: int, tokens: int) -> None:
+    """One 126 among 127s: of a few more columns in a chunk the sum would be odd and above 2^24."""
+    q = torch.full((tokens, columns), 127, dtype=INT8)
+    w = torch.full((3, columns), 127, dtype=INT8)
+    w[:, 0] -= 1
+    assert matmul(q, w).tolist() == [[127 * (127 * columns - 1)] * 3] * tokens
 
 
 @given(st.integers(0, 9), st.integers(0, 6), st.integers(0, 40), st.integers(0, 2**20))
