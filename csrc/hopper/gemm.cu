@@ -89,12 +89,11 @@ cudaError_t AskFit(const Configuration& c, const GemmKernel& kernel, Fit* fit) {
   if (fit->stages == 0) return cudaSuccess;
   const auto function = reinterpret_cast<const void*>(kernel.function);
   if (cudaError_t error = LoadKernel(function)) return error;
-  const Launch launch = {nullptr, dim3(c.Cluster()), kernel.threads,
-                         kernel.shared_bytes(fit->stages, c.splits), c.Cluster()};
-  RuntimeLaunch runtime(launch);
-  runtime.config.attrs = runtime.attributes + 1;  // the cluster, also of one CTA
-  runtime.config.numAttrs = 1;
-  return cudaOccupancyMaxActiveClusters(&fit->clusters, function, &runtime.config);
+  Launch launch(nullptr, c.Cluster(), kernel.threads, kernel.shared_bytes(fit->stages, c.splits),
+                c.Cluster());
+  launch.config.attrs = launch.attributes + 1;  // the cluster's size alone, even if it is one CTA
+  launch.config.numAttrs = 1;
+  return cudaOccupancyMaxActiveClusters(&fit->clusters, function, &launch.config);
 }
 
 // Divides m tokens into tiles and groups for the tile scheduler; returns the number of tiles.
@@ -238,10 +237,9 @@ const char* LaunchGemm(const Gemm& gemm, std::int64_t m, const GemmTensors& tens
       }
     }
   }
-  const Launch launch = {stream, dim3(static_cast<unsigned>(ctas)), gemm.kernel.threads,
-                         gemm.kernel.shared_bytes(a.stages, c.splits), c.Cluster()};
-  const RuntimeLaunch runtime(launch);
-  const cudaError_t error = cudaLaunchKernelEx(&runtime.config, gemm.kernel.function, a);
+  const Launch launch(stream, ctas, gemm.kernel.threads,
+                      gemm.kernel.shared_bytes(a.stages, c.splits), c.Cluster());
+  const cudaError_t error = cudaLaunchKernelEx(&launch.config, gemm.kernel.function, a);
   if (error == cudaSuccess) return nullptr;
   return Fail("%s (%s) for m %lld, n %d, K' %lld, by configuration %s", cudaGetErrorName(error),
               cudaGetErrorString(error), static_cast<long long>(m), a.n,

@@ -31,9 +31,8 @@ struct SlidesparseHopperPlan {
   };
   std::vector<Tuned> tuned;
 
-  // The GEMM for m tokens; null if the plan only quantizes.
+  // The GEMM for m tokens, of a plan that does not only quantize.
   const slidesparse::hopper::Gemm* Choose(std::int64_t m, SlidesparseBlocks blocks) const {
-    if (tuned.empty()) return nullptr;
     const Tuned* found = &tuned.back();
     for (const Tuned& one : tuned) {
       if (m > one.tokens) continue;

@@ -194,11 +194,10 @@ __device__ __forceinline__ void TmaStore(const CUtensorMap* map, int column, int
   asm volatile("cp.async.bulk.commit_group;" ::: "memory");
 }
 
-// Waits until TMA has read the shared memory of all of this thread's stores but the last
-// `kPending`.
-template <int kPending>
+// Waits until TMA has read the shared memory of all of this thread's stores, which may then be
+// overwritten.
 __device__ __forceinline__ void TmaStoreWaitRead() {
-  asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(kPending) : "memory");
+  asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory");
 }
 
 // Makes this thread's writes to shared memory visible to TMA.

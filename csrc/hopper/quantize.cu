@@ -160,12 +160,11 @@ const char* EnqueueQuantize(QuantizeArguments arguments, std::int64_t m, Float i
                     IsAligned(arguments.residual) && IsAligned(arguments.total) &&
                     IsAligned(arguments.gain);
   const int codes = std::min(arguments.part, arguments.padded);
-  const Launch launch = {stream, dim3(static_cast<unsigned>(m * division.parts)), division.threads,
-                         CeilDiv(codes, kStoreCodes) * kStoreCodes, division.parts};
+  const Launch launch(stream, m * division.parts, division.threads,
+                      CeilDiv(codes, kStoreCodes) * kStoreCodes, division.parts);
   const QuantizeKernel kernel = FindKernel(prologue, input, fp8, wide, division.vectors);
-  const RuntimeLaunch runtime(launch);
   const cudaError_t error = kernel != nullptr
-                                ? cudaLaunchKernelEx(&runtime.config, kernel, arguments)
+                                ? cudaLaunchKernelEx(&launch.config, kernel, arguments)
                                 : cudaErrorInvalidValue;
   if (error == cudaSuccess) return nullptr;
   return Fail(

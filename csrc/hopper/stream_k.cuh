@@ -69,7 +69,7 @@ struct StreamKScales {
 
 // The whole warpgroup waits until TMA has read its staging memory.
 __device__ __forceinline__ void WaitForBuffers(int barrier) {
-  if (threadIdx.x % 128 == 0) TmaStoreWaitRead<0>();
+  if (threadIdx.x % 128 == 0) TmaStoreWaitRead();
   __syncwarp();
   NamedBarrier(barrier, 128);
 }
@@ -113,8 +113,7 @@ __device__ __forceinline__ void StoreStrip(const GemmArguments& arguments, const
       }
     }
     ProxyFence();
-    if (S::kBuffers > 1 && leader)
-      TmaStoreWaitRead<S::kBuffers - 2>();  // so the next buffer is free
+    if (S::kBuffers > 1 && leader) TmaStoreWaitRead();  // so the next buffer is free
     __syncwarp();
     NamedBarrier(barrier, 128);
     if (arguments.vector_stores) {
@@ -317,7 +316,7 @@ __global__ void __launch_bounds__(TileShape<kStrips, kTokens>::kThreads,
       scheduler.Next(arguments, next, kTokens, strips);
     }
   }
-  if (threadIdx.x < S::kConsumerThreads && threadIdx.x % 128 == 0) TmaStoreWaitRead<0>();
+  if (threadIdx.x < S::kConsumerThreads && threadIdx.x % 128 == 0) TmaStoreWaitRead();
 }
 
 }  // namespace slidesparse::hopper
