@@ -71,8 +71,8 @@ constexpr int kFlagWords = 8;          // one sector of 32 bytes
 constexpr int kMaxStreamKCtas = 1024;  // of one launch
 
 __device__ __forceinline__ float Widen(const void* from, int index, Float type) {
-  if (type == Float::kFloat32) return LoadNow(static_cast<const float*>(from) + index);
-  const std::uint16_t bits = LoadNow(static_cast<const std::uint16_t*>(from) + index);
+  if (type == Float::kFloat32) return LoadVolatile(static_cast<const float*>(from) + index);
+  const std::uint16_t bits = LoadVolatile(static_cast<const std::uint16_t*>(from) + index);
   return type == Float::kBFloat16 ? __bfloat162float(__ushort_as_bfloat16(bits))
                                   : __half2float(__ushort_as_half(bits));
 }

@@ -16,11 +16,11 @@ constexpr int kStrips[] = {1, 2, 3, 4, 5};
 constexpr int kMulticast[] = {1, 2, 4};
 constexpr int kSplits[] = {1, 2, 3, 4, 5, 6, 8};
 constexpr int kResident[] = {1, 2, 3};
-constexpr int kUsefulStages = 3;
+constexpr int kMinUsefulStages = 3;
 
-constexpr int kSmBytes = 228 << 10;       // shared memory of an SM
-constexpr int kMostCtaBytes = 227 << 10;  // that a CTA may have
-constexpr int kReservedBytes = 1 << 10;   // that the system takes of each CTA
+constexpr int kSmBytes = 228 << 10;      // shared memory of an SM
+constexpr int kMaxCtaBytes = 227 << 10;  // that a CTA may have
+constexpr int kReservedBytes = 1 << 10;  // that the system takes of each CTA
 
 // The model, fitted on an H200 (INT8, Qwen2.5-7B's layers at 2:4 and 6:8) to 1280 products of 256
 // to 8192 tokens and to 400 of fewer, of earlier forms of the kernels.  On 967 problems as
@@ -125,7 +125,7 @@ bool ReadWord(const char*& text, const char* word) {
 }  // namespace
 
 int Configuration::SharedBytes() const {
-  return std::min(kMostCtaBytes, kSmBytes / resident - kReservedBytes);
+  return std::min(kMaxCtaBytes, kSmBytes / resident - kReservedBytes);
 }
 
 std::string ToText(const Configuration& c) {
@@ -152,8 +152,8 @@ std::vector<Candidate> FindCandidates(int n, int columns, int m, double dense, i
   const auto consider = [&](const Configuration& c) {
     const Fit fit = fits(c);
     const int others = sms * (c.resident - 1);
-    if (fit.stages < kUsefulStages || fit.clusters * c.Cluster() <= others) return;  // no room
-    if (!c.stream_k && TilesOf(c, n, m) * c.Cluster() <= others) return;             // too few CTAs
+    if (fit.stages < kMinUsefulStages || fit.clusters * c.Cluster() <= others) return;  // no room
+    if (!c.stream_k && TilesOf(c, n, m) * c.Cluster() <= others) return;  // too few CTAs
     found.push_back({PredictUs(c, n, columns, m, dense, sms, fit.clusters), c});
   };
   int widest = 0;  // the fewest tokens of a tile that hold m, else the most there are

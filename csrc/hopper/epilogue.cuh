@@ -18,7 +18,7 @@ struct RowScales {
     for (int r = 0; r < 2; ++r) {
       const int row = first + 8 * r;
       if (row < arguments.n) {
-        weight[r] = LoadNow(arguments.scale_w + row);
+        weight[r] = LoadVolatile(arguments.scale_w + row);
         if (arguments.bias_type != Float::kNone) {
           bias[r] = Widen(arguments.bias, row, arguments.bias_type);
         }
@@ -42,7 +42,7 @@ struct TokenScales {
     for (int i = 0; i < kWords; ++i) {
       const int token = i * 32 + threadIdx.x % 32;
       if (token < kTokens && first + token < arguments.m) {
-        scales[i] = LoadNow(arguments.scale_x + first + token);
+        scales[i] = LoadVolatile(arguments.scale_x + first + token);
       }
     }
   }

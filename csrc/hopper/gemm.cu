@@ -12,8 +12,8 @@
 namespace slidesparse::hopper {
 namespace {
 
-constexpr int kFewestStages = 2;  // one is multiplied while the other is filled
-constexpr int kMostStages = 256;
+constexpr int kMinStages = 2;  // one is multiplied while the other is filled
+constexpr int kMaxStages = 256;
 constexpr int kGroupTokens = 2048;      // whose tiles form a group of the tile scheduler
 constexpr int kKeptOutputs = 16 << 20;  // bytes; more would evict weights and activations from L2
 constexpr std::int64_t kFlagBytes = kMaxStreamKCtas * kFlagWords * 4;
@@ -78,9 +78,9 @@ bool HasKernel(const Configuration& c, const GemmKernel& kernel) {
 
 // The most stages that a CTA's shared memory holds; 0 if they are too few to work.
 int StagesThatFit(const Configuration& c, const GemmKernel& kernel) {
-  int stages = kMostStages;
+  int stages = kMaxStages;
   while (stages > 0 && kernel.shared_bytes(stages, c.splits) > c.SharedBytes()) --stages;
-  return stages >= kFewestStages ? stages : 0;
+  return stages >= kMinStages ? stages : 0;
 }
 
 // Asks the runtime how a configuration fits the current device.

@@ -193,15 +193,15 @@ __device__ __forceinline__ void PackSparse(const PackArguments& arguments, int s
 }
 
 __global__ void Pack(const PackArguments arguments) {
-  const std::int64_t program = blockIdx.x;
-  const int strip = static_cast<int>(program / arguments.blocks);
-  const int block = static_cast<int>(program % arguments.blocks);
+  const std::int64_t cta = blockIdx.x;
+  const int strip = static_cast<int>(cta / arguments.blocks);
+  const int block = static_cast<int>(cta % arguments.blocks);
   std::uint8_t* packed = arguments.packed;
   if (!arguments.mixed) {
-    PackSparse(arguments, strip, block, packed + program * kPackedBytes);
+    PackSparse(arguments, strip, block, packed + cta * kPackedBytes);
     return;
   }
-  const std::uint32_t entry = reinterpret_cast<const std::uint32_t*>(packed)[program];
+  const std::uint32_t entry = reinterpret_cast<const std::uint32_t*>(packed)[cta];
   packed += static_cast<std::size_t>(entry / 2) * kTableUnit;
   if (entry % 2 == 1) {
     PackDense(arguments, strip, block, packed);

@@ -242,9 +242,9 @@ __device__ __forceinline__ void StoreCluster32(std::uint32_t address, std::uint3
 }
 
 // Stores into another CTA of the cluster, whose barrier counts the bytes as they arrive.
-__device__ __forceinline__ void PushCluster128(std::uint32_t address, std::uint32_t x,
-                                               std::uint32_t y, std::uint32_t z, std::uint32_t w,
-                                               std::uint32_t barrier) {
+__device__ __forceinline__ void StoreAsyncCluster128(std::uint32_t address, std::uint32_t x,
+                                                     std::uint32_t y, std::uint32_t z,
+                                                     std::uint32_t w, std::uint32_t barrier) {
   asm volatile(
       "st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.u32 "
       "[%0], {%1, %2, %3, %4}, [%5];" ::"r"(address),
@@ -309,13 +309,13 @@ __device__ __forceinline__ void WaitAndClearFlag(std::uint32_t* flag) {
 }
 
 // A load that the compiler does not move.
-__device__ __forceinline__ float LoadNow(const float* from) {
+__device__ __forceinline__ float LoadVolatile(const float* from) {
   float value;
   asm volatile("ld.global.f32 %0, [%1];" : "=f"(value) : "l"(from) : "memory");
   return value;
 }
 
-__device__ __forceinline__ std::uint16_t LoadNow(const std::uint16_t* from) {
+__device__ __forceinline__ std::uint16_t LoadVolatile(const std::uint16_t* from) {
   std::uint16_t value;
   asm volatile("ld.global.u16 %0, [%1];" : "=h"(value) : "l"(from) : "memory");
   return value;

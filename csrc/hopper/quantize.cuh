@@ -19,12 +19,12 @@
 
 namespace slidesparse::hopper {
 
-constexpr int kMostParts = 8;    // CTAs of a row: a portable cluster
+constexpr int kMaxParts = 8;     // CTAs of a row: a portable cluster
 constexpr int kStoreCodes = 16;  // codes of one store
 constexpr int kPartUnit = 8;     // blocks of L columns: whole vectors and stores for any L
-constexpr int kMostQuantizeThreads = 1024;
-constexpr float kLargestInt8 = 127.0f, kLargestFp8 = 448.0f;
-constexpr float kLeastFp8Scale = 1.0f / (448.0f * 512.0f);
+constexpr int kMaxQuantizeThreads = 1024;
+constexpr float kMaxInt8 = 127.0f, kMaxFp8 = 448.0f;
+constexpr float kMinFp8Scale = 1.0f / (448.0f * 512.0f);
 
 // Rounds to the nearest integer, ties to even, NaN to 0, saturated to 8 bits; the first in the
 // lowest byte.
@@ -54,18 +54,18 @@ __device__ __forceinline__ std::uint32_t Fp8Pair(float low, float high) {
 // A row's scale, and how its values become codes.
 template <bool kFp8>
 struct RowScale {
-  float scale, factor, minus;
+  float scale, factor, negated_scale;
 
   __device__ __forceinline__ explicit RowScale(float absmax) {
     if (kFp8) {
-      scale = fmaxf(__fdiv_rn(absmax, kLargestFp8), kLeastFp8Scale);
+      scale = fmaxf(__fdiv_rn(absmax, kMaxFp8), kMinFp8Scale);
       factor = __fdiv_rn(1.0f, scale);
       // The remainder of an infinite scale would be NaN; a value over it is zero.
-      minus = isinf(scale) ? 0.0f : -scale;
+      negated_scale = isinf(scale) ? 0.0f : -scale;
     } else {
-      scale = __fdiv_rn(absmax, kLargestInt8);
-      factor = absmax == 0.0f ? 0.0f : __fdiv_rn(kLargestInt8, absmax);
-      minus = 0.0f;
+      scale = __fdiv_rn(absmax, kMaxInt8);
+      factor = absmax == 0.0f ? 0.0f : __fdiv_rn(kMaxInt8, absmax);
+      negated_scale = 0.0f;
     }
   }
 
@@ -73,9 +73,10 @@ struct RowScale {
   // its exact remainder.  It differs from the quotient nowhere near a tie of E4M3, and far below
   // 2^-100, where the remainder is not exact, both are zero.  The sum loses the sign of -0.0.
   __device__ __forceinline__ float Quotient(float value) const {
-    const float near = __fmul_rn(value, factor);
-    const float found = __fmaf_rn(__fmaf_rn(near, minus, value), factor, near);
-    return __uint_as_float(__float_as_uint(found) | (__float_as_uint(value) & 0x80000000u));
+    const float approximate = __fmul_rn(value, factor);
+    const float remainder = __fmaf_rn(approximate, negated_scale, value);
+    const float quotient = __fmaf_rn(remainder, factor, approximate);
+    return __uint_as_float(__float_as_uint(quotient) | (__float_as_uint(value) & 0x80000000u));
   }
 
   // Four neighbours' codes, the first in the lowest byte.
@@ -112,7 +113,7 @@ __device__ __forceinline__ void Exchange(std::uint32_t of_warp, std::uint32_t* w
 }
 
 // The largest magnitude of a row.  Magnitudes compare as their bits do.
-__device__ __forceinline__ float RowLargest(float mine, std::uint32_t* words, int part, int parts) {
+__device__ __forceinline__ float RowAbsMax(float mine, std::uint32_t* words, int part, int parts) {
   Exchange(__reduce_max_sync(0xFFFFFFFFu, __float_as_uint(mine)), words, part, parts);
   std::uint32_t found = 0;
   for (int i = threadIdx.x % 32; i < parts * static_cast<int>(blockDim.x / 32); i += 32) {
@@ -123,8 +124,8 @@ __device__ __forceinline__ float RowLargest(float mine, std::uint32_t* words, in
 
 __device__ __forceinline__ float WarpSum(float mine) {
 #pragma unroll
-  for (int apart = 16; apart > 0; apart /= 2) {
-    mine = __fadd_rn(mine, __shfl_xor_sync(0xFFFFFFFFu, mine, apart));
+  for (int offset = 16; offset > 0; offset /= 2) {
+    mine = __fadd_rn(mine, __shfl_xor_sync(0xFFFFFFFFu, mine, offset));
   }
   return mine;
 }
@@ -162,12 +163,12 @@ __device__ __forceinline__ uint4 LiftWords(const QuantizeArguments& arguments,
 
 // A thread keeps kVectors of its vectors in registers and reads the others again.
 template <Float kInput, bool kFp8, bool kWide, int kVectors, Prologue kPrologue>
-__global__ void __launch_bounds__(kMostQuantizeThreads)
+__global__ void __launch_bounds__(kMaxQuantizeThreads)
     Quantize(const __grid_constant__ QuantizeArguments arguments) {
   using RowOf = Row<kInput, kWide, kPrologue>;
-  constexpr int kWords = kMostParts * kMostQuantizeThreads / 32;
+  constexpr int kWords = kMaxParts * kMaxQuantizeThreads / 32;
   extern __shared__ __align__(16) std::uint8_t codes[];
-  __shared__ std::uint32_t largest[kWords], sums[RowOf::kIsNorm ? kWords : 1];
+  __shared__ std::uint32_t maxima[kWords], sums[RowOf::kIsNorm ? kWords : 1];
   const int parts = arguments.parts;
   const int part = blockIdx.x % parts;
   const std::int64_t row_index = blockIdx.x / parts;
@@ -215,13 +216,13 @@ __global__ void __launch_bounds__(kMostQuantizeThreads)
   };
   float absmax = 0.0f;
 #pragma unroll
-  for (int i = 0; i < kVectors; ++i) absmax = fmaxf(absmax, mine[i].Largest());
+  for (int i = 0; i < kVectors; ++i) absmax = fmaxf(absmax, mine[i].AbsMax());
   for (int at = held + threadIdx.x; at < vectors; at += blockDim.x) {
-    absmax = fmaxf(absmax, again(at).Largest());
+    absmax = fmaxf(absmax, again(at).AbsMax());
   }
   __syncwarp();
   if (!RowOf::kIsNorm && parts > 1) ClusterWait();
-  const RowScale<kFp8> scale(RowLargest(absmax, largest, part, parts));
+  const RowScale<kFp8> scale(RowAbsMax(absmax, maxima, part, parts));
   LaunchDependents();  // the kernel behind waits for the codes itself
 
   uint2* const to = reinterpret_cast<uint2*>(codes);

@@ -435,11 +435,11 @@ class WideConsumer : Consumer {
   }
 
   // Multiplies stage `i`, and reads what registers hold of the next one.
-  __device__ __forceinline__ void Step(const Block& now, Block& then, int& i, int count,
+  __device__ __forceinline__ void Step(const Block& current, Block& following, int& i, int count,
                                        bool accumulate, std::uint32_t (&sums)[kTokens / 2]) {
     const std::uint32_t stage = ring_ + next_.stage * kStageBytes;
     // Fence and commit are in both branches: otherwise ptxas puts a wait behind each wgmma.
-    if (kMixed && now.dense) {
+    if (kMixed && current.dense) {
       WgmmaFence();
 #pragma unroll
       for (int wgmma = 0; wgmma < kDenseWgmmas; ++wgmma) {
@@ -454,7 +454,7 @@ class WideConsumer : Consumer {
       for (int wgmma = 0; wgmma < kWgmmas; ++wgmma) {
         Wgmma<Type, kTokens>::Sparse(
             sums, WeightDescriptor(stage + weight_ + wgmma * (kValueBytes / kWgmmas)),
-            Descriptor(stage + wgmma * kWgmmaColumns), now.metadata[wgmma],
+            Descriptor(stage + wgmma * kWgmmaColumns), current.metadata[wgmma],
             accumulate || wgmma > 0);
       }
       WgmmaCommit();
@@ -464,7 +464,7 @@ class WideConsumer : Consumer {
     next_.Advance(arguments_.stages);
     if (++i < count) {
       Wait();
-      Load(then);
+      Load(following);
     }
   }
 

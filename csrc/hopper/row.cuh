@@ -67,11 +67,11 @@ struct Vector {
   }
 
   // NaN counts as zero.
-  __device__ __forceinline__ float Largest() const {
-    float largest = 0.0f;
+  __device__ __forceinline__ float AbsMax() const {
+    float absmax = 0.0f;
 #pragma unroll
-    for (int i = 0; i < kVectorCodes; ++i) largest = fmaxf(largest, fabsf(Get(i)));
-    return largest;
+    for (int i = 0; i < kVectorCodes; ++i) absmax = fmaxf(absmax, fabsf(Get(i)));
+    return absmax;
   }
 };
 
@@ -142,7 +142,7 @@ __device__ __forceinline__ void StoreVector(const QuantizeArguments& arguments, 
 }
 
 // silu(gate) * up, with the division that Triton compiles `/` to.
-__device__ __forceinline__ float Gated(float gate, float up) {
+__device__ __forceinline__ float SiluMul(float gate, float up) {
   float silu;
   asm("div.full.f32 %0, %1, %2;" : "=f"(silu) : "f"(gate), "f"(__fadd_rn(expf(-gate), 1.0f)));
   return __fmul_rn(silu, up);
@@ -215,7 +215,8 @@ struct Row {
       }
     } else {
 #pragma unroll
-      for (int i = 0; i < kVectorCodes; ++i) made[i] = Gated(source.x.Get(i), source.other.Get(i));
+      for (int i = 0; i < kVectorCodes; ++i)
+        made[i] = SiluMul(source.x.Get(i), source.other.Get(i));
     }
     return Vector<kInput>::Of(made);
   }

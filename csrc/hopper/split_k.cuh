@@ -91,11 +91,11 @@ __device__ __forceinline__ SplitKWork FindWork(const GemmArguments& arguments) {
 }
 
 // Tells the other splits that this warp is done with the ring.
-__device__ __forceinline__ void OpenRing(const GemmArguments& arguments, const SplitKWork& work,
-                                         std::uint32_t open) {
+__device__ __forceinline__ void SignalRingFree(const GemmArguments& arguments,
+                                               const SplitKWork& work, std::uint32_t ring_free) {
   const int split = threadIdx.x % 32;
   if (split < arguments.splits && split != work.split) {
-    BarrierArriveAt(open, split * arguments.multicast + work.group.rank);
+    BarrierArriveAt(ring_free, split * arguments.multicast + work.group.rank);
   }
 }
 
@@ -107,17 +107,17 @@ __device__ __forceinline__ void PushSums(const GemmArguments& arguments, const S
                                          const std::uint32_t (&sums)[kTokens / 2]) {
   using S = SplitKShape<kStrips, kTokens>;
   const int rank = owner * arguments.multicast + work.group.rank;
-  const int number = work.split < owner ? work.split : work.split - 1;
+  const int sender = work.split < owner ? work.split : work.split - 1;  // of the owner's others
   const std::uint32_t to =
-      MapToCta(received + (slot * (arguments.splits - 1) + number) * S::kWarpSumBytes +
+      MapToCta(received + (slot * (arguments.splits - 1) + sender) * S::kWarpSumBytes +
                    threadIdx.x % 32 * 16,
                rank);
   const std::uint32_t barrier = MapToCta(barriers + 8 * slot, rank);
 #pragma unroll
   for (int j = 0; j < kTokens / 8; ++j) {
     if (8 * j < tokens) {
-      PushCluster128(to + j * 512, sums[4 * j], sums[4 * j + 1], sums[4 * j + 2], sums[4 * j + 3],
-                     barrier);
+      StoreAsyncCluster128(to + j * 512, sums[4 * j], sums[4 * j + 1], sums[4 * j + 2],
+                           sums[4 * j + 3], barrier);
     }
   }
 }
@@ -131,8 +131,8 @@ __device__ __forceinline__ void AddReceived(int others, int tokens, std::uint32_
 #pragma unroll
     for (int j = 0; j < kTokens / 8; ++j) {
       if (8 * j < tokens) {
-        const uint4 found = LoadShared128(from + j * 512);
-        const std::uint32_t words[4] = {found.x, found.y, found.z, found.w};
+        const uint4 partial = LoadShared128(from + j * 512);
+        const std::uint32_t words[4] = {partial.x, partial.y, partial.z, partial.w};
 #pragma unroll
         for (int e = 0; e < 4; ++e) {
           std::uint32_t& sum = sums[4 * j + e];
@@ -189,7 +189,7 @@ __global__ void __launch_bounds__(TileShape<kStrips, kTokens>::kThreads,
   const std::uint32_t full = ring + S::Barriers(arguments.stages, splits, kMixed);
   const std::uint32_t empty = full + 8 * arguments.stages;
   const std::uint32_t complete = full + StageWordBytes(kMixed) * arguments.stages;
-  const std::uint32_t open = complete + 8 * S::Owned(splits);
+  const std::uint32_t ring_free = complete + 8 * S::Owned(splits);
   const SplitKWork work = FindWork<kStrips, kTokens>(arguments);
   const int tokens = min(kTokens, arguments.m - work.tile.token);
   TmaProducer<kStrips, kTokens, kMixed> producer(arguments, work.group, work.tile, CtaTiles{},
@@ -206,7 +206,7 @@ __global__ void __launch_bounds__(TileShape<kStrips, kTokens>::kThreads,
       }
       if (splits > 1) {
         for (int i = 0; i < S::Owned(splits); ++i) BarrierInit(complete + 8 * i, 1);
-        BarrierInit(open, S::kWarps * (splits - 1));
+        BarrierInit(ring_free, S::kWarps * (splits - 1));
       }
       BarrierInitFence();
     }
@@ -249,8 +249,8 @@ __global__ void __launch_bounds__(TileShape<kStrips, kTokens>::kThreads,
     }
     if (S::kSumsInRing && splits > 1) {
       __syncwarp();
-      OpenRing(arguments, work, open);
-      if (owner != work.split) BarrierWaitCluster(open, 0);
+      SignalRingFree(arguments, work, ring_free);
+      if (owner != work.split) BarrierWaitCluster(ring_free, 0);
     }
     if (owner != work.split) {
       PushSums<kStrips, kTokens>(arguments, work, owner, slot, tokens, received, complete, sums);

@@ -82,13 +82,13 @@ __device__ __forceinline__ void StoreStrip(const GemmArguments& arguments, const
                                            const StreamKScales<kTokens>& scales,
                                            const std::uint32_t (&sums)[kTokens / 2]) {
   using S = StreamKShape<kStrips, kTokens>;
-  const int group = threadIdx.x / 128, thread = threadIdx.x % 128;
+  const int warpgroup = threadIdx.x / 128, thread = threadIdx.x % 128;
   const int warp = thread / 32, lane = thread % 32;
   const int tokens = min(kTokens, arguments.m - segment.token);
-  const std::uint32_t outputs = staging + group * S::kBuffers * S::kOutputBytes;
-  const int barrier = 2 + group;
+  const std::uint32_t outputs = staging + warpgroup * S::kBuffers * S::kOutputBytes;
+  const int barrier = 2 + warpgroup;
   const std::uint32_t to = outputs + lane % 8 * 128 + ((warp * 2 + lane / 8 % 2) ^ (lane % 8)) * 16;
-  const int row = (segment.strip + group) * kStripRows;
+  const int row = (segment.strip + warpgroup) * kStripRows;
   const bool leader = thread == 0;
   // Groups of 8 tokens whose scales are shuffled together: more overlap takes more registers.
   constexpr int kAtOnce = kTokens > 64 ? 4 : 1;
@@ -101,15 +101,15 @@ __device__ __forceinline__ void StoreStrip(const GemmArguments& arguments, const
     }
     if (S::kBuffers == 1) WaitForBuffers(barrier);
 #pragma unroll
-    for (int eight = 0; eight < S::kStagedTokens / 8; eight += kAtOnce) {
-      if (kTokens <= 64 && 8 * eight >= tokens) break;
+    for (int octet = 0; octet < S::kStagedTokens / 8; octet += kAtOnce) {
+      if (kTokens <= 64 && 8 * octet >= tokens) break;
       float2 token_scales[kAtOnce];
 #pragma unroll
-      for (int j = 0; j < kAtOnce; ++j) token_scales[j] = scales.tokens.Pair(first / 8 + eight + j);
+      for (int j = 0; j < kAtOnce; ++j) token_scales[j] = scales.tokens.Pair(first / 8 + octet + j);
 #pragma unroll
       for (int j = 0; j < kAtOnce; ++j) {
-        StageTokens<Type>(arguments, scales.rows, sums, first / 8 + eight + j, token_scales[j],
-                          to + buffer + 8 * (eight + j) * 128);
+        StageTokens<Type>(arguments, scales.rows, sums, first / 8 + octet + j, token_scales[j],
+                          to + buffer + 8 * (octet + j) * 128);
       }
     }
     ProxyFence();
@@ -167,16 +167,16 @@ __device__ __forceinline__ void AddPartial(const GemmArguments& arguments, int c
   const uint4* from = PartialOf<kStrips, kTokens>(arguments, cta);
 #pragma unroll
   for (int first = 0; first < kTokens / 8; first += kAtOnce) {
-    uint4 found[kAtOnce];
+    uint4 partials[kAtOnce];
 #pragma unroll
     for (int j = 0; j < kAtOnce; ++j) {
       if (8 * (first + j) < tokens)
-        found[j] = LoadGlobal128(from + (first + j) * S::kConsumerThreads);
+        partials[j] = LoadGlobal128(from + (first + j) * S::kConsumerThreads);
     }
 #pragma unroll
     for (int j = 0; j < kAtOnce; ++j) {
       if (8 * (first + j) < tokens) {
-        const std::uint32_t words[4] = {found[j].x, found[j].y, found[j].z, found[j].w};
+        const std::uint32_t words[4] = {partials[j].x, partials[j].y, partials[j].z, partials[j].w};
 #pragma unroll
         for (int e = 0; e < 4; ++e) {
           std::uint32_t& sum = sums[4 * (first + j) + e];
@@ -239,21 +239,21 @@ __global__ void __launch_bounds__(TileShape<kStrips, kTokens>::kThreads,
                                 static_cast<int>(blockIdx.x % arguments.multicast)};
   // A multicast group takes one part together.
   const int parts = gridDim.x / arguments.multicast;
-  const int number = blockIdx.x / arguments.multicast;
-  const int part = parts - 1 - number;
+  const int index = blockIdx.x / arguments.multicast;
+  const int part = parts - 1 - index;
   const int begin = PartBegin(arguments, part, parts);
   const int end = PartBegin(arguments, part + 1, parts);
-  int left = arguments.whole_tiles * arguments.k_blocks + end - begin;
+  int remaining = arguments.whole_tiles * arguments.k_blocks + end - begin;
   const int strips = kStrips * arguments.multicast;
   const CtaTiles tiles = {arguments.whole_tiles * parts + begin / arguments.k_blocks,
-                          begin % arguments.k_blocks, number, parts};
+                          begin % arguments.k_blocks, index, parts};
   TileScheduler scheduler;
   scheduler.Begin(arguments, tiles, kTokens, strips);
   if (threadIdx.x >= S::kConsumerThreads) {
     ReallocateRegisters<S, true>();
     const bool produces = WarpNumber() == S::kConsumerThreads / 32;
-    TmaProducer<kStrips, kTokens, kMixed> producer(arguments, group, scheduler, tiles, left, ring,
-                                                   full, empty);
+    TmaProducer<kStrips, kTokens, kMixed> producer(arguments, group, scheduler, tiles, remaining,
+                                                   ring, full, empty);
     if (produces) {
       if (ElectOne()) {
         stored_tiles = tiles;
@@ -279,8 +279,8 @@ __global__ void __launch_bounds__(TileShape<kStrips, kTokens>::kThreads,
     ConsumerOf<Type, kStrips, kTokens, kMixed> consumer(arguments, group, ring, full, empty);
     std::uint32_t sums[kTokens / 2];
     Clear(sums);
-    while (left > 0) {
-      const int count = min(arguments.k_blocks - scheduler.k_block, left);
+    while (remaining > 0) {
+      const int count = min(arguments.k_blocks - scheduler.k_block, remaining);
       const Segment segment = {scheduler.strip + kStrips * group.rank, scheduler.token,
                                scheduler.k_block, scheduler.k_block + count};
       const bool owned = segment.begin == 0;  // this CTA stores the tile
@@ -298,7 +298,7 @@ __global__ void __launch_bounds__(TileShape<kStrips, kTokens>::kThreads,
         StorePartial<kStrips, kTokens>(arguments, tokens, sums);
       } else {
         if (shared_tile && !arguments.two_per_tile) {
-          const int tile_end = end - left + arguments.k_blocks;
+          const int tile_end = end - remaining + arguments.k_blocks;
           for (int other = part + 1; PartBegin(arguments, other, parts) < tile_end; ++other) {
             const int cta = blockIdx.x - (other - part) * arguments.multicast;
             WaitForPartial<kStrips, kTokens>(arguments, cta);
@@ -307,7 +307,7 @@ __global__ void __launch_bounds__(TileShape<kStrips, kTokens>::kThreads,
         }
         StoreStrip<Type, kStrips, kTokens>(arguments, segment, staging, scales, sums);
       }
-      left -= count;
+      remaining -= count;
       // From shared memory, not from `tiles`, which would take registers.
       const std::uint32_t at = SharedAddress(&stored_tiles);
       const CtaTiles next = {
