@@ -23,14 +23,15 @@ using EncodeTiled = CUresult (*)(CUtensorMap*, CUtensorMapDataType, cuuint32_t, 
                                  const cuuint32_t*, CUtensorMapInterleave, CUtensorMapSwizzle,
                                  CUtensorMapL2promotion, CUtensorMapFloatOOBfill);
 
-// The driver's function; every process with a CUDA context has loaded the driver.
+// Finds cuTensorMapEncodeTiled in the driver, which every process with a CUDA context has loaded.
+// Linking against it would keep the library from loading on machines without a driver.
 EncodeTiled FindEncodeTiled() {
   void* driver = dlopen("libcuda.so.1", RTLD_LAZY | RTLD_LOCAL);
   return driver ? reinterpret_cast<EncodeTiled>(dlsym(driver, "cuTensorMapEncodeTiled")) : nullptr;
 }
 
-// A map of a row-major matrix [rows, columns], by boxes of `box_rows` x `box_columns`, 128 bytes
-// wide, swizzled.  Null, or what went wrong.
+// Encodes the tensor map of a row-major matrix [rows, columns] with boxes of `box_rows` x
+// `box_columns`, 128 bytes wide, and the 128-byte swizzle.  Returns null, or an error message.
 const char* EncodeMatrix(CUtensorMap* map, CUtensorMapDataType type, int element_bytes,
                          const void* data, std::int64_t rows, std::int64_t columns, int box_rows,
                          int box_columns, CUtensorMapL2promotion promotion) {
@@ -70,20 +71,21 @@ GemmKernel KernelOf(const Configuration& c, bool mixed) {
   }
 }
 
-// Whether there is a kernel for a configuration and clusters of its size.
+// Whether a kernel was compiled and accepts the cluster, of which each CTA loads whole swizzle
+// atoms of 8 tokens.
 bool HasKernel(const Configuration& c, const GemmKernel& kernel) {
   return kernel.function != nullptr && c.Cluster() <= kMaxClusterSize &&
          c.tokens % (8 * c.multicast) == 0;
 }
 
-// The most stages that a CTA's shared memory holds; 0 if they are too few to work.
+// The most pipeline stages that fit into a CTA's shared memory; 0 if they are too few.
 int StagesThatFit(const Configuration& c, const GemmKernel& kernel) {
   int stages = kMaxStages;
   while (stages > 0 && kernel.shared_bytes(stages, c.splits) > c.SharedBytes()) --stages;
   return stages >= kMinStages ? stages : 0;
 }
 
-// Asks the runtime how a configuration fits the current device.
+// Computes how a configuration fits the current device, by the runtime's occupancy calculator.
 cudaError_t AskFit(const Configuration& c, const GemmKernel& kernel, Fit* fit) {
   fit->stages = StagesThatFit(c, kernel);
   if (fit->stages == 0) return cudaSuccess;
@@ -107,16 +109,16 @@ std::int64_t ScheduleTiles(int m, int tile_tokens, GemmArguments& a) {
   return std::int64_t{a.n_tiles} * a.m_tiles;
 }
 
-// Chooses how long L2 keeps what tiles read and write: with one row of tiles nobody reads a weight
-// twice, but all read the activations.
+// Chooses the L2 eviction policies.  With one row of tiles each block of the weight is read once,
+// but the activations by all CTAs.
 void ChooseL2Policies(GemmArguments& a) {
   a.weight_policy = a.m_tiles > 1 ? kEvictNormal : kEvictFirst;
   a.token_policy = a.m_tiles > 1 ? kEvictNormal : kEvictLast;
   a.output_policy = 2ll * a.m * a.n > kKeptOutputs ? kEvictFirst : kEvictNormal;
 }
 
-// Divides the stages of all tiles among the multicast groups of a stream-K launch; returns how many
-// groups there are, 0 if it is impossible.
+// Divides the stages of all tiles among the multicast groups of a stream-K launch.  Returns the
+// number of groups, or 0 if there are too many stages to count.
 int DivideStages(const Gemm& gemm, std::int64_t tiles, GemmArguments& a) {
   const std::int64_t stages = tiles * a.k_blocks;
   if (stages > INT32_MAX) return 0;

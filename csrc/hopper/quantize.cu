@@ -10,32 +10,33 @@
 namespace slidesparse::hopper {
 namespace {
 
-constexpr int kMaxCodesBytes = 160 << 10;  // of a part, in shared memory
+constexpr int kMaxCodesBytes = 160 << 10;  // codes of a part in shared memory
 constexpr int kMaxLength = 1 << 16;
-constexpr int kSms = 132;  // guides the choice; any number gives right results
-// Few rows of more vectors than the first are divided among as many SMs as there are, while a part
-// has more than the second.
+constexpr int kSms = 132;  // an H100's; a heuristic, on which no result depends
+// If there are few rows, rows of more than kLongVectors are divided among as many SMs as there are,
+// as long as a part has more than kMinVectors.
 constexpr int kLongVectors = 640, kMinVectors = 128;
-// The most vectors of a part when there are many CTAs: more threads of a CTA wait for each other
-// while too few other CTAs have work.  With an activation fewer parts are faster.
+// The most vectors of a part if there are many rows: with larger CTAs too few fit on an SM to hide
+// the latency of their barriers.  With SiLU fewer parts are faster.
 constexpr int kManyVectors = 1024, kManySiluVectors = 2048;
 
-// How rows are divided.
+// How a row is divided.
 struct Division {
-  int parts;    // CTAs of a row
+  int parts;    // CTAs that share it
   int vectors;  // that a thread keeps in registers
   int threads;  // of a CTA
 };
 
-// The columns of a part, in whole units of blocks; 0 if its codes do not fit into shared memory.
+// The columns of a part, in units of kPartUnit blocks; 0 if its codes do not fit into shared
+// memory.
 int PartOf(const QuantizeArguments& arguments, int parts) {
   const int unit = kPartUnit * arguments.length;
   const int part = CeilDiv(CeilDiv(arguments.padded, unit), parts) * unit;
   return std::min(part, arguments.padded) <= kMaxCodesBytes ? part : 0;
 }
 
-// Few rows are shared by several SMs, whose threads have little to do each; of many rows several
-// CTAs fit on an SM, whose threads have more to do.
+// With few rows latency counts: several SMs share a row, and threads have little work each.  With
+// many rows throughput counts: several CTAs are resident on an SM, and threads have more work.
 Division Divide(const QuantizeArguments& arguments, std::int64_t m, Prologue prologue) {
   const std::int64_t vectors = CeilDiv(arguments.padded, kVectorCodes);
   const bool silu = prologue == Prologue::kSiluMul;
@@ -79,8 +80,8 @@ QuantizeKernel FindKernel(Prologue prologue, Float input, bool fp8, bool wide, i
   }
 }
 
-// Loads all kernels for a type of codes, once for each device: the first call of one may be in a
-// graph that is captured.
+// Loads all kernels for a type of codes, once for each device, because a kernel cannot be loaded
+// while a CUDA graph is captured, where its first call may be.
 cudaError_t LoadKernels(bool fp8) {
   static std::mutex mutex;
   static std::set<std::pair<int, bool>> loaded;
@@ -122,7 +123,7 @@ const char* PrepareQuantize(QuantizeArguments& arguments, bool fp8) {
         arguments.k, static_cast<long long>(blocks * arguments.windows * 4), arguments.columns,
         kStoreCodes);
   }
-  // Enough blocks for the padding of q as well.
+  // Blocks are counted for the padding of q as well.
   const std::int64_t padded =
       CeilDiv<std::int64_t>(arguments.columns / 4, arguments.windows) * length;
   arguments.padded = static_cast<int>(std::min<std::int64_t>(padded, INT32_MAX / 2));

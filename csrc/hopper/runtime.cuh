@@ -1,4 +1,4 @@
-// Launching a kernel, and errors in words.
+// Launching a kernel, and error messages.
 
 #pragma once
 
@@ -8,7 +8,7 @@
 
 namespace slidesparse::hopper {
 
-// Formats an error, in words that stay valid until this thread calls again.  Defined in about.cu.
+// Formats an error message, which stays valid until this thread's next call.  Defined in about.cu.
 __attribute__((format(printf, 1, 2))) const char* Fail(const char* format, ...);
 
 // A launch of `ctas` CTAs in clusters of `cluster`.  Every kernel here is a programmatic dependent
@@ -36,8 +36,9 @@ struct Launch {
   Launch& operator=(const Launch&) = delete;
 };
 
-// Loads a kernel on the current device, allows its CTAs all shared memory of an SM, and asks for
-// the L1 carveout that leaves room for another kernel's CTAs beside them.
+// Loads a kernel on the current device and opts its CTAs in to all shared memory that a CTA may
+// have.  It requests the maximal shared-memory carveout, so that CTAs of the next kernel, which is
+// launched while this one runs, find room on the same SM.
 inline cudaError_t LoadKernel(const void* kernel) {
   int device = 0, most = 0;
   cudaFuncAttributes found;

@@ -1,20 +1,22 @@
 // The stream-K kernel: Y [M, N] = (q [M, K'] @ W [N, K'].T) * scale_w [N] * scale_x [M] + bias [N],
-// W in packed 2:4 form, where every CTA multiplies the same number of stages.
+// W packed (format.cuh).  The grid is persistent, and every CTA multiplies the same number of
+// stages.
 //
-// CTAs first take whole tiles in turn, all side by side.  The stages of the remaining tiles, fewer
-// than two tiles a CTA, form one sequence, of which CTA i of the grid takes the i-th equal part,
-// counted from the end:
+// CTAs first compute whole tiles in turn, so that neighbours read the same activations at the same
+// time.  The stages of the remaining tiles, fewer than two tiles a CTA, form one sequence, of which
+// CTA i of the grid takes the i-th equal part, counted from the end:
 //
 //     tiles    |        0        |        1        |        2        |        3        |
 //     CTAs     |      3     |      2      |      1      |     0     |
 //
-// A CTA works its part from left to right.  If a tile began in another CTA's part, it writes its
-// sums to `partials`, in the order of its registers, and sets its flag.  The CTA that has a tile's
-// beginning adds the others' sums in the order of columns and stores the tile.  A CTA waits only
-// for CTAs of lower index, which the GPU starts first, so waits cannot form a cycle.
+// A CTA processes its part from left to right.  If a tile began in another CTA's part, the CTA
+// writes its partial sums to `partials`, in the order of its registers, and sets its flag.  The CTA
+// that has the beginning of a tile owns it: it adds the others' partial sums in the order of
+// columns, so that results are deterministic, and stores the tile.  A CTA waits only for CTAs of
+// lower index, which the GPU starts first, so waits cannot deadlock.
 //
-// The ring runs from tile to tile, so that a tile's outputs are stored while the next tile's
-// weights arrive.
+// The pipeline is not drained between tiles, so that the epilogue of a tile overlaps the loads of
+// the next.
 
 #pragma once
 
@@ -23,37 +25,36 @@
 
 namespace slidesparse::hopper {
 
-constexpr int kPartialsAtOnce = 2;  // of 8 tokens each, for which there are registers
+constexpr int kPartialsAtOnce = 2;  // loads of 8 tokens in flight, as many as registers allow
 
 // Tokens whose outputs are staged at a time.  Each time takes a barrier: with 256 tokens fewer
-// barriers are worth a stage of the ring.
+// barriers are worth the pipeline stage that the larger staging memory costs.
 constexpr int StagedTokens(int tokens) { return tokens > 128 ? 64 : tokens > 64 ? 32 : tokens; }
 
 template <int kStrips, int kTokens>
 struct StreamKShape : TileShape<kStrips, kTokens> {
   using S = TileShape<kStrips, kTokens>;
-  // A warpgroup's staged outputs: rows of 64 out-features, 16 bits each, swizzled by 128 bytes.
+  // A warpgroup's staged outputs: rows of 64 out-features, 16 bits each, with the 128-byte swizzle.
   static constexpr int kStagedTokens = StagedTokens(kTokens);
   static constexpr int kOutputBytes = kStagedTokens * kStripRows * 2;
-  // With two, TMA stores one while the next tokens are staged in the other.
+  // With two buffers TMA stores one while the next tokens are staged in the other.
   static constexpr int kBuffers = kTokens > 64 ? 2 : 1;
   static constexpr int kStagingBytes = kStrips * kBuffers * kOutputBytes;
 
-  // Ring, staging, the words of each stage, then the CTA's tiles, which would take registers.
+  // The ring, staging memory, the words of each stage, and the CTA's tiles, to save registers.
   static __host__ __device__ constexpr int SharedBytes(int stages, bool mixed) {
     return stages * (S::StageBytes(mixed) + StageWordBytes(mixed)) + kStagingBytes +
            sizeof(CtaTiles);
   }
 };
 
-// A part of a tile: k_blocks `begin` to `end`.
+// A CTA's part of a tile: k_blocks `begin` to `end`.
 struct Segment {
-  int strip, token;  // the tile's first
+  int strip, token;  // of the tile's first output
   int begin, end;
 };
 
-// The scales and biases of a thread's outputs, loaded before the main loop so that the epilogue
-// need not wait for them.
+// The scales and biases of a thread's outputs, loaded before the main loop to hide their latency.
 template <int kTokens>
 struct StreamKScales {
   RowScales rows;
@@ -67,15 +68,15 @@ struct StreamKScales {
   }
 };
 
-// The whole warpgroup waits until TMA has read its staging memory.
+// The whole warpgroup waits until TMA has read its staging memory, which then may be overwritten.
 __device__ __forceinline__ void WaitForBuffers(int barrier) {
   if (threadIdx.x % 128 == 0) TmaStoreWaitRead();
   __syncwarp();
   NamedBarrier(barrier, 128);
 }
 
-// Stores a warpgroup's strip of a tile through its staging memory, from which TMA stores it while
-// the next tokens are staged or the next tile begins.
+// The epilogue of a warpgroup's strip.  Outputs go through staging memory, from which TMA stores
+// them while the next tokens are staged or the next tile is multiplied.
 template <class Type, int kStrips, int kTokens>
 __device__ __forceinline__ void StoreStrip(const GemmArguments& arguments, const Segment& segment,
                                            std::uint32_t staging,
@@ -90,7 +91,8 @@ __device__ __forceinline__ void StoreStrip(const GemmArguments& arguments, const
   const std::uint32_t to = outputs + lane % 8 * 128 + ((warp * 2 + lane / 8 % 2) ^ (lane % 8)) * 16;
   const int row = (segment.strip + warpgroup) * kStripRows;
   const bool leader = thread == 0;
-  // Groups of 8 tokens whose scales are shuffled together: more overlap takes more registers.
+  // Groups of 8 tokens whose scales are shuffled together: more hide more latency, in more
+  // registers.
   constexpr int kAtOnce = kTokens > 64 ? 4 : 1;
 #pragma unroll
   for (int first = 0; first < kTokens; first += S::kStagedTokens) {
@@ -133,11 +135,13 @@ __device__ __forceinline__ void StoreStrip(const GemmArguments& arguments, const
   }
 }
 
-// Where the `part`-th of `parts` equal parts of the shared stages begins.
+// The first stage of the `part`-th of `parts` equal parts of the shared stages.
 __device__ __forceinline__ int PartBegin(const GemmArguments& arguments, int part, int parts) {
   return static_cast<int>(static_cast<std::uint64_t>(arguments.shared_stages) * part / parts);
 }
 
+// This thread's partial sums of CTA `cta`: four sums of 8 tokens for every consumer thread, then
+// those of the next 8 tokens, so that a warp's accesses are coalesced.
 template <int kStrips, int kTokens>
 __device__ __forceinline__ uint4* PartialOf(const GemmArguments& arguments, int cta) {
   using S = TileShape<kStrips, kTokens>;
@@ -145,8 +149,8 @@ __device__ __forceinline__ uint4* PartialOf(const GemmArguments& arguments, int 
          threadIdx.x;
 }
 
-// Starts the sums from CTA `cta`'s partial sums, if `load`.  The condition is on the loads: for a
-// branch around them the compiler makes a second set of sums.
+// Initializes the accumulators with CTA `cta`'s partial sums, if `load`.  The loads are predicated,
+// because for a branch around them the compiler makes a second set of accumulators.
 template <int kStrips, int kTokens>
 __device__ __forceinline__ void StartFromPartial(const GemmArguments& arguments, bool load, int cta,
                                                  int tokens, std::uint32_t (&sums)[kTokens / 2]) {
@@ -204,7 +208,7 @@ __device__ __forceinline__ void StorePartial(const GemmArguments& arguments, int
   __syncwarp();
 }
 
-// All consumers wait for CTA `cta`'s partial sums.
+// Makes all consumers wait for CTA `cta`'s partial sums.
 template <int kStrips, int kTokens>
 __device__ __forceinline__ void WaitForPartial(const GemmArguments& arguments, int cta) {
   if (threadIdx.x == 0) WaitAndClearFlag(arguments.flags + cta * kFlagWords);
@@ -212,8 +216,8 @@ __device__ __forceinline__ void WaitForPartial(const GemmArguments& arguments, i
   NamedBarrier(1, TileShape<kStrips, kTokens>::kConsumerThreads);
 }
 
-// Waits until the barriers of all CTAs of the cluster are initialized; BarrierInitFence has ordered
-// the initialization.
+// Waits until the mbarriers of all CTAs of the cluster are initialized.  The cluster barrier can be
+// relaxed, because BarrierInitFence has released the initialization.
 __device__ __forceinline__ void SyncCluster(const GemmArguments& arguments) {
   __syncwarp();
   __syncthreads();
@@ -237,7 +241,7 @@ __global__ void __launch_bounds__(TileShape<kStrips, kTokens>::kThreads,
       shared + (full + StageWordBytes(kMixed) * arguments.stages - ring));
   const MulticastGroup group = {0, arguments.multicast,
                                 static_cast<int>(blockIdx.x % arguments.multicast)};
-  // A multicast group takes one part together.
+  // The CTAs of a multicast group work on the same part, with different strips.
   const int parts = gridDim.x / arguments.multicast;
   const int index = blockIdx.x / arguments.multicast;
   const int part = parts - 1 - index;
@@ -288,7 +292,8 @@ __global__ void __launch_bounds__(TileShape<kStrips, kTokens>::kThreads,
       const int tokens = min(kTokens, arguments.m - segment.token);
       StreamKScales<kTokens> scales;
       if (owned) scales.Load(arguments, segment);
-      // If only one other CTA has a part of the tile, the sums start from its partial sums.
+      // If only one other CTA has a part of the tile, the accumulators start from its partial sums,
+      // which is cheaper than to add them afterwards.
       const bool from_partial = owned && shared_tile && arguments.two_per_tile;
       const int other_cta = blockIdx.x - arguments.multicast;
       if (from_partial) WaitForPartial<kStrips, kTokens>(arguments, other_cta);
@@ -308,7 +313,7 @@ __global__ void __launch_bounds__(TileShape<kStrips, kTokens>::kThreads,
         StoreStrip<Type, kStrips, kTokens>(arguments, segment, staging, scales, sums);
       }
       remaining -= count;
-      // From shared memory, not from `tiles`, which would take registers.
+      // Read from shared memory, because `tiles` would take registers during the main loop.
       const std::uint32_t at = SharedAddress(&stored_tiles);
       const CtaTiles next = {
           static_cast<int>(LoadShared32(at)), static_cast<int>(LoadShared32(at + 4)),

@@ -1,17 +1,18 @@
-// wgmma of 64 out-features x T tokens: sparse (wgmma.mma_async.sp) of 64 columns, A from registers
-// or shared memory, and dense of 32 columns, A from shared memory; B from shared memory.
+// wgmma.mma_async, d += a * b.T, where a is the weight (64 out-features), b the activations
+// (kTokens tokens) and d the accumulators: sparse with 64 columns of K', a from registers or shared
+// memory, or dense with 32 columns, a from shared memory.  b is always in shared memory.
 //
-// A warpgroup's thread (warp w of 4, lane 4 g + t) holds of a sparse A, the weight, with columns
-// counted after compression:
+// Of a sparse a, thread (warp w of 4, lane 4 g + t) of a warpgroup holds, with columns counted
+// after compression:
 //
 //     a[0]  row 16 w + g      columns 4 t .. 4 t + 3
 //     a[1]  row 16 w + g + 8  columns 4 t ..
 //     a[2]  row 16 w + g      columns 16 + 4 t ..
 //     a[3]  row 16 w + g + 8  columns 16 + 4 t ..
 //
-// and the metadata, 4 bits for each group of four columns, of half a row: lane 4 g + 2 h + r holds
-// the metadata of row 16 w + g + 8 r, columns 32 h .. 32 h + 31, the first group in the lowest
-// bits. Of the sums it holds
+// and the metadata of half a row, 4 bits for each group of four columns: lane 4 g + 2 h + r holds
+// those of row 16 w + g + 8 r, columns 32 h .. 32 h + 31, the first group in the lowest bits.  Of
+// the accumulators it holds
 //
 //     d[4 j + 2 r + e]  row 16 w + g + 8 r, token 8 j + 2 t + e
 //
@@ -24,7 +25,7 @@
 
 namespace slidesparse::hopper {
 
-// Element types, and the type that their products are summed in.
+// Element types, with the type of the accumulators.
 struct Int8 {
   using Sum = int;
 };
@@ -32,7 +33,7 @@ struct Fp8 {
   using Sum = float;
 };
 
-// Columns of the activations that one wgmma multiplies; a sparse one has half of A's stored.
+// Columns of the activations that one wgmma multiplies.  A sparse weight stores half of them.
 constexpr int kWgmmaColumns = 64;
 constexpr int kDenseWgmmaColumns = 32;
 
@@ -44,22 +45,23 @@ __device__ __forceinline__ void WgmmaCommit() {
   asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
 }
 
-// Waits until at most `kPending` committed groups are unfinished.
+// Waits until at most the last `kPending` committed groups are pending.
 template <int kPending>
 __device__ __forceinline__ void WgmmaWait() {
   asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(kPending) : "memory");
 }
 
-// The matrix descriptor of 64 rows of 32 K-contiguous bytes: core matrices of 8 rows x 16 bytes,
-// two side by side, then the next eight rows.
+// The shared-memory matrix descriptor of a weight, without swizzle: 64 rows of 32 bytes as core
+// matrices of 8 rows x 16 bytes, two side by side (leading offset 128 bytes), then the next eight
+// rows (stride 256 bytes).
 __device__ __forceinline__ std::uint64_t WeightDescriptor(std::uint32_t address) {
   constexpr std::uint64_t kStride = std::uint64_t{256 >> 4} << 32;
   constexpr std::uint64_t kLeading = std::uint64_t{128 >> 4} << 16;
   return kStride | kLeading | ((address & 0x3FFFF) >> 4);
 }
 
-// The matrix descriptor of K-contiguous rows of 128 bytes with the 128-byte swizzle, 8 rows every
-// 1024 bytes.
+// The shared-memory matrix descriptor of activations, as TMA loads them: rows of 128 bytes with the
+// 128-byte swizzle, eight rows every 1024 bytes.
 __device__ __forceinline__ std::uint64_t Descriptor(std::uint32_t address) {
   constexpr std::uint64_t kSwizzle128 = std::uint64_t{1} << 62;
   constexpr std::uint64_t kStride = std::uint64_t{1024 >> 4} << 32;
@@ -67,7 +69,7 @@ __device__ __forceinline__ std::uint64_t Descriptor(std::uint32_t address) {
   return kSwizzle128 | kStride | kLeading | ((address & 0x3FFFF) >> 4);
 }
 
-// FromRegisters: d += a * b.  Others: d = a * b, or d += a * b if `accumulate`.
+// FromRegisters: d += a * b.T.  Sparse, Dense: d = a * b.T, or d += a * b.T if `accumulate`.
 template <class Type, int kTokens>
 struct Wgmma;
 
