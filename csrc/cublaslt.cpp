@@ -24,7 +24,7 @@ namespace py = pybind11;
 namespace slidesparse {
 namespace {
 
-// The oldest headers that we build with lack these; the values are part of the library's ABI.
+// The oldest supported headers lack these constants, whose values are part of the library's ABI.
 const auto kScaleModeWeight = static_cast<cublasLtMatmulDescAttributes_t>(31);
 const auto kScaleModeActivations = static_cast<cublasLtMatmulDescAttributes_t>(32);
 constexpr std::int32_t kOuterVector = 3;
@@ -76,7 +76,7 @@ std::size_t Version() {
   return api.cublasLtGetVersion();
 }
 
-// A library handle for the device that is current when it is made, for one thread at a time.
+// A library handle for the device that is current at construction.  It is not thread-safe.
 class Handle {
  public:
   Handle() {
@@ -151,7 +151,7 @@ class Plan {
       if (epilogue_.scale_vectors) {
         Set(kScaleModeWeight, kOuterVector);
         Set(kScaleModeActivations, kOuterVector);
-        const void* anything = this;  // heuristics ask only whether the pointer is null
+        const void* anything = this;  // heuristics only test whether the pointer is null
         Set(CUBLASLT_MATMUL_DESC_A_SCALE_POINTER, anything);
         Set(CUBLASLT_MATMUL_DESC_B_SCALE_POINTER, anything);
       }
@@ -197,7 +197,7 @@ class Plan {
     return algorithms;
   }
 
-  // Chooses an algorithm that `Heuristics` returned for this or an equal problem.
+  // Chooses an algorithm that `Heuristics` returned for the same problem, of this plan or another.
   void Choose(const std::string& algorithm) {
     if (algorithm.size() != sizeof(algorithm_)) {
       std::ostringstream message;
@@ -266,27 +266,15 @@ class Plan {
 PYBIND11_MODULE(SLIDESPARSE_MODULE, module) {
   using namespace slidesparse;
   module.doc() = "cuBLASLt on raw pointers";
-  module.attr("TYPES") = py::dict(py::arg("int8") = static_cast<int>(CUDA_R_8I),
-                                  py::arg("int32") = static_cast<int>(CUDA_R_32I),
-                                  py::arg("fp8") = static_cast<int>(CUDA_R_8F_E4M3),
-                                  py::arg("fp16") = static_cast<int>(CUDA_R_16F),
-                                  py::arg("bf16") = static_cast<int>(CUDA_R_16BF),
-                                  py::arg("fp32") = static_cast<int>(CUDA_R_32F));
-  module.attr("COMPUTE") = py::dict(py::arg("int8") = static_cast<int>(CUBLAS_COMPUTE_32I),
-                                    py::arg("fp8") = static_cast<int>(CUBLAS_COMPUTE_32F),
-                                    py::arg("fp16") = static_cast<int>(CUBLAS_COMPUTE_32F),
-                                    py::arg("bf16") = static_cast<int>(CUBLAS_COMPUTE_32F));
+  DefineCommon(module, CUBLAS_COMPUTE_32I, CUBLAS_COMPUTE_32F);
   module.def("load", &Load, py::arg("path"), "Open the library; RuntimeError when it cannot be.");
-  module.def("version", &Version, "Of the library that is loaded: 130100 is 13.1.0.");
+  module.def("version", &Version, "Version of the loaded library; 130100 is 13.1.0.");
   py::class_<Handle, std::shared_ptr<Handle>>(module, "Handle",
                                               "A handle of the current device, for one thread.")
       .def(py::init<>());
   py::class_<Epilogue>(module, "Epilogue", py::module_local())
       .def(py::init<bool, int, bool>(), py::arg("scale_vectors"), py::arg("bias_type"),
            py::arg("fast_accumulation"));
-  py::class_<Layout>(module, "Layout", py::module_local())
-      .def(py::init<bool, bool, bool>(), py::arg("weight_k"), py::arg("activations_k"),
-           py::arg("output_n"));
   py::class_<Plan>(module, "Plan")
       .def(py::init<std::shared_ptr<Handle>, std::int64_t, std::int64_t, std::int64_t, int, int,
                     int, int, Epilogue, Layout, std::string>(),

@@ -12,7 +12,6 @@
 
 #include <cstdint>
 #include <memory>
-#include <sstream>
 #include <stdexcept>
 #include <string>
 #include <tuple>
@@ -80,7 +79,7 @@ std::tuple<int, int, int> Version() {
   return {part[0], part[1], part[2]};
 }
 
-// A library handle for the device that is current when it is made, for one thread at a time.
+// A library handle for the device that is current at construction.  It is not thread-safe.
 class Handle {
  public:
   Handle() {
@@ -121,15 +120,6 @@ class Matrix {
   cusparseLtMatDescriptor_t matrix_{};
 };
 
-// Describes the weight as row-major [n, k], or as [k, n] where N is contiguous.
-std::unique_ptr<Matrix> Weight(const Handle& handle, std::int64_t n, std::int64_t k, int type,
-                               bool k_contiguous, const std::string& what) {
-  const auto value = static_cast<cudaDataType>(type);
-  return k_contiguous
-             ? std::make_unique<Matrix>(handle, n, k, value, CUSPARSE_ORDER_ROW, true, what)
-             : std::make_unique<Matrix>(handle, k, n, value, CUSPARSE_ORDER_ROW, true, what);
-}
-
 cusparseOperation_t Transposed(bool yes) {
   return yes ? CUSPARSE_OPERATION_TRANSPOSE : CUSPARSE_OPERATION_NON_TRANSPOSE;
 }
@@ -155,14 +145,17 @@ class Plan {
     out_ = std::make_unique<Matrix>(*handle_, n, m, static_cast<cudaDataType>(output_type),
                                     layout.output_n ? CUSPARSE_ORDER_COL : CUSPARSE_ORDER_ROW,
                                     false, what_);
-    weight_ = Weight(*handle_, n, k, operand_type, layout.weight_k, what_);
+    weight_ =
+        layout.weight_k
+            ? std::make_unique<Matrix>(*handle_, n, k, operand, CUSPARSE_ORDER_ROW, true, what_)
+            : std::make_unique<Matrix>(*handle_, k, n, operand, CUSPARSE_ORDER_ROW, true, what_);
     try {
       SLIDESPARSE_CALL(what_, cusparseLtMatmulDescriptorInit, handle_->get(), &matmul_,
                        Transposed(!layout.weight_k), Transposed(layout.activations_k),
                        weight_->get(), activations_->get(), out_->get(), out_->get(),
                        static_cast<cusparseComputeType>(compute_type));
     } catch (...) {
-      weight_.release();  // leaked on purpose: 0.8.0 crashes on destroying an unused one
+      weight_.release();  // leaked, because 0.8.0 crashes on destroying an unused one
       throw;
     }
     SLIDESPARSE_CALL(what_, cusparseLtMatmulAlgSelectionInit, handle_->get(), &selection_, &matmul_,
@@ -191,11 +184,11 @@ class Plan {
   Plan& operator=(const Plan&) = delete;
 
   std::size_t workspace() const { return workspace_; }
-  int algorithms() const { return algorithms_; }  // ids are 0 .. algorithms - 1
+  int algorithms() const { return algorithms_; }  // ids are 0 to algorithms() - 1
 
-  // Returns the bytes of the compressed weight, the same for every plan of its shape and type, and
-  // of the temporary buffer for `Compress`.  The library can say both without a plan, but 0.8.0
-  // crashes on destroying a weight's descriptor that no product has used.
+  // Returns the bytes of the compressed weight, which every plan of its shape and type shares, and
+  // of the temporary buffer for `Compress`.  The library can compute both without a plan, but 0.8.0
+  // crashes on destroying the descriptor of a weight that no matmul descriptor has used.
   std::tuple<std::size_t, std::size_t> CompressedSize() const {
     std::size_t bytes = 0, buffer = 0;
     SLIDESPARSE_CALL(what_, cusparseLtSpMMACompressedSize, handle_->get(), &plan_, &bytes, &buffer);
@@ -209,7 +202,8 @@ class Plan {
                      static_cast<cudaStream_t>(Pointer(stream)));
   }
 
-  // Launches on `stream`.  The epilogue applies no scales and no bias: all must be 0.
+  // Launches on `stream`.  The arguments are those of cuBLASLt's plans, but scales and bias must be
+  // 0, because the epilogue does not apply them.
   void Run(std::uintptr_t activations, std::uintptr_t weight, std::uintptr_t out,
            std::uintptr_t workspace, std::uintptr_t stream, std::uintptr_t weight_scales,
            std::uintptr_t token_scales, std::uintptr_t bias) const {
@@ -253,16 +247,7 @@ class Plan {
 PYBIND11_MODULE(SLIDESPARSE_MODULE, module) {
   using namespace slidesparse;
   module.doc() = "cuSPARSELt on raw pointers";
-  module.attr("TYPES") = py::dict(py::arg("int8") = static_cast<int>(CUDA_R_8I),
-                                  py::arg("int32") = static_cast<int>(CUDA_R_32I),
-                                  py::arg("fp8") = static_cast<int>(CUDA_R_8F_E4M3),
-                                  py::arg("fp16") = static_cast<int>(CUDA_R_16F),
-                                  py::arg("bf16") = static_cast<int>(CUDA_R_16BF),
-                                  py::arg("fp32") = static_cast<int>(CUDA_R_32F));
-  module.attr("COMPUTE") = py::dict(py::arg("int8") = static_cast<int>(CUSPARSE_COMPUTE_32I),
-                                    py::arg("fp8") = static_cast<int>(CUSPARSE_COMPUTE_32F),
-                                    py::arg("fp16") = static_cast<int>(CUSPARSE_COMPUTE_32F),
-                                    py::arg("bf16") = static_cast<int>(CUSPARSE_COMPUTE_32F));
+  DefineCommon(module, CUSPARSE_COMPUTE_32I, CUSPARSE_COMPUTE_32F);
   module.def("load", &Load, py::arg("path"), "Open the library; RuntimeError when it cannot be.");
   module.def("version", &Version, "(major, minor, patch) of the library that is loaded.");
   py::class_<Handle, std::shared_ptr<Handle>>(module, "Handle",
@@ -270,9 +255,6 @@ PYBIND11_MODULE(SLIDESPARSE_MODULE, module) {
       .def(py::init<>());
   py::class_<Algorithm>(module, "Algorithm", py::module_local())
       .def(py::init<int, int, int>(), py::arg("id"), py::arg("split_k"), py::arg("split_k_mode"));
-  py::class_<Layout>(module, "Layout", py::module_local())
-      .def(py::init<bool, bool, bool>(), py::arg("weight_k"), py::arg("activations_k"),
-           py::arg("output_n"));
   py::class_<Plan>(module, "Plan")
       .def(py::init<std::shared_ptr<Handle>, std::int64_t, std::int64_t, std::int64_t, int, int,
                     int, Algorithm, Layout, std::string>(),

@@ -1,4 +1,5 @@
-// Shared by both extensions: load a CUDA library at run time, and report errors with the problem.
+// What both extensions share: loading a CUDA library at run time, errors that name the problem, and
+// Python definitions.
 //
 // The extensions are host code.  They take device pointers, sizes and a stream as integers, and
 // link against neither torch nor CUDA: one build serves any torch, and a machine without the
@@ -6,6 +7,7 @@
 
 #pragma once
 
+#include <cuda_runtime_api.h>
 #include <dlfcn.h>
 #include <pybind11/pybind11.h>
 
@@ -15,7 +17,7 @@
 
 namespace slidesparse {
 
-// A shared library, opened once and never closed, as plans may outlive whoever opened it.
+// A shared library, opened once and never closed, because plans call it until the process ends.
 class SharedLibrary {
  public:
   void Open(const std::string& path) {
@@ -70,8 +72,8 @@ void LoadOnce(Api* api, const char* name, const std::string& path, Find find) {
                            what);
 }
 
-// Which dimension of each matrix is contiguous: K of the weight and of the activations, N of the
-// output; false: the other one.  Serving uses all true.
+// Which dimension of each matrix is contiguous: if true, K of the weight and of the activations and
+// N of the output; if false, the other one.  Serving uses true for all.
 struct Layout {
   bool weight_k = true;
   bool activations_k = true;
@@ -79,5 +81,18 @@ struct Layout {
 };
 
 inline void* Pointer(std::uintptr_t address) { return reinterpret_cast<void*>(address); }
+
+// Defines Layout and the numbers of data types and compute types by the names that Python uses.
+inline void DefineCommon(pybind11::module_& module, int compute_int32, int compute_fp32) {
+  namespace py = pybind11;
+  using py::literals::operator""_a;
+  module.attr("TYPES") = py::dict("int8"_a = int{CUDA_R_8I}, "int32"_a = int{CUDA_R_32I},
+                                  "fp8"_a = int{CUDA_R_8F_E4M3}, "fp16"_a = int{CUDA_R_16F},
+                                  "bf16"_a = int{CUDA_R_16BF}, "fp32"_a = int{CUDA_R_32F});
+  module.attr("COMPUTE") = py::dict("int8"_a = compute_int32, "fp8"_a = compute_fp32,
+                                    "fp16"_a = compute_fp32, "bf16"_a = compute_fp32);
+  py::class_<Layout>(module, "Layout", py::module_local())
+      .def(py::init<bool, bool, bool>(), "weight_k"_a, "activations_k"_a, "output_n"_a);
+}
 
 }  // namespace slidesparse

@@ -224,7 +224,7 @@ class _Call(ctypes.Structure):
         *((name, ctypes.c_void_p) for name in ("x", "values", "offsets", "out", "partials", "stream")),
         *((name, ctypes.c_int64) for name in ("ldx", "ldw", "ldo")),
         *((name, ctypes.c_int32) for name in ("m", "n", "k", "kept", "group", "half", "variant")),
-        *((name, ctypes.c_int32) for name in ("strip", "splits", "spare")),
+        *((name, ctypes.c_int32) for name in ("strip", "splits")),
     )
 
 
@@ -245,7 +245,7 @@ def _prepare(
         *(None if partials is None else partials.data_ptr(), stream),
         *(rows.stride(0), values.stride(0), out.stride(0)),
         *(m, n, k, weight.kept, weight.group, x.dtype == torch.float16, VARIANTS.index(variant)),
-        *(weight.strip == STRIP, splits, 0),
+        *(weight.strip == STRIP, splits),
     )
     return call, out, (rows, values, offsets, partials)
 

@@ -1,4 +1,4 @@
-// What the library says about itself, and errors.
+// Whether the library can run here, the current device, and error messages.
 
 #include <cuda_runtime.h>
 #include <dlfcn.h>
@@ -39,7 +39,7 @@ const char* slidesparse_hopper_unusable() {
 }
 
 std::int32_t slidesparse_hopper_device() {
-  // By the driver: the runtime would answer 0 for a thread without a context.
+  // Asks the driver, because the runtime returns device 0 for a thread without a context.
   using GetDevice = int (*)(int*);
   static const auto get_device = [] {
     void* driver = dlopen("libcuda.so.1", RTLD_LAZY | RTLD_LOCAL);

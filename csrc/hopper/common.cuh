@@ -1,4 +1,4 @@
-// The GEMM kernels' arguments, and conversions between number types.
+// The arguments of the GEMM kernels, and conversions between number types.
 
 #pragma once
 
@@ -16,7 +16,8 @@ constexpr int kDenseWgmmas = kBlockColumns / kDenseWgmmaColumns;
 
 enum class Float : int { kNone = 0, kBFloat16 = 1, kFloat16 = 2, kFloat32 = 3 };
 
-// Divides numbers below 2^31 by multiplying.
+// Division of non-negative numbers below 2^31 by an invariant divisor: a multiplication and a
+// shift.
 struct Divisor {
   int divisor = 1;
   std::uint32_t factor = 0, shift = 0;
@@ -52,8 +53,8 @@ struct GemmArguments {
   Float out_type, bias_type;
   bool vector_stores;  // rows of the output begin at multiples of 16 bytes
   int n_tiles, m_tiles;
-  // The tile scheduler visits tiles in groups of token tiles, so that a weight serves a group while
-  // L2 holds it.
+  // The tile scheduler visits tiles in groups of token tiles, so that all tiles of a group use a
+  // block of the weight while L2 holds it.
   Divisor group_m_tiles;       // token tiles of a group
   Divisor last_group_m_tiles;  // token tiles of the last group, which may have fewer
   Divisor group_tiles;         // all tiles of a group
@@ -71,8 +72,8 @@ constexpr int kFlagWords = 8;          // one sector of 32 bytes
 constexpr int kMaxStreamKCtas = 1024;  // of one launch
 
 __device__ __forceinline__ float Widen(const void* from, int index, Float type) {
-  if (type == Float::kFloat32) return LoadNow(static_cast<const float*>(from) + index);
-  const std::uint16_t bits = LoadNow(static_cast<const std::uint16_t*>(from) + index);
+  if (type == Float::kFloat32) return LoadVolatile(static_cast<const float*>(from) + index);
+  const std::uint16_t bits = LoadVolatile(static_cast<const std::uint16_t*>(from) + index);
   return type == Float::kBFloat16 ? __bfloat162float(__ushort_as_bfloat16(bits))
                                   : __half2float(__ushort_as_half(bits));
 }
@@ -82,7 +83,7 @@ __device__ __forceinline__ std::uint16_t Narrow(float value, Float type) {
                                   : __half_as_ushort(__float2half_rn(value));
 }
 
-// Two numbers in one word, the first in the low half.
+// Packs two numbers into one word, the first in the low half.
 __device__ __forceinline__ std::uint32_t Narrow(float first, float second, Float type) {
   std::uint32_t both;
   if (type == Float::kBFloat16) {

@@ -10,17 +10,17 @@
 namespace slidesparse::hopper {
 namespace {
 
-// What candidates are made of.
+// The search space of candidates.
 constexpr int kTokens[] = {8, 16, 32, 64, 128, 256};
 constexpr int kStrips[] = {1, 2, 3, 4, 5};
 constexpr int kMulticast[] = {1, 2, 4};
 constexpr int kSplits[] = {1, 2, 3, 4, 5, 6, 8};
 constexpr int kResident[] = {1, 2, 3};
-constexpr int kUsefulStages = 3;
+constexpr int kMinUsefulStages = 3;
 
-constexpr int kSmBytes = 228 << 10;       // shared memory of an SM
-constexpr int kMostCtaBytes = 227 << 10;  // that a CTA may have
-constexpr int kReservedBytes = 1 << 10;   // that the system takes of each CTA
+constexpr int kSmBytes = 228 << 10;      // shared memory of an SM
+constexpr int kMaxCtaBytes = 227 << 10;  // that a CTA may have
+constexpr int kReservedBytes = 1 << 10;  // that CUDA reserves for each CTA
 
 // The model, fitted on an H200 (INT8, Qwen2.5-7B's layers at 2:4 and 6:8) to 1280 products of 256
 // to 8192 tokens and to 400 of fewer, of earlier forms of the kernels.  On 967 problems as
@@ -32,19 +32,19 @@ constexpr double kMemoryRate = 4.2e6, kCacheRate = 8.0e6;  // bytes a us
 constexpr double kPortBytes = 128, kClock = 2000.0;        // bytes a cycle; cycles a us
 constexpr double kL2Bytes = 23e6;                          // of activations that stay in L2
 constexpr double kEnoughSms = 116;                         // that together saturate the memory
-constexpr double kSharpness = 3.6;  // how much the longest of several times counts alone
-// For each further CTA of a multicast group: they wait for each other.
+constexpr double kSharpness = 3.6;  // exponent of the norm that combines times: infinity is max
+// Relative cost of each further CTA of a multicast group, whose CTAs wait for each other.
 constexpr double kSplitKMulticast = 0.06, kStreamKMulticast = 0.07;
 constexpr double kStartUs = 5.0, kSplitUs = 1.2, kStreamUs = 0.8, kPartialsUs = 5.0;
-// For a tile's strips times tokens over 64.
+// Microseconds for each strip of 64 tokens of a tile.
 constexpr double kExchangeUs = 0.53, kOutputUs = 0.04, kSharedTileUs = 1.7, kWholeTileUs = 0.15;
 
-// Tiles, each of a multicast group.
+// The number of tiles, counting those of a multicast group as one.
 std::int64_t TilesOf(const Configuration& c, int n, int m) {
   return std::int64_t{CeilDiv(StripsOf(n), c.strips * c.multicast)} * CeilDiv(m, c.tokens);
 }
 
-// The time that does not depend on K': the start, and what happens to a tile of sums.
+// The time that does not depend on K': launch and prologue, reduction and epilogue of a tile.
 double FixedUs(const Configuration& c, std::int64_t tiles, int sms) {
   const double tile = static_cast<double>(c.tokens) * c.strips / 64;
   if (c.stream_k) {  // shared tiles go through memory
@@ -56,15 +56,15 @@ double FixedUs(const Configuration& c, std::int64_t tiles, int sms) {
   return kStartUs + exchange + kOutputUs * tile;
 }
 
-// Microseconds: mostly the longest of the times that memory, L2, shared memory and tensor cores
-// take.  A sparse wgmma takes a cycle for two tokens, at least 8 cycles, for 64 columns of a strip,
-// a dense one for 32.  Each strip reads all activations of its CTA from shared memory.  The
-// constants were fitted to products of 2:4 blocks alone.
+// A roofline: the time is about the longest of those that memory, L2, shared memory and tensor
+// cores take.  A wgmma takes one cycle for two tokens, at least 8 cycles, and multiplies 64 columns
+// of a strip if it is sparse, 32 if it is dense.  Each strip reads all activations of its CTA from
+// shared memory.  The constants were fitted to products of 2:4 blocks alone.
 double PredictUs(const Configuration& c, int n, int columns, int m, double dense, int sms,
                  int clusters) {
   const double strips = StripsOf(n), k_blocks = BlocksOf(columns);
   const std::int64_t tiles = TilesOf(c, n, m);
-  double ctas, stages, fill = 1.0;  // stages of an SM, one CTA after the other
+  double ctas, stages, fill = 1.0;  // of an SM, over all its CTAs; the filled share of waves
   if (c.stream_k) {
     ctas = static_cast<double>(clusters) * c.Cluster();
     stages = static_cast<double>(tiles) * c.multicast * k_blocks / std::min<double>(ctas, sms);
@@ -88,7 +88,7 @@ double PredictUs(const Configuration& c, int n, int columns, int m, double dense
                  : 0.0;
   const double missed =
       read * shared * std::max(0.0, 1 - kL2Bytes / (m * k_blocks * kBlockColumns));
-  // Through the shared memory's port, of a stage: what is read, and half of what is written.
+  // Bytes of a stage through the shared-memory port: all reads, and writes at half their size.
   const double moved = c.tokens * kBlockColumns * (c.strips + 0.5) + 1.5 * c.strips * block;
   const double times[] = {
       (weight + m * (k_blocks * kBlockColumns + 2.0 * n) + missed) / kMemoryRate / rate,
@@ -103,7 +103,7 @@ double PredictUs(const Configuration& c, int n, int columns, int m, double dense
   return std::pow(sum, 1 / kSharpness) * multicast + FixedUs(c, tiles, sms);
 }
 
-// Reads a positive number without leading zeros, and moves `text` behind it.
+// Reads a positive number without leading zeros, and advances `text` past it.
 bool ReadNumber(const char*& text, int* number) {
   if (*text < '1' || *text > '9') return false;
   for (*number = 0; *text >= '0' && *text <= '9'; ++text) {
@@ -125,7 +125,7 @@ bool ReadWord(const char*& text, const char* word) {
 }  // namespace
 
 int Configuration::SharedBytes() const {
-  return std::min(kMostCtaBytes, kSmBytes / resident - kReservedBytes);
+  return std::min(kMaxCtaBytes, kSmBytes / resident - kReservedBytes);
 }
 
 std::string ToText(const Configuration& c) {
@@ -152,11 +152,11 @@ std::vector<Candidate> FindCandidates(int n, int columns, int m, double dense, i
   const auto consider = [&](const Configuration& c) {
     const Fit fit = fits(c);
     const int others = sms * (c.resident - 1);
-    if (fit.stages < kUsefulStages || fit.clusters * c.Cluster() <= others) return;  // no room
-    if (!c.stream_k && TilesOf(c, n, m) * c.Cluster() <= others) return;             // too few CTAs
+    if (fit.stages < kMinUsefulStages || fit.clusters * c.Cluster() <= others) return;  // no room
+    if (!c.stream_k && TilesOf(c, n, m) * c.Cluster() <= others) return;  // too few CTAs
     found.push_back({PredictUs(c, n, columns, m, dense, sms, fit.clusters), c});
   };
-  int widest = 0;  // the fewest tokens of a tile that hold m, else the most there are
+  int widest = 0;  // the smallest tile that holds m tokens, else the largest tile
   for (int tokens : kTokens) {
     if (widest < m) widest = tokens;
   }

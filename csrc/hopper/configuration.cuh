@@ -1,14 +1,13 @@
-// Configurations: how a GEMM kernel divides its work, and a model of the time that each takes.
+// Configurations: how a GEMM kernel divides its work, and a performance model to rank them.
 //
-// A configuration is written as text in the tables of tuned configurations:
+// The tables of tuned configurations write them as text:
 //
-//     split:2x64/1x4/2     split-K: a CTA computes 2 strips of 64 out-features by 64 tokens; a
-//     cluster
-//                          is a multicast group of 1 by 4 splits of K'; 2 CTAs are resident on an
-//                          SM
-//     stream:3x128/2/1     stream-K: 3 strips by 128 tokens, multicast groups of 2, 1 CTA on an SM
+//     split:2x64/1x4/2    split-K: a CTA's tile is 2 strips of 64 out-features by 64 tokens,
+//                         a cluster is a multicast group of 1 by 4 splits of K',
+//                         and 2 CTAs are resident on an SM
+//     stream:3x128/2/1    stream-K: 3 strips by 128 tokens, multicast groups of 2, 1 CTA on an SM
 //
-// Host code without CUDA, so that tests compile it for a CPU.
+// This is host code without CUDA, so that tests compile it with a C++ compiler.
 
 #pragma once
 
@@ -28,7 +27,7 @@ struct Configuration {
   int resident;        // CTAs on an SM at a time
 
   int Cluster() const { return multicast * splits; }
-  int SharedBytes() const;  // that a CTA may have
+  int SharedBytes() const;  // shared memory that a CTA may use for so many to be resident
 };
 
 std::string ToText(const Configuration& configuration);
@@ -38,7 +37,7 @@ bool Parse(const std::string& text, Configuration* configuration);
 
 // How a configuration fits a GPU.
 struct Fit {
-  int stages;    // of the ring, for long rows; 0: no kernel was compiled for it, or no room
+  int stages;    // of the pipeline, for long rows; 0: no kernel was compiled, or too few fit
   int clusters;  // that are resident at a time
 };
 
@@ -47,8 +46,9 @@ struct Candidate {
   Configuration configuration;
 };
 
-// Up to `most` configurations for a weight [n, columns] and m tokens, the fastest prediction first.
-// Of its blocks the share `dense` is not 2:4.
+// Returns up to `most` configurations for a weight [n, columns] and m tokens, in ascending order of
+// the predicted time.  `dense` is the fraction of the weight's blocks that are dense; `fits` tells
+// how a configuration fits the GPU, which has `sms` SMs.
 std::vector<Candidate> FindCandidates(int n, int columns, int m, double dense, int most, int sms,
                                       const std::function<Fit(const Configuration&)>& fits);
 

@@ -1,5 +1,6 @@
-// The epilogue: y = sum * scale_w * scale_x + bias, a warp's 16 out-features at a time.  Outputs go
-// through shared memory, because a thread holds two out-features and the output's rows are tokens.
+// The epilogue: y = sum * scale_w * scale_x + bias, for a warp's 16 out-features at a time. Outputs
+// are transposed through shared memory, because a thread's accumulators are of two out-features
+// while out-features are contiguous in the output.
 
 #pragma once
 
@@ -7,10 +8,10 @@
 
 namespace slidesparse::hopper {
 
-// Scales and biases of the two out-features of a thread, loaded before the main loop so that the
-// epilogue need not wait for them.
+// The scales and biases of a thread's two out-features, loaded before the main loop to hide their
+// latency.
 struct RowScales {
-  float weight[2] = {}, bias[2] = {-0.0f, -0.0f};  // -0.0 is the additive identity
+  float weight[2] = {}, bias[2] = {-0.0f, -0.0f};  // x + -0.0 is x for every x, -0.0 included
 
   // Loads those of out-features `first` and `first` + 8.
   __device__ __forceinline__ void Load(const GemmArguments& arguments, int first) {
@@ -18,7 +19,7 @@ struct RowScales {
     for (int r = 0; r < 2; ++r) {
       const int row = first + 8 * r;
       if (row < arguments.n) {
-        weight[r] = LoadNow(arguments.scale_w + row);
+        weight[r] = LoadVolatile(arguments.scale_w + row);
         if (arguments.bias_type != Float::kNone) {
           bias[r] = Widen(arguments.bias, row, arguments.bias_type);
         }
@@ -31,7 +32,7 @@ __device__ __forceinline__ float ApplyScales(float sum, float weight, float toke
   return __fmaf_rn(__fmul_rn(sum, weight), token, bias);
 }
 
-// The scales of a tile's tokens: lane l of every warp holds those of tokens l, l + 32, ...
+// The scales of a tile's tokens, distributed over each warp: lane l holds tokens l, l + 32, ...
 template <int kTokens>
 struct TokenScales {
   static constexpr int kWords = (kTokens + 31) / 32;
@@ -42,7 +43,7 @@ struct TokenScales {
     for (int i = 0; i < kWords; ++i) {
       const int token = i * 32 + threadIdx.x % 32;
       if (token < kTokens && first + token < arguments.m) {
-        scales[i] = LoadNow(arguments.scale_x + first + token);
+        scales[i] = LoadVolatile(arguments.scale_x + first + token);
       }
     }
   }
@@ -56,8 +57,9 @@ struct TokenScales {
   }
 };
 
-// Writes the outputs of tokens 8 j to 8 j + 7, made of sums 4 j to 4 j + 3, to staging memory: lane
-// l < 16 gives in `to` the address of token 8 j + l % 8, out-features 8 (l / 8) on.
+// Writes the outputs of tokens 8 j to 8 j + 7, computed from sums 4 j to 4 j + 3, to staging
+// memory. In lane l < 16 `to` is the address of token 8 j + l % 8, out-features 8 (l / 8) and
+// following.
 template <class Type, int kSums>
 __device__ __forceinline__ void StageTokens(const GemmArguments& arguments, const RowScales& scales,
                                             const std::uint32_t (&sums)[kSums], int j,

@@ -2,12 +2,13 @@
 // (kDenseBytes).  slidesparse/gemm/hopper/format.py draws the order of the bytes.
 //
 //     all blocks 2:4   [strips][k_blocks][kPackedBytes]
-//     mixed            a table [strips][k_blocks] of 32 bits, filled up to a multiple of
-//                      kTableUnit; then blocks, at multiples of kTableUnit.  An entry is twice the
-//                      block's offset from the table in units of kTableUnit, and one more if the
-//                      block is dense.
+//     mixed            a table [strips][k_blocks] of 32-bit entries, padded to a multiple of
+//                      kTableUnit, then the blocks, aligned to kTableUnit.  Bit 0 of an entry tells
+//                      whether the block is dense; the other bits are the block's offset from the
+//                      table, in units of kTableUnit.
 //
-// With its table a mixed weight is larger than one of 2:4 blocks alone, which tells them apart.
+// Because of its table a mixed weight is larger than one of 2:4 blocks alone, so the size tells
+// which of the two a weight is.
 
 #pragma once
 
@@ -16,7 +17,7 @@
 namespace slidesparse::hopper {
 
 constexpr int kStripRows = 64;      // out-features of a strip: the M of one wgmma
-constexpr int kBlockColumns = 128;  // K' columns of a packed block: one stage of the ring
+constexpr int kBlockColumns = 128;  // K' columns of a packed block: one pipeline stage
 constexpr int kValueBytes = kStripRows * kBlockColumns / 2;
 constexpr int kMetadataBytes = kStripRows * kBlockColumns / 8;
 constexpr int kPackedBytes = kValueBytes + kMetadataBytes;

@@ -12,8 +12,8 @@
 namespace slidesparse::hopper {
 namespace {
 
-constexpr int kFewestStages = 2;  // one is multiplied while the other is filled
-constexpr int kMostStages = 256;
+constexpr int kMinStages = 2;  // one is multiplied while the other is filled
+constexpr int kMaxStages = 256;
 constexpr int kGroupTokens = 2048;      // whose tiles form a group of the tile scheduler
 constexpr int kKeptOutputs = 16 << 20;  // bytes; more would evict weights and activations from L2
 constexpr std::int64_t kFlagBytes = kMaxStreamKCtas * kFlagWords * 4;
@@ -23,14 +23,15 @@ using EncodeTiled = CUresult (*)(CUtensorMap*, CUtensorMapDataType, cuuint32_t, 
                                  const cuuint32_t*, CUtensorMapInterleave, CUtensorMapSwizzle,
                                  CUtensorMapL2promotion, CUtensorMapFloatOOBfill);
 
-// The driver's function; every process with a CUDA context has loaded the driver.
+// Finds cuTensorMapEncodeTiled in the driver, which every process with a CUDA context has loaded.
+// Linking against it would keep the library from loading on machines without a driver.
 EncodeTiled FindEncodeTiled() {
   void* driver = dlopen("libcuda.so.1", RTLD_LAZY | RTLD_LOCAL);
   return driver ? reinterpret_cast<EncodeTiled>(dlsym(driver, "cuTensorMapEncodeTiled")) : nullptr;
 }
 
-// A map of a row-major matrix [rows, columns], by boxes of `box_rows` x `box_columns`, 128 bytes
-// wide, swizzled.  Null, or what went wrong.
+// Encodes the tensor map of a row-major matrix [rows, columns] with boxes of `box_rows` x
+// `box_columns`, 128 bytes wide, and the 128-byte swizzle.  Returns null, or an error message.
 const char* EncodeMatrix(CUtensorMap* map, CUtensorMapDataType type, int element_bytes,
                          const void* data, std::int64_t rows, std::int64_t columns, int box_rows,
                          int box_columns, CUtensorMapL2promotion promotion) {
@@ -70,31 +71,31 @@ GemmKernel KernelOf(const Configuration& c, bool mixed) {
   }
 }
 
-// Whether there is a kernel for a configuration and clusters of its size.
+// Whether a kernel was compiled and accepts the cluster, of which each CTA loads whole swizzle
+// atoms of 8 tokens.
 bool HasKernel(const Configuration& c, const GemmKernel& kernel) {
   return kernel.function != nullptr && c.Cluster() <= kMaxClusterSize &&
          c.tokens % (8 * c.multicast) == 0;
 }
 
-// The most stages that a CTA's shared memory holds; 0 if they are too few to work.
+// The most pipeline stages that fit into a CTA's shared memory; 0 if they are too few.
 int StagesThatFit(const Configuration& c, const GemmKernel& kernel) {
-  int stages = kMostStages;
+  int stages = kMaxStages;
   while (stages > 0 && kernel.shared_bytes(stages, c.splits) > c.SharedBytes()) --stages;
-  return stages >= kFewestStages ? stages : 0;
+  return stages >= kMinStages ? stages : 0;
 }
 
-// Asks the runtime how a configuration fits the current device.
+// Computes how a configuration fits the current device, by the runtime's occupancy calculator.
 cudaError_t AskFit(const Configuration& c, const GemmKernel& kernel, Fit* fit) {
   fit->stages = StagesThatFit(c, kernel);
   if (fit->stages == 0) return cudaSuccess;
   const auto function = reinterpret_cast<const void*>(kernel.function);
   if (cudaError_t error = LoadKernel(function)) return error;
-  const Launch launch = {nullptr, dim3(c.Cluster()), kernel.threads,
-                         kernel.shared_bytes(fit->stages, c.splits), c.Cluster()};
-  RuntimeLaunch runtime(launch);
-  runtime.config.attrs = runtime.attributes + 1;  // the cluster, also of one CTA
-  runtime.config.numAttrs = 1;
-  return cudaOccupancyMaxActiveClusters(&fit->clusters, function, &runtime.config);
+  Launch launch(nullptr, c.Cluster(), kernel.threads, kernel.shared_bytes(fit->stages, c.splits),
+                c.Cluster());
+  launch.config.attrs = launch.attributes + 1;  // the cluster's size alone, even if it is one CTA
+  launch.config.numAttrs = 1;
+  return cudaOccupancyMaxActiveClusters(&fit->clusters, function, &launch.config);
 }
 
 // Divides m tokens into tiles and groups for the tile scheduler; returns the number of tiles.
@@ -108,16 +109,16 @@ std::int64_t ScheduleTiles(int m, int tile_tokens, GemmArguments& a) {
   return std::int64_t{a.n_tiles} * a.m_tiles;
 }
 
-// Chooses how long L2 keeps what tiles read and write: with one row of tiles nobody reads a weight
-// twice, but all read the activations.
+// Chooses the L2 eviction policies.  With one row of tiles each block of the weight is read once,
+// but the activations by all CTAs.
 void ChooseL2Policies(GemmArguments& a) {
   a.weight_policy = a.m_tiles > 1 ? kEvictNormal : kEvictFirst;
   a.token_policy = a.m_tiles > 1 ? kEvictNormal : kEvictLast;
   a.output_policy = 2ll * a.m * a.n > kKeptOutputs ? kEvictFirst : kEvictNormal;
 }
 
-// Divides the stages of all tiles among the multicast groups of a stream-K launch; returns how many
-// groups there are, 0 if it is impossible.
+// Divides the stages of all tiles among the multicast groups of a stream-K launch.  Returns the
+// number of groups, or 0 if there are too many stages to count.
 int DivideStages(const Gemm& gemm, std::int64_t tiles, GemmArguments& a) {
   const std::int64_t stages = tiles * a.k_blocks;
   if (stages > INT32_MAX) return 0;
@@ -238,10 +239,9 @@ const char* LaunchGemm(const Gemm& gemm, std::int64_t m, const GemmTensors& tens
       }
     }
   }
-  const Launch launch = {stream, dim3(static_cast<unsigned>(ctas)), gemm.kernel.threads,
-                         gemm.kernel.shared_bytes(a.stages, c.splits), c.Cluster()};
-  const RuntimeLaunch runtime(launch);
-  const cudaError_t error = cudaLaunchKernelEx(&runtime.config, gemm.kernel.function, a);
+  const Launch launch(stream, ctas, gemm.kernel.threads,
+                      gemm.kernel.shared_bytes(a.stages, c.splits), c.Cluster());
+  const cudaError_t error = cudaLaunchKernelEx(&launch.config, gemm.kernel.function, a);
   if (error == cudaSuccess) return nullptr;
   return Fail("%s (%s) for m %lld, n %d, K' %lld, by configuration %s", cudaGetErrorName(error),
               cudaGetErrorString(error), static_cast<long long>(m), a.n,

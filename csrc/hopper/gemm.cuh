@@ -1,4 +1,4 @@
-// The host's side of the GEMM kernels: fitting a configuration to a device, and launching it.
+// The host side of the GEMM kernels: fitting a configuration to a device, and launching it.
 
 #pragma once
 
@@ -20,12 +20,12 @@ struct GemmKernel {
 template <class Type, int kTokens>
 GemmKernel FindGemm(int strips, bool stream_k, bool mixed);
 
-// A configuration for a packed weight on a device, with all that a launch needs and that neither
-// the tensors nor their number of tokens change.
+// A configuration that was fitted to a device and a weight: all that a launch needs except the
+// tensors and the number of tokens.
 struct Gemm {
   int device;
   Configuration configuration;
-  std::string text;  // the configuration's
+  std::string text;  // the configuration, for messages
   GemmKernel kernel;
   Fit fit;
   GemmArguments arguments;
@@ -44,17 +44,18 @@ struct GemmTensors {
   Float out_type;
 };
 
-// Fits a configuration to the current device, asking the runtime once; `mixed` for mixed weights.
-// Null, or why it cannot run.
+// Fits a configuration to the current device, for mixed weights or for those of 2:4 blocks alone.
+// Occupancy is queried once and cached.  Returns null, or why the configuration cannot run.
 const char* FitGemm(const Configuration& configuration, bool fp8, bool mixed, Gemm* gemm);
 
-// The same for mixed weights, whose stages are larger: with fewer CTAs of an SM if they do not fit.
+// The same for mixed weights.  Their stages are larger; if a configuration does not fit, fewer CTAs
+// are resident on an SM.
 const char* FitMixed(Configuration configuration, bool fp8, Gemm* gemm);
 
-// Sets the weight [n, columns] of a configuration that FitGemm has fitted.
+// Sets the shape [n, columns] of the weight, after FitGemm.
 void SetWeight(int n, int columns, Gemm* gemm);
 
-// Enqueues the product of `m` tokens.  Null, or what went wrong.
+// Enqueues the product of `m` tokens.  Returns null, or an error message.
 const char* LaunchGemm(const Gemm& gemm, std::int64_t m, const GemmTensors& tensors,
                        cudaStream_t stream);
 

@@ -1,5 +1,6 @@
-// The GEMM kernels for one type and one number of tokens of a tile: SLIDESPARSE_TYPE (Int8, Fp8)
-// and SLIDESPARSE_TOKENS.
+// The GEMM kernels for one element type and one tile width in tokens, the macros SLIDESPARSE_TYPE
+// (Int8, Fp8) and SLIDESPARSE_TOKENS: a translation unit for each, so that they compile in
+// parallel.
 
 #include "gemm.cuh"
 #include "split_k.cuh"

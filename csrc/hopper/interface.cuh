@@ -1,8 +1,9 @@
-// The library's C interface: raw device pointers, sizes and a stream; no torch and no CUDA types.
+// The library's C interface: raw device pointers, sizes and a stream; no torch and no CUDA types,
+// so that one build serves any torch.
 //
-// A function that returns text returns null, or what went wrong in words that stay valid until this
-// thread calls again.  Work is enqueued on the stream and not waited for.  Functions act on the
-// current CUDA device; any thread may call them.
+// Unless stated otherwise, a function that returns text returns null on success, else an error
+// message that stays valid until this thread's next call.  Work is enqueued on the stream, and no
+// function waits for it.  Functions act on the current CUDA device and are thread-safe.
 
 #pragma once
 
@@ -12,7 +13,7 @@
 
 extern "C" {
 
-// The type of elements, wherever an argument is called a type.
+// Element types: the values of every argument that is called a type.
 enum SlidesparseType {
   SLIDESPARSE_NONE = 0,  // a bias that is absent
   SLIDESPARSE_BFLOAT16 = 1,
@@ -20,7 +21,7 @@ enum SlidesparseType {
   SLIDESPARSE_FLOAT32 = 3,
 };
 
-// What is computed of x before it is quantized.
+// The operation on x that is fused into the quantizer.
 enum SlidesparsePrologue {
   SLIDESPARSE_NO_PROLOGUE = 0,
   SLIDESPARSE_RMS_NORM = 1,      // x / sqrt(mean x^2 + eps) * gain
@@ -28,15 +29,15 @@ enum SlidesparsePrologue {
   SLIDESPARSE_SILU_MUL = 3,      // silu(x[:, :k]) * x[:, k:]
 };
 
-// The blocks of a packed weight.
+// Which blocks a packed weight is made of.
 enum SlidesparseBlocks {
   SLIDESPARSE_ALL_2_4 = 0,
-  SLIDESPARSE_MIXED = 1,  // as many dense ones, where a time is predicted
+  SLIDESPARSE_MIXED = 1,  // both kinds; predictions assume that half of the blocks are dense
   SLIDESPARSE_ALL_DENSE = 2,
   SLIDESPARSE_BLOCK_KINDS = 3,
 };
 
-// The bytes that the text of a configuration has room for, its end included.
+// The size of the buffer for a configuration's text, its terminating null included.
 enum { SLIDESPARSE_TEXT_BYTES = 32 };
 
 // ---- the library ----
@@ -49,14 +50,15 @@ SLIDESPARSE_EXPORT std::int32_t slidesparse_hopper_device();
 
 // ---- configurations, as configuration.cuh writes them ----
 
-// How a configuration fits: stages of the ring for long rows, and clusters that are resident at a
-// time.  An error for text that is no configuration, and for one that cannot run.
+// Fits a configuration to the device: the pipeline stages of a CTA when rows are long, and the
+// clusters that are resident at a time.  Fails for text that is no configuration, and for a
+// configuration that cannot run.
 SLIDESPARSE_EXPORT const char* slidesparse_hopper_fit(const char* configuration, std::int32_t fp8,
                                                       std::int32_t* stages, std::int32_t* clusters);
 
 // Up to `most` configurations for a weight [n, columns] of `blocks`, a SlidesparseBlocks, and m
-// tokens, the fastest prediction first: their texts, SLIDESPARSE_TEXT_BYTES each, the predicted
-// microseconds, and how many there are.
+// tokens, in ascending order of the predicted time: their texts, SLIDESPARSE_TEXT_BYTES each, the
+// predicted microseconds, and their number.
 SLIDESPARSE_EXPORT const char* slidesparse_hopper_candidates(std::int32_t n, std::int32_t columns,
                                                              std::int32_t m, std::int32_t fp8,
                                                              std::int32_t blocks, std::int32_t most,
@@ -71,37 +73,37 @@ typedef struct SlidesparseHopperPlan SlidesparseHopperPlan;
 // Makes a plan.
 //   length, phase   the pattern's blocks of columns, and the zero columns before the first block;
 //                   a length of 4 at phase 0 lifts nothing
-//   columns         of a row of codes: a multiple of 16, K' or more; zeros beyond K'
-//   tokens, texts   the tuned table of `count` rows: the largest number of tokens that each is for,
-//                   ascending, the last for more tokens, too; and its configurations, one for each
-//                   of SlidesparseBlocks.  Without any the plan only quantizes, and n does not
-//                   matter
-// The plan is the caller's to delete, unless it is handed to slidesparse_hopper_serve.
+//   columns         of a row of codes: a multiple of 16, at least K'; zeros beyond K'
+//   tokens, texts   the tuned table of `count` rows: the largest number of tokens that each row is
+//                   for, ascending, where the last row is also for more tokens; and its
+//                   configurations, one for each of SlidesparseBlocks.  A plan without rows only
+//                   quantizes, and ignores n
+// The caller deletes the plan, unless it is handed to slidesparse_hopper_serve.
 SLIDESPARSE_EXPORT const char* slidesparse_hopper_plan(
     std::int32_t n, std::int32_t k, std::int32_t length, std::int32_t phase, std::int32_t fp8,
     std::int32_t columns, std::int32_t count, const std::int32_t* tokens, const char* const* texts,
     SlidesparseHopperPlan** plan);
 SLIDESPARSE_EXPORT void slidesparse_hopper_delete(SlidesparseHopperPlan* plan);
 
-// From now on slidesparse_hopper_find returns this plan for its device, sizes and types.  Such
-// plans are never deleted: another thread may be running one.
+// Registers a plan, which slidesparse_hopper_find returns from now on for its device, sizes and
+// types.  A registered plan is never deleted, because another thread may be running it.
 SLIDESPARSE_EXPORT void slidesparse_hopper_serve(SlidesparseHopperPlan* plan);
 
-// The plan that serves such a layer; null when there is none.
+// The plan that is registered for such a layer; null if there is none.
 SLIDESPARSE_EXPORT SlidesparseHopperPlan* slidesparse_hopper_find(
     std::int32_t device, std::int32_t n, std::int32_t k, std::int32_t length, std::int32_t phase,
     std::int32_t fp8, std::int32_t columns);
 
-// Lets find return none of the plans that there are.
+// Unregisters all plans, without deleting them.
 SLIDESPARSE_EXPORT void slidesparse_hopper_forget();
 
-// The configuration that a plan chooses for m tokens and a packed weight of so many bytes; valid as
-// long as the plan.  "" for a weight that it does not multiply.
+// Returns the configuration that a plan chooses for m tokens and a packed weight of `weight_bytes`,
+// a text that is valid as long as the plan; "" for a weight that the plan cannot multiply.
 SLIDESPARSE_EXPORT const char* slidesparse_hopper_configuration(const SlidesparseHopperPlan* plan,
                                                                 std::int64_t m,
                                                                 std::int64_t weight_bytes);
 
-// The bytes of scratch memory that slidesparse_hopper_linear wants for m tokens.
+// The bytes of scratch memory that slidesparse_hopper_linear needs for m tokens.
 SLIDESPARSE_EXPORT std::int64_t slidesparse_hopper_scratch_bytes(const SlidesparseHopperPlan* plan,
                                                                  std::int64_t m);
 
@@ -111,15 +113,16 @@ SLIDESPARSE_EXPORT std::int64_t slidesparse_hopper_scratch_bytes(const Slidespar
 //   prologue    a SlidesparsePrologue with its gain [k], its residual [m, k], whose rows are
 //               `residual_stride` elements apart, and total [m, k], all of x's type; null where
 //               the prologue has none
-//   q, scale_x  codes [m, columns] at a multiple of 16 bytes, and float32 [m]
-//   weight      as slidesparse_hopper_pack wrote it, before the kernel in front began;
-//               `weight_bytes` tell its SlidesparseBlocks
+//   q, scale_x  codes [m, columns], aligned to 16 bytes, and float32 [m]
+//   weight      as slidesparse_hopper_pack wrote it.  It must be complete before the preceding
+//               kernel on the stream starts, because a GEMM loads it without waiting for that
+//               kernel.  `weight_bytes` tell which SlidesparseBlocks it has
 //   scale_w     float32 [n]
 //   bias        [n] of bias_type
 //   out         [m, n] of BF16 or FP16
-//   scratch     at a multiple of 128 bytes
+//   scratch     aligned to 128 bytes
 
-// Quantizes and lifts x.
+// Applies the prologue to x, quantizes the result and lifts it.
 SLIDESPARSE_EXPORT const char* slidesparse_hopper_quantize(
     const SlidesparseHopperPlan* plan, std::int64_t m, const void* x, std::int32_t type,
     std::int64_t stride, std::int32_t prologue, double eps, const void* gain, const void* residual,
@@ -142,15 +145,16 @@ SLIDESPARSE_EXPORT const char* slidesparse_hopper_linear(
 // ---- weights ----
 
 // The bytes of the packed form of a weight [n, k] that is not mixed, and of the scratch memory that
-// packing it wants.
+// packing it needs.
 SLIDESPARSE_EXPORT void slidesparse_hopper_pack_bytes(std::int32_t n, std::int32_t k,
                                                       std::int32_t length, std::int32_t phase,
                                                       std::int64_t* packed, std::int64_t* scratch);
 
 // Slides a weight [n, k] of one-byte codes, rows `stride` bytes apart, that is pruned to blocks of
-// `length` after `phase` zero columns, and packs its windows.  `broken`, 32 bits, is increased by
-// the number of blocks with too many non-zeros; with any the packed form is of no use.
-// If `mixed`, packed begins with its table, of a weight in blocks of 4 at phase 0.
+// `length` after `phase` zero columns, and packs its windows.  The 32-bit counter `broken` is
+// increased by the number of blocks with too many non-zeros; with any, the packed weight is
+// invalid. If `mixed`, the caller has written the table at the beginning of `packed`; length must
+// be 4 and phase 0.
 SLIDESPARSE_EXPORT const char* slidesparse_hopper_pack(std::int32_t n, std::int32_t k,
                                                        std::int32_t length, std::int32_t phase,
                                                        std::int32_t fp8, const void* weight,

@@ -1,11 +1,12 @@
 // torch's operators for whole layers, torch.ops.slidesparse.{linear, rms_norm_linear,
-// add_rms_norm_linear, silu_mul_linear}, without Python: a call finds its layer's plan in the
-// kernels' library, allocates and launches.  A call without a plan, for another backend or out of
-// the ordinary goes on to the operator NAME_by_python, which also says what is wrong with it.
+// add_rms_norm_linear, silu_mul_linear}, without Python: a call looks its layer's plan up in the
+// kernels' library, allocates the outputs and launches.  A call that has no plan, is for another
+// backend or has unusual arguments falls back to the operator NAME_by_python, which also reports
+// errors.
 //
-// Compiled by a C++ compiler against the stable headers of any torch from 2.10 on; it uses
-// what 2.10 has.  Operators are boxed by hand and tensors are handles: TORCH_BOX and
-// torch::stable::Tensor take the host 0.4 us a call more, and in torch 2.11 leak the text of each
+// A C++ compiler compiles this against the stable headers of torch 2.10 or later, of which it uses
+// those that 2.10 has.  Operators are boxed by hand and tensors are handles, because TORCH_BOX and
+// torch::stable::Tensor cost the host 0.4 us more a call and in torch 2.11 leak the text of each
 // string.
 
 #define TORCH_TARGET_VERSION (((0ULL + 2) << 56) | ((0ULL + 10) << 48))
@@ -41,7 +42,7 @@ struct Kernels {
 Kernels kernels = {};
 std::atomic<bool> enabled{false};
 
-// torch's aoti_torch_get_current_cuda_stream, which only builds for CUDA have; else null.
+// aoti_torch_get_current_cuda_stream of torch, null if torch was built without CUDA.
 using GetStream = AOTITorchError (*)(std::int32_t device, void** stream);
 const GetStream get_stream = [] {
   void* library = dlopen("libtorch_cuda.so", RTLD_NOW | RTLD_NOLOAD);
@@ -49,7 +50,7 @@ const GetStream get_stream = [] {
                  : nullptr;
 }();
 
-thread_local std::string failure;  // what the operator that Python implements raised last
+thread_local std::string failure;  // the message of the last exception in Python's operator
 
 // ---- tensors ----
 
@@ -58,7 +59,7 @@ struct DeleteTensor {
 };
 using Owned = std::unique_ptr<AtenTensorOpaque, DeleteTensor>;
 
-// torch's numbers of the types that layers have.
+// torch's numbers of dtypes and of the device type CUDA.
 struct Numbers {
   std::int32_t bfloat16 = aoti_torch_dtype_bfloat16(), float16 = aoti_torch_dtype_float16();
   std::int32_t float32 = aoti_torch_dtype_float32(), uint8 = aoti_torch_dtype_uint8();
@@ -67,7 +68,7 @@ struct Numbers {
 };
 const Numbers numbers;
 
-// A SlidesparseType.
+// Returns the SlidesparseType of a dtype.
 std::int32_t TypeOf(std::int32_t number) {
   return number == numbers.bfloat16  ? SLIDESPARSE_BFLOAT16
          : number == numbers.float16 ? SLIDESPARSE_FLOAT16
@@ -75,7 +76,7 @@ std::int32_t TypeOf(std::int32_t number) {
                                      : SLIDESPARSE_NONE;
 }
 
-// What a call needs to know of a tensor.
+// The properties of a tensor that a call needs.
 struct View {
   std::int64_t dim, *sizes, *strides;
   std::int32_t type, device, device_type;
@@ -94,7 +95,7 @@ struct View {
   bool IsOn(const View& other) const {
     return device == other.device && device_type == other.device_type;
   }
-  // [rows, columns] with rows of neighbouring elements.
+  // [rows, columns] with contiguous rows.
   bool IsMatrix() const { return dim == 2 && (sizes[1] < 2 || strides[1] == 1); }
   // [size] or [size, 1], contiguous.
   bool IsVector(std::int64_t size) const {
@@ -103,7 +104,7 @@ struct View {
   }
 };
 
-// An uninitialized tensor [rows, columns] beside `like`, and its memory.
+// Allocates an uninitialized tensor [rows, columns] on the device of `like`; `data` is its memory.
 Owned Empty(std::int64_t rows, std::int64_t columns, std::int32_t type, const View& like,
             void** data) {
   const std::int64_t sizes[2] = {rows, columns}, strides[2] = {columns, 1};
@@ -115,7 +116,8 @@ Owned Empty(std::int64_t rows, std::int64_t columns, std::int32_t type, const Vi
   return owned;
 }
 
-// torch's current stream beside x; false if this thread cannot launch kernels there.
+// Finds torch's current stream on x's device.  False if this thread cannot launch kernels there,
+// because another device is current.
 bool FindStream(const View& x, void** stream) {
   *stream = nullptr;
   if (x.device_type != numbers.cuda) return true;
@@ -126,7 +128,7 @@ bool FindStream(const View& x, void** stream) {
 
 // ---- layers ----
 
-// The arguments of an operator, borrowed from torch's stack; null where there is none.
+// The arguments of an operator, borrowed from torch's stack; null if absent.
 struct Arguments {
   AtenTensorHandle x, residual = nullptr, gain = nullptr;
   double eps = 0.0;
@@ -157,7 +159,7 @@ struct Arguments {
     backend = to<StringHandle>(*next++);
   }
 
-  // Takes them off the stack.
+  // Deletes what the stack owns, as an operator must that consumes its arguments.
   void Delete() const {
     stable::to<std::optional<StableIValue>>(*bias_word);  // deletes what is on the heap
     for (AtenTensorHandle tensor : {x, residual, gain, weight, scale_w, bias}) {
@@ -171,7 +173,7 @@ struct Outputs {
   Owned y, total;
 };
 
-// Runs a layer that has a plan, if all arguments are in order.
+// Runs a layer if it has a plan and all arguments are valid; false otherwise.
 bool Run(std::int32_t prologue, const Arguments& arguments, Outputs* outputs) {
   const View x(arguments.x), scale_w(arguments.scale_w);
   if (!x.IsMatrix() || x.sizes[0] < 1 || scale_w.dim < 1) return false;
@@ -181,7 +183,7 @@ bool Run(std::int32_t prologue, const Arguments& arguments, Outputs* outputs) {
   if ((silu && x.sizes[1] % 2 != 0) || type == SLIDESPARSE_NONE ||
       (!fp8 && arguments.dtype != numbers.int8) ||
       (out_type != SLIDESPARSE_BFLOAT16 && out_type != SLIDESPARSE_FLOAT16) ||
-      // negative, or too large
+      // one of them is negative or has more than 31 bits
       (n | k | arguments.length | arguments.phase | arguments.columns) >> 31 != 0 ||
       !scale_w.IsOn(x) || !scale_w.IsVector(n) || scale_w.type != numbers.float32) {
     return false;
@@ -226,13 +228,13 @@ bool Run(std::int32_t prologue, const Arguments& arguments, Outputs* outputs) {
                         scale_w.data, bias, bias_type, y, out_type, scratch, stream) == nullptr;
 }
 
-// Run, if C++ is to run layers and the backend is ours.
+// Runs a layer if these operators are enabled and the backend is this one; false otherwise.
 bool TryRun(std::int32_t prologue, const Arguments& arguments, Outputs* outputs) {
   try {
     const char* backend;
     TORCH_ERROR_CODE_CHECK(torch_string_c_str(arguments.backend, &backend));
     return enabled && std::strcmp(backend, "hopper") == 0 && Run(prologue, arguments, outputs);
-  } catch (const std::runtime_error&) {  // torch's, such as of memory: Python knows its words
+  } catch (const std::runtime_error&) {  // torch's, as for memory: Python will raise it in full
     return false;
   }
 }
@@ -252,7 +254,7 @@ void Operator(StableIValue* stack, std::uint64_t, std::uint64_t) {
     if (outputs.total) stack[1] = reinterpret_cast<StableIValue>(outputs.total.release());
     return;
   }
-  outputs = {};  // memory that Python may want
+  outputs = {};  // frees memory that Python's operator may need
   failure.clear();
   if (torch_call_dispatcher(by_python.c_str(), "", stack, TORCH_ABI_VERSION) != TORCH_SUCCESS) {
     throw std::runtime_error(failure.empty() ? by_python + " failed" : failure);
@@ -270,8 +272,8 @@ STABLE_TORCH_LIBRARY_IMPL(SLIDESPARSE_NAMESPACE, SLIDESPARSE_KEY, library) {
 
 extern "C" {
 
-// Finds the functions of the kernels' library at `path`, which Python has loaded.  Null, or what is
-// wrong.  Until then every call goes on to Python.
+// Looks up the functions of the kernels' library at `path`, which Python has loaded, and enables
+// the operators; until then every call falls back to Python.  Returns null, or an error message.
 SLIDESPARSE_EXPORT const char* slidesparse_operators_load(const char* path) {
   void* library = dlopen(path, RTLD_NOW | RTLD_LOCAL);
   if (library == nullptr) return dlerror();
@@ -291,12 +293,13 @@ SLIDESPARSE_EXPORT const char* slidesparse_operators_load(const char* path) {
   return nullptr;
 }
 
-// Whether C++ runs layers; otherwise all go on to Python, which can time their parts.
+// Enables or disables the operators; if disabled, calls fall back to Python, which can time their
+// parts.
 SLIDESPARSE_EXPORT void slidesparse_operators_enable(std::int32_t enable) {
   enabled = enable != 0 && kernels.find != nullptr;
 }
 
-// What an operator that Python implements is about to raise.
+// Records the message of the exception that Python's operator is about to raise.
 SLIDESPARSE_EXPORT void slidesparse_operators_failed(const char* text) { failure = text; }
 
 }  // extern "C"

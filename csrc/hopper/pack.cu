@@ -1,4 +1,4 @@
-// Launching the packer, by C linkage.
+// The packer's functions of interface.cuh.
 
 #include "interface.cuh"
 #include "pack.cuh"
@@ -37,9 +37,9 @@ const char* slidesparse_hopper_pack(std::int32_t n, std::int32_t k, std::int32_t
   arguments.packed = static_cast<std::uint8_t*>(packed);
   arguments.zeros = length > kLongLength ? static_cast<int*>(scratch) : nullptr;
   arguments.broken = static_cast<int*>(broken);
-  // Columns of whole blocks, at most twice those of windows, are counted in 32 bits.
-  constexpr int kMostBlocks = INT32_MAX / (2 * kBlockColumns);
-  if (n < 0 || k < 0 || arguments.blocks > kMostBlocks || PackGrid(arguments) > INT32_MAX ||
+  // Kernels count the columns of whole blocks, at most twice those of windows, in 32 bits.
+  constexpr int kMaxBlocks = INT32_MAX / (2 * kBlockColumns);
+  if (n < 0 || k < 0 || arguments.blocks > kMaxBlocks || PackGrid(arguments) > INT32_MAX ||
       FindGrid(arguments) > INT32_MAX) {
     return Fail("a weight [%d, %d] in blocks of %d columns: no such sizes can be packed", n, k,
                 length);

@@ -1,5 +1,5 @@
-// Slides a weight into the windows of its pattern and packs them, in one pass over the weight; of a
-// mixed weight the blocks that its table calls dense are copied.
+// Slides a weight into the windows of its pattern and packs them, in one pass over the weight.  In
+// a mixed weight, blocks that the table marks as dense are copied instead.
 //
 // A block of L columns has L / 2 pairs and L / 2 - 1 windows of two neighbouring pairs.  A pair's
 // non-zeros are divided between the window that ends with it and the window that begins with it:
@@ -10,10 +10,11 @@
 //     window[j]    = pair j without previous[j], and previous[j + 1]
 //
 // except that all of the first pair goes to the first window and all of the last pair to the last
-// one.  A thread makes a word of values, of two neighbouring windows of a row, by itself: zeros
-// matter up to two, so that it looks at few pairs before its own.  In long blocks, such as a row of
-// 2_inf, which may have no zeros, FindZeros looks for the first two once.  Of CUDA this file uses
-// qualifiers, indices and one atomic addition, so that tests compile it for a CPU.
+// one.  A thread independently makes a word of values, those of two consecutive windows of a row.
+// Only the first two zeros of a block matter, so it usually reads few pairs before its own.  In
+// long blocks, such as a row of 2_inf, they may be far away, so FindZeros finds them once.  This
+// file uses no more of CUDA than qualifiers, indices and an atomic addition, so that tests compile
+// it with a C++ compiler.
 
 #pragma once
 
@@ -30,15 +31,15 @@ constexpr int kLongLength = 64;              // columns; in longer blocks FindZe
 struct PackArguments {
   const std::uint8_t* weight;
   std::uint8_t* packed;
-  bool mixed;   // `packed` begins with its table, which says what becomes of each block
-  int* broken;  // increased by the blocks with too many non-zeros
+  bool mixed;   // `packed` begins with its table, as the caller has written it
+  int* broken;  // counts blocks with too many non-zeros
   int* zeros;   // [n][pattern_blocks][2]: columns of a block's first two zeros; or null
   std::int64_t stride;
   int n, k;
   int length, phase;    // of the pattern's blocks
   int pattern_blocks;   // of a row
   int blocks;           // packed blocks of a strip
-  std::uint32_t value;  // the bits of a code that tell it from zero
+  std::uint32_t value;  // mask of the bits that are zero only in a zero: all but the sign of E4M3
 };
 
 // All but the tensors.
@@ -133,7 +134,8 @@ __device__ __forceinline__ std::uint32_t MakeWindow(const PackArguments& argumen
   return left | (last ? next : Previous(next, zeros)) << 16;
 }
 
-// The two bytes of a window that are stored, and their metadata: the index of each in two bits.
+// The two bytes of a window that are stored, and their metadata, an index of two bits for each. The
+// hardware requires ascending indices, so windows with fewer non-zeros store a zero, too.
 struct Kept {
   std::uint32_t values, metadata;
 };
@@ -146,10 +148,10 @@ __device__ __forceinline__ Kept Keep(std::uint32_t window) {
   return {(window >> 8 * low & 0xFF) | (window >> 8 * high & 0xFF) << 8, low | high << 2};
 }
 
-// Where a word of a packed block comes from, of core matrices of 8 rows x 16 bytes: 512 words make
-// up what one wgmma reads.
+// The place in the weight of a word of a packed block, whose order is that of wgmma's core matrices
+// of 8 rows x 16 bytes.  One wgmma reads 512 words.
 struct Place {
-  int row, column;  // of the strip; of the bytes that one wgmma reads of a row
+  int row, column;  // in the strip; among the 32 bytes of a row that one wgmma reads
 
   __device__ explicit Place(int word)
       : row(word / 128 % 4 * 16 + word / 64 % 2 * 8 + word / 4 % 8),
@@ -184,7 +186,7 @@ __device__ __forceinline__ void PackSparse(const PackArguments& arguments, int s
     const Kept left = Keep(MakeWindow(arguments, from, zeros, k, window));
     const Kept right = Keep(MakeWindow(arguments, from, zeros, k, window + 1));
     reinterpret_cast<std::uint32_t*>(packed)[word] = left.values | right.values << 16;
-    // The metadata word of the thread that multiplies the row: its byte of these two windows.
+    // The byte of these two windows in the metadata word of the thread that holds it for wgmma.
     const int thread = word / 512 * 128 + place.row / 16 * 32 + place.row % 8 * 4 +
                        place.column / 16 * 2 + place.row / 8 % 2;
     packed[kValueBytes + thread * 4 + word % 4] =
@@ -193,15 +195,15 @@ __device__ __forceinline__ void PackSparse(const PackArguments& arguments, int s
 }
 
 __global__ void Pack(const PackArguments arguments) {
-  const std::int64_t program = blockIdx.x;
-  const int strip = static_cast<int>(program / arguments.blocks);
-  const int block = static_cast<int>(program % arguments.blocks);
+  const std::int64_t cta = blockIdx.x;
+  const int strip = static_cast<int>(cta / arguments.blocks);
+  const int block = static_cast<int>(cta % arguments.blocks);
   std::uint8_t* packed = arguments.packed;
   if (!arguments.mixed) {
-    PackSparse(arguments, strip, block, packed + program * kPackedBytes);
+    PackSparse(arguments, strip, block, packed + cta * kPackedBytes);
     return;
   }
-  const std::uint32_t entry = reinterpret_cast<const std::uint32_t*>(packed)[program];
+  const std::uint32_t entry = reinterpret_cast<const std::uint32_t*>(packed)[cta];
   packed += static_cast<std::size_t>(entry / 2) * kTableUnit;
   if (entry % 2 == 1) {
     PackDense(arguments, strip, block, packed);

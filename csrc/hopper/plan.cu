@@ -1,4 +1,4 @@
-// Plans of layers, by C linkage: interface.cuh says what each function does.
+// Plans of layers, behind the C interface, which interface.cuh documents.
 
 #include <algorithm>
 #include <cstring>
@@ -15,7 +15,7 @@
 
 namespace slidesparse::hopper {
 
-// What plans are found by: device, n, k, length, phase, fp8, columns.
+// The key of a registered plan: device, n, k, length, phase, fp8, columns.
 using PlanKey = std::tuple<int, int, int, int, int, int, int>;
 
 }  // namespace slidesparse::hopper
@@ -24,16 +24,15 @@ struct SlidesparseHopperPlan {
   slidesparse::hopper::PlanKey key;
   bool fp8;
   slidesparse::hopper::QuantizeArguments quantize;  // all but the tensors
-  // The tuned table: the GEMM for up to so many tokens, for weights of each SlidesparseBlocks.
+  // A row of the tuned table: the GEMMs for up to `tokens` tokens, by SlidesparseBlocks.
   struct Tuned {
     std::int64_t tokens;
     slidesparse::hopper::Gemm gemms[SLIDESPARSE_BLOCK_KINDS];
   };
   std::vector<Tuned> tuned;
 
-  // The GEMM for m tokens; null if the plan only quantizes.
+  // The GEMM for m tokens, of a plan that does not only quantize.
   const slidesparse::hopper::Gemm* Choose(std::int64_t m, SlidesparseBlocks blocks) const {
-    if (tuned.empty()) return nullptr;
     const Tuned* found = &tuned.back();
     for (const Tuned& one : tuned) {
       if (m > one.tokens) continue;
@@ -49,7 +48,7 @@ namespace {
 
 using Plan = SlidesparseHopperPlan;
 
-constexpr std::int64_t kScaleBytes = 128;  // codes begin at a multiple, behind the scales
+constexpr std::int64_t kScaleBytes = 128;  // alignment of the codes, which follow the scales
 
 std::shared_mutex mutex;
 std::map<PlanKey, const Plan*> served;
@@ -68,7 +67,7 @@ const char* ParseText(const char* text, Configuration* configuration) {
               text);
 }
 
-// The kind of a packed weight of so many bytes.  Null, or what is wrong with its size.
+// Finds the kind of a packed weight from its size.  Returns null, or what is wrong with the size.
 const char* FindKind(const GemmArguments& a, std::int64_t bytes, SlidesparseBlocks* kind) {
   const std::int64_t blocks = std::int64_t{a.strips} * a.k_blocks;
   const std::int64_t table = TableBytes(blocks), sparse = blocks * kPackedBytes;
@@ -218,8 +217,7 @@ const char* slidesparse_hopper_quantize(const SlidesparseHopperPlan* plan, std::
       adds != (total != nullptr)) {
     return Fail(
         "type %d and prologue %d with a gain at %p, a residual at %p and its sum at %p: types are "
-        "1 "
-        "to 3, norms have a gain, norms of sums all three, and nothing else any",
+        "1 to 3, norms have a gain, norms of sums all three, and nothing else any",
         type, prologue, gain, residual, total);
   }
   QuantizeArguments arguments = plan->quantize;

@@ -1,4 +1,5 @@
-// The PTX of Hopper that the kernels use, one instruction a function.
+// Wrappers of the PTX instructions of Hopper that the kernels use.  Addresses of 32 bits are in the
+// shared state space.
 
 #pragma once
 
@@ -23,12 +24,13 @@ __device__ __forceinline__ void BarrierInit(std::uint32_t barrier, int arrivals)
   asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals) : "memory");
 }
 
-// Makes initialized barriers visible to TMA and to the other CTAs of the cluster.
+// Makes initialized mbarriers visible to TMA and to the other CTAs of the cluster.
 __device__ __forceinline__ void BarrierInitFence() {
   asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
   asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 }
 
+// Arrives, and makes the current phase wait for `bytes` of asynchronous copies.
 __device__ __forceinline__ void BarrierExpect(std::uint32_t barrier, std::uint32_t bytes) {
   asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes)
                : "memory");
@@ -45,8 +47,9 @@ __device__ __forceinline__ std::uint32_t MapToCta(std::uint32_t address, std::ui
   return mapped;
 }
 
-// Arrives at the barrier at the same address of CTA `rank`.  It orders this thread's reads; a
-// release at cluster scope would flush writes, of which there are none.
+// Arrives at the mbarrier at the same address in CTA `rank`.  The default semantics, release at CTA
+// scope, order this thread's reads of the stage; release at cluster scope would also flush its
+// writes, of which there are none.
 __device__ __forceinline__ void BarrierArriveAt(std::uint32_t barrier, std::uint32_t rank) {
   asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];" ::"r"(MapToCta(barrier, rank))
                : "memory");
@@ -64,7 +67,7 @@ __device__ __forceinline__ bool BarrierTryWait(std::uint32_t barrier, std::uint3
   return done != 0;
 }
 
-// The same, and acquires what other CTAs of the cluster have stored.
+// The same with acquire semantics at cluster scope, for what other CTAs of the cluster have stored.
 __device__ __forceinline__ bool BarrierTryWaitCluster(std::uint32_t barrier, std::uint32_t parity) {
   std::uint32_t done;
   asm volatile(
@@ -77,7 +80,8 @@ __device__ __forceinline__ bool BarrierTryWaitCluster(std::uint32_t barrier, std
   return done != 0;
 }
 
-// Spins until `done`.  With SLIDESPARSE_TRAP a wait of two seconds ends the kernel with an error.
+// Spins until `done`.  For debugging deadlocks: if SLIDESPARSE_TRAP is defined, a wait of more than
+// two seconds traps, which ends the kernel with an error.
 template <class Try>
 __device__ __forceinline__ void Await(Try&& done) {
 #ifdef SLIDESPARSE_TRAP
@@ -94,7 +98,7 @@ __device__ __forceinline__ void Await(Try&& done) {
 #endif
 }
 
-// Waits for the phase of `parity` to end.
+// Waits until the phase of `parity` is complete.
 __device__ __forceinline__ void BarrierWait(std::uint32_t barrier, std::uint32_t parity) {
   Await([=] { return BarrierTryWait(barrier, parity); });
 }
@@ -103,12 +107,13 @@ __device__ __forceinline__ void BarrierWaitCluster(std::uint32_t barrier, std::u
   Await([=] { return BarrierTryWaitCluster(barrier, parity); });
 }
 
-// A barrier of `threads` threads of the CTA, in whole warps.
+// Synchronizes `threads` threads of the CTA, whole warps, at named barrier `id`.
 __device__ __forceinline__ void NamedBarrier(int id, int threads) {
   asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }
 
-// This thread's warp in its CTA.  The compiler knows the result to be uniform in a warp.
+// The index of this thread's warp in the CTA.  Because of the shuffle the compiler knows that it is
+// uniform in the warp.
 __device__ __forceinline__ int WarpNumber() {
   return __shfl_sync(0xFFFFFFFF, static_cast<int>(threadIdx.x) / 32, 0);
 }
@@ -121,7 +126,7 @@ __device__ __forceinline__ bool ElectOne() {
   return elected != 0;
 }
 
-// ---- clusters and dependent launches ----
+// ---- clusters and programmatic dependent launches ----
 
 // Arrives without ordering any memory access.
 __device__ __forceinline__ void ClusterArriveRelaxed() {
@@ -136,19 +141,19 @@ __device__ __forceinline__ void ClusterWait() {
   asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
 }
 
-// Waits until the kernels in front of this dependent launch have ended and their writes are
-// visible.
+// Waits until the kernels that this launch depends on have ended and their writes are visible.
 __device__ __forceinline__ void WaitForPredecessors() {
   asm volatile("griddepcontrol.wait;" ::: "memory");
 }
 
-// Lets a dependent launch behind this kernel start once every CTA has called this or has ended.
+// Allows the dependent kernel to launch once every CTA of this one has called this or has ended.
 __device__ __forceinline__ void LaunchDependents() {
   asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
 }
 
 // ---- TMA ----
 
+// Copies contiguous global memory, without a tensor map, and completes on the mbarrier.
 __device__ __forceinline__ void BulkLoad(std::uint32_t to, const void* from, std::uint32_t bytes,
                                          std::uint32_t barrier, std::uint64_t policy) {
   asm volatile(
@@ -162,6 +167,8 @@ __device__ __forceinline__ void PrefetchTensorMap(const CUtensorMap* map) {
   asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
 }
 
+// Loads the map's box at (column, row), and completes on the mbarrier.  What is outside the tensor
+// is filled with zeros.
 __device__ __forceinline__ void TmaLoad(std::uint32_t to, const CUtensorMap* map, int column,
                                         int row, std::uint32_t barrier, std::uint64_t policy) {
   asm volatile(
@@ -171,8 +178,8 @@ __device__ __forceinline__ void TmaLoad(std::uint32_t to, const CUtensorMap* map
       : "memory");
 }
 
-// The same into each CTA of the cluster whose bit is set, at the same address, completing on the
-// barrier at the same address.
+// The same for every CTA of the cluster whose bit is set in `ctas`: the box arrives at the same
+// address in each, and completes on the mbarrier at the same address.
 __device__ __forceinline__ void TmaLoadMulticast(std::uint32_t to, const CUtensorMap* map,
                                                  int column, int row, std::uint32_t barrier,
                                                  std::uint16_t ctas, std::uint64_t policy) {
@@ -183,7 +190,7 @@ __device__ __forceinline__ void TmaLoadMulticast(std::uint32_t to, const CUtenso
       : "memory");
 }
 
-// From shared memory; rows and columns outside the tensor are not written.
+// Stores a box from shared memory; what is outside the tensor is not written.
 __device__ __forceinline__ void TmaStore(const CUtensorMap* map, int column, int row,
                                          std::uint32_t from, std::uint64_t policy) {
   asm volatile(
@@ -194,14 +201,13 @@ __device__ __forceinline__ void TmaStore(const CUtensorMap* map, int column, int
   asm volatile("cp.async.bulk.commit_group;" ::: "memory");
 }
 
-// Waits until TMA has read the shared memory of all of this thread's stores but the last
-// `kPending`.
-template <int kPending>
+// Waits until TMA has read the shared memory of all of this thread's stores, which may then be
+// overwritten.
 __device__ __forceinline__ void TmaStoreWaitRead() {
-  asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(kPending) : "memory");
+  asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory");
 }
 
-// Makes this thread's writes to shared memory visible to TMA.
+// Makes this thread's writes to shared memory visible to the async proxy, through which TMA reads.
 __device__ __forceinline__ void ProxyFence() {
   asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 }
@@ -242,10 +248,11 @@ __device__ __forceinline__ void StoreCluster32(std::uint32_t address, std::uint3
   asm volatile("st.shared::cluster.u32 [%0], %1;" ::"r"(address), "r"(value) : "memory");
 }
 
-// Stores into another CTA of the cluster, whose barrier counts the bytes as they arrive.
-__device__ __forceinline__ void PushCluster128(std::uint32_t address, std::uint32_t x,
-                                               std::uint32_t y, std::uint32_t z, std::uint32_t w,
-                                               std::uint32_t barrier) {
+// Stores asynchronously into another CTA of the cluster, whose mbarrier counts the bytes that
+// arrive.
+__device__ __forceinline__ void StoreAsyncCluster128(std::uint32_t address, std::uint32_t x,
+                                                     std::uint32_t y, std::uint32_t z,
+                                                     std::uint32_t w, std::uint32_t barrier) {
   asm volatile(
       "st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.u32 "
       "[%0], {%1, %2, %3, %4}, [%5];" ::"r"(address),
@@ -262,7 +269,7 @@ __device__ __forceinline__ void StoreTransposed(std::uint32_t address, std::uint
                : "memory");
 }
 
-// Loads and stores that bypass L1.
+// Loads and stores that are cached in L2 alone, as L1 is not coherent between SMs.
 __device__ __forceinline__ uint4 LoadGlobal128(const uint4* from) {
   uint4 value;
   asm volatile("ld.global.cg.v4.u32 {%0, %1, %2, %3}, [%4];"
@@ -272,7 +279,7 @@ __device__ __forceinline__ uint4 LoadGlobal128(const uint4* from) {
   return value;
 }
 
-// Loads if `condition`; otherwise the words keep their values.
+// A predicated load: if `condition` is false the words keep their values.
 __device__ __forceinline__ void LoadGlobal128If(bool condition, const uint4* from, std::uint32_t& x,
                                                 std::uint32_t& y, std::uint32_t& z,
                                                 std::uint32_t& w) {
@@ -292,7 +299,8 @@ __device__ __forceinline__ void StoreGlobal128(uint4* to, uint4 value) {
 
 // ---- flags in global memory ----
 
-// Sets a flag; whoever sees it set sees every write that this thread has seen.
+// Sets a flag with release semantics, which are cumulative: after a barrier of the CTA, one thread
+// publishes the writes of all.
 __device__ __forceinline__ void SetFlag(std::uint32_t* flag) {
   asm volatile("fence.acq_rel.gpu;\nst.relaxed.gpu.global.u32 [%0], 1;" ::"l"(flag) : "memory");
 }
@@ -303,20 +311,20 @@ __device__ __forceinline__ bool FlagIsSet(const std::uint32_t* flag) {
   return found != 0;
 }
 
-// Waits for a flag and clears it.
+// Waits for a flag and clears it for the next launch.
 __device__ __forceinline__ void WaitAndClearFlag(std::uint32_t* flag) {
   Await([=] { return FlagIsSet(flag); });
   asm volatile("st.relaxed.gpu.global.u32 [%0], 0;" ::"l"(flag) : "memory");
 }
 
-// A load that the compiler does not move.
-__device__ __forceinline__ float LoadNow(const float* from) {
+// A load that the compiler does not sink to its use, so that its latency overlaps the main loop.
+__device__ __forceinline__ float LoadVolatile(const float* from) {
   float value;
   asm volatile("ld.global.f32 %0, [%1];" : "=f"(value) : "l"(from) : "memory");
   return value;
 }
 
-__device__ __forceinline__ std::uint16_t LoadNow(const std::uint16_t* from) {
+__device__ __forceinline__ std::uint16_t LoadVolatile(const std::uint16_t* from) {
   std::uint16_t value;
   asm volatile("ld.global.u16 %0, [%1];" : "=h"(value) : "l"(from) : "memory");
   return value;

@@ -10,32 +10,33 @@
 namespace slidesparse::hopper {
 namespace {
 
-constexpr int kMostCodesBytes = 160 << 10;  // of a part, in shared memory
-constexpr int kMostLength = 1 << 16;
-constexpr int kSms = 132;  // guides the choice; any number gives right results
-// Few rows of more vectors than the first are divided among as many SMs as there are, while a part
-// has more than the second.
-constexpr int kLongVectors = 640, kLeastVectors = 128;
-// The most vectors of a part when there are many CTAs: more threads of a CTA wait for each other
-// while too few other CTAs have work.  With an activation fewer parts are faster.
+constexpr int kMaxCodesBytes = 160 << 10;  // codes of a part in shared memory
+constexpr int kMaxLength = 1 << 16;
+constexpr int kSms = 132;  // an H100's; a heuristic, on which no result depends
+// If there are few rows, rows of more than kLongVectors are divided among as many SMs as there are,
+// as long as a part has more than kMinVectors.
+constexpr int kLongVectors = 640, kMinVectors = 128;
+// The most vectors of a part if there are many rows: with larger CTAs too few fit on an SM to hide
+// the latency of their barriers.  With SiLU fewer parts are faster.
 constexpr int kManyVectors = 1024, kManySiluVectors = 2048;
 
-// How rows are divided.
+// How a row is divided.
 struct Division {
-  int parts;    // CTAs of a row
+  int parts;    // CTAs that share it
   int vectors;  // that a thread keeps in registers
   int threads;  // of a CTA
 };
 
-// The columns of a part, in whole units of blocks; 0 if its codes do not fit into shared memory.
+// The columns of a part, in units of kPartUnit blocks; 0 if its codes do not fit into shared
+// memory.
 int PartOf(const QuantizeArguments& arguments, int parts) {
   const int unit = kPartUnit * arguments.length;
   const int part = CeilDiv(CeilDiv(arguments.padded, unit), parts) * unit;
-  return std::min(part, arguments.padded) <= kMostCodesBytes ? part : 0;
+  return std::min(part, arguments.padded) <= kMaxCodesBytes ? part : 0;
 }
 
-// Few rows are shared by several SMs, whose threads have little to do each; of many rows several
-// CTAs fit on an SM, whose threads have more to do.
+// With few rows latency counts: several SMs share a row, and threads have little work each.  With
+// many rows throughput counts: several CTAs are resident on an SM, and threads have more work.
 Division Divide(const QuantizeArguments& arguments, std::int64_t m, Prologue prologue) {
   const std::int64_t vectors = CeilDiv(arguments.padded, kVectorCodes);
   const bool silu = prologue == Prologue::kSiluMul;
@@ -43,9 +44,9 @@ Division Divide(const QuantizeArguments& arguments, std::int64_t m, Prologue pro
   const bool many = m > (silu ? 1 : 3) * kSms;
   Division division = {1, 0, 0};
   int& parts = division.parts;
-  while (parts < kMostParts &&
-         (PartOf(arguments, parts) == 0 || vectors > parts * 4 * kMostQuantizeThreads ||
-          (few && 2 * parts * m <= kSms && vectors > parts * kLeastVectors) ||
+  while (parts < kMaxParts &&
+         (PartOf(arguments, parts) == 0 || vectors > parts * 4 * kMaxQuantizeThreads ||
+          (few && 2 * parts * m <= kSms && vectors > parts * kMinVectors) ||
           (many && vectors > parts * (silu ? kManySiluVectors : kManyVectors)))) {
     parts *= 2;
   }
@@ -53,10 +54,10 @@ Division Divide(const QuantizeArguments& arguments, std::int64_t m, Prologue pro
   const std::int64_t ctas = m * parts;
   int& held = division.vectors;
   held = ctas <= kSms ? 1 : ctas <= 4 * kSms ? 2 : 4;
-  while (held < 4 && of_part > held * kMostQuantizeThreads) held *= 2;
+  while (held < 4 && of_part > held * kMaxQuantizeThreads) held *= 2;
   const std::int64_t warps = CeilDiv<std::int64_t>(CeilDiv<std::int64_t>(of_part, held), 32);
   division.threads =
-      static_cast<int>(std::clamp<std::int64_t>(warps * 32, 32, kMostQuantizeThreads));
+      static_cast<int>(std::clamp<std::int64_t>(warps * 32, 32, kMaxQuantizeThreads));
   return division;
 }
 
@@ -79,8 +80,8 @@ QuantizeKernel FindKernel(Prologue prologue, Float input, bool fp8, bool wide, i
   }
 }
 
-// Loads all kernels for a type of codes, once for each device: the first call of one may be in a
-// graph that is captured.
+// Loads all kernels for a type of codes, once for each device, because a kernel cannot be loaded
+// while a CUDA graph is captured, where its first call may be.
 cudaError_t LoadKernels(bool fp8) {
   static std::mutex mutex;
   static std::set<std::pair<int, bool>> loaded;
@@ -108,9 +109,9 @@ bool IsAligned(const void* pointer) {  // true for null
 
 const char* PrepareQuantize(QuantizeArguments& arguments, bool fp8) {
   const int length = arguments.length, phase = arguments.phase;
-  if (length < 4 || length % 2 != 0 || length > kMostLength || phase < 0 || phase >= length) {
+  if (length < 4 || length % 2 != 0 || length > kMaxLength || phase < 0 || phase >= length) {
     return Fail("blocks of %d columns at phase %d: an even length of 4 to %d, a phase below it",
-                length, phase, kMostLength);
+                length, phase, kMaxLength);
   }
   arguments.windows = length / 2 - 1;
   const std::int64_t blocks = CeilDiv<std::int64_t>(std::int64_t{arguments.k} + phase, length);
@@ -122,14 +123,14 @@ const char* PrepareQuantize(QuantizeArguments& arguments, bool fp8) {
         arguments.k, static_cast<long long>(blocks * arguments.windows * 4), arguments.columns,
         kStoreCodes);
   }
-  // Enough blocks for the padding of q as well.
+  // Blocks are counted for the padding of q as well.
   const std::int64_t padded =
       CeilDiv<std::int64_t>(arguments.columns / 4, arguments.windows) * length;
   arguments.padded = static_cast<int>(std::min<std::int64_t>(padded, INT32_MAX / 2));
-  if (padded > std::int64_t{kMostParts} * kMostCodesBytes ||
-      (padded > 0 && PartOf(arguments, kMostParts) == 0)) {
+  if (padded > std::int64_t{kMaxParts} * kMaxCodesBytes ||
+      (padded > 0 && PartOf(arguments, kMaxParts) == 0)) {
     return Fail("rows of %d columns in blocks of %d are longer than the %d that can be quantized",
-                arguments.k, length, kMostParts * kMostCodesBytes);
+                arguments.k, length, kMaxParts * kMaxCodesBytes);
   }
   arguments.magic = arguments.windows == 1 ? 0
                                            : static_cast<std::uint32_t>(CeilDiv<std::uint64_t>(
@@ -144,9 +145,9 @@ const char* PrepareQuantize(QuantizeArguments& arguments, bool fp8) {
 const char* EnqueueQuantize(QuantizeArguments arguments, std::int64_t m, Float input, bool fp8,
                             Prologue prologue, cudaStream_t stream) {
   if (m <= 0) return nullptr;
-  if (m > INT32_MAX / kMostParts || !IsAligned(arguments.q)) {
+  if (m > INT32_MAX / kMaxParts || !IsAligned(arguments.q)) {
     return Fail("codes of %lld tokens at %p: at most %d, at a multiple of %d bytes",
-                static_cast<long long>(m), static_cast<void*>(arguments.q), INT32_MAX / kMostParts,
+                static_cast<long long>(m), static_cast<void*>(arguments.q), INT32_MAX / kMaxParts,
                 kStoreCodes);
   }
   const Division division = Divide(arguments, m, prologue);
@@ -160,12 +161,11 @@ const char* EnqueueQuantize(QuantizeArguments arguments, std::int64_t m, Float i
                     IsAligned(arguments.residual) && IsAligned(arguments.total) &&
                     IsAligned(arguments.gain);
   const int codes = std::min(arguments.part, arguments.padded);
-  const Launch launch = {stream, dim3(static_cast<unsigned>(m * division.parts)), division.threads,
-                         CeilDiv(codes, kStoreCodes) * kStoreCodes, division.parts};
+  const Launch launch(stream, m * division.parts, division.threads,
+                      CeilDiv(codes, kStoreCodes) * kStoreCodes, division.parts);
   const QuantizeKernel kernel = FindKernel(prologue, input, fp8, wide, division.vectors);
-  const RuntimeLaunch runtime(launch);
   const cudaError_t error = kernel != nullptr
-                                ? cudaLaunchKernelEx(&runtime.config, kernel, arguments)
+                                ? cudaLaunchKernelEx(&launch.config, kernel, arguments)
                                 : cudaErrorInvalidValue;
   if (error == cudaSuccess) return nullptr;
   return Fail(

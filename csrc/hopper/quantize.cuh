@@ -6,11 +6,12 @@
 // begin at L block + 2 l - phase.  L = 4 lifts nothing.  The arithmetic is that of
 // `slidesparse.quantize` ("cuda"), bit for bit.
 //
-// A row is the work of one CTA, or of a cluster if rows are long.  Each CTA reads its part of the
-// row once, into registers as far as they suffice; the part's codes are written to shared memory in
-// the order of the row, and from there into the windows.
+// One CTA processes a row, or a cluster if rows are long.  Each CTA loads its part of the row into
+// registers, and loads again what they do not hold.  It writes the part's codes to shared memory in
+// the order of the row and gathers the windows from there, so that both loads and stores are
+// coalesced.
 //
-// x may first go through a norm or an activation: see row.cuh.
+// A norm or an activation may be fused in front: see row.cuh.
 
 #pragma once
 
@@ -19,15 +20,16 @@
 
 namespace slidesparse::hopper {
 
-constexpr int kMostParts = 8;    // CTAs of a row: a portable cluster
+constexpr int kMaxParts = 8;     // CTAs that share a row: the portable cluster size
 constexpr int kStoreCodes = 16;  // codes of one store
-constexpr int kPartUnit = 8;     // blocks of L columns: whole vectors and stores for any L
-constexpr int kMostQuantizeThreads = 1024;
-constexpr float kLargestInt8 = 127.0f, kLargestFp8 = 448.0f;
-constexpr float kLeastFp8Scale = 1.0f / (448.0f * 512.0f);
+constexpr int kPartUnit =
+    8;  // a part is a multiple of 8 blocks: whole vectors and stores for any L
+constexpr int kMaxQuantizeThreads = 1024;
+constexpr float kMaxInt8 = 127.0f, kMaxFp8 = 448.0f;
+constexpr float kMinFp8Scale = 1.0f / (448.0f * 512.0f);
 
-// Rounds to the nearest integer, ties to even, NaN to 0, saturated to 8 bits; the first in the
-// lowest byte.
+// Rounds to the nearest integer, ties to even and NaN to 0, and saturates to 8 bits.  The first
+// code is in the lowest byte.
 __device__ __forceinline__ std::uint32_t Int8Word(float a, float b, float c, float d) {
   std::uint32_t word;
   asm("{\n.reg .b32 i0, i1, i2, i3, high;\n"
@@ -40,7 +42,8 @@ __device__ __forceinline__ std::uint32_t Int8Word(float a, float b, float c, flo
   return word;
 }
 
-// Two E4M3 codes in the low half of a word: to nearest, ties to even, at most 448, NaN 0x7F.
+// Two E4M3 codes in the low half of a word: rounded to nearest, ties to even, saturated to 448, NaN
+// as 0x7F.
 __device__ __forceinline__ std::uint32_t Fp8Pair(float low, float high) {
   std::uint32_t pair;
   asm("{\n.reg .b16 both;\n"
@@ -51,34 +54,36 @@ __device__ __forceinline__ std::uint32_t Fp8Pair(float low, float high) {
   return pair;
 }
 
-// A row's scale, and how its values become codes.
+// A row's scale, and the conversion of its values to codes.
 template <bool kFp8>
 struct RowScale {
-  float scale, factor, minus;
+  float scale, factor, negated_scale;
 
   __device__ __forceinline__ explicit RowScale(float absmax) {
     if (kFp8) {
-      scale = fmaxf(__fdiv_rn(absmax, kLargestFp8), kLeastFp8Scale);
+      scale = fmaxf(__fdiv_rn(absmax, kMaxFp8), kMinFp8Scale);
       factor = __fdiv_rn(1.0f, scale);
-      // The remainder of an infinite scale would be NaN; a value over it is zero.
-      minus = isinf(scale) ? 0.0f : -scale;
+      // With an infinite scale the quotient is zero, but its remainder would be NaN.
+      negated_scale = isinf(scale) ? 0.0f : -scale;
     } else {
-      scale = __fdiv_rn(absmax, kLargestInt8);
-      factor = absmax == 0.0f ? 0.0f : __fdiv_rn(kLargestInt8, absmax);
-      minus = 0.0f;
+      scale = __fdiv_rn(absmax, kMaxInt8);
+      factor = absmax == 0.0f ? 0.0f : __fdiv_rn(kMaxInt8, absmax);
+      negated_scale = 0.0f;
     }
   }
 
-  // value / scale, with the E4M3 code of the IEEE quotient: value * (1 / scale), corrected once by
-  // its exact remainder.  It differs from the quotient nowhere near a tie of E4M3, and far below
-  // 2^-100, where the remainder is not exact, both are zero.  The sum loses the sign of -0.0.
+  // value / scale, rounded so that its E4M3 code is that of the IEEE quotient, without a division:
+  // value * (1 / scale), corrected once by its exact remainder.  The result never
+  // differs from the IEEE quotient near a tie of E4M3; far below 2^-100, where the remainder is not
+  // exact, both codes are zero.  The sum would lose the sign of -0.0, so the value's sign is set.
   __device__ __forceinline__ float Quotient(float value) const {
-    const float near = __fmul_rn(value, factor);
-    const float found = __fmaf_rn(__fmaf_rn(near, minus, value), factor, near);
-    return __uint_as_float(__float_as_uint(found) | (__float_as_uint(value) & 0x80000000u));
+    const float approximate = __fmul_rn(value, factor);
+    const float remainder = __fmaf_rn(approximate, negated_scale, value);
+    const float quotient = __fmaf_rn(remainder, factor, approximate);
+    return __uint_as_float(__float_as_uint(quotient) | (__float_as_uint(value) & 0x80000000u));
   }
 
-  // Four neighbours' codes, the first in the lowest byte.
+  // The codes of four consecutive values, the first in the lowest byte.
   template <Float kInput>
   __device__ __forceinline__ std::uint32_t Word(const Vector<kInput>& vector, int first) const {
     float values[4];
@@ -88,13 +93,13 @@ struct RowScale {
       values[i] = kFp8 ? Quotient(value) : __fmul_rn(value, factor);
     }
     if (!kFp8) return Int8Word(values[0], values[1], values[2], values[3]);
-    // By arithmetic: a move of two halves may become conversions that merge.
+    // Combined by arithmetic, because the compiler may merge the conversions with a move of halves.
     return Fp8Pair(values[0], values[1]) + Fp8Pair(values[2], values[3]) * 65536u;
   }
 };
 
-// Gives every thread of the row's CTAs the word of each of their warps, in the order of the parts.
-// All CTAs of the cluster must have started.
+// All-gathers a word of every warp of the row's CTAs into `words` of each CTA, in the order of the
+// parts.  All CTAs of the cluster must have started, as their shared memory is written.
 __device__ __forceinline__ void Exchange(std::uint32_t of_warp, std::uint32_t* words, int part,
                                          int parts) {
   const int warps = blockDim.x / 32, warp = threadIdx.x / 32, lane = threadIdx.x % 32;
@@ -111,8 +116,8 @@ __device__ __forceinline__ void Exchange(std::uint32_t of_warp, std::uint32_t* w
   }
 }
 
-// The largest magnitude of a row.  Magnitudes compare as their bits do.
-__device__ __forceinline__ float RowLargest(float mine, std::uint32_t* words, int part, int parts) {
+// Reduces the largest magnitude over a row.  Non-negative floats compare as their bits do.
+__device__ __forceinline__ float RowAbsMax(float mine, std::uint32_t* words, int part, int parts) {
   Exchange(__reduce_max_sync(0xFFFFFFFFu, __float_as_uint(mine)), words, part, parts);
   std::uint32_t found = 0;
   for (int i = threadIdx.x % 32; i < parts * static_cast<int>(blockDim.x / 32); i += 32) {
@@ -123,13 +128,13 @@ __device__ __forceinline__ float RowLargest(float mine, std::uint32_t* words, in
 
 __device__ __forceinline__ float WarpSum(float mine) {
 #pragma unroll
-  for (int apart = 16; apart > 0; apart /= 2) {
-    mine = __fadd_rn(mine, __shfl_xor_sync(0xFFFFFFFFu, mine, apart));
+  for (int offset = 16; offset > 0; offset /= 2) {
+    mine = __fadd_rn(mine, __shfl_xor_sync(0xFFFFFFFFu, mine, offset));
   }
   return mine;
 }
 
-// The sum over a row, in a fixed order, so that it is the same in every thread and every run.
+// Reduces a sum over a row in a fixed order, so that every thread and every run has the same bits.
 __device__ __forceinline__ float RowSum(float mine, std::uint32_t* words, int part, int parts) {
   Exchange(__float_as_uint(WarpSum(mine)), words, part, parts);
   float found = 0.0f;
@@ -139,7 +144,8 @@ __device__ __forceinline__ float RowSum(float mine, std::uint32_t* words, int pa
   return WarpSum(found);
 }
 
-// Words 4 i to 4 i + 3 of the part's windows, from its codes in the order of the row.
+// Gathers words 4 i to 4 i + 3 of the part's windows from its codes, which are in the order of the
+// row.
 __device__ __forceinline__ uint4 LiftWords(const QuantizeArguments& arguments,
                                            const std::uint8_t* codes, int i) {
   if (arguments.length == 4) return reinterpret_cast<const uint4*>(codes)[i];
@@ -152,29 +158,29 @@ __device__ __forceinline__ uint4 LiftWords(const QuantizeArguments& arguments,
     const std::uint32_t low = *reinterpret_cast<const std::uint16_t*>(from);
     const std::uint32_t high = *reinterpret_cast<const std::uint16_t*>(from + 2);
     words[w] = low | high << 16;
-    const bool last =
-        ++window == arguments.windows;  // of its block: the next window shares no columns
+    // The next window shares two columns with this one, unless this is the last one of its block.
+    const bool last = ++window == arguments.windows;
     window = last ? 0 : window;
     from += last ? 4 : 2;
   }
   return make_uint4(words[0], words[1], words[2], words[3]);
 }
 
-// A thread keeps kVectors of its vectors in registers and reads the others again.
+// A thread keeps kVectors of its vectors in registers and loads the others again in each pass.
 template <Float kInput, bool kFp8, bool kWide, int kVectors, Prologue kPrologue>
-__global__ void __launch_bounds__(kMostQuantizeThreads)
+__global__ void __launch_bounds__(kMaxQuantizeThreads)
     Quantize(const __grid_constant__ QuantizeArguments arguments) {
   using RowOf = Row<kInput, kWide, kPrologue>;
-  constexpr int kWords = kMostParts * kMostQuantizeThreads / 32;
+  constexpr int kWords = kMaxParts * kMaxQuantizeThreads / 32;
   extern __shared__ __align__(16) std::uint8_t codes[];
-  __shared__ std::uint32_t largest[kWords], sums[RowOf::kIsNorm ? kWords : 1];
+  __shared__ std::uint32_t maxima[kWords], sums[RowOf::kIsNorm ? kWords : 1];
   const int parts = arguments.parts;
   const int part = blockIdx.x % parts;
   const std::int64_t row_index = blockIdx.x / parts;
   const int begin = part * arguments.part;
   const int padded = min(arguments.part, arguments.padded - begin);
-  const int vectors =
-      (padded + kVectorCodes - 1) / kVectorCodes;  // 0 or less: this CTA has no columns
+  // Zero or less if this CTA has no columns.
+  const int vectors = (padded + kVectorCodes - 1) / kVectorCodes;
   const int held = kVectors * blockDim.x;
   const RowOf row(arguments, row_index);
   if (parts > 1) ClusterArriveRelaxed();
@@ -215,14 +221,14 @@ __global__ void __launch_bounds__(kMostQuantizeThreads)
   };
   float absmax = 0.0f;
 #pragma unroll
-  for (int i = 0; i < kVectors; ++i) absmax = fmaxf(absmax, mine[i].Largest());
+  for (int i = 0; i < kVectors; ++i) absmax = fmaxf(absmax, mine[i].AbsMax());
   for (int at = held + threadIdx.x; at < vectors; at += blockDim.x) {
-    absmax = fmaxf(absmax, again(at).Largest());
+    absmax = fmaxf(absmax, again(at).AbsMax());
   }
   __syncwarp();
   if (!RowOf::kIsNorm && parts > 1) ClusterWait();
-  const RowScale<kFp8> scale(RowLargest(absmax, largest, part, parts));
-  LaunchDependents();  // the kernel behind waits for the codes itself
+  const RowScale<kFp8> scale(RowAbsMax(absmax, maxima, part, parts));
+  LaunchDependents();  // early, as the dependent kernel waits for the codes itself
 
   uint2* const to = reinterpret_cast<uint2*>(codes);
 #pragma unroll
@@ -244,15 +250,17 @@ __global__ void __launch_bounds__(kMostQuantizeThreads)
 
 using QuantizeKernel = void (*)(QuantizeArguments);
 
-// The kernel for a type of x, and so on; each prologue has a unit of its own, quantize_instance.cu.
+// The kernel for a type of x and of codes, vector loads, and vectors a thread.  Each prologue has a
+// translation unit of its own, of quantize_instance.cu.
 template <Prologue kPrologue>
 QuantizeKernel FindQuantize(Float input, bool fp8, bool wide, int vectors);
 
-// Checks the part of `arguments` that a layer determines: k, columns, length, phase; computes the
-// rest from it, and loads the kernels on the current device.  Null, or what is wrong.
+// Validates k, columns, length and phase, which a layer determines, computes from them what a call
+// does not determine, and loads the kernels on the current device.  Returns null, or an error
+// message.
 const char* PrepareQuantize(QuantizeArguments& arguments, bool fp8);
 
-// Quantizes m rows.  `arguments` come from PrepareQuantize, with the tensors of this call.
+// Enqueues the quantization of m rows.  `arguments` are those of PrepareQuantize with the tensors.
 const char* EnqueueQuantize(QuantizeArguments arguments, std::int64_t m, Float input, bool fp8,
                             Prologue prologue, cudaStream_t stream);
 

@@ -1,4 +1,4 @@
-// The quantizer's kernels for one prologue: SLIDESPARSE_PROLOGUE (kNone, kRmsNorm, ...).
+// The quantizer's kernels for one prologue, the macro SLIDESPARSE_PROLOGUE (kNone, kRmsNorm, ...).
 
 #include "quantize.cuh"
 

@@ -1,10 +1,14 @@
-// The ring of stages in shared memory: a producer warp that fills it by TMA, and the consumer
-// warpgroups that multiply what it holds.
+// The warp-specialized main loop: a ring of pipeline stages in shared memory, which a producer warp
+// fills by TMA and consumer warpgroups multiply.
 //
-// A stage is 128 columns of K': the activations of kTokens tokens, which wgmma reads from shared
+// A stage holds 128 columns of K': the activations of kTokens tokens, which wgmma reads from shared
 // memory, and a packed block of each of kStrips strips, which wgmma reads from shared memory or
-// from registers.  A CTA's work is a number of stages, each of a tile of 64 kStrips out-features x
-// kTokens tokens; the ring runs from one tile to the next without draining.
+// from registers.  A CTA's work is a sequence of stages over one or more tiles of 64 kStrips
+// out-features x kTokens tokens; the pipeline runs from one tile to the next without draining.
+//
+// Each stage has two mbarriers.  `full` completes when TMA has written all bytes of the stage;
+// `empty` completes when every consumer warp of the multicast group has read the stage, because any
+// of its CTAs writes into the stage of all.
 
 #pragma once
 
@@ -14,27 +18,27 @@
 
 namespace slidesparse::hopper {
 
-// Of a stage's shared memory, what holds a block.
+// The shared memory that a stage reserves for a block.
 __host__ __device__ constexpr int SlotBytes(bool mixed) {
   return mixed ? kDenseBytes : kPackedBytes;
 }
 
-// Beside a stage: barriers that tell that it is full and that it is empty, and of a mixed weight a
-// word of which bit i tells that strip i's block is dense.
+// The bytes that each stage has outside of the ring: its two mbarriers, and for a mixed weight a
+// word whose bit i tells whether strip i's block is dense.
 __host__ __device__ constexpr int StageWordBytes(bool mixed) { return mixed ? 3 * 8 : 2 * 8; }
 
 template <int kStrips, int kTokens>
 struct TileShape {
   static constexpr int kConsumerThreads = kStrips * 128;  // a warpgroup for each strip
-  // Registers are divided among the four quarters of an SM: 12 warps may have 168 each, 13 only
-  // 128. So with 256 tokens two warpgroups multiply, and a third, which gives them its registers,
-  // fills the ring.
+  // The register file is divided among the four partitions of an SM: with 12 warps a thread may
+  // have 168 registers, with 13 only 128.  256 tokens need 128 for the accumulators alone, so two
+  // warpgroups multiply, and a third is the producer and hands its registers to them.
   static constexpr bool kWide = kTokens > 128;
   static constexpr int kProducerThreads = kWide ? 128 : 32;
   static constexpr int kThreads = kConsumerThreads + kProducerThreads;
   static constexpr int kProducerRegisters = 40, kConsumerRegisters = 232;
   static_assert(!kWide || kStrips == 2);
-  // CTAs that an SM must have the registers for.
+  // CTAs for which an SM must have registers: the second argument of __launch_bounds__.
   static constexpr int kResidentCtas = kTokens > 64   ? 1
                                        : kStrips == 1 ? 4
                                        : kStrips == 2 ? 3
@@ -42,13 +46,13 @@ struct TileShape {
                                                       : 1;
   static constexpr int kTokenBytes = kTokens * kBlockColumns;
 
-  // Of a stage, whose blocks may be dense if the weight is mixed.
+  // A stage must have room for dense blocks if the weight is mixed.
   static __host__ __device__ constexpr int StageBytes(bool mixed) {
     return kTokenBytes + kStrips * SlotBytes(mixed);
   }
 };
 
-// Every warp of a warpgroup calls it first, as producer or as consumer.
+// Moves registers from producer to consumers.  Every warp of a warpgroup must call it.
 template <class S, bool kProducer>
 __device__ __forceinline__ void ReallocateRegisters() {
   if (!S::kWide) return;
@@ -64,20 +68,20 @@ struct MulticastGroup {
   int first, size, rank;  // the first member's rank in the cluster; this CTA's rank in the group
 };
 
-// The tiles of a CTA: where its part of the shared tiles begins, its first whole tile, and the
-// distance to its next whole tile.
+// The tiles of a CTA: the tile and k_block at which its part of the shared tiles begins, its first
+// whole tile, and the distance to its next whole tile.
 struct CtaTiles {
   int shared_tile, shared_k_block;
   int whole_tile, whole_stride;
 };
 
-// The tile scheduler: where a CTA is in its tiles, first the whole ones, then its shared part.
+// The tile scheduler: a CTA's position in its tiles, first the whole ones, then its shared part.
 struct TileScheduler {
   int visited, tile, k_block;
-  int strip, token;  // the tile's first; the strip of the multicast group's first CTA
+  int strip, token;  // of the tile's first output, in the multicast group's first CTA
 
-  // Tiles are ordered in groups of `group_m_tiles` token tiles; in a group by tokens first, then by
-  // out-features, so that a weight serves several tiles while L2 holds it.
+  // Tiles are rasterized in groups of `group_m_tiles` token tiles; within a group tokens vary
+  // fastest, so that consecutive tiles use the same blocks of the weight while L2 holds them.
   __device__ __forceinline__ void Locate(const GemmArguments& arguments, int tokens, int strips) {
     int n_tile = tile, m_tile = 0;
     if (arguments.m_tiles > 1) {
@@ -111,7 +115,7 @@ struct TileScheduler {
   }
 };
 
-// A thread's position in the ring.
+// A thread's stage in the ring, and the parity of its mbarriers' current phase.
 struct PipelineState {
   int stage = 0;
   std::uint32_t parity = 0;
@@ -124,8 +128,9 @@ struct PipelineState {
   }
 };
 
-// Fills the ring.  The whole warp executes this and one elected lane issues the copies: so the
-// compiler sees uniform values, keeps them in uniform registers, and puts no loop around a copy.
+// Fills the ring.  The whole warp runs this and an elected lane issues the copies, so that the
+// compiler sees warp-uniform values, keeps them in uniform registers, and needs no loop over the
+// active lanes around a copy.
 template <int kStrips, int kTokens, bool kMixed>
 class TmaProducer {
   using S = TileShape<kStrips, kTokens>;
@@ -147,7 +152,8 @@ class TmaProducer {
         empty_(empty),
         dense_(empty + 8 * arguments.stages) {}
 
-  // Loads the weights of as many stages as the ring holds.
+  // Loads the weights of as many stages as the ring holds.  They do not depend on the preceding
+  // kernel, which may still be running.
   __device__ void Begin() {
     FindWeights();
     for (int i = 0; i < first_; ++i) {
@@ -156,9 +162,9 @@ class TmaProducer {
     }
   }
 
-  // Loads their activations, which the kernel in front must have written, then the other stages.
-  // Returns when no CTA of the group will arrive at this CTA's barriers any more: an arrival at a
-  // CTA that has ended fails the launch.
+  // Loads the activations of these stages, which the preceding kernel must have written, then all
+  // other stages.  Returns only when no CTA of the group will arrive at this CTA's mbarriers any
+  // more: an arrival at a CTA that has exited fails the launch.
   __device__ void Run() {
     TileScheduler scheduler = begin_;
     for (int i = 0; i < first_; ++i) {
@@ -176,18 +182,18 @@ class TmaProducer {
       state.Advance(arguments_.stages);
     }
     if (group_.size == 1) return;
-    for (int i = 0; i < first_; ++i) {  // the last stages, which are not filled again
+    for (int i = 0; i < first_; ++i) {  // drains the last stages, which are not filled again
       BarrierWait(empty_ + 8 * state.stage, state.parity);
       state.Advance(arguments_.stages);
     }
   }
 
  private:
-  // Finds the next stage's blocks.
+  // Finds where the next stage's blocks are.
   __device__ __forceinline__ void FindWeights() {
 #pragma unroll
     for (int i = 0; i < kStrips; ++i) {
-      // A strip beyond the last one is multiplied as any other, but its outputs are not stored.
+      // A strip beyond the last one repeats the last one's products, which are not stored.
       const int strip = min(next_.strip + kStrips * group_.rank + i, arguments_.strips - 1);
       const std::size_t block =
           static_cast<std::size_t>(strip) * arguments_.k_blocks + next_.k_block;
@@ -206,7 +212,7 @@ class TmaProducer {
     if constexpr (kMixed) {
 #pragma unroll
       for (int i = 0; i < kStrips; ++i) {
-        // From one lane, so that the compiler knows the value to be uniform.
+        // The shuffle tells the compiler that the value is warp-uniform.
         const std::uint32_t entry = __shfl_sync(0xFFFFFFFF, entries_[i], 0);
         weights_[i] = arguments_.weight + static_cast<std::size_t>(entry / 2) * kTableUnit;
         dense |= (entry & 1) << i;
@@ -238,7 +244,6 @@ class TmaProducer {
     }
   }
 
-  // Moves on to the next stage.
   __device__ __forceinline__ void Advance() {
     if (++next_.k_block == arguments_.k_blocks) {
       next_.Next(arguments_, tiles_, kTokens, kStrips * group_.size);
@@ -255,36 +260,37 @@ class TmaProducer {
   const MulticastGroup& group_;
   const TileScheduler begin_;
   TileScheduler next_;
-  const std::uint8_t* weights_[kStrips];  // of `next_`
-  std::uint32_t entries_[kStrips];        // of `next_` in the table of a mixed weight
+  const std::uint8_t* weights_[kStrips];  // the blocks at `next_`
+  std::uint32_t entries_[kStrips];        // the table's entries at `next_`, if mixed
   CtaTiles tiles_;
-  int first_, count_;
+  int first_, count_;  // stages: that Begin fills, and all
   std::uint32_t ring_, full_, empty_, dense_;
 };
 
-// The registers of the weight for one wgmma.
+// A thread's registers of the weight for one wgmma.
 struct Fragment {
   uint4 values;
   std::uint32_t metadata;
 };
 static_assert(kWgmmas == 2);
 
-// Keeps moves of sums between registers on this side of the wgmmas.
+// Pins the accumulators to registers, so that the compiler moves them only outside of the main
+// loop.
 template <int kSums>
 __device__ __forceinline__ void Pin(std::uint32_t (&sums)[kSums]) {
 #pragma unroll
   for (int i = 0; i < kSums; ++i) asm volatile("" : "+r"(sums[i])::"memory");
 }
 
-// Sets sums to zero, by a value that the compiler does not know to be zero (the grid has no third
-// dimension): for a known zero it makes a second set of sums for the first wgmma.
+// Clears the accumulators by blockIdx.z, which is always zero but not known to be: for a constant
+// the compiler peels the first wgmma off with a second set of accumulators.
 template <int kSums>
 __device__ __forceinline__ void Clear(std::uint32_t (&sums)[kSums]) {
 #pragma unroll
   for (int i = 0; i < kSums; ++i) sums[i] = blockIdx.z;
 }
 
-// What both consumers do with the ring.
+// The pipeline's consumer side, which both consumers share.
 class Consumer {
  protected:
   __device__ Consumer(const GemmArguments& arguments, const MulticastGroup& group,
@@ -294,7 +300,7 @@ class Consumer {
   // Waits until the next stage is full.
   __device__ __forceinline__ void Wait() { BarrierWait(full_ + 8 * next_.stage, next_.parity); }
 
-  // Tells every producer that writes into the oldest stage that it is free.
+  // Tells every producer that writes into the oldest stage that this warp has read it.
   __device__ __forceinline__ void Release() {
     const int lane = threadIdx.x % 32;
     const std::uint32_t barrier = empty_ + 8 * oldest_;
@@ -313,8 +319,8 @@ class Consumer {
   int oldest_ = 0;
 };
 
-// With up to 128 tokens and all blocks 2:4 wgmma takes the weight from registers, which is faster
-// than from shared memory.
+// The consumer for up to 128 tokens and 2:4 blocks alone: wgmma takes the weight from registers,
+// which is faster than from shared memory.
 template <class Type, int kStrips, int kTokens>
 class NarrowConsumer : Consumer {
   using S = TileShape<kStrips, kTokens>;
@@ -330,7 +336,7 @@ class NarrowConsumer : Consumer {
     metadata_ = weight + kValueBytes + thread * 4;
   }
 
-  // See WideConsumer.  The weight of a wgmma is read while the one before it runs.
+  // As WideConsumer::Run.  The weight of a wgmma is loaded while the preceding wgmma runs.
   __device__ __forceinline__ void Run(int count, bool accumulate,
                                       std::uint32_t (&sums)[kTokens / 2]) {
     Fragment first, second;
@@ -340,7 +346,7 @@ class NarrowConsumer : Consumer {
     Load(first, 0);
     for (int i = 0; i < count; ++i) {
       Multiply(first, 0, sums);
-      WgmmaWait<1>();  // the stage before and `second` have been read
+      WgmmaWait<1>();  // the preceding stage and `second` are no longer read
       if (i > 0) Release();
       Load(second, 1);
       Multiply(second, 1, sums);
@@ -375,9 +381,9 @@ class NarrowConsumer : Consumer {
   std::uint32_t values_, metadata_;
 };
 
-// With 256 tokens a wgmma takes twice as long, so it reads the weight from shared memory, which
-// leaves registers for the metadata of two stages; the wgmmas of a stage form one group.  So it
-// does of mixed weights, with any number of tokens.
+// The consumer for 256 tokens, and for mixed weights with any number of tokens.  With 256 tokens a
+// wgmma takes long enough to read the weight from shared memory without a loss, and the registers
+// hold the metadata of two stages instead.  All wgmmas of a stage form one group.
 template <class Type, int kStrips, int kTokens, bool kMixed>
 class WideConsumer : Consumer {
   using S = TileShape<kStrips, kTokens>;
@@ -392,11 +398,11 @@ class WideConsumer : Consumer {
     metadata_ = ring + weight_ + kValueBytes + threadIdx.x % 128 * 4;
   }
 
-  // Sums the products of the ring's next `count` >= 1 stages: adds them to `sums` if `accumulate`,
-  // otherwise overwrites them.
+  // Multiplies the next `count` >= 1 stages: adds the products to `sums` if `accumulate`, otherwise
+  // overwrites them.
   __device__ __forceinline__ void Run(int count, bool accumulate,
                                       std::uint32_t (&sums)[kTokens / 2]) {
-    Block even, odd;  // of the stages in turn
+    Block even, odd;  // double-buffered registers, for alternate stages
     int i = 0;
     Pin(sums);
     Wait();
@@ -406,7 +412,7 @@ class WideConsumer : Consumer {
     } else {
       Load(odd);
     }
-    while (i < count) {  // no branch may leave it while wgmmas run, so two stages at a time
+    while (i < count) {  // two stages at a time, as no branch may exit while wgmmas are in flight
       Step(odd, even, i, count, accumulate || i > 0, sums);
       Step(even, odd, i, count, true, sums);
     }
@@ -416,10 +422,10 @@ class WideConsumer : Consumer {
   }
 
  private:
-  // What registers hold of a stage's block.
+  // What a thread loads of a stage's block.
   struct Block {
     std::uint32_t dense;
-    std::uint32_t metadata[kWgmmas];  // if it is 2:4
+    std::uint32_t metadata[kWgmmas];  // meaningless if the block is dense
   };
 
   __device__ __forceinline__ void Load(Block& block) {
@@ -434,12 +440,12 @@ class WideConsumer : Consumer {
     }
   }
 
-  // Multiplies stage `i`, and reads what registers hold of the next one.
-  __device__ __forceinline__ void Step(const Block& now, Block& then, int& i, int count,
+  // Multiplies stage `i`, and meanwhile loads the registers of the following stage.
+  __device__ __forceinline__ void Step(const Block& current, Block& following, int& i, int count,
                                        bool accumulate, std::uint32_t (&sums)[kTokens / 2]) {
     const std::uint32_t stage = ring_ + next_.stage * kStageBytes;
-    // Fence and commit are in both branches: otherwise ptxas puts a wait behind each wgmma.
-    if (kMixed && now.dense) {
+    // Fence and commit are in both branches: otherwise ptxas serializes the wgmmas by waits.
+    if (kMixed && current.dense) {
       WgmmaFence();
 #pragma unroll
       for (int wgmma = 0; wgmma < kDenseWgmmas; ++wgmma) {
@@ -454,23 +460,23 @@ class WideConsumer : Consumer {
       for (int wgmma = 0; wgmma < kWgmmas; ++wgmma) {
         Wgmma<Type, kTokens>::Sparse(
             sums, WeightDescriptor(stage + weight_ + wgmma * (kValueBytes / kWgmmas)),
-            Descriptor(stage + wgmma * kWgmmaColumns), now.metadata[wgmma],
+            Descriptor(stage + wgmma * kWgmmaColumns), current.metadata[wgmma],
             accumulate || wgmma > 0);
       }
       WgmmaCommit();
     }
-    WgmmaWait<1>();  // the stage before has been read
+    WgmmaWait<1>();  // the preceding stage is no longer read
     if (i > 0) Release();
     next_.Advance(arguments_.stages);
     if (++i < count) {
       Wait();
-      Load(then);
+      Load(following);
     }
   }
 
   std::uint32_t dense_;
-  int strip_;             // of the CTA's
-  std::uint32_t weight_;  // the strip's, in a stage
+  int strip_;             // index in the CTA
+  std::uint32_t weight_;  // offset of the strip's block in a stage
   std::uint32_t metadata_;
 };
 

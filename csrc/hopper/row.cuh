@@ -1,4 +1,4 @@
-// Rows of tokens as the quantizer reads them, and its prologue: the norm or activation before it.
+// How the quantizer reads rows, and its prologue: the norm or activation that is fused into it.
 //
 // A prologue computes in float32 and rounds once, to x's type, as Inductor compiles vLLM's RMSNorm
 // and SiluAndMul.  SiLU has Inductor's bits; a norm sums its mean in another order.
@@ -9,9 +9,9 @@
 
 namespace slidesparse::hopper {
 
-constexpr int kVectorCodes = 8;  // columns that a thread loads and quantizes at a time
+constexpr int kVectorCodes = 8;  // columns that a thread loads and quantizes together
 
-// The row that is quantized.
+// What is quantized.
 enum class Prologue : int {
   kNone = 0,        // x
   kRmsNorm = 1,     // x / sqrt(mean_k x^2 + eps) * gain
@@ -31,14 +31,14 @@ struct QuantizeArguments {
   int k, columns;
   int length, phase;
   int windows;          // in a block of `length` columns
-  std::uint32_t magic;  // 2^32 / windows, rounded up
-  int padded;           // columns of a row in whole blocks, with the phase
+  std::uint32_t magic;  // 2^32 / windows, rounded up: divides by multiplying
+  int padded;           // columns of a row, in whole blocks and with the phase
   int parts;            // CTAs that share a row
   int part;             // padded columns of one part
-  int part_codes;       // columns of q that they become
+  int part_codes;       // columns of q that these become
 };
 
-// Eight neighbouring columns of a row, as they are in memory.
+// Eight consecutive columns of a row, as they are in memory.
 template <Float kInput>
 struct Vector {
   static constexpr int kWords = kInput == Float::kFloat32 ? 8 : 4;
@@ -66,17 +66,17 @@ struct Vector {
     return rounded;
   }
 
-  // NaN counts as zero.
-  __device__ __forceinline__ float Largest() const {
-    float largest = 0.0f;
+  // The largest magnitude.  fmaxf ignores NaN, so it counts as zero.
+  __device__ __forceinline__ float AbsMax() const {
+    float absmax = 0.0f;
 #pragma unroll
-    for (int i = 0; i < kVectorCodes; ++i) largest = fmaxf(largest, fabsf(Get(i)));
-    return largest;
+    for (int i = 0; i < kVectorCodes; ++i) absmax = fmaxf(absmax, fabsf(Get(i)));
+    return absmax;
   }
 };
 
-// Loads columns `column` to `column` + 7 of the padded row, zero where x has none.  kWide: there is
-// no phase, k is a multiple of 8, and vectors are aligned to 16 bytes.
+// Loads columns `column` to `column` + 7 of the padded row; columns that x does not have are zero.
+// kWide: by vector loads, for phase 0, a multiple of 8 columns, and rows aligned to 16 bytes.
 template <Float kInput, bool kWide>
 __device__ __forceinline__ Vector<kInput> LoadVector(const QuantizeArguments& arguments,
                                                      const std::uint8_t* row, int column) {
@@ -141,8 +141,8 @@ __device__ __forceinline__ void StoreVector(const QuantizeArguments& arguments, 
   }
 }
 
-// silu(gate) * up, with the division that Triton compiles `/` to.
-__device__ __forceinline__ float Gated(float gate, float up) {
+// silu(gate) * up, with the approximate division that Triton compiles `/` to, for the same bits.
+__device__ __forceinline__ float SiluMul(float gate, float up) {
   float silu;
   asm("div.full.f32 %0, %1, %2;" : "=f"(silu) : "f"(gate), "f"(__fadd_rn(expf(-gate), 1.0f)));
   return __fmul_rn(silu, up);
@@ -168,7 +168,7 @@ struct Row {
                   : x + std::int64_t{given.k} * kBytes),
         total(static_cast<std::uint8_t*>(given.total) + row * given.k * kBytes) {}
 
-  // Eight neighbouring columns as they are read.
+  // Eight consecutive columns of what the prologue reads.
   struct Source {
     Vector<kInput> x, other;
 
@@ -187,7 +187,7 @@ struct Row {
     return source;
   }
 
-  // The sum of squares for a norm; with a residual it also stores x + residual.
+  // Returns the sum of squares for a norm; with a residual it also stores x + residual.
   __device__ __forceinline__ float Squares(const Source& source, int column) const {
     float sums[kVectorCodes], squares = 0.0f;
 #pragma unroll
@@ -201,7 +201,7 @@ struct Row {
     return squares;
   }
 
-  // The values that are quantized; a norm multiplies by `factor`.
+  // Returns the values to quantize; `factor` is the norm's 1 / sqrt(mean x^2 + eps).
   __device__ __forceinline__ Vector<kInput> Make(const Source& source, int column,
                                                  float factor) const {
     if (kPrologue == Prologue::kNone) return source.x;
@@ -215,7 +215,8 @@ struct Row {
       }
     } else {
 #pragma unroll
-      for (int i = 0; i < kVectorCodes; ++i) made[i] = Gated(source.x.Get(i), source.other.Get(i));
+      for (int i = 0; i < kVectorCodes; ++i)
+        made[i] = SiluMul(source.x.Get(i), source.other.Get(i));
     }
     return Vector<kInput>::Of(made);
   }

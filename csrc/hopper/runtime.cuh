@@ -1,48 +1,44 @@
-// Launching a kernel, and errors in words.
+// Launching a kernel, and error messages.
 
 #pragma once
 
 #include <cuda_runtime.h>
 
+#include <cstdint>
+
 namespace slidesparse::hopper {
 
-// Formats an error, in words that stay valid until this thread calls again.  Defined in about.cu.
+// Formats an error message, which stays valid until this thread's next call.  Defined in about.cu.
 __attribute__((format(printf, 1, 2))) const char* Fail(const char* format, ...);
 
-// A launch.  Every kernel here is a programmatic dependent launch: it may start before the kernel
-// in front has ended, and waits for that itself (`WaitForPredecessors`).
+// A launch of `ctas` CTAs in clusters of `cluster`.  Every kernel here is a programmatic dependent
+// launch: it may start before the preceding kernel has ended, and waits for that itself
+// (`WaitForPredecessors`).  `config` points into the object, so it is not copied.
 struct Launch {
-  cudaStream_t stream;
-  dim3 grid;
-  int threads, shared_bytes;  // of a CTA
-  int cluster;                // CTAs
-};
-
-// A launch in the runtime's form, which points into itself.
-struct RuntimeLaunch {
   cudaLaunchAttribute attributes[2] = {};
   cudaLaunchConfig_t config = {};
 
-  explicit RuntimeLaunch(const Launch& launch) {
+  Launch(cudaStream_t stream, std::int64_t ctas, int threads, int shared_bytes, int cluster) {
     attributes[0].id = cudaLaunchAttributeProgrammaticStreamSerialization;
     attributes[0].val.programmaticStreamSerializationAllowed = 1;
     attributes[1].id = cudaLaunchAttributeClusterDimension;
-    attributes[1].val.clusterDim.x = launch.cluster;
+    attributes[1].val.clusterDim.x = cluster;
     attributes[1].val.clusterDim.y = 1;
     attributes[1].val.clusterDim.z = 1;
-    config.gridDim = launch.grid;
-    config.blockDim = dim3(launch.threads);
-    config.dynamicSmemBytes = launch.shared_bytes;
-    config.stream = launch.stream;
+    config.gridDim = dim3(static_cast<unsigned>(ctas));
+    config.blockDim = dim3(threads);
+    config.dynamicSmemBytes = shared_bytes;
+    config.stream = stream;
     config.attrs = attributes;
-    config.numAttrs = launch.cluster > 1 ? 2 : 1;
+    config.numAttrs = cluster > 1 ? 2 : 1;
   }
-  RuntimeLaunch(const RuntimeLaunch&) = delete;
-  RuntimeLaunch& operator=(const RuntimeLaunch&) = delete;
+  Launch(const Launch&) = delete;
+  Launch& operator=(const Launch&) = delete;
 };
 
-// Loads a kernel on the current device, allows its CTAs all shared memory of an SM, and asks for
-// the L1 carveout that leaves room for another kernel's CTAs beside them.
+// Loads a kernel on the current device and opts its CTAs in to all shared memory that a CTA may
+// have.  It requests the maximal shared-memory carveout, so that CTAs of the next kernel, which is
+// launched while this one runs, find room on the same SM.
 inline cudaError_t LoadKernel(const void* kernel) {
   int device = 0, most = 0;
   cudaFuncAttributes found;

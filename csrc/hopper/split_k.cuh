@@ -1,20 +1,21 @@
 // The clustered split-K kernel: Y [M, N] = (q [M, K'] @ W [N, K'].T) * scale_w [N] * scale_x [M] +
-// bias [N], W in packed 2:4 form, where the CTAs of a cluster divide K' and add their sums through
-// distributed shared memory.
+// bias [N], W packed (format.cuh).  The CTAs of a cluster divide K' and reduce their partial sums
+// through distributed shared memory.
 //
-// A CTA computes 64 kStrips out-features x kTokens tokens over a part of K'.  The CTAs of a cluster
-// are `multicast` x `splits`:
+// A CTA computes a tile of 64 kStrips out-features x kTokens tokens over a part of K'.  A cluster
+// has `multicast` x `splits` CTAs:
 //
-//   - a multicast group has neighbouring out-features and the same tokens and columns: each CTA
-//     loads a part of the activations and multicasts it to the group;
-//   - splits have the same out-features and tokens and different columns.  Each split owns every
-//     splits-th warp's 16 out-features: the others push their registers to it (st.async), and it
-//     adds them in a fixed order.  They arrive in shared memory of their own, so that nobody waits
-//     before sending.  With 256 tokens that memory would leave a ring of three stages, so the sums
-//     go into the ring itself, once its readers have said that they are done with it.
+//   - the CTAs of a multicast group have neighbouring out-features and the same tokens and columns:
+//     each loads a part of the activations and multicasts it to the group;
+//   - splits have the same out-features and tokens and different columns.  Each split owns the 16
+//     out-features of every splits-th warp: the others push their registers to the owner
+//     (st.async), which adds them in a fixed order, so that results are deterministic.  The
+//     received sums have shared memory of their own, so that a sender need not wait.  With 256
+//     tokens that memory would leave room for three pipeline stages only, so they overwrite the
+//     ring, after all consumer warps of the receiver have signalled that they have read it.
 //
-// The weight does not depend on the kernel in front, so the ring's first weights are loaded before
-// that kernel has ended (a programmatic dependent launch).
+// The weight does not depend on the preceding kernel, so the first stages' weights are loaded while
+// that kernel runs (programmatic dependent launch).
 
 #pragma once
 
@@ -26,10 +27,10 @@ namespace slidesparse::hopper {
 template <int kStrips, int kTokens>
 struct SplitKShape : TileShape<kStrips, kTokens> {
   using S = TileShape<kStrips, kTokens>;
-  static constexpr int kWarps = 4 * kStrips;          // consumers
-  static constexpr int kWarpSumBytes = kTokens * 64;  // 16 out-features
-  // Staged outputs of a warp: 32 bytes a token, and 16 of padding, so that the eight rows of a
-  // matrix lie in different banks.
+  static constexpr int kWarps = 4 * kStrips;          // consumer warps
+  static constexpr int kWarpSumBytes = kTokens * 64;  // a warp's sums: 16 out-features
+  // A warp's staged outputs: 32 bytes a token and 16 bytes of padding, so that the eight rows of a
+  // matrix that stmatrix stores are in different banks.
   static constexpr int kPitch = 48;
   static constexpr int kStagingBytes = kTokens * kPitch;
   static_assert(kStagingBytes <= kWarpSumBytes);
@@ -37,15 +38,15 @@ struct SplitKShape : TileShape<kStrips, kTokens> {
 
   static constexpr bool kSumsInRing = S::kWide;
 
-  // Warps whose out-features a split owns, at most.
+  // The most warps whose out-features a split owns.
   static __host__ __device__ constexpr int Owned(int splits) {
     return (kWarps + splits - 1) / splits;
   }
-  // Sums that the other splits send.
+  // The sums that a split receives from all others.
   static __host__ __device__ constexpr int ReceivedBytes(int splits) {
     return Owned(splits) * (splits - 1) * kWarpSumBytes;
   }
-  // The ring; after the main loop it holds the staged outputs (one split) or the received sums.
+  // The ring, which after the main loop is reused for staged outputs (one split) or received sums.
   static __host__ __device__ constexpr int RingBytes(int stages, int splits, bool mixed) {
     const int ring = stages * S::StageBytes(mixed);
     const int after = splits == 1   ? kWarps * kStagingBytes
@@ -60,8 +61,8 @@ struct SplitKShape : TileShape<kStrips, kTokens> {
   static __host__ __device__ constexpr int Barriers(int stages, int splits, bool mixed) {
     return RingBytes(stages, splits, mixed) + (kSumsInRing ? 0 : ReceivedBytes(splits));
   }
-  // The ring, the received sums, the words of each stage, then barriers: one for each owned warp's
-  // sums, and one for the other splits' rings.
+  // The ring, the received sums, the words of each stage, and further mbarriers: one for each owned
+  // warp's sums, and one that completes when the other splits' rings are free.
   static __host__ __device__ constexpr int SharedBytes(int stages, int splits, bool mixed) {
     return Barriers(stages, splits, mixed) + stages * StageWordBytes(mixed) +
            (Owned(splits) + 1) * 8;
@@ -71,7 +72,7 @@ struct SplitKShape : TileShape<kStrips, kTokens> {
 // A CTA's work.
 struct SplitKWork {
   int split;
-  int begin, end;  // its k_blocks
+  int begin, end;  // k_blocks
   MulticastGroup group;
   TileScheduler tile;
 };
@@ -90,16 +91,16 @@ __device__ __forceinline__ SplitKWork FindWork(const GemmArguments& arguments) {
   return work;
 }
 
-// Tells the other splits that this warp is done with the ring.
-__device__ __forceinline__ void OpenRing(const GemmArguments& arguments, const SplitKWork& work,
-                                         std::uint32_t open) {
+// Signals to the other splits that this warp has read this CTA's ring for the last time.
+__device__ __forceinline__ void SignalRingFree(const GemmArguments& arguments,
+                                               const SplitKWork& work, std::uint32_t ring_free) {
   const int split = threadIdx.x % 32;
   if (split < arguments.splits && split != work.split) {
-    BarrierArriveAt(open, split * arguments.multicast + work.group.rank);
+    BarrierArriveAt(ring_free, split * arguments.multicast + work.group.rank);
   }
 }
 
-// Sends a warp's sums to its owner.
+// Sends a warp's sums to the split that owns them, into the place of its `slot`-th owned warp.
 template <int kStrips, int kTokens>
 __device__ __forceinline__ void PushSums(const GemmArguments& arguments, const SplitKWork& work,
                                          int owner, int slot, int tokens, std::uint32_t received,
@@ -107,22 +108,22 @@ __device__ __forceinline__ void PushSums(const GemmArguments& arguments, const S
                                          const std::uint32_t (&sums)[kTokens / 2]) {
   using S = SplitKShape<kStrips, kTokens>;
   const int rank = owner * arguments.multicast + work.group.rank;
-  const int number = work.split < owner ? work.split : work.split - 1;
+  const int sender = work.split < owner ? work.split : work.split - 1;  // of the owner's others
   const std::uint32_t to =
-      MapToCta(received + (slot * (arguments.splits - 1) + number) * S::kWarpSumBytes +
+      MapToCta(received + (slot * (arguments.splits - 1) + sender) * S::kWarpSumBytes +
                    threadIdx.x % 32 * 16,
                rank);
   const std::uint32_t barrier = MapToCta(barriers + 8 * slot, rank);
 #pragma unroll
   for (int j = 0; j < kTokens / 8; ++j) {
     if (8 * j < tokens) {
-      PushCluster128(to + j * 512, sums[4 * j], sums[4 * j + 1], sums[4 * j + 2], sums[4 * j + 3],
-                     barrier);
+      StoreAsyncCluster128(to + j * 512, sums[4 * j], sums[4 * j + 1], sums[4 * j + 2],
+                           sums[4 * j + 3], barrier);
     }
   }
 }
 
-// Adds the sums that the other splits have sent for a warp.
+// Adds the sums that the other splits have sent for a warp, in the order of splits.
 template <class Type, int kTokens>
 __device__ __forceinline__ void AddReceived(int others, int tokens, std::uint32_t received,
                                             std::uint32_t (&sums)[kTokens / 2]) {
@@ -131,8 +132,8 @@ __device__ __forceinline__ void AddReceived(int others, int tokens, std::uint32_
 #pragma unroll
     for (int j = 0; j < kTokens / 8; ++j) {
       if (8 * j < tokens) {
-        const uint4 found = LoadShared128(from + j * 512);
-        const std::uint32_t words[4] = {found.x, found.y, found.z, found.w};
+        const uint4 partial = LoadShared128(from + j * 512);
+        const std::uint32_t words[4] = {partial.x, partial.y, partial.z, partial.w};
 #pragma unroll
         for (int e = 0; e < 4; ++e) {
           std::uint32_t& sum = sums[4 * j + e];
@@ -143,7 +144,7 @@ __device__ __forceinline__ void AddReceived(int others, int tokens, std::uint32_
   }
 }
 
-// Stores a warp's 16 out-features, from `row` on, through its staging memory.
+// The epilogue of a warp's 16 out-features, from `row` on, through its staging memory.
 template <class Type, int kStrips, int kTokens>
 __device__ __forceinline__ void StoreWarp(const GemmArguments& arguments, int row, int first_token,
                                           int tokens, std::uint32_t staging,
@@ -155,7 +156,7 @@ __device__ __forceinline__ void StoreWarp(const GemmArguments& arguments, int ro
   const std::uint32_t to = staging + lane % 8 * S::kPitch + lane / 8 % 2 * 16;
 #pragma unroll
   for (int j = 0; j < kTokens / 8; ++j) {
-    if (kTokens > 64 || 8 * j < tokens) {  // small tiles skip tokens that are not there
+    if (kTokens > 64 || 8 * j < tokens) {  // only small tiles skip tokens beyond the last
       StageTokens<Type>(arguments, scales, sums, j, token_scales.Pair(j), to + 8 * j * S::kPitch);
     }
   }
@@ -189,7 +190,7 @@ __global__ void __launch_bounds__(TileShape<kStrips, kTokens>::kThreads,
   const std::uint32_t full = ring + S::Barriers(arguments.stages, splits, kMixed);
   const std::uint32_t empty = full + 8 * arguments.stages;
   const std::uint32_t complete = full + StageWordBytes(kMixed) * arguments.stages;
-  const std::uint32_t open = complete + 8 * S::Owned(splits);
+  const std::uint32_t ring_free = complete + 8 * S::Owned(splits);
   const SplitKWork work = FindWork<kStrips, kTokens>(arguments);
   const int tokens = min(kTokens, arguments.m - work.tile.token);
   TmaProducer<kStrips, kTokens, kMixed> producer(arguments, work.group, work.tile, CtaTiles{},
@@ -206,7 +207,7 @@ __global__ void __launch_bounds__(TileShape<kStrips, kTokens>::kThreads,
       }
       if (splits > 1) {
         for (int i = 0; i < S::Owned(splits); ++i) BarrierInit(complete + 8 * i, 1);
-        BarrierInit(open, S::kWarps * (splits - 1));
+        BarrierInit(ring_free, S::kWarps * (splits - 1));
       }
       BarrierInitFence();
     }
@@ -219,7 +220,7 @@ __global__ void __launch_bounds__(TileShape<kStrips, kTokens>::kThreads,
   }
   __syncwarp();
   __syncthreads();
-  if (arguments.multicast * splits > 1) {  // BarrierInitFence has ordered the initialization
+  if (arguments.multicast * splits > 1) {  // relaxed: BarrierInitFence has released the mbarriers
     ClusterArriveRelaxed();
     ClusterWait();
   }
@@ -249,20 +250,20 @@ __global__ void __launch_bounds__(TileShape<kStrips, kTokens>::kThreads,
     }
     if (S::kSumsInRing && splits > 1) {
       __syncwarp();
-      OpenRing(arguments, work, open);
-      if (owner != work.split) BarrierWaitCluster(open, 0);
+      SignalRingFree(arguments, work, ring_free);
+      if (owner != work.split) BarrierWaitCluster(ring_free, 0);
     }
     if (owner != work.split) {
       PushSums<kStrips, kTokens>(arguments, work, owner, slot, tokens, received, complete, sums);
     }
-    if (splits == 1) NamedBarrier(1, S::kConsumerThreads);  // all are done with the ring
+    if (splits == 1) NamedBarrier(1, S::kConsumerThreads);  // all consumers have read the ring
     if (owner == work.split) {
       std::uint32_t staging = ring + warp * S::kStagingBytes;
       if (splits > 1) {
         staging = received + slot * (splits - 1) * S::kWarpSumBytes;
         BarrierWaitCluster(complete + 8 * slot, 0);
         AddReceived<Type, kTokens>(splits - 1, tokens, staging, sums);
-        __syncwarp();  // all lanes have read the sums that outputs now overwrite
+        __syncwarp();  // outputs overwrite the sums, which all lanes have read
       }
       StoreWarp<Type, kStrips, kTokens>(arguments, row, work.tile.token, tokens, staging, scales,
                                         token_scales, sums);

@@ -1,20 +1,22 @@
 // The stream-K kernel: Y [M, N] = (q [M, K'] @ W [N, K'].T) * scale_w [N] * scale_x [M] + bias [N],
-// W in packed 2:4 form, where every CTA multiplies the same number of stages.
+// W packed (format.cuh).  The grid is persistent, and every CTA multiplies the same number of
+// stages.
 //
-// CTAs first take whole tiles in turn, all side by side.  The stages of the remaining tiles, fewer
-// than two tiles a CTA, form one sequence, of which CTA i of the grid takes the i-th equal part,
-// counted from the end:
+// CTAs first compute whole tiles in turn, so that neighbours read the same activations at the same
+// time.  The stages of the remaining tiles, fewer than two tiles a CTA, form one sequence, of which
+// CTA i of the grid takes the i-th equal part, counted from the end:
 //
 //     tiles    |        0        |        1        |        2        |        3        |
 //     CTAs     |      3     |      2      |      1      |     0     |
 //
-// A CTA works its part from left to right.  If a tile began in another CTA's part, it writes its
-// sums to `partials`, in the order of its registers, and sets its flag.  The CTA that has a tile's
-// beginning adds the others' sums in the order of columns and stores the tile.  A CTA waits only
-// for CTAs of lower index, which the GPU starts first, so waits cannot form a cycle.
+// A CTA processes its part from left to right.  If a tile began in another CTA's part, the CTA
+// writes its partial sums to `partials`, in the order of its registers, and sets its flag.  The CTA
+// that has the beginning of a tile owns it: it adds the others' partial sums in the order of
+// columns, so that results are deterministic, and stores the tile.  A CTA waits only for CTAs of
+// lower index, which the GPU starts first, so waits cannot deadlock.
 //
-// The ring runs from tile to tile, so that a tile's outputs are stored while the next tile's
-// weights arrive.
+// The pipeline is not drained between tiles, so that the epilogue of a tile overlaps the loads of
+// the next.
 
 #pragma once
 
@@ -23,37 +25,36 @@
 
 namespace slidesparse::hopper {
 
-constexpr int kPartialsAtOnce = 2;  // of 8 tokens each, for which there are registers
+constexpr int kPartialsAtOnce = 2;  // loads of 8 tokens in flight, as many as registers allow
 
 // Tokens whose outputs are staged at a time.  Each time takes a barrier: with 256 tokens fewer
-// barriers are worth a stage of the ring.
+// barriers are worth the pipeline stage that the larger staging memory costs.
 constexpr int StagedTokens(int tokens) { return tokens > 128 ? 64 : tokens > 64 ? 32 : tokens; }
 
 template <int kStrips, int kTokens>
 struct StreamKShape : TileShape<kStrips, kTokens> {
   using S = TileShape<kStrips, kTokens>;
-  // A warpgroup's staged outputs: rows of 64 out-features, 16 bits each, swizzled by 128 bytes.
+  // A warpgroup's staged outputs: rows of 64 out-features, 16 bits each, with the 128-byte swizzle.
   static constexpr int kStagedTokens = StagedTokens(kTokens);
   static constexpr int kOutputBytes = kStagedTokens * kStripRows * 2;
-  // With two, TMA stores one while the next tokens are staged in the other.
+  // With two buffers TMA stores one while the next tokens are staged in the other.
   static constexpr int kBuffers = kTokens > 64 ? 2 : 1;
   static constexpr int kStagingBytes = kStrips * kBuffers * kOutputBytes;
 
-  // Ring, staging, the words of each stage, then the CTA's tiles, which would take registers.
+  // The ring, staging memory, the words of each stage, and the CTA's tiles, to save registers.
   static __host__ __device__ constexpr int SharedBytes(int stages, bool mixed) {
     return stages * (S::StageBytes(mixed) + StageWordBytes(mixed)) + kStagingBytes +
            sizeof(CtaTiles);
   }
 };
 
-// A part of a tile: k_blocks `begin` to `end`.
+// A CTA's part of a tile: k_blocks `begin` to `end`.
 struct Segment {
-  int strip, token;  // the tile's first
+  int strip, token;  // of the tile's first output
   int begin, end;
 };
 
-// The scales and biases of a thread's outputs, loaded before the main loop so that the epilogue
-// need not wait for them.
+// The scales and biases of a thread's outputs, loaded before the main loop to hide their latency.
 template <int kTokens>
 struct StreamKScales {
   RowScales rows;
@@ -67,30 +68,31 @@ struct StreamKScales {
   }
 };
 
-// The whole warpgroup waits until TMA has read its staging memory.
+// The whole warpgroup waits until TMA has read its staging memory, which then may be overwritten.
 __device__ __forceinline__ void WaitForBuffers(int barrier) {
-  if (threadIdx.x % 128 == 0) TmaStoreWaitRead<0>();
+  if (threadIdx.x % 128 == 0) TmaStoreWaitRead();
   __syncwarp();
   NamedBarrier(barrier, 128);
 }
 
-// Stores a warpgroup's strip of a tile through its staging memory, from which TMA stores it while
-// the next tokens are staged or the next tile begins.
+// The epilogue of a warpgroup's strip.  Outputs go through staging memory, from which TMA stores
+// them while the next tokens are staged or the next tile is multiplied.
 template <class Type, int kStrips, int kTokens>
 __device__ __forceinline__ void StoreStrip(const GemmArguments& arguments, const Segment& segment,
                                            std::uint32_t staging,
                                            const StreamKScales<kTokens>& scales,
                                            const std::uint32_t (&sums)[kTokens / 2]) {
   using S = StreamKShape<kStrips, kTokens>;
-  const int group = threadIdx.x / 128, thread = threadIdx.x % 128;
+  const int warpgroup = threadIdx.x / 128, thread = threadIdx.x % 128;
   const int warp = thread / 32, lane = thread % 32;
   const int tokens = min(kTokens, arguments.m - segment.token);
-  const std::uint32_t outputs = staging + group * S::kBuffers * S::kOutputBytes;
-  const int barrier = 2 + group;
+  const std::uint32_t outputs = staging + warpgroup * S::kBuffers * S::kOutputBytes;
+  const int barrier = 2 + warpgroup;
   const std::uint32_t to = outputs + lane % 8 * 128 + ((warp * 2 + lane / 8 % 2) ^ (lane % 8)) * 16;
-  const int row = (segment.strip + group) * kStripRows;
+  const int row = (segment.strip + warpgroup) * kStripRows;
   const bool leader = thread == 0;
-  // Groups of 8 tokens whose scales are shuffled together: more overlap takes more registers.
+  // Groups of 8 tokens whose scales are shuffled together: more hide more latency, in more
+  // registers.
   constexpr int kAtOnce = kTokens > 64 ? 4 : 1;
 #pragma unroll
   for (int first = 0; first < kTokens; first += S::kStagedTokens) {
@@ -101,20 +103,19 @@ __device__ __forceinline__ void StoreStrip(const GemmArguments& arguments, const
     }
     if (S::kBuffers == 1) WaitForBuffers(barrier);
 #pragma unroll
-    for (int eight = 0; eight < S::kStagedTokens / 8; eight += kAtOnce) {
-      if (kTokens <= 64 && 8 * eight >= tokens) break;
+    for (int octet = 0; octet < S::kStagedTokens / 8; octet += kAtOnce) {
+      if (kTokens <= 64 && 8 * octet >= tokens) break;
       float2 token_scales[kAtOnce];
 #pragma unroll
-      for (int j = 0; j < kAtOnce; ++j) token_scales[j] = scales.tokens.Pair(first / 8 + eight + j);
+      for (int j = 0; j < kAtOnce; ++j) token_scales[j] = scales.tokens.Pair(first / 8 + octet + j);
 #pragma unroll
       for (int j = 0; j < kAtOnce; ++j) {
-        StageTokens<Type>(arguments, scales.rows, sums, first / 8 + eight + j, token_scales[j],
-                          to + buffer + 8 * (eight + j) * 128);
+        StageTokens<Type>(arguments, scales.rows, sums, first / 8 + octet + j, token_scales[j],
+                          to + buffer + 8 * (octet + j) * 128);
       }
     }
     ProxyFence();
-    if (S::kBuffers > 1 && leader)
-      TmaStoreWaitRead<S::kBuffers - 2>();  // so the next buffer is free
+    if (S::kBuffers > 1 && leader) TmaStoreWaitRead();  // so the next buffer is free
     __syncwarp();
     NamedBarrier(barrier, 128);
     if (arguments.vector_stores) {
@@ -134,11 +135,13 @@ __device__ __forceinline__ void StoreStrip(const GemmArguments& arguments, const
   }
 }
 
-// Where the `part`-th of `parts` equal parts of the shared stages begins.
+// The first stage of the `part`-th of `parts` equal parts of the shared stages.
 __device__ __forceinline__ int PartBegin(const GemmArguments& arguments, int part, int parts) {
   return static_cast<int>(static_cast<std::uint64_t>(arguments.shared_stages) * part / parts);
 }
 
+// This thread's partial sums of CTA `cta`: four sums of 8 tokens for every consumer thread, then
+// those of the next 8 tokens, so that a warp's accesses are coalesced.
 template <int kStrips, int kTokens>
 __device__ __forceinline__ uint4* PartialOf(const GemmArguments& arguments, int cta) {
   using S = TileShape<kStrips, kTokens>;
@@ -146,8 +149,8 @@ __device__ __forceinline__ uint4* PartialOf(const GemmArguments& arguments, int 
          threadIdx.x;
 }
 
-// Starts the sums from CTA `cta`'s partial sums, if `load`.  The condition is on the loads: for a
-// branch around them the compiler makes a second set of sums.
+// Initializes the accumulators with CTA `cta`'s partial sums, if `load`.  The loads are predicated,
+// because for a branch around them the compiler makes a second set of accumulators.
 template <int kStrips, int kTokens>
 __device__ __forceinline__ void StartFromPartial(const GemmArguments& arguments, bool load, int cta,
                                                  int tokens, std::uint32_t (&sums)[kTokens / 2]) {
@@ -168,16 +171,16 @@ __device__ __forceinline__ void AddPartial(const GemmArguments& arguments, int c
   const uint4* from = PartialOf<kStrips, kTokens>(arguments, cta);
 #pragma unroll
   for (int first = 0; first < kTokens / 8; first += kAtOnce) {
-    uint4 found[kAtOnce];
+    uint4 partials[kAtOnce];
 #pragma unroll
     for (int j = 0; j < kAtOnce; ++j) {
       if (8 * (first + j) < tokens)
-        found[j] = LoadGlobal128(from + (first + j) * S::kConsumerThreads);
+        partials[j] = LoadGlobal128(from + (first + j) * S::kConsumerThreads);
     }
 #pragma unroll
     for (int j = 0; j < kAtOnce; ++j) {
       if (8 * (first + j) < tokens) {
-        const std::uint32_t words[4] = {found[j].x, found[j].y, found[j].z, found[j].w};
+        const std::uint32_t words[4] = {partials[j].x, partials[j].y, partials[j].z, partials[j].w};
 #pragma unroll
         for (int e = 0; e < 4; ++e) {
           std::uint32_t& sum = sums[4 * (first + j) + e];
@@ -205,7 +208,7 @@ __device__ __forceinline__ void StorePartial(const GemmArguments& arguments, int
   __syncwarp();
 }
 
-// All consumers wait for CTA `cta`'s partial sums.
+// Makes all consumers wait for CTA `cta`'s partial sums.
 template <int kStrips, int kTokens>
 __device__ __forceinline__ void WaitForPartial(const GemmArguments& arguments, int cta) {
   if (threadIdx.x == 0) WaitAndClearFlag(arguments.flags + cta * kFlagWords);
@@ -213,8 +216,8 @@ __device__ __forceinline__ void WaitForPartial(const GemmArguments& arguments, i
   NamedBarrier(1, TileShape<kStrips, kTokens>::kConsumerThreads);
 }
 
-// Waits until the barriers of all CTAs of the cluster are initialized; BarrierInitFence has ordered
-// the initialization.
+// Waits until the mbarriers of all CTAs of the cluster are initialized.  The cluster barrier can be
+// relaxed, because BarrierInitFence has released the initialization.
 __device__ __forceinline__ void SyncCluster(const GemmArguments& arguments) {
   __syncwarp();
   __syncthreads();
@@ -238,23 +241,23 @@ __global__ void __launch_bounds__(TileShape<kStrips, kTokens>::kThreads,
       shared + (full + StageWordBytes(kMixed) * arguments.stages - ring));
   const MulticastGroup group = {0, arguments.multicast,
                                 static_cast<int>(blockIdx.x % arguments.multicast)};
-  // A multicast group takes one part together.
+  // The CTAs of a multicast group work on the same part, with different strips.
   const int parts = gridDim.x / arguments.multicast;
-  const int number = blockIdx.x / arguments.multicast;
-  const int part = parts - 1 - number;
+  const int index = blockIdx.x / arguments.multicast;
+  const int part = parts - 1 - index;
   const int begin = PartBegin(arguments, part, parts);
   const int end = PartBegin(arguments, part + 1, parts);
-  int left = arguments.whole_tiles * arguments.k_blocks + end - begin;
+  int remaining = arguments.whole_tiles * arguments.k_blocks + end - begin;
   const int strips = kStrips * arguments.multicast;
   const CtaTiles tiles = {arguments.whole_tiles * parts + begin / arguments.k_blocks,
-                          begin % arguments.k_blocks, number, parts};
+                          begin % arguments.k_blocks, index, parts};
   TileScheduler scheduler;
   scheduler.Begin(arguments, tiles, kTokens, strips);
   if (threadIdx.x >= S::kConsumerThreads) {
     ReallocateRegisters<S, true>();
     const bool produces = WarpNumber() == S::kConsumerThreads / 32;
-    TmaProducer<kStrips, kTokens, kMixed> producer(arguments, group, scheduler, tiles, left, ring,
-                                                   full, empty);
+    TmaProducer<kStrips, kTokens, kMixed> producer(arguments, group, scheduler, tiles, remaining,
+                                                   ring, full, empty);
     if (produces) {
       if (ElectOne()) {
         stored_tiles = tiles;
@@ -280,8 +283,8 @@ __global__ void __launch_bounds__(TileShape<kStrips, kTokens>::kThreads,
     ConsumerOf<Type, kStrips, kTokens, kMixed> consumer(arguments, group, ring, full, empty);
     std::uint32_t sums[kTokens / 2];
     Clear(sums);
-    while (left > 0) {
-      const int count = min(arguments.k_blocks - scheduler.k_block, left);
+    while (remaining > 0) {
+      const int count = min(arguments.k_blocks - scheduler.k_block, remaining);
       const Segment segment = {scheduler.strip + kStrips * group.rank, scheduler.token,
                                scheduler.k_block, scheduler.k_block + count};
       const bool owned = segment.begin == 0;  // this CTA stores the tile
@@ -289,7 +292,8 @@ __global__ void __launch_bounds__(TileShape<kStrips, kTokens>::kThreads,
       const int tokens = min(kTokens, arguments.m - segment.token);
       StreamKScales<kTokens> scales;
       if (owned) scales.Load(arguments, segment);
-      // If only one other CTA has a part of the tile, the sums start from its partial sums.
+      // If only one other CTA has a part of the tile, the accumulators start from its partial sums,
+      // which is cheaper than to add them afterwards.
       const bool from_partial = owned && shared_tile && arguments.two_per_tile;
       const int other_cta = blockIdx.x - arguments.multicast;
       if (from_partial) WaitForPartial<kStrips, kTokens>(arguments, other_cta);
@@ -299,7 +303,7 @@ __global__ void __launch_bounds__(TileShape<kStrips, kTokens>::kThreads,
         StorePartial<kStrips, kTokens>(arguments, tokens, sums);
       } else {
         if (shared_tile && !arguments.two_per_tile) {
-          const int tile_end = end - left + arguments.k_blocks;
+          const int tile_end = end - remaining + arguments.k_blocks;
           for (int other = part + 1; PartBegin(arguments, other, parts) < tile_end; ++other) {
             const int cta = blockIdx.x - (other - part) * arguments.multicast;
             WaitForPartial<kStrips, kTokens>(arguments, cta);
@@ -308,8 +312,8 @@ __global__ void __launch_bounds__(TileShape<kStrips, kTokens>::kThreads,
         }
         StoreStrip<Type, kStrips, kTokens>(arguments, segment, staging, scales, sums);
       }
-      left -= count;
-      // From shared memory, not from `tiles`, which would take registers.
+      remaining -= count;
+      // Read from shared memory, because `tiles` would take registers during the main loop.
       const std::uint32_t at = SharedAddress(&stored_tiles);
       const CtaTiles next = {
           static_cast<int>(LoadShared32(at)), static_cast<int>(LoadShared32(at + 4)),
@@ -317,7 +321,7 @@ __global__ void __launch_bounds__(TileShape<kStrips, kTokens>::kThreads,
       scheduler.Next(arguments, next, kTokens, strips);
     }
   }
-  if (threadIdx.x < S::kConsumerThreads && threadIdx.x % 128 == 0) TmaStoreWaitRead<0>();
+  if (threadIdx.x < S::kConsumerThreads && threadIdx.x % 128 == 0) TmaStoreWaitRead();
 }
 
 }  // namespace slidesparse::hopper

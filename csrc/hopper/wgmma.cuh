@@ -1,17 +1,18 @@
-// wgmma of 64 out-features x T tokens: sparse (wgmma.mma_async.sp) of 64 columns, A from registers
-// or shared memory, and dense of 32 columns, A from shared memory; B from shared memory.
+// wgmma.mma_async, d += a * b.T, where a is the weight (64 out-features), b the activations
+// (kTokens tokens) and d the accumulators: sparse with 64 columns of K', a from registers or shared
+// memory, or dense with 32 columns, a from shared memory.  b is always in shared memory.
 //
-// A warpgroup's thread (warp w of 4, lane 4 g + t) holds of a sparse A, the weight, with columns
-// counted after compression:
+// Of a sparse a, thread (warp w of 4, lane 4 g + t) of a warpgroup holds, with columns counted
+// after compression:
 //
 //     a[0]  row 16 w + g      columns 4 t .. 4 t + 3
 //     a[1]  row 16 w + g + 8  columns 4 t ..
 //     a[2]  row 16 w + g      columns 16 + 4 t ..
 //     a[3]  row 16 w + g + 8  columns 16 + 4 t ..
 //
-// and the metadata, 4 bits for each group of four columns, of half a row: lane 4 g + 2 h + r holds
-// the metadata of row 16 w + g + 8 r, columns 32 h .. 32 h + 31, the first group in the lowest
-// bits. Of the sums it holds
+// and the metadata of half a row, 4 bits for each group of four columns: lane 4 g + 2 h + r holds
+// those of row 16 w + g + 8 r, columns 32 h .. 32 h + 31, the first group in the lowest bits.  Of
+// the accumulators it holds
 //
 //     d[4 j + 2 r + e]  row 16 w + g + 8 r, token 8 j + 2 t + e
 //
@@ -24,7 +25,7 @@
 
 namespace slidesparse::hopper {
 
-// Element types, and the type that their products are summed in.
+// Element types, with the type of the accumulators.
 struct Int8 {
   using Sum = int;
 };
@@ -32,7 +33,7 @@ struct Fp8 {
   using Sum = float;
 };
 
-// Columns of the activations that one wgmma multiplies; a sparse one has half of A's stored.
+// Columns of the activations that one wgmma multiplies.  A sparse weight stores half of them.
 constexpr int kWgmmaColumns = 64;
 constexpr int kDenseWgmmaColumns = 32;
 
@@ -44,22 +45,23 @@ __device__ __forceinline__ void WgmmaCommit() {
   asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
 }
 
-// Waits until at most `kPending` committed groups are unfinished.
+// Waits until at most the last `kPending` committed groups are pending.
 template <int kPending>
 __device__ __forceinline__ void WgmmaWait() {
   asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(kPending) : "memory");
 }
 
-// The matrix descriptor of 64 rows of 32 K-contiguous bytes: core matrices of 8 rows x 16 bytes,
-// two side by side, then the next eight rows.
+// The shared-memory matrix descriptor of a weight, without swizzle: 64 rows of 32 bytes as core
+// matrices of 8 rows x 16 bytes, two side by side (leading offset 128 bytes), then the next eight
+// rows (stride 256 bytes).
 __device__ __forceinline__ std::uint64_t WeightDescriptor(std::uint32_t address) {
   constexpr std::uint64_t kStride = std::uint64_t{256 >> 4} << 32;
   constexpr std::uint64_t kLeading = std::uint64_t{128 >> 4} << 16;
   return kStride | kLeading | ((address & 0x3FFFF) >> 4);
 }
 
-// The matrix descriptor of K-contiguous rows of 128 bytes with the 128-byte swizzle, 8 rows every
-// 1024 bytes.
+// The shared-memory matrix descriptor of activations, as TMA loads them: rows of 128 bytes with the
+// 128-byte swizzle, eight rows every 1024 bytes.
 __device__ __forceinline__ std::uint64_t Descriptor(std::uint32_t address) {
   constexpr std::uint64_t kSwizzle128 = std::uint64_t{1} << 62;
   constexpr std::uint64_t kStride = std::uint64_t{1024 >> 4} << 32;
@@ -67,7 +69,7 @@ __device__ __forceinline__ std::uint64_t Descriptor(std::uint32_t address) {
   return kSwizzle128 | kStride | kLeading | ((address & 0x3FFFF) >> 4);
 }
 
-// FromRegisters: d += a * b.  Others: d = a * b, or d += a * b if `accumulate`.
+// FromRegisters: d += a * b.T.  Sparse, Dense: d = a * b.T, or d += a * b.T if `accumulate`.
 template <class Type, int kTokens>
 struct Wgmma;
 
@@ -88,59 +90,60 @@ struct Wgmma;
     ", %96, %97, %98, %99, %100, %101, %102, %103, %104, %105, %106, %107, %108, %109, %110, %111" \
     ", %112, %113, %114, %115, %116, %117, %118, %119, %120, %121, %122, %123, %124, %125, %126, %127"
 
-#define SLIDESPARSE_SUMS_4(c, i) "+" c(d[i]), "+" c(d[i + 1]), "+" c(d[i + 2]), "+" c(d[i + 3])
-#define SLIDESPARSE_SUMS_8(c, i) SLIDESPARSE_SUMS_4(c, i), SLIDESPARSE_SUMS_4(c, i + 4)
-#define SLIDESPARSE_SUMS_16(c, i) SLIDESPARSE_SUMS_8(c, i), SLIDESPARSE_SUMS_8(c, i + 8)
-#define SLIDESPARSE_SUMS_32(c, i) SLIDESPARSE_SUMS_16(c, i), SLIDESPARSE_SUMS_16(c, i + 16)
-#define SLIDESPARSE_SUMS_64(c, i) SLIDESPARSE_SUMS_32(c, i), SLIDESPARSE_SUMS_32(c, i + 32)
-#define SLIDESPARSE_SUMS_128(c, i) SLIDESPARSE_SUMS_64(c, i), SLIDESPARSE_SUMS_64(c, i + 64)
+#define SLIDESPARSE_SUMS_4(i) "+r"(d[i]), "+r"(d[i + 1]), "+r"(d[i + 2]), "+r"(d[i + 3])
+#define SLIDESPARSE_SUMS_8(i) SLIDESPARSE_SUMS_4(i), SLIDESPARSE_SUMS_4(i + 4)
+#define SLIDESPARSE_SUMS_16(i) SLIDESPARSE_SUMS_8(i), SLIDESPARSE_SUMS_8(i + 8)
+#define SLIDESPARSE_SUMS_32(i) SLIDESPARSE_SUMS_16(i), SLIDESPARSE_SUMS_16(i + 16)
+#define SLIDESPARSE_SUMS_64(i) SLIDESPARSE_SUMS_32(i), SLIDESPARSE_SUMS_32(i + 32)
+#define SLIDESPARSE_SUMS_128(i) SLIDESPARSE_SUMS_64(i), SLIDESPARSE_SUMS_64(i + 64)
 
-// Operands after the sums: a's words or its descriptor at %A on, the descriptor of b, the metadata if it is sparse, and
-// what tells to accumulate.
-#define SLIDESPARSE_WGMMA(TYPE, R, KIND, SCALES, TOKENS, SUMS, A, B, C, D, E, F, G)                            \
-  template <>                                                                                                 \
-  struct Wgmma<TYPE, TOKENS> {                                                                                \
-    static __device__ __forceinline__ void FromRegisters(std::uint32_t (&d)[SUMS], const uint4& a,            \
-                                                         std::uint64_t b, std::uint32_t metadata) {           \
-      asm volatile(                                                                                           \
-          "{\n.reg .pred p;\nsetp.ne.b32 p, %" #G ", 0;\n"                                                    \
-          "wgmma.mma_async.sp.sync.aligned.m64n" #TOKENS "k64." KIND " {" SLIDESPARSE_LIST_##SUMS "}, {%" #A  \
-          ", %" #B ", %" #C ", %" #D "}, %" #E ", %" #F ", 0, p" SCALES ";\n}"                                \
-          : SLIDESPARSE_SUMS_##SUMS(R, 0)                                                                     \
-          : "r"(a.x), "r"(a.y), "r"(a.z), "r"(a.w), "l"(b), "r"(metadata), "n"(1));                           \
-    }                                                                                                         \
-    static __device__ __forceinline__ void Sparse(std::uint32_t (&d)[SUMS], std::uint64_t a, std::uint64_t b, \
-                                                  std::uint32_t metadata, int accumulate) {                   \
-      asm volatile(                                                                                           \
-          "{\n.reg .pred p;\nsetp.ne.b32 p, %" #D ", 0;\n"                                                    \
-          "wgmma.mma_async.sp.sync.aligned.m64n" #TOKENS "k64." KIND " {" SLIDESPARSE_LIST_##SUMS "}, %" #A   \
-          ", %" #B ", %" #C ", 0, p" SCALES ";\n}"                                                            \
-          : SLIDESPARSE_SUMS_##SUMS(R, 0)                                                                     \
-          : "l"(a), "l"(b), "r"(metadata), "r"(accumulate));                                                  \
-    }                                                                                                         \
-    static __device__ __forceinline__ void Dense(std::uint32_t (&d)[SUMS], std::uint64_t a, std::uint64_t b,  \
-                                                 int accumulate) {                                            \
-      asm volatile(                                                                                           \
-          "{\n.reg .pred p;\nsetp.ne.b32 p, %" #C ", 0;\n"                                                    \
-          "wgmma.mma_async.sync.aligned.m64n" #TOKENS "k32." KIND " {" SLIDESPARSE_LIST_##SUMS "}, %" #A      \
-          ", %" #B ", p" SCALES ";\n}"                                                                        \
-          : SLIDESPARSE_SUMS_##SUMS(R, 0)                                                                     \
-          : "l"(a), "l"(b), "r"(accumulate));                                                                 \
-    }                                                                                                         \
+// Operands are numbered: the accumulators from %0 on, then, from %SUMS on, those of the weight (four registers, or a
+// descriptor), b's descriptor, a sparse weight's metadata, and whether to accumulate.  B to F are SUMS + 1 to SUMS + 5,
+// which the preprocessor cannot compute into text.  SCALES are the signs of a and b, which floating-point kinds have.
+#define SLIDESPARSE_WGMMA(TYPE, KIND, SCALES, TOKENS, SUMS, B, C, D, E, F)                                      \
+  template <>                                                                                                   \
+  struct Wgmma<TYPE, TOKENS> {                                                                                  \
+    static __device__ __forceinline__ void FromRegisters(std::uint32_t (&d)[SUMS], const uint4& a,              \
+                                                         std::uint64_t b, std::uint32_t metadata) {             \
+      asm volatile(                                                                                             \
+          "{\n.reg .pred p;\nsetp.ne.b32 p, 1, 0;\n"                                                            \
+          "wgmma.mma_async.sp.sync.aligned.m64n" #TOKENS "k64." KIND " {" SLIDESPARSE_LIST_##SUMS "}, {%" #SUMS \
+          ", %" #B ", %" #C ", %" #D "}, %" #E ", %" #F ", 0, p" SCALES ";\n}"                                  \
+          : SLIDESPARSE_SUMS_##SUMS(0)                                                                          \
+          : "r"(a.x), "r"(a.y), "r"(a.z), "r"(a.w), "l"(b), "r"(metadata));                                     \
+    }                                                                                                           \
+    static __device__ __forceinline__ void Sparse(std::uint32_t (&d)[SUMS], std::uint64_t a, std::uint64_t b,   \
+                                                  std::uint32_t metadata, int accumulate) {                     \
+      asm volatile(                                                                                             \
+          "{\n.reg .pred p;\nsetp.ne.b32 p, %" #D ", 0;\n"                                                      \
+          "wgmma.mma_async.sp.sync.aligned.m64n" #TOKENS "k64." KIND " {" SLIDESPARSE_LIST_##SUMS "}, %" #SUMS  \
+          ", %" #B ", %" #C ", 0, p" SCALES ";\n}"                                                              \
+          : SLIDESPARSE_SUMS_##SUMS(0)                                                                          \
+          : "l"(a), "l"(b), "r"(metadata), "r"(accumulate));                                                    \
+    }                                                                                                           \
+    static __device__ __forceinline__ void Dense(std::uint32_t (&d)[SUMS], std::uint64_t a, std::uint64_t b,    \
+                                                 int accumulate) {                                              \
+      asm volatile(                                                                                             \
+          "{\n.reg .pred p;\nsetp.ne.b32 p, %" #C ", 0;\n"                                                      \
+          "wgmma.mma_async.sync.aligned.m64n" #TOKENS "k32." KIND " {" SLIDESPARSE_LIST_##SUMS "}, %" #SUMS     \
+          ", %" #B ", p" SCALES ";\n}"                                                                          \
+          : SLIDESPARSE_SUMS_##SUMS(0)                                                                          \
+          : "l"(a), "l"(b), "r"(accumulate));                                                                   \
+    }                                                                                                           \
   };
 
-SLIDESPARSE_WGMMA(Int8, "r", "s32.s8.s8", "", 8, 4, 4, 5, 6, 7, 8, 9, 10)
-SLIDESPARSE_WGMMA(Int8, "r", "s32.s8.s8", "", 16, 8, 8, 9, 10, 11, 12, 13, 14)
-SLIDESPARSE_WGMMA(Int8, "r", "s32.s8.s8", "", 32, 16, 16, 17, 18, 19, 20, 21, 22)
-SLIDESPARSE_WGMMA(Int8, "r", "s32.s8.s8", "", 64, 32, 32, 33, 34, 35, 36, 37, 38)
-SLIDESPARSE_WGMMA(Int8, "r", "s32.s8.s8", "", 128, 64, 64, 65, 66, 67, 68, 69, 70)
-SLIDESPARSE_WGMMA(Int8, "r", "s32.s8.s8", "", 256, 128, 128, 129, 130, 131, 132, 133, 134)
-SLIDESPARSE_WGMMA(Fp8, "r", "f32.e4m3.e4m3", ", 1, 1", 8, 4, 4, 5, 6, 7, 8, 9, 10)
-SLIDESPARSE_WGMMA(Fp8, "r", "f32.e4m3.e4m3", ", 1, 1", 16, 8, 8, 9, 10, 11, 12, 13, 14)
-SLIDESPARSE_WGMMA(Fp8, "r", "f32.e4m3.e4m3", ", 1, 1", 32, 16, 16, 17, 18, 19, 20, 21, 22)
-SLIDESPARSE_WGMMA(Fp8, "r", "f32.e4m3.e4m3", ", 1, 1", 64, 32, 32, 33, 34, 35, 36, 37, 38)
-SLIDESPARSE_WGMMA(Fp8, "r", "f32.e4m3.e4m3", ", 1, 1", 128, 64, 64, 65, 66, 67, 68, 69, 70)
-SLIDESPARSE_WGMMA(Fp8, "r", "f32.e4m3.e4m3", ", 1, 1", 256, 128, 128, 129, 130, 131, 132, 133, 134)
+SLIDESPARSE_WGMMA(Int8, "s32.s8.s8", "", 8, 4, 5, 6, 7, 8, 9)
+SLIDESPARSE_WGMMA(Int8, "s32.s8.s8", "", 16, 8, 9, 10, 11, 12, 13)
+SLIDESPARSE_WGMMA(Int8, "s32.s8.s8", "", 32, 16, 17, 18, 19, 20, 21)
+SLIDESPARSE_WGMMA(Int8, "s32.s8.s8", "", 64, 32, 33, 34, 35, 36, 37)
+SLIDESPARSE_WGMMA(Int8, "s32.s8.s8", "", 128, 64, 65, 66, 67, 68, 69)
+SLIDESPARSE_WGMMA(Int8, "s32.s8.s8", "", 256, 128, 129, 130, 131, 132, 133)
+SLIDESPARSE_WGMMA(Fp8, "f32.e4m3.e4m3", ", 1, 1", 8, 4, 5, 6, 7, 8, 9)
+SLIDESPARSE_WGMMA(Fp8, "f32.e4m3.e4m3", ", 1, 1", 16, 8, 9, 10, 11, 12, 13)
+SLIDESPARSE_WGMMA(Fp8, "f32.e4m3.e4m3", ", 1, 1", 32, 16, 17, 18, 19, 20, 21)
+SLIDESPARSE_WGMMA(Fp8, "f32.e4m3.e4m3", ", 1, 1", 64, 32, 33, 34, 35, 36, 37)
+SLIDESPARSE_WGMMA(Fp8, "f32.e4m3.e4m3", ", 1, 1", 128, 64, 65, 66, 67, 68, 69)
+SLIDESPARSE_WGMMA(Fp8, "f32.e4m3.e4m3", ", 1, 1", 256, 128, 129, 130, 131, 132, 133)
 
 #undef SLIDESPARSE_WGMMA
 // clang-format on

@@ -12,12 +12,12 @@ namespace {
 std::shared_mutex mutex;
 std::map<std::pair<int, cudaStream_t>, void*> workspaces;  // by device and stream
 
-// Allocates by cudaMalloc and not from torch's pools: vLLM discards the contents of the pool that
-// weights are loaded in when a server sleeps, and a workspace must stay zero.
+// Allocates by cudaMalloc and not from torch's pools: when a server sleeps, vLLM discards the pool
+// that weights are loaded in, and the flags in a workspace must stay zero.
 //
-// A stream may be captured when it first asks, and a capture forbids cudaMalloc and synchronization
-// to this thread; the relaxed mode allows both.  A stream of its own zeroes the memory, which so is
-// no part of the captured graph and is zero when the graph is launched.
+// The stream may be in capture, which forbids this thread cudaMalloc and synchronization unless it
+// is in the relaxed mode.  The memory is cleared on a stream of its own, so that the clearing is
+// not captured and is over before the graph is launched.
 cudaError_t Allocate(void** memory) {
   cudaStreamCaptureMode mode = cudaStreamCaptureModeRelaxed;
   if (cudaError_t error = cudaThreadExchangeStreamCaptureMode(&mode)) return error;

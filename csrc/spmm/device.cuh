@@ -1,4 +1,4 @@
-// The few instructions that CUDA alone has; tests that run kernels.cuh on a CPU bring their own.
+// The operations that only CUDA has.  Tests that run kernels.cuh on a CPU replace this file.
 
 #pragma once
 
@@ -16,7 +16,7 @@ struct Four {
 
 __device__ __forceinline__ float Fma(float a, float b, float c) { return __fmaf_rn(a, b, c); }
 
-// 16 bytes of memory that no kernel writes meanwhile.
+// Loads 16 bytes through the read-only path: no kernel may write them meanwhile.
 __device__ __forceinline__ uint4 Load(const void* from) {
   return __ldg(static_cast<const uint4*>(from));
 }
@@ -52,11 +52,11 @@ __device__ __forceinline__ void StoreFour(Half* to, const Four& four) {
 __device__ __forceinline__ void StoreOne(float* to, float value) { *to = value; }
 __device__ __forceinline__ void StoreOne(Half* to, float value) { *to = __float2half_rn(value); }
 
-// Begins to copy 16 bytes, or 16 zeros where `there` is false, to shared memory.
-__device__ __forceinline__ void CopyAsync(void* shared, const void* global, bool there) {
+// Begins to copy 16 bytes, or 16 zeros where `in_bounds` is false, to shared memory.
+__device__ __forceinline__ void CopyAsync(void* shared, const void* global, bool in_bounds) {
   const auto to = static_cast<std::uint32_t>(__cvta_generic_to_shared(shared));
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(global),
-               "r"(there ? 16 : 0)
+               "r"(in_bounds ? 16 : 0)
                : "memory");
 }
 
@@ -64,10 +64,10 @@ __device__ __forceinline__ void CommitCopies() {
   asm volatile("cp.async.commit_group;" ::: "memory");
 }
 
-// Waits for this thread's copies, but for the kLeft groups that were committed last.
-template <int kLeft>
+// Waits until at most the last kPending committed groups of this thread's copies are pending.
+template <int kPending>
 __device__ __forceinline__ void WaitForCopies() {
-  asm volatile("cp.async.wait_group %0;" ::"n"(kLeft) : "memory");
+  asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");
 }
 
 }  // namespace slidesparse::spmm

@@ -1,4 +1,5 @@
-// The C interface of the N:M SpMM kernels: raw pointers, sizes and a stream; no torch, no CUDA.
+// The C interface of the N:M SpMM kernels: raw pointers, sizes and a stream; no torch and no CUDA
+// types.
 
 #pragma once
 
@@ -7,17 +8,17 @@
 extern "C" {
 
 // out [m, n] = x [m, k] @ weight [n, k].T, where a row of the weight has at most `kept` non-zeros
-// in each group of `group` columns.  Tokens of x and of out lie side by side, and so do
-// out-features of the weight:
+// in each group of `group` columns.  Tokens are contiguous in x and out, and out-features in the
+// compressed weight:
 //
 //     x        [k, m]   rows ldx elements apart
 //     values   [w, n]   rows ldw elements apart; w = ceil(k / group) * kept
-//     offsets  [w, n]   one byte each, rows ldw apart: row i of column j is the weight of
-//                       in-feature i / kept * group + offsets[i][j]; below `group`
+//     offsets  [w, n]   bytes below `group`, rows ldw apart: values[i][j] is the weight of
+//                       in-feature i / kept * group + offsets[i][j] and out-feature j
 //     out      [n, m]   rows ldo elements apart
 //
-// Pointers and rows begin at multiples of 16 bytes (rows of out at multiples of 4 elements, those
-// of values at multiples of 16), so memory must be there up to the end of each last row.
+// Pointers and the rows of x are aligned to 16 bytes, rows of out to 4 elements, rows of values and
+// offsets to 16 elements.  The last row, too, must be allocated up to its full pitch.
 struct SlidesparseSpmm {
   const void* x;
   const void* values;
@@ -32,16 +33,15 @@ struct SlidesparseSpmm {
   std::int32_t variant;  // 0: baseline, 1: register prefetch, 2: double buffer with cp.async
   std::int32_t strip;    // each 32 out-features share their offsets
   std::int32_t splits;   // of K, at most: each keeps at least one tile
-  std::int32_t spare;
 };
 
-static_assert(sizeof(SlidesparseSpmm) == 112, "callers lay this out by hand");
+static_assert(sizeof(SlidesparseSpmm) == 112, "callers declare the same layout by ctypes");
 
-// Launch on the stream; nothing is allocated, and nothing waits.  Null, or what went wrong in words
-// that stay valid until this thread calls again.
+// Enqueues the product on the stream, without allocating or synchronizing.  Returns null, or an
+// error message that stays valid until this thread's next call.
 __attribute__((visibility("default"))) const char* slidesparse_spmm(const SlidesparseSpmm* call);
 
-// The same product by one thread of the CPU, in host memory and float32.
+// Computes the same product by one CPU thread, for float32 operands in host memory.
 __attribute__((visibility("default"))) const char* slidesparse_spmm_sequential(
     const SlidesparseSpmm* call);
 

@@ -1,15 +1,15 @@
 // Hand-written N:M SpMM for CUDA cores: 32 x 32 tiles, 64 threads, 4 x 4 outputs a thread.
 //
-// A CTA walks along the compressed dimension.  A tile is as many whole groups as fit into kTileK
-// in-features and kTileW kept values:
+// A CTA iterates over tiles of the compressed dimension.  A tile is as many whole groups as fit
+// into kTileK in-features and kTileW kept values.  In shared memory, with own offsets for each
+// out-feature, or with offsets that the 32 out-features of a strip share:
 //
-//     shared memory   x        [in-feature][token]        own offsets: all in-features of the
-//     groups
-//                              [kept value][token]        a strip: only those that it keeps
-//                     values   [kept value][out-feature]
-//                     offsets  [kept value][out-feature]  own offsets only
+//              own offsets                   shared by a strip
+//     x        [in-feature][token], all      [kept value][token], gathered
+//     values   [kept value][out-feature]     [kept value][out-feature]
+//     offsets  [kept value][out-feature]     -
 //
-//     threads         8 along tokens x 8 along out-features; a thread has 4 x 4 neighbours
+// 8 x 8 threads compute 4 contiguous tokens x 4 contiguous out-features each.
 //
 // With own offsets each out-feature reads its own row of x, so a kept value costs a thread four
 // loads of four tokens for 16 multiplications.  Where the 32 out-features of a strip share their
@@ -20,9 +20,9 @@
 // bytes of one row of x, and values and offsets are broadcast.  In float16 half a warp reads two
 // rows of 64 bytes with own offsets, which collide when both are even or both odd.
 //
-// Every variant adds the kept values of an output in the same order by fused multiply-adds, so that
-// results are equal bit for bit.  Splits of K add up their own parts, and SumPartials adds these in
-// order: no atomics, so the same call gives the same bits.
+// Every variant accumulates an output's kept values in the same order by fused multiply-adds, so
+// that results are equal bit for bit.  With split-K SumPartials adds the partial sums in order,
+// without atomics, so that results are deterministic.
 
 #pragma once
 
@@ -38,16 +38,16 @@ constexpr int kTile = 32;  // tokens and out-features of a tile
 constexpr int kEach = 4;   // tokens and out-features of a thread
 constexpr int kAcross = kTile / kEach;
 constexpr int kThreads = kAcross * kAcross;
-constexpr int kTileK = 64;      // in-features of a tile at most
-constexpr int kTileW = 32;      // kept values of a tile at most
-constexpr int kMostGroup = 32;  // so that a tile has one group at least
-// Offsets are cut to these bits, so that those of columns that are not there stay within a tile:
-// behind x lie the values.
-constexpr int kMostOffset = kMostGroup - 1;
+constexpr int kTileK = 64;     // in-features of a tile at most
+constexpr int kTileW = 32;     // kept values of a tile at most
+constexpr int kMaxGroup = 32;  // so that a tile has one group at least
+// Offsets are masked with these bits.  Those of out-features beyond the last are arbitrary, and so
+// stay within the tile, in which the values follow x.
+constexpr int kMaxOffset = kMaxGroup - 1;
 constexpr int kVector = 16;  // bytes that a thread copies at once
 
-static_assert(kMostGroup <= kTileK && kMostGroup <= kTileW && (kMostGroup & kMostOffset) == 0);
-static_assert(kTileK - 1 + kMostOffset < kTileK + kTileW);
+static_assert(kMaxGroup <= kTileK && kMaxGroup <= kTileW && (kMaxGroup & kMaxOffset) == 0);
+static_assert(kTileK - 1 + kMaxOffset < kTileK + kTileW);
 
 enum class Variant { kBaseline = 0, kPrefetch = 1, kDouble = 2 };
 
@@ -65,7 +65,7 @@ struct Arguments {
   int tile_groups;      // of a tile
   int tiles;            // along K
   int tiles_per_split;  // the last split may have fewer
-  unsigned reciprocal;  // of kept: row / kept == row * reciprocal >> 16 for rows of a tile
+  unsigned reciprocal;  // row / kept == row * reciprocal >> 16 for every row of a tile
 };
 
 constexpr int CeilDiv(int a, int b) { return (a + b - 1) / b; }
@@ -95,7 +95,7 @@ inline Arguments<T> ArgumentsOf(const SlidesparseSpmm& call) {
   return a;
 }
 
-// Splits that have a tile; 1 when there is none at all.
+// The number of splits that have a tile; 1 if there are no tiles.
 template <class T>
 inline int SplitsOf(const Arguments<T>& a) {
   return a.tiles > 0 ? CeilDiv(a.tiles, a.tiles_per_split) : 1;
@@ -109,7 +109,7 @@ struct alignas(kVector) Tile {
   std::uint8_t offsets[kStrip ? 1 : kTileW][kTile];
 };
 
-// Copies of 16 bytes that a thread makes of a matrix of so many rows, and of a tile.
+// The 16-byte copies that a thread makes of a matrix of kRows rows, and of a whole tile.
 template <class T, int kRows>
 constexpr int kCopiesOf = kRows * kTile * static_cast<int>(sizeof(T)) / kVector / kThreads;
 
@@ -124,8 +124,8 @@ __device__ __forceinline__ int GroupsIn(int tile, int groups, int tile_groups) {
   return left < tile_groups ? left : tile_groups;
 }
 
-// Calls move(shared, global, there, i) for copy i of kCopies that this thread makes of a tile;
-// where `there` is false zeros belong, and global is not to be read.
+// Calls move(shared, global, in_bounds, i) for copy i of kCopies that this thread makes of a tile;
+// where `in_bounds` is false, move writes zeros and must not read global.
 template <class T, bool kStrip, class Move>
 __device__ __forceinline__ void ForEachCopy(const Arguments<T>& a, Tile<T, kStrip>& to, int tile,
                                             Move move) {
@@ -139,21 +139,21 @@ __device__ __forceinline__ void ForEachCopy(const Arguments<T>& a, Tile<T, kStri
     const int index = threadIdx.x + i * kThreads;
     const int row = index / kAlong, column = index % kAlong * kElements;
     int k = first_k + row;
-    bool there = row < (kStrip ? rows : groups * a.group) && first_m + column < a.m;
-    if (kStrip && there) {
+    bool in_bounds = row < (kStrip ? rows : groups * a.group) && first_m + column < a.m;
+    if (kStrip && in_bounds) {
       const int group = static_cast<int>(row * a.reciprocal >> 16);
       k = first_k + group * a.group + a.offsets[(first_w + row) * a.ldw + first_n];
     }
-    there = there && k < a.k;
-    move(&to.x[row][column], there ? a.x + k * a.ldx + first_m + column : a.x, there, i);
+    in_bounds = in_bounds && k < a.k;
+    move(&to.x[row][column], in_bounds ? a.x + k * a.ldx + first_m + column : a.x, in_bounds, i);
   }
 #pragma unroll
   for (int i = 0; i < kValues; ++i) {
     const int index = threadIdx.x + i * kThreads;
     const int row = index / kAlong, column = index % kAlong * kElements;
-    const bool there = row < rows && first_n + column < a.n;
-    const std::int64_t at = there ? (first_w + row) * a.ldw + first_n + column : 0;
-    move(&to.values[row][column], a.values + at, there, kX + i);
+    const bool in_bounds = row < rows && first_n + column < a.n;
+    const std::int64_t at = in_bounds ? (first_w + row) * a.ldw + first_n + column : 0;
+    move(&to.values[row][column], a.values + at, in_bounds, kX + i);
   }
   if constexpr (!kStrip) {
     constexpr int kBytesAlong = kTile / kVector, kOffsets = kCopiesOf<std::uint8_t, kTileW>;
@@ -161,21 +161,21 @@ __device__ __forceinline__ void ForEachCopy(const Arguments<T>& a, Tile<T, kStri
     for (int i = 0; i < kOffsets; ++i) {
       const int index = threadIdx.x + i * kThreads;
       const int row = index / kBytesAlong, column = index % kBytesAlong * kVector;
-      const bool there = row < rows && first_n + column < a.n;
-      const std::int64_t at = there ? (first_w + row) * a.ldw + first_n + column : 0;
-      move(&to.offsets[row][column], a.offsets + at, there, kX + kValues + i);
+      const bool in_bounds = row < rows && first_n + column < a.n;
+      const std::int64_t at = in_bounds ? (first_w + row) * a.ldw + first_n + column : 0;
+      move(&to.offsets[row][column], a.offsets + at, in_bounds, kX + kValues + i);
     }
   }
 }
 
-// A tile on its way through registers.
+// A tile in registers, on its way from global to shared memory.
 template <class T, bool kStrip>
 struct Registers {
   uint4 at[kCopies<T, kStrip>];
 
   __device__ __forceinline__ void Fetch(const Arguments<T>& a, Tile<T, kStrip>& to, int tile) {
-    ForEachCopy(a, to, tile, [&](void*, const void* global, bool there, int i) {
-      at[i] = there ? Load(global) : uint4{0, 0, 0, 0};
+    ForEachCopy(a, to, tile, [&](void*, const void* global, bool in_bounds, int i) {
+      at[i] = in_bounds ? Load(global) : uint4{0, 0, 0, 0};
     });
   }
   __device__ __forceinline__ void Place(const Arguments<T>& a, Tile<T, kStrip>& to,
@@ -191,7 +191,7 @@ __device__ __forceinline__ void Multiply(const Arguments<T>& a, const Tile<T, kS
                                          int tile, float (&sums)[kEach][kEach]) {
   const int rows = GroupsIn(tile, a.groups, a.tile_groups) * a.kept;
   const int token = threadIdx.x % kAcross * kEach, feature = threadIdx.x / kAcross * kEach;
-  int group = 0, left = a.kept;  // the first row of x of the group; rows until its end
+  int group = 0, left = a.kept;  // the group's first row of x; its kept values that are left
 #pragma unroll 4
   for (int row = 0; row < rows; ++row) {
     const Four weights = LoadFour(&from.values[row][feature]);
@@ -205,7 +205,7 @@ __device__ __forceinline__ void Multiply(const Arguments<T>& a, const Tile<T, kS
 #pragma unroll
     for (int j = 0; j < kEach; ++j) {
       if constexpr (!kStrip) {
-        x = LoadFour(&from.x[0][token] + (group + (offsets >> 8 * j & kMostOffset)) * kTile);
+        x = LoadFour(&from.x[0][token] + (group + (offsets >> 8 * j & kMaxOffset)) * kTile);
       }
 #pragma unroll
       for (int i = 0; i < kEach; ++i) sums[j][i] = Fma(weights.at[j], x.at[i], sums[j][i]);
@@ -217,7 +217,7 @@ __device__ __forceinline__ void Multiply(const Arguments<T>& a, const Tile<T, kS
   }
 }
 
-// Stores the tokens of four that are among `left`.
+// Stores four consecutive tokens, of which only the first `left` exist.
 template <class T>
 __device__ __forceinline__ void StoreSome(T* to, const Four& four, int left) {
   if (left >= kEach) {
@@ -238,19 +238,19 @@ __global__ void __launch_bounds__(kThreads) Spmm(const Arguments<T> a) {
   const int end = begin + a.tiles_per_split < a.tiles ? begin + a.tiles_per_split : a.tiles;
 
   if constexpr (kVariant == Variant::kDouble) {
-    const auto copy = [](void* shared, const void* global, bool there, int) {
-      CopyAsync(shared, global, there);
+    const auto copy = [](void* shared, const void* global, bool in_bounds, int) {
+      CopyAsync(shared, global, in_bounds);
     };
     if (begin < end) ForEachCopy(a, tiles[0], begin, copy);
     CommitCopies();
     for (int tile = begin; tile < end; ++tile) {
       const int now = (tile - begin) & 1;
       if (tile + 1 < end) ForEachCopy(a, tiles[now ^ 1], tile + 1, copy);
-      CommitCopies();  // an empty group at the end, so that one group is always behind this tile's
+      CommitCopies();  // also an empty group, so that this tile's is always the last but one
       WaitForCopies<1>();
-      __syncthreads();  // the copies of all threads are there
+      __syncthreads();  // the copies of all threads are visible
       Multiply(a, tiles[now], tile, sums);
-      __syncthreads();  // all threads are done with it
+      __syncthreads();  // all threads have read the tile, which is overwritten next
     }
   } else {
     Registers<T, kStrip> next;
@@ -280,7 +280,7 @@ __global__ void __launch_bounds__(kThreads) Spmm(const Arguments<T> a) {
   }
 }
 
-// out = partials[0] + partials[1] + ...; a CTA has one out-feature, a thread four tokens.
+// out = partials[0] + partials[1] + ...  A CTA computes one out-feature, a thread four tokens.
 template <class T>
 __global__ void __launch_bounds__(kThreads) SumPartials(const Arguments<T> a, int splits) {
   const int token = (blockIdx.y * kThreads + threadIdx.x) * kEach;

@@ -1,4 +1,4 @@
-// The product by one thread of a CPU, kept value after kept value.
+// The sequential product on a CPU, a reference for performance.
 
 #pragma once
 

@@ -1,4 +1,4 @@
-// Checks a call, and launches the kernel that it names.
+// Validates a call, and launches the kernel for its variant.
 
 #include <cuda_runtime.h>
 
@@ -21,23 +21,23 @@ __attribute__((format(printf, 1, 2))) const char* Fail(const char* format, ...) 
   return words;
 }
 
-constexpr int kMostK = 1 << 30;  // rows of x and of values are counted in 32 bits
-constexpr int kMostN = 65535 * kTile, kMostM = 65535 * kThreads * kEach;
+constexpr int kMaxK = 1 << 30;  // kernels index rows of x and values by 32 bits
+constexpr int kMaxN = 65535 * kTile, kMaxM = 65535 * kThreads * kEach;
 
 bool Aligned(const void* pointer) {
   return pointer != nullptr && reinterpret_cast<std::uintptr_t>(pointer) % kVector == 0;
 }
 
-// Null, or why the call cannot be.
-const char* Refuse(const SlidesparseSpmm& call) {
-  if (call.m < 0 || call.n < 0 || call.k < 0 || call.m > kMostM || call.n > kMostN ||
-      call.k > kMostK) {
+// Returns null, or why the call is invalid.
+const char* Validate(const SlidesparseSpmm& call) {
+  if (call.m < 0 || call.n < 0 || call.k < 0 || call.m > kMaxM || call.n > kMaxN ||
+      call.k > kMaxK) {
     return Fail("%d tokens, %d out-features, %d in-features: no such sizes can be multiplied",
                 call.m, call.n, call.k);
   }
-  if (call.kept < 1 || call.kept > call.group || call.group > kMostGroup) {
+  if (call.kept < 1 || call.kept > call.group || call.group > kMaxGroup) {
     return Fail("%d of every %d kept: at least 1, at most all, of groups of at most %d", call.kept,
-                call.group, kMostGroup);
+                call.group, kMaxGroup);
   }
   if (call.variant < 0 || call.variant > 2) return Fail("variant %d: 0, 1 or 2", call.variant);
   if (call.splits < 1 || call.splits > 65535 || (call.splits > 1 && !Aligned(call.partials))) {
@@ -101,7 +101,7 @@ using namespace slidesparse::spmm;
 
 const char* slidesparse_spmm(const SlidesparseSpmm* call) {
   if (call->m == 0 || call->n == 0) return nullptr;
-  if (const char* reason = Refuse(*call)) return reason;
+  if (const char* reason = Validate(*call)) return reason;
   const cudaError_t error = call->half != 0 ? Launch<Half>(*call) : Launch<float>(*call);
   if (error == cudaSuccess) return nullptr;
   return Fail("%s (%s) for %d tokens, %d out-features, %d in-features", cudaGetErrorName(error),
@@ -110,7 +110,7 @@ const char* slidesparse_spmm(const SlidesparseSpmm* call) {
 
 const char* slidesparse_spmm_sequential(const SlidesparseSpmm* call) {
   if (call->m == 0 || call->n == 0) return nullptr;
-  if (const char* reason = Refuse(*call)) return reason;
+  if (const char* reason = Validate(*call)) return reason;
   if (call->half != 0) return Fail("the sequential product is of float32 alone");
   Sequential(ArgumentsOf<float>(*call));
   return nullptr;
