@@ -332,14 +332,11 @@ def convert(
 @app.command()
 def e2e(
     model: Annotated[
-        Path | None,
+        Path,
         typer.Option(
-            help="A W8A8 checkpoint, or a folder of them named by pattern, as 2_8 (and dense, not pruned)."
+            help="A W8A8 checkpoint, or a folder of them named by pattern, such as 2_8, and dense for the unpruned one."
         ),
-    ] = None,
-    models: Annotated[
-        str | None, typer.Option(help="Instead of --model: PATTERN=DIR,..., such as 6:8=a,2:4=b,dense=c.")
-    ] = None,
+    ],
     name: Annotated[
         str | None, typer.Option(help="The model's name in the table; default from the folder.")
     ] = None,
@@ -415,7 +412,7 @@ def e2e(
     chosen = parse_choice("--systems", systems, tuple(SYSTEMS))
     wanted = parse_patterns(patterns, mixed=True) if patterns else None
     dense, sparse = not set(chosen) <= set(SLIDED), not set(chosen).isdisjoint(SLIDED)
-    found = find_model(model, models, name, wanted, dense=dense, sparse=sparse)
+    found = find_model(model, name, wanted, dense=dense, sparse=sparse)
     work = Workload(prompt_len, prefill_steps, decode_prompt_len, decode_steps, tuple(shlex.split(vllm_args)))
     asked = {PREFILL: m, DECODE: decode_m or m}
     tokens = {**TOKENS, **{stage: parse_tokens(text) for stage, text in asked.items() if text}}
