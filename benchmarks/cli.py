@@ -11,6 +11,7 @@ import shlex
 import sys
 import time
 from collections.abc import Callable, Sequence
+from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Protocol
 
@@ -428,7 +429,7 @@ def e2e(
     )
     common = (out, vllm, version, work, deadline, run_limit)
     bench = ResidentBench(*common, profile=cells if profile else None) if resident else E2eBench(*common)
-    with bench:
+    with closing(bench):
         finished = _run(bench, runs)
     _report(bench, runs, finished, as_json)
     if bench.failures:
@@ -459,14 +460,14 @@ def _write_e2e_conditions(
     out: Path, model: Model, systems: Sequence[str], dense: bool, work: Workload, resident: bool
 ) -> Any:
     """Write OUT/e2e.json; vLLM's version."""
-    from benchmarks import e2e_resident, e2e_runs
+    from benchmarks import e2e_runs
     from benchmarks.e2e_models import DENSE
     from benchmarks.records import write_conditions
 
     facts = e2e_runs.conditions(systems)
     variants = {**model.sparse, **({DENSE: model.dense} if dense else {})}
     facts |= {f"{model.name} {pattern} checkpoint": str(one.folder) for pattern, one in variants.items()}
-    facts["workload"] = e2e_resident.workload(work) if resident else work.conditions
+    facts["workload"] = work.conditions | ({"engines": "resident, side by side"} if resident else {})
     write_conditions(out / "e2e.json", facts, same=e2e_runs.CONDITIONS)
     return e2e_runs.vllm_version(facts)
 

@@ -18,11 +18,10 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import TracebackType
 from typing import IO
 
 from benchmarks import e2e_profile
-from benchmarks.e2e import DECODE, Run, Size, Workload, command, environment
+from benchmarks.e2e import DECODE, Run, Size, command, environment
 from benchmarks.e2e_models import DENSE
 from benchmarks.e2e_runs import (
     E2eBench,
@@ -159,15 +158,13 @@ class Worker:
 
 @dataclass
 class ResidentBench(E2eBench):
-    """`E2eBench` with engines that stay; ends them when it is left (``with ResidentBench(...) as bench``)."""
+    """`E2eBench` with engines that stay; `close` ends them."""
 
     profile: Profiled | None = None  # cells of whose steps the kernels are recorded, too
     _workers: dict[Engine, Worker] = field(default_factory=dict)
     _broken: dict[Engine, str] = field(default_factory=dict)
 
-    def __exit__(
-        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def close(self) -> None:
         """End the engines."""
         for worker in self._workers.values():
             worker.close()
@@ -263,8 +260,3 @@ class ResidentBench(E2eBench):
         for row in e2e_profile.rows(key, kernels):
             if not table.has(row):
                 table.add(row)
-
-
-def workload(found: Workload) -> dict[str, object]:
-    """The conditions of figures that were taken so."""
-    return {**found.conditions, "engines": "resident, side by side"}

@@ -16,7 +16,6 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from multiprocessing import get_context
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 from packaging.version import InvalidVersion, Version
@@ -225,12 +224,7 @@ class E2eBench:
         self.records = Records(self.out, E2E)
         (self.out / "logs").mkdir(exist_ok=True)
 
-    def __enter__(self) -> E2eBench:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def close(self) -> None:
         """Nothing is left running between runs."""
 
     def run(self, runs: Sequence[Run]) -> bool:
