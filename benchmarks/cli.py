@@ -361,10 +361,11 @@ def e2e(
     first_round: Annotated[
         int, typer.Option(min=1, help="The number of the first one, after rounds of an earlier command.")
     ] = 1,
-    prompt_len: Annotated[int, typer.Option(help="Tokens of a prompt of prefill at most.")] = 1024,
-    prefill_steps: Annotated[int, typer.Option(help="Steps of M tokens in a prefill run.")] = 128,
-    decode_steps: Annotated[int, typer.Option(help="Output tokens of a sequence in a decode run.")] = 256,
-    decode_prompt_len: Annotated[int, typer.Option(help="Tokens of a prompt of decode.")] = 16,
+    prompt_len: Annotated[int, typer.Option(min=1, help="Most tokens of a prefill prompt.")] = 1024,
+    prefill_steps: Annotated[int, typer.Option(min=1, help="Steps of M tokens in a prefill run.")] = 128,
+    decode_steps: Annotated[
+        int, typer.Option(min=1, help="Output tokens per sequence in a decode run.")
+    ] = 256,
     vllm_args: Annotated[
         str, typer.Option(help="More options of vllm bench throughput, for all systems, as one string.")
     ] = "",
@@ -414,7 +415,7 @@ def e2e(
     wanted = parse_patterns(patterns, mixed=True) if patterns else None
     dense, sparse = not set(chosen) <= set(SLIDED), not set(chosen).isdisjoint(SLIDED)
     found = find_model(model, name, wanted, dense=dense, sparse=sparse)
-    work = Workload(prompt_len, prefill_steps, decode_prompt_len, decode_steps, tuple(shlex.split(vllm_args)))
+    work = Workload(prompt_len, prefill_steps, decode_steps, tuple(shlex.split(vllm_args)))
     asked = {PREFILL: m, DECODE: decode_m or m}
     tokens = {**TOKENS, **{stage: parse_tokens(text) for stage, text in asked.items() if text}}
     runs = plan(found, parse_choice("--stages", stages, STAGES), tokens, chosen, rounds, work, first_round)

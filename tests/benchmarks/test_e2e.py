@@ -53,8 +53,6 @@ def test_the_steps_have_m_tokens(tmp_path: Path) -> None:
         assert work.size("prefill", m).sequences <= m  # vLLM refuses more sequences than tokens
     with pytest.raises(E2eError, match="1536"):
         work.size("prefill", 1536)
-    with pytest.raises(E2eError):
-        Workload(prefill_steps=0)
     model = model_of(write_config(tmp_path / "m", "6:8"))
     with pytest.raises(E2eError, match=r"513.*512"):  # more than the model has positions
         runs(model, ("prefill",), {"prefill": (512,)}, ("stock",), 1, work)
