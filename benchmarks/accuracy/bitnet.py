@@ -30,7 +30,7 @@ import torch.nn.functional as F  # noqa: N812  (its usual name)
 from torch import Tensor
 
 from benchmarks.accuracy import language_model as lm
-from benchmarks.accuracy.train import BATCH, WARM_UP, Clock, Log, prepare, read_parts, train
+from benchmarks.accuracy.train import BATCH, Clock, Log, prepare, read_parts, train
 from benchmarks.conditions import cpu_conditions, gpu_conditions
 from slidesparse.calibrate.task import Calibration
 from slidesparse.checkpoint.inspection import Fit, inspect
@@ -42,7 +42,7 @@ from slidesparse.tune.machine import require_gpu
 PATTERNS = ("14:16", "8:10", "6:8", "4:6", "2:4")
 METHODS = ("magnitude", "wanda", "sparsegpt")
 DENSE = SlidePattern(None)
-RATE = 1.5e-3
+RATE = 1.5e-3  # the highest learning rate
 SAMPLES = 256
 LAYER = ("norm", "qkv", "attn_norm", "o", "norm2", "gate_up", "ffn_norm", "down")
 NAMES = {**lm.NAMES, "attn_norm": ("self_attn.attn_sub_norm",), "ffn_norm": ("mlp.ffn_sub_norm",)}
@@ -158,16 +158,16 @@ def make_model(options: argparse.Namespace, shape: Shape) -> dict[str, Any]:
     dtype, compiled = prepare(options.device)
     stream = read_parts(options.corpus, options.device)
     model = Model(shape, initial(shape, options.device), dtype, compiled)
-    clock, log = Clock(options.seconds, WARM_UP, options.steps), Log(options.out / "log.jsonl")
+    clock, log = Clock(options.seconds, options.steps), Log(options.out / "log.jsonl")
     data = lm.batches(stream, options.batch, shape.window)
-    tokens = train(model.weights, model.loss, data, clock, log, options.rate)
+    tokens = train(model.weights, model.loss, data, clock, log, RATE)
     lm.save(options.out / "model", shape, model.weights, options.corpus, NAMES)
     return {
         "weights": sum(t.numel() for t in model.weights.values()),
         "corpus_tokens": len(stream),
         "tokens": tokens,
         "steps": clock.step,
-        "rate": options.rate,
+        "rate": RATE,
         "seconds": round(time.monotonic() - (clock.started or began), 1),
     }
 
@@ -225,7 +225,6 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=200.0, help="of training, compilation not counted")
     parser.add_argument("--steps", type=int, help="so many, instead of seconds")
     parser.add_argument("--batch", type=int, default=BATCH)
-    parser.add_argument("--rate", type=float, default=RATE, help="the highest learning rate")
     parser.add_argument("--samples", type=int, default=SAMPLES, help="windows to calibrate with")
     parser.add_argument("--patterns", default=",".join(PATTERNS))
     parser.add_argument("--window", type=int, default=Shape.window, help="tokens of a window")
