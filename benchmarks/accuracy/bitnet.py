@@ -21,6 +21,7 @@ import csv
 import json
 import time
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -81,18 +82,13 @@ def ternary(w: Tensor, parts: int) -> Tensor:
     return rounded.detach() + (w - w.detach())
 
 
-def plain(w: Tensor, parts: int) -> Tensor:
-    """Weights that are codes times scales already."""
-    return w
-
-
-def layer(x: Tensor, cos: Tensor, sin: Tensor, *weights: Tensor, codes: Any) -> Tensor:
-    """One layer; ``weights`` in the order of LAYER, ``codes`` one of the functions above."""
+def layer(x: Tensor, cos: Tensor, sin: Tensor, *weights: Tensor, master: bool = True) -> Tensor:
+    """One layer; ``weights`` in the order of LAYER, master weights or else codes times scales."""
     first, qkv, attn_norm, o, second, gate_up, ffn_norm, down = weights
     heads = qkv.shape[1] // (2 * cos.shape[-1])
 
     def linear(x: Tensor, w: Tensor, parts: int = 1) -> Tensor:
-        return F.linear(rounded_inputs(x), codes(w, parts).to(x.dtype))
+        return F.linear(rounded_inputs(x), (ternary(w, parts) if master else w).to(x.dtype))
 
     h = linear(lm.norm(x, first), qkv, 3)
     q, k, v = h.unflatten(-1, (3, heads, -1)).permute(2, 0, 3, 1, 4).unbind(0)
@@ -103,27 +99,17 @@ def layer(x: Tensor, cos: Tensor, sin: Tensor, *weights: Tensor, codes: Any) -> 
     return x + linear(lm.norm(F.relu(gate).square() * up, ffn_norm), down)
 
 
-def trained_layer(x: Tensor, cos: Tensor, sin: Tensor, *weights: Tensor) -> Tensor:
-    """`layer` of master weights."""
-    return layer(x, cos, sin, *weights, codes=ternary)
-
-
-def served_layer(x: Tensor, cos: Tensor, sin: Tensor, *weights: Tensor) -> Tensor:
-    """`layer` of weights that are codes times scales."""
-    return layer(x, cos, sin, *weights, codes=plain)
-
-
 class Model(lm.Model):
     """Protocol A's model with a BitNet's layer."""
 
     names = LAYER
-    run = staticmethod(trained_layer)
+    run = staticmethod(layer)
 
 
 class Served(Model):
     """The same model of a converted checkpoint."""
 
-    run = staticmethod(served_layer)
+    run = staticmethod(partial(layer, master=False))  # never compiled
 
 
 def initial(shape: Shape, device: str) -> lm.Weights:
