@@ -58,7 +58,7 @@ Patterns = Annotated[
     str | None,
     typer.Option("--pattern", help="Comma-separated, such as 2:4,6:8; default 2:4 to 14:16 and 2_inf."),
 ]
-Out = Annotated[Path, typer.Option("--out", help="The folder of the tables; what is in them is kept.")]
+Out = Annotated[Path, typer.Option("--out", help="Folder of the tables; rows that are there are kept.")]
 VllmLibrary = Annotated[
     Path | None, typer.Option(help="vLLM's compiled kernels (_C*.so), when vLLM is not installed.")
 ]
@@ -272,10 +272,12 @@ def spmm(
     m: Annotated[str, typer.Option("--m", help="Token counts for the model's layers.")] = "64,2048",
     dtype: Annotated[str, typer.Option("--dtype", help="fp32, fp16 or both.")] = "fp32,fp16",
     sparsity: Annotated[
-        str, typer.Option(help="KEPT:GROUP, comma-separated; a model's layers have the first.")
+        str, typer.Option(help="KEPT:GROUP, comma-separated; a model's layers use the first one.")
     ] = "2:4,1:4,4:8,1:2,2:8",
     library: Libraries = None,
-    counters: Annotated[bool, typer.Option(help="Read hardware counters by ncu at the end.")] = True,
+    counters: Annotated[
+        bool, typer.Option(help="Read hardware counters by Nsight Compute at the end.")
+    ] = True,
     out: Out = OUT,
     time_limit: Limit = None,
     as_json: Json = False,
@@ -341,25 +343,28 @@ def e2e(
     name: Annotated[
         str | None, typer.Option(help="The model's name in the table; default from the folder.")
     ] = None,
-    patterns: Annotated[str | None, typer.Option(help="Comma-separated; default all there are.")] = None,
-    stages: Annotated[str, typer.Option(help="Comma-separated.")] = "prefill,decode",
+    patterns: Annotated[
+        str | None, typer.Option(help="Comma-separated; default all of the checkpoints.")
+    ] = None,
+    stages: Annotated[str, typer.Option(help="prefill, decode or both.")] = "prefill,decode",
     m: Annotated[
         str | None,
-        typer.Option("--m", help="Tokens of a step; default 512 to 65536 for prefill, 64 to 512 for decode."),
+        typer.Option("--m", help="Tokens per step; default 512 to 65536 for prefill, 64 to 512 for decode."),
     ] = None,
     decode_m: Annotated[
-        str | None, typer.Option("--decode-m", help="For decode, instead of --m: its sequences.")
+        str | None, typer.Option("--decode-m", help="Sequences per decode step, instead of --m.")
     ] = None,
     systems: Annotated[
         str,
         typer.Option(
-            help="stock: without the plugin; off: DISABLE_SLIDESPARSE=1; cublaslt; sparse; cusparselt: sparse by that "
-            "backend; unfused: norms and activations by themselves, SLIDESPARSE_FUSE=0."
+            help="stock: without the plugin; off: with DISABLE_SLIDESPARSE=1; cublaslt: dense weights by cuBLASLt; "
+            "dense: unpruned weights by the kernels for sparse ones; sparse; cusparselt: sparse by that backend; "
+            "unfused: sparse with SLIDESPARSE_FUSE=0."
         ),
     ] = "stock,off,cublaslt,sparse",
-    rounds: Annotated[int, typer.Option(min=1, help="Runs of each, in alternating order.")] = 3,
+    rounds: Annotated[int, typer.Option(min=1, help="Measurements of each cell, in alternating order.")] = 3,
     first_round: Annotated[
-        int, typer.Option(min=1, help="The number of the first one, after rounds of an earlier command.")
+        int, typer.Option(min=1, help="Number of the first round, to continue an earlier command.")
     ] = 1,
     prompt_len: Annotated[int, typer.Option(min=1, help="Most tokens of a prefill prompt.")] = 1024,
     prefill_steps: Annotated[int, typer.Option(min=1, help="Steps of M tokens in a prefill run.")] = 128,
@@ -371,7 +376,9 @@ def e2e(
     ] = "",
     out: Out = OUT,
     time_limit: Limit = None,
-    run_limit: Annotated[float, typer.Option(help="Seconds of one run, loading included.")] = 1800.0,
+    run_limit: Annotated[
+        float, typer.Option(help="Time limit of one run in seconds, loading included.")
+    ] = 1800.0,
     resident: Annotated[
         bool,
         typer.Option(
@@ -382,17 +389,15 @@ def e2e(
         bool,
         typer.Option(
             "--profile",
-            help="With --resident, on a GPU: record a step's kernels; writes OUT/e2e_profile.csv.",
+            help="With --resident, on a GPU: record the kernels of a step in OUT/e2e_profile.csv.",
         ),
     ] = False,
     profile_m: Annotated[
-        str | None, typer.Option("--profile-m", help="With --profile: at these M only; it takes its time.")
+        str | None, typer.Option("--profile-m", help="With --profile: only at these M.")
     ] = None,
     profile_patterns: Annotated[
         str | None,
-        typer.Option(
-            "--profile-patterns", help="With --profile: at these patterns and of dense systems only."
-        ),
+        typer.Option("--profile-patterns", help="With --profile: only these patterns, and dense systems."),
     ] = None,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Print the commands still to run, and run none.")
@@ -502,7 +507,7 @@ def _report(bench: E2eBench, runs: Sequence[Run], finished: bool, as_json: bool)
 @app.command()
 def reproduce(
     out: Annotated[
-        Path, typer.Argument(help="The folder of the tables; what is in them is kept.", metavar="OUT")
+        Path, typer.Argument(help="Folder of the tables; rows that are there are kept.", metavar="OUT")
     ],
     time_limit: Annotated[
         float, typer.Option(min=300, help="Stop after about this many seconds; run again to continue.")

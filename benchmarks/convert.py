@@ -67,11 +67,11 @@ class Result:
         return 2 * self.largest_tensor + GIGABYTE
 
     def to_json(self) -> dict[str, Any]:
-        """Plain values."""
+        """The result as JSON holds it."""
         return {**asdict(self), "allowed_bytes": self.allowed_bytes}
 
     def render(self) -> str:
-        """Some lines for people."""
+        """The result as text."""
         return "\n".join(
             [
                 f"converted   {self.bytes_in / 1e6:.0f} MB BF16 -> {self.bytes_out / 1e6:.0f} MB {self.quant}, "

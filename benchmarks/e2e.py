@@ -110,7 +110,7 @@ class Size:
 
 @dataclass(frozen=True)
 class Run:
-    """One process."""
+    """One measurement: a system at one M, in one round."""
 
     model: str
     dtype: str

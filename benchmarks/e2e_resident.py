@@ -44,7 +44,7 @@ SHARE = 0.05  # --gpu-memory-utilization: the cache's size is given, so this onl
 
 @dataclass(frozen=True)
 class Engine:
-    """The identity of a process: runs that agree in it share one."""
+    """What identifies an engine's process: runs that agree in it share one."""
 
     system: str
     pattern: str
@@ -62,7 +62,7 @@ class Engine:
 
 
 def largest(runs: Sequence[Run]) -> Size:
-    """An engine that can do all of ``runs``."""
+    """The size of an engine that can do all of ``runs``."""
     sizes = [run.size for run in runs]
     return Size(
         prompt=max(size.prompt + size.output for size in sizes) - 1,
@@ -96,7 +96,7 @@ def bytes_per_token(folder: Path) -> int:
 
 @dataclass(frozen=True)
 class Profiled:
-    """Cells: those of some M, and of some patterns and whatever is dense; None stands for all."""
+    """The cells to profile, by M and by pattern, dense systems in any case; None stands for all."""
 
     m: frozenset[int] | None = None
     patterns: frozenset[str] | None = None
@@ -147,7 +147,7 @@ class Worker:
         return True
 
     def text(self) -> str:
-        """All that it has printed."""
+        """The output of the process so far."""
         return self.log.read_text(encoding="utf-8", errors="replace")
 
     def close(self) -> None:

@@ -37,7 +37,7 @@ class Product:
     dtype: str
 
     def problem(self, m: int) -> Problem:
-        """At a number of tokens; sparse libraries multiply the K' columns of PATTERN."""
+        """The problem at ``m`` tokens; sparse libraries multiply the K' columns of PATTERN."""
         k = self.layer.k
         each = self.library.alignment
         columns = slided(k, PATTERN, each) if self.library.sparse else round_up(k, each)
@@ -45,7 +45,7 @@ class Product:
 
 
 def products(libraries: Sequence[Tunable], layers: Sequence[Layer], dtypes: Sequence[str]) -> list[Product]:
-    """All that the libraries have; libraries of one layer and type come one after the other."""
+    """The products that the libraries support; libraries of one layer and type come one after the other."""
     return [
         Product(library, layer, dtype)
         for dtype in dtypes

@@ -55,7 +55,7 @@ FIELDS = (
 
 @dataclass(frozen=True)
 class Shape(lm.Shape):
-    """The shape of protocol A's model."""
+    """The shape of the BitNet: that of protocol A's model."""
 
     def config(self) -> dict[str, object]:
         """config.json."""
@@ -208,17 +208,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("corpus", type=Path)
     parser.add_argument("out", type=Path)
-    parser.add_argument("--seconds", type=float, default=200.0, help="of training, compilation not counted")
-    parser.add_argument("--steps", type=int, help="so many, instead of seconds")
+    parser.add_argument("--seconds", type=float, default=200.0, help="of training, without compilation")
+    parser.add_argument("--steps", type=int, help="number of steps, instead of --seconds")
     parser.add_argument("--batch", type=int, default=BATCH)
     parser.add_argument("--samples", type=int, default=SAMPLES, help="windows to calibrate with")
     parser.add_argument("--patterns", default=",".join(PATTERNS))
-    parser.add_argument("--window", type=int, default=Shape.window, help="tokens of a window")
-    parser.add_argument("--layers", type=int, default=Shape.layers, help="fewer, to try things out")
-    parser.add_argument("--hidden", type=int, default=Shape.hidden, help="fewer, to try things out")
-    parser.add_argument(
-        "--vocabulary", type=int, default=Shape.vocabulary, help="ids below it are all there are"
-    )
+    parser.add_argument("--window", type=int, default=Shape.window, help="tokens per window")
+    parser.add_argument("--layers", type=int, default=Shape.layers, help="number of layers")
+    parser.add_argument("--hidden", type=int, default=Shape.hidden, help="hidden size")
+    parser.add_argument("--vocabulary", type=int, default=Shape.vocabulary, help="number of token ids")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     options = parser.parse_args()
     intermediate = options.hidden * 11 // 4

@@ -88,7 +88,7 @@ def text_of(path: Path) -> str | None:
 
 
 def is_readable(text: str) -> bool:
-    """Whether people wrote it, for people."""
+    """Whether a text looks written by people, not generated."""
     if not SHORTEST <= len(text) <= LONGEST or GENERATED.search(text[:3000]) or "\0" in text:
         return False
     lines = text.splitlines()

@@ -1,7 +1,7 @@
 """Protocol A: what pruning costs a language model of 30 million weights, served by vLLM with the plugin.
 
     python -m benchmarks.accuracy.protocol_a WORK --model DENSE --data CORPUS/eval.npz --out protocol_a.csv --jobs 8
-    python -m benchmarks.accuracy.protocol_a WORK ... --distill CORPUS --minutes 10       # and distils, one at a time
+    python -m benchmarks.accuracy.protocol_a WORK ... --distill CORPUS --minutes 10       # and distills, one at a time
 
 A cell is a pattern, a method, a quantization and a seed of the choice of calibration samples.  vLLM is imported once;
 each cell is a forked process that makes the checkpoint by `convert`, serves it and scores the texts, several at a time.
@@ -380,15 +380,19 @@ def main() -> None:
     parser.add_argument("--data", type=Path, required=True, help="eval.npz of corpus.py")
     parser.add_argument("--out", type=Path, required=True, help="the CSV")
     parser.add_argument(
-        "--distill", type=Path, help="of corpus.py: distil on its training text, and score that"
+        "--distill",
+        type=Path,
+        help="folder of corpus.py: distill on its training text, and score the results",
     )
-    parser.add_argument("--minutes", type=float, default=MINUTES, help="for each")
+    parser.add_argument("--minutes", type=float, default=MINUTES, help="of distillation per cell")
     parser.add_argument("--jobs", type=int, default=1, help="cells at a time")
     parser.add_argument("--device", default="cuda" if torch.cuda.device_count() else "cpu")
     parser.add_argument("--only", help="NAME,NAME,...: these cells alone, such as 6_8-sparsegpt-int8-0")
-    parser.add_argument("--samples", type=int, default=SAMPLES, help="of calibration")
-    parser.add_argument("--finetune", type=int, default=EPOCHS, help="how often, after sparsegpt")
-    parser.add_argument("--rotate", action="store_true", help="rotate models first: INT8 and FP8 cells alone")
+    parser.add_argument("--samples", type=int, default=SAMPLES, help="calibration windows")
+    parser.add_argument("--finetune", type=int, default=EPOCHS, help="epochs of fine-tuning after sparsegpt")
+    parser.add_argument(
+        "--rotate", action="store_true", help="rotate models before pruning; INT8 and FP8 cells only"
+    )
     options = parser.parse_args()
     for name in ("made", "logs", "scores"):
         (options.folder / name).mkdir(parents=True, exist_ok=True)

@@ -40,7 +40,7 @@ class Clock:
     step: int = 0
 
     def tick(self) -> None:
-        """A step is done."""
+        """Count a step; the first one starts the clock."""
         self.step += 1
         if self.started is None:
             self.started = time.monotonic()
@@ -68,7 +68,7 @@ class Log:
     _last_tokens: int = 0
 
     def __call__(self, step: int, loss: float, rate: float, tokens: int, end: bool = False) -> None:
-        """Write if it is time, or the ``end``."""
+        """Write a line if LOG_SECONDS have passed, or at the ``end``."""
         now = time.monotonic()
         if now - self._last < LOG_SECONDS and not end:
             return
@@ -112,10 +112,10 @@ def train(
     log: Log,
     highest: float = RATE,
 ) -> int:
-    """Train until the clock says that it is enough; the number of tokens.
+    """Train until the clock has run out; returns the number of tokens.
 
     Args:
-        loss_of: of windows [B, T + 1]: what to go down, and what to log.
+        loss_of: windows [B, T + 1] -> (the loss to minimize, the loss to log).
         highest: learning rate.
     """
     optimizer, every, tokens = optimizer_of(weights, highest), list(weights.values()), 0
@@ -153,7 +153,7 @@ def corpus_parts(folder: Path) -> list[Path]:
 
 
 def read_parts(folder: Path, device: str) -> Tensor:
-    """The training stream, its parts unpacked side by side."""
+    """The training stream, its parts unpacked in parallel."""
     parts = corpus_parts(folder)
     with ThreadPoolExecutor(len(parts)) as pool:
         return torch.cat(list(pool.map(lambda part: read_stream(part, device), parts)))
@@ -164,11 +164,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("corpus", type=Path)
     parser.add_argument("out", type=Path)
-    parser.add_argument("--seconds", type=float, default=400.0, help="of training, compilation not counted")
+    parser.add_argument("--seconds", type=float, default=400.0, help="of training, without compilation")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--layers", type=int, help="another depth")
+    parser.add_argument("--layers", type=int, help="number of layers")
     parser.add_argument(
-        "--hidden", type=int, help="another width, in heads of 64; 768 with --layers 14 is 100 M"
+        "--hidden", type=int, help="hidden size, in heads of 64; 768 with --layers 14 is 100 M"
     )
     options = parser.parse_args()
     shape = Shape()
