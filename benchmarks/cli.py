@@ -66,6 +66,10 @@ Libraries = Annotated[
     str | None, typer.Option("--library", help="GEMM libraries, comma-separated; default all for this GPU.")
 ]
 NoStock = Annotated[bool, typer.Option("--no-stock", help="Leave vLLM's own kernels out.")]
+ModelNames = Annotated[
+    str, typer.Argument(help="Names such as Qwen2.5-7B, or folders with a config.json, comma-separated.")
+]
+DryRun = Annotated[bool, typer.Option("--dry-run", help="Print the commands still to run, and run none.")]
 OUT = Path("bench_out")
 
 
@@ -231,9 +235,7 @@ def bandwidth(out: Out = OUT, time_limit: Limit = None, as_json: Json = False) -
 
 @app.command()
 def layout(
-    model: Annotated[
-        str, typer.Argument(help="A model's name, or a folder with a config.json; several, comma-separated.")
-    ] = "Qwen2.5-7B",
+    model: ModelNames = "Qwen2.5-7B",
     shapes: Shapes = None,
     dtype: Dtypes = "int8,fp8,bf16",
     m: Annotated[str, typer.Option("--m", help="Token counts, comma-separated.")] = "64,2048",
@@ -265,9 +267,7 @@ def spmm(
     sizes: Annotated[
         str, typer.Option(help="Sizes of square products, M = N = K, comma-separated.")
     ] = "64,128,256,512,1024,2048,4096,8192",
-    model: Annotated[
-        str, typer.Argument(help="A model's name, or a folder with a config.json; several, comma-separated.")
-    ] = "Qwen2.5-7B",
+    model: ModelNames = "Qwen2.5-7B",
     shapes: Shapes = None,
     m: Annotated[str, typer.Option("--m", help="Token counts for the model's layers.")] = "64,2048",
     dtype: Annotated[str, typer.Option("--dtype", help="fp32, fp16 or both.")] = "fp32,fp16",
@@ -399,9 +399,7 @@ def e2e(
         str | None,
         typer.Option("--profile-patterns", help="With --profile: only these patterns, and dense systems."),
     ] = None,
-    dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Print the commands still to run, and run none.")
-    ] = False,
+    dry_run: DryRun = False,
     as_json: Json = False,
 ) -> None:
     """Tokens per second of whole models: stock vLLM, dense cuBLASLt, sparse; writes OUT/e2e.csv."""
@@ -512,9 +510,7 @@ def reproduce(
     time_limit: Annotated[
         float, typer.Option(min=300, help="Stop after about this many seconds; run again to continue.")
     ] = 510,
-    dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Print the commands still to run, and run none.")
-    ] = False,
+    dry_run: DryRun = False,
 ) -> None:
     """Measure all that docs/benchmarks compares with the paper, a part of it in each call; prints what is left."""
     from benchmarks import reproduce as steps
