@@ -39,7 +39,7 @@ QUANTIZERS = ("quant_only, lift", "quant_slide", "norm, quant_slide", "silu, qua
 HOPPER = "hopper "  # before the name of one of the backend's own kernels
 OF_HOPPER = tuple(HOPPER + name for name in ("quant_slide", "norm_quant_slide", "silu_quant_slide"))
 
-HOPPERS = Hopper()
+BACKEND = Hopper()
 
 
 @dataclass(frozen=True)
@@ -74,7 +74,7 @@ class Cell:
 
 def libraries(device: torch.device) -> list[Tunable]:
     """The backends that quantize by kernels of their own, and run on ``device``."""
-    return [] if HOPPERS.unusable(device) else [HOPPERS]
+    return [] if BACKEND.unusable(device) else [BACKEND]
 
 
 def cells(device: torch.device) -> list[Cell]:
@@ -121,7 +121,7 @@ class BandwidthBench:
         return {"us": us, "GBps": rate, "copy_GBps": copy_rate, "fraction": rate / copy_rate}
 
     def _launch(self, cell: Cell, copies: int) -> Launch:
-        """A launch on random inputs, a copy of them a number."""
+        """A launch on random inputs, by the number of the copy."""
         inputs = self._session.inputs
         if cell.kernel == "dequant_bias":
             from slidesparse.kernels.dequant_bias import dequant_bias  # late: needs Triton
@@ -143,14 +143,14 @@ class BandwidthBench:
 def _by_hopper(cell: Cell, x: list[Tensor], weight: Tensor) -> Launch:
     pattern = TWO_FOUR if cell.kernel.endswith(QUANT_ONLY) else PATTERN
     kind, layout = DTYPES[cell.dtype], pattern.layout(cell.k)
-    columns = layout.slided + -layout.slided % HOPPERS.alignment
+    columns = layout.slided + -layout.slided % BACKEND.alignment
     total = torch.empty(cell.m, cell.k, dtype=FLOAT, device=weight.device)
 
     def run(i: int) -> object:
         before: Producer = SiluMul() if cell.before == "silu" else None
         if cell.before == "norm":
             before = RmsNorm(weight, EPS, x[i][cell.m :], total)
-        return HOPPERS.quantize(x[i][: cell.m], layout.length, 0, kind, columns, before)
+        return BACKEND.quantize(x[i][: cell.m], layout.length, 0, kind, columns, before)
 
     return run
 

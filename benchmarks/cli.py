@@ -11,6 +11,7 @@ import shlex
 import sys
 import time
 from collections.abc import Callable, Sequence
+from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Protocol
 
@@ -57,7 +58,7 @@ Patterns = Annotated[
     str | None,
     typer.Option("--pattern", help="Comma-separated, such as 2:4,6:8; default 2:4 to 14:16 and 2_inf."),
 ]
-Out = Annotated[Path, typer.Option("--out", help="The folder of the tables; what is in them is kept.")]
+Out = Annotated[Path, typer.Option("--out", help="Folder of the tables; rows that are there are kept.")]
 VllmLibrary = Annotated[
     Path | None, typer.Option(help="vLLM's compiled kernels (_C*.so), when vLLM is not installed.")
 ]
@@ -65,6 +66,10 @@ Libraries = Annotated[
     str | None, typer.Option("--library", help="GEMM libraries, comma-separated; default all for this GPU.")
 ]
 NoStock = Annotated[bool, typer.Option("--no-stock", help="Leave vLLM's own kernels out.")]
+ModelNames = Annotated[
+    str, typer.Argument(help="Names such as Qwen2.5-7B, or folders with a config.json, comma-separated.")
+]
+DryRun = Annotated[bool, typer.Option("--dry-run", help="Print the commands still to run, and run none.")]
 OUT = Path("bench_out")
 
 
@@ -230,9 +235,7 @@ def bandwidth(out: Out = OUT, time_limit: Limit = None, as_json: Json = False) -
 
 @app.command()
 def layout(
-    model: Annotated[
-        str, typer.Argument(help="A model's name, or a folder with a config.json; several, comma-separated.")
-    ] = "Qwen2.5-7B",
+    model: ModelNames = "Qwen2.5-7B",
     shapes: Shapes = None,
     dtype: Dtypes = "int8,fp8,bf16",
     m: Annotated[str, typer.Option("--m", help="Token counts, comma-separated.")] = "64,2048",
@@ -264,17 +267,17 @@ def spmm(
     sizes: Annotated[
         str, typer.Option(help="Sizes of square products, M = N = K, comma-separated.")
     ] = "64,128,256,512,1024,2048,4096,8192",
-    model: Annotated[
-        str, typer.Argument(help="A model's name, or a folder with a config.json; several, comma-separated.")
-    ] = "Qwen2.5-7B",
+    model: ModelNames = "Qwen2.5-7B",
     shapes: Shapes = None,
     m: Annotated[str, typer.Option("--m", help="Token counts for the model's layers.")] = "64,2048",
     dtype: Annotated[str, typer.Option("--dtype", help="fp32, fp16 or both.")] = "fp32,fp16",
     sparsity: Annotated[
-        str, typer.Option(help="KEPT:GROUP, comma-separated; a model's layers have the first.")
+        str, typer.Option(help="KEPT:GROUP, comma-separated; a model's layers use the first one.")
     ] = "2:4,1:4,4:8,1:2,2:8",
     library: Libraries = None,
-    counters: Annotated[bool, typer.Option(help="Read hardware counters by ncu at the end.")] = True,
+    counters: Annotated[
+        bool, typer.Option(help="Read hardware counters by Nsight Compute at the end.")
+    ] = True,
     out: Out = OUT,
     time_limit: Limit = None,
     as_json: Json = False,
@@ -332,47 +335,50 @@ def convert(
 @app.command()
 def e2e(
     model: Annotated[
-        Path | None,
+        Path,
         typer.Option(
-            help="A W8A8 checkpoint, or a folder of them named by pattern, as 2_8 (and dense, not pruned)."
+            help="A W8A8 checkpoint, or a folder of them named by pattern, such as 2_8, and dense for the unpruned one."
         ),
-    ] = None,
-    models: Annotated[
-        str | None, typer.Option(help="Instead of --model: PATTERN=DIR,..., such as 6:8=a,2:4=b,dense=c.")
-    ] = None,
+    ],
     name: Annotated[
         str | None, typer.Option(help="The model's name in the table; default from the folder.")
     ] = None,
-    patterns: Annotated[str | None, typer.Option(help="Comma-separated; default all there are.")] = None,
-    stages: Annotated[str, typer.Option(help="Comma-separated.")] = "prefill,decode",
+    patterns: Annotated[
+        str | None, typer.Option(help="Comma-separated; default all of the checkpoints.")
+    ] = None,
+    stages: Annotated[str, typer.Option(help="prefill, decode or both.")] = "prefill,decode",
     m: Annotated[
         str | None,
-        typer.Option("--m", help="Tokens of a step; default 512 to 65536 for prefill, 64 to 512 for decode."),
+        typer.Option("--m", help="Tokens per step; default 512 to 65536 for prefill, 64 to 512 for decode."),
     ] = None,
     decode_m: Annotated[
-        str | None, typer.Option("--decode-m", help="For decode, instead of --m: its sequences.")
+        str | None, typer.Option("--decode-m", help="Sequences per decode step, instead of --m.")
     ] = None,
     systems: Annotated[
         str,
         typer.Option(
-            help="stock: without the plugin; off: DISABLE_SLIDESPARSE=1; cublaslt; sparse; cusparselt: sparse by that "
-            "backend; unfused: norms and activations by themselves, SLIDESPARSE_FUSE=0."
+            help="stock: without the plugin; off: with DISABLE_SLIDESPARSE=1; cublaslt: dense weights by cuBLASLt; "
+            "dense: unpruned weights by the kernels for sparse ones; sparse; cusparselt: sparse by that backend; "
+            "unfused: sparse with SLIDESPARSE_FUSE=0."
         ),
     ] = "stock,off,cublaslt,sparse",
-    rounds: Annotated[int, typer.Option(min=1, help="Runs of each, in alternating order.")] = 3,
+    rounds: Annotated[int, typer.Option(min=1, help="Measurements of each cell, in alternating order.")] = 3,
     first_round: Annotated[
-        int, typer.Option(min=1, help="The number of the first one, after rounds of an earlier command.")
+        int, typer.Option(min=1, help="Number of the first round, to continue an earlier command.")
     ] = 1,
-    prompt_len: Annotated[int, typer.Option(help="Tokens of a prompt of prefill at most.")] = 1024,
-    prefill_steps: Annotated[int, typer.Option(help="Steps of M tokens in a prefill run.")] = 128,
-    decode_steps: Annotated[int, typer.Option(help="Output tokens of a sequence in a decode run.")] = 256,
-    decode_prompt_len: Annotated[int, typer.Option(help="Tokens of a prompt of decode.")] = 16,
+    prompt_len: Annotated[int, typer.Option(min=1, help="Most tokens of a prefill prompt.")] = 1024,
+    prefill_steps: Annotated[int, typer.Option(min=1, help="Steps of M tokens in a prefill run.")] = 128,
+    decode_steps: Annotated[
+        int, typer.Option(min=1, help="Output tokens per sequence in a decode run.")
+    ] = 256,
     vllm_args: Annotated[
         str, typer.Option(help="More options of vllm bench throughput, for all systems, as one string.")
     ] = "",
     out: Out = OUT,
     time_limit: Limit = None,
-    run_limit: Annotated[float, typer.Option(help="Seconds of one run, loading included.")] = 1800.0,
+    run_limit: Annotated[
+        float, typer.Option(help="Time limit of one run in seconds, loading included.")
+    ] = 1800.0,
     resident: Annotated[
         bool,
         typer.Option(
@@ -383,21 +389,17 @@ def e2e(
         bool,
         typer.Option(
             "--profile",
-            help="With --resident, on a GPU: record a step's kernels; writes OUT/e2e_profile.csv.",
+            help="With --resident, on a GPU: record the kernels of a step in OUT/e2e_profile.csv.",
         ),
     ] = False,
     profile_m: Annotated[
-        str | None, typer.Option("--profile-m", help="With --profile: at these M only; it takes its time.")
+        str | None, typer.Option("--profile-m", help="With --profile: only at these M.")
     ] = None,
     profile_patterns: Annotated[
         str | None,
-        typer.Option(
-            "--profile-patterns", help="With --profile: at these patterns and of dense systems only."
-        ),
+        typer.Option("--profile-patterns", help="With --profile: only these patterns, and dense systems."),
     ] = None,
-    dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Print the commands still to run, and run none.")
-    ] = False,
+    dry_run: DryRun = False,
     as_json: Json = False,
 ) -> None:
     """Tokens per second of whole models: stock vLLM, dense cuBLASLt, sparse; writes OUT/e2e.csv."""
@@ -415,8 +417,8 @@ def e2e(
     chosen = parse_choice("--systems", systems, tuple(SYSTEMS))
     wanted = parse_patterns(patterns, mixed=True) if patterns else None
     dense, sparse = not set(chosen) <= set(SLIDED), not set(chosen).isdisjoint(SLIDED)
-    found = find_model(model, models, name, wanted, dense=dense, sparse=sparse)
-    work = Workload(prompt_len, prefill_steps, decode_prompt_len, decode_steps, tuple(shlex.split(vllm_args)))
+    found = find_model(model, name, wanted, dense=dense, sparse=sparse)
+    work = Workload(prompt_len, prefill_steps, decode_steps, tuple(shlex.split(vllm_args)))
     asked = {PREFILL: m, DECODE: decode_m or m}
     tokens = {**TOKENS, **{stage: parse_tokens(text) for stage, text in asked.items() if text}}
     runs = plan(found, parse_choice("--stages", stages, STAGES), tokens, chosen, rounds, work, first_round)
@@ -431,7 +433,7 @@ def e2e(
     )
     common = (out, vllm, version, work, deadline, run_limit)
     bench = ResidentBench(*common, profile=cells if profile else None) if resident else E2eBench(*common)
-    with bench:
+    with closing(bench):
         finished = _run(bench, runs)
     _report(bench, runs, finished, as_json)
     if bench.failures:
@@ -462,14 +464,14 @@ def _write_e2e_conditions(
     out: Path, model: Model, systems: Sequence[str], dense: bool, work: Workload, resident: bool
 ) -> Any:
     """Write OUT/e2e.json; vLLM's version."""
-    from benchmarks import e2e_resident, e2e_runs
+    from benchmarks import e2e_runs
     from benchmarks.e2e_models import DENSE
     from benchmarks.records import write_conditions
 
     facts = e2e_runs.conditions(systems)
     variants = {**model.sparse, **({DENSE: model.dense} if dense else {})}
     facts |= {f"{model.name} {pattern} checkpoint": str(one.folder) for pattern, one in variants.items()}
-    facts["workload"] = e2e_resident.workload(work) if resident else work.conditions
+    facts["workload"] = work.conditions | ({"engines": "resident, side by side"} if resident else {})
     write_conditions(out / "e2e.json", facts, same=e2e_runs.CONDITIONS)
     return e2e_runs.vllm_version(facts)
 
@@ -503,14 +505,12 @@ def _report(bench: E2eBench, runs: Sequence[Run], finished: bool, as_json: bool)
 @app.command()
 def reproduce(
     out: Annotated[
-        Path, typer.Argument(help="The folder of the tables; what is in them is kept.", metavar="OUT")
+        Path, typer.Argument(help="Folder of the tables; rows that are there are kept.", metavar="OUT")
     ],
     time_limit: Annotated[
         float, typer.Option(min=300, help="Stop after about this many seconds; run again to continue.")
     ] = 510,
-    dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Print the commands still to run, and run none.")
-    ] = False,
+    dry_run: DryRun = False,
 ) -> None:
     """Measure all that docs/benchmarks compares with the paper, a part of it in each call; prints what is left."""
     from benchmarks import reproduce as steps

@@ -18,8 +18,10 @@ from typing import Any
 
 import torch
 
-from slidesparse.checkpoint.storage import CheckpointError, TensorSpec, Writer
+from slidesparse.checkpoint.storage import CheckpointError
 from slidesparse.convert.options import ConvertOptions
+from slidesparse.convert.synth import synth
+from slidesparse.convert.synth_model import tensors
 from slidesparse.pattern import SlidePattern
 
 HIDDEN, INTERMEDIATE, VOCABULARY = 4096, 14336, 32000
@@ -65,11 +67,11 @@ class Result:
         return 2 * self.largest_tensor + GIGABYTE
 
     def to_json(self) -> dict[str, Any]:
-        """Plain values."""
+        """The result as JSON holds it."""
         return {**asdict(self), "allowed_bytes": self.allowed_bytes}
 
     def render(self) -> str:
-        """Some lines for people."""
+        """The result as text."""
         return "\n".join(
             [
                 f"converted   {self.bytes_in / 1e6:.0f} MB BF16 -> {self.bytes_out / 1e6:.0f} MB {self.quant}, "
@@ -83,40 +85,25 @@ class Result:
         )
 
 
-def write_model(folder: Path, size: int) -> int:
-    """A one-file BF16 Llama-style checkpoint of about ``size`` bytes; returns those of its largest tensor."""
-    specs = [TensorSpec("model.embed_tokens.weight", "BF16", (VOCABULARY, HIDDEN))]
-    total, layer = specs[0].nbytes, 0
-    while total < size or layer == 0:
-        added = [
-            TensorSpec(f"model.layers.{layer}.{name}.weight", "BF16", shape)
-            for name, shape in _layer().items()
-        ]
-        specs += added
-        total, layer = total + sum(spec.nbytes for spec in added), layer + 1
-    noise = torch.randn(2**22, generator=torch.Generator().manual_seed(0)).mul_(0.02).to(torch.bfloat16)
-    with Writer(folder / "model.safetensors", specs) as writer:
-        for spec in specs:
-            for rows in spec.chunks():
-                count = rows.stop - rows.start
-                writer.write(spec.name, rows.start, noise[: count * spec.columns].view(count, spec.columns))
-    config = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "num_hidden_layers": layer}
-    (folder / "config.json").write_text(json.dumps(config))
-    return max(spec.nbytes for spec in specs)
-
-
-def _layer() -> dict[str, tuple[int, ...]]:
-    return {
-        "self_attn.q_proj": (HIDDEN, HIDDEN),
-        "self_attn.k_proj": (HIDDEN // 4, HIDDEN),
-        "self_attn.v_proj": (HIDDEN // 4, HIDDEN),
-        "self_attn.o_proj": (HIDDEN, HIDDEN),
-        "mlp.gate_proj": (INTERMEDIATE, HIDDEN),
-        "mlp.up_proj": (INTERMEDIATE, HIDDEN),
-        "mlp.down_proj": (HIDDEN, INTERMEDIATE),
-        "input_layernorm": (HIDDEN,),
-        "post_attention_layernorm": (HIDDEN,),
+def write_model(out: Path, size: int) -> int:
+    """Write a Llama-style checkpoint in BF16 of at least ``size`` bytes; the bytes of its largest tensor."""
+    config: dict[str, Any] = {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "hidden_size": HIDDEN,
+        "intermediate_size": INTERMEDIATE,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "num_hidden_layers": 1,
+        "vocab_size": VOCABULARY,
+        "tie_word_embeddings": True,
     }
+    while sum(spec.nbytes for spec in tensors(config)) < size:
+        config["num_hidden_layers"] += 1
+    path = out.with_name("config.json")
+    path.write_text(json.dumps(config))
+    synth(path, out, quant="bf16")
+    return max(spec.nbytes for spec in tensors(config))
 
 
 def run(size: int, pattern: SlidePattern, quant: str, layout: str, folder: Path | None = None) -> Result:
@@ -127,7 +114,6 @@ def run(size: int, pattern: SlidePattern, quant: str, layout: str, folder: Path 
     ConvertOptions(pattern, quant, layout)  # which checks them
     with tempfile.TemporaryDirectory(prefix="slidesparse-bench-", dir=folder) as scratch:
         source, out = Path(scratch) / "source", Path(scratch) / "out"
-        source.mkdir()
         largest = write_model(source, size)
         load = os.getloadavg()[0]
         command = [sys.executable, "-c", CHILD, str(source), str(out), pattern.ratio, quant, layout]

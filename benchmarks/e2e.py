@@ -57,6 +57,7 @@ PLUGIN_GROUPS = tuple(
     f"vllm.{kind}_plugins" for kind in ("general", "platform", "io_processor", "stat_logger")
 )
 
+DECODE_PROMPT_LEN = 16  # tokens
 WARMUP_STEPS = 2  # of prefill, before the clock starts; decode warms up with all its sequences
 LEAST_SEQUENCES = 256  # vLLM's own limit while serving: the CUDA graphs it captures depend on it
 # Room for prompts, beyond a quarter of their length: a random one may come out longer than asked for, and vLLM refuses
@@ -70,27 +71,20 @@ WARMUPS = Version("0.22")  # the first vLLM with --num-warmups
 class Workload:
     """The sizes that all runs of a table share."""
 
-    prompt_len: int = 1024  # P of prefill at most: M below it is one prompt of M tokens
+    prompt_len: int = 1024  # the largest P of prefill: a smaller M is one prompt of M tokens
     prefill_steps: int = 128
-    decode_prompt_len: int = 16
     decode_steps: int = 256  # output tokens of a sequence
     vllm_args: tuple[str, ...] = ()
-
-    def __post_init__(self) -> None:
-        least = min(self.prompt_len, self.prefill_steps, self.decode_prompt_len, self.decode_steps)
-        if least < 1:
-            raise E2eError(f"lengths and steps must be at least 1, found {least}")
 
     @property
     def conditions(self) -> dict[str, object]:
         """The sizes as JSON holds them."""
-        return {**asdict(self), "vllm_args": list(self.vllm_args)}
+        return {**asdict(self), "decode_prompt_len": DECODE_PROMPT_LEN, "vllm_args": list(self.vllm_args)}
 
     def size(self, stage: str, m: int) -> Size:
         """The request that makes steps of ``m`` tokens.  Raises E2eError."""
         if stage == DECODE:
-            prompt = self.decode_prompt_len
-            return Size(prompt, self.decode_steps, m, m, prompt * m, m)
+            return Size(DECODE_PROMPT_LEN, self.decode_steps, m, m, DECODE_PROMPT_LEN * m, m)
         prompt = min(m, self.prompt_len)
         if m % prompt:
             raise E2eError(
@@ -116,7 +110,7 @@ class Size:
 
 @dataclass(frozen=True)
 class Run:
-    """One process."""
+    """One measurement: a system at one M, in one round."""
 
     model: str
     dtype: str

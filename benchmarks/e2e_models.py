@@ -14,7 +14,6 @@ from slidesparse.checkpoint.storage import CheckpointError
 from slidesparse.checkpoint.w8a8 import parse_block
 from slidesparse.errors import SlideSparseError
 from slidesparse.pattern import Pattern, parse_pruned
-from slidesparse.tune.shapes import split
 
 DENSE = "dense"  # instead of a pattern: of an unpruned checkpoint, and of systems that are not sparse
 
@@ -45,24 +44,16 @@ class Model:
 
 
 def find_model(
-    folder: Path | None,
-    listed: str | None,
-    name: str | None,
-    patterns: Sequence[str] | None,
-    *,
-    dense: bool,
-    sparse: bool,
+    folder: Path, name: str | None, patterns: Sequence[str] | None, *, dense: bool, sparse: bool
 ) -> Model:
-    """The model of ``--model`` (a checkpoint, or a folder of them named by pattern) or ``--models PATTERN=DIR,...``.
+    """The model of ``--model``: a checkpoint, or a folder of them named by pattern.
 
     Dense systems run the checkpoint called ``dense``, else the one that lost the fewest weights: zeros cost a dense
     kernel no time, but they save power.  ``dense`` and ``sparse`` say whether such systems are asked for.
 
     Raises E2eError for what cannot be measured together, and MetadataError and PatternError.
     """
-    if (folder is None) == (listed is None):
-        raise E2eError("give either --model DIR or --models PATTERN=DIR,...")
-    found = _listed(listed) if listed else _in_folder(Path(folder or ""))
+    found = _in_folder(folder)
     kinds = {variant.dtype for variant in found.values()}
     if len(kinds) > 1:
         raise E2eError(f"the checkpoints are of {' and '.join(sorted(kinds))}; measure one type at a time")
@@ -79,21 +70,11 @@ def find_model(
         raise E2eError(
             f"{whole.folder} holds slided weights, which no dense system runs; convert with --layout dense"
         )
-    return Model(name or _name(folder, found), kinds.pop(), {key: pruned[key] for key in wanted}, whole)
+    return Model(name or _name(folder, whole), kinds.pop(), {key: pruned[key] for key in wanted}, whole)
 
 
 def _density(variant: Variant) -> float:
     return float(variant.pattern.density) if variant.pattern else 1.0
-
-
-def _listed(text: str) -> dict[str, Variant]:
-    found = {}
-    for word in split(text):
-        pattern, equals, folder = word.partition("=")
-        if not equals or not folder:
-            raise E2eError(f"--models {word!r} is not PATTERN=DIR, such as 6:8=qwen-2_8 or {DENSE}=qwen-w8a8")
-        found.update(_called(pattern, Path(folder)))
-    return found
 
 
 def _in_folder(folder: Path) -> dict[str, Variant]:
@@ -103,24 +84,18 @@ def _in_folder(folder: Path) -> dict[str, Variant]:
     spelled = re.compile(rf"{DENSE}|2_inf|\d+[:_]\d+|2[:_]4@\d+%")
     found: dict[str, Variant] = {}
     for path in sorted(folder.iterdir()) if folder.is_dir() else []:
-        if spelled.fullmatch(path.name) and (path / "config.json").is_file():
-            found.update(_called(path.name, path))
+        if not (spelled.fullmatch(path.name) and (path / "config.json").is_file()):
+            continue
+        variant = read_variant(path)
+        pattern = None if path.name == DENSE else parse_pruned(path.name)
+        if pattern and variant.pattern != pattern:
+            raise E2eError(f"{path} is named {pattern}, but was pruned to {variant.pattern or 'no pattern'}")
+        found[pattern.ratio if pattern else DENSE] = variant
     if not found:
         raise E2eError(
             f"{folder} holds neither a config.json nor checkpoints in folders named by pattern, such as 2_8"
         )
     return found
-
-
-def _called(name: str, folder: Path) -> dict[str, Variant]:
-    """One checkpoint, whose metadata must say what its name says."""
-    variant = read_variant(folder)
-    if name == DENSE:
-        return {DENSE: variant}
-    pattern = parse_pruned(name)
-    if variant.pattern != pattern:
-        raise E2eError(f"{folder} is named {pattern}, but was pruned to {variant.pattern or 'no pattern'}")
-    return {pattern.ratio: variant}
 
 
 def read_variant(folder: Path) -> Variant:
@@ -147,18 +122,11 @@ def read_variant(folder: Path) -> Variant:
     return Variant(folder, pattern, layout, dtype, positions)
 
 
-def _name(folder: Path | None, found: Mapping[str, Variant]) -> str:
-    """The name of the folders of the checkpoints, their patterns left out."""
-    if folder is not None and not (folder / "config.json").is_file():
-        return folder.resolve().name
-    names = {_stem(variant) for variant in found.values()}
-    if len(names) > 1:
-        raise E2eError(f"the checkpoints are called {', '.join(sorted(names))}; give the model's --name")
-    return names.pop()
-
-
-def _stem(variant: Variant) -> str:
-    path = variant.folder.resolve()
+def _name(folder: Path, variant: Variant) -> str:
+    """The name of the folder; of a single checkpoint without its pattern."""
+    path = folder.resolve()
+    if not (folder / "config.json").is_file():
+        return path.name
     ends = [DENSE, *([variant.pattern.flag, variant.pattern.ratio] if variant.pattern else [])]
     stem = re.sub(rf"(^|[-_.])({'|'.join(map(re.escape, ends))})$", "", path.name)
     return stem or path.parent.name

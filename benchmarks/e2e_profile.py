@@ -49,7 +49,7 @@ class Kernel:
 
 
 def options(folder: Path) -> list[str]:
-    """Words that make an engine ready to be profiled into ``folder``."""
+    """Command-line options with which an engine can be profiled into ``folder``."""
     config = {
         "profiler": "torch",
         "torch_profiler_dir": str(folder.resolve()),

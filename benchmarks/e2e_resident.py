@@ -18,11 +18,10 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import TracebackType
 from typing import IO
 
 from benchmarks import e2e_profile
-from benchmarks.e2e import DECODE, Run, Size, Workload, command, environment
+from benchmarks.e2e import DECODE, Run, Size, command, environment
 from benchmarks.e2e_models import DENSE
 from benchmarks.e2e_runs import (
     E2eBench,
@@ -45,7 +44,7 @@ SHARE = 0.05  # --gpu-memory-utilization: the cache's size is given, so this onl
 
 @dataclass(frozen=True)
 class Engine:
-    """The identity of a process: runs that agree in it share one."""
+    """What identifies an engine's process: runs that agree in it share one."""
 
     system: str
     pattern: str
@@ -63,7 +62,7 @@ class Engine:
 
 
 def largest(runs: Sequence[Run]) -> Size:
-    """An engine that can do all of ``runs``."""
+    """The size of an engine that can do all of ``runs``."""
     sizes = [run.size for run in runs]
     return Size(
         prompt=max(size.prompt + size.output for size in sizes) - 1,
@@ -97,7 +96,7 @@ def bytes_per_token(folder: Path) -> int:
 
 @dataclass(frozen=True)
 class Profiled:
-    """Cells: those of some M, and of some patterns and whatever is dense; None stands for all."""
+    """The cells to profile, by M and by pattern, dense systems in any case; None stands for all."""
 
     m: frozenset[int] | None = None
     patterns: frozenset[str] | None = None
@@ -148,7 +147,7 @@ class Worker:
         return True
 
     def text(self) -> str:
-        """All that it has printed."""
+        """The output of the process so far."""
         return self.log.read_text(encoding="utf-8", errors="replace")
 
     def close(self) -> None:
@@ -159,15 +158,13 @@ class Worker:
 
 @dataclass
 class ResidentBench(E2eBench):
-    """`E2eBench` with engines that stay; ends them when it is left (``with ResidentBench(...) as bench``)."""
+    """`E2eBench` with engines that stay; `close` ends them."""
 
     profile: Profiled | None = None  # cells of whose steps the kernels are recorded, too
     _workers: dict[Engine, Worker] = field(default_factory=dict)
     _broken: dict[Engine, str] = field(default_factory=dict)
 
-    def __exit__(
-        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def close(self) -> None:
         """End the engines."""
         for worker in self._workers.values():
             worker.close()
@@ -263,8 +260,3 @@ class ResidentBench(E2eBench):
         for row in e2e_profile.rows(key, kernels):
             if not table.has(row):
                 table.add(row)
-
-
-def workload(found: Workload) -> dict[str, object]:
-    """The conditions of figures that were taken so."""
-    return {**found.conditions, "engines": "resident, side by side"}

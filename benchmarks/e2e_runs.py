@@ -16,7 +16,6 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from multiprocessing import get_context
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 from packaging.version import InvalidVersion, Version
@@ -209,7 +208,10 @@ def end(process: subprocess.Popen[bytes]) -> None:
 
 @dataclass
 class E2eBench:
-    """One measuring command.  ``begin`` is told how many runs are behind and what comes next, ``say`` what came out."""
+    """Fills OUT/e2e.csv, each run in a process of its own.
+
+    ``begin`` is called with the number of runs done and the label of the next one, ``say`` with each result.
+    """
 
     out: Path
     vllm: str
@@ -225,16 +227,11 @@ class E2eBench:
         self.records = Records(self.out, E2E)
         (self.out / "logs").mkdir(exist_ok=True)
 
-    def __enter__(self) -> E2eBench:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        """Nothing is left running between runs."""
+    def close(self) -> None:
+        """Do nothing: no process is left running between runs."""
 
     def run(self, runs: Sequence[Run]) -> bool:
-        """Do those that are not in the table yet; a failed one is noted in ``failures``.  False: time was up."""
+        """Measure what is not in the table; ``failures`` gets the failed ones.  False when the time was up."""
         for done, run in enumerate(runs):
             self.begin(done, run.label)
             if self.records.has(run.key):

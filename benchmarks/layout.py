@@ -37,7 +37,7 @@ class Product:
     dtype: str
 
     def problem(self, m: int) -> Problem:
-        """At a number of tokens; sparse libraries multiply the K' columns of PATTERN."""
+        """The problem at ``m`` tokens; sparse libraries multiply the K' columns of PATTERN."""
         k = self.layer.k
         each = self.library.alignment
         columns = slided(k, PATTERN, each) if self.library.sparse else round_up(k, each)
@@ -45,7 +45,7 @@ class Product:
 
 
 def products(libraries: Sequence[Tunable], layers: Sequence[Layer], dtypes: Sequence[str]) -> list[Product]:
-    """All that the libraries have; libraries of one layer and type come one after the other."""
+    """The products that the libraries support; libraries of one layer and type come one after the other."""
     return [
         Product(library, layer, dtype)
         for dtype in dtypes
@@ -81,7 +81,7 @@ class LayoutBench:
     def _run(self, product: Product) -> bool:
         weights = _Weights(self._session, product, min(self._tokens))
         for m in self._tokens:
-            right = _Right(product.problem(m), weights)
+            right = _Expected(product.problem(m), weights)
             for layout in LAYOUTS:
                 key = _key(product, m, layout)
                 if not self.records.has(key):
@@ -93,7 +93,7 @@ class LayoutBench:
         return True
 
     def _measure(
-        self, library: Tunable, layout: Layout, right: _Right, weights: _Weights
+        self, library: Tunable, layout: Layout, right: _Expected, weights: _Weights
     ) -> dict[str, object]:
         """Measure a product in a layout: the values of its row."""
         session, problem, device = self._session, right.problem, self._session.gpu.device
@@ -141,7 +141,7 @@ class _Weights:
         return self._packed[layout]
 
 
-class _Right:
+class _Expected:
     """Tells whether plans of all layouts give one product, which it computes in float64 when first asked."""
 
     def __init__(self, problem: Problem, weights: _Weights) -> None:

@@ -25,10 +25,8 @@ from slidesparse.tune.shapes import MIXED_PATTERNS, PATTERNS
 
 PRODUCT = "slidesparse"  # the program of those commands that are not benchmarks
 STATE, SAID = "reproduce.json", ("finished", "cells", "planned")
-LEAST, LOADING = (
-    60.0,
-    240.0,
-)  # seconds left that are worth beginning a command, and one that loads engines first
+LEAST = 60.0  # seconds that must be left to begin a command
+LOADING = 240.0  # and one that loads engines first
 
 ALL = ",".join((*PATTERNS[:-1], "16:18", PATTERNS[-1]))
 MIXED = f"{ALL},2:4@33%,2:4@50%,2:4@67%"
@@ -155,17 +153,13 @@ def _worth(deadline: Deadline, seconds: float) -> bool:
 
 def _call(words: tuple[str, ...]) -> str:
     """Run a command and return what it printed.  Raises Stopped when it has no result."""
-    status, text = _run(_command(words))
+    program = ["-m", "benchmarks", *words]
+    if words[0] == PRODUCT:
+        program = ["-c", "from slidesparse.cli import main; main()", *words[1:]]
+    status, text = _run([sys.executable, *program])
     if status and not (status == FAILED and text):  # some cells of a table failed, the others are there
         raise Stopped(f"{shlex.join(words)} ended with status {status}")
     return text
-
-
-def _command(words: tuple[str, ...]) -> list[str]:
-    """The words as a process of this Python takes them."""
-    if words[0] == PRODUCT:
-        return [sys.executable, "-c", "from slidesparse.cli import main; main()", *words[1:]]
-    return [sys.executable, "-m", "benchmarks", *words]
 
 
 def _run(words: list[str]) -> tuple[int, str]:

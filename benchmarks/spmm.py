@@ -205,7 +205,7 @@ class SpmmBench:
         copies = session.inputs.cold((layer.k + layer.n) * m * size + rows * layer.n * (size + 1))
         weights = [weight, *(weight.to(session.gpu.device, copy=True) for _ in range(copies - 1))]
         x = [one.t() for one in session.inputs.activations(job.dtype, layer.k, m, copies)]
-        right = _Right(x[0], decompress(weight))
+        right = _Expected(x[0], decompress(weight))
         most = min(allowed(rows) + UNITS[job.dtype], MOST_ERROR)
         for name in missing:
             variant, splits = VARIANTS[name]
@@ -222,14 +222,14 @@ class SpmmBench:
         copies = session.inputs.cold(((layer.k + layer.n) * m + layer.k * layer.n) * dtype.itemsize)
         x = session.inputs.activations(job.dtype, m, layer.k, copies)
         weights = [session.inputs.floats((layer.n, layer.k), dtype) for _ in range(copies)]
-        right = _Right(x[0], weights[0])
+        right = _Expected(x[0], weights[0])
         for name in missing:
             with matmul(tf32=name == TF32):
                 found = self._timed(lambda i: torch.mm(x[i], weights[i].t()), copies, right)
             # the certain bound, of sums that tensor cores may cut; TF32 cuts each factor to 10 bits
             yield name, *found, layer.k * 2.0**-23 + UNITS[job.dtype] + (2.0**-9 if name == TF32 else 0)
 
-    def _timed(self, launch: Launch, copies: int, right: _Right) -> tuple[Timing, float]:
+    def _timed(self, launch: Launch, copies: int, right: _Expected) -> tuple[Timing, float]:
         result = launch(0)
         assert isinstance(result, Tensor)
         return exact(self._session.clock, launch, copies), right.error(result)
@@ -252,7 +252,7 @@ class SpmmBench:
         if rotation.scale_w is not None:
             w = w * rotation.scale_w[:, None]
         # sums of FP8 are cut to 14 bits (`slidesparse.tune.search.agree`), and results to BF16
-        return found.timing, _Right(x, w).error(rotation.outs[0]), 2.0**-7
+        return found.timing, _Expected(x, w).error(rotation.outs[0]), 2.0**-7
 
     def _by_cpu(self, job: Job) -> tuple[Timing, float, float]:
         weight = self._weight(job).to("cpu")
@@ -261,11 +261,11 @@ class SpmmBench:
         while len(samples) < 2 or (len(samples) < CPU_SAMPLES and sum(samples) < CPU_SECONDS * 1e6):
             result, seconds = sequential(x, weight)
             samples.append(seconds * 1e6)
-        error = _Right(x, decompress(weight)).error(result)
+        error = _Expected(x, decompress(weight)).error(result)
         return Timing.of(samples), error, 2 * allowed(weight.values.shape[0])  # products are rounded, too
 
 
-class _Right:
+class _Expected:
     """The exact product, made when first asked for."""
 
     def __init__(self, x: Tensor, weight: Tensor) -> None:

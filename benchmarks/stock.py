@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib.util
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -65,7 +64,7 @@ def find(path: Path | None) -> Stock | None:
             torch.ops.load_library(str(one))
         except OSError as error:
             refusals.append(f"{one} cannot be loaded: {error}")
-    missing = [name for name in NEEDED if not _has(torch.ops._C, name)]
+    missing = [name for name in NEEDED if not hasattr(torch.ops._C, name)]
     if missing:
         raise MissingError(
             f"vLLM's kernels {', '.join(missing)} are not in {', '.join(map(str, paths))}"
@@ -73,10 +72,6 @@ def find(path: Path | None) -> Stock | None:
             "name its library with --vllm-library, or leave them out with --no-stock"
         )
     return Stock(str(paths[0]))
-
-
-def _has(namespace: Any, name: str) -> bool:
-    return hasattr(namespace, name)
 
 
 def _installed() -> list[Path]:

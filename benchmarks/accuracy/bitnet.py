@@ -21,6 +21,7 @@ import csv
 import json
 import time
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +31,7 @@ import torch.nn.functional as F  # noqa: N812  (its usual name)
 from torch import Tensor
 
 from benchmarks.accuracy import language_model as lm
-from benchmarks.accuracy.train import BATCH, WARM_UP, Clock, Log, prepare, read_parts, train
+from benchmarks.accuracy.train import BATCH, Clock, Log, prepare, read_parts, train
 from benchmarks.conditions import cpu_conditions, gpu_conditions
 from slidesparse.calibrate.task import Calibration
 from slidesparse.checkpoint.inspection import Fit, inspect
@@ -42,7 +43,7 @@ from slidesparse.tune.machine import require_gpu
 PATTERNS = ("14:16", "8:10", "6:8", "4:6", "2:4")
 METHODS = ("magnitude", "wanda", "sparsegpt")
 DENSE = SlidePattern(None)
-RATE = 1.5e-3
+RATE = 1.5e-3  # the highest learning rate
 SAMPLES = 256
 LAYER = ("norm", "qkv", "attn_norm", "o", "norm2", "gate_up", "ffn_norm", "down")
 NAMES = {**lm.NAMES, "attn_norm": ("self_attn.attn_sub_norm",), "ffn_norm": ("mlp.ffn_sub_norm",)}
@@ -54,7 +55,7 @@ FIELDS = (
 
 @dataclass(frozen=True)
 class Shape(lm.Shape):
-    """The shape of protocol A's model."""
+    """The shape of the BitNet: that of protocol A's model."""
 
     def config(self) -> dict[str, object]:
         """config.json."""
@@ -81,18 +82,13 @@ def ternary(w: Tensor, parts: int) -> Tensor:
     return rounded.detach() + (w - w.detach())
 
 
-def plain(w: Tensor, parts: int) -> Tensor:
-    """Weights that are codes times scales already."""
-    return w
-
-
-def layer(x: Tensor, cos: Tensor, sin: Tensor, *weights: Tensor, codes: Any) -> Tensor:
-    """One layer; ``weights`` in the order of LAYER, ``codes`` one of the functions above."""
+def layer(x: Tensor, cos: Tensor, sin: Tensor, *weights: Tensor, master: bool = True) -> Tensor:
+    """One layer; ``weights`` in the order of LAYER, master weights or else codes times scales."""
     first, qkv, attn_norm, o, second, gate_up, ffn_norm, down = weights
     heads = qkv.shape[1] // (2 * cos.shape[-1])
 
     def linear(x: Tensor, w: Tensor, parts: int = 1) -> Tensor:
-        return F.linear(rounded_inputs(x), codes(w, parts).to(x.dtype))
+        return F.linear(rounded_inputs(x), (ternary(w, parts) if master else w).to(x.dtype))
 
     h = linear(lm.norm(x, first), qkv, 3)
     q, k, v = h.unflatten(-1, (3, heads, -1)).permute(2, 0, 3, 1, 4).unbind(0)
@@ -103,27 +99,17 @@ def layer(x: Tensor, cos: Tensor, sin: Tensor, *weights: Tensor, codes: Any) -> 
     return x + linear(lm.norm(F.relu(gate).square() * up, ffn_norm), down)
 
 
-def trained_layer(x: Tensor, cos: Tensor, sin: Tensor, *weights: Tensor) -> Tensor:
-    """`layer` of master weights."""
-    return layer(x, cos, sin, *weights, codes=ternary)
-
-
-def served_layer(x: Tensor, cos: Tensor, sin: Tensor, *weights: Tensor) -> Tensor:
-    """`layer` of weights that are codes times scales."""
-    return layer(x, cos, sin, *weights, codes=plain)
-
-
 class Model(lm.Model):
     """Protocol A's model with a BitNet's layer."""
 
     names = LAYER
-    run = staticmethod(trained_layer)
+    run = staticmethod(layer)
 
 
 class Served(Model):
     """The same model of a converted checkpoint."""
 
-    run = staticmethod(served_layer)
+    run = staticmethod(partial(layer, master=False))  # never compiled
 
 
 def initial(shape: Shape, device: str) -> lm.Weights:
@@ -158,16 +144,16 @@ def make_model(options: argparse.Namespace, shape: Shape) -> dict[str, Any]:
     dtype, compiled = prepare(options.device)
     stream = read_parts(options.corpus, options.device)
     model = Model(shape, initial(shape, options.device), dtype, compiled)
-    clock, log = Clock(options.seconds, WARM_UP, options.steps), Log(options.out / "log.jsonl")
+    clock, log = Clock(options.seconds, options.steps), Log(options.out / "log.jsonl")
     data = lm.batches(stream, options.batch, shape.window)
-    tokens = train(model.weights, model.loss, data, clock, log, options.rate)
+    tokens = train(model.weights, model.loss, data, clock, log, RATE)
     lm.save(options.out / "model", shape, model.weights, options.corpus, NAMES)
     return {
         "weights": sum(t.numel() for t in model.weights.values()),
         "corpus_tokens": len(stream),
         "tokens": tokens,
         "steps": clock.step,
-        "rate": options.rate,
+        "rate": RATE,
         "seconds": round(time.monotonic() - (clock.started or began), 1),
     }
 
@@ -222,18 +208,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("corpus", type=Path)
     parser.add_argument("out", type=Path)
-    parser.add_argument("--seconds", type=float, default=200.0, help="of training, compilation not counted")
-    parser.add_argument("--steps", type=int, help="so many, instead of seconds")
+    parser.add_argument("--seconds", type=float, default=200.0, help="of training, without compilation")
+    parser.add_argument("--steps", type=int, help="number of steps, instead of --seconds")
     parser.add_argument("--batch", type=int, default=BATCH)
-    parser.add_argument("--rate", type=float, default=RATE, help="the highest learning rate")
     parser.add_argument("--samples", type=int, default=SAMPLES, help="windows to calibrate with")
     parser.add_argument("--patterns", default=",".join(PATTERNS))
-    parser.add_argument("--window", type=int, default=Shape.window, help="tokens of a window")
-    parser.add_argument("--layers", type=int, default=Shape.layers, help="fewer, to try things out")
-    parser.add_argument("--hidden", type=int, default=Shape.hidden, help="fewer, to try things out")
-    parser.add_argument(
-        "--vocabulary", type=int, default=Shape.vocabulary, help="ids below it are all there are"
-    )
+    parser.add_argument("--window", type=int, default=Shape.window, help="tokens per window")
+    parser.add_argument("--layers", type=int, default=Shape.layers, help="number of layers")
+    parser.add_argument("--hidden", type=int, default=Shape.hidden, help="hidden size")
+    parser.add_argument("--vocabulary", type=int, default=Shape.vocabulary, help="number of token ids")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     options = parser.parse_args()
     intermediate = options.hidden * 11 // 4

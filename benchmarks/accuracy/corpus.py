@@ -1,6 +1,6 @@
 """The text of protocol A: documentation and sources of installed packages, as token ids.
 
-    python -m benchmarks.accuracy.corpus OUT [--root FOLDER ...] [--other-text FILE.txt]
+    python -m benchmarks.accuracy.corpus OUT [--other-text FILE.txt]
 
 Text is what people wrote to be read: sources, manuals, documentation; no licences, no data, no minified or generated
 files.  A document (a file) of whose longer lines most were seen before is dropped, then documents are split: one in
@@ -88,7 +88,7 @@ def text_of(path: Path) -> str | None:
 
 
 def is_readable(text: str) -> bool:
-    """Whether people wrote it, for people."""
+    """Whether a text looks written by people, not generated."""
     if not SHORTEST <= len(text) <= LONGEST or GENERATED.search(text[:3000]) or "\0" in text:
         return False
     lines = text.splitlines()
@@ -231,13 +231,13 @@ def windows(ids: np.ndarray, count: int) -> np.ndarray:
     return whole[np.linspace(0, len(whole) - 1, min(count, len(whole))).astype(int)]
 
 
-def pieces(training: np.ndarray, limit: int, count: int) -> list[bytes]:
-    """Up to ``count`` compressed parts below ``limit`` bytes; what does not fit is left out."""
+def pieces(training: np.ndarray) -> list[bytes]:
+    """Up to PARTS compressed parts below PART_BYTES each; what does not fit is left out."""
     sample = training[: 1 << 22]
-    each = int(len(sample) * limit / len(compress(sample)) * 0.97)
-    each = min(each, -(-len(training) // count))
-    with ProcessPoolExecutor(min(count, 4)) as pool:
-        parts = [training[i * each : (i + 1) * each] for i in range(count)]
+    each = int(len(sample) * PART_BYTES / len(compress(sample)) * 0.97)
+    each = min(each, -(-len(training) // PARTS))
+    with ProcessPoolExecutor(PARTS) as pool:
+        parts = [training[i * each : (i + 1) * each] for i in range(PARTS)]
         return [part for part in pool.map(compress, [part for part in parts if len(part)]) if part]
 
 
@@ -245,27 +245,12 @@ def main() -> None:
     """Gather, train the tokenizer, tokenize, write."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("out", type=Path)
-    parser.add_argument(
-        "--root", type=Path, action="append", default=[], help="a folder more; may be repeated"
-    )
     parser.add_argument("--other-text", type=Path, help="text of another domain, for evaluation only")
-    parser.add_argument("--parts", type=int, default=PARTS)
-    parser.add_argument("--part-bytes", type=int, default=PART_BYTES)
-    parser.add_argument(
-        "--keep", type=Path, help="keep the gathered text in this file, and take it from there"
-    )
     options = parser.parse_args()
     paths = sysconfig.get_paths()
-    usual = [Path(paths["stdlib"]), Path(paths["purelib"]), *(Path("/usr") / name for name in SYSTEM)]
-    roots = [root for root in [*usual, *options.root] if root.is_dir()]
+    roots = [Path(paths["stdlib"]), Path(paths["purelib"]), *(Path("/usr") / name for name in SYSTEM)]
     counts: Counter[str] = Counter()
-    if options.keep and options.keep.exists():
-        documents = [(int(a), b) for a, b in map(json.loads, options.keep.open(encoding="utf-8"))]
-    else:
-        documents = list(gather(roots, counts))
-        if options.keep:
-            with options.keep.open("w", encoding="utf-8") as file:
-                file.writelines(json.dumps(document) + "\n" for document in documents)
+    documents = list(gather(roots, counts))
     print(dict(counts), file=sys.stderr, flush=True)
     training, held_out = split(documents, counts)
     enough, total = 0, 0
@@ -277,7 +262,7 @@ def main() -> None:
     tokenizer.save(str(options.out / "tokenizer.json"))  # type: ignore[attr-defined]
     ids = encode(tokenizer, training)
     print(f"{len(ids)} training tokens", file=sys.stderr, flush=True)
-    found = pieces(ids, options.part_bytes, options.parts)
+    found = pieces(ids)
     for number, part in enumerate(found):
         (options.out / f"part{number}.xz").write_bytes(part)
     arrays = {"calibration": windows(ids, CALIBRATION)}

@@ -79,7 +79,7 @@ RULES: dict[str, Callable[[Tensor, Hessian, float], Tensor]] = {
 def write_pruned(
     source: Path, out: Path, pattern: str, method: str, calibration: Calibration, seed: int = 0
 ) -> None:
-    """Prune ``source``, a checkpoint of one file, and write it as such a one.
+    """Prune ``source``, a checkpoint of one file, and write the result in the same form.
 
     ``pattern``: such as "6:8", or a percentage such as "25%", unstructured.  Magnitude does not look at the data.
     """

@@ -79,9 +79,9 @@ class Shape:
         }
 
 
-def initial(shape: Shape, device: str, seed: int = 0) -> Weights:
+def initial(shape: Shape, device: str) -> Weights:
     """Random weights by key: "embedding", "last_norm" and "0.qkv", ...; float32."""
-    generator = torch.Generator(device).manual_seed(seed)
+    generator = torch.Generator(device).manual_seed(0)
 
     def normal(rows: int, columns: int, scale: float = INIT) -> Tensor:
         return torch.empty(rows, columns, device=device).normal_(0, scale, generator=generator)
@@ -176,10 +176,10 @@ class Model:
         return self._cross_entropy(self.hidden(windows[:, :-1]), windows[:, 1:], *self.ends)
 
     @torch.no_grad()
-    def perplexity(self, windows: Tensor, batch: int = 16) -> float:
+    def perplexity(self, windows: Tensor) -> float:
         """exp of the mean cross entropy of windows [B, T], all tokens but each first; nothing is compiled for it."""
         plain = type(self)(self.shape, self.weights, self.dtype, compiled=False)
-        found = [float(plain.loss(part)[1]) * len(part) for part in windows.split(batch)]
+        found = [float(plain.loss(part)[1]) * len(part) for part in windows.split(16)]
         return math.exp(sum(found) / len(windows))
 
 
@@ -202,9 +202,9 @@ def save(
     plain = {name: t.detach().to("cpu", torch.bfloat16).contiguous() for name, t in found.items()}
     save_file(plain, folder / "model.safetensors", metadata={"format": "pt"})
     (folder / "config.json").write_text(json.dumps(shape.config(), indent=1) + "\n")
-    for name in EXTRA_FILES if tokenizer else ():
-        if (tokenizer / name).exists():  # type: ignore[operator]
-            (folder / name).write_bytes((tokenizer / name).read_bytes())  # type: ignore[operator]
+    for path in (tokenizer / name for name in EXTRA_FILES) if tokenizer else ():
+        if path.exists():
+            (folder / path.name).write_bytes(path.read_bytes())
 
 
 def load(folder: Path, device: str) -> tuple[Shape, Weights]:
@@ -228,15 +228,15 @@ def load(folder: Path, device: str) -> tuple[Shape, Weights]:
     return shape, {name: t.to(device, torch.float32).requires_grad_() for name, t in found.items()}
 
 
-def read_stream(parts: Sequence[Path], device: str) -> Tensor:
-    """The training ids, int32, of files that corpus.py wrote."""
-    raw = b"".join(lzma.decompress(path.read_bytes()) for path in parts)
+def read_stream(part: Path, device: str) -> Tensor:
+    """The training ids, int32, of a file that corpus.py wrote."""
+    raw = lzma.decompress(part.read_bytes())
     return torch.from_numpy(np.frombuffer(raw, np.uint16).astype(np.int32)).to(device)
 
 
-def batches(stream: Tensor, batch: int, window: int, seed: int = 0) -> Iterator[Tensor]:
+def batches(stream: Tensor, batch: int, window: int) -> Iterator[Tensor]:
     """Endless windows [batch, window + 1] of a stream: all of it once an epoch, in another order and cut each time."""
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator().manual_seed(0)
     offsets = torch.arange(window + 1, device=stream.device)
     while True:
         shift = int(torch.randint(window, (), generator=generator))

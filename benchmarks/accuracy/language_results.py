@@ -71,7 +71,7 @@ class Results:
         distilled: str = "",
         seed: int | None = None,
     ) -> Loss | None:
-        """None where it was not measured."""
+        """The loss of one kind of checkpoint; None where it was not measured."""
         found = (self.rows[KEY[:-1]] == (pattern, method, quant, text, distilled)).all(axis=1)
         if seed is not None:
             found &= self.rows["seed"] == seed
@@ -80,8 +80,8 @@ class Results:
         rows = self.rows[found]
         return Loss(tuple(rows["delta_pct"]), rows["ci_low"].min(), rows["ci_high"].max())
 
-    def begun(self, pattern: str, quant: str, text: str = "in") -> float | None:
-        """The loss that distillation began with: of seed 0, or else the mean of what there is."""
+    def before_distillation(self, pattern: str, quant: str, text: str = "in") -> float | None:
+        """The loss that distillation started from: of seed 0, or else the mean of what there is."""
         started = (self.rows["pattern"] == pattern) & (self.rows["distilled"] == START)
         made = ("sparsegpt", quant, text, START if started.any() else "")
         found = self.loss(pattern, *made, seed=0) or self.loss(pattern, *made)
@@ -120,7 +120,7 @@ def distilled(source: Path) -> str:
             cells: list[float | None] = []
             for text in TEXTS:
                 after = results.loss(pattern, "sparsegpt", quant, text, DISTILLED, seed=0)
-                cells += [results.begun(pattern, quant, text), after.mean if after else None]
+                cells += [results.before_distillation(pattern, quant, text), after.mean if after else None]
             if cells[1] is not None:
                 way = [closed(results, pattern, quant, to) for to in ("", CONTROL)]
                 rows.append((pattern, quant.upper(), *map(_shown, cells), *way))
@@ -143,7 +143,7 @@ def distilled(source: Path) -> str:
 
 def closed(results: Results, pattern: str, quant: str, to: str) -> str:
     """Percent of the way from the pruned model's loss to that of the dense one, or the control, in the same format."""
-    before, goal = results.begun(pattern, quant), results.loss(DENSE, "-", quant, "in", to)
+    before, goal = results.before_distillation(pattern, quant), results.loss(DENSE, "-", quant, "in", to)
     after = results.loss(pattern, "sparsegpt", quant, "in", DISTILLED, seed=0)
     if before is None or goal is None or after is None:  # not measured
         return NOTHING

@@ -230,11 +230,13 @@ def main() -> None:
     """Prune with one of the tools, or score what both made."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("verb", choices=("theirs", "ours", "score"))
-    parser.add_argument("folder", type=Path, help="for checkpoints")
+    parser.add_argument("folder", type=Path, help="folder of the checkpoints")
     parser.add_argument("--model", type=Path, required=True, help="the dense checkpoint")
     parser.add_argument("--data", type=Path, required=True, help="eval.npz of corpus.py")
-    parser.add_argument("--out", type=Path, default=Path("parity.csv"), help="of score")
-    parser.add_argument("--seeds", type=int, nargs="+", default=[0], help="of the calibration windows")
+    parser.add_argument("--out", type=Path, default=Path("parity.csv"), help="the CSV that score writes")
+    parser.add_argument(
+        "--seeds", type=int, nargs="+", default=[0], help="seeds of the choice of calibration windows"
+    )
     options = parser.parse_args()
     options.folder.mkdir(parents=True, exist_ok=True)
     if options.verb == "score":

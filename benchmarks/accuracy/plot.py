@@ -21,7 +21,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from benchmarks.accuracy import language_results as language
-from benchmarks.report.plots import FIXED
+from benchmarks.report.plots import FIXED, save
 from slidesparse.convert.report import final_error
 
 PATTERNS = language.PATTERNS
@@ -50,7 +50,7 @@ def cosine(source: Path, out: Path) -> None:
     )
     axes.grid(alpha=0.3)
     axes.legend()
-    _save(figure, out)
+    save(figure, out)
 
 
 @mpl.rc_context(FIXED)
@@ -71,7 +71,7 @@ def layers(reports: list[Path], out: Path) -> None:
     axes.set_ylim(0, 1.12 * axes.get_ylim()[1])
     axes.grid(alpha=0.3)
     axes.legend(loc="upper center", ncols=len(reports))
-    _save(figure, out)
+    save(figure, out)
 
 
 @mpl.rc_context(FIXED)
@@ -98,7 +98,7 @@ def losses(source: Path, out: Path) -> None:
         axes.set(xlabel="pattern, weights that are zero")
         axes.legend(fontsize=7)
         _plain_percent(axes)
-    _save(figure, out)
+    save(figure, out)
 
 
 def _curve(
@@ -123,10 +123,6 @@ def _plain_percent(axes: Axes) -> None:
     axes.set_yticks([tick for tick in ticks if low <= tick <= high], minor=False)
     axes.set_yticks([], minor=True)
     axes.yaxis.set_major_formatter("{x:g}")
-
-
-def _save(figure: Figure, out: Path) -> None:
-    figure.savefig(out, format="svg", metadata={"Date": None, "Creator": None})
 
 
 def main() -> None:

@@ -1,7 +1,7 @@
 """Protocol A: what pruning costs a language model of 30 million weights, served by vLLM with the plugin.
 
     python -m benchmarks.accuracy.protocol_a WORK --model DENSE --data CORPUS/eval.npz --out protocol_a.csv --jobs 8
-    python -m benchmarks.accuracy.protocol_a WORK ... --distill CORPUS --minutes 10       # and distils, one at a time
+    python -m benchmarks.accuracy.protocol_a WORK ... --distill CORPUS --minutes 10       # and distills, one at a time
 
 A cell is a pattern, a method, a quantization and a seed of the choice of calibration samples.  vLLM is imported once;
 each cell is a forked process that makes the checkpoint by `convert`, serves it and scores the texts, several at a time.
@@ -58,6 +58,7 @@ FIELDS = (
     *("samples", "epochs"),  # windows it was calibrated with, and how often it was fine-tuned on them
     *("zeros", "speed_prefill", "speed_decode"),  # see `zeros_and_speeds`
 )
+CELL_SECONDS = 400.0  # at most, distillation not counted
 CACHE_BYTES = 1 << 30  # of the KV cache of an engine on a GPU
 ENVIRONMENT = {
     "VLLM_CPU_KVCACHE_SPACE": "1",
@@ -318,21 +319,16 @@ class Table:
 
 
 def run(todo: list[Cell], options: argparse.Namespace, ids: list[list[int]], table: Table) -> list[Cell]:
-    """Score cells, ``options.jobs`` at a time; those that failed or were out of time."""
+    """Score cells, ``options.jobs`` at a time; those that failed."""
     waiting, running, failed = list(todo), dict[int, tuple[Cell, float]](), list[Cell]()
-    began = time.monotonic()
+    limit = CELL_SECONDS + (60 * options.minutes if options.distill else 0)
     while waiting or running:
-        over = options.time_limit is not None and time.monotonic() - began > options.time_limit
-        while waiting and len(running) < options.jobs and not over:
+        while waiting and len(running) < options.jobs:
             cell = waiting.pop(0)
             running[start(cell, options, ids)] = (cell, time.monotonic())
-        if over and not running:
-            break
         pid, status = os.waitpid(-1, os.WNOHANG)
         if not pid:
-            for late in [
-                p for p, (_, since) in running.items() if time.monotonic() - since > options.cell_limit
-            ]:
+            for late in [p for p, (_, since) in running.items() if time.monotonic() - since > limit]:
                 with suppress(ProcessLookupError):
                     os.killpg(late, signal.SIGKILL)
             time.sleep(0.05)
@@ -352,7 +348,7 @@ def run(todo: list[Cell], options: argparse.Namespace, ids: list[list[int]], tab
         else:
             table.add(cell)
             print(f"{cell.name} {seconds:.1f} s, {len(waiting)} to start", flush=True)
-    return [*failed, *waiting]
+    return failed
 
 
 def import_vllm() -> None:
@@ -384,20 +380,18 @@ def main() -> None:
     parser.add_argument("--data", type=Path, required=True, help="eval.npz of corpus.py")
     parser.add_argument("--out", type=Path, required=True, help="the CSV")
     parser.add_argument(
-        "--distill", type=Path, help="of corpus.py: distil on its training text, and score that"
+        "--distill",
+        type=Path,
+        help="folder of corpus.py: distill on its training text, and score the results",
     )
-    parser.add_argument("--minutes", type=float, default=MINUTES, help="for each")
+    parser.add_argument("--minutes", type=float, default=MINUTES, help="of distillation per cell")
     parser.add_argument("--jobs", type=int, default=1, help="cells at a time")
     parser.add_argument("--device", default="cuda" if torch.cuda.device_count() else "cpu")
     parser.add_argument("--only", help="NAME,NAME,...: these cells alone, such as 6_8-sparsegpt-int8-0")
-    parser.add_argument("--samples", type=int, default=SAMPLES, help="of calibration")
-    parser.add_argument("--finetune", type=int, default=EPOCHS, help="how often, after sparsegpt")
-    parser.add_argument("--rotate", action="store_true", help="rotate models first: INT8 and FP8 cells alone")
-    parser.add_argument("--windows", type=int, help="of each text, fewer to try things out")
-    parser.add_argument("--option", action="append", default=[], metavar="NAME=JSON", help="of vllm.LLM")
-    parser.add_argument("--time-limit", type=float, help="seconds after which no cell is started")
+    parser.add_argument("--samples", type=int, default=SAMPLES, help="calibration windows")
+    parser.add_argument("--finetune", type=int, default=EPOCHS, help="epochs of fine-tuning after sparsegpt")
     parser.add_argument(
-        "--cell-limit", type=float, default=400.0, help="seconds of a cell, without --minutes"
+        "--rotate", action="store_true", help="rotate models before pruning; INT8 and FP8 cells only"
     )
     options = parser.parse_args()
     for name in ("made", "logs", "scores"):
@@ -406,21 +400,15 @@ def main() -> None:
     options.calibration = options.folder / "calibration.npy"
     with np.load(options.data) as found:
         np.save(options.calibration, found["calibration"].astype(np.int32))
-        texts = {
-            name: found[name][: options.windows].astype(int).tolist() for name in TEXTS if name in found.files
-        }
+        texts = {name: found[name].astype(int).tolist() for name in TEXTS if name in found.files}
     ids = [window for windows in texts.values() for window in windows]
     if options.distill:
         options.text = options.folder / "text.npy"
         np.save(options.text, read_parts(options.distill, "cpu").numpy())
-        options.cell_limit += 60 * options.minutes
     memory = {"gpu_memory_utilization": 0.05, "kv_cache_memory_bytes": CACHE_BYTES}
     options.engine = {"enforce_eager": True, "max_model_len": WINDOW + 1, "max_num_seqs": 64}
     options.engine["enable_prefix_caching"] = False
     options.engine |= memory if options.device == "cuda" else {"gpu_memory_utilization": 0.2}
-    options.engine |= {
-        name: json.loads(value) for name, _, value in (o.partition("=") for o in options.option)
-    }
     table = Table(options, texts)
     wanted = distilled_cells() if options.distill else cells()
     if options.only:

@@ -144,12 +144,11 @@ def main() -> None:
     parser.add_argument(
         "--only", help="PATTERN,METHOD,QUANT: this run alone, such as 2:4@50%%,sparsegpt,int8"
     )
-    parser.add_argument("--pairs", type=int, default=PAIRS, help="fewer, to try things out")
     options = parser.parse_args()
     options.folder.mkdir(parents=True, exist_ok=True)
     calib, data = gather(options.folder)
     source = demo.original()
-    texts = texts_or_pairs(data, source, options.pairs, LONGEST)
+    texts = texts_or_pairs(data, source, PAIRS, LONGEST)
     ids = [*texts.queries, *(texts.documents or [])]
     engine = Engine({"dtype": "float32", "gpu_memory_utilization": 0.2}, options.folder / "vllm.log")
     dense: np.ndarray | None = None

@@ -35,13 +35,12 @@ class Clock:
     """Time of training, from the first `tick` on, which has compiled everything."""
 
     seconds: float
-    warm_up: int
     steps: int | None = None  # instead of seconds
     started: float | None = None
     step: int = 0
 
     def tick(self) -> None:
-        """A step is done."""
+        """Count a step; the first one starts the clock."""
         self.step += 1
         if self.started is None:
             self.started = time.monotonic()
@@ -57,22 +56,20 @@ class Clock:
     def rate(self) -> float:
         """The share of the highest learning rate that is due now."""
         falling = LEAST_RATE + (1 - LEAST_RATE) * 0.5 * (1 + math.cos(math.pi * self.share))
-        return min(1.0, (self.step + 1) / self.warm_up) * falling
+        return min(1.0, (self.step + 1) / WARM_UP) * falling
 
 
 @dataclass
 class Log:
     """A line every few seconds, on stdout and in a file."""
 
-    path: Path | None
-    tokens: int = 0
+    path: Path
     _last: float = field(default_factory=time.monotonic)
     _last_tokens: int = 0
 
     def __call__(self, step: int, loss: float, rate: float, tokens: int, end: bool = False) -> None:
-        """Write if it is time, or the ``end``."""
+        """Write a line if LOG_SECONDS have passed, or at the ``end``."""
         now = time.monotonic()
-        self.tokens = tokens
         if now - self._last < LOG_SECONDS and not end:
             return
         speed = (tokens - self._last_tokens) / (now - self._last)
@@ -85,9 +82,8 @@ class Log:
         }
         self._last, self._last_tokens = now, tokens
         print(json.dumps(line), flush=True)
-        if self.path:
-            with self.path.open("a") as file:
-                file.write(json.dumps(line) + "\n")
+        with self.path.open("a") as file:
+            file.write(json.dumps(line) + "\n")
 
 
 def optimizer_of(weights: dict[str, Tensor], rate: float) -> torch.optim.AdamW:
@@ -116,10 +112,10 @@ def train(
     log: Log,
     highest: float = RATE,
 ) -> int:
-    """Train until the clock says that it is enough; the number of tokens.
+    """Train until the clock has run out; returns the number of tokens.
 
     Args:
-        loss_of: of windows [B, T + 1]: what to go down, and what to log.
+        loss_of: windows [B, T + 1] -> (the loss to minimize, the loss to log).
         highest: learning rate.
     """
     optimizer, every, tokens = optimizer_of(weights, highest), list(weights.values()), 0
@@ -157,10 +153,10 @@ def corpus_parts(folder: Path) -> list[Path]:
 
 
 def read_parts(folder: Path, device: str) -> Tensor:
-    """The training stream, its parts unpacked side by side."""
+    """The training stream, its parts unpacked in parallel."""
     parts = corpus_parts(folder)
     with ThreadPoolExecutor(len(parts)) as pool:
-        return torch.cat(list(pool.map(lambda part: read_stream([part], device), parts)))
+        return torch.cat(list(pool.map(lambda part: read_stream(part, device), parts)))
 
 
 def main() -> None:
@@ -168,13 +164,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("corpus", type=Path)
     parser.add_argument("out", type=Path)
-    parser.add_argument("--seconds", type=float, default=400.0, help="of training, compilation not counted")
+    parser.add_argument("--seconds", type=float, default=400.0, help="of training, without compilation")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--batch", type=int, default=BATCH)
-    parser.add_argument("--steps", type=int, help="so many, instead of seconds")
-    parser.add_argument("--layers", type=int, help="another depth")
+    parser.add_argument("--layers", type=int, help="number of layers")
     parser.add_argument(
-        "--hidden", type=int, help="another width, in heads of 64; 768 with --layers 14 is 100 M"
+        "--hidden", type=int, help="hidden size, in heads of 64; 768 with --layers 14 is 100 M"
     )
     options = parser.parse_args()
     shape = Shape()
@@ -190,8 +184,8 @@ def main() -> None:
     print(json.dumps(found), flush=True)
     options.out.mkdir(parents=True, exist_ok=True)
     model = Model(shape, initial(shape, options.device), dtype, compiled)
-    clock, log = Clock(options.seconds, WARM_UP, options.steps), Log(options.out / "log.jsonl")
-    data = batches(stream, options.batch, shape.window)
+    clock, log = Clock(options.seconds), Log(options.out / "log.jsonl")
+    data = batches(stream, BATCH, shape.window)
     highest = RATE * Shape().hidden / shape.hidden
     tokens = train(model.weights, model.loss, data, clock, log, highest)
     save(options.out, shape, model.weights, options.corpus)

@@ -84,7 +84,9 @@ def read(folder: Path, form: Format, name: str = "") -> Table:
             if column in NUMBERS:
                 frame[column] = pd.to_numeric(frame[column].where(~frame[column].isin(["", "nan"])))
             elif column == "pattern":
-                frame[column] = frame[column].map({text: _spelled(text) for text in set(frame[column])})
+                frame[column] = frame[column].map(
+                    {text: parse_pattern(text).ratio for text in set(frame[column])}
+                )
             elif column == "dtype":
                 frame[column] = frame[column].str.lower()
             elif wrong := set(frame[column]) - set(ALLOWED.get(column, frame[column])):
@@ -102,10 +104,6 @@ def read(folder: Path, form: Format, name: str = "") -> Table:
     ):
         notes += [f"{count} lines of `{path.name}` {what}."] if count else []
     return Table(last, read_conditions(path.with_suffix(".json")), tuple(notes))
-
-
-def _spelled(pattern: str) -> str:
-    return parse_pattern(pattern).ratio
 
 
 def pattern_order(name: str) -> float:

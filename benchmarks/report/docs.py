@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import csv
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cache
 from itertools import zip_longest
 from pathlib import Path
@@ -45,6 +45,12 @@ LONG = (2048, 4096, 8192, 16384, 32768, 65536)  # tokens of a step of prefill th
 SHAPES = "shapes.csv"  # like linear.csv, of layers that are named by their N x K
 FEW = 256  # tokens up to which reading the weights takes most of a layer's time
 STEPS = {"prefill": "prefill, steps of {} tokens", "decode": "decode, {} sequences"}
+# The patterns of budget.csv, as its table shows them
+GOALS = {
+    **{ratio: ratio for ratio in PATTERNS[::-1]},
+    **{f"zeros {share}": f"`--zeros {share}`" for share in ("25%", "33.3%")},
+    **{f"loss {share}": f"`--max-loss {share}`" for share in ("1%", "2%")},
+}
 
 
 @cache
@@ -77,6 +83,10 @@ def _whole() -> dict[tuple[str, str, str, int, str], float]:
 # --- whole models
 
 
+def _step(stage: str, m: int) -> str:
+    return STEPS[stage].format(m).replace("1 sequences", "1 sequence")
+
+
 def _few(base: str) -> pd.DataFrame:
     """Rates of e2e_few.csv over those of ``base``, round by round; a column for each pattern or else dense system."""
     rates = data.read(H200, E2E, "e2e_few").rows
@@ -104,9 +114,8 @@ def _few_table(model: str, base: str, columns: Mapping[str, str]) -> str:
         cells = sorted({at[:2] for at in ratios.loc[dtype].index}, key=lambda at: (at[0] == "prefill", at[1]))
         for number, (stage, m) in enumerate(cells):
             found = ratios.loc[dtype, stage, m].reindex(columns=[*columns])
-            step = STEPS[stage].format(m).replace("1 sequences", "1 sequence")
             figures = (*map(times, found.median()), found.count().max())
-            rows.append((dtype.upper() if number == 0 else "", step, *figures))
+            rows.append((dtype.upper() if number == 0 else "", _step(stage, m), *figures))
     return table(("", "", *columns.values(), "rounds"), rows, 2)
 
 
@@ -115,34 +124,30 @@ def gains() -> str:
     patterns = ("6:8", "4:6", "2:4")
     each = [SlidePattern.parse(pattern) for pattern in patterns]
     losses = Budgets("C", "on", "in")
-    rows = [("weights that are zero", *(f"{1 - float(pattern.density):.0%}" for pattern in each))]
-    rows.append(
-        ("perplexity of a 107M model (1)", *(f"{losses.mean(pattern):+.2f}%" for pattern in patterns))
-    )
     chosen = (f"{losses.mean(f'zeros {share}'):+.2f}%" for share in ("25%", "33.3%"))
-    rows.append(("the same zeros, chosen by a budget", *chosen, ""))
-    rows = [(title, "", *cells) for title, *cells in rows]
+    rows: list[tuple[str, ...]] = [
+        ("weights that are zero", "", *(f"{1 - float(pattern.density):.0%}" for pattern in each)),
+        ("perplexity of a 107M model (1)", "", *(f"{losses.mean(pattern):+.2f}%" for pattern in patterns)),
+        ("the same zeros, chosen by a budget", "", *chosen, ""),
+    ]
     ratios = _few(STOCK).groupby(level=["model", "dtype", "stage", "M"]).median().loc[QWEN, "int8"]
     for stage, m in ((stage, m) for stage, m in ratios.index if stage == "prefill" or m <= 32):
-        note = {"decode 1": " (2)"}.get(f"{stage} {m}", "")
+        note = " (2)" if (stage, m) == ("decode", 1) else ""
         found = (f"{ratios[name][stage, m]:.2f}x" for name in (BLOCKS, *patterns))
-        rows.append((STEPS[stage].format(m).replace("1 sequences", "1 sequence") + note, *found))
+        rows.append((_step(stage, m) + note, *found))
     # 0.5 of the bytes and 2 bits of metadata for each of them, of 2 - 2/N times as many columns
     memory = [0.625 * float(2 - 2 / (pattern.length or 0) * 2) for pattern in each]
     rows.append(("GPU memory of a weight", "1x", *(f"{share:.3f}x" for share in memory)))
     return table(("", "not pruned", *patterns), rows, 5)
 
 
-def _models(model: str, cells: Iterable[tuple[str, int]], columns: Sequence[str], stock: bool = False) -> str:
+def _models(model: str, cells: Sequence[tuple[str, int]], columns: Sequence[str], stock: bool = False) -> str:
     """A row for each dtype and cell (stage, M), over stock vLLM."""
-    rates, rows, cells = (
-        data.rounds(_results(H200).tables["e2e"]).set_index(list(E2E.key[:-1]))["rate"],
-        [],
-        list(cells),
-    )
+    rates = data.rounds(_results(H200).tables["e2e"]).set_index(list(E2E.key[:-1]))["rate"]
+    rows = []
     for dtype in ("int8", "fp8"):
         for at, (stage, m) in enumerate(cells):
-            words = STEPS[stage].format(m) if at == 0 or cells[at - 1][0] != stage else str(m)
+            words = _step(stage, m) if at == 0 or cells[at - 1][0] != stage else str(m)
             figures = [times(_whole().get((model, dtype, stage, m, name), float("nan"))) for name in columns]
             if stock:
                 figures.insert(0, f"{rates[model, dtype, stage, m, DENSE, STOCK]:,.0f}")
@@ -179,7 +184,7 @@ def fusion() -> str:
         ratios.groupby(["stage", "M"]), key=lambda one: (one[0][0] == "decode", one[0][1])
     ):
         each = [part[part.index.get_level_values("dtype") == dtype] for dtype in ("int8", "fp8")]
-        lines.append((STEPS[stage].format(m), *(f"{span(one)} ({len(one)})" for one in each)))
+        lines.append((_step(stage, m), *(f"{span(one)} ({len(one)})" for one in each)))
     return table(("", "INT8", "FP8"), lines, 1)
 
 
@@ -190,13 +195,8 @@ def step() -> str:
     names, columns = ("stock", "sparse 6:8"), {}
     for stage, m in (("prefill", 8192), ("decode", 64)):
         for dtype in ("int8", "fp8"):
-            part = rows[
-                (rows["model"] == QWEN)
-                & (rows["stage"] == stage)
-                & (rows["dtype"] == dtype)
-                & (rows["M"] == m)
-            ]
-            kinds = pages.by_kind(part)
+            here = (rows[["model", "stage", "dtype", "M"]] == (QWEN, stage, dtype, m)).all(axis=1)
+            kinds = pages.by_kind(rows[here])
             kinds.loc["all kernels"] = kinds.loc["all"] - kinds.loc["idle"]
             for name in names:
                 columns[f"{stage} {m}, {dtype.upper()}: {name.removeprefix('sparse ')}"] = kinds[name] / 1e3
@@ -355,22 +355,18 @@ class Budgets:
     """The losses in budget.csv of one model, rotated or not, on one text: perplexity above the dense INT8 model's."""
 
     def __init__(self, model: str, rotate: str, text: str) -> None:
-        with (ACCURACY / "budget.csv").open(newline="") as file:
-            rows = list(csv.DictReader(file))
-        self._rows = [
-            row for row in rows if (row["model"], row["rotate"], row["text"]) == (model, rotate, text)
-        ]
-        dense = next(row for row in self._rows if (row["pattern"], row["quant"]) == ("dense", "int8"))
-        self._dense = float(dense["ppl"])
+        rows = pd.read_csv(ACCURACY / "budget.csv", keep_default_na=False)
+        rows = rows.set_index(["model", "rotate", "text"]).loc[(model, rotate, text)]
+        self._ppl = rows.groupby(["pattern", "distilled", "quant"])["ppl"].agg(list).to_dict()
 
     def losses(self, goal: str, distilled: str = "") -> list[float]:
         """Percent of each seed, for a pattern or a goal of a budget."""
-        found = [row for row in self._rows if (row["pattern"], row["distilled"]) == (goal, distilled)]
-        return [100 * (float(row["ppl"]) / self._dense - 1) for row in found]
+        (dense,) = self._ppl["dense", "", "int8"]
+        return [100 * (ppl / dense - 1) for ppl in self._ppl.get((goal, distilled, "int8"), [])]
 
-    def mean(self, goal: str, distilled: str = "") -> float:
+    def mean(self, goal: str) -> float:
         """Percent, the mean over seeds."""
-        found = self.losses(goal, distilled)
+        found = self.losses(goal)
         return sum(found) / len(found)
 
 
@@ -393,12 +389,6 @@ def budgets() -> str:
     rows = [(shown, *(cell(one.losses(goal)) for one in columns.values())) for goal, shown in GOALS.items()]
     rows.append(("2:4, distilled", *(cell(one.losses("2:4", "kl")) for one in columns.values())))
     return table(("", *columns), rows, 1)
-
-
-# The patterns of budget.csv, as its table shows them
-GOALS = {ratio: ratio for ratio in ("8:10", "6:8", "4:6", "2:4")}
-GOALS |= {f"{goal} {share}": f"`--{goal} {share}`" for goal, share in (("zeros", "25%"), ("zeros", "33.3%"))}
-GOALS |= {f"loss {share}": f"`--max-loss {share}`" for share in ("1%", "2%")}
 
 
 TABLES: dict[str, Callable[[], str]] = {

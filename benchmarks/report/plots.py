@@ -55,10 +55,14 @@ def draw(name: str, folder: Path, sections: Sequence[Section], over: str) -> lis
             models = [section for section in shown if section.shapes != ((0, 0),)]
             if models and (m := common_m(models, over)):
                 figures[f"{name}-models-{dtype}"] = _bars(models, m, over)
+    return [save(figure, folder / f"{stem}.svg") for stem, figure in figures.items()]
+
+
+def save(figure: Figure, path: Path) -> Path:
+    """Write an SVG file, without what would differ from one run to the next."""
     with mpl.rc_context(FIXED):
-        for stem, figure in figures.items():
-            figure.savefig(folder / f"{stem}.svg", format="svg", metadata={"Date": None, "Creator": None})
-    return [folder / f"{stem}.svg" for stem in figures]
+        figure.savefig(path, format="svg", metadata={"Date": None, "Creator": None})
+    return path
 
 
 def common_m(sections: Sequence[Section], over: str) -> int | None:

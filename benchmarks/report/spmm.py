@@ -18,7 +18,7 @@ from benchmarks.kernel import DENSE, SQUARE
 from benchmarks.records import COUNTERS
 from benchmarks.report.data import Table
 from benchmarks.report.markdown import NOTHING, bullets, microseconds, percent, span, table, times
-from benchmarks.report.plots import FIXED, PANEL
+from benchmarks.report.plots import FIXED, PANEL, save
 from benchmarks.spmm import CPU, CUBLAS, NONE, OWN, SHARED, TF32, TYPES, VARIANTS, parts
 
 FIRST = "2:4"
@@ -334,10 +334,7 @@ def draw(measured: Table, folder: Path) -> list[Path]:
     if not found.sizes:
         return []
     figures = {"spmm-squares": _figure(found, _variants), "spmm-patterns": _figure(found, _patterns)}
-    with mpl.rc_context(FIXED):
-        for stem, figure in figures.items():
-            figure.savefig(folder / f"{stem}.svg", format="svg", metadata={"Date": None, "Creator": None})
-    return [folder / f"{stem}.svg" for stem in figures]
+    return [save(figure, folder / f"{stem}.svg") for stem, figure in figures.items()]
 
 
 def _figure(found: Products, lines: Callable[[Products, str, Any], None]) -> Figure:

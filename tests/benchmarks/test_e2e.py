@@ -17,7 +17,7 @@ from benchmarks.e2e_runs import Figures, RunError, check_log, check_room, figure
 
 
 def model_of(folder: Path, **asked: bool) -> Model:
-    return find_model(folder, None, None, None, **{"dense": True, "sparse": True, **asked})
+    return find_model(folder, None, None, **{"dense": True, "sparse": True, **asked})
 
 
 def one_run(tmp_path: Path, stage: str = "prefill", system: str = "stock", m: int = 128) -> Any:
@@ -53,8 +53,6 @@ def test_the_steps_have_m_tokens(tmp_path: Path) -> None:
         assert work.size("prefill", m).sequences <= m  # vLLM refuses more sequences than tokens
     with pytest.raises(E2eError, match="1536"):
         work.size("prefill", 1536)
-    with pytest.raises(E2eError):
-        Workload(prefill_steps=0)
     model = model_of(write_config(tmp_path / "m", "6:8"))
     with pytest.raises(E2eError, match=r"513.*512"):  # more than the model has positions
         runs(model, ("prefill",), {"prefill": (512,)}, ("stock",), 1, work)
@@ -74,20 +72,16 @@ def test_options_that_a_vllm_lacks_are_left_out(
 
 
 def test_models_by_name(tmp_path: Path) -> None:
-    """The dense systems take the checkpoint that was not pruned; names are the folders' without pattern."""
-    listed = ",".join(
-        f"{pattern}={write_config(tmp_path / folder, None if pattern == 'dense' else pattern)}"
-        for pattern, folder in (("dense", "qwen-dense"), ("6:8", "qwen-2_8"), ("2:4", "qwen_2:4"))
-    )
-    model = find_model(None, listed, None, None, dense=True, sparse=True)
+    """Dense systems run the checkpoint that was not pruned; names are the folders' without the pattern."""
+    for pattern in ("dense", "6:8", "2:4"):
+        write_config(tmp_path / "qwen" / pattern, None if pattern == "dense" else pattern)
+    model = model_of(tmp_path / "qwen")
     assert (model.name, model.dtype, list(model.sparse)) == ("qwen", "int8", ["2:4", "6:8"])
-    assert model.dense.folder.name == "qwen-dense"
-    listed += f",8:10={write_config(tmp_path / 'other-2_10', '8:10')}"
-    with pytest.raises(E2eError, match="--name"):
-        find_model(None, listed, None, None, dense=True, sparse=True)
-    assert find_model(None, listed, "q", None, dense=True, sparse=True).name == "q"
+    assert model.dense.folder.name == "dense"
+    assert find_model(tmp_path / "qwen", "q", None, dense=True, sparse=True).name == "q"
     single = model_of(write_config(tmp_path / "llama" / "2_6", "4:6"))
     assert (single.name, single.dense.folder.name) == ("llama", "2_6")
+    assert model_of(write_config(tmp_path / "llama-2_6", "4:6")).name == "llama"
 
 
 def test_figures_of_another_run_are_refused(tmp_path: Path) -> None:

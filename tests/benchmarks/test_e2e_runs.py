@@ -132,14 +132,12 @@ def test_dry_run_prints_what_is_left_and_runs_nothing(fake: Fake, monkeypatch: p
 
 REFUSED: dict[str, Callable[[Path], list[str]]] = {
     "--model": lambda at: [],
-    "--models": lambda at: ["--model", f"{at}/tiny", "--models", f"6:8={at}"],
     "nowhere": lambda at: ["--model", f"{at}/nowhere"],
     "8:10": lambda at: ["--model", f"{at}/tiny", "--patterns", "8:10"],
-    "tiny/2_8": lambda at: ["--models", f"8:10={at}/tiny/2_8"],
-    "PATTERN=DIR": lambda at: ["--models", "6:8"],
+    "odd/2_10": lambda at: ["--model", str(write_config(at / "odd" / "2_10", "6:8").parent)],
     "no checkpoint": lambda at: ["--model", str(write_config(at / "whole", None))],
     "slided": lambda at: ["--model", str(write_config(at / "slid", "6:8", layout="slided"))],
-    "fp8": lambda at: ["--models", f"6:8={at}/tiny/2_8,2:4={write_config(at / 'f', '2:4', 'fp8')}"],
+    "fp8": lambda at: ["--model", str(write_config(at / "tiny" / "2_6", "4:6", "fp8").parent)],
     "cutlass": lambda at: ["--model", f"{at}/tiny", "--systems", "cutlass"],
     "--profile": lambda at: ["--model", f"{at}/tiny", "--resident", "--profile-m", "64"],
 }

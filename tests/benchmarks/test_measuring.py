@@ -382,9 +382,9 @@ def test_wrong_usage_exits_2(command: str, fact: str) -> None:
 
 
 def test_stock_without_its_kernels_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(stock, "_has", lambda namespace, name: name != "cutlass_scaled_mm")
+    monkeypatch.setattr(stock, "NEEDED", ("no_such_kernel",))
     (tmp_path / "lib.so").write_text("no library")
-    with pytest.raises(MissingError, match=r"cutlass_scaled_mm .*lib\.so.* --vllm-library"):
+    with pytest.raises(MissingError, match=r"no_such_kernel .*lib\.so.* --vllm-library"):
         stock.find(tmp_path / "lib.so")
     monkeypatch.setattr(stock, "_installed", list)
     assert stock.find(None) is None

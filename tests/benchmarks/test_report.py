@@ -192,7 +192,7 @@ RATES = [
     *(rate("sparse", value, "6:8", number=i) for i, value in enumerate((980, 100, 970), 1)),
     rate("stock", 500, m=128),
     rate("sparse", 400, "2_8", m=128),  # the other spelling of 6:8
-    rate("sparse+dense", 300, "6:8", m=128),  # a system of older tables
+    rate("unfused", 300, "6:8", m=128),  # another sparse system
     rate("stock", 20, stage="decode"),
     rate("stock", 10, stage="decode"),  # again: this one counts
     rate("sparse", 12.5, "6:8", stage="decode"),
@@ -217,7 +217,7 @@ def test_whole_models(tmp_path: Path) -> None:
     ]
     assert over_dense[1:3] == [["64", "2.00", "1.10"], ["128", "-", "-"]]
     assert efficiency[1] == ["64", "100.0%", "82.7%"]  # 970 / 1100 / 1.6 / (2 / 3)
-    assert tables(text, "tiny, sparse+dense, prefill, INT8")[1][2] == ["128", "0.60"]
+    assert tables(text, "tiny, unfused, prefill, INT8")[1][2] == ["128", "0.60"]
     assert tables(text, "tiny, decode, INT8")[0][1] == ["64", "10.00", "12.50"]
     found = {(row[0], row[1]): row[2:6] for row in tables(text, "Beside stock vLLM")[0][1:]}
     assert found == {

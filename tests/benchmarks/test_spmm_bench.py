@@ -91,8 +91,8 @@ def test_one_product_that_is_left_out_is_too_wrong() -> None:
     """One key among 4096 of equal size has a share of 1/4096; the bound is a seventh of that."""
     assert bench.allowed(4096) < 1 / 4096 / 7
     x, weight = torch.ones(1, 4096), torch.ones(1, 4096)
-    assert bench._Right(x, weight).error(torch.tensor([[4095.0]])) == pytest.approx(1 / 4096)
-    assert not bench._Right(x, weight).error(torch.tensor([[torch.nan]])) <= 1
+    assert bench._Expected(x, weight).error(torch.tensor([[4095.0]])) == pytest.approx(1 / 4096)
+    assert not bench._Expected(x, weight).error(torch.tensor([[torch.nan]])) <= 1
 
 
 def test_matmul_settings_come_back() -> None:

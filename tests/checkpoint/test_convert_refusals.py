@@ -23,7 +23,6 @@ from checkpoints import (
     edit_json,
     llama,
     refused,
-    set_value,
     snapshot,
     tensors_of,
     w8a8,
@@ -53,7 +52,8 @@ def test_weights_that_are_not_finite(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, value: float
 ) -> None:
     monkeypatch.setattr(storage, "CHUNK_ELEMENTS", 640)  # ten rows of q_proj
-    weight = set_value(set_value(float_tensors(LLAMA)[f"{Q}.weight"].to(dtype), 41, 7, value), 63, 0, value)
+    weight = float_tensors(LLAMA)[f"{Q}.weight"].to(dtype)
+    weight[41, 7] = weight[63, 0] = value
     source = llama(tmp_path / "source", dtype=dtype, **{WEIGHT: weight})
     refused(source, f"{Q}.weight in {MODEL} holds 2 values", f"row 41, column 7 ({value})")
 

@@ -52,9 +52,9 @@ def transformers_model(block: dict[str, Any] | None = None) -> nn.Module:
     return model  # type: ignore[no-any-return]
 
 
-def write_master(folder: Path, block: dict[str, Any] | None = None, seed: int = 0) -> Path:
+def write_master(folder: Path, block: dict[str, Any] | None = None) -> Path:
     """BF16 master weights.  Blocks weigh more than the token that they read, so that the next token depends on them."""
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator().manual_seed(0)
     tensors = {}
     for name, like in transformers_model().state_dict().items():
         noise = torch.randn(like.shape, generator=generator)
@@ -75,7 +75,7 @@ def write(folder: Path, tensors: dict[str, Tensor], block: dict[str, Any] | None
     return folder
 
 
-def write_offline(master: Path, folder: Path, block: dict[str, Any], packed: bool = True) -> Path:
+def write_offline(master: Path, folder: Path, block: dict[str, Any], packed: bool) -> Path:
     """The ternary form of a master checkpoint, by transformers' own functions."""
     from transformers.integrations.bitnet import pack_weights
 

@@ -63,7 +63,7 @@ def llama(
     return write(folder, LLAMA.config(), tensors, shards)
 
 
-def w8a8(folder: Path, quant: str = "int8", strategy: str = "channel", shards: int = 1) -> Path:
+def w8a8(folder: Path, quant: str = "int8", strategy: str = "channel") -> Path:
     """The same model as an unpruned W8A8 checkpoint, whose layer DOWN is ignored: a float one."""
     tensors = float_tensors(LLAMA)
     for name in LLAMA.linears():
@@ -76,10 +76,10 @@ def w8a8(folder: Path, quant: str = "int8", strategy: str = "channel", shards: i
         tensors[f"{name}.weight_scale"] = scale.bfloat16() if strategy == "channel" else scale.reshape(1)
     block = quantization_config(quant, strategy)
     block["ignore"] = ["re:.*lm_head", DOWN]
-    return write(folder, {**LLAMA.config(), "quantization_config": block}, tensors, shards)
+    return write(folder, {**LLAMA.config(), "quantization_config": block}, tensors)
 
 
-def bert(folder: Path, prefix: str = "", architecture: str = "BertModel") -> Path:
+def bert(folder: Path, architecture: str = "BertModel") -> Path:
     """A two-layer BERT-like encoder with a pooler, and a tokenizer of the words w0 to w49."""
     generator = torch.Generator().manual_seed(1)
     tensors = {
@@ -102,7 +102,6 @@ def bert(folder: Path, prefix: str = "", architecture: str = "BertModel") -> Pat
         for name, shape in shapes.items():
             tensors[f"encoder.layer.{i}.{name}.weight"] = torch.randn(*shape, generator=generator)
             tensors[f"encoder.layer.{i}.{name}.bias"] = torch.randn(shape[0], generator=generator)
-    tensors = {prefix + name: tensor for name, tensor in tensors.items()}
     config = {"architectures": [architecture], "model_type": "bert", "hidden_act": "gelu", "hidden_size": 32}
     config |= {"intermediate_size": 48, "num_attention_heads": 4, "num_hidden_layers": 2, "vocab_size": 50}
     write(folder, config | {"max_position_embeddings": 16}, tensors)
@@ -155,13 +154,6 @@ def edit_header(path: Path, text: str | None = None, **changed: dict[str, Any]) 
         text = json.dumps(header)
     encoded = text.encode()
     path.write_bytes(struct.pack("<Q", len(encoded)) + encoded + raw[8 + length :])
-
-
-def set_value(tensor: Tensor, row: int, column: int, value: float) -> Tensor:
-    """A copy with one value replaced."""
-    changed = tensor.clone()
-    changed[row, column] = value
-    return changed
 
 
 def snapshot(folder: Path) -> dict[str, bytes]:

@@ -97,7 +97,7 @@ class FakeLibrary:
     def outputs_of(self, dtype: str) -> tuple[str, ...]:
         return {"int8": self.outs, "fp8": ("bf16",)}.get(dtype, ())
 
-    def epilogue(self, dtype: str, out: str, device: torch.device | None = None) -> str:
+    def epilogue(self, dtype: str, out: str) -> str:
         return "none" if out == "int32" else self.scale
 
     def operand(self, weight: Tensor, layout: Layout = TN) -> Tensor:
@@ -136,8 +136,8 @@ class FakeLibrary:
 class FakeClock:
     """Runs launches, and reads their times from the tables of the libraries."""
 
-    def __init__(self, *libraries: FakeLibrary, graphs: bool = True) -> None:
-        self._libraries, self._graphs = libraries, graphs
+    def __init__(self, *libraries: FakeLibrary) -> None:
+        self._libraries = libraries
         self.prepared: list[tuple[str, int, float]] = []  # algorithm, copies, target
         self.sampled: dict[str, int] = {}
 
@@ -158,12 +158,14 @@ class FakeClock:
         for i in range(copies):
             launch(i)
         self.prepared.append((name, copies, target_us))
-        return _FakeReplay(self, name, us, self._graphs)
+        return _FakeReplay(self, name, us)
 
 
 class _FakeReplay:
-    def __init__(self, clock: FakeClock, name: str, us: float, graphed: bool) -> None:
-        self._clock, self._name, self._us, self.graphed = clock, name, us, graphed
+    graphed = True
+
+    def __init__(self, clock: FakeClock, name: str, us: float) -> None:
+        self._clock, self._name, self._us = clock, name, us
 
     def samples(self, count: int) -> list[float]:
         self._clock.sampled[self._name] = self._clock.sampled.get(self._name, 0) + count
@@ -171,13 +173,10 @@ class _FakeReplay:
 
 
 def session(
-    *libraries: FakeLibrary,
-    limit: float | None = None,
-    now: Callable[[], float] | None = None,
-    graphs: bool = True,
+    *libraries: FakeLibrary, limit: float | None = None, now: Callable[[], float] | None = None
 ) -> Session:
     deadline = Deadline(limit, now) if now else Deadline(limit)
-    return Session(GPU, FakeClock(*libraries, graphs=graphs), Inputs(CPU, GPU.l2_bytes), deadline)
+    return Session(GPU, FakeClock(*libraries), Inputs(CPU, GPU.l2_bytes), deadline)
 
 
 class Ticks:

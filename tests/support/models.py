@@ -84,9 +84,9 @@ QWEN = Decoder("Qwen2ForCausalLM")
 LLAMA = Decoder("LlamaForCausalLM")
 
 
-def float_tensors(model: Decoder, seed: int = 0) -> dict[str, torch.Tensor]:
+def float_tensors(model: Decoder) -> dict[str, torch.Tensor]:
     """All tensors of the model in BF16."""
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator().manual_seed(0)
 
     def normal(*shape: int, std: float) -> torch.Tensor:
         return (torch.randn(*shape, generator=generator) * std).to(torch.bfloat16)
@@ -125,16 +125,14 @@ def quantization_config(quant: str, strategy: str = "channel") -> dict[str, obje
     }
 
 
-def write_float(model: Decoder, folder: Path, seed: int = 0) -> Path:
+def write_float(model: Decoder, folder: Path) -> Path:
     """A BF16 Hugging Face checkpoint in one file."""
-    return _write(folder, model.config(), float_tensors(model, seed))
+    return _write(folder, model.config(), float_tensors(model))
 
 
-def write_w8a8(
-    model: Decoder, folder: Path, quant: str = "int8", strategy: str = "channel", seed: int = 0
-) -> Path:
+def write_w8a8(model: Decoder, folder: Path, quant: str = "int8", strategy: str = "channel") -> Path:
     """An unpruned compressed-tensors W8A8 checkpoint; INT8 codes stay within LARGEST_EXACT_CODE."""
-    tensors = float_tensors(model, seed)
+    tensors = float_tensors(model)
     for name in model.linears():
         weight = tensors[f"{name}.weight"]
         rows = weight if strategy == "channel" else weight.reshape(1, -1)
@@ -176,13 +174,11 @@ def shrink_codes(folder: Path) -> Path:
     return folder
 
 
-def write_config(
-    folder: Path, pattern: str | None, quant: str = "int8", layout: str = "dense", model: Decoder = QWEN
-) -> Path:
+def write_config(folder: Path, pattern: str | None, quant: str = "int8", layout: str = "dense") -> Path:
     """The config.json of a W8A8 checkpoint, pruned or not, and nothing else."""
     folder.mkdir(parents=True)
     block = quantization_config(quant)
     if pattern:
         block["slidesparse"] = {"version": 1, "pattern": pattern, "layout": layout, "layers": {}}
-    (folder / "config.json").write_text(json.dumps(model.config() | {"quantization_config": block}))
+    (folder / "config.json").write_text(json.dumps(QWEN.config() | {"quantization_config": block}))
     return folder

@@ -20,13 +20,13 @@ def square(dtype: str, pattern: str, m: int, provider: str, us: float) -> str:
     return f"square,square,square,{dtype},{pattern},{m},{m},{m},{provider},{us * 0.9},{us},{us * 1.1},auto"
 
 
-def layer(model: str, name: str, pattern: str, m: int, provider: str, us: float, dtype: str = "int8") -> str:
-    return f"model,{model},{name},{dtype},{pattern},{m},100,200,{provider},{us},{us},{us},auto"
+def layer(model: str, name: str, pattern: str, m: int, provider: str, us: float) -> str:
+    return f"model,{model},{name},int8,{pattern},{m},100,200,{provider},{us},{us},{us},auto"
 
 
-def four(model: str, pattern: str, m: int, provider: str, us: float, dtype: str = "int8") -> list[str]:
+def four(model: str, pattern: str, m: int, provider: str, us: float) -> list[str]:
     """Four layers that take ``us`` together: 1, 2, 3 and 4 tenths of it."""
-    return [layer(model, name, pattern, m, provider, us * (i + 1) / 10, dtype) for i, name in enumerate(FOUR)]
+    return [layer(model, name, pattern, m, provider, us * (i + 1) / 10) for i, name in enumerate(FOUR)]
 
 
 def summed(model: str, pattern: str, m: int, provider: str, us: float, dtype: str = "int8") -> str:

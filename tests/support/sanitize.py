@@ -1,6 +1,6 @@
 """Every kernel and both GEMM libraries on small odd shapes, to be run where accesses out of bounds are seen::
 
-    compute-sanitizer --tool memcheck --error-exitcode 9 python tests/sanitize.py [WORD OF A CASE'S NAME ...]
+    compute-sanitizer --tool memcheck --error-exitcode 9 python tests/support/sanitize.py [WORD OF A CASE'S NAME ...]
 
 Tensors get memory of their own, not a piece of torch's pool, so that the tool knows where they end.  Inputs lie between
 NaN, Inf or large codes and outputs, where they can be handed over, between guards that must survive.  Results are

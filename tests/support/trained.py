@@ -3,7 +3,7 @@
 A model that has learned something is needed where top-1 tokens are compared: random weights give logits that differ
 by little more than rounding errors, so that whatever happens to them proves nothing.
 
-As a program: ``python trained.py OUT [STEPS]`` trains and writes a BF16 checkpoint and ``held_out.npy``, text that the
+As a program: ``python trained.py OUT`` trains and writes a BF16 checkpoint and ``held_out.npy``, text that the
 model has not seen, and prints what came of it as JSON.
 """
 
@@ -22,6 +22,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+DEVICE = "cuda"
 VOCABULARY = 320  # 256 bytes, and a few that never occur
 SHAPE = {
     "hidden_size": 256,
@@ -68,14 +69,14 @@ def corpus() -> tuple[np.ndarray, np.ndarray]:
     return np.frombuffer(training, np.uint8), np.frombuffer(held_out, np.uint8)
 
 
-def train(steps: int = STEPS, batch: int = BATCH, device: str = "cuda") -> tuple[object, np.ndarray, Outcome]:
-    """The model, held-out text and the outcome.  ``batch`` windows of WINDOW bytes a step."""
+def train(out: Path) -> Outcome:
+    """Train, and write the checkpoint and the held-out text into ``out``."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     started = time.monotonic()
     torch.manual_seed(0)
     training, held_out = corpus()
-    data = torch.from_numpy(training.copy()).to(device)
+    data = torch.from_numpy(training.copy()).to(DEVICE)
     config = LlamaConfig(
         vocab_size=VOCABULARY,
         rms_norm_eps=1e-6,
@@ -84,17 +85,17 @@ def train(steps: int = STEPS, batch: int = BATCH, device: str = "cuda") -> tuple
         bos_token_id=256,
         **SHAPE,
     )
-    model = LlamaForCausalLM(config).to(device)
+    model = LlamaForCausalLM(config).to(DEVICE)
     optimizer = torch.optim.AdamW(
         model.parameters(), LEARNING_RATE, (0.9, 0.98), weight_decay=0.05, fused=True
     )
-    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: _rate(step, steps))
-    generator = torch.Generator(device).manual_seed(0)
-    offsets = torch.arange(WINDOW, device=device)
-    for _ in range(steps):
-        starts = torch.randint(len(data) - WINDOW, (batch, 1), generator=generator, device=device)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, _rate)
+    generator = torch.Generator(DEVICE).manual_seed(0)
+    offsets = torch.arange(WINDOW, device=DEVICE)
+    for _ in range(STEPS):
+        starts = torch.randint(len(data) - WINDOW, (BATCH, 1), generator=generator, device=DEVICE)
         windows = data[starts + offsets].long()
-        with torch.autocast(device, torch.bfloat16):
+        with torch.autocast(DEVICE, torch.bfloat16):
             logits = _logits(model, windows)
         loss = _loss(logits, windows) + LOGSUMEXP * logits.logsumexp(-1).square().mean()
         loss.backward()
@@ -102,13 +103,15 @@ def train(steps: int = STEPS, batch: int = BATCH, device: str = "cuda") -> tuple
         optimizer.step()
         schedule.step()
         optimizer.zero_grad()
-    outcome = Outcome(_bits(model, held_out, device), _unigram_bits(held_out), time.monotonic() - started)
-    return model, held_out, outcome
+    outcome = Outcome(_bits(model, held_out), _unigram_bits(held_out), time.monotonic() - started)
+    model.to(torch.bfloat16).save_pretrained(out)
+    np.save(out / HELD_OUT, held_out)
+    return outcome
 
 
-def _rate(step: int, steps: int) -> float:
+def _rate(step: int) -> float:
     warm = min(1.0, (step + 1) / WARM_UP)
-    return warm * (0.02 + 0.98 * 0.5 * (1 + math.cos(math.pi * step / steps)))
+    return warm * (0.02 + 0.98 * 0.5 * (1 + math.cos(math.pi * step / STEPS)))
 
 
 def _logits(model: object, windows: Tensor) -> Tensor:
@@ -129,9 +132,9 @@ def windows_of(text: np.ndarray, count: int, length: int) -> np.ndarray:
 
 
 @torch.no_grad()
-def _bits(model: object, held_out: np.ndarray, device: str) -> float:
-    windows = torch.from_numpy(windows_of(held_out, 64, WINDOW)).long().to(device)
-    with torch.autocast(device, torch.bfloat16):
+def _bits(model: object, held_out: np.ndarray) -> float:
+    windows = torch.from_numpy(windows_of(held_out, 64, WINDOW)).long().to(DEVICE)
+    with torch.autocast(DEVICE, torch.bfloat16):
         return _loss(_logits(model, windows), windows).item() / math.log(2)
 
 
@@ -141,14 +144,5 @@ def _unigram_bits(text: np.ndarray) -> float:
     return float(-(shares * np.log2(shares)).sum())
 
 
-def write(out: Path, steps: int = STEPS, batch: int = BATCH, device: str = "cuda") -> Outcome:
-    """Train and write the checkpoint and the held-out text into ``out``."""
-    model, held_out, outcome = train(steps, batch, device)
-    model.to(torch.bfloat16).save_pretrained(out)  # type: ignore[attr-defined]
-    np.save(out / HELD_OUT, held_out)
-    return outcome
-
-
 if __name__ == "__main__":
-    steps = int(sys.argv[2]) if len(sys.argv) > 2 else STEPS
-    print(json.dumps(asdict(write(Path(sys.argv[1]), steps))))
+    print(json.dumps(asdict(train(Path(sys.argv[1])))))
