@@ -377,7 +377,7 @@ def test_w8a8_weights_without_their_config(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("linear", "facts"),
     [
-        ("q_proj|k_proj", ["covers", "q_proj but not model.layers.0.self_attn.v_proj", "joins them"]),
+        ("q_proj|k_proj", ["covers", "q_proj but not model.layers.0.self_attn.v_proj", "fuses them"]),
         ("lm_head", ["'lm_head' matches none of the 14 linear layers"]),
         ("layernorm", ["matches none of the 14 linear layers"]),
     ],
