@@ -44,7 +44,7 @@ SHARE = 0.05  # --gpu-memory-utilization: the cache's size is given, so this onl
 
 @dataclass(frozen=True)
 class Engine:
-    """What identifies an engine's process: runs that agree in it share one."""
+    """Identifies the process of an engine: runs that agree in it share one."""
 
     system: str
     pattern: str

@@ -237,7 +237,7 @@ def test_the_library_refuses_what_its_kernels_cannot_read(compiled: Any) -> None
     memory = torch.zeros(4096)
     address = memory.data_ptr()
     names = [name for name, *_ in spmm_module._Call._fields_]
-    values = (address,) * 5 + (None, 8, 16, 8, 8, 16, 8, 2, 4, 0, 2, 0, 2, 0)
+    values = (address,) * 5 + (None, 8, 16, 8, 8, 16, 8, 2, 4, 0, 2, 0, 2)
     right = dict(zip(names, values, strict=True))
     wrong = dict.fromkeys(("x", "values", "offsets", "out", "partials"), address + 4)
     wrong |= {"ldx": 6, "ldw": 20, "ldo": 10, "kept": 5, "group": 33, "variant": 3, "splits": 0}

@@ -40,7 +40,7 @@ MEBIBYTE = 1 << 20
 # takes once, an arena of the allocator, a thread, a size that comes up for the first time, one or two of them: some MiB
 # when the machine is busy.  So the second smallest window counts.  A prompt's activations of one layer are 20 to 40 KB.
 WINDOWS = 4
-DISTURBED = 150  # requests between two reloads of the weights
+DISTURBED = 75  # requests between two reloads of the weights
 LEAK = (48 if ON_GPU else 12) << 10  # bytes a request; on a GPU new sizes of prefill batches make plans
 GPU_GROWTH = 32 * MEBIBYTE  # PyTorch's allocator takes segments of 2 and 20
 START_SECONDS = 300

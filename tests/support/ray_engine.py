@@ -50,8 +50,8 @@ def describe_worker(worker: Any) -> dict[str, Any]:
     from vllm.platforms import current_platform
 
     schemes = {name: getattr(module, "scheme", None) for name, module in worker.get_model().named_modules()}
-    states = {name: getattr(scheme, "state", None) for name, scheme in schemes.items()}
-    ours = {name: state.arguments for name, state in states.items() if hasattr(state, "arguments")}
+    found = {name: getattr(scheme, "arguments", None) for name, scheme in schemes.items()}
+    ours = {name: arguments for name, arguments in found.items() if arguments}
     return {
         **describe(worker.vllm_config),
         "layers": {name: [arguments[0], arguments[-1]] for name, arguments in ours.items()},
