@@ -12,9 +12,9 @@ RANK, ALPHA = 8, 16
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 
 
-def write_adapter(model: Path, folder: Path) -> Path:
+def write_adapter(model: Path, folder: Path, seed: int = 0) -> Path:
     """A random adapter for all linear layers of the float checkpoint ``model``, with an effect that shows."""
-    generator = torch.Generator().manual_seed(0)
+    generator = torch.Generator().manual_seed(seed)
     tensors = {}
     for name, weight in load_file(model / "model.safetensors").items():
         if name.removesuffix(".weight").rsplit(".", 1)[-1] not in PROJECTIONS:
