@@ -15,7 +15,8 @@ from torch import Tensor
 from slidesparse import profiling
 from slidesparse.gemm import cuda
 from slidesparse.gemm.backend import LayerSpec
-from slidesparse.gemm.cuda import LibraryBackend, NativePlan
+from slidesparse.gemm.cuda import NativePlan
+from slidesparse.gemm.library import LibraryBackend
 from slidesparse.gemm.problem import NAMES, TN, Layout, LibraryError, Problem, require_operand
 from slidesparse.quantize import FP8
 

@@ -1,4 +1,4 @@
-"""The parts that backends on GPUs share: token buckets, cached plans, workspaces of streams, and base classes.
+"""The parts that backends on GPUs share: token buckets, cached plans, workspaces of streams, and a base class.
 
 A plan is for one M, and the number of tokens in a step may be any.  Activations are therefore padded to buckets, 16
 from each power of two to the next, so that at most 1/16 of the rows are padding (below 256 tokens: up to 15 rows, which
@@ -18,18 +18,17 @@ from contextlib import AbstractContextManager, nullcontext
 from functools import cache
 from importlib.util import find_spec
 from types import ModuleType
-from typing import Any, Generic, TypeVar, cast
+from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor
 
-from slidesparse import profiling
 from slidesparse.build.compile import build
 from slidesparse.build.find import ToolchainError, find_library
 from slidesparse.errors import INSTALL_CUDA
 from slidesparse.gemm import tuned
 from slidesparse.gemm.backend import Tunable, TwoStep
-from slidesparse.gemm.problem import NAMES, LibraryError, Plan, Problem
+from slidesparse.gemm.problem import LibraryError, Plan, Problem
 from slidesparse.pattern import round_up
 from slidesparse.quantize import FP8, INT8
 
@@ -317,84 +316,3 @@ class CudaBackend(TwoStep, ABC):
         """Raise LibraryError unless the backend has products of these types."""
         if problem.out not in self.outputs_of(problem.dtype):
             raise LibraryError(f"{self.name} products are {self.products}, asked for {problem}")
-
-
-class LibraryBackend(CudaBackend):
-    """A backend on a GEMM library of NVIDIA's: a plan for each bucket of tokens, and a kernel that scales after it.
-
-    BF16 layers take the product in BF16, where the library has it, and scale that; others take INT32 or float32 sums.
-    Stock vLLM rounds once, at the end; here the sum is rounded to BF16 as well, half an ulp more, which halves the
-    bytes between GEMM and scaling.
-    """
-
-    def scaled_matmul(
-        self,
-        q: Tensor,
-        scale_x: Tensor,
-        packed: Tensor,
-        scale_w: Tensor,
-        bias: Tensor | None,
-        out_dtype: torch.dtype,
-    ) -> Tensor:
-        """See `Backend.scaled_matmul`."""
-        from slidesparse.gemm import launches  # late: it needs this module
-
-        n = scale_w.shape[0]
-        if q.shape[0] == 0:
-            return q.new_empty(0, n, dtype=out_dtype)
-        rounds = out_dtype == torch.bfloat16 and "bf16" in self.products[NAMES[q.dtype]]
-        with profiling.stage("product", q):
-            acc = self.accumulate(q, packed, n, out_dtype if rounds else SUMS[q.dtype])
-        with profiling.stage("scale", q):
-            return launches.dequant_bias(acc, scale_x, scale_w, bias, out_dtype)
-
-    def accumulate(
-        self,
-        q: Tensor,
-        weight: Tensor,
-        n: int,
-        dtype: torch.dtype,
-        scale_w: Tensor | None = None,
-        scale_x: Tensor | None = None,
-        bias: Tensor | None = None,
-    ) -> Tensor:
-        """q [M, K'] @ weight.T, with scales and bias if the library applies them -> [M, N] of ``dtype``, rows strided.
-
-        The weight is from `pack`; without scales INT32 and float32 hold full sums.  Raises LibraryError.
-        """
-        if q.shape[1] % self.alignment:
-            q = pad(q, self.alignment)
-        (m, k), columns, index = q.shape, round_up(n, self.alignment), q.get_device()
-        if not self.takes(weight, columns, k, q.dtype):
-            raise LibraryError(
-                f"a weight of {weight.dtype} {tuple(weight.shape)} for products [{m}, {k}] @ [{n}, {k}].T of "
-                f"{q.dtype}: pack the weight for the backend {self.name}, from as many columns"
-            )
-        rows = bucket(m)
-        key = (q.dtype, dtype, columns, k, rows, scale_w is not None, bias is not None)
-        with on_device(index):
-            plan = plans(self.name, index).get(key, self._plan, *key, q.device)
-            profiling.chose(plan.algorithm)
-            out = q.new_empty(rows, columns, dtype=dtype)
-            q = q if rows == m and q.is_contiguous() else with_rows(q, rows)
-            scale_x = None if scale_x is None else with_rows(scale_x, rows)
-            plan.run(q, weight, out, scale_w, scale_x, bias)
-        return out if rows == m and columns == n else out[:m, :n]
-
-    @abstractmethod
-    def takes(self, weight: Tensor, n: int, k: int, dtype: torch.dtype) -> bool:
-        """Return whether a weight is packed for products of [m, k] and [n, k].T of ``dtype``."""
-
-    def _plan(
-        self,
-        operand: torch.dtype,
-        out: torch.dtype,
-        n: int,
-        k: int,
-        m: int,
-        scaled: bool,
-        bias: bool,
-        device: torch.device,
-    ) -> Plan:
-        problem = Problem(NAMES[operand], NAMES[out], n, k, m, "both" if scaled else "none", bias)
-        return tuned_plan(cast("Tunable", self), problem, device)

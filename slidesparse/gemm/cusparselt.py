@@ -15,7 +15,8 @@ from torch import Tensor
 from slidesparse.build.find import ToolchainError, require_supported
 from slidesparse.gemm import cuda
 from slidesparse.gemm.backend import LayerSpec, require_none_broken
-from slidesparse.gemm.cuda import LibraryBackend, NativePlan
+from slidesparse.gemm.cuda import NativePlan
+from slidesparse.gemm.library import LibraryBackend
 from slidesparse.gemm.problem import TN, Layout, LibraryError, Problem, require_operand
 from slidesparse.pattern import round_up
 

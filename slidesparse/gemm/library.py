@@ -1,0 +1,95 @@
+"""A base class for the GEMM libraries of NVIDIA, cuBLASLt and cuSPARSELt: a GEMM, and a kernel that scales after it."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from typing import cast
+
+import torch
+from torch import Tensor
+
+from slidesparse import profiling
+from slidesparse.gemm import cuda, launches
+from slidesparse.gemm.backend import Tunable
+from slidesparse.gemm.cuda import CudaBackend
+from slidesparse.gemm.problem import NAMES, LibraryError, Plan, Problem
+from slidesparse.pattern import round_up
+
+
+class LibraryBackend(CudaBackend):
+    """A backend on a GEMM library of NVIDIA's: a plan for each bucket of tokens, and a kernel that scales after it.
+
+    BF16 layers take the product in BF16, where the library has it, and scale that; others take INT32 or float32 sums.
+    Stock vLLM rounds once, at the end; here the sum is rounded to BF16 as well, half an ulp more, which halves the
+    bytes between GEMM and scaling.
+    """
+
+    def scaled_matmul(
+        self,
+        q: Tensor,
+        scale_x: Tensor,
+        packed: Tensor,
+        scale_w: Tensor,
+        bias: Tensor | None,
+        out_dtype: torch.dtype,
+    ) -> Tensor:
+        """See `Backend.scaled_matmul`."""
+        n = scale_w.shape[0]
+        if q.shape[0] == 0:
+            return q.new_empty(0, n, dtype=out_dtype)
+        rounds = out_dtype == torch.bfloat16 and "bf16" in self.products[NAMES[q.dtype]]
+        with profiling.stage("product", q):
+            acc = self.accumulate(q, packed, n, out_dtype if rounds else cuda.SUMS[q.dtype])
+        with profiling.stage("scale", q):
+            return launches.dequant_bias(acc, scale_x, scale_w, bias, out_dtype)
+
+    def accumulate(
+        self,
+        q: Tensor,
+        weight: Tensor,
+        n: int,
+        dtype: torch.dtype,
+        scale_w: Tensor | None = None,
+        scale_x: Tensor | None = None,
+        bias: Tensor | None = None,
+    ) -> Tensor:
+        """q [M, K'] @ weight.T, with scales and bias if the library applies them -> [M, N] of ``dtype``, rows strided.
+
+        The weight is from `pack`; without scales INT32 and float32 hold full sums.  Raises LibraryError.
+        """
+        if q.shape[1] % self.alignment:
+            q = cuda.pad(q, self.alignment)
+        (m, k), columns, index = q.shape, round_up(n, self.alignment), q.get_device()
+        if not self.takes(weight, columns, k, q.dtype):
+            raise LibraryError(
+                f"a weight of {weight.dtype} {tuple(weight.shape)} for products [{m}, {k}] @ [{n}, {k}].T of "
+                f"{q.dtype}: pack the weight for the backend {self.name}, from as many columns"
+            )
+        rows = cuda.bucket(m)
+        key = (q.dtype, dtype, columns, k, rows, scale_w is not None, bias is not None)
+        with cuda.on_device(index):
+            plan = cuda.plans(self.name, index).get(key, self._plan, *key, q.device)
+            profiling.chose(plan.algorithm)
+            out = q.new_empty(rows, columns, dtype=dtype)
+            q = q if rows == m and q.is_contiguous() else cuda.with_rows(q, rows)
+            scale_x = None if scale_x is None else cuda.with_rows(scale_x, rows)
+            plan.run(q, weight, out, scale_w, scale_x, bias)
+        return out if rows == m and columns == n else out[:m, :n]
+
+    @abstractmethod
+    def takes(self, weight: Tensor, n: int, k: int, dtype: torch.dtype) -> bool:
+        """Return whether a weight is packed for products of [m, k] and [n, k].T of ``dtype``."""
+
+    def _plan(
+        self,
+        operand: torch.dtype,
+        out: torch.dtype,
+        n: int,
+        k: int,
+        m: int,
+        scaled: bool,
+        bias: bool,
+        device: torch.device,
+    ) -> Plan:
+        problem = Problem(NAMES[operand], NAMES[out], n, k, m, "both" if scaled else "none", bias)
+        return cuda.tuned_plan(cast("Tunable", self), problem, device)
