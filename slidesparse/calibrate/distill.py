@@ -413,7 +413,7 @@ def _block_output(
         x: [samples, tokens, hidden], which the block reads.
     """
     block = kind(sizes, weights)
-    block.read = Rounded(dtype, rounded) if rounded else None
+    block.read = Rounded(dtype, rounded)
     with torch.autocast(x.device.type, torch.bfloat16, enabled=x.device.type == "cuda"):
         return block.output(x)
 
