@@ -2,14 +2,26 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from models import QWEN, converted, write_w8a8
 from zygote import Request, Zygote
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]
+
+ON_GPU = torch.cuda.is_available()
+MODEL = replace(QWEN, hidden=256, head_dim=64)  # which FlashAttention has kernels for
+GPU_OPTIONS = {
+    "dtype": "float16",
+    "enforce_eager": False,
+    "gpu_memory_utilization": 0.1,
+    "kv_cache_memory_bytes": 1 << 30,
+    "disable_custom_all_reduce": True,
+}
 
 
 # A server notices; the client of an offline `vllm.LLM`, SyncMPClient of 0.28.0, waits for ever when its core is killed
@@ -21,11 +33,14 @@ pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 def test_a_process_that_is_killed(
     zygote: Zygote, tmp_path: Path, task: str, victim: str, options: dict[str, Any]
 ) -> None:
-    model = converted(write_w8a8(QWEN, tmp_path / "w8a8"), tmp_path / "pruned", "6:8")
+    ranks = options.get("tensor_parallel_size", 1)
+    if ON_GPU and torch.cuda.device_count() < ranks:
+        pytest.skip(f"needs {ranks} GPUs")
+    model = converted(write_w8a8(MODEL, tmp_path / "w8a8"), tmp_path / "pruned", "6:8")
     request = Request(
         str(model),
         env={"VLLM_ENABLE_V1_MULTIPROCESSING": "1"},
-        options=options,
+        options=options | (GPU_OPTIONS if ON_GPU else {}),
         task=task,
         work={"victim": victim, "seconds": 1.0},
         seconds=240,
