@@ -16,7 +16,7 @@ from vllm.model_executor.parameter import BasevLLMParameter
 
 from slidesparse.bitmask import decompress
 from slidesparse.checkpoint.storage import CheckpointError
-from slidesparse.quantize import FP8, INT8
+from slidesparse.quantize import FP8
 
 Loader = Callable[..., None]
 
@@ -36,15 +36,15 @@ class Arrivals:
         self._name, self._columns, self._parts = name, columns, parts
         self._arrived: dict[str, set[object]] = {"weight": set(), "weight_scale": set(), "bias": set()}
 
-    def watch(self, loader: Loader, layer: torch.nn.Module) -> Loader:
-        """Wrap vLLM's ``loader(parameter, tensor, part)`` so that it checks the tensor first."""
+    def watch(self, loader: Loader, kind: str) -> Loader:
+        """Wrap vLLM's ``loader(parameter, tensor, part)`` of a ``kind``, so that it checks the tensor first.
+
+        The kind is weight, weight_scale or bias.  Neither shape nor dtype tells them apart: a layer of one out-feature
+        has a scale and a bias [1], and zero points of static activations are INT8, as weights are.
+        """
 
         @functools.wraps(loader)
         def check_and_load(parameter: Any, tensor: Tensor, *part: Any, **more: Any) -> None:
-            kind = "weight" if parameter.dtype in (INT8, FP8) else "weight_scale"
-            bias = getattr(layer, "bias", None)  # vLLM makes it after the others
-            if bias is not None and parameter.shape == bias.shape:
-                kind = "bias"
             self._check(kind, parameter, tensor)
             try:
                 loader(parameter, tensor, *part, **more)

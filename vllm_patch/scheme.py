@@ -101,12 +101,14 @@ class SlideSparseScheme(CompressedTensorsScheme):
         slid = self._slides if self.slided else None
         columns = slid.layout(whole).slided if slid else whole
         self.arrivals = Arrivals(self.name, columns, len(kwargs["output_partition_sizes"]))
-        kwargs["weight_loader"] = self.arrivals.watch(kwargs["weight_loader"], layer)
-        # vLLM makes the bias next, with this loader.
-        layer.weight_loader = self.arrivals.watch(layer.weight_loader, layer)
         self.inner.create_weights(layer=layer, **kwargs)
+        for kind in ("weight", "weight_scale"):
+            parameter = getattr(layer, kind)
+            parameter.weight_loader = self.arrivals.watch(parameter.weight_loader, kind)
+        # vLLM makes the bias next, with this loader.
+        layer.weight_loader = self.arrivals.watch(layer.weight_loader, "bias")
         if self.config.resolution.layout == "packed":
-            take_packed(layer, self.name, kwargs["weight_loader"])
+            take_packed(layer, self.name, layer.weight.weight_loader)
         if self.dense_because is None and self._is_other_head(dtype):
             self.dense_because = f"{str(dtype).removeprefix('torch.')} outputs"
         if self.dense_because:
@@ -131,7 +133,7 @@ class SlideSparseScheme(CompressedTensorsScheme):
             layer.register_parameter(
                 "weight",
                 ModelWeightParameter(
-                    data=slided, input_dim=1, output_dim=0, weight_loader=kwargs["weight_loader"]
+                    data=slided, input_dim=1, output_dim=0, weight_loader=weight.weight_loader
                 ),
             )
 

@@ -82,6 +82,10 @@ class Quantization:
         """The names (possibly one for each expert) and the regexes of the ignore list."""
         return frozenset(self.ignore), [entry for entry in self.ignore if entry.startswith("re:")]
 
+    def names(self, layer: str) -> bool:
+        """Return whether a target names a layer, by name or by a ``re:`` regex, not by its class."""
+        return any(_names(target, layer) for target in self.targets)
+
     def scheme(self, layer: str, dtype: str) -> Scheme | None:
         """Return the scheme of a layer whose weight has ``dtype``, or None if it is not quantized.
 

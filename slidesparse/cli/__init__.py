@@ -1,5 +1,19 @@
 """The command line."""
 
-from slidesparse.cli.main import main
+import sys
 
-__all__ = ["main"]
+from slidesparse.errors import INTERRUPTED
+
+
+def main() -> None:
+    """The ``slidesparse`` command, which an interrupt ends in one line even while it is imported.
+
+    Once it is, ``slidesparse.cli.main`` is the module of that name.
+    """
+    try:
+        from slidesparse.cli.main import main as run
+
+        run()
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        sys.exit(INTERRUPTED)

@@ -38,6 +38,7 @@ from slidesparse.checkpoint.storage import (
     plan_file,
 )
 from slidesparse.checkpoint.w8a8 import (
+    FP8_METHOD,
     KINDS,
     Quantization,
     Scheme,
@@ -62,6 +63,7 @@ BY_SKIP, BY_BUDGET = "--skip", "by the budget"
 ROUTED = "routed experts, which vLLM serves"
 QUANTIZED = "quantized in the source, not a linear layer of a block"
 
+_HEAD = re.compile(r"(^|\.)lm_head$")
 _ACTIVATIONS = (".input_scale", ".input_zero_point")  # of static activation quantization
 
 
@@ -75,7 +77,7 @@ class Part:
     layer: str | None = None  # name of the layer, if the tensor is a weight to quantize
     in_features: int = 0  # K of the layer
     pattern: Pattern | None = None  # None: not pruned
-    scheme: Scheme | None = None  # how the source quantized the layer, if it did
+    scheme: Scheme | None = None  # how the source quantized the layer, if it did; without a layer, an lm_head
 
     def chunks(self) -> Iterator[slice]:
         """Yield the rows of each chunk; with a mixed pattern, whole strips, whose blocks are chosen together."""
@@ -179,6 +181,7 @@ def make_plan(
     routed = architectures.experts(checkpoint.tensors)
     rewritten = source is not None and source.rewritten(experts=bool(routed))
     _require_fitting(checkpoint, options, source, converted)
+    heads = _float_heads(checkpoint, source)
     kept: dict[str, str] = {}
     skipped: dict[str, str] = {}
     patterns: dict[str, Pattern | None]
@@ -199,7 +202,7 @@ def make_plan(
         others = {name: ROUTED for names in routed.values() for name in names if name not in kept}
         if source and rewritten:
             _require_none_ignored(checkpoint, source, kept)
-            others |= _quantized(checkpoint, source, {*kept, *patterns, *others})
+            others |= _quantized(checkpoint, source, {*kept, *patterns, *others, *heads})
         skipped |= others
         patterns |= dict.fromkeys(others)
     sizes = {name: _in_features(checkpoint, name, source, converted) for name in patterns}
@@ -207,13 +210,16 @@ def make_plan(
     dropped = {
         name for layer, found in schemes.items() if found and rewritten for name in _dropped(layer, found)
     }
+    dropped |= {layer + suffix for layer, found in heads.items() for suffix in (found.scale, *_ACTIVATIONS)}
     parts = tuple(
         Part(stored.spec, stored.file, ())
         if name in dropped
+        else _float_part(checkpoint, stored, heads[name.removesuffix(WEIGHT)])
+        if name.removesuffix(WEIGHT) in heads
         else _part(stored, options, patterns, sizes, schemes, rewritten)
         for name, stored in checkpoint.tensors.items()
     )
-    for layer in _other_matrices(checkpoint, sizes):
+    for layer in _other_matrices(checkpoint, {*sizes, *heads}):
         kept.setdefault(layer, BY_SOURCE if source and source.ignores(layer) else NOT_LINEAR)
     pattern = options.pattern
     if by_budget:
@@ -232,9 +238,9 @@ def make_plan(
         new = new_block(options.quant or "int8", ignore_list(_ignore_names(kept)))
     elif rewritten:
         left = {name: why for name, why in kept.items() if not source.ignores(name)}
-        new = rewritten_block(block, source, partial(_quant, options), _ignore_names(left))
+        new = rewritten_block(block, source, partial(_quant, options), [*_ignore_names(left), *heads])
     else:
-        new = dict(block)
+        new = {**block, **({"ignore": [*source.ignore, *heads]} if heads else {})}
     return ConversionPlan(
         checkpoint=checkpoint,
         options=options,
@@ -243,7 +249,7 @@ def make_plan(
         parts=parts,
         kept=kept,
         skipped=skipped,
-        rewritten=_rewriting(schemes.values()) if rewritten else "",
+        rewritten="; ".join(_rewriting(schemes.values() if rewritten else (), heads)),
         config=_config(checkpoint, new, metadata),
         converted=converted,
     )
@@ -397,6 +403,21 @@ def _quantized(checkpoint: Checkpoint, source: Quantization, known: Container[st
     return {name: QUANTIZED for name in found if checkpoint.require(name + WEIGHT).dtype not in FLOATS}
 
 
+def _float_heads(checkpoint: Checkpoint, source: Quantization | None) -> dict[str, Scheme]:
+    """Return the quantized lm_heads to multiply out, with their schemes.
+
+    vLLM (0.25.1, 0.28) serves one that a target names.  It takes one of the class Linear for a float one, and ends with
+    "There is no module or parameter named 'lm_head.weight_scale'".
+    """
+    found: dict[str, Scheme] = {}
+    for name in filter(_HEAD.search, architectures.layer_names(checkpoint.tensors)):
+        scheme = _scheme(checkpoint, name, source)
+        if source and scheme and (source.method == FP8_METHOD or not source.names(name)):
+            require_quantized(checkpoint, name, source)
+            found[name] = scheme
+    return found
+
+
 def _patterns(
     chosen: Sequence[str], groups: Sequence[tuple[str, ...]], options: ConvertOptions
 ) -> dict[str, Pattern]:
@@ -484,6 +505,13 @@ def _part(
     return Part(spec, stored.file, tuple(out), layer, k, pattern, scheme)
 
 
+def _float_part(checkpoint: Checkpoint, stored: StoredTensor, scheme: Scheme) -> Part:
+    """Return the part of a weight to multiply out, to the dtype of the largest float tensor: of the embedding."""
+    floats = [each.spec for each in checkpoint.tensors.values() if each.spec.dtype in FLOATS]
+    dtype = max(floats, key=lambda spec: spec.nbytes).dtype
+    return Part(stored.spec, stored.file, (stored.spec._replace(dtype=dtype),), scheme=scheme)
+
+
 def _dropped(layer: str, scheme: Scheme) -> Iterator[str]:
     """Yield the names of a layer's tensors that are not copied from the source."""
     yield from (layer + suffix for suffix in _ACTIVATIONS)
@@ -491,7 +519,7 @@ def _dropped(layer: str, scheme: Scheme) -> Iterator[str]:
         yield layer + scheme.scale
 
 
-def _rewriting(schemes: Iterable[Scheme | None]) -> str:
+def _rewriting(schemes: Iterable[Scheme | None], heads: Iterable[str]) -> Iterator[str]:
     """Describe the changes to the source's quantization."""
     counts: Counter[str] = Counter()
     for scheme in schemes:
@@ -506,7 +534,10 @@ def _rewriting(schemes: Iterable[Scheme | None]) -> str:
             counts["activations now quantized per token, not per tensor"] += 1
         elif scheme and scheme.strategy == "tensor":
             counts["per-tensor scales written per channel, as experts need them"] += 1
-    return "; ".join(f"{count} layers: {words}" for words, count in counts.items())
+    yield from (f"{count} layers: {words}" for words, count in counts.items())
+    yield from (
+        f"{name} in floats, as vLLM loads a quantized one only where a target names it" for name in heads
+    )
 
 
 def _ignore_names(kept: Mapping[str, str]) -> Iterator[str]:

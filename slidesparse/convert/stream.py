@@ -63,7 +63,7 @@ from slidesparse.checkpoint.storage import (
     Writer,
     is_inside,
 )
-from slidesparse.checkpoint.w8a8 import holds_floats
+from slidesparse.checkpoint.w8a8 import Scheme, holds_floats
 from slidesparse.convert.budget import Choice, layers
 from slidesparse.convert.choose import Outcome, estimate, prune_within
 from slidesparse.convert.options import ConvertOptions
@@ -71,7 +71,7 @@ from slidesparse.convert.plan import ConversionPlan, Part, calibration_task, mak
 from slidesparse.convert.report import Facts, Report, layer_rows, read_back
 from slidesparse.errors import CalibrationError
 from slidesparse.pattern import SlidePattern
-from slidesparse.quantize import FP8, dequantize_blocks, quantize_rows
+from slidesparse.quantize import FP8, dequantize_blocks, dequantize_rows, quantize_rows
 from slidesparse.slide import slide
 
 ROTATED = "the residual stream and the values of each head, in the weights"
@@ -415,6 +415,8 @@ def _write_chunk(
     if part.layer is None:
         if part.out:
             values = reader.rows(part.source.name, rows)  # float32 if it was rotated
+            if part.scheme:
+                values = _multiplied_out(values, part.scheme, reader, part.source.name, rows)
             writer.write(part.source.name, rows.start, values.to(DTYPES[part.out[0].dtype]))
         return
     if codes and part.pattern:
@@ -426,6 +428,14 @@ def _write_chunk(
         weight = slide(weight, part.pattern, layer=part.layer)
     assert weight.dtype == DTYPES[part.out[0].dtype]
     part.write(writer, rows.start, weight, scale if part.scaled else None)
+
+
+def _multiplied_out(values: Tensor, scheme: Scheme, reader: Reader, name: str, rows: slice) -> Tensor:
+    """Return codes times their scales, [M, K] float32, for ``rows`` of the weight ``name``."""
+    scale = reader.whole(name.removesuffix(WEIGHT) + scheme.scale)
+    if scheme.block:
+        return dequantize_blocks(values, scale, scheme.block, rows.start)
+    return dequantize_rows(values, scale.reshape(-1)[rows] if scheme.strategy == "channel" else scale)
 
 
 def _make(plan: ConversionPlan, part: Part, rows: slice, reader: Reader) -> tuple[Tensor, Tensor | None]:

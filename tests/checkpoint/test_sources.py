@@ -10,7 +10,7 @@ import pytest
 import torch
 from checkpoints import DOWN, LLAMA, Q, config_of, convert, edit_json, refused, tensors_of
 from commands import Done
-from models import quantization_config
+from models import float_tensors, quantization_config
 from moe import MODELS
 from strategies import assert_same_bits
 from tool_sources import compressed, fp8
@@ -140,6 +140,36 @@ def test_blocks_are_multiplied_out(tmp_path: Path) -> None:
     after = tensors_of(tmp_path / "fp8")
     assert_same_bits(after[f"{Q}.weight"], weight)
     assert_same_bits(after[f"{Q}.weight_scale"], scales)
+
+
+@pytest.mark.vllm
+@pytest.mark.parametrize("preset", ["W8A8", "FP8_DYNAMIC", "FP8_BLOCK"])
+def test_a_quantized_head_is_multiplied_out(tmp_path: Path, preset: str) -> None:
+    """vLLM takes one of the class Linear for floats; one that a target names it serves, so that stays."""
+    plain = scheme(preset, ["Linear"], **({"block_structure": [32, 16]} if "BLOCK" in preset else {}))
+    report = convert(
+        compressed(tmp_path / "source", {"group_0": plain}, []), tmp_path / "slided", layout="slided"
+    )
+    assert report.rewritten.endswith(
+        "lm_head in floats, as vLLM loads a quantized one only where a target names it"
+    )
+    assert "lm_head" not in {**report.kept, **report.skipped}
+    convert(tmp_path / "slided", tmp_path / "out")
+    before, after = tensors_of(tmp_path / "source"), tensors_of(tmp_path / "out")
+    scale = before["lm_head.weight_scale"].float()
+    if "BLOCK" in preset:
+        n, k = before["lm_head.weight"].shape
+        scale = scale.repeat_interleave(32, 0)[:n].repeat_interleave(16, 1)[:, :k]
+    assert_same_bits(after["lm_head.weight"], (before["lm_head.weight"].float() * scale).bfloat16())
+    assert [name for name in after if "lm_head" in name] == ["lm_head.weight"]
+    assert config_of(tmp_path / "out")["quantization_config"]["ignore"] == ["lm_head"]
+
+    named = scheme("W8A8", ["Linear", "re:.*lm_head"])
+    report = convert(compressed(tmp_path / "named", {"group_0": named}, []), tmp_path / "as_named")
+    assert not report.rewritten
+    before, after = tensors_of(tmp_path / "named"), tensors_of(tmp_path / "as_named")
+    check_codes(before, after, "lm_head", pruned=False)
+    assert config_of(tmp_path / "as_named")["quantization_config"]["ignore"] == []
 
 
 @pytest.mark.vllm
@@ -296,16 +326,31 @@ def test_fp8_with_a_scale_a_tensor(tmp_path: Path, static: bool, layout: str) ->
     check_block(tmp_path / "dense", "fp8", {"lm_head"})
 
 
-def test_fp8_layers_that_are_no_linear_layers_of_a_block(tmp_path: Path) -> None:
-    """A quantized head is written anew too, unpruned; floats stay, whatever the list of them says."""
-    source = fp8(tmp_path / "source", (32, 16), layers=[*(set(LINEARS) - {DOWN}), "lm_head"])
+@pytest.mark.parametrize("block", [(32, 16), None])
+def test_fp8_layers_that_are_no_linear_layers_of_a_block(
+    tmp_path: Path, block: tuple[int, int] | None
+) -> None:
+    """They are written anew too, unpruned; but the head in floats.  Floats stay, whatever the list of them says."""
+    layers = [*(set(LINEARS) - {DOWN}), "lm_head", "mtp.in"]
+    tensors = float_tensors(LLAMA)
+    tensors["mtp.in.weight"] = tensors["lm_head.weight"].roll(1)
+    source = fp8(tmp_path / "source", block, tensors=tensors, layers=layers)
+    edit_json(
+        source / "config.json",
+        quantization_config={**config_of(source)["quantization_config"], "ignored_layers": []},
+    )
     report = convert(source, tmp_path / "out")
-    assert report.skipped == {"lm_head": "quantized in the source, not a linear layer of a block"}
+    assert report.skipped == {"mtp.in": "quantized in the source, not a linear layer of a block"}
     assert report.kept == {DOWN: "not quantized in the source"}
     before, after = tensors_of(source), tensors_of(tmp_path / "out")
-    assert after["lm_head.weight"].dtype == FP8
-    assert after["lm_head.weight_scale"].shape == (LLAMA.vocabulary, 1)
+    assert after["mtp.in.weight"].dtype == FP8
+    assert after["mtp.in.weight_scale"].shape == (LLAMA.vocabulary, 1)
     assert_same_bits(after[f"{DOWN}.weight"], before[f"{DOWN}.weight"])
+    assert after["lm_head.weight"].dtype == torch.bfloat16
+    assert not any(name.startswith("lm_head.weight_scale") for name in after)
+    error = after["lm_head.weight"].float() - tensors["lm_head.weight"].float()
+    assert error.abs().max() <= tensors["lm_head.weight"].abs().max() / 16  # that of FP8's three bits
+    check_block(tmp_path / "out", "fp8", {"lm_head", DOWN})
 
 
 @pytest.mark.parametrize("block", [(32, 16), None])

@@ -239,6 +239,23 @@ def test_an_interrupt_without_calibration_leaves_nothing(
     assert sorted(path.name for path in tmp_path.iterdir()) == ["source"]
 
 
+@pytest.mark.parametrize("module", ["typer", "rich.table", "slidesparse.cli.evaluate"])
+def test_an_interrupt_while_the_command_is_imported(module: str) -> None:
+    program = f"""
+import os, signal, sys
+class Interrupter:
+    def find_spec(self, name, path=None, target=None):
+        if name == {module!r}:
+            os.kill(os.getpid(), signal.SIGINT)
+sys.meta_path.insert(0, Interrupter())
+from slidesparse.cli import main
+main()
+"""
+    command = [sys.executable, "-c", program, "--version"]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=60, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "interrupted\n")
+
+
 def test_a_budget_prints_what_can_be_had_for_which_loss(
     source: Path, tmp_path: Path, calib: tuple[object, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -159,6 +159,32 @@ def test_weights_without_their_zeros_serve_the_same(farm: Farm) -> None:
     assert not differences(forced(packed), forced(stock))
 
 
+def bitnet(pattern: str) -> list[Engine]:
+    sparse = Engine("int8", pattern, "float16", bitnet=True)
+    exact, graphs = replace(sparse, system="exact"), replace(sparse, mode="graphs")
+    return [*compiled_beside_stock(sparse), exact, replace(graphs, system="stock"), graphs]
+
+
+@needs(bitnet)
+@pytest.mark.parametrize("pattern", ["2_inf", "6:8"])
+def test_bitnet_is_stock_bit_for_bit(farm: Farm, pattern: str) -> None:
+    """vLLM's own kernels serve the same ternary codes under the plugin's model; the witness is the reference backend.
+
+    Weights are random, but logits are far from flat, and what comes next depends on the context.
+    """
+    stock, stock_compiled, ours, compiled, exact, stock_graphs, graphs = farm.answers(bitnet(pattern))
+    assert len(forced(stock)) >= 10_000
+    for found in (exact, ours):
+        assert not differences(forced(found), forced(stock))
+        assert not differences(greedy(found), greedy(stock))
+    assert not differences(greedy(graphs), greedy(stock_graphs))
+    print(f"BitNet {pattern}:")
+    require_only_rounding(stock, stock_compiled, ours, compiled)
+    texts = {tuple(best.token for best in text) for text in greedy(stock)}
+    assert len(texts) > len(greedy(stock)) // 2  # the answers depend on the prompts
+    assert len({best.token for best in forced(stock)}) > 100  # nor are they always the same few
+
+
 def int8_in_bfloat16(pattern: str) -> list[Engine]:
     systems = ("stock", "exact", "sparse", "rounded")
     engines = [Engine("int8", pattern, "bfloat16", system=name) for name in systems]

@@ -94,6 +94,20 @@ def test_groups_of_layers_that_others_quantized(zygote: Zygote, tmp_path: Path) 
     assert (foreseen.patterns, foreseen.count(preflight.UNQUANTIZED)) == ({"6:8": 7}, 1)
 
 
+@pytest.mark.parametrize(("targets", "words"), [(["Linear"], "in floats"), (["Linear", "lm_head"], "")])
+def test_a_quantized_head(zygote: Zygote, tmp_path: Path, targets: list[str], words: str) -> None:
+    """One that vLLM would fail to load as it is, and one that it serves."""
+    from compressed_tensors.quantization import preset_name_to_scheme
+
+    source = compressed(tmp_path / "source", {"group_0": preset_name_to_scheme("W8A8", targets)}, [], QWEN)
+    assert words in convert(source, tmp_path / "out").rewritten
+    model = shrink_codes(tmp_path / "out")
+    expected = served(zygote, model, {"DISABLE_SLIDESPARSE": "1"})
+    found = served(zygote, model)
+    assert found.tokens == expected.tokens
+    assert "8 layers sparse, 1 dense (1 lm_head)" in found.summary
+
+
 WIDE = Decoder("Qwen2ForCausalLM", hidden=256, intermediate=512, head_dim=64)
 
 

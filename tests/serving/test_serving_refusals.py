@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -12,6 +13,9 @@ from edits import SPARSE_FLAGS, edited, refused
 from models import QWEN, converted, write_w8a8
 from safetensors.torch import load_file
 from zygote import Request, Zygote
+
+from slidesparse.checkpoint.storage import CheckpointError
+from slidesparse.pattern import SlidePattern
 
 pytestmark = pytest.mark.vllm
 
@@ -24,12 +28,15 @@ def pruned(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_other_schemes_are_left_to_vllm_and_counted(zygote: Zygote, pruned: Path, tmp_path: Path) -> None:
-    """Static, asymmetric, unquantized and unpruned layers beside sparse ones: same tokens as stock, all counted."""
+    """Static, asymmetric, unquantized and unpruned layers beside sparse ones: same tokens as stock, all counted.
+
+    Static ones with a zero point, which is INT8 like a weight.
+    """
     group = json.loads((pruned / "config.json").read_text())["quantization_config"]["config_groups"][
         "group_0"
     ]
     weights, activations = group["weights"], group["input_activations"]
-    static = {**activations, "strategy": "tensor", "dynamic": False}
+    static = {**activations, "strategy": "tensor", "dynamic": False, "symmetric": False}
     asymmetric = {**activations, "symmetric": False}
     groups = {
         "static": {"targets": ["re:.*0.mlp.down_proj"], "weights": weights, "input_activations": static},
@@ -46,6 +53,7 @@ def test_other_schemes_are_left_to_vllm_and_counted(zygote: Zygote, pruned: Path
     )
     tensors = {
         "model.layers.0.mlp.down_proj.input_scale": torch.tensor([0.05]),
+        "model.layers.0.mlp.down_proj.input_zero_point": torch.tensor([3], dtype=torch.int8),
         "model.layers.0.self_attn.o_proj.weight_scale": None,
         "model.layers.0.self_attn.o_proj.weight": torch.randn(dense.shape, generator=generator) * 0.05,
         "model.layers.1.self_attn.o_proj.weight": dense,
@@ -91,6 +99,43 @@ def test_schemes_that_are_not_w8a8() -> None:
     )
     int8 = {"is_static_input_scheme": False, "input_symmetric": True, "strategy": "tensor"}
     assert refusal(scheme("CompressedTensorsW8A8Int8", **int8)) is None
+
+
+@pytest.mark.parametrize("missing", ["", "weight", "weight_scale", "bias"])
+def test_a_layer_of_one_out_feature(monkeypatch: pytest.MonkeyPatch, missing: str) -> None:
+    """Its bias has the shape of its scale, [1]."""
+    from slidesparse.vllm_patch import compat
+    from slidesparse.vllm_patch.scheme import SlideSparseScheme
+    from vllm.model_executor.layers.quantization.compressed_tensors.schemes import CompressedTensorsW8A8Int8
+
+    for of in ("rank", "world_size"):
+        monkeypatch.setattr(f"vllm.model_executor.parameter.get_tensor_model_parallel_{of}", lambda: 0)
+    for name in ("loads_dummy_weights", "loads_by_name"):
+        monkeypatch.setattr(compat, name, lambda: False)
+    layer = torch.nn.Module()
+    layer.weight_loader = lambda parameter, tensor: parameter.data.copy_(tensor)
+    config: Any = SimpleNamespace(resolution=SimpleNamespace(layout="dense", backend="reference"))
+    inner = CompressedTensorsW8A8Int8("tensor", is_static_input_scheme=False, input_symmetric=True)
+    scheme = SlideSparseScheme(config, inner, "score", None, SlidePattern(8), "not pruned")
+    sizes = {"input_size_per_partition": 16, "input_size": 16, "output_partition_sizes": [1]}
+    scheme.create_weights(
+        layer, **sizes, output_size=1, params_dtype=torch.float32, weight_loader=layer.weight_loader
+    )
+    layer.bias = torch.nn.Parameter(torch.empty(1))
+    layer.bias.weight_loader = layer.weight_loader
+    tensors = {
+        "weight": torch.ones(1, 16, dtype=torch.int8),
+        "weight_scale": torch.tensor([0.5]),
+        "bias": torch.tensor([-2.0]),
+    }
+    for kind in tensors.keys() - {missing}:
+        parameter = getattr(layer, kind)
+        parameter.weight_loader(parameter, tensors[kind])
+    if missing:
+        with pytest.raises(CheckpointError, match=f"score: the checkpoint lacks its {missing}"):
+            scheme.arrivals.require_all(layer)
+    else:
+        scheme.arrivals.require_all(layer)
 
 
 def test_experts_are_recognized() -> None:

@@ -37,13 +37,16 @@ SMALL = {
 }
 
 
-def transformers_model(block: dict[str, Any] | None = None) -> nn.Module:
-    """transformers' model of SMALL on the CPU in float32; with ``block`` its linear layers are AutoBitLinear."""
+def transformers_model(block: dict[str, Any] | None = None, **shape: int) -> nn.Module:
+    """transformers' model of SMALL, or of another shape, on the CPU in float32.
+
+    With ``block`` its linear layers are AutoBitLinear.
+    """
     from transformers import BitNetConfig, BitNetForCausalLM
     from transformers.integrations.bitnet import AutoBitLinear
 
     torch.compiler.set_stance("force_eager")  # for its decorated functions
-    model = BitNetForCausalLM(BitNetConfig(**SMALL)).eval()
+    model = BitNetForCausalLM(BitNetConfig(**{**SMALL, **shape})).eval()
     if block:
         for name in DECODER.layers(model.state_dict()):
             old = model.get_submodule(name)
@@ -52,25 +55,30 @@ def transformers_model(block: dict[str, Any] | None = None) -> nn.Module:
     return model  # type: ignore[no-any-return]
 
 
-def write_master(folder: Path, block: dict[str, Any] | None = None) -> Path:
-    """BF16 master weights.  Blocks weigh more than the token that they read, so that the next token depends on them."""
+def write_master(
+    folder: Path, block: dict[str, Any] | None = None, blocks: float = 3.0, **shape: int
+) -> Path:
+    """BF16 master weights.  Blocks weigh more than the token that they read, so that the next token depends on them.
+
+    ``blocks`` is how much; the more, the more rounding errors grow from one to the next.
+    """
     generator = torch.Generator().manual_seed(0)
     tensors = {}
-    for name, like in transformers_model().state_dict().items():
+    for name, like in transformers_model(**shape).state_dict().items():
         noise = torch.randn(like.shape, generator=generator)
         if "norm" in name:
             noise = 1 + 0.2 * noise
         else:
-            noise *= 0.3 if "embed" in name else 3 * like.shape[1] ** -0.5
+            noise *= 0.3 if "embed" in name else blocks * like.shape[1] ** -0.5
         tensors[name] = noise.to(torch.bfloat16)
     del tensors["lm_head.weight"]
-    return write(folder, tensors, block)
+    return write(folder, tensors, block, **shape)
 
 
-def write(folder: Path, tensors: dict[str, Tensor], block: dict[str, Any] | None) -> Path:
+def write(folder: Path, tensors: dict[str, Tensor], block: dict[str, Any] | None, **shape: int) -> Path:
     folder.mkdir(parents=True)
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    config = {**SMALL, "quantization_config": block} if block else SMALL
+    config = {**SMALL, **shape, **({"quantization_config": block} if block else {})}
     (folder / "config.json").write_text(json.dumps(config, indent=1))
     return folder
 

@@ -16,6 +16,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
+import bitnets
 import numpy as np
 import pytest
 import trained
@@ -58,6 +59,7 @@ COMMON: dict[str, Any] = {
     "gpu_memory_utilization": 0.02,
 }
 STOCK = {"DISABLE_SLIDESPARSE": "1"}
+STOCK_KERNELS = {"quantization": "compressed-tensors"}  # vLLM's, under a model that only the plugin has
 YARDSTICKS = {"exact": "float64", "rounded": "bfloat16"}
 
 # Prompts and what is generated stay within one block of keys of FlashAttention 3 (128 for heads of 64), which it cannot
@@ -85,6 +87,7 @@ class Engine:
     skip: str = ""  # layers that are quantized and not pruned, one of the four kinds
     parallel: str = ""  # of PARALLEL
     fuse: bool = False  # norms and activations with quantization, where the model is compiled
+    bitnet: bool = False  # a BitNet with random weights and the trained model's shape, instead of that
 
     @property
     def layers(self) -> str:
@@ -175,16 +178,24 @@ class Farm:
         wait(self._answers.values())
 
     def checkpoint(self, engine: Engine) -> Path:
-        """The trained model as the engine serves it, converted once."""
-        name = (
-            f"{engine.quant}-{engine.pattern.replace(':', '_')}-{engine.layout}-{engine.method}{engine.skip}"
-        )
-        out = self.folder / name
+        """The engine's model as it serves it, converted once."""
+        model = "bitnet" if engine.bitnet else "trained"
+        pattern = engine.pattern.replace(":", "_")
+        out = self.folder / f"{model}-{engine.quant}-{pattern}-{engine.layout}-{engine.method}{engine.skip}"
         if not out.exists():
             pattern, skip = parse_pruned(engine.pattern), (engine.skip,) if engine.skip else ()
             options = ConvertOptions(pattern, engine.quant, engine.layout, engine.method, skip=skip)
-            convert(self.source, out, options)
+            convert(self._bitnet() if engine.bitnet else self.source, out, options)
         return out
+
+    def _bitnet(self) -> Path:
+        """Master weights of a BitNet, which answers to the same text."""
+        folder = self.folder / "bitnet"
+        if not folder.exists():
+            shape = {"vocab_size": trained.VOCABULARY, **trained.SHAPE}
+            # Top-1 tokens depend on the context, and float16 instead of float32 changes 6% of them; at 3, 16%.
+            bitnets.write_master(folder, blocks=1.5, **shape)
+        return folder
 
     def windows(self, count: int, length: int) -> list[list[int]]:
         """Pieces of text that the model has not seen."""
@@ -196,10 +207,11 @@ class Farm:
             work |= self.tasks[engine.task](self)
         else:  # captured attention may split long contexts, so that only short ones can be compared with eager
             work["windows"] = [] if engine.mode == "graphs" else self.windows(WINDOWS, WINDOW_LENGTH)
+        stock = engine.system == "stock"
         return Request(
             str(self.checkpoint(engine)),
             env={
-                **(STOCK if engine.system == "stock" else {}),
+                **(STOCK if stock and not engine.bitnet else {}),
                 **({BACKEND: ""} if engine.system in YARDSTICKS else {}),
                 "SLIDESPARSE_FUSE": "1" if engine.fuse else "0",
                 **work.pop("env", {}),
@@ -209,6 +221,7 @@ class Farm:
                 "dtype": engine.dtype,
                 **MODES[engine.mode],
                 **PARALLEL[engine.parallel],
+                **(STOCK_KERNELS if stock and engine.bitnet else {}),
                 **work.pop("options", {}),
             },
             task=engine.task,

@@ -2,6 +2,8 @@
 
     compute-sanitizer --tool memcheck --error-exitcode 9 python tests/support/sanitize.py [WORD OF A CASE'S NAME ...]
 
+The word spmm picks the hand-written N:M kernels alone, which racecheck, synccheck and initcheck take as well.
+
 Tensors get memory of their own, not a piece of torch's pool, so that the tool knows where they end.  Inputs lie between
 NaN, Inf or large codes and outputs, where they can be handed over, between guards that must survive.  Results are
 compared with the reference.  Exits with 1 when one differs; the tool tells the rest.
@@ -16,14 +18,18 @@ import os
 
 os.environ["PYTORCH_NO_CUDA_MEMORY_CACHING"] = "1"  # before torch is imported
 
+import ctypes
 import sys
 from collections.abc import Callable, Iterator
+from dataclasses import replace
+from itertools import product
 from typing import cast
 
 import torch
+from spmm_cases import SHAPES, integers
 from torch import Tensor
 
-from slidesparse import gemm, reference
+from slidesparse import gemm, reference, spmm
 from slidesparse.gemm import cuda as plans
 from slidesparse.gemm.backend import LayerSpec, Tunable
 from slidesparse.gemm.hopper import format as hopper_format
@@ -75,6 +81,15 @@ def poisoned(x: Tensor) -> Tensor:
     if x.element_size() > 1 and x.dtype.is_floating_point:
         wide[:, -MARGIN:] = torch.inf
     return wide[:, MARGIN : MARGIN + x.shape[1]].view(x.dtype)
+
+
+def beside(x: Tensor) -> Tensor:
+    """On the GPU, rows of whole vectors, of which those of ``x`` are the first columns: NaN or wild offsets follow."""
+    rows, columns = x.shape
+    value = torch.nan if x.dtype.is_floating_point else 0xFF
+    wide = torch.full((rows, columns + -columns % 16 + 16), value, dtype=x.dtype, device="cuda")
+    wide[:, :columns] = x.cuda()
+    return wide[:, :columns]
 
 
 class Guarded:
@@ -348,6 +363,41 @@ def hopper_producers() -> Iterator[Case]:
             yield f"hopper producers {pattern} K={k} phase={phase} {source}", run
 
 
+def spmm_products() -> Iterator[Case]:
+    """The hand-written N:M kernels in every variant, with guards around outputs and around partial sums."""
+    patterns = ((2, 4), (1, 4), (6, 8), (31, 32))
+    for (m, n, k), pattern, dtype, strip in product(SHAPES, patterns, spmm.DTYPES, (1, spmm.STRIP)):
+
+        def run(
+            m: int = m,
+            n: int = n,
+            k: int = k,
+            pattern: tuple[int, int] = pattern,
+            dtype: torch.dtype = dtype,
+            strip: int = strip,
+        ) -> bool:
+            x, weight = integers(m, n, k, *pattern, dtype, strip)
+            expected = (spmm.decompress(weight).double() @ x.double().t()).to(dtype)
+            stream, right = torch.cuda.current_stream().cuda_stream, True
+            for place in (tight, beside):
+                tokens = place(x.t()).t()
+                placed = replace(weight, values=place(weight.values), offsets=place(weight.offsets))
+                for variant, splits in product(spmm.VARIANTS, (1, 3)):
+                    call, *alive = spmm._prepare(tokens, placed, variant, splits, stream)
+                    out = Guarded(n, m, dtype, gap=4 + -m % 4)
+                    sums = Guarded(call.splits * n, m, torch.float32, gap=4 + -m % 4)
+                    call.out, call.ldo = out.out.data_ptr(), out.out.stride(0)
+                    if call.partials:
+                        call.partials = sums.out.data_ptr()
+                    spmm._require(spmm.native().slidesparse_spmm(ctypes.addressof(call)))
+                    right &= same(out.out, expected) and out.untouched() and sums.untouched()
+                    alive.clear()  # the kernel has ended
+            return right
+
+        kept, group = pattern
+        yield f"spmm {m} x {n} x {k} at {kept}:{group} {dtype} strip={strip}", run
+
+
 def main() -> int:
     """Run everything; 1 when a result is not what it should be."""
     import slidesparse.ops  # noqa: F401  registers the operators
@@ -355,7 +405,7 @@ def main() -> int:
     wrong = 0
     wanted = sys.argv[1:]  # words of which a case's name has one; none: all cases
     kinds = (quantization, dequantization, sliding, products, layers)
-    kinds += (hopper_quantization, hopper_producers, hopper_products)
+    kinds += (hopper_quantization, hopper_producers, hopper_products, spmm_products)
     for cases in kinds:
         for name, run in cases():
             if wanted and not any(word in name for word in wanted):
