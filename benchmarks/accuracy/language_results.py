@@ -14,10 +14,9 @@ from benchmarks.report.markdown import NOTHING, table
 
 PATTERNS, UNSTRUCTURED = ("8:10", "6:8", "4:6", "2:4"), ("25%", "33%")
 METHODS, QUANTS = ("sparsegpt", "wanda", "magnitude"), ("bf16", "int8", "fp8")
-DENSE, CONTROL, DISTILLED = "dense", "control", "kl"
-START = "start"  # what distillation began with, where that was made otherwise than the rest of the CSV
+DENSE = "dense"
 TEXTS = {"in": "held-out text", "out": "WikiText-2"}
-KEY = ["pattern", "method", "quant", "text", "distilled", "seed"]
+KEY = ["pattern", "method", "quant", "text", "seed"]
 PARITY = {
     ("llmcompressor", "default"): "its default, blocks of 128",
     ("llmcompressor", "block126"): "blocks of 126",
@@ -62,30 +61,13 @@ class Results:
         """Read a CSV."""
         return Results(pd.read_csv(source, keep_default_na=False).drop_duplicates(KEY, keep="last"))
 
-    def loss(
-        self,
-        pattern: str,
-        method: str,
-        quant: str,
-        text: str = "in",
-        distilled: str = "",
-        seed: int | None = None,
-    ) -> Loss | None:
+    def loss(self, pattern: str, method: str, quant: str, text: str = "in") -> Loss | None:
         """The loss of one kind of checkpoint; None where it was not measured."""
-        found = (self.rows[KEY[:-1]] == (pattern, method, quant, text, distilled)).all(axis=1)
-        if seed is not None:
-            found &= self.rows["seed"] == seed
+        found = (self.rows[KEY[:-1]] == (pattern, method, quant, text)).all(axis=1)
         if not found.any():
             return None
         rows = self.rows[found]
         return Loss(tuple(rows["delta_pct"]), rows["ci_low"].min(), rows["ci_high"].max())
-
-    def before_distillation(self, pattern: str, quant: str, text: str = "in") -> float | None:
-        """The loss that distillation started from: of seed 0, or else the mean of what there is."""
-        started = (self.rows["pattern"] == pattern) & (self.rows["distilled"] == START)
-        made = ("sparsegpt", quant, text, START if started.any() else "")
-        found = self.loss(pattern, *made, seed=0) or self.loss(pattern, *made)
-        return found.mean if found else None
 
     def kinds(self) -> list[tuple[str, str]]:
         """Patterns and methods, in the order of the tables."""
@@ -110,44 +92,6 @@ def losses(source: Path) -> str:
         for pattern, method in results.kinds()
     ]
     return table(("pattern", "method", "BF16", "INT8", "FP8", "WikiText-2, BF16", "INT8", "FP8"), rows, 2)
-
-
-def distilled(source: Path) -> str:
-    """Losses before and after distillation, and how much of the way to the dense models it went."""
-    results, rows = Results.of(source), []
-    for pattern in PATTERNS:
-        for quant in QUANTS:
-            cells: list[float | None] = []
-            for text in TEXTS:
-                after = results.loss(pattern, "sparsegpt", quant, text, DISTILLED, seed=0)
-                cells += [results.before_distillation(pattern, quant, text), after.mean if after else None]
-            if cells[1] is not None:
-                way = [closed(results, pattern, quant, to) for to in ("", CONTROL)]
-                rows.append((pattern, quant.upper(), *map(_shown, cells), *way))
-    for quant in QUANTS:
-        found = [results.loss(DENSE, "-", quant, text, after) for text in TEXTS for after in ("", CONTROL)]
-        if found[1]:
-            rows.append(("dense: control", quant.upper(), *map(_shown, found), NOTHING, NOTHING))
-    header = (
-        "pattern",
-        "",
-        "before",
-        "after",
-        "WikiText-2, before",
-        "after",
-        "way to the dense model",
-        "to the control",
-    )
-    return table(header, rows, 2)
-
-
-def closed(results: Results, pattern: str, quant: str, to: str) -> str:
-    """Percent of the way from the pruned model's loss to that of the dense one, or the control, in the same format."""
-    before, goal = results.before_distillation(pattern, quant), results.loss(DENSE, "-", quant, "in", to)
-    after = results.loss(pattern, "sparsegpt", quant, "in", DISTILLED, seed=0)
-    if before is None or goal is None or after is None:  # not measured
-        return NOTHING
-    return f"{100 * (before - after.mean) / (before - goal.mean):.0f}%"
 
 
 def encoder(source: Path) -> str:

@@ -102,6 +102,11 @@ def few() -> str:
     return _few_table(QWEN, STOCK, FEW_COLUMNS)
 
 
+def few_14b() -> str:
+    """Qwen2.5-14B in steps of few tokens and in prefill."""
+    return _few_table("Qwen2.5-14B", STOCK, {name: FEW_COLUMNS[name] for name in (BLOCKS, "6:8", "2:4")})
+
+
 def few_bitnet() -> str:
     """BitNet b1.58 2B in steps of few tokens, over its own unpruned codes by the same kernels."""
     return _few_table("BitNet-2B", BLOCKS, {name: name for name in ("6:8", "2:4")})
@@ -129,6 +134,7 @@ def gains() -> str:
         ("weights that are zero", "", *(f"{1 - float(pattern.density):.0%}" for pattern in each)),
         ("perplexity of a 107M model (1)", "", *(f"{losses.mean(pattern):+.2f}%" for pattern in patterns)),
         ("the same zeros, chosen by a budget", "", *chosen, ""),
+        ("after five minutes of distillation", "", "", "", f"{losses.losses('2:4', 'kl')[0]:+.2f}%"),
     ]
     ratios = _few(STOCK).groupby(level=["model", "dtype", "stage", "M"]).median().loc[QWEN, "int8"]
     for stage, m in ((stage, m) for stage, m in ratios.index if stage == "prefill" or m <= 32):
@@ -392,12 +398,12 @@ def budgets() -> str:
 
 
 TABLES: dict[str, Callable[[], str]] = {
-    **{make.__name__: make for make in (gains, models, few, few_bitnet, qwen, llama, fusion, step)},
+    **{make.__name__: make for make in (gains, models, few, few_14b, few_bitnet, qwen)},
+    **{make.__name__: make for make in (llama, fusion, step)},
     **{make.__name__: make for make in (layers, ranges, verdicts, products, heuristics, bandwidth)},
     **{make.__name__: make for make in (reference, efficiency, bitnet, blocks, budgets)},
     "losses": lambda: accuracy.losses(ACCURACY / "protocol_a.csv"),
     "losses-256": lambda: accuracy.losses(ACCURACY / "protocol_a_256.csv"),
-    "distilled": lambda: accuracy.distilled(ACCURACY / "protocol_a.csv"),
     "encoder": lambda: accuracy.encoder(ACCURACY / "protocol_b.csv"),
     "parity": lambda: accuracy.parity(ACCURACY / "parity.csv"),
 }
