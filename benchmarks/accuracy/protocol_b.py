@@ -25,8 +25,10 @@ from pathlib import Path
 
 import numpy as np
 
+from benchmarks.accuracy.protocol_a import BUDGET, budget_of
 from slidesparse import demo
 from slidesparse.calibrate.task import Calibration
+from slidesparse.convert.budget import MIDDLE
 from slidesparse.convert.options import ConvertOptions
 from slidesparse.convert.stream import convert
 from slidesparse.evaluate.embedding import Embedding, summarize
@@ -52,6 +54,7 @@ QUERY_LENGTH, DOCUMENT_LENGTH = 20, 100  # characters, at least
 DENSE = "dense"  # quantized, not pruned
 PATTERNS = ("8:10", "6:8", "4:6", "2:4")
 METHODS = ("sparsegpt", "wanda", "magnitude")
+BUDGETS = ("zeros 25%", "zeros 33.3%")
 FIELDS = (
     *("pattern", "method", "quant", "cosine_mean", "cosine_mean_low", "cosine_mean_high", "cosine_p1"),
     *("cosine_p1_low", "cosine_p1_high", "top10", "top10_low", "top10_high", "mrr", "mrr_low", "mrr_high"),
@@ -113,6 +116,7 @@ def gather(folder: Path) -> tuple[Path, Path]:
 def runs() -> list[tuple[str, str, str]]:
     """(pattern, method, quant), the most telling first."""
     ours = [(pattern, method, "int8") for pattern in ("6:8", "4:6", "2:4", "8:10") for method in METHODS]
+    ours += [(budget, BUDGET, "int8") for budget in BUDGETS]
     fp8 = [(pattern, "sparsegpt", "fp8") for pattern in ("6:8", "4:6", "2:4", "8:10")]
     return [*ours, (DENSE, "-", "int8"), *fp8, (DENSE, "-", "fp8")]
 
@@ -163,14 +167,20 @@ def main() -> None:
         if dense is None:
             dense = originals(options.folder, source, engine, ids)
         pattern, method, quant = run
-        made = options.folder / "-".join(run).replace(":", "_")
+        made = options.folder / "-".join(run).replace(":", "_").replace("%", "pct").replace(" ", "")
         shutil.rmtree(made, ignore_errors=True)
         if pattern == DENSE:
             convert(source, made, ConvertOptions(SlidePattern(None), quant))
         else:
             calibration = Calibration(str(calib), CALIBRATION_TEXTS, LONGEST, resume=True)
+            budget = budget_of(pattern) if method == BUDGET else None
             how = ConvertOptions(
-                parse_pruned(pattern), quant, method=method, calibration=calibration, seed=SEED
+                MIDDLE if budget else parse_pruned(pattern),
+                quant,
+                method="sparsegpt" if budget else method,
+                budget=budget,
+                calibration=calibration,
+                seed=SEED,
             )
             report = convert(source, made, how)
             made.with_suffix(".json").write_text(json.dumps(report.to_json(), indent=2))
