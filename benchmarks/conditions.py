@@ -73,13 +73,13 @@ def _installed(name: str) -> str | None:
 
 
 def _smi(gpu: Gpu) -> dict[str, str | float | None]:
-    """Ask nvidia-smi about the GPU; None for all fields when it cannot be asked."""
+    """Query nvidia-smi about the GPU; all fields are None if that fails."""
     program = shutil.which("nvidia-smi")
     unknown: dict[str, str | float | None] = dict.fromkeys(SMI_FIELDS)
     if program is None:
         return unknown
     command = [program, f"--query-gpu={','.join(SMI_FIELDS.values())}", "--format=csv,noheader,nounits"]
-    # Without an id it lists all GPUs, and the first is this one only where there is one.
+    # Without an id it lists all GPUs, and the first is this one only if there is just one.
     command += [f"--id=GPU-{gpu.uuid.removeprefix('GPU-')}"] if gpu.uuid else []
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=TOOL_SECONDS, check=False)
@@ -94,7 +94,7 @@ def _smi(gpu: Gpu) -> dict[str, str | float | None]:
 
 
 def _number(word: str) -> float | None:
-    """``"1980"`` -> 1980.0; None for what nvidia-smi does not know, such as ``"[N/A]"``."""
+    """``"1980"`` -> 1980.0; None for values that nvidia-smi does not know, such as ``"[N/A]"``."""
     try:
         return float(word)
     except ValueError:

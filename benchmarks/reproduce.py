@@ -1,8 +1,8 @@
-"""The measurements behind docs/benchmarks: the commands that make them, one after another, in parts.
+"""Run the measurements behind docs/benchmarks, one command after another, over several calls.
 
-Every command goes on from its own table when it is repeated; OUT/reproduce.json keeps how far each has come.  Whole
-models need checkpoints, which are made in OUT/models when their turn comes and deleted when no command needs them any
-longer: the largest pair takes 33 GB.
+Every command continues its own table when it is repeated; OUT/reproduce.json records the progress of each.  Whole
+models need checkpoints, which are created in OUT/models on demand and deleted when no command needs them any longer:
+the largest pair takes 33 GB.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from slidesparse.pattern import parse_pattern
 from slidesparse.tune.measure import Deadline
 from slidesparse.tune.shapes import MIXED_PATTERNS, PATTERNS
 
-PRODUCT = "slidesparse"  # the program of those commands that are not benchmarks
+PRODUCT = "slidesparse"  # the program of commands that are not benchmarks
 STATE, SAID = "reproduce.json", ("finished", "cells", "planned")
-LEAST = 60.0  # seconds that must be left to begin a command
+LEAST = 60.0  # least seconds left to begin a command
 LOADING = 240.0  # and one that loads engines first
 
 ALL = ",".join((*PATTERNS[:-1], "16:18", PATTERNS[-1]))
@@ -57,7 +57,7 @@ M_OF_E2E = ("--m", "512,1024,2048,4096,8192,16384,32768", "--decode-m", "1,4,16,
 
 @dataclass(frozen=True)
 class Step:
-    """One command; ``checkpoints`` are the folders that it reads, and what makes each."""
+    """One command; ``checkpoints`` are the folders that it reads, and the command that creates each."""
 
     name: str
     words: tuple[str, ...]
@@ -93,23 +93,23 @@ def _synth(folder: Path, model: str, dtype: str, pattern: str) -> tuple[Path, tu
 
 
 class Stopped(EnvironmentFault):
-    """A command that ended without a result; it has said why."""
+    """A command that ended without a result and has printed the reason."""
 
 
 def progress(out: Path) -> list[tuple[Step, dict[str, Any]]]:
-    """Every step, and what it said of itself last: "cells" that are measured of "planned" ones."""
+    """Every step with its last report: measured "cells" of "planned" ones."""
     known = read_conditions(out / STATE)
     return [(step, known.get(step.name, {})) for step in steps(out)]
 
 
 def left(out: Path) -> list[Step]:
-    """The steps that are not done; last those that came to their end, but with cells that failed."""
+    """The steps that are not done; last those that finished with failed cells."""
     found = [(step, said) for step, said in progress(out) if not done(said)]
     return [step for step, _ in sorted(found, key=lambda one: bool(one[1].get("finished")))]
 
 
 def done(said: dict[str, Any]) -> bool:
-    """Whether a step that said this has no cell left."""
+    """Whether a step with this report has no cell left."""
     return bool(said) and said["cells"] == said["planned"]
 
 
@@ -138,7 +138,7 @@ def part(out: Path, deadline: Deadline, say: Callable[[str], None]) -> None:
 
 
 def commands(out: Path) -> Iterator[str]:
-    """Return what a shell would run for the steps that are left."""
+    """Return the shell commands for the remaining steps."""
     for step in left(out):
         for path, words in step.checkpoints:
             yield f"test -d {shlex.quote(str(path))} || {shlex.join(words)}"
@@ -164,5 +164,5 @@ def _call(words: tuple[str, ...]) -> str:
 
 def _run(words: list[str]) -> tuple[int, str]:
     process = subprocess.Popen(words, stdout=subprocess.PIPE, text=True)
-    text, _ = process.communicate()  # interrupted, it ends by itself: engines have to be closed
+    text, _ = process.communicate()  # when interrupted, it ends by itself, because it has to close engines
     return process.returncode, text

@@ -1,6 +1,6 @@
 """The results of the protocols, read from their CSVs and put into the tables of docs/accuracy/README.md.
 
-A loss is what a model's perplexity is above that of the dense model in BF16, in percent.
+A loss is the increase in perplexity over the dense model in BF16, in percent.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from benchmarks.report.markdown import NOTHING, table
 PATTERNS, UNSTRUCTURED = ("8:10", "6:8", "4:6", "2:4"), ("25%", "33%")
 METHODS, QUANTS = ("sparsegpt", "wanda", "magnitude"), ("bf16", "int8", "fp8")
 DENSE, CONTROL, DISTILLED = "dense", "control", "kl"
-START = "start"  # what distillation began with, where that was made otherwise than the rest of the CSV
+START = "start"  # starting point of distillation, if it was made differently from the rest of the CSV
 TEXTS = {"in": "held-out text", "out": "WikiText-2"}
 KEY = ["pattern", "method", "quant", "text", "distilled", "seed"]
 PARITY = {
@@ -38,7 +38,7 @@ class Loss:
     """The loss of one kind of checkpoint, in percent, over the seeds of its calibration samples."""
 
     seeds: tuple[float, ...]
-    low: float  # the least end of the seeds' 95% intervals
+    low: float  # lowest end of the seeds' 95% intervals
     high: float
 
     @property
@@ -81,7 +81,7 @@ class Results:
         return Loss(tuple(rows["delta_pct"]), rows["ci_low"].min(), rows["ci_high"].max())
 
     def before_distillation(self, pattern: str, quant: str, text: str = "in") -> float | None:
-        """The loss that distillation started from: of seed 0, or else the mean of what there is."""
+        """The loss that distillation started from: that of seed 0, or else the mean of all seeds."""
         started = (self.rows["pattern"] == pattern) & (self.rows["distilled"] == START)
         made = ("sparsegpt", quant, text, START if started.any() else "")
         found = self.loss(pattern, *made, seed=0) or self.loss(pattern, *made)
@@ -99,7 +99,7 @@ def _shown(value: object) -> str:
 
 
 def losses(source: Path) -> str:
-    """Losses of all that was only pruned and quantized."""
+    """Losses of the checkpoints without distillation."""
     results = Results.of(source)
     rows = [
         (
@@ -113,7 +113,7 @@ def losses(source: Path) -> str:
 
 
 def distilled(source: Path) -> str:
-    """Losses before and after distillation, and how much of the way to the dense models it went."""
+    """Losses before and after distillation, and the share of the gap to the dense models that it closed."""
     results, rows = Results.of(source), []
     for pattern in PATTERNS:
         for quant in QUANTS:
@@ -142,7 +142,7 @@ def distilled(source: Path) -> str:
 
 
 def closed(results: Results, pattern: str, quant: str, to: str) -> str:
-    """Percent of the way from the pruned model's loss to that of the dense one, or the control, in the same format."""
+    """Percent of the gap between the losses of the pruned model and the dense one, or the control, that was closed."""
     before, goal = results.before_distillation(pattern, quant), results.loss(DENSE, "-", quant, "in", to)
     after = results.loss(pattern, "sparsegpt", quant, "in", DISTILLED, seed=0)
     if before is None or goal is None or after is None:  # not measured
