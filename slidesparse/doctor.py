@@ -1,7 +1,7 @@
 """Report what this machine can run, what is missing, and the remedy.  Standard library only; never fails.
 
 ``slidesparse doctor [--json]`` or ``python -m slidesparse.doctor [--json]``.  Torch and the backends are asked in
-a process of their own, so that a crash stays there.
+a child process, so that a crash there does no harm.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ from slidesparse.flags import DISABLE, PREFIX, SPARSITY, USE_CUBLASLT, USE_CUSPA
 
 Report = dict[str, Any]
 
-PROBE_SECONDS = 900  # to import torch from a cold disk, and to compile the kernels that were not
+PROBE_SECONDS = 900  # enough to import torch from a cold disk and to compile missing kernels
 TOOL_SECONDS = 20
 
-# Prints a JSON object a line, so that what was said before a crash counts.
+# Prints one JSON object per line, so that the output before a crash is still used.
 PROBE = """
 import json, sys
 say = lambda **facts: print("\\n" + json.dumps(facts), flush=True)
@@ -134,7 +134,7 @@ def _distribution(*names: str) -> Report:
 
 
 def _probe() -> Report:
-    """Ask torch and the backends; returns the sections ``torch`` and ``backends``."""
+    """Query torch and the backends; returns the sections ``torch`` and ``backends``."""
     torch: Report = _distribution("torch")
     found: Report = {"torch": torch, "backends": {}}
     failed = f"torch is not installed: {INSTALL}"
@@ -142,7 +142,7 @@ def _probe() -> Report:
         path = os.pathsep.join(filter(None, [str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH")]))
         out, failed = _run(sys.executable, "-c", PROBE, seconds=PROBE_SECONDS, PYTHONPATH=path)
         for line in out.splitlines():
-            with contextlib.suppress(ValueError, TypeError, KeyError):  # a line that is not ours
+            with contextlib.suppress(ValueError, TypeError, KeyError):  # output of a library
                 for section, facts in dict(json.loads(line)).items():
                     found[section].update(facts)
         if "cuda_build" not in torch:
@@ -233,10 +233,10 @@ def plugin() -> Report:
 
 
 def _library(name: str, probed: Report) -> Report:
-    """Find a CUDA library, that of torch's CUDA version first."""
+    """Find a CUDA library, preferring torch's CUDA version."""
     cuda = versions.numbers(probed.get("torch", {}).get("cuda_build") or "")
     found = find.find_library(name, cuda[0] if cuda else None)
-    if found.version:  # others say their version when they are loaded
+    if found.version:  # other libraries report their version when loaded
         find.require_supported(name, versions.numbers(found.version))
     return _found(found, found.version)
 
@@ -290,7 +290,7 @@ def _flags() -> Report:
 
 
 def announce_compiling() -> None:
-    """Say on stderr that asking the backends will compile them, where it will."""
+    """Note on stderr if querying the backends will compile them."""
     if shutil.which("nvidia-smi") and any(
         _section(_compiled, name).get("compiled") is False for name in compile.TARGETS
     ):
@@ -298,17 +298,17 @@ def announce_compiling() -> None:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Print the report.  Always 0: a machine that lacks something is not an error."""
+    """Print the report.  Always returns 0: something missing on this machine is not an error."""
     parser = argparse.ArgumentParser(prog="slidesparse doctor", description="what this machine can run")
     parser.add_argument("--json", action="store_true", help="for machines, on standard output")
     wants_json = parser.parse_args(argv).json
     if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="backslashreplace")  # a flag may hold what the terminal cannot show
+        sys.stdout.reconfigure(errors="backslashreplace")  # for flags that the terminal cannot show
     announce_compiling()
     report = collect()
     try:
         print(json.dumps(report, indent=2) if wants_json else render(report), flush=True)
-    except BrokenPipeError:  # the reader, such as `head`, has seen enough
+    except BrokenPipeError:  # the reader, such as `head`, has closed the pipe
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return 0
 

@@ -1,6 +1,6 @@
 """The vLLM releases that SlideSparse works with.  Standard library only.
 
-A release that was run is added here; the tests, doctor, the plugin and docs/compatibility.md take it from here.
+Add each release that was tested here; the tests, doctor, the plugin and docs/compatibility.md read it.
 """
 
 from __future__ import annotations
