@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
-import importlib.metadata
-import os
-import platform
-import re
 import shutil
 import subprocess
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
 
-from slidesparse import __version__
+from slidesparse import __version__, doctor
 from slidesparse.gemm.backend import Tunable
 from slidesparse.tune.machine import Gpu
 
@@ -44,13 +39,12 @@ def gpu_conditions(gpu: Gpu, libraries: Sequence[Tunable]) -> dict[str, Any]:
 
 def cpu_conditions() -> dict[str, Any]:
     """The conditions that figures of a machine without a GPU depend on."""
-    info = Path("/proc/cpuinfo").read_text(errors="replace") if Path("/proc/cpuinfo").is_file() else ""
-    model = re.search(r"^model name\s*:\s*(.+)$", info, re.M)
+    system = doctor.system()
     return {
         "gpu": None,
         "capability": None,
-        "cpu": model[1].strip() if model else platform.processor() or platform.machine(),
-        "cores": os.cpu_count(),
+        "cpu": system["cpu"],
+        "cores": system["cores"],
         "versions": _versions(),
     }
 
@@ -60,16 +54,9 @@ def _versions() -> dict[str, str | None]:
         "slidesparse": __version__,
         "torch": torch.__version__,
         "cuda": torch.version.cuda,
-        "triton": _installed("triton"),
-        "vllm": _installed("vllm"),
+        "triton": doctor.version_of("triton"),
+        "vllm": doctor.version_of("vllm"),
     }
-
-
-def _installed(name: str) -> str | None:
-    try:
-        return importlib.metadata.version(name)
-    except importlib.metadata.PackageNotFoundError:
-        return None
 
 
 def _smi(gpu: Gpu) -> dict[str, str | float | None]:

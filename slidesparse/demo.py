@@ -11,7 +11,6 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
-import platform
 import re
 import shutil
 import socket
@@ -32,6 +31,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from slidesparse import doctor
 from slidesparse.calibrate.task import Calibration
 from slidesparse.cli.console import application, out
 from slidesparse.convert.budget import MIDDLE, Budget
@@ -176,17 +176,11 @@ class Machine:
 def this_machine() -> Machine:
     """Return a GPU if ``nvidia-smi`` lists one, the CPU otherwise."""
     common = ("--runner", "pooling", "--enforce-eager", "--gpu-memory-utilization", "0.2")
-    if nvidia_smi := shutil.which("nvidia-smi"):
-        listed = subprocess.run([nvidia_smi, "-L"], capture_output=True, text=True, check=False)
-        if listed.returncode == 0 and "GPU" in listed.stdout:
-            name = listed.stdout.splitlines()[0].split(" (UUID")[0]
-            return Machine(name, common, exact_stock=True, servers=1)
-    cpuinfo = Path("/proc/cpuinfo")
-    flags = cpuinfo.read_text() if cpuinfo.exists() else ""
-    vnni = bool(re.search(r"\b(avx_vnni|avx512_vnni|amx_int8)\b", flags))
+    if found := doctor.gpus()["list"]:
+        return Machine(found[0]["name"], common, exact_stock=True, servers=1)
     words = "no NVIDIA GPU, so the CPU build of vLLM and the reference backend (exact arithmetic)"
     # float32, because vLLM's AVX2 kernels truncate to bfloat16 instead of rounding
-    exact = vnni or platform.machine() != "x86_64"
+    exact = not doctor.system()["int8_saturates"]
     return Machine(words, (*common, "--dtype", "float32"), exact, servers=2)
 
 

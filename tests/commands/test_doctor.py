@@ -144,7 +144,7 @@ def test_every_probe_may_fail(monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(*_: object, **__: object) -> None:
         raise OSError("the disk is gone")
 
-    for name in ("_run", "_version"):
+    for name in ("_run", "version_of"):
         monkeypatch.setattr(doctor, name, broken)
     for name in ("find_library", "find_nvcc", "compiler"):
         monkeypatch.setattr(find, name, broken)
