@@ -110,7 +110,7 @@ class Profiled:
 class Worker:
     """A process with an engine."""
 
-    def __init__(self, words: Sequence[str], env: dict[str, str], log: Path) -> None:
+    def __init__(self, arguments: Sequence[str], env: dict[str, str], log: Path) -> None:
         self.log = log
         self.joules: float | None = None  # energy of the last run
         self._sink: IO[str] = log.open("w", encoding="utf-8")
@@ -122,7 +122,7 @@ class Worker:
             stderr=self._sink,
             start_new_session=True,
         )
-        self.send(words)
+        self.send(arguments)
 
     def send(self, message: object) -> None:
         """Send a line.  Raises RunError when the process has ended."""
@@ -189,18 +189,18 @@ class ResidentBench(E2eBench):
 
     def _start(self, engine: Engine, runs: Sequence[Run]) -> Worker:
         run = runs[0]
-        words = self.words(run, largest(runs))
+        arguments = self.arguments(run, largest(runs))
         cache = cache_tokens(runs) * bytes_per_token(engine.folder)
-        words += ["--kv-cache-memory-bytes", str(cache), "--gpu-memory-utilization", str(SHARE)]
+        arguments += ["--kv-cache-memory-bytes", str(cache), "--gpu-memory-utilization", str(SHARE)]
         if self.profile:
-            words += e2e_profile.options(self._traces(engine))
+            arguments += e2e_profile.options(self._traces(engine))
         env = environment(run.system, os.environ)
         env["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), env.get("PYTHONPATH")]))
         # vLLM's caches of compiled code do not support processes that write the same entry concurrently
         env["VLLM_CACHE_ROOT"] = str((self.out / "cache" / engine.file_name).resolve())
-        return Worker(words, env, self.out / "logs" / f"{engine.file_name}.log")
+        return Worker(arguments, env, self.out / "logs" / f"{engine.file_name}.log")
 
-    def words(self, run: Run, size: Size) -> list[str]:
+    def arguments(self, run: Run, size: Size) -> list[str]:
         """The arguments of ``vllm bench throughput``."""
         result = log_of(self.out, run).with_suffix(".json")
         return command(self.vllm, self.version, run, self.workload, result, size)[3:]
@@ -219,7 +219,7 @@ class ResidentBench(E2eBench):
         if engine in self._broken:
             raise RunError(self._broken[engine])
         try:
-            worker.send([run.m if run.stage != DECODE else 0, self.words(run, run.size)])
+            worker.send([run.m if run.stage != DECODE else 0, self.arguments(run, run.size)])
             done = worker.wait(self._seconds(time.monotonic()))
         except RunError as error:
             self._broken[engine] = str(error)
@@ -248,7 +248,7 @@ class ResidentBench(E2eBench):
         folder = self._traces(engine)
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir(parents=True)
-        worker.send([run.m if run.stage != DECODE else 0, [*self.words(run, run.size), "--profile"]])
+        worker.send([run.m if run.stage != DECODE else 0, [*self.arguments(run, run.size), "--profile"]])
         if not worker.wait(self._seconds(time.monotonic())):
             raise RunError("profiling took too long")
         try:

@@ -178,14 +178,19 @@ def check_room(run: Run, text: str) -> None:
         )
 
 
-def execute(words: Sequence[str], env: Mapping[str, str], log: Path, seconds: float | None) -> int | None:
+def execute(arguments: Sequence[str], env: Mapping[str, str], log: Path, seconds: float | None) -> int | None:
     """Run a command with its output appended to ``log``; return its exit status, or None when the time was up.
 
     The process leads a process group, which is ended before this returns or raises.
     """
     with log.open("a", encoding="utf-8") as sink:
         process = subprocess.Popen(
-            words, env=dict(env), stdin=subprocess.DEVNULL, stdout=sink, stderr=sink, start_new_session=True
+            arguments,
+            env=dict(env),
+            stdin=subprocess.DEVNULL,
+            stdout=sink,
+            stderr=sink,
+            start_new_session=True,
         )
         try:
             return process.wait(seconds)
@@ -256,11 +261,11 @@ class E2eBench:
         log = log_of(self.out, run)
         result = log.with_suffix(".json")
         result.unlink(missing_ok=True)  # of an earlier attempt
-        words = command(self.vllm, self.version, run, self.workload, result)
-        log.write_text(f"$ {shown(run, words)}\n", encoding="utf-8")
+        arguments = command(self.vllm, self.version, run, self.workload, result)
+        log.write_text(f"$ {shown(run, arguments)}\n", encoding="utf-8")
         left = self.deadline.left
         seconds = self.run_seconds if left is None else min(left, self.run_seconds)
-        status = execute(words, environment(run.system, os.environ), log, seconds)
+        status = execute(arguments, environment(run.system, os.environ), log, seconds)
         if status is None and self.deadline.passed:
             return None, ""
         if status is None:
@@ -290,10 +295,10 @@ def log_of(out: Path, run: Run) -> Path:
     return out / "logs" / f"{run.file_name}.log"
 
 
-def shown(run: Run, words: Sequence[str]) -> str:
+def shown(run: Run, arguments: Sequence[str]) -> str:
     """The command line for a shell, including its changes to the environment."""
     changes = differences(run.system, os.environ)
-    return shlex.join(["env", *changes, *words] if changes else words)
+    return shlex.join(["env", *changes, *arguments] if changes else arguments)
 
 
 def tail(text: str) -> tuple[str, ...]:

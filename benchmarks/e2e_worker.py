@@ -117,9 +117,9 @@ def main() -> None:
         llm.generate = meter(llm.generate)
         os.write(answers, b"null\n")
         for line in sys.stdin:
-            tokens, words = json.loads(line)
+            tokens, arguments = json.loads(line)
             limit[:BYTES] = int(tokens).to_bytes(BYTES, "little")
-            throughput.main(parser.parse_args(words))
+            throughput.main(parser.parse_args(arguments))
             os.write(answers, json.dumps(meter.joules).encode() + b"\n")
 
 

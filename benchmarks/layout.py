@@ -172,7 +172,7 @@ def product_of(x: Tensor, weight: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _key(product: Product, m: int, layout: Layout) -> dict[str, object]:
-    weight, activations, output = layout.words
+    weight, activations, output = layout.contiguous
     return {
         "library": product.library.name,
         "dtype": product.dtype,

@@ -60,29 +60,38 @@ class Step:
     """One command; ``checkpoints`` are the folders that it reads, and the command that creates each."""
 
     name: str
-    words: tuple[str, ...]
+    command: tuple[str, ...]
     checkpoints: tuple[tuple[Path, tuple[str, ...]], ...] = ()
 
 
 def steps(out: Path) -> list[Step]:
     """All commands, in order."""
     found = []
-    for name, words in KERNELS.items():
-        place = () if words[0] == PRODUCT else ("--out", str(out))  # tuning saves into the user's tables
-        found.append(Step(name, (*words, *place)))
+    for name, command in KERNELS.items():
+        place = () if command[0] == PRODUCT else ("--out", str(out))  # tuning saves into the user's tables
+        found.append(Step(name, (*command, *place)))
     first_rounds: dict[Path, int] = {}
     for model, dtypes, systems, groups in WHOLE:
         for dtype in dtypes:
             folder = out / "models" / f"{model}-{dtype}"
             for patterns in groups:
-                words = ("e2e", "--resident", "--name", model, "--model", str(folder), "--patterns", patterns)
-                words += ("--systems", systems, *STEPS_OF_E2E, *M_OF_E2E, "--rounds", str(ROUNDS))
+                command = (
+                    "e2e",
+                    "--resident",
+                    "--name",
+                    model,
+                    "--model",
+                    str(folder),
+                    "--patterns",
+                    patterns,
+                )
+                command += ("--systems", systems, *STEPS_OF_E2E, *M_OF_E2E, "--rounds", str(ROUNDS))
                 # a group has rounds, and dense systems, of its own: ratios are taken within a round
                 first = first_rounds.setdefault(folder, 1)
                 first_rounds[folder] += ROUNDS
-                words += ("--first-round", str(first), "--out", str(out))
+                command += ("--first-round", str(first), "--out", str(out))
                 needed = [_synth(folder, model, dtype, name) for name in (DENSE, *patterns.split(","))]
-                found.append(Step(f"e2e, {model} {dtype} {patterns}", words, tuple(needed)))
+                found.append(Step(f"e2e, {model} {dtype} {patterns}", command, tuple(needed)))
     return found
 
 
@@ -117,17 +126,17 @@ def part(out: Path, deadline: Deadline, say: Callable[[str], None]) -> None:
     """Run what is left until the time is up.  Raises Stopped."""
     todo = left(out)
     for number, step in enumerate(todo):
-        for path, words in step.checkpoints:
+        for path, command in step.checkpoints:
             if not path.exists():
                 if not _worth(deadline, LEAST):
                     return
-                say(shlex.join(words))
-                _call(words)
+                say(shlex.join(command))
+                _call(command)
         if not _worth(deadline, LOADING if step.checkpoints else LEAST):
             return
         say(step.name)
         limit = () if deadline.left is None else ("--time-limit", f"{deadline.left:.0f}")
-        said = json.loads(_call((*step.words, *limit, "--json")))
+        said = json.loads(_call((*step.command, *limit, "--json")))
         amend_conditions(out / STATE, {step.name: {name: said[name] for name in SAID}})
         if not said["finished"]:
             return
@@ -140,10 +149,10 @@ def part(out: Path, deadline: Deadline, say: Callable[[str], None]) -> None:
 def commands(out: Path) -> Iterator[str]:
     """Return the shell commands for the remaining steps."""
     for step in left(out):
-        for path, words in step.checkpoints:
-            yield f"test -d {shlex.quote(str(path))} || {shlex.join(words)}"
+        for path, command in step.checkpoints:
+            yield f"test -d {shlex.quote(str(path))} || {shlex.join(command)}"
         yield shlex.join(
-            step.words if step.words[0] == PRODUCT else ["python", "-m", "benchmarks", *step.words]
+            step.command if step.command[0] == PRODUCT else ["python", "-m", "benchmarks", *step.command]
         )
 
 
@@ -151,18 +160,18 @@ def _worth(deadline: Deadline, seconds: float) -> bool:
     return deadline.left is None or deadline.left >= seconds
 
 
-def _call(words: tuple[str, ...]) -> str:
+def _call(command: tuple[str, ...]) -> str:
     """Run a command and return what it printed.  Raises Stopped when it has no result."""
-    program = ["-m", "benchmarks", *words]
-    if words[0] == PRODUCT:
-        program = ["-c", "from slidesparse.cli import main; main()", *words[1:]]
+    program = ["-m", "benchmarks", *command]
+    if command[0] == PRODUCT:
+        program = ["-c", "from slidesparse.cli import main; main()", *command[1:]]
     status, text = _run([sys.executable, *program])
     if status and not (status == FAILED and text):  # some cells of a table failed, the others are there
-        raise Stopped(f"{shlex.join(words)} ended with status {status}")
+        raise Stopped(f"{shlex.join(command)} ended with status {status}")
     return text
 
 
-def _run(words: list[str]) -> tuple[int, str]:
-    process = subprocess.Popen(words, stdout=subprocess.PIPE, text=True)
+def _run(command: list[str]) -> tuple[int, str]:
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     text, _ = process.communicate()  # when interrupted, it ends by itself, because it has to close engines
     return process.returncode, text

@@ -97,7 +97,7 @@ def demo(
     started = time.monotonic()
     folder = folder.resolve()
     source, machine = original(), this_machine()
-    out.print(f"Machine: {machine.words}")
+    out.print(f"Machine: {machine.description}")
     _empty(folder)
 
     texts = folder / "sentences.jsonl"
@@ -167,7 +167,7 @@ def original() -> Path:
 class Machine:
     """Where the demo runs, and the options of ``vllm serve`` that fit it."""
 
-    words: str
+    description: str
     options: tuple[str, ...]
     exact_stock: bool  # whether stock vLLM's own INT8 kernel accumulates exactly here
     servers: int  # that run at a time: one on a GPU, because vLLM measures free memory while it starts
@@ -178,10 +178,10 @@ def this_machine() -> Machine:
     common = ("--runner", "pooling", "--enforce-eager", "--gpu-memory-utilization", "0.2")
     if found := doctor.gpus()["list"]:
         return Machine(found[0]["name"], common, exact_stock=True, servers=1)
-    words = "no NVIDIA GPU, so the CPU build of vLLM and the reference backend (exact arithmetic)"
+    description = "no NVIDIA GPU, so the CPU build of vLLM and the reference backend (exact arithmetic)"
     # float32, because vLLM's AVX2 kernels truncate to bfloat16 instead of rounding
     exact = not doctor.system()["int8_saturates"]
-    return Machine(words, (*common, "--dtype", "float32"), exact, servers=2)
+    return Machine(description, (*common, "--dtype", "float32"), exact, servers=2)
 
 
 def _empty(folder: Path) -> None:

@@ -216,7 +216,7 @@ def vllm() -> tuple[Report, bool]:
     else:
         carries = True
         tested = version.partition("+")[0] in versions.tested_releases(name, version)
-        status = f"{'a' if tested else 'not a'} tested release: {versions.VLLM_TESTED_WORDS}"
+        status = f"{'a' if tested else 'not a'} tested release: {versions.VLLM_TESTED_TEXT}"
     return {**found, "version": version, "words": f"{version} ({name}), {status}"}, carries
 
 

@@ -44,9 +44,7 @@ KNOWN = (
     "SLIDESPARSE_NVCC",
 )
 # Variables that Kubernetes sets in every container if a service's name begins with slidesparse.
-_OF_A_SERVICE = re.compile(
-    r"SLIDESPARSE_(.+_)?(SERVICE_HOST|SERVICE_PORT(_.+)?|PORT(_\d+_[A-Z]+(_[A-Z]+)?)?)"
-)
+_KUBERNETES = re.compile(r"SLIDESPARSE_(.+_)?(SERVICE_HOST|SERVICE_PORT(_.+)?|PORT(_\d+_[A-Z]+(_[A-Z]+)?)?)")
 MISTYPED = 2  # an unknown name within this edit distance of a flag without PREFIX is taken for a typo,
 OTHERS = ("USE_CUBLAS", "USE_CUSPARSE")  # except for these build options of other projects
 
@@ -129,7 +127,7 @@ def _is_true(environ: Mapping[str, str] | None, name: str) -> bool:
 
 def _require_known(name: str) -> None:
     if name.startswith(PREFIX):
-        known = name in KNOWN or _OF_A_SERVICE.fullmatch(name)
+        known = name in KNOWN or _KUBERNETES.fullmatch(name)
         near = [] if known else difflib.get_close_matches(name, KNOWN, n=1, cutoff=0)
     else:
         upper = name.upper()

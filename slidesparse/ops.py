@@ -157,7 +157,7 @@ def _register(name: str, schema: str, implementation: Callable[..., Any], fake: 
         _library.impl(one, implementation, "CPU")
     if replaceable:
         hopper_operators.implement(name, implementation)
-        implementation = hopper_operators.with_errors_kept(implementation)
+        implementation = hopper_operators.recording_errors(implementation)
     _library.impl(names[-1], implementation, "CUDA")
 
 

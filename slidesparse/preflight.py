@@ -179,7 +179,7 @@ def examine(model: str, folder: Path) -> Report:
         report.backend, report.backend_reason = resolution.backend, resolution.reason
         report.layout = resolution.layout
     elif not report.code:
-        _say_why_not(report, raw.quantization_config() or {}, source, unread)
+        _explain_unserved(report, raw.quantization_config() or {}, source, unread)
     try:
         with checkpoint.reader() as reader:
             found = Counter(_layers(checkpoint, reader, metadata, source, resolution))
@@ -221,7 +221,9 @@ def _resolution(report: Report, raw: Checkpoint) -> Resolution | None:
     return None
 
 
-def _say_why_not(report: Report, block: Mapping[str, Any], source: Quantization | None, unread: str) -> None:
+def _explain_unserved(
+    report: Report, block: Mapping[str, Any], source: Quantization | None, unread: str
+) -> None:
     """Record why only stock vLLM serves a checkpoint, and how SlideSparse could.
 
     Args:

@@ -229,7 +229,7 @@ class Profiler:
 
 
 _profiler: Profiler | None = None
-_when_switched: list[Callable[[bool], None]] = []
+_on_switch: list[Callable[[bool], None]] = []
 
 
 def enable() -> Profiler:
@@ -237,15 +237,15 @@ def enable() -> Profiler:
     global _profiler
     if _profiler is None:
         _profiler = Profiler()
-        for callback in _when_switched:
+        for callback in _on_switch:
             callback(True)
         Finalize(None, _print, exitpriority=1)  # runs in worker processes too, where atexit does not
     return _profiler
 
 
-def when_switched(callback: Callable[[bool], None]) -> None:
+def on_switch(callback: Callable[[bool], None]) -> None:
     """Call ``callback`` with whether profiling is on, now and at each change, because C++ calls cannot be timed."""
-    _when_switched.append(callback)
+    _on_switch.append(callback)
     callback(enabled())
 
 
@@ -253,7 +253,7 @@ def disable() -> None:
     """Stop profiling and discard the results."""
     global _profiler
     _profiler = None
-    for callback in _when_switched:
+    for callback in _on_switch:
         callback(False)
 
 

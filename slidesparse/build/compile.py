@@ -141,17 +141,25 @@ def sources() -> Path:
     raise ToolchainError(f"the folder csrc/ with the sources is not in {package}", "reinstall slidesparse")
 
 
-def compile_with(words: Sequence[str], folder: Path | None = None) -> None:
+def compile_with(command: Sequence[str], folder: Path | None = None) -> None:
     """Run a compiler's command line in ``folder``.  Raises ToolchainError with its output when it fails."""
     try:
         done = subprocess.run(
-            words, cwd=folder, capture_output=True, text=True, timeout=SECONDS, errors="replace", check=False
+            command,
+            cwd=folder,
+            capture_output=True,
+            text=True,
+            timeout=SECONDS,
+            errors="replace",
+            check=False,
         )
     except subprocess.TimeoutExpired:
-        raise ToolchainError(f"the compiler took more than {SECONDS} s: {' '.join(words)}", REMEDY) from None
+        raise ToolchainError(
+            f"the compiler took more than {SECONDS} s: {' '.join(command)}", REMEDY
+        ) from None
     if done.returncode:
         said = "\n".join(re.split(r"\r?\n", done.stderr.strip())[:20])  # the first error is the cause
-        raise ToolchainError(f"the compiler failed: {' '.join(words)}\n{said}", REMEDY)
+        raise ToolchainError(f"the compiler failed: {' '.join(command)}\n{said}", REMEDY)
 
 
 def make_folder(path: Path) -> None:
@@ -246,8 +254,8 @@ def _cpp(target: Target, source: Path, file: str) -> tuple[list[str], list[Path]
         folders += cuda
         known += [folder / header for folder in cuda for header in target.headers]
     includes = [word for folder in folders for word in ("-isystem", str(folder))]
-    words = [*find.compiler(), *FLAGS, *defines, *includes, str(source), "-o", file, *links]
-    return words, [path for path in known if path.is_file()]
+    command = [*find.compiler(), *FLAGS, *defines, *includes, str(source), "-o", file, *links]
+    return command, [path for path in known if path.is_file()]
 
 
 def _cuda(nvcc: str, units: Path, gpus: Sequence[str], file: str) -> tuple[list[list[str]], list[str]]:
@@ -260,7 +268,7 @@ def _cuda(nvcc: str, units: Path, gpus: Sequence[str], file: str) -> tuple[list[
     ]
     home = Path(nvcc).resolve().parent.parent  # a wheel's libraries are in lib/, where its nvcc does not look
     places = [f"-L{place}" for place in (home / "lib64", home / "lib") if place.is_dir()]
-    objects = [words[-1] for words in compiles]
+    objects = [command[-1] for command in compiles]
     return compiles, [nvcc, *options, *NVCC_LINK_FLAGS, *gpus, *places, "-o", file, *objects, "-ldl"]
 
 
@@ -296,7 +304,7 @@ def _make(recipe: Recipe, target: Path) -> None:
     with tempfile.TemporaryDirectory(dir=target.parent, prefix="building-") as scratch:
         folder = Path(scratch)
         with ThreadPoolExecutor(max(1, min(len(recipe.compiles), _jobs()))) as pool:
-            running = [pool.submit(compile_with, words, folder) for words in recipe.compiles]
+            running = [pool.submit(compile_with, command, folder) for command in recipe.compiles]
             try:
                 for one in running:
                     one.result()

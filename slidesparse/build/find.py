@@ -181,10 +181,10 @@ def compiler() -> list[str]:
 
 def version_text(*program: str) -> str:
     """The output of ``program --version``, or why there is none."""
-    words = [*program, "--version"]
+    command = [*program, "--version"]
     try:
         done = subprocess.run(
-            words, capture_output=True, text=True, errors="replace", timeout=60, check=False
+            command, capture_output=True, text=True, errors="replace", timeout=60, check=False
         )
     except (OSError, subprocess.TimeoutExpired) as error:
         return str(error)

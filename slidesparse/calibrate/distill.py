@@ -67,7 +67,7 @@ class Distilled:
     after: Loss
 
     @property
-    def words(self) -> str:
+    def summary(self) -> str:
         """The outcome as text."""
         losses = (f"{100 * math.expm1(loss.entropy):+.2f}%" for loss in (self.before, self.after))
         return (
@@ -157,7 +157,7 @@ def require_memory(task: Task) -> str:
             f"--distill trains all layers at once, which takes about {needed:.0f} GB of memory, but {found}; leave it "
             "out, or use a GPU with more"
         )
-    return f"{task.calibration.training_minutes:g} minutes on {task.texts[0].words}; about {needed:.1f} GB of memory"
+    return f"{task.calibration.training_minutes:g} minutes on {task.texts[0].summary}; about {needed:.1f} GB of memory"
 
 
 def _trained(task: Task) -> int:
@@ -267,7 +267,7 @@ class _Training:
                 self._save(self._seconds >= limit)
                 saved = time.monotonic()
                 pause = max(SAVE_SECONDS, SAVE_PART * (saved - started))
-        return Distilled(task.texts[0].words, self._seconds, self._steps, self._before, self._best)
+        return Distilled(task.texts[0].summary, self._seconds, self._steps, self._before, self._best)
 
     def _step(self, rate: float) -> None:
         self._steps += 1

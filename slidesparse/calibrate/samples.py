@@ -38,7 +38,7 @@ class Samples:
         return sum(len(sample) for sample in self.ids)
 
     @property
-    def words(self) -> str:
+    def summary(self) -> str:
         """A summary, such as ``calib.jsonl, 128 samples, 262144 tokens``."""
         return f"{self.origin}, {len(self.ids)} samples, {self.tokens} tokens"
 

@@ -68,12 +68,12 @@ class Layout:
     output_n: bool = True  # N of the output, stored [m, n]; else M, stored [n, m]
 
     @property
-    def words(self) -> tuple[str, str, str]:
+    def contiguous(self) -> tuple[str, str, str]:
         """The contiguous dimensions of weight, activations and output, such as ("K", "M", "N")."""
         return "NK"[self.weight_k], "MK"[self.activations_k], "MN"[self.output_n]
 
     def __str__(self) -> str:
-        weight, activations, output = self.words
+        weight, activations, output = self.contiguous
         return f"weight {weight}-contiguous, activations {activations}-contiguous, output {output}-contiguous"
 
 

@@ -36,7 +36,7 @@ def implement(name: str, implementation: Callable[..., Any]) -> None:
     _python.impl(name, implementation, "CompositeExplicitAutograd")
 
 
-def with_errors_kept(implementation: Callable[..., Any]) -> Callable[..., Any]:
+def recording_errors(implementation: Callable[..., Any]) -> Callable[..., Any]:
     """Wrap an operator NAME_by_python, so that C++ can raise its errors as RuntimeErrors with the same message."""
 
     @functools.wraps(implementation)
@@ -84,5 +84,5 @@ def load(path: Path, kernels: Path) -> Any:
     wrong = found.slidesparse_operators_load(str(kernels).encode())
     if wrong:
         raise LibraryError(f"torch's operators in C++: {wrong.decode()}")
-    profiling.when_switched(lambda on: found.slidesparse_operators_enable(not on))
+    profiling.on_switch(lambda on: found.slidesparse_operators_enable(not on))
     return found
