@@ -32,7 +32,6 @@ OUTPUTS = {
     "fp16": ("fp16", "fp32"),
     "bf16": ("bf16", "fp32"),
 }
-SCALE_TYPE = {"int32": "int32"}  # output type -> type of alpha; fp32 for all others
 
 
 class CublasLt(LibraryBackend):
@@ -102,7 +101,7 @@ class CublasLt(LibraryBackend):
                 cuda.handle(self.name, cuda.index_of(device)),
                 *(problem.n, problem.k, problem.m),
                 *(types[problem.dtype], types[problem.out], module.COMPUTE[problem.dtype]),
-                types[SCALE_TYPE.get(problem.out, "fp32")],
+                types["int32" if problem.out == "int32" else "fp32"],
                 module.Epilogue(problem.scale == "both", bias, problem.dtype == "fp8"),
                 module.Layout(layout.weight_k, layout.activations_k, layout.output_n),
                 f"{problem}, {layout}",

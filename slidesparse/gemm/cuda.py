@@ -12,7 +12,7 @@ import importlib.util
 import math
 import threading
 from abc import ABC, abstractmethod
-from collections import OrderedDict
+from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Hashable
 from contextlib import AbstractContextManager, nullcontext
 from functools import cache
@@ -101,7 +101,7 @@ class _Local(threading.local):
 
     def __init__(self) -> None:
         self.handles: dict[tuple[str, int], Any] = {}
-        self.caches: dict[tuple[str, int], PlanCache[Any]] = {}
+        self.caches: defaultdict[tuple[str, int], PlanCache[Any]] = defaultdict(PlanCache)
 
 
 _local = _Local()
@@ -120,10 +120,7 @@ def handle(name: str, index: int) -> Any:
 
 def plans(name: str, index: int) -> PlanCache[Any]:
     """This thread's plans of library ``name`` on CUDA device ``index``."""
-    found = _local.caches.get((name, index))
-    if found is None:
-        found = _local.caches[name, index] = PlanCache()
-    return found
+    return _local.caches[name, index]
 
 
 def call(function: Callable[..., T], *arguments: Any) -> T:

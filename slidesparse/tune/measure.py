@@ -96,7 +96,7 @@ class CudaClock:
 
     def once(self, launch: Launch) -> float:
         """See `Clock.once`; the launch has finished when this returns."""
-        start, end = _events(2)
+        start, end = _events()
         start.record()
         launch(0)
         end.record()
@@ -149,7 +149,7 @@ class _CudaReplay:
         run()  # the first replay uploads the graph
 
     def samples(self, count: int) -> list[float]:
-        events = [_events(2) for _ in range(count)]
+        events = [_events() for _ in range(count)]
         for start, end in events:
             start.record()
             self._run()
@@ -158,8 +158,8 @@ class _CudaReplay:
         return [float(start.elapsed_time(end)) * 1e3 / self._launches for start, end in events]
 
 
-def _events(count: int) -> list[torch.cuda.Event]:
-    return [torch.cuda.Event(enable_timing=True) for _ in range(count)]
+def _events() -> tuple[torch.cuda.Event, torch.cuda.Event]:
+    return torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
 
 
 class Deadline:
