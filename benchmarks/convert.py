@@ -67,7 +67,7 @@ class Result:
         return 2 * self.largest_tensor + GIGABYTE
 
     def to_json(self) -> dict[str, Any]:
-        """The result as JSON holds it."""
+        """Return plain values."""
         return {**asdict(self), "allowed_bytes": self.allowed_bytes}
 
     def render(self) -> str:

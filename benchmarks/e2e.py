@@ -60,8 +60,8 @@ PLUGIN_GROUPS = tuple(
 DECODE_PROMPT_LEN = 16  # tokens
 WARMUP_STEPS = 2  # of prefill, before the clock starts; decode warms up with all its sequences
 LEAST_SEQUENCES = 256  # vLLM's own limit while serving: the CUDA graphs it captures depend on it
-# Room for prompts, beyond a quarter of their length: a random one may come out longer than asked for, and vLLM refuses
-# a text by its characters: so many for each token that fits as the longest token has, spaces between them not counted.
+# Room for prompts, beyond a quarter of their length: a random one may be longer than requested, and vLLM refuses a text
+# with more characters than the longest token's times the tokens that fit, not counting spaces between tokens.
 SLACK = 32  # tokens
 RANDOM_LENGTHS = Version("0.14")  # the first vLLM with --random-input-len, which it prefers to --input-len
 WARMUPS = Version("0.22")  # the first vLLM with --num-warmups
@@ -78,7 +78,7 @@ class Workload:
 
     @property
     def conditions(self) -> dict[str, object]:
-        """The sizes as JSON holds them."""
+        """Return plain values."""
         return {**asdict(self), "decode_prompt_len": DECODE_PROMPT_LEN, "vllm_args": list(self.vllm_args)}
 
     def size(self, stage: str, m: int) -> Size:

@@ -291,7 +291,7 @@ class E2eBench:
 
 
 def log_of(out: Path, run: Run) -> Path:
-    """Where the output of ``run`` goes; vLLM's JSON lies beside it."""
+    """The file for the output of ``run``; vLLM's JSON is next to it."""
     return out / "logs" / f"{run.file_name}.log"
 
 

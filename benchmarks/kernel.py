@@ -196,7 +196,7 @@ class KernelBench:
 
 
 class _Weights:
-    """A group's packed weights, made once for all its token counts, when first asked for."""
+    """A group's packed weights, made once for all its token counts, on first use."""
 
     def __init__(self, session: Session, group: Group) -> None:
         self._session, self._group = session, group

@@ -133,7 +133,7 @@ class _Weights:
         return self._plain
 
     def packed(self, layout: Layout) -> list[Tensor]:
-        """As many copies as the fewest tokens need.  Raises LibraryError."""
+        """Packed copies, enough for the smallest number of tokens.  Raises LibraryError."""
         if layout not in self._packed:
             first = self._product.library.operand(self.plain, layout)
             copies = self._session.inputs.copies(self._product.problem(self._least))

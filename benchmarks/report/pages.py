@@ -80,14 +80,14 @@ SUBJECTS = {
     "bandwidth": "kernels that memory bounds",
     "layout": "memory layouts that the libraries take, and their speed",
     "e2e": "whole models in vLLM: tokens per second",
-    "e2e_profile": "where the time of a step of a whole model goes",
+    "e2e_profile": "the GPU time of a step of a whole model, by kernel",
     "spmm": "hand-written N:M kernels, beside cuBLAS and a study's claims",
     "comparison": "beside the paper and the reference implementation",
 }
 
 
 class Results:
-    """All tables of a folder.  Raises RecordsError when it has none, and for a file that cannot be understood."""
+    """All tables of a folder.  Raises RecordsError when it has none, and for an invalid file."""
 
     def __init__(self, folder: Path) -> None:
         forms = (KERNEL, LINEAR, BANDWIDTH, LAYOUT, E2E, PROFILE, SPMM)
@@ -173,8 +173,8 @@ class Results:
         parts = [
             "# Matrix products",
             "Median latencies of the product alone; of a model, its four layers summed where all four were measured. "
-            "Speed-up: latency of the dense product / ours, of the same run. `-`: not measured. `hopper` multiplies "
-            "INT8 and FP8 alone, so BF16 and FP16 have no rows of it; its `dense` is a weight without a pattern.",
+            "Speed-up: latency of the dense product / ours, of the same run. `-`: not measured. `hopper` supports "
+            "INT8 and FP8 only, so it has no rows for BF16 and FP16; its `dense` is a weight without a pattern.",
             _spread(kernel.rows),
             *self._images("kernel"),
         ]
@@ -229,7 +229,7 @@ class Results:
         ]
         return [
             "# Memory-bound kernels",
-            "What a kernel moves a second, beside a plain copy of as many bytes in the same run. Those that are not "
+            "Bytes per second of each kernel, and of a plain copy of as many bytes in the same run. Those that are not "
             "called `hopper` are Triton's. What stands before a comma is a kernel of torch.compile, and so is `lift`.",
             table(header, rows, 2),
             "## What sliding costs",

@@ -210,7 +210,7 @@ class Counters:
 def _counters(counters: Table, said: str | None) -> list[str]:
     title, rows = "## Counters", counters.rows
     if rows.empty:
-        return [title, f"None: {said or 'they were not asked for'}."]
+        return [title, f"None: {said or 'they were not requested'}."]
     lines = [
         (
             *(row["dtype"].upper(), row["M"], row["offsets"], row["provider"]),

@@ -103,7 +103,8 @@ def convert(
     calib: Annotated[
         str | None,
         typer.Option(
-            help=f"Calibration data: FILE.jsonl (a text a line), FILE.npy (token ids), or random. For {CALIBRATED}.",
+            help="Calibration data: FILE.jsonl (one text per line), FILE.npy (token ids), or random. "
+            f"For {CALIBRATED}.",
             metavar="FILE",
         ),
     ] = None,

@@ -99,6 +99,6 @@ def _find(
 def _note(kind: str, gpu: str, instead: str) -> None:
     """Log once per kernel that a launch is not tuned, and how to tune it."""
     _logger.info(
-        "%s has no tuned launch for some shapes on %s and takes %s; to tune: slidesparse tune MODEL --library triton",
+        "%s has no tuned launch for some shapes on %s and uses %s; to tune: slidesparse tune MODEL --library triton",
         *(kind, gpu, instead),
     )

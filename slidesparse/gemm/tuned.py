@@ -186,7 +186,7 @@ def note_untuned(library: str, dtype: str, n: int, k: int, instead: str) -> None
     # 2:4 does not expand K, so --shapes then means the K' that the library sees.
     pattern = " --pattern 2:4" if library in ("cusparselt", "hopper") else ""
     _logger.warning(
-        "%s has no tuned algorithm for %s weights [%d, %d] and takes %s; "
+        "%s has no tuned algorithm for %s weights [%d, %d] and uses %s; "
         "to tune: slidesparse tune --library %s --dtype %s%s --shapes %dx%d",
         *(library, dtype, n, k, instead, library, dtype, pattern, n, k),
     )
