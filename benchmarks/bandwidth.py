@@ -1,8 +1,8 @@
-"""Memory bandwidth of the kernels that quantize and scale, against a device-to-device copy of as many bytes.
+"""Memory bandwidth of the kernels that quantize and scale, relative to a device-to-device copy of as many bytes.
 
 Norms and activations are measured as pairs of kernels, Inductor's and ours ("norm, quant_slide"), and, where the
 backend `hopper` runs, as its fused kernels ("hopper norm_quant_slide").  "quant_only, lift" quantizes first and lifts
-the codes by Inductor's kernel.  The bytes are those of the fused kernel in all, so that rates compare like times.
+the codes with Inductor's kernel.  Bytes are always those of the fused kernel, so that rates compare like times.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ TOKENS = (4096, 8192, 16384)
 WIDTHS = (2048, 3584, 18944)  # in-features; for dequant_bias the out-features
 PAGE = 4096  # bytes
 PATTERN = SlidePattern(8)
-ACCUMULATORS = ("int32", "bf16")  # what the libraries leave to be scaled
+ACCUMULATORS = ("int32", "bf16")  # accumulators of the libraries
 FLOAT = torch.bfloat16
 EPS = 1e-6
 QUANT_ONLY = "quant_only"
 QUANTIZERS = ("quant_only, lift", "quant_slide", "norm, quant_slide", "silu, quant_slide")
-HOPPER = "hopper "  # before the name of one of the backend's own kernels
+HOPPER = "hopper "  # prefix of the backend's own kernels
 OF_HOPPER = tuple(HOPPER + name for name in ("quant_slide", "norm_quant_slide", "silu_quant_slide"))
 
 BACKEND = Hopper()
@@ -59,7 +59,7 @@ class Cell:
 
     @property
     def moved(self) -> int:
-        """Bytes that are read and written at least: each input and output once."""
+        """The fewest bytes that must be read and written: each input and output once."""
         size, float_size = DTYPES[self.dtype].itemsize, FLOAT.itemsize
         elements = self.m * self.k
         if self.kernel == "dequant_bias":
@@ -116,7 +116,7 @@ class BandwidthBench:
         copies = self._session.inputs.cold(cell.moved)
         us = exact(self._session.clock, self._launch(cell, copies), copies).p50
         rate = cell.moved / us / 1e3
-        copied = cell.moved // 2 // PAGE * PAGE  # odd sizes are copied at two thirds of the rate
+        copied = cell.moved // 2 // PAGE * PAGE  # other sizes are copied at two thirds of the rate
         copy_rate = 2 * copied / copy_us(self._session, copied) / 1e3
         return {"us": us, "GBps": rate, "copy_GBps": copy_rate, "fraction": rate / copy_rate}
 
@@ -174,6 +174,6 @@ def _by_triton(cell: Cell, x: list[Tensor], weight: Tensor) -> Launch:
 
 
 def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Compile for one shape; else torch would stop compiling after some of them."""
+    """Compile for one shape; otherwise torch would stop recompiling after a number of shapes."""
     torch._dynamo.reset()
     return torch.compile(function, dynamic=False)

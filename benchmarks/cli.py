@@ -1,6 +1,6 @@
-"""The commands of ``python -m benchmarks``; benchmarks/README.md says what each measures.
+"""The commands of ``python -m benchmarks``; benchmarks/README.md describes what each measures.
 
-A command that needs a GPU says what is missing where there is none, and exits with 3.
+Without a GPU, a command that needs one reports what is missing and exits with 3.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ class Bench(Protocol):
 def _fill(
     began: float, limit: float | None, gpu: Gpu, as_json: bool, make: Callable[[Session], Bench]
 ) -> None:
-    """Run a benchmark until its table is full or the time is up, and say how it went."""
+    """Run a benchmark until its table is complete or the time is up, and print the outcome."""
     with open_session(gpu, began, limit) as (session, bar):
         bench = make(session)
         begin(bar, bench.count)
@@ -463,7 +463,7 @@ def _print_commands(out: Path, runs: Sequence[Run], work: Workload) -> None:
 def _write_e2e_conditions(
     out: Path, model: Model, systems: Sequence[str], dense: bool, work: Workload, resident: bool
 ) -> Any:
-    """Write OUT/e2e.json; vLLM's version."""
+    """Write OUT/e2e.json; return vLLM's version."""
     from benchmarks import e2e_runs
     from benchmarks.e2e_models import DENSE
     from benchmarks.records import write_conditions

@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
-import importlib.metadata
-import os
-import platform
-import re
 import shutil
 import subprocess
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
 
-from slidesparse import __version__
+from slidesparse import __version__, doctor
 from slidesparse.gemm.backend import Tunable
 from slidesparse.tune.machine import Gpu
 
@@ -44,13 +39,12 @@ def gpu_conditions(gpu: Gpu, libraries: Sequence[Tunable]) -> dict[str, Any]:
 
 def cpu_conditions() -> dict[str, Any]:
     """The conditions that figures of a machine without a GPU depend on."""
-    info = Path("/proc/cpuinfo").read_text(errors="replace") if Path("/proc/cpuinfo").is_file() else ""
-    model = re.search(r"^model name\s*:\s*(.+)$", info, re.M)
+    system = doctor.system()
     return {
         "gpu": None,
         "capability": None,
-        "cpu": model[1].strip() if model else platform.processor() or platform.machine(),
-        "cores": os.cpu_count(),
+        "cpu": system["cpu"],
+        "cores": system["cores"],
         "versions": _versions(),
     }
 
@@ -60,26 +54,19 @@ def _versions() -> dict[str, str | None]:
         "slidesparse": __version__,
         "torch": torch.__version__,
         "cuda": torch.version.cuda,
-        "triton": _installed("triton"),
-        "vllm": _installed("vllm"),
+        "triton": doctor.version_of("triton"),
+        "vllm": doctor.version_of("vllm"),
     }
 
 
-def _installed(name: str) -> str | None:
-    try:
-        return importlib.metadata.version(name)
-    except importlib.metadata.PackageNotFoundError:
-        return None
-
-
 def _smi(gpu: Gpu) -> dict[str, str | float | None]:
-    """Ask nvidia-smi about the GPU; None for all fields when it cannot be asked."""
+    """Query nvidia-smi about the GPU; all fields are None if that fails."""
     program = shutil.which("nvidia-smi")
     unknown: dict[str, str | float | None] = dict.fromkeys(SMI_FIELDS)
     if program is None:
         return unknown
     command = [program, f"--query-gpu={','.join(SMI_FIELDS.values())}", "--format=csv,noheader,nounits"]
-    # Without an id it lists all GPUs, and the first is this one only where there is one.
+    # Without an id it lists all GPUs, and the first is this one only if there is just one.
     command += [f"--id=GPU-{gpu.uuid.removeprefix('GPU-')}"] if gpu.uuid else []
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=TOOL_SECONDS, check=False)
@@ -94,7 +81,7 @@ def _smi(gpu: Gpu) -> dict[str, str | float | None]:
 
 
 def _number(word: str) -> float | None:
-    """``"1980"`` -> 1980.0; None for what nvidia-smi does not know, such as ``"[N/A]"``."""
+    """``"1980"`` -> 1980.0; None for values that nvidia-smi does not know, such as ``"[N/A]"``."""
     try:
         return float(word)
     except ValueError:

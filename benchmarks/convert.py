@@ -1,7 +1,7 @@
-"""How fast a synthetic BF16 Llama-style model is converted, in a child process, and in how much memory.
+"""Measure the speed and the peak memory of converting a synthetic BF16 Llama-style model in a child process.
 
-The source is in the page cache, as it has just been written; the output is synced to the disk within the time
-measured.
+The source is in the page cache, because it has just been written; the measured time includes syncing the output to the
+disk.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class Result:
     processors: int
     machine: str
     torch: str
-    load: float  # system load average at the start: above 0, others were computing too
+    load: float  # system load average at the start
 
     @property
     def allowed_bytes(self) -> int:
@@ -67,7 +67,7 @@ class Result:
         return 2 * self.largest_tensor + GIGABYTE
 
     def to_json(self) -> dict[str, Any]:
-        """The result as JSON holds it."""
+        """Return plain values."""
         return {**asdict(self), "allowed_bytes": self.allowed_bytes}
 
     def render(self) -> str:
@@ -86,7 +86,7 @@ class Result:
 
 
 def write_model(out: Path, size: int) -> int:
-    """Write a Llama-style checkpoint in BF16 of at least ``size`` bytes; the bytes of its largest tensor."""
+    """Write a Llama-style checkpoint in BF16 of at least ``size`` bytes; return the bytes of its largest tensor."""
     config: dict[str, Any] = {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
@@ -109,7 +109,7 @@ def write_model(out: Path, size: int) -> int:
 def run(size: int, pattern: SlidePattern, quant: str, layout: str, folder: Path | None = None) -> Result:
     """Make the model in a temporary folder (below ``folder``), convert it, and measure.
 
-    Raises CheckpointError for an option that is not known, and when the conversion fails, with what it said.
+    Raises CheckpointError for an option that is not known, and with its message when the conversion fails.
     """
     ConvertOptions(pattern, quant, layout)  # which checks them
     with tempfile.TemporaryDirectory(prefix="slidesparse-bench-", dir=folder) as scratch:

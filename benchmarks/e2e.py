@@ -4,14 +4,14 @@ M is the number of tokens of one step of the engine: every linear layer multipli
 E.3 of arXiv 2603.05232:
 
 prefill
-    S = M / P prompts of P tokens a step, one output token each, which the prefill itself gives: no step decodes.  It
-    is ``--max-num-batched-tokens M`` that bounds a step.  ``--max-num-seqs`` is at least twice S, because a request
-    keeps its place until the result of its step is back, and the scheduler prepares the next step before that.
+    S = M / P prompts of P tokens per step, with one output token each, which the prefill itself produces, so no step
+    decodes.  ``--max-num-batched-tokens M`` bounds a step.  ``--max-num-seqs`` is at least twice S, because a request
+    occupies its slot until the result of its step is back, and the scheduler prepares the next step before that.
 decode
-    ``--max-num-seqs M`` and as many prompts, short ones that one step prefills together; after it every step gives one
-    token to each of the M sequences.
+    ``--max-num-seqs M`` and M short prompts, which are prefilled in one step; every later step produces one token for
+    each of the M sequences.
 
-Prefix caching is off: two random prompts of the thousands may begin alike, and would be skipped.
+Prefix caching is off: of thousands of random prompts, two may share a prefix, which would be skipped.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ TOKENS = {
     DECODE: (64, 128, 256, 512),
 }
 STOCK, OFF, CUBLASLT = "stock", "off", "cublaslt"
-BLOCKS = "dense"  # an unpruned checkpoint by the kernels that serve sparse ones
+BLOCKS = "dense"  # an unpruned checkpoint with the kernels for sparse ones
 # The systems that run a pattern: as the plugin does by default, by cuSPARSELt, and with norms and activations unfused.
 SPARSE, CUSPARSELT, UNFUSED = "sparse", "cusparselt", "unfused"
 SLIDED = (SPARSE, CUSPARSELT, UNFUSED)
-# What each system sets, of our flags; the plugin is not even loaded for stock (`environment`).
+# Our flags that each system sets; for stock the plugin is not even loaded (`environment`).
 SYSTEMS: dict[str, dict[str, str]] = {
     STOCK: {},
     OFF: {DISABLE: "1"},
@@ -60,8 +60,8 @@ PLUGIN_GROUPS = tuple(
 DECODE_PROMPT_LEN = 16  # tokens
 WARMUP_STEPS = 2  # of prefill, before the clock starts; decode warms up with all its sequences
 LEAST_SEQUENCES = 256  # vLLM's own limit while serving: the CUDA graphs it captures depend on it
-# Room for prompts, beyond a quarter of their length: a random one may come out longer than asked for, and vLLM refuses
-# a text by its characters: so many for each token that fits as the longest token has, spaces between them not counted.
+# Room for prompts, beyond a quarter of their length: a random one may be longer than requested, and vLLM refuses a text
+# with more characters than the longest token's times the tokens that fit, not counting spaces between tokens.
 SLACK = 32  # tokens
 RANDOM_LENGTHS = Version("0.14")  # the first vLLM with --random-input-len, which it prefers to --input-len
 WARMUPS = Version("0.22")  # the first vLLM with --num-warmups
@@ -78,7 +78,7 @@ class Workload:
 
     @property
     def conditions(self) -> dict[str, object]:
-        """The sizes as JSON holds them."""
+        """Return plain values."""
         return {**asdict(self), "decode_prompt_len": DECODE_PROMPT_LEN, "vllm_args": list(self.vllm_args)}
 
     def size(self, stage: str, m: int) -> Size:
@@ -124,13 +124,13 @@ class Run:
 
     @property
     def key(self) -> dict[str, object]:
-        """The columns that tell its row from others."""
+        """The key columns of its row."""
         names = {"model": self.model, "dtype": self.dtype, "stage": self.stage, "M": self.m}
         return {**names, "pattern": self.pattern, "system": self.system, "round": self.round}
 
     @property
     def label(self) -> str:
-        """The run in words: ``prefill M 512, sparse 6:8, round 1``."""
+        """The run as text: ``prefill M 512, sparse 6:8, round 1``."""
         which = self.system if self.pattern == DENSE else f"{self.system} {self.pattern}"
         return f"{self.stage} M {self.m}, {which}, round {self.round}"
 
@@ -149,7 +149,7 @@ def runs(
     workload: Workload,
     first: int = 1,
 ) -> list[Run]:
-    """All runs in order: round after round, the systems of a cell in turn, every other round backwards.
+    """All runs in order: round by round, the systems of a cell in turn, every other round in reverse.
 
     ``tokens`` has the M of each stage, ``first`` is the number of the first round.  Raises E2eError for an M that
     cannot be run.
@@ -189,7 +189,7 @@ def command(
 ) -> list[str]:
     """The command line of a run, the same for every system but for the checkpoint; ``result`` gets vLLM's JSON.
 
-    ``version`` None: it is not known, and taken for a new one.  ``size`` None is that of the run.
+    ``version`` None: unknown, and assumed to be recent.  ``size`` None is that of the run.
     """
     size = size or run.size
     longest = (size.prompt + size.output) * 5 // 4 + SLACK
@@ -213,8 +213,8 @@ def command(
 def environment(system: str, environ: Mapping[str, str]) -> dict[str, str]:
     """``environ`` with the flags of ``system`` and no other ones of ours.
 
-    ``stock`` is vLLM as it is without us: VLLM_PLUGINS names all other plugins, so that none of our code is imported.
-    ``off`` loads the plugin and tells it to do nothing.
+    ``stock`` is vLLM without us: VLLM_PLUGINS names all other plugins, so that none of our code is imported.
+    ``off`` loads the plugin with DISABLE_SLIDESPARSE=1.
     """
     cleaned = {name: value for name, value in environ.items() if name not in FLAGS}
     listed = environ.get(PLUGINS)
@@ -232,7 +232,7 @@ def _other_plugins() -> list[str]:
 
 
 def differences(system: str, environ: Mapping[str, str]) -> list[str]:
-    """How ``env`` makes the environment of ``system`` from ``environ``: ``-u NAME`` and ``NAME=VALUE``."""
+    """Arguments of ``env`` that turn ``environ`` into the environment of ``system``: ``-u NAME`` and ``NAME=VALUE``."""
     wanted = environment(system, environ)
     gone = [word for name in FLAGS if name in environ and name not in wanted for word in ("-u", name)]
     return [*gone, *(f"{name}={wanted[name]}" for name in wanted if environ.get(name) != wanted[name])]

@@ -15,11 +15,11 @@ from slidesparse.checkpoint.w8a8 import parse_block
 from slidesparse.errors import SlideSparseError
 from slidesparse.pattern import Pattern, parse_pruned
 
-DENSE = "dense"  # instead of a pattern: of an unpruned checkpoint, and of systems that are not sparse
+DENSE = "dense"  # the pattern of unpruned checkpoints and of dense systems
 
 
 class E2eError(SlideSparseError, ValueError):
-    """Options or checkpoints that cannot be measured together; says what was found and what is allowed."""
+    """Options or checkpoints that cannot be measured together."""
 
 
 @dataclass(frozen=True)
@@ -27,10 +27,10 @@ class Variant:
     """A checkpoint of the model."""
 
     folder: Path
-    pattern: Pattern | None  # None: it carries no pattern
+    pattern: Pattern | None  # None: it has none
     layout: str
     dtype: str  # "int8" or "fp8"
-    positions: int | None  # the longest sequence it takes; None: it does not say
+    positions: int | None  # longest supported sequence; None: unknown
 
 
 @dataclass(frozen=True)
@@ -48,8 +48,8 @@ def find_model(
 ) -> Model:
     """The model of ``--model``: a checkpoint, or a folder of them named by pattern.
 
-    Dense systems run the checkpoint called ``dense``, else the one that lost the fewest weights: zeros cost a dense
-    kernel no time, but they save power.  ``dense`` and ``sparse`` say whether such systems are asked for.
+    Dense systems run the checkpoint called ``dense``, or else the least pruned one, because zeros save power.
+    ``dense`` and ``sparse`` tell whether such systems are requested.
 
     Raises E2eError for what cannot be measured together, and MetadataError and PatternError.
     """

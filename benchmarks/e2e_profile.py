@@ -1,8 +1,8 @@
-"""Where the time of a step goes: the kernels that vLLM's own profiler saw, as rows of ``e2e_profile.csv``.
+"""The time of a step by kernel, from vLLM's own profiler, as rows of ``e2e_profile.csv``.
 
-vLLM writes what PyTorch's profiler recorded as a Chrome trace: JSON whose ``traceEvents`` have a name, a category, a
-start and a duration in microseconds.  A step's time is that from the first kernel to the end of the last, over the
-number of steps; what no kernel covers of it is the row ``idle``.
+vLLM writes a Chrome trace of PyTorch's profiler: JSON whose ``traceEvents`` have a name, a category, a start and a
+duration in microseconds.  A step's time is that from the first kernel to the end of the last, divided by the number of
+steps; time that no kernel covers is the row ``idle``.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from typing import Any
 
 from slidesparse.errors import SlideSparseError
 
-STEPS = 4  # that are recorded, after as many
+STEPS = 4  # recorded, after the same number of warm-up steps
 IDLE = "idle"
 KERNELS = ("kernel", "gpu_memcpy", "gpu_memset")  # categories of the trace
-NAME = 120  # characters kept of a kernel's name, which C++ templates make thousands of
+NAME = 120  # characters kept of a kernel's name; those of C++ templates have thousands
 
-# The first that fits a kernel's name says what it does.
+# The first regex that matches a kernel's name classifies it.
 CLASSES = {
     "norm and activation": r"^triton_|rms_?norm|silu|act_and_mul",  # Inductor names its kernels after what they feed
     "scale": r"dequant_bias",
@@ -35,7 +35,7 @@ CLASSES = {
 
 
 class ProfileError(SlideSparseError, RuntimeError):
-    """A trace that cannot be read; says what is wrong with it."""
+    """A trace that cannot be read."""
 
 
 @dataclass(frozen=True)
@@ -86,7 +86,7 @@ def _kernels(events: Iterable[Mapping[str, Any]]) -> Iterator[tuple[str, float, 
 
 
 def summarize(found: Iterable[tuple[str, float, float]], steps: int) -> list[Kernel]:
-    """(name, start, duration) of all kernels of ``steps`` steps -> those of one, and the time that none covers."""
+    """(name, start, duration) of all kernels of ``steps`` steps -> the kernels of one step, and its idle time."""
     calls: dict[str, int] = defaultdict(int)
     times: dict[str, float] = defaultdict(float)
     covered, first, end = 0.0, None, 0.0
@@ -107,7 +107,7 @@ def kind(name: str) -> str:
 
 
 def rows(key: Mapping[str, object], kernels: Iterable[Kernel]) -> Iterator[dict[str, object]]:
-    """Rows of the table; ``key`` holds the other columns.  Kernels whose cut names are equal become one."""
+    """Rows of the table; ``key`` holds the other columns.  Kernels with equal truncated names are merged."""
     merged: dict[tuple[str, str], list[float]] = defaultdict(lambda: [0.0, 0.0])
     for one in kernels:
         entry = merged[" ".join(one.name.split())[:NAME], one.kind]

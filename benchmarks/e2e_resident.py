@@ -1,9 +1,9 @@
 """The end-to-end benchmark with all engines loaded side by side, taking turns.
 
-Starting an engine takes longer than measuring it, so a table of R rounds at m values of M starts each engine R * m
-times when every figure has a process of its own.  Here each system and pattern has one process that stays
-(`benchmarks.e2e_worker`), and all have to fit on the GPU together.  What runs is the same: vLLM's own benchmark
-with the same words, on an engine whose limits are the largest of all its runs.
+Starting an engine takes longer than measuring it, and with one process per figure, a table of R rounds at m values of M
+would start each engine R * m times.  Here each system and pattern has one persistent process (`benchmarks.e2e_worker`),
+and all have to fit on the GPU together.  They run the same benchmark of vLLM with the same arguments, on an engine
+whose limits are the largest of all its runs.
 """
 
 from __future__ import annotations
@@ -36,15 +36,15 @@ from benchmarks.e2e_runs import (
 from benchmarks.records import PROFILE, Records
 
 BLOCK = 16  # tokens of a block of vLLM's KV cache
-ROOM = 1.1  # of what the runs need: sequences that end are still there when new ones begin
-ROOT = Path(__file__).resolve().parents[1]  # where engines import this package from
+ROOM = 1.1  # relative to what the runs need: finished sequences are still there when new ones begin
+ROOT = Path(__file__).resolve().parents[1]  # the folder from which engines import this package
 WORKER = (sys.executable, "-m", "benchmarks.e2e_worker")
 SHARE = 0.05  # --gpu-memory-utilization: the cache's size is given, so this only has to be free at the start
 
 
 @dataclass(frozen=True)
 class Engine:
-    """Identifies the process of an engine: runs that agree in it share one."""
+    """The key of an engine's process: runs with equal keys share one."""
 
     system: str
     pattern: str
@@ -110,9 +110,9 @@ class Profiled:
 class Worker:
     """A process with an engine."""
 
-    def __init__(self, words: Sequence[str], env: dict[str, str], log: Path) -> None:
+    def __init__(self, arguments: Sequence[str], env: dict[str, str], log: Path) -> None:
         self.log = log
-        self.joules: float | None = None  # of the run that was answered last
+        self.joules: float | None = None  # energy of the last run
         self._sink: IO[str] = log.open("w", encoding="utf-8")
         self._process = subprocess.Popen(
             WORKER,
@@ -122,10 +122,10 @@ class Worker:
             stderr=self._sink,
             start_new_session=True,
         )
-        self.send(words)
+        self.send(arguments)
 
     def send(self, message: object) -> None:
-        """Hand over a line.  Raises RunError when the process is gone."""
+        """Send a line.  Raises RunError when the process has ended."""
         assert self._process.stdin is not None
         try:
             self._process.stdin.write(json.dumps(message).encode() + b"\n")
@@ -134,7 +134,7 @@ class Worker:
             raise RunError(f"the engine's process ended; its log is {self.log}") from None
 
     def wait(self, seconds: float | None) -> bool:
-        """Wait for the answer to a line; False when it takes longer.  Raises RunError when the process ends."""
+        """Wait for the answer to a line; return False after a timeout.  Raises RunError when the process ends."""
         assert self._process.stdout is not None
         with selectors.DefaultSelector() as selector:
             selector.register(self._process.stdout, selectors.EVENT_READ)
@@ -151,7 +151,7 @@ class Worker:
         return self.log.read_text(encoding="utf-8", errors="replace")
 
     def close(self) -> None:
-        """End the process and what it started."""
+        """End the process and its children."""
         end(self._process)
         self._sink.close()
 
@@ -170,7 +170,7 @@ class ResidentBench(E2eBench):
             worker.close()
 
     def run(self, runs: Sequence[Run]) -> bool:
-        """See `E2eBench.run`; first starts, all at once, the engines of what is not in the table."""
+        """See `E2eBench.run`; first starts, in parallel, the engines for all runs that are not in the table."""
         missing = [run for run in runs if not self.records.has(run.key)]
         by_engine: dict[Engine, list[Run]] = {}
         for run in missing:
@@ -189,19 +189,19 @@ class ResidentBench(E2eBench):
 
     def _start(self, engine: Engine, runs: Sequence[Run]) -> Worker:
         run = runs[0]
-        words = self.words(run, largest(runs))
+        arguments = self.arguments(run, largest(runs))
         cache = cache_tokens(runs) * bytes_per_token(engine.folder)
-        words += ["--kv-cache-memory-bytes", str(cache), "--gpu-memory-utilization", str(SHARE)]
+        arguments += ["--kv-cache-memory-bytes", str(cache), "--gpu-memory-utilization", str(SHARE)]
         if self.profile:
-            words += e2e_profile.options(self._traces(engine))
+            arguments += e2e_profile.options(self._traces(engine))
         env = environment(run.system, os.environ)
         env["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), env.get("PYTHONPATH")]))
-        # vLLM's caches of compiled code are not made for processes that fill the same entry at once
+        # vLLM's caches of compiled code do not support processes that write the same entry concurrently
         env["VLLM_CACHE_ROOT"] = str((self.out / "cache" / engine.file_name).resolve())
-        return Worker(words, env, self.out / "logs" / f"{engine.file_name}.log")
+        return Worker(arguments, env, self.out / "logs" / f"{engine.file_name}.log")
 
-    def words(self, run: Run, size: Size) -> list[str]:
-        """The words after ``vllm bench throughput``."""
+    def arguments(self, run: Run, size: Size) -> list[str]:
+        """The arguments of ``vllm bench throughput``."""
         result = log_of(self.out, run).with_suffix(".json")
         return command(self.vllm, self.version, run, self.workload, result, size)[3:]
 
@@ -219,7 +219,7 @@ class ResidentBench(E2eBench):
         if engine in self._broken:
             raise RunError(self._broken[engine])
         try:
-            worker.send([run.m if run.stage != DECODE else 0, self.words(run, run.size)])
+            worker.send([run.m if run.stage != DECODE else 0, self.arguments(run, run.size)])
             done = worker.wait(self._seconds(time.monotonic()))
         except RunError as error:
             self._broken[engine] = str(error)
@@ -236,7 +236,7 @@ class ResidentBench(E2eBench):
         if self.profile and run.round == 1 and self.profile.has(run):
             try:
                 self._record(run, engine, worker)
-            except RunError as error:  # the figure stands
+            except RunError as error:  # the measurement is valid
                 self._note(run, f"its profile: {error}")
         return figures, line
 
@@ -244,11 +244,11 @@ class ResidentBench(E2eBench):
         return self.out / "traces" / engine.file_name
 
     def _record(self, run: Run, engine: Engine, worker: Worker) -> None:
-        """Run the cell once more under vLLM's profiler, and note its kernels.  Raises RunError."""
+        """Run the cell again under vLLM's profiler, and record its kernels.  Raises RunError."""
         folder = self._traces(engine)
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir(parents=True)
-        worker.send([run.m if run.stage != DECODE else 0, [*self.words(run, run.size), "--profile"]])
+        worker.send([run.m if run.stage != DECODE else 0, [*self.arguments(run, run.size), "--profile"]])
         if not worker.wait(self._seconds(time.monotonic())):
             raise RunError("profiling took too long")
         try:

@@ -1,4 +1,4 @@
-"""Running ``vllm bench throughput``, one process after another, and reading what it measured."""
+"""Run ``vllm bench throughput``, one process at a time, and read its results."""
 
 from __future__ import annotations
 
@@ -39,14 +39,14 @@ from slidesparse.tune import machine
 from slidesparse.tune.measure import Deadline
 
 CONDITIONS = (*SAME, "cpu", "workload")  # that all rows of a table share
-KINDS = {CUBLASLT: "on the cuBLASLt", BLOCKS: "in blocks"}  # what the plugin says of dense systems
+KINDS = {CUBLASLT: "on the cuBLASLt", BLOCKS: "in blocks"}  # in the plugin's log line for dense systems
 OURS = (*KINDS, *SLIDED)  # systems whose layers the plugin runs
-LIBRARIES = {CUBLASLT: "cublaslt", CUSPARSELT: "cusparselt"}  # what a system needs on a GPU, if it names it
+LIBRARIES = {CUBLASLT: "cublaslt", CUSPARSELT: "cusparselt"}  # the backend that a system needs on a GPU
 RUN_SECONDS = 1800.0  # of one process: loading, compiling and capturing included
-END_SECONDS = 15  # between asking a process to end and making it
+END_SECONDS = 15  # between SIGTERM and SIGKILL
 LAST_LINES, CAUSES = 8, 3
 
-# What the plugin says of the layers it took, and vLLM of the room for sequences.
+# The plugin's log line about its layers, and vLLM's about the size of its KV cache.
 SERVED = re.compile(
     r"SlideSparse (?P<line>(?P<pattern>[^\s:]+(:[\d.@%]+)?)( \([^)]*\))?: "
     r"(?P<layers>\d+) layers (?P<kind>sparse|on the cuBLASLt|in blocks).*)"
@@ -56,12 +56,12 @@ ERROR = re.compile(r"\b\w+(?:Error|Exception): .*")
 
 
 class RunError(RuntimeError):
-    """A run that gave no figure; says why."""
+    """A failed run, with the reason."""
 
 
 @dataclass(frozen=True)
 class Failure:
-    """A run that gave no figure, why, and what its log ends with."""
+    """A failed run, the reason, and the end of its log."""
 
     run: Run
     reason: str
@@ -79,7 +79,7 @@ def find_vllm() -> str:
 
 
 def conditions(systems: Sequence[str]) -> dict[str, Any]:
-    """The conditions of this machine, asked in a process of its own: this one must not take GPU memory.
+    """The conditions of this machine, queried in a child process, because this one must not use GPU memory.
 
     Raises MissingError when a library that a system needs cannot run.
     """
@@ -94,13 +94,13 @@ def _conditions(systems: Sequence[str]) -> dict[str, Any]:
         return cpu_conditions()
     found = machine.require_libraries(gpu, [LIBRARIES[name] for name in systems if name in LIBRARIES])
     names = {library.name for library in found}
-    if set(systems) & {BLOCKS, *SLIDED}:  # the plugin takes what it finds
+    if set(systems) & {BLOCKS, *SLIDED}:  # the plugin uses whichever backend it finds
         found += [one for one in machine.usable_libraries(gpu)[0] if one.sparse and one.name not in names]
     return gpu_conditions(gpu, found)
 
 
 def vllm_version(found: Mapping[str, Any]) -> Version | None:
-    """The version of vLLM among the conditions ``found``; None when it is not known."""
+    """The version of vLLM in the conditions ``found``; None if unknown."""
     try:
         return Version(str(found["versions"]["vllm"]))
     except InvalidVersion:
@@ -150,7 +150,7 @@ def figures_of(run: Run, found: Mapping[str, Any], joules: float | None = None) 
 
 
 def check_log(run: Run, text: str) -> str:
-    """The plugin's line, "" for a system without it.  Raises RunError when another system than asked for ran."""
+    """The plugin's log line, "" for a system without it.  Raises RunError if another system ran."""
     said = SERVED.search(text)
     if run.system not in OURS:
         if said:
@@ -178,14 +178,19 @@ def check_room(run: Run, text: str) -> None:
         )
 
 
-def execute(words: Sequence[str], env: Mapping[str, str], log: Path, seconds: float | None) -> int | None:
-    """Run a command with its output appended to ``log``; its exit status, or None when the time was up.
+def execute(arguments: Sequence[str], env: Mapping[str, str], log: Path, seconds: float | None) -> int | None:
+    """Run a command with its output appended to ``log``; return its exit status, or None when the time was up.
 
-    The process leads a group, of which nothing is left when this returns or raises.
+    The process leads a process group, which is ended before this returns or raises.
     """
     with log.open("a", encoding="utf-8") as sink:
         process = subprocess.Popen(
-            words, env=dict(env), stdin=subprocess.DEVNULL, stdout=sink, stderr=sink, start_new_session=True
+            arguments,
+            env=dict(env),
+            stdin=subprocess.DEVNULL,
+            stdout=sink,
+            stderr=sink,
+            start_new_session=True,
         )
         try:
             return process.wait(seconds)
@@ -231,7 +236,7 @@ class E2eBench:
         """Do nothing: no process is left running between runs."""
 
     def run(self, runs: Sequence[Run]) -> bool:
-        """Measure what is not in the table; ``failures`` gets the failed ones.  False when the time was up."""
+        """Measure what is not in the table; failed runs are added to ``failures``.  False when the time was up."""
         for done, run in enumerate(runs):
             self.begin(done, run.label)
             if self.records.has(run.key):
@@ -256,11 +261,11 @@ class E2eBench:
         log = log_of(self.out, run)
         result = log.with_suffix(".json")
         result.unlink(missing_ok=True)  # of an earlier attempt
-        words = command(self.vllm, self.version, run, self.workload, result)
-        log.write_text(f"$ {shown(run, words)}\n", encoding="utf-8")
+        arguments = command(self.vllm, self.version, run, self.workload, result)
+        log.write_text(f"$ {shown(run, arguments)}\n", encoding="utf-8")
         left = self.deadline.left
         seconds = self.run_seconds if left is None else min(left, self.run_seconds)
-        status = execute(words, environment(run.system, os.environ), log, seconds)
+        status = execute(arguments, environment(run.system, os.environ), log, seconds)
         if status is None and self.deadline.passed:
             return None, ""
         if status is None:
@@ -286,18 +291,18 @@ class E2eBench:
 
 
 def log_of(out: Path, run: Run) -> Path:
-    """Where the output of ``run`` goes; vLLM's JSON lies beside it."""
+    """The file for the output of ``run``; vLLM's JSON is next to it."""
     return out / "logs" / f"{run.file_name}.log"
 
 
-def shown(run: Run, words: Sequence[str]) -> str:
-    """The command as a shell would take it, with what it changes in the environment."""
+def shown(run: Run, arguments: Sequence[str]) -> str:
+    """The command line for a shell, including its changes to the environment."""
     changes = differences(run.system, os.environ)
-    return shlex.join(["env", *changes, *words] if changes else words)
+    return shlex.join(["env", *changes, *arguments] if changes else arguments)
 
 
 def tail(text: str) -> tuple[str, ...]:
-    """The first errors of a log, which are the causes of the others, and its last lines."""
+    """The first errors of a log, which usually cause the others, and its last lines."""
     lines = [line.rstrip() for line in text.splitlines() if line.strip()]
     last = lines[-LAST_LINES:]
     causes = dict.fromkeys(found[0] for line in lines[:-LAST_LINES] if (found := ERROR.search(line)))

@@ -1,13 +1,13 @@
 """One vLLM engine that stays loaded and runs ``vllm bench throughput`` again and again.
 
-As a program it is a process of one system (see `benchmarks.e2e_resident`).  It reads JSON lines on stdin: first
-the words of a ``vllm bench throughput`` command, whose engine options are those of the engine, then ``[M, words]``,
-each a command to run on that engine with steps of at most M tokens.  It answers each line with a JSON line on stdout
-when it is done: the energy in joules that the GPU took for the generation that was timed, ``null`` without a GPU that
-counts it.  vLLM's own code draws the prompts, takes the time and writes the JSON of ``--output-json``.
+Run as a program, it is the process of one system (see `benchmarks.e2e_resident`).  It reads JSON lines from stdin:
+first the arguments of a ``vllm bench throughput`` command, which configure the engine, then ``[M, arguments]``, each a
+command to run on that engine with steps of at most M tokens.  When done, it answers each line with a JSON line on
+stdout: the energy in joules that the GPU used for the timed generation, or ``null`` if the GPU does not measure it.
+vLLM's own code generates the prompts, measures the time and writes the JSON of ``--output-json``.
 
-vLLM fixes the tokens of a step when an engine starts.  `StepScheduler` is vLLM's scheduler with a limit that can be
-changed between runs, through a file of eight bytes that both processes map.
+vLLM fixes the maximum tokens of a step when an engine starts.  `StepScheduler` is vLLM's scheduler with a limit that
+can be changed between runs, through a file of eight bytes that both processes map.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def _map(path: str) -> mmap.mmap:
 
 
 def __getattr__(name: str) -> Any:
-    """`StepScheduler`, made when vLLM asks for it: this module is read without vLLM, too."""
+    """Create `StepScheduler` on demand, because this module is also imported without vLLM."""
     if name == "StepScheduler":
         return _scheduler()
     raise AttributeError(name)
@@ -40,7 +40,7 @@ def _scheduler() -> type:
     from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 
     class StepScheduler(AsyncScheduler):
-        """vLLM's scheduler, whose steps have at most as many tokens as the file says; 0: as the engine takes."""
+        """vLLM's scheduler with the limit of tokens per step from the file; 0 is the engine's own limit."""
 
         def __init__(self, *args: Any, **kwargs: Any) -> None:
             super().__init__(*args, **kwargs)
@@ -72,7 +72,7 @@ class Meter:
             self._nvml = pynvml
 
     def __call__(self, generate: Callable[..., Any]) -> Callable[..., Any]:
-        """``generate`` with the energy of each of its calls noted; warm-up and idling between calls are left out."""
+        """Wrap ``generate`` to record the energy of each call, without warm-up and idle time."""
 
         def metered(*args: Any, **kwargs: Any) -> Any:
             before = self._read()
@@ -90,7 +90,7 @@ class Meter:
 def main() -> None:
     """Start the engine, then run commands until stdin ends."""
     answers = os.dup(1)
-    os.dup2(2, 1)  # whatever is printed is not an answer
+    os.dup2(2, 1)  # output of libraries is not an answer
     with tempfile.NamedTemporaryFile(suffix=".step") as file:
         file.write(bytes(BYTES))
         file.flush()
@@ -117,9 +117,9 @@ def main() -> None:
         llm.generate = meter(llm.generate)
         os.write(answers, b"null\n")
         for line in sys.stdin:
-            tokens, words = json.loads(line)
+            tokens, arguments = json.loads(line)
             limit[:BYTES] = int(tokens).to_bytes(BYTES, "little")
-            throughput.main(parser.parse_args(words))
+            throughput.main(parser.parse_args(arguments))
             os.write(answers, json.dumps(meter.joules).encode() + b"\n")
 
 

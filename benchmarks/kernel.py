@@ -1,7 +1,7 @@
 """GEMM alone: dense cuBLASLt, the sparse libraries at each pattern and dense, and vLLM's own kernel, side by side.
 
-Every library is given its best algorithm, searched for each shape and M.  All providers of one shape and M are
-measured one after the other in one run, so that they meet the same clocks.
+Every library uses its best algorithm, searched for each shape and M.  All providers of one shape and M are measured one
+after the other in one run, under the same clocks.
 """
 
 from __future__ import annotations
@@ -44,18 +44,18 @@ class Group:
 
 @dataclass(frozen=True)
 class Cell:
-    """One provider's product for a layer; several patterns share one when their K' is the same."""
+    """One provider's GEMM for a layer; patterns with the same K' share one."""
 
     provider: str
     patterns: tuple[str, ...]
-    k: int  # columns that are multiplied, K' for slided weights
+    k: int  # columns of the weight, K' if slided
     out: str
     scale: str
     library: Tunable | None  # None: vLLM's kernel
 
     @property
     def dense_in_blocks(self) -> bool:
-        """Whether a library of sparse products multiplies a weight without a pattern."""
+        """Whether a sparse library multiplies a weight without a pattern."""
         return self.library is not None and self.library.sparse and self.patterns == (DENSE,)
 
     def problem(self, dtype: str, n: int, m: int) -> Problem:
@@ -75,7 +75,7 @@ def square_groups(dtypes: Sequence[str], tokens: Sequence[int]) -> list[Group]:
 def model_groups(
     models: Sequence[tuple[str, tuple[Layer, ...]]], dtypes: Sequence[str], tokens: Sequence[int]
 ) -> list[Group]:
-    """Model after model, type after type, so that sums over layers are complete early."""
+    """Model by model and type by type, so that sums over layers are complete early."""
     return [
         Group("model", name, layer, dtype, tuple(tokens))
         for name, layers in models
@@ -177,9 +177,7 @@ class KernelBench:
             self.records.add(row | figures | {"algorithm": algorithm})
 
     def _time(self, cell: Cell, problem: Problem, weights: list[Tensor]) -> tuple[Timing, str]:
-        if (
-            cell.library and cell.dense_in_blocks
-        ):  # no winner to save: serving runs the one that is tuned for 2:4
+        if cell.library and cell.dense_in_blocks:  # not saved: serving uses the winner for 2:4
             rotation = self._session.inputs.rotation(problem, weights)
             found = search(cell.library, problem, rotation, self._session.clock, self._session.gpu.device)
             return found.timing, labelled(found.algorithm, found.timing)
@@ -198,7 +196,7 @@ class KernelBench:
 
 
 class _Weights:
-    """A group's packed weights, made once for all its token counts, when first asked for."""
+    """A group's packed weights, made once for all its token counts, on first use."""
 
     def __init__(self, session: Session, group: Group) -> None:
         self._session, self._group = session, group

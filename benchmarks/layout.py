@@ -1,7 +1,7 @@
-"""Memory layouts: which of the eight each GEMM library takes, and how fast it is in each.
+"""Memory layouts: which of the eight each GEMM library supports, and how fast it is in each.
 
-The weight may have K or N contiguous, the activations K or M, the output N or M.  Serving uses K, K and N; this is
-how one finds out whether it should.  Products are measured as they are, without scales or a bias.
+The weight may have K or N contiguous, the activations K or M, the output N or M.  Serving uses K, K and N; this
+benchmark checks that choice.  GEMMs are measured without scales and bias.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from slidesparse.tune.shapes import Layer, slided
 
 PATTERN = "6:8"  # of the weights of sparse libraries
 WRONG = "its product is wrong"
-CHUNK = 2**26  # elements of float64 that the check makes at a time
+CHUNK = 2**26  # float64 elements that the check computes at a time
 
 
 @dataclass(frozen=True)
@@ -95,7 +95,7 @@ class LayoutBench:
     def _measure(
         self, library: Tunable, layout: Layout, right: _Expected, weights: _Weights
     ) -> dict[str, object]:
-        """Measure a product in a layout: the values of its row."""
+        """Measure a product in a layout; return the values of its row."""
         session, problem, device = self._session, right.problem, self._session.gpu.device
         try:
             rotation = session.inputs.rotation(problem, weights.packed(layout))
@@ -116,7 +116,7 @@ class LayoutBench:
 
 
 class _Weights:
-    """A product's random weight, and its packed copies in each layout, made when first asked for."""
+    """A product's random weight, and its packed copies in each layout, made on first use."""
 
     def __init__(self, session: Session, product: Product, least: int) -> None:
         self._session, self._product, self._least = session, product, least
@@ -133,7 +133,7 @@ class _Weights:
         return self._plain
 
     def packed(self, layout: Layout) -> list[Tensor]:
-        """As many copies as the fewest tokens need.  Raises LibraryError."""
+        """Packed copies, enough for the smallest number of tokens.  Raises LibraryError."""
         if layout not in self._packed:
             first = self._product.library.operand(self.plain, layout)
             copies = self._session.inputs.copies(self._product.problem(self._least))
@@ -142,14 +142,14 @@ class _Weights:
 
 
 class _Expected:
-    """Tells whether plans of all layouts give one product, which it computes in float64 when first asked."""
+    """Checks that plans of all layouts give the same product, which is computed in float64 on first use."""
 
     def __init__(self, problem: Problem, weights: _Weights) -> None:
         self.problem, self._weights = problem, weights
         self._known: tuple[Tensor, Tensor] | None = None
 
     def agrees(self, plan: Plan, layout: Layout, rotation: Rotation) -> bool:
-        """Run ``plan`` on the operands as its layout stores them, and compare what it stores."""
+        """Run ``plan`` on operands stored in its layout, and compare its output."""
         if self._known is None:
             x = rotation.activations[0].clone()
             self._known = x, product_of(x, self._weights.plain, rotation.outs[0].dtype)
@@ -172,7 +172,7 @@ def product_of(x: Tensor, weight: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _key(product: Product, m: int, layout: Layout) -> dict[str, object]:
-    weight, activations, output = layout.words
+    weight, activations, output = layout.contiguous
     return {
         "library": product.library.name,
         "dtype": product.dtype,

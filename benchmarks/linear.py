@@ -1,8 +1,7 @@
 """Whole linear layers, bfloat16 to bfloat16: quantize, multiply, scale, as serving runs them.
 
-SlideSparse's layers are the public operators, as `slidesparse.ops.linear` calls them for each backend, with the
-algorithms that are in the tuned tables; vLLM's are its own two kernels.  Everything allocates as it does while serving
-and runs in CUDA graphs.
+SlideSparse's layers are the public operators, called by `slidesparse.ops.linear` for each backend with the algorithms
+in the tuned tables; vLLM's are its own two kernels.  Everything allocates memory as in serving and runs in CUDA graphs.
 """
 
 from __future__ import annotations
@@ -77,7 +76,7 @@ def providers(
 def _operators(
     library: Tunable, layer: Layer, dtype: str, pattern: SlidePattern | None
 ) -> tuple[_Call, Callable[[Tensor], Tensor]]:
-    """A layer through `slidesparse.ops`, and what packs its weight, which is slid already."""
+    """A layer through `slidesparse.ops`, and a function that packs its already slid weight."""
     spec = LayerSpec(layer.n, layer.k, pattern, 0, DTYPES[dtype], FLOAT)
     windows = replace(spec, in_features=spec.layout.slided, pattern=pattern and TWO_FOUR)
     length, columns, name = spec.layout.length, spec.columns(library.alignment), library.name
@@ -89,7 +88,7 @@ def _operators(
 
 
 def _mix(pack: Callable[[Tensor], Tensor], share: Fraction) -> Callable[[Tensor], Tensor]:
-    """Return a function that puts zeros into a share of a weight's blocks, and packs it."""
+    """Return a function that prunes a share of a weight's blocks, and packs it."""
 
     def mixed(weight: Tensor) -> Tensor:
         return pack(with_sparse_blocks(weight, float(share)))
@@ -140,7 +139,7 @@ class LinearBench:
                         weights[provider] = self._weights(group, provider)
                     self._measure(group, provider, row, m, weights[provider], scale_w)
                 self._session.advance(f"{group.model} {group.layer.name} {group.dtype} M={m}")
-            free(self._session.gpu)  # graphs that are gone leave their outputs' memory reserved
+            free(self._session.gpu)  # memory that deleted graphs leave reserved
         return True
 
     def _copies(self, group: Group, m: int) -> int:

@@ -1,4 +1,4 @@
-"""Tables on disk that a benchmark adds to, row by row, and continues after it was stopped; with their conditions.
+"""Tables on disk that benchmarks append to, row by row, and continue after an interruption; with their conditions.
 
 Every measuring command writes OUT/NAME.csv, of one of the formats below, and OUT/NAME.json: GPU, clocks, versions, date
 and command lines.
@@ -26,7 +26,7 @@ SAME = ("gpu", "capability", VERSIONS)  # conditions that all rows of a table sh
 
 @dataclass(frozen=True)
 class Format:
-    """The columns of a table: those of ``key`` tell a row from all others."""
+    """The columns of a table; those of ``key`` identify a row."""
 
     name: str
     key: tuple[str, ...]
@@ -46,7 +46,7 @@ KERNEL = Format("kernel", _KERNEL, (*TIMES, "algorithm"))  # K is that of the de
 LINEAR = Format("linear", ("model", "layer", "dtype", "pattern", "M", "provider"), TIMES)
 BANDWIDTH = Format("bandwidth", ("kernel", "dtype", "M", "K"), ("us", "GBps", "copy_GBps", "fraction"))
 LAYOUT = Format("layout", _LAYOUT, ("taken", "heuristic_us", "p50_us", "algorithm", "reason"))
-# tokens_per_joule is by the GPU's energy counter, of resident engines on a GPU alone; else it is empty.
+# tokens_per_joule is from the GPU's energy counter, for resident engines on a GPU only; otherwise it is empty.
 E2E = Format("e2e", (*_CELL, "round"), ("tokens_per_s", "tokens_per_joule"))
 # `sparsity` is "2:4" or "dense"; `offsets` are each out-feature's "own" or those of a "strip" of 32, "-" when dense.
 _SPMM = ("dtype", "sparsity", "offsets", "M", "N", "K", "provider")
@@ -69,13 +69,13 @@ PROFILE = Format("e2e_profile", (*_CELL, "kernel"), ("class", "calls", "us"))  #
 
 
 class RecordsError(SlideSparseError, RuntimeError):
-    """A table that cannot be read or continued; names the file and the remedy."""
+    """A table that cannot be read or continued; the message has the file and the remedy."""
 
 
 def read_rows(path: Path, columns: Sequence[str]) -> tuple[list[dict[str, str]], bool]:
-    """(rows, whether the last line was torn) of a CSV file; no rows when it is not there.
+    """(rows, whether the last line is incomplete) of a CSV file; no rows if it does not exist.
 
-    A last line without its end, which a killed process leaves, is left out.  Raises RecordsError for other columns, and
+    An incomplete last line, which a killed process may leave, is ignored.  Raises RecordsError for other columns, and
     for a line of another length.
     """
     text = path.read_text(encoding="utf-8", errors="replace") if path.exists() else ""
@@ -98,7 +98,7 @@ def read_rows(path: Path, columns: Sequence[str]) -> tuple[list[dict[str, str]],
 
 
 class Records:
-    """An append-only CSV file: a row is written once, a torn last line is dropped.  Raises RecordsError."""
+    """An append-only CSV file: each row is written once, an incomplete last line is dropped.  Raises RecordsError."""
 
     def __init__(self, folder: Path, form: Format) -> None:
         self.path, self._form = folder / f"{form.name}.csv", form
@@ -119,7 +119,7 @@ class Records:
         return self._key_of(row) in self._keys
 
     def add(self, row: Mapping[str, object]) -> None:
-        """Append a row, numbers rounded to nanoseconds; it is on its way to the disk when this returns."""
+        """Append a row, with numbers rounded to nanoseconds, and flush it."""
         words = {name: _text(row[name]) for name in self._form.columns}
         with self.path.open("a", encoding="utf-8", newline="") as file:
             file.write(_line(list(words.values())))
@@ -145,9 +145,9 @@ def write_conditions(
 ) -> None:
     """Write conditions beside a table, with the date and the command line of this run added to those before.
 
-    Raises RecordsError when the table was begun on another GPU or with other versions, or whatever ``same`` names:
-    figures of two machines in one table could not be told apart.  Of versions those count that both have: a system that
-    is added may bring a library of its own.
+    Raises RecordsError when the table was begun on another GPU, with other versions, or with another value of any of
+    ``same``, because one table must not mix machines.  Only versions that both have are compared: an added system may
+    need another library.
     """
     before = read_conditions(path)
     old, new = before.get(VERSIONS, {}), found.get(VERSIONS, {})
@@ -171,7 +171,7 @@ def write_conditions(
 
 
 def amend_conditions(path: Path, found: Mapping[str, Any]) -> None:
-    """Add what a run found out to the conditions that `write_conditions` wrote at its start."""
+    """Add facts known only after the start of a run to the conditions that `write_conditions` wrote."""
     _write(path, {**read_conditions(path), **found})
 
 

@@ -1,8 +1,8 @@
-"""The measurements behind docs/benchmarks: the commands that make them, one after another, in parts.
+"""Run the measurements behind docs/benchmarks, one command after another, over several calls.
 
-Every command goes on from its own table when it is repeated; OUT/reproduce.json keeps how far each has come.  Whole
-models need checkpoints, which are made in OUT/models when their turn comes and deleted when no command needs them any
-longer: the largest pair takes 33 GB.
+Every command continues its own table when it is repeated; OUT/reproduce.json records the progress of each.  Whole
+models need checkpoints, which are created in OUT/models on demand and deleted when no command needs them any longer:
+the largest pair takes 33 GB.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from slidesparse.pattern import parse_pattern
 from slidesparse.tune.measure import Deadline
 from slidesparse.tune.shapes import MIXED_PATTERNS, PATTERNS
 
-PRODUCT = "slidesparse"  # the program of those commands that are not benchmarks
+PRODUCT = "slidesparse"  # the program of commands that are not benchmarks
 STATE, SAID = "reproduce.json", ("finished", "cells", "planned")
-LEAST = 60.0  # seconds that must be left to begin a command
+LEAST = 60.0  # least seconds left to begin a command
 LOADING = 240.0  # and one that loads engines first
 
 ALL = ",".join((*PATTERNS[:-1], "16:18", PATTERNS[-1]))
@@ -57,32 +57,41 @@ M_OF_E2E = ("--m", "512,1024,2048,4096,8192,16384,32768", "--decode-m", "1,4,16,
 
 @dataclass(frozen=True)
 class Step:
-    """One command; ``checkpoints`` are the folders that it reads, and what makes each."""
+    """One command; ``checkpoints`` are the folders that it reads, and the command that creates each."""
 
     name: str
-    words: tuple[str, ...]
+    command: tuple[str, ...]
     checkpoints: tuple[tuple[Path, tuple[str, ...]], ...] = ()
 
 
 def steps(out: Path) -> list[Step]:
     """All commands, in order."""
     found = []
-    for name, words in KERNELS.items():
-        place = () if words[0] == PRODUCT else ("--out", str(out))  # tuning saves into the user's tables
-        found.append(Step(name, (*words, *place)))
+    for name, command in KERNELS.items():
+        place = () if command[0] == PRODUCT else ("--out", str(out))  # tuning saves into the user's tables
+        found.append(Step(name, (*command, *place)))
     first_rounds: dict[Path, int] = {}
     for model, dtypes, systems, groups in WHOLE:
         for dtype in dtypes:
             folder = out / "models" / f"{model}-{dtype}"
             for patterns in groups:
-                words = ("e2e", "--resident", "--name", model, "--model", str(folder), "--patterns", patterns)
-                words += ("--systems", systems, *STEPS_OF_E2E, *M_OF_E2E, "--rounds", str(ROUNDS))
+                command = (
+                    "e2e",
+                    "--resident",
+                    "--name",
+                    model,
+                    "--model",
+                    str(folder),
+                    "--patterns",
+                    patterns,
+                )
+                command += ("--systems", systems, *STEPS_OF_E2E, *M_OF_E2E, "--rounds", str(ROUNDS))
                 # a group has rounds, and dense systems, of its own: ratios are taken within a round
                 first = first_rounds.setdefault(folder, 1)
                 first_rounds[folder] += ROUNDS
-                words += ("--first-round", str(first), "--out", str(out))
+                command += ("--first-round", str(first), "--out", str(out))
                 needed = [_synth(folder, model, dtype, name) for name in (DENSE, *patterns.split(","))]
-                found.append(Step(f"e2e, {model} {dtype} {patterns}", words, tuple(needed)))
+                found.append(Step(f"e2e, {model} {dtype} {patterns}", command, tuple(needed)))
     return found
 
 
@@ -93,23 +102,23 @@ def _synth(folder: Path, model: str, dtype: str, pattern: str) -> tuple[Path, tu
 
 
 class Stopped(EnvironmentFault):
-    """A command that ended without a result; it has said why."""
+    """A command that ended without a result and has printed the reason."""
 
 
 def progress(out: Path) -> list[tuple[Step, dict[str, Any]]]:
-    """Every step, and what it said of itself last: "cells" that are measured of "planned" ones."""
+    """Every step with its last report: measured "cells" of "planned" ones."""
     known = read_conditions(out / STATE)
     return [(step, known.get(step.name, {})) for step in steps(out)]
 
 
 def left(out: Path) -> list[Step]:
-    """The steps that are not done; last those that came to their end, but with cells that failed."""
+    """The steps that are not done; last those that finished with failed cells."""
     found = [(step, said) for step, said in progress(out) if not done(said)]
     return [step for step, _ in sorted(found, key=lambda one: bool(one[1].get("finished")))]
 
 
 def done(said: dict[str, Any]) -> bool:
-    """Whether a step that said this has no cell left."""
+    """Whether a step with this report has no cell left."""
     return bool(said) and said["cells"] == said["planned"]
 
 
@@ -117,17 +126,17 @@ def part(out: Path, deadline: Deadline, say: Callable[[str], None]) -> None:
     """Run what is left until the time is up.  Raises Stopped."""
     todo = left(out)
     for number, step in enumerate(todo):
-        for path, words in step.checkpoints:
+        for path, command in step.checkpoints:
             if not path.exists():
                 if not _worth(deadline, LEAST):
                     return
-                say(shlex.join(words))
-                _call(words)
+                say(shlex.join(command))
+                _call(command)
         if not _worth(deadline, LOADING if step.checkpoints else LEAST):
             return
         say(step.name)
         limit = () if deadline.left is None else ("--time-limit", f"{deadline.left:.0f}")
-        said = json.loads(_call((*step.words, *limit, "--json")))
+        said = json.loads(_call((*step.command, *limit, "--json")))
         amend_conditions(out / STATE, {step.name: {name: said[name] for name in SAID}})
         if not said["finished"]:
             return
@@ -138,12 +147,12 @@ def part(out: Path, deadline: Deadline, say: Callable[[str], None]) -> None:
 
 
 def commands(out: Path) -> Iterator[str]:
-    """Return what a shell would run for the steps that are left."""
+    """Return the shell commands for the remaining steps."""
     for step in left(out):
-        for path, words in step.checkpoints:
-            yield f"test -d {shlex.quote(str(path))} || {shlex.join(words)}"
+        for path, command in step.checkpoints:
+            yield f"test -d {shlex.quote(str(path))} || {shlex.join(command)}"
         yield shlex.join(
-            step.words if step.words[0] == PRODUCT else ["python", "-m", "benchmarks", *step.words]
+            step.command if step.command[0] == PRODUCT else ["python", "-m", "benchmarks", *step.command]
         )
 
 
@@ -151,18 +160,18 @@ def _worth(deadline: Deadline, seconds: float) -> bool:
     return deadline.left is None or deadline.left >= seconds
 
 
-def _call(words: tuple[str, ...]) -> str:
+def _call(command: tuple[str, ...]) -> str:
     """Run a command and return what it printed.  Raises Stopped when it has no result."""
-    program = ["-m", "benchmarks", *words]
-    if words[0] == PRODUCT:
-        program = ["-c", "from slidesparse.cli import main; main()", *words[1:]]
+    program = ["-m", "benchmarks", *command]
+    if command[0] == PRODUCT:
+        program = ["-c", "from slidesparse.cli import main; main()", *command[1:]]
     status, text = _run([sys.executable, *program])
     if status and not (status == FAILED and text):  # some cells of a table failed, the others are there
-        raise Stopped(f"{shlex.join(words)} ended with status {status}")
+        raise Stopped(f"{shlex.join(command)} ended with status {status}")
     return text
 
 
-def _run(words: list[str]) -> tuple[int, str]:
-    process = subprocess.Popen(words, stdout=subprocess.PIPE, text=True)
-    text, _ = process.communicate()  # interrupted, it ends by itself: engines have to be closed
+def _run(command: list[str]) -> tuple[int, str]:
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    text, _ = process.communicate()  # when interrupted, it ends by itself, because it has to close engines
     return process.returncode, text

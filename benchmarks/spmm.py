@@ -2,7 +2,7 @@
 
 Every result is compared with float64.  Figures of one shape are measured one after the other, on random numbers, dense
 ones for cuBLAS: a pruned weight would let it run at less power.  cuBLAS is `torch.matmul` with x [M, K] and weights
-[N, K] as a model has them; our kernels want tokens and out-features side by side, and get them so.
+[N, K] as in a model; our kernels get operands whose tokens and out-features are contiguous.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ LIBRARY_TYPES = ("int8", "fp8", "fp16")
 OWN, SHARED, NONE = "own", "strip", "-"
 CPU_MOST = 1024  # the largest square that one thread multiplies
 CPU_SAMPLES, CPU_SECONDS = 5, 1.0
-MOST_ERROR = 1e-3  # of our kernels, whatever `allowed` says
-UNITS = {"fp32": 0.0, "fp16": 2.0**-11}  # of a result that is rounded once more to be stored
+MOST_ERROR = 1e-3  # absolute limit for our kernels
+UNITS = {"fp32": 0.0, "fp16": 2.0**-11}  # for the rounding of a stored result
 
 
 @dataclass(frozen=True)
@@ -116,7 +116,7 @@ def parts(sparsity: str) -> tuple[int, int]:
 def jobs(
     shapes: Sequence[Shape], dtypes: Sequence[str], sparsities: Sequence[str], libraries: Sequence[Tunable]
 ) -> list[Job]:
-    """Shape after shape: dense ones, ours, those of libraries, and the CPU's."""
+    """The jobs, shape by shape: dense, ours, the libraries' and the CPU's."""
     found = []
     for shape in shapes:
         for dtype in dtypes:
@@ -226,7 +226,7 @@ class SpmmBench:
         for name in missing:
             with matmul(tf32=name == TF32):
                 found = self._timed(lambda i: torch.mm(x[i], weights[i].t()), copies, right)
-            # the certain bound, of sums that tensor cores may cut; TF32 cuts each factor to 10 bits
+            # the worst-case bound, as tensor cores may truncate sums; TF32 truncates each factor to 10 bits
             yield name, *found, layer.k * 2.0**-23 + UNITS[job.dtype] + (2.0**-9 if name == TF32 else 0)
 
     def _timed(self, launch: Launch, copies: int, right: _Expected) -> tuple[Timing, float]:
@@ -266,7 +266,7 @@ class SpmmBench:
 
 
 class _Expected:
-    """The exact product, made when first asked for."""
+    """The exact product, computed on first use."""
 
     def __init__(self, x: Tensor, weight: Tensor) -> None:
         self._x, self._weight = x, weight
@@ -283,11 +283,11 @@ class _Expected:
 
 
 def allowed(products: int) -> float:
-    """The largest error of a float32 sum of so many products, relative to the sum of their magnitudes.
+    """The largest expected error of a float32 sum of products, relative to the sum of their magnitudes.
 
     Every step rounds by at most u = 2^-24 of a partial sum.  Roundings of random sign stay within
-    8 sqrt(products) u but for 2 exp(-32), once in 4e13 outputs (Higham and Mary, 2019).  The certain bound,
-    products * u, would hide that one product of 4096 is left out; this one is a tenth of such a product's share.
+    8 sqrt(products) u but for 2 exp(-32), once in 4e13 outputs (Higham and Mary, 2019).  The worst-case
+    bound, products * u, would not detect that one product of 4096 is missing; this bound is a tenth of its share.
     """
     return 8 * math.sqrt(products) * 2.0**-24
 

@@ -23,7 +23,7 @@ from slidesparse.gemm.problem import DTYPES
 from slidesparse.spmm import STRIP, compress, prune, spmm
 
 SIZES = (256, 2048, 8192)
-LARGE, LONG = 2048, ("baseline", "double")  # of larger sizes only these, which take ncu some seconds each
+LARGE, LONG = 2048, ("baseline", "double")  # the only larger sizes, which take ncu some seconds each
 SPARSITY = "2:4"
 # (dtype, offsets), by priority
 KINDS = (("fp32", OWN), ("fp32", SHARED), ("fp16", OWN))
@@ -45,7 +45,7 @@ def cells() -> list[Cell]:
 
 
 def measure(folder: Path, seconds: float | None = None) -> str:
-    """Fill FOLDER/spmm_counters.csv unless it is full; how that went, in words for the conditions."""
+    """Fill FOLDER/spmm_counters.csv unless it is complete; return the outcome as text for the conditions."""
     rows, _ = read_rows(folder / "spmm_counters.csv", SPMM_COUNTERS.columns)
     have = {tuple(row[name] for name in SPMM_COUNTERS.key) for row in rows}
     missing = [cell for cell in cells() if tuple(map(str, _row(cell).values())) not in have]
@@ -75,7 +75,7 @@ def measure(folder: Path, seconds: float | None = None) -> str:
 
 
 def find() -> str | None:
-    """Nsight Compute's command line, of the PATH or the usual places."""
+    """The path of Nsight Compute's command line, from the PATH or the usual places."""
     found = [shutil.which("ncu"), USUAL, *map(str, sorted(Path(INSTALLED).glob("*/ncu"), reverse=True))]
     return next((path for path in found if path and Path(path).is_file()), None)
 
@@ -92,7 +92,7 @@ def version(program: str) -> str:
 def read(text: str) -> list[dict[str, str]]:
     """The counters of each kernel in the output of ``ncu --csv --page raw``; "" for one that ncu does not know.
 
-    Lines before the table are ncu's and the program's; the line below the head has units.
+    Lines before the table are messages; the line below the header has units.
     """
     lines = text.splitlines()
     start = next((i for i, line in enumerate(lines) if line.startswith('"ID"')), len(lines))

@@ -1,4 +1,4 @@
-"""vLLM's own quantization and GEMM kernels, which every figure is compared with; vLLM itself is not imported."""
+"""vLLM's own quantization and GEMM kernels, the baseline of all comparisons; vLLM itself is not imported."""
 
 from __future__ import annotations
 
@@ -51,9 +51,9 @@ class Stock:
 
 
 def find(path: Path | None) -> Stock | None:
-    """vLLM's kernels from the library at ``path``, or else from vLLM as it is installed; None when it is not.
+    """vLLM's kernels from the library at ``path``, or else from the installed vLLM; None if there is none.
 
-    Raises MissingError when there is a library, but without the kernels.
+    Raises MissingError if a library lacks the kernels.
     """
     paths = [path] if path else _installed()
     if not paths:

@@ -1,4 +1,4 @@
-"""Exact times of launches, and of copies in memory, which are the yardstick of kernels that memory bounds."""
+"""Exact times of launches, and of memory copies, the reference for memory-bound kernels."""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ class _Clone:
         return _spec(name, cls.folder / "__init__.py", submodule_search_locations=[str(cls.folder)])
 
 
-# ``python -m vllm...`` in a clone imports this package from there, before what is installed, and without the plugin
-# vLLM would go on with its own kernels.  Asked last: where the plugin is within the package, that one counts.
+# In a clone, ``python -m vllm...`` imports this package from the working directory instead of the installed one, and
+# without the plugin vLLM would silently use its own kernels.  Appended last, so that a plugin inside the package wins.
 if (_Clone.folder / "__init__.py").is_file():
     _sys.meta_path.append(_Clone)

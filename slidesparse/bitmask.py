@@ -1,15 +1,15 @@
-"""A sparse weight as the values that are left of it and a bit for each place.
+"""A sparse weight stored as its non-zero values and a bitmask of their positions.
 
 ::
 
     weight      w0  0 w2 w3  0 w5 w6 w7      [N, K]
-    values      w0 w2 w3 w5 w6 w7            [N, places of a row]
+    values      w0 w2 w3 w5 w6 w7            [N, stored values of a row]
     bitmask     0b11101101                   [N, ceil(K / 8)], uint8; the first column is the lowest bit
 
-A whole block of L columns has exactly L-2 places, some for zeros where it has more than two.  So all rows have the
-same number of values, and both tensors are matrices.  compressed-tensors, up to 0.14, stored 2:4 weights like this
-(``sparse-24-bitmask``); here it is any pattern.  Its ``sparse-bitmask`` has no places for zeros, so values are flat:
-those of all rows, one after another.
+A whole block of L columns stores exactly L-2 values, including zeros if it has more than two.  So all rows have the
+same number of values, and both tensors are matrices.  compressed-tensors up to 0.14 stored 2:4 weights this way
+(``sparse-24-bitmask``); here any pattern is supported.  Its ``sparse-bitmask`` stores non-zeros only, so values are
+flat: those of all rows, concatenated.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ def places(pattern: SlidePattern, in_features: int) -> int:
 
 
 def compress(w: Tensor, pattern: SlidePattern, layer: str = "weight") -> tuple[Tensor, Tensor]:
-    """Take ``w`` [N, K], on the CPU, of any real dtype, apart: values [N, places] and bitmask [N, ceil(K / 8)].
+    """Split ``w`` [N, K], on the CPU, of any real dtype, into values [N, V] and bitmask [N, ceil(K / 8)].
 
-    Each non-zero is kept bit for bit, and -0.0 where its block has a place for it.
-    Raises PatternError with ``layer``, row, block and count for a block with more non-zeros than places.
+    Each non-zero is kept bit for bit, and so is -0.0 unless it is one of the two zeros dropped from its block.
+    Raises PatternError with ``layer``, row, block and count for a block with too many non-zeros.
     """
     n, k = w.shape
     width = places(pattern, k)
@@ -53,9 +53,9 @@ def compress(w: Tensor, pattern: SlidePattern, layer: str = "weight") -> tuple[T
 
 
 def _kept(w: Tensor, pattern: SlidePattern) -> Tensor:
-    """Choose the places of a weight [N, K], boolean [N, K]: all of a block but its last two zeros.
+    """Select the values to store, boolean [N, K]: all of a block but its last two zeros.
 
-    Padding, which stands behind the last block, goes first, then 0.0, then -0.0.
+    The padding of the last block is dropped first, then 0.0, then -0.0.
     """
     if pattern.length is None:
         return torch.ones(w.shape, dtype=torch.bool)
@@ -77,13 +77,13 @@ def _kept(w: Tensor, pattern: SlidePattern) -> Tensor:
 
 
 def decompress(values: Tensor, bitmask: Tensor, in_features: int) -> Tensor:
-    """Put a weight [N, K] together again, on the device of its parts.
+    """Restore a weight [N, K], on the device of its parts.
 
     Args:
-        values: [N, V], V of each row, or flat, those of all rows one after another.
+        values: [N, V], V for each row, or flat: those of all rows, concatenated.
         bitmask: [N, ceil(K / 8)] uint8.
 
-    Raises ValueError where shapes, or the numbers of bits and values, do not fit together.
+    Raises ValueError if the shapes, or the numbers of set bits and values, are inconsistent.
     """
     rows, flat = len(bitmask), values.dim() == 1
     wanted = torch.uint8, (rows, -(-in_features // BYTE))

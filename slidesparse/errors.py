@@ -1,10 +1,10 @@
-"""The one exception family: every error that a user can act on, with the exit code of the commands.
+"""The exception hierarchy: every error that a user can act on, with its exit code.
 
 Standard library only.  A message says what was found, what is allowed, and what to do.
 
     SlideSparseError       2   unusable input: options, checkpoints, patterns
       CalibrationError     2   data, models or options that calibration cannot use
-      CheckFailed          1   a check that was asked for did not hold
+      CheckFailed          1   a requested check failed
       EnvironmentFault     3   this machine lacks something: a library, a GPU, room on the disk
 """
 
@@ -26,10 +26,10 @@ class SlideSparseError(Exception):
 
 
 class CalibrationError(SlideSparseError, ValueError):
-    """Calibration cannot be done: the data, the model or the options do not fit."""
+    """The data, the model or the options do not allow calibration."""
 
 
-class CheckFailed(SlideSparseError):  # noqa: N818  it is a verdict, not a fault
+class CheckFailed(SlideSparseError):  # noqa: N818  a result, not an error
     """A requested check failed."""
 
     exit_code = FAILED
@@ -42,7 +42,7 @@ class EnvironmentFault(SlideSparseError):  # noqa: N818  EnvironmentError is a b
 
 
 def shown(value: object) -> str:
-    """Return ``repr(value)`` for a message: on one line, long values cut in the middle."""
+    """Return ``repr(value)`` for a message, on one line and with long values shortened."""
     return _SHOWN.repr(value)
 
 

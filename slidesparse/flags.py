@@ -1,7 +1,7 @@
 """The environment flags, read strictly: invalid values and mistyped names are errors.
 
-They are read only where they matter, for a checkpoint that the plugin may serve: other programs and other models may
-have variables of these names.  Standard library only.
+They are read only for a checkpoint that the plugin may serve, because other programs and other models may use
+variables with these names.  Standard library only.
 
 ==========================  =========================================================================================
 ``USE_CUSPARSELT=1``        the sparse path: quant_slide -> 2:4 GEMM -> dequantize
@@ -37,21 +37,19 @@ BACKEND = "SLIDESPARSE_BACKEND"
 FUSE = "SLIDESPARSE_FUSE"
 
 PREFIX = "SLIDESPARSE_"
-# All that begins with PREFIX and is read: above, and in build/.
+# All variables with PREFIX that are read, here and in build/.
 KNOWN = (
     *(BACKEND, FUSE, PROFILE),
     *("SLIDESPARSE_CACHE", "SLIDESPARSE_CUBLASLT", "SLIDESPARSE_CUDA_INCLUDE", "SLIDESPARSE_CUSPARSELT"),
     "SLIDESPARSE_NVCC",
 )
-# What Kubernetes sets in every container beside a service whose name begins with slidesparse.
-_OF_A_SERVICE = re.compile(
-    r"SLIDESPARSE_(.+_)?(SERVICE_HOST|SERVICE_PORT(_.+)?|PORT(_\d+_[A-Z]+(_[A-Z]+)?)?)"
-)
-MISTYPED = 2  # edits between a name without PREFIX and the flag that it must have been meant for,
-OTHERS = ("USE_CUBLAS", "USE_CUSPARSE")  # but for what other projects are built with
+# Variables that Kubernetes sets in every container if a service's name begins with slidesparse.
+_KUBERNETES = re.compile(r"SLIDESPARSE_(.+_)?(SERVICE_HOST|SERVICE_PORT(_.+)?|PORT(_\d+_[A-Z]+(_[A-Z]+)?)?)")
+MISTYPED = 2  # an unknown name within this edit distance of a flag without PREFIX is taken for a typo,
+OTHERS = ("USE_CUBLAS", "USE_CUSPARSE")  # except for these build options of other projects
 
 AUTO = "auto"
-_TRUE, _FALSE = ("1", "true", "yes"), ("", "0", "false", "no", "off")  # ON is what torch itself is built with
+_TRUE, _FALSE = ("1", "true", "yes"), ("", "0", "false", "no", "off")  # not ON, a build option of torch
 
 
 class FlagError(SlideSparseError, ValueError):
@@ -73,7 +71,7 @@ class Flags:
         """Read the flags.  Raises FlagError naming the variable, what was found and what is allowed."""
         environ = os.environ if environ is None else environ
         require_known(environ)
-        _switch(environ, DISABLE)  # `disabled` has taken what it does not know for no
+        _switch(environ, DISABLE)  # `disabled` treats an unknown value as no
         sparse, dense = _switch(environ, USE_CUSPARSELT), _switch(environ, USE_CUBLASLT)
         if sparse and dense:
             raise FlagError(
@@ -129,7 +127,7 @@ def _is_true(environ: Mapping[str, str] | None, name: str) -> bool:
 
 def _require_known(name: str) -> None:
     if name.startswith(PREFIX):
-        known = name in KNOWN or _OF_A_SERVICE.fullmatch(name)
+        known = name in KNOWN or _KUBERNETES.fullmatch(name)
         near = [] if known else difflib.get_close_matches(name, KNOWN, n=1, cutoff=0)
     else:
         upper = name.upper()

@@ -1,4 +1,4 @@
-"""The torch operators ``torch.ops.slidesparse.*``: what graphs see, and the only place that dispatches.
+"""The torch operators ``torch.ops.slidesparse.*``, which compiled graphs contain and which dispatch to backends.
 
 A linear layer is one call, [M, K] -> [M, N], which may begin with the norm or the activation before it::
 
@@ -7,15 +7,15 @@ A linear layer is one call, [M, K] -> [M, N], which may begin with the norm or t
     y, total = torch.ops.slidesparse.add_rms_norm_linear(x, residual, norm, eps, weight, ...)
     y: Tensor = torch.ops.slidesparse.silu_mul_linear(x, weight, ...)
 
-Its two steps are there by themselves, too::
+Its two steps are also operators::
 
     q, s_x = torch.ops.slidesparse.quant_slide(x, length, phase, dtype, columns)
     y: Tensor = torch.ops.slidesparse.scaled_matmul(q, s_x, weight, s_w, bias, out_dtype, backend)
 
-The compiler pass of `slidesparse.vllm_patch.fusion` writes the fused ones into graphs.
-On a GPU, layers of the backend hopper are called by C++ (`slidesparse.gemm.hopper`).
-To torch.compile the operators are opaque; their fakes are symbolic in M, so one graph serves every number of tokens.
-They choose nothing from the environment: what is to run comes with the call.
+The compiler pass `slidesparse.vllm_patch.fusion` inserts the fused operators into graphs.
+On a GPU, layers of the backend hopper are called from C++ (`slidesparse.gemm.hopper`).
+The operators are opaque to torch.compile; their fakes are symbolic in M, so one graph serves any number of tokens.
+They do not read the environment: the arguments determine what runs.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ from slidesparse.pattern import SlideLayout
 ABI = 7  # of operators and packed weights; part of vLLM's compile-cache key
 
 NAMESPACE = hopper_operators.NAMESPACE
-# Parts of schemas: how a row is quantized, and a layer that begins with that.
+# Parts of schemas: the quantization of a row, and a layer that begins with it.
 WINDOWS = "SymInt length, SymInt phase, ScalarType dtype, SymInt columns"
 LAYER = f"Tensor weight, Tensor scale_w, Tensor? bias, {WINDOWS}, ScalarType out_dtype, str backend"
-if "_library" not in globals():  # a reload keeps the operators: they go when their library object does
+if "_library" not in globals():  # kept across reloads: operators disappear with their library object
     _library = torch.library.Library(NAMESPACE, "FRAGMENT")
 
 
@@ -97,7 +97,7 @@ def _layer(
     out_dtype: torch.dtype,
     backend: str,
 ) -> Tensor:
-    """Run a layer of ``backend``, after ``producer``.  Raises BackendError for columns that are not the backend's."""
+    """Run a layer by ``backend``, after ``producer``.  Raises BackendError for a wrong number of columns."""
     k = x.shape[1] // 2 if isinstance(producer, SiluMul) else x.shape[1]
     spec, found = spec_of(scale_w.shape[0], k, length, phase, dtype, out_dtype), gemm.get(backend)
     if columns != spec.columns(found.alignment):
@@ -146,7 +146,7 @@ def _silu_mul_linear(x: Tensor, *layer: Any) -> Tensor:
 
 
 def _register(name: str, schema: str, implementation: Callable[..., Any], fake: Callable[..., Any]) -> None:
-    """Define an operator once a process, however often the plugin is loaded."""
+    """Define an operator once per process, however often the plugin is loaded."""
     if hasattr(getattr(torch.ops, NAMESPACE), name):
         return
     replaceable = name in hopper_operators.OPERATORS
@@ -157,7 +157,7 @@ def _register(name: str, schema: str, implementation: Callable[..., Any], fake: 
         _library.impl(one, implementation, "CPU")
     if replaceable:
         hopper_operators.implement(name, implementation)
-        implementation = hopper_operators.with_errors_kept(implementation)
+        implementation = hopper_operators.recording_errors(implementation)
     _library.impl(names[-1], implementation, "CUDA")
 
 

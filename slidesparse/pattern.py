@@ -27,7 +27,7 @@ MOST_LENGTH = 4096  # longest block; beyond it gamma is 2 to within 0.1%
 ZEROS = 2  # every pattern of the family prunes two weights of a block
 
 EXAMPLES = "2:4, 4:6, 6:8, 8:10, 10:12, 12:14, 14:16 (or 2_4, 2_6, 2_8, ...), and 2_inf"
-DENSE_WEIGHT = "dense"  # the spelling of a weight of which nothing is pruned
+DENSE_WEIGHT = "dense"  # the spelling for a weight that is not pruned
 MIXED_EXAMPLES = "2:4@33%, 2:4@50%, 2:4@67%"
 
 

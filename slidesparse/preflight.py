@@ -132,7 +132,7 @@ class Report:
     verdict: str = ""
 
     def lacks(self, what: str, remedy: str, code: int = 0) -> None:
-        """Note what is missing and its remedy; a ``code`` means that the checkpoint is not served for this reason."""
+        """Record what is missing and its remedy; a ``code`` means that the checkpoint is not served for this reason."""
         self.missing.append({"what": what, "remedy": remedy})
         if code and not self.code:
             self.code, self.verdict = code, what
@@ -179,7 +179,7 @@ def examine(model: str, folder: Path) -> Report:
         report.backend, report.backend_reason = resolution.backend, resolution.reason
         report.layout = resolution.layout
     elif not report.code:
-        _say_why_not(report, raw.quantization_config() or {}, source, unread)
+        _explain_unserved(report, raw.quantization_config() or {}, source, unread)
     try:
         with checkpoint.reader() as reader:
             found = Counter(_layers(checkpoint, reader, metadata, source, resolution))
@@ -221,8 +221,10 @@ def _resolution(report: Report, raw: Checkpoint) -> Resolution | None:
     return None
 
 
-def _say_why_not(report: Report, block: Mapping[str, Any], source: Quantization | None, unread: str) -> None:
-    """Note why only stock vLLM serves a checkpoint, and how SlideSparse could.
+def _explain_unserved(
+    report: Report, block: Mapping[str, Any], source: Quantization | None, unread: str
+) -> None:
+    """Record why only stock vLLM serves a checkpoint, and how SlideSparse could.
 
     Args:
         block: its quantization_config; empty if it has none.
@@ -238,7 +240,7 @@ def _say_why_not(report: Report, block: Mapping[str, Any], source: Quantization 
     elif source is None:
         report.lacks(unread, "", FAILED)
     elif source.method != COMPRESSED_TENSORS or not any(scheme.ours for scheme in source.schemes):
-        report.lacks("it is quantized in a way that vLLM's own kernels alone serve", convert, FAILED)
+        report.lacks("it is quantized in a way that only vLLM's own kernels serve", convert, FAILED)
     else:
         remedy = f"USE_CUSPARSELT=1 SPARSITY=dense, where the backend hopper runs, or {convert}"
         report.lacks(
@@ -323,7 +325,7 @@ def _measured(
         us.append(stock[-1])
         if resolution and layer.served == OURS:
             us[-1] = None
-            if layer.pattern == DENSE_WEIGHT or layer.spec().pattern:  # of mixed blocks no times are known
+            if layer.pattern == DENSE_WEIGHT or layer.spec().pattern:  # no times of mixed blocks are known
                 with contextlib.suppress(TimesError):
                     us[-1] = times.us(quant, layer.spec().pattern, shape, tokens)
     tuned = _tuned(layer, resolution, machine) if resolution and layer.served == OURS else ""
@@ -373,7 +375,7 @@ def _speedups(layers: Iterable[Layer]) -> list[float | None]:
 
 
 def _judge_layers(report: Report, unread: str, resolution: Resolution, machine: Machine) -> None:
-    """Note why layers are not served, or are slower than they could be."""
+    """Record why layers are not served, or are slower than they could be."""
     ours = [layer for layer in report.layers if layer.served == OURS]
     convert = "slidesparse convert SRC OUT --sparsity 6:8"
     if not ours:
@@ -392,7 +394,7 @@ def _judge_layers(report: Report, unread: str, resolution: Resolution, machine: 
             break
         if gemm.get(name).device_type == machine.platform:
             reason = gemm.get(name).unusable(torch.device(machine.platform), machine.capability) or ""
-            report.lacks(f"{name}, which goes first, cannot run: {' '.join(reason.split())}", "")
+            report.lacks(f"{name}, which is preferred, cannot run: {' '.join(reason.split())}", "")
     untuned = [layer for layer in ours if layer.tuned not in ("", TUNED)]
     if untuned:
         what = f"{len(untuned)} of {len(ours)} shapes have no tuned table for {machine.gpu}"
@@ -409,7 +411,7 @@ def _judge_layers(report: Report, unread: str, resolution: Resolution, machine: 
 
 
 def _judge_machine(report: Report, carries: bool) -> None:
-    """Note what the machine lacks."""
+    """Record what the machine lacks."""
     if not carries:
         report.lacks(f"vLLM: {report.vllm}", f"pip install vllm=={VLLM_ON_GPUS[-1]}", ENVIRONMENT)
     plugin = doctor.plugin()

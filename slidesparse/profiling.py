@@ -3,17 +3,16 @@
     layer         M     calls  quantize  product  scale  of all steps  algorithm
     gate_up_proj  4096  28     60.1      1407.2   98.3   41.0%         19
 
-Stages are timed on the GPU with CUDA events around what is launched, on a CPU with a clock; microseconds are means of a
-call.  A norm or an activation that is fused with quantization counts as quantization.  A step is the time from the
-beginning of a model's first layer to the end of its last one, with all that runs between; what runs between two steps
-is in neither.
+Stages are timed with CUDA events around their launches, on a CPU with a clock; microseconds are means per call.  A norm
+or an activation that is fused with quantization counts as quantization.  A step is the time from the beginning of a
+model's first layer to the end of its last one, including everything in between; time between steps is not counted.
 
-Calls that are captured into a CUDA graph have their events in it, which each replay sets anew: a second table has them,
-by what the last replay took; of several graphs for as many tokens it has the mean.  How often a graph is replayed is
-not known, as that runs no Python; shares are of the steps of as many tokens.  Where torch has no events for graphs,
+Calls captured into a CUDA graph record their events inside the graph, and each replay overwrites them.  A second table
+shows the times of the last replay, averaged over graphs for the same number of tokens.  Replays run no Python, so their
+number is unknown, and shares are of the steps with the same number of tokens.  If torch cannot record events in graphs,
 calls are only counted.
 
-Events keep kernels from overlapping, and take time themselves: a profiled step is longer than others.
+Events prevent kernels from overlapping and take time themselves, so a profiled step is longer.
 """
 
 from __future__ import annotations
@@ -32,8 +31,8 @@ from torch import Tensor
 
 STAGES = ("quantize", "product", "scale")
 STEP = "step"
-PENDING = 4096  # events that wait to be read; more make the host wait for the GPU
-NEVER_SET = ("invalid resource handle", "not ready")  # what CUDA may say of an event that no replay has set
+PENDING = 4096  # most unread events; beyond that the host waits for the GPU to read them
+NEVER_SET = ("invalid resource handle", "not ready")  # CUDA's errors for an event that no replay has recorded
 
 
 def _have_external_events() -> bool:
@@ -56,7 +55,7 @@ class Entry:
 
     calls: int = 0
     timed: int = 0
-    us: dict[str, float] = field(default_factory=lambda: dict.fromkeys(STAGES, 0.0))  # in all
+    us: dict[str, float] = field(default_factory=lambda: dict.fromkeys(STAGES, 0.0))  # total
     algorithm: str = ""
 
 
@@ -66,9 +65,9 @@ class Times:
 
     entries: dict[Key, Entry] = field(default_factory=lambda: defaultdict(Entry))
     steps: int = 0
-    step_us: dict[int, float] = field(default_factory=lambda: defaultdict(float))  # by tokens, in all
-    by_tokens: bool = False  # shares are of the steps of as many tokens, else of all
-    error: str = ""  # why some were not read
+    step_us: dict[int, float] = field(default_factory=lambda: defaultdict(float))  # total, by tokens
+    by_tokens: bool = False  # whether shares are of the steps with the same number of tokens, not of all
+    error: str = ""  # why some events could not be read
 
     def add(self, key: Key, name: str, us: float) -> None:
         """Count the time of a stage, or of a step."""
@@ -104,11 +103,10 @@ class _Recorder:
         self.times = Times(by_tokens=captures)
         self.spans: list[tuple[Key, str, _Mark, _Mark]] = []
         self.current: Key | None = None
-        self._before: list[tuple[str, _Mark, _Mark]] = []  # timed before the layer is known: its quantization
+        self._before: list[tuple[str, _Mark, _Mark]] = []  # quantization, before its layer is known
         self._first: int | None = None
-        self._step: tuple[Key, _Mark, _Mark | None] | None = (
-            None  # that runs: its first layer, beginning, end so far
-        )
+        # The running step: its first layer, its beginning, and its end so far
+        self._step: tuple[Key, _Mark, _Mark | None] | None = None
 
     def stage(self, name: str, start: _Mark, end: _Mark) -> None:
         if name == STAGES[0]:
@@ -136,7 +134,7 @@ class _Recorder:
 
 
 class Profiler:
-    """Collects times; not for several threads at once."""
+    """Collects times; not thread-safe."""
 
     def __init__(self) -> None:
         self.kinds: dict[int, str] = {}  # address of a packed weight -> what its layer is called
@@ -145,7 +143,7 @@ class Profiler:
 
     @property
     def times(self) -> Times:
-        """Times of launches that were read so far (`collect`)."""
+        """Times of the launches whose events have been read (`collect`)."""
         return self._launched.times
 
     @contextmanager
@@ -160,7 +158,7 @@ class Profiler:
         recorder.stage(name, start, _mark(x, recorder.captures))
 
     def layer(self, weight: Tensor, n: int, q: Tensor) -> None:
-        """Note that the next product belongs to the layer of ``weight``, packed, [n, K']; q [M, K']."""
+        """Record that the next GEMM belongs to the layer of the packed ``weight``, [n, K']; q [M, K']."""
         address, tokens = weight.data_ptr(), q.shape[0]
         kind = self.kinds.get(address, f"{n}x{q.shape[1]}")
         key = kind, 1 << max(0, tokens - 1).bit_length()
@@ -174,7 +172,7 @@ class Profiler:
             self.collect()
 
     def chose(self, algorithm: str) -> None:
-        """Note the algorithm of the product that runs."""
+        """Record the algorithm of the running GEMM."""
         if self._last.current:
             self._last.times.entries[self._last.current].algorithm = algorithm
 
@@ -182,7 +180,7 @@ class Profiler:
         return self._captured if _capturing(x) else self._launched
 
     def collect(self) -> None:
-        """Read the events that wait, once the GPU has passed them."""
+        """Read the pending events, once the GPU has recorded them."""
         for key, name, start, end in self._launched.spans:
             self.times.add(key, name, _between(start, end))
         self._launched.spans.clear()
@@ -190,7 +188,7 @@ class Profiler:
     def replayed(self) -> Times:
         """Return times from the last replay of each CUDA graph; graphs that were never replayed are left out.
 
-        All calls, without times, where torch cannot tell.
+        If torch cannot record events in graphs, all calls, without times.
         """
         if not EXTERNAL:
             return self._captured.times
@@ -222,7 +220,7 @@ class Profiler:
             how = (
                 f"{replayed.steps} steps, as each graph was last replayed; microseconds are means of a call"
                 if EXTERNAL
-                else "not timed, as this torch has no events for it: serve with --enforce-eager to time all"
+                else "not timed: this torch cannot record events in graphs; serve with --enforce-eager to time all"
             )
             how += f"; some could not be read: {replayed.error}" if replayed.error else ""
             lines += [f"SlideSparse profile: {calls} calls captured into CUDA graphs; {how}"]
@@ -231,31 +229,31 @@ class Profiler:
 
 
 _profiler: Profiler | None = None
-_when_switched: list[Callable[[bool], None]] = []
+_on_switch: list[Callable[[bool], None]] = []
 
 
 def enable() -> Profiler:
-    """Profile this process from now on, and print the table when it ends.  Again: the same profiler."""
+    """Profile this process from now on, and print the table when it ends.  Idempotent."""
     global _profiler
     if _profiler is None:
         _profiler = Profiler()
-        for callback in _when_switched:
+        for callback in _on_switch:
             callback(True)
         Finalize(None, _print, exitpriority=1)  # runs in worker processes too, where atexit does not
     return _profiler
 
 
-def when_switched(callback: Callable[[bool], None]) -> None:
-    """Call ``callback`` now and at each change with whether profiling is on: C++ calls cannot be timed."""
-    _when_switched.append(callback)
+def on_switch(callback: Callable[[bool], None]) -> None:
+    """Call ``callback`` with whether profiling is on, now and at each change, because C++ calls cannot be timed."""
+    _on_switch.append(callback)
     callback(enabled())
 
 
 def disable() -> None:
-    """Stop profiling and forget what was found."""
+    """Stop profiling and discard the results."""
     global _profiler
     _profiler = None
-    for callback in _when_switched:
+    for callback in _on_switch:
         callback(False)
 
 

@@ -1,8 +1,8 @@
 """Prune a weight to its pattern by magnitude or at random.  Pure torch, any device.
 
-Both keep all but the two least important of each block of L weights of a row.  Padding counts among the
-zeros, so a tail block of t < L weights loses max(0, t - (L - 2)) of them.  With a `MixedPattern` that is done in the
-blocks of 64 x 128 weights where what goes has the least sum of squares.
+Both remove the two least important weights of each block of L in a row.  Padding counts as zeros, so a tail block of
+t < L weights loses max(0, t - (L - 2)) of them.  With a `MixedPattern`, only the blocks of 64 x 128 weights where the
+removed weights have the least sum of squares are pruned.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def prune(w: Tensor, pattern: Pattern, method: str = "magnitude", seed: int = 0,
 
 
 def _magnitude(w: Tensor) -> Tensor:
-    """Return |w| as integers of the same order: without their sign, floats compare as their bits do."""
+    """Return |w| as integers in the same order: without the sign, floats compare like their bits."""
     if w.dtype == torch.int8:
         return w.to(torch.int16).abs_()
     as_integers = bits(w)

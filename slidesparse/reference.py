@@ -4,8 +4,8 @@
     acc    = matmul(q, w')           [M, K'] @ [N, K'].T -> [M, N]
     y      = dequant_bias(acc)       acc * s_w * s_x + bias
 
-Every other backend is tested against these functions.  They are also the backend of machines without
-sparse tensor cores, right to the last bit and not fast.
+Every other backend is tested against these functions.  They also serve machines without sparse tensor
+cores, exactly but slowly.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from slidesparse.slide import lift_layout
 
 # A float32 sum of INT8 products is exact, in any order, up to 2**24 = 1024 * 128 * 128.
 EXACT_COLUMNS = 1024
-_INT_MM_ROWS = 4  # up to so many tokens torch._int_mm, which walks the weight, beats converting the weight
+_INT_MM_ROWS = 4  # up to this many tokens torch._int_mm is faster than converting the weight
 _CHUNK_ELEMENTS = 2**22  # weights converted to float32 at a time: 16 MB
 
 

@@ -1,9 +1,9 @@
 """Choose a model's backend and pattern once, in the front-end process, and stamp them into its config.
 
-All that can be decided without vLLM is here, so that `slidesparse.preflight` knows what serving will do.  vLLM hashes
-the model's ``quantization_config`` into the key of its compile cache, and hands it to worker processes that may not see
-our environment.  So everything that changes the graph is written there, and read from there.  What the key lacks for
-models in a model, and what only the weights decide: `slidesparse.vllm_patch.fusion.add_cache_key`.
+All decisions that do not need vLLM are made here, so that `slidesparse.preflight` predicts what serving will do.  vLLM
+hashes the model's ``quantization_config`` into the key of its compile cache, and passes it to worker processes that may
+not see our environment.  So everything that changes the graph is written there, and read from there.  For what the key
+lacks (nested models, and decisions that depend on the weights) see `slidesparse.vllm_patch.fusion.add_cache_key`.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ WHAT_IT_TAKES = (
 )
 CONVERT_STORED = "convert it: slidesparse convert SRC OUT --sparsity 2:4"
 
-# A rule of vLLM's compressed-tensors schemes: below, they serve FP8 weights with 16-bit activations
+# As in vLLM's compressed-tensors schemes, which below this capability use 16-bit activations with FP8 weights
 FP8_CAPABILITY = (8, 9)
 NO_FP8_ACTIVATIONS = "vLLM does not quantize activations to FP8 on GPUs of compute capability below 8.9"
 
-BREAKS = "whose weights break the pattern"  # why a layer is dense although a flag says that it is pruned
+BREAKS = "whose weights break the pattern"  # reason for a dense layer in the log
 
 NOT_PRUNED = MixedPattern(Fraction(0))
 
@@ -59,7 +59,7 @@ class Resolution:
     path: str  # "sparse" or "dense"
     asked: bool  # whether a flag asks for the path
     backend: str  # a name of slidesparse.gemm.REGISTRY
-    reason: str  # why that backend, in words
+    reason: str  # why this backend was chosen, as text
     layout: str  # of the checkpoint: "dense", "slided" or "packed"
     abi: int
     plugin: str  # version
@@ -91,7 +91,7 @@ def claim(
     user_quant: str | None,
     machine: Callable[[], tuple[str, Capability]],
 ) -> Resolution | None:
-    """Decide whether the plugin serves a checkpoint, and how; None for one that vLLM alone serves.
+    """Decide whether and how the plugin serves a checkpoint; None for one that only vLLM serves.
 
     The plugin serves checkpoints with SlideSparse metadata and, when a flag asks for it, other compressed-tensors ones.
 
@@ -153,7 +153,7 @@ def _is_dynamic_w8a8(group: Any) -> bool:
 
 
 def unread_storage(quantization_config: Mapping[str, Any]) -> str:
-    """Return a sentence that vLLM cannot read weights stored without their zeros; "" for other checkpoints."""
+    """Explain that vLLM cannot read weights stored without their zeros; "" for other checkpoints."""
     stored = sparsity_of(quantization_config)
     return f"Its weights are stored as {stored[0]}, which vLLM since 0.19 does not read" if stored else ""
 
@@ -179,14 +179,14 @@ def common_entry(name: str, entries: Mapping[str, LayerEntry | None]) -> LayerEn
 
 
 def pattern_of(resolution: Resolution, metadata: Metadata | None, entry: LayerEntry | None) -> Pattern:
-    """Return the pattern by which a layer is served: its entry's; without metadata that of the whole model."""
+    """Return the pattern of a layer: its entry's, or without metadata that of the whole model."""
     if entry:
         return entry.pattern
     return NOT_PRUNED if metadata else resolution.parsed_pattern
 
 
 def left_to_vllm(resolution: Resolution, pattern: Pattern) -> str | None:
-    """Return why vLLM's own kernel serves a layer, as text for the log; None where the backend can multiply it."""
+    """Return why vLLM's own kernel serves a layer, as text for the log; None if the backend can run it."""
     blocks = resolution.path == SPARSE and isinstance(pattern, MixedPattern)
     if not blocks or gemm.get(resolution.backend).takes_dense:
         return None
@@ -200,14 +200,14 @@ def batch_invariant() -> bool:
     try:
         return bool(int(os.environ.get("VLLM_BATCH_INVARIANT", "0")))
     except ValueError:
-        return False  # vLLM says so itself, or takes it for 0
+        return False  # vLLM reports it itself, or treats it as 0
 
 
 def require_invariance(backend: str, quant: str) -> None:
     """Raise BackendError for an FP8 layer when results must not depend on the rest of the batch."""
     if batch_invariant() and quant != "int8":
         raise gemm.BackendError(
-            f"backend {backend} adds FP8 products in an order that depends on the number of tokens, but "
+            f"backend {backend} sums FP8 products in an order that depends on the number of tokens, but "
             "VLLM_BATCH_INVARIANT is set: convert with --quant int8, or set DISABLE_SLIDESPARSE=1"
         )
 
@@ -242,7 +242,7 @@ def resolve(
             f"{FUSE}=1 computes norms in an order that depends on the number of tokens, but VLLM_BATCH_INVARIANT is "
             "set; unset one of them"
         )
-    from slidesparse.ops import ABI  # late: brings torch in
+    from slidesparse.ops import ABI  # imported late, as it imports torch
 
     backend, reason = _backend(path, on_cuda, given.backend, capability)
     blocks = path == SPARSE and isinstance(pattern, MixedPattern)
@@ -282,7 +282,7 @@ def _pattern(metadata: Metadata | None, given: Flags, path: str, structure: str)
     pattern = given.pattern or (metadata.pattern if metadata else None)
     if isinstance(pattern, MixedPattern) and pattern.share and not metadata:
         raise ResolveError(
-            f"environment variable {SPARSITY}: {pattern.ratio} asks for what the weights decide: blocks are 2:4 where "
+            f"environment variable {SPARSITY}: {pattern.ratio} cannot be requested: blocks are 2:4 where "
             f"their zeros allow it; set {SPARSITY}={DENSE_WEIGHT}"
         )
     if pattern:

@@ -41,7 +41,7 @@ class Violation(NamedTuple):
     total: int  # offending blocks in all
     row: int  # of the first one
     block: int
-    nonzeros: int  # that it holds
+    nonzeros: int  # its number of non-zeros
 
 
 def bits(w: Tensor) -> Tensor:
@@ -90,7 +90,7 @@ def violations(w: Tensor, pattern: SlidePattern, phase: int = 0) -> Violation | 
 
 
 def obeys(w: Tensor, pattern: SlidePattern, phase: int = 0) -> bool:
-    """Return whether no block of ``w`` [N, K] has more than L-2 non-zeros; faster than `violations`."""
+    """Return whether ``w`` [N, K] has at most L-2 non-zeros in each block; faster than `violations`."""
     if pattern.length is None:
         return True
     layout = pattern.layout(w.shape[1], phase)
@@ -212,7 +212,7 @@ def is_slided(slided: Tensor, layout: SlideLayout) -> bool:
 
 
 def lift(x: Tensor, pattern: SlidePattern, phase: int = 0) -> Tensor:
-    """Repeat activations as the windows see them: [..., K] -> [..., K'], so that slide(w) @ lift(x) == w @ x.
+    """Repeat activations to match the windows: [..., K] -> [..., K'], so that slide(w) @ lift(x) == w @ x.
 
     No arithmetic.  Columns that only padding fills are zero.
     """

@@ -1,13 +1,13 @@
-"""Hand-written N:M sparse products on CUDA cores, csrc/spmm/: a peer to measure against, which serves nothing.
+"""Hand-written N:M sparse products on CUDA cores, csrc/spmm/: for comparison only; serving does not use them.
 
 A weight keeps ``kept`` of every ``group`` in-features.  It is compressed to W = ceil(K / group) * kept rows of values
-and as many of offsets within their groups, for each out-feature its own or one for a strip of 32 out-features::
+and of offsets within groups; each out-feature has its own offsets, or strips of 32 out-features share them::
 
     weight = compress(prune(dense, 2, 4), 2, 4)             # dense [N, K]
     y = spmm(x, weight, "double")                           # x [M, K] -> y [M, N]
 
-Products are of float32, or of float16 with float32 sums.  Tokens lie side by side in memory: an x with strides (1, M)
-is taken as it is, any other is copied, and y has such strides.
+Products are of float32, or of float16 with float32 sums.  Tokens are contiguous in memory: an x with strides (1, M)
+is used as it is, any other is copied, and y has such strides.
 """
 
 from __future__ import annotations
@@ -61,10 +61,10 @@ class Compressed:
     kept: int
     group: int
     in_features: int
-    strip: int = 1  # so many out-features share their offsets: 1 or STRIP
+    strip: int = 1  # number of out-features that share offsets: 1 or STRIP
 
     def to(self, device: torch.device | str, copy: bool = False) -> Compressed:
-        """The same weight on a device; itself if it is there, unless a ``copy`` is asked for."""
+        """Return the weight on a device; itself if it is already there, unless ``copy`` is set."""
         values, offsets = (_room(one.to(device, copy=copy), VECTOR) for one in (self.values, self.offsets))
         return replace(self, values=values, offsets=offsets)
 
@@ -116,7 +116,7 @@ def spmm(x: Tensor, weight: Compressed, variant: str = "double", splits: int = 1
         weight: offsets are trusted; those that `compress` makes are valid.
         variant: one of VARIANTS, which give the same bits: a tile at a time; the next tile loaded to registers
             meanwhile; two tiles in shared memory, the next copied asynchronously meanwhile.
-        splits: K is cut into so many parts at most, whose sums are added in order.
+        splits: K is split into at most this many parts, whose sums are added in order.
 
     Raises SpmmError for operands that do not fit, LibraryError for a GPU or launch that fails, ToolchainError where
     the kernels cannot be compiled.
@@ -146,7 +146,7 @@ def spmm(x: Tensor, weight: Compressed, variant: str = "double", splits: int = 1
 
 
 def reference(x: Tensor, weight: Compressed) -> Tensor:
-    """`spmm` in torch operators, kept value after kept value.
+    """`spmm` in torch operators, one kept value at a time.
 
     The kernels' fused multiply-adds are emulated in float64, whose second rounding may, rarely, change the last bit.
     """
@@ -197,9 +197,9 @@ def _over_strips(blocks: Tensor, strip: int, reduce: Callable[..., Tensor]) -> T
 
 
 def _room(matrix: Tensor, multiple: int) -> Tensor:
-    """The matrix as the kernels read it: rows ``multiple`` elements apart or a multiple of that, to their ends.
+    """Return the matrix with a row stride that is a multiple of ``multiple`` elements, in fully allocated rows.
 
-    A copy unless it is stored so.
+    Copies it unless it is already stored so.
     """
     rows, columns = matrix.shape
     stride, used = matrix.stride(0), matrix.storage_offset()

@@ -7,8 +7,8 @@ non-zeros.
 Where this module departs from the appendix:
 
 * Theorem 2 (C.1.4) says that a capacity w * M >= Z suffices.  It does for a stride of at most M, as on 2:4
-  hardware (stride N - M = 2 = M), and not beyond: at the appendix's stride N - M > M window 0 alone sees
-  N - M positions but takes M.  2:7 on 1:4 hardware has two windows of one non-zero each, yet positions
+  hardware (stride N - M = 2 = M), and not beyond: at the appendix's stride N - M > M only window 0 sees
+  the first N - M positions but takes M.  2:7 on 1:4 hardware has two windows of one non-zero each, yet positions
   0 and 1 both need window 0.  The proof assumes that a window rejects at most M non-zeros; it can reject
   N - M.  `Windows.bottleneck` is exact.
 * Equation (8) gives a whole number of windows only when N - M divides L - N; other lengths are refused here.

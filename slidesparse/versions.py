@@ -1,6 +1,6 @@
 """The vLLM releases that SlideSparse works with.  Standard library only.
 
-A release that was run is added here; the tests, doctor, the plugin and docs/compatibility.md take it from here.
+Add each release that was tested here; the tests, doctor, the plugin and docs/compatibility.md read it.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ VLLM_OLDEST = "0.13.0"
 VLLM_ON_GPUS = ("0.25.1",)
 VLLM_ON_CPUS = ("0.28.0", "0.30.0", "0.32.0")  # CPU builds
 VLLM_TESTED = (*VLLM_ON_GPUS, *VLLM_ON_CPUS)
-VLLM_TESTED_WORDS = f"{' and '.join(VLLM_ON_GPUS)} on GPUs, {', '.join(VLLM_ON_CPUS)} as CPU builds"
+VLLM_TESTED_TEXT = f"{' and '.join(VLLM_ON_GPUS)} on GPUs, {', '.join(VLLM_ON_CPUS)} as CPU builds"
 
 
 def numbers(version: str) -> tuple[int, ...]:

@@ -1,13 +1,13 @@
 """The vLLM plugin, installed as ``slidesparse.vllm_patch``.
 
 vLLM calls `register` in every process, perhaps more than once, through the entry point group
-``vllm.general_plugins``.  An exception in it would stop every command of vLLM, for any model, so none is raised for
-what may not be meant for us: flags are read when a checkpoint of ours is (`config.py`).
+``vllm.general_plugins``.  An exception in it would stop every command of vLLM, for any model, so it does not read
+flags, which may be meant for other programs; `config.py` reads them with a checkpoint of ours.
 """
 
 from __future__ import annotations
 
-MODELS = {"BitNetForCausalLM": f"{__name__}.bitnet:BitNetForCausalLM"}  # imported when one is served
+MODELS = {"BitNetForCausalLM": f"{__name__}.bitnet:BitNetForCausalLM"}  # imported only when one is served
 
 
 def register() -> None:

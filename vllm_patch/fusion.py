@@ -2,22 +2,22 @@
 
 Just before Inductor generates code, a graph of vLLM holds ``torch.ops.slidesparse.linear(y, ...)`` of a y that is
 
-- ``vllm_ir.rms_norm`` or ``vllm_ir.fused_add_rms_norm``, where vLLM keeps norms whole until then (on GPUs, in 0.25.1),
-- or the same written out in ATen operators (on CPUs),
-- or SiLU of one half times the other half, written out unless ``custom_ops`` asks for vLLM's own kernel.
+- ``vllm_ir.rms_norm`` or ``vllm_ir.fused_add_rms_norm``, if vLLM has not decomposed norms (on GPUs, in 0.25.1),
+- or the same decomposed into ATen operators (on CPUs),
+- or SiLU of one half times the other half, decomposed unless ``custom_ops`` selects vLLM's own kernel.
 
 `FusionPass` replaces such a pair by one fused operator of `slidesparse.ops`, when nothing else uses y and the layer's
-backend fuses.  Inductor could not do so itself, even if quantization were written out: it puts operations into one
-kernel that run over the same elements, and windows are a gather of another width ([M, K'], not [M, K]) of what
-reductions over the row give, two of them after a norm.
+backend fuses.  Inductor could not do so itself, even if quantization were decomposed: it fuses operations over the
+same elements, while windows are a gather of another width ([M, K'], not [M, K]) that follows reductions over the row,
+two of them with a norm.
 
-Results are those of the unfused graph up to float32 rounding of the norm's reduction, and one thing more: Inductor uses
-a sum with the residual unrounded where it computes it again; ours is rounded to the dtype of the model.
+Results equal those of the unfused graph up to float32 rounding of the norm's reduction, with one exception: where
+Inductor recomputes a sum with the residual, it uses it unrounded; ours is rounded to the dtype of the model.
 
-The pass is registered where vLLM takes others', an option of Inductor; its uuid is part of Inductor's cache key and,
-through the compilation config, of vLLM's.  That config is one object for a model, what is nested in it, such as the
-language model of a multimodal one, and its draft, which the model's own config is not.  So the pass is registered also
-where nothing is fused, and its uuid holds what graphs depend on: cached ones are not checked.
+The pass is registered in vLLM's hook for custom passes, an option of Inductor; its uuid is part of Inductor's cache key
+and, through the compilation config, of vLLM's.  A model, models nested in it (such as the language model of a
+multimodal one) and its draft model share one compilation config, but not one model config.  So the pass is registered
+even if nothing is fused, and its uuid covers everything that graphs depend on, because cached graphs are not checked.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def register(key: str, resolution: Resolution) -> str:
 
     Args:
         key: what compiled graphs of the model depend on.
-        resolution: what the model is served with; where it does not ask for fusion, "" comes of it.
+        resolution: how the model is served; if it does not ask for fusion, the outcome is "".
     """
     config = compat.current_config().compilation_config
     found = add_cache_key(key)
@@ -86,7 +86,7 @@ def register(key: str, resolution: Resolution) -> str:
 def add_cache_key(key: str) -> Any:
     """Add ``key`` to the key of the model under construction in vLLM's compile cache.
 
-    Returns the pass, or somebody else's that is registered in its place.  The key is then added to additional_config,
+    Returns the pass, or another program's that is registered in its place.  The key is then added to additional_config,
     which the cache key of models that are not nested contains.
     """
     config = compat.current_config()
@@ -103,7 +103,7 @@ def add_cache_key(key: str) -> Any:
 
 
 class FusionPass(compat.inductor_pass()):  # type: ignore[misc]
-    """Inductor calls it with each graph that it is about to compile.  Configs with it are copied and pickled."""
+    """The pass, which Inductor calls with each graph to compile.  It is copied and pickled with configs."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -144,7 +144,7 @@ class Producer:
 def fuse(graph: Graph) -> Counter[str]:
     """Fuse each layer with its producer, where that is possible; return the number of layers by operator.
 
-    The graph may be that of any model; what the function does not know it leaves alone.
+    The graph may be any model's; unknown operations are left alone.
     """
     done: Counter[str] = Counter()
     for node in list(graph.nodes):
@@ -155,7 +155,7 @@ def fuse(graph: Graph) -> Counter[str]:
             _replace(node, producer)
         done[node.target.name().partition("::")[2]] += 1
     if set(done) - {"linear"}:
-        stable_topological_sort(graph)  # a sum may be used before the place of the layer
+        stable_topological_sort(graph)  # a sum may be used before the layer
     return done
 
 
@@ -179,7 +179,7 @@ def _replace(layer: Node, producer: Producer) -> None:
     like, value = layer.args[0].meta["val"], layer.meta["val"]  # type: ignore[union-attr]
     layer.target = FUSED[producer.kind]
     layer.args = (*producer.inputs, *layer.args[1:])
-    layer.meta.pop("eager_input_vals", None)  # they belong to the former arguments
+    layer.meta.pop("eager_input_vals", None)  # it describes the former arguments
     if producer.kind == ADD_NORM:
         layer.meta["val"] = (value, like)
         first = _result(layer, 0)
@@ -238,7 +238,7 @@ def _norm(
 
 
 def _written_norm(source: Node, value: torch.Tensor) -> Producer | None:
-    """Match a norm written out in ATen operators, with those that round its sum."""
+    """Match a norm decomposed into ATen operators, including the rounding of its sum."""
     found = _add_norm_pattern(value.dtype)[0].match(source)
     if found:
         total = found.ctx.pattern_to_node[_add_norm_pattern(value.dtype)[1]]
@@ -262,7 +262,7 @@ def _rounded(total: Node, dtype: torch.dtype) -> tuple[Node, ...]:
 
 
 def _written_activation(source: Node, value: torch.Tensor) -> Producer | None:
-    """Match silu(x[:, :K]) * x[:, K:] written out in ATen operators."""
+    """Match silu(x[:, :K]) * x[:, K:] decomposed into ATen operators."""
     found = _activation_pattern(value.dtype).match(source)
     if not found:
         return None
@@ -274,7 +274,7 @@ def _written_activation(source: Node, value: torch.Tensor) -> Producer | None:
 
 
 def _calls(node: Node, name: str) -> bool:
-    """Return whether a node calls an operator, which may not exist, with positional arguments only, as vLLM does."""
+    """Return whether a node calls an operator (which may not exist) with positional arguments only, as vLLM does."""
     return isinstance(node.target, torch._ops.OpOverload) and node.target.name() == name and not node.kwargs
 
 

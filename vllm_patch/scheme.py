@@ -56,8 +56,8 @@ class SlideSparseScheme(CompressedTensorsScheme):
     """W8A8 with per-token dynamic activations, run by `slidesparse.ops.linear`.
 
     A weight that breaks the pattern is an error when the checkpoint says the layer is pruned (``entry``), and goes
-    to vLLM's own scheme when only a flag said so.  Any weight obeys a `MixedPattern`, so that layers of a pruned model
-    which are not pruned run on the same backend, if it multiplies dense blocks.
+    to vLLM's own scheme when only a flag said so.  Any weight obeys a `MixedPattern`, so that the unpruned layers of a
+    pruned model run on the same backend, if it supports dense blocks.
     """
 
     def __init__(
@@ -77,14 +77,14 @@ class SlideSparseScheme(CompressedTensorsScheme):
         self.pattern = pattern
         self.slided = config.resolution.layout == "slided" and entry is not None
         self.backend = gemm.get(config.resolution.backend)
-        # Once the weights are loaded, either is set: why vLLM's own scheme serves the layer, or what `ops.linear` takes
-        # of it after the tensors: length, phase, dtype, columns, backend.
+        # Once the weights are loaded, one of these is set: why vLLM's own scheme serves the layer, or the arguments of
+        # `ops.linear` after the tensors: length, phase, dtype, columns, backend.
         self.dense_because = dense_because
         self.arguments: tuple[int, int, torch.dtype, int, str] | None = None
 
     @classmethod
     def get_min_capability(cls) -> int:
-        """Return Ampere, the first with 2:4 sparse tensor cores; the wrapped scheme's minimum was checked before."""
+        """Return Ampere's, the first with 2:4 sparse tensor cores; the wrapped scheme checks its own minimum."""
         return 80
 
     def create_weights(self, layer: torch.nn.Module, **kwargs: Any) -> None:
@@ -151,7 +151,7 @@ class SlideSparseScheme(CompressedTensorsScheme):
         return dtype not in self.backend.outputs and dtype != compat.model_dtype() and not self.slided
 
     def _require_able(self, weight: Tensor, dtype: torch.dtype) -> None:
-        """Raise BackendError, before the weights are read, for settings that the backend cannot serve."""
+        """Raise BackendError for settings that the backend cannot serve, before the weights are read."""
         require_output(self.backend.name, dtype)
         require_invariance(self.backend.name, NAMES[weight.dtype])
         self._require_no_threads()
@@ -182,8 +182,8 @@ class SlideSparseScheme(CompressedTensorsScheme):
     def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
         """Slide and pack the weight, or hand the layer to vLLM's scheme.  May run again, for example after a reload.
 
-        A layer stays what it was at first, as compiled graphs hold it: dense for any later weights, or sparse, with
-        PatternError for weights that break the pattern.
+        A layer stays as it was first loaded, because compiled graphs contain it: dense for any later weights, or
+        sparse, with PatternError for weights that break the pattern.
         """
         if getattr(layer.weight, PACKED, False):
             return
@@ -195,7 +195,7 @@ class SlideSparseScheme(CompressedTensorsScheme):
             self.inner.process_weights_after_loading(layer)
         else:
             self._serve(layer, packed)
-        self.dummy = False  # weights loaded from now on are real
+        self.dummy = False  # weights loaded from now on are not random
         self._settle()
 
     def _loaded(self, layer: torch.nn.Module) -> Tensor:
@@ -207,7 +207,7 @@ class SlideSparseScheme(CompressedTensorsScheme):
         return prune(weight, pattern, phase=self.spec.phase) if self.dummy and pattern else weight
 
     def _packed(self, weight: Tensor) -> Tensor | None:
-        """Pack the loaded weight, [N, K] or [N, K'], for the backend; None where the layer goes to vLLM's scheme."""
+        """Pack the loaded weight, [N, K] or [N, K'], for the backend; None if vLLM's scheme serves the layer."""
         spec = (
             replace(self.spec, in_features=weight.shape[1], pattern=TWO_FOUR, phase=0)
             if self.slided
@@ -236,7 +236,7 @@ class SlideSparseScheme(CompressedTensorsScheme):
         return packed
 
     def _serve(self, layer: torch.nn.Module, packed: Tensor) -> None:
-        """Put the packed weight in the place of the loaded one."""
+        """Replace the loaded weight by the packed one."""
         layer.weight = torch.nn.Parameter(packed, requires_grad=False)
         setattr(layer.weight, PACKED, True)
         layer.weight_scale = torch.nn.Parameter(self._channel_scale(layer), requires_grad=False)
@@ -268,7 +268,7 @@ class SlideSparseScheme(CompressedTensorsScheme):
         line = census.line(resolution)
         metadata = self.config.metadata
         if metadata and metadata.layers:
-            if not census.listed:  # in a stage of a pipeline, or a draft
+            if not census.listed:  # in a pipeline stage or a draft model
                 line += "; none of the checkpoint's pruned layers is in this part of the model"
         elif metadata or not census.sparse:
             where = "of this checkpoint" if compat.stages() == 1 else "in this stage of the pipeline"
@@ -289,9 +289,9 @@ class SlideSparseScheme(CompressedTensorsScheme):
 def _release_unused(weight: Tensor) -> None:
     """Free the GPU memory of the last layer's dense weight before a large weight is packed.
 
-    The packed one would otherwise take it, being a little smaller, and keep all of it: torch splits no such block
-    while vLLM loads (``max_split_size_mb``).  Kernels that read it must have ended: vLLM's allocator for sleep mode
-    does not wait for them before it unmaps memory, in releases up to 0.20.
+    Otherwise the slightly smaller packed weight would be allocated in it and keep all of it, because torch does not
+    split such blocks while vLLM loads (``max_split_size_mb``).  Kernels that read it must have ended: in releases up to
+    0.20, vLLM's allocator for sleep mode unmaps memory without waiting for them.
     """
     if weight.is_cuda and weight.nbytes >= OVERSIZED:
         torch.cuda.synchronize(weight.device)

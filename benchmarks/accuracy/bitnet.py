@@ -1,17 +1,17 @@
-"""Train a ternary language model, BitNet b1.58 of 30 M weights, and tell what each pattern costs it in one shot.
+"""Train a ternary language model, BitNet b1.58 of 30 M weights, and measure the loss of pruning it to each pattern.
 
     python -m benchmarks.accuracy.bitnet CORPUS OUT --seconds 200
 
-The model is that of protocol A with BitNet's norms, squared ReLU and linear layers: from the start codes -1, 0 and 1
-and INT8 activations, with straight-through gradients.  CORPUS is what corpus.py gathered.  OUT gets
+The model is that of protocol A with BitNet's norms, squared ReLU and linear layers: trained from scratch with codes -1,
+0 and 1 and INT8 activations, with straight-through gradients.  CORPUS is the output of corpus.py.  OUT gets
 
     model/            BF16 master weights, as transformers and `slidesparse convert` read them
-    checkpoints/      what convert made of it, W8A8 INT8: dense, and each pattern by each method
-    bitnet.csv        loss of each on held-out text, and what of its codes is zero
+    checkpoints/      the converted models, W8A8 INT8: dense, and each pattern by each method
+    bitnet.csv        loss of each on held-out text, and its share of zero codes
     bitnet.json       the conditions
 
 Losses are computed in float32 from the codes and scales of the checkpoints with activations rounded to INT8 per token.
-So neither vLLM nor a GPU is needed; --steps 20 --layers 1 --hidden 64 --window 64 shows all of it in seconds.
+So neither vLLM nor a GPU is needed; --steps 20 --layers 1 --hidden 64 --window 64 runs everything in seconds.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from slidesparse.tune.machine import require_gpu
 PATTERNS = ("14:16", "8:10", "6:8", "4:6", "2:4")
 METHODS = ("magnitude", "wanda", "sparsegpt")
 DENSE = SlidePattern(None)
-RATE = 1.5e-3  # the highest learning rate
+RATE = 1.5e-3  # peak learning rate
 SAMPLES = 256
 LAYER = ("norm", "qkv", "attn_norm", "o", "norm2", "gate_up", "ffn_norm", "down")
 NAMES = {**lm.NAMES, "attn_norm": ("self_attn.attn_sub_norm",), "ffn_norm": ("mlp.ffn_sub_norm",)}
@@ -63,7 +63,7 @@ class Shape(lm.Shape):
         return {**super().config(), **kind}
 
 
-# The layer: as in language_model.py, with two more norms, and linear layers of codes
+# The layer: as in language_model.py, with two more norms and ternary linear layers
 
 
 def rounded_inputs(x: Tensor) -> Tensor:
@@ -71,11 +71,11 @@ def rounded_inputs(x: Tensor) -> Tensor:
     wide = x.float()
     scale = 127 / wide.detach().abs().amax(-1, keepdim=True).clamp(min=1e-5)
     rounded = ((wide * scale).round().clamp(-128, 127) / scale).to(x.dtype)
-    return rounded.detach() + (x - x.detach())  # exactly what is rounded
+    return rounded.detach() + (x - x.detach())  # exactly the rounded values
 
 
 def ternary(w: Tensor, parts: int) -> Tensor:
-    """Codes times mean |w| of each of ``parts`` matrices, one below the other; the gradient passes straight through."""
+    """Codes times mean |w| of each of ``parts`` stacked matrices; the gradient passes straight through."""
     each = w.unflatten(0, (parts, -1))
     scale = each.detach().abs().mean((1, 2), keepdim=True).clamp(min=1e-5)
     rounded = ((each / scale).round().clamp(-1, 1) * scale).flatten(0, 1)
@@ -139,7 +139,7 @@ def served_weights(folder: Path, shape: Shape, device: str) -> lm.Weights:
 
 
 def make_model(options: argparse.Namespace, shape: Shape) -> dict[str, Any]:
-    """Train and save the model; how it went."""
+    """Train and save the model; return facts about the training."""
     began = time.monotonic()
     dtype, compiled = prepare(options.device)
     stream = read_parts(options.corpus, options.device)
@@ -204,7 +204,7 @@ def rows_of(
 
 
 def main() -> None:
-    """Train, prune, measure; what is there already is kept."""
+    """Train, prune, measure; existing results are kept."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("corpus", type=Path)
     parser.add_argument("out", type=Path)

@@ -2,10 +2,10 @@
 
     python -m benchmarks.accuracy.float_prune DENSE OUT 6:8 sparsegpt --calib CALIBRATION.npy
 
-What `slidesparse convert` writes is quantized; these tell what pruning alone costs.
-Unstructured pruning is there as a reference: no hardware makes it faster.  It follows the papers: magnitude over a
-layer, Wanda over a row (arXiv 2306.11695), SparseGPT over 128 columns at a time (arXiv 2301.00774), without the
-sweeps that the project's SparseGPT adds.
+`slidesparse convert` also quantizes; these checkpoints show the cost of pruning alone.  Unstructured pruning, which no
+hardware accelerates, is a reference.  It follows the papers: magnitude over a layer, Wanda over a row (arXiv
+2306.11695), SparseGPT over 128 columns at a time (arXiv 2301.00774), without the sweeps that the project's SparseGPT
+adds.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from slidesparse.pattern import SlidePattern
 from slidesparse.prune import prune
 
 SAMPLES, SEQLEN = 256, 1024
-COLUMNS = 128  # of SparseGPT, between two choices
+COLUMNS = 128  # between two mask selections of SparseGPT
 WEIGHTS = "model.safetensors"
 
 
@@ -46,7 +46,7 @@ def wanda(w: Tensor, hessian: Hessian, share: float) -> Tensor:
 
 
 def sparsegpt(w: Tensor, hessian: Hessian, share: float) -> Tensor:
-    """Zero a ``share`` of each COLUMNS columns, the others making up for it."""
+    """Zero a ``share`` of the weights in each COLUMNS columns, and update the others to compensate."""
     h = hessian.matrix
     upper = factor(h, damping_for(len(h), hessian.tokens))
     out = w.clone()
@@ -81,7 +81,7 @@ def write_pruned(
 ) -> None:
     """Prune ``source``, a checkpoint of one file, and write the result in the same form.
 
-    ``pattern``: such as "6:8", or a percentage such as "25%", unstructured.  Magnitude does not look at the data.
+    ``pattern``: such as "6:8", or a percentage such as "25%", unstructured.  Magnitude does not use the data.
     """
     from safetensors.torch import load_file, save_file
 

@@ -1,10 +1,10 @@
 """The language model of protocol A: Llama's architecture in plain torch, and its checkpoints in Hugging Face's layout.
 
-A layer is a pure function of its input and weights, so that one compilation serves all layers::
+A layer is a pure function of its input and weights, so that it is compiled only once::
 
     x [B, T, hidden] -> norm -> [q k v] -> rotary, attention -> o + x -> norm -> [gate up] -> silu * -> down + x
 
-Weights are float32 and computed with in ``dtype``; q, k, v and gate, up are one matrix each while training.
+Weights are float32 and are cast to ``dtype`` for computation; q, k, v and gate, up are fused while training.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from torch import Tensor
 
 EPS, THETA = 1e-5, 10000.0
 INIT = 0.02
-LOGSUMEXP = 1e-4  # weight of logsumexp(logits)^2 in the loss: keeps logits where BF16 tells them apart
+LOGSUMEXP = 1e-4  # weight of logsumexp(logits)^2 in the loss (z-loss); keeps logits small
 LAYER = ("norm", "qkv", "o", "norm2", "gate_up", "down")
 NAMES = {
     "norm": ("input_layernorm",),
@@ -132,7 +132,7 @@ def logits_of(x: Tensor, last_norm: Tensor, embedding: Tensor) -> Tensor:
 
 
 def cross_entropy(x: Tensor, targets: Tensor, last_norm: Tensor, embedding: Tensor) -> tuple[Tensor, Tensor]:
-    """The loss to train with, and the mean cross entropy in nats, which is its larger part."""
+    """The training loss, and the mean cross entropy in nats, which is its larger part."""
     logits = logits_of(x, last_norm, embedding).float()
     nats = F.cross_entropy(logits.flatten(0, -2), targets.flatten())
     return nats + LOGSUMEXP * logits.logsumexp(-1).square().mean(), nats.detach()
@@ -142,7 +142,7 @@ compiled_form = cache(torch.compile)  # once for all models
 
 
 class Model:
-    """Weights, and how to run them."""
+    """The weights of a model, and methods to run it."""
 
     run = staticmethod(layer)
     names: tuple[str, ...] = LAYER  # of the weights of a layer
@@ -177,7 +177,7 @@ class Model:
 
     @torch.no_grad()
     def perplexity(self, windows: Tensor) -> float:
-        """exp of the mean cross entropy of windows [B, T], all tokens but each first; nothing is compiled for it."""
+        """exp of the mean cross entropy of windows [B, T], all tokens but the first of each; without compilation."""
         plain = type(self)(self.shape, self.weights, self.dtype, compiled=False)
         found = [float(plain.loss(part)[1]) * len(part) for part in windows.split(16)]
         return math.exp(sum(found) / len(windows))
@@ -235,7 +235,7 @@ def read_stream(part: Path, device: str) -> Tensor:
 
 
 def batches(stream: Tensor, batch: int, window: int) -> Iterator[Tensor]:
-    """Endless windows [batch, window + 1] of a stream: all of it once an epoch, in another order and cut each time."""
+    """Yield windows [batch, window + 1] of a stream forever: each epoch covers all of it, with new cuts and order."""
     generator = torch.Generator().manual_seed(0)
     offsets = torch.arange(window + 1, device=stream.device)
     while True:
@@ -247,6 +247,6 @@ def batches(stream: Tensor, batch: int, window: int) -> Iterator[Tensor]:
 
 
 def describe(shape: Shape) -> dict[str, int]:
-    """The facts that a log holds of a model."""
+    """The facts about a model for the log."""
     linear = shape.layers * shape.hidden * (4 * shape.hidden + 3 * shape.intermediate)
     return {**asdict(shape), "linear_weights": linear, "weights": linear + shape.vocabulary * shape.hidden}

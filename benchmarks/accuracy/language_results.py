@@ -1,6 +1,6 @@
 """The results of the protocols, read from their CSVs and put into the tables of docs/accuracy/README.md.
 
-A loss is what a model's perplexity is above that of the dense model in BF16, in percent.
+A loss is the increase in perplexity over the dense model in BF16, in percent.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Loss:
     """The loss of one kind of checkpoint, in percent, over the seeds of its calibration samples."""
 
     seeds: tuple[float, ...]
-    low: float  # the least end of the seeds' 95% intervals
+    low: float  # lowest end of the seeds' 95% intervals
     high: float
 
     @property
@@ -81,7 +81,7 @@ def _shown(value: object) -> str:
 
 
 def losses(source: Path) -> str:
-    """Losses of all that was only pruned and quantized."""
+    """Losses of the checkpoints without distillation."""
     results = Results.of(source)
     rows = [
         (

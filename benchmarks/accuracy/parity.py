@@ -4,15 +4,15 @@
     ours/bin/python -m benchmarks.accuracy.parity ours WORKFOLDER --model DENSE --data CORPUS/eval.npz
     ours/bin/python -m benchmarks.accuracy.parity score WORKFOLDER --model DENSE --data CORPUS/eval.npz --out parity.csv
 
-Two environments, as llm-compressor pins another compressed-tensors than vLLM: in ``theirs``, pip install llmcompressor;
-in ``ours``, the project's.  Both tools prune the same checkpoint with the same calibration windows, each with its own
-damping (1% in both here), and leave BF16 checkpoints in WORKFOLDER, one a run.  What is there already is not made or
-scored again.  All are scored alike: weights, activations and sums in float32, the same windows.
+It needs two environments, because llm-compressor and vLLM pin different releases of compressed-tensors: ``theirs`` with
+llmcompressor installed, and ``ours``, the project's.  Both tools prune the same checkpoint with the same calibration
+windows, each with its own damping (1% in both here), and write BF16 checkpoints to WORKFOLDER, one per run.  Existing
+results are kept.  All are scored in the same way: weights, activations and sums in float32, the same windows.
 
-llm-compressor's mask structure N:M counts zeros: "2:8" is 6:8 here.  It counts groups anew from every ``block_size``-th
-column, so a block that is no multiple of M breaks the pattern: "default" shows it at 4:6, as 128 = 21 * 6 + 2.  Of the
-K mod M columns at the end of a row it takes N as well; this project counts their padding as zeros and takes fewer.
-Setting "padded" offers llm-compressor such padding, so that both tools remove equally many weights.
+llm-compressor's mask structure N:M counts zeros: "2:8" is 6:8 here.  It restarts groups at every ``block_size``-th
+column, so a block size that is not a multiple of M breaks the pattern: "default" shows it at 4:6, as 128 = 21 * 6 + 2.
+It also removes N of the K mod M columns at the end of a row; this project counts their padding as zeros and removes
+fewer.  Setting "padded" gives llm-compressor such padding, so that both tools remove the same number of weights.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ class Run:
         return int(self.pattern.split(":")[1])
 
 
-# setting -> columns of a block, and whether rows are padded to whole groups
+# setting -> columns per block, and whether rows are padded to whole groups
 THEIRS: dict[str, dict[str, tuple[int, bool]]] = {
     "6:8": {"default": (128, False)},  # of whole groups, as it happens: 128 = 16 * 8
     "4:6": {"block126": (126, False), "padded": (126, True), "default": (128, False)},
@@ -121,8 +121,8 @@ def prune_theirs(run: Run, options: argparse.Namespace, out: Path) -> None:
 def padding(plain: Callable[..., Any], length: int) -> Callable[..., Any]:
     """llm-compressor's ``sparsify_weight``, called with zero columns behind K up to a multiple of ``length``.
 
-    The columns are of zero weight and see inputs of mean size, unrelated to the others': first to go, without effect on
-    the rest, and damping is as it was.
+    The columns have zero weights and inputs of average size, uncorrelated with the others: they are removed first,
+    without effect on the rest or on the damping.
     """
 
     def padded(module: torch.nn.Module, hessians_dict: dict[Any, Tensor], **options: Any) -> Any:
@@ -145,7 +145,7 @@ def prune_ours(run: Run, options: argparse.Namespace, out: Path) -> None:
 
     windows = options.folder / f"calibration{run.seed}.npy"
     np.save(windows, calibration_windows(options.data, run.seed))
-    # llm-compressor's layers, too, are pruned towards what they give on the inputs they see
+    # as in llm-compressor, layers are fitted to their own outputs on the pruned model's inputs
     calibration = Calibration(str(windows), SAMPLES, SEQLEN, "cpu", sweeps=SWEEPS[run.setting], target="own")
     float_prune.write_pruned(options.model, out, run.pattern, "sparsegpt", calibration, run.seed)
 
@@ -182,7 +182,7 @@ def nats_of(folder: Path, windows: Tensor) -> np.ndarray:
 
 
 def count_zeros(run: Run, folder: Path) -> dict[str, Any]:
-    """How the pruned layers keep to the pattern; a tail that is no whole group counts as zeros only."""
+    """How well the pruned layers obey the pattern; a partial group at the end of a row counts for zeros only."""
     from safetensors.torch import load_file
 
     groups = violations = with_more = zeros = weights = 0
@@ -199,7 +199,7 @@ def count_zeros(run: Run, folder: Path) -> dict[str, Any]:
 
 
 def interval(difference: np.ndarray) -> tuple[float, float, float]:
-    """Percent by which perplexity is up, for differences of nats of paired windows; and 95% of bootstrap draws."""
+    """The increase in perplexity in percent, from paired differences in nats, and its 95% bootstrap interval."""
     drawn = np.random.default_rng(0).integers(0, len(difference), (DRAWS, len(difference)))
     low, high = np.quantile(difference[drawn].mean(-1), (0.025, 0.975))
     return tuple(100 * math.expm1(x) for x in (float(difference.mean()), low, high))  # type: ignore[return-value]

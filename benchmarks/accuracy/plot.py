@@ -5,7 +5,7 @@
     python -m benchmarks.accuracy.plot losses docs/accuracy/protocol_a.csv OUT.svg
 
 `layers` draws what `slidesparse convert --report REPORT.json` measured: the error of each layer's output, a line a
-report.  SVG files are the same bytes for the same results.
+report.  SVG files are deterministic.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ def layers(reports: list[Path], out: Path) -> None:
 
 @mpl.rc_context(FIXED)
 def losses(source: Path, out: Path) -> None:
-    """Draw what pruning costs, by the share of zeros: as served in INT8, and in BF16 beside unstructured pruning."""
+    """Draw the loss of pruning by the share of zeros: as served in INT8, and in BF16 beside unstructured pruning."""
     results = language.Results.of(source)
     figure = Figure(figsize=(9.5, 4.2), layout="constrained")
     served, pruned = figure.subplots(1, 2, sharey=True)

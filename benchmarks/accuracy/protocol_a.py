@@ -5,7 +5,7 @@
 
 A cell is a pattern, a method, a quantization and a seed of the choice of calibration samples.  vLLM is imported once;
 each cell is a forked process that makes the checkpoint by `convert`, serves it and scores the texts, several at a time.
-Cells that are in the CSV already are not repeated.  WORKFOLDER keeps checkpoints, logs, and the log-probabilities.
+Cells already in the CSV are skipped.  WORKFOLDER keeps checkpoints, logs, and the log-probabilities.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ ENVIRONMENT = {
     "VLLM_WORKER_MULTIPROC_METHOD": "fork",
     "VLLM_USE_FLASHINFER_SAMPLER": "0",
     "VLLM_ALLREDUCE_USE_SYMM_MEM": "0",
-    "PYTORCH_NVML_BASED_CUDA_CHECK": "1",  # a look at the GPU must not spoil it for forked processes
+    "PYTORCH_NVML_BASED_CUDA_CHECK": "1",  # querying the GPU must not initialize CUDA for forked processes
     "HF_HUB_OFFLINE": "1",
     "OMP_NUM_THREADS": "1",
     "TORCHINDUCTOR_COMPILE_THREADS": "1",  # cells run side by side
@@ -113,7 +113,7 @@ class Cell:
 
 
 def cells() -> list[Cell]:
-    """All, the reference first and then the most telling; seeds where they decide anything."""
+    """All cells, the reference first and then the most informative; several seeds only where they matter."""
     found = [Cell(DENSE, "-", quant) for quant in ("bf16", "int8", "fp8")]
     for pattern in PATTERNS:
         found += [Cell(pattern, "sparsegpt", quant) for quant in ("bf16", "int8", "fp8")]
@@ -130,7 +130,7 @@ def cells() -> list[Cell]:
 
 
 def distilled_cells() -> list[Cell]:
-    """The cells that are distilled, each beside the one that it starts from."""
+    """The cells that are distilled, each with the one that it starts from."""
     found = []
     for quant in ("int8", "fp8"):
         for pattern in DISTILLED:
@@ -173,7 +173,7 @@ def make(cell: Cell, options: argparse.Namespace) -> Path:
     )
     report = convert(source, made, how)
     if report.distilled:
-        print(f"# {cell.name}: {report.distilled.words}; {report.distilled}")
+        print(f"# {cell.name}: {report.distilled.summary}; {report.distilled}")
     if report.budget:
         (options.folder / "logs" / f"{cell.name}.json").write_text(json.dumps(report.budget.to_json()))
     return made
@@ -217,7 +217,7 @@ def budget_of(text: str) -> Budget:
 
 
 def score(cell: Cell, options: argparse.Namespace, ids: list[list[int]], out: Path) -> None:
-    """Make a cell's checkpoint, serve it, and keep what vLLM says of ``ids``."""
+    """Make a cell's checkpoint, serve it, and save vLLM's scores of ``ids``."""
     started = time.monotonic()
     made = make(cell, options)
     gc.collect()
@@ -243,7 +243,7 @@ def start(cell: Cell, options: argparse.Namespace, ids: list[list[int]]) -> int:
         return pid
     status = 1
     try:
-        os.setsid()  # so that it can be ended with all that it starts
+        os.setsid()  # a process group, so that it can be ended with its children
         with (options.folder / "logs" / f"{cell.name}.log").open("w") as log:
             os.dup2(log.fileno(), 1)
             os.dup2(log.fileno(), 2)
@@ -258,7 +258,7 @@ def start(cell: Cell, options: argparse.Namespace, ids: list[list[int]]) -> int:
 
 
 class Table:
-    """The CSV, and what its rows come from."""
+    """The CSV and the scores that its rows are computed from."""
 
     def __init__(self, options: argparse.Namespace, texts: dict[str, list[list[int]]]) -> None:
         self._options, self._texts = options, texts
@@ -282,7 +282,7 @@ class Table:
             return Scored({name: found[name] for name in found.files}, said[1] if said else "")
 
     def add(self, cell: Cell) -> None:
-        """Append the rows of a cell, and of those that waited for the reference."""
+        """Append the rows of a cell, and of those that were waiting for the reference."""
         self._waiting.append(cell)
         reference = self.scored(Cell(DENSE, "-", "bf16"))
         if reference is None:
@@ -342,10 +342,10 @@ def run(todo: list[Cell], options: argparse.Namespace, ids: list[list[int]], tab
             time.sleep(0.05)
             continue
         if pid not in running:
-            continue  # not a cell's: what vLLM's import or a cell has left to this process
+            continue  # not a cell: a child of vLLM's import or of a cell, inherited by this process
         cell, since = running.pop(pid)
         with suppress(ProcessLookupError):
-            os.killpg(pid, signal.SIGKILL)  # what it may have left
+            os.killpg(pid, signal.SIGKILL)  # files that it may have left
         seconds = time.monotonic() - since
         if status:
             failed.append(cell)
@@ -360,15 +360,15 @@ def run(todo: list[Cell], options: argparse.Namespace, ids: list[list[int]], tab
 
 
 def import_vllm() -> None:
-    """All that engines import later, as long as it leaves the GPU alone."""
+    """Import everything that engines need, unless that would initialize CUDA."""
     import vllm
     from vllm.model_executor.models.llama import LlamaForCausalLM
     from vllm.platforms import current_platform
 
     vllm.ModelRegistry.register_model(
         "LlamaForCausalLM", LlamaForCausalLM
-    )  # or vLLM starts a process to look at it
-    with suppress(ImportError):  # they are imported in the cells then
+    )  # otherwise vLLM starts a process to query the GPU
+    with suppress(ImportError):  # the cells import them then
         if current_platform.is_cuda():
             import vllm.v1.attention.backends.flash_attn
             import vllm.v1.worker.gpu.model_runner

@@ -1,13 +1,13 @@
 """Protocol B: what pruning costs a sentence encoder, MiniLM-L6 (22 M parameters, 36 linear layers), served by vLLM.
 
 Texts are docstrings of installed packages: a query is a function's name and the first line of its docstring, and the
-document to find by it the rest.  They are split by source file into calibration texts and evaluation pairs, after
-dropping whatever occurs twice.  Every checkpoint is made by `slidesparse convert` and embedded by vLLM with the plugin;
+document to retrieve is the rest.  They are split by source file into calibration texts and evaluation pairs, after
+dropping duplicates.  Every checkpoint is made by `slidesparse convert` and embedded by vLLM with the plugin;
 the original, in float32, by vLLM itself.
 
     python -m benchmarks.accuracy.protocol_b WORKFOLDER --out docs/accuracy/protocol_b.csv
 
-Runs that are in the CSV already are not repeated.  The work folder keeps a report of each conversion, for plot.py.
+Runs already in the CSV are skipped.  The work folder keeps a report of each conversion, for plot.py.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ def docstrings(path: Path) -> Iterator[tuple[str, str]]:
 
 
 def files() -> list[Path]:
-    """All Python files of PACKAGES, in an order that the machine does not decide."""
+    """All Python files of PACKAGES, in an order that does not depend on the machine."""
     found = []
     for name in PACKAGES:
         spec = importlib.util.find_spec(name)
@@ -114,7 +114,7 @@ def gather(folder: Path) -> tuple[Path, Path]:
 
 
 def runs() -> list[tuple[str, str, str]]:
-    """(pattern, method, quant), the most telling first."""
+    """(pattern, method, quant), the most informative first."""
     ours = [(pattern, method, "int8") for pattern in ("6:8", "4:6", "2:4", "8:10") for method in METHODS]
     ours += [(budget, BUDGET, "int8") for budget in BUDGETS]
     fp8 = [(pattern, "sparsegpt", "fp8") for pattern in ("6:8", "4:6", "2:4", "8:10")]

@@ -1,9 +1,9 @@
-"""Train the language model of protocol A for so many seconds, on the corpus that corpus.py gathered.
+"""Train the language model of protocol A for a number of seconds, on the corpus of corpus.py.
 
     python -m benchmarks.accuracy.train CORPUS OUT --seconds 400
 
-The learning rate falls with the time that has passed, not with steps, so that it is low when the time is up, whatever
-the machine: another machine makes another model.  OUT gets the checkpoint in BF16, log.jsonl and train.json.
+The learning rate decays with elapsed time, not with steps, so that the decay is complete when the time is up.  The
+result therefore depends on the machine.  OUT gets the checkpoint in BF16, log.jsonl and train.json.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ from torch import Tensor
 
 from benchmarks.accuracy.language_model import Model, Shape, batches, describe, initial, read_stream, save
 
-RATE, LEAST_RATE, WARM_UP = 2.5e-3, 0.02, 200  # the highest at a width of 512, of it at the end, steps
+RATE, LEAST_RATE, WARM_UP = 2.5e-3, 0.02, 200  # peak at a width of 512, final share of it, steps
 BETAS, WEIGHT_DECAY, CLIP = (0.9, 0.95), 0.1, 1.0
 BATCH = 64  # windows a step
-SYNC = 8  # steps between looks at the GPU
+SYNC = 8  # steps between synchronizations with the GPU
 LOG_SECONDS = 4.0
 
 
 @dataclass
 class Clock:
-    """Time of training, from the first `tick` on, which has compiled everything."""
+    """The training time, measured from the first `tick` on, when everything has been compiled."""
 
     seconds: float
     steps: int | None = None  # instead of seconds
@@ -47,14 +47,14 @@ class Clock:
 
     @property
     def share(self) -> float:
-        """The share of the time, or of the steps, that is over, 0 to 1."""
+        """The share of the time, or of the steps, that has passed, 0 to 1."""
         if self.steps:
             return min(1.0, self.step / self.steps)
         return 0.0 if self.started is None else min(1.0, (time.monotonic() - self.started) / self.seconds)
 
     @property
     def rate(self) -> float:
-        """The share of the highest learning rate that is due now."""
+        """The current learning rate, relative to its peak."""
         falling = LEAST_RATE + (1 - LEAST_RATE) * 0.5 * (1 + math.cos(math.pi * self.share))
         return min(1.0, (self.step + 1) / WARM_UP) * falling
 
@@ -127,7 +127,7 @@ def train(
         clock.tick()
         end = clock.share >= 1
         if clock.step % SYNC == 1 or end:
-            log(clock.step, float(shown), rate, tokens, end)  # waits for the GPU
+            log(clock.step, float(shown), rate, tokens, end)  # synchronizes
         if end:
             break
     return tokens

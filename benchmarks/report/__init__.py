@@ -1,4 +1,4 @@
-"""``python -m benchmarks report``: what the measuring commands left in a folder, as Markdown tables and SVG plots.
+"""``python -m benchmarks report``: turn the results in a folder into Markdown tables and SVG plots.
 
 Everything in the report comes from the files of the folder (and of a reference, where one is given): what was not
 measured is shown as ``-`` and listed as missing, never interpolated.
@@ -27,9 +27,8 @@ __all__ = ["render"]
 def render(folder: Path, reference: Path | None = None) -> list[Path]:
     """Write the report of ``folder`` into it: README.md, a page for each benchmark that is there, and plots.
 
-    Everything is read before anything is written, and the same files give the same bytes.  Returns the paths written.
-    Raises RecordsError for a folder that is not there or holds no measurement, and for a file that cannot be
-    understood.
+    Everything is read before anything is written, and the output is deterministic.  Returns the paths written.  Raises
+    RecordsError for a folder that does not exist or holds no measurement, and for an invalid file.
     """
     if not folder.is_dir():
         raise RecordsError(f"{folder} is not a folder; name one that benchmarks wrote to")

@@ -1,7 +1,7 @@
 """Tables of a folder as pandas frames, and sections of them: latencies of one subject at one dtype.
 
-A run may have been stopped anywhere: files, rows and the end of the last line may be missing.  Whatever is not there is
-said (`Table.notes`, `Sections.missing`), never filled in.
+A run may have been interrupted anywhere: files, rows and the end of the last line may be missing.  Missing data are
+listed (`Table.notes`, `Sections.missing`), never filled in.
 """
 
 from __future__ import annotations
@@ -63,17 +63,17 @@ METADATA_BYTES = 0.25  # 2 bits for each weight that 2:4 keeps, its place among 
 
 @dataclass(frozen=True)
 class Table:
-    """The rows and conditions that one benchmark left; patterns are spelled as 6:8, dtypes in lower case."""
+    """The rows and conditions of one benchmark; patterns are spelled as 6:8, dtypes in lower case."""
 
     rows: pd.DataFrame
     conditions: dict[str, Any]
-    notes: tuple[str, ...]  # what is missing or was left out, in sentences
+    notes: tuple[str, ...]  # sentences about missing or ignored data
 
 
 def read(folder: Path, form: Format, name: str = "") -> Table:
     """NAME.csv (by default the format's) and NAME.json of a folder.
 
-    Rows without a figure are left out; of repeated ones the last counts.  Raises RecordsError.
+    Rows without a figure are ignored; of rows with the same key the last counts.  Raises RecordsError.
     """
     path = folder / f"{name or form.name}.csv"
     rows, torn = read_rows(path, form.columns)
@@ -129,12 +129,12 @@ class Section:
 
     @property
     def heading(self) -> str:
-        """The title, with the sparse provider where it is not the usual one of its page."""
+        """The title, with the sparse provider if it is not the page's default."""
         return self.title if self.ours in (CUSPARSELT, "sparse") else f"{self.title}, {self.ours}"
 
     @property
     def patterns(self) -> list[str]:
-        """The patterns of the sparse provider, sparsest first; before them ``dense`` where it runs that as well."""
+        """The patterns of the sparse provider, sparsest first, preceded by ``dense`` if it runs that too."""
         return sorted((p for name, p in self.us if name == self.ours), key=pattern_order)
 
     @property
@@ -182,7 +182,7 @@ class Section:
 
 
 def floor_us(dtype: str, pattern: str, m: int, n: int, k: int, copy: float, peak: float | None) -> float:
-    """max(2 M N K / peak, bytes / bandwidth) in microseconds: what one product with a 16-bit result needs at least.
+    """max(2 M N K / peak, bytes / bandwidth) in microseconds: the least time of one product with a 16-bit result.
 
     ``copy`` is the bandwidth in GB/s, ``peak`` the rate of dense products in TFLOPS.  A pattern multiplies its
     non-zeros only, at the dense rate; activations [M, K'], the values [N, K'/2] and their metadata are read once, the
@@ -227,7 +227,7 @@ class Sections:
         return found
 
     def missing(self) -> pd.DataFrame:
-        """Columns dtype, subject, provider, pattern, M: cells that others of the group have, alike ones in a row."""
+        """Columns dtype, subject, provider, pattern, M: cells that others of the group have, merged over M."""
         have = set(
             self.cells[["dtype", "title", "provider", "pattern", "M"]].itertuples(index=False, name=None)
         )
@@ -242,7 +242,7 @@ class Sections:
                     where = "all" if len(gone) == len(ms) else ", ".join(gone)
                     lacking += [(dtype.upper(), title, provider, pattern, where)] if gone else []
         found = pd.DataFrame(lacking, columns=["dtype", "subject", "provider", "pattern", "M"])
-        for column in ("pattern", "subject", "dtype"):  # rows that differ in it alone become one
+        for column in ("pattern", "subject", "dtype"):  # rows that differ only in this column are merged
             others = [name for name in found.columns if name != column]
             joined = found.groupby(others, sort=False)[column].agg(", ".join)
             found = joined.reset_index()[list(found.columns)]
@@ -267,8 +267,8 @@ def square_sections(kernel: Table) -> Sections:
 def model_sections(kernel: Table) -> Sections:
     """One section for each model and dtype, its four layers summed; a sum only where all four were measured.
 
-    The layers of a model are those that occur anywhere in the file.  Where they are not four (a list of shapes, or a
-    run that stopped early) nothing can be summed, and each layer is a section.
+    The layers of a model are those that occur anywhere in the file.  If there are not four (a list of shapes, or an
+    interrupted run), nothing can be summed, and each layer is a section.
     """
     rows = kernel.rows[kernel.rows["mode"] == "model"].rename(columns={"p50_us": "us"})
     whole = rows.groupby("model")["layer"].transform("nunique") == LAYERS
@@ -305,8 +305,8 @@ def e2e_sections(e2e: Table) -> dict[str, Sections]:
 def _token_us(rows: pd.DataFrame) -> pd.DataFrame:
     """Microseconds a token: stock vLLM's median, times the median of the ratios to it within a round.
 
-    A machine gets slower and faster from round to round, for all systems.  Without a round that has both, of the
-    median alone.
+    The speed of a machine varies from round to round, for all systems.  Without a round that has both, the system's
+    own median is used.
     """
     rate, key = "tokens_per_s", ["title", "dtype", "provider", "pattern", "M"]
     stock = rows[rows["provider"] == STOCK][["M", "round", rate]]

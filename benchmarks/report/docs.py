@@ -1,7 +1,7 @@
-"""``python -m benchmarks docs``: every table of figures in README.md and docs/ from the CSVs in docs/.
+"""``python -m benchmarks docs``: generate every table of figures in README.md and docs/ from the CSVs in docs/.
 
 A page holds a table between the lines ``<!-- table: NAME -->`` and ``<!-- end -->``; NAME is one of `TABLES`.  The
-pages of docs/benchmarks/h100 and h200 are written whole.
+pages of docs/benchmarks/h100 and h200 are generated completely.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ QWEN, LLAMA = "Qwen2.5-7B", "Llama3.2-1B"
 NAMES = {LLAMA: "Llama-3.2-1B", "Llama3.2-3B": "Llama-3.2-3B"}  # as the text spells them
 LONG = (2048, 4096, 8192, 16384, 32768, 65536)  # tokens of a step of prefill that the GPU bounds
 SHAPES = "shapes.csv"  # like linear.csv, of layers that are named by their N x K
-FEW = 256  # tokens up to which reading the weights takes most of a layer's time
+FEW = 256  # tokens up to which a layer is bound by reading its weights
 STEPS = {"prefill": "prefill, steps of {} tokens", "decode": "decode, {} sequences"}
 # The patterns of budget.csv, as its table shows them
 GOALS = {
@@ -66,7 +66,7 @@ def _layers(folder: Path) -> pd.DataFrame:
 
 @cache
 def _whole() -> dict[tuple[str, str, str, int, str], float]:
-    """Whole models over stock vLLM, by model, dtype, stage, M, and the pattern or else the dense system."""
+    """Whole models over stock vLLM, by model, dtype, stage, M, and pattern or dense system."""
     found = {}
     for stage, sections in _results(H200).stages.items():
         for section in sections.each:
@@ -88,7 +88,7 @@ def _step(stage: str, m: int) -> str:
 
 
 def _few(base: str) -> pd.DataFrame:
-    """Rates of e2e_few.csv over those of ``base``, round by round; a column for each pattern or else dense system."""
+    """Rates of e2e_few.csv over those of ``base``, round by round; a column for each pattern or dense system."""
     rates = data.read(H200, E2E, "e2e_few").rows
     name = rates["pattern"].where(rates["pattern"] != DENSE, rates["system"])
     name = name.where(rates["system"] != CUSPARSELT, CUSPARSELT + " " + rates["pattern"])
@@ -293,7 +293,7 @@ def heuristics() -> str:
 
 
 def bandwidth() -> str:
-    """Kernels that memory bounds, as shares of a copy."""
+    """Memory-bound kernels, as shares of a copy's rate."""
     rows = _results(H200).tables["bandwidth"].rows.set_index("kernel")["fraction"]
     lines = []
     for words, *kernels in (
@@ -344,7 +344,7 @@ def blocks() -> str:
 
 
 def bitnet() -> str:
-    """Tell what each pattern costs a ternary model by each method, and how many of its codes are in the way."""
+    """The loss of a ternary model by pattern and method, and how many of its codes are pruned."""
     found = pd.read_csv(ACCURACY / "bitnet.csv").set_index(["pattern", "method"])
     rows = []
     for pattern in found.index.unique("pattern").drop("dense"):
@@ -377,7 +377,7 @@ class Budgets:
 
 
 def budgets() -> str:
-    """A table of what budgets and a rotation leave of the loss, beside uniform patterns."""
+    """The losses with budgets and rotation, beside those of uniform patterns."""
     columns = {
         "C, 107 M": Budgets("C", "on", "in"),
         "C, WikiText-2": Budgets("C", "on", "out"),
@@ -410,7 +410,7 @@ TABLES: dict[str, Callable[[], str]] = {
 
 
 def filled(text: str, path: Path) -> str:
-    """The text of a page with its tables made anew.  Raises RecordsError for a name that is not in TABLES."""
+    """The text of a page with regenerated tables.  Raises RecordsError for a name that is not in TABLES."""
 
     def fill(found: re.Match[str]) -> str:
         name = found[2]
@@ -435,7 +435,7 @@ def texts() -> Iterator[tuple[Path, str, str]]:
 
 
 def layer_times(folder: Path) -> str:
-    """The times that a budget counts by (see `slidesparse.convert.times`)."""
+    """The layer times that budgets use (see `slidesparse.convert.times`)."""
     shapes = {(model, layer.name): (layer.n, layer.k) for model, layers in MODELS.items() for layer in layers}
     found: dict[tuple[str, int, int, str, int], str] = {}
     for name in ("linear.csv", SHAPES):
@@ -454,7 +454,7 @@ def layer_times(folder: Path) -> str:
 
 
 def write() -> list[Path]:
-    """Write the pages that differ; their paths."""
+    """Write the pages that differ; return their paths."""
     changed = [(path, wanted) for path, text, wanted in texts() if text != wanted]
     for path, wanted in changed:
         path.write_text(wanted, encoding="utf-8")

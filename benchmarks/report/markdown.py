@@ -1,4 +1,4 @@
-"""Markdown of frames, and of the numbers in them.  ``-`` is a value that was not measured."""
+"""Format frames and numbers as Markdown.  ``-`` is a value that was not measured."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ def percent(value: float) -> str:
 
 
 def microseconds(value: float) -> str:
-    """To four digits or the whole microsecond."""
+    """Format microseconds with four significant digits, at least to the whole microsecond."""
     return NOTHING if pd.isna(value) else f"{value:.{2 if value < 100 else 1 if value < 1000 else 0}f}"
 
 
 def tops(value: float) -> str:
-    """To three digits or the whole number."""
+    """Format a number with three significant digits, at least to the whole number."""
     return NOTHING if pd.isna(value) else f"{value:.{2 if value < 10 else 1 if value < 100 else 0}f}"
 
 
@@ -42,7 +42,7 @@ def cell(text: object) -> str:
 
 
 def table(header: Sequence[object], rows: Iterable[Sequence[object]], left: int = 0) -> str:
-    """A table; the first ``left`` columns are set left, the others right."""
+    """A table; the first ``left`` columns are left-aligned, the others right-aligned."""
     rules = ["---" if i < left else "---:" for i in range(len(header))]
     return "".join(f"| {' | '.join(map(str, line))} |\n" for line in (header, rules, *rows))
 
@@ -59,5 +59,5 @@ def bullets(lines: Iterable[str]) -> str:
 
 
 def page(parts: Iterable[str]) -> str:
-    """Blocks of Markdown, an empty line between two."""
+    """Join blocks of Markdown with blank lines."""
     return "\n\n".join(part.rstrip("\n") for part in parts if part) + "\n"

@@ -36,7 +36,7 @@ from benchmarks.report.markdown import (
     tops,
 )
 
-EQUAL = 0.01  # times that differ by no more than this share count as equal
+EQUAL = 0.01  # relative difference up to which times count as equal
 PROVIDERS = {
     CUBLASLT: "dense cuBLASLt",
     "cublaslt-int8": "dense cuBLASLt that writes INT8",
@@ -49,7 +49,7 @@ KINDS = (
 )
 LONGEST = 6  # kernels of a system that are listed
 COLUMNS = ["system", "kernel", "class", "calls", "us"]
-SERVED = ("K", "K", "N")  # the contiguous dimensions of weight, activations and output while serving
+SERVED = ("K", "K", "N")  # the contiguous dimensions of weight, activations and output in serving
 REFERENCE = ("results", "model", "dtype", "pattern", "M", "speedup")
 RESULTS = {  # kinds of figures in docs/benchmarks/reference.csv
     "square": "square products",
@@ -80,14 +80,14 @@ SUBJECTS = {
     "bandwidth": "kernels that memory bounds",
     "layout": "memory layouts that the libraries take, and their speed",
     "e2e": "whole models in vLLM: tokens per second",
-    "e2e_profile": "where the time of a step of a whole model goes",
+    "e2e_profile": "the GPU time of a step of a whole model, by kernel",
     "spmm": "hand-written N:M kernels, beside cuBLAS and a study's claims",
     "comparison": "beside the paper and the reference implementation",
 }
 
 
 class Results:
-    """All tables of a folder.  Raises RecordsError when it has none, and for a file that cannot be understood."""
+    """All tables of a folder.  Raises RecordsError when it has none, and for an invalid file."""
 
     def __init__(self, folder: Path) -> None:
         forms = (KERNEL, LINEAR, BANDWIDTH, LAYOUT, E2E, PROFILE, SPMM)
@@ -109,7 +109,7 @@ class Results:
         return next((str(name).removeprefix("NVIDIA ") for name in found if name), "unknown GPU")
 
     def drawn(self) -> dict[str, tuple[list[Section], str]]:
-        """Sections to plot and the dense provider that they are compared with, by the name of the plot."""
+        """The sections to plot, and the dense provider to compare with, by name of the plot."""
         found = {
             "kernel": ([*self.square.each, *self.models.each], CUBLASLT),
             "linear": (self.layers.each, STOCK),
@@ -173,8 +173,8 @@ class Results:
         parts = [
             "# Matrix products",
             "Median latencies of the product alone; of a model, its four layers summed where all four were measured. "
-            "Speed-up: latency of the dense product / ours, of the same run. `-`: not measured. `hopper` multiplies "
-            "INT8 and FP8 alone, so BF16 and FP16 have no rows of it; its `dense` is a weight without a pattern.",
+            "Speed-up: latency of the dense product / ours, of the same run. `-`: not measured. `hopper` supports "
+            "INT8 and FP8 only, so it has no rows for BF16 and FP16; its `dense` is a weight without a pattern.",
             _spread(kernel.rows),
             *self._images("kernel"),
         ]
@@ -212,7 +212,7 @@ class Results:
             parts += [_heading(section), *_speedups(section, PROVIDERS)]
         return parts
 
-    # --- kernels that memory bounds, and memory layouts
+    # --- memory-bound kernels, and memory layouts
 
     def _bandwidth(self, bandwidth: Table) -> list[str]:
         header = ("kernel", "dtype", "M", "K", "us", "GB/s", "copy GB/s", "share of the copy")
@@ -229,7 +229,7 @@ class Results:
         ]
         return [
             "# Memory-bound kernels",
-            "What a kernel moves a second, beside a plain copy of as many bytes in the same run. Those that are not "
+            "Bytes per second of each kernel, and of a plain copy of as many bytes in the same run. Those that are not "
             "called `hopper` are Triton's. What stands before a comma is a kernel of torch.compile, and so is `lift`.",
             table(header, rows, 2),
             "## What sliding costs",
@@ -390,7 +390,7 @@ def verdicts(found: pd.DataFrame, by: str) -> str:
 
 
 def _layouts(rows: pd.DataFrame) -> list[str]:
-    """One library at one type: a row for each layout, and what the library said where it refused."""
+    """One library and type: a row for each layout, and the library's error if it refused."""
     key = ["weight", "activations", "output"]
     shapes = len(rows[["N", "K"]].drop_duplicates())
     taken = (rows["taken"] == "yes").groupby([rows[name] for name in key]).agg(["sum", "size"])
@@ -416,7 +416,7 @@ def _layouts(rows: pd.DataFrame) -> list[str]:
 
 
 def _noise(rates: pd.DataFrame) -> str:
-    """How far the rounds are apart, and ``off`` from ``stock``, which run the same kernels."""
+    """The spread of the rounds, and the difference between ``off`` and ``stock``, which run the same kernels."""
     words = f"Rounds: {rates['count'].min()} to {rates['count'].max()}."
     several = rates[rates["count"] > 1]["spread"]
     if len(several):
@@ -465,8 +465,8 @@ def by_kind(rows: pd.DataFrame) -> pd.DataFrame:
 def compared(results: Results, reference: Path) -> pd.DataFrame:
     """Theirs beside each of ours: columns results, model, dtype, pattern, M, theirs, who, ours.
 
-    ``who`` is our sparse provider and the dense one that it is compared with.  Figures of theirs that have none of ours
-    are there once, with NaN.  Raises RecordsError.
+    ``who`` is our sparse provider and the dense one that it is compared with.  Figures of theirs without any of ours
+    appear once, with NaN.  Raises RecordsError.
     """
     rows, _ = read_rows(reference, REFERENCE)
     theirs = pd.DataFrame(rows, columns=list(REFERENCE)).astype({"M": int, "speedup": float})
@@ -554,7 +554,7 @@ def _sliding_beside(us: pd.DataFrame) -> str:
 
 
 def _side_by_side(rows: pd.DataFrame) -> str:
-    """For each M a row of theirs, for each kind of it, and one for each of ours."""
+    """For each M, a row for each kind of theirs, and one for each of ours."""
     theirs = rows.assign(who=rows["results"].map(THEIRS), shown=rows["theirs"])
     both = pd.concat([theirs, rows.assign(shown=rows["ours"]).dropna(subset=["ours"])])
     order = list(dict.fromkeys(both["who"]))

@@ -1,4 +1,4 @@
-"""SVG plots of speed-ups, the same bytes for the same results and release of matplotlib."""
+"""SVG plots of speed-ups; deterministic for a given release of matplotlib."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ PANEL = (5.0, 3.6)  # inches
 MOST_COLUMNS, MOST_PANELS = 3, 6  # of one file
 STYLE: dict[str, Any] = {
     "svg.hashsalt": "slidesparse",  # ids inside the file
-    "svg.fonttype": "none",  # text stays text: small, searchable
+    "svg.fonttype": "none",  # keep text as text: small and searchable
     "font.size": 10,
     "axes.grid": True,
     "grid.alpha": 0.3,
 }
-FIXED = {**mpl.rcParamsDefault, **STYLE}  # whatever the settings of the machine
+FIXED = {**mpl.rcParamsDefault, **STYLE}  # independent of the machine's settings
 # Okabe and Ito's colours, which colour-blind readers can tell apart, and a marker for each pattern
 LOOKS = {
     "dense": ("#F0E442", "x"),
@@ -59,7 +59,7 @@ def draw(name: str, folder: Path, sections: Sequence[Section], over: str) -> lis
 
 
 def save(figure: Figure, path: Path) -> Path:
-    """Write an SVG file, without what would differ from one run to the next."""
+    """Write an SVG file without metadata that differs between runs."""
     with mpl.rc_context(FIXED):
         figure.savefig(path, format="svg", metadata={"Date": None, "Creator": None})
     return path

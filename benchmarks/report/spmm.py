@@ -1,4 +1,4 @@
-"""The page of hand-written N:M kernels, its plots, and what a study of such kernels claims beside what came out.
+"""The page of hand-written N:M kernels, its plots, and a comparison with the claims of a study of such kernels.
 
 The study: J. Zeng, "GPU Accelerated Structured Sparsity Matrix Multiplication", an RTX 4070, FP32 at 2:4.
 """
@@ -72,7 +72,7 @@ class Products:
         return max((one for one in found if not math.isnan(one)), default=math.nan)
 
     def tflops(self, size: int, provider: str, offsets: str = OWN) -> float:
-        """Multiplications and additions of kept values at 2:4, all values of cuBLAS, per second, in 10^12."""
+        """TFLOPS, counting the kept values at 2:4 and all values for cuBLAS."""
         share = 1.0 if provider == CUBLAS else 0.5
         return 2.0 * size**3 * share / self.us(size, provider, offsets=offsets) / 1e6
 
@@ -100,7 +100,7 @@ def page(measured: Table, counters: Table, images: Iterable[str]) -> list[str]:
         *_by_variant(found, f"## Layers of models at {FIRST}", found.layers),
         *_cpu(found),
         *_counters(counters, measured.conditions.get("counters")),
-        "## What the study claims beside what came out",
+        "## The study's claims and our measurements",
         "The study's figures are from an RTX 4070, those here from the GPU of this page: `strips / own offsets`. "
         "Only what follows from the kernels can agree, not times.",
         table(("claim", "the study", "here"), claims(found, Counters(counters)), 3),
@@ -210,7 +210,7 @@ class Counters:
 def _counters(counters: Table, said: str | None) -> list[str]:
     title, rows = "## Counters", counters.rows
     if rows.empty:
-        return [title, f"None: {said or 'they were not asked for'}."]
+        return [title, f"None: {said or 'they were not requested'}."]
     lines = [
         (
             *(row["dtype"].upper(), row["M"], row["offsets"], row["provider"]),

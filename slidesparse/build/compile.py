@@ -1,10 +1,10 @@
-"""Compile the targets in csrc/ just in time, once a machine, into a cache.  Standard library only.
+"""Compile the targets in csrc/ just in time, once per machine, into a cache.  Standard library only.
 
     $SLIDESPARSE_CACHE/extensions/KEY/_cusparselt.cpython-312-x86_64-linux-gnu.so
 
-KEY digests all that can change the result: sources, CUDA's and torch's headers, compilers, command lines, Python's ABI
-and the machine.  The bindings (C++) and the Hopper kernels (CUDA, with its runtime linked in) need neither torch nor a
-GPU to be compiled, and one build of them serves any torch.
+KEY is a digest of everything that can change the result: sources, CUDA's and torch's headers, compilers, command
+lines, Python's ABI and the machine.  The bindings (C++) and the Hopper kernels (CUDA, with the runtime linked
+statically) need neither torch nor a GPU to be compiled, and one build of them serves any torch.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ _logger = logging.getLogger("slidesparse")
 class Target:
     """A shared library that is compiled from csrc/.
 
-    The first of ``sources`` is what a C++ compiler compiles, or, named units.txt, lists what nvcc does.
+    The first of ``sources`` is compiled by the C++ compiler, or, if named units.txt, lists the sources for nvcc.
     """
 
     name: str  # the file is _NAME.EXT_SUFFIX
@@ -95,7 +95,7 @@ class Recipe:
 def build(target: str | Target) -> Path:
     """Compile the target ``name`` of TARGETS unless the cache holds it.  Raises ToolchainError.
 
-    A finished file appears under its name by one rename, and processes that want the same one wait for the first.
+    A finished file is published by one rename; concurrent processes wait for the first one to compile it.
     """
     target = TARGETS[target] if isinstance(target, str) else target
     recipe = _recipe(target)
@@ -141,17 +141,25 @@ def sources() -> Path:
     raise ToolchainError(f"the folder csrc/ with the sources is not in {package}", "reinstall slidesparse")
 
 
-def compile_with(words: Sequence[str], folder: Path | None = None) -> None:
-    """Run a compiler's command line in ``folder``.  Raises ToolchainError with what it says when it fails."""
+def compile_with(command: Sequence[str], folder: Path | None = None) -> None:
+    """Run a compiler's command line in ``folder``.  Raises ToolchainError with its output when it fails."""
     try:
         done = subprocess.run(
-            words, cwd=folder, capture_output=True, text=True, timeout=SECONDS, errors="replace", check=False
+            command,
+            cwd=folder,
+            capture_output=True,
+            text=True,
+            timeout=SECONDS,
+            errors="replace",
+            check=False,
         )
     except subprocess.TimeoutExpired:
-        raise ToolchainError(f"the compiler took more than {SECONDS} s: {' '.join(words)}", REMEDY) from None
+        raise ToolchainError(
+            f"the compiler took more than {SECONDS} s: {' '.join(command)}", REMEDY
+        ) from None
     if done.returncode:
         said = "\n".join(re.split(r"\r?\n", done.stderr.strip())[:20])  # the first error is the cause
-        raise ToolchainError(f"the compiler failed: {' '.join(words)}\n{said}", REMEDY)
+        raise ToolchainError(f"the compiler failed: {' '.join(command)}\n{said}", REMEDY)
 
 
 def make_folder(path: Path) -> None:
@@ -246,8 +254,8 @@ def _cpp(target: Target, source: Path, file: str) -> tuple[list[str], list[Path]
         folders += cuda
         known += [folder / header for folder in cuda for header in target.headers]
     includes = [word for folder in folders for word in ("-isystem", str(folder))]
-    words = [*find.compiler(), *FLAGS, *defines, *includes, str(source), "-o", file, *links]
-    return words, [path for path in known if path.is_file()]
+    command = [*find.compiler(), *FLAGS, *defines, *includes, str(source), "-o", file, *links]
+    return command, [path for path in known if path.is_file()]
 
 
 def _cuda(nvcc: str, units: Path, gpus: Sequence[str], file: str) -> tuple[list[list[str]], list[str]]:
@@ -260,7 +268,7 @@ def _cuda(nvcc: str, units: Path, gpus: Sequence[str], file: str) -> tuple[list[
     ]
     home = Path(nvcc).resolve().parent.parent  # a wheel's libraries are in lib/, where its nvcc does not look
     places = [f"-L{place}" for place in (home / "lib64", home / "lib") if place.is_dir()]
-    objects = [words[-1] for words in compiles]
+    objects = [command[-1] for command in compiles]
     return compiles, [nvcc, *options, *NVCC_LINK_FLAGS, *gpus, *places, "-o", file, *objects, "-ldl"]
 
 
@@ -296,11 +304,11 @@ def _make(recipe: Recipe, target: Path) -> None:
     with tempfile.TemporaryDirectory(dir=target.parent, prefix="building-") as scratch:
         folder = Path(scratch)
         with ThreadPoolExecutor(max(1, min(len(recipe.compiles), _jobs()))) as pool:
-            running = [pool.submit(compile_with, words, folder) for words in recipe.compiles]
+            running = [pool.submit(compile_with, command, folder) for command in recipe.compiles]
             try:
                 for one in running:
                     one.result()
-            except BaseException:  # also an interruption: start no other compiler
+            except BaseException:  # also on KeyboardInterrupt: start no further compiler
                 pool.shutdown(cancel_futures=True)
                 raise
         compile_with(recipe.link, folder)
@@ -321,7 +329,7 @@ def _jobs() -> int:
 
 @contextlib.contextmanager
 def _lock(path: Path) -> Iterator[None]:
-    import fcntl  # late: POSIX alone has it, and doctor answers everywhere
+    import fcntl  # POSIX only; imported late so that doctor runs everywhere
 
     lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
     try:

@@ -1,7 +1,7 @@
 """Find CUDA libraries, headers and compilers on this machine.  Standard library only.
 
-An environment variable goes first, then this Python's wheels and the system.  What cannot be found is a
-ToolchainError that lists what was tried.
+An environment variable takes precedence, then this Python's wheels, then the system.  If nothing is found, a
+ToolchainError lists what was tried.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ class Found:
 
 
 def find_library(name: str, cuda_major: int | None = None) -> Found:
-    """Find the library ``name`` of LIBRARIES; the wheel of CUDA ``cuda_major`` goes before the others.
+    """Find the library ``name`` of LIBRARIES; the wheel of CUDA ``cuda_major`` is preferred.
 
     Raises ToolchainError.
     """
@@ -181,10 +181,10 @@ def compiler() -> list[str]:
 
 def version_text(*program: str) -> str:
     """The output of ``program --version``, or why there is none."""
-    words = [*program, "--version"]
+    command = [*program, "--version"]
     try:
         done = subprocess.run(
-            words, capture_output=True, text=True, errors="replace", timeout=60, check=False
+            command, capture_output=True, text=True, errors="replace", timeout=60, check=False
         )
     except (OSError, subprocess.TimeoutExpired) as error:
         return str(error)

@@ -1,18 +1,18 @@
-"""Train the weights that pruning left, those of all blocks together, to predict what the dense model predicts.
+"""Distillation: train the remaining weights of all blocks together to match the dense model's predictions.
 
 The loss is the Kullback-Leibler divergence of the pruned model's next tokens from the dense model's, in nats per token.
-Weights and inputs of quantized layers are rounded as they will be served, which gradients pass through as if it were
-not there, and what was pruned stays zero.  Norms, embeddings, lm_head and layers that are not pruned stay as they are.
+Weights and inputs of quantized layers are rounded as they will be served, with a straight-through gradient, and pruned
+weights stay zero.  Norms, embeddings, lm_head and layers that are not pruned do not change.
 
-A step runs all blocks and keeps what each of them reads.  Then it goes back, a block at a time: the block is run again
-with gradients, and its weights are updated at once, so that there are never the gradients of more than one block::
+A step runs all blocks forward and keeps the input of each.  The backward pass recomputes one block at a time with
+gradients and updates its weights immediately, so that the gradients of only one block exist at a time::
 
     dense     x -> block 0 -> ... -> block n-1 -> logits --+
     pruned    x -> block 0 -> ... -> block n-1 -> logits --+--> softmax(pruned) - softmax(dense)
     back           update 0 <- ... <- update n-1 <---------+
 
-The learning rate falls with the time that has passed, so that, unlike the rest of calibration, a run does not give the
-bytes of another one.  Every few minutes the model is judged on text that is not trained on; the best one is kept.
+The learning rate decays with elapsed time, so unlike the rest of calibration, distillation is not deterministic.  Every
+few minutes the model is evaluated on held-out text, and the best weights are kept.
 """
 
 from __future__ import annotations
@@ -39,20 +39,20 @@ from slidesparse.checkpoint.storage import Reader
 from slidesparse.errors import CalibrationError, EnvironmentFault
 from slidesparse.quantize import NAMES, dequantize_rows, quantize_rows
 
-RATE = 0.004  # Adam's highest learning rate, as a part of the root mean square of a layer's weights
-EPSILON = 1e-10  # of Adam, beside the root of the second moment
+RATE = 0.004  # Adam's peak learning rate, relative to the root mean square of a layer's weights
+EPSILON = 1e-10  # Adam's epsilon
 STEP_TOKENS = {"cpu": 2048, "cuda": 16384}
-LOGITS = 2**27  # logits at a time
-SAVE_SECONDS = 180.0  # at least, between two times that the model is judged and saved
-SAVE_PART = 10  # which take one part in so many of the time at most
-FACTS = "facts"  # beside the saved weights: seconds, steps, and the losses before and of the best, float64
+LOGITS = 2**27  # logits computed at a time
+SAVE_SECONDS = 180.0  # least time between two evaluations, each of which saves the state
+SAVE_PART = 10  # evaluations take at most 1 / SAVE_PART of the time
+FACTS = "facts"  # tensor saved with the weights: seconds, steps, initial and best losses, float64
 
 
 @dataclass(frozen=True)
 class Loss:
-    """How far a model is from the dense one on text held back, in nats per token."""
+    """The distance of a model from the dense one on held-out text, in nats per token."""
 
-    divergence: float  # of the distributions of next tokens
+    divergence: float  # KL divergence of the next-token distributions
     entropy: float  # cross-entropy above that of the dense model
 
 
@@ -60,18 +60,18 @@ class Loss:
 class Distilled:
     """The outcome of a distillation."""
 
-    text: str  # in words
+    text: str  # description of the distillation text
     seconds: float  # of training
     steps: int
     before: Loss
     after: Loss
 
     @property
-    def words(self) -> str:
+    def summary(self) -> str:
         """The outcome as text."""
         losses = (f"{100 * math.expm1(loss.entropy):+.2f}%" for loss in (self.before, self.after))
         return (
-            f"perplexity {' -> '.join(losses)} above the dense model's on text held back; "
+            f"perplexity {' -> '.join(losses)} above the dense model's on held-out text; "
             f"{self.steps} steps in {self.seconds / 60:.3g} minutes"
         )
 
@@ -83,9 +83,9 @@ class Distilled:
 @torch.inference_mode(False)
 @torch.no_grad()
 def distill(task: Task, reader: Reader, work: WorkFolder, progress: Progress | None = None) -> Distilled:
-    """Train the finished blocks in ``work``, and keep the best codes and scales there, in the file DISTILLED.
+    """Train the finished blocks in ``work``, and save the best codes and scales there, in the file DISTILLED.
 
-    A run that was killed goes on from what it saved last.
+    An interrupted run continues from its last save.
 
     Args:
         task: with text to distill with.
@@ -110,7 +110,7 @@ def distill(task: Task, reader: Reader, work: WorkFolder, progress: Progress | N
 
 
 def disk_bytes(task: Task) -> int:
-    """Return the bytes that distillation saves: weights and moments, and codes, each beside what it replaces."""
+    """Return the peak bytes of saved state: weights and moments, and codes, each next to the file that it replaces."""
     return 2 * (4 + 2 + 1) * _trained(task) if task.texts else 0
 
 
@@ -143,7 +143,7 @@ def memory_bytes(task: Task) -> int:
 
 
 def require_memory(task: Task) -> str:
-    """Return in words what distillation takes.  Raises EnvironmentFault where there is less memory."""
+    """Describe the time and memory that distillation takes.  Raises EnvironmentFault if memory is short."""
     assert task.texts
     needed = memory_bytes(task) / 1e9
     if task.device.type == "cuda":
@@ -157,7 +157,7 @@ def require_memory(task: Task) -> str:
             f"--distill trains all layers at once, which takes about {needed:.0f} GB of memory, but {found}; leave it "
             "out, or use a GPU with more"
         )
-    return f"{task.calibration.training_minutes:g} minutes on {task.texts[0].words}; about {needed:.1f} GB of memory"
+    return f"{task.calibration.training_minutes:g} minutes on {task.texts[0].summary}; about {needed:.1f} GB of memory"
 
 
 def _trained(task: Task) -> int:
@@ -184,12 +184,12 @@ class _Weight:
         self._size = float((value.square().sum() / kept.sum().clamp(min=1)).sqrt())
 
     def state(self, name: str) -> dict[str, Tensor]:
-        """Return all that changes, by names that begin with the layer's."""
+        """Return the tensors of the state, by names that begin with the layer's."""
         parts = {"value": self.value, "moment": self.moment, "rows": self.rows, "columns": self.columns}
         return {f"{name}.{part}": tensor for part, tensor in parts.items()}
 
     def update(self, gradient: Tensor, rate: float, step: int) -> None:
-        """Make step number ``step``, from 1 on, against ``gradient`` [N, K] float32; zeros stay."""
+        """Update the weight by step number ``step``, from 1 on, for ``gradient`` [N, K] float32; zeros stay zero."""
         first, second = BETAS
         mean = self.moment.float().lerp_(gradient, 1 - first)
         self.moment.copy_(mean)
@@ -243,7 +243,7 @@ class _Training:
         self._weights.append(weights)
 
     def run(self, progress: Progress | None) -> Distilled:
-        """Train until the time is over."""
+        """Train until the time is up."""
         task, saved = self._task, time.monotonic()
         assert task.texts
         limit, total, pause = 60 * task.calibration.training_minutes, 4 * _trained(task), SAVE_SECONDS
@@ -251,7 +251,7 @@ class _Training:
             self._before = self._best = self._judge()
             if not math.isfinite(self._best.divergence):
                 raise CalibrationError(
-                    "what the pruned model predicts on the text of --distill is not finite (NaN or Inf); leave it "
+                    "the pruned model's predictions on the text of --distill are not finite (NaN or Inf); leave it "
                     "out, or prune less"
                 )
         while self._seconds < limit:
@@ -267,7 +267,7 @@ class _Training:
                 self._save(self._seconds >= limit)
                 saved = time.monotonic()
                 pause = max(SAVE_SECONDS, SAVE_PART * (saved - started))
-        return Distilled(task.texts[0].words, self._seconds, self._steps, self._before, self._best)
+        return Distilled(task.texts[0].summary, self._seconds, self._steps, self._before, self._best)
 
     def _step(self, rate: float) -> None:
         self._steps += 1
@@ -317,10 +317,10 @@ class _Training:
         return self._half(dequantize_rows(*quantize_rows(w, self._dtype)))
 
     def _half(self, w: Tensor) -> Tensor:
-        """Return a weight in the type that products are computed in."""
+        """Return a weight in the dtype of the matrix products."""
         return w.bfloat16() if self._device.type == "cuda" else w
 
-    # The loss, of x and ``wanted`` [samples, tokens, hidden], which the last blocks give
+    # The loss, from x and ``wanted`` [samples, tokens, hidden], the outputs of the last blocks
 
     def _pull(self, x: Tensor, wanted: Tensor, tokens: int) -> Tensor:
         """Return the gradient to x of the divergence, summed and divided by ``tokens``."""
@@ -334,7 +334,7 @@ class _Training:
         return torch.cat(found).view_as(x)
 
     def _judge(self) -> Loss:
-        """Return the loss on the samples held back."""
+        """Return the loss on the held-out samples."""
         totals = torch.zeros(2, dtype=torch.float64, device=self._device)
         samples, tokens = self._judged.shape
         followed = torch.arange(1, tokens + 1, device=self._device) < tokens
@@ -360,7 +360,7 @@ class _Training:
     # Saving
 
     def _save(self, end: bool) -> None:
-        """Judge, keep the best codes, and save what training goes on from, which at the ``end`` is little."""
+        """Evaluate, keep the best codes, and save the training state; at the ``end`` without weights and moments."""
         found = self._judge()
         if found.divergence < self._best.divergence:
             self._best = found
@@ -378,7 +378,7 @@ class _Training:
             yield name + SCALE, scale.cpu()
 
     def _restore(self) -> bool:
-        """Go on from what was saved; return whether there was something."""
+        """Load the saved state; return whether there was any."""
         if not (saved := self._work.opened(DISTILLING)).tensors:
             return False
         with saved.reader() as reader:
@@ -403,14 +403,14 @@ def _block_output(
     dtype: torch.dtype,
     x: Tensor,
 ) -> Tensor:
-    """Return what the next block reads.
+    """Return the block's output.
 
-    All blocks of one structure share what is compiled of it, so nothing here may differ between them but tensors.
+    All blocks of one structure share the compiled code, so only tensors may differ between them.
 
     Args:
-        kind: the class of the block, which is made of ``sizes`` and ``weights``.
+        kind: the class of the block, constructed from ``sizes`` and ``weights``.
         rounded: names of the linear layers whose inputs are rounded to ``dtype``.
-        x: [samples, tokens, hidden], which the block reads.
+        x: [samples, tokens, hidden], the block's input.
     """
     block = kind(sizes, weights)
     block.read = Rounded(dtype, rounded)
@@ -419,7 +419,7 @@ def _block_output(
 
 
 def _chosen(count: int, many: int, step: int) -> list[int]:
-    """Return the ``many`` of ``count`` samples of a step from 0 on; all are taken before one comes again."""
+    """Return the ``many`` of ``count`` samples for a step, numbered from 0; each epoch uses all of them once."""
     places = range(step * many, (step + 1) * many)
     return [_order(count, place // count)[place % count] for place in places]
 

@@ -554,7 +554,7 @@ def _activation(config: Config) -> Callable[[Tensor], Tensor]:
 def _slides(config: Config, blocks: int) -> list[bool]:
     """Return whether the attention of each block has a sliding window."""
     if config.get("use_bidirectional_attention"):
-        raise _not_run("attention in both directions", "attention to what came before")
+        raise _not_run("bidirectional attention", "causal attention")
     types, every = config.get("layer_types"), config.get("sliding_window_pattern")
     if types is not None:
         if len(types) != blocks or not set(types) <= set(LAYER_TYPES):

@@ -18,10 +18,10 @@ from slidesparse.errors import CalibrationError
 
 RANDOM = "random"
 SAMPLES, SEQLEN = 128, 2048
-HELD_BACK = 8  # one sample in so many is in the validation split
+HELD_BACK = 8  # one in this many samples is in the validation split
 MOST_TOKENS = 2**26  # where all of a text is read; half a GiB
 MOST_RANDOM = 2**28  # tokens, 2 GiB
-KINDS = "FILE.jsonl (a text a line), FILE.npy (token ids), or the word random"
+KINDS = "FILE.jsonl (one text per line), FILE.npy (token ids), or the word random"
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class Samples:
         return sum(len(sample) for sample in self.ids)
 
     @property
-    def words(self) -> str:
+    def summary(self) -> str:
         """A summary, such as ``calib.jsonl, 128 samples, 262144 tokens``."""
         return f"{self.origin}, {len(self.ids)} samples, {self.tokens} tokens"
 

@@ -134,7 +134,7 @@ def publish(partial: Path, out: Path) -> None:
     except OSError as error:
         if error.errno in (errno.ENOTEMPTY, errno.EEXIST):
             raise CheckpointError(
-                f"output folder {out} was filled by somebody else in the meantime; name a new one"
+                f"output folder {out} was filled by another process in the meantime; name a new one"
             ) from error
         raise
     sync(out.resolve().parent)

@@ -103,7 +103,8 @@ def convert(
     calib: Annotated[
         str | None,
         typer.Option(
-            help=f"Calibration data: FILE.jsonl (a text a line), FILE.npy (token ids), or random. For {CALIBRATED}.",
+            help="Calibration data: FILE.jsonl (one text per line), FILE.npy (token ids), or random. "
+            f"For {CALIBRATED}.",
             metavar="FILE",
         ),
     ] = None,
@@ -344,7 +345,7 @@ def _warn(report: Report) -> None:
         err.print(f"[yellow]note:[/] {escape(report.note)}")
     if report.budget and not report.budget.kept:
         err.print(
-            f"[yellow]warning:[/] {escape(report.budget.budget.goal)} is exceeded: {escape(report.budget.words)}; "
+            f"[yellow]warning:[/] {escape(report.budget.budget.goal)} is exceeded: {escape(report.budget.summary)}; "
             "this checkpoint is the closest of several tries. Allow more, or give more text"
         )
 
@@ -365,9 +366,9 @@ def _summarize(report: Report, dry_run: bool) -> None:
         out.print(escape(f"method    {report.method}, calibrated with {report.samples}"))
     if report.rotation:
         out.print(escape(f"rotation  {report.rotation}"))
-    if report.lesson:
-        lesson = report.distilled.words if report.distilled else report.lesson
-        out.print(escape(f"distilled {lesson}"))
+    if report.distillation:
+        distilled = report.distilled.summary if report.distilled else report.distillation
+        out.print(escape(f"distilled {distilled}"))
     for verb, names in (("skipped", report.skipped), ("kept", report.kept)):
         reasons = defaultdict(list)
         for name, why in names.items():
@@ -429,8 +430,8 @@ def _show_budget(outcome: Outcome) -> None:
             )
         )
     out.print(escape(f"budget    {outcome.budget.goal}"))
-    if outcome.words:
-        out.print(escape(f"loss      {outcome.words}, on held-out samples"))
+    if outcome.summary:
+        out.print(escape(f"loss      {outcome.summary}, on held-out samples"))
 
 
 def _show_errors(report: Report) -> None:

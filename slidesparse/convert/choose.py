@@ -69,7 +69,7 @@ class Outcome:
         return most is None or self.found is None or self.shown(self.found) <= most
 
     @property
-    def words(self) -> str:
+    def summary(self) -> str:
         """The measured loss as text; empty in a dry run."""
         if self.found is None:
             return ""

@@ -48,7 +48,7 @@ class Report:
     note: str = ""  # hint about the samples
     rotation: str = ""  # with calibration: how the model was rotated, or why not
     budget: Outcome | None = None  # result of a budget
-    lesson: str = ""  # requirements of distillation
+    distillation: str = ""  # requirements of distillation
     distilled: Distilled | None = None  # result of distillation
     layers: tuple[dict[str, Any], ...] = ()  # `layer_rows`, with calibration or ``check``
     ternary: bool = False  # whether the source is a BitNet model

@@ -111,7 +111,7 @@ def convert(
         checkpoint = untied(checkpoint)
     plan = make_plan(checkpoint, options)
     task = calibration_task(plan) if options.calibration else None
-    lesson = require_memory(task) if task and task.texts else ""
+    distillation = require_memory(task) if task and task.texts else ""
     _, left_out = _other_files(checkpoint)
     rows: list[dict[str, Any]] = []
     outcome: Outcome | None = None
@@ -154,11 +154,11 @@ def convert(
         bytes_in=plan.bytes_in,
         bytes_out=plan.bytes_out,
         seconds=time.monotonic() - started,
-        samples=task.samples.words if task else "",
+        samples=task.samples.summary if task else "",
         note=task.samples.note if task else "",
         rotation=rotation,
         budget=outcome,
-        lesson=lesson,
+        distillation=distillation,
         distilled=distilled,
         layers=tuple(rows),
         ternary=is_bitnet(checkpoint.config),

@@ -195,12 +195,12 @@ def _biased(config: Config, architecture: str) -> tuple[str, ...]:
 
 
 def tokenizer_files(config: Config) -> dict[str, bytes]:
-    """Return the files of a tokenizer of one word a token, "t0" to "t151935": file -> content.
+    """Return the files of a tokenizer with one word per token, "t0" to "t151935": file -> content.
 
-    It stands in for the real one, so that vLLM's commands, which tokenize, keep the lengths of prompts.  It needs a
-    folder of its own: beside the model's config.json transformers takes that model's class of tokenizer, and some of
-    these cannot read such words.  vLLM looks for a config.json there too, and retries for some seconds; a GPT-2
-    config accepts any tokenizer.json.
+    It replaces the real one, so that prompts keep their lengths when vLLM's commands tokenize them.  It needs a folder
+    of its own: next to the model's config.json, transformers would use that model's tokenizer class, and some of these
+    cannot read such words.  vLLM also looks for a config.json there, and retries for some seconds; a GPT-2 config
+    accepts any tokenizer.json.
     """
     words = {f"t{token}": token for token in range(_number(config, "vocab_size"))}
     splitter = {"type": "WhitespaceSplit"}

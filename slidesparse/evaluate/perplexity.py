@@ -89,14 +89,14 @@ def measure(
                 raise SlideSparseError(
                     f"--top {top} is more than the {vocabulary} tokens in the vocabulary of {folder}; use -1 for all"
                 )
-        _require_bearable(ids, top if top > 0 else vocabulary or 1, top)
+        _require_memory(ids, top if top > 0 else vocabulary or 1, top)
     engine = engine or Engine()
     ours = engine.score(model, "perplexity", ids, top)
     theirs = engine.score(against, "perplexity", ids, top) if against else None
     return summarize(str(model), str(against) if against else None, ids, ours, theirs)
 
 
-def _require_bearable(ids: Sequence[Sequence[int]], each: int, top: int) -> None:
+def _require_memory(ids: Sequence[Sequence[int]], each: int, top: int) -> None:
     """Raise SlideSparseError if ``each`` log-probabilities per token, those for ``top``, do not fit into memory."""
     longest, tokens = max(len(sample) for sample in ids), sum(len(sample) for sample in ids)
     if each * longest > MOST_AT_ONCE or each * tokens > MOST:

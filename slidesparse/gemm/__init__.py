@@ -1,7 +1,7 @@
-"""GEMM backends, one a file or folder, behind one protocol: `slidesparse.gemm.backend.Backend`.
+"""GEMM backends, one per file or folder, behind one interface: `slidesparse.gemm.backend.Backend`.
 
-This file is the registry, which needs the standard library only.  To add a backend, write its module and give it a
-line in `REGISTRY`.
+This file is the registry, which needs the standard library only.  To add a backend, write its module and add it to
+`REGISTRY`.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 SPARSE, DENSE = "sparse", "dense"  # the paths of serving
 
-# name -> (the path that it serves, or None for both; its class).  The first that can run is chosen.
+# name -> (the path that it serves, or None for both; its class), in order of preference
 REGISTRY: dict[str, tuple[str | None, str]] = {
     "hopper": (SPARSE, "slidesparse.gemm.hopper.backend:Hopper"),
     "cusparselt": (SPARSE, "slidesparse.gemm.cusparselt:CuSparseLt"),
@@ -62,7 +62,7 @@ def choose(path: str, device: torch.device, capability: tuple[int, int] | None =
     Args:
         path: SPARSE or DENSE.
         device: where layers will run.
-        capability: the GPU's compute capability, where CUDA must not be initialized to ask for it.
+        capability: the GPU's compute capability, if CUDA must not be initialized to query it.
 
     Raises BackendError with all reasons when none can run.
     """

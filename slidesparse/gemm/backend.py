@@ -16,7 +16,7 @@ from slidesparse.pattern import HARDWARE_LENGTH, MOST_LENGTH, SlideLayout, Slide
 from slidesparse.quantize import arithmetic_of
 from slidesparse.slide import require_pattern
 
-TWO_FOUR = SlidePattern(HARDWARE_LENGTH)  # 2:4, whose windows lift nothing
+TWO_FOUR = SlidePattern(HARDWARE_LENGTH)  # 2:4: the identity, because its windows do not overlap
 
 
 @dataclass(frozen=True)
@@ -44,9 +44,9 @@ class LayerSpec:
 
 @lru_cache(maxsize=1 << 12)
 def spec_of(n: int, k: int, length: int, phase: int, dtype: torch.dtype, out_dtype: torch.dtype) -> LayerSpec:
-    """Return the `LayerSpec` of a layer whose pattern has blocks of ``length``; cached, as every call needs one.
+    """Return the `LayerSpec` of a layer whose pattern has blocks of ``length``; cached, because every call needs one.
 
-    Longer blocks than any other pattern's are rows of 2_inf.
+    Blocks longer than those of any other pattern are rows of 2_inf.
     """
     return LayerSpec(n, k, SlidePattern(length if length <= MOST_LENGTH else None), phase, dtype, out_dtype)
 
@@ -55,12 +55,12 @@ class Backend(Protocol):
     """A way to run a linear layer.  Implementations keep no state per call."""
 
     name: str
-    device_type: str  # "cuda" or "cpu": the devices for which it is chosen automatically
+    device_type: str  # "cuda" or "cpu": the type of device for which it is chosen automatically
     takes_dense: bool  # whether it serves weights without a pattern
     fuses: bool  # whether `linear` fuses a producer with the quantization
-    threads: bool  # whether each step may run in a new thread
+    threads: bool  # whether each step of the model may run in a new thread
     alignment: int  # rows of quantized activations are zero-padded to a multiple of this many columns
-    outputs: tuple[torch.dtype, ...]  # the out_dtypes that it writes
+    outputs: tuple[torch.dtype, ...]  # supported out_dtypes
 
     def unusable(self, device: torch.device, capability: tuple[int, int] | None = None) -> str | None:
         """Return why this backend cannot run on ``device``, with the remedy, or None when it can.  Never raises.
@@ -113,7 +113,7 @@ class Tunable(Backend, Protocol):
     """A backend whose algorithms `slidesparse tune` and the benchmarks can search."""
 
     sparse: bool  # whether it multiplies 2:4 weights
-    reach: float  # the largest distance of a tuned shape whose algorithm is taken, see `tuned.neighbour`
+    reach: float  # largest distance to a tuned shape whose algorithm is used, see `tuned.neighbour`
 
     def version(self) -> str:
         """Return the version, such as "0.8.0", that tuned tables are for.  Raises LibraryError if it cannot load."""
@@ -155,12 +155,12 @@ def quantize(
 ) -> tuple[Tensor, Tensor]:
     """Quantize each token, and lift it into the windows of ``layout``.
 
-    Rounds as stock vLLM does on x's device (`slidesparse.quantize`).  On a GPU a Triton kernel does it, and the memory
-    behind the result is padded to the next bucket of tokens, so that the GEMM need not copy it.
+    Rounds as stock vLLM does on x's device (`slidesparse.quantize`).  On a GPU, a Triton kernel does this, and the
+    memory of the result is padded to the next bucket of tokens, so that the GEMM need not copy it.
 
     Args:
         x: [M, K] float; [M, 2 K] for a `kernels.SiluMul`.
-        layout: the windows over K columns; a length of 4 at phase 0 lifts nothing.
+        layout: the windows over K columns; a length of 4 at phase 0 is the identity.
         dtype: int8 or float8_e4m3fn.
         columns: the width of the result, at least ``layout.slided``; zeros fill the rest.
         producer: a norm or an activation to apply to x first, in torch operators.
@@ -171,7 +171,7 @@ def quantize(
     with profiling.stage("quantize", x):
         x = reference.produce(x, producer)
         if x.is_cuda:
-            from slidesparse.gemm import launches  # late: it needs this module
+            from slidesparse.gemm import launches  # imported late, as it imports this module
 
             return launches.quantize(x, layout, dtype, columns)
         q, scale = reference.quant_slide(x, layout, dtype, arithmetic_of(x))
@@ -204,10 +204,10 @@ class TwoStep:
 
 
 def require_none_broken(spec: LayerSpec, weight: Tensor, broken: int) -> None:
-    """Raise PatternError, with the place of the first, if a kernel counted ``broken`` blocks that break the pattern."""
+    """Raise PatternError, which locates the first, if a kernel counted ``broken`` blocks that break the pattern."""
     if broken:
         require_pattern(weight, spec.pattern or TWO_FOUR, "weight", spec.phase)
-        raise AssertionError(f"the GPU found {broken} blocks that break {spec.pattern}, the check none")
+        raise AssertionError(f"the GPU found {broken} blocks that break {spec.pattern}, the CPU none")
 
 
 def require_output(name: str, dtype: torch.dtype) -> None:

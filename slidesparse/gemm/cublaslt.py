@@ -1,7 +1,7 @@
-"""NVIDIA's cuBLASLt: the dense GEMM that the papers compare with, through our binding csrc/cublaslt.cpp.
+"""NVIDIA's cuBLASLt: the dense GEMM that the paper compares with, through our binding csrc/cublaslt.cpp.
 
 FP8 uses fast accumulation, as stock vLLM's kernels do; on Hopper and later its epilogue applies both vectors of scales
-and the bias.  INT8 operands give INT32 (or INT8, which no layer uses), and a Triton kernel scales that.
+and the bias.  INT8 operands give INT32 (or INT8, which no layer uses), which a Triton kernel scales.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from slidesparse.gemm.library import LibraryBackend
 from slidesparse.gemm.problem import NAMES, TN, Layout, LibraryError, Problem, require_operand
 from slidesparse.quantize import FP8
 
-VECTOR_CAPABILITY, VECTOR_VERSION = (9, 0), 120900  # the first that scale by vectors
-# Up to this many tokens a GEMM to BF16 and a scaling kernel are faster than the GEMM that scales, for which the library
-# has one algorithm only: at 64 tokens Qwen2.5-7B's four FP8 GEMMs take 74 us on an H200, those that scale 149 us.
+VECTOR_CAPABILITY, VECTOR_VERSION = (9, 0), 120900  # the first with an epilogue that scales by vectors
+# Up to this many tokens a GEMM to BF16 and a scaling kernel are faster than a GEMM that scales, for which the library
+# has only one algorithm: at 64 tokens Qwen2.5-7B's four FP8 GEMMs take 74 us on an H200, and 149 us with scales.
 PLAIN_TOKENS = 256
-HEURISTICS = 100  # algorithms to ask the heuristics for, more than there are
+HEURISTICS = 100  # algorithms to request from the heuristics, more than there are
 ALGORITHM_BYTES = 64
 OUTPUTS = {
     "int8": ("int32", "int8"),
@@ -32,7 +32,6 @@ OUTPUTS = {
     "fp16": ("fp16", "fp32"),
     "bf16": ("bf16", "fp32"),
 }
-SCALE_TYPE = {"int32": "int32"}  # type of output -> type of alpha; fp32 for the others
 
 
 class CublasLt(LibraryBackend):
@@ -102,7 +101,7 @@ class CublasLt(LibraryBackend):
                 cuda.handle(self.name, cuda.index_of(device)),
                 *(problem.n, problem.k, problem.m),
                 *(types[problem.dtype], types[problem.out], module.COMPUTE[problem.dtype]),
-                types[SCALE_TYPE.get(problem.out, "fp32")],
+                types["int32" if problem.out == "int32" else "fp32"],
                 module.Epilogue(problem.scale == "both", bias, problem.dtype == "fp8"),
                 module.Layout(layout.weight_k, layout.activations_k, layout.output_n),
                 f"{problem}, {layout}",

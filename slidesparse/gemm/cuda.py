@@ -1,8 +1,8 @@
-"""The parts that backends on GPUs share: token buckets, cached plans, workspaces of streams, and a base class.
+"""Code shared by the GPU backends: token buckets, cached plans, workspaces of streams, and a base class.
 
-A plan is for one M, and the number of tokens in a step may be any.  Activations are therefore padded to buckets, 16
-from each power of two to the next, so that at most 1/16 of the rows are padding (below 256 tokens: up to 15 rows, which
-a tensor-core tile computes anyway).
+A plan is for one M, but a step may have any number of tokens.  Activations are therefore padded to buckets, 16 from
+each power of two to the next, so that at most 1/16 of the rows are padding (below 256 tokens: up to 15 rows, which a
+tensor-core tile computes anyway).
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import importlib.util
 import math
 import threading
 from abc import ABC, abstractmethod
-from collections import OrderedDict
+from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Hashable
 from contextlib import AbstractContextManager, nullcontext
 from functools import cache
@@ -67,7 +67,7 @@ def extension(name: str) -> ModuleType:
 
 
 class PlanCache(Generic[T]):
-    """The plans of one thread, device and library, the least recently used dropped beyond ``capacity``."""
+    """An LRU cache of ``capacity`` plans of one thread, device and library."""
 
     def __init__(self, capacity: int = PLANS) -> None:
         self.capacity = capacity
@@ -79,7 +79,7 @@ class PlanCache(Generic[T]):
     def get(self, key: Hashable, make: Callable[..., T], *arguments: Any) -> T:
         """Return the plan of ``key``, made by ``make(*arguments)`` if there is none.
 
-        Raises LibraryError if it would have to be made while a CUDA graph is captured, as libraries load code for it.
+        Raises LibraryError if it would have to be made during CUDA graph capture, because libraries load code for it.
         """
         plan = self._plans.get(key)
         if plan is not None:
@@ -101,7 +101,7 @@ class _Local(threading.local):
 
     def __init__(self) -> None:
         self.handles: dict[tuple[str, int], Any] = {}
-        self.caches: dict[tuple[str, int], PlanCache[Any]] = {}
+        self.caches: defaultdict[tuple[str, int], PlanCache[Any]] = defaultdict(PlanCache)
 
 
 _local = _Local()
@@ -113,21 +113,18 @@ def handle(name: str, index: int) -> Any:
     if found is None:
         module = extension(name)
         with torch.cuda.device(index):
-            torch.cuda.current_blas_handle()  # creates the context of the device
+            torch.cuda.current_blas_handle()  # creates the device's context
             found = _local.handles[name, index] = call(module.Handle)
     return found
 
 
 def plans(name: str, index: int) -> PlanCache[Any]:
     """This thread's plans of library ``name`` on CUDA device ``index``."""
-    found = _local.caches.get((name, index))
-    if found is None:
-        found = _local.caches[name, index] = PlanCache()
-    return found
+    return _local.caches[name, index]
 
 
 def call(function: Callable[..., T], *arguments: Any) -> T:
-    """Call a function of an extension, and raise its errors as LibraryError."""
+    """Call a function of an extension, converting its errors to LibraryError."""
     try:
         return function(*arguments)
     except RuntimeError as error:
@@ -149,7 +146,7 @@ _workspaces_lock = threading.Lock()
 
 
 def workspace(index: int, stream: int) -> int:
-    """Return the address of a stream's workspace; it is allocated once and never moves, as captured graphs hold it."""
+    """Return the address of a stream's workspace, allocated once and never moved, because captured graphs use it."""
     found = _workspaces.get((index, stream))
     if found is None:
         with _workspaces_lock:
@@ -166,7 +163,7 @@ def on_device(index: int) -> AbstractContextManager[object]:
 
 
 def with_rows(x: Tensor, rows: int) -> Tensor:
-    """Return x [M, K] contiguous, with memory for at least ``rows`` rows at its address; a copy where it has less."""
+    """Return x [M, K], contiguous and with memory for at least ``rows`` rows; a copy if it has less."""
     m, k = x.shape
     there = x.untyped_storage().nbytes() - x.storage_offset() * x.element_size()
     if x.is_contiguous() and there >= rows * k * x.element_size():
@@ -204,7 +201,7 @@ def with_tuned(
     except LibraryError as error:
         if algorithm is None:
             raise
-        # It was tuned for another shape or number of tokens, which may allow what this one does not
+        # It was tuned for another shape or number of tokens, and this one may not support it
         tuned.note_refused(backend.name, tuned.Shape.of(problem), algorithm, str(error))
         return make(None)
 
@@ -260,7 +257,7 @@ class NativePlan:
 
 
 class CudaBackend(TwoStep, ABC):
-    """The part of `slidesparse.gemm.backend.Tunable` that backends on GPUs share."""
+    """The base class of GPU backends, a `slidesparse.gemm.backend.Tunable`."""
 
     device_type = "cuda"
     sparse: bool
@@ -281,7 +278,7 @@ class CudaBackend(TwoStep, ABC):
         if capability is None and not torch.cuda.is_available():
             return (
                 f"torch {torch.__version__}, built for CUDA {torch.version.cuda}, finds no GPU that it can use: "
-                "nvidia-smi should list one, and its driver must know that CUDA version"
+                "nvidia-smi should list one, and its driver must support that CUDA version"
             )
         found = capability or torch.cuda.get_device_capability(device)
         if found < SPARSE_CAPABILITY:

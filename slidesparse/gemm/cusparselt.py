@@ -29,16 +29,16 @@ OUTPUTS = {
 }
 SPLITS = (2, 3, 4, 8)
 SPLIT_MODES = (1, 2, 5)  # cusparseLtSplitKMode_t: one kernel, two kernels, split-K
-WHOLE_MODES = (4, 6)  # without a number of splits: data-parallel, stream-K
-PROBED = (128, 2048, 64)  # n, k and m of the problem that tells which modes there are
+WHOLE_MODES = (4, 6)  # without splits: data-parallel, stream-K
+PROBED = (128, 2048, 64)  # n, k and m of the problem with which supported modes are probed
 # (version, capability, dtype) -> ids of algorithms whose kernels fail with an illegal instruction, after which every
 # CUDA call of the process fails.  Each of the 52 was run in a process of its own, at 64 x 64 x 64 and 4608 x 3584 x 64;
 # the others give right results.
 CRASHING = {("0.8.0", (9, 0), "fp16"): range(36, 52)}
 ROWS = 128  # rows of a tile of metadata; a chunk of a weight is whole tiles
 CHUNK = 16 << 20  # bytes of windows that are compressed at a time
-# Bytes behind a compressed weight: the library's kernels read metadata by 128 x 64 tiles of 1 KiB, also the last one of
-# a weight whose rows are no multiple of 128 (compute-sanitizer sees it).  What is read there concerns rows beyond N.
+# Bytes allocated behind a compressed weight: the library's kernels read metadata in 128 x 64 tiles of 1 KiB, even if
+# the number of rows is not a multiple of 128 (compute-sanitizer reports it).  The excess belongs to rows beyond N.
 SLACK = 4096
 
 
@@ -48,7 +48,7 @@ class CuSparseLt(LibraryBackend):
     name = "cusparselt"
     takes_dense = False
     sparse = True
-    alignment = 32  # K of a sparse 8-bit GEMM is a multiple
+    alignment = 32  # K of a sparse 8-bit GEMM must be a multiple of this
     products = OUTPUTS
 
     def version(self) -> str:
@@ -153,7 +153,7 @@ class CuSparseLt(LibraryBackend):
     def _splits(self, dtype: str, out: str, device: torch.device) -> tuple[str, ...]:
         """Return the split-K variants, such as "2x1", that every eighth algorithm has; on Hopper 0.8.0 has none."""
         problem = Problem(dtype, out, *PROBED)
-        ids = range(0, self._native(problem, device, None).algorithms, 8)  # a refusal takes 8 ms
+        ids = range(0, self._native(problem, device, None).algorithms, 8)  # rejecting one takes 8 ms
         ways = [f"{splits}x{mode}" for splits in SPLITS for mode in SPLIT_MODES]
         ways += [f"1x{mode}" for mode in WHOLE_MODES]
         return tuple(way for way in ways if any(self._accepts(problem, device, f"{i}/{way}") for i in ids))
@@ -168,8 +168,8 @@ class CuSparseLt(LibraryBackend):
     def pack(self, spec: LayerSpec, weight: Tensor) -> Tensor:
         """See `Backend.pack`: slid into 2:4 windows and compressed, [bytes].
 
-        N and K' are padded with zeros to multiples of 32.  The weight is taken chunk by chunk of rows, so that next to
-        it and the result there is little more than CHUNK bytes.
+        N and K' are padded with zeros to multiples of 32.  The weight is processed in chunks of rows, so that temporary
+        memory is little more than CHUNK bytes.
         """
         from slidesparse.kernels.slide_weight import slide_weight  # late: needs Triton
 
@@ -197,14 +197,14 @@ class CuSparseLt(LibraryBackend):
         return packed
 
     def takes(self, weight: Tensor, n: int, k: int, dtype: torch.dtype) -> bool:
-        """See `LibraryBackend.takes`; how many bytes follow the values of a packed weight is the library's affair."""
+        """See `LibraryBackend.takes`; the size of the metadata is up to the library."""
         return weight.dtype == torch.uint8 and weight.numel() >= n * k // 2
 
     @cache  # noqa: B019  there is one object
     def _concatenates(self, device: torch.device, dtype: torch.dtype) -> bool:
         """Return whether compressing chunks of rows gives what compressing the whole weight gives."""
         columns, whole = 256, 3 * ROWS
-        generator = torch.Generator(device).manual_seed(0)  # not torch's own, which vLLM samples tokens by
+        generator = torch.Generator(device).manual_seed(0)  # vLLM samples by torch's own
         weight = torch.randint(1, 100, (whole, columns), generator=generator, dtype=torch.int8, device=device)
         column = torch.arange(columns, device=device)
         row = torch.arange(whole, device=device)[:, None] % 12
@@ -236,7 +236,7 @@ def _numbers(algorithm: str | None) -> tuple[int, int, int]:
 #     values of rows 0 .. N-1 | metadata of rows 0 .. N-1
 #
 # Metadata is laid out in tiles of ROWS rows, so a weight of whole tiles can be compressed chunk by chunk.  The library
-# does not promise it: `CuSparseLt._concatenates` looks, once a device and type.
+# does not guarantee this, so `CuSparseLt._concatenates` checks it once per device and type.
 
 
 def _place(packed: Tensor, compressed: Tensor, start: int, rows: int, whole: int, columns: int) -> None:

@@ -1,8 +1,8 @@
-"""The Triton kernels that quantize and scale, launched as tuning found for this GPU, else as their own table says.
+"""Launch the Triton kernels that quantize and scale, with the parameters tuned for this GPU or else the default ones.
 
-Tuned launches lie in tables like those of the GEMMs (`slidesparse.gemm.tuned`), one for each of `kernels.KINDS`.  An
-algorithm is a launch as text, such as "1024x1x8", and a problem is m rows of k columns read and n columns written: of
-dequant_bias n = k = N, of the others k = K, n = K' without padding.  Any launch gives the same bits.
+Tuned launches are stored in tables like those of the GEMMs (`slidesparse.gemm.tuned`), one for each of `kernels.KINDS`.
+An algorithm is a launch as text, such as "1024x1x8", and a problem is m rows of k columns read and n columns written:
+n = k = N for dequant_bias, k = K and n = K' without padding for the others.  All launches give the same bits.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ from slidesparse.kernels import Config
 from slidesparse.pattern import SlideLayout
 
 VERSION = "1"  # version of the kernels; tables of other versions are not read
-NEAR = 1.0  # see `tuned.neighbour`: beyond it the kernels' own table is nearer
-ALIKE = {torch.float16: torch.bfloat16, torch.float32: torch.int32}  # as many bytes, so the same launch
+NEAR = 1.0  # see `tuned.neighbour`: beyond this, the kernels' own table is closer
+ALIKE = {torch.float16: torch.bfloat16, torch.float32: torch.int32}  # of equal width, so the same launch
 
 _logger = logging.getLogger("slidesparse")
 
 
 @dataclass(frozen=True)
 class Kernel:
-    """A kernel as the tables name it, see `tuned.Versioned`."""
+    """A kernel, by its name in tables; see `tuned.Versioned`."""
 
     name: str  # one of `kernels.KINDS`
 
@@ -66,7 +66,7 @@ def dequant_bias(
     return kernel(acc, scale_x, scale_w, bias, out_dtype, launch=launch)
 
 
-@cache  # every call of a layer asks, and there are few buckets
+@cache  # called for every layer, and there are few buckets
 def _find(
     kind: str,
     source: torch.dtype,
@@ -97,8 +97,8 @@ def _find(
 
 @cache
 def _note(kind: str, gpu: str, instead: str) -> None:
-    """Log, once a kernel, that a launch is not tuned, and how to tune it."""
+    """Log once per kernel that a launch is not tuned, and how to tune it."""
     _logger.info(
-        "%s has no tuned launch for some shapes on %s and takes %s; to tune: slidesparse tune MODEL --library triton",
+        "%s has no tuned launch for some shapes on %s and uses %s; to tune: slidesparse tune MODEL --library triton",
         *(kind, gpu, instead),
     )

@@ -1,4 +1,4 @@
-"""A base class for the GEMM libraries of NVIDIA, cuBLASLt and cuSPARSELt: a GEMM, and a kernel that scales after it."""
+"""The base class of NVIDIA's GEMM libraries, cuBLASLt and cuSPARSELt: a GEMM followed by a kernel that scales."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from slidesparse.pattern import round_up
 
 
 class LibraryBackend(CudaBackend):
-    """A backend on a GEMM library of NVIDIA's: a plan for each bucket of tokens, and a kernel that scales after it.
+    """A backend on a GEMM library: a plan for each bucket of tokens, and a kernel that scales.
 
-    BF16 layers take the product in BF16, where the library has it, and scale that; others take INT32 or float32 sums.
-    Stock vLLM rounds once, at the end; here the sum is rounded to BF16 as well, half an ulp more, which halves the
-    bytes between GEMM and scaling.
+    For BF16 layers the GEMM writes BF16 if the library supports it, and otherwise INT32 or float32 sums.  Stock vLLM
+    rounds once, at the end; rounding the sum to BF16 as well adds half an ulp of error, but halves the bytes between
+    GEMM and scaling.
     """
 
     def scaled_matmul(

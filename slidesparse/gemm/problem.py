@@ -1,7 +1,7 @@
 """The types that describe a GEMM for tuning and benchmarks: problem, memory layout, algorithm, plan.
 
-A `Problem` is one GEMM with its types and epilogue.  An algorithm is one way in which a backend computes it, named by
-a short text that the backend understands.  A `Plan` is both, ready to run.
+A `Problem` is one GEMM with its types and epilogue.  An algorithm is one way in which a backend computes it, identified
+by a short string that the backend understands.  A `Plan` is both, ready to run.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ DTYPES = {
 }
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
 OPERANDS = ("int8", "fp8", "fp16", "bf16")
-# The blocks of a sparse library's weight (`slidesparse.blocks`); "mixed" are 2:4 and dense ones, half and half to tune
+# The blocks of a sparse library's weight (`slidesparse.blocks`); "mixed" is 2:4 and dense ones, half of each for tuning
 BLOCKS = ALL_2_4, MIXED, ALL_DENSE = ("2:4", "mixed", "dense")
 
 
@@ -68,16 +68,16 @@ class Layout:
     output_n: bool = True  # N of the output, stored [m, n]; else M, stored [n, m]
 
     @property
-    def words(self) -> tuple[str, str, str]:
+    def contiguous(self) -> tuple[str, str, str]:
         """The contiguous dimensions of weight, activations and output, such as ("K", "M", "N")."""
         return "NK"[self.weight_k], "MK"[self.activations_k], "MN"[self.output_n]
 
     def __str__(self) -> str:
-        weight, activations, output = self.words
+        weight, activations, output = self.contiguous
         return f"weight {weight}-contiguous, activations {activations}-contiguous, output {output}-contiguous"
 
 
-TN = Layout()  # what serving uses, as BLAS calls it: the weight transposed, the activations not
+TN = Layout()  # the layout of serving, in BLAS terms: the weight transposed, the activations not
 LAYOUTS = tuple(Layout(*flags) for flags in product((True, False), repeat=3))
 
 
@@ -110,6 +110,6 @@ class Plan(Protocol):
         """Launch on torch's current stream; never synchronizes, allocates nothing but the stream's workspace once.
 
         activations [m, k], weight from `Tunable.operand`, out [m, n], in the plan's layout; scale_w [n],
-        scale_x [m] float32 and bias [n] of out's dtype where the problem says so.  Shapes are those of the problem and
-        are not checked again.
+        scale_x [m] float32 and bias [n] of out's dtype if the problem has them.  Shapes must be those of the problem;
+        they are not checked.
         """

@@ -12,7 +12,7 @@ from slidesparse.slide import slide
 
 
 class Reference(TwoStep):
-    """INT8 accumulates exactly, FP8 in float32.  Right to the last bit, not fast."""
+    """INT8 accumulates exactly, FP8 in float32.  Exact, but slow."""
 
     name = "reference"
     device_type = "cpu"

@@ -1,7 +1,7 @@
-"""The table of tuned algorithms: which one to take for a problem, found by ``slidesparse tune``.
+"""The tables of tuned algorithms: the fastest one for each problem, found by ``slidesparse tune``.
 
-One JSON file per GPU, compute capability, library and library version, as each of them changes what is fastest and what
-an algorithm's name means.  A file lies in the user's cache, where it wins, or ships with the package::
+There is one JSON file per GPU, compute capability, library and library version, because each of them changes what is
+fastest and what an algorithm's name means.  A file ships with the package, or is in the user's cache, which wins::
 
     {"format": 1, "gpu": "NVIDIA H200", "capability": "9.0", "library": "hopper", "version": "4",
      "entries": {"int8 -> bf16, scale both, bias no, n 4608, k 5376": {
@@ -30,7 +30,7 @@ from slidesparse.errors import EnvironmentFault
 from slidesparse.gemm.problem import ALL_2_4, Problem
 
 FORMAT = 1
-BEYOND = 2  # the algorithm of the largest tuned M serves up to this many times as many tokens
+BEYOND = 2  # the algorithm of the largest tuned M is used for up to this many times as many tokens
 CACHE = "SLIDESPARSE_CACHE"  # environment variable: the folder, instead of ~/.cache/slidesparse
 SHIPPED = Path(__file__).parent.parent / "tuned_tables"
 
@@ -68,7 +68,7 @@ class Subject:
         return f"{slug(self.gpu)}_sm{major}{minor}_{slug(self.library)}-{slug(self.version)}.json"
 
     def facts(self) -> dict[str, str]:
-        """Return the fields as a table's file has them."""
+        """Return the fields as stored in a table's file."""
         return {
             "gpu": self.gpu,
             "capability": ".".join(map(str, self.capability)),
@@ -79,12 +79,12 @@ class Subject:
 
 @dataclass(frozen=True)
 class Tuned:
-    """The fastest algorithm of a problem, its time in microseconds, and what else the search found."""
+    """The fastest algorithm of a problem, its time in microseconds, and the runners-up."""
 
     algorithm: str
     us: float
     others: tuple[tuple[str, float], ...] = ()  # the next fastest and their times
-    tried: int = 0  # algorithms that were searched; 0: not known
+    tried: int = 0  # number of algorithms searched; 0: not known
 
 
 class Shape(NamedTuple):
@@ -125,11 +125,10 @@ def folder() -> Path:
 
 
 def look_up(subject: Subject, problem: Problem, within: float = math.inf) -> tuple[str | None, str]:
-    """Return the algorithm to take for ``problem``, and what it is; "" where it was tuned for that shape.
+    """Return the algorithm to use for ``problem``, and its origin as text; "" if it was tuned for that shape.
 
-    For an untuned shape that of the nearest tuned one if that is ``within`` reach (see `neighbour`), else the one for
-    fewer tokens, else None: the library's own choice.  A bias changes no algorithm, so problems with one look theirs up
-    without.
+    An untuned shape uses the algorithm of the nearest tuned one if that is ``within`` reach (see `neighbour`), else
+    the one for fewer tokens, else None: the library's own choice.  A bias does not matter, so it is ignored.
     """
     plain = replace(problem, bias=False)
     if found := choice(subject, plain):
@@ -144,8 +143,8 @@ def look_up(subject: Subject, problem: Problem, within: float = math.inf) -> tup
 def choice(subject: Subject, problem: Problem, any_tokens: bool = False) -> str | None:
     """Return the algorithm tuned for ``problem``, or None.
 
-    Types, epilogue, n and k must be equal; of the tuned M the smallest that is at least m counts, else the largest,
-    but not for more than BEYOND times as many tokens unless ``any_tokens``.  Raises TableError for a damaged file.
+    Types, epilogue, n and k must be equal.  The smallest tuned M of at least m is used, else the largest, but not for
+    more than BEYOND times as many tokens unless ``any_tokens``.  Raises TableError for a damaged file.
     """
     measured = _tables(subject, folder()).get(Shape.of(problem))
     if not measured or (problem.m > BEYOND * max(measured) and not any_tokens):
@@ -156,9 +155,10 @@ def choice(subject: Subject, problem: Problem, any_tokens: bool = False) -> str 
 def neighbour(subject: Subject, problem: Problem, within: float = math.inf) -> str | None:
     """Return the algorithm tuned for the nearest shape with about as many tokens, or None.
 
-    The distance is |log2 of the ratio of n| + |log2 of the ratio of k|, at most ``within``.  Where this algorithm is
-    some percent slower than the best, that of the library's heuristics takes up to twice as long: which tile is fastest
-    depends on the types and the number of tiles, little on the shape.  Raises TableError for a damaged file.
+    The distance is |log2 of the ratio of n| + |log2 of the ratio of k|, at most ``within``.  This algorithm is
+    typically a few percent slower than the best, while the library's heuristic may take twice as long: which tile is
+    fastest depends on the types and the number of tiles, and little on the shape.  Raises TableError for a damaged
+    file.
     """
     types = Shape.of(problem).types
     found = [
@@ -176,7 +176,7 @@ def _for_tokens(measured: dict[int, Tuned], m: int) -> str:
 
 
 def exact(subject: Subject, problem: Problem) -> Tuned | None:
-    """Return what the tables have for exactly this problem, its M included, or None."""
+    """Return the table entry for exactly this problem, including its M, or None."""
     return _tables(subject, folder()).get(Shape.of(problem), {}).get(problem.m)
 
 
@@ -186,7 +186,7 @@ def note_untuned(library: str, dtype: str, n: int, k: int, instead: str) -> None
     # 2:4 does not expand K, so --shapes then means the K' that the library sees.
     pattern = " --pattern 2:4" if library in ("cusparselt", "hopper") else ""
     _logger.warning(
-        "%s has no tuned algorithm for %s weights [%d, %d] and takes %s; "
+        "%s has no tuned algorithm for %s weights [%d, %d] and uses %s; "
         "to tune: slidesparse tune --library %s --dtype %s%s --shapes %dx%d",
         *(library, dtype, n, k, instead, library, dtype, pattern, n, k),
     )
@@ -204,8 +204,8 @@ def note_refused(library: str, shape: Shape, algorithm: str, error: str) -> None
 def save(subject: Subject, results: Iterable[tuple[Problem, Tuned]]) -> Path:
     """Merge results into the user's table and publish it atomically; returns its path.
 
-    A lock on the folder keeps what other processes add meanwhile.  Raises TableError when the file there is damaged;
-    it is not overwritten.
+    A lock on the folder preserves concurrent updates of other processes.  Raises TableError for a damaged file, which
+    is not overwritten.
     """
     path = folder() / subject.file
     make_folder(path.parent)
@@ -247,7 +247,7 @@ def _publish(path: Path, text: str) -> None:
             file.write(text)
             file.flush()
             os.fsync(file.fileno())
-        os.chmod(temporary, 0o644)  # mkstemp lets only its owner read
+        os.chmod(temporary, 0o644)  # mkstemp makes it readable by its owner only
         os.replace(temporary, path)
     except BaseException:
         Path(temporary).unlink(missing_ok=True)
@@ -256,7 +256,7 @@ def _publish(path: Path, text: str) -> None:
 
 @cache
 def _tables(subject: Subject, users: Path) -> Entries:
-    """The shipped table, with the user's laid over it entry by entry."""
+    """The shipped table, overridden by the user's entry by entry."""
     entries = _read(SHIPPED / subject.file, subject)
     for key, measured in _read(users / subject.file, subject).items():
         entries.setdefault(key, {}).update(measured)

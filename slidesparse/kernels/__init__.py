@@ -1,4 +1,4 @@
-"""The Triton kernels, one a file: `quant_slide`, `dequant_bias`, and `slide_weight` for loading.
+"""The Triton kernels, one per file: `quant_slide`, `dequant_bias`, and `slide_weight` for loading.
 
 Bit-identical to `slidesparse.reference` with ``arithmetic="cuda"``, on the GPU and in Triton's interpreter
 (TRITON_INTERPRET=1).  This package needs neither Triton nor a GPU; its modules need Triton when imported, and
@@ -21,10 +21,10 @@ MOST_LANES = 1 << 16  # limit of block x rows of a program
 
 
 class Config(NamedTuple):
-    """How a kernel is launched.
+    """The launch parameters of a kernel.
 
-    ``block`` counts what one step of a program handles along the row: words of four codes (those that quantize) or
-    columns (dequant_bias).  ``rows`` is the rows of a program.
+    ``block`` is the part of a row that one step of a program handles: in words of four codes (quantizing kernels) or
+    columns (dequant_bias).  ``rows`` is the number of rows per program.
     """
 
     block: int  # a power of two
@@ -51,7 +51,7 @@ class Config(NamedTuple):
 
 
 class RmsNorm(NamedTuple):
-    """RMSNorm(x), or with a residual RMSNorm(x + residual), is quantized: see `slidesparse.reference.rms_norm`."""
+    """Quantize RMSNorm(x), or with a residual RMSNorm(x + residual); see `slidesparse.reference.rms_norm`."""
 
     weight: Tensor  # [K] of any float dtype
     eps: float  # added to the mean square
@@ -60,14 +60,14 @@ class RmsNorm(NamedTuple):
 
 
 class SiluMul(NamedTuple):
-    """silu(gate) * up of x [M, 2 K], gate before up, is quantized."""
+    """Quantize silu(gate) * up for x [M, 2 K], gate before up."""
 
 
-Producer = RmsNorm | SiluMul | None  # computes what is quantized; None: x itself is
+Producer = RmsNorm | SiluMul | None  # fused operation on x before quantization, if any
 
 # kind -> ((largest size, largest M, how to launch), ...): the first entry that holds both counts.  Sizes are K for the
 # quantizing kernels and N for dequant_bias; None is any.  Measured on an H200 at M = 4096 and 16384 and sizes 2048,
-# 3584 and 18944, in INT8 and FP8: each entry is within some percent of the best of 30 for both.
+# 3584 and 18944, in INT8 and FP8: each entry is within a few percent of the best of 30 for both.
 _Entry = tuple[int | None, int | None, Config]
 TABLE: dict[str, tuple[_Entry, ...]] = {
     "quant_slide": (
@@ -92,7 +92,7 @@ TABLE: dict[str, tuple[_Entry, ...]] = {
 
 
 def quantizer(length: int, phase: int) -> str:
-    """Return the kind of a quantization: quant_only where nothing is lifted, else quant_slide."""
+    """Return the kind of quantizing kernel: quant_only if nothing is lifted, else quant_slide."""
     return "quant_only" if length == HARDWARE_LENGTH and phase == 0 else "quant_slide"
 
 

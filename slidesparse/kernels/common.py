@@ -1,7 +1,7 @@
-"""Device functions and launcher checks that the kernels share: reading rows, rounding to INT8 and E4M3.
+"""Device functions and launcher checks shared by the kernels: reading rows, rounding to INT8 and E4M3.
 
-Device functions come in forms that give the same bits, chosen by ``NATIVE`` (see `native`): plain arithmetic for
-Triton's interpreter, and instructions of the GPU, with or without its conversion to E4M3.
+Device functions have variants that give the same bits, selected by ``NATIVE`` (see `native`): plain arithmetic for
+Triton's interpreter, and GPU instructions, with or without conversion to E4M3.
 """
 
 # ruff: noqa: N803, SIM108, SIM300 (compile-time arguments in capitals, as is Triton's convention)
@@ -22,7 +22,7 @@ FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 
 @triton.jit
 def widen(value):
-    """float32 of bfloat16, float16 or float32; exact.  The interpreter has no bfloat16 arithmetic: move its bits."""
+    """Convert to float32, exactly.  Shifts the bits of bfloat16, for which the interpreter has no arithmetic."""
     if value.dtype == tl.bfloat16:
         wide = (value.to(tl.int16, bitcast=True).to(tl.int32) << 16).to(tl.float32, bitcast=True)
     else:
@@ -57,7 +57,7 @@ def halves(word, BF16: tl.constexpr):
 
 @triton.jit
 def magnitude(value, NATIVE: tl.constexpr):
-    """|value|, made for a maximum that leaves out NaN: the GPU's does so by itself, the interpreter's may not."""
+    """|value|, prepared for a maximum that ignores NaN: the GPU's does so by itself, the interpreter's may not."""
     size = tl.abs(value)
     if not NATIVE:
         size = tl.where(size == size, size, 0.0)
@@ -103,7 +103,7 @@ def largest_of_four(a, b, c, d, NATIVE: tl.constexpr):
 def row_absmax(
     x, K: tl.constexpr, PAIRS: tl.constexpr, BF16: tl.constexpr, NATIVE: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """The largest magnitude of a row of K, without its NaNs.  ``x`` and PAIRS as in `load_four`."""
+    """The largest magnitude of a row of K, ignoring NaN.  ``x`` and PAIRS as in `load_four`."""
     if PAIRS:
         largest = tl.zeros([BLOCK], tl.float32)
         for start in tl.static_range(0, K // 2, BLOCK):
@@ -121,7 +121,7 @@ def row_absmax(
 
 @triton.jit
 def row_scale(absmax, E4M3: tl.constexpr):
-    """(scale, factor) of a row: what is stored, and what `codes_of` multiplies by.  Divisions as IEEE has them."""
+    """(scale, factor) of a row: the stored scale, and the factor for `codes_of`.  Divisions are IEEE."""
     if E4M3:
         scale = tl.maximum(tl.div_rn(absmax, 448.0), 4.359654017857143e-06)  # 1 / (448 * 512)
         factor = tl.div_rn(1.0, scale)
@@ -170,7 +170,7 @@ def int8_code(scaled):
     """Nearest integer, ties to even, within -128..127, NaN 0; in the low byte of an int32.
 
     In [2^23, 2^24) float32 counts in ones, so adding 1.5 * 2^23 rounds as wanted and leaves the integer in the low
-    bits.  No compiler may merge the sum with the product that gave ``scaled``: between them there is the clamp.
+    bits.  The clamp keeps compilers from fusing the sum with the product that gave ``scaled``.
     """
     number = tl.where(scaled == scaled, scaled, 0.0)
     number = tl.minimum(tl.maximum(number, -128.0), 127.0)
@@ -181,8 +181,8 @@ def int8_code(scaled):
 def fp8_code(value):
     """E4M3 to nearest, ties to even, at most 448, NaN 0x7F; in the low byte of an int32.
 
-    A number of exponent e >= -6 (subnormals: -6) counts in steps of 2^(e-3).  Adding 2^(e+20), where float32 has that
-    step, rounds to it; the low bits of the sum are the steps, 8 to 16 of them, and 8 * (e+6) more make the code.
+    The spacing of E4M3 at exponent e >= -6 (subnormals: -6) is 2^(e-3).  Adding 2^(e+20), where float32 has the same
+    spacing, rounds to it; the low bits of the sum count 8 to 16 such steps, and adding 8 * (e+6) gives the code.
     """
     bits = value.to(tl.int32, bitcast=True)
     size = bits & 0x7FFFFFFF
@@ -196,9 +196,9 @@ def fp8_code(value):
 
 @triton.jit
 def int8_word(a, b, c, d):
-    """Four float32 -> their INT8 codes in one int32, as `int8_code` makes them, by the GPU's own conversions.
+    """Four float32 -> their INT8 codes in one int32, as `int8_code` makes them, with the GPU's conversion instructions.
 
-    To the nearest integer, ties to even, NaN to 0; then saturated to 8 bits and packed, two at a time.
+    Rounds to the nearest integer, ties to even, NaN to 0; then saturates to 8 bits and packs, two at a time.
     """
     return tl.inline_asm_elementwise(
         """
@@ -246,7 +246,7 @@ def codes_of(a, b, c, d, scale, factor, E4M3: tl.constexpr, NATIVE: tl.constexpr
         a, b = quotient(a, scale, factor, NATIVE), quotient(b, scale, factor, NATIVE)
         c, d = quotient(c, scale, factor, NATIVE), quotient(d, scale, factor, NATIVE)
         if NATIVE == 2:
-            # By arithmetic: ptxas 12.8 turns a move of two halves into conversions that merge, and gets some wrong.
+            # Arithmetic: ptxas 12.8 merges a move of two halves with the conversions, and gets some results wrong.
             word = fp8_pair(a, b) + fp8_pair(c, d) * 65536
         else:
             a, b, c, d = fp8_code(a), fp8_code(b), fp8_code(c), fp8_code(d)
@@ -262,9 +262,9 @@ def codes_of(a, b, c, d, scale, factor, E4M3: tl.constexpr, NATIVE: tl.constexpr
 
 @triton.jit
 def launch_dependents():
-    """Let the next kernel of the stream start, if it was launched to wait for this one's results itself.
+    """Let the next kernel of the stream start early, if it was launched with programmatic dependent launch.
 
-    A kernel that was launched in the ordinary way, as cuSPARSELt's are, starts when this one ends.
+    A kernel that was launched normally, such as cuSPARSELt's, starts when this one ends.
     """
     tl.inline_asm_elementwise(
         "griddepcontrol.launch_dependents; // $0", "=r", [], dtype=tl.int32, is_pure=False, pack=1
@@ -277,7 +277,7 @@ def has_dependents(x: Tensor) -> bool:
 
 
 def interpreted() -> bool:
-    """Return whether kernels run in Triton's interpreter, as was decided when they were defined."""
+    """Return whether kernels run in Triton's interpreter, which was determined when they were defined."""
     return not isinstance(widen, triton.runtime.JITFunction)
 
 
@@ -294,7 +294,7 @@ def _capability(device: torch.device) -> tuple[int, int]:
 
 
 def require(name: str, tensor: Tensor, dimensions: int, dtypes: tuple[torch.dtype, ...]) -> None:
-    """Raise unless ``tensor`` is what a kernel takes: dtype, dimensions, unit last stride, a device it runs on."""
+    """Raise unless a kernel supports ``tensor``: its dtype, dimensions, unit last stride and device."""
     if tensor.dtype not in dtypes:
         allowed = ", ".join(map(str, dtypes))
         raise TypeError(f"{name} has dtype {tensor.dtype}; the kernel takes {allowed}: convert it first")
@@ -314,7 +314,7 @@ def require(name: str, tensor: Tensor, dimensions: int, dtypes: tuple[torch.dtyp
 
 
 def words_of(x: Tensor, bytes_of_word: int) -> Tensor | None:
-    """x [M, K] of 16-bit floats as integers of 4 or 8 bytes, a view; None where K or the alignment forbids it."""
+    """View x [M, K] of 16-bit floats as integers of 4 or 8 bytes; None if K or the alignment does not allow it."""
     floats = bytes_of_word // 2
     if x.element_size() != 2 or x.data_ptr() % bytes_of_word:
         return None
@@ -324,9 +324,9 @@ def words_of(x: Tensor, bytes_of_word: int) -> Tensor | None:
 
 
 def step(block: int, count: int, most: int = 16) -> int:
-    """Return a power of two, from ``block`` on, in steps of which a loop over ``count`` runs at most ``most`` times.
+    """Return the least power of two, at least ``block``, for which a loop over ``count`` has at most ``most`` steps.
 
-    Such loops are unrolled.  It is no larger than ``count`` needs, and at least 16.
+    Such loops are unrolled.  The result is no larger than ``count`` needs, and at least 16.
     """
     while block * most < count:
         block *= 2

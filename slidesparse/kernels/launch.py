@@ -1,9 +1,8 @@
-"""Launching Triton kernels again and again, without Triton's own look-up each time.
+"""Launch Triton kernels repeatedly without Triton's overhead per launch.
 
-``kernel[grid](...)`` of Triton inspects every argument and reads its settings from the environment at each launch;
-outside CUDA graphs a model's step is hundreds of launches.  What it returns, the compiled kernel, can be launched
-directly (``compiled[grid](...)``, the same in the sources of Triton 3.3 to 3.9), provided that the arguments are of the
-kind that it was compiled for.
+Triton's ``kernel[grid](...)`` inspects every argument and reads settings from the environment at each launch, and
+outside CUDA graphs a model's step has hundreds of launches.  The compiled kernel that it returns can be launched
+directly (``compiled[grid](...)``, in Triton 3.3 to 3.9), if the arguments have the same specialization.
 """
 
 from __future__ import annotations
@@ -14,11 +13,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-ALIGNED = 16  # Triton specializes kernels for addresses and numbers that are multiples of this
+ALIGNED = 16  # Triton specializes kernels for addresses and integers that are multiples of this
 
 
 class Launcher:
-    """A kernel, with the forms of it that Triton has compiled.  Not for kernels that are autotuned."""
+    """A kernel with its compiled specializations.  Not for autotuned kernels."""
 
     def __init__(self, kernel: Any) -> None:
         self._kernel = kernel
@@ -34,8 +33,8 @@ class Launcher:
     ) -> None:
         """Launch on the current stream of the current device.
 
-        ``tensors``, ``numbers`` and ``constants`` are the kernel's parameters in its order, the last its compile-time
-        ones by name.
+        ``tensors``, ``numbers`` and ``constants`` are the kernel's parameters in order; ``constants`` are the
+        compile-time ones by name.
         """
         key = (
             *(None if one is None else (one.dtype, one.data_ptr() % ALIGNED == 0) for one in tensors),

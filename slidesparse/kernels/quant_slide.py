@@ -8,11 +8,11 @@ L * block + 2 * l - phase.  For 6:8::
     x   a0 a1 a2 a3 a4 a5 a6 a7|b0 ...         [M, K], K tokens of 2 or 4 bytes
     q   a0 a1 a2 a3|a2 a3 a4 a5|a4 a5 a6 a7|b0 ...   [M, K'], one 32-bit store per window
 
-Blocks of 4 at phase 0 lift nothing, as for 2:4 and dense weights: their windows do not overlap, so a row is read in
-words of four floats.
+Blocks of 4 at phase 0, as for 2:4 and dense weights, lift nothing: their windows do not overlap, so a row is read in
+groups of four floats.
 
-One program per row.  A row that fits into one block is read once and held in registers; of a longer one the first
-pass finds the largest magnitude and the second reads it again, from the cache.
+There is one program per row.  A row that fits into one block is read once and held in registers; for a longer one, the
+first pass finds the largest magnitude and the second reads the row again, from the cache.
 """
 
 # ruff: noqa: N803 (compile-time arguments in capitals, as is Triton's convention)
@@ -70,12 +70,12 @@ def quant_slide_kernel(
     x,
     q,
     scales,
-    stride,  # stride of the rows of x, in what x points to
+    stride,  # row stride of x, in elements of its pointer type
     K: tl.constexpr,
     WORDS: tl.constexpr,  # words of a row of q, at least K' / 4
     LENGTH: tl.constexpr,
     PHASE: tl.constexpr,
-    FLOATS: tl.constexpr,  # floats in a word that x points to: 1 of any type, or 2 or 4 of 16 bits
+    FLOATS: tl.constexpr,  # floats per element of x's pointer type: 1 of any type, or 2 or 4 of 16 bits
     BF16: tl.constexpr,
     E4M3: tl.constexpr,
     NATIVE: tl.constexpr,
@@ -134,8 +134,8 @@ def quant_slide(
         length: L of the pattern's blocks; 4 at phase 0 lifts nothing and pads K to a multiple of 4.
         phase: zero columns before the row.
         dtype: torch.int8 or torch.float8_e4m3fn.
-        columns: of a row of codes, a multiple of 4; zeros fill those beyond K'.  None: K'.
-        rows: how many rows the memory behind q and scale can be read for, if more than M; not written beyond M.
+        columns: width of q, a multiple of 4; columns beyond K' are zero.  None: K'.
+        rows: number of rows to allocate for q and scale, if more than M; those beyond M are not written.
         launch: block and warps, instead of the table's.
 
     Raises:
@@ -154,7 +154,7 @@ def quant_slide(
     columns = slided if columns is None else columns
     if columns < slided or columns % HARDWARE_LENGTH:
         raise ValueError(
-            f"{columns} columns of codes are asked for; they must be a multiple of {HARDWARE_LENGTH}, {slided} or more"
+            f"columns is {columns}; it must be a multiple of {HARDWARE_LENGTH}, {slided} or more"
         )
     words = columns // HARDWARE_LENGTH
     q = torch.empty(max(m, rows), words, dtype=torch.int32, device=x.device)

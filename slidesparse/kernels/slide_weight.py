@@ -4,16 +4,16 @@
     early[j]  = the first c[j] - r[j] non-zeros of pair j    c[j] = non-zeros of pair j
     window[j] = pair j without early[j], early[j + 1]        everything of the last pair is early
 
-One lane walks through one block, pair by pair, and keeps what the pair before left to its later window.  For 6:8::
+Each lane processes one block, pair by pair, and carries what the previous pair left to its later window.  For 6:8::
 
     w    a0 a1|a2 a3|a4 a5|a6 a7     [N, K], a pair is one 16-bit load
             |  /  |  /  |  /
     out   window 0, window 1, window 2       [N, K' + padding], a window is one 32-bit store
 
-so neighbouring lanes are L bytes apart in w, 2 L - 4 in out; the caches gather what they ask for.  Blocks that lie
-beyond the row are zero, which also fills the columns of out beyond K'.
+so neighbouring lanes are L bytes apart in w and 2 L - 4 in out; accesses are coalesced by the caches.  Blocks beyond
+the row are zero, which also fills the columns of out beyond K'.
 
--0.0 (0x80 in FP8) counts as zero and becomes +0.0, as cuSPARSELt takes every code but 0 for a value.
+-0.0 (0x80 in FP8) counts as zero and becomes +0.0, because cuSPARSELt treats every code but 0 as a value.
 """
 
 # ruff: noqa: N803 (compile-time arguments in capitals, as is Triton's convention)
@@ -55,7 +55,7 @@ def _load_pair(w, column, j, k, PAIRS: tl.constexpr):
 
 @triton.jit
 def _nonzero(pair, VALUE: tl.constexpr):
-    """(pair, first, second): 1 where a weight of the pair is not zero; the bits of those that are, are cleared."""
+    """(pair, first, second): the pair with -0.0 cleared to 0, and 1 for each of its weights that is not zero."""
     first = ((pair & VALUE) != 0).to(tl.int32)
     second = ((pair & (VALUE << 8)) != 0).to(tl.int32)
     return pair & (first * 0xFF | second * 0xFF00), first, second
@@ -102,7 +102,7 @@ def _kernel(
     across,  # programs along a row
     phase,  # in what w points to
     LENGTH: tl.constexpr,
-    VALUE: tl.constexpr,  # the bits of a code that tell it from zero
+    VALUE: tl.constexpr,  # mask of the bits that are set only in non-zero codes
     PAIRS: tl.constexpr,
     UNROLL: tl.constexpr,
     BLOCKS: tl.constexpr,
@@ -112,7 +112,7 @@ def _kernel(
     lane = tl.arange(0, ROWS * BLOCKS)
     row = (program // across).to(tl.int64) * ROWS + lane // BLOCKS
     block = (program % across) * BLOCKS + lane % BLOCKS
-    k = tl.where(row < n, k, 0)  # rows past the last have no columns
+    k = tl.where(row < n, k, 0)  # rows beyond the last have no columns
     words = tl.where(row < n, words, 0)
     column = block * (LENGTH // 2 if PAIRS else LENGTH) - phase
     word = block * (LENGTH // 2 - 1)
@@ -139,10 +139,10 @@ def slide_weight(
     out: Tensor,
     launch: Config | None = None,
 ) -> Tensor:
-    """Write the windows of w [N, K] int8 or float8_e4m3fn to ``out``; int32 [1]: how many blocks break the pattern.
+    """Write the windows of w [N, K] int8 or float8_e4m3fn to ``out``; return the number of invalid blocks, int32 [1].
 
-    The count stays on the device, so that the caller reads it once for many launches.  The windows of a block that
-    breaks the pattern are not 2:4; `slidesparse.slide.violations` says where it lies.
+    The count stays on the device, so that the caller can read it once for many launches.  The windows of a block that
+    breaks the pattern are not 2:4; `slidesparse.slide.violations` finds its position.
 
     Args:
         w: rows may be any stride apart; within a row the stride is 1.
@@ -169,7 +169,7 @@ def slide_weight(
     pairs = None if phase % 2 else _pairs_of(w)
     source = w.view(INT8) if pairs is None else pairs
     launch = launch or (LAUNCH if length <= LONGEST_UNROLLED else LAUNCH_LONG)
-    blocks = triton.cdiv(target.shape[1], layout.windows)  # including those that only fill out with zeros
+    blocks = triton.cdiv(target.shape[1], layout.windows)  # including those that only write zeros
     wide = min(launch.block, int(triton.next_power_of_2(blocks)))
     tall = launch.block * launch.rows // wide
     across = triton.cdiv(blocks, wide)
@@ -198,14 +198,14 @@ def slide_weight(
 
 
 def _pairs_of(w: Tensor) -> Tensor | None:
-    """w [N, K] of one byte as [N, K/2] int16, a view; None where K or the alignment forbids it."""
+    """View w [N, K] of one-byte elements as [N, K/2] int16; None if K or the alignment does not allow it."""
     if not w.shape[1] or w.shape[1] % 2 or w.stride(0) % 2 or w.storage_offset() % 2 or w.data_ptr() % 2:
         return None
     return w.view(torch.int16)
 
 
 def _words_of(out: Tensor, w: Tensor, slided: int) -> Tensor:
-    """``out`` as [N, words] int32, a view; raise where it cannot hold the windows of ``w``."""
+    """View ``out`` as [N, words] int32; raise if it cannot hold the windows of ``w``."""
     common.require("out", out, 2, (w.dtype,))
     n, size = w.shape[0], HARDWARE_LENGTH
     if out.shape[0] != n or out.shape[1] < slided or out.shape[1] % size or out.device != w.device:

@@ -1,7 +1,7 @@
 """Random operands, several copies of each: activations, weights (2:4 for sparse libraries), outputs, scales.
 
-They are neither zeros nor small numbers, which a GPU multiplies at less power and so at a higher clock.  Memory is
-allocated once for the largest problem and viewed by the others.
+They are random rather than zeros or small integers, with which a GPU draws less power and so runs at a higher clock.
+Memory is allocated once for the largest problem and viewed by the others.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from slidesparse.tune.measure import Launch, copies_for
 
 CHUNK = 2**24  # elements that are generated at a time
 ALIGNMENT = 256  # bytes: alignment of each copy
-INTEGERS = {"int8": 127, "int32": 2**20}  # the largest; INT32 as sums of INT8 products
+INTEGERS = {"int8": 127, "int32": 2**20}  # largest random integer; INT32 operands are sums of INT8 products
 FP8_MOST = 448.0  # largest E4M3 number
-FP8_SIGMA = 100.0  # per-token scales put the largest of a row's numbers, at about 4 sigma, near FP8_MOST
+FP8_SIGMA = 100.0  # puts the largest value of a row, at about 4 sigma, near FP8_MOST, as per-token scales do
 GOLDEN = 0.6180339887  # the fractional parts of its multiples are evenly distributed
 # Positions of the two non-zeros among four.
 TWO_OF_FOUR = ((1, 1, 0, 0), (1, 0, 1, 0), (1, 0, 0, 1), (0, 1, 1, 0), (0, 1, 0, 1), (0, 0, 1, 1))
@@ -52,7 +52,7 @@ class Rotation:
 
 
 class Inputs:
-    """Makes operands on one device, in every process the same."""
+    """Makes operands on one device, the same in every process."""
 
     def __init__(self, device: torch.device, l2_bytes: int) -> None:
         self.device, self._l2_bytes = device, l2_bytes
@@ -118,7 +118,7 @@ class Inputs:
         step = round_up(size, ALIGNMENT)
         pool = self._pools.get(name)
         if pool is None or pool.numel() < copies * step:
-            self._pools.pop(name, None)  # before the larger one is made
+            self._pools.pop(name, None)  # freed before the larger one is allocated
             pool = self._pools[name] = torch.empty(copies * step, dtype=torch.uint8, device=self.device)
             fill(pool)
         return [pool[i * step : i * step + size] for i in range(copies)]
@@ -132,7 +132,7 @@ class Inputs:
         if dtype in INTEGERS:
             most = INTEGERS[dtype]
             numbers = self._integers(-most, most + 1, count, DTYPES[dtype])
-            if sparse:  # no zeros but those of the mask
+            if sparse:  # no zeros other than those of the mask
                 numbers = torch.where(numbers == 0, most, numbers)
         else:
             numbers = torch.randn(count, generator=self._generator, device=self.device)

@@ -1,6 +1,6 @@
-"""Search the fastest algorithm of each GEMM and Triton kernel that serving runs, and save it in the tuned tables.
+"""Search for the fastest algorithm of each GEMM and Triton kernel that serving runs, and save it in the tuned tables.
 
-What is in the tables already is skipped, so a run that was stopped is continued by repeating the command.
+Problems in the tables are skipped, so repeating the command continues an interrupted run.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from slidesparse.tune.search import Found
 from slidesparse.tune.session import Session, free, served_outputs
 from slidesparse.tune.shapes import Layer, slided
 
-Search = Callable[[Problem], Found]  # notes what it found; raises LibraryError
+Search = Callable[[Problem], Found]  # records what it found; raises LibraryError
 
 
 @dataclass(frozen=True)
@@ -64,10 +64,10 @@ class Summary:
     tuned: int = 0  # problems searched and saved
     known: int = 0  # problems that were in the tables before
     algorithms: int = 0  # algorithms tried
-    refused: int = 0  # of these, refused by the library
-    wrong: int = 0  # of these, with other results than the library's own choice
+    refused: int = 0  # of those, refused by the library
+    wrong: int = 0  # of those, results that differ from the library's own choice
     skipped: tuple[str, ...] = ()  # problems without a usable algorithm, and why
-    finished: bool = False  # False: the time was up
+    finished: bool = False  # False if the time limit was reached
 
 
 def jobs(
@@ -77,7 +77,7 @@ def jobs(
     patterns: Sequence[str],
     tokens: Sequence[int],
 ) -> list[Job]:
-    """List the GEMMs that serving runs, each once, as layers of several models may have the same shape."""
+    """List the GEMMs that serving runs, without duplicates: layers of several models may have the same shape."""
     found: dict[tuple[str, Problem], Job] = {}
     for library in libraries:
         for layer in layers:
@@ -116,7 +116,7 @@ def kernel_jobs(
     for layer in layers:
         for dtype in dtypes:
             slid = [one for one in map(parse_pattern, patterns) if isinstance(one, SlidePattern)]
-            for pattern in (TWO_FOUR, *slid):  # dense weights are served as 2:4 ones are
+            for pattern in (TWO_FOUR, *slid):  # dense weights are served like 2:4 ones
                 layout = pattern.layout(layer.k)
                 add(quantizer(layout.length, 0), "bf16", dtype, layout.slided, layer.k, layout.length)
             for sums in ("bf16", "int32") if dtype == "int8" else ("bf16",):

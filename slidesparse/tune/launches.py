@@ -53,8 +53,8 @@ def _grid(kind: str, problem: Problem) -> Iterator[Config]:
 def search_launches(kind: str, problem: Problem, length: int, inputs: Inputs, clock: Clock) -> Found:
     """Time the candidates for ``problem`` (see `slidesparse.gemm.launches`) on random inputs.
 
-    ``length`` is that of the blocks that quant_slide lifts.  A launch that gives other bits than the first counts as
-    wrong: it would show a defect of the compiler.
+    ``length`` is that of the blocks that quant_slide lifts.  A launch whose bits differ from the first one's counts as
+    wrong; it would indicate a compiler bug.
     """
     size = DTYPES[problem.dtype].itemsize * problem.k + DTYPES[problem.out].itemsize * problem.n
     copies = inputs.cold(problem.m * size)

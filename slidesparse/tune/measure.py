@@ -1,8 +1,8 @@
 """Timing of calls on the GPU: CUDA graphs of many launches, timed with CUDA events.
 
 A launch is a callable that takes a number, which selects one of several copies of its operands, and launches on
-torch's current stream.  Going through enough copies, a call finds its weights in memory and not in the L2 cache, as it
-does in a model, where hundreds of other layers come in between.
+torch's current stream.  With enough copies, the weights of a call are in memory and not in the L2 cache, as in a
+model, where hundreds of other layers run in between.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ Launch = Callable[[int], object]
 SAMPLES = 15  # samples of an exact timing
 QUICK_US, EXACT_US = 150.0, 400.0  # the shortest sample; the gap between two replays is about 2 us
 MOST_LAUNCHES = 512  # launches in a graph; capturing one takes about 5 us of CPU time
-MOST_COPIES = 128  # calls of less than 1 MB, square matrices under 512, stay in the L2 cache in part
-COLD = 2.5  # the size of all copies together, in L2 caches
+MOST_COPIES = 128  # so calls of less than 1 MB (square matrices below 512) stay in the L2 cache in part
+COLD = 2.5  # size of all copies together, relative to the L2 cache
 
 
 @dataclass(frozen=True)
@@ -34,11 +34,11 @@ class Timing:
     p20: float
     p50: float
     p80: float
-    graphed: bool = True  # False: no CUDA graph could be captured, so gaps between launches count too
+    graphed: bool = True  # False: no CUDA graph could be captured, so gaps between launches are included
 
     @classmethod
     def of(cls, samples: Sequence[float], graphed: bool = True) -> Timing:
-        """Take the percentiles of at least two samples."""
+        """Compute the percentiles of at least two samples."""
         tenths = statistics.quantiles(samples, n=10, method="inclusive")
         return cls(tenths[1], tenths[4], tenths[7], graphed)
 
@@ -74,9 +74,9 @@ def launches_for(copies: int, about_us: float, target_us: float) -> int:
 
 
 class CudaClock:
-    """Times on one GPU, in a stream of its own, as graphs cannot be captured in the default one.
+    """Times launches on one GPU, in its own stream, because graphs cannot be captured in the default one.
 
-    Use as a context: within it, the stream is torch's current one, so operands are made in it too.
+    Use it as a context manager: within it, the stream is torch's current one, so operands are made in it too.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -96,7 +96,7 @@ class CudaClock:
 
     def once(self, launch: Launch) -> float:
         """See `Clock.once`; the launch has finished when this returns."""
-        start, end = _events(2)
+        start, end = _events()
         start.record()
         launch(0)
         end.record()
@@ -123,22 +123,22 @@ class CudaClock:
 
         try:
             return _CudaReplay(run, count, graphed=False)
-        except RuntimeError as second:  # not capture was to blame, but the launch itself
+        except RuntimeError as second:  # the launch itself failed, not the capture
             raise second from error
 
 
 @contextmanager
 def _captured(graph: torch.cuda.CUDAGraph) -> Iterator[None]:
-    """Like `torch.cuda.graph`, without its garbage collection, which takes longer than many a measurement."""
+    """Like `torch.cuda.graph`, without its garbage collection, which takes longer than many measurements."""
     pool = torch.cuda.graph_pool_handle()
     graph.capture_begin(pool=pool, capture_error_mode="thread_local")
     try:
         yield
         graph.capture_end()
     except BaseException:
-        with suppress(RuntimeError):  # nothing is left to be ended when capture_end() itself failed
+        with suppress(RuntimeError):  # no capture to end if capture_end() itself failed
             graph.capture_end()
-        with suppress(RuntimeError):  # the allocator is still capturing, and fails later, when that failed
+        with suppress(RuntimeError):  # otherwise the allocator is still capturing, and fails later
             torch._C._cuda_endAllocateToPool(torch.cuda.current_device(), pool)
         raise
 
@@ -149,7 +149,7 @@ class _CudaReplay:
         run()  # the first replay uploads the graph
 
     def samples(self, count: int) -> list[float]:
-        events = [_events(2) for _ in range(count)]
+        events = [_events() for _ in range(count)]
         for start, end in events:
             start.record()
             self._run()
@@ -158,12 +158,12 @@ class _CudaReplay:
         return [float(start.elapsed_time(end)) * 1e3 / self._launches for start, end in events]
 
 
-def _events(count: int) -> list[torch.cuda.Event]:
-    return [torch.cuda.Event(enable_timing=True) for _ in range(count)]
+def _events() -> tuple[torch.cuda.Event, torch.cuda.Event]:
+    return torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
 
 
 class Deadline:
-    """A time limit that loops ask about between measurements."""
+    """A time limit that loops check between measurements."""
 
     def __init__(self, seconds: float | None, now: Callable[[], float] = time.monotonic) -> None:
         self._now = now
@@ -171,7 +171,7 @@ class Deadline:
 
     @property
     def passed(self) -> bool:
-        """Whether the time is up; never without a limit."""
+        """Whether the time is up; always False without a limit."""
         return self._end is not None and self._now() >= self._end
 
     @property

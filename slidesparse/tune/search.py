@@ -1,6 +1,6 @@
-"""Search for a library's fastest algorithm: run all once, time the good ones, then time the best precisely.
+"""Search for a library's fastest algorithm: run all once, time the fast ones, then time the best precisely.
 
-An algorithm that is refused is skipped, one whose result is wrong is dropped; both are counted.  The split-K variants
+An algorithm that is refused is skipped, and one with a wrong result is dropped; both are counted.  The split-K variants
 of an algorithm (`Tunable.unsplit`), of which there may be a dozen, are tried only if it is fast without split-K.
 """
 
@@ -23,7 +23,7 @@ SPLIT = 4  # algorithms whose split-K variants are tried, the fastest ones
 FINAL_SAMPLES = 5  # samples of each finalist; the winner gets the rest of SAMPLES
 SLOW = 2.0  # algorithms slower than this many times the best so far are not timed further
 NOISE_US = 30.0  # timing noise of one eager launch
-LONG_US = 1000.0  # launches from here on are timed quickly without a graph, whose gaps do not matter then
+LONG_US = 1000.0  # launches of at least this long are timed without a graph, as gaps do not matter
 FP8_ERROR = 2.0**-8  # relative to the norm of an FP8 product, see `agree`
 COMPARED = 2**25  # output elements that are compared at a time
 
@@ -42,7 +42,7 @@ class Found:
 
 @dataclass(frozen=True)
 class Candidate:
-    """An algorithm that runs, and about how many microseconds it takes."""
+    """An algorithm that runs, and its estimated microseconds."""
 
     algorithm: str
     launch: Launch
@@ -57,7 +57,7 @@ def search(
     device: torch.device,
     layout: Layout = TN,
 ) -> Found:
-    """Time every algorithm that ``library`` has for ``problem``, its matrices stored as ``layout`` says.
+    """Time every algorithm that ``library`` has for ``problem`` with matrices in ``layout``.
 
     Raises LibraryError when the library refuses the problem, or none of its algorithms runs and gives the result of
     the first one, the library's own choice if that runs.
@@ -117,7 +117,7 @@ def _expected(
 
 def quick(clock: Clock, launch: Launch, copies: int, best: float) -> float:
     """Estimate the microseconds of a launch; less exactly if it is much slower than ``best``."""
-    us = min(clock.once(launch), clock.once(launch))  # the first loads the kernel, too
+    us = min(clock.once(launch), clock.once(launch))  # the first one also loads the kernel
     if us > min(LONG_US, SLOW * best + NOISE_US):
         return us
     return min(clock.prepare(launch, copies, us, QUICK_US).samples(2))
@@ -140,7 +140,7 @@ def correct(
 
 
 def _output(rotation: Rotation, launch: Launch) -> Tensor:
-    """Return the output of a launch on the first copy, which is overwritten before."""
+    """Return the output of a launch on the first copy, whose output is overwritten beforehand."""
     out = rotation.outs[0]
     out.fill_(math.nan if out.dtype.is_floating_point else torch.iinfo(out.dtype).min)
     launch(0)
@@ -162,17 +162,16 @@ def decide(
 
 
 def agree(out: Tensor, expected: Tensor, problem: Problem) -> bool:
-    """Return whether two algorithms' outputs are equal but for rounding; NaN and Inf never are.
+    """Return whether two algorithms' outputs are equal up to rounding; NaN and Inf never are.
 
-    INT8 sums are exact, so without scales integer outputs are equal to the bit.  Otherwise compared are norms
-    (Frobenius), relative to that of ``expected``.  With u the unit roundoff of the output, two outputs rounded from
-    equal sums are at most 2u apart.  An algorithm that splits K and keeps partial sums in the output's type rounds each
-    part and their sum once more; norms of parts of random sign add up like the norm of the whole, so 2u more.
-    The sums are float32, but FP8 tensor cores cut products to about 14 bits of the largest in a step, unless an
-    algorithm adds them up elsewhere now and then, as the libraries' own choice may.  Against float64 every algorithm
-    of cuSPARSELt 0.8.0 stayed within 2^-8 of the norm, BF16 output included, with k from 512 to 28416 on an H200:
-    FP8_ERROR each.
-    A tile that is missing, one of a hundred, changes the norm by a tenth, far above.
+    INT8 sums are exact, so without scales integer outputs must be equal bit for bit.  Otherwise the Frobenius norm of
+    the difference is compared, relative to that of ``expected``.  With u the unit roundoff of the output, two outputs
+    rounded from equal sums are at most 2u apart.  An algorithm that splits K and keeps partial sums in the output's
+    type rounds each part and their sum once more; norms of parts of random sign add up like the norm of the whole, so
+    2u more.  The sums are float32, but FP8 tensor cores truncate products to about 14 bits of the largest in a step,
+    unless an algorithm periodically promotes sums to other registers, as the libraries' own choice may.  Against
+    float64 every algorithm of cuSPARSELt 0.8.0 stayed within 2^-8 of the norm, BF16 output included, with k from 512 to
+    28416 on an H200: FP8_ERROR each.  One missing tile of a hundred changes the norm by a tenth, far more than this.
     """
     if problem.dtype == "int8" and problem.scale == "none" and not out.dtype.is_floating_point:
         return torch.equal(out, expected)

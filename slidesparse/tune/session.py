@@ -18,10 +18,10 @@ from slidesparse.tune.machine import SERVED, Gpu
 from slidesparse.tune.measure import Clock, Deadline
 from slidesparse.tune.search import Found, search
 
-SAVE_SECONDS = 5.0  # interval between saves, which take milliseconds; a kill loses the winners since the last
+SAVE_SECONDS = 5.0  # interval between saves, which take milliseconds; a killed process loses later winners
 MOST_SHOWN = 5  # refusals shown in a summary
 
-Advance = Callable[[str], None]  # called with a label when a cell is done or was there before
+Advance = Callable[[str], None]  # called with a label when a cell is done or was already there
 
 
 class Winners:
@@ -32,14 +32,14 @@ class Winners:
         self._pending: dict[Subject, list[tuple[Problem, Tuned]]] = defaultdict(list)
 
     def add(self, library: Versioned, problem: Problem, found: Found) -> None:
-        """Note the best of one problem."""
+        """Record the best of one problem."""
         best = Tuned(found.algorithm, found.timing.p50, found.others, found.tried)
         self._pending[self._gpu.subject(library)].append((problem, best))
         if time.monotonic() - self._saved >= SAVE_SECONDS:
             self.flush()
 
     def flush(self) -> None:
-        """Save what was noted since the last time."""
+        """Save the winners recorded since the last save."""
         for subject, results in self._pending.items():
             save(subject, results)
         self._pending.clear()
@@ -61,7 +61,7 @@ class Session:
         self.winners = Winners(self.gpu)
 
     def search(self, library: Tunable, problem: Problem, weights: list[Tensor]) -> Found:
-        """Search the fastest algorithm, and save it if serving runs the problem.  Raises LibraryError."""
+        """Search for the fastest algorithm, and save it if serving runs the problem.  Raises LibraryError."""
         rotation = self.inputs.rotation(problem, weights)
         found = search(library, problem, rotation, self.clock, self.gpu.device)
         if (problem.out, problem.scale) in served_outputs(library, problem.dtype):
@@ -72,8 +72,8 @@ class Session:
 def served_outputs(library: Tunable, dtype: str) -> list[tuple[str, str]]:
     """Return output type and scale of the problems that serving gives to ``library`` for operands of ``dtype``.
 
-    Sparse INT8 with INT32 output is the exact path, scaled by a kernel of its own.  A dense library that scales is
-    asked for products without, too: few tokens are scaled faster by a kernel.
+    Sparse INT8 with INT32 output is the exact path, scaled by a separate kernel.  A dense library that scales is
+    also used without scales, because for few tokens a separate kernel is faster.
     """
     found = library.outputs_of(dtype) if dtype in SERVED else ()
     if not found:

@@ -13,7 +13,7 @@ from slidesparse.convert.synth_model import PUBLIC
 from slidesparse.errors import SlideSparseError, shown
 from slidesparse.pattern import SlidePattern, parse_pattern, round_up
 
-FEW_TOKENS = (1, 2, 4, 8, 16, 32)  # also tuned for backends whose plans take any number of tokens
+FEW_TOKENS = (1, 2, 4, 8, 16, 32)  # also tuned for backends whose plans serve any number of tokens
 TOKENS = (64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
 PATTERNS = ("2:4", "4:6", "6:8", "8:10", "10:12", "12:14", "14:16", "2_inf")
 MIXED_PATTERNS = ("2:4@50%", "dense")  # patterns with dense blocks, for backends that take them
@@ -76,7 +76,7 @@ def model(name: str) -> tuple[str, tuple[Layer, ...]]:
 
 
 def parse_shapes(text: str) -> tuple[Layer, ...]:
-    """``"4608x3584,3584x18944"`` (N x K) -> layers that are named so.  Raises ShapeError."""
+    """``"4608x3584,3584x18944"`` (N x K) -> layers with these names.  Raises ShapeError."""
     layers = []
     for word in split(text):
         match = re.fullmatch(r"([0-9]{1,9})[xX]([0-9]{1,9})", word)

@@ -264,7 +264,7 @@ def test_every_layout_of_both_libraries_is_measured(tmp_path: Path, cache: Path)
     assert bench.run()
     rows = bench.records.rows
     assert len(rows) == bench.count == 2 * 2 * 2 * 8
-    served = [row for row in rows if (row["weight"], row["activations"], row["output"]) == TN.words]
+    served = [row for row in rows if (row["weight"], row["activations"], row["output"]) == TN.contiguous]
     assert {(row["taken"], row["algorithm"], row["reason"]) for row in served} == {("yes", "good", "")}
     assert set(times_of(served)) == {10.03}
     assert {row["heuristic_us"] for row in rows if row["taken"] == "yes"} == {"12.070"}
@@ -273,7 +273,7 @@ def test_every_layout_of_both_libraries_is_measured(tmp_path: Path, cache: Path)
     assert not cache.exists()  # winners of layouts that serving does not use are no business of it
     refused = [row for row in rows if row["taken"] == "no"]
     assert {(row["library"], row["weight"], row["activations"], row["output"]) for row in refused} == {
-        ("cusparselt", *REFUSED.words)
+        ("cusparselt", *REFUSED.contiguous)
     }
     assert all(row["reason"].startswith("NOT_SUPPORTED; int8 [") and not row["p50_us"] for row in refused)
 
@@ -297,7 +297,7 @@ def test_a_wrong_product_is_not_timed_and_a_refused_heuristic_hides_nothing(
     bench = layout_bench(tmp_path, session(dense), dense)
     assert bench.run()
     noted = [row for row in bench.records.rows if row["reason"]]
-    assert {(row["weight"], row["activations"], row["output"]) for row in noted} == {layout.words}
+    assert {(row["weight"], row["activations"], row["output"]) for row in noted} == {layout.contiguous}
     for row in noted:
         assert (row["taken"], row["heuristic_us"]) == ("yes", "")
         assert (row["p50_us"], row["reason"] == WRONG) == (

@@ -108,12 +108,12 @@ def test_every_command_is_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
                 )
                 found = json.loads(config.read_text()) | {"max_position_embeddings": 4096}
                 config.write_text(json.dumps(found))
-        first, *rest = step.words
+        first, *rest = step.command
         if first == "e2e":
-            done = CliRunner().invoke(app, [*step.words, "--dry-run"])
+            done = CliRunner().invoke(app, [*step.command, "--dry-run"])
             assert done.exit_code == 0, done.stderr
         else:
-            done = CliRunner().invoke(*((product, rest) if first == "slidesparse" else (app, step.words)))
+            done = CliRunner().invoke(*((product, rest) if first == "slidesparse" else (app, step.command)))
             assert (done.exit_code, "NVIDIA GPU" in done.stderr) == (ENVIRONMENT, True), step
     keys = [
         (model, dtype, pattern)

@@ -214,7 +214,7 @@ def test_the_page_of_what_is_there(tmp_path: Path) -> None:
     assert tables(text, "Layers of models at 2:4")[0][1][:3] == ["FP32", "A qkv, M 64", "-"]
     assert tables(text, "Beside one thread of the CPU")[0][1][:4] == ["512", "4000", "50.00", "100.00"]
     assert "None: ncu was not found." in text
-    said = {row[0]: row[2] for row in tables(text, "What the study claims beside what came out")[0]}
+    said = {row[0]: row[2] for row in tables(text, "The study's claims and our measurements")[0]}
     assert said["The baseline is 10^2 to 10^4 times as fast as one thread of the CPU"] == "200 / 100"
     assert said["The baseline beats cuBLAS up to 2048 and loses from 4096 on"].startswith(
         "4.00 / 2.00 at 512, - / - at"
@@ -235,7 +235,7 @@ def test_counters_on_the_page(tmp_path: Path) -> None:
     render(tmp_path)
     text = (tmp_path / "spmm.md").read_text()
     assert tables(text, "Counters")[0][1][:6] == ["FP32", "256", "own", "baseline", "7.5", "-"]
-    said = {row[0]: row[2] for row in tables(text, "What the study claims beside what came out")[0]}
+    said = {row[0]: row[2] for row in tables(text, "The study's claims and our measurements")[0]}
     claim = said["SM throughput in percent, baseline -> double"]
     assert claim == "8 / 7.5 at 256, - / - at 2048 -> - / 9 at 256, - / - at 2048"
 

@@ -482,7 +482,7 @@ def test_encoder_loss_is_that_of_embeddings(tmp_path: Path) -> None:
     assert not found.in_nats
     assert found.found is not None
     assert 0 < found.found < 1
-    assert "1 - cosine" in found.words
+    assert "1 - cosine" in found.summary
 
 
 def test_layer_patterns_exclude_a_budget(model: Path, tmp_path: Path, ids: str) -> None:

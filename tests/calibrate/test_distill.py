@@ -272,7 +272,7 @@ def test_the_summary_and_the_report(source: Path, tmp_path: Path, ids: str, text
     done = Done(*command, "--report", report)
     assert done.code == 0, done.err
     line = next(line for line in done.out.splitlines() if line.startswith("distilled"))
-    assert line.endswith("above the dense model's on text held back; 6 steps in 0.1 minutes")
+    assert line.endswith("above the dense model's on held-out text; 6 steps in 0.1 minutes")
     found = json.loads(report.read_text())["distilled"]
     assert found["steps"] == 6
     assert found["after"]["divergence"] < found["before"]["divergence"]

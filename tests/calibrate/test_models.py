@@ -219,7 +219,7 @@ def test_suspended_block_keeps_no_other_activations(name: str, tmp_path: Path) -
         ({"rope_parameters": {"rope_type": "yarn", "factor": 2.0}}, "'yarn'"),
         ({"rope_scaling": {"rope_type": "linear"}}, "'factor'"),
         ({"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, "'llama3'"),
-        ({"use_bidirectional_attention": True}, "both directions"),
+        ({"use_bidirectional_attention": True}, "bidirectional attention"),
         ({"layer_types": ["full_attention", "linear_attention"]}, "'linear_attention'"),
         ({"layer_types": ["full_attention"]}, "2 in all"),
         ({"num_attention_heads": None}, "num_attention_heads is None"),

@@ -208,7 +208,7 @@ def test_output_filled_meanwhile(tmp_path: Path) -> None:
         out.mkdir(exist_ok=True)
         (out / "theirs").write_text("kept")
 
-    with pytest.raises(CheckpointError, match="somebody else"):
+    with pytest.raises(CheckpointError, match="another process"):
         convert(source, out, progress=fill)
     assert snapshot(tmp_path).keys() == {*(f"source/{name}" for name in snapshot(source)), "out/theirs"}
 

@@ -144,7 +144,7 @@ def test_every_probe_may_fail(monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(*_: object, **__: object) -> None:
         raise OSError("the disk is gone")
 
-    for name in ("_run", "_version"):
+    for name in ("_run", "version_of"):
         monkeypatch.setattr(doctor, name, broken)
     for name in ("find_library", "find_nvcc", "compiler"):
         monkeypatch.setattr(find, name, broken)
@@ -473,7 +473,7 @@ class TestCheckpoints:
         on(H200, hopper="nvcc was not found")
         report = preflight.examine("out", tmp_path / "out")
         assert (report.code, report.backend, report.times) == (0, "cusparselt", None)
-        assert "hopper, which goes first, cannot run: nvcc was not found" in report.missing[0]["what"]
+        assert "hopper, which is preferred, cannot run: nvcc was not found" in report.missing[0]["what"]
         on(H200, hopper="no nvcc", cusparselt="no library")
         report = preflight.examine("out", tmp_path / "out")
         assert report.code == 3

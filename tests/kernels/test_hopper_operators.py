@@ -92,7 +92,7 @@ class Operators:
             outputs = "(Tensor, Tensor)" if name.startswith("add") else "Tensor"
             for one in (name, name + operators.BY_PYTHON):
                 self._library.define(f"{one}({arguments}, {ops.LAYER}) -> {outputs}")
-            python = operators.with_errors_kept(self._by_python(name))
+            python = operators.recording_errors(self._by_python(name))
             self._library.impl(name + operators.BY_PYTHON, python, "CPU")
         kernels = folder / "kernels.so"
         self._kernels = ctypes.CDLL(str(kernels))

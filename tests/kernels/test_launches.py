@@ -60,7 +60,7 @@ def test_what_is_looked_up(caplog: pytest.LogCaptureFixture) -> None:
     launches._note.cache_clear()
     assert find(k=80) == Config(64, 1, 2)
     assert (
-        "quant_slide has no tuned launch for some shapes on NVIDIA Test 100 and takes that of" in caplog.text
+        "quant_slide has no tuned launch for some shapes on NVIDIA Test 100 and uses that of" in caplog.text
     )
     assert [find(k=128), find(source=torch.float32), find(dtype=torch.float8_e4m3fn)] == [None] * 3
     assert find(source=torch.float64) is None  # the kernel says what it takes

@@ -162,7 +162,7 @@ def test_calls_in_graphs_are_counted_where_torch_has_no_events_for_them(
     assert graph.events == []
     head, _, *rows = profiler.table().splitlines()
     assert head.startswith(
-        "SlideSparse profile: 2 calls captured into CUDA graphs; not timed, as this torch has no events"
+        "SlideSparse profile: 2 calls captured into CUDA graphs; not timed: this torch cannot record events"
     )
     assert [row.split()[1:] for row in rows] == [["16", "2", *["-"] * 5]]
 

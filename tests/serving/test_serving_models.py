@@ -153,8 +153,8 @@ def test_a_head_of_another_type_is_left_to_vllm(
     ("backend", "quant", "words"),
     [
         ("hopper", "int8", ""),
-        ("hopper", "fp8", "backend hopper adds FP8 products in an order that depends on"),
-        ("cusparselt", "fp8", "backend cusparselt adds FP8 products"),
+        ("hopper", "fp8", "backend hopper sums FP8 products in an order that depends on"),
+        ("cusparselt", "fp8", "backend cusparselt sums FP8 products"),
     ],
 )
 def test_batches_that_must_not_matter(

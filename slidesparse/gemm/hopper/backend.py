@@ -2,8 +2,8 @@
 
 The packed weight has one format, `slidesparse.gemm.hopper.format`.  A layer has one plan for any number of tokens.  C++
 keeps the plans and finds them by the sizes of a layer, which torch's operators are called with; Python makes a plan
-when a weight is packed, or at the first call of a layer.  By programmatic dependent launch a kernel starts before the
-one in front has ended, so `pack` waits until the packed weight is written.
+when a weight is packed, or at the first call of a layer.  With programmatic dependent launch, a kernel starts before
+the previous one has ended, so `pack` waits until the packed weight is written.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ HOPPER_CAPABILITY = (9, 0)  # sm_90a: neither earlier nor later GPUs have its in
 VERSION = "4"  # version of the configurations; tables of other versions are not read
 CANDIDATES = 16  # configurations that tuning tries for a problem
 NEAR = 0.5  # see `tuned.neighbour`: as far as 4:6 is from 2:4 and 6:8 of the same layer
-MOST_TOKENS = 1 << 15  # the last row in the table of a plan, which serves more tokens, too
+MOST_TOKENS = 1 << 15  # the last row in the table of a plan, also used for more tokens
 OUTPUTS = (torch.bfloat16, torch.float16)
 ALIGNMENT = 16  # bytes: alignment of the rows that TMA reads
 
@@ -45,7 +45,7 @@ _planning = threading.Lock()
 class HopperPlan:
     """See `slidesparse.gemm.problem.Plan`.  It runs any number of tokens."""
 
-    workspace = 0  # the kernels allocate their own
+    workspace = 0  # the kernels allocate it themselves
 
     def __init__(self, problem: Problem, algorithm: str) -> None:
         self.algorithm = algorithm
@@ -77,7 +77,7 @@ class Hopper(CudaBackend):
     sparse = True
     reach = NEAR
     # TMA reads 128 bytes of a row at a time, from rows that begin at multiples of 16.  Where they do not begin at
-    # multiples of 128, each such piece lies in two lines of the cache: the product of 3584 x 3584 at 8:10 and 1024
+    # multiples of 128, each piece straddles two cache lines: the GEMM of 3584 x 3584 at 8:10 and 1024
     # tokens takes 37 us with rows of 5744 codes, 24 with rows of 5760, on an H200.
     alignment = BLOCK
     products = dict.fromkeys(("int8", "fp8"), tuple(NAMES[dtype] for dtype in OUTPUTS))
@@ -98,11 +98,11 @@ class Hopper(CudaBackend):
         return super().unusable_library(capability, loads)
 
     def epilogue(self, dtype: str, out: str, device: torch.device | None = None) -> str:
-        """ "both": the kernels scale by out-feature and by token, and nothing less."""
+        """See `Tunable.epilogue`: always "both" scales."""
         return "both"
 
     def operand(self, weight: Tensor, layout: Layout = TN) -> Tensor:
-        """See `Tunable.operand`: packed (`slidesparse.gemm.hopper.format`), with dense blocks where it is not 2:4."""
+        """See `Tunable.operand`: packed (`slidesparse.gemm.hopper.format`), with dense blocks where needed."""
         require_operand(weight.dtype)
         _require_layout(layout)
         spec = LayerSpec(weight.shape[0], weight.shape[1], None, 0, weight.dtype, OUTPUTS[0])
@@ -134,7 +134,7 @@ class Hopper(CudaBackend):
         """See `Backend.pack`: the packed windows, N padded to whole strips and K' to whole blocks.
 
         A weight without a pattern is stored in blocks of 64 out-features x 128 columns, 2:4 where their zeros allow it.
-        Little memory is used beside the weight and the result.  Raises LibraryError for dtypes other than INT8 and FP8.
+        Little temporary memory is used.  Raises LibraryError for dtypes other than INT8 and FP8.
         """
         packed = pack_without_plan(spec, weight)
         if packed.is_cuda and packed.numel():
@@ -188,7 +188,7 @@ class Hopper(CudaBackend):
         with cuda.on_device(x.get_device()):
             plan = self._find_plan(layer, x.device)
             _require_operands(scale_w, bias, layer.n, x.device)
-            if profiling.enabled():  # which times the two parts apart
+            if profiling.enabled():  # time both parts separately
                 q, scale_x = _quantize(plan, x, producer, spec.dtype, layer.columns)
                 profiling.layer(packed, layer.n, q)
                 _multiply(plan, q, scale_x, packed, scale_w, bias, out)
@@ -217,7 +217,7 @@ class Hopper(CudaBackend):
     def _find_plan(self, layer: Layer, device: torch.device) -> int:
         """Return the handle of the plan for ``layer`` on ``device``, the current device; make it if there is none.
 
-        Raises LibraryError, also if it would have to be made while a CUDA graph is captured, as that loads kernels.
+        Raises LibraryError, also if it would have to be made during CUDA graph capture, because that loads kernels.
         """
         find = native.library().slidesparse_hopper_find
         found: int | None = find(cuda.index_of(device), *layer)
@@ -288,7 +288,7 @@ def _layer(spec: LayerSpec, alignment: int) -> Layer:
 
 
 def _product_layer(n: int, columns: int, dtype: torch.dtype) -> Layer:
-    """Return the layer of a GEMM alone: its activations are quantized, and lifted, before."""
+    """Return the layer of a GEMM alone, whose activations have been quantized and lifted already."""
     return Layer(n, columns, HARDWARE_LENGTH, 0, dtype == FP8, round_up(columns, ALIGNMENT))
 
 
@@ -336,7 +336,7 @@ def pack_by_kernel(weight: Tensor, layout: SlideLayout, dense: Tensor | None = N
             *(*sizes, weight.dtype == FP8, weight.data_ptr(), weight.stride(0), dense is not None),
             *(packed.data_ptr(), scratch.data_ptr(), broken.data_ptr(), _stream(weight)),
         )
-    return packed, int(broken.item())  # waits for the GPU, see the top of the file
+    return packed, int(broken.item())  # synchronizes, see the module docstring
 
 
 def run_layer(

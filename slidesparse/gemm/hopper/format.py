@@ -9,14 +9,14 @@ mixed one, some of whose blocks are dense, begins with a table of where each blo
     entry   2 * (offset of the block in the packed weight / 1024) + (1 if it is dense)
     2:4     values 2048 (columns 0..63) | values 2048 (columns 64..127) | metadata 512 | metadata 512
 
-Values stand in core matrices of 8 rows by 16 bytes, a row after the other, as wgmma takes them from shared memory and
-as `ldmatrix` hands them to the threads of a warp: with columns counted after compression, two of four::
+Values are stored in core matrices of 8 rows by 16 bytes, row by row, as wgmma reads them from shared memory and as
+`ldmatrix` loads them into the registers of a warp: with columns counted after compression, two of four::
 
     2048 bytes  rows 0..7, columns 0..15 | rows 0..7, columns 16..31 | rows 8..15, columns 0..15 | ...
 
 A dense block has the values of columns 0..31, 32..63, 64..95 and 96..127 in the same order, and nothing else.
 
-The metadata are a 32-bit word of each of the 128 threads that multiply the strip.  Thread (warp w of 4, lane
+The metadata are one 32-bit word for each of the 128 threads of the strip's warpgroup.  Thread (warp w of 4, lane
 4 g + 2 h + r) has the word of row 16 w + g + 8 r: for each of the eight groups of four columns from 32 h on the indices
 of the two that are stored, two bits each, the first group and index lowest.
 """

@@ -65,7 +65,7 @@ class Layer(NamedTuple):
 
 @cache
 def library() -> Any:
-    """The kernels, compiled now if they were not, and torch's operators that run them.  Raises LibraryError."""
+    """Return the kernels, compiled if needed, and install torch's operators that run them.  Raises LibraryError."""
     try:
         path = build("hopper")
         found = ctypes.CDLL(str(path))
@@ -84,7 +84,7 @@ def declare(found: Any) -> None:
 
 
 def call(name: str, *arguments: Any) -> None:
-    """Call a function that returns None or an error.  Raises LibraryError with its words."""
+    """Call a function that returns None or an error message.  Raises LibraryError with that message."""
     error = getattr(library(), f"slidesparse_hopper_{name}")(*arguments)
     if error:
         raise LibraryError(error.decode(errors="replace"))

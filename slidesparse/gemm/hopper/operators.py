@@ -1,8 +1,8 @@
 """Load the C++ torch operators for whole layers: csrc/hopper/operators.cpp, compiled against torch's stable headers.
 
-An operator of `OPERATORS` is implemented by Python until the kernels are loaded (`install`), then by C++.  Calls that
-C++ cannot run go on to the operator NAME_by_python: another backend, a layer without a plan, profiling, and whatever is
-wrong.  With torch older than 2.10, or without a C++ compiler, operators stay Python's.
+An operator of `OPERATORS` is implemented in Python until the kernels are loaded (`install`), then in C++.  C++ forwards
+what it cannot run to the operator NAME_by_python: other backends, layers without a plan, profiling, and errors.  With
+torch older than 2.10, or without a C++ compiler, the Python implementation stays.
 """
 
 from __future__ import annotations
@@ -27,17 +27,17 @@ BY_PYTHON = "_by_python"
 
 _logger = logging.getLogger("slidesparse")
 _native: Any = None  # the compiled operators.cpp, once it implements the operators
-if "_python" not in globals():  # a reload keeps the implementations: they go when their library object does
+if "_python" not in globals():  # kept across reloads: implementations disappear with their library object
     _python = torch.library.Library(NAMESPACE, "FRAGMENT")
 
 
 def implement(name: str, implementation: Callable[..., Any]) -> None:
-    """Implement an operator of `OPERATORS` by Python, where neither a CPU's implementation nor C++ takes precedence."""
+    """Implement an operator of `OPERATORS` in Python; implementations for a CPU or in C++ take precedence."""
     _python.impl(name, implementation, "CompositeExplicitAutograd")
 
 
-def with_errors_kept(implementation: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap an operator NAME_by_python, so that C++ can raise its errors again, as RuntimeErrors in their words."""
+def recording_errors(implementation: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap an operator NAME_by_python, so that C++ can raise its errors as RuntimeErrors with the same message."""
 
     @functools.wraps(implementation)
     def run(*arguments: Any) -> Any:
@@ -52,9 +52,9 @@ def with_errors_kept(implementation: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def install(kernels: Path) -> None:
-    """Let C++ implement the operators with the kernels' library at ``kernels``; once a process.
+    """Install the C++ operators, which call the kernels' library at ``kernels``; once per process.
 
-    Where it cannot be compiled a line in the log says why, and they stay Python's.  Raises LibraryError.
+    If they cannot be compiled, the reason is logged and the Python ones stay.  Raises LibraryError.
     """
     global _native
     if _native is not None:
@@ -63,7 +63,7 @@ def install(kernels: Path) -> None:
         path = build("hopper_operators")
     except ToolchainError as error:
         _logger.warning(
-            "layers are called through Python, which takes the host some 10 us a layer more: %s", error
+            "layers are called through Python, which costs about 10 us of CPU time per layer: %s", error
         )
         return
     _native = load(path, kernels)
@@ -84,5 +84,5 @@ def load(path: Path, kernels: Path) -> Any:
     wrong = found.slidesparse_operators_load(str(kernels).encode())
     if wrong:
         raise LibraryError(f"torch's operators in C++: {wrong.decode()}")
-    profiling.when_switched(lambda on: found.slidesparse_operators_enable(not on))
+    profiling.on_switch(lambda on: found.slidesparse_operators_enable(not on))
     return found
