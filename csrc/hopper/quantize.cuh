@@ -184,6 +184,7 @@ __global__ void __launch_bounds__(kMaxQuantizeThreads)
   const int held = kVectors * blockDim.x;
   const RowOf row(arguments, row_index);
   if (parts > 1) ClusterArriveRelaxed();
+  LaunchDependents();  // the GEMM loads weights meanwhile, and waits for the codes itself
   WaitForPredecessors();
 
   typename RowOf::Source sources[kVectors];
@@ -228,7 +229,6 @@ __global__ void __launch_bounds__(kMaxQuantizeThreads)
   __syncwarp();
   if (!RowOf::kIsNorm && parts > 1) ClusterWait();
   const RowScale<kFp8> scale(RowAbsMax(absmax, maxima, part, parts));
-  LaunchDependents();  // early, as the dependent kernel waits for the codes itself
 
   uint2* const to = reinterpret_cast<uint2*>(codes);
 #pragma unroll

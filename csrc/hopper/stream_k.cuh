@@ -275,6 +275,7 @@ __global__ void __launch_bounds__(TileShape<kStrips, kTokens>::kThreads,
     if (produces) {
       WaitForPredecessors();
       producer.Run();
+      LaunchDependents();
     }
   } else {
     ReallocateRegisters<S, false>();
