@@ -247,6 +247,7 @@ class Interrupter:
     def find_spec(self, name, path=None, target=None):
         if name == {module!r}:
             os.kill(os.getpid(), signal.SIGINT)
+signal.signal(signal.SIGINT, signal.default_int_handler)  # shells start background jobs with the signal ignored
 sys.meta_path.insert(0, Interrupter())
 from slidesparse.cli import main
 main()
