@@ -97,7 +97,20 @@ def losses(source: Path) -> str:
 def encoder(source: Path) -> str:
     """Protocol B, in the order of PATTERNS and METHODS."""
     rows = pd.read_csv(source)
-    shown = (DENSE, "8:10", "6:8", "zeros 25%", "4:6", "zeros 33.3%", "2:4", "-", *METHODS, "budget", "int8", "fp8")
+    shown = (
+        DENSE,
+        "8:10",
+        "6:8",
+        "zeros 25%",
+        "4:6",
+        "zeros 33.3%",
+        "2:4",
+        "-",
+        *METHODS,
+        "budget",
+        "int8",
+        "fp8",
+    )
     order = {name: i for i, name in enumerate(shown)}
     rows = rows.sort_values(["quant", "pattern", "method"], key=lambda column: column.map(order))
     lines = [

@@ -183,7 +183,7 @@ def main() -> None:
                 seed=SEED,
             )
             report = convert(source, made, how)
-            made.with_suffix(".json").write_text(json.dumps(report.to_json(), indent=2))
+            (options.folder / f"{made.name}.json").write_text(json.dumps(report.to_json(), indent=2))
         found = engine.score(made, "embedding", ids)
         if not found.served_by:
             raise SystemExit(f"the plugin did not serve {made}; see {engine.log}")
