@@ -58,8 +58,9 @@ class Results:
 
     @staticmethod
     def of(source: Path) -> Results:
-        """Read a CSV."""
-        return Results(pd.read_csv(source, keep_default_na=False).drop_duplicates(KEY, keep="last"))
+        """Read the rows of a CSV that were not distilled."""
+        rows = pd.read_csv(source, keep_default_na=False)
+        return Results(rows[rows["distilled"] == ""].drop_duplicates(KEY, keep="last"))
 
     def loss(self, pattern: str, method: str, quant: str, text: str = "in") -> Loss | None:
         """The loss of one kind of checkpoint; None where it was not measured."""
