@@ -133,7 +133,7 @@ def gains() -> str:
     rows: list[tuple[str, ...]] = [
         ("weights that are zero", "", *(f"{1 - float(pattern.density):.0%}" for pattern in each)),
         ("perplexity of a 107M model (1)", "", *(f"{losses.mean(pattern):+.2f}%" for pattern in patterns)),
-        ("the same zeros, chosen by a budget", "", *chosen, ""),
+        ("as many zeros, a pattern for each layer (`--zeros`)", "", *chosen, ""),
         ("after five minutes of distillation", "", "", "", f"{losses.losses('2:4', 'kl')[0]:+.2f}%"),
     ]
     ratios = _few(STOCK).groupby(level=["model", "dtype", "stage", "M"]).median().loc[QWEN, "int8"]
