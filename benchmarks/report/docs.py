@@ -133,7 +133,7 @@ def gains() -> str:
     rows: list[tuple[str, ...]] = [
         ("weights that are zero", "", *(f"{1 - float(pattern.density):.0%}" for pattern in each)),
         ("perplexity of a 107M model (1)", "", *(f"{losses.mean(pattern):+.2f}%" for pattern in patterns)),
-        ("the same zeros, chosen by a budget", "", *chosen, ""),
+        ("as many zeros, a pattern for each layer (`--zeros`)", "", *chosen, ""),
         ("after five minutes of distillation", "", "", "", f"{losses.losses('2:4', 'kl')[0]:+.2f}%"),
     ]
     ratios = _few(STOCK).groupby(level=["model", "dtype", "stage", "M"]).median().loc[QWEN, "int8"]
@@ -147,25 +147,16 @@ def gains() -> str:
     return table(("", "not pruned", *patterns), rows, 5)
 
 
-def _models(model: str, cells: Sequence[tuple[str, int]], columns: Sequence[str], stock: bool = False) -> str:
+def _models(model: str, cells: Sequence[tuple[str, int]], columns: Sequence[str]) -> str:
     """A row for each dtype and cell (stage, M), over stock vLLM."""
-    rates = data.rounds(_results(H200).tables["e2e"]).set_index(list(E2E.key[:-1]))["rate"]
     rows = []
     for dtype in ("int8", "fp8"):
         for at, (stage, m) in enumerate(cells):
             words = _step(stage, m) if at == 0 or cells[at - 1][0] != stage else str(m)
             figures = [times(_whole().get((model, dtype, stage, m, name), float("nan"))) for name in columns]
-            if stock:
-                figures.insert(0, f"{rates[model, dtype, stage, m, DENSE, STOCK]:,.0f}")
             rows.append((dtype.upper() if at == 0 else "", words, *figures))
     header = [name if name in PATTERNS else f"`{name}`" for name in columns]
-    return table(("", "", *(["stock"] if stock else []), *header), rows, 2)
-
-
-def models() -> str:
-    """A selection of cells, with stock vLLM's tokens per second."""
-    cells = [*(("prefill", m) for m in (512, 2048, 8192, 32768)), ("decode", 64), ("decode", 256)]
-    return _models(QWEN, cells, PATTERNS, stock=True)
+    return table(("", "", *header), rows, 2)
 
 
 def qwen() -> str:
@@ -175,9 +166,8 @@ def qwen() -> str:
 
 
 def llama() -> str:
-    """All cells of Llama-3.2-1B."""
-    ms = {stage: sorted({k[3] for k in _whole() if k[0] == LLAMA and k[2] == stage}) for stage in STEPS}
-    return _models(LLAMA, [(stage, m) for stage in STEPS for m in ms[stage]], (*PATTERNS, "off"))
+    """The steps of Llama-3.2-1B that do not wait for the CPU."""
+    return _models(LLAMA, [("prefill", m) for m in (32768, 65536)], (*PATTERNS, "off"))
 
 
 def fusion() -> str:
@@ -398,7 +388,7 @@ def budgets() -> str:
 
 
 TABLES: dict[str, Callable[[], str]] = {
-    **{make.__name__: make for make in (gains, models, few, few_14b, few_bitnet, qwen)},
+    **{make.__name__: make for make in (gains, few, few_14b, few_bitnet, qwen)},
     **{make.__name__: make for make in (llama, fusion, step)},
     **{make.__name__: make for make in (layers, ranges, verdicts, products, heuristics, bandwidth)},
     **{make.__name__: make for make in (reference, efficiency, bitnet, blocks, budgets)},

@@ -18,15 +18,13 @@ from slidesparse.errors import EnvironmentFault, SlideSparseError
 def build_targets(
     names: Annotated[
         list[str] | None,
-        typer.Argument(
-            metavar="[NAME]...", help=f"The targets to compile, of {', '.join(TARGETS)}; default all."
-        ),
+        typer.Argument(metavar="[NAME]...", help=f"Of {', '.join(TARGETS)}; default all."),
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """Compile the kernels now, for images or before serving; otherwise each is compiled at its first use.
+    """Compile the kernels now, instead of at the first start of vLLM.  Needs no GPU.
 
-    Exit 3 with the reason when one cannot be compiled; the others are compiled nevertheless.
+    Exit 3 with the reason if one cannot be compiled; the others are compiled nevertheless.
     """
     unknown = [name for name in names or () if name not in TARGETS]
     if unknown:

@@ -29,7 +29,11 @@ err = Console(stderr=True, highlight=False, soft_wrap=True)
 
 Json = Annotated[bool, typer.Option("--json", help="Print JSON for machines.")]
 Layout = Annotated[
-    str, typer.Option(help="dense, which stock vLLM serves too, slided offline, or packed, without zeros.")
+    str,
+    typer.Option(
+        help="How weights are stored: dense, with zeros, which stock vLLM serves too; packed, without them; slided, as "
+        "2:4 windows."
+    ),
 ]
 
 

@@ -45,6 +45,11 @@ _DEFAULTS = {
     methods.DEFAULT_CALIBRATED: "with --calib the default",
     methods.DEFAULT: "without --calib the default",
 }
+# headings of --help
+_BUDGET = "A budget instead of --sparsity: choose a pattern for each layer. Needs --calib"
+_CALIBRATION = "Pruning"
+_LAYERS = "Some layers differently"
+
 _METHODS = ", ".join(f"{name} ({_DEFAULTS[name]})" if name in _DEFAULTS else name for name in methods.METHODS)
 
 
@@ -58,121 +63,158 @@ def convert(
     ],
     target: Annotated[Path, typer.Argument(help="The folder to make.", metavar="OUT")],
     sparsity: Annotated[
-        str | None, typer.Option("--sparsity", "-s", help="The pattern: 6:8, or equivalently 2_8.")
+        str | None,
+        typer.Option(
+            "--sparsity",
+            "-s",
+            help="The pattern, non-zeros : length: 2:4, 4:6, 6:8 (or 2_8), 8:10 and so on; 2_inf prunes nothing.",
+        ),
     ] = None,
     max_loss: Annotated[
         str | None,
         typer.Option(
-            help="Instead of a pattern: choose one for each layer, so that the model is fastest and its perplexity "
-            "(for encoders: 1 - cosine of the embeddings) rises by at most this much. Needs --calib.",
+            help="The fastest model whose perplexity (for encoders: 1 - cosine of the embeddings) rises by at most "
+            "this much.",
             metavar="PERCENT",
+            rich_help_panel=_BUDGET,
         ),
     ] = None,
     min_speedup: Annotated[
         float | None,
         typer.Option(
-            help="Instead of a pattern: the least loss for linear layers X times as fast as vLLM's dense ones, such as "
-            "1.15. Needs --calib.",
+            help="The least loss for linear layers X times as fast as vLLM's dense ones, such as 1.15.",
             metavar="X",
+            rich_help_panel=_BUDGET,
         ),
     ] = None,
     zeros: Annotated[
         str | None,
         typer.Option(
-            help="Instead of a pattern: the least loss with this share of zero weights. Needs --calib.",
-            metavar="PERCENT",
+            help="The least loss with this share of zero weights.", metavar="PERCENT", rich_help_panel=_BUDGET
         ),
     ] = None,
     tokens: Annotated[
         str | None,
         typer.Option(
-            help=f"For --max-loss and --min-speedup: tokens per step at which layers are timed; by default "
-            f"{','.join(map(str, DEFAULT_TOKENS))}, a decode step with as many sequences and a prefill step.",
+            help=f"Tokens of the steps that the first two make fast; by default "
+            f"{','.join(map(str, DEFAULT_TOKENS))}: decode with {DEFAULT_TOKENS[0]} sequences, and prefill.",
             metavar="N,N",
+            rich_help_panel=_BUDGET,
         ),
     ] = None,
     gpu: Annotated[
         str | None,
-        typer.Option(help=f"The GPU whose measured layer times are used; by default {DEFAULT_GPU}."),
+        typer.Option(
+            help=f"The GPU whose measured layer times are used; by default {DEFAULT_GPU}.",
+            rich_help_panel=_BUDGET,
+        ),
     ] = None,
     quant: Annotated[
         str | None, typer.Option(help="int8 or fp8; by default that of a W8A8 source, otherwise int8.")
     ] = None,
     layout: Layout = "dense",
-    method: Annotated[str | None, typer.Option(help=f"{_METHODS}.")] = None,
+    method: Annotated[str | None, typer.Option(help=f"{_METHODS}.", rich_help_panel=_CALIBRATION)] = None,
     calib: Annotated[
         str | None,
         typer.Option(
-            help="Calibration data: FILE.jsonl (one text per line), FILE.npy (token ids), or random. "
-            f"For {CALIBRATED}.",
+            help="Text like that the model will serve: FILE.jsonl (a text per line), FILE.npy (token ids), or random, "
+            f"for trials. For {CALIBRATED}.",
             metavar="FILE",
+            rich_help_panel=_CALIBRATION,
         ),
     ] = None,
     samples: Annotated[
-        int | None, typer.Option(help="Number of calibration samples; by default 128.", metavar="N")
+        int | None,
+        typer.Option(
+            help="Number of calibration samples; by default 128.", metavar="N", rich_help_panel=_CALIBRATION
+        ),
     ] = None,
     seqlen: Annotated[
         int | None,
         typer.Option(
-            help="Sequence length of a sample; by default 2048, or the model's maximum.", metavar="N"
+            help="Sequence length of a sample; by default 2048, or the model's maximum.",
+            metavar="N",
+            rich_help_panel=_CALIBRATION,
         ),
     ] = None,
     device: Annotated[
         str | None,
-        typer.Option(help="Device to calibrate on: auto (the default: a GPU if available), cpu, cuda."),
+        typer.Option(
+            help="Device to calibrate on: auto (the default: a GPU if available), cpu, cuda.",
+            rich_help_panel=_CALIBRATION,
+        ),
     ] = None,
     sweeps: Annotated[
         int | None,
-        typer.Option(help="Refinement passes of sparsegpt over each layer; by default 4.", metavar="N"),
+        typer.Option(
+            help="Refinement passes of sparsegpt over each layer; by default 4.",
+            metavar="N",
+            rich_help_panel=_CALIBRATION,
+        ),
     ] = None,
     target_of: Annotated[
         str | None,
         typer.Option(
             "--target",
-            help="The outputs that sparsegpt fits: dense (the default), the dense model's; own, the layer's own.",
+            help="What sparsegpt fits: dense (the default), the outputs of the dense model; own, those of the layer "
+            "itself.",
+            rich_help_panel=_CALIBRATION,
         ),
     ] = None,
     finetune: Annotated[
         int | None,
         typer.Option(
-            help="Epochs of fine-tuning each layer of the model on the samples after sparsegpt; by default 4.",
+            help="Epochs of training each layer's remaining weights after sparsegpt; by default 4.",
             metavar="EPOCHS",
+            rich_help_panel=_CALIBRATION,
         ),
     ] = None,
     rotate: Annotated[
         str | None,
         typer.Option(
-            help="Reduce the loss of pruning by rotating the weights along the residual stream (Llama, Mistral, "
-            "Qwen2, Qwen3) and permuting channels (all models but BitNet): auto (the default: with sparsegpt, where "
-            "possible), on or off.",
+            help="Rotate the weights (Llama, Mistral, Qwen2, Qwen3) and permute channels (all but BitNet), so that "
+            "pruning loses less: auto (the default: with sparsegpt, where possible), on or off.",
             metavar="WHEN",
+            rich_help_panel=_CALIBRATION,
         ),
     ] = None,
     distill: Annotated[
         str | None,
         typer.Option(
-            help="With --calib: afterwards distill from the dense language model, training the remaining weights "
-            "of all layers on this text: FILE.jsonl or FILE.npy, the more the better.",
+            help="Afterwards train all remaining weights to predict what the dense language model predicts on this "
+            "text: FILE.jsonl or FILE.npy, the more the better.",
             metavar="FILE",
+            rich_help_panel=_CALIBRATION,
         ),
     ] = None,
     minutes: Annotated[
-        float | None, typer.Option(help="Minutes of distillation; by default 10.", metavar="N")
+        float | None,
+        typer.Option(
+            help="Minutes of distillation; by default 10.", metavar="N", rich_help_panel=_CALIBRATION
+        ),
     ] = None,
     resume: Annotated[
-        bool, typer.Option("--resume", help="Continue from the finished layers of an interrupted run.")
+        bool,
+        typer.Option(
+            "--resume",
+            help="Continue from the finished layers of an interrupted run.",
+            rich_help_panel=_CALIBRATION,
+        ),
     ] = False,
     layer: Annotated[
         list[str] | None,
         typer.Option(
             help="Another pattern for some layers, such as 'down_proj=8:10'; may be repeated, the last match counts.",
             metavar="REGEX=PATTERN",
+            rich_help_panel=_LAYERS,
         ),
     ] = None,
     skip: Annotated[
         list[str] | None,
         typer.Option(
-            help="Quantize layers whose name matches, without pruning them; may be repeated.", metavar="REGEX"
+            help="Quantize layers whose name matches, without pruning them; may be repeated.",
+            metavar="REGEX",
+            rich_help_panel=_LAYERS,
         ),
     ] = None,
     ignore: Annotated[
@@ -180,11 +222,16 @@ def convert(
         typer.Option(
             help=r"Leave layers whose name matches unchanged, such as '\.experts\.'; may be repeated.",
             metavar="REGEX",
+            rich_help_panel=_LAYERS,
         ),
     ] = None,
     linear: Annotated[
         str | None,
-        typer.Option(help="The linear layers, for architectures that are not known.", metavar="REGEX"),
+        typer.Option(
+            help="Names of the linear layers to prune, for architectures that convert does not know.",
+            metavar="REGEX",
+            rich_help_panel=_LAYERS,
+        ),
     ] = None,
     seed: Annotated[int, typer.Option(help="Seed for selecting samples, and for --method random.")] = 0,
     report: Annotated[
@@ -193,17 +240,19 @@ def convert(
     plot: Annotated[
         Path | None,
         typer.Option(
-            help="With a budget: draw loss against speed, or zeros, to this file.", metavar="FILE.svg"
+            help="Draw loss against speed, or zeros, to this file.",
+            metavar="FILE.svg",
+            rich_help_panel=_BUDGET,
         ),
     ] = None,
     dry_run: Annotated[
         bool,
         typer.Option(
-            "--dry-run", help="Check everything and show the plan or a budget's trade-off; write nothing."
+            "--dry-run", help="Check everything, show the plan or a budget's trade-off, and write nothing."
         ),
     ] = False,
 ) -> None:
-    """Prune a model to a pattern, or within a budget, and write it as a W8A8 checkpoint."""
+    """Prune a model, quantize it to INT8 or FP8, and write a checkpoint for vLLM to serve."""
     pattern, budget = _wanted(
         sparsity, {"--max-loss": max_loss, "--min-speedup": min_speedup, "--zeros": zeros}, tokens, gpu
     )

@@ -26,7 +26,7 @@ def doctor(
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """Show what this machine can run, and what is missing with the remedy.  Without MODEL, always exits 0.
+    """Show what this machine can run, what is missing, and how to get it.  Without MODEL, always exits 0.
 
     With MODEL: exit 0 if SlideSparse serves it here, 1 if not, 3 if this machine lacks something for it.
     """

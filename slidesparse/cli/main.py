@@ -24,7 +24,11 @@ if TYPE_CHECKING:
 
 MOST_COLUMNS = 1000  # characters of a table's line
 
-app = application("(2N-2):2N structured sparsity on 2:4 sparse tensor cores, for vLLM.", name="slidesparse")
+app = application(
+    "Prune models to patterns such as 6:8, which vLLM then serves on 2:4 sparse tensor cores.  Begin with doctor and "
+    "convert; vLLM needs no flag.",
+    name="slidesparse",
+)
 
 
 def main() -> None:
@@ -44,14 +48,13 @@ def _top(
         raise typer.Exit
 
 
-@app.command()
 def inspect(
     folder: Annotated[
         str, typer.Argument(help="Any checkpoint folder, or ORG/NAME on the Hub.", metavar="DIR")
     ],
     as_json: Json = False,
 ) -> None:
-    """Show each layer: shape, dtype, pattern, violations, bytes, expansion.  Exit 1 for a violation."""
+    """Show each layer's shape, pattern and bytes, and whether it obeys its pattern.  Exit 1 if one does not."""
     from slidesparse.checkpoint.hub import local_folder
     from slidesparse.checkpoint.inspection import inspect as run
 
@@ -109,7 +112,6 @@ def _cells(layer: LayerReport) -> tuple[str, ...]:
     )
 
 
-@app.command()
 def verify(
     first: Annotated[str, typer.Argument(help="Any checkpoint folder, or ORG/NAME on the Hub.", metavar="A")],
     second: Annotated[str, typer.Argument(help="The one to compare it with.", metavar="B")],
@@ -133,11 +135,13 @@ def verify(
     raise typer.Exit(0 if found.equal else FAILED)
 
 
-app.command("doctor")(doctor.doctor)
-app.command("build")(build.build_targets)
+app.command("doctor")(doctor.doctor)  # in the order of --help
 app.command("convert")(convert.convert)
-app.command("synth")(synth.synth)
 app.command("tune")(tune.tune)
+app.command("inspect")(inspect)
+app.command("verify")(verify)
+app.command("build")(build.build_targets)
+app.command("synth")(synth.synth)
 app.add_typer(evaluate.app, name="eval")
 
 

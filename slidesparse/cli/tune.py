@@ -38,7 +38,9 @@ TRITON = "triton"  # in --library, beside backends: the kernels of `slidesparse.
 def tune(
     model: Annotated[
         str | None,
-        typer.Argument(help="A model's name, or a folder with a config.json; default all known models."),
+        typer.Argument(
+            help="A converted model, a folder with a config.json, or a name such as Qwen2.5-7B; default all names."
+        ),
     ] = None,
     shapes: Shapes = None,
     dtype: Annotated[
@@ -50,16 +52,15 @@ def tune(
     pattern: Annotated[
         str | None,
         typer.Option(
-            help="Patterns, comma-separated, such as 2:4,6:8; default those of a converted MODEL and dense, else all "
-            "from 2:4 to 14:16, 2_inf and those of dense blocks."
+            help="Patterns, comma-separated, such as 2:4,6:8; default those of a converted MODEL and dense, else all."
         ),
     ] = None,
     m: Tokens = None,
     library: Annotated[
         str | None,
         typer.Option(
-            help="Backends, comma-separated, and triton for the kernels that quantize and scale; default the "
-            "backend that serves sparse layers here, with the kernels that it uses."
+            help="Backends, comma-separated, and triton for the kernels that quantize and scale; default those that "
+            "serve sparse layers here."
         ),
     ] = None,
     force: Annotated[
@@ -68,7 +69,7 @@ def tune(
     time_limit: Limit = None,
     as_json: Json = False,
 ) -> None:
-    """Search for the fastest GEMM algorithms and Triton launches on this GPU, and save them for serving."""
+    """Search for the fastest kernel configurations on this GPU, and save them for serving."""
     began = time.monotonic()
     from slidesparse import gemm
     from slidesparse.gemm.tuned import folder
