@@ -30,7 +30,10 @@ from slidesparse.errors import EnvironmentFault
 from slidesparse.gemm.problem import ALL_2_4, Problem
 
 FORMAT = 1
-BEYOND = 2  # the algorithm of the largest tuned M is used for up to this many times as many tokens
+BEYOND = 2  # the algorithm of the largest tuned M, if at least MANY, is used for up to this many times as many tokens
+# With so many tokens the number of tiles hardly matters.  On an H200, algorithms tuned for 512 tokens were 20 to 35%
+# slower than the best at 1024.
+MANY = 2048
 CACHE = "SLIDESPARSE_CACHE"  # environment variable: the folder, instead of ~/.cache/slidesparse
 SHIPPED = Path(__file__).parent.parent / "tuned_tables"
 
@@ -143,11 +146,11 @@ def look_up(subject: Subject, problem: Problem, within: float = math.inf) -> tup
 def choice(subject: Subject, problem: Problem, any_tokens: bool = False) -> str | None:
     """Return the algorithm tuned for ``problem``, or None.
 
-    Types, epilogue, n and k must be equal.  The smallest tuned M of at least m is used, else the largest, but not for
-    more than BEYOND times as many tokens unless ``any_tokens``.  Raises TableError for a damaged file.
+    Types, epilogue, n and k must be equal.  The smallest tuned M of at least m is used, else the largest where that
+    is close enough (see BEYOND) or with ``any_tokens``.  Raises TableError for a damaged file.
     """
     measured = _tables(subject, folder()).get(Shape.of(problem))
-    if not measured or (problem.m > BEYOND * max(measured) and not any_tokens):
+    if not measured or not (any_tokens or _reaches(measured, problem.m)):
         return None
     return _for_tokens(measured, problem.m)
 
@@ -164,10 +167,15 @@ def neighbour(subject: Subject, problem: Problem, within: float = math.inf) -> s
     found = [
         (abs(math.log2(problem.n / shape.n)) + abs(math.log2(problem.k / shape.k)), shape, measured)
         for shape, measured in _tables(subject, folder()).items()
-        if shape.types == types and BEYOND * max(measured) >= problem.m
+        if shape.types == types and _reaches(measured, problem.m)
     ]
     nearest = min(found, key=lambda one: one[:2], default=None)
     return _for_tokens(nearest[2], problem.m) if nearest and nearest[0] <= within else None
+
+
+def _reaches(measured: Iterable[int], m: int) -> bool:
+    most = max(measured)
+    return m <= (BEYOND * most if most >= MANY else most)
 
 
 def _for_tokens(measured: dict[int, Tuned], m: int) -> str:
