@@ -38,6 +38,7 @@ from slidesparse.convert.budget import MIDDLE, Budget
 from slidesparse.convert.options import ConvertOptions
 from slidesparse.convert.stream import convert
 from slidesparse.errors import INSTALL, EnvironmentFault, SlideSparseError
+from slidesparse.evaluate.engine import causes
 from slidesparse.flags import DISABLE, SPARSITY, USE_CUBLASLT, USE_CUSPARSELT
 from slidesparse.pattern import SlidePattern
 
@@ -257,10 +258,7 @@ def _wait(process: subprocess.Popen[bytes], address: str, log: Path) -> None:
         except (urllib.error.URLError, OSError):
             time.sleep(0.5)
     ended = "ended" if process.poll() is not None else f"did not answer within {START_SECONDS} s"
-    lines = log.read_text(errors="replace").splitlines()
-    raised = [line for line in lines if re.search(r"(ERROR|pid=).*\b\w+(Error|Exception): ", line)]
-    causes = [line for line in raised if "WARNING" not in line] or lines[-5:]
-    raise EnvironmentFault(f"vllm serve {ended}; its log is {log}\n" + "\n".join(causes[:5]))
+    raise EnvironmentFault(f"vllm serve {ended}; its log is {log}\n{causes(log.read_text(errors='replace'))}")
 
 
 def _ask(address: str, model: str, sentence: str) -> list[float]:

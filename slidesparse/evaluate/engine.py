@@ -78,7 +78,7 @@ class Engine:
                 )
             text = log.read_bytes()[start:].decode(errors="replace")
             if done.returncode or not out.exists():
-                raise SlideSparseError(f"vLLM could not evaluate {model}:\n{_cause(text)}")
+                raise SlideSparseError(f"vLLM could not evaluate {model}:\n{causes(text)}")
             with np.load(out) as found:
                 arrays = {name: found[name] for name in found.files}
         said = SERVED.search(text)
@@ -96,8 +96,8 @@ def _environment(stock: bool) -> dict[str, str]:
     return {name: v for name, v in {**defaults, **os.environ, **forced}.items() if name != LOGGING_CONFIG}
 
 
-def _cause(log: str) -> str:
-    """Return the lines of a log with the errors raised, or else its last lines."""
+def causes(log: str) -> str:
+    """Return the lines of vLLM's log with the errors raised, or else its last lines."""
     lines = log.splitlines()
     raised = []
     for i, line in enumerate(lines):
