@@ -200,8 +200,6 @@ def test_contradictions() -> None:
         ResolveError, match=r"asks for 4:6 \(2 of every 6 pruned\).*pruned to 6:8.*SPARSITY=2_8"
     ):
         resolve(_config(), Flags("sparse", SlidePattern(6)), False)
-    with pytest.raises(ResolveError, match="does not carry one, so set SPARSITY"):
-        resolve({"quant_method": "compressed-tensors"}, Flags("sparse"), False)
     with pytest.raises(ResolveError, match="USE_CUBLASLT=1 runs dense weights.*slided"):
         resolve(_config("slided"), Flags("dense"), True)
 
