@@ -37,8 +37,8 @@ from slidesparse.cli.console import application, out
 from slidesparse.convert.budget import MIDDLE, Budget
 from slidesparse.convert.options import ConvertOptions
 from slidesparse.convert.stream import convert
-from slidesparse.errors import INSTALL, EnvironmentFault, SlideSparseError
-from slidesparse.evaluate.engine import causes
+from slidesparse.errors import EnvironmentFault, SlideSparseError
+from slidesparse.evaluate.engine import causes, vllm_command
 from slidesparse.flags import DISABLE, SPARSITY, USE_CUBLASLT, USE_CUSPARSELT
 from slidesparse.pattern import SlidePattern
 
@@ -225,15 +225,11 @@ def _server(model: Path, flags: dict[str, str], options: tuple[str, ...], log: P
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    beside = Path(sys.executable).with_name("vllm")
-    vllm = str(beside) if beside.exists() else shutil.which("vllm")
-    if not vllm:
-        raise EnvironmentFault(f"the vllm command is not installed: {INSTALL}")
     env = {k: v for k, v in os.environ.items() if k not in (DISABLE, SPARSITY, USE_CUBLASLT, USE_CUSPARSELT)}
     env |= {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "VLLM_CPU_KVCACHE_SPACE": "1"}
     # two servers share the cores; the CPU build binds both to the same ones otherwise
     env |= {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 2) // 2))}
-    command = [vllm, "serve", str(model), "--host", "127.0.0.1", "--port", str(port), *options]
+    command = [vllm_command(), "serve", str(model), "--host", "127.0.0.1", "--port", str(port), *options]
     with log.open("w") as sink:
         process = subprocess.Popen(command, env=env | flags, stdout=sink, stderr=sink, start_new_session=True)
     address = f"http://127.0.0.1:{port}"

@@ -6,6 +6,7 @@ import importlib.util
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -83,6 +84,15 @@ class Engine:
                 arrays = {name: found[name] for name in found.files}
         said = SERVED.search(text)
         return Scored(arrays, said[1] if said else "")
+
+
+def vllm_command() -> str:
+    """Return the ``vllm`` command of this Python's environment, else of the PATH.  Raises EnvironmentFault."""
+    beside = Path(sys.executable).with_name("vllm")
+    found = str(beside) if beside.is_file() else shutil.which("vllm")
+    if not found:
+        raise EnvironmentFault(f"the vllm command is not installed: {INSTALL}")
+    return found
 
 
 def _environment(stock: bool) -> dict[str, str]:
