@@ -31,7 +31,7 @@ from slidesparse.cli.tune import (
     open_session,
     tokens_of,
 )
-from slidesparse.errors import FAILED, USAGE
+from slidesparse.errors import FAILED, USAGE, EnvironmentFault
 
 if TYPE_CHECKING:
     from benchmarks.e2e import Run, Workload
@@ -407,7 +407,8 @@ def e2e(
     from benchmarks.e2e import runs as plan
     from benchmarks.e2e_models import find_model
     from benchmarks.e2e_resident import Profiled, ResidentBench
-    from benchmarks.e2e_runs import E2eBench, find_vllm
+    from benchmarks.e2e_runs import E2eBench
+    from slidesparse.evaluate.engine import vllm_command
     from slidesparse.tune.measure import Deadline
     from slidesparse.tune.shapes import parse_choice, parse_patterns, parse_tokens
 
@@ -425,7 +426,7 @@ def e2e(
     if dry_run:
         _print_commands(out, runs, work)
         return
-    vllm = find_vllm()
+    vllm = vllm_command()
     version = _write_e2e_conditions(out, found, chosen, dense, work, resident)
     cells = Profiled(
         frozenset(parse_tokens(profile_m)) if profile_m else None,
@@ -443,13 +444,13 @@ def e2e(
 def _print_commands(out: Path, runs: Sequence[Run], work: Workload) -> None:
     from benchmarks.conditions import cpu_conditions
     from benchmarks.e2e import command
-    from benchmarks.e2e_runs import find_vllm, log_of, shown, vllm_version
+    from benchmarks.e2e_runs import log_of, shown, vllm_version
     from benchmarks.records import E2E, read_rows
-    from slidesparse.tune import machine
+    from slidesparse.evaluate.engine import vllm_command
 
     try:
-        vllm = find_vllm()
-    except machine.MissingError:
+        vllm = vllm_command()
+    except EnvironmentFault:
         vllm = "vllm"
     version = vllm_version(cpu_conditions())
     rows, _ = read_rows(out / "e2e.csv", E2E.columns)

@@ -6,10 +6,8 @@ import json
 import os
 import re
 import shlex
-import shutil
 import signal
 import subprocess
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import suppress
@@ -34,7 +32,6 @@ from benchmarks.e2e import (
     environment,
 )
 from benchmarks.records import E2E, SAME, Records, amend_conditions
-from slidesparse.errors import INSTALL
 from slidesparse.tune import machine
 from slidesparse.tune.measure import Deadline
 
@@ -67,15 +64,6 @@ class Failure:
     reason: str
     log: Path
     lines: tuple[str, ...]
-
-
-def find_vllm() -> str:
-    """The ``vllm`` command: that of this Python's environment, else that of the PATH.  Raises MissingError."""
-    beside = Path(sys.executable).with_name("vllm")
-    found = str(beside) if beside.is_file() else shutil.which("vllm")
-    if not found:
-        raise machine.MissingError(f"the vllm command is not installed: {INSTALL}")
-    return found
 
 
 def conditions(systems: Sequence[str]) -> dict[str, Any]:

@@ -178,8 +178,8 @@ class KernelBench:
 
     def _time(self, cell: Cell, problem: Problem, weights: list[Tensor]) -> tuple[Timing, str]:
         if cell.library and cell.dense_in_blocks:  # not saved: serving uses the winner for 2:4
-            rotation = self._session.inputs.rotation(problem, weights)
-            found = search(cell.library, problem, rotation, self._session.clock, self._session.gpu.device)
+            operands = self._session.inputs.operands(problem, weights)
+            found = search(cell.library, problem, operands, self._session.clock, self._session.gpu.device)
             return found.timing, labelled(found.algorithm, found.timing)
         if cell.library:
             # dense: the faster of scaling in the epilogue and not
@@ -190,8 +190,8 @@ class KernelBench:
             found = min(searches, key=lambda one: one.timing.p50)
             return found.timing, labelled(found.algorithm, found.timing)
         assert self._stock
-        rotation = self._session.inputs.rotation(problem, weights)
-        timing = exact(self._session.clock, self._stock.gemm(rotation), rotation.copies)
+        operands = self._session.inputs.operands(problem, weights)
+        timing = exact(self._session.clock, self._stock.gemm(operands), operands.copies)
         return timing, labelled("cutlass", timing)
 
 

@@ -18,7 +18,7 @@ from benchmarks.timing import exact, labelled
 from slidesparse.gemm.backend import Tunable
 from slidesparse.gemm.problem import LAYOUTS, Layout, LibraryError, Plan, Problem
 from slidesparse.pattern import round_up
-from slidesparse.tune.inputs import Rotation
+from slidesparse.tune.inputs import Operands
 from slidesparse.tune.search import agree, search
 from slidesparse.tune.session import Session, free
 from slidesparse.tune.shapes import Layer, slided
@@ -98,18 +98,18 @@ class LayoutBench:
         """Measure a product in a layout; return the values of its row."""
         session, problem, device = self._session, right.problem, self._session.gpu.device
         try:
-            rotation = session.inputs.rotation(problem, weights.packed(layout))
-            found = search(library, problem, rotation, session.clock, device, layout)
+            operands = session.inputs.operands(problem, weights.packed(layout))
+            found = search(library, problem, operands, session.clock, device, layout)
             best = library.plan(problem, device, found.algorithm, layout)
-            wrong = not right.agrees(best, layout, rotation)
+            wrong = not right.agrees(best, layout, operands)
         except LibraryError as error:
             return _row("no", reason=error)
         label = labelled(found.algorithm, found.timing)
         if wrong:
             return _row("yes", algorithm=label, reason=WRONG)
         try:
-            launch = rotation.launch(library.plan(problem, device, None, layout))
-            own = exact(session.clock, launch, rotation.copies).p50
+            launch = operands.launch(library.plan(problem, device, None, layout))
+            own = exact(session.clock, launch, operands.copies).p50
         except LibraryError as error:
             return _row("yes", "", found.timing.p50, label, f"its heuristic is refused: {error}")
         return _row("yes", own, found.timing.p50, label)
@@ -148,15 +148,15 @@ class _Expected:
         self.problem, self._weights = problem, weights
         self._known: tuple[Tensor, Tensor] | None = None
 
-    def agrees(self, plan: Plan, layout: Layout, rotation: Rotation) -> bool:
+    def agrees(self, plan: Plan, layout: Layout, operands: Operands) -> bool:
         """Run ``plan`` on operands stored in its layout, and compare its output."""
         if self._known is None:
-            x = rotation.activations[0].clone()
-            self._known = x, product_of(x, self._weights.plain, rotation.outs[0].dtype)
+            x = operands.activations[0].clone()
+            self._known = x, product_of(x, self._weights.plain, operands.outs[0].dtype)
         x, expected = self._known
-        out = rotation.outs[0]
+        out = operands.outs[0]
         out.zero_()
-        plan.run(x if layout.activations_k else x.t().contiguous(), rotation.weights[0], out)
+        plan.run(x if layout.activations_k else x.t().contiguous(), operands.weights[0], out)
         found = out if layout.output_n else out.view(self.problem.n, self.problem.m).t()
         return agree(found, expected, self.problem)
 

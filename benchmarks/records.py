@@ -137,12 +137,7 @@ def _line(words: Sequence[str]) -> str:
     return buffer.getvalue()
 
 
-def write_conditions(
-    path: Path,
-    found: Mapping[str, Any],
-    command: Sequence[str] | None = None,
-    same: Sequence[str] = SAME,
-) -> None:
+def write_conditions(path: Path, found: Mapping[str, Any], same: Sequence[str] = SAME) -> None:
     """Write conditions beside a table, with the date and the command line of this run added to those before.
 
     Raises RecordsError when the table was begun on another GPU, with other versions, or with another value of any of
@@ -158,7 +153,7 @@ def write_conditions(
                 f"{path} was measured with {name} {was.get(name)}, but here it is {now_is.get(name)}; "
                 "choose another folder with --out"
             )
-    line = shlex.join(command if command is not None else ["python", "-m", "benchmarks", *sys.argv[1:]])
+    line = shlex.join(["python", "-m", "benchmarks", *sys.argv[1:]])
     now = datetime.now(timezone.utc).isoformat(timespec="seconds")
     document = {
         **before,

@@ -244,15 +244,15 @@ class SpmmBench:
         first = library.operand(weight)
         packed = [first, *(first.clone() for _ in range(session.inputs.copies(problem) - 1))]
         found = session.search(library, problem, packed)
-        rotation = session.inputs.rotation(problem, packed)
-        rotation.launch(library.plan(problem, session.gpu.device, found.algorithm))(0)
-        x, w = rotation.activations[0].float(), weight.float()
-        if rotation.scale_x is not None:
-            x = x * rotation.scale_x[:, None]
-        if rotation.scale_w is not None:
-            w = w * rotation.scale_w[:, None]
+        operands = session.inputs.operands(problem, packed)
+        operands.launch(library.plan(problem, session.gpu.device, found.algorithm))(0)
+        x, w = operands.activations[0].float(), weight.float()
+        if operands.scale_x is not None:
+            x = x * operands.scale_x[:, None]
+        if operands.scale_w is not None:
+            w = w * operands.scale_w[:, None]
         # sums of FP8 are cut to 14 bits (`slidesparse.tune.search.agree`), and results to BF16
-        return found.timing, _Expected(x, w).error(rotation.outs[0]), 2.0**-7
+        return found.timing, _Expected(x, w).error(operands.outs[0]), 2.0**-7
 
     def _by_cpu(self, job: Job) -> tuple[Timing, float, float]:
         weight = self._weight(job).to("cpu")

@@ -10,7 +10,6 @@ import csv
 import io
 import os
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 
@@ -19,6 +18,7 @@ import torch
 from benchmarks.e2e_runs import execute
 from benchmarks.records import COUNTERS, SPMM_COUNTERS, Records, read_rows
 from benchmarks.spmm import OWN, SHARED, VARIANTS, parts
+from slidesparse.build.find import version_text
 from slidesparse.gemm.problem import DTYPES
 from slidesparse.spmm import STRIP, compress, prune, spmm
 
@@ -82,11 +82,8 @@ def find() -> str | None:
 
 def version(program: str) -> str:
     """The line "Version 2025.3.1.0 (build ...)" of ``ncu --version``."""
-    try:
-        done = subprocess.run([program, "--version"], capture_output=True, text=True, timeout=60, check=False)
-    except (OSError, subprocess.TimeoutExpired):
-        return "no version"
-    return next((x.strip() for x in done.stdout.splitlines() if x.startswith("Version")), "no version")
+    lines = (line.strip() for line in version_text(program).splitlines())
+    return next((line for line in lines if line.startswith("Version")), "no version")
 
 
 def read(text: str) -> list[dict[str, str]]:

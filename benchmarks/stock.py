@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from slidesparse.tune.inputs import Rotation
+from slidesparse.tune.inputs import Operands
 from slidesparse.tune.machine import MissingError
 from slidesparse.tune.measure import Launch
 
@@ -23,18 +23,18 @@ class Stock:
 
     path: str  # of the shared library they are from
 
-    def gemm(self, rotation: Rotation) -> Launch:
+    def gemm(self, operands: Operands) -> Launch:
         """out = (activations @ weight.T) * scale_x * scale_w, the scales in the epilogue; weights dense [n, k].
 
-        The rotation has both scales.
+        The operands have both scales.
         """
-        assert rotation.scale_x is not None
-        assert rotation.scale_w is not None
-        scale_x, scale_w = rotation.scale_x.view(-1, 1), rotation.scale_w.view(-1, 1)
-        columns = [weight.t() for weight in rotation.weights]
+        assert operands.scale_x is not None
+        assert operands.scale_w is not None
+        scale_x, scale_w = operands.scale_x.view(-1, 1), operands.scale_w.view(-1, 1)
+        columns = [weight.t() for weight in operands.weights]
         multiply = torch.ops._C.cutlass_scaled_mm
         return lambda i: multiply(
-            rotation.outs[i], rotation.activations[i], columns[i], scale_x, scale_w, None
+            operands.outs[i], operands.activations[i], columns[i], scale_x, scale_w, None
         )
 
     def linear(self, x: Tensor, weight: Tensor, scale_w: Tensor) -> Tensor:

@@ -37,7 +37,8 @@ from slidesparse.cli.console import application, out
 from slidesparse.convert.budget import MIDDLE, Budget
 from slidesparse.convert.options import ConvertOptions
 from slidesparse.convert.stream import convert
-from slidesparse.errors import INSTALL, EnvironmentFault, SlideSparseError
+from slidesparse.errors import EnvironmentFault, SlideSparseError
+from slidesparse.evaluate.engine import causes, vllm_command
 from slidesparse.flags import DISABLE, SPARSITY, USE_CUBLASLT, USE_CUSPARSELT
 from slidesparse.pattern import SlidePattern
 
@@ -224,15 +225,11 @@ def _server(model: Path, flags: dict[str, str], options: tuple[str, ...], log: P
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    beside = Path(sys.executable).with_name("vllm")
-    vllm = str(beside) if beside.exists() else shutil.which("vllm")
-    if not vllm:
-        raise EnvironmentFault(f"the vllm command is not installed: {INSTALL}")
     env = {k: v for k, v in os.environ.items() if k not in (DISABLE, SPARSITY, USE_CUBLASLT, USE_CUSPARSELT)}
     env |= {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "VLLM_CPU_KVCACHE_SPACE": "1"}
     # two servers share the cores; the CPU build binds both to the same ones otherwise
     env |= {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 2) // 2))}
-    command = [vllm, "serve", str(model), "--host", "127.0.0.1", "--port", str(port), *options]
+    command = [vllm_command(), "serve", str(model), "--host", "127.0.0.1", "--port", str(port), *options]
     with log.open("w") as sink:
         process = subprocess.Popen(command, env=env | flags, stdout=sink, stderr=sink, start_new_session=True)
     address = f"http://127.0.0.1:{port}"
@@ -257,10 +254,7 @@ def _wait(process: subprocess.Popen[bytes], address: str, log: Path) -> None:
         except (urllib.error.URLError, OSError):
             time.sleep(0.5)
     ended = "ended" if process.poll() is not None else f"did not answer within {START_SECONDS} s"
-    lines = log.read_text(errors="replace").splitlines()
-    raised = [line for line in lines if re.search(r"(ERROR|pid=).*\b\w+(Error|Exception): ", line)]
-    causes = [line for line in raised if "WARNING" not in line] or lines[-5:]
-    raise EnvironmentFault(f"vllm serve {ended}; its log is {log}\n" + "\n".join(causes[:5]))
+    raise EnvironmentFault(f"vllm serve {ended}; its log is {log}\n{causes(log.read_text(errors='replace'))}")
 
 
 def _ask(address: str, model: str, sentence: str) -> list[float]:

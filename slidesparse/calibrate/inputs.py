@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from slidesparse.calibrate.models import Block, fast_products
-from slidesparse.checkpoint.storage import read_at, write_at
+from slidesparse.checkpoint.storage import bytes_of, read_at, write_at
 from slidesparse.errors import CalibrationError
 
 MEMORY_BYTES = 2 * 2**30  # limit of hidden states in host memory
@@ -61,7 +61,7 @@ class HiddenStates:
             return found.to(self.device)
         assert self._file is not None
         raw = torch.empty(self.shapes[index], dtype=torch.float32)
-        if not read_at(self._file.fileno(), _bytes_of(raw), self._start(index)):
+        if not read_at(self._file.fileno(), bytes_of(raw), self._start(index)):
             raise OSError("the file of hidden states was truncated")
         return raw.to(self.device)
 
@@ -73,7 +73,7 @@ class HiddenStates:
             self._tensors[index] = value.cpu()
         else:
             assert self._file is not None
-            write_at(self._file.fileno(), _bytes_of(value.cpu().contiguous()), self._start(index))
+            write_at(self._file.fileno(), bytes_of(value.cpu().contiguous()), self._start(index))
 
     def _start(self, index: int) -> int:
         return 4 * sum(shape.numel() for shape in self.shapes[:index])
@@ -83,10 +83,6 @@ class HiddenStates:
         self._tensors = [None] * len(self.shapes)
         if self._file is not None:
             self._file.close()
-
-
-def _bytes_of(x: Tensor) -> memoryview:
-    return memoryview(x.numpy()).cast("B")  # type: ignore[arg-type]
 
 
 def place(nbytes: int, device: torch.device, limit: int | None = None, part: int = DEVICE_PART) -> str:

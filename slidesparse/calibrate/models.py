@@ -32,7 +32,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812  (its usual name)
 from torch import Tensor
 
-from slidesparse.checkpoint.architectures import SCALE, WEIGHT, architecture_of
+from slidesparse.checkpoint.architectures import SCALE, WEIGHT, architecture_of, size_of
 from slidesparse.checkpoint.storage import DTYPES, Checkpoint, Reader
 from slidesparse.errors import CalibrationError
 
@@ -447,15 +447,18 @@ def fast_products(device: torch.device) -> Iterator[None]:
 
 
 def open_model(checkpoint: Checkpoint) -> LayeredModel:
-    """Return the model of a checkpoint.  Raises CalibrationError for one that is not supported."""
+    """Return the model of a checkpoint.
+
+    Raises CalibrationError for one that is not supported, CheckpointError for one without its sizes.
+    """
     config = checkpoint.config
     kind = _kind(config)
     decoder = DECODERS.get(kind, Decoder())
     config = {**decoder.defaults, **config}
-    heads, hidden = _number(config, "num_attention_heads"), _number(config, "hidden_size")
+    heads, hidden = size_of(config, "num_attention_heads"), size_of(config, "hidden_size")
     head_dim = config.get("head_dim") or hidden // heads
-    blocks, longest = _number(config, "num_hidden_layers"), _number(config, "max_position_embeddings")
-    vocabulary, factor = _number(config, "vocab_size"), 1.0
+    blocks, longest = size_of(config, "num_hidden_layers"), size_of(config, "max_position_embeddings")
+    vocabulary, factor = size_of(config, "vocab_size"), 1.0
     if kind in DECODERS:
         root = "model." if "model.embed_tokens.weight" in checkpoint.tensors else ""
         factor = (
@@ -533,15 +536,6 @@ def _not_run(found: str, allowed: str) -> CalibrationError:
         f"config.json asks for {found}, which calibration cannot run (it can: {allowed}); "
         "without --calib, --method magnitude can prune the model"
     )
-
-
-def _number(config: Config, key: str) -> int:
-    value = config.get(key)
-    if type(value) is not int or value < 1:
-        raise CalibrationError(
-            f"config.json: {key} is {value!r}; it must be a whole number of at least 1: fetch the config again"
-        )
-    return value
 
 
 def _activation(config: Config) -> Callable[[Tensor], Tensor]:

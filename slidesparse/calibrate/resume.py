@@ -15,7 +15,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
 import shutil
@@ -27,7 +26,7 @@ from typing import Any
 
 from torch import Tensor
 
-from slidesparse.checkpoint.output import sync
+from slidesparse.checkpoint.output import locked, sync
 from slidesparse.checkpoint.storage import (
     NAMES,
     SUFFIX,
@@ -147,23 +146,16 @@ def open_work(out: Path, state: Mapping[str, Any], resume: bool) -> Iterator[Wor
             "the folder to start over"
         )
     folder.mkdir(parents=True, exist_ok=True)
-    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    busy = CalibrationError(f"another calibration is writing {out} (in {folder}); wait for it or stop it")
     try:
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise CalibrationError(
-                f"another calibration is writing {out} (in {folder}); wait for it or stop it"
-            ) from None
-        work = WorkFolder(folder)
-        if not kept:
-            (folder / STATE).unlink(missing_ok=True)
-        _require_same(work, state)
-        yield work
+        with locked(folder, busy):
+            work = WorkFolder(folder)
+            if not kept:
+                (folder / STATE).unlink(missing_ok=True)
+            _require_same(work, state)
+            yield work
     except KeyboardInterrupt:
         raise KeyboardInterrupt("--resume continues from the finished layers") from None
-    finally:
-        os.close(descriptor)
 
 
 def _require_same(work: WorkFolder, state: Mapping[str, Any]) -> None:

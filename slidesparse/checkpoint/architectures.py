@@ -200,6 +200,16 @@ def architecture_of(config: Mapping[str, Any]) -> str | None:
     return found[0] if isinstance(found, list) and found and isinstance(found[0], str) else None
 
 
+def size_of(config: Mapping[str, Any], key: str, default: int | None = None) -> int:
+    """Return a size from config.json, or ``default`` if it is missing.  CheckpointError unless it is at least 1."""
+    value = default if config.get(key) is None else config[key]
+    if type(value) is not int or value < 1:
+        raise CheckpointError(
+            f"config.json: {key} is {value!r}; it must be a whole number of at least 1: fetch the config again"
+        )
+    return value
+
+
 def family_of(config: Mapping[str, Any], tensors: Iterable[str] = (), linear: str | None = None) -> Family:
     """Return the family of a model, or one made from ``linear``, a regex searched in layer names.
 

@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 
 from slidesparse.checkpoint.storage import SUFFIX, CheckpointError
-from slidesparse.errors import EnvironmentFault
+from slidesparse.errors import EnvironmentFault, SlideSparseError
 
 MOST_WORKERS = 8
 
@@ -90,7 +90,7 @@ def remove_stale(out: Path) -> None:
     parent = out.resolve().parent
     for stale in list(parent.iterdir()) if parent.exists() else ():
         if stale.name.startswith(_partial_name(out)):
-            with _locked(stale, out):
+            with locked(stale, _busy(stale, out)):
                 shutil.rmtree(stale)
 
 
@@ -98,27 +98,31 @@ def remove_stale(out: Path) -> None:
 def partial_folder(out: Path) -> Iterator[Path]:
     """Create a hidden sibling of ``out``, which is removed afterwards unless it was published.
 
-    A lock on it distinguishes a running process from a killed one, whose lock the kernel has released.
+    A lock on it distinguishes a running process from a killed one.
     """
     partial = out.resolve().parent / f"{_partial_name(out)}{secrets.token_hex(4)}"
     partial.mkdir(parents=True)
     try:
-        with _locked(partial, out):
+        with locked(partial, _busy(partial, out)):
             yield partial
     finally:
         shutil.rmtree(partial, ignore_errors=True)
 
 
+def _busy(partial: Path, out: Path) -> CheckpointError:
+    return CheckpointError(f"another conversion is writing {out} (in {partial}); wait for it or stop it")
+
+
 @contextmanager
-def _locked(partial: Path, out: Path) -> Iterator[None]:
-    descriptor = os.open(partial, os.O_RDONLY | os.O_DIRECTORY)
+def locked(folder: Path, busy: SlideSparseError) -> Iterator[None]:
+    """Hold the lock on a folder, which the kernel releases when a process dies; raise ``busy`` if another has it."""
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise busy from None
         yield
-    except BlockingIOError:
-        raise CheckpointError(
-            f"another conversion is writing {out} (in {partial}); wait for it or stop it"
-        ) from None
     finally:
         os.close(descriptor)
 

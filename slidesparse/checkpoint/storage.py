@@ -427,7 +427,7 @@ class Reader:
         spec, file, start = stored[:3]
         count = rows.stop - rows.start
         raw = torch.empty(count * spec.row_bytes, dtype=torch.uint8)
-        if not read_at(self._descriptors[file], _bytes_of(raw), start + rows.start * spec.row_bytes):
+        if not read_at(self._descriptors[file], bytes_of(raw), start + rows.start * spec.row_bytes):
             path = self.checkpoint.folder / file
             raise CheckpointError(f"{path} became shorter while it was read; convert again once it is whole")
         return raw.view(DTYPES[spec.dtype]).view(count, spec.columns)
@@ -484,13 +484,13 @@ class Writer:
         """Write ``values`` [rows, columns] into a tensor, starting at row ``row``."""
         spec = self._specs[name]
         assert NAMES[values.dtype] == spec.dtype
-        raw = _bytes_of(values.contiguous().view(-1).view(torch.uint8))
-        write_at(self._descriptor, raw, self._starts[name] + row * spec.row_bytes)
+        write_at(self._descriptor, bytes_of(values.contiguous()), self._starts[name] + row * spec.row_bytes)
 
 
-def _bytes_of(raw: Tensor) -> memoryview:
-    """Return the memory of a one-dimensional uint8 tensor without copying."""
-    return memoryview(raw.numpy())  # type: ignore[arg-type]  # numpy's stubs before 2.1 do not say Buffer
+def bytes_of(x: Tensor) -> memoryview:
+    """Return the memory of a contiguous tensor on the CPU without copying."""
+    raw = x.view(-1).view(torch.uint8).numpy()
+    return memoryview(raw)  # type: ignore[arg-type]  # numpy's stubs before 2.1 do not say Buffer
 
 
 def read_at(descriptor: int, view: memoryview, position: int) -> bool:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -244,18 +244,16 @@ class AllocationProblem:
 
 
 def allocation_problem(
-    losses: Losses, shapes: Mapping[Unit, Shape], quant: str, budget: Budget, sizes: Iterable[Shape] = ()
+    losses: Losses, shapes: Mapping[Unit, Shape], quant: str, budget: Budget, fixed: Sequence[Shape]
 ) -> AllocationProblem:
     """Return the allocation problem for the measured losses of units and the times of their layers.
 
     Args:
         shapes: [N, K] of the fused matrix of each unit.
         quant: "int8" or "fp8".
-        sizes: [N, K] of the linear layers that stay dense, whose time and weights count, too.
+        fixed: [N, K] of the linear layers that stay dense, whose time and weights count, too.
     """
     times = None if budget.zeros is not None else LayerTimes.of(budget.gpu)
-    fixed = list(sizes)
-
     every = [*shapes.values(), *fixed]
     whole = {
         m: sum(times.stock_us(quant, shape, m) for shape in every) if times else 1.0 for m in budget.tokens

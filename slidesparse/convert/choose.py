@@ -186,7 +186,6 @@ def _choose(outcome: Outcome, aim: float) -> Choice:
 
 
 def prune_within(
-    task: Task,
     reader: Reader,
     work: WorkFolder,
     outcome: Outcome,
@@ -198,8 +197,7 @@ def prune_within(
     An interrupted run can be resumed.  Afterwards, ``work`` holds the blocks of the returned choice.
 
     Args:
-        task: the task for all layers, with a validation split.
-        fitted: a function that returns the task for a choice.
+        fitted: a function that returns the task for a choice, with a validation split.
     """
     tries = [Try(*each) for each in work.read_json(CHOICE) or [(outcome.allowed / FIRST_PART, None)]]
     while True:

@@ -223,7 +223,7 @@ def _write_calibrated(
                 chosen = make_plan(plan.checkpoint, options, dict(layers(choice)))
                 return replace(task, layers=chosen.patterns, skipped=frozenset(chosen.skipped))
 
-            outcome = prune_within(task, reader, work, outcome, fitted, progress)
+            outcome = prune_within(reader, work, outcome, fitted, progress)
             assert outcome.choice
             plan = make_plan(plan.checkpoint, options, dict(layers(outcome.choice)))
             task = fitted(outcome.choice)

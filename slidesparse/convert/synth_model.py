@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from slidesparse.checkpoint.architectures import WEIGHT, architecture_of
+from slidesparse.checkpoint.architectures import WEIGHT, architecture_of, size_of
 from slidesparse.checkpoint.bitnet import is_bitnet
 from slidesparse.checkpoint.storage import CONFIG, CheckpointError, TensorSpec, parse_json
 
@@ -118,7 +118,7 @@ def read_config(config: str | Path) -> dict[str, Any]:
 
 def first_layers(config: Config, count: int) -> dict[str, Any]:
     """Return the config of the model's first ``count`` layers.  CheckpointError unless it has that many."""
-    total = _number(config, "num_hidden_layers")
+    total = size_of(config, "num_hidden_layers")
     if not 1 <= count <= total:
         raise CheckpointError(f"--layers {count} must be from 1 to {total}, the layers of the model")
     cut = {**config, "num_hidden_layers": count}
@@ -143,10 +143,10 @@ def tensors(config: Config) -> list[TensorSpec]:
     named = config.get("torch_dtype") or config.get("dtype") or "bfloat16"
     if named not in DTYPES:
         raise CheckpointError(f"config.json: torch_dtype is {named!r}; use one of {', '.join(DTYPES)}")
-    hidden, vocabulary = _number(config, "hidden_size"), _number(config, "vocab_size")
+    hidden, vocabulary = size_of(config, "hidden_size"), size_of(config, "vocab_size")
     shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (vocabulary, hidden)}
     block = dict(_block(config, architecture))
-    for layer in range(_number(config, "num_hidden_layers")):
+    for layer in range(size_of(config, "num_hidden_layers")):
         shapes |= {f"model.layers.{layer}.{name}": shape for name, shape in block.items()}
     shapes["model.norm.weight"] = (hidden,)
     if not config.get("tie_word_embeddings", False):
@@ -156,10 +156,10 @@ def tensors(config: Config) -> list[TensorSpec]:
 
 def _block(config: Config, architecture: str) -> Iterator[tuple[str, tuple[int, ...]]]:
     """Yield names and shapes in one layer of the decoder."""
-    hidden, intermediate = _number(config, "hidden_size"), _number(config, "intermediate_size")
-    heads = _number(config, "num_attention_heads")
-    kv_heads = _number(config, "num_key_value_heads", heads)
-    head = _number(config, "head_dim", hidden // heads)
+    hidden, intermediate = size_of(config, "hidden_size"), size_of(config, "intermediate_size")
+    heads = size_of(config, "num_attention_heads")
+    kv_heads = size_of(config, "num_key_value_heads", heads)
+    head = size_of(config, "head_dim", hidden // heads)
     shapes = {
         "self_attn.q_proj": (heads * head, hidden),
         "self_attn.k_proj": (kv_heads * head, hidden),
@@ -202,7 +202,7 @@ def tokenizer_files(config: Config) -> dict[str, bytes]:
     cannot read such words.  vLLM also looks for a config.json there, and retries for some seconds; a GPT-2 config
     accepts any tokenizer.json.
     """
-    words = {f"t{token}": token for token in range(_number(config, "vocab_size"))}
+    words = {f"t{token}": token for token in range(size_of(config, "vocab_size"))}
     splitter = {"type": "WhitespaceSplit"}
     model = {"type": "WordLevel", "vocab": words, "unk_token": "t0"}
     tokenizer = {"version": "1.0", "added_tokens": [], "pre_tokenizer": splitter, "model": model}
@@ -213,12 +213,3 @@ def tokenizer_files(config: Config) -> dict[str, bytes]:
         "config.json": {"model_type": "gpt2"},
     }
     return {name: json.dumps(content).encode() for name, content in files.items()}
-
-
-def _number(config: Config, key: str, default: int | None = None) -> int:
-    value = default if config.get(key) is None else config[key]
-    if type(value) is not int or value < 1:
-        raise CheckpointError(
-            f"config.json: {key} is {value!r}; it must be a whole number of at least 1: fetch the config again"
-        )
-    return value

@@ -6,6 +6,7 @@ import importlib.util
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -78,11 +79,20 @@ class Engine:
                 )
             text = log.read_bytes()[start:].decode(errors="replace")
             if done.returncode or not out.exists():
-                raise SlideSparseError(f"vLLM could not evaluate {model}:\n{_cause(text)}")
+                raise SlideSparseError(f"vLLM could not evaluate {model}:\n{causes(text)}")
             with np.load(out) as found:
                 arrays = {name: found[name] for name in found.files}
         said = SERVED.search(text)
         return Scored(arrays, said[1] if said else "")
+
+
+def vllm_command() -> str:
+    """Return the ``vllm`` command of this Python's environment, else of the PATH.  Raises EnvironmentFault."""
+    beside = Path(sys.executable).with_name("vllm")
+    found = str(beside) if beside.is_file() else shutil.which("vllm")
+    if not found:
+        raise EnvironmentFault(f"the vllm command is not installed: {INSTALL}")
+    return found
 
 
 def _environment(stock: bool) -> dict[str, str]:
@@ -96,8 +106,8 @@ def _environment(stock: bool) -> dict[str, str]:
     return {name: v for name, v in {**defaults, **os.environ, **forced}.items() if name != LOGGING_CONFIG}
 
 
-def _cause(log: str) -> str:
-    """Return the lines of a log with the errors raised, or else its last lines."""
+def causes(log: str) -> str:
+    """Return the lines of vLLM's log with the errors raised, or else its last lines."""
     lines = log.splitlines()
     raised = []
     for i, line in enumerate(lines):

@@ -13,7 +13,6 @@ from slidesparse.errors import SlideSparseError
 
 Ids = list[list[int]]
 WINDOW = 2048  # tokens
-LONGEST_TEXT = 512  # maximum tokens of a text to embed
 
 
 def window_of(*folders: Path) -> int:
@@ -98,7 +97,7 @@ class Texts:
     documents: Ids | None  # one per query
 
 
-def texts_or_pairs(data: str | Path, folder: Path, samples: int | None, longest: int = LONGEST_TEXT) -> Texts:
+def texts_or_pairs(data: str | Path, folder: Path, samples: int | None, longest: int) -> Texts:
     """Read a .jsonl file of "text", or pairs of "query" and "text", truncated to ``longest`` tokens each."""
     path = _file(data, (".jsonl",))
     _require_some(samples)

@@ -29,7 +29,7 @@ TWO_OF_FOUR = ((1, 1, 0, 0), (1, 0, 1, 0), (1, 0, 0, 1), (0, 1, 1, 0), (0, 1, 0,
 
 
 @dataclass(frozen=True)
-class Rotation:
+class Operands:
     """Copies of the operands of one problem; copy i of each is used together."""
 
     activations: list[Tensor]  # [m, k]
@@ -84,11 +84,11 @@ class Inputs:
         first = library.operand(weight)
         return [first, *(first.clone() for _ in range(copies - 1))]
 
-    def rotation(self, problem: Problem, weights: list[Tensor]) -> Rotation:
+    def operands(self, problem: Problem, weights: list[Tensor]) -> Operands:
         """Make operands for as many copies as the problem needs, at most as many as there are weights."""
         copies, m, n = min(self.copies(problem), len(weights)), problem.m, problem.n
         outs = self._pool("out", copies, m * n * _size(problem.out), lambda flat: None)
-        return Rotation(
+        return Operands(
             activations=self.activations(problem.dtype, m, problem.k, copies),
             weights=weights[:copies],
             outs=[flat.view(DTYPES[problem.out]).view(m, n) for flat in outs],

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from slidesparse.gemm.backend import Tunable
 from slidesparse.gemm.problem import TN, Layout, LibraryError, Plan, Problem
-from slidesparse.tune.inputs import Rotation
+from slidesparse.tune.inputs import Operands
 from slidesparse.tune.measure import EXACT_US, QUICK_US, SAMPLES, Clock, Launch, Replay, Timing
 
 FINALISTS = 3
@@ -52,7 +52,7 @@ class Candidate:
 def search(
     library: Tunable,
     problem: Problem,
-    rotation: Rotation,
+    operands: Operands,
     clock: Clock,
     device: torch.device,
     layout: Layout = TN,
@@ -63,14 +63,14 @@ def search(
     the first one, the library's own choice if that runs.
     """
     names = list(dict.fromkeys(library.algorithms(problem, device, layout)))
-    expected = _expected(library, problem, rotation, device, names, layout)
+    expected = _expected(library, problem, operands, device, names, layout)
     candidates: list[Candidate] = []
 
     def consider(name: str) -> None:
         best = min((one.us for one in candidates), default=math.inf)
         try:
-            launch = rotation.launch(library.plan(problem, device, name, layout))
-            us = quick(clock, launch, rotation.copies, best)
+            launch = operands.launch(library.plan(problem, device, name, layout))
+            us = quick(clock, launch, operands.copies, best)
         except LibraryError:
             return
         candidates.append(Candidate(name, launch, us))
@@ -85,20 +85,20 @@ def search(
         consider(name)
     names = whole + variants
     finalists, wrong = correct(
-        candidates, lambda one: agree(_output(rotation, one.launch), expected, problem)
+        candidates, lambda one: agree(_output(operands, one.launch), expected, problem)
     )
     if not finalists:
         raise LibraryError(
             f"{library.name}: of {len(names)} algorithms for {problem} {len(names) - len(candidates)} were refused "
             f"and {wrong} gave another result than its first"
         )
-    return decide(clock, finalists, rotation.copies, len(names), len(names) - len(candidates), wrong)
+    return decide(clock, finalists, operands.copies, len(names), len(names) - len(candidates), wrong)
 
 
 def _expected(
     library: Tunable,
     problem: Problem,
-    rotation: Rotation,
+    operands: Operands,
     device: torch.device,
     names: list[str],
     layout: Layout,
@@ -108,7 +108,7 @@ def _expected(
     for name in (None, *names):
         try:
             plan: Plan = library.plan(problem, device, name, layout)
-            return _output(rotation, rotation.launch(plan)).clone()
+            return _output(operands, operands.launch(plan)).clone()
         except LibraryError as error:
             refusal = refusal or error
     assert refusal is not None
@@ -139,9 +139,9 @@ def correct(
     return found, wrong
 
 
-def _output(rotation: Rotation, launch: Launch) -> Tensor:
+def _output(operands: Operands, launch: Launch) -> Tensor:
     """Return the output of a launch on the first copy, whose output is overwritten beforehand."""
-    out = rotation.outs[0]
+    out = operands.outs[0]
     out.fill_(math.nan if out.dtype.is_floating_point else torch.iinfo(out.dtype).min)
     launch(0)
     return out

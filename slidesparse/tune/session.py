@@ -62,8 +62,8 @@ class Session:
 
     def search(self, library: Tunable, problem: Problem, weights: list[Tensor]) -> Found:
         """Search for the fastest algorithm, and save it if serving runs the problem.  Raises LibraryError."""
-        rotation = self.inputs.rotation(problem, weights)
-        found = search(library, problem, rotation, self.clock, self.gpu.device)
+        operands = self.inputs.operands(problem, weights)
+        found = search(library, problem, operands, self.clock, self.gpu.device)
         if (problem.out, problem.scale) in served_outputs(library, problem.dtype):
             self.winners.add(library, problem, found)
         return found

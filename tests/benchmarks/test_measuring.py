@@ -28,7 +28,7 @@ from slidesparse.gemm import tuned
 from slidesparse.gemm.backend import LayerSpec
 from slidesparse.gemm.problem import LAYOUTS, TN, Layout, Problem
 from slidesparse.tune import machine, measure
-from slidesparse.tune.inputs import Inputs, Rotation
+from slidesparse.tune.inputs import Inputs, Operands
 from slidesparse.tune.machine import MissingError
 from slidesparse.tune.measure import Launch
 from slidesparse.tune.session import Session
@@ -47,9 +47,9 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 class FakeStock(Stock):
-    def gemm(self, rotation: Rotation) -> Launch:
-        assert rotation.scale_x is not None
-        assert rotation.scale_w is not None
+    def gemm(self, operands: Operands) -> Launch:
+        assert operands.scale_x is not None
+        assert operands.scale_w is not None
         return lambda i: None
 
     def linear(self, x: Tensor, weight: Tensor, scale_w: Tensor) -> Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 
 import pytest
@@ -47,21 +48,25 @@ def test_a_foreign_table_is_refused_and_kept(tmp_path: Path, text: str, fact: st
     assert path.read_text() == text
 
 
-def test_conditions_collect_commands_and_refuse_another_machine(tmp_path: Path) -> None:
+def test_conditions_collect_commands_and_refuse_another_machine(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     path, found = tmp_path / "kernel.json", gpu_conditions(GPU, [FakeLibrary()])
     assert (found["gpu"], found["capability"]) == (GPU.name, "9.0")
     assert found["versions"]["cusparselt"] == "1.2.3"
     assert found["versions"]["torch"] == torch.__version__
-    write_conditions(path, found, ["benchmarks", "kernel one"])
+    monkeypatch.setattr(sys, "argv", ["benchmarks", "kernel one"])
+    write_conditions(path, found)
     amend_conditions(path, {"copy_GBps": 4.0})
-    write_conditions(path, found, ["benchmarks", "again"])
+    monkeypatch.setattr(sys, "argv", ["benchmarks", "again"])
+    write_conditions(path, found)
     document = json.loads(path.read_text())
-    assert document["commands"] == ["benchmarks 'kernel one'", "benchmarks again"]
+    assert document["commands"] == ["python -m benchmarks 'kernel one'", "python -m benchmarks again"]
     assert document["copy_GBps"] == 4.0
     for change in ({"gpu": "NVIDIA Other"}, {"versions": found["versions"] | {"torch": "0.1"}}):
         with pytest.raises(RecordsError, match="--out"):
-            write_conditions(path, found | change, [])
+            write_conditions(path, found | change)
     assert json.loads(path.read_text()) == document
     # a library that only one of the two has is no contradiction
-    write_conditions(path, found | {"versions": {"torch": torch.__version__, "hopper": "4"}}, [])
+    write_conditions(path, found | {"versions": {"torch": torch.__version__, "hopper": "4"}})
     assert json.loads(path.read_text())["versions"] == found["versions"] | {"hopper": "4"}

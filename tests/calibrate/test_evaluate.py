@@ -175,7 +175,7 @@ def test_pairs_and_texts(folder: Path) -> None:
     found = texts_or_pairs(folder / "pairs.jsonl", folder, None, longest=3)
     assert (found.queries, found.documents) == ([[0, 1], [3]], [[2], [4, 5, 7]])
     (folder / "texts.jsonl").write_text('{"text": "a b"}\n"c"\n')
-    found = texts_or_pairs(folder / "texts.jsonl", folder, 1)
+    found = texts_or_pairs(folder / "texts.jsonl", folder, 1, longest=9)
     assert (found.queries, found.documents) == ([[0, 1]], None)
 
 
@@ -207,7 +207,9 @@ def test_lines_end_where_json_says(folder: Path) -> None:
     assert windows(folder / "a.jsonl", folder, 3, None) == [[0, 1, 2], [0, 1, 2]]
     pair = json.dumps({"query": "a\u2028b", "text": "c"}, ensure_ascii=False)
     (folder / "p.jsonl").write_text(f'\ufeff{pair}\n{{"query": "", "text": "d"}}\n', encoding="utf-8")
-    assert texts_or_pairs(folder / "p.jsonl", folder, None).queries == [[0, 1]]  # half a pair is left out
+    assert texts_or_pairs(folder / "p.jsonl", folder, None, longest=9).queries == [
+        [0, 1]
+    ]  # half a pair is left out
     (folder / "a.txt").write_bytes("\ufeffa b é".encode("latin-1", "ignore"))
     with pytest.raises(SlideSparseError, match=r"a\.txt is not text in UTF-8"):
         windows(folder / "a.txt", folder, 3, None)

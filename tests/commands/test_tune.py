@@ -42,7 +42,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def find(library: FakeLibrary, problem: Problem, clock: FakeClock | None = None) -> Found:
     inputs = Inputs(CPU, GPU.l2_bytes)
     weights = inputs.packed(library, problem, inputs.copies(problem))
-    return search(library, problem, inputs.rotation(problem, weights), clock or FakeClock(library), CPU)
+    return search(library, problem, inputs.operands(problem, weights), clock or FakeClock(library), CPU)
 
 
 INT8 = Problem("int8", "int32", 64, 64, 16)
@@ -403,12 +403,12 @@ def test_copies_exceed_the_cache_and_do_not_overlap() -> None:
     copies = inputs.copies(problem)
     call = 32 * 64 + 16 * 64 + 16 * 32 * 4
     assert 2 << 14 < copies * call < 4 << 14
-    rotation = inputs.rotation(problem, inputs.packed(FakeLibrary(), problem, copies))
-    operands = [*rotation.activations, *rotation.weights, *rotation.outs]
-    spans = sorted((t.data_ptr(), t.data_ptr() + t.numel() * t.element_size()) for t in operands)
+    operands = inputs.operands(problem, inputs.packed(FakeLibrary(), problem, copies))
+    tensors = [*operands.activations, *operands.weights, *operands.outs]
+    spans = sorted((t.data_ptr(), t.data_ptr() + t.numel() * t.element_size()) for t in tensors)
     assert len(spans) == 3 * copies
     assert all(end <= start for (_, end), (start, _) in pairwise(spans))
-    assert all(nonzero(one).float().mean() > 0.9 for one in rotation.activations)
+    assert all(nonzero(one).float().mean() > 0.9 for one in operands.activations)
 
 
 def test_a_smaller_problem_views_the_same_memory_and_a_larger_one_is_random_to_the_end() -> None:

@@ -82,17 +82,17 @@ def test_a_search_finds_an_algorithm_whose_result_is_right(name: str, dtype: str
         with CudaClock(gpu.device) as clock:
             inputs = Inputs(gpu.device, gpu.l2_bytes)
             weight = inputs.weight(dtype, 256, 512, library.sparse)
-            rotation = inputs.rotation(problem, [library.operand(weight)])
-            found = search(library, problem, rotation, clock, gpu.device)
-            rotation.launch(library.plan(problem, gpu.device, found.algorithm))(0)
+            operands = inputs.operands(problem, [library.operand(weight)])
+            found = search(library, problem, operands, clock, gpu.device)
+            operands.launch(library.plan(problem, gpu.device, found.algorithm))(0)
         assert found.tried > found.refused + found.wrong
         assert found.timing.graphed
-        exact_sums = rotation.activations[0].double() @ weight.double().t()
+        exact_sums = operands.activations[0].double() @ weight.double().t()
         if problem.scale == "both":
-            assert rotation.scale_w is not None
-            assert rotation.scale_x is not None
-            exact_sums = exact_sums * rotation.scale_w.double() * rotation.scale_x.double()[:, None]
-        error = (rotation.outs[0].double() - exact_sums).norm() / exact_sums.norm()
+            assert operands.scale_w is not None
+            assert operands.scale_x is not None
+            exact_sums = exact_sums * operands.scale_w.double() * operands.scale_x.double()[:, None]
+        error = (operands.outs[0].double() - exact_sums).norm() / exact_sums.norm()
         assert error <= (0 if out == "int32" else 2.0**-8)
 
 

@@ -92,15 +92,6 @@ def test_obeys_keeps_and_drops_no_more_than_it_must(
             assert torch.equal(dropped, needed)
 
 
-@given(weights, patterns(), st.sampled_from(METHODS), phases)
-def test_pruning_again_changes_nothing(w: Tensor, pattern: SlidePattern, method: str, phase: int) -> None:
-    phase = phase_of(pattern, phase)
-    once = prune(w, pattern, method, 1, phase)
-    assert_same_bits(prune(once, pattern, method, 1, phase), once)
-    again = prune(once, pattern, phase=phase)  # by magnitude, whatever chose the zeros
-    assert_same_bits(torch.where(is_zero(once), 0, raw(again)), torch.where(is_zero(once), 0, raw(once)))
-
-
 @given(cases())
 def test_weights_that_obey_lose_nothing(case: Case) -> None:
     """Whatever their bits (NaN and Inf count as the largest); a -0.0 may become 0.0, a non-zero never."""

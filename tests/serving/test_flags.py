@@ -14,6 +14,7 @@ from slidesparse import flags
 from slidesparse.checkpoint.metadata import KEY, LayerEntry, Metadata, MetadataError
 from slidesparse.flags import FlagError, Flags
 from slidesparse.pattern import SlidePattern
+from slidesparse.resolve import STAMP, Resolution, ResolveError, resolve, stamp
 
 ROOT = Path(__file__).parents[2]
 SIX_EIGHT = SlidePattern.parse("6:8")
@@ -134,109 +135,93 @@ def _config(layout: str = "dense") -> dict[str, object]:
     return {"quant_method": "compressed-tensors", KEY: Metadata(SIX_EIGHT, layout, layers).to_json()}
 
 
-@pytest.mark.vllm
-class TestResolve:
-    """`slidesparse.resolve`, which needs no engine."""
+def test_what_is_stamped_is_read_again_and_nothing_else() -> None:
+    made = resolve(_config(), Flags(), on_cuda=False)
+    assert (made.pattern, made.path, made.backend, made.layout) == ("6:8", "sparse", "reference", "dense")
+    config = _config()
+    stamp(made, [config])
+    assert Resolution.of_stamp(config[STAMP]) == made
+    good = dict(config[STAMP])  # type: ignore[call-overload]
+    for bad in (None, [], {}, {**good, "fuse": 1}, {**good, "backend": None}, {**good, "more": ""}):
+        with pytest.raises(ResolveError, match="slidesparse_serving"):
+            Resolution.of_stamp(bad)
 
-    def test_what_is_stamped_is_read_again_and_nothing_else(self) -> None:
-        from slidesparse.resolve import STAMP, Resolution, ResolveError, resolve, stamp
 
-        made = resolve(_config(), Flags(), on_cuda=False)
-        assert (made.pattern, made.path, made.backend, made.layout) == ("6:8", "sparse", "reference", "dense")
-        config = _config()
-        stamp(made, [config])
-        assert Resolution.of_stamp(config[STAMP]) == made
-        good = dict(config[STAMP])  # type: ignore[call-overload]
-        for bad in (None, [], {}, {**good, "fuse": 1}, {**good, "backend": None}, {**good, "more": ""}):
-            with pytest.raises(ResolveError, match="slidesparse_serving"):
-                Resolution.of_stamp(bad)
+def test_a_stamp_in_the_checkpoint_decides_nothing() -> None:
+    planted = _config()
+    stamp(resolve(planted, Flags("dense"), on_cuda=False), [planted])
+    assert resolve(planted, Flags("sparse"), on_cuda=False).path == "sparse"
 
-    def test_a_stamp_in_the_checkpoint_decides_nothing(self) -> None:
-        from slidesparse.resolve import resolve, stamp
 
-        planted = _config()
-        stamp(resolve(planted, Flags("dense"), on_cuda=False), [planted])
-        assert resolve(planted, Flags("sparse"), on_cuda=False).path == "sparse"
+def test_fusion_is_resolved(monkeypatch: pytest.MonkeyPatch) -> None:
+    with_gpu(monkeypatch)
+    for backend, default in (("hopper", True), ("cusparselt", False)):
+        for asked, resolved in ((None, default), (True, True), (False, False)):
+            made = resolve(_config(), Flags(fuse=asked, backend=backend), on_cuda=True)
+            assert made.fuse is resolved
+    assert resolve(_config(), Flags(), on_cuda=False).fuse is False
 
-    def test_fusion_is_resolved(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        from slidesparse.resolve import resolve
 
-        with_gpu(monkeypatch)
-        for backend, default in (("hopper", True), ("cusparselt", False)):
-            for asked, resolved in ((None, default), (True, True), (False, False)):
-                made = resolve(_config(), Flags(fuse=asked, backend=backend), on_cuda=True)
-                assert made.fuse is resolved
-        assert resolve(_config(), Flags(), on_cuda=False).fuse is False
+@pytest.mark.parametrize(
+    ("path", "on_cuda", "backend"),
+    [
+        (None, True, "hopper"),
+        ("sparse", True, "hopper"),
+        ("dense", True, "cublaslt"),
+        ("sparse", False, "reference"),
+        ("dense", False, "reference"),
+    ],
+)
+def test_backend(monkeypatch: pytest.MonkeyPatch, path: str | None, on_cuda: bool, backend: str) -> None:
+    with_gpu(monkeypatch)
+    made = resolve(_config(), Flags(path), on_cuda)
+    assert made.backend == backend
+    assert made.reason
 
-    @pytest.mark.parametrize(
-        ("path", "on_cuda", "backend"),
-        [
-            (None, True, "hopper"),
-            ("sparse", True, "hopper"),
-            ("dense", True, "cublaslt"),
-            ("sparse", False, "reference"),
-            ("dense", False, "reference"),
-        ],
-    )
-    def test_backend(
-        self, monkeypatch: pytest.MonkeyPatch, path: str | None, on_cuda: bool, backend: str
-    ) -> None:
-        from slidesparse.resolve import resolve
 
-        with_gpu(monkeypatch)
-        made = resolve(_config(), Flags(path), on_cuda)
-        assert made.backend == backend
-        assert made.reason
+def test_dense_weights_need_a_backend_that_takes_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    with_gpu(monkeypatch)
+    plain = {"quant_method": "compressed-tensors"}
+    flags = Flags.from_environment({"USE_CUSPARSELT": "1", "SPARSITY": "Dense"})
+    for on_cuda, backend in ((True, "hopper"), (False, "reference")):
+        made = resolve(plain, flags, on_cuda)
+        assert (made.pattern, made.backend, made.path) == ("dense", backend, "sparse")
+    with pytest.raises(ResolveError, match="SPARSITY=dense needs a backend .* here cusparselt is chosen"):
+        resolve(plain, replace(flags, backend="cusparselt"), True)
+    half = Flags.from_environment({"USE_CUSPARSELT": "1", "SPARSITY": "2:4@50%"})
+    with pytest.raises(ResolveError, match=r"2:4@50% cannot be requested: .* set SPARSITY=dense"):
+        resolve(plain, half, True)
+    with pytest.raises(ResolveError, match=r"asks for dense \(nothing pruned\), .* pruned to 6:8"):
+        resolve(_config(), flags, True)
 
-    def test_dense_weights_need_a_backend_that_takes_them(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        from slidesparse.resolve import ResolveError, resolve
 
-        with_gpu(monkeypatch)
-        plain = {"quant_method": "compressed-tensors"}
-        flags = Flags.from_environment({"USE_CUSPARSELT": "1", "SPARSITY": "Dense"})
-        for on_cuda, backend in ((True, "hopper"), (False, "reference")):
-            made = resolve(plain, flags, on_cuda)
-            assert (made.pattern, made.backend, made.path) == ("dense", backend, "sparse")
-        with pytest.raises(ResolveError, match="SPARSITY=dense needs a backend .* here cusparselt is chosen"):
-            resolve(plain, replace(flags, backend="cusparselt"), True)
-        half = Flags.from_environment({"USE_CUSPARSELT": "1", "SPARSITY": "2:4@50%"})
-        with pytest.raises(ResolveError, match=r"2:4@50% cannot be requested: .* set SPARSITY=dense"):
-            resolve(plain, half, True)
-        with pytest.raises(ResolveError, match=r"asks for dense \(nothing pruned\), .* pruned to 6:8"):
-            resolve(_config(), flags, True)
+def test_contradictions() -> None:
+    with pytest.raises(
+        ResolveError, match=r"asks for 4:6 \(2 of every 6 pruned\).*pruned to 6:8.*SPARSITY=2_8"
+    ):
+        resolve(_config(), Flags("sparse", SlidePattern(6)), False)
+    with pytest.raises(ResolveError, match="USE_CUBLASLT=1 runs dense weights.*slided"):
+        resolve(_config("slided"), Flags("dense"), True)
 
-    def test_contradictions(self) -> None:
-        from slidesparse.resolve import ResolveError, resolve
 
-        with pytest.raises(
-            ResolveError, match=r"asks for 4:6 \(2 of every 6 pruned\).*pruned to 6:8.*SPARSITY=2_8"
-        ):
-            resolve(_config(), Flags("sparse", SlidePattern(6)), False)
-        with pytest.raises(ResolveError, match="does not carry one, so set SPARSITY"):
-            resolve({"quant_method": "compressed-tensors"}, Flags("sparse"), False)
-        with pytest.raises(ResolveError, match="USE_CUBLASLT=1 runs dense weights.*slided"):
-            resolve(_config("slided"), Flags("dense"), True)
+def test_what_compressed_tensors_stored_sparse() -> None:
+    """One format is for 2:4 alone, and says the pattern; a flag has the last word."""
 
-    def test_what_compressed_tensors_stored_sparse(self) -> None:
-        """One format is for 2:4 alone, and says the pattern; a flag has the last word."""
-        from slidesparse.resolve import ResolveError, resolve
+    def config(form: str, structure: str) -> dict[str, object]:
+        sparsity = {"format": form, "sparsity_structure": structure}
+        return {"quant_method": "compressed-tensors", "sparsity_config": sparsity}
 
-        def config(form: str, structure: str) -> dict[str, object]:
-            sparsity = {"format": form, "sparsity_structure": structure}
-            return {"quant_method": "compressed-tensors", "sparsity_config": sparsity}
+    for given, pattern in ((Flags("sparse"), "2:4"), (Flags("sparse", SlidePattern(8)), "6:8")):
+        made = resolve(config("sparse-24-bitmask", "2:4"), given, on_cuda=False)
+        assert (made.pattern, made.layout) == (pattern, "packed")
+    with pytest.raises(ResolveError, match="does not carry one, so set SPARSITY"):
+        resolve(config("sparse-bitmask", "unstructured"), Flags("sparse"), on_cuda=False)
+    assert resolve(config("dense", "2:4"), Flags("dense"), on_cuda=False).layout == "dense"
+    assert resolve(_config("packed"), Flags("dense"), on_cuda=False).layout == "packed"
 
-        for given, pattern in ((Flags("sparse"), "2:4"), (Flags("sparse", SlidePattern(8)), "6:8")):
-            made = resolve(config("sparse-24-bitmask", "2:4"), given, on_cuda=False)
-            assert (made.pattern, made.layout) == (pattern, "packed")
-        with pytest.raises(ResolveError, match="does not carry one, so set SPARSITY"):
-            resolve(config("sparse-bitmask", "unstructured"), Flags("sparse"), on_cuda=False)
-        assert resolve(config("dense", "2:4"), Flags("dense"), on_cuda=False).layout == "dense"
-        assert resolve(_config("packed"), Flags("dense"), on_cuda=False).layout == "packed"
 
-    def test_metadata_from_the_future(self) -> None:
-        from slidesparse.resolve import resolve
-
-        config = _config()
-        config[KEY]["version"] = 2  # type: ignore[index]
-        with pytest.raises(MetadataError, match="version: found 2, this slidesparse reads 1; upgrade"):
-            resolve(config, Flags(), False)
+def test_metadata_from_the_future() -> None:
+    config = _config()
+    config[KEY]["version"] = 2  # type: ignore[index]
+    with pytest.raises(MetadataError, match="version: found 2, this slidesparse reads 1; upgrade"):
+        resolve(config, Flags(), False)
