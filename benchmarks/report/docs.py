@@ -317,7 +317,9 @@ def efficiency() -> str:
 
 def blocks() -> str:
     """Whole layers of Qwen2.5-7B in INT8 over stock vLLM, by the share of their blocks that are 2:4."""
-    found = pd.read_csv(H200 / "linear.csv").set_index(["model", "layer", "dtype", "M", "provider", "pattern"])
+    found = pd.read_csv(H200 / "linear.csv").set_index(
+        ["model", "layer", "dtype", "M", "provider", "pattern"]
+    )
     us = found["p50_us"].sort_index()["Qwen2.5-7B", "sum", "int8"].unstack(["provider", "pattern"])
     shares = {
         "dense": "dense",

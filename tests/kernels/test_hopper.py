@@ -66,7 +66,7 @@ def test_every_number_of_tokens_runs_what_tuning_found(
 
 
 def test_weights_with_dense_blocks_run_what_was_tuned_for_them(standing_in: StandIn) -> None:
-    """Up to twice as many tokens as were tuned; else, and where nothing was, what runs 2:4 weights."""
+    """Beyond the tokens that were tuned, and where nothing was, what runs 2:4 weights runs."""
     sparse, dense = "split:1x16/2x1/3", "split:1x16/1x2/2"
     problem = Problem("int8", "bf16", 64, 256, 16, "both")
     tuned.save(
@@ -81,8 +81,7 @@ def test_weights_with_dense_blocks_run_what_was_tuned_for_them(standing_in: Stan
     spec, ones = LayerSpec(64, 256, None, 0, INT8, torch.bfloat16), torch.ones(64, 1)
     for weight, m, expected in (
         (whole, 16, dense),
-        (whole, 32, dense),
-        (whole, 64, sparse),
+        (whole, 32, sparse),
         (half, 16, sparse),
         (sparse_codes.contiguous(), 16, sparse),
     ):

@@ -43,7 +43,17 @@ def put(*results: tuple[int, str], problem: Problem = PROBLEM) -> Path:
 
 @pytest.mark.parametrize(
     ("m", "expected"),
-    [(1, "a"), (64, "a"), (65, "b"), (128, "b"), (129, "c"), (2048, "c"), (2049, "c"), (4096, "c"), (4097, None)],
+    [
+        (1, "a"),
+        (64, "a"),
+        (65, "b"),
+        (128, "b"),
+        (129, "c"),
+        (2048, "c"),
+        (2049, "c"),
+        (4096, "c"),
+        (4097, None),
+    ],
 )
 def test_the_smallest_tuned_m_that_is_large_enough_else_the_largest(m: int, expected: str | None) -> None:
     put((2048, "c"), (64, "a"), (128, "b"))
