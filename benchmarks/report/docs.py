@@ -128,13 +128,12 @@ def gains() -> str:
     """Zeros, loss, speed of a model in INT8 and memory, not pruned and of three patterns."""
     patterns = ("6:8", "4:6", "2:4")
     each = [SlidePattern.parse(pattern) for pattern in patterns]
-    losses = Budgets("C", "on", "in")
+    losses = Budgets("D", "on", "in")
     chosen = (f"{losses.mean(f'zeros {share}'):+.2f}%" for share in ("25%", "33.3%"))
     rows: list[tuple[str, ...]] = [
         ("weights that are zero", "", *(f"{1 - float(pattern.density):.0%}" for pattern in each)),
         ("perplexity of a 107M model (1)", "", *(f"{losses.mean(pattern):+.2f}%" for pattern in patterns)),
         ("as many zeros, a pattern for each layer (`--zeros`)", "", *chosen, ""),
-        ("after five minutes of distillation", "", "", "", f"{losses.losses('2:4', 'kl')[0]:+.2f}%"),
     ]
     ratios = _few(STOCK).groupby(level=["model", "dtype", "stage", "M"]).median().loc[QWEN, "int8"]
     for stage, m in ((stage, m) for stage, m in ratios.index if stage == "prefill" or m <= 32):
@@ -369,6 +368,8 @@ class Budgets:
 def budgets() -> str:
     """The losses with budgets and rotation, beside those of uniform patterns."""
     columns = {
+        "D, 107 M": Budgets("D", "on", "in"),
+        "D, WikiText-2": Budgets("D", "on", "out"),
         "C, 107 M": Budgets("C", "on", "in"),
         "C, WikiText-2": Budgets("C", "on", "out"),
         "B, 30 M": Budgets("B", "on", "in"),
