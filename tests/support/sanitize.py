@@ -30,12 +30,13 @@ from spmm_cases import SHAPES, integers
 from torch import Tensor
 
 from slidesparse import gemm, reference, spmm
+from slidesparse.blocks import BLOCK
 from slidesparse.gemm import cuda as plans
 from slidesparse.gemm.backend import LayerSpec, Tunable
 from slidesparse.gemm.hopper import format as hopper_format
 from slidesparse.gemm.hopper import native
 from slidesparse.gemm.hopper.backend import HOPPER_CAPABILITY, Hopper, pack_by_kernel, run_layer
-from slidesparse.gemm.problem import Problem
+from slidesparse.gemm.problem import ALL_2_4, BLOCKS, MIXED, Problem
 from slidesparse.kernels import RmsNorm, SiluMul
 from slidesparse.kernels.dequant_bias import dequant_bias
 from slidesparse.kernels.quant_slide import quant_slide
@@ -44,6 +45,7 @@ from slidesparse.pattern import SlidePattern
 from slidesparse.prune import prune
 from slidesparse.quantize import FP8, INT8, quantize_rows
 from slidesparse.slide import slide
+from slidesparse.tune.inputs import with_sparse_blocks
 
 HOPPER = cast("Hopper", gemm.get("hopper"))
 GUARD = 0x55  # bytes around outputs
@@ -263,18 +265,23 @@ def hopper_products() -> Iterator[Case]:
     if not on_hopper():
         return
     device = torch.device("cuda", torch.cuda.current_device())
-    for m, n, k in ((1, 8, 16), (5, 65, 144), (17, 136, 400), (100, 71, 1040), (300, 200, 272)):
+    sizes = ((1, 8, 16), (5, 65, 144), (17, 136, 400), (100, 71, 1040), (300, 200, 272))
+    for (m, n, k), blocks in product(sizes, BLOCKS):
+        if blocks == MIXED and k <= BLOCK:
+            continue  # a single block
 
-        def run(m: int = m, n: int = n, k: int = k) -> bool:
-            w, scale_w = quantize_rows(prune(normal(n, k), SlidePattern(4)), INT8)
+        def run(m: int = m, n: int = n, k: int = k, blocks: str = blocks) -> bool:
+            floats = normal(n, k)
+            w, scale_w = quantize_rows(prune(floats, SlidePattern(4)) if blocks == ALL_2_4 else floats, INT8)
+            w = with_sparse_blocks(w, 0.5) if blocks == MIXED else w
             packed, x = HOPPER.operand(tight(w)), normal(m, k)
             q, scale_x = quantize_rows(x, INT8)
             sums = (q.double() @ w.double().t()).to(torch.int32)
             expected = reference.dequant_bias(sums, scale_x, scale_w, None, torch.bfloat16, "cuda")
             operands, tokens = (tight(q), packed), poisoned(x)
             scales, right = (tight(scale_w), tight(scale_x)), True
-            for config, _ in native.candidates(n, k, m, INT8, 4096):
-                plan = HOPPER.plan(Problem("int8", "bf16", n, k, m, "both"), device, config)
+            for config, _ in native.candidates(n, k, m, INT8, 4096, blocks):
+                plan = HOPPER.plan(Problem("int8", "bf16", n, k, m, "both", blocks=blocks), device, config)
                 guarded = Guarded(m, n, torch.bfloat16)
                 plan.run(*operands, guarded.out, *scales)
                 right &= same(guarded.out, expected) and guarded.untouched()
@@ -283,7 +290,7 @@ def hopper_products() -> Iterator[Case]:
                 right &= same(guarded.out, expected) and guarded.untouched()
             return right
 
-        yield f"hopper {m} x {n} x {k}", run
+        yield f"hopper {m} x {n} x {k}, blocks {blocks}", run
 
 
 def hopper_quantization() -> Iterator[Case]:
