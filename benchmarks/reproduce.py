@@ -35,7 +35,7 @@ KERNELS: dict[str, tuple[str, ...]] = {
     "tune": (PRODUCT, "tune", "--pattern", f"{ALL},{','.join(MIXED_PATTERNS)}"),
     "kernel, 8 bits": ("kernel", "--dtype", "int8,fp8", "--pattern", ALL),
     "kernel, squares": ("kernel", "--mode", "square", "--pattern", ALL),
-    "kernel, 16 bits": ("kernel", "--dtype", "bf16,fp16", "--pattern", ALL),
+    "kernel, BF16": ("kernel", "--dtype", "bf16", "--pattern", ALL),
     "linear": ("linear", "--m", f"{FEW},{MANY}", "--pattern", MIXED),
     "bandwidth": ("bandwidth",),
 }
