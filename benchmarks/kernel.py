@@ -90,7 +90,7 @@ def cells(
     """The cells to measure for a layer."""
     found: list[Cell] = []
     for library in libraries:
-        outs = library.outputs_of(dtype)
+        outs = library.output_types(dtype)
         if not outs:
             continue
         scale = library.epilogue(dtype, outs[0])

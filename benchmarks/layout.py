@@ -41,7 +41,7 @@ class Product:
         k = self.layer.k
         each = self.library.alignment
         columns = slided(k, PATTERN, each) if self.library.sparse else round_up(k, each)
-        return Problem(self.dtype, self.library.outputs_of(self.dtype)[0], self.layer.n, columns, m)
+        return Problem(self.dtype, self.library.output_types(self.dtype)[0], self.layer.n, columns, m)
 
 
 def products(libraries: Sequence[Tunable], layers: Sequence[Layer], dtypes: Sequence[str]) -> list[Product]:
@@ -51,7 +51,7 @@ def products(libraries: Sequence[Tunable], layers: Sequence[Layer], dtypes: Sequ
         for dtype in dtypes
         for layer in layers
         for library in libraries
-        if library.outputs_of(dtype)
+        if library.output_types(dtype)
     ]
 
 

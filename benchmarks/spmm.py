@@ -128,7 +128,7 @@ def jobs(
                         found.append(Job(shape, dtype, sparsity, offsets, tuple(VARIANTS)))
         for library in libraries:
             for dtype in LIBRARY_TYPES:
-                if library.outputs_of(dtype):
+                if library.output_types(dtype):
                     found.append(Job(shape, dtype, TWO_FOUR.ratio, OWN, (library.name,), library))
         if shape.mode == SQUARE and shape.m <= CPU_MOST and "fp32" in dtypes:
             found.append(Job(shape, "fp32", sparsities[0], OWN, (CPU,)))
@@ -237,7 +237,7 @@ class SpmmBench:
     def _by_library(self, job: Job, library: Tunable) -> tuple[Timing, float, float]:
         """A sparse library with its best algorithm, in its own precision."""
         session, layer, dtype = self._session, job.shape.layer, job.dtype
-        out = library.outputs_of(dtype)[0]
+        out = library.output_types(dtype)[0]
         columns = slided(layer.k, TWO_FOUR.ratio, library.alignment)
         problem = Problem(dtype, out, layer.n, columns, job.shape.m, library.epilogue(dtype, out))
         weight = session.inputs.weight(dtype, layer.n, columns, sparse=True)

@@ -72,7 +72,7 @@ def tune(
     """Search for the fastest kernel configurations on this GPU, and save them for serving."""
     began = time.monotonic()
     from slidesparse import gemm
-    from slidesparse.gemm.tuned import folder
+    from slidesparse.gemm.tuned import tables_folder
     from slidesparse.tune import machine
     from slidesparse.tune.jobs import jobs, kernel_jobs
     from slidesparse.tune.jobs import tune as run
@@ -99,7 +99,7 @@ def tune(
         summary = run(session, todo, force)
         cells = cells_of(bar)
     counts = {name: getattr(summary, name) for name in ("tuned", "known", "algorithms", "refused", "wrong")}
-    finish(summary.finished, summary.skipped, {**counts, "tables": str(folder()), **cells}, as_json)
+    finish(summary.finished, summary.skipped, {**counts, "tables": str(tables_folder()), **cells}, as_json)
 
 
 def _converted(models: str | None) -> tuple[tuple[str, ...], tuple[str, ...]] | None:

@@ -9,9 +9,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from slidesparse.gemm.backend import TWO_FOUR, Tunable
-from slidesparse.gemm.launches import Kernel, problem_of
+from slidesparse.gemm.launches import Kernel, launch_problem
 from slidesparse.gemm.problem import ALL_2_4, ALL_DENSE, DTYPES, MIXED, LibraryError, Problem
-from slidesparse.gemm.tuned import exact
+from slidesparse.gemm.tuned import find_entry
 from slidesparse.kernels import quantizer
 from slidesparse.pattern import HARDWARE_LENGTH, SlidePattern, parse_pattern, round_up
 from slidesparse.tune.launches import search_launches
@@ -110,7 +110,7 @@ def kernel_jobs(
     found: dict[tuple[str, Problem], KernelJob] = {}
 
     def add(kind: str, source: str, target: str, n: int, k: int, length: int = HARDWARE_LENGTH) -> None:
-        problem = problem_of(DTYPES[source], DTYPES[target], n, k, tokens[0])
+        problem = launch_problem(DTYPES[source], DTYPES[target], n, k, tokens[0])
         found.setdefault((kind, problem), KernelJob(Kernel(kind), problem, tuple(tokens), length))
 
     for layer in layers:
@@ -140,7 +140,7 @@ def _tune(session: Session, job: Job | KernelJob, force: bool, count: Summary) -
     subject = session.gpu.subject(job.library)
     search: Search | None = None
     for problem in (replace(job.problem, m=m) for m in job.tokens):
-        if not force and exact(subject, problem):
+        if not force and find_entry(subject, problem):
             count.known += 1
         elif session.deadline.passed:
             return False

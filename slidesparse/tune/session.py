@@ -75,7 +75,7 @@ def served_outputs(library: Tunable, dtype: str) -> list[tuple[str, str]]:
     Sparse INT8 with INT32 output is the exact path, scaled by a separate kernel.  A dense library that scales is
     also used without scales, because for few tokens a separate kernel is faster.
     """
-    found = library.outputs_of(dtype) if dtype in SERVED else ()
+    found = library.output_types(dtype) if dtype in SERVED else ()
     if not found:
         return []
     problems = [(found[0], library.epilogue(dtype, found[0]))]

@@ -41,8 +41,8 @@ PATTERNS = ("2:4", "6:8", "14:16")
 
 @pytest.fixture(autouse=True)
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setenv(tuned.CACHE, str(tmp_path / "cache"))
-    tuned._tables.cache_clear()
+    monkeypatch.setenv(tuned.CACHE_VARIABLE, str(tmp_path / "cache"))
+    tuned._merged_table.cache_clear()
     return tmp_path / "cache"
 
 
@@ -125,7 +125,7 @@ def test_winners_of_what_serving_runs_are_saved(tmp_path: Path) -> None:
     for library in (dense, sparse):
         for out, expected in (("bf16", sparse), ("int32", dense), ("int8", None)):
             problem = Problem("int8", out, 64, 64, 16)
-            found = tuned.choice(GPU.subject(library), problem)
+            found = tuned.tuned_algorithm(GPU.subject(library), problem)
             assert found == ("good" if library is expected else None)
 
 
@@ -150,7 +150,7 @@ def test_a_sparse_library_multiplies_dense_weights_and_keeps_the_winner_of_spars
     assert [row["pattern"] for row in bench.records.rows] == ["6:8", "dense"] * 2
     for columns, found in ((96, "good"), (64, None)):  # of 6:8, and of the dense weight, which 2:4 would have
         problem = Problem("int8", "bf16", 64, columns, 16)
-        assert tuned.choice(GPU.subject(blocks), problem) == found
+        assert tuned.tuned_algorithm(GPU.subject(blocks), problem) == found
 
 
 def test_what_a_library_refuses_is_noted_and_the_rest_measured(tmp_path: Path) -> None:

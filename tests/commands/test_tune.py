@@ -34,8 +34,8 @@ LAYERS = (Layer("a", 64, 64), Layer("b", 32, 128))
 
 @pytest.fixture(autouse=True)
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setenv(tuned.CACHE, str(tmp_path))
-    tuned._tables.cache_clear()
+    monkeypatch.setenv(tuned.CACHE_VARIABLE, str(tmp_path))
+    tuned._merged_table.cache_clear()
     return tmp_path
 
 
@@ -176,8 +176,8 @@ def test_tuning_saves_resumes_and_is_forced() -> None:
     assert len(steps) == 8
     for m in (1, 16, 40, 96):
         problem = Problem("int8", "bf16", 64, 96, m)
-        assert tuned.choice(GPU.subject(library), problem) == "good"
-    saved = tuned.exact(GPU.subject(library), todo[0].problem)
+        assert tuned.tuned_algorithm(GPU.subject(library), problem) == "good"
+    saved = tuned.find_entry(GPU.subject(library), todo[0].problem)
     assert saved
     assert ([name for name, _ in saved.others], saved.tried) == (["slow"], 4)
 
@@ -186,7 +186,7 @@ def test_tuning_saves_resumes_and_is_forced() -> None:
     assert (again.tuned, again.known, library.searched) == (0, 8, [])
     library.times["slow"] = 1.0
     assert tune(session(library), todo, force=True).tuned == 8
-    assert tuned.choice(GPU.subject(library), todo[0].problem) == "slow"
+    assert tuned.tuned_algorithm(GPU.subject(library), todo[0].problem) == "slow"
 
 
 def test_weights_are_packed_once_for_all_token_counts() -> None:

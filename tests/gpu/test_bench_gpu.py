@@ -25,8 +25,8 @@ pytestmark = pytest.mark.gpu
 
 @pytest.fixture(autouse=True)
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(tuned.CACHE, str(tmp_path / "cache"))
-    tuned._tables.cache_clear()
+    monkeypatch.setenv(tuned.CACHE_VARIABLE, str(tmp_path / "cache"))
+    tuned._merged_table.cache_clear()
 
 
 def test_a_graph_times_what_events_time() -> None:
@@ -75,7 +75,7 @@ def test_a_search_finds_an_algorithm_whose_result_is_right(name: str, dtype: str
     library = next((one for one in usable_libraries(gpu)[0] if one.name == name), None)
     if library is None:
         pytest.skip(f"{name} is not for {gpu.name}")
-    for out in library.outputs_of(dtype)[:2]:
+    for out in library.output_types(dtype)[:2]:
         if out == "int8":
             continue  # saturates
         problem = Problem(dtype, out, 256, 512, 128, library.epilogue(dtype, out))

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from slidesparse import gemm, reference
 from slidesparse.gemm.backend import TWO_FOUR, LayerSpec
-from slidesparse.gemm.cublaslt import PLAIN_TOKENS
+from slidesparse.gemm.cublaslt import MAX_UNSCALED_TOKENS
 from slidesparse.gemm.problem import DTYPES, Problem
 from slidesparse.pattern import SlidePattern
 from slidesparse.prune import prune
@@ -213,7 +213,7 @@ def test_a_bfloat16_layer_against_float64(any_layer: Layer, m: int, with_bias: b
     plain = (
         any_layer.backend == "cublaslt"
         and any_layer.dtype == FP8
-        and (m <= PLAIN_TOKENS or len(any_layer.weight) % 16 > 0)
+        and (m <= MAX_UNSCALED_TOKENS or len(any_layer.weight) % 16 > 0)
     )
     if plain or any_layer.backend == "cusparselt":
         of_sum += UNIT * (sums.abs() + of_sum)

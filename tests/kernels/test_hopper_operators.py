@@ -90,10 +90,10 @@ class Operators:
         self._library = torch.library.Library(SPACE, "DEF")
         for name, arguments in ARGUMENTS.items():
             outputs = "(Tensor, Tensor)" if name.startswith("add") else "Tensor"
-            for one in (name, name + operators.BY_PYTHON):
+            for one in (name, name + operators.PYTHON_SUFFIX):
                 self._library.define(f"{one}({arguments}, {ops.LAYER}) -> {outputs}")
-            python = operators.recording_errors(self._by_python(name))
-            self._library.impl(name + operators.BY_PYTHON, python, "CPU")
+            python = operators.record_errors(self._by_python(name))
+            self._library.impl(name + operators.PYTHON_SUFFIX, python, "CPU")
         kernels = folder / "kernels.so"
         self._kernels = ctypes.CDLL(str(kernels))
         self._callbacks = [

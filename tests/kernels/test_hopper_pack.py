@@ -107,10 +107,10 @@ def device(request: pytest.FixtureRequest) -> Iterator[torch.device]:
     compiled = request.getfixturevalue("compiled")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(native, "FUNCTIONS", {name: native.FUNCTIONS[name] for name in PACKERS})
-        native.declare(compiled)
+        native.declare_functions(compiled)
         patch.setattr(native, "library", lambda: compiled)
         patch.setattr(cuda, "on_device", lambda index: nullcontext())
-        patch.setattr(cuda, "stream_of", lambda index: 0)
+        patch.setattr(cuda, "current_stream", lambda index: 0)
         yield torch.device("cpu")
 
 

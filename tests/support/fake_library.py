@@ -94,7 +94,7 @@ class FakeLibrary:
     def unusable(self, device: torch.device) -> str | None:
         return None
 
-    def outputs_of(self, dtype: str) -> tuple[str, ...]:
+    def output_types(self, dtype: str) -> tuple[str, ...]:
         return {"int8": self.outs, "fp8": ("bf16",)}.get(dtype, ())
 
     def epilogue(self, dtype: str, out: str) -> str:
