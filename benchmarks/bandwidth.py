@@ -25,7 +25,7 @@ from slidesparse.kernels import Producer, RmsNorm, SiluMul
 from slidesparse.pattern import SlidePattern
 from slidesparse.slide import lift
 from slidesparse.tune.measure import Launch
-from slidesparse.tune.session import Session, free
+from slidesparse.tune.session import Session, free_cached_memory
 
 TOKENS = (4096, 8192, 16384)
 WIDTHS = (2048, 3584, 18944)  # in-features; for dequant_bias the out-features
@@ -108,12 +108,12 @@ class BandwidthBench:
                 if self._session.deadline.passed:
                     return False
                 self.records.add(key | self._measure(cell))
-                free(self._session.gpu)
+                free_cached_memory(self._session.gpu)
             self._session.advance(f"{cell.kernel} {cell.dtype} {cell.m}x{cell.k}")
         return True
 
     def _measure(self, cell: Cell) -> dict[str, object]:
-        copies = self._session.inputs.cold(cell.moved)
+        copies = self._session.inputs.copies_exceeding_l2(cell.moved)
         us = exact(self._session.clock, self._launch(cell, copies), copies).p50
         rate = cell.moved / us / 1e3
         copied = cell.moved // 2 // PAGE * PAGE  # other sizes are copied at two thirds of the rate

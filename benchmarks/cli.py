@@ -111,7 +111,7 @@ def _libraries_of(gpu: Gpu, names: str | None) -> list[Tunable]:
     from slidesparse.tune.shapes import parse_choice
 
     if names:
-        return machine.require_libraries(gpu, parse_choice("--library", names, machine.tunable()))
+        return machine.require_libraries(gpu, parse_choice("--library", names, machine.tunable_names()))
     found, missed = machine.usable_libraries(gpu)
     for line in missed:
         err.print(escape(f"note: {line}"))
@@ -202,7 +202,7 @@ def linear(
     from slidesparse.tune import machine
     from slidesparse.tune.shapes import parse_choice
 
-    dtypes = parse_choice("--dtype", dtype, machine.SERVED)
+    dtypes = parse_choice("--dtype", dtype, machine.SERVED_DTYPES)
     patterns, groups = (
         _patterns_of(pattern, mixed=True),
         model_groups(models_of(model, shapes), dtypes, tokens_of(m)),

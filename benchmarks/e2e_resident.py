@@ -206,7 +206,7 @@ class ResidentBench(E2eBench):
         return command(self.vllm, self.version, run, self.workload, result, size)[3:]
 
     def _seconds(self, started: float) -> float:
-        left = self.deadline.left
+        left = self.deadline.seconds_left
         limit = max(0.0, self.run_seconds - (time.monotonic() - started))
         return limit if left is None else min(left, limit)
 

@@ -251,7 +251,7 @@ class E2eBench:
         result.unlink(missing_ok=True)  # of an earlier attempt
         arguments = command(self.vllm, self.version, run, self.workload, result)
         log.write_text(f"$ {shown(run, arguments)}\n", encoding="utf-8")
-        left = self.deadline.left
+        left = self.deadline.seconds_left
         seconds = self.run_seconds if left is None else min(left, self.run_seconds)
         status = execute(arguments, environment(run.system, os.environ), log, seconds)
         if status is None and self.deadline.passed:

@@ -19,11 +19,11 @@ from slidesparse.gemm.backend import LayerSpec, Tunable
 from slidesparse.gemm.problem import DTYPES as TORCH
 from slidesparse.gemm.problem import LibraryError, Problem
 from slidesparse.pattern import round_up
-from slidesparse.tune.machine import SERVED
+from slidesparse.tune.machine import SERVED_DTYPES
 from slidesparse.tune.measure import Timing
 from slidesparse.tune.search import search
-from slidesparse.tune.session import Session, free
-from slidesparse.tune.shapes import Layer, slided
+from slidesparse.tune.session import Session, free_cached_memory
+from slidesparse.tune.shapes import Layer, slided_columns
 
 DTYPES = ("int8", "fp8", "fp16", "bf16")
 DENSE = "dense"
@@ -106,7 +106,7 @@ def cells(
         if dtype == "int8" and "int8" in outs[1:]:
             scale = library.epilogue(dtype, "int8")
             found.append(Cell(f"{library.name}-int8", (DENSE,), k, "int8", scale, library))
-    if stock and dtype in SERVED and not (layer.n % STOCK_ALIGNMENT or layer.k % STOCK_ALIGNMENT):
+    if stock and dtype in SERVED_DTYPES and not (layer.n % STOCK_ALIGNMENT or layer.k % STOCK_ALIGNMENT):
         found.append(Cell("stock", (DENSE,), layer.k, "bf16", "both", None))
     return found
 
@@ -115,7 +115,7 @@ def _by_columns(k: int, patterns: Sequence[str], alignment: int) -> dict[int, tu
     """The patterns that have each K'."""
     found: dict[int, tuple[str, ...]] = {}
     for pattern in patterns:
-        columns = slided(k, pattern, alignment)
+        columns = slided_columns(k, pattern, alignment)
         found[columns] = (*found.get(columns, ()), pattern)
     return found
 
@@ -160,7 +160,7 @@ class KernelBench:
                         return False
                     self._measure(group, cell, m, missing, weights)
                 self._session.advance(f"{group.model} {group.layer.name} {group.dtype} M={m}")
-        free(self._session.gpu)
+        free_cached_memory(self._session.gpu)
         return True
 
     def _measure(

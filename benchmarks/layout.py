@@ -19,9 +19,9 @@ from slidesparse.gemm.backend import Tunable
 from slidesparse.gemm.problem import LAYOUTS, Layout, LibraryError, Plan, Problem
 from slidesparse.pattern import round_up
 from slidesparse.tune.inputs import Operands
-from slidesparse.tune.search import agree, search
-from slidesparse.tune.session import Session, free
-from slidesparse.tune.shapes import Layer, slided
+from slidesparse.tune.search import outputs_agree, search
+from slidesparse.tune.session import Session, free_cached_memory
+from slidesparse.tune.shapes import Layer, slided_columns
 
 PATTERN = "6:8"  # of the weights of sparse libraries
 WRONG = "its product is wrong"
@@ -40,7 +40,7 @@ class Product:
         """The problem at ``m`` tokens; sparse libraries multiply the K' columns of PATTERN."""
         k = self.layer.k
         each = self.library.alignment
-        columns = slided(k, PATTERN, each) if self.library.sparse else round_up(k, each)
+        columns = slided_columns(k, PATTERN, each) if self.library.sparse else round_up(k, each)
         return Problem(self.dtype, self.library.output_types(self.dtype)[0], self.layer.n, columns, m)
 
 
@@ -89,7 +89,7 @@ class LayoutBench:
                         return False
                     self.records.add(key | self._measure(product.library, layout, right, weights))
                 self._session.advance(f"{product.library.name} {product.layer.name} {product.dtype} M={m}")
-        free(self._session.gpu)
+        free_cached_memory(self._session.gpu)
         return True
 
     def _measure(
@@ -158,7 +158,7 @@ class _Expected:
         out.zero_()
         plan.run(x if layout.activations_k else x.t().contiguous(), operands.weights[0], out)
         found = out if layout.output_n else out.view(self.problem.n, self.problem.m).t()
-        return agree(found, expected, self.problem)
+        return outputs_agree(found, expected, self.problem)
 
 
 def product_of(x: Tensor, weight: Tensor, dtype: torch.dtype) -> Tensor:

@@ -25,7 +25,7 @@ from slidesparse.gemm.problem import DTYPES
 from slidesparse.pattern import SlidePattern, parse_pattern
 from slidesparse.tune.inputs import with_sparse_blocks
 from slidesparse.tune.measure import Launch
-from slidesparse.tune.session import Session, free
+from slidesparse.tune.session import Session, free_cached_memory
 from slidesparse.tune.shapes import Layer
 
 SUM = "sum"  # the layer whose times are the sums of the others' absolute times
@@ -139,12 +139,12 @@ class LinearBench:
                         weights[provider] = self._weights(group, provider)
                     self._measure(group, provider, row, m, weights[provider], scale_w)
                 self._session.advance(f"{group.model} {group.layer.name} {group.dtype} M={m}")
-            free(self._session.gpu)  # memory that deleted graphs leave reserved
+            free_cached_memory(self._session.gpu)  # memory that deleted graphs leave reserved
         return True
 
     def _copies(self, group: Group, m: int) -> int:
         n, k = group.layer.n, group.layer.k
-        return self._session.inputs.cold(n * k + (m * k + m * n) * FLOAT.itemsize)
+        return self._session.inputs.copies_exceeding_l2(n * k + (m * k + m * n) * FLOAT.itemsize)
 
     def _weights(self, group: Group, provider: Provider) -> list[Tensor]:
         weight = self._session.inputs.weight(group.dtype, group.layer.n, provider.columns, provider.sparse)

@@ -135,7 +135,7 @@ def part(out: Path, deadline: Deadline, say: Callable[[str], None]) -> None:
         if not _worth(deadline, LOADING if step.checkpoints else LEAST):
             return
         say(step.name)
-        limit = () if deadline.left is None else ("--time-limit", f"{deadline.left:.0f}")
+        limit = () if deadline.seconds_left is None else ("--time-limit", f"{deadline.seconds_left:.0f}")
         said = json.loads(_call((*step.command, *limit, "--json")))
         amend_conditions(out / STATE, {step.name: {name: said[name] for name in SAID}})
         if not said["finished"]:
@@ -157,7 +157,7 @@ def commands(out: Path) -> Iterator[str]:
 
 
 def _worth(deadline: Deadline, seconds: float) -> bool:
-    return deadline.left is None or deadline.left >= seconds
+    return deadline.seconds_left is None or deadline.seconds_left >= seconds
 
 
 def _call(command: tuple[str, ...]) -> str:

@@ -25,8 +25,8 @@ from slidesparse.gemm.backend import TWO_FOUR, Tunable
 from slidesparse.gemm.problem import DTYPES, LibraryError, Problem
 from slidesparse.spmm import MOST_GROUP, STRIP, Compressed, compress, decompress, prune, sequential, spmm
 from slidesparse.tune.measure import Launch, Timing
-from slidesparse.tune.session import Session, free
-from slidesparse.tune.shapes import Layer, ShapeError, slided, split
+from slidesparse.tune.session import Session, free_cached_memory
+from slidesparse.tune.shapes import Layer, ShapeError, slided_columns, split_list
 
 VARIANTS = {  # name -> (variant of `spmm`, splits)
     "baseline": ("baseline", 1),
@@ -95,7 +95,7 @@ def layers(models: Sequence[tuple[str, tuple[Layer, ...]]], tokens: Sequence[int
 
 def parse_sparsities(text: str) -> tuple[str, ...]:
     """``"2:4,1:4"`` -> ("2:4", "1:4").  Raises ShapeError."""
-    words = tuple(split(text))
+    words = tuple(split_list(text))
     for word in words:
         kept, group = parts(word) if re.fullmatch(r"\d+:\d+", word) else (0, 0)
         if not 1 <= kept <= group <= MOST_GROUP:
@@ -164,7 +164,7 @@ class SpmmBench:
         for provider in job.providers:
             self._session.advance(f"{job.shape.layer.name} {job.dtype} {provider} M={job.shape.m}")
         if missing:
-            free(self._session.gpu)
+            free_cached_memory(self._session.gpu)
         return True
 
     def _note(self, job: Job, provider: str, timing: Timing, error: float, most: float) -> None:
@@ -202,7 +202,9 @@ class SpmmBench:
         session, m, layer = self._session, job.shape.m, job.shape.layer
         weight = self._weight(job)
         size, rows = DTYPES[job.dtype].itemsize, weight.values.shape[0]
-        copies = session.inputs.cold((layer.k + layer.n) * m * size + rows * layer.n * (size + 1))
+        copies = session.inputs.copies_exceeding_l2(
+            (layer.k + layer.n) * m * size + rows * layer.n * (size + 1)
+        )
         weights = [weight, *(weight.to(session.gpu.device, copy=True) for _ in range(copies - 1))]
         x = [one.t() for one in session.inputs.activations(job.dtype, layer.k, m, copies)]
         right = _Expected(x[0], decompress(weight))
@@ -219,7 +221,9 @@ class SpmmBench:
         """cuBLAS: float32 with and without TF32; float16 with float32 sums, and no others."""
         session, m, layer = self._session, job.shape.m, job.shape.layer
         dtype = DTYPES[job.dtype]
-        copies = session.inputs.cold(((layer.k + layer.n) * m + layer.k * layer.n) * dtype.itemsize)
+        copies = session.inputs.copies_exceeding_l2(
+            ((layer.k + layer.n) * m + layer.k * layer.n) * dtype.itemsize
+        )
         x = session.inputs.activations(job.dtype, m, layer.k, copies)
         weights = [session.inputs.floats((layer.n, layer.k), dtype) for _ in range(copies)]
         right = _Expected(x[0], weights[0])
@@ -238,7 +242,7 @@ class SpmmBench:
         """A sparse library with its best algorithm, in its own precision."""
         session, layer, dtype = self._session, job.shape.layer, job.dtype
         out = library.output_types(dtype)[0]
-        columns = slided(layer.k, TWO_FOUR.ratio, library.alignment)
+        columns = slided_columns(layer.k, TWO_FOUR.ratio, library.alignment)
         problem = Problem(dtype, out, layer.n, columns, job.shape.m, library.epilogue(dtype, out))
         weight = session.inputs.weight(dtype, layer.n, columns, sparse=True)
         first = library.operand(weight)
@@ -251,7 +255,7 @@ class SpmmBench:
             x = x * operands.scale_x[:, None]
         if operands.scale_w is not None:
             w = w * operands.scale_w[:, None]
-        # sums of FP8 are cut to 14 bits (`slidesparse.tune.search.agree`), and results to BF16
+        # sums of FP8 are cut to 14 bits (`slidesparse.tune.search.outputs_agree`), and results to BF16
         return found.timing, _Expected(x, w).error(operands.outs[0]), 2.0**-7
 
     def _by_cpu(self, job: Job) -> tuple[Timing, float, float]:

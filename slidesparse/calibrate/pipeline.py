@@ -30,7 +30,7 @@ from slidesparse.calibrate.task import Progress, Task
 from slidesparse.checkpoint.architectures import SCALE, WEIGHT
 from slidesparse.checkpoint.storage import DTYPES, Reader
 from slidesparse.errors import CalibrationError
-from slidesparse.methods.sparsegpt import damping_for, factor, target_of
+from slidesparse.methods.sparsegpt import compensated_target, damping_for, factor
 from slidesparse.pattern import MixedPattern, SlidePattern
 from slidesparse.quantize import NAMES, dequantize_rows, quantize_rows
 
@@ -286,7 +286,7 @@ def _order(
     if any(isinstance(task.layers.get(at.full(each)), MixedPattern) for each in writers(at.block, stage)):
         return None
     upper = factor(hessian.matrix, damping_for(len(hessian.matrix), hessian.tokens))
-    target = target_of(w, errors[name], upper) if errors else w
+    target = compensated_target(w, errors[name], upper) if errors else w
     return find_order(at.block, stage, target, upper, pattern.length)
 
 

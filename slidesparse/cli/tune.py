@@ -74,14 +74,14 @@ def tune(
     from slidesparse import gemm
     from slidesparse.gemm.tuned import tables_folder
     from slidesparse.tune import machine
-    from slidesparse.tune.jobs import jobs, kernel_jobs
+    from slidesparse.tune.jobs import gemm_jobs, kernel_jobs
     from slidesparse.tune.jobs import tune as run
     from slidesparse.tune.shapes import FEW_TOKENS, MIXED_PATTERNS, PATTERNS, parse_choice, parse_patterns
 
     layers = [layer for _, found in models_of(model, shapes) for layer in found]
-    own_patterns, own_dtypes = _converted(model) or ((*PATTERNS, *MIXED_PATTERNS), machine.SERVED)
-    dtypes = parse_choice("--dtype", dtype, machine.SERVED) if dtype else own_dtypes
-    names = parse_choice("--library", library, (*machine.tunable(), TRITON)) if library else None
+    own_patterns, own_dtypes = _converted(model) or ((*PATTERNS, *MIXED_PATTERNS), machine.SERVED_DTYPES)
+    dtypes = parse_choice("--dtype", dtype, machine.SERVED_DTYPES) if dtype else own_dtypes
+    names = parse_choice("--library", library, (*machine.tunable_names(), TRITON)) if library else None
     patterns = parse_patterns(pattern, mixed=True) if pattern else own_patterns
     tokens = tokens_of(m)
     gpu = machine.require_gpu()
@@ -92,7 +92,7 @@ def tune(
     if m is None and any(gemm.get(name).fuses for name in backends):
         tokens = (*FEW_TOKENS, *tokens)
     todo: list[Job | KernelJob] = []
-    todo += jobs(machine.require_libraries(gpu, backends), layers, dtypes, patterns, tokens)
+    todo += gemm_jobs(machine.require_libraries(gpu, backends), layers, dtypes, patterns, tokens)
     todo += kernel_jobs(layers, dtypes, patterns, tokens) if TRITON in names else ()
     with open_session(gpu, began, time_limit) as (session, bar):
         begin(bar, sum(len(job.tokens) for job in todo))
@@ -107,10 +107,10 @@ def _converted(models: str | None) -> tuple[tuple[str, ...], tuple[str, ...]] | 
     from slidesparse.checkpoint.metadata import Metadata
     from slidesparse.checkpoint.w8a8 import parse_block
     from slidesparse.pattern import DENSE_WEIGHT
-    from slidesparse.tune.shapes import split
+    from slidesparse.tune.shapes import split_list
 
     patterns, dtypes = {DENSE_WEIGHT}, set()  # unpruned layers of a pruned model run on the same backend
-    for name in split(models or ""):
+    for name in split_list(models or ""):
         path = Path(name) / "config.json"
         block = json.loads(path.read_text()).get("quantization_config") if path.is_file() else None
         metadata = Metadata.of_config(block)
@@ -157,19 +157,19 @@ def tokens_of(text: str | None) -> tuple[int, ...]:
 
 def models_of(names: str | None, shapes: str | None) -> list[tuple[str, tuple[Layer, ...]]]:
     """Return (name, layers) for the requested models or shapes, or for all known models."""
-    from slidesparse.tune.shapes import MODELS, ShapeError, model, parse_shapes, split
+    from slidesparse.tune.shapes import MODELS, ShapeError, find_model, parse_shapes, split_list
 
     if names and shapes:
         raise ShapeError("a model and --shapes exclude each other: give one of them")
     if shapes:
         return [("shapes", parse_shapes(shapes))]
-    return [model(name) for name in (split(names) if names else MODELS)]
+    return [find_model(name) for name in (split_list(names) if names else MODELS)]
 
 
 def finish(finished: bool, skipped: Sequence[str], result: dict[str, Any], as_json: bool) -> None:
-    from slidesparse.tune.session import describe
+    from slidesparse.tune.session import summarize_skipped
 
-    for line in describe(skipped):
+    for line in summarize_skipped(skipped):
         err.print(escape(f"note: {line}"))
     if not finished:
         err.print("the time limit was reached; repeat the command to continue")

@@ -53,7 +53,7 @@ def quantize(x: Tensor, layout: SlideLayout, dtype: torch.dtype, columns: int) -
     from slidesparse.kernels.quant_slide import quant_slide  # late: needs Triton
 
     m, k = x.shape
-    kind = kernels.quantizer(layout.length, layout.phase)
+    kind = kernels.quantizer_kind(layout.length, layout.phase)
     launch = _find_launch(kind, x.dtype, dtype, layout.slided, k, bucket(m), x.device)
     return quant_slide(x, layout.length, layout.phase, dtype, columns, bucket(m), launch)
 

@@ -17,7 +17,7 @@ from slidesparse.gemm.problem import DTYPES, Problem
 from slidesparse.pattern import SlidePattern
 from slidesparse.prune import prune
 from slidesparse.quantize import FP8, INT8, quantize_rows
-from slidesparse.tune.search import agree
+from slidesparse.tune.search import outputs_agree
 
 pytestmark = pytest.mark.gpu
 
@@ -157,7 +157,7 @@ def test_every_algorithm_gives_the_same_sums(name: str, out: str) -> None:
             continue
         torch.cuda.synchronize()
         if out == "bf16" and "/" in (algorithm or ""):
-            assert agree(found, expected, problem), algorithm
+            assert outputs_agree(found, expected, problem), algorithm
         else:
             assert torch.equal(found, expected), algorithm
     print(f"{name} {out}: {len(names)} algorithms, {len(refused)} refused")

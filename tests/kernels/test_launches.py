@@ -115,11 +115,11 @@ def test_the_fastest_launch_with_the_right_bits_wins(monkeypatch: pytest.MonkeyP
         times={name: 20.0 + i for i, name in enumerate(names)} | {wrong: 5.0, rest[2]: 10.0}
     )
 
-    def run(i: int, how: Config) -> tuple[torch.Tensor, ...]:
-        library.ran.append(str(how))
-        return (torch.tensor([str(how) == wrong]),)
+    def run(i: int, config: Config) -> tuple[torch.Tensor, ...]:
+        library.ran.append(str(config))
+        return (torch.tensor([str(config) == wrong]),)
 
-    monkeypatch.setattr(searching, "_runner", lambda *_: run)
+    monkeypatch.setattr(searching, "_make_run", lambda *_: run)
     found = searching.search_launches("quant_only", problem, 4, Inputs(CPU, GPU.l2_bytes), FakeClock(library))
     assert (found.algorithm, found.tried, found.wrong) == (rest[2], len(names), 1)
     assert [name for name, _ in found.others] == [names[0], rest[0]]

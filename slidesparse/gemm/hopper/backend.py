@@ -245,7 +245,7 @@ class Hopper(CudaBackend):
         if layer.n == 0:
             return table
         dtype, columns = "fp8" if layer.fp8 else "int8", round_up(layer.columns, self.alignment)
-        kinds = BLOCKS[1:] if kernels.quantizer(layer.length, layer.phase) == "quant_only" else ()
+        kinds = BLOCKS[1:] if kernels.quantizer_kind(layer.length, layer.phase) == "quant_only" else ()
         for m in _token_counts():
             problem = Problem(dtype, NAMES[OUTPUTS[0]], layer.n, columns, m, "both")
             algorithm = cuda.call_with_tuned(self, problem, device, partial(_choose_configuration, problem))
