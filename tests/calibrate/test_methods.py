@@ -256,7 +256,7 @@ def test_few_tokens_are_damped_more() -> None:
 
 @pytest.mark.parametrize("band", [1, 5, 8, 17, 64])
 def test_h_is_symmetric(monkeypatch: pytest.MonkeyPatch, band: int) -> None:
-    monkeypatch.setattr("slidesparse.calibrate.inputs.BAND", band)
+    monkeypatch.setattr("slidesparse.calibrate.inputs.BAND_COLUMNS", band)
     x, hessian = inputs(60, 17), Hessian(17, dtype=torch.float64)
     for part in x.split(20):  # read in between, and gone on with
         hessian.add(part)
