@@ -14,7 +14,7 @@ from torch import Tensor
 
 from benchmarks.records import KERNEL, Records
 from benchmarks.stock import Stock
-from benchmarks.timing import exact, labelled
+from benchmarks.timing import label_algorithm, time_exactly
 from slidesparse.gemm.backend import LayerSpec, Tunable
 from slidesparse.gemm.problem import DTYPES as TORCH
 from slidesparse.gemm.problem import LibraryError, Problem
@@ -97,7 +97,7 @@ def cells(
         if library.sparse:
             found += [
                 Cell(library.name, names, k, outs[0], scale, library)
-                for k, names in _by_columns(layer.k, patterns, library.alignment).items()
+                for k, names in _patterns_by_columns(layer.k, patterns, library.alignment).items()
             ]
             if not library.takes_dense:
                 continue
@@ -111,7 +111,7 @@ def cells(
     return found
 
 
-def _by_columns(k: int, patterns: Sequence[str], alignment: int) -> dict[int, tuple[str, ...]]:
+def _patterns_by_columns(k: int, patterns: Sequence[str], alignment: int) -> dict[int, tuple[str, ...]]:
     """The patterns that have each K'."""
     found: dict[int, tuple[str, ...]] = {}
     for pattern in patterns:
@@ -180,7 +180,7 @@ class KernelBench:
         if cell.library and cell.dense_in_blocks:  # not saved: serving uses the winner for 2:4
             operands = self._session.inputs.operands(problem, weights)
             found = search(cell.library, problem, operands, self._session.clock, self._session.gpu.device)
-            return found.timing, labelled(found.algorithm, found.timing)
+            return found.timing, label_algorithm(found.algorithm, found.timing)
         if cell.library:
             # dense: the faster of scaling in the epilogue and not
             scales = dict.fromkeys((problem.scale, problem.scale if cell.library.sparse else "none"))
@@ -188,11 +188,11 @@ class KernelBench:
                 self._session.search(cell.library, replace(problem, scale=one), weights) for one in scales
             ]
             found = min(searches, key=lambda one: one.timing.p50)
-            return found.timing, labelled(found.algorithm, found.timing)
+            return found.timing, label_algorithm(found.algorithm, found.timing)
         assert self._stock
         operands = self._session.inputs.operands(problem, weights)
-        timing = exact(self._session.clock, self._stock.gemm(operands), operands.copies)
-        return timing, labelled("cutlass", timing)
+        timing = time_exactly(self._session.clock, self._stock.gemm(operands), operands.copies)
+        return timing, label_algorithm("cutlass", timing)
 
 
 class _Weights:

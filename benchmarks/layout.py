@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.records import LAYOUT, Records
-from benchmarks.timing import exact, labelled
+from benchmarks.timing import label_algorithm, time_exactly
 from slidesparse.gemm.backend import Tunable
 from slidesparse.gemm.problem import LAYOUTS, Layout, LibraryError, Plan, Problem
 from slidesparse.pattern import round_up
@@ -24,8 +24,8 @@ from slidesparse.tune.session import Session, free_cached_memory
 from slidesparse.tune.shapes import Layer, slided_columns
 
 PATTERN = "6:8"  # of the weights of sparse libraries
-WRONG = "its product is wrong"
-CHUNK = 2**26  # float64 elements that the check computes at a time
+WRONG_PRODUCT = "its product is wrong"
+CHUNK_ELEMENTS = 2**26  # float64 elements that the check computes at a time
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ def products(libraries: Sequence[Tunable], layers: Sequence[Layer], dtypes: Sequ
     ]
 
 
-def outputs_of(found: Sequence[Product]) -> dict[str, str]:
+def output_types(found: Sequence[Product]) -> dict[str, str]:
     """The output types of products, such as {"cusparselt int8": "bf16"}."""
     return {f"{one.library.name} {one.dtype}": one.problem(1).out for one in found}
 
@@ -104,12 +104,12 @@ class LayoutBench:
             wrong = not right.agrees(best, layout, operands)
         except LibraryError as error:
             return _row("no", reason=error)
-        label = labelled(found.algorithm, found.timing)
+        label = label_algorithm(found.algorithm, found.timing)
         if wrong:
-            return _row("yes", algorithm=label, reason=WRONG)
+            return _row("yes", algorithm=label, reason=WRONG_PRODUCT)
         try:
             launch = operands.launch(library.plan(problem, device, None, layout))
-            own = exact(session.clock, launch, operands.copies).p50
+            own = time_exactly(session.clock, launch, operands.copies).p50
         except LibraryError as error:
             return _row("yes", "", found.timing.p50, label, f"its heuristic is refused: {error}")
         return _row("yes", own, found.timing.p50, label)
@@ -152,7 +152,7 @@ class _Expected:
         """Run ``plan`` on operands stored in its layout, and compare its output."""
         if self._known is None:
             x = operands.activations[0].clone()
-            self._known = x, product_of(x, self._weights.plain, operands.outs[0].dtype)
+            self._known = x, exact_product(x, self._weights.plain, operands.outs[0].dtype)
         x, expected = self._known
         out = operands.outs[0]
         out.zero_()
@@ -161,11 +161,11 @@ class _Expected:
         return outputs_agree(found, expected, self.problem)
 
 
-def product_of(x: Tensor, weight: Tensor, dtype: torch.dtype) -> Tensor:
+def exact_product(x: Tensor, weight: Tensor, dtype: torch.dtype) -> Tensor:
     """x [m, k] @ weight [n, k].T in float64 -> [m, n] of ``dtype``; INT8 sums are exact in float64."""
     out = torch.empty(x.shape[0], weight.shape[0], dtype=dtype, device=x.device)
     x = x.double()
-    step = max(1, CHUNK // max(weight.shape[1], x.shape[0]))
+    step = max(1, CHUNK_ELEMENTS // max(weight.shape[1], x.shape[0]))
     for start in range(0, weight.shape[0], step):
         out[:, start : start + step] = x @ weight[start : start + step].double().t()
     return out

@@ -18,9 +18,9 @@ import torch
 from torch import Tensor
 
 from benchmarks.kernel import DENSE, SQUARE
-from benchmarks.layout import product_of
+from benchmarks.layout import exact_product
 from benchmarks.records import SPMM, TIMES, Records
-from benchmarks.timing import exact
+from benchmarks.timing import time_exactly
 from slidesparse.gemm.backend import TWO_FOUR, Tunable
 from slidesparse.gemm.problem import DTYPES, LibraryError, Problem
 from slidesparse.spmm import MOST_GROUP, STRIP, Compressed, compress, decompress, prune, sequential, spmm
@@ -39,10 +39,10 @@ CUBLAS, TF32, CPU = "cublas", "cublas-tf32", "cpu"
 TYPES = ("fp32", "fp16")
 LIBRARY_TYPES = ("int8", "fp8", "fp16")
 OWN, SHARED, NONE = "own", "strip", "-"
-CPU_MOST = 1024  # the largest square that one thread multiplies
+CPU_MAX_SIZE = 1024  # the largest square that one thread multiplies
 CPU_SAMPLES, CPU_SECONDS = 5, 1.0
-MOST_ERROR = 1e-3  # absolute limit for our kernels
-UNITS = {"fp32": 0.0, "fp16": 2.0**-11}  # for the rounding of a stored result
+MAX_ERROR = 1e-3  # absolute limit for our kernels
+ROUNDING_UNITS = {"fp32": 0.0, "fp16": 2.0**-11}  # for the rounding of a stored result
 
 
 @dataclass(frozen=True)
@@ -97,7 +97,7 @@ def parse_sparsities(text: str) -> tuple[str, ...]:
     """``"2:4,1:4"`` -> ("2:4", "1:4").  Raises ShapeError."""
     words = tuple(split_list(text))
     for word in words:
-        kept, group = parts(word) if re.fullmatch(r"\d+:\d+", word) else (0, 0)
+        kept, group = split_sparsity(word) if re.fullmatch(r"\d+:\d+", word) else (0, 0)
         if not 1 <= kept <= group <= MOST_GROUP:
             raise ShapeError(
                 f"--sparsity {word!r} is not KEPT:GROUP, such as 2:4, of groups of at most {MOST_GROUP}"
@@ -107,7 +107,7 @@ def parse_sparsities(text: str) -> tuple[str, ...]:
     return words
 
 
-def parts(sparsity: str) -> tuple[int, int]:
+def split_sparsity(sparsity: str) -> tuple[int, int]:
     """``"2:4"`` -> (2, 4)."""
     kept, _, group = sparsity.partition(":")
     return int(kept), int(group)
@@ -130,7 +130,7 @@ def jobs(
             for dtype in LIBRARY_TYPES:
                 if library.output_types(dtype):
                     found.append(Job(shape, dtype, TWO_FOUR.ratio, OWN, (library.name,), library))
-        if shape.mode == SQUARE and shape.m <= CPU_MOST and "fp32" in dtypes:
+        if shape.mode == SQUARE and shape.m <= CPU_MAX_SIZE and "fp32" in dtypes:
             found.append(Job(shape, "fp32", sparsities[0], OWN, (CPU,)))
     return found
 
@@ -192,7 +192,7 @@ class SpmmBench:
 
     def _weight(self, job: Job) -> Compressed:
         """A random weight, pruned."""
-        kept, group = parts(job.sparsity)
+        kept, group = split_sparsity(job.sparsity)
         strip = STRIP if job.offsets == SHARED else 1
         layer = job.shape.layer
         dense = self._session.inputs.floats((layer.n, layer.k), DTYPES[job.dtype])
@@ -208,7 +208,7 @@ class SpmmBench:
         weights = [weight, *(weight.to(session.gpu.device, copy=True) for _ in range(copies - 1))]
         x = [one.t() for one in session.inputs.activations(job.dtype, layer.k, m, copies)]
         right = _Expected(x[0], decompress(weight))
-        most = min(allowed(rows) + UNITS[job.dtype], MOST_ERROR)
+        most = min(allowed_error(rows) + ROUNDING_UNITS[job.dtype], MAX_ERROR)
         for name in missing:
             variant, splits = VARIANTS[name]
 
@@ -231,12 +231,16 @@ class SpmmBench:
             with matmul(tf32=name == TF32):
                 found = self._timed(lambda i: torch.mm(x[i], weights[i].t()), copies, right)
             # the worst-case bound, as tensor cores may truncate sums; TF32 truncates each factor to 10 bits
-            yield name, *found, layer.k * 2.0**-23 + UNITS[job.dtype] + (2.0**-9 if name == TF32 else 0)
+            yield (
+                name,
+                *found,
+                layer.k * 2.0**-23 + ROUNDING_UNITS[job.dtype] + (2.0**-9 if name == TF32 else 0),
+            )
 
     def _timed(self, launch: Launch, copies: int, right: _Expected) -> tuple[Timing, float]:
         result = launch(0)
         assert isinstance(result, Tensor)
-        return exact(self._session.clock, launch, copies), right.error(result)
+        return time_exactly(self._session.clock, launch, copies), right.error(result)
 
     def _by_library(self, job: Job, library: Tunable) -> tuple[Timing, float, float]:
         """A sparse library with its best algorithm, in its own precision."""
@@ -266,7 +270,11 @@ class SpmmBench:
             result, seconds = sequential(x, weight)
             samples.append(seconds * 1e6)
         error = _Expected(x, decompress(weight)).error(result)
-        return Timing.of(samples), error, 2 * allowed(weight.values.shape[0])  # products are rounded, too
+        return (
+            Timing.of(samples),
+            error,
+            2 * allowed_error(weight.values.shape[0]),
+        )  # products are rounded, too
 
 
 class _Expected:
@@ -280,13 +288,13 @@ class _Expected:
         """The largest error of an output, relative to the sum of the magnitudes of its products."""
         if self._known is None:
             pair = (self._x, self._weight), (self._x.abs(), self._weight.abs())
-            right, sizes = (product_of(x, weight, torch.float64) for x, weight in pair)
+            right, sizes = (exact_product(x, weight, torch.float64) for x, weight in pair)
             self._known = right, sizes.clamp_min_(torch.finfo(torch.float64).tiny)
         right, sizes = self._known
         return float(((result.double() - right).abs() / sizes).max())
 
 
-def allowed(products: int) -> float:
+def allowed_error(products: int) -> float:
     """The largest expected error of a float32 sum of products, relative to the sum of their magnitudes.
 
     Every step rounds by at most u = 2^-24 of a partial sum.  Roundings of random sign stay within

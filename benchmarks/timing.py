@@ -9,10 +9,10 @@ from torch import Tensor
 from slidesparse.tune.measure import EXACT_US, QUICK_US, SAMPLES, Clock, Launch, Timing
 from slidesparse.tune.session import Session
 
-COPIED = 2**30  # bytes of the copy that gives the memory's bandwidth
+COPIED_BYTES = 2**30  # bytes of the copy that gives the memory's bandwidth
 
 
-def exact(clock: Clock, launch: Launch, copies: int) -> Timing:
+def time_exactly(clock: Clock, launch: Launch, copies: int) -> Timing:
     """Warm up and time a launch with no alternatives."""
     clock.time_once(launch)
     about = min(clock.prepare(launch, copies, clock.time_once(launch), QUICK_US).samples(2))
@@ -20,14 +20,14 @@ def exact(clock: Clock, launch: Launch, copies: int) -> Timing:
     return Timing.of(replay.samples(SAMPLES), replay.graphed)
 
 
-def labelled(algorithm: str, timing: Timing) -> str:
+def label_algorithm(algorithm: str, timing: Timing) -> str:
     """The name of an algorithm in tables: marked when it was timed without a CUDA graph."""
     return algorithm if timing.graphed else f"{algorithm} (no graph)"
 
 
 def copy_rate(session: Session) -> float:
     """GB/s of a large device-to-device copy, read and written bytes counted."""
-    return 2 * COPIED / copy_us(session, COPIED) / 1e3
+    return 2 * COPIED_BYTES / copy_us(session, COPIED_BYTES) / 1e3
 
 
 def copy_us(session: Session, size: int) -> float:
@@ -43,4 +43,4 @@ def copy_us(session: Session, size: int) -> float:
         return targets[i].copy_(sources[i])
 
     eager = statistics.median(session.clock.time_once(copy) for _ in range(SAMPLES))
-    return min(eager, exact(session.clock, copy, len(sources)).p50)
+    return min(eager, time_exactly(session.clock, copy, len(sources)).p50)

@@ -86,7 +86,7 @@ class Log:
             file.write(json.dumps(line) + "\n")
 
 
-def optimizer_of(weights: dict[str, Tensor], rate: float) -> torch.optim.AdamW:
+def make_optimizer(weights: dict[str, Tensor], rate: float) -> torch.optim.AdamW:
     """AdamW; norms and the embedding do not decay."""
     plain = [t for name, t in weights.items() if "norm" in name or name == "embedding"]
     decaying = [t for name, t in weights.items() if "norm" not in name and name != "embedding"]
@@ -118,7 +118,7 @@ def train(
         loss_of: windows [B, T + 1] -> (the loss to minimize, the loss to log).
         highest: learning rate.
     """
-    optimizer, every, tokens = optimizer_of(weights, highest), list(weights.values()), 0
+    optimizer, every, tokens = make_optimizer(weights, highest), list(weights.values()), 0
     for windows in data:
         loss, shown = loss_of(windows)
         rate = highest * clock.rate

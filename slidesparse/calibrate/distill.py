@@ -361,7 +361,7 @@ class _Training:
         return Loss(divergence / (samples * tokens), entropy / (samples * (tokens - 1)))
 
     def _chunks(self, *states: Tensor) -> Iterator[tuple[Tensor, ...]]:
-        """Yield rows [some tokens, width] of each of ``states`` [samples, tokens, width], LOGITS_PER_CHUNK at a time."""
+        """Yield rows [some tokens, width] of each of ``states`` [samples, tokens, width], LOGITS_PER_CHUNK at once."""
         size = max(1, LOGITS_PER_CHUNK // self._task.model.vocabulary)
         yield from zip(*(x.flatten(0, 1).split(size) for x in states), strict=True)
 

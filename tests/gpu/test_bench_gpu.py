@@ -11,7 +11,7 @@ import torch
 from typer.testing import CliRunner
 
 from benchmarks.cli import app as benchmarks
-from benchmarks.timing import exact
+from benchmarks.timing import time_exactly
 from slidesparse.cli.main import app
 from slidesparse.gemm import tuned
 from slidesparse.gemm.problem import LibraryError, Problem
@@ -34,7 +34,7 @@ def test_a_graph_times_what_events_time() -> None:
     gpu = require_gpu()
     with CudaClock(gpu.device) as clock:
         numbers = torch.zeros(2**28, dtype=torch.float32, device=gpu.device)
-        timing = exact(clock, lambda i: numbers.add_(1), 1)
+        timing = time_exactly(clock, lambda i: numbers.add_(1), 1)
         eager = min(clock.time_once(lambda i: numbers.add_(1)) for _ in range(5))
     assert timing.graphed
     assert timing.p20 <= timing.p50 <= timing.p80
@@ -54,9 +54,9 @@ def test_what_cannot_be_captured_is_timed_with_events() -> None:
     gpu = require_gpu()
     x = torch.ones(1024, device=gpu.device)
     with CudaClock(gpu.device) as clock:
-        assert not exact(clock, lambda i: x.sum().item(), 1).graphed
+        assert not time_exactly(clock, lambda i: x.sum().item(), 1).graphed
         torch.cuda.empty_cache()  # refuses while the allocator believes that it is capturing
-        assert exact(clock, lambda i: x.sum(), 1).graphed
+        assert time_exactly(clock, lambda i: x.sum(), 1).graphed
 
         def refuse(i: int) -> None:
             raise LibraryError("refused")
