@@ -23,7 +23,7 @@ from torch import Tensor
 
 from benchmarks.accuracy.language_model import Model, Shape, batches, describe, initial, read_stream, save
 
-RATE, LEAST_RATE, WARM_UP = 2.5e-3, 0.02, 200  # peak at a width of 512, final share of it, steps
+RATE, MIN_RATE, WARM_UP = 2.5e-3, 0.02, 200  # peak at a width of 512, final share of it, steps
 BETAS, WEIGHT_DECAY, CLIP = (0.9, 0.95), 0.1, 1.0
 BATCH = 64  # windows a step
 SYNC = 8  # steps between synchronizations with the GPU
@@ -55,7 +55,7 @@ class Clock:
     @property
     def rate(self) -> float:
         """The current learning rate, relative to its peak."""
-        falling = LEAST_RATE + (1 - LEAST_RATE) * 0.5 * (1 + math.cos(math.pi * self.share))
+        falling = MIN_RATE + (1 - MIN_RATE) * 0.5 * (1 + math.cos(math.pi * self.share))
         return min(1.0, (self.step + 1) / WARM_UP) * falling
 
 

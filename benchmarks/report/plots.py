@@ -15,7 +15,7 @@ from benchmarks.report.data import Section, pattern_order
 from slidesparse.pattern import parse_pattern
 
 PANEL = (5.0, 3.6)  # inches
-MOST_COLUMNS, MOST_PANELS = 3, 6  # of one file
+MAX_COLUMNS, MAX_PANELS = 3, 6  # of one file
 STYLE: dict[str, Any] = {
     "svg.hashsalt": "slidesparse",  # ids inside the file
     "svg.fonttype": "none",  # keep text as text: small and searchable
@@ -48,9 +48,9 @@ def draw(name: str, folder: Path, sections: Sequence[Section], over: str) -> lis
     for dtype in dict.fromkeys(section.dtype for section in sections):
         shown = [s for s in sections if s.dtype == dtype and s.speedup(over).notna().any(axis=None)]
         with mpl.rc_context(FIXED_PARAMETERS):
-            for start in range(0, len(shown), MOST_PANELS):
-                number = f"-{start // MOST_PANELS + 1}" if start else ""
-                panels = shown[start : start + MOST_PANELS]
+            for start in range(0, len(shown), MAX_PANELS):
+                number = f"-{start // MAX_PANELS + 1}" if start else ""
+                panels = shown[start : start + MAX_PANELS]
                 figures[f"{name}-speedup-{dtype}{number}"] = _lines(panels, over)
             models = [section for section in shown if section.shapes != ((0, 0),)]
             if models and (m := common_m(models, over)):
@@ -72,7 +72,7 @@ def common_m(sections: Sequence[Section], over: str) -> int | None:
 
 
 def _lines(sections: Sequence[Section], over: str) -> Figure:
-    columns = min(len(sections), MOST_COLUMNS)
+    columns = min(len(sections), MAX_COLUMNS)
     rows = math.ceil(len(sections) / columns)
     figure = Figure(figsize=(PANEL[0] * columns, PANEL[1] * rows + 0.6), layout="constrained")
     panels = figure.subplots(rows, columns, squeeze=False, sharey=True).flatten()
