@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.records import BANDWIDTH, Records
-from benchmarks.timing import copy_us, exact
+from benchmarks.timing import copy_us, time_exactly
 from slidesparse import reference
 from slidesparse.gemm.backend import TWO_FOUR, Tunable
 from slidesparse.gemm.hopper.backend import Hopper
@@ -25,7 +25,7 @@ from slidesparse.kernels import Producer, RmsNorm, SiluMul
 from slidesparse.pattern import SlidePattern
 from slidesparse.slide import lift
 from slidesparse.tune.measure import Launch
-from slidesparse.tune.session import Session, free
+from slidesparse.tune.session import Session, free_cached_memory
 
 TOKENS = (4096, 8192, 16384)
 WIDTHS = (2048, 3584, 18944)  # in-features; for dequant_bias the out-features
@@ -36,8 +36,10 @@ FLOAT = torch.bfloat16
 EPS = 1e-6
 QUANT_ONLY = "quant_only"
 QUANTIZERS = ("quant_only, lift", "quant_slide", "norm, quant_slide", "silu, quant_slide")
-HOPPER = "hopper "  # prefix of the backend's own kernels
-OF_HOPPER = tuple(HOPPER + name for name in ("quant_slide", "norm_quant_slide", "silu_quant_slide"))
+HOPPER_PREFIX = "hopper "  # prefix of the backend's own kernels
+HOPPER_KERNELS = tuple(
+    HOPPER_PREFIX + name for name in ("quant_slide", "norm_quant_slide", "silu_quant_slide")
+)
 
 BACKEND = Hopper()
 
@@ -46,7 +48,9 @@ BACKEND = Hopper()
 class Cell:
     """One kernel at one size; ``dtype`` is the one it quantizes to, or that of the accumulators it scales."""
 
-    kernel: str  # QUANT_ONLY, also of hopper, "dequant_bias", or one of QUANTIZERS or OF_HOPPER and " 6:8"
+    kernel: (
+        str  # QUANT_ONLY, also of hopper, "dequant_bias", or one of QUANTIZERS or HOPPER_KERNELS and " 6:8"
+    )
     dtype: str
     m: int
     k: int
@@ -54,7 +58,7 @@ class Cell:
     @property
     def before(self) -> str:
         """The operation in front of quantization: "norm", "silu" or ""."""
-        name = self.kernel.removeprefix(HOPPER)
+        name = self.kernel.removeprefix(HOPPER_PREFIX)
         return next((word for word in ("norm", "silu") if name.startswith(word)), "")
 
     @property
@@ -80,8 +84,8 @@ def libraries(device: torch.device) -> list[Tunable]:
 def cells(device: torch.device) -> list[Cell]:
     """Everything that is measured on ``device``."""
     hopper = bool(libraries(device))
-    lifting = (*QUANTIZERS, *(OF_HOPPER if hopper else ()))
-    names = [QUANT_ONLY, *([HOPPER + QUANT_ONLY] if hopper else [])]
+    lifting = (*QUANTIZERS, *(HOPPER_KERNELS if hopper else ()))
+    names = [QUANT_ONLY, *([HOPPER_PREFIX + QUANT_ONLY] if hopper else [])]
     names += [f"{name} {PATTERN.ratio}" for name in lifting]
     kernels = [(name, dtype) for name in names for dtype in ("int8", "fp8")]
     kernels += [("dequant_bias", dtype) for dtype in ACCUMULATORS]
@@ -108,13 +112,13 @@ class BandwidthBench:
                 if self._session.deadline.passed:
                     return False
                 self.records.add(key | self._measure(cell))
-                free(self._session.gpu)
+                free_cached_memory(self._session.gpu)
             self._session.advance(f"{cell.kernel} {cell.dtype} {cell.m}x{cell.k}")
         return True
 
     def _measure(self, cell: Cell) -> dict[str, object]:
-        copies = self._session.inputs.cold(cell.moved)
-        us = exact(self._session.clock, self._launch(cell, copies), copies).p50
+        copies = self._session.inputs.copies_exceeding_l2(cell.moved)
+        us = time_exactly(self._session.clock, self._launch(cell, copies), copies).p50
         rate = cell.moved / us / 1e3
         copied = cell.moved // 2 // PAGE * PAGE  # other sizes are copied at two thirds of the rate
         copy_rate = 2 * copied / copy_us(self._session, copied) / 1e3
@@ -137,10 +141,10 @@ class BandwidthBench:
             columns *= 2
         x = inputs.activations("bf16", rows, columns, copies)
         weight = inputs.floats((cell.k,), FLOAT)
-        return (_by_hopper if cell.kernel.startswith(HOPPER) else _by_triton)(cell, x, weight)
+        return (_hopper_launch if cell.kernel.startswith(HOPPER_PREFIX) else _triton_launch)(cell, x, weight)
 
 
-def _by_hopper(cell: Cell, x: list[Tensor], weight: Tensor) -> Launch:
+def _hopper_launch(cell: Cell, x: list[Tensor], weight: Tensor) -> Launch:
     pattern = TWO_FOUR if cell.kernel.endswith(QUANT_ONLY) else PATTERN
     kind, layout = DTYPES[cell.dtype], pattern.layout(cell.k)
     columns = layout.slided + -layout.slided % BACKEND.alignment
@@ -155,7 +159,7 @@ def _by_hopper(cell: Cell, x: list[Tensor], weight: Tensor) -> Launch:
     return run
 
 
-def _by_triton(cell: Cell, x: list[Tensor], weight: Tensor) -> Launch:
+def _triton_launch(cell: Cell, x: list[Tensor], weight: Tensor) -> Launch:
     from slidesparse.kernels.quant_slide import quant_slide  # late: it needs Triton
 
     kind, length = DTYPES[cell.dtype], PATTERN.layout(cell.k).length

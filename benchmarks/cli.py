@@ -24,12 +24,12 @@ from slidesparse.cli.tune import (
     Limit,
     Shapes,
     Tokens,
-    begin,
-    cells_of,
-    finish,
-    models_of,
+    cell_counts,
     open_session,
-    tokens_of,
+    parse_models,
+    parse_token_counts,
+    print_result,
+    start_progress,
 )
 from slidesparse.errors import FAILED, USAGE, EnvironmentFault
 
@@ -92,26 +92,26 @@ def _fill(
     """Run a benchmark until its table is complete or the time is up, and print the outcome."""
     with open_session(gpu, began, limit) as (session, bar):
         bench = make(session)
-        begin(bar, bench.count)
+        start_progress(bar, bench.count)
         finished = bench.run()
-        cells = cells_of(bar)
+        cells = cell_counts(bar)
     result = {"rows": len(bench.records.rows), "table": str(bench.records.path), **cells}
-    finish(finished, session.skipped, result, as_json)
+    print_result(finished, session.skipped, result, as_json)
 
 
-def _patterns_of(text: str | None, mixed: bool = False) -> tuple[str, ...]:
+def _parse_patterns(text: str | None, mixed: bool = False) -> tuple[str, ...]:
     from slidesparse.tune.shapes import PATTERNS, parse_patterns
 
     return PATTERNS if text is None else parse_patterns(text, mixed)
 
 
-def _libraries_of(gpu: Gpu, names: str | None) -> list[Tunable]:
+def _parse_libraries(gpu: Gpu, names: str | None) -> list[Tunable]:
     """Return the requested backends; by default all that run on ``gpu``, with a note on stderr for the others."""
     from slidesparse.tune import machine
     from slidesparse.tune.shapes import parse_choice
 
     if names:
-        return machine.require_libraries(gpu, parse_choice("--library", names, machine.tunable()))
+        return machine.require_libraries(gpu, parse_choice("--library", names, machine.tunable_names()))
     found, missed = machine.usable_libraries(gpu)
     for line in missed:
         err.print(escape(f"note: {line}"))
@@ -163,13 +163,13 @@ def kernel(
     from slidesparse.tune.shapes import parse_choice
 
     dtypes = parse_choice("--dtype", dtype, DTYPES)
-    patterns, tokens = _patterns_of(pattern), tokens_of(m)
+    patterns, tokens = _parse_patterns(pattern), parse_token_counts(m)
     if parse_choice("--mode", mode, ("square", "model")) == ("square",):
         groups = square_groups(dtypes, tokens)
     else:
-        groups = model_groups(models_of(model, shapes), dtypes, tokens)
+        groups = model_groups(parse_models(model, shapes), dtypes, tokens)
     gpu = machine.require_gpu()
-    libraries, stock = _libraries_of(gpu, library), _stock(vllm_library, no_stock)
+    libraries, stock = _parse_libraries(gpu, library), _stock(vllm_library, no_stock)
     conditions = out / "kernel.json"
     write_conditions(conditions, _facts(gpu, libraries, stock))
 
@@ -202,13 +202,13 @@ def linear(
     from slidesparse.tune import machine
     from slidesparse.tune.shapes import parse_choice
 
-    dtypes = parse_choice("--dtype", dtype, machine.SERVED)
+    dtypes = parse_choice("--dtype", dtype, machine.SERVED_DTYPES)
     patterns, groups = (
-        _patterns_of(pattern, mixed=True),
-        model_groups(models_of(model, shapes), dtypes, tokens_of(m)),
+        _parse_patterns(pattern, mixed=True),
+        model_groups(parse_models(model, shapes), dtypes, parse_token_counts(m)),
     )
     gpu = machine.require_gpu()
-    libraries, stock = _libraries_of(gpu, library), _stock(vllm_library, no_stock)
+    libraries, stock = _parse_libraries(gpu, library), _stock(vllm_library, no_stock)
     write_conditions(out / "linear.json", _facts(gpu, libraries, stock))
     _fill(
         began,
@@ -247,17 +247,17 @@ def layout(
     began = time.monotonic()
     from benchmarks.conditions import gpu_conditions
     from benchmarks.kernel import DTYPES
-    from benchmarks.layout import PATTERN, LayoutBench, outputs_of, products
+    from benchmarks.layout import PATTERN, LayoutBench, output_types, products
     from benchmarks.records import write_conditions
     from slidesparse.tune import machine
     from slidesparse.tune.shapes import parse_choice, parse_tokens
 
     dtypes, tokens = parse_choice("--dtype", dtype, DTYPES), parse_tokens(m)
-    layers = [layer for _, found in models_of(None if shapes else model, shapes) for layer in found]
+    layers = [layer for _, found in parse_models(None if shapes else model, shapes) for layer in found]
     gpu = machine.require_gpu()
     libraries = machine.require_libraries(gpu, ("cublaslt", "cusparselt"))
     todo = products(libraries, layers, dtypes)
-    facts = {**gpu_conditions(gpu, libraries), "pattern": PATTERN, "outputs": outputs_of(todo)}
+    facts = {**gpu_conditions(gpu, libraries), "pattern": PATTERN, "outputs": output_types(todo)}
     write_conditions(out / "layout.json", facts)
     _fill(began, time_limit, gpu, as_json, lambda session: LayoutBench(session, out, todo, tokens))
 
@@ -292,10 +292,10 @@ def spmm(
     from slidesparse.tune.shapes import parse_choice, parse_tokens
 
     dtypes, sparsities = parse_choice("--dtype", dtype, TYPES), parse_sparsities(sparsity)
-    found = models_of(None if shapes else model, shapes)
+    found = parse_models(None if shapes else model, shapes)
     todo = [*squares(parse_tokens(sizes)), *layers(found, parse_tokens(m))]
     gpu = machine.require_gpu()
-    libraries = [one for one in _libraries_of(gpu, library) if one.sparse]
+    libraries = [one for one in _parse_libraries(gpu, library) if one.sparse]
     conditions = out / "spmm.json"
     write_conditions(conditions, {**gpu_conditions(gpu, libraries), "cpu": cpu_conditions()["cpu"]})
     _fill(
@@ -403,7 +403,7 @@ def e2e(
     as_json: Json = False,
 ) -> None:
     """Tokens per second of whole models: stock vLLM, dense cuBLASLt, sparse; writes OUT/e2e.csv."""
-    from benchmarks.e2e import DECODE, PREFILL, SLIDED, STAGES, SYSTEMS, TOKENS, Workload
+    from benchmarks.e2e import DECODE, PREFILL, SLIDED_SYSTEMS, STAGES, SYSTEMS, TOKENS, Workload
     from benchmarks.e2e import runs as plan
     from benchmarks.e2e_models import find_model
     from benchmarks.e2e_resident import Profiled, ResidentBench
@@ -417,7 +417,7 @@ def e2e(
     deadline = Deadline(time_limit)
     chosen = parse_choice("--systems", systems, tuple(SYSTEMS))
     wanted = parse_patterns(patterns, mixed=True) if patterns else None
-    dense, sparse = not set(chosen) <= set(SLIDED), not set(chosen).isdisjoint(SLIDED)
+    dense, sparse = not set(chosen) <= set(SLIDED_SYSTEMS), not set(chosen).isdisjoint(SLIDED_SYSTEMS)
     found = find_model(model, name, wanted, dense=dense, sparse=sparse)
     work = Workload(prompt_len, prefill_steps, decode_steps, tuple(shlex.split(vllm_args)))
     asked = {PREFILL: m, DECODE: decode_m or m}
@@ -444,7 +444,7 @@ def e2e(
 def _print_commands(out: Path, runs: Sequence[Run], work: Workload) -> None:
     from benchmarks.conditions import cpu_conditions
     from benchmarks.e2e import command
-    from benchmarks.e2e_runs import log_of, shown, vllm_version
+    from benchmarks.e2e_runs import format_command, log_path, vllm_version
     from benchmarks.records import E2E, read_rows
     from slidesparse.evaluate.engine import vllm_command
 
@@ -457,8 +457,8 @@ def _print_commands(out: Path, runs: Sequence[Run], work: Workload) -> None:
     done = {tuple(row[name] for name in E2E.key) for row in rows}
     for run in runs:
         if tuple(str(run.key[name]) for name in E2E.key) not in done:
-            result = log_of(out, run).with_suffix(".json")
-            print(shown(run, command(vllm, version, run, work, result)))
+            result = log_path(out, run).with_suffix(".json")
+            print(format_command(run, command(vllm, version, run, work, result)))
 
 
 def _write_e2e_conditions(
@@ -500,7 +500,7 @@ def _report(bench: E2eBench, runs: Sequence[Run], finished: bool, as_json: bool)
     if as_json:
         failed = [{**one.run.key, "reason": one.reason, "log": str(one.log)} for one in bench.failures]
         result["failed"] = failed
-    finish(finished, (), result, as_json)
+    print_result(finished, (), result, as_json)
 
 
 @app.command()
@@ -522,11 +522,11 @@ def reproduce(
             print(line)
         return
     try:
-        steps.part(out, Deadline(time_limit), lambda line: err.print(escape(line)))
+        steps.run_steps(out, Deadline(time_limit), lambda line: err.print(escape(line)))
     finally:
-        for step, said in steps.progress(out):
-            count = f"{said['cells']} of {said['planned']}" if said else "not begun"
-            print(f"{'done' if steps.done(said) else 'left':<6}{step.name:<40}{count}")
+        for step, report in steps.progress(out):
+            count = f"{report['cells']} of {report['planned']}" if report else "not begun"
+            print(f"{'done' if steps.is_done(report) else 'left':<6}{step.name:<40}{count}")
 
 
 @app.command()

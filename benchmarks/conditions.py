@@ -32,7 +32,7 @@ def gpu_conditions(gpu: Gpu, libraries: Sequence[Tunable]) -> dict[str, Any]:
         "gpu": gpu.name,
         "capability": ".".join(map(str, gpu.capability)),
         "l2_bytes": gpu.l2_bytes,
-        **_smi(gpu),
+        **_query_smi(gpu),
         "versions": {**_versions(), **{library.name: library.version() for library in libraries}},
     }
 
@@ -59,7 +59,7 @@ def _versions() -> dict[str, str | None]:
     }
 
 
-def _smi(gpu: Gpu) -> dict[str, str | float | None]:
+def _query_smi(gpu: Gpu) -> dict[str, str | float | None]:
     """Query nvidia-smi about the GPU; all fields are None if that fails."""
     program = shutil.which("nvidia-smi")
     unknown: dict[str, str | float | None] = dict.fromkeys(SMI_FIELDS)
@@ -77,10 +77,10 @@ def _smi(gpu: Gpu) -> dict[str, str | float | None]:
     if len(words) != len(SMI_FIELDS):
         return unknown
     found = dict(zip(SMI_FIELDS, words, strict=True))
-    return {name: word if name == "driver" else _number(word) for name, word in found.items()}
+    return {name: word if name == "driver" else _parse_number(word) for name, word in found.items()}
 
 
-def _number(word: str) -> float | None:
+def _parse_number(word: str) -> float | None:
     """``"1980"`` -> 1980.0; None for values that nvidia-smi does not know, such as ``"[N/A]"``."""
     try:
         return float(word)

@@ -25,7 +25,7 @@ from slidesparse.convert.synth_model import tensors
 from slidesparse.pattern import SlidePattern
 
 HIDDEN, INTERMEDIATE, VOCABULARY = 4096, 14336, 32000
-GOAL = 200.0  # MB/s of BF16 input on two processors
+GOAL_MB_PER_S = 200.0  # MB/s of BF16 input on two processors
 GIGABYTE = 10**9
 
 # What the child runs: its peak is the interpreter, torch and the conversion.
@@ -76,7 +76,7 @@ class Result:
             [
                 f"converted   {self.bytes_in / 1e6:.0f} MB BF16 -> {self.bytes_out / 1e6:.0f} MB {self.quant}, "
                 f"{self.pattern}, {self.layout} layout, in {self.seconds:.1f} s",
-                f"rate        {self.rate:.0f} MB/s of input (goal on two processors: {GOAL:.0f})",
+                f"rate        {self.rate:.0f} MB/s of input (goal on two processors: {GOAL_MB_PER_S:.0f})",
                 f"peak memory {self.peak_bytes / 1e6:.0f} MB, {self.start_bytes / 1e6:.0f} of it before the start "
                 f"(allowed: {self.allowed_bytes / 1e6:.0f}, twice the largest tensor and 1 GB)",
                 f"conditions  {self.processors} processors, {self.machine}, torch {self.torch}, "

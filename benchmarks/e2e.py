@@ -38,7 +38,7 @@ STOCK, OFF, CUBLASLT = "stock", "off", "cublaslt"
 BLOCKS = "dense"  # an unpruned checkpoint with the kernels for sparse ones
 # The systems that run a pattern: as the plugin does by default, by cuSPARSELt, and with norms and activations unfused.
 SPARSE, CUSPARSELT, UNFUSED = "sparse", "cusparselt", "unfused"
-SLIDED = (SPARSE, CUSPARSELT, UNFUSED)
+SLIDED_SYSTEMS = (SPARSE, CUSPARSELT, UNFUSED)
 # Our flags that each system sets; for stock the plugin is not even loaded (`environment`).
 SYSTEMS: dict[str, dict[str, str]] = {
     STOCK: {},
@@ -59,12 +59,13 @@ PLUGIN_GROUPS = tuple(
 
 DECODE_PROMPT_LEN = 16  # tokens
 WARMUP_STEPS = 2  # of prefill, before the clock starts; decode warms up with all its sequences
-LEAST_SEQUENCES = 256  # vLLM's own limit while serving: the CUDA graphs it captures depend on it
+MIN_SEQUENCES = 256  # vLLM's own limit while serving: the CUDA graphs it captures depend on it
 # Room for prompts, beyond a quarter of their length: a random one may be longer than requested, and vLLM refuses a text
 # with more characters than the longest token's times the tokens that fit, not counting spaces between tokens.
-SLACK = 32  # tokens
-RANDOM_LENGTHS = Version("0.14")  # the first vLLM with --random-input-len, which it prefers to --input-len
-WARMUPS = Version("0.22")  # the first vLLM with --num-warmups
+SLACK_TOKENS = 32  # tokens
+# The first vLLM with --random-input-len, which it prefers to --input-len.
+RANDOM_LENGTHS_VERSION = Version("0.14")
+WARMUPS_VERSION = Version("0.22")  # the first vLLM with --num-warmups
 
 
 @dataclass(frozen=True)
@@ -92,7 +93,7 @@ class Workload:
                 "take one that is, or set --prompt-len to a divisor of it"
             )
         together = m // prompt
-        sequences = min(m, max(2 * together, LEAST_SEQUENCES))
+        sequences = min(m, max(2 * together, MIN_SEQUENCES))
         return Size(prompt, 1, self.prefill_steps * together, sequences, m, WARMUP_STEPS * together)
 
 
@@ -154,8 +155,8 @@ def runs(
     ``tokens`` has the M of each stage, ``first`` is the number of the first round.  Raises E2eError for an M that
     cannot be run.
     """
-    columns = [(system, DENSE, model.dense) for system in systems if system not in SLIDED]
-    for system in (name for name in systems if name in SLIDED):
+    columns = [(system, DENSE, model.dense) for system in systems if system not in SLIDED_SYSTEMS]
+    for system in (name for name in systems if name in SLIDED_SYSTEMS):
         columns += [(system, pattern, variant) for pattern, variant in model.sparse.items()]
     found = []
     for number in range(first, first + rounds):
@@ -192,7 +193,7 @@ def command(
     ``version`` None: unknown, and assumed to be recent.  ``size`` None is that of the run.
     """
     size = size or run.size
-    longest = (size.prompt + size.output) * 5 // 4 + SLACK
+    longest = (size.prompt + size.output) * 5 // 4 + SLACK_TOKENS
     if run.variant.positions is not None:
         longest = min(longest, run.variant.positions)
     words = [vllm, "bench", "throughput", "--model", str(run.variant.folder), "--dataset-name", "random"]
@@ -200,10 +201,10 @@ def command(
     if stand_in.is_dir() and not (run.variant.folder / "tokenizer.json").exists():
         words += ["--tokenizer", str(stand_in)]
     words += ["--input-len", str(size.prompt), "--output-len", str(size.output)]
-    if version is None or version >= RANDOM_LENGTHS:
+    if version is None or version >= RANDOM_LENGTHS_VERSION:
         words += ["--random-input-len", str(size.prompt), "--random-output-len", str(size.output)]
     words += ["--num-prompts", str(size.prompts), "--seed", "0"]
-    if version is None or version >= WARMUPS:
+    if version is None or version >= WARMUPS_VERSION:
         words += ["--num-warmups", str(size.warmups)]
     words += ["--max-num-seqs", str(size.sequences), "--max-num-batched-tokens", str(size.batched)]
     words += ["--max-model-len", str(longest), "--no-enable-prefix-caching", "--output-json", str(result)]

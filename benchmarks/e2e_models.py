@@ -53,7 +53,7 @@ def find_model(
 
     Raises E2eError for what cannot be measured together, and MetadataError and PatternError.
     """
-    found = _in_folder(folder)
+    found = _read_variants(folder)
     kinds = {variant.dtype for variant in found.values()}
     if len(kinds) > 1:
         raise E2eError(f"the checkpoints are of {' and '.join(sorted(kinds))}; measure one type at a time")
@@ -77,7 +77,7 @@ def _density(variant: Variant) -> float:
     return float(variant.pattern.density) if variant.pattern else 1.0
 
 
-def _in_folder(folder: Path) -> dict[str, Variant]:
+def _read_variants(folder: Path) -> dict[str, Variant]:
     if (folder / "config.json").is_file():
         variant = read_variant(folder)
         return {variant.pattern.ratio if variant.pattern else DENSE: variant}

@@ -29,17 +29,18 @@ from benchmarks.e2e_runs import (
     RunError,
     check_log,
     check_room,
-    end,
-    figures_of,
-    log_of,
+    end_process,
+    log_path,
+    read_figures,
 )
 from benchmarks.records import PROFILE, Records
 
 BLOCK = 16  # tokens of a block of vLLM's KV cache
-ROOM = 1.1  # relative to what the runs need: finished sequences are still there when new ones begin
+CACHE_HEADROOM = 1.1  # relative to what the runs need: finished sequences are still there when new ones begin
 ROOT = Path(__file__).resolve().parents[1]  # the folder from which engines import this package
 WORKER = (sys.executable, "-m", "benchmarks.e2e_worker")
-SHARE = 0.05  # --gpu-memory-utilization: the cache's size is given, so this only has to be free at the start
+# --gpu-memory-utilization: the cache's size is given, so this only has to be free at the start.
+MEMORY_SHARE = 0.05
 
 
 @dataclass(frozen=True)
@@ -81,7 +82,7 @@ def cache_tokens(runs: Sequence[Run]) -> int:
         each = -(-(run.size.prompt + run.size.output) // BLOCK) * BLOCK
         together = run.m if run.stage == DECODE else min(run.size.sequences, 2 * run.m // run.size.prompt + 1)
         needed = max(needed, each * together)
-    return int(needed * ROOM)
+    return int(needed * CACHE_HEADROOM)
 
 
 def bytes_per_token(folder: Path) -> int:
@@ -152,7 +153,7 @@ class Worker:
 
     def close(self) -> None:
         """End the process and its children."""
-        end(self._process)
+        end_process(self._process)
         self._sink.close()
 
 
@@ -191,7 +192,7 @@ class ResidentBench(E2eBench):
         run = runs[0]
         arguments = self.arguments(run, largest(runs))
         cache = cache_tokens(runs) * bytes_per_token(engine.folder)
-        arguments += ["--kv-cache-memory-bytes", str(cache), "--gpu-memory-utilization", str(SHARE)]
+        arguments += ["--kv-cache-memory-bytes", str(cache), "--gpu-memory-utilization", str(MEMORY_SHARE)]
         if self.profile:
             arguments += e2e_profile.options(self._traces(engine))
         env = environment(run.system, os.environ)
@@ -202,17 +203,17 @@ class ResidentBench(E2eBench):
 
     def arguments(self, run: Run, size: Size) -> list[str]:
         """The arguments of ``vllm bench throughput``."""
-        result = log_of(self.out, run).with_suffix(".json")
+        result = log_path(self.out, run).with_suffix(".json")
         return command(self.vllm, self.version, run, self.workload, result, size)[3:]
 
     def _seconds(self, started: float) -> float:
-        left = self.deadline.left
+        left = self.deadline.seconds_left
         limit = max(0.0, self.run_seconds - (time.monotonic() - started))
         return limit if left is None else min(left, limit)
 
     def _measure(self, run: Run) -> tuple[Figures | None, str]:
         engine = Engine.of(run)
-        worker, log = self._workers[engine], log_of(self.out, run)
+        worker, log = self._workers[engine], log_path(self.out, run)
         result = log.with_suffix(".json")
         result.unlink(missing_ok=True)
         log.write_text(f"the engine's log is {worker.log}\n", encoding="utf-8")
@@ -232,7 +233,7 @@ class ResidentBench(E2eBench):
         text = worker.text()
         line = check_log(run, text)
         check_room(run, text)
-        figures = figures_of(run, json.loads(result.read_text(encoding="utf-8")), worker.joules)
+        figures = read_figures(run, json.loads(result.read_text(encoding="utf-8")), worker.joules)
         if self.profile and run.round == 1 and self.profile.has(run):
             try:
                 self._record(run, engine, worker)

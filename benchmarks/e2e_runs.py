@@ -24,32 +24,33 @@ from benchmarks.e2e import (
     CUBLASLT,
     CUSPARSELT,
     DECODE,
-    SLIDED,
+    SLIDED_SYSTEMS,
     Run,
     Workload,
     command,
     differences,
     environment,
 )
-from benchmarks.records import E2E, SAME, Records, amend_conditions
+from benchmarks.records import E2E, SHARED_CONDITIONS, Records, amend_conditions
 from slidesparse.tune import machine
 from slidesparse.tune.measure import Deadline
 
-CONDITIONS = (*SAME, "cpu", "workload")  # that all rows of a table share
-KINDS = {CUBLASLT: "on the cuBLASLt", BLOCKS: "in blocks"}  # in the plugin's log line for dense systems
-OURS = (*KINDS, *SLIDED)  # systems whose layers the plugin runs
+CONDITIONS = (*SHARED_CONDITIONS, "cpu", "workload")  # that all rows of a table share
+# In the plugin's log line for dense systems.
+DENSE_LOG_WORDS = {CUBLASLT: "on the cuBLASLt", BLOCKS: "in blocks"}
+PLUGIN_SYSTEMS = (*DENSE_LOG_WORDS, *SLIDED_SYSTEMS)  # systems whose layers the plugin runs
 LIBRARIES = {CUBLASLT: "cublaslt", CUSPARSELT: "cusparselt"}  # the backend that a system needs on a GPU
 RUN_SECONDS = 1800.0  # of one process: loading, compiling and capturing included
 END_SECONDS = 15  # between SIGTERM and SIGKILL
 LAST_LINES, CAUSES = 8, 3
 
 # The plugin's log line about its layers, and vLLM's about the size of its KV cache.
-SERVED = re.compile(
+SERVED_LINE = re.compile(
     r"SlideSparse (?P<line>(?P<pattern>[^\s:]+(:[\d.@%]+)?)( \([^)]*\))?: "
     r"(?P<layers>\d+) layers (?P<kind>sparse|on the cuBLASLt|in blocks).*)"
 )
-ROOM = re.compile(r"KV cache size: ([\d,]+) tokens")
-ERROR = re.compile(r"\b\w+(?:Error|Exception): .*")
+CACHE_SIZE_LINE = re.compile(r"KV cache size: ([\d,]+) tokens")
+ERROR_LINE = re.compile(r"\b\w+(?:Error|Exception): .*")
 
 
 class RunError(RuntimeError):
@@ -82,7 +83,7 @@ def _conditions(systems: Sequence[str]) -> dict[str, Any]:
         return cpu_conditions()
     found = machine.require_libraries(gpu, [LIBRARIES[name] for name in systems if name in LIBRARIES])
     names = {library.name for library in found}
-    if set(systems) & {BLOCKS, *SLIDED}:  # the plugin uses whichever backend it finds
+    if set(systems) & {BLOCKS, *SLIDED_SYSTEMS}:  # the plugin uses whichever backend it finds
         found += [one for one in machine.usable_libraries(gpu)[0] if one.sparse and one.name not in names]
     return gpu_conditions(gpu, found)
 
@@ -103,7 +104,7 @@ class Figures:
     tokens_per_joule: float | str = ""  # "": not measured
 
 
-def figures_of(run: Run, found: Mapping[str, Any], joules: float | None = None) -> Figures:
+def read_figures(run: Run, found: Mapping[str, Any], joules: float | None = None) -> Figures:
     """The figures of a run, from the JSON that ``vllm bench throughput --output-json`` writes and the energy it took.
 
     prefill: ``total_num_tokens / elapsed_time``, prompt tokens as vLLM counted them and one output token a prompt.
@@ -139,25 +140,29 @@ def figures_of(run: Run, found: Mapping[str, Any], joules: float | None = None) 
 
 def check_log(run: Run, text: str) -> str:
     """The plugin's log line, "" for a system without it.  Raises RunError if another system ran."""
-    said = SERVED.search(text)
-    if run.system not in OURS:
-        if said:
-            raise RunError(f"the plugin served {said['line']}, though {run.system} is vLLM without it")
+    logged = SERVED_LINE.search(text)
+    if run.system not in PLUGIN_SYSTEMS:
+        if logged:
+            raise RunError(f"the plugin served {logged['line']}, though {run.system} is vLLM without it")
         return ""
-    if said is None:
+    if logged is None:
         raise RunError(
             "the plugin did not count its layers in the log: it is not installed in the environment of the vllm "
             "command, or VLLM_LOGGING_LEVEL hides its line"
         )
-    kind, pattern = ("sparse", run.pattern) if run.system in SLIDED else (KINDS[run.system], said["pattern"])
-    if (said["kind"], said["pattern"]) != (kind, pattern) or not int(said["layers"]):
-        raise RunError(f"the plugin served {said['line']}, not {run.label}")
-    return said["line"]
+    kind, pattern = (
+        ("sparse", run.pattern)
+        if run.system in SLIDED_SYSTEMS
+        else (DENSE_LOG_WORDS[run.system], logged["pattern"])
+    )
+    if (logged["kind"], logged["pattern"]) != (kind, pattern) or not int(logged["layers"]):
+        raise RunError(f"the plugin served {logged['line']}, not {run.label}")
+    return logged["line"]
 
 
 def check_room(run: Run, text: str) -> None:
     """Raises RunError when vLLM's KV cache cannot hold the sequences that make up M."""
-    size, found = run.size, ROOM.search(text)
+    size, found = run.size, CACHE_SIZE_LINE.search(text)
     wanted = run.m * (size.prompt + size.output) if run.stage == DECODE else run.m
     if found and (room := int(found[1].replace(",", ""))) < wanted:
         raise RunError(
@@ -185,10 +190,10 @@ def execute(arguments: Sequence[str], env: Mapping[str, str], log: Path, seconds
         except subprocess.TimeoutExpired:
             return None
         finally:
-            end(process)
+            end_process(process)
 
 
-def end(process: subprocess.Popen[bytes]) -> None:
+def end_process(process: subprocess.Popen[bytes]) -> None:
     """End a process that leads a group, and the group."""
     if process.poll() is None:
         os.killpg(process.pid, signal.SIGTERM)
@@ -246,12 +251,12 @@ class E2eBench:
 
     def _measure(self, run: Run) -> tuple[Figures | None, str]:
         """(its figures, the plugin's line); (None, "") when the time of the whole command was up."""
-        log = log_of(self.out, run)
+        log = log_path(self.out, run)
         result = log.with_suffix(".json")
         result.unlink(missing_ok=True)  # of an earlier attempt
         arguments = command(self.vllm, self.version, run, self.workload, result)
-        log.write_text(f"$ {shown(run, arguments)}\n", encoding="utf-8")
-        left = self.deadline.left
+        log.write_text(f"$ {format_command(run, arguments)}\n", encoding="utf-8")
+        left = self.deadline.seconds_left
         seconds = self.run_seconds if left is None else min(left, self.run_seconds)
         status = execute(arguments, environment(run.system, os.environ), log, seconds)
         if status is None and self.deadline.passed:
@@ -267,31 +272,31 @@ class E2eBench:
             found = json.loads(result.read_text(encoding="utf-8"))
         except (OSError, ValueError) as error:
             raise RunError(f"vllm wrote no JSON that can be read ({error})") from error
-        return figures_of(run, found), line
+        return read_figures(run, found), line
 
     def _note(self, run: Run, reason: str) -> None:
-        log = log_of(self.out, run)
-        lines = tail(log.read_text(encoding="utf-8", errors="replace"))
+        log = log_path(self.out, run)
+        lines = last_lines(log.read_text(encoding="utf-8", errors="replace"))
         with log.open("a", encoding="utf-8") as file:
             file.write(f"\nfailed: {reason}\n")
         self.failures.append(Failure(run, reason, log, lines))
         self.say(f"{run.label}: failed, {reason}")
 
 
-def log_of(out: Path, run: Run) -> Path:
+def log_path(out: Path, run: Run) -> Path:
     """The file for the output of ``run``; vLLM's JSON is next to it."""
     return out / "logs" / f"{run.file_name}.log"
 
 
-def shown(run: Run, arguments: Sequence[str]) -> str:
+def format_command(run: Run, arguments: Sequence[str]) -> str:
     """The command line for a shell, including its changes to the environment."""
     changes = differences(run.system, os.environ)
     return shlex.join(["env", *changes, *arguments] if changes else arguments)
 
 
-def tail(text: str) -> tuple[str, ...]:
+def last_lines(text: str) -> tuple[str, ...]:
     """The first errors of a log, which usually cause the others, and its last lines."""
     lines = [line.rstrip() for line in text.splitlines() if line.strip()]
     last = lines[-LAST_LINES:]
-    causes = dict.fromkeys(found[0] for line in lines[:-LAST_LINES] if (found := ERROR.search(line)))
+    causes = dict.fromkeys(found[0] for line in lines[:-LAST_LINES] if (found := ERROR_LINE.search(line)))
     return (*list(causes)[:CAUSES], *last)

@@ -14,16 +14,16 @@ from torch import Tensor
 
 from benchmarks.records import KERNEL, Records
 from benchmarks.stock import Stock
-from benchmarks.timing import exact, labelled
+from benchmarks.timing import label_algorithm, time_exactly
 from slidesparse.gemm.backend import LayerSpec, Tunable
 from slidesparse.gemm.problem import DTYPES as TORCH
 from slidesparse.gemm.problem import LibraryError, Problem
 from slidesparse.pattern import round_up
-from slidesparse.tune.machine import SERVED
+from slidesparse.tune.machine import SERVED_DTYPES
 from slidesparse.tune.measure import Timing
 from slidesparse.tune.search import search
-from slidesparse.tune.session import Session, free
-from slidesparse.tune.shapes import Layer, slided
+from slidesparse.tune.session import Session, free_cached_memory
+from slidesparse.tune.shapes import Layer, slided_columns
 
 DTYPES = ("int8", "fp8", "fp16", "bf16")
 DENSE = "dense"
@@ -90,14 +90,14 @@ def cells(
     """The cells to measure for a layer."""
     found: list[Cell] = []
     for library in libraries:
-        outs = library.outputs_of(dtype)
+        outs = library.output_types(dtype)
         if not outs:
             continue
         scale = library.epilogue(dtype, outs[0])
         if library.sparse:
             found += [
                 Cell(library.name, names, k, outs[0], scale, library)
-                for k, names in _by_columns(layer.k, patterns, library.alignment).items()
+                for k, names in _patterns_by_columns(layer.k, patterns, library.alignment).items()
             ]
             if not library.takes_dense:
                 continue
@@ -106,16 +106,16 @@ def cells(
         if dtype == "int8" and "int8" in outs[1:]:
             scale = library.epilogue(dtype, "int8")
             found.append(Cell(f"{library.name}-int8", (DENSE,), k, "int8", scale, library))
-    if stock and dtype in SERVED and not (layer.n % STOCK_ALIGNMENT or layer.k % STOCK_ALIGNMENT):
+    if stock and dtype in SERVED_DTYPES and not (layer.n % STOCK_ALIGNMENT or layer.k % STOCK_ALIGNMENT):
         found.append(Cell("stock", (DENSE,), layer.k, "bf16", "both", None))
     return found
 
 
-def _by_columns(k: int, patterns: Sequence[str], alignment: int) -> dict[int, tuple[str, ...]]:
+def _patterns_by_columns(k: int, patterns: Sequence[str], alignment: int) -> dict[int, tuple[str, ...]]:
     """The patterns that have each K'."""
     found: dict[int, tuple[str, ...]] = {}
     for pattern in patterns:
-        columns = slided(k, pattern, alignment)
+        columns = slided_columns(k, pattern, alignment)
         found[columns] = (*found.get(columns, ()), pattern)
     return found
 
@@ -160,7 +160,7 @@ class KernelBench:
                         return False
                     self._measure(group, cell, m, missing, weights)
                 self._session.advance(f"{group.model} {group.layer.name} {group.dtype} M={m}")
-        free(self._session.gpu)
+        free_cached_memory(self._session.gpu)
         return True
 
     def _measure(
@@ -180,7 +180,7 @@ class KernelBench:
         if cell.library and cell.dense_in_blocks:  # not saved: serving uses the winner for 2:4
             operands = self._session.inputs.operands(problem, weights)
             found = search(cell.library, problem, operands, self._session.clock, self._session.gpu.device)
-            return found.timing, labelled(found.algorithm, found.timing)
+            return found.timing, label_algorithm(found.algorithm, found.timing)
         if cell.library:
             # dense: the faster of scaling in the epilogue and not
             scales = dict.fromkeys((problem.scale, problem.scale if cell.library.sparse else "none"))
@@ -188,11 +188,11 @@ class KernelBench:
                 self._session.search(cell.library, replace(problem, scale=one), weights) for one in scales
             ]
             found = min(searches, key=lambda one: one.timing.p50)
-            return found.timing, labelled(found.algorithm, found.timing)
+            return found.timing, label_algorithm(found.algorithm, found.timing)
         assert self._stock
         operands = self._session.inputs.operands(problem, weights)
-        timing = exact(self._session.clock, self._stock.gemm(operands), operands.copies)
-        return timing, labelled("cutlass", timing)
+        timing = time_exactly(self._session.clock, self._stock.gemm(operands), operands.copies)
+        return timing, label_algorithm("cutlass", timing)
 
 
 class _Weights:

@@ -14,18 +14,18 @@ import torch
 from torch import Tensor
 
 from benchmarks.records import LAYOUT, Records
-from benchmarks.timing import exact, labelled
+from benchmarks.timing import label_algorithm, time_exactly
 from slidesparse.gemm.backend import Tunable
 from slidesparse.gemm.problem import LAYOUTS, Layout, LibraryError, Plan, Problem
 from slidesparse.pattern import round_up
 from slidesparse.tune.inputs import Operands
-from slidesparse.tune.search import agree, search
-from slidesparse.tune.session import Session, free
-from slidesparse.tune.shapes import Layer, slided
+from slidesparse.tune.search import outputs_agree, search
+from slidesparse.tune.session import Session, free_cached_memory
+from slidesparse.tune.shapes import Layer, slided_columns
 
 PATTERN = "6:8"  # of the weights of sparse libraries
-WRONG = "its product is wrong"
-CHUNK = 2**26  # float64 elements that the check computes at a time
+WRONG_PRODUCT = "its product is wrong"
+CHUNK_ELEMENTS = 2**26  # float64 elements that the check computes at a time
 
 
 @dataclass(frozen=True)
@@ -40,8 +40,8 @@ class Product:
         """The problem at ``m`` tokens; sparse libraries multiply the K' columns of PATTERN."""
         k = self.layer.k
         each = self.library.alignment
-        columns = slided(k, PATTERN, each) if self.library.sparse else round_up(k, each)
-        return Problem(self.dtype, self.library.outputs_of(self.dtype)[0], self.layer.n, columns, m)
+        columns = slided_columns(k, PATTERN, each) if self.library.sparse else round_up(k, each)
+        return Problem(self.dtype, self.library.output_types(self.dtype)[0], self.layer.n, columns, m)
 
 
 def products(libraries: Sequence[Tunable], layers: Sequence[Layer], dtypes: Sequence[str]) -> list[Product]:
@@ -51,11 +51,11 @@ def products(libraries: Sequence[Tunable], layers: Sequence[Layer], dtypes: Sequ
         for dtype in dtypes
         for layer in layers
         for library in libraries
-        if library.outputs_of(dtype)
+        if library.output_types(dtype)
     ]
 
 
-def outputs_of(found: Sequence[Product]) -> dict[str, str]:
+def output_types(found: Sequence[Product]) -> dict[str, str]:
     """The output types of products, such as {"cusparselt int8": "bf16"}."""
     return {f"{one.library.name} {one.dtype}": one.problem(1).out for one in found}
 
@@ -89,7 +89,7 @@ class LayoutBench:
                         return False
                     self.records.add(key | self._measure(product.library, layout, right, weights))
                 self._session.advance(f"{product.library.name} {product.layer.name} {product.dtype} M={m}")
-        free(self._session.gpu)
+        free_cached_memory(self._session.gpu)
         return True
 
     def _measure(
@@ -104,12 +104,12 @@ class LayoutBench:
             wrong = not right.agrees(best, layout, operands)
         except LibraryError as error:
             return _row("no", reason=error)
-        label = labelled(found.algorithm, found.timing)
+        label = label_algorithm(found.algorithm, found.timing)
         if wrong:
-            return _row("yes", algorithm=label, reason=WRONG)
+            return _row("yes", algorithm=label, reason=WRONG_PRODUCT)
         try:
             launch = operands.launch(library.plan(problem, device, None, layout))
-            own = exact(session.clock, launch, operands.copies).p50
+            own = time_exactly(session.clock, launch, operands.copies).p50
         except LibraryError as error:
             return _row("yes", "", found.timing.p50, label, f"its heuristic is refused: {error}")
         return _row("yes", own, found.timing.p50, label)
@@ -152,20 +152,20 @@ class _Expected:
         """Run ``plan`` on operands stored in its layout, and compare its output."""
         if self._known is None:
             x = operands.activations[0].clone()
-            self._known = x, product_of(x, self._weights.plain, operands.outs[0].dtype)
+            self._known = x, exact_product(x, self._weights.plain, operands.outs[0].dtype)
         x, expected = self._known
         out = operands.outs[0]
         out.zero_()
         plan.run(x if layout.activations_k else x.t().contiguous(), operands.weights[0], out)
         found = out if layout.output_n else out.view(self.problem.n, self.problem.m).t()
-        return agree(found, expected, self.problem)
+        return outputs_agree(found, expected, self.problem)
 
 
-def product_of(x: Tensor, weight: Tensor, dtype: torch.dtype) -> Tensor:
+def exact_product(x: Tensor, weight: Tensor, dtype: torch.dtype) -> Tensor:
     """x [m, k] @ weight [n, k].T in float64 -> [m, n] of ``dtype``; INT8 sums are exact in float64."""
     out = torch.empty(x.shape[0], weight.shape[0], dtype=dtype, device=x.device)
     x = x.double()
-    step = max(1, CHUNK // max(weight.shape[1], x.shape[0]))
+    step = max(1, CHUNK_ELEMENTS // max(weight.shape[1], x.shape[0]))
     for start in range(0, weight.shape[0], step):
         out[:, start : start + step] = x @ weight[start : start + step].double().t()
     return out

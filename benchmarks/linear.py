@@ -18,17 +18,17 @@ from torch import Tensor
 from benchmarks.kernel import DENSE, STOCK_ALIGNMENT, Group
 from benchmarks.records import LINEAR, TIMES, Records
 from benchmarks.stock import Stock
-from benchmarks.timing import exact
+from benchmarks.timing import time_exactly
 from slidesparse import ops
 from slidesparse.gemm.backend import TWO_FOUR, LayerSpec, Tunable
 from slidesparse.gemm.problem import DTYPES
 from slidesparse.pattern import SlidePattern, parse_pattern
 from slidesparse.tune.inputs import with_sparse_blocks
 from slidesparse.tune.measure import Launch
-from slidesparse.tune.session import Session, free
+from slidesparse.tune.session import Session, free_cached_memory
 from slidesparse.tune.shapes import Layer
 
-SUM = "sum"  # the layer whose times are the sums of the others' absolute times
+SUM_LAYER = "sum"  # the layer whose times are the sums of the others' absolute times
 FLOAT = torch.bfloat16
 
 _Call = Callable[[Tensor, Tensor, Tensor], Tensor]  # x [M, K], packed weight, scale_w [N, 1] -> [M, N]
@@ -68,7 +68,7 @@ def providers(
                 found.append(Provider(library.name, pattern, True, pack, call, columns))
             elif library.takes_dense:
                 call, pack = _operators(library, layer, dtype, None)
-                pack = _mix(pack, parsed.share) if parsed.share else pack
+                pack = _with_dense_share(pack, parsed.share) if parsed.share else pack
                 found.append(Provider(library.name, pattern, False, pack, call, layer.k))
     return found
 
@@ -87,7 +87,7 @@ def _operators(
     return call, partial(library.pack, windows)
 
 
-def _mix(pack: Callable[[Tensor], Tensor], share: Fraction) -> Callable[[Tensor], Tensor]:
+def _with_dense_share(pack: Callable[[Tensor], Tensor], share: Fraction) -> Callable[[Tensor], Tensor]:
     """Return a function that prunes a share of a weight's blocks, and packs it."""
 
     def mixed(weight: Tensor) -> Tensor:
@@ -139,12 +139,12 @@ class LinearBench:
                         weights[provider] = self._weights(group, provider)
                     self._measure(group, provider, row, m, weights[provider], scale_w)
                 self._session.advance(f"{group.model} {group.layer.name} {group.dtype} M={m}")
-            free(self._session.gpu)  # memory that deleted graphs leave reserved
+            free_cached_memory(self._session.gpu)  # memory that deleted graphs leave reserved
         return True
 
     def _copies(self, group: Group, m: int) -> int:
         n, k = group.layer.n, group.layer.k
-        return self._session.inputs.cold(n * k + (m * k + m * n) * FLOAT.itemsize)
+        return self._session.inputs.copies_exceeding_l2(n * k + (m * k + m * n) * FLOAT.itemsize)
 
     def _weights(self, group: Group, provider: Provider) -> list[Tensor]:
         weight = self._session.inputs.weight(group.dtype, group.layer.n, provider.columns, provider.sparse)
@@ -166,7 +166,7 @@ class LinearBench:
         launch = provider.launch(activations, weights, scale_w)
         subject = f"{provider.name} {provider.pattern}"
         try:
-            timing = exact(self._session.clock, launch, copies)
+            timing = time_exactly(self._session.clock, launch, copies)
         except (
             RuntimeError
         ) as error:  # a LibraryError or BackendError, in its words where C++ runs the operator
@@ -205,6 +205,6 @@ def add_sums(records: Records, groups: Iterable[Group]) -> None:
     for by_layer in found.values():
         first = next(iter(by_layer.values()))
         wanted = layers.get(first["model"], set())
-        if wanted and wanted <= set(by_layer) and SUM not in by_layer:
+        if wanted and wanted <= set(by_layer) and SUM_LAYER not in by_layer:
             totals = {name: sum(float(by_layer[layer][name]) for layer in wanted) for name in TIMES}
-            records.add({**first, "layer": SUM, **totals})
+            records.add({**first, "layer": SUM_LAYER, **totals})

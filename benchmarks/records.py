@@ -21,7 +21,7 @@ from typing import Any
 from slidesparse.errors import SlideSparseError
 
 VERSIONS = "versions"
-SAME = ("gpu", "capability", VERSIONS)  # conditions that all rows of a table share
+SHARED_CONDITIONS = ("gpu", "capability", VERSIONS)  # conditions that all rows of a table share
 
 
 @dataclass(frozen=True)
@@ -137,7 +137,7 @@ def _line(words: Sequence[str]) -> str:
     return buffer.getvalue()
 
 
-def write_conditions(path: Path, found: Mapping[str, Any], same: Sequence[str] = SAME) -> None:
+def write_conditions(path: Path, found: Mapping[str, Any], same: Sequence[str] = SHARED_CONDITIONS) -> None:
     """Write conditions beside a table, with the date and the command line of this run added to those before.
 
     Raises RecordsError when the table was begun on another GPU, with other versions, or with another value of any of

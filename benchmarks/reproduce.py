@@ -24,25 +24,25 @@ from slidesparse.tune.measure import Deadline
 from slidesparse.tune.shapes import MIXED_PATTERNS, PATTERNS
 
 PRODUCT = "slidesparse"  # the program of commands that are not benchmarks
-STATE, SAID = "reproduce.json", ("finished", "cells", "planned")
-LEAST = 60.0  # least seconds left to begin a command
-LOADING = 240.0  # and one that loads engines first
+STATE, REPORT_FIELDS = "reproduce.json", ("finished", "cells", "planned")
+MIN_SECONDS = 60.0  # least seconds left to begin a command
+MIN_ENGINE_SECONDS = 240.0  # and one that loads engines first
 
-ALL = ",".join((*PATTERNS[:-1], "16:18", PATTERNS[-1]))
-MIXED = f"{ALL},2:4@33%,2:4@50%,2:4@67%"
-FEW, MANY = "1,16,32", "64,128,256,512,1024,2048,4096,8192,16384"
+ALL_PATTERNS = ",".join((*PATTERNS[:-1], "16:18", PATTERNS[-1]))
+ALL_AND_MIXED_PATTERNS = f"{ALL_PATTERNS},2:4@33%,2:4@50%,2:4@67%"
+FEW_TOKENS, MANY_TOKENS = "1,16,32", "64,128,256,512,1024,2048,4096,8192,16384"
 KERNELS: dict[str, tuple[str, ...]] = {
-    "tune": (PRODUCT, "tune", "--pattern", f"{ALL},{','.join(MIXED_PATTERNS)}"),
-    "kernel, 8 bits": ("kernel", "--dtype", "int8,fp8", "--pattern", ALL),
-    "kernel, squares": ("kernel", "--mode", "square", "--pattern", ALL),
-    "kernel, BF16": ("kernel", "--dtype", "bf16", "--pattern", ALL),
-    "linear": ("linear", "--m", f"{FEW},{MANY}", "--pattern", MIXED),
+    "tune": (PRODUCT, "tune", "--pattern", f"{ALL_PATTERNS},{','.join(MIXED_PATTERNS)}"),
+    "kernel, 8 bits": ("kernel", "--dtype", "int8,fp8", "--pattern", ALL_PATTERNS),
+    "kernel, squares": ("kernel", "--mode", "square", "--pattern", ALL_PATTERNS),
+    "kernel, BF16": ("kernel", "--dtype", "bf16", "--pattern", ALL_PATTERNS),
+    "linear": ("linear", "--m", f"{FEW_TOKENS},{MANY_TOKENS}", "--pattern", ALL_AND_MIXED_PATTERNS),
     "bandwidth": ("bandwidth",),
 }
 # A model, its operand types, the systems, and the patterns that are measured together.  Engines of one group are loaded
 # side by side, in the 141 GB of an H200; stock vLLM has no BitNet.
 DENSE, SYSTEMS = "dense", "stock,dense,cublaslt,sparse"
-WHOLE = (
+WHOLE_MODELS = (
     ("Llama3.2-3B", ("int8", "fp8"), SYSTEMS, ("2:4,4:6,6:8,8:10",)),
     ("Qwen2.5-14B", ("int8", "fp8"), SYSTEMS, ("2:4", "4:6", "6:8", "8:10")),
     ("Qwen2.5-7B", ("int8", "fp8"), f"{SYSTEMS},cusparselt", ("2:4,4:6", "6:8,8:10")),
@@ -51,8 +51,8 @@ WHOLE = (
     ("BitNet-2B", ("int8",), "dense,cublaslt,sparse", ("2:4,4:6,6:8,8:10",)),
 )
 ROUNDS = 3
-STEPS_OF_E2E = ("--prefill-steps", "10", "--decode-steps", "256")
-M_OF_E2E = ("--m", "512,1024,2048,4096,8192,16384,32768", "--decode-m", "1,4,16,32,64,128,256,512")
+E2E_STEPS = ("--prefill-steps", "10", "--decode-steps", "256")
+E2E_TOKENS = ("--m", "512,1024,2048,4096,8192,16384,32768", "--decode-m", "1,4,16,32,64,128,256,512")
 
 
 @dataclass(frozen=True)
@@ -71,7 +71,7 @@ def steps(out: Path) -> list[Step]:
         place = () if command[0] == PRODUCT else ("--out", str(out))  # tuning saves into the user's tables
         found.append(Step(name, (*command, *place)))
     first_rounds: dict[Path, int] = {}
-    for model, dtypes, systems, groups in WHOLE:
+    for model, dtypes, systems, groups in WHOLE_MODELS:
         for dtype in dtypes:
             folder = out / "models" / f"{model}-{dtype}"
             for patterns in groups:
@@ -85,7 +85,7 @@ def steps(out: Path) -> list[Step]:
                     "--patterns",
                     patterns,
                 )
-                command += ("--systems", systems, *STEPS_OF_E2E, *M_OF_E2E, "--rounds", str(ROUNDS))
+                command += ("--systems", systems, *E2E_STEPS, *E2E_TOKENS, "--rounds", str(ROUNDS))
                 # a group has rounds, and dense systems, of its own: ratios are taken within a round
                 first = first_rounds.setdefault(folder, 1)
                 first_rounds[folder] += ROUNDS
@@ -111,34 +111,34 @@ def progress(out: Path) -> list[tuple[Step, dict[str, Any]]]:
     return [(step, known.get(step.name, {})) for step in steps(out)]
 
 
-def left(out: Path) -> list[Step]:
+def steps_left(out: Path) -> list[Step]:
     """The steps that are not done; last those that finished with failed cells."""
-    found = [(step, said) for step, said in progress(out) if not done(said)]
+    found = [(step, report) for step, report in progress(out) if not is_done(report)]
     return [step for step, _ in sorted(found, key=lambda one: bool(one[1].get("finished")))]
 
 
-def done(said: dict[str, Any]) -> bool:
+def is_done(report: dict[str, Any]) -> bool:
     """Whether a step with this report has no cell left."""
-    return bool(said) and said["cells"] == said["planned"]
+    return bool(report) and report["cells"] == report["planned"]
 
 
-def part(out: Path, deadline: Deadline, say: Callable[[str], None]) -> None:
+def run_steps(out: Path, deadline: Deadline, say: Callable[[str], None]) -> None:
     """Run what is left until the time is up.  Raises Stopped."""
-    todo = left(out)
+    todo = steps_left(out)
     for number, step in enumerate(todo):
         for path, command in step.checkpoints:
             if not path.exists():
-                if not _worth(deadline, LEAST):
+                if not _has_time(deadline, MIN_SECONDS):
                     return
                 say(shlex.join(command))
-                _call(command)
-        if not _worth(deadline, LOADING if step.checkpoints else LEAST):
+                _run_command(command)
+        if not _has_time(deadline, MIN_ENGINE_SECONDS if step.checkpoints else MIN_SECONDS):
             return
         say(step.name)
-        limit = () if deadline.left is None else ("--time-limit", f"{deadline.left:.0f}")
-        said = json.loads(_call((*step.command, *limit, "--json")))
-        amend_conditions(out / STATE, {step.name: {name: said[name] for name in SAID}})
-        if not said["finished"]:
+        limit = () if deadline.seconds_left is None else ("--time-limit", f"{deadline.seconds_left:.0f}")
+        result = json.loads(_run_command((*step.command, *limit, "--json")))
+        amend_conditions(out / STATE, {step.name: {name: result[name] for name in REPORT_FIELDS}})
+        if not result["finished"]:
             return
         needed = {path for other in todo[number + 1 :] for path, _ in other.checkpoints}
         for path, _ in step.checkpoints:
@@ -148,7 +148,7 @@ def part(out: Path, deadline: Deadline, say: Callable[[str], None]) -> None:
 
 def commands(out: Path) -> Iterator[str]:
     """Return the shell commands for the remaining steps."""
-    for step in left(out):
+    for step in steps_left(out):
         for path, command in step.checkpoints:
             yield f"test -d {shlex.quote(str(path))} || {shlex.join(command)}"
         yield shlex.join(
@@ -156,11 +156,11 @@ def commands(out: Path) -> Iterator[str]:
         )
 
 
-def _worth(deadline: Deadline, seconds: float) -> bool:
-    return deadline.left is None or deadline.left >= seconds
+def _has_time(deadline: Deadline, seconds: float) -> bool:
+    return deadline.seconds_left is None or deadline.seconds_left >= seconds
 
 
-def _call(command: tuple[str, ...]) -> str:
+def _run_command(command: tuple[str, ...]) -> str:
     """Run a command and return what it printed.  Raises Stopped when it has no result."""
     program = ["-m", "benchmarks", *command]
     if command[0] == PRODUCT:

@@ -18,15 +18,15 @@ import torch
 from torch import Tensor
 
 from benchmarks.kernel import DENSE, SQUARE
-from benchmarks.layout import product_of
+from benchmarks.layout import exact_product
 from benchmarks.records import SPMM, TIMES, Records
-from benchmarks.timing import exact
+from benchmarks.timing import time_exactly
 from slidesparse.gemm.backend import TWO_FOUR, Tunable
 from slidesparse.gemm.problem import DTYPES, LibraryError, Problem
 from slidesparse.spmm import MOST_GROUP, STRIP, Compressed, compress, decompress, prune, sequential, spmm
 from slidesparse.tune.measure import Launch, Timing
-from slidesparse.tune.session import Session, free
-from slidesparse.tune.shapes import Layer, ShapeError, slided, split
+from slidesparse.tune.session import Session, free_cached_memory
+from slidesparse.tune.shapes import Layer, ShapeError, slided_columns, split_list
 
 VARIANTS = {  # name -> (variant of `spmm`, splits)
     "baseline": ("baseline", 1),
@@ -39,10 +39,10 @@ CUBLAS, TF32, CPU = "cublas", "cublas-tf32", "cpu"
 TYPES = ("fp32", "fp16")
 LIBRARY_TYPES = ("int8", "fp8", "fp16")
 OWN, SHARED, NONE = "own", "strip", "-"
-CPU_MOST = 1024  # the largest square that one thread multiplies
+CPU_MAX_SIZE = 1024  # the largest square that one thread multiplies
 CPU_SAMPLES, CPU_SECONDS = 5, 1.0
-MOST_ERROR = 1e-3  # absolute limit for our kernels
-UNITS = {"fp32": 0.0, "fp16": 2.0**-11}  # for the rounding of a stored result
+MAX_ERROR = 1e-3  # absolute limit for our kernels
+ROUNDING_UNITS = {"fp32": 0.0, "fp16": 2.0**-11}  # for the rounding of a stored result
 
 
 @dataclass(frozen=True)
@@ -95,9 +95,9 @@ def layers(models: Sequence[tuple[str, tuple[Layer, ...]]], tokens: Sequence[int
 
 def parse_sparsities(text: str) -> tuple[str, ...]:
     """``"2:4,1:4"`` -> ("2:4", "1:4").  Raises ShapeError."""
-    words = tuple(split(text))
+    words = tuple(split_list(text))
     for word in words:
-        kept, group = parts(word) if re.fullmatch(r"\d+:\d+", word) else (0, 0)
+        kept, group = split_sparsity(word) if re.fullmatch(r"\d+:\d+", word) else (0, 0)
         if not 1 <= kept <= group <= MOST_GROUP:
             raise ShapeError(
                 f"--sparsity {word!r} is not KEPT:GROUP, such as 2:4, of groups of at most {MOST_GROUP}"
@@ -107,7 +107,7 @@ def parse_sparsities(text: str) -> tuple[str, ...]:
     return words
 
 
-def parts(sparsity: str) -> tuple[int, int]:
+def split_sparsity(sparsity: str) -> tuple[int, int]:
     """``"2:4"`` -> (2, 4)."""
     kept, _, group = sparsity.partition(":")
     return int(kept), int(group)
@@ -128,9 +128,9 @@ def jobs(
                         found.append(Job(shape, dtype, sparsity, offsets, tuple(VARIANTS)))
         for library in libraries:
             for dtype in LIBRARY_TYPES:
-                if library.outputs_of(dtype):
+                if library.output_types(dtype):
                     found.append(Job(shape, dtype, TWO_FOUR.ratio, OWN, (library.name,), library))
-        if shape.mode == SQUARE and shape.m <= CPU_MOST and "fp32" in dtypes:
+        if shape.mode == SQUARE and shape.m <= CPU_MAX_SIZE and "fp32" in dtypes:
             found.append(Job(shape, "fp32", sparsities[0], OWN, (CPU,)))
     return found
 
@@ -164,7 +164,7 @@ class SpmmBench:
         for provider in job.providers:
             self._session.advance(f"{job.shape.layer.name} {job.dtype} {provider} M={job.shape.m}")
         if missing:
-            free(self._session.gpu)
+            free_cached_memory(self._session.gpu)
         return True
 
     def _note(self, job: Job, provider: str, timing: Timing, error: float, most: float) -> None:
@@ -192,7 +192,7 @@ class SpmmBench:
 
     def _weight(self, job: Job) -> Compressed:
         """A random weight, pruned."""
-        kept, group = parts(job.sparsity)
+        kept, group = split_sparsity(job.sparsity)
         strip = STRIP if job.offsets == SHARED else 1
         layer = job.shape.layer
         dense = self._session.inputs.floats((layer.n, layer.k), DTYPES[job.dtype])
@@ -202,11 +202,13 @@ class SpmmBench:
         session, m, layer = self._session, job.shape.m, job.shape.layer
         weight = self._weight(job)
         size, rows = DTYPES[job.dtype].itemsize, weight.values.shape[0]
-        copies = session.inputs.cold((layer.k + layer.n) * m * size + rows * layer.n * (size + 1))
+        copies = session.inputs.copies_exceeding_l2(
+            (layer.k + layer.n) * m * size + rows * layer.n * (size + 1)
+        )
         weights = [weight, *(weight.to(session.gpu.device, copy=True) for _ in range(copies - 1))]
         x = [one.t() for one in session.inputs.activations(job.dtype, layer.k, m, copies)]
         right = _Expected(x[0], decompress(weight))
-        most = min(allowed(rows) + UNITS[job.dtype], MOST_ERROR)
+        most = min(allowed_error(rows) + ROUNDING_UNITS[job.dtype], MAX_ERROR)
         for name in missing:
             variant, splits = VARIANTS[name]
 
@@ -219,7 +221,9 @@ class SpmmBench:
         """cuBLAS: float32 with and without TF32; float16 with float32 sums, and no others."""
         session, m, layer = self._session, job.shape.m, job.shape.layer
         dtype = DTYPES[job.dtype]
-        copies = session.inputs.cold(((layer.k + layer.n) * m + layer.k * layer.n) * dtype.itemsize)
+        copies = session.inputs.copies_exceeding_l2(
+            ((layer.k + layer.n) * m + layer.k * layer.n) * dtype.itemsize
+        )
         x = session.inputs.activations(job.dtype, m, layer.k, copies)
         weights = [session.inputs.floats((layer.n, layer.k), dtype) for _ in range(copies)]
         right = _Expected(x[0], weights[0])
@@ -227,18 +231,22 @@ class SpmmBench:
             with matmul(tf32=name == TF32):
                 found = self._timed(lambda i: torch.mm(x[i], weights[i].t()), copies, right)
             # the worst-case bound, as tensor cores may truncate sums; TF32 truncates each factor to 10 bits
-            yield name, *found, layer.k * 2.0**-23 + UNITS[job.dtype] + (2.0**-9 if name == TF32 else 0)
+            yield (
+                name,
+                *found,
+                layer.k * 2.0**-23 + ROUNDING_UNITS[job.dtype] + (2.0**-9 if name == TF32 else 0),
+            )
 
     def _timed(self, launch: Launch, copies: int, right: _Expected) -> tuple[Timing, float]:
         result = launch(0)
         assert isinstance(result, Tensor)
-        return exact(self._session.clock, launch, copies), right.error(result)
+        return time_exactly(self._session.clock, launch, copies), right.error(result)
 
     def _by_library(self, job: Job, library: Tunable) -> tuple[Timing, float, float]:
         """A sparse library with its best algorithm, in its own precision."""
         session, layer, dtype = self._session, job.shape.layer, job.dtype
-        out = library.outputs_of(dtype)[0]
-        columns = slided(layer.k, TWO_FOUR.ratio, library.alignment)
+        out = library.output_types(dtype)[0]
+        columns = slided_columns(layer.k, TWO_FOUR.ratio, library.alignment)
         problem = Problem(dtype, out, layer.n, columns, job.shape.m, library.epilogue(dtype, out))
         weight = session.inputs.weight(dtype, layer.n, columns, sparse=True)
         first = library.operand(weight)
@@ -251,7 +259,7 @@ class SpmmBench:
             x = x * operands.scale_x[:, None]
         if operands.scale_w is not None:
             w = w * operands.scale_w[:, None]
-        # sums of FP8 are cut to 14 bits (`slidesparse.tune.search.agree`), and results to BF16
+        # sums of FP8 are cut to 14 bits (`slidesparse.tune.search.outputs_agree`), and results to BF16
         return found.timing, _Expected(x, w).error(operands.outs[0]), 2.0**-7
 
     def _by_cpu(self, job: Job) -> tuple[Timing, float, float]:
@@ -262,7 +270,11 @@ class SpmmBench:
             result, seconds = sequential(x, weight)
             samples.append(seconds * 1e6)
         error = _Expected(x, decompress(weight)).error(result)
-        return Timing.of(samples), error, 2 * allowed(weight.values.shape[0])  # products are rounded, too
+        return (
+            Timing.of(samples),
+            error,
+            2 * allowed_error(weight.values.shape[0]),
+        )  # products are rounded, too
 
 
 class _Expected:
@@ -276,13 +288,13 @@ class _Expected:
         """The largest error of an output, relative to the sum of the magnitudes of its products."""
         if self._known is None:
             pair = (self._x, self._weight), (self._x.abs(), self._weight.abs())
-            right, sizes = (product_of(x, weight, torch.float64) for x, weight in pair)
+            right, sizes = (exact_product(x, weight, torch.float64) for x, weight in pair)
             self._known = right, sizes.clamp_min_(torch.finfo(torch.float64).tiny)
         right, sizes = self._known
         return float(((result.double() - right).abs() / sizes).max())
 
 
-def allowed(products: int) -> float:
+def allowed_error(products: int) -> float:
     """The largest expected error of a float32 sum of products, relative to the sum of their magnitudes.
 
     Every step rounds by at most u = 2^-24 of a partial sum.  Roundings of random sign stay within

@@ -17,7 +17,7 @@ import torch
 
 from benchmarks.e2e_runs import execute
 from benchmarks.records import COUNTERS, SPMM_COUNTERS, Records, read_rows
-from benchmarks.spmm import OWN, SHARED, VARIANTS, parts
+from benchmarks.spmm import OWN, SHARED, VARIANTS, split_sparsity
 from slidesparse.build.find import version_text
 from slidesparse.gemm.problem import DTYPES
 from slidesparse.spmm import STRIP, compress, prune, spmm
@@ -49,7 +49,7 @@ def measure(folder: Path, seconds: float | None = None) -> str:
     rows, _ = read_rows(folder / "spmm_counters.csv", SPMM_COUNTERS.columns)
     have = {tuple(row[name] for name in SPMM_COUNTERS.key) for row in rows}
     missing = [cell for cell in cells() if tuple(map(str, _row(cell).values())) not in have]
-    program = find()
+    program = find_program()
     if program is None:
         return "ncu was not found"
     if not missing:
@@ -65,16 +65,16 @@ def measure(folder: Path, seconds: float | None = None) -> str:
     found = read(text)
     if status != 0 or len(found) != len(missing):
         lines = text.strip().splitlines()
-        said = " ".join([line for line in lines if line.startswith("==ERROR==")] or lines[-3:])
+        errors = " ".join([line for line in lines if line.startswith("==ERROR==")] or lines[-3:])
         how = "took too long" if status is None else f"ended with {status}"
-        return f"ncu {how} and {len(found)} of {len(missing)} kernels: {said}; see {log.name}"
+        return f"ncu {how} and {len(found)} of {len(missing)} kernels: {errors}; see {log.name}"
     records = Records(folder, SPMM_COUNTERS)
     for cell, values in zip(missing, found, strict=True):
         records.add(_row(cell) | values)
     return f"measured by ncu, {version(program)}"
 
 
-def find() -> str | None:
+def find_program() -> str | None:
     """The path of Nsight Compute's command line, from the PATH or the usual places."""
     found = [shutil.which("ncu"), USUAL, *map(str, sorted(Path(INSTALLED).glob("*/ncu"), reverse=True))]
     return next((path for path in found if path and Path(path).is_file()), None)
@@ -118,7 +118,7 @@ def _row(cell: Cell) -> dict[str, object]:
 
 def launch(words: list[str]) -> None:
     """Launch one kernel for each cell of the command line, in order."""
-    kept, group = parts(SPARSITY)
+    kept, group = split_sparsity(SPARSITY)
     generator = torch.Generator("cuda").manual_seed(0)
     made: dict[tuple[str, str, str], tuple[torch.Tensor, object]] = {}
     for word in words:

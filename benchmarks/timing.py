@@ -9,25 +9,25 @@ from torch import Tensor
 from slidesparse.tune.measure import EXACT_US, QUICK_US, SAMPLES, Clock, Launch, Timing
 from slidesparse.tune.session import Session
 
-COPIED = 2**30  # bytes of the copy that gives the memory's bandwidth
+COPIED_BYTES = 2**30  # bytes of the copy that gives the memory's bandwidth
 
 
-def exact(clock: Clock, launch: Launch, copies: int) -> Timing:
+def time_exactly(clock: Clock, launch: Launch, copies: int) -> Timing:
     """Warm up and time a launch with no alternatives."""
-    clock.once(launch)
-    about = min(clock.prepare(launch, copies, clock.once(launch), QUICK_US).samples(2))
+    clock.time_once(launch)
+    about = min(clock.prepare(launch, copies, clock.time_once(launch), QUICK_US).samples(2))
     replay = clock.prepare(launch, copies, about, EXACT_US)
     return Timing.of(replay.samples(SAMPLES), replay.graphed)
 
 
-def labelled(algorithm: str, timing: Timing) -> str:
+def label_algorithm(algorithm: str, timing: Timing) -> str:
     """The name of an algorithm in tables: marked when it was timed without a CUDA graph."""
     return algorithm if timing.graphed else f"{algorithm} (no graph)"
 
 
 def copy_rate(session: Session) -> float:
     """GB/s of a large device-to-device copy, read and written bytes counted."""
-    return 2 * COPIED / copy_us(session, COPIED) / 1e3
+    return 2 * COPIED_BYTES / copy_us(session, COPIED_BYTES) / 1e3
 
 
 def copy_us(session: Session, size: int) -> float:
@@ -36,11 +36,11 @@ def copy_us(session: Session, size: int) -> float:
     In a CUDA graph a large copy runs at two thirds of its rate on an H200, and a small one eagerly waits for its
     launch, so both are timed.
     """
-    flats = session.inputs.activations("int8", 1, size, 2 * session.inputs.cold(2 * size))
+    flats = session.inputs.activations("int8", 1, size, 2 * session.inputs.copies_exceeding_l2(2 * size))
     sources, targets = flats[::2], flats[1::2]
 
     def copy(i: int) -> Tensor:
         return targets[i].copy_(sources[i])
 
-    eager = statistics.median(session.clock.once(copy) for _ in range(SAMPLES))
-    return min(eager, exact(session.clock, copy, len(sources)).p50)
+    eager = statistics.median(session.clock.time_once(copy) for _ in range(SAMPLES))
+    return min(eager, time_exactly(session.clock, copy, len(sources)).p50)

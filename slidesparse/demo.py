@@ -38,7 +38,7 @@ from slidesparse.convert.budget import MIDDLE, Budget
 from slidesparse.convert.options import ConvertOptions
 from slidesparse.convert.stream import convert
 from slidesparse.errors import EnvironmentFault, SlideSparseError
-from slidesparse.evaluate.engine import causes, vllm_command
+from slidesparse.evaluate.engine import find_errors, vllm_command
 from slidesparse.flags import DISABLE, SPARSITY, USE_CUBLASLT, USE_CUSPARSELT
 from slidesparse.pattern import SlidePattern
 
@@ -254,7 +254,9 @@ def _wait(process: subprocess.Popen[bytes], address: str, log: Path) -> None:
         except (urllib.error.URLError, OSError):
             time.sleep(0.5)
     ended = "ended" if process.poll() is not None else f"did not answer within {START_SECONDS} s"
-    raise EnvironmentFault(f"vllm serve {ended}; its log is {log}\n{causes(log.read_text(errors='replace'))}")
+    raise EnvironmentFault(
+        f"vllm serve {ended}; its log is {log}\n{find_errors(log.read_text(errors='replace'))}"
+    )
 
 
 def _ask(address: str, model: str, sentence: str) -> list[float]:

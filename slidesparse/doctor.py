@@ -251,17 +251,18 @@ def _cxx() -> Report:
     words = find.compiler()
     number = re.search(r"\d+\.\d+(\.\d+)?", find.version_text(*words))
     return _found(
-        find.Found(" ".join(words), "CXX" if os.environ.get("CXX") else "PATH", None), number and number[0]
+        find.FoundFile(" ".join(words), "CXX" if os.environ.get("CXX") else "PATH", None),
+        number and number[0],
     )
 
 
-def _found(found: find.Found, version: str | None) -> Report:
+def _found(found: find.FoundFile, version: str | None) -> Report:
     words = " ".join(filter(None, [version, f"({found.source})", found.path]))
     return {"from": found.source, "version": version, "path": found.path, "words": words}
 
 
 def _compiled(name: str) -> Report:
-    path = compile.where(name)
+    path = compile.target_path(name)
     later = "not compiled yet: `slidesparse build` does it, or else the first use"
     return {"compiled": path.is_file(), "path": str(path), "words": str(path) if path.is_file() else later}
 

@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 from slidesparse import gemm, profiling
-from slidesparse.gemm.backend import quantize, spec_of
+from slidesparse.gemm.backend import layer_spec, quantize
 from slidesparse.gemm.hopper import operators as hopper_operators
 from slidesparse.kernels import Producer, RmsNorm, SiluMul
 from slidesparse.pattern import SlideLayout
@@ -99,7 +99,7 @@ def _layer(
 ) -> Tensor:
     """Run a layer by ``backend``, after ``producer``.  Raises BackendError for a wrong number of columns."""
     k = x.shape[1] // 2 if isinstance(producer, SiluMul) else x.shape[1]
-    spec, found = spec_of(scale_w.shape[0], k, length, phase, dtype, out_dtype), gemm.get(backend)
+    spec, found = layer_spec(scale_w.shape[0], k, length, phase, dtype, out_dtype), gemm.get(backend)
     if columns != spec.columns(found.alignment):
         raise gemm.BackendError(
             f"backend {backend} quantizes {k} in-features in windows of blocks of {length} to "
@@ -150,14 +150,14 @@ def _register(name: str, schema: str, implementation: Callable[..., Any], fake: 
     if hasattr(getattr(torch.ops, NAMESPACE), name):
         return
     replaceable = name in hopper_operators.OPERATORS
-    names = [name, name + hopper_operators.BY_PYTHON] if replaceable else [name]
+    names = [name, name + hopper_operators.PYTHON_SUFFIX] if replaceable else [name]
     for one in names:
         _library.define(one + schema, tags=(torch.Tag.pt2_compliant_tag,))
         torch.library.register_fake(f"{NAMESPACE}::{one}", fake, lib=_library)
         _library.impl(one, implementation, "CPU")
     if replaceable:
         hopper_operators.implement(name, implementation)
-        implementation = hopper_operators.recording_errors(implementation)
+        implementation = hopper_operators.record_errors(implementation)
     _library.impl(names[-1], implementation, "CUDA")
 
 

@@ -28,7 +28,7 @@ from slidesparse.errors import ENVIRONMENT, FAILED, INSTALL_CUDA
 from slidesparse.gemm.backend import LayerSpec
 from slidesparse.gemm.hopper.format import packed_bytes
 from slidesparse.gemm.problem import DTYPES, LibraryError, Problem
-from slidesparse.gemm.tuned import Subject, TableError, look_up, slug
+from slidesparse.gemm.tuned import Subject, TableError, select_algorithm, slug
 from slidesparse.pattern import DENSE_WEIGHT, SlidePattern, parse_pattern
 from slidesparse.resolve import (
     BREAKS,
@@ -342,7 +342,7 @@ def _tuned(layer: Layer, resolution: Resolution, machine: Machine) -> str:
         out, scale = served_outputs(backend, layer.quant or "")[0]
         subject = Subject(backend.name, backend.version(), machine.gpu, machine.capability)
         problems = [Problem(layer.quant or "", out, layer.n, columns, m, scale) for m in DEFAULT_TOKENS]
-        words = [look_up(subject, problem, backend.reach)[1] for problem in problems]
+        words = [select_algorithm(subject, problem, backend.max_shape_distance)[1] for problem in problems]
     except (LibraryError, TableError) as error:
         return str(error)
     return next(filter(None, words), TUNED)

@@ -168,7 +168,7 @@ def make(options: argparse.Namespace, pattern: SlidePattern, method: str, calibr
     return out
 
 
-def rows_of(
+def result_rows(
     options: argparse.Namespace, shape: Shape, windows: Tensor, calibration: Path
 ) -> list[dict[str, Any]]:
     """The rows of the table."""
@@ -249,7 +249,7 @@ def main() -> None:
     torch.backends.cuda.matmul.allow_tf32 = (
         False  # products of codes and INT8 activations are exact in float32
     )
-    rows = rows_of(options, shape, windows.to(options.device), calibration)
+    rows = result_rows(options, shape, windows.to(options.device), calibration)
     with (options.out / "bitnet.csv").open("w", newline="") as file:
         writer = csv.DictWriter(file, FIELDS, lineterminator="\n")
         writer.writeheader()

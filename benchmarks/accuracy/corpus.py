@@ -4,7 +4,7 @@
 
 The corpus is text written by people: sources, manuals and documentation, without licences, data, minified or generated
 files.  Each file is a document.  Documents most of whose longer lines occur in earlier ones are dropped, and one in
-ONE_IN is held out.  None of the text is part of the project.  The output in OUT is:
+HELD_OUT_INTERVAL is held out.  None of the text is part of the project.  The output in OUT is:
 
     part0.xz, ...     the training stream, uint16 ids, concatenated documents, each followed by END
     eval.npz          calibration [samples, WINDOW] of the training text; validation and other [windows, WINDOW]
@@ -36,7 +36,7 @@ import numpy as np
 VOCABULARY, END = 8192, "<|end|>"
 WINDOW = 1024
 CALIBRATION, VALIDATION, OTHER = 8192, 160, 128  # windows
-ONE_IN = 100
+HELD_OUT_INTERVAL = 100
 PART_BYTES, PARTS = 52 << 20, 2
 SYSTEM = ("share/doc", "share/man", "include", "share/perl", "share/vim", "share/cmake")  # below /usr
 CODE = ".py .pyi .pyx .h .hh .hpp .cuh .cu .c .cc .cpp .rs .js .pl .pm .sh .cmake .java .go"
@@ -66,12 +66,12 @@ GENERATED = re.compile(
 )
 SHORTEST, LONGEST = 400, 300_000  # characters
 LONG_LINE = 30  # characters; shorter lines do not identify their document
-MOST_SEEN = 0.5  # of a document's long lines, in documents before it
-MOST_SHARED = 0.2  # of a held-out document's long lines, in training documents
+MAX_SEEN_SHARE = 0.5  # of a document's long lines, in documents before it
+MAX_SHARED_SHARE = 0.2  # of a held-out document's long lines, in training documents
 TOKENIZER_CHARACTERS = 60_000_000
 
 
-def text_of(path: Path) -> str | None:
+def read_document(path: Path) -> str | None:
     """The text of a file, or None if it is not wanted."""
     try:
         raw = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
@@ -80,9 +80,9 @@ def text_of(path: Path) -> str | None:
         return None
     name = path.name.removesuffix(".gz")
     if name.endswith(".html"):
-        text = from_html(text)
+        text = html_to_text(text)
     elif MANUAL.search(name):
-        text = from_manual(text)
+        text = manual_to_text(text)
     text = text.replace("\r\n", "\n").strip("\n\ufeff ") + "\n"
     return text if is_readable(text) else None
 
@@ -104,7 +104,7 @@ def is_readable(text: str) -> bool:
     )
 
 
-def from_html(text: str) -> str:
+def html_to_text(text: str) -> str:
     """The text of an HTML page; code blocks are unchanged."""
     text = re.sub(r"<(script|style|head|nav|svg|button|form)\b.*?</\1>", " ", text, flags=re.S | re.I)
     found = re.search(r"<(main|article)\b.*</\1>", text, flags=re.S | re.I)
@@ -114,7 +114,7 @@ def from_html(text: str) -> str:
     return re.sub(r"\n\s*\n+", "\n\n", re.sub(r"[ \t]+\n", "\n", text))
 
 
-def from_manual(text: str) -> str:
+def manual_to_text(text: str) -> str:
     """A troff page without its commands."""
     text = re.sub(r"^[.']\\\".*$", "", text, flags=re.M)
     text = re.sub(r"^\.(?:SH|SS|Sh|Ss) *\"?([^\"\n]*)\"?$", r"\n\1", text, flags=re.M)
@@ -139,7 +139,7 @@ def files(root: Path) -> Iterator[tuple[str, Path]]:
 
 
 def _read(paths: list[Path]) -> list[str | None]:
-    return [text_of(path) for path in paths]
+    return [read_document(path) for path in paths]
 
 
 def long_lines(text: str) -> set[int]:
@@ -149,19 +149,19 @@ def long_lines(text: str) -> set[int]:
 
 def split(documents: list[tuple[int, str]], counts: Counter[str]) -> tuple[list[str], list[str]]:
     """Training documents, and held-out documents that share little with them."""
-    training = [text for number, text in documents if number % ONE_IN]
+    training = [text for number, text in documents if number % HELD_OUT_INTERVAL]
     seen = set().union(*map(long_lines, training))
     held_out = []
-    for text in (text for number, text in documents if number % ONE_IN == 0):
+    for text in (text for number, text in documents if number % HELD_OUT_INTERVAL == 0):
         long = long_lines(text)
-        if len(long & seen) <= MOST_SHARED * len(long):
+        if len(long & seen) <= MAX_SHARED_SHARE * len(long):
             held_out.append(text)
         else:
             counts["held out, but shared with training documents"] += 1
     return training, held_out
 
 
-def gather(roots: list[Path], counts: Counter[str]) -> Iterator[tuple[int, str]]:
+def gather_documents(roots: list[Path], counts: Counter[str]) -> Iterator[tuple[int, str]]:
     """(hash of its name, text) of every document, in an order that does not depend on the machine."""
     found = {
         (hashlib.sha256(key.encode()).hexdigest(), str(path)) for root in roots for key, path in files(root)
@@ -177,7 +177,7 @@ def gather(roots: list[Path], counts: Counter[str]) -> Iterator[tuple[int, str]]
                 counts["not wanted"] += 1
                 continue
             long = long_lines(text)
-            if not long or len(long & seen) > MOST_SEEN * len(long):
+            if not long or len(long & seen) > MAX_SEEN_SHARE * len(long):
                 counts["seen before"] += 1
                 continue
             seen |= long
@@ -231,7 +231,7 @@ def windows(ids: np.ndarray, count: int) -> np.ndarray:
     return whole[np.linspace(0, len(whole) - 1, min(count, len(whole))).astype(int)]
 
 
-def pieces(training: np.ndarray) -> list[bytes]:
+def split_pieces(training: np.ndarray) -> list[bytes]:
     """Up to PARTS compressed parts below PART_BYTES each; the rest is left out."""
     sample = training[: 1 << 22]
     each = int(len(sample) * PART_BYTES / len(compress(sample)) * 0.97)
@@ -250,7 +250,7 @@ def main() -> None:
     paths = sysconfig.get_paths()
     roots = [Path(paths["stdlib"]), Path(paths["purelib"]), *(Path("/usr") / name for name in SYSTEM)]
     counts: Counter[str] = Counter()
-    documents = list(gather(roots, counts))
+    documents = list(gather_documents(roots, counts))
     print(dict(counts), file=sys.stderr, flush=True)
     training, held_out = split(documents, counts)
     enough, total = 0, 0
@@ -262,7 +262,7 @@ def main() -> None:
     tokenizer.save(str(options.out / "tokenizer.json"))  # type: ignore[attr-defined]
     ids = encode(tokenizer, training)
     print(f"{len(ids)} training tokens", file=sys.stderr, flush=True)
-    found = pieces(ids)
+    found = split_pieces(ids)
     for number, part in enumerate(found):
         (options.out / f"part{number}.xz").write_bytes(part)
     arrays = {"calibration": windows(ids, CALIBRATION)}

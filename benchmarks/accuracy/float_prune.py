@@ -37,12 +37,12 @@ WEIGHTS = "model.safetensors"
 
 def magnitude(w: Tensor, _: Hessian, share: float) -> Tensor:
     """Zero the ``share`` of a layer's weights that are smallest."""
-    return _without_least(w.flatten(), w.abs().flatten(), share).view_as(w)
+    return _zero_smallest(w.flatten(), w.abs().flatten(), share).view_as(w)
 
 
 def wanda(w: Tensor, hessian: Hessian, share: float) -> Tensor:
     """Zero the ``share`` of each row whose |w| times the size of its input is smallest."""
-    return _without_least(w, w.abs() * hessian.matrix.diagonal().sqrt(), share)
+    return _zero_smallest(w, w.abs() * hessian.matrix.diagonal().sqrt(), share)
 
 
 def sparsegpt(w: Tensor, hessian: Hessian, share: float) -> Tensor:
@@ -64,7 +64,7 @@ def sparsegpt(w: Tensor, hessian: Hessian, share: float) -> Tensor:
     return out
 
 
-def _without_least(w: Tensor, scores: Tensor, share: float) -> Tensor:
+def _zero_smallest(w: Tensor, scores: Tensor, share: float) -> Tensor:
     count = round(share * w.shape[-1])
     return w.scatter(-1, scores.argsort(dim=-1, stable=True)[..., :count], 0.0)
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pandas as pd
 
-from benchmarks.report.markdown import NOTHING, table
+from benchmarks.report.markdown import NO_VALUE, table
 
 PATTERNS, UNSTRUCTURED = ("8:10", "6:8", "4:6", "2:4"), ("25%", "33%")
 METHODS, QUANTS = ("sparsegpt", "wanda", "magnitude"), ("bf16", "int8", "fp8")
@@ -77,8 +77,8 @@ class Results:
         return [kind for kind in [(DENSE, "-"), *pruned] if kind in known]
 
 
-def _shown(value: object) -> str:
-    return NOTHING if value is None else f"{value:.2f}" if isinstance(value, float) else str(value)
+def _format_cell(value: object) -> str:
+    return NO_VALUE if value is None else f"{value:.2f}" if isinstance(value, float) else str(value)
 
 
 def losses(source: Path) -> str:
@@ -88,7 +88,7 @@ def losses(source: Path) -> str:
         (
             f"{pattern} unstructured" if pattern in UNSTRUCTURED else pattern,
             method,
-            *(_shown(results.loss(pattern, method, quant, text)) for text in TEXTS for quant in QUANTS),
+            *(_format_cell(results.loss(pattern, method, quant, text)) for text in TEXTS for quant in QUANTS),
         )
         for pattern, method in results.kinds()
     ]

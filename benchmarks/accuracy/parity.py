@@ -150,7 +150,7 @@ def prune_ours(run: Run, options: argparse.Namespace, out: Path) -> None:
     float_prune.write_pruned(options.model, out, run.pattern, "sparsegpt", calibration, run.seed)
 
 
-def broken(run: Run) -> bool:
+def is_broken(run: Run) -> bool:
     """Whether llm-compressor's groups do not line up with the pattern's; shown for seed 0 only."""
     return run.setting in THEIRS[run.pattern] and THEIRS[run.pattern][run.setting][0] % run.length > 0
 
@@ -163,7 +163,7 @@ def prune_all(options: argparse.Namespace) -> None:
         settings, tool, prune = THEIRS, "llmcompressor", prune_theirs
     runs = [Run(p, tool, s, seed) for seed in options.seeds for p, names in settings.items() for s in names]
     for run in runs:
-        if (out := options.folder / run.name).exists() or (run.seed and broken(run)):
+        if (out := options.folder / run.name).exists() or (run.seed and is_broken(run)):
             continue
         partial = options.folder / f"partial-{run.name}"
         shutil.rmtree(partial, ignore_errors=True)
@@ -173,7 +173,7 @@ def prune_all(options: argparse.Namespace) -> None:
 
 
 @torch.no_grad()
-def nats_of(folder: Path, windows: Tensor) -> np.ndarray:
+def token_losses(folder: Path, windows: Tensor) -> np.ndarray:
     """Mean cross entropy of each window [B, T], all tokens but its first; float32 throughout."""
     from benchmarks.accuracy.language_model import Model, load
 
@@ -214,7 +214,7 @@ def rows(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
     for folder in (options.model, *folders):
         kept = options.folder / f"nats-{folder.name}.npy"
         if not kept.exists():
-            np.save(kept, nats_of(folder, windows))
+            np.save(kept, token_losses(folder, windows))
         nats = np.load(kept)
         row = {"ppl": f"{math.exp(nats.mean()):.5f}", "windows": len(nats)}
         if folder == options.model:

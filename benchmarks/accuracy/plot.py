@@ -21,14 +21,14 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from benchmarks.accuracy import language_results as language
-from benchmarks.report.plots import FIXED, save
+from benchmarks.report.plots import FIXED_PARAMETERS, save
 from slidesparse.convert.report import final_error
 
 PATTERNS = language.PATTERNS
 METHODS = {"sparsegpt": "o", "wanda": "s", "magnitude": "^"}
 
 
-@mpl.rc_context(FIXED)
+@mpl.rc_context(FIXED_PARAMETERS)
 def cosine(source: Path, out: Path) -> None:
     """Mean cosine, with the first percentile below it, by pattern and method; INT8."""
     rows = pd.read_csv(source).set_index(["pattern", "method", "quant"])
@@ -53,7 +53,7 @@ def cosine(source: Path, out: Path) -> None:
     save(figure, out)
 
 
-@mpl.rc_context(FIXED)
+@mpl.rc_context(FIXED_PARAMETERS)
 def layers(reports: list[Path], out: Path) -> None:
     """Relative error of the output of each layer, in the order of the model."""
     figure = Figure(figsize=(10, 5), layout="constrained")
@@ -74,7 +74,7 @@ def layers(reports: list[Path], out: Path) -> None:
     save(figure, out)
 
 
-@mpl.rc_context(FIXED)
+@mpl.rc_context(FIXED_PARAMETERS)
 def losses(source: Path, out: Path) -> None:
     """Draw the loss of pruning by the share of zeros: as served in INT8, and in BF16 beside unstructured pruning."""
     results = language.Results.of(source)

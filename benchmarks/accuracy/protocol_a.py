@@ -38,7 +38,7 @@ from slidesparse.convert.options import ConvertOptions
 from slidesparse.convert.stream import convert
 from slidesparse.convert.times import DEFAULT_GPU, LayerTimes
 from slidesparse.evaluate import worker
-from slidesparse.evaluate.engine import SERVED, Scored
+from slidesparse.evaluate.engine import SERVED_LINE, Scored
 from slidesparse.evaluate.perplexity import summarize
 from slidesparse.pattern import SlidePattern
 
@@ -61,12 +61,12 @@ FIELDS = (
 CELL_SECONDS = 900.0  # at most, distillation not counted
 # Engine options.  On a GPU models are compiled and fused, as users serve them; scoring runs no step short enough for a
 # CUDA graph.
-ON_GPU = {
+GPU_OPTIONS = {
     "gpu_memory_utilization": 0.05,
     "kv_cache_memory_bytes": 1 << 30,
     "compilation_config": {"cudagraph_mode": "NONE"},
 }
-ON_CPU = {"gpu_memory_utilization": 0.2, "enforce_eager": True}
+CPU_OPTIONS = {"gpu_memory_utilization": 0.2, "enforce_eager": True}
 ENVIRONMENT = {
     "VLLM_CPU_KVCACHE_SPACE": "1",
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
@@ -161,7 +161,7 @@ def make(cell: Cell, options: argparse.Namespace) -> Path:
         float_prune.write_pruned(source, made, cell.pattern, cell.method, calibration, cell.seed)
         return made
     plain = not pruned or cell.method == "magnitude"
-    budget = budget_of(cell.pattern) if cell.method == BUDGET else None
+    budget = parse_budget(cell.pattern) if cell.method == BUDGET else None
     pattern = SlidePattern.parse(cell.pattern) if pruned and not budget else SlidePattern(None)
     how = ConvertOptions(
         MIDDLE if budget else pattern,
@@ -209,7 +209,7 @@ def zeros_and_speeds(made: Path) -> tuple[str, str, str]:
     return f"{zeros / weights:.4f}", *speeds
 
 
-def budget_of(text: str) -> Budget:
+def parse_budget(text: str) -> Budget:
     """Return the budget of one of BUDGETS."""
     goal, share = text.split()
     part = parse_percent(goal, share)
@@ -277,9 +277,11 @@ class Table:
         path = self._options.folder / "scores" / f"{cell.name}.npz"
         if not path.exists():
             return None
-        said = SERVED.search((self._options.folder / "logs" / f"{cell.name}.log").read_text(errors="replace"))
+        served_line = SERVED_LINE.search(
+            (self._options.folder / "logs" / f"{cell.name}.log").read_text(errors="replace")
+        )
         with np.load(path) as found:
-            return Scored({name: found[name] for name in found.files}, said[1] if said else "")
+            return Scored({name: found[name] for name in found.files}, served_line[1] if served_line else "")
 
     def add(self, cell: Cell) -> None:
         """Append the rows of a cell, and of those that were waiting for the reference."""
@@ -414,7 +416,7 @@ def main() -> None:
         options.text = options.folder / "text.npy"
         np.save(options.text, read_parts(options.distill, "cpu").numpy())
     options.engine = {"max_model_len": WINDOW + 1, "max_num_seqs": 64, "enable_prefix_caching": False}
-    options.engine |= ON_GPU if options.device == "cuda" else ON_CPU
+    options.engine |= GPU_OPTIONS if options.device == "cuda" else CPU_OPTIONS
     table = Table(options, texts)
     wanted = distilled_cells() if options.distill else cells()
     if options.only:

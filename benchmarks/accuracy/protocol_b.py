@@ -25,7 +25,7 @@ from pathlib import Path
 
 import numpy as np
 
-from benchmarks.accuracy.protocol_a import BUDGET, budget_of
+from benchmarks.accuracy.protocol_a import BUDGET, parse_budget
 from slidesparse import demo
 from slidesparse.calibrate.task import Calibration
 from slidesparse.convert.budget import MIDDLE
@@ -173,7 +173,7 @@ def main() -> None:
             convert(source, made, ConvertOptions(SlidePattern(None), quant))
         else:
             calibration = Calibration(str(calib), CALIBRATION_TEXTS, LONGEST, resume=True)
-            budget = budget_of(pattern) if method == BUDGET else None
+            budget = parse_budget(pattern) if method == BUDGET else None
             how = ConvertOptions(
                 MIDDLE if budget else parse_pruned(pattern),
                 quant,

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from benchmarks.accuracy.language_model import Model, Shape, batches, describe, initial, read_stream, save
 
-RATE, LEAST_RATE, WARM_UP = 2.5e-3, 0.02, 200  # peak at a width of 512, final share of it, steps
+RATE, MIN_RATE, WARM_UP = 2.5e-3, 0.02, 200  # peak at a width of 512, final share of it, steps
 BETAS, WEIGHT_DECAY, CLIP = (0.9, 0.95), 0.1, 1.0
 BATCH = 64  # windows a step
 SYNC = 8  # steps between synchronizations with the GPU
@@ -55,7 +55,7 @@ class Clock:
     @property
     def rate(self) -> float:
         """The current learning rate, relative to its peak."""
-        falling = LEAST_RATE + (1 - LEAST_RATE) * 0.5 * (1 + math.cos(math.pi * self.share))
+        falling = MIN_RATE + (1 - MIN_RATE) * 0.5 * (1 + math.cos(math.pi * self.share))
         return min(1.0, (self.step + 1) / WARM_UP) * falling
 
 
@@ -86,7 +86,7 @@ class Log:
             file.write(json.dumps(line) + "\n")
 
 
-def optimizer_of(weights: dict[str, Tensor], rate: float) -> torch.optim.AdamW:
+def make_optimizer(weights: dict[str, Tensor], rate: float) -> torch.optim.AdamW:
     """AdamW; norms and the embedding do not decay."""
     plain = [t for name, t in weights.items() if "norm" in name or name == "embedding"]
     decaying = [t for name, t in weights.items() if "norm" not in name and name != "embedding"]
@@ -118,7 +118,7 @@ def train(
         loss_of: windows [B, T + 1] -> (the loss to minimize, the loss to log).
         highest: learning rate.
     """
-    optimizer, every, tokens = optimizer_of(weights, highest), list(weights.values()), 0
+    optimizer, every, tokens = make_optimizer(weights, highest), list(weights.values()), 0
     for windows in data:
         loss, shown = loss_of(windows)
         rate = highest * clock.rate

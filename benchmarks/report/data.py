@@ -47,9 +47,15 @@ ALLOWED = {
     "activations": ("K", "M"),
     "output": ("N", "M"),
 }
-NEEDED = {"kernel": TIMES, "linear": TIMES, "spmm": TIMES, "bandwidth": ("GBps",), "e2e": ("tokens_per_s",)}
+REQUIRED_COLUMNS = {
+    "kernel": TIMES,
+    "linear": TIMES,
+    "spmm": TIMES,
+    "bandwidth": ("GBps",),
+    "e2e": ("tokens_per_s",),
+}
 # Kernels of bandwidth.csv that quantize, and the one without sliding that each is compared with.
-SLIDING = {
+SLIDING_KERNELS = {
     "quant_only": "",
     "quant_slide 6:8": "quant_only",
     "quant_only, lift 6:8": "quant_only",
@@ -96,7 +102,7 @@ def read(folder: Path, form: Format, name: str = "") -> Table:
     notes = [] if path.is_file() else [f"`{path.name}` is not there."]
     if torn:
         notes.append(f"The last line of `{path.name}` is torn and was left out.")
-    whole = frame.dropna(subset=list(NEEDED.get(form.name, ())))
+    whole = frame.dropna(subset=list(REQUIRED_COLUMNS.get(form.name, ())))
     last = whole.drop_duplicates(list(form.key), keep="last").reset_index(drop=True)
     for count, what in (
         (len(frame) - len(whole), "hold no figure: not measured"),
@@ -250,10 +256,12 @@ class Sections:
 
 
 def sliding(bandwidth: Table) -> pd.DataFrame:
-    """Microseconds by dtype, K and M, columns of SLIDING; NaN where not measured."""
+    """Microseconds by dtype, K and M, columns of SLIDING_KERNELS; NaN where not measured."""
     rows = bandwidth.rows
-    rows = rows[rows["kernel"].isin(SLIDING)]
-    us = rows.pivot(index=["dtype", "K", "M"], columns="kernel", values="us").reindex(columns=[*SLIDING])
+    rows = rows[rows["kernel"].isin(SLIDING_KERNELS)]
+    us = rows.pivot(index=["dtype", "K", "M"], columns="kernel", values="us").reindex(
+        columns=[*SLIDING_KERNELS]
+    )
     return us.sort_index(key=lambda level: level.map(dtype_order) if level.name == "dtype" else level)
 
 

@@ -33,7 +33,7 @@ FOLDERS = {H100: None, H200: REFERENCE}
 MARKED_PAGES = (ROOT / "README.md", BENCHMARKS / "README.md", ACCURACY / "README.md")
 MARKED = re.compile(r"(<!-- table: (\S+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
-FEW_COLUMNS = {
+FEW_TOKENS_COLUMNS = {
     BLOCKS: "not pruned",
     **{name: name for name in ("6:8", "4:6", "2:4", "2:4@33%", "2:4@50%", "2:4@67%")},
     **{f"{CUSPARSELT} {name}": f"`{CUSPARSELT}` {name}" for name in ("6:8", "2:4")},
@@ -41,9 +41,9 @@ FEW_COLUMNS = {
 PATTERNS = ("2:4", "4:6", "6:8", "8:10")
 QWEN, LLAMA = "Qwen2.5-7B", "Llama3.2-1B"
 NAMES = {LLAMA: "Llama-3.2-1B", "Llama3.2-3B": "Llama-3.2-3B"}  # as the text spells them
-LONG = (2048, 4096, 8192, 16384, 32768, 65536)  # tokens of a step of prefill that the GPU bounds
+LONG_STEPS = (2048, 4096, 8192, 16384, 32768, 65536)  # tokens of a step of prefill that the GPU bounds
 SHAPES = "shapes.csv"  # like linear.csv, of layers that are named by their N x K
-FEW = 256  # tokens up to which a layer is bound by reading its weights
+MAX_FEW_TOKENS = 256  # tokens up to which a layer is bound by reading its weights
 STEPS = {"prefill": "prefill, steps of {} tokens", "decode": "decode, {} sequences"}
 # The patterns of budget.csv, as its table shows them
 GOALS = {
@@ -87,7 +87,7 @@ def _step(stage: str, m: int) -> str:
     return STEPS[stage].format(m).replace("1 sequences", "1 sequence")
 
 
-def _few(base: str) -> pd.DataFrame:
+def _few_tokens_speedups(base: str) -> pd.DataFrame:
     """Rates of e2e_few.csv over those of ``base``, round by round; a column for each pattern or dense system."""
     rates = data.read(H200, E2E, "e2e_few").rows
     name = rates["pattern"].where(rates["pattern"] != DENSE, rates["system"])
@@ -99,22 +99,24 @@ def _few(base: str) -> pd.DataFrame:
 
 def few() -> str:
     """Qwen2.5-7B in steps of few tokens, and patterns and blocks of 2:4 side by side."""
-    return _few_table(QWEN, STOCK, FEW_COLUMNS)
+    return _few_tokens_table(QWEN, STOCK, FEW_TOKENS_COLUMNS)
 
 
 def few_14b() -> str:
     """Qwen2.5-14B in steps of few tokens and in prefill."""
-    return _few_table("Qwen2.5-14B", STOCK, {name: FEW_COLUMNS[name] for name in (BLOCKS, "6:8", "2:4")})
+    return _few_tokens_table(
+        "Qwen2.5-14B", STOCK, {name: FEW_TOKENS_COLUMNS[name] for name in (BLOCKS, "6:8", "2:4")}
+    )
 
 
 def few_bitnet() -> str:
     """BitNet b1.58 2B in steps of few tokens, over its own unpruned codes by the same kernels."""
-    return _few_table("BitNet-2B", BLOCKS, {name: name for name in ("6:8", "2:4")})
+    return _few_tokens_table("BitNet-2B", BLOCKS, {name: name for name in ("6:8", "2:4")})
 
 
-def _few_table(model: str, base: str, columns: Mapping[str, str]) -> str:
+def _few_tokens_table(model: str, base: str, columns: Mapping[str, str]) -> str:
     """A row for each dtype and step: medians over the rounds of the ratios to ``base``, and how many rounds at most."""
-    ratios, rows = _few(base).loc[model], []
+    ratios, rows = _few_tokens_speedups(base).loc[model], []
     for dtype in (each for each in ("int8", "fp8") if each in ratios.index):
         cells = sorted({at[:2] for at in ratios.loc[dtype].index}, key=lambda at: (at[0] == "prefill", at[1]))
         for number, (stage, m) in enumerate(cells):
@@ -135,7 +137,9 @@ def gains() -> str:
         ("perplexity of a 107M model (1)", "", *(f"{losses.mean(pattern):+.2f}%" for pattern in patterns)),
         ("as many zeros, a pattern for each layer (`--zeros`)", "", *chosen, ""),
     ]
-    ratios = _few(STOCK).groupby(level=["model", "dtype", "stage", "M"]).median().loc[QWEN, "int8"]
+    ratios = (
+        _few_tokens_speedups(STOCK).groupby(level=["model", "dtype", "stage", "M"]).median().loc[QWEN, "int8"]
+    )
     for stage, m in ((stage, m) for stage, m in ratios.index if stage == "prefill" or m <= 32):
         note = " (2)" if (stage, m) == ("decode", 1) else ""
         found = (f"{ratios[name][stage, m]:.2f}x" for name in (BLOCKS, *patterns))
@@ -160,7 +164,10 @@ def _models(model: str, cells: Sequence[tuple[str, int]], columns: Sequence[str]
 
 def qwen() -> str:
     """All cells of Qwen2.5-7B."""
-    cells = [*(("prefill", m) for m in (512, 1024, *LONG)), *(("decode", m) for m in (64, 128, 256, 512))]
+    cells = [
+        *(("prefill", m) for m in (512, 1024, *LONG_STEPS)),
+        *(("decode", m) for m in (64, 128, 256, 512)),
+    ]
     return _models(QWEN, cells, (*PATTERNS, "cublaslt", "off"))
 
 
@@ -186,7 +193,7 @@ def fusion() -> str:
 def step() -> str:
     """Milliseconds of GPU time in one step."""
     rows = _results(H200).tables["e2e_profile"].rows
-    rows = rows.assign(system=pages.systems_of(rows))
+    rows = rows.assign(system=pages.system_names(rows))
     names, columns = ("stock", "sparse 6:8"), {}
     for stage, m in (("prefill", 8192), ("decode", 64)):
         for dtype in ("int8", "fp8"):
@@ -237,8 +244,8 @@ def ranges() -> str:
         found = found[found["ours"] == "hopper"]
         for model in found["title"].unique():
             for words, part in (
-                (f"1 to {FEW}", found[found["M"] <= FEW]),
-                (f"{2 * FEW} and more", found[found["M"] > FEW]),
+                (f"1 to {MAX_FEW_TOKENS}", found[found["M"] <= MAX_FEW_TOKENS]),
+                (f"{2 * MAX_FEW_TOKENS} and more", found[found["M"] > MAX_FEW_TOKENS]),
             ):
                 part = part[part["title"] == model]
                 cells = [span(part[part["pattern"] == pattern]["speedup"]) for pattern in PATTERNS]
@@ -258,9 +265,13 @@ def products() -> str:
     for section in _results(H200).models.each:
         if section.title == QWEN and section.ours == CUSPARSELT:
             found = section.speedup()
-            many = [span(found[found.index > FEW][pattern]) for pattern in PATTERNS]
+            many = [span(found[found.index > MAX_FEW_TOKENS][pattern]) for pattern in PATTERNS]
             rows.append((section.dtype.upper(), *many, *(times(found[p][64]) for p in ("2:4", "6:8"))))
-    header = (*(f"{p}, from {2 * FEW} tokens" for p in PATTERNS), "2:4, 64 tokens", "6:8, 64 tokens")
+    header = (
+        *(f"{p}, from {2 * MAX_FEW_TOKENS} tokens" for p in PATTERNS),
+        "2:4, 64 tokens",
+        "6:8, 64 tokens",
+    )
     return table(("", *header), rows, 1)
 
 
@@ -298,7 +309,7 @@ def bandwidth() -> str:
 
 def reference() -> str:
     """How ours compare with the paper's and the reference implementation's."""
-    return pages.summary(pages.compared(_results(H200), REFERENCE))
+    return pages.summary(pages.compare_reference(_results(H200), REFERENCE))
 
 
 def efficiency() -> str:
@@ -400,7 +411,7 @@ TABLES: dict[str, Callable[[], str]] = {
 }
 
 
-def filled(text: str, path: Path) -> str:
+def fill_tables(text: str, path: Path) -> str:
     """The text of a page with regenerated tables.  Raises RecordsError for a name that is not in TABLES."""
 
     def fill(found: re.Match[str]) -> str:
@@ -416,7 +427,7 @@ def texts() -> Iterator[tuple[Path, str, str]]:
     """(path, text that is there, text that should be) of every page."""
     for path in MARKED_PAGES:
         text = path.read_text(encoding="utf-8")
-        yield path, text, filled(text, path)
+        yield path, text, fill_tables(text, path)
     for folder, beside in FOLDERS.items():
         for name, wanted in _results(folder).pages(beside).items():
             path = folder / name

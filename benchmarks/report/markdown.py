@@ -6,39 +6,39 @@ from collections.abc import Callable, Iterable, Sequence
 
 import pandas as pd
 
-NOTHING = "-"
+NO_VALUE = "-"
 
 
 def times(value: float) -> str:
     """A ratio, to two decimals."""
-    return NOTHING if pd.isna(value) else f"{value:.2f}"
+    return NO_VALUE if pd.isna(value) else f"{value:.2f}"
 
 
 def percent(value: float) -> str:
     """A share, to a tenth of a percent."""
-    return NOTHING if pd.isna(value) else f"{value:.1%}"
+    return NO_VALUE if pd.isna(value) else f"{value:.1%}"
 
 
 def microseconds(value: float) -> str:
     """Format microseconds with four significant digits, at least to the whole microsecond."""
-    return NOTHING if pd.isna(value) else f"{value:.{2 if value < 100 else 1 if value < 1000 else 0}f}"
+    return NO_VALUE if pd.isna(value) else f"{value:.{2 if value < 100 else 1 if value < 1000 else 0}f}"
 
 
 def tops(value: float) -> str:
     """Format a number with three significant digits, at least to the whole number."""
-    return NOTHING if pd.isna(value) else f"{value:.{2 if value < 10 else 1 if value < 100 else 0}f}"
+    return NO_VALUE if pd.isna(value) else f"{value:.{2 if value < 10 else 1 if value < 100 else 0}f}"
 
 
 def span(values: Iterable[float], show: Callable[[float], str] = times) -> str:
     """``1.03 to 1.06``, the least and the most; ``-`` of nothing."""
     found = [value for value in values if not pd.isna(value)]
-    ends = [show(end) for end in (min(found), max(found))] if found else [NOTHING]
+    ends = [show(end) for end in (min(found), max(found))] if found else [NO_VALUE]
     return " to ".join(dict.fromkeys(ends))
 
 
 def cell(text: object) -> str:
     """Text that cannot break a table."""
-    return " ".join(str(text).split()).replace("|", "\\|") or NOTHING
+    return " ".join(str(text).split()).replace("|", "\\|") or NO_VALUE
 
 
 def table(header: Sequence[object], rows: Iterable[Sequence[object]], left: int = 0) -> str:

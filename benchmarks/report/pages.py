@@ -23,7 +23,7 @@ from benchmarks.records import (
 from benchmarks.report import data, spmm
 from benchmarks.report.data import CUBLASLT, DENSE, OFF, STAGES, STOCK, Section, Table
 from benchmarks.report.markdown import (
-    NOTHING,
+    NO_VALUE,
     bullets,
     cell,
     grid,
@@ -36,7 +36,7 @@ from benchmarks.report.markdown import (
     tops,
 )
 
-EQUAL = 0.01  # relative difference up to which times count as equal
+EQUAL_TOLERANCE = 0.01  # relative difference up to which times count as equal
 PROVIDERS = {
     CUBLASLT: "dense cuBLASLt",
     "cublaslt-int8": "dense cuBLASLt that writes INT8",
@@ -47,7 +47,7 @@ KINDS = (
     *("quantize", "product", "scale", "attention", "norm and activation"),
     *("sampling and the rest", "idle"),
 )
-LONGEST = 6  # kernels of a system that are listed
+LISTED_KERNELS = 6  # kernels of a system that are listed
 COLUMNS = ["system", "kernel", "class", "calls", "us"]
 SERVED = ("K", "K", "N")  # the contiguous dimensions of weight, activations and output in serving
 REFERENCE = ("results", "model", "dtype", "pattern", "M", "speedup")
@@ -58,22 +58,23 @@ RESULTS = {  # kinds of figures in docs/benchmarks/reference.csv
     "prefill": "prefill of whole models",
     "decode": "decode of whole models",
 }
-THEIRS = dict.fromkeys(RESULTS, "paper") | {"served": "implementation"}
-COMPARED = {  # titles of the page that shows them
+REFERENCE_NAMES = dict.fromkeys(RESULTS, "paper") | {"served": "implementation"}
+COMPARED_TITLES = {  # titles of the page that shows them
     "Whole models, prefill": ("prefill",),
     "Whole models, decode": ("decode",),
     "Products of layers": ("operands", "served"),
     "Square products": ("square",),
 }
 _PRODUCTS = (CUBLASLT, "cublaslt-int8")  # the paper's have the operands' type
-OVER = {
+BASELINES = {
     **dict.fromkeys(("square", "operands"), _PRODUCTS),
     "served": (CUBLASLT,),
     **dict.fromkeys(STAGES, (CUBLASLT, STOCK)),
 }
-THEIR_GPU = "H100 PCIe"
-THEIR_SLIDING = {4096: (26.6, 34.7), 8192: (47.3, 64.2), 16384: (95.7, 119.3)}  # us, table 1 of the paper
-PARTS = ("e2e_profile", "spmm")  # not every folder has them
+REFERENCE_GPU = "H100 PCIe"
+# Microseconds in table 1 of the paper.
+REFERENCE_SLIDING_US = {4096: (26.6, 34.7), 8192: (47.3, 64.2), 16384: (95.7, 119.3)}
+OPTIONAL_PARTS = ("e2e_profile", "spmm")  # not every folder has them
 SUBJECTS = {
     "kernel": "matrix products alone: square ones and those of models",
     "linear": "linear layers with quantization and scaling, against stock vLLM",
@@ -154,7 +155,7 @@ class Results:
         notes = [
             note
             for name, one in self.tables.items()
-            if name not in PARTS or len(one.rows)
+            if name not in OPTIONAL_PARTS or len(one.rows)
             for note in one.notes
         ]
         parts = [
@@ -290,13 +291,18 @@ class Results:
             "it slows the host, so `idle`, when no kernel ran, is an upper bound. Products include lm_head; norms and "
             "activations that are fused with quantization count as quantization.",
         ]
-        rows = profile.rows.assign(system=systems_of(profile.rows))
+        rows = profile.rows.assign(system=system_names(profile.rows))
         steps = dict(iter(rows.groupby(["model", "dtype", "stage", "M"])))
         for step in sorted(steps, key=lambda k: (k[0], data.dtype_order(k[1]), STAGES.index(k[2]), k[3])):
             model, dtype, stage, m = step
             kinds = by_kind(steps[step])
-            shown = kinds.map(lambda us: microseconds(us) if us else NOTHING).rename_axis("")
-            top = steps[step].sort_values("us", ascending=False).groupby("system", sort=False).head(LONGEST)
+            shown = kinds.map(lambda us: microseconds(us) if us else NO_VALUE).rename_axis("")
+            top = (
+                steps[step]
+                .sort_values("us", ascending=False)
+                .groupby("system", sort=False)
+                .head(LISTED_KERNELS)
+            )
             longest = [
                 (system, cell(kernel), does, calls, microseconds(us), percent(us / kinds[system]["all"]))
                 for name in kinds
@@ -318,7 +324,7 @@ class Results:
 def _sliding(us: pd.DataFrame) -> str:
     names = ("quantize", "and slide", "then slide", "`hopper`: quantize", "and slide")
     shown = pd.DataFrame({kernel: us[kernel].map(microseconds) for kernel in us})
-    for kernel, alone in data.SLIDING.items():
+    for kernel, alone in data.SLIDING_KERNELS.items():
         if alone:
             more = (us[kernel] / us[alone] - 1).map(
                 lambda share: "" if pd.isna(share) else f" ({share:+.0%})"
@@ -379,7 +385,7 @@ def verdicts(found: pd.DataFrame, by: str) -> str:
     for name, pattern in sorted(parts, key=lambda key: (order.index(key[0]), data.pattern_order(key[1]))):
         part = parts[name, pattern]
         slower = 1 / part["speedup"] - 1
-        within = slower.abs() <= EQUAL + 1e-9  # 1.01 is not exact in binary
+        within = slower.abs() <= EQUAL_TOLERANCE + 1e-9  # 1.01 is not exact in binary
         ends = [part.loc[part["speedup"].idxmax()], part.loc[part["speedup"].idxmin()]]
         shown = [f"{times(e['speedup'])} ({e['title']} {e['dtype'].upper()}, M {e['M']})" for e in ends]
         counts = (((slower < 0) & ~within).sum(), within.sum(), ((slower > 0) & ~within).sum())
@@ -408,11 +414,11 @@ def _layouts(rows: pd.DataFrame) -> list[str]:
         lines.append(line)
     header = [*key, "taken", *(f"M {m} {what}" for m in ms for what in ("us", "heuristic us", "ratio"))]
     refused = rows[rows["reason"] != ""]
-    said = []
+    reasons = []
     for words, same in refused.groupby(refused["reason"].str.split(";").str[0]):
         where = [f"{', '.join(at)} ({len(part)})" for at, part in same.groupby(key, sort=False)]
-        said.append(f"{'; '.join(where)}: {cell(words)}")
-    return [table(header, lines, 4), bullets(said)]
+        reasons.append(f"{'; '.join(where)}: {cell(words)}")
+    return [table(header, lines, 4), bullets(reasons)]
 
 
 def _noise(rates: pd.DataFrame) -> str:
@@ -441,12 +447,12 @@ def _rates(section: Section, rows: pd.DataFrame) -> str:
     ]
     rows = rows.assign(shown=shown, name=rows["pattern"].where(rows["pattern"] != DENSE, rows["system"]))
     rows = rows[(rows["pattern"] == DENSE) | (rows["system"] == section.ours)]
-    wide = rows.pivot(index="M", columns="name", values="shown").fillna(NOTHING)
+    wide = rows.pivot(index="M", columns="name", values="shown").fillna(NO_VALUE)
     dense = sorted(section.dense, key=lambda name: (name != STOCK, name == CUBLASLT, name))
     return grid(wide[[*dense, *section.patterns]])
 
 
-def systems_of(rows: pd.DataFrame) -> pd.Series:
+def system_names(rows: pd.DataFrame) -> pd.Series:
     """``stock``, ``sparse 6:8``."""
     return rows["system"].where(rows["pattern"] == DENSE, rows["system"] + " " + rows["pattern"])
 
@@ -462,7 +468,7 @@ def by_kind(rows: pd.DataFrame) -> pd.DataFrame:
 # --- the paper and the reference implementation
 
 
-def compared(results: Results, reference: Path) -> pd.DataFrame:
+def compare_reference(results: Results, reference: Path) -> pd.DataFrame:
     """Theirs beside each of ours: columns results, model, dtype, pattern, M, theirs, who, ours.
 
     ``who`` is our sparse provider and the dense one that it is compared with.  Figures of theirs without any of ours
@@ -480,7 +486,7 @@ def compared(results: Results, reference: Path) -> pd.DataFrame:
     for kind, of_kind in sections.items():
         for section in of_kind.each:
             for over in section.dense:
-                if over in OVER[kind]:
+                if over in BASELINES[kind]:
                     ours = (
                         section.speedup(over).reset_index().melt("M", var_name="pattern", value_name="ours")
                     )
@@ -497,18 +503,18 @@ def summary(found: pd.DataFrame) -> str:
     for (results, who), part in found.dropna().groupby(["results", "who"], sort=False):
         behind = 1 - part["ours"] / part["theirs"]
         counts = pd.cut(behind, [-math.inf, 0, 0.05, 0.15, math.inf]).value_counts(sort=False)
-        most = percent(behind.max()) if behind.max() > 0 else NOTHING
+        most = percent(behind.max()) if behind.max() > 0 else NO_VALUE
         rows.append((RESULTS[results], who, len(part), *counts, most))
     header = ("theirs", "ours", "cells", "at least theirs", "up to 5% behind", "5 to 15%", "more", "at most")
     return table(header, rows, 2)
 
 
 def _comparison(results: Results, reference: Path) -> list[str]:
-    found = compared(results, reference)
+    found = compare_reference(results, reference)
     parts = [
         "# Beside the paper and the reference implementation",
-        f"Speed-ups over dense products, theirs and ours, each over its own run. Theirs are of an {THEIR_GPU}, in the "
-        "tables of [arXiv 2603.05232](https://arxiv.org/abs/2603.05232), appendix D, or, where it says so, of its "
+        f"Speed-ups over dense products, theirs and ours, each over its own run. Theirs are of an {REFERENCE_GPU}, in "
+        "the tables of [arXiv 2603.05232](https://arxiv.org/abs/2603.05232), appendix D, or, where it says so, of its "
         f"implementation; ours are of an {results.gpu}. What differs may be the GPU, or the baseline: ours is the "
         "fastest of all algorithms of a newer cuBLASLt, from cold caches. `over cublaslt`: over dense cuBLASLt, as "
         "theirs; `cublaslt-int8`: with INT8 results; `stock`: over stock vLLM. `sparse` is a whole model as the plugin "
@@ -522,7 +528,7 @@ def _comparison(results: Results, reference: Path) -> list[str]:
         "from least to most over K and operand types.",
         _sliding_beside(data.sliding(results.tables["bandwidth"])),
     ]
-    for title, kinds in COMPARED.items():
+    for title, kinds in COMPARED_TITLES.items():
         of_title = found[found["results"].isin(kinds)]
         for (dtype, model), rows in of_title.groupby(["dtype", "model"], sort=False):
             subject = "" if model == "square" else f" {model},"
@@ -542,11 +548,11 @@ def _not_measured(found: pd.DataFrame) -> str:
 
 def _sliding_beside(us: pd.DataFrame) -> str:
     rows = []
-    for m, (alone, slid) in THEIR_SLIDING.items():
+    for m, (alone, slid) in REFERENCE_SLIDING_US.items():
         part = us[us.index.get_level_values("M") == m]
         more = [
             span(part[kernel] / part[one] - 1, lambda share: f"{share:+.0%}")
-            for kernel, one in data.SLIDING.items()
+            for kernel, one in data.SLIDING_KERNELS.items()
             if one
         ]
         rows.append((m, f"{slid / alone - 1:+.0%} ({alone} and {slid} us)", *more))
@@ -555,7 +561,7 @@ def _sliding_beside(us: pd.DataFrame) -> str:
 
 def _side_by_side(rows: pd.DataFrame) -> str:
     """For each M, a row for each kind of theirs, and one for each of ours."""
-    theirs = rows.assign(who=rows["results"].map(THEIRS), shown=rows["theirs"])
+    theirs = rows.assign(who=rows["results"].map(REFERENCE_NAMES), shown=rows["theirs"])
     both = pd.concat([theirs, rows.assign(shown=rows["ours"]).dropna(subset=["ours"])])
     order = list(dict.fromkeys(both["who"]))
     wide = both.drop_duplicates(["M", "who", "pattern"]).pivot(

@@ -15,7 +15,7 @@ from benchmarks.report.data import Section, pattern_order
 from slidesparse.pattern import parse_pattern
 
 PANEL = (5.0, 3.6)  # inches
-MOST_COLUMNS, MOST_PANELS = 3, 6  # of one file
+MAX_COLUMNS, MAX_PANELS = 3, 6  # of one file
 STYLE: dict[str, Any] = {
     "svg.hashsalt": "slidesparse",  # ids inside the file
     "svg.fonttype": "none",  # keep text as text: small and searchable
@@ -23,9 +23,9 @@ STYLE: dict[str, Any] = {
     "axes.grid": True,
     "grid.alpha": 0.3,
 }
-FIXED = {**mpl.rcParamsDefault, **STYLE}  # independent of the machine's settings
+FIXED_PARAMETERS = {**mpl.rcParamsDefault, **STYLE}  # independent of the machine's settings
 # Okabe and Ito's colours, which colour-blind readers can tell apart, and a marker for each pattern
-LOOKS = {
+PATTERN_STYLES = {
     "dense": ("#F0E442", "x"),
     "2:4": ("#000000", "o"),
     "4:6": ("#E69F00", "s"),
@@ -35,7 +35,7 @@ LOOKS = {
     "12:14": ("#0072B2", "P"),
     "14:16": ("#CC79A7", "*"),
 }
-OTHER = ("#888888", "X")  # 2_inf, and patterns beyond 14:16
+OTHER_STYLE = ("#888888", "X")  # 2_inf, and patterns beyond 14:16
 
 
 def draw(name: str, folder: Path, sections: Sequence[Section], over: str) -> list[Path]:
@@ -47,10 +47,10 @@ def draw(name: str, folder: Path, sections: Sequence[Section], over: str) -> lis
     figures = {}
     for dtype in dict.fromkeys(section.dtype for section in sections):
         shown = [s for s in sections if s.dtype == dtype and s.speedup(over).notna().any(axis=None)]
-        with mpl.rc_context(FIXED):
-            for start in range(0, len(shown), MOST_PANELS):
-                number = f"-{start // MOST_PANELS + 1}" if start else ""
-                panels = shown[start : start + MOST_PANELS]
+        with mpl.rc_context(FIXED_PARAMETERS):
+            for start in range(0, len(shown), MAX_PANELS):
+                number = f"-{start // MAX_PANELS + 1}" if start else ""
+                panels = shown[start : start + MAX_PANELS]
                 figures[f"{name}-speedup-{dtype}{number}"] = _lines(panels, over)
             models = [section for section in shown if section.shapes != ((0, 0),)]
             if models and (m := common_m(models, over)):
@@ -60,7 +60,7 @@ def draw(name: str, folder: Path, sections: Sequence[Section], over: str) -> lis
 
 def save(figure: Figure, path: Path) -> Path:
     """Write an SVG file without metadata that differs between runs."""
-    with mpl.rc_context(FIXED):
+    with mpl.rc_context(FIXED_PARAMETERS):
         figure.savefig(path, format="svg", metadata={"Date": None, "Creator": None})
     return path
 
@@ -72,7 +72,7 @@ def common_m(sections: Sequence[Section], over: str) -> int | None:
 
 
 def _lines(sections: Sequence[Section], over: str) -> Figure:
-    columns = min(len(sections), MOST_COLUMNS)
+    columns = min(len(sections), MAX_COLUMNS)
     rows = math.ceil(len(sections) / columns)
     figure = Figure(figsize=(PANEL[0] * columns, PANEL[1] * rows + 0.6), layout="constrained")
     panels = figure.subplots(rows, columns, squeeze=False, sharey=True).flatten()
@@ -83,7 +83,7 @@ def _lines(sections: Sequence[Section], over: str) -> Figure:
             points = values.dropna()
             if points.empty:
                 continue
-            colour, marker = LOOKS.get(str(pattern), OTHER)
+            colour, marker = PATTERN_STYLES.get(str(pattern), OTHER_STYLE)
             panel.axhline(section.bounds[pattern], color=colour, linestyle=":", linewidth=1)
             style = {"color": colour, "marker": marker, "markersize": 4}
             (handles[str(pattern)],) = panel.plot(points.index, points, **style)
@@ -110,7 +110,10 @@ def _bars(sections: Sequence[Section], m: int, over: str) -> Figure:
     for i, pattern in enumerate(patterns):
         values = speedups[pattern].reset_index(drop=True).dropna()
         left = values.index.to_numpy() - 0.4 + i * width
-        colour, bound = LOOKS.get(pattern, OTHER)[0], float(parse_pattern(pattern).speedup_bound)
+        colour, bound = (
+            PATTERN_STYLES.get(pattern, OTHER_STYLE)[0],
+            float(parse_pattern(pattern).speedup_bound),
+        )
         axes.bar(left, values, width * 0.9, align="edge", color=colour, label=pattern)
         axes.hlines([bound] * len(left), left, left + width * 0.9, color="#444444", linewidth=1.2)
     axes.axhline(1, color="#444444", linewidth=2)

@@ -17,11 +17,11 @@ from matplotlib.figure import Figure
 from benchmarks.kernel import DENSE, SQUARE
 from benchmarks.records import COUNTERS
 from benchmarks.report.data import Table
-from benchmarks.report.markdown import NOTHING, bullets, microseconds, percent, span, table, times
-from benchmarks.report.plots import FIXED, PANEL, save
-from benchmarks.spmm import CPU, CUBLAS, NONE, OWN, SHARED, TF32, TYPES, VARIANTS, parts
+from benchmarks.report.markdown import NO_VALUE, bullets, microseconds, percent, span, table, times
+from benchmarks.report.plots import FIXED_PARAMETERS, PANEL, save
+from benchmarks.spmm import CPU, CUBLAS, NONE, OWN, SHARED, TF32, TYPES, VARIANTS, split_sparsity
 
-FIRST = "2:4"
+MAIN_PATTERN = "2:4"
 KINDS = {OWN: "own offsets", SHARED: "strips"}
 COLOURS = dict(zip(VARIANTS, ("#000000", "#E69F00", "#D55E00", "#009E73", "#0072B2"), strict=True))
 At = int | tuple[str, str, int]  # a square's size, or (model, layer, M)
@@ -43,7 +43,7 @@ class Products:
         self.sizes = sorted(squares["M"].unique())
         self.sparsities = sorted(
             set(squares["sparsity"]) - {DENSE},
-            key=lambda one: (one != FIRST, parts(one)[0] / parts(one)[1], one),
+            key=lambda one: (one != MAIN_PATTERN, split_sparsity(one)[0] / split_sparsity(one)[1], one),
         )
         models = self.rows[self.rows["mode"] != SQUARE]
         self.layers = list(dict.fromkeys(zip(models["model"], models["layer"], models["M"], strict=True)))
@@ -54,7 +54,7 @@ class Products:
         provider: str,
         dtype: str = "fp32",
         offsets: str = OWN,
-        sparsity: str = FIRST,
+        sparsity: str = MAIN_PATTERN,
     ) -> float:
         """The time of a square of this size, or of (model, layer, M)."""
         shape = ("model", *at) if isinstance(at, tuple) else (SQUARE, SQUARE, SQUARE, at)
@@ -94,10 +94,10 @@ def page(measured: Table, counters: Table, images: Iterable[str]) -> list[str]:
         "against float64, relative to the sum of the magnitudes of an output's products, of our kernels: "
         f"{ours['error'].max():.1e} at most.",
         *images,
-        *_by_variant(found, f"## Squares at {FIRST}, M = N = K", found.sizes),
+        *_by_variant(found, f"## Squares at {MAIN_PATTERN}, M = N = K", found.sizes),
         *_sparsities(found),
-        *_others(found),
-        *_by_variant(found, f"## Layers of models at {FIRST}", found.layers),
+        *_other_libraries(found),
+        *_by_variant(found, f"## Layers of models at {MAIN_PATTERN}", found.layers),
         *_cpu(found),
         *_counters(counters, measured.conditions.get("counters")),
         "## The study's claims and our measurements",
@@ -151,7 +151,7 @@ def _sparsities(found: Products) -> list[str]:
     return [title, "The fastest variant, own offsets:", table(("", "M", *found.sparsities), rows, 1)]
 
 
-def _others(found: Products) -> list[str]:
+def _other_libraries(found: Products) -> list[str]:
     """Sparse libraries, in their own precision."""
     ours = {CUBLAS, TF32, CPU, *VARIANTS}
     rows = found.rows[~found.rows["provider"].isin(ours)]
@@ -165,7 +165,7 @@ def _others(found: Products) -> list[str]:
         each = [times(base / found.us(at, name, dtype)) for name, dtype in pairs]
         lines.append((_shape(at), microseconds(base), times(found.best(at, dtype="fp16")), *each))
     return [
-        f"## Beside sparse tensor cores at {FIRST}",
+        f"## Beside sparse tensor cores at {MAIN_PATTERN}",
         "Speed-up over cuBLAS in FP16. INT8 and FP8 are other precisions, with less to read; results are BF16 or FP16:",
         table(
             ("", "cuBLAS FP16 us", "ours FP16", *(f"{name} {dtype.upper()}" for name, dtype in pairs)),
@@ -207,21 +207,21 @@ class Counters:
         return float(self._rows.get((size, offsets, provider, "fp32"), {}).get(name, math.nan))
 
 
-def _counters(counters: Table, said: str | None) -> list[str]:
+def _counters(counters: Table, source: str | None) -> list[str]:
     title, rows = "## Counters", counters.rows
     if rows.empty:
-        return [title, f"None: {said or 'they were not requested'}."]
+        return [title, f"None: {source or 'they were not requested'}."]
     lines = [
         (
             *(row["dtype"].upper(), row["M"], row["offsets"], row["provider"]),
-            *(NOTHING if pd.isna(row[name]) else _short(row[name]) for name in COUNTERS),
+            *(NO_VALUE if pd.isna(row[name]) else _short(row[name]) for name in COUNTERS),
         )
         for row in rows.to_dict("records")
     ]
     return [
         title,
-        f"At {FIRST}, from cold caches: {said}. Percent of the peak; conflicts are of shared memory; a stall is the "
-        "average of warps that wait for it in an issue cycle.",
+        f"At {MAIN_PATTERN}, from cold caches: {source}. Percent of the peak; conflicts are of shared memory; a stall "
+        "is the average of warps that wait for it in an issue cycle.",
         table(("", "M", "offsets", "", *(name.replace("_", " ") for name in COUNTERS)), lines, 1),
     ]
 
@@ -245,7 +245,7 @@ def claims(found: Products, counters: Counters) -> list[tuple[str, str, str]]:
         def value(provider: str) -> Value:
             return lambda size, kind: counters.of(name, size, provider, kind)
 
-        return f"{at(sizes, value('baseline'), _known)} -> {at(sizes, value('double'), _known)}"
+        return f"{at(sizes, value('baseline'), _format_known)} -> {at(sizes, value('double'), _format_known)}"
 
     cpu = [found.us(size, CPU) for size in found.sizes]
     gains = {
@@ -268,12 +268,18 @@ def claims(found: Products, counters: Counters) -> list[tuple[str, str, str]]:
         (
             "Its rate is highest near 1024 and falls after, TFLOPS of kept values",
             "4 to 5 at 1024, 2.6 at 2048, 2.1 to 2.9 at 4096 and 8192",
-            at((1024, 2048, 4096, 8192), lambda size, kind: found.tflops(size, "baseline", kind), _known),
+            at(
+                (1024, 2048, 4096, 8192),
+                lambda size, kind: found.tflops(size, "baseline", kind),
+                _format_known,
+            ),
         ),
         (
             "cuBLAS, TFLOPS",
             "0.43 at 512, 2.9 at 2048, 7.3 at 4096, 10.8 at 8192",
-            ", ".join(f"{_known(found.tflops(size, CUBLAS))} at {size}" for size in (512, 2048, 4096, 8192)),
+            ", ".join(
+                f"{_format_known(found.tflops(size, CUBLAS))} at {size}" for size in (512, 2048, 4096, 8192)
+            ),
         ),
         (
             "Double buffering pays from 2048 on, over the baseline",
@@ -310,7 +316,7 @@ def claims(found: Products, counters: Counters) -> list[tuple[str, str, str]]:
             "4.2 -> 4.1 at 256, 2.6 -> 2.9 at 2048",
             counted("stall_long_scoreboard", 256, 2048),
         ),
-        ("Errors stay below 1e-3", "of each output, numbers in [0, 1)", _known(ours)),
+        ("Errors stay below 1e-3", "of each output, numbers in [0, 1)", _format_known(ours)),
         (
             "Any N:M: own offsets beside strips, time over time",
             "printed kernels have strips",
@@ -322,8 +328,8 @@ def claims(found: Products, counters: Counters) -> list[tuple[str, str, str]]:
     ]
 
 
-def _known(value: float) -> str:
-    return NOTHING if pd.isna(value) else _short(value)
+def _format_known(value: float) -> str:
+    return NO_VALUE if pd.isna(value) else _short(value)
 
 
 def draw(measured: Table, folder: Path) -> list[Path]:
@@ -338,7 +344,7 @@ def draw(measured: Table, folder: Path) -> list[Path]:
 
 
 def _figure(found: Products, lines: Callable[[Products, str, Any], None]) -> Figure:
-    with mpl.rc_context(FIXED):
+    with mpl.rc_context(FIXED_PARAMETERS):
         figure = Figure(figsize=(PANEL[0] * len(TYPES), PANEL[1] + 0.8), layout="constrained")
         for panel, dtype in zip(figure.subplots(1, len(TYPES), sharey=True), TYPES, strict=True):
             panel.axhline(1, color="#444444", linewidth=2)

@@ -32,7 +32,7 @@ FLAGS = ("-std=c++17", "-O2", "-fPIC", "-shared", "-fvisibility=hidden")
 HOPPER = ("-gencode=arch=compute_90a,code=sm_90a",)
 NVCC_FLAGS = ("-std=c++17", "-O3", "-Xcompiler=-fPIC,-fvisibility=hidden")
 NVCC_LINK_FLAGS = ("-shared", "-cudart=static")
-SECONDS = 900  # time limit of one compiler run
+COMPILE_SECONDS = 900  # time limit of one compiler run
 REMEDY = f"$CXX chooses another C++ compiler, {find.NVCC} another nvcc"
 
 _logger = logging.getLogger("slidesparse")
@@ -99,24 +99,24 @@ def build(target: str | Target) -> Path:
     """
     target = TARGETS[target] if isinstance(target, str) else target
     recipe = _recipe(target)
-    place = _place(recipe)
+    place = _recipe_path(recipe)
     try:
         if not place.is_file():
             make_folder(place.parent)
             _require_trusted(place.parent)
-            with _lock(place.with_name(f"{place.name}.lock")):
+            with _file_lock(place.with_name(f"{place.name}.lock")):
                 if not place.is_file():
                     _logger.info("building the %s, once, into %s", target.title, place)
-                    _make(recipe, place)
+                    _run_recipe(recipe, place)
         _require_trusted(place)
     except OSError as error:
         raise _unwritable(place.parent, error) from None
     return place
 
 
-def where(name: str) -> Path:
+def target_path(name: str) -> Path:
     """Return the path of target ``name`` in the cache, built or not.  Raises ToolchainError."""
-    return _place(_recipe(TARGETS[name]))
+    return _recipe_path(_recipe(TARGETS[name]))
 
 
 def cache_folder() -> Path:
@@ -132,7 +132,7 @@ def cache_folder() -> Path:
         ) from None
 
 
-def sources() -> Path:
+def sources_folder() -> Path:
     """Return the folder csrc/ of the package or the clone.  Raises ToolchainError when it is missing."""
     package = Path(__file__).parent.parent
     for folder in (package / "csrc", package.parent / "csrc"):
@@ -149,17 +149,17 @@ def compile_with(command: Sequence[str], folder: Path | None = None) -> None:
             cwd=folder,
             capture_output=True,
             text=True,
-            timeout=SECONDS,
+            timeout=COMPILE_SECONDS,
             errors="replace",
             check=False,
         )
     except subprocess.TimeoutExpired:
         raise ToolchainError(
-            f"the compiler took more than {SECONDS} s: {' '.join(command)}", REMEDY
+            f"the compiler took more than {COMPILE_SECONDS} s: {' '.join(command)}", REMEDY
         ) from None
     if done.returncode:
-        said = "\n".join(re.split(r"\r?\n", done.stderr.strip())[:20])  # the first error is the cause
-        raise ToolchainError(f"the compiler failed: {' '.join(command)}\n{said}", REMEDY)
+        errors = "\n".join(re.split(r"\r?\n", done.stderr.strip())[:20])  # the first error is the cause
+        raise ToolchainError(f"the compiler failed: {' '.join(command)}\n{errors}", REMEDY)
 
 
 def make_folder(path: Path) -> None:
@@ -206,7 +206,7 @@ def _require_trusted(path: Path) -> None:
 
 def _recipe(target: Target) -> Recipe:
     file = f"_{target.name}{sysconfig.get_config_var('EXT_SUFFIX') or '.so'}"
-    folder = sources()
+    folder = sources_folder()
     inputs: list[Path] = []
     for pattern in target.sources:
         matched = sorted(folder.glob(pattern))
@@ -216,11 +216,11 @@ def _recipe(target: Target) -> Recipe:
     if target.sources[0].endswith("units.txt"):
         nvcc = find.find_nvcc().path
         find.nvcc_version(nvcc)
-        compilers = [[nvcc], _behind_nvcc()]
-        compiles, link = _cuda(nvcc, folder / target.sources[0], target.gpus, file)
+        compilers = [[nvcc], _host_compiler()]
+        compiles, link = _cuda_commands(nvcc, folder / target.sources[0], target.gpus, file)
     else:
         compilers = [find.compiler()]
-        compiles, (link, headers) = [], _cpp(target, folder / target.sources[0], file)
+        compiles, (link, headers) = [], _cpp_command(target, folder / target.sources[0], file)
         inputs += headers
     digest = hashlib.sha256()
     for line in (*compiles, link):
@@ -233,11 +233,11 @@ def _recipe(target: Target) -> Recipe:
     return Recipe(tuple(map(tuple, compiles)), tuple(link), file, digest.hexdigest()[:20])
 
 
-def _place(recipe: Recipe) -> Path:
+def _recipe_path(recipe: Recipe) -> Path:
     return cache_folder() / "extensions" / recipe.key / recipe.file
 
 
-def _cpp(target: Target, source: Path, file: str) -> tuple[list[str], list[Path]]:
+def _cpp_command(target: Target, source: Path, file: str) -> tuple[list[str], list[Path]]:
     """Return the command line of a C++ target, and the headers outside csrc/ that are part of the key."""
     defines, folders, known, links = [], [], [], ["-ldl"]
     if target.module:
@@ -258,13 +258,15 @@ def _cpp(target: Target, source: Path, file: str) -> tuple[list[str], list[Path]
     return command, [path for path in known if path.is_file()]
 
 
-def _cuda(nvcc: str, units: Path, gpus: Sequence[str], file: str) -> tuple[list[list[str]], list[str]]:
+def _cuda_commands(
+    nvcc: str, units: Path, gpus: Sequence[str], file: str
+) -> tuple[list[list[str]], list[str]]:
     """Return the command lines that compile the units of a CUDA target, and the one that links them."""
-    host = [] if os.environ.get("NVCC_CCBIN") else _behind_nvcc()
+    host = [] if os.environ.get("NVCC_CCBIN") else _host_compiler()
     options = [f"-ccbin={word}" if n == 0 else f"-Xcompiler={word}" for n, word in enumerate(host)]
     compiles = [
         [nvcc, *options, *NVCC_FLAGS, *gpus, *macros, "-c", str(source), "-o", f"{index}.o"]
-        for index, (source, macros) in enumerate(_units(units))
+        for index, (source, macros) in enumerate(_read_units(units))
     ]
     home = Path(nvcc).resolve().parent.parent  # a wheel's libraries are in lib/, where its nvcc does not look
     places = [f"-L{place}" for place in (home / "lib64", home / "lib") if place.is_dir()]
@@ -272,13 +274,13 @@ def _cuda(nvcc: str, units: Path, gpus: Sequence[str], file: str) -> tuple[list[
     return compiles, [nvcc, *options, *NVCC_LINK_FLAGS, *gpus, *places, "-o", file, *objects, "-ldl"]
 
 
-def _behind_nvcc() -> list[str]:
+def _host_compiler() -> list[str]:
     """Return the C++ compiler that nvcc runs; nvcc reads NVCC_CCBIN itself."""
     chosen = os.environ.get("NVCC_CCBIN")
     return [chosen] if chosen else find.compiler()
 
 
-def _units(listed: Path) -> list[tuple[Path, list[str]]]:
+def _read_units(listed: Path) -> list[tuple[Path, list[str]]]:
     """Return the sources that units.txt lists with their options, for every combination of their macros' values.
 
     Raises ToolchainError for a line that is not ``SOURCE MACRO=VALUE,VALUE ...``.
@@ -299,11 +301,11 @@ def _units(listed: Path) -> list[tuple[Path, list[str]]]:
     return found
 
 
-def _make(recipe: Recipe, target: Path) -> None:
+def _run_recipe(recipe: Recipe, target: Path) -> None:
     """Run the command lines in a folder of their own, and publish the file that they make."""
     with tempfile.TemporaryDirectory(dir=target.parent, prefix="building-") as scratch:
         folder = Path(scratch)
-        with ThreadPoolExecutor(max(1, min(len(recipe.compiles), _jobs()))) as pool:
+        with ThreadPoolExecutor(max(1, min(len(recipe.compiles), _max_jobs()))) as pool:
             running = [pool.submit(compile_with, command, folder) for command in recipe.compiles]
             try:
                 for one in running:
@@ -319,16 +321,16 @@ def _make(recipe: Recipe, target: Path) -> None:
         os.replace(made, target)
 
 
-def _jobs() -> int:
+def _max_jobs() -> int:
     """Return the number of compilers to run at once: $MAX_JOBS, or one for each processor."""
-    there = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    processors = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     with contextlib.suppress(ValueError):
-        return min(there, int(os.environ["MAX_JOBS"])) if "MAX_JOBS" in os.environ else there
-    return there
+        return min(processors, int(os.environ["MAX_JOBS"])) if "MAX_JOBS" in os.environ else processors
+    return processors
 
 
 @contextlib.contextmanager
-def _lock(path: Path) -> Iterator[None]:
+def _file_lock(path: Path) -> Iterator[None]:
     import fcntl  # POSIX only; imported late so that doctor runs everywhere
 
     lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)

@@ -24,9 +24,9 @@ from slidesparse.errors import EnvironmentFault
 from slidesparse.versions import numbers
 
 NVCC = "SLIDESPARSE_NVCC"
-NVCC_OLDEST = (12, 2)  # the first whose PTX, 8.2, has Hopper's sparse wgmma for integers
+NVCC_MIN_VERSION = (12, 2)  # the first whose PTX, 8.2, has Hopper's sparse wgmma for integers
 NVCC_HOMES = ("CUDA_HOME", "CUDA_PATH")
-NVCC_USUAL = "/usr/local/cuda/bin/nvcc"
+NVCC_DEFAULT_PATH = "/usr/local/cuda/bin/nvcc"
 NVCC_WHEELS = ("nvidia-cuda-nvcc", "nvidia-cuda-nvcc-cu12")
 NVCC_INSTALL = (
     "pip install nvidia-cuda-nvcc nvidia-cuda-cccl (CUDA 13), install the CUDA toolkit 12.2 or later, "
@@ -83,7 +83,7 @@ HEADER_WHEELS = (
 
 
 @dataclass(frozen=True)
-class Found:
+class FoundFile:
     """A library or a program that was found."""
 
     path: str  # a file, or a name that the loader knows
@@ -91,24 +91,28 @@ class Found:
     version: str | None  # version of the wheel
 
 
-def find_library(name: str, cuda_major: int | None = None) -> Found:
+def find_library(name: str, cuda_major: int | None = None) -> FoundFile:
     """Find the library ``name`` of LIBRARIES; the wheel of CUDA ``cuda_major`` is preferred.
 
     Raises ToolchainError.
     """
     library = LIBRARIES[name]
 
-    def places() -> Iterator[Found | str]:
-        yield _explicit(library.name, library.variable, lambda path: path.is_file(), "a file")
+    def places() -> Iterator[FoundFile | str]:
+        yield _from_variable(library.name, library.variable, lambda path: path.is_file(), "a file")
         for wheel in sorted(library.wheels, key=lambda wheel: not wheel.endswith(f"-cu{cuda_major}")):
-            yield _in_wheel(
+            yield _find_in_wheel(
                 wheel, library.file, lambda path: path.name.startswith(library.file) and path.is_file()
             )
         loaded = ctypes.util.find_library(library.soname)
-        yield Found(loaded, "system", None) if loaded else f"the loader's search path for lib{library.soname}"
+        yield (
+            FoundFile(loaded, "system", None)
+            if loaded
+            else f"the loader's search path for lib{library.soname}"
+        )
 
     other = f"{library.wheels[-1]} with a CUDA 12 build of torch"
-    return _first(library.name, f"pip install {library.wheels[0]} ({other})", places())
+    return _first_found(library.name, f"pip install {library.wheels[0]} ({other})", places())
 
 
 def require_supported(name: str, version: Sequence[int]) -> None:
@@ -124,23 +128,27 @@ def require_supported(name: str, version: Sequence[int]) -> None:
     )
 
 
-def find_nvcc() -> Found:
+def find_nvcc() -> FoundFile:
     """Find an nvcc of any version (see `nvcc_version`).  Raises ToolchainError."""
 
-    def places() -> Iterator[Found | str]:
-        yield _explicit("nvcc", NVCC, _runs, "a program")
+    def places() -> Iterator[FoundFile | str]:
+        yield _from_variable("nvcc", NVCC, _is_executable, "a program")
         for variable in NVCC_HOMES:
             home = os.environ.get(variable)
             path = Path(home or "") / "bin" / "nvcc"
             words = f"{path} (of {variable})" if home else f"{variable} (not set)"
-            yield Found(str(path), variable, None) if home and _runs(path) else words
+            yield FoundFile(str(path), variable, None) if home and _is_executable(path) else words
         on_path = shutil.which("nvcc")
-        yield Found(on_path, "PATH", None) if on_path else "the PATH"
-        yield Found(NVCC_USUAL, "system", None) if _runs(Path(NVCC_USUAL)) else NVCC_USUAL
+        yield FoundFile(on_path, "PATH", None) if on_path else "the PATH"
+        yield (
+            FoundFile(NVCC_DEFAULT_PATH, "system", None)
+            if _is_executable(Path(NVCC_DEFAULT_PATH))
+            else NVCC_DEFAULT_PATH
+        )
         for wheel in NVCC_WHEELS:
-            yield _in_wheel(wheel, "nvcc", lambda path: path.name == "nvcc" and _runs(path))
+            yield _find_in_wheel(wheel, "nvcc", lambda path: path.name == "nvcc" and _is_executable(path))
 
-    return _first("nvcc", NVCC_INSTALL, places())
+    return _first_found("nvcc", NVCC_INSTALL, places())
 
 
 def nvcc_version(path: str) -> str:
@@ -148,14 +156,14 @@ def nvcc_version(path: str) -> str:
 
     Raises ToolchainError for one that is too old or does not say.
     """
-    said = version_text(path)
-    match = re.search(r"release (\d+\.\d+)", said)
+    output = version_text(path)
+    match = re.search(r"release (\d+\.\d+)", output)
     if match is None:
         raise ToolchainError(
-            f"{path} --version does not say its release: {said.strip()[-200:]!r}", NVCC_INSTALL
+            f"{path} --version does not say its release: {output.strip()[-200:]!r}", NVCC_INSTALL
         )
-    if numbers(match[1]) < NVCC_OLDEST:
-        oldest = ".".join(map(str, NVCC_OLDEST))
+    if numbers(match[1]) < NVCC_MIN_VERSION:
+        oldest = ".".join(map(str, NVCC_MIN_VERSION))
         raise ToolchainError(
             f"{path} belongs to CUDA {match[1]}; the kernels need {oldest} or later", NVCC_INSTALL
         )
@@ -252,30 +260,30 @@ def cuda_headers(headers: Collection[str], what: str) -> list[Path]:
     return [*folders, *([extra] if extra and extra not in folders else [])]
 
 
-def _first(what: str, remedy: str, places: Iterator[Found | str]) -> Found:
+def _first_found(what: str, remedy: str, places: Iterator[FoundFile | str]) -> FoundFile:
     """Return the first place that holds it.  Raises ToolchainError, which lists the places tried."""
     tried = []
     for place in places:
-        if isinstance(place, Found):
+        if isinstance(place, FoundFile):
             return place
         tried.append(place)
     raise ToolchainError(f"{what} was not found: tried {', '.join(tried)}", remedy)
 
 
-def _explicit(what: str, variable: str, accepted: Callable[[Path], bool], kind: str) -> Found | str:
+def _from_variable(what: str, variable: str, accepted: Callable[[Path], bool], kind: str) -> FoundFile | str:
     """Return the path in an environment variable.  Raises ToolchainError if it is set to another kind of path."""
     path = os.environ.get(variable)
     if not path:
         return f"{variable} (not set)"
     if accepted(Path(path)):
-        return Found(path, variable, None)
+        return FoundFile(path, variable, None)
     raise ToolchainError(
         f"{what} was not found: {variable}={path} is not {kind}",
         f"set {variable} to the path of one, or unset it",
     )
 
 
-def _in_wheel(wheel: str, file: str, accepted: Callable[[Path], bool]) -> Found | str:
+def _find_in_wheel(wheel: str, file: str, accepted: Callable[[Path], bool]) -> FoundFile | str:
     try:
         distribution = importlib.metadata.distribution(wheel)
     except importlib.metadata.PackageNotFoundError:
@@ -283,9 +291,9 @@ def _in_wheel(wheel: str, file: str, accepted: Callable[[Path], bool]) -> Found 
     for one in distribution.files or ():
         path = Path(str(distribution.locate_file(one)))
         if accepted(path):
-            return Found(str(path), wheel, distribution.version)
+            return FoundFile(str(path), wheel, distribution.version)
     return f"the wheel {wheel} {distribution.version} (no {file} in it)"
 
 
-def _runs(path: Path) -> bool:
+def _is_executable(path: Path) -> bool:
     return path.is_file() and os.access(path, os.X_OK)

@@ -29,7 +29,7 @@ import torch.nn.functional as F  # noqa: N812  (its usual name)
 from torch import Tensor
 from torch.nn.attention import sdpa_kernel
 
-from slidesparse.calibrate.finetune import ATTENTION, BETAS, PIECE_TOKENS, Rounded, schedule
+from slidesparse.calibrate.finetune import ATTENTION, BETAS, PIECE_TOKENS, InputRounder, learning_rate_factor
 from slidesparse.calibrate.inputs import host_memory
 from slidesparse.calibrate.models import Block, BlockSizes, fast_products
 from slidesparse.calibrate.resume import DISTILLED, DISTILLING, WorkFolder
@@ -42,7 +42,7 @@ from slidesparse.quantize import NAMES, dequantize_rows, quantize_rows
 RATE = 0.004  # Adam's peak learning rate, relative to the root mean square of a layer's weights
 EPSILON = 1e-10  # Adam's epsilon
 STEP_TOKENS = {"cpu": 2048, "cuda": 16384}
-LOGITS = 2**27  # logits computed at a time
+LOGITS_PER_CHUNK = 2**27  # logits computed at a time
 SAVE_SECONDS = 180.0  # least time between two evaluations, each of which saves the state
 SAVE_PART = 10  # evaluations take at most 1 / SAVE_PART of the time
 FACTS = "facts"  # tensor saved with the weights: seconds, steps, initial and best losses, float64
@@ -111,7 +111,7 @@ def distill(task: Task, reader: Reader, work: WorkFolder, progress: Progress | N
 
 def disk_bytes(task: Task) -> int:
     """Return the peak bytes of saved state: weights and moments, and codes, each next to the file that it replaces."""
-    return 2 * (4 + 2 + 1) * _trained(task) if task.texts else 0
+    return 2 * (4 + 2 + 1) * _count_trained_weights(task) if task.texts else 0
 
 
 def memory_bytes(task: Task) -> int:
@@ -131,14 +131,14 @@ def memory_bytes(task: Task) -> int:
     # Inputs, outputs and their roundings of the linear layers of a block, in float32, with gradients
     inside = max(sum(spec.rows + spec.columns for spec in block if len(spec.shape) == 2) for block in blocks)
     return (
-        (4 + 2) * _trained(task)  # weights and moments
+        (4 + 2) * _count_trained_weights(task)  # weights and moments
         + half * sum(weights)  # of the dense model
-        + half * (sum(weights) - _trained(task))  # layers that are quantized and not trained
+        + half * (sum(weights) - _count_trained_weights(task))  # layers that are quantized and not trained
         + (4 + half + 4) * max(weights)  # gradients and rounded weights of a block, and what an update takes
         + ends
         + 4 * model.hidden * step * (model.blocks + 4)
         + 3 * 4 * piece * inside
-        + 6 * 4 * LOGITS
+        + 6 * 4 * LOGITS_PER_CHUNK
     )
 
 
@@ -160,7 +160,7 @@ def require_memory(task: Task) -> str:
     return f"{task.calibration.training_minutes:g} minutes on {task.texts[0].summary}; about {needed:.1f} GB of memory"
 
 
-def _trained(task: Task) -> int:
+def _count_trained_weights(task: Task) -> int:
     """Return how many weights are trained, zeros included."""
     specs = (task.model.checkpoint.require(name + WEIGHT) for name in task.layers)
     return sum(spec.rows * spec.columns for spec in specs)
@@ -207,14 +207,14 @@ class _Training:
         assert task.texts
         model, self._device = task.model, task.device
         self._task, self._work, self._dtype = task, work, NAMES[task.quant]
-        self._trained, self._judged = (torch.stack(samples.ids) for samples in task.texts)
-        length = self._trained.shape[1]
+        self._training_ids, self._validation_ids = (torch.stack(samples.ids) for samples in task.texts)
+        length = self._training_ids.shape[1]
         kind = self._device.type
-        self._per_step = min(len(self._trained), max(1, STEP_TOKENS[kind] // length))
+        self._per_step = min(len(self._training_ids), max(1, STEP_TOKENS[kind] // length))
         self._per_piece = max(1, PIECE_TOKENS[kind] // length)
         # Compiled, a step of a small model takes a fraction of the time: most of it is thousands of short kernels
         self._run = torch.compile(_block_output, dynamic=False) if kind == "cuda" else _block_output
-        self._embed = model.embedder(reader, [self._trained, self._judged], self._device)
+        self._embed = model.embedder(reader, [self._training_ids, self._validation_ids], self._device)
         self._logits = model.logits(reader, self._device)
         self._dense: list[Block] = []
         self._pruned: list[Block] = []  # without the weights that are trained
@@ -231,9 +231,9 @@ class _Training:
         pruned, weights = dense.copy(), {}
         for name in (name for stage in dense.stages for name in stage):
             full, w = prefix + name, dense.weights[name + WEIGHT]
-            dense.weights[name + WEIGHT] = pruned.weights[name + WEIGHT] = self._half(w)
+            dense.weights[name + WEIGHT] = pruned.weights[name + WEIGHT] = self._to_product_dtype(w)
             if full in task.skipped:
-                pruned.weights[name + WEIGHT] = self._rounded(w)
+                pruned.weights[name + WEIGHT] = self._fake_quantize(w)
             if full in task.layers:
                 found, scale = (codes.whole(full + suffix).to(self._device) for suffix in (WEIGHT, SCALE))
                 weights[name] = _Weight(dequantize_rows(found, scale))
@@ -246,9 +246,13 @@ class _Training:
         """Train until the time is up."""
         task, saved = self._task, time.monotonic()
         assert task.texts
-        limit, total, pause = 60 * task.calibration.training_minutes, 4 * _trained(task), SAVE_SECONDS
+        limit, total, pause = (
+            60 * task.calibration.training_minutes,
+            4 * _count_trained_weights(task),
+            SAVE_SECONDS,
+        )
         if not self._restore():
-            self._before = self._best = self._judge()
+            self._before = self._best = self._validation_loss()
             if not math.isfinite(self._best.divergence):
                 raise CalibrationError(
                     "the pruned model's predictions on the text of --distill are not finite (NaN or Inf); leave it "
@@ -256,7 +260,7 @@ class _Training:
                 )
         while self._seconds < limit:
             started = time.monotonic()
-            self._step(RATE * schedule(self._seconds / limit))
+            self._step(RATE * learning_rate_factor(self._seconds / limit))
             if self._device.type == "cuda":
                 torch.cuda.synchronize(self._device)
             self._seconds += time.monotonic() - started
@@ -271,18 +275,20 @@ class _Training:
 
     def _step(self, rate: float) -> None:
         self._steps += 1
-        ids = self._trained[_chosen(len(self._trained), self._per_step, self._steps - 1)]
+        ids = self._training_ids[_step_samples(len(self._training_ids), self._per_step, self._steps - 1)]
         states = [self._embed(piece) for piece in ids.split(self._per_piece)]
         wanted, read = states, []
         for number in range(len(self._dense)):
             wanted = [self._dense_output(number, x) for x in wanted]
             read.append(states)
-            weights = self._served(number)
+            weights = self._served_weights(number)
             states = [self._pruned_output(number, weights, x) for x in states]
-        gradients = [self._pull(*pair, ids.numel()) for pair in zip(states, wanted, strict=True)]
+        gradients = [
+            self._divergence_gradient(*pair, ids.numel()) for pair in zip(states, wanted, strict=True)
+        ]
         del states, wanted
         for number in reversed(range(len(self._pruned))):
-            weights = self._served(number)
+            weights = self._served_weights(number)
             sums = [torch.zeros(w.shape, device=self._device) for w in weights.values()]
             for i, x in enumerate(read.pop()):
                 with torch.enable_grad():
@@ -309,20 +315,22 @@ class _Training:
         tensors = block.weights | {name + WEIGHT: w for name, w in weights.items()}
         return self._run(type(block), block.sizes, tensors, served, self._dtype, x)
 
-    def _served(self, number: int) -> dict[str, Tensor]:
+    def _served_weights(self, number: int) -> dict[str, Tensor]:
         """Return the weights of a block that are trained, by layer name, rounded as they will be served."""
-        return {name: self._rounded(w.value).requires_grad_() for name, w in self._weights[number].items()}
+        return {
+            name: self._fake_quantize(w.value).requires_grad_() for name, w in self._weights[number].items()
+        }
 
-    def _rounded(self, w: Tensor) -> Tensor:
-        return self._half(dequantize_rows(*quantize_rows(w, self._dtype)))
+    def _fake_quantize(self, w: Tensor) -> Tensor:
+        return self._to_product_dtype(dequantize_rows(*quantize_rows(w, self._dtype)))
 
-    def _half(self, w: Tensor) -> Tensor:
+    def _to_product_dtype(self, w: Tensor) -> Tensor:
         """Return a weight in the dtype of the matrix products."""
         return w.bfloat16() if self._device.type == "cuda" else w
 
     # The loss, from x and ``wanted`` [samples, tokens, hidden], the outputs of the last blocks
 
-    def _pull(self, x: Tensor, wanted: Tensor, tokens: int) -> Tensor:
+    def _divergence_gradient(self, x: Tensor, wanted: Tensor, tokens: int) -> Tensor:
         """Return the gradient to x of the divergence, summed and divided by ``tokens``."""
         found: list[Tensor] = []
         for ours, theirs in self._chunks(x, wanted):
@@ -333,16 +341,16 @@ class _Training:
             found += torch.autograd.grad(logits, ours, slope)
         return torch.cat(found).view_as(x)
 
-    def _judge(self) -> Loss:
+    def _validation_loss(self) -> Loss:
         """Return the loss on the held-out samples."""
         totals = torch.zeros(2, dtype=torch.float64, device=self._device)
-        samples, tokens = self._judged.shape
+        samples, tokens = self._validation_ids.shape
         followed = torch.arange(1, tokens + 1, device=self._device) < tokens
-        for ids in self._judged.split(self._per_piece):
+        for ids in self._validation_ids.split(self._per_piece):
             x = wanted = self._embed(ids)
             for number in range(len(self._dense)):
                 wanted = self._dense_output(number, wanted)
-                x = self._pruned_output(number, self._served(number), x)
+                x = self._pruned_output(number, self._served_weights(number), x)
             following = ids.roll(-1, 1).to(self._device)[..., None]
             counted = followed.expand(len(ids), -1)[..., None]
             for ours, theirs, token, counts in self._chunks(x, wanted, following, counted):
@@ -353,43 +361,43 @@ class _Training:
         return Loss(divergence / (samples * tokens), entropy / (samples * (tokens - 1)))
 
     def _chunks(self, *states: Tensor) -> Iterator[tuple[Tensor, ...]]:
-        """Yield rows [some tokens, width] of each of ``states`` [samples, tokens, width], as many as make LOGITS."""
-        size = max(1, LOGITS // self._task.model.vocabulary)
+        """Yield rows [some tokens, width] of each of ``states`` [samples, tokens, width], LOGITS_PER_CHUNK at once."""
+        size = max(1, LOGITS_PER_CHUNK // self._task.model.vocabulary)
         yield from zip(*(x.flatten(0, 1).split(size) for x in states), strict=True)
 
     # Saving
 
     def _save(self, end: bool) -> None:
         """Evaluate, keep the best codes, and save the training state; at the ``end`` without weights and moments."""
-        found = self._judge()
+        found = self._validation_loss()
         if found.divergence < self._best.divergence:
             self._best = found
-            self._work.write_tensors(DISTILLED, dict(self._codes()))
+            self._work.write_tensors(DISTILLED, dict(self._quantized_tensors()))
         facts = [self._seconds, self._steps, *asdict(self._before).values(), *asdict(self._best).values()]
         tensors = {FACTS: torch.tensor(facts, dtype=torch.float64)}
-        for name, weight in () if end else self._named():
+        for name, weight in () if end else self._named_weights():
             tensors |= weight.state(name)
         self._work.write_tensors(DISTILLING, tensors)
 
-    def _codes(self) -> Iterator[tuple[str, Tensor]]:
-        for name, weight in self._named():
+    def _quantized_tensors(self) -> Iterator[tuple[str, Tensor]]:
+        for name, weight in self._named_weights():
             codes, scale = quantize_rows(weight.value, self._dtype)
             yield name + WEIGHT, codes.cpu()
             yield name + SCALE, scale.cpu()
 
     def _restore(self) -> bool:
         """Load the saved state; return whether there was any."""
-        if not (saved := self._work.opened(DISTILLING)).tensors:
+        if not (saved := self._work.open_files(DISTILLING)).tensors:
             return False
         with saved.reader() as reader:
             self._seconds, steps, *losses = reader.whole(FACTS).tolist()
             self._steps, self._before, self._best = int(steps), Loss(*losses[:2]), Loss(*losses[2:])
-            for name, weight in self._named() if len(saved.tensors) > 1 else ():
+            for name, weight in self._named_weights() if len(saved.tensors) > 1 else ():
                 for part, tensor in weight.state(name).items():
                     tensor.copy_(reader.whole(part))
         return True
 
-    def _named(self) -> Iterator[tuple[str, _Weight]]:
+    def _named_weights(self) -> Iterator[tuple[str, _Weight]]:
         for number, weights in enumerate(self._weights):
             for name, weight in weights.items():
                 yield self._task.model.prefix(number) + name, weight
@@ -413,18 +421,18 @@ def _block_output(
         x: [samples, tokens, hidden], the block's input.
     """
     block = kind(sizes, weights)
-    block.read = Rounded(dtype, rounded)
+    block.read = InputRounder(dtype, rounded)
     with torch.autocast(x.device.type, torch.bfloat16, enabled=x.device.type == "cuda"):
         return block.output(x)
 
 
-def _chosen(count: int, many: int, step: int) -> list[int]:
-    """Return the ``many`` of ``count`` samples for a step, numbered from 0; each epoch uses all of them once."""
-    places = range(step * many, (step + 1) * many)
-    return [_order(count, place // count)[place % count] for place in places]
+def _step_samples(count: int, per_step: int, step: int) -> list[int]:
+    """Return the ``per_step`` of ``count`` samples for a step, numbered from 0; each epoch uses all of them once."""
+    places = range(step * per_step, (step + 1) * per_step)
+    return [_epoch_order(count, place // count)[place % count] for place in places]
 
 
 @lru_cache(2)
-def _order(count: int, epoch: int) -> Sequence[int]:
+def _epoch_order(count: int, epoch: int) -> Sequence[int]:
     found: list[int] = torch.randperm(count, generator=torch.Generator().manual_seed(epoch)).tolist()
     return found

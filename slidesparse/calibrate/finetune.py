@@ -7,9 +7,9 @@ same block in the dense model, as a mean over tokens::
 
     |y - d|^2 / |d|^2
 
-One sample in `HELD_OUT` is a validation sample, and the epoch with the lowest validation loss is kept.  After an epoch
-that raised it, training restarts from the best weights with a lower learning rate.  If no epoch lowers it, the weights
-do not change.  The method is that of EBFT (arXiv 2402.12419).
+One sample in `VALIDATION_INTERVAL` is a validation sample, and the epoch with the lowest validation loss is kept.
+After an epoch that raised it, training restarts from the best weights with a lower learning rate.  If no epoch lowers
+it, the weights do not change.  The method is that of EBFT (arXiv 2402.12419).
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ from slidesparse.quantize import dequantize_rows, quantize_rows
 # Adam's peak learning rate for steps of STEP_TOKENS, relative to the root mean square of a layer's weights
 RATE = 0.01
 BETAS = (0.9, 0.95)
-WARM_UP = 0.05  # share of all steps, after which the learning rate decays to zero along a cosine
-# An epoch has STEPS steps of STEP_TOKENS tokens at most, and LEAST_STEP_TOKENS at least: in shorter steps most of the
+WARM_UP_SHARE = 0.05  # share of all steps, after which the learning rate decays to zero along a cosine
+# An epoch has STEPS steps of STEP_TOKENS tokens at most, and MIN_STEP_TOKENS at least: in shorter steps most of the
 # time would go into rounding the weights.
 STEP_TOKENS = 8192
 STEPS = 32
-LEAST_STEP_TOKENS = 512
+MIN_STEP_TOKENS = 512
 PIECE_TOKENS = {"cpu": 2048, "cuda": 8192}  # tokens of a forward pass
 # Attention kernels.  Those of a GPU do not write the attention weights to memory.
 ATTENTION = {
@@ -46,8 +46,8 @@ ATTENTION = {
     "cuda": [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH],
 }
 FUSED_ATTENTION = (8, 0)  # lowest compute capability with such kernels for BF16
-SLOWER = 0.25  # factor on the learning rate after an epoch that raised the validation loss
-HELD_OUT = 8
+RATE_DECAY = 0.25  # factor on the learning rate after an epoch that raised the validation loss
+VALIDATION_INTERVAL = 8
 
 _Piece = tuple[int, slice]  # index of a batch, and some of its samples
 
@@ -110,40 +110,40 @@ class _Trainer:
     ) -> None:
         self._states, self._targets, self._dtype = inputs.states, targets, dtype
         self._block = inputs.block.copy()
-        gone = {name + WEIGHT for name in pruned}  # `_replace` sets them
+        replaced = {name + WEIGHT for name in pruned}  # `_load_weights` sets them
         weights = self._block.weights.items()
-        self._block.weights = {name: w.clone() for name, w in weights if name not in gone}
+        self._block.weights = {name: w.clone() for name, w in weights if name not in replaced}
         self._block.attend = attend
         if dtype is not None:
-            self._block.read = Rounded(dtype, quantized)
+            self._block.read = InputRounder(dtype, quantized)
         self._values = {name: w.clone().requires_grad_() for name, w in pruned.items()}
         self._kept = {name: w != 0 for name, w in pruned.items()}
         tokens = sum(samples * length for samples, length, _ in targets.shapes)
-        self._step_tokens = min(STEP_TOKENS, max(LEAST_STEP_TOKENS, tokens // STEPS))
-        most = min(PIECE_TOKENS[targets.device.type], self._step_tokens)
-        self._trained, self._judged = _pieces(targets.shapes, most)
+        self._step_tokens = min(STEP_TOKENS, max(MIN_STEP_TOKENS, tokens // STEPS))
+        max_tokens = min(PIECE_TOKENS[targets.device.type], self._step_tokens)
+        self._training_pieces, self._validation_pieces = _pieces(targets.shapes, max_tokens)
 
     def run(self, epochs: int) -> Finetuned:
-        before = least = self._error()
+        before = lowest = self._validation_error()
         best, rate = self._weights(), RATE * math.sqrt(self._step_tokens / STEP_TOKENS)
         optimizer = self._optimizer()
         order = torch.Generator().manual_seed(0)
         for epoch in range(epochs):
             steps = list(self._steps(order))
             for number, pieces in enumerate(steps):
-                part = schedule((epoch * len(steps) + number + 0.5) / (epochs * len(steps)))
+                part = learning_rate_factor((epoch * len(steps) + number + 0.5) / (epochs * len(steps)))
                 for group in optimizer.param_groups:
                     group["lr"] = group["size"] * rate * part
                 self._step(optimizer, pieces)
-            error = self._error()
-            if error < least:
-                least, best = error, self._weights()
+            error = self._validation_error()
+            if error < lowest:
+                lowest, best = error, self._weights()
             else:
                 with torch.no_grad():
                     for name, w in self._values.items():
                         w.copy_(best[name])
-                rate, optimizer = rate * SLOWER, self._optimizer()
-        return Finetuned(best, before**0.5, least**0.5)
+                rate, optimizer = rate * RATE_DECAY, self._optimizer()
+        return Finetuned(best, before**0.5, lowest**0.5)
 
     def _optimizer(self) -> torch.optim.Optimizer:
         """Return Adam with one parameter group per layer, whose "size" is the root mean square of its weights."""
@@ -157,8 +157,8 @@ class _Trainer:
     def _steps(self, order: torch.Generator) -> Iterator[list[_Piece]]:
         """Shuffle the pieces and yield them in groups, one group per optimizer step."""
         pieces, tokens = [], 0
-        for index in torch.randperm(len(self._trained), generator=order).tolist():
-            pieces.append(self._trained[index])
+        for index in torch.randperm(len(self._training_pieces), generator=order).tolist():
+            pieces.append(self._training_pieces[index])
             tokens += self._tokens(pieces[-1])
             if tokens >= self._step_tokens:
                 yield pieces
@@ -172,7 +172,7 @@ class _Trainer:
         kind = self._targets.device.type
         for piece in pieces:
             with torch.autocast(kind, torch.bfloat16, enabled=kind == "cuda"):
-                self._replace()
+                self._load_weights()
                 loss = self._loss(piece) / tokens
             loss.backward()
         optimizer.step()
@@ -184,19 +184,19 @@ class _Trainer:
         lost = (self._block.output(x) - wanted).square().sum(-1)
         return (lost / wanted.square().sum(-1).clamp(min=torch.finfo(wanted.dtype).tiny)).sum()
 
-    def _replace(self) -> None:
+    def _load_weights(self) -> None:
         """Put the current weights, rounded, into the block."""
         for name, w in self._values.items():
             weight = w * self._kept[name]
             self._block.weights[name + WEIGHT] = (
-                weight if self._dtype is None else _round(weight, self._dtype)
+                weight if self._dtype is None else _fake_quantize(weight, self._dtype)
             )
 
     @torch.no_grad()
-    def _error(self) -> float:
-        self._replace()
-        tokens = sum(self._tokens(piece) for piece in self._judged)
-        return float(sum(self._loss(piece).double() for piece in self._judged)) / tokens
+    def _validation_error(self) -> float:
+        self._load_weights()
+        tokens = sum(self._tokens(piece) for piece in self._validation_pieces)
+        return float(sum(self._loss(piece).double() for piece in self._validation_pieces)) / tokens
 
     def _weights(self) -> dict[str, Tensor]:
         return {name: w.detach() * self._kept[name] for name, w in self._values.items()}
@@ -206,29 +206,29 @@ class _Trainer:
         return int(samples.stop - samples.start) * self._targets.shapes[batch][1]
 
 
-def _pieces(shapes: list[torch.Size], most: int) -> tuple[list[_Piece], list[_Piece]]:
-    """Return the pieces of the training and validation splits; with fewer than HELD_OUT samples they are the same."""
-    trained: list[_Piece] = []
-    judged: list[_Piece] = []
+def _pieces(shapes: list[torch.Size], max_tokens: int) -> tuple[list[_Piece], list[_Piece]]:
+    """Return the pieces of the training and validation splits; equal below VALIDATION_INTERVAL samples."""
+    training: list[_Piece] = []
+    validation: list[_Piece] = []
     seen = 0
     for batch, (samples, tokens, _) in enumerate(shapes):
-        step, start = max(1, most // tokens), 0
+        step, start = max(1, max_tokens // tokens), 0
         while start < samples:
-            alone = (seen + start) % HELD_OUT == HELD_OUT - 1
-            left = 1 if alone else HELD_OUT - 1 - (seen + start) % HELD_OUT
+            alone = (seen + start) % VALIDATION_INTERVAL == VALIDATION_INTERVAL - 1
+            left = 1 if alone else VALIDATION_INTERVAL - 1 - (seen + start) % VALIDATION_INTERVAL
             stop = min(samples, start + min(step, left))
-            (judged if alone else trained).append((batch, slice(start, stop)))
+            (validation if alone else training).append((batch, slice(start, stop)))
             start = stop
         seen += samples
-    return trained, judged or trained
+    return training, validation or training
 
 
-def schedule(part: float) -> float:
+def learning_rate_factor(part: float) -> float:
     """Return the learning rate, relative to its peak, after a ``part`` (0 to 1) of all steps or of the time."""
-    return min(1.0, part / WARM_UP) * (0.5 + 0.5 * math.cos(math.pi * part))
+    return min(1.0, part / WARM_UP_SHARE) * (0.5 + 0.5 * math.cos(math.pi * part))
 
 
-class _Round(torch.autograd.Function):
+class _FakeQuantize(torch.autograd.Function):
     @staticmethod
     def forward(_: Any, x: Tensor, dtype: torch.dtype) -> Tensor:
         rows = x.reshape(-1, x.shape[-1])
@@ -239,13 +239,13 @@ class _Round(torch.autograd.Function):
         return gradients[0], None
 
 
-def _round(x: Tensor, dtype: torch.dtype) -> Tensor:
+def _fake_quantize(x: Tensor, dtype: torch.dtype) -> Tensor:
     """Quantize and dequantize each row of x [..., K]."""
-    found: Tensor = _Round.apply(x, dtype)
+    found: Tensor = _FakeQuantize.apply(x, dtype)
     return found
 
 
-class Rounded:
+class InputRounder:
     """Round the inputs of quantized layers, once for successive layers that share an input."""
 
     def __init__(self, dtype: torch.dtype, quantized: Collection[str]) -> None:
@@ -256,7 +256,7 @@ class Rounded:
         if name not in self._quantized:
             return x
         if self._last is None or self._last[0] is not x:
-            self._last = x, _round(x, self._dtype)
+            self._last = x, _fake_quantize(x, self._dtype)
         return self._last[1]
 
 

@@ -22,14 +22,13 @@ from slidesparse.errors import CalibrationError
 
 MEMORY_BYTES = 2 * 2**30  # limit of hidden states in host memory
 DEVICE_PART = 4  # hidden states may take 1 / DEVICE_PART of a GPU's free memory
-KEPT_PART = (
-    2  # hidden states and suspended `BlockInputs` together may take 1 / KEPT_PART; factoring H needs the rest
-)
-KEPT_BYTES = 6 * 2**30  # limit of both in host memory
-KEPT_OF_HOST = 4  # and they may take 1 / KEPT_OF_HOST of it
+# Hidden states and suspended `BlockInputs` together may take 1 / SUSPENDED_DEVICE_PART; factoring H needs the rest.
+SUSPENDED_DEVICE_PART = 2
+MAX_SUSPENDED_BYTES = 6 * 2**30  # limit of both in host memory
+SUSPENDED_HOST_PART = 4  # and they may take 1 / SUSPENDED_HOST_PART of it
 # Memory limit of a container: control groups version 2 and 1
 CONTAINER_LIMITS = (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"))
-BAND = 2048  # columns of H that are computed at a time, right of the diagonal only
+BAND_COLUMNS = 2048  # columns of H that are computed at a time, right of the diagonal only
 
 
 class HiddenStates:
@@ -48,7 +47,7 @@ class HiddenStates:
         self.device = device
         self.streams = streams
         self.nbytes = sum(shape.numel() for shape in self.shapes) * 4
-        self.where = place(self.nbytes * streams, device)
+        self.where = choose_storage(self.nbytes * streams, device)
         self._tensors: list[Tensor | None] = [None] * len(self.shapes)
         self._file = tempfile.TemporaryFile(dir=folder) if self.where == "disk" else None  # noqa: SIM115
 
@@ -85,7 +84,9 @@ class HiddenStates:
             self._file.close()
 
 
-def place(nbytes: int, device: torch.device, limit: int | None = None, part: int = DEVICE_PART) -> str:
+def choose_storage(
+    nbytes: int, device: torch.device, limit: int | None = None, part: int = DEVICE_PART
+) -> str:
     """Return where to keep ``nbytes`` of hidden states: "device", "memory" or "disk".
 
     Args:
@@ -93,7 +94,7 @@ def place(nbytes: int, device: torch.device, limit: int | None = None, part: int
         part: 1 / part of the free GPU memory may be used.
     """
     limit = MEMORY_BYTES if limit is None else limit
-    if device.type == "cuda" and nbytes <= _free(device) // part:
+    if device.type == "cuda" and nbytes <= _free_device_bytes(device) // part:
         return "device"
     return "memory" if nbytes <= limit else "disk"
 
@@ -107,7 +108,7 @@ def host_memory() -> int:
     return found
 
 
-def _free(device: torch.device) -> int:
+def _free_device_bytes(device: torch.device) -> int:
     """Return the free bytes of a GPU, including those that torch has reserved but does not use."""
     unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
     return torch.cuda.mem_get_info(device)[0] + unused
@@ -164,8 +165,8 @@ def may_keep(states: HiddenStates, in_features: int) -> bool:
     hidden = states.shapes[0][-1] if states.shapes else 1
     needed = (states.nbytes + states.nbytes // hidden * (hidden + in_features)) * states.streams
     home = "device" if states.device.type == "cuda" else "memory"
-    limit = min(KEPT_BYTES, host_memory() // KEPT_OF_HOST)
-    return states.where == home == place(needed, states.device, limit, KEPT_PART)
+    limit = min(MAX_SUSPENDED_BYTES, host_memory() // SUSPENDED_HOST_PART)
+    return states.where == home == choose_storage(needed, states.device, limit, SUSPENDED_DEVICE_PART)
 
 
 class Hessian:
@@ -175,7 +176,8 @@ class Hessian:
         self, in_features: int, device: torch.device | str = "cpu", dtype: torch.dtype = torch.float32
     ) -> None:
         self._sum = torch.zeros(in_features, in_features, dtype=dtype, device=device)
-        self._bands = [slice(start, min(start + BAND, in_features)) for start in range(0, in_features, BAND)]
+        starts = range(0, in_features, BAND_COLUMNS)
+        self._bands = [slice(start, min(start + BAND_COLUMNS, in_features)) for start in starts]
         self._mirrored = True
         self.tokens = 0
 
@@ -223,7 +225,7 @@ class Drift:
         return dict(zip(self._weights, parts, strict=True))
 
 
-def gather(
+def gather_statistics(
     inputs: BlockInputs,
     stage: int,
     dense: BlockInputs | None = None,
@@ -261,13 +263,13 @@ def output_error(w: Tensor, found: Tensor, hessian: Tensor) -> float:
     The error is 0 if both outputs are zero, and infinite if only that of ``w`` is.
     """
     w = w.to(hessian.dtype)
-    lost, whole = (_energy(x, hessian) for x in (w - found.to(hessian.dtype), w))
+    lost, whole = (_output_energy(x, hessian) for x in (w - found.to(hessian.dtype), w))
     if whole == 0:
         return 0.0 if lost == 0 else float("inf")
     return float((lost / whole) ** 0.5)
 
 
-def _energy(w: Tensor, hessian: Tensor) -> float:
+def _output_energy(w: Tensor, hessian: Tensor) -> float:
     """Return trace(w H w^T), summed in float64 and clamped to at least 0, below which rounding may take it."""
     found = float(((w @ hessian) * w).sum(-1, dtype=torch.float64).sum())
     return max(found, 0.0)  # in this order, NaN stays NaN

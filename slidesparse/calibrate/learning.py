@@ -28,9 +28,9 @@ import torch.nn.functional as F  # noqa: N812  (its usual name)
 from torch import Tensor
 
 from slidesparse.calibrate.finetune import attend
-from slidesparse.calibrate.inputs import HiddenStates, gather, place
+from slidesparse.calibrate.inputs import HiddenStates, choose_storage, gather_statistics
 from slidesparse.calibrate.models import HEAD, Block, fast_products
-from slidesparse.calibrate.pipeline import Position, counter, walk
+from slidesparse.calibrate.pipeline import Position, block_counter, walk
 from slidesparse.calibrate.resume import GAIN, ROTATION, WorkFolder, work_folder
 from slidesparse.calibrate.rotation import RotatedReader, Rotation
 from slidesparse.calibrate.task import Progress, Task
@@ -43,11 +43,11 @@ ROTATING = "rotating"  # the phase that progress is reported of
 STEPS, WARM_UP = 100, 5
 RATE = 0.012  # peak learning rate: radians a step in each plane of Q, for a hidden size of 512
 BETAS = (0.9, 0.95)
-LEAST_RATE = 0.05  # final learning rate, relative to the peak
+MIN_RATE = 0.05  # final learning rate, relative to the peak
 GRADIENT_TOKENS = 16384  # tokens whose gradients are computed; at least one batch
 GRADIENT_PIECE = 4096  # tokens of a backward pass
-LOGITS = 2**28  # logits computed at a time
-OUTPUTS = 4096  # evenly spaced outputs of a layer, or inputs of `down`, that costs are estimated from
+LOGITS_PER_CHUNK = 2**28  # logits computed at a time
+SAMPLED_OUTPUTS = 4096  # evenly spaced outputs of a layer, or inputs of `down`, that costs are estimated from
 
 
 @dataclass(frozen=True)
@@ -60,11 +60,11 @@ class Learned:
 
 
 def find_rotation(task: Task, reader: Reader, work: WorkFolder, progress: Progress | None = None) -> Learned:
-    """Return the rotation saved in ``work``, or `learn` one and save it there."""
+    """Return the rotation saved in ``work``, or learn one by `learn_rotation` and save it there."""
     kept, gain = work.read_tensors(ROTATION), work.read_json(GAIN)
     if kept is not None:
         return Learned(Rotation(kept["q"], kept["r"]), **gain)
-    found = learn(task, reader, work.folder, progress)
+    found = learn_rotation(task, reader, work.folder, progress)
     work.write_json(GAIN, {"before": found.before, "after": found.after})
     work.write_tensors(ROTATION, {"q": found.rotation.q, "r": found.rotation.r})
     return found
@@ -72,7 +72,7 @@ def find_rotation(task: Task, reader: Reader, work: WorkFolder, progress: Progre
 
 @torch.inference_mode(False)
 @torch.no_grad()
-def learn(task: Task, reader: Reader, folder: Path, progress: Progress | None = None) -> Learned:
+def learn_rotation(task: Task, reader: Reader, folder: Path, progress: Progress | None = None) -> Learned:
     """Learn the rotation for the layers and patterns of ``task``; hidden states may be spilled to ``folder``.
 
     The result is deterministic on the same machine.
@@ -82,10 +82,10 @@ def learn(task: Task, reader: Reader, folder: Path, progress: Progress | None = 
     r = hadamard(sizes.head_dim).to(task.device).expand(task.model.blocks, sizes.kv_heads, -1, -1)
     one = [torch.eye(x.shape[-1], dtype=x.dtype, device=x.device).expand_as(x) for x in (q, r)]
     try:
-        costs = _costs(task, RotatedReader(reader, task.model, task.device), folder, progress)
+        costs = _layer_costs(task, RotatedReader(reader, task.model, task.device), folder, progress)
         with fast_products(task.device):  # costs are estimates, and sums of millions of terms
-            before = _total(costs, *one)
-            q, r, after = _descend(costs, q, r, _third(2, progress))
+            before = _total_cost(costs, *one)
+            q, r, after = _minimize_cost(costs, q, r, _report_third(2, progress))
     except torch.OutOfMemoryError as error:
         raise CalibrationError(
             f"learning a rotation does not fit into the memory of {task.device} ({error}); use --rotate off"
@@ -99,7 +99,7 @@ def disk_bytes(task: Task, out: Path) -> int:
         return 0
     model = task.model
     states = 4 * min(task.samples.tokens, 2 * GRADIENT_TOKENS) * model.hidden * (model.blocks + 1)
-    spilled = states if place(states, task.device) == "disk" else 0
+    spilled = states if choose_storage(states, task.device) == "disk" else 0
     return spilled + 8 * (
         model.hidden**2 + model.blocks * model.sizes[0].kv_heads * model.sizes[0].head_dim ** 2
     )
@@ -120,7 +120,7 @@ def hadamard(size: int) -> Tensor:
     return found * signs
 
 
-def _third(number: int, progress: Progress | None) -> Progress | None:
+def _report_third(number: int, progress: Progress | None) -> Progress | None:
     """Return a progress that reports the ``number``-th of three parts of learning: forward, backward, descent."""
     if progress is None:
         return None
@@ -134,7 +134,7 @@ def _third(number: int, progress: Progress | None) -> Progress | None:
 Cost = Callable[[Tensor, Tensor], Tensor]
 
 
-def cheapest(scores: Tensor, length: int) -> Tensor:
+def sum_two_smallest(scores: Tensor, length: int) -> Tensor:
     """Return the sum of the two smallest ``scores`` [..., K] of each whole block of ``length`` columns."""
     blocks = scores[..., : scores.shape[-1] // length * length].unflatten(-1, (-1, length))
     at = blocks.detach().argmin(-1, keepdim=True)
@@ -142,55 +142,58 @@ def cheapest(scores: Tensor, length: int) -> Tensor:
     return found
 
 
-def _diagonal(a: Tensor, q: Tensor) -> Tensor:
+def _rotated_diagonal(a: Tensor, q: Tensor) -> Tensor:
     """Return diag(q^T a q) for matrices [..., K, K]."""
     found: Tensor = ((a @ q) * q).sum(-2)
     return found
 
 
-def _reads(w: Tensor, g: Tensor, inverse: Tensor, length: int) -> Cost:
+def _reader_cost(w: Tensor, g: Tensor, inverse: Tensor, length: int) -> Cost:
     """Return the cost of a layer [N, hidden] that reads the residual stream; g is [N], H^-1 [hidden, hidden]."""
-    step = -(-len(w) // OUTPUTS)
+    step = -(-len(w) // SAMPLED_OUTPUTS)
     w, g = w[::step].clone(), g[::step] * (len(w) / len(w[::step]))
 
     def cost(q: Tensor, _: Tensor) -> Tensor:
-        return cheapest((w @ q).square() * g[:, None] / _diagonal(inverse, q), length)
+        return sum_two_smallest((w @ q).square() * g[:, None] / _rotated_diagonal(inverse, q), length)
 
     return cost
 
 
-def _values(w: Tensor, g: Tensor, inverse: Tensor, length: int) -> Cost:
+def _value_cost(w: Tensor, g: Tensor, inverse: Tensor, length: int) -> Cost:
     """Return the cost of v_proj [kv heads, head_dim, hidden]; g is [kv heads, head_dim, head_dim]."""
 
     def cost(q: Tensor, r: Tensor) -> Tensor:
         rotated = r.mT @ (w @ q)
-        return cheapest(rotated.square() * _diagonal(g, r)[..., None] / _diagonal(inverse, q), length)
+        scores = rotated.square() * _rotated_diagonal(g, r)[..., None] / _rotated_diagonal(inverse, q)
+        return sum_two_smallest(scores, length)
 
     return cost
 
 
-def _attended(w: Tensor, g: Tensor, inverse: Tensor, length: int, share: int) -> Cost:
+def _attention_output_cost(w: Tensor, g: Tensor, inverse: Tensor, length: int, share: int) -> Cost:
     """Return the cost of o_proj [hidden, heads, head_dim]; g is [hidden, hidden], H^-1 [heads, head_dim, head_dim]."""
 
     def cost(q: Tensor, r: Tensor) -> Tensor:
         r = r.repeat_interleave(share, 0)
         rotated = torch.einsum("nha,hab->nhb", (q.mT @ w.flatten(1)).view_as(w), r)
-        scores = rotated.square() * _diagonal(g, q)[:, None, None] / _diagonal(inverse, r)
-        return cheapest(scores.flatten(1), length)
+        scores = rotated.square() * _rotated_diagonal(g, q)[:, None, None] / _rotated_diagonal(inverse, r)
+        return sum_two_smallest(scores.flatten(1), length)
 
     return cost
 
 
-def _adds(w: Tensor, g: Tensor, inverse: Tensor, length: int) -> Cost:
+def _writer_cost(w: Tensor, g: Tensor, inverse: Tensor, length: int) -> Cost:
     """Return the cost of a layer [hidden, K] that adds to the residual stream; g is [hidden, hidden], H^-1 [K]."""
     whole = w.shape[1] // length
-    step = -(-whole * length // OUTPUTS)
+    step = -(-whole * length // SAMPLED_OUTPUTS)
     w = w[:, : whole * length].unflatten(1, (whole, length))[:, ::step].flatten(1)
     inverse = inverse[: whole * length].view(whole, length)[::step].flatten()
     scale = whole * length / len(inverse)
 
     def cost(q: Tensor, _: Tensor) -> Tensor:
-        return scale * cheapest((q.mT @ w).square() * _diagonal(g, q)[:, None] / inverse, length)
+        return scale * sum_two_smallest(
+            (q.mT @ w).square() * _rotated_diagonal(g, q)[:, None] / inverse, length
+        )
 
     return cost
 
@@ -198,34 +201,34 @@ def _adds(w: Tensor, g: Tensor, inverse: Tensor, length: int) -> Cost:
 # The statistics that costs are computed from
 
 
-def _costs(task: Task, reader: Reader, folder: Path, progress: Progress | None) -> list[list[Cost]]:
+def _layer_costs(task: Task, reader: Reader, folder: Path, progress: Progress | None) -> list[list[Cost]]:
     """Run the dense model of ``reader`` forward and backward, and return the costs of the layers of each block."""
-    report = counter(task, ROTATING, _third(0, progress))
+    report = block_counter(task, ROTATING, _report_third(0, progress))
     inverses: list[dict[int, Tensor]] = []
     states: HiddenStates | None = None
     try:
         with walk(task, reader, folder, 1, to_the_end=True) as positions:
             for at in positions:
-                batches = _chosen(at.inputs.states.shapes)
+                batches = _count_gradient_batches(at.inputs.states.shapes)
                 if states is None:
                     shapes = [at.inputs.states.shapes[i] for i in range(batches)] * (task.model.blocks + 1)
                     states = HiddenStates(shapes, task.device, folder)
                 for i in range(batches):
                     states[at.number * batches + i] = at.inputs.states[i]
-                inverses.append(_inverses(at))
+                inverses.append(_inverse_hessians(at))
                 at.inputs.advance()
                 report(at.number)
             assert states
             for i in range(batches):
                 states[task.model.blocks * batches + i] = at.inputs.states[i]
             ids = at.ids[:batches]
-        return _back(task, reader, states, ids, inverses, progress)
+        return _backward_costs(task, reader, states, ids, inverses, progress)
     finally:
         if states:
             states.close()
 
 
-def _chosen(shapes: list[torch.Size]) -> int:
+def _count_gradient_batches(shapes: list[torch.Size]) -> int:
     """Return the number of batches, from the first, that together have GRADIENT_TOKENS tokens."""
     count = tokens = 0
     for shape in shapes:
@@ -235,13 +238,13 @@ def _chosen(shapes: list[torch.Size]) -> int:
     return count
 
 
-def _inverses(at: Position) -> dict[int, Tensor]:
+def _inverse_hessians(at: Position) -> dict[int, Tensor]:
     """Return the parts of H^-1 that `_block_costs` needs, in float32, for each stage with layers to prune."""
     sizes, found = at.block.sizes, {}
     for stage in range(len(at.block.stages)):
-        if not at.to_prune(stage):
+        if not at.weights_to_prune(stage):
             continue
-        hessian, _ = gather(at.inputs, stage)
+        hessian, _ = gather_statistics(at.inputs, stage)
         upper = factor(hessian.matrix, damping_for(len(hessian.matrix), hessian.tokens))
         upper *= math.sqrt(hessian.tokens)
         if stage in (0, 2):
@@ -254,7 +257,7 @@ def _inverses(at: Position) -> dict[int, Tensor]:
     return found
 
 
-def _back(
+def _backward_costs(
     task: Task,
     reader: Reader,
     states: HiddenStates,
@@ -263,8 +266,8 @@ def _back(
     progress: Progress | None,
 ) -> list[list[Cost]]:
     """Propagate the gradient of the loss back through the blocks, and return the costs of their layers."""
-    report = counter(task, ROTATING, _third(1, progress))
-    gradients = _at_the_end(task, reader, states, ids)
+    report = block_counter(task, ROTATING, _report_third(1, progress))
+    gradients = _output_gradients(task, reader, states, ids)
     tokens, batches = sum(x.shape[:-1].numel() for x in gradients), len(ids)
     costs: list[list[Cost]] = []
     for number in reversed(range(task.model.blocks)):
@@ -274,20 +277,22 @@ def _back(
         for i in range(batches):
             size = max(1, GRADIENT_PIECE // ids[i].shape[1])
             pairs = zip(states[number * batches + i].split(size), gradients[i].split(size), strict=True)
-            gradients[i] = torch.cat([sums.through(x, gradient) for x, gradient in pairs])
+            gradients[i] = torch.cat([sums.backpropagate(x, gradient) for x, gradient in pairs])
         means = {name: found / tokens for name, found in sums.found.items()}
         costs.append(_block_costs(task, number, block, means, inverses[number]))
         report(number)
     return costs[::-1]
 
 
-def _at_the_end(task: Task, reader: Reader, states: HiddenStates, ids: Sequence[Tensor]) -> list[Tensor]:
+def _output_gradients(
+    task: Task, reader: Reader, states: HiddenStates, ids: Sequence[Tensor]
+) -> list[Tensor]:
     """Return the gradient of the summed loss, in nats, with respect to the last block's output, batch by batch."""
     vocabulary, logits_of = task.model.checkpoint.require(HEAD).rows, task.model.logits(reader, task.device)
     found = []
     for i, batch in enumerate(ids):
         x = states[task.model.blocks * len(ids) + i]
-        size = max(1, LOGITS // (vocabulary * batch.shape[1]))
+        size = max(1, LOGITS_PER_CHUNK // (vocabulary * batch.shape[1]))
         pieces = []
         for part, tokens in zip(x.split(size), batch.to(task.device).split(size), strict=True):
             with torch.enable_grad():
@@ -311,10 +316,10 @@ class _GradientSums:
         self._outputs: dict[str, Tensor] = {}
         self.found: dict[str, Tensor] = {}
 
-    def through(self, x: Tensor, gradient: Tensor) -> Tensor:
+    def backpropagate(self, x: Tensor, gradient: Tensor) -> Tensor:
         """Add tokens ``x`` [batch, tokens, hidden], given the gradient to the block's output; return that to ``x``."""
         with torch.enable_grad(), fast_products(x.device):
-            self._block.wrote = self._keep
+            self._block.wrote = self._record_output
             x = x.detach().requires_grad_()
             out = self._block.output(x)
             self._block.wrote = None
@@ -333,7 +338,7 @@ class _GradientSums:
             self.found[name] = self.found[name] + made if name in self.found else made
         return mine
 
-    def _keep(self, name: str, out: Tensor) -> Tensor:
+    def _record_output(self, name: str, out: Tensor) -> Tensor:
         self._outputs[name] = out
         return out
 
@@ -350,32 +355,34 @@ def _block_costs(
             if pattern is None or pattern.length is None or w.shape[1] < pattern.length:
                 continue
             if name.endswith("v_proj"):
-                found.append(_values(w.unflatten(0, (sizes.kv_heads, -1)), g, inverse, pattern.length))
+                found.append(_value_cost(w.unflatten(0, (sizes.kv_heads, -1)), g, inverse, pattern.length))
             elif name.endswith("o_proj"):
                 w = w.unflatten(1, (sizes.heads, -1))
-                found.append(_attended(w, g, inverse, pattern.length, sizes.heads // sizes.kv_heads))
+                found.append(
+                    _attention_output_cost(w, g, inverse, pattern.length, sizes.heads // sizes.kv_heads)
+                )
             elif name.endswith("down_proj"):
-                found.append(_adds(w, g, inverse, pattern.length))
+                found.append(_writer_cost(w, g, inverse, pattern.length))
             else:
-                found.append(_reads(w, g, inverse, pattern.length))
+                found.append(_reader_cost(w, g, inverse, pattern.length))
     return found
 
 
 # Optimization
 
 
-def _total(costs: list[list[Cost]], q: Tensor, r: Tensor) -> float:
+def _total_cost(costs: list[list[Cost]], q: Tensor, r: Tensor) -> float:
     """Return half the sum of all costs."""
     q, r = q.float(), r.float()
     return 0.5 * sum(float(cost(q, r[i])) for i, of_block in enumerate(costs) for cost in of_block)
 
 
-def _descend(
+def _minimize_cost(
     costs: list[list[Cost]], q: Tensor, r: Tensor, progress: Progress | None = None
 ) -> tuple[Tensor, Tensor, float]:
     """Minimize the cost in STEPS steps, starting from ``q`` and ``r``; return the best matrices and their cost."""
     adams = _Adam(q, RATE * math.sqrt(512 / len(q))), _Adam(r, 2 * RATE * math.sqrt(512 / len(q)))
-    best = q, r, _total(costs, q, r)
+    best = q, r, _total_cost(costs, q, r)
     for step in range(STEPS):
         floats = adams[0].x.float().requires_grad_(), adams[1].x.float().requires_grad_()
         total = 0.0
@@ -387,13 +394,13 @@ def _descend(
                 total += 0.5 * float(found.detach())
         if total < best[2]:
             best = adams[0].x, adams[1].x, total
-        falling = LEAST_RATE + (1 - LEAST_RATE) * 0.5 * (1 + math.cos(math.pi * step / STEPS))
+        falling = MIN_RATE + (1 - MIN_RATE) * 0.5 * (1 + math.cos(math.pi * step / STEPS))
         for adam, x in zip(adams, floats, strict=True):
             if x.grad is not None:
                 adam.step(x.grad, min(1.0, (step + 1) / WARM_UP) * falling)
         if progress:
             progress(ROTATING, step + 1, STEPS)
-    last = _total(costs, adams[0].x, adams[1].x)
+    last = _total_cost(costs, adams[0].x, adams[1].x)
     return (adams[0].x, adams[1].x, last) if last < best[2] else best
 
 

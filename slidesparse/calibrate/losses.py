@@ -20,10 +20,10 @@ import torch
 import torch.nn.functional as F  # noqa: N812  (its usual name)
 from torch import Tensor
 
-from slidesparse.calibrate.finetune import Rounded
-from slidesparse.calibrate.inputs import gather, host_memory
+from slidesparse.calibrate.finetune import InputRounder
+from slidesparse.calibrate.inputs import gather_statistics, host_memory
 from slidesparse.calibrate.models import CAUSAL, Block, fast_products
-from slidesparse.calibrate.pipeline import Position, counter, quantize_skipped, restore, walk
+from slidesparse.calibrate.pipeline import Position, block_counter, quantize_skipped, restore_block, walk
 from slidesparse.calibrate.resume import WorkFolder
 from slidesparse.calibrate.task import Progress, Task
 from slidesparse.checkpoint.architectures import WEIGHT, architecture_of
@@ -33,9 +33,9 @@ from slidesparse.pattern import SlidePattern
 from slidesparse.quantize import NAMES, dequantize_rows, quantize_rows
 
 LOSS_TOKENS = {"cpu": 4096, "cuda": 16384}  # tokens to measure a layer's loss on; at least one batch
-LOGITS = 2**25  # logits computed at a time
-KEPT_PART = 2  # cached blocks may take 1 / KEPT_PART of a GPU's free memory
-KEPT_OF_HOST = 4  # or 1 / KEPT_OF_HOST of host memory
+LOGITS_PER_CHUNK = 2**25  # logits computed at a time
+CACHE_DEVICE_PART = 2  # cached blocks may take 1 / CACHE_DEVICE_PART of a GPU's free memory
+CACHE_HOST_PART = 4  # or 1 / CACHE_HOST_PART of host memory
 POOLING = "1_Pooling/config.json"  # of sentence-transformers
 FIRST_TOKEN = "pooling_mode_cls_token"
 
@@ -74,11 +74,11 @@ def layer_losses(
     if {layer for unit in found for layer in unit} == set(task.layers):
         return found
     judge = Judge(task, reader)
-    blocks = _Blocks(task, reader)
-    report = counter(task, "measuring", progress)
+    blocks = _BlockCache(task, reader)
+    report = block_counter(task, "measuring", progress)
     with walk(task, reader, folder, 1) as positions:
         for at in positions:
-            wanted = [_unit(at, stage) for stage in range(len(at.block.stages))]
+            wanted = [_stage_unit(at, stage) for stage in range(len(at.block.stages))]
             if not all(unit in found for unit in wanted if unit):
                 found |= _measure(at, patterns, judge, blocks)
                 kept.write_json(name, [[list(unit), losses] for unit, losses in found.items()])
@@ -87,25 +87,25 @@ def layer_losses(
     return found
 
 
-def _unit(at: Position, stage: int) -> Unit:
-    return tuple(at.full(name) for name in at.to_prune(stage))
+def _stage_unit(at: Position, stage: int) -> Unit:
+    return tuple(at.full_name(name) for name in at.weights_to_prune(stage))
 
 
-def _measure(at: Position, patterns: Sequence[SlidePattern], judge: Judge, blocks: _Blocks) -> Losses:
+def _measure(at: Position, patterns: Sequence[SlidePattern], judge: Judge, blocks: _BlockCache) -> Losses:
     """Return the losses of the units of a block."""
     options: dict[tuple[Unit, str], dict[str, Tensor]] = {((), ""): {}}  # the first is the dense model
     for stage in range(len(at.block.stages)):
-        if not (weights := at.to_prune(stage)):
+        if not (weights := at.weights_to_prune(stage)):
             continue
-        hessian, _ = gather(at.inputs, stage)
+        hessian, _ = gather_statistics(at.inputs, stage)
         prune = at.task.pruner.calibrated(hessian.matrix, hessian.tokens, 0, at.task.ternary)
         stacked, sizes = torch.cat([*weights.values()]), [len(w) for w in weights.values()]
         for pattern in patterns:
             parts = prune(stacked, pattern, None).split(sizes)
-            options[_unit(at, stage), pattern.ratio] = {
+            options[_stage_unit(at, stage), pattern.ratio] = {
                 name + WEIGHT: w for name, w in zip(weights, parts, strict=True)
             }
-    chosen = _chosen(at)
+    chosen = _loss_batches(at)
     states: dict[tuple[Unit, str], list[Tensor]] = {}
     with fast_products(at.task.device):
         for option, changed in options.items():
@@ -132,23 +132,23 @@ def _measure(at: Position, patterns: Sequence[SlidePattern], judge: Judge, block
     return found
 
 
-def _chosen(at: Position) -> list[int]:
+def _loss_batches(at: Position) -> list[int]:
     """Return evenly spaced batches with about LOSS_TOKENS tokens; batches are sorted by sequence length."""
     tokens = sum(ids.numel() for ids in at.ids)
     step = -(-tokens // LOSS_TOKENS[at.task.device.type])
     return list(range(0, len(at.ids), step))
 
 
-class _Blocks:
+class _BlockCache:
     """Loads blocks of the dense model, and caches as many as fit."""
 
     def __init__(self, task: Task, reader: Reader) -> None:
         self._task, self._reader = task, reader
         self._kept: dict[int, Block] = {}
         if task.device.type == "cuda":
-            self._room = torch.cuda.mem_get_info(task.device)[0] // KEPT_PART
+            self._free_bytes = torch.cuda.mem_get_info(task.device)[0] // CACHE_DEVICE_PART
         else:
-            self._room = host_memory() // KEPT_OF_HOST
+            self._free_bytes = host_memory() // CACHE_HOST_PART
 
     def load(self, number: int) -> Block:
         """Return a block."""
@@ -156,15 +156,15 @@ class _Blocks:
             return self._kept[number]
         block = self._task.model.load(self._reader, number, self._task.device)
         size = sum(w.nbytes for w in block.weights.values())
-        if size <= self._room:
-            self._room -= size
+        if size <= self._free_bytes:
+            self._free_bytes -= size
             self._kept[number] = block
         return block
 
     def drop(self, number: int) -> None:
         """Remove a block from the cache."""
         if (block := self._kept.pop(number, None)) is not None:
-            self._room += sum(w.nbytes for w in block.weights.values())
+            self._free_bytes += sum(w.nbytes for w in block.weights.values())
 
 
 class Judge:
@@ -186,7 +186,7 @@ class Judge:
             whole = self._pool(dense)
             return [float((1 - F.cosine_similarity(whole, self._pool(x))).sum()) for x in others]
         totals = [0.0] * len(others)
-        size = max(1, LOGITS // self._vocabulary)
+        size = max(1, LOGITS_PER_CHUNK // self._vocabulary)
         for pieces in zip(*(x.flatten(0, 1).split(size) for x in (dense, *others)), strict=True):
             wanted = self._logits(pieces[0]).log_softmax(-1)
             for number, piece in enumerate(pieces[1:]):
@@ -205,7 +205,7 @@ class Judge:
         assert self._logits
         total = 0.0
         rows, wanted = x[:, :-1].flatten(0, 1), ids[:, 1:].flatten().to(x.device)
-        size = max(1, LOGITS // self._vocabulary)
+        size = max(1, LOGITS_PER_CHUNK // self._vocabulary)
         for piece, tokens in zip(rows.split(size), wanted.split(size), strict=True):
             total += float(F.cross_entropy(self._logits(piece), tokens, reduction="sum").double())
         return total / len(wanted) * self.count(x)
@@ -228,19 +228,21 @@ def whole_loss(task: Task, reader: Reader, work: WorkFolder, progress: Progress 
     assert task.held_back
     held = replace(task, samples=task.held_back)
     dtype, judge, total, count = NAMES[task.quant], Judge(task, reader), 0.0, 0
-    report = counter(task, "judging", progress)
+    report = block_counter(task, "judging", progress)
     with walk(held, reader, work.folder, 2, to_the_end=True) as positions:
         for at in positions:
             assert at.dense
-            quantized = [n for n in at.names if at.full(n) in task.layers or at.full(n) in task.skipped]
+            quantized = [
+                n for n in at.names if at.full_name(n) in task.layers or at.full_name(n) in task.skipped
+            ]
             for inputs in (at.inputs, at.dense):
-                inputs.block.read = Rounded(dtype, quantized)
+                inputs.block.read = InputRounder(dtype, quantized)
             for name in quantized:
                 w = at.dense.block.weights[name + WEIGHT]
                 at.dense.block.weights[name + WEIGHT] = dequantize_rows(*quantize_rows(w, dtype))
             quantize_skipped(at)
             if work.has(at.number):
-                restore(at, work)
+                restore_block(at, work)
             report(at.number)
         pruned, dense = at.inputs, at.dense
         assert dense

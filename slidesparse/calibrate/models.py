@@ -49,9 +49,9 @@ SEPARATE: Stages = (
 FUSED: Stages = (("self_attn.qkv_proj",), ("self_attn.o_proj",), ("mlp.gate_up_proj",), ("mlp.down_proj",))
 
 # The norms before and after attention, and before and after the MLP; "" for none
-BEFORE = ("input_layernorm", "", "post_attention_layernorm", "")
-AFTER = ("", "post_attention_layernorm", "", "post_feedforward_layernorm")
-AROUND = (BEFORE[0], AFTER[1], "pre_feedforward_layernorm", AFTER[3])
+PRE_NORMS = ("input_layernorm", "", "post_attention_layernorm", "")
+POST_NORMS = ("", "post_attention_layernorm", "", "post_feedforward_layernorm")
+PRE_AND_POST_NORMS = (PRE_NORMS[0], POST_NORMS[1], "pre_feedforward_layernorm", POST_NORMS[3])
 HEAD = "lm_head.weight"  # unless it is tied to the embedding
 QUERY_KEY_NORMS = ("self_attn.q_norm", "self_attn.k_norm")
 
@@ -61,7 +61,7 @@ class Decoder:
     """The properties of a decoder architecture."""
 
     stages: Stages = SEPARATE
-    norms: tuple[str, str, str, str] = BEFORE
+    norms: tuple[str, str, str, str] = PRE_NORMS
     sub_norms: tuple[str, str] = ("", "")  # before o_proj and before down_proj
     query_key_norms: bool = False  # per head or over all heads, as the width of the weight tells
     norm_offset: float = 0.0  # added to the weights of norms
@@ -78,13 +78,13 @@ DECODERS: Mapping[str, Decoder] = {
     "Qwen2": Decoder(defaults=_QWEN),
     "Qwen3": Decoder(query_key_norms=True, defaults={**_QWEN, "head_dim": 128}),
     "Gemma2": Decoder(
-        norms=AROUND,
+        norms=PRE_AND_POST_NORMS,
         norm_offset=1.0,
         embeddings_by_width=True,
         defaults={**_GEMMA, "attn_logit_softcapping": 50.0, "sliding_window_pattern": 2},
     ),
     "Gemma3": Decoder(
-        norms=AROUND,
+        norms=PRE_AND_POST_NORMS,
         query_key_norms=True,
         norm_offset=1.0,
         embeddings_by_width=True,
@@ -96,7 +96,7 @@ DECODERS: Mapping[str, Decoder] = {
         sub_norms=("self_attn.attn_sub_norm", "mlp.ffn_sub_norm"),
         defaults={"hidden_act": "relu2", "rms_norm_eps": 1e-5, "rope_theta": 500000.0},
     ),
-    "Olmo2": Decoder(norms=AFTER, query_key_norms=True, defaults={"rms_norm_eps": 1e-5}),
+    "Olmo2": Decoder(norms=POST_NORMS, query_key_norms=True, defaults={"rms_norm_eps": 1e-5}),
 }
 ENCODERS = ("Bert", "Roberta", "XLMRoberta")
 CAUSAL = "ForCausalLM"
@@ -193,7 +193,7 @@ class LayeredModel:
     def load(self, reader: Reader, number: int, device: torch.device) -> Block:
         """Read a block, its tensors in float32 on ``device``."""
         prefix, sizes = self.prefix(number), self.sizes[number]
-        norms = [prefix + name for name in (norms_of(sizes.decoder) if self.is_decoder else ())]
+        norms = [prefix + name for name in (norm_names(sizes.decoder) if self.is_decoder else ())]
         for layer in (*self.linears(number), *norms):
             self.checkpoint.require(layer + WEIGHT)
         names = [name for name in self.checkpoint.tensors if name.startswith(prefix)]
@@ -208,7 +208,7 @@ class LayeredModel:
         """Return a function that embeds ids [batch, tokens] from ``samples`` as float32 [batch, tokens, hidden]."""
         name = f"{self.root}{'embed_tokens' if self.is_decoder else 'embeddings.word_embeddings'}.weight"
         used = torch.cat([sample.reshape(-1) for sample in samples]).unique()
-        table = _rows(self.checkpoint, reader, name, used).to(device)
+        table = _read_embedding_rows(self.checkpoint, reader, name, used).to(device)
         words = used.to(device)
         # The factor is rounded to the dtype of the weights, as in training and serving
         factor = float(torch.tensor(self.embedding_factor, dtype=table.dtype))
@@ -300,7 +300,7 @@ class Block(ABC):
         out: Tensor = F.linear(x, self.weights[f"{name}.weight"], self.weights.get(f"{name}.bias"))
         return self.wrote(name, out) if self.wrote else out
 
-    def heads_of(self, x: Tensor, count: int) -> Tensor:
+    def split_heads(self, x: Tensor, count: int) -> Tensor:
         """Split [batch, tokens, count * head_dim] into heads, [batch, count, tokens, head_dim]."""
         heads: Tensor = x.unflatten(-1, (count, self.sizes.head_dim))
         return heads.transpose(1, 2)
@@ -323,12 +323,12 @@ class DecoderBlock(Block):
         x = x + self._norm(after_attention, self.linear("self_attn.o_proj", h)) * self.sizes.residual
         h = self._norm(before_mlp, x)
         yield h
-        h = self._norm(sub_norms[1], self._gated(h))
+        h = self._norm(sub_norms[1], self._gated_activation(h))
         yield h
         yield x + self._norm(after_mlp, self.linear("mlp.down_proj", h)) * self.sizes.residual
 
-    def _gated(self, h: Tensor) -> Tensor:
-        gate, up = self._parts(2, h, (1, 1))
+    def _gated_activation(self, h: Tensor) -> Tensor:
+        gate, up = self._project(2, h, (1, 1))
         return self.sizes.activation(gate) * up
 
     def _norm(self, name: str, x: Tensor) -> Tensor:
@@ -338,7 +338,7 @@ class DecoderBlock(Block):
         weight = self.weights[f"{name}.weight"] + self.sizes.decoder.norm_offset
         return rms_norm(x.unflatten(-1, (-1, len(weight))), weight, self.sizes.eps).flatten(-2)
 
-    def _parts(self, stage: int, x: Tensor, shares: tuple[int, ...]) -> Sequence[Tensor]:
+    def _project(self, stage: int, x: Tensor, shares: tuple[int, ...]) -> Sequence[Tensor]:
         """Run the layers of a stage on x; the output of a single fused layer is split by ``shares``."""
         found = [self.linear(name, x) for name in self.stages[stage]]
         if len(found) == len(shares):
@@ -349,20 +349,20 @@ class DecoderBlock(Block):
 
     def _attention(self, h: Tensor) -> Tensor:
         sizes = self.sizes
-        q, k, v = self._parts(0, h, (sizes.heads, sizes.kv_heads, sizes.kv_heads))
+        q, k, v = self._project(0, h, (sizes.heads, sizes.kv_heads, sizes.kv_heads))
         if sizes.decoder.query_key_norms:
             q, k = (self._norm(name, x) for name, x in zip(QUERY_KEY_NORMS, (q, k), strict=True))
-        q = self.heads_of(q, sizes.heads)
-        k, v = (self.heads_of(x, sizes.kv_heads) for x in (k, v))
+        q = self.split_heads(q, sizes.heads)
+        k, v = (self.split_heads(x, sizes.kv_heads) for x in (k, v))
         assert sizes.rotary is not None
-        cos, sin = rotary(h.shape[1], sizes.rotary.frequencies.to(h.device))
-        q, k = (rotate(x, cos * sizes.rotary.factor, sin * sizes.rotary.factor) for x in (q, k))
+        cos, sin = rotary_cos_sin(h.shape[1], sizes.rotary.frequencies.to(h.device))
+        q, k = (apply_rotary(x, cos * sizes.rotary.factor, sin * sizes.rotary.factor) for x in (q, k))
         share = sizes.heads // sizes.kv_heads
         k, v = (t.repeat_interleave(share, dim=1) for t in (k, v))
         return self.attend(q, k, v, sizes.scores).transpose(1, 2).flatten(2)
 
 
-def norms_of(decoder: Decoder) -> list[str]:
+def norm_names(decoder: Decoder) -> list[str]:
     """Return the names of the norms of a block."""
     of_heads = QUERY_KEY_NORMS if decoder.query_key_norms else ()
     return [name for name in (*decoder.norms, *decoder.sub_norms, *of_heads) if name]
@@ -389,7 +389,7 @@ class EncoderBlock(Block):
         yield self._norm("output", self.linear("output.dense", inner) + h)
 
     def _attention(self, x: Tensor) -> Tensor:
-        q, k, v = (self.heads_of(self.linear(name, x), self.sizes.heads) for name in self.stages[0])
+        q, k, v = (self.split_heads(self.linear(name, x), self.sizes.heads) for name in self.stages[0])
         return self.attend(q, k, v, self.sizes.scores).transpose(1, 2).flatten(2)
 
     def _norm(self, name: str, x: Tensor) -> Tensor:
@@ -418,14 +418,14 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return weight * (x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps))
 
 
-def rotary(tokens: int, frequencies: Tensor) -> tuple[Tensor, Tensor]:
+def rotary_cos_sin(tokens: int, frequencies: Tensor) -> tuple[Tensor, Tensor]:
     """Return cosine and sine [tokens, channels] of position times frequency, with two equal halves."""
     positions = torch.arange(tokens, dtype=torch.float32, device=frequencies.device)
     angles = torch.outer(positions, frequencies).repeat(1, 2)
     return angles.cos(), angles.sin()
 
 
-def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+def apply_rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Rotate the pairs (x[i], x[i + channels / 2]) of the first channels of [batch, heads, tokens, head_dim]."""
     x, rest = x.tensor_split([cos.shape[-1]], dim=-1)
     left, right = x.chunk(2, dim=-1)
@@ -452,7 +452,7 @@ def open_model(checkpoint: Checkpoint) -> LayeredModel:
     Raises CalibrationError for one that is not supported, CheckpointError for one without its sizes.
     """
     config = checkpoint.config
-    kind = _kind(config)
+    kind = _architecture_kind(config)
     decoder = DECODERS.get(kind, Decoder())
     config = {**decoder.defaults, **config}
     heads, hidden = size_of(config, "num_attention_heads"), size_of(config, "hidden_size")
@@ -464,9 +464,9 @@ def open_model(checkpoint: Checkpoint) -> LayeredModel:
         factor = (
             hidden**0.5 if decoder.embeddings_by_width else float(config.get("embedding_multiplier", 1.0))
         )
-        slides = _slides(config, blocks)
-        ropes = {each: _rope(config, each) for each in set(slides)}
-        rotaries = {each: _rotary(rope, head_dim) for each, rope in ropes.items()}
+        slides = _sliding_blocks(config, blocks)
+        ropes = {each: _rope_parameters(config, each) for each in set(slides)}
+        rotaries = {each: _make_rotary(rope, head_dim) for each, rope in ropes.items()}
         trained = [
             r["original_max_position_embeddings"] for r in ropes.values() if r["rope_type"] == "longrope"
         ]
@@ -493,7 +493,9 @@ def open_model(checkpoint: Checkpoint) -> LayeredModel:
         root = next((r for r in roots if f"{r}embeddings.word_embeddings.weight" in checkpoint.tensors), "")
         longest -= _first_position(config, kind)
         if config.get("position_embedding_type", "absolute") != "absolute":
-            raise _not_run(f"position embeddings of type {config['position_embedding_type']!r}", "absolute")
+            raise _unsupported_config(
+                f"position embeddings of type {config['position_embedding_type']!r}", "absolute"
+            )
         eps, scores = float(config.get("layer_norm_eps", 1e-12)), Scores(head_dim**-0.5, causal=False)
         sizes = (BlockSizes(heads, heads, head_dim, eps, _activation(config), scores),) * blocks
     return LayeredModel(checkpoint, kind, root, sizes, hidden, vocabulary, longest, factor)
@@ -504,23 +506,23 @@ def _first_position(config: Config, kind: str) -> int:
     return 0 if kind == "Bert" else int(config.get("pad_token_id") or 0) + 1
 
 
-def _rows(checkpoint: Checkpoint, reader: Reader, name: str, wanted: Tensor) -> Tensor:
-    """Read the sorted rows ``wanted`` of an embedding, a chunk at a time."""
+def _read_embedding_rows(checkpoint: Checkpoint, reader: Reader, name: str, ids: Tensor) -> Tensor:
+    """Read the sorted rows ``ids`` of an embedding, a chunk at a time."""
     spec = checkpoint.require(name)
-    if len(wanted) and not 0 <= int(wanted[0]) <= int(wanted[-1]) < spec.rows:
+    if len(ids) and not 0 <= int(ids[0]) <= int(ids[-1]) < spec.rows:
         raise CalibrationError(
-            f"the calibration ids run from {int(wanted[0])} to {int(wanted[-1])}, but {name} has {spec.rows} rows; "
+            f"the calibration ids run from {int(ids[0])} to {int(ids[-1])}, but {name} has {spec.rows} rows; "
             "they were made with another tokenizer"
         )
-    table = torch.empty(len(wanted), spec.columns, dtype=DTYPES[spec.dtype])
+    table = torch.empty(len(ids), spec.columns, dtype=DTYPES[spec.dtype])
     for rows in spec.chunks():
-        first, last = torch.searchsorted(wanted, torch.tensor([rows.start, rows.stop])).tolist()
+        first, last = torch.searchsorted(ids, torch.tensor([rows.start, rows.stop])).tolist()
         if first < last:
-            table[first:last] = reader.rows(name, rows)[wanted[first:last] - rows.start]
+            table[first:last] = reader.rows(name, rows)[ids[first:last] - rows.start]
     return table
 
 
-def _kind(config: Config) -> str:
+def _architecture_kind(config: Config) -> str:
     named = architecture_of(config) or ""
     for head in _HEADS:
         if named.endswith(head) and named.removesuffix(head) in (*DECODERS, *ENCODERS):
@@ -531,7 +533,7 @@ def _kind(config: Config) -> str:
     )
 
 
-def _not_run(found: str, allowed: str) -> CalibrationError:
+def _unsupported_config(found: str, allowed: str) -> CalibrationError:
     return CalibrationError(
         f"config.json asks for {found}, which calibration cannot run (it can: {allowed}); "
         "without --calib, --method magnitude can prune the model"
@@ -541,25 +543,27 @@ def _not_run(found: str, allowed: str) -> CalibrationError:
 def _activation(config: Config) -> Callable[[Tensor], Tensor]:
     named = config.get("hidden_activation") or config.get("hidden_act", "silu")
     if named not in ACTIVATIONS:
-        raise _not_run(f"the activation {named!r}", ", ".join(ACTIVATIONS))
+        raise _unsupported_config(f"the activation {named!r}", ", ".join(ACTIVATIONS))
     return ACTIVATIONS[named]
 
 
-def _slides(config: Config, blocks: int) -> list[bool]:
+def _sliding_blocks(config: Config, blocks: int) -> list[bool]:
     """Return whether the attention of each block has a sliding window."""
     if config.get("use_bidirectional_attention"):
-        raise _not_run("bidirectional attention", "causal attention")
+        raise _unsupported_config("bidirectional attention", "causal attention")
     types, every = config.get("layer_types"), config.get("sliding_window_pattern")
     if types is not None:
         if len(types) != blocks or not set(types) <= set(LAYER_TYPES):
-            raise _not_run(f"the layer_types {types}", f"{', '.join(LAYER_TYPES)}, {blocks} in all")
+            raise _unsupported_config(
+                f"the layer_types {types}", f"{', '.join(LAYER_TYPES)}, {blocks} in all"
+            )
         return [each == LAYER_TYPES[0] for each in types]
     if every is not None:
         return [number % every != 0 for number in range(1, blocks + 1)]
     return [number >= config.get("max_window_layers", 0) for number in range(blocks)]
 
 
-def _rope(config: Config, slides: bool) -> Config:
+def _rope_parameters(config: Config, slides: bool) -> Config:
     """Return the rotary parameters of blocks with a sliding window, or of those without.
 
     They are in rope_parameters, common or by layer type, or in rope_scaling and at the top level.
@@ -573,11 +577,11 @@ def _rope(config: Config, slides: bool) -> Config:
     return {**beside, **found, "rope_type": found.get("rope_type") or found.get("type") or "default"}
 
 
-def _rotary(rope: Config, head_dim: int) -> Rotary:
-    """Return the rotary embeddings for parameters from `_rope`."""
+def _make_rotary(rope: Config, head_dim: int) -> Rotary:
+    """Return the rotary embeddings for parameters from `_rope_parameters`."""
     kind = rope["rope_type"]
     if kind not in ROPES:
-        raise _not_run(f"rotary embeddings of type {kind!r}", ", ".join(ROPES))
+        raise _unsupported_config(f"rotary embeddings of type {kind!r}", ", ".join(ROPES))
     channels = int(head_dim * float(rope.get("partial_rotary_factor", 1.0)))
     exponents = torch.arange(0, channels, 2, dtype=torch.int64).float() / channels
     frequencies = 1.0 / float(rope.get("rope_theta", 10000.0)) ** exponents

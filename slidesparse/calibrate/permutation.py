@@ -29,8 +29,8 @@ from slidesparse.checkpoint.architectures import WEIGHT
 from slidesparse.checkpoint.storage import Reader
 
 ROUNDS = 64  # of swaps; three times as many reduce the cost by a tenth more
-OUTPUTS = 1024  # evenly spaced rows of a layer from which costs are estimated
-LEAST_GAIN = 1e-6  # relative to the cost of a block; smaller gains are rounding errors
+SAMPLED_OUTPUTS = 1024  # evenly spaced rows of a layer from which costs are estimated
+MIN_GAIN = 1e-6  # relative to the cost of a block; smaller gains are rounding errors
 ROWS, COLUMNS = ".rows", ".columns"  # suffixes of a layer's name: the order of its outputs, and of its inputs
 
 
@@ -53,32 +53,32 @@ def find_order(block: Block, stage: int, w: Tensor, upper: Tensor, length: int) 
         upper: [K, K], the `slidesparse.methods.sparsegpt.factor` of H.
         length: columns of a block of the pattern.
     """
-    scores = (w.square() / upper.square().sum(0))[:: -(-len(w) // OUTPUTS)]
+    scores = (w.square() / upper.square().sum(0))[:: -(-len(w) // SAMPLED_OUTPUTS)]
     if stage == 3:
-        return arrange(scores, length, w.shape[1])
+        return arrange_columns(scores, length, w.shape[1])
     sizes = block.sizes
     share, width = sizes.heads // sizes.kv_heads, sizes.head_dim
     heads = scores.unflatten(1, (sizes.kv_heads, share, width)).transpose(1, 2).flatten(2).flatten(0, 1)
-    order = arrange(heads, length, width).view(-1, 1, width) % width
+    order = arrange_columns(heads, length, width).view(-1, 1, width) % width
     starts = torch.arange(sizes.heads, device=w.device) * width
     return (order + starts.view(-1, share, 1)).flatten()
 
 
-def writers(block: Block, stage: int) -> tuple[str, ...]:
+def writer_layers(block: Block, stage: int) -> tuple[str, ...]:
     """Return the layers whose outputs are the inputs of the only layer of a stage."""
     return block.stages[2] if stage == 3 else block.stages[0][-1:]
 
 
-def orders(block: Block, stage: int, order: Tensor) -> dict[str, Tensor]:
+def layer_orders(block: Block, stage: int, order: Tensor) -> dict[str, Tensor]:
     """Return the permutations of the block's layers that put a stage's inputs in ``order`` [K], by name and suffix."""
     (reads,) = block.stages[stage]
     found = {reads + COLUMNS: order}
     if stage == 3:
-        for name in writers(block, stage):
+        for name in writer_layers(block, stage):
             parts = len(block.weights[name + WEIGHT]) // len(order)  # 2 where gate and up are fused
             found[name + ROWS] = torch.cat([order + i * len(order) for i in range(parts)])
         return found
-    (name,), sizes = writers(block, stage), block.sizes
+    (name,), sizes = writer_layers(block, stage), block.sizes
     share, width = sizes.heads // sizes.kv_heads, sizes.head_dim
     # v follows q and k where the three are fused
     first = len(block.weights[name + WEIGHT]) - sizes.kv_heads * width
@@ -88,7 +88,7 @@ def orders(block: Block, stage: int, order: Tensor) -> dict[str, Tensor]:
     return found
 
 
-def arrange(scores: Tensor, length: int, region: int) -> Tensor:
+def arrange_columns(scores: Tensor, length: int, region: int) -> Tensor:
     """Return an order [K] of the columns that reduces the sum of the two smallest scores of each row and block.
 
     Args:
@@ -122,7 +122,7 @@ def arrange(scores: Tensor, length: int, region: int) -> Tensor:
         gains = gains.masked_fill(~allowed, 0.0).fill_diagonal_(0.0)
         while True:
             gain, with_whom = gains.max(1)
-            paired = (gain > LEAST_GAIN * own) & (with_whom[with_whom] == blocks) & (blocks < with_whom)
+            paired = (gain > MIN_GAIN * own) & (with_whom[with_whom] == blocks) & (blocks < with_whom)
             first = blocks[paired]
             if not len(first):
                 break

@@ -22,15 +22,22 @@ from torch import Tensor
 
 from slidesparse.blocks import obeys
 from slidesparse.calibrate.finetune import Finetuned, finetune
-from slidesparse.calibrate.inputs import BlockInputs, Hessian, HiddenStates, gather, may_keep, output_error
+from slidesparse.calibrate.inputs import (
+    BlockInputs,
+    Hessian,
+    HiddenStates,
+    gather_statistics,
+    may_keep,
+    output_error,
+)
 from slidesparse.calibrate.models import Block
-from slidesparse.calibrate.permutation import find_order, may_permute, orders, writers
+from slidesparse.calibrate.permutation import find_order, layer_orders, may_permute, writer_layers
 from slidesparse.calibrate.resume import WorkFolder
 from slidesparse.calibrate.task import Progress, Task
 from slidesparse.checkpoint.architectures import SCALE, WEIGHT
 from slidesparse.checkpoint.storage import DTYPES, Reader
 from slidesparse.errors import CalibrationError
-from slidesparse.methods.sparsegpt import damping_for, factor, target_of
+from slidesparse.methods.sparsegpt import compensated_target, damping_for, factor
 from slidesparse.pattern import MixedPattern, SlidePattern
 from slidesparse.quantize import NAMES, dequantize_rows, quantize_rows
 
@@ -57,13 +64,13 @@ class Position:
         """The names within the block of all its linear layers, in order of stages."""
         return [name for stage in self.block.stages for name in stage]
 
-    def full(self, name: str) -> str:
+    def full_name(self, name: str) -> str:
         """Return the checkpoint's name of a linear layer of the block."""
         return self.task.model.prefix(self.number) + name
 
-    def to_prune(self, stage: int) -> dict[str, Tensor]:
+    def weights_to_prune(self, stage: int) -> dict[str, Tensor]:
         """Return the weights [N, K] of a stage to prune, by their names within the block."""
-        names = [name for name in self.block.stages[stage] if self.full(name) in self.task.layers]
+        names = [name for name in self.block.stages[stage] if self.full_name(name) in self.task.layers]
         return {name: self.block.weights[name + WEIGHT] for name in names}
 
 
@@ -75,14 +82,14 @@ def calibrate(task: Task, reader: Reader, work: WorkFolder, progress: Progress |
 
     Raises CalibrationError when activations are not finite or a block does not fit into memory.
     """
-    if all(work.has(number) for number in _wanted(task)):
+    if all(work.has(number) for number in _blocks_to_prune(task)):
         return
-    report = counter(task, "pruning", progress)
+    report = block_counter(task, "pruning", progress)
     with walk(task, reader, work.folder, task.streams) as positions:
         for at in positions:
             quantize_skipped(at)
             if work.has(at.number):
-                restore(at, work)
+                restore_block(at, work)
             else:
                 work.save(at.number, *_prune_block(at))
             report(at.number)
@@ -107,14 +114,14 @@ def prune_floats(
 
             def put(weights: Mapping[str, Tensor], at: Position = at) -> None:
                 for name, w in weights.items():
-                    stored = w.to(DTYPES[task.model.checkpoint.require(at.full(name) + WEIGHT).dtype])
-                    at.block.weights[name + WEIGHT], found[at.full(name)] = stored.float(), stored.cpu()
+                    stored = w.to(DTYPES[task.model.checkpoint.require(at.full_name(name) + WEIGHT).dtype])
+                    at.block.weights[name + WEIGHT], found[at.full_name(name)] = stored.float(), stored.cpu()
 
             pruned: dict[str, Tensor] = {}
             for stage in range(len(at.block.stages)):
-                if not (weights := at.to_prune(stage)):
+                if not (weights := at.weights_to_prune(stage)):
                     continue
-                hessian, drift = gather(at.inputs, stage, at.dense, weights)
+                hessian, drift = gather_statistics(at.inputs, stage, at.dense, weights)
                 if rule:
                     made = {name: rule(w, hessian) for name, w in weights.items()}
                 else:
@@ -172,7 +179,7 @@ def _positions(
     to_the_end: bool,
 ) -> Iterator[Position]:
     model = task.model
-    last = model.blocks - 1 if to_the_end else max(_wanted(task), default=-1)
+    last = model.blocks - 1 if to_the_end else max(_blocks_to_prune(task), default=-1)
     for number in range(last + 1):
         block = model.load(reader, number, task.device)
         blocks = [block, *(block.copy() for _ in states[1:])]
@@ -182,13 +189,13 @@ def _positions(
             each.advance()
 
 
-def _wanted(task: Task) -> list[int]:
+def _blocks_to_prune(task: Task) -> list[int]:
     """Return the numbers of the blocks with layers to prune."""
     model = task.model
     return [n for n in range(model.blocks) if any(name in task.layers for name in model.linears(n))]
 
 
-def counter(task: Task, phase: str, progress: Progress | None) -> Callable[[int], None]:
+def block_counter(task: Task, phase: str, progress: Progress | None) -> Callable[[int], None]:
     """Return a function that reports a block as done; progress counts the bytes of linear layers to prune."""
     sizes = {name: task.model.checkpoint.require(name + WEIGHT).nbytes for name in task.layers}
     done = 0
@@ -217,7 +224,7 @@ def _prune_block(at: Position) -> tuple[dict[str, Tensor], list[dict[str, Any]]]
     pruned: dict[str, Tensor] = {}  # not quantized
     hessians: dict[str, Tensor] = {}
     for stage in range(len(at.block.stages)):
-        if weights := at.to_prune(stage):
+        if weights := at.weights_to_prune(stage):
             made, h = _prune_stage(at, stage, weights, tensors, rows)
             pruned |= made
             if at.task.epochs:
@@ -225,7 +232,7 @@ def _prune_block(at: Position) -> tuple[dict[str, Tensor], list[dict[str, Any]]]
     if (trained := _finetune(at, pruned, NAMES[at.task.quant])) is not None:
         assert at.dense
         for name, w in trained.weights.items():
-            served = _serve(at, name, w, tensors)
+            served = _quantize_layer(at, name, w, tensors)
             whole = at.dense.block.weights[name + WEIGHT]
             rows[name]["error_finetuned"] = output_error(whole, served, hessians[name])
         for row in rows.values():
@@ -245,17 +252,17 @@ def _prune_stage(
     Returns the pruned weights before quantization, and H [K, K] of their inputs.
     """
     started = time.monotonic()
-    hessian, drift = gather(at.inputs, stage, at.dense, weights)
+    hessian, drift = gather_statistics(at.inputs, stage, at.dense, weights)
     errors = drift.errors() if drift else None
-    order = _order(at, stage, hessian, errors, weights)
+    order = _find_order(at, stage, hessian, errors, weights)
     if order is not None:
-        tensors |= {at.full(name): found for name, found in orders(at.block, stage, order).items()}
+        tensors |= {at.full_name(name): found for name, found in layer_orders(at.block, stage, order).items()}
     pruned = _prune_rows(at, hessian, errors, weights, order)
     for name, w in weights.items():
-        served = _serve(at, name, pruned[name], tensors)
+        served = _quantize_layer(at, name, pruned[name], tensors)
         rows[name] = {
-            "name": at.full(name),
-            "pattern": at.task.layers[at.full(name)].ratio,
+            "name": at.full_name(name),
+            "pattern": at.task.layers[at.full_name(name)].ratio,
             "method": at.task.method,
             "error_pruned": output_error(w, pruned[name], hessian.matrix),
             "error_quantized": output_error(w, served, hessian.matrix),
@@ -266,7 +273,7 @@ def _prune_stage(
     return pruned, hessian.matrix
 
 
-def _order(
+def _find_order(
     at: Position,
     stage: int,
     hessian: Hessian,
@@ -278,15 +285,18 @@ def _order(
     The rows of a mixed weight are grouped into strips, so they are not permuted.
     """
     task, (name, w) = at.task, next(iter(weights.items()))
-    pattern = task.layers[at.full(name)]
+    pattern = task.layers[at.full_name(name)]
     if not task.permutes or not isinstance(pattern, SlidePattern) or obeys(w, pattern):
         return None
     if pattern.length is None or not may_permute(at.block, stage, pattern.length):
         return None
-    if any(isinstance(task.layers.get(at.full(each)), MixedPattern) for each in writers(at.block, stage)):
+    if any(
+        isinstance(task.layers.get(at.full_name(each)), MixedPattern)
+        for each in writer_layers(at.block, stage)
+    ):
         return None
     upper = factor(hessian.matrix, damping_for(len(hessian.matrix), hessian.tokens))
-    target = target_of(w, errors[name], upper) if errors else w
+    target = compensated_target(w, errors[name], upper) if errors else w
     return find_order(at.block, stage, target, upper, pattern.length)
 
 
@@ -306,7 +316,7 @@ def _prune_rows(
         errors: E [N, K] of each layer (see `slidesparse.calibrate.inputs.Drift`).
         order: permutation [K] of the columns in which the pattern holds; the result has the original order.
     """
-    patterns = {name: at.task.layers[at.full(name)] for name in weights}
+    patterns = {name: at.task.layers[at.full_name(name)] for name in weights}
     found = {name: w.clone() for name, w in weights.items() if obeys(w, patterns[name])}
     left = {name: w for name, w in weights.items() if name not in found}
     if not left:
@@ -329,12 +339,12 @@ def _prune_rows(
 def _finetune(at: Position, weights: Mapping[str, Tensor], dtype: torch.dtype | None) -> Finetuned | None:
     """Fine-tune the pruned ``weights`` of a block if the task says so; ``dtype`` is that of quantization, or None."""
     task = at.task
-    pruned = {name: w for name, w in weights.items() if task.layers[at.full(name)].length is not None}
+    pruned = {name: w for name, w in weights.items() if task.layers[at.full_name(name)].length is not None}
     if not task.epochs or at.dense is None or not pruned:
         return None
     at.dense.advance()
     at.inputs.restart()
-    prefix = at.full("")
+    prefix = at.full_name("")
     skipped = (name.removeprefix(prefix) for name in task.skipped if name.startswith(prefix))
     return finetune(at.inputs, at.dense.states, pruned, {*weights, *skipped}, dtype, task.epochs)
 
@@ -342,16 +352,16 @@ def _finetune(at: Position, weights: Mapping[str, Tensor], dtype: torch.dtype | 
 def quantize_skipped(at: Position) -> None:
     """Replace the weights of layers that are quantized but not pruned by their dequantized values."""
     for name in at.names:
-        if at.full(name) in at.task.skipped:
-            _serve(at, name, at.block.weights[name + WEIGHT], {})
+        if at.full_name(name) in at.task.skipped:
+            _quantize_layer(at, name, at.block.weights[name + WEIGHT], {})
 
 
-def _serve(at: Position, name: str, w: Tensor, tensors: dict[str, Tensor]) -> Tensor:
+def _quantize_layer(at: Position, name: str, w: Tensor, tensors: dict[str, Tensor]) -> Tensor:
     """Quantize a layer: add codes and scale to ``tensors``, and return the dequantized weight.
 
     The block's weight is replaced by it, too.
     """
-    full = at.full(name)
+    full = at.full_name(name)
     if not bool(torch.isfinite(w).all()):
         raise CalibrationError(
             f"pruning {full} gave weights that are not finite (NaN or Inf): its weights or inputs are too large for "
@@ -367,11 +377,11 @@ def _serve(at: Position, name: str, w: Tensor, tensors: dict[str, Tensor]) -> Te
     return served
 
 
-def restore(at: Position, work: WorkFolder) -> None:
+def restore_block(at: Position, work: WorkFolder) -> None:
     """Replace the weights of a block by those of its finished layers."""
     with (found := work.tensors()).reader() as reader:
         for name in at.names:
-            full = at.full(name)
+            full = at.full_name(name)
             if full + WEIGHT in found.tensors:
                 codes, scale = (reader.whole(full + suffix) for suffix in (WEIGHT, SCALE))
                 device = at.block.weights[name + WEIGHT].device

@@ -51,12 +51,12 @@ class WorkFolder:
 
     def has(self, number: int) -> bool:
         """Return whether a block is finished."""
-        return (self.folder / _file(number)).exists()
+        return (self.folder / _block_file(number)).exists()
 
     def save(self, number: int, tensors: Mapping[str, Tensor], rows: list[dict[str, Any]]) -> None:
         """Save a finished block atomically."""
         self.write_json(f"layer-{number:05}.json", rows)
-        self.write_tensors(_file(number), tensors)
+        self.write_tensors(_block_file(number), tensors)
 
     def write_tensors(self, name: str, tensors: Mapping[str, Tensor]) -> None:
         """Write a safetensors file atomically."""
@@ -90,16 +90,16 @@ class WorkFolder:
 
     def tensors(self, *more: str) -> Checkpoint:
         """Return all finished blocks as one checkpoint; tensors in the files ``more`` override theirs."""
-        return self.opened(*sorted(path.name for path in self.folder.glob(f"layer-*{SUFFIX}")), *more)
+        return self.open_files(*sorted(path.name for path in self.folder.glob(f"layer-*{SUFFIX}")), *more)
 
     def read_tensors(self, name: str) -> dict[str, Tensor] | None:
         """Return the tensors that `write_tensors` saved under a name, or None."""
-        if not (found := self.opened(name)).files:
+        if not (found := self.open_files(name)).files:
             return None
         with found.reader() as reader:
             return {each: reader.whole(each) for each in found.tensors}
 
-    def opened(self, *names: str) -> Checkpoint:
+    def open_files(self, *names: str) -> Checkpoint:
         """Return the files that exist as one checkpoint; tensors of later files override those of earlier ones."""
         files = tuple(name for name in names if (self.folder / name).exists())
         found: dict[str, StoredTensor] = {}
@@ -175,5 +175,5 @@ def _require_same(work: WorkFolder, state: Mapping[str, Any]) -> None:
         )
 
 
-def _file(number: int) -> str:
+def _block_file(number: int) -> str:
     return f"layer-{number:05}{SUFFIX}"

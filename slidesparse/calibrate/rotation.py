@@ -46,7 +46,7 @@ class Rotation:
     r: Tensor  # [blocks, key-value heads, head_dim, head_dim]
 
 
-def obstacle(checkpoint: Checkpoint) -> str | None:
+def rotation_obstacle(checkpoint: Checkpoint) -> str | None:
     """Return why a model cannot be rotated, or None."""
     named = architecture_of(checkpoint.config)
     known = [f"{kind}ForCausalLM" for kind in KINDS]
@@ -56,7 +56,7 @@ def obstacle(checkpoint: Checkpoint) -> str | None:
     return f"the purpose of tensor {other} is unknown" if other else None
 
 
-def untied(checkpoint: Checkpoint) -> Checkpoint:
+def untie_head(checkpoint: Checkpoint) -> Checkpoint:
     """Return the checkpoint with an untied lm_head, initially a copy of the embedding."""
     tensors = dict(checkpoint.tensors)
     root = "" if "embed_tokens.weight" in tensors else "model."
@@ -90,7 +90,7 @@ class RotatedReader(Reader):
             with self._lock:
                 if self._mixed is None or self._mixed[0] != name:
                     self._mixed = None  # free it before computing the next
-                    self._mixed = name, self._mix(name).float().cpu()
+                    self._mixed = name, self._rotate_outputs(name).float().cpu()
                 return self._mixed[1][rows]
         x = self._reader.rows(name, rows)
         if name.endswith("layernorm.weight") or name == f"{self._model.root}norm.weight":
@@ -115,7 +115,7 @@ class RotatedReader(Reader):
             x = x * self._reader.whole(norm).to(self._device, torch.float64)
         return x if self._q is None else x @ self._q
 
-    def _mix(self, name: str) -> Tensor:
+    def _rotate_outputs(self, name: str) -> Tensor:
         """Return a whole weight or bias with its outputs rotated."""
         spec = self.checkpoint.require(name)
         x = self._reader.rows(name, slice(0, spec.rows))

@@ -18,10 +18,10 @@ from slidesparse.errors import CalibrationError
 
 RANDOM = "random"
 SAMPLES, SEQLEN = 128, 2048
-HELD_BACK = 8  # one in this many samples is in the validation split
-MOST_TOKENS = 2**26  # where all of a text is read; half a GiB
-MOST_RANDOM = 2**28  # tokens, 2 GiB
-KINDS = "FILE.jsonl (one text per line), FILE.npy (token ids), or the word random"
+VALIDATION_INTERVAL = 8  # one in this many samples is in the validation split
+MAX_TOKENS = 2**26  # where all of a text is read; half a GiB
+MAX_RANDOM_TOKENS = 2**28  # tokens, 2 GiB
+ACCEPTED_DATA = "FILE.jsonl (one text per line), FILE.npy (token ids), or the word random"
 
 
 @dataclass(frozen=True)
@@ -42,8 +42,8 @@ class Samples:
         """A summary, such as ``calib.jsonl, 128 samples, 262144 tokens``."""
         return f"{self.origin}, {len(self.ids)} samples, {self.tokens} tokens"
 
-    def split(self, most: int | None = None) -> tuple[Samples, Samples]:
-        """Split off a validation set: every HELD_BACK-th sample, but no more than ``most``.
+    def split(self, max_validation: int | None = None) -> tuple[Samples, Samples]:
+        """Split off a validation set: every VALIDATION_INTERVAL-th sample, but no more than ``max_validation``.
 
         Returns the training and the validation samples.  Raises CalibrationError if there is only one sample.
         """
@@ -53,7 +53,7 @@ class Samples:
                 f"{self.origin} gives one sample, but two are needed, one of them to validate the pruned model; "
                 "give more text, or a smaller --seqlen"
             )
-        every = max(HELD_BACK, -(-count // (most or count)))
+        every = max(VALIDATION_INTERVAL, -(-count // (max_validation or count)))
         held = set(range(min(every, count) - 1, count, every))
         parts = (tuple(x for i, x in enumerate(self.ids) if (i in held) is which) for which in (False, True))
         rest, held_back = (replace(self, ids=ids) for ids in parts)
@@ -83,7 +83,7 @@ def load_samples(
         data: a ``.jsonl`` file of texts (strings, or objects with "text"), tokenized by the checkpoint's tokenizer; a
             ``.npy`` file of ids, [samples, tokens] or one stream [tokens]; or "random".
         samples: number of samples; if there are fewer, all are taken and `Samples.note` says so.  None takes all, up
-            to MOST_TOKENS.
+            to MAX_TOKENS.
         seqlen: sequence length in tokens, by default SEQLEN or the model's maximum.  For decoders, texts are joined
             and cut into samples of this length; for encoders, each text is truncated to it.
         seed: seed of the random selection.
@@ -100,12 +100,12 @@ def load_samples(
             f"--seqlen {seqlen} must be from 2 to {model.longest}, the most positions of this model"
         )
     length = seqlen or min(SEQLEN, model.longest)
-    every, samples = samples is None, samples or max(1, MOST_TOKENS // length)
+    every, samples = samples is None, samples or max(1, MAX_TOKENS // length)
     generator = np.random.default_rng(seed)
     if data == RANDOM:
-        if samples * length > MOST_RANDOM:
+        if samples * length > MAX_RANDOM_TOKENS:
             raise CalibrationError(
-                f"--samples {samples} of {length} random tokens are more than the limit of {MOST_RANDOM} tokens; "
+                f"--samples {samples} of {length} random tokens are more than the limit of {MAX_RANDOM_TOKENS} tokens; "
                 f"{SAMPLES} samples are usual"
             )
         drawn = generator.integers(0, model.vocabulary, (samples, length))
@@ -113,17 +113,17 @@ def load_samples(
         return Samples(tuple(torch.from_numpy(row) for row in drawn), "random tokens", note)
     path = Path(data)
     if path.suffix not in (".jsonl", ".npy"):
-        raise CalibrationError(f"{option} {data!r} is not a supported type of file; give {KINDS}")
+        raise CalibrationError(f"{option} {data!r} is not a supported type of file; give {ACCEPTED_DATA}")
     if not path.is_file():
-        raise CalibrationError(f"{option} {data!r} is not a file; give {KINDS}")
+        raise CalibrationError(f"{option} {data!r} is not a file; give {ACCEPTED_DATA}")
     if path.suffix == ".npy":
-        found = _ids_of(path, length)
+        found = _read_sample_ids(path, length)
         chosen = [found[i] for i in sorted(generator.permutation(len(found))[:samples])]
     else:
         texts = read_records(path, ("text",))
         shuffled = (texts[i][0] for i in generator.permutation(len(texts)))
         encode = tokenizer_of(model.checkpoint.folder)
-        take = _streamed if model.is_decoder else _one_by_one
+        take = _cut_stream if model.is_decoder else _sample_each_text
         chosen = take((encode(text) for text in shuffled), samples, length)
     if not chosen:
         raise CalibrationError(
@@ -137,7 +137,7 @@ def load_samples(
     return Samples(ids, path.name, note)
 
 
-def _ids_of(path: Path, length: int) -> list[np.ndarray]:
+def _read_sample_ids(path: Path, length: int) -> list[np.ndarray]:
     """Return the samples of a ``.npy`` file: its rows truncated to ``length``, or its stream cut into samples."""
     found = read_ids(path)
     if found.ndim == 1:
@@ -146,7 +146,7 @@ def _ids_of(path: Path, length: int) -> list[np.ndarray]:
     return [row[:length] for row in found] if found.shape[1] > 1 else []
 
 
-def _streamed(encoded: Iterator[list[int]], samples: int, length: int) -> list[np.ndarray]:
+def _cut_stream(encoded: Iterator[list[int]], samples: int, length: int) -> list[np.ndarray]:
     """Join documents and cut them into samples, reading no more than needed."""
     parts: list[np.ndarray] = []
     tokens = 0
@@ -159,7 +159,7 @@ def _streamed(encoded: Iterator[list[int]], samples: int, length: int) -> list[n
     return list(np.concatenate(parts)[: count * length].reshape(count, length))
 
 
-def _one_by_one(encoded: Iterator[list[int]], samples: int, length: int) -> list[np.ndarray]:
+def _sample_each_text(encoded: Iterator[list[int]], samples: int, length: int) -> list[np.ndarray]:
     """Make a sample of each text that has at least one token."""
     return [
         np.asarray(clipped(ids, length), dtype=np.int64)

@@ -12,7 +12,7 @@ import torch
 
 import slidesparse
 from slidesparse import methods
-from slidesparse.calibrate.inputs import place
+from slidesparse.calibrate.inputs import choose_storage
 from slidesparse.calibrate.models import CAUSAL, LayeredModel, open_model
 from slidesparse.calibrate.samples import SAMPLES, Samples, load_samples
 from slidesparse.checkpoint.architectures import WEIGHT, architecture_of
@@ -34,7 +34,7 @@ ROTATIONS = ("auto", "on", "off")
 SWEEPS = 4
 EPOCHS = 4
 MINUTES = 10.0
-JUDGED = 64  # most validation samples of a distillation
+MAX_VALIDATION_SAMPLES = 64  # most validation samples of a distillation
 
 
 @dataclass(frozen=True)
@@ -143,7 +143,7 @@ class Task:
         """Return the bytes of finished layers, and of hidden states if they are spilled to disk."""
         specs = [self.model.checkpoint.require(name + WEIGHT) for name in self.layers]
         states = 4 * self.samples.tokens * self.model.hidden * self.streams
-        spilled = states if place(states, self.device) == "disk" else 0
+        spilled = states if choose_storage(states, self.device) == "disk" else 0
         return sum(spec.rows * (spec.columns + 4) for spec in specs) + spilled
 
     def state(self) -> dict[str, Any]:
@@ -212,7 +212,7 @@ def prepare(
     texts = None
     if calibration.distill:
         found = load_samples(calibration.distill, model, None, calibration.seqlen, seed, "--distill")
-        texts = found.split(JUDGED)
+        texts = found.split(MAX_VALIDATION_SAMPLES)
     return Task(
         model, layers, frozenset(skipped), samples, method, quant, device, calibration, held_back, texts
     )

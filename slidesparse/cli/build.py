@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import typer
 from rich.markup import escape
 
-from slidesparse.build.compile import TARGETS, build, cache_folder, where
+from slidesparse.build.compile import TARGETS, build, cache_folder, target_path
 from slidesparse.build.find import ToolchainError
 from slidesparse.cli.console import Json, err, out
 from slidesparse.errors import EnvironmentFault, SlideSparseError
@@ -34,7 +34,7 @@ def build_targets(
     for name in names or TARGETS:
         began = time.monotonic()
         try:
-            target = where(name)
+            target = target_path(name)
             words = "was there" if target.is_file() else "built"
             if words == "built":
                 err.print(f"building the {TARGETS[name].title} ...")

@@ -44,7 +44,7 @@ def fail(code: int, message: object) -> NoReturn:
 
 
 @contextmanager
-def explained() -> Iterator[None]:
+def report_errors() -> Iterator[None]:
     """Convert an error that a user can act on to a message and the exit code of its class."""
     try:
         yield
@@ -67,7 +67,7 @@ class Commands(TyperGroup):
 
     def invoke(self, ctx: Any) -> Any:
         """Run the requested command."""
-        with explained():
+        with report_errors():
             return super().invoke(ctx)
 
 

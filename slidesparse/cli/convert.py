@@ -26,12 +26,12 @@ if TYPE_CHECKING:
     from slidesparse.convert.report import Report
 
 # The keys of DECODERS and ENCODERS in `slidesparse.calibrate.models`, which --help must not import with torch
-CALIBRATED = (
+CALIBRATED_METHODS = (
     "Llama, Mistral, Qwen2, Qwen3, Gemma2, Gemma3, Phi3, Granite, BitNet, Olmo2, Bert, Roberta, XLMRoberta"
 )
-MOST_NAMES = 3  # names listed in a line of the summary
+MAX_NAMES = 3  # names listed in a line of the summary
 FRONTIER_ROWS = 8  # rows of the table of losses and savings
-MOST_WORST = 5  # layers with the largest errors to list
+MAX_WORST = 5  # layers with the largest errors to list
 WITHOUT_CALIBRATION = (
     "pruned by magnitude, without calibration data, which costs much more accuracy than necessary; give texts like "
     "those that the model will serve: --calib FILE.jsonl"
@@ -118,7 +118,7 @@ def convert(
         str | None,
         typer.Option(
             help="Text like that the model will serve: FILE.jsonl (a text per line), FILE.npy (token ids), or random, "
-            f"for trials. For {CALIBRATED}.",
+            f"for trials. For {CALIBRATED_METHODS}.",
             metavar="FILE",
             rich_help_panel=_CALIBRATION,
         ),
@@ -253,7 +253,7 @@ def convert(
     ] = False,
 ) -> None:
     """Prune a model, quantize it to INT8 or FP8, and write a checkpoint for vLLM to serve."""
-    pattern, budget = _wanted(
+    pattern, budget = _parse_goals(
         sparsity, {"--max-loss": max_loss, "--min-speedup": min_speedup, "--zeros": zeros}, tokens, gpu
     )
     from slidesparse.checkpoint.hub import local_folder
@@ -300,7 +300,7 @@ def convert(
     _summarize(done, dry_run)
 
 
-def _wanted(
+def _parse_goals(
     sparsity: str | None, goals: Mapping[str, str | float | None], tokens: str | None, gpu: str | None
 ) -> tuple[Pattern, Budget | None]:
     """Return the requested pattern, or a budget with the pattern for which a rotation is learned."""
@@ -424,12 +424,12 @@ def _summarize(report: Report, dry_run: bool) -> None:
             reasons[why].append(name)
         how = "quantized, not pruned" if verb == "skipped" else "as in the source"
         for why, found in sorted(reasons.items()):
-            out.print(escape(f"{verb:9} {len(found)} {how} ({why}): {_some(found)}"))
+            out.print(escape(f"{verb:9} {len(found)} {how} ({why}): {_join_names(found)}"))
     if report.left_out:
         found = [name if name.isprintable() else repr(name) for name in report.left_out]
         out.print(
             escape(
-                f"left out  {len(found)} files that are no tokenizers, configurations or licences: {_some(found)}"
+                f"left out  {len(found)} files that are no tokenizers, configurations or licences: {_join_names(found)}"
             )
         )
     size = f"{report.bytes_in / 1e6:.1f} MB -> {report.bytes_out / 1e6:.1f} MB"
@@ -445,15 +445,15 @@ def _summarize(report: Report, dry_run: bool) -> None:
     out.print(escape(f"serve     vllm serve {shlex.quote(str(report.out))}"))
 
 
-def _some(names: Sequence[str]) -> str:
-    return f"{', '.join(names[:MOST_NAMES])}{', ...' if len(names) > MOST_NAMES else ''}"
+def _join_names(names: Sequence[str]) -> str:
+    return f"{', '.join(names[:MAX_NAMES])}{', ...' if len(names) > MAX_NAMES else ''}"
 
 
 def _show_budget(outcome: Outcome) -> None:
     """Show the frontier of loss and saving, the uniform patterns and the choice."""
     problem, timed = outcome.problem, not outcome.problem.by_zeros
     frontier = problem.frontier()
-    most = len(frontier) - 1
+    last = len(frontier) - 1
     table = Table(box=None, padding=(0, 2, 0, 0))
     loss = "perplexity" if outcome.in_nats else "1 - cosine"
     for column in (loss, *(["speed"] if timed else []), "zeros", "matrices"):
@@ -464,7 +464,7 @@ def _show_budget(outcome: Outcome) -> None:
         cells += [f"{choice.speedup:.3f}x"] if timed else []
         table.add_row(*cells, f"{choice.zeros:.1%}", name + choice.mix, style=style)
 
-    for number in sorted({round(most * part / FRONTIER_ROWS) for part in range(FRONTIER_ROWS + 1)}):
+    for number in sorted({round(last * part / FRONTIER_ROWS) for part in range(FRONTIER_ROWS + 1)}):
         add("", frontier[number])
     for pattern in problem.patterns:
         add("uniform: ", problem.uniform(pattern), "dim")
@@ -486,7 +486,7 @@ def _show_budget(outcome: Outcome) -> None:
 def _show_errors(report: Report) -> None:
     """Show the layers with the largest errors, if calibration measured them."""
     errors = {row["name"]: row for row in report.layers}
-    ranked = report.sensitivity[:MOST_WORST]
+    ranked = report.sensitivity[:MAX_WORST]
     for name in ranked:
         row = errors[name]
         found = f"{row['error_pruned']:.4f} pruned, {row['error_quantized']:.4f} quantized"

@@ -22,7 +22,7 @@ from slidesparse.errors import FAILED
 if TYPE_CHECKING:
     from slidesparse.checkpoint.inspection import CheckpointReport, LayerReport
 
-MOST_COLUMNS = 1000  # characters of a table's line
+MAX_COLUMNS = 1000  # characters of a table's line
 
 app = application(
     "Prune models to patterns such as 6:8, which vLLM then serves on 2:4 sparse tensor cores.  Begin with doctor and "
@@ -74,7 +74,7 @@ def _show_layers(report: CheckpointReport) -> None:
         table.add_column(name, justify="right", no_wrap=True)
     for layer in report.layers:
         table.add_row(*_cells(layer))
-    natural = Console(width=MOST_COLUMNS).measure(table).maximum
+    natural = Console(width=MAX_COLUMNS).measure(table).maximum
     if out.is_terminal and out.width < natural:
         for layer in report.layers:
             name, shape, dtype, pattern, obeys, broken, size, expansion = _cells(layer)

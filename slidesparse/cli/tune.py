@@ -72,18 +72,21 @@ def tune(
     """Search for the fastest kernel configurations on this GPU, and save them for serving."""
     began = time.monotonic()
     from slidesparse import gemm
-    from slidesparse.gemm.tuned import folder
+    from slidesparse.gemm.tuned import tables_folder
     from slidesparse.tune import machine
-    from slidesparse.tune.jobs import jobs, kernel_jobs
+    from slidesparse.tune.jobs import gemm_jobs, kernel_jobs
     from slidesparse.tune.jobs import tune as run
     from slidesparse.tune.shapes import FEW_TOKENS, MIXED_PATTERNS, PATTERNS, parse_choice, parse_patterns
 
-    layers = [layer for _, found in models_of(model, shapes) for layer in found]
-    own_patterns, own_dtypes = _converted(model) or ((*PATTERNS, *MIXED_PATTERNS), machine.SERVED)
-    dtypes = parse_choice("--dtype", dtype, machine.SERVED) if dtype else own_dtypes
-    names = parse_choice("--library", library, (*machine.tunable(), TRITON)) if library else None
+    layers = [layer for _, found in parse_models(model, shapes) for layer in found]
+    own_patterns, own_dtypes = _converted_types(model) or (
+        (*PATTERNS, *MIXED_PATTERNS),
+        machine.SERVED_DTYPES,
+    )
+    dtypes = parse_choice("--dtype", dtype, machine.SERVED_DTYPES) if dtype else own_dtypes
+    names = parse_choice("--library", library, (*machine.tunable_names(), TRITON)) if library else None
     patterns = parse_patterns(pattern, mixed=True) if pattern else own_patterns
-    tokens = tokens_of(m)
+    tokens = parse_token_counts(m)
     gpu = machine.require_gpu()
     if not names:
         chosen = gemm.choose(gemm.SPARSE, gpu.device)[0]
@@ -92,25 +95,27 @@ def tune(
     if m is None and any(gemm.get(name).fuses for name in backends):
         tokens = (*FEW_TOKENS, *tokens)
     todo: list[Job | KernelJob] = []
-    todo += jobs(machine.require_libraries(gpu, backends), layers, dtypes, patterns, tokens)
+    todo += gemm_jobs(machine.require_libraries(gpu, backends), layers, dtypes, patterns, tokens)
     todo += kernel_jobs(layers, dtypes, patterns, tokens) if TRITON in names else ()
     with open_session(gpu, began, time_limit) as (session, bar):
-        begin(bar, sum(len(job.tokens) for job in todo))
+        start_progress(bar, sum(len(job.tokens) for job in todo))
         summary = run(session, todo, force)
-        cells = cells_of(bar)
+        cells = cell_counts(bar)
     counts = {name: getattr(summary, name) for name in ("tuned", "known", "algorithms", "refused", "wrong")}
-    finish(summary.finished, summary.skipped, {**counts, "tables": str(folder()), **cells}, as_json)
+    print_result(
+        summary.finished, summary.skipped, {**counts, "tables": str(tables_folder()), **cells}, as_json
+    )
 
 
-def _converted(models: str | None) -> tuple[tuple[str, ...], tuple[str, ...]] | None:
+def _converted_types(models: str | None) -> tuple[tuple[str, ...], tuple[str, ...]] | None:
     """Return the patterns and operand types of converted checkpoints, or None unless all models are such."""
     from slidesparse.checkpoint.metadata import Metadata
     from slidesparse.checkpoint.w8a8 import parse_block
     from slidesparse.pattern import DENSE_WEIGHT
-    from slidesparse.tune.shapes import split
+    from slidesparse.tune.shapes import split_list
 
     patterns, dtypes = {DENSE_WEIGHT}, set()  # unpruned layers of a pruned model run on the same backend
-    for name in split(models or ""):
+    for name in split_list(models or ""):
         path = Path(name) / "config.json"
         block = json.loads(path.read_text()).get("quantization_config") if path.is_file() else None
         metadata = Metadata.of_config(block)
@@ -139,37 +144,37 @@ def open_session(gpu: Gpu, began: float, limit: float | None) -> Iterator[tuple[
         yield Session(gpu, clock, Inputs(gpu.device, gpu.l2_bytes), deadline, advance), bar
 
 
-def begin(bar: Progress, count: int) -> None:
+def start_progress(bar: Progress, count: int) -> None:
     bar.update(bar.task_ids[0], total=count)
 
 
-def cells_of(bar: Progress) -> dict[str, int]:
+def cell_counts(bar: Progress) -> dict[str, int]:
     """Return the numbers of measured and planned cells."""
     task = bar.tasks[0]
     return {"cells": int(task.completed), "planned": int(task.total or 0)}
 
 
-def tokens_of(text: str | None) -> tuple[int, ...]:
+def parse_token_counts(text: str | None) -> tuple[int, ...]:
     from slidesparse.tune.shapes import TOKENS, parse_tokens
 
     return TOKENS if text is None else parse_tokens(text)
 
 
-def models_of(names: str | None, shapes: str | None) -> list[tuple[str, tuple[Layer, ...]]]:
+def parse_models(names: str | None, shapes: str | None) -> list[tuple[str, tuple[Layer, ...]]]:
     """Return (name, layers) for the requested models or shapes, or for all known models."""
-    from slidesparse.tune.shapes import MODELS, ShapeError, model, parse_shapes, split
+    from slidesparse.tune.shapes import MODELS, ShapeError, find_model, parse_shapes, split_list
 
     if names and shapes:
         raise ShapeError("a model and --shapes exclude each other: give one of them")
     if shapes:
         return [("shapes", parse_shapes(shapes))]
-    return [model(name) for name in (split(names) if names else MODELS)]
+    return [find_model(name) for name in (split_list(names) if names else MODELS)]
 
 
-def finish(finished: bool, skipped: Sequence[str], result: dict[str, Any], as_json: bool) -> None:
-    from slidesparse.tune.session import describe
+def print_result(finished: bool, skipped: Sequence[str], result: dict[str, Any], as_json: bool) -> None:
+    from slidesparse.tune.session import summarize_skipped
 
-    for line in describe(skipped):
+    for line in summarize_skipped(skipped):
         err.print(escape(f"note: {line}"))
     if not finished:
         err.print("the time limit was reached; repeat the command to continue")

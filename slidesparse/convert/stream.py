@@ -33,7 +33,7 @@ from slidesparse.calibrate.learning import find_rotation
 from slidesparse.calibrate.permutation import OrderedReader
 from slidesparse.calibrate.pipeline import calibrate
 from slidesparse.calibrate.resume import DISTILLED, WorkFolder, finished_bytes, open_work
-from slidesparse.calibrate.rotation import RotatedReader, obstacle, untied
+from slidesparse.calibrate.rotation import RotatedReader, rotation_obstacle, untie_head
 from slidesparse.calibrate.task import Progress, Task
 from slidesparse.checkpoint import architectures
 from slidesparse.checkpoint.architectures import SCALE, WEIGHT
@@ -108,7 +108,7 @@ def convert(
     checkpoint, _ = open_checkpoint(source)
     rotation = _rotation(checkpoint, options)
     if rotation == ROTATED:
-        checkpoint = untied(checkpoint)
+        checkpoint = untie_head(checkpoint)
     plan = make_plan(checkpoint, options)
     task = calibration_task(plan) if options.calibration else None
     distillation = require_memory(task) if task and task.texts else ""
@@ -182,7 +182,7 @@ def _rotation(checkpoint: Checkpoint, options: ConvertOptions) -> str:
         options.pattern.length is None or not methods.get(options.method_name).updates_weights
     ):
         return ""  # nothing is pruned, or by a method for comparison
-    why_not = obstacle(checkpoint) or _sparse(checkpoint, options)
+    why_not = rotation_obstacle(checkpoint) or _sparse(checkpoint, options)
     if not why_not:
         return ROTATED
     if options.calibration.rotate == "on":

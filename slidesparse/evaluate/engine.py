@@ -21,13 +21,13 @@ from slidesparse.errors import INSTALL, EnvironmentFault, SlideSparseError
 from slidesparse.flags import DISABLE
 
 WORKER = "slidesparse.evaluate.worker"
-SERVED = re.compile(r"SlideSparse (\S+ \([^)]*\): \d+ layers .*)")
-ERROR = re.compile(r"\b\w+(?:Error|Exception): .*")
-CONTINUED = re.compile(r"ValidationError: \d+ ")  # of pydantic, whose next line has the reason
+SERVED_LINE = re.compile(r"SlideSparse (\S+ \([^)]*\): \d+ layers .*)")
+ERROR_LINE = re.compile(r"\b\w+(?:Error|Exception): .*")
+CONTINUED_ERROR = re.compile(r"ValidationError: \d+ ")  # of pydantic, whose next line has the reason
 # Make the log contain the plugin's line, whatever the user configured
 LOGGING = {"VLLM_CONFIGURE_LOGGING": "1", "VLLM_LOGGING_LEVEL": "INFO"}
 LOGGING_CONFIG = "VLLM_LOGGING_CONFIG_PATH"
-MOST_LINES = 5  # lines of the log in an error message
+MAX_LINES = 5  # lines of the log in an error message
 
 
 @dataclass(frozen=True)
@@ -79,11 +79,11 @@ class Engine:
                 )
             text = log.read_bytes()[start:].decode(errors="replace")
             if done.returncode or not out.exists():
-                raise SlideSparseError(f"vLLM could not evaluate {model}:\n{causes(text)}")
+                raise SlideSparseError(f"vLLM could not evaluate {model}:\n{find_errors(text)}")
             with np.load(out) as found:
                 arrays = {name: found[name] for name in found.files}
-        said = SERVED.search(text)
-        return Scored(arrays, said[1] if said else "")
+        served_line = SERVED_LINE.search(text)
+        return Scored(arrays, served_line[1] if served_line else "")
 
 
 def vllm_command() -> str:
@@ -106,13 +106,13 @@ def _environment(stock: bool) -> dict[str, str]:
     return {name: v for name, v in {**defaults, **os.environ, **forced}.items() if name != LOGGING_CONFIG}
 
 
-def causes(log: str) -> str:
+def find_errors(log: str) -> str:
     """Return the lines of vLLM's log with the errors raised, or else its last lines."""
     lines = log.splitlines()
     raised = []
     for i, line in enumerate(lines):
-        if ERROR.search(line) and "WARNING" not in line:
+        if ERROR_LINE.search(line) and "WARNING" not in line:
             raised.append(line)
-            if CONTINUED.search(line) and i + 1 < len(lines):
+            if CONTINUED_ERROR.search(line) and i + 1 < len(lines):
                 raised.append(lines[i + 1])
-    return "\n".join(raised[:MOST_LINES] or lines[-MOST_LINES:])
+    return "\n".join(raised[:MAX_LINES] or lines[-MAX_LINES:])

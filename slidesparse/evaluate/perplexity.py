@@ -14,10 +14,10 @@ from slidesparse.errors import SlideSparseError
 from slidesparse.evaluate.engine import Engine, Scored
 from slidesparse.evaluate.intervals import Array, Interval, bootstrap, ratio
 from slidesparse.evaluate.texts import vocabulary_of
-from slidesparse.evaluate.worker import MOST_AT_ONCE
+from slidesparse.evaluate.worker import MAX_LOGPROBS_AT_ONCE
 
 TOP = 20  # most likely tokens to compare, vLLM's default limit; -1 for all
-MOST = 2 * 10**8  # log-probabilities of all windows, of 8 bytes each
+MAX_LOGPROBS = 2 * 10**8  # log-probabilities of all windows, of 8 bytes each
 
 
 @dataclass(frozen=True)
@@ -96,14 +96,14 @@ def measure(
     return summarize(str(model), str(against) if against else None, ids, ours, theirs)
 
 
-def _require_memory(ids: Sequence[Sequence[int]], each: int, top: int) -> None:
-    """Raise SlideSparseError if ``each`` log-probabilities per token, those for ``top``, do not fit into memory."""
+def _require_memory(ids: Sequence[Sequence[int]], per_token: int, top: int) -> None:
+    """Raise SlideSparseError if ``per_token`` log-probabilities a token, those for ``top``, do not fit into memory."""
     longest, tokens = max(len(sample) for sample in ids), sum(len(sample) for sample in ids)
-    if each * longest > MOST_AT_ONCE or each * tokens > MOST:
-        most = min(MOST_AT_ONCE // longest, MOST // tokens)
+    if per_token * longest > MAX_LOGPROBS_AT_ONCE or per_token * tokens > MAX_LOGPROBS:
+        max_top = min(MAX_LOGPROBS_AT_ONCE // longest, MAX_LOGPROBS // tokens)
         raise SlideSparseError(
-            f"--top {top} asks for {each} log-probabilities of each of {tokens} tokens in windows of {longest}, more "
-            f"than memory holds; use --top {most} or less, or fewer tokens: --samples and --seqlen"
+            f"--top {top} asks for {per_token} log-probabilities of each of {tokens} tokens in windows of {longest}, "
+            f"more than memory holds; use --top {max_top} or less, or fewer tokens: --samples and --seqlen"
         )
 
 
@@ -112,7 +112,7 @@ def summarize(
 ) -> Perplexity:
     """Compute the metrics from the engines' arrays."""
     lengths = np.asarray([len(sample) - 1 for sample in ids])
-    found = _by_window(-ours.arrays["logprobs"], lengths)
+    found = _sum_by_window(-ours.arrays["logprobs"], lengths)
     comparison = None
     if theirs is not None:
         comparison = _compare(found, ours, theirs, lengths)
@@ -129,7 +129,7 @@ def summarize(
 
 
 def _compare(found: Array, ours: Scored, theirs: Scored, lengths: Array) -> PairedComparison:
-    reference = _by_window(-theirs.arrays["logprobs"], lengths)
+    reference = _sum_by_window(-theirs.arrays["logprobs"], lengths)
     same = ours.arrays["top_ids"][:, 0] == theirs.arrays["top_ids"][:, 0]
     apart = divergence(*(s.arrays[name] for s in (theirs, ours) for name in ("top_ids", "top_logprobs")))
     mass = np.exp(theirs.arrays["top_logprobs"].astype(np.float64)).sum(-1).min()
@@ -138,8 +138,8 @@ def _compare(found: Array, ours: Scored, theirs: Scored, lengths: Array) -> Pair
         delta_pct=bootstrap(
             lambda a, b, n: 100 * (np.exp(ratio(a, n) - ratio(b, n)) - 1), found, reference, lengths
         ),
-        top1=bootstrap(ratio, _by_window(same, lengths), lengths),
-        kl=bootstrap(ratio, _by_window(apart, lengths), lengths),
+        top1=bootstrap(ratio, _sum_by_window(same, lengths), lengths),
+        kl=bootstrap(ratio, _sum_by_window(apart, lengths), lengths),
         exact=bool(mass > 1 - 1e-4),
     )
 
@@ -148,7 +148,7 @@ def _perplexity(losses: Array, lengths: Array) -> Array:
     return np.asarray(np.exp(ratio(losses, lengths)))
 
 
-def _by_window(values: Array, lengths: Array) -> Array:
+def _sum_by_window(values: Array, lengths: Array) -> Array:
     """Sum values [tokens] over each window, [windows]."""
     starts = np.concatenate([[0], np.cumsum(lengths)[:-1]])
     return np.asarray(np.add.reduceat(values.astype(np.float64), starts))
@@ -167,15 +167,15 @@ def divergence(p_ids: Array, p_logprobs: Array, q_ids: Array, q_logprobs: Array)
         order = np.argsort(q_ids[part], axis=1)
         sorted_ids = np.take_along_axis(q_ids[part], order, axis=1)
         where = np.stack(
-            [np.searchsorted(row, wanted) for row, wanted in zip(sorted_ids, p_ids[part], strict=True)]
+            [np.searchsorted(row, tokens) for row, tokens in zip(sorted_ids, p_ids[part], strict=True)]
         )
         where = where.clip(max=sorted_ids.shape[1] - 1)
         both = np.take_along_axis(sorted_ids, where, axis=1) == p_ids[part]
         q = np.take_along_axis(np.take_along_axis(q_logprobs[part], order, axis=1), where, axis=1)
         p = p_logprobs[part].astype(np.float64)
         share = np.where(both, np.exp(p), 0.0)
-        told = (share * (p - q)).sum(-1)
+        listed = (share * (p - q)).sum(-1)
         p_rest = (1 - share.sum(-1)).clip(min=0)
         q_rest = (1 - np.where(both, np.exp(q.astype(np.float64)), 0.0).sum(-1)).clip(min=1e-12)
-        found[part] = told + np.where(p_rest > 0, p_rest * np.log(np.maximum(p_rest, 1e-300) / q_rest), 0.0)
+        found[part] = listed + np.where(p_rest > 0, p_rest * np.log(np.maximum(p_rest, 1e-300) / q_rest), 0.0)
     return found

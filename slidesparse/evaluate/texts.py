@@ -20,17 +20,17 @@ def window_of(*folders: Path) -> int:
 
     vLLM generates one token after a window.  A config.json without a number of positions does not limit the window.
     """
-    positions = [_size(folder, "max_position_embeddings") for folder in folders]
+    positions = [_config_number(folder, "max_position_embeddings") for folder in folders]
     return min([WINDOW, *(found - 1 for found in positions if found)])
 
 
 def vocabulary_of(folder: Path) -> int | None:
     """Return the size of a model's vocabulary, or None if it is not in config.json."""
-    found = _size(folder, "vocab_size")
+    found = _config_number(folder, "vocab_size")
     return None if found is None else max(1, found)
 
 
-def _size(folder: Path, key: str) -> int | None:
+def _config_number(folder: Path, key: str) -> int | None:
     """Return a number from config.json, or from its text_config, or None if there is none."""
     try:
         config = config_of(folder)
@@ -59,8 +59,8 @@ def windows(data: str | Path, folder: Path, seqlen: int, samples: int | None) ->
 
     Raises SlideSparseError for data without a whole window.
     """
-    path = _file(data, (".txt", ".jsonl", ".npy"))
-    _require_some(samples)
+    path = _data_file(data, (".txt", ".jsonl", ".npy"))
+    _require_samples(samples)
     if seqlen < 2:
         raise SlideSparseError(
             f"--seqlen {seqlen} is too short; a token is scored by those before it, so 2 at least"
@@ -99,8 +99,8 @@ class Texts:
 
 def texts_or_pairs(data: str | Path, folder: Path, samples: int | None, longest: int) -> Texts:
     """Read a .jsonl file of "text", or pairs of "query" and "text", truncated to ``longest`` tokens each."""
-    path = _file(data, (".jsonl",))
-    _require_some(samples)
+    path = _data_file(data, (".jsonl",))
+    _require_samples(samples)
     if longest < 2:
         raise SlideSparseError(f"--longest {longest} leaves nothing of a text; it must be 2 at least")
     encode = tokenizer_of(folder)
@@ -120,14 +120,14 @@ def _first_has_query(path: Path) -> bool:
     return isinstance(first, dict) and "query" in first
 
 
-def _require_some(samples: int | None) -> None:
+def _require_samples(samples: int | None) -> None:
     if samples is not None and samples < 1:
         raise SlideSparseError(
             f"--samples {samples} is too few; at least 1 is needed; leave it out to take all"
         )
 
 
-def _file(data: str | Path, suffixes: tuple[str, ...]) -> Path:
+def _data_file(data: str | Path, suffixes: tuple[str, ...]) -> Path:
     path = Path(data)
     if not path.is_file():
         raise SlideSparseError(f"--data {str(data)!r} is not a file; give one of {', '.join(suffixes)}")

@@ -17,8 +17,8 @@ from typing import Any
 import numpy as np
 
 Request = dict[str, Any]
-CHUNK = 64  # samples at a time; fewer if they have more log-probabilities than MOST_AT_ONCE
-MOST_AT_ONCE = 10**7  # vLLM returns each log-probability as a Python object of about 200 bytes
+CHUNK_SAMPLES = 64  # samples at a time; fewer if they have more log-probabilities than MAX_LOGPROBS_AT_ONCE
+MAX_LOGPROBS_AT_ONCE = 10**7  # vLLM returns each log-probability as a Python object of about 200 bytes
 
 
 def perplexity(request: Request) -> dict[str, np.ndarray]:
@@ -27,22 +27,22 @@ def perplexity(request: Request) -> dict[str, np.ndarray]:
 
     top = request["top"]
     llm = LLM(request["model"], max_logprobs=top, skip_tokenizer_init=True, **request["options"])
-    return logprobs_of(llm, request["ids"], top)
+    return request_logprobs(llm, request["ids"], top)
 
 
-def logprobs_of(llm: Any, every: list[list[int]], top: int) -> dict[str, np.ndarray]:
+def request_logprobs(llm: Any, every: list[list[int]], top: int) -> dict[str, np.ndarray]:
     """Request the log-probabilities of the samples ``every`` from an engine."""
     from vllm import SamplingParams
 
-    wanted = SamplingParams(max_tokens=1, temperature=0, prompt_logprobs=top, detokenize=False)
+    sampling = SamplingParams(max_tokens=1, temperature=0, prompt_logprobs=top, detokenize=False)
     logprobs, ids, tops = [], [], []
     wide = top if top > 0 else llm.llm_engine.model_config.get_vocab_size()
     longest = max(len(sample) for sample in every)
-    chunk = max(1, min(CHUNK, MOST_AT_ONCE // (wide * longest)))
+    chunk = max(1, min(CHUNK_SAMPLES, MAX_LOGPROBS_AT_ONCE // (wide * longest)))
     for start in range(0, len(every), chunk):
         samples = every[start : start + chunk]
         prompts = [{"prompt_token_ids": sample} for sample in samples]
-        for sample, output in zip(samples, llm.generate(prompts, wanted, use_tqdm=False), strict=True):
+        for sample, output in zip(samples, llm.generate(prompts, sampling, use_tqdm=False), strict=True):
             for token, position in zip(sample[1:], output.prompt_logprobs[1:], strict=True):
                 likeliest = sorted(position.items(), key=lambda item: item[1].rank)
                 likeliest = likeliest[: len(likeliest) if top < 0 else top]

@@ -73,12 +73,12 @@ def choose(path: str, device: torch.device, capability: tuple[int, int] | None =
             continue
         reason = backend.unusable(device, capability)
         if reason is None:
-            return name, "; ".join([_words(device, capability), *missed])
+            return name, "; ".join([_describe_device(device, capability), *missed])
         missed.append(f"{name} cannot run: {' '.join(reason.split())}")
     raise BackendError(f"no backend serves the {path} path on {device}: {'; '.join(missed)}")
 
 
-def _words(device: torch.device, capability: tuple[int, int] | None) -> str:
+def _describe_device(device: torch.device, capability: tuple[int, int] | None) -> str:
     if device.type != "cuda":
         return "no CUDA device here"
     return "CUDA device" + (f" of compute capability {capability[0]}.{capability[1]}" if capability else "")

@@ -43,7 +43,9 @@ class LayerSpec:
 
 
 @lru_cache(maxsize=1 << 12)
-def spec_of(n: int, k: int, length: int, phase: int, dtype: torch.dtype, out_dtype: torch.dtype) -> LayerSpec:
+def layer_spec(
+    n: int, k: int, length: int, phase: int, dtype: torch.dtype, out_dtype: torch.dtype
+) -> LayerSpec:
     """Return the `LayerSpec` of a layer whose pattern has blocks of ``length``; cached, because every call needs one.
 
     Blocks longer than those of any other pattern are rows of 2_inf.
@@ -113,12 +115,12 @@ class Tunable(Backend, Protocol):
     """A backend whose algorithms `slidesparse tune` and the benchmarks can search."""
 
     sparse: bool  # whether it multiplies 2:4 weights
-    reach: float  # largest distance to a tuned shape whose algorithm is used, see `tuned.neighbour`
+    max_shape_distance: float  # to a tuned shape whose algorithm is used, see `tuned.nearest_algorithm`
 
     def version(self) -> str:
         """Return the version, such as "0.8.0", that tuned tables are for.  Raises LibraryError if it cannot load."""
 
-    def outputs_of(self, dtype: str) -> tuple[str, ...]:
+    def output_types(self, dtype: str) -> tuple[str, ...]:
         """Return the output types for operands of ``dtype``; serving uses the first."""
 
     def epilogue(self, dtype: str, out: str, device: torch.device | None = None) -> str:
@@ -203,7 +205,7 @@ class TwoStep:
         return self.scaled_matmul(q, scale_x, packed, scale_w, bias, spec.out_dtype)
 
 
-def require_none_broken(spec: LayerSpec, weight: Tensor, broken: int) -> None:
+def require_unbroken_blocks(spec: LayerSpec, weight: Tensor, broken: int) -> None:
     """Raise PatternError, which locates the first, if a kernel counted ``broken`` blocks that break the pattern."""
     if broken:
         require_pattern(weight, spec.pattern or TWO_FOUR, "weight", spec.phase)

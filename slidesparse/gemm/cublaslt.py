@@ -23,8 +23,8 @@ from slidesparse.quantize import FP8
 VECTOR_CAPABILITY, VECTOR_VERSION = (9, 0), 120900  # the first with an epilogue that scales by vectors
 # Up to this many tokens a GEMM to BF16 and a scaling kernel are faster than a GEMM that scales, for which the library
 # has only one algorithm: at 64 tokens Qwen2.5-7B's four FP8 GEMMs take 74 us on an H200, and 149 us with scales.
-PLAIN_TOKENS = 256
-HEURISTICS = 100  # algorithms to request from the heuristics, more than there are
+MAX_UNSCALED_TOKENS = 256
+MAX_PROPOSALS = 100  # algorithms to request from the heuristics, more than there are
 ALGORITHM_BYTES = 64
 OUTPUTS = {
     "int8": ("int32", "int8"),
@@ -63,10 +63,10 @@ class CublasLt(LibraryBackend):
 
     def algorithms(self, problem: Problem, device: torch.device, layout: Layout = TN) -> list[str]:
         """See `Tunable.algorithms`: the proposals of the library's heuristics, best first, as hexadecimal text."""
-        native = self._native(problem, device, layout)
-        with cuda.on_device(cuda.index_of(device)):
-            found = cuda.call(native.heuristics, HEURISTICS, cuda.WORKSPACE)
-        return [_text(algorithm) for algorithm in found]
+        native = self._native_plan(problem, device, layout)
+        with cuda.on_device(cuda.device_index(device)):
+            found = cuda.call(native.heuristics, MAX_PROPOSALS, cuda.WORKSPACE_BYTES)
+        return [_encode_algorithm(algorithm) for algorithm in found]
 
     def plan(
         self,
@@ -76,29 +76,29 @@ class CublasLt(LibraryBackend):
         layout: Layout = TN,
     ) -> NativePlan:
         """See `Tunable.plan`."""
-        native = self._native(problem, device, layout)
-        with cuda.on_device(cuda.index_of(device)):
+        native = self._native_plan(problem, device, layout)
+        with cuda.on_device(cuda.device_index(device)):
             if algorithm is None:
-                proposed = cuda.call(native.heuristics, 1, cuda.WORKSPACE)
+                proposed = cuda.call(native.heuristics, 1, cuda.WORKSPACE_BYTES)
                 if not proposed:
                     raise LibraryError(f"cuBLASLt has no algorithm for {problem}, {layout}")
                 chosen = proposed[0]
             else:
-                chosen = _bytes(algorithm)
+                chosen = _decode_algorithm(algorithm)
             cuda.call(native.choose, chosen)
-        return NativePlan(native, algorithm, cuda.index_of(device))
+        return NativePlan(native, algorithm, cuda.device_index(device))
 
-    def _native(self, problem: Problem, device: torch.device, layout: Layout = TN) -> Any:
+    def _native_plan(self, problem: Problem, device: torch.device, layout: Layout = TN) -> Any:
         self.require(problem)
         if problem.scale == "both" and problem.dtype != "fp8":
             raise LibraryError(f"cuBLASLt scales FP8 only, by out-feature and token, asked for {problem}")
         module = cuda.extension(self.name)
         types = module.TYPES
         bias = types[problem.out] if problem.bias else -1
-        with cuda.on_device(cuda.index_of(device)):
+        with cuda.on_device(cuda.device_index(device)):
             return cuda.call(
                 module.Plan,
-                cuda.handle(self.name, cuda.index_of(device)),
+                cuda.handle(self.name, cuda.device_index(device)),
                 *(problem.n, problem.k, problem.m),
                 *(types[problem.dtype], types[problem.out], module.COMPUTE[problem.dtype]),
                 types["int32" if problem.out == "int32" else "fp32"],
@@ -122,27 +122,27 @@ class CublasLt(LibraryBackend):
     ) -> Tensor:
         """See `Backend.scaled_matmul`."""
         n = scale_w.shape[0]
-        if n % self.alignment or q.shape[0] <= PLAIN_TOKENS or not self._scales(q, out_dtype):
+        if n % self.alignment or q.shape[0] <= MAX_UNSCALED_TOKENS or not self._can_scale(q, out_dtype):
             return super().scaled_matmul(q, scale_x, packed, scale_w, bias, out_dtype)
         bias = bias.to(out_dtype) if bias is not None else None
         with profiling.stage("product", q):
             return self.accumulate(q, packed, n, out_dtype, scale_w, scale_x, bias)
 
-    def takes(self, weight: Tensor, n: int, k: int, dtype: torch.dtype) -> bool:
-        """See `LibraryBackend.takes`."""
+    def is_packed_for(self, weight: Tensor, n: int, k: int, dtype: torch.dtype) -> bool:
+        """See `LibraryBackend.is_packed_for`."""
         return weight.shape == (n, k) and weight.dtype == dtype
 
-    def _scales(self, q: Tensor, out_dtype: torch.dtype) -> bool:
+    def _can_scale(self, q: Tensor, out_dtype: torch.dtype) -> bool:
         return q.dtype == FP8 and self.epilogue("fp8", NAMES[out_dtype], q.device) == "both"
 
 
-def _text(algorithm: bytes) -> str:
+def _encode_algorithm(algorithm: bytes) -> str:
     """Format an algorithm in hexadecimal with a checksum, as the library crashes on a wrong one."""
     return f"{algorithm.hex().rstrip('0')}-{zlib.crc32(algorithm):08x}"
 
 
-def _bytes(text: str) -> bytes:
-    """Read what `_text` wrote.  Raises LibraryError for anything else."""
+def _decode_algorithm(text: str) -> bytes:
+    """Read what `_encode_algorithm` wrote.  Raises LibraryError for anything else."""
     digits, _, checksum = text.partition("-")
     try:
         algorithm = bytes.fromhex(digits.ljust(2 * ALGORITHM_BYTES, "0"))

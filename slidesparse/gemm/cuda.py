@@ -33,20 +33,21 @@ from slidesparse.pattern import round_up
 from slidesparse.quantize import FP8, INT8
 
 SPARSE_CAPABILITY = (8, 0)  # Ampere: the first sparse tensor cores
-LEAST_ROWS = 16
-PLANS = 1024  # cached per thread, device and library; a plan takes some KB of host memory
-WORKSPACE = 64 << 20  # bytes per stream; algorithms that need more are refused
+MIN_ROWS = 16
+PLAN_CACHE_CAPACITY = 1024  # cached per thread, device and library; a plan takes some KB of host memory
+WORKSPACE_BYTES = 64 << 20  # bytes per stream; algorithms that need more are refused
 
-SUMS = {INT8: torch.int32, FP8: torch.float32}  # type of the operands -> type of exact accumulators
+# type of the operands -> type of exact accumulators
+ACCUMULATOR_DTYPES = {INT8: torch.int32, FP8: torch.float32}
 
 T = TypeVar("T")
 
 
 def bucket(m: int) -> int:
     """Round the number of tokens up to the number of rows that products are planned for; 0 stays 0."""
-    if m <= LEAST_ROWS:
-        return LEAST_ROWS if m else 0
-    step = max(LEAST_ROWS, 1 << ((m - 1).bit_length() - 5))
+    if m <= MIN_ROWS:
+        return MIN_ROWS if m else 0
+    step = max(MIN_ROWS, 1 << ((m - 1).bit_length() - 5))
     return round_up(m, step)
 
 
@@ -69,7 +70,7 @@ def extension(name: str) -> ModuleType:
 class PlanCache(Generic[T]):
     """An LRU cache of ``capacity`` plans of one thread, device and library."""
 
-    def __init__(self, capacity: int = PLANS) -> None:
+    def __init__(self, capacity: int = PLAN_CACHE_CAPACITY) -> None:
         self.capacity = capacity
         self._plans: OrderedDict[Hashable, T] = OrderedDict()
 
@@ -96,7 +97,7 @@ class PlanCache(Generic[T]):
         return plan
 
 
-class _Local(threading.local):
+class _ThreadState(threading.local):
     """A thread's own handles and plans, by (library, device index)."""
 
     def __init__(self) -> None:
@@ -104,23 +105,23 @@ class _Local(threading.local):
         self.caches: defaultdict[tuple[str, int], PlanCache[Any]] = defaultdict(PlanCache)
 
 
-_local = _Local()
+_thread_state = _ThreadState()
 
 
 def handle(name: str, index: int) -> Any:
     """This thread's handle of library ``name`` on CUDA device ``index``.  Raises LibraryError."""
-    found = _local.handles.get((name, index))
+    found = _thread_state.handles.get((name, index))
     if found is None:
         module = extension(name)
         with torch.cuda.device(index):
             torch.cuda.current_blas_handle()  # creates the device's context
-            found = _local.handles[name, index] = call(module.Handle)
+            found = _thread_state.handles[name, index] = call(module.Handle)
     return found
 
 
-def plans(name: str, index: int) -> PlanCache[Any]:
+def plan_cache(name: str, index: int) -> PlanCache[Any]:
     """This thread's plans of library ``name`` on CUDA device ``index``."""
-    return _local.caches[name, index]
+    return _thread_state.caches[name, index]
 
 
 def call(function: Callable[..., T], *arguments: Any) -> T:
@@ -131,12 +132,12 @@ def call(function: Callable[..., T], *arguments: Any) -> T:
         raise LibraryError(str(error)) from None
 
 
-def index_of(device: torch.device) -> int:
+def device_index(device: torch.device) -> int:
     """The index of a CUDA device; of the current one when ``device`` names none."""
     return torch.cuda.current_device() if device.index is None else device.index
 
 
-def stream_of(index: int) -> int:
+def current_stream(index: int) -> int:
     """The address of torch's current stream on CUDA device ``index``."""
     return torch._C._cuda_getCurrentRawStream(index)
 
@@ -152,7 +153,7 @@ def workspace(index: int, stream: int) -> int:
         with _workspaces_lock:
             found = _workspaces.get((index, stream))
             if found is None:
-                made = torch.empty(WORKSPACE, dtype=torch.uint8, device=torch.device("cuda", index))
+                made = torch.empty(WORKSPACE_BYTES, dtype=torch.uint8, device=torch.device("cuda", index))
                 found = _workspaces[index, stream] = made
     return found.data_ptr()
 
@@ -162,11 +163,11 @@ def on_device(index: int) -> AbstractContextManager[object]:
     return nullcontext() if torch.cuda.current_device() == index else torch.cuda.device(index)
 
 
-def with_rows(x: Tensor, rows: int) -> Tensor:
+def allocate_rows(x: Tensor, rows: int) -> Tensor:
     """Return x [M, K], contiguous and with memory for at least ``rows`` rows; a copy if it has less."""
     m, k = x.shape
-    there = x.untyped_storage().nbytes() - x.storage_offset() * x.element_size()
-    if x.is_contiguous() and there >= rows * k * x.element_size():
+    available_bytes = x.untyped_storage().nbytes() - x.storage_offset() * x.element_size()
+    if x.is_contiguous() and available_bytes >= rows * k * x.element_size():
         return x
     padded = x.new_empty(rows, k)
     padded[:m].copy_(x)
@@ -181,19 +182,23 @@ def pad(x: Tensor, columns: int, rows: int = 1) -> Tensor:
     return torch.nn.functional.pad(x.view(torch.int8), missing).view(x.dtype)
 
 
-def tuned_plan(backend: Tunable, problem: Problem, device: torch.device) -> Plan:
-    """Make the plan with the algorithm that `tuned.look_up` finds; log an untuned shape once."""
-    return with_tuned(backend, problem, device, lambda algorithm: backend.plan(problem, device, algorithm))
+def make_tuned_plan(backend: Tunable, problem: Problem, device: torch.device) -> Plan:
+    """Make the plan with the algorithm that `tuned.select_algorithm` finds; log an untuned shape once."""
+    return call_with_tuned(
+        backend, problem, device, lambda algorithm: backend.plan(problem, device, algorithm)
+    )
 
 
-def with_tuned(
+def call_with_tuned(
     backend: Tunable, problem: Problem, device: torch.device, make: Callable[[str | None], T]
 ) -> T:
-    """Call ``make`` with the algorithm that `tuned.look_up` finds, or None for the backend's own choice.
+    """Call ``make`` with the algorithm that `tuned.select_algorithm` finds, or None for the backend's own choice.
 
     If ``make`` raises LibraryError for a tuned algorithm, it is called again with None.  Logs both once.
     """
-    algorithm, instead = tuned.look_up(_subject(backend, device), problem, backend.reach)
+    algorithm, instead = tuned.select_algorithm(
+        _tuning_subject(backend, device), problem, backend.max_shape_distance
+    )
     if instead:
         tuned.note_untuned(backend.name, problem.dtype, problem.n, problem.k, instead)
     try:
@@ -202,17 +207,19 @@ def with_tuned(
         if algorithm is None:
             raise
         # It was tuned for another shape or number of tokens, and this one may not support it
-        tuned.note_refused(backend.name, tuned.Shape.of(problem), algorithm, str(error))
+        tuned.note_refused(backend.name, tuned.Shape.of_problem(problem), algorithm, str(error))
         return make(None)
 
 
-def tuned_nearby(backend: Tunable, problem: Problem, device: torch.device) -> str | None:
+def find_tuned_algorithm(backend: Tunable, problem: Problem, device: torch.device) -> str | None:
     """Return the algorithm tuned for ``problem`` or for the nearest shape within reach, or None."""
-    subject = _subject(backend, device)
-    return tuned.choice(subject, problem) or tuned.neighbour(subject, problem, backend.reach)
+    subject = _tuning_subject(backend, device)
+    return tuned.tuned_algorithm(subject, problem) or tuned.nearest_algorithm(
+        subject, problem, backend.max_shape_distance
+    )
 
 
-def _subject(backend: Tunable, device: torch.device) -> tuned.Subject:
+def _tuning_subject(backend: Tunable, device: torch.device) -> tuned.Subject:
     gpu, capability = torch.cuda.get_device_name(device), torch.cuda.get_device_capability(device)
     return tuned.Subject(backend.name, backend.version(), gpu, capability)
 
@@ -225,9 +232,9 @@ class NativePlan:
         self._index = index
         self.algorithm = algorithm or ""
         self.workspace = int(native.workspace)
-        if self.workspace > WORKSPACE:
+        if self.workspace > WORKSPACE_BYTES:
             raise LibraryError(
-                f"algorithm {algorithm} needs a workspace of {self.workspace} bytes, but a stream has {WORKSPACE}"
+                f"algorithm {algorithm} needs a workspace of {self.workspace} bytes, but a stream has {WORKSPACE_BYTES}"
             )
 
     def run(
@@ -240,7 +247,7 @@ class NativePlan:
         bias: Tensor | None = None,
     ) -> None:
         """See `slidesparse.gemm.problem.Plan.run`."""
-        stream = stream_of(self._index)
+        stream = current_stream(self._index)
         try:
             self._native.run(
                 activations.data_ptr(),
@@ -262,7 +269,7 @@ class CudaBackend(TwoStep, ABC):
     device_type = "cuda"
     sparse: bool
     outputs: tuple[torch.dtype, ...] = (torch.bfloat16, torch.float16, torch.float32)
-    reach: float = math.inf
+    max_shape_distance: float = math.inf
     products: dict[str, tuple[str, ...]]  # type of the operands -> output types; serving uses the first
 
     @abstractmethod
@@ -301,8 +308,8 @@ class CudaBackend(TwoStep, ABC):
             return str(error)
         return None
 
-    def outputs_of(self, dtype: str) -> tuple[str, ...]:
-        """See `Tunable.outputs_of`."""
+    def output_types(self, dtype: str) -> tuple[str, ...]:
+        """See `Tunable.output_types`."""
         return self.products.get(dtype, ())
 
     def unsplit(self, algorithm: str) -> str | None:
@@ -311,5 +318,5 @@ class CudaBackend(TwoStep, ABC):
 
     def require(self, problem: Problem) -> None:
         """Raise LibraryError unless the backend has products of these types."""
-        if problem.out not in self.outputs_of(problem.dtype):
+        if problem.out not in self.output_types(problem.dtype):
             raise LibraryError(f"{self.name} products are {self.products}, asked for {problem}")

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from slidesparse.build.find import ToolchainError, require_supported
 from slidesparse.gemm import cuda
-from slidesparse.gemm.backend import LayerSpec, require_none_broken
+from slidesparse.gemm.backend import LayerSpec, require_unbroken_blocks
 from slidesparse.gemm.cuda import NativePlan
 from slidesparse.gemm.library import LibraryBackend
 from slidesparse.gemm.problem import TN, Layout, LibraryError, Problem, require_operand
@@ -27,19 +27,19 @@ OUTPUTS = {
     "fp16": ("fp16",),
     "bf16": ("bf16",),
 }
-SPLITS = (2, 3, 4, 8)
+SPLIT_COUNTS = (2, 3, 4, 8)
 SPLIT_MODES = (1, 2, 5)  # cusparseLtSplitKMode_t: one kernel, two kernels, split-K
-WHOLE_MODES = (4, 6)  # without splits: data-parallel, stream-K
-PROBED = (128, 2048, 64)  # n, k and m of the problem with which supported modes are probed
+UNSPLIT_MODES = (4, 6)  # without splits: data-parallel, stream-K
+PROBE_SHAPE = (128, 2048, 64)  # n, k and m of the problem with which supported modes are probed
 # (version, capability, dtype) -> ids of algorithms whose kernels fail with an illegal instruction, after which every
 # CUDA call of the process fails.  Each of the 52 was run in a process of its own, at 64 x 64 x 64 and 4608 x 3584 x 64;
 # the others give right results.
-CRASHING = {("0.8.0", (9, 0), "fp16"): range(36, 52)}
-ROWS = 128  # rows of a tile of metadata; a chunk of a weight is whole tiles
-CHUNK = 16 << 20  # bytes of windows that are compressed at a time
+CRASHING_ALGORITHMS = {("0.8.0", (9, 0), "fp16"): range(36, 52)}
+METADATA_TILE_ROWS = 128  # rows of a tile of metadata; a chunk of a weight is whole tiles
+CHUNK_BYTES = 16 << 20  # bytes of windows that are compressed at a time
 # Bytes allocated behind a compressed weight: the library's kernels read metadata in 128 x 64 tiles of 1 KiB, even if
 # the number of rows is not a multiple of 128 (compute-sanitizer reports it).  The excess belongs to rows beyond N.
-SLACK = 4096
+SLACK_BYTES = 4096
 
 
 class CuSparseLt(LibraryBackend):
@@ -65,7 +65,7 @@ class CuSparseLt(LibraryBackend):
         return "none"
 
     def operand(self, weight: Tensor, layout: Layout = TN) -> Tensor:
-        """See `Tunable.operand`: the library's values and metadata, and SLACK; n and k are multiples of `ALIGNMENT`."""
+        """See `Tunable.operand`: the library's values and metadata, and slack; n and k are multiples of `ALIGNMENT`."""
         dtype = require_operand(weight.dtype)
         n, k = weight.shape
         multiple = ALIGNMENT[weight.element_size()]
@@ -78,15 +78,15 @@ class CuSparseLt(LibraryBackend):
                 f"cuSPARSELt takes weights whose sides are multiples of {multiple}, found {n} x {k}: pad it with zeros"
             )
         weight = weight.contiguous() if layout.weight_k else weight.t().contiguous()
-        problem, index = Problem(dtype, OUTPUTS[dtype][0], n, k, cuda.LEAST_ROWS), weight.device.index
+        problem, index = Problem(dtype, OUTPUTS[dtype][0], n, k, cuda.MIN_ROWS), weight.device.index
         with cuda.on_device(index):
-            compressor = cuda.plans(self.name, index).get(
-                ("compress", dtype, n, k, layout), self._native, problem, weight.device, None, layout
+            compressor = cuda.plan_cache(self.name, index).get(
+                ("compress", dtype, n, k, layout), self._native_plan, problem, weight.device, None, layout
             )
             size, buffer_size = cuda.call(compressor.compressed_size)
-            compressed = torch.empty(size + SLACK, dtype=torch.uint8, device=weight.device)
+            compressed = torch.empty(size + SLACK_BYTES, dtype=torch.uint8, device=weight.device)
             buffer = torch.empty(max(1, buffer_size), dtype=torch.uint8, device=weight.device)
-            stream = cuda.stream_of(index)
+            stream = cuda.current_stream(index)
             cuda.call(
                 compressor.compress, weight.data_ptr(), compressed.data_ptr(), buffer.data_ptr(), stream
             )
@@ -94,12 +94,12 @@ class CuSparseLt(LibraryBackend):
 
     def algorithms(self, problem: Problem, device: torch.device, layout: Layout = TN) -> list[str]:
         """See `Tunable.algorithms`: ids such as "3" and, if tiles are too few, "3/2x1": id/splits x mode."""
-        count = self._native(problem, device, None, layout).algorithms
-        ids = [i for i in range(count) if i not in self._crashing(problem, device)]
+        count = self._native_plan(problem, device, None, layout).algorithms
+        ids = [i for i in range(count) if i not in self._crashing_algorithms(problem, device)]
         found = [str(i) for i in ids]
         tiles = -(-problem.n // 128) * -(-problem.m // 128)
         if tiles < 2 * torch.cuda.get_device_properties(device).multi_processor_count:
-            splits = self._splits(problem.dtype, problem.out, device)
+            splits = self._split_variants(problem.dtype, problem.out, device)
             found += [f"{i}/{split}" for i in ids for split in splits]
         return found
 
@@ -108,10 +108,10 @@ class CuSparseLt(LibraryBackend):
         whole, way, _ = algorithm.partition("/")
         return whole if way else None
 
-    def _crashing(self, problem: Problem, device: torch.device) -> range:
-        if problem.dtype not in {dtype for *_, dtype in CRASHING}:
+    def _crashing_algorithms(self, problem: Problem, device: torch.device) -> range:
+        if problem.dtype not in {dtype for *_, dtype in CRASHING_ALGORITHMS}:
             return range(0)
-        return CRASHING.get(
+        return CRASHING_ALGORITHMS.get(
             (self.version(), torch.cuda.get_device_capability(device), problem.dtype), range(0)
         )
 
@@ -123,21 +123,21 @@ class CuSparseLt(LibraryBackend):
         layout: Layout = TN,
     ) -> NativePlan:
         """See `Tunable.plan`."""
-        native = self._native(problem, device, algorithm, layout)
-        return NativePlan(native, algorithm, cuda.index_of(device))
+        native = self._native_plan(problem, device, algorithm, layout)
+        return NativePlan(native, algorithm, cuda.device_index(device))
 
-    def _native(
+    def _native_plan(
         self, problem: Problem, device: torch.device, algorithm: str | None, layout: Layout = TN
     ) -> Any:
         self.require(problem)
         if problem.bias or problem.scale != "none":
             raise LibraryError(f"cuSPARSELt applies neither scales nor a bias, asked for {problem}")
-        numbers = _numbers(algorithm)
-        if numbers[0] in self._crashing(problem, device):
+        numbers = _parse_algorithm(algorithm)
+        if numbers[0] in self._crashing_algorithms(problem, device):
             raise LibraryError(
                 f"algorithm {algorithm} of cuSPARSELt {self.version()} crashes for {problem} on this GPU; take another"
             )
-        module, index = cuda.extension(self.name), cuda.index_of(device)
+        module, index = cuda.extension(self.name), cuda.device_index(device)
         with cuda.on_device(index):
             return cuda.call(
                 module.Plan,
@@ -150,17 +150,19 @@ class CuSparseLt(LibraryBackend):
             )
 
     @cache  # noqa: B019  there is one object
-    def _splits(self, dtype: str, out: str, device: torch.device) -> tuple[str, ...]:
+    def _split_variants(self, dtype: str, out: str, device: torch.device) -> tuple[str, ...]:
         """Return the split-K variants, such as "2x1", that every eighth algorithm has; on Hopper 0.8.0 has none."""
-        problem = Problem(dtype, out, *PROBED)
-        ids = range(0, self._native(problem, device, None).algorithms, 8)  # rejecting one takes 8 ms
-        ways = [f"{splits}x{mode}" for splits in SPLITS for mode in SPLIT_MODES]
-        ways += [f"1x{mode}" for mode in WHOLE_MODES]
-        return tuple(way for way in ways if any(self._accepts(problem, device, f"{i}/{way}") for i in ids))
+        problem = Problem(dtype, out, *PROBE_SHAPE)
+        ids = range(0, self._native_plan(problem, device, None).algorithms, 8)  # rejecting one takes 8 ms
+        ways = [f"{splits}x{mode}" for splits in SPLIT_COUNTS for mode in SPLIT_MODES]
+        ways += [f"1x{mode}" for mode in UNSPLIT_MODES]
+        return tuple(
+            way for way in ways if any(self._accepts_algorithm(problem, device, f"{i}/{way}") for i in ids)
+        )
 
-    def _accepts(self, problem: Problem, device: torch.device, algorithm: str) -> bool:
+    def _accepts_algorithm(self, problem: Problem, device: torch.device, algorithm: str) -> bool:
         try:
-            self._native(problem, device, algorithm)
+            self._native_plan(problem, device, algorithm)
         except LibraryError:
             return False
         return True
@@ -169,14 +171,16 @@ class CuSparseLt(LibraryBackend):
         """See `Backend.pack`: slid into 2:4 windows and compressed, [bytes].
 
         N and K' are padded with zeros to multiples of 32.  The weight is processed in chunks of rows, so that temporary
-        memory is little more than CHUNK bytes.
+        memory is little more than CHUNK_BYTES.
         """
         from slidesparse.kernels.slide_weight import slide_weight  # late: needs Triton
 
         layout, columns = spec.layout, spec.columns(self.alignment)
         n, padded = weight.shape[0], round_up(weight.shape[0], self.alignment)
-        step = max(ROWS, CHUNK // max(1, columns) // ROWS * ROWS)
-        if padded % ROWS or not self._concatenates(weight.device, weight.dtype):
+        step = max(
+            METADATA_TILE_ROWS, CHUNK_BYTES // max(1, columns) // METADATA_TILE_ROWS * METADATA_TILE_ROWS
+        )
+        if padded % METADATA_TILE_ROWS or not self._compresses_in_chunks(weight.device, weight.dtype):
             step = padded
         broken = torch.zeros(1, dtype=torch.int32, device=weight.device)
         packed: Tensor | None = None
@@ -188,22 +192,22 @@ class CuSparseLt(LibraryBackend):
             windows[len(part) :].view(torch.int8).zero_()
             compressed = self.operand(windows)
             if packed is None:
-                size = (compressed.numel() - SLACK) // rows * padded + SLACK
+                size = (compressed.numel() - SLACK_BYTES) // rows * padded + SLACK_BYTES
                 packed = compressed if rows == padded else compressed.new_empty(size)
             if rows < padded:
-                _place(packed, compressed, start, rows, padded, columns)
+                _copy_chunk(packed, compressed, start, rows, padded, columns)
         assert packed is not None
-        require_none_broken(spec, weight, int(broken.item()))
+        require_unbroken_blocks(spec, weight, int(broken.item()))
         return packed
 
-    def takes(self, weight: Tensor, n: int, k: int, dtype: torch.dtype) -> bool:
-        """See `LibraryBackend.takes`; the size of the metadata is up to the library."""
+    def is_packed_for(self, weight: Tensor, n: int, k: int, dtype: torch.dtype) -> bool:
+        """See `LibraryBackend.is_packed_for`; the size of the metadata is up to the library."""
         return weight.dtype == torch.uint8 and weight.numel() >= n * k // 2
 
     @cache  # noqa: B019  there is one object
-    def _concatenates(self, device: torch.device, dtype: torch.dtype) -> bool:
+    def _compresses_in_chunks(self, device: torch.device, dtype: torch.dtype) -> bool:
         """Return whether compressing chunks of rows gives what compressing the whole weight gives."""
-        columns, whole = 256, 3 * ROWS
+        columns, whole = 256, 3 * METADATA_TILE_ROWS
         generator = torch.Generator(device).manual_seed(0)  # vLLM samples by torch's own
         weight = torch.randint(1, 100, (whole, columns), generator=generator, dtype=torch.int8, device=device)
         column = torch.arange(columns, device=device)
@@ -211,16 +215,16 @@ class CuSparseLt(LibraryBackend):
         weight = torch.where((column + row // 3) % 4 < 2, weight, 0).view(dtype)
         expected = self.operand(weight)
         found = torch.empty_like(expected)
-        for start in range(0, whole, ROWS):
-            part = weight[start : start + ROWS]
+        for start in range(0, whole, METADATA_TILE_ROWS):
+            part = weight[start : start + METADATA_TILE_ROWS]
             compressed = self.operand(part)
-            if (compressed.numel() - SLACK) * whole != (expected.numel() - SLACK) * len(part):
+            if (compressed.numel() - SLACK_BYTES) * whole != (expected.numel() - SLACK_BYTES) * len(part):
                 return False
-            _place(found, compressed, start, len(part), whole, columns)
-        return torch.equal(found[:-SLACK], expected[:-SLACK])
+            _copy_chunk(found, compressed, start, len(part), whole, columns)
+        return torch.equal(found[:-SLACK_BYTES], expected[:-SLACK_BYTES])
 
 
-def _numbers(algorithm: str | None) -> tuple[int, int, int]:
+def _parse_algorithm(algorithm: str | None) -> tuple[int, int, int]:
     """Parse an algorithm into its id, splits and mode."""
     if not algorithm:
         return -1, 1, 0
@@ -235,12 +239,12 @@ def _numbers(algorithm: str | None) -> tuple[int, int, int]:
 #
 #     values of rows 0 .. N-1 | metadata of rows 0 .. N-1
 #
-# Metadata is laid out in tiles of ROWS rows, so a weight of whole tiles can be compressed chunk by chunk.  The library
-# does not guarantee this, so `CuSparseLt._concatenates` checks it once per device and type.
+# Metadata is laid out in tiles of METADATA_TILE_ROWS rows, so a weight of whole tiles can be compressed chunk by chunk.
+# The library does not guarantee this, so `CuSparseLt._compresses_in_chunks` checks it once per device and type.
 
 
-def _place(packed: Tensor, compressed: Tensor, start: int, rows: int, whole: int, columns: int) -> None:
-    values, metadata = columns // 2, (compressed.numel() - SLACK) // rows - columns // 2
+def _copy_chunk(packed: Tensor, compressed: Tensor, start: int, rows: int, whole: int, columns: int) -> None:
+    values, metadata = columns // 2, (compressed.numel() - SLACK_BYTES) // rows - columns // 2
     packed[start * values : (start + rows) * values] = compressed[: rows * values]
     at = whole * values + start * metadata
     packed[at : at + rows * metadata] = compressed[rows * values : rows * (values + metadata)]

@@ -22,8 +22,11 @@ from slidesparse.kernels import Config
 from slidesparse.pattern import SlideLayout
 
 VERSION = "1"  # version of the kernels; tables of other versions are not read
-NEAR = 1.0  # see `tuned.neighbour`: beyond this, the kernels' own table is closer
-ALIKE = {torch.float16: torch.bfloat16, torch.float32: torch.int32}  # of equal width, so the same launch
+MAX_SHAPE_DISTANCE = 1.0  # see `tuned.nearest_algorithm`: beyond this, the kernels' own table is closer
+EQUAL_WIDTH_TYPES = {
+    torch.float16: torch.bfloat16,
+    torch.float32: torch.int32,
+}  # of equal width, so the same launch
 
 _logger = logging.getLogger("slidesparse")
 
@@ -39,9 +42,9 @@ class Kernel:
         return VERSION
 
 
-def problem_of(source: torch.dtype, target: torch.dtype, n: int, k: int, m: int) -> Problem:
+def launch_problem(source: torch.dtype, target: torch.dtype, n: int, k: int, m: int) -> Problem:
     """Return the problem, for tables, of turning m rows of k ``source`` elements into n ``target`` ones."""
-    read, written = (NAMES.get(ALIKE.get(one, one), str(one)) for one in (source, target))
+    read, written = (NAMES.get(EQUAL_WIDTH_TYPES.get(one, one), str(one)) for one in (source, target))
     return Problem(read, written, n, k, m)
 
 
@@ -50,8 +53,8 @@ def quantize(x: Tensor, layout: SlideLayout, dtype: torch.dtype, columns: int) -
     from slidesparse.kernels.quant_slide import quant_slide  # late: needs Triton
 
     m, k = x.shape
-    kind = kernels.quantizer(layout.length, layout.phase)
-    launch = _find(kind, x.dtype, dtype, layout.slided, k, bucket(m), x.device)
+    kind = kernels.quantizer_kind(layout.length, layout.phase)
+    launch = _find_launch(kind, x.dtype, dtype, layout.slided, k, bucket(m), x.device)
     return quant_slide(x, layout.length, layout.phase, dtype, columns, bucket(m), launch)
 
 
@@ -62,12 +65,12 @@ def dequant_bias(
     from slidesparse.kernels.dequant_bias import dequant_bias as kernel  # late: needs Triton
 
     m, n = acc.shape
-    launch = _find("dequant_bias", acc.dtype, out_dtype, n, n, bucket(m), acc.device)
+    launch = _find_launch("dequant_bias", acc.dtype, out_dtype, n, n, bucket(m), acc.device)
     return kernel(acc, scale_x, scale_w, bias, out_dtype, launch=launch)
 
 
 @cache  # called for every layer, and there are few buckets
-def _find(
+def _find_launch(
     kind: str,
     source: torch.dtype,
     target: torch.dtype,
@@ -83,20 +86,22 @@ def _find(
     subject = tuned.Subject(
         kind, VERSION, torch.cuda.get_device_name(device), torch.cuda.get_device_capability(device)
     )
-    found, instead = tuned.look_up(subject, problem_of(source, target, n, k, m), NEAR)
+    found, instead = tuned.select_algorithm(
+        subject, launch_problem(source, target, n, k, m), MAX_SHAPE_DISTANCE
+    )
     if instead:
-        _note(kind, subject.gpu, instead if found else "that of the kernel's own table")
+        _log_untuned(kind, subject.gpu, instead if found else "that of the kernel's own table")
     try:
         return None if found is None else Config.parse(found)
     except ValueError as error:
-        path = tuned.folder() / subject.file
+        path = tuned.tables_folder() / subject.file_name
         raise tuned.TableError(
             f"a table of tuned launches has {error}; delete {path} and run `slidesparse tune MODEL --library triton`"
         ) from error
 
 
 @cache
-def _note(kind: str, gpu: str, instead: str) -> None:
+def _log_untuned(kind: str, gpu: str, instead: str) -> None:
     """Log once per kernel that a launch is not tuned, and how to tune it."""
     _logger.info(
         "%s has no tuned launch for some shapes on %s and uses %s; to tune: slidesparse tune MODEL --library triton",

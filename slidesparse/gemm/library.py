@@ -39,7 +39,7 @@ class LibraryBackend(CudaBackend):
             return q.new_empty(0, n, dtype=out_dtype)
         rounds = out_dtype == torch.bfloat16 and "bf16" in self.products[NAMES[q.dtype]]
         with profiling.stage("product", q):
-            acc = self.accumulate(q, packed, n, out_dtype if rounds else cuda.SUMS[q.dtype])
+            acc = self.accumulate(q, packed, n, out_dtype if rounds else cuda.ACCUMULATOR_DTYPES[q.dtype])
         with profiling.stage("scale", q):
             return launches.dequant_bias(acc, scale_x, scale_w, bias, out_dtype)
 
@@ -60,7 +60,7 @@ class LibraryBackend(CudaBackend):
         if q.shape[1] % self.alignment:
             q = cuda.pad(q, self.alignment)
         (m, k), columns, index = q.shape, round_up(n, self.alignment), q.get_device()
-        if not self.takes(weight, columns, k, q.dtype):
+        if not self.is_packed_for(weight, columns, k, q.dtype):
             raise LibraryError(
                 f"a weight of {weight.dtype} {tuple(weight.shape)} for products [{m}, {k}] @ [{n}, {k}].T of "
                 f"{q.dtype}: pack the weight for the backend {self.name}, from as many columns"
@@ -68,16 +68,16 @@ class LibraryBackend(CudaBackend):
         rows = cuda.bucket(m)
         key = (q.dtype, dtype, columns, k, rows, scale_w is not None, bias is not None)
         with cuda.on_device(index):
-            plan = cuda.plans(self.name, index).get(key, self._plan, *key, q.device)
+            plan = cuda.plan_cache(self.name, index).get(key, self._plan, *key, q.device)
             profiling.chose(plan.algorithm)
             out = q.new_empty(rows, columns, dtype=dtype)
-            q = q if rows == m and q.is_contiguous() else cuda.with_rows(q, rows)
-            scale_x = None if scale_x is None else cuda.with_rows(scale_x, rows)
+            q = q if rows == m and q.is_contiguous() else cuda.allocate_rows(q, rows)
+            scale_x = None if scale_x is None else cuda.allocate_rows(scale_x, rows)
             plan.run(q, weight, out, scale_w, scale_x, bias)
         return out if rows == m and columns == n else out[:m, :n]
 
     @abstractmethod
-    def takes(self, weight: Tensor, n: int, k: int, dtype: torch.dtype) -> bool:
+    def is_packed_for(self, weight: Tensor, n: int, k: int, dtype: torch.dtype) -> bool:
         """Return whether a weight is packed for products of [m, k] and [n, k].T of ``dtype``."""
 
     def _plan(
@@ -92,4 +92,4 @@ class LibraryBackend(CudaBackend):
         device: torch.device,
     ) -> Plan:
         problem = Problem(NAMES[operand], NAMES[out], n, k, m, "both" if scaled else "none", bias)
-        return cuda.tuned_plan(cast("Tunable", self), problem, device)
+        return cuda.make_tuned_plan(cast("Tunable", self), problem, device)

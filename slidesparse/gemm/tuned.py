@@ -30,12 +30,13 @@ from slidesparse.errors import EnvironmentFault
 from slidesparse.gemm.problem import ALL_2_4, Problem
 
 FORMAT = 1
-BEYOND = 2  # the algorithm of the largest tuned M, if at least MANY, is used for up to this many times as many tokens
+# The algorithm of the largest tuned M, if at least MIN_EXTRAPOLATED_TOKENS, is used for up to this many times as many.
+MAX_EXTRAPOLATION = 2
 # With so many tokens the number of tiles hardly matters.  On an H200, algorithms tuned for 512 tokens were 20 to 35%
 # slower than the best at 1024.
-MANY = 2048
-CACHE = "SLIDESPARSE_CACHE"  # environment variable: the folder, instead of ~/.cache/slidesparse
-SHIPPED = Path(__file__).parent.parent / "tuned_tables"
+MIN_EXTRAPOLATED_TOKENS = 2048
+CACHE_VARIABLE = "SLIDESPARSE_CACHE"  # environment variable: the folder, instead of ~/.cache/slidesparse
+SHIPPED_TABLES = Path(__file__).parent.parent / "tuned_tables"
 
 _logger = logging.getLogger("slidesparse")
 
@@ -65,7 +66,7 @@ class Subject:
     capability: tuple[int, int]  # compute capability
 
     @property
-    def file(self) -> str:
+    def file_name(self) -> str:
         """The table's file name, such as ``nvidia-h200_sm90_cusparselt-0.8.0.json``."""
         major, minor = self.capability
         return f"{slug(self.gpu)}_sm{major}{minor}_{slug(self.library)}-{slug(self.version)}.json"
@@ -98,7 +99,7 @@ class Shape(NamedTuple):
     k: int
 
     @classmethod
-    def of(cls, problem: Problem) -> Shape:
+    def of_problem(cls, problem: Problem) -> Shape:
         """Return the shape of a problem."""
         bias = "yes" if problem.bias else "no"
         blocks = "" if problem.blocks == ALL_2_4 else f", blocks {problem.blocks}"
@@ -122,70 +123,72 @@ class Shape(NamedTuple):
 Entries = dict[Shape, dict[int, Tuned]]  # shape -> M -> the best
 
 
-def folder() -> Path:
+def tables_folder() -> Path:
     """Return the folder of the user's tables, in $SLIDESPARSE_CACHE or its default."""
     return cache_folder() / "tuned"
 
 
-def look_up(subject: Subject, problem: Problem, within: float = math.inf) -> tuple[str | None, str]:
+def select_algorithm(
+    subject: Subject, problem: Problem, max_distance: float = math.inf
+) -> tuple[str | None, str]:
     """Return the algorithm to use for ``problem``, and its origin as text; "" if it was tuned for that shape.
 
-    An untuned shape uses the algorithm of the nearest tuned one if that is ``within`` reach (see `neighbour`), else
+    An untuned shape uses the algorithm of the nearest tuned one within ``max_distance`` (see `nearest_algorithm`), else
     the one for fewer tokens, else None: the library's own choice.  A bias does not matter, so it is ignored.
     """
     plain = replace(problem, bias=False)
-    if found := choice(subject, plain):
+    if found := tuned_algorithm(subject, plain):
         return found, ""
-    if found := neighbour(subject, plain, within):
+    if found := nearest_algorithm(subject, plain, max_distance):
         return found, "that of the nearest tuned shape"
-    if found := choice(subject, plain, any_tokens=True):
+    if found := tuned_algorithm(subject, plain, any_tokens=True):
         return found, "that for fewer tokens"
     return None, "its own heuristic"
 
 
-def choice(subject: Subject, problem: Problem, any_tokens: bool = False) -> str | None:
+def tuned_algorithm(subject: Subject, problem: Problem, any_tokens: bool = False) -> str | None:
     """Return the algorithm tuned for ``problem``, or None.
 
     Types, epilogue, n and k must be equal.  The smallest tuned M of at least m is used, else the largest where that
-    is close enough (see BEYOND) or with ``any_tokens``.  Raises TableError for a damaged file.
+    is close enough (see MAX_EXTRAPOLATION) or with ``any_tokens``.  Raises TableError for a damaged file.
     """
-    measured = _tables(subject, folder()).get(Shape.of(problem))
-    if not measured or not (any_tokens or _reaches(measured, problem.m)):
+    measured = _merged_table(subject, tables_folder()).get(Shape.of_problem(problem))
+    if not measured or not (any_tokens or _covers_tokens(measured, problem.m)):
         return None
-    return _for_tokens(measured, problem.m)
+    return _algorithm_for_tokens(measured, problem.m)
 
 
-def neighbour(subject: Subject, problem: Problem, within: float = math.inf) -> str | None:
+def nearest_algorithm(subject: Subject, problem: Problem, max_distance: float = math.inf) -> str | None:
     """Return the algorithm tuned for the nearest shape with about as many tokens, or None.
 
-    The distance is |log2 of the ratio of n| + |log2 of the ratio of k|, at most ``within``.  This algorithm is
+    The distance is |log2 of the ratio of n| + |log2 of the ratio of k|, at most ``max_distance``.  This algorithm is
     typically a few percent slower than the best, while the library's heuristic may take twice as long: which tile is
     fastest depends on the types and the number of tiles, and little on the shape.  Raises TableError for a damaged
     file.
     """
-    types = Shape.of(problem).types
+    types = Shape.of_problem(problem).types
     found = [
         (abs(math.log2(problem.n / shape.n)) + abs(math.log2(problem.k / shape.k)), shape, measured)
-        for shape, measured in _tables(subject, folder()).items()
-        if shape.types == types and _reaches(measured, problem.m)
+        for shape, measured in _merged_table(subject, tables_folder()).items()
+        if shape.types == types and _covers_tokens(measured, problem.m)
     ]
     nearest = min(found, key=lambda one: one[:2], default=None)
-    return _for_tokens(nearest[2], problem.m) if nearest and nearest[0] <= within else None
+    return _algorithm_for_tokens(nearest[2], problem.m) if nearest and nearest[0] <= max_distance else None
 
 
-def _reaches(measured: Iterable[int], m: int) -> bool:
-    most = max(measured)
-    return m <= (BEYOND * most if most >= MANY else most)
+def _covers_tokens(measured: Iterable[int], m: int) -> bool:
+    largest = max(measured)
+    return m <= (MAX_EXTRAPOLATION * largest if largest >= MIN_EXTRAPOLATED_TOKENS else largest)
 
 
-def _for_tokens(measured: dict[int, Tuned], m: int) -> str:
+def _algorithm_for_tokens(measured: dict[int, Tuned], m: int) -> str:
     at_least = [tokens for tokens in measured if tokens >= m]
     return measured[min(at_least) if at_least else max(measured)].algorithm
 
 
-def exact(subject: Subject, problem: Problem) -> Tuned | None:
+def find_entry(subject: Subject, problem: Problem) -> Tuned | None:
     """Return the table entry for exactly this problem, including its M, or None."""
-    return _tables(subject, folder()).get(Shape.of(problem), {}).get(problem.m)
+    return _merged_table(subject, tables_folder()).get(Shape.of_problem(problem), {}).get(problem.m)
 
 
 @cache
@@ -215,27 +218,27 @@ def save(subject: Subject, results: Iterable[tuple[Problem, Tuned]]) -> Path:
     A lock on the folder preserves concurrent updates of other processes.  Raises TableError for a damaged file, which
     is not overwritten.
     """
-    path = folder() / subject.file
+    path = tables_folder() / subject.file_name
     make_folder(path.parent)
     lock = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY)
     try:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        entries = _read(path, subject)
+        entries = _read_table(path, subject)
         for problem, best in results:
-            entries.setdefault(Shape.of(problem), {})[problem.m] = best
+            entries.setdefault(Shape.of_problem(problem), {})[problem.m] = best
         plain = {
-            str(shape): {str(m): _plain_one(best) for m, best in sorted(measured.items())}
+            str(shape): {str(m): _entry_to_json(best) for m, best in sorted(measured.items())}
             for shape, measured in sorted(entries.items(), key=lambda one: str(one[0]))
         }
         document = {"format": FORMAT, **subject.facts(), "entries": plain}
-        _publish(path, json.dumps(document, indent=1) + "\n")
+        _write_atomically(path, json.dumps(document, indent=1) + "\n")
     finally:
         os.close(lock)
-    _tables.cache_clear()
+    _merged_table.cache_clear()
     return path
 
 
-def _plain_one(best: Tuned) -> dict[str, Any]:
+def _entry_to_json(best: Tuned) -> dict[str, Any]:
     searched = {
         "others": {algorithm: round(us, 3) for algorithm, us in best.others},
         "tried": best.tried,
@@ -243,12 +246,12 @@ def _plain_one(best: Tuned) -> dict[str, Any]:
     return {"algorithm": best.algorithm, "us": round(best.us, 3)} | (searched if best.tried else {})
 
 
-def _read_one(one: Any) -> Tuned:
+def _entry_from_json(one: Any) -> Tuned:
     others = tuple((str(algorithm), float(us)) for algorithm, us in one.get("others", {}).items())
     return Tuned(str(one["algorithm"]), float(one["us"]), others, int(one.get("tried", 0)))
 
 
-def _publish(path: Path, text: str) -> None:
+def _write_atomically(path: Path, text: str) -> None:
     handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
     try:
         with os.fdopen(handle, "w") as file:
@@ -263,46 +266,48 @@ def _publish(path: Path, text: str) -> None:
 
 
 @cache
-def _tables(subject: Subject, users: Path) -> Entries:
+def _merged_table(subject: Subject, users: Path) -> Entries:
     """The shipped table, overridden by the user's entry by entry."""
-    entries = _read(SHIPPED / subject.file, subject)
-    for key, measured in _read(users / subject.file, subject).items():
+    entries = _read_table(SHIPPED_TABLES / subject.file_name, subject)
+    for key, measured in _read_table(users / subject.file_name, subject).items():
         entries.setdefault(key, {}).update(measured)
     return entries
 
 
-def _read(path: Path, subject: Subject) -> Entries:
+def _read_table(path: Path, subject: Subject) -> Entries:
     """The entries of one file; none when there is no file."""
     try:
         text = path.read_text(encoding="utf-8")
     except FileNotFoundError:
         return {}
     except (OSError, UnicodeDecodeError) as error:
-        raise _error(path, f"cannot be read: {error}") from error
+        raise _table_error(path, f"cannot be read: {error}") from error
     try:
         document = json.loads(text)
     except ValueError as error:
-        raise _error(path, f"is not JSON: {error}") from error
+        raise _table_error(path, f"is not JSON: {error}") from error
     if not isinstance(document, dict) or document.get("format") != FORMAT:
         found = document.get("format") if isinstance(document, dict) else type(document).__name__
-        raise _error(path, f"has format {found!r}, but this version reads {FORMAT}")
+        raise _table_error(path, f"has format {found!r}, but this version reads {FORMAT}")
     for name, expected in subject.facts().items():
         if document.get(name) != expected:
-            raise _error(path, f"is about {name} {document.get(name)!r}, not {expected!r} as its name says")
+            raise _table_error(
+                path, f"is about {name} {document.get(name)!r}, not {expected!r} as its name says"
+            )
     try:
         return {
-            Shape.parse(key): {int(m): _read_one(one) for m, one in measured.items()}
+            Shape.parse(key): {int(m): _entry_from_json(one) for m, one in measured.items()}
             for key, measured in document["entries"].items()
             if measured
         }
     except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise _error(path, f"is damaged: {type(error).__name__}: {error}") from error
+        raise _table_error(path, f"is damaged: {type(error).__name__}: {error}") from error
 
 
-def _error(path: Path, what: str) -> TableError:
+def _table_error(path: Path, what: str) -> TableError:
     return TableError(
         f"the table of tuned algorithms {path} {what}; delete it and run `slidesparse tune` again, "
-        f"or set {CACHE} to another folder"
+        f"or set {CACHE_VARIABLE} to another folder"
     )
 
 

@@ -14,10 +14,10 @@ from slidesparse.pattern import HARDWARE_LENGTH
 if TYPE_CHECKING:
     from torch import Tensor
 
-KINDS = ("quant_slide", "quant_only", "dequant_bias")  # as tables name them; see `quantizer`
+KINDS = ("quant_slide", "quant_only", "dequant_bias")  # as tables name them; see `quantizer_kind`
 
-MOST_WARPS = 32  # limit of a program
-MOST_LANES = 1 << 16  # limit of block x rows of a program
+MAX_WARPS = 32  # limit of a program
+MAX_LANES = 1 << 16  # limit of block x rows of a program
 
 
 class Config(NamedTuple):
@@ -45,8 +45,8 @@ class Config(NamedTuple):
                 f"{text!r} for a launch, not powers of two as block x rows x warps, such as 1024x1x8"
             )
         found = cls(*numbers)
-        if found.warps > MOST_WARPS or found.block * found.rows > MOST_LANES:
-            raise ValueError(f"{text!r} for a launch, more than {MOST_WARPS} warps or {MOST_LANES} lanes")
+        if found.warps > MAX_WARPS or found.block * found.rows > MAX_LANES:
+            raise ValueError(f"{text!r} for a launch, more than {MAX_WARPS} warps or {MAX_LANES} lanes")
         return found
 
 
@@ -91,12 +91,12 @@ TABLE: dict[str, tuple[_Entry, ...]] = {
 }
 
 
-def quantizer(length: int, phase: int) -> str:
+def quantizer_kind(length: int, phase: int) -> str:
     """Return the kind of quantizing kernel: quant_only if nothing is lifted, else quant_slide."""
     return "quant_only" if length == HARDWARE_LENGTH and phase == 0 else "quant_slide"
 
 
-def config(kind: str, size: int, m: int) -> Config:
+def default_config(kind: str, size: int, m: int) -> Config:
     """Return how to launch ``kind`` for ``m`` rows of ``size`` (K, or N for dequant_bias).
 
     Raises KeyError for a kind that is not in KINDS.

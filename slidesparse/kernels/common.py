@@ -1,7 +1,7 @@
 """Device functions and launcher checks shared by the kernels: reading rows, rounding to INT8 and E4M3.
 
-Device functions have variants that give the same bits, selected by ``NATIVE`` (see `native`): plain arithmetic for
-Triton's interpreter, and GPU instructions, with or without conversion to E4M3.
+Device functions have variants that give the same bits, selected by ``NATIVE`` (see `native_level`): plain arithmetic
+for Triton's interpreter, and GPU instructions, with or without conversion to E4M3.
 """
 
 # ruff: noqa: N803, SIM108, SIM300 (compile-time arguments in capitals, as is Triton's convention)
@@ -44,7 +44,7 @@ def narrow(value, DTYPE: tl.constexpr, NATIVE: tl.constexpr):
 
 
 @triton.jit
-def halves(word, BF16: tl.constexpr):
+def unpack_halves(word, BF16: tl.constexpr):
     """The two 16-bit floats of an int32, the lower address first, as float32."""
     if BF16:
         low = (word << 16).to(tl.float32, bitcast=True)
@@ -65,7 +65,7 @@ def magnitude(value, NATIVE: tl.constexpr):
 
 
 @triton.jit
-def absmax_of(values):
+def reduce_absmax(values):
     """The largest of a block of magnitudes; 0 where all of them are NaN."""
     largest = tl.max(values, 0)
     return tl.where(largest == largest, largest, 0.0)
@@ -81,8 +81,8 @@ def load_four(x, column, valid, K: tl.constexpr, PAIRS: tl.constexpr, BF16: tl.c
         pair = column // 2
         first = tl.load(x + pair, mask=valid & (pair >= 0) & (pair < K // 2), other=0)
         second = tl.load(x + pair + 1, mask=valid & (pair + 1 >= 0) & (pair + 1 < K // 2), other=0)
-        a, b = halves(first, BF16)
-        c, d = halves(second, BF16)
+        a, b = unpack_halves(first, BF16)
+        c, d = unpack_halves(second, BF16)
     else:
         a = widen(tl.load(x + column, mask=valid & (column >= 0) & (column < K), other=0.0))
         b = widen(tl.load(x + column + 1, mask=valid & (column + 1 >= 0) & (column + 1 < K), other=0.0))
@@ -93,7 +93,7 @@ def load_four(x, column, valid, K: tl.constexpr, PAIRS: tl.constexpr, BF16: tl.c
 
 @triton.jit
 def largest_of_four(a, b, c, d, NATIVE: tl.constexpr):
-    """The largest of four blocks' magnitudes, lane by lane: NaN where all four are, which `absmax_of` leaves out."""
+    """The largest of four blocks' magnitudes, lane by lane: NaN, which `reduce_absmax` leaves out, if all are."""
     first = tl.maximum(magnitude(a, NATIVE), magnitude(b, NATIVE))
     second = tl.maximum(magnitude(c, NATIVE), magnitude(d, NATIVE))
     return tl.maximum(first, second)
@@ -108,7 +108,7 @@ def row_absmax(
         largest = tl.zeros([BLOCK], tl.float32)
         for start in tl.static_range(0, K // 2, BLOCK):
             column = start + tl.arange(0, BLOCK)
-            low, high = halves(tl.load(x + column, mask=column < K // 2, other=0), BF16)
+            low, high = unpack_halves(tl.load(x + column, mask=column < K // 2, other=0), BF16)
             largest = tl.maximum(largest, tl.maximum(magnitude(low, NATIVE), magnitude(high, NATIVE)))
     else:
         largest = tl.zeros([2 * BLOCK], tl.float32)
@@ -116,12 +116,12 @@ def row_absmax(
             column = start + tl.arange(0, 2 * BLOCK)
             value = widen(tl.load(x + column, mask=column < K, other=0.0))
             largest = tl.maximum(largest, magnitude(value, NATIVE))
-    return absmax_of(largest)
+    return reduce_absmax(largest)
 
 
 @triton.jit
 def row_scale(absmax, E4M3: tl.constexpr):
-    """(scale, factor) of a row: the stored scale, and the factor for `codes_of`.  Divisions are IEEE."""
+    """(scale, factor) of a row: the stored scale, and the factor for `quantize_four`.  Divisions are IEEE."""
     if E4M3:
         scale = tl.maximum(tl.div_rn(absmax, 448.0), 4.359654017857143e-06)  # 1 / (448 * 512)
         factor = tl.div_rn(1.0, scale)
@@ -132,7 +132,7 @@ def row_scale(absmax, E4M3: tl.constexpr):
 
 
 @triton.jit
-def fused(a, b, c, NATIVE: tl.constexpr):
+def fused_multiply_add(a, b, c, NATIVE: tl.constexpr):
     """a * b + c, rounded once.
 
     The interpreter's own may round twice.  In float64 the product of two float32 is exact; its sum is rounded to 53
@@ -159,8 +159,8 @@ def quotient(value, scale, inverse, NATIVE: tl.constexpr):
     """
     near = value * inverse
     minus = tl.where(scale == float("inf"), 0.0, 0.0 - scale)
-    remainder = fused(near, minus, value, NATIVE)
-    result = fused(remainder, inverse, near, NATIVE)
+    remainder = fused_multiply_add(near, minus, value, NATIVE)
+    result = fused_multiply_add(remainder, inverse, near, NATIVE)
     sign = (value.to(tl.int32, bitcast=True) >> 31) << 31
     return (result.to(tl.int32, bitcast=True) | sign).to(tl.float32, bitcast=True)
 
@@ -240,7 +240,7 @@ def fp8_pair(low, high):
 
 
 @triton.jit
-def codes_of(a, b, c, d, scale, factor, E4M3: tl.constexpr, NATIVE: tl.constexpr):
+def quantize_four(a, b, c, d, scale, factor, E4M3: tl.constexpr, NATIVE: tl.constexpr):
     """Four float32 -> their four codes in one int32, the first in the lowest byte."""
     if E4M3:
         a, b = quotient(a, scale, factor, NATIVE), quotient(b, scale, factor, NATIVE)
@@ -271,19 +271,19 @@ def launch_dependents():
     )
 
 
-def has_dependents(x: Tensor) -> bool:
+def supports_dependent_launch(x: Tensor) -> bool:
     """Return whether the GPU has `launch_dependents`: Hopper and later."""
-    return not interpreted() and _capability(x.device) >= (9, 0)
+    return not is_interpreted() and _capability(x.device) >= (9, 0)
 
 
-def interpreted() -> bool:
+def is_interpreted() -> bool:
     """Return whether kernels run in Triton's interpreter, which was determined when they were defined."""
     return not isinstance(widen, triton.runtime.JITFunction)
 
 
-def native(x: Tensor) -> int:
+def native_level(x: Tensor) -> int:
     """0 in Triton's interpreter, 1 on GPUs, 2 on those that convert to E4M3 themselves (compute capability 8.9)."""
-    if interpreted():
+    if is_interpreted():
         return 0
     return 2 if _capability(x.device) >= (8, 9) else 1
 
@@ -306,14 +306,14 @@ def require(name: str, tensor: Tensor, dimensions: int, dtypes: tuple[torch.dtyp
         raise ValueError(
             f"{name} has strides {tensor.stride()}; the kernel takes a last stride of 1: call contiguous()"
         )
-    if not (tensor.is_cuda or interpreted()):
+    if not (tensor.is_cuda or is_interpreted()):
         raise ValueError(
             f"{name} is on {tensor.device}; the kernel takes CUDA tensors: use slidesparse.reference elsewhere, "
             "or set TRITON_INTERPRET=1 before Triton is imported"
         )
 
 
-def words_of(x: Tensor, bytes_of_word: int) -> Tensor | None:
+def view_as_words(x: Tensor, bytes_of_word: int) -> Tensor | None:
     """View x [M, K] of 16-bit floats as integers of 4 or 8 bytes; None if K or the alignment does not allow it."""
     floats = bytes_of_word // 2
     if x.element_size() != 2 or x.data_ptr() % bytes_of_word:
@@ -323,12 +323,12 @@ def words_of(x: Tensor, bytes_of_word: int) -> Tensor | None:
     return x.view(torch.int32 if bytes_of_word == 4 else torch.int64)
 
 
-def step(block: int, count: int, most: int = 16) -> int:
-    """Return the least power of two, at least ``block``, for which a loop over ``count`` has at most ``most`` steps.
+def unrolled_step(block: int, count: int, max_steps: int = 16) -> int:
+    """Return the least power of 2, from ``block`` on, for which a loop over ``count`` has at most ``max_steps`` steps.
 
     Such loops are unrolled.  The result is no larger than ``count`` needs, and at least 16.
     """
-    while block * most < count:
+    while block * max_steps < count:
         block *= 2
     return max(16, min(block, 1 << max(0, count - 1).bit_length()))
 

@@ -15,8 +15,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from slidesparse.kernels import Config, common, config
-from slidesparse.kernels.common import fused, narrow, widen
+from slidesparse.kernels import Config, common, default_config
+from slidesparse.kernels.common import fused_multiply_add, narrow, widen
 from slidesparse.kernels.launch import Launcher
 
 ACCUMULATORS = (torch.int32, torch.float32, torch.bfloat16)
@@ -47,7 +47,7 @@ def dequant_bias_kernel(
     if HAS_BIAS:
         offset = widen(tl.load(bias + column, mask=column < N, other=0.0))[None, :]
         per_row, offset = tl.broadcast_to(per_row, value.shape), tl.broadcast_to(offset, value.shape)
-        value = fused(value, per_row, offset, NATIVE)
+        value = fused_multiply_add(value, per_row, offset, NATIVE)
     else:
         value = value * per_row
     value = narrow(value, out.dtype.element_ty, NATIVE)
@@ -88,7 +88,7 @@ def dequant_bias(
     out = torch.empty(m, n, dtype=out_dtype, device=acc.device)
     if not m or not n:
         return out
-    launch = launch or config("dequant_bias", n, m)
+    launch = launch or default_config("dequant_bias", n, m)
     with common.on_device_of(acc):
         _launch(
             (-(-m // launch.rows), -(-n // launch.block), 1),
@@ -96,7 +96,7 @@ def dequant_bias(
             (acc.stride(0), m, n),
             {
                 "HAS_BIAS": bias is not None,
-                "NATIVE": common.native(acc),
+                "NATIVE": common.native_level(acc),
                 "ROWS": launch.rows,
                 "BLOCK": launch.block,
             },

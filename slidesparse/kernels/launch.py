@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-ALIGNED = 16  # Triton specializes kernels for addresses and integers that are multiples of this
+SPECIALIZED_ALIGNMENT = 16  # Triton specializes kernels for addresses and integers that are multiples of this
 
 
 class Launcher:
@@ -37,8 +37,11 @@ class Launcher:
         compile-time ones by name.
         """
         key = (
-            *(None if one is None else (one.dtype, one.data_ptr() % ALIGNED == 0) for one in tensors),
-            *((one == 1, one % ALIGNED == 0, one < 2**31) for one in numbers),
+            *(
+                None if one is None else (one.dtype, one.data_ptr() % SPECIALIZED_ALIGNMENT == 0)
+                for one in tensors
+            ),
+            *((one == 1, one % SPECIALIZED_ALIGNMENT == 0, one < 2**31) for one in numbers),
             *constants.values(),
             warps,
             torch.cuda.current_device() if tensors[0] is not None and tensors[0].is_cuda else None,

@@ -25,16 +25,16 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from slidesparse.kernels import Config, common, config, quantizer
+from slidesparse.kernels import Config, common, default_config, quantizer_kind
 from slidesparse.kernels.common import (
-    absmax_of,
-    codes_of,
-    halves,
     largest_of_four,
     launch_dependents,
     load_four,
+    quantize_four,
+    reduce_absmax,
     row_absmax,
     row_scale,
+    unpack_halves,
 )
 from slidesparse.kernels.launch import Launcher
 from slidesparse.pattern import HARDWARE_LENGTH, SlideLayout
@@ -56,8 +56,8 @@ def _load(
     if FLOATS == 4:
         quad = tl.load(x + word, mask=word < K // 4, other=0)
         first, second = quad.to(tl.int32), (quad >> 32).to(tl.int32)
-        a, b = halves(first, BF16)
-        c, d = halves(second, BF16)
+        a, b = unpack_halves(first, BF16)
+        c, d = unpack_halves(second, BF16)
     else:
         block = word // (LENGTH // 2 - 1)
         column = block * LENGTH + 2 * (word - block * (LENGTH // 2 - 1)) - PHASE
@@ -79,7 +79,7 @@ def quant_slide_kernel(
     BF16: tl.constexpr,
     E4M3: tl.constexpr,
     NATIVE: tl.constexpr,
-    DEPENDENTS: tl.constexpr,  # see `common.has_dependents`
+    DEPENDENTS: tl.constexpr,  # see `common.supports_dependent_launch`
     BLOCK: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
@@ -88,10 +88,10 @@ def quant_slide_kernel(
     if WORDS <= BLOCK:
         word = tl.arange(0, BLOCK)
         a, b, c, d = _load(x, word, K, WORDS, LENGTH, PHASE, FLOATS, BF16)
-        scale, factor = row_scale(absmax_of(largest_of_four(a, b, c, d, NATIVE)), E4M3)
+        scale, factor = row_scale(reduce_absmax(largest_of_four(a, b, c, d, NATIVE)), E4M3)
         if DEPENDENTS:
             launch_dependents()
-        codes = codes_of(a, b, c, d, scale, factor, E4M3, NATIVE)
+        codes = quantize_four(a, b, c, d, scale, factor, E4M3, NATIVE)
         tl.store(q + word, codes, mask=word < WORDS)
     else:
         if LENGTH == 4 and PHASE == 0:
@@ -101,7 +101,7 @@ def quant_slide_kernel(
                 word = start + tl.arange(0, BLOCK)
                 a, b, c, d = _load(x, word, K, WORDS, LENGTH, PHASE, FLOATS, BF16)
                 largest = tl.maximum(largest, largest_of_four(a, b, c, d, NATIVE))
-            absmax = absmax_of(largest)
+            absmax = reduce_absmax(largest)
         else:
             absmax = row_absmax(x, K, FLOATS == 2, BF16, NATIVE, BLOCK)
         scale, factor = row_scale(absmax, E4M3)
@@ -110,7 +110,7 @@ def quant_slide_kernel(
         for start in tl.static_range(0, WORDS, BLOCK):
             word = start + tl.arange(0, BLOCK)
             a, b, c, d = _load(x, word, K, WORDS, LENGTH, PHASE, FLOATS, BF16)
-            codes = codes_of(a, b, c, d, scale, factor, E4M3, NATIVE)
+            codes = quantize_four(a, b, c, d, scale, factor, E4M3, NATIVE)
             tl.store(q + word, codes, mask=word < WORDS)
     tl.store(scales + row, scale)
 
@@ -163,12 +163,12 @@ def quant_slide(
         q, scales = q[:m], scales[:m]
     if not m or not k:
         return q.zero_().view(dtype), quantize_rows(x[:, :0], dtype)[1]
-    kind = quantizer(length, phase)
+    kind = quantizer_kind(length, phase)
     floats = 4 if kind == "quant_only" else 1 if phase % 2 else 2
-    source = None if floats == 1 else common.words_of(x, 2 * floats)
+    source = None if floats == 1 else common.view_as_words(x, 2 * floats)
     if source is None:
         source, floats = x, 1
-    how = launch or config(kind, k, m)
+    how = launch or default_config(kind, k, m)
     with common.on_device_of(x):
         _launch(
             (m, 1, 1),
@@ -182,9 +182,9 @@ def quant_slide(
                 "FLOATS": floats,
                 "BF16": x.dtype == torch.bfloat16,
                 "E4M3": dtype == FP8,
-                "NATIVE": common.native(x),
-                "DEPENDENTS": common.has_dependents(x),
-                "BLOCK": common.step(how.block, max(words, k // (4 if kind == "quant_only" else 2))),
+                "NATIVE": common.native_level(x),
+                "DEPENDENTS": common.supports_dependent_launch(x),
+                "BLOCK": common.unrolled_step(how.block, max(words, k // (4 if kind == "quant_only" else 2))),
             },
             how.warps,
         )

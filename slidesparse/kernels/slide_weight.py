@@ -33,7 +33,7 @@ from slidesparse.quantize import FP8, INT8
 # A tile is ``block`` blocks of each of ``rows`` rows.
 LAUNCH = Config(64, 4, 4)
 LAUNCH_LONG = Config(32, 1, 1)  # blocks of 2_inf are as long as rows, and few: spread them
-LONGEST_UNROLLED = 64  # block length; the walk through longer ones is a loop, which compiles quickly
+MAX_UNROLLED_LENGTH = 64  # block length; the walk through longer ones is a loop, which compiles quickly
 
 
 @triton.jit
@@ -90,7 +90,7 @@ def _window(
 
 
 @triton.jit
-def _kernel(
+def _slide_weight_kernel(
     w,
     out,
     broken,
@@ -162,19 +162,19 @@ def slide_weight(
             "the phase in 0..length-1"
         )
     layout = SlideLayout(k, phase, length)  # of any length: 2_inf takes a row as one block
-    target = _words_of(out, w, layout.slided)
+    target = _view_as_windows(out, w, layout.slided)
     broken = torch.zeros(1, dtype=torch.int32, device=w.device)
     if not target.numel():
         return broken
-    pairs = None if phase % 2 else _pairs_of(w)
+    pairs = None if phase % 2 else _view_as_pairs(w)
     source = w.view(INT8) if pairs is None else pairs
-    launch = launch or (LAUNCH if length <= LONGEST_UNROLLED else LAUNCH_LONG)
+    launch = launch or (LAUNCH if length <= MAX_UNROLLED_LENGTH else LAUNCH_LONG)
     blocks = triton.cdiv(target.shape[1], layout.windows)  # including those that only write zeros
     wide = min(launch.block, int(triton.next_power_of_2(blocks)))
     tall = launch.block * launch.rows // wide
     across = triton.cdiv(blocks, wide)
     with common.on_device_of(w):
-        _kernel[(triton.cdiv(n, tall) * across,)](
+        _slide_weight_kernel[(triton.cdiv(n, tall) * across,)](
             source,
             target,
             broken,
@@ -188,7 +188,7 @@ def slide_weight(
             LENGTH=length,
             VALUE=0x7F if w.dtype == FP8 else 0xFF,
             PAIRS=pairs is not None,
-            UNROLL=length <= LONGEST_UNROLLED,
+            UNROLL=length <= MAX_UNROLLED_LENGTH,
             BLOCKS=wide,
             ROWS=tall,
             num_warps=launch.warps,
@@ -197,14 +197,14 @@ def slide_weight(
     return broken
 
 
-def _pairs_of(w: Tensor) -> Tensor | None:
+def _view_as_pairs(w: Tensor) -> Tensor | None:
     """View w [N, K] of one-byte elements as [N, K/2] int16; None if K or the alignment does not allow it."""
     if not w.shape[1] or w.shape[1] % 2 or w.stride(0) % 2 or w.storage_offset() % 2 or w.data_ptr() % 2:
         return None
     return w.view(torch.int16)
 
 
-def _words_of(out: Tensor, w: Tensor, slided: int) -> Tensor:
+def _view_as_windows(out: Tensor, w: Tensor, slided: int) -> Tensor:
     """View ``out`` as [N, words] int32; raise if it cannot hold the windows of ``w``."""
     common.require("out", out, 2, (w.dtype,))
     n, size = w.shape[0], HARDWARE_LENGTH

@@ -29,9 +29,9 @@ w0 are the weights before pruning.  The block's previous weights are among the c
 
 After earlier layers were pruned, a layer's input is a instead of d, its input in the dense model.  The weights whose
 outputs on a are nearest to w d, in the sum of squares over tokens, are w + E H^-1, with H = sum of a a^T and
-E [N, K] = sum of w (d - a) a^T.  They are computed by `target_of` and pruned instead of w, so that each layer corrects
-part of the error of those before it.  In the first pruned layer d = a, and the target is w.  The method is that of
-GPTAQ (arXiv 2504.02692) for quantization.
+E [N, K] = sum of w (d - a) a^T.  They are computed by `compensated_target` and pruned instead of w, so that each
+layer corrects part of the error of those before it.  In the first pruned layer d = a, and the target is w.  The method
+is that of GPTAQ (arXiv 2504.02692) for quantization.
 
 Weights of BitNet are -s, 0 or s and must remain so.  A block is then rounded after the choice, column by column as in
 GPTQ (arXiv 2210.17323), and later columns compensate for the rounding, too.  A sweep accepts a block's new weights only
@@ -72,11 +72,11 @@ class SparseGPT(Method):
         def prune(w: Tensor, pattern: Pattern, error: Tensor | None) -> Tensor:
             grid = w.abs().amax(1, keepdim=True) if ternary else None
             if error is not None and pattern.length is not None:
-                w = target_of(w, error, upper)
+                w = compensated_target(w, error, upper)
             only = None
             if isinstance(pattern, MixedPattern):
                 share, pattern = pattern.share, SlidePattern(HARDWARE_LENGTH)
-                only = choose_blocks(costs(w, upper, HARDWARE_LENGTH), share)
+                only = choose_blocks(block_costs(w, upper, HARDWARE_LENGTH), share)
             pruned = sparsegpt(w, upper, pattern, grid=grid, only=only)
             return refine(w, pruned, hessian, pattern, sweeps, damping, grid=grid, only=only)
 
@@ -115,7 +115,7 @@ def factor(hessian: Tensor, damping: float = DAMPING, dtype: torch.dtype = torch
     return inverse.to(dtype)
 
 
-def target_of(w: Tensor, error: Tensor, upper: Tensor) -> Tensor:
+def compensated_target(w: Tensor, error: Tensor, upper: Tensor) -> Tensor:
     """Return the weights [N, K] to prune instead of ``w``, in the dtype of ``upper``.
 
     Args:
@@ -126,23 +126,23 @@ def target_of(w: Tensor, error: Tensor, upper: Tensor) -> Tensor:
     return w.to(upper.dtype) + (error.to(upper.dtype) @ upper.t()) @ upper
 
 
-def blocks(in_features: int, length: int) -> list[slice]:
+def block_slices(in_features: int, length: int) -> list[slice]:
     """Return the columns of each block of ``length``; the last block may be shorter."""
     return [slice(a, min(in_features, a + length)) for a in range(0, in_features, length)]
 
 
-def costs(w: Tensor, upper: Tensor, length: int) -> Tensor:
+def block_costs(w: Tensor, upper: Tensor, length: int) -> Tensor:
     """Return the cost of pruning each block, [N, blocks], if nothing to its left has been pruned.
 
     The arguments are those of `sparsegpt`; ``length`` is the pattern's.
     """
-    groups = blocks(w.shape[1], length)
+    groups = block_slices(w.shape[1], length)
     corners = [upper[group, group] for group in groups]
     found = upper.new_zeros(len(w), len(groups))
     for number, rule in enumerate(rules([c.t() @ c for c in corners], length)):
         if rule is not None:
             here = w[:, groups[number]].to(upper.dtype)
-            found[:, number] = (choose(here, rule)[0] * here).sum(1)
+            found[:, number] = (choose_removed(here, rule)[0] * here).sum(1)
     return found.clamp_(min=0)  # rounding
 
 
@@ -166,7 +166,7 @@ def sparsegpt(
     out = w.to(upper.dtype, copy=True)
     if pattern.length is None:
         return out
-    groups = blocks(w.shape[1], pattern.length)
+    groups = block_slices(w.shape[1], pattern.length)
     corners = [upper[group, group] for group in groups]
     found = rules([corner.t() @ corner for corner in corners], pattern.length)
     step = max(1, BATCH_COLUMNS // pattern.length)
@@ -179,26 +179,28 @@ def sparsegpt(
             chosen = None if only is None else only[:, number : number + 1]
             here, error = out[:, group], errors[:, group.start - start : group.stop - start]
             if grid is not None:
-                gone = choose(here, rule, chosen)[1] if rule else torch.zeros_like(here, dtype=torch.bool)
-                rounded = _rounded(here, gone, corner, grid, error)
+                removed = torch.zeros_like(here, dtype=torch.bool)
+                if rule:
+                    removed = choose_removed(here, rule, chosen)[1]
+                rounded = _round_block(here, removed, corner, grid, error)
                 out[:, group.stop : stop].addmm_(error, upper[group, group.stop : stop], alpha=-1)
                 here.copy_(rounded)
                 continue
             if rule is None:
                 continue
-            share, gone = choose(here, rule, chosen)
+            share, removed = choose_removed(here, rule, chosen)
             torch.mm(share, corner.t(), out=error)
             out[:, group.start : stop].addmm_(error, upper[group, group.start : stop], alpha=-1)
-            here.masked_fill_(gone, 0.0)
+            here.masked_fill_(removed, 0.0)
         out[:, stop:].addmm_(errors, upper[start:stop, stop:], alpha=-1)
     return out
 
 
-def _rounded(here: Tensor, gone: Tensor, corner: Tensor, grid: Tensor, error: Tensor) -> Tensor:
+def _round_block(here: Tensor, removed: Tensor, corner: Tensor, grid: Tensor, error: Tensor) -> Tensor:
     """Round a block [N, L] to -s, 0 and s from left to right, each column compensating for those before it.
 
     Args:
-        gone: bool [N, L], the weights that become 0.
+        removed: bool [N, L], the weights that become 0.
         corner: U_gg [L, L].
         grid: s [N, 1].
         error: output [N, L], the errors for which later columns compensate when multiplied by U.
@@ -206,7 +208,7 @@ def _rounded(here: Tensor, gone: Tensor, corner: Tensor, grid: Tensor, error: Te
     left, found = here.clone(), torch.zeros_like(here)
     for i in range(here.shape[1]):
         column = left[:, i : i + 1]
-        code = (column / grid).nan_to_num_().round_().clamp_(-1, 1).masked_fill_(gone[:, i : i + 1], 0.0)
+        code = (column / grid).nan_to_num_().round_().clamp_(-1, 1).masked_fill_(removed[:, i : i + 1], 0.0)
         found[:, i : i + 1] = code * grid
         error[:, i : i + 1] = (column - found[:, i : i + 1]) / corner[i, i]
         left[:, i:].addmm_(error[:, i : i + 1], corner[i : i + 1, i:], alpha=-1)
@@ -238,7 +240,7 @@ def refine(
     if pattern.length is None:
         return out
     h = damped(hessian, damping)
-    groups = blocks(w.shape[1], pattern.length)
+    groups = block_slices(w.shape[1], pattern.length)
     inverses = _inverses(h, groups, pattern.length, out.dtype)
     found = rules(inverses, pattern.length)
     h = h.to(out.dtype)
@@ -258,8 +260,8 @@ def refine(
                 if grid is not None:
                     best = _best_on_grid(here, best, rule, inverse, h[group, group], grid, chosen)
                 elif rule is not None:
-                    share, gone = choose(best, rule, chosen)
-                    best.addmm_(share, inverse, alpha=-1).masked_fill_(gone, 0.0)
+                    share, removed = choose_removed(best, rule, chosen)
+                    best.addmm_(share, inverse, alpha=-1).masked_fill_(removed, 0.0)
                 gradient[:, group.stop : stop].addmm_(best - here, h[group, group.stop : stop])
                 here.copy_(best)
             gradient[:, stop:].addmm_(out[:, start:stop] - before, h[start:stop, stop:])
@@ -276,9 +278,9 @@ def _best_on_grid(
     chosen: Tensor | None,
 ) -> Tensor:
     """Return ``best`` [N, L] pruned and rounded, or ``here`` in rows where that is nearer to it in the norm of H_gg."""
-    gone = choose(best, rule, chosen)[1] if rule else torch.zeros_like(best, dtype=torch.bool)
+    removed = choose_removed(best, rule, chosen)[1] if rule else torch.zeros_like(best, dtype=torch.bool)
     corner = torch.linalg.cholesky(inverse, upper=True)
-    found = _rounded(best, gone, corner, grid, torch.empty_like(best))
+    found = _round_block(best, removed, corner, grid, torch.empty_like(best))
     costs = [((w - best) @ h * (w - best)).sum(1, keepdim=True) for w in (found, here)]
     return torch.where(costs[0] < costs[1], found, here)
 
@@ -296,7 +298,7 @@ class Rule(NamedTuple):
     """The inverses (A_PP)^-1 of a block for each of the C choices P of one or two of its columns."""
 
     diagonal: Tensor  # [1 or 2, C]
-    beside: Tensor  # [1, C] the off-diagonal element; not used for one column
+    off_diagonal: Tensor  # [1, C] the off-diagonal element; not used for one column
 
 
 def rules(a: Sequence[Tensor], length: int) -> list[Rule | None]:
@@ -330,30 +332,30 @@ def _rule(a: Tensor, count: int) -> Rule:
     return Rule(own.flip(-2) / determinant, -both / determinant)
 
 
-def choose(w: Tensor, rule: Rule, chosen: Tensor | None = None) -> tuple[Tensor, Tensor]:
+def choose_removed(w: Tensor, rule: Rule, chosen: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """Choose the cheapest weights P of each row of ``w`` [N, L] to remove, as many as ``rule`` is for.
 
     Ties go to the leftmost.  ``chosen``, bool [N, 1], selects the rows to remove weights from.  Returns w_P (A_PP)^-1
     scattered into zeros [N, L], and whether each weight is in P, bool [N, L].
     """
     if chosen is not None:
-        share, gone = choose(w, rule)
-        return share.masked_fill_(~chosen, 0.0), gone & chosen
+        share, removed = choose_removed(w, rule)
+        return share.masked_fill_(~chosen, 0.0), removed & chosen
     count, among = rule.diagonal.shape
     step = max(1, CHOICE_ELEMENTS // among)
     if len(w) > step:
-        parts = [choose(part, rule) for part in w.split(step)]
-        return torch.cat([share for share, _ in parts]), torch.cat([gone for _, gone in parts])
+        parts = [choose_removed(part, rule) for part in w.split(step)]
+        return torch.cat([share for share, _ in parts]), torch.cat([removed for _, removed in parts])
     choices = _choices(w.shape[1], count, w.device)
     left = w[:, choices.columns]  # [N, count, C]
     shares = left * rule.diagonal
     if count > 1:
-        shares.addcmul_(left.flip(1), rule.beside)
+        shares.addcmul_(left.flip(1), rule.off_diagonal)
     best = left.mul_(shares).sum(1).argmin(-1)
     values = shares.gather(2, best.view(-1, 1, 1).expand(-1, count, 1)).squeeze(2)
     places = choices.pairs[best]
-    gone = torch.zeros_like(w, dtype=torch.bool).scatter_(1, places, True)
-    return torch.zeros_like(w).scatter_(1, places, values), gone
+    removed = torch.zeros_like(w, dtype=torch.bool).scatter_(1, places, True)
+    return torch.zeros_like(w).scatter_(1, places, values), removed
 
 
 class _Choices(NamedTuple):

@@ -18,12 +18,12 @@ from slidesparse.gemm.problem import ALL_2_4, DTYPES, MIXED, Plan, Problem
 from slidesparse.pattern import round_up
 from slidesparse.tune.measure import Launch, copies_for
 
-CHUNK = 2**24  # elements that are generated at a time
+CHUNK_ELEMENTS = 2**24  # elements that are generated at a time
 ALIGNMENT = 256  # bytes: alignment of each copy
-INTEGERS = {"int8": 127, "int32": 2**20}  # largest random integer; INT32 operands are sums of INT8 products
-FP8_MOST = 448.0  # largest E4M3 number
-FP8_SIGMA = 100.0  # puts the largest value of a row, at about 4 sigma, near FP8_MOST, as per-token scales do
-GOLDEN = 0.6180339887  # the fractional parts of its multiples are evenly distributed
+MAX_INTEGERS = {"int8": 127, "int32": 2**20}  # of random ones; INT32 operands are sums of INT8 products
+FP8_MAX = 448.0  # largest E4M3 number
+FP8_SIGMA = 100.0  # puts the largest value of a row, at about 4 sigma, near FP8_MAX, as per-token scales do
+GOLDEN_RATIO_CONJUGATE = 0.6180339887  # the fractional parts of its multiples are evenly distributed
 # Positions of the two non-zeros among four.
 TWO_OF_FOUR = ((1, 1, 0, 0), (1, 0, 1, 0), (1, 0, 0, 1), (0, 1, 1, 0), (0, 1, 0, 1), (0, 0, 1, 1))
 
@@ -62,9 +62,9 @@ class Inputs:
     def copies(self, problem: Problem) -> int:
         """Count the copies for a problem with dense weights; sparse ones, of two thirds of the bytes, get as many."""
         n, k, m, size = problem.n, problem.k, problem.m, _size(problem.dtype)
-        return self.cold((n * k + m * k) * size + m * n * _size(problem.out))
+        return self.copies_exceeding_l2((n * k + m * k) * size + m * n * _size(problem.out))
 
-    def cold(self, call_bytes: int) -> int:
+    def copies_exceeding_l2(self, call_bytes: int) -> int:
         """Return how many copies of ``call_bytes`` exceed the L2 cache."""
         return copies_for(call_bytes, self._l2_bytes)
 
@@ -124,20 +124,20 @@ class Inputs:
         return [pool[i * step : i * step + size] for i in range(copies)]
 
     def _fill(self, flat: Tensor, dtype: str, sparse: bool) -> None:
-        for start in range(0, flat.numel(), CHUNK):
-            part = flat[start : start + CHUNK]
+        for start in range(0, flat.numel(), CHUNK_ELEMENTS):
+            part = flat[start : start + CHUNK_ELEMENTS]
             part.copy_(self._random(part.numel(), dtype, sparse))
 
     def _random(self, count: int, dtype: str, sparse: bool) -> Tensor:
-        if dtype in INTEGERS:
-            most = INTEGERS[dtype]
+        if dtype in MAX_INTEGERS:
+            most = MAX_INTEGERS[dtype]
             numbers = self._integers(-most, most + 1, count, DTYPES[dtype])
             if sparse:  # no zeros other than those of the mask
                 numbers = torch.where(numbers == 0, most, numbers)
         else:
             numbers = torch.randn(count, generator=self._generator, device=self.device)
             if dtype == "fp8":
-                numbers = (numbers * FP8_SIGMA).clamp_(-FP8_MOST, FP8_MOST)
+                numbers = (numbers * FP8_SIGMA).clamp_(-FP8_MAX, FP8_MAX)
         if sparse:  # selected, not multiplied: -0.0 would count as a non-zero
             numbers = torch.where(self._mask(count), numbers, numbers.new_zeros(()))
         return numbers.to(DTYPES[dtype])
@@ -157,7 +157,7 @@ def with_sparse_blocks(weight: Tensor, share: float) -> Tensor:
     n, k = weight.shape
     shape = strips_of(n), blocks_of(k)
     number = torch.arange(shape[0] * shape[1], device=weight.device).view(shape)
-    order = (number * GOLDEN).frac().view(-1).argsort().argsort().view(shape)
+    order = (number * GOLDEN_RATIO_CONJUGATE).frac().view(-1).argsort().argsort().view(shape)
     sparse = (order < round(share * order.numel())).repeat_interleave(STRIP, 0)[:n]
     sparse = sparse.repeat_interleave(BLOCK, 1)[:, :k]
     zeros = sparse & (torch.arange(k, device=weight.device) % 4 > 1)

@@ -9,17 +9,17 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from slidesparse.gemm.backend import TWO_FOUR, Tunable
-from slidesparse.gemm.launches import Kernel, problem_of
+from slidesparse.gemm.launches import Kernel, launch_problem
 from slidesparse.gemm.problem import ALL_2_4, ALL_DENSE, DTYPES, MIXED, LibraryError, Problem
-from slidesparse.gemm.tuned import exact
-from slidesparse.kernels import quantizer
+from slidesparse.gemm.tuned import find_entry
+from slidesparse.kernels import quantizer_kind
 from slidesparse.pattern import HARDWARE_LENGTH, SlidePattern, parse_pattern, round_up
 from slidesparse.tune.launches import search_launches
-from slidesparse.tune.search import Found
-from slidesparse.tune.session import Session, free, served_outputs
-from slidesparse.tune.shapes import Layer, slided
+from slidesparse.tune.search import SearchResult
+from slidesparse.tune.session import Session, free_cached_memory, served_outputs
+from slidesparse.tune.shapes import Layer, slided_columns
 
-Search = Callable[[Problem], Found]  # records what it found; raises LibraryError
+Search = Callable[[Problem], SearchResult]  # records what it found; raises LibraryError
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ class KernelJob:
     def prepare(self, session: Session) -> Search:
         """See `Job.prepare`; there is nothing to prepare."""
 
-        def run(problem: Problem) -> Found:
+        def run(problem: Problem) -> SearchResult:
             found = search_launches(self.library.name, problem, self.length, session.inputs, session.clock)
             session.winners.add(self.library, problem, found)
             return found
@@ -70,7 +70,7 @@ class Summary:
     finished: bool = False  # False if the time limit was reached
 
 
-def jobs(
+def gemm_jobs(
     libraries: Sequence[Tunable],
     layers: Sequence[Layer],
     dtypes: Sequence[str],
@@ -83,13 +83,13 @@ def jobs(
         for layer in layers:
             for dtype in dtypes:
                 for out, scale in served_outputs(library, dtype):
-                    for k, blocks in _operands(library, layer, patterns):
+                    for k, blocks in _packed_columns(library, layer, patterns):
                         problem = Problem(dtype, out, layer.n, k, tokens[0], scale, blocks=blocks)
                         found.setdefault((library.name, problem), Job(library, problem, tuple(tokens)))
     return list(found.values())
 
 
-def _operands(library: Tunable, layer: Layer, patterns: Sequence[str]) -> list[tuple[int, str]]:
+def _packed_columns(library: Tunable, layer: Layer, patterns: Sequence[str]) -> list[tuple[int, str]]:
     """Return the columns of a layer's packed weight at each pattern, and the kind of its blocks."""
     whole = round_up(layer.k, library.alignment)
     if not library.sparse:
@@ -97,7 +97,7 @@ def _operands(library: Tunable, layer: Layer, patterns: Sequence[str]) -> list[t
     found = []
     for pattern in map(parse_pattern, patterns):
         if isinstance(pattern, SlidePattern):
-            found.append((slided(layer.k, pattern.ratio, library.alignment), ALL_2_4))
+            found.append((slided_columns(layer.k, pattern.ratio, library.alignment), ALL_2_4))
         elif library.takes_dense:
             found.append((whole, MIXED if pattern.share else ALL_DENSE))
     return list(dict.fromkeys(found))
@@ -110,7 +110,7 @@ def kernel_jobs(
     found: dict[tuple[str, Problem], KernelJob] = {}
 
     def add(kind: str, source: str, target: str, n: int, k: int, length: int = HARDWARE_LENGTH) -> None:
-        problem = problem_of(DTYPES[source], DTYPES[target], n, k, tokens[0])
+        problem = launch_problem(DTYPES[source], DTYPES[target], n, k, tokens[0])
         found.setdefault((kind, problem), KernelJob(Kernel(kind), problem, tuple(tokens), length))
 
     for layer in layers:
@@ -118,7 +118,7 @@ def kernel_jobs(
             slid = [one for one in map(parse_pattern, patterns) if isinstance(one, SlidePattern)]
             for pattern in (TWO_FOUR, *slid):  # dense weights are served like 2:4 ones
                 layout = pattern.layout(layer.k)
-                add(quantizer(layout.length, 0), "bf16", dtype, layout.slided, layer.k, layout.length)
+                add(quantizer_kind(layout.length, 0), "bf16", dtype, layout.slided, layer.k, layout.length)
             for sums in ("bf16", "int32") if dtype == "int8" else ("bf16",):
                 add("dequant_bias", sums, "bf16", layer.n, layer.n)
     return list(found.values())
@@ -128,32 +128,32 @@ def tune(session: Session, todo: Sequence[Job | KernelJob], force: bool = False)
     """Tune the problems that are not in the tables, or all with ``force``, until the deadline."""
     count = Summary()
     try:
-        count.finished = all(_tune(session, job, force, count) for job in todo)
+        count.finished = all(_tune_job(session, job, force, count) for job in todo)
     finally:
         session.winners.flush()
     count.skipped = tuple(session.skipped)
     return count
 
 
-def _tune(session: Session, job: Job | KernelJob, force: bool, count: Summary) -> bool:
+def _tune_job(session: Session, job: Job | KernelJob, force: bool, count: Summary) -> bool:
     """Tune one job; return False when the time was up."""
     subject = session.gpu.subject(job.library)
     search: Search | None = None
     for problem in (replace(job.problem, m=m) for m in job.tokens):
-        if not force and exact(subject, problem):
+        if not force and find_entry(subject, problem):
             count.known += 1
         elif session.deadline.passed:
             return False
         else:
             search = search or job.prepare(session)
-            _search(session, job.library.name, problem, search, count)
+            _search_problem(session, job.library.name, problem, search, count)
         session.advance(f"{job.library.name} {problem.dtype} {problem.n}x{problem.k} M={problem.m}")
     if search:
-        free(session.gpu)
+        free_cached_memory(session.gpu)
     return True
 
 
-def _search(session: Session, name: str, problem: Problem, search: Search, count: Summary) -> None:
+def _search_problem(session: Session, name: str, problem: Problem, search: Search, count: Summary) -> None:
     try:
         found = search(problem)
     except LibraryError as error:

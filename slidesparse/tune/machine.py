@@ -13,7 +13,7 @@ from slidesparse.errors import INSTALL_CUDA, EnvironmentFault
 from slidesparse.gemm.backend import Tunable
 from slidesparse.gemm.tuned import Subject, Versioned
 
-SERVED = ("int8", "fp8")  # the operand types that serving runs
+SERVED_DTYPES = ("int8", "fp8")  # the operand types that serving runs
 
 
 class MissingError(EnvironmentFault, RuntimeError):
@@ -58,7 +58,7 @@ def require_gpu() -> Gpu:
     )
 
 
-def tunable() -> tuple[str, ...]:
+def tunable_names() -> tuple[str, ...]:
     """The backends whose algorithms can be searched."""
     return tuple(name for name in gemm.REGISTRY if hasattr(gemm.get(name), "algorithms"))
 
@@ -78,7 +78,7 @@ def require_libraries(gpu: Gpu, names: Sequence[str]) -> list[Tunable]:
 def usable_libraries(gpu: Gpu) -> tuple[list[Tunable], list[str]]:
     """The tunable backends that run on ``gpu``, and why the others do not."""
     found, missed = [], []
-    for name in tunable():
+    for name in tunable_names():
         library = cast("Tunable", gemm.get(name))
         reason = library.unusable(gpu.device)
         if reason is None:

@@ -22,9 +22,9 @@ Launch = Callable[[int], object]
 
 SAMPLES = 15  # samples of an exact timing
 QUICK_US, EXACT_US = 150.0, 400.0  # the shortest sample; the gap between two replays is about 2 us
-MOST_LAUNCHES = 512  # launches in a graph; capturing one takes about 5 us of CPU time
-MOST_COPIES = 128  # so calls of less than 1 MB (square matrices below 512) stay in the L2 cache in part
-COLD = 2.5  # size of all copies together, relative to the L2 cache
+MAX_LAUNCHES = 512  # launches in a graph; capturing one takes about 5 us of CPU time
+MAX_COPIES = 128  # so calls of less than 1 MB (square matrices below 512) stay in the L2 cache in part
+L2_MULTIPLE = 2.5  # size of all copies together, relative to the L2 cache
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ class Replay(Protocol):
 class Clock(Protocol):
     """A clock that times launches: the GPU's, or a test's."""
 
-    def once(self, launch: Launch) -> float:
+    def time_once(self, launch: Launch) -> float:
         """Run one launch eagerly; its time in microseconds, which includes gaps."""
 
     def prepare(self, launch: Launch, copies: int, about_us: float, target_us: float) -> Replay:
@@ -63,13 +63,13 @@ class Clock(Protocol):
 
 
 def copies_for(call_bytes: int, l2_bytes: int) -> int:
-    """Return how many copies of a call's operands are COLD times as large as the L2 cache; at least 1."""
-    return max(1, min(MOST_COPIES, -(-int(COLD * l2_bytes) // max(1, call_bytes))))
+    """Return how many copies of a call's operands are L2_MULTIPLE times as large as the L2 cache; at least 1."""
+    return max(1, min(MAX_COPIES, -(-int(L2_MULTIPLE * l2_bytes) // max(1, call_bytes))))
 
 
 def launches_for(copies: int, about_us: float, target_us: float) -> int:
     """Launches of one sample: whole rounds through the copies, of about ``target_us``."""
-    wanted = min(MOST_LAUNCHES, -(-target_us // max(about_us, 0.1)))
+    wanted = min(MAX_LAUNCHES, -(-target_us // max(about_us, 0.1)))
     return int(-(-wanted // copies)) * copies
 
 
@@ -94,8 +94,8 @@ class CudaClock:
         self._context.__exit__(kind, error, trace)
         torch.cuda.current_stream(self._stream.device).wait_stream(self._stream)
 
-    def once(self, launch: Launch) -> float:
-        """See `Clock.once`; the launch has finished when this returns."""
+    def time_once(self, launch: Launch) -> float:
+        """See `Clock.time_once`; the launch has finished when this returns."""
         start, end = _events()
         start.record()
         launch(0)
@@ -175,6 +175,6 @@ class Deadline:
         return self._end is not None and self._now() >= self._end
 
     @property
-    def left(self) -> float | None:
+    def seconds_left(self) -> float | None:
         """Seconds until the time is up, at least 0; None without a limit."""
         return None if self._end is None else max(0.0, self._end - self._now())

@@ -19,17 +19,17 @@ from slidesparse.tune.inputs import Operands
 from slidesparse.tune.measure import EXACT_US, QUICK_US, SAMPLES, Clock, Launch, Replay, Timing
 
 FINALISTS = 3
-SPLIT = 4  # algorithms whose split-K variants are tried, the fastest ones
+SPLIT_K_CANDIDATES = 4  # algorithms whose split-K variants are tried, the fastest ones
 FINAL_SAMPLES = 5  # samples of each finalist; the winner gets the rest of SAMPLES
-SLOW = 2.0  # algorithms slower than this many times the best so far are not timed further
+MAX_SLOWDOWN = 2.0  # algorithms slower than this many times the best so far are not timed further
 NOISE_US = 30.0  # timing noise of one eager launch
 LONG_US = 1000.0  # launches of at least this long are timed without a graph, as gaps do not matter
-FP8_ERROR = 2.0**-8  # relative to the norm of an FP8 product, see `agree`
-COMPARED = 2**25  # output elements that are compared at a time
+FP8_ERROR = 2.0**-8  # relative to the norm of an FP8 product, see `outputs_agree`
+COMPARED_ELEMENTS = 2**25  # output elements that are compared at a time
 
 
 @dataclass(frozen=True)
-class Found:
+class SearchResult:
     """The fastest algorithm and how the search went."""
 
     algorithm: str
@@ -56,21 +56,21 @@ def search(
     clock: Clock,
     device: torch.device,
     layout: Layout = TN,
-) -> Found:
+) -> SearchResult:
     """Time every algorithm that ``library`` has for ``problem`` with matrices in ``layout``.
 
     Raises LibraryError when the library refuses the problem, or none of its algorithms runs and gives the result of
     the first one, the library's own choice if that runs.
     """
     names = list(dict.fromkeys(library.algorithms(problem, device, layout)))
-    expected = _expected(library, problem, operands, device, names, layout)
+    expected = _expected_output(library, problem, operands, device, names, layout)
     candidates: list[Candidate] = []
 
     def consider(name: str) -> None:
         best = min((one.us for one in candidates), default=math.inf)
         try:
             launch = operands.launch(library.plan(problem, device, name, layout))
-            us = quick(clock, launch, operands.copies, best)
+            us = estimate_us(clock, launch, operands.copies, best)
         except LibraryError:
             return
         candidates.append(Candidate(name, launch, us))
@@ -79,23 +79,23 @@ def search(
     whole = [name for name in names if unsplit[name] is None]
     for name in whole:
         consider(name)
-    fast = {one.algorithm for one in sorted(candidates, key=lambda one: one.us)[:SPLIT]}
+    fast = {one.algorithm for one in sorted(candidates, key=lambda one: one.us)[:SPLIT_K_CANDIDATES]}
     variants = [name for name in names if unsplit[name] is not None and (not fast or unsplit[name] in fast)]
     for name in variants:
         consider(name)
     names = whole + variants
-    finalists, wrong = correct(
-        candidates, lambda one: agree(_output(operands, one.launch), expected, problem)
+    finalists, wrong = select_correct(
+        candidates, lambda one: outputs_agree(_launch_output(operands, one.launch), expected, problem)
     )
     if not finalists:
         raise LibraryError(
             f"{library.name}: of {len(names)} algorithms for {problem} {len(names) - len(candidates)} were refused "
             f"and {wrong} gave another result than its first"
         )
-    return decide(clock, finalists, operands.copies, len(names), len(names) - len(candidates), wrong)
+    return time_finalists(clock, finalists, operands.copies, len(names), len(names) - len(candidates), wrong)
 
 
-def _expected(
+def _expected_output(
     library: Tunable,
     problem: Problem,
     operands: Operands,
@@ -108,22 +108,22 @@ def _expected(
     for name in (None, *names):
         try:
             plan: Plan = library.plan(problem, device, name, layout)
-            return _output(operands, operands.launch(plan)).clone()
+            return _launch_output(operands, operands.launch(plan)).clone()
         except LibraryError as error:
             refusal = refusal or error
     assert refusal is not None
     raise refusal
 
 
-def quick(clock: Clock, launch: Launch, copies: int, best: float) -> float:
+def estimate_us(clock: Clock, launch: Launch, copies: int, best: float) -> float:
     """Estimate the microseconds of a launch; less exactly if it is much slower than ``best``."""
-    us = min(clock.once(launch), clock.once(launch))  # the first one also loads the kernel
-    if us > min(LONG_US, SLOW * best + NOISE_US):
+    us = min(clock.time_once(launch), clock.time_once(launch))  # the first one also loads the kernel
+    if us > min(LONG_US, MAX_SLOWDOWN * best + NOISE_US):
         return us
     return min(clock.prepare(launch, copies, us, QUICK_US).samples(2))
 
 
-def correct(
+def select_correct(
     candidates: list[Candidate], is_correct: Callable[[Candidate], bool]
 ) -> tuple[list[Candidate], int]:
     """Return the FINALISTS fastest candidates with the right result, and how many faster ones were wrong."""
@@ -139,7 +139,7 @@ def correct(
     return found, wrong
 
 
-def _output(operands: Operands, launch: Launch) -> Tensor:
+def _launch_output(operands: Operands, launch: Launch) -> Tensor:
     """Return the output of a launch on the first copy, whose output is overwritten beforehand."""
     out = operands.outs[0]
     out.fill_(math.nan if out.dtype.is_floating_point else torch.iinfo(out.dtype).min)
@@ -147,9 +147,9 @@ def _output(operands: Operands, launch: Launch) -> Tensor:
     return out
 
 
-def decide(
+def time_finalists(
     clock: Clock, finalists: list[Candidate], copies: int, tried: int, refused: int, wrong: int
-) -> Found:
+) -> SearchResult:
     """Time the finalists, and the fastest of them best."""
     replays: list[tuple[Candidate, Replay, list[float]]] = []
     for one in finalists:
@@ -158,10 +158,10 @@ def decide(
     (winner, replay, samples), *others = sorted(replays, key=lambda entry: Timing.of(entry[2]).p50)
     samples = samples + replay.samples(SAMPLES - FINAL_SAMPLES)
     slower = tuple((one.algorithm, Timing.of(times).p50) for one, _, times in others)
-    return Found(winner.algorithm, Timing.of(samples, replay.graphed), slower, tried, refused, wrong)
+    return SearchResult(winner.algorithm, Timing.of(samples, replay.graphed), slower, tried, refused, wrong)
 
 
-def agree(out: Tensor, expected: Tensor, problem: Problem) -> bool:
+def outputs_agree(out: Tensor, expected: Tensor, problem: Problem) -> bool:
     """Return whether two algorithms' outputs are equal up to rounding; NaN and Inf never are.
 
     INT8 sums are exact, so without scales integer outputs must be equal bit for bit.  Otherwise the Frobenius norm of
@@ -178,12 +178,12 @@ def agree(out: Tensor, expected: Tensor, problem: Problem) -> bool:
     unit = torch.finfo(out.dtype).eps / 2 if out.dtype.is_floating_point else 2.0**-7  # of an INT8 code
     sums = {"fp8": FP8_ERROR, "int8": 0.0}
     bound = 4 * unit + 2 * sums.get(problem.dtype, 2.0**-23 * math.sqrt(problem.k))
-    return _distance(out, expected) <= bound
+    return _relative_error(out, expected) <= bound
 
 
-def _distance(out: Tensor, expected: Tensor) -> float:
+def _relative_error(out: Tensor, expected: Tensor) -> float:
     """|out - expected| / |expected|, NaN when either holds NaN or Inf."""
-    rows = max(1, COMPARED // max(1, out.shape[1]))
+    rows = max(1, COMPARED_ELEMENTS // max(1, out.shape[1]))
     squares = torch.zeros(2, dtype=torch.float64, device=out.device)
     for start in range(0, out.shape[0], rows):
         right = expected[start : start + rows].float()

@@ -14,12 +14,12 @@ from slidesparse.gemm.backend import Tunable
 from slidesparse.gemm.problem import Problem
 from slidesparse.gemm.tuned import Subject, Tuned, Versioned, save
 from slidesparse.tune.inputs import Inputs
-from slidesparse.tune.machine import SERVED, Gpu
+from slidesparse.tune.machine import SERVED_DTYPES, Gpu
 from slidesparse.tune.measure import Clock, Deadline
-from slidesparse.tune.search import Found, search
+from slidesparse.tune.search import SearchResult, search
 
 SAVE_SECONDS = 5.0  # interval between saves, which take milliseconds; a killed process loses later winners
-MOST_SHOWN = 5  # refusals shown in a summary
+MAX_SHOWN = 5  # refusals shown in a summary
 
 Advance = Callable[[str], None]  # called with a label when a cell is done or was already there
 
@@ -31,7 +31,7 @@ class Winners:
         self._gpu, self._saved = gpu, time.monotonic()
         self._pending: dict[Subject, list[tuple[Problem, Tuned]]] = defaultdict(list)
 
-    def add(self, library: Versioned, problem: Problem, found: Found) -> None:
+    def add(self, library: Versioned, problem: Problem, found: SearchResult) -> None:
         """Record the best of one problem."""
         best = Tuned(found.algorithm, found.timing.p50, found.others, found.tried)
         self._pending[self._gpu.subject(library)].append((problem, best))
@@ -60,7 +60,7 @@ class Session:
     def __post_init__(self) -> None:
         self.winners = Winners(self.gpu)
 
-    def search(self, library: Tunable, problem: Problem, weights: list[Tensor]) -> Found:
+    def search(self, library: Tunable, problem: Problem, weights: list[Tensor]) -> SearchResult:
         """Search for the fastest algorithm, and save it if serving runs the problem.  Raises LibraryError."""
         operands = self.inputs.operands(problem, weights)
         found = search(library, problem, operands, self.clock, self.gpu.device)
@@ -75,7 +75,7 @@ def served_outputs(library: Tunable, dtype: str) -> list[tuple[str, str]]:
     Sparse INT8 with INT32 output is the exact path, scaled by a separate kernel.  A dense library that scales is
     also used without scales, because for few tokens a separate kernel is faster.
     """
-    found = library.outputs_of(dtype) if dtype in SERVED else ()
+    found = library.output_types(dtype) if dtype in SERVED_DTYPES else ()
     if not found:
         return []
     problems = [(found[0], library.epilogue(dtype, found[0]))]
@@ -86,13 +86,13 @@ def served_outputs(library: Tunable, dtype: str) -> list[tuple[str, str]]:
     return problems
 
 
-def free(gpu: Gpu) -> None:
+def free_cached_memory(gpu: Gpu) -> None:
     """Return unused memory to the GPU, so that other sizes fit."""
     if gpu.device.type == "cuda":
         torch.cuda.empty_cache()
 
 
-def describe(skipped: Sequence[str]) -> list[str]:
-    """Return the first MOST_SHOWN of the refusals, and how many more there were."""
-    rest = [f"and {len(skipped) - MOST_SHOWN} more"] if len(skipped) > MOST_SHOWN else []
-    return [*skipped[:MOST_SHOWN], *rest]
+def summarize_skipped(skipped: Sequence[str]) -> list[str]:
+    """Return the first MAX_SHOWN of the refusals, and how many more there were."""
+    rest = [f"and {len(skipped) - MAX_SHOWN} more"] if len(skipped) > MAX_SHOWN else []
+    return [*skipped[:MAX_SHOWN], *rest]

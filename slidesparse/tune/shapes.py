@@ -32,7 +32,7 @@ class Layer:
     k: int
 
 
-def layers_of(config: Mapping[str, Any]) -> tuple[Layer, ...]:
+def decoder_layers(config: Mapping[str, Any]) -> tuple[Layer, ...]:
     """Return the four linear layers of a block of a decoder, q k v and gate up fused, as vLLM runs them.
 
     ``config`` is that of a Hugging Face model.  Raises KeyError for one without sizes, TypeError, ValueError or
@@ -49,15 +49,15 @@ def layers_of(config: Mapping[str, Any]) -> tuple[Layer, ...]:
     )
 
 
-MODELS = {name: layers_of(config) for name, config in PUBLIC.items()}
+MODELS = {name: decoder_layers(config) for name, config in PUBLIC.items()}
 
 
-def slided(k: int, pattern: str, alignment: int) -> int:
+def slided_columns(k: int, pattern: str, alignment: int) -> int:
     """K' of K in-features, rounded up to what the library takes: its ``alignment``."""
     return round_up(SlidePattern.parse(pattern).layout(k).slided, alignment)
 
 
-def model(name: str) -> tuple[str, tuple[Layer, ...]]:
+def find_model(name: str) -> tuple[str, tuple[Layer, ...]]:
     """Return name and layers of one of MODELS, or of a Hugging Face folder.  Raises ShapeError."""
     if name in MODELS:
         return name, MODELS[name]
@@ -68,7 +68,7 @@ def model(name: str) -> tuple[str, tuple[Layer, ...]]:
         )
     try:
         config: dict[str, Any] = json.loads(path.read_text())
-        return Path(name).resolve().name, layers_of(config.get("text_config", config))
+        return Path(name).resolve().name, decoder_layers(config.get("text_config", config))
     except (ValueError, TypeError, AttributeError, ZeroDivisionError) as error:
         raise ShapeError(f"{path} is not the configuration of a model: {error}") from error
     except KeyError as error:
@@ -78,7 +78,7 @@ def model(name: str) -> tuple[str, tuple[Layer, ...]]:
 def parse_shapes(text: str) -> tuple[Layer, ...]:
     """``"4608x3584,3584x18944"`` (N x K) -> layers with these names.  Raises ShapeError."""
     layers = []
-    for word in split(text):
+    for word in split_list(text):
         match = re.fullmatch(r"([0-9]{1,9})[xX]([0-9]{1,9})", word)
         if not match or not int(match[1]) or not int(match[2]):
             raise ShapeError(
@@ -93,7 +93,7 @@ def parse_shapes(text: str) -> tuple[Layer, ...]:
 def parse_tokens(text: str) -> tuple[int, ...]:
     """``"64,128"`` -> (64, 128).  Raises ShapeError."""
     try:
-        tokens = tuple(int(word) for word in split(text))
+        tokens = tuple(int(word) for word in split_list(text))
     except ValueError as error:
         raise ShapeError(f"--m {shown(text)} is not a list of token counts, such as 64,256,1024") from error
     if not tokens or min(tokens) < 1:
@@ -104,20 +104,20 @@ def parse_tokens(text: str) -> tuple[int, ...]:
 def parse_patterns(text: str, mixed: bool = False) -> tuple[str, ...]:
     """``"6:8,2_10"`` -> ("6:8", "8:10"); if ``mixed`` also ``"2:4@50%"``.  Raises PatternError or ShapeError."""
     parse = parse_pattern if mixed else SlidePattern.parse
-    if not (words := split(text)):
+    if not (words := split_list(text)):
         raise ShapeError("--pattern is empty; use patterns such as 2:4,6:8")
     return tuple(parse(word).ratio for word in words)
 
 
 def parse_choice(option: str, text: str, allowed: tuple[str, ...]) -> tuple[str, ...]:
     """Comma-separated words of ``allowed``.  Raises ShapeError."""
-    words = tuple(split(text))
+    words = tuple(split_list(text))
     wrong = [word for word in words if word not in allowed]
     if wrong or not words:
         raise ShapeError(f"{option} {text!r}: {wrong or 'nothing'} is not one of {', '.join(allowed)}")
     return words
 
 
-def split(text: str) -> list[str]:
+def split_list(text: str) -> list[str]:
     """The words of a comma-separated list."""
     return [word.strip() for word in text.split(",") if word.strip()]

@@ -80,7 +80,7 @@ def test_held_out_documents_share_little() -> None:
     lines = [f"a line of a document that is long enough to count {number}\n" for number in range(20)]
     training, twin, other = "".join(lines[:10]), "".join(lines[5:15]), "".join(lines[15:])
     counts = corpus.Counter()
-    found = corpus.split([(1, training), (0, twin), (corpus.ONE_IN, other)], counts)
+    found = corpus.split([(1, training), (0, twin), (corpus.HELD_OUT_INTERVAL, other)], counts)
     assert found == ([training], [other])
     assert sum(counts.values()) == 1
 

@@ -13,7 +13,7 @@ from packaging.version import Version
 from benchmarks import e2e_runs
 from benchmarks.e2e import Workload, command, environment, runs
 from benchmarks.e2e_models import E2eError, Model, find_model
-from benchmarks.e2e_runs import Figures, RunError, check_log, check_room, figures_of
+from benchmarks.e2e_runs import Figures, RunError, check_log, check_room, read_figures
 
 
 def model_of(folder: Path, **asked: bool) -> Model:
@@ -87,15 +87,15 @@ def test_models_by_name(tmp_path: Path) -> None:
 def test_figures_of_another_run_are_refused(tmp_path: Path) -> None:
     run = one_run(tmp_path)  # 128 steps of 16 prompts of 8 tokens, at most 128 together
     good = {"elapsed_time": 2.0, "num_requests": 2048, "total_num_tokens": 2048 * 9}
-    assert figures_of(run, good) == Figures(2048 * 9 / 2, "")
-    assert figures_of(run, good, 64.0).tokens_per_joule == 2048 * 9 / 64
+    assert read_figures(run, good) == Figures(2048 * 9 / 2, "")
+    assert read_figures(run, good, 64.0).tokens_per_joule == 2048 * 9 / 64
     for change in ({"num_requests": 2047}, {"elapsed_time": 0.0}, {"elapsed_time": "soon"}):
         with pytest.raises(RunError):
-            figures_of(run, good | change)
+            read_figures(run, good | change)
     with pytest.raises(RunError, match="not 8"):
-        figures_of(run, good | {"total_num_tokens": 2048})
+        read_figures(run, good | {"total_num_tokens": 2048})
     decode = one_run(tmp_path / "decode", "decode", m=64)  # output tokens alone: 256 of each sequence
-    assert figures_of(decode, good | {"num_requests": 64}).tokens_per_s == 64 * 256 / 2
+    assert read_figures(decode, good | {"num_requests": 64}).tokens_per_s == 64 * 256 / 2
 
 
 def test_the_log_tells_which_system_ran(tmp_path: Path) -> None:

@@ -20,7 +20,7 @@ from benchmarks import convert as conversion
 from benchmarks.bandwidth import BandwidthBench, Cell
 from benchmarks.cli import app
 from benchmarks.kernel import Group, KernelBench, model_groups
-from benchmarks.layout import WRONG, LayoutBench, product_of, products
+from benchmarks.layout import WRONG_PRODUCT, LayoutBench, exact_product, products
 from benchmarks.linear import LinearBench
 from benchmarks.stock import Stock
 from slidesparse.blocks import dense_blocks
@@ -41,8 +41,8 @@ PATTERNS = ("2:4", "6:8", "14:16")
 
 @pytest.fixture(autouse=True)
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setenv(tuned.CACHE, str(tmp_path / "cache"))
-    tuned._tables.cache_clear()
+    monkeypatch.setenv(tuned.CACHE_VARIABLE, str(tmp_path / "cache"))
+    tuned._merged_table.cache_clear()
     return tmp_path / "cache"
 
 
@@ -125,7 +125,7 @@ def test_winners_of_what_serving_runs_are_saved(tmp_path: Path) -> None:
     for library in (dense, sparse):
         for out, expected in (("bf16", sparse), ("int32", dense), ("int8", None)):
             problem = Problem("int8", out, 64, 64, 16)
-            found = tuned.choice(GPU.subject(library), problem)
+            found = tuned.tuned_algorithm(GPU.subject(library), problem)
             assert found == ("good" if library is expected else None)
 
 
@@ -150,7 +150,7 @@ def test_a_sparse_library_multiplies_dense_weights_and_keeps_the_winner_of_spars
     assert [row["pattern"] for row in bench.records.rows] == ["6:8", "dense"] * 2
     for columns, found in ((96, "good"), (64, None)):  # of 6:8, and of the dense weight, which 2:4 would have
         problem = Problem("int8", "bf16", 64, columns, 16)
-        assert tuned.choice(GPU.subject(blocks), problem) == found
+        assert tuned.tuned_algorithm(GPU.subject(blocks), problem) == found
 
 
 def test_what_a_library_refuses_is_noted_and_the_rest_measured(tmp_path: Path) -> None:
@@ -178,7 +178,7 @@ def test_whole_layers_and_their_sums(tmp_path: Path) -> None:
 
     stopped = bench(session(limit=5.5, now=Ticks()))
     assert not stopped.run()
-    assert linear.SUM not in {row["layer"] for row in stopped.records.rows}  # it needs all layers
+    assert linear.SUM_LAYER not in {row["layer"] for row in stopped.records.rows}  # it needs all layers
     first = bench(session())
     assert first.run()
     found = first.records.rows
@@ -188,7 +188,7 @@ def test_whole_layers_and_their_sums(tmp_path: Path) -> None:
     assert layers == [("stock", "dense"), ("reference", "dense"), *(("reference", p) for p in PATTERNS)]
     assert len(found) == 3 * 2 * 5
     for row in found:
-        if row["layer"] == linear.SUM:
+        if row["layer"] == linear.SUM_LAYER:
             same = {name: row[name] for name in ("dtype", "pattern", "M", "provider")}
             parts = [times_of(found, layer=layer.name, **same)[0] for layer in LAYERS]
             assert float(row["p50_us"]) == pytest.approx(sum(parts), abs=1e-3)
@@ -300,18 +300,18 @@ def test_a_wrong_product_is_not_timed_and_a_refused_heuristic_hides_nothing(
     assert {(row["weight"], row["activations"], row["output"]) for row in noted} == {layout.contiguous}
     for row in noted:
         assert (row["taken"], row["heuristic_us"]) == ("yes", "")
-        assert (row["p50_us"], row["reason"] == WRONG) == (
+        assert (row["p50_us"], row["reason"] == WRONG_PRODUCT) == (
             ("", True) if broken == "wrong" else ("10.030", False)
         )
 
 
 @pytest.mark.parametrize("dtype", ["int8", "fp8", "bf16"])
 def test_the_product_in_chunks_is_the_product(dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("benchmarks.layout.CHUNK", 100)
+    monkeypatch.setattr("benchmarks.layout.CHUNK_ELEMENTS", 100)
     inputs = Inputs(CPU, 0)
     x, weight = inputs.weight(dtype, 5, 32, False), inputs.weight(dtype, 11, 32, False)
     expected = (x.double() @ weight.double().t()).float()
-    assert torch.equal(product_of(x, weight, torch.float32), expected)
+    assert torch.equal(exact_product(x, weight, torch.float32), expected)
 
 
 # --- command line
@@ -329,7 +329,7 @@ def test_the_commands_from_options_to_tables(tmp_path: Path, monkeypatch: pytest
     monkeypatch.setattr(machine, "require_libraries", lambda gpu, names: [dense, sparse])
     monkeypatch.setattr(machine, "usable_libraries", lambda gpu: ([dense, sparse], []))
     monkeypatch.setattr(measure, "CudaClock", lambda device: nullcontext(FakeClock(dense, sparse)))
-    monkeypatch.setattr(timing, "COPIED", 1 << 16)
+    monkeypatch.setattr(timing, "COPIED_BYTES", 1 << 16)
     options = ["--shapes", "64x64,32x128", "--dtype", "int8", "--m", "16,32", "--out", tmp_path / "out"]
     kernel = ["kernel", *options, "--pattern", "2_4,6:8", "--no-stock"]
     stopped = run(*kernel, "--time-limit", "0")
@@ -408,7 +408,7 @@ def test_convert(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(("share", "most"), [(Fraction(1, 2), 7), (Fraction(1, 3), 5)])
 def test_mixed_weights_have_their_share_of_blocks(share: Fraction, most: int) -> None:
     """No strip of ten blocks is far from its share, so that all CTAs have as much to do."""
-    weight = linear._mix(lambda made: made, share)(torch.ones(640, 1280, dtype=torch.int8))
+    weight = linear._with_dense_share(lambda made: made, share)(torch.ones(640, 1280, dtype=torch.int8))
     sparse = ~dense_blocks(weight)
     assert int(sparse.sum()) == round(100 * share)
     assert most - 4 <= int(sparse.sum(1).min()) <= int(sparse.sum(1).max()) <= most

@@ -43,7 +43,7 @@ class Machine:
     def part(self, seconds: float) -> list[str]:
         """Run one call and return what it ran."""
         self.ran.clear()
-        reproduce.part(self.out, Deadline(seconds, lambda: self.seconds), lambda line: None)
+        reproduce.run_steps(self.out, Deadline(seconds, lambda: self.seconds), lambda line: None)
         return list(self.ran)
 
     @property
@@ -56,7 +56,7 @@ def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Machine:
     made = Machine(tmp_path)
     monkeypatch.setattr(reproduce, "_run", made.run)
     monkeypatch.setattr(reproduce, "KERNELS", {"kernel": ("kernel",)})
-    monkeypatch.setattr(reproduce, "WHOLE", (("A", ("int8",), "stock,sparse", ("2:4", "6:8")),))
+    monkeypatch.setattr(reproduce, "WHOLE_MODELS", (("A", ("int8",), "stock,sparse", ("2:4", "6:8")),))
     return made
 
 
@@ -117,7 +117,7 @@ def test_every_command_is_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
             assert (done.exit_code, "NVIDIA GPU" in done.stderr) == (ENVIRONMENT, True), step
     keys = [
         (model, dtype, pattern)
-        for model, dtypes, _, groups in reproduce.WHOLE
+        for model, dtypes, _, groups in reproduce.WHOLE_MODELS
         for dtype in dtypes
         for pattern in ",".join(groups).split(",")
     ]

@@ -269,7 +269,7 @@ def test_inputs_kept_on_the_gpu_change_nothing(
 ) -> None:
     """Kept between stages, or computed anew for each; hidden states on the GPU or on the disk."""
     calibrated(source, tmp_path / "kept", ids, device="cuda")
-    monkeypatch.setattr(inputs, "KEPT_PART", 2**60)
+    monkeypatch.setattr(inputs, "SUSPENDED_DEVICE_PART", 2**60)
     calibrated(source, tmp_path / "anew", ids, device="cuda")
     monkeypatch.setattr(inputs, "DEVICE_PART", 2**60)
     monkeypatch.setattr(inputs, "MEMORY_BYTES", 0)
@@ -303,7 +303,7 @@ def test_out_of_memory_is_explained(
     def full(*_: Any) -> Any:
         raise torch.OutOfMemoryError("tried to allocate 3 GiB")
 
-    monkeypatch.setattr(pipeline, "gather", full)
+    monkeypatch.setattr(pipeline, "gather_statistics", full)
     with pytest.raises(CalibrationError, match=r"memory of cpu .*3 GiB.*--samples"):
         calibrated(source, tmp_path / "out", ids)
 
@@ -388,8 +388,8 @@ def test_later_layers_see_skipped_layers_quantized(
 
     def look(at: Position, *rest: Any) -> Any:
         for name in (name for stage in at.block.stages for name in stage):
-            if at.full(name) in at.task.skipped:
-                seen[at.full(name)] = at.block.weights[f"{name}.weight"].clone()
+            if at.full_name(name) in at.task.skipped:
+                seen[at.full_name(name)] = at.block.weights[f"{name}.weight"].clone()
         return prune_rows(at, *rest)
 
     def finetune(inputs: Any, targets: Any, pruned: Any, quantized: Any, *rest: Any) -> Any:

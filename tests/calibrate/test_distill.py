@@ -17,7 +17,7 @@ from commands import Done
 from torch import Tensor
 
 from slidesparse.calibrate import distill
-from slidesparse.calibrate.finetune import Rounded, _round
+from slidesparse.calibrate.finetune import InputRounder, _fake_quantize
 from slidesparse.calibrate.models import open_model
 from slidesparse.calibrate.task import Calibration
 from slidesparse.checkpoint.storage import Checkpoint
@@ -100,7 +100,7 @@ def test_a_step_follows_the_gradient_of_the_whole_model(
     """The gradient is that of torch's divergence through all blocks at once."""
     seen: list[Tensor] = []
     monkeypatch.setattr(distill._Weight, "update", lambda self, gradient, *_: seen.append(gradient.clone()))
-    monkeypatch.setattr(distill, "LOGITS", 50 * LLAMA.vocabulary)  # several pieces
+    monkeypatch.setattr(distill, "LOGITS_PER_CHUNK", 50 * LLAMA.vocabulary)  # several pieces
     trainings: list[distill._Training] = []
     make = distill._Training.__init__
 
@@ -112,14 +112,14 @@ def test_a_step_follows_the_gradient_of_the_whole_model(
     calibrated(source, tmp_path / "out", ids, quant=quant, distill=text, minutes=1 / 60, finetune=0)
     (training,) = trainings
     leaves: list[Tensor] = []
-    chosen = training._trained[distill._chosen(len(training._trained), training._per_step, 0)]
+    chosen = training._training_ids[distill._step_samples(len(training._training_ids), training._per_step, 0)]
     x = wanted = training._embed(chosen)
     for dense, pruned, weights in zip(training._dense, training._pruned, training._weights, strict=True):
         wanted, block = dense.output(wanted), pruned.copy()
         for name, weight in weights.items():
             leaves.append(weight.value.clone().requires_grad_())
-            block.weights[f"{name}.weight"] = _round(leaves[-1], training._dtype)
-        block.read = Rounded(training._dtype, list(weights))
+            block.weights[f"{name}.weight"] = _fake_quantize(leaves[-1], training._dtype)
+        block.read = InputRounder(training._dtype, list(weights))
         x = block.output(x)
     given, found = (training._logits(y.flatten(0, 1)).log_softmax(-1) for y in (wanted, x))
     expected = torch.autograd.grad(F.kl_div(found, given, reduction="batchmean", log_target=True), leaves)
@@ -182,7 +182,7 @@ def test_steps_are_those_of_adam() -> None:
 
 
 def test_each_sample_is_taken_before_one_comes_again() -> None:
-    taken = [i for step in range(6) for i in distill._chosen(10, 5, step)]
+    taken = [i for step in range(6) for i in distill._step_samples(10, 5, step)]
     epochs = [taken[:10], taken[10:20], taken[20:]]
     assert [sorted(epoch) for epoch in epochs] == [list(range(10))] * 3
     assert epochs[0] != epochs[1]
@@ -313,7 +313,7 @@ def _headless(folder: Path) -> Path:
 
 
 def test_too_little_memory(source: Path, ids: str, text: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(distill, "LOGITS", 2**50)
+    monkeypatch.setattr(distill, "LOGITS_PER_CHUNK", 2**50)
     words = ("--distill trains all layers at once", "GB of memory, but this machine has")
     how = Calibration(ids, seqlen=24, device="cpu", distill=text)
     refused(source, *words, error=EnvironmentFault, pattern="2:4", calibration=how)

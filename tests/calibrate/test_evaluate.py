@@ -245,11 +245,11 @@ def test_more_log_probabilities_than_memory_holds(
     ids = [[1] * 40] * 3
     perplexity.measure(folder, ids, folder / "other", -1)
     assert len(without_engine) == 2
-    monkeypatch.setattr(perplexity, "MOST_AT_ONCE", 40 * 26 - 1)
+    monkeypatch.setattr(perplexity, "MAX_LOGPROBS_AT_ONCE", 40 * 26 - 1)
     with pytest.raises(SlideSparseError, match=r"--top -1 asks for 26 .* 120 tokens .*--top 25"):
         perplexity.measure(folder, ids, folder / "other", -1)
-    monkeypatch.setattr(perplexity, "MOST_AT_ONCE", 10**7)
-    monkeypatch.setattr(perplexity, "MOST", 120 * 7)
+    monkeypatch.setattr(perplexity, "MAX_LOGPROBS_AT_ONCE", 10**7)
+    monkeypatch.setattr(perplexity, "MAX_LOGPROBS", 120 * 7)
     with pytest.raises(SlideSparseError, match=r"--top 8 asks for 8 .*--top 7"):
         perplexity.measure(folder, ids, None, 8)
     perplexity.measure(folder, ids, None, 7)

@@ -14,7 +14,7 @@ from torch.nn.attention import sdpa_kernel
 
 from slidesparse.calibrate import finetune as finetuning
 from slidesparse.calibrate import pipeline
-from slidesparse.calibrate.finetune import HELD_OUT, Finetuned, finetune
+from slidesparse.calibrate.finetune import VALIDATION_INTERVAL, Finetuned, finetune
 from slidesparse.calibrate.inputs import BlockInputs, HiddenStates
 from slidesparse.calibrate.models import DecoderBlock, Scores, attention, open_model
 from slidesparse.checkpoint.storage import Checkpoint
@@ -73,7 +73,7 @@ class Case:
         block = Served(self.block.sizes, self.block.weights | changed)
         block.dtype = dtype
         x, wanted = (
-            torch.cat([states[batch] for batch in range(2)])[HELD_OUT - 1 :: HELD_OUT]
+            torch.cat([states[batch] for batch in range(2)])[VALIDATION_INTERVAL - 1 :: VALIDATION_INTERVAL]
             for states in (self.states, self.targets)
         )
         lost = (block.output(x) - wanted).square().sum(-1) / wanted.square().sum(-1)
@@ -209,10 +209,10 @@ def test_an_epoch_has_32_steps_of_neither_too_few_nor_too_many_tokens(
 
 
 def test_few_samples_are_both_splits(source: Path, tmp_path: Path) -> None:
-    shapes = [torch.Size((HELD_OUT - 1, 16, 4))]
+    shapes = [torch.Size((VALIDATION_INTERVAL - 1, 16, 4))]
     trained, judged = finetuning._pieces(shapes, 10**6)
-    assert trained == judged == [(0, slice(0, HELD_OUT - 1))]
-    found = Case(source, tmp_path, samples=HELD_OUT - 1).run(INT8)
+    assert trained == judged == [(0, slice(0, VALIDATION_INTERVAL - 1))]
+    found = Case(source, tmp_path, samples=VALIDATION_INTERVAL - 1).run(INT8)
     assert found.error_after < found.error_before
 
 

@@ -16,7 +16,7 @@ from checkpoints import llama
 from slidesparse.calibrate import inputs
 from slidesparse.calibrate.inputs import BlockInputs, HiddenStates, host_memory, may_keep
 from slidesparse.calibrate.models import Block, BlockSizes, LayeredModel, open_model
-from slidesparse.calibrate.samples import Samples, _one_by_one, load_samples
+from slidesparse.calibrate.samples import Samples, _sample_each_text, load_samples
 from slidesparse.checkpoint.storage import Checkpoint
 from slidesparse.errors import CalibrationError, EnvironmentFault, SlideSparseError
 
@@ -153,7 +153,7 @@ def test_texts_without_a_tokenizer(
 
 def test_texts_without_tokens_are_left_out() -> None:
     """An encoder's samples are texts; one of a character that the tokenizer drops has no token."""
-    found = _one_by_one(iter([[1, 2], [], [3]]), 5, 8)
+    found = _sample_each_text(iter([[1, 2], [], [3]]), 5, 8)
     assert [sample.tolist() for sample in found] == [[1, 2], [3]]
 
 
@@ -237,7 +237,7 @@ def test_inputs_are_kept_if_all_fits_in_memory(tmp_path: Path, monkeypatch: pyte
     for streams in (1, 2):
         states = HiddenStates([(2, 3, 8), (1, 5, 8)], CPU, tmp_path, streams=streams)
         for spare, fits in ((0, True), (-1, False)):
-            monkeypatch.setattr(inputs, "KEPT_BYTES", 5 * streams * states.nbytes + spare)
+            monkeypatch.setattr(inputs, "MAX_SUSPENDED_BYTES", 5 * streams * states.nbytes + spare)
             assert may_keep(states, 24) == fits
     monkeypatch.undo()
     monkeypatch.setattr(inputs, "MEMORY_BYTES", 0)

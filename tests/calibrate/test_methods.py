@@ -14,13 +14,13 @@ from slidesparse.calibrate.inputs import Drift, Hessian, output_error
 from slidesparse.methods import sparsegpt as module
 from slidesparse.methods.sparsegpt import (
     DAMPING,
-    blocks,
+    block_slices,
+    compensated_target,
     damped,
     damping_for,
     factor,
     refine,
     sparsegpt,
-    target_of,
 )
 from slidesparse.methods.wanda import wanda
 from slidesparse.pattern import SlidePattern
@@ -73,7 +73,7 @@ def oracle(w0: Tensor, h: Tensor, pattern: SlidePattern) -> Tensor:
     assert pattern.length
     fixed = torch.full_like(w0, torch.nan)
     row = w0.clone()
-    for block in blocks(len(w0), pattern.length):
+    for block in block_slices(len(w0), pattern.length):
         surplus = max(0, block.stop - block.start - (pattern.length - 2))
         tried = []
         for zeros in combinations(range(block.start, block.stop), surplus):
@@ -151,7 +151,7 @@ def test_sweeps_never_increase_the_cost_and_end_in_a_local_optimum(
         assert bool((cost(w, rounds[-1], h) <= cost(w, rounds[-2], h) * (1 + 1e-12)).all())
     assert float(cost(w, rounds[1], h).sum()) < float(cost(w, rounds[0], h).sum())
     settled = rounds[-1]
-    for block in blocks(k, pattern.length):  # every other choice of zeros in one block, solved exactly
+    for block in block_slices(k, pattern.length):  # every other choice of zeros in one block, solved exactly
         surplus = max(0, block.stop - block.start - (pattern.length - 2))
         for zeros in combinations(range(block.start, block.stop), surplus):
             for row in range(len(w)):
@@ -256,7 +256,7 @@ def test_few_tokens_are_damped_more() -> None:
 
 @pytest.mark.parametrize("band", [1, 5, 8, 17, 64])
 def test_h_is_symmetric(monkeypatch: pytest.MonkeyPatch, band: int) -> None:
-    monkeypatch.setattr("slidesparse.calibrate.inputs.BAND", band)
+    monkeypatch.setattr("slidesparse.calibrate.inputs.BAND_COLUMNS", band)
     x, hessian = inputs(60, 17), Hessian(17, dtype=torch.float64)
     for part in x.split(20):  # read in between, and gone on with
         hessian.add(part)
@@ -291,7 +291,7 @@ def test_target_solves_its_least_squares_problem(rows: tuple[int, int]) -> None:
         drift.add(a[part::2], d[part::2])
     errors = drift.errors()
     for name, weight in w.items():
-        found = target_of(weight, errors[name], factor(hessian.matrix, dtype=torch.float64))
+        found = compensated_target(weight, errors[name], factor(hessian.matrix, dtype=torch.float64))
         wanted = weight @ (d - a).t() @ a
         # float64 sums of 400 products, none above 1e3: rounding is below 1e-10
         torch.testing.assert_close((found - weight) @ damped(hessian.matrix), wanted, rtol=0, atol=1e-9)
@@ -304,7 +304,9 @@ def test_target_is_unchanged_without_drift() -> None:
     drift, hessian = Drift({"w": w}), Hessian(24, dtype=torch.float64)
     drift.add(a, a.clone())
     hessian.add(a)
-    assert torch.equal(target_of(w, drift.errors()["w"], factor(hessian.matrix, dtype=torch.float64)), w)
+    assert torch.equal(
+        compensated_target(w, drift.errors()["w"], factor(hessian.matrix, dtype=torch.float64)), w
+    )
 
 
 # The ternary grid

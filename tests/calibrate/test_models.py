@@ -16,7 +16,7 @@ from checkpoints import llama
 from slidesparse.calibrate.models import DECODERS, ENCODERS, Block, LayeredModel, open_model, rms_norm
 from slidesparse.checkpoint.inspection import inspect
 from slidesparse.checkpoint.storage import Checkpoint, CheckpointError
-from slidesparse.cli.convert import CALIBRATED
+from slidesparse.cli.convert import CALIBRATED_METHODS
 from slidesparse.errors import CalibrationError
 
 transformers = pytest.importorskip(
@@ -113,9 +113,9 @@ def test_a_model_is_calibrated_and_converted(name: str, tmp_path: Path) -> None:
 
 
 def test_the_architectures_are_those_that_users_are_told() -> None:
-    assert CALIBRATED.split(", ") == [*DECODERS, *ENCODERS]
+    assert CALIBRATED_METHODS.split(", ") == [*DECODERS, *ENCODERS]
     row = next(line for line in README.read_text().splitlines() if line.startswith("| with `--calib` |"))
-    assert row == f"| with `--calib` | {CALIBRATED} |"
+    assert row == f"| with `--calib` | {CALIBRATED_METHODS} |"
 
 
 def close(found: torch.Tensor, expected: torch.Tensor) -> None:

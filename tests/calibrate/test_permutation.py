@@ -16,16 +16,16 @@ from checkpoints import DOWN, bert, llama, tensors_of
 from safetensors.torch import save_file
 
 from slidesparse.calibrate import permutation
-from slidesparse.calibrate.inputs import BlockInputs, HiddenStates, gather
+from slidesparse.calibrate.inputs import BlockInputs, HiddenStates, gather_statistics
 from slidesparse.calibrate.models import DECODERS, Block, open_model
 from slidesparse.calibrate.permutation import (
     COLUMNS,
     ROWS,
     OrderedReader,
-    arrange,
+    arrange_columns,
     find_order,
+    layer_orders,
     may_permute,
-    orders,
 )
 from slidesparse.calibrate.resume import WorkFolder
 from slidesparse.checkpoint.inspection import inspect
@@ -41,7 +41,7 @@ CPU = torch.device("cpu")
 @pytest.fixture
 def unrotated(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     """Options that permute a Llama without rotating it."""
-    monkeypatch.setattr(stream, "obstacle", lambda _: "not in this test")
+    monkeypatch.setattr(stream, "rotation_obstacle", lambda _: "not in this test")
     return {"rotate": "auto"}
 
 
@@ -86,7 +86,7 @@ def test_outputs_stay_equal(name: str, tmp_path: Path) -> None:
             for stage in (1, 3):
                 order = order_of(block, stage, 8)
                 assert not torch.equal(order, torch.arange(len(order)))
-                made = orders(block, stage, order)
+                made = layer_orders(block, stage, order)
                 found |= {model.prefix(number) + each: indices for each, indices in made.items()}
             work.save(number, found, [])
         with work.tensors().reader() as kept:
@@ -106,7 +106,7 @@ def test_weights_of_another_row_order_are_read_once(tmp_path: Path, monkeypatch:
     """Whatever is read between chunks of a weight, and by whichever of two layers."""
     model, work = open_model(Checkpoint.open(llama(tmp_path / "source"))), WorkFolder(tmp_path)
     with model.checkpoint.reader() as reader:
-        made = orders(block := model.load(reader, 0, CPU), 3, order_of(block, 3, 8))
+        made = layer_orders(block := model.load(reader, 0, CPU), 3, order_of(block, 3, 8))
         work.save(0, {model.prefix(0) + each: indices for each, indices in made.items()}, [])
         with work.tensors().reader() as kept:
             ordered = OrderedReader(reader, kept)
@@ -147,10 +147,10 @@ def test_order_reduces_the_cost(columns: int, length: int, region: int) -> None:
     """Half of the columns are large; the last block may be short, and columns stay in their region."""
     torch.manual_seed(0)
     scores = torch.rand(40, columns) * torch.where(torch.arange(columns) % region < region // 2, 100.0, 1.0)
-    order = arrange(scores, length, region)
+    order = arrange_columns(scores, length, region)
     assert torch.equal(order.sort().values, torch.arange(columns))
     assert torch.equal(order // region, torch.arange(columns) // region)
-    assert torch.equal(order, arrange(scores, length, region))
+    assert torch.equal(order, arrange_columns(scores, length, region))
 
     def cost(x: torch.Tensor) -> float:
         lost = 0.0
@@ -197,7 +197,7 @@ def test_what_is_written_is_what_was_pruned(tmp_path: Path, unrotated: dict[str,
                     block.weights[f"mlp.{name}.{kind}"] = block.weights[f"mlp.{name}.{kind}"][order]
         states = HiddenStates([(*tokens.shape, model.hidden)], CPU, tmp_path)
         states[0] = model.embedder(reader, list(tokens), CPU)(tokens)
-        hessian, _ = gather(BlockInputs(block, states, keep=False), 3)
+        hessian, _ = gather_statistics(BlockInputs(block, states, keep=False), 3)
         pruner = get("sparsegpt").calibrated(hessian.matrix, hessian.tokens, 4)
         down = pruner(block.weights["mlp.down_proj.weight"][:, order], SlidePattern(8), None)
     expected, scale = quantize_rows(down, NAMES[quant], "cuda")

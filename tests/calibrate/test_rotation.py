@@ -15,9 +15,9 @@ from checkpoints import DOWN, bert, config_of, edit_json, llama, snapshot, tenso
 from safetensors.torch import save_file
 
 from slidesparse.calibrate import learning, pipeline
-from slidesparse.calibrate.learning import _costs, hadamard
+from slidesparse.calibrate.learning import _layer_costs, hadamard
 from slidesparse.calibrate.models import Block, LayeredModel, attention, open_model
-from slidesparse.calibrate.rotation import RotatedReader, Rotation, obstacle, untied
+from slidesparse.calibrate.rotation import RotatedReader, Rotation, rotation_obstacle, untie_head
 from slidesparse.calibrate.task import Calibration, Task
 from slidesparse.checkpoint.inspection import inspect
 from slidesparse.checkpoint.storage import Checkpoint
@@ -69,7 +69,7 @@ def orthogonal(*shape: int) -> torch.Tensor:
 
 def written(source: Path, out: Path, rotation: Rotation) -> Any:
     """The rotated model, in float32, as transformers reads it."""
-    checkpoint = untied(Checkpoint.open(source))
+    checkpoint = untie_head(Checkpoint.open(source))
     with checkpoint.reader() as reader:
         rotated = RotatedReader(reader, open_model(checkpoint), CPU, rotation)
         tensors = {name: rotated.whole(name).contiguous() for name in checkpoint.tensors}
@@ -113,7 +113,7 @@ def task_of(source: Path, pattern: str = "6:8") -> Task:
     np.save(source / "ids.npy", np.random.default_rng(0).integers(0, 100, (6, 40)))
     calibration = Calibration(str(source / "ids.npy"), seqlen=40, device="cpu")
     options = ConvertOptions(SlidePattern.parse(pattern), calibration=calibration)
-    return calibration_task(make_plan(untied(Checkpoint.open(source)), options))
+    return calibration_task(make_plan(untie_head(Checkpoint.open(source)), options))
 
 
 def some_rotation(model: LayeredModel) -> Rotation:
@@ -136,8 +136,8 @@ def test_costs_of_a_rotation_are_those_of_the_rotated_model(name: str, tmp_path:
     task = task_of(tmp_path)
     rotation = some_rotation(task.model)
     with torch.no_grad(), task.model.checkpoint.reader() as reader:
-        before = _costs(task, RotatedReader(reader, task.model, CPU), tmp_path, None)
-        after = _costs(task, RotatedReader(reader, task.model, CPU, rotation), tmp_path, None)
+        before = _layer_costs(task, RotatedReader(reader, task.model, CPU), tmp_path, None)
+        after = _layer_costs(task, RotatedReader(reader, task.model, CPU, rotation), tmp_path, None)
     q, r = rotation.q.float(), rotation.r.float()
     plain, changes = one(rotation), []
     for number in range(task.model.blocks):
@@ -173,7 +173,7 @@ def test_gradients_are_those_of_the_loss(tmp_path: Path) -> None:
 
     with pytest.MonkeyPatch.context() as patch, torch.no_grad(), task.model.checkpoint.reader() as reader:
         patch.setattr(learning, "_block_costs", look)
-        _costs(task, RotatedReader(reader, task.model, CPU), tmp_path, None)
+        _layer_costs(task, RotatedReader(reader, task.model, CPU), tmp_path, None)
     for name, out in seen.items():
         g = out.grad.flatten(0, 1)  # type: ignore[union-attr]
         diagonal = found[name].diagonal(dim1=-2, dim2=-1).flatten() if found[name].dim() > 1 else found[name]
@@ -185,7 +185,7 @@ def test_attention_in_bf16_as_on_a_gpu(tmp_path: Path, monkeypatch: pytest.Monke
     task = task_of(tmp_path)
     monkeypatch.setattr(learning, "attend", lambda *how: attention(*how).bfloat16())
     with torch.no_grad(), task.model.checkpoint.reader() as reader:
-        costs = _costs(task, RotatedReader(reader, task.model, CPU), tmp_path, None)
+        costs = _layer_costs(task, RotatedReader(reader, task.model, CPU), tmp_path, None)
     assert [len(of_block) for of_block in costs] == [7, 7]
 
 
@@ -202,7 +202,7 @@ def test_learning_reduces_the_cost_and_is_deterministic(
         parts.append(done / total)
 
     with task.model.checkpoint.reader() as reader:
-        first, second = (learning.learn(task, reader, tmp_path, progress) for _ in range(2))
+        first, second = (learning.learn_rotation(task, reader, tmp_path, progress) for _ in range(2))
     once = parts[: len(parts) // 2]
     assert once == sorted(set(once))
     assert once[-1] == 1
@@ -266,7 +266,7 @@ def test_rotation_reduces_errors_and_is_resumed(
         calibrated(source, tmp_path / "out", ids, rotate="on", **how)
     with pytest.raises(CalibrationError, match="rotate was True, is False"):
         calibrated(source, tmp_path / "out", ids, resume=True, **how)
-    monkeypatch.setattr(learning, "learn", die)  # not again
+    monkeypatch.setattr(learning, "learn_rotation", die)  # not again
     report = calibrated(source, tmp_path / "out", ids, rotate="on", resume=True, **how)
     assert snapshot(tmp_path / "out") == snapshot(tmp_path / "whole")
     assert report.rotation == whole.rotation
@@ -317,9 +317,9 @@ def test_models_are_rotated_by_default(
 
 def test_obstacles_to_rotation(tmp_path: Path) -> None:
     saved("llama", tmp_path)
-    assert obstacle(Checkpoint.open(tmp_path)) is None
+    assert rotation_obstacle(Checkpoint.open(tmp_path)) is None
     tensors = tensors_of(tmp_path)
     write(tmp_path, config_of(tmp_path), {**tensors, "model.mtp.weight": torch.ones(2)})
-    assert "model.mtp.weight" in str(obstacle(Checkpoint.open(tmp_path)))
+    assert "model.mtp.weight" in str(rotation_obstacle(Checkpoint.open(tmp_path)))
     edit_json(tmp_path / "config.json", architectures=["LlamaModel"])
-    assert "LlamaModel" in str(obstacle(Checkpoint.open(tmp_path)))
+    assert "LlamaModel" in str(rotation_obstacle(Checkpoint.open(tmp_path)))

@@ -38,7 +38,12 @@ def test_all_that_can_be_is_built(root: Path) -> None:
     assert first.exit_code == 3
     assert "no_such_header.h" in first.stderr
     assert "bad thing" in first.stderr
-    assert first.stdout.split() == ["good", "built", *first.stdout.split()[2:4], str(compile.where("good"))]
+    assert first.stdout.split() == [
+        "good",
+        "built",
+        *first.stdout.split()[2:4],
+        str(compile.target_path("good")),
+    ]
     again = CliRunner().invoke(app, ["build", "good"])
     assert (again.exit_code, again.stderr) == (0, "")
     assert "was there" in again.stdout
@@ -53,7 +58,7 @@ def test_json(root: Path) -> None:
     assert (bad["name"], bad["state"], good["name"], good["state"]) == ("bad", "failed", "good", "built")
     assert "no_such_header.h" in bad["what"]
     assert bad["remedy"]
-    assert good["path"] == str(compile.where("good"))
+    assert good["path"] == str(compile.target_path("good"))
     assert good["seconds"] >= 0
 
 

@@ -43,7 +43,7 @@ def test_the_check_says_what_the_image_lacks(
     version: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(doctor, "plugin", lambda: {"loads": version == "0.8.0", "words": "not installed"})
-    monkeypatch.setattr(find, "find_library", lambda name: find.Found(name, "a wheel", version))
+    monkeypatch.setattr(find, "find_library", lambda name: find.FoundFile(name, "a wheel", version))
     with pytest.raises(SystemExit) as ended:
         runpy.run_path(str(ROOT / "docker" / "check_image.py"), run_name="__main__")
     said = capsys.readouterr().err

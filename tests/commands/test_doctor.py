@@ -148,7 +148,7 @@ def test_every_probe_may_fail(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(doctor, name, broken)
     for name in ("find_library", "find_nvcc", "compiler"):
         monkeypatch.setattr(find, name, broken)
-    for name in ("where", "cache_folder"):
+    for name in ("target_path", "cache_folder"):
         monkeypatch.setattr(compile, name, broken)
     monkeypatch.setattr(doctor.platform, "platform", broken)
     monkeypatch.setattr(doctor.importlib.metadata, "entry_points", broken)
@@ -177,9 +177,9 @@ def test_output_of_nvidia_smi_is_read(tmp_path: Path, collect: Any, monkeypatch:
 def test_libraries_and_what_is_compiled(
     collect: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    found = find.Found("lib.so", "a wheel", "0.7.1")
+    found = find.FoundFile("lib.so", "a wheel", "0.7.1")
     monkeypatch.setattr(find, "find_library", lambda name, major: found)
-    monkeypatch.setattr(compile, "where", lambda name: tmp_path / name)
+    monkeypatch.setattr(compile, "target_path", lambda name: tmp_path / name)
     (tmp_path / "hopper").touch()
     text = doctor.render(collect())
     assert "cuSPARSELt 0.7.1 was found" in text

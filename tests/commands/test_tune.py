@@ -23,9 +23,9 @@ from slidesparse.pattern import PatternError, SlidePattern
 from slidesparse.slide import nonzero, obeys
 from slidesparse.tune import machine, measure, shapes
 from slidesparse.tune.inputs import Inputs
-from slidesparse.tune.jobs import jobs, tune
-from slidesparse.tune.measure import EXACT_US, MOST_COPIES, SAMPLES, Timing, copies_for, launches_for
-from slidesparse.tune.search import FINAL_SAMPLES, Found, agree, search
+from slidesparse.tune.jobs import gemm_jobs, tune
+from slidesparse.tune.measure import EXACT_US, MAX_COPIES, SAMPLES, Timing, copies_for, launches_for
+from slidesparse.tune.search import FINAL_SAMPLES, SearchResult, outputs_agree, search
 from slidesparse.tune.session import served_outputs
 from slidesparse.tune.shapes import Layer, ShapeError
 
@@ -34,12 +34,12 @@ LAYERS = (Layer("a", 64, 64), Layer("b", 32, 128))
 
 @pytest.fixture(autouse=True)
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setenv(tuned.CACHE, str(tmp_path))
-    tuned._tables.cache_clear()
+    monkeypatch.setenv(tuned.CACHE_VARIABLE, str(tmp_path))
+    tuned._merged_table.cache_clear()
     return tmp_path
 
 
-def find(library: FakeLibrary, problem: Problem, clock: FakeClock | None = None) -> Found:
+def find(library: FakeLibrary, problem: Problem, clock: FakeClock | None = None) -> SearchResult:
     inputs = Inputs(CPU, GPU.l2_bytes)
     weights = inputs.packed(library, problem, inputs.copies(problem))
     return search(library, problem, inputs.operands(problem, weights), clock or FakeClock(library), CPU)
@@ -117,24 +117,24 @@ def test_rounding_agrees_and_a_wrong_tile_does_not(dtype: str, out: str, scale: 
     first = exact.to(DTYPES[out])
     other = (exact * (1 + torch.finfo(DTYPES[out]).eps / 2)).to(DTYPES[out])
     assert not torch.equal(first, other)
-    assert agree(other, first, problem)
-    assert agree(first, first, problem)
+    assert outputs_agree(other, first, problem)
+    assert outputs_agree(first, first, problem)
     lacking = first.clone()
     lacking[:32, :32] = 0
-    assert not agree(lacking, first, problem)
-    assert not agree(first * 2, first, problem)
+    assert not outputs_agree(lacking, first, problem)
+    assert not outputs_agree(first * 2, first, problem)
     lacking[0, 0] = torch.nan
-    assert not agree(lacking, first, problem)
-    assert not agree(first, lacking, problem)
+    assert not outputs_agree(lacking, first, problem)
+    assert not outputs_agree(first, lacking, problem)
 
 
 def test_int8_sums_agree_only_bit_for_bit() -> None:
     problem = Problem("int8", "int32", 8, 8, 8)
     sums = torch.arange(64, dtype=torch.int32).view(8, 8) + 2**30
-    assert agree(sums.clone(), sums, problem)
+    assert outputs_agree(sums.clone(), sums, problem)
     sums_off = sums.clone()
     sums_off[7, 7] += 1
-    assert not agree(sums_off, sums, problem)
+    assert not outputs_agree(sums_off, sums, problem)
 
 
 def test_what_serving_runs() -> None:
@@ -152,7 +152,7 @@ def test_what_serving_runs() -> None:
 def test_jobs_are_distinct_problems() -> None:
     """6:8 of 64 has K' 96; two layers alike, and two patterns with one K', are one job."""
     sparse, dense = FakeLibrary(), FakeLibrary("cublaslt", sparse=False, outs=("int32",))
-    found = jobs([sparse, dense], [*LAYERS, LAYERS[0]], ["int8"], ["2:4", "6:8", "14:16"], [16, 32])
+    found = gemm_jobs([sparse, dense], [*LAYERS, LAYERS[0]], ["int8"], ["2:4", "6:8", "14:16"], [16, 32])
     problems = [(job.library.name, job.problem.out, job.problem.n, job.problem.k) for job in found]
     assert len(problems) == len(set(problems))
     sparse_k = {(64, 64), (64, 96), (64, 128), (32, 128), (32, 192), (32, 224)}
@@ -166,7 +166,7 @@ def test_jobs_are_distinct_problems() -> None:
 
 def test_tuning_saves_resumes_and_is_forced() -> None:
     library = FakeLibrary(times={"refused": 1.0, "wrong": 2.0, "good": 10.0, "slow": 30.0})
-    todo = jobs([library], LAYERS, ["int8"], ["6:8"], [16, 48])
+    todo = gemm_jobs([library], LAYERS, ["int8"], ["6:8"], [16, 48])
     steps: list[str] = []
     run = session(library)
     run.advance = steps.append
@@ -176,8 +176,8 @@ def test_tuning_saves_resumes_and_is_forced() -> None:
     assert len(steps) == 8
     for m in (1, 16, 40, 96):
         problem = Problem("int8", "bf16", 64, 96, m)
-        assert tuned.choice(GPU.subject(library), problem) == "good"
-    saved = tuned.exact(GPU.subject(library), todo[0].problem)
+        assert tuned.tuned_algorithm(GPU.subject(library), problem) == "good"
+    saved = tuned.find_entry(GPU.subject(library), todo[0].problem)
     assert saved
     assert ([name for name, _ in saved.others], saved.tried) == (["slow"], 4)
 
@@ -186,18 +186,18 @@ def test_tuning_saves_resumes_and_is_forced() -> None:
     assert (again.tuned, again.known, library.searched) == (0, 8, [])
     library.times["slow"] = 1.0
     assert tune(session(library), todo, force=True).tuned == 8
-    assert tuned.choice(GPU.subject(library), todo[0].problem) == "slow"
+    assert tuned.tuned_algorithm(GPU.subject(library), todo[0].problem) == "slow"
 
 
 def test_weights_are_packed_once_for_all_token_counts() -> None:
     library = FakeLibrary()
-    tune(session(library), jobs([library], LAYERS[:1], ["fp8"], ["6:8"], [16, 32, 64]))
+    tune(session(library), gemm_jobs([library], LAYERS[:1], ["fp8"], ["6:8"], [16, 32, 64]))
     assert library.packed == [(64, 96)]
 
 
 def test_the_time_limit_keeps_what_was_found() -> None:
     library = FakeLibrary()
-    todo = jobs([library], LAYERS, ["fp8"], ["2:4", "6:8"], [16, 32])
+    todo = gemm_jobs([library], LAYERS, ["fp8"], ["2:4", "6:8"], [16, 32])
     stopped = tune(session(library, limit=3.5, now=Ticks()), todo)
     assert (stopped.tuned, stopped.finished) == (3, False)
     rest = tune(session(library), todo)
@@ -206,7 +206,7 @@ def test_the_time_limit_keeps_what_was_found() -> None:
 
 def test_an_interrupted_search_keeps_what_was_found() -> None:
     library = FakeLibrary()
-    todo = jobs([library], LAYERS, ["fp8"], ["2:4"], [16, 32])
+    todo = gemm_jobs([library], LAYERS, ["fp8"], ["2:4"], [16, 32])
     run = session(library)
 
     def interrupt(label: str) -> None:
@@ -221,7 +221,7 @@ def test_an_interrupted_search_keeps_what_was_found() -> None:
 
 def test_refused_problems_are_reported() -> None:
     library = FakeLibrary(times={"refused": 1.0})
-    found = tune(session(library), jobs([library], LAYERS[:1], ["fp8"], ["2:4"], [16]))
+    found = tune(session(library), gemm_jobs([library], LAYERS[:1], ["fp8"], ["2:4"], [16]))
     assert (found.tuned, found.finished, len(found.skipped)) == (0, True, 1)
     assert "1 were refused" in found.skipped[0]
 
@@ -234,7 +234,7 @@ def test_the_command_tunes_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(machine, "require_gpu", lambda: GPU)
     monkeypatch.setattr(machine, "require_libraries", lambda gpu, names: [dense, sparse])
     monkeypatch.setattr(gemm, "choose", lambda path, device: ("cusparselt", ""))
-    found = Found("1024x1x4", Timing(1.0, 1.0, 1.0), (("256x1x4", 2.0),), 12, 0, 0)
+    found = SearchResult("1024x1x4", Timing(1.0, 1.0, 1.0), (("256x1x4", 2.0),), 12, 0, 0)
     monkeypatch.setattr("slidesparse.tune.jobs.search_launches", lambda *_: found)
     monkeypatch.setattr(measure, "CudaClock", lambda device: nullcontext(FakeClock(dense, sparse)))
     words = [
@@ -270,7 +270,9 @@ def test_of_a_converted_checkpoint_it_tunes_what_is_served(
     monkeypatch.setattr(machine, "require_gpu", lambda: GPU)
     monkeypatch.setattr(machine, "require_libraries", lambda gpu, names: [])
     monkeypatch.setattr(gemm, "choose", lambda path, device: ("hopper", ""))
-    monkeypatch.setattr("slidesparse.tune.jobs.jobs", lambda *arguments: asked.append(arguments[2:4]) or [])
+    monkeypatch.setattr(
+        "slidesparse.tune.jobs.gemm_jobs", lambda *arguments: asked.append(arguments[2:4]) or []
+    )
     monkeypatch.setattr(measure, "CudaClock", lambda device: nullcontext(FakeClock(FakeLibrary())))
     every = (("int8", "fp8"), (*shapes.PATTERNS, *shapes.MIXED_PATTERNS))
     for config, more, expected in (
@@ -331,20 +333,20 @@ def test_layers_of_the_five_models() -> None:
 def test_a_folder_gives_the_layers_of_its_config(tmp_path: Path) -> None:
     config = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "num_key_value_heads": 2}
     (tmp_path / "config.json").write_text(json.dumps(config))
-    name, layers = shapes.model(str(tmp_path))
+    name, layers = shapes.find_model(str(tmp_path))
     assert (name, [(one.n, one.k) for one in layers]) == (
         tmp_path.name,
         [(128, 64), (64, 64), (192, 64), (64, 96)],
     )
     (tmp_path / "config.json").write_text(json.dumps({"text_config": config | {"head_dim": 32}}))
-    assert [(one.n, one.k) for one in shapes.model(str(tmp_path))[1]][:2] == [(256, 64), (64, 128)]
+    assert [(one.n, one.k) for one in shapes.find_model(str(tmp_path))[1]][:2] == [(256, 64), (64, 128)]
     headless = json.dumps(config | {"num_attention_heads": 0})
     for text, fact in (("{}", "hidden_size"), *((text, "config.json") for text in ("[]", "{", headless))):
         (tmp_path / "config.json").write_text(text)
         with pytest.raises(ShapeError, match=fact):
-            shapes.model(str(tmp_path))
+            shapes.find_model(str(tmp_path))
     with pytest.raises(ShapeError, match="Llama9"):
-        shapes.model("Llama9")
+        shapes.find_model("Llama9")
 
 
 def test_shapes_and_token_counts_as_text() -> None:
@@ -378,7 +380,7 @@ def test_slided_columns_are_multiples_of_what_a_library_takes(
     pattern: str, k: int, alignment: int, expected: int
 ) -> None:
     """8:10 of 2048: 205 blocks of 16 are 3280, and 32 divides 3296."""
-    assert shapes.slided(k, pattern, alignment) == expected
+    assert shapes.slided_columns(k, pattern, alignment) == expected
 
 
 # --- operands and timing
@@ -421,7 +423,7 @@ def test_a_smaller_problem_views_the_same_memory_and_a_larger_one_is_random_to_t
 def test_how_many_copies_and_launches() -> None:
     assert copies_for(1000, 100) == 1
     assert copies_for(100, 1000) == 25
-    assert copies_for(1, 1 << 30) == MOST_COPIES
+    assert copies_for(1, 1 << 30) == MAX_COPIES
     for copies, us in ((1, 5.0), (27, 5.0), (128, 3.0), (1, 7000.0), (3, 0.0)):
         count = launches_for(copies, us, EXACT_US)
         assert count % copies == 0

@@ -11,7 +11,7 @@ import torch
 from typer.testing import CliRunner
 
 from benchmarks.cli import app as benchmarks
-from benchmarks.timing import exact
+from benchmarks.timing import time_exactly
 from slidesparse.cli.main import app
 from slidesparse.gemm import tuned
 from slidesparse.gemm.problem import LibraryError, Problem
@@ -25,8 +25,8 @@ pytestmark = pytest.mark.gpu
 
 @pytest.fixture(autouse=True)
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(tuned.CACHE, str(tmp_path / "cache"))
-    tuned._tables.cache_clear()
+    monkeypatch.setenv(tuned.CACHE_VARIABLE, str(tmp_path / "cache"))
+    tuned._merged_table.cache_clear()
 
 
 def test_a_graph_times_what_events_time() -> None:
@@ -34,8 +34,8 @@ def test_a_graph_times_what_events_time() -> None:
     gpu = require_gpu()
     with CudaClock(gpu.device) as clock:
         numbers = torch.zeros(2**28, dtype=torch.float32, device=gpu.device)
-        timing = exact(clock, lambda i: numbers.add_(1), 1)
-        eager = min(clock.once(lambda i: numbers.add_(1)) for _ in range(5))
+        timing = time_exactly(clock, lambda i: numbers.add_(1), 1)
+        eager = min(clock.time_once(lambda i: numbers.add_(1)) for _ in range(5))
     assert timing.graphed
     assert timing.p20 <= timing.p50 <= timing.p80
     assert timing.p50 == pytest.approx(eager, rel=0.15)
@@ -54,9 +54,9 @@ def test_what_cannot_be_captured_is_timed_with_events() -> None:
     gpu = require_gpu()
     x = torch.ones(1024, device=gpu.device)
     with CudaClock(gpu.device) as clock:
-        assert not exact(clock, lambda i: x.sum().item(), 1).graphed
+        assert not time_exactly(clock, lambda i: x.sum().item(), 1).graphed
         torch.cuda.empty_cache()  # refuses while the allocator believes that it is capturing
-        assert exact(clock, lambda i: x.sum(), 1).graphed
+        assert time_exactly(clock, lambda i: x.sum(), 1).graphed
 
         def refuse(i: int) -> None:
             raise LibraryError("refused")
@@ -75,7 +75,7 @@ def test_a_search_finds_an_algorithm_whose_result_is_right(name: str, dtype: str
     library = next((one for one in usable_libraries(gpu)[0] if one.name == name), None)
     if library is None:
         pytest.skip(f"{name} is not for {gpu.name}")
-    for out in library.outputs_of(dtype)[:2]:
+    for out in library.output_types(dtype)[:2]:
         if out == "int8":
             continue  # saturates
         problem = Problem(dtype, out, 256, 512, 128, library.epilogue(dtype, out))

@@ -12,12 +12,12 @@ from torch import Tensor
 
 from slidesparse import gemm, reference
 from slidesparse.gemm.backend import TWO_FOUR, LayerSpec
-from slidesparse.gemm.cublaslt import PLAIN_TOKENS
+from slidesparse.gemm.cublaslt import MAX_UNSCALED_TOKENS
 from slidesparse.gemm.problem import DTYPES, Problem
 from slidesparse.pattern import SlidePattern
 from slidesparse.prune import prune
 from slidesparse.quantize import FP8, INT8, quantize_rows
-from slidesparse.tune.search import agree
+from slidesparse.tune.search import outputs_agree
 
 pytestmark = pytest.mark.gpu
 
@@ -157,7 +157,7 @@ def test_every_algorithm_gives_the_same_sums(name: str, out: str) -> None:
             continue
         torch.cuda.synchronize()
         if out == "bf16" and "/" in (algorithm or ""):
-            assert agree(found, expected, problem), algorithm
+            assert outputs_agree(found, expected, problem), algorithm
         else:
             assert torch.equal(found, expected), algorithm
     print(f"{name} {out}: {len(names)} algorithms, {len(refused)} refused")
@@ -213,7 +213,7 @@ def test_a_bfloat16_layer_against_float64(any_layer: Layer, m: int, with_bias: b
     plain = (
         any_layer.backend == "cublaslt"
         and any_layer.dtype == FP8
-        and (m <= PLAIN_TOKENS or len(any_layer.weight) % 16 > 0)
+        and (m <= MAX_UNSCALED_TOKENS or len(any_layer.weight) % 16 > 0)
     )
     if plain or any_layer.backend == "cusparselt":
         of_sum += UNIT * (sums.abs() + of_sum)

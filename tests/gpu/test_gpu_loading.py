@@ -21,7 +21,7 @@ from gpu_layers import require_served
 from slidesparse.convert.synth import synth
 from slidesparse.flags import DISABLE
 from slidesparse.pattern import SlidePattern
-from slidesparse.tune.shapes import model
+from slidesparse.tune.shapes import find_model
 
 pytestmark = [pytest.mark.gpu, pytest.mark.vllm, pytest.mark.slow, pytest.mark.alone]
 
@@ -33,7 +33,7 @@ TIMES = 1.2  # of the dense load, at most
 PACKED, SEEN = 15 / 16, 0.8
 MIB = 1 << 20
 LAYERS = 28
-LAYER_MIB = sum(shape.n * shape.k for shape in model(MODEL)[1]) / MIB  # of a layer's weights, in bytes
+LAYER_MIB = sum(shape.n * shape.k for shape in find_model(MODEL)[1]) / MIB  # of a layer's weights, in bytes
 
 
 def load(folder: Path, stock: bool) -> dict[str, Any]:

@@ -132,7 +132,7 @@ def test_a_thousand_numbers_of_tokens_take_few_plans(cached: Layer) -> None:
     def count() -> int:
         for m in range(1, 1001):
             cached.product(inputs[0][:m], inputs[1][:m], None, torch.bfloat16)
-        return len(plans.plans(cached.backend, gpu().index))
+        return len(plans.plan_cache(cached.backend, gpu().index))
 
     assert on_a_new_thread(count) == len({plans.bucket(m) for m in range(1, 1001)}) == 48
 
@@ -147,7 +147,7 @@ def test_plans_that_are_dropped_leave_nothing_behind(cached: Layer) -> None:
     expected = cached.product(*inputs, None, torch.bfloat16)
 
     def passes(times: int) -> tuple[int, int]:
-        cache = plans.plans(cached.backend, gpu().index)
+        cache = plans.plan_cache(cached.backend, gpu().index)
         for _ in range(times):
             for bucket in sorted({plans.bucket(m) for m in range(1, 1001)}):
                 m = min(bucket, 1000)
@@ -159,7 +159,7 @@ def test_plans_that_are_dropped_leave_nothing_behind(cached: Layer) -> None:
         return torch.cuda.memory_allocated(), _resident()
 
     def run() -> tuple[int, int]:
-        plans.plans(cached.backend, gpu().index).capacity = 8
+        plans.plan_cache(cached.backend, gpu().index).capacity = 8
         (device, host), (device_later, host_later) = passes(2), passes(10)
         return device_later - device, host_later - host
 
@@ -208,7 +208,7 @@ def test_a_capture_without_a_plan_is_refused_in_words(cached: Layer) -> None:
 
     def refuse() -> int:
         cached.product(*small, None, torch.bfloat16)
-        cache, graph = plans.plans(cached.backend, gpu().index), torch.cuda.CUDAGraph()
+        cache, graph = plans.plan_cache(cached.backend, gpu().index), torch.cuda.CUDAGraph()
         torch.cuda.synchronize()
         with torch.cuda.graph(graph, stream=torch.cuda.Stream()):
             x.add_(1)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.layout import WRONG, LayoutBench, products
+from benchmarks.layout import WRONG_PRODUCT, LayoutBench, products
 from slidesparse.tune.inputs import Inputs
 from slidesparse.tune.machine import require_gpu, require_libraries
 from slidesparse.tune.measure import CudaClock, Deadline
@@ -27,7 +27,7 @@ def test_the_layouts_that_are_taken_give_the_product(name: str, tmp_path: Path) 
         bench = LayoutBench(found, tmp_path, todo, [64])
         assert bench.run()
     assert len(bench.records.rows) == 3 * 8
-    assert [row for row in bench.records.rows if row["reason"] == WRONG] == []
+    assert [row for row in bench.records.rows if row["reason"] == WRONG_PRODUCT] == []
     served = [
         row for row in bench.records.rows if row["weight"] + row["activations"] + row["output"] == "KKN"
     ]

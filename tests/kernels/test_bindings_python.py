@@ -44,9 +44,9 @@ def libraries(loaded: dict[str, Native], monkeypatch: pytest.MonkeyPatch) -> Ite
     monkeypatch.setattr(torch.cuda, "current_blas_handle", lambda: 0)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: one)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
-    monkeypatch.setattr(cuda, "stream_of", lambda index: STREAM)
+    monkeypatch.setattr(cuda, "current_stream", lambda index: STREAM)
     monkeypatch.setattr(cuda, "extension", lambda name: loaded[name].module)
-    monkeypatch.setattr(cuda, "_local", cuda._Local())
+    monkeypatch.setattr(cuda, "_thread_state", cuda._ThreadState())
     monkeypatch.setattr(cuda, "_workspaces", {(0, STREAM): torch.empty(1, dtype=torch.uint8)})
     yield {name: Library(native) for name, native in loaded.items()}
     monkeypatch.undo()  # the handles of this thread go with it
@@ -128,12 +128,12 @@ def test_a_plan_hands_over_types_and_tensors(
 
 
 def test_a_workspace_may_be_as_large_as_a_stream_has(library: Library) -> None:
-    library.set(algorithms=66, workspace=cuda.WORKSPACE)
+    library.set(algorithms=66, workspace=cuda.WORKSPACE_BYTES)
     found = library.backend.algorithms(PROBLEM, CPU)
-    assert library.backend.plan(PROBLEM, CPU, found[64]).workspace == cuda.WORKSPACE
-    library.set(workspace=cuda.WORKSPACE + (1 << 20))
+    assert library.backend.plan(PROBLEM, CPU, found[64]).workspace == cuda.WORKSPACE_BYTES
+    library.set(workspace=cuda.WORKSPACE_BYTES + (1 << 20))
     with pytest.raises(
-        LibraryError, match=f"workspace of {65 << 20} bytes, but a stream has {cuda.WORKSPACE}"
+        LibraryError, match=f"workspace of {65 << 20} bytes, but a stream has {cuda.WORKSPACE_BYTES}"
     ):
         library.backend.plan(PROBLEM, CPU, found[65])
 
@@ -143,7 +143,7 @@ def test_algorithms_of_cublaslt(libraries: dict[str, Library]) -> None:
     library, backend = libraries["cublaslt"], libraries["cublaslt"].backend
     library.set(refused=2)
     found = backend.algorithms(PROBLEM, CPU)
-    assert library.calls("cublasLtMatmulPreferenceSetAttribute")[0]["value"] == cuda.WORKSPACE
+    assert library.calls("cublasLtMatmulPreferenceSetAttribute")[0]["value"] == cuda.WORKSPACE_BYTES
     assert len(set(found)) == 7
     for text, number in ((found[0], 0), (found[2], 3), (None, 0)):
         backend.plan(PROBLEM, CPU, text).run(**tensors(PROBLEM))

@@ -49,7 +49,7 @@ def program(root: Path, name: str, version: str = "one", seconds: float = 0, tex
 @pytest.fixture
 def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Sources, empty headers, a torch, compilers and an empty cache, all of them in the folder returned."""
-    shutil.copytree(compile.sources(), tmp_path / "csrc")
+    shutil.copytree(compile.sources_folder(), tmp_path / "csrc")
     (tmp_path / "include").mkdir()
     for target in TARGETS.values():
         for header in target.headers:
@@ -62,7 +62,7 @@ def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("SLIDESPARSE_CACHE", str(tmp_path / "cache"))
     monkeypatch.setenv("CXX", str(program(tmp_path, "c++")))
     monkeypatch.setenv("SLIDESPARSE_NVCC", str(program(tmp_path, "nvcc", "release 13.0")))
-    monkeypatch.setattr(compile, "sources", lambda: tmp_path / "csrc")
+    monkeypatch.setattr(compile, "sources_folder", lambda: tmp_path / "csrc")
     monkeypatch.setattr(find, "python_headers", lambda: [tmp_path / "python"])
     monkeypatch.setattr(find, "torch_folder", lambda oldest: tmp_path / "torch")
     operators = Target("operators", "operators", ("cusparselt.cpp",), torch=(2, 10))
@@ -76,13 +76,13 @@ def runs(root: Path) -> list[str]:
 
 @pytest.mark.parametrize("name", ["cusparselt", "hopper", "operators"])
 def test_a_target_is_compiled_once(name: str, root: Path) -> None:
-    place = compile.where(name)
+    place = compile.target_path(name)
     assert not (root / "cache").exists()
-    assert compile.build(name) == compile.build(name) == place == compile.where(name)
+    assert compile.build(name) == compile.build(name) == place == compile.target_path(name)
     assert place.is_relative_to(root / "cache" / "extensions")
     assert place.read_text() == "first second\n"
     assert len(runs(root)) == (
-        1 if name != "hopper" else 1 + len(compile._units(root / "csrc/hopper/units.txt"))
+        1 if name != "hopper" else 1 + len(compile._read_units(root / "csrc/hopper/units.txt"))
     )
     assert sorted(path.name for path in place.parent.iterdir()) == [place.name, f"{place.name}.lock"]
 
@@ -166,10 +166,10 @@ def test_the_key_holds_what_can_change_the_result(
     change: str, root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     names = ("cusparselt", "hopper", "operators")
-    before = {name: compile.where(name) for name in names}
+    before = {name: compile.target_path(name) for name in names}
     edit_it, changed = CHANGES[change]
     edit_it(root, monkeypatch)
-    assert {name for name in names if compile.where(name).parent != before[name].parent} == changed
+    assert {name for name in names if compile.target_path(name).parent != before[name].parent} == changed
 
 
 def start(root: Path) -> subprocess.Popen[str]:
@@ -222,7 +222,7 @@ def test_what_a_compiler_says_is_told_and_nothing_is_left(name: str, compiler: s
 
 
 def test_a_compiler_that_hangs(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(compile, "SECONDS", 0.2)
+    monkeypatch.setattr(compile, "COMPILE_SECONDS", 0.2)
     program(root, "c++", text="#!/bin/sh\nif [ $1 = --version ]; then exit; fi\nexec sleep 30\n")
     with pytest.raises(ToolchainError, match=r"took more than 0.2 s: .*/c\+\+ "):
         compile.build("cusparselt")
@@ -241,7 +241,7 @@ def test_after_an_interruption_no_compiler_is_started(root: Path, monkeypatch: p
     monkeypatch.setattr(compile, "compile_with", interrupted)
     with pytest.raises(KeyboardInterrupt):
         compile.build("hopper")
-    assert len(started) <= 2 < len(compile._units(root / "csrc/hopper/units.txt"))
+    assert len(started) <= 2 < len(compile._read_units(root / "csrc/hopper/units.txt"))
 
 
 def test_a_cache_that_cannot_be_written(root: Path) -> None:
@@ -258,19 +258,19 @@ def test_sources_that_are_missing_or_wrong(root: Path) -> None:
     for line in ("none.cu", "about.cu NAME", "about.cu NAME="):
         units.write_text(f"# words\nabout.cu A=1,2 # more\n{line}\n")
         with pytest.raises(ToolchainError, match=f"line 3: '{line}'"):
-            compile.where("hopper")
+            compile.target_path("hopper")
     units.write_text("# words\nabout.cu A=1,2 B=3 # more\n\n")
     about = units.parent / "about.cu"
-    assert compile._units(units) == [(about, ["-DA=1", "-DB=3"]), (about, ["-DA=2", "-DB=3"])]
+    assert compile._read_units(units) == [(about, ["-DA=1", "-DB=3"]), (about, ["-DA=2", "-DB=3"])]
 
 
 def test_how_many_are_compiled_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compile.os, "sched_getaffinity", lambda process: set(range(6)), raising=False)
     for value, jobs in (("4", 4), ("64", 6), ("many", 6)):
         monkeypatch.setenv("MAX_JOBS", value)
-        assert compile._jobs() == jobs
+        assert compile._max_jobs() == jobs
     monkeypatch.delenv("MAX_JOBS")
-    assert compile._jobs() == 6
+    assert compile._max_jobs() == 6
 
 
 def test_where_the_cache_is(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -314,7 +314,7 @@ def test_code_that_others_may_have_put_there_is_not_loaded(root: Path, planted: 
 
 
 def test_the_lock_follows_no_link(root: Path, tmp_path: Path) -> None:
-    target, victim = compile.where("cublaslt"), tmp_path / "victim"
+    target, victim = compile.target_path("cublaslt"), tmp_path / "victim"
     victim.write_text("mine")
     compile.make_folder(target.parent)
     target.with_name(f"{target.name}.lock").symlink_to(victim)

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from slidesparse.build import find
-from slidesparse.build.find import Found, ToolchainError
+from slidesparse.build.find import FoundFile, ToolchainError
 
 
 class Wheel:
@@ -31,7 +31,7 @@ def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     for name in (*variables, *(library.variable for library in find.LIBRARIES.values())):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(find.ctypes.util, "find_library", lambda name: None)
-    monkeypatch.setattr(find, "NVCC_USUAL", str(tmp_path / "usual" / "bin" / "nvcc"))
+    monkeypatch.setattr(find, "NVCC_DEFAULT_PATH", str(tmp_path / "usual" / "bin" / "nvcc"))
     monkeypatch.setenv("PATH", str(tmp_path / "path"))
     return tmp_path
 
@@ -66,7 +66,7 @@ def test_libraries(root: Path, wheels: dict[str, Wheel], monkeypatch: pytest.Mon
         assert words in error.value.what
     assert error.value.remedy.startswith("pip install nvidia-cusparselt-cu13")
     monkeypatch.setattr(find.ctypes.util, "find_library", lambda name: f"lib{name}.so.0")
-    assert find.find_library("cusparselt") == Found("libcusparseLt.so.0", "system", None)
+    assert find.find_library("cusparselt") == FoundFile("libcusparseLt.so.0", "system", None)
     for cuda, version in ((12, "0.8.1"), (13, "0.9.0")):
         name = f"nvidia-cusparselt-cu{cuda}"
         wheels[name] = Wheel(root / name, "lib/libcusparseLt.so.0", version)
@@ -79,7 +79,7 @@ def test_libraries(root: Path, wheels: dict[str, Wheel], monkeypatch: pytest.Mon
     with pytest.raises(ToolchainError, match=r"mine.so is not a file"):
         find.find_library("cusparselt")
     mine.touch()
-    assert find.find_library("cusparselt") == Found(str(mine), "SLIDESPARSE_CUSPARSELT", None)
+    assert find.find_library("cusparselt") == FoundFile(str(mine), "SLIDESPARSE_CUSPARSELT", None)
 
 
 def test_versions_that_are_supported() -> None:

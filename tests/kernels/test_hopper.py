@@ -89,7 +89,7 @@ def test_weights_with_dense_blocks_run_what_was_tuned_for_them(standing_in: Stan
         BACKEND.scaled_matmul(q, torch.ones(m, 1), BACKEND.pack(spec, weight), ones, None, torch.float16)
         assert standing_in.calls[-1] == (expected, m, 77)
     slid = native.Layer(64, 192, 6, 0, False, 256)  # as many columns, but never a dense block
-    assert all(len(set(row)) == 1 for _, row in BACKEND._table(slid, CPU))
+    assert all(len(set(row)) == 1 for _, row in BACKEND._configuration_table(slid, CPU))
 
 
 @pytest.mark.parametrize("n", [2304, 4096])

@@ -14,7 +14,7 @@ from configurations import Configuration
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from slidesparse.build.compile import FLAGS, compile_with, sources
+from slidesparse.build.compile import FLAGS, compile_with, sources_folder
 from slidesparse.build.find import compiler
 
 SMS = 132
@@ -62,7 +62,7 @@ def roomy(text: str, resident: int) -> tuple[int, int]:
 def native(tmp_path_factory: pytest.TempPathFactory) -> Any:
     folder = tmp_path_factory.mktemp("configuration")
     (folder / "around.cpp").write_text(AROUND)
-    hopper = sources() / "hopper"
+    hopper = sources_folder() / "hopper"
     words = [*compiler(), *FLAGS, "-Wall", "-Wextra", "-Werror", f"-I{hopper}"]
     words += ["-x", "c++", str(hopper / "configuration.cu"), str(folder / "around.cpp")]
     compile_with([*words, "-o", str(folder / "configuration.so")])

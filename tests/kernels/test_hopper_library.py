@@ -26,7 +26,7 @@ def library() -> Any:
     except ToolchainError as error:
         pytest.skip(str(error))
     found = ctypes.CDLL(str(build("hopper")))
-    native.declare(found)
+    native.declare_functions(found)
     return found
 
 

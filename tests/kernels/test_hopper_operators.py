@@ -15,7 +15,7 @@ from torch import Tensor
 
 from slidesparse import ops, profiling
 from slidesparse.build import find
-from slidesparse.build.compile import FLAGS, compile_with, sources
+from slidesparse.build.compile import FLAGS, compile_with, sources_folder
 from slidesparse.build.find import ToolchainError, compiler
 from slidesparse.gemm.backend import LayerSpec
 from slidesparse.gemm.hopper import native, operators
@@ -90,10 +90,10 @@ class Operators:
         self._library = torch.library.Library(SPACE, "DEF")
         for name, arguments in ARGUMENTS.items():
             outputs = "(Tensor, Tensor)" if name.startswith("add") else "Tensor"
-            for one in (name, name + operators.BY_PYTHON):
+            for one in (name, name + operators.PYTHON_SUFFIX):
                 self._library.define(f"{one}({arguments}, {ops.LAYER}) -> {outputs}")
-            python = operators.recording_errors(self._by_python(name))
-            self._library.impl(name + operators.BY_PYTHON, python, "CPU")
+            python = operators.record_errors(self._by_python(name))
+            self._library.impl(name + operators.PYTHON_SUFFIX, python, "CPU")
         kernels = folder / "kernels.so"
         self._kernels = ctypes.CDLL(str(kernels))
         self._callbacks = [
@@ -138,7 +138,7 @@ class Operators:
 @pytest.fixture(scope="module")
 def made(tmp_path_factory: pytest.TempPathFactory) -> Operators:
     """Once: C++ implements operators as long as the process."""
-    folder, hopper = tmp_path_factory.mktemp("operators"), sources() / "hopper"
+    folder, hopper = tmp_path_factory.mktemp("operators"), sources_folder() / "hopper"
     begin = [*compiler(), *FLAGS, "-Wall", "-Wextra", "-Werror", f"-I{hopper}"]
     (folder / "kernels.cpp").write_text(KERNELS)
     compile_with([*begin, str(folder / "kernels.cpp"), "-o", str(folder / "kernels.so")])

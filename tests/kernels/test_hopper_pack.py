@@ -18,7 +18,7 @@ from strategies import FILLS, Case, assert_same_bits, cases, is_zero, obeying, r
 from torch import Tensor
 
 from slidesparse.blocks import dense_blocks
-from slidesparse.build.compile import FLAGS, compile_with, sources
+from slidesparse.build.compile import FLAGS, compile_with, sources_folder
 from slidesparse.build.find import compiler
 from slidesparse.gemm import cuda
 from slidesparse.gemm.backend import TWO_FOUR, LayerSpec
@@ -92,7 +92,7 @@ def compiled(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
     folder = tmp_path_factory.mktemp("pack")
     (folder / "around.cpp").write_text(AROUND)
     words = [*compiler(), *FLAGS, "-Wall", "-Wextra", "-Werror", "-Wno-unknown-pragmas"]
-    words += [f"-I{sources() / 'hopper'}", str(folder / "around.cpp")]
+    words += [f"-I{sources_folder() / 'hopper'}", str(folder / "around.cpp")]
     compile_with([*words, "-o", str(folder / "pack.so")])
     return ctypes.CDLL(str(folder / "pack.so"))
 
@@ -107,10 +107,10 @@ def device(request: pytest.FixtureRequest) -> Iterator[torch.device]:
     compiled = request.getfixturevalue("compiled")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(native, "FUNCTIONS", {name: native.FUNCTIONS[name] for name in PACKERS})
-        native.declare(compiled)
+        native.declare_functions(compiled)
         patch.setattr(native, "library", lambda: compiled)
         patch.setattr(cuda, "on_device", lambda index: nullcontext())
-        patch.setattr(cuda, "stream_of", lambda index: 0)
+        patch.setattr(cuda, "current_stream", lambda index: 0)
         yield torch.device("cpu")
 
 

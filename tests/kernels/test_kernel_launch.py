@@ -112,7 +112,7 @@ def test_kernels_are_handed_their_parameters_in_order(monkeypatch: pytest.Monkey
 
         return launch
 
-    monkeypatch.setattr(common, "interpreted", lambda: True)
+    monkeypatch.setattr(common, "is_interpreted", lambda: True)
     for module in (quant_slide, dequant_bias):
         monkeypatch.setattr(module, "_launch", note(module.__name__.rpartition(".")[2]))
     x = torch.zeros(4, 64, dtype=torch.bfloat16)

@@ -21,7 +21,7 @@ from token_rows import GEOMETRIES, INF, LARGE, NAN, SOURCES, assert_same_codes, 
 from torch import Tensor
 
 from slidesparse import kernels, reference
-from slidesparse.gemm.launches import problem_of
+from slidesparse.gemm.launches import launch_problem
 from slidesparse.kernels import Config
 from slidesparse.pattern import SlidePattern
 from slidesparse.quantize import FP8, INT8
@@ -65,7 +65,7 @@ def check_launches(kind: str, source: torch.dtype, target: torch.dtype, device: 
     layout = SlidePattern(8 if kind == "quant_slide" else 4).layout(k)
     x = torch.randn(m, k, generator=torch.Generator().manual_seed(0)).mul(1000).to(source).to(device)
     scale_x, scale_w = torch.rand(m, 1, device=device), torch.rand(k, 1, device=device)
-    tried = candidates(kind, problem_of(source, target, layout.slided, k, m))
+    tried = candidates(kind, launch_problem(source, target, layout.slided, k, m))
     assert len(tried) > 8
     for how in tried:
         if kind == "dequant_bias":
@@ -293,7 +293,7 @@ def test_the_table_answers_any_size(kind: str) -> None:
     assert kernels.TABLE[kind][-1][:2] == (None, None)
     for size in (1, 1000, 3584, 18944, 10**6):
         for m in (1, 64, 65, 10**5):
-            found = kernels.config(kind, size, m)
+            found = kernels.default_config(kind, size, m)
             for value in found:
                 assert value > 0
                 assert value & (value - 1) == 0

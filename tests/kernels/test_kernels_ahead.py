@@ -20,7 +20,7 @@ from slidesparse.kernels.quant_slide import quant_slide  # noqa: E402
 from slidesparse.kernels.slide_weight import slide_weight  # noqa: E402
 from slidesparse.quantize import FP8, INT8  # noqa: E402
 
-if common.interpreted():
+if common.is_interpreted():
     pytest.skip("TRITON_INTERPRET is set: kernels are not compiled", allow_module_level=True)
 
 

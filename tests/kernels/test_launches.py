@@ -12,7 +12,7 @@ import torch
 from fake_library import CPU, GPU, FakeClock, FakeLibrary, session
 
 from slidesparse.gemm import launches, tuned
-from slidesparse.gemm.launches import Kernel, problem_of
+from slidesparse.gemm.launches import Kernel, launch_problem
 from slidesparse.gemm.tuned import TableError, Tuned
 from slidesparse.kernels import Config
 from slidesparse.pattern import SlidePattern
@@ -29,23 +29,23 @@ LAYOUT = SlidePattern(8).layout(64)
 @pytest.fixture(autouse=True)
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A GPU without shipped tables, and the user's folder."""
-    monkeypatch.setenv(tuned.CACHE, str(tmp_path))
+    monkeypatch.setenv(tuned.CACHE_VARIABLE, str(tmp_path))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: GPU.name)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: GPU.capability)
-    for one in (tuned._tables, launches._find, launches._note):
+    for one in (tuned._merged_table, launches._find_launch, launches._log_untuned):
         one.cache_clear()
     return tmp_path / "tuned"
 
 
 def put(launch: str, kind: str = "quant_slide", m: int = 64) -> Path:
-    launches._find.cache_clear()
-    problem = problem_of(BF16, INT8, LAYOUT.slided, 64, m)
+    launches._find_launch.cache_clear()
+    problem = launch_problem(BF16, INT8, LAYOUT.slided, 64, m)
     return tuned.save(GPU.subject(Kernel(kind)), [(problem, Tuned(launch, 1.0))])
 
 
 def find(k: int = 64, m: int = 64, source: torch.dtype = BF16, dtype: torch.dtype = INT8) -> Config | None:
     layout = SlidePattern(8).layout(k)
-    return launches._find("quant_slide", source, dtype, layout.slided, k, m, CPU)
+    return launches._find_launch("quant_slide", source, dtype, layout.slided, k, m, CPU)
 
 
 def test_what_is_looked_up(caplog: pytest.LogCaptureFixture) -> None:
@@ -57,7 +57,7 @@ def test_what_is_looked_up(caplog: pytest.LogCaptureFixture) -> None:
     assert find(source=torch.float16) == Config(64, 1, 2)
     assert "no tuned launch" not in "".join(caplog.messages[:-1])
     caplog.clear()
-    launches._note.cache_clear()
+    launches._log_untuned.cache_clear()
     assert find(k=80) == Config(64, 1, 2)
     assert (
         "quant_slide has no tuned launch for some shapes on NVIDIA Test 100 and uses that of" in caplog.text
@@ -80,7 +80,7 @@ def test_a_wrong_launch_is_refused(text: str) -> None:
 def test_a_table_of_another_gpu_is_refused() -> None:
     path = put("64x1x2")
     path.write_text(path.read_text().replace(GPU.name, "NVIDIA Other"))
-    tuned._tables.cache_clear()
+    tuned._merged_table.cache_clear()
     with pytest.raises(TableError, match="is about gpu 'NVIDIA Other', not 'NVIDIA Test 100'"):
         find()
 
@@ -108,18 +108,18 @@ def test_kernels_are_launched_as_tuned(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_fastest_launch_with_the_right_bits_wins(monkeypatch: pytest.MonkeyPatch) -> None:
-    problem = problem_of(BF16, INT8, 2048, 2048, 16)
+    problem = launch_problem(BF16, INT8, 2048, 2048, 16)
     names = [str(one) for one in searching.candidates("quant_only", problem)]
     wrong, *rest = names[1:]
     library = FakeLibrary(
         times={name: 20.0 + i for i, name in enumerate(names)} | {wrong: 5.0, rest[2]: 10.0}
     )
 
-    def run(i: int, how: Config) -> tuple[torch.Tensor, ...]:
-        library.ran.append(str(how))
-        return (torch.tensor([str(how) == wrong]),)
+    def run(i: int, config: Config) -> tuple[torch.Tensor, ...]:
+        library.ran.append(str(config))
+        return (torch.tensor([str(config) == wrong]),)
 
-    monkeypatch.setattr(searching, "_runner", lambda *_: run)
+    monkeypatch.setattr(searching, "_make_run", lambda *_: run)
     found = searching.search_launches("quant_only", problem, 4, Inputs(CPU, GPU.l2_bytes), FakeClock(library))
     assert (found.algorithm, found.tried, found.wrong) == (rest[2], len(names), 1)
     assert [name for name, _ in found.others] == [names[0], rest[0]]
@@ -132,7 +132,7 @@ def check_tuning(device: str) -> None:
     assert (first.tuned, first.wrong, first.skipped) == (2 * 4, 0, ())  # two quantizers, two sums
     assert again.known == first.tuned
     for job in todo:
-        best = tuned.exact(GPU.subject(job.library), job.problem)
+        best = tuned.find_entry(GPU.subject(job.library), job.problem)
         assert best
         assert best.algorithm in map(str, searching.candidates(job.library.name, job.problem))
         assert best.tried > len(best.others) == 2

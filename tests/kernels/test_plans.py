@@ -23,9 +23,9 @@ TOKENS = st.integers(1, 2**40)
 def test_a_bucket_holds_its_tokens_with_little_waste(m: int) -> None:
     rows = bucket(m)
     assert rows >= m
-    assert rows % plans.LEAST_ROWS == 0
+    assert rows % plans.MIN_ROWS == 0
     waste = rows - m
-    assert waste < plans.LEAST_ROWS if m <= 256 else waste * 16 < m
+    assert waste < plans.MIN_ROWS if m <= 256 else waste * 16 < m
 
 
 @given(TOKENS)
@@ -99,13 +99,13 @@ def test_no_plan_is_made_while_a_graph_is_captured(monkeypatch: pytest.MonkeyPat
 def test_rows_that_are_there_are_not_copied() -> None:
     wide = torch.arange(40).reshape(10, 4)
     for x, rows in ((wide, 10), (wide[:3], 10), (wide[6:8], 4), (wide[:0], 10)):
-        assert plans.with_rows(x, rows) is x
+        assert plans.allocate_rows(x, rows) is x
 
 
 def test_rows_that_are_not_there_are() -> None:
     wide = torch.arange(40).reshape(10, 4)
     for x, rows in ((wide, 11), (wide[6:8], 5), (wide[:, :3], 10), (wide.t(), 4), (wide[:0], 11)):
-        found = plans.with_rows(x, rows)
+        found = plans.allocate_rows(x, rows)
         assert found.shape == (rows, x.shape[1])
         assert found.is_contiguous()
         assert torch.equal(found[: len(x)], x)
@@ -135,19 +135,19 @@ def test_padding_adds_zeros_behind(dtype: torch.dtype) -> None:
     ],
 )
 def test_algorithms_of_cusparselt(text: str | None, numbers: tuple[int, ...]) -> None:
-    assert cusparselt._numbers(text) == numbers
+    assert cusparselt._parse_algorithm(text) == numbers
 
 
 @pytest.mark.parametrize("text", ["fast", "3.5", "3/2", "3/x1", "3/2x", "3/2x1x1", "/2x1"])
 def test_text_that_is_no_algorithm_of_cusparselt(text: str) -> None:
     with pytest.raises(LibraryError, match=f"'{text}' is no cuSPARSELt algorithm, such as '3' or '3/2x1'"):
-        cusparselt._numbers(text)
+        cusparselt._parse_algorithm(text)
 
 
 @given(st.binary(min_size=64, max_size=64) | st.binary(max_size=63).map(lambda some: some.ljust(64, b"\0")))
 def test_algorithms_of_cublaslt_survive_their_short_text(algorithm: bytes) -> None:
     """`CublasLt.algorithms` writes hexadecimal without the zeros at the end, and a checksum."""
-    assert cublaslt._bytes(cublaslt._text(algorithm)) == algorithm
+    assert cublaslt._decode_algorithm(cublaslt._encode_algorithm(algorithm)) == algorithm
 
 
 @pytest.mark.parametrize("text", ["3/2x1", "", "00", "0a-", "0a-00000000", "0a" * 65 + "-00000000", "fast"])
@@ -156,7 +156,7 @@ def test_text_that_is_no_algorithm_of_cublaslt(text: str) -> None:
     with pytest.raises(
         LibraryError, match=f"'{text}' is no cuBLASLt algorithm in hexadecimal with its checksum"
     ):
-        cublaslt._bytes(text)
+        cublaslt._decode_algorithm(text)
 
 
 def test_what_the_libraries_multiply() -> None:
@@ -186,7 +186,7 @@ def test_problems_read_like_formulas(asked: Problem, text: str) -> None:
 
 
 def test_every_sum_has_a_name_and_a_library_output() -> None:
-    for operand, out in plans.SUMS.items():
+    for operand, out in plans.ACCUMULATOR_DTYPES.items():
         for outputs in (cusparselt.OUTPUTS, cublaslt.OUTPUTS):
             assert problem.NAMES[out] in outputs[problem.NAMES[operand]]
 
@@ -242,9 +242,12 @@ def test_packing_asks_whether_chunks_concatenate_without_torch_s_random_numbers(
             codes = weight.view(torch.uint8)
             metadata = (codes[:, ::16] != 0) if together else codes[:, ::16].flip(0)
             return torch.cat(
-                [part.flatten() for part in (codes[:, ::2], metadata, codes.new_zeros(cusparselt.SLACK))]
+                [
+                    part.flatten()
+                    for part in (codes[:, ::2], metadata, codes.new_zeros(cusparselt.SLACK_BYTES))
+                ]
             )
 
     state = torch.get_rng_state()
-    assert Library()._concatenates(torch.device("cpu"), FP8) is together
+    assert Library()._compresses_in_chunks(torch.device("cpu"), FP8) is together
     assert torch.equal(torch.get_rng_state(), state)

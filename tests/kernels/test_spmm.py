@@ -100,7 +100,7 @@ def library_of(folder: Path, *options: str, target: str = "spmm.so") -> Path:
     words = [*find.compiler(), "-std=c++17", "-g", "-Wall", "-Wextra", "-Werror", "-Wno-unknown-pragmas"]
     words += [
         *options,
-        f"-I{compile.sources() / 'spmm'}",
+        f"-I{compile.sources_folder() / 'spmm'}",
         str(SOURCE),
         "-o",
         str(folder / target),

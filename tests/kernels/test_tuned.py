@@ -25,16 +25,16 @@ PROBLEM = Problem("int8", "bf16", 4608, 5376, 64, "both")
 @pytest.fixture(autouse=True)
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The user's folder; nothing ships."""
-    monkeypatch.setenv(tuned.CACHE, str(tmp_path / "cache"))
-    monkeypatch.setattr(tuned, "SHIPPED", tmp_path / "shipped")
-    tuned._tables.cache_clear()
+    monkeypatch.setenv(tuned.CACHE_VARIABLE, str(tmp_path / "cache"))
+    monkeypatch.setattr(tuned, "SHIPPED_TABLES", tmp_path / "shipped")
+    tuned._merged_table.cache_clear()
     tuned.note_untuned.cache_clear()
     tuned.note_refused.cache_clear()
     return tmp_path / "cache" / "tuned"
 
 
 def choose(problem: Problem, subject: Subject = SUBJECT) -> str | None:
-    return tuned.choice(subject, problem)
+    return tuned.tuned_algorithm(subject, problem)
 
 
 def put(*results: tuple[int, str], problem: Problem = PROBLEM) -> Path:
@@ -68,11 +68,11 @@ def test_many_more_tokens_than_were_tuned_go_to_a_neighbour_first() -> None:
     assert choose(replace(PROBLEM, m=128)) is None
     many = replace(PROBLEM, m=2000)
     assert choose(many) is None
-    assert tuned.choice(SUBJECT, many, any_tokens=True) == "few"
-    assert tuned.neighbour(SUBJECT, many) == "near"
-    assert tuned.neighbour(SUBJECT, replace(PROBLEM, m=10000)) == "far"
-    assert tuned.neighbour(SUBJECT, replace(PROBLEM, m=10000), within=1) is None
-    assert tuned.neighbour(SUBJECT, replace(PROBLEM, m=10**6)) is None
+    assert tuned.tuned_algorithm(SUBJECT, many, any_tokens=True) == "few"
+    assert tuned.nearest_algorithm(SUBJECT, many) == "near"
+    assert tuned.nearest_algorithm(SUBJECT, replace(PROBLEM, m=10000)) == "far"
+    assert tuned.nearest_algorithm(SUBJECT, replace(PROBLEM, m=10000), max_distance=1) is None
+    assert tuned.nearest_algorithm(SUBJECT, replace(PROBLEM, m=10**6)) is None
 
 
 @pytest.mark.parametrize(
@@ -116,7 +116,7 @@ def test_the_next_fastest_and_the_count_of_a_search_stay(cache: Path) -> None:
     best = Tuned("a", 1.0, (("b", 1.25), ("c", 1.5)), 60)
     tuned.save(SUBJECT, [(replace(PROBLEM, m=128), best)])
     put((256, "plain"))
-    assert tuned.exact(SUBJECT, replace(PROBLEM, m=128)) == best
+    assert tuned.find_entry(SUBJECT, replace(PROBLEM, m=128)) == best
     (entries,) = json.loads((cache / FILE).read_text())["entries"].values()
     assert entries["64"] == entries["256"] == {"algorithm": "plain", "us": 1.0}
     assert entries["128"] == {"algorithm": "a", "us": 1.0, "others": {"b": 1.25, "c": 1.5}, "tried": 60}
@@ -124,8 +124,8 @@ def test_the_next_fastest_and_the_count_of_a_search_stay(cache: Path) -> None:
 
 def test_the_users_table_is_laid_over_the_shipped_one(cache: Path) -> None:
     path = put((64, "shipped"), (128, "shipped"))
-    tuned.SHIPPED.mkdir()
-    path.rename(tuned.SHIPPED / path.name)
+    tuned.SHIPPED_TABLES.mkdir()
+    path.rename(tuned.SHIPPED_TABLES / path.name)
     put((128, "mine"))
     assert [choose(replace(PROBLEM, m=m)) for m in (64, 128)] == ["shipped", "mine"]
     assert "shipped" not in (cache / FILE).read_text()
@@ -144,16 +144,16 @@ def test_saving_adds_to_what_another_process_saved() -> None:
 
 
 def test_two_that_save_at_once_both_stay(monkeypatch: pytest.MonkeyPatch) -> None:
-    publish = tuned._publish
+    publish = tuned._write_atomically
     other = threading.Thread(target=put, args=((128, "b"),))
 
     def while_another_saves(path: Path, text: str) -> None:
-        monkeypatch.setattr(tuned, "_publish", publish)
+        monkeypatch.setattr(tuned, "_write_atomically", publish)
         other.start()
         other.join(0.5)  # it waits
         publish(path, text)
 
-    monkeypatch.setattr(tuned, "_publish", while_another_saves)
+    monkeypatch.setattr(tuned, "_write_atomically", while_another_saves)
     put((64, "a"))
     other.join()
     assert [choose(replace(PROBLEM, m=m)) for m in (64, 128)] == ["a", "b"]
@@ -188,7 +188,7 @@ def test_a_damaged_or_foreign_file_is_named_with_the_remedy(
 ) -> None:
     path = put((64, "a"))
     path.write_text(path.read_text().replace("H200", "H100") if text is None else text)
-    tuned._tables.cache_clear()
+    tuned._merged_table.cache_clear()
     for act in (lambda: choose(PROBLEM), lambda: put((128, "b"))):
         with pytest.raises(TableError, match=words) as error:
             act()
@@ -197,17 +197,17 @@ def test_a_damaged_or_foreign_file_is_named_with_the_remedy(
 
 
 @pytest.mark.parametrize(
-    "broken", ['"algorithm"', '"64"', '"us"', "7777", '{"b": 2.0}', f'"{tuned.Shape.of(PROBLEM)}"']
+    "broken", ['"algorithm"', '"64"', '"us"', "7777", '{"b": 2.0}', f'"{tuned.Shape.of_problem(PROBLEM)}"']
 )
 def test_a_file_with_damaged_entries_is_named(broken: str) -> None:
     path = tuned.save(SUBJECT, [(PROBLEM, Tuned("a", 1.0, (("b", 2.0),), 7777))])
     text = json.dumps(json.loads(path.read_text()))
     assert broken in text
     path.write_text(text.replace(broken, '"what"'))
-    tuned._tables.cache_clear()
+    tuned._merged_table.cache_clear()
     for shape in (PROBLEM, replace(PROBLEM, n=64)):
         with pytest.raises(TableError, match="is damaged"):
-            tuned.look_up(SUBJECT, shape)
+            tuned.select_algorithm(SUBJECT, shape)
 
 
 def test_an_entry_without_measurements_is_no_entry() -> None:
@@ -215,17 +215,17 @@ def test_an_entry_without_measurements_is_no_entry() -> None:
     document = json.loads(path.read_text())
     document["entries"] = {key: {} for key in document["entries"]}
     path.write_text(json.dumps(document))
-    tuned._tables.cache_clear()
-    assert tuned.look_up(SUBJECT, PROBLEM) == (None, "its own heuristic")
+    tuned._merged_table.cache_clear()
+    assert tuned.select_algorithm(SUBJECT, PROBLEM) == (None, "its own heuristic")
 
 
 def test_the_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.delenv(tuned.CACHE)
+    monkeypatch.delenv(tuned.CACHE_VARIABLE)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    assert tuned.folder() == tmp_path / "slidesparse" / "tuned"
+    assert tuned.tables_folder() == tmp_path / "slidesparse" / "tuned"
     monkeypatch.delenv("XDG_CACHE_HOME")
     monkeypatch.setenv("HOME", str(tmp_path))
-    assert tuned.folder() == tmp_path / ".cache" / "slidesparse" / "tuned"
+    assert tuned.tables_folder() == tmp_path / ".cache" / "slidesparse" / "tuned"
 
 
 def test_an_untuned_shape_is_logged_once_with_the_command(caplog: pytest.LogCaptureFixture) -> None:
@@ -234,7 +234,7 @@ def test_an_untuned_shape_is_logged_once_with_the_command(caplog: pytest.LogCapt
             tuned.note_untuned("cusparselt", "int8", 4608, 5376, "its own heuristic")
         tuned.note_untuned("cublaslt", "int8", 4608, 5376, "its own heuristic")
         for m in (1, 2):
-            shape = tuned.Shape.of(replace(PROBLEM, m=m))
+            shape = tuned.Shape.of_problem(replace(PROBLEM, m=m))
             tuned.note_refused("cublaslt", shape, "7", "too large")
     first, second, third = (record.getMessage() for record in caplog.records)
     assert first.endswith(

@@ -156,9 +156,9 @@ def _weight_bytes(worker: Any) -> tuple[int, int]:
 
 def perplexity(llm: Any, work: Found) -> Found:
     """The arrays that ``slidesparse eval perplexity`` works with, of ``ids``, all tokens compared."""
-    from slidesparse.evaluate.worker import logprobs_of
+    from slidesparse.evaluate.worker import request_logprobs
 
-    return {name: array.tolist() for name, array in logprobs_of(llm, work["ids"], -1).items()}
+    return {name: array.tolist() for name, array in request_logprobs(llm, work["ids"], -1).items()}
 
 
 def _kill_soon(work: Found) -> None:

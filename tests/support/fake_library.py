@@ -94,7 +94,7 @@ class FakeLibrary:
     def unusable(self, device: torch.device) -> str | None:
         return None
 
-    def outputs_of(self, dtype: str) -> tuple[str, ...]:
+    def output_types(self, dtype: str) -> tuple[str, ...]:
         return {"int8": self.outs, "fp8": ("bf16",)}.get(dtype, ())
 
     def epilogue(self, dtype: str, out: str) -> str:
@@ -150,7 +150,7 @@ class FakeClock:
                 return name, library.times[name]
         return "other", 5.0
 
-    def once(self, launch: Launch) -> float:
+    def time_once(self, launch: Launch) -> float:
         return self._run(launch)[1] + 4.0  # the processor's part
 
     def prepare(self, launch: Launch, copies: int, about_us: float, target_us: float) -> Replay:

@@ -75,7 +75,7 @@ def exact(q: Tensor, weight: Tensor) -> Tensor:
 def dense_sums(q: Tensor, weight: Tensor) -> Tensor:
     """q [M, K] @ weight [N, K].T by cuBLASLt's own choice of kernel: INT32, or float32 of FP8."""
     a, b = plans.pad(q, 16, 16), plans.pad(weight, 16, 16)
-    out = torch.empty(a.shape[0], b.shape[0], dtype=plans.SUMS[q.dtype], device=q.device)
+    out = torch.empty(a.shape[0], b.shape[0], dtype=plans.ACCUMULATOR_DTYPES[q.dtype], device=q.device)
     problem = Problem(NAMES[q.dtype], NAMES[out.dtype], b.shape[0], a.shape[1], a.shape[0])
     LIBRARIES["cublaslt"].plan(problem, q.device).run(a, b, out)
     return out[: len(q), : len(weight)]
@@ -148,7 +148,7 @@ def layer(backend: str, pattern: str, dtype: torch.dtype, n: int, k: int) -> Lay
 
 def forget_plans() -> None:
     """Let layers be planned anew: on this thread, and those of the backend hopper on all."""
-    plans._local.caches.clear()
+    plans._thread_state.caches.clear()
     native.library().slidesparse_hopper_forget()
 
 

@@ -18,10 +18,10 @@ def standing_in(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> StandIn:
     """The stand-in for the kernels, with tuned tables of its own; CPU tensors pass for a GPU's."""
     library = StandIn()
     monkeypatch.setattr(native, "library", lambda: library)
-    monkeypatch.setattr(backend, "MOST_TOKENS", 1 << 10)  # tables are made in less time
+    monkeypatch.setattr(backend, "MAX_TABLE_TOKENS", 1 << 10)  # tables are made in less time
     monkeypatch.setattr(cuda, "on_device", lambda index: nullcontext())
-    monkeypatch.setattr(cuda, "index_of", lambda device: 0)
-    monkeypatch.setattr(cuda, "stream_of", lambda index: 77)
+    monkeypatch.setattr(cuda, "device_index", lambda device: 0)
+    monkeypatch.setattr(cuda, "current_stream", lambda index: 77)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA Test 100")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     monkeypatch.setenv("SLIDESPARSE_CACHE", str(tmp_path))

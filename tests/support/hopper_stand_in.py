@@ -57,7 +57,7 @@ class Plan:
         blocks = strips_of(self.layer.n) * blocks_of(self.layer.columns)
         if weight_bytes == blocks * hopper_format.BLOCK_BYTES:
             return row[BLOCKS.index(ALL_2_4)]
-        header = -(-4 * blocks // hopper_format.UNIT) * hopper_format.UNIT
+        header = -(-4 * blocks // hopper_format.OFFSET_UNIT) * hopper_format.OFFSET_UNIT
         dense = weight_bytes == header + blocks * hopper_format.DENSE_BYTES
         return row[BLOCKS.index(ALL_DENSE if dense else MIXED)]
 

@@ -20,7 +20,7 @@ from torch import Tensor
 from slidesparse import kernels, profiling
 from slidesparse.blocks import BLOCK, dense_blocks
 from slidesparse.gemm import cuda
-from slidesparse.gemm.backend import TWO_FOUR, LayerSpec, require_none_broken
+from slidesparse.gemm.backend import TWO_FOUR, LayerSpec, require_unbroken_blocks
 from slidesparse.gemm.cuda import CudaBackend
 from slidesparse.gemm.hopper import format as hopper_format
 from slidesparse.gemm.hopper import native
@@ -34,8 +34,8 @@ from slidesparse.slide import slide
 HOPPER_CAPABILITY = (9, 0)  # sm_90a: neither earlier nor later GPUs have its instructions
 VERSION = "4"  # version of the configurations; tables of other versions are not read
 CANDIDATES = 16  # configurations that tuning tries for a problem
-NEAR = 0.5  # see `tuned.neighbour`: as far as 4:6 is from 2:4 and 6:8 of the same layer
-MOST_TOKENS = 1 << 15  # the last row in the table of a plan, also used for more tokens
+MAX_SHAPE_DISTANCE = 0.5  # see `tuned.nearest_algorithm`: as far as 4:6 is from 2:4 and 6:8 of the same layer
+MAX_TABLE_TOKENS = 1 << 15  # the last row in the table of a plan, also used for more tokens
 OUTPUTS = (torch.bfloat16, torch.float16)
 ALIGNMENT = 16  # bytes: alignment of the rows that TMA reads
 
@@ -75,7 +75,7 @@ class Hopper(CudaBackend):
     fuses = True
     threads = True
     sparse = True
-    reach = NEAR
+    max_shape_distance = MAX_SHAPE_DISTANCE
     # TMA reads 128 bytes of a row at a time, from rows that begin at multiples of 16.  Where they do not begin at
     # multiples of 128, each piece straddles two cache lines: the GEMM of 3584 x 3584 at 8:10 and 1024
     # tokens takes 37 us with rows of 5744 codes, 24 with rows of 5760, on an H200.
@@ -110,8 +110,8 @@ class Hopper(CudaBackend):
 
     def algorithms(self, problem: Problem, device: torch.device, layout: Layout = TN) -> list[str]:
         """See `Tunable.algorithms`: the CANDIDATES configurations that the cost model predicts to be fastest."""
-        self._require(problem, layout)
-        with cuda.on_device(cuda.index_of(device)):
+        self._require_supported(problem, layout)
+        with cuda.on_device(cuda.device_index(device)):
             sizes = problem.n, problem.k, problem.m, DTYPES[problem.dtype]
             found = native.candidates(*sizes, CANDIDATES, problem.blocks)
         return [configuration for configuration, _ in found]
@@ -120,11 +120,11 @@ class Hopper(CudaBackend):
         self, problem: Problem, device: torch.device, algorithm: str | None = None, layout: Layout = TN
     ) -> HopperPlan:
         """See `slidesparse.gemm.backend.Tunable`; its own choice is the first of `algorithms`."""
-        self._require(problem, layout)
-        with cuda.on_device(cuda.index_of(device)):
-            return HopperPlan(problem, _configuration(problem, algorithm))
+        self._require_supported(problem, layout)
+        with cuda.on_device(cuda.device_index(device)):
+            return HopperPlan(problem, _choose_configuration(problem, algorithm))
 
-    def _require(self, problem: Problem, layout: Layout) -> None:
+    def _require_supported(self, problem: Problem, layout: Layout) -> None:
         self.require(problem)
         _require_layout(layout)
         if problem.scale != "both":
@@ -139,7 +139,7 @@ class Hopper(CudaBackend):
         packed = pack_without_plan(spec, weight)
         if packed.is_cuda and packed.numel():
             with cuda.on_device(packed.get_device()):
-                self._find_plan(_layer(spec, self.alignment), packed.device)
+                self._find_plan(_native_layer(spec, self.alignment), packed.device)
         return packed
 
     def scaled_matmul(
@@ -157,7 +157,7 @@ class Hopper(CudaBackend):
         out = q.new_empty(m, n, dtype=out_dtype)
         if m == 0:
             return out
-        q = _aligned(cuda.pad(q, self.alignment))
+        q = _align_for_tma(cuda.pad(q, self.alignment))
         with cuda.on_device(q.get_device()):
             plan = self._find_plan(_product_layer(n, q.shape[1], q.dtype), q.device)
             _require_operands(scale_w, bias, n, q.device)
@@ -178,13 +178,13 @@ class Hopper(CudaBackend):
         Raises LibraryError for outputs other than BF16 and FP16, and for tensors that the kernels do not take: vectors
         must be contiguous, scale_w float32, and a norm's weight, residual and sum of x's dtype.
         """
-        layer, m = _layer(spec, self.alignment), x.shape[0]
+        layer, m = _native_layer(spec, self.alignment), x.shape[0]
         _require_output(spec.out_dtype)
         _require_input(x, layer.k, producer)
         out = x.new_empty(m, layer.n, dtype=spec.out_dtype)
         if m == 0:
             return out
-        x = _with_dense_rows(x)
+        x = _with_unit_stride(x)
         with cuda.on_device(x.get_device()):
             plan = self._find_plan(layer, x.device)
             _require_operands(scale_w, bias, layer.n, x.device)
@@ -212,7 +212,7 @@ class Hopper(CudaBackend):
             raise LibraryError(f"the Hopper kernels quantize to {INT8} and {FP8}; asked for {dtype}")
         with cuda.on_device(x.get_device()):
             plan = self._find_plan(Layer(0, k, length, phase, dtype == FP8, columns), x.device)
-            return _quantize(plan, _with_dense_rows(x), producer, dtype, columns)
+            return _quantize(plan, _with_unit_stride(x), producer, dtype, columns)
 
     def _find_plan(self, layer: Layer, device: torch.device) -> int:
         """Return the handle of the plan for ``layer`` on ``device``, the current device; make it if there is none.
@@ -220,7 +220,7 @@ class Hopper(CudaBackend):
         Raises LibraryError, also if it would have to be made during CUDA graph capture, because that loads kernels.
         """
         find = native.library().slidesparse_hopper_find
-        found: int | None = find(cuda.index_of(device), *layer)
+        found: int | None = find(cuda.device_index(device), *layer)
         if found:
             return found
         if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
@@ -228,13 +228,13 @@ class Hopper(CudaBackend):
                 f"no plan for {layer} while a CUDA graph is being captured; run the layer once before the capture"
             )
         with _planning:
-            found = find(cuda.index_of(device), *layer)  # another thread may have been faster
+            found = find(cuda.device_index(device), *layer)  # another thread may have been faster
             if not found:
-                found = native.make_plan(layer, self._table(layer, device))
+                found = native.make_plan(layer, self._configuration_table(layer, device))
                 native.library().slidesparse_hopper_serve(found)
         return found
 
-    def _table(self, layer: Layer, device: torch.device) -> list[tuple[int, tuple[str, ...]]]:
+    def _configuration_table(self, layer: Layer, device: torch.device) -> list[tuple[int, tuple[str, ...]]]:
         """Return the configurations of a layer by number of tokens, see `native.make_plan`.
 
         They are the same for outputs in BF16 and FP16, with and without a bias.  A shape far from all tuned ones uses
@@ -245,20 +245,22 @@ class Hopper(CudaBackend):
         if layer.n == 0:
             return table
         dtype, columns = "fp8" if layer.fp8 else "int8", round_up(layer.columns, self.alignment)
-        kinds = BLOCKS[1:] if kernels.quantizer(layer.length, layer.phase) == "quant_only" else ()
+        kinds = BLOCKS[1:] if kernels.quantizer_kind(layer.length, layer.phase) == "quant_only" else ()
         for m in _token_counts():
             problem = Problem(dtype, NAMES[OUTPUTS[0]], layer.n, columns, m, "both")
-            algorithm = cuda.with_tuned(self, problem, device, partial(_configuration, problem))
+            algorithm = cuda.call_with_tuned(self, problem, device, partial(_choose_configuration, problem))
             row = dict.fromkeys(BLOCKS, algorithm)
             for blocks in kinds:
-                row[blocks] = cuda.tuned_nearby(self, replace(problem, blocks=blocks), device) or algorithm
+                row[blocks] = (
+                    cuda.find_tuned_algorithm(self, replace(problem, blocks=blocks), device) or algorithm
+                )
             if table and table[-1][1] == tuple(row.values()):
                 table.pop()
             table.append((m, tuple(row.values())))
         return table
 
 
-def _configuration(problem: Problem, tuned: str | None) -> str:
+def _choose_configuration(problem: Problem, tuned: str | None) -> str:
     """Return ``tuned``, or for None the configuration that the cost model predicts to be fastest on this device.
 
     Raises LibraryError for one that does not fit the current device.
@@ -273,13 +275,13 @@ def _configuration(problem: Problem, tuned: str | None) -> str:
 def _token_counts() -> Iterator[int]:
     """Yield the numbers of tokens to look configurations up for: powers of two to 16, then the buckets."""
     m = 1
-    while m <= MOST_TOKENS:
+    while m <= MAX_TABLE_TOKENS:
         yield m
-        m = 2 * m if m < cuda.LEAST_ROWS else cuda.bucket(m + 1)
+        m = 2 * m if m < cuda.MIN_ROWS else cuda.bucket(m + 1)
 
 
 @cache
-def _layer(spec: LayerSpec, alignment: int) -> Layer:
+def _native_layer(spec: LayerSpec, alignment: int) -> Layer:
     layout = spec.layout
     return Layer(
         *(spec.out_features, spec.in_features, layout.length, layout.phase, spec.dtype == FP8),
@@ -306,7 +308,7 @@ def pack_without_plan(spec: LayerSpec, weight: Tensor) -> Tensor:
             return hopper_format.pack_mixed(weight, dense)
         return hopper_format.pack(slide(weight, spec.pattern or TWO_FOUR, spec.phase))
     packed, broken = pack_by_kernel(weight, spec.layout, dense)
-    require_none_broken(spec, weight, broken)
+    require_unbroken_blocks(spec, weight, broken)
     return packed
 
 
@@ -316,7 +318,7 @@ def pack_by_kernel(weight: Tensor, layout: SlideLayout, dense: Tensor | None = N
     Args:
         dense: from `slidesparse.blocks.dense_blocks`: the blocks to store dense; None if all are 2:4.
     """
-    weight = _with_dense_rows(weight)
+    weight = _with_unit_stride(weight)
     sizes = *weight.shape, layout.length, layout.phase
     packed_bytes, scratch_bytes = ctypes.c_int64(), ctypes.c_int64()
     native.library().slidesparse_hopper_pack_bytes(
@@ -325,7 +327,7 @@ def pack_by_kernel(weight: Tensor, layout: SlideLayout, dense: Tensor | None = N
     if dense is None:
         packed = weight.new_empty(packed_bytes.value, dtype=torch.uint8)
     else:
-        packed = hopper_format.with_table(dense)
+        packed = hopper_format.allocate_mixed(dense)
     if not packed.numel():
         return packed, 0
     scratch = weight.new_empty(scratch_bytes.value, dtype=torch.uint8)
@@ -353,8 +355,9 @@ def run_layer(
     scratch = x.new_empty(native.library().slidesparse_hopper_scratch_bytes(plan, m), dtype=torch.uint8)
     native.call(
         "linear",
-        *(plan, m, *_input(x, producer), packed.data_ptr(), packed.numel()),
-        *(scale_w.data_ptr(), *_bias(bias), out.data_ptr(), TYPES[out.dtype], scratch.data_ptr(), _stream(x)),
+        *(plan, m, *_input_args(x, producer), packed.data_ptr(), packed.numel()),
+        *(scale_w.data_ptr(), *_bias_args(bias), out.data_ptr(), TYPES[out.dtype]),
+        *(scratch.data_ptr(), _stream(x)),
     )
 
 
@@ -365,7 +368,9 @@ def _quantize(
     m = x.shape[0]
     with profiling.stage("quantize", x):
         q, scale = x.new_empty(m, columns, dtype=dtype), x.new_empty(m, 1, dtype=torch.float32)
-        native.call("quantize", plan, m, *_input(x, producer), q.data_ptr(), scale.data_ptr(), _stream(x))
+        native.call(
+            "quantize", plan, m, *_input_args(x, producer), q.data_ptr(), scale.data_ptr(), _stream(x)
+        )
     return q, scale
 
 
@@ -386,12 +391,12 @@ def _multiply(
         native.call(
             "product",
             *(plan, q.shape[0], q.data_ptr(), q.shape[1], scale_x.data_ptr()),
-            *(packed.data_ptr(), packed.numel(), scale_w.data_ptr(), *_bias(bias)),
+            *(packed.data_ptr(), packed.numel(), scale_w.data_ptr(), *_bias_args(bias)),
             *(out.data_ptr(), TYPES[out.dtype], _stream(q)),
         )
 
 
-def _input(
+def _input_args(
     x: Tensor, producer: Producer
 ) -> tuple[int, int, int, int, float, int | None, int | None, int, int | None]:
     """Return the kernels' arguments: x, type, stride, prologue, eps, weight of the norm, residual, its stride, sum."""
@@ -407,20 +412,20 @@ def _input(
     return *tokens, native.ADD_RMS_NORM, eps, gain.data_ptr(), *rest
 
 
-def _bias(bias: Tensor | None) -> tuple[int | None, int]:
+def _bias_args(bias: Tensor | None) -> tuple[int | None, int]:
     return (None, 0) if bias is None else (bias.data_ptr(), TYPES[bias.dtype])
 
 
 def _stream(x: Tensor) -> int:
-    return cuda.stream_of(x.get_device())
+    return cuda.current_stream(x.get_device())
 
 
-def _with_dense_rows(x: Tensor) -> Tensor:
+def _with_unit_stride(x: Tensor) -> Tensor:
     """Return x, or a copy if its last stride is not 1."""
     return x if x.stride(1) == 1 else x.contiguous()
 
 
-def _aligned(q: Tensor) -> Tensor:
+def _align_for_tma(q: Tensor) -> Tensor:
     """Return q, or a copy where TMA cannot read it: rows with gaps, or an address that is not aligned."""
     if q.is_contiguous() and q.data_ptr() % ALIGNMENT == 0:
         return q
@@ -445,7 +450,7 @@ def _require_input(x: Tensor, k: int, producer: Producer) -> None:
     width = 2 * k if isinstance(producer, SiluMul) else k
     if x.dtype not in TYPES or x.shape[1] != width:
         raise LibraryError(
-            f"x is {x.dtype} {tuple(x.shape)}; it must be [M, {width}] of {_or(TYPES)}"
+            f"x is {x.dtype} {tuple(x.shape)}; it must be [M, {width}] of {_join_types(TYPES)}"
             + (", gates before as many values" if isinstance(producer, SiluMul) else "")
         )
     if not isinstance(producer, RmsNorm):
@@ -453,7 +458,7 @@ def _require_input(x: Tensor, k: int, producer: Producer) -> None:
     gain, _, residual, total = producer
     if gain.shape != (k,) or gain.dtype != x.dtype or not gain.is_contiguous() or gain.device != x.device:
         raise LibraryError(
-            f"a norm's weight is {_described(gain)}; it must be [{k}] of {x.dtype}, contiguous, on {x.device}: compute "
+            f"a norm's weight is {_describe(gain)}; it must be [{k}] of {x.dtype}, contiguous, on {x.device}: compute "
             "the norm outside of the layer"
         )
     if residual is None:
@@ -461,9 +466,9 @@ def _require_input(x: Tensor, k: int, producer: Producer) -> None:
     assert total is not None
     for name, one in (("residual", residual), ("sum", total)):
         if one.shape != x.shape or one.dtype != x.dtype or one.device != x.device or one.stride(1) != 1:
-            raise LibraryError(f"the {name} is {_described(one)}; it must be as x, {_described(x)}")
+            raise LibraryError(f"the {name} is {_describe(one)}; it must be as x, {_describe(x)}")
     if not total.is_contiguous():
-        raise LibraryError(f"the sum is {_described(total)}; it must be contiguous")
+        raise LibraryError(f"the sum is {_describe(total)}; it must be contiguous")
 
 
 def _require_operands(scale_w: Tensor, bias: Tensor | None, n: int, device: torch.device) -> None:
@@ -476,13 +481,14 @@ def _require_operands(scale_w: Tensor, bias: Tensor | None, n: int, device: torc
             or not vector.is_contiguous()
         ):
             raise LibraryError(
-                f"{name} is {_described(vector)}; it must hold {n} elements of {_or(dtypes)}, contiguous, on {device}"
+                f"{name} is {_describe(vector)}; it must hold {n} elements of {_join_types(dtypes)}, contiguous, "
+                f"on {device}"
             )
 
 
-def _described(tensor: Tensor) -> str:
+def _describe(tensor: Tensor) -> str:
     return f"{tensor.dtype} {tuple(tensor.shape)} with strides {tensor.stride()} on {tensor.device}"
 
 
-def _or(dtypes: Iterable[torch.dtype]) -> str:
+def _join_types(dtypes: Iterable[torch.dtype]) -> str:
     return " or ".join(map(str, dtypes))

@@ -32,10 +32,10 @@ VALUE_BYTES = STRIP * BLOCK // 2
 METADATA_BYTES = STRIP * BLOCK // 8
 BLOCK_BYTES = VALUE_BYTES + METADATA_BYTES
 DENSE_BYTES = STRIP * BLOCK
-UNIT = 1024  # bytes: unit of the offsets in a mixed weight
+OFFSET_UNIT = 1024  # bytes: unit of the offsets in a mixed weight
 
 # Which two of four columns are kept, by the bits of the non-zeros; the hardware wants two different ones, in order.
-_KEPT = {
+_KEPT_COLUMNS = {
     0b0000: (0, 1),
     0b0001: (0, 1),
     0b0010: (0, 1),
@@ -68,7 +68,7 @@ def pack(weight: Tensor) -> Tensor:
     groups = codes.view(strips * STRIP, blocks * BLOCK // 4, 4)
     sizes = groups & 0x7F if weight.dtype.is_floating_point else groups
     powers = torch.tensor([1, 2, 4, 8], dtype=torch.uint8, device=weight.device)
-    kept = _table(weight.device)[((sizes != 0) * powers).sum(-1)]  # [rows, groups, 2]
+    kept = _kept_columns(weight.device)[((sizes != 0) * powers).sum(-1)]  # [rows, groups, 2]
     if bool((kept < 0).any()):
         row, group = (int(i) for i in (kept[..., 0] < 0).nonzero()[0])
         raise ValueError(
@@ -87,24 +87,24 @@ def pack(weight: Tensor) -> Tensor:
     return packed.view(-1)
 
 
-def with_table(dense: Tensor) -> Tensor:
+def allocate_mixed(dense: Tensor) -> Tensor:
     """Allocate a mixed weight, uint8, and write its table, not its blocks.
 
     ``dense`` is from `slidesparse.blocks.dense_blocks`.
     """
-    units = torch.where(dense.flatten(), DENSE_BYTES // UNIT, BLOCK_BYTES // UNIT)
-    header = -(-4 * dense.numel() // UNIT)
+    units = torch.where(dense.flatten(), DENSE_BYTES // OFFSET_UNIT, BLOCK_BYTES // OFFSET_UNIT)
+    header = -(-4 * dense.numel() // OFFSET_UNIT)
     ends = units.cumsum(0) + header
     table = (2 * (ends - units) + dense.flatten()).to(torch.int32).view(torch.uint8)
-    packed = torch.empty(UNIT * int(ends[-1]), dtype=torch.uint8, device=dense.device)
+    packed = torch.empty(OFFSET_UNIT * int(ends[-1]), dtype=torch.uint8, device=dense.device)
     packed[: table.numel()] = table
-    packed[table.numel() : UNIT * header] = 0
+    packed[table.numel() : OFFSET_UNIT * header] = 0
     return packed
 
 
 def pack_mixed(weight: Tensor, dense: Tensor) -> Tensor:
     """Weight [N, K] of one-byte elements, any device -> uint8, its blocks dense or 2:4 as ``dense`` says."""
-    packed, (n, k) = with_table(dense), weight.shape
+    packed, (n, k) = allocate_mixed(dense), weight.shape
     strips, blocks = dense.shape
     codes = torch.nn.functional.pad(weight.view(torch.uint8), (0, blocks * BLOCK - k, 0, strips * STRIP - n))
     entries = packed[: 4 * dense.numel()].view(torch.int32).view(strips, blocks).tolist()
@@ -115,7 +115,7 @@ def pack_mixed(weight: Tensor, dense: Tensor) -> Tensor:
                 values = values.reshape(8, 8, 4, 2, 16).permute(2, 0, 3, 1, 4).reshape(-1)
             else:
                 values = pack(values.contiguous().view(weight.dtype))
-            at = UNIT * (entry // 2)
+            at = OFFSET_UNIT * (entry // 2)
             packed[at : at + values.numel()] = values
     return packed
 
@@ -129,7 +129,7 @@ def unpack(packed: Tensor, n: int, slided: int, dtype: torch.dtype) -> Tensor:
     entries = packed[: 4 * strips * blocks].view(torch.int32).view(strips, blocks).tolist()
     for strip, row in enumerate(entries):
         for block, entry in enumerate(row):
-            at = UNIT * (entry // 2)
+            at = OFFSET_UNIT * (entry // 2)
             if entry % 2:
                 values = (
                     packed[at : at + DENSE_BYTES]
@@ -157,6 +157,6 @@ def _unpack_sparse(packed: Tensor, n: int, slided: int, dtype: torch.dtype) -> T
     return groups.view(strips * STRIP, blocks * BLOCK)[:n, :slided].contiguous().view(dtype)
 
 
-def _table(device: torch.device) -> Tensor:
-    kept = [_KEPT.get(bits, (-1, -1)) for bits in range(16)]
+def _kept_columns(device: torch.device) -> Tensor:
+    kept = [_KEPT_COLUMNS.get(bits, (-1, -1)) for bits in range(16)]
     return torch.tensor(kept, dtype=torch.int64, device=device)

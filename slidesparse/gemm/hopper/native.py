@@ -71,12 +71,12 @@ def library() -> Any:
         found = ctypes.CDLL(str(path))
     except (ToolchainError, OSError) as error:
         raise LibraryError(f"the Hopper kernels: {error}") from None
-    declare(found)
+    declare_functions(found)
     operators.install(path)
     return found
 
 
-def declare(found: Any) -> None:
+def declare_functions(found: Any) -> None:
     """Tell ctypes the types of `FUNCTIONS`."""
     for name, (result, *arguments) in FUNCTIONS.items():
         function = getattr(found, f"slidesparse_hopper_{name}")
@@ -105,15 +105,16 @@ def fit(configuration: str, dtype: torch.dtype) -> Fit:
 
 
 def candidates(
-    n: int, columns: int, m: int, dtype: torch.dtype, most: int, blocks: str = ALL_2_4
+    n: int, columns: int, m: int, dtype: torch.dtype, max_count: int, blocks: str = ALL_2_4
 ) -> list[tuple[str, float]]:
-    """Up to ``most`` configurations for a weight [n, columns] and m tokens on the current device, the fastest first.
+    """Up to ``max_count`` configurations for a weight [n, columns] and m tokens on the current device, fastest first.
 
     Each with the microseconds that the model in csrc/hopper/configuration.cu predicts.  ``blocks`` is one of BLOCKS.
     """
-    texts, us, count = ctypes.create_string_buffer(most * TEXT_BYTES), (c_double * most)(), c_int32()
+    texts = ctypes.create_string_buffer(max_count * TEXT_BYTES)
+    us, count = (c_double * max_count)(), c_int32()
     kind = BLOCKS.index(blocks)
-    call("candidates", n, columns, m, dtype == FP8, kind, most, texts, us, ctypes.byref(count))
+    call("candidates", n, columns, m, dtype == FP8, kind, max_count, texts, us, ctypes.byref(count))
     return [
         (texts.raw[TEXT_BYTES * i : TEXT_BYTES * (i + 1)].partition(b"\0")[0].decode(), us[i])
         for i in range(count.value)

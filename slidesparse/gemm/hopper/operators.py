@@ -23,7 +23,7 @@ from slidesparse.gemm.problem import LibraryError
 
 NAMESPACE = "slidesparse"
 OPERATORS = ("linear", "rms_norm_linear", "add_rms_norm_linear", "silu_mul_linear")
-BY_PYTHON = "_by_python"
+PYTHON_SUFFIX = "_by_python"
 
 _logger = logging.getLogger("slidesparse")
 _native: Any = None  # the compiled operators.cpp, once it implements the operators
@@ -36,7 +36,7 @@ def implement(name: str, implementation: Callable[..., Any]) -> None:
     _python.impl(name, implementation, "CompositeExplicitAutograd")
 
 
-def recording_errors(implementation: Callable[..., Any]) -> Callable[..., Any]:
+def record_errors(implementation: Callable[..., Any]) -> Callable[..., Any]:
     """Wrap an operator NAME_by_python, so that C++ can raise its errors as RuntimeErrors with the same message."""
 
     @functools.wraps(implementation)
