@@ -391,9 +391,7 @@ def test_losses_are_measured_once_for_all_budgets(
         raise AssertionError("measured again")
 
     monkeypatch.setattr(losses, "_measure", not_again)
-    second = calibrated(
-        model, tmp_path / "out", ids, budget=Budget(min_speedup=1.2, tokens=(16,)), dry_run=True
-    )
+    second = calibrated(model, tmp_path / "out", ids, budget=Budget(max_loss=0.3, tokens=(16,)), dry_run=True)
     assert outcome(second).problem.candidates.keys() == outcome(first).problem.candidates.keys()
 
 

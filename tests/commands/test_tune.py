@@ -174,7 +174,7 @@ def test_tuning_saves_resumes_and_is_forced() -> None:
     assert (first.tuned, first.known, first.finished, first.skipped) == (8, 0, True, ())
     assert (first.algorithms, first.refused, first.wrong) == (32, 8, 8)
     assert len(steps) == 8
-    for m in (1, 16, 40, 96):
+    for m in (1, 16, 40):
         problem = Problem("int8", "bf16", 64, 96, m)
         assert tuned.tuned_algorithm(GPU.subject(library), problem) == "good"
     saved = tuned.find_entry(GPU.subject(library), todo[0].problem)
