@@ -237,7 +237,8 @@ def make_plan(
     if source is None or block is None:
         new = new_block(options.quant or "int8", ignore_list(_ignore_names(kept)))
     elif rewritten:
-        left = {name: why for name, why in kept.items() if not source.ignores(name)}
+        new_list = source.method == FP8_METHOD  # whose list of floats is not kept
+        left = {name: why for name, why in kept.items() if new_list or not source.ignores(name)}
         new = rewritten_block(block, source, partial(_quant, options), [*_ignore_names(left), *heads])
     else:
         new = {**block, **({"ignore": [*source.ignore, *heads]} if heads else {})}
