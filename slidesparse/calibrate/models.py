@@ -235,9 +235,8 @@ class LayeredModel:
     def logits(self, reader: Reader, device: torch.device) -> Callable[[Tensor], Tensor]:
         """Return a function from a decoder's last hidden state [..., tokens, hidden] to its logits in float32."""
         config, sizes = self.checkpoint.config, self.sizes[-1]
-        norm, head = f"{self.root}norm.weight", HEAD
-        if head not in self.checkpoint.tensors:
-            head = f"{self.root}embed_tokens.weight"
+        norm = f"{self.root}norm.weight"
+        head = f"{self.root}embed_tokens.weight" if is_tied(self.checkpoint) else HEAD
         spec = self.checkpoint.require(head)
         table = torch.cat([reader.rows(head, rows).to(device).float() for rows in spec.chunks()])
         self.checkpoint.require(norm)
@@ -374,6 +373,11 @@ class DecoderBlock(Block):
         share = sizes.heads // sizes.kv_heads
         k, v = (t.repeat_interleave(share, dim=1) for t in (k, v))
         return self.attend(q, k, v, sizes.scores).transpose(1, 2).flatten(2)
+
+
+def is_tied(checkpoint: Checkpoint) -> bool:
+    """Return whether a decoder's output head is its embedding; a head that is stored all the same is not used then."""
+    return HEAD not in checkpoint.tensors or bool(checkpoint.config.get("tie_word_embeddings"))
 
 
 def norms_of(decoder: Decoder) -> list[str]:
