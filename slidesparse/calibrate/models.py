@@ -33,8 +33,8 @@ import torch.nn.functional as F  # noqa: N812  (its usual name)
 from torch import Tensor
 
 from slidesparse.checkpoint.architectures import SCALE, WEIGHT, architecture_of, size_of
-from slidesparse.checkpoint.storage import DTYPES, Checkpoint, Reader
-from slidesparse.errors import CalibrationError
+from slidesparse.checkpoint.storage import DTYPES, Checkpoint, CheckpointError, Reader
+from slidesparse.errors import CalibrationError, SlideSparseError
 
 Config = Mapping[str, Any]
 
@@ -190,6 +190,20 @@ class LayeredModel:
         """Return the names of the linear layers of a block, stage by stage."""
         return [self.prefix(number) + name for stage in self.stages for name in stage]
 
+    def require_rows(self) -> None:
+        """Raise CheckpointError unless the attention of each block has the rows that config.json says."""
+        for number, sizes in enumerate(self.sizes):
+            shares = [sizes.heads, sizes.kv_heads, sizes.kv_heads]
+            attention = self.stages[0]
+            for name, share in zip(attention, shares if len(attention) > 1 else [sum(shares)], strict=True):
+                spec = self.checkpoint.require(self.prefix(number) + name + WEIGHT)
+                if spec.rows != share * sizes.head_dim or sizes.heads % sizes.kv_heads:
+                    raise CheckpointError(
+                        f"config.json says {sizes.heads} heads and {sizes.kv_heads} key-value heads of "
+                        f"{sizes.head_dim} channels, which does not fit {spec.name} {list(spec.shape)}: fetch the "
+                        "config again"
+                    )
+
     def load(self, reader: Reader, number: int, device: torch.device) -> Block:
         """Read a block, its tensors in float32 on ``device``."""
         prefix, sizes = self.prefix(number), self.sizes[number]
@@ -221,9 +235,8 @@ class LayeredModel:
     def logits(self, reader: Reader, device: torch.device) -> Callable[[Tensor], Tensor]:
         """Return a function from a decoder's last hidden state [..., tokens, hidden] to its logits in float32."""
         config, sizes = self.checkpoint.config, self.sizes[-1]
-        norm, head = f"{self.root}norm.weight", HEAD
-        if head not in self.checkpoint.tensors:
-            head = f"{self.root}embed_tokens.weight"
+        norm = f"{self.root}norm.weight"
+        head = f"{self.root}embed_tokens.weight" if is_tied(self.checkpoint) else HEAD
         spec = self.checkpoint.require(head)
         table = torch.cat([reader.rows(head, rows).to(device).float() for rows in spec.chunks()])
         self.checkpoint.require(norm)
@@ -362,6 +375,11 @@ class DecoderBlock(Block):
         return self.attend(q, k, v, sizes.scores).transpose(1, 2).flatten(2)
 
 
+def is_tied(checkpoint: Checkpoint) -> bool:
+    """Return whether a decoder's output head is its embedding; a head that is stored all the same is not used then."""
+    return HEAD not in checkpoint.tensors or bool(checkpoint.config.get("tie_word_embeddings"))
+
+
 def norm_names(decoder: Decoder) -> list[str]:
     """Return the names of the norms of a block."""
     of_heads = QUERY_KEY_NORMS if decoder.query_key_norms else ()
@@ -451,6 +469,17 @@ def open_model(checkpoint: Checkpoint) -> LayeredModel:
 
     Raises CalibrationError for one that is not supported, CheckpointError for one without its sizes.
     """
+    try:
+        return _open(checkpoint)
+    except SlideSparseError:
+        raise
+    except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
+        raise CalibrationError(
+            f"config.json holds a value that calibration cannot use ({type(error).__name__}: {error}): fetch it again"
+        ) from error
+
+
+def _open(checkpoint: Checkpoint) -> LayeredModel:
     config = checkpoint.config
     kind = _architecture_kind(config)
     decoder = DECODERS.get(kind, Decoder())
@@ -459,8 +488,14 @@ def open_model(checkpoint: Checkpoint) -> LayeredModel:
     head_dim = config.get("head_dim") or hidden // heads
     blocks, longest = size_of(config, "num_hidden_layers"), size_of(config, "max_position_embeddings")
     vocabulary, factor = size_of(config, "vocab_size"), 1.0
+    if blocks > len(checkpoint.tensors):
+        raise CheckpointError(
+            f"config.json: num_hidden_layers is {blocks}, but the model has {len(checkpoint.tensors)} tensors: fetch "
+            "the config again"
+        )
     if kind in DECODERS:
         root = "model." if "model.embed_tokens.weight" in checkpoint.tensors else ""
+        kv_heads = size_of(config, "num_key_value_heads", heads)
         factor = (
             hidden**0.5 if decoder.embeddings_by_width else float(config.get("embedding_multiplier", 1.0))
         )
@@ -477,7 +512,7 @@ def open_model(checkpoint: Checkpoint) -> LayeredModel:
         sizes = tuple(
             BlockSizes(
                 heads,
-                config.get("num_key_value_heads") or heads,
+                kv_heads,
                 head_dim,
                 float(config.get("rms_norm_eps") or 1e-6),
                 _activation(config),
@@ -585,16 +620,11 @@ def _make_rotary(rope: Config, head_dim: int) -> Rotary:
     channels = int(head_dim * float(rope.get("partial_rotary_factor", 1.0)))
     exponents = torch.arange(0, channels, 2, dtype=torch.int64).float() / channels
     frequencies = 1.0 / float(rope.get("rope_theta", 10000.0)) ** exponents
-    try:
-        if kind == "linear":
-            return Rotary(frequencies / float(rope["factor"]))
-        if kind == "longrope":
-            return _longrope(frequencies, rope)
-        return Rotary(_llama3(frequencies, rope) if kind == "llama3" else frequencies)
-    except (KeyError, TypeError, ValueError, ZeroDivisionError, RuntimeError) as error:
-        raise CalibrationError(
-            f"config.json: rotary embeddings of type {kind!r} lack a usable {error}: fetch the config again"
-        ) from error
+    if kind == "linear":
+        return Rotary(frequencies / float(rope["factor"]))
+    if kind == "longrope":
+        return _longrope(frequencies, rope)
+    return Rotary(_llama3(frequencies, rope) if kind == "llama3" else frequencies)
 
 
 def _longrope(frequencies: Tensor, rope: Config) -> Rotary:

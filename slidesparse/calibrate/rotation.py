@@ -21,7 +21,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from slidesparse.calibrate.models import HEAD, LayeredModel
+from slidesparse.calibrate.models import HEAD, LayeredModel, is_tied
 from slidesparse.checkpoint.architectures import architecture_of
 from slidesparse.checkpoint.storage import Checkpoint, Reader
 
@@ -57,13 +57,13 @@ def rotation_obstacle(checkpoint: Checkpoint) -> str | None:
 
 
 def untie_head(checkpoint: Checkpoint) -> Checkpoint:
-    """Return the checkpoint with an untied lm_head, initially a copy of the embedding."""
+    """Return the checkpoint with an untied lm_head, initially a copy of the embedding if it was tied."""
     tensors = dict(checkpoint.tensors)
     root = "" if "embed_tokens.weight" in tensors else "model."
     name = f"{root}embed_tokens.weight"
     for each in (name, f"{root}norm.weight"):
         checkpoint.require(each)
-    if HEAD not in tensors:
+    if is_tied(checkpoint):
         tensors[HEAD] = tensors[name]._replace(spec=tensors[name].spec._replace(name=HEAD))
     return replace(checkpoint, tensors=tensors, config={**checkpoint.config, "tie_word_embeddings": False})
 

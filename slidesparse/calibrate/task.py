@@ -188,6 +188,7 @@ def prepare(
     `slidesparse.calibrate.samples.load_samples`.
     """
     model = open_model(checkpoint)
+    model.require_rows()
     run = {name for number in range(model.blocks) for name in model.linears(number)}
     for name in layers:
         if name not in run:

@@ -47,6 +47,14 @@ class Family:
         ]
         return [name for name in found if not is_expert(name)]
 
+    def prefix(self, tensors: Iterable[str]) -> str | None:
+        """Return what precedes the expected name of a linear layer, such as ``module.``, or None."""
+        for name in layer_names(tensors):
+            for start in (dot.end() for dot in re.finditer(r"\.", name)):
+                if self.linear.search(name[start:]):
+                    return name[:start]
+        return None
+
     def groups(self, layers: Iterable[str]) -> list[tuple[str, ...]]:
         """Return the groups of layers that vLLM fuses, each in order."""
         found: dict[tuple[str, int], list[str]] = {}
@@ -81,12 +89,14 @@ ENCODER = Family(
 UNKNOWN = Family(re.compile(""), DECODER.fused + ENCODER.fused)  # all weights, fused by the usual names
 
 _DECODERS = ("Llama", "Mistral", "Qwen2", "Qwen3", "Gemma", "Gemma2", "Granite", "Olmo2")
+_BY_MAGNITUDE = ("Cohere", "Cohere2", "Exaone4", "Ministral3", "Olmo3", "SeedOss", "SmolLM3", "StableLm")
 _MOES = ("Mixtral", "Qwen2Moe", "Qwen3Moe", "Olmoe", "PhiMoE", "Glm4Moe")
 _ENCODERS = ("Bert", "Roberta", "XLMRoberta")
 FAMILIES: Mapping[str, Family] = {
     **{f"{name}{head}": DECODER for name in _DECODERS for head in ("ForCausalLM", "Model")},
     **{f"{name}ForSequenceClassification": DECODER for name in _DECODERS},
     "Gemma3ForCausalLM": DECODER,
+    **{f"{name}ForCausalLM": DECODER for name in _BY_MAGNITUDE},
     "BitNetForCausalLM": DECODER,
     "Phi3ForCausalLM": FUSED_DECODER,
     **{f"{name}{head}": MOE_DECODER for name in _MOES for head in ("ForCausalLM", "Model")},
@@ -216,14 +226,19 @@ def family_of(config: Mapping[str, Any], tensors: Iterable[str] = (), linear: st
     Raises CheckpointError for unknown architectures.
     """
     found = architecture_of(config)
+    if found and found.startswith("GPT2"):
+        raise CheckpointError(
+            f"{found} stores its weights transposed, [K, N] instead of [N, K]; such models cannot be converted"
+        )
     if linear is not None:
         (regex,) = compile_regexes([linear], "--linear", layer_names(tensors))
         return replace(UNKNOWN, linear=regex)
     if found is None or found not in FAMILIES:
         what = f"architecture {found!r} is not known" if found else "config.json names no architecture"
+        kinds = dict.fromkeys(re.sub(r"(Model|For[A-Z]\w+)\Z", "", name) for name in FAMILIES)
         raise CheckpointError(
-            f"{what}; known are {', '.join(sorted(FAMILIES))}. "
-            "For another, name its linear layers yourself: --linear REGEX, searched in layer names"
+            f"{what}; known are {', '.join(kinds)}, each with its usual heads. For another, name its linear layers "
+            "yourself: --linear REGEX, searched in the names that slidesparse inspect shows"
         )
     return FAMILIES[found]
 

@@ -34,6 +34,21 @@ from slidesparse.errors import SlideSparseError, shown
 CONFIG = "config.json"
 INDEX = "model.safetensors.index.json"
 SUFFIX = ".safetensors"
+MODEL = "model.safetensors"  # the whole model where there is no index, whatever lies beside it
+# Files of a folder that holds no model that can be read -> what to do
+_INSTEAD = {
+    "adapter_config.json": "it is a LoRA adapter: convert its base model and serve the adapter with that, or merge it "
+    "into the base model first",
+    "params.json": "it is in the format of Mistral or Meta: fetch the files for transformers too",
+    "*.gguf": "it is in the format of llama.cpp: fetch the original model",
+    **dict.fromkeys(("*.bin", "*.pt", "*.pth"), "save the model again with transformers, as safetensors"),
+}
+# Files beside config.json by which other tools say that they quantized the weights -> quant_method
+_QUANTIZED_BY = {
+    "hf_quant_config.json": "modelopt",
+    "quantize_config.json": "gptq",
+    "quant_config.json": "awq",
+}
 # Files of a checkpoint other than the weights: tokenizers, configurations, chat templates, licences
 SIDE_SUFFIXES = (".json", ".jinja", ".txt", ".md", ".model", ".bpe", ".codes", ".tiktoken", ".spm")
 SIDE_NAMES = ("tokenizer.model", "LICENSE", "LICENCE", "COPYING", "NOTICE", "README", "USE_POLICY")
@@ -163,8 +178,14 @@ class Checkpoint:
             return replace(found, tensors=_joined(found, reader))
 
     def quantization_config(self) -> dict[str, Any] | None:
-        """Return ``quantization_config`` of config.json, or its older form ``compression_config``, or None."""
+        """Return ``quantization_config`` of config.json, or its older form ``compression_config``, or None.
+
+        Some tools keep theirs in a file of its own, of which only the tool is returned, as none of them can be read.
+        """
         found = self.config.get("quantization_config") or self.config.get("compression_config")
+        if found is None:
+            tools = (tool for file, tool in _QUANTIZED_BY.items() if (self.folder / file).is_file())
+            found = next(({"quant_method": tool} for tool in tools), None)
         if found is not None and not isinstance(found, dict):
             raise CheckpointError(
                 f"quantization_config of {self.folder / CONFIG} must be an object, found {shown(found)}"
@@ -233,7 +254,9 @@ def parse_json(text: bytes, what: object, **options: Any) -> dict[str, Any]:
 def _read_object(folder: Path, file: str, what: str) -> dict[str, Any]:
     path = folder / file
     if not path.exists():
-        raise CheckpointError(f"{path} ({what}) is missing; give a Hugging Face checkpoint folder")
+        raise CheckpointError(
+            f"{path} ({what}) is missing{_instead(folder)}; give a Hugging Face checkpoint folder"
+        )
     _require_file(folder, file)
     size = path.stat().st_size
     if size > JSON_LIMIT:
@@ -279,16 +302,20 @@ def is_inside(folder: Path, path: Path) -> bool:
 
 def _single_file(folder: Path) -> list[str]:
     found = sorted(path.name for path in folder.glob(f"*{SUFFIX}"))
-    if len(found) == 1:
-        return found
+    if len(found) == 1 or MODEL in found:
+        return [MODEL] if MODEL in found else found
     if found:
         raise CheckpointError(
             f"{folder} holds {len(found)} {SUFFIX} files ({found[0]}, ...) and no {INDEX}, which says "
             "which of them make up the model; fetch the index too, or remove the files of other models"
         )
-    others = sorted(path.name for path in folder.iterdir() if path.suffix in (".bin", ".pt", ".pth", ".gguf"))
-    hint = f" (it has {others[0]}: save the model again with safe_serialization=True)" if others else ""
-    raise CheckpointError(f"{folder} holds no {SUFFIX} file{hint}")
+    raise CheckpointError(f"{folder} holds no {SUFFIX} file{_instead(folder)}")
+
+
+def _instead(folder: Path) -> str:
+    """Return what a folder holds instead of a model that can be read, and what to do, in parentheses, or ""."""
+    found = ((sorted(folder.glob(pattern)), advice) for pattern, advice in _INSTEAD.items())
+    return next((f" (it has {files[0].name}: {advice})" for files, advice in found if files), "")
 
 
 def _indexed_files(folder: Path, index: Mapping[str, Any]) -> list[str]:

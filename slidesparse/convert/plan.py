@@ -50,7 +50,7 @@ from slidesparse.checkpoint.w8a8 import (
     rewritten_block,
 )
 from slidesparse.convert.options import ConvertOptions
-from slidesparse.errors import CalibrationError
+from slidesparse.errors import CalibrationError, shown
 from slidesparse.pattern import MixedPattern, Pattern, SlidePattern
 
 _EMBEDDING = re.compile(r"embed|\.wte$|\.wpe$")
@@ -237,7 +237,8 @@ def make_plan(
     if source is None or block is None:
         new = new_block(options.quant or "int8", ignore_list(_ignore_names(kept)))
     elif rewritten:
-        left = {name: why for name, why in kept.items() if not source.ignores(name)}
+        new_list = source.method == FP8_METHOD  # whose list of floats is not kept
+        left = {name: why for name, why in kept.items() if new_list or not source.ignores(name)}
         new = rewritten_block(block, source, partial(_quant, options), [*_ignore_names(left), *heads])
     else:
         new = {**block, **({"ignore": [*source.ignore, *heads]} if heads else {})}
@@ -350,11 +351,17 @@ def _choose(
         known = [
             n for n in architectures.UNKNOWN.layers(names) if len(checkpoint.require(n + WEIGHT).shape) == 2
         ]
-        architectures.matched(known, family.groups(known), [options.linear], "--linear")
+        found = architectures.matched(known, family.groups(known), [options.linear], "--linear")
+        candidates = [name for name in candidates if name in found]
     if not candidates:
+        prefix = family.prefix(names)
         raise CheckpointError(
-            f"none of the {len(names)} tensors is a linear layer by the names expected "
-            f"({family.linear.pattern}); name them yourself: --linear REGEX, searched in layer names"
+            f"none of the {len(names)} tensors is a linear layer by the names expected ({family.linear.pattern}); "
+            + (
+                f"they begin with {shown(prefix)}: save the model without its wrapper"
+                if prefix
+                else "name them yourself: --linear REGEX, searched in layer names"
+            )
         )
     joined = [tuple(experts) for experts in routed.values()]
     every = [*candidates, *(name for experts in joined for name in experts)]
@@ -454,7 +461,7 @@ def _in_features(
         if spec.dtype not in FLOATS:
             raise CheckpointError(
                 f"tensor {spec.name} is {spec.dtype}; without a quantization_config, weights must be "
-                f"{', '.join(FLOATS)}"
+                f"{', '.join(FLOATS)}: save the model in one of them, or fetch its config.json again"
             )
         if layer + SCALE in checkpoint.tensors:
             raise CheckpointError(

@@ -95,6 +95,21 @@ def test_outputs_stay_equal(name: str, tmp_path: Path) -> None:
     )
 
 
+def test_a_stored_head_of_a_tied_model_is_not_used(tmp_path: Path) -> None:
+    """Nor do transformers and vLLM use it."""
+    source = llama(tmp_path / "source")
+    edit_json(source / "config.json", tie_word_embeddings=True)
+    found = untie_head(Checkpoint.open(source))
+    assert found.config["tie_word_embeddings"] is False
+    with found.reader() as reader:
+        head, embedding = (reader.whole(f"{name}.weight") for name in ("lm_head", "model.embed_tokens"))
+        assert torch.equal(head, embedding)
+        assert not torch.equal(head, tensors_of(source)["lm_head.weight"])
+        x = torch.randn(3, embedding.shape[1])
+        tied = open_model(Checkpoint.open(source)).logits(reader, CPU)(x)
+        assert torch.equal(tied, open_model(found).logits(reader, CPU)(x))
+
+
 def test_hadamard_is_orthogonal_and_has_no_zeros() -> None:
     for size in (1, 7, 48, 64):
         start = hadamard(size)

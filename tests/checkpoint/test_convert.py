@@ -280,6 +280,7 @@ def test_bert_layers_and_other_files(tmp_path: Path) -> None:
         ("Phi3ForCausalLM", "model.layers.0.", "self_attn.qkv_proj self_attn.o_proj mlp.gate_up_proj"),
         ("Gemma3ForCausalLM", "model.layers.0.", "self_attn.v_proj mlp.down_proj"),
         ("Olmo2ForCausalLM", "model.layers.0.", "self_attn.k_proj mlp.gate_proj"),
+        ("SmolLM3ForCausalLM", "model.layers.0.", "self_attn.k_proj mlp.gate_proj"),
         ("LlamaModel", "layers.0.", "self_attn.k_proj mlp.gate_proj"),
         ("BertForSequenceClassification", "bert.encoder.layer.0.", "attention.self.query output.dense"),
         ("XLMRobertaForSequenceClassification", "roberta.encoder.layer.0.", "attention.output.dense"),
@@ -309,6 +310,12 @@ def test_linear_names_the_layers_of_an_unknown_architecture(tmp_path: Path) -> N
     again = convert(tmp_path / "out", tmp_path / "slided", layout="slided")
     assert again.pruned == report.pruned
     assert again.kept == {"head": "not quantized in the source"}
+
+
+def test_linear_may_match_norms_too(tmp_path: Path) -> None:
+    source = llama(tmp_path / "source")
+    report = convert(source, tmp_path / "out", linear=r"layers\.\d")
+    assert set(report.pruned) == set(LINEARS)
 
 
 def test_the_older_config_name_is_replaced(tmp_path: Path) -> None:

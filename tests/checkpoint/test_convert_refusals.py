@@ -94,8 +94,18 @@ def test_unknown_architectures(tmp_path: Path) -> None:
     for value in ("MambaForCausalLM", None, [], {"a": 1}, [["LlamaForCausalLM"]]):
         edit_json(source / "config.json", architectures=[value] if isinstance(value, str) else value)
         named = repr(value) if isinstance(value, str) else "no architecture"
-        refused(source, named, "LlamaForCausalLM", "BertModel", "--linear")
+        message = refused(source, named, "Llama, ", "XLMRoberta, ", "--linear", "slidesparse inspect")
+        assert len(message) < 500
     refused(bert(tmp_path / "bert", architecture="LlamaForCausalLM"), "none of the", "--linear")
+    refused(bert(tmp_path / "gpt2", architecture="GPT2LMHeadModel"), "transposed", linear="dense")
+
+
+@pytest.mark.parametrize("prefix", ["_orig_mod.", "module.", "base_model.model."])
+def test_names_that_a_wrapper_changed(tmp_path: Path, prefix: str) -> None:
+    source = llama(tmp_path / "source")
+    write(source, config_of(source), {prefix + name: tensor for name, tensor in tensors_of(source).items()})
+    message = refused(source, f"begin with {prefix!r}", "without its wrapper")
+    assert "--linear" not in message
 
 
 FUSED = "model.layers.1.mlp"

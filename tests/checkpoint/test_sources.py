@@ -326,9 +326,10 @@ def test_fp8_with_a_scale_a_tensor(tmp_path: Path, static: bool, layout: str) ->
     check_block(tmp_path / "dense", "fp8", {"lm_head"})
 
 
+@pytest.mark.parametrize("listed", [[], [DOWN]])
 @pytest.mark.parametrize("block", [(32, 16), None])
 def test_fp8_layers_that_are_no_linear_layers_of_a_block(
-    tmp_path: Path, block: tuple[int, int] | None
+    tmp_path: Path, block: tuple[int, int] | None, listed: list[str]
 ) -> None:
     """They are written anew too, unpruned; but the head in floats.  Floats stay, whatever the list of them says."""
     layers = [*(set(LINEARS) - {DOWN}), "lm_head", "mtp.in"]
@@ -337,7 +338,7 @@ def test_fp8_layers_that_are_no_linear_layers_of_a_block(
     source = fp8(tmp_path / "source", block, tensors=tensors, layers=layers)
     edit_json(
         source / "config.json",
-        quantization_config={**config_of(source)["quantization_config"], "ignored_layers": []},
+        quantization_config={**config_of(source)["quantization_config"], "ignored_layers": listed},
     )
     report = convert(source, tmp_path / "out")
     assert report.skipped == {"mtp.in": "quantized in the source, not a linear layer of a block"}

@@ -41,6 +41,7 @@ from slidesparse.checkpoint.storage import (
     plan_file,
     read_header,
 )
+from slidesparse.checkpoint.w8a8 import parse_block
 
 shapes = st.lists(st.integers(0, 5), max_size=3).map(tuple)
 dtypes = st.sampled_from(sorted(DTYPES))
@@ -285,6 +286,41 @@ def test_damage_is_named(tmp_path: Path, name: str) -> None:
         Checkpoint.open(source).quantization_config()
     assert fact in str(error.value)
     assert snapshot(source) == before
+
+
+@pytest.mark.parametrize(
+    ("file", "words"),
+    [
+        ("adapter_config.json", "LoRA adapter"),
+        ("params.json", "Mistral or Meta"),
+        ("model.Q4_K_M.gguf", "llama.cpp"),
+        ("pytorch_model.bin", "as safetensors"),
+    ],
+)
+def test_a_folder_that_holds_something_else(tmp_path: Path, file: str, words: str) -> None:
+    source = tmp_path / "source"
+    source.mkdir()
+    (source / file).touch()
+    with pytest.raises(CheckpointError, match=f"config.json .* is missing .it has {file}: .*{words}"):
+        Checkpoint.open(source)
+
+
+def test_the_weights_of_transformers_are_read_if_others_lie_beside(tmp_path: Path) -> None:
+    """Mistral's models come in two formats."""
+    source = llama(tmp_path / "source")
+    shutil.copy(source / MODEL, source / "consolidated.safetensors")
+    assert Checkpoint.open(source).files == (MODEL,)
+
+
+@pytest.mark.parametrize(
+    ("file", "tool"),
+    [("hf_quant_config.json", "modelopt"), ("quantize_config.json", "gptq"), ("quant_config.json", "awq")],
+)
+def test_a_tool_that_keeps_its_config_in_a_file_of_its_own(tmp_path: Path, file: str, tool: str) -> None:
+    source = llama(tmp_path / "source")
+    (source / file).write_text("{}")
+    with pytest.raises(CheckpointError, match=f"already quantized by '{tool}'"):
+        parse_block(Checkpoint.open(source).quantization_config() or {})
 
 
 def test_empty_tensors_are_read_at_once() -> None:
