@@ -65,6 +65,15 @@ class Family:
                     found.setdefault((parent, number), []).append(name)
         return [tuple(names) for names in found.values()]
 
+    def missing(self, layers: Iterable[str]) -> list[str]:
+        """Return the layers that are not there although others of their group are."""
+        found = []
+        for group in self.groups(layers):
+            parent, _, last = group[0].rpartition(".")
+            (whole,) = (names for names in self.fused if last in names)
+            found += [name for name in (f"{parent}.{part}" for part in whole) if name not in group]
+        return found
+
 
 DECODER = Family(
     re.compile(r"\A(model\.)?layers\.\d+\.(self_attn\.[qkvo]_proj|mlp\.(gate|up|down)_proj)\Z"),

@@ -363,6 +363,11 @@ def _choose(
                 else "name them yourself: --linear REGEX, searched in layer names"
             )
         )
+    if options.linear is None and (missing := family.missing(candidates)):
+        raise CheckpointError(
+            f"{missing[0]} is not there, but layers that vLLM fuses with it are ({len(missing)} such); the checkpoint "
+            "is incomplete: fetch it again"
+        )
     joined = [tuple(experts) for experts in routed.values()]
     every = [*candidates, *(name for experts in joined for name in experts)]
     left = architectures.matched(every, [*family.groups(candidates), *joined], options.ignore, BY_IGNORE)

@@ -58,6 +58,12 @@ def test_weights_that_are_not_finite(
     refused(source, f"{Q}.weight in {MODEL} holds 2 values", f"row 41, column 7 ({value})")
 
 
+def test_a_layer_that_vllm_fuses_with_others_is_missing(tmp_path: Path) -> None:
+    """vLLM would serve uninitialized memory in its place."""
+    source = llama(tmp_path / "source", **{WEIGHT: None})
+    refused(source, f"{Q} is not there", "checkpoint is incomplete: fetch it again")
+
+
 def test_other_tensors_must_be_finite_too(tmp_path: Path) -> None:
     norm = torch.ones(64, dtype=torch.bfloat16)
     norm[5] = torch.nan
