@@ -242,7 +242,13 @@ def test_flags_on_a_checkpoint_without_w8a8_layers(zygote: Zygote, pruned: Path,
     model = edited(
         pruned, tmp_path / "static", {}, {"config_groups": {"group_0": static}, "slidesparse": None}
     )
-    refused(zygote, model, SPARSE_FLAGS, "no group of layers of this checkpoint is W8A8", "or unset the flag")
+    refused(
+        zygote,
+        model,
+        SPARSE_FLAGS,
+        "no group of layers of this checkpoint is W8A8",
+        "or unset USE_CUSPARSELT",
+    )
     other = edited(pruned, tmp_path / "awq", {}, {"quant_method": "awq", "slidesparse": None})
     refused(
         zygote, other, SPARSE_FLAGS, "this checkpoint is quantized by 'awq'", "slidesparse convert SRC OUT"
