@@ -163,12 +163,18 @@ class Checkpoint:
             return replace(found, tensors=_joined(found, reader))
 
     def quantization_config(self) -> dict[str, Any] | None:
-        """Return ``quantization_config`` of config.json, or its older form ``compression_config``, or None."""
+        """Return ``quantization_config`` of config.json, or its older form ``compression_config``, or None.
+
+        The name of its method is spelled as vLLM spells it.
+        """
         found = self.config.get("quantization_config") or self.config.get("compression_config")
         if found is not None and not isinstance(found, dict):
             raise CheckpointError(
                 f"quantization_config of {self.folder / CONFIG} must be an object, found {shown(found)}"
             )
+        if found and isinstance(method := found.get("quant_method"), str):
+            spelled = method.lower().replace("compressed_tensors", "compressed-tensors")
+            return {**found, "quant_method": spelled}
         return found
 
     def require(self, name: str) -> TensorSpec:
