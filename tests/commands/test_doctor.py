@@ -237,11 +237,12 @@ def test_the_plugin(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(doctor.importlib.metadata, "entry_points", lambda group: [])
     assert "not installed as a package" in doctor.plugin()["words"]
     monkeypatch.setattr(doctor.importlib.metadata, "entry_points", lambda group: [Entry])
-    monkeypatch.setenv("VLLM_PLUGINS", "other, another")
-    found = doctor.plugin()
-    assert (found["registered"], found["loads"]) == (True, False)
-    assert "VLLM_PLUGINS='other, another'" in found["words"]
-    monkeypatch.setenv("VLLM_PLUGINS", "other, slidesparse")
+    for names in ("other,another", "other, slidesparse", ""):  # vLLM takes the space as part of the name
+        monkeypatch.setenv("VLLM_PLUGINS", names)
+        found = doctor.plugin()
+        assert (found["registered"], found["loads"]) == (True, False)
+        assert f"VLLM_PLUGINS={names!r}" in found["words"]
+    monkeypatch.setenv("VLLM_PLUGINS", "other,slidesparse")
     assert doctor.plugin() == {"registered": True, "loads": True, "words": "registered"}
 
 
