@@ -187,7 +187,7 @@ def examine(model: str, folder: Path) -> Report:
     try:
         with checkpoint.reader() as reader:
             found = Counter(_layers(checkpoint, reader, metadata, source, resolution))
-    except (ResolveError, DamagedError) as error:
+    except ResolveError as error:
         report.lacks(str(error), "", FAILED)
         found = Counter()
     times = machine.times(report.backend) if resolution else None
@@ -261,7 +261,7 @@ def _layers(
     source: Quantization | None,
     resolution: Resolution | None,
 ) -> Iterable[Layer]:
-    """Yield the linear layers as vLLM fuses them.  Raises ResolveError for a layer with several patterns."""
+    """Yield the linear layers as vLLM fuses them.  Raises ResolveError for a layer that is not served."""
     names = linear_layers(checkpoint, metadata)
     family = FAMILIES.get(architecture_of(checkpoint.config) or "", UNKNOWN)
     order = [part for group in family.fused for part in group]
@@ -318,10 +318,16 @@ def _break(reader: Reader, unit: Sequence[str], pattern: str) -> bool:
 
 
 def _require_obeyed(reader: Reader, metadata: Metadata, unit: Sequence[str]) -> None:
-    """Raise DamagedError if the first ROWS rows of a weight are not what the metadata say."""
+    """Raise ResolveError if the first ROWS rows of a weight are not what the metadata say."""
     for name in unit:
         if name in metadata.layers:
-            restore(_first_rows(reader, name), metadata, name)
+            try:
+                restore(_first_rows(reader, name), metadata, name)
+            except DamagedError as error:
+                raise ResolveError(
+                    f"{name}: row {error.found.row} breaks {metadata.layers[name].pattern}, to which the metadata say "
+                    "that it was pruned (`slidesparse inspect` counts all rows): convert the original model again"
+                ) from error
 
 
 def _first_rows(reader: Reader, layer: str) -> Tensor:

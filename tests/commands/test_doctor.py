@@ -387,7 +387,7 @@ class TestCheckpoints:
         write(tmp_path / "broken", config_of(tmp_path / "out"), tensors)
         done = Done("doctor", tmp_path / "broken")
         assert done.code == 1
-        assert re.fullmatch(rf"no: {DOWN}: row \d.*", done.out.splitlines()[-1])
+        assert re.fullmatch(rf"no: {DOWN}: row \d breaks 6:8.*", done.out.splitlines()[-1])
 
     @pytest.mark.parametrize("claimed", ["dense", "slided"])
     def test_a_packed_layout_that_the_metadata_do_not_know(self, claimed: str, tmp_path: Path) -> None:
