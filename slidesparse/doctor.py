@@ -228,8 +228,10 @@ def plugin() -> Report:
     why = ""
     if not registered:
         why = "slidesparse is not installed as a package; pip install it, or pip install -e . in a clone"
-    elif allowed is not None and "slidesparse" not in [name.strip() for name in allowed.split(",")]:
-        why = f"VLLM_PLUGINS={allowed!r} leaves it out; add slidesparse or unset the variable"
+    elif allowed is not None and "slidesparse" not in allowed.split(","):  # as vLLM reads it
+        why = (
+            f"VLLM_PLUGINS={allowed!r} leaves it out; add slidesparse, without spaces, or unset the variable"
+        )
     return {"registered": registered, "loads": not why, "words": why or "registered"}
 
 

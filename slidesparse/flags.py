@@ -128,7 +128,9 @@ def _is_true(environ: Mapping[str, str] | None, name: str) -> bool:
 def _require_known(name: str) -> None:
     if name.startswith(PREFIX):
         known = name in KNOWN or _KUBERNETES.fullmatch(name)
-        near = [] if known else difflib.get_close_matches(name, KNOWN, n=1, cutoff=0)
+        meant = {_own_words(flag): flag for flag in (USE_CUSPARSELT, USE_CUBLASLT, DISABLE, SPARSITY, *KNOWN)}
+        close = [] if known else difflib.get_close_matches(_own_words(name), meant, n=1, cutoff=0)
+        near = [meant[words] for words in close]
     else:
         upper = name.upper()
         flags = () if upper in OTHERS else (USE_CUSPARSELT, USE_CUBLASLT, DISABLE)
@@ -137,6 +139,11 @@ def _require_known(name: str) -> None:
         raise FlagError(
             f"environment variable {name} is not known; did you mean {near[0]}? Rename or unset it"
         )
+
+
+def _own_words(name: str) -> str:
+    """Return a flag's name without the word that it may begin or end with: DISABLE_SLIDESPARSE -> DISABLE."""
+    return name.replace("SLIDESPARSE", "").strip("_")
 
 
 def _alike(name: str, flag: str) -> bool:

@@ -1,6 +1,7 @@
-"""Tell, from a checkpoint's headers and this machine, whether SlideSparse serves it here: ``slidesparse doctor MODEL``.
+"""Tell whether SlideSparse serves a checkpoint on this machine: ``slidesparse doctor MODEL``.
 
-The rules are those of serving, in `slidesparse.resolve`, `slidesparse.gemm` and `slidesparse.gemm.tuned`.
+Only headers, scales and the first rows of weights are read.  The rules are those of serving, in `slidesparse.resolve`,
+`slidesparse.gemm` and `slidesparse.gemm.tuned`.
 """
 
 from __future__ import annotations
@@ -13,16 +14,17 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from slidesparse import doctor, flags, gemm
 from slidesparse.checkpoint.architectures import FAMILIES, UNKNOWN, WEIGHT, architecture_of
 from slidesparse.checkpoint.bitnet import METHOD as BITNET
 from slidesparse.checkpoint.bitnet import BitNetCheckpoint
-from slidesparse.checkpoint.converted import open_checkpoint
+from slidesparse.checkpoint.converted import DamagedError, open_checkpoint, restore
 from slidesparse.checkpoint.inspection import expert_dtypes, linear_layers
 from slidesparse.checkpoint.metadata import COMPRESSED_TENSORS, Metadata
 from slidesparse.checkpoint.storage import Checkpoint, CheckpointError, Reader
-from slidesparse.checkpoint.w8a8 import KINDS, Quantization, parse_block
+from slidesparse.checkpoint.w8a8 import KINDS, Quantization, parse_block, require_float
 from slidesparse.convert.times import DEFAULT_GPU, DEFAULT_TOKENS, LayerTimes, TimesError
 from slidesparse.errors import ENVIRONMENT, FAILED, INSTALL_CUDA
 from slidesparse.gemm.backend import LayerSpec
@@ -50,7 +52,7 @@ from slidesparse.slide import violations
 from slidesparse.tune.session import served_outputs
 from slidesparse.versions import VLLM_ON_GPUS
 
-ROWS = 16  # rows of a weight that are checked where only a flag says that it is pruned
+ROWS = 16  # rows of a weight whose pattern is checked
 TUNED = "tuned"
 # How a layer is served: by SlideSparse, by vLLM's own 8-bit kernels, or with weights that are not quantized
 OURS, STOCK, UNQUANTIZED = "sparse", "dense", "left"
@@ -174,6 +176,8 @@ def examine(model: str, folder: Path) -> Report:
         source = parse_block(block, checkpoint.tensors) if block else None
     except CheckpointError as error:
         unread = str(error)
+    for layer in () if block else linear_layers(checkpoint, metadata):
+        require_float(checkpoint, layer)
     resolution = _resolution(report, raw)
     if resolution:
         report.backend, report.backend_reason = resolution.backend, resolution.reason
@@ -257,7 +261,7 @@ def _layers(
     source: Quantization | None,
     resolution: Resolution | None,
 ) -> Iterable[Layer]:
-    """Yield the linear layers as vLLM fuses them.  Raises ResolveError for a layer with several patterns."""
+    """Yield the linear layers as vLLM fuses them.  Raises ResolveError for a layer that is not served."""
     names = linear_layers(checkpoint, metadata)
     family = FAMILIES.get(architecture_of(checkpoint.config) or "", UNKNOWN)
     order = [part for group in family.fused for part in group]
@@ -286,7 +290,9 @@ def _layers(
                 if not reason:
                     kind = OURS
                     pattern = wanted.ratio if resolution.path == gemm.SPARSE else DENSE_WEIGHT
-                    if not metadata and _break(reader, unit, pattern):
+                    if metadata:
+                        _require_obeyed(reader, metadata, unit if resolution.path == gemm.SPARSE else ())
+                    elif _break(reader, unit, pattern):
                         kind, reason, pattern = STOCK, BREAKS, None
         yield Layer(
             "+".join(map(_last, unit)),
@@ -306,10 +312,27 @@ def _last(name: str) -> str:
 def _break(reader: Reader, unit: Sequence[str], pattern: str) -> bool:
     """Return whether the first ROWS rows of a weight break a pattern."""
     for name in unit if pattern != DENSE_WEIGHT else ():
-        rows = min(ROWS, reader.checkpoint.tensors[name + WEIGHT].spec.rows)
-        if violations(reader.rows(name + WEIGHT, slice(0, rows)), SlidePattern.parse(pattern)):
+        if violations(_first_rows(reader, name), SlidePattern.parse(pattern)):
             return True
     return False
+
+
+def _require_obeyed(reader: Reader, metadata: Metadata, unit: Sequence[str]) -> None:
+    """Raise ResolveError if the first ROWS rows of a weight are not what the metadata say."""
+    for name in unit:
+        if name in metadata.layers:
+            try:
+                restore(_first_rows(reader, name), metadata, name)
+            except DamagedError as error:
+                raise ResolveError(
+                    f"{name}: row {error.found.row} breaks {metadata.layers[name].pattern}, to which the metadata say "
+                    "that it was pruned (`slidesparse inspect` counts all rows): convert the original model again"
+                ) from error
+
+
+def _first_rows(reader: Reader, layer: str) -> Tensor:
+    rows = min(ROWS, reader.checkpoint.tensors[layer + WEIGHT].spec.rows)
+    return reader.rows(layer + WEIGHT, slice(0, rows))
 
 
 def _measured(

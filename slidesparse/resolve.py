@@ -31,8 +31,7 @@ from slidesparse.pattern import DENSE_WEIGHT, MixedPattern, Pattern, SlidePatter
 
 WHAT_IT_TAKES = (
     "the plugin takes compressed-tensors W8A8 with dynamic per-token activations. Convert the original model: "
-    "slidesparse convert SRC OUT --sparsity 6:8; or unset the flag, which acts on draft models as well: converted "
-    "checkpoints are served sparse without"
+    "slidesparse convert SRC OUT --sparsity 6:8"
 )
 CONVERT_STORED = "convert it: slidesparse convert SRC OUT --sparsity 2:4"
 
@@ -116,7 +115,9 @@ def claim(
         return None
     if method not in (COMPRESSED_TENSORS, QUANT_METHOD):
         why = f"{asked} is set" if asked else "config.json holds SlideSparse metadata"
-        raise ResolveError(f"{why}, but this checkpoint is quantized by {method!r}; {WHAT_IT_TAKES}")
+        raise ResolveError(
+            f"{why}, but this checkpoint is quantized by {method!r}; {WHAT_IT_TAKES}{_or_unset()}"
+        )
     if user_quant not in (None, QUANT_METHOD):
         if asked:
             raise ResolveError(
@@ -129,7 +130,9 @@ def claim(
 def require_no_flag(model: str) -> None:
     """Raise ResolveError when a flag asks for our path, for a model that is not quantized."""
     if flags.asked():
-        raise ResolveError(f"{flags.asked()} is set, but {model} is not quantized; {WHAT_IT_TAKES}")
+        raise ResolveError(
+            f"{flags.asked()} is set, but {model} is not quantized; {WHAT_IT_TAKES}{_or_unset()}"
+        )
 
 
 def require_dynamic_w8a8(quantization_config: Mapping[str, Any]) -> None:
@@ -140,7 +143,17 @@ def require_dynamic_w8a8(quantization_config: Mapping[str, Any]) -> None:
     found = "no group of layers of this checkpoint is W8A8 with dynamic activations"
     if stored := unread_storage(quantization_config):
         raise ResolveError(f"{found}. {stored}: {CONVERT_STORED}")
-    raise ResolveError(f"{found}; {WHAT_IT_TAKES}")
+    raise ResolveError(f"{found}; {WHAT_IT_TAKES}{_or_unset()}")
+
+
+def _or_unset() -> str:
+    """Return the other remedy where a flag asks for our path, "" where only the checkpoint does."""
+    if not flags.asked():
+        return ""
+    return (
+        f"; or unset {flags.asked()}, which acts on draft models as well: converted checkpoints are served sparse "
+        "without"
+    )
 
 
 def _is_dynamic_w8a8(group: Any) -> bool:

@@ -56,7 +56,7 @@ class Census:
             kind = "in blocks, dense or 2:4 as they are"
         patterns = Counter(self.sparse.values())
         whole = patterns.pop(DENSE_WEIGHT, 0) if sparse and pattern.ratio != DENSE_WEIGHT else 0
-        if len(patterns) > 1:
+        if patterns.keys() - {pattern.ratio}:
             kind += f" ({', '.join(f'{n} at {pattern}' for pattern, n in sorted(patterns.items()))})"
         fusion = f"; {self.fusion}" if self.fusion else ""
         if whole:

@@ -92,9 +92,10 @@ def loads_dummy_weights() -> bool:
     return str(current_config().load_config.load_format).endswith("dummy")
 
 
-def loads_by_name() -> bool:
-    """Return whether weights are loaded by their names in the checkpoint, and not from a dump of the parameters."""
-    return str(current_config().load_config.load_format) not in ("sharded_state", "tensorizer")
+def loads_a_dump() -> str:
+    """Return the load format if weights are loaded from a dump of another engine's parameters, else ""."""
+    found = str(current_config().load_config.load_format)
+    return found if found in ("sharded_state", "runai_streamer_sharded", "tensorizer") else ""
 
 
 def starts_threads() -> bool:

@@ -89,7 +89,12 @@ class SlideSparseScheme(CompressedTensorsScheme):
 
     def create_weights(self, layer: torch.nn.Module, **kwargs: Any) -> None:
         """Let vLLM's scheme create the parameters; slided checkpoints hold K' columns instead of K."""
-        self.dummy, self.by_name = compat.loads_dummy_weights(), compat.loads_by_name()
+        self.dummy = compat.loads_dummy_weights()
+        if dump := compat.loads_a_dump():
+            raise CheckpointError(
+                f"--load-format {dump} loads a dump of parameters, in which weights have the form of the backend that "
+                "served them; load the checkpoint itself, without --load-format"
+            )
         dtype, shard, whole = (
             kwargs[key] for key in ("params_dtype", "input_size_per_partition", "input_size")
         )
@@ -187,7 +192,7 @@ class SlideSparseScheme(CompressedTensorsScheme):
         """
         if getattr(layer.weight, PACKED, False):
             return
-        if self.by_name and not self.dummy:
+        if not self.dummy:
             self.arrivals.require_all(layer)
         packed = None if self.dense_because else self._packed(self._loaded(layer))
         if packed is None:

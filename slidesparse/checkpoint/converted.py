@@ -83,6 +83,11 @@ def _require_widths(checkpoint: Checkpoint, metadata: Metadata) -> None:
 def require_shape(checkpoint: Checkpoint, metadata: Metadata, layer: str) -> None:
     """Raise CheckpointError unless a pruned layer's weight is a matrix with as many columns as the metadata say."""
     spec, entry = checkpoint.require(layer + WEIGHT), metadata.layers[layer]
+    if metadata.layout != "packed" and checkpoint.tensors[spec.name].parts:
+        raise CheckpointError(
+            f"tensor {spec.name} is stored without its zeros, but the metadata say the {metadata.layout} layout; "
+            "convert the original checkpoint again"
+        )
     stored = entry.columns(metadata.layout)
     if len(spec.shape) != 2 or spec.shape[1] != stored:
         raise CheckpointError(

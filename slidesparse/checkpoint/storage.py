@@ -180,7 +180,8 @@ class Checkpoint:
     def quantization_config(self) -> dict[str, Any] | None:
         """Return ``quantization_config`` of config.json, or its older form ``compression_config``, or None.
 
-        Some tools keep theirs in a file of its own, of which only the tool is returned, as none of them can be read.
+        The name of its method is spelled as vLLM spells it.  Of a tool that keeps its configuration in a file of its
+        own only the name is returned, as ``quant_method``: no such checkpoint can be read.
         """
         found = self.config.get("quantization_config") or self.config.get("compression_config")
         if found is None:
@@ -190,6 +191,9 @@ class Checkpoint:
             raise CheckpointError(
                 f"quantization_config of {self.folder / CONFIG} must be an object, found {shown(found)}"
             )
+        if found and isinstance(method := found.get("quant_method"), str):
+            spelled = method.lower().replace("compressed_tensors", "compressed-tensors")
+            return {**found, "quant_method": spelled}
         return found
 
     def require(self, name: str) -> TensorSpec:

@@ -1,5 +1,6 @@
 """The command line."""
 
+import io
 import sys
 
 from slidesparse.errors import INTERRUPTED
@@ -10,6 +11,8 @@ def main() -> None:
 
     Once it is, ``slidesparse.cli.main`` is the module of that name.
     """
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")  # for paths that the terminal cannot show
     try:
         from slidesparse.cli.main import main as run
 

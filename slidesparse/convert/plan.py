@@ -46,6 +46,7 @@ from slidesparse.checkpoint.w8a8 import (
     ignore_list,
     new_block,
     parse_block,
+    require_float,
     require_quantized,
     rewritten_block,
 )
@@ -458,22 +459,7 @@ def _in_features(
 ) -> int:
     """Return K of a layer to quantize, after checking dtype and shape of its weight and scale."""
     if source is None:
-        spec = checkpoint.require(layer + WEIGHT)
-        if len(spec.shape) != 2 or 0 in spec.shape:
-            raise CheckpointError(
-                f"tensor {spec.name} has shape {list(spec.shape)}; a linear layer's is [N, K], not empty"
-            )
-        if spec.dtype not in FLOATS:
-            raise CheckpointError(
-                f"tensor {spec.name} is {spec.dtype}; without a quantization_config, weights must be "
-                f"{', '.join(FLOATS)}: save the model in one of them, or fetch its config.json again"
-            )
-        if layer + SCALE in checkpoint.tensors:
-            raise CheckpointError(
-                f"the source has {layer + SCALE} but no quantization_config in config.json; fetch its "
-                "config.json again"
-            )
-        return spec.shape[1]
+        return require_float(checkpoint, layer).shape[1]
     spec = require_quantized(checkpoint, layer, source)
     if converted is None:
         return spec.shape[1]

@@ -56,6 +56,19 @@ def start(*arguments: object) -> tuple[object, ...]:
     return ("convert", *arguments[:2], "-s", "6:8", *arguments[2:])
 
 
+def test_a_path_that_the_terminal_cannot_show(converted: Path, tmp_path: Path) -> None:
+    folder = converted.rename(tmp_path / "mod\u00e8le-\u6a21")
+    done = subprocess.run(
+        [sys.executable, "-c", "import slidesparse.cli as cli; cli.main()", "doctor", folder],
+        env={**os.environ, "PYTHONUTF8": "1", "PYTHONIOENCODING": "ascii"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "mod\\xe8le-\\u6a21: Llama" in done.stdout
+
+
 # convert
 
 

@@ -13,7 +13,8 @@ from typing import Any
 import bitnets
 import moe
 import pytest
-from checkpoints import DOWN, config_of, convert, edit_json, llama, w8a8
+import torch
+from checkpoints import DOWN, config_of, convert, edit_json, llama, tensors_of, w8a8, write
 from commands import Done
 from machines import with_gpu
 
@@ -236,11 +237,12 @@ def test_the_plugin(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(doctor.importlib.metadata, "entry_points", lambda group: [])
     assert "not installed as a package" in doctor.plugin()["words"]
     monkeypatch.setattr(doctor.importlib.metadata, "entry_points", lambda group: [Entry])
-    monkeypatch.setenv("VLLM_PLUGINS", "other, another")
-    found = doctor.plugin()
-    assert (found["registered"], found["loads"]) == (True, False)
-    assert "VLLM_PLUGINS='other, another'" in found["words"]
-    monkeypatch.setenv("VLLM_PLUGINS", "other, slidesparse")
+    for names in ("other,another", "other, slidesparse", ""):  # vLLM takes the space as part of the name
+        monkeypatch.setenv("VLLM_PLUGINS", names)
+        found = doctor.plugin()
+        assert (found["registered"], found["loads"]) == (True, False)
+        assert f"VLLM_PLUGINS={names!r}" in found["words"]
+    monkeypatch.setenv("VLLM_PLUGINS", "other,slidesparse")
     assert doctor.plugin() == {"registered": True, "loads": True, "words": "registered"}
 
 
@@ -358,17 +360,59 @@ class TestCheckpoints:
             files, abs=20_000
         )  # headers; the reference keeps K'
 
-    def test_only_scales_are_read(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_only_scales_and_first_rows_are_read(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         convert(llama(tmp_path / "source"), tmp_path / "out")
         read, plain = [], Reader._read
         monkeypatch.setattr(
             Reader,
             "_read",
-            lambda self, stored, rows: read.append(stored.spec.name) or plain(self, stored, rows),
+            lambda self, stored, rows: read.append((stored.spec.name, rows)) or plain(self, stored, rows),
         )
         assert preflight.examine("out", tmp_path / "out").code == 0
         assert read
-        assert all(name.endswith(".weight_scale") for name in read)
+        assert all(name.endswith(".weight_scale") or rows == slice(0, 16) for name, rows in read)
+
+    @pytest.mark.parametrize("layout", ["dense", "slided", "packed"])
+    def test_weights_that_break_what_the_metadata_say(self, layout: str, tmp_path: Path) -> None:
+        """As when they were trained after they were pruned."""
+        convert(llama(tmp_path / "source"), tmp_path / "out", layout=layout)
+        tensors = tensors_of(tmp_path / "out")
+        if layout == "packed":
+            tensors[DOWN + ".compressed"] = torch.ones(64, 88, dtype=torch.int8)
+            tensors[DOWN + ".bitmask"][:] = 255
+        else:
+            tensors[DOWN + ".weight"][3] = 1
+        write(tmp_path / "broken", config_of(tmp_path / "out"), tensors)
+        done = Done("doctor", tmp_path / "broken")
+        assert done.code == 1
+        assert re.fullmatch(rf"no: {DOWN}: row \d breaks 6:8.*", done.out.splitlines()[-1])
+
+    @pytest.mark.parametrize("claimed", ["dense", "slided"])
+    def test_a_packed_layout_that_the_metadata_do_not_know(self, claimed: str, tmp_path: Path) -> None:
+        convert(llama(tmp_path / "source"), tmp_path / "out", layout="packed")
+        block = config_of(tmp_path / "out")["quantization_config"]
+        block[KEY]["layout"] = claimed
+        edit_json(tmp_path / "out" / "config.json", quantization_config=block)
+        done = Done("doctor", tmp_path / "out")
+        assert (done.code, done.out) == (2, "")
+        assert f"is stored without its zeros, but the metadata say the {claimed} layout" in done.err
+
+    def test_a_lost_quantization_config(self, tmp_path: Path) -> None:
+        """As when config.json comes from the original model: not a model that was never converted."""
+        convert(llama(tmp_path / "source"), tmp_path / "out")
+        edit_json(tmp_path / "out" / "config.json", quantization_config=None)
+        done = Done("doctor", tmp_path / "out")
+        assert (done.code, done.out) == (2, "")
+        assert "but no quantization_config in config.json; fetch its config.json again" in done.err
+
+    def test_a_method_as_vllm_spells_it(self, tmp_path: Path) -> None:
+        convert(llama(tmp_path / "source"), tmp_path / "out")
+        block = config_of(tmp_path / "out")["quantization_config"]
+        block["quant_method"] = "Compressed_Tensors"
+        edit_json(tmp_path / "out" / "config.json", quantization_config=block)
+        assert Done("doctor", tmp_path / "out").code == 0
 
     @pytest.mark.parametrize(
         ("flags", "code", "words"),

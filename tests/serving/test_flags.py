@@ -14,7 +14,7 @@ from slidesparse import flags
 from slidesparse.checkpoint.metadata import KEY, LayerEntry, Metadata, MetadataError
 from slidesparse.flags import FlagError, Flags
 from slidesparse.pattern import SlidePattern
-from slidesparse.resolve import STAMP, Resolution, ResolveError, resolve, stamp
+from slidesparse.resolve import STAMP, Resolution, ResolveError, claim, require_dynamic_w8a8, resolve, stamp
 
 ROOT = Path(__file__).parents[2]
 SIX_EIGHT = SlidePattern.parse("6:8")
@@ -71,7 +71,11 @@ def test_nonsense(environment: dict[str, str], words: list[str]) -> None:
     [
         ("SLIDESPARSE_FUSED", "SLIDESPARSE_FUSE"),
         ("SLIDESPARSE_BACKENDS", "SLIDESPARSE_BACKEND"),
-        ("SLIDESPARSE_PORTS", "SLIDESPARSE_"),
+        ("SLIDESPARSE_PORTS", "SLIDESPARSE_|SPARSITY"),
+        ("SLIDESPARSE_DISABLE", "DISABLE_SLIDESPARSE"),
+        ("SLIDESPARSE_DISABLED", "DISABLE_SLIDESPARSE"),
+        ("SLIDESPARSE_SPARSITY", "SPARSITY"),
+        ("SLIDESPARSE_USE_CUSPARSELT", "USE_CUSPARSELT"),
         ("USE_CUSPARSLT", "USE_CUSPARSELT"),
         ("USE_CUSPARSELTT", "USE_CUSPARSELT"),
         ("USE_CUBLASTL", "USE_CUBLASLT"),
@@ -81,7 +85,7 @@ def test_nonsense(environment: dict[str, str], words: list[str]) -> None:
 )
 @pytest.mark.parametrize("value", ["1", ""])
 def test_mistyped_names(name: str, meant: str, value: str) -> None:
-    with pytest.raises(FlagError, match=f"variable {name} is not known; did you mean {meant}"):
+    with pytest.raises(FlagError, match=f"variable {name} is not known; did you mean ({meant})"):
         Flags.from_environment({name: value})
 
 
@@ -218,6 +222,24 @@ def test_what_compressed_tensors_stored_sparse() -> None:
         resolve(config("sparse-bitmask", "unstructured"), Flags("sparse"), on_cuda=False)
     assert resolve(config("dense", "2:4"), Flags("dense"), on_cuda=False).layout == "dense"
     assert resolve(_config("packed"), Flags("dense"), on_cuda=False).layout == "packed"
+
+
+def test_only_a_flag_that_is_set_can_be_unset(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(config: dict[str, object]) -> None:
+        claim(config, None, lambda: ("cpu", None))
+        require_dynamic_w8a8(config)
+
+    for config, found in (
+        ({**_config(), "quant_method": "awq"}, "config.json holds SlideSparse metadata, but"),
+        ({**_config(), "config_groups": {}}, "no group of layers of this checkpoint is W8A8"),
+    ):
+        with pytest.raises(ResolveError, match=found) as refused:
+            refuse(config)
+        assert "unset" not in str(refused.value)
+        monkeypatch.setenv("USE_CUSPARSELT", "1")
+        with pytest.raises(ResolveError, match="; or unset USE_CUSPARSELT"):
+            refuse(config)
+        monkeypatch.delenv("USE_CUSPARSELT")
 
 
 def test_metadata_from_the_future() -> None:

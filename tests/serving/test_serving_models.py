@@ -15,9 +15,10 @@ from models import QWEN, quantization_config
 
 from slidesparse import gemm
 from slidesparse.checkpoint.metadata import KEY, QUANT_METHOD, LayerEntry, Metadata
+from slidesparse.flags import Flags
 from slidesparse.gemm import BackendError
 from slidesparse.pattern import SlidePattern
-from slidesparse.resolve import require_invariance
+from slidesparse.resolve import require_invariance, resolve
 
 pytestmark = pytest.mark.vllm
 
@@ -113,6 +114,17 @@ def test_layers_that_are_never_loaded_are_not_awaited() -> None:
     assert census.settle("4") is True
     assert not census.awaits()
     assert census.settle("4") is False  # after a reload
+
+
+def test_the_line_names_a_pattern_that_is_not_the_models() -> None:
+    """As in a pipeline stage whose layers all have one of their own."""
+    from slidesparse.vllm_patch.census import Census
+
+    resolution = resolve(config(), Flags(), on_cuda=False)
+    for pattern, kind in (("6:8", "1 layers sparse, "), ("4:6", r"1 layers sparse (1 at 4:6), ")):
+        census = Census()
+        census.settle("down_proj", pattern=pattern)
+        assert f"SlideSparse 6:8 (2 of every 8 pruned): {kind}" in census.line(resolution)
 
 
 def scheme(monkeypatch: pytest.MonkeyPatch, model_dtype: torch.dtype, backend: str) -> Any:

@@ -110,7 +110,7 @@ def test_a_layer_of_one_out_feature(monkeypatch: pytest.MonkeyPatch, missing: st
 
     for of in ("rank", "world_size"):
         monkeypatch.setattr(f"vllm.model_executor.parameter.get_tensor_model_parallel_{of}", lambda: 0)
-    for name in ("loads_dummy_weights", "loads_by_name"):
+    for name in ("loads_dummy_weights", "loads_a_dump"):
         monkeypatch.setattr(compat, name, lambda: False)
     layer = torch.nn.Module()
     layer.weight_loader = lambda parameter, tensor: parameter.data.copy_(tensor)
@@ -157,6 +157,11 @@ def test_nothing_to_run_sparse(zygote: Zygote, tmp_path: Path) -> None:
         "slidesparse convert SRC OUT --sparsity 6:8",
         "DISABLE_SLIDESPARSE=1",
     )
+
+
+def test_a_dump_of_parameters(zygote: Zygote, pruned: Path) -> None:
+    """vLLM copies tensors of other shapes into parts of parameters, so packed weights must not get there."""
+    refused(zygote, str(pruned), {}, "--load-format sharded_state loads a dump", load_format="sharded_state")
 
 
 def test_flags_that_are_wrong(zygote: Zygote, pruned: Path) -> None:
@@ -242,7 +247,13 @@ def test_flags_on_a_checkpoint_without_w8a8_layers(zygote: Zygote, pruned: Path,
     model = edited(
         pruned, tmp_path / "static", {}, {"config_groups": {"group_0": static}, "slidesparse": None}
     )
-    refused(zygote, model, SPARSE_FLAGS, "no group of layers of this checkpoint is W8A8", "or unset the flag")
+    refused(
+        zygote,
+        model,
+        SPARSE_FLAGS,
+        "no group of layers of this checkpoint is W8A8",
+        "or unset USE_CUSPARSELT",
+    )
     other = edited(pruned, tmp_path / "awq", {}, {"quant_method": "awq", "slidesparse": None})
     refused(
         zygote, other, SPARSE_FLAGS, "this checkpoint is quantized by 'awq'", "slidesparse convert SRC OUT"
