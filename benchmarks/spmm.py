@@ -23,7 +23,7 @@ from benchmarks.records import SPMM, TIMES, Records
 from benchmarks.timing import time_exactly
 from slidesparse.gemm.backend import TWO_FOUR, Tunable
 from slidesparse.gemm.problem import DTYPES, LibraryError, Problem
-from slidesparse.spmm import MOST_GROUP, STRIP, Compressed, compress, decompress, prune, sequential, spmm
+from slidesparse.spmm import MAX_GROUP, STRIP, Compressed, compress, decompress, prune, sequential, spmm
 from slidesparse.tune.measure import Launch, Timing
 from slidesparse.tune.session import Session, free_cached_memory
 from slidesparse.tune.shapes import Layer, ShapeError, slided_columns, split_list
@@ -98,9 +98,9 @@ def parse_sparsities(text: str) -> tuple[str, ...]:
     words = tuple(split_list(text))
     for word in words:
         kept, group = split_sparsity(word) if re.fullmatch(r"\d+:\d+", word) else (0, 0)
-        if not 1 <= kept <= group <= MOST_GROUP:
+        if not 1 <= kept <= group <= MAX_GROUP:
             raise ShapeError(
-                f"--sparsity {word!r} is not KEPT:GROUP, such as 2:4, of groups of at most {MOST_GROUP}"
+                f"--sparsity {word!r} is not KEPT:GROUP, such as 2:4, of groups of at most {MAX_GROUP}"
             )
     if not words:
         raise ShapeError("--sparsity is empty; use KEPT:GROUP, such as 2:4,1:4")

@@ -23,7 +23,7 @@ from slidesparse.errors import SlideSparseError, shown
 
 HARDWARE_NONZEROS, HARDWARE_LENGTH = 2, 4  # 2:4, which sparse tensor cores execute
 STRIDE = HARDWARE_LENGTH - HARDWARE_NONZEROS
-MOST_LENGTH = 4096  # longest block; beyond it gamma is 2 to within 0.1%
+MAX_LENGTH = 4096  # longest block; beyond it gamma is 2 to within 0.1%
 ZEROS = 2  # every pattern of the family prunes two weights of a block
 
 EXAMPLES = "2:4, 4:6, 6:8, 8:10, 10:12, 12:14, 14:16 (or 2_4, 2_6, 2_8, ...), and 2_inf"
@@ -46,10 +46,10 @@ class SlidePattern:
     length: int | None
 
     def __post_init__(self) -> None:
-        if self.length is None or (HARDWARE_LENGTH <= self.length <= MOST_LENGTH and self.length % 2 == 0):
+        if self.length is None or (HARDWARE_LENGTH <= self.length <= MAX_LENGTH and self.length % 2 == 0):
             return
         raise PatternError(
-            f"a sparsity pattern has an even block length from {HARDWARE_LENGTH} to {MOST_LENGTH}, "
+            f"a sparsity pattern has an even block length from {HARDWARE_LENGTH} to {MAX_LENGTH}, "
             f"found {self.length}; use one of {EXAMPLES}"
         )
 
@@ -72,7 +72,7 @@ class SlidePattern:
         if zeros != ZEROS:
             hint = ""
             if (
-                HARDWARE_LENGTH <= length <= MOST_LENGTH
+                HARDWARE_LENGTH <= length <= MAX_LENGTH
                 and length % 2 == 0
                 and first in (ZEROS, length - ZEROS)
             ):

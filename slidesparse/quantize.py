@@ -30,7 +30,7 @@ Arithmetic = Literal["cuda", "cpu"]
 INT8 = torch.int8
 FP8 = torch.float8_e4m3fn
 LARGEST = {INT8: 127.0, FP8: 448.0}
-FP8_LEAST_SCALE = 1.0 / (448.0 * 512.0)
+FP8_MIN_SCALE = 1.0 / (448.0 * 512.0)
 NAMES = {"int8": INT8, "fp8": FP8}
 
 
@@ -72,7 +72,7 @@ def quantize_rows(x: Tensor, dtype: torch.dtype, arithmetic: Arithmetic = "cuda"
     )  # torch divides by a number in another way than by a tensor
     scale = absmax / largest
     if dtype == FP8:
-        scale = scale.clamp_(min=FP8_LEAST_SCALE)
+        scale = scale.clamp_(min=FP8_MIN_SCALE)
         scaled = values / scale if arithmetic == "cuda" else values * scale.reciprocal()
         return scaled.clamp_(-LARGEST[FP8], LARGEST[FP8]).to(FP8), scale
     inverse = torch.div(largest, absmax) if arithmetic == "cuda" else scale.reciprocal()

@@ -28,7 +28,7 @@ from slidesparse.gemm.problem import LibraryError
 
 VARIANTS = ("baseline", "prefetch", "double")  # as csrc/spmm/interface.h numbers them
 STRIP = 32  # out-features that may share their offsets
-MOST_GROUP = 32
+MAX_GROUP = 32
 DTYPES = (torch.float32, torch.float16)
 OLDEST = (8, 0)  # compute capability; the first that has cp.async
 VECTOR = 16  # bytes that are copied at once
@@ -173,9 +173,9 @@ def sequential(x: Tensor, weight: Compressed) -> tuple[Tensor, float]:
 
 def _blocks(weight: Tensor, kept: int, group: int, strip: int) -> Tensor:
     """[N, groups, group] of a weight [N, K], padded with zeros.  Raises SpmmError."""
-    if not 1 <= kept <= group <= MOST_GROUP:
+    if not 1 <= kept <= group <= MAX_GROUP:
         raise SpmmError(
-            f"{kept} of every {group} cannot be kept: at least 1, of groups of at most {MOST_GROUP}"
+            f"{kept} of every {group} cannot be kept: at least 1, of groups of at most {MAX_GROUP}"
         )
     if strip not in (1, STRIP):
         raise SpmmError(f"strips of {strip} out-features: 1 or {STRIP}")

@@ -49,7 +49,7 @@ PACKAGES = (
     "unittest",
 )
 CALIBRATION_TEXTS, PAIRS, SEED = 160, 2000, 0
-LONGEST = 128  # tokens of a text
+MAX_TOKENS = 128  # tokens of a text
 QUERY_LENGTH, DOCUMENT_LENGTH = 20, 100  # characters, at least
 DENSE = "dense"  # quantized, not pruned
 PATTERNS = ("8:10", "6:8", "4:6", "2:4")
@@ -152,7 +152,7 @@ def main() -> None:
     options.folder.mkdir(parents=True, exist_ok=True)
     calib, data = gather(options.folder)
     source = demo.original()
-    texts = texts_or_pairs(data, source, PAIRS, LONGEST)
+    texts = texts_or_pairs(data, source, PAIRS, MAX_TOKENS)
     ids = [*texts.queries, *(texts.documents or [])]
     engine = Engine({"dtype": "float32", "gpu_memory_utilization": 0.2}, options.folder / "vllm.log")
     dense: np.ndarray | None = None
@@ -172,7 +172,7 @@ def main() -> None:
         if pattern == DENSE:
             convert(source, made, ConvertOptions(SlidePattern(None), quant))
         else:
-            calibration = Calibration(str(calib), CALIBRATION_TEXTS, LONGEST, resume=True)
+            calibration = Calibration(str(calib), CALIBRATION_TEXTS, MAX_TOKENS, resume=True)
             budget = parse_budget(pattern) if method == BUDGET else None
             how = ConvertOptions(
                 MIDDLE if budget else parse_pruned(pattern),

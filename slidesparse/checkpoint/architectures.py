@@ -189,7 +189,7 @@ def compile_regexes(texts: Iterable[str], option: str, names: Iterable[str]) -> 
 
 
 SECONDS = 10.0  # limit for all regular expressions of an option; a search takes microseconds
-MOST_REGEX = 1000  # characters
+MAX_REGEX = 1000  # characters
 # Prints a line after each expression that has been searched in all names
 _SEARCH = """
 import json, re, sys
@@ -203,8 +203,8 @@ for text in asked["texts"]:
 
 def _compile(text: str, option: str) -> re.Pattern[str]:
     try:
-        if len(text) > MOST_REGEX:
-            raise re.error(f"it has {len(text)} characters, more than {MOST_REGEX}")
+        if len(text) > MAX_REGEX:
+            raise re.error(f"it has {len(text)} characters, more than {MAX_REGEX}")
         return re.compile(text)
     except (re.error, RecursionError, OverflowError) as error:
         raise CheckpointError(

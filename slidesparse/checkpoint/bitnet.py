@@ -29,7 +29,7 @@ from slidesparse.checkpoint.w8a8 import new_block
 ARCHITECTURE = "BitNetForCausalLM"
 METHOD = "bitnet"  # quant_method; master checkpoints may have no quantization_config
 PER_BYTE = 4
-LEAST_SCALE = 1e-5
+MIN_SCALE = 1e-5
 MASTER, PACKED, UNPACKED = "master", "packed", "unpacked"
 
 
@@ -169,7 +169,7 @@ class _Reader(Reader):
         for rows in spec.chunks():
             total += self._raw(name, rows).double().abs().sum()
         mean = float((total / (spec.rows * spec.columns)).float())
-        return max(mean, LEAST_SCALE)  # in this order, NaN stays NaN
+        return max(mean, MIN_SCALE)  # in this order, NaN stays NaN
 
     def _stored(self, layer: str) -> float:
         stored = self._raw(layer + SCALE, slice(0, 1)).float().reshape(())

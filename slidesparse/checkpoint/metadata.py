@@ -37,8 +37,8 @@ VERSION = 1
 LAYOUTS = ("dense", "slided", "packed")
 SPARSE_FORMATS = ("sparse-24-bitmask", "sparse-bitmask")  # of compressed-tensors up to 0.14
 STAMP = "slidesparse_serving"  # in quantization_config, in memory only: the decisions of the plugin
-MOST_IN_FEATURES = 2**24
-MOST_NAME = 1000  # characters of a layer's name
+MAX_IN_FEATURES = 2**24
+MAX_NAME = 1000  # characters of a layer's name
 
 T = TypeVar("T")
 
@@ -55,9 +55,9 @@ class LayerEntry:
     in_features: int
 
     def __post_init__(self) -> None:
-        if type(self.in_features) is not int or not 1 <= self.in_features <= MOST_IN_FEATURES:
+        if type(self.in_features) is not int or not 1 <= self.in_features <= MAX_IN_FEATURES:
             raise MetadataError(
-                f"in_features is {shown(self.in_features)}, it must be a whole number from 1 to {MOST_IN_FEATURES}; "
+                f"in_features is {shown(self.in_features)}, it must be a whole number from 1 to {MAX_IN_FEATURES}; "
                 "convert the checkpoint again"
             )
 
@@ -165,8 +165,8 @@ def _pattern(value: object) -> Pattern:
 
 def _entry(name: str, value: object) -> LayerEntry:
     with _at(shown(name)):
-        if not name.isprintable() or not 0 < len(name) <= MOST_NAME:
-            raise MetadataError(f"a layer's name has 1 to {MOST_NAME} printable characters")
+        if not name.isprintable() or not 0 < len(name) <= MAX_NAME:
+            raise MetadataError(f"a layer's name has 1 to {MAX_NAME} printable characters")
         entry = _of(dict, value)
         with _at("pattern"):
             pattern = _pattern(entry.get("pattern"))

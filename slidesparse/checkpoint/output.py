@@ -18,7 +18,7 @@ import torch
 from slidesparse.checkpoint.storage import SUFFIX, CheckpointError
 from slidesparse.errors import EnvironmentFault, SlideSparseError
 
-MOST_WORKERS = 8
+MAX_WORKERS = 8
 
 
 def require_free_name(source: Path, out: Path) -> None:
@@ -69,7 +69,7 @@ def full_disk_explained(out: Path, nbytes: int, advice: str) -> Iterator[None]:
 @contextmanager
 def workers() -> Iterator[ThreadPoolExecutor]:
     """Yield a pool with one thread per processor, in which torch itself uses a single thread."""
-    count = max(1, min(MOST_WORKERS, len(os.sched_getaffinity(0))))
+    count = max(1, min(MAX_WORKERS, len(os.sched_getaffinity(0))))
     before = torch.get_num_threads()
     pool = ThreadPoolExecutor(
         count, thread_name_prefix="slidesparse", initializer=torch.set_num_threads, initargs=(1,)

@@ -55,8 +55,8 @@ SIDE_NAMES = ("tokenizer.model", "LICENSE", "LICENCE", "COPYING", "NOTICE", "REA
 CHUNK_ELEMENTS = 2**20  # elements converted at a time; 2**19 and 2**21 were measured to be slower
 HEADER_LIMIT = 100 * 2**20  # bytes; as in the safetensors library
 JSON_LIMIT = 64 * 2**20  # bytes of a configuration or an index, which rarely exceed some megabytes
-MOST_DIMENSIONS, LONGEST_DIMENSION = 8, 2**40  # of a tensor
-MOST_NAME = 1100  # characters of a tensor's name
+MAX_DIMENSIONS, MAX_DIMENSION_SIZE = 8, 2**40  # of a tensor
+MAX_NAME = 1100  # characters of a tensor's name
 
 DTYPES = {
     "F64": torch.float64,
@@ -396,17 +396,17 @@ def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _entry(name: str, entry: Any) -> tuple[TensorSpec, int, int]:
-    if not name.isprintable() or not 0 < len(name) <= MOST_NAME:
-        raise ValueError(f"tensor {shown(name)} is not named by 1 to {MOST_NAME} printable characters")
+    if not name.isprintable() or not 0 < len(name) <= MAX_NAME:
+        raise ValueError(f"tensor {shown(name)} is not named by 1 to {MAX_NAME} printable characters")
     dtype, shape, (begin, end) = entry["dtype"], entry["shape"], entry["data_offsets"]
     if dtype not in DTYPES:
         raise ValueError(f"{name} has dtype {shown(dtype)}, the dtypes read are {', '.join(DTYPES)}")
-    if not isinstance(shape, list) or len(shape) > MOST_DIMENSIONS:
-        raise ValueError(f"{name} has shape {shown(shape)}; it must be a list of at most {MOST_DIMENSIONS}")
-    if not all(type(number) is int and 0 <= number <= LONGEST_DIMENSION for number in (*shape, begin, end)):
+    if not isinstance(shape, list) or len(shape) > MAX_DIMENSIONS:
+        raise ValueError(f"{name} has shape {shown(shape)}; it must be a list of at most {MAX_DIMENSIONS}")
+    if not all(type(number) is int and 0 <= number <= MAX_DIMENSION_SIZE for number in (*shape, begin, end)):
         raise ValueError(
             f"{name} has shape {shown(shape)} at bytes {shown(begin)} to {shown(end)}; these must be whole numbers "
-            f"from 0 to {LONGEST_DIMENSION}"
+            f"from 0 to {MAX_DIMENSION_SIZE}"
         )
     return TensorSpec(name, dtype, tuple(shape)), begin, end
 

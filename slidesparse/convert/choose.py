@@ -32,7 +32,7 @@ FIRST_PART = 0.7
 ROUNDS = 3  # most choices that are tried for --max-loss
 CLOSE = 0.75  # a loss of at least this share of the allowed one is close enough
 MARGIN = 0.95  # share of the allowed loss to aim at after a miss
-MOST_STEP = 4  # largest factor between successive limits
+MAX_STEP = 4  # largest factor between successive limits
 
 
 @dataclass(frozen=True)
@@ -244,7 +244,7 @@ def next_aim(tries: Sequence[Try], allowed: float, predicted: float, most: bool)
     if len(tries) >= ROUNDS:
         # Repeat the best try within the allowed loss, unless it was the last
         return max(good) if good and last > allowed and len(tries) == ROUNDS else None
-    aim = MARGIN * allowed * predicted / max(last, allowed / MOST_STEP)
+    aim = MARGIN * allowed * predicted / max(last, allowed / MAX_STEP)
     if good and bad and not max(good) < aim < min(bad):
         return (max(good) + min(bad)) / 2
     return aim

@@ -12,7 +12,7 @@ from torch import Tensor
 from slidesparse import gemm, profiling, reference
 from slidesparse.gemm.problem import TN, Layout, Plan, Problem
 from slidesparse.kernels import Producer
-from slidesparse.pattern import HARDWARE_LENGTH, MOST_LENGTH, SlideLayout, SlidePattern, round_up
+from slidesparse.pattern import HARDWARE_LENGTH, MAX_LENGTH, SlideLayout, SlidePattern, round_up
 from slidesparse.quantize import arithmetic_of
 from slidesparse.slide import require_pattern
 
@@ -50,7 +50,7 @@ def layer_spec(
 
     Blocks longer than those of any other pattern are rows of 2_inf.
     """
-    return LayerSpec(n, k, SlidePattern(length if length <= MOST_LENGTH else None), phase, dtype, out_dtype)
+    return LayerSpec(n, k, SlidePattern(length if length <= MAX_LENGTH else None), phase, dtype, out_dtype)
 
 
 class Backend(Protocol):

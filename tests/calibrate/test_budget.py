@@ -113,7 +113,7 @@ def test_least_loss_reaches_the_saving(problem: AllocationProblem, wanted: float
         ([Try(2.0, 0.9)], False, None),  # near enough
         ([Try(2.0, 0.3)], True, None),  # nothing more to prune
         ([Try(2.0, 0.5)], False, 0.95 * 2.0 / 0.5),
-        ([Try(2.0, 0.0)], False, 0.95 * 2.0 * choose.MOST_STEP),
+        ([Try(2.0, 0.0)], False, 0.95 * 2.0 * choose.MAX_STEP),
         ([Try(2.0, 1.5)], False, 0.95 * 2.0 / 1.5),
         ([Try(1.0, 0.6), Try(2.0, 4.0)], False, 1.5),  # between the two
         ([Try(2.0, 1.5), Try(1.3, 0.7), Try(1.7, 1.1)], False, 1.3),  # the best again

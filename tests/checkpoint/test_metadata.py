@@ -36,7 +36,7 @@ def test_the_documented_block_is_read() -> None:
 
 layers = st.dictionaries(
     st.text(min_size=1).filter(str.isprintable),
-    st.builds(LayerEntry, patterns(), st.integers(1, metadata.MOST_IN_FEATURES)),
+    st.builds(LayerEntry, patterns(), st.integers(1, metadata.MAX_IN_FEATURES)),
     max_size=4,
 )
 

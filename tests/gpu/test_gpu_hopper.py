@@ -28,7 +28,7 @@ TOKENS = [1, 3, 8, 9, 16, 17, 64, 100, 129, 300, 2048, 16384]
 N, K = 1001, 1003  # no multiples of anything
 OUTPUTS = (torch.bfloat16, torch.float16)
 UNITS = {torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}  # half an ulp, relative
-MOST = 4096  # more configurations than there are
+MAX_CONFIGURATIONS = 4096  # more configurations than there are
 BACKEND = cast("Hopper", gemm.get("hopper"))
 
 
@@ -102,7 +102,7 @@ def test_fp8_errs_at_most_twice_as_much_as_the_dense_kernel(pattern: str, m: int
 
 def configurations(n: int, columns: int, m: int) -> list[str]:
     """All that have a kernel, find room, and are worth trying; INT8 and FP8 hardly differ."""
-    return [text for text, _ in native.candidates(n, columns, m, INT8, MOST)]
+    return [text for text, _ in native.candidates(n, columns, m, INT8, MAX_CONFIGURATIONS)]
 
 
 def test_how_configurations_fit() -> None:

@@ -18,7 +18,7 @@ from slidesparse.build.compile import FLAGS, compile_with, sources_folder
 from slidesparse.build.find import compiler
 
 SMS = 132
-MOST = 4096
+MAX_CONFIGURATIONS = 4096
 BYTES = 32  # of a text
 SIZES = st.integers(1, 40000)
 AROUND = """
@@ -70,12 +70,15 @@ def native(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 
 def candidates(
-    native: Any, n: int, k: int, m: int, fit: Fit = roomy, most: int = MOST, dense: float = 0.0
+    native: Any, n: int, k: int, m: int, fit: Fit = roomy, most: int = MAX_CONFIGURATIONS, dense: float = 0.0
 ) -> list[tuple[str, float]]:
     def fits(text: bytes, resident: int, found: Any) -> None:
         found[0], found[1] = fit(text.decode(), resident)
 
-    texts, us = ctypes.create_string_buffer(MOST * BYTES), (ctypes.c_double * MOST)()
+    texts, us = (
+        ctypes.create_string_buffer(MAX_CONFIGURATIONS * BYTES),
+        (ctypes.c_double * MAX_CONFIGURATIONS)(),
+    )
     count = native.candidates(n, k, m, ctypes.c_double(dense), most, SMS, FITS(fits), texts, us)
     return [(texts.raw[BYTES * i :].partition(b"\0")[0].decode(), us[i]) for i in range(count)]
 

@@ -16,9 +16,9 @@ from slidesparse.quantize import FP8, INT8, LARGEST, dequantize_rows, quantize_r
 
 ARITHMETICS = ("cuda", "cpu")
 SOURCES = (torch.float32, torch.float16, torch.bfloat16)
-LEAST_FP8_SCALE = np.float32(1 / (448 * 512))
+MIN_FP8_SCALE = np.float32(1 / (448 * 512))
 # 127 / absmax leaves float32 below this: codes then carry the sign only, as those of vLLM's CUDA kernel
-LEAST_INT8_ABSMAX = 2.0**-121
+MIN_INT8_ABSMAX = 2.0**-121
 
 # Every non-negative E4M3 number, by its code 0..126: subnormals of 2^-9, then 1.mmm * 2^(e - 7).
 E4M3 = np.array([m * 2.0**-9 if e == 0 else (8 + m) * 2.0 ** (e - 10) for e in range(16) for m in range(8)])[
@@ -54,7 +54,7 @@ def by_numpy(x: Tensor, dtype: torch.dtype, arithmetic: str) -> tuple[np.ndarray
                 scaled = row * (inverse if absmax else np.float32(0))
                 codes[m] = np.nan_to_num(np.clip(np.rint(scaled), -128, 127), nan=0).astype(np.int8)
             else:
-                scale = max(scale, LEAST_FP8_SCALE)
+                scale = max(scale, MIN_FP8_SCALE)
                 scaled = row / scale if arithmetic == "cuda" else row * (np.float32(1) / scale)
                 codes[m] = to_e4m3(np.clip(scaled, np.float32(-448), np.float32(448)))
             scales[m] = scale
@@ -105,7 +105,7 @@ def test_int8_is_within_half_a_step_of_the_stored_scale(x: Tensor, arithmetic: s
     where the scale is subnormal (2^-149 against at least 2^-128); four such errors on a code of at most 127
     stay below 127 * 2^-20.
     """
-    x = x[(x.isfinite().all(-1)) & (x.abs().float().amax(-1) >= LEAST_INT8_ABSMAX)] if x.shape[1] else x
+    x = x[(x.isfinite().all(-1)) & (x.abs().float().amax(-1) >= MIN_INT8_ABSMAX)] if x.shape[1] else x
     q, scale = quantize_rows(x, INT8, arithmetic)
     step = scale.double()
     error = (x.double() - q.double() * step).abs()
@@ -131,7 +131,7 @@ def test_fp8_is_within_half_an_ulp_of_the_stored_scale(x: Tensor, arithmetic: st
     error = (exact - q.float().double() * step).abs()
     bound = torch.maximum(exact.abs() * 2.0**-4, step * 2.0**-10) * (1 + 2.0**-18)
     assert bool((error <= bound).all())
-    assert bool((scale >= float(LEAST_FP8_SCALE)).all())
+    assert bool((scale >= float(MIN_FP8_SCALE)).all())
 
 
 @pytest.mark.parametrize("arithmetic", ARITHMETICS)

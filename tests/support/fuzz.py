@@ -40,7 +40,7 @@ TINY = Decoder("LlamaForCausalLM", hidden=64, intermediate=80, heads=2, kv_heads
 KINDS = [(layout, quant, shards) for layout in LAYOUTS for quant in ("int8", "fp8") for shards in (1, 2)]
 SECONDS = 20.0  # that a command may take on a busy machine; it takes some hundredths of one
 MEMORY = 1 << 30  # bytes that it may ask for
-LONGEST_LINE = 1500
+MAX_LINE_LENGTH = 1500
 
 DEEP = "deep"  # stands for a value nested too deeply for json.dumps
 NASTY: list[Any] = [
@@ -340,7 +340,7 @@ def require_clear(error: BaseException) -> str:
         shown = "".join(traceback.format_exception(error))[-1500:]
         raise Defect(f"{type(error).__name__}: {str(error)[:300]}\n{shown}") from error
     message = str(error)
-    if not message.isprintable() or not 0 < len(message) <= LONGEST_LINE:
+    if not message.isprintable() or not 0 < len(message) <= MAX_LINE_LENGTH:
         raise Defect(f"no clear line: {message!r:.1000}") from error
     return type(error).__name__
 
