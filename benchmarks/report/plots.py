@@ -24,7 +24,7 @@ STYLE: dict[str, Any] = {
     "grid.alpha": 0.3,
 }
 FIXED_PARAMETERS = {**mpl.rcParamsDefault, **STYLE}  # independent of the machine's settings
-# Okabe and Ito's colours, which colour-blind readers can tell apart, and a marker for each pattern
+# Okabe and Ito's colours, which colour-blind readers can tell apart, greys for mixed blocks, and a marker for each
 PATTERN_STYLES = {
     "dense": ("#F0E442", "x"),
     "2:4": ("#000000", "o"),
@@ -34,8 +34,12 @@ PATTERN_STYLES = {
     "10:12": ("#56B4E9", "v"),
     "12:14": ("#0072B2", "P"),
     "14:16": ("#CC79A7", "*"),
+    "16:18": ("#882255", "h"),
+    "2:4@33%": ("#BBBBBB", "<"),
+    "2:4@50%": ("#888888", ">"),
+    "2:4@67%": ("#555555", "p"),
 }
-OTHER_STYLE = ("#888888", "X")  # 2_inf, and patterns beyond 14:16
+OTHER_STYLE = ("#332288", "X")  # 2_inf, and patterns beyond 16:18
 
 
 def draw(name: str, folder: Path, sections: Sequence[Section], over: str) -> list[Path]:
