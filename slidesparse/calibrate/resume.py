@@ -6,6 +6,7 @@
       state.json                     the options and inputs of the run; another run is refused
       rotation.safetensors           the rotation of the model, if it is rotated
       rotation.json                  the estimated losses without and with it
+      smoothing.safetensors          the factors between the layers of an MLP, if it is smoothed
       choice.json                    with a budget: the limits tried, and the losses measured
       layer-00000.json               the report's rows of a transformer block
       layer-00000.safetensors        its codes and scales; renamed last, which marks the block as finished
@@ -39,7 +40,7 @@ from slidesparse.checkpoint.storage import (
 from slidesparse.errors import CalibrationError, shown
 
 STATE, CHOICE = "state.json", "choice.json"
-ROTATION, GAIN = f"rotation{SUFFIX}", "rotation.json"
+ROTATION, GAIN, SMOOTHING = f"rotation{SUFFIX}", "rotation.json", f"smoothing{SUFFIX}"
 DISTILLED, DISTILLING = f"distilled{SUFFIX}", f"distilling{SUFFIX}"
 
 
@@ -139,7 +140,9 @@ def open_work(out: Path, state: Mapping[str, Any], resume: bool) -> Iterator[Wor
     options (which the message names), and when another run holds the lock.
     """
     folder = work_folder(out)
-    kept = any(folder.glob(f"layer-*{SUFFIX}")) or any((folder / n).exists() for n in (CHOICE, ROTATION))
+    kept = any(folder.glob(f"layer-*{SUFFIX}")) or any(
+        (folder / n).exists() for n in (CHOICE, ROTATION, SMOOTHING)
+    )
     if kept and not resume:
         raise CalibrationError(
             f"{folder} holds the finished layers of an interrupted run; continue from them with --resume, or remove "

@@ -130,6 +130,12 @@ class Task:
         return self.calibration.rotate != "off" and self.pruner.updates_weights and not self.ternary
 
     @property
+    def smooths(self) -> bool:
+        """Whether channels between the layers of an MLP may be scaled (see `slidesparse.calibrate.smoothing`)."""
+        gated = self.model.is_decoder and not self.model.sizes[0].decoder.sub_norms[1]
+        return self.calibration.rotate != "off" and self.quant == "int8" and gated
+
+    @property
     def epochs(self) -> int:
         """The epochs of fine-tuning: 0 without the dense model's stream, and for ternary weights."""
         return self.calibration.epochs if self.streams > 1 and not self.ternary else 0
@@ -160,6 +166,7 @@ class Task:
             "target": self.calibration.target if updates else None,
             "finetune": self.epochs,
             "permutes": self.permutes,
+            "smooths": self.smooths,
             "distill": [text.digest for text in self.texts] if self.texts else None,
             "minutes": self.calibration.training_minutes if self.texts else None,
             "quant": self.quant,

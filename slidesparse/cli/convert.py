@@ -172,8 +172,9 @@ def convert(
     rotate: Annotated[
         str | None,
         typer.Option(
-            help="Rotate the weights (Llama, Mistral, Qwen2, Qwen3) and permute channels (all but BitNet), so that "
-            "pruning loses less: auto (the default: with sparsegpt, where possible), on or off.",
+            help="Rotate the weights (Llama, Mistral, Qwen2, Qwen3), permute channels (all but BitNet) and, for INT8, "
+            "scale those of MLPs (decoders but BitNet), so that pruning and rounding lose less: auto (the default: "
+            "where possible; rotation and permutation with sparsegpt only), on or off.",
             metavar="WHEN",
             rich_help_panel=_CALIBRATION,
         ),
@@ -415,6 +416,8 @@ def _summarize(report: Report, dry_run: bool) -> None:
         out.print(escape(f"method    {report.method}, calibrated with {report.samples}"))
     if report.rotation:
         out.print(escape(f"rotation  {report.rotation}"))
+    if report.smoothing:
+        out.print(escape(f"smoothing {report.smoothing}"))
     if report.distillation:
         distilled = report.distilled.summary if report.distilled else report.distillation
         out.print(escape(f"distilled {distilled}"))

@@ -47,6 +47,7 @@ class Report:
     samples: str = ""  # description of the calibration samples
     note: str = ""  # hint about the samples
     rotation: str = ""  # with calibration: how the model was rotated, or why not
+    smoothing: str = ""  # with calibration: what smoothing does, if it does anything
     budget: Outcome | None = None  # result of a budget
     distillation: str = ""  # requirements of distillation
     distilled: Distilled | None = None  # result of distillation
@@ -83,6 +84,7 @@ class Report:
             "method": self.method,
             "calibration": self.samples or None,
             "rotation": self.rotation or None,
+            "smoothing": self.smoothing or None,
             "budget": self.budget.to_json() if self.budget else None,
             "distilled": self.distilled.to_json() if self.distilled else None,
             "seconds": round(self.seconds, 3),

@@ -34,6 +34,7 @@ from slidesparse.calibrate.permutation import OrderedReader
 from slidesparse.calibrate.pipeline import calibrate
 from slidesparse.calibrate.resume import DISTILLED, WorkFolder, finished_bytes, open_work
 from slidesparse.calibrate.rotation import RotatedReader, rotation_obstacle, untie_head
+from slidesparse.calibrate.smoothing import SmoothedReader, find_smoothing
 from slidesparse.calibrate.task import Progress, Task
 from slidesparse.checkpoint import architectures
 from slidesparse.checkpoint.architectures import SCALE, WEIGHT
@@ -114,12 +115,14 @@ def convert(
     distillation = require_memory(task) if task and task.texts else ""
     _, left_out = _other_files(checkpoint)
     rows: list[dict[str, Any]] = []
+    smoothing = ""
     outcome: Outcome | None = None
     distilled: Distilled | None = None
     if dry_run and task and options.budget:
         with checkpoint.reader() as reader, tempfile.TemporaryDirectory() as folder:
             work = WorkFolder(Path(folder))
             seen = _rotated(task, reader, work, progress)[0] if rotation == ROTATED else reader
+            seen = _smoothed(task, seen, work, progress)[0]
             outcome = estimate(task, seen, work, options.budget, rotation == ROTATED, progress)
     if not dry_run:
         remove_stale(out)
@@ -133,7 +136,7 @@ def convert(
         with full_disk_explained(out, plan.disk_bytes(), advice), checkpoint.reader() as reader:
             _check_values(plan, reader, progress)
             if task:
-                plan, rows, gain, outcome, distilled = _write_calibrated(
+                plan, rows, gain, smoothing, outcome, distilled = _write_calibrated(
                     plan, task, out, reader, rotation == ROTATED, progress
                 )
                 rotation += gain
@@ -157,6 +160,7 @@ def convert(
         samples=task.samples.summary if task else "",
         note=task.samples.note if task else "",
         rotation=rotation,
+        smoothing=smoothing,
         budget=outcome,
         distillation=distillation,
         distilled=distilled,
@@ -205,17 +209,18 @@ def _sparse(checkpoint: Checkpoint, options: ConvertOptions) -> str | None:
 
 def _write_calibrated(
     plan: ConversionPlan, task: Task, out: Path, reader: Reader, rotate: bool, progress: Progress | None
-) -> tuple[ConversionPlan, list[dict[str, Any]], str, Outcome | None, Distilled | None]:
+) -> tuple[ConversionPlan, list[dict[str, Any]], str, str, Outcome | None, Distilled | None]:
     """Calibrate the layers and write the output.
 
-    Returns the final plan, the report's rows, the estimated gain of rotation, and the results of budget and
-    distillation.
+    Returns the final plan, the report's rows, the estimated gain of rotation, what smoothing does, and the results of
+    budget and distillation.
     """
     options, gain, outcome, distilled = plan.options, "", None, None
     state = {**task.state(), "budget": options.budget and asdict(options.budget), "rotate": rotate}
     with open_work(out, state, task.calibration.resume) as work:
         if rotate:
             reader, gain = _rotated(task, reader, work, progress)
+        reader, smoothing = _smoothed(task, reader, work, progress)
         if options.budget:
             outcome = estimate(task, reader, work, options.budget, rotate, progress)
 
@@ -235,7 +240,7 @@ def _write_calibrated(
             facts = _write(plan, out, OrderedReader(reader, codes), OrderedReader(codes, codes), progress)
         rows = layer_rows(facts, work.rows(), task.method)
         work.remove()
-    return plan, rows, gain, outcome, distilled
+    return plan, rows, gain, smoothing, outcome, distilled
 
 
 def _rotated(task: Task, reader: Reader, work: WorkFolder, progress: Progress | None) -> tuple[Reader, str]:
@@ -245,6 +250,14 @@ def _rotated(task: Task, reader: Reader, work: WorkFolder, progress: Progress | 
     if learned.before:
         gain = f"; pruning costs {1 - learned.after / learned.before:.0%} less by an estimate"
     return RotatedReader(reader, task.model, task.device, learned.rotation), gain
+
+
+def _smoothed(task: Task, reader: Reader, work: WorkFolder, progress: Progress | None) -> tuple[Reader, str]:
+    """Return a reader of the smoothed model and a line for the report; the same reader if it is not smoothed."""
+    if not task.smooths:
+        return reader, ""
+    found = find_smoothing(task, reader, work, progress)
+    return SmoothedReader(reader, found.factors, task.model.stages), found.summary
 
 
 def _write(
