@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import math
 import weakref
 from dataclasses import replace
 from pathlib import Path
@@ -13,11 +15,12 @@ import torch
 from calibration import calibrated, write_ids
 from checkpoints import llama
 
+from slidesparse.calibrate import models
 from slidesparse.calibrate.models import DECODERS, ENCODERS, Block, LayeredModel, open_model, rms_norm
 from slidesparse.checkpoint.inspection import inspect
 from slidesparse.checkpoint.storage import Checkpoint, CheckpointError
 from slidesparse.cli.convert import CALIBRATED_METHODS
-from slidesparse.errors import CalibrationError
+from slidesparse.errors import CalibrationError, SlideSparseError
 
 transformers = pytest.importorskip(
     "transformers", reason="transformers, which comes with vLLM, is not installed"
@@ -217,11 +220,20 @@ def test_suspended_block_keeps_no_other_activations(name: str, tmp_path: Path) -
         ({"architectures": ["GemmaForCausalLM"]}, "'GemmaForCausalLM'"),
         ({"hidden_act": "xielu"}, "'xielu'"),
         ({"rope_parameters": {"rope_type": "yarn", "factor": 2.0}}, "'yarn'"),
-        ({"rope_scaling": {"rope_type": "linear"}}, "'factor'"),
-        ({"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, "'low_freq_factor'"),
+        ({"rope_scaling": {"rope_type": "linear"}}, "factor is None; it must be a number above 0"),
+        ({"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, "low_freq_factor is None"),
+        ({"rope_scaling": {"rope_type": "llama3", "factor": -8.0}}, "factor is -8.0"),
+        (
+            {"rope_scaling": {**LONGROPE, "original_max_position_embeddings": 1}},
+            "is 1; it must be a number above 1",
+        ),
+        ({"rope_scaling": {**LONGROPE, "original_max_position_embeddings": 64}}, "it must be 12 numbers"),
+        ({"rope_parameters": {"full_attention": {}}, "layer_types": ["sliding_attention"] * 2}, "an object"),
+        ({"partial_rotary_factor": 1.5}, "48 of the 32 channels"),
+        ({"head_dim": 10**12}, "1000000000000"),
         ({"rope_theta": "fast"}, "'fast'"),
-        ({"rms_norm_eps": [1]}, "list"),
-        ({"rope_scaling": [1]}, "cannot use"),
+        ({"rms_norm_eps": [1]}, "rms_norm_eps is [1]"),
+        ({"rope_scaling": [1]}, "[1]; they must be an object"),
         ({"use_bidirectional_attention": True}, "bidirectional attention"),
         ({"layer_types": ["full_attention", "linear_attention"]}, "'linear_attention'"),
         ({"layer_types": ["full_attention"]}, "2 in all"),
@@ -240,3 +252,41 @@ def test_models_that_cannot_be_run_are_refused(tmp_path: Path, change: dict[str,
     with pytest.raises((CalibrationError, CheckpointError)) as error:
         open_model(Checkpoint.open(source)).require_rows()
     assert fact in str(error.value)
+
+
+BAD_VALUES = (-1, 0, 0.5, 10**400, math.nan, math.inf, "", "many", [], [1], [[1]], {}, {"a": []}, True)
+ROPE_KINDS = (
+    LLAMA3,
+    LINEAR,
+    {**LONGROPE, "short_factor": [2.0] * 12, "original_max_position_embeddings": 64, "attention_factor": 1.5},
+)
+
+
+@pytest.mark.parametrize("kind", ["Llama", "Gemma3", "Qwen2", "Granite", "Roberta"])
+def test_a_config_of_any_values_raises_no_other_errors(kind: str, tmp_path: Path) -> None:
+    """So the errors of Python, which are not caught, are defects of ours."""
+    source = llama(tmp_path / "source")
+    checkpoint = Checkpoint.open(source)
+    known = {
+        **DECODERS.get(kind, DECODERS["Llama"]).defaults,
+        **GRANITE,
+        **checkpoint.config,
+        "layer_types": None,
+    }
+    known |= {"attn_logit_softcapping": 1.0, "pad_token_id": 0, "layer_norm_eps": 1e-5}
+    known |= {"architectures": [f"{kind}ForCausalLM" if kind in DECODERS else f"{kind}Model"]}
+    for rope in ROPE_KINDS:
+        whole = {**known, "rope_scaling": rope}
+        changed = [{**whole, key: value} for key in known for value in BAD_VALUES]
+        changed += [
+            {**whole, "rope_scaling": {**rope, key: value}} for key in rope for value in (*BAD_VALUES, None)
+        ]
+        for config in changed:
+            with contextlib.suppress(SlideSparseError):
+                open_model(replace(checkpoint, config=config))
+
+
+def test_a_defect_is_not_taken_for_a_damaged_config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(models, "_make_rotary", lambda rope: None)
+    with pytest.raises(TypeError):
+        open_model(Checkpoint.open(llama(tmp_path)))
