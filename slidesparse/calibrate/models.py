@@ -101,7 +101,7 @@ DECODERS: Mapping[str, Decoder] = {
 ENCODERS = ("Bert", "Roberta", "XLMRoberta")
 CAUSAL = "ForCausalLM"
 _HEADS = (CAUSAL, "Model", "ForMaskedLM", "ForSequenceClassification", "ForTokenClassification")
-ROPES = ("default", "linear", "llama3", "longrope")
+ROPES = ("default", "linear", "llama3", "longrope", "yarn")
 _POSITIONS = ("original_max_position_embeddings", "max_position_embeddings")
 _ROPE_KEYS = ("rope_theta", "partial_rotary_factor", *_POSITIONS)
 MAX_HEAD_DIM = 2**16  # of heads with rotary embeddings
@@ -242,7 +242,7 @@ class LayeredModel:
         table = torch.cat([reader.rows(head, rows).to(device).float() for rows in spec.chunks()])
         self.checkpoint.require(norm)
         weight = reader.whole(norm).to(device).float() + sizes.decoder.norm_offset
-        scale, cap = _number(config, "logits_scaling", 1.0), _cap(config, "final_logit_softcapping")
+        scale, cap = _number(config, "logits_scaling", 1.0), _optional(config, "final_logit_softcapping")
 
         def logits(x: Tensor) -> Tensor:
             found = F.linear(rms_norm(x, weight, sizes.eps), table) / scale
@@ -500,7 +500,7 @@ def open_model(checkpoint: Checkpoint) -> LayeredModel:
         window = _count(config, "sliding_window") if config.get("use_sliding_window", True) else None
         scale = _number(config, "query_pre_attn_scalar", head_dim) ** -0.5
         scale = _number(config, "attention_multiplier", scale)
-        cap = _cap(config, "attn_logit_softcapping")
+        cap = _optional(config, "attn_logit_softcapping")
         sizes = tuple(
             BlockSizes(
                 heads,
@@ -548,8 +548,8 @@ def _count(config: Config, key: str) -> int:
     return size_of(config, key) if config.get(key) else 0
 
 
-def _cap(config: Config, key: str) -> float | None:
-    """Return a soft cap from config.json, or None if it is missing."""
+def _optional(config: Config, key: str) -> float | None:
+    """Return a number from config.json, or None if it is missing or 0."""
     return _number(config, key) if config.get(key) else None
 
 
@@ -646,8 +646,8 @@ def _make_rotary(rope: Config, head_dim: int) -> Rotary:
     frequencies = 1.0 / _number(rope, "rope_theta", 10000.0) ** exponents
     if kind == "linear":
         return Rotary(frequencies / _number(rope, "factor"))
-    if kind == "longrope":
-        return _longrope(frequencies, rope)
+    if kind in ("longrope", "yarn"):
+        return (_longrope if kind == "longrope" else _yarn)(frequencies, rope)
     return Rotary(_llama3(frequencies, rope) if kind == "llama3" else frequencies)
 
 
@@ -664,6 +664,35 @@ def _longrope(frequencies: Tensor, rope: Config) -> Rotary:
         )
     short = [_number({"short_factor": each}, "short_factor") for each in factors]
     return Rotary(frequencies / torch.tensor(short), _number(rope, "attention_factor", factor))
+
+
+def _yarn(frequencies: Tensor, rope: Config) -> Rotary:
+    """Scale as YaRN (arXiv 2309.00071, as transformers computes it).
+
+    Channels that turn less than ``beta_slow`` times within the original length are stretched, those that turn more than
+    ``beta_fast`` times kept, and those between interpolated, linearly in the number of the channel.
+    """
+    longest = _number(rope, "max_position_embeddings")
+    original = _number(rope, "original_max_position_embeddings", longest)
+    factor = _number(rope, "factor", longest / original)
+    pairs, theta = len(frequencies), _number(rope, "rope_theta", 10000.0, above=1.0)
+    turns = [_optional(rope, "beta_fast") or 32.0, _optional(rope, "beta_slow") or 1.0]
+    # The pair of channels, possibly between two, that turns so often
+    low, high = (pairs * math.log(original / (2 * math.pi * often)) / math.log(theta) for often in turns)
+    if rope.get("truncate", True):
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, 2 * pairs - 1)
+    stretched = ((torch.arange(pairs) - low) / (high - low or 1e-3)).clamp(0, 1)
+
+    def temperature(weight: float) -> float:
+        return 1 + 0.1 * weight * max(0.0, math.log(factor))
+
+    weights = _optional(rope, "mscale"), _optional(rope, "mscale_all_dim")
+    default = (
+        temperature(weights[0]) / temperature(weights[1]) if weights[0] and weights[1] else temperature(1)
+    )
+    scaled = frequencies * (1 - stretched) + frequencies / factor * stretched
+    return Rotary(scaled, _number(rope, "attention_factor", default))
 
 
 def _llama3(frequencies: Tensor, rope: Config) -> Tensor:

@@ -35,6 +35,12 @@ LLAMA3 = {"rope_type": "llama3", "rope_theta": 10000.0, "factor": 8.0, "low_freq
 LLAMA3 |= {"high_freq_factor": 4.0, "original_max_position_embeddings": 32}
 LONGROPE = {"rope_type": "longrope", "rope_theta": 10000.0, "partial_rotary_factor": 0.75}
 LONGROPE |= {"short_factor": [1.0, 1.25, 1.5, 2.0, 2.5, 3.0], "long_factor": [4.0] * 6}
+# 32 of the tested 50 tokens are within the original length; all kinds of channels, stretched, kept and between
+YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 32}
+YARN |= {"beta_fast": 4.0}
+YARN_MORE = {**YARN, "truncate": False, "mscale": 0.8, "mscale_all_dim": 0.5, "beta_slow": 0.5}
+YARN_LESS = {**YARN, "truncate": False, "beta_fast": None, "factor": None, "attention_factor": 1.3}
+YARN_LESS |= {"original_max_position_embeddings": 2048}
 WINDOW = {"sliding_window": 20, "use_sliding_window": True}
 GEMMA = {**DECODER, "head_dim": 24, "query_pre_attn_scalar": 40, "sliding_window": 20}
 PHI = {**DECODER, "original_max_position_embeddings": 64, "pad_token_id": 0}
@@ -44,6 +50,13 @@ MODELS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "llama": ("LlamaForCausalLM", "LlamaConfig", DECODER),
     "llama 3 rope": ("LlamaForCausalLM", "LlamaConfig", {**DECODER, "rope_parameters": LLAMA3}),
     "linear rope": ("LlamaForCausalLM", "LlamaConfig", {**DECODER, "rope_parameters": LINEAR}),
+    "yarn rope": ("Qwen2ForCausalLM", "Qwen2Config", {**DECODER, "rope_parameters": YARN}),
+    "yarn rope, all keys": ("LlamaForCausalLM", "LlamaConfig", {**DECODER, "rope_parameters": YARN_MORE}),
+    "yarn rope, few keys": (
+        "Qwen3ForCausalLM",
+        "Qwen3Config",
+        {**DECODER, "head_dim": 24, "max_position_embeddings": 8192, "rope_parameters": YARN_LESS},
+    ),
     "llama biased": (
         "LlamaForCausalLM",
         "LlamaConfig",
@@ -138,7 +151,9 @@ def moved(name: str, config: dict[str, Any]) -> dict[str, Any]:
     return {**config, **beside, "rope_scaling": ropes}
 
 
-@pytest.mark.parametrize("name", ["llama 3 rope", "qwen2", "gemma2", "gemma3 scaled rope", "phi3 long"])
+@pytest.mark.parametrize(
+    "name", ["llama 3 rope", "yarn rope", "qwen2", "gemma2", "gemma3 scaled rope", "phi3 long"]
+)
 def test_older_configs_are_equivalent(name: str, tmp_path: Path) -> None:
     saved(name, tmp_path)
     path = tmp_path / "config.json"
@@ -219,7 +234,7 @@ def test_suspended_block_keeps_no_other_activations(name: str, tmp_path: Path) -
     [
         ({"architectures": ["GemmaForCausalLM"]}, "'GemmaForCausalLM'"),
         ({"hidden_act": "xielu"}, "'xielu'"),
-        ({"rope_parameters": {"rope_type": "yarn", "factor": 2.0}}, "'yarn'"),
+        ({"rope_parameters": {"rope_type": "dynamic", "factor": 2.0}}, "'dynamic'"),
         ({"rope_scaling": {"rope_type": "linear"}}, "factor is None; it must be a number above 0"),
         ({"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, "low_freq_factor is None"),
         ({"rope_scaling": {"rope_type": "llama3", "factor": -8.0}}, "factor is -8.0"),
@@ -258,6 +273,7 @@ BAD_VALUES = (-1, 0, 0.5, 10**400, math.nan, math.inf, "", "many", [], [1], [[1]
 ROPE_KINDS = (
     LLAMA3,
     LINEAR,
+    YARN_MORE,
     {**LONGROPE, "short_factor": [2.0] * 12, "original_max_position_embeddings": 64, "attention_factor": 1.5},
 )
 
