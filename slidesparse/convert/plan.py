@@ -66,6 +66,7 @@ QUANTIZED = "quantized in the source, not a linear layer of a block"
 
 _HEAD = re.compile(r"(^|\.)lm_head$")
 _ACTIVATIONS = (".input_scale", ".input_zero_point")  # of static activation quantization
+ZERO_POINT = ".weight_zero_point"  # which vLLM cannot load with W8A8; of a symmetric weight it is 0
 
 
 @dataclass(frozen=True)
@@ -212,6 +213,8 @@ def make_plan(
         name for layer, found in schemes.items() if found and rewritten for name in _dropped(layer, found)
     }
     dropped |= {layer + suffix for layer, found in heads.items() for suffix in (found.scale, *_ACTIVATIONS)}
+    zero_points = [name for name in checkpoint.tensors if source and name.endswith(ZERO_POINT)]
+    dropped |= set(zero_points)
     parts = tuple(
         Part(stored.spec, stored.file, ())
         if name in dropped
@@ -251,7 +254,7 @@ def make_plan(
         parts=parts,
         kept=kept,
         skipped=skipped,
-        rewritten="; ".join(_rewriting(schemes.values() if rewritten else (), heads)),
+        rewritten="; ".join(_rewriting(schemes.values() if rewritten else (), heads, len(zero_points))),
         config=_config(checkpoint, new, metadata),
         converted=converted,
     )
@@ -517,7 +520,7 @@ def _dropped(layer: str, scheme: Scheme) -> Iterator[str]:
         yield layer + scheme.scale
 
 
-def _rewriting(schemes: Iterable[Scheme | None], heads: Iterable[str]) -> Iterator[str]:
+def _rewriting(schemes: Iterable[Scheme | None], heads: Iterable[str], zero_points: int) -> Iterator[str]:
     """Describe the changes to the source's quantization."""
     counts: Counter[str] = Counter()
     for scheme in schemes:
@@ -536,6 +539,8 @@ def _rewriting(schemes: Iterable[Scheme | None], heads: Iterable[str]) -> Iterat
     yield from (
         f"{name} in floats, as vLLM loads a quantized one only where a target names it" for name in heads
     )
+    if zero_points:
+        yield f"{zero_points} zero points dropped, as weights are symmetric"
 
 
 def _ignore_names(kept: Mapping[str, str]) -> Iterator[str]:

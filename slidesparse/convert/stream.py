@@ -67,7 +67,7 @@ from slidesparse.checkpoint.w8a8 import Scheme, holds_floats
 from slidesparse.convert.budget import Choice, layers
 from slidesparse.convert.choose import Outcome, estimate, prune_within
 from slidesparse.convert.options import ConvertOptions
-from slidesparse.convert.plan import ConversionPlan, Part, calibration_task, make_plan
+from slidesparse.convert.plan import ZERO_POINT, ConversionPlan, Part, calibration_task, make_plan
 from slidesparse.convert.report import Facts, Report, layer_rows, read_back
 from slidesparse.errors import CalibrationError
 from slidesparse.pattern import SlidePattern
@@ -353,10 +353,16 @@ def _check_values(plan: ConversionPlan, reader: Reader, progress: Progress | Non
 
 
 def _check_chunk(plan: ConversionPlan, reader: Reader, part: Part, rows: slice) -> None:
-    """Refuse NaN and Inf, and in a source that was converted before, rows that break their pattern."""
-    values = reader.rows(part.source.name, rows)
+    """Refuse NaN and Inf, zero points that are not 0, and rows of a converted source that break their pattern."""
+    values, name = reader.rows(part.source.name, rows), part.source.name
     if not is_finite(values):
         raise CheckpointError(_not_finite_message(reader, part))
+    if name.endswith(ZERO_POINT) and not part.out and bool(values.float().any()):
+        raise CheckpointError(
+            f"tensor {name} in {part.file} is not 0 everywhere, but quantization_config says that weights are "
+            "symmetric; only symmetric ones are supported: start from the original checkpoint, or fetch the config "
+            "again"
+        )
     if plan.converted and part.layer:
         restore(values, plan.converted, part.layer, rows.start)
 
