@@ -550,7 +550,10 @@ def _ignore_names(kept: Mapping[str, str]) -> Iterator[str]:
 
 
 def _config(checkpoint: Checkpoint, block: dict[str, Any], metadata: Metadata) -> dict[str, Any]:
-    config = {name: value for name, value in checkpoint.config.items() if name != "compression_config"}
+    config = dict(checkpoint.config)
+    config.pop("compression_config", None)
+    if architectures.architecture_of(config) in architectures.FAMILIES:
+        config.pop("auto_map", None)  # names code, which is not copied; transformers and vLLM have the model
     block["quant_method"] = COMPRESSED_TENSORS if metadata.layout == "dense" else QUANT_METHOD
     block.pop("sparsity_config", None)  # refused by newer vLLM; our metadata replace it
     block.pop(STAMP, None)
