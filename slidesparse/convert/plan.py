@@ -64,6 +64,7 @@ BY_SKIP, BY_BUDGET = "--skip", "by the budget"
 ROUTED = "routed experts, which vLLM serves"
 QUANTIZED = "quantized in the source, not a linear layer of a block"
 
+_BLOCK = re.compile(r"\blayers?\.(\d+)\.")
 _HEAD = re.compile(r"(^|\.)lm_head$")
 _ACTIVATIONS = (".input_scale", ".input_zero_point")  # of static activation quantization
 ZERO_POINT = ".weight_zero_point"  # which vLLM cannot load with W8A8; of a symmetric weight it is 0
@@ -371,6 +372,13 @@ def _choose(
         raise CheckpointError(
             f"{missing[0]} is not there, but layers that vLLM fuses with it are ({len(missing)} such); the checkpoint "
             "is incomplete: fetch it again"
+        )
+    blocks = {match[1] for match in map(_BLOCK.search, candidates) if match}
+    expected = checkpoint.config.get("num_hidden_layers")
+    if options.linear is None and type(expected) is int and len(blocks) < expected:
+        raise CheckpointError(
+            f"config.json says num_hidden_layers is {expected}, but {checkpoint.folder} has linear layers of "
+            f"{len(blocks)} blocks only; the checkpoint is incomplete: fetch it again"
         )
     joined = [tuple(experts) for experts in routed.values()]
     every = [*candidates, *(name for experts in joined for name in experts)]

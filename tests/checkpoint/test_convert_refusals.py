@@ -64,6 +64,15 @@ def test_a_layer_that_vllm_fuses_with_others_is_missing(tmp_path: Path) -> None:
     refused(source, f"{Q} is not there", "checkpoint is incomplete: fetch it again")
 
 
+@pytest.mark.parametrize("make", [llama, w8a8, bert])
+def test_the_first_of_several_files_without_their_index(tmp_path: Path, make: Callable[[Path], Path]) -> None:
+    """It is the only file, so nothing else tells that it is not the whole model."""
+    source = make(tmp_path / "source")
+    (source / MODEL).rename(source / "model-00001-of-00002.safetensors")
+    edit_json(source / "config.json", num_hidden_layers=3)
+    refused(source, "num_hidden_layers is 3, but", "has linear layers of 2 blocks only", "fetch it again")
+
+
 def test_other_tensors_must_be_finite_too(tmp_path: Path) -> None:
     norm = torch.ones(64, dtype=torch.bfloat16)
     norm[5] = torch.nan
