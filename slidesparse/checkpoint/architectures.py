@@ -26,6 +26,7 @@ _JOINED = re.compile(r"\A(.*\b(?:experts|\w*moe\w*))\.[\w.]+\Z")
 
 WEIGHT = ".weight"
 SCALE = ".weight_scale"
+ZERO_POINT = ".weight_zero_point"  # which vLLM cannot load with W8A8; of a symmetric weight it is 0
 
 
 def layer_names(tensors: Iterable[str]) -> list[str]:

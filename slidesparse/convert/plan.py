@@ -19,7 +19,7 @@ from slidesparse.bitmask import BYTE, compress, places
 from slidesparse.blocks import STRIP
 from slidesparse.calibrate.task import Task, prepare
 from slidesparse.checkpoint import architectures
-from slidesparse.checkpoint.architectures import SCALE, WEIGHT
+from slidesparse.checkpoint.architectures import SCALE, WEIGHT, ZERO_POINT
 from slidesparse.checkpoint.bitnet import is_bitnet
 from slidesparse.checkpoint.converted import require_shape
 from slidesparse.checkpoint.metadata import COMPRESSED_TENSORS, KEY, QUANT_METHOD, STAMP, LayerEntry, Metadata
@@ -67,7 +67,6 @@ QUANTIZED = "quantized in the source, not a linear layer of a block"
 _BLOCK = re.compile(r"\blayers?\.(\d+)\.")
 _HEAD = re.compile(r"(^|\.)lm_head$")
 _ACTIVATIONS = (".input_scale", ".input_zero_point")  # of static activation quantization
-ZERO_POINT = ".weight_zero_point"  # which vLLM cannot load with W8A8; of a symmetric weight it is 0
 
 
 @dataclass(frozen=True)

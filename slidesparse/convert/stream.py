@@ -36,7 +36,7 @@ from slidesparse.calibrate.resume import DISTILLED, WorkFolder, finished_bytes, 
 from slidesparse.calibrate.rotation import RotatedReader, rotation_obstacle, untie_head
 from slidesparse.calibrate.task import Progress, Task
 from slidesparse.checkpoint import architectures
-from slidesparse.checkpoint.architectures import SCALE, WEIGHT
+from slidesparse.checkpoint.architectures import SCALE, WEIGHT, ZERO_POINT
 from slidesparse.checkpoint.bitnet import is_bitnet
 from slidesparse.checkpoint.converted import open_checkpoint, restore
 from slidesparse.checkpoint.output import (
@@ -67,7 +67,7 @@ from slidesparse.checkpoint.w8a8 import Scheme, holds_floats
 from slidesparse.convert.budget import Choice, layers
 from slidesparse.convert.choose import Outcome, estimate, prune_within
 from slidesparse.convert.options import ConvertOptions
-from slidesparse.convert.plan import ZERO_POINT, ConversionPlan, Part, calibration_task, make_plan
+from slidesparse.convert.plan import ConversionPlan, Part, calibration_task, make_plan
 from slidesparse.convert.report import Facts, Report, layer_rows, read_back
 from slidesparse.errors import CalibrationError
 from slidesparse.pattern import SlidePattern
