@@ -373,11 +373,14 @@ def _choose(
             "is incomplete: fetch it again"
         )
     blocks = {match[1] for match in map(_BLOCK.search, candidates) if match}
-    expected = checkpoint.config.get("num_hidden_layers")
-    if options.linear is None and type(expected) is int and len(blocks) < expected:
+    expected: Any = checkpoint.config.get("num_hidden_layers")
+    fits = options.linear is not None or type(expected) is not int or len(blocks) == expected
+    if not fits and (
+        len(blocks) < expected or not routed
+    ):  # some mixtures of experts have more, to predict further
         raise CheckpointError(
             f"config.json says num_hidden_layers is {expected}, but {checkpoint.folder} has linear layers of "
-            f"{len(blocks)} blocks only; the checkpoint is incomplete: fetch it again"
+            f"{len(blocks)} blocks; the checkpoint is incomplete, or the config another model's: fetch it again"
         )
     joined = [tuple(experts) for experts in routed.values()]
     every = [*candidates, *(name for experts in joined for name in experts)]

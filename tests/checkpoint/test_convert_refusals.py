@@ -90,12 +90,14 @@ def test_a_mounted_volume(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
 
 
 @pytest.mark.parametrize("make", [llama, w8a8, bert])
-def test_the_first_of_several_files_without_their_index(tmp_path: Path, make: Callable[[Path], Path]) -> None:
-    """It is the only file, so nothing else tells that it is not the whole model."""
+def test_more_or_fewer_blocks_than_the_config_says(tmp_path: Path, make: Callable[[Path], Path]) -> None:
+    """Nothing else tells that the first of several files, without their index, is not the whole model."""
     source = make(tmp_path / "source")
     (source / MODEL).rename(source / "model-00001-of-00002.safetensors")
     edit_json(source / "config.json", num_hidden_layers=3)
-    refused(source, "num_hidden_layers is 3, but", "has linear layers of 2 blocks only", "fetch it again")
+    refused(source, "num_hidden_layers is 3, but", "has linear layers of 2 blocks;", "fetch it again")
+    edit_json(source / "config.json", num_hidden_layers=1)
+    refused(source, "num_hidden_layers is 1, but", "has linear layers of 2 blocks;", "fetch it again")
 
 
 def test_other_tensors_must_be_finite_too(tmp_path: Path) -> None:
