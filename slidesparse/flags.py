@@ -117,15 +117,15 @@ def given(environ: Mapping[str, str] | None = None) -> list[str]:
 
 def require_known(environ: Mapping[str, str] | None = None) -> None:
     """Raise FlagError for an unknown variable that is named like a flag."""
-    for name in os.environ if environ is None else environ:
-        _require_known(name)
+    for name, value in (os.environ if environ is None else environ).items():
+        _require_known(name, value)
 
 
 def _is_true(environ: Mapping[str, str] | None, name: str) -> bool:
     return (os.environ if environ is None else environ).get(name, "").strip().lower() in _TRUE
 
 
-def _require_known(name: str) -> None:
+def _require_known(name: str, value: str) -> None:
     if name.startswith(PREFIX):
         known = name in KNOWN or _KUBERNETES.fullmatch(name)
         meant = {_own_words(flag): flag for flag in (USE_CUSPARSELT, USE_CUBLASLT, DISABLE, SPARSITY, *KNOWN)}
@@ -133,12 +133,22 @@ def _require_known(name: str) -> None:
         near = [meant[words] for words in close]
     else:
         upper = name.upper()
-        flags = () if upper in OTHERS else (USE_CUSPARSELT, USE_CUBLASLT, DISABLE)
+        flags = [] if upper in OTHERS else [USE_CUSPARSELT, USE_CUBLASLT, DISABLE]
+        if _is_pattern(value):  # by its name alone, PARITY would be a typo of SPARSITY
+            flags.append(SPARSITY)
         near = [flag for flag in flags if name != flag and _alike(upper, flag)]
     if near:
         raise FlagError(
             f"environment variable {name} is not known; did you mean {near[0]}? Rename or unset it"
         )
+
+
+def _is_pattern(value: str) -> bool:
+    try:
+        parse_pattern(value)
+    except PatternError:
+        return False
+    return True
 
 
 def _own_words(name: str) -> str:

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from slidesparse import doctor, flags, gemm
-from slidesparse.checkpoint.architectures import FAMILIES, UNKNOWN, WEIGHT, architecture_of
+from slidesparse.checkpoint.architectures import FAMILIES, UNKNOWN, WEIGHT, ZERO_POINT, architecture_of
 from slidesparse.checkpoint.bitnet import METHOD as BITNET
 from slidesparse.checkpoint.bitnet import BitNetCheckpoint
 from slidesparse.checkpoint.converted import DamagedError, open_checkpoint, restore
@@ -184,6 +184,13 @@ def examine(model: str, folder: Path) -> Report:
         report.layout = resolution.layout
     elif not report.code:
         _explain_unserved(report, raw.quantization_config() or {}, source, unread)
+    points = [name for name in checkpoint.tensors if source and name.endswith(ZERO_POINT)]
+    if points:
+        report.lacks(
+            f"vLLM cannot load zero points of W8A8 weights ({points[0]})",
+            f"slidesparse convert {model} OUT --sparsity 6:8, or 2_inf to prune nothing, drops them",
+            FAILED,
+        )
     try:
         with checkpoint.reader() as reader:
             found = Counter(_layers(checkpoint, reader, metadata, source, resolution))

@@ -34,7 +34,7 @@ from torch import Tensor
 
 from slidesparse.checkpoint.architectures import SCALE, WEIGHT, architecture_of, size_of
 from slidesparse.checkpoint.storage import DTYPES, Checkpoint, CheckpointError, Reader
-from slidesparse.errors import CalibrationError, SlideSparseError
+from slidesparse.errors import CalibrationError, shown
 
 Config = Mapping[str, Any]
 
@@ -101,9 +101,10 @@ DECODERS: Mapping[str, Decoder] = {
 ENCODERS = ("Bert", "Roberta", "XLMRoberta")
 CAUSAL = "ForCausalLM"
 _HEADS = (CAUSAL, "Model", "ForMaskedLM", "ForSequenceClassification", "ForTokenClassification")
-ROPES = ("default", "linear", "llama3", "longrope")
+ROPES = ("default", "linear", "llama3", "longrope", "yarn")
 _POSITIONS = ("original_max_position_embeddings", "max_position_embeddings")
 _ROPE_KEYS = ("rope_theta", "partial_rotary_factor", *_POSITIONS)
+MAX_HEAD_DIM = 2**16  # of heads with rotary embeddings
 LAYER_TYPES = ("sliding_attention", "full_attention")
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "gelu": F.gelu,
@@ -241,7 +242,7 @@ class LayeredModel:
         table = torch.cat([reader.rows(head, rows).to(device).float() for rows in spec.chunks()])
         self.checkpoint.require(norm)
         weight = reader.whole(norm).to(device).float() + sizes.decoder.norm_offset
-        scale, cap = float(config.get("logits_scaling") or 1.0), config.get("final_logit_softcapping")
+        scale, cap = _number(config, "logits_scaling", 1.0), _optional(config, "final_logit_softcapping")
 
         def logits(x: Tensor) -> Tensor:
             found = F.linear(rms_norm(x, weight, sizes.eps), table) / scale
@@ -467,25 +468,15 @@ def fast_products(device: torch.device) -> Iterator[None]:
 def open_model(checkpoint: Checkpoint) -> LayeredModel:
     """Return the model of a checkpoint.
 
-    Raises CalibrationError for one that is not supported, CheckpointError for one without its sizes.
+    Raises CalibrationError for one that is not supported, CheckpointError for sizes and numbers that are missing or
+    impossible.
     """
-    try:
-        return _open(checkpoint)
-    except SlideSparseError:
-        raise
-    except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
-        raise CalibrationError(
-            f"config.json holds a value that calibration cannot use ({type(error).__name__}: {error}): fetch it again"
-        ) from error
-
-
-def _open(checkpoint: Checkpoint) -> LayeredModel:
     config = checkpoint.config
     kind = _architecture_kind(config)
     decoder = DECODERS.get(kind, Decoder())
     config = {**decoder.defaults, **config}
     heads, hidden = size_of(config, "num_attention_heads"), size_of(config, "hidden_size")
-    head_dim = config.get("head_dim") or hidden // heads
+    head_dim = size_of(config, "head_dim", hidden // heads)
     blocks, longest = size_of(config, "num_hidden_layers"), size_of(config, "max_position_embeddings")
     vocabulary, factor = size_of(config, "vocab_size"), 1.0
     if blocks > len(checkpoint.tensors):
@@ -496,29 +487,30 @@ def _open(checkpoint: Checkpoint) -> LayeredModel:
     if kind in DECODERS:
         root = "model." if "model.embed_tokens.weight" in checkpoint.tensors else ""
         kv_heads = size_of(config, "num_key_value_heads", heads)
-        factor = (
-            hidden**0.5 if decoder.embeddings_by_width else float(config.get("embedding_multiplier", 1.0))
-        )
+        factor = hidden**0.5 if decoder.embeddings_by_width else _number(config, "embedding_multiplier", 1.0)
         slides = _sliding_blocks(config, blocks)
         ropes = {each: _rope_parameters(config, each) for each in set(slides)}
         rotaries = {each: _make_rotary(rope, head_dim) for each, rope in ropes.items()}
         trained = [
-            r["original_max_position_embeddings"] for r in ropes.values() if r["rope_type"] == "longrope"
+            size_of(rope, "original_max_position_embeddings")
+            for rope in ropes.values()
+            if rope["rope_type"] == "longrope"
         ]
         longest = min([longest, *trained])
-        window = config.get("sliding_window") if config.get("use_sliding_window", True) else None
-        scale = config.get("attention_multiplier") or config.get("query_pre_attn_scalar", head_dim) ** -0.5
-        cap = config.get("attn_logit_softcapping")
+        window = _count(config, "sliding_window") if config.get("use_sliding_window", True) else None
+        scale = _number(config, "query_pre_attn_scalar", head_dim) ** -0.5
+        scale = _number(config, "attention_multiplier", scale)
+        cap = _optional(config, "attn_logit_softcapping")
         sizes = tuple(
             BlockSizes(
                 heads,
                 kv_heads,
                 head_dim,
-                float(config.get("rms_norm_eps") or 1e-6),
+                _number(config, "rms_norm_eps", 1e-6),
                 _activation(config),
-                Scores(scale, window=window if each else None, cap=cap),
+                Scores(scale, window=window if each and window else None, cap=cap),
                 rotaries[each],
-                float(config.get("residual_multiplier", 1.0)),
+                _number(config, "residual_multiplier", 1.0),
                 decoder,
             )
             for each in slides
@@ -531,14 +523,34 @@ def _open(checkpoint: Checkpoint) -> LayeredModel:
             raise _unsupported_config(
                 f"position embeddings of type {config['position_embedding_type']!r}", "absolute"
             )
-        eps, scores = float(config.get("layer_norm_eps", 1e-12)), Scores(head_dim**-0.5, causal=False)
+        eps, scores = _number(config, "layer_norm_eps", 1e-12), Scores(head_dim**-0.5, causal=False)
         sizes = (BlockSizes(heads, heads, head_dim, eps, _activation(config), scores),) * blocks
     return LayeredModel(checkpoint, kind, root, sizes, hidden, vocabulary, longest, factor)
 
 
 def _first_position(config: Config, kind: str) -> int:
     """Return the row of the first position in the position embeddings; in RoBERTa it follows the padding row."""
-    return 0 if kind == "Bert" else int(config.get("pad_token_id") or 0) + 1
+    return 0 if kind == "Bert" else _count(config, "pad_token_id") + 1
+
+
+def _number(config: Config, key: str, default: float | None = None, above: float = 0.0) -> float:
+    """Return a number of config.json, or ``default`` if it is missing.  CheckpointError unless it exceeds ``above``."""
+    value: Any = default if config.get(key) is None else config[key]
+    if type(value) not in (int, float) or not above < value < 1e38:
+        raise CheckpointError(
+            f"config.json: {key} is {shown(value)}; it must be a number above {above:g}: fetch the config again"
+        )
+    return float(value)
+
+
+def _count(config: Config, key: str) -> int:
+    """Return a whole number from config.json, or 0 if it is missing.  CheckpointError for anything else."""
+    return size_of(config, key) if config.get(key) else 0
+
+
+def _optional(config: Config, key: str) -> float | None:
+    """Return a number from config.json, or None if it is missing or 0."""
+    return _number(config, key) if config.get(key) else None
 
 
 def _read_embedding_rows(checkpoint: Checkpoint, reader: Reader, name: str, ids: Tensor) -> Tensor:
@@ -576,7 +588,7 @@ def _unsupported_config(found: str, allowed: str) -> CalibrationError:
 
 
 def _activation(config: Config) -> Callable[[Tensor], Tensor]:
-    named = config.get("hidden_activation") or config.get("hidden_act", "silu")
+    named = str(config.get("hidden_activation") or config.get("hidden_act", "silu"))
     if named not in ACTIVATIONS:
         raise _unsupported_config(f"the activation {named!r}", ", ".join(ACTIVATIONS))
     return ACTIVATIONS[named]
@@ -588,14 +600,16 @@ def _sliding_blocks(config: Config, blocks: int) -> list[bool]:
         raise _unsupported_config("bidirectional attention", "causal attention")
     types, every = config.get("layer_types"), config.get("sliding_window_pattern")
     if types is not None:
-        if len(types) != blocks or not set(types) <= set(LAYER_TYPES):
+        if not isinstance(types, list) or len(types) != blocks or any(t not in LAYER_TYPES for t in types):
             raise _unsupported_config(
                 f"the layer_types {types}", f"{', '.join(LAYER_TYPES)}, {blocks} in all"
             )
         return [each == LAYER_TYPES[0] for each in types]
     if every is not None:
+        every = size_of(config, "sliding_window_pattern")
         return [number % every != 0 for number in range(1, blocks + 1)]
-    return [number >= config.get("max_window_layers", 0) for number in range(blocks)]
+    first = _count(config, "max_window_layers")
+    return [number >= first for number in range(blocks)]
 
 
 def _rope_parameters(config: Config, slides: bool) -> Config:
@@ -604,10 +618,15 @@ def _rope_parameters(config: Config, slides: bool) -> Config:
     They are in rope_parameters, common or by layer type, or in rope_scaling and at the top level.
     """
     found = config.get("rope_parameters") or config.get("rope_scaling") or {}
-    if LAYER_TYPES[1] in found:
-        found = found[LAYER_TYPES[not slides]]
+    if isinstance(found, dict) and LAYER_TYPES[1] in found:
+        found = found.get(LAYER_TYPES[not slides])
     elif slides and "rope_local_base_freq" in config:
         found = {"rope_theta": config["rope_local_base_freq"]}
+    if not isinstance(found, dict):
+        raise CheckpointError(
+            f"config.json: rope_parameters or rope_scaling are {shown(found)}; they must be an object: fetch the "
+            "config again"
+        )
     beside = {key: config[key] for key in _ROPE_KEYS if config.get(key) is not None}
     return {**beside, **found, "rope_type": found.get("rope_type") or found.get("type") or "default"}
 
@@ -617,28 +636,69 @@ def _make_rotary(rope: Config, head_dim: int) -> Rotary:
     kind = rope["rope_type"]
     if kind not in ROPES:
         raise _unsupported_config(f"rotary embeddings of type {kind!r}", ", ".join(ROPES))
-    channels = int(head_dim * float(rope.get("partial_rotary_factor", 1.0)))
+    channels = int(head_dim * _number(rope, "partial_rotary_factor", 1.0))
+    if not 1 < channels <= min(head_dim, MAX_HEAD_DIM):
+        raise CheckpointError(
+            f"config.json asks for rotary embeddings of {channels} of the {head_dim} channels of a head; it must be 2 "
+            f"to {MAX_HEAD_DIM}, and no more than there are: fetch the config again"
+        )
     exponents = torch.arange(0, channels, 2, dtype=torch.int64).float() / channels
-    frequencies = 1.0 / float(rope.get("rope_theta", 10000.0)) ** exponents
+    frequencies = 1.0 / _number(rope, "rope_theta", 10000.0) ** exponents
     if kind == "linear":
-        return Rotary(frequencies / float(rope["factor"]))
-    if kind == "longrope":
-        return _longrope(frequencies, rope)
+        return Rotary(frequencies / _number(rope, "factor"))
+    if kind in ("longrope", "yarn"):
+        return (_longrope if kind == "longrope" else _yarn)(frequencies, rope)
     return Rotary(_llama3(frequencies, rope) if kind == "llama3" else frequencies)
 
 
 def _longrope(frequencies: Tensor, rope: Config) -> Rotary:
     """Scale as the long-context models of Phi-3 do for sequences within their original length."""
-    original = float(rope["original_max_position_embeddings"])
-    stretch = float(rope.get("factor") or rope["max_position_embeddings"] / original)
-    factor = rope.get("attention_factor") or math.sqrt(1 + max(0.0, math.log(stretch)) / math.log(original))
-    return Rotary(frequencies / torch.tensor(rope["short_factor"], dtype=torch.float32), float(factor))
+    original = _number(rope, "original_max_position_embeddings", above=1.0)
+    stretch = _number(rope, "factor", _number(rope, "max_position_embeddings") / original)
+    factor = math.sqrt(1 + max(0.0, math.log(stretch)) / math.log(original))
+    factors = rope.get("short_factor")
+    if not isinstance(factors, list) or len(factors) != len(frequencies):
+        raise CheckpointError(
+            f"config.json: short_factor is {shown(factors)}; it must be {len(frequencies)} numbers: fetch the config "
+            "again"
+        )
+    short = [_number({"short_factor": each}, "short_factor") for each in factors]
+    return Rotary(frequencies / torch.tensor(short), _number(rope, "attention_factor", factor))
+
+
+def _yarn(frequencies: Tensor, rope: Config) -> Rotary:
+    """Scale as YaRN (arXiv 2309.00071, as transformers computes it).
+
+    Channels that turn less than ``beta_slow`` times within the original length are stretched, those that turn more than
+    ``beta_fast`` times kept, and those between interpolated, linearly in the number of the channel.
+    """
+    longest = _number(rope, "max_position_embeddings")
+    original = _number(rope, "original_max_position_embeddings", longest)
+    factor = _number(rope, "factor", longest / original)
+    pairs, theta = len(frequencies), _number(rope, "rope_theta", 10000.0, above=1.0)
+    turns = [_optional(rope, "beta_fast") or 32.0, _optional(rope, "beta_slow") or 1.0]
+    # The pair of channels, possibly between two, that turns so often
+    low, high = (pairs * math.log(original / (2 * math.pi * often)) / math.log(theta) for often in turns)
+    if rope.get("truncate", True):
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, 2 * pairs - 1)
+    stretched = ((torch.arange(pairs) - low) / (high - low or 1e-3)).clamp(0, 1)
+
+    def temperature(weight: float) -> float:
+        return 1 + 0.1 * weight * max(0.0, math.log(factor))
+
+    weights = _optional(rope, "mscale"), _optional(rope, "mscale_all_dim")
+    default = (
+        temperature(weights[0]) / temperature(weights[1]) if weights[0] and weights[1] else temperature(1)
+    )
+    scaled = frequencies * (1 - stretched) + frequencies / factor * stretched
+    return Rotary(scaled, _number(rope, "attention_factor", default))
 
 
 def _llama3(frequencies: Tensor, rope: Config) -> Tensor:
     """Scale as Llama 3.1: long wavelengths are stretched, short ones kept, and those between interpolated."""
-    factor, low, high = (float(rope[f"{n}factor"]) for n in ("", "low_freq_", "high_freq_"))
-    original = float(rope["original_max_position_embeddings"])
+    factor, low, high = (_number(rope, f"{n}factor") for n in ("", "low_freq_", "high_freq_"))
+    original = _number(rope, "original_max_position_embeddings")
     wavelengths = 2 * math.pi / frequencies
     smooth = (original / wavelengths - low) / (high - low)
     between = (1 - smooth) * frequencies / factor + smooth * frequencies

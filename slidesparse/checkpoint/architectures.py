@@ -14,7 +14,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from slidesparse.checkpoint.storage import CheckpointError
+from slidesparse.checkpoint.storage import MAX_DIMENSION_SIZE, CheckpointError
 from slidesparse.errors import shown
 
 # Output heads, embeddings and routers are never pruned, even if a user's regex matches them
@@ -26,6 +26,7 @@ _JOINED = re.compile(r"\A(.*\b(?:experts|\w*moe\w*))\.[\w.]+\Z")
 
 WEIGHT = ".weight"
 SCALE = ".weight_scale"
+ZERO_POINT = ".weight_zero_point"  # which vLLM cannot load with W8A8; of a symmetric weight it is 0
 
 
 def layer_names(tensors: Iterable[str]) -> list[str]:
@@ -220,11 +221,12 @@ def architecture_of(config: Mapping[str, Any]) -> str | None:
 
 
 def size_of(config: Mapping[str, Any], key: str, default: int | None = None) -> int:
-    """Return a size from config.json, or ``default`` if it is missing.  CheckpointError unless it is at least 1."""
+    """Return a size from config.json, or ``default`` if it is missing.  CheckpointError unless a tensor may have it."""
     value = default if config.get(key) is None else config[key]
-    if type(value) is not int or value < 1:
+    if type(value) is not int or not 1 <= value <= MAX_DIMENSION_SIZE:
         raise CheckpointError(
-            f"config.json: {key} is {value!r}; it must be a whole number of at least 1: fetch the config again"
+            f"config.json: {key} is {shown(value)}; it must be a whole number from 1 to {MAX_DIMENSION_SIZE}: fetch "
+            "the config again"
         )
     return value
 

@@ -22,7 +22,10 @@ MAX_WORKERS = 8
 
 
 def require_free_name(source: Path, out: Path) -> None:
-    """Raise CheckpointError unless ``out`` can be created: absent or empty, and not inside ``source``."""
+    """Raise CheckpointError unless ``out`` can be created: absent or empty, and not inside ``source``.
+
+    EnvironmentFault if its parent cannot be written to.
+    """
     if out.is_dir() and any(out.iterdir()):
         raise CheckpointError(f"output folder {out} is not empty; name a new one, or empty it first")
     if out.exists() and not out.is_dir():
@@ -32,6 +35,15 @@ def require_free_name(source: Path, out: Path) -> None:
         raise CheckpointError(f"output folder {out} lies below {above}, which is a file; name another folder")
     if out.resolve().is_relative_to(source.resolve()):
         raise CheckpointError(f"output folder {out} lies inside the source {source}; name one elsewhere")
+    if out.is_mount():  # a folder cannot be renamed to it
+        raise CheckpointError(
+            f"output folder {out} is where a disk or volume is mounted; name a folder in it"
+        )
+    if not os.access(above, os.W_OK | os.X_OK):
+        raise EnvironmentFault(
+            f"output folder {out} cannot be created: {above} is not writable by this user; change its permissions, or "
+            "name a folder elsewhere"
+        )
 
 
 def _existing_parent(out: Path) -> Path:

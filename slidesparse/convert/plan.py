@@ -19,7 +19,7 @@ from slidesparse.bitmask import BYTE, compress, places
 from slidesparse.blocks import STRIP
 from slidesparse.calibrate.task import Task, prepare
 from slidesparse.checkpoint import architectures
-from slidesparse.checkpoint.architectures import SCALE, WEIGHT
+from slidesparse.checkpoint.architectures import SCALE, WEIGHT, ZERO_POINT
 from slidesparse.checkpoint.bitnet import is_bitnet
 from slidesparse.checkpoint.converted import require_shape
 from slidesparse.checkpoint.metadata import COMPRESSED_TENSORS, KEY, QUANT_METHOD, STAMP, LayerEntry, Metadata
@@ -64,6 +64,7 @@ BY_SKIP, BY_BUDGET = "--skip", "by the budget"
 ROUTED = "routed experts, which vLLM serves"
 QUANTIZED = "quantized in the source, not a linear layer of a block"
 
+_BLOCK = re.compile(r"\blayers?\.(\d+)\.")
 _HEAD = re.compile(r"(^|\.)lm_head$")
 _ACTIVATIONS = (".input_scale", ".input_zero_point")  # of static activation quantization
 
@@ -212,6 +213,8 @@ def make_plan(
         name for layer, found in schemes.items() if found and rewritten for name in _dropped(layer, found)
     }
     dropped |= {layer + suffix for layer, found in heads.items() for suffix in (found.scale, *_ACTIVATIONS)}
+    zero_points = [name for name in checkpoint.tensors if source and name.endswith(ZERO_POINT)]
+    dropped |= set(zero_points)
     parts = tuple(
         Part(stored.spec, stored.file, ())
         if name in dropped
@@ -251,7 +254,7 @@ def make_plan(
         parts=parts,
         kept=kept,
         skipped=skipped,
-        rewritten="; ".join(_rewriting(schemes.values() if rewritten else (), heads)),
+        rewritten="; ".join(_rewriting(schemes.values() if rewritten else (), heads, len(zero_points))),
         config=_config(checkpoint, new, metadata),
         converted=converted,
     )
@@ -368,6 +371,16 @@ def _choose(
         raise CheckpointError(
             f"{missing[0]} is not there, but layers that vLLM fuses with it are ({len(missing)} such); the checkpoint "
             "is incomplete: fetch it again"
+        )
+    blocks = {match[1] for match in map(_BLOCK.search, candidates) if match}
+    expected: Any = checkpoint.config.get("num_hidden_layers")
+    fits = options.linear is not None or type(expected) is not int or len(blocks) == expected
+    if not fits and (
+        len(blocks) < expected or not routed
+    ):  # some mixtures of experts have more, to predict further
+        raise CheckpointError(
+            f"config.json says num_hidden_layers is {expected}, but {checkpoint.folder} has linear layers of "
+            f"{len(blocks)} blocks; the checkpoint is incomplete, or the config another model's: fetch it again"
         )
     joined = [tuple(experts) for experts in routed.values()]
     every = [*candidates, *(name for experts in joined for name in experts)]
@@ -517,7 +530,7 @@ def _dropped(layer: str, scheme: Scheme) -> Iterator[str]:
         yield layer + scheme.scale
 
 
-def _rewriting(schemes: Iterable[Scheme | None], heads: Iterable[str]) -> Iterator[str]:
+def _rewriting(schemes: Iterable[Scheme | None], heads: Iterable[str], zero_points: int) -> Iterator[str]:
     """Describe the changes to the source's quantization."""
     counts: Counter[str] = Counter()
     for scheme in schemes:
@@ -536,6 +549,8 @@ def _rewriting(schemes: Iterable[Scheme | None], heads: Iterable[str]) -> Iterat
     yield from (
         f"{name} in floats, as vLLM loads a quantized one only where a target names it" for name in heads
     )
+    if zero_points:
+        yield f"{zero_points} zero points dropped, as weights are symmetric"
 
 
 def _ignore_names(kept: Mapping[str, str]) -> Iterator[str]:
@@ -545,7 +560,10 @@ def _ignore_names(kept: Mapping[str, str]) -> Iterator[str]:
 
 
 def _config(checkpoint: Checkpoint, block: dict[str, Any], metadata: Metadata) -> dict[str, Any]:
-    config = {name: value for name, value in checkpoint.config.items() if name != "compression_config"}
+    config = dict(checkpoint.config)
+    config.pop("compression_config", None)
+    if architectures.architecture_of(config) in architectures.FAMILIES:
+        config.pop("auto_map", None)  # names code, which is not copied; transformers and vLLM have the model
     block["quant_method"] = COMPRESSED_TENSORS if metadata.layout == "dense" else QUANT_METHOD
     block.pop("sparsity_config", None)  # refused by newer vLLM; our metadata replace it
     block.pop(STAMP, None)

@@ -37,7 +37,7 @@ from slidesparse.calibrate.rotation import RotatedReader, rotation_obstacle, unt
 from slidesparse.calibrate.smoothing import SmoothedReader, find_smoothing
 from slidesparse.calibrate.task import Progress, Task
 from slidesparse.checkpoint import architectures
-from slidesparse.checkpoint.architectures import SCALE, WEIGHT
+from slidesparse.checkpoint.architectures import SCALE, WEIGHT, ZERO_POINT
 from slidesparse.checkpoint.bitnet import is_bitnet
 from slidesparse.checkpoint.converted import open_checkpoint, restore
 from slidesparse.checkpoint.output import (
@@ -366,10 +366,16 @@ def _check_values(plan: ConversionPlan, reader: Reader, progress: Progress | Non
 
 
 def _check_chunk(plan: ConversionPlan, reader: Reader, part: Part, rows: slice) -> None:
-    """Refuse NaN and Inf, and in a source that was converted before, rows that break their pattern."""
-    values = reader.rows(part.source.name, rows)
+    """Refuse NaN and Inf, zero points that are not 0, and rows of a converted source that break their pattern."""
+    values, name = reader.rows(part.source.name, rows), part.source.name
     if not is_finite(values):
         raise CheckpointError(_not_finite_message(reader, part))
+    if name.endswith(ZERO_POINT) and not part.out and bool(values.float().any()):
+        raise CheckpointError(
+            f"tensor {name} in {part.file} is not 0 everywhere, but quantization_config says that weights are "
+            "symmetric; only symmetric ones are supported: start from the original checkpoint, or fetch the config "
+            "again"
+        )
     if plan.converted and part.layer:
         restore(values, plan.converted, part.layer, rows.start)
 

@@ -142,6 +142,7 @@ def synth(
     require_free_name(Path(config) / CONFIG, out)
     model = read_config(config)
     replaced = _own_quantization(model)
+    model.pop("auto_map", None)  # names code, which is not written; transformers and vLLM have the model
     if layers is not None:
         model = first_layers(model, layers)
     std = _initializer_range(model)

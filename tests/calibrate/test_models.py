@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import math
 import weakref
 from dataclasses import replace
 from pathlib import Path
@@ -13,11 +15,12 @@ import torch
 from calibration import calibrated, write_ids
 from checkpoints import llama
 
+from slidesparse.calibrate import models
 from slidesparse.calibrate.models import DECODERS, ENCODERS, Block, LayeredModel, open_model, rms_norm
 from slidesparse.checkpoint.inspection import inspect
 from slidesparse.checkpoint.storage import Checkpoint, CheckpointError
 from slidesparse.cli.convert import CALIBRATED_METHODS
-from slidesparse.errors import CalibrationError
+from slidesparse.errors import CalibrationError, SlideSparseError
 
 transformers = pytest.importorskip(
     "transformers", reason="transformers, which comes with vLLM, is not installed"
@@ -32,6 +35,12 @@ LLAMA3 = {"rope_type": "llama3", "rope_theta": 10000.0, "factor": 8.0, "low_freq
 LLAMA3 |= {"high_freq_factor": 4.0, "original_max_position_embeddings": 32}
 LONGROPE = {"rope_type": "longrope", "rope_theta": 10000.0, "partial_rotary_factor": 0.75}
 LONGROPE |= {"short_factor": [1.0, 1.25, 1.5, 2.0, 2.5, 3.0], "long_factor": [4.0] * 6}
+# 32 of the tested 50 tokens are within the original length; all kinds of channels, stretched, kept and between
+YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 32}
+YARN |= {"beta_fast": 4.0}
+YARN_MORE = {**YARN, "truncate": False, "mscale": 0.8, "mscale_all_dim": 0.5, "beta_slow": 0.5}
+YARN_LESS = {**YARN, "truncate": False, "beta_fast": None, "factor": None, "attention_factor": 1.3}
+YARN_LESS |= {"original_max_position_embeddings": 2048}
 WINDOW = {"sliding_window": 20, "use_sliding_window": True}
 GEMMA = {**DECODER, "head_dim": 24, "query_pre_attn_scalar": 40, "sliding_window": 20}
 PHI = {**DECODER, "original_max_position_embeddings": 64, "pad_token_id": 0}
@@ -41,6 +50,13 @@ MODELS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "llama": ("LlamaForCausalLM", "LlamaConfig", DECODER),
     "llama 3 rope": ("LlamaForCausalLM", "LlamaConfig", {**DECODER, "rope_parameters": LLAMA3}),
     "linear rope": ("LlamaForCausalLM", "LlamaConfig", {**DECODER, "rope_parameters": LINEAR}),
+    "yarn rope": ("Qwen2ForCausalLM", "Qwen2Config", {**DECODER, "rope_parameters": YARN}),
+    "yarn rope, all keys": ("LlamaForCausalLM", "LlamaConfig", {**DECODER, "rope_parameters": YARN_MORE}),
+    "yarn rope, few keys": (
+        "Qwen3ForCausalLM",
+        "Qwen3Config",
+        {**DECODER, "head_dim": 24, "max_position_embeddings": 8192, "rope_parameters": YARN_LESS},
+    ),
     "llama biased": (
         "LlamaForCausalLM",
         "LlamaConfig",
@@ -135,7 +151,9 @@ def moved(name: str, config: dict[str, Any]) -> dict[str, Any]:
     return {**config, **beside, "rope_scaling": ropes}
 
 
-@pytest.mark.parametrize("name", ["llama 3 rope", "qwen2", "gemma2", "gemma3 scaled rope", "phi3 long"])
+@pytest.mark.parametrize(
+    "name", ["llama 3 rope", "yarn rope", "qwen2", "gemma2", "gemma3 scaled rope", "phi3 long"]
+)
 def test_older_configs_are_equivalent(name: str, tmp_path: Path) -> None:
     saved(name, tmp_path)
     path = tmp_path / "config.json"
@@ -216,12 +234,21 @@ def test_suspended_block_keeps_no_other_activations(name: str, tmp_path: Path) -
     [
         ({"architectures": ["GemmaForCausalLM"]}, "'GemmaForCausalLM'"),
         ({"hidden_act": "xielu"}, "'xielu'"),
-        ({"rope_parameters": {"rope_type": "yarn", "factor": 2.0}}, "'yarn'"),
-        ({"rope_scaling": {"rope_type": "linear"}}, "'factor'"),
-        ({"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, "'low_freq_factor'"),
+        ({"rope_parameters": {"rope_type": "dynamic", "factor": 2.0}}, "'dynamic'"),
+        ({"rope_scaling": {"rope_type": "linear"}}, "factor is None; it must be a number above 0"),
+        ({"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, "low_freq_factor is None"),
+        ({"rope_scaling": {"rope_type": "llama3", "factor": -8.0}}, "factor is -8.0"),
+        (
+            {"rope_scaling": {**LONGROPE, "original_max_position_embeddings": 1}},
+            "is 1; it must be a number above 1",
+        ),
+        ({"rope_scaling": {**LONGROPE, "original_max_position_embeddings": 64}}, "it must be 12 numbers"),
+        ({"rope_parameters": {"full_attention": {}}, "layer_types": ["sliding_attention"] * 2}, "an object"),
+        ({"partial_rotary_factor": 1.5}, "48 of the 32 channels"),
+        ({"head_dim": 10**12}, "1000000000000"),
         ({"rope_theta": "fast"}, "'fast'"),
-        ({"rms_norm_eps": [1]}, "list"),
-        ({"rope_scaling": [1]}, "cannot use"),
+        ({"rms_norm_eps": [1]}, "rms_norm_eps is [1]"),
+        ({"rope_scaling": [1]}, "[1]; they must be an object"),
         ({"use_bidirectional_attention": True}, "bidirectional attention"),
         ({"layer_types": ["full_attention", "linear_attention"]}, "'linear_attention'"),
         ({"layer_types": ["full_attention"]}, "2 in all"),
@@ -240,3 +267,42 @@ def test_models_that_cannot_be_run_are_refused(tmp_path: Path, change: dict[str,
     with pytest.raises((CalibrationError, CheckpointError)) as error:
         open_model(Checkpoint.open(source)).require_rows()
     assert fact in str(error.value)
+
+
+BAD_VALUES = (-1, 0, 0.5, 10**400, math.nan, math.inf, "", "many", [], [1], [[1]], {}, {"a": []}, True)
+ROPE_KINDS = (
+    LLAMA3,
+    LINEAR,
+    YARN_MORE,
+    {**LONGROPE, "short_factor": [2.0] * 12, "original_max_position_embeddings": 64, "attention_factor": 1.5},
+)
+
+
+@pytest.mark.parametrize("kind", ["Llama", "Gemma3", "Qwen2", "Granite", "Roberta"])
+def test_a_config_of_any_values_raises_no_other_errors(kind: str, tmp_path: Path) -> None:
+    """So the errors of Python, which are not caught, are defects of ours."""
+    source = llama(tmp_path / "source")
+    checkpoint = Checkpoint.open(source)
+    known = {
+        **DECODERS.get(kind, DECODERS["Llama"]).defaults,
+        **GRANITE,
+        **checkpoint.config,
+        "layer_types": None,
+    }
+    known |= {"attn_logit_softcapping": 1.0, "pad_token_id": 0, "layer_norm_eps": 1e-5}
+    known |= {"architectures": [f"{kind}ForCausalLM" if kind in DECODERS else f"{kind}Model"]}
+    for rope in ROPE_KINDS:
+        whole = {**known, "rope_scaling": rope}
+        changed = [{**whole, key: value} for key in known for value in BAD_VALUES]
+        changed += [
+            {**whole, "rope_scaling": {**rope, key: value}} for key in rope for value in (*BAD_VALUES, None)
+        ]
+        for config in changed:
+            with contextlib.suppress(SlideSparseError):
+                open_model(replace(checkpoint, config=config))
+
+
+def test_a_defect_is_not_taken_for_a_damaged_config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(models, "_make_rotary", lambda rope: None)
+    with pytest.raises(TypeError):
+        open_model(Checkpoint.open(llama(tmp_path)))

@@ -22,6 +22,7 @@ from checkpoints import (
     bert,
     config_of,
     convert,
+    edit_json,
     llama,
     snapshot,
     tensors_of,
@@ -267,6 +268,23 @@ def test_bert_layers_and_other_files(tmp_path: Path) -> None:
     for last in ("query", "key", "value"):  # and calls the attention by another name
         assert f"model.encoder.layer.0.attention.self.{last}" in ignore
         assert f"model.encoder.layer.0.attention.output.{last}" in ignore
+
+
+def test_a_model_that_vllm_knows_needs_no_code(tmp_path: Path) -> None:
+    """With --trust-remote-code, transformers would look for the code that config.json names, which is not copied."""
+    code = {"AutoConfig": "configuration_own.OwnConfig", "AutoModelForCausalLM": "modeling_own.OwnModel"}
+    source = llama(tmp_path / "source")
+    edit_json(source / "config.json", auto_map=code)
+    (source / "configuration_own.py").write_text("raise SystemExit")
+    assert convert(source, tmp_path / "out").left_out == ("configuration_own.py",)
+    assert "auto_map" not in config_of(tmp_path / "out")
+    transformers = pytest.importorskip("transformers", reason="transformers is not installed")
+    found = transformers.AutoConfig.from_pretrained(tmp_path / "out", trust_remote_code=True)
+    assert type(found) is transformers.LlamaConfig
+
+    edit_json(source / "config.json", architectures=["OwnForCausalLM"])
+    convert(source, tmp_path / "own", linear=r"_proj\Z")
+    assert config_of(tmp_path / "own")["auto_map"] == code
 
 
 @pytest.mark.parametrize(

@@ -35,6 +35,7 @@ from slidesparse.checkpoint import architectures, storage
 from slidesparse.checkpoint.inspection import inspect, verify
 from slidesparse.checkpoint.storage import CheckpointError
 from slidesparse.checkpoint.w8a8 import parse_block
+from slidesparse.convert import stream
 from slidesparse.convert.budget import Budget
 from slidesparse.errors import CalibrationError, EnvironmentFault, SlideSparseError
 from slidesparse.pattern import PatternError
@@ -62,6 +63,41 @@ def test_a_layer_that_vllm_fuses_with_others_is_missing(tmp_path: Path) -> None:
     """vLLM would serve uninitialized memory in its place."""
     source = llama(tmp_path / "source", **{WEIGHT: None})
     refused(source, f"{Q} is not there", "checkpoint is incomplete: fetch it again")
+
+
+@pytest.mark.parametrize("out", ["closed/out", "closed/new/out"])
+def test_a_folder_that_cannot_be_written_to(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, out: str
+) -> None:
+    """Before the source is read, which may take minutes, and by a dry run too."""
+    source, closed = llama(tmp_path / "source"), tmp_path / "closed"
+    closed.mkdir()
+    monkeypatch.setattr(
+        os, "access", lambda path, mode: path != closed or not mode & os.W_OK
+    )  # root may write
+    monkeypatch.setattr(stream, "_check_values", lambda *_: pytest.fail("the source was read"))
+    for dry_run in (False, True):
+        refused(source, f"{closed} is not writable", error=EnvironmentFault, out=out, dry_run=dry_run)
+
+
+def test_a_mounted_volume(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The finished folder could not be renamed to it: "Device or resource busy"."""
+    source, volume = llama(tmp_path / "source"), tmp_path / "out"
+    volume.mkdir()
+    monkeypatch.setattr(Path, "is_mount", lambda path: path == volume)
+    refused(source, f"{volume} is where a disk or volume is mounted; name a folder in it")
+    convert(source, volume / "model")
+
+
+@pytest.mark.parametrize("make", [llama, w8a8, bert])
+def test_more_or_fewer_blocks_than_the_config_says(tmp_path: Path, make: Callable[[Path], Path]) -> None:
+    """Nothing else tells that the first of several files, without their index, is not the whole model."""
+    source = make(tmp_path / "source")
+    (source / MODEL).rename(source / "model-00001-of-00002.safetensors")
+    edit_json(source / "config.json", num_hidden_layers=3)
+    refused(source, "num_hidden_layers is 3, but", "has linear layers of 2 blocks;", "fetch it again")
+    edit_json(source / "config.json", num_hidden_layers=1)
+    refused(source, "num_hidden_layers is 1, but", "has linear layers of 2 blocks;", "fetch it again")
 
 
 def test_other_tensors_must_be_finite_too(tmp_path: Path) -> None:

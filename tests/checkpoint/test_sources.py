@@ -2,13 +2,27 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from checkpoints import DOWN, LLAMA, Q, config_of, convert, edit_json, refused, tensors_of
+from checkpoints import (
+    DOWN,
+    INDEX,
+    LLAMA,
+    MODEL,
+    Q,
+    config_of,
+    convert,
+    edit_json,
+    refused,
+    tensors_of,
+    w8a8,
+    write,
+)
 from commands import Done
 from models import float_tensors, quantization_config
 from moe import MODELS
@@ -92,6 +106,25 @@ def static_int8(targets: list[str]) -> Any:
     inputs = QuantizationArgs(num_bits=8, symmetric=False, dynamic=False, strategy="tensor")
     weights = QuantizationArgs(num_bits=8, strategy="channel")
     return QuantizationScheme(targets=targets, weights=weights, input_activations=inputs)
+
+
+@pytest.mark.parametrize("quant", ["int8", "fp8"])
+def test_zero_points_of_symmetric_weights(tmp_path: Path, quant: str) -> None:
+    """They are dropped if they are zero, as vLLM cannot load them, and refused if not."""
+    source = w8a8(tmp_path / "source", quant)
+    before = tensors_of(source)
+    layers = [name.removesuffix("_scale") for name in before if name.endswith(".weight_scale")]
+    dtype = before[layers[0]].dtype
+    zeros = {f"{name}_zero_point": torch.zeros(len(before[name]), 1, dtype=dtype) for name in layers}
+    (source / MODEL).unlink()
+    write(source, config_of(source), before | zeros, shards=3)
+    report = convert(source, tmp_path / "out")
+    assert report.rewritten == "13 zero points dropped, as weights are symmetric"
+    assert set(tensors_of(tmp_path / "out")) == set(before)
+    assert set(json.loads((tmp_path / "out" / INDEX).read_text())["weight_map"]) == set(before)
+    zeros[f"{Q}.weight_zero_point"][5] = 1
+    write(source, config_of(source), before | zeros, shards=3)
+    refused(source, f"tensor {Q}.weight_zero_point in", "is not 0 everywhere", "symmetric", out="x")
 
 
 # compressed-tensors, by the package itself

@@ -233,11 +233,13 @@ def test_bf16_has_the_tensors_and_the_config_of_the_float_model(tmp_path: Path, 
 
 @pytest.mark.parametrize("named", [{"torch_dtype": "float16"}, {"torch_dtype": None, "dtype": "float32"}, {}])
 def test_bf16_whatever_the_config_says(tmp_path: Path, named: dict[str, Any]) -> None:
-    """A quantization of the config's own is gone as well."""
-    config = config_file(tmp_path, quantization_config={"quant_method": "fp8"}, **named)
+    """A quantization of the config's own is gone as well, and so are the names of code beside it."""
+    own = {"quantization_config": {"quant_method": "fp8"}, "auto_map": {"AutoConfig": "configuration.Config"}}
+    config = config_file(tmp_path, **own, **named)
     assert synth(config, tmp_path / "out", quant="bf16").replaced == "fp8"
     assert {str(values.dtype) for values in tensors_of(tmp_path / "out").values()} == {"torch.bfloat16"}
     written = config_of(tmp_path / "out")
+    assert "auto_map" not in written
     assert written["torch_dtype"] == "bfloat16"
     assert not written.keys() & {"dtype", "quantization_config"}
 

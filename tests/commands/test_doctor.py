@@ -475,6 +475,24 @@ class TestCheckpoints:
             assert report.code == code, report.verdict
             assert report.patterns == ({} if code else {"2:4": 4})
 
+    def test_zero_points(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        """vLLM would end with an error, with and without flags."""
+        source = w8a8(tmp_path / "source")
+        zeros = {f"{DOWN.replace('down', 'up')}.weight_zero_point": torch.zeros(88, 1).char()}
+        write(source, config_of(source), tensors_of(source) | zeros)
+        missing = preflight.examine("source", source).missing
+        assert ["zero points" in each["what"] for each in missing] == [False, True]
+        monkeypatch.setenv("USE_CUSPARSELT", "1")
+        monkeypatch.setenv("SPARSITY", "dense")
+        report = preflight.examine("source", source)
+        assert report.code == 1
+        assert report.verdict.startswith(
+            "vLLM cannot load zero points of W8A8 weights (model.layers.0.mlp.up_proj"
+        )
+        monkeypatch.delenv("SPARSITY")
+        convert(source, tmp_path / "out")
+        assert preflight.examine("out", tmp_path / "out").code == 0
+
     def test_experts(self, tmp_path: Path) -> None:
         model = moe.MODELS["qwen2"]
         convert(model.write(tmp_path / "source"), tmp_path / "out")

@@ -89,8 +89,20 @@ def test_mistyped_names(name: str, meant: str, value: str) -> None:
         Flags.from_environment({name: value})
 
 
+@pytest.mark.parametrize("name", ["SPARSTY", "SPARSITTY", "SPARCITY", "sparsity"])
+@pytest.mark.parametrize("value", ["2_8", "6:8", "dense", "2:4@50%"])
+def test_mistyped_sparsity(name: str, value: str) -> None:
+    """Only with a pattern as its value: other programs have variables with such names."""
+    with pytest.raises(FlagError, match=f"variable {name} is not known; did you mean SPARSITY"):
+        Flags.from_environment({"USE_CUSPARSELT": "1", name: value})
+    for other in ("", "1", "even", "0.5"):
+        assert Flags.from_environment({name: other}) == Flags()
+
+
 def test_names_that_are_not_ours() -> None:
     others = {
+        "PARITY": "even",
+        "SPARSE": "2_8",
         "USE_CUDA": "1",
         "USE_CUBLAS": "1",
         "use_cublas": "1",

@@ -13,7 +13,7 @@ from statistics import mean, stdev
 import numpy as np
 import pytest
 import torch
-from edits import edited
+from edits import edited, refused
 from models import LLAMA, QWEN, Decoder, converted, write_w8a8
 from safetensors.torch import load_file
 from torch import Tensor
@@ -85,6 +85,16 @@ def test_per_tensor_scales(zygote: Zygote, store: Path) -> None:
     source = write_w8a8(QWEN, store / "per-tensor", strategy="tensor")
     dense = str(converted(source, store / "per-tensor-pruned", "6:8", "dense"))
     assert sparse(zygote, dense).tokens == stock(zygote, dense).tokens
+
+
+def test_zero_points_of_symmetric_weights(zygote: Zygote, store: Path) -> None:
+    """vLLM cannot load them, so `convert` drops them."""
+    expected = sparse(zygote, checkpoint(store, QWEN, "6:8"))
+    zeros = {f"{name}.weight_zero_point": torch.zeros(n, 1).char() for name, (n, _) in QWEN.linears().items()}
+    source = edited(store / "qwen2-int8", store / "zero-points", dict(zeros), {})
+    out = str(converted(Path(source), store / "zero-points-pruned", "6:8"))
+    assert sparse(zygote, out).tokens == stock(zygote, out).tokens == expected.tokens
+    refused(zygote, source, STOCK, "weight_zero_point")
 
 
 @pytest.mark.parametrize(
