@@ -55,9 +55,9 @@ def stock(zygote: Zygote, model: str, **kwargs: object) -> Answer:
     return answer
 
 
-def sparse(zygote: Zygote, model: str, layers: int = 8, **kwargs: object) -> Answer:
+def sparse(zygote: Zygote, model: str, **kwargs: object) -> Answer:
     answer = served(zygote, Request(model, **kwargs))  # type: ignore[arg-type]
-    assert f"{layers} layers sparse" in answer.summary, answer.summary
+    assert "8 layers sparse" in answer.summary, answer.summary
     return answer
 
 
