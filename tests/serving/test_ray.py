@@ -20,9 +20,9 @@ from typing import Any
 
 import pytest
 import torch
+from engines import Engines, Request
 from models import QWEN, converted, write_w8a8
 from ray_engine import FLAGS, RANKS, RayRequest
-from zygote import Request, Zygote
 
 pytestmark = [
     pytest.mark.vllm,
@@ -98,9 +98,9 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 
 
 @pytest.fixture(scope="module")
-def tokens(zygote: Zygote, models: dict[str, str]) -> list[list[int]]:
+def tokens(engines: Engines, models: dict[str, str]) -> list[list[int]]:
     """Tokens of the multiprocess executor, the same sparse, dense and stock: sums of INT8 products are exact."""
-    answer = zygote.ask(Request(models["bare"], SPARSE, {"tensor_parallel_size": RANKS}))
+    answer = engines.ask(Request(models["bare"], SPARSE, {"tensor_parallel_size": RANKS}))
     assert not answer.error, f"{answer.error}\n{answer.log[-4000:]}"
     assert f"{len(LAYERS)} layers sparse" in answer.summary
     return answer.tokens

@@ -20,8 +20,8 @@ import bitnets
 import numpy as np
 import pytest
 import trained
+from engines import Answer, EnginePool, Request
 from gpu_layers import require_served
-from zygote import Answer, Request, Zygotes
 
 from slidesparse.convert.options import ConvertOptions
 from slidesparse.convert.stream import convert
@@ -140,7 +140,7 @@ class Farm:
         ``at_a_time`` is how many engines run at once, at most.
         """
         self.folder, self.source, self.tasks = folder, folder / "trained", tasks
-        self.zygotes = Zygotes(
+        self.pool = EnginePool(
             min(at_a_time, 3 * (os.cpu_count() or 1) // 4 or 1)
         )  # they import vLLM meanwhile
         command = [sys.executable, trained.__file__, str(self.source)]
@@ -153,7 +153,7 @@ class Farm:
     def start(self, engine: Engine) -> Future[Answer]:
         """The answer to come; of an engine that was started before, that one."""
         if engine not in self._answers:
-            self._answers[engine] = self.zygotes.submit(self._request(engine))
+            self._answers[engine] = self.pool.submit(self._request(engine))
         return self._answers[engine]
 
     def answer(self, engine: Engine) -> Answer:
@@ -231,7 +231,7 @@ class Farm:
         )
 
     def close(self) -> None:
-        self.zygotes.close()
+        self.pool.close()
 
 
 def forced(answer: Answer) -> list[Best]:

@@ -77,8 +77,8 @@ class Answer:
         return lines[-1].split("SlideSparse ", 1)[1] if lines else ""
 
 
-class Zygote:
-    """The parent's side."""
+class Engines:
+    """A fork server for vLLM engines, as its client sees it."""
 
     def __init__(self) -> None:
         self.cache = tempfile.TemporaryDirectory(
@@ -121,18 +121,18 @@ class Zygote:
         self.cache.cleanup()
 
 
-class Zygotes:
-    """Several, so that as many engines run at a time; they import vLLM from now on, all at once."""
+class EnginePool:
+    """Several fork servers, so that as many engines run at a time; all import vLLM at once, from now on."""
 
     def __init__(self, count: int) -> None:
-        self.all = [Zygote() for _ in range(count)]
-        self._free: queue.SimpleQueue[Zygote] = queue.SimpleQueue()
+        self.all = [Engines() for _ in range(count)]
+        self._free: queue.SimpleQueue[Engines] = queue.SimpleQueue()
         for one in self.all:
             self._free.put(one)
         self._pool = ThreadPoolExecutor(count)
 
     def submit(self, request: Request) -> Future[Answer]:
-        """The answer to come of the first zygote that is free, in the order of the requests."""
+        """Return the future answer of the first server that is free, in the order of the requests."""
         return self._pool.submit(self._ask, request)
 
     def _ask(self, request: Request) -> Answer:
