@@ -25,7 +25,7 @@ from slidesparse.kernels import Producer, RmsNorm, SiluMul
 from slidesparse.pattern import SlidePattern
 from slidesparse.slide import lift
 from slidesparse.tune.measure import Launch
-from slidesparse.tune.session import Session, free_cached_memory
+from slidesparse.tune.session import Session
 
 TOKENS = (4096, 8192, 16384)
 WIDTHS = (2048, 3584, 18944)  # in-features; for dequant_bias the out-features
@@ -112,7 +112,7 @@ class BandwidthBench:
                 if self._session.deadline.passed:
                     return False
                 self.records.add(key | self._measure(cell))
-                free_cached_memory(self._session.gpu)
+                torch.cuda.empty_cache()
             self._session.advance(f"{cell.kernel} {cell.dtype} {cell.m}x{cell.k}")
         return True
 
