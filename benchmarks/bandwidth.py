@@ -48,9 +48,8 @@ BACKEND = Hopper()
 class Cell:
     """One kernel at one size; ``dtype`` is the one it quantizes to, or that of the accumulators it scales."""
 
-    kernel: (
-        str  # QUANT_ONLY, also of hopper, "dequant_bias", or one of QUANTIZERS or HOPPER_KERNELS and " 6:8"
-    )
+    # QUANT_ONLY, also of hopper, "dequant_bias", or one of QUANTIZERS or HOPPER_KERNELS and " 6:8"
+    kernel: str
     dtype: str
     m: int
     k: int

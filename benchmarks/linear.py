@@ -167,9 +167,8 @@ class LinearBench:
         subject = f"{provider.name} {provider.pattern}"
         try:
             timing = time_exactly(self._session.clock, launch, copies)
-        except (
-            RuntimeError
-        ) as error:  # a LibraryError or BackendError, in its words where C++ runs the operator
+        # a LibraryError or BackendError, in its words where C++ runs the operator
+        except RuntimeError as error:
             self._session.skipped.append(f"{subject}: {error}")
             return
         if not timing.graphed:

@@ -52,9 +52,8 @@ class Request:
     pretend_cuda: bool = False  # resolve as on a machine with a GPU
     pieces: bool = False  # compile as on a machine with a GPU: by vLLM's own backend, cut at attentions
     exact_fp8: bool = False  # accumulate FP8 in float64: the yardstick for everybody's error
-    yardstick: str = (
-        ""  # serve by the reference backend with sums in "float64", or those rounded to "bfloat16"
-    )
+    # serve by the reference backend with sums in "float64", or those rounded to "bfloat16"
+    yardstick: str = ""
     registered: str = ""  # a module whose ENTRY is added to the registry of backends
     seconds: int = 600  # after which the engine is ended
 
@@ -81,9 +80,8 @@ class Engines:
     """A fork server for vLLM engines, as its client sees it."""
 
     def __init__(self) -> None:
-        self.cache = tempfile.TemporaryDirectory(
-            prefix="vllm-cache-"
-        )  # compiled graphs of this run, no others
+        # compiled graphs of this run, no others
+        self.cache = tempfile.TemporaryDirectory(prefix="vllm-cache-")
         env = {name: value for name, value in os.environ.items() if name not in FLAGS}
         env |= {
             "VLLM_CPU_KVCACHE_SPACE": "1",
@@ -264,9 +262,8 @@ def _accumulate_in_float64(rounded_to: str) -> None:
 
 def _child(request: Request, log: str, out: int) -> None:
     os.setsid()  # so that it can be ended with all processes that it starts
-    os.register_at_fork(
-        after_in_child=lambda: os.closerange(out, out + 1)
-    )  # the answer is there without them
+    # the answer is there without them
+    os.register_at_fork(after_in_child=lambda: os.closerange(out, out + 1))
     with open(log, "w") as sink:
         os.dup2(sink.fileno(), 1)
         os.dup2(sink.fileno(), 2)
