@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from slidesparse.vllm_patch import compat, fusion
-from slidesparse.vllm_patch.loading import Arrivals, require_numbers, take_packed
+from slidesparse.vllm_patch.loading import LoadCheck, require_numbers, take_packed
 from torch import Tensor
 from vllm.logger import init_logger
 from vllm.model_executor.layers.quantization.compressed_tensors.schemes import (
@@ -105,13 +105,13 @@ class SlideSparseScheme(CompressedTensorsScheme):
             )
         slid = self._slides if self.slided else None
         columns = slid.layout(whole).slided if slid else whole
-        self.arrivals = Arrivals(self.name, columns, len(kwargs["output_partition_sizes"]))
+        self.load_check = LoadCheck(self.name, columns, len(kwargs["output_partition_sizes"]))
         self.inner.create_weights(layer=layer, **kwargs)
         for kind in ("weight", "weight_scale"):
             parameter = getattr(layer, kind)
-            parameter.weight_loader = self.arrivals.watch(parameter.weight_loader, kind)
+            parameter.weight_loader = self.load_check.watch(parameter.weight_loader, kind)
         # vLLM makes the bias next, with this loader.
-        layer.weight_loader = self.arrivals.watch(layer.weight_loader, "bias")
+        layer.weight_loader = self.load_check.watch(layer.weight_loader, "bias")
         if self.config.resolution.layout == "packed":
             take_packed(layer, self.name, layer.weight.weight_loader)
         if self.dense_because is None and self._is_other_head(dtype):
@@ -193,7 +193,7 @@ class SlideSparseScheme(CompressedTensorsScheme):
         if getattr(layer.weight, PACKED, False):
             return
         if not self.dummy:
-            self.arrivals.require_all(layer)
+            self.load_check.require_all(layer)
         packed = None if self.dense_because else self._packed(self._loaded(layer))
         if packed is None:
             self.dense_because = self.dense_because or BREAKS

@@ -133,9 +133,9 @@ def test_a_layer_of_one_out_feature(monkeypatch: pytest.MonkeyPatch, missing: st
         parameter.weight_loader(parameter, tensors[kind])
     if missing:
         with pytest.raises(CheckpointError, match=f"score: the checkpoint lacks its {missing}"):
-            scheme.arrivals.require_all(layer)
+            scheme.load_check.require_all(layer)
     else:
-        scheme.arrivals.require_all(layer)
+        scheme.load_check.require_all(layer)
 
 
 def test_experts_are_recognized() -> None:
