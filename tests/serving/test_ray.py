@@ -20,6 +20,7 @@ from typing import Any
 
 import pytest
 import torch
+from edits import edited
 from engines import Engines, Request
 from models import QWEN, converted, write_w8a8
 from ray_engine import FLAGS, RANKS, RayRequest
@@ -88,13 +89,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     """The same pruned weights twice: ``pruned`` says so in its metadata, for ``bare`` only flags can say it."""
     folder = tmp_path_factory.mktemp("models")
     pruned = converted(write_w8a8(QWEN, folder / "source"), folder / "pruned", "6:8")
-    bare = folder / "bare"
-    bare.mkdir()
-    (bare / "model.safetensors").symlink_to(pruned / "model.safetensors")
-    config = json.loads((pruned / "config.json").read_text())
-    del config["quantization_config"]["slidesparse"]
-    (bare / "config.json").write_text(json.dumps(config))
-    return {"pruned": str(pruned), "bare": str(bare)}
+    return {"pruned": str(pruned), "bare": edited(pruned, folder / "bare", {}, {"slidesparse": None})}
 
 
 @pytest.fixture(scope="module")

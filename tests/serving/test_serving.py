@@ -6,14 +6,13 @@ the same rounding of activations, the same order of scales and bias), so the tok
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from statistics import mean, stdev
 
 import numpy as np
 import pytest
 import torch
-from edits import edited
+from edits import SPARSE_FLAGS, edited
 from engines import Answer, Engines, Request
 from models import LLAMA, QWEN, Decoder, converted, write_w8a8
 from safetensors.torch import load_file
@@ -151,19 +150,12 @@ def test_a_dense_model_by_our_kernels(engines: Engines, store: Path) -> None:
 
 def test_flags_alone_make_an_ordinary_checkpoint_sparse(engines: Engines, store: Path) -> None:
     """Pruned weights without our metadata: the flags say the pattern, the loader checks it."""
-    model = Path(checkpoint(store, QWEN, "6:8"))
-    bare = store / "bare"
-    bare.mkdir()
-    (bare / "model.safetensors").symlink_to(model / "model.safetensors")
-    config = json.loads((model / "config.json").read_text())
-    del config["quantization_config"]["slidesparse"]
-    (bare / "config.json").write_text(json.dumps(config))
-    left_alone = served(engines, Request(str(bare)))
+    bare = edited(Path(checkpoint(store, QWEN, "6:8")), store / "bare", {}, {"slidesparse": None})
+    left_alone = served(engines, Request(bare))
     assert not left_alone.summary
-    flags = {"USE_CUSPARSELT": "1", "SPARSITY": "2_8"}
-    assert sparse(engines, str(bare), env=flags).tokens == left_alone.tokens
-    spawned = {**flags, "VLLM_WORKER_MULTIPROC_METHOD": "spawn"}
-    assert sparse(engines, str(bare), env=spawned, task="strip_env").tokens == left_alone.tokens
+    assert sparse(engines, bare, env=SPARSE_FLAGS).tokens == left_alone.tokens
+    spawned = {**SPARSE_FLAGS, "VLLM_WORKER_MULTIPROC_METHOD": "spawn"}
+    assert sparse(engines, bare, env=spawned, task="strip_env").tokens == left_alone.tokens
 
 
 @pytest.mark.parametrize(
