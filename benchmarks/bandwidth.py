@@ -25,7 +25,7 @@ from slidesparse.kernels import Producer, RmsNorm, SiluMul
 from slidesparse.pattern import SlidePattern
 from slidesparse.slide import lift
 from slidesparse.tune.measure import Launch
-from slidesparse.tune.session import Session, free_cached_memory
+from slidesparse.tune.session import Session
 
 TOKENS = (4096, 8192, 16384)
 WIDTHS = (2048, 3584, 18944)  # in-features; for dequant_bias the out-features
@@ -48,9 +48,8 @@ BACKEND = Hopper()
 class Cell:
     """One kernel at one size; ``dtype`` is the one it quantizes to, or that of the accumulators it scales."""
 
-    kernel: (
-        str  # QUANT_ONLY, also of hopper, "dequant_bias", or one of QUANTIZERS or HOPPER_KERNELS and " 6:8"
-    )
+    # QUANT_ONLY, also of hopper, "dequant_bias", or one of QUANTIZERS or HOPPER_KERNELS and " 6:8"
+    kernel: str
     dtype: str
     m: int
     k: int
@@ -112,7 +111,7 @@ class BandwidthBench:
                 if self._session.deadline.passed:
                     return False
                 self.records.add(key | self._measure(cell))
-                free_cached_memory(self._session.gpu)
+                torch.cuda.empty_cache()
             self._session.advance(f"{cell.kernel} {cell.dtype} {cell.m}x{cell.k}")
         return True
 

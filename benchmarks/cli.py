@@ -122,21 +122,22 @@ def _parse_libraries(gpu: Gpu, names: str | None) -> list[Tunable]:
     return found
 
 
-def _stock(path: Path | None, left_out: bool) -> Stock | None:
-    from benchmarks.stock import find
-
-    if left_out:
-        return None
-    found = find(path)
-    if found is None:
-        err.print("vLLM is not installed, so its kernels are not measured; --vllm-library names them")
-    return found
-
-
-def _facts(gpu: Gpu, libraries: Sequence[Tunable], stock: Stock | None) -> dict[str, Any]:
+def _subjects(
+    conditions: Path, library: str | None, vllm_library: Path | None, no_stock: bool
+) -> tuple[Gpu, list[Tunable], Stock | None]:
+    """Return the GPU, the backends and vLLM's kernels to measure, and write the conditions of their table."""
     from benchmarks.conditions import gpu_conditions
+    from benchmarks.records import write_conditions
+    from benchmarks.stock import find
+    from slidesparse.tune import machine
 
-    return {**gpu_conditions(gpu, libraries), "vllm_library": stock.path if stock else None}
+    gpu = machine.require_gpu()
+    libraries, stock = _parse_libraries(gpu, library), None if no_stock else find(vllm_library)
+    if not (stock or no_stock):
+        err.print("vLLM is not installed, so its kernels are not measured; --vllm-library names them")
+    facts = {**gpu_conditions(gpu, libraries), "vllm_library": stock.path if stock else None}
+    write_conditions(conditions, facts)
+    return gpu, libraries, stock
 
 
 @app.command()
@@ -157,9 +158,8 @@ def kernel(
     """GEMM alone: cuBLASLt, the sparse libraries at each pattern and vLLM's kernel; writes OUT/kernel.csv."""
     began = time.monotonic()
     from benchmarks.kernel import DTYPES, KernelBench, model_groups, square_groups
-    from benchmarks.records import amend_conditions, write_conditions
+    from benchmarks.records import amend_conditions
     from benchmarks.timing import copy_rate
-    from slidesparse.tune import machine
     from slidesparse.tune.shapes import parse_choice
 
     dtypes = parse_choice("--dtype", dtype, DTYPES)
@@ -168,10 +168,8 @@ def kernel(
         groups = square_groups(dtypes, tokens)
     else:
         groups = model_groups(parse_models(model, shapes), dtypes, tokens)
-    gpu = machine.require_gpu()
-    libraries, stock = _parse_libraries(gpu, library), _stock(vllm_library, no_stock)
     conditions = out / "kernel.json"
-    write_conditions(conditions, _facts(gpu, libraries, stock))
+    gpu, libraries, stock = _subjects(conditions, library, vllm_library, no_stock)
 
     def make(session: Session) -> Bench:
         amend_conditions(conditions, {"copy_GBps": round(copy_rate(session), 1)})
@@ -198,25 +196,18 @@ def linear(
     began = time.monotonic()
     from benchmarks.kernel import model_groups
     from benchmarks.linear import LinearBench
-    from benchmarks.records import write_conditions
     from slidesparse.tune import machine
     from slidesparse.tune.shapes import parse_choice
 
     dtypes = parse_choice("--dtype", dtype, machine.SERVED_DTYPES)
-    patterns, groups = (
-        _parse_patterns(pattern, mixed=True),
-        model_groups(parse_models(model, shapes), dtypes, parse_token_counts(m)),
-    )
-    gpu = machine.require_gpu()
-    libraries, stock = _parse_libraries(gpu, library), _stock(vllm_library, no_stock)
-    write_conditions(out / "linear.json", _facts(gpu, libraries, stock))
-    _fill(
-        began,
-        time_limit,
-        gpu,
-        as_json,
-        lambda session: LinearBench(session, out, groups, libraries, stock, patterns),
-    )
+    patterns = _parse_patterns(pattern, mixed=True)
+    groups = model_groups(parse_models(model, shapes), dtypes, parse_token_counts(m))
+    gpu, libraries, stock = _subjects(out / "linear.json", library, vllm_library, no_stock)
+
+    def make(session: Session) -> Bench:
+        return LinearBench(session, out, groups, libraries, stock, patterns)
+
+    _fill(began, time_limit, gpu, as_json, make)
 
 
 @app.command()
@@ -298,13 +289,8 @@ def spmm(
     libraries = [one for one in _parse_libraries(gpu, library) if one.sparse]
     conditions = out / "spmm.json"
     write_conditions(conditions, {**gpu_conditions(gpu, libraries), "cpu": cpu_conditions()["cpu"]})
-    _fill(
-        began,
-        time_limit,
-        gpu,
-        as_json,
-        lambda session: SpmmBench(session, out, jobs(todo, dtypes, sparsities, libraries)),
-    )
+    work = jobs(todo, dtypes, sparsities, libraries)
+    _fill(began, time_limit, gpu, as_json, lambda session: SpmmBench(session, out, work))
     left = None if time_limit is None else began + time_limit - time.monotonic()
     if counters and (left is None or left > 0):
         amend_conditions(conditions, {"counters": spmm_counters.measure(out, left)})

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
-import subprocess
 from collections.abc import Sequence
 from typing import Any
 
@@ -13,7 +11,6 @@ from slidesparse import __version__, doctor
 from slidesparse.gemm.backend import Tunable
 from slidesparse.tune.machine import Gpu
 
-TOOL_SECONDS = 20
 # name in the conditions -> field of nvidia-smi
 SMI_FIELDS = {
     "driver": "driver_version",
@@ -61,22 +58,12 @@ def _versions() -> dict[str, str | None]:
 
 def _query_smi(gpu: Gpu) -> dict[str, str | float | None]:
     """Query nvidia-smi about the GPU; all fields are None if that fails."""
-    program = shutil.which("nvidia-smi")
-    unknown: dict[str, str | float | None] = dict.fromkeys(SMI_FIELDS)
-    if program is None:
-        return unknown
-    command = [program, f"--query-gpu={','.join(SMI_FIELDS.values())}", "--format=csv,noheader,nounits"]
     # Without an id it lists all GPUs, and the first is this one only if there is just one.
-    command += [f"--id=GPU-{gpu.uuid.removeprefix('GPU-')}"] if gpu.uuid else []
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=TOOL_SECONDS, check=False)
-    except (OSError, subprocess.TimeoutExpired):
-        return unknown
-    lines = done.stdout.strip().splitlines()
-    words = [word.strip() for word in lines[0].split(",")] if lines and not done.returncode else []
-    if len(words) != len(SMI_FIELDS):
-        return unknown
-    found = dict(zip(SMI_FIELDS, words, strict=True))
+    chosen = [f"--id=GPU-{gpu.uuid.removeprefix('GPU-')}"] if gpu.uuid else []
+    rows, _ = doctor.query_smi(SMI_FIELDS.values(), *chosen)
+    if not rows:
+        return dict.fromkeys(SMI_FIELDS)
+    found = dict(zip(SMI_FIELDS, rows[0], strict=True))
     return {name: word if name == "driver" else _parse_number(word) for name, word in found.items()}
 
 

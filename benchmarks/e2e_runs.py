@@ -32,6 +32,7 @@ from benchmarks.e2e import (
     environment,
 )
 from benchmarks.records import E2E, SHARED_CONDITIONS, Records, amend_conditions
+from slidesparse.evaluate.engine import ERROR_LINE
 from slidesparse.tune import machine
 from slidesparse.tune.measure import Deadline
 
@@ -50,7 +51,6 @@ SERVED_LINE = re.compile(
     r"(?P<layers>\d+) layers (?P<kind>sparse|on the cuBLASLt|in blocks).*)"
 )
 CACHE_SIZE_LINE = re.compile(r"KV cache size: ([\d,]+) tokens")
-ERROR_LINE = re.compile(r"\b\w+(?:Error|Exception): .*")
 
 
 class RunError(RuntimeError):

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+import torch
 from torch import Tensor
 
 from benchmarks.records import KERNEL, Records
@@ -22,7 +23,7 @@ from slidesparse.pattern import round_up
 from slidesparse.tune.machine import SERVED_DTYPES
 from slidesparse.tune.measure import Timing
 from slidesparse.tune.search import search
-from slidesparse.tune.session import Session, free_cached_memory
+from slidesparse.tune.session import Session
 from slidesparse.tune.shapes import Layer, slided_columns
 
 DTYPES = ("int8", "fp8", "fp16", "bf16")
@@ -160,7 +161,7 @@ class KernelBench:
                         return False
                     self._measure(group, cell, m, missing, weights)
                 self._session.advance(f"{group.model} {group.layer.name} {group.dtype} M={m}")
-        free_cached_memory(self._session.gpu)
+        torch.cuda.empty_cache()
         return True
 
     def _measure(

@@ -20,7 +20,7 @@ from slidesparse.gemm.problem import LAYOUTS, Layout, LibraryError, Plan, Proble
 from slidesparse.pattern import round_up
 from slidesparse.tune.inputs import Operands
 from slidesparse.tune.search import outputs_agree, search
-from slidesparse.tune.session import Session, free_cached_memory
+from slidesparse.tune.session import Session
 from slidesparse.tune.shapes import Layer, slided_columns
 
 PATTERN = "6:8"  # of the weights of sparse libraries
@@ -89,7 +89,7 @@ class LayoutBench:
                         return False
                     self.records.add(key | self._measure(product.library, layout, right, weights))
                 self._session.advance(f"{product.library.name} {product.layer.name} {product.dtype} M={m}")
-        free_cached_memory(self._session.gpu)
+        torch.cuda.empty_cache()
         return True
 
     def _measure(

@@ -25,7 +25,7 @@ from slidesparse.gemm.problem import DTYPES
 from slidesparse.pattern import SlidePattern, parse_pattern
 from slidesparse.tune.inputs import with_sparse_blocks
 from slidesparse.tune.measure import Launch
-from slidesparse.tune.session import Session, free_cached_memory
+from slidesparse.tune.session import Session
 from slidesparse.tune.shapes import Layer
 
 SUM_LAYER = "sum"  # the layer whose times are the sums of the others' absolute times
@@ -139,7 +139,7 @@ class LinearBench:
                         weights[provider] = self._weights(group, provider)
                     self._measure(group, provider, row, m, weights[provider], scale_w)
                 self._session.advance(f"{group.model} {group.layer.name} {group.dtype} M={m}")
-            free_cached_memory(self._session.gpu)  # memory that deleted graphs leave reserved
+            torch.cuda.empty_cache()  # memory that deleted graphs leave reserved
         return True
 
     def _copies(self, group: Group, m: int) -> int:
@@ -167,9 +167,8 @@ class LinearBench:
         subject = f"{provider.name} {provider.pattern}"
         try:
             timing = time_exactly(self._session.clock, launch, copies)
-        except (
-            RuntimeError
-        ) as error:  # a LibraryError or BackendError, in its words where C++ runs the operator
+        # a LibraryError or BackendError, in its words where C++ runs the operator
+        except RuntimeError as error:
             self._session.skipped.append(f"{subject}: {error}")
             return
         if not timing.graphed:

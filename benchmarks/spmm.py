@@ -25,7 +25,7 @@ from slidesparse.gemm.backend import TWO_FOUR, Tunable
 from slidesparse.gemm.problem import DTYPES, LibraryError, Problem
 from slidesparse.spmm import MAX_GROUP, STRIP, Compressed, compress, decompress, prune, sequential, spmm
 from slidesparse.tune.measure import Launch, Timing
-from slidesparse.tune.session import Session, free_cached_memory
+from slidesparse.tune.session import Session
 from slidesparse.tune.shapes import Layer, ShapeError, slided_columns, split_list
 
 VARIANTS = {  # name -> (variant of `spmm`, splits)
@@ -164,7 +164,7 @@ class SpmmBench:
         for provider in job.providers:
             self._session.advance(f"{job.shape.layer.name} {job.dtype} {provider} M={job.shape.m}")
         if missing:
-            free_cached_memory(self._session.gpu)
+            torch.cuda.empty_cache()
         return True
 
     def _note(self, job: Job, provider: str, timing: Timing, error: float, most: float) -> None:

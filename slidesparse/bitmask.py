@@ -94,9 +94,8 @@ def decompress(values: Tensor, bitmask: Tensor, in_features: int) -> Tensor:
         )
     counts = _counts(bitmask)
     fits = counts.sum() == len(values) if flat else (counts == values.shape[1]).all()
-    past = (
-        bitmask[:, -1:] >> in_features % BYTE if in_features % BYTE else bitmask[:, :0]
-    )  # bits of no column
+    # bits of no column
+    past = bitmask[:, -1:] >> in_features % BYTE if in_features % BYTE else bitmask[:, :0]
     if not bool(fits & ~past.any()):
         raise ValueError(
             f"{int(counts.sum())} bits set for {values.numel()} values"

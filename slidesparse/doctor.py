@@ -17,7 +17,7 @@ import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any
 
@@ -182,18 +182,24 @@ def system() -> Report:
     }
 
 
+def query_smi(fields: Collection[str], *options: str) -> tuple[list[list[str]], str]:
+    """Return the values of ``fields`` for each GPU that nvidia-smi lists, and why there is none."""
+    if shutil.which("nvidia-smi") is None:
+        return [], "nvidia-smi is not on the PATH"
+    query = f"--query-gpu={','.join(fields)}"
+    out, failed = _run("nvidia-smi", query, "--format=csv,noheader,nounits", *options)
+    rows = [[word.strip() for word in line.split(",")] for line in out.splitlines()]
+    return [row for row in rows if len(row) == len(fields)], failed or "nvidia-smi lists none"
+
+
 def gpus() -> Report:
     """List the GPUs that nvidia-smi finds."""
-    if shutil.which("nvidia-smi") is None:
-        return {"list": [], "words": "none: nvidia-smi is not on the PATH"}
-    fields = ("name", "driver_version", "compute_cap", "memory.total")
-    out, failed = _run("nvidia-smi", f"--query-gpu={','.join(fields)}", "--format=csv,noheader,nounits")
-    rows = [[word.strip() for word in line.split(",")] for line in out.splitlines() if line.count(",") == 3]
+    rows, failed = query_smi(("name", "driver_version", "compute_cap", "memory.total"))
     words = [f"{name}, compute capability {cc}, {mib} MiB, driver {driver}" for name, driver, cc, mib in rows]
     keys = ("name", "driver", "compute_capability", "memory_mib")
     return {
         "list": [dict(zip(keys, row, strict=True)) for row in rows],
-        "words": "\n".join(words) or f"none: {failed or 'nvidia-smi lists none'}",
+        "words": "\n".join(words) or f"none: {failed}",
     }
 
 

@@ -9,15 +9,13 @@ model's first layer to the end of its last one, including everything in between;
 
 Calls captured into a CUDA graph record their events inside the graph, and each replay overwrites them.  A second table
 shows the times of the last replay, averaged over graphs for the same number of tokens.  Replays run no Python, so their
-number is unknown, and shares are of the steps with the same number of tokens.  If torch cannot record events in graphs,
-calls are only counted.
+number is unknown, and shares are of the steps with the same number of tokens.
 
 Events prevent kernels from overlapping and take time themselves, so a profiled step is longer.
 """
 
 from __future__ import annotations
 
-import inspect
 import sys
 import time
 from collections import defaultdict
@@ -34,16 +32,6 @@ STEP = "step"
 PENDING = 4096  # most unread events; beyond that the host waits for the GPU to read them
 NEVER_SET = ("invalid resource handle", "not ready")  # CUDA's errors for an event that no replay has recorded
 
-
-def _have_external_events() -> bool:
-    """Return whether this torch can record events in a CUDA graph."""
-    try:
-        return "external" in inspect.signature(torch.cuda.Event.__new__).parameters
-    except (TypeError, ValueError):  # no signature to read
-        return False
-
-
-EXTERNAL = _have_external_events()
 
 Key = tuple[str, int]  # a layer's kind, and its tokens rounded up to a power of two
 _Mark = float | torch.cuda.Event
@@ -150,9 +138,6 @@ class Profiler:
     def stage(self, name: str, x: Tensor) -> Iterator[None]:
         """Time what is launched within, on the device of ``x``."""
         recorder = self._recorder(x)
-        if recorder.captures and not EXTERNAL:
-            yield
-            return
         start = _mark(x, recorder.captures)
         yield
         recorder.stage(name, start, _mark(x, recorder.captures))
@@ -163,10 +148,6 @@ class Profiler:
         kind = self.kinds.get(address, f"{n}x{q.shape[1]}")
         key = kind, 1 << max(0, tokens - 1).bit_length()
         self._last = recorder = self._recorder(q)
-        if recorder.captures and not EXTERNAL:
-            recorder.current = key
-            recorder.times.entries[key].calls += 1
-            return
         recorder.layer(key, address, q)
         if not recorder.captures and len(recorder.spans) > PENDING:
             self.collect()
@@ -186,12 +167,7 @@ class Profiler:
         self._launched.spans.clear()
 
     def replayed(self) -> Times:
-        """Return times from the last replay of each CUDA graph; graphs that were never replayed are left out.
-
-        If torch cannot record events in graphs, all calls, without times.
-        """
-        if not EXTERNAL:
-            return self._captured.times
+        """Return times from the last replay of each CUDA graph; graphs that were never replayed are left out."""
         times = Times(by_tokens=True)
         for key, name, start, end in self._captured.spans:
             try:
@@ -217,11 +193,7 @@ class Profiler:
             lines += times.lines()
         calls = sum(entry.calls for entry in self._captured.times.entries.values())
         if calls:
-            how = (
-                f"{replayed.steps} steps, as each graph was last replayed; microseconds are means of a call"
-                if EXTERNAL
-                else "not timed: this torch cannot record events in graphs; serve with --enforce-eager to time all"
-            )
+            how = f"{replayed.steps} steps, as each graph was last replayed; microseconds are means of a call"
             how += f"; some could not be read: {replayed.error}" if replayed.error else ""
             lines += [f"SlideSparse profile: {calls} calls captured into CUDA graphs; {how}"]
             lines += replayed.lines()
@@ -295,11 +267,7 @@ def _capturing(x: Tensor) -> bool:
 def _mark(x: Tensor, captured: bool) -> _Mark:
     if not x.is_cuda:
         return time.perf_counter()
-    event = (
-        torch.cuda.Event(enable_timing=True, external=True)
-        if captured
-        else torch.cuda.Event(enable_timing=True)
-    )
+    event = torch.cuda.Event(enable_timing=True, external=captured)
     event.record(torch.cuda.current_stream(x.device))
     return event
 

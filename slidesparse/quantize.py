@@ -67,9 +67,8 @@ def quantize_rows(x: Tensor, dtype: torch.dtype, arithmetic: Arithmetic = "cuda"
         absmax = values.new_zeros(x.shape[0], 1)
     else:
         absmax = values.abs().nan_to_num_(nan=0.0, posinf=torch.inf).amax(-1, keepdim=True)
-    largest = torch.full_like(
-        absmax, LARGEST[dtype]
-    )  # torch divides by a number in another way than by a tensor
+    # torch divides by a number in another way than by a tensor
+    largest = torch.full_like(absmax, LARGEST[dtype])
     scale = absmax / largest
     if dtype == FP8:
         scale = scale.clamp_(min=FP8_MIN_SCALE)

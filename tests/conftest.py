@@ -12,8 +12,8 @@ from functools import cache
 from pathlib import Path
 
 import pytest
+from engines import Engines
 from hypothesis import HealthCheck, settings
-from zygote import Zygote
 
 # Processes that tests start import this checkout and the helpers beside it, not an installed package.
 ROOT = Path(__file__).resolve().parents[1]
@@ -56,9 +56,9 @@ def missing_vllm() -> str | None:
 
 
 @pytest.fixture(scope="session")
-def zygote() -> Iterator[Zygote]:
+def engines() -> Iterator[Engines]:
     """One process with vLLM imported, which forks an engine per request."""
-    process = Zygote()
+    process = Engines()
     yield process
     process.close()
 

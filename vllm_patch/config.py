@@ -11,8 +11,8 @@ from typing import Any
 
 import regex  # as vLLM reads them
 from slidesparse.vllm_patch import compat, fusion
-from slidesparse.vllm_patch.census import Census
 from slidesparse.vllm_patch.scheme import W8A8, SlideSparseScheme, refusal
+from slidesparse.vllm_patch.summary import LayerSummary
 from vllm.logger import init_logger
 from vllm.model_executor.layers.linear import LinearBase
 from vllm.model_executor.layers.quantization import register_quantization_config
@@ -59,7 +59,7 @@ class SlideSparseConfig(CompressedTensorsConfig):
 
     resolution: Resolution
     metadata: Metadata | None
-    census: Census
+    summary: LayerSummary
     key: str  # what compiled graphs depend on, except for decisions that depend on the weights
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -110,7 +110,7 @@ class SlideSparseConfig(CompressedTensorsConfig):
             ) from error
         made.resolution = resolution
         made.metadata = Metadata.of_config(config)
-        made.census = Census()
+        made.summary = LayerSummary()
         made.key = _key(config, resolution)
         return made
 
@@ -141,7 +141,7 @@ class SlideSparseConfig(CompressedTensorsConfig):
                 f"{prefix}: vLLM cannot serve quantized experts here: {str(error).rstrip('.')}. Convert the original "
                 "model with --ignore '\\.experts\\.', which leaves them as they are"
             ) from error
-        self.census.settle(prefix, "MoE experts")
+        self.summary.count(prefix, "MoE experts")
         return method
 
     def get_scheme(self, layer: Any, layer_name: str | None = None) -> Any:
@@ -152,7 +152,7 @@ class SlideSparseConfig(CompressedTensorsConfig):
         """
         name = layer_name or type(layer).__name__
         if not isinstance(layer, LinearBase):
-            self.census.settle(name, "lm_head")
+            self.summary.count(name, "lm_head")
             return super().get_scheme(layer, layer_name)
         try:
             scheme = super().get_scheme(layer, layer_name)
@@ -170,15 +170,15 @@ class SlideSparseConfig(CompressedTensorsConfig):
             self._replaced_by(type(scheme).__name__, name)
         reason = "not quantized" if scheme is None else refusal(scheme)
         entry = None if reason else self._entry(name)
-        self.census.listed |= entry is not None
+        self.summary.listed |= entry is not None
         pattern = pattern_of(self.resolution, self.metadata, entry)
         reason = reason or left_to_vllm(self.resolution, pattern)
         if not isinstance(scheme, W8A8):
-            self.census.settle(name, reason)
+            self.summary.count(name, reason)
             return scheme
-        if not self.census.awaits():  # the first layer
-            self.census.fusion = fusion.register(self.key, self.resolution)
-        self.census.expect(name, layer)
+        if not self.summary.is_pending():  # the first layer
+            self.summary.fusion = fusion.register(self.key, self.resolution)
+        self.summary.expect(name, layer)
         return SlideSparseScheme(self, scheme, name, entry, pattern, reason)
 
     def _would_be_ours(self, layer: Any, name: str) -> bool:

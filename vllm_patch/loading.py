@@ -23,8 +23,8 @@ Loader = Callable[..., None]
 _AGAIN = "convert the original model again"
 
 
-class Arrivals:
-    """The parts of a layer's weight, scales and bias that were loaded so far.
+class LoadCheck:
+    """Checks the tensors of a layer while they are loaded, and that all of them were.
 
     Args:
         name: what the layer is called.
@@ -34,7 +34,7 @@ class Arrivals:
 
     def __init__(self, name: str, columns: int, parts: int) -> None:
         self._name, self._columns, self._parts = name, columns, parts
-        self._arrived: dict[str, set[object]] = {"weight": set(), "weight_scale": set(), "bias": set()}
+        self._loaded: dict[str, set[object]] = {"weight": set(), "weight_scale": set(), "bias": set()}
 
     def watch(self, loader: Loader, kind: str) -> Loader:
         """Wrap vLLM's ``loader(parameter, tensor, part)`` of a ``kind``, so that it checks the tensor first.
@@ -55,7 +55,7 @@ class Arrivals:
                     f"{self._name}: the checkpoint's {kind} of shape {list(tensor.shape)} does not fit the layer "
                     f"({str(error) or 'another shape is expected'}); {_AGAIN}"
                 ) from error
-            self._arrived[kind].add(next(iter((*part, *more.values())), None))
+            self._loaded[kind].add(next(iter((*part, *more.values())), None))
 
         return check_and_load
 
@@ -80,7 +80,7 @@ class Arrivals:
 
     def require_all(self, layer: torch.nn.Module) -> None:
         """Raise CheckpointError, which names the missing tensors, unless all were loaded; then reset for a reload."""
-        for kind, parts in self._arrived.items():
+        for kind, parts in self._loaded.items():
             if kind == "bias" and getattr(layer, "bias", None) is None:
                 continue
             whole = any(part is None or isinstance(part, tuple) for part in parts)
@@ -106,9 +106,8 @@ def take_packed(layer: torch.nn.Module, name: str, loader: Loader) -> None:
     Once all three are loaded they are unpacked on the layer's device, and ``loader`` gets the dense weight, which it
     cuts into tensor-parallel shards of any size.
     """
-    pending: dict[
-        object, dict[str, Tensor]
-    ] = {}  # part of the layer, such as q, k or v -> its tensors so far
+    # part of the layer, such as q, k or v -> its tensors so far
+    pending: dict[object, dict[str, Tensor]] = {}
 
     def loader_of(kind: str) -> Loader:
         @functools.wraps(loader)  # with its arguments' names, by which vLLM keeps calls for later

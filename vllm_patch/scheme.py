@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from slidesparse.vllm_patch import compat, fusion
-from slidesparse.vllm_patch.loading import Arrivals, require_numbers, take_packed
+from slidesparse.vllm_patch.loading import LoadCheck, require_numbers, take_packed
 from torch import Tensor
 from vllm.logger import init_logger
 from vllm.model_executor.layers.quantization.compressed_tensors.schemes import (
@@ -105,13 +105,13 @@ class SlideSparseScheme(CompressedTensorsScheme):
             )
         slid = self._slides if self.slided else None
         columns = slid.layout(whole).slided if slid else whole
-        self.arrivals = Arrivals(self.name, columns, len(kwargs["output_partition_sizes"]))
+        self.load_check = LoadCheck(self.name, columns, len(kwargs["output_partition_sizes"]))
         self.inner.create_weights(layer=layer, **kwargs)
         for kind in ("weight", "weight_scale"):
             parameter = getattr(layer, kind)
-            parameter.weight_loader = self.arrivals.watch(parameter.weight_loader, kind)
+            parameter.weight_loader = self.load_check.watch(parameter.weight_loader, kind)
         # vLLM makes the bias next, with this loader.
-        layer.weight_loader = self.arrivals.watch(layer.weight_loader, "bias")
+        layer.weight_loader = self.load_check.watch(layer.weight_loader, "bias")
         if self.config.resolution.layout == "packed":
             take_packed(layer, self.name, layer.weight.weight_loader)
         if self.dense_because is None and self._is_other_head(dtype):
@@ -193,7 +193,7 @@ class SlideSparseScheme(CompressedTensorsScheme):
         if getattr(layer.weight, PACKED, False):
             return
         if not self.dummy:
-            self.arrivals.require_all(layer)
+            self.load_check.require_all(layer)
         packed = None if self.dense_because else self._packed(self._loaded(layer))
         if packed is None:
             self.dense_because = self.dense_because or BREAKS
@@ -201,7 +201,7 @@ class SlideSparseScheme(CompressedTensorsScheme):
         else:
             self._serve(layer, packed)
         self.dummy = False  # weights loaded from now on are not random
-        self._settle()
+        self._report()
 
     def _loaded(self, layer: torch.nn.Module) -> Tensor:
         """Return the loaded weight; a random one, of dummy loading, is pruned first."""
@@ -248,7 +248,7 @@ class SlideSparseScheme(CompressedTensorsScheme):
         layer.input_scale = None
         layout, columns = self.spec.layout, self.spec.columns(self.backend.alignment)
         self.arguments = (layout.length, layout.phase, self.spec.dtype, columns, self.backend.name)
-        self.config.census.kinds[packed.data_ptr()] = self.name.rpartition(".")[2]
+        self.config.summary.kinds[packed.data_ptr()] = self.name.rpartition(".")[2]
 
     def _channel_scale(self, layer: torch.nn.Module) -> Tensor:
         """Return scales [N, 1] float32; a per-tensor scale is repeated for the rows of its part of a fused layer."""
@@ -258,24 +258,24 @@ class SlideSparseScheme(CompressedTensorsScheme):
         widths = torch.tensor(layer.logical_widths, device=scale.device)
         return scale.reshape(-1).expand(len(widths)).repeat_interleave(widths).reshape(-1, 1)
 
-    def _settle(self) -> None:
+    def _report(self) -> None:
         """Count the layer; after the last one, log the summary, or raise PatternError if no layer obeys the pattern."""
-        census, resolution = self.config.census, self.config.resolution
-        last = census.settle(self.name, self.dense_because, self.pattern.ratio)
+        summary, resolution = self.config.summary, self.config.resolution
+        last = summary.count(self.name, self.dense_because, self.pattern.ratio)
         # Not before the last layer: calls while loading are not profiled.
         if resolution.profile and (last or profiling.enabled()):
-            profiling.enable().kinds.update(census.kinds)
+            profiling.enable().kinds.update(summary.kinds)
         if not last:
             return
-        broken = sorted(name for name, why in census.dense.items() if why == BREAKS)
+        broken = sorted(name for name, why in summary.dense.items() if why == BREAKS)
         if broken:
             fusion.add_cache_key(f"dense: {', '.join(broken)}")
-        line = census.line(resolution)
+        line = summary.line(resolution)
         metadata = self.config.metadata
         if metadata and metadata.layers:
-            if not census.listed:  # in a pipeline stage or a draft model
+            if not summary.listed:  # in a pipeline stage or a draft model
                 line += "; none of the checkpoint's pruned layers is in this part of the model"
-        elif metadata or not census.sparse:
+        elif metadata or not summary.sparse:
             where = "of this checkpoint" if compat.stages() == 1 else "in this stage of the pipeline"
             raise PatternError(
                 f"{line}. No layer {where} obeys the pattern, so there is nothing to "

@@ -246,9 +246,8 @@ def main() -> None:
         "held_out": list(windows.shape),
     }
     conditions.write_text(json.dumps(found, indent=1) + "\n")
-    torch.backends.cuda.matmul.allow_tf32 = (
-        False  # products of codes and INT8 activations are exact in float32
-    )
+    # products of codes and INT8 activations are exact in float32
+    torch.backends.cuda.matmul.allow_tf32 = False
     rows = result_rows(options, shape, windows.to(options.device), calibration)
     with (options.out / "bitnet.csv").open("w", newline="") as file:
         writer = csv.DictWriter(file, FIELDS, lineterminator="\n")

@@ -367,9 +367,8 @@ def import_vllm() -> None:
     from vllm.model_executor.models.llama import LlamaForCausalLM
     from vllm.platforms import current_platform
 
-    vllm.ModelRegistry.register_model(
-        "LlamaForCausalLM", LlamaForCausalLM
-    )  # otherwise vLLM starts a process to query the GPU
+    # otherwise vLLM starts a process to query the GPU
+    vllm.ModelRegistry.register_model("LlamaForCausalLM", LlamaForCausalLM)
     with suppress(ImportError):  # the cells import them then
         if current_platform.is_cuda():
             import vllm.v1.attention.backends.flash_attn

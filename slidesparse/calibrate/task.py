@@ -25,10 +25,8 @@ from slidesparse.pattern import Pattern
 Progress = Callable[[str, int, int], None]  # phase, bytes done, bytes in all
 
 DEVICES = ("auto", "cpu", "cuda")
-TARGETS = (
-    "dense",
-    "own",
-)  # a layer's target output: that in the dense model, or its own on the pruned model's inputs
+# A layer's target output: that in the dense model, or its own on the pruned model's inputs
+TARGETS = ("dense", "own")
 # Rotate the residual stream: where possible, always (an error where impossible), or never
 ROTATIONS = ("auto", "on", "off")
 SWEEPS = 4

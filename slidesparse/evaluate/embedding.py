@@ -24,9 +24,8 @@ class Embedding:
     texts: int
     cosine_mean: Interval | None
     cosine_p1: Interval | None  # first percentile
-    top10: (
-        Interval | None
-    )  # share of the reference's ten nearest documents that the model also ranks in its ten
+    # share of the reference's ten nearest documents that the model also ranks in its ten
+    top10: Interval | None
     mrr: Interval | None
     mrr_against: Interval | None
     mrr_loss: Interval | None  # paired

@@ -26,9 +26,8 @@ class LayerSpec:
     out_features: int  # N
     in_features: int  # K
     pattern: SlidePattern | None  # None: the weight is dense
-    phase: (
-        int  # zero columns before the first: those of its block that belong to another tensor-parallel shard
-    )
+    # zero columns before the first: those of its block that belong to another tensor-parallel shard
+    phase: int
     dtype: torch.dtype  # type of the weight and the quantized activations: int8 or float8_e4m3fn
     out_dtype: torch.dtype
 

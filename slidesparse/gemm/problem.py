@@ -48,9 +48,8 @@ class Problem:
     m: int
     scale: str = "none"  # what the epilogue multiplies by: "none", or "both" scale_w and scale_x
     bias: bool = False  # whether the epilogue adds a bias [n]
-    blocks: str = (
-        ALL_2_4  # one of BLOCKS; dense blocks only for backends that take them, whose weights are not slid
-    )
+    # one of BLOCKS; dense blocks only for backends that take them, whose weights are not slid
+    blocks: str = ALL_2_4
 
     def __str__(self) -> str:
         epilogue = " * scale_w * scale_x" if self.scale == "both" else ""

@@ -8,6 +8,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
+import torch
+
 from slidesparse.gemm.backend import TWO_FOUR, Tunable
 from slidesparse.gemm.launches import Kernel, launch_problem
 from slidesparse.gemm.problem import ALL_2_4, ALL_DENSE, DTYPES, MIXED, LibraryError, Problem
@@ -16,7 +18,7 @@ from slidesparse.kernels import quantizer_kind
 from slidesparse.pattern import HARDWARE_LENGTH, SlidePattern, parse_pattern, round_up
 from slidesparse.tune.launches import search_launches
 from slidesparse.tune.search import SearchResult
-from slidesparse.tune.session import Session, free_cached_memory, served_outputs
+from slidesparse.tune.session import Session, served_outputs
 from slidesparse.tune.shapes import Layer, slided_columns
 
 Search = Callable[[Problem], SearchResult]  # records what it found; raises LibraryError
@@ -149,7 +151,7 @@ def _tune_job(session: Session, job: Job | KernelJob, force: bool, count: Summar
             _search_problem(session, job.library.name, problem, search, count)
         session.advance(f"{job.library.name} {problem.dtype} {problem.n}x{problem.k} M={problem.m}")
     if search:
-        free_cached_memory(session.gpu)
+        torch.cuda.empty_cache()  # so that other sizes fit
     return True
 
 

@@ -7,7 +7,6 @@ from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-import torch
 from torch import Tensor
 
 from slidesparse.gemm.backend import Tunable
@@ -84,12 +83,6 @@ def served_outputs(library: Tunable, dtype: str) -> list[tuple[str, str]]:
     if library.sparse and dtype == "int8" and "int32" in found and ("int32", "none") not in problems:
         problems.append(("int32", "none"))
     return problems
-
-
-def free_cached_memory(gpu: Gpu) -> None:
-    """Return unused memory to the GPU, so that other sizes fit."""
-    if gpu.device.type == "cuda":
-        torch.cuda.empty_cache()
 
 
 def summarize_skipped(skipped: Sequence[str]) -> list[str]:

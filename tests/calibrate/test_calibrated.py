@@ -39,16 +39,6 @@ FIRST = "model.layers.0.self_attn.q_proj"
 METHODS = pytest.mark.parametrize("method", ["sparsegpt", "wanda", "magnitude"])
 
 
-@pytest.fixture(scope="module")
-def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return llama(tmp_path_factory.mktemp("calibrated") / "source")
-
-
-@pytest.fixture
-def ids(tmp_path: Path) -> str:
-    return write_ids(tmp_path / "ids.npy")
-
-
 def errors(report: Report) -> dict[str, float]:
     return {row["name"]: row["error_quantized"] for row in report.layers}
 

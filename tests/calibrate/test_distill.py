@@ -29,16 +29,6 @@ STEPS = 12  # of a second each by the clock of these tests
 QUICK: dict[str, Any] = {"minutes": STEPS / 60, "finetune": 0}
 
 
-@pytest.fixture(scope="module")
-def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return llama(tmp_path_factory.mktemp("distill") / "source")
-
-
-@pytest.fixture
-def ids(tmp_path: Path) -> str:
-    return write_ids(tmp_path / "ids.npy")
-
-
 @pytest.fixture
 def text(tmp_path: Path) -> str:
     return write_ids(tmp_path / "text.npy", samples=256)

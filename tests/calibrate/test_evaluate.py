@@ -207,9 +207,8 @@ def test_lines_end_where_json_says(folder: Path) -> None:
     assert windows(folder / "a.jsonl", folder, 3, None) == [[0, 1, 2], [0, 1, 2]]
     pair = json.dumps({"query": "a\u2028b", "text": "c"}, ensure_ascii=False)
     (folder / "p.jsonl").write_text(f'\ufeff{pair}\n{{"query": "", "text": "d"}}\n', encoding="utf-8")
-    assert texts_or_pairs(folder / "p.jsonl", folder, None, longest=9).queries == [
-        [0, 1]
-    ]  # half a pair is left out
+    # half a pair is left out
+    assert texts_or_pairs(folder / "p.jsonl", folder, None, longest=9).queries == [[0, 1]]
     (folder / "a.txt").write_bytes("\ufeffa b é".encode("latin-1", "ignore"))
     with pytest.raises(SlideSparseError, match=r"a\.txt is not text in UTF-8"):
         windows(folder / "a.txt", folder, 3, None)

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 import torch
 from checkpoints import convert
+from engines import Engines, Request
 from models import LLAMA, converted, write_float
-from zygote import Request, Zygote
 
 from slidesparse import demo
 from slidesparse.calibrate.models import open_model, rms_norm
@@ -42,7 +42,7 @@ def exact_logprobs(folder: Path, ids: list[list[int]]) -> np.ndarray:
     return np.asarray(found)
 
 
-def test_perplexity_through_vllm(zygote: Zygote, tmp_path: Path) -> None:
+def test_perplexity_through_vllm(engines: Engines, tmp_path: Path) -> None:
     """The original as our own layers give it; the pruned one served by the plugin, and KL over all tokens."""
     source = write_float(LLAMA, tmp_path / "source")
     pruned = converted(source, tmp_path / "pruned", "6:8")
@@ -50,7 +50,7 @@ def test_perplexity_through_vllm(zygote: Zygote, tmp_path: Path) -> None:
 
     def scored(folder: Path, env: dict[str, str]) -> Scored:
         options = {"max_logprobs": -1}
-        answer = zygote.ask(Request(str(folder), env, options, task="perplexity", work={"ids": ids}))
+        answer = engines.ask(Request(str(folder), env, options, task="perplexity", work={"ids": ids}))
         assert not answer.error, f"{answer.error}\n{answer.log[-4000:]}"
         arrays = {**answer.data, "logprobs": answer.logprobs}
         return Scored({name: np.asarray(values) for name, values in arrays.items()}, answer.summary)

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from calibration import calibrated, write_ids
-from checkpoints import LLAMA, llama, snapshot, tensors_of
+from checkpoints import LLAMA, snapshot, tensors_of
 from torch.nn.attention import sdpa_kernel
 
 from slidesparse.calibrate import finetune as finetuning
@@ -26,11 +26,6 @@ from slidesparse.quantize import FP8, INT8, dequantize_rows, quantize_rows
 CPU = torch.device("cpu")
 SAMPLES, TOKENS, HIDDEN = 240, 16, LLAMA.hidden
 DTYPES = [INT8, FP8, None]
-
-
-@pytest.fixture(scope="module")
-def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return llama(tmp_path_factory.mktemp("finetune") / "source")
 
 
 @pytest.fixture(autouse=True)

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from calibration import DEVICES, calibrated, write_ids
+from calibration import DEVICES, calibrated
 from checkpoints import llama, snapshot
 
 from slidesparse.calibrate import pipeline, resume
@@ -24,11 +24,6 @@ from slidesparse.errors import CalibrationError
 @pytest.fixture
 def source(tmp_path: Path) -> Path:
     return llama(tmp_path / "source")
-
-
-@pytest.fixture
-def ids(tmp_path: Path) -> str:
-    return write_ids(tmp_path / "ids.npy")
 
 
 class Killed(BaseException):

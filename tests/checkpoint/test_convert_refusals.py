@@ -471,8 +471,8 @@ def test_violated_pattern(converted: Path, monkeypatch: pytest.MonkeyPatch) -> N
         assert "row 45, block 2 (columns from 16) has 8 non-zeros" in message
 
 
-def layer_of(block: dict[str, Any], name: str = Q) -> dict[str, Any]:
-    return block["slidesparse"]["layers"][name]
+def layer_of(block: dict[str, Any]) -> dict[str, Any]:
+    return block["slidesparse"]["layers"][Q]
 
 
 # A lie in the quantization_config of a converted checkpoint, and the facts that each command names

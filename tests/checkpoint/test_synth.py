@@ -15,8 +15,8 @@ import pytest
 import torch
 from checkpoints import config_of, convert, snapshot, tensors_of
 from commands import Done
+from engines import Engines, Request
 from models import LLAMA, QWEN, Decoder, write_float
-from zygote import Request, Zygote
 
 from slidesparse.calibrate.task import Calibration
 from slidesparse.checkpoint import storage
@@ -400,14 +400,14 @@ def test_tensors_are_those_of_transformers(tmp_path: Path, family: str) -> None:
 
 @pytest.mark.vllm
 @pytest.mark.parametrize("layout", ["dense", "slided"])
-def test_vllm_serves_it(zygote: Zygote, tmp_path: Path, layout: str) -> None:
+def test_vllm_serves_it(engines: Engines, tmp_path: Path, layout: str) -> None:
     """Stock vLLM the dense layout, the plugin the slided one.
 
     Their tokens are not compared: on CPUs without VNNI stock vLLM's INT8 kernel saturates with codes this large.
     """
     synth(config_file(tmp_path, QWEN), tmp_path / layout, pattern=SIX, layout=layout)
     env = {"DISABLE_SLIDESPARSE": "1"} if layout == "dense" else {}
-    answer = zygote.ask(Request(str(tmp_path / layout), env=env))
+    answer = engines.ask(Request(str(tmp_path / layout), env=env))
     assert not answer.error, f"{answer.error}\n{answer.log[-4000:]}"
     assert len({tuple(tokens) for tokens in answer.tokens}) == len(answer.tokens)
     assert ("8 layers sparse" in answer.summary) == (layout == "slided")
@@ -415,10 +415,10 @@ def test_vllm_serves_it(zygote: Zygote, tmp_path: Path, layout: str) -> None:
 
 @pytest.mark.vllm
 @pytest.mark.parametrize("name", PUBLIC)
-def test_vllm_accepts_the_public_configs(zygote: Zygote, tmp_path: Path, name: str) -> None:
+def test_vllm_accepts_the_public_configs(engines: Engines, tmp_path: Path, name: str) -> None:
     plan = synth_module._plan(read_config(name), "int8", SIX, "dense", 0, 4 * 10**9)
     for file, content in plan.small_files():
         (tmp_path / file).write_bytes(content)
-    answer = zygote.ask(Request(str(tmp_path), task="config_hash", options={"dtype": "bfloat16"}))
+    answer = engines.ask(Request(str(tmp_path), task="config_hash", options={"dtype": "bfloat16"}))
     assert not answer.error, f"{answer.error}\n{answer.log[-4000:]}"
     assert answer.config_hash

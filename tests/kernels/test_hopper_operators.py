@@ -227,9 +227,8 @@ def test_a_layer_that_differs_in_anything_is_planned_by_python_once(layers: Oper
             layers.linear(tokens(40), *layer.of())
             assert layers.in_python == expected
     layers.in_python = 0
-    layers.linear(
-        tokens(40), *Made(out=torch.float16).of(torch.randn(N))
-    )  # types of outputs and biases do not count
+    # types of outputs and biases do not count
+    layers.linear(tokens(40), *Made(out=torch.float16).of(torch.randn(N)))
     assert layers.in_python == 0
 
 

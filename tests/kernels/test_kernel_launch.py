@@ -37,11 +37,11 @@ class Kernel:
         return run
 
 
-def flat(count: int = 64, dtype: torch.dtype = torch.int8, offset: int = 0) -> torch.Tensor:
+def flat(dtype: torch.dtype = torch.int8, offset: int = 0) -> torch.Tensor:
     """A tensor ``offset`` bytes behind an address that is a multiple of 16."""
-    memory = torch.zeros(count + 32, dtype=torch.int8)
+    memory = torch.zeros(96, dtype=torch.int8)
     start = -memory.data_ptr() % 16 + offset
-    return memory[start : start + count].view(dtype)
+    return memory[start : start + 64].view(dtype)
 
 
 def test_the_second_launch_gets_all_arguments_in_order() -> None:

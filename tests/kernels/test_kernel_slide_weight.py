@@ -9,7 +9,6 @@ from __future__ import annotations
 import statistics
 from collections.abc import Callable, Iterator
 from functools import partial
-from pathlib import Path
 
 import interpreter
 import pytest
@@ -23,7 +22,6 @@ from slidesparse.prune import METHODS, prune
 from slidesparse.quantize import FP8, INT8
 from slidesparse.slide import nonzero, obeys, slide, violations
 
-ROOT = Path(__file__).parents[2]
 DTYPES = (INT8, FP8)
 SMALL = Config(4, 8, 1)  # several programs along and across even for the small weights of these tests
 NAN_CODES, NEGATIVE_ZERO, GUARD = (0x7F, -1), -128, 0x55
@@ -217,15 +215,10 @@ INTERPRETED = dict(cases(large=False))
 ON_GPU = dict(cases(large=True))
 
 
-@pytest.fixture(scope="module")
-def interpreted() -> dict[str, str | None]:
-    """Return what each case of the interpreter said, None where it passed."""
-    return interpreter.run(__file__)
-
-
 @pytest.mark.parametrize("name", INTERPRETED)
-def test_interpreted(interpreted: dict[str, str | None], name: str) -> None:
-    assert interpreted[name] is None, interpreted[name]
+def test_interpreted(name: str) -> None:
+    said = interpreter.run(__file__)[name]
+    assert said is None, said
 
 
 @pytest.mark.gpu

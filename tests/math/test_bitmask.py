@@ -17,9 +17,8 @@ from slidesparse.prune import prune
 
 SIX = SlidePattern.parse("6:8")
 BITS_MOVED = torch.tensor([[1, 0], [2, 0], [0, 0]], dtype=torch.uint8)  # from one row to another
-BITS_PAST = torch.tensor(
-    [[1 + 8, 16], [1 + 8, 16], [1 + 8, 16]], dtype=torch.uint8
-)  # one moved there, one cleared
+# one moved there, one cleared
+BITS_PAST = torch.tensor([[1 + 8, 16], [1 + 8, 16], [1 + 8, 16]], dtype=torch.uint8)
 
 
 def weight(rows: int, k: int, dtype: torch.dtype, pattern: SlidePattern, seed: int) -> Tensor:

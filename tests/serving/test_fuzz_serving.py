@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import pytest
-from zygote import Request, Zygote
+from engines import Engines, Request
 
 pytestmark = pytest.mark.vllm
 
 
-def test_damaged_checkpoints_are_refused_or_served_right(zygote: Zygote) -> None:
-    answer = zygote.ask(Request("", task="damaged", work={"first": 1090, "count": 30}))
+def test_damaged_checkpoints_are_refused_or_served_right(engines: Engines) -> None:
+    answer = engines.ask(Request("", task="damaged", work={"first": 1090, "count": 30}))
     assert not answer.error, f"{answer.error}\n{answer.log[-3000:]}"
     assert answer.data["defects"] == []
     for outcome in ("right", "refused"):

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 import torch
+from engines import Engines, Request
 from models import QWEN, converted, write_w8a8
-from zygote import Request, Zygote
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 
@@ -31,7 +31,7 @@ GPU_OPTIONS = {
     ids=["core", "worker"],
 )
 def test_a_process_that_is_killed(
-    zygote: Zygote, tmp_path: Path, task: str, victim: str, options: dict[str, Any]
+    engines: Engines, tmp_path: Path, task: str, victim: str, options: dict[str, Any]
 ) -> None:
     ranks = options.get("tensor_parallel_size", 1)
     if ON_GPU and torch.cuda.device_count() < ranks:
@@ -45,7 +45,7 @@ def test_a_process_that_is_killed(
         work={"victim": victim, "seconds": 1.0},
         seconds=240,
     )
-    answer = zygote.ask(request)
+    answer = engines.ask(request)
     assert not answer.error, answer.error + answer.log[-3000:]
     assert answer.summary, "the plugin did not serve"
     assert answer.data["raised"] == "EngineDeadError"

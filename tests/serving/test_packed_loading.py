@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 import torch
 from edits import refused
+from engines import Engines
 from strategies import assert_same_bits
 from torch import Tensor
-from zygote import Zygote
 
 from slidesparse.bitmask import compress
 from slidesparse.checkpoint.storage import CheckpointError
@@ -123,11 +123,11 @@ def test_what_does_not_fit_together(
     assert words in str(caught.value)
 
 
-def test_float_weights_are_to_be_converted(zygote: Zygote) -> None:
+def test_float_weights_are_to_be_converted(engines: Engines) -> None:
     model = str(STORED / "bf16-sparse-24-bitmask")
     words = (
         "Its weights are stored as sparse-24-bitmask",
         "convert it: slidesparse convert SRC OUT --sparsity 2:4",
     )
-    refused(zygote, model, {"USE_CUSPARSELT": "1"}, "is W8A8 with dynamic activations", *words)
-    refused(zygote, model, {}, "USE_CUSPARSELT=1 serves it if it is W8A8", *words)  # vLLM's own words follow
+    refused(engines, model, {"USE_CUSPARSELT": "1"}, "is W8A8 with dynamic activations", *words)
+    refused(engines, model, {}, "USE_CUSPARSELT=1 serves it if it is W8A8", *words)  # vLLM's own words follow

@@ -152,21 +152,6 @@ def test_other_errors_of_events_are_told(profiler: Profiler, monkeypatch: pytest
     assert "; some could not be read: invalid resource handle\n" in profiler.table()
 
 
-def test_calls_in_graphs_are_counted_where_torch_has_no_events_for_them(
-    profiler: Profiler, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(profiling, "EXTERNAL", False)
-    graph = Graph(monkeypatch)
-    layers, length, columns = two_layers()
-    run(16, layers, length, columns)
-    assert graph.events == []
-    head, _, *rows = profiler.table().splitlines()
-    assert head.startswith(
-        "SlideSparse profile: 2 calls captured into CUDA graphs; not timed: this torch cannot record events"
-    )
-    assert [row.split()[1:] for row in rows] == [["16", "2", *["-"] * 5]]
-
-
 def test_results_do_not_change(profiler: Profiler) -> None:
     layers, length, columns = two_layers()
     x = torch.randn(3, 32)

@@ -20,9 +20,10 @@ from typing import Any
 
 import pytest
 import torch
+from edits import edited
+from engines import Engines, Request
 from models import QWEN, converted, write_w8a8
 from ray_engine import FLAGS, RANKS, RayRequest
-from zygote import Request, Zygote
 
 pytestmark = [
     pytest.mark.vllm,
@@ -88,19 +89,13 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     """The same pruned weights twice: ``pruned`` says so in its metadata, for ``bare`` only flags can say it."""
     folder = tmp_path_factory.mktemp("models")
     pruned = converted(write_w8a8(QWEN, folder / "source"), folder / "pruned", "6:8")
-    bare = folder / "bare"
-    bare.mkdir()
-    (bare / "model.safetensors").symlink_to(pruned / "model.safetensors")
-    config = json.loads((pruned / "config.json").read_text())
-    del config["quantization_config"]["slidesparse"]
-    (bare / "config.json").write_text(json.dumps(config))
-    return {"pruned": str(pruned), "bare": str(bare)}
+    return {"pruned": str(pruned), "bare": edited(pruned, folder / "bare", {}, {"slidesparse": None})}
 
 
 @pytest.fixture(scope="module")
-def tokens(zygote: Zygote, models: dict[str, str]) -> list[list[int]]:
+def tokens(engines: Engines, models: dict[str, str]) -> list[list[int]]:
     """Tokens of the multiprocess executor, the same sparse, dense and stock: sums of INT8 products are exact."""
-    answer = zygote.ask(Request(models["bare"], SPARSE, {"tensor_parallel_size": RANKS}))
+    answer = engines.ask(Request(models["bare"], SPARSE, {"tensor_parallel_size": RANKS}))
     assert not answer.error, f"{answer.error}\n{answer.log[-4000:]}"
     assert f"{len(LAYERS)} layers sparse" in answer.summary
     return answer.tokens

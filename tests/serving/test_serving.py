@@ -6,18 +6,17 @@ the same rounding of activations, the same order of scales and bias), so the tok
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from statistics import mean, stdev
 
 import numpy as np
 import pytest
 import torch
-from edits import edited, refused
+from edits import SPARSE_FLAGS, edited, refused
+from engines import Answer, Engines, Request
 from models import LLAMA, QWEN, Decoder, converted, write_w8a8
 from safetensors.torch import load_file
 from torch import Tensor
-from zygote import Answer, Request, Zygote
 
 from slidesparse.bitmask import decompress
 from slidesparse.quantize import FP8
@@ -43,58 +42,58 @@ def checkpoint(store: Path, model: Decoder, pattern: str, layout: str = "dense",
     return str(out if out.exists() else converted(source, out, pattern, layout))
 
 
-def served(zygote: Zygote, request: Request) -> Answer:
-    answer = zygote.ask(request)
+def served(engines: Engines, request: Request) -> Answer:
+    answer = engines.ask(request)
     assert not answer.error, f"{answer.error}\n{answer.log[-4000:]}"
     return answer
 
 
-def stock(zygote: Zygote, model: str, **kwargs: object) -> Answer:
-    answer = served(zygote, Request(model, env=STOCK, **kwargs))  # type: ignore[arg-type]
+def stock(engines: Engines, model: str, **kwargs: object) -> Answer:
+    answer = served(engines, Request(model, env=STOCK, **kwargs))  # type: ignore[arg-type]
     assert not answer.summary, "stock vLLM was meant, but the plugin served"
     return answer
 
 
-def sparse(zygote: Zygote, model: str, layers: int = 8, **kwargs: object) -> Answer:
-    answer = served(zygote, Request(model, **kwargs))  # type: ignore[arg-type]
-    assert f"{layers} layers sparse" in answer.summary, answer.summary
+def sparse(engines: Engines, model: str, **kwargs: object) -> Answer:
+    answer = served(engines, Request(model, **kwargs))  # type: ignore[arg-type]
+    assert "8 layers sparse" in answer.summary, answer.summary
     return answer
 
 
 @pytest.mark.parametrize("model", FAMILIES)
 def test_int8_tokens_equal_stock_and_layouts_equal_each_other(
-    zygote: Zygote, store: Path, model: Decoder
+    engines: Engines, store: Path, model: Decoder
 ) -> None:
-    expected = stock(zygote, checkpoint(store, model, "6:8"))
+    expected = stock(engines, checkpoint(store, model, "6:8"))
     assert len({tuple(tokens) for tokens in expected.tokens}) == len(expected.tokens)  # the model does answer
     for layout in ("dense", "slided", "packed"):
-        answer = sparse(zygote, checkpoint(store, model, "6:8", layout))
+        answer = sparse(engines, checkpoint(store, model, "6:8", layout))
         assert answer.tokens == expected.tokens, layout
         assert f"{layout} layout; backend reference" in answer.summary
 
 
 @pytest.mark.parametrize("pattern", PATTERNS)
-def test_every_pattern(zygote: Zygote, store: Path, pattern: str) -> None:
+def test_every_pattern(engines: Engines, store: Path, pattern: str) -> None:
     """K is 128 and 320: most patterns leave a tail.  Layouts alternate, both are compared for 6:8 above."""
     layout = "slided" if PATTERNS.index(pattern) % 2 else "dense"
-    expected = stock(zygote, checkpoint(store, QWEN, pattern))
-    assert sparse(zygote, checkpoint(store, QWEN, pattern, layout)).tokens == expected.tokens
+    expected = stock(engines, checkpoint(store, QWEN, pattern))
+    assert sparse(engines, checkpoint(store, QWEN, pattern, layout)).tokens == expected.tokens
 
 
-def test_per_tensor_scales(zygote: Zygote, store: Path) -> None:
+def test_per_tensor_scales(engines: Engines, store: Path) -> None:
     source = write_w8a8(QWEN, store / "per-tensor", strategy="tensor")
     dense = str(converted(source, store / "per-tensor-pruned", "6:8", "dense"))
-    assert sparse(zygote, dense).tokens == stock(zygote, dense).tokens
+    assert sparse(engines, dense).tokens == stock(engines, dense).tokens
 
 
-def test_zero_points_of_symmetric_weights(zygote: Zygote, store: Path) -> None:
+def test_zero_points_of_symmetric_weights(engines: Engines, store: Path) -> None:
     """vLLM cannot load them, so `convert` drops them."""
-    expected = sparse(zygote, checkpoint(store, QWEN, "6:8"))
+    expected = sparse(engines, checkpoint(store, QWEN, "6:8"))
     zeros = {f"{name}.weight_zero_point": torch.zeros(n, 1).char() for name, (n, _) in QWEN.linears().items()}
     source = edited(store / "qwen2-int8", store / "zero-points", dict(zeros), {})
     out = str(converted(Path(source), store / "zero-points-pruned", "6:8"))
-    assert sparse(zygote, out).tokens == stock(zygote, out).tokens == expected.tokens
-    refused(zygote, source, STOCK, "weight_zero_point")
+    assert sparse(engines, out).tokens == stock(engines, out).tokens == expected.tokens
+    refused(engines, source, STOCK, "weight_zero_point")
 
 
 @pytest.mark.parametrize(
@@ -105,12 +104,12 @@ def test_zero_points_of_symmetric_weights(zygote: Zygote, store: Path) -> None:
     ],
 )
 def test_what_compressed_tensors_stored_sparse(
-    zygote: Zygote, store: Path, quant: str, form: str, env: dict[str, str]
+    engines: Engines, store: Path, quant: str, form: str, env: dict[str, str]
 ) -> None:
     """As the dense weights are served; tests/checkpoint/test_packed.py shows that its tensors have this form."""
     dense, packed = (checkpoint(store, LLAMA, "2:4", layout, quant) for layout in ("dense", "packed"))
     model = stored_sparse(Path(packed), store / form, form)
-    assert sparse(zygote, model, env=env).tokens == sparse(zygote, dense).tokens
+    assert sparse(engines, model, env=env).tokens == sparse(engines, dense).tokens
 
 
 def stored_sparse(packed: Path, out: Path, form: str) -> str:
@@ -139,47 +138,40 @@ def stored_sparse(packed: Path, out: Path, form: str) -> str:
     return edited(packed, out, tensors, method)
 
 
-def test_dense_path_of_the_papers(zygote: Zygote, store: Path) -> None:
-    expected = stock(zygote, checkpoint(store, QWEN, "6:8"))
+def test_dense_path_of_the_papers(engines: Engines, store: Path) -> None:
+    expected = stock(engines, checkpoint(store, QWEN, "6:8"))
     for layout in ("dense", "packed"):
         model = checkpoint(store, QWEN, "6:8", layout)
-        answer = served(zygote, Request(model, env={"USE_CUBLASLT": "1"}))
+        answer = served(engines, Request(model, env={"USE_CUBLASLT": "1"}))
         assert answer.summary.startswith("dense: 8 layers on the cuBLASLt path, not slid")
         assert answer.tokens == expected.tokens
 
 
-def test_a_dense_model_by_our_kernels(zygote: Zygote, store: Path) -> None:
+def test_a_dense_model_by_our_kernels(engines: Engines, store: Path) -> None:
     """Nothing is pruned and nothing refused; blocks are multiplied as they are."""
     model = store / "qwen-not-pruned"
     write_w8a8(QWEN, model, "int8")
-    answer = served(zygote, Request(str(model), env={"USE_CUSPARSELT": "1", "SPARSITY": "dense"}))
+    answer = served(engines, Request(str(model), env={"USE_CUSPARSELT": "1", "SPARSITY": "dense"}))
     assert answer.summary.startswith(
         "dense (nothing pruned): 8 layers in blocks, dense or 2:4 as they are, 1 dense ("
     )
-    assert answer.tokens == stock(zygote, str(model)).tokens
+    assert answer.tokens == stock(engines, str(model)).tokens
 
 
-def test_flags_alone_make_an_ordinary_checkpoint_sparse(zygote: Zygote, store: Path) -> None:
+def test_flags_alone_make_an_ordinary_checkpoint_sparse(engines: Engines, store: Path) -> None:
     """Pruned weights without our metadata: the flags say the pattern, the loader checks it."""
-    model = Path(checkpoint(store, QWEN, "6:8"))
-    bare = store / "bare"
-    bare.mkdir()
-    (bare / "model.safetensors").symlink_to(model / "model.safetensors")
-    config = json.loads((model / "config.json").read_text())
-    del config["quantization_config"]["slidesparse"]
-    (bare / "config.json").write_text(json.dumps(config))
-    left_alone = served(zygote, Request(str(bare)))
+    bare = edited(Path(checkpoint(store, QWEN, "6:8")), store / "bare", {}, {"slidesparse": None})
+    left_alone = served(engines, Request(bare))
     assert not left_alone.summary
-    flags = {"USE_CUSPARSELT": "1", "SPARSITY": "2_8"}
-    assert sparse(zygote, str(bare), env=flags).tokens == left_alone.tokens
-    spawned = {**flags, "VLLM_WORKER_MULTIPROC_METHOD": "spawn"}
-    assert sparse(zygote, str(bare), env=spawned, task="strip_env").tokens == left_alone.tokens
+    assert sparse(engines, bare, env=SPARSE_FLAGS).tokens == left_alone.tokens
+    spawned = {**SPARSE_FLAGS, "VLLM_WORKER_MULTIPROC_METHOD": "spawn"}
+    assert sparse(engines, bare, env=spawned, task="strip_env").tokens == left_alone.tokens
 
 
 @pytest.mark.parametrize(
     "eager", [True, pytest.param(False, marks=pytest.mark.slow)], ids=["eager", "compiled"]
 )
-def test_fp8_is_as_exact_as_stock(zygote: Zygote, store: Path, eager: bool) -> None:
+def test_fp8_is_as_exact_as_stock(engines: Engines, store: Path, eager: bool) -> None:
     """Both sum FP8 products in float32, in different orders.
 
     The yardstick is the same model with FP8 products summed in float64.  How far stock vLLM's top-1 log-probabilities
@@ -189,17 +181,17 @@ def test_fp8_is_as_exact_as_stock(zygote: Zygote, store: Path, eager: bool) -> N
     """
     dense, slided = (checkpoint(store, LLAMA, "6:8", layout, "fp8") for layout in ("dense", "slided"))
     options = {"enforce_eager": eager}
-    exact = _flat(sparse(zygote, dense, task="logprobs", options=options, exact_fp8=True).logprobs)
+    exact = _flat(sparse(engines, dense, task="logprobs", options=options, exact_fp8=True).logprobs)
     assert len(exact) > 100
     rounding = max(map(abs, exact)) * 2**-23
 
     def errors(answer: Answer) -> list[float]:
         return [abs(found - wanted) for found, wanted in zip(_flat(answer.logprobs), exact, strict=True)]
 
-    of_stock = errors(stock(zygote, dense, task="logprobs", options=options))
+    of_stock = errors(stock(engines, dense, task="logprobs", options=options))
     assert mean(of_stock) < 0.02 * stdev(exact)  # else the yardstick would let anything pass
     for model in (dense, slided):
-        ours = errors(sparse(zygote, model, task="logprobs", options=options))
+        ours = errors(sparse(engines, model, task="logprobs", options=options))
         for name, statistic in (("worst", max), ("average", mean)):
             bound = 2 * statistic(of_stock) + rounding
             assert statistic(ours) <= bound, f"{model}: {name} error {statistic(ours)}, bound {bound}"
@@ -210,10 +202,10 @@ def _flat(rows: list[list[float]]) -> list[float]:
 
 
 @pytest.mark.slow
-def test_int8_compiled_equals_eager(zygote: Zygote, store: Path) -> None:
+def test_int8_compiled_equals_eager(engines: Engines, store: Path) -> None:
     model = checkpoint(store, QWEN, "6:8", "slided")
-    compiled = sparse(zygote, model, options={"enforce_eager": False})
-    assert compiled.tokens == sparse(zygote, model).tokens
+    compiled = sparse(engines, model, options={"enforce_eager": False})
+    assert compiled.tokens == sparse(engines, model).tokens
 
 
 @pytest.mark.slow
@@ -226,16 +218,16 @@ def test_int8_compiled_equals_eager(zygote: Zygote, store: Path) -> None:
         pytest.param("4:6", "packed", id="shards cut blocks, packed"),
     ],
 )
-def test_two_tensor_parallel_ranks(zygote: Zygote, store: Path, pattern: str, layout: str) -> None:
+def test_two_tensor_parallel_ranks(engines: Engines, store: Path, pattern: str, layout: str) -> None:
     """Row-parallel K is 128 and 320, so shards of 64 and 160: whole blocks of 8, cut blocks of 6."""
     two = {"tensor_parallel_size": 2}
-    expected = stock(zygote, checkpoint(store, QWEN, pattern), options=two)
-    assert sparse(zygote, checkpoint(store, QWEN, pattern, layout), options=two).tokens == expected.tokens
+    expected = stock(engines, checkpoint(store, QWEN, pattern), options=two)
+    assert sparse(engines, checkpoint(store, QWEN, pattern, layout), options=two).tokens == expected.tokens
 
 
-def test_slided_layout_that_cannot_be_cut_says_which_sizes_work(zygote: Zygote, store: Path) -> None:
+def test_slided_layout_that_cannot_be_cut_says_which_sizes_work(engines: Engines, store: Path) -> None:
     model = checkpoint(store, QWEN, "4:6", "slided")
-    answer = zygote.ask(Request(model, options={"tensor_parallel_size": 2}))
+    answer = engines.ask(Request(model, options={"tensor_parallel_size": 2}))
     message = answer.error + answer.log
     assert "self_attn.o_proj: the slided layout of 128 in-features at 4:6 (2 of every 6 pruned)" in message
     assert "2 tensor-parallel shards of whole blocks; tensor-parallel sizes that work: 1." in message
@@ -245,19 +237,19 @@ def test_slided_layout_that_cannot_be_cut_says_which_sizes_work(zygote: Zygote, 
 @pytest.mark.parametrize("layout", ["dense", "slided", "packed"])
 @pytest.mark.parametrize("quant", ["int8", "fp8"])
 def test_dummy_weights_are_pruned_into_the_pattern(
-    zygote: Zygote, store: Path, layout: str, quant: str
+    engines: Engines, store: Path, layout: str, quant: str
 ) -> None:
     model = checkpoint(store, QWEN, "6:8", layout, quant)
-    assert sparse(zygote, model, options={"load_format": "dummy"}).tokens
+    assert sparse(engines, model, options={"load_format": "dummy"}).tokens
 
 
 @pytest.mark.parametrize("layout", ["dense", "slided", "packed"])
-def test_weights_can_be_reloaded(zygote: Zygote, store: Path, layout: str) -> None:
+def test_weights_can_be_reloaded(engines: Engines, store: Path, layout: str) -> None:
     model = checkpoint(store, QWEN, "6:8", layout)
-    assert sparse(zygote, model, task="reload").tokens == sparse(zygote, model).tokens
+    assert sparse(engines, model, task="reload").tokens == sparse(engines, model).tokens
 
 
-def test_compile_cache_key_follows_pattern_and_plugin(zygote: Zygote, store: Path) -> None:
+def test_compile_cache_key_follows_pattern_and_plugin(engines: Engines, store: Path) -> None:
     """vLLM reuses compiled graphs by this key: two that run different operators must not share it."""
     source = store / "qwen2-int8"
     checkpoint(store, QWEN, "6:8")
@@ -268,9 +260,9 @@ def test_compile_cache_key_follows_pattern_and_plugin(zygote: Zygote, store: Pat
         "cublaslt": {"USE_CUBLASLT": "1"},
     }
     keys = {
-        name: served(zygote, Request(str(source), env=env, task="config_hash")).config_hash
+        name: served(engines, Request(str(source), env=env, task="config_hash")).config_hash
         for name, env in environments.items()
     }
     assert len(set(keys.values())) == len(keys), keys
-    again = served(zygote, Request(str(source), env=environments["6:8"], task="config_hash")).config_hash
+    again = served(engines, Request(str(source), env=environments["6:8"], task="config_hash")).config_hash
     assert again == keys["6:8"]

@@ -8,8 +8,8 @@ import pytest
 import torch
 from bitnets import ONLINE, best, greedy, load, transformers_model, write_master
 from engine_tasks import PROMPTS
+from engines import Answer, Engines, Request
 from models import converted
-from zygote import Answer, Request, Zygote
 
 pytestmark = pytest.mark.vllm
 
@@ -23,34 +23,38 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 def ask(
-    zygote: Zygote, model: Path, task: str = "generate", env: dict[str, str] | None = None, **options: object
+    engines: Engines,
+    model: Path,
+    task: str = "generate",
+    env: dict[str, str] | None = None,
+    **options: object,
 ) -> Answer:
-    answer = zygote.ask(Request(str(model), env=env or {}, task=task, options=options))
+    answer = engines.ask(Request(str(model), env=env or {}, task=task, options=options))
     assert not answer.error, answer.error + answer.log[-3000:]
     return answer
 
 
-def test_float_logits_are_those_of_transformers(zygote: Zygote, made: dict[str, Path]) -> None:
+def test_float_logits_are_those_of_transformers(engines: Engines, made: dict[str, Path]) -> None:
     model = load(transformers_model(), made["master"])
     expected = best(model, PROMPTS)
-    found = ask(zygote, made["master"], "logprobs").logprobs
+    found = ask(engines, made["master"], "logprobs").logprobs
     for ours, theirs in zip(found, expected, strict=True):
         torch.testing.assert_close(torch.tensor(ours), torch.tensor(theirs), atol=1e-4, rtol=0)
-    assert ask(zygote, made["master"]).tokens == greedy(model, PROMPTS, 16)
+    assert ask(engines, made["master"]).tokens == greedy(model, PROMPTS, 16)
 
 
-def test_bfloat16_is_as_near_as_transformers(zygote: Zygote, made: dict[str, Path]) -> None:
+def test_bfloat16_is_as_near_as_transformers(engines: Engines, made: dict[str, Path]) -> None:
     model = load(transformers_model(), made["master"])
     exact = [x for row in best(model, PROMPTS) for x in row]
     rounded = [x for row in best(model.bfloat16(), PROMPTS) for x in row]
-    found = [x for row in ask(zygote, made["master"], "logprobs", dtype="bfloat16").logprobs for x in row]
+    found = [x for row in ask(engines, made["master"], "logprobs", dtype="bfloat16").logprobs for x in row]
     error, allowed = (
         (torch.tensor(x) - torch.tensor(exact)).square().mean().sqrt() for x in (found, rounded)
     )
     assert 0 < error < 2 * allowed
 
 
-def test_int8_logits_are_those_of_transformers_bit_linear(zygote: Zygote, made: dict[str, Path]) -> None:
+def test_int8_logits_are_those_of_transformers_bit_linear(engines: Engines, made: dict[str, Path]) -> None:
     """The two sum in other orders, so that a code on the edge of two may be either, and moves what follows a little.
 
     Most positions agree as float32 sums do (measured: 7e-7), and all together by far better than quantization changes
@@ -62,7 +66,7 @@ def test_int8_logits_are_those_of_transformers_bit_linear(zygote: Zygote, made: 
         )
         for config in (None, ONLINE)
     )
-    ours = torch.tensor([x for row in ask(zygote, made["dense"], "logprobs").logprobs for x in row])
+    ours = torch.tensor([x for row in ask(engines, made["dense"], "logprobs").logprobs for x in row])
     assert ours.shape == theirs.shape
     difference, quantization = (ours - theirs).abs(), (theirs - exact).abs()
     assert difference.median() < 1e-4
@@ -70,20 +74,20 @@ def test_int8_logits_are_those_of_transformers_bit_linear(zygote: Zygote, made: 
 
 
 @pytest.mark.parametrize("pattern", ["dense", "6:8"])
-def test_tokens_are_those_of_stock_kernels(zygote: Zygote, made: dict[str, Path], pattern: str) -> None:
-    stock = ask(zygote, made[pattern], quantization="compressed-tensors")
-    ours = ask(zygote, made[pattern])
+def test_tokens_are_those_of_stock_kernels(engines: Engines, made: dict[str, Path], pattern: str) -> None:
+    stock = ask(engines, made[pattern], quantization="compressed-tensors")
+    ours = ask(engines, made[pattern])
     assert "8 layers sparse, 1 dense (1 lm_head)" in ours.summary
     assert ours.tokens == stock.tokens
     assert len({token for row in ours.tokens for token in row}) > 10
 
 
 @pytest.mark.slow
-def test_all_norms_are_fused(zygote: Zygote, made: dict[str, Path], tmp_path: Path) -> None:
+def test_all_norms_are_fused(engines: Engines, made: dict[str, Path], tmp_path: Path) -> None:
     """The sub-norms are fused too: each layer that is quantized reads a norm."""
     both = [
         ask(
-            zygote,
+            engines,
             made["6:8"],
             env={"SLIDESPARSE_FUSE": fuse, "TORCHINDUCTOR_CACHE_DIR": str(tmp_path)},
             enforce_eager=False,
@@ -94,10 +98,10 @@ def test_all_norms_are_fused(zygote: Zygote, made: dict[str, Path], tmp_path: Pa
     assert both[0].tokens == both[1].tokens
 
 
-def test_ranks_norm_the_whole_row(zygote: Zygote, made: dict[str, Path]) -> None:
+def test_ranks_norm_the_whole_row(engines: Engines, made: dict[str, Path]) -> None:
     """In float, as vLLM's ranks quantize their own part of an activation each."""
     expected = best(load(transformers_model(), made["master"]), PROMPTS)
-    found = ask(zygote, made["master"], "logprobs", tensor_parallel_size=2).logprobs
+    found = ask(engines, made["master"], "logprobs", tensor_parallel_size=2).logprobs
     for ours, theirs in zip(found, expected, strict=True):
         torch.testing.assert_close(torch.tensor(ours), torch.tensor(theirs), atol=1e-4, rtol=0)
 

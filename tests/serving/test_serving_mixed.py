@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 from checkpoints import convert
+from engines import Answer, Engines, Request
 from models import QWEN, Decoder, shrink_codes, write_w8a8
 from tool_sources import compressed
-from zygote import Answer, Request, Zygote
 
 from slidesparse import preflight
 from slidesparse.checkpoint.metadata import KEY, LayerEntry, Metadata
@@ -25,23 +25,23 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_w8a8(QWEN, tmp_path_factory.mktemp("mixed") / "source")
 
 
-def served(zygote: Zygote, model: Path, env: dict[str, str] | None = None, **options: object) -> Answer:
-    answer = zygote.ask(Request(str(model), env=env or {}, options=dict(options)))
+def served(engines: Engines, model: Path, env: dict[str, str] | None = None, **options: object) -> Answer:
+    answer = engines.ask(Request(str(model), env=env or {}, options=dict(options)))
     assert not answer.error, f"{answer.error}\n{answer.log[-4000:]}"
     return answer
 
 
 @pytest.mark.parametrize("layout", ["dense", "slided"])
 def test_mixed_patterns_and_layers_without_one(
-    zygote: Zygote, source: Path, tmp_path: Path, layout: str
+    engines: Engines, source: Path, tmp_path: Path, layout: str
 ) -> None:
     made = {}
     for each in {"dense", layout}:
         made[each] = tmp_path / each
         convert(source, made[each], layer=RULES, skip=[r"1.*o_proj"], layout=each)
-    expected = served(zygote, made["dense"], {"DISABLE_SLIDESPARSE": "1"})
+    expected = served(engines, made["dense"], {"DISABLE_SLIDESPARSE": "1"})
     assert not expected.summary
-    found = served(zygote, made[layout])
+    found = served(engines, made[layout])
     assert found.tokens == expected.tokens
     assert found.summary.startswith(
         "6:8 (2 of every 8 pruned): 7 layers sparse (1 at 4:6, 4 at 6:8, 2 at 8:10), "
@@ -53,24 +53,24 @@ def test_mixed_patterns_and_layers_without_one(
 
 
 @pytest.mark.slow
-def test_mixed_patterns_in_two_tensor_parallel_ranks(zygote: Zygote, source: Path, tmp_path: Path) -> None:
+def test_mixed_patterns_in_two_tensor_parallel_ranks(engines: Engines, source: Path, tmp_path: Path) -> None:
     """Shards of 64 and 160 columns: whole blocks of 10 and 8, cut blocks of 6."""
     convert(source, tmp_path / "out", "4:6", layer=["down_proj=8:10"])
-    expected = served(zygote, tmp_path / "out", {"DISABLE_SLIDESPARSE": "1"}, tensor_parallel_size=2)
-    found = served(zygote, tmp_path / "out", tensor_parallel_size=2)
+    expected = served(engines, tmp_path / "out", {"DISABLE_SLIDESPARSE": "1"}, tensor_parallel_size=2)
+    found = served(engines, tmp_path / "out", tensor_parallel_size=2)
     assert found.tokens == expected.tokens
     assert "8 layers sparse (6 at 4:6, 2 at 8:10)" in found.summary
 
 
-def test_the_flag_names_the_common_pattern(zygote: Zygote, source: Path, tmp_path: Path) -> None:
+def test_the_flag_names_the_common_pattern(engines: Engines, source: Path, tmp_path: Path) -> None:
     convert(source, tmp_path / "out", layer=RULES)
     flags = {"USE_CUSPARSELT": "1", "SPARSITY": "2_8"}
-    assert served(zygote, tmp_path / "out", flags).tokens == served(zygote, tmp_path / "out").tokens
-    answer = zygote.ask(Request(str(tmp_path / "out"), env={**flags, "SPARSITY": "8:10"}))
+    assert served(engines, tmp_path / "out", flags).tokens == served(engines, tmp_path / "out").tokens
+    answer = engines.ask(Request(str(tmp_path / "out"), env={**flags, "SPARSITY": "8:10"}))
     assert "the checkpoint was pruned to 6:8" in answer.error + answer.log
 
 
-def test_groups_of_layers_that_others_quantized(zygote: Zygote, tmp_path: Path) -> None:
+def test_groups_of_layers_that_others_quantized(engines: Engines, tmp_path: Path) -> None:
     """Written by compressed-tensors, with static activations in part, by class, regex and name."""
     from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme, preset_name_to_scheme
 
@@ -86,8 +86,8 @@ def test_groups_of_layers_that_others_quantized(zygote: Zygote, tmp_path: Path) 
     source = compressed(tmp_path / "source", groups, ["lm_head", "re:.*layers.0.*o_proj"], QWEN)
     convert(source, tmp_path / "out")
     model = shrink_codes(tmp_path / "out")
-    expected = served(zygote, model, {"DISABLE_SLIDESPARSE": "1"})
-    found = served(zygote, model)
+    expected = served(engines, model, {"DISABLE_SLIDESPARSE": "1"})
+    found = served(engines, model)
     assert found.tokens == expected.tokens
     assert "7 layers sparse, 2 dense (1 lm_head, 1 not quantized)" in found.summary, found.summary
     foreseen = preflight.examine("model", model)
@@ -95,15 +95,15 @@ def test_groups_of_layers_that_others_quantized(zygote: Zygote, tmp_path: Path) 
 
 
 @pytest.mark.parametrize(("targets", "words"), [(["Linear"], "in floats"), (["Linear", "lm_head"], "")])
-def test_a_quantized_head(zygote: Zygote, tmp_path: Path, targets: list[str], words: str) -> None:
+def test_a_quantized_head(engines: Engines, tmp_path: Path, targets: list[str], words: str) -> None:
     """One that vLLM would fail to load as it is, and one that it serves."""
     from compressed_tensors.quantization import preset_name_to_scheme
 
     source = compressed(tmp_path / "source", {"group_0": preset_name_to_scheme("W8A8", targets)}, [], QWEN)
     assert words in convert(source, tmp_path / "out").rewritten
     model = shrink_codes(tmp_path / "out")
-    expected = served(zygote, model, {"DISABLE_SLIDESPARSE": "1"})
-    found = served(zygote, model)
+    expected = served(engines, model, {"DISABLE_SLIDESPARSE": "1"})
+    found = served(engines, model)
     assert found.tokens == expected.tokens
     assert "8 layers sparse, 1 dense (1 lm_head)" in found.summary
 
@@ -112,12 +112,12 @@ WIDE = Decoder("Qwen2ForCausalLM", hidden=256, intermediate=512, head_dim=64)
 
 
 @pytest.mark.parametrize("size", [1, pytest.param(2, marks=pytest.mark.slow)])
-def test_blocks_of_which_half_are_2_4(zygote: Zygote, tmp_path: Path, size: int) -> None:
+def test_blocks_of_which_half_are_2_4(engines: Engines, tmp_path: Path, size: int) -> None:
     """Beside layers of a pattern, and one that is not pruned."""
     source = write_w8a8(WIDE, tmp_path / "source")
     convert(source, tmp_path / "out", "2:4@50%", layer=["1.*down_proj=6:8"], skip=[r"1.*o_proj"])
-    expected = served(zygote, tmp_path / "out", {"DISABLE_SLIDESPARSE": "1"}, tensor_parallel_size=size)
-    found = served(zygote, tmp_path / "out", tensor_parallel_size=size)
+    expected = served(engines, tmp_path / "out", {"DISABLE_SLIDESPARSE": "1"}, tensor_parallel_size=size)
+    found = served(engines, tmp_path / "out", tensor_parallel_size=size)
     assert found.tokens == expected.tokens
     assert found.summary.startswith(
         "2:4@50% (2 of every 4 pruned in 50% of the blocks): 7 layers sparse (6 at 2:4@50%, 1 at 6:8), "
@@ -128,16 +128,16 @@ def test_blocks_of_which_half_are_2_4(zygote: Zygote, tmp_path: Path, size: int)
 NONE_HERE = "none of the checkpoint's pruned layers is in this part of the model"
 
 
-def test_a_part_of_a_model_without_pruned_layers_is_served(zygote: Zygote, tmp_path: Path) -> None:
+def test_a_part_of_a_model_without_pruned_layers_is_served(engines: Engines, tmp_path: Path) -> None:
     """Such as a quantized draft in a pruned model's checkpoint; with or without a flag that asks for the path."""
     folder = write_w8a8(QWEN, tmp_path / "draft")
     config = json.loads((folder / "config.json").read_text())
     elsewhere = {"model.layers.7.mlp.down_proj": LayerEntry(SlidePattern(8), QWEN.intermediate)}
     config["quantization_config"][KEY] = Metadata(SlidePattern(8), "dense", elsewhere).to_json()
     (folder / "config.json").write_text(json.dumps(config))
-    expected = served(zygote, folder, {"DISABLE_SLIDESPARSE": "1"})
+    expected = served(engines, folder, {"DISABLE_SLIDESPARSE": "1"})
     for env in ({}, {"USE_CUSPARSELT": "1"}):
-        found = served(zygote, folder, env)
+        found = served(engines, folder, env)
         assert found.tokens == expected.tokens
         assert "0 layers sparse, 8 not pruned (by the same backend), 1 dense (1 lm_head)" in found.summary
         assert found.summary.endswith(NONE_HERE)
@@ -146,12 +146,12 @@ def test_a_part_of_a_model_without_pruned_layers_is_served(zygote: Zygote, tmp_p
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", ["dense", "slided"])
 def test_a_pipeline_stage_without_pruned_layers(
-    zygote: Zygote, source: Path, tmp_path: Path, layout: str
+    engines: Engines, source: Path, tmp_path: Path, layout: str
 ) -> None:
     """It loads; vLLM's engine for CPUs computes nothing in pipelines."""
     convert(source, tmp_path / "out", skip=[r"layers\.1\."], layout=layout)
     pipeline = Request(str(tmp_path / "out"), options={"pipeline_parallel_size": 2}, work={"prompts": []})
-    answer = zygote.ask(pipeline)
+    answer = engines.ask(pipeline)
     assert not answer.error, answer.log[-4000:]
     assert "4 layers sparse" in answer.log
     assert NONE_HERE in answer.log

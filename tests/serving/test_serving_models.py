@@ -97,34 +97,34 @@ def test_heads_are_told_to_the_slided_method() -> None:
 
 def test_layers_that_are_never_loaded_are_not_awaited() -> None:
     """vLLM makes towers that no request will use on the device meta, or moves them there, and drops them."""
-    from slidesparse.vllm_patch.census import Census
+    from slidesparse.vllm_patch.summary import LayerSummary
 
-    census = Census()
+    summary = LayerSummary()
     layers = [torch.nn.Linear(2, 2) for _ in range(5)]
     for i, layer in enumerate(layers):
-        census.expect(str(i), layer)
-    census.expect("dropped", torch.nn.Linear(2, 2, device="meta"))
+        summary.expect(str(i), layer)
+    summary.expect("dropped", torch.nn.Linear(2, 2, device="meta"))
     later = torch.nn.Module()  # its weight is to come
-    census.expect("later", later)
+    summary.expect("later", later)
     layers[0].to("meta")
     del layers[1], layer
-    assert census.awaits()
-    assert [census.settle(name) for name in ("3", "later", "2")] == [False] * 3
-    assert census.settle("lm_head", "lm_head") is False
-    assert census.settle("4") is True
-    assert not census.awaits()
-    assert census.settle("4") is False  # after a reload
+    assert summary.is_pending()
+    assert [summary.count(name) for name in ("3", "later", "2")] == [False] * 3
+    assert summary.count("lm_head", "lm_head") is False
+    assert summary.count("4") is True
+    assert not summary.is_pending()
+    assert summary.count("4") is False  # after a reload
 
 
 def test_the_line_names_a_pattern_that_is_not_the_models() -> None:
     """As in a pipeline stage whose layers all have one of their own."""
-    from slidesparse.vllm_patch.census import Census
+    from slidesparse.vllm_patch.summary import LayerSummary
 
     resolution = resolve(config(), Flags(), on_cuda=False)
     for pattern, kind in (("6:8", "1 layers sparse, "), ("4:6", r"1 layers sparse (1 at 4:6), ")):
-        census = Census()
-        census.settle("down_proj", pattern=pattern)
-        assert f"SlideSparse 6:8 (2 of every 8 pruned): {kind}" in census.line(resolution)
+        summary = LayerSummary()
+        summary.count("down_proj", pattern=pattern)
+        assert f"SlideSparse 6:8 (2 of every 8 pruned): {kind}" in summary.line(resolution)
 
 
 def scheme(monkeypatch: pytest.MonkeyPatch, model_dtype: torch.dtype, backend: str) -> Any:

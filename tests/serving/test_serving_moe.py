@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 import torch
 from checkpoints import MODEL, convert, tensors_of
+from engines import Answer, Engines, Request
 from models import shrink_codes
 from moe import MODELS, Moe
 from safetensors.torch import save_file
-from zygote import Answer, Request, Zygote
 
 from slidesparse.quantize import dequantize_rows
 
@@ -20,8 +20,8 @@ pytestmark = pytest.mark.vllm
 STOCK = {"DISABLE_SLIDESPARSE": "1"}
 
 
-def served(zygote: Zygote, model: Path, env: dict[str, str] | None = None, registered: str = "") -> Answer:
-    answer = zygote.ask(Request(str(model), env=env or {}, registered=registered))
+def served(engines: Engines, model: Path, env: dict[str, str] | None = None, registered: str = "") -> Answer:
+    answer = engines.ask(Request(str(model), env=env or {}, registered=registered))
     assert not answer.error, f"{answer.error}\n{answer.log[-4000:]}"
     return answer
 
@@ -33,25 +33,25 @@ def converted(model: Moe, folder: Path, quant: str = "int8", **options: object) 
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_experts_in_16_bits(zygote: Zygote, tmp_path: Path, name: str) -> None:
+def test_experts_in_16_bits(engines: Engines, tmp_path: Path, name: str) -> None:
     """Which is what vLLM's CPU build serves everywhere."""
     model = converted(MODELS[name], tmp_path, ignore=[r"\.experts\."])
-    expected = served(zygote, model, STOCK)
+    expected = served(engines, model, STOCK)
     assert not expected.summary
     assert len({tuple(tokens) for tokens in expected.tokens}) == len(expected.tokens)
-    found = served(zygote, model)
+    found = served(engines, model)
     assert found.tokens == expected.tokens
     layers = {"mixtral": 4, "qwen3": 4, "qwen2": 8}[name]
     assert f"{layers} layers sparse" in found.summary, found.summary
     assert f"{1 if name == 'qwen2' else 2} MoE experts" in found.summary
     if name == "qwen2":
         convert(model, tmp_path / "slided", layout="slided")
-        assert served(zygote, tmp_path / "slided").tokens == expected.tokens
+        assert served(engines, tmp_path / "slided").tokens == expected.tokens
 
 
 @pytest.mark.parametrize(("name", "quant"), [("mixtral", "int8"), ("qwen3", "fp8")])
 def test_quantized_experts_are_read_by_vllms_own_loader(
-    zygote: Zygote, tmp_path: Path, name: str, quant: str
+    engines: Engines, tmp_path: Path, name: str, quant: str
 ) -> None:
     """Into the parameters of its own method, whose kernel alone is replaced: it has none for most CPUs.
 
@@ -68,20 +68,20 @@ def test_quantized_experts_are_read_by_vllms_own_loader(
         scale = tensors.pop(f"{layer}.weight_scale")
         tensors[f"{layer}.weight"] = dequantize_rows(tensors[f"{layer}.weight"], scale)
     save_file(tensors, floats / MODEL, metadata={"format": "pt"})
-    expected = served(zygote, floats, STOCK)
+    expected = served(engines, floats, STOCK)
     for env in (STOCK, {}):
-        found = served(zygote, model, env, "expert_kernel")
+        found = served(engines, model, env, "expert_kernel")
         assert found.tokens == expected.tokens
     assert found.summary.startswith("6:8 (2 of every 8 pruned): 4 layers sparse")
 
 
 @pytest.mark.parametrize("quant", ["int8", "fp8"])
 def test_experts_without_a_kernel_are_refused_with_a_remedy(
-    zygote: Zygote, tmp_path: Path, quant: str
+    engines: Engines, tmp_path: Path, quant: str
 ) -> None:
     if torch.cpu._is_amx_tile_supported() and quant == "int8":
         pytest.skip("this CPU multiplies tiles, so vLLM has a kernel")
     convert(MODELS["mixtral"].write(tmp_path / "source"), tmp_path / "out", quant=quant)
-    answer = zygote.ask(Request(str(tmp_path / "out")))
+    answer = engines.ask(Request(str(tmp_path / "out")))
     assert "block_sparse_moe.experts: vLLM cannot serve quantized experts here" in answer.error
     assert r"--ignore '\.experts\.'" in answer.error

@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 import torch
 from edits import SPARSE_FLAGS, edited
+from engines import Engines, Request
 from models import LLAMA, converted, write_w8a8
 from safetensors.torch import load_file, save_file
 from test_serving_reload import DOWN, STOCK, served
-from zygote import Request, Zygote
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 
@@ -57,14 +57,14 @@ def wrapped(text: Path, folder: Path) -> str:
     return str(folder)
 
 
-def test_the_language_model_is_sparse(zygote: Zygote, tmp_path: Path) -> None:
+def test_the_language_model_is_sparse(engines: Engines, tmp_path: Path) -> None:
     text = converted(write_w8a8(LLAMA, tmp_path / "plain"), tmp_path / "text", "6:8")
-    answer = served(zygote, Request(wrapped(text, tmp_path / "whole"), options=NO_IMAGES))
+    answer = served(engines, Request(wrapped(text, tmp_path / "whole"), options=NO_IMAGES))
     assert "8 layers sparse, 1 dense (1 lm_head)" in answer.summary
-    assert answer.tokens == served(zygote, Request(str(text))).tokens
+    assert answer.tokens == served(engines, Request(str(text))).tokens
 
 
-def test_cached_graphs_are_of_the_layers_that_are_sparse(zygote: Zygote, tmp_path: Path) -> None:
+def test_cached_graphs_are_of_the_layers_that_are_sparse(engines: Engines, tmp_path: Path) -> None:
     """The same folder, config and flags, other weights: what vLLM compiles has a config of its own, a copy."""
     pruned = converted(write_w8a8(LLAMA, tmp_path / "plain"), tmp_path / "pruned", "6:8")
     generator = torch.Generator().manual_seed(0)
@@ -75,7 +75,7 @@ def test_cached_graphs_are_of_the_layers_that_are_sparse(zygote: Zygote, tmp_pat
         shutil.rmtree(tmp_path / "model", ignore_errors=True)
         model = wrapped(Path(text), tmp_path / "model")
         options = {**NO_IMAGES, "enforce_eager": False}
-        answer = served(zygote, Request(model, env=SPARSE_FLAGS, options=options, pieces=True))
+        answer = served(engines, Request(model, env=SPARSE_FLAGS, options=options, pieces=True))
         assert "saved AOT compiled function" in answer.log
         assert f"{sparse} layers sparse" in answer.summary
-        assert answer.tokens == served(zygote, Request(text, env=STOCK)).tokens
+        assert answer.tokens == served(engines, Request(text, env=STOCK)).tokens

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 import torch
 from edits import SPARSE_FLAGS, edited, refused
+from engines import Engines, Request
 from models import QWEN, converted, write_w8a8
 from safetensors.torch import load_file
-from zygote import Request, Zygote
 
 from slidesparse.checkpoint.storage import CheckpointError
 from slidesparse.pattern import SlidePattern
@@ -27,7 +27,7 @@ def pruned(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return converted(write_w8a8(QWEN, folder / "qwen2-source"), folder / "qwen2-6_8", "6:8")
 
 
-def test_other_schemes_are_left_to_vllm_and_counted(zygote: Zygote, pruned: Path, tmp_path: Path) -> None:
+def test_other_schemes_are_left_to_vllm_and_counted(engines: Engines, pruned: Path, tmp_path: Path) -> None:
     """Static, asymmetric, unquantized and unpruned layers beside sparse ones: same tokens as stock, all counted.
 
     Static ones with a zero point, which is INT8 like a weight.
@@ -68,8 +68,8 @@ def test_other_schemes_are_left_to_vllm_and_counted(zygote: Zygote, pruned: Path
             "slidesparse": None,
         },
     )
-    stock = zygote.ask(Request(model, env={"DISABLE_SLIDESPARSE": "1"}))
-    ours = zygote.ask(Request(model, env=SPARSE_FLAGS))
+    stock = engines.ask(Request(model, env={"DISABLE_SLIDESPARSE": "1"}))
+    ours = engines.ask(Request(model, env=SPARSE_FLAGS))
     assert not stock.error, stock.log[-4000:]
     assert not ours.error, ours.log[-4000:]
     assert ours.summary.startswith(
@@ -133,9 +133,9 @@ def test_a_layer_of_one_out_feature(monkeypatch: pytest.MonkeyPatch, missing: st
         parameter.weight_loader(parameter, tensors[kind])
     if missing:
         with pytest.raises(CheckpointError, match=f"score: the checkpoint lacks its {missing}"):
-            scheme.arrivals.require_all(layer)
+            scheme.load_check.require_all(layer)
     else:
-        scheme.arrivals.require_all(layer)
+        scheme.load_check.require_all(layer)
 
 
 def test_experts_are_recognized() -> None:
@@ -146,10 +146,10 @@ def test_experts_are_recognized() -> None:
     assert not compat.is_moe(SimpleNamespace())
 
 
-def test_nothing_to_run_sparse(zygote: Zygote, tmp_path: Path) -> None:
+def test_nothing_to_run_sparse(engines: Engines, tmp_path: Path) -> None:
     model = str(write_w8a8(QWEN, tmp_path / "unpruned"))
     refused(
-        zygote,
+        engines,
         model,
         SPARSE_FLAGS,
         "0 layers sparse, 9 dense (1 lm_head, 8 whose weights break the pattern)",
@@ -159,36 +159,38 @@ def test_nothing_to_run_sparse(zygote: Zygote, tmp_path: Path) -> None:
     )
 
 
-def test_a_dump_of_parameters(zygote: Zygote, pruned: Path) -> None:
+def test_a_dump_of_parameters(engines: Engines, pruned: Path) -> None:
     """vLLM copies tensors of other shapes into parts of parameters, so packed weights must not get there."""
-    refused(zygote, str(pruned), {}, "--load-format sharded_state loads a dump", load_format="sharded_state")
+    refused(engines, str(pruned), {}, "--load-format sharded_state loads a dump", load_format="sharded_state")
 
 
-def test_flags_that_are_wrong(zygote: Zygote, pruned: Path) -> None:
-    refused(zygote, str(pruned), {"SPARSITY": "2_9"}, "SPARSITY", "'2_9'", "block length 9")
+def test_flags_that_are_wrong(engines: Engines, pruned: Path) -> None:
+    refused(engines, str(pruned), {"SPARSITY": "2_9"}, "SPARSITY", "'2_9'", "block length 9")
 
 
-def test_flags_against_the_command_line(zygote: Zygote, pruned: Path) -> None:
+def test_flags_against_the_command_line(engines: Engines, pruned: Path) -> None:
     words = ("--quantization compressed-tensors", "drop one")
-    refused(zygote, str(pruned), SPARSE_FLAGS, *words, quantization="compressed-tensors")
-    stock = zygote.ask(Request(str(pruned), options={"quantization": "compressed-tensors"}))
+    refused(engines, str(pruned), SPARSE_FLAGS, *words, quantization="compressed-tensors")
+    stock = engines.ask(Request(str(pruned), options={"quantization": "compressed-tensors"}))
     assert not stock.error
     assert not stock.summary
 
 
-def test_flags_without_a_pattern(zygote: Zygote, pruned: Path, tmp_path: Path) -> None:
+def test_flags_without_a_pattern(engines: Engines, pruned: Path, tmp_path: Path) -> None:
     model = edited(pruned, tmp_path / "bare", {}, {"slidesparse": None})
-    refused(zygote, model, {"USE_CUSPARSELT": "1"}, "set SPARSITY", "slidesparse convert SRC OUT")
+    refused(engines, model, {"USE_CUSPARSELT": "1"}, "set SPARSITY", "slidesparse convert SRC OUT")
 
 
-def test_weights_that_break_what_the_checkpoint_claims(zygote: Zygote, pruned: Path, tmp_path: Path) -> None:
+def test_weights_that_break_what_the_checkpoint_claims(
+    engines: Engines, pruned: Path, tmp_path: Path
+) -> None:
     name = "model.layers.1.mlp.down_proj"
     weight = load_file(pruned / "model.safetensors")[f"{name}.weight"]
     weight[5, 16:24] = 1  # row 5, block 2
     weight[9, 312:320] = 1
     model = edited(pruned, tmp_path / "broken", {f"{name}.weight": weight}, {})
     refused(
-        zygote,
+        engines,
         model,
         {},
         f"{name}: row 5, block 2 (columns from 16) has 8 non-zeros, 6:8 (2 of every 8 pruned) allows 6",
@@ -196,22 +198,22 @@ def test_weights_that_break_what_the_checkpoint_claims(zygote: Zygote, pruned: P
     )
 
 
-def test_slided_weights_that_are_not_two_four(zygote: Zygote, pruned: Path, tmp_path: Path) -> None:
+def test_slided_weights_that_are_not_two_four(engines: Engines, pruned: Path, tmp_path: Path) -> None:
     name = "model.layers.0.mlp.down_proj"
     slided = converted(pruned, tmp_path / "qwen2-slided", "6:8", "slided")
     weight = load_file(slided / "model.safetensors")[f"{name}.weight"]
     weight[0, 0:4] = 1
     model = edited(slided, tmp_path / "broken", {f"{name}.weight": weight}, {})
-    refused(zygote, model, {}, f"{name}: row 0, block 0", "4 non-zeros, 2:4 (2 of every 4 pruned) allows 2")
+    refused(engines, model, {}, f"{name}: row 0, block 0", "4 non-zeros, 2:4 (2 of every 4 pruned) allows 2")
 
 
-def test_stock_vllm_refuses_the_slided_layout_by_name(zygote: Zygote, pruned: Path, tmp_path: Path) -> None:
+def test_stock_vllm_refuses_the_slided_layout_by_name(engines: Engines, pruned: Path, tmp_path: Path) -> None:
     slided = converted(pruned, tmp_path / "qwen2-slided", "6:8", "slided")
     env = {"DISABLE_SLIDESPARSE": "1"}
-    refused(zygote, str(slided), env, "Unknown quantization method: slidesparse")
+    refused(engines, str(slided), env, "Unknown quantization method: slidesparse")
 
 
-def test_parts_of_a_fused_layer_pruned_differently(zygote: Zygote, pruned: Path, tmp_path: Path) -> None:
+def test_parts_of_a_fused_layer_pruned_differently(engines: Engines, pruned: Path, tmp_path: Path) -> None:
     block = json.loads((pruned / "config.json").read_text())["quantization_config"]["slidesparse"]
     del block["layers"]["model.layers.0.self_attn.k_proj"]
     model = edited(pruned, tmp_path / "partly", {}, {"slidesparse": block})
@@ -220,11 +222,11 @@ def test_parts_of_a_fused_layer_pruned_differently(zygote: Zygote, pruned: Path,
         "k_proj unpruned",
         "convert again with the same pattern",
     )
-    refused(zygote, model, {}, *words)
+    refused(engines, model, {}, *words)
 
 
 def test_a_layer_that_the_metadata_leaves_out_is_served_as_it_is(
-    zygote: Zygote, pruned: Path, tmp_path: Path
+    engines: Engines, pruned: Path, tmp_path: Path
 ) -> None:
     """Weights that obey the pattern and others alike: token for token what stock vLLM answers."""
     block = json.loads((pruned / "config.json").read_text())["quantization_config"]["slidesparse"]
@@ -233,13 +235,13 @@ def test_a_layer_that_the_metadata_leaves_out_is_served_as_it_is(
     dense = torch.ones(QWEN.hidden, QWEN.intermediate, dtype=torch.int8)
     tensors = {"model.layers.0.mlp.down_proj.weight": dense}
     model = edited(pruned, tmp_path / "partly", tensors, {"slidesparse": block})
-    answer = zygote.ask(Request(model))
+    answer = engines.ask(Request(model))
     assert not answer.error
     assert "6 layers sparse, 2 not pruned (by the same backend), 1 dense (1 lm_head)" in answer.summary
-    assert answer.tokens == zygote.ask(Request(model, env={"DISABLE_SLIDESPARSE": "1"})).tokens
+    assert answer.tokens == engines.ask(Request(model, env={"DISABLE_SLIDESPARSE": "1"})).tokens
 
 
-def test_flags_on_a_checkpoint_without_w8a8_layers(zygote: Zygote, pruned: Path, tmp_path: Path) -> None:
+def test_flags_on_a_checkpoint_without_w8a8_layers(engines: Engines, pruned: Path, tmp_path: Path) -> None:
     group = json.loads((pruned / "config.json").read_text())["quantization_config"]["config_groups"][
         "group_0"
     ]
@@ -248,7 +250,7 @@ def test_flags_on_a_checkpoint_without_w8a8_layers(zygote: Zygote, pruned: Path,
         pruned, tmp_path / "static", {}, {"config_groups": {"group_0": static}, "slidesparse": None}
     )
     refused(
-        zygote,
+        engines,
         model,
         SPARSE_FLAGS,
         "no group of layers of this checkpoint is W8A8",
@@ -256,13 +258,13 @@ def test_flags_on_a_checkpoint_without_w8a8_layers(zygote: Zygote, pruned: Path,
     )
     other = edited(pruned, tmp_path / "awq", {}, {"quant_method": "awq", "slidesparse": None})
     refused(
-        zygote, other, SPARSE_FLAGS, "this checkpoint is quantized by 'awq'", "slidesparse convert SRC OUT"
+        engines, other, SPARSE_FLAGS, "this checkpoint is quantized by 'awq'", "slidesparse convert SRC OUT"
     )
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="cuSPARSELt can run here")
-def test_backend_that_cannot_run(zygote: Zygote, pruned: Path) -> None:
+def test_backend_that_cannot_run(engines: Engines, pruned: Path) -> None:
     """Decided for a GPU, met where there is none: refused, not replaced, and before weights are read."""
-    answer = zygote.ask(Request(str(pruned), pretend_cuda=True))
+    answer = engines.ask(Request(str(pruned), pretend_cuda=True))
     assert "no backend serves the sparse path on cuda" in answer.error + answer.log
     assert "Loading safetensors" not in answer.log

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 import torch
 from edits import SPARSE_FLAGS, edited
+from engines import Answer, Engines, Request
 from models import QWEN, converted, write_w8a8
-from zygote import Answer, Request, Zygote
 
 pytestmark = pytest.mark.vllm
 
@@ -45,25 +45,25 @@ def wholly(pruned: Path, tmp_path_factory: pytest.TempPathFactory) -> str:
     return edited(pruned, tmp_path_factory.mktemp("wholly") / "qwen2", {}, {"slidesparse": None})
 
 
-def served(zygote: Zygote, request: Request) -> Answer:
-    answer = zygote.ask(request)
+def served(engines: Engines, request: Request) -> Answer:
+    answer = engines.ask(request)
     assert not answer.error, f"{answer.error}\n{answer.log[-4000:]}"
     return answer
 
 
-def test_weights_that_follow_random_ones_are_not_pruned(zygote: Zygote, source: Path, pruned: Path) -> None:
+def test_weights_that_follow_random_ones_are_not_pruned(engines: Engines, source: Path, pruned: Path) -> None:
     """Random weights are cut to the pattern; a trainer's, which come into the same engine, must obey it."""
     dummy = {"load_format": "dummy"}
-    reloaded = served(zygote, Request(str(pruned), options=dummy, task="reload_after_dummy"))
-    assert reloaded.tokens == served(zygote, Request(str(pruned))).tokens
-    answer = zygote.ask(Request(str(source), env=SPARSE_FLAGS, options=dummy, task="reload_after_dummy"))
+    reloaded = served(engines, Request(str(pruned), options=dummy, task="reload_after_dummy"))
+    assert reloaded.tokens == served(engines, Request(str(pruned))).tokens
+    answer = engines.ask(Request(str(source), env=SPARSE_FLAGS, options=dummy, task="reload_after_dummy"))
     words = answer.error + answer.log
     assert "has 8 non-zeros, 6:8 (2 of every 8 pruned)" in words
     assert "The layer has been sparse since the server started; restart it to serve these weights" in words
 
 
-def test_a_sparse_layer_does_not_become_dense(zygote: Zygote, wholly: str, partly: str) -> None:
-    answer = zygote.ask(
+def test_a_sparse_layer_does_not_become_dense(engines: Engines, wholly: str, partly: str) -> None:
+    answer = engines.ask(
         Request(wholly, env=SPARSE_FLAGS, task="reload_other", work={"other": partly, "model": wholly})
     )
     words = answer.error + answer.log
@@ -71,15 +71,15 @@ def test_a_sparse_layer_does_not_become_dense(zygote: Zygote, wholly: str, partl
     assert "The layer has been sparse since the server started" in words
 
 
-def test_a_dense_layer_does_not_become_sparse(zygote: Zygote, wholly: str, partly: str) -> None:
+def test_a_dense_layer_does_not_become_sparse(engines: Engines, wholly: str, partly: str) -> None:
     work = {"other": wholly, "model": partly}
-    ours = served(zygote, Request(partly, env=SPARSE_FLAGS, task="reload_other", work=work))
+    ours = served(engines, Request(partly, env=SPARSE_FLAGS, task="reload_other", work=work))
     assert "7 layers sparse, 2 dense (1 lm_head, 1 whose weights break the pattern)" in ours.summary
-    assert ours.data["turns"][0] == served(zygote, Request(partly, env=STOCK)).tokens
+    assert ours.data["turns"][0] == served(engines, Request(partly, env=STOCK)).tokens
 
 
 def test_cached_graphs_are_of_the_layers_that_are_sparse(
-    zygote: Zygote, wholly: str, partly: str, tmp_path: Path
+    engines: Engines, wholly: str, partly: str, tmp_path: Path
 ) -> None:
     """The same folder, config and flags, other weights: the graphs compiled for the first are not the second's."""
     folder = tmp_path / "model"
@@ -87,7 +87,7 @@ def test_cached_graphs_are_of_the_layers_that_are_sparse(
         shutil.rmtree(folder, ignore_errors=True)
         shutil.copytree(weights, folder)
         options = {"enforce_eager": False}
-        ours = served(zygote, Request(str(folder), env=SPARSE_FLAGS, options=options, pieces=True))
+        ours = served(engines, Request(str(folder), env=SPARSE_FLAGS, options=options, pieces=True))
         assert "Directly load AOT compilation" not in ours.log
         assert f"{sparse} layers sparse" in ours.summary
-        assert ours.tokens == served(zygote, Request(weights, env=STOCK)).tokens
+        assert ours.tokens == served(engines, Request(weights, env=STOCK)).tokens

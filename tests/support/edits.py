@@ -6,8 +6,8 @@ import json
 from pathlib import Path
 
 import torch
+from engines import Engines, Request
 from safetensors.torch import load_file, save_file
-from zygote import Request, Zygote
 
 SPARSE_FLAGS = {"USE_CUSPARSELT": "1", "SPARSITY": "2_8"}
 
@@ -30,8 +30,8 @@ def edited(
     return str(out)
 
 
-def refused(zygote: Zygote, model: str, env: dict[str, str], *words: str, **options: object) -> str:
-    answer = zygote.ask(Request(model, env=env, options=options))
+def refused(engines: Engines, model: str, env: dict[str, str], *words: str, **options: object) -> str:
+    answer = engines.ask(Request(model, env=env, options=options))
     assert answer.error, "this should not have been served"
     message = answer.error + answer.log
     for word in words:

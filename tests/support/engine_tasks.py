@@ -1,4 +1,4 @@
-"""Tasks that `zygote` runs with an engine: ``TASKS[name](llm, work)`` gives a dict, which becomes an `Answer`.
+"""Tasks that `engines` runs with an engine: ``TASKS[name](llm, work)`` gives a dict, which becomes an `Answer`.
 
 ``work`` and what comes back are JSON.  Imported by the parent too, so vLLM is imported late.
 """

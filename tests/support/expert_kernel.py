@@ -1,6 +1,6 @@
 """Quantized experts on CPUs that vLLM has no kernel for: its own classes load them, torch multiplies.
 
-Imported by an engine's process in vLLM's place of choosing (`zygote.Request.registered`).  Weights are dequantized and
+Imported by an engine's process in vLLM's place of choosing (`engines.Request.registered`).  Weights are dequantized and
 activations left as they are, so that the result is that of float experts of the same values.
 """
 

@@ -28,7 +28,7 @@ os.environ |= {
 
 import fuzz
 import torch
-from zygote import Request, _options
+from engines import Request, _options
 
 from slidesparse.checkpoint.metadata import Metadata
 from slidesparse.errors import SlideSparseError

@@ -20,8 +20,8 @@ import bitnets
 import numpy as np
 import pytest
 import trained
+from engines import Answer, EnginePool, Request
 from gpu_layers import require_served
-from zygote import Answer, Request, Zygotes
 
 from slidesparse.convert.options import ConvertOptions
 from slidesparse.convert.stream import convert
@@ -79,9 +79,8 @@ class Engine:
     dtype: str
     layout: str = "dense"
     mode: str = "eager"  # of MODES
-    system: str = (
-        "sparse"  # or "stock"; "exact" and "rounded": our operators by the reference backend, see `Request`
-    )
+    # "sparse", "stock", or "exact" and "rounded": our operators by the reference backend, see `Request`
+    system: str = "sparse"
     task: str = "prove"
     method: str = "magnitude"  # of pruning
     skip: str = ""  # layers that are quantized and not pruned, one of the four kinds
@@ -140,9 +139,8 @@ class Farm:
         ``at_a_time`` is how many engines run at once, at most.
         """
         self.folder, self.source, self.tasks = folder, folder / "trained", tasks
-        self.zygotes = Zygotes(
-            min(at_a_time, 3 * (os.cpu_count() or 1) // 4 or 1)
-        )  # they import vLLM meanwhile
+        # they import vLLM meanwhile
+        self.pool = EnginePool(min(at_a_time, 3 * (os.cpu_count() or 1) // 4 or 1))
         command = [sys.executable, trained.__file__, str(self.source)]
         run = subprocess.run(command, stdout=subprocess.PIPE, text=True, timeout=300, check=True)
         self.outcome = trained.Outcome(**json.loads(run.stdout.splitlines()[-1]))
@@ -153,7 +151,7 @@ class Farm:
     def start(self, engine: Engine) -> Future[Answer]:
         """The answer to come; of an engine that was started before, that one."""
         if engine not in self._answers:
-            self._answers[engine] = self.zygotes.submit(self._request(engine))
+            self._answers[engine] = self.pool.submit(self._request(engine))
         return self._answers[engine]
 
     def answer(self, engine: Engine) -> Answer:
@@ -231,7 +229,7 @@ class Farm:
         )
 
     def close(self) -> None:
-        self.zygotes.close()
+        self.pool.close()
 
 
 def forced(answer: Answer) -> list[Best]:

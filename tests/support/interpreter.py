@@ -1,6 +1,6 @@
 """Cases of Triton kernels, run by Triton's interpreter: in a process of their own, as kernels ask for it when defined.
 
-A test file that has such cases is itself the program: `run` starts it, and its ``__main__`` calls `report`.
+A test file that has such cases is itself the program: `run` starts it, once, and its ``__main__`` calls `report`.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable, Mapping
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 
 
+@cache
 def run(program: str) -> dict[str, str | None]:
     """Return what each case of a test file said, None where it passed; skip without Triton."""
     pytest.importorskip("triton")

@@ -52,9 +52,8 @@ class Request:
     pretend_cuda: bool = False  # resolve as on a machine with a GPU
     pieces: bool = False  # compile as on a machine with a GPU: by vLLM's own backend, cut at attentions
     exact_fp8: bool = False  # accumulate FP8 in float64: the yardstick for everybody's error
-    yardstick: str = (
-        ""  # serve by the reference backend with sums in "float64", or those rounded to "bfloat16"
-    )
+    # serve by the reference backend with sums in "float64", or those rounded to "bfloat16"
+    yardstick: str = ""
     registered: str = ""  # a module whose ENTRY is added to the registry of backends
     seconds: int = 600  # after which the engine is ended
 
@@ -77,13 +76,12 @@ class Answer:
         return lines[-1].split("SlideSparse ", 1)[1] if lines else ""
 
 
-class Zygote:
-    """The parent's side."""
+class Engines:
+    """A fork server for vLLM engines, as its client sees it."""
 
     def __init__(self) -> None:
-        self.cache = tempfile.TemporaryDirectory(
-            prefix="vllm-cache-"
-        )  # compiled graphs of this run, no others
+        # compiled graphs of this run, no others
+        self.cache = tempfile.TemporaryDirectory(prefix="vllm-cache-")
         env = {name: value for name, value in os.environ.items() if name not in FLAGS}
         env |= {
             "VLLM_CPU_KVCACHE_SPACE": "1",
@@ -121,18 +119,18 @@ class Zygote:
         self.cache.cleanup()
 
 
-class Zygotes:
-    """Several, so that as many engines run at a time; they import vLLM from now on, all at once."""
+class EnginePool:
+    """Several fork servers, so that as many engines run at a time; all import vLLM at once, from now on."""
 
     def __init__(self, count: int) -> None:
-        self.all = [Zygote() for _ in range(count)]
-        self._free: queue.SimpleQueue[Zygote] = queue.SimpleQueue()
+        self.all = [Engines() for _ in range(count)]
+        self._free: queue.SimpleQueue[Engines] = queue.SimpleQueue()
         for one in self.all:
             self._free.put(one)
         self._pool = ThreadPoolExecutor(count)
 
     def submit(self, request: Request) -> Future[Answer]:
-        """The answer to come of the first zygote that is free, in the order of the requests."""
+        """Return the future answer of the first server that is free, in the order of the requests."""
         return self._pool.submit(self._ask, request)
 
     def _ask(self, request: Request) -> Answer:
@@ -264,9 +262,8 @@ def _accumulate_in_float64(rounded_to: str) -> None:
 
 def _child(request: Request, log: str, out: int) -> None:
     os.setsid()  # so that it can be ended with all processes that it starts
-    os.register_at_fork(
-        after_in_child=lambda: os.closerange(out, out + 1)
-    )  # the answer is there without them
+    # the answer is there without them
+    os.register_at_fork(after_in_child=lambda: os.closerange(out, out + 1))
     with open(log, "w") as sink:
         os.dup2(sink.fileno(), 1)
         os.dup2(sink.fileno(), 2)

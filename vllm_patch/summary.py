@@ -10,7 +10,7 @@ from slidesparse.pattern import DENSE_WEIGHT
 from slidesparse.resolve import Resolution
 
 
-class Census:
+class LayerSummary:
     """The layers of one model in one process, each counted once its weights are loaded; the last triggers the line."""
 
     def __init__(self) -> None:
@@ -22,10 +22,10 @@ class Census:
         self.fusion = ""  # the outcome of SLIDESPARSE_FUSE
 
     def expect(self, layer: str, module: Any) -> None:
-        """Expect a layer, which `settle` counts once its weights are loaded."""
+        """Expect a layer, which `count` counts once its weights are loaded."""
         self._pending[layer] = weakref.ref(module)
 
-    def awaits(self) -> bool:
+    def is_pending(self) -> bool:
         """Return whether any expected layer is not counted yet.
 
         Layers that vLLM creates and then drops, or whose weights it moves to the device meta, are not expected any
@@ -33,7 +33,7 @@ class Census:
         """
         return any(_is_there(module()) for module in self._pending.values())
 
-    def settle(self, layer: str, reason: str | None = None, pattern: str = "") -> bool:
+    def count(self, layer: str, reason: str | None = None, pattern: str = "") -> bool:
         """Count a layer as ours, or for ``reason`` as vLLM's own; return True for the last one expected."""
         awaited = self._pending.pop(layer, None) is not None
         if reason is None:
@@ -42,7 +42,7 @@ class Census:
         else:
             self.dense[layer] = reason
             self.sparse.pop(layer, None)
-        return awaited and not self.awaits()
+        return awaited and not self.is_pending()
 
     def line(self, resolution: Resolution) -> str:
         """``SlideSparse 6:8 (2 of every 8 pruned): 24 layers sparse, 1 dense (1 lm_head); backend ...``"""
