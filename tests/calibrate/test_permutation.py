@@ -28,6 +28,7 @@ from slidesparse.calibrate.permutation import (
     may_permute,
 )
 from slidesparse.calibrate.resume import WorkFolder
+from slidesparse.calibrate.task import Task
 from slidesparse.checkpoint.inspection import inspect
 from slidesparse.checkpoint.storage import Checkpoint
 from slidesparse.convert import stream
@@ -40,8 +41,9 @@ CPU = torch.device("cpu")
 
 @pytest.fixture
 def unrotated(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
-    """Options that permute a Llama without rotating it."""
+    """Options that permute a Llama without rotating or smoothing it."""
     monkeypatch.setattr(stream, "rotation_obstacle", lambda _: "not in this test")
+    monkeypatch.setattr(Task, "smooths", False)
     return {"rotate": "auto"}
 
 
