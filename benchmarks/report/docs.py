@@ -312,7 +312,7 @@ def bandwidth() -> str:
     rows = _results(H200).tables["bandwidth"].rows.set_index("kernel")["fraction"]
     lines = []
     for words, *kernels in (
-        ("quantize", "quant_only", ""),
+        ("quantize", "quant_only", "hopper quant_only"),
         ("quantize and slide, 6:8", "quant_slide 6:8", "hopper quant_slide 6:8"),
         ("after RMSNorm with the residual", "norm, quant_slide 6:8", "hopper norm_quant_slide 6:8"),
         ("after SiLU and gate", "silu, quant_slide 6:8", "hopper silu_quant_slide 6:8"),
