@@ -19,8 +19,8 @@ from benchmarks.accuracy import language_results as accuracy
 from benchmarks.e2e import BLOCKS
 from benchmarks.records import E2E, RecordsError
 from benchmarks.report import data, pages
-from benchmarks.report.data import CUSPARSELT, DENSE, STOCK
-from benchmarks.report.markdown import percent, span, table, times
+from benchmarks.report.data import CUBLASLT, CUSPARSELT, DENSE, STOCK
+from benchmarks.report.markdown import percent, span, table, times, tops
 from slidesparse.convert.times import FOLDER
 from slidesparse.errors import CheckFailed
 from slidesparse.pattern import SlidePattern
@@ -275,6 +275,21 @@ def products() -> str:
     return table(("", *header), rows, 1)
 
 
+def hopper_products() -> str:
+    """Products by `hopper`, Qwen2.5-7B: TOPS, and the speed-ups over dense cuBLASLt and stock vLLM's kernel."""
+    patterns, rows = ("2:4", "4:6", "6:8"), []
+    for section in _results(H200).hopper.each:
+        if section.title == QWEN:
+            rates, over = section.tops(), [section.speedup(name) for name in (CUBLASLT, STOCK)]
+            for at, m in enumerate((64, 1024, 16384)):
+                figures = [
+                    f"{tops(rates[p][m])}: {', '.join(times(one[p][m]) for one in over)}" for p in patterns
+                ]
+                dense = tops(rates[CUBLASLT][m])
+                rows.append((section.dtype.upper() if at == 0 else "", m, dense, *figures))
+    return table(("", "M", "dense cuBLASLt", *patterns), rows, 1)
+
+
 def heuristics() -> str:
     """cuSPARSELt's own choice of an algorithm beside the best one, in the layout that serving uses."""
     rows = _results(H200).tables["layout"].rows
@@ -297,7 +312,7 @@ def bandwidth() -> str:
     rows = _results(H200).tables["bandwidth"].rows.set_index("kernel")["fraction"]
     lines = []
     for words, *kernels in (
-        ("quantize", "quant_only", ""),
+        ("quantize", "quant_only", "hopper quant_only"),
         ("quantize and slide, 6:8", "quant_slide 6:8", "hopper quant_slide 6:8"),
         ("after RMSNorm with the residual", "norm, quant_slide 6:8", "hopper norm_quant_slide 6:8"),
         ("after SiLU and gate", "silu, quant_slide 6:8", "hopper silu_quant_slide 6:8"),
@@ -313,16 +328,16 @@ def reference() -> str:
 
 
 def efficiency() -> str:
-    """The paper's algorithmic efficiency, and the share of the bound, of cuSPARSELt's products at 8192 tokens."""
-    rows = []
-    for section in _results(H200).models.each:
-        if section.title == QWEN and section.ours == CUSPARSELT:
+    """The paper's algorithmic efficiency, and the share of the bound, of products at 8192 tokens."""
+    rows, results = [], _results(H200)
+    for section in (*results.models.each, *results.hopper.each):
+        if section.title == QWEN:
             found, speedup = section.efficiency().loc[8192], section.speedup().loc[8192]
             cells = [
                 f"{percent(found[p])} ({times(speedup[p])} of {times(section.bounds[p])})" for p in PATTERNS
             ]
-            rows.append((section.dtype.upper(), *cells))
-    return table(("", *PATTERNS), rows, 1)
+            rows.append((f"`{section.ours}`", section.dtype.upper(), *cells))
+    return table(("", "", *PATTERNS), rows, 2)
 
 
 def blocks() -> str:
@@ -402,7 +417,8 @@ def budgets() -> str:
 TABLES: dict[str, Callable[[], str]] = {
     **{make.__name__: make for make in (gains, few, few_14b, few_bitnet, qwen)},
     **{make.__name__: make for make in (llama, fusion, step)},
-    **{make.__name__: make for make in (layers, ranges, verdicts, products, heuristics, bandwidth)},
+    **{make.__name__: make for make in (layers, ranges, verdicts, products, hopper_products)},
+    **{make.__name__: make for make in (heuristics, bandwidth)},
     **{make.__name__: make for make in (reference, efficiency, bitnet, blocks, budgets)},
     "losses": lambda: accuracy.losses(ACCURACY / "protocol_a.csv"),
     "losses-256": lambda: accuracy.losses(ACCURACY / "protocol_a_256.csv"),

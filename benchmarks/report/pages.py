@@ -74,9 +74,11 @@ BASELINES = {
 REFERENCE_GPU = "H100 PCIe"
 # Microseconds in table 1 of the paper.
 REFERENCE_SLIDING_US = {4096: (26.6, 34.7), 8192: (47.3, 64.2), 16384: (95.7, 119.3)}
-OPTIONAL_PARTS = ("e2e_profile", "spmm")  # not every folder has them
+KERNEL_HOPPER = "kernel_hopper"  # like kernel.csv, another run: `hopper` beside cuBLASLt and stock vLLM
+OPTIONAL_PARTS = (KERNEL_HOPPER, "e2e_profile", "spmm")  # not every folder has them
 SUBJECTS = {
     "kernel": "matrix products alone: square ones and those of models",
+    KERNEL_HOPPER: "matrix products of models by `hopper`, another run",
     "linear": "linear layers with quantization and scaling, against stock vLLM",
     "bandwidth": "kernels that memory bounds",
     "layout": "memory layouts that the libraries take, and their speed",
@@ -91,15 +93,18 @@ class Results:
     """All tables of a folder.  Raises RecordsError when it has none, and for an invalid file."""
 
     def __init__(self, folder: Path) -> None:
-        forms = (KERNEL, LINEAR, BANDWIDTH, LAYOUT, E2E, PROFILE, SPMM)
+        forms = {form.name: form for form in (KERNEL, LINEAR, BANDWIDTH, LAYOUT, E2E, PROFILE, SPMM)}
+        forms[KERNEL_HOPPER] = KERNEL
         self.counters = data.read(folder, SPMM_COUNTERS)
-        self.folder, self.tables = folder, {form.name: data.read(folder, form) for form in forms}
+        self.folder = folder
+        self.tables = {name: data.read(folder, forms[name], name) for name in SUBJECTS if name in forms}
         if all(one.rows.empty for one in self.tables.values()):
             raise RecordsError(
                 f"{folder} holds no measurement; name a folder that `python -m benchmarks` wrote to"
             )
         self.square = data.square_sections(self.tables["kernel"])
         self.models = data.model_sections(self.tables["kernel"])
+        self.hopper = data.model_sections(self.tables[KERNEL_HOPPER])
         self.layers = data.linear_sections(self.tables["linear"])
         self.stages = data.e2e_sections(self.tables["e2e"])
 
@@ -113,6 +118,7 @@ class Results:
         """The sections to plot, and the dense provider to compare with, by name of the plot."""
         found = {
             "kernel": ([*self.square.each, *self.models.each], CUBLASLT),
+            KERNEL_HOPPER: (self.hopper.each, CUBLASLT),
             "linear": (self.layers.each, STOCK),
         }
         for stage, one in self.stages.items():
@@ -124,6 +130,7 @@ class Results:
         """The text of each page by file name, with links to the plots that are in the folder."""
         makers = (
             self._kernel,
+            self._kernel_hopper,
             self._linear,
             self._bandwidth,
             self._layout,
@@ -147,7 +154,8 @@ class Results:
             files = [f"{name}.csv", f"{name}.json"]
             links = [f"[{file}]({file})" for file in files if (self.folder / file).exists()]
             rows.append((f"[{name}.md]({name}.md)", SUBJECTS[name], ", ".join(links)))
-        gaps = {"kernel.csv, square": self.square, "kernel.csv": self.models, "linear.csv": self.layers}
+        gaps = {"kernel.csv, square": self.square, "kernel.csv": self.models}
+        gaps |= {f"{KERNEL_HOPPER}.csv": self.hopper, "linear.csv": self.layers}
         gaps |= {f"e2e.csv, {stage}": one for stage, one in self.stages.items()}
         lacking = [
             (name, *row) for name, one in gaps.items() for row in one.missing().itertuples(index=False)
@@ -171,19 +179,26 @@ class Results:
     # --- products and layers
 
     def _kernel(self, kernel: Table) -> list[str]:
+        return self._products(kernel, "Matrix products", "kernel", [*self.square.each, *self.models.each])
+
+    def _kernel_hopper(self, kernel: Table) -> list[str]:
+        return self._products(kernel, "Matrix products by `hopper`", KERNEL_HOPPER, self.hopper.each)
+
+    def _products(self, kernel: Table, title: str, name: str, sections: Iterable[Section]) -> list[str]:
         parts = [
-            "# Matrix products",
+            f"# {title}",
             "Median latencies of the product alone; of a model, its four layers summed where all four were measured. "
-            "Speed-up: latency of the dense product / ours, of the same run. `-`: not measured. `hopper` supports "
-            "INT8 and FP8 only, so it has no rows for BF16 and FP16; its `dense` is a weight without a pattern.",
+            "Speed-up: latency of the dense product / ours, of the same run. `-`: not measured. `stock` and `hopper` "
+            "scale and write BF16, cuBLASLt does that only where it is faster than sums that are not scaled. `hopper` "
+            "supports INT8 and FP8 only; its `dense` is a weight without a pattern.",
             _spread(kernel.rows),
-            *self._images("kernel"),
+            *self._images(name),
         ]
         dense = kernel.rows[kernel.rows["pattern"] == DENSE]
         rates = 2.0 * dense["M"] * dense["N"] * dense["K"] / dense["p50_us"] / 1e6
         peaks = rates.groupby(dense["dtype"]).max().round(1)
         copy = kernel.conditions.get("copy_GBps")
-        for section in (*self.square.each, *self.models.each):
+        for section in sections:
             parts += [_heading(section), *_speedups(section, PROVIDERS), *_efficiency(section)]
             parts += [
                 "TOPS, 2 M N K / latency with K of the dense weight: zeros that are skipped count.",
@@ -477,14 +492,15 @@ def compare_reference(results: Results, reference: Path) -> pd.DataFrame:
     rows, _ = read_rows(reference, REFERENCE)
     theirs = pd.DataFrame(rows, columns=list(REFERENCE)).astype({"M": int, "speedup": float})
     key = ["results", "model", "dtype", "pattern", "M"]
+    products = (*results.models.each, *results.hopper.each)
     sections = {
-        "square": results.square,
-        **dict.fromkeys(("operands", "served"), results.models),
-        **results.stages,
+        "square": results.square.each,
+        **dict.fromkeys(("operands", "served"), products),
+        **{stage: found.each for stage, found in results.stages.items()},
     }
     parts = [pd.DataFrame(columns=[*key, "who", "ours"])]
     for kind, of_kind in sections.items():
-        for section in of_kind.each:
+        for section in of_kind:
             for over in section.dense:
                 if over in BASELINES[kind]:
                     ours = (
