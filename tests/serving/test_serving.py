@@ -171,7 +171,7 @@ def test_flags_serve_checkpoint_without_metadata_sparse(engines: Engines, store:
 @pytest.mark.parametrize(
     "eager", [True, pytest.param(False, marks=pytest.mark.slow)], ids=["eager", "compiled"]
 )
-def test_fp8_is_as_exact_as_stock(engines: Engines, store: Path, eager: bool) -> None:
+def test_fp8_error_is_at_most_twice_that_of_stock(engines: Engines, store: Path, eager: bool) -> None:
     """Both sum FP8 products in float32, in different orders.
 
     The yardstick is the same model with FP8 products summed in float64.  How far stock vLLM's top-1 log-probabilities
