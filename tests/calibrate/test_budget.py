@@ -56,7 +56,7 @@ def problems(draw: st.DrawFn) -> AllocationProblem:
     return AllocationProblem(candidates, 100 * count, draw(st.booleans()))
 
 
-def every(problem: AllocationProblem) -> list[Choice]:
+def all_choices(problem: AllocationProblem) -> list[Choice]:
     """All choices there are."""
     units = list(problem.candidates)
     return [
@@ -75,7 +75,7 @@ def test_frontier_is_optimal(problem: AllocationProblem) -> None:
     """Each point of it has the least loss of all choices that save as much."""
     frontier = problem.frontier()
     assert not any(frontier[0].patterns.values())
-    others = every(problem)
+    others = all_choices(problem)
     for choice in frontier:
         least = min(o.loss for o in others if saved(problem, o) >= saved(problem, choice) - 1e-9)
         assert choice.loss <= least + 1e-9
@@ -84,13 +84,13 @@ def test_frontier_is_optimal(problem: AllocationProblem) -> None:
 
 @settings(max_examples=200, deadline=None)
 @given(problems(), st.floats(0.01, 12))
-def test_fastest_is_within_a_step_of_the_optimum(problem: AllocationProblem, loss: float) -> None:
+def test_fastest_choice_is_within_a_step_of_the_optimum(problem: AllocationProblem, loss: float) -> None:
     """The relaxed problem's best is between two points of the frontier, and no choice is above that."""
     found = problem.fastest(loss)
     assert found.loss <= loss + 1e-9
     within = [point for point in problem.frontier() if point.loss <= loss]
     assert saved(problem, found) >= saved(problem, within[-1]) - 1e-9
-    best = max(saved(problem, o) for o in every(problem) if o.loss <= loss)
+    best = max(saved(problem, o) for o in all_choices(problem) if o.loss <= loss)
     behind = problem.frontier()[len(within) : len(within) + 1]
     assert best <= saved(problem, (behind or within[-1:])[0]) + 1e-9
 
@@ -99,7 +99,7 @@ def test_fastest_is_within_a_step_of_the_optimum(problem: AllocationProblem, los
 @given(problems(), st.floats(0.01, 0.6))
 def test_least_loss_reaches_the_saving(problem: AllocationProblem, wanted: float) -> None:
     found = problem.least_loss(wanted)
-    reaching = [o for o in every(problem) if saved(problem, o) >= wanted]
+    reaching = [o for o in all_choices(problem) if saved(problem, o) >= wanted]
     assert (found is None) == (not reaching)
     if found:
         assert saved(problem, found) >= wanted - 1e-9
@@ -121,7 +121,7 @@ def test_least_loss_reaches_the_saving(problem: AllocationProblem, wanted: float
         ([Try(2.0, 1.5), Try(1.3, 0.7), Try(1.7, 1.1), Try(1.3, 0.7)], False, None),
     ],
 )
-def test_next_limit(tries: list[Try], most: bool, wanted: float | None) -> None:
+def test_next_aim(tries: list[Try], most: bool, wanted: float | None) -> None:
     found = next_aim(tries, 1.0, tries[-1].aim, most)
     assert found == (None if wanted is None else pytest.approx(wanted))
 
@@ -160,8 +160,10 @@ def test_measured_times_are_returned_unchanged() -> None:
     assert times.stock_us("int8", shape, 16) == times.measured["int8", "stock"][16][shape]
 
 
-def test_times_of_other_shapes_are_estimated_within_a_fifth() -> None:
-    """Each shape from the others; a mean over shapes, which for a single one is up to twice as much."""
+def test_time_estimates_of_other_shapes_err_below_20_percent() -> None:
+    """Each shape is estimated from the others; the bound is on the mean over shapes, as a single one errs up
+    to twice as much.
+    """
     measured = LayerTimes.of("h200").measured
     for key, of_tokens in measured.items():
         for tokens, times in of_tokens.items():
@@ -180,7 +182,7 @@ def test_fit_has_no_negative_coefficients() -> None:
 
 
 @pytest.mark.parametrize("gpu", ["", "a100", "nvidia"])
-def test_a_gpu_without_times_is_refused(gpu: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gpu_without_times_is_refused(gpu: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("nvidia-h200.csv", "nvidia-h100.csv"):
         (tmp_path / name).write_text("dtype,n,k,pattern,tokens,us\n")
     monkeypatch.setattr("slidesparse.convert.times.FOLDER", tmp_path)
@@ -223,7 +225,9 @@ def task_of(folder: Path, ids: str, pattern: SlidePattern, **how: Any) -> Any:
 
 @torch.inference_mode()
 def test_layer_losses_equal_those_of_transformers(tmp_path: Path) -> None:
-    """The divergence of next-token distributions with the layers pruned that vLLM joins, the others as they were."""
+    """The loss is the divergence of next-token distributions if the layers that vLLM fuses are pruned, and no
+    other.
+    """
     theirs = float_llama(tmp_path / "model")
     task = task_of(tmp_path / "model", write_ids(tmp_path / "ids.npy", 9), SlidePattern(6))
     (tmp_path / "work").mkdir()
@@ -269,7 +273,7 @@ def test_unpruned_model_has_no_loss(tmp_path: Path) -> None:
 
 @torch.inference_mode()
 def test_whole_loss_equals_that_of_the_written_model(tmp_path: Path) -> None:
-    """By transformers, with weights as they were written, on what the dense model itself says.
+    """Transformers computes it with weights as they were written, on texts that the dense model generates.
 
     Activations are not rounded there, which changes both losses by about as much.
     """
@@ -395,7 +399,7 @@ def test_losses_are_measured_once_for_all_budgets(
     assert outcome(second).problem.candidates.keys() == outcome(first).problem.candidates.keys()
 
 
-def test_a_damaged_cache_is_measured_again(model: Path, tmp_path: Path, ids: str) -> None:
+def test_damaged_loss_cache_is_measured_again(model: Path, tmp_path: Path, ids: str) -> None:
     how: dict[str, Any] = {"budget": Budget(zeros=0.2), "dry_run": True}
     first = outcome(calibrated(model, tmp_path / "out", ids, **how))
     (kept,) = (Path(os.environ["SLIDESPARSE_CACHE"]) / "losses").glob("*.json")
@@ -403,7 +407,7 @@ def test_a_damaged_cache_is_measured_again(model: Path, tmp_path: Path, ids: str
     assert outcome(calibrated(model, tmp_path / "out", ids, **how)).to_json() == first.to_json()
 
 
-def test_a_cache_that_cannot_be_written(
+def test_unwritable_loss_cache_is_an_error(
     model: Path, tmp_path: Path, ids: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "file").touch()
@@ -412,25 +416,31 @@ def test_a_cache_that_cannot_be_written(
         calibrated(model, tmp_path / "out", ids, budget=Budget(zeros=0.2), dry_run=True)
 
 
-def test_a_decoder_without_a_head_has_no_loss(model: Path, tmp_path: Path, ids: str) -> None:
+def test_budget_refuses_decoder_without_a_head(model: Path, tmp_path: Path, ids: str) -> None:
     config = {**config_of(model), "architectures": ["LlamaModel"]}
     (model / "config.json").write_text(json.dumps(config))
     with pytest.raises(CalibrationError, match="names LlamaModel: give a pattern"):
         calibrated(model, tmp_path / "out", ids, budget=Budget(zeros=0.2), finetune=0)
 
 
-def test_overflow_is_reported(model: Path, tmp_path: Path, ids: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nonfinite_loss_is_reported(
+    model: Path, tmp_path: Path, ids: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(losses.Judge, "distances", lambda *_: [math.nan] * 16)
     with pytest.raises(CalibrationError, match=r"q_proj at 8:10 is not finite"):
         calibrated(model, tmp_path / "out", ids, budget=Budget(zeros=0.2), finetune=0)
 
 
 class Killed(BaseException):
-    """Nothing handles it, as nothing handles a signal."""
+    """Stands for a signal, which nothing handles."""
 
 
-def test_killed_and_resumed(model: Path, tmp_path: Path, ids: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It dies as it keeps losses, a choice, or a block: at each of its writes.  What was kept is not made again."""
+def test_killed_budget_search_resumes(
+    model: Path, tmp_path: Path, ids: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is killed at each of its writes of losses, a choice, or a block. What was kept is not computed
+    again.
+    """
     how: dict[str, Any] = {"budget": Budget(max_loss=0.1, tokens=(16,)), "finetune": 0}
     plain, calls, last = WorkFolder.write_json, 0, 0
 
@@ -474,7 +484,7 @@ def test_unreachable_budget_is_refused(
     assert not (tmp_path / "out").exists()
 
 
-def test_encoder_loss_is_that_of_embeddings(tmp_path: Path) -> None:
+def test_encoder_loss_is_cosine_distance_of_embeddings(tmp_path: Path) -> None:
     bert(tmp_path / "source")
     ids = write_ids(tmp_path / "ids.npy", 24)
     report = calibrated(
@@ -487,6 +497,6 @@ def test_encoder_loss_is_that_of_embeddings(tmp_path: Path) -> None:
     assert "1 - cosine" in found.summary
 
 
-def test_layer_patterns_exclude_a_budget(model: Path, tmp_path: Path, ids: str) -> None:
+def test_layer_option_with_a_budget_is_refused(model: Path, tmp_path: Path, ids: str) -> None:
     with pytest.raises(CalibrationError, match="--layer"):
         calibrated(model, tmp_path / "out", ids, budget=Budget(zeros=0.2), layer=["down=8:10"])

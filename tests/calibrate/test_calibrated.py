@@ -54,7 +54,9 @@ def served(folder: Path, layer: str) -> torch.Tensor:
 
 @pytest.mark.parametrize("ratio", NAMED)
 @pytest.mark.parametrize("method", ["sparsegpt", "wanda"])
-def test_every_pattern(source: Path, tmp_path: Path, ids: str, ratio: str, method: str) -> None:
+def test_calibrated_conversion_for_every_pattern(
+    source: Path, tmp_path: Path, ids: str, ratio: str, method: str
+) -> None:
     """K is 64 and 88: most patterns leave a tail."""
     pattern = SlidePattern.parse(ratio)
     quant = "fp8" if NAMED.index(ratio) % 2 else "int8"
@@ -80,7 +82,7 @@ def test_every_pattern(source: Path, tmp_path: Path, ids: str, ratio: str, metho
     assert not work_folder(tmp_path / "out").exists()
 
 
-def test_an_encoder_and_its_texts(tmp_path: Path) -> None:
+def test_calibrated_conversion_of_an_encoder(tmp_path: Path) -> None:
     source, calib = bert(tmp_path / "source"), tmp_path / "calib.jsonl"
     texts = [" ".join(f"w{(i * j) % 50}" for j in range(2, 4 + i % 12)) for i in range(40)]
     calib.write_text("\n".join(json.dumps({"text": text}) for text in texts))
@@ -93,8 +95,8 @@ def test_an_encoder_and_its_texts(tmp_path: Path) -> None:
     assert sum(errors(report).values()) < 0.8 * sum(errors(by_magnitude).values())
 
 
-def test_methods_rank_as_expected_and_sweeps_help(source: Path, tmp_path: Path, ids: str) -> None:
-    """Magnitude chooses with data what it chooses without."""
+def test_methods_rank_by_error_and_sweeps_reduce_it(source: Path, tmp_path: Path, ids: str) -> None:
+    """Magnitude prunes the same weights with data and without."""
     runs = {"sparsegpt": {}, "alone": {"sweeps": 0}, "wanda": {}, "magnitude": {}}
     total = {}
     for name, options in runs.items():
@@ -191,8 +193,8 @@ def hidden(source: Path, ids: np.ndarray, changed: dict[str, torch.Tensor]) -> t
     return x
 
 
-def test_dense_target_brings_the_model_nearer_to_the_dense_one(source: Path, tmp_path: Path) -> None:
-    """The samples are those it was pruned with.  Only the first stage reads what it reads in the dense model."""
+def test_dense_target_reduces_the_output_error(source: Path, tmp_path: Path) -> None:
+    """The samples are those it was pruned with. Only the first stage has the same inputs in the dense model."""
     ids = np.load(write_ids(tmp_path / "ids.npy", 60))
     dense = hidden(source, ids, {})
     found = {
@@ -257,7 +259,7 @@ def test_spilled_hidden_states_change_nothing(
 def test_inputs_kept_on_the_gpu_change_nothing(
     source: Path, tmp_path: Path, ids: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Kept between stages, or computed anew for each; hidden states on the GPU or on the disk."""
+    """They are kept between stages, or computed anew for each; hidden states are on the GPU or on the disk."""
     calibrated(source, tmp_path / "kept", ids, device="cuda")
     monkeypatch.setattr(inputs, "SUSPENDED_DEVICE_PART", 2**60)
     calibrated(source, tmp_path / "anew", ids, device="cuda")
@@ -268,7 +270,7 @@ def test_inputs_kept_on_the_gpu_change_nothing(
     assert inspect(tmp_path / "kept").violations == 0
 
 
-def test_no_more_than_a_block_is_in_memory(
+def test_at_most_one_block_is_in_memory(
     source: Path, tmp_path: Path, ids: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     alive: list[weakref.ref[torch.Tensor]] = []
@@ -298,10 +300,10 @@ def test_out_of_memory_is_explained(
         calibrated(source, tmp_path / "out", ids)
 
 
-def test_finished_blocks_need_no_further_space(
+def test_resume_needs_no_disk_space_for_finished_blocks(
     source: Path, tmp_path: Path, ids: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A full disk says how to go on, and going on asks for as much less as there is."""
+    """The error of a full disk says how to go on, and resuming asks for as much less as was written."""
     asked: list[int] = []
     monkeypatch.setattr(stream, "require_space", lambda _, needed: asked.append(needed))
 
@@ -321,7 +323,7 @@ def test_finished_blocks_need_no_further_space(
 # Which layers, and how
 
 
-def test_mixed_patterns(source: Path, tmp_path: Path, ids: str) -> None:
+def test_mixed_patterns_by_layer_rules(source: Path, tmp_path: Path, ids: str) -> None:
     rules = ["down_proj=8:10", r"layers\.1\..*down_proj=14:16", "gate_proj|up_proj=4:6"]
     for name, options in (
         ("calibrated", {"calibration": Calibration(ids, seqlen=24, finetune=1, rotate="off")}),
@@ -368,10 +370,10 @@ def test_skipped_layers_are_quantized_and_not_pruned(source: Path, tmp_path: Pat
 
 @pytest.mark.parametrize("how", [{"skip": ["o_proj"]}, {"budget": Budget(zeros=0.1)}], ids=["skip", "budget"])
 @pytest.mark.parametrize("method", ["sparsegpt", "wanda"])
-def test_later_layers_see_skipped_layers_quantized(
+def test_later_layers_read_outputs_of_quantized_skipped_layers(
     source: Path, tmp_path: Path, ids: str, monkeypatch: pytest.MonkeyPatch, method: str, how: dict[str, Any]
 ) -> None:
-    """Quantized: by the layers behind them, while they are pruned, and while they are trained."""
+    """They are quantized when the layers behind them are pruned and when those are trained."""
     seen: dict[str, torch.Tensor] = {}
     trained: list[set[str]] = []
     prune_rows, tune = pipeline._prune_rows, pipeline.finetune
@@ -395,9 +397,7 @@ def test_later_layers_see_skipped_layers_quantized(
     assert any(trained) == (method == "sparsegpt")
 
 
-def test_lm_head_and_embeddings_are_left_alone_whatever_matches(
-    source: Path, tmp_path: Path, ids: str
-) -> None:
+def test_linear_option_never_prunes_lm_head_and_embeddings(source: Path, tmp_path: Path, ids: str) -> None:
     for name, options in (
         ("calibrated", {"calibration": Calibration(ids, seqlen=24, finetune=0)}),
         ("plain", {}),
@@ -406,7 +406,7 @@ def test_lm_head_and_embeddings_are_left_alone_whatever_matches(
         assert sorted(report.pruned) == LINEARS
 
 
-def test_shards_and_tied_embeddings(source: Path, tmp_path: Path, ids: str) -> None:
+def test_shards_and_tied_embeddings_change_nothing(source: Path, tmp_path: Path, ids: str) -> None:
     """The same layers come out of a source in two files without an lm_head of its own."""
     tensors = {name: t for name, t in tensors_of(source).items() if name != "lm_head.weight"}
     config = config_of(source) | {"tie_word_embeddings": True}
@@ -438,7 +438,7 @@ def test_invalid_calibration_options_are_refused(options: dict[str, Any], fact: 
         Calibration("random", **options)
 
 
-def test_layers_that_are_not_run_are_refused(tmp_path: Path) -> None:
+def test_layers_outside_the_model_are_refused(tmp_path: Path) -> None:
     source = llama(tmp_path / "source", model__extra__weight=torch.ones(8, 8).bfloat16())
     with pytest.raises(CalibrationError, match=r"model\.extra is none"):
         calibrated(source, tmp_path / "out", "random", samples=1, linear="_proj|extra")

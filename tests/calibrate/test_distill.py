@@ -54,10 +54,10 @@ CASES: list[dict[str, Any]] = [
 
 @DEVICES
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_predictions_come_nearer_and_zeros_stay(
+def test_distillation_reduces_divergence_and_keeps_zeros(
     source: Path, tmp_path: Path, ids: str, text: str, case: dict[str, Any], device: str
 ) -> None:
-    """On text that was not trained on; all else is as without distillation."""
+    """The divergence is measured on text that was not trained on; all else is as without distillation."""
     report = calibrated(source, tmp_path / "pruned", ids, finetune=0, device=device, **case)
     done = calibrated(
         source, tmp_path / "out", ids, distill=text, device=device, minutes=0.5, finetune=0, **case
@@ -75,8 +75,10 @@ def test_predictions_come_nearer_and_zeros_stay(
             assert torch.equal(w, before[name])
 
 
-def test_another_layout_holds_the_same_weights(source: Path, tmp_path: Path, ids: str, text: str) -> None:
-    """Rotated, and with channels in another order."""
+def test_packed_layout_has_the_weights_of_the_dense_one(
+    source: Path, tmp_path: Path, ids: str, text: str
+) -> None:
+    """The model is rotated, and its channels are permuted."""
     for layout in ("dense", "packed"):
         calibrated(source, tmp_path / layout, ids, layout=layout, distill=text, rotate="on", **QUICK)
     done = Done("verify", tmp_path / "dense", tmp_path / "packed")
@@ -84,10 +86,10 @@ def test_another_layout_holds_the_same_weights(source: Path, tmp_path: Path, ids
 
 
 @pytest.mark.parametrize("quant", ["int8", "fp8"])
-def test_a_step_follows_the_gradient_of_the_whole_model(
+def test_gradient_equals_that_of_torch_for_the_whole_model(
     source: Path, tmp_path: Path, ids: str, text: str, quant: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The gradient is that of torch's divergence through all blocks at once."""
+    """The reference is the gradient of torch's divergence through all blocks at once."""
     seen: list[Tensor] = []
     monkeypatch.setattr(distill._Weight, "update", lambda self, gradient, *_: seen.append(gradient.clone()))
     monkeypatch.setattr(distill, "LOGITS_PER_CHUNK", 50 * LLAMA.vocabulary)  # several pieces
@@ -120,8 +122,8 @@ def test_a_step_follows_the_gradient_of_the_whole_model(
 
 
 @pytest.mark.parametrize("quant", [torch.int8, torch.float8_e4m3fn])
-def test_blocks_can_be_compiled_and_share_what_is_compiled(source: Path, quant: torch.dtype) -> None:
-    """As on a GPU: what is traced of one block serves the next, and has its bits when torch itself runs it."""
+def test_blocks_share_one_compiled_graph(source: Path, quant: torch.dtype) -> None:
+    """As on a GPU, the trace of one block serves the next, and gives the bits of eager torch."""
     model = open_model(Checkpoint.open(source))
     names = frozenset(name for stage in model.stages for name in stage)
     graphs = []
@@ -150,8 +152,10 @@ def test_blocks_can_be_compiled_and_share_what_is_compiled(source: Path, quant: 
     assert len(graphs) == 1
 
 
-def test_steps_are_those_of_adam() -> None:
-    """Where the second moment is a product of one number per row and per column; up to the rounding to BF16."""
+def test_steps_equal_those_of_adam() -> None:
+    """They are equal if the second moment is a product of one number per row and per column, up to rounding
+    to BF16.
+    """
     generator = torch.Generator().manual_seed(0)
     value = torch.randn(8, 16, generator=generator)
     value[:, ::2] = 0.0
@@ -171,7 +175,7 @@ def test_steps_are_those_of_adam() -> None:
     assert ((ours.value - value)[kept] - moved).abs().max() < 0.02 * moved.abs().max()
 
 
-def test_each_sample_is_taken_before_one_comes_again() -> None:
+def test_each_sample_is_used_once_per_epoch() -> None:
     taken = [i for step in range(6) for i in distill._step_samples(10, 5, step)]
     epochs = [taken[:10], taken[10:20], taken[20:]]
     assert [sorted(epoch) for epoch in epochs] == [list(range(10))] * 3
@@ -182,7 +186,7 @@ class Killed(BaseException):
     """Stands for a kill in this process."""
 
 
-def test_killed_and_resumed(
+def test_killed_distillation_resumes(
     source: Path, tmp_path: Path, ids: str, text: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It goes on from what was saved last, to the bytes of a run that was not killed."""
@@ -222,7 +226,7 @@ def test_killed_and_resumed(
     assert names == ["ids.npy", "out", "text.npy", "whole"]
 
 
-def test_killed_at_the_end_is_not_trained_again(
+def test_resume_does_not_repeat_finished_training(
     source: Path, tmp_path: Path, ids: str, text: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def die(*_: Any) -> None:
@@ -240,7 +244,7 @@ def test_killed_at_the_end_is_not_trained_again(
     assert done.distilled.steps == STEPS
 
 
-def test_what_is_worse_is_not_kept(
+def test_distillation_that_worsens_the_model_is_discarded(
     source: Path, tmp_path: Path, ids: str, text: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(distill, "RATE", 1e6)
@@ -251,7 +255,7 @@ def test_what_is_worse_is_not_kept(
     assert snapshot(tmp_path / "out") == snapshot(tmp_path / "pruned")
 
 
-def test_the_summary_and_the_report(source: Path, tmp_path: Path, ids: str, text: str) -> None:
+def test_convert_prints_and_reports_distillation(source: Path, tmp_path: Path, ids: str, text: str) -> None:
     command = ["convert", source, tmp_path / "out", "-s", "2:4", "--calib", ids, "--seqlen", 24]
     command += ["--device", "cpu", "--rotate", "off", "--finetune", 0, "--distill", text, "--minutes", 0.1]
     done = Done(*command, "--dry-run")
@@ -268,7 +272,7 @@ def test_the_summary_and_the_report(source: Path, tmp_path: Path, ids: str, text
     assert found["after"]["divergence"] < found["before"]["divergence"]
 
 
-def test_bad_options(source: Path, tmp_path: Path, ids: str, text: str) -> None:
+def test_distill_refuses_invalid_options(source: Path, tmp_path: Path, ids: str, text: str) -> None:
     def refuses(
         words: str, where: Path = source, error: type[Exception] = CalibrationError, **how: Any
     ) -> None:
@@ -302,7 +306,9 @@ def _headless(folder: Path) -> Path:
     return made
 
 
-def test_too_little_memory(source: Path, ids: str, text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_distill_refuses_too_little_memory(
+    source: Path, ids: str, text: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(distill, "LOGITS_PER_CHUNK", 2**50)
     words = ("--distill trains all layers at once", "GB of memory, but this machine has")
     how = Calibration(ids, seqlen=24, device="cpu", distill=text)

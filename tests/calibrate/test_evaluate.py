@@ -46,7 +46,7 @@ def lumped(p: np.ndarray, q: np.ndarray, top: int) -> float:
 
 
 @pytest.mark.parametrize("top", [1, 3, 7, VOCABULARY])
-def test_divergence_is_that_of_the_lumped_distributions(top: int) -> None:
+def test_divergence_lumps_unlikely_tokens(top: int) -> None:
     p, q = distributions(50, 0), distributions(50, 1)
     found = perplexity.divergence(*likeliest(p, top), *likeliest(q, top))
     whole = (np.exp(p) * (p - q)).sum(-1)
@@ -68,7 +68,7 @@ def test_interval_of_a_mean_equals_the_normal_approximation() -> None:
     assert bootstrap(mean, values) == found
 
 
-def test_pairs_stay_together() -> None:
+def test_bootstrap_resamples_pairs_together() -> None:
     values = np.random.default_rng(0).normal(0.0, 100.0, 50)
     found = bootstrap(lambda a, b: mean(a) - mean(b), values + 0.5, values)
     assert (found.low, found.value, found.high) == pytest.approx((0.5, 0.5, 0.5), abs=1e-9)
@@ -163,14 +163,12 @@ def test_windows_of_texts_and_ids(folder: Path) -> None:
         ("{", 2048),
     ],
 )
-def test_a_window_and_a_generated_token_fit_into_the_positions(
-    tmp_path: Path, config: str, tokens: int
-) -> None:
+def test_window_leaves_room_for_a_generated_token(tmp_path: Path, config: str, tokens: int) -> None:
     (tmp_path / "config.json").write_text(config)
     assert window_of(tmp_path) == window_of(tmp_path / "none", tmp_path) == tokens
 
 
-def test_pairs_and_texts(folder: Path) -> None:
+def test_texts_and_pairs_of_jsonl_files(folder: Path) -> None:
     (folder / "pairs.jsonl").write_text('{"query": "a b", "text": "c"}\n{"query": "d", "text": "e f g h"}\n')
     found = texts_or_pairs(folder / "pairs.jsonl", folder, None, longest=3)
     assert (found.queries, found.documents) == ([[0, 1], [3]], [[2], [4, 5, 7]])
@@ -192,7 +190,7 @@ def test_pairs_and_texts(folder: Path) -> None:
         ("a.npy", "text", "a.npy"),
     ],
 )
-def test_data_that_cannot_be_used(folder: Path, name: str, text: str | None, fact: str) -> None:
+def test_invalid_data_is_refused(folder: Path, name: str, text: str | None, fact: str) -> None:
     if text is not None:
         (folder / name).write_text(text)
     with pytest.raises(SlideSparseError) as error:
@@ -200,7 +198,7 @@ def test_data_that_cannot_be_used(folder: Path, name: str, text: str | None, fac
     assert fact in str(error.value)
 
 
-def test_lines_end_where_json_says(folder: Path) -> None:
+def test_jsonl_lines_end_only_at_newlines(folder: Path) -> None:
     """U+2028 and U+0085 end lines in prose, not in JSON; a byte order mark is no text."""
     line = json.dumps({"text": "a\u2028b\u0085c"}, ensure_ascii=False)
     (folder / "a.jsonl").write_text(f"\ufeff{line}\r\n{line}\n", encoding="utf-8")
@@ -215,10 +213,12 @@ def test_lines_end_where_json_says(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("wrong", [26, -1])
-def test_ids_without_a_token_are_refused_before_vllm_starts(
+def test_token_ids_beyond_the_vocabulary_are_refused(
     folder: Path, without_engine: list[Any], wrong: int
 ) -> None:
-    """Whether the model lacks the token or the one that it is compared with; vLLM's engine dies of such ids."""
+    """vLLM's engine would die of ids that the model lacks, or the one that it is compared with, so it is not
+    started.
+    """
     np.save(folder / "ids.npy", np.array([[0, 25, 1], [2, wrong, 3]]))
     (folder / "other" / "config.json").write_text("{}")
     data = ("--data", folder / "ids.npy", "--seqlen", 3)
@@ -231,14 +231,14 @@ def test_ids_without_a_token_are_refused_before_vllm_starts(
         ) in done.err
 
 
-def test_more_log_probabilities_than_tokens(folder: Path, without_engine: list[Any]) -> None:
+def test_top_beyond_the_vocabulary_is_refused(folder: Path, without_engine: list[Any]) -> None:
     with pytest.raises(SlideSparseError, match=r"--top 27 is more than the 26 tokens .*; use -1 for all"):
         perplexity.measure(folder, [[1] * 4], None, 27)
     perplexity.measure(folder, [[1] * 4], None, 26)
     assert len(without_engine) == 1
 
 
-def test_more_log_probabilities_than_memory_holds(
+def test_top_beyond_the_memory_is_refused(
     folder: Path, without_engine: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ids = [[1] * 40] * 3
@@ -277,15 +277,15 @@ np.savez(sys.argv[1], **{"embeddings": np.ones((len(request["ids"]), 2)) * reque
 
 
 @pytest.fixture
-def fake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def fake_engine_worker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "fake_worker.py").write_text(FAKE)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     monkeypatch.setattr(engine, "WORKER", "fake_worker")
     monkeypatch.setattr(engine.importlib.util, "find_spec", lambda name: object())
 
 
-@pytest.mark.usefixtures("fake")
-def test_the_engine_is_a_process_whose_answer_and_log_are_read(
+@pytest.mark.usefixtures("fake_engine_worker")
+def test_engine_runs_in_a_process_and_returns_arrays_and_log(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("VLLM_LOGGING_LEVEL", "ERROR")  # which would hide the plugin's line
@@ -365,7 +365,7 @@ def test_eval_embedding(folder: Path, without_engine: list[Any]) -> None:
 
 
 def test_served_by_is_reported(folder: Path, without_engine: list[Any]) -> None:
-    """A checkpoint of ours that vLLM itself served is a warning; of others it is what was asked for."""
+    """A checkpoint of SlideSparse that vLLM itself served gives a warning; for others that was intended."""
     (folder / "a.txt").write_text("a b c d")
     command = ("eval", "perplexity", folder, "--data", folder / "a.txt", "--seqlen", 4)
     command += ("--against", folder / "other")
@@ -393,7 +393,7 @@ def test_served_by_is_reported(folder: Path, without_engine: list[Any]) -> None:
         (("--data", "a.txt", "--against", "nowhere"), "nowhere is no checkpoint folder"),
     ],
 )
-def test_usage_exits_2(
+def test_eval_with_invalid_usage_exits_2(
     folder: Path, monkeypatch: pytest.MonkeyPatch, options: tuple[Any, ...], fact: str
 ) -> None:
     (folder / "a.txt").write_text("a b c d")

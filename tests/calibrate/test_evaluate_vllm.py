@@ -42,8 +42,10 @@ def exact_logprobs(folder: Path, ids: list[list[int]]) -> np.ndarray:
     return np.asarray(found)
 
 
-def test_perplexity_through_vllm(engines: Engines, tmp_path: Path) -> None:
-    """The original as our own layers give it; the pruned one served by the plugin, and KL over all tokens."""
+def test_perplexity_by_vllm_equals_own_layers(engines: Engines, tmp_path: Path) -> None:
+    """The original's equals that of our own layers; the pruned one is served by the plugin, with KL over all
+    tokens.
+    """
     source = write_float(LLAMA, tmp_path / "source")
     pruned = converted(source, tmp_path / "pruned", "6:8")
     ids = np.random.default_rng(0).integers(0, LLAMA.vocabulary, (3, 20)).tolist()
@@ -67,8 +69,8 @@ def test_perplexity_through_vllm(engines: Engines, tmp_path: Path) -> None:
     assert found.top1.value < 1
 
 
-def test_embeddings_through_the_engine(tmp_path: Path) -> None:
-    """MiniLM in the slided layout, by the process that ``slidesparse eval`` starts."""
+def test_embeddings_by_the_engine_equal_reference(tmp_path: Path) -> None:
+    """MiniLM in the slided layout is served by the process that ``slidesparse eval`` starts."""
     source = demo.original()
     for layout in ("dense", "slided"):
         convert(source, tmp_path / layout, layout=layout)

@@ -30,7 +30,7 @@ DTYPES = [INT8, FP8, None]
 
 @pytest.fixture(autouse=True)
 def small_steps(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Many of few tokens, as there are few."""
+    """Steps have few tokens, so that there are many."""
     monkeypatch.setattr(finetuning, "STEP_TOKENS", 120)
     monkeypatch.setitem(finetuning.PIECE_TOKENS, "cpu", 64)
 
@@ -65,7 +65,7 @@ class Case:
     def error(self, weights: Mapping[str, torch.Tensor], dtype: torch.dtype | None) -> float:
         """The error on the samples held out, by a block whose linear layers quantize weights and inputs themselves."""
         changed = {f"{name}.weight": w for name, w in weights.items()}
-        block = Served(self.block.sizes, self.block.weights | changed)
+        block = QuantizedBlock(self.block.sizes, self.block.weights | changed)
         block.dtype = dtype
         x, wanted = (
             torch.cat([states[batch] for batch in range(2)])[VALIDATION_INTERVAL - 1 :: VALIDATION_INTERVAL]
@@ -75,7 +75,7 @@ class Case:
         return float(lost.mean().sqrt())
 
 
-class Served(DecoderBlock):
+class QuantizedBlock(DecoderBlock):
     """A decoder layer as it is served: quantized to ``dtype`` if that is given."""
 
     dtype: torch.dtype | None = None
@@ -149,7 +149,7 @@ def test_attention_on_a_gpu_has_the_same_gradients(how: Scores) -> None:
         assert float((ours.cpu() - theirs).norm()) < 0.05 * float(theirs.norm())
 
 
-def test_the_block_is_left_as_it_was(source: Path, tmp_path: Path) -> None:
+def test_fine_tuning_leaves_the_block_unchanged(source: Path, tmp_path: Path) -> None:
     case = Case(source, tmp_path)
     before = {name: w.clone() for name, w in case.block.weights.items()}
     case.run(INT8, epochs=1)
@@ -158,7 +158,7 @@ def test_the_block_is_left_as_it_was(source: Path, tmp_path: Path) -> None:
     assert all(torch.equal(case.block.weights[name], w) for name, w in before.items())
 
 
-def test_weights_without_improvement_are_kept(
+def test_fine_tuning_without_improvement_is_discarded(
     source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(finetuning, "RATE", 100.0)
@@ -177,7 +177,7 @@ def test_layer_of_zeros_stays_zero(source: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("most", [1, 40, 64, 10**6])
-def test_every_sample_is_in_one_split(most: int) -> None:
+def test_each_sample_is_in_one_split(most: int) -> None:
     """One of eight is held out, counted over all batches; pieces have at least a sample, and at most so many tokens."""
     shapes = [torch.Size((samples, 16, 4)) for samples in (3, 9, 1, 20)]
     trained, judged = finetuning._pieces(shapes, most)
@@ -191,7 +191,7 @@ def test_every_sample_is_in_one_split(most: int) -> None:
     assert all((part.stop - part.start) * 16 <= max(most, 16) for _, part in trained)
 
 
-def test_an_epoch_has_32_steps_of_neither_too_few_nor_too_many_tokens(
+def test_step_size_gives_32_steps_within_token_limits(
     source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(finetuning, "STEP_TOKENS", 8192)
@@ -203,7 +203,7 @@ def test_an_epoch_has_32_steps_of_neither_too_few_nor_too_many_tokens(
         assert trainer._step_tokens == step
 
 
-def test_few_samples_are_both_splits(source: Path, tmp_path: Path) -> None:
+def test_few_samples_serve_for_training_and_validation(source: Path, tmp_path: Path) -> None:
     shapes = [torch.Size((VALIDATION_INTERVAL - 1, 16, 4))]
     trained, judged = finetuning._pieces(shapes, 10**6)
     assert trained == judged == [(0, slice(0, VALIDATION_INTERVAL - 1))]
@@ -283,7 +283,7 @@ def test_unpruned_layers_are_not_trained(source: Path, tmp_path: Path, ids: str)
     assert torch.equal(found[f"{down}_scale"], scale)
 
 
-def test_wanda_keeps_its_weights(source: Path, tmp_path: Path, ids: str) -> None:
+def test_wanda_weights_are_not_fine_tuned(source: Path, tmp_path: Path, ids: str) -> None:
     for epochs in (0, 4):
         calibrated(source, tmp_path / str(epochs), ids, samples=6, method="wanda", finetune=epochs)
     assert snapshot(tmp_path / "0") == snapshot(tmp_path / "4")

@@ -54,7 +54,7 @@ def rows(samples: Samples) -> list[list[int]]:
     return [sample.tolist() for sample in samples.ids]
 
 
-def test_decoders_read_texts_as_one_stream(decoder: LayeredModel, tmp_path: Path) -> None:
+def test_decoder_samples_are_cut_from_one_token_stream(decoder: LayeredModel, tmp_path: Path) -> None:
     """The tokenizer's own truncation, to 3 tokens, is not obeyed."""
     path = texts(tmp_path, {"text": "a b c a b c a"}, "b", {"text": "  "}, {"text": "c c", "source": "x"})
     found = load_samples(path, decoder, 10, 4)
@@ -70,14 +70,14 @@ def test_decoders_read_texts_as_one_stream(decoder: LayeredModel, tmp_path: Path
     assert fewer.digest != found.digest
 
 
-def test_encoders_read_each_text_by_itself_and_keep_its_end(decoder: LayeredModel, tmp_path: Path) -> None:
+def test_encoder_samples_are_single_texts_with_end_token(decoder: LayeredModel, tmp_path: Path) -> None:
     path = texts(tmp_path, "a b c a b c a", "b", "c c")
     found = load_samples(path, encoder(decoder), 3, 5)
     assert sorted(rows(found)) == [[1, 2, 3, 1, 9], [2, 9], [3, 3, 9]]
     assert rows(load_samples(path, encoder(decoder), 3, 5)) == rows(found)
 
 
-def test_ids_of_a_file(decoder: LayeredModel, tmp_path: Path) -> None:
+def test_samples_of_an_id_file(decoder: LayeredModel, tmp_path: Path) -> None:
     path = tmp_path / "ids.npy"
     np.save(path, np.arange(30, dtype=np.uint16).reshape(5, 6))
     assert rows(load_samples(str(path), decoder, 5, 4)) == [[6 * i + j for j in range(4)] for i in range(5)]
@@ -117,7 +117,7 @@ def test_random_tokens_come_with_a_note(decoder: LayeredModel) -> None:
         ("negative.npy", {}, "negative.npy holds token ids from -1 to 2, but"),
     ],
 )
-def test_data_that_cannot_be_used(
+def test_invalid_data_is_refused(
     decoder: LayeredModel, tmp_path: Path, calib: str, options: dict[str, int], fact: str
 ) -> None:
     (tmp_path / "bad.jsonl").write_text('{"text": "a"}\n{"prompt": "a"}\n')
@@ -134,7 +134,7 @@ def test_data_that_cannot_be_used(
     assert fact in str(error.value)
 
 
-def test_texts_without_a_tokenizer(
+def test_texts_without_a_tokenizer_are_refused(
     decoder: LayeredModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = texts(tmp_path, "a b")
@@ -204,8 +204,8 @@ class Doubling(Block):
 
 
 @pytest.mark.parametrize("keep", [True, False])
-def test_inputs_follow_the_weights_as_they_are_replaced(tmp_path: Path, keep: bool) -> None:
-    """Stage b is never asked for, as when none of its layers is pruned."""
+def test_stage_inputs_reflect_replaced_weights(tmp_path: Path, keep: bool) -> None:
+    """The input of stage b is never asked for, as when none of its layers is pruned."""
     states = HiddenStates([(1, 1, 2), (1, 1, 2)], CPU, tmp_path)
     states[0], states[1] = torch.full((1, 1, 2), 1.0), torch.full((1, 1, 2), 10.0)
     block = Doubling(BlockSizes(1, 1, 2, 0.0, torch.relu), dict.fromkeys("abc", torch.tensor(2.0)))
@@ -220,7 +220,7 @@ def test_inputs_follow_the_weights_as_they_are_replaced(tmp_path: Path, keep: bo
     assert block.runs == (6 if keep else 2 * (1 + 3 + 3))
 
 
-def test_inputs_restart_after_weights_change(tmp_path: Path) -> None:
+def test_stage_inputs_restart_with_changed_weights(tmp_path: Path) -> None:
     states = HiddenStates([(1, 1, 2)], CPU, tmp_path)
     states[0] = torch.ones(1, 1, 2)
     block = Doubling(BlockSizes(1, 1, 2, 0.0, torch.relu), dict.fromkeys("abc", torch.tensor(2.0)))
@@ -232,7 +232,7 @@ def test_inputs_restart_after_weights_change(tmp_path: Path) -> None:
     assert float(states[0][0, 0, 0]) == 3 * 2 * 2
 
 
-def test_inputs_are_kept_if_all_fits_in_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_may_keep_inputs_that_fit_in_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Hidden states of 8 columns, what waits of 8 + 24: five times as much, for each stream."""
     for streams in (1, 2):
         states = HiddenStates([(2, 3, 8), (1, 5, 8)], CPU, tmp_path, streams=streams)
@@ -244,9 +244,7 @@ def test_inputs_are_kept_if_all_fits_in_memory(tmp_path: Path, monkeypatch: pyte
     assert not may_keep(HiddenStates([(2, 3, 8)], CPU, tmp_path), 24)  # on the disk
 
 
-def test_a_container_may_use_no_more_memory_than_its_limit(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_host_memory_respects_container_limits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     limits = tmp_path / "memory.max", tmp_path / "memory.limit_in_bytes"
     monkeypatch.setattr(inputs, "CONTAINER_LIMITS", limits)
     machine = host_memory()

@@ -90,7 +90,7 @@ def oracle(w0: Tensor, h: Tensor, pattern: SlidePattern) -> Tensor:
 
 @pytest.mark.parametrize("pattern", PATTERNS[:4], ids=str)
 @pytest.mark.parametrize("tail", [0, -1, 1])
-def test_one_row_is_the_exact_optimal_brain_surgeon(pattern: SlidePattern, tail: int) -> None:
+def test_sparsegpt_row_equals_exact_optimal_brain_surgeon(pattern: SlidePattern, tail: int) -> None:
     assert pattern.length
     k = 3 * pattern.length + tail
     w, h = weights(1, k), damped(hessian_of(inputs(300, k)))
@@ -101,7 +101,7 @@ def test_one_row_is_the_exact_optimal_brain_surgeon(pattern: SlidePattern, tail:
     assert float((found[0] - expected).abs().max()) < 1e-11 * float(w.abs().max())
 
 
-def test_rows_are_independent(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sparsegpt_rows_are_independent(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("slidesparse.methods.sparsegpt.CHOICE_ELEMENTS", 28 * 3)  # three rows at a time
     w, pattern = weights(7, 29), PATTERNS[2]
     upper = factor(hessian_of(inputs(300, 29)), dtype=torch.float64)
@@ -112,13 +112,13 @@ def test_rows_are_independent(monkeypatch: pytest.MonkeyPatch) -> None:
         assert float((alone - together[row : row + 1]).abs().max()) < 1e-12
 
 
-def test_memory_of_long_blocks_grows_with_the_choices_alone() -> None:
+def test_sparsegpt_memory_of_long_blocks_is_bounded() -> None:
     """At the longest block, 4096, a byte for each choice and column would be 34 GB."""
     found = module._choices(512, 2, torch.device("cpu"))
     assert sum(part.nbytes for part in found) <= 32 * math.comb(512, 2)
 
 
-def test_batch_size_of_columns_does_not_matter(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sparsegpt_does_not_depend_on_column_batches(monkeypatch: pytest.MonkeyPatch) -> None:
     w, h, pattern = weights(5, 300), hessian_of(inputs(900, 300)), PATTERNS[1]
     upper = factor(h, dtype=torch.float64)
     in_batches = sparsegpt(w, upper, pattern)
@@ -138,7 +138,7 @@ def cost(w: Tensor, found: Tensor, h: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("pattern", PATTERNS[:4], ids=str)
-def test_sweeps_never_increase_the_cost_and_end_in_a_local_optimum(
+def test_refine_never_increases_cost_and_reaches_local_optimum(
     pattern: SlidePattern,
 ) -> None:
     assert pattern.length
@@ -168,10 +168,10 @@ def test_sweeps_never_increase_the_cost_and_end_in_a_local_optimum(
 
 @pytest.mark.parametrize("pattern", PATTERNS, ids=str)
 @pytest.mark.parametrize("dtype", [INT8, FP8], ids=["int8", "fp8"])
-def test_no_violation_after_quantization_and_a_minimal_tail(
+def test_pruned_codes_obey_pattern_with_minimal_zeros_in_tail(
     pattern: SlidePattern, dtype: torch.dtype
 ) -> None:
-    """Each K modulo L."""
+    """K modulo L takes each value."""
     assert pattern.length
     for k in range(64, 64 + pattern.length):
         w, h = weights(16, k).float(), hessian_of(inputs(200, k), torch.float32)
@@ -214,7 +214,7 @@ def test_wanda_uses_input_norms() -> None:
     assert wanda(w, h, SlidePattern(4)).tolist() == [[1.0, 0.0, 3.0, 0.0, 0.0, 0.0, 1.0, 1.0]]
 
 
-def test_weights_of_dead_inputs_are_removed_first_and_not_updated() -> None:
+def test_sparsegpt_removes_weights_of_dead_inputs_first() -> None:
     """Input 3 of each block of 8 is dead: its weight goes, as that costs nothing; in a tail of three it stays."""
     pattern, k = SlidePattern(8), 19
     x = inputs(400, k)
@@ -225,13 +225,13 @@ def test_weights_of_dead_inputs_are_removed_first_and_not_updated() -> None:
     assert float((pruned[:, 18] - w[:, 18]).abs().max()) < 1e-12
 
 
-def test_zero_inputs_prune_by_magnitude() -> None:
+def test_sparsegpt_with_zero_inputs_prunes_by_magnitude() -> None:
     w, pattern = weights(12, 30), SlidePattern(8)
     pruned = sparsegpt(w, factor(torch.zeros(30, 30), dtype=torch.float64), pattern)
     assert torch.equal(pruned == 0, prune(w, pattern) == 0)
 
 
-def test_fewer_tokens_than_inputs_can_be_factored() -> None:
+def test_hessian_of_fewer_tokens_than_inputs_can_be_factored() -> None:
     w, pattern = weights(12, 80).float(), SlidePattern(8)
     h = hessian_of(inputs(9, 80), torch.float32)
     pruned = refine(w, sparsegpt(w, factor(h), pattern), h, pattern, 4)
@@ -255,7 +255,7 @@ def test_few_tokens_are_damped_more() -> None:
 
 
 @pytest.mark.parametrize("band", [1, 5, 8, 17, 64])
-def test_h_is_symmetric(monkeypatch: pytest.MonkeyPatch, band: int) -> None:
+def test_hessian_is_symmetric_and_exact(monkeypatch: pytest.MonkeyPatch, band: int) -> None:
     monkeypatch.setattr("slidesparse.calibrate.inputs.BAND_COLUMNS", band)
     x, hessian = inputs(60, 17), Hessian(17, dtype=torch.float64)
     for part in x.split(20):  # read in between, and gone on with
@@ -280,7 +280,7 @@ def test_output_error_is_the_error_of_the_output() -> None:
 
 
 @pytest.mark.parametrize("rows", [(4, 4), (12, 8)])
-def test_target_solves_its_least_squares_problem(rows: tuple[int, int]) -> None:
+def test_compensated_target_solves_least_squares(rows: tuple[int, int]) -> None:
     """It solves the normal equations, of few rows and of many, and is nearer to w d than w is, as a tells of d here."""
     w = {name: weights(n, 24, seed=n) for name, n in zip("xy", rows, strict=True)}
     a = weights(400, 24, seed=2)
@@ -299,7 +299,7 @@ def test_target_solves_its_least_squares_problem(rows: tuple[int, int]) -> None:
         assert float((a @ found.t() - wanted).norm()) < 0.2 * float((a @ weight.t() - wanted).norm())
 
 
-def test_target_is_unchanged_without_drift() -> None:
+def test_compensated_target_without_drift_is_the_weight() -> None:
     w, a = weights(8, 24), weights(100, 24, seed=1)
     drift, hessian = Drift({"w": w}), Hessian(24, dtype=torch.float64)
     drift.add(a, a.clone())
@@ -314,7 +314,7 @@ def test_target_is_unchanged_without_drift() -> None:
 
 @pytest.mark.parametrize("ratio", ["6:8", "2:4"])
 @pytest.mark.parametrize("k", [64, 62])  # a tail too
-def test_ternary_rows_stay_on_their_grid(ratio: str, k: int) -> None:
+def test_pruned_ternary_rows_stay_on_their_grid(ratio: str, k: int) -> None:
     pattern, x = SlidePattern.parse(ratio), inputs(400, k)
     x += weights(400, k // 4) @ weights(k // 4, k, seed=2)  # inputs that can stand in for each other
     h, steps = hessian_of(x), weights(128, 1, seed=3).abs() + 0.5

@@ -98,7 +98,7 @@ def saved(name: str, folder: Path) -> Any:
 
 @pytest.mark.parametrize("name", MODELS)
 @torch.inference_mode()
-def test_layers_equal_transformers(name: str, tmp_path: Path) -> None:
+def test_block_outputs_equal_transformers(name: str, tmp_path: Path) -> None:
     theirs = saved(name, tmp_path)
     ids = torch.randint(3, 100, (2, 50), generator=torch.Generator().manual_seed(1))
     expected = theirs(ids, output_hidden_states=True).hidden_states
@@ -116,7 +116,7 @@ def test_layers_equal_transformers(name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["gemma2", "gemma3", "phi3", "granite", "olmo2"])
-def test_a_model_is_calibrated_and_converted(name: str, tmp_path: Path) -> None:
+def test_calibrated_conversion_of_other_architectures(name: str, tmp_path: Path) -> None:
     theirs = saved(name, tmp_path / "source")
     ids = write_ids(tmp_path / "ids.npy")
     report = calibrated(tmp_path / "source", tmp_path / "out", ids, finetune=1)
@@ -128,7 +128,7 @@ def test_a_model_is_calibrated_and_converted(name: str, tmp_path: Path) -> None:
     assert {layer.name: layer.pattern for layer in found.layers} == dict.fromkeys(report.pruned, "6:8")
 
 
-def test_the_architectures_are_those_that_users_are_told() -> None:
+def test_readme_lists_supported_architectures() -> None:
     assert CALIBRATED_METHODS.split(", ") == [*DECODERS, *ENCODERS]
     row = next(line for line in README.read_text().splitlines() if line.startswith("| with `--calib` |"))
     assert row == f"| with `--calib` | {CALIBRATED_METHODS} |"
@@ -154,7 +154,7 @@ def moved(name: str, config: dict[str, Any]) -> dict[str, Any]:
 @pytest.mark.parametrize(
     "name", ["llama 3 rope", "yarn rope", "qwen2", "gemma2", "gemma3 scaled rope", "phi3 long"]
 )
-def test_older_configs_are_equivalent(name: str, tmp_path: Path) -> None:
+def test_configs_of_older_transformers_are_equivalent(name: str, tmp_path: Path) -> None:
     saved(name, tmp_path)
     path = tmp_path / "config.json"
     new = open_model(Checkpoint.open(tmp_path))
@@ -185,8 +185,8 @@ def same_sizes(left: LayeredModel, right: LayeredModel) -> None:
         assert replace(one, rotary=None) == replace(other, rotary=None)
 
 
-def test_stages_are_the_inputs_of_their_layers(tmp_path: Path) -> None:
-    """They are what a hook on each linear layer of transformers' model sees."""
+def test_stage_inputs_equal_layer_inputs_of_transformers(tmp_path: Path) -> None:
+    """The reference is what a hook on each linear layer of transformers' model sees."""
     theirs = saved("qwen3", tmp_path)
     ids = torch.randint(3, 100, (1, 20))
     seen: dict[str, torch.Tensor] = {}
@@ -260,7 +260,7 @@ def test_suspended_block_keeps_no_other_activations(name: str, tmp_path: Path) -
         ({"head_dim": 7}, "model.layers.0.self_attn.q_proj.weight"),
     ],
 )
-def test_models_that_cannot_be_run_are_refused(tmp_path: Path, change: dict[str, Any], fact: str) -> None:
+def test_unsupported_models_are_refused(tmp_path: Path, change: dict[str, Any], fact: str) -> None:
     source = llama(tmp_path / "source")
     config = json.loads((source / "config.json").read_text())
     (source / "config.json").write_text(json.dumps(config | change))
@@ -279,8 +279,8 @@ ROPE_KINDS = (
 
 
 @pytest.mark.parametrize("kind", ["Llama", "Gemma3", "Qwen2", "Granite", "Roberta"])
-def test_a_config_of_any_values_raises_no_other_errors(kind: str, tmp_path: Path) -> None:
-    """So the errors of Python, which are not caught, are defects of ours."""
+def test_invalid_config_values_raise_only_own_errors(kind: str, tmp_path: Path) -> None:
+    """Other exceptions are not caught, so they would be defects."""
     source = llama(tmp_path / "source")
     checkpoint = Checkpoint.open(source)
     known = {
@@ -302,7 +302,9 @@ def test_a_config_of_any_values_raises_no_other_errors(kind: str, tmp_path: Path
                 open_model(replace(checkpoint, config=config))
 
 
-def test_a_defect_is_not_taken_for_a_damaged_config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_internal_errors_are_not_reported_as_config_errors(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(models, "_make_rotary", lambda rope: None)
     with pytest.raises(TypeError):
         open_model(Checkpoint.open(llama(tmp_path)))

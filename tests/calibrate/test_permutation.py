@@ -74,7 +74,7 @@ def order_of(block: Block, stage: int, length: int) -> torch.Tensor:
 
 @pytest.mark.parametrize("name", MODELS)
 @torch.inference_mode()
-def test_outputs_stay_equal(name: str, tmp_path: Path) -> None:
+def test_permutation_keeps_model_outputs(name: str, tmp_path: Path) -> None:
     kind, config, settings = MODELS[name]
     torch.manual_seed(0)
     theirs = getattr(transformers, kind)(getattr(transformers, config)(**COMMON, **settings)).float().eval()
@@ -104,8 +104,8 @@ def test_outputs_stay_equal(name: str, tmp_path: Path) -> None:
         assert float((before - after).abs().max()) <= 200 * 2**-24 * float(before.abs().max())
 
 
-def test_weights_of_another_row_order_are_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever is read between chunks of a weight, and by whichever of two layers."""
+def test_reader_reads_permuted_weights_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It does so whatever is read between chunks of a weight, and by whichever of two layers."""
     model, work = open_model(Checkpoint.open(llama(tmp_path / "source"))), WorkFolder(tmp_path)
     with model.checkpoint.reader() as reader:
         made = layer_orders(block := model.load(reader, 0, CPU), 3, order_of(block, 3, 8))
@@ -128,8 +128,8 @@ def test_weights_of_another_row_order_are_read_once(tmp_path: Path, monkeypatch:
     assert (seen.count(gate), seen.count(up)) == (1, 1)
 
 
-def test_channels_that_may_not_be_permuted(tmp_path: Path) -> None:
-    """A norm over the channels, and blocks that begin elsewhere in each head that shares an order."""
+def test_may_permute_refuses_unsafe_orders(tmp_path: Path) -> None:
+    """These are a norm over the channels, and blocks at another offset in each head that shares an order."""
     model = open_model(Checkpoint.open(llama(tmp_path / "source")))
     with model.checkpoint.reader() as reader:
         block = model.load(reader, 0, CPU)
@@ -145,7 +145,7 @@ def test_channels_that_may_not_be_permuted(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("columns", "length", "region"), [(88, 8, 88), (88, 6, 88), (86, 8, 86), (64, 6, 32)]
 )
-def test_order_reduces_the_cost(columns: int, length: int, region: int) -> None:
+def test_arrange_columns_reduces_the_cost(columns: int, length: int, region: int) -> None:
     """Half of the columns are large; the last block may be short, and columns stay in their region."""
     torch.manual_seed(0)
     scores = torch.rand(40, columns) * torch.where(torch.arange(columns) % region < region // 2, 100.0, 1.0)
@@ -166,8 +166,10 @@ def test_order_reduces_the_cost(columns: int, length: int, region: int) -> None:
 
 
 @pytest.mark.parametrize("quant", ["int8", "fp8"])
-def test_what_is_written_is_what_was_pruned(tmp_path: Path, unrotated: dict[str, Any], quant: str) -> None:
-    """Only down is pruned: then its order shows in gate's codes, and its codes can be made anew by that order."""
+def test_permuted_codes_are_written_in_the_pruned_order(
+    tmp_path: Path, unrotated: dict[str, Any], quant: str
+) -> None:
+    """Only down is pruned, so its order shows in gate's codes, and its codes can be made anew by that order."""
     source, ids = llama(tmp_path / "source"), write_ids(tmp_path / "ids.npy")
     how = {"skip": [r"(q|k|v|o|gate|up)_proj"], "finetune": 0, "target": "own", **unrotated}
     calibrated(source, tmp_path / "out", ids, quant=quant, **how)
@@ -228,8 +230,8 @@ def test_permutation_reduces_errors(
     assert found[DOWN] < 0.97 * expected[DOWN]
 
 
-def test_orders_of_an_encoder_are_kept(tmp_path: Path) -> None:
-    """Codes, scales and biases of what writes channels agree on their order."""
+def test_permutation_of_an_encoder_is_consistent(tmp_path: Path) -> None:
+    """Codes, scales and biases of the layer that writes channels agree on their order."""
     source, calib = bert(tmp_path / "source"), tmp_path / "calib.jsonl"
     texts = [" ".join(f"w{(i * j) % 50}" for j in range(2, 4 + i % 12)) for i in range(40)]
     calib.write_text("\n".join(json.dumps({"text": text}) for text in texts))

@@ -47,7 +47,7 @@ def dying_at_rename(monkeypatch: pytest.MonkeyPatch, call: int) -> Iterator[None
 
 
 @pytest.mark.parametrize("call", range(1, 6))
-def test_killed_while_saving_a_block_and_resumed(
+def test_killed_while_saving_a_block_resumes(
     source: Path, tmp_path: Path, ids: str, monkeypatch: pytest.MonkeyPatch, call: int
 ) -> None:
     """It dies before each rename: of the state, of the report's rows and tensors of both blocks."""
@@ -101,7 +101,7 @@ convert(source, out, ConvertOptions(SlidePattern(8), calibration=calibration))
 
 
 @DEVICES
-def test_killed_by_a_signal_at_two_points(source: Path, tmp_path: Path, ids: str, device: str) -> None:
+def test_killed_by_a_signal_resumes(source: Path, tmp_path: Path, ids: str, device: str) -> None:
     """It dies among the first block's 14 tensors, then among the output's, after the second block's."""
     for most in (10, 14 + 14 + 9):
         command = [sys.executable, "-c", KILLED, str(source), str(tmp_path / "out"), ids, str(most), device]
@@ -147,7 +147,7 @@ def test_resuming_another_run_is_refused(
         calibrated(source, tmp_path / "out", ids, resume=True)
 
 
-def test_two_runs_at_once(source: Path, tmp_path: Path, ids: str) -> None:
+def test_concurrent_calibration_is_refused(source: Path, tmp_path: Path, ids: str) -> None:
     seen: list[str] = []
 
     def interfere(phase: str, done: int, total: int) -> None:

@@ -81,7 +81,7 @@ def written(source: Path, out: Path, rotation: Rotation) -> Any:
 
 @pytest.mark.parametrize("name", MODELS)
 @torch.inference_mode()
-def test_outputs_stay_equal(name: str, tmp_path: Path) -> None:
+def test_rotation_keeps_model_outputs(name: str, tmp_path: Path) -> None:
     model = saved(name, tmp_path / "source")
     sizes = open_model(Checkpoint.open(tmp_path / "source")).sizes[0]
     rotation = Rotation(orthogonal(48, 48), orthogonal(2, sizes.kv_heads, sizes.head_dim, sizes.head_dim))
@@ -95,8 +95,8 @@ def test_outputs_stay_equal(name: str, tmp_path: Path) -> None:
     )
 
 
-def test_a_stored_head_of_a_tied_model_is_not_used(tmp_path: Path) -> None:
-    """Nor do transformers and vLLM use it."""
+def test_untie_head_ignores_stored_head_of_a_tied_model(tmp_path: Path) -> None:
+    """Transformers and vLLM ignore it, too."""
     source = llama(tmp_path / "source")
     edit_json(source / "config.json", tie_word_embeddings=True)
     found = untie_head(Checkpoint.open(source))
@@ -140,12 +140,12 @@ def some_rotation(model: LayeredModel) -> Rotation:
     )
 
 
-def one(rotation: Rotation) -> Rotation:
+def identity_like(rotation: Rotation) -> Rotation:
     return Rotation(*(torch.eye(x.shape[-1]).double().expand_as(x) for x in (rotation.q, rotation.r)))
 
 
 @pytest.mark.parametrize("name", ["llama biased", "qwen3"])
-def test_costs_of_a_rotation_are_those_of_the_rotated_model(name: str, tmp_path: Path) -> None:
+def test_rotation_costs_equal_those_of_the_rotated_model(name: str, tmp_path: Path) -> None:
     """They are exact: each block's equal those that are found in the model after rotating it."""
     saved(name, tmp_path)
     task = task_of(tmp_path)
@@ -154,7 +154,7 @@ def test_costs_of_a_rotation_are_those_of_the_rotated_model(name: str, tmp_path:
         before = _layer_costs(task, RotatedReader(reader, task.model, CPU), tmp_path, None)
         after = _layer_costs(task, RotatedReader(reader, task.model, CPU, rotation), tmp_path, None)
     q, r = rotation.q.float(), rotation.r.float()
-    plain, changes = one(rotation), []
+    plain, changes = identity_like(rotation), []
     for number in range(task.model.blocks):
         assert len(before[number]) == len(after[number]) == 7
         for ours, theirs in zip(before[number], after[number], strict=True):
@@ -164,7 +164,7 @@ def test_costs_of_a_rotation_are_those_of_the_rotated_model(name: str, tmp_path:
     assert max(changes) > 0.02
 
 
-def test_gradients_are_those_of_the_loss(tmp_path: Path) -> None:
+def test_layer_costs_use_gradients_of_the_loss(tmp_path: Path) -> None:
     """Costs are proportional to the mean squared gradient that transformers' own loss gives."""
     model = saved("llama", tmp_path)
     task = task_of(tmp_path)
@@ -195,7 +195,7 @@ def test_gradients_are_those_of_the_loss(tmp_path: Path) -> None:
         close(diagonal, g.square().mean(0), 1e-4)
 
 
-def test_attention_in_bf16_as_on_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_layer_costs_with_bf16_attention(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     saved("llama", tmp_path)
     task = task_of(tmp_path)
     monkeypatch.setattr(learning, "attend", lambda *how: attention(*how).bfloat16())
@@ -232,8 +232,8 @@ def test_learning_reduces_the_cost_and_is_deterministic(
 
 @pytest.mark.parametrize("name", ["llama tied", "qwen2"])
 @torch.inference_mode()
-def test_a_conversion_that_prunes_nothing_gives_the_same_model(name: str, tmp_path: Path) -> None:
-    """But for the weights' rounding to INT8: pruned layers, skipped and ignored ones are all rotated."""
+def test_rotated_conversion_at_2_inf_keeps_model_outputs(name: str, tmp_path: Path) -> None:
+    """Only weights are rounded to INT8: pruned layers, skipped and ignored ones are all rotated."""
     model = saved(name, tmp_path / "source")
     np.save(tmp_path / "ids.npy", np.random.default_rng(0).integers(0, 100, (2, 20)))
     how = {"skip": [r"1\.self_attn\.o_proj"], "ignore": [r"0\.self_attn\.o_proj", r"1\.mlp\.down"]}
@@ -256,7 +256,7 @@ def test_a_conversion_that_prunes_nothing_gives_the_same_model(name: str, tmp_pa
 
 
 @DEVICES
-def test_rotation_reduces_errors_and_is_resumed(
+def test_rotation_reduces_errors_and_resumes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, device: str
 ) -> None:
     monkeypatch.setattr(learning, "STEPS", 15)
@@ -287,7 +287,7 @@ def test_rotation_reduces_errors_and_is_resumed(
     assert report.rotation == whole.rotation
 
 
-def test_a_model_that_is_sparse_already_is_not_rotated(tmp_path: Path) -> None:
+def test_sparse_model_is_not_rotated(tmp_path: Path) -> None:
     source, pattern = llama(tmp_path / "source"), SlidePattern(8)
     tensors = tensors_of(source)
     write(
@@ -330,7 +330,7 @@ def test_models_are_rotated_by_default(
     assert ("lm_head.weight" in tensors_of(tmp_path / "out")) or not rotated
 
 
-def test_obstacles_to_rotation(tmp_path: Path) -> None:
+def test_rotation_obstacle_names_unsupported_models(tmp_path: Path) -> None:
     saved("llama", tmp_path)
     assert rotation_obstacle(Checkpoint.open(tmp_path)) is None
     tensors = tensors_of(tmp_path)

@@ -62,7 +62,7 @@ def logits(model: Any) -> torch.Tensor:
 
 @pytest.mark.parametrize("kind", MODELS)
 @torch.inference_mode()
-def test_outputs_stay_equal(kind: str, tmp_path: Path) -> None:
+def test_smoothing_keeps_model_outputs(kind: str, tmp_path: Path) -> None:
     """Factors are powers of two, so that nothing is rounded."""
     model = saved(kind, tmp_path / "source")
     checkpoint = Checkpoint.open(tmp_path / "source")
@@ -80,7 +80,7 @@ def test_outputs_stay_equal(kind: str, tmp_path: Path) -> None:
     assert torch.equal(logits(found), logits(model))
 
 
-def test_factors_give_small_channels_their_precision_back() -> None:
+def test_factors_restore_precision_of_small_channels() -> None:
     x, w = torch.randn(100, 64), torch.randn(32, 64)
     x[:, OUTLIER] *= 300
     w[:, OUTLIER] /= 300
@@ -90,7 +90,7 @@ def test_factors_give_small_channels_their_precision_back() -> None:
     assert factors[OUTLIER] > 10 * factors.median()
 
 
-def test_dead_channels_have_no_effect() -> None:
+def test_dead_channels_do_not_affect_factors() -> None:
     x, w = torch.randn(100, 64), torch.randn(32, 64)
     x[:, OUTLIER] *= 300
     x[:, :5], w[:, 5:9] = 0.0, 0.0
@@ -101,7 +101,7 @@ def test_dead_channels_have_no_effect() -> None:
 
 
 @pytest.mark.parametrize(("x", "w"), [(0.0, 1.0), (1.0, 0.0), (1.0, 1.0)])
-def test_no_factors_where_none_is_better(x: float, w: float) -> None:
+def test_no_factors_if_smoothing_does_not_help(x: float, w: float) -> None:
     """Equal channels need none, and zeros have no error."""
     inputs, weight = torch.full((10, 8), x), torch.full((4, 8), w)
     factors, errors = choose_factors(inputs, inputs.abs().amax(0), weight)
@@ -130,7 +130,7 @@ def served_floats(folder: Path, out: Path) -> Any:
 
 @DEVICES
 @torch.inference_mode()
-def test_a_conversion_loses_less_and_is_resumed(
+def test_smoothed_conversion_reduces_errors_and_resumes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, device: str
 ) -> None:
     model = saved("Qwen2", tmp_path / "source", outlier=1000.0)
@@ -165,7 +165,7 @@ def test_a_conversion_loses_less_and_is_resumed(
 @pytest.mark.parametrize(
     "how", [{"quant": "fp8"}, {"rotate": "off"}, {"ignore": [r"(gate|up)_proj"]}, {"ignore": ["down_proj"]}]
 )
-def test_what_is_not_smoothed(tmp_path: Path, how: dict[str, Any]) -> None:
+def test_smoothing_is_skipped_where_unsupported(tmp_path: Path, how: dict[str, Any]) -> None:
     saved("Qwen2", tmp_path / "source", outlier=1000.0)
     how = {"rotate": "auto", "samples": 2, "seqlen": 16, "finetune": 0, **how}
     report = calibrated(tmp_path / "source", tmp_path / "out", "random", **how)

@@ -47,7 +47,7 @@ def tensors(folder: Path) -> dict[str, torch.Tensor]:
     return load_file(folder / "model.safetensors")
 
 
-def test_masters_are_rounded_as_transformers_does(master: Path, tmp_path: Path) -> None:
+def test_convert_rounds_master_weights_like_transformers(master: Path, tmp_path: Path) -> None:
     torch.compiler.set_stance("force_eager")
     out = converted(master, tmp_path / "out", "2_inf")
     found, source = tensors(out), tensors(master)
@@ -68,7 +68,7 @@ def test_masters_are_rounded_as_transformers_does(master: Path, tmp_path: Path) 
 
 
 @pytest.mark.parametrize(("block", "packed"), [(OFFLINE, True), (INVERSE, True), (OFFLINE, False)])
-def test_ternary_sources_are_the_master_rounded(
+def test_ternary_sources_convert_like_their_master_weights(
     master: Path, tmp_path: Path, block: dict[str, Any], packed: bool
 ) -> None:
     offline = write_offline(master, tmp_path / "offline", block, packed)
@@ -97,7 +97,7 @@ def test_pruned_codes_stay_ternary(master: Path, tmp_path: Path, layout: str) ->
             assert torch.equal(blocks, before.clamp(max=6))  # natural zeros count among those that go
 
 
-def test_sources_that_cannot_be_read(master: Path, tmp_path: Path) -> None:
+def test_convert_refuses_damaged_bitnet_sources(master: Path, tmp_path: Path) -> None:
     def damaged(
         number: int, change: dict[str, Any], block: dict[str, Any] | None = OFFLINE, packed: bool = True
     ) -> Path:
@@ -127,8 +127,10 @@ def ids(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(path)
 
 
-def test_calibration_runs_the_model_that_is_served(master: Path, ids: str) -> None:
-    """Blocks give what transformers' give, with codes times scales for weights; activations are not quantized here."""
+def test_calibration_blocks_equal_transformers(master: Path, ids: str) -> None:
+    """Blocks have codes times scales for weights, as the served model has; activations are not quantized
+    here.
+    """
     whole = transformers_model(ONLINE)
     model, tokens = open_model(as_int8(Checkpoint.open(master))), torch.from_numpy(np.load(ids))[:2]
     load(whole, master)
@@ -160,7 +162,7 @@ def test_calibrated_codes_stay_ternary(master: Path, tmp_path: Path, ids: str, m
 
 
 @pytest.mark.parametrize("pattern", [None, "6:8"])
-def test_random_weights_are_ternary(tmp_path: Path, pattern: str | None) -> None:
+def test_synth_writes_ternary_weights(tmp_path: Path, pattern: str | None) -> None:
     (tmp_path / "config.json").write_text(json.dumps(SMALL))
     out = tmp_path / "out"
     synth(tmp_path / "config.json", out, pattern=SlidePattern.parse(pattern) if pattern else None)
@@ -175,8 +177,10 @@ def test_random_weights_are_ternary(tmp_path: Path, pattern: str | None) -> None
         assert float((codes * scale).std()) * codes.shape[1] ** 0.5 == pytest.approx(1, abs=0.05)
 
 
-def test_what_a_pattern_asks_is_counted(tmp_path: Path) -> None:
-    """Rows begin with two zeros, then 14 non-zeros: 6:8 takes nothing from the first block, two from the second."""
+def test_inspect_counts_weights_a_pattern_would_prune(tmp_path: Path) -> None:
+    """Rows begin with two zeros, then 14 non-zeros: 6:8 takes nothing from the first block, two from the
+    second.
+    """
     master = write_master(tmp_path / "master")
     weights = tensors(master)
     for name in DECODER.layers(list(weights)):
@@ -188,7 +192,7 @@ def test_what_a_pattern_asks_is_counted(tmp_path: Path) -> None:
     assert (six.zeros, six.share_over, six.share_gone) == (pytest.approx(1 / 8), 0.5, pytest.approx(1 / 7))
 
 
-def test_finetuning_would_leave_the_grid(master: Path, ids: str) -> None:
+def test_convert_refuses_finetuning_of_ternary_weights(master: Path, ids: str) -> None:
     calibration = Calibration(ids, device="cpu", seqlen=64, finetune=2)
     refused(
         master, "--finetune 2", "-1, 0 and 1", calibration=calibration, error=SlideSparseError, out="tuned"

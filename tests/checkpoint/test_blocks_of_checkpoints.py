@@ -40,7 +40,7 @@ def shares(folder: Path) -> dict[str, float]:
 
 
 @pytest.mark.parametrize("quant", ["int8", "fp8"])
-def test_half_of_the_blocks(
+def test_convert_prunes_half_of_the_blocks(
     tmp_path: Path, source: Path, quant: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     report = convert(source, tmp_path / "out", "2_4@50%", quant=quant)
@@ -62,7 +62,7 @@ def test_half_of_the_blocks(
 
 
 @pytest.mark.parametrize("method", ["sparsegpt", "wanda"])
-def test_calibrated(tmp_path: Path, source: Path, method: str) -> None:
+def test_calibrated_conversion_of_a_share_of_blocks(tmp_path: Path, source: Path, method: str) -> None:
     ids = write_ids(tmp_path / "ids.npy")
     third = "2:4@33.3%"
     report = calibrated(source, tmp_path / "out", ids, pattern=third, method=method, check=True)
@@ -77,7 +77,7 @@ def test_calibrated(tmp_path: Path, source: Path, method: str) -> None:
         assert row["error_pruned"] < 0.8 * other["error_pruned"], row["name"]
 
 
-def test_damage_is_found(tmp_path: Path, source: Path) -> None:
+def test_inspect_and_convert_find_violations(tmp_path: Path, source: Path) -> None:
     convert(source, tmp_path / "out", "2:4@50%")
     tensors = tensors_of(tmp_path / "out")
     strip, block = (int(i) for i in (~dense_blocks(tensors[f"{UP}.weight"])).nonzero()[3])
@@ -91,7 +91,7 @@ def test_damage_is_found(tmp_path: Path, source: Path) -> None:
         convert(tmp_path / "out", tmp_path / "again", "2:4@50%", check=True)
 
 
-def test_refusals(tmp_path: Path, source: Path) -> None:
+def test_convert_refuses_block_patterns_it_cannot_store(tmp_path: Path, source: Path) -> None:
     for layout in ("slided", "packed"):
         refused(source, f"--layout {layout}", "2:4@50%", "--layout dense", pattern="2:4@50%", layout=layout)
         refused(source, f"--layout {layout}", "2:4@50%", layer=["down=2:4@50%"], layout=layout)
@@ -109,7 +109,7 @@ def test_refusals(tmp_path: Path, source: Path) -> None:
 
 
 @pytest.mark.parametrize("quant", ["int8", "fp8"])
-def test_random_weights(tmp_path: Path, source: Path, quant: str) -> None:
+def test_synth_with_half_of_the_blocks_pruned(tmp_path: Path, source: Path, quant: str) -> None:
     synth(source, tmp_path / "out", pattern=HALF, quant=quant)
     convert(source, tmp_path / "expected", "2:4@50%", quant=quant)
     assert (

@@ -61,7 +61,9 @@ def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("ratio", NAMED)
 @pytest.mark.parametrize("layout", ["dense", "slided"])
-def test_float_source(tmp_path: Path, ratio: str, layout: str) -> None:
+def test_convert_float_source_equals_whole_tensor_computation(
+    tmp_path: Path, ratio: str, layout: str
+) -> None:
     dtype = (torch.bfloat16, torch.float16, torch.float32)[NAMED.index(ratio) % 3]
     source, pattern = llama(tmp_path / "source", dtype=dtype), SlidePattern.parse(ratio)
     quant = "fp8" if (NAMED.index(ratio) % 2 == 0) == (layout == "slided") else "int8"
@@ -86,7 +88,7 @@ def test_float_source(tmp_path: Path, ratio: str, layout: str) -> None:
 
 
 @pytest.mark.parametrize("quant", ["int8", "fp8"])
-def test_the_config_is_the_one_that_vllm_serves_in_other_tests(tmp_path: Path, quant: str) -> None:
+def test_convert_writes_the_quantization_config_of_serving_tests(tmp_path: Path, quant: str) -> None:
     source, out = llama(tmp_path / "source"), tmp_path / "out"
     convert(source, out, quant=quant, ignore=["0.*down_proj"])
     config = config_of(out)
@@ -125,7 +127,7 @@ def test_w8a8_source_keeps_scales_and_ignore(tmp_path: Path, quant: str, strateg
     assert new == {name: value for name, value in old.items() if name != "quant_method"}
 
 
-def test_layouts_turn_into_each_other_byte_for_byte(tmp_path: Path) -> None:
+def test_converting_between_layouts_is_lossless(tmp_path: Path) -> None:
     source = llama(tmp_path / "source", shards=2)
     for layout in ("dense", "slided"):
         convert(source, tmp_path / layout, layout=layout)
@@ -136,7 +138,7 @@ def test_layouts_turn_into_each_other_byte_for_byte(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("method", ["random", "magnitude"])
-def test_same_input_same_bytes_with_any_number_of_processors(
+def test_output_does_not_depend_on_number_of_processors(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, method: str
 ) -> None:
     source, runs = llama(tmp_path / "source"), []
@@ -148,7 +150,7 @@ def test_same_input_same_bytes_with_any_number_of_processors(
     assert (runs[0] == runs[2]) == (method == "magnitude")  # which does not look at the seed
 
 
-def test_random_is_independent_of_shards_and_obeys(tmp_path: Path) -> None:
+def test_random_pruning_does_not_depend_on_shards(tmp_path: Path) -> None:
     for shards in (1, 3):
         source = llama(tmp_path / f"source{shards}", shards=shards)
         convert(source, tmp_path / f"out{shards}", method="random", seed=3)
@@ -174,8 +176,8 @@ class Leftmost(Method):
 """
 
 
-def test_a_pruning_method_is_a_module_and_a_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A toy method that drops the two leftmost weights of each block, by the command line, with data and without."""
+def test_registered_custom_method_is_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A toy method drops the two leftmost weights of each block, by the command line, with data and without."""
     (tmp_path / "leftmost.py").write_text(TOY)
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.setitem(methods.METHODS, "leftmost", "leftmost:Leftmost")
@@ -197,7 +199,7 @@ def test_a_pruning_method_is_a_module_and_a_line(tmp_path: Path, monkeypatch: py
     )
 
 
-def test_shards_keep_their_names_and_get_a_right_index(tmp_path: Path) -> None:
+def test_convert_keeps_shard_names_and_writes_an_index(tmp_path: Path) -> None:
     source = llama(tmp_path / "source", shards=3)
     convert(source, tmp_path / "out")
     assert sorted(p.name for p in (tmp_path / "out").iterdir()) == sorted(p.name for p in source.iterdir())
@@ -215,7 +217,7 @@ def test_shards_keep_their_names_and_get_a_right_index(tmp_path: Path) -> None:
 # Architectures and files beside the weights
 
 
-def test_bert_layers_and_other_files(tmp_path: Path) -> None:
+def test_convert_bert_copies_other_files(tmp_path: Path) -> None:
     source = bert(tmp_path / "source")
     (source / "pytorch_model.bin").write_bytes(b"weights in another format")
     (source / ".gitattributes").write_text("hidden")
@@ -270,7 +272,7 @@ def test_bert_layers_and_other_files(tmp_path: Path) -> None:
         assert f"model.encoder.layer.0.attention.output.{last}" in ignore
 
 
-def test_a_model_that_vllm_knows_needs_no_code(tmp_path: Path) -> None:
+def test_convert_drops_auto_map_of_known_architectures(tmp_path: Path) -> None:
     """With --trust-remote-code, transformers would look for the code that config.json names, which is not copied."""
     code = {"AutoConfig": "configuration_own.OwnConfig", "AutoModelForCausalLM": "modeling_own.OwnModel"}
     source = llama(tmp_path / "source")
@@ -304,7 +306,7 @@ def test_a_model_that_vllm_knows_needs_no_code(tmp_path: Path) -> None:
         ("XLMRobertaForSequenceClassification", "roberta.encoder.layer.0.", "attention.output.dense"),
     ],
 )
-def test_the_linear_layers_of_an_architecture(architecture: str, first: str, linears: str) -> None:
+def test_linear_layers_of_each_architecture(architecture: str, first: str, linears: str) -> None:
     wanted = [first + name for name in linears.split()]
     others = (
         "lm_head",
@@ -318,7 +320,7 @@ def test_the_linear_layers_of_an_architecture(architecture: str, first: str, lin
     assert family_of({"architectures": [architecture]}).layers(names) == wanted
 
 
-def test_linear_names_the_layers_of_an_unknown_architecture(tmp_path: Path) -> None:
+def test_linear_option_selects_layers_of_unknown_architecture(tmp_path: Path) -> None:
     tensors = {"blocks.0.fc1.weight": torch.randn(16, 24), "head.weight": torch.randn(16, 24)}
     source = write(tmp_path / "source", {"architectures": ["NewModel"]}, tensors)
     report = convert(source, tmp_path / "out", linear=r"\.fc\d$")
@@ -330,13 +332,13 @@ def test_linear_names_the_layers_of_an_unknown_architecture(tmp_path: Path) -> N
     assert again.kept == {"head": "not quantized in the source"}
 
 
-def test_linear_may_match_norms_too(tmp_path: Path) -> None:
+def test_linear_option_prunes_only_matrices(tmp_path: Path) -> None:
     source = llama(tmp_path / "source")
     report = convert(source, tmp_path / "out", linear=r"layers\.\d")
     assert set(report.pruned) == set(LINEARS)
 
 
-def test_the_older_config_name_is_replaced(tmp_path: Path) -> None:
+def test_convert_replaces_compression_config(tmp_path: Path) -> None:
     source = w8a8(tmp_path / "source")
     config = config_of(source)
     config["compression_config"] = config.pop("quantization_config")
@@ -346,7 +348,7 @@ def test_the_older_config_name_is_replaced(tmp_path: Path) -> None:
     assert config_of(tmp_path / "out")["quantization_config"]["slidesparse"]["pattern"] == "6:8"
 
 
-def test_an_empty_folder_may_be_filled_and_parents_are_made(tmp_path: Path) -> None:
+def test_convert_fills_empty_folders_and_makes_parents(tmp_path: Path) -> None:
     source = llama(tmp_path / "source")
     (tmp_path / "empty").mkdir()
     convert(source, tmp_path / "empty")
@@ -372,7 +374,7 @@ def test_progress_counts_both_passes_in_bytes(tmp_path: Path) -> None:
     assert {call[2] for call in calls} == {total}
 
 
-def test_check_reads_back_without_calibration(tmp_path: Path) -> None:
+def test_check_option_reports_layers_without_calibration(tmp_path: Path) -> None:
     source = llama(tmp_path / "source")
     report = convert(source, tmp_path / "out", check=True)
     (row,) = (row for row in report.layers if row["name"] == Q)
@@ -382,7 +384,7 @@ def test_check_reads_back_without_calibration(tmp_path: Path) -> None:
     assert (row["method"], row["error_pruned"], report.sensitivity) == ("magnitude", None, [])
 
 
-def test_columns_that_the_source_has_not_are_not_called_dead(tmp_path: Path) -> None:
+def test_zero_columns_of_the_source_are_not_reported_dead(tmp_path: Path) -> None:
     weight = tensors_of(llama(tmp_path / "first"))[f"{Q}.weight"]
     weight[:, 5] = 0
     source = llama(tmp_path / "source", **{f"{Q}.weight".replace(".", "__"): weight})
@@ -397,7 +399,7 @@ def test_columns_that_the_source_has_not_are_not_called_dead(tmp_path: Path) -> 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("value", [torch.nan, -torch.nan, torch.inf, -torch.inf])
-def test_one_value_that_is_not_finite_is_seen(dtype: torch.dtype, value: float) -> None:
+def test_is_finite_finds_a_single_nonfinite_value(dtype: torch.dtype, value: float) -> None:
     for place in (0, 31, 32, 1000):
         x = torch.randn(1001).to(dtype)
         assert is_finite(x)
@@ -406,7 +408,7 @@ def test_one_value_that_is_not_finite_is_seen(dtype: torch.dtype, value: float) 
 
 
 @pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2])
-def test_each_byte_of_fp8_is_judged_as_torch_does(dtype: torch.dtype) -> None:
+def test_is_finite_equals_torch_for_every_fp8_code(dtype: torch.dtype) -> None:
     for code in range(-128, 128):
         x = torch.tensor([1, code, 2], dtype=torch.int8).view(dtype)
         assert is_finite(x) == bool(torch.isfinite(x.float()).all())
@@ -435,9 +437,7 @@ convert(sys.argv[1], sys.argv[2], ConvertOptions(SlidePattern.parse("6:8")))
 """
 
 
-def test_a_killed_conversion_leaves_nothing_that_looks_finished(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_killed_conversion_leaves_no_output(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source = llama(tmp_path / "source")
     out = tmp_path / "out"
     command = [sys.executable, "-c", KILLED, str(source), str(out)]
@@ -456,7 +456,7 @@ def test_a_killed_conversion_leaves_nothing_that_looks_finished(
     assert snapshot(out) == snapshot(tmp_path / "other")
 
 
-def test_a_running_conversion_is_not_mistaken_for_a_killed_one(tmp_path: Path) -> None:
+def test_concurrent_conversion_is_refused(tmp_path: Path) -> None:
     source, out = llama(tmp_path / "source"), tmp_path / "out"
     refused: list[str] = []
 
@@ -472,7 +472,7 @@ def test_a_running_conversion_is_not_mistaken_for_a_killed_one(tmp_path: Path) -
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, RuntimeError])
-def test_errors_and_interrupts_clean_up(tmp_path: Path, error: type[BaseException]) -> None:
+def test_errors_and_interrupts_remove_partial_output(tmp_path: Path, error: type[BaseException]) -> None:
     def stop(phase: str, done: int, total: int) -> None:
         if phase == "writing":
             raise error
@@ -483,9 +483,7 @@ def test_errors_and_interrupts_clean_up(tmp_path: Path, error: type[BaseExceptio
     assert [path.name for path in tmp_path.iterdir()] == ["source"]
 
 
-def test_config_is_the_last_file_and_everything_is_synced(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_config_is_written_last_and_files_are_synced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     synced: list[str] = []
     fsync = os.fsync
     monkeypatch.setattr(
@@ -506,7 +504,7 @@ def test_config_is_the_last_file_and_everything_is_synced(
     assert synced[-1] == str(tmp_path)
 
 
-def test_torch_threads_are_as_before(tmp_path: Path) -> None:
+def test_convert_restores_number_of_torch_threads(tmp_path: Path) -> None:
     before = torch.get_num_threads()
     try:
         torch.set_num_threads(3)  # threads of the pool have 1, which may be the number before

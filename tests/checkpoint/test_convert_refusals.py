@@ -49,7 +49,7 @@ WEIGHT = f"{Q}.weight".replace(".", "__")
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 @pytest.mark.parametrize("value", [float("nan"), float("-inf")])
-def test_weights_that_are_not_finite(
+def test_convert_refuses_nonfinite_weights(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, value: float
 ) -> None:
     monkeypatch.setattr(storage, "CHUNK_ELEMENTS", 640)  # ten rows of q_proj
@@ -59,17 +59,17 @@ def test_weights_that_are_not_finite(
     refused(source, f"{Q}.weight in {MODEL} holds 2 values", f"row 41, column 7 ({value})")
 
 
-def test_a_layer_that_vllm_fuses_with_others_is_missing(tmp_path: Path) -> None:
+def test_convert_refuses_missing_part_of_a_fused_layer(tmp_path: Path) -> None:
     """vLLM would serve uninitialized memory in its place."""
     source = llama(tmp_path / "source", **{WEIGHT: None})
     refused(source, f"{Q} is not there", "checkpoint is incomplete: fetch it again")
 
 
 @pytest.mark.parametrize("out", ["closed/out", "closed/new/out"])
-def test_a_folder_that_cannot_be_written_to(
+def test_convert_refuses_unwritable_folder_before_reading(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, out: str
 ) -> None:
-    """Before the source is read, which may take minutes, and by a dry run too."""
+    """Reading the source may take minutes; a dry run refuses the folder too."""
     source, closed = llama(tmp_path / "source"), tmp_path / "closed"
     closed.mkdir()
     monkeypatch.setattr(
@@ -80,7 +80,7 @@ def test_a_folder_that_cannot_be_written_to(
         refused(source, f"{closed} is not writable", error=EnvironmentFault, out=out, dry_run=dry_run)
 
 
-def test_a_mounted_volume(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_convert_refuses_mount_point_as_output(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The finished folder could not be renamed to it: "Device or resource busy"."""
     source, volume = llama(tmp_path / "source"), tmp_path / "out"
     volume.mkdir()
@@ -90,7 +90,7 @@ def test_a_mounted_volume(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
 
 
 @pytest.mark.parametrize("make", [llama, w8a8, bert])
-def test_more_or_fewer_blocks_than_the_config_says(tmp_path: Path, make: Callable[[Path], Path]) -> None:
+def test_convert_refuses_wrong_number_of_blocks(tmp_path: Path, make: Callable[[Path], Path]) -> None:
     """Nothing else tells that the first of several files, without their index, is not the whole model."""
     source = make(tmp_path / "source")
     (source / MODEL).rename(source / "model-00001-of-00002.safetensors")
@@ -100,7 +100,7 @@ def test_more_or_fewer_blocks_than_the_config_says(tmp_path: Path, make: Callabl
     refused(source, "num_hidden_layers is 1, but", "has linear layers of 2 blocks;", "fetch it again")
 
 
-def test_other_tensors_must_be_finite_too(tmp_path: Path) -> None:
+def test_convert_refuses_nonfinite_norms(tmp_path: Path) -> None:
     norm = torch.ones(64, dtype=torch.bfloat16)
     norm[5] = torch.nan
     source = llama(tmp_path / "source", model__norm__weight=norm)
@@ -108,7 +108,7 @@ def test_other_tensors_must_be_finite_too(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("code", [0x7F, -1])
-def test_fp8_codes_that_are_nan(tmp_path: Path, code: int) -> None:
+def test_convert_refuses_fp8_nan_codes(tmp_path: Path, code: int) -> None:
     source = w8a8(tmp_path / "source", "fp8")
     tensors = tensors_of(source)
     bits(tensors[f"{Q}.weight"])[3, 4] = code
@@ -117,13 +117,13 @@ def test_fp8_codes_that_are_nan(tmp_path: Path, code: int) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.int32, torch.float64, torch.int8])
-def test_wrong_dtype(tmp_path: Path, dtype: torch.dtype) -> None:
+def test_convert_refuses_wrong_dtype(tmp_path: Path, dtype: torch.dtype) -> None:
     source = llama(tmp_path / "source", **{WEIGHT: torch.ones(64, 64, dtype=dtype)})
     refused(source, f"{Q}.weight is {storage.NAMES[dtype]}", "F32, F16, BF16")
 
 
 @pytest.mark.parametrize("shape", [(64,), (2, 4, 8), (0, 64)])
-def test_wrong_shape(tmp_path: Path, shape: tuple[int, ...]) -> None:
+def test_convert_refuses_wrong_shape(tmp_path: Path, shape: tuple[int, ...]) -> None:
     source = llama(tmp_path / "source", **{WEIGHT: torch.ones(shape).bfloat16()})
     refused(source, f"{Q}.weight has shape {list(shape)}")
 
@@ -131,7 +131,7 @@ def test_wrong_shape(tmp_path: Path, shape: tuple[int, ...]) -> None:
 # Architectures and options
 
 
-def test_unknown_architectures(tmp_path: Path) -> None:
+def test_convert_refuses_unknown_architectures(tmp_path: Path) -> None:
     source = llama(tmp_path / "source")
     for value in ("MambaForCausalLM", None, [], {"a": 1}, [["LlamaForCausalLM"]]):
         edit_json(source / "config.json", architectures=[value] if isinstance(value, str) else value)
@@ -143,7 +143,7 @@ def test_unknown_architectures(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("prefix", ["_orig_mod.", "module.", "base_model.model."])
-def test_names_that_a_wrapper_changed(tmp_path: Path, prefix: str) -> None:
+def test_convert_refuses_tensor_names_with_wrapper_prefix(tmp_path: Path, prefix: str) -> None:
     source = llama(tmp_path / "source")
     write(source, config_of(source), {prefix + name: tensor for name, tensor in tensors_of(source).items()})
     message = refused(source, f"begin with {prefix!r}", "without its wrapper")
@@ -176,7 +176,7 @@ FUSED = "model.layers.1.mlp"
         ({"budget": Budget(zeros=0.2)}, ["--zeros 20%", "--calib"], CalibrationError),
     ],
 )
-def test_options_that_cannot_be_used(
+def test_convert_refuses_invalid_options(
     tmp_path: Path, options: dict[str, Any], words: list[str], error: type[Exception]
 ) -> None:
     refused(llama(tmp_path / "source"), *words, error=error, **options)
@@ -186,7 +186,7 @@ ENDLESS = "(.*)*z$"
 
 
 @pytest.mark.parametrize("option", ["ignore", "skip", "layer", "linear"])
-def test_regexes_that_take_too_long(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, option: str) -> None:
+def test_convert_refuses_slow_regexes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, option: str) -> None:
     monkeypatch.setattr(architectures, "SECONDS", 1.0)
     value = {"layer": ["down_proj=8:10", f"{ENDLESS}=8:10"], "linear": ENDLESS}.get(
         option, ["o_proj", ENDLESS]
@@ -194,7 +194,7 @@ def test_regexes_that_take_too_long(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     refused(llama(tmp_path / "source"), f"--{option} {ENDLESS!r} takes more than 1 s", **{option: value})
 
 
-def test_regexes_of_sources_that_take_too_long(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_convert_refuses_slow_regexes_of_the_source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(architectures, "SECONDS", 1.0)
     source = w8a8(tmp_path / "source")
     block = config_of(source)["quantization_config"]
@@ -207,12 +207,12 @@ def test_regexes_of_sources_that_take_too_long(tmp_path: Path, monkeypatch: pyte
     ("regex", "fact"),
     [("(" * 999, "(((...(("), ("a{99999999999}", "repetition"), ("a" * 1001, "more than 1000")],
 )
-def test_regexes_that_cannot_be_compiled(tmp_path: Path, regex: str, fact: str) -> None:
+def test_convert_refuses_invalid_regexes(tmp_path: Path, regex: str, fact: str) -> None:
     message = refused(llama(tmp_path / "source"), "--ignore", fact, ignore=[regex])
     assert len(message) < 500
 
 
-def test_random_does_not_go_with_calibration(tmp_path: Path) -> None:
+def test_convert_refuses_random_method_with_calibration(tmp_path: Path) -> None:
     calibration = Calibration("random")
     refused(
         llama(tmp_path / "source"), "--method random", method="random", calibration=calibration,
@@ -223,7 +223,7 @@ def test_random_does_not_go_with_calibration(tmp_path: Path) -> None:
 # The output
 
 
-def test_outputs_that_cannot_be_made(tmp_path: Path) -> None:
+def test_convert_refuses_invalid_outputs(tmp_path: Path) -> None:
     source = llama(tmp_path / "source")
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "mine.txt").write_text("kept")
@@ -236,13 +236,13 @@ def test_outputs_that_cannot_be_made(tmp_path: Path) -> None:
     assert (tmp_path / "full" / "mine.txt").read_text() == "kept"
 
 
-def test_modules_that_cannot_be_read(tmp_path: Path) -> None:
+def test_convert_refuses_invalid_modules_json(tmp_path: Path) -> None:
     source = llama(tmp_path / "source")
     (source / "modules.json").write_text('[{"name": "1"}]')
     refused(source, "modules.json")
 
 
-def test_modules_whose_weights_may_hold_code(tmp_path: Path) -> None:
+def test_convert_refuses_pickled_module_weights(tmp_path: Path) -> None:
     source = llama(tmp_path / "source")
     (source / "modules.json").write_text('[{"path": ""}, {"path": "2_Dense"}]')
     (source / "2_Dense").mkdir()
@@ -253,7 +253,7 @@ def test_modules_whose_weights_may_hold_code(tmp_path: Path) -> None:
     assert "2_Dense/model.safetensors" in snapshot(tmp_path / "out")
 
 
-def test_output_filled_meanwhile(tmp_path: Path) -> None:
+def test_convert_refuses_output_filled_by_another_process(tmp_path: Path) -> None:
     source, out = llama(tmp_path / "source"), tmp_path / "out"
 
     def fill(phase: str, done: int, total: int) -> None:
@@ -265,7 +265,7 @@ def test_output_filled_meanwhile(tmp_path: Path) -> None:
     assert snapshot(tmp_path).keys() == {*(f"source/{name}" for name in snapshot(source)), "out/theirs"}
 
 
-def test_no_space_is_seen_beforehand(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_convert_checks_disk_space_beforehand(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source = llama(tmp_path / "source")
     convert(source, tmp_path / "first")
     needed = sum(len(raw) for name, raw in snapshot(tmp_path / "first").items() if name != "config.json")
@@ -278,7 +278,7 @@ def test_no_space_is_seen_beforehand(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 @pytest.mark.parametrize("call", [0, 1, 20])
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT, errno.EFBIG])
-def test_no_space_while_writing(
+def test_convert_reports_full_disk_while_writing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: int, number: int
 ) -> None:
     """pwrite fails as on a full disk: at the header, at the first tensor, in the middle."""
@@ -296,7 +296,7 @@ def test_no_space_while_writing(
     assert len(calls) > call
 
 
-def test_no_space_when_syncing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_convert_reports_full_disk_while_syncing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(descriptor: int) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
@@ -369,7 +369,7 @@ KINDS: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
 }
 
 
-def test_w8a8_of_another_kind(tmp_path: Path) -> None:
+def test_convert_refuses_unsupported_quantization_configs(tmp_path: Path) -> None:
     source = w8a8(tmp_path / "source")
     for change, fact in KINDS.values():
         block = config_of(source)["quantization_config"]
@@ -382,8 +382,8 @@ def test_w8a8_of_another_kind(tmp_path: Path) -> None:
     refused(source, fact)
 
 
-def test_a_stamp_of_ours_is_not_copied(tmp_path: Path) -> None:
-    """It is what the plugin writes into the config, in memory."""
+def test_convert_drops_the_serving_stamp(tmp_path: Path) -> None:
+    """The plugin writes the stamp into the config, in memory."""
     source = w8a8(tmp_path / "source")
     block = config_of(source)["quantization_config"]
     edit_json(
@@ -395,7 +395,7 @@ def test_a_stamp_of_ours_is_not_copied(tmp_path: Path) -> None:
         assert "slidesparse_serving" not in config_of(tmp_path / name)["quantization_config"]
 
 
-def test_w8a8_that_contradicts_its_config(tmp_path: Path) -> None:
+def test_convert_refuses_w8a8_that_contradicts_its_config(tmp_path: Path) -> None:
     source = w8a8(tmp_path / "source")
     refused(source, "--quant fp8", "int8 already", quant="fp8")
     refused(source, "int8 ones", error=CalibrationError, calibration=Calibration("random", 1, 8))
@@ -418,7 +418,7 @@ def test_w8a8_that_contradicts_its_config(tmp_path: Path) -> None:
     refused(source, "F8_E4M3", "promises I8")
 
 
-def test_w8a8_weights_without_their_config(tmp_path: Path) -> None:
+def test_convert_refuses_w8a8_without_quantization_config(tmp_path: Path) -> None:
     source = llama(tmp_path / "source", **{f"{Q}.weight_scale".replace(".", "__"): torch.ones(64, 1)})
     refused(source, f"{Q}.weight_scale but no quantization_config")
 
@@ -434,7 +434,7 @@ def test_w8a8_weights_without_their_config(tmp_path: Path) -> None:
         ("layernorm", ["matches none of the 14 linear layers"]),
     ],
 )
-def test_layers_named_by_a_regex(tmp_path: Path, linear: str, facts: list[str]) -> None:
+def test_convert_refuses_unusable_linear_regexes(tmp_path: Path, linear: str, facts: list[str]) -> None:
     refused(llama(tmp_path / "source"), "--linear", *facts, linear=linear)
 
 
@@ -456,11 +456,13 @@ def converted(tmp_path: Path, request: pytest.FixtureRequest) -> Path:
         ({"calibration": Calibration("random", 1, 8)}, "--calib"),
     ],
 )
-def test_choices_for_a_pruned_source(converted: Path, options: dict[str, Any], fact: str) -> None:
+def test_convert_refuses_options_for_a_pruned_source(
+    converted: Path, options: dict[str, Any], fact: str
+) -> None:
     refused(converted, fact, "already pruned", **options)
 
 
-def test_violated_pattern(converted: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_convert_refuses_violated_pattern(converted: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(storage, "CHUNK_ELEMENTS", 640)
     tensors = tensors_of(converted)
     tensors[f"{Q}.weight"][45] = 0
@@ -517,7 +519,7 @@ def commands_refuse(folder: Path, fact: str) -> None:
 
 
 @pytest.mark.parametrize("layout", ["dense", "slided"])
-def test_metadata_that_do_not_fit(tmp_path: Path, layout: str) -> None:
+def test_commands_refuse_inconsistent_metadata(tmp_path: Path, layout: str) -> None:
     source = llama(tmp_path / "source")
     convert(source, tmp_path / "out0", layout=layout)
     good = config_of(tmp_path / "out0")["quantization_config"]
@@ -528,7 +530,7 @@ def test_metadata_that_do_not_fit(tmp_path: Path, layout: str) -> None:
         commands_refuse(tmp_path / "out0", fact)
 
 
-def test_no_metadata_at_all(converted: Path) -> None:
+def test_convert_refuses_slidesparse_method_without_metadata(converted: Path) -> None:
     block = config_of(converted)["quantization_config"]
     del block["slidesparse"]
     edit_json(converted / "config.json", quantization_config={**block, "quant_method": "slidesparse"})
@@ -547,7 +549,9 @@ def test_no_metadata_at_all(converted: Path) -> None:
         ("weight_scale", -0.5, f"{Q}.weight_scale holds NaN, Inf or negative"),
     ],
 )
-def test_tensors_that_are_missing_or_no_numbers(converted: Path, tensor: str, become: Any, fact: str) -> None:
+def test_commands_refuse_missing_or_invalid_tensors(
+    converted: Path, tensor: str, become: Any, fact: str
+) -> None:
     tensors, name = tensors_of(converted), f"{Q}.{tensor}"
     if become is None:
         del tensors[name]
@@ -559,6 +563,6 @@ def test_tensors_that_are_missing_or_no_numbers(converted: Path, tensor: str, be
     commands_refuse(converted, fact)
 
 
-def test_sizes_that_contradict_the_model(converted: Path) -> None:
+def test_commands_refuse_sizes_that_contradict_config(converted: Path) -> None:
     edit_json(converted / "config.json", intermediate_size=80)
     commands_refuse(converted, f"metadata of {DOWN} say 88 in-features, the sizes in config.json 80")

@@ -11,7 +11,7 @@ import pytest
 from slidesparse.errors import SlideSparseError
 
 
-def found(first: int, count: int) -> tuple[list[str], dict[str, int]]:
+def count_outcomes(first: int, count: int) -> tuple[list[str], dict[str, int]]:
     """Count the outcomes, and collect what is wrong."""
     defects: list[str] = []
     counts = fuzz.run(first, count, lambda case, done, wrong: defects.append(f"case {case}, {done}: {wrong}"))
@@ -19,7 +19,7 @@ def found(first: int, count: int) -> tuple[list[str], dict[str, int]]:
 
 
 def test_damaged_checkpoints_are_refused_or_read_right() -> None:
-    defects, counts = found(0, 200)
+    defects, counts = count_outcomes(0, 200)
     assert defects == []
     for outcome in ("ok", "violations", "error"):
         assert counts[f"inspect: {outcome}"] > 2
@@ -39,7 +39,7 @@ def test_damaged_checkpoints_are_refused_or_read_right() -> None:
         (lambda: (_ for _ in ()).throw(SlideSparseError("two\nlines")), "no clear line"),
     ],
 )
-def test_the_fuzzer_sees_what_it_looks_for(monkeypatch: pytest.MonkeyPatch, wrong: Any, words: str) -> None:
+def test_fuzzer_detects_each_kind_of_defect(monkeypatch: pytest.MonkeyPatch, wrong: Any, words: str) -> None:
     monkeypatch.setattr(fuzz, "SECONDS", 0.1)
     with pytest.raises(fuzz.Defect, match=words):
         fuzz.outcome(wrong)

@@ -39,7 +39,7 @@ def test_inspect_of_a_converted_checkpoint(tmp_path: Path, layout: str) -> None:
 
 
 @pytest.mark.parametrize("ratio", RATIOS)
-def test_inspect_finds_the_pattern_of_weights_that_claim_none(tmp_path: Path, ratio: str) -> None:
+def test_inspect_finds_pattern_of_weights_without_metadata(tmp_path: Path, ratio: str) -> None:
     pattern = SlidePattern.parse(ratio)
     source = w8a8(tmp_path / "source")
     tensors = tensors_of(source)
@@ -75,7 +75,7 @@ def test_inspect_of_an_unknown_architecture_takes_all_matrices(tmp_path: Path) -
     assert not any("embed" in name for name in names)
 
 
-def test_the_older_config_name_is_read(tmp_path: Path) -> None:
+def test_inspect_reads_compression_config(tmp_path: Path) -> None:
     convert(llama(tmp_path / "source"), tmp_path / "out")
     block = config_of(tmp_path / "out")["quantization_config"]
     edit_json(tmp_path / "out" / "config.json", quantization_config=None, compression_config=block)
@@ -83,30 +83,30 @@ def test_the_older_config_name_is_read(tmp_path: Path) -> None:
 
 
 @pytest.fixture
-def both(tmp_path: Path) -> tuple[Path, Path]:
+def dense_and_slided(tmp_path: Path) -> tuple[Path, Path]:
     """The same model in both layouts, in one file and in three."""
     convert(llama(tmp_path / "one"), tmp_path / "dense")
     convert(llama(tmp_path / "three", shards=3), tmp_path / "slided", layout="slided")
     return tmp_path / "dense", tmp_path / "slided"
 
 
-def test_verify_sees_through_layouts_and_shards(both: tuple[Path, Path]) -> None:
-    for pair in (both, both[::-1]):
+def test_verify_compares_across_layouts_and_shards(dense_and_slided: tuple[Path, Path]) -> None:
+    for pair in (dense_and_slided, dense_and_slided[::-1]):
         found = verify(*pair)
         assert (found.equal, found.difference, found.slided) == (True, None, 14)
-        assert found.tensors == len(tensors_of(both[0]))
+        assert found.tensors == len(tensors_of(dense_and_slided[0]))
 
 
 @pytest.mark.parametrize("name", [f"{Q}.weight", f"{Q}.weight_scale", "lm_head.weight", f"{DOWN}.bias"])
-def test_verify_names_the_first_difference(both: tuple[Path, Path], name: str) -> None:
-    tensors = tensors_of(both[0])
+def test_verify_names_the_first_difference(dense_and_slided: tuple[Path, Path], name: str) -> None:
+    tensors = tensors_of(dense_and_slided[0])
     flat = bits(tensors[name]).view(-1, tensors[name].shape[-1] if tensors[name].dim() > 1 else 1)
     row, column = next(divmod(int(i), flat.shape[1]) for i in flat[30:].flatten().nonzero().flatten())
     row += 30
     flat[row, column] ^= 1
     expected = flat[row, column].item(), flat[row, column].item() ^ 1
-    write(both[0], config_of(both[0]), tensors)
-    difference = verify(*both).difference
+    write(dense_and_slided[0], config_of(dense_and_slided[0]), tensors)
+    difference = verify(*dense_and_slided).difference
     assert difference is not None
     assert (difference.tensor, difference.row, difference.column) == (name, row, column)
     assert difference.first != difference.second
@@ -114,7 +114,7 @@ def test_verify_names_the_first_difference(both: tuple[Path, Path], name: str) -
         assert (difference.first, difference.second) == tuple(map(str, expected))
 
 
-def test_verify_tells_zeros_apart(tmp_path: Path) -> None:
+def test_verify_distinguishes_negative_zero(tmp_path: Path) -> None:
     for name, zero in (("a", 0.0), ("b", -0.0)):
         write(tmp_path / name, {}, {"x": torch.tensor([[1.0, zero]]).bfloat16()})
     difference = verify(tmp_path / "a", tmp_path / "b").difference
@@ -122,12 +122,12 @@ def test_verify_tells_zeros_apart(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("reverse", [False, True])
-def test_verify_misses_no_tensor(both: tuple[Path, Path], reverse: bool) -> None:
-    tensors = tensors_of(both[0])
+def test_verify_reports_missing_tensors(dense_and_slided: tuple[Path, Path], reverse: bool) -> None:
+    tensors = tensors_of(dense_and_slided[0])
     del tensors[f"{DOWN}.bias"]
-    write(both[0], config_of(both[0]), tensors)
-    difference = verify(*(both[::-1] if reverse else both)).difference
-    assert str(difference) == f"{DOWN}.bias: is in {both[1]} but not in {both[0]}"
+    write(dense_and_slided[0], config_of(dense_and_slided[0]), tensors)
+    difference = verify(*(dense_and_slided[::-1] if reverse else dense_and_slided)).difference
+    assert str(difference) == f"{DOWN}.bias: is in {dense_and_slided[1]} but not in {dense_and_slided[0]}"
 
 
 def test_verify_compares_dtypes_and_shapes(tmp_path: Path) -> None:
@@ -137,9 +137,9 @@ def test_verify_compares_dtypes_and_shapes(tmp_path: Path) -> None:
     assert "F32 [2, 3] and F16 [2, 3]" in str(verify(tmp_path / "a", tmp_path / "c").difference)
 
 
-def test_verify_refuses_slided_rows_that_hide_something(both: tuple[Path, Path]) -> None:
+def test_verify_refuses_slided_rows_with_split_weights(dense_and_slided: tuple[Path, Path]) -> None:
     """The two places of one weight hold parts of its bits, which unslide would join to a plausible weight."""
-    path = next(p for p in both[1].glob("*.safetensors") if f"{Q}.weight" in load_file(p))
+    path = next(p for p in dense_and_slided[1].glob("*.safetensors") if f"{Q}.weight" in load_file(p))
     tensors = load_file(path)
     row = tensors[f"{Q}.weight"][7].view(-1, 3, 4)
     block, pair = next(
@@ -148,6 +148,6 @@ def test_verify_refuses_slided_rows_that_hide_something(both: tuple[Path, Path])
     row[block, 0, pair + 2] = row[block, 1, pair]
     save_file(tensors, path, metadata={"format": "pt"})
     with pytest.raises(DamagedError, match=f"{Q}: row 7 "):
-        verify(*both)
+        verify(*dense_and_slided)
     with pytest.raises(DamagedError, match=f"{Q}: row 7 "):  # nor is it a source
-        convert(both[1], both[1].parent / "again")
+        convert(dense_and_slided[1], dense_and_slided[1].parent / "again")

@@ -23,7 +23,7 @@ GOOD: dict[str, Any] = {
 }
 
 
-def test_the_documented_block_is_read() -> None:
+def test_metadata_from_json_and_back() -> None:
     found = Metadata.from_json(GOOD)
     assert found == Metadata(
         SlidePattern(8),
@@ -42,13 +42,13 @@ layers = st.dictionaries(
 
 
 @given(st.builds(Metadata, patterns(), st.sampled_from(metadata.LAYOUTS), layers, st.text()))
-def test_round_trip_through_json(block: Metadata) -> None:
+def test_metadata_json_round_trip(block: Metadata) -> None:
     text = json.dumps(block.to_json())
     assert Metadata.from_json(json.loads(text)) == block
     assert json.dumps(Metadata.from_json(json.loads(text)).to_json()) == text
 
 
-def test_of_config() -> None:
+def test_metadata_of_config() -> None:
     assert Metadata.of_config(None) is None
     assert Metadata.of_config({"quant_method": "compressed-tensors"}) is None
     assert Metadata.of_config({metadata.KEY: GOOD}) == Metadata.from_json(GOOD)
@@ -106,7 +106,7 @@ def layer(**changed: Any) -> dict[str, Any]:
         ({**GOOD, "tool": 7}, ["tool: must be a text, found 7"]),
     ],
 )
-def test_a_damaged_block_says_what_is_wrong(block: Any, facts: list[str]) -> None:
+def test_damaged_metadata_errors_name_the_fault(block: Any, facts: list[str]) -> None:
     before = repr(block)
     with pytest.raises(MetadataError) as error:
         Metadata.from_json(block)

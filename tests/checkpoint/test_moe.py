@@ -56,8 +56,8 @@ def vllm_ignores(folder: Path, layer: str) -> bool:
 
 @pytest.mark.vllm
 @pytest.mark.parametrize("name", MODELS)
-def test_experts_of_a_layer_are_left_as_they_are(tmp_path: Path, name: str) -> None:
-    """All of a layer's, by the names that vLLM asks for, whatever the checkpoint's."""
+def test_ignored_experts_are_left_unquantized(tmp_path: Path, name: str) -> None:
+    """All experts of the layer are ignored by the names that vLLM asks for, whatever the checkpoint's."""
     model = MODELS[name]
     source = model.write(tmp_path / "source")
     report = convert(source, tmp_path / "out", ignore=[r"layers\.1\..*\.experts\."])
@@ -74,12 +74,12 @@ def test_experts_of_a_layer_are_left_as_they_are(tmp_path: Path, name: str) -> N
     assert not vllm_ignores(tmp_path / "out", "model.layers.1.mlp.shared_expert.gate_proj")
 
 
-def test_parts_of_a_layer_of_experts_go_together(tmp_path: Path) -> None:
+def test_convert_refuses_to_ignore_some_experts_of_a_layer(tmp_path: Path) -> None:
     source = MODELS["mixtral"].write(tmp_path / "source")
     refused(source, "--ignore covers", "experts.0.w1 but not", "fuses them", ignore=[r"experts\.0\.w1"])
 
 
-def test_options_for_linear_layers_leave_experts(tmp_path: Path) -> None:
+def test_layer_options_do_not_apply_to_experts(tmp_path: Path) -> None:
     """A pattern for all layers called down_proj is for those that are pruned; one for experts alone is refused."""
     source = MODELS["qwen2"].write(tmp_path / "source")
     report = convert(source, tmp_path / "out", layer=["down_proj=8:10"], linear="proj")
@@ -102,7 +102,7 @@ def joined(model: Moe, folder: Path) -> Path:
 
 
 @pytest.mark.vllm
-def test_experts_in_one_tensor_are_left(tmp_path: Path) -> None:
+def test_experts_stored_in_one_tensor_are_left_unquantized(tmp_path: Path) -> None:
     model = MODELS["qwen3"]
     source = joined(model, tmp_path / "source")
     report = convert(source, tmp_path / "out")
@@ -118,7 +118,7 @@ def test_experts_in_one_tensor_are_left(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("layout", ["slided", "packed"])
-def test_layouts_of_a_converted_model(tmp_path: Path, layout: str) -> None:
+def test_converting_between_layouts_is_lossless(tmp_path: Path, layout: str) -> None:
     source = MODELS["qwen2"].write(tmp_path / "source")
     convert(source, tmp_path / "dense")
     convert(source, tmp_path / layout, layout=layout)
@@ -129,7 +129,7 @@ def test_layouts_of_a_converted_model(tmp_path: Path, layout: str) -> None:
         assert_same_bits(again[name], tensor)
 
 
-def test_commands_count_experts(tmp_path: Path) -> None:
+def test_commands_report_number_of_experts(tmp_path: Path) -> None:
     source = MODELS["mixtral"].write(tmp_path / "source")
     report = tmp_path / "report.json"
     done = Done("convert", source, tmp_path / "out", "-s", "6:8", "--report", report)

@@ -65,7 +65,7 @@ def dense(folder: Path) -> dict[str, Tensor]:
 
 @pytest.mark.parametrize("quant", ["int8", "fp8"])
 @pytest.mark.parametrize("ratio", ["2:4", "4:6", "6:8", "14:16"])
-def test_layouts_turn_into_each_other_byte_for_byte(tmp_path: Path, ratio: str, quant: str) -> None:
+def test_converting_between_layouts_is_lossless(tmp_path: Path, ratio: str, quant: str) -> None:
     """K is 64 and 88: blocks of 6 and 16 leave short ones.  Between packed weights lie others of the same type."""
     source = llama(tmp_path / "source", shards=2)
     for layout in ("dense", "packed", "slided"):
@@ -81,7 +81,7 @@ def test_layouts_turn_into_each_other_byte_for_byte(tmp_path: Path, ratio: str, 
 
 
 @pytest.mark.parametrize("ratio", ["2:4", "4:6", "6:8"])
-def test_what_is_stored(tmp_path: Path, ratio: str) -> None:
+def test_packed_layout_tensors(tmp_path: Path, ratio: str) -> None:
     convert(w8a8(tmp_path / "source"), tmp_path / "out", ratio, layout="packed", skip=["o_proj"])
     tensors, pattern = tensors_of(tmp_path / "out"), SlidePattern.parse(ratio)
     layer = DOWN.replace("0", "1")  # K is 88; DOWN itself is left in 16 bits
@@ -110,8 +110,8 @@ def test_what_is_stored(tmp_path: Path, ratio: str) -> None:
     assert found.bytes == sum(stored)
 
 
-def test_a_packed_weight_that_breaks_its_pattern(tmp_path: Path) -> None:
-    """Its bits say so: a block of eight bits set, and one of four."""
+def test_packed_weight_that_violates_its_pattern_is_found(tmp_path: Path) -> None:
+    """The bitmask shows it: a block of eight bits set, and one of four."""
     convert(llama(tmp_path / "source"), tmp_path / "out", layout="packed")
     tensors = tensors_of(tmp_path / "out")
     tensors[f"{Q}.bitmask"][11, :2] = torch.tensor([0xFF, 0x0F], dtype=torch.uint8)
@@ -143,7 +143,9 @@ def test_a_packed_weight_that_breaks_its_pattern(tmp_path: Path) -> None:
         ),  # flat, without offsets
     ],
 )
-def test_damaged_parts(tmp_path: Path, changed: dict[str, Tensor | None], words: str) -> None:
+def test_damaged_packed_tensors_are_refused(
+    tmp_path: Path, changed: dict[str, Tensor | None], words: str
+) -> None:
     out = tmp_path / "out"
     convert(llama(tmp_path / "source"), out, layout="packed")
     named = {f"{Q}.{part}": tensor for part, tensor in changed.items()}
@@ -159,7 +161,7 @@ def test_damaged_parts(tmp_path: Path, changed: dict[str, Tensor | None], words:
 
 @pytest.mark.parametrize("form", FORMATS)
 @pytest.mark.parametrize("quant", ["int8", "fp8", "bf16"])
-def test_weights_are_what_its_own_decompressors_make_of_them(quant: str, form: str) -> None:
+def test_weights_equal_those_of_compressed_tensors(quant: str, form: str) -> None:
     folder = STORED / f"{quant}-{form}"
     expected, found = json.loads((folder / "weights.json").read_text()), dense(folder)
     assert set(expected) == {name for name in found if name.endswith("_proj.weight")}
@@ -177,7 +179,7 @@ def test_weights_are_what_its_own_decompressors_make_of_them(quant: str, form: s
 
 @pytest.mark.parametrize("form", FORMATS)
 @pytest.mark.parametrize("quant", ["int8", "fp8"])
-def test_convert_keeps_codes_and_scales(tmp_path: Path, quant: str, form: str) -> None:
+def test_convert_keeps_codes_and_scales_of_sparse_formats(tmp_path: Path, quant: str, form: str) -> None:
     source = STORED / f"{quant}-{form}"
     report = convert(source, tmp_path / "out", "2:4")
     assert (len(report.pruned), report.quant) == (7, quant)
@@ -191,7 +193,7 @@ def test_convert_keeps_codes_and_scales(tmp_path: Path, quant: str, form: str) -
 
 
 @pytest.mark.parametrize("form", FORMATS)
-def test_convert_quantizes_what_is_stored_in_16_bits(tmp_path: Path, form: str) -> None:
+def test_convert_quantizes_sparse_formats_in_16_bits(tmp_path: Path, form: str) -> None:
     source = STORED / f"bf16-{form}"
     convert(source, tmp_path / "out", "2:4", quant="fp8", layout="packed")
     name = f"{STORED_DOWN}.weight"
@@ -200,8 +202,8 @@ def test_convert_quantizes_what_is_stored_in_16_bits(tmp_path: Path, form: str) 
     assert_same_bits(tensors_of(tmp_path / "out")[f"{STORED_DOWN}.weight_scale"], scale)
 
 
-def test_packed_at_two_four_is_its_format(tmp_path: Path) -> None:
-    """The same tensors, in names, dtypes and shapes, as the release itself made; up_proj it left dense."""
+def test_packed_2_4_layout_equals_sparse_24_bitmask(tmp_path: Path) -> None:
+    """Names, dtypes and shapes are those that the release itself made; up_proj it left dense."""
     source = STORED / "int8-sparse-24-bitmask"
     convert(source, tmp_path / "out", "2:4", layout="packed")
     theirs, ours = tensors_of(source), tensors_of(tmp_path / "out")
@@ -221,7 +223,9 @@ def test_packed_at_two_four_is_its_format(tmp_path: Path) -> None:
         ("compressed", lambda t: t[:-1], "bits set for"),
     ],
 )
-def test_damaged_flat_values(tmp_path: Path, part: str, change: Any, words: str) -> None:
+def test_damaged_sparse_bitmask_tensors_are_refused(
+    tmp_path: Path, part: str, change: Any, words: str
+) -> None:
     tensors = load_file(STORED / "int8-sparse-bitmask" / "model.safetensors")
     tensors[f"{STORED_DOWN}.{part}"] = change(tensors[f"{STORED_DOWN}.{part}"]).contiguous()
     save_file(tensors, tmp_path / "model.safetensors")

@@ -109,7 +109,7 @@ def static_int8(targets: list[str]) -> Any:
 
 
 @pytest.mark.parametrize("quant", ["int8", "fp8"])
-def test_zero_points_of_symmetric_weights(tmp_path: Path, quant: str) -> None:
+def test_zero_points_of_symmetric_weights_are_dropped_or_refused(tmp_path: Path, quant: str) -> None:
     """They are dropped if they are zero, as vLLM cannot load them, and refused if not."""
     source = w8a8(tmp_path / "source", quant)
     before = tensors_of(source)
@@ -151,8 +151,10 @@ def test_static_activations_become_dynamic(tmp_path: Path, make: Callable[[list[
 
 
 @pytest.mark.vllm
-def test_blocks_are_multiplied_out(tmp_path: Path) -> None:
-    """As the package itself dequantizes them; a whole layer is left float by the ignore list."""
+def test_block_scales_are_dequantized(tmp_path: Path) -> None:
+    """Weights equal those that the package itself dequantizes; the ignore list leaves a whole layer in
+    floats.
+    """
     from compressed_tensors.quantization.lifecycle.forward import dequantize
 
     made = scheme("FP8_BLOCK", ["Linear"], block_structure=[32, 16])
@@ -177,8 +179,8 @@ def test_blocks_are_multiplied_out(tmp_path: Path) -> None:
 
 @pytest.mark.vllm
 @pytest.mark.parametrize("preset", ["W8A8", "FP8_DYNAMIC", "FP8_BLOCK"])
-def test_a_quantized_head_is_multiplied_out(tmp_path: Path, preset: str) -> None:
-    """vLLM takes one of the class Linear for floats; one that a target names it serves, so that stays."""
+def test_quantized_lm_head_is_dequantized(tmp_path: Path, preset: str) -> None:
+    """vLLM takes a head of the class Linear for floats; it serves one that a target names, so that one stays."""
     plain = scheme(preset, ["Linear"], **({"block_structure": [32, 16]} if "BLOCK" in preset else {}))
     report = convert(
         compressed(tmp_path / "source", {"group_0": plain}, []), tmp_path / "slided", layout="slided"
@@ -206,8 +208,8 @@ def test_a_quantized_head_is_multiplied_out(tmp_path: Path, preset: str) -> None
 
 
 @pytest.mark.vllm
-def test_groups_of_several_kinds(tmp_path: Path) -> None:
-    """By class, regex and name, in INT8 and FP8; one names nothing but the KV cache's attention."""
+def test_quantization_groups_of_several_kinds(tmp_path: Path) -> None:
+    """They are by class, regex and name, in INT8 and FP8; one names nothing but the KV cache's attention."""
     groups = {
         "group_0": scheme("W8A8", ["Linear"]),
         "group_1": scheme("FP8_BLOCK", [r"re:.*mlp\..*_proj"], block_structure=[32, 16]),
@@ -270,8 +272,8 @@ def vllm_schemes(block: dict[str, Any]) -> dict[str, str]:
 
 
 @pytest.mark.vllm
-def test_groups_that_we_write_stay_as_they_are(tmp_path: Path) -> None:
-    """Channels for some, tensors for others; layers that no group names are floats, and left."""
+def test_supported_quantization_groups_are_kept(tmp_path: Path) -> None:
+    """Some have scales per channel, others per tensor; layers that no group names are floats, and left."""
     groups = {
         "group_0": scheme("W8A8", [r"re:.*self_attn\..*_proj"]),
         "group_1": scheme("W8A8", [DOWN], strategy="tensor"),
@@ -291,8 +293,10 @@ def test_groups_that_we_write_stay_as_they_are(tmp_path: Path) -> None:
     assert new == {name: value for name, value in old.items() if name != "sparsity_config"}
 
 
-def test_the_target_that_counts() -> None:
-    """A name before a class, the first of several names; nothing for layers of other names, or ignored ones."""
+def test_matching_target_takes_precedence_as_in_vllm() -> None:
+    """A name comes before a class, the first of several names counts; layers of other names or ignored ones
+    have none.
+    """
     group = quantization_config("int8")["config_groups"]["group_0"]  # type: ignore[index]
     by_tensor = {**group, "weights": {**group["weights"], "strategy": "tensor"}}
     none = {"targets": ["re:.*v_proj"], "weights": None}
@@ -326,8 +330,10 @@ def test_the_target_that_counts() -> None:
 
 
 @pytest.mark.parametrize(("block", "dtype"), [((32, 16), torch.float32), ((128, 128), torch.bfloat16)])
-def test_fp8_by_blocks(tmp_path: Path, block: tuple[int, int], dtype: torch.dtype) -> None:
-    """The layout of DeepSeek and Qwen; blocks that the layers' edges cut, and larger than the layers."""
+def test_fp8_block_scales_of_deepseek_and_qwen(
+    tmp_path: Path, block: tuple[int, int], dtype: torch.dtype
+) -> None:
+    """Some blocks are cut by the layers' edges, some are larger than the layers."""
     source = fp8(tmp_path / "source", block, scale_dtype=dtype)
     report = convert(source, tmp_path / "out", skip=[r"0.*o_proj"])
     before, after = tensors_of(source), tensors_of(tmp_path / "out")
@@ -343,8 +349,8 @@ def test_fp8_by_blocks(tmp_path: Path, block: tuple[int, int], dtype: torch.dtyp
 
 
 @pytest.mark.parametrize(("static", "layout"), [(False, "dense"), (True, "slided"), (True, "packed")])
-def test_fp8_with_a_scale_a_tensor(tmp_path: Path, static: bool, layout: str) -> None:
-    """q, k and v each have one of their own; codes stay."""
+def test_fp8_per_tensor_scales_keep_codes(tmp_path: Path, static: bool, layout: str) -> None:
+    """q, k and v each have a scale of their own; codes stay."""
     source = fp8(tmp_path / "source", static=static)
     report = convert(source, tmp_path / layout, layout=layout)
     if layout != "dense":
@@ -361,10 +367,10 @@ def test_fp8_with_a_scale_a_tensor(tmp_path: Path, static: bool, layout: str) ->
 
 @pytest.mark.parametrize("listed", [[], [DOWN]])
 @pytest.mark.parametrize("block", [(32, 16), None])
-def test_fp8_layers_that_are_no_linear_layers_of_a_block(
+def test_fp8_layers_outside_blocks_are_rewritten_unpruned(
     tmp_path: Path, block: tuple[int, int] | None, listed: list[str]
 ) -> None:
-    """They are written anew too, unpruned; but the head in floats.  Floats stay, whatever the list of them says."""
+    """The head is written in floats. Layers in floats stay, whatever the list of them says."""
     layers = [*(set(LINEARS) - {DOWN}), "lm_head", "mtp.in"]
     tensors = float_tensors(LLAMA)
     tensors["mtp.in.weight"] = tensors["lm_head.weight"].roll(1)
@@ -388,7 +394,7 @@ def test_fp8_layers_that_are_no_linear_layers_of_a_block(
 
 
 @pytest.mark.parametrize("block", [(32, 16), None])
-def test_fp8_experts(tmp_path: Path, block: tuple[int, int] | None) -> None:
+def test_fp8_experts_are_rewritten_unpruned(tmp_path: Path, block: tuple[int, int] | None) -> None:
     model = MODELS["qwen3"]
     layers = [*model.linears(), *model.experts()]
     source = fp8(
@@ -414,7 +420,7 @@ def test_fp8_experts(tmp_path: Path, block: tuple[int, int] | None) -> None:
     refused(source, "--ignore covers model.layers.0.mlp.experts", out="x", ignore=[r"\.experts\."])
 
 
-def test_w8a8_experts_with_a_scale_a_tensor_get_one_a_channel(tmp_path: Path) -> None:
+def test_per_tensor_scales_of_experts_become_per_channel(tmp_path: Path) -> None:
     """vLLM serves no other experts with activations quantized per token."""
     model = MODELS["mixtral"]
     layers = [*model.linears(), *model.experts()]
@@ -443,7 +449,7 @@ BAD = {
 
 
 @pytest.mark.parametrize("name", BAD)
-def test_fp8_that_cannot_be_read(tmp_path: Path, name: str) -> None:
+def test_invalid_fp8_configs_are_refused(tmp_path: Path, name: str) -> None:
     source = fp8(tmp_path / "source", (32, 16))
     change, fact = BAD[name]
     block = config_of(source)["quantization_config"]
@@ -451,7 +457,7 @@ def test_fp8_that_cannot_be_read(tmp_path: Path, name: str) -> None:
     refused(source, fact)
 
 
-def test_codes_that_no_group_names(tmp_path: Path) -> None:
+def test_quantized_layer_without_a_group_is_refused(tmp_path: Path) -> None:
     source = fp8(tmp_path / "source")
     block = quantization_config("fp8", "tensor")
     block["config_groups"]["group_0"]["targets"] = ["re:.*mlp.*"]  # type: ignore[index]

@@ -58,7 +58,7 @@ def random_tensor(spec: TensorSpec, seed: int) -> Tensor:
 
 
 @given(specs, st.integers(0, 99))
-def test_written_files_are_read_by_the_safetensors_library(
+def test_writer_output_is_read_by_safetensors(
     tmp_path_factory: pytest.TempPathFactory, planned: list[TensorSpec], seed: int
 ) -> None:
     path = tmp_path_factory.mktemp("written") / MODEL
@@ -77,7 +77,7 @@ def test_written_files_are_read_by_the_safetensors_library(
 
 
 @given(specs, st.integers(0, 99))
-def test_files_of_the_safetensors_library_are_read(
+def test_reader_reads_files_of_safetensors(
     tmp_path_factory: pytest.TempPathFactory, planned: list[TensorSpec], seed: int
 ) -> None:
     tensors = {spec.name: random_tensor(spec, seed) for spec in planned}
@@ -103,7 +103,7 @@ def test_chunks_cover_each_row_once_and_stay_small(rows: int, columns: int) -> N
     assert all((chunk.stop - chunk.start) * columns <= max(limit, columns) for chunk in chunks)
 
 
-def test_dtype_names_are_those_of_the_library(tmp_path: Path) -> None:
+def test_dtype_names_equal_those_of_safetensors(tmp_path: Path) -> None:
     save_file({name: torch.zeros(1, dtype=dtype) for name, dtype in DTYPES.items()}, tmp_path / MODEL)
     assert {stored.spec.name: stored.spec.dtype for stored in read_header(tmp_path / MODEL)} == {
         name: name for name in NAMES.values()
@@ -111,8 +111,8 @@ def test_dtype_names_are_those_of_the_library(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("shared", [False, True])
-def test_links_in_a_download_cache_are_followed(tmp_path: Path, shared: bool) -> None:
-    """It keeps its files in ``blobs`` of the repository, or those links to ``blobs`` of the whole cache."""
+def test_links_in_a_hub_cache_are_followed(tmp_path: Path, shared: bool) -> None:
+    """The cache keeps files in ``blobs`` of the repository, or those link to ``blobs`` of the whole cache."""
     repository = tmp_path / "models--org--name"
     source = llama(repository / "snapshots" / "abc")
     blobs = tmp_path / "blobs" / "01" if shared else repository / "blobs"
@@ -131,7 +131,7 @@ def test_links_in_a_download_cache_are_followed(tmp_path: Path, shared: bool) ->
 
 @pytest.mark.parametrize("name", ["config.json", MODEL])
 @pytest.mark.parametrize("place", ["elsewhere", "models--org--other/blobs"])
-def test_links_out_of_the_folder_are_not_followed(tmp_path: Path, name: str, place: str) -> None:
+def test_links_out_of_the_folder_are_refused(tmp_path: Path, name: str, place: str) -> None:
     source = llama(tmp_path / "models--org--name" / "snapshots" / "abc")
     (tmp_path / place).mkdir(parents=True)
     (source / name).rename(tmp_path / place / name)
@@ -276,7 +276,7 @@ SINGLE: dict[str, tuple[Callable[[Path], Any], str]] = {
 
 
 @pytest.mark.parametrize("name", [*SHARDED, *SINGLE])
-def test_damage_is_named(tmp_path: Path, name: str) -> None:
+def test_damaged_checkpoints_are_refused(tmp_path: Path, name: str) -> None:
     sharded = name in SHARDED
     source = llama(tmp_path / "source", shards=3 if sharded else 1)
     damage, fact = (SHARDED if sharded else SINGLE)[name]
@@ -297,7 +297,7 @@ def test_damage_is_named(tmp_path: Path, name: str) -> None:
         ("pytorch_model.bin", "as safetensors"),
     ],
 )
-def test_a_folder_that_holds_something_else(tmp_path: Path, file: str, words: str) -> None:
+def test_folder_of_another_format_is_refused(tmp_path: Path, file: str, words: str) -> None:
     source = tmp_path / "source"
     source.mkdir()
     (source / file).touch()
@@ -305,7 +305,7 @@ def test_a_folder_that_holds_something_else(tmp_path: Path, file: str, words: st
         Checkpoint.open(source)
 
 
-def test_the_weights_of_transformers_are_read_if_others_lie_beside(tmp_path: Path) -> None:
+def test_consolidated_weights_of_mistral_are_skipped(tmp_path: Path) -> None:
     """Mistral's models come in two formats."""
     source = llama(tmp_path / "source")
     shutil.copy(source / MODEL, source / "consolidated.safetensors")
@@ -316,25 +316,25 @@ def test_the_weights_of_transformers_are_read_if_others_lie_beside(tmp_path: Pat
     ("file", "tool"),
     [("hf_quant_config.json", "modelopt"), ("quantize_config.json", "gptq"), ("quant_config.json", "awq")],
 )
-def test_a_tool_that_keeps_its_config_in_a_file_of_its_own(tmp_path: Path, file: str, tool: str) -> None:
+def test_quantization_config_files_of_other_tools_are_refused(tmp_path: Path, file: str, tool: str) -> None:
     source = llama(tmp_path / "source")
     (source / file).write_text("{}")
     with pytest.raises(CheckpointError, match=f"already quantized by '{tool}'"):
         parse_block(Checkpoint.open(source).quantization_config() or {})
 
 
-def test_empty_tensors_are_read_at_once() -> None:
-    """Not in chunks of rows that hold nothing."""
+def test_empty_tensors_have_at_most_one_chunk() -> None:
+    """Otherwise they would be read in many chunks of rows that hold nothing."""
     assert len(list(TensorSpec("t", "F32", (2**40, 0)).chunks())) == 1
     assert list(TensorSpec("t", "F32", (0, 5)).chunks()) == []
 
 
-def test_no_folder(tmp_path: Path) -> None:
+def test_missing_folder_is_refused(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="missing"):
         Checkpoint.open(tmp_path / "missing")
 
 
-def test_a_file_cut_while_it_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_file_truncated_while_reading_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source = llama(tmp_path / "source")
     size = (source / MODEL).stat().st_size
     opened = storage.Reader.__enter__

@@ -60,8 +60,11 @@ def shapes(folder: Path) -> dict[str, tuple[str, tuple[int, ...]]]:
     ("family", "quant", "pattern"),
     [("qwen2", "int8", "6:8"), ("llama", "fp8", "4:6"), ("llama", "int8", "2_inf"), ("qwen2", "fp8", "6:8")],
 )
-def test_it_is_what_a_conversion_writes(tmp_path: Path, family: str, quant: str, pattern: str) -> None:
-    """Names, dtypes, shapes and config of both layouts; their weights are the same and obey the pattern.
+def test_synth_output_has_the_form_of_a_conversion(
+    tmp_path: Path, family: str, quant: str, pattern: str
+) -> None:
+    """Names, dtypes, shapes and config of all layouts are equal; their weights are the same and obey the
+    pattern.
 
     K is 64 and 88: 4:6 leaves tails.
     """
@@ -84,7 +87,7 @@ def test_it_is_what_a_conversion_writes(tmp_path: Path, family: str, quant: str,
 
 
 @pytest.mark.parametrize("quant", ["int8", "fp8"])
-def test_rows_differ_and_are_pruned_no_further_than_needed(tmp_path: Path, quant: str) -> None:
+def test_synth_rows_differ_and_have_only_needed_zeros(tmp_path: Path, quant: str) -> None:
     synth(config_file(tmp_path), tmp_path / "out", pattern=SIX, quant=quant)
     found = tensors_of(tmp_path / "out")
     for name, values in found.items():
@@ -103,13 +106,13 @@ def test_rows_differ_and_are_pruned_no_further_than_needed(tmp_path: Path, quant
 
 
 @pytest.mark.parametrize("quant", ["int8", "bf16"])
-def test_scales_are_those_of_trained_models(
+def test_synth_weights_have_the_initializers_deviation(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, quant: str
 ) -> None:
     """A linear layer keeps the scale of its input; the rest has the initializer's deviation.
 
-    The deviation of n normal values is known to 1/sqrt(2n), of which five are allowed; 8 bits, and BF16, add 1e-4 at
-    most.
+    The deviation of n normal values is known to 1/sqrt(2n), of which five are allowed; 8 bits, and BF16, add
+    1e-4 at most.
     """
     drawn = 2**14  # numbers of a sample; the others are made of it
     monkeypatch.setattr(storage, "CHUNK_ELEMENTS", drawn)
@@ -130,7 +133,7 @@ def test_scales_are_those_of_trained_models(
 
 
 @pytest.mark.parametrize("quant", ["int8", "bf16"])
-def test_same_seed_same_bytes_with_any_number_of_processors(
+def test_output_does_not_depend_on_number_of_processors(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, quant: str
 ) -> None:
     config, pattern = config_file(tmp_path), SIX if quant == "int8" else None
@@ -144,7 +147,7 @@ def test_same_seed_same_bytes_with_any_number_of_processors(
     assert config_of(tmp_path / "4-8")[MARK]["seed"] == 8
 
 
-def test_shards(tmp_path: Path) -> None:
+def test_synth_shards_equal_one_file(tmp_path: Path) -> None:
     config, limit, written = config_file(tmp_path), 20_000, []
     report = synth(
         config,
@@ -174,7 +177,7 @@ def test_shards(tmp_path: Path) -> None:
     assert len(opened.files) == len([name for name in opened.tensors if not name.endswith("_scale")])
 
 
-def test_fewer_layers(tmp_path: Path) -> None:
+def test_synth_with_fewer_layers_keeps_the_first(tmp_path: Path) -> None:
     """The layers that stay are the same ones, except that config.json counts fewer."""
     config = config_file(tmp_path, layer_types=["full_attention"] * 2)
     assert synth(config, tmp_path / "two", pattern=SIX).layers == 2
@@ -186,8 +189,8 @@ def test_fewer_layers(tmp_path: Path) -> None:
     assert all(values.equal(every[name]) for name, values in kept.items())
 
 
-def test_without_a_pattern_it_is_an_ordinary_w8a8_checkpoint(tmp_path: Path) -> None:
-    """The converter takes it as a source, and changes the layout of what it made of it."""
+def test_synth_without_pattern_writes_unpruned_w8a8(tmp_path: Path) -> None:
+    """The converter takes it as a source, and changes the layout of the result."""
     synth(config_file(tmp_path), tmp_path / "plain", quant="fp8")
     report = inspect(tmp_path / "plain")
     assert report.pattern is None
@@ -208,7 +211,7 @@ def test_tied_embeddings_and_other_dtypes(tmp_path: Path) -> None:
     assert {str(v.dtype) for v in found.values()} == {"torch.int8", "torch.float32", "torch.float16"}
 
 
-def test_its_own_quantization_gives_way(tmp_path: Path) -> None:
+def test_synth_replaces_quantization_of_the_config(tmp_path: Path) -> None:
     first, second = tmp_path / "first", tmp_path / "second"
     assert synth(config_file(tmp_path), first, pattern=SIX, quant="fp8").replaced is None
     assert synth(first, second, pattern=SlidePattern.parse("2:4")).replaced == "compressed-tensors"
@@ -220,7 +223,7 @@ def test_its_own_quantization_gives_way(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("family", SMALL)
-def test_bf16_has_the_tensors_and_the_config_of_the_float_model(tmp_path: Path, family: str) -> None:
+def test_synth_bf16_has_tensors_and_config_of_the_float_model(tmp_path: Path, family: str) -> None:
     source = write_float(SMALL[family], tmp_path / "source")
     report = synth(source, tmp_path / "out", quant="bf16")
     assert shapes(tmp_path / "out") == shapes(source)
@@ -232,8 +235,8 @@ def test_bf16_has_the_tensors_and_the_config_of_the_float_model(tmp_path: Path, 
 
 
 @pytest.mark.parametrize("named", [{"torch_dtype": "float16"}, {"torch_dtype": None, "dtype": "float32"}, {}])
-def test_bf16_whatever_the_config_says(tmp_path: Path, named: dict[str, Any]) -> None:
-    """A quantization of the config's own is gone as well, and so are the names of code beside it."""
+def test_synth_bf16_overrides_dtype_and_quantization(tmp_path: Path, named: dict[str, Any]) -> None:
+    """The names of code beside the config are dropped as well."""
     own = {"quantization_config": {"quant_method": "fp8"}, "auto_map": {"AutoConfig": "configuration.Config"}}
     config = config_file(tmp_path, **own, **named)
     assert synth(config, tmp_path / "out", quant="bf16").replaced == "fp8"
@@ -245,7 +248,7 @@ def test_bf16_whatever_the_config_says(tmp_path: Path, named: dict[str, Any]) ->
 
 
 @pytest.mark.parametrize("calibration", [None, Calibration("random", samples=4, seqlen=16, device="cpu")])
-def test_convert_takes_bf16(tmp_path: Path, calibration: Calibration | None) -> None:
+def test_convert_takes_synth_bf16(tmp_path: Path, calibration: Calibration | None) -> None:
     synth(config_file(tmp_path), tmp_path / "float", quant="bf16", shard_bytes=40_000)
     report = convert(tmp_path / "float", tmp_path / "out", calibration=calibration, check=True)
     assert report.method == ("sparsegpt" if calibration else "magnitude")
@@ -272,7 +275,7 @@ def test_convert_takes_bf16(tmp_path: Path, calibration: Calibration | None) -> 
         ({"initializer_range": "wide"}, "initializer_range is 'wide'"),
     ],
 )
-def test_configs_that_cannot_be_used(tmp_path: Path, changed: dict[str, Any], fact: str) -> None:
+def test_synth_refuses_unsupported_configs(tmp_path: Path, changed: dict[str, Any], fact: str) -> None:
     config = config_file(tmp_path, **changed)
     with pytest.raises(CheckpointError, match=fact):
         synth(config, tmp_path / "out", pattern=SIX)
@@ -297,7 +300,7 @@ def test_configs_that_cannot_be_used(tmp_path: Path, changed: dict[str, Any], fa
         (["--quant", "bf16", "--layout", "slided"], "slidesparse convert"),
     ],
 )
-def test_commands_that_cannot_be_run(tmp_path: Path, options: list[str], fact: str) -> None:
+def test_synth_command_refuses_invalid_options(tmp_path: Path, options: list[str], fact: str) -> None:
     config = config_file(tmp_path)
     given = options if not options[0].startswith("-") else [str(config), *options]
     done = Done("synth", given[0], tmp_path / "out", *given[1:])
@@ -306,7 +309,7 @@ def test_commands_that_cannot_be_run(tmp_path: Path, options: list[str], fact: s
     assert list(tmp_path.iterdir()) == [config]
 
 
-def test_no_space_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_synth_removes_output_if_disk_is_full(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Too little space is seen beforehand, or while writing."""
     config, usage, write, calls = config_file(tmp_path), shutil.disk_usage(tmp_path), os.pwrite, []
     with monkeypatch.context() as patch:
@@ -326,7 +329,7 @@ def test_no_space_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert list(tmp_path.iterdir()) == [config]
 
 
-def test_the_command_says_what_it_made_and_what_to_do_with_it(tmp_path: Path) -> None:
+def test_synth_command_prints_result_and_next_command(tmp_path: Path) -> None:
     out, config = tmp_path / "out", config_file(tmp_path)
     options = ("--sparsity", "2_8", "--quant", "fp8", "--layers", 1, "--layout", "slided")
     done = Done("synth", config.parent, out, *options)
@@ -348,7 +351,7 @@ PARAMETERS = {
 }
 
 
-def test_the_public_models_are_those_of_the_benchmarks() -> None:
+def test_public_configs_have_sizes_of_the_published_models() -> None:
     for name, config in PUBLIC.items():
         found = {spec.name: spec.shape for spec in tensors(config)}
         assert sum(math.prod(shape) for shape in found.values()) == PARAMETERS[name]
@@ -364,7 +367,7 @@ def test_the_public_models_are_those_of_the_benchmarks() -> None:
     assert read_config("Qwen2.5-7B") == PUBLIC["Qwen2.5-7B"]
 
 
-def test_the_tokenizer_keeps_the_lengths_of_prompts(tmp_path: Path) -> None:
+def test_synth_tokenizer_round_trip_keeps_prompt_length(tmp_path: Path) -> None:
     transformers = pytest.importorskip("transformers")
     synth(config_file(tmp_path), tmp_path / "out", layers=1)
     folder = tmp_path / "out" / "tokenizer"
@@ -387,7 +390,7 @@ FAMILIES = {
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_tensors_are_those_of_transformers(tmp_path: Path, family: str) -> None:
+def test_synth_tensors_equal_those_of_transformers(tmp_path: Path, family: str) -> None:
     transformers = pytest.importorskip("transformers")
     config_file(tmp_path, **FAMILIES[family])
     with torch.device("meta"):
@@ -400,10 +403,11 @@ def test_tensors_are_those_of_transformers(tmp_path: Path, family: str) -> None:
 
 @pytest.mark.vllm
 @pytest.mark.parametrize("layout", ["dense", "slided"])
-def test_vllm_serves_it(engines: Engines, tmp_path: Path, layout: str) -> None:
-    """Stock vLLM the dense layout, the plugin the slided one.
+def test_vllm_serves_synth_checkpoints(engines: Engines, tmp_path: Path, layout: str) -> None:
+    """Stock vLLM serves the dense layout, the plugin the slided one.
 
-    Their tokens are not compared: on CPUs without VNNI stock vLLM's INT8 kernel saturates with codes this large.
+    Their tokens are not compared: on CPUs without VNNI stock vLLM's INT8 kernel saturates with codes this
+    large.
     """
     synth(config_file(tmp_path, QWEN), tmp_path / layout, pattern=SIX, layout=layout)
     env = {"DISABLE_SLIDESPARSE": "1"} if layout == "dense" else {}

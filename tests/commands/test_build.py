@@ -32,8 +32,8 @@ def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def test_all_that_can_be_is_built(root: Path) -> None:
-    """Exit 3 with the reason for what cannot, and 0 without it; what is there is said to be."""
+def test_build_reports_each_target_and_exit_code(root: Path) -> None:
+    """It exits 3 with the reason for what cannot be built, and 0 without it; what is there is said to be."""
     first = CliRunner().invoke(app, ["build"])
     assert first.exit_code == 3
     assert "no_such_header.h" in first.stderr
@@ -49,7 +49,7 @@ def test_all_that_can_be_is_built(root: Path) -> None:
     assert "was there" in again.stdout
 
 
-def test_json(root: Path) -> None:
+def test_build_json_output(root: Path) -> None:
     done = CliRunner().invoke(app, ["build", "--json"])
     said = json.loads(done.stdout)
     assert done.exit_code == 3
@@ -62,7 +62,7 @@ def test_json(root: Path) -> None:
     assert good["seconds"] >= 0
 
 
-def test_a_name_that_is_nothing(root: Path) -> None:
+def test_build_of_unknown_target_exits_2(root: Path) -> None:
     done = CliRunner().invoke(app, ["build", "none"])
     assert done.exit_code == 2
     assert "'none'" in done.stderr

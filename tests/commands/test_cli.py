@@ -51,12 +51,12 @@ def calib(tmp_path: Path) -> tuple[object, ...]:
     return ("--calib", write_ids(tmp_path / "ids.npy"), "--seqlen", 24, "--device", "cpu")
 
 
-def start(*arguments: object) -> tuple[object, ...]:
+def convert_command(*arguments: object) -> tuple[object, ...]:
     """``slidesparse convert SOURCE OUT -s 6:8`` and more."""
     return ("convert", *arguments[:2], "-s", "6:8", *arguments[2:])
 
 
-def test_a_path_that_the_terminal_cannot_show(converted: Path, tmp_path: Path) -> None:
+def test_doctor_escapes_unprintable_paths(converted: Path, tmp_path: Path) -> None:
     folder = converted.rename(tmp_path / "mod\u00e8le-\u6a21")
     done = subprocess.run(
         [sys.executable, "-c", "import slidesparse.cli as cli; cli.main()", "doctor", folder],
@@ -94,7 +94,7 @@ def test_sparsegpt_is_the_default_with_calibration(
 ) -> None:
     report = tmp_path / "report.json"
     options = ("--layer", "down_proj=8:10", "--skip", "1.*o_proj", "--report", report)
-    done = Done(*start(source, tmp_path / "out", *calib, *options))
+    done = Done(*convert_command(source, tmp_path / "out", *calib, *options))
     assert done.code == 0, done.err
     assert done.err == "note: ids.npy gives 6 samples of at most 24 tokens, 128 were requested\n"
     lines = done.out.splitlines()
@@ -123,14 +123,14 @@ def test_sparsegpt_is_the_default_with_calibration(
     assert len(ranked) == 13
 
 
-def test_a_report_without_calibration(source: Path, tmp_path: Path) -> None:
-    done = Done(*start(source, tmp_path / "out", "--report", tmp_path / "report.json"))
+def test_report_without_calibration(source: Path, tmp_path: Path) -> None:
+    done = Done(*convert_command(source, tmp_path / "out", "--report", tmp_path / "report.json"))
     assert done.code == 0
     assert done.err.startswith("warning: pruned by magnitude")
     found = json.loads((tmp_path / "report.json").read_text())
     assert [row["error_pruned"] for row in found["layers"]] == [None] * len(LLAMA.linears())
     assert found["sensitivity"] == []
-    done = Done(*start(tmp_path / "out", tmp_path / "slided", "--layout", "slided"))
+    done = Done(*convert_command(tmp_path / "out", tmp_path / "slided", "--layout", "slided"))
     assert (done.code, done.err) == (0, "")  # nothing is pruned there, so nothing is warned of
 
 
@@ -147,12 +147,12 @@ def test_every_option_reaches_the_conversion(
     monkeypatch.setattr(stream, "convert", record)
     common = shlex.split("--quant fp8 --layout slided --method random --seed 5 --linear 'mlp|o_proj'")
     more = shlex.split("--ignore 0.*o_ --skip 1.*o_ --layer 'up|gate=4:6' --layer down=8:10 --dry-run")
-    done = Done(*start(source, tmp_path / "out", *common, *more))
+    done = Done(*convert_command(source, tmp_path / "out", *common, *more))
     assert done.code == 0, done.err
     assert done.out.splitlines()[-1] == "dry run   nothing was written"
     data = ("--calib", "random", "--samples", 3, "--seqlen", 9, "--device", "cpu", "--resume", "--dry-run")
     more = ("--sweeps", 1, "--target", "own", "--finetune", 0, "--rotate", "on")
-    done = Done(*start(source, tmp_path / "out", *data, *more))
+    done = Done(*convert_command(source, tmp_path / "out", *data, *more))
     assert done.code == 0, done.err
     assert "only to try things out" in done.err
     assert "rotation  the residual stream" in done.out
@@ -187,8 +187,10 @@ def test_every_option_reaches_the_conversion(
         (("--report", "missing/report.json"), "--report missing/report.json"),
     ],
 )
-def test_usage_exits_2(source: Path, tmp_path: Path, options: tuple[str, ...], fact: str) -> None:
-    done = Done(*start(source, tmp_path / "out", *options))
+def test_convert_with_invalid_usage_exits_2(
+    source: Path, tmp_path: Path, options: tuple[str, ...], fact: str
+) -> None:
+    done = Done(*convert_command(source, tmp_path / "out", *options))
     assert (done.code, done.out) == (2, "")
     assert done.err.startswith("error: ")
     assert fact in done.err
@@ -196,7 +198,7 @@ def test_usage_exits_2(source: Path, tmp_path: Path, options: tuple[str, ...], f
 
 
 @pytest.mark.parametrize("option", ["--report", "--plot"])
-def test_a_report_has_no_place_where_the_model_goes(source: Path, tmp_path: Path, option: str) -> None:
+def test_convert_refuses_report_path_equal_to_output(source: Path, tmp_path: Path, option: str) -> None:
     out = tmp_path / "out"
     goal = ("--zeros", "25%", "--calib", "random") if option == "--plot" else ("--sparsity", "6:8")
     done = Done("convert", source, out, *goal, option, tmp_path / "." / "out")
@@ -211,7 +213,7 @@ def test_sparsity_is_required(source: Path, tmp_path: Path) -> None:
     assert "--sparsity" in done.err
 
 
-def test_interrupted_then_resumed(
+def test_interrupted_convert_resumes(
     source: Path, tmp_path: Path, calib: tuple[object, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     save = WorkFolder.save
@@ -221,7 +223,7 @@ def test_interrupted_then_resumed(
             raise KeyboardInterrupt
         save(self, number, *rest)
 
-    command = start(source, tmp_path / "out", *calib, "--finetune", 1)
+    command = convert_command(source, tmp_path / "out", *calib, "--finetune", 1)
     with monkeypatch.context() as patch:
         patch.setattr(WorkFolder, "save", interrupt)
         done = Done(*command)
@@ -231,24 +233,24 @@ def test_interrupted_then_resumed(
     assert refused.code == 2
     assert "--resume" in refused.err
     assert Done(*command, "--resume").code == 0
-    assert Done(*start(source, tmp_path / "whole", *calib, "--finetune", 1)).code == 0
+    assert Done(*convert_command(source, tmp_path / "whole", *calib, "--finetune", 1)).code == 0
     assert snapshot(tmp_path / "out") == snapshot(tmp_path / "whole")
 
 
-def test_an_interrupt_without_calibration_leaves_nothing(
+def test_interrupt_without_calibration_removes_output(
     source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def interrupt(*_: object) -> None:
         raise KeyboardInterrupt
 
     monkeypatch.setattr(stream, "_write_tensors", interrupt)
-    done = Done(*start(source, tmp_path / "out"))
+    done = Done(*convert_command(source, tmp_path / "out"))
     assert (done.code, done.out, done.err) == (130, "", "interrupted\n")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["source"]
 
 
 @pytest.mark.parametrize("module", ["typer", "rich.table", "slidesparse.cli.evaluate"])
-def test_an_interrupt_while_the_command_is_imported(module: str) -> None:
+def test_interrupt_during_import_prints_no_traceback(module: str) -> None:
     program = f"""
 import os, signal, sys
 class Interrupter:
@@ -265,10 +267,10 @@ main()
     assert (done.returncode, done.stdout, done.stderr) == (130, "", "interrupted\n")
 
 
-def test_a_budget_prints_what_can_be_had_for_which_loss(
+def test_budget_prints_and_plots_losses(
     source: Path, tmp_path: Path, calib: tuple[object, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """First without writing anything, then with what was chosen and what it lost."""
+    """The first run writes nothing; the second prints what was chosen and what it lost."""
     monkeypatch.setenv("SLIDESPARSE_CACHE", str(tmp_path / "cache"))
     dry = Done(
         "convert",
@@ -322,17 +324,19 @@ def test_a_budget_prints_what_can_be_had_for_which_loss(
         (("--max-loss", "1%", "--gpu", "k80"), "--gpu 'k80': times of layers were measured on"),
     ],
 )
-def test_wrong_budgets_exit_2(source: Path, tmp_path: Path, options: tuple[str, ...], fact: str) -> None:
+def test_invalid_budget_options_exit_2(
+    source: Path, tmp_path: Path, options: tuple[str, ...], fact: str
+) -> None:
     done = Done("convert", source, tmp_path / "out", *options, "--dry-run")
     assert (done.code, done.out) == (2, "")
     assert fact in done.err
 
 
-def test_a_log_tells_how_far_a_long_calibration_is(
+def test_calibration_logs_progress(
     source: Path, tmp_path: Path, calib: tuple[object, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(console, "LINE_SECONDS", 0.0)
-    done = Done(*start(source, tmp_path / "out", *calib, "--finetune", 1))
+    done = Done(*convert_command(source, tmp_path / "out", *calib, "--finetune", 1))
     assert done.code == 0, done.err
     said = [line for line in done.err.splitlines() if line.startswith("pruning")]
     found = [re.fullmatch(r"(\w+) (\d+)% in \d+ s, about \d+ s left", line) for line in said]
@@ -343,14 +347,12 @@ def test_a_log_tells_how_far_a_long_calibration_is(
 # The machine
 
 
-def test_what_the_machine_lacks_exits_3(
-    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Room on the disk, permission to write, a library."""
+def test_environment_faults_exit_3(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Disk space, permission to write, or a library is missing."""
     usage = shutil.disk_usage(tmp_path)
     with monkeypatch.context() as patch:
         patch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=1000))
-        done = Done(*start(source, tmp_path / "out"))
+        done = Done(*convert_command(source, tmp_path / "out"))
     assert (done.code, "no space left" in done.err) == (3, True)
 
     def refuse(path: Path, *arguments: object, **options: object) -> None:
@@ -358,11 +360,11 @@ def test_what_the_machine_lacks_exits_3(
 
     with monkeypatch.context() as patch:
         patch.setattr(Path, "mkdir", refuse)
-        done = Done(*start(source, tmp_path / "out"))
+        done = Done(*convert_command(source, tmp_path / "out"))
     assert (done.code, f"Permission denied: {tmp_path}" in done.err) == (3, True)
     (tmp_path / "calib.jsonl").write_text('"some text"\n')
     monkeypatch.setitem(sys.modules, "tokenizers", None)
-    done = Done(*start(source, tmp_path / "out", "--calib", tmp_path / "calib.jsonl"))
+    done = Done(*convert_command(source, tmp_path / "out", "--calib", tmp_path / "calib.jsonl"))
     assert (done.code, "pip install tokenizers" in done.err) == (3, True)
 
 
@@ -371,7 +373,11 @@ def test_what_the_machine_lacks_exits_3(
 
 def test_unusable_input_exits_2(source: Path, tmp_path: Path) -> None:
     os.truncate(source / MODEL, 1000)
-    for command in (start(source, tmp_path / "out"), ("inspect", source), ("verify", source, source)):
+    for command in (
+        convert_command(source, tmp_path / "out"),
+        ("inspect", source),
+        ("verify", source, source),
+    ):
         done = Done(*command)
         assert (done.code, done.out) == (2, "")
         assert f"error: {source / MODEL} is 1000 bytes" in done.err
@@ -380,7 +386,7 @@ def test_unusable_input_exits_2(source: Path, tmp_path: Path) -> None:
     assert "[red]model[/red] is not a folder" in done.err
 
 
-def test_inspect(converted: Path) -> None:
+def test_inspect_output(converted: Path) -> None:
     done = Done("inspect", converted)
     assert done.code == 0
     assert "pattern 6:8 (dense layout)" in done.out
@@ -397,7 +403,7 @@ def test_inspect(converted: Path) -> None:
 
 
 @pytest.mark.parametrize("columns", [60, 200])
-def test_inspect_hides_nothing_in_a_narrow_terminal(
+def test_inspect_truncates_nothing_in_a_narrow_terminal(
     converted: Path, monkeypatch: pytest.MonkeyPatch, columns: int
 ) -> None:
     terminal = Console(highlight=False, soft_wrap=True, force_terminal=True, color_system=None, width=columns)
@@ -421,7 +427,7 @@ def test_inspect_exits_1_for_a_violation(converted: Path, as_json: bool) -> None
     assert f"{Q}: row 45, block 0 (columns from 0) has 8 non-zeros" in done.out
 
 
-def test_verify(source: Path, converted: Path, tmp_path: Path) -> None:
+def test_verify_output_and_exit_codes(source: Path, converted: Path, tmp_path: Path) -> None:
     slided = tmp_path / "slided"
     convert(source, slided, layout="slided")
     done = Done("verify", converted, slided)
@@ -489,7 +495,7 @@ def test_missing_torch_is_explained(command: list[str]) -> None:
     assert "pip install" in done.stderr
 
 
-def test_sparsity_is_read_without_torch() -> None:
+def test_sparsity_is_validated_without_torch() -> None:
     done = without_torch("convert", "a", "b", "-s", "7:8")
     assert done.returncode == 2
     assert "'7:8'" in done.stderr

@@ -18,7 +18,7 @@ from slidesparse.flags import SPARSITY, USE_CUSPARSELT
 
 @pytest.mark.vllm
 @pytest.mark.slow
-def test_minilm_over_http(tmp_path: Path) -> None:
+def test_minilm_embeddings_over_http(tmp_path: Path) -> None:
     source, machine = demo.original(), demo.this_machine()
     convert(source, tmp_path / "dense")
     flags = {USE_CUSPARSELT: "1", SPARSITY: "2_8"}
@@ -28,8 +28,8 @@ def test_minilm_over_http(tmp_path: Path) -> None:
     minilm.assert_served(np.asarray(served.embeddings), expected)
 
 
-def test_a_server_that_does_not_start_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A command in vLLM's place, which logs as vLLM does."""
+def test_server_start_failure_shows_the_cause(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A script in vLLM's place logs as vLLM does."""
     (tmp_path / "vllm").write_text(
         "#!/bin/sh\necho 'INFO starting'\necho '(APIServer pid=7) ValueError: no such architecture'\nexit 1\n"
     )
@@ -39,7 +39,7 @@ def test_a_server_that_does_not_start_says_why(tmp_path: Path, monkeypatch: pyte
         demo.embed(tmp_path, {}, (), tmp_path / "server.log")
 
 
-def test_the_demo_removes_only_its_own_files(tmp_path: Path) -> None:
+def test_demo_does_not_overwrite_other_files(tmp_path: Path) -> None:
     (tmp_path / "precious.txt").write_text("mine")
     done = CliRunner().invoke(demo.app, ["--out", str(tmp_path)])
     assert done.exit_code == 2

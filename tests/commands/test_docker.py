@@ -16,7 +16,7 @@ ROOT = Path(__file__).parents[2]
 DOCKERFILE = (ROOT / "docker" / "Dockerfile").read_text()
 
 
-def test_what_is_copied_is_there_and_reaches_the_build() -> None:
+def test_dockerfile_copies_existing_unignored_files() -> None:
     ignored, *kept = [line for line in (ROOT / ".dockerignore").read_text().splitlines() if line[0] != "#"]
     assert ignored == "*"
     copies = re.findall(r"^COPY (.+)$", DOCKERFILE, re.M)
@@ -27,7 +27,7 @@ def test_what_is_copied_is_there_and_reaches_the_build() -> None:
         assert f"!{source}" in kept
 
 
-def test_the_base_and_its_entry_point() -> None:
+def test_dockerfile_keeps_the_base_entry_point() -> None:
     """The entry point stays the base's, `vllm serve`; the image is compiled and checked while it is built."""
     instructions = re.findall(r"^([A-Z]+) (.+)$", DOCKERFILE, re.M)
     assert ("FROM", "vllm/vllm-openai:v${VLLM_VERSION}") in instructions
@@ -39,7 +39,7 @@ def test_the_base_and_its_entry_point() -> None:
 
 @pytest.mark.vllm
 @pytest.mark.parametrize("version", ["0.8.0", "0.7.1"])
-def test_the_check_says_what_the_image_lacks(
+def test_check_image_names_what_is_missing(
     version: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(doctor, "plugin", lambda: {"loads": version == "0.8.0", "words": "not installed"})

@@ -72,7 +72,7 @@ def collect(report: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> Any:
     return doctor.collect
 
 
-def test_every_section_is_there_and_said(report: dict[str, Any]) -> None:
+def test_report_has_and_renders_every_section(report: dict[str, Any]) -> None:
     assert list(report) == [
         *("slidesparse", "python", "system", "gpus", "torch", "triton", "vllm", "compressed_tensors"),
         *("plugin", "libraries", "compiled", "cache", "flags", "backends"),
@@ -87,7 +87,7 @@ def test_every_section_is_there_and_said(report: dict[str, Any]) -> None:
     assert f"Python               {'.'.join(map(str, sys.version_info[:3]))}" in text
 
 
-def test_torch_and_the_backends_say_it_themselves(report: dict[str, Any]) -> None:
+def test_report_agrees_with_torch_and_backends(report: dict[str, Any]) -> None:
     import torch
 
     assert report["torch"]["cuda_build"] == torch.version.cuda
@@ -101,8 +101,8 @@ def test_torch_and_the_backends_say_it_themselves(report: dict[str, Any]) -> Non
         assert re.search(rf"^  {name} +{'not usable: ' if reason else 'usable$'}", text, re.M)
 
 
-def test_on_a_bare_python() -> None:
-    """No site-packages at all: nothing is installed, and that is what it says."""
+def test_doctor_runs_on_bare_python() -> None:
+    """There are no site-packages at all, and the report says that nothing is installed."""
     found = json.loads(run_doctor("--json", PATH=""))
     assert found["torch"]["version"] is None
     assert found["vllm"]["words"].startswith("not installed: pip install")
@@ -120,13 +120,13 @@ def test_on_a_bare_python() -> None:
         ("import os; print('{', flush=True); os.abort()", r"cannot be imported: .* exited with -\d+"),
     ],
 )
-def test_a_torch_that_breaks(torch: str, words: str, tmp_path: Path) -> None:
+def test_broken_torch_is_reported(torch: str, words: str, tmp_path: Path) -> None:
     (tmp_path / "torch.py").write_text(torch)
     found = json.loads(run_doctor("--json", bare=False, path=str(tmp_path)))
     assert re.search(words, found["torch"].get("words") or found["torch"]["error"])
 
 
-def test_a_backend_that_breaks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_broken_backend_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """One that raises has said why, and one that ends the process leaves what was said before."""
     script = doctor.PROBE.replace("gemm.REGISTRY:", "['none', *gemm.REGISTRY]:").replace(
         "say(backends={name:", "if name == 'cublaslt': os.abort()\n    say(backends={name:"
@@ -139,8 +139,8 @@ def test_a_backend_that_breaks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     assert "exited with -" in found["reference"]["reason"]
 
 
-def test_every_probe_may_fail(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever breaks inside, the report comes, is JSON, and can be rendered."""
+def test_report_survives_failure_of_every_probe(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever breaks inside, the report is made, is JSON, and can be rendered."""
 
     def broken(*_: object, **__: object) -> None:
         raise OSError("the disk is gone")
@@ -159,7 +159,7 @@ def test_every_probe_may_fail(monkeypatch: pytest.MonkeyPatch) -> None:
     assert text.count("the disk is gone") >= 10
 
 
-def test_output_of_nvidia_smi_is_read(tmp_path: Path, collect: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nvidia_smi_output_is_parsed(tmp_path: Path, collect: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     tool = tmp_path / "nvidia-smi"
     tool.write_text(
@@ -175,7 +175,7 @@ def test_output_of_nvidia_smi_is_read(tmp_path: Path, collect: Any, monkeypatch:
     assert "none: nvidia-smi exited with 9: NVIDIA-SMI has failed" in doctor.render(collect())
 
 
-def test_libraries_and_what_is_compiled(
+def test_libraries_and_compiled_targets_are_reported(
     collect: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     found = find.FoundFile("lib.so", "a wheel", "0.7.1")
@@ -190,9 +190,7 @@ def test_libraries_and_what_is_compiled(
     assert re.search(f"Hopper kernels +{tmp_path}/hopper", text)
 
 
-def test_a_cache_that_cannot_be_written(
-    collect: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_unwritable_cache_is_reported(collect: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "file").touch()
     monkeypatch.setenv("SLIDESPARSE_CACHE", str(tmp_path / "file" / "cache"))
     assert f"{tmp_path}/file/cache cannot be written: set SLIDESPARSE_CACHE" in doctor.render(collect())
@@ -209,7 +207,9 @@ def test_a_cache_that_cannot_be_written(
         ("SLIDESPARSE_PROFILE", "1", "SLIDESPARSE_PROFILE=1"),
     ],
 )
-def test_flags(flag: str, value: str, words: str, collect: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_flags_are_reported(
+    flag: str, value: str, words: str, collect: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv(flag, value)
     monkeypatch.setenv("UNRELATED", "1")
     found = collect()
@@ -217,12 +217,12 @@ def test_flags(flag: str, value: str, words: str, collect: Any, monkeypatch: pyt
     assert re.search(words, doctor.render(found))
 
 
-def test_a_terminal_without_unicode() -> None:
+def test_ascii_terminal_gets_escaped_output() -> None:
     text = run_doctor(SPARSITY="\N{SNOWMAN}", PYTHONUTF8="1", PYTHONIOENCODING="ascii")
     assert "SPARSITY=\\u2603" in text
 
 
-def test_a_reader_that_stops_early() -> None:
+def test_closed_pipe_prints_no_error() -> None:
     command = f"{sys.executable} -S -m slidesparse.doctor | true; exit ${{PIPESTATUS[0]}}"
     done = subprocess.run(
         ["bash", "-c", command], capture_output=True, text=True, cwd=ROOT, timeout=300, check=False
@@ -230,7 +230,7 @@ def test_a_reader_that_stops_early() -> None:
     assert (done.returncode, done.stderr) == (0, "")
 
 
-def test_the_plugin(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_plugin_section_says_whether_vllm_loads_it(monkeypatch: pytest.MonkeyPatch) -> None:
     class Entry:
         name = "slidesparse"
 
@@ -265,7 +265,9 @@ GPU, CPU, OLDEST = versions.VLLM_ON_GPUS[0], versions.VLLM_ON_CPUS[0], versions.
         ({}, "not installed: pip install"),
     ],
 )
-def test_vllm(installed: dict[str, str], words: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_vllm_section_rates_the_release(
+    installed: dict[str, str], words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def version(name: str) -> str:
         if name not in installed:
             raise doctor.importlib.metadata.PackageNotFoundError(name)
@@ -275,8 +277,8 @@ def test_vllm(installed: dict[str, str], words: str, monkeypatch: pytest.MonkeyP
     assert words in doctor.vllm()[0]["words"]
 
 
-def test_what_is_installed_was_run() -> None:
-    """The releases that README, Makefile, pyproject.toml and Dockerfile name."""
+def test_pinned_vllm_releases_are_tested_ones() -> None:
+    """README, Makefile, pyproject.toml and Dockerfile name these releases."""
     texts = {name: (ROOT / name).read_text() for name in ("README.md", "Makefile", "pyproject.toml")}
     pinned = [version for text in texts.values() for version in re.findall(r"\bvllm==([\w.]+)", text)]
     pinned += re.findall(r"VLLM_VERSION=([\w.]+)", (ROOT / "docker" / "Dockerfile").read_text())
@@ -294,7 +296,7 @@ class TestCheckpoints:
 
     @pytest.fixture(autouse=True)
     def _machine(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        """One without a GPU and without flags, whose vLLM carries the plugin."""
+        """Pretend a machine without a GPU and without flags, whose vLLM has the plugin."""
         for name in [name for name in os.environ if doctor.is_flag(name)]:
             monkeypatch.delenv(name)
         monkeypatch.setattr(doctor, "vllm", lambda: ({"words": "a tested release"}, True))
@@ -303,7 +305,7 @@ class TestCheckpoints:
         monkeypatch.setattr(preflight.Machine, "here", classmethod(lambda cls: cls()))
 
     @pytest.fixture
-    def on(self, monkeypatch: pytest.MonkeyPatch) -> Any:
+    def pretend_machine(self, monkeypatch: pytest.MonkeyPatch) -> Any:
         """Pretend another machine: a function of it, and of why backends cannot run there."""
 
         def pretend(machine: preflight.Machine, **missing: str) -> None:
@@ -313,7 +315,7 @@ class TestCheckpoints:
 
         return pretend
 
-    def test_what_serves_each_layer_and_how_fast(self, tmp_path: Path) -> None:
+    def test_doctor_reports_pattern_and_time_of_each_layer(self, tmp_path: Path) -> None:
         convert(llama(tmp_path / "source"), tmp_path / "out", layer=["down_proj=4:6"], skip=["o_proj"])
         done = Done("doctor", tmp_path / "out", "--json")
         found = json.loads(done.out)
@@ -346,7 +348,7 @@ class TestCheckpoints:
         assert said.out.splitlines()[-1].startswith("yes: the backend reference serves 8 of 8 linear layers")
         assert f"{layers['down_proj']['ratios'][0]:.2f}x" in said.out
 
-    def test_layouts_and_bytes(self, tmp_path: Path) -> None:
+    def test_doctor_reports_layout_and_bytes(self, tmp_path: Path) -> None:
         """Whatever the layout, layers are [N, K], and the backend keeps the same form of them."""
         source, found = llama(tmp_path / "source"), {}
         for layout in ("dense", "slided", "packed"):
@@ -359,7 +361,7 @@ class TestCheckpoints:
         # headers; the reference keeps K'
         assert found["dense"].weight_bytes == pytest.approx(files, abs=20_000)
 
-    def test_only_scales_and_first_rows_are_read(
+    def test_doctor_reads_only_scales_and_first_rows(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         convert(llama(tmp_path / "source"), tmp_path / "out")
@@ -374,8 +376,8 @@ class TestCheckpoints:
         assert all(name.endswith(".weight_scale") or rows == slice(0, 16) for name, rows in read)
 
     @pytest.mark.parametrize("layout", ["dense", "slided", "packed"])
-    def test_weights_that_break_what_the_metadata_say(self, layout: str, tmp_path: Path) -> None:
-        """As when they were trained after they were pruned."""
+    def test_doctor_finds_weights_that_violate_their_pattern(self, layout: str, tmp_path: Path) -> None:
+        """Such weights were trained after they were pruned."""
         convert(llama(tmp_path / "source"), tmp_path / "out", layout=layout)
         tensors = tensors_of(tmp_path / "out")
         if layout == "packed":
@@ -389,7 +391,7 @@ class TestCheckpoints:
         assert re.fullmatch(rf"no: {DOWN}: row \d breaks 6:8.*", done.out.splitlines()[-1])
 
     @pytest.mark.parametrize("claimed", ["dense", "slided"])
-    def test_a_packed_layout_that_the_metadata_do_not_know(self, claimed: str, tmp_path: Path) -> None:
+    def test_doctor_refuses_packed_weights_of_another_layout(self, claimed: str, tmp_path: Path) -> None:
         convert(llama(tmp_path / "source"), tmp_path / "out", layout="packed")
         block = config_of(tmp_path / "out")["quantization_config"]
         block[KEY]["layout"] = claimed
@@ -398,15 +400,15 @@ class TestCheckpoints:
         assert (done.code, done.out) == (2, "")
         assert f"is stored without its zeros, but the metadata say the {claimed} layout" in done.err
 
-    def test_a_lost_quantization_config(self, tmp_path: Path) -> None:
-        """As when config.json comes from the original model: not a model that was never converted."""
+    def test_doctor_refuses_missing_quantization_config(self, tmp_path: Path) -> None:
+        """The config.json is the original model's, but the weights were converted."""
         convert(llama(tmp_path / "source"), tmp_path / "out")
         edit_json(tmp_path / "out" / "config.json", quantization_config=None)
         done = Done("doctor", tmp_path / "out")
         assert (done.code, done.out) == (2, "")
         assert "but no quantization_config in config.json; fetch its config.json again" in done.err
 
-    def test_a_method_as_vllm_spells_it(self, tmp_path: Path) -> None:
+    def test_doctor_accepts_other_spellings_of_quant_method(self, tmp_path: Path) -> None:
         convert(llama(tmp_path / "source"), tmp_path / "out")
         block = config_of(tmp_path / "out")["quantization_config"]
         block["quant_method"] = "Compressed_Tensors"
@@ -426,7 +428,7 @@ class TestCheckpoints:
         ],
     )
     @pytest.mark.parametrize("quant", ["int8", "fp8"])
-    def test_a_dense_model_and_flags(
+    def test_doctor_on_an_unpruned_model_with_flags(
         self, quant: str, flags: dict[str, str], code: int, words: str, tmp_path: Path, monkeypatch: Any
     ) -> None:
         for name, value in flags.items():
@@ -436,7 +438,9 @@ class TestCheckpoints:
         assert re.search(words, (done.out or done.err).splitlines()[-1])
         assert "--calib" not in done.out  # which convert refuses for quantized weights
 
-    def test_pruned_elsewhere(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_doctor_on_a_pruned_model_without_metadata(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         """Only a flag says the pattern; the first rows tell which layers obey it."""
         convert(llama(tmp_path / "source"), tmp_path / "out", skip=["o_proj"])
         block = config_of(tmp_path / "out")["quantization_config"]
@@ -450,7 +454,7 @@ class TestCheckpoints:
         monkeypatch.setenv("SPARSITY", "4:6")
         assert preflight.examine("out", tmp_path / "out").code == 1
 
-    def test_floats_and_bitnet(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_doctor_on_float_and_bitnet_models(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         source = llama(tmp_path / "source")
         done = Done("doctor", source)
         assert done.code == 1
@@ -463,7 +467,9 @@ class TestCheckpoints:
         assert "is set, but x is not quantized" in preflight.examine("x", source).verdict
 
     @pytest.mark.parametrize("form", ["sparse-24-bitmask", "sparse-bitmask"])
-    def test_stored_without_zeros(self, form: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_doctor_on_sparse_formats_of_compressed_tensors(
+        self, form: str, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         assert f"stored as {form}" in preflight.examine("x", STORED / f"int8-{form}").verdict
         monkeypatch.setenv("USE_CUSPARSELT", "1")
         if form == "sparse-bitmask":  # which may be of any pattern
@@ -474,7 +480,7 @@ class TestCheckpoints:
             assert report.code == code, report.verdict
             assert report.patterns == ({} if code else {"2:4": 4})
 
-    def test_zero_points(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_doctor_refuses_zero_points(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         """vLLM would end with an error, with and without flags."""
         source = w8a8(tmp_path / "source")
         zeros = {f"{DOWN.replace('down', 'up')}.weight_zero_point": torch.zeros(88, 1).char()}
@@ -492,14 +498,14 @@ class TestCheckpoints:
         convert(source, tmp_path / "out")
         assert preflight.examine("out", tmp_path / "out").code == 0
 
-    def test_experts(self, tmp_path: Path) -> None:
+    def test_doctor_counts_experts(self, tmp_path: Path) -> None:
         model = moe.MODELS["qwen2"]
         convert(model.write(tmp_path / "source"), tmp_path / "out")
         report = preflight.examine("out", tmp_path / "out")
         assert report.experts == {"I8": len(model.experts())}
         assert (report.code, report.count(preflight.OURS)) == (0, 2 * 2 + 2 * 2)
 
-    def test_what_inspect_refuses(self, tmp_path: Path) -> None:
+    def test_doctor_and_inspect_give_the_same_errors(self, tmp_path: Path) -> None:
         convert(llama(tmp_path / "source"), tmp_path / "out")
         block = config_of(tmp_path / "out")["quantization_config"]
         block[KEY]["layers"][DOWN]["in_features"] = 96
@@ -509,9 +515,9 @@ class TestCheckpoints:
             assert (done.code, done.out, done.err) == (2, "", inspected.err)
             assert len(done.err.splitlines()) == 1
 
-    def test_on_a_gpu(self, tmp_path: Path, on: Any) -> None:
-        """Shapes that are tuned, and one that is not; nearest, and by the model."""
-        on(H200)
+    def test_doctor_reports_tuning_and_memory_of_a_gpu(self, tmp_path: Path, pretend_machine: Any) -> None:
+        """Some shapes are tuned and some are not; too little memory and another GPU are reported."""
+        pretend_machine(H200)
         Done("synth", "Llama3.2-1B", tmp_path / "out", "--quant", "int8", "--sparsity", "6:8", "--layers", 1)
         report = preflight.examine("out", tmp_path / "out")
         assert (report.code, report.backend, report.times) == (0, "hopper", "nvidia-h200")
@@ -521,26 +527,28 @@ class TestCheckpoints:
         report = preflight.examine("small", tmp_path / "small")
         assert {layer.tuned for layer in report.layers} == {"its own heuristic"}
         assert report.missing[0]["remedy"] == "slidesparse tune small"
-        on(preflight.Machine("cuda", (9, 0), "NVIDIA H200", free=1 << 20))
+        pretend_machine(preflight.Machine("cuda", (9, 0), "NVIDIA H200", free=1 << 20))
         report = preflight.examine("out", tmp_path / "out")
         assert report.code == 3
         assert "0.00 GiB of the GPU are free" in report.verdict
-        on(preflight.Machine("cuda", (8, 0), "NVIDIA A100", free=1 << 30))
+        pretend_machine(preflight.Machine("cuda", (8, 0), "NVIDIA A100", free=1 << 30))
         assert "below 8.9" in preflight.examine("small", tmp_path / "small").verdict
         assert preflight.examine("out", tmp_path / "out").times is None
 
-    def test_what_a_gpu_lacks(self, tmp_path: Path, on: Any) -> None:
+    def test_doctor_reports_unusable_gpu_backends(self, tmp_path: Path, pretend_machine: Any) -> None:
         convert(llama(tmp_path / "source"), tmp_path / "out")
-        on(H200, hopper="nvcc was not found")
+        pretend_machine(H200, hopper="nvcc was not found")
         report = preflight.examine("out", tmp_path / "out")
         assert (report.code, report.backend, report.times) == (0, "cusparselt", None)
         assert "hopper, which is preferred, cannot run: nvcc was not found" in report.missing[0]["what"]
-        on(H200, hopper="no nvcc", cusparselt="no library")
+        pretend_machine(H200, hopper="no nvcc", cusparselt="no library")
         report = preflight.examine("out", tmp_path / "out")
         assert report.code == 3
         assert "cusparselt cannot run: no library" in report.verdict
 
-    def test_what_is_installed(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_doctor_reports_missing_vllm_and_unusable_gpu(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         source = llama(tmp_path / "source")
         convert(source, tmp_path / "out")
         monkeypatch.setattr(doctor, "vllm", lambda: ({"words": "not installed: pip"}, False))
@@ -552,7 +560,7 @@ class TestCheckpoints:
         assert "torch cannot use" in preflight.examine("out", tmp_path / "out").verdict
 
     @pytest.mark.parametrize("pattern", ["8:10", "10:12", "2_inf"])
-    def test_patterns_that_nothing_makes_faster(
+    def test_doctor_warns_of_patterns_without_speedup(
         self, pattern: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         convert(llama(tmp_path / "source"), tmp_path / "out", pattern)

@@ -38,8 +38,8 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return folder
 
 
-def test_convert_takes_an_id(cache: Path, tmp_path: Path) -> None:
-    """As a user runs it."""
+def test_convert_accepts_a_hub_id(cache: Path, tmp_path: Path) -> None:
+    """The command runs in a process of its own, as a user runs it."""
     before = snapshot(cache)
     environment = {**os.environ, "HF_HUB_CACHE": str(cache), "HF_HUB_OFFLINE": "1"}
     command = [sys.executable, "-m", "slidesparse.cli.main", "convert", "org/name", "out", "-s", "6:8"]
@@ -49,33 +49,33 @@ def test_convert_takes_an_id(cache: Path, tmp_path: Path) -> None:
     assert snapshot(cache) == before
 
 
-def test_inspect_takes_an_id(cache: Path) -> None:
+def test_inspect_accepts_a_hub_id(cache: Path) -> None:
     done = CliRunner().invoke(app, ["inspect", "org/name", "--json"])
     assert done.exit_code == 0, done.output
     assert len(json.loads(done.stdout)["layers"]) == 14
 
 
-def test_verify_takes_ids(cache: Path) -> None:
+def test_verify_accepts_hub_ids(cache: Path) -> None:
     done = CliRunner().invoke(app, ["verify", "org/name", "org/name"])
     assert done.exit_code == 0, done.output
     assert done.stdout.startswith("equal: ")
 
 
-def test_a_folder_wins(cache: Path, tmp_path: Path) -> None:
+def test_local_folder_takes_precedence_over_hub_id(cache: Path, tmp_path: Path) -> None:
     assert local_folder("org/name").is_relative_to(cache)
     (tmp_path / "org" / "name").mkdir(parents=True)
     assert local_folder("org/name") == Path("org/name")
 
 
 @pytest.mark.parametrize("command", [["inspect", "org/other"], ["convert", "org/other", "out", "-s", "6:8"]])
-def test_a_model_that_cannot_be_had(cache: Path, command: list[str]) -> None:
+def test_unavailable_hub_model_exits_2(cache: Path, command: list[str]) -> None:
     done = CliRunner().invoke(app, command)
     assert done.exit_code == 2
     assert "org/other is not a folder here, and the Hugging Face Hub does not provide it (" in done.stderr
     assert len(done.stderr.strip().splitlines()) == 1
 
 
-def test_a_model_that_is_not_whole(cache: Path) -> None:
+def test_incomplete_hub_model_exits_2(cache: Path) -> None:
     (cache / "models--org--name" / "snapshots" / REVISION / "model.safetensors").unlink()
     done = CliRunner().invoke(app, ["inspect", "org/name"])
     assert done.exit_code == 2
@@ -83,11 +83,11 @@ def test_a_model_that_is_not_whole(cache: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["name", "a/b/c", "/a/b", "../b", "org/name\n", "-org/name"])
-def test_other_words_are_folders(cache: Path, name: str) -> None:
+def test_names_that_are_no_hub_ids_are_folders(cache: Path, name: str) -> None:
     assert local_folder(name) == Path(name)
 
 
-def test_without_the_library(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_huggingface_hub_is_explained(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "huggingface_hub", None)
     with pytest.raises(EnvironmentFault, match="pip install huggingface_hub"):
         local_folder("org/name")

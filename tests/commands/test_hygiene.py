@@ -47,18 +47,20 @@ def tracked() -> list[Path]:
 FILES = tracked()
 
 
-def test_there_is_something_to_check() -> None:
+def test_tracked_files_are_found() -> None:
     names = {path.relative_to(ROOT).as_posix() for path in FILES}
     assert {"pyproject.toml", "slidesparse/pattern.py", "vllm_patch/__init__.py", "csrc/library.h"} <= names
 
 
-def test_no_large_file() -> None:
+def test_no_tracked_file_is_large() -> None:
     assert [path.name for path in FILES if path.stat().st_size > LARGEST] == []
 
 
 @pytest.mark.parametrize("words", FORBIDDEN)
-def test_no_file_holds(words: str) -> None:
-    """Hosts of package registries, absolute paths of somebody's machine, unfinished work."""
+def test_no_file_has_forbidden_text(words: str) -> None:
+    """Forbidden are hosts of package registries, absolute paths of somebody's machine, and marks of
+    unfinished work.
+    """
     found = []
     for path in FILES:
         text = path.read_bytes().decode("utf-8", errors="ignore")
@@ -68,7 +70,7 @@ def test_no_file_holds(words: str) -> None:
     assert found == []
 
 
-def test_docstrings_are_sentences() -> None:
+def test_docstrings_do_not_begin_as_fragments() -> None:
     """None begins with a word that needs the name of what it describes to be understood."""
     found = []
     for path in FILES:

@@ -76,13 +76,13 @@ DEPENDS = {  # unit -> unit -> the files that import it
 
 
 @pytest.mark.parametrize("unit", sorted(DEPENDS))
-def test_imports_point_down(unit: str) -> None:
+def test_imports_follow_the_layers(unit: str) -> None:
     assert unit in LEVEL, f"{unit} is in no layer: put it into LAYERS"
     upward = {other: files for other, files in DEPENDS[unit].items() if files and LEVEL[other] > LEVEL[unit]}
     assert upward == {}, f"{unit} imports what is above it"
 
 
-def test_no_packages_import_each_other() -> None:
+def test_imports_have_no_cycles() -> None:
     done: set[str] = set()
     while remaining := set(DEPENDS) - done:
         ready = {unit for unit in remaining if {o for o, files in DEPENDS[unit].items() if files} <= done}
@@ -94,26 +94,26 @@ def test_no_packages_import_each_other() -> None:
 
 
 @pytest.mark.parametrize("unit", sorted(MATHEMATICS))
-def test_the_mathematics_needs_torch_and_numpy_alone(unit: str) -> None:
+def test_mathematics_imports_only_torch_and_numpy(unit: str) -> None:
     tops = {name.split(".")[0] for name in IMPORTS[CORE / f"{unit}.py"]}
     assert tops <= {*sys.stdlib_module_names, "slidesparse", "torch", "numpy"}
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(ROOT)))
-def test_the_package_knows_neither_vllm_nor_what_is_built_on_it(path: Path) -> None:
+def test_package_imports_neither_vllm_nor_the_plugin(path: Path) -> None:
     strangers = [name for name in IMPORTS[path] if name.split(".")[0] in ("vllm", "benchmarks", "tests")]
     strangers += [name for name in IMPORTS[path] if name.startswith("slidesparse.vllm_patch")]
     assert strangers == [] or path == INSIDE_VLLM
 
 
 @pytest.mark.parametrize("path", sorted(PLUGIN.glob("*.py")), ids=lambda path: path.name)
-def test_the_plugin_imports_what_serving_needs(path: Path) -> None:
+def test_plugin_imports_only_serving_modules(path: Path) -> None:
     ours = {name for name in imported(path) if name.split(".")[0] == "slidesparse"}
     ours -= {name for name in ours if name.startswith("slidesparse.vllm_patch")}
     assert {unit_of(name) for name in ours} <= FOR_PLUGIN
 
 
-def test_only_the_top_of_the_plugin_is_free_of_torch_and_vllm() -> None:
+def test_plugin_top_level_imports_only_the_standard_library() -> None:
     """vLLM swallows an ImportError of the entry-point module, so its top level needs nothing installed."""
     tree = ast.parse((PLUGIN / "__init__.py").read_text())
     for node in tree.body:
@@ -123,8 +123,8 @@ def test_only_the_top_of_the_plugin_is_free_of_torch_and_vllm() -> None:
             assert (node.module or "").split(".")[0] in {*sys.stdlib_module_names, "__future__"}
 
 
-def test_these_checks_see_what_they_look_for(tmp_path: Path) -> None:
-    """Every form of import is read, inside functions as well."""
+def test_import_scanner_finds_every_form_of_import(tmp_path: Path) -> None:
+    """Imports inside functions are found as well."""
     source = tmp_path / "source.py"
     source.write_text(
         "import vllm.config\ndef f():\n    from slidesparse import ops, __version__\n    import slidesparse.gemm.cuda\n"
@@ -135,8 +135,9 @@ def test_these_checks_see_what_they_look_for(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("installed", [False, True])
-def test_a_clone_has_the_plugin_in_the_package_too(tmp_path: Path, installed: bool) -> None:
-    """``python -m`` in a clone imports from there, and without what pip installed for it (-S: no site-packages).
+def test_plugin_is_importable_from_a_clone(tmp_path: Path, installed: bool) -> None:
+    """``python -m`` in a clone imports from there, and without what pip installed for it (-S: no site-
+    packages).
 
     Where it is in the package already, as in an installation, that one counts.
     """
@@ -188,11 +189,11 @@ def run(program: str, *arguments: str) -> str:
     return done.stdout
 
 
-def test_import_without_anything_installed() -> None:
+def test_core_modules_import_without_dependencies() -> None:
     assert run(BLOCKED, *STDLIB_ONLY) == "torch is not in the standard library\n"  # the blocker does block
 
 
-def test_importing_the_core_initializes_no_gpu_and_needs_no_vllm() -> None:
+def test_importing_the_core_needs_neither_gpu_nor_vllm() -> None:
     modules = sorted(f"slidesparse.{name}" for name in set(FILES.values()) - {"__init__"})
     program = (
         "import importlib, sys\n"

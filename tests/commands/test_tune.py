@@ -50,7 +50,7 @@ FP8 = Problem("fp8", "bf16", 64, 64, 16, "both")
 
 
 @pytest.mark.parametrize("problem", [INT8, FP8], ids=str)
-def test_the_fastest_right_algorithm_wins(problem: Problem) -> None:
+def test_search_takes_the_fastest_correct_algorithm(problem: Problem) -> None:
     bad = {"refused": 1.0, "fails": 2.0, "wrong": 3.0, "wrong too": 4.0, "unwritten": 5.0}
     library = FakeLibrary(times=bad | {"slow": 30.0, "good": 10.0, "middle": 20.0}, scale="both")
     found = find(library, problem)
@@ -59,7 +59,7 @@ def test_the_fastest_right_algorithm_wins(problem: Problem) -> None:
     assert 10.0 < found.timing.p20 < found.timing.p50 < found.timing.p80 < 10.2
 
 
-def test_only_finalists_are_timed_well_and_slow_ones_never() -> None:
+def test_search_times_only_finalists_thoroughly() -> None:
     library = FakeLibrary(times={"good": 10.0, "b": 11.0, "c": 12.0, "d": 13.0, "awful": 500.0})
     clock = FakeClock(library)
     assert find(library, INT8, clock).algorithm == "good"
@@ -72,7 +72,7 @@ def test_only_finalists_are_timed_well_and_slow_ones_never() -> None:
     }
 
 
-def test_k_is_split_for_the_algorithms_that_are_fast_without() -> None:
+def test_search_tries_split_k_only_for_fast_algorithms() -> None:
     times = {str(i): 10.0 + i for i in range(8)} | {f"{i}/2x1": 9.0 + i for i in range(8)}
     library = FakeLibrary(times=times | {"7/2x1": 1.0})
     found = find(library, INT8)
@@ -81,15 +81,15 @@ def test_k_is_split_for_the_algorithms_that_are_fast_without() -> None:
     assert find(only_split, INT8).algorithm == "2/2x1"
 
 
-def test_a_stroke_in_a_name_alone_is_no_way_of_splitting_k() -> None:
-    """Every algorithm of a library without such ways is tried."""
+def test_search_tries_all_algorithms_of_libraries_without_split_k() -> None:
+    """A slash in an algorithm's text is not a split-K suffix there."""
     times = {f"a{i}": 10.0 + i for i in range(8)} | {"stream:1x8/1/2": 9.0, "split:1x8/1x4/2": 1.0}
     found = find(FakeLibrary(times=times, splits=False), INT8)
     assert (found.algorithm, found.tried) == ("split:1x8/1x4/2", 10)
     assert find(FakeLibrary(times=times), INT8).tried == 8
 
 
-def test_which_algorithms_are_ways_of_splitting_k() -> None:
+def test_unsplit_strips_the_split_k_suffix() -> None:
     assert [gemm.get("cusparselt").unsplit(name) for name in ("3", "3/2x1", "12/1x4")] == [None, "3", "12"]
     assert gemm.get("hopper").unsplit("split:1x8/1x4/2") is None
     assert gemm.get("cublaslt").unsplit("0a1f-00000000") is None
@@ -102,7 +102,7 @@ def test_which_algorithms_are_ways_of_splitting_k() -> None:
         ({}, "of 0 algorithms"),
     ],
 )
-def test_a_problem_without_a_usable_algorithm(times: dict[str, float], words: str) -> None:
+def test_search_fails_without_a_usable_algorithm(times: dict[str, float], words: str) -> None:
     with pytest.raises(LibraryError, match=words):
         find(FakeLibrary(times=times), INT8)
 
@@ -110,7 +110,7 @@ def test_a_problem_without_a_usable_algorithm(times: dict[str, float], words: st
 @pytest.mark.parametrize(
     ("dtype", "out", "scale"), [("fp8", "bf16", "both"), ("fp8", "fp32", "none"), ("bf16", "bf16", "none")]
 )
-def test_rounding_agrees_and_a_wrong_tile_does_not(dtype: str, out: str, scale: str) -> None:
+def test_outputs_agree_up_to_rounding_only(dtype: str, out: str, scale: str) -> None:
     """Two roundings of one product agree; without one of 64 tiles, or scaled twice, it does not."""
     problem = Problem(dtype, out, 256, 512, 256, scale)
     exact = torch.randn(256, 256, dtype=torch.float64, generator=torch.Generator().manual_seed(0)) * 100
@@ -128,7 +128,7 @@ def test_rounding_agrees_and_a_wrong_tile_does_not(dtype: str, out: str, scale: 
     assert not outputs_agree(first, lacking, problem)
 
 
-def test_int8_sums_agree_only_bit_for_bit() -> None:
+def test_outputs_agree_bit_for_bit_for_int8_sums() -> None:
     problem = Problem("int8", "int32", 8, 8, 8)
     sums = torch.arange(64, dtype=torch.int32).view(8, 8) + 2**30
     assert outputs_agree(sums.clone(), sums, problem)
@@ -137,7 +137,7 @@ def test_int8_sums_agree_only_bit_for_bit() -> None:
     assert not outputs_agree(sums_off, sums, problem)
 
 
-def test_what_serving_runs() -> None:
+def test_served_outputs_of_each_library() -> None:
     sparse, dense = (
         FakeLibrary(scale="both"),
         FakeLibrary("cublaslt", sparse=False, outs=("int32", "int8")),
@@ -149,7 +149,7 @@ def test_what_serving_runs() -> None:
     assert served_outputs(dense, "bf16") == []
 
 
-def test_jobs_are_distinct_problems() -> None:
+def test_gemm_jobs_are_distinct_problems() -> None:
     """6:8 of 64 has K' 96; two layers alike, and two patterns with one K', are one job."""
     sparse, dense = FakeLibrary(), FakeLibrary("cublaslt", sparse=False, outs=("int32",))
     found = gemm_jobs([sparse, dense], [*LAYERS, LAYERS[0]], ["int8"], ["2:4", "6:8", "14:16"], [16, 32])
@@ -164,7 +164,7 @@ def test_jobs_are_distinct_problems() -> None:
     ]
 
 
-def test_tuning_saves_resumes_and_is_forced() -> None:
+def test_tune_saves_resumes_and_can_be_forced() -> None:
     library = FakeLibrary(times={"refused": 1.0, "wrong": 2.0, "good": 10.0, "slow": 30.0})
     todo = gemm_jobs([library], LAYERS, ["int8"], ["6:8"], [16, 48])
     steps: list[str] = []
@@ -189,13 +189,13 @@ def test_tuning_saves_resumes_and_is_forced() -> None:
     assert tuned.tuned_algorithm(GPU.subject(library), todo[0].problem) == "slow"
 
 
-def test_weights_are_packed_once_for_all_token_counts() -> None:
+def test_tune_packs_weights_once_for_all_token_counts() -> None:
     library = FakeLibrary()
     tune(session(library), gemm_jobs([library], LAYERS[:1], ["fp8"], ["6:8"], [16, 32, 64]))
     assert library.packed == [(64, 96)]
 
 
-def test_the_time_limit_keeps_what_was_found() -> None:
+def test_tune_keeps_results_at_the_time_limit() -> None:
     library = FakeLibrary()
     todo = gemm_jobs([library], LAYERS, ["fp8"], ["2:4", "6:8"], [16, 32])
     stopped = tune(session(library, limit=3.5, now=Ticks()), todo)
@@ -204,7 +204,7 @@ def test_the_time_limit_keeps_what_was_found() -> None:
     assert (rest.tuned, rest.known, rest.finished) == (5, 3, True)
 
 
-def test_an_interrupted_search_keeps_what_was_found() -> None:
+def test_tune_keeps_results_when_interrupted() -> None:
     library = FakeLibrary()
     todo = gemm_jobs([library], LAYERS, ["fp8"], ["2:4"], [16, 32])
     run = session(library)
@@ -219,7 +219,7 @@ def test_an_interrupted_search_keeps_what_was_found() -> None:
     assert tune(session(library), todo).known == 2
 
 
-def test_refused_problems_are_reported() -> None:
+def test_tune_reports_refused_problems() -> None:
     library = FakeLibrary(times={"refused": 1.0})
     found = tune(session(library), gemm_jobs([library], LAYERS[:1], ["fp8"], ["2:4"], [16]))
     assert (found.tuned, found.finished, len(found.skipped)) == (0, True, 1)
@@ -229,7 +229,7 @@ def test_refused_problems_are_reported() -> None:
 # --- the command
 
 
-def test_the_command_tunes_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tune_command_tunes_once(monkeypatch: pytest.MonkeyPatch) -> None:
     dense, sparse = FakeLibrary("cublaslt", sparse=False, outs=("int32", "int8")), FakeLibrary()
     monkeypatch.setattr(machine, "require_gpu", lambda: GPU)
     monkeypatch.setattr(machine, "require_libraries", lambda gpu, names: [dense, sparse])
@@ -260,7 +260,7 @@ def test_the_command_tunes_once(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (run()["tuned"], run()["known"]) == (count, count)
 
 
-def test_of_a_converted_checkpoint_it_tunes_what_is_served(
+def test_tune_command_tunes_layers_of_a_converted_checkpoint(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     layers = {f"layer{i}": LayerEntry(SlidePattern(length), 64) for i, length in enumerate((8, 8, 6))}
@@ -290,7 +290,7 @@ def test_of_a_converted_checkpoint_it_tunes_what_is_served(
 
 
 @pytest.mark.skipif(torch.version.cuda is not None, reason="this torch is built with CUDA")
-def test_without_a_gpu_it_says_so_and_exits_3() -> None:
+def test_tune_command_without_a_gpu_exits_3() -> None:
     done = CliRunner().invoke(app, ["tune"])
     assert (done.exit_code, done.stdout) == (3, "")
     assert "NVIDIA GPU" in done.stderr
@@ -308,7 +308,7 @@ def test_without_a_gpu_it_says_so_and_exits_3() -> None:
         ("--library cutlass", "cutlass"),
     ],
 )
-def test_wrong_usage_exits_2(words: str, fact: str) -> None:
+def test_tune_command_with_invalid_usage_exits_2(words: str, fact: str) -> None:
     done = CliRunner().invoke(app, ["tune", *words.split()])
     assert (done.exit_code, done.stdout) == (2, "")
     assert fact in done.stderr
@@ -317,7 +317,7 @@ def test_wrong_usage_exits_2(words: str, fact: str) -> None:
 # --- shapes
 
 
-def test_layers_of_the_five_models() -> None:
+def test_layer_shapes_of_the_five_models() -> None:
     expected = {
         "BitNet-2B": ["3840x2560", "2560x2560", "13824x2560", "2560x6912"],
         "Llama3.2-1B": ["3072x2048", "2048x2048", "16384x2048", "2048x8192"],
@@ -330,7 +330,7 @@ def test_layers_of_the_five_models() -> None:
     assert [layer.name for layer in shapes.MODELS["BitNet-2B"]] == ["qkv", "o", "gate_up", "down"]
 
 
-def test_a_folder_gives_the_layers_of_its_config(tmp_path: Path) -> None:
+def test_layer_shapes_of_a_config(tmp_path: Path) -> None:
     config = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "num_key_value_heads": 2}
     (tmp_path / "config.json").write_text(json.dumps(config))
     name, layers = shapes.find_model(str(tmp_path))
@@ -349,7 +349,7 @@ def test_a_folder_gives_the_layers_of_its_config(tmp_path: Path) -> None:
         shapes.find_model("Llama9")
 
 
-def test_shapes_and_token_counts_as_text() -> None:
+def test_parse_shapes_tokens_and_patterns() -> None:
     assert shapes.parse_shapes("4608x3584, 3584X18944") == (
         Layer("4608x3584", 4608, 3584),
         Layer("3584x18944", 3584, 18944),
@@ -376,7 +376,7 @@ def test_shapes_and_token_counts_as_text() -> None:
         *(("2_inf", 2048, 32, 4096), ("8:10", 2048, 128, 3328), ("6:8", 3584, 128, 5376)),
     ],
 )
-def test_slided_columns_are_multiples_of_what_a_library_takes(
+def test_slided_columns_are_aligned_for_the_library(
     pattern: str, k: int, alignment: int, expected: int
 ) -> None:
     """8:10 of 2048: 205 blocks of 16 are 3280, and 32 divides 3296."""
@@ -387,7 +387,7 @@ def test_slided_columns_are_multiples_of_what_a_library_takes(
 
 
 @pytest.mark.parametrize("dtype", ["int8", "fp8", "bf16", "fp16"])
-def test_random_weights_are_two_of_four_and_dense_ones_not(dtype: str) -> None:
+def test_random_sparse_weights_are_2_4(dtype: str) -> None:
     inputs = Inputs(CPU, 0)
     sparse, dense = (inputs.weight(dtype, 48, 100, sparse=wanted) for wanted in (True, False))
     groups = nonzero(sparse).view(-1, 4).sum(1)
@@ -399,7 +399,7 @@ def test_random_weights_are_two_of_four_and_dense_ones_not(dtype: str) -> None:
         assert (int(dense.min()), int(dense.max())) == (-127, 127)
 
 
-def test_copies_exceed_the_cache_and_do_not_overlap() -> None:
+def test_operand_copies_exceed_the_cache_and_do_not_overlap() -> None:
     problem = Problem("int8", "int32", 32, 64, 16)
     inputs = Inputs(CPU, 1 << 14)
     copies = inputs.copies(problem)
@@ -413,14 +413,14 @@ def test_copies_exceed_the_cache_and_do_not_overlap() -> None:
     assert all(nonzero(one).float().mean() > 0.9 for one in operands.activations)
 
 
-def test_a_smaller_problem_views_the_same_memory_and_a_larger_one_is_random_to_the_end() -> None:
+def test_random_operands_are_reused_and_grown() -> None:
     inputs = Inputs(CPU, 0)
     first = inputs.activations("int8", 64, 64, 1)[0]
     assert inputs.activations("int8", 16, 64, 2)[0].data_ptr() == first.data_ptr()
     assert nonzero(inputs.activations("int8", 128, 128, 2)[1]).float().mean() > 0.98
 
 
-def test_how_many_copies_and_launches() -> None:
+def test_numbers_of_copies_and_launches() -> None:
     assert copies_for(1000, 100) == 1
     assert copies_for(100, 1000) == 25
     assert copies_for(1, 1 << 30) == MAX_COPIES
@@ -430,6 +430,6 @@ def test_how_many_copies_and_launches() -> None:
         assert count * us >= EXACT_US or count >= 512 or us == 0
 
 
-def test_percentiles() -> None:
+def test_timing_percentiles() -> None:
     timing = Timing.of([float(i) for i in range(11)])
     assert (timing.p20, timing.p50, timing.p80) == (2.0, 5.0, 8.0)

@@ -29,7 +29,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     tuned._merged_table.cache_clear()
 
 
-def test_a_graph_times_what_events_time() -> None:
+def test_graph_timing_agrees_with_event_timing() -> None:
     """Adding to 2 GB takes about a millisecond, beside which gaps vanish; clocks may move by some percent."""
     gpu = require_gpu()
     with CudaClock(gpu.device) as clock:
@@ -41,7 +41,7 @@ def test_a_graph_times_what_events_time() -> None:
     assert timing.p50 == pytest.approx(eager, rel=0.15)
 
 
-def test_every_copy_is_used_in_turn() -> None:
+def test_clock_uses_every_copy_in_turn() -> None:
     gpu = require_gpu()
     with CudaClock(gpu.device) as clock:
         counts = torch.zeros(5, dtype=torch.int64, device=gpu.device)
@@ -50,7 +50,7 @@ def test_every_copy_is_used_in_turn() -> None:
     assert counts.tolist() == [16] * 5
 
 
-def test_what_cannot_be_captured_is_timed_with_events() -> None:
+def test_clock_falls_back_to_events_if_capture_fails() -> None:
     gpu = require_gpu()
     x = torch.ones(1024, device=gpu.device)
     with CudaClock(gpu.device) as clock:
@@ -67,7 +67,7 @@ def test_what_cannot_be_captured_is_timed_with_events() -> None:
 
 @pytest.mark.parametrize("dtype", ["int8", "fp8"])
 @pytest.mark.parametrize("name", ["cublaslt", "cusparselt", "hopper"])
-def test_a_search_finds_an_algorithm_whose_result_is_right(name: str, dtype: str) -> None:
+def test_search_finds_an_algorithm_with_a_correct_result(name: str, dtype: str) -> None:
     """Against float64.  FP8 tensor cores keep about 14 bits of a sum: 2^-9 of the norm is far above their error, and
     the last rounding, to BF16, brings another 2^-9.
     """
@@ -96,7 +96,7 @@ def test_a_search_finds_an_algorithm_whose_result_is_right(name: str, dtype: str
         assert error <= (0 if out == "int32" else 2.0**-8)
 
 
-def test_the_commands_fill_their_tables(tmp_path: Path) -> None:
+def test_tune_and_benchmark_commands_fill_their_tables(tmp_path: Path) -> None:
     common = ["--shapes", "256x512,512x256", "--dtype", "int8,fp8", "--pattern", "2:4,6:8", "--m", "64,128"]
 
     def run(*command: str) -> dict[str, object]:

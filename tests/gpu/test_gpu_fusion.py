@@ -7,9 +7,9 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
-from gpu_farm import (
+from gpu_engines import (
     Engine,
-    Farm,
+    GpuEngines,
     compiled_beside_stock,
     forced,
     needed,
@@ -22,8 +22,10 @@ pytestmark = [pytest.mark.gpu, pytest.mark.vllm, pytest.mark.slow]
 
 
 @pytest.fixture(scope="module")
-def farm(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Farm]:
-    made = Farm(tmp_path_factory.mktemp("models"), {})
+def gpu_engines(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[GpuEngines]:
+    made = GpuEngines(tmp_path_factory.mktemp("models"), {})
     for engine in needed(request):
         made.start(engine)
     yield made
@@ -38,9 +40,9 @@ def engines(quant: str) -> list[Engine]:
 
 @needs(engines)
 @pytest.mark.parametrize("quant", ["int8", "fp8"])
-def test_fused_models_answer_as_compiled_ones(farm: Farm, quant: str) -> None:
-    """The bound is that for models compiled without: fusion may move the same roundings, and no others."""
-    stock, stock_compiled, eager, compiled, fused = farm.answers(engines(quant))
+def test_fused_models_match_compiled_ones(gpu_engines: GpuEngines, quant: str) -> None:
+    """The bound is that for models compiled without fusion, which may move the same roundings, and no others."""
+    stock, stock_compiled, eager, compiled, fused = gpu_engines.answers(engines(quant))
     print(
         f"{quant}: {same_share(forced(fused), forced(compiled)):.2%} of the top-1 tokens are those without fusion, "
         f"stock's compiled are its eager ones in {same_share(forced(stock), forced(stock_compiled)):.2%}"
@@ -50,9 +52,9 @@ def test_fused_models_answer_as_compiled_ones(farm: Farm, quant: str) -> None:
 
 @needs(engines)
 @pytest.mark.parametrize("quant", ["int8", "fp8"])
-def test_all_but_the_attention_is_fused(farm: Farm, quant: str) -> None:
+def test_all_layers_but_o_proj_are_fused(gpu_engines: GpuEngines, quant: str) -> None:
     """vLLM cuts a model at its attentions; of each piece only what quantizes for o_proj stays as it is."""
-    *_, compiled, fused = farm.answers(engines(quant))
+    *_, compiled, fused = gpu_engines.answers(engines(quant))
     assert fused.summary.endswith("; norms and activations fused")
     assert "SlideSparse fusion" not in compiled.log
     graphs = re.findall("SlideSparse fusion in a graph: (.*)", fused.log)

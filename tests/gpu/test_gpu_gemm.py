@@ -68,7 +68,7 @@ def dense_layer() -> Layer:
 
 
 @pytest.mark.parametrize("m", TOKENS)
-def test_the_dense_provider_is_exact_in_int8(dense_layer: Layer, m: int) -> None:
+def test_cublaslt_backend_is_exact_in_int8(dense_layer: Layer, m: int) -> None:
     """Scales of 1 and a float32 output leave the sums as they are."""
     q, ones = codes(m, K, seed=m), torch.ones(max(m, N), 1, device=gpu())
     provider = gemm.get("cublaslt")
@@ -77,7 +77,7 @@ def test_the_dense_provider_is_exact_in_int8(dense_layer: Layer, m: int) -> None
 
 
 @pytest.mark.parametrize("backend", LIBRARIES)
-def test_int8_sums_beyond_float32(backend: str) -> None:
+def test_int8_sums_above_2_24_are_rounded_at_most_once(backend: str) -> None:
     """Sums between 2^24 and 2^25, half of them odd, which float32 cannot hold there.
 
     cuBLASLt's INT32 is exact.  cuSPARSELt multiplies by a float32 alpha, so its INT32 is the sum rounded to float32; as
@@ -107,8 +107,10 @@ def test_int8_sums_beyond_float32(backend: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", [INT8, FP8], ids=str)
 @pytest.mark.parametrize("backend", ["cusparselt", "hopper"])
-def test_loading_slides_and_compresses_at_10_gigabytes_a_second(backend: str, dtype: torch.dtype) -> None:
-    """The paper's figure, counting bytes of the weight; beside weight and result, less than half a weight of memory."""
+def test_pack_throughput_and_memory(backend: str, dtype: torch.dtype) -> None:
+    """Sliding and compressing reach the paper's 10 GB/s of the weight's bytes; beside weight and result, less
+    than half a weight of memory is used.
+    """
     n, k = 37888, 3584
     numbers = codes(n, k, 1) if dtype == INT8 else normal(n, k, 1)
     weight = prune(numbers, SlidePattern(8)).to(dtype)
@@ -134,7 +136,7 @@ def test_loading_slides_and_compresses_at_10_gigabytes_a_second(backend: str, dt
 @pytest.mark.parametrize(
     ("name", "out"), [("cusparselt", "int32"), ("cusparselt", "bf16"), ("cublaslt", "int32")]
 )
-def test_every_algorithm_gives_the_same_sums(name: str, out: str) -> None:
+def test_every_algorithm_gives_equal_sums(name: str, out: str) -> None:
     """INT32 bit for bit, and BF16 where K is not split: there partial sums may be rounded, too (`bench.search.agree`).
 
     At 2:4 half of the K products are zero, so float32 holds all sums.
@@ -166,7 +168,7 @@ def test_every_algorithm_gives_the_same_sums(name: str, out: str) -> None:
 
 
 @pytest.mark.parametrize("m", [1, 17, 100, 2048])
-def test_fp8_errs_at_most_twice_as_much_as_the_dense_kernel(fp8_layer: Layer, m: int) -> None:
+def test_fp8_error_is_at_most_twice_that_of_the_dense_kernel(fp8_layer: Layer, m: int) -> None:
     """Tensor cores keep about 14 bits of an FP8 sum, sparse or dense; both are compared with float64.
 
     A BF16 result r is further than that from its sum by up to UNIT / (1 - UNIT) * |r|.
@@ -194,13 +196,14 @@ def any_layer(request: pytest.FixtureRequest) -> Layer:
 
 @pytest.mark.parametrize("with_bias", [True, False])
 @pytest.mark.parametrize("m", [1, 17, 2048])
-def test_a_bfloat16_layer_against_float64(any_layer: Layer, m: int, with_bias: bool) -> None:
-    """y = v + bias with v = acc * s_w * s_x.  The sum is off by ``of_sum``, to which three roundings come:
+def test_bfloat16_layer_is_within_its_error_bound(any_layer: Layer, m: int, with_bias: bool) -> None:
+    """y = v + bias with v = acc * s_w * s_x is compared with float64. The sum is off by ``of_sum``, to which
+    three roundings come:
 
-    acc * s_w and (that) * s_x + bias to float32, 2^-24 each of something not above |v| and |y| by more than UNIT,
-    and the result to BF16, UNIT of what the others left.  cuSPARSELt rounds the sum itself to BF16, UNIT of it, and so
-    does cuBLASLt in FP8 where it does not scale; INT8 sums are exact otherwise, FP8 ones off by up to twice what the
-    dense kernel's are.
+    acc * s_w and (that) * s_x + bias to float32, 2^-24 each of something not above |v| and |y| by more than
+    UNIT, and the result to BF16, UNIT of what the others left. cuSPARSELt rounds the sum itself to BF16, UNIT
+    of it, and so does cuBLASLt in FP8 where it does not scale; INT8 sums are exact otherwise, FP8 ones off by
+    up to twice what the dense kernel's are.
     """
     x = normal(m, K, seed=m)
     bias = normal(1, len(any_layer.weight), seed=1)[0] if with_bias else None
@@ -229,7 +232,7 @@ def test_a_bfloat16_layer_against_float64(any_layer: Layer, m: int, with_bias: b
 
 @pytest.mark.slow
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_more_than_two_to_the_31_outputs(backend: str) -> None:
+def test_layer_with_more_than_2_31_outputs(backend: str) -> None:
     """The last rows lie beyond 2^31 elements, of the sums and of the output."""
     m, n, k = 2**15 + 16, 2**16, 64
     rows = 2**15 + 2**11  # the next bucket

@@ -54,7 +54,7 @@ def int8_layer(request: pytest.FixtureRequest) -> Layer:
 
 
 @pytest.mark.parametrize("m", TOKENS)
-def test_int8_is_exact(int8_layer: Layer, m: int) -> None:
+def test_int8_products_are_exact(int8_layer: Layer, m: int) -> None:
     """Sums and their scaling, for both outputs, and without a bias or with one of each type."""
     q, scale_x = codes(m, K, seed=m), scales(m, m)
     lifted, sums = int8_layer.lifted(q), exact(q, int8_layer.weight)
@@ -65,7 +65,7 @@ def test_int8_is_exact(int8_layer: Layer, m: int) -> None:
     assert_same_bits(int8_layer.product(lifted, scale_x, bias, out), found)  # and the same again
 
 
-def test_int8_sums_beyond_float32() -> None:
+def test_int8_sums_above_2_24_are_rounded_once() -> None:
     """Sums between 2^24 and 2^25 are rounded once, to float32, as everywhere else."""
     m, n, k = 17, 64, 4096
     made = layer("hopper", "2:4", INT8, n, k)
@@ -82,7 +82,7 @@ def test_int8_sums_beyond_float32() -> None:
 
 @pytest.mark.parametrize("m", [1, 17, 100, 2048])
 @pytest.mark.parametrize("pattern", PATTERNS)
-def test_fp8_errs_at_most_twice_as_much_as_the_dense_kernel(pattern: str, m: int) -> None:
+def test_fp8_error_is_at_most_twice_that_of_the_dense_kernel(pattern: str, m: int) -> None:
     """With scales of 1, so what is left beside the sum's own error is one rounding: a result r is further from its sum
     by up to UNIT / (1 - UNIT) * |r|.  Sums are made small for FP16 by scale_w, a power of two, which rounds nothing.
     """
@@ -105,7 +105,7 @@ def configurations(n: int, columns: int, m: int) -> list[str]:
     return [text for text, _ in native.candidates(n, columns, m, INT8, MAX_CONFIGURATIONS)]
 
 
-def test_how_configurations_fit() -> None:
+def test_configurations_fit_as_many_ctas_as_named() -> None:
     """As many CTAs as their name says, whole SMs of them without clusters; the widest tiles keep their ring.
 
     With 256 tokens stream-K gives one of five stages for staging its outputs; split-K sums go into the ring, so that it
@@ -131,7 +131,7 @@ def test_how_configurations_fit() -> None:
         assert native.fit(f"split:2x256/1x{splits}/1", INT8).stages == 5, splits
 
 
-def test_predictions_are_in_order() -> None:
+def test_candidates_are_sorted_by_predicted_time() -> None:
     found = native.candidates(37888, 5376, 64, INT8, 48)
     assert len(found) == 48
     assert [us for _, us in found] == sorted(us for _, us in found)
@@ -145,8 +145,8 @@ def test_predictions_are_in_order() -> None:
     ("m", "n", "k"),
     [(1, 333, 1000), (7, 4608, 512), (16, 65, 8192), (40, 640, 64), (100, 201, 777), (300, 513, 1536)],
 )
-def test_every_configuration_gives_the_same(m: int, n: int, k: int) -> None:
-    """Bit for bit, also where parts of K are summed elsewhere; and none is refused."""
+def test_every_configuration_gives_equal_products(m: int, n: int, k: int) -> None:
+    """They are equal bit for bit, also where parts of K are summed elsewhere; and none is refused."""
     made = layer("hopper", "2:4", INT8, n, k)
     q, scale_x, bias = codes(m, k, seed=5), scales(m, 5), normal(1, n, 6)[0]
     lifted = torch.nn.functional.pad(made.lifted(q), (0, made.columns - made.lifted(q).shape[1]))
@@ -166,8 +166,8 @@ def test_every_configuration_gives_the_same(m: int, n: int, k: int) -> None:
 @pytest.mark.parametrize(
     ("m", "pattern"), [(1, "6:8"), (64, "6:8"), (64, "2:4"), (3000, "6:8"), (3000, "2:4")]
 )
-def test_a_product_that_starts_before_its_codes_are_written(m: int, pattern: str) -> None:
-    """With tokens that change from call to call, in memory that the calls before have used."""
+def test_product_waits_for_codes_of_the_kernel_before(m: int, pattern: str) -> None:
+    """Tokens change from call to call, in memory that the calls before have used."""
     made = layer("hopper", pattern, INT8, 1024, 3584)
     inputs = [normal(m, 3584, seed) * (seed + 1) for seed in range(4)]
     expected = []
@@ -196,8 +196,10 @@ def fronts() -> tuple[Layer, Tensor, Tensor, list[Tensor], list[Tensor], list[Te
     return made, torch.empty_like(sources[0]), torch.empty_like(sizes[0]), sources, sizes, expected
 
 
-def test_kernels_in_front_that_are_not_ours(fronts: tuple) -> None:  # type: ignore[type-arg]
-    """An elementwise kernel that writes the codes, long enough to be overtaken, and one that writes the scales."""
+def test_product_waits_for_kernels_of_torch(fronts: tuple) -> None:  # type: ignore[type-arg]
+    """An elementwise kernel that writes the codes, long enough to be overtaken, and one that writes the
+    scales.
+    """
     made, q, scale_x, sources, sizes, expected = fronts
     wrong = torch.zeros((), dtype=torch.int64, device=gpu())
     for i in range(200):
@@ -212,8 +214,8 @@ def test_kernels_in_front_that_are_not_ours(fronts: tuple) -> None:  # type: ign
     assert int(wrong) == 0
 
 
-def test_a_graph_with_copies_and_joins_in_front(fronts: tuple) -> None:  # type: ignore[type-arg]
-    """Behind a copy, behind a memory set, behind another stream, and as the first of all."""
+def test_product_in_a_graph_waits_for_copies_and_joins(fronts: tuple) -> None:  # type: ignore[type-arg]
+    """The product is behind a copy, behind a memory set, behind another stream, and the first of all."""
     made, q, scale_x, sources, sizes, expected = fronts
     stream, other, graph = torch.cuda.Stream(), torch.cuda.Stream(), torch.cuda.CUDAGraph()
     first, zeros = sources[0].clone(), torch.zeros_like(q)
@@ -256,7 +258,7 @@ def streamed(n: int, k: int, m: int) -> tuple[Layer, Tensor, Tensor, Tensor, str
     return made, q, scale_x, expected, name
 
 
-def test_capturing_on_streams_of_their_own() -> None:
+def test_capture_on_new_streams_makes_zeroed_workspaces() -> None:
     """A stream gets its workspace while it is captured, however many there are, and replays leave it zero."""
     made, q, scale_x, expected, name = streamed(512, 4096, 64)
     plan = BACKEND.plan(Problem("int8", "bf16", 512, 4096, 64, "both"), gpu(), name)
@@ -277,7 +279,7 @@ def test_capturing_on_streams_of_their_own() -> None:
         assert torch.equal(out, expected)
 
 
-def test_workspaces_are_in_no_pool_that_loads_weights() -> None:
+def test_workspaces_are_not_allocated_in_memory_pools() -> None:
     """vLLM discards the contents of its pool in sleep level 2; a workspace must stay zero."""
     made, q, scale_x, expected, name = streamed(512, 4096, 64)
     plan = BACKEND.plan(Problem("int8", "bf16", 512, 4096, 64, "both"), gpu(), name)
@@ -293,8 +295,8 @@ def test_workspaces_are_in_no_pool_that_loads_weights() -> None:
     assert weight.numel() <= pooled < 48 << 20 <= taken
 
 
-def test_a_plan_serves_any_number_of_tokens_also_in_a_capture() -> None:
-    """One that is missing is refused in words then, which leaves the capture and the layer usable."""
+def test_plan_serves_any_token_count_during_capture() -> None:
+    """A missing plan is refused in words then, which leaves the capture and the layer usable."""
     made, other = layer("hopper", "6:8", INT8, 256, 256), layer("hopper", "4:6", INT8, 320, 256)
     made.linear(normal(16, 256, 0))
     inputs = [normal(m, 256, m) for m in (1, 17, 777, 3000)]
@@ -319,7 +321,7 @@ def test_a_plan_serves_any_number_of_tokens_also_in_a_capture() -> None:
     assert bool(other.linear(x).any())
 
 
-def test_the_second_gpu() -> None:
+def test_second_gpu_gives_equal_outputs() -> None:
     if torch.cuda.device_count() < 2:
         pytest.skip("one GPU only")
     weight, x = codes(200, 300, 1), normal(33, 300, 2)
@@ -346,8 +348,8 @@ def small() -> Layer:
 
 
 @pytest.mark.slow
-def test_host_time_of_a_product(small: Layer) -> None:
-    """From the call of a plan to the launch at most 15 us, as for the other sparse backend."""
+def test_product_host_time(small: Layer) -> None:
+    """The time from the call of a plan to the launch is at most 15 us, as for the other sparse backend."""
     q, scale_x = small.quantized(normal(16, 64, 0))
     out = torch.empty(16, 64, dtype=torch.bfloat16, device=gpu())
     plan = BACKEND.plan(Problem("int8", "bf16", 64, 64, 16, "both"), gpu())
@@ -357,8 +359,8 @@ def test_host_time_of_a_product(small: Layer) -> None:
     assert of_plan <= 15, f"{of_plan:.1f} us"
 
 
-def test_what_a_launch_refuses_is_told(small: Layer) -> None:
-    """Such as codes that TMA cannot read, and shapes without tiles enough."""
+def test_launch_refusals_raise_library_error(small: Layer) -> None:
+    """Such refusals are of codes that TMA cannot read, and of shapes with too few tiles."""
     problem, name = Problem("int8", "bf16", 64, 64, 8, "both"), "split:1x8/1x1/1"
     plan = BACKEND.plan(problem, gpu(), name)
     q, scale_x = small.quantized(normal(8, 64, 0))
@@ -370,8 +372,8 @@ def test_what_a_launch_refuses_is_told(small: Layer) -> None:
     assert torch.equal(out, small.product(q, scale_x, None, torch.bfloat16))
 
 
-def test_more_tiles_than_a_grid_has_rows(small: Layer) -> None:
-    """Run a configuration that tuning would not choose."""
+def test_more_tiles_than_the_grid_limit(small: Layer) -> None:
+    """The test runs a configuration that tuning would not choose."""
     m = 8 * 65536
     plan = BACKEND.plan(Problem("int8", "bf16", 64, 64, m, "both"), gpu(), "split:1x8/1x1/1")
     q, scale_x = codes(m, 64, 1), torch.ones(m, 1, device=gpu())
@@ -380,8 +382,8 @@ def test_more_tiles_than_a_grid_has_rows(small: Layer) -> None:
     assert torch.equal(out, small.product(q, scale_x, None, torch.bfloat16))
 
 
-def test_codes_equal_vllms(small: Layer) -> None:
-    """Whatever starts when, codes and scales are those of the reference."""
+def test_quantized_codes_equal_reference(small: Layer) -> None:
+    """Codes and scales are those of the reference although the kernels overlap."""
     x = normal(100, 64, 3)
     q, scale_x = small.quantized(x)
     expected = quantize_rows(x.cpu(), INT8)

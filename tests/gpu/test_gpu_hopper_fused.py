@@ -44,7 +44,9 @@ def wide_of(x: Tensor, first: int) -> Tensor:
 
 @pytest.mark.parametrize(("source", "dtype"), TYPES)
 @pytest.mark.parametrize(("m", "pattern", "k", "phase"), CASES)
-def test_norms(m: int, pattern: str, k: int, phase: int, source: torch.dtype, dtype: torch.dtype) -> None:
+def test_quantize_with_norms_is_within_rounding(
+    m: int, pattern: str, k: int, phase: int, source: torch.dtype, dtype: torch.dtype
+) -> None:
     """Each row is that of some factor next to the exact one; the sum has the one rounding that it may have."""
     generator = torch.Generator().manual_seed(k)
     x, residual = rows(m, k, source), torch.randn(m, k, generator=generator).to(source)
@@ -69,10 +71,10 @@ def test_norms(m: int, pattern: str, k: int, phase: int, source: torch.dtype, dt
 
 @pytest.mark.parametrize(("source", "dtype"), TYPES)
 @pytest.mark.parametrize(("m", "pattern", "k", "phase"), CASES)
-def test_activations(
+def test_quantize_with_activations_equals_inductor(
     m: int, pattern: str, k: int, phase: int, source: torch.dtype, dtype: torch.dtype
 ) -> None:
-    """Bit for bit what Inductor makes of vLLM's SiluAndMul."""
+    """Codes equal bit for bit those of what Inductor makes of vLLM's SiluAndMul."""
     x = torch.cat([rows(m, k, source), rows(m, k, source).flip(1)], 1).to(gpu())
     layout = SlidePattern.parse(pattern).layout(k, phase)
     expected = reference.quant_slide(compiled_activation()(x).cpu(), layout, dtype)
@@ -83,8 +85,8 @@ def test_activations(
         assert not bool(q[:, layout.slided :].view(INT8).any())
 
 
-def test_activations_of_every_pair_of_bytes() -> None:
-    """Every BF16 gate there is, times values of all sizes."""
+def test_quantize_with_activations_of_every_bfloat16_gate() -> None:
+    """Every BF16 gate there is is multiplied by values of all sizes."""
     gate = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16).view(torch.bfloat16)
     for size in (1.0, 1e-3, 30.0, INF):
         up = (normal(1, 2**16, 3, torch.float32)[0] * size).to(torch.bfloat16)
@@ -127,8 +129,8 @@ def all_three(given: Case, of_layer: tuple[object, ...]) -> list[Tensor]:
 
 @pytest.mark.parametrize("dtype", [INT8, FP8])
 @pytest.mark.parametrize(("pattern", "k"), [("6:8", 1003), ("4:6", 1024), ("2:4", 2048), ("6:8", 8200)])
-def test_one_call_is_quantization_and_product(pattern: str, k: int, dtype: torch.dtype) -> None:
-    """Bit for bit; when steps are profiled the two are two calls."""
+def test_fused_operators_equal_two_calls(pattern: str, k: int, dtype: torch.dtype) -> None:
+    """They are equal bit for bit; when steps are profiled the two are two calls."""
     n = 648
     made = layer("hopper", pattern, dtype, n, k)
     windows = made.layout.length, made.layout.phase, dtype, made.columns
@@ -159,7 +161,7 @@ def test_one_call_is_quantization_and_product(pattern: str, k: int, dtype: torch
                 assert_same_bits(one, third)
 
 
-def test_no_tokens() -> None:
+def test_fused_operators_of_no_tokens() -> None:
     made = layer("hopper", "6:8", INT8, 64, 64)
     for found, width in zip(
         all_three(case(0, 64, torch.bfloat16), arguments(made, None, torch.bfloat16)), (64,) * 4, strict=True
@@ -167,8 +169,8 @@ def test_no_tokens() -> None:
         assert found.shape == (0, width)
 
 
-def test_graphs_of_blocks_in_a_row() -> None:
-    """As a decoder has them: the sum of one layer is the residual of the next, each kernel beside the one in front."""
+def test_graph_of_decoder_blocks_equals_eager() -> None:
+    """As in a decoder, the sum of one layer is the residual of the next, each kernel beside the one in front."""
     k = 1024
     first, second = layer("hopper", "6:8", INT8, 2 * k, k), layer("hopper", "4:6", INT8, k, k)
     norm = normal(1, k, 3)[0]
@@ -197,8 +199,8 @@ def test_graphs_of_blocks_in_a_row() -> None:
                 assert_same_bits(found, expected)
 
 
-def test_what_does_not_fit_is_refused() -> None:
-    """In Python's words, which the backend raises as LibraryErrors."""
+def test_fused_operators_refuse_mismatched_arguments() -> None:
+    """The errors have Python's words, which the backend raises as LibraryErrors."""
     made = layer("hopper", "6:8", INT8, 64, 64)
     given, of_layer = case(3, 64, torch.bfloat16), arguments(made, None, torch.bfloat16)
     x, residual, norm, both = given

@@ -56,15 +56,17 @@ def check_codes(x: Tensor, layout: SlideLayout, dtype: torch.dtype, more: int = 
 
 @pytest.mark.parametrize("dtype", [INT8, FP8])
 @pytest.mark.parametrize("source", SOURCES)
-def test_codes_equal_the_references(source: torch.dtype, dtype: torch.dtype) -> None:
-    """Ties, zeros, -0.0, NaN, Inf and subnormals among the rows; blocks of every kind, at every kind of phase."""
+def test_quantized_codes_equal_reference(source: torch.dtype, dtype: torch.dtype) -> None:
+    """There are ties, zeros, -0.0, NaN, Inf and subnormals among the rows; blocks of every kind, at every
+    kind of phase.
+    """
     for pattern, k, phase in (*GEOMETRIES, *LARGE):
         for m in (1, 12, 150 if k < 1000 else 17):
             check_codes(rows(m, k, source), SlidePattern.parse(pattern).layout(k, phase), dtype, 16 * (m % 2))
 
 
 @pytest.mark.parametrize("dtype", [INT8, FP8])
-def test_codes_of_every_sixteen_bit_number(dtype: torch.dtype) -> None:
+def test_quantized_codes_of_every_16_bit_number(dtype: torch.dtype) -> None:
     for source in OUTPUTS:
         every = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16).view(source)
         for top in (448.0 if dtype == FP8 else 127.0, 1.0, 0.37, 3e4, 1e-5):
@@ -73,7 +75,7 @@ def test_codes_of_every_sixteen_bit_number(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("pattern", PATTERNS)
-def test_codes_at_every_phase(pattern: str) -> None:
+def test_quantized_codes_at_every_phase(pattern: str) -> None:
     parsed = SlidePattern.parse(pattern)
     assert parsed.length
     for phase in range(parsed.length):
@@ -81,7 +83,7 @@ def test_codes_at_every_phase(pattern: str) -> None:
             check_codes(rows(5, k, torch.bfloat16), parsed.layout(k, phase), INT8)
 
 
-def test_what_the_quantizer_refuses() -> None:
+def test_quantize_refuses_invalid_arguments() -> None:
     x = normal(2, 64, 0)
     for arguments, words in (
         ((5, 0, INT8, 64), "blocks of 5 columns at phase 0: an even length"),
@@ -200,20 +202,20 @@ def check_random_cases(count: int, seed: int) -> None:
     assert not bad, f"{len(bad)} of {len(names)}: {bad[:5]}"
 
 
-def test_two_hundred_random_layers() -> None:
+def test_linear_of_200_random_layers() -> None:
     check_random_cases(200, 7)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(20, 30))
-def test_ten_thousand_random_layers(seed: int) -> None:
+def test_linear_of_10000_random_layers(seed: int) -> None:
     check_random_cases(1000, seed)
 
 
 @pytest.mark.parametrize("dtype", [INT8, FP8])
 @pytest.mark.parametrize("pattern", [*PATTERNS, "2_inf"])
-def test_one_call_is_the_two_operators(pattern: str, dtype: torch.dtype) -> None:
-    """Bit for bit: with Triton's kernel in front of the same configuration."""
+def test_linear_equals_quantize_and_product(pattern: str, dtype: torch.dtype) -> None:
+    """They are equal bit for bit, with Triton's kernel in front of the same configuration."""
     made = layer("hopper", pattern, dtype, 1001, 1003)
     for m in (1, 3, 17, 64, 129, 300, 2048):
         for source in OUTPUTS:
@@ -223,8 +225,8 @@ def test_one_call_is_the_two_operators(pattern: str, dtype: torch.dtype) -> None
                 assert_same_bits(made.linear(x, bias), made.product(q, scale_x, bias, source))
 
 
-def test_long_rows_of_many_tokens() -> None:
-    """By clusters that share a row, and by other divisions if they are few."""
+def test_linear_with_long_rows_of_many_tokens() -> None:
+    """Clusters share a row, or divide the work in other ways if tokens are few."""
     made = layer("hopper", "6:8", INT8, 128, 8200)
     x = normal(2049, 8200, 1)
     expected, _ = expected_of(made, x, None, torch.bfloat16, INT8)
@@ -236,8 +238,8 @@ def test_long_rows_of_many_tokens() -> None:
     ("m", "n", "k"),
     [(1, 4608, 3584), (64, 333, 1000), (128, 640, 2048), (1030, 1000, 1000), (5000, 1500, 128)],
 )
-def test_every_configuration_of_a_layer(m: int, n: int, k: int) -> None:
-    """With both kernels in flight, call behind call; and the workspace is left as it was found."""
+def test_linear_in_every_configuration(m: int, n: int, k: int) -> None:
+    """Both kernels are in flight, call behind call; the workspace is left as it was found."""
     made = layer("hopper", "6:8", INT8, n, k)
     x, bias = normal(m, k, 5), normal(1, n, 6)[0]
     expected, _ = expected_of(made, x, bias, torch.bfloat16, INT8)
@@ -250,7 +252,7 @@ def test_every_configuration_of_a_layer(m: int, n: int, k: int) -> None:
         assert int(wrong) == 0, config
 
 
-def test_graphs_of_layers_in_a_row() -> None:
+def test_graph_of_consecutive_layers_equals_eager() -> None:
     """Captured as serving captures: scratch memory of one layer is the next one's; replayed on other tokens."""
     made = layer("hopper", "6:8", INT8, 1024, 1024)
     for m in (1, 64, 300):
@@ -273,8 +275,8 @@ def test_graphs_of_layers_in_a_row() -> None:
             assert_same_bits(out, model(normal(m, 1024, seed)))
 
 
-def test_weights_scales_and_biases_may_be_written_just_before() -> None:
-    """scale_w and the bias by the kernel in front, which blocks of the product overtake."""
+def test_linear_waits_for_scales_and_biases() -> None:
+    """The kernel in front writes scale_w and the bias, and blocks of the product overtake it."""
     made, m = layer("hopper", "2:4", INT8, 512, 8192), 256
     x = normal(m, 8192, 0)
     sizes = [made.scale * factor for factor in (1.0, 2.0, 3.0)]
@@ -293,7 +295,7 @@ def test_weights_scales_and_biases_may_be_written_just_before() -> None:
     assert int(wrong) == 0
 
 
-def test_threads_and_streams_side_by_side() -> None:
+def test_linear_on_concurrent_threads_and_streams() -> None:
     made = layer("hopper", "6:8", INT8, 2048, 2048)
     inputs = [normal(m, 2048, m) for m in (1, 5, 17, 64, 100, 300)]
     expected = [made.linear(x) for x in inputs]
@@ -312,7 +314,7 @@ def test_threads_and_streams_side_by_side() -> None:
         assert list(pool.map(work, range(4))) == [0] * 4
 
 
-def test_rows_beyond_two_to_the_31_codes() -> None:
+def test_linear_with_more_than_2_31_codes() -> None:
     """Offsets of codes and outputs need 64 bits."""
     m, k, n = 2**15 + 70, 2**16, 2**16 + 8
     made = layer("hopper", "2:4", INT8, n, 256)
@@ -328,8 +330,10 @@ def test_rows_beyond_two_to_the_31_codes() -> None:
     )
 
 
-def test_layers_run_without_python(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every operator from its first call on, for any number of tokens, because packing has planned the layer."""
+def test_packed_layers_run_without_python(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They do so for every operator from its first call on and any number of tokens, because packing has
+    planned the layer.
+    """
     made, norm = layer("hopper", "6:8", FP8, 300, 1000), normal(1, 1000, 9)[0]
     bias = normal(1, 300, 8)[0]
     arguments = (made.layout.length, made.layout.phase, FP8, made.columns, torch.bfloat16, "hopper")
@@ -362,7 +366,7 @@ def test_layers_run_without_python(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.slow
-def test_host_time_of_a_layer() -> None:
+def test_linear_host_time() -> None:
     """The operator, by C++, takes at most 15 us, or as long as two and a half additions of torch's on a slow host.
 
     The call of the library from Python, with two launches and scratch memory, takes at most as long as four additions,

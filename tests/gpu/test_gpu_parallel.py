@@ -11,9 +11,9 @@ from dataclasses import replace
 
 import pytest
 import torch
-from gpu_farm import (
+from gpu_engines import (
     Engine,
-    Farm,
+    GpuEngines,
     compiled_beside_stock,
     differences,
     forced,
@@ -37,8 +37,10 @@ PP = Engine("int8", "6:8", "float16", parallel="pp")
 
 
 @pytest.fixture(scope="module")
-def farm(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Farm]:
-    made = Farm(tmp_path_factory.mktemp("models"), {}, AT_A_TIME)
+def gpu_engines(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[GpuEngines]:
+    made = GpuEngines(tmp_path_factory.mktemp("models"), {}, AT_A_TIME)
     for engine in needed(request):
         made.start(engine)
     yield made
@@ -64,8 +66,8 @@ def beside_stock(engine: Engine) -> list[Engine]:
         pytest.param(replace(PP, mode="graphs"), id="PP 6:8 graphs"),
     ],
 )
-def test_int8_in_float16_is_stock_bit_for_bit(farm: Farm, engine: Engine) -> None:
-    stock, ours = farm.answers(beside_stock(engine))
+def test_int8_float16_outputs_equal_stock(gpu_engines: GpuEngines, engine: Engine) -> None:
+    stock, ours = gpu_engines.answers(beside_stock(engine))
     assert not differences(greedy(ours), greedy(stock))
     assert not differences(forced(ours), forced(stock))
 
@@ -76,10 +78,10 @@ def fp8() -> list[Engine]:
 
 
 @needs(fp8)
-def test_fp8_is_as_exact_as_stock(farm: Farm) -> None:
+def test_fp8_error_is_at_most_twice_that_of_stock(gpu_engines: GpuEngines) -> None:
     """See the test of this name in test_gpu_serving.py."""
-    stock, exact, sparse, rounded = map(forced, farm.answers(fp8()))
-    same_arithmetic = rounded if farm.backend == "cusparselt" else exact
+    stock, exact, sparse, rounded = map(forced, gpu_engines.answers(fp8()))
+    same_arithmetic = rounded if gpu_engines.backend == "cusparselt" else exact
     ours, of_stock = mean_error(sparse, same_arithmetic), mean_error(stock, exact)
     print(f"FP8 6:8 TP=2: mean error {ours:.2e}, stock's {of_stock:.2e}")
     assert ours <= 2 * of_stock
@@ -87,8 +89,8 @@ def test_fp8_is_as_exact_as_stock(farm: Farm) -> None:
 
 @needs(compiled_beside_stock)
 @pytest.mark.parametrize("engine", [pytest.param(TP, id="TP"), pytest.param(PP, id="PP")])
-def test_compiled_tokens_are_eager_ones(farm: Farm, engine: Engine) -> None:
-    require_only_rounding(*farm.answers(compiled_beside_stock(engine)))
+def test_compiled_tokens_match_eager(gpu_engines: GpuEngines, engine: Engine) -> None:
+    require_only_rounding(*gpu_engines.answers(compiled_beside_stock(engine)))
 
 
 def refused(pattern: str) -> list[Engine]:
@@ -97,8 +99,10 @@ def refused(pattern: str) -> list[Engine]:
 
 @needs(refused)
 @pytest.mark.parametrize("pattern", ["4:6", "8:10"])
-def test_slided_layouts_that_cannot_be_cut_are_refused_before_loading(farm: Farm, pattern: str) -> None:
-    answer = farm.start(refused(pattern)[0]).result()
+def test_unsplittable_slided_layouts_are_refused_before_loading(
+    gpu_engines: GpuEngines, pattern: str
+) -> None:
+    answer = gpu_engines.start(refused(pattern)[0]).result()
     message = answer.error + answer.log
     assert answer.error
     assert "self_attn.o_proj: the slided layout of 256 in-features at " + pattern in message

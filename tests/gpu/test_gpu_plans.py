@@ -67,8 +67,8 @@ def at_once(jobs: Sequence[Callable[[], Tensor]]) -> list[int]:
         ]
 
 
-def test_threads_on_streams_of_their_own_do_not_disturb_each_other(made: Layer) -> None:
-    """Changing numbers of tokens, in two orders, against the products of one thread."""
+def test_threads_on_separate_streams_are_independent(made: Layer) -> None:
+    """Numbers of tokens change, in two orders; products are compared with those of one thread."""
     tokens = (1, 16, 17, 40, 64, 100, 300)
     inputs = {m: made.quantized(normal(m, SIDE, m)) for m in tokens}
     expected = {m: made.product(*inputs[m], None, torch.bfloat16) for m in tokens}
@@ -84,8 +84,8 @@ def test_threads_on_streams_of_their_own_do_not_disturb_each_other(made: Layer) 
 
 
 @pytest.mark.parametrize("name", LIBRARIES)
-def test_every_stream_has_its_own_workspace(name: str) -> None:
-    """Algorithms that keep partial sums in it, on two streams at once, with operands of their own."""
+def test_each_stream_has_its_own_workspace(name: str) -> None:
+    """Algorithms keep partial sums in it, on two streams at once, with operands of their own."""
     library, m, n, k = LIBRARIES[name], 16, 256, 8192
     packed, problem = layer(name, "2:4", INT8, n, k).packed, Problem("int8", "int32", n, k, m)
     inputs = [codes(m, k, seed) for seed in (1, 2)]
@@ -126,7 +126,7 @@ def _with_workspace(library: Tunable, problem: Problem, q: Tensor, packed: Tenso
     return None
 
 
-def test_a_thousand_numbers_of_tokens_take_few_plans(cached: Layer) -> None:
+def test_thousand_token_counts_make_48_plans(cached: Layer) -> None:
     inputs = cached.quantized(normal(1000, SIDE, 0))
 
     def count() -> int:
@@ -137,7 +137,7 @@ def test_a_thousand_numbers_of_tokens_take_few_plans(cached: Layer) -> None:
     assert on_a_new_thread(count) == len({plans.bucket(m) for m in range(1, 1001)}) == 48
 
 
-def test_plans_that_are_dropped_leave_nothing_behind(cached: Layer) -> None:
+def test_evicted_plans_leak_no_memory(cached: Layer) -> None:
     """A cache of 8 makes all 48 plans of 1..1000 tokens again on each pass: 480 in ten.
 
     They take no device memory.  Of the host's 4 MiB are allowed, 9 KB a plan, for what allocators round up and the
@@ -174,8 +174,8 @@ def _resident() -> int:
     return pages * os.sysconf("SC_PAGE_SIZE")
 
 
-def test_a_cuda_graph_replays_what_runs_eagerly(made: Layer) -> None:
-    """With inputs that change; the workspace, whose address the graph holds, stays where it is."""
+def test_cuda_graph_equals_eager(made: Layer) -> None:
+    """Inputs change; the workspace, whose address the graph holds, stays where it is."""
     tokens = (1, 17, 100)
     bias = normal(1, SIDE, 9)[0]
     inputs = {m: normal(m, SIDE, m) for m in tokens}
@@ -199,8 +199,8 @@ def test_a_cuda_graph_replays_what_runs_eagerly(made: Layer) -> None:
     assert plans.workspace(gpu().index, stream.cuda_stream) == address
 
 
-def test_a_capture_without_a_plan_is_refused_in_words(cached: Layer) -> None:
-    """And leaves the capture, the cache and the layer usable."""
+def test_capture_without_a_plan_is_refused(cached: Layer) -> None:
+    """The refusal leaves the capture, the cache and the layer usable."""
     m = 777
     q, scale_x = cached.quantized(normal(m, SIDE, 0))
     small = tuple(one[:16] for one in (q, scale_x))
@@ -227,8 +227,10 @@ def test_a_capture_without_a_plan_is_refused_in_words(cached: Layer) -> None:
 
 
 @pytest.mark.slow
-def test_four_linears_compile_to_one_graph_for_every_number_of_tokens(int8: Layer) -> None:
-    """By Inductor.  `backed_size_oblivious` keeps Dynamo from giving one token, as size 1, a graph of its own."""
+def test_linears_compile_once_for_all_token_counts(int8: Layer) -> None:
+    """Inductor compiles. `backed_size_oblivious` keeps Dynamo from giving one token, as size 1, a graph of
+    its own.
+    """
     counter = CompileCounterWithBackend("inductor")
 
     def block(x: Tensor) -> Tensor:
@@ -265,8 +267,10 @@ def test_opcheck_scaled_matmul(made: Layer, m: int, with_bias: bool) -> None:
 
 
 @pytest.mark.slow
-def test_host_time_of_a_sparse_product() -> None:
-    """From the call of a plan to the launch at most 15 us, which hides behind the kernel of a small layer."""
+def test_sparse_product_host_time() -> None:
+    """The time from the call of a plan to the launch is at most 15 us, which hides behind the kernel of a
+    small layer.
+    """
     made, n = layer("cusparselt", "2:4", INT8, 64, 64), 64
     q = made.quantized(normal(16, 64, 0))[0]
     out = torch.empty(16, n, dtype=torch.bfloat16, device=gpu())
@@ -281,7 +285,7 @@ def test_host_time_of_a_sparse_product() -> None:
 
 
 @pytest.mark.parametrize("name", LIBRARIES)
-def test_errors_say_what_was_asked_for(name: str) -> None:
+def test_plan_errors_name_the_request(name: str) -> None:
     library, problem = LIBRARIES[name], Problem("int8", "int32", 64, 64, 16)
     refused = [
         (Problem("fp4", "bf16", 64, 64, 16), None, "products are .* asked for fp4"),
@@ -297,7 +301,7 @@ def test_errors_say_what_was_asked_for(name: str) -> None:
         library.operand(torch.zeros(64, 64, dtype=torch.int32, device=gpu()))
 
 
-def test_sides_that_the_sparse_library_cannot_take_are_named() -> None:
+def test_cusparselt_refuses_unaligned_weights() -> None:
     for n, k in ((40, 64), (64, 40)):
         with pytest.raises(LibraryError, match=f"multiples of 32, found {n} x {k}"):
             LIBRARIES["cusparselt"].operand(torch.zeros(n, k, dtype=INT8, device=gpu()))
@@ -334,7 +338,7 @@ print(chr(10) + json.dumps(found), flush=True)
 """
 
 
-def test_what_the_library_refuses_and_weights_elsewhere() -> None:
+def test_cusparselt_refusals_are_errors_in_a_new_process() -> None:
     done = subprocess.run(
         [sys.executable, "-c", REFUSALS], capture_output=True, text=True, cwd=ROOT, timeout=120, check=False
     )

@@ -20,10 +20,10 @@ from typing import Any
 
 import pytest
 import torch
-from gpu_farm import (
+from gpu_engines import (
     GIB,
     Engine,
-    Farm,
+    GpuEngines,
     compiled_beside_stock,
     differences,
     forced,
@@ -55,26 +55,26 @@ LONG: dict[str, Any] = {
 }
 
 
-def mixed_load(farm: Farm) -> dict[str, Any]:
+def mixed_load(gpu_engines: GpuEngines) -> dict[str, Any]:
     """One sequence of 8,000 tokens; 512 of 3 to 8,300, some with a common beginning, that come all at once, so that
     long prompts are prefilled in parts while others decode; then some of them again, a little longer.
     """
     lengths = [8000] * 4 + [1000 + 37 * i for i in range(60)] + [3 + i % 197 for i in range(448)]
     order = torch.randperm(512, generator=torch.Generator().manual_seed(0)).tolist()
-    many = [farm.text[1000 * i : 1000 * i + lengths[i]].tolist() for i in order]
-    beginning = farm.text[-300:].tolist()
+    many = [gpu_engines.text[1000 * i : 1000 * i + lengths[i]].tolist() for i in order]
+    beginning = gpu_engines.text[-300:].tolist()
     many = [beginning + prompt if len(prompt) % 3 == 0 else prompt for prompt in many]
     return {
-        "phases": [farm.windows(1, 8000), many, [[*prompt, 10] for prompt in many[::8]]],
+        "phases": [gpu_engines.windows(1, 8000), many, [[*prompt, 10] for prompt in many[::8]]],
         "tokens": 24,
         "options": LONG,
     }
 
 
-def an_adapter(farm: Farm) -> dict[str, Any]:
-    adapter, kernels = farm.folder / "adapter", farm.folder / "kernels"
+def adapter_request(gpu_engines: GpuEngines) -> dict[str, Any]:
+    adapter, kernels = gpu_engines.folder / "adapter", gpu_engines.folder / "kernels"
     if not adapter.exists():
-        write_adapter(farm.source, adapter)
+        write_adapter(gpu_engines.source, adapter)
         write_kernel_configs(kernels, torch.cuda.get_device_name())
     return {
         "adapter": str(adapter),
@@ -83,12 +83,12 @@ def an_adapter(farm: Farm) -> dict[str, Any]:
     }
 
 
-TASKS: dict[str, Callable[[Farm], dict[str, Any]]] = {
+TASKS: dict[str, Callable[[GpuEngines], dict[str, Any]]] = {
     "mixed": mixed_load,
-    "adapters": an_adapter,
-    "reload_other": lambda farm: {
-        "model": str(farm.checkpoint(INT8_6_8)),
-        "other": str(farm.checkpoint(replace(INT8_6_8, method="random"))),
+    "adapters": adapter_request,
+    "reload_other": lambda gpu_engines: {
+        "model": str(gpu_engines.checkpoint(INT8_6_8)),
+        "other": str(gpu_engines.checkpoint(replace(INT8_6_8, method="random"))),
     },
     "profile": lambda _: {"env": {"SLIDESPARSE_PROFILE": "1"}},
     "sleep": lambda _: {"options": {"enable_sleep_mode": True, "kv_cache_memory_bytes": 4 * GIB}},
@@ -96,18 +96,20 @@ TASKS: dict[str, Callable[[Farm], dict[str, Any]]] = {
 
 
 @pytest.fixture(scope="module")
-def farm(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Farm]:
-    made = Farm(tmp_path_factory.mktemp("models"), TASKS)
+def gpu_engines(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[GpuEngines]:
+    made = GpuEngines(tmp_path_factory.mktemp("models"), TASKS)
     for engine in needed(request):
         made.start(engine)
     yield made
     made.close()
 
 
-def test_the_model_has_learned(farm: Farm) -> None:
-    """Else its top-1 tokens would be decided by rounding errors everywhere."""
-    print(farm.outcome)
-    assert farm.outcome.bits < farm.outcome.unigram_bits / 2
+def test_trained_model_predicts_better_than_unigrams(gpu_engines: GpuEngines) -> None:
+    """Otherwise rounding errors would decide its top-1 tokens everywhere."""
+    print(gpu_engines.outcome)
+    assert gpu_engines.outcome.bits < gpu_engines.outcome.unigram_bits / 2
 
 
 def int8_in_float16(pattern: str) -> list[Engine]:
@@ -120,8 +122,8 @@ def int8_in_float16(pattern: str) -> list[Engine]:
 
 @needs(int8_in_float16)
 @PATTERNS
-def test_int8_in_float16_is_stock_bit_for_bit(farm: Farm, pattern: str) -> None:
-    stock, dense, slided = farm.answers(int8_in_float16(pattern))
+def test_int8_float16_outputs_equal_stock(gpu_engines: GpuEngines, pattern: str) -> None:
+    stock, dense, slided = gpu_engines.answers(int8_in_float16(pattern))
     assert len(forced(stock)) >= 10_000
     for ours in (dense, slided):
         assert not differences(forced(ours), forced(stock))
@@ -143,10 +145,10 @@ PACKED = replace(INT8_6_8, layout="packed")  # weights without their zeros
 
 @needs(int8_beside_stock)
 @pytest.mark.parametrize("engine", [BLOCKS, BESIDE], ids=["2:4@50%", "unpruned"])
-def test_int8_in_dense_blocks_is_stock_bit_for_bit(farm: Farm, engine: Engine) -> None:
-    if farm.backend != "hopper":
-        pytest.skip(f"backend {farm.backend} multiplies no dense blocks")
-    stock, ours, stock_graphs, graphs = farm.answers(int8_beside_stock(engine))
+def test_int8_dense_blocks_outputs_equal_stock(gpu_engines: GpuEngines, engine: Engine) -> None:
+    if gpu_engines.backend != "hopper":
+        pytest.skip(f"backend {gpu_engines.backend} multiplies no dense blocks")
+    stock, ours, stock_graphs, graphs = gpu_engines.answers(int8_beside_stock(engine))
     assert not differences(forced(ours), forced(stock))
     assert not differences(greedy(ours), greedy(stock))
     assert not differences(greedy(graphs), greedy(stock_graphs))
@@ -154,8 +156,8 @@ def test_int8_in_dense_blocks_is_stock_bit_for_bit(farm: Farm, engine: Engine) -
 
 
 @needs(lambda: [PACKED, replace(INT8_6_8, system="stock")])
-def test_weights_without_their_zeros_serve_the_same(farm: Farm) -> None:
-    packed, stock = farm.answers([PACKED, replace(INT8_6_8, system="stock")])
+def test_packed_layout_outputs_equal_stock(gpu_engines: GpuEngines) -> None:
+    packed, stock = gpu_engines.answers([PACKED, replace(INT8_6_8, system="stock")])
     assert not differences(forced(packed), forced(stock))
 
 
@@ -167,12 +169,12 @@ def bitnet(pattern: str) -> list[Engine]:
 
 @needs(bitnet)
 @pytest.mark.parametrize("pattern", ["2_inf", "6:8"])
-def test_bitnet_is_stock_bit_for_bit(farm: Farm, pattern: str) -> None:
+def test_bitnet_outputs_equal_stock(gpu_engines: GpuEngines, pattern: str) -> None:
     """vLLM's own kernels serve the same ternary codes under the plugin's model; the witness is the reference backend.
 
     Weights are random, but logits are far from flat, and what comes next depends on the context.
     """
-    stock, stock_compiled, ours, compiled, exact, stock_graphs, graphs = farm.answers(bitnet(pattern))
+    stock, stock_compiled, ours, compiled, exact, stock_graphs, graphs = gpu_engines.answers(bitnet(pattern))
     assert len(forced(stock)) >= 10_000
     for found in (exact, ours):
         assert not differences(forced(found), forced(stock))
@@ -193,16 +195,18 @@ def int8_in_bfloat16(pattern: str) -> list[Engine]:
 
 @needs(int8_in_bfloat16)
 @PATTERNS
-def test_int8_in_bfloat16_is_stock_but_for_one_rounding_of_cusparselt(farm: Farm, pattern: str) -> None:
+def test_int8_bfloat16_outputs_equal_stock_but_for_cusparselt_rounding(
+    gpu_engines: GpuEngines, pattern: str
+) -> None:
     """cuSPARSELt's sums are rounded before they are scaled: the cause of every token of its that is not stock's.
 
     How many there are depends on the model: one that was trained for 20 seconds is often undecided.  The measure is
     stock vLLM itself, compiled against eager, where Inductor rounds elsewhere: not more than that, and four standard
     deviations of such a count.
     """
-    stock, exact, sparse, rounded, compiled = map(forced, farm.answers(int8_in_bfloat16(pattern)))
+    stock, exact, sparse, rounded, compiled = map(forced, gpu_engines.answers(int8_in_bfloat16(pattern)))
     assert not differences(exact, stock)
-    if farm.backend != "cusparselt":
+    if gpu_engines.backend != "cusparselt":
         assert not differences(sparse, stock)
         return
     assert not differences(sparse, rounded)
@@ -224,16 +228,16 @@ def fp8_in_bfloat16(pattern: str) -> list[Engine]:
 
 @needs(fp8_in_bfloat16)
 @pytest.mark.parametrize("pattern", ["2:4", "4:6", "6:8", "8:10", "2:4@50%"])
-def test_fp8_is_as_exact_as_stock(farm: Farm, pattern: str) -> None:
+def test_fp8_error_is_at_most_twice_that_of_stock(gpu_engines: GpuEngines, pattern: str) -> None:
     """Each against the same arithmetic with float64 sums: all round to BF16 at the end, cuSPARSELt before scaling, too.
 
     Two float32 sums of the same terms differ by at most the sum of their errors, so ours may be off by twice the dense
     kernel's error.  On average, as single positions are chaotic: a last bit decides how an activation rounds to FP8.
     Layouts hold the same packed weights, so they may not differ at all.
     """
-    stock, exact, sparse, rounded, *slided = map(forced, farm.answers(fp8_in_bfloat16(pattern)))
+    stock, exact, sparse, rounded, *slided = map(forced, gpu_engines.answers(fp8_in_bfloat16(pattern)))
     assert all(not differences(sparse, one) for one in slided)
-    same_arithmetic = rounded if farm.backend == "cusparselt" else exact
+    same_arithmetic = rounded if gpu_engines.backend == "cusparselt" else exact
     of_stock, ours = mean_error(stock, exact), mean_error(sparse, same_arithmetic)
     print(
         f"FP8 {pattern}: mean error {ours:.2e}, stock's {of_stock:.2e}; "
@@ -253,9 +257,9 @@ def eager_and_graphs(quant: str, pattern: str, layout: str) -> list[Engine]:
 @LAYOUTS
 @PATTERNS
 @QUANTS
-def test_graphs_change_nothing(farm: Farm, quant: str, pattern: str, layout: str) -> None:
+def test_graph_outputs_equal_eager(gpu_engines: GpuEngines, quant: str, pattern: str, layout: str) -> None:
     """Split graphs, captured ones, padded batches: the same tokens and log-probabilities as eager."""
-    eager, graphs = farm.answers(eager_and_graphs(quant, pattern, layout))
+    eager, graphs = gpu_engines.answers(eager_and_graphs(quant, pattern, layout))
     assert not differences(greedy(graphs), greedy(eager))
 
 
@@ -267,10 +271,10 @@ def eager_and_compiled(quant: str, pattern: str, layout: str) -> list[Engine]:
 @LAYOUTS
 @PATTERNS
 @QUANTS
-def test_compiled_tokens_are_eager_ones(farm: Farm, quant: str, pattern: str, layout: str) -> None:
-    """Engines as served by default: Inductor's kernels, captured graphs, scheduling ahead."""
+def test_compiled_tokens_match_eager(gpu_engines: GpuEngines, quant: str, pattern: str, layout: str) -> None:
+    """Engines are as served by default: Inductor's kernels, captured graphs, scheduling ahead."""
     print(f"{quant} {pattern} {layout}:")
-    require_only_rounding(*farm.answers(eager_and_compiled(quant, pattern, layout)))
+    require_only_rounding(*gpu_engines.answers(eager_and_compiled(quant, pattern, layout)))
 
 
 def under_load(mode: str) -> list[Engine]:
@@ -280,9 +284,9 @@ def under_load(mode: str) -> list[Engine]:
 
 @needs(under_load)
 @MODES
-def test_mixed_load(farm: Farm, mode: str) -> None:
+def test_mixed_load_tokens_equal_stock(gpu_engines: GpuEngines, mode: str) -> None:
     """1 to 512 sequences, prompts to 8,300 tokens, prefill in parts beside decoding, the prefix cache on and hit."""
-    stock, dense, slided = (answer.data for answer in farm.answers(under_load(mode)))
+    stock, dense, slided = (answer.data for answer in gpu_engines.answers(under_load(mode)))
     assert [len(phase) for phase in stock["phases"]] == [1, 512, 64]
     assert len({tuple(tokens) for tokens in stock["phases"][1]}) > 256  # the answers depend on the prompts
     assert sum(cached > 0 for cached in stock["cached"][2]) > 32
@@ -299,9 +303,9 @@ def with_adapters(mode: str) -> list[Engine]:
 
 @needs(with_adapters)
 @MODES
-def test_lora_on_sparse_layers(farm: Farm, mode: str) -> None:
+def test_lora_tokens_equal_stock(gpu_engines: GpuEngines, mode: str) -> None:
     """An adapter's product is added to the layer's result, which is stock's bit for bit; so is the sum."""
-    stock, ours = (answer.data for answer in farm.answers(with_adapters(mode)))
+    stock, ours = (answer.data for answer in gpu_engines.answers(with_adapters(mode)))
     changed = sum(a != b for a, b in zip(stock["plain"], stock["adapted"], strict=True))
     assert changed > len(stock["plain"]) // 2  # the adapter is seen
     for turn in ("plain", "adapted", "mixed"):
@@ -314,9 +318,9 @@ def reloading() -> list[Engine]:
 
 
 @needs(reloading)
-def test_other_weights_can_be_loaded_under_captured_graphs(farm: Farm) -> None:
+def test_reload_under_captured_graphs(gpu_engines: GpuEngines) -> None:
     """Graphs hold the addresses of packed weights, so that new ones have to come to lie there."""
-    *served, reloaded = farm.answers(reloading())
+    *served, reloaded = gpu_engines.answers(reloading())
     first, other = ([[best.token for best in row] for row in greedy(answer)] for answer in served)
     assert first != other
     for found, expected in zip(reloaded.data["turns"], (first, other, first), strict=True):
@@ -327,14 +331,14 @@ PROFILED = [replace(INT8_6_8, dtype="bfloat16", task="profile", mode=mode) for m
 
 
 @needs(lambda: PROFILED)
-def test_the_profile_names_layers_and_algorithms(farm: Farm) -> None:
-    """Launched, and of decode steps of 16 sequences in graphs."""
-    eager, graphs = (farm.answer(engine).data["table"] for engine in PROFILED)
+def test_profile_names_layers_and_algorithms(gpu_engines: GpuEngines) -> None:
+    """One table has launched calls, the other decode steps of 16 sequences in graphs."""
+    eager, graphs = (gpu_engines.answer(engine).data["table"] for engine in PROFILED)
     print(eager, graphs, sep="\n")
     assert "CUDA graphs" not in eager
     launched, captured = eager.splitlines(), graphs[graphs.index("SlideSparse profile", 1) :].splitlines()
     assert "calls captured into CUDA graphs" in captured[0]
-    stages = 3 if farm.backend == "cusparselt" else 2  # whose products do not scale
+    stages = 3 if gpu_engines.backend == "cusparselt" else 2  # whose products do not scale
     for (head, columns, *rows), tokens in ((launched, {"16", "512"}), (captured, {"16"})):
         assert head.startswith("SlideSparse profile: ")
         assert columns.split()[:6] == ["layer", "M", "calls", "quantize", "product", "scale"]
@@ -345,17 +349,20 @@ def test_the_profile_names_layers_and_algorithms(farm: Farm) -> None:
 
 
 @needs(lambda: [INT8_6_8])
-def test_the_summary_line_says_what_runs(farm: Farm) -> None:
-    answer = farm.answer(INT8_6_8)
-    start = f"6:8 (2 of every 8 pruned): {INT8_6_8.layers}, 1 dense (1 lm_head); dense layout; backend {farm.backend}: "
+def test_summary_line_names_layers_and_backend(gpu_engines: GpuEngines) -> None:
+    answer = gpu_engines.answer(INT8_6_8)
+    layers = f"{INT8_6_8.layers}, 1 dense (1 lm_head)"
+    start = f"6:8 (2 of every 8 pruned): {layers}; dense layout; backend {gpu_engines.backend}: "
     assert answer.summary.startswith(start)
     assert answer.log.count("SlideSparse 6:8") == 1
 
 
-def test_sleep_gives_memory_back_and_waking_changes_nothing(farm: Farm) -> None:
-    """Alone on the GPU, since free memory is the whole GPU's.  Packed weights are among what is given back."""
-    farm.wait()
-    found = farm.answer(replace(INT8_6_8, mode="graphs", task="sleep")).data
+def test_sleep_frees_memory_and_wake_keeps_outputs(gpu_engines: GpuEngines) -> None:
+    """It runs alone on the GPU, since free memory is the whole GPU's. Packed weights are among what is given
+    back.
+    """
+    gpu_engines.wait()
+    found = gpu_engines.answer(replace(INT8_6_8, mode="graphs", task="sleep")).data
     before, asleep, after = found["free"]
     assert found["in_pool"] == found["weights"] > 0
     assert asleep - before >= 0.99 * 4 * GIB  # whole blocks of the cache

@@ -21,7 +21,7 @@ LARGE = [(96, 4608, 3584), (2048, 256, 18944), (1000, 1000, 1000)]  # many tiles
 @STRIPS
 @DTYPES
 @pytest.mark.parametrize(("kept", "group"), PATTERNS)
-def test_every_variant_is_exact_where_sums_are(kept: int, group: int, dtype: torch.dtype, strip: int) -> None:
+def test_every_variant_is_exact_on_integers(kept: int, group: int, dtype: torch.dtype, strip: int) -> None:
     for m, n, k in (*SHAPES, (100, 260, 200)):
         x, weight = integers(m, n, k, kept, group, dtype, strip)
         expected = (x.double() @ decompress(weight).double().t()).to(dtype)
@@ -54,14 +54,16 @@ def test_large_products_stay_within_the_bound(m: int, n: int, k: int, dtype: tor
 
 @STRIPS
 @DTYPES
-def test_the_cpu_reference_has_nearly_the_same_bits(dtype: torch.dtype, strip: int) -> None:
-    """Its fused multiply-adds go by way of float64, which rounds twice: rarely, a last bit differs."""
+def test_gpu_and_cpu_reference_differ_in_few_last_bits(dtype: torch.dtype, strip: int) -> None:
+    """The reference's fused multiply-adds go by way of float64, which rounds twice: rarely, a last bit
+    differs.
+    """
     x, weight = operands(33, 40, 600, 2, 4, dtype, strip)
     found = spmm(x.cuda(), weight.to("cuda")).cpu()
     assert float((found != reference(x, weight)).double().mean()) < 0.01
 
 
-def test_compression_on_a_gpu() -> None:
+def test_compress_on_gpu_equals_cpu() -> None:
     for strip in (1, STRIP):
         for kept, group in PATTERNS:
             dense = torch.randn(70, 99, generator=torch.Generator().manual_seed(1))
@@ -74,8 +76,10 @@ def test_compression_on_a_gpu() -> None:
 
 
 @DTYPES
-def test_memory_of_any_layout(dtype: torch.dtype) -> None:
-    """Tokens side by side or not, at odd addresses, between NaN; values and offsets with others beside them."""
+def test_operands_of_any_memory_layout(dtype: torch.dtype) -> None:
+    """Tokens are side by side or not, at odd addresses, between NaN; values and offsets have others beside
+    them.
+    """
     x, weight = integers(13, 21, 90, 2, 4, dtype)
     expected = reference(x, weight)
     wide = torch.full((92, 40), torch.nan, dtype=dtype, device="cuda")
@@ -92,7 +96,7 @@ def test_memory_of_any_layout(dtype: torch.dtype) -> None:
                 assert torch.equal(spmm(tokens, poisoned, variant, splits).cpu(), expected)
 
 
-def test_graphs_and_streams() -> None:
+def test_product_in_a_graph_on_another_stream() -> None:
     x, weight = operands(64, 96, 512, 2, 4, torch.float32)
     x, weight = x.cuda(), weight.to("cuda")
     expected = spmm(x, weight, "double", 4)
@@ -107,7 +111,7 @@ def test_graphs_and_streams() -> None:
     assert torch.equal(found, expected)
 
 
-def test_sizes_of_nothing() -> None:
+def test_empty_products_are_zero() -> None:
     for m, n, k in ((0, 5, 8), (5, 0, 8), (5, 3, 0)):
         weight = compress(torch.zeros(n, k), 2, 4).to("cuda")
         found = spmm(torch.ones(m, k, device="cuda"), weight, "double", 2)
@@ -115,7 +119,7 @@ def test_sizes_of_nothing() -> None:
         assert not bool(found.any())
 
 
-def test_wrong_operands() -> None:
+def test_spmm_refuses_invalid_operands() -> None:
     weight = compress(torch.zeros(5, 8), 2, 4)
     with pytest.raises(SpmmError, match="cuda"):
         spmm(torch.ones(3, 8, device="cuda"), weight)

@@ -17,8 +17,8 @@ pytestmark = pytest.mark.gpu
 
 
 @pytest.mark.parametrize("name", ["cublaslt", "cusparselt"])
-def test_the_layouts_that_are_taken_give_the_product(name: str, tmp_path: Path) -> None:
-    """Serving's layout is; others may be refused, but none may be wrong."""
+def test_accepted_layouts_give_correct_products(name: str, tmp_path: Path) -> None:
+    """Serving's layout is accepted; others may be refused, but none may be wrong."""
     gpu = require_gpu()
     libraries = require_libraries(gpu, [name])
     todo = products(libraries, [Layer("layer", 256, 512)], ["int8", "fp8", "bf16"])

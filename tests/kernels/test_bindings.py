@@ -73,8 +73,10 @@ def everything(native: Native) -> None:
     native.run(plan)
 
 
-def test_every_call_that_fails_is_an_error(native: Native) -> None:
-    """With the call, the library's words and the problem; what was made before is destroyed, and a retry works."""
+def test_failing_library_calls_raise_and_leak_nothing(native: Native) -> None:
+    """The error has the call, the library's words and the problem; what was made before is destroyed, and a
+    retry works.
+    """
     everything(native)
     made = [call["name"] for call in native.calls()]
     cases = [(name, made[:i].count(name)) for i, name in enumerate(made) if "Destroy" not in name]
@@ -93,7 +95,7 @@ def test_every_call_that_fails_is_an_error(native: Native) -> None:
 
 
 @pytest.mark.parametrize("handle_first", [True, False])
-def test_a_handle_outlives_its_plans(native: Native, handle_first: bool) -> None:
+def test_plans_keep_their_handle_alive(native: Native, handle_first: bool) -> None:
     handle = native.module.Handle()
     plans = [native.ready(handle), native.ready(handle)]
     before = native.alive()
@@ -108,7 +110,7 @@ def test_a_handle_outlives_its_plans(native: Native, handle_first: bool) -> None
 
 
 @pytest.mark.parametrize("layout", FLAGS, ids=str)
-def test_matrices(native: Native, layout: tuple[bool, bool, bool]) -> None:
+def test_matrix_layouts_of_a_product(native: Native, layout: tuple[bool, bool, bool]) -> None:
     native.run(native.ready(layout=layout))
     calls = native.calls()
     made: dict[int, list[int]] = {}
@@ -136,7 +138,7 @@ def test_matrices(native: Native, layout: tuple[bool, bool, bool]) -> None:
 
 @pytest.mark.parametrize("operand", ["int8", "fp8", "fp16", "bf16"])
 @pytest.mark.parametrize("out", ["int32", "int8", "fp32", "fp16", "bf16"])
-def test_types(native: Native, operand: str, out: str) -> None:
+def test_data_types_of_a_product(native: Native, operand: str, out: str) -> None:
     module, compute = native.module, COMPUTE[native.name]
     assert (TYPES, compute) == (module.TYPES, module.COMPUTE)
     native.plan(operand_type=TYPES[operand], output_type=TYPES[out], compute_type=compute[operand])
@@ -146,7 +148,7 @@ def test_types(native: Native, operand: str, out: str) -> None:
     assert [call["compute"] for call in calls if "compute" in call] == [compute[operand]]
 
 
-def test_addresses_of_a_sparse_product(cusparselt: Native) -> None:
+def test_sparse_product_gets_its_addresses(cusparselt: Native) -> None:
     """The weight is A; alpha is 1.0 on the host."""
     cusparselt.set(compressed=5000, buffer=300, workspace=(1 << 32) + 5, algorithms=17)
     plan = cusparselt.plan()
@@ -161,7 +163,7 @@ def test_addresses_of_a_sparse_product(cusparselt: Native) -> None:
 
 
 @pytest.mark.parametrize(("scaled", "biased", "fast"), FLAGS)
-def test_addresses_and_epilogue_of_a_dense_product(
+def test_dense_product_gets_its_addresses_and_epilogue(
     cublaslt: Native, scaled: bool, biased: bool, fast: bool
 ) -> None:
     epilogue = cublaslt.module.Epilogue(scaled, TYPES["fp16"] if biased else -1, fast)
@@ -197,7 +199,7 @@ def test_scalars_have_the_scale_type(cublaslt: Native, scale: str, one: int) -> 
 
 
 @pytest.mark.parametrize("optional", [True, False])
-def test_a_plan_takes_its_own_scales_and_no_others(native: Native, optional: bool) -> None:
+def test_plan_refuses_scales_it_was_not_made_for(native: Native, optional: bool) -> None:
     dense, module = native.name == "cublaslt", native.module
     if dense:
         plan = native.ready(epilogue=module.Epilogue(optional, TYPES["bf16"] if optional else -1, False))
@@ -219,18 +221,18 @@ def test_a_plan_takes_its_own_scales_and_no_others(native: Native, optional: boo
     ("numbers", "expected"),
     [((-1, 1, 0), {}), ((0, 1, 0), {0: 0}), ((3, 4, 2), {0: 3, 3: 4, 4: 2})],
 )
-def test_a_sparse_algorithm_sets_what_it_names(
+def test_sparse_algorithm_sets_only_given_attributes(
     cusparselt: Native, numbers: tuple[int, ...], expected: dict[int, int]
 ) -> None:
-    """Attributes 0: the id, 3: the number of splits of K, 4: how; else the library's choice stays."""
+    """Attributes are 0: the id, 3: the number of splits of K, 4: how; else the library's choice stays."""
     cusparselt.plan(algorithm=cusparselt.module.Algorithm(*numbers))
     calls = cusparselt.calls()
     assert settings(calls, "cusparseLtMatmulAlgSetAttribute") == expected
     assert only(calls, "cusparseLtMatmulAlgGetAttribute")["attribute"] == 1  # how many there are
 
 
-def test_dense_algorithms(cublaslt: Native) -> None:
-    """Proposed within a workspace, chosen, run; the fake's algorithm i wants i MiB and has i in its second word."""
+def test_dense_algorithms_are_proposed_and_run(cublaslt: Native) -> None:
+    """The fake library's algorithm i wants i MiB of workspace and has i in its second word."""
     plan = cublaslt.plan()
     with pytest.raises(RuntimeError, match="no algorithm yet"):
         cublaslt.run(plan)
@@ -273,8 +275,8 @@ print(module.__file__)
 """
 
 
-def test_loading(native: Native, tmp_path: Path) -> None:
-    """In a process of its own; after libraries that cannot be loaded the right one still can, and then no other."""
+def test_loading_tries_the_next_path_after_a_bad_library(native: Native, tmp_path: Path) -> None:
+    """In a new process, the right library loads after libraries that cannot be loaded, and then no other."""
     text, missing, old = (str(tmp_path / name) for name in ("text.so", "missing.so", "old.so"))
     Path(text).write_text("no library")
     build_fake(native.name, Path(old), f"-D{LACKS[native.name]}=another")
@@ -298,7 +300,7 @@ def test_loading(native: Native, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["cusparseLtMatmul", "cusparseLtSpMMACompress", "cublasLtMatmul"])
-def test_other_threads_run_meanwhile(name: str, loaded: dict[str, Native]) -> None:
+def test_library_calls_release_the_gil(name: str, loaded: dict[str, Native]) -> None:
     native = loaded["cublaslt" if "cublas" in name else "cusparselt"]
     native.forget()
     plan: Any = native.ready()

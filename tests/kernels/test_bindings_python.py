@@ -24,7 +24,7 @@ STREAM = 0x50
 PROBLEM = Problem("int8", "int32", 64, 96, 32)
 
 
-class Library(Native):
+class FakedLibrary(Native):
     """A binding and the backend above it, of a class of this test's own, so that it caches nothing across tests."""
 
     def __init__(self, native: Native) -> None:
@@ -33,7 +33,9 @@ class Library(Native):
 
 
 @pytest.fixture
-def libraries(loaded: dict[str, Native], monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, Library]]:
+def libraries(
+    loaded: dict[str, Native], monkeypatch: pytest.MonkeyPatch
+) -> Iterator[dict[str, FakedLibrary]]:
     """The backends on a device 0 whose libraries are the fake ones."""
     for native in loaded.values():
         native.forget()
@@ -48,7 +50,7 @@ def libraries(loaded: dict[str, Native], monkeypatch: pytest.MonkeyPatch) -> Ite
     monkeypatch.setattr(cuda, "extension", lambda name: loaded[name].module)
     monkeypatch.setattr(cuda, "_thread_state", cuda._ThreadState())
     monkeypatch.setattr(cuda, "_workspaces", {(0, STREAM): torch.empty(1, dtype=torch.uint8)})
-    yield {name: Library(native) for name, native in loaded.items()}
+    yield {name: FakedLibrary(native) for name, native in loaded.items()}
     monkeypatch.undo()  # the handles of this thread go with it
     for native in loaded.values():
         assert native.alive() == 0
@@ -56,11 +58,11 @@ def libraries(loaded: dict[str, Native], monkeypatch: pytest.MonkeyPatch) -> Ite
 
 
 @pytest.fixture(params=NAMES)
-def library(libraries: dict[str, Library], request: pytest.FixtureRequest) -> Library:
+def library(libraries: dict[str, FakedLibrary], request: pytest.FixtureRequest) -> FakedLibrary:
     return libraries[request.param]
 
 
-def test_versions(libraries: dict[str, Library]) -> None:
+def test_library_versions_are_checked(libraries: dict[str, FakedLibrary]) -> None:
     sparse, dense = libraries.values()
     for minor in (7, 11):
         sparse.set(version1=minor)
@@ -96,8 +98,8 @@ def tensors(problem: Problem) -> dict[str, torch.Tensor]:
     ids=str,
 )
 @pytest.mark.parametrize("size", [0, 1 << 20])
-def test_a_plan_hands_over_types_and_tensors(
-    name: str, problem: Problem, size: int, libraries: dict[str, Library]
+def test_plan_passes_types_and_tensors(
+    name: str, problem: Problem, size: int, libraries: dict[str, FakedLibrary]
 ) -> None:
     library = libraries[name]
     library.set(workspace=size)
@@ -127,7 +129,7 @@ def test_a_plan_hands_over_types_and_tensors(
     assert [found.get(key) for key in (17, 18, 8)] == [at.get(key) for key in ("scale_w", "scale_x", "bias")]
 
 
-def test_a_workspace_may_be_as_large_as_a_stream_has(library: Library) -> None:
+def test_workspace_may_not_exceed_that_of_a_stream(library: FakedLibrary) -> None:
     library.set(algorithms=66, workspace=cuda.WORKSPACE_BYTES)
     found = library.backend.algorithms(PROBLEM, CPU)
     assert library.backend.plan(PROBLEM, CPU, found[64]).workspace == cuda.WORKSPACE_BYTES
@@ -138,8 +140,10 @@ def test_a_workspace_may_be_as_large_as_a_stream_has(library: Library) -> None:
         library.backend.plan(PROBLEM, CPU, found[65])
 
 
-def test_algorithms_of_cublaslt(libraries: dict[str, Library]) -> None:
-    """As text that makes the same plan again, sought within a stream's workspace; the first is the heuristic's."""
+def test_cublaslt_algorithms_as_text(libraries: dict[str, FakedLibrary]) -> None:
+    """The text makes the same plan again, within a stream's workspace; the first algorithm is the
+    heuristic's.
+    """
     library, backend = libraries["cublaslt"], libraries["cublaslt"].backend
     library.set(refused=2)
     found = backend.algorithms(PROBLEM, CPU)
@@ -154,8 +158,10 @@ def test_algorithms_of_cublaslt(libraries: dict[str, Library]) -> None:
         backend.plan(PROBLEM, CPU)
 
 
-def test_algorithms_of_cusparselt(libraries: dict[str, Library]) -> None:
-    """Where tiles are few, with the ways of splitting K that the library takes; none that crashes."""
+def test_cusparselt_algorithms_as_text(libraries: dict[str, FakedLibrary]) -> None:
+    """Where tiles are few, they include the ways of splitting K that the library takes, and none that
+    crashes.
+    """
     library, backend = libraries["cusparselt"], libraries["cusparselt"].backend
     library.set(algorithms=2, cusparseLtMatmulAlgSetAttribute_fails=2)  # the mode of the first way
     ways = [f"{splits}x{mode}" for splits in (2, 3, 4, 8) for mode in (1, 2, 5)][1:]
@@ -173,8 +179,8 @@ def test_algorithms_of_cusparselt(libraries: dict[str, Library]) -> None:
         backend.plan(many, CPU, "36")
 
 
-def test_what_the_library_refuses_is_a_library_error(library: Library) -> None:
-    """With the call, the problem and the layout; afterwards everything works."""
+def test_library_refusals_raise_library_error(library: FakedLibrary) -> None:
+    """The error has the call, the problem and the layout; afterwards everything works."""
     layout, backend = Layout(output_n=False), library.backend
     function = {"cusparselt": "cusparseLtMatmulAlgGetAttribute", "cublaslt": "cublasLtMatmulDescCreate"}
     for ask in (backend.plan, backend.algorithms):
@@ -188,8 +194,8 @@ def test_what_the_library_refuses_is_a_library_error(library: Library) -> None:
     plan.run(**tensors(PROBLEM))
 
 
-def test_a_thread_has_one_handle(library: Library) -> None:
-    """Made when it is first needed; one that cannot be made is tried again."""
+def test_each_thread_makes_one_handle(library: FakedLibrary) -> None:
+    """It is made when it is first needed; one that cannot be made is tried again."""
     create = {"cusparselt": "cusparseLtInit", "cublaslt": "cublasLtCreate"}[library.name]
     library.set(**{f"{create}_fails": 0})
     with pytest.raises(LibraryError, match=f"^{create} failed"):

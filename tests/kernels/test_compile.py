@@ -75,7 +75,7 @@ def runs(root: Path) -> list[str]:
 
 
 @pytest.mark.parametrize("name", ["cusparselt", "hopper", "operators"])
-def test_a_target_is_compiled_once(name: str, root: Path) -> None:
+def test_build_compiles_a_target_once(name: str, root: Path) -> None:
     place = compile.target_path(name)
     assert not (root / "cache").exists()
     assert compile.build(name) == compile.build(name) == place == compile.target_path(name)
@@ -87,7 +87,7 @@ def test_a_target_is_compiled_once(name: str, root: Path) -> None:
     assert sorted(path.name for path in place.parent.iterdir()) == [place.name, f"{place.name}.lock"]
 
 
-def test_command_lines(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_build_command_lines(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CXX", f"{root}/bin/c++ -O1")
     for name in ("cusparselt", "operators", "hopper"):
         compile.build(name)
@@ -162,7 +162,7 @@ CHANGES = {
 
 
 @pytest.mark.parametrize("change", CHANGES)
-def test_the_key_holds_what_can_change_the_result(
+def test_cache_key_depends_on_all_inputs_of_the_build(
     change: str, root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     names = ("cusparselt", "hopper", "operators")
@@ -180,7 +180,7 @@ def start(root: Path) -> subprocess.Popen[str]:
     )
 
 
-def test_processes_that_build_at_once_get_one_whole_file(root: Path) -> None:
+def test_concurrent_builds_compile_once(root: Path) -> None:
     program(root, "c++", seconds=0.5)
     both = [start(root), start(root)]
     said = [process.communicate(timeout=60) for process in both]
@@ -190,8 +190,8 @@ def test_processes_that_build_at_once_get_one_whole_file(root: Path) -> None:
     assert len(runs(root)) == 1
 
 
-def test_a_build_that_is_killed_leaves_no_module(root: Path) -> None:
-    """The next one waits for nobody, and builds."""
+def test_killed_build_leaves_no_module(root: Path) -> None:
+    """The next build waits for nobody, and compiles."""
     program(root, "c++", seconds=30)
     process = start(root)
     deadline = time.monotonic() + 30
@@ -209,8 +209,8 @@ def test_a_build_that_is_killed_leaves_no_module(root: Path) -> None:
 
 
 @pytest.mark.parametrize(("name", "compiler"), [("cusparselt", "c++"), ("hopper", "nvcc")])
-def test_what_a_compiler_says_is_told_and_nothing_is_left(name: str, compiler: str, root: Path) -> None:
-    """Its beginning: the first of its errors is the cause, and templates make the rest long."""
+def test_failed_build_reports_the_beginning_of_compiler_output(name: str, compiler: str, root: Path) -> None:
+    """The first of its errors is the cause, and templates make the rest long; no file is left."""
     text = "#!/bin/sh\nif [ $1 = --version ]; then echo release 13.0; exit; fi\nseq -f 'line %g end' 100 >&2\nexit 1\n"
     program(root, compiler, text=text)
     with pytest.raises(ToolchainError) as error:
@@ -221,14 +221,14 @@ def test_what_a_compiler_says_is_told_and_nothing_is_left(name: str, compiler: s
     assert [path.suffix for path in (root / "cache").rglob("*") if path.is_file()] == [".lock"]
 
 
-def test_a_compiler_that_hangs(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hanging_compiler_times_out(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compile, "COMPILE_SECONDS", 0.2)
     program(root, "c++", text="#!/bin/sh\nif [ $1 = --version ]; then exit; fi\nexec sleep 30\n")
     with pytest.raises(ToolchainError, match=r"took more than 0.2 s: .*/c\+\+ "):
         compile.build("cusparselt")
 
 
-def test_after_an_interruption_no_compiler_is_started(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_compiler_starts_after_an_interrupt(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     started = []
 
     def interrupted(words: tuple[str, ...], folder: Path | None = None) -> None:
@@ -244,13 +244,13 @@ def test_after_an_interruption_no_compiler_is_started(root: Path, monkeypatch: p
     assert len(started) <= 2 < len(compile._read_units(root / "csrc/hopper/units.txt"))
 
 
-def test_a_cache_that_cannot_be_written(root: Path) -> None:
+def test_unwritable_cache_is_an_error(root: Path) -> None:
     (root / "cache").write_text("a file, no folder")
     with pytest.raises(ToolchainError, match="cannot be written: .*SLIDESPARSE_CACHE"):
         compile.build("cusparselt")
 
 
-def test_sources_that_are_missing_or_wrong(root: Path) -> None:
+def test_missing_sources_and_invalid_units_are_errors(root: Path) -> None:
     (root / "csrc" / "cublaslt.cpp").unlink()
     with pytest.raises(ToolchainError, match=r"cublaslt.cpp is not there; reinstall"):
         compile.build("cublaslt")
@@ -264,7 +264,7 @@ def test_sources_that_are_missing_or_wrong(root: Path) -> None:
     assert compile._read_units(units) == [(about, ["-DA=1", "-DB=3"]), (about, ["-DA=2", "-DB=3"])]
 
 
-def test_how_many_are_compiled_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_max_jobs_bounds_parallel_compilation(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compile.os, "sched_getaffinity", lambda process: set(range(6)), raising=False)
     for value, jobs in (("4", 4), ("64", 6), ("many", 6)):
         monkeypatch.setenv("MAX_JOBS", value)
@@ -273,7 +273,7 @@ def test_how_many_are_compiled_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     assert compile._max_jobs() == 6
 
 
-def test_where_the_cache_is(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_cache_folder_follows_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.delenv("SLIDESPARSE_CACHE", raising=False)
     monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
@@ -284,7 +284,7 @@ def test_where_the_cache_is(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> 
     assert compile.cache_folder() == tmp_path / "mine"
 
 
-def test_a_cache_is_made_so_that_others_cannot_write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cache_folders_are_not_writable_by_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SLIDESPARSE_CACHE", str(tmp_path / "made" / "cache"))
     before = os.umask(0o002)
     try:
@@ -296,7 +296,7 @@ def test_a_cache_is_made_so_that_others_cannot_write(tmp_path: Path, monkeypatch
 
 
 @pytest.mark.parametrize("planted", ["file", "folder", "extensions", "cache", "owner", "link"])
-def test_code_that_others_may_have_put_there_is_not_loaded(root: Path, planted: str) -> None:
+def test_modules_writable_by_others_are_not_loaded(root: Path, planted: str) -> None:
     target = compile.build("cublaslt")
     places = {"file": target, "folder": target.parent, "extensions": target.parent.parent}
     place = places.get(planted, compile.cache_folder())
@@ -313,7 +313,7 @@ def test_code_that_others_may_have_put_there_is_not_loaded(root: Path, planted: 
         compile.build("cublaslt")
 
 
-def test_the_lock_follows_no_link(root: Path, tmp_path: Path) -> None:
+def test_lock_file_does_not_follow_symlinks(root: Path, tmp_path: Path) -> None:
     target, victim = compile.target_path("cublaslt"), tmp_path / "victim"
     victim.write_text("mine")
     compile.make_folder(target.parent)

@@ -57,8 +57,10 @@ def program(path: Path, said: str = "") -> Path:
     return path
 
 
-def test_libraries(root: Path, wheels: dict[str, Wheel], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each of these goes before those that are there already."""
+def test_find_library_search_order(
+    root: Path, wheels: dict[str, Wheel], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each place that is added comes before those that are there already."""
     wheels["nvidia-cusparselt-cu12"] = Wheel(root, "lib/libcusparseLt.so.0", "0.9.0")
     with pytest.raises(ToolchainError) as error:
         find.find_library("cusparselt")
@@ -82,7 +84,7 @@ def test_libraries(root: Path, wheels: dict[str, Wheel], monkeypatch: pytest.Mon
     assert find.find_library("cusparselt") == FoundFile(str(mine), "SLIDESPARSE_CUSPARSELT", None)
 
 
-def test_versions_that_are_supported() -> None:
+def test_require_supported_checks_version_ranges() -> None:
     for version in ((0, 8, 0), (0, 9, 9, 1), (0, 10)):
         find.require_supported("cusparselt", version)
     find.require_supported("cublaslt", (99, 0))
@@ -91,8 +93,10 @@ def test_versions_that_are_supported() -> None:
             find.require_supported("cusparselt", version)
 
 
-def test_nvcc(root: Path, wheels: dict[str, Wheel], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each of these goes before those that are there already."""
+def test_find_nvcc_search_order(
+    root: Path, wheels: dict[str, Wheel], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each place that is added comes before those that are there already."""
     wheels["nvidia-cuda-nvcc"] = Wheel(root / "wheel", "bin/nvcc", "13.0.88")
     monkeypatch.setenv("CUDA_PATH", "/nowhere")
     with pytest.raises(ToolchainError) as error:
@@ -122,7 +126,7 @@ def test_nvcc(root: Path, wheels: dict[str, Wheel], monkeypatch: pytest.MonkeyPa
     assert find.find_nvcc().source == "SLIDESPARSE_NVCC"
 
 
-def test_versions_of_nvcc(root: Path) -> None:
+def test_nvcc_version_is_parsed_and_checked(root: Path) -> None:
     def version(said: str) -> str:
         return find.nvcc_version(str(program(root / "nvcc", said)))
 
@@ -133,7 +137,7 @@ def test_versions_of_nvcc(root: Path) -> None:
         version("broken")
 
 
-def test_compilers(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_compiler_search_order(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ToolchainError, match=r"no C\+\+ compiler was found"):
         find.compiler()
     for name in ("clang++", "g++", "c++"):  # each goes before those made so far
@@ -146,8 +150,12 @@ def test_compilers(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         find.compiler()
 
 
-def test_headers(root: Path, wheels: dict[str, Wheel], monkeypatch: pytest.MonkeyPatch) -> None:
-    """The variable's folders, then wheels; /usr/local/cuda may hold some on this machine, but none of these."""
+def test_cuda_headers_search_order(
+    root: Path, wheels: dict[str, Wheel], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The variable's folders come before wheels; /usr/local/cuda may hold some headers here, but none of
+    these.
+    """
     first, second, third = (root / name for name in ("first", "second", "wheel"))
     monkeypatch.setenv("SLIDESPARSE_CUDA_INCLUDE", f"{first}{os.pathsep}{second}")
     for folder, name in ((first, "one.h"), (second, "one.h"), (second, "two.h")):
@@ -169,7 +177,7 @@ def test_headers(root: Path, wheels: dict[str, Wheel], monkeypatch: pytest.Monke
     assert find.cuda_headers(("one.h",), "thing") == [first, third / "include"]  # which one.h may include
 
 
-def test_headers_of_python_and_torch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_python_and_torch_headers_are_errors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import torch
 
     assert find.torch_folder((2, 0)) == Path(torch.__file__).parent

@@ -40,7 +40,7 @@ def run(m: int, columns: int = 64) -> torch.Tensor:
     return BACKEND.scaled_matmul(q, torch.ones(m, 1), identity(columns), ones, None, torch.float16)
 
 
-def test_every_number_of_tokens_runs_what_tuning_found(
+def test_plan_runs_the_tuned_configuration_of_each_token_count(
     standing_in: StandIn, caplog: pytest.LogCaptureFixture
 ) -> None:
     """K' of 48 columns is looked up as 128; far beyond what was tuned the last configuration runs on."""
@@ -65,8 +65,8 @@ def test_every_number_of_tokens_runs_what_tuning_found(
     assert len(standing_in.served) == 1  # one plan for all of them
 
 
-def test_weights_with_dense_blocks_run_what_was_tuned_for_them(standing_in: StandIn) -> None:
-    """Beyond the tokens that were tuned, and where nothing was, what runs 2:4 weights runs."""
+def test_dense_blocks_run_their_own_tuned_configuration(standing_in: StandIn) -> None:
+    """Beyond the tokens that were tuned, and where nothing was, they run the configuration of 2:4 weights."""
     sparse, dense = "split:1x16/2x1/3", "split:1x16/1x2/2"
     problem = Problem("int8", "bf16", 64, 256, 16, "both")
     tuned.save(
@@ -93,7 +93,7 @@ def test_weights_with_dense_blocks_run_what_was_tuned_for_them(standing_in: Stan
 
 
 @pytest.mark.parametrize("n", [2304, 4096])
-def test_an_untuned_shape_takes_what_was_tuned_nearby_or_what_the_model_predicts(
+def test_untuned_shape_uses_nearby_or_predicted_configuration(
     standing_in: StandIn, n: int, caplog: pytest.LogCaptureFixture
 ) -> None:
     """How to cut K depends on the shape: one with half the out-features is too far."""
@@ -110,10 +110,8 @@ def test_an_untuned_shape_takes_what_was_tuned_nearby_or_what_the_model_predicts
     assert "hopper has no tuned algorithm for int8 weights [4608, 128]" in caplog.text
 
 
-def test_no_plan_is_made_while_a_graph_is_captured(
-    standing_in: StandIn, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """But one that is there serves any number of tokens."""
+def test_no_plan_is_made_during_graph_capture(standing_in: StandIn, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A plan that was made before serves any number of tokens."""
     run(1)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
@@ -122,8 +120,8 @@ def test_no_plan_is_made_while_a_graph_is_captured(
         BACKEND.quantize(torch.ones(1, 64), 8, 0, INT8, 128)
 
 
-def test_activations_that_tma_cannot_read_are_copied(standing_in: StandIn) -> None:
-    """The stand-in refuses others."""
+def test_activations_unreadable_by_tma_are_copied(standing_in: StandIn) -> None:
+    """The stand-in for the kernels refuses such activations."""
     packed, ones = identity(), torch.ones(64)
     wide = torch.arange(3 * 100).reshape(3, 100).to(INT8)
     for q in (wide[:, 1:65], wide[:, :64], wide.reshape(-1)[5 : 5 + 128].view(2, 64), wide[:, :50]):
@@ -136,7 +134,7 @@ def test_no_tokens_launch_nothing(standing_in: StandIn) -> None:
     assert (found.shape, found.dtype, standing_in.calls) == ((0, 64), torch.float16, [])
 
 
-def test_what_a_launch_says_is_told(standing_in: StandIn) -> None:
+def test_launch_errors_are_raised(standing_in: StandIn) -> None:
     packed, ones = identity(), torch.ones(64, 1)
     q = torch.ones(2, 64, dtype=INT8)
     standing_in.error = b"the kernels' words"
@@ -148,7 +146,7 @@ def test_what_a_launch_says_is_told(standing_in: StandIn) -> None:
         BACKEND.scaled_matmul(torch.ones(2, 144, dtype=INT8), ones[:2], packed, ones, None, torch.float16)
 
 
-def test_what_tuning_and_benchmarks_are_refused(standing_in: StandIn) -> None:
+def test_plan_and_algorithms_refuse_unsupported_problems(standing_in: StandIn) -> None:
     refused = [
         (Problem("int8", "int32", 64, 64, 16, "both"), Layout(), "int32"),
         (Problem("fp8", "bf16", 64, 64, 16), Layout(), "scale by out-feature and token"),
@@ -167,7 +165,7 @@ def test_what_tuning_and_benchmarks_are_refused(standing_in: StandIn) -> None:
     assert BACKEND.plan(PROBLEM, CPU).algorithm == standing_in.candidates[0]
 
 
-def test_plans_of_tuning_go_when_nobody_holds_them(standing_in: StandIn) -> None:
+def test_unreferenced_plans_are_destroyed(standing_in: StandIn) -> None:
     plan = BACKEND.plan(PROBLEM, CPU)
     assert len(standing_in.plans) == 1
     del plan
@@ -175,7 +173,7 @@ def test_plans_of_tuning_go_when_nobody_holds_them(standing_in: StandIn) -> None
     assert standing_in.served == {}
 
 
-def test_why_it_cannot_run(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unusable_gives_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     cuda = torch.device("cuda", 0)
     assert "needs an NVIDIA GPU" in (BACKEND.unusable(CPU) or "")
     for capability in ((8, 0), (10, 0)):
@@ -197,7 +195,7 @@ def test_why_it_cannot_run(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "CPU build" in (BACKEND.unusable(cuda, (9, 0)) or "") or torch.version.cuda
 
 
-def test_models_in_float32_are_refused_at_the_start() -> None:
+def test_float32_models_are_refused() -> None:
     from slidesparse.gemm.backend import require_output
 
     with pytest.raises(gemm.BackendError, match=r"hopper .* torch\.float32"):
@@ -207,7 +205,7 @@ def test_models_in_float32_are_refused_at_the_start() -> None:
 
 
 @pytest.mark.parametrize("dtype", [INT8, FP8])
-def test_the_types_of_codes_have_plans_of_their_own(standing_in: StandIn, dtype: torch.dtype) -> None:
+def test_int8_and_fp8_have_separate_plans(standing_in: StandIn, dtype: torch.dtype) -> None:
     weight = torch.eye(64).to(dtype)
     packed = BACKEND.pack(LayerSpec(64, 64, TWO_FOUR, 0, dtype, torch.bfloat16), weight)
     q = torch.ones(3, 64).to(dtype)

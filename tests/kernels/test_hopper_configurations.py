@@ -86,7 +86,7 @@ def candidates(
 @settings(max_examples=25, deadline=None)
 @given(n=SIZES, k=SIZES, m=SIZES)
 def test_every_shape_has_candidates(native: Any, n: int, k: int, m: int) -> None:
-    """In the order of their predicted times, each once, and with text that means the same."""
+    """Candidates are unique, in the order of their predicted times, and their text parses to the same."""
     found = candidates(native, n, k, m, most=48)
     again = ctypes.create_string_buffer(BYTES)
     assert 1 <= len(found) <= 48
@@ -98,15 +98,15 @@ def test_every_shape_has_candidates(native: Any, n: int, k: int, m: int) -> None
         assert again.value.decode() == text
 
 
-def test_dense_blocks_take_longer(native: Any) -> None:
-    """By their bytes where tokens are few, by the tensor cores where there are many."""
+def test_predicted_time_grows_with_dense_blocks(native: Any) -> None:
+    """It grows by their bytes where tokens are few, by the tensor cores where there are many."""
     for m, most in ((16, 8192 / 5120), (8192, 2.0)):
         fastest = [candidates(native, 37888, 3584, m, dense=share)[0][1] for share in (0.0, 0.5, 1.0)]
         assert fastest[0] < fastest[1] < fastest[2] < most * fastest[0]
 
 
-def test_only_what_fits_is_a_candidate(native: Any) -> None:
-    """Among all names, only kernels with stages and room for as many CTAs as their name says."""
+def test_candidates_fit_on_the_gpu(native: Any) -> None:
+    """Only kernels with stages and room for as many CTAs as their name says are candidates."""
     only = "split:3x64/1x6/2"
 
     def fit(text: str, resident: int) -> tuple[int, int]:
@@ -127,19 +127,19 @@ def test_only_what_fits_is_a_candidate(native: Any) -> None:
         *("stream:2x64/1x4/2", "split:2x64/4/2", "tree:2x64/1x4/2", "split:2x1000000000000/1x4/2"),
     ],
 )
-def test_text_that_names_no_configuration(native: Any, text: str) -> None:
+def test_invalid_configuration_text_is_refused(native: Any, text: str) -> None:
     assert native.parses(text.encode(), ctypes.create_string_buffer(BYTES)) == 0
 
 
 @pytest.mark.parametrize("text", ["split:2x64/1x4/2", "stream:3x128/2/1", "split:9x9/1x1/1"])
-def test_a_configuration_is_what_its_text_says(native: Any, text: str) -> None:
+def test_configuration_text_round_trip(native: Any, text: str) -> None:
     again = ctypes.create_string_buffer(BYTES)
     assert native.parses(text.encode(), again) == 1
     assert again.value.decode() == text
 
 
-def test_the_model_knows_what_it_is_for(native: Any) -> None:
-    """Few tokens: less weight is less time.  Many: half the columns are about half the time."""
+def test_predicted_time_scales_with_bytes_or_columns(native: Any) -> None:
+    """With few tokens, less weight is less time; with many, half the columns take about half the time."""
 
     def best(k: int, m: int) -> float:
         return candidates(native, 37888, k, m)[0][1]
@@ -148,8 +148,8 @@ def test_the_model_knows_what_it_is_for(native: Any) -> None:
     assert 1.8 < best(7168, 8192) / best(3584, 8192) < 2.2
 
 
-def test_clusters_that_do_not_fit_at_once_take_longer(native: Any) -> None:
-    """33 clusters of four, of which a GPU of 132 SMs holds 30: two waves instead of one."""
+def test_predicted_time_grows_with_a_second_wave(native: Any) -> None:
+    """A GPU of 132 SMs holds 30 of 33 clusters of four: two waves instead of one."""
     text, start = "split:2x64/1x4/1", 5.0  # us, whatever there is to do
 
     def us(clusters: int) -> float:

@@ -22,7 +22,7 @@ def two_four(n: int, k: int, seed: int, most: int = 2) -> torch.Tensor:
 
 @settings(max_examples=60, deadline=None)
 @given(n=st.integers(1, 200), k=st.integers(1, 400), seed=st.integers(0, 2**31))
-def test_unpack_undoes_pack(n: int, k: int, seed: int) -> None:
+def test_pack_unpack_round_trip(n: int, k: int, seed: int) -> None:
     weight = two_four(n, k, seed)
     packed = fmt.pack(weight)
     assert packed.numel() == fmt.packed_bytes(n, k)
@@ -31,7 +31,7 @@ def test_unpack_undoes_pack(n: int, k: int, seed: int) -> None:
 
 @pytest.mark.parametrize("pattern", ["2:4", "4:6", "6:8", "8:10", "14:16", "2_inf"])
 @pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn])
-def test_slided_weights_survive(pattern: str, dtype: torch.dtype) -> None:
+def test_slided_weights_round_trip(pattern: str, dtype: torch.dtype) -> None:
     generator = torch.Generator().manual_seed(3)
     parsed = SlidePattern.parse(pattern)
     weight = torch.randn(70, 150, generator=generator) * 50
@@ -42,7 +42,7 @@ def test_slided_weights_survive(pattern: str, dtype: torch.dtype) -> None:
     assert torch.equal(found.float(), slided.float())
 
 
-def test_three_of_four_are_refused() -> None:
+def test_pack_refuses_three_nonzeros_in_four() -> None:
     weight = torch.zeros(3, 8, dtype=torch.int8)
     weight[2, 4:7] = 1
     with pytest.raises(ValueError, match="row 2, columns 4 to 7"):
@@ -51,8 +51,8 @@ def test_three_of_four_are_refused() -> None:
 
 @settings(max_examples=60, deadline=None)
 @given(row=st.integers(0, 127), column=st.integers(0, 255))
-def test_an_element_stands_where_the_hardware_looks(row: int, column: int) -> None:
-    """By the words of the PTX ISA: core matrix, row and byte of a value, thread and bits of its metadata."""
+def test_packed_element_is_where_ptx_isa_says(row: int, column: int) -> None:
+    """The PTX ISA gives core matrix, row and byte of a value, and thread and bits of its metadata."""
     weight = torch.zeros(128, 256, dtype=torch.int8)
     weight[row, column] = 77
     block = fmt.pack(weight).view(2, 2, fmt.BLOCK_BYTES)[row // 64, column // 128]

@@ -48,18 +48,18 @@ UNPACKABLE = {
 
 
 @pytest.mark.parametrize("name", UNPACKABLE)
-def test_what_cannot_be_packed(name: str) -> None:
+def test_pack_refuses_invalid_sizes(name: str) -> None:
     sizes, words = UNPACKABLE[name]
     with pytest.raises(LibraryError, match=words):
         native.call("pack", *sizes, 0, None, 0, 0, None, None, None, None)
 
 
-def test_mixed_weights_are_not_slid() -> None:
+def test_pack_refuses_slided_mixed_blocks() -> None:
     with pytest.raises(LibraryError, match="4 at phase 0"):
         native.call("pack", 64, 128, 8, 0, 0, None, 0, 1, None, None, None, None)
 
 
-def test_nothing_is_packed_without_a_launch() -> None:
+def test_pack_of_empty_weights_launches_nothing() -> None:
     native.call("pack", 0, 8, 4, 0, 0, None, 0, 0, None, None, None, None)
     native.call("pack", 3, 0, 4, 0, 0, None, 0, 0, None, None, None, None)
 
@@ -74,13 +74,13 @@ def test_nothing_is_packed_without_a_launch() -> None:
         (Layer(0, 64, 8, 0, False, 96), "0 out-features"),
     ],
 )
-def test_layers_that_have_no_plan(layer: Layer, words: str) -> None:
+def test_make_plan_refuses_invalid_layers(layer: Layer, words: str) -> None:
     with pytest.raises(LibraryError, match=words):
         native.make_plan(layer, [(1, "split:2x64/1x1/1")])
 
 
 @pytest.mark.parametrize("text", ["", "3", "split:2x64/1x4", "split:0x64/1x1/1", "x" * 500])
-def test_text_that_names_no_configuration(text: str) -> None:
+def test_fit_refuses_invalid_configuration_text(text: str) -> None:
     with pytest.raises(LibraryError, match="is no configuration of the Hopper kernels"):
         native.fit(text, INT8)
 
@@ -92,7 +92,7 @@ def test_text_that_names_no_configuration(text: str) -> None:
         *("split:3x256/1x1/1", "stream:5x128/1/1", "stream:2x64/3/1"),
     ],
 )
-def test_configurations_without_a_kernel(text: str) -> None:
+def test_fit_refuses_configurations_without_a_kernel(text: str) -> None:
     for dtype in (INT8, FP8):
         with pytest.raises(LibraryError, match=f"no kernel was compiled for configuration {text}"):
             native.fit(text, dtype)

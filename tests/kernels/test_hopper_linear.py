@@ -34,7 +34,7 @@ def integers(m: int, k: int, seed: int) -> Tensor:
 
 @pytest.mark.parametrize("dtype", [INT8, FP8])
 @pytest.mark.parametrize("phase", [0, 3])
-def test_a_layer_is_what_the_reference_computes(standing_in: StandIn, dtype: torch.dtype, phase: int) -> None:
+def test_linear_equals_reference(standing_in: StandIn, dtype: torch.dtype, phase: int) -> None:
     """One call equals two steps, for every type of input, output and bias, also for rows with gaps."""
     n, k, pattern = 70, 150, SlidePattern(8)
     generator = torch.Generator().manual_seed(1)
@@ -64,7 +64,7 @@ def test_a_layer_is_what_the_reference_computes(standing_in: StandIn, dtype: tor
     assert len(standing_in.served) == 3
 
 
-def test_columns_that_are_not_neighbours_are_copied(standing_in: StandIn) -> None:
+def test_noncontiguous_columns_are_copied(standing_in: StandIn) -> None:
     packed, ones = identity()
     x = integers(64, 64, 0).bfloat16()
     arguments = (packed, ones, None, 4, 0, INT8, 128, "hopper")
@@ -78,8 +78,8 @@ def identity() -> tuple[Tensor, Tensor]:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_norms_and_activations_in_the_same_call(standing_in: StandIn, dtype: torch.dtype) -> None:
-    """Rows with gaps as well; what the call is told to compute first, and where the sum goes."""
+def test_fused_norms_and_activations_equal_reference(standing_in: StandIn, dtype: torch.dtype) -> None:
+    """Rows with gaps as well; checks what the call is told to compute first, and where the sum goes."""
     of_layer = (*identity(), None, 4, 0, INT8, 128, dtype, "hopper")
     generator = torch.Generator().manual_seed(0)
     for m in (1, 5, 40):
@@ -100,7 +100,7 @@ def test_norms_and_activations_in_the_same_call(standing_in: StandIn, dtype: tor
             assert (last["eps"], last["stream"]) == (1e-5, 77)
 
 
-def test_producers_that_do_not_fit_are_refused(standing_in: StandIn) -> None:
+def test_fused_operators_refuse_mismatched_arguments(standing_in: StandIn) -> None:
     of_layer = (*identity(), None, 4, 0, INT8, 128, torch.bfloat16, "hopper")
     x = torch.ones(2, 64, dtype=torch.bfloat16)
     for words, operator, arguments in (
@@ -127,7 +127,7 @@ def test_producers_that_do_not_fit_are_refused(standing_in: StandIn) -> None:
         BACKEND.quantize(x, 4, 0, INT8, 64, RmsNorm(x[0], 1e-5, x, total))
 
 
-def test_layers_that_are_refused(standing_in: StandIn) -> None:
+def test_linear_refuses_invalid_arguments(standing_in: StandIn) -> None:
     packed, ones = identity()
     x, spec = torch.ones(2, 64, dtype=torch.bfloat16), LayerSpec(64, 64, TWO_FOUR, 0, INT8, torch.bfloat16)
     with pytest.raises(LibraryError, match=r"torch\.float32"):
@@ -157,14 +157,14 @@ def test_layers_that_are_refused(standing_in: StandIn) -> None:
         BACKEND.quantize(x, 4, 0, INT8, 64)
 
 
-def test_no_tokens_call_nothing(standing_in: StandIn) -> None:
+def test_linear_of_no_tokens_launches_nothing(standing_in: StandIn) -> None:
     packed, ones = identity()
     x = torch.zeros(0, 64, dtype=torch.bfloat16)
     found = ops.linear(x, packed, ones, None, 4, 0, INT8, 128, "hopper")
     assert (found.shape, found.dtype, standing_in.layers) == ((0, 64), torch.bfloat16, 0)
 
 
-def test_threads_share_a_plan(standing_in: StandIn) -> None:
+def test_threads_share_one_plan(standing_in: StandIn) -> None:
     """The operator is made once, and its calls keep no state."""
     packed, ones = identity()
 
@@ -185,7 +185,7 @@ def test_threads_share_a_plan(standing_in: StandIn) -> None:
     assert len(standing_in.plans) == 1
 
 
-def test_profiling_times_the_parts_apart(standing_in: StandIn) -> None:
+def test_profiling_times_the_stages_separately(standing_in: StandIn) -> None:
     packed, ones = identity()
     x = integers(5, 64, 0).to(torch.bfloat16)
     arguments = (x, packed, ones, None, 4, 0, INT8, 128, "hopper")
@@ -203,7 +203,7 @@ def test_profiling_times_the_parts_apart(standing_in: StandIn) -> None:
     assert standing_in.layers == 1
 
 
-def test_opcheck(standing_in: StandIn) -> None:
+def test_opcheck_of_layer_operators(standing_in: StandIn) -> None:
     packed, ones = identity()
     for m in (0, 1, 5):
         x = integers(m, 64, m).to(torch.bfloat16) if m else torch.zeros(0, 64, dtype=torch.bfloat16)
@@ -219,7 +219,7 @@ def test_opcheck(standing_in: StandIn) -> None:
                 torch.library.opcheck(operator.default, (*arguments, *of_layer))
 
 
-def test_layers_compile_to_one_graph_for_every_number_of_tokens(standing_in: StandIn) -> None:
+def test_layers_compile_once_for_all_token_counts(standing_in: StandIn) -> None:
     packed, ones = identity()
     counter = CompileCounter()
 

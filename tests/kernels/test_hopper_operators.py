@@ -157,7 +157,7 @@ def layers(made: Operators, standing_in: StandIn, monkeypatch: pytest.MonkeyPatc
     return made
 
 
-class Made:
+class PackedLayer:
     """A packed layer and what an operator wants of it."""
 
     def __init__(self, dtype: torch.dtype = INT8, out: torch.dtype = torch.bfloat16, phase: int = 0) -> None:
@@ -194,14 +194,14 @@ def outputs_of(found: Tensor | tuple[Tensor, Tensor]) -> tuple[Tensor, ...]:
 
 
 @pytest.mark.parametrize("dtype", [INT8, FP8])
-def test_a_planned_layer_does_without_python(layers: Operators, dtype: torch.dtype) -> None:
+def test_planned_layers_run_without_python(layers: Operators, dtype: torch.dtype) -> None:
     """Every operator, with a bias and without, in the types that layers have, for any number of tokens."""
     for source, out in (
         (torch.bfloat16, torch.bfloat16),
         (torch.float16, torch.float16),
         (torch.float32, torch.float16),
     ):
-        layer = Made(dtype, out, phase=3)
+        layer = PackedLayer(dtype, out, phase=3)
         layers.linear(tokens(2), *layer.of())  # in Python, which makes the plan
         for m in (1, 3, 40, 130):
             for bias in (None, torch.randn(N).to(out), torch.randn(N)):
@@ -220,21 +220,21 @@ def test_a_planned_layer_does_without_python(layers: Operators, dtype: torch.dty
                         )
 
 
-def test_a_layer_that_differs_in_anything_is_planned_by_python_once(layers: Operators) -> None:
-    for layer in (Made(), Made(phase=1), Made(FP8)):
+def test_python_plans_each_distinct_layer_once(layers: Operators) -> None:
+    for layer in (PackedLayer(), PackedLayer(phase=1), PackedLayer(FP8)):
         for expected in (1, 0):
             layers.in_python = 0
             layers.linear(tokens(40), *layer.of())
             assert layers.in_python == expected
     layers.in_python = 0
     # types of outputs and biases do not count
-    layers.linear(tokens(40), *Made(out=torch.float16).of(torch.randn(N)))
+    layers.linear(tokens(40), *PackedLayer(out=torch.float16).of(torch.randn(N)))
     assert layers.in_python == 0
 
 
-def test_what_only_python_takes(layers: Operators) -> None:
-    """No tokens and columns that are not neighbours; and what is wrong, in its words."""
-    layer, x, norm = Made(), tokens(5), tokens(1)[0]
+def test_unsupported_arguments_go_to_python(layers: Operators) -> None:
+    """No tokens and strided columns are computed by Python, and invalid arguments get its error messages."""
+    layer, x, norm = PackedLayer(), tokens(5), tokens(1)[0]
     layers.linear(x, *layer.of())
     expected = layers.linear(x, *layer.of())
     layers.in_python = 0
@@ -267,9 +267,9 @@ def test_what_only_python_takes(layers: Operators) -> None:
     assert torch.equal(layers.linear(x, *layer.of()), expected)
 
 
-def test_python_finds_the_words_of_torchs_errors(layers: Operators, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Such as for want of memory, of which C++ hears no words."""
-    layer, x = Made(), tokens(5)
+def test_torch_errors_keep_their_messages(layers: Operators, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Python repeats a call that failed in torch, such as for want of memory, as C++ gets no message."""
+    layer, x = PackedLayer(), tokens(5)
     expected = [layers.linear(x, *layer.of()) for _ in range(2)][1]
     with monkeypatch.context() as patch:
         patch.setattr(layers.standing_in, "slidesparse_hopper_scratch_bytes", lambda plan, m: 1 << 60)
@@ -283,9 +283,9 @@ def test_python_finds_the_words_of_torchs_errors(layers: Operators, monkeypatch:
     assert layers.in_python == 0
 
 
-def test_a_profiled_process_times_every_layer(layers: Operators) -> None:
-    """By Python, until profiling ends."""
-    layer, x = Made(), tokens(5)
+def test_profiling_runs_every_layer_in_python(layers: Operators) -> None:
+    """Layers run in C++ again when profiling ends."""
+    layer, x = PackedLayer(), tokens(5)
     layers.linear(x, *layer.of())
     profiling.enable()
     try:
@@ -299,9 +299,9 @@ def test_a_profiled_process_times_every_layer(layers: Operators) -> None:
     assert layers.in_python == 3
 
 
-def test_tensors_go_when_nobody_holds_them(layers: Operators) -> None:
-    """Arguments and outputs, of calls that C++ runs and of those that go on to Python."""
-    layer = Made()
+def test_operators_leak_no_tensors(layers: Operators) -> None:
+    """These are arguments and outputs, of calls that C++ runs and of those that go on to Python."""
+    layer = PackedLayer()
     for _ in range(2):
         for number in range(len(cases(40))):
             name, before = cases(40)[number]
@@ -319,7 +319,7 @@ def test_tensors_go_when_nobody_holds_them(layers: Operators) -> None:
 
 
 @pytest.mark.parametrize("lacks", ["torch", "compiler"])
-def test_without_a_new_torch_or_a_compiler_python_keeps_the_operators(
+def test_python_operators_stay_without_new_torch_or_compiler(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, tmp_path: Path, lacks: str
 ) -> None:
     def missing() -> list[str]:

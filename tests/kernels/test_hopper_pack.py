@@ -130,7 +130,7 @@ def check(weight: Tensor, pattern: SlidePattern, phase: int, device: torch.devic
 @DTYPES
 @pytest.mark.parametrize("fill", FILLS)
 @pytest.mark.parametrize(("pattern", "n", "k", "phase"), GEOMETRIES)
-def test_windows_are_packed(
+def test_pack_kernel_equals_reference(
     device: torch.device, pattern: str, n: int, k: int, phase: int, fill: str, dtype: torch.dtype
 ) -> None:
     parsed = SlidePattern.parse(pattern)
@@ -140,7 +140,7 @@ def test_windows_are_packed(
 @DTYPES
 @pytest.mark.parametrize("share", [0.0, 0.4, 1.0])
 @pytest.mark.parametrize(("n", "k"), [(64, 128), (1, 1), (70, 300), (200, 900)])
-def test_mixed_blocks_are_packed(
+def test_pack_kernel_keeps_dense_blocks(
     device: torch.device, n: int, k: int, share: float, dtype: torch.dtype
 ) -> None:
     """Blocks that can be 2:4 are, the others keep every weight; nothing else is written."""
@@ -163,22 +163,24 @@ def test_mixed_blocks_are_packed(
 
 @given(cases(dtypes=(INT8, FP8)))
 @settings(max_examples=60)
-def test_any_weight(device: torch.device, case: Case) -> None:
+def test_pack_kernel_equals_reference_on_random_weights(device: torch.device, case: Case) -> None:
     check(case.weight, case.pattern, case.phase, device)
 
 
 @pytest.mark.gpu
 @DTYPES
 @pytest.mark.parametrize(("pattern", "n", "k", "phase"), LARGE)
-def test_layers_of_models(pattern: str, n: int, k: int, phase: int, dtype: torch.dtype) -> None:
+def test_pack_kernel_equals_reference_at_model_sizes(
+    pattern: str, n: int, k: int, phase: int, dtype: torch.dtype
+) -> None:
     require_hopper()
     parsed = SlidePattern.parse(pattern)
     check(obeying(parsed, n, k, phase, dtype, "mixed", n + k), parsed, phase, torch.device("cuda", 0))
 
 
 @DTYPES
-def test_every_way_that_two_of_four_are_kept(device: torch.device, dtype: torch.dtype) -> None:
-    """At every place of a block, and nothing is written around it."""
+def test_pack_kernel_handles_every_2_4_mask(device: torch.device, dtype: torch.dtype) -> None:
+    """Each mask is at every place of a block, and nothing is written around it."""
     ways = torch.tensor([kept for kept in product((0, 1), repeat=4) if sum(kept) <= 2], dtype=torch.int8)
     order = torch.arange(64 * 64) * 7 % len(ways)  # 7 and 11 have no common divisor
     values = torch.randint(1, 127, (64, 256), generator=torch.Generator().manual_seed(1), dtype=torch.int8)
@@ -199,7 +201,7 @@ def test_every_way_that_two_of_four_are_kept(device: torch.device, dtype: torch.
     assert broken.tolist() == [0, 0, 0]
 
 
-def test_blocks_that_break_the_pattern_are_counted(device: torch.device) -> None:
+def test_pack_kernel_counts_violations(device: torch.device) -> None:
     weight = torch.zeros(70, 40, dtype=INT8)
     weight[69, 8:15], weight[3, 0:8] = 1, 1
     layout = SlidePattern(8).layout(40)
@@ -208,7 +210,7 @@ def test_blocks_that_break_the_pattern_are_counted(device: torch.device) -> None
     assert pack_by_kernel(weight.to(device), layout)[1] == 1  # seven of eight
 
 
-def test_rows_apart_and_elements_apart(device: torch.device) -> None:
+def test_pack_kernel_reads_strided_weights(device: torch.device) -> None:
     pattern = SlidePattern(8)
     weight = obeying(pattern, 70, 200, 0, INT8, "mixed", 3).to(device)
     expected = packed_by_torch(weight.cpu(), pattern, 0)
@@ -220,7 +222,7 @@ def test_rows_apart_and_elements_apart(device: torch.device) -> None:
         assert_same_bits(found.cpu(), expected)
 
 
-def test_nothing_and_what_is_no_weight(device: torch.device) -> None:
+def test_pack_handles_empty_and_refuses_other_dtypes(device: torch.device) -> None:
     for n, k in ((0, 64), (3, 0)):
         weight = torch.zeros(n, k, dtype=INT8, device=device)
         found, broken = pack_by_kernel(weight, SlidePattern(8).layout(k))

@@ -44,7 +44,7 @@ def flat(dtype: torch.dtype = torch.int8, offset: int = 0) -> torch.Tensor:
     return memory[start : start + 64].view(dtype)
 
 
-def test_the_second_launch_gets_all_arguments_in_order() -> None:
+def test_second_launch_passes_all_arguments_in_order() -> None:
     kernel, x = Kernel(), flat()
     launch = Launcher(kernel)
     launch(GRID, (x, None), (32, 7), CONSTANTS, 4)
@@ -73,7 +73,7 @@ def test_the_second_launch_gets_all_arguments_in_order() -> None:
     ],
     ids=str,
 )
-def test_other_kinds_of_arguments_are_compiled_for(other: dict[str, Any]) -> None:
+def test_launcher_compiles_for_new_kinds_of_arguments(other: dict[str, Any]) -> None:
     kernel = Kernel()
     launch = Launcher(kernel)
     usual: dict[str, Any] = {
@@ -87,7 +87,7 @@ def test_other_kinds_of_arguments_are_compiled_for(other: dict[str, Any]) -> Non
     assert [call[0] for call in kernel.calls] == ["first", "first", "again", "again"]
 
 
-def test_the_interpreter_is_asked_every_time() -> None:
+def test_launcher_caches_nothing_when_interpreted() -> None:
     kernel = Kernel(interpreted=True)
     launch = Launcher(kernel)
     for _ in range(2):
@@ -95,7 +95,7 @@ def test_the_interpreter_is_asked_every_time() -> None:
     assert [call[0] for call in kernel.calls] == ["first", "first"]
 
 
-def test_kernels_are_handed_their_parameters_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_launchers_pass_kernel_parameters_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
     """A compiled kernel takes them by place, compile-time ones last."""
     pytest.importorskip("triton")
     from slidesparse.kernels import (

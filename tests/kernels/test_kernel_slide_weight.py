@@ -216,21 +216,21 @@ ON_GPU = dict(cases(large=True))
 
 
 @pytest.mark.parametrize("name", INTERPRETED)
-def test_interpreted(name: str) -> None:
+def test_slide_weight_interpreted(name: str) -> None:
     said = interpreter.run(__file__)[name]
     assert said is None, said
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", ON_GPU)
-def test_on_the_gpu(name: str) -> None:
+def test_slide_weight_on_gpu(name: str) -> None:
     ON_GPU[name]("cuda")
 
 
 @pytest.mark.gpu
 @pytest.mark.slow
 @pytest.mark.parametrize("k", [2048, 2047])  # by pairs, by bytes
-def test_more_than_two_to_the_31_bytes(k: int) -> None:
+def test_slide_weight_beyond_2_31_bytes(k: int) -> None:
     """Offsets need 64 bits, in w as in out: the last rows lie beyond 2^31 bytes of both."""
     from slidesparse.kernels.slide_weight import slide_weight
 
@@ -253,7 +253,7 @@ def test_more_than_two_to_the_31_bytes(k: int) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.slow
-def test_slides_at_the_speed_of_memory() -> None:
+def test_slide_weight_throughput() -> None:
     """37888 x 3584 at 6:8, INT8: at least 100 GB/s of source bytes.
 
     The bound is no estimate of the kernel's speed, which another user of the GPU may halve.  It tells a kernel that

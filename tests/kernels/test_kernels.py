@@ -250,20 +250,20 @@ ON_GPU = dict(cases(large=True))
 
 
 @pytest.mark.parametrize("name", INTERPRETED)
-def test_interpreted(name: str) -> None:
+def test_triton_kernels_interpreted(name: str) -> None:
     said = interpreter.run(__file__)[name]
     assert said is None, said
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", ON_GPU)
-def test_on_the_gpu(name: str) -> None:
+def test_triton_kernels_on_gpu(name: str) -> None:
     ON_GPU[name]("cuda")
 
 
 @pytest.mark.gpu
 @pytest.mark.slow
-def test_more_than_two_to_the_31_elements() -> None:
+def test_dequant_beyond_2_31_elements() -> None:
     """Offsets need 64 bits: the last rows lie beyond 2^31 elements."""
     from slidesparse.kernels.dequant_bias import dequant_bias
     from slidesparse.kernels.quant_slide import quant_slide
@@ -284,7 +284,7 @@ def test_more_than_two_to_the_31_elements() -> None:
 
 
 @pytest.mark.parametrize("kind", kernels.KINDS)
-def test_the_table_answers_any_size(kind: str) -> None:
+def test_default_config_covers_any_size(kind: str) -> None:
     assert kernels.TABLE[kind][-1][:2] == (None, None)
     for size in (1, 1000, 3584, 18944, 10**6):
         for m in (1, 64, 65, 10**5):
@@ -295,7 +295,7 @@ def test_the_table_answers_any_size(kind: str) -> None:
             assert kind == "dequant_bias" or found.rows == 1
 
 
-def test_the_package_imports_without_triton_and_torch() -> None:
+def test_kernels_package_imports_without_triton_and_torch() -> None:
     program = "import sys, slidesparse.kernels; print('triton' in sys.modules, 'torch' in sys.modules)"
     done = subprocess.run(
         [sys.executable, "-c", program], capture_output=True, text=True, cwd=ROOT, timeout=60, check=False
@@ -303,7 +303,7 @@ def test_the_package_imports_without_triton_and_torch() -> None:
     assert (done.returncode, done.stdout) == (0, "False False\n"), done.stderr
 
 
-def test_tensors_elsewhere_are_refused() -> None:
+def test_kernels_refuse_cpu_tensors() -> None:
     """Compiled kernels take CUDA tensors only, and say what to use instead."""
     program = (
         "import torch\nfrom slidesparse.kernels.quant_slide import quant_slide\n"

@@ -63,7 +63,7 @@ def compiled(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[[int],
 
 
 @pytest.mark.parametrize("target", [80, 89, 90, 100, 120])
-def test_kernels_compile(target: int, compiled: Callable[[int], list[Any]]) -> None:
+def test_kernels_compile_for_every_gpu_generation(target: int, compiled: Callable[[int], list[Any]]) -> None:
     if missing := missing_ptxas(target):
         pytest.skip(missing)
     found = compiled(target)
@@ -86,10 +86,10 @@ def test_kernels_compile(target: int, compiled: Callable[[int], list[Any]]) -> N
 
 
 @pytest.mark.parametrize("dtype", [INT8, FP8], ids=str)
-def test_a_long_row_waits_once_for_its_maximum(
+def test_long_rows_use_one_barrier_for_their_maximum(
     dtype: torch.dtype, compiled: Callable[[int], list[Any]]
 ) -> None:
-    """In any number of steps: a maximum of each would let a step's loads wait for the warps of the one before."""
+    """A maximum of each step would let a step's loads wait for the warps of the one before."""
     if missing := missing_ptxas(90):
         pytest.skip(missing)
     found = compiled(90)

@@ -48,8 +48,10 @@ def find(k: int = 64, m: int = 64, source: torch.dtype = BF16, dtype: torch.dtyp
     return launches._find_launch("quant_slide", source, dtype, layout.slided, k, m, CPU)
 
 
-def test_what_is_looked_up(caplog: pytest.LogCaptureFixture) -> None:
-    """The tuned launch, also for as many bytes; that of a near shape, which the log tells; else none."""
+def test_find_launch_takes_tuned_or_nearby_launches(caplog: pytest.LogCaptureFixture) -> None:
+    """It takes the tuned launch, also for as many bytes; else that of a near shape, which is logged; else
+    none.
+    """
     caplog.set_level(logging.INFO)
     put("64x1x2")
     put("128x1x4", m=1024)
@@ -69,7 +71,7 @@ def test_what_is_looked_up(caplog: pytest.LogCaptureFixture) -> None:
 @pytest.mark.parametrize(
     "text", ["64", "64x1", "64x1x3", "0x1x1", "64x1x64", "131072x1x1", "64x1x2x1", "axbxc"]
 )
-def test_a_wrong_launch_is_refused(text: str) -> None:
+def test_invalid_launch_text_is_refused(text: str) -> None:
     path = put(text)
     with pytest.raises(
         TableError, match=f"{text!r} for a launch, .*; delete {path} and run `slidesparse tune"
@@ -77,7 +79,7 @@ def test_a_wrong_launch_is_refused(text: str) -> None:
         find()
 
 
-def test_a_table_of_another_gpu_is_refused() -> None:
+def test_launch_table_of_another_gpu_is_refused() -> None:
     path = put("64x1x2")
     path.write_text(path.read_text().replace(GPU.name, "NVIDIA Other"))
     tuned._merged_table.cache_clear()
@@ -85,13 +87,13 @@ def test_a_table_of_another_gpu_is_refused() -> None:
         find()
 
 
-def test_launches_are_written_as_they_are_read() -> None:
+def test_launch_text_round_trip() -> None:
     for launch in (Config(1024, 1, 8), Config(256, 4, 32)):
         assert Config.parse(str(launch)) == launch
 
 
-def test_kernels_are_launched_as_tuned(monkeypatch: pytest.MonkeyPatch) -> None:
-    """By the number of tokens in its bucket, and with None where nothing is tuned."""
+def test_quantize_uses_the_tuned_launch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is looked up by the bucket of the number of tokens; None stands for a shape that is not tuned."""
     pytest.importorskip("triton")
     seen: list[Any] = []
     monkeypatch.setattr(
@@ -107,7 +109,7 @@ def test_kernels_are_launched_as_tuned(monkeypatch: pytest.MonkeyPatch) -> None:
     ]
 
 
-def test_the_fastest_launch_with_the_right_bits_wins(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_search_takes_the_fastest_correct_launch(monkeypatch: pytest.MonkeyPatch) -> None:
     problem = launch_problem(BF16, INT8, 2048, 2048, 16)
     names = [str(one) for one in searching.candidates("quant_only", problem)]
     wrong, *rest = names[1:]
@@ -142,7 +144,7 @@ INTERPRETED = {"tuning": check_tuning}
 
 
 @pytest.mark.parametrize("name", INTERPRETED)
-def test_interpreted(name: str) -> None:
+def test_tune_fills_launch_tables_interpreted(name: str) -> None:
     said = interpreter.run(__file__)[name]
     assert said is None, said
 

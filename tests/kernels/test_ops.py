@@ -21,8 +21,10 @@ DTYPES = [pytest.param(INT8, id="int8"), pytest.param(FP8, id="fp8")]
 @pytest.mark.parametrize("m", [0, 1, 3, 17])
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("pattern", "k"), [*((pattern, 75) for pattern in PATTERNS), ("2_inf", 4200)])
-def test_a_layer_equals_its_dense_product(pattern: str, k: int, dtype: torch.dtype, m: int) -> None:
-    """Quantization apart, the sparse layer is the dense one: compared after the same quantization, in float64."""
+def test_linear_equals_dense_product(pattern: str, k: int, dtype: torch.dtype, m: int) -> None:
+    """Quantization apart, the sparse layer is the dense one: compared after the same quantization, in
+    float64.
+    """
     n = 13
     layout, slided, scale, weight = layer(pattern, dtype, n, k)
     x = torch.randn(m, k, generator=torch.Generator().manual_seed(m)).to(torch.bfloat16)
@@ -68,7 +70,7 @@ def test_opcheck_layers(dtype: torch.dtype, with_bias: bool) -> None:
 
 @pytest.mark.parametrize("x_dtype", [torch.bfloat16, torch.float16, torch.float32])
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_fused_layers_are_those_of_what_comes_before(dtype: torch.dtype, x_dtype: torch.dtype) -> None:
+def test_fused_operators_equal_separate_ones(dtype: torch.dtype, x_dtype: torch.dtype) -> None:
     """Norm and activation are rounded once to x's dtype, as a float64 result is, but for ties that float32 moves."""
     generator = torch.Generator().manual_seed(0)
     x, residual = (torch.randn(64, 30, generator=generator).to(x_dtype) for _ in range(2))
@@ -112,7 +114,7 @@ def test_opcheck_scaled_matmul(dtype: torch.dtype, with_bias: bool) -> None:
     torch.library.opcheck(torch.ops.slidesparse.scaled_matmul.default, arguments, test_utils=checks(dtype))
 
 
-def test_four_linears_compile_to_one_graph_for_every_number_of_tokens() -> None:
+def test_linears_compile_once_for_all_token_counts() -> None:
     layout, slided, scale, _ = layer("6:8", INT8, 32, 32)
     counter = CompileCounter()
 
@@ -130,19 +132,19 @@ def test_four_linears_compile_to_one_graph_for_every_number_of_tokens() -> None:
     assert counter.frame_count == 1
 
 
-def test_registering_twice_changes_nothing() -> None:
+def test_registering_operators_twice_changes_nothing() -> None:
     before = torch.ops.slidesparse.quant_slide.default
     importlib.reload(ops)
     assert torch.ops.slidesparse.quant_slide.default is before
 
 
-def test_another_backends_columns_are_refused() -> None:
+def test_linear_refuses_columns_of_another_backend() -> None:
     layout, slided, scale, _ = layer("6:8", INT8, 12, 30)
     with pytest.raises(gemm.BackendError, match=f"to {layout.slided} columns, asked for 64"):
         ops.linear(torch.randn(2, 30), slided, scale, None, 8, 0, INT8, 64, "reference")
 
 
-def test_backends_say_why_they_cannot_run() -> None:
+def test_unusable_backends_give_the_reason() -> None:
     with pytest.raises(gemm.BackendError, match="'fast' is not known; the backends are hopper"):
         gemm.get("fast")
     for name in gemm.REGISTRY:

@@ -20,7 +20,7 @@ TOKENS = st.integers(1, 2**40)
 
 
 @given(TOKENS)
-def test_a_bucket_holds_its_tokens_with_little_waste(m: int) -> None:
+def test_bucket_bounds_padding(m: int) -> None:
     rows = bucket(m)
     assert rows >= m
     assert rows % plans.MIN_ROWS == 0
@@ -29,17 +29,17 @@ def test_a_bucket_holds_its_tokens_with_little_waste(m: int) -> None:
 
 
 @given(TOKENS)
-def test_a_bucket_is_its_own(m: int) -> None:
+def test_bucket_is_idempotent(m: int) -> None:
     assert bucket(bucket(m)) == bucket(m)
 
 
 @given(TOKENS, TOKENS)
-def test_more_tokens_never_have_a_smaller_bucket(m: int, more: int) -> None:
+def test_bucket_is_monotonic(m: int, more: int) -> None:
     assert bucket(min(m, more)) <= bucket(max(m, more))
 
 
-def test_there_are_few_buckets() -> None:
-    """16 up to 256 tokens, and 16 an octave after that."""
+def test_number_of_buckets_is_small() -> None:
+    """There are 16 up to 256 tokens, and 16 an octave after that."""
     assert bucket(0) == 0
     buckets = [bucket(m) for m in range(1, 2**16 + 1)]
     assert len(set(buckets)) == 16 + 16 * 8
@@ -48,7 +48,7 @@ def test_there_are_few_buckets() -> None:
 
 
 @given(st.integers(1, 12), st.lists(st.integers(0, 20), max_size=80))
-def test_the_cache_holds_the_plans_that_were_used_last(capacity: int, keys: list[int]) -> None:
+def test_plan_cache_evicts_least_recently_used(capacity: int, keys: list[int]) -> None:
     """A plan is made exactly when its key is not among the last ``capacity`` different ones."""
     cache: PlanCache[int] = PlanCache(capacity)
     made: list[int] = []
@@ -70,7 +70,7 @@ def _never() -> str:
     raise AssertionError("a plan that should be there was made again")
 
 
-def test_a_plan_that_fails_is_not_kept() -> None:
+def test_plan_cache_keeps_no_failed_plan() -> None:
     cache: PlanCache[str] = PlanCache()
 
     def fail() -> str:
@@ -82,7 +82,7 @@ def test_a_plan_that_fails_is_not_kept() -> None:
     assert cache.get("a", lambda: "plan") == "plan"
 
 
-def test_no_plan_is_made_while_a_graph_is_captured(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_plan_cache_makes_no_plan_during_graph_capture(monkeypatch: pytest.MonkeyPatch) -> None:
     cache: PlanCache[str] = PlanCache()
     key: Hashable = (torch.int8, 64)
     cache.get("there", lambda: "plan")
@@ -96,13 +96,13 @@ def test_no_plan_is_made_while_a_graph_is_captured(monkeypatch: pytest.MonkeyPat
         cache.get(key, _never)
 
 
-def test_rows_that_are_there_are_not_copied() -> None:
+def test_allocate_rows_returns_a_view_of_existing_memory() -> None:
     wide = torch.arange(40).reshape(10, 4)
     for x, rows in ((wide, 10), (wide[:3], 10), (wide[6:8], 4), (wide[:0], 10)):
         assert plans.allocate_rows(x, rows) is x
 
 
-def test_rows_that_are_not_there_are() -> None:
+def test_allocate_rows_copies_if_memory_is_missing() -> None:
     wide = torch.arange(40).reshape(10, 4)
     for x, rows in ((wide, 11), (wide[6:8], 5), (wide[:, :3], 10), (wide.t(), 4), (wide[:0], 11)):
         found = plans.allocate_rows(x, rows)
@@ -112,7 +112,7 @@ def test_rows_that_are_not_there_are() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.int8, FP8])
-def test_padding_adds_zeros_behind(dtype: torch.dtype) -> None:
+def test_pad_appends_zeros(dtype: torch.dtype) -> None:
     x = torch.arange(1, 16, dtype=torch.int8).reshape(3, 5).view(dtype)
     found = plans.pad(x, 4, 8)
     assert (found.shape, found.dtype) == ((8, 8), dtype)
@@ -134,24 +134,24 @@ def test_padding_adds_zeros_behind(dtype: torch.dtype) -> None:
         ("3/8x2", (3, 8, 2)),
     ],
 )
-def test_algorithms_of_cusparselt(text: str | None, numbers: tuple[int, ...]) -> None:
+def test_cusparselt_parses_algorithm_text(text: str | None, numbers: tuple[int, ...]) -> None:
     assert cusparselt._parse_algorithm(text) == numbers
 
 
 @pytest.mark.parametrize("text", ["fast", "3.5", "3/2", "3/x1", "3/2x", "3/2x1x1", "/2x1"])
-def test_text_that_is_no_algorithm_of_cusparselt(text: str) -> None:
+def test_cusparselt_refuses_invalid_algorithm_text(text: str) -> None:
     with pytest.raises(LibraryError, match=f"'{text}' is no cuSPARSELt algorithm, such as '3' or '3/2x1'"):
         cusparselt._parse_algorithm(text)
 
 
 @given(st.binary(min_size=64, max_size=64) | st.binary(max_size=63).map(lambda some: some.ljust(64, b"\0")))
-def test_algorithms_of_cublaslt_survive_their_short_text(algorithm: bytes) -> None:
+def test_cublaslt_algorithm_text_round_trip(algorithm: bytes) -> None:
     """`CublasLt.algorithms` writes hexadecimal without the zeros at the end, and a checksum."""
     assert cublaslt._decode_algorithm(cublaslt._encode_algorithm(algorithm)) == algorithm
 
 
 @pytest.mark.parametrize("text", ["3/2x1", "", "00", "0a-", "0a-00000000", "0a" * 65 + "-00000000", "fast"])
-def test_text_that_is_no_algorithm_of_cublaslt(text: str) -> None:
+def test_cublaslt_refuses_invalid_algorithm_text(text: str) -> None:
     """The library crashes on 64 bytes that it has not made."""
     with pytest.raises(
         LibraryError, match=f"'{text}' is no cuBLASLt algorithm in hexadecimal with its checksum"
@@ -159,7 +159,7 @@ def test_text_that_is_no_algorithm_of_cublaslt(text: str) -> None:
         cublaslt._decode_algorithm(text)
 
 
-def test_what_the_libraries_multiply() -> None:
+def test_require_operand_checks_dtypes() -> None:
     assert [problem.require_operand(dtype) for dtype in (torch.int8, FP8, torch.bfloat16)] == [
         "int8",
         "fp8",
@@ -181,17 +181,17 @@ def test_what_the_libraries_multiply() -> None:
     ],
     ids=str,
 )
-def test_problems_read_like_formulas(asked: Problem, text: str) -> None:
+def test_problem_text_is_a_formula(asked: Problem, text: str) -> None:
     assert str(asked) == text
 
 
-def test_every_sum_has_a_name_and_a_library_output() -> None:
+def test_accumulator_dtypes_are_outputs_of_both_libraries() -> None:
     for operand, out in plans.ACCUMULATOR_DTYPES.items():
         for outputs in (cusparselt.OUTPUTS, cublaslt.OUTPUTS):
             assert problem.NAMES[out] in outputs[problem.NAMES[operand]]
 
 
-def test_a_library_that_is_missing_is_a_library_error(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_library_raises_library_error(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(name: str) -> None:
         raise ToolchainError(f"no compiler for {name}", "install one")
 
@@ -207,8 +207,8 @@ def test_a_library_that_is_missing_is_a_library_error(monkeypatch: pytest.Monkey
         pytest.param(torch.zeros(64 * 128 // 2 - 1, dtype=torch.uint8), id="packed from fewer columns"),
     ],
 )
-def test_weights_that_cusparselt_would_read_beyond(weight: torch.Tensor) -> None:
-    """Pointers are all that the library gets."""
+def test_cusparselt_refuses_weights_of_wrong_size(weight: torch.Tensor) -> None:
+    """The library gets only pointers, and would read beyond the weight."""
     q = torch.zeros(2, 128, dtype=torch.int8)
     with pytest.raises(
         LibraryError,
@@ -225,17 +225,15 @@ def test_weights_that_cusparselt_would_read_beyond(weight: torch.Tensor) -> None
         pytest.param(torch.zeros(6144, dtype=torch.uint8), id="packed for another backend"),
     ],
 )
-def test_weights_that_cublaslt_would_read_wrongly(weight: torch.Tensor) -> None:
+def test_cublaslt_refuses_mismatched_weights(weight: torch.Tensor) -> None:
     q, ones = torch.zeros(2, 128, dtype=torch.int8), torch.ones(64, 1)
     with pytest.raises(LibraryError, match="of torch.int8: pack the weight for the backend cublaslt"):
         cublaslt.CublasLt().accumulate(q, weight, 64, torch.int32, ones)
 
 
 @pytest.mark.parametrize("together", [True, False])
-def test_packing_asks_whether_chunks_concatenate_without_torch_s_random_numbers(
-    monkeypatch: pytest.MonkeyPatch, together: bool
-) -> None:
-    """vLLM samples tokens by those, which loading a model may not change."""
+def test_packing_does_not_use_torch_random_state(monkeypatch: pytest.MonkeyPatch, together: bool) -> None:
+    """vLLM samples tokens by that state, which the test of whether packed chunks concatenate may not change."""
 
     class Library(cusparselt.CuSparseLt):
         def operand(self, weight: torch.Tensor, layout: problem.Layout = problem.TN) -> torch.Tensor:

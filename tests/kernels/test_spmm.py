@@ -45,7 +45,7 @@ STRIPS = pytest.mark.parametrize("strip", [1, STRIP])
 
 @given(st.data())
 @settings(max_examples=60)
-def test_compression_loses_nothing(data: st.DataObject) -> None:
+def test_compress_decompress_round_trip(data: st.DataObject) -> None:
     group = data.draw(st.integers(1, 32))
     kept = data.draw(st.integers(1, group))
     strip = data.draw(st.sampled_from([1, STRIP]))
@@ -65,7 +65,7 @@ def test_compression_loses_nothing(data: st.DataObject) -> None:
     assert bool((by_group[:, 1:] > by_group[:, :-1]).all())  # in order, none twice
 
 
-def test_the_largest_are_kept() -> None:
+def test_prune_keeps_the_largest() -> None:
     weight = torch.tensor([[4.0, -3, 2, 1, 0, 5, -6, 0.5]])
     assert prune(weight, 2, 4).tolist() == [[4, -3, 0, 0, 0, 5, -6, 0]]
     rows = torch.zeros(33, 4)
@@ -87,7 +87,9 @@ def test_the_largest_are_kept() -> None:
         (torch.ones(8), 2, 4, 1, r"\(8,\)"),
     ],
 )
-def test_what_cannot_be_compressed(weight: Tensor, kept: int, group: int, strip: int, fact: str) -> None:
+def test_compress_refuses_invalid_weights(
+    weight: Tensor, kept: int, group: int, strip: int, fact: str
+) -> None:
     with pytest.raises(SpmmError, match=fact):
         compress(weight, kept, group, strip)
 
@@ -132,7 +134,7 @@ def compiled() -> Any:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 @pytest.mark.parametrize(("kept", "group"), PATTERNS)
 @pytest.mark.parametrize(("m", "n", "k"), SHAPES)
-def test_every_variant_is_exact_where_sums_are(
+def test_every_variant_is_exact_on_integers(
     on_cpu: Product, m: int, n: int, k: int, kept: int, group: int, dtype: torch.dtype, strip: int
 ) -> None:
     """Sums of small integers are exact in any order, so all must be equal."""
@@ -146,7 +148,7 @@ def test_every_variant_is_exact_where_sums_are(
 
 @STRIPS
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-def test_variants_have_the_same_bits_and_splits_their_bound(
+def test_variants_are_bitwise_equal_and_splits_bounded(
     on_cpu: Product, dtype: torch.dtype, strip: int
 ) -> None:
     x, weight = operands(33, 40, 600, 2, 4, dtype, strip)
@@ -162,8 +164,8 @@ def test_variants_have_the_same_bits_and_splits_their_bound(
     assert float((apart > 0).double().mean()) < 0.01
 
 
-def test_what_is_not_there_is_not_used(on_cpu: Product) -> None:
-    """NaN beyond tokens and out-features, wild offsets there, and memory that does not begin where vectors do."""
+def test_memory_out_of_bounds_is_not_used(on_cpu: Product) -> None:
+    """There is NaN beyond tokens and out-features, wild offsets, and memory that is not aligned for vectors."""
     x, weight = integers(13, 21, 90, 2, 4, torch.float32)
     expected = on_cpu(x, weight, "double", 1)
     wide = torch.full((90, 32), torch.nan)
@@ -178,7 +180,7 @@ def test_what_is_not_there_is_not_used(on_cpu: Product) -> None:
     assert torch.equal(on_cpu(shifted.t(), weight, "double", 1), expected)
 
 
-def test_sizes_of_nothing(on_cpu: Product) -> None:
+def test_empty_products_are_zero(on_cpu: Product) -> None:
     for m, n, k in ((0, 5, 8), (5, 0, 8), (5, 3, 0)):
         x, weight = torch.ones(m, k), compress(torch.zeros(n, k), 2, 4)
         for product in (lambda *call: spmm(*call), on_cpu):
@@ -189,7 +191,7 @@ def test_sizes_of_nothing(on_cpu: Product) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("sanitizer", ["thread", "address,undefined"])
-def test_no_races_and_nothing_out_of_bounds(tmp_path: Path, sanitizer: str) -> None:
+def test_kernels_pass_sanitizers(tmp_path: Path, sanitizer: str) -> None:
     options = ("-O1", f"-fsanitize={sanitizer}", "-fno-sanitize-recover=all", "-DPROGRAM")
     try:
         program = library_of(tmp_path, *options, target="program")
@@ -214,7 +216,7 @@ def test_no_races_and_nothing_out_of_bounds(tmp_path: Path, sanitizer: str) -> N
         (torch.ones(3, 8), {"splits": 0}, "0 parts"),
     ],
 )
-def test_wrong_operands(x: Tensor, options: dict[str, Any], fact: str) -> None:
+def test_spmm_refuses_invalid_operands(x: Tensor, options: dict[str, Any], fact: str) -> None:
     weight = compress(torch.zeros(5, 8), 2, 4)
     with pytest.raises(SpmmError, match=fact):
         spmm(x, weight, **options)
@@ -223,7 +225,7 @@ def test_wrong_operands(x: Tensor, options: dict[str, Any], fact: str) -> None:
 # --- the compiled library, without a GPU
 
 
-def test_the_sequential_product(compiled: Any) -> None:
+def test_sequential_product_is_within_its_error_bound(compiled: Any) -> None:
     for m, n, k in SHAPES:
         x, weight = operands(m, n, k, 3, 5, torch.float32)
         exact, allowed = bound(x, weight, fused=False)
@@ -232,8 +234,8 @@ def test_the_sequential_product(compiled: Any) -> None:
         sequential(x.half(), weight)
 
 
-def test_the_library_refuses_what_its_kernels_cannot_read(compiled: Any) -> None:
-    """Each field by itself made wrong in a call that is right; a right one fails later, for want of a GPU."""
+def test_library_refuses_invalid_calls(compiled: Any) -> None:
+    """Each field by itself is made wrong in a call that is right; a right one fails later, for want of a GPU."""
     memory = torch.zeros(4096)
     address = memory.data_ptr()
     names = [name for name, *_ in spmm_module._Call._fields_]

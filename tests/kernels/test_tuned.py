@@ -55,12 +55,12 @@ def put(*results: tuple[int, str], problem: Problem = PROBLEM) -> Path:
         (4097, None),
     ],
 )
-def test_the_smallest_tuned_m_that_is_large_enough_else_the_largest(m: int, expected: str | None) -> None:
+def test_lookup_takes_the_next_larger_tuned_m(m: int, expected: str | None) -> None:
     put((2048, "c"), (64, "a"), (128, "b"))
     assert choose(replace(PROBLEM, m=m)) == expected
 
 
-def test_many_more_tokens_than_were_tuned_go_to_a_neighbour_first() -> None:
+def test_far_more_tokens_use_a_neighbouring_shape() -> None:
     put((64, "few"))
     put((64, "wrong"), (4096, "near"), problem=replace(PROBLEM, k=PROBLEM.k + 256))
     put((8192, "far"), problem=replace(PROBLEM, k=8 * PROBLEM.k))
@@ -80,7 +80,7 @@ def test_many_more_tokens_than_were_tuned_go_to_a_neighbour_first() -> None:
     [{"dtype": "fp8"}, {"out": "int32"}, {"scale": "none"}, {"bias": True}, {"n": 4640}, {"k": 5344}],
     ids=str,
 )
-def test_all_but_m_must_be_equal(change: dict[str, object]) -> None:
+def test_lookup_needs_equal_problems_apart_from_m(change: dict[str, object]) -> None:
     put((64, "a"))
     assert choose(PROBLEM) == "a"
     assert choose(replace(PROBLEM, **change)) is None
@@ -91,12 +91,12 @@ def test_all_but_m_must_be_equal(change: dict[str, object]) -> None:
     [{"library": "cublaslt"}, {"version": "0.8.1"}, {"gpu": "NVIDIA H100"}, {"capability": (9, 1)}],
     ids=str,
 )
-def test_each_library_version_and_gpu_has_its_own_table(change: dict[str, object], cache: Path) -> None:
+def test_tables_are_separate_per_library_version_and_gpu(change: dict[str, object], cache: Path) -> None:
     assert put((64, "a")) == cache / FILE
     assert choose(PROBLEM, replace(SUBJECT, **change)) is None
 
 
-def test_the_file_spells_out_what_it_is_about() -> None:
+def test_table_file_format() -> None:
     document = json.loads(put((64, "a")).read_text())
     entries = document.pop("entries")
     assert document == {
@@ -110,8 +110,8 @@ def test_the_file_spells_out_what_it_is_about() -> None:
     assert entries == {key: {"64": {"algorithm": "a", "us": 1.0}}}
 
 
-def test_the_next_fastest_and_the_count_of_a_search_stay(cache: Path) -> None:
-    """Also when another problem is saved; a table without them is read, and stays without."""
+def test_save_keeps_runners_up_and_search_size(cache: Path) -> None:
+    """They stay when another problem is saved; a table without them is read, and stays without."""
     put((64, "plain"))
     best = Tuned("a", 1.0, (("b", 1.25), ("c", 1.5)), 60)
     tuned.save(SUBJECT, [(replace(PROBLEM, m=128), best)])
@@ -122,7 +122,7 @@ def test_the_next_fastest_and_the_count_of_a_search_stay(cache: Path) -> None:
     assert entries["128"] == {"algorithm": "a", "us": 1.0, "others": {"b": 1.25, "c": 1.5}, "tried": 60}
 
 
-def test_the_users_table_is_laid_over_the_shipped_one(cache: Path) -> None:
+def test_user_table_overrides_the_shipped_one(cache: Path) -> None:
     path = put((64, "shipped"), (128, "shipped"))
     tuned.SHIPPED_TABLES.mkdir()
     path.rename(tuned.SHIPPED_TABLES / path.name)
@@ -131,7 +131,7 @@ def test_the_users_table_is_laid_over_the_shipped_one(cache: Path) -> None:
     assert "shipped" not in (cache / FILE).read_text()
 
 
-def test_saving_adds_to_what_another_process_saved() -> None:
+def test_save_merges_entries_of_another_process() -> None:
     put((64, "a"), (128, "old"))
     program = (
         "from slidesparse.gemm import tuned\nfrom slidesparse.gemm.problem import Problem\n"
@@ -143,7 +143,7 @@ def test_saving_adds_to_what_another_process_saved() -> None:
     assert [choose(replace(PROBLEM, m=m)) for m in (64, 128, 256)] == ["a", "b", "other"]
 
 
-def test_two_that_save_at_once_both_stay(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_concurrent_saves_keep_both_entries(monkeypatch: pytest.MonkeyPatch) -> None:
     publish = tuned._write_atomically
     other = threading.Thread(target=put, args=((128, "b"),))
 
@@ -159,7 +159,7 @@ def test_two_that_save_at_once_both_stay(monkeypatch: pytest.MonkeyPatch) -> Non
     assert [choose(replace(PROBLEM, m=m)) for m in (64, 128)] == ["a", "b"]
 
 
-def test_a_save_that_dies_leaves_the_old_table(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failed_save_leaves_the_old_table(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     put((64, "a"))
     before = (cache / FILE).read_bytes()
 
@@ -183,9 +183,7 @@ def test_a_save_that_dies_leaves_the_old_table(cache: Path, monkeypatch: pytest.
         ("\xff", "is not JSON"),
     ],
 )
-def test_a_damaged_or_foreign_file_is_named_with_the_remedy(
-    cache: Path, text: str | None, words: str
-) -> None:
+def test_damaged_or_foreign_table_is_reported(cache: Path, text: str | None, words: str) -> None:
     path = put((64, "a"))
     path.write_text(path.read_text().replace("H200", "H100") if text is None else text)
     tuned._merged_table.cache_clear()
@@ -199,7 +197,7 @@ def test_a_damaged_or_foreign_file_is_named_with_the_remedy(
 @pytest.mark.parametrize(
     "broken", ['"algorithm"', '"64"', '"us"', "7777", '{"b": 2.0}', f'"{tuned.Shape.of_problem(PROBLEM)}"']
 )
-def test_a_file_with_damaged_entries_is_named(broken: str) -> None:
+def test_damaged_entries_are_reported(broken: str) -> None:
     path = tuned.save(SUBJECT, [(PROBLEM, Tuned("a", 1.0, (("b", 2.0),), 7777))])
     text = json.dumps(json.loads(path.read_text()))
     assert broken in text
@@ -210,7 +208,7 @@ def test_a_file_with_damaged_entries_is_named(broken: str) -> None:
             tuned.select_algorithm(SUBJECT, shape)
 
 
-def test_an_entry_without_measurements_is_no_entry() -> None:
+def test_empty_entry_is_ignored() -> None:
     path = put((64, "a"))
     document = json.loads(path.read_text())
     document["entries"] = {key: {} for key in document["entries"]}
@@ -219,7 +217,7 @@ def test_an_entry_without_measurements_is_no_entry() -> None:
     assert tuned.select_algorithm(SUBJECT, PROBLEM) == (None, "its own heuristic")
 
 
-def test_the_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_tables_folder_follows_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.delenv(tuned.CACHE_VARIABLE)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     assert tuned.tables_folder() == tmp_path / "slidesparse" / "tuned"
@@ -228,7 +226,7 @@ def test_the_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     assert tuned.tables_folder() == tmp_path / ".cache" / "slidesparse" / "tuned"
 
 
-def test_an_untuned_shape_is_logged_once_with_the_command(caplog: pytest.LogCaptureFixture) -> None:
+def test_untuned_shape_is_logged_once_with_the_command(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING, "slidesparse"):
         for _ in range(2):
             tuned.note_untuned("cusparselt", "int8", 4608, 5376, "its own heuristic")

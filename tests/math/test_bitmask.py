@@ -45,7 +45,9 @@ def in_numpy(values: Tensor, bitmask: Tensor, k: int) -> Tensor:
     k=st.integers(1, 300),
     seed=st.integers(0, 9),
 )
-def test_round_trip(pattern: SlidePattern, dtype: torch.dtype, rows: int, k: int, seed: int) -> None:
+def test_compress_decompress_round_trip(
+    pattern: SlidePattern, dtype: torch.dtype, rows: int, k: int, seed: int
+) -> None:
     w = weight(rows, k, dtype, pattern, seed)
     values, bitmask = compress(w, pattern)
     assert values.shape == (rows, places(pattern, k))
@@ -67,11 +69,11 @@ def test_round_trip(pattern: SlidePattern, dtype: torch.dtype, rows: int, k: int
         ("2_inf", 9, 9),
     ],
 )
-def test_places_of_whole_and_short_blocks(pattern: str, k: int, expected: int) -> None:
+def test_number_of_places_of_whole_and_short_blocks(pattern: str, k: int, expected: int) -> None:
     assert places(SlidePattern.parse(pattern), k) == expected
 
 
-def test_many_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_round_trip_in_many_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(slide, "CHUNK_ELEMENTS", 100)
     w = weight(17, 44, torch.int8, SIX, 1)
     values, bitmask = compress(w, SIX)
@@ -82,7 +84,7 @@ def test_many_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.bfloat16])
-def test_negative_zeros_stay_where_there_is_a_place(dtype: torch.dtype) -> None:
+def test_negative_zeros_are_kept_in_unused_places(dtype: torch.dtype) -> None:
     """Six of eight zeros have a place; those of the last two that are 0.0 go first."""
     rows = [[-0.0] * 6 + [0.0] * 2, [0.0, 0.0] + [-0.0] * 6, [1, -0.0, 2, 0.0, 3, -0.0, 4, 0.0], [-0.0] * 8]
     w = torch.tensor(rows).to(dtype)
@@ -91,7 +93,7 @@ def test_negative_zeros_stay_where_there_is_a_place(dtype: torch.dtype) -> None:
     assert (raw(found[3]) != 0).tolist() == [True] * 6 + [False] * 2
 
 
-def test_a_block_with_too_many_values_is_named() -> None:
+def test_compress_refuses_blocks_with_too_many_values() -> None:
     w = torch.zeros(3, 24, dtype=torch.int8)
     w[2, 8:16] = 1
     with pytest.raises(PatternError, match=r"down_proj: row 2, block 1 \(columns from 8\) has 8 non-zeros"):
@@ -115,7 +117,7 @@ def test_a_block_with_too_many_values_is_named() -> None:
         (lambda v, b: (v[None], b), r"values \[1, 3, 9\]"),
     ],
 )
-def test_parts_that_do_not_fit_together(break_it: object, words: str) -> None:
+def test_decompress_refuses_inconsistent_parts(break_it: object, words: str) -> None:
     w = torch.arange(1, 37, dtype=torch.int8).view(3, 12)
     w[:, 1:3] = w[:, 11:] = 0
     values, bitmask = compress(prune(w, SIX), SIX)

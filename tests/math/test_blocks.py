@@ -32,7 +32,7 @@ def chosen(costs: torch.Tensor, share: Fraction) -> torch.Tensor:
     share=st.fractions(0, 1, max_denominator=100).filter(lambda x: x < 1),
     seed=st.integers(0, 9),
 )
-def test_every_strip_has_its_share(rows: int, groups: int, share: Fraction, seed: int) -> None:
+def test_each_strip_has_its_share_of_blocks(rows: int, groups: int, share: Fraction, seed: int) -> None:
     costs = torch.rand(rows, groups, generator=torch.Generator().manual_seed(seed))
     found = chosen(costs, share)
     assert int(found.sum()) == math.ceil(share * found.numel())
@@ -43,7 +43,7 @@ def test_every_strip_has_its_share(rows: int, groups: int, share: Fraction, seed
 
 @pytest.mark.parametrize("shards", [1, 2, 4, 8])
 @pytest.mark.parametrize("share", [Fraction(1, 3), Fraction(1, 2), Fraction(2, 3)])
-def test_tensor_parallel_shards_have_their_share(shards: int, share: Fraction) -> None:
+def test_tensor_parallel_shards_have_their_share_of_blocks(shards: int, share: Fraction) -> None:
     """Shards of rows and of columns do, though some columns are always cheaper than others."""
     costs = torch.rand(16 * STRIP, 32 * 16, generator=torch.Generator().manual_seed(0))
     costs *= torch.linspace(1, 3, costs.shape[1])
@@ -53,7 +53,7 @@ def test_tensor_parallel_shards_have_their_share(shards: int, share: Fraction) -
             assert abs(int(shard.sum()) - float(share) * shard.numel()) <= 2
 
 
-def test_the_cheapest_blocks_are_chosen() -> None:
+def test_choose_blocks_takes_the_cheapest() -> None:
     costs = torch.ones(2 * STRIP, 8 * 32)
     for strip, block in ((0, 1), (0, 2), (0, 5), (0, 7), (1, 0), (1, 3), (1, 4), (1, 6)):
         costs[STRIP * strip : STRIP * (strip + 1), 32 * block : 32 * (block + 1)] = 0.5
@@ -65,7 +65,7 @@ def test_the_cheapest_blocks_are_chosen() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int8, FP8])
 @pytest.mark.parametrize("shape", [(128, 512), (100, 300), (64, 200), (7, 5)])
-def test_pruned_weights_obey(dtype: torch.dtype, shape: tuple[int, int]) -> None:
+def test_pruned_weights_obey_mixed_pattern(dtype: torch.dtype, shape: tuple[int, int]) -> None:
     w = torch.randn(*shape, generator=torch.Generator().manual_seed(1))
     w = quantize_rows(w, dtype)[0] if dtype in (torch.int8, FP8) else w.to(dtype)
     for method in ("magnitude", "random"):
@@ -80,7 +80,7 @@ def test_pruned_weights_obey(dtype: torch.dtype, shape: tuple[int, int]) -> None
     assert obeys(prune(w, SlidePattern(4)), HALF)
 
 
-def test_what_goes_is_the_least() -> None:
+def test_pruning_takes_the_blocks_of_least_importance() -> None:
     """In each strip of four blocks with noise of different sizes, the two with the smallest are pruned."""
     sizes = torch.tensor([[1.0, 4, 2, 3], [4, 3, 1, 2], [2, 1, 4, 3], [3, 2, 4, 1]])
     noise = torch.randn(4 * STRIP, 4 * BLOCK, generator=torch.Generator().manual_seed(2))
@@ -93,7 +93,7 @@ def test_what_goes_is_the_least() -> None:
         assert torch.equal(~dense_blocks(pruned), small)
 
 
-def test_sparsegpt_makes_up_for_what_goes() -> None:
+def test_sparsegpt_compensates_for_pruned_weights() -> None:
     generator = torch.Generator().manual_seed(4)
     mix = torch.randn(512, 512, generator=generator) / 512**0.5 + torch.eye(512)
     inputs = torch.randn(4096, 512, generator=generator) @ mix

@@ -32,7 +32,7 @@ FIGURES = [
 
 
 @pytest.mark.parametrize(("ratio", "flag", "density", "expansion", "speedup"), FIGURES)
-def test_both_spellings_and_the_papers_figures(
+def test_parse_accepts_both_spellings_with_figures_of_the_paper(
     ratio: str, flag: str, density: Fraction, expansion: Fraction, speedup: Fraction
 ) -> None:
     pattern = SlidePattern.parse(ratio)
@@ -48,12 +48,12 @@ def test_str_gives_the_ratio_and_what_it_prunes() -> None:
     assert SlidePattern.parse("2_\N{INFINITY}") == SlidePattern(None)
 
 
-def test_a_pattern_is_a_dictionary_key() -> None:
+def test_patterns_are_hashable() -> None:
     assert len({SlidePattern.parse(name) for name in (*NAMED, "2_8", "2_inf")}) == len(NAMED)
 
 
 @given(st.integers(2, 500))
-def test_any_even_length(n: int) -> None:
+def test_every_even_length_is_a_pattern(n: int) -> None:
     pattern = SlidePattern.parse(f"{2 * n - 2}:{2 * n}")
     assert pattern == SlidePattern.parse(f"2_{2 * n}")
     assert pattern.length == 2 * n
@@ -70,7 +70,7 @@ def test_any_even_length(n: int) -> None:
         *((text, None) for text in ("", "dense", "6-8", "6:8:10", "-2:8", "6.0:8", "2_infinity", "inf")),
     ],
 )
-def test_nonsense_is_refused_with_what_was_found_allowed_and_meant(text: str, meant: str | None) -> None:
+def test_parse_refuses_invalid_patterns_with_suggestion(text: str, meant: str | None) -> None:
     with pytest.raises(PatternError) as error:
         SlidePattern.parse(text)
     message = str(error.value)
@@ -80,7 +80,7 @@ def test_nonsense_is_refused_with_what_was_found_allowed_and_meant(text: str, me
 
 
 @given(st.text(max_size=12))
-def test_any_text_is_read_or_refused_as_a_pattern_error(text: str) -> None:
+def test_parse_of_any_text_raises_only_pattern_error(text: str) -> None:
     try:
         pattern = SlidePattern.parse(text)
     except PatternError:
@@ -89,7 +89,7 @@ def test_any_text_is_read_or_refused_as_a_pattern_error(text: str) -> None:
 
 
 @pytest.mark.parametrize("text", ["6" * 5000 + ":8", "6:" + "8" * 5000, "2_4098", "9999999998:10000000000"])
-def test_patterns_have_a_longest_block(text: str) -> None:
+def test_parse_refuses_too_long_blocks(text: str) -> None:
     assert SlidePattern.parse("2_4096").length == 4096
     with pytest.raises(PatternError) as error:
         SlidePattern.parse(text)
@@ -97,13 +97,13 @@ def test_patterns_have_a_longest_block(text: str) -> None:
 
 
 @pytest.mark.parametrize("length", [-2, 0, 2, 3, 7, 4098])
-def test_the_constructor_refuses_lengths_without_windows(length: int) -> None:
+def test_constructor_refuses_invalid_lengths(length: int) -> None:
     with pytest.raises(PatternError, match=str(length)):
         SlidePattern(length)
 
 
 @given(st.integers(2, 40), st.integers(0, 300), st.data())
-def test_layout(n: int, columns: int, data: st.DataObject) -> None:
+def test_layout_sizes(n: int, columns: int, data: st.DataObject) -> None:
     pattern = SlidePattern(2 * n)
     phase = data.draw(st.integers(0, 2 * n - 1))
     layout = pattern.layout(columns, phase)
@@ -125,7 +125,7 @@ def test_layout_of_2_inf_doubles_the_row(columns: int) -> None:
 
 
 @pytest.mark.parametrize(("columns", "phase"), [(-1, 0), (8, -1), (8, 8)])
-def test_layout_refuses(columns: int, phase: int) -> None:
+def test_layout_refuses_invalid_sizes(columns: int, phase: int) -> None:
     with pytest.raises(ValueError, match=f"{columns} in-features at phase {phase}"):
         SlidePattern.parse("6:8").layout(columns, phase)
 
@@ -138,7 +138,7 @@ def test_shard_phase_aligns_blocks_with_the_whole_row(n: int, start: int) -> Non
     assert SlidePattern.parse("2_inf").shard_phase(start) == 0
 
 
-def test_mixed_patterns() -> None:
+def test_parse_mixed_patterns() -> None:
     half = parse_pattern("2_4@50%")
     assert isinstance(half, MixedPattern)
     assert (half.ratio, half.flag, half.density) == ("2:4@50%", "2:4@50%", Fraction(3, 4))

@@ -65,13 +65,13 @@ def brute_force(w: Tensor, pattern: SlidePattern, phase: int) -> Tensor:
 
 
 @given(weights, patterns(), phases)
-def test_magnitude_is_the_stable_sort(w: Tensor, pattern: SlidePattern, phase: int) -> None:
+def test_magnitude_pruning_equals_stable_sort(w: Tensor, pattern: SlidePattern, phase: int) -> None:
     phase = phase_of(pattern, phase)
     assert_same_bits(prune(w, pattern, phase=phase), brute_force(w, pattern, phase))
 
 
 @given(weights, patterns(), st.sampled_from(METHODS), st.integers(0, 3), phases)
-def test_obeys_keeps_and_drops_no_more_than_it_must(
+def test_prune_obeys_the_pattern_with_fewest_zeros(
     w: Tensor, pattern: SlidePattern, method: str, seed: int, phase: int
 ) -> None:
     phase = phase_of(pattern, phase)
@@ -92,22 +92,22 @@ def test_obeys_keeps_and_drops_no_more_than_it_must(
 
 
 @given(cases())
-def test_weights_that_obey_lose_nothing(case: Case) -> None:
-    """Whatever their bits (NaN and Inf count as the largest); a -0.0 may become 0.0, a non-zero never."""
+def test_prune_keeps_weights_that_obey(case: Case) -> None:
+    """This holds for any bits (NaN and Inf count as the largest); a -0.0 may become 0.0, a non-zero never."""
     pattern, phase, w = case
     pruned = prune(w, pattern, phase=phase)
     assert torch.equal(is_zero(pruned), is_zero(w))
     assert_same_bits(torch.where(is_zero(w), 0, raw(pruned)), torch.where(is_zero(w), 0, raw(w)))
 
 
-def test_subnormal_weights_are_compared_by_value() -> None:
+def test_prune_compares_subnormals_by_value() -> None:
     tiny = torch.finfo(torch.float32).smallest_normal / 2
     w = torch.tensor([[2 * tiny, tiny, -3 * tiny, 1.0]])
     assert prune(w, SlidePattern.parse("2:4")).tolist() == [[0.0, 0.0, -3 * tiny, 1.0]]
 
 
 @pytest.mark.parametrize("name", NAMED)
-def test_random_is_decided_by_its_seed(name: str) -> None:
+def test_random_pruning_depends_only_on_its_seed(name: str) -> None:
     w, pattern = torch.ones(16, 70), SlidePattern.parse(name)
     first = prune(w, pattern, "random", seed=7)
     assert_same_bits(prune(w, pattern, "random", seed=7), first)
@@ -115,7 +115,7 @@ def test_random_is_decided_by_its_seed(name: str) -> None:
     assert name == "2_inf" or not torch.equal(prune(w, pattern, "random", seed=8), first)
 
 
-def test_random_picks_every_pair_about_equally() -> None:
+def test_random_pruning_is_uniform_over_pairs() -> None:
     """28 pairs of 8: 28000 draws put 1000 in each, with a deviation of sqrt(28000 * 1/28 * 27/28) = 31."""
     zero = prune(torch.ones(28_000, 8), SIX_EIGHT, "random", seed=0) == 0
     assert bool((zero.sum(-1) == 2).all())
@@ -125,12 +125,12 @@ def test_random_picks_every_pair_about_equally() -> None:
     assert int((counts - 1000).abs().max()) < 5 * 31
 
 
-def test_importance_decides() -> None:
+def test_prune_by_importance() -> None:
     w = torch.arange(1.0, 9).reshape(1, 8)
     importance = torch.tensor([[9.0, 8, 7, 0, 5, 0.5, 3, 2]])
     assert prune_by_importance(w, importance, SIX_EIGHT).tolist() == [[1, 2, 3, 0, 5, 0, 7, 8]]
 
 
-def test_an_unknown_method_is_refused() -> None:
+def test_prune_refuses_unknown_methods() -> None:
     with pytest.raises(ValueError, match="'best'"):
         prune(torch.ones(1, 8), SIX_EIGHT, "best")

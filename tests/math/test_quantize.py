@@ -82,7 +82,7 @@ def rows(draw: st.DrawFn) -> Tensor:
 @pytest.mark.parametrize("arithmetic", ARITHMETICS)
 @pytest.mark.parametrize("dtype", [INT8, FP8])
 @given(x=rows())
-def test_codes_and_scales_are_the_formulas(x: Tensor, dtype: torch.dtype, arithmetic: str) -> None:
+def test_quantize_rows_equals_numpy_formulas(x: Tensor, dtype: torch.dtype, arithmetic: str) -> None:
     before = x.clone()
     q, scale = quantize_rows(x, dtype, arithmetic)
     assert_same_bits(x, before)
@@ -98,7 +98,7 @@ def test_codes_and_scales_are_the_formulas(x: Tensor, dtype: torch.dtype, arithm
 
 @pytest.mark.parametrize("arithmetic", ARITHMETICS)
 @given(x=rows())
-def test_int8_is_within_half_a_step_of_the_stored_scale(x: Tensor, arithmetic: str) -> None:
+def test_int8_error_is_within_half_a_step(x: Tensor, arithmetic: str) -> None:
     """|x - q * scale| <= scale * (1/2 + 127 * 2^-20).
 
     Rounding gives the half.  absmax/127, its inverse and the product are each rounded to 2^-24, or to 2^-22
@@ -117,7 +117,7 @@ def test_int8_is_within_half_a_step_of_the_stored_scale(x: Tensor, arithmetic: s
 
 @pytest.mark.parametrize("arithmetic", ARITHMETICS)
 @given(x=rows())
-def test_fp8_is_within_half_an_ulp_of_the_stored_scale(x: Tensor, arithmetic: str) -> None:
+def test_fp8_error_is_within_half_an_ulp(x: Tensor, arithmetic: str) -> None:
     """|x - q * scale| <= max(|x| * 2^-4, scale * 2^-10) * (1 + 2^-18).
 
     E4M3 has four significant bits, so half an ulp is at most 2^-4 of the number, or half the subnormal step
@@ -136,14 +136,16 @@ def test_fp8_is_within_half_an_ulp_of_the_stored_scale(x: Tensor, arithmetic: st
 
 @pytest.mark.parametrize("arithmetic", ARITHMETICS)
 @pytest.mark.parametrize("dtype", [INT8, FP8])
-def test_a_row_with_inf_gives_no_plausible_number(dtype: torch.dtype, arithmetic: str) -> None:
+def test_rows_with_inf_dequantize_to_nan(dtype: torch.dtype, arithmetic: str) -> None:
     x = torch.tensor([[torch.inf, 1.0, -1.0], [-torch.inf, torch.nan, 2.0], [1.0, 2.0, 3.0]])
     found = dequantize_rows(*quantize_rows(x, dtype, arithmetic))
     assert found.isnan().all(-1).tolist() == [True, True, False]
 
 
-def test_the_two_arithmetics_differ_in_near_ties_alone() -> None:
-    """INT8 by one code; in FP8 whole numbers make x * 448 / absmax a tie, where x / scale and x * (1 / scale) part."""
+def test_cuda_and_cpu_arithmetic_differ_only_in_near_ties() -> None:
+    """INT8 differs by one code; in FP8 whole numbers make x * 448 / absmax a tie, where x / scale and x * (1
+    / scale) part.
+    """
     x = torch.randn(400, 400, generator=torch.Generator().manual_seed(0), dtype=torch.float32).bfloat16()
     cuda, cpu = (quantize_rows(x, INT8, arithmetic)[0].int() for arithmetic in ARITHMETICS)
     assert 0 < int((cuda != cpu).sum()) < x.numel() // 100
@@ -158,7 +160,7 @@ def test_the_two_arithmetics_differ_in_near_ties_alone() -> None:
 @pytest.mark.parametrize(
     ("dtype", "arithmetic"), [(torch.uint8, "cuda"), (torch.float8_e5m2, "cpu"), (INT8, "gpu")]
 )
-def test_other_dtypes_and_arithmetics_are_refused(dtype: torch.dtype, arithmetic: str) -> None:
+def test_quantize_rows_refuses_other_dtypes_and_arithmetics(dtype: torch.dtype, arithmetic: str) -> None:
     with pytest.raises(TypeError, match=f"{dtype} with '{arithmetic}'"):
         quantize_rows(torch.ones(1, 4), dtype, arithmetic)
 
@@ -174,7 +176,7 @@ def ordinary_rows(source: torch.dtype, columns: int) -> Tensor:
 @pytest.mark.vllm
 @pytest.mark.parametrize("columns", [1, 3, 16, 17, 129, 1024])
 @pytest.mark.parametrize("source", [torch.float32, torch.bfloat16])
-def test_int8_is_vllms_cpu_kernel_bit_for_bit(source: torch.dtype, columns: int) -> None:
+def test_int8_codes_equal_vllms_cpu_kernel(source: torch.dtype, columns: int) -> None:
     ops = pytest.importorskip("vllm._custom_ops")
     if not hasattr(torch.ops._C, "dynamic_scaled_int8_quant") or not hasattr(ops, "onednn_scaled_int8_quant"):
         pytest.skip("this vLLM is not its CPU build")
@@ -188,7 +190,7 @@ def test_int8_is_vllms_cpu_kernel_bit_for_bit(source: torch.dtype, columns: int)
 @pytest.mark.vllm
 @pytest.mark.parametrize("columns", [1, 17, 1024])
 @pytest.mark.parametrize("source", [torch.float32, torch.bfloat16])
-def test_fp8_is_vllms_native_formula_bit_for_bit(source: torch.dtype, columns: int) -> None:
+def test_fp8_codes_equal_vllms_native_formula(source: torch.dtype, columns: int) -> None:
     module = pytest.importorskip("vllm.model_executor.layers.quantization.input_quant_fp8")
     per_token = module.GroupShape.PER_TOKEN
     layer = SimpleNamespace(is_group_quant=False, static=False, group_shape=per_token, num_token_padding=None)

@@ -49,8 +49,8 @@ def test_extreme_int8_sums_are_exact(tokens: int, activation: int, weight: int |
 
 @pytest.mark.parametrize("tokens", [2, 6])
 @pytest.mark.parametrize("columns", [LARGE - 1, LARGE])
-def test_sums_of_dense_weights_beyond_float32_are_exact(columns: int, tokens: int) -> None:
-    """One 126 among 127s: of a few more columns in a chunk the sum would be odd and above 2^24."""
+def test_int8_sums_of_dense_weights_above_2_24_are_exact(columns: int, tokens: int) -> None:
+    """There is one 126 among 127s: of a few more columns in a chunk the sum would be odd and above 2^24."""
     q = torch.full((tokens, columns), 127, dtype=INT8)
     w = torch.full((3, columns), 127, dtype=INT8)
     w[:, 0] -= 1
@@ -68,7 +68,7 @@ def test_int8_sums_are_exact(tokens: int, outputs: int, groups: int, seed: int) 
 
 
 @pytest.mark.parametrize("tokens", [2, 6])
-def test_more_weights_than_one_chunk(tokens: int) -> None:
+def test_int8_sums_of_weights_above_one_chunk_are_exact(tokens: int) -> None:
     outputs = reference._CHUNK_ELEMENTS // reference.EXACT_COLUMNS + 3
     q = torch.full((tokens, reference.EXACT_COLUMNS + 4), -128, dtype=INT8)
     w = two_four(outputs, reference.EXACT_COLUMNS + 4, seed=0)
@@ -77,7 +77,7 @@ def test_more_weights_than_one_chunk(tokens: int) -> None:
 
 @pytest.mark.parametrize("dtype", [INT8, FP8])
 @pytest.mark.parametrize("shape", [(0, 4, 8), (1, 0, 8), (3, 0, 8), (2, 3, 0), (9, 3, 0), (0, 0, 0)])
-def test_empty_products(shape: tuple[int, int, int], dtype: torch.dtype) -> None:
+def test_empty_products_are_zero(shape: tuple[int, int, int], dtype: torch.dtype) -> None:
     m, n, k = shape
     acc = matmul(torch.zeros(m, k).to(dtype), torch.zeros(n, k).to(dtype))
     assert acc.tolist() == [[0] * n] * m
@@ -87,7 +87,7 @@ def test_empty_products(shape: tuple[int, int, int], dtype: torch.dtype) -> None
 
 
 @given(cases(dtypes=(INT8,)), st.integers(0, 6), st.integers(0, 2**20))
-def test_the_slided_layer_has_the_dense_accumulators(case: Case, tokens: int, seed: int) -> None:
+def test_slided_layer_has_the_dense_accumulators(case: Case, tokens: int, seed: int) -> None:
     pattern, phase, w = case
     x = torch.randn(tokens, w.shape[1], generator=torch.Generator().manual_seed(seed)).bfloat16()
     q, scale = quant_slide(x, pattern.layout(w.shape[1], phase), INT8)
@@ -135,7 +135,7 @@ def test_dequant_scales_by_the_channel_first_and_rounds_once() -> None:
     assert not torch.equal(twice, torch.from_numpy(expected).bfloat16())
 
 
-def test_dequant_takes_either_form_of_scale_no_bias_and_a_low_precision_bias() -> None:
+def test_dequant_accepts_scale_shapes_and_bias_dtypes() -> None:
     acc = torch.tensor([[3, -5], [7, 11]], dtype=torch.int32)
     s_x, s_w = torch.tensor([[0.5], [2.0]]), torch.tensor([0.25, 4.0])
     expected = [[0.375, -10.0], [3.5, 88.0]]
@@ -146,7 +146,7 @@ def test_dequant_takes_either_form_of_scale_no_bias_and_a_low_precision_bias() -
     assert acc.tolist() == [[3, -5], [7, 11]]
 
 
-def test_an_inf_activation_never_gives_a_plausible_number() -> None:
+def test_inf_activations_give_nan_outputs() -> None:
     x = torch.tensor([[1.0, float("inf"), 2.0, 3.0, 4.0, 5.0, 6.0, 7.0], [1.0] * 8])
     w = torch.tensor([[1, 2, 3, 4, 5, 6, 0, 0]], dtype=INT8)
     q, scale = quant_slide(x, SIX_EIGHT.layout(8), INT8)

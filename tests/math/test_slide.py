@@ -55,18 +55,18 @@ def literal_slide(w: Tensor, pattern: SlidePattern, phase: int) -> list[list[int
 
 
 @given(cases())
-def test_unslide_undoes_slide_bit_for_bit(case: Case) -> None:
+def test_slide_unslide_round_trip(case: Case) -> None:
     pattern, phase, w = case
     assert_same_bits(unslide(slide(w, pattern, phase), pattern, w.shape[1], phase), w)
 
 
 @given(cases())
-def test_what_is_slided_is_known_as_such(case: Case) -> None:
+def test_is_slided_accepts_slided_weights(case: Case) -> None:
     pattern, phase, w = case
     assert is_slided(slide(w, pattern, phase), pattern.layout(w.shape[1], phase))
 
 
-def test_a_weight_in_two_windows_or_in_none() -> None:
+def test_is_slided_refuses_duplicated_and_misplaced_weights() -> None:
     layout = SIX_EIGHT.layout(22)  # padded with two columns to 24, [3 blocks, 3 windows, 4]
     slided = torch.zeros(2, 36, dtype=torch.int8)
     for first, second in [(2, 4), (7, 9), (26, 28)]:
@@ -81,7 +81,7 @@ def test_a_weight_in_two_windows_or_in_none() -> None:
         assert not is_slided(slided, layout)
 
 
-def test_weights_that_were_slided_by_another_pattern_of_equal_width() -> None:
+def test_is_slided_refuses_another_pattern_of_equal_width() -> None:
     other, w = SlidePattern.parse("18:20"), torch.ones(1, 20, dtype=torch.int8)
     w[0, ::4] = 0
     slided = slide(w, SIX_EIGHT)
@@ -90,7 +90,7 @@ def test_weights_that_were_slided_by_another_pattern_of_equal_width() -> None:
 
 
 @given(cases())
-def test_every_window_is_two_four(case: Case) -> None:
+def test_slided_windows_obey_2_4(case: Case) -> None:
     pattern, phase, w = case
     slided = slide(w, pattern, phase)
     assert obeys(slided, SlidePattern(4))
@@ -100,7 +100,7 @@ def test_every_window_is_two_four(case: Case) -> None:
 
 
 @given(cases())
-def test_slide_is_algorithm_2(case: Case) -> None:
+def test_slide_equals_algorithm_2_of_the_paper(case: Case) -> None:
     pattern, phase, w = case
     slided = slide(w, pattern, phase)
     found = torch.where(is_zero(slided), 0, raw(slided)).tolist()  # where a -0.0 stands, Algorithm 2 leaves 0
@@ -108,7 +108,7 @@ def test_slide_is_algorithm_2(case: Case) -> None:
 
 
 @given(cases(dtypes=(torch.int8,)), st.integers(0, 5), st.integers(0, 2**20))
-def test_product_is_the_dense_one_exactly(case: Case, tokens: int, seed: int) -> None:
+def test_slided_product_equals_dense_product(case: Case, tokens: int, seed: int) -> None:
     pattern, phase, w = case
     generator = torch.Generator().manual_seed(seed)
     x = torch.randint(-128, 128, (tokens, w.shape[1]), generator=generator).to(torch.int8)
@@ -118,7 +118,7 @@ def test_product_is_the_dense_one_exactly(case: Case, tokens: int, seed: int) ->
 
 
 @given(patterns(), st.integers(0, 70), st.integers(0, 4), st.integers(0, 199), st.sampled_from(DTYPES))
-def test_lift_is_the_index_formula(
+def test_lift_equals_the_index_formula(
     pattern: SlidePattern, columns: int, tokens: int, phase: int, dtype: torch.dtype
 ) -> None:
     """Eq. (4), line 12 of Algorithm 1: place 4j + d holds x[2N*g + 2*l + d], g = j div N-1, l = j mod N-1."""
@@ -146,7 +146,7 @@ def test_lift_keeps_leading_dimensions() -> None:
 
 
 @pytest.mark.parametrize("name", NAMED)
-def test_small_shapes_have_the_layouts_width(name: str) -> None:
+def test_small_shapes_have_the_width_of_the_layout(name: str) -> None:
     pattern = SlidePattern.parse(name)
     for rows, columns in ((0, 0), (0, 16), (3, 0), (1, 1), (1, 3), (2, 17)):
         for phase in (0, 3):
@@ -157,8 +157,8 @@ def test_small_shapes_have_the_layouts_width(name: str) -> None:
             assert_same_bits(unslide(slided, pattern, columns, phase), w)
 
 
-def test_weights_above_one_chunk() -> None:
-    """Rows are worked on chunk by chunk; the seam shows in neither the result nor an error's row."""
+def test_slide_of_weights_above_one_chunk() -> None:
+    """Rows are processed in chunks; the seam shows in neither the result nor an error's row."""
     columns = 2048
     rows = CHUNK_ELEMENTS // columns + 3
     w = obeying(SIX_EIGHT, 8, columns, 0, torch.int8, "full", 3).repeat(-(-rows // 8), 1)[:rows]
@@ -175,7 +175,7 @@ def test_weights_above_one_chunk() -> None:
 
 @pytest.mark.parametrize("length", [126, 128, 130, 256, 258, 300, 600])
 @pytest.mark.parametrize("dtype", [torch.int8, torch.bfloat16])
-def test_more_zeros_in_a_block_than_a_byte_counts(length: int, dtype: torch.dtype) -> None:
+def test_slide_of_blocks_longer_than_a_byte_counts(length: int, dtype: torch.dtype) -> None:
     pattern = SlidePattern(length)
     w = torch.zeros(4, 2 * length).to(dtype) * (1 if dtype == torch.int8 else -1)  # -0.0 in the float dtype
     for row, last in enumerate((1, 3, 40, 100)):
@@ -186,7 +186,7 @@ def test_more_zeros_in_a_block_than_a_byte_counts(length: int, dtype: torch.dtyp
     assert_same_bits(unslide(slided, pattern, 2 * length), w)
 
 
-def test_strided_input_gives_the_same() -> None:
+def test_slide_and_lift_of_strided_input() -> None:
     w = obeying(SIX_EIGHT, 24, 24, 0, torch.float32, "full", 4)
     across = w.t().contiguous().t()
     assert not across.is_contiguous()
@@ -194,7 +194,7 @@ def test_strided_input_gives_the_same() -> None:
     assert_same_bits(lift(across, SIX_EIGHT), lift(w, SIX_EIGHT))
 
 
-def test_slide_is_deterministic_and_leaves_its_input() -> None:
+def test_slide_is_deterministic_and_keeps_its_input() -> None:
     w = obeying(SIX_EIGHT, 7, 29, 5, torch.bfloat16, "mixed", 5)
     before = w.clone()
     assert_same_bits(slide(w, SIX_EIGHT, 5), slide(w, SIX_EIGHT, 5))
@@ -202,8 +202,8 @@ def test_slide_is_deterministic_and_leaves_its_input() -> None:
 
 
 @given(cases(), st.data())
-def test_a_violation_is_named_where_it_is(case: Case, data: st.DataObject) -> None:
-    """Fill chosen blocks above the limit: violations() gives their number, the first one and its count."""
+def test_violations_locates_the_first_violation(case: Case, data: st.DataObject) -> None:
+    """Chosen blocks are filled above the limit: violations() gives their number, the first one and its count."""
     pattern, phase, w = case
     if pattern.length is None or 0 in w.shape:
         assert violations(w, pattern, phase) is None
@@ -245,7 +245,7 @@ def _width(block: int, length: int, phase: int, columns: int) -> int:
 
 @pytest.mark.parametrize("name", NAMED)
 @pytest.mark.parametrize("off", [-1, 1, 4])
-def test_unslide_refuses_another_width(name: str, off: int) -> None:
+def test_unslide_refuses_wrong_width(name: str, off: int) -> None:
     pattern = SlidePattern.parse(name)
     width = pattern.layout(32).slided
     with pytest.raises(ValueError, match=f"{width} columns, found {width + off}"):
@@ -256,5 +256,5 @@ def test_unslide_refuses_another_width(name: str, off: int) -> None:
     ("row", "found"),
     [([1.0, 1.0, 0.0, 1.0], False), ([1.0, -0.0, 0.0, 1.0], True), ([0, 0, 0, 0, 1, 1, 1, 0], False)],
 )
-def test_which_rows_obey_two_four(row: list[float], found: bool) -> None:
+def test_obeys_2_4_of_single_rows(row: list[float], found: bool) -> None:
     assert obeys(torch.tensor([row]), SlidePattern(4)) == found

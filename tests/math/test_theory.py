@@ -32,7 +32,7 @@ from slidesparse.theory import (
         (14, 16, 8, "87.5%", "1.75", "1.14"),
     ],
 )
-def test_the_table_of_the_appendix(
+def test_windows_equal_the_table_of_the_appendix(
     z: int, length: int, n: int, density: str, gamma: str, speedup: str
 ) -> None:
     windows = Windows(z, length)
@@ -96,8 +96,10 @@ def all_windows(longest: int, any_stride: bool) -> Iterable[Windows]:
                         yield Windows(z, length, Hardware(m, n), stride)
 
 
-def test_bottleneck_is_exact_for_every_small_pattern_hardware_and_stride() -> None:
-    """Every block up to L = 9, on every hardware up to N = 6: by matching, and by the greedy."""
+def test_covers_equals_brute_force_for_small_patterns() -> None:
+    """Every block up to L = 9, on every hardware up to N = 6, is checked by matching and by the greedy
+    algorithm.
+    """
     checked = failing = 0
     for w in all_windows(9, any_stride=True):
         seen = windows_seeing(w)
@@ -111,7 +113,7 @@ def test_bottleneck_is_exact_for_every_small_pattern_hardware_and_stride() -> No
     assert 100 < failing < checked
 
 
-def test_seen_only_by_counts_positions() -> None:
+def test_seen_only_by_equals_counted_positions() -> None:
     for w in all_windows(16, any_stride=True):
         if w.nonzeros > 1:
             continue
@@ -122,7 +124,7 @@ def test_seen_only_by_counts_positions() -> None:
                 assert w.seen_only_by(first, last) == inside, (w, first, last)
 
 
-def test_closed_form_at_the_appendixs_stride() -> None:
+def test_covers_and_expansion_have_closed_forms() -> None:
     for w in all_windows(30, any_stride=False):
         m, n = w.hardware.nonzeros, w.hardware.length
         assert w.covers == (w.nonzeros <= w.capacity and (n <= 2 * m or w.nonzeros <= m)), w
@@ -138,7 +140,7 @@ def test_theorem_2_fails_for_2_7_on_1_4() -> None:
     assert Windows(1, 7, ONE_FOUR).covers  # Z <= M
 
 
-def test_stride_m_serves_any_hardware_up_to_its_capacity() -> None:
+def test_windows_at_stride_m_cover_any_hardware() -> None:
     for n in range(2, 9):
         for m in range(1, n):
             for length in range(n, 25, m):
@@ -149,7 +151,7 @@ def test_stride_m_serves_any_hardware_up_to_its_capacity() -> None:
                     assert not Windows(windows.nonzeros + 1, length, Hardware(m, n), stride=m).covers
 
 
-def test_theorem_3_holds_wherever_windows_cover() -> None:
+def test_speedup_is_at_most_density_bound() -> None:
     for w in all_windows(16, any_stride=True):
         if w.covers:
             assert w.speedup <= density_bound(w.nonzeros, w.length), w
@@ -157,8 +159,8 @@ def test_theorem_3_holds_wherever_windows_cover() -> None:
                 assert reaches_bound(w.nonzeros, w.length, w.hardware), w
 
 
-def test_reaches_bound_is_exact_for_windows_of_any_positions() -> None:
-    """Every choice of Z/M windows, of any N positions each, against every block."""
+def test_reaches_bound_equals_brute_force() -> None:
+    """Every choice of Z/M windows, of any N positions each, is checked against every block."""
     for n, m, longest in [(2, 1, 5), (3, 1, 5), (3, 2, 6), (4, 1, 6), (4, 2, 6), (4, 3, 6)]:
         for length in range(n, longest + 1):
             for z in range(1, length + 1):
@@ -175,7 +177,7 @@ def any_windows_fit(z: int, length: int, m: int, n: int) -> bool:
     return False
 
 
-def test_one_four_hardware_reaches_the_bound_with_at_most_three_zeros_a_block() -> None:
+def test_hardware_1_4_reaches_bound_with_at_most_three_zeros() -> None:
     assert [z for z in range(1, 9) if reaches_bound(z, 8, ONE_FOUR)] == [5, 6, 7, 8]
     assert Windows(5, 8, ONE_FOUR, stride=1).speedup == Fraction(8, 5)
     for z in range(1, 9):  # what C.1.7 computes, for windows gathered row by row
@@ -191,8 +193,8 @@ PAIRED = [(2, 4), (2, 6), (4, 6), (2, 8), (4, 8), (6, 8)]
     ("z", "length", "whole_pairs"),
     [*((*each, True) for each in PAIRED), *((*each, False) for each in [*PAIRED, (1, 4), (3, 4), (3, 8)])],
 )
-def test_paired_windows_hold_any_two_blocks_of_values(z: int, length: int, whole_pairs: bool) -> None:
-    """Every two blocks, their values taken by windows of 8 values, 4 apart, two pairs a window."""
+def test_paired_windows_hold_any_two_blocks(z: int, length: int, whole_pairs: bool) -> None:
+    """The values of every two blocks are taken by windows of 8 values, 4 apart, two pairs a window."""
     values = range(0, length, 2) if whole_pairs else range(length)
     size = 2 if whole_pairs else 1
     blocks = {
@@ -231,6 +233,6 @@ def test_paired_windows_hold_any_two_blocks_of_values(z: int, length: int, whole
         (lambda: paired(3, 4, True), "3:4"),
     ],
 )
-def test_numbers_that_describe_nothing_are_refused(make: Callable[[], object], found: str) -> None:
+def test_invalid_hardware_and_windows_are_refused(make: Callable[[], object], found: str) -> None:
     with pytest.raises(TheoryError, match=found):
         make()

@@ -12,7 +12,7 @@ from slidesparse.flags import FlagError, Flags
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 
 
-def test_the_flag() -> None:
+def test_backend_flag_parsing() -> None:
     for value in ("hopper", " Hopper ", "cusparselt", "reference"):
         assert Flags.from_environment({"SLIDESPARSE_BACKEND": value}).backend == value.strip().lower()
     for value in ("", "auto", "AUTO"):
@@ -23,7 +23,7 @@ def test_the_flag() -> None:
         Flags.from_environment({"SLIDESPARSE_BACKEND": "hopper", "USE_CUBLASLT": "1"})
 
 
-def test_the_preferred_one_that_can_run(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_choose_takes_the_preferred_usable_backend(monkeypatch: pytest.MonkeyPatch) -> None:
     for path in (gemm.SPARSE, gemm.DENSE):
         assert gemm.choose(path, CPU) == ("reference", "no CUDA device here")
     with_gpu(monkeypatch)
@@ -35,8 +35,8 @@ def test_the_preferred_one_that_can_run(monkeypatch: pytest.MonkeyPatch) -> None
     assert "hopper cannot run: nvcc was not found" in reason
 
 
-def test_none_that_can_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The reference is no silent substitute for a GPU's backends."""
+def test_choose_fails_if_no_gpu_backend_can_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a GPU, choose() does not fall back to the reference backend silently."""
     with_gpu(monkeypatch, hopper="no nvcc", cusparselt="no library")
     with pytest.raises(
         gemm.BackendError, match="hopper cannot run: no nvcc; cusparselt cannot run: no library"
@@ -45,7 +45,7 @@ def test_none_that_can_run(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.vllm
-def test_a_flag_decides(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_backend_flag_overrides_the_choice(monkeypatch: pytest.MonkeyPatch) -> None:
     from slidesparse import resolve
 
     with_gpu(monkeypatch, cusparselt="no library")

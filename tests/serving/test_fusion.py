@@ -121,8 +121,8 @@ def written(names: set[str], module: torch.fx.GraphModule) -> list[str]:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_norms_and_activations_written_out(dtype: torch.dtype) -> None:
-    """Each is replaced, nothing of it is left, and the graph computes what the reference does."""
+def test_decomposed_norms_and_activations_are_fused(dtype: torch.dtype) -> None:
+    """Each is replaced without remains, and the graph computes what the reference does."""
     done, module = fused(block(written_norm, written_add_norm), inputs(dtype))
     assert done == WHOLE
     assert written({"aten.rsqrt.default", "aten.exp.default", "aten.mean.dim"}, module) == []
@@ -131,8 +131,8 @@ def test_norms_and_activations_written_out(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_norms_of_vllm(dtype: torch.dtype) -> None:
-    """Norms as operators of their own, which vLLM keeps whole until after the pass."""
+def test_norms_of_vllm_ir_are_fused(dtype: torch.dtype) -> None:
+    """vLLM keeps its norm operators whole until after the pass."""
     from vllm import ir  # noqa: F401  registers them
 
     whole = torch.ops.vllm_ir
@@ -147,7 +147,7 @@ def test_norms_of_vllm(dtype: torch.dtype) -> None:
         assert torch.equal(found, expected)
 
 
-def test_in_float32_the_fused_graph_gives_the_bits_of_the_other() -> None:
+def test_fused_graph_equals_unfused_in_float32() -> None:
     run = block(written_norm, written_add_norm)
     for found, expected in zip(
         fused(run, inputs(torch.float32))[1](*inputs(torch.float32)), run(*inputs(torch.float32)), strict=True
@@ -155,7 +155,7 @@ def test_in_float32_the_fused_graph_gives_the_bits_of_the_other() -> None:
         assert torch.equal(found, expected)
 
 
-def test_a_sum_may_be_used_before_the_quantization() -> None:
+def test_residual_sum_used_before_quantization_is_fused() -> None:
     def run(x: Tensor, y: Tensor, both: Tensor, weight: Tensor) -> Results:
         normed, residual = written_add_norm(y, x, weight)
         return (residual * 2).sum(), *quant(normed)
@@ -166,8 +166,8 @@ def test_a_sum_may_be_used_before_the_quantization() -> None:
     assert torch.equal(module(*inputs(torch.bfloat16))[0], (total * 2).sum())
 
 
-def test_new_nodes_say_what_they_hold() -> None:
-    """vLLM's later passes and Inductor read it."""
+def test_fused_nodes_carry_fake_tensor_metadata() -> None:
+    """vLLM's later passes and Inductor read this metadata."""
     _, module = fused(block(written_norm, written_add_norm), inputs(torch.bfloat16))
     new = [node for node in module.graph.nodes if "add_rms_norm_linear" in str(node.target)]
     assert len(new) == WHOLE["add_rms_norm_linear"]
@@ -180,7 +180,7 @@ def test_new_nodes_say_what_they_hold() -> None:
             assert user.meta["val"] is node.meta["val"][user.args[1]]
 
 
-def test_layers_of_backends_that_do_not_fuse_are_left_alone() -> None:
+def test_backend_without_fusion_leaves_graph_unchanged() -> None:
     def run(x: Tensor, y: Tensor, both: Tensor, weight: Tensor) -> Results:
         return (layer(written_norm(x, weight), "cusparselt"),)
 
@@ -191,8 +191,8 @@ def test_layers_of_backends_that_do_not_fuse_are_left_alone() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_a_norm_with_weights_of_another_type_is_left_alone(dtype: torch.dtype) -> None:
-    """The kernels want them alike."""
+def test_norm_with_weight_of_another_dtype_is_not_fused(dtype: torch.dtype) -> None:
+    """The kernels need activations and weights of one dtype."""
 
     def run(x: Tensor, y: Tensor, both: Tensor, weight: Tensor) -> Results:
         return quant(written_norm(x, weight.float()))
@@ -256,7 +256,7 @@ def _part_of_the_columns(x: Tensor, y: Tensor, both: Tensor, weight: Tensor) -> 
         _part_of_the_columns,
     ],
 )
-def test_what_is_something_else_is_left_alone(run: Callable[..., Results]) -> None:
+def test_similar_subgraphs_are_not_fused(run: Callable[..., Results]) -> None:
     from vllm import ir  # noqa: F401
 
     before = str(traced(run, inputs(torch.float32)).graph)
@@ -266,8 +266,8 @@ def test_what_is_something_else_is_left_alone(run: Callable[..., Results]) -> No
 
 
 @pytest.mark.parametrize("run", [_weighted_sum, _residual_of_one_row])
-def test_what_is_added_otherwise_is_no_residual(run: Callable[..., Results]) -> None:
-    """The sum is left alone, its norm is a norm."""
+def test_unsupported_sums_are_not_fused_as_residuals(run: Callable[..., Results]) -> None:
+    """The sum stays in the graph, and its norm is fused as a norm without residual."""
     arguments = inputs(torch.float32)
     done, module = fused(run, arguments)
     assert done == {"rms_norm_linear": 1}
@@ -275,8 +275,9 @@ def test_what_is_added_otherwise_is_no_residual(run: Callable[..., Results]) -> 
         assert torch.equal(found, expected)
 
 
-def test_inductor_rounds_where_the_reference_does() -> None:
-    """Once, at the end, and the sum not at all before it is used again: the operators are made after that.
+def test_inductor_rounds_like_the_reference() -> None:
+    """Both round once, at the end, and a sum not before it is used again: the pass runs after Inductor
+    decided that.
 
     Where its own code is one float32 rounding off, a result in a thousand may be another bfloat16.
     """
@@ -304,8 +305,8 @@ def test_inductor_rounds_where_the_reference_does() -> None:
 
 
 @pytest.mark.slow
-def test_in_the_pass_manager_of_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The pass at its place on GPUs: before vLLM lowers its operators, with the compiled graph as the proof.
+def test_pass_runs_in_the_pass_manager_of_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The pass runs at its place on GPUs, before vLLM lowers its operators; the compiled graph shows it.
 
     vLLM's last pass asks for operators that its CPU build lacks; it concerns none of ours, so it is left out.
     """

@@ -16,7 +16,7 @@ pytestmark = pytest.mark.vllm
 
 
 class TestRegister:
-    """Into the options of a compilation, made up here."""
+    """Registration of the pass in the options of a compilation, which are made up here."""
 
     @staticmethod
     def registered(
@@ -42,7 +42,7 @@ class TestRegister:
         return said, options
 
     @pytest.mark.parametrize(("mode", "backend"), [(2, "inductor"), (3, "inductor"), (3, "")])
-    def test_once(self, monkeypatch: pytest.MonkeyPatch, mode: int, backend: str) -> None:
+    def test_pass_is_registered_once(self, monkeypatch: pytest.MonkeyPatch, mode: int, backend: str) -> None:
         said, options = self.registered(monkeypatch, mode=mode, backend=backend)
         assert said == "norms and activations fused"
         (only,) = options.values()
@@ -53,21 +53,23 @@ class TestRegister:
     @pytest.mark.parametrize(
         ("mode", "backend"), [(0, "inductor"), (None, "inductor"), (1, "inductor"), (3, "eager")]
     )
-    def test_where_inductor_does_not_compile(
+    def test_pass_is_not_registered_without_inductor(
         self, monkeypatch: pytest.MonkeyPatch, mode: int | None, backend: str
     ) -> None:
         said, _ = self.registered(monkeypatch, mode=mode, backend=backend)
         assert said == "norms and activations not fused: the model is not compiled by Inductor"
 
-    def test_with_a_backend_that_does_not(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_pass_is_not_registered_for_a_backend_without_fusion(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         said, _ = self.registered(monkeypatch, backend_name="cusparselt", mode=3, backend="inductor")
         assert "not fused" in said
         assert "cusparselt" in said
 
-    def test_where_it_is_not_wanted(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_pass_is_not_registered_if_fusion_is_off(self, monkeypatch: pytest.MonkeyPatch) -> None:
         assert self.registered(monkeypatch, wanted=False, mode=3, backend="inductor")[0] == ""
 
-    def test_beside_a_pass_of_somebody_else(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_pass_does_not_replace_another_pass(self, monkeypatch: pytest.MonkeyPatch) -> None:
         from slidesparse.vllm_patch.fusion import PASS_KEY
 
         theirs = object()
@@ -77,7 +79,9 @@ class TestRegister:
         assert said == f"norms and activations not fused: {PASS_KEY} is taken by object"
         assert options == {PASS_KEY: theirs}
 
-    def test_in_a_vllm_without_passes(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_pass_is_not_registered_in_a_vllm_without_custom_passes(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         from slidesparse.vllm_patch import fusion
 
         monkeypatch.setattr(fusion, "FusionPass", type("FusionPass", (), {}))
@@ -86,10 +90,12 @@ class TestRegister:
         assert options == {}
 
 
-def test_models_in_a_model_and_drafts_are_known_by_what_is_registered_later(tmp_path: Path) -> None:
-    """Their configs are copies, which hold another model's config: the language model of a multimodal one, a draft.
+def test_cache_keys_change_hashes_of_nested_and_draft_models(tmp_path: Path) -> None:
+    """The language model of a multimodal model and a draft have copies of the config, with another model's
+    config.
 
-    vLLM since 0.32 knows models in a model apart from the whole one; what they depend on must change all of them.
+    vLLM since 0.32 hashes a nested model apart from the whole one; what they depend on must change all
+    hashes.
     """
     from slidesparse.vllm_patch import fusion
     from vllm.config import ModelConfig, VllmConfig, set_current_vllm_config
@@ -106,7 +112,7 @@ def test_models_in_a_model_and_drafts_are_known_by_what_is_registered_later(tmp_
     assert [len(set(hashes)) for hashes in zip(*seen, strict=True)] == [3, 3, 3]
 
 
-def test_the_pass_travels_with_its_config_and_is_part_of_its_hash() -> None:
+def test_pass_survives_copying_and_changes_the_config_hash() -> None:
     from slidesparse.vllm_patch.fusion import PASS_KEY, FusionPass
     from vllm.config import CompilationConfig
 
@@ -143,7 +149,7 @@ def served(engines: Engines, model: str, cache: Path, fuse: str, eager: bool) ->
 
 @pytest.mark.slow
 @pytest.mark.parametrize("model", [pytest.param(QWEN, id="qwen2"), pytest.param(LLAMA, id="llama")])
-def test_tokens_equal_those_without(engines: Engines, tmp_path: Path, model: Decoder) -> None:
+def test_fused_tokens_equal_unfused(engines: Engines, tmp_path: Path, model: Decoder) -> None:
     path = checkpoint(tmp_path, model)
     plain = served(engines, path, tmp_path / "cache", "0", eager=False)
     fused = served(engines, path, tmp_path / "cache", "1", eager=False)
@@ -155,9 +161,9 @@ def test_tokens_equal_those_without(engines: Engines, tmp_path: Path, model: Dec
 
 
 @pytest.mark.slow
-def test_pieces_are_fused_and_cached_apart_from_others(engines: Engines, tmp_path: Path) -> None:
-    """As vLLM compiles on GPUs: norms are its own operators, graphs end at attentions, and what was compiled is loaded
-    again by an engine like the first, and by no other.
+def test_piecewise_graphs_are_fused_and_cached_separately(engines: Engines, tmp_path: Path) -> None:
+    """vLLM compiles as on GPUs: norms are its own operators, graphs end at attentions, and compiled graphs
+    are loaded by an engine with the same flags, and by no other.
     """
     path = checkpoint(tmp_path, QWEN)
 
@@ -183,7 +189,7 @@ def test_pieces_are_fused_and_cached_apart_from_others(engines: Engines, tmp_pat
     assert plain.tokens == served(engines, path, tmp_path, "0", eager=True).tokens
 
 
-def test_eager_models_are_served_without(engines: Engines, tmp_path: Path) -> None:
+def test_eager_models_are_not_fused(engines: Engines, tmp_path: Path) -> None:
     path = checkpoint(tmp_path, QWEN)
     asked = served(engines, path, tmp_path, "1", eager=True)
     assert asked.summary.endswith("; norms and activations not fused: the model is not compiled by Inductor")

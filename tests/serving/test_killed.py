@@ -30,7 +30,7 @@ GPU_OPTIONS = {
     [("killed_server", "EngineCore", {}), ("killed", "Worker", {"tensor_parallel_size": 2})],
     ids=["core", "worker"],
 )
-def test_a_process_that_is_killed(
+def test_killed_process_ends_requests_with_an_error(
     engines: Engines, tmp_path: Path, task: str, victim: str, options: dict[str, Any]
 ) -> None:
     ranks = options.get("tensor_parallel_size", 1)

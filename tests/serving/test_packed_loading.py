@@ -59,8 +59,8 @@ def stored(rows: int, k: int, seed: int = 0) -> tuple[Tensor, dict[str, Tensor]]
     return weight, {"compressed": values, "bitmask": bitmask, "shape": torch.tensor([[rows], [k]])}
 
 
-def test_parts_come_in_any_order(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The kinds of one part, and the parts of a fused layer among each other."""
+def test_packed_parts_load_in_any_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The tensors of one part come in any order, and so do the parts of a fused layer."""
     for order in itertools.permutations(("compressed", "bitmask", "shape")):
         layer = Layer(monkeypatch)
         q, k = stored(8, 44, 1), stored(4, 44, 2)
@@ -73,7 +73,7 @@ def test_parts_come_in_any_order(monkeypatch: pytest.MonkeyPatch) -> None:
         assert_same_bits(layer.loaded["k"], k[0])
 
 
-def test_a_layer_of_one_part_again_and_again(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_packed_layer_can_be_loaded_twice(monkeypatch: pytest.MonkeyPatch) -> None:
     layer = Layer(monkeypatch)
     for seed in range(2):
         weight, tensors = stored(4, 15, seed)
@@ -82,7 +82,7 @@ def test_a_layer_of_one_part_again_and_again(monkeypatch: pytest.MonkeyPatch) ->
         assert_same_bits(layer.loaded.pop(None), weight)
 
 
-def test_a_reload_on_the_device_meta_is_only_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_reload_on_the_meta_device_writes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     """vLLM calls with parameters of no memory first, keeps the arguments by their names, and calls again."""
     layer = Layer(monkeypatch)
     weight, tensors = stored(4, 15)
@@ -110,7 +110,7 @@ def test_a_reload_on_the_device_meta_is_only_counted(monkeypatch: pytest.MonkeyP
         ({"bitmask": torch.zeros(4, 2, dtype=torch.int8)}, "a bitmask of torch.int8"),
     ],
 )
-def test_what_does_not_fit_together(
+def test_inconsistent_packed_parts_are_refused(
     monkeypatch: pytest.MonkeyPatch, changed: dict[str, Tensor], words: str
 ) -> None:
     layer = Layer(monkeypatch)
@@ -123,7 +123,7 @@ def test_what_does_not_fit_together(
     assert words in str(caught.value)
 
 
-def test_float_weights_are_to_be_converted(engines: Engines) -> None:
+def test_packed_float_weights_are_refused_with_a_hint(engines: Engines) -> None:
     model = str(STORED / "bf16-sparse-24-bitmask")
     words = (
         "Its weights are stored as sparse-24-bitmask",

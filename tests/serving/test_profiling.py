@@ -55,8 +55,8 @@ def test_calls_are_counted_and_timed_by_layer_and_tokens(profiler: Profiler) -> 
     )
 
 
-def test_what_runs_between_two_steps_is_in_neither(profiler: Profiler) -> None:
-    """Such as a wait for requests, or graphs that are replayed."""
+def test_time_between_steps_is_not_counted(profiler: Profiler) -> None:
+    """Such as time spent on waiting for requests, or on graphs that are replayed."""
     layers, length, columns = two_layers()
     for pause in (0.0, 0.5, 0.5):
         time.sleep(pause)
@@ -67,7 +67,7 @@ def test_what_runs_between_two_steps_is_in_neither(profiler: Profiler) -> None:
     assert sum(profiler.times.step_us.values()) < 0.5e6
 
 
-def test_the_table_names_what_costs_most_first(profiler: Profiler) -> None:
+def test_table_is_sorted_by_cost(profiler: Profiler) -> None:
     times = profiler.times
     times.entries["small", 16] = Entry(2, 2, {"quantize": 0.0, "product": 10.0, "scale": 0.0})
     times.entries["big", 4096] = Entry(4, 4, {"quantize": 40.0, "product": 400.0, "scale": 60.0}, "19")
@@ -87,8 +87,10 @@ class Event:
         self.at: float | None = None
 
 
-class Graph:
-    """A machine on which everything is captured; what is, takes a microsecond more from mark to mark."""
+class FakeGraph:
+    """A fake machine on which every call is captured, and each stage takes one microsecond more than the one
+    before.
+    """
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.events: list[Event] = []
@@ -112,7 +114,7 @@ class Graph:
             event.at = us * event.place
 
 
-def test_calls_in_graphs_are_timed_by_their_last_replay(
+def test_graph_calls_are_timed_by_the_last_replay(
     profiler: Profiler, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     layers, length, columns = two_layers()
@@ -120,7 +122,7 @@ def test_calls_in_graphs_are_timed_by_their_last_replay(
     run(64, layers, length, columns)  # as vLLM warms up
     launched = profiler.table()
     assert "graphs" not in launched
-    graph, ends = Graph(monkeypatch), [0]
+    graph, ends = FakeGraph(monkeypatch), [0]
     for tokens in (16, 8, 4):
         run(tokens, layers, length, columns)
         ends.append(len(graph.events))
@@ -143,16 +145,16 @@ def test_calls_in_graphs_are_timed_by_their_last_replay(
     ]  # and none of the graph of 4 tokens, which was not replayed
 
 
-def test_other_errors_of_events_are_told(profiler: Profiler, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_event_errors_are_reported(profiler: Profiler, monkeypatch: pytest.MonkeyPatch) -> None:
     layers, length, columns = two_layers()
-    Graph(monkeypatch)
+    FakeGraph(monkeypatch)
     run(16, layers, length, columns)
     assert "could not be read" not in profiler.table()
     monkeypatch.setattr(profiling, "NEVER_SET", ())
     assert "; some could not be read: invalid resource handle\n" in profiler.table()
 
 
-def test_results_do_not_change(profiler: Profiler) -> None:
+def test_profiling_does_not_change_results(profiler: Profiler) -> None:
     layers, length, columns = two_layers()
     x = torch.randn(3, 32)
     weight, scale = layers[0]
@@ -181,7 +183,7 @@ if __name__ == "__main__":
 
 
 @pytest.mark.parametrize("method", ["fork", "spawn"])
-def test_worker_processes_print_when_they_end(method: str, tmp_path: object) -> None:
+def test_worker_processes_print_their_profile_at_exit(method: str, tmp_path: object) -> None:
     script = f"{tmp_path}/child.py"
     with open(script, "w") as file:
         file.write(IN_A_CHILD)
@@ -192,7 +194,7 @@ def test_worker_processes_print_when_they_end(method: str, tmp_path: object) -> 
     assert "2x4    4  1 " in done.stderr
 
 
-def test_the_flag() -> None:
+def test_profile_flag_parsing() -> None:
     assert Flags.from_environment({"SLIDESPARSE_PROFILE": "1"}).profile
     assert not Flags.from_environment({}).profile
     with pytest.raises(FlagError, match="SLIDESPARSE_PROFILE='maybe'"):
@@ -201,7 +203,7 @@ def test_the_flag() -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("backend", ["cusparselt", "cublaslt", "hopper"])
-def test_times_on_a_gpu_and_in_its_graphs(backend: str, profiler: Profiler) -> None:
+def test_gpu_calls_are_timed_eagerly_and_in_graphs(backend: str, profiler: Profiler) -> None:
     from gpu_layers import layer as gpu_layer
     from gpu_layers import normal
 

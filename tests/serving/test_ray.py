@@ -102,7 +102,7 @@ def tokens(engines: Engines, models: dict[str, str]) -> list[list[int]]:
 
 
 @pytest.mark.parametrize("case", [pytest.param(case, id=name) for name, case in CASES.items()])
-def test_workers_of_ray_serve_as_processes_do_and_need_no_flag(
+def test_ray_workers_equal_multiprocess_and_need_no_flags(
     case: Case, models: dict[str, str], tokens: list[list[int]], tmp_path: Path
 ) -> None:
     found = run(RayRequest(models[case.model], case.env, OPTIONS), tmp_path)

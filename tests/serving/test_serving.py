@@ -61,9 +61,7 @@ def sparse(engines: Engines, model: str, **kwargs: object) -> Answer:
 
 
 @pytest.mark.parametrize("model", FAMILIES)
-def test_int8_tokens_equal_stock_and_layouts_equal_each_other(
-    engines: Engines, store: Path, model: Decoder
-) -> None:
+def test_int8_tokens_equal_stock_in_every_layout(engines: Engines, store: Path, model: Decoder) -> None:
     expected = stock(engines, checkpoint(store, model, "6:8"))
     assert len({tuple(tokens) for tokens in expected.tokens}) == len(expected.tokens)  # the model does answer
     for layout in ("dense", "slided", "packed"):
@@ -73,21 +71,21 @@ def test_int8_tokens_equal_stock_and_layouts_equal_each_other(
 
 
 @pytest.mark.parametrize("pattern", PATTERNS)
-def test_every_pattern(engines: Engines, store: Path, pattern: str) -> None:
+def test_int8_tokens_equal_stock_for_every_pattern(engines: Engines, store: Path, pattern: str) -> None:
     """K is 128 and 320: most patterns leave a tail.  Layouts alternate, both are compared for 6:8 above."""
     layout = "slided" if PATTERNS.index(pattern) % 2 else "dense"
     expected = stock(engines, checkpoint(store, QWEN, pattern))
     assert sparse(engines, checkpoint(store, QWEN, pattern, layout)).tokens == expected.tokens
 
 
-def test_per_tensor_scales(engines: Engines, store: Path) -> None:
+def test_per_tensor_scales_tokens_equal_stock(engines: Engines, store: Path) -> None:
     source = write_w8a8(QWEN, store / "per-tensor", strategy="tensor")
     dense = str(converted(source, store / "per-tensor-pruned", "6:8", "dense"))
     assert sparse(engines, dense).tokens == stock(engines, dense).tokens
 
 
-def test_zero_points_of_symmetric_weights(engines: Engines, store: Path) -> None:
-    """vLLM cannot load them, so `convert` drops them."""
+def test_convert_drops_zero_points_of_symmetric_weights(engines: Engines, store: Path) -> None:
+    """vLLM cannot load them."""
     expected = sparse(engines, checkpoint(store, QWEN, "6:8"))
     zeros = {f"{name}.weight_zero_point": torch.zeros(n, 1).char() for name, (n, _) in QWEN.linears().items()}
     source = edited(store / "qwen2-int8", store / "zero-points", dict(zeros), {})
@@ -103,10 +101,12 @@ def test_zero_points_of_symmetric_weights(engines: Engines, store: Path) -> None
         ("fp8", "sparse-bitmask", {"USE_CUSPARSELT": "1", "SPARSITY": "2_4"}),
     ],
 )
-def test_what_compressed_tensors_stored_sparse(
+def test_sparse_formats_of_compressed_tensors_equal_dense(
     engines: Engines, store: Path, quant: str, form: str, env: dict[str, str]
 ) -> None:
-    """As the dense weights are served; tests/checkpoint/test_packed.py shows that its tensors have this form."""
+    """Tokens equal those of the dense weights; tests/checkpoint/test_packed.py shows that its tensors have
+    this form.
+    """
     dense, packed = (checkpoint(store, LLAMA, "2:4", layout, quant) for layout in ("dense", "packed"))
     model = stored_sparse(Path(packed), store / form, form)
     assert sparse(engines, model, env=env).tokens == sparse(engines, dense).tokens
@@ -138,7 +138,7 @@ def stored_sparse(packed: Path, out: Path, form: str) -> str:
     return edited(packed, out, tensors, method)
 
 
-def test_dense_path_of_the_papers(engines: Engines, store: Path) -> None:
+def test_cublaslt_path_tokens_equal_stock(engines: Engines, store: Path) -> None:
     expected = stock(engines, checkpoint(store, QWEN, "6:8"))
     for layout in ("dense", "packed"):
         model = checkpoint(store, QWEN, "6:8", layout)
@@ -147,8 +147,8 @@ def test_dense_path_of_the_papers(engines: Engines, store: Path) -> None:
         assert answer.tokens == expected.tokens
 
 
-def test_a_dense_model_by_our_kernels(engines: Engines, store: Path) -> None:
-    """Nothing is pruned and nothing refused; blocks are multiplied as they are."""
+def test_unpruned_model_on_sparse_path_equals_stock(engines: Engines, store: Path) -> None:
+    """With SPARSITY=dense no layer is refused, and its blocks are multiplied as they are."""
     model = store / "qwen-not-pruned"
     write_w8a8(QWEN, model, "int8")
     answer = served(engines, Request(str(model), env={"USE_CUSPARSELT": "1", "SPARSITY": "dense"}))
@@ -158,8 +158,8 @@ def test_a_dense_model_by_our_kernels(engines: Engines, store: Path) -> None:
     assert answer.tokens == stock(engines, str(model)).tokens
 
 
-def test_flags_alone_make_an_ordinary_checkpoint_sparse(engines: Engines, store: Path) -> None:
-    """Pruned weights without our metadata: the flags say the pattern, the loader checks it."""
+def test_flags_serve_checkpoint_without_metadata_sparse(engines: Engines, store: Path) -> None:
+    """The flags say the pattern of the pruned weights, and the loader checks it."""
     bare = edited(Path(checkpoint(store, QWEN, "6:8")), store / "bare", {}, {"slidesparse": None})
     left_alone = served(engines, Request(bare))
     assert not left_alone.summary
@@ -171,7 +171,7 @@ def test_flags_alone_make_an_ordinary_checkpoint_sparse(engines: Engines, store:
 @pytest.mark.parametrize(
     "eager", [True, pytest.param(False, marks=pytest.mark.slow)], ids=["eager", "compiled"]
 )
-def test_fp8_is_as_exact_as_stock(engines: Engines, store: Path, eager: bool) -> None:
+def test_fp8_error_is_at_most_twice_that_of_stock(engines: Engines, store: Path, eager: bool) -> None:
     """Both sum FP8 products in float32, in different orders.
 
     The yardstick is the same model with FP8 products summed in float64.  How far stock vLLM's top-1 log-probabilities
@@ -218,14 +218,16 @@ def test_int8_compiled_equals_eager(engines: Engines, store: Path) -> None:
         pytest.param("4:6", "packed", id="shards cut blocks, packed"),
     ],
 )
-def test_two_tensor_parallel_ranks(engines: Engines, store: Path, pattern: str, layout: str) -> None:
-    """Row-parallel K is 128 and 320, so shards of 64 and 160: whole blocks of 8, cut blocks of 6."""
+def test_tp2_tokens_equal_stock(engines: Engines, store: Path, pattern: str, layout: str) -> None:
+    """Row-parallel layers have K of 128 and 320, so shards have 64 and 160: whole blocks of 8, cut blocks of
+    6.
+    """
     two = {"tensor_parallel_size": 2}
     expected = stock(engines, checkpoint(store, QWEN, pattern), options=two)
     assert sparse(engines, checkpoint(store, QWEN, pattern, layout), options=two).tokens == expected.tokens
 
 
-def test_slided_layout_that_cannot_be_cut_says_which_sizes_work(engines: Engines, store: Path) -> None:
+def test_unsplittable_slided_layout_error_names_valid_tp_sizes(engines: Engines, store: Path) -> None:
     model = checkpoint(store, QWEN, "4:6", "slided")
     answer = engines.ask(Request(model, options={"tensor_parallel_size": 2}))
     message = answer.error + answer.log
@@ -236,20 +238,18 @@ def test_slided_layout_that_cannot_be_cut_says_which_sizes_work(engines: Engines
 
 @pytest.mark.parametrize("layout", ["dense", "slided", "packed"])
 @pytest.mark.parametrize("quant", ["int8", "fp8"])
-def test_dummy_weights_are_pruned_into_the_pattern(
-    engines: Engines, store: Path, layout: str, quant: str
-) -> None:
+def test_dummy_weights_are_served_sparse(engines: Engines, store: Path, layout: str, quant: str) -> None:
     model = checkpoint(store, QWEN, "6:8", layout, quant)
     assert sparse(engines, model, options={"load_format": "dummy"}).tokens
 
 
 @pytest.mark.parametrize("layout", ["dense", "slided", "packed"])
-def test_weights_can_be_reloaded(engines: Engines, store: Path, layout: str) -> None:
+def test_reloaded_weights_give_the_same_tokens(engines: Engines, store: Path, layout: str) -> None:
     model = checkpoint(store, QWEN, "6:8", layout)
     assert sparse(engines, model, task="reload").tokens == sparse(engines, model).tokens
 
 
-def test_compile_cache_key_follows_pattern_and_plugin(engines: Engines, store: Path) -> None:
+def test_compile_cache_key_depends_on_pattern_and_plugin(engines: Engines, store: Path) -> None:
     """vLLM reuses compiled graphs by this key: two that run different operators must not share it."""
     source = store / "qwen2-int8"
     checkpoint(store, QWEN, "6:8")

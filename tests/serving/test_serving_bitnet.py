@@ -15,7 +15,7 @@ pytestmark = pytest.mark.vllm
 
 
 @pytest.fixture(scope="module")
-def made(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     root = tmp_path_factory.mktemp("bitnet")
     master = write_master(root / "master")
     dense = converted(master, root / "dense", "2_inf")
@@ -34,39 +34,46 @@ def ask(
     return answer
 
 
-def test_float_logits_are_those_of_transformers(engines: Engines, made: dict[str, Path]) -> None:
-    model = load(transformers_model(), made["master"])
+def test_float_logprobs_equal_transformers(engines: Engines, checkpoints: dict[str, Path]) -> None:
+    model = load(transformers_model(), checkpoints["master"])
     expected = best(model, PROMPTS)
-    found = ask(engines, made["master"], "logprobs").logprobs
+    found = ask(engines, checkpoints["master"], "logprobs").logprobs
     for ours, theirs in zip(found, expected, strict=True):
         torch.testing.assert_close(torch.tensor(ours), torch.tensor(theirs), atol=1e-4, rtol=0)
-    assert ask(engines, made["master"]).tokens == greedy(model, PROMPTS, 16)
+    assert ask(engines, checkpoints["master"]).tokens == greedy(model, PROMPTS, 16)
 
 
-def test_bfloat16_is_as_near_as_transformers(engines: Engines, made: dict[str, Path]) -> None:
-    model = load(transformers_model(), made["master"])
+def test_bfloat16_error_is_below_twice_that_of_transformers(
+    engines: Engines, checkpoints: dict[str, Path]
+) -> None:
+    model = load(transformers_model(), checkpoints["master"])
     exact = [x for row in best(model, PROMPTS) for x in row]
     rounded = [x for row in best(model.bfloat16(), PROMPTS) for x in row]
-    found = [x for row in ask(engines, made["master"], "logprobs", dtype="bfloat16").logprobs for x in row]
+    found = [
+        x for row in ask(engines, checkpoints["master"], "logprobs", dtype="bfloat16").logprobs for x in row
+    ]
     error, allowed = (
         (torch.tensor(x) - torch.tensor(exact)).square().mean().sqrt() for x in (found, rounded)
     )
     assert 0 < error < 2 * allowed
 
 
-def test_int8_logits_are_those_of_transformers_bit_linear(engines: Engines, made: dict[str, Path]) -> None:
-    """The two sum in other orders, so that a code on the edge of two may be either, and moves what follows a little.
+def test_int8_logprobs_match_bitlinear_of_transformers(
+    engines: Engines, checkpoints: dict[str, Path]
+) -> None:
+    """The two sum in other orders, so a code on the edge between two values may be either, and moves what
+    follows a little.
 
-    Most positions agree as float32 sums do (measured: 7e-7), and all together by far better than quantization changes
-    them: such a code was seen to make 0.3% of it.
+    Most positions agree as float32 sums do (measured: 7e-7), and all together by far better than quantization
+    changes them: such a code was seen to make 0.3% of it.
     """
     exact, theirs = (
         torch.tensor(
-            [x for row in best(load(transformers_model(config), made["master"]), PROMPTS) for x in row]
+            [x for row in best(load(transformers_model(config), checkpoints["master"]), PROMPTS) for x in row]
         )
         for config in (None, ONLINE)
     )
-    ours = torch.tensor([x for row in ask(engines, made["dense"], "logprobs").logprobs for x in row])
+    ours = torch.tensor([x for row in ask(engines, checkpoints["dense"], "logprobs").logprobs for x in row])
     assert ours.shape == theirs.shape
     difference, quantization = (ours - theirs).abs(), (theirs - exact).abs()
     assert difference.median() < 1e-4
@@ -74,21 +81,21 @@ def test_int8_logits_are_those_of_transformers_bit_linear(engines: Engines, made
 
 
 @pytest.mark.parametrize("pattern", ["dense", "6:8"])
-def test_tokens_are_those_of_stock_kernels(engines: Engines, made: dict[str, Path], pattern: str) -> None:
-    stock = ask(engines, made[pattern], quantization="compressed-tensors")
-    ours = ask(engines, made[pattern])
+def test_int8_tokens_equal_stock(engines: Engines, checkpoints: dict[str, Path], pattern: str) -> None:
+    stock = ask(engines, checkpoints[pattern], quantization="compressed-tensors")
+    ours = ask(engines, checkpoints[pattern])
     assert "8 layers sparse, 1 dense (1 lm_head)" in ours.summary
     assert ours.tokens == stock.tokens
     assert len({token for row in ours.tokens for token in row}) > 10
 
 
 @pytest.mark.slow
-def test_all_norms_are_fused(engines: Engines, made: dict[str, Path], tmp_path: Path) -> None:
-    """The sub-norms are fused too: each layer that is quantized reads a norm."""
+def test_norms_and_subnorms_are_fused(engines: Engines, checkpoints: dict[str, Path], tmp_path: Path) -> None:
+    """Each quantized layer reads a norm, and all of them are fused."""
     both = [
         ask(
             engines,
-            made["6:8"],
+            checkpoints["6:8"],
             env={"SLIDESPARSE_FUSE": fuse, "TORCHINDUCTOR_CACHE_DIR": str(tmp_path)},
             enforce_eager=False,
         )
@@ -98,16 +105,16 @@ def test_all_norms_are_fused(engines: Engines, made: dict[str, Path], tmp_path: 
     assert both[0].tokens == both[1].tokens
 
 
-def test_ranks_norm_the_whole_row(engines: Engines, made: dict[str, Path]) -> None:
-    """In float, as vLLM's ranks quantize their own part of an activation each."""
-    expected = best(load(transformers_model(), made["master"]), PROMPTS)
-    found = ask(engines, made["master"], "logprobs", tensor_parallel_size=2).logprobs
+def test_tp2_float_logprobs_equal_transformers(engines: Engines, checkpoints: dict[str, Path]) -> None:
+    """Ranks normalize the whole row; in float, as vLLM's ranks quantize their own part of an activation each."""
+    expected = best(load(transformers_model(), checkpoints["master"]), PROMPTS)
+    found = ask(engines, checkpoints["master"], "logprobs", tensor_parallel_size=2).logprobs
     for ours, theirs in zip(found, expected, strict=True):
         torch.testing.assert_close(torch.tensor(ours), torch.tensor(theirs), atol=1e-4, rtol=0)
 
 
-def test_the_plugin_makes_the_model_known(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Once, and not when it is switched off; a model that vLLM has stays its."""
+def test_plugin_registers_bitnet_model_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The plugin registers it unless it is disabled, and does not replace a model that vLLM has."""
     import slidesparse.vllm_patch as plugin
     from vllm import ModelRegistry
 

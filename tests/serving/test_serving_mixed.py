@@ -32,7 +32,7 @@ def served(engines: Engines, model: Path, env: dict[str, str] | None = None, **o
 
 
 @pytest.mark.parametrize("layout", ["dense", "slided"])
-def test_mixed_patterns_and_layers_without_one(
+def test_mixed_patterns_tokens_equal_stock(
     engines: Engines, source: Path, tmp_path: Path, layout: str
 ) -> None:
     made = {}
@@ -53,8 +53,8 @@ def test_mixed_patterns_and_layers_without_one(
 
 
 @pytest.mark.slow
-def test_mixed_patterns_in_two_tensor_parallel_ranks(engines: Engines, source: Path, tmp_path: Path) -> None:
-    """Shards of 64 and 160 columns: whole blocks of 10 and 8, cut blocks of 6."""
+def test_mixed_patterns_tp2_tokens_equal_stock(engines: Engines, source: Path, tmp_path: Path) -> None:
+    """Shards have 64 and 160 columns: whole blocks of 10 and 8, cut blocks of 6."""
     convert(source, tmp_path / "out", "4:6", layer=["down_proj=8:10"])
     expected = served(engines, tmp_path / "out", {"DISABLE_SLIDESPARSE": "1"}, tensor_parallel_size=2)
     found = served(engines, tmp_path / "out", tensor_parallel_size=2)
@@ -62,7 +62,7 @@ def test_mixed_patterns_in_two_tensor_parallel_ranks(engines: Engines, source: P
     assert "8 layers sparse (6 at 4:6, 2 at 8:10)" in found.summary
 
 
-def test_the_flag_names_the_common_pattern(engines: Engines, source: Path, tmp_path: Path) -> None:
+def test_sparsity_flag_must_equal_the_default_pattern(engines: Engines, source: Path, tmp_path: Path) -> None:
     convert(source, tmp_path / "out", layer=RULES)
     flags = {"USE_CUSPARSELT": "1", "SPARSITY": "2_8"}
     assert served(engines, tmp_path / "out", flags).tokens == served(engines, tmp_path / "out").tokens
@@ -70,8 +70,8 @@ def test_the_flag_names_the_common_pattern(engines: Engines, source: Path, tmp_p
     assert "the checkpoint was pruned to 6:8" in answer.error + answer.log
 
 
-def test_groups_of_layers_that_others_quantized(engines: Engines, tmp_path: Path) -> None:
-    """Written by compressed-tensors, with static activations in part, by class, regex and name."""
+def test_quantization_groups_of_compressed_tensors(engines: Engines, tmp_path: Path) -> None:
+    """Groups are given by class, regex and name, and one has static activations."""
     from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme, preset_name_to_scheme
 
     groups = {
@@ -95,8 +95,10 @@ def test_groups_of_layers_that_others_quantized(engines: Engines, tmp_path: Path
 
 
 @pytest.mark.parametrize(("targets", "words"), [(["Linear"], "in floats"), (["Linear", "lm_head"], "")])
-def test_a_quantized_head(engines: Engines, tmp_path: Path, targets: list[str], words: str) -> None:
-    """One that vLLM would fail to load as it is, and one that it serves."""
+def test_quantized_lm_head_tokens_equal_stock(
+    engines: Engines, tmp_path: Path, targets: list[str], words: str
+) -> None:
+    """vLLM would fail to load one of the heads as it is, and serves the other."""
     from compressed_tensors.quantization import preset_name_to_scheme
 
     source = compressed(tmp_path / "source", {"group_0": preset_name_to_scheme("W8A8", targets)}, [], QWEN)
@@ -112,8 +114,8 @@ WIDE = Decoder("Qwen2ForCausalLM", hidden=256, intermediate=512, head_dim=64)
 
 
 @pytest.mark.parametrize("size", [1, pytest.param(2, marks=pytest.mark.slow)])
-def test_blocks_of_which_half_are_2_4(engines: Engines, tmp_path: Path, size: int) -> None:
-    """Beside layers of a pattern, and one that is not pruned."""
+def test_half_pruned_blocks_tokens_equal_stock(engines: Engines, tmp_path: Path, size: int) -> None:
+    """Layers of 2:4@50% stand beside one of 6:8 and one that is not pruned."""
     source = write_w8a8(WIDE, tmp_path / "source")
     convert(source, tmp_path / "out", "2:4@50%", layer=["1.*down_proj=6:8"], skip=[r"1.*o_proj"])
     expected = served(engines, tmp_path / "out", {"DISABLE_SLIDESPARSE": "1"}, tensor_parallel_size=size)
@@ -128,8 +130,10 @@ def test_blocks_of_which_half_are_2_4(engines: Engines, tmp_path: Path, size: in
 NONE_HERE = "none of the checkpoint's pruned layers is in this part of the model"
 
 
-def test_a_part_of_a_model_without_pruned_layers_is_served(engines: Engines, tmp_path: Path) -> None:
-    """Such as a quantized draft in a pruned model's checkpoint; with or without a flag that asks for the path."""
+def test_model_part_without_pruned_layers_is_served(engines: Engines, tmp_path: Path) -> None:
+    """An example is a quantized draft in the checkpoint of a pruned model, with or without a flag for the
+    sparse path.
+    """
     folder = write_w8a8(QWEN, tmp_path / "draft")
     config = json.loads((folder / "config.json").read_text())
     elsewhere = {"model.layers.7.mlp.down_proj": LayerEntry(SlidePattern(8), QWEN.intermediate)}
@@ -145,10 +149,10 @@ def test_a_part_of_a_model_without_pruned_layers_is_served(engines: Engines, tmp
 
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", ["dense", "slided"])
-def test_a_pipeline_stage_without_pruned_layers(
+def test_pipeline_stage_without_pruned_layers_loads(
     engines: Engines, source: Path, tmp_path: Path, layout: str
 ) -> None:
-    """It loads; vLLM's engine for CPUs computes nothing in pipelines."""
+    """It only loads, as vLLM's engine for CPUs computes nothing in pipelines."""
     convert(source, tmp_path / "out", skip=[r"layers\.1\."], layout=layout)
     pipeline = Request(str(tmp_path / "out"), options={"pipeline_parallel_size": 2}, work={"prompts": []})
     answer = engines.ask(pipeline)

@@ -44,7 +44,7 @@ def config(layout: str | None = "dense", method: str = "compressed-tensors") -> 
     return made
 
 
-def test_flags_are_read_where_the_config_is(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_resolution_is_kept_after_flags_are_unset(monkeypatch: pytest.MonkeyPatch) -> None:
     """vLLM parses a draft's quantization in its workers, and asks for its method where flags are set."""
     from slidesparse.vllm_patch.config import SlideSparseConfig
 
@@ -58,7 +58,7 @@ def test_flags_are_read_where_the_config_is(monkeypatch: pytest.MonkeyPatch) -> 
     assert (made.resolution.pattern, made.resolution.asked) == ("4:6", True)
 
 
-def test_graphs_depend_on_flags_and_metadata(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_graph_cache_key_depends_on_flags_and_metadata(monkeypatch: pytest.MonkeyPatch) -> None:
     from slidesparse.vllm_patch.config import SlideSparseConfig
 
     keys = [SlideSparseConfig.from_config(config()).key for _ in range(2)]
@@ -72,7 +72,7 @@ def test_graphs_depend_on_flags_and_metadata(monkeypatch: pytest.MonkeyPatch) ->
 
 
 @pytest.mark.parametrize("mapping", [{}, {"qkv_proj": ["q_proj", "k_proj", "v_proj"]}])
-def test_joined_layers_of_drafts_are_found(mapping: dict[str, list[str]]) -> None:
+def test_metadata_of_fused_draft_layers_are_found(mapping: dict[str, list[str]]) -> None:
     from slidesparse.vllm_patch.config import SlideSparseConfig
 
     made = SlideSparseConfig.from_config(config())
@@ -81,8 +81,8 @@ def test_joined_layers_of_drafts_are_found(mapping: dict[str, list[str]]) -> Non
     assert made._entry("model.layers.0.mlp.gate_up_proj") is None
 
 
-def test_heads_are_told_to_the_slided_method() -> None:
-    """Our config is told the heads as vLLM tells its own, for scales of the KV cache by head."""
+def test_slided_config_gets_head_counts() -> None:
+    """As in vLLM's own config, they are needed for scales of the KV cache per head."""
     from slidesparse.vllm_patch.config import SlideSparseConfig
 
     language = SimpleNamespace(num_attention_heads=8, num_key_value_heads=2)
@@ -95,8 +95,8 @@ def test_heads_are_told_to_the_slided_method() -> None:
     assert (found["total_num_heads"], found["total_num_kv_heads"]) == (8, 8)
 
 
-def test_layers_that_are_never_loaded_are_not_awaited() -> None:
-    """vLLM makes towers that no request will use on the device meta, or moves them there, and drops them."""
+def test_summary_does_not_wait_for_unloaded_layers() -> None:
+    """vLLM makes towers that no request will use on the meta device, or moves them there, and drops them."""
     from slidesparse.vllm_patch.summary import LayerSummary
 
     summary = LayerSummary()
@@ -116,8 +116,8 @@ def test_layers_that_are_never_loaded_are_not_awaited() -> None:
     assert summary.count("4") is False  # after a reload
 
 
-def test_the_line_names_a_pattern_that_is_not_the_models() -> None:
-    """As in a pipeline stage whose layers all have one of their own."""
+def test_summary_names_a_pattern_other_than_the_models() -> None:
+    """This happens in a pipeline stage whose layers all have a pattern of their own."""
     from slidesparse.vllm_patch.summary import LayerSummary
 
     resolution = resolve(config(), Flags(), on_cuda=False)
@@ -148,7 +148,7 @@ def scheme(monkeypatch: pytest.MonkeyPatch, model_dtype: torch.dtype, backend: s
         ("cusparselt", torch.float32, torch.bfloat16, False, False),  # which writes it
     ],
 )
-def test_a_head_of_another_type_is_left_to_vllm(
+def test_head_of_another_dtype_is_left_to_vllm(
     monkeypatch: pytest.MonkeyPatch,
     backend: str,
     dtype: torch.dtype,
@@ -169,7 +169,7 @@ def test_a_head_of_another_type_is_left_to_vllm(
         ("cusparselt", "fp8", "backend cusparselt sums FP8 products"),
     ],
 )
-def test_batches_that_must_not_matter(
+def test_batch_invariance_is_refused_where_unsupported(
     monkeypatch: pytest.MonkeyPatch, backend: str, quant: str, words: str
 ) -> None:
     require_invariance(backend, quant)
@@ -181,7 +181,7 @@ def test_batches_that_must_not_matter(
         require_invariance(backend, quant)
 
 
-def test_norms_are_not_fused_where_batches_must_not_matter(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_batch_invariance_disables_fusion(monkeypatch: pytest.MonkeyPatch) -> None:
     from slidesparse.flags import Flags
     from slidesparse.resolve import ResolveError, resolve
 
@@ -193,8 +193,8 @@ def test_norms_are_not_fused_where_batches_must_not_matter(monkeypatch: pytest.M
         resolve(config(), Flags(backend="hopper", fuse=True), on_cuda=True)
 
 
-def test_a_config_beside_a_tokenizer_is_no_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """vLLM parses it as well, in its search for the tokenizer's class."""
+def test_tokenizer_config_is_not_taken_for_a_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM parses this config too, in its search for the tokenizer's class."""
     from slidesparse.vllm_patch.config import watch_models_without_quantization
     from vllm.transformers_utils import config as vllm_config
 

@@ -33,8 +33,8 @@ def converted(model: Moe, folder: Path, quant: str = "int8", **options: object) 
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_experts_in_16_bits(engines: Engines, tmp_path: Path, name: str) -> None:
-    """Which is what vLLM's CPU build serves everywhere."""
+def test_experts_in_16_bits_tokens_equal_stock(engines: Engines, tmp_path: Path, name: str) -> None:
+    """vLLM's CPU build serves such experts on every CPU."""
     model = converted(MODELS[name], tmp_path, ignore=[r"\.experts\."])
     expected = served(engines, model, STOCK)
     assert not expected.summary
@@ -50,12 +50,13 @@ def test_experts_in_16_bits(engines: Engines, tmp_path: Path, name: str) -> None
 
 
 @pytest.mark.parametrize(("name", "quant"), [("mixtral", "int8"), ("qwen3", "fp8")])
-def test_quantized_experts_are_read_by_vllms_own_loader(
+def test_quantized_experts_are_loaded_by_vllm(
     engines: Engines, tmp_path: Path, name: str, quant: str
 ) -> None:
-    """Into the parameters of its own method, whose kernel alone is replaced: it has none for most CPUs.
+    """They go into the parameters of vLLM's own method, whose kernel alone is replaced: it has none for most
+    CPUs.
 
-    What it read is what was written, as float experts of the same values give the same tokens by vLLM's own kernel.
+    Float experts of the same values give the same tokens by vLLM's own kernel, so vLLM read what was written.
     """
     model = converted(MODELS[name], tmp_path, quant)
     floats = tmp_path / "floats"

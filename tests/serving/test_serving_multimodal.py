@@ -57,15 +57,17 @@ def wrapped(text: Path, folder: Path) -> str:
     return str(folder)
 
 
-def test_the_language_model_is_sparse(engines: Engines, tmp_path: Path) -> None:
+def test_language_model_is_served_sparse(engines: Engines, tmp_path: Path) -> None:
     text = converted(write_w8a8(LLAMA, tmp_path / "plain"), tmp_path / "text", "6:8")
     answer = served(engines, Request(wrapped(text, tmp_path / "whole"), options=NO_IMAGES))
     assert "8 layers sparse, 1 dense (1 lm_head)" in answer.summary
     assert answer.tokens == served(engines, Request(str(text))).tokens
 
 
-def test_cached_graphs_are_of_the_layers_that_are_sparse(engines: Engines, tmp_path: Path) -> None:
-    """The same folder, config and flags, other weights: what vLLM compiles has a config of its own, a copy."""
+def test_compiled_graphs_are_not_reused_for_other_weights(engines: Engines, tmp_path: Path) -> None:
+    """Folder, config and flags are the same, weights are not; vLLM compiles the model with a copy of the
+    config.
+    """
     pruned = converted(write_w8a8(LLAMA, tmp_path / "plain"), tmp_path / "pruned", "6:8")
     generator = torch.Generator().manual_seed(0)
     dense = torch.randint(1, 60, (LLAMA.hidden, LLAMA.intermediate), dtype=torch.int8, generator=generator)

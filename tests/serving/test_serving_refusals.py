@@ -27,10 +27,13 @@ def pruned(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return converted(write_w8a8(QWEN, folder / "qwen2-source"), folder / "qwen2-6_8", "6:8")
 
 
-def test_other_schemes_are_left_to_vllm_and_counted(engines: Engines, pruned: Path, tmp_path: Path) -> None:
-    """Static, asymmetric, unquantized and unpruned layers beside sparse ones: same tokens as stock, all counted.
+def test_unsupported_schemes_are_left_to_vllm_and_counted(
+    engines: Engines, pruned: Path, tmp_path: Path
+) -> None:
+    """Static, asymmetric, unquantized and unpruned layers beside sparse ones give stock's tokens, and all are
+    counted.
 
-    Static ones with a zero point, which is INT8 like a weight.
+    Static ones have a zero point, which is INT8 like a weight.
     """
     group = json.loads((pruned / "config.json").read_text())["quantization_config"]["config_groups"][
         "group_0"
@@ -79,7 +82,7 @@ def test_other_schemes_are_left_to_vllm_and_counted(engines: Engines, pruned: Pa
     assert ours.tokens == stock.tokens
 
 
-def test_schemes_that_are_not_w8a8() -> None:
+def test_refusal_names_schemes_other_than_w8a8() -> None:
     from slidesparse.vllm_patch.scheme import refusal
     from vllm.model_executor.layers.quantization.compressed_tensors import schemes
 
@@ -102,8 +105,8 @@ def test_schemes_that_are_not_w8a8() -> None:
 
 
 @pytest.mark.parametrize("missing", ["", "weight", "weight_scale", "bias"])
-def test_a_layer_of_one_out_feature(monkeypatch: pytest.MonkeyPatch, missing: str) -> None:
-    """Its bias has the shape of its scale, [1]."""
+def test_missing_tensors_of_a_one_row_layer_are_named(monkeypatch: pytest.MonkeyPatch, missing: str) -> None:
+    """The bias of a layer with one out-feature has the shape of its scale, [1]."""
     from slidesparse.vllm_patch import compat
     from slidesparse.vllm_patch.scheme import SlideSparseScheme
     from vllm.model_executor.layers.quantization.compressed_tensors.schemes import CompressedTensorsW8A8Int8
@@ -138,7 +141,7 @@ def test_a_layer_of_one_out_feature(monkeypatch: pytest.MonkeyPatch, missing: st
         scheme.load_check.require_all(layer)
 
 
-def test_experts_are_recognized() -> None:
+def test_is_moe_recognizes_routed_experts() -> None:
     from slidesparse.vllm_patch import compat
     from vllm.model_executor.layers.fused_moe import RoutedExperts
 
@@ -146,7 +149,7 @@ def test_experts_are_recognized() -> None:
     assert not compat.is_moe(SimpleNamespace())
 
 
-def test_nothing_to_run_sparse(engines: Engines, tmp_path: Path) -> None:
+def test_unpruned_model_with_sparse_flags_is_refused(engines: Engines, tmp_path: Path) -> None:
     model = str(write_w8a8(QWEN, tmp_path / "unpruned"))
     refused(
         engines,
@@ -159,16 +162,16 @@ def test_nothing_to_run_sparse(engines: Engines, tmp_path: Path) -> None:
     )
 
 
-def test_a_dump_of_parameters(engines: Engines, pruned: Path) -> None:
+def test_sharded_state_load_format_is_refused(engines: Engines, pruned: Path) -> None:
     """vLLM copies tensors of other shapes into parts of parameters, so packed weights must not get there."""
     refused(engines, str(pruned), {}, "--load-format sharded_state loads a dump", load_format="sharded_state")
 
 
-def test_flags_that_are_wrong(engines: Engines, pruned: Path) -> None:
+def test_invalid_sparsity_flag_is_refused(engines: Engines, pruned: Path) -> None:
     refused(engines, str(pruned), {"SPARSITY": "2_9"}, "SPARSITY", "'2_9'", "block length 9")
 
 
-def test_flags_against_the_command_line(engines: Engines, pruned: Path) -> None:
+def test_flags_that_contradict_quantization_option_are_refused(engines: Engines, pruned: Path) -> None:
     words = ("--quantization compressed-tensors", "drop one")
     refused(engines, str(pruned), SPARSE_FLAGS, *words, quantization="compressed-tensors")
     stock = engines.ask(Request(str(pruned), options={"quantization": "compressed-tensors"}))
@@ -176,12 +179,12 @@ def test_flags_against_the_command_line(engines: Engines, pruned: Path) -> None:
     assert not stock.summary
 
 
-def test_flags_without_a_pattern(engines: Engines, pruned: Path, tmp_path: Path) -> None:
+def test_flag_without_pattern_or_metadata_is_refused(engines: Engines, pruned: Path, tmp_path: Path) -> None:
     model = edited(pruned, tmp_path / "bare", {}, {"slidesparse": None})
     refused(engines, model, {"USE_CUSPARSELT": "1"}, "set SPARSITY", "slidesparse convert SRC OUT")
 
 
-def test_weights_that_break_what_the_checkpoint_claims(
+def test_weights_that_violate_their_pattern_are_refused(
     engines: Engines, pruned: Path, tmp_path: Path
 ) -> None:
     name = "model.layers.1.mlp.down_proj"
@@ -198,7 +201,7 @@ def test_weights_that_break_what_the_checkpoint_claims(
     )
 
 
-def test_slided_weights_that_are_not_two_four(engines: Engines, pruned: Path, tmp_path: Path) -> None:
+def test_slided_weights_that_violate_2_4_are_refused(engines: Engines, pruned: Path, tmp_path: Path) -> None:
     name = "model.layers.0.mlp.down_proj"
     slided = converted(pruned, tmp_path / "qwen2-slided", "6:8", "slided")
     weight = load_file(slided / "model.safetensors")[f"{name}.weight"]
@@ -213,7 +216,9 @@ def test_stock_vllm_refuses_the_slided_layout_by_name(engines: Engines, pruned: 
     refused(engines, str(slided), env, "Unknown quantization method: slidesparse")
 
 
-def test_parts_of_a_fused_layer_pruned_differently(engines: Engines, pruned: Path, tmp_path: Path) -> None:
+def test_fused_layer_of_differently_pruned_parts_is_refused(
+    engines: Engines, pruned: Path, tmp_path: Path
+) -> None:
     block = json.loads((pruned / "config.json").read_text())["quantization_config"]["slidesparse"]
     del block["layers"]["model.layers.0.self_attn.k_proj"]
     model = edited(pruned, tmp_path / "partly", {}, {"slidesparse": block})
@@ -225,10 +230,8 @@ def test_parts_of_a_fused_layer_pruned_differently(engines: Engines, pruned: Pat
     refused(engines, model, {}, *words)
 
 
-def test_a_layer_that_the_metadata_leaves_out_is_served_as_it_is(
-    engines: Engines, pruned: Path, tmp_path: Path
-) -> None:
-    """Weights that obey the pattern and others alike: token for token what stock vLLM answers."""
+def test_layers_without_metadata_tokens_equal_stock(engines: Engines, pruned: Path, tmp_path: Path) -> None:
+    """One of the two layers obeys the pattern, the other does not."""
     block = json.loads((pruned / "config.json").read_text())["quantization_config"]["slidesparse"]
     for name in ("model.layers.0.mlp.down_proj", "model.layers.1.mlp.down_proj"):
         del block["layers"][name]
@@ -241,7 +244,7 @@ def test_a_layer_that_the_metadata_leaves_out_is_served_as_it_is(
     assert answer.tokens == engines.ask(Request(model, env={"DISABLE_SLIDESPARSE": "1"})).tokens
 
 
-def test_flags_on_a_checkpoint_without_w8a8_layers(engines: Engines, pruned: Path, tmp_path: Path) -> None:
+def test_flags_without_w8a8_layers_are_refused(engines: Engines, pruned: Path, tmp_path: Path) -> None:
     group = json.loads((pruned / "config.json").read_text())["quantization_config"]["config_groups"][
         "group_0"
     ]
@@ -263,8 +266,10 @@ def test_flags_on_a_checkpoint_without_w8a8_layers(engines: Engines, pruned: Pat
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="cuSPARSELt can run here")
-def test_backend_that_cannot_run(engines: Engines, pruned: Path) -> None:
-    """Decided for a GPU, met where there is none: refused, not replaced, and before weights are read."""
+def test_unusable_backend_is_refused_before_loading(engines: Engines, pruned: Path) -> None:
+    """A backend that was chosen for a GPU is missing: it is refused and not replaced, before weights are
+    read.
+    """
     answer = engines.ask(Request(str(pruned), pretend_cuda=True))
     assert "no backend serves the sparse path on cuda" in answer.error + answer.log
     assert "Loading safetensors" not in answer.log

@@ -32,17 +32,19 @@ def pruned(source: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def partly(pruned: Path, tmp_path_factory: pytest.TempPathFactory) -> str:
+def partly_pruned(pruned: Path, tmp_path_factory: pytest.TempPathFactory) -> str:
     """Without metadata; one layer breaks the pattern."""
     generator = torch.Generator().manual_seed(0)
     dense = torch.randint(1, 60, (QWEN.hidden, QWEN.intermediate), dtype=torch.int8, generator=generator)
-    return edited(pruned, tmp_path_factory.mktemp("partly") / "qwen2", {DOWN: dense}, {"slidesparse": None})
+    return edited(
+        pruned, tmp_path_factory.mktemp("partly_pruned") / "qwen2", {DOWN: dense}, {"slidesparse": None}
+    )
 
 
 @pytest.fixture(scope="module")
-def wholly(pruned: Path, tmp_path_factory: pytest.TempPathFactory) -> str:
+def fully_pruned(pruned: Path, tmp_path_factory: pytest.TempPathFactory) -> str:
     """Without metadata; all layers obey the pattern."""
-    return edited(pruned, tmp_path_factory.mktemp("wholly") / "qwen2", {}, {"slidesparse": None})
+    return edited(pruned, tmp_path_factory.mktemp("fully_pruned") / "qwen2", {}, {"slidesparse": None})
 
 
 def served(engines: Engines, request: Request) -> Answer:
@@ -51,8 +53,8 @@ def served(engines: Engines, request: Request) -> Answer:
     return answer
 
 
-def test_weights_that_follow_random_ones_are_not_pruned(engines: Engines, source: Path, pruned: Path) -> None:
-    """Random weights are cut to the pattern; a trainer's, which come into the same engine, must obey it."""
+def test_weights_loaded_after_dummy_ones_are_not_pruned(engines: Engines, source: Path, pruned: Path) -> None:
+    """Dummy weights are cut to the pattern; a trainer's, which come into the same engine, must obey it."""
     dummy = {"load_format": "dummy"}
     reloaded = served(engines, Request(str(pruned), options=dummy, task="reload_after_dummy"))
     assert reloaded.tokens == served(engines, Request(str(pruned))).tokens
@@ -62,28 +64,35 @@ def test_weights_that_follow_random_ones_are_not_pruned(engines: Engines, source
     assert "The layer has been sparse since the server started; restart it to serve these weights" in words
 
 
-def test_a_sparse_layer_does_not_become_dense(engines: Engines, wholly: str, partly: str) -> None:
+def test_reload_refuses_dense_weights_in_a_sparse_layer(
+    engines: Engines, fully_pruned: str, partly_pruned: str
+) -> None:
     answer = engines.ask(
-        Request(wholly, env=SPARSE_FLAGS, task="reload_other", work={"other": partly, "model": wholly})
+        Request(
+            fully_pruned,
+            env=SPARSE_FLAGS,
+            task="reload_other",
+            work={"other": partly_pruned, "model": fully_pruned},
+        )
     )
     words = answer.error + answer.log
     assert "model.layers.0.mlp.down_proj" in words
     assert "The layer has been sparse since the server started" in words
 
 
-def test_a_dense_layer_does_not_become_sparse(engines: Engines, wholly: str, partly: str) -> None:
-    work = {"other": wholly, "model": partly}
-    ours = served(engines, Request(partly, env=SPARSE_FLAGS, task="reload_other", work=work))
+def test_reload_keeps_a_dense_layer_dense(engines: Engines, fully_pruned: str, partly_pruned: str) -> None:
+    work = {"other": fully_pruned, "model": partly_pruned}
+    ours = served(engines, Request(partly_pruned, env=SPARSE_FLAGS, task="reload_other", work=work))
     assert "7 layers sparse, 2 dense (1 lm_head, 1 whose weights break the pattern)" in ours.summary
-    assert ours.data["turns"][0] == served(engines, Request(partly, env=STOCK)).tokens
+    assert ours.data["turns"][0] == served(engines, Request(partly_pruned, env=STOCK)).tokens
 
 
-def test_cached_graphs_are_of_the_layers_that_are_sparse(
-    engines: Engines, wholly: str, partly: str, tmp_path: Path
+def test_compiled_graphs_are_not_reused_for_other_weights(
+    engines: Engines, fully_pruned: str, partly_pruned: str, tmp_path: Path
 ) -> None:
     """The same folder, config and flags, other weights: the graphs compiled for the first are not the second's."""
     folder = tmp_path / "model"
-    for weights, sparse in ((wholly, 8), (partly, 7)):
+    for weights, sparse in ((fully_pruned, 8), (partly_pruned, 7)):
         shutil.rmtree(folder, ignore_errors=True)
         shutil.copytree(weights, folder)
         options = {"enforce_eager": False}

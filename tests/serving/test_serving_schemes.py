@@ -64,7 +64,7 @@ def scheme(quantization: dict[str, Any], name: str = LAYER) -> str:
 
 @pytest.mark.parametrize("layout", ["dense", None])
 @pytest.mark.parametrize("flags", [FLAGS, {"USE_CUBLASLT": "1"}])
-def test_a_flag_asks_for_what_vllm_does_not_offer(
+def test_flag_is_refused_where_vllm_uses_another_scheme(
     monkeypatch: pytest.MonkeyPatch, layout: str | None, flags: dict[str, str]
 ) -> None:
     from slidesparse.resolve import ResolveError
@@ -81,7 +81,7 @@ def test_a_flag_asks_for_what_vllm_does_not_offer(
         assert words in str(caught.value)
 
 
-def test_the_stamp_remembers_that_a_flag_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_stamp_remembers_that_a_flag_was_set(monkeypatch: pytest.MonkeyPatch) -> None:
     """Worker processes may not see the environment."""
     from slidesparse.flags import Flags
     from slidesparse.resolve import ResolveError, resolve, stamp
@@ -93,18 +93,18 @@ def test_the_stamp_remembers_that_a_flag_asked(monkeypatch: pytest.MonkeyPatch) 
 
 
 @pytest.mark.parametrize("layout", ["slided", "packed"])
-def test_other_layouts_need_our_scheme(layout: str) -> None:
+def test_slided_and_packed_layouts_need_our_scheme(layout: str) -> None:
     from slidesparse.resolve import ResolveError
 
     with pytest.raises(ResolveError, match=rf"CompressedTensorsW8A16Fp8.*{layout} layout.*--layout dense"):
         scheme(config(layout))
 
 
-def test_a_layer_that_was_not_slided_needs_no_scheme_of_ours() -> None:
+def test_layer_without_metadata_may_use_another_scheme() -> None:
     assert scheme(config("slided"), "model.layers.1.mlp.down_proj") == "CompressedTensorsW8A16Fp8"
 
 
-def test_dense_weights_are_served_by_vllm_which_is_said_once(
+def test_dense_layout_is_left_to_vllm_with_one_warning(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     from slidesparse.vllm_patch import compat
@@ -123,10 +123,12 @@ def test_dense_weights_are_served_by_vllm_which_is_said_once(
 @pytest.mark.parametrize(
     "change", [{"dynamic": False, "strategy": "tensor"}, {"block": [64, 64]}, {"weight": None}]
 )
-def test_layers_that_we_would_not_take_anyhow(
+def test_unsupported_layers_do_not_raise_with_a_flag(
     monkeypatch: pytest.MonkeyPatch, change: dict[str, Any]
 ) -> None:
-    """Static activations, scales for blocks, quantized weights alone, beside a group that we would take."""
+    """Static activations, scales for blocks, or quantized weights alone stand beside a group that is
+    supported.
+    """
     for name, value in FLAGS.items():
         monkeypatch.setenv(name, value)
     quantization = config(None)
@@ -143,8 +145,8 @@ def test_layers_that_we_would_not_take_anyhow(
     assert scheme(quantization) == "CompressedTensorsW8A16Fp8"
 
 
-def test_eight_bits_are_the_default() -> None:
-    """Eight bits are the default of compressed-tensors, and of `convert`."""
+def test_num_bits_default_to_eight() -> None:
+    """compressed-tensors and `convert` have the same default."""
     from slidesparse.resolve import _is_dynamic_w8a8
 
     group = copy.deepcopy(quantization_config("int8")["config_groups"]["group_0"])
@@ -156,7 +158,7 @@ def test_eight_bits_are_the_default() -> None:
     assert not _is_dynamic_w8a8({**group, "weights": None})
 
 
-def test_who_asked_without_a_pattern() -> None:
+def test_error_without_pattern_names_the_flag_or_option() -> None:
     from slidesparse.flags import Flags
     from slidesparse.resolve import ResolveError, resolve
 
@@ -168,7 +170,7 @@ def test_who_asked_without_a_pattern() -> None:
         resolve(config(None), Flags(), on_cuda=False)
 
 
-def test_platforms_that_it_does_not_run_on(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unsupported_platforms_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     from slidesparse.vllm_patch import config as module
 
     from slidesparse.resolve import ResolveError
@@ -193,7 +195,7 @@ def test_platforms_that_it_does_not_run_on(monkeypatch: pytest.MonkeyPatch) -> N
         ("reference", False, False),
     ],
 )
-def test_two_batches_at_once(
+def test_dual_batch_overlap_is_refused_where_unsupported(
     monkeypatch: pytest.MonkeyPatch, backend: str, profile: bool, refused: bool
 ) -> None:
     from slidesparse.vllm_patch import compat
@@ -214,10 +216,10 @@ def test_two_batches_at_once(
 @pytest.mark.parametrize(
     ("cuda", "size", "given"), [(True, 20 << 20, True), (True, 1 << 20, False), (False, 1 << 30, False)]
 )
-def test_memory_is_given_back_before_large_weights_are_packed(
+def test_cached_gpu_memory_is_freed_before_packing_large_weights(
     monkeypatch: pytest.MonkeyPatch, cuda: bool, size: int, given: bool
 ) -> None:
-    """Once no kernel can read it any more."""
+    """It synchronizes first, so that no kernel can still read the memory."""
     from slidesparse.vllm_patch.scheme import _release_unused
 
     called: list[str] = []

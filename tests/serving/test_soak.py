@@ -226,7 +226,7 @@ def growth(server: Server, first: int) -> float:
     return sorted(grown)[1] / window
 
 
-def test_ten_thousand_requests(servers: tuple[Server, Server]) -> None:
+def test_soak_of_ten_thousand_requests(servers: tuple[Server, Server]) -> None:
     stock, ours = servers
     run(stock, range(20))
     started = len(ours.log.read_text())
@@ -254,8 +254,8 @@ def test_ten_thousand_requests(servers: tuple[Server, Server]) -> None:
     assert "ERROR" not in served, served[-4000:]
 
 
-def test_adapters_take_turns_while_weights_are_reloaded(tmp_path: Path) -> None:
-    """The server has room for one adapter of two.  What it answers stays the same, and its memory too.
+def test_adapters_alternate_while_weights_are_reloaded(tmp_path: Path) -> None:
+    """The server has room for one adapter of two; its answers and its memory stay the same.
 
     Before 0.28, vLLM itself cannot reload a model that serves adapters.
     """

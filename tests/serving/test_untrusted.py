@@ -20,9 +20,9 @@ DOWN = "model.layers.0.mlp.down_proj"
 
 
 @pytest.fixture(scope="module")
-def made(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """One model as BF16, as unpruned W8A8, and at 6:8 in both layouts."""
-    folder = tmp_path_factory.mktemp("made")
+    folder = tmp_path_factory.mktemp("checkpoints")
     plain = write_w8a8(QWEN, folder / "w8a8")
     return {
         "float": write_float(QWEN, folder / "float"),
@@ -44,24 +44,27 @@ def served(engines: Engines, model: Path | str, **request: Any) -> Answer:
 
 
 @pytest.mark.parametrize("environment", [{"SPARSITY": "0.5"}, {"SLIDESPARSE_BACKEND": "none"}])
-def test_variables_of_others_do_not_stop_other_models(
-    engines: Engines, made: dict[str, Path], environment: dict[str, str]
+def test_invalid_flags_do_not_stop_other_models(
+    engines: Engines, checkpoints: dict[str, Path], environment: dict[str, str]
 ) -> None:
-    """One line says that they have no effect on a float model."""
-    answer = served(engines, made["float"], env=environment)
-    assert f"no effect on {made['float']}, which is not quantized: {next(iter(environment))}" in answer.log
+    """One line says that they have no effect on the model."""
+    answer = served(engines, checkpoints["float"], env=environment)
+    assert (
+        f"no effect on {checkpoints['float']}, which is not quantized: {next(iter(environment))}"
+        in answer.log
+    )
     assert not answer.summary
-    plain = served(engines, made["w8a8"], env=environment)
+    plain = served(engines, checkpoints["w8a8"], env=environment)
     assert f"{next(iter(environment))} has no effect on this checkpoint" in plain.log
     assert not plain.summary
 
 
-def test_a_path_flag_on_a_float_model(engines: Engines, made: dict[str, Path]) -> None:
+def test_path_flag_with_a_float_model_is_refused(engines: Engines, checkpoints: dict[str, Path]) -> None:
     for environment in (SPARSE_FLAGS, {"USE_CUBLASLT": "1"}):
         flag = next(iter(environment))
         refused(
             engines,
-            str(made["float"]),
+            str(checkpoints["float"]),
             environment,
             f"{flag} is set, but",
             "is not quantized",
@@ -69,49 +72,49 @@ def test_a_path_flag_on_a_float_model(engines: Engines, made: dict[str, Path]) -
         )
     refused(
         engines,
-        str(made["float"]),
+        str(checkpoints["float"]),
         {},
         "--quantization slidesparse is for a quantized checkpoint",
         quantization="slidesparse",
     )
 
 
-def test_everything_is_off_when_it_is_switched_off(engines: Engines, made: dict[str, Path]) -> None:
+def test_disable_flag_overrides_invalid_flags(engines: Engines, checkpoints: dict[str, Path]) -> None:
     nonsense = {
         "DISABLE_SLIDESPARSE": "1",
         "SPARSITY": "lots",
         "USE_CUSPARSELT": "1",
         "USE_CUBLASLT": "maybe",
     }
-    assert not served(engines, made["dense"], env=nonsense).summary
+    assert not served(engines, checkpoints["dense"], env=nonsense).summary
     unclear = {"DISABLE_SLIDESPARSE": "on"}
-    refused(engines, str(made["dense"]), unclear, "DISABLE_SLIDESPARSE='on': use 1 or 0")
+    refused(engines, str(checkpoints["dense"]), unclear, "DISABLE_SLIDESPARSE='on': use 1 or 0")
 
 
 @pytest.mark.parametrize("backend", ["hopper", None, 3])
-def test_a_planted_stamp_decides_nothing(
-    engines: Engines, made: dict[str, Path], tmp_path: Path, backend: Any
+def test_stamp_in_the_checkpoint_is_ignored(
+    engines: Engines, checkpoints: dict[str, Path], tmp_path: Path, backend: Any
 ) -> None:
-    """It is what the plugin itself writes into the config, in memory."""
-    plain = served(engines, made["dense"])
+    """The plugin itself writes the stamp into the config, in memory."""
+    plain = served(engines, checkpoints["dense"])
     stamp = {"path": "dense", "backend": backend, "pattern": "4:6", "profile": True}
-    planted = edited(made["dense"], tmp_path / "planted", {}, {"slidesparse_serving": stamp})
+    planted = edited(checkpoints["dense"], tmp_path / "planted", {}, {"slidesparse_serving": stamp})
     answer = served(engines, planted)
     assert answer.summary == plain.summary
     assert answer.tokens == plain.tokens
 
 
-def test_the_stamp_reaches_workers(engines: Engines, made: dict[str, Path]) -> None:
-    """Whose environment has no flags, as on Ray; in the config that vLLM itself hands to them."""
-    with_flags = served(engines, made["dense"], env={"USE_CUBLASLT": "1"}, task="strip_env")
+def test_stamp_reaches_workers_without_environment(engines: Engines, checkpoints: dict[str, Path]) -> None:
+    """Workers have no flags in their environment, as on Ray; they get the stamp in vLLM's own config."""
+    with_flags = served(engines, checkpoints["dense"], env={"USE_CUBLASLT": "1"}, task="strip_env")
     assert "on the cuBLASLt path" in with_flags.summary
 
 
-def test_a_draft_is_resolved_in_the_front_end(engines: Engines, made: dict[str, Path]) -> None:
-    draft = {"model": str(made["dense"]), "num_speculative_tokens": 2, "method": "draft_model"}
+def test_draft_model_is_resolved_in_the_front_end(engines: Engines, checkpoints: dict[str, Path]) -> None:
+    draft = {"model": str(checkpoints["dense"]), "num_speculative_tokens": 2, "method": "draft_model"}
     answer = served(  # it generates nothing: not every CPU build has the kernels that drafts want
         engines,
-        made["dense"],
+        checkpoints["dense"],
         env={"USE_CUBLASLT": "1"},
         task="strip_env",
         options={"speculative_config": draft},
@@ -122,19 +125,21 @@ def test_a_draft_is_resolved_in_the_front_end(engines: Engines, made: dict[str, 
     assert all("on the cuBLASLt path" in line for line in lines)
 
 
-def test_a_slided_layer_that_the_metadata_lacks(
-    engines: Engines, made: dict[str, Path], tmp_path: Path
+def test_slided_layer_without_metadata_is_refused(
+    engines: Engines, checkpoints: dict[str, Path], tmp_path: Path
 ) -> None:
-    """Its loader would narrow [N, K'] to the first K columns."""
-    block = copy.deepcopy(quantization(made["slided"])["slidesparse"])
+    """vLLM's loader would narrow [N, K'] to the first K columns."""
+    block = copy.deepcopy(quantization(checkpoints["slided"])["slidesparse"])
     del block["layers"][DOWN]
-    model = edited(made["slided"], tmp_path / "out", {}, {"slidesparse": block})
+    model = edited(checkpoints["slided"], tmp_path / "out", {}, {"slidesparse": block})
     refused(engines, model, {}, DOWN, str(QWEN.intermediate))
 
 
-def test_metadata_that_are_gone(engines: Engines, made: dict[str, Path], tmp_path: Path) -> None:
-    """A flag does not stand in for them: nobody knows any more how the weights are stored."""
-    model = edited(made["slided"], tmp_path / "out", {}, {"slidesparse": None})
+def test_slided_checkpoint_without_metadata_is_refused(
+    engines: Engines, checkpoints: dict[str, Path], tmp_path: Path
+) -> None:
+    """A flag does not replace the metadata, which alone say how the weights are stored."""
+    model = edited(checkpoints["slided"], tmp_path / "out", {}, {"slidesparse": None})
     for environment in ({}, SPARSE_FLAGS):
         refused(
             engines, model, environment, "names slidesparse as its method but lacks the block 'slidesparse'"
@@ -160,35 +165,35 @@ def test_metadata_that_are_gone(engines: Engines, made: dict[str, Path], tmp_pat
         ({"format": "zipped"}, "qkv_proj: vLLM serves no layer quantized as quantization_config says"),
     ],
 )
-def test_quantization_that_vllm_would_trip_over(
-    engines: Engines, made: dict[str, Path], tmp_path: Path, changed: dict[str, Any], words: str
+def test_malformed_quantization_config_is_refused(
+    engines: Engines, checkpoints: dict[str, Path], tmp_path: Path, changed: dict[str, Any], words: str
 ) -> None:
     if "targets" in changed:
-        group = quantization(made["dense"])["config_groups"]["group_0"]
+        group = quantization(checkpoints["dense"])["config_groups"]["group_0"]
         changed = {"config_groups": {"group_0": {**group, **changed}}}
-    refused(engines, edited(made["dense"], tmp_path / "out", {}, changed), {}, words)
+    refused(engines, edited(checkpoints["dense"], tmp_path / "out", {}, changed), {}, words)
 
 
 @pytest.mark.parametrize("layout", ["dense", "slided"])
-def test_in_features_that_are_not_the_models(
-    engines: Engines, made: dict[str, Path], tmp_path: Path, layout: str
+def test_wrong_in_features_in_the_metadata_are_refused(
+    engines: Engines, checkpoints: dict[str, Path], tmp_path: Path, layout: str
 ) -> None:
-    block = copy.deepcopy(quantization(made[layout])["slidesparse"])
+    block = copy.deepcopy(quantization(checkpoints[layout])["slidesparse"])
     block["layers"][DOWN]["in_features"] = QWEN.intermediate + 1
-    model = edited(made[layout], tmp_path / "out", {}, {"slidesparse": block})
+    model = edited(checkpoints[layout], tmp_path / "out", {}, {"slidesparse": block})
     refused(
         engines, model, {}, f"{DOWN}: the metadata say {QWEN.intermediate + 1} in-features, the model has"
     )
 
 
-def test_slided_weights_that_are_the_form_of_none(
-    engines: Engines, made: dict[str, Path], tmp_path: Path
+def test_slided_weight_in_two_windows_is_refused(
+    engines: Engines, checkpoints: dict[str, Path], tmp_path: Path
 ) -> None:
-    """A weight stands in two windows, each of which is 2:4."""
-    weight = load_file(made["slided"] / "model.safetensors")[f"{DOWN}.weight"]
+    """Each of the two windows obeys 2:4."""
+    weight = load_file(checkpoints["slided"] / "model.safetensors")[f"{DOWN}.weight"]
     weight[3, :12] = 0
     weight[3, 2] = weight[3, 4] = 1
-    model = edited(made["slided"], tmp_path / "out", {f"{DOWN}.weight": weight}, {})
+    model = edited(checkpoints["slided"], tmp_path / "out", {f"{DOWN}.weight": weight}, {})
     refused(engines, model, {}, f"{DOWN}: a weight stands in two windows")
 
 
@@ -208,24 +213,30 @@ def test_slided_weights_that_are_the_form_of_none(
         ("weight", slice(31), "weight of shape [31,"),
     ],
 )
-def test_tensors_that_are_missing_or_no_numbers(
-    engines: Engines, made: dict[str, Path], tmp_path: Path, layout: str, tensor: str, become: Any, words: str
+def test_missing_or_nonfinite_tensors_are_refused(
+    engines: Engines,
+    checkpoints: dict[str, Path],
+    tmp_path: Path,
+    layout: str,
+    tensor: str,
+    become: Any,
+    words: str,
 ) -> None:
     in_qkv = tensor != "weight_scale"
     layer = "model.layers.1.self_attn.k_proj" if in_qkv else DOWN
-    found = load_file(made[layout] / "model.safetensors")[f"{layer}.{tensor}"]
+    found = load_file(checkpoints[layout] / "model.safetensors")[f"{layer}.{tensor}"]
     if isinstance(become, float):
         found[3] = become
     if isinstance(become, slice):
         found, become = found[become].contiguous(), found.dtype
     other = None if become is None else found.to(become) if isinstance(become, torch.dtype) else found
-    model = edited(made[layout], tmp_path / "out", {f"{layer}.{tensor}": other}, {})
+    model = edited(checkpoints[layout], tmp_path / "out", {f"{layer}.{tensor}": other}, {})
     vllms_name = "model.layers.1.self_attn.qkv_proj" if in_qkv else DOWN
     refused(engines, model, {}, vllms_name, words)
 
 
 @pytest.mark.parametrize("code", [0x7F, 0xFF])
-def test_fp8_codes_that_are_nan(engines: Engines, tmp_path: Path, code: int) -> None:
+def test_fp8_nan_codes_are_refused(engines: Engines, tmp_path: Path, code: int) -> None:
     source = converted(write_w8a8(QWEN, tmp_path / "w8a8", "fp8"), tmp_path / "pruned", "6:8")
     weight = load_file(source / "model.safetensors")[f"{DOWN}.weight"]
     row = weight[3].view(torch.uint8)
@@ -234,9 +245,11 @@ def test_fp8_codes_that_are_nan(engines: Engines, tmp_path: Path, code: int) -> 
     refused(engines, model, {}, f"{DOWN}: weight holds NaN")
 
 
-def test_heads_of_kv_caches_are_told(engines: Engines, made: dict[str, Path], tmp_path: Path) -> None:
+def test_kv_scales_per_head_do_not_break_slided_checkpoints(
+    engines: Engines, checkpoints: dict[str, Path], tmp_path: Path
+) -> None:
     """A slided checkpoint is no compressed-tensors one by name, so vLLM does not add what KV scales by head need."""
     scheme = {"num_bits": 8, "type": "float", "strategy": "attn_head", "dynamic": False, "symmetric": True}
-    model = edited(made["slided"], tmp_path / "out", {}, {"kv_cache_scheme": scheme})
+    model = edited(checkpoints["slided"], tmp_path / "out", {}, {"kv_cache_scheme": scheme})
     answer = engines.ask(Request(model))
     assert "AssertionError" not in answer.error, answer.log[-3000:]

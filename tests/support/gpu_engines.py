@@ -128,11 +128,14 @@ def needed(request: pytest.FixtureRequest) -> Iterable[Engine]:
             yield from engines(**(callspec.params if callspec else {}))
 
 
-class Farm:
+class GpuEngines:
     """Trains the model, converts it, runs engines on it."""
 
     def __init__(
-        self, folder: Path, tasks: dict[str, Callable[[Farm], dict[str, Any]]], at_a_time: int = AT_A_TIME
+        self,
+        folder: Path,
+        tasks: dict[str, Callable[[GpuEngines], dict[str, Any]]],
+        at_a_time: int = AT_A_TIME,
     ) -> None:
         """``tasks`` give what a task other than "prove" takes; of that, "env" and "options" are the engine's.
 
