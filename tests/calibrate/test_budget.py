@@ -57,7 +57,7 @@ def problems(draw: st.DrawFn) -> AllocationProblem:
 
 
 def all_choices(problem: AllocationProblem) -> list[Choice]:
-    """All choices there are."""
+    """Return every choice of a candidate for each unit."""
     units = list(problem.candidates)
     return [
         problem.choice(dict(zip(units, picked, strict=True)))
@@ -72,7 +72,7 @@ def saved(problem: AllocationProblem, choice: Choice) -> float:
 @settings(max_examples=200, deadline=None)
 @given(problems())
 def test_frontier_is_optimal(problem: AllocationProblem) -> None:
-    """Each point of it has the least loss of all choices that save as much."""
+    """Each of its points has the least loss of all choices that save as much."""
     frontier = problem.frontier()
     assert not any(frontier[0].patterns.values())
     others = all_choices(problem)

@@ -43,7 +43,7 @@ def errors(report: Report) -> dict[str, float]:
     return {row["name"]: row["error_quantized"] for row in report.layers}
 
 
-def served(folder: Path, layer: str) -> torch.Tensor:
+def dequantized_weight(folder: Path, layer: str) -> torch.Tensor:
     """The weight that the codes of a converted layer stand for."""
     tensors = tensors_of(folder)
     return dequantize_rows(tensors[f"{layer}.weight"], tensors[f"{layer}.weight_scale"])
@@ -120,7 +120,9 @@ def test_reported_error_is_that_of_the_written_layer(
     x = tensors["model.embed_tokens.weight"].double()[torch.from_numpy(np.load(ids)).flatten()]
     x = x / (x.square().mean(-1, keepdim=True) + 1e-6).sqrt()
     w = tensors[f"{FIRST}.weight"].double()
-    expected = float((x @ (w - served(tmp_path / "out", FIRST).double()).t()).norm() / (x @ w.t()).norm())
+    expected = float(
+        (x @ (w - dequantized_weight(tmp_path / "out", FIRST).double()).t()).norm() / (x @ w.t()).norm()
+    )
     reported = "error_finetuned" if epochs else "error_quantized"
     assert rows[FIRST][reported] == pytest.approx(expected, rel=1e-4)  # H and its products are float32
     assert rows[FIRST]["error_finetuned"] != rows[FIRST]["error_quantized"]
@@ -128,7 +130,7 @@ def test_reported_error_is_that_of_the_written_layer(
 
 
 def test_later_layers_depend_on_earlier_pruning(source: Path, tmp_path: Path, ids: str) -> None:
-    """Layer 1's inputs, and so its weights, depend on what became of layer 0."""
+    """Layer 1's inputs, and so its weights, depend on how layer 0 was pruned."""
     calibrated(source, tmp_path / "all", ids, finetune=0)
     calibrated(source, tmp_path / "last", ids, finetune=0, skip=[r"layers\.0\."])
     first, second = tensors_of(tmp_path / "all"), tensors_of(tmp_path / "last")
@@ -169,7 +171,9 @@ def test_inputs_that_are_not_finite_are_refused(source: Path, tmp_path: Path, id
 # Where the dense model is the target
 
 
-def floats(source: Path, folder: Path, ids: str, rule: Any = None, **options: Any) -> dict[str, torch.Tensor]:
+def pruned_floats(
+    source: Path, folder: Path, ids: str, rule: Any = None, **options: Any
+) -> dict[str, torch.Tensor]:
     calibration = Calibration(ids, samples=60, seqlen=24, device="cpu", finetune=0, **options)
     checkpoint = Checkpoint.open(source)
     plan = make_plan(checkpoint, ConvertOptions(SlidePattern(8), calibration=calibration))
@@ -177,7 +181,7 @@ def floats(source: Path, folder: Path, ids: str, rule: Any = None, **options: An
         return prune_floats(calibration_task(plan), reader, folder, rule)
 
 
-def hidden(source: Path, ids: np.ndarray, changed: dict[str, torch.Tensor]) -> torch.Tensor:
+def last_hidden_states(source: Path, ids: np.ndarray, changed: dict[str, torch.Tensor]) -> torch.Tensor:
     """The last block's output of a model with some of its weights replaced."""
     model, tokens = open_model(Checkpoint.open(source)), torch.from_numpy(ids)
     with model.checkpoint.reader() as reader:
@@ -196,13 +200,14 @@ def hidden(source: Path, ids: np.ndarray, changed: dict[str, torch.Tensor]) -> t
 def test_dense_target_reduces_the_output_error(source: Path, tmp_path: Path) -> None:
     """The samples are those it was pruned with. Only the first stage has the same inputs in the dense model."""
     ids = np.load(write_ids(tmp_path / "ids.npy", 60))
-    dense = hidden(source, ids, {})
+    dense = last_hidden_states(source, ids, {})
     found = {
-        target: floats(source, tmp_path, str(tmp_path / "ids.npy"), target=target)
+        target: pruned_floats(source, tmp_path, str(tmp_path / "ids.npy"), target=target)
         for target in ("own", "dense")
     }
     error = {
-        target: float((hidden(source, ids, weights) - dense).norm()) for target, weights in found.items()
+        target: float((last_hidden_states(source, ids, weights) - dense).norm())
+        for target, weights in found.items()
     }
     assert 0 < error["dense"] < 0.98 * error["own"]
     assert torch.equal(found["own"][FIRST], found["dense"][FIRST])
@@ -219,7 +224,7 @@ def test_layers_pruned_by_a_custom_rule_feed_the_next(source: Path, tmp_path: Pa
         alike.append(bool(spread[-2] < 1e-4 * spread[-1]))  # every token gives the same input: rank one
         return torch.zeros_like(w)
 
-    found = floats(source, tmp_path, ids, nothing_left)
+    found = pruned_floats(source, tmp_path, ids, nothing_left)
     assert sorted(found) == LINEARS
     assert not any(w.any() for w in found.values())
     assert alike == [False, False, False, True, False, False, True] * LLAMA.layers
@@ -393,7 +398,9 @@ def test_later_layers_read_outputs_of_quantized_skipped_layers(
     report = calibrated(source, tmp_path / "out", ids, method=method, finetune=1, **how)
     assert report.skipped
     assert set(seen) == set(report.skipped)
-    assert all(torch.equal(weight, served(tmp_path / "out", name)) for name, weight in seen.items())
+    assert all(
+        torch.equal(weight, dequantized_weight(tmp_path / "out", name)) for name, weight in seen.items()
+    )
     assert any(trained) == (method == "sparsegpt")
 
 

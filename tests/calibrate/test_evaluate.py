@@ -35,7 +35,7 @@ def likeliest(logprobs: np.ndarray, top: int) -> tuple[np.ndarray, np.ndarray]:
     return ids, np.take_along_axis(logprobs, ids, axis=1)
 
 
-def lumped(p: np.ndarray, q: np.ndarray, top: int) -> float:
+def lumped_divergence(p: np.ndarray, q: np.ndarray, top: int) -> float:
     """KL of two distributions, tokens among the likeliest of both apart and the others as one: written out."""
     both = set(np.argsort(-p)[:top]) & set(np.argsort(-q)[:top])
     rest = [token for token in range(len(p)) if token not in both]
@@ -51,7 +51,7 @@ def test_divergence_lumps_unlikely_tokens(top: int) -> None:
     found = perplexity.divergence(*likeliest(p, top), *likeliest(q, top))
     whole = (np.exp(p) * (p - q)).sum(-1)
     for row in range(50):
-        assert found[row] == pytest.approx(lumped(p[row], q[row], top), abs=1e-9)
+        assert found[row] == pytest.approx(lumped_divergence(p[row], q[row], top), abs=1e-9)
         assert found[row] <= whole[row] + 1e-9
     if top == VOCABULARY:
         assert found == pytest.approx(whole, abs=1e-9)
@@ -92,7 +92,9 @@ def test_perplexity_and_its_comparison() -> None:
     assert compared.perplexity.value == pytest.approx(math.exp(-theirs.mean()))
     assert compared.delta_pct.value == pytest.approx(100 * (math.exp(theirs.mean() - ours.mean()) - 1))
     assert compared.top1.value == pytest.approx(np.mean(p.argmax(1) == q.argmax(1)))
-    assert compared.kl.value == pytest.approx(np.mean([lumped(q[i], p[i], 3) for i in range(14)]), abs=1e-6)
+    assert compared.kl.value == pytest.approx(
+        np.mean([lumped_divergence(q[i], p[i], 3) for i in range(14)]), abs=1e-6
+    )
     assert not compared.exact
     exact = perplexity.summarize("a", "b", ids, scored(ours, p, VOCABULARY), scored(theirs, q, VOCABULARY))
     assert exact.comparison is not None

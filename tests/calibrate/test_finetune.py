@@ -135,7 +135,7 @@ def test_recomputed_attention_has_the_same_gradients(how: Scores) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("how", [Scores(0.1), Scores(0.1, window=300), Scores(0.1, cap=2.0)])
 def test_attention_on_a_gpu_has_the_same_gradients(how: Scores) -> None:
-    """Up to the rounding of BF16, and the same bits twice."""
+    """They agree up to the rounding of BF16, and have the same bits twice."""
     leaves = [torch.randn(2, 3, 999, 64, requires_grad=True) for _ in range(3)]
     wanted = torch.autograd.grad(attention(*leaves, how).square().sum(), leaves)
     moved = [leaf.detach().cuda().requires_grad_() for leaf in leaves]

@@ -152,7 +152,7 @@ def test_texts_without_a_tokenizer_are_refused(
 
 
 def test_texts_without_tokens_are_left_out() -> None:
-    """An encoder's samples are texts; one of a character that the tokenizer drops has no token."""
+    """An encoder's samples are texts; one whose characters the tokenizer drops has no token."""
     found = _sample_each_text(iter([[1, 2], [], [3]]), 5, 8)
     assert [sample.tolist() for sample in found] == [[1, 2], [3]]
 
@@ -233,7 +233,7 @@ def test_stage_inputs_restart_with_changed_weights(tmp_path: Path) -> None:
 
 
 def test_may_keep_inputs_that_fit_in_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Hidden states of 8 columns, what waits of 8 + 24: five times as much, for each stream."""
+    """With hidden states of 8 columns, what waits has 8 + 24 columns: five times as much, for each stream."""
     for streams in (1, 2):
         states = HiddenStates([(2, 3, 8), (1, 5, 8)], CPU, tmp_path, streams=streams)
         for spare, fits in ((0, True), (-1, False)):

@@ -68,8 +68,10 @@ def best_row(w0: Tensor, h: Tensor, fixed: Tensor) -> Tensor:
     return row
 
 
-def oracle(w0: Tensor, h: Tensor, pattern: SlidePattern) -> Tensor:
-    """Block by block: try every choice of zeros with all that is behind fixed, keep the best, fix the block."""
+def prune_by_brute_force(w0: Tensor, h: Tensor, pattern: SlidePattern) -> Tensor:
+    """Try, block by block, every choice of zeros with all that is behind fixed; keep the best and fix the
+    block.
+    """
     assert pattern.length
     fixed = torch.full_like(w0, torch.nan)
     row = w0.clone()
@@ -95,7 +97,7 @@ def test_sparsegpt_row_equals_exact_optimal_brain_surgeon(pattern: SlidePattern,
     k = 3 * pattern.length + tail
     w, h = weights(1, k), damped(hessian_of(inputs(300, k)))
     found = sparsegpt(w, factor(h, 0.0, torch.float64), pattern)
-    expected = oracle(w[0], h, pattern)
+    expected = prune_by_brute_force(w[0], h, pattern)
     assert torch.equal(found[0] == 0, expected == 0)
     # both solve systems of the condition of H, here below 1e4: float64 leaves 1e-12 of the largest weight
     assert float((found[0] - expected).abs().max()) < 1e-11 * float(w.abs().max())
@@ -240,7 +242,7 @@ def test_hessian_of_fewer_tokens_than_inputs_can_be_factored() -> None:
 
 
 def test_few_tokens_are_damped_more() -> None:
-    """The damping that `damping_for` takes errs less on other tokens than the usual one."""
+    """The damping by `damping_for` has smaller errors on other tokens than the usual one."""
     k, pattern, w = 96, SlidePattern(8), weights(32, 96)
     x = inputs(4000, k)
     few, held_out = hessian_of(x[:120]), hessian_of(x[1000:])

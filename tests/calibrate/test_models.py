@@ -85,7 +85,7 @@ MODELS: dict[str, tuple[str, str, dict[str, Any]]] = {
 }
 
 
-def saved(name: str, folder: Path) -> Any:
+def save_random_model(name: str, folder: Path) -> Any:
     """A random model of transformers, written to ``folder``; norms and biases differ from their defaults."""
     model_class, config_class, settings = MODELS[name]
     torch.manual_seed(0)
@@ -99,25 +99,25 @@ def saved(name: str, folder: Path) -> Any:
 @pytest.mark.parametrize("name", MODELS)
 @torch.inference_mode()
 def test_block_outputs_equal_transformers(name: str, tmp_path: Path) -> None:
-    theirs = saved(name, tmp_path)
+    theirs = save_random_model(name, tmp_path)
     ids = torch.randint(3, 100, (2, 50), generator=torch.Generator().manual_seed(1))
     expected = theirs(ids, output_hidden_states=True).hidden_states
     model = open_model(Checkpoint.open(tmp_path))
     with model.checkpoint.reader() as reader:
         x = model.embedder(reader, [ids], CPU)(ids)
-        close(x, expected[0])
+        assert_near(x, expected[0])
         for number in range(model.blocks):
             x = model.load(reader, number, CPU).output(x)
             last = number + 1 == model.blocks
             if last and model.is_decoder:  # transformers shows the last one after the final norm
                 offset, sizes = DECODERS[model.kind].norm_offset, model.sizes[number]
                 x = rms_norm(x, reader.whole(f"{model.root}norm.weight") + offset, sizes.eps)
-            close(x, expected[number + 1])
+            assert_near(x, expected[number + 1])
 
 
 @pytest.mark.parametrize("name", ["gemma2", "gemma3", "phi3", "granite", "olmo2"])
 def test_calibrated_conversion_of_other_architectures(name: str, tmp_path: Path) -> None:
-    theirs = saved(name, tmp_path / "source")
+    theirs = save_random_model(name, tmp_path / "source")
     ids = write_ids(tmp_path / "ids.npy")
     report = calibrated(tmp_path / "source", tmp_path / "out", ids, finetune=1)
     linears = [n for n, module in theirs.model.named_modules() if isinstance(module, torch.nn.Linear)]
@@ -134,13 +134,13 @@ def test_readme_lists_supported_architectures() -> None:
     assert row == f"| with `--calib` | {CALIBRATED_METHODS} |"
 
 
-def close(found: torch.Tensor, expected: torch.Tensor) -> None:
+def assert_near(found: torch.Tensor, expected: torch.Tensor) -> None:
     """Equal up to float32 rounding of sums of some hundred terms: 2^-24 * 100 of the largest value."""
     assert found.shape == expected.shape
     assert float((found - expected).abs().max()) <= 100 * 2**-24 * float(expected.abs().max())
 
 
-def moved(name: str, config: dict[str, Any]) -> dict[str, Any]:
+def in_older_format(name: str, config: dict[str, Any]) -> dict[str, Any]:
     """The config as releases of transformers before 5 wrote it: no rope_parameters, no layer_types."""
     ropes = config.pop("rope_parameters")
     config.pop("layer_types", None)
@@ -155,10 +155,10 @@ def moved(name: str, config: dict[str, Any]) -> dict[str, Any]:
     "name", ["llama 3 rope", "yarn rope", "qwen2", "gemma2", "gemma3 scaled rope", "phi3 long"]
 )
 def test_configs_of_older_transformers_are_equivalent(name: str, tmp_path: Path) -> None:
-    saved(name, tmp_path)
+    save_random_model(name, tmp_path)
     path = tmp_path / "config.json"
     new = open_model(Checkpoint.open(tmp_path))
-    path.write_text(json.dumps(moved(name, json.loads(path.read_text()))))
+    path.write_text(json.dumps(in_older_format(name, json.loads(path.read_text()))))
     old = open_model(Checkpoint.open(tmp_path))
     assert old.longest == new.longest == (64 if name == "phi3 long" else 128)
     same_sizes(old, new)
@@ -187,7 +187,7 @@ def same_sizes(left: LayeredModel, right: LayeredModel) -> None:
 
 def test_stage_inputs_equal_layer_inputs_of_transformers(tmp_path: Path) -> None:
     """The reference is what a hook on each linear layer of transformers' model sees."""
-    theirs = saved("qwen3", tmp_path)
+    theirs = save_random_model("qwen3", tmp_path)
     ids = torch.randint(3, 100, (1, 20))
     seen: dict[str, torch.Tensor] = {}
     for name, module in theirs.model.layers[0].named_modules():
@@ -200,7 +200,7 @@ def test_stage_inputs_equal_layer_inputs_of_transformers(tmp_path: Path) -> None
         block: Block = model.load(reader, 0, CPU)
         for stage, names in enumerate(block.stages):
             for name in names:
-                close(block.input(stage, x), seen[name])
+                assert_near(block.input(stage, x), seen[name])
     assert {name for stage in block.stages for name in stage} == set(seen)
 
 
@@ -211,7 +211,7 @@ def test_stage_inputs_equal_layer_inputs_of_transformers(tmp_path: Path) -> None
 @torch.inference_mode()
 def test_suspended_block_keeps_no_other_activations(name: str, tmp_path: Path) -> None:
     """All batches of a calibration wait at once: three activations of an MLP's width in each filled a GPU of 141 GB."""
-    saved(name, tmp_path)
+    save_random_model(name, tmp_path)
     model = open_model(Checkpoint.open(tmp_path))
     with model.checkpoint.reader() as reader:
         block = model.load(reader, 0, CPU)

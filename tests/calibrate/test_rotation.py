@@ -51,7 +51,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-def saved(name: str, folder: Path) -> Any:
+def save_random_model(name: str, folder: Path) -> Any:
     """A random float32 model of transformers; norms and biases differ from their defaults."""
     kind, settings = MODELS[name]
     config = getattr(transformers, f"{kind}Config")(**{**SIZES, "tie_word_embeddings": False, **settings})
@@ -67,7 +67,7 @@ def orthogonal(*shape: int) -> torch.Tensor:
     return torch.linalg.qr(torch.randn(*shape, dtype=torch.float64)).Q
 
 
-def written(source: Path, out: Path, rotation: Rotation) -> Any:
+def write_rotated_model(source: Path, out: Path, rotation: Rotation) -> Any:
     """The rotated model, in float32, as transformers reads it."""
     checkpoint = untie_head(Checkpoint.open(source))
     with checkpoint.reader() as reader:
@@ -82,10 +82,10 @@ def written(source: Path, out: Path, rotation: Rotation) -> Any:
 @pytest.mark.parametrize("name", MODELS)
 @torch.inference_mode()
 def test_rotation_keeps_model_outputs(name: str, tmp_path: Path) -> None:
-    model = saved(name, tmp_path / "source")
+    model = save_random_model(name, tmp_path / "source")
     sizes = open_model(Checkpoint.open(tmp_path / "source")).sizes[0]
     rotation = Rotation(orthogonal(48, 48), orthogonal(2, sizes.kv_heads, sizes.head_dim, sizes.head_dim))
-    rotated = written(tmp_path / "source", tmp_path / "out", rotation)
+    rotated = write_rotated_model(tmp_path / "source", tmp_path / "out", rotation)
     assert rotated.config.tie_word_embeddings is False
     ids = torch.randint(3, 100, (2, 50), generator=torch.Generator().manual_seed(1))
     expected, found = model(ids).logits, rotated(ids).logits
@@ -113,11 +113,11 @@ def test_untie_head_ignores_stored_head_of_a_tied_model(tmp_path: Path) -> None:
 def test_hadamard_is_orthogonal_and_has_no_zeros() -> None:
     for size in (1, 7, 48, 64):
         start = hadamard(size)
-        close(start @ start.mT, torch.eye(size, dtype=torch.float64))
+        assert_near(start @ start.mT, torch.eye(size, dtype=torch.float64))
         assert (start != 0).all()
 
 
-def close(found: torch.Tensor, expected: torch.Tensor, tolerance: float = 1e-12) -> None:
+def assert_near(found: torch.Tensor, expected: torch.Tensor, tolerance: float = 1e-12) -> None:
     assert float((found - expected).abs().max()) <= tolerance * float(expected.abs().max())
 
 
@@ -147,7 +147,7 @@ def identity_like(rotation: Rotation) -> Rotation:
 @pytest.mark.parametrize("name", ["llama biased", "qwen3"])
 def test_rotation_costs_equal_those_of_the_rotated_model(name: str, tmp_path: Path) -> None:
     """They are exact: each block's equal those that are found in the model after rotating it."""
-    saved(name, tmp_path)
+    save_random_model(name, tmp_path)
     task = task_of(tmp_path)
     rotation = some_rotation(task.model)
     with torch.no_grad(), task.model.checkpoint.reader() as reader:
@@ -166,7 +166,7 @@ def test_rotation_costs_equal_those_of_the_rotated_model(name: str, tmp_path: Pa
 
 def test_layer_costs_use_gradients_of_the_loss(tmp_path: Path) -> None:
     """Costs are proportional to the mean squared gradient that transformers' own loss gives."""
-    model = saved("llama", tmp_path)
+    model = save_random_model("llama", tmp_path)
     task = task_of(tmp_path)
     ids = torch.stack(task.samples.ids)
     seen: dict[str, torch.Tensor] = {}
@@ -192,11 +192,11 @@ def test_layer_costs_use_gradients_of_the_loss(tmp_path: Path) -> None:
     for name, out in seen.items():
         g = out.grad.flatten(0, 1)  # type: ignore[union-attr]
         diagonal = found[name].diagonal(dim1=-2, dim2=-1).flatten() if found[name].dim() > 1 else found[name]
-        close(diagonal, g.square().mean(0), 1e-4)
+        assert_near(diagonal, g.square().mean(0), 1e-4)
 
 
 def test_layer_costs_with_bf16_attention(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    saved("llama", tmp_path)
+    save_random_model("llama", tmp_path)
     task = task_of(tmp_path)
     monkeypatch.setattr(learning, "attend", lambda *how: attention(*how).bfloat16())
     with torch.no_grad(), task.model.checkpoint.reader() as reader:
@@ -208,7 +208,7 @@ def test_learning_reduces_the_cost_and_is_deterministic(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(learning, "STEPS", 25)
-    saved("qwen2 tied", tmp_path)
+    save_random_model("qwen2 tied", tmp_path)
     task = task_of(tmp_path, "2:4")
     parts: list[float] = []
 
@@ -224,7 +224,7 @@ def test_learning_reduces_the_cost_and_is_deterministic(
     assert first.after < 0.7 * first.before
     for x, y in ((first.rotation.q, second.rotation.q), (first.rotation.r, second.rotation.r)):
         assert torch.equal(x, y)
-        close(x @ x.mT, torch.eye(x.shape[-1], dtype=torch.float64).expand_as(x))
+        assert_near(x @ x.mT, torch.eye(x.shape[-1], dtype=torch.float64).expand_as(x))
 
 
 # Conversion
@@ -234,7 +234,7 @@ def test_learning_reduces_the_cost_and_is_deterministic(
 @torch.inference_mode()
 def test_rotated_conversion_at_2_inf_keeps_model_outputs(name: str, tmp_path: Path) -> None:
     """Only weights are rounded to INT8: pruned layers, skipped and ignored ones are all rotated."""
-    model = saved(name, tmp_path / "source")
+    model = save_random_model(name, tmp_path / "source")
     np.save(tmp_path / "ids.npy", np.random.default_rng(0).integers(0, 100, (2, 20)))
     how = {"skip": [r"1\.self_attn\.o_proj"], "ignore": [r"0\.self_attn\.o_proj", r"1\.mlp\.down"]}
     ids = str(tmp_path / "ids.npy")
@@ -331,7 +331,7 @@ def test_models_are_rotated_by_default(
 
 
 def test_rotation_obstacle_names_unsupported_models(tmp_path: Path) -> None:
-    saved("llama", tmp_path)
+    save_random_model("llama", tmp_path)
     assert rotation_obstacle(Checkpoint.open(tmp_path)) is None
     tensors = tensors_of(tmp_path)
     write(tmp_path, config_of(tmp_path), {**tensors, "model.mtp.weight": torch.ones(2)})

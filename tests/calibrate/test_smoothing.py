@@ -39,7 +39,7 @@ MODELS: dict[str, dict[str, Any]] = {
 OUTLIER = 7  # a channel between up and down
 
 
-def saved(kind: str, folder: Path, outlier: float = 1.0) -> Any:
+def save_random_model(kind: str, folder: Path, outlier: float = 1.0) -> Any:
     """A random float32 model of transformers; ``outlier`` multiplies one channel, and divides its weights."""
     config = getattr(transformers, f"{kind}Config")(**{**SIZES, **MODELS[kind]})
     torch.manual_seed(0)
@@ -64,7 +64,7 @@ def logits(model: Any) -> torch.Tensor:
 @torch.inference_mode()
 def test_smoothing_keeps_model_outputs(kind: str, tmp_path: Path) -> None:
     """Factors are powers of two, so that nothing is rounded."""
-    model = saved(kind, tmp_path / "source")
+    model = save_random_model(kind, tmp_path / "source")
     checkpoint = Checkpoint.open(tmp_path / "source")
     names = [f"model.layers.{i}.mlp.down_proj" for i in range(2)]
     factors = {name: 2.0 ** torch.randint(-9, 9, (80,)) for name in names}
@@ -133,7 +133,7 @@ def served_floats(folder: Path, out: Path) -> Any:
 def test_smoothed_conversion_reduces_errors_and_resumes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, device: str
 ) -> None:
-    model = saved("Qwen2", tmp_path / "source", outlier=1000.0)
+    model = save_random_model("Qwen2", tmp_path / "source", outlier=1000.0)
     np.save(tmp_path / "ids.npy", np.random.default_rng(0).integers(0, 100, (8, 20)))
     ids = str(tmp_path / "ids.npy")
     how: dict[str, Any] = {"pattern": "2_inf", "device": device, "rotate": "auto"}
@@ -166,7 +166,7 @@ def test_smoothed_conversion_reduces_errors_and_resumes(
     "how", [{"quant": "fp8"}, {"rotate": "off"}, {"ignore": [r"(gate|up)_proj"]}, {"ignore": ["down_proj"]}]
 )
 def test_smoothing_is_skipped_where_unsupported(tmp_path: Path, how: dict[str, Any]) -> None:
-    saved("Qwen2", tmp_path / "source", outlier=1000.0)
+    save_random_model("Qwen2", tmp_path / "source", outlier=1000.0)
     how = {"rotate": "auto", "samples": 2, "seqlen": 16, "finetune": 0, **how}
     report = calibrated(tmp_path / "source", tmp_path / "out", "random", **how)
     assert report.smoothing == ""

@@ -52,7 +52,7 @@ LINEARS = sorted(LLAMA.linears())
 
 @pytest.fixture(autouse=True)
 def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Tiny tensors, but several chunks each, the last one short."""
+    """Split each of the tiny tensors into several chunks, the last one short."""
     monkeypatch.setattr(storage, "CHUNK_ELEMENTS", 1000)
 
 

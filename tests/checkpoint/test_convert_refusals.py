@@ -509,7 +509,7 @@ DENSE = {"another layout": (lambda b: b["slidesparse"].update(layout="slided"), 
 
 
 def commands_refuse(folder: Path, fact: str) -> None:
-    """`convert`, `inspect` and `verify`, with the same words."""
+    """Require that `convert`, `inspect` and `verify` refuse, with the same words."""
     message = refused(folder, fact, error=SlideSparseError)
     assert "\n" not in message
     for read in (inspect, lambda folder: verify(folder, folder)):

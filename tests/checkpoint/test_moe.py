@@ -48,7 +48,7 @@ def test_linear_layers_are_pruned_and_experts_quantized(tmp_path: Path, name: st
 
 
 def vllm_ignores(folder: Path, layer: str) -> bool:
-    """By vLLM's own reading of the list."""
+    """Return whether vLLM's own reading of the ignore list covers the layer."""
     from vllm.model_executor.layers.quantization.compressed_tensors.utils import should_ignore_layer
 
     return should_ignore_layer(layer, config_of(folder)["quantization_config"]["ignore"])
@@ -92,8 +92,8 @@ def test_layer_options_do_not_apply_to_experts(tmp_path: Path) -> None:
     refused(source, "Qwen2Moe", error=CalibrationError, out="x", calibration=calibration)
 
 
-def joined(model: Moe, folder: Path) -> Path:
-    """With all experts of a layer in one tensor, as some checkpoints have them."""
+def write_joined_experts(model: Moe, folder: Path) -> Path:
+    """Write a checkpoint with all experts of a layer in one tensor, as some models have them."""
     tensors = {name: tensor for name, tensor in model.tensors().items() if ".experts." not in name}
     for i in range(LAYERS):
         tensors[f"model.layers.{i}.mlp.experts.gate_up_proj"] = torch.randn(EXPERTS, 128, HIDDEN).bfloat16()
@@ -104,7 +104,7 @@ def joined(model: Moe, folder: Path) -> Path:
 @pytest.mark.vllm
 def test_experts_stored_in_one_tensor_are_left_unquantized(tmp_path: Path) -> None:
     model = MODELS["qwen3"]
-    source = joined(model, tmp_path / "source")
+    source = write_joined_experts(model, tmp_path / "source")
     report = convert(source, tmp_path / "out")
     assert report.experts == {"w8a8": 0, "kept": 4}
     assert len(report.pruned) == 8

@@ -44,7 +44,7 @@ STORED_DOWN = "model.layers.0.mlp.down_proj"  # K is 20: its bits end within a b
 
 @pytest.fixture(autouse=True)
 def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Several chunks a tensor, the last one short."""
+    """Split each tensor into several chunks, the last one short."""
     monkeypatch.setattr(storage, "CHUNK_ELEMENTS", 640)
 
 

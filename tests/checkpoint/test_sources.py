@@ -44,7 +44,7 @@ O0 = "model.layers.0.self_attn.o_proj"
 
 @pytest.fixture(autouse=True)
 def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Several chunks a layer, whose edges cut blocks."""
+    """Split each layer into several chunks, whose edges cut blocks."""
     monkeypatch.setattr(storage, "CHUNK_ELEMENTS", 1000)
 
 

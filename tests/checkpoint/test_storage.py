@@ -90,7 +90,7 @@ def test_reader_reads_files_of_safetensors(
 
 
 def assert_same(found: Tensor, expected: Tensor) -> None:
-    """Bit for bit, any dtype."""
+    """Require equal bits, in any dtype."""
     assert (found.dtype, found.shape) == (expected.dtype, expected.shape)
     assert torch.equal(*(t.contiguous().view(-1).view(torch.uint8) for t in (found, expected)))
 
@@ -194,7 +194,7 @@ def folder(path: Path) -> None:
 
 
 def pipe(path: Path) -> None:
-    """Reading it would wait for a writer."""
+    """Put a pipe in place of the file; reading it would wait for a writer."""
     path.unlink()
     os.mkfifo(path)
 

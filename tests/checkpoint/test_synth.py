@@ -37,7 +37,7 @@ SMALL = {"qwen2": replace(QWEN, **SIZES), "llama": replace(LLAMA, **SIZES)}
 
 @pytest.fixture(autouse=True)
 def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Samples of few rows, so that tiny tensors take them several times."""
+    """Draw samples of few rows, so that tiny tensors take them several times."""
     monkeypatch.setattr(storage, "CHUNK_ELEMENTS", 640)
 
 
@@ -178,7 +178,7 @@ def test_synth_shards_equal_one_file(tmp_path: Path) -> None:
 
 
 def test_synth_with_fewer_layers_keeps_the_first(tmp_path: Path) -> None:
-    """The layers that stay are the same ones, except that config.json counts fewer."""
+    """The layers that stay are equal; config.json counts fewer."""
     config = config_file(tmp_path, layer_types=["full_attention"] * 2)
     assert synth(config, tmp_path / "two", pattern=SIX).layers == 2
     assert synth(config, tmp_path / "one", pattern=SIX, layers=1).layers == 1

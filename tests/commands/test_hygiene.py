@@ -71,7 +71,7 @@ def test_no_file_has_forbidden_text(words: str) -> None:
 
 
 def test_docstrings_do_not_begin_as_fragments() -> None:
-    """None begins with a word that needs the name of what it describes to be understood."""
+    """No docstring begins with a word that needs the name of what it describes to be understood."""
     found = []
     for path in FILES:
         folder = path.relative_to(ROOT).parts[0]

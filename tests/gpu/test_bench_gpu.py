@@ -68,8 +68,8 @@ def test_clock_falls_back_to_events_if_capture_fails() -> None:
 @pytest.mark.parametrize("dtype", ["int8", "fp8"])
 @pytest.mark.parametrize("name", ["cublaslt", "cusparselt", "hopper"])
 def test_search_finds_an_algorithm_with_a_correct_result(name: str, dtype: str) -> None:
-    """Against float64.  FP8 tensor cores keep about 14 bits of a sum: 2^-9 of the norm is far above their error, and
-    the last rounding, to BF16, brings another 2^-9.
+    """The result is compared with float64. FP8 tensor cores keep about 14 bits of a sum: 2^-9 of the norm is
+    far above their error, and the last rounding, to BF16, brings another 2^-9.
     """
     gpu = require_gpu()
     library = next((one for one in usable_libraries(gpu)[0] if one.name == name), None)

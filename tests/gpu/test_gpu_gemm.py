@@ -137,7 +137,8 @@ def test_pack_throughput_and_memory(backend: str, dtype: torch.dtype) -> None:
     ("name", "out"), [("cusparselt", "int32"), ("cusparselt", "bf16"), ("cublaslt", "int32")]
 )
 def test_every_algorithm_gives_equal_sums(name: str, out: str) -> None:
-    """INT32 bit for bit, and BF16 where K is not split: there partial sums may be rounded, too (`bench.search.agree`).
+    """INT32 is equal bit for bit, BF16 where K is not split: there partial sums may be rounded, too
+    (`bench.search.agree`).
 
     At 2:4 half of the K products are zero, so float32 holds all sums.
     """

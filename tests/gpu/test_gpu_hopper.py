@@ -55,7 +55,7 @@ def int8_layer(request: pytest.FixtureRequest) -> Layer:
 
 @pytest.mark.parametrize("m", TOKENS)
 def test_int8_products_are_exact(int8_layer: Layer, m: int) -> None:
-    """Sums and their scaling, for both outputs, and without a bias or with one of each type."""
+    """Sums and their scaling are exact for both outputs, and without a bias or with one of each type."""
     q, scale_x = codes(m, K, seed=m), scales(m, m)
     lifted, sums = int8_layer.lifted(q), exact(q, int8_layer.weight)
     for out in OUTPUTS:
@@ -185,7 +185,7 @@ def test_product_waits_for_codes_of_the_kernel_before(m: int, pattern: str) -> N
 
 
 @pytest.fixture(scope="module")
-def fronts() -> tuple[Layer, Tensor, Tensor, list[Tensor], list[Tensor], list[Tensor]]:
+def reused_operands() -> tuple[Layer, Tensor, Tensor, list[Tensor], list[Tensor], list[Tensor]]:
     """A layer, memory for its codes and scales, and several of those with their outputs."""
     made, m = layer("hopper", "2:4", INT8, 256, 16384), 256
     sources = [codes(m, 16384, seed) for seed in range(3)]
@@ -196,11 +196,11 @@ def fronts() -> tuple[Layer, Tensor, Tensor, list[Tensor], list[Tensor], list[Te
     return made, torch.empty_like(sources[0]), torch.empty_like(sizes[0]), sources, sizes, expected
 
 
-def test_product_waits_for_kernels_of_torch(fronts: tuple) -> None:  # type: ignore[type-arg]
+def test_product_waits_for_kernels_of_torch(reused_operands: tuple) -> None:  # type: ignore[type-arg]
     """An elementwise kernel that writes the codes, long enough to be overtaken, and one that writes the
     scales.
     """
-    made, q, scale_x, sources, sizes, expected = fronts
+    made, q, scale_x, sources, sizes, expected = reused_operands
     wrong = torch.zeros((), dtype=torch.int64, device=gpu())
     for i in range(200):
         j = i % 3
@@ -214,9 +214,9 @@ def test_product_waits_for_kernels_of_torch(fronts: tuple) -> None:  # type: ign
     assert int(wrong) == 0
 
 
-def test_product_in_a_graph_waits_for_copies_and_joins(fronts: tuple) -> None:  # type: ignore[type-arg]
+def test_product_in_a_graph_waits_for_copies_and_joins(reused_operands: tuple) -> None:  # type: ignore[type-arg]
     """The product is behind a copy, behind a memory set, behind another stream, and the first of all."""
-    made, q, scale_x, sources, sizes, expected = fronts
+    made, q, scale_x, sources, sizes, expected = reused_operands
     stream, other, graph = torch.cuda.Stream(), torch.cuda.Stream(), torch.cuda.CUDAGraph()
     first, zeros = sources[0].clone(), torch.zeros_like(q)
     torch.cuda.synchronize()

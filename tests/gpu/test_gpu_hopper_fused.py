@@ -119,7 +119,7 @@ def arguments(made: Layer, bias: Tensor | None, out: torch.dtype) -> tuple[objec
     return made.packed, made.scale, bias, *windows, out, "hopper"
 
 
-def all_three(given: Case, of_layer: tuple[object, ...]) -> list[Tensor]:
+def run_fused_operators(given: Case, of_layer: tuple[object, ...]) -> list[Tensor]:
     return [
         OURS.rms_norm_linear(given.x, given.norm, EPS, *of_layer),
         *OURS.add_rms_norm_linear(given.x, given.residual, given.norm, EPS, *of_layer),
@@ -149,10 +149,10 @@ def test_fused_operators_equal_two_calls(pattern: str, k: int, dtype: torch.dtyp
                 parts.append(made.product(q, scale_x, bias, source))
             expected = [*parts[:2], total, parts[2]]
             of_layer = arguments(made, bias, source)
-            found = all_three(given, of_layer)
+            found = run_fused_operators(given, of_layer)
             profiling.enable()
             try:
-                apart = all_three(given, of_layer)
+                apart = run_fused_operators(given, of_layer)
             finally:
                 profiling.disable()
             for one, other, third in zip(found, expected, apart, strict=True):
@@ -164,7 +164,9 @@ def test_fused_operators_equal_two_calls(pattern: str, k: int, dtype: torch.dtyp
 def test_fused_operators_of_no_tokens() -> None:
     made = layer("hopper", "6:8", INT8, 64, 64)
     for found, width in zip(
-        all_three(case(0, 64, torch.bfloat16), arguments(made, None, torch.bfloat16)), (64,) * 4, strict=True
+        run_fused_operators(case(0, 64, torch.bfloat16), arguments(made, None, torch.bfloat16)),
+        (64,) * 4,
+        strict=True,
     ):
         assert found.shape == (0, width)
 

@@ -16,12 +16,12 @@ from gpu_engines import (
     GpuEngines,
     compiled_beside_stock,
     differences,
-    forced,
     greedy,
     mean_error,
     needed,
     needs,
     require_only_rounding,
+    teacher_forced,
 )
 
 pytestmark = [
@@ -69,7 +69,7 @@ def beside_stock(engine: Engine) -> list[Engine]:
 def test_int8_float16_outputs_equal_stock(gpu_engines: GpuEngines, engine: Engine) -> None:
     stock, ours = gpu_engines.answers(beside_stock(engine))
     assert not differences(greedy(ours), greedy(stock))
-    assert not differences(forced(ours), forced(stock))
+    assert not differences(teacher_forced(ours), teacher_forced(stock))
 
 
 def fp8() -> list[Engine]:
@@ -80,7 +80,7 @@ def fp8() -> list[Engine]:
 @needs(fp8)
 def test_fp8_error_is_at_most_twice_that_of_stock(gpu_engines: GpuEngines) -> None:
     """See the test of this name in test_gpu_serving.py."""
-    stock, exact, sparse, rounded = map(forced, gpu_engines.answers(fp8()))
+    stock, exact, sparse, rounded = map(teacher_forced, gpu_engines.answers(fp8()))
     same_arithmetic = rounded if gpu_engines.backend == "cusparselt" else exact
     ours, of_stock = mean_error(sparse, same_arithmetic), mean_error(stock, exact)
     print(f"FP8 6:8 TP=2: mean error {ours:.2e}, stock's {of_stock:.2e}")

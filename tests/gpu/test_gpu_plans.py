@@ -33,7 +33,7 @@ KINDS = [(backend, dtype) for backend in BACKENDS for dtype in ("int8", "fp8")]
 
 
 @pytest.fixture(scope="module", params=KINDS, ids="-".join)
-def made(request: pytest.FixtureRequest) -> Layer:
+def square_layer(request: pytest.FixtureRequest) -> Layer:
     """A small square layer of each library and type."""
     backend, dtype = request.param
     return layer(backend, "6:8", {"int8": INT8, "fp8": FP8}[dtype], SIDE, SIDE)
@@ -67,17 +67,17 @@ def at_once(jobs: Sequence[Callable[[], Tensor]]) -> list[int]:
         ]
 
 
-def test_threads_on_separate_streams_are_independent(made: Layer) -> None:
+def test_threads_on_separate_streams_are_independent(square_layer: Layer) -> None:
     """Numbers of tokens change, in two orders; products are compared with those of one thread."""
     tokens = (1, 16, 17, 40, 64, 100, 300)
-    inputs = {m: made.quantized(normal(m, SIDE, m)) for m in tokens}
-    expected = {m: made.product(*inputs[m], None, torch.bfloat16) for m in tokens}
+    inputs = {m: square_layer.quantized(normal(m, SIDE, m)) for m in tokens}
+    expected = {m: square_layer.product(*inputs[m], None, torch.bfloat16) for m in tokens}
 
     def job(order: Sequence[int]) -> Tensor:
         wrong = torch.zeros((), dtype=torch.int64, device=gpu())
         for _ in range(30):
             for m in order:
-                wrong += (made.product(*inputs[m], None, torch.bfloat16) != expected[m]).sum()
+                wrong += (square_layer.product(*inputs[m], None, torch.bfloat16) != expected[m]).sum()
         return wrong
 
     assert at_once([lambda: job(tokens), lambda: job(tokens[::-1])]) == [0, 0]
@@ -174,7 +174,7 @@ def _resident() -> int:
     return pages * os.sysconf("SC_PAGE_SIZE")
 
 
-def test_cuda_graph_equals_eager(made: Layer) -> None:
+def test_cuda_graph_equals_eager(square_layer: Layer) -> None:
     """Inputs change; the workspace, whose address the graph holds, stays where it is."""
     tokens = (1, 17, 100)
     bias = normal(1, SIDE, 9)[0]
@@ -183,11 +183,11 @@ def test_cuda_graph_equals_eager(made: Layer) -> None:
     torch.cuda.synchronize()
     with torch.cuda.stream(stream):
         for m in tokens:
-            made.linear(inputs[m], bias)
+            square_layer.linear(inputs[m], bias)
         address = plans.workspace(gpu().index, stream.cuda_stream)
     torch.cuda.synchronize()
     with torch.cuda.graph(graph, stream=stream):
-        outputs = {m: made.linear(inputs[m], bias) for m in tokens}
+        outputs = {m: square_layer.linear(inputs[m], bias) for m in tokens}
     for seed in (1, 2, 3):
         fresh = {m: normal(m, SIDE, 100 * seed + m) * seed for m in tokens}
         for m in tokens:
@@ -195,7 +195,7 @@ def test_cuda_graph_equals_eager(made: Layer) -> None:
         graph.replay()
         torch.cuda.synchronize()
         for m in tokens:
-            assert torch.equal(outputs[m], made.linear(fresh[m], bias)), f"{m} tokens, replay {seed}"
+            assert torch.equal(outputs[m], square_layer.linear(fresh[m], bias)), f"{m} tokens, replay {seed}"
     assert plans.workspace(gpu().index, stream.cuda_stream) == address
 
 
@@ -247,21 +247,35 @@ def test_linears_compile_once_for_all_token_counts(int8: Layer) -> None:
     assert counter.frame_count == 1
 
 
-def test_opcheck_quant_slide(made: Layer) -> None:
-    layout = made.layout
+def test_opcheck_quant_slide(square_layer: Layer) -> None:
+    layout = square_layer.layout
     for m in (0, 1, 5):
-        arguments = (normal(m, SIDE, m), layout.length, layout.phase, made.dtype, made.columns)
+        arguments = (
+            normal(m, SIDE, m),
+            layout.length,
+            layout.phase,
+            square_layer.dtype,
+            square_layer.columns,
+        )
         torch.library.opcheck(torch.ops.slidesparse.quant_slide.default, arguments)
 
 
 @pytest.mark.parametrize("with_bias", [True, False])
 @pytest.mark.parametrize("m", [1, 17])
-def test_opcheck_scaled_matmul(made: Layer, m: int, with_bias: bool) -> None:
-    q, scale_x = made.quantized(normal(m, SIDE, m))
+def test_opcheck_scaled_matmul(square_layer: Layer, m: int, with_bias: bool) -> None:
+    q, scale_x = square_layer.quantized(normal(m, SIDE, m))
     bias = normal(1, SIDE, 9)[0] if with_bias else None
-    arguments = (q, scale_x, made.packed, made.scale, bias, torch.bfloat16, made.backend)
+    arguments = (
+        q,
+        scale_x,
+        square_layer.packed,
+        square_layer.scale,
+        bias,
+        torch.bfloat16,
+        square_layer.backend,
+    )
     checks = ["test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic"]
-    if made.dtype == FP8:
+    if square_layer.dtype == FP8:
         checks.remove("test_schema")  # torch compares the inputs with allclose, which FP8 lacks
     torch.library.opcheck(torch.ops.slidesparse.scaled_matmul.default, arguments, test_utils=checks)
 
@@ -338,7 +352,7 @@ print(chr(10) + json.dumps(found), flush=True)
 """
 
 
-def test_cusparselt_refusals_are_errors_in_a_new_process() -> None:
+def test_cusparselt_refuses_invalid_calls_and_cpu_weights() -> None:
     done = subprocess.run(
         [sys.executable, "-c", REFUSALS], capture_output=True, text=True, cwd=ROOT, timeout=120, check=False
     )

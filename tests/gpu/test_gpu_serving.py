@@ -26,14 +26,14 @@ from gpu_engines import (
     GpuEngines,
     compiled_beside_stock,
     differences,
-    forced,
+    differing_positions,
     greedy,
     mean_error,
     needed,
     needs,
-    parted,
     require_only_rounding,
     same_share,
+    teacher_forced,
 )
 from lora import write_adapter, write_kernel_configs
 
@@ -124,9 +124,9 @@ def int8_in_float16(pattern: str) -> list[Engine]:
 @PATTERNS
 def test_int8_float16_outputs_equal_stock(gpu_engines: GpuEngines, pattern: str) -> None:
     stock, dense, slided = gpu_engines.answers(int8_in_float16(pattern))
-    assert len(forced(stock)) >= 10_000
+    assert len(teacher_forced(stock)) >= 10_000
     for ours in (dense, slided):
-        assert not differences(forced(ours), forced(stock))
+        assert not differences(teacher_forced(ours), teacher_forced(stock))
         assert not differences(greedy(ours), greedy(stock))
 
 
@@ -149,7 +149,7 @@ def test_int8_dense_blocks_outputs_equal_stock(gpu_engines: GpuEngines, engine: 
     if gpu_engines.backend != "hopper":
         pytest.skip(f"backend {gpu_engines.backend} multiplies no dense blocks")
     stock, ours, stock_graphs, graphs = gpu_engines.answers(int8_beside_stock(engine))
-    assert not differences(forced(ours), forced(stock))
+    assert not differences(teacher_forced(ours), teacher_forced(stock))
     assert not differences(greedy(ours), greedy(stock))
     assert not differences(greedy(graphs), greedy(stock_graphs))
     assert ("not pruned (by the same backend)" in ours.summary) == bool(engine.skip)
@@ -158,7 +158,7 @@ def test_int8_dense_blocks_outputs_equal_stock(gpu_engines: GpuEngines, engine: 
 @needs(lambda: [PACKED, replace(INT8_6_8, system="stock")])
 def test_packed_layout_outputs_equal_stock(gpu_engines: GpuEngines) -> None:
     packed, stock = gpu_engines.answers([PACKED, replace(INT8_6_8, system="stock")])
-    assert not differences(forced(packed), forced(stock))
+    assert not differences(teacher_forced(packed), teacher_forced(stock))
 
 
 def bitnet(pattern: str) -> list[Engine]:
@@ -175,16 +175,16 @@ def test_bitnet_outputs_equal_stock(gpu_engines: GpuEngines, pattern: str) -> No
     Weights are random, but logits are far from flat, and what comes next depends on the context.
     """
     stock, stock_compiled, ours, compiled, exact, stock_graphs, graphs = gpu_engines.answers(bitnet(pattern))
-    assert len(forced(stock)) >= 10_000
+    assert len(teacher_forced(stock)) >= 10_000
     for found in (exact, ours):
-        assert not differences(forced(found), forced(stock))
+        assert not differences(teacher_forced(found), teacher_forced(stock))
         assert not differences(greedy(found), greedy(stock))
     assert not differences(greedy(graphs), greedy(stock_graphs))
     print(f"BitNet {pattern}:")
     require_only_rounding(stock, stock_compiled, ours, compiled)
     texts = {tuple(best.token for best in text) for text in greedy(stock)}
     assert len(texts) > len(greedy(stock)) // 2  # the answers depend on the prompts
-    assert len({best.token for best in forced(stock)}) > 100  # nor are they always the same few
+    assert len({best.token for best in teacher_forced(stock)}) > 100  # nor are they always the same few
 
 
 def int8_in_bfloat16(pattern: str) -> list[Engine]:
@@ -204,13 +204,15 @@ def test_int8_bfloat16_outputs_equal_stock_but_for_cusparselt_rounding(
     stock vLLM itself, compiled against eager, where Inductor rounds elsewhere: not more than that, and four standard
     deviations of such a count.
     """
-    stock, exact, sparse, rounded, compiled = map(forced, gpu_engines.answers(int8_in_bfloat16(pattern)))
+    stock, exact, sparse, rounded, compiled = map(
+        teacher_forced, gpu_engines.answers(int8_in_bfloat16(pattern))
+    )
     assert not differences(exact, stock)
     if gpu_engines.backend != "cusparselt":
         assert not differences(sparse, stock)
         return
     assert not differences(sparse, rounded)
-    differing, of_stock = parted(stock, sparse), len(parted(stock, compiled))
+    differing, of_stock = differing_positions(stock, sparse), len(differing_positions(stock, compiled))
     margins = sorted(best.margin for best in differing)[-5:]
     print(
         f"INT8 {pattern}: {same_share(sparse, stock):.2%} of {len(stock)} top-1 tokens are stock's, "
@@ -235,7 +237,9 @@ def test_fp8_error_is_at_most_twice_that_of_stock(gpu_engines: GpuEngines, patte
     kernel's error.  On average, as single positions are chaotic: a last bit decides how an activation rounds to FP8.
     Layouts hold the same packed weights, so they may not differ at all.
     """
-    stock, exact, sparse, rounded, *slided = map(forced, gpu_engines.answers(fp8_in_bfloat16(pattern)))
+    stock, exact, sparse, rounded, *slided = map(
+        teacher_forced, gpu_engines.answers(fp8_in_bfloat16(pattern))
+    )
     assert all(not differences(sparse, one) for one in slided)
     same_arithmetic = rounded if gpu_engines.backend == "cusparselt" else exact
     of_stock, ours = mean_error(stock, exact), mean_error(sparse, same_arithmetic)
@@ -285,7 +289,9 @@ def under_load(mode: str) -> list[Engine]:
 @needs(under_load)
 @MODES
 def test_mixed_load_tokens_equal_stock(gpu_engines: GpuEngines, mode: str) -> None:
-    """1 to 512 sequences, prompts to 8,300 tokens, prefill in parts beside decoding, the prefix cache on and hit."""
+    """There are 1 to 512 sequences and prompts to 8,300 tokens; prefill in parts runs beside decoding, and
+    the prefix cache is hit.
+    """
     stock, dense, slided = (answer.data for answer in gpu_engines.answers(under_load(mode)))
     assert [len(phase) for phase in stock["phases"]] == [1, 512, 64]
     assert len({tuple(tokens) for tokens in stock["phases"][1]}) > 256  # the answers depend on the prompts

@@ -54,16 +54,16 @@ def settings(calls: list[Call], name: str = "cublasLtMatmulDescSetAttribute") ->
     return {call["attribute"]: call["value"] for call in calls if call["name"] == name}
 
 
-def only(calls: list[Call], name: str) -> Call:
+def only_call(calls: list[Call], name: str) -> Call:
     (found,) = (call for call in calls if call["name"] == name)
     return found
 
 
-def picked(call: Call, keys: str) -> list[int]:
+def fields_of(call: Call, keys: str) -> list[int]:
     return [call[key] for key in keys.split()]
 
 
-def everything(native: Native) -> None:
+def call_every_function(native: Native) -> None:
     """Make at least one call of each function that can fail."""
     plan = native.ready(layout=(True, True, False))
     if native.name == "cusparselt":
@@ -77,7 +77,7 @@ def test_failing_library_calls_raise_and_leak_nothing(native: Native) -> None:
     """The error has the call, the library's words and the problem; what was made before is destroyed, and a
     retry works.
     """
-    everything(native)
+    call_every_function(native)
     made = [call["name"] for call in native.calls()]
     cases = [(name, made[:i].count(name)) for i, name in enumerate(made) if "Destroy" not in name]
     assert len(cases) > 15
@@ -85,12 +85,12 @@ def test_failing_library_calls_raise_and_leak_nothing(native: Native) -> None:
         native.forget()
         native.set(**{f"{name}_fails": skip})
         with pytest.raises(RuntimeError, match=f"^{name} failed: .*_NOT_SUPPORTED .fake words.; ") as error:
-            everything(native)
+            call_every_function(native)
         assert str(error.value).endswith(ASKED.get(name, WHAT))
         del error
         # cuSPARSELt 0.8.0 crashes at destroying a weight that no product has used, so that one stays.
         assert native.alive() == (name == "cusparseLtMatmulDescriptorInit"), name
-        everything(native)
+        call_every_function(native)
     native.forget()
 
 
@@ -116,19 +116,19 @@ def test_matrix_layouts_of_a_product(native: Native, layout: tuple[bool, bool, b
     made: dict[int, list[int]] = {}
     for call in calls:
         if "rows" in call:
-            made[call["made"]] = [*picked(call, "rows cols leading"), call.get("order", 0)]
+            made[call["made"]] = [*fields_of(call, "rows cols leading"), call.get("order", 0)]
         elif call["name"] == "cublasLtMatrixLayoutSetAttribute":
             assert call["attribute"] == 1  # the order
             made[call["matrix"]][3] = call["value"]
     if native.name == "cusparselt":
-        product = only(calls, "cusparseLtMatmulDescriptorInit")
-        found, transposed = [picked(product, "a b c d")], picked(product, "op_a op_b")
-        structured = only(calls, "cusparseLtStructuredDescriptorInit")
-        assert picked(structured, "made sparsity") == [product["a"], 0]  # half of the elements
+        product = only_call(calls, "cusparseLtMatmulDescriptorInit")
+        found, transposed = [fields_of(product, "a b c d")], fields_of(product, "op_a op_b")
+        structured = only_call(calls, "cusparseLtStructuredDescriptorInit")
+        assert fields_of(structured, "made sparsity") == [product["a"], 0]  # half of the elements
         assert {call["alignment"] for call in calls if "alignment" in call} == {16}
     else:
         names = ("cublasLtMatmulAlgoGetHeuristic", "cublasLtMatmulAlgoCheck", "cublasLtMatmul")
-        found = [picked(only(calls, name), "layout_a layout_b layout_c layout_d") for name in names]
+        found = [fields_of(only_call(calls, name), "layout_a layout_b layout_c layout_d") for name in names]
         transposed = [settings(calls)[key] for key in (TRANSPOSE_A, TRANSPOSE_B)]
     weight, x, out = (sides[flag] for sides, flag in zip(MATRICES[native.name], layout, strict=True))
     for matrices in found:
@@ -143,7 +143,7 @@ def test_data_types_of_a_product(native: Native, operand: str, out: str) -> None
     assert (TYPES, compute) == (module.TYPES, module.COMPUTE)
     native.plan(operand_type=TYPES[operand], output_type=TYPES[out], compute_type=compute[operand])
     calls = native.calls()
-    typed = sorted((*sorted(picked(call, "rows cols")), call["type"]) for call in calls if "type" in call)
+    typed = sorted((*sorted(fields_of(call, "rows cols")), call["type"]) for call in calls if "type" in call)
     assert typed == sorted([(64, 96, TYPES[operand]), (32, 96, TYPES[operand]), (32, 64, TYPES[out])])
     assert [call["compute"] for call in calls if "compute" in call] == [compute[operand]]
 
@@ -156,10 +156,10 @@ def test_sparse_product_gets_its_addresses(cusparselt: Native) -> None:
     plan.compress(dense=0x10, compressed=0x20, buffer=0x30, stream=0x40)
     cusparselt.run(plan)
     calls = cusparselt.calls()
-    compress, product = only(calls, "cusparseLtSpMMACompress"), only(calls, "cusparseLtMatmul")
-    assert picked(compress, "dense compressed buffer stream") == [0x10, 0x20, 0x30, 0x40]
-    assert picked(product, "a b c d workspace streams") == [0x2000, 0x1000, 0x3000, 0x3000, 0x4000, 0x50]
-    assert picked(product, "count alpha_bits beta_bits") == [1, ONE, 0]
+    compress, product = only_call(calls, "cusparseLtSpMMACompress"), only_call(calls, "cusparseLtMatmul")
+    assert fields_of(compress, "dense compressed buffer stream") == [0x10, 0x20, 0x30, 0x40]
+    assert fields_of(product, "a b c d workspace streams") == [0x2000, 0x1000, 0x3000, 0x3000, 0x4000, 0x50]
+    assert fields_of(product, "count alpha_bits beta_bits") == [1, ONE, 0]
 
 
 @pytest.mark.parametrize(("scaled", "biased", "fast"), FLAGS)
@@ -182,20 +182,23 @@ def test_dense_product_gets_its_addresses_and_epilogue(
         addresses = {key: address + offset for key, address in ADDRESSES.items()}
         cublaslt.run(plan, **addresses, **{word: at.get(key, 0) for word, key in words.items()})
         calls = cublaslt.calls()
-        run = [value - offset for value in picked(only(calls, "cublasLtMatmul"), "a b c d workspace stream")]
+        run = [
+            value - offset
+            for value in fields_of(only_call(calls, "cublasLtMatmul"), "a b c d workspace stream")
+        ]
         assert run == [0x2000, 0x1000, 0x3000, 0x3000, 0x4000, 0x50]
         assert settings(calls) == at
 
 
 @pytest.mark.parametrize(("scale", "one"), [("int32", 1), ("fp32", ONE)])
 def test_scalars_have_the_scale_type(cublaslt: Native, scale: str, one: int) -> None:
-    """INT32 output: the bits of a float 1.0 would be read as 1065353216."""
+    """With INT32 output, the bits of a float 1.0 would be read as 1065353216."""
     plain = cublaslt.module.Epilogue(False, -1, False)
     plan = cublaslt.ready(scale_type=TYPES[scale], output_type=TYPES["int32"], epilogue=plain)
     cublaslt.run(plan, weight_scales=0, token_scales=0, bias=0)
     calls = cublaslt.calls()
-    assert picked(only(calls, "cublasLtMatmul"), "alpha_bits beta_bits") == [one, 0]
-    assert only(calls, "cublasLtMatmulDescCreate")["scale_type"] == TYPES[scale]
+    assert fields_of(only_call(calls, "cublasLtMatmul"), "alpha_bits beta_bits") == [one, 0]
+    assert only_call(calls, "cublasLtMatmulDescCreate")["scale_type"] == TYPES[scale]
 
 
 @pytest.mark.parametrize("optional", [True, False])
@@ -228,7 +231,7 @@ def test_sparse_algorithm_sets_only_given_attributes(
     cusparselt.plan(algorithm=cusparselt.module.Algorithm(*numbers))
     calls = cusparselt.calls()
     assert settings(calls, "cusparseLtMatmulAlgSetAttribute") == expected
-    assert only(calls, "cusparseLtMatmulAlgGetAttribute")["attribute"] == 1  # how many there are
+    assert only_call(calls, "cusparseLtMatmulAlgGetAttribute")["attribute"] == 1  # how many there are
 
 
 def test_dense_algorithms_are_proposed_and_run(cublaslt: Native) -> None:
@@ -241,7 +244,7 @@ def test_dense_algorithms_are_proposed_and_run(cublaslt: Native) -> None:
     assert [int.from_bytes(one[8:16], "little") for one in proposed] == [0, 2, 3, 4]
     calls = cublaslt.calls()
     assert settings(calls, "cublasLtMatmulPreferenceSetAttribute") == {1: 3 << 20}
-    assert only(calls, "cublasLtMatmulAlgoGetHeuristic")["most"] == 5
+    assert only_call(calls, "cublasLtMatmulAlgoGetHeuristic")["most"] == 5
     for number, algorithm in ((3, proposed[2]), (0, proposed[0])):
         plan.choose(algorithm)
         for wrong, words in ((b"\1" * 63, "64 bytes, found 63"), (bytes(64), "AlgoCheck failed")):
@@ -249,8 +252,8 @@ def test_dense_algorithms_are_proposed_and_run(cublaslt: Native) -> None:
                 plan.choose(wrong)  # changes nothing
         assert plan.workspace == number << 20
         cublaslt.run(plan)
-        run = only(cublaslt.calls(), "cublasLtMatmul")
-        assert picked(run, "algorithm workspace_bytes") == [number, number << 20]
+        run = only_call(cublaslt.calls(), "cublasLtMatmul")
+        assert fields_of(run, "algorithm workspace_bytes") == [number, number << 20]
 
 
 CHILD = """

@@ -35,7 +35,7 @@ def identity(columns: int = 64) -> torch.Tensor:
 
 
 def run(m: int, columns: int = 64) -> torch.Tensor:
-    """A product of ones by `identity`."""
+    """Multiply ones by `identity`."""
     q, ones = torch.ones(m, columns, dtype=INT8), torch.ones(64, 1)
     return BACKEND.scaled_matmul(q, torch.ones(m, 1), identity(columns), ones, None, torch.float16)
 

@@ -53,7 +53,7 @@ FITS = ctypes.CFUNCTYPE(None, ctypes.c_char_p, ctypes.c_int, ctypes.POINTER(ctyp
 Fit = Callable[[str, int], tuple[int, int]]  # text, resident -> stages, clusters
 
 
-def roomy(text: str, resident: int) -> tuple[int, int]:
+def fits_as_named(text: str, resident: int) -> tuple[int, int]:
     """A GPU that holds as many of any kernel's CTAs as the configuration says."""
     return 5, SMS * resident // Configuration.parse(text).cluster
 
@@ -70,7 +70,13 @@ def native(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 
 def candidates(
-    native: Any, n: int, k: int, m: int, fit: Fit = roomy, most: int = MAX_CONFIGURATIONS, dense: float = 0.0
+    native: Any,
+    n: int,
+    k: int,
+    m: int,
+    fit: Fit = fits_as_named,
+    most: int = MAX_CONFIGURATIONS,
+    dense: float = 0.0,
 ) -> list[tuple[str, float]]:
     def fits(text: bytes, resident: int, found: Any) -> None:
         found[0], found[1] = fit(text.decode(), resident)

@@ -79,7 +79,9 @@ def identity() -> tuple[Tensor, Tensor]:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_fused_norms_and_activations_equal_reference(standing_in: StandIn, dtype: torch.dtype) -> None:
-    """Rows with gaps as well; checks what the call is told to compute first, and where the sum goes."""
+    """The test also has rows with gaps; it checks what the call is told to compute first, and where the sum
+    goes.
+    """
     of_layer = (*identity(), None, 4, 0, INT8, 128, dtype, "hopper")
     generator = torch.Generator().manual_seed(0)
     for m in (1, 5, 40):

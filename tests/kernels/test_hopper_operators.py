@@ -136,8 +136,8 @@ class Operators:
 
 
 @pytest.fixture(scope="module")
-def made(tmp_path_factory: pytest.TempPathFactory) -> Operators:
-    """Once: C++ implements operators as long as the process."""
+def native_operators(tmp_path_factory: pytest.TempPathFactory) -> Operators:
+    """Compile the operators once per module, as C++ implements operators as long as the process lives."""
     folder, hopper = tmp_path_factory.mktemp("operators"), sources_folder() / "hopper"
     begin = [*compiler(), *FLAGS, "-Wall", "-Wextra", "-Werror", f"-I{hopper}"]
     (folder / "kernels.cpp").write_text(KERNELS)
@@ -150,11 +150,13 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Operators:
 
 
 @pytest.fixture
-def layers(made: Operators, standing_in: StandIn, monkeypatch: pytest.MonkeyPatch) -> Iterator[Operators]:
+def layers(
+    native_operators: Operators, standing_in: StandIn, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Operators]:
     """The operators over a stand-in of this test, which Python uses as well."""
-    monkeypatch.setattr(operators, "_native", made.native)
-    made.standing_in, made.in_python = standing_in, 0
-    return made
+    monkeypatch.setattr(operators, "_native", native_operators.native)
+    native_operators.standing_in, native_operators.in_python = standing_in, 0
+    return native_operators
 
 
 class PackedLayer:
@@ -195,7 +197,9 @@ def outputs_of(found: Tensor | tuple[Tensor, Tensor]) -> tuple[Tensor, ...]:
 
 @pytest.mark.parametrize("dtype", [INT8, FP8])
 def test_planned_layers_run_without_python(layers: Operators, dtype: torch.dtype) -> None:
-    """Every operator, with a bias and without, in the types that layers have, for any number of tokens."""
+    """This holds for every operator, with a bias and without, all types that layers have, and any number of
+    tokens.
+    """
     for source, out in (
         (torch.bfloat16, torch.bfloat16),
         (torch.float16, torch.float16),
@@ -300,7 +304,7 @@ def test_profiling_runs_every_layer_in_python(layers: Operators) -> None:
 
 
 def test_operators_leak_no_tensors(layers: Operators) -> None:
-    """These are arguments and outputs, of calls that C++ runs and of those that go on to Python."""
+    """Arguments and outputs are freed, of calls that C++ runs and of those that go on to Python."""
     layer = PackedLayer()
     for _ in range(2):
         for number in range(len(cases(40))):
@@ -339,9 +343,9 @@ def test_python_operators_stay_without_new_torch_or_compiler(
     assert {"torch": "torch 2.10 or later", "compiler": "no C++ compiler"}[lacks] in caplog.text
 
 
-def test_kernels_of_another_version_are_refused(made: Operators, tmp_path: Path) -> None:
+def test_kernels_of_another_version_are_refused(native_operators: Operators, tmp_path: Path) -> None:
     (tmp_path / "kernels.cpp").write_text("int nothing;")
     words = [*compiler(), *FLAGS, str(tmp_path / "kernels.cpp"), "-o"]
     compile_with([*words, str(tmp_path / "kernels.so")])
     with pytest.raises(LibraryError, match="not of this version"):
-        operators.load(Path(made.native._name), tmp_path / "kernels.so")
+        operators.load(Path(native_operators.native._name), tmp_path / "kernels.so")

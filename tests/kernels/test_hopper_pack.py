@@ -115,7 +115,7 @@ def device(request: pytest.FixtureRequest) -> Iterator[torch.device]:
 
 
 def packed_by_torch(weight: Tensor, pattern: SlidePattern, phase: int) -> Tensor:
-    """With +0.0 for -0.0."""
+    """Pack by torch, with +0.0 for -0.0."""
     windows = slide(weight, pattern, phase)
     return hopper_format.pack(torch.where(is_zero(windows), 0, raw(windows)).view(windows.dtype))
 

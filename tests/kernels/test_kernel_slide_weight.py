@@ -85,7 +85,7 @@ def gapped(w: Tensor, offset: int, gap: int) -> Tensor:
     return wide[:, offset : offset + k].view(w.dtype)
 
 
-def slided(w: Tensor, layout: SlideLayout, launch: Config | None = None) -> tuple[Tensor, int]:
+def run_kernel(w: Tensor, layout: SlideLayout, launch: Config | None = None) -> tuple[Tensor, int]:
     """(out [N, K'], broken blocks) of the kernel; checks that it zeroes its padding and writes nowhere else."""
     from slidesparse.kernels.slide_weight import slide_weight
 
@@ -114,7 +114,7 @@ def check_geometry(length: int, k: int, phase: int, dtype: torch.dtype, n: int, 
     layout, expected = pattern.layout(k, phase), normalised(slide(w, pattern, phase))
     for source, launch in ((w, None), (gapped(w, 1, 2), None), (gapped(w, 2, 4), SMALL)):
         before = raw(source).clone()
-        found, broken = slided(source, layout, launch)
+        found, broken = run_kernel(source, layout, launch)
         assert_same_bits(found, expected)
         assert broken == 0
         assert torch.equal(raw(source), before)
@@ -130,7 +130,7 @@ def check_violations(length: int, k: int, phase: int, dtype: torch.dtype, n: int
     intact = (padded.reshape(n, layout.blocks, length) * obeys[..., None]).reshape(n, -1)[
         :, phase : phase + k
     ]
-    found, broken = slided(w, layout, SMALL)
+    found, broken = run_kernel(w, layout, SMALL)
     total = violations(w, pattern, phase)
     assert broken == (total.total if total else 0) == int((~obeys).sum())
     windows = raw(found).reshape(n, layout.blocks, -1) * obeys[..., None]
@@ -142,7 +142,7 @@ def check_whole_rows(dtype: torch.dtype, k: int, n: int, device: str) -> None:
     """2_inf: one block as long as the row, with two zeros of its own."""
     pattern = SlidePattern.parse("2_inf")
     w = random_codes(n, k, dtype, 5).to(device)
-    found, broken = slided(w, pattern.layout(k))
+    found, broken = run_kernel(w, pattern.layout(k))
     assert_same_bits(found, normalised(slide(w, pattern)))
     assert broken == 0
 
@@ -151,10 +151,10 @@ def check_negative_zeros(device: str) -> None:
     """A row of -0.0 becomes zero bits, and no block of it breaks a pattern."""
     w = bytes_of((3, 40), NEGATIVE_ZERO, device).view(FP8)
     layout = SlidePattern(8).layout(40)
-    found, broken = slided(w, layout)
+    found, broken = run_kernel(w, layout)
     assert (bool(raw(found).any()), broken) == (False, 0)
     # In INT8 the same bits are -128, and every block is full.
-    found, broken = slided(bytes_of((3, 40), NEGATIVE_ZERO, device), layout)
+    found, broken = run_kernel(bytes_of((3, 40), NEGATIVE_ZERO, device), layout)
     assert broken == 15
     assert bool((found == NEGATIVE_ZERO).any())
 
@@ -163,7 +163,7 @@ def check_nothing(device: str) -> None:
     """No rows, or no columns: no block, and what out has is zero."""
     for n, k in ((0, 64), (3, 0), (0, 0)):
         for dtype in DTYPES:
-            found, broken = slided(bytes_of((n, k), 0, device).view(dtype), SlidePattern(8).layout(k))
+            found, broken = run_kernel(bytes_of((n, k), 0, device).view(dtype), SlidePattern(8).layout(k))
             assert (found.shape, broken) == ((n, SlidePattern(8).layout(k).slided), 0)
 
 
@@ -254,11 +254,11 @@ def test_slide_weight_beyond_2_31_bytes(k: int) -> None:
 @pytest.mark.gpu
 @pytest.mark.slow
 def test_slide_weight_throughput() -> None:
-    """37888 x 3584 at 6:8, INT8: at least 100 GB/s of source bytes.
+    """The kernel slides 37888 x 3584 INT8 weights at 6:8 at 100 GB/s of source bytes or more.
 
-    The bound is no estimate of the kernel's speed, which another user of the GPU may halve.  It tells a kernel that
-    moves 340 MB from one that lost its coalescing or whose lanes work one after another, and it is ten times what
-    sliding and compressing together must reach.
+    The bound is no estimate of the kernel's speed, which another user of the GPU may halve. It tells a kernel
+    that moves 340 MB from one that lost its coalescing or whose lanes work one after another, and it is ten
+    times what sliding and compressing together must reach.
     """
     from slidesparse.kernels.slide_weight import slide_weight
 

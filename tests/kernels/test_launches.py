@@ -28,7 +28,7 @@ LAYOUT = SlidePattern(8).layout(64)
 
 @pytest.fixture(autouse=True)
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A GPU without shipped tables, and the user's folder."""
+    """Use a GPU without shipped tables, and a new folder for the user's."""
     monkeypatch.setenv(tuned.CACHE_VARIABLE, str(tmp_path))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: GPU.name)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: GPU.capability)

@@ -163,8 +163,10 @@ def test_unusable_backends_give_the_reason() -> None:
 @pytest.mark.parametrize("pattern", PATTERNS)
 @pytest.mark.parametrize("backend", ["cusparselt", "reference"])
 def test_gpu_backends_equal_the_reference(backend: str, pattern: str, dtype: torch.dtype, m: int) -> None:
-    """INT8 bit for bit.  FP8 within twice the error of the dense tensor-core kernel, in fast accumulation as stock
-    vLLM uses it: tensor cores keep about 14 bits of an FP8 sum, sparse or dense.
+    """INT8 is equal bit for bit, FP8 within twice the error of the dense tensor-core kernel in fast
+    accumulation.
+
+    Stock vLLM uses that kernel so; tensor cores keep about 14 bits of an FP8 sum, sparse or dense.
     """
     n, k = 112, 1008
     layout, slided, scale, weight = layer(pattern, dtype, n, k)
@@ -204,7 +206,9 @@ def test_gpu_backends_equal_the_reference(backend: str, pattern: str, dtype: tor
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("k", [64, 1000, 3584, 4099])
 def test_gpu_quantization_equals_stock_vllm(k: int, dtype: torch.dtype, x_dtype: torch.dtype) -> None:
-    """Bit for bit, from rows near the smallest floats to large ones, zero rows and ties included."""
+    """They are equal bit for bit, from rows near the smallest floats to large ones, zero rows and ties
+    included.
+    """
     from vllm import _custom_ops as stock
 
     generator = torch.Generator().manual_seed(k)

@@ -97,8 +97,8 @@ def test_compress_refuses_invalid_weights(
 # --- products
 
 
-def library_of(folder: Path, *options: str, target: str = "spmm.so") -> Path:
-    """The kernels by the C++ compiler."""
+def compile_kernels(folder: Path, *options: str, target: str = "spmm.so") -> Path:
+    """Compile the kernels by the C++ compiler."""
     words = [*find.compiler(), "-std=c++17", "-g", "-Wall", "-Wextra", "-Werror", "-Wno-unknown-pragmas"]
     words += [
         *options,
@@ -114,7 +114,7 @@ def library_of(folder: Path, *options: str, target: str = "spmm.so") -> Path:
 
 @pytest.fixture(scope="module")
 def on_cpu(tmp_path_factory: pytest.TempPathFactory) -> Product:
-    path = library_of(tmp_path_factory.mktemp("spmm"), "-O2", "-fPIC", "-shared", "-fvisibility=hidden")
+    path = compile_kernels(tmp_path_factory.mktemp("spmm"), "-O2", "-fPIC", "-shared", "-fvisibility=hidden")
     function: Any = ctypes.CDLL(str(path)).slidesparse_spmm
     function.argtypes, function.restype = [ctypes.c_void_p], ctypes.c_char_p
     return lambda x, weight, variant, splits: spmm_module._launch(function, x, weight, variant, splits, 0)
@@ -194,7 +194,7 @@ def test_empty_products_are_zero(on_cpu: Product) -> None:
 def test_kernels_pass_sanitizers(tmp_path: Path, sanitizer: str) -> None:
     options = ("-O1", f"-fsanitize={sanitizer}", "-fno-sanitize-recover=all", "-DPROGRAM")
     try:
-        program = library_of(tmp_path, *options, target="program")
+        program = compile_kernels(tmp_path, *options, target="program")
     except ToolchainError as error:
         pytest.skip(f"no sanitizer: {error}"[:300])
     # vLLM, when a test of this process has asked it for a CPU, adds libraries to LD_PRELOAD; a sanitizer must be first.
@@ -235,7 +235,7 @@ def test_sequential_product_is_within_its_error_bound(compiled: Any) -> None:
 
 
 def test_library_refuses_invalid_calls(compiled: Any) -> None:
-    """Each field by itself is made wrong in a call that is right; a right one fails later, for want of a GPU."""
+    """Each field by itself is made wrong in a valid call; a valid call fails later, for want of a GPU."""
     memory = torch.zeros(4096)
     address = memory.data_ptr()
     names = [name for name, *_ in spmm_module._Call._fields_]

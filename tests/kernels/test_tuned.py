@@ -24,7 +24,7 @@ PROBLEM = Problem("int8", "bf16", 4608, 5376, 64, "both")
 
 @pytest.fixture(autouse=True)
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The user's folder; nothing ships."""
+    """Use a new folder for the user's tables, and ship none."""
     monkeypatch.setenv(tuned.CACHE_VARIABLE, str(tmp_path / "cache"))
     monkeypatch.setattr(tuned, "SHIPPED_TABLES", tmp_path / "shipped")
     tuned._merged_table.cache_clear()

@@ -30,7 +30,7 @@ def weight(rows: int, k: int, dtype: torch.dtype, pattern: SlidePattern, seed: i
     return prune(w, pattern)
 
 
-def in_numpy(values: Tensor, bitmask: Tensor, k: int) -> Tensor:
+def decompress_by_numpy(values: Tensor, bitmask: Tensor, k: int) -> Tensor:
     """As compressed-tensors decompresses: bits, the lowest first, take the values in their order."""
     mask = torch.from_numpy(np.unpackbits(bitmask.numpy(), axis=-1, count=k, bitorder="little")).bool()
     out = torch.zeros(mask.shape, dtype=raw(values).dtype)
@@ -54,7 +54,7 @@ def test_compress_decompress_round_trip(
     assert bitmask.shape == (rows, -(-k // 8))
     for found in (decompress(values, bitmask, k), decompress(values.flatten(), bitmask, k)):
         assert_same_bits(found, w)
-    assert_same_bits(in_numpy(values, bitmask, k), w)
+    assert_same_bits(decompress_by_numpy(values, bitmask, k), w)
 
 
 @pytest.mark.parametrize(

@@ -44,7 +44,7 @@ def test_each_strip_has_its_share_of_blocks(rows: int, groups: int, share: Fract
 @pytest.mark.parametrize("shards", [1, 2, 4, 8])
 @pytest.mark.parametrize("share", [Fraction(1, 3), Fraction(1, 2), Fraction(2, 3)])
 def test_tensor_parallel_shards_have_their_share_of_blocks(shards: int, share: Fraction) -> None:
-    """Shards of rows and of columns do, though some columns are always cheaper than others."""
+    """Shards of rows and of columns have it, though some columns are always cheaper than others."""
     costs = torch.rand(16 * STRIP, 32 * 16, generator=torch.Generator().manual_seed(0))
     costs *= torch.linspace(1, 3, costs.shape[1])
     found = chosen(costs, share)

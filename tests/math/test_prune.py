@@ -39,7 +39,7 @@ weights = st.builds(
 phases = st.integers(0, 199)
 
 
-def starts(columns: int, pattern: SlidePattern, phase: int) -> list[tuple[slice, int]]:
+def blocks_and_surplus(columns: int, pattern: SlidePattern, phase: int) -> list[tuple[slice, int]]:
     """The columns of each block, and how many of them must go when none is zero yet."""
     if pattern.length is None:
         return []
@@ -57,7 +57,7 @@ def brute_force(w: Tensor, pattern: SlidePattern, phase: int) -> Tensor:
     pruned = w.clone()
     magnitude = w.double().abs() if w.dtype != torch.int8 else w.long().abs()
     for row in range(w.shape[0]):
-        for columns, surplus in starts(w.shape[1], pattern, phase):
+        for columns, surplus in blocks_and_surplus(w.shape[1], pattern, phase):
             block = magnitude[row, columns].tolist()
             for column in sorted(range(len(block)), key=block.__getitem__)[:surplus]:
                 raw(pruned)[row, columns.start + column] = 0
@@ -82,7 +82,7 @@ def test_prune_obeys_the_pattern_with_fewest_zeros(
     kept = ~is_zero(pruned)
     # survivors, bit for bit
     assert_same_bits(torch.where(kept, raw(pruned), 0), torch.where(kept, raw(w), 0))
-    for columns, surplus in starts(w.shape[1], pattern, phase):
+    for columns, surplus in blocks_and_surplus(w.shape[1], pattern, phase):
         block, was = kept[:, columns], ~is_zero(w[:, columns])
         dropped = (was & ~block).sum(-1)
         assert bool((dropped <= surplus).all())
@@ -116,7 +116,9 @@ def test_random_pruning_depends_only_on_its_seed(name: str) -> None:
 
 
 def test_random_pruning_is_uniform_over_pairs() -> None:
-    """28 pairs of 8: 28000 draws put 1000 in each, with a deviation of sqrt(28000 * 1/28 * 27/28) = 31."""
+    """There are 28 pairs of 8: 28000 draws put 1000 in each, with a deviation of sqrt(28000 * 1/28 * 27/28) =
+    31.
+    """
     zero = prune(torch.ones(28_000, 8), SIX_EIGHT, "random", seed=0) == 0
     assert bool((zero.sum(-1) == 2).all())
     counts = (zero.long() * 2 ** torch.arange(8)).sum(-1).bincount()

@@ -37,7 +37,7 @@ def to_e4m3(values: np.ndarray) -> np.ndarray:
     return (codes | np.where(np.signbit(values), 0x80, 0)).astype(np.uint8)
 
 
-def by_numpy(x: Tensor, dtype: torch.dtype, arithmetic: str) -> tuple[np.ndarray, np.ndarray]:
+def quantize_by_numpy(x: Tensor, dtype: torch.dtype, arithmetic: str) -> tuple[np.ndarray, np.ndarray]:
     """The formulas of the module's table in numpy float32, row by row: codes and scales."""
     values = x.float().numpy()
     codes = np.zeros(values.shape, np.int8 if dtype == INT8 else np.uint8)
@@ -88,7 +88,7 @@ def test_quantize_rows_equals_numpy_formulas(x: Tensor, dtype: torch.dtype, arit
     assert_same_bits(x, before)
     assert (q.dtype, q.shape) == (dtype, x.shape)
     assert (scale.dtype, scale.shape) == (torch.float32, (x.shape[0], 1))
-    codes, scales = by_numpy(x, dtype, arithmetic)
+    codes, scales = quantize_by_numpy(x, dtype, arithmetic)
     assert_same_bits(scale, torch.from_numpy(scales))
     found, expected = raw(q), torch.from_numpy(codes.view(np.int8))
     if dtype == FP8:  # the sign of a NaN means nothing
@@ -154,7 +154,7 @@ def test_cuda_and_cpu_arithmetic_differ_only_in_near_ties() -> None:
     cuda, cpu = (quantize_rows(x, FP8, arithmetic)[0] for arithmetic in ARITHMETICS)
     assert 0 < int((raw(cuda) != raw(cpu)).sum()) < x.numel() // 100
     for found, arithmetic in ((cuda, "cuda"), (cpu, "cpu")):
-        assert_same_bits(raw(found), torch.from_numpy(by_numpy(x, FP8, arithmetic)[0].view(np.int8)))
+        assert_same_bits(raw(found), torch.from_numpy(quantize_by_numpy(x, FP8, arithmetic)[0].view(np.int8)))
 
 
 @pytest.mark.parametrize(

@@ -36,7 +36,7 @@ def exact(q: Tensor, w: Tensor) -> Tensor:
 @pytest.mark.parametrize("activation", [-128, 127])
 @pytest.mark.parametrize("weight", [-128, 127, None])
 def test_extreme_int8_sums_are_exact(tokens: int, activation: int, weight: int | None) -> None:
-    """All products of one sign and the largest there are, over chunks that are full and one that is not."""
+    """All products have one sign and the largest magnitude, over chunks that are full and one that is not."""
     q = torch.full((tokens, LARGE), activation, dtype=INT8)
     w = two_four(7, LARGE, seed=tokens, value=weight)
     acc = matmul(q, w)

@@ -21,7 +21,9 @@ TOKENIZER = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json
 
 
 def test_vllm_bench_throughput(tmp_path: Path) -> None:
-    """From a BF16 folder with a tokenizer to figures, with the flags of the environment."""
+    """The command measures a BF16 folder with a tokenizer after conversion, with the flags of the
+    environment.
+    """
     source = write_float(replace(QWEN, vocabulary=30522), tmp_path / "source")
     for name in TOKENIZER:
         shutil.copy(demo.original() / name, source / name)

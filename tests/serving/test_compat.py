@@ -18,7 +18,7 @@ pytestmark = pytest.mark.vllm
 
 
 @pytest.fixture(autouse=True)
-def ours() -> Iterator[logging.Logger]:
+def slidesparse_logger() -> Iterator[logging.Logger]:
     """The package's logger, as no plugin has left it; put back as it was."""
     ours = logging.getLogger("slidesparse")
     before = ours.handlers, ours.propagate, ours.level
@@ -184,7 +184,7 @@ class RecordingHandler(logging.Handler):
 
 @pytest.fixture
 def vllm_handler(monkeypatch: pytest.MonkeyPatch) -> RecordingHandler:
-    """The only handler of vLLM's logger, which is at INFO."""
+    """Make this handler the only one of vLLM's logger, at level INFO."""
     theirs, handler = logging.getLogger("vllm"), RecordingHandler()
     monkeypatch.setattr(theirs, "handlers", [handler])
     monkeypatch.setattr(theirs, "propagate", False)
@@ -193,7 +193,7 @@ def vllm_handler(monkeypatch: pytest.MonkeyPatch) -> RecordingHandler:
 
 
 def test_package_logs_to_handlers_of_vllm(
-    ours: logging.Logger, vllm_handler: RecordingHandler, monkeypatch: pytest.MonkeyPatch
+    slidesparse_logger: logging.Logger, vllm_handler: RecordingHandler, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from slidesparse.vllm_patch import config
 
@@ -201,28 +201,36 @@ def test_package_logs_to_handlers_of_vllm(
     monkeypatch.setattr(logging.root, "handlers", [root])
     for _ in range(2):
         config.log_as_vllm_does()
-    ours.info("building %s", "something")
-    ours.debug("too much")
+    slidesparse_logger.info("building %s", "something")
+    slidesparse_logger.debug("too much")
     assert vllm_handler.said == ["building something"]
     assert root.said == []
 
 
-def test_log_handler_of_the_user_is_kept(ours: logging.Logger, vllm_handler: RecordingHandler) -> None:
+def test_log_handler_of_the_user_is_kept(
+    slidesparse_logger: logging.Logger, vllm_handler: RecordingHandler
+) -> None:
     from slidesparse.vllm_patch import config
 
     mine = RecordingHandler()
-    ours.addHandler(mine)
+    slidesparse_logger.addHandler(mine)
     config.log_as_vllm_does()
-    ours.warning("something")
+    slidesparse_logger.warning("something")
     assert (mine.said, vllm_handler.said) == (["something"], [])
-    assert (ours.handlers, ours.propagate, ours.level) == ([mine], True, logging.NOTSET)
+    assert (slidesparse_logger.handlers, slidesparse_logger.propagate, slidesparse_logger.level) == (
+        [mine],
+        True,
+        logging.NOTSET,
+    )
 
 
-def test_log_level_of_the_user_is_kept(ours: logging.Logger, vllm_handler: RecordingHandler) -> None:
+def test_log_level_of_the_user_is_kept(
+    slidesparse_logger: logging.Logger, vllm_handler: RecordingHandler
+) -> None:
     from slidesparse.vllm_patch import config
 
-    ours.setLevel(logging.WARNING)
+    slidesparse_logger.setLevel(logging.WARNING)
     config.log_as_vllm_does()
-    ours.info("building")
-    ours.warning("something")
+    slidesparse_logger.info("building")
+    slidesparse_logger.warning("something")
     assert vllm_handler.said == ["something"]

@@ -37,20 +37,20 @@ def layer(x: Tensor, backend: str) -> Tensor:
     return OURS.linear(x, weight, scale, None, *LAYER, x.dtype, backend)  # type: ignore[no-any-return]
 
 
-def written_norm(x: Tensor, weight: Tensor) -> Tensor:
-    """The same arithmetic in vLLM's own words."""
+def decomposed_norm(x: Tensor, weight: Tensor) -> Tensor:
+    """Compute vLLM's norm by the operations that vLLM itself decomposes it into."""
     wide = x.to(torch.float32)
     normed = wide * torch.rsqrt(wide.pow(2).mean(dim=-1, keepdim=True) + EPS)
     return (normed.to(weight.dtype) * weight).to(x.dtype)
 
 
-def written_add_norm(x: Tensor, residual: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+def decomposed_add_norm(x: Tensor, residual: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
     total = x.to(torch.float32) + residual.to(torch.float32)
     normed = total * torch.rsqrt(total.pow(2).mean(dim=-1, keepdim=True) + EPS)
     return (normed.to(weight.dtype) * weight).to(x.dtype), total.to(x.dtype)
 
 
-def written_act(x: Tensor) -> Tensor:
+def decomposed_silu_mul(x: Tensor) -> Tensor:
     k = x.shape[-1] // 2
     return torch.nn.functional.silu(x[..., :k]) * x[..., k:]
 
@@ -58,13 +58,13 @@ def written_act(x: Tensor) -> Tensor:
 def block(
     norm: Callable[..., Tensor], add_norm: Callable[..., tuple[Tensor, Tensor]]
 ) -> Callable[..., Results]:
-    """The path of a residual through a layer, each product replaced by an addition."""
+    """Return the path of a residual through a layer, with each product replaced by an addition."""
 
     def run(x: Tensor, y: Tensor, both: Tensor, weight: Tensor) -> Results:
         first = quant(norm(x, weight))
         normed, residual = add_norm(y, x, weight)
         second = quant(normed)
-        third = quant(written_act(both))
+        third = quant(decomposed_silu_mul(both))
         normed, residual = add_norm(y + 1, residual, weight)
         return *first, *second, *third, *quant(normed), residual, *quant(y)
 
@@ -116,16 +116,16 @@ WHOLE = {
 }
 
 
-def written(names: set[str], module: torch.fx.GraphModule) -> list[str]:
+def nodes_named(names: set[str], module: torch.fx.GraphModule) -> list[str]:
     return [str(node.target) for node in module.graph.nodes if str(node.target) in names]
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_decomposed_norms_and_activations_are_fused(dtype: torch.dtype) -> None:
     """Each is replaced without remains, and the graph computes what the reference does."""
-    done, module = fused(block(written_norm, written_add_norm), inputs(dtype))
+    done, module = fused(block(decomposed_norm, decomposed_add_norm), inputs(dtype))
     assert done == WHOLE
-    assert written({"aten.rsqrt.default", "aten.exp.default", "aten.mean.dim"}, module) == []
+    assert nodes_named({"aten.rsqrt.default", "aten.exp.default", "aten.mean.dim"}, module) == []
     for found, expected in zip(module(*inputs(dtype)), expected_of_block(*inputs(dtype)), strict=True):
         assert torch.equal(found, expected)
 
@@ -148,7 +148,7 @@ def test_norms_of_vllm_ir_are_fused(dtype: torch.dtype) -> None:
 
 
 def test_fused_graph_equals_unfused_in_float32() -> None:
-    run = block(written_norm, written_add_norm)
+    run = block(decomposed_norm, decomposed_add_norm)
     for found, expected in zip(
         fused(run, inputs(torch.float32))[1](*inputs(torch.float32)), run(*inputs(torch.float32)), strict=True
     ):
@@ -157,7 +157,7 @@ def test_fused_graph_equals_unfused_in_float32() -> None:
 
 def test_residual_sum_used_before_quantization_is_fused() -> None:
     def run(x: Tensor, y: Tensor, both: Tensor, weight: Tensor) -> Results:
-        normed, residual = written_add_norm(y, x, weight)
+        normed, residual = decomposed_add_norm(y, x, weight)
         return (residual * 2).sum(), *quant(normed)
 
     done, module = fused(run, inputs(torch.bfloat16))
@@ -168,7 +168,7 @@ def test_residual_sum_used_before_quantization_is_fused() -> None:
 
 def test_fused_nodes_carry_fake_tensor_metadata() -> None:
     """vLLM's later passes and Inductor read this metadata."""
-    _, module = fused(block(written_norm, written_add_norm), inputs(torch.bfloat16))
+    _, module = fused(block(decomposed_norm, decomposed_add_norm), inputs(torch.bfloat16))
     new = [node for node in module.graph.nodes if "add_rms_norm_linear" in str(node.target)]
     assert len(new) == WHOLE["add_rms_norm_linear"]
     for node in new:
@@ -182,7 +182,7 @@ def test_fused_nodes_carry_fake_tensor_metadata() -> None:
 
 def test_backend_without_fusion_leaves_graph_unchanged() -> None:
     def run(x: Tensor, y: Tensor, both: Tensor, weight: Tensor) -> Results:
-        return (layer(written_norm(x, weight), "cusparselt"),)
+        return (layer(decomposed_norm(x, weight), "cusparselt"),)
 
     before = str(traced(run, inputs(torch.bfloat16)).graph)
     done, module = fused(run, inputs(torch.bfloat16))
@@ -195,13 +195,13 @@ def test_norm_with_weight_of_another_dtype_is_not_fused(dtype: torch.dtype) -> N
     """The kernels need activations and weights of one dtype."""
 
     def run(x: Tensor, y: Tensor, both: Tensor, weight: Tensor) -> Results:
-        return quant(written_norm(x, weight.float()))
+        return quant(decomposed_norm(x, weight.float()))
 
     assert fused(run, inputs(dtype))[0] == {"linear": 1}
 
 
 def _also_returned(x: Tensor, y: Tensor, both: Tensor, weight: Tensor) -> Results:
-    normed = written_norm(x, weight)
+    normed = decomposed_norm(x, weight)
     return normed, *quant(normed)
 
 
@@ -214,7 +214,7 @@ def _norm_without_weight(x: Tensor, y: Tensor, both: Tensor, weight: Tensor) -> 
 
 
 def _residual_of_one_row(x: Tensor, y: Tensor, both: Tensor, weight: Tensor) -> Results:
-    return quant(written_add_norm(x[:1], y, weight)[0])
+    return quant(decomposed_add_norm(x[:1], y, weight)[0])
 
 
 def _weighted_sum(x: Tensor, y: Tensor, both: Tensor, weight: Tensor) -> Results:
@@ -283,9 +283,9 @@ def test_inductor_rounds_like_the_reference() -> None:
     """
 
     def run(x: Tensor, y: Tensor, both: Tensor, weight: Tensor) -> Results:
-        normed, total = written_add_norm(x, y, weight)
+        normed, total = decomposed_add_norm(x, y, weight)
         q, _ = OURS.quant_slide(normed, *LAYER)  # opaque, and before the sum is used again
-        return normed, written_act(both), (total.float() + q[:, :K].float()).to(x.dtype)
+        return normed, decomposed_silu_mul(both), (total.float() + q[:, :K].float()).to(x.dtype)
 
     x, y, both, weight = (torch.cat([one] * 100) if one.dim() == 2 else one for one in inputs(torch.bfloat16))
     both *= torch.linspace(0.1, 4, len(both)).bfloat16()[:, None]
@@ -299,8 +299,8 @@ def test_inductor_rounds_like_the_reference() -> None:
     assert same(normed, reference.rms_norm(x, weight, EPS, y)[0]) > 0.999
     assert same(act, reference.silu_mul(both)) > 0.999
     assert same(again, (total + q[:, :K].float()).bfloat16()) == 1
-    assert same(normed, written_add_norm(x, y, weight)[0]) < 0.9
-    assert same(act, written_act(both)) < 0.9
+    assert same(normed, decomposed_add_norm(x, y, weight)[0]) < 0.9
+    assert same(act, decomposed_silu_mul(both)) < 0.9
     assert same(again, (total.bfloat16().float() + q[:, :K].float()).bfloat16()) < 0.999
 
 
@@ -332,7 +332,7 @@ def test_pass_runs_in_the_pass_manager_of_vllm(monkeypatch: pytest.MonkeyPatch) 
     def run(x: Tensor, y: Tensor, both: Tensor, weight: Tensor) -> Results:
         normed, residual = torch.ops.vllm_ir.fused_add_rms_norm(x, y, weight, EPS)
         last = torch.ops.vllm_ir.rms_norm(residual, weight, EPS)  # lowered by vLLM
-        return *quant(normed), *quant(written_act(both)), last
+        return *quant(normed), *quant(decomposed_silu_mul(both)), last
 
     monkeypatch.setattr(FixFunctionalizationPass, "__call__", lambda self, graph: None)
     x, y, both, weight = inputs(torch.bfloat16)

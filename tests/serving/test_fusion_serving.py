@@ -139,7 +139,7 @@ def checkpoint(folder: Path, model: Decoder) -> str:
 
 
 def served(engines: Engines, model: str, cache: Path, fuse: str, eager: bool) -> Answer:
-    """Inductor's cache is its own: a graph that it finds there goes through no pass."""
+    """Serve with an Inductor cache of its own, as a graph from a cache goes through no pass."""
     env = {"SLIDESPARSE_FUSE": fuse, "TORCHINDUCTOR_CACHE_DIR": str(cache)}
     answer = engines.ask(Request(model, env=env, options={"enforce_eager": eager}))
     assert not answer.error, f"{answer.error}\n{answer.log[-4000:]}"

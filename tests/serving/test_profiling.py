@@ -56,7 +56,7 @@ def test_calls_are_counted_and_timed_by_layer_and_tokens(profiler: Profiler) -> 
 
 
 def test_time_between_steps_is_not_counted(profiler: Profiler) -> None:
-    """Such as time spent on waiting for requests, or on graphs that are replayed."""
+    """Requests are awaited, or graphs replayed, in that time."""
     layers, length, columns = two_layers()
     for pause in (0.0, 0.5, 0.5):
         time.sleep(pause)
@@ -88,8 +88,8 @@ class Event:
 
 
 class FakeGraph:
-    """A fake machine on which every call is captured, and each stage takes one microsecond more than the one
-    before.
+    """A fake machine on which every call is captured; after a replay, consecutive events are ``us``
+    microseconds apart.
     """
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:

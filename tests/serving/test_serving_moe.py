@@ -27,7 +27,7 @@ def served(engines: Engines, model: Path, env: dict[str, str] | None = None, reg
 
 
 def converted(model: Moe, folder: Path, quant: str = "int8", **options: object) -> Path:
-    """By the real converter; INT8 codes are made small enough for all CPUs."""
+    """Convert by the real converter; INT8 codes are made small enough for all CPUs."""
     convert(model.write(folder / "source"), folder / "out", quant=quant, **options)
     return shrink_codes(folder / "out")
 

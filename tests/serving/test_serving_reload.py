@@ -27,13 +27,13 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def pruned(source: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """At 6:8, in dense layout with metadata."""
+    """A 6:8 checkpoint in dense layout with metadata."""
     return converted(source, tmp_path_factory.mktemp("pruned") / "qwen2-6_8", "6:8")
 
 
 @pytest.fixture(scope="module")
 def partly_pruned(pruned: Path, tmp_path_factory: pytest.TempPathFactory) -> str:
-    """Without metadata; one layer breaks the pattern."""
+    """A checkpoint without metadata, of which one layer breaks the pattern."""
     generator = torch.Generator().manual_seed(0)
     dense = torch.randint(1, 60, (QWEN.hidden, QWEN.intermediate), dtype=torch.int8, generator=generator)
     return edited(
@@ -43,7 +43,7 @@ def partly_pruned(pruned: Path, tmp_path_factory: pytest.TempPathFactory) -> str
 
 @pytest.fixture(scope="module")
 def fully_pruned(pruned: Path, tmp_path_factory: pytest.TempPathFactory) -> str:
-    """Without metadata; all layers obey the pattern."""
+    """A checkpoint without metadata, all layers of which obey the pattern."""
     return edited(pruned, tmp_path_factory.mktemp("fully_pruned") / "qwen2", {}, {"slidesparse": None})
 
 
@@ -90,7 +90,9 @@ def test_reload_keeps_a_dense_layer_dense(engines: Engines, fully_pruned: str, p
 def test_compiled_graphs_are_not_reused_for_other_weights(
     engines: Engines, fully_pruned: str, partly_pruned: str, tmp_path: Path
 ) -> None:
-    """The same folder, config and flags, other weights: the graphs compiled for the first are not the second's."""
+    """Folder, config and flags are the same; the graphs compiled for the first weights do not serve the
+    second.
+    """
     folder = tmp_path / "model"
     for weights, sparse in ((fully_pruned, 8), (partly_pruned, 7)):
         shutil.rmtree(folder, ignore_errors=True)

@@ -36,7 +36,7 @@ def config(layout: str | None) -> dict[str, Any]:
 
 @pytest.fixture(autouse=True)
 def ampere(monkeypatch: pytest.MonkeyPatch) -> None:
-    """vLLM as on a GPU that cannot multiply FP8; none of our flags."""
+    """Pretend a GPU that cannot multiply FP8, and set none of our flags."""
     from slidesparse.vllm_patch import compat
     from vllm.model_executor.layers.quantization.compressed_tensors import compressed_tensors, schemes
 
@@ -126,8 +126,8 @@ def test_dense_layout_is_left_to_vllm_with_one_warning(
 def test_unsupported_layers_do_not_raise_with_a_flag(
     monkeypatch: pytest.MonkeyPatch, change: dict[str, Any]
 ) -> None:
-    """Static activations, scales for blocks, or quantized weights alone stand beside a group that is
-    supported.
+    """The layers have static activations, scales for blocks, or quantized weights alone, beside a supported
+    group.
     """
     for name, value in FLAGS.items():
         monkeypatch.setenv(name, value)

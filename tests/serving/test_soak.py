@@ -172,7 +172,7 @@ def _free_port() -> int:
 
 @pytest.fixture(scope="module")
 def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Server, Server]]:
-    """Stock's and ours, of the same checkpoint, started side by side."""
+    """Start stock's server and ours with the same checkpoint, side by side."""
     folder = tmp_path_factory.mktemp("soak")
     model = converted(write_w8a8(MODEL, folder / "source"), folder / "pruned", "6:8")
     environments = {"stock": {"DISABLE_SLIDESPARSE": "1"}, "sparse": {}}

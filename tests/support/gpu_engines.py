@@ -235,7 +235,7 @@ class GpuEngines:
         self.pool.close()
 
 
-def forced(answer: Answer) -> list[Best]:
+def teacher_forced(answer: Answer) -> list[Best]:
     """Return the top-1 token at each of the 10,240 positions of the windows."""
     return [Best(int(row[0]), row[1], int(row[2]), row[3]) for row in answer.data["forced"]]
 
@@ -262,7 +262,7 @@ def same_share(left: list[Best], right: list[Best]) -> float:
     return sum(a.token == b.token for a, b in zip(left, right, strict=True)) / len(left)
 
 
-def movement(left: list[Best], right: list[Best]) -> float:
+def largest_change(left: list[Best], right: list[Best]) -> float:
     """The most by which a log-probability differs between two runs on the same text."""
     pairs = list(zip(left, right, strict=True))
     return max(max(abs(a.logprob - b.logprob), abs(a.second_logprob - b.second_logprob)) for a, b in pairs)
@@ -286,20 +286,22 @@ def require_only_rounding(stock: Answer, stock_compiled: Answer, eager: Answer, 
     once for each of the two tokens.  How often: stock's own count, doubled because our layers round once more, and four
     standard deviations of such a count.
     """
-    bound = 2 * movement(forced(stock), forced(stock_compiled))
-    differing = parted(forced(eager), forced(compiled))
-    of_stock = len(parted(forced(stock), forced(stock_compiled)))
+    bound = 2 * largest_change(teacher_forced(stock), teacher_forced(stock_compiled))
+    differing = differing_positions(teacher_forced(eager), teacher_forced(compiled))
+    of_stock = len(differing_positions(teacher_forced(stock), teacher_forced(stock_compiled)))
     texts = list(zip(greedy(eager), greedy(compiled), strict=True))
-    diverged = [parted(left, right)[0] for left, right in texts if parted(left, right)]
+    diverged = [
+        differing_positions(left, right)[0] for left, right in texts if differing_positions(left, right)
+    ]
     largest = max((best.margin for best in differing + diverged), default=0.0)
     print(
-        f"{len(differing)} of {len(forced(stock))} top-1 tokens differ, stock's {of_stock}; "
+        f"{len(differing)} of {len(teacher_forced(stock))} top-1 tokens differ, stock's {of_stock}; "
         f"{len(diverged)} of {len(texts)} texts diverge; largest margin {largest:.4f} of {bound:.4f}"
     )
     assert largest <= bound
     assert len(differing) <= 2 * of_stock + 4 * (2 * of_stock) ** 0.5 + 4
 
 
-def parted(left: list[Best], right: list[Best]) -> list[Best]:
+def differing_positions(left: list[Best], right: list[Best]) -> list[Best]:
     """Positions of ``left`` where the other has another token; of a generated text only the first can be compared."""
     return [a for a, b in zip(left, right, strict=True) if a.token != b.token]
