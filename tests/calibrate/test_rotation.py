@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from calibration import DEVICES, calibrated, write_ids
+from calibration import DEVICES, calibrated, random_decoder, write_ids
 from checkpoints import DOWN, bert, config_of, edit_json, llama, snapshot, tensors_of, write
 from safetensors.torch import save_file
 
@@ -30,15 +30,6 @@ from slidesparse.prune import prune
 from slidesparse.quantize import dequantize_rows
 
 CPU = torch.device("cpu")
-SIZES = {
-    "hidden_size": 48,  # no power of two
-    "intermediate_size": 80,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "vocab_size": 100,
-    "max_position_embeddings": 64,
-}
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("Llama", {}),
     "llama tied": ("Llama", {"tie_word_embeddings": True}),
@@ -52,13 +43,8 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 def save_random_model(name: str, folder: Path) -> Any:
-    """A random float32 model of transformers; norms and biases differ from their defaults."""
     kind, settings = MODELS[name]
-    config = getattr(transformers, f"{kind}Config")(**{**SIZES, "tie_word_embeddings": False, **settings})
-    torch.manual_seed(0)
-    model = getattr(transformers, f"{kind}ForCausalLM")(config).float().eval()
-    for parameter in model.parameters():
-        parameter.data.normal_(0.0, 0.3) if parameter.dim() > 1 else parameter.data.uniform_(0.3, 1.5)
+    model = random_decoder(kind, **settings)
     model.save_pretrained(folder)
     return model
 

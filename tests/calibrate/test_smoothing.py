@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from calibration import DEVICES, calibrated
+from calibration import DEVICES, calibrated, random_decoder
 from checkpoints import config_of, snapshot, tensors_of, write
 from safetensors.torch import save_file
 
@@ -19,16 +19,6 @@ from slidesparse.calibrate.smoothing import SmoothedReader, choose_factors
 from slidesparse.checkpoint.storage import Checkpoint
 from slidesparse.quantize import dequantize_rows
 
-SIZES = {
-    "hidden_size": 48,
-    "intermediate_size": 80,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "vocab_size": 100,
-    "max_position_embeddings": 64,
-    "tie_word_embeddings": False,
-}
 MODELS: dict[str, dict[str, Any]] = {
     "Llama": {"mlp_bias": True},
     "Qwen2": {},
@@ -40,12 +30,8 @@ OUTLIER = 7  # a channel between up and down
 
 
 def save_random_model(kind: str, folder: Path, outlier: float = 1.0) -> Any:
-    """A random float32 model of transformers; ``outlier`` multiplies one channel, and divides its weights."""
-    config = getattr(transformers, f"{kind}Config")(**{**SIZES, **MODELS[kind]})
-    torch.manual_seed(0)
-    model = getattr(transformers, f"{kind}ForCausalLM")(config).float().eval()
-    for parameter in model.parameters():
-        parameter.data.normal_(0.0, 0.3) if parameter.dim() > 1 else parameter.data.uniform_(0.3, 1.5)
+    """Save a random model; ``outlier`` multiplies one channel of its MLPs, and divides that channel's weights."""
+    model = random_decoder(kind, **MODELS[kind])
     for layer in model.model.layers if outlier != 1 else ():
         layer.mlp.up_proj.weight.data[OUTLIER] *= outlier
         layer.mlp.down_proj.weight.data[:, OUTLIER] /= outlier

@@ -8,6 +8,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
+import transformers
 from checkpoints import LLAMA, convert
 
 from slidesparse.calibrate.task import Calibration
@@ -29,3 +31,23 @@ def calibrated(source: Path, out: Path, ids: str, **options: Any) -> Report:
     how = {field.name: options.pop(field.name) for field in fields(Calibration) if field.name in options}
     calibration = Calibration(ids, **{"device": "cpu", "seqlen": TOKENS[1], "rotate": "off", **how})
     return convert(source, out, calibration=calibration, **options)
+
+
+def random_decoder(kind: str, **settings: Any) -> Any:
+    """Return a small random float32 model of transformers, whose norms and biases differ from their defaults."""
+    sizes = {
+        "hidden_size": 48,  # no power of two
+        "intermediate_size": 80,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "vocab_size": 100,
+        "max_position_embeddings": 64,
+        "tie_word_embeddings": False,
+    }
+    config = getattr(transformers, f"{kind}Config")(**{**sizes, **settings})
+    torch.manual_seed(0)
+    model = getattr(transformers, f"{kind}ForCausalLM")(config).float().eval()
+    for parameter in model.parameters():
+        parameter.data.normal_(0.0, 0.3) if parameter.dim() > 1 else parameter.data.uniform_(0.3, 1.5)
+    return model
