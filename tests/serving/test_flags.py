@@ -122,7 +122,7 @@ def test_variables_of_other_programs_are_ignored() -> None:
 
 
 def test_known_variables_are_those_that_the_code_reads() -> None:
-    """Those are the literals of the Python sources, which put no name together, and what C++ asks for."""
+    """Python sources name variables by literals, which are never put together, and C++ sources ask for them."""
     read = {flags.BACKEND, flags.FUSE, flags.PROFILE}
     for path in [
         ROOT / "setup.py",
