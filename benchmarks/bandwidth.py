@@ -76,12 +76,12 @@ class Cell:
 
 
 def libraries(device: torch.device) -> list[Tunable]:
-    """The backends that quantize by kernels of their own, and run on ``device``."""
+    """Return the backends that quantize by their own kernels and run on ``device``."""
     return [] if BACKEND.unusable(device) else [BACKEND]
 
 
 def cells(device: torch.device) -> list[Cell]:
-    """Everything that is measured on ``device``."""
+    """Return all cells that are measured on ``device``."""
     hopper = bool(libraries(device))
     lifting = (*QUANTIZERS, *(HOPPER_KERNELS if hopper else ()))
     names = [QUANT_ONLY, *([HOPPER_PREFIX + QUANT_ONLY] if hopper else [])]
@@ -104,7 +104,7 @@ class BandwidthBench:
         return len(self._cells)
 
     def run(self) -> bool:
-        """Measure what is not in the table.  False when the time was up before the end."""
+        """Measure what is not in the table; return False if the time limit was reached first."""
         for cell in self._cells:
             key = {"kernel": cell.kernel, "dtype": cell.dtype, "M": cell.m, "K": cell.k}
             if not self.records.has(key):
@@ -124,7 +124,7 @@ class BandwidthBench:
         return {"us": us, "GBps": rate, "copy_GBps": copy_rate, "fraction": rate / copy_rate}
 
     def _launch(self, cell: Cell, copies: int) -> Launch:
-        """A launch on random inputs, by the number of the copy."""
+        """Return a function that launches on copy i of random inputs."""
         inputs = self._session.inputs
         if cell.kernel == "dequant_bias":
             from slidesparse.kernels.dequant_bias import dequant_bias  # late: needs Triton
@@ -177,6 +177,6 @@ def _triton_launch(cell: Cell, x: list[Tensor], weight: Tensor) -> Launch:
 
 
 def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Compile for one shape; otherwise torch would stop recompiling after a number of shapes."""
+    """Compile a function for one shape; otherwise torch would stop recompiling after a number of shapes."""
     torch._dynamo.reset()
     return torch.compile(function, dynamic=False)

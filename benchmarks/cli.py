@@ -83,7 +83,7 @@ class Bench(Protocol):
         """The number of cells, those that are measured already included."""
 
     def run(self) -> bool:
-        """Measure what is not in the table.  False when the time was up before the end."""
+        """Measure what is not in the table; return False if the time limit was reached first."""
 
 
 def _fill(
@@ -112,14 +112,14 @@ def _parse_libraries(gpu: Gpu, names: str | None) -> list[Tunable]:
 
     if names:
         return machine.require_libraries(gpu, parse_choice("--library", names, machine.tunable_names()))
-    found, missed = machine.usable_libraries(gpu)
-    for line in missed:
+    libraries, notes = machine.usable_libraries(gpu)
+    for line in notes:
         err.print(escape(f"note: {line}"))
-    if not found:
+    if not libraries:
         raise machine.MissingError(
             f"no GEMM backend runs on {gpu.name}; `slidesparse doctor` shows what is missing"
         )
-    return found
+    return libraries
 
 
 def _subjects(
@@ -244,7 +244,9 @@ def layout(
     from slidesparse.tune.shapes import parse_choice, parse_tokens
 
     dtypes, tokens = parse_choice("--dtype", dtype, DTYPES), parse_tokens(m)
-    layers = [layer for _, found in parse_models(None if shapes else model, shapes) for layer in found]
+    layers = [
+        layer for _, model_layers in parse_models(None if shapes else model, shapes) for layer in model_layers
+    ]
     gpu = machine.require_gpu()
     libraries = machine.require_libraries(gpu, ("cublaslt", "cusparselt"))
     todo = products(libraries, layers, dtypes)
@@ -283,10 +285,10 @@ def spmm(
     from slidesparse.tune.shapes import parse_choice, parse_tokens
 
     dtypes, sparsities = parse_choice("--dtype", dtype, TYPES), parse_sparsities(sparsity)
-    found = parse_models(None if shapes else model, shapes)
-    todo = [*squares(parse_tokens(sizes)), *layers(found, parse_tokens(m))]
+    models = parse_models(None if shapes else model, shapes)
+    todo = [*squares(parse_tokens(sizes)), *layers(models, parse_tokens(m))]
     gpu = machine.require_gpu()
-    libraries = [one for one in _parse_libraries(gpu, library) if one.sparse]
+    libraries = [backend for backend in _parse_libraries(gpu, library) if backend.sparse]
     conditions = out / "spmm.json"
     write_conditions(conditions, {**gpu_conditions(gpu, libraries), "cpu": cpu_conditions()["cpu"]})
     work = jobs(todo, dtypes, sparsities, libraries)
@@ -402,18 +404,18 @@ def e2e(
         fail(USAGE, "--profile-m and --profile-patterns need --profile, and that --resident")
     deadline = Deadline(time_limit)
     chosen = parse_choice("--systems", systems, tuple(SYSTEMS))
-    wanted = parse_patterns(patterns, mixed=True) if patterns else None
+    selected = parse_patterns(patterns, mixed=True) if patterns else None
     dense, sparse = not set(chosen) <= set(SLIDED_SYSTEMS), not set(chosen).isdisjoint(SLIDED_SYSTEMS)
-    found = find_model(model, name, wanted, dense=dense, sparse=sparse)
+    subject = find_model(model, name, selected, dense=dense, sparse=sparse)
     work = Workload(prompt_len, prefill_steps, decode_steps, tuple(shlex.split(vllm_args)))
-    asked = {PREFILL: m, DECODE: decode_m or m}
-    tokens = {**TOKENS, **{stage: parse_tokens(text) for stage, text in asked.items() if text}}
-    runs = plan(found, parse_choice("--stages", stages, STAGES), tokens, chosen, rounds, work, first_round)
+    token_texts = {PREFILL: m, DECODE: decode_m or m}
+    tokens = {**TOKENS, **{stage: parse_tokens(text) for stage, text in token_texts.items() if text}}
+    runs = plan(subject, parse_choice("--stages", stages, STAGES), tokens, chosen, rounds, work, first_round)
     if dry_run:
         _print_commands(out, runs, work)
         return
     vllm = vllm_command()
-    version = _write_e2e_conditions(out, found, chosen, dense, work, resident)
+    version = _write_e2e_conditions(out, subject, chosen, dense, work, resident)
     cells = Profiled(
         frozenset(parse_tokens(profile_m)) if profile_m else None,
         frozenset(parse_patterns(profile_patterns, mixed=True)) if profile_patterns else None,
@@ -440,9 +442,9 @@ def _print_commands(out: Path, runs: Sequence[Run], work: Workload) -> None:
         vllm = "vllm"
     version = vllm_version(cpu_conditions())
     rows, _ = read_rows(out / "e2e.csv", E2E.columns)
-    done = {tuple(row[name] for name in E2E.key) for row in rows}
+    measured = {tuple(row[name] for name in E2E.key) for row in rows}
     for run in runs:
-        if tuple(str(run.key[name]) for name in E2E.key) not in done:
+        if tuple(str(run.key[name]) for name in E2E.key) not in measured:
             result = log_path(out, run).with_suffix(".json")
             print(format_command(run, command(vllm, version, run, work, result)))
 
@@ -457,7 +459,9 @@ def _write_e2e_conditions(
 
     facts = e2e_runs.conditions(systems)
     variants = {**model.sparse, **({DENSE: model.dense} if dense else {})}
-    facts |= {f"{model.name} {pattern} checkpoint": str(one.folder) for pattern, one in variants.items()}
+    facts |= {
+        f"{model.name} {pattern} checkpoint": str(variant.folder) for pattern, variant in variants.items()
+    }
     facts["workload"] = work.conditions | ({"engines": "resident, side by side"} if resident else {})
     write_conditions(out / "e2e.json", facts, same=e2e_runs.CONDITIONS)
     return e2e_runs.vllm_version(facts)
@@ -484,7 +488,10 @@ def _report(bench: E2eBench, runs: Sequence[Run], finished: bool, as_json: bool)
     result: dict[str, Any] = {"rows": len(bench.records.rows), "table": str(bench.records.path)}
     result |= {"cells": sum(bench.records.has(run.key) for run in runs), "planned": len(runs)}
     if as_json:
-        failed = [{**one.run.key, "reason": one.reason, "log": str(one.log)} for one in bench.failures]
+        failed = [
+            {**failure.run.key, "reason": failure.reason, "log": str(failure.log)}
+            for failure in bench.failures
+        ]
         result["failed"] = failed
     print_result(finished, (), result, as_json)
 

@@ -24,7 +24,7 @@ SMI_FIELDS = {
 
 
 def gpu_conditions(gpu: Gpu, libraries: Sequence[Tunable]) -> dict[str, Any]:
-    """The conditions that figures of a GPU depend on.  A version is None when the package is not installed."""
+    """Return the conditions that figures of a GPU depend on; the version of a missing package is None."""
     return {
         "gpu": gpu.name,
         "capability": ".".join(map(str, gpu.capability)),
@@ -35,7 +35,7 @@ def gpu_conditions(gpu: Gpu, libraries: Sequence[Tunable]) -> dict[str, Any]:
 
 
 def cpu_conditions() -> dict[str, Any]:
-    """The conditions that figures of a machine without a GPU depend on."""
+    """Return the conditions that figures of a machine without a GPU depend on."""
     system = doctor.system()
     return {
         "gpu": None,
@@ -63,12 +63,12 @@ def _query_smi(gpu: Gpu) -> dict[str, str | float | None]:
     rows, _ = doctor.query_smi(SMI_FIELDS.values(), *chosen)
     if not rows:
         return dict.fromkeys(SMI_FIELDS)
-    found = dict(zip(SMI_FIELDS, rows[0], strict=True))
-    return {name: word if name == "driver" else _parse_number(word) for name, word in found.items()}
+    fields = dict(zip(SMI_FIELDS, rows[0], strict=True))
+    return {name: word if name == "driver" else _parse_number(word) for name, word in fields.items()}
 
 
 def _parse_number(word: str) -> float | None:
-    """``"1980"`` -> 1980.0; None for values that nvidia-smi does not know, such as ``"[N/A]"``."""
+    """Parse ``"1980"`` as 1980.0; return None for unknown values, such as ``"[N/A]"``."""
     try:
         return float(word)
     except ValueError:

@@ -63,7 +63,7 @@ class Result:
 
     @property
     def allowed_bytes(self) -> int:
-        """Twice the largest tensor and 1 GB."""
+        """The allowed peak: twice the largest tensor and 1 GB."""
         return 2 * self.largest_tensor + GIGABYTE
 
     def to_json(self) -> dict[str, Any]:
@@ -71,7 +71,7 @@ class Result:
         return {**asdict(self), "allowed_bytes": self.allowed_bytes}
 
     def render(self) -> str:
-        """The result as text."""
+        """Return the result as text."""
         return "\n".join(
             [
                 f"converted   {self.bytes_in / 1e6:.0f} MB BF16 -> {self.bytes_out / 1e6:.0f} MB {self.quant}, "
@@ -117,10 +117,11 @@ def run(size: int, pattern: SlidePattern, quant: str, layout: str, folder: Path 
         largest = write_model(source, size)
         load = os.getloadavg()[0]
         command = [sys.executable, "-c", CHILD, str(source), str(out), pattern.ratio, quant, layout]
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
-        if done.returncode:
-            raise CheckpointError(f"the conversion failed: {(done.stderr.strip() or '?').splitlines()[-1]}")
-        seconds, bytes_in, bytes_out, before, after = json.loads(done.stdout)
+        completed = subprocess.run(command, capture_output=True, text=True, check=False)
+        if completed.returncode:
+            last = (completed.stderr.strip() or "?").splitlines()[-1]
+            raise CheckpointError(f"the conversion failed: {last}")
+        seconds, bytes_in, bytes_out, before, after = json.loads(completed.stdout)
     return Result(
         pattern=pattern.ratio,
         quant=quant,

@@ -79,11 +79,11 @@ class Workload:
 
     @property
     def conditions(self) -> dict[str, object]:
-        """Return plain values."""
+        """The sizes as plain values."""
         return {**asdict(self), "decode_prompt_len": DECODE_PROMPT_LEN, "vllm_args": list(self.vllm_args)}
 
     def size(self, stage: str, m: int) -> Size:
-        """The request that makes steps of ``m`` tokens.  Raises E2eError."""
+        """Return the request that makes steps of ``m`` tokens.  Raises E2eError."""
         if stage == DECODE:
             return Size(DECODE_PROMPT_LEN, self.decode_steps, m, m, DECODE_PROMPT_LEN * m, m)
         prompt = min(m, self.prompt_len)
@@ -150,7 +150,7 @@ def runs(
     workload: Workload,
     first: int = 1,
 ) -> list[Run]:
-    """All runs in order: round by round, the systems of a cell in turn, every other round in reverse.
+    """Return all runs in order: round by round, the systems of a cell in turn, every other round in reverse.
 
     ``tokens`` has the M of each stage, ``first`` is the number of the first round.  Raises E2eError for an M that
     cannot be run.
@@ -158,24 +158,24 @@ def runs(
     columns = [(system, DENSE, model.dense) for system in systems if system not in SLIDED_SYSTEMS]
     for system in (name for name in systems if name in SLIDED_SYSTEMS):
         columns += [(system, pattern, variant) for pattern, variant in model.sparse.items()]
-    found = []
+    planned = []
     for number in range(first, first + rounds):
         for stage in stages:
             for m in tokens[stage]:
                 size = workload.size(stage, m)
                 for system, pattern, variant in columns[:: 1 if number % 2 else -1]:
                     _require_fit(variant, size, f"{stage} M {m}")
-                    found.append(
+                    planned.append(
                         Run(model.name, model.dtype, stage, m, pattern, system, number, variant, size)
                     )
-    return found
+    return planned
 
 
-def _require_fit(variant: Variant, size: Size, what: str) -> None:
+def _require_fit(variant: Variant, size: Size, label: str) -> None:
     needed = size.prompt + size.output
     if variant.positions is not None and needed > variant.positions:
         raise E2eError(
-            f"{what} needs sequences of {needed} tokens, {variant.folder} takes {variant.positions}; "
+            f"{label} needs sequences of {needed} tokens, {variant.folder} takes {variant.positions}; "
             "set --prompt-len or --decode-steps lower"
         )
 
@@ -188,7 +188,7 @@ def command(
     result: Path,
     size: Size | None = None,
 ) -> list[str]:
-    """The command line of a run, the same for every system but for the checkpoint; ``result`` gets vLLM's JSON.
+    """Return the command line of a run, equal for all systems but for the checkpoint; ``result`` gets vLLM's JSON.
 
     ``version`` None: unknown, and assumed to be recent.  ``size`` None is that of the run.
     """
@@ -196,23 +196,23 @@ def command(
     longest = (size.prompt + size.output) * 5 // 4 + SLACK_TOKENS
     if run.variant.positions is not None:
         longest = min(longest, run.variant.positions)
-    words = [vllm, "bench", "throughput", "--model", str(run.variant.folder), "--dataset-name", "random"]
+    arguments = [vllm, "bench", "throughput", "--model", str(run.variant.folder), "--dataset-name", "random"]
     stand_in = run.variant.folder / TOKENIZER
     if stand_in.is_dir() and not (run.variant.folder / "tokenizer.json").exists():
-        words += ["--tokenizer", str(stand_in)]
-    words += ["--input-len", str(size.prompt), "--output-len", str(size.output)]
+        arguments += ["--tokenizer", str(stand_in)]
+    arguments += ["--input-len", str(size.prompt), "--output-len", str(size.output)]
     if version is None or version >= RANDOM_LENGTHS_VERSION:
-        words += ["--random-input-len", str(size.prompt), "--random-output-len", str(size.output)]
-    words += ["--num-prompts", str(size.prompts), "--seed", "0"]
+        arguments += ["--random-input-len", str(size.prompt), "--random-output-len", str(size.output)]
+    arguments += ["--num-prompts", str(size.prompts), "--seed", "0"]
     if version is None or version >= WARMUPS_VERSION:
-        words += ["--num-warmups", str(size.warmups)]
-    words += ["--max-num-seqs", str(size.sequences), "--max-num-batched-tokens", str(size.batched)]
-    words += ["--max-model-len", str(longest), "--no-enable-prefix-caching", "--output-json", str(result)]
-    return [*words, *workload.vllm_args]
+        arguments += ["--num-warmups", str(size.warmups)]
+    arguments += ["--max-num-seqs", str(size.sequences), "--max-num-batched-tokens", str(size.batched)]
+    arguments += ["--max-model-len", str(longest), "--no-enable-prefix-caching", "--output-json", str(result)]
+    return [*arguments, *workload.vllm_args]
 
 
 def environment(system: str, environ: Mapping[str, str]) -> dict[str, str]:
-    """``environ`` with the flags of ``system`` and no other ones of ours.
+    """Return ``environ`` with the flags of ``system`` and no other SlideSparse flags.
 
     ``stock`` is vLLM without us: VLLM_PLUGINS names all other plugins, so that none of our code is imported.
     ``off`` loads the plugin with DISABLE_SLIDESPARSE=1.
@@ -228,12 +228,13 @@ def environment(system: str, environ: Mapping[str, str]) -> dict[str, str]:
 
 
 def _other_plugins() -> list[str]:
-    found = {entry.name for group in PLUGIN_GROUPS for entry in entry_points(group=group)}
-    return sorted(found - {PLUGIN})
+    names = {entry.name for group in PLUGIN_GROUPS for entry in entry_points(group=group)}
+    return sorted(names - {PLUGIN})
 
 
 def differences(system: str, environ: Mapping[str, str]) -> list[str]:
-    """Arguments of ``env`` that turn ``environ`` into the environment of ``system``: ``-u NAME`` and ``NAME=VALUE``."""
-    wanted = environment(system, environ)
-    gone = [word for name in FLAGS if name in environ and name not in wanted for word in ("-u", name)]
-    return [*gone, *(f"{name}={wanted[name]}" for name in wanted if environ.get(name) != wanted[name])]
+    """Return arguments of ``env`` that turn ``environ`` into that of ``system``: ``-u NAME`` and ``NAME=VALUE``."""
+    variables = environment(system, environ)
+    unset = [word for name in FLAGS if name in environ and name not in variables for word in ("-u", name)]
+    changed = [f"{name}={value}" for name, value in variables.items() if environ.get(name) != value]
+    return [*unset, *changed]

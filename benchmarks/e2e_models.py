@@ -19,7 +19,7 @@ DENSE = "dense"  # the pattern of unpruned checkpoints and of dense systems
 
 
 class E2eError(SlideSparseError, ValueError):
-    """Options or checkpoints that cannot be measured together."""
+    """The options or checkpoints cannot be measured together."""
 
 
 @dataclass(frozen=True)
@@ -46,31 +46,31 @@ class Model:
 def find_model(
     folder: Path, name: str | None, patterns: Sequence[str] | None, *, dense: bool, sparse: bool
 ) -> Model:
-    """The model of ``--model``: a checkpoint, or a folder of them named by pattern.
+    """Return the model of ``--model``: a checkpoint, or a folder of them named by pattern.
 
     Dense systems run the checkpoint called ``dense``, or else the least pruned one, because zeros save power.
     ``dense`` and ``sparse`` tell whether such systems are requested.
 
     Raises E2eError for what cannot be measured together, and MetadataError and PatternError.
     """
-    found = _read_variants(folder)
-    kinds = {variant.dtype for variant in found.values()}
+    variants = _read_variants(folder)
+    kinds = {variant.dtype for variant in variants.values()}
     if len(kinds) > 1:
         raise E2eError(f"the checkpoints are of {' and '.join(sorted(kinds))}; measure one type at a time")
-    pruned = {key: variant for key, variant in found.items() if key != DENSE}
-    wanted = sorted(pruned, key=lambda key: _density(pruned[key])) if patterns is None else list(patterns)
+    pruned = {key: variant for key, variant in variants.items() if key != DENSE}
+    selected = sorted(pruned, key=lambda key: _density(pruned[key])) if patterns is None else list(patterns)
     if not sparse:
-        wanted = []
-    elif not wanted:
+        selected = []
+    elif not selected:
         raise E2eError("no checkpoint carries a pattern: slidesparse convert SRC OUT --sparsity 6:8")
-    if missing := [key for key in wanted if key not in pruned]:
-        raise E2eError(f"no checkpoint of {', '.join(missing)}; those found are {', '.join(found)}")
-    whole = found.get(DENSE) or max(pruned.values(), key=_density)
-    if dense and whole.layout != "dense":
+    if missing := [key for key in selected if key not in pruned]:
+        raise E2eError(f"no checkpoint of {', '.join(missing)}; those found are {', '.join(variants)}")
+    densest = variants.get(DENSE) or max(pruned.values(), key=_density)
+    if dense and densest.layout != "dense":
         raise E2eError(
-            f"{whole.folder} holds slided weights, which no dense system runs; convert with --layout dense"
+            f"{densest.folder} holds slided weights, which no dense system runs; convert with --layout dense"
         )
-    return Model(name or _name(folder, whole), kinds.pop(), {key: pruned[key] for key in wanted}, whole)
+    return Model(name or _name(folder, densest), kinds.pop(), {key: pruned[key] for key in selected}, densest)
 
 
 def _density(variant: Variant) -> float:
@@ -82,7 +82,7 @@ def _read_variants(folder: Path) -> dict[str, Variant]:
         variant = read_variant(folder)
         return {variant.pattern.ratio if variant.pattern else DENSE: variant}
     spelled = re.compile(rf"{DENSE}|2_inf|\d+[:_]\d+|2[:_]4@\d+%")
-    found: dict[str, Variant] = {}
+    variants: dict[str, Variant] = {}
     for path in sorted(folder.iterdir()) if folder.is_dir() else []:
         if not (spelled.fullmatch(path.name) and (path / "config.json").is_file()):
             continue
@@ -90,12 +90,12 @@ def _read_variants(folder: Path) -> dict[str, Variant]:
         pattern = None if path.name == DENSE else parse_pruned(path.name)
         if pattern and variant.pattern != pattern:
             raise E2eError(f"{path} is named {pattern}, but was pruned to {variant.pattern or 'no pattern'}")
-        found[pattern.ratio if pattern else DENSE] = variant
-    if not found:
+        variants[pattern.ratio if pattern else DENSE] = variant
+    if not variants:
         raise E2eError(
             f"{folder} holds neither a config.json nor checkpoints in folders named by pattern, such as 2_8"
         )
-    return found
+    return variants
 
 
 def read_variant(folder: Path) -> Variant:
@@ -104,8 +104,8 @@ def read_variant(folder: Path) -> Variant:
     try:
         config: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
         block = config["quantization_config"]
-        found = config.get("text_config", config).get("max_position_embeddings")
-        positions = int(found) if found else None
+        longest = config.get("text_config", config).get("max_position_embeddings")
+        positions = int(longest) if longest else None
     except OSError as error:
         raise E2eError(f"{path} cannot be read: {error.strerror}") from error
     except (ValueError, TypeError, KeyError, AttributeError) as error:
@@ -123,7 +123,7 @@ def read_variant(folder: Path) -> Variant:
 
 
 def _name(folder: Path, variant: Variant) -> str:
-    """The name of the folder; of a single checkpoint without its pattern."""
+    """Return the name of the folder; for a single checkpoint without its pattern."""
     path = folder.resolve()
     if not (folder / "config.json").is_file():
         return path.name

@@ -35,7 +35,7 @@ CLASSES = {
 
 
 class ProfileError(SlideSparseError, RuntimeError):
-    """A trace that cannot be read."""
+    """The trace cannot be read."""
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ class Kernel:
 
 
 def options(folder: Path) -> list[str]:
-    """Command-line options with which an engine can be profiled into ``folder``."""
+    """Return command-line options with which an engine can be profiled into ``folder``."""
     config = {
         "profiler": "torch",
         "torch_profiler_dir": str(folder.resolve()),
@@ -63,7 +63,7 @@ def options(folder: Path) -> list[str]:
 
 
 def read(folder: Path, steps: int = STEPS) -> list[Kernel]:
-    """The kernels of one step, from the newest trace in ``folder``, longest first.  Raises ProfileError."""
+    """Return the kernels of one step, longest first, from the newest trace in ``folder``.  Raises ProfileError."""
     traces = sorted(folder.glob("*.json*"), key=lambda path: path.stat().st_mtime)
     if not traces:
         raise ProfileError(f"vLLM left no trace in {folder}")
@@ -73,10 +73,10 @@ def read(folder: Path, steps: int = STEPS) -> list[Kernel]:
             events = json.load(file)["traceEvents"]
     except (OSError, ValueError, KeyError, EOFError) as error:
         raise ProfileError(f"{traces[-1]} is no trace of PyTorch's profiler: {error}") from error
-    found = list(_kernels(events))
-    if not found:
+    launches = list(_kernels(events))
+    if not launches:
         raise ProfileError(f"{traces[-1]} holds no kernel: was there work for {2 * steps} steps on a GPU?")
-    return summarize(found, steps)
+    return summarize(launches, steps)
 
 
 def _kernels(events: Iterable[Mapping[str, Any]]) -> Iterator[tuple[str, float, float]]:
@@ -85,12 +85,12 @@ def _kernels(events: Iterable[Mapping[str, Any]]) -> Iterator[tuple[str, float, 
             yield str(event["name"]), float(event["ts"]), float(event["dur"])
 
 
-def summarize(found: Iterable[tuple[str, float, float]], steps: int) -> list[Kernel]:
-    """(name, start, duration) of all kernels of ``steps`` steps -> the kernels of one step, and its idle time."""
+def summarize(launches: Iterable[tuple[str, float, float]], steps: int) -> list[Kernel]:
+    """Return the kernels of one step, and its idle time, from (name, start, duration) of ``steps`` steps."""
     calls: dict[str, int] = defaultdict(int)
     times: dict[str, float] = defaultdict(float)
     covered, first, end = 0.0, None, 0.0
-    for name, start, duration in sorted(found, key=lambda one: one[1]):
+    for name, start, duration in sorted(launches, key=lambda launch: launch[1]):
         calls[name] += 1
         times[name] += duration
         first = start if first is None else first
@@ -98,20 +98,20 @@ def summarize(found: Iterable[tuple[str, float, float]], steps: int) -> list[Ker
         end = max(end, start + duration)
     kernels = [Kernel(name, kind(name), calls[name] / steps, times[name] / steps) for name in calls]
     idle = Kernel(IDLE, IDLE, 0, (end - (first or 0.0) - covered) / steps)
-    return [*sorted(kernels, key=lambda one: -one.us), idle]
+    return [*sorted(kernels, key=lambda kernel: -kernel.us), idle]
 
 
 def kind(name: str) -> str:
-    """The class of a kernel called ``name``, a key of CLASSES."""
+    """Return the class of a kernel called ``name``, a key of CLASSES."""
     return next(word for word, pattern in CLASSES.items() if re.search(pattern, name, re.IGNORECASE))
 
 
 def rows(key: Mapping[str, object], kernels: Iterable[Kernel]) -> Iterator[dict[str, object]]:
-    """Rows of the table; ``key`` holds the other columns.  Kernels with equal truncated names are merged."""
+    """Yield rows of the table; ``key`` holds the other columns.  Kernels with equal truncated names are merged."""
     merged: dict[tuple[str, str], list[float]] = defaultdict(lambda: [0.0, 0.0])
-    for one in kernels:
-        entry = merged[" ".join(one.name.split())[:NAME], one.kind]
-        entry[0] += one.calls
-        entry[1] += one.us
-    for (name, word), (calls, us) in merged.items():
-        yield {**key, "kernel": name, "class": word, "calls": f"{calls:g}", "us": round(us, 3)}
+    for kernel in kernels:
+        entry = merged[" ".join(kernel.name.split())[:NAME], kernel.kind]
+        entry[0] += kernel.calls
+        entry[1] += kernel.us
+    for (name, category), (calls, us) in merged.items():
+        yield {**key, "kernel": name, "class": category, "calls": f"{calls:g}", "us": round(us, 3)}

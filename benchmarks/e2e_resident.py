@@ -53,7 +53,7 @@ class Engine:
 
     @classmethod
     def of(cls, run: Run) -> Engine:
-        """The engine that ``run`` needs."""
+        """Return the engine that ``run`` needs."""
         return cls(run.system, run.pattern, run.variant.folder)
 
     @property
@@ -63,7 +63,7 @@ class Engine:
 
 
 def largest(runs: Sequence[Run]) -> Size:
-    """The size of an engine that can do all of ``runs``."""
+    """Return the size of an engine that can do all of ``runs``."""
     sizes = [run.size for run in runs]
     return Size(
         prompt=max(size.prompt + size.output for size in sizes) - 1,
@@ -76,17 +76,18 @@ def largest(runs: Sequence[Run]) -> Size:
 
 
 def cache_tokens(runs: Sequence[Run]) -> int:
-    """The tokens that the KV cache of an engine for ``runs`` must hold."""
+    """Return the tokens that the KV cache of an engine for ``runs`` must hold."""
     needed = 0
     for run in runs:
-        each = -(-(run.size.prompt + run.size.output) // BLOCK) * BLOCK
-        together = run.m if run.stage == DECODE else min(run.size.sequences, 2 * run.m // run.size.prompt + 1)
-        needed = max(needed, each * together)
+        size = run.size
+        tokens = -(-(size.prompt + size.output) // BLOCK) * BLOCK
+        sequences = run.m if run.stage == DECODE else min(size.sequences, 2 * run.m // size.prompt + 1)
+        needed = max(needed, tokens * sequences)
     return int(needed * CACHE_HEADROOM)
 
 
 def bytes_per_token(folder: Path) -> int:
-    """The bytes of a token in the KV cache of a decoder in 16 bits, by its config.json."""
+    """Return the bytes of a token in the KV cache of a decoder in 16 bits, by its config.json."""
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     config = config.get("text_config", config)
     heads = int(config["num_attention_heads"])
@@ -103,7 +104,7 @@ class Profiled:
     patterns: frozenset[str] | None = None
 
     def has(self, run: Run) -> bool:
-        """Whether the cell of ``run`` is one of them."""
+        """Return whether the cell of ``run`` is to be profiled."""
         of_patterns = self.patterns is None or run.pattern == DENSE or run.pattern in self.patterns
         return of_patterns and (self.m is None or run.m in self.m)
 
@@ -148,7 +149,7 @@ class Worker:
         return True
 
     def text(self) -> str:
-        """The output of the process so far."""
+        """Return the output of the process so far."""
         return self.log.read_text(encoding="utf-8", errors="replace")
 
     def close(self) -> None:
@@ -202,7 +203,7 @@ class ResidentBench(E2eBench):
         return Worker(arguments, env, self.out / "logs" / f"{engine.file_name}.log")
 
     def arguments(self, run: Run, size: Size) -> list[str]:
-        """The arguments of ``vllm bench throughput``."""
+        """Return the arguments of ``vllm bench throughput``."""
         result = log_path(self.out, run).with_suffix(".json")
         return command(self.vllm, self.version, run, self.workload, result, size)[3:]
 
@@ -221,11 +222,11 @@ class ResidentBench(E2eBench):
             raise RunError(self._broken[engine])
         try:
             worker.send([run.m if run.stage != DECODE else 0, self.arguments(run, run.size)])
-            done = worker.wait(self._seconds(time.monotonic()))
+            answered = worker.wait(self._seconds(time.monotonic()))
         except RunError as error:
             self._broken[engine] = str(error)
             raise
-        if not done:
+        if not answered:
             self._broken[engine] = "an earlier run of the engine did not end in time"
             if self.deadline.passed:
                 return None, ""

@@ -54,7 +54,7 @@ CACHE_SIZE_LINE = re.compile(r"KV cache size: ([\d,]+) tokens")
 
 
 class RunError(RuntimeError):
-    """A failed run, with the reason."""
+    """A run failed; the message is the reason."""
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,7 @@ class Failure:
 
 
 def conditions(systems: Sequence[str]) -> dict[str, Any]:
-    """The conditions of this machine, queried in a child process, because this one must not use GPU memory.
+    """Return the conditions of this machine, queried in a child process, because this one must not use GPU memory.
 
     Raises MissingError when a library that a system needs cannot run.
     """
@@ -81,17 +81,18 @@ def _conditions(systems: Sequence[str]) -> dict[str, Any]:
         gpu = machine.require_gpu()
     except machine.MissingError:
         return cpu_conditions()
-    found = machine.require_libraries(gpu, [LIBRARIES[name] for name in systems if name in LIBRARIES])
-    names = {library.name for library in found}
+    libraries = machine.require_libraries(gpu, [LIBRARIES[name] for name in systems if name in LIBRARIES])
     if set(systems) & {BLOCKS, *SLIDED_SYSTEMS}:  # the plugin uses whichever backend it finds
-        found += [one for one in machine.usable_libraries(gpu)[0] if one.sparse and one.name not in names]
-    return gpu_conditions(gpu, found)
+        names = {library.name for library in libraries}
+        usable, _ = machine.usable_libraries(gpu)
+        libraries += [library for library in usable if library.sparse and library.name not in names]
+    return gpu_conditions(gpu, libraries)
 
 
-def vllm_version(found: Mapping[str, Any]) -> Version | None:
-    """The version of vLLM in the conditions ``found``; None if unknown."""
+def vllm_version(facts: Mapping[str, Any]) -> Version | None:
+    """Return the version of vLLM in the conditions ``facts``; None if unknown."""
     try:
-        return Version(str(found["versions"]["vllm"]))
+        return Version(str(facts["versions"]["vllm"]))
     except InvalidVersion:
         return None
 
@@ -104,8 +105,8 @@ class Figures:
     tokens_per_joule: float | str = ""  # "": not measured
 
 
-def read_figures(run: Run, found: Mapping[str, Any], joules: float | None = None) -> Figures:
-    """The figures of a run, from the JSON that ``vllm bench throughput --output-json`` writes and the energy it took.
+def read_figures(run: Run, document: Mapping[str, Any], joules: float | None = None) -> Figures:
+    """Return a run's figures, from the JSON of ``vllm bench throughput --output-json`` and the energy that it used.
 
     prefill: ``total_num_tokens / elapsed_time``, prompt tokens as vLLM counted them and one output token a prompt.
     decode:  ``num_requests * output length / elapsed_time``, output tokens only.  Their number is exact, as the
@@ -116,10 +117,10 @@ def read_figures(run: Run, found: Mapping[str, Any], joules: float | None = None
     warm-up not.  Raises RunError when the JSON is not of this run, or when its prompts were too short for M.
     """
     try:
-        elapsed, total = float(found["elapsed_time"]), int(found["total_num_tokens"])
-        requests = int(found["num_requests"])
+        elapsed, total = float(document["elapsed_time"]), int(document["total_num_tokens"])
+        requests = int(document["num_requests"])
     except (KeyError, TypeError, ValueError) as error:
-        raise RunError(f"vLLM's JSON has no usable {error}: {json.dumps(found)[:300]}") from error
+        raise RunError(f"vLLM's JSON has no usable {error}: {json.dumps(document)[:300]}") from error
     size = run.size
     if elapsed <= 0 or requests != size.prompts:
         raise RunError(
@@ -139,7 +140,7 @@ def read_figures(run: Run, found: Mapping[str, Any], joules: float | None = None
 
 
 def check_log(run: Run, text: str) -> str:
-    """The plugin's log line, "" for a system without it.  Raises RunError if another system ran."""
+    """Return the plugin's log line, "" for a system without it.  Raises RunError if another system ran."""
     logged = SERVED_LINE.search(text)
     if run.system not in PLUGIN_SYSTEMS:
         if logged:
@@ -161,12 +162,12 @@ def check_log(run: Run, text: str) -> str:
 
 
 def check_room(run: Run, text: str) -> None:
-    """Raises RunError when vLLM's KV cache cannot hold the sequences that make up M."""
-    size, found = run.size, CACHE_SIZE_LINE.search(text)
-    wanted = run.m * (size.prompt + size.output) if run.stage == DECODE else run.m
-    if found and (room := int(found[1].replace(",", ""))) < wanted:
+    """Raise RunError when vLLM's KV cache cannot hold the sequences that make up M."""
+    size, match = run.size, CACHE_SIZE_LINE.search(text)
+    needed = run.m * (size.prompt + size.output) if run.stage == DECODE else run.m
+    if match and (room := int(match[1].replace(",", ""))) < needed:
         raise RunError(
-            f"the KV cache holds {room} tokens, {wanted} are needed for M {run.m}; "
+            f"the KV cache holds {room} tokens, {needed} are needed for M {run.m}; "
             "give vLLM more memory with --vllm-args"
         )
 
@@ -229,7 +230,7 @@ class E2eBench:
         """Do nothing: no process is left running between runs."""
 
     def run(self, runs: Sequence[Run]) -> bool:
-        """Measure what is not in the table; failed runs are added to ``failures``.  False when the time was up."""
+        """Measure what is not in the table, and note failed runs; return False if the time limit was reached."""
         for done, run in enumerate(runs):
             self.begin(done, run.label)
             if self.records.has(run.key):
@@ -250,7 +251,7 @@ class E2eBench:
         return True
 
     def _measure(self, run: Run) -> tuple[Figures | None, str]:
-        """(its figures, the plugin's line); (None, "") when the time of the whole command was up."""
+        """Return a run's figures and the plugin's log line, or (None, "") if the command's time limit was reached."""
         log = log_path(self.out, run)
         result = log.with_suffix(".json")
         result.unlink(missing_ok=True)  # of an earlier attempt
@@ -269,10 +270,10 @@ class E2eBench:
         line = check_log(run, text)
         check_room(run, text)
         try:
-            found = json.loads(result.read_text(encoding="utf-8"))
+            document = json.loads(result.read_text(encoding="utf-8"))
         except (OSError, ValueError) as error:
             raise RunError(f"vllm wrote no JSON that can be read ({error})") from error
-        return read_figures(run, found), line
+        return read_figures(run, document), line
 
     def _note(self, run: Run, reason: str) -> None:
         log = log_path(self.out, run)
@@ -284,19 +285,19 @@ class E2eBench:
 
 
 def log_path(out: Path, run: Run) -> Path:
-    """The file for the output of ``run``; vLLM's JSON is next to it."""
+    """Return the file for the output of ``run``; vLLM's JSON is next to it."""
     return out / "logs" / f"{run.file_name}.log"
 
 
 def format_command(run: Run, arguments: Sequence[str]) -> str:
-    """The command line for a shell, including its changes to the environment."""
+    """Return the command line for a shell, including its changes to the environment."""
     changes = differences(run.system, os.environ)
     return shlex.join(["env", *changes, *arguments] if changes else arguments)
 
 
 def last_lines(text: str) -> tuple[str, ...]:
-    """The first errors of a log, which usually cause the others, and its last lines."""
+    """Return the first errors of a log, which usually cause the others, and its last lines."""
     lines = [line.rstrip() for line in text.splitlines() if line.strip()]
     last = lines[-LAST_LINES:]
-    causes = dict.fromkeys(found[0] for line in lines[:-LAST_LINES] if (found := ERROR_LINE.search(line)))
+    causes = dict.fromkeys(match[0] for line in lines[:-LAST_LINES] if (match := ERROR_LINE.search(line)))
     return (*list(causes)[:CAUSES], *last)

@@ -76,10 +76,10 @@ class Meter:
 
         def metered(*args: Any, **kwargs: Any) -> Any:
             before = self._read()
-            found = generate(*args, **kwargs)
+            outputs = generate(*args, **kwargs)
             after = self._read()
             self.joules = None if before is None or after is None else (after - before) / 1000
-            return found
+            return outputs
 
         return metered
 

@@ -37,15 +37,15 @@ class Product:
     dtype: str
 
     def problem(self, m: int) -> Problem:
-        """The problem at ``m`` tokens; sparse libraries multiply the K' columns of PATTERN."""
+        """Return the problem at ``m`` tokens; sparse libraries multiply the K' columns of PATTERN."""
         k = self.layer.k
-        each = self.library.alignment
-        columns = slided_columns(k, PATTERN, each) if self.library.sparse else round_up(k, each)
+        alignment = self.library.alignment
+        columns = slided_columns(k, PATTERN, alignment) if self.library.sparse else round_up(k, alignment)
         return Problem(self.dtype, self.library.output_types(self.dtype)[0], self.layer.n, columns, m)
 
 
 def products(libraries: Sequence[Tunable], layers: Sequence[Layer], dtypes: Sequence[str]) -> list[Product]:
-    """The products that the libraries support; libraries of one layer and type come one after the other."""
+    """Return the products that the libraries support; those of one layer and type follow each other."""
     return [
         Product(library, layer, dtype)
         for dtype in dtypes
@@ -55,18 +55,18 @@ def products(libraries: Sequence[Tunable], layers: Sequence[Layer], dtypes: Sequ
     ]
 
 
-def output_types(found: Sequence[Product]) -> dict[str, str]:
-    """The output types of products, such as {"cusparselt int8": "bf16"}."""
-    return {f"{one.library.name} {one.dtype}": one.problem(1).out for one in found}
+def output_types(chosen: Sequence[Product]) -> dict[str, str]:
+    """Return the output types of products, such as {"cusparselt int8": "bf16"}."""
+    return {f"{product.library.name} {product.dtype}": product.problem(1).out for product in chosen}
 
 
 class LayoutBench:
     """Fills FOLDER/layout.csv."""
 
     def __init__(
-        self, session: Session, folder: Path, found: Sequence[Product], tokens: Sequence[int]
+        self, session: Session, folder: Path, chosen: Sequence[Product], tokens: Sequence[int]
     ) -> None:
-        self._session, self._products, self._tokens = session, found, tokens
+        self._session, self._products, self._tokens = session, chosen, tokens
         self.records = Records(folder, LAYOUT)
 
     @property
@@ -75,7 +75,7 @@ class LayoutBench:
         return len(self._products) * len(self._tokens) * len(LAYOUTS)
 
     def run(self) -> bool:
-        """Measure what is not in the table.  False when the time was up before the end."""
+        """Measure what is not in the table; return False if the time limit was reached first."""
         return all(self._run(product) for product in self._products)
 
     def _run(self, product: Product) -> bool:
@@ -99,20 +99,20 @@ class LayoutBench:
         session, problem, device = self._session, right.problem, self._session.gpu.device
         try:
             operands = session.inputs.operands(problem, weights.packed(layout))
-            found = search(library, problem, operands, session.clock, device, layout)
-            best = library.plan(problem, device, found.algorithm, layout)
+            result = search(library, problem, operands, session.clock, device, layout)
+            best = library.plan(problem, device, result.algorithm, layout)
             wrong = not right.agrees(best, layout, operands)
         except LibraryError as error:
             return _row("no", reason=error)
-        label = label_algorithm(found.algorithm, found.timing)
+        label = label_algorithm(result.algorithm, result.timing)
         if wrong:
             return _row("yes", algorithm=label, reason=WRONG_PRODUCT)
         try:
             launch = operands.launch(library.plan(problem, device, None, layout))
             own = time_exactly(session.clock, launch, operands.copies).p50
         except LibraryError as error:
-            return _row("yes", "", found.timing.p50, label, f"its heuristic is refused: {error}")
-        return _row("yes", own, found.timing.p50, label)
+            return _row("yes", "", result.timing.p50, label, f"its heuristic is refused: {error}")
+        return _row("yes", own, result.timing.p50, label)
 
 
 class _Weights:
@@ -125,7 +125,7 @@ class _Weights:
 
     @property
     def plain(self) -> Tensor:
-        """[n, k], 2:4 where the library wants that."""
+        """The weight [n, k], 2:4 for a sparse library."""
         if self._plain is None:
             problem = self._product.problem(self._least)
             sparse = self._product.library.sparse
@@ -133,7 +133,7 @@ class _Weights:
         return self._plain
 
     def packed(self, layout: Layout) -> list[Tensor]:
-        """Packed copies, enough for the smallest number of tokens.  Raises LibraryError."""
+        """Return packed copies, enough for the smallest number of tokens.  Raises LibraryError."""
         if layout not in self._packed:
             first = self._product.library.operand(self.plain, layout)
             copies = self._session.inputs.copies(self._product.problem(self._least))
@@ -146,23 +146,23 @@ class _Expected:
 
     def __init__(self, problem: Problem, weights: _Weights) -> None:
         self.problem, self._weights = problem, weights
-        self._known: tuple[Tensor, Tensor] | None = None
+        self._reference: tuple[Tensor, Tensor] | None = None
 
     def agrees(self, plan: Plan, layout: Layout, operands: Operands) -> bool:
         """Run ``plan`` on operands stored in its layout, and compare its output."""
-        if self._known is None:
+        if self._reference is None:
             x = operands.activations[0].clone()
-            self._known = x, exact_product(x, self._weights.plain, operands.outs[0].dtype)
-        x, expected = self._known
+            self._reference = x, exact_product(x, self._weights.plain, operands.outs[0].dtype)
+        x, expected = self._reference
         out = operands.outs[0]
         out.zero_()
         plan.run(x if layout.activations_k else x.t().contiguous(), operands.weights[0], out)
-        found = out if layout.output_n else out.view(self.problem.n, self.problem.m).t()
-        return outputs_agree(found, expected, self.problem)
+        output = out if layout.output_n else out.view(self.problem.n, self.problem.m).t()
+        return outputs_agree(output, expected, self.problem)
 
 
 def exact_product(x: Tensor, weight: Tensor, dtype: torch.dtype) -> Tensor:
-    """x [m, k] @ weight [n, k].T in float64 -> [m, n] of ``dtype``; INT8 sums are exact in float64."""
+    """Return x [m, k] @ weight [n, k].T, computed in float64 (exact for INT8), as [m, n] of ``dtype``."""
     out = torch.empty(x.shape[0], weight.shape[0], dtype=dtype, device=x.device)
     x = x.double()
     step = max(1, CHUNK_ELEMENTS // max(weight.shape[1], x.shape[0]))
@@ -188,11 +188,11 @@ def _key(product: Product, m: int, layout: Layout) -> dict[str, object]:
 def _row(
     taken: str, own: float | str = "", best: float | str = "", algorithm: str = "", reason: object = ""
 ) -> dict[str, object]:
-    words = " ".join(str(reason).split())  # a row is one line
+    text = " ".join(str(reason).split())  # a row is one line
     return {
         "taken": taken,
         "heuristic_us": own,
         "p50_us": best,
         "algorithm": algorithm,
-        "reason": words,
+        "reason": text,
     }

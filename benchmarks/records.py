@@ -69,18 +69,18 @@ PROFILE = Format("e2e_profile", (*_CELL, "kernel"), ("class", "calls", "us"))  #
 
 
 class RecordsError(SlideSparseError, RuntimeError):
-    """A table that cannot be read or continued; the message has the file and the remedy."""
+    """A table cannot be read or continued; the message names the file and the remedy."""
 
 
 def read_rows(path: Path, columns: Sequence[str]) -> tuple[list[dict[str, str]], bool]:
-    """(rows, whether the last line is incomplete) of a CSV file; no rows if it does not exist.
+    """Return the rows of a CSV file, none if it does not exist, and whether its last line is incomplete.
 
     An incomplete last line, which a killed process may leave, is ignored.  Raises RecordsError for other columns, and
     for a line of another length.
     """
     text = path.read_text(encoding="utf-8", errors="replace") if path.exists() else ""
-    whole = text[: text.rfind("\n") + 1]
-    lines = csv.reader(io.StringIO(whole, newline=""))
+    complete = text[: text.rfind("\n") + 1]
+    lines = csv.reader(io.StringIO(complete, newline=""))
     header = next(lines, None)
     if header not in (None, list(columns)):
         raise RecordsError(
@@ -88,13 +88,13 @@ def read_rows(path: Path, columns: Sequence[str]) -> tuple[list[dict[str, str]],
             "remove the file or choose another folder with --out"
         )
     rows = []
-    for number, words in enumerate(lines, 2):
-        if len(words) != len(columns):
+    for number, values in enumerate(lines, 2):
+        if len(values) != len(columns):
             raise RecordsError(
-                f"line {number} of {path} has {len(words)} values for {len(columns)} columns; correct or remove it"
+                f"line {number} of {path} has {len(values)} values for {len(columns)} columns; correct or remove it"
             )
-        rows.append(dict(zip(columns, words, strict=True)))
-    return rows, whole != text
+        rows.append(dict(zip(columns, values, strict=True)))
+    return rows, complete != text
 
 
 class Records:
@@ -115,29 +115,29 @@ class Records:
         return tuple(str(row[name]) for name in self._form.key)
 
     def has(self, row: Mapping[str, object]) -> bool:
-        """Whether there is a row with the key of this one."""
+        """Return whether there is a row with the key of ``row``."""
         return self._key_of(row) in self._keys
 
     def add(self, row: Mapping[str, object]) -> None:
         """Append a row, with numbers rounded to nanoseconds, and flush it."""
-        words = {name: _text(row[name]) for name in self._form.columns}
+        cells = {name: _text(row[name]) for name in self._form.columns}
         with self.path.open("a", encoding="utf-8", newline="") as file:
-            file.write(_line(list(words.values())))
-        self.rows.append(words)
-        self._keys.add(self._key_of(words))
+            file.write(_line(list(cells.values())))
+        self.rows.append(cells)
+        self._keys.add(self._key_of(cells))
 
 
 def _text(value: object) -> str:
     return f"{value:.3f}" if isinstance(value, float) else str(value)
 
 
-def _line(words: Sequence[str]) -> str:
+def _line(cells: Sequence[str]) -> str:
     buffer = io.StringIO()
-    csv.writer(buffer, lineterminator="\n").writerow(words)
+    csv.writer(buffer, lineterminator="\n").writerow(cells)
     return buffer.getvalue()
 
 
-def write_conditions(path: Path, found: Mapping[str, Any], same: Sequence[str] = SHARED_CONDITIONS) -> None:
+def write_conditions(path: Path, facts: Mapping[str, Any], same: Sequence[str] = SHARED_CONDITIONS) -> None:
     """Write conditions beside a table, with the date and the command line of this run added to those before.
 
     Raises RecordsError when the table was begun on another GPU, with other versions, or with another value of any of
@@ -145,8 +145,8 @@ def write_conditions(path: Path, found: Mapping[str, Any], same: Sequence[str] =
     need another library.
     """
     before = read_conditions(path)
-    old, new = before.get(VERSIONS, {}), found.get(VERSIONS, {})
-    was, now_is = {**before, VERSIONS: {**new, **old}}, {**found, VERSIONS: {**old, **new}}
+    old, new = before.get(VERSIONS, {}), facts.get(VERSIONS, {})
+    was, now_is = {**before, VERSIONS: {**new, **old}}, {**facts, VERSIONS: {**old, **new}}
     for name in same:
         if before and was.get(name) != now_is.get(name):
             raise RecordsError(
@@ -165,9 +165,9 @@ def write_conditions(path: Path, found: Mapping[str, Any], same: Sequence[str] =
     _write(path, document)
 
 
-def amend_conditions(path: Path, found: Mapping[str, Any]) -> None:
+def amend_conditions(path: Path, facts: Mapping[str, Any]) -> None:
     """Add facts known only after the start of a run to the conditions that `write_conditions` wrote."""
-    _write(path, {**read_conditions(path), **found})
+    _write(path, {**read_conditions(path), **facts})
 
 
 def _write(path: Path, document: Mapping[str, Any]) -> None:
@@ -178,7 +178,7 @@ def _write(path: Path, document: Mapping[str, Any]) -> None:
 
 
 def read_conditions(path: Path) -> dict[str, Any]:
-    """The JSON object beside a table; empty when it is not there.  Raises RecordsError."""
+    """Return the JSON object beside a table, or an empty one if it does not exist.  Raises RecordsError."""
     if not path.exists():
         return {}
     try:

@@ -67,7 +67,7 @@ class Job:
     library: Tunable | None = None
 
     def row(self, provider: str) -> dict[str, object]:
-        """The key of a cell."""
+        """Return the key of a cell."""
         shape, layer = self.shape, self.shape.layer
         return {
             "mode": shape.mode,
@@ -84,31 +84,36 @@ class Job:
 
 
 def squares(sizes: Sequence[int]) -> list[Shape]:
-    """M = N = K."""
+    """Return square products with M = N = K."""
     return [Shape(SQUARE, SQUARE, Layer(SQUARE, size, size), size) for size in sizes]
 
 
 def layers(models: Sequence[tuple[str, tuple[Layer, ...]]], tokens: Sequence[int]) -> list[Shape]:
-    """The layers of models at several numbers of tokens."""
-    return [Shape("model", name, layer, m) for name, found in models for layer in found for m in tokens]
+    """Return the layers of models at several numbers of tokens."""
+    return [
+        Shape("model", name, layer, m)
+        for name, model_layers in models
+        for layer in model_layers
+        for m in tokens
+    ]
 
 
 def parse_sparsities(text: str) -> tuple[str, ...]:
-    """``"2:4,1:4"`` -> ("2:4", "1:4").  Raises ShapeError."""
-    words = tuple(split_list(text))
-    for word in words:
-        kept, group = split_sparsity(word) if re.fullmatch(r"\d+:\d+", word) else (0, 0)
+    """Parse ``"2:4,1:4"`` into ("2:4", "1:4").  Raises ShapeError."""
+    sparsities = tuple(split_list(text))
+    for sparsity in sparsities:
+        kept, group = split_sparsity(sparsity) if re.fullmatch(r"\d+:\d+", sparsity) else (0, 0)
         if not 1 <= kept <= group <= MAX_GROUP:
             raise ShapeError(
-                f"--sparsity {word!r} is not KEPT:GROUP, such as 2:4, of groups of at most {MAX_GROUP}"
+                f"--sparsity {sparsity!r} is not KEPT:GROUP, such as 2:4, of groups of at most {MAX_GROUP}"
             )
-    if not words:
+    if not sparsities:
         raise ShapeError("--sparsity is empty; use KEPT:GROUP, such as 2:4,1:4")
-    return words
+    return sparsities
 
 
 def split_sparsity(sparsity: str) -> tuple[int, int]:
-    """``"2:4"`` -> (2, 4)."""
+    """Parse ``"2:4"`` into (2, 4)."""
     kept, _, group = sparsity.partition(":")
     return int(kept), int(group)
 
@@ -116,23 +121,23 @@ def split_sparsity(sparsity: str) -> tuple[int, int]:
 def jobs(
     shapes: Sequence[Shape], dtypes: Sequence[str], sparsities: Sequence[str], libraries: Sequence[Tunable]
 ) -> list[Job]:
-    """The jobs, shape by shape: dense, ours, the libraries' and the CPU's."""
-    found = []
+    """Return the jobs, shape by shape: dense, ours, the libraries' and the CPU's."""
+    planned = []
     for shape in shapes:
         for dtype in dtypes:
             dense = (CUBLAS, TF32) if dtype == "fp32" else (CUBLAS,)
-            found.append(Job(shape, dtype, DENSE, NONE, dense))
+            planned.append(Job(shape, dtype, DENSE, NONE, dense))
             for number, sparsity in enumerate(sparsities):
                 if number == 0 or shape.mode == SQUARE:
                     for offsets in (OWN, SHARED) if number == 0 else (OWN,):
-                        found.append(Job(shape, dtype, sparsity, offsets, tuple(VARIANTS)))
+                        planned.append(Job(shape, dtype, sparsity, offsets, tuple(VARIANTS)))
         for library in libraries:
             for dtype in LIBRARY_TYPES:
                 if library.output_types(dtype):
-                    found.append(Job(shape, dtype, TWO_FOUR.ratio, OWN, (library.name,), library))
+                    planned.append(Job(shape, dtype, TWO_FOUR.ratio, OWN, (library.name,), library))
         if shape.mode == SQUARE and shape.m <= CPU_MAX_SIZE and "fp32" in dtypes:
-            found.append(Job(shape, "fp32", sparsities[0], OWN, (CPU,)))
-    return found
+            planned.append(Job(shape, "fp32", sparsities[0], OWN, (CPU,)))
+    return planned
 
 
 class SpmmBench:
@@ -148,7 +153,7 @@ class SpmmBench:
         return sum(len(job.providers) for job in self._jobs)
 
     def run(self) -> bool:
-        """Measure what is not in the table.  False when the time was up before the end."""
+        """Measure what is not in the table; return False if the time limit was reached first."""
         return all(self._run(job) for job in self._jobs)
 
     def _run(self, job: Job) -> bool:
@@ -180,7 +185,7 @@ class SpmmBench:
         self.records.add(job.row(provider) | times | {"error": f"{error:.1e}"})
 
     def _measure(self, job: Job, missing: Sequence[str]) -> Iterator[tuple[str, Timing, float, float]]:
-        """(provider, timing, error, the most that is allowed) of each that is missing."""
+        """Yield (provider, timing, error, allowed error) of each missing provider."""
         if job.library is not None:
             yield job.library.name, *self._by_library(job, job.library)
         elif job.sparsity == DENSE:
@@ -191,7 +196,7 @@ class SpmmBench:
             yield from self._ours(job, missing)
 
     def _weight(self, job: Job) -> Compressed:
-        """A random weight, pruned."""
+        """Return a random pruned weight."""
         kept, group = split_sparsity(job.sparsity)
         strip = STRIP if job.offsets == SHARED else 1
         layer = job.shape.layer
@@ -206,7 +211,7 @@ class SpmmBench:
             (layer.k + layer.n) * m * size + rows * layer.n * (size + 1)
         )
         weights = [weight, *(weight.to(session.gpu.device, copy=True) for _ in range(copies - 1))]
-        x = [one.t() for one in session.inputs.activations(job.dtype, layer.k, m, copies)]
+        x = [tokens.t() for tokens in session.inputs.activations(job.dtype, layer.k, m, copies)]
         right = _Expected(x[0], decompress(weight))
         most = min(allowed_error(rows) + ROUNDING_UNITS[job.dtype], MAX_ERROR)
         for name in missing:
@@ -218,7 +223,7 @@ class SpmmBench:
             yield name, *self._timed(launch, copies, right), most
 
     def _dense(self, job: Job, missing: Sequence[str]) -> Iterator[tuple[str, Timing, float, float]]:
-        """cuBLAS: float32 with and without TF32; float16 with float32 sums, and no others."""
+        """Measure cuBLAS: float32 with and without TF32, float16 with float32 sums."""
         session, m, layer = self._session, job.shape.m, job.shape.layer
         dtype = DTYPES[job.dtype]
         copies = session.inputs.copies_exceeding_l2(
@@ -229,11 +234,11 @@ class SpmmBench:
         right = _Expected(x[0], weights[0])
         for name in missing:
             with matmul(tf32=name == TF32):
-                found = self._timed(lambda i: torch.mm(x[i], weights[i].t()), copies, right)
+                timed = self._timed(lambda i: torch.mm(x[i], weights[i].t()), copies, right)
             # the worst-case bound, as tensor cores may truncate sums; TF32 truncates each factor to 10 bits
             yield (
                 name,
-                *found,
+                *timed,
                 layer.k * 2.0**-23 + ROUNDING_UNITS[job.dtype] + (2.0**-9 if name == TF32 else 0),
             )
 
@@ -243,7 +248,7 @@ class SpmmBench:
         return time_exactly(self._session.clock, launch, copies), right.error(result)
 
     def _by_library(self, job: Job, library: Tunable) -> tuple[Timing, float, float]:
-        """A sparse library with its best algorithm, in its own precision."""
+        """Measure a sparse library with its best algorithm, in its own precision."""
         session, layer, dtype = self._session, job.shape.layer, job.dtype
         out = library.output_types(dtype)[0]
         columns = slided_columns(layer.k, TWO_FOUR.ratio, library.alignment)
@@ -251,16 +256,16 @@ class SpmmBench:
         weight = session.inputs.weight(dtype, layer.n, columns, sparse=True)
         first = library.operand(weight)
         packed = [first, *(first.clone() for _ in range(session.inputs.copies(problem) - 1))]
-        found = session.search(library, problem, packed)
+        result = session.search(library, problem, packed)
         operands = session.inputs.operands(problem, packed)
-        operands.launch(library.plan(problem, session.gpu.device, found.algorithm))(0)
+        operands.launch(library.plan(problem, session.gpu.device, result.algorithm))(0)
         x, w = operands.activations[0].float(), weight.float()
         if operands.scale_x is not None:
             x = x * operands.scale_x[:, None]
         if operands.scale_w is not None:
             w = w * operands.scale_w[:, None]
         # sums of FP8 are cut to 14 bits (`slidesparse.tune.search.outputs_agree`), and results to BF16
-        return found.timing, _Expected(x, w).error(operands.outs[0]), 2.0**-7
+        return result.timing, _Expected(x, w).error(operands.outs[0]), 2.0**-7
 
     def _by_cpu(self, job: Job) -> tuple[Timing, float, float]:
         weight = self._weight(job).to("cpu")
@@ -282,7 +287,7 @@ class _Expected:
         self._known: tuple[Tensor, Tensor] | None = None
 
     def error(self, result: Tensor) -> float:
-        """The largest error of an output, relative to the sum of the magnitudes of its products."""
+        """Return the largest error of an output, relative to the sum of the magnitudes of its products."""
         if self._known is None:
             pair = (self._x, self._weight), (self._x.abs(), self._weight.abs())
             right, sizes = (exact_product(x, weight, torch.float64) for x, weight in pair)
@@ -292,7 +297,7 @@ class _Expected:
 
 
 def allowed_error(products: int) -> float:
-    """The largest expected error of a float32 sum of products, relative to the sum of their magnitudes.
+    """Return the largest expected error of a float32 sum of products, relative to the sum of their magnitudes.
 
     Every step rounds by at most u = 2^-24 of a partial sum.  Roundings of random sign stay within
     8 sqrt(products) u but for 2 exp(-32), once in 4e13 outputs (Higham and Mary, 2019).  The worst-case

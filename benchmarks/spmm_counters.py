@@ -34,7 +34,7 @@ Cell = tuple[int, str, str, str]  # size, dtype, offsets, provider
 
 
 def cells() -> list[Cell]:
-    """All that are profiled, in the order of their launches."""
+    """Return all cells to profile, in the order of their launches."""
     return [
         (size, dtype, offsets, name)
         for size in SIZES
@@ -47,8 +47,8 @@ def cells() -> list[Cell]:
 def measure(folder: Path, seconds: float | None = None) -> str:
     """Fill FOLDER/spmm_counters.csv unless it is complete; return the outcome as text for the conditions."""
     rows, _ = read_rows(folder / "spmm_counters.csv", SPMM_COUNTERS.columns)
-    have = {tuple(row[name] for name in SPMM_COUNTERS.key) for row in rows}
-    missing = [cell for cell in cells() if tuple(map(str, _row(cell).values())) not in have]
+    measured = {tuple(row[name] for name in SPMM_COUNTERS.key) for row in rows}
+    missing = [cell for cell in cells() if tuple(map(str, _row(cell).values())) not in measured]
     program = find_program()
     if program is None:
         return "ncu was not found"
@@ -58,48 +58,48 @@ def measure(folder: Path, seconds: float | None = None) -> str:
     log.unlink(missing_ok=True)
     command = [program, "--csv", "--page", "raw", "--print-units", "base", "--clock-control", "none"]
     command += ["--kernel-name", "regex:Spmm", "--metrics", ",".join(COUNTERS.values())]
-    words = [",".join(map(str, cell)) for cell in missing]
-    command += [sys.executable, "-m", "benchmarks.spmm_counters", *words]
+    arguments = [",".join(map(str, cell)) for cell in missing]
+    command += [sys.executable, "-m", "benchmarks.spmm_counters", *arguments]
     status = execute(command, os.environ, log, SECONDS if seconds is None else min(SECONDS, seconds))
     text = log.read_text(encoding="utf-8", errors="replace")
-    found = read(text)
-    if status != 0 or len(found) != len(missing):
+    counters = read(text)
+    if status != 0 or len(counters) != len(missing):
         lines = text.strip().splitlines()
         errors = " ".join([line for line in lines if line.startswith("==ERROR==")] or lines[-3:])
-        how = "took too long" if status is None else f"ended with {status}"
-        return f"ncu {how} and {len(found)} of {len(missing)} kernels: {errors}; see {log.name}"
+        outcome = "took too long" if status is None else f"ended with {status}"
+        return f"ncu {outcome} and {len(counters)} of {len(missing)} kernels: {errors}; see {log.name}"
     records = Records(folder, SPMM_COUNTERS)
-    for cell, values in zip(missing, found, strict=True):
+    for cell, values in zip(missing, counters, strict=True):
         records.add(_row(cell) | values)
     return f"measured by ncu, {version(program)}"
 
 
 def find_program() -> str | None:
-    """The path of Nsight Compute's command line, from the PATH or the usual places."""
-    found = [shutil.which("ncu"), USUAL, *map(str, sorted(Path(INSTALLED).glob("*/ncu"), reverse=True))]
-    return next((path for path in found if path and Path(path).is_file()), None)
+    """Return the path of Nsight Compute's command line, from the PATH or the usual places."""
+    candidates = [shutil.which("ncu"), USUAL, *map(str, sorted(Path(INSTALLED).glob("*/ncu"), reverse=True))]
+    return next((path for path in candidates if path and Path(path).is_file()), None)
 
 
 def version(program: str) -> str:
-    """The line "Version 2025.3.1.0 (build ...)" of ``ncu --version``."""
+    """Return the line "Version 2025.3.1.0 (build ...)" of ``ncu --version``."""
     lines = (line.strip() for line in version_text(program).splitlines())
     return next((line for line in lines if line.startswith("Version")), "no version")
 
 
 def read(text: str) -> list[dict[str, str]]:
-    """The counters of each kernel in the output of ``ncu --csv --page raw``; "" for one that ncu does not know.
+    """Return the counters of each kernel in the output of ``ncu --csv --page raw``; "" for unknown counters.
 
     Lines before the table are messages; the line below the header has units.
     """
     lines = text.splitlines()
     start = next((i for i, line in enumerate(lines) if line.startswith('"ID"')), len(lines))
     rows = list(csv.DictReader(io.StringIO("\n".join(lines[start:]))))
-    found = []
+    counters = []
     for row in rows:
         if row["ID"].isdigit():
             values = {name: (row.get(metric) or "").replace(",", "") for name, metric in COUNTERS.items()}
-            found.append({name: value if _is_number(value) else "" for name, value in values.items()})
-    return found
+            counters.append({name: value if _is_number(value) else "" for name, value in values.items()})
+    return counters
 
 
 def _is_number(text: str) -> bool:
@@ -116,22 +116,25 @@ def _row(cell: Cell) -> dict[str, object]:
     return {"dtype": dtype, "sparsity": SPARSITY, "offsets": offsets, **sizes}
 
 
-def launch(words: list[str]) -> None:
+def launch(arguments: list[str]) -> None:
     """Launch one kernel for each cell of the command line, in order."""
     kept, group = split_sparsity(SPARSITY)
     generator = torch.Generator("cuda").manual_seed(0)
-    made: dict[tuple[str, str, str], tuple[torch.Tensor, object]] = {}
-    for word in words:
-        size, dtype, offsets, provider = word.split(",")
-        if (size, dtype, offsets) not in made:
-            made.clear()
+    operands: dict[tuple[str, str, str], tuple[torch.Tensor, object]] = {}
+    for argument in arguments:
+        size, dtype, offsets, provider = argument.split(",")
+        if (size, dtype, offsets) not in operands:
+            operands.clear()
             strip = STRIP if offsets == SHARED else 1
             x, dense = (
                 torch.randn(int(size), int(size), generator=generator, device="cuda").to(DTYPES[dtype])
                 for _ in range(2)
             )
-            made[size, dtype, offsets] = x.t(), compress(prune(dense, kept, group, strip), kept, group, strip)
-        x, weight = made[size, dtype, offsets]
+            operands[size, dtype, offsets] = (
+                x.t(),
+                compress(prune(dense, kept, group, strip), kept, group, strip),
+            )
+        x, weight = operands[size, dtype, offsets]
         spmm(x, weight, *VARIANTS[provider])  # type: ignore[arg-type]
     torch.cuda.synchronize()
 

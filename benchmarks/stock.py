@@ -24,7 +24,7 @@ class Stock:
     path: str  # of the shared library they are from
 
     def gemm(self, operands: Operands) -> Launch:
-        """out = (activations @ weight.T) * scale_x * scale_w, the scales in the epilogue; weights dense [n, k].
+        """Launch out = (activations @ weight.T) * scale_x * scale_w, scales in the epilogue; weights dense [n, k].
 
         The operands have both scales.
         """
@@ -38,7 +38,7 @@ class Stock:
         )
 
     def linear(self, x: Tensor, weight: Tensor, scale_w: Tensor) -> Tensor:
-        """A whole layer as vLLM runs it: x [M, K] bfloat16, weight [N, K] of int8 or fp8 -> [M, N] bfloat16."""
+        """Run a whole layer as vLLM does: x [M, K] bfloat16, weight [N, K] of int8 or fp8 -> [M, N] bfloat16."""
         q = torch.empty_like(x, dtype=weight.dtype)
         scale_x = torch.empty(x.shape[0], 1, dtype=torch.float32, device=x.device)
         if weight.dtype == torch.int8:
@@ -51,7 +51,7 @@ class Stock:
 
 
 def find(path: Path | None) -> Stock | None:
-    """vLLM's kernels from the library at ``path``, or else from the installed vLLM; None if there is none.
+    """Return vLLM's kernels from the library at ``path``, or else from the installed vLLM; None if there is none.
 
     Raises MissingError if a library lacks the kernels.
     """
@@ -59,11 +59,11 @@ def find(path: Path | None) -> Stock | None:
     if not paths:
         return None
     refusals = []
-    for one in paths:
+    for library in paths:
         try:
-            torch.ops.load_library(str(one))
+            torch.ops.load_library(str(library))
         except OSError as error:
-            refusals.append(f"{one} cannot be loaded: {error}")
+            refusals.append(f"{library} cannot be loaded: {error}")
     missing = [name for name in NEEDED if not hasattr(torch.ops._C, name)]
     if missing:
         raise MissingError(

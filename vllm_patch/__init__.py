@@ -13,7 +13,7 @@ MODELS = {"BitNetForCausalLM": f"{__name__}.bitnet:BitNetForCausalLM"}  # import
 def register() -> None:
     """Register the quantization method ``slidesparse`` and our models with vLLM, unless DISABLE_SLIDESPARSE=1.
 
-    Idempotent; initializes no device.  Raises CompatibilityError when a flag asks for a vLLM that cannot work.
+    Idempotent; initializes no device.  Raises CompatibilityError if a flag is set and vLLM is too old.
     """
     from slidesparse import flags
 
@@ -33,6 +33,6 @@ def register_models() -> None:
     """Register the models that vLLM lacks."""
     from vllm import ModelRegistry
 
-    for architecture, where in MODELS.items():
+    for architecture, path in MODELS.items():
         if architecture not in ModelRegistry.get_supported_archs():
-            ModelRegistry.register_model(architecture, where)
+            ModelRegistry.register_model(architecture, path)

@@ -36,7 +36,7 @@ ACTIVATION = "relu2"
 
 
 class ShardedRMSNorm(nn.Module):
-    """RMSNorm over rows [M, K] of which a tensor-parallel rank holds K / ranks columns, one after another."""
+    """RMSNorm over rows [M, K] of which each tensor-parallel rank holds K / ranks consecutive columns."""
 
     def __init__(self, hidden_size: int, eps: float) -> None:
         super().__init__()
@@ -57,7 +57,7 @@ class ShardedRMSNorm(nn.Module):
 
 
 def sub_norm(hidden_size: int, eps: float) -> nn.Module:
-    """Make a norm over rows that are sharded by columns; with one rank vLLM's own, which the plugin can fuse."""
+    """Return a norm over rows that are sharded by columns: with one rank vLLM's own, which the plugin can fuse."""
     kind = RMSNorm if get_tensor_model_parallel_world_size() == 1 else ShardedRMSNorm
     return kind(hidden_size, eps=eps)
 

@@ -40,22 +40,22 @@ def works() -> bool:
     distribution = installed()
     if distribution is None:
         return True  # built from source without metadata: the version is unknown
-    found = distribution[1].partition("+")[0]
-    if tells_no_release(found):
+    release = distribution[1].partition("+")[0]
+    if tells_no_release(release):
         warn(
-            f"slidesparse needs vLLM {VLLM_OLDEST} or later; the version of this one, {found}, does not say which "
+            f"slidesparse needs vLLM {VLLM_OLDEST} or later; the version of this one, {release}, does not say which "
             "release it is, as it was built without git tags, so it is taken for a supported one. If it is one, set "
             "VLLM_VERSION_OVERRIDE or SETUPTOOLS_SCM_PRETEND_VERSION to its release when you build it; if not, set "
             "DISABLE_SLIDESPARSE=1"
         )
         return True
-    if numbers(found) < numbers(VLLM_OLDEST):
-        words = f"slidesparse needs vLLM {VLLM_OLDEST} or later, found {found}: upgrade vLLM"
+    if numbers(release) < numbers(VLLM_OLDEST):
+        problem = f"slidesparse needs vLLM {VLLM_OLDEST} or later, found {release}: upgrade vLLM"
         if flags.asked():
-            raise CompatibilityError(f"{words}, or unset {flags.asked()}")
-        warn(f"{words}, or set DISABLE_SLIDESPARSE=1. Models are served without it")
+            raise CompatibilityError(f"{problem}, or unset {flags.asked()}")
+        warn(f"{problem}, or set DISABLE_SLIDESPARSE=1. Models are served without it")
         return False
-    if found not in tested_releases(distribution[0], distribution[1]):
+    if release not in tested_releases(distribution[0], distribution[1]):
         warn(
             f"slidesparse is tested with vLLM {VLLM_TESTED_TEXT}; this is {' '.join(distribution)}. "
             "DISABLE_SLIDESPARSE=1 switches it off"
@@ -64,9 +64,9 @@ def works() -> bool:
 
 
 @cache  # vLLM may load a plugin several times, and makes many layers
-def warn(words: str) -> None:
+def warn(message: str) -> None:
     """Log a warning once per process."""
-    logger.warning("%s", words)
+    logger.warning("%s", message)
 
 
 def is_moe(layer: object) -> bool:
@@ -93,9 +93,9 @@ def loads_dummy_weights() -> bool:
 
 
 def loads_a_dump() -> str:
-    """Return the load format if weights are loaded from a dump of another engine's parameters, else ""."""
-    found = str(current_config().load_config.load_format)
-    return found if found in ("sharded_state", "runai_streamer_sharded", "tensorizer") else ""
+    """Return the load format if it loads the dumped parameters of another engine, else ""."""
+    load_format = str(current_config().load_config.load_format)
+    return load_format if load_format in ("sharded_state", "runai_streamer_sharded", "tensorizer") else ""
 
 
 def starts_threads() -> bool:
@@ -110,7 +110,7 @@ def model_dtype() -> Any:
 
 
 def stages() -> int:
-    """Pipeline-parallel size of the model under construction."""
+    """Return the pipeline-parallel size of the model under construction."""
     return int(current_config().parallel_config.pipeline_parallel_size)
 
 
@@ -133,5 +133,5 @@ def compiles_by_inductor(compilation: Any) -> bool:
 
 
 def checkpoint_name(layer: str) -> str:
-    """The checkpoint's name of a layer where vLLM's own differs: it calls BERT's self-attention ``output``."""
+    """Return a layer's name in the checkpoint; vLLM calls BERT's self-attention ``output``."""
     return layer.replace(".attention.output.qkv_proj", ".attention.self.qkv_proj")

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any
 
-import regex  # as vLLM reads them
+import regex  # with which vLLM compiles ignore and targets
 from slidesparse.vllm_patch import compat, fusion
 from slidesparse.vllm_patch.scheme import W8A8, SlideSparseScheme, refusal
 from slidesparse.vllm_patch.summary import LayerSummary
@@ -55,7 +55,7 @@ HEADS = {"total_num_heads": "num_attention_heads", "total_num_kv_heads": "num_ke
 
 @register_quantization_config(QUANT_METHOD)
 class SlideSparseConfig(CompressedTensorsConfig):
-    """Compressed-tensors, with W8A8 layers that obey the pattern run by slidesparse and all others by vLLM."""
+    """Compressed-tensors config that runs W8A8 layers that obey the pattern by slidesparse, all others by vLLM."""
 
     resolution: Resolution
     metadata: Metadata | None
@@ -73,22 +73,22 @@ class SlideSparseConfig(CompressedTensorsConfig):
     def override_quantization_method(
         cls, hf_quant_cfg: dict[str, Any] | None, user_quant: str | None, hf_config: Any = None
     ) -> str | None:
-        """Take the checkpoints that `slidesparse.resolve.claim` claims.
+        """Select this method for the checkpoints that `slidesparse.resolve.claim` claims.
 
         vLLM calls this in the front-end process when it reads the config of a model or of a draft model; only workers
         parse the latter.
         """
         log_as_vllm_does()
-        given = hf_quant_cfg or {}
-        resolution = claim(given, user_quant, _machine)
+        config = hf_quant_cfg or {}
+        resolution = claim(config, user_quant, _machine)
         if resolution is None:
-            if given.get("quant_method") == COMPRESSED_TENSORS:
-                _warn_without_effect(given)
+            if config.get("quant_method") == COMPRESSED_TENSORS:
+                _warn_without_effect(config)
             return None
-        forms = _config_dicts(hf_quant_cfg, hf_config)
-        stamp(resolution, forms)
-        for form in forms:
-            _add_head_counts(form, hf_config)
+        config_dicts = _config_dicts(hf_quant_cfg, hf_config)
+        stamp(resolution, config_dicts)
+        for config_dict in config_dicts:
+            _add_head_counts(config_dict, hf_config)
         return QUANT_METHOD
 
     @classmethod
@@ -102,17 +102,17 @@ class SlideSparseConfig(CompressedTensorsConfig):
         _require_readable(config)
         config.pop("sparsity_config", None)  # newer vLLM rejects this key, whose content is in the resolution
         try:
-            made = super().from_config(config)
+            quant_config = super().from_config(config)
         except (AttributeError, KeyError, TypeError, ValueError) as error:
             reason = f"{type(error).__name__}: {' '.join(str(error).split())}"
             raise ResolveError(
                 f"vLLM cannot read quantization_config of this checkpoint ({reason}); {CONVERT_AGAIN}"
             ) from error
-        made.resolution = resolution
-        made.metadata = Metadata.of_config(config)
-        made.summary = LayerSummary()
-        made.key = _key(config, resolution)
-        return made
+        quant_config.resolution = resolution
+        quant_config.metadata = Metadata.of_config(config)
+        quant_config.summary = LayerSummary()
+        quant_config.key = _key(config, resolution)
+        return quant_config
 
     def apply_vllm_mapper(self, hf_to_vllm_mapper: Any) -> None:
         """Rename the layers of the metadata along with vLLM's own lists."""
@@ -197,10 +197,10 @@ class SlideSparseConfig(CompressedTensorsConfig):
 
     def _replaced_by(self, scheme: str, name: str) -> None:
         """Warn that vLLM chose a scheme that we do not wrap, or raise ResolveError if that must not serve the layer."""
-        found = f"vLLM runs W8A8 layers of this checkpoint by its own {scheme}"
+        problem = f"vLLM runs W8A8 layers of this checkpoint by its own {scheme}"
         remedy = f"slidesparse convert SRC OUT --sparsity {self.resolution.pattern}"
         if scheme == WEIGHT_ONLY:
-            found += f": {NO_FP8_ACTIVATIONS}"
+            problem += f": {NO_FP8_ACTIVATIONS}"
             remedy = f"convert the original model to INT8: {remedy} --quant int8"
         else:
             remedy = (
@@ -208,15 +208,15 @@ class SlideSparseConfig(CompressedTensorsConfig):
             )
         if self.resolution.layout != "dense":
             raise ResolveError(
-                f"{name}: {found}; that cannot read the {self.resolution.layout} layout. For sparse layers {remedy}; "
+                f"{name}: {problem}; that cannot read the {self.resolution.layout} layout. For sparse layers {remedy}; "
                 "for vLLM's own kernels convert with --layout dense"
             )
         if self.resolution.asked:
             raise ResolveError(
-                f"{name}: {found}, while a SlideSparse flag is set. For sparse layers {remedy}; "
+                f"{name}: {problem}, while a SlideSparse flag is set. For sparse layers {remedy}; "
                 "for vLLM's own kernels unset the flag"
             )
-        compat.warn(f"SlideSparse leaves them dense: {found}. For sparse layers {remedy}")
+        compat.warn(f"SlideSparse leaves them dense: {problem}. For sparse layers {remedy}")
 
     def _entry(self, name: str) -> LayerEntry | None:
         """Return the metadata entry of a layer, or of all parts that vLLM fuses into it, or None."""
@@ -237,8 +237,8 @@ class SlideSparseConfig(CompressedTensorsConfig):
         layers = self._listed()
         if name in layers:
             return layers[name]
-        for known, entry in layers.items():
-            if name.endswith(f".{known}") or known.endswith(f".{name}"):
+        for listed_name, entry in layers.items():
+            if name.endswith(f".{listed_name}") or listed_name.endswith(f".{name}"):
                 return entry
         return None
 
@@ -247,8 +247,8 @@ def _machine() -> tuple[str, Capability]:
     """Return vLLM's platform, and the GPU's compute capability if vLLM knows it, without initializing CUDA."""
     if not current_platform.is_cuda():
         return "cpu" if current_platform.is_cpu() else current_platform.device_name, None
-    found = current_platform.get_device_capability()
-    return "cuda", None if found is None else (found.major, found.minor)
+    capability = current_platform.get_device_capability()
+    return "cuda", None if capability is None else (capability.major, capability.minor)
 
 
 def _warn_without_effect(config: Mapping[str, Any]) -> None:
@@ -290,16 +290,18 @@ def _require_readable(config: Mapping[str, Any]) -> None:
         )
 
 
-def _config_dicts(given: dict[str, Any] | None, hf_config: Any) -> list[dict[str, Any]]:
+def _config_dicts(quant_config: dict[str, Any] | None, hf_config: Any) -> list[dict[str, Any]]:
     """Return the dicts that hold a model's quantization_config in this process.
 
     From 0.30 on vLLM passes a copy; workers get the one in ``hf_config``, or in a config nested in it.
     """
     nested = (hf_config, getattr(hf_config, "text_config", None))
-    found = [
-        getattr(one, key, None) for one in nested for key in ("quantization_config", "compression_config")
+    values = [
+        getattr(source, key, None)
+        for source in nested
+        for key in ("quantization_config", "compression_config")
     ]
-    return [form for form in (given, *found) if isinstance(form, dict)]
+    return [value for value in (quant_config, *values) if isinstance(value, dict)]
 
 
 def _add_head_counts(config: dict[str, Any], hf_config: Any) -> None:
@@ -307,14 +309,14 @@ def _add_head_counts(config: dict[str, Any], hf_config: Any) -> None:
     text = getattr(hf_config, "text_config", None) or hf_config
     if config.get("quant_method") == QUANT_METHOD and text is not None:
         heads = getattr(text, "num_attention_heads", None)
-        for ours, theirs in HEADS.items():
-            config.setdefault(ours, getattr(text, theirs, None) or heads)
+        for target, source in HEADS.items():
+            config.setdefault(target, getattr(text, source, None) or heads)
 
 
 def _key(config: dict[str, Any], resolution: Resolution) -> str:
     """Return a digest of the resolution, without its reason, and of the checkpoint's metadata."""
-    known = {**asdict(resolution), "reason": "", "metadata": config.get(KEY)}
-    return hashlib.sha256(json.dumps(known, sort_keys=True, default=str).encode()).hexdigest()
+    facts = {**asdict(resolution), "reason": "", "metadata": config.get(KEY)}
+    return hashlib.sha256(json.dumps(facts, sort_keys=True, default=str).encode()).hexdigest()
 
 
 def watch_models_without_quantization() -> None:
@@ -332,25 +334,25 @@ def watch_models_without_quantization() -> None:
 
     class Parser(HFConfigParser):  # type: ignore[misc]
         def parse(self, model: Any, *args: Any, **kwargs: Any) -> Any:
-            found = super().parse(model, *args, **kwargs)
+            parsed = super().parse(model, *args, **kwargs)
             # A config.json without an architecture belongs to a tokenizer; vLLM parses it, too.
-            is_model = bool(found[0].get("architectures"))
-            if is_model and not any(isinstance(form, dict) for form in _config_dicts(None, found[1])):
+            is_model = bool(parsed[0].get("architectures"))
+            if is_model and not any(isinstance(value, dict) for value in _config_dicts(None, parsed[1])):
                 require_no_flag(str(model))
                 idle = ", ".join(flags.given())
                 compat.warn(f"SlideSparse flags have no effect on {model}, which is not quantized: {idle}")
-            return found
+            return parsed
 
     register_config_parser("hf")(Parser)
 
 
 def log_as_vllm_does() -> None:
     """Send the whole package's log to vLLM's handlers, once, unless the user has configured handlers for it."""
-    ours, theirs = logging.getLogger("slidesparse"), logging.getLogger("vllm")
-    if ours.handlers:
+    package, vllm = logging.getLogger("slidesparse"), logging.getLogger("vllm")
+    if package.handlers:
         return
-    for handler in theirs.handlers:
-        ours.addHandler(handler)
-    ours.propagate = theirs.propagate
-    if ours.level == logging.NOTSET:
-        ours.setLevel(theirs.level)
+    for handler in vllm.handlers:
+        package.addHandler(handler)
+    package.propagate = vllm.propagate
+    if package.level == logging.NOTSET:
+        package.setLevel(vllm.level)

@@ -68,7 +68,7 @@ def register(key: str, resolution: Resolution) -> str:
         resolution: how the model is served; if it does not ask for fusion, the outcome is "".
     """
     config = compat.current_config().compilation_config
-    found = add_cache_key(key)
+    custom_pass = add_cache_key(key)
     if not resolution.fuse:
         return ""
     if not gemm.get(resolution.backend).fuses:
@@ -77,9 +77,9 @@ def register(key: str, resolution: Resolution) -> str:
         return "norms and activations not fused: the model is not compiled by Inductor"
     if FusionPass.__base__ is object:
         return "norms and activations not fused: this vLLM takes no passes"
-    if not isinstance(found, FusionPass):
-        return f"norms and activations not fused: {PASS_KEY} is taken by {type(found).__name__}"
-    found.fuses = True
+    if not isinstance(custom_pass, FusionPass):
+        return f"norms and activations not fused: {PASS_KEY} is taken by {type(custom_pass).__name__}"
+    custom_pass.fuses = True
     return "norms and activations fused"
 
 
@@ -91,19 +91,19 @@ def add_cache_key(key: str) -> Any:
     """
     config = compat.current_config()
     if FusionPass.__base__ is object:
-        found = None
+        custom_pass = None
     else:
-        found = config.compilation_config.inductor_compile_config.setdefault(PASS_KEY, FusionPass())
-    if isinstance(found, FusionPass):
-        found.keys = tuple(sorted({*found.keys, key}))
+        custom_pass = config.compilation_config.inductor_compile_config.setdefault(PASS_KEY, FusionPass())
+    if isinstance(custom_pass, FusionPass):
+        custom_pass.keys = tuple(sorted({*custom_pass.keys, key}))
     elif isinstance(config.additional_config, dict):
-        known = config.additional_config.get(ADDITIONAL, ())
-        config.additional_config[ADDITIONAL] = sorted({*known, key})
-    return found
+        keys = config.additional_config.get(ADDITIONAL, ())
+        config.additional_config[ADDITIONAL] = sorted({*keys, key})
+    return custom_pass
 
 
 class FusionPass(compat.inductor_pass()):  # type: ignore[misc]
-    """The pass, which Inductor calls with each graph to compile.  It is copied and pickled with configs."""
+    """The pass over each graph that Inductor compiles.  It is copied and pickled with configs."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -112,9 +112,9 @@ class FusionPass(compat.inductor_pass()):  # type: ignore[misc]
 
     def __call__(self, graph: Graph) -> None:
         """Fuse the layers of a graph and log how many, once for all equal graphs."""
-        done = fuse(graph) if self.fuses else None
-        if done:
-            _log(tuple(sorted(done.items())))
+        counts = fuse(graph) if self.fuses else None
+        if counts:
+            _log(tuple(sorted(counts.items())))
 
     def uuid(self) -> str:
         """Return a key that changes whenever the pass or its inputs may change the result."""
@@ -127,8 +127,8 @@ def _source() -> str:
 
 
 @cache
-def _log(done: tuple[tuple[str, int], ...]) -> None:
-    logger.info("SlideSparse fusion in a graph: %s", ", ".join(f"{count} {name}" for name, count in done))
+def _log(counts: tuple[tuple[str, int], ...]) -> None:
+    logger.info("SlideSparse fusion in a graph: %s", ", ".join(f"{count} {name}" for name, count in counts))
 
 
 @dataclass(frozen=True)
@@ -146,17 +146,17 @@ def fuse(graph: Graph) -> Counter[str]:
 
     The graph may be any model's; unknown operations are left alone.
     """
-    done: Counter[str] = Counter()
+    counts: Counter[str] = Counter()
     for node in list(graph.nodes):
         if node.target is not ours.linear.default:
             continue
         producer = None if node.kwargs else _producer(node)
         if producer:
             _replace(node, producer)
-        done[node.target.name().partition("::")[2]] += 1
-    if set(done) - {"linear"}:
+        counts[node.target.name().partition("::")[2]] += 1
+    if set(counts) - {"linear"}:
         stable_topological_sort(graph)  # a sum may be used before the layer
-    return done
+    return counts
 
 
 def _producer(layer: Node) -> Producer | None:
@@ -167,10 +167,10 @@ def _producer(layer: Node) -> Producer | None:
     value = source.meta.get("val")
     if not isinstance(value, torch.Tensor) or value.dim() != 2:
         return None
-    for find in (_whole_norm, _written_norm, _written_activation):
-        found = find(source, value)
-        if found:
-            return found
+    for match in (_whole_norm, _written_norm, _written_activation):
+        producer = match(source, value)
+        if producer:
+            return producer
     return None
 
 
@@ -195,9 +195,9 @@ def _replace(layer: Node, producer: Producer) -> None:
 
 def _result(layer: Node, index: int) -> Node:
     with layer.graph.inserting_after(layer):
-        found = layer.graph.call_function(operator.getitem, (layer, index))
-    found.meta["val"] = layer.meta["val"][index]
-    return found
+        result = layer.graph.call_function(operator.getitem, (layer, index))
+    result.meta["val"] = layer.meta["val"][index]
+    return result
 
 
 def _whole_norm(source: Node, value: torch.Tensor) -> Producer | None:
@@ -225,12 +225,12 @@ def _norm(
 ) -> Producer | None:
     """Return the producer of a norm, or None unless ``inputs`` are ``rows`` tensors like ``value``, weight and eps."""
     *tensors, eps = inputs[: rows + 2]
-    if len(inputs) < rows + 2 or any(one is not None for one in inputs[rows + 2 :]):
+    if len(inputs) < rows + 2 or any(extra is not None for extra in inputs[rows + 2 :]):
         return None  # a norm over a part of the row
-    if not all(isinstance(one, Node) for one in tensors) or not isinstance(eps, float):
+    if not all(isinstance(tensor, Node) for tensor in tensors) or not isinstance(eps, float):
         return None
-    *likes, weight = (one.meta.get("val") for one in tensors)
-    if not all(_alike(one, value) for one in likes) or weight is None or weight.dim() != 1:
+    *likes, weight = (tensor.meta.get("val") for tensor in tensors)
+    if not all(_alike(tensor, value) for tensor in likes) or weight is None or weight.dim() != 1:
         return None
     if weight.dtype != value.dtype or not weight.is_contiguous():
         return None
@@ -239,21 +239,21 @@ def _norm(
 
 def _written_norm(source: Node, value: torch.Tensor) -> Producer | None:
     """Match a norm decomposed into ATen operators, including the rounding of its sum."""
-    found = _add_norm_pattern(value.dtype)[0].match(source)
-    if found:
-        total = found.ctx.pattern_to_node[_add_norm_pattern(value.dtype)[1]]
+    match = _add_norm_pattern(value.dtype)[0].match(source)
+    if match:
+        total = match.ctx.pattern_to_node[_add_norm_pattern(value.dtype)[1]]
         assert isinstance(total, Node)
         sums = (total,) if value.dtype == torch.float32 else _rounded(total, value.dtype)
-        inputs = tuple(found.kwargs[name] for name in ("x", "residual", "weight", "eps"))
-        nodes = tuple(reversed(found.nodes))
+        inputs = tuple(match.kwargs[name] for name in ("x", "residual", "weight", "eps"))
+        nodes = tuple(reversed(match.nodes))
         added = None if total.kwargs else _norm(ADD_NORM, inputs, 2, value, nodes, sums)
         if added:
             return added
-    found = _norm_pattern(value.dtype).match(source)
-    if not found:
+    match = _norm_pattern(value.dtype).match(source)
+    if not match:
         return None
-    inputs = tuple(found.kwargs[name] for name in ("x", "weight", "eps"))
-    return _norm(NORM, inputs, 1, value, tuple(reversed(found.nodes)), ())
+    inputs = tuple(match.kwargs[name] for name in ("x", "weight", "eps"))
+    return _norm(NORM, inputs, 1, value, tuple(reversed(match.nodes)), ())
 
 
 def _rounded(total: Node, dtype: torch.dtype) -> tuple[Node, ...]:
@@ -263,14 +263,14 @@ def _rounded(total: Node, dtype: torch.dtype) -> tuple[Node, ...]:
 
 def _written_activation(source: Node, value: torch.Tensor) -> Producer | None:
     """Match silu(x[:, :K]) * x[:, K:] decomposed into ATen operators."""
-    found = _activation_pattern(value.dtype).match(source)
-    if not found:
+    match = _activation_pattern(value.dtype).match(source)
+    if not match:
         return None
-    x, k = found.kwargs["x"], found.kwargs["k"]
-    whole = x.meta["val"]
-    if whole.dtype != value.dtype or whole.dim() != 2 or not isinstance(k, int) or whole.shape[1] != 2 * k:
+    x, k = match.kwargs["x"], match.kwargs["k"]
+    both = x.meta["val"]
+    if both.dtype != value.dtype or both.dim() != 2 or not isinstance(k, int) or both.shape[1] != 2 * k:
         return None
-    return Producer(SILU_MUL, (x,), tuple(reversed(found.nodes)))
+    return Producer(SILU_MUL, (x,), tuple(reversed(match.nodes)))
 
 
 def _calls(node: Node, name: str) -> bool:
@@ -278,13 +278,13 @@ def _calls(node: Node, name: str) -> bool:
     return isinstance(node.target, torch._ops.OpOverload) and node.target.name() == name and not node.kwargs
 
 
-def _alike(one: Any, other: torch.Tensor) -> bool:
+def _alike(value: Any, other: torch.Tensor) -> bool:
     """Return whether both have the same dtype and, for any number of tokens, the same shape."""
     return (
-        isinstance(one, torch.Tensor)
-        and one.dtype == other.dtype
-        and one.dim() == other.dim()
-        and statically_known_true(sym_eq(tuple(one.shape), tuple(other.shape)))
+        isinstance(value, torch.Tensor)
+        and value.dtype == other.dtype
+        and value.dim() == other.dim()
+        and statically_known_true(sym_eq(tuple(value.shape), tuple(other.shape)))
     )
 
 

@@ -1,7 +1,7 @@
 """Check the tensors of a layer while they are loaded, so that a damaged checkpoint is not served.
 
-vLLM's loaders narrow what they are given to what they need, cast it, and leave memory as it was where a quantized
-checkpoint lacks a tensor.  So every tensor is looked at on its way, and counted.
+vLLM's loaders narrow a tensor to what they need, cast it, and leave memory uninitialized where a quantized
+checkpoint lacks a tensor.  So every tensor is checked before it is loaded, and counted.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ _AGAIN = "convert the original model again"
 
 
 class LoadCheck:
-    """Checks the tensors of a layer while they are loaded, and that all of them were.
+    """Checks each tensor of a layer while it is loaded, and that none is missing.
 
     Args:
-        name: what the layer is called.
-        columns: of each stored weight: K, or K' of a slided one, before it is cut into tensor-parallel shards.
-        parts: of the layer, such as q, k and v; a checkpoint may also hold them as one.
+        name: the layer's name.
+        columns: the columns of each stored weight before it is cut into tensor-parallel shards: K, or K' if slided.
+        parts: the number of parts of the layer, such as q, k and v; a checkpoint may also hold them as one tensor.
     """
 
     def __init__(self, name: str, columns: int, parts: int) -> None:
@@ -37,17 +37,17 @@ class LoadCheck:
         self._loaded: dict[str, set[object]] = {"weight": set(), "weight_scale": set(), "bias": set()}
 
     def watch(self, loader: Loader, kind: str) -> Loader:
-        """Wrap vLLM's ``loader(parameter, tensor, part)`` of a ``kind``, so that it checks the tensor first.
+        """Wrap vLLM's ``loader(parameter, tensor, part)`` of a ``kind`` so that the tensor is checked first.
 
         The kind is weight, weight_scale or bias.  Neither shape nor dtype tells them apart: a layer of one out-feature
         has a scale and a bias [1], and zero points of static activations are INT8, as weights are.
         """
 
         @functools.wraps(loader)
-        def check_and_load(parameter: Any, tensor: Tensor, *part: Any, **more: Any) -> None:
+        def check_and_load(parameter: Any, tensor: Tensor, *part: Any, **kwargs: Any) -> None:
             self._check(kind, parameter, tensor)
             try:
-                loader(parameter, tensor, *part, **more)
+                loader(parameter, tensor, *part, **kwargs)
             except (AssertionError, RuntimeError) as error:
                 if type(error) not in (AssertionError, RuntimeError):
                     raise  # out of memory, or an error of ours
@@ -55,7 +55,7 @@ class LoadCheck:
                     f"{self._name}: the checkpoint's {kind} of shape {list(tensor.shape)} does not fit the layer "
                     f"({str(error) or 'another shape is expected'}); {_AGAIN}"
                 ) from error
-            self._loaded[kind].add(next(iter((*part, *more.values())), None))
+            self._loaded[kind].add(next(iter((*part, *kwargs.values())), None))
 
         return check_and_load
 
@@ -83,17 +83,17 @@ class LoadCheck:
         for kind, parts in self._loaded.items():
             if kind == "bias" and getattr(layer, "bias", None) is None:
                 continue
-            whole = any(part is None or isinstance(part, tuple) for part in parts)
-            if not whole and len(parts) < self._parts:
-                came = f"{len(parts)} of its {self._parts} parts were" if self._parts > 1 else "it was not"
+            complete = any(part is None or isinstance(part, tuple) for part in parts)
+            if not complete and len(parts) < self._parts:
+                loaded = f"{len(parts)} of its {self._parts} parts were" if self._parts > 1 else "it was not"
                 raise CheckpointError(
-                    f"{self._name}: the checkpoint lacks its {kind}: {came} loaded; {_AGAIN}"
+                    f"{self._name}: the checkpoint lacks its {kind}: {loaded} loaded; {_AGAIN}"
                 )
             parts.clear()
 
 
 def require_numbers(name: str, weight: Tensor) -> None:
-    """Raise CheckpointError for codes of FP8 E4M3 that are NaN, 0x7f and 0xff.  Allocates nothing."""
+    """Raise CheckpointError if an FP8 E4M3 weight holds NaN (0x7f or 0xff), without allocating memory."""
     if weight.dtype == FP8 and weight.numel():
         positive, negative = (int(weight.view(kind).max()) for kind in (torch.int8, torch.uint8))
         if positive == 0x7F or negative == 0xFF:
@@ -111,15 +111,15 @@ def take_packed(layer: torch.nn.Module, name: str, loader: Loader) -> None:
 
     def loader_of(kind: str) -> Loader:
         @functools.wraps(loader)  # with its arguments' names, by which vLLM keeps calls for later
-        def collect(param: Any, tensor: Tensor, *part: Any, **more: Any) -> None:
+        def collect(param: Any, tensor: Tensor, *part: Any, **kwargs: Any) -> None:
             if layer.weight.is_meta:
                 return  # vLLM only counts what a reload brings, and calls again
-            key = next(iter((*part, *more.values())), None)
-            found = pending.setdefault(key, {})
-            found[kind] = tensor.to(layer.weight.device, copy=True)  # vLLM may use its memory again
-            if found.keys() >= {"compressed", "bitmask", "shape"}:
+            key = next(iter((*part, *kwargs.values())), None)
+            tensors = pending.setdefault(key, {})
+            tensors[kind] = tensor.to(layer.weight.device, copy=True)  # vLLM may use its memory again
+            if tensors.keys() >= {"compressed", "bitmask", "shape"}:
                 del pending[key]
-                loader(layer.weight, _dense(name, found), *part, **more)
+                loader(layer.weight, _dense(name, tensors), *part, **kwargs)
 
         return collect
 
@@ -128,13 +128,13 @@ def take_packed(layer: torch.nn.Module, name: str, loader: Loader) -> None:
         layer.register_parameter(kind, BasevLLMParameter(data=empty, weight_loader=loader_of(kind)))
 
 
-def _dense(name: str, found: dict[str, Tensor]) -> Tensor:
+def _dense(name: str, tensors: dict[str, Tensor]) -> Tensor:
     """Return the weight [N, K] of packed tensors.  Raises CheckpointError where they do not fit together."""
-    sizes = found["shape"].flatten().tolist()
+    sizes = tensors["shape"].flatten().tolist()
     try:
-        whole = all(type(size) is int for size in sizes)
-        if not whole or len(sizes) != 2 or sizes[:1] != list(found["bitmask"].shape[:1]):
-            raise ValueError(f"the shape {sizes} and a bitmask {list(found['bitmask'].shape)}")
-        return decompress(found["compressed"], found["bitmask"], sizes[-1])
+        integral = all(type(size) is int for size in sizes)
+        if not integral or len(sizes) != 2 or sizes[:1] != list(tensors["bitmask"].shape[:1]):
+            raise ValueError(f"the shape {sizes} and a bitmask {list(tensors['bitmask'].shape)}")
+        return decompress(tensors["compressed"], tensors["bitmask"], sizes[-1])
     except ValueError as error:
         raise CheckpointError(f"{name}: the checkpoint holds a packed weight of {error}; {_AGAIN}") from error

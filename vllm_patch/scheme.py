@@ -84,7 +84,7 @@ class SlideSparseScheme(CompressedTensorsScheme):
 
     @classmethod
     def get_min_capability(cls) -> int:
-        """Return Ampere's, the first with 2:4 sparse tensor cores; the wrapped scheme checks its own minimum."""
+        """Return 80: Ampere is the first with 2:4 sparse tensor cores; the wrapped scheme checks its own minimum."""
         return 80
 
     def create_weights(self, layer: torch.nn.Module, **kwargs: Any) -> None:
@@ -95,16 +95,16 @@ class SlideSparseScheme(CompressedTensorsScheme):
                 f"--load-format {dump} loads a dump of parameters, in which weights have the form of the backend that "
                 "served them; load the checkpoint itself, without --load-format"
             )
-        dtype, shard, whole = (
+        dtype, shard, in_features = (
             kwargs[key] for key in ("params_dtype", "input_size_per_partition", "input_size")
         )
-        if self.in_features not in (None, whole):
+        if self.in_features not in (None, in_features):
             raise CheckpointError(
-                f"{self.name}: the metadata say {self.in_features} in-features, the model has {whole}; convert the "
-                "original model again"
+                f"{self.name}: the metadata say {self.in_features} in-features, the model has {in_features}; convert "
+                "the original model again"
             )
         slid = self._slides if self.slided else None
-        columns = slid.layout(whole).slided if slid else whole
+        columns = slid.layout(in_features).slided if slid else in_features
         self.load_check = LoadCheck(self.name, columns, len(kwargs["output_partition_sizes"]))
         self.inner.create_weights(layer=layer, **kwargs)
         for kind in ("weight", "weight_scale"):
@@ -120,7 +120,7 @@ class SlideSparseScheme(CompressedTensorsScheme):
             return
         self._require_able(layer.weight, dtype)
         compat.forget_input_quant_key(layer)
-        rank = getattr(layer, "tp_rank", 0) if shard != whole else 0
+        rank = getattr(layer, "tp_rank", 0) if shard != in_features else 0
         self.spec = LayerSpec(
             out_features=layer.weight.shape[0],
             in_features=shard,
@@ -130,7 +130,7 @@ class SlideSparseScheme(CompressedTensorsScheme):
             out_dtype=dtype,
         )
         if self.slided:
-            self._require_whole_blocks(shard, whole)
+            self._require_whole_blocks(shard, in_features)
             weight = layer.weight
             slided = torch.empty(
                 weight.shape[0], self.spec.layout.slided, dtype=weight.dtype, device=weight.device
@@ -170,17 +170,21 @@ class SlideSparseScheme(CompressedTensorsScheme):
                 "batch overlap runs each step in new ones: leave out --enable-dbo, or set DISABLE_SLIDESPARSE=1"
             )
 
-    def _require_whole_blocks(self, shard: int, whole: int) -> None:
+    def _require_whole_blocks(self, shard: int, in_features: int) -> None:
         """Raise PatternError, with the possible tensor-parallel sizes, unless slided rows are cut between blocks."""
         assert self._slides is not None
         length = self._slides.length
-        if shard == whole or (length and whole % length == 0 and shard % length == 0):
+        if shard == in_features or (length and in_features % length == 0 and shard % length == 0):
             return
-        sizes = [n for n in range(1, 65) if length and whole % length == 0 and (whole // length) % n == 0]
+        sizes = [
+            n
+            for n in range(1, 65)
+            if length and in_features % length == 0 and (in_features // length) % n == 0
+        ]
         works = ", ".join(map(str, sizes)) if sizes else "1"
         raise PatternError(
-            f"{self.name}: the slided layout of {whole} in-features at {self.pattern} cannot be cut into "
-            f"{whole // shard} tensor-parallel shards of whole blocks; tensor-parallel sizes that work: {works}. "
+            f"{self.name}: the slided layout of {in_features} in-features at {self.pattern} cannot be cut into "
+            f"{in_features // shard} tensor-parallel shards of whole blocks; tensor-parallel sizes that work: {works}. "
             "The dense layout works at any size: slidesparse convert SRC OUT --layout dense"
         )
 
@@ -224,12 +228,12 @@ class SlideSparseScheme(CompressedTensorsScheme):
         try:
             packed = self.backend.pack(spec, weight)
         except PatternError as error:
-            found = f"{self.name}: {str(error).removeprefix('weight: ')}"
+            problem = f"{self.name}: {str(error).removeprefix('weight: ')}"
             if self.pruned_by_us or self.slided:
-                raise PatternError(found) from None
+                raise PatternError(problem) from None
             if self.arguments:
                 raise PatternError(
-                    f"{found}. The layer has been sparse since the server started; restart it to serve "
+                    f"{problem}. The layer has been sparse since the server started; restart it to serve "
                     "these weights"
                 ) from None
             return None
@@ -267,7 +271,7 @@ class SlideSparseScheme(CompressedTensorsScheme):
             profiling.enable().kinds.update(summary.kinds)
         if not last:
             return
-        broken = sorted(name for name, why in summary.dense.items() if why == BREAKS)
+        broken = sorted(name for name, reason in summary.dense.items() if reason == BREAKS)
         if broken:
             fusion.add_cache_key(f"dense: {', '.join(broken)}")
         line = summary.line(resolution)
@@ -276,9 +280,9 @@ class SlideSparseScheme(CompressedTensorsScheme):
             if not summary.listed:  # in a pipeline stage or a draft model
                 line += "; none of the checkpoint's pruned layers is in this part of the model"
         elif metadata or not summary.sparse:
-            where = "of this checkpoint" if compat.stages() == 1 else "in this stage of the pipeline"
+            scope = "of this checkpoint" if compat.stages() == 1 else "in this stage of the pipeline"
             raise PatternError(
-                f"{line}. No layer {where} obeys the pattern, so there is nothing to "
+                f"{line}. No layer {scope} obeys the pattern, so there is nothing to "
                 f"run sparse. Convert it: slidesparse convert SRC OUT --sparsity {resolution.pattern}; "
                 "or set DISABLE_SLIDESPARSE=1"
             )

@@ -45,8 +45,8 @@ class LayerSummary:
         return awaited and not self.is_pending()
 
     def line(self, resolution: Resolution) -> str:
-        """``SlideSparse 6:8 (2 of every 8 pruned): 24 layers sparse, 1 dense (1 lm_head); backend ...``"""
-        reasons = ", ".join(f"{n} {why}" for why, n in sorted(Counter(self.dense.values()).items()))
+        """Return ``SlideSparse 6:8 (2 of every 8 pruned): 24 layers sparse, 1 dense (1 lm_head); backend ...``"""
+        reasons = ", ".join(f"{n} {reason}" for reason, n in sorted(Counter(self.dense.values()).items()))
         dense = f"{len(self.dense)} dense" + (f" ({reasons})" if reasons else "")
         sparse = resolution.path == "sparse"
         pattern = resolution.parsed_pattern
@@ -55,14 +55,14 @@ class LayerSummary:
         if sparse and pattern.ratio == DENSE_WEIGHT:
             kind = "in blocks, dense or 2:4 as they are"
         patterns = Counter(self.sparse.values())
-        whole = patterns.pop(DENSE_WEIGHT, 0) if sparse and pattern.ratio != DENSE_WEIGHT else 0
+        unpruned = patterns.pop(DENSE_WEIGHT, 0) if sparse and pattern.ratio != DENSE_WEIGHT else 0
         if patterns.keys() - {pattern.ratio}:
             kind += f" ({', '.join(f'{n} at {pattern}' for pattern, n in sorted(patterns.items()))})"
         fusion = f"; {self.fusion}" if self.fusion else ""
-        if whole:
-            kind += f", {whole} not pruned (by the same backend)"
+        if unpruned:
+            kind += f", {unpruned} not pruned (by the same backend)"
         return (
-            f"SlideSparse {subject}: {len(self.sparse) - whole} layers {kind}, {dense}; "
+            f"SlideSparse {subject}: {len(self.sparse) - unpruned} layers {kind}, {dense}; "
             f"{resolution.layout} layout; backend {resolution.backend}: {resolution.reason}" + fusion
         )
 

@@ -58,7 +58,7 @@ class Shape(lm.Shape):
     """The shape of the BitNet: that of protocol A's model."""
 
     def config(self) -> dict[str, object]:
-        """config.json."""
+        """Return the content of config.json."""
         kind = {"architectures": ["BitNetForCausalLM"], "model_type": "bitnet", "hidden_act": "relu2"}
         return {**super().config(), **kind}
 
@@ -67,7 +67,7 @@ class Shape(lm.Shape):
 
 
 def rounded_inputs(x: Tensor) -> Tensor:
-    """INT8 per token, in the dtype of ``x``; the gradient passes straight through."""
+    """Round ``x`` to INT8 per token, in its dtype, with a straight-through gradient."""
     wide = x.float()
     scale = 127 / wide.detach().abs().amax(-1, keepdim=True).clamp(min=1e-5)
     rounded = ((wide * scale).round().clamp(-128, 127) / scale).to(x.dtype)
@@ -75,15 +75,15 @@ def rounded_inputs(x: Tensor) -> Tensor:
 
 
 def ternary(w: Tensor, parts: int) -> Tensor:
-    """Codes times mean |w| of each of ``parts`` stacked matrices; the gradient passes straight through."""
-    each = w.unflatten(0, (parts, -1))
-    scale = each.detach().abs().mean((1, 2), keepdim=True).clamp(min=1e-5)
-    rounded = ((each / scale).round().clamp(-1, 1) * scale).flatten(0, 1)
+    """Round each of ``parts`` stacked matrices to codes times mean |w|, with a straight-through gradient."""
+    matrices = w.unflatten(0, (parts, -1))
+    scale = matrices.detach().abs().mean((1, 2), keepdim=True).clamp(min=1e-5)
+    rounded = ((matrices / scale).round().clamp(-1, 1) * scale).flatten(0, 1)
     return rounded.detach() + (w - w.detach())
 
 
 def layer(x: Tensor, cos: Tensor, sin: Tensor, *weights: Tensor, master: bool = True) -> Tensor:
-    """One layer; ``weights`` in the order of LAYER, master weights or else codes times scales."""
+    """Run one layer; ``weights`` in the order of LAYER, master weights or else codes times scales."""
     first, qkv, attn_norm, o, second, gate_up, ffn_norm, down = weights
     heads = qkv.shape[1] // (2 * cos.shape[-1])
 
@@ -93,8 +93,8 @@ def layer(x: Tensor, cos: Tensor, sin: Tensor, *weights: Tensor, master: bool = 
     h = linear(lm.norm(x, first), qkv, 3)
     q, k, v = h.unflatten(-1, (3, heads, -1)).permute(2, 0, 3, 1, 4).unbind(0)
     q, k = lm.rotate(q, cos, sin), lm.rotate(k, cos, sin)
-    seen = F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2)
-    x = x + linear(lm.norm(seen, attn_norm), o)
+    attended = F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2)
+    x = x + linear(lm.norm(attended, attn_norm), o)
     gate, up = linear(lm.norm(x, second), gate_up, 2).chunk(2, dim=-1)
     return x + linear(lm.norm(F.relu(gate).square() * up, ffn_norm), down)
 
@@ -113,12 +113,12 @@ class Served(Model):
 
 
 def initial(shape: Shape, device: str) -> lm.Weights:
-    """Random weights, and norms of 1."""
-    found = lm.initial(shape, device)
+    """Return random weights, and norms of 1."""
+    weights = lm.initial(shape, device)
     for i in range(shape.layers):
-        found[f"{i}.attn_norm"] = torch.ones(shape.hidden, device=device, requires_grad=True)
-        found[f"{i}.ffn_norm"] = torch.ones(shape.intermediate, device=device, requires_grad=True)
-    return found
+        weights[f"{i}.attn_norm"] = torch.ones(shape.hidden, device=device, requires_grad=True)
+        weights[f"{i}.ffn_norm"] = torch.ones(shape.intermediate, device=device, requires_grad=True)
+    return weights
 
 
 def served_weights(folder: Path, shape: Shape, device: str) -> lm.Weights:
@@ -128,11 +128,11 @@ def served_weights(folder: Path, shape: Shape, device: str) -> lm.Weights:
     stored = load_file(folder / "model.safetensors")
     for name in [name for name in stored if name.endswith(".weight_scale")]:
         stored[name.removesuffix("_scale")] = stored[name.removesuffix("_scale")] * stored[name]
-    found = {"embedding": stored[lm.EMBEDDING], "last_norm": stored[lm.LAST_NORM]}
+    weights = {"embedding": stored[lm.EMBEDDING], "last_norm": stored[lm.LAST_NORM]}
     for i in range(shape.layers):
         for key, names in NAMES.items():
-            found[f"{i}.{key}"] = torch.cat([stored[f"model.layers.{i}.{name}.weight"] for name in names])
-    return {name: t.to(device, torch.float32) for name, t in found.items()}
+            weights[f"{i}.{key}"] = torch.cat([stored[f"model.layers.{i}.{name}.weight"] for name in names])
+    return {name: t.to(device, torch.float32) for name, t in weights.items()}
 
 
 # The measurement
@@ -159,7 +159,7 @@ def make_model(options: argparse.Namespace, shape: Shape) -> dict[str, Any]:
 
 
 def make(options: argparse.Namespace, pattern: SlidePattern, method: str, calibration: Path) -> Path:
-    """The checkpoint of a pattern by a method."""
+    """Return the checkpoint of a pattern by a method; make it if it does not exist."""
     out: Path = options.out / "checkpoints" / f"{pattern.flag}-{method}"
     if not (out / "config.json").exists():
         data = Calibration(str(calibration), options.samples, options.window, options.device)
@@ -171,7 +171,7 @@ def make(options: argparse.Namespace, pattern: SlidePattern, method: str, calibr
 def result_rows(
     options: argparse.Namespace, shape: Shape, windows: Tensor, calibration: Path
 ) -> list[dict[str, Any]]:
-    """The rows of the table."""
+    """Return the rows of the table."""
     fits: dict[str, Fit] = {}
     rows: list[dict[str, Any]] = []
     cells = [
@@ -238,14 +238,14 @@ def main() -> None:
     if not trained:
         trained = make_model(options, shape)
     gpu = options.device == "cuda"
-    found = {
+    facts = {
         "conditions": gpu_conditions(require_gpu(), ()) if gpu else cpu_conditions(),
         "model": asdict(shape),
         "training": trained,
         "calibration": {"samples": options.samples, "tokens": options.window},
         "held_out": list(windows.shape),
     }
-    conditions.write_text(json.dumps(found, indent=1) + "\n")
+    conditions.write_text(json.dumps(facts, indent=1) + "\n")
     # products of codes and INT8 activations are exact in float32
     torch.backends.cuda.matmul.allow_tf32 = False
     rows = result_rows(options, shape, windows.to(options.device), calibration)

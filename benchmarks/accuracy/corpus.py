@@ -72,7 +72,7 @@ TOKENIZER_CHARACTERS = 60_000_000
 
 
 def read_document(path: Path) -> str | None:
-    """The text of a file, or None if it is not wanted."""
+    """Return the text of a file, or None if the corpus must not contain it."""
     try:
         raw = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
         text = raw.decode("utf-8")
@@ -88,7 +88,7 @@ def read_document(path: Path) -> str | None:
 
 
 def is_readable(text: str) -> bool:
-    """Whether a text looks written by a person, not generated."""
+    """Return whether a text looks written by a person, not generated."""
     if not MIN_CHARACTERS <= len(text) <= MAX_CHARACTERS or GENERATED.search(text[:3000]) or "\0" in text:
         return False
     lines = text.splitlines()
@@ -105,17 +105,17 @@ def is_readable(text: str) -> bool:
 
 
 def html_to_text(text: str) -> str:
-    """The text of an HTML page; code blocks are unchanged."""
+    """Return the text of an HTML page; code blocks are unchanged."""
     text = re.sub(r"<(script|style|head|nav|svg|button|form)\b.*?</\1>", " ", text, flags=re.S | re.I)
-    found = re.search(r"<(main|article)\b.*</\1>", text, flags=re.S | re.I)
-    text = found[0] if found else text
+    match = re.search(r"<(main|article)\b.*</\1>", text, flags=re.S | re.I)
+    text = match[0] if match else text
     text = re.sub(r"</(p|div|h[1-6]|li|tr|pre|dt|dd|section|summary)>|<br */?>", "\n", text, flags=re.I)
     text = html.unescape(re.sub(r"<[^>]*>", "", text))
     return re.sub(r"\n\s*\n+", "\n\n", re.sub(r"[ \t]+\n", "\n", text))
 
 
 def manual_to_text(text: str) -> str:
-    """A troff page without its commands."""
+    """Return a troff page without its commands."""
     text = re.sub(r"^[.']\\\".*$", "", text, flags=re.M)
     text = re.sub(r"^\.(?:SH|SS|Sh|Ss) *\"?([^\"\n]*)\"?$", r"\n\1", text, flags=re.M)
     text = re.sub(r"^\.(?:BR|IR|RB|RI|B|I|BI|IB|Nm|Fl|Ar|Xr|It) *(.*)$", r"\1", text, flags=re.M)
@@ -127,14 +127,14 @@ def manual_to_text(text: str) -> str:
 
 
 def files(root: Path) -> Iterator[tuple[str, Path]]:
-    """(key, path) of the files below a folder that may be text."""
+    """Yield (key, path) of the files below a folder that may be text."""
     for folder, folders, names in os.walk(root):
-        here = Path(folder)
-        folders[:] = [name for name in folders if name not in NOT_TEXT and not (here / name).is_symlink()]
+        parent = Path(folder)
+        folders[:] = [name for name in folders if name not in NOT_TEXT and not (parent / name).is_symlink()]
         for name in names:
-            plain, path = name.removesuffix(".gz"), here / name
-            wanted = Path(plain).suffix in SUFFIXES or ("man" in path.parts and MANUAL.search(plain))
-            if wanted and not NOT_NAMES.search(name) and path.is_file() and not path.is_symlink():
+            plain, path = name.removesuffix(".gz"), parent / name
+            eligible = Path(plain).suffix in SUFFIXES or ("man" in path.parts and MANUAL.search(plain))
+            if eligible and not NOT_NAMES.search(name) and path.is_file() and not path.is_symlink():
                 yield path.relative_to(root).as_posix(), path
 
 
@@ -143,18 +143,18 @@ def _read(paths: list[Path]) -> list[str | None]:
 
 
 def long_lines(text: str) -> set[int]:
-    """Hashes of the lines that identify a text."""
+    """Return hashes of the lines that identify a text."""
     return {hash(line) for line in map(str.strip, text.splitlines()) if len(line) >= LONG_LINE}
 
 
 def split(documents: list[tuple[int, str]], counts: Counter[str]) -> tuple[list[str], list[str]]:
-    """Training documents, and held-out documents that share little with them."""
+    """Return the training documents, and held-out documents that share little with them."""
     training = [text for number, text in documents if number % HELD_OUT_INTERVAL]
-    seen = set().union(*map(long_lines, training))
+    training_lines = set().union(*map(long_lines, training))
     held_out = []
     for text in (text for number, text in documents if number % HELD_OUT_INTERVAL == 0):
         long = long_lines(text)
-        if len(long & seen) <= MAX_SHARED_SHARE * len(long):
+        if len(long & training_lines) <= MAX_SHARED_SHARE * len(long):
             held_out.append(text)
         else:
             counts["held out, but shared with training documents"] += 1
@@ -162,11 +162,11 @@ def split(documents: list[tuple[int, str]], counts: Counter[str]) -> tuple[list[
 
 
 def gather_documents(roots: list[Path], counts: Counter[str]) -> Iterator[tuple[int, str]]:
-    """(hash of its name, text) of every document, in an order that does not depend on the machine."""
-    found = {
+    """Yield (hash of its name, text) of every document, in an order that does not depend on the machine."""
+    entries = {
         (hashlib.sha256(key.encode()).hexdigest(), str(path)) for root in roots for key, path in files(root)
     }
-    ordered = sorted(found)
+    ordered = sorted(entries)
     counts["files"] = len(ordered)
     seen: set[int] = set()
     with ProcessPoolExecutor() as pool:
@@ -188,7 +188,7 @@ def gather_documents(roots: list[Path], counts: Counter[str]) -> Iterator[tuple[
 
 
 def train_tokenizer(texts: list[str]) -> object:
-    """Byte-level BPE with single digits."""
+    """Train a byte-level BPE tokenizer that splits numbers into digits."""
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 
     tokenizer = Tokenizer(models.BPE())
@@ -210,39 +210,39 @@ def train_tokenizer(texts: list[str]) -> object:
 
 
 def encode(tokenizer: object, texts: list[str]) -> np.ndarray:
-    """The ids of documents, each followed by END, uint16."""
+    """Return the ids of documents, each followed by END, uint16."""
     end = np.zeros(1, np.uint16)  # the id of END, the first special token
     parts = []
     for start in range(0, len(texts), 256):
-        for found in tokenizer.encode_batch_fast(texts[start : start + 256]):  # type: ignore[attr-defined]
-            parts += [np.asarray(found.ids, np.uint16), end]
+        for encoding in tokenizer.encode_batch_fast(texts[start : start + 256]):  # type: ignore[attr-defined]
+            parts += [np.asarray(encoding.ids, np.uint16), end]
     return np.concatenate(parts) if parts else end[:0]
 
 
 def compress(ids: np.ndarray) -> bytes:
-    """xz compression, tuned for values of two bytes."""
+    """Compress by xz, tuned for values of two bytes."""
     filters = [{"id": lzma.FILTER_LZMA2, "preset": 6, "dict_size": 1 << 26, "lc": 0, "lp": 1, "pb": 1}]
     return lzma.compress(ids.tobytes(), format=lzma.FORMAT_XZ, filters=filters)
 
 
 def windows(ids: np.ndarray, count: int) -> np.ndarray:
-    """At most ``count`` windows [windows, WINDOW], spread evenly over a stream."""
-    whole = ids[: len(ids) // WINDOW * WINDOW].reshape(-1, WINDOW)
-    return whole[np.linspace(0, len(whole) - 1, min(count, len(whole))).astype(int)]
+    """Return at most ``count`` windows [windows, WINDOW], spread evenly over a stream."""
+    rows = ids[: len(ids) // WINDOW * WINDOW].reshape(-1, WINDOW)
+    return rows[np.linspace(0, len(rows) - 1, min(count, len(rows))).astype(int)]
 
 
 def split_pieces(training: np.ndarray) -> list[bytes]:
-    """Up to PARTS compressed parts below PART_BYTES each; the rest is left out."""
+    """Return up to PARTS compressed parts below PART_BYTES each; the rest is left out."""
     sample = training[: 1 << 22]
-    each = int(len(sample) * PART_BYTES / len(compress(sample)) * 0.97)
-    each = min(each, -(-len(training) // PARTS))
+    size = int(len(sample) * PART_BYTES / len(compress(sample)) * 0.97)
+    size = min(size, -(-len(training) // PARTS))
     with ProcessPoolExecutor(PARTS) as pool:
-        parts = [training[i * each : (i + 1) * each] for i in range(PARTS)]
+        parts = [training[i * size : (i + 1) * size] for i in range(PARTS)]
         return [part for part in pool.map(compress, [part for part in parts if len(part)]) if part]
 
 
 def main() -> None:
-    """Gather, train the tokenizer, tokenize, write."""
+    """Gather documents, train the tokenizer, and write their ids."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("out", type=Path)
     parser.add_argument("--other-text", type=Path, help="text of another domain, for evaluation only")
@@ -262,8 +262,8 @@ def main() -> None:
     tokenizer.save(str(options.out / "tokenizer.json"))  # type: ignore[attr-defined]
     ids = encode(tokenizer, training)
     print(f"{len(ids)} training tokens", file=sys.stderr, flush=True)
-    found = split_pieces(ids)
-    for number, part in enumerate(found):
+    parts = split_pieces(ids)
+    for number, part in enumerate(parts):
         (options.out / f"part{number}.xz").write_bytes(part)
     arrays = {"calibration": windows(ids, CALIBRATION)}
     arrays["validation"] = windows(encode(tokenizer, held_out), VALIDATION)
@@ -271,18 +271,18 @@ def main() -> None:
         other = encode(tokenizer, [options.other_text.read_text(encoding="utf-8")])
         arrays["other"] = windows(other, OTHER)
     np.savez_compressed(options.out / "eval.npz", **arrays)
-    kept = [len(lzma.decompress(part)) // 2 for part in found]
-    about = {
+    token_counts = [len(lzma.decompress(part)) // 2 for part in parts]
+    summary = {
         **counts,
         "training documents": len(training),
         "held-out documents": len(held_out),
         "training tokens gathered": len(ids),
-        "training tokens in parts": kept,
-        "bytes of parts": [len(part) for part in found],
+        "training tokens in parts": token_counts,
+        "bytes of parts": [len(part) for part in parts],
         "windows": {name: list(array.shape) for name, array in arrays.items()},
     }
-    (options.out / "corpus.json").write_text(json.dumps(about, indent=1) + "\n")
-    print(json.dumps(about, indent=1), file=sys.stderr)
+    (options.out / "corpus.json").write_text(json.dumps(summary, indent=1) + "\n")
+    print(json.dumps(summary, indent=1), file=sys.stderr)
 
 
 if __name__ == "__main__":

@@ -51,16 +51,16 @@ def sparsegpt(w: Tensor, hessian: Hessian, share: float) -> Tensor:
     upper = factor(h, damping_for(len(h), hessian.tokens))
     out = w.clone()
     for start in range(0, w.shape[1], COLUMNS):
-        here = slice(start, min(start + COLUMNS, w.shape[1]))
-        part, corner = out[:, here], upper[here, here]
+        columns = slice(start, min(start + COLUMNS, w.shape[1]))
+        part, corner = out[:, columns], upper[columns, columns]
         scores = (part / corner.diagonal()).square()
-        gone = scores <= scores.flatten().kthvalue(max(1, round(share * scores.numel()))).values
+        removed = scores <= scores.flatten().kthvalue(max(1, round(share * scores.numel()))).values
         errors = torch.zeros_like(part)
         for i in range(part.shape[1]):
-            errors[:, i] = torch.where(gone[:, i], part[:, i], 0) / corner[i, i]
+            errors[:, i] = torch.where(removed[:, i], part[:, i], 0) / corner[i, i]
             part[:, i:] -= torch.outer(errors[:, i], corner[i, i:])
-        part[gone] = 0.0
-        out[:, here.stop :] -= errors @ upper[here, here.stop :]
+        part[removed] = 0.0
+        out[:, columns.stop :] -= errors @ upper[columns, columns.stop :]
     return out
 
 

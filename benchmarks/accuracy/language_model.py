@@ -53,7 +53,7 @@ class Shape:
     window: int = 1024
 
     def config(self) -> dict[str, object]:
-        """config.json."""
+        """Return the content of config.json."""
         return {
             "architectures": ["LlamaForCausalLM"],
             "model_type": "llama",
@@ -80,7 +80,7 @@ class Shape:
 
 
 def initial(shape: Shape, device: str) -> Weights:
-    """Random weights by key: "embedding", "last_norm" and "0.qkv", ...; float32."""
+    """Return random float32 weights by key: "embedding", "last_norm", and "0.qkv" and so on for each layer."""
     generator = torch.Generator(device).manual_seed(0)
 
     def normal(rows: int, columns: int, scale: float = INIT) -> Tensor:
@@ -88,22 +88,22 @@ def initial(shape: Shape, device: str) -> Weights:
 
     hidden, inner = shape.hidden, shape.intermediate
     last = INIT / math.sqrt(2 * shape.layers)  # of matrices that add to the residual
-    found = {
+    weights = {
         "embedding": normal(shape.vocabulary, hidden),
         "last_norm": torch.ones(hidden, device=device),
     }
     for i in range(shape.layers):
-        found[f"{i}.norm"] = torch.ones(hidden, device=device)
-        found[f"{i}.qkv"] = normal(3 * hidden, hidden)
-        found[f"{i}.o"] = normal(hidden, hidden, last)
-        found[f"{i}.norm2"] = torch.ones(hidden, device=device)
-        found[f"{i}.gate_up"] = normal(2 * inner, hidden)
-        found[f"{i}.down"] = normal(hidden, inner, last)
-    return {name: tensor.requires_grad_() for name, tensor in found.items()}
+        weights[f"{i}.norm"] = torch.ones(hidden, device=device)
+        weights[f"{i}.qkv"] = normal(3 * hidden, hidden)
+        weights[f"{i}.o"] = normal(hidden, hidden, last)
+        weights[f"{i}.norm2"] = torch.ones(hidden, device=device)
+        weights[f"{i}.gate_up"] = normal(2 * inner, hidden)
+        weights[f"{i}.down"] = normal(hidden, inner, last)
+    return {name: tensor.requires_grad_() for name, tensor in weights.items()}
 
 
 def norm(x: Tensor, weight: Tensor) -> Tensor:
-    """RMS norm in float32, returned as ``x`` is."""
+    """Compute the RMS norm in float32; return it in the dtype of ``x``."""
     wide = x.float()
     return (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + EPS) * weight).to(x.dtype)
 
@@ -115,24 +115,24 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def layer(x: Tensor, cos: Tensor, sin: Tensor, *weights: Tensor) -> Tensor:
-    """One layer; ``weights`` in the order of LAYER."""
+    """Run one layer; ``weights`` in the order of LAYER."""
     first, qkv, o, second, gate_up, down = weights
     heads = qkv.shape[1] // (2 * cos.shape[-1])
     h = F.linear(norm(x, first), qkv.to(x.dtype))
     q, k, v = h.unflatten(-1, (3, heads, -1)).permute(2, 0, 3, 1, 4).unbind(0)
-    seen = F.scaled_dot_product_attention(rotate(q, cos, sin), rotate(k, cos, sin), v, is_causal=True)
-    x = x + F.linear(seen.transpose(1, 2).flatten(2), o.to(x.dtype))
+    attended = F.scaled_dot_product_attention(rotate(q, cos, sin), rotate(k, cos, sin), v, is_causal=True)
+    x = x + F.linear(attended.transpose(1, 2).flatten(2), o.to(x.dtype))
     gate, up = F.linear(norm(x, second), gate_up.to(x.dtype)).chunk(2, dim=-1)
     return x + F.linear(F.silu(gate) * up, down.to(x.dtype))
 
 
 def logits_of(x: Tensor, last_norm: Tensor, embedding: Tensor) -> Tensor:
-    """[..., vocabulary] in the dtype of ``x``."""
+    """Return the logits [..., vocabulary] in the dtype of ``x``."""
     return F.linear(norm(x, last_norm), embedding.to(x.dtype))
 
 
 def cross_entropy(x: Tensor, targets: Tensor, last_norm: Tensor, embedding: Tensor) -> tuple[Tensor, Tensor]:
-    """The training loss, and the mean cross entropy in nats, which is its larger part."""
+    """Return the training loss, and the mean cross entropy in nats, which is its larger part."""
     logits = logits_of(x, last_norm, embedding).float()
     nats = F.cross_entropy(logits.flatten(0, -2), targets.flatten())
     return nats + LOGSUMEXP * logits.logsumexp(-1).square().mean(), nats.detach()
@@ -150,7 +150,7 @@ class Model:
     def __init__(self, shape: Shape, weights: Weights, dtype: torch.dtype, compiled: bool) -> None:
         self.shape, self.weights, self.dtype = shape, weights, dtype
         self._layer, self._cross_entropy = (
-            compiled_form(each) if compiled else each for each in (self.run, cross_entropy)
+            compiled_form(function) if compiled else function for function in (self.run, cross_entropy)
         )
         half = shape.hidden // shape.heads // 2
         device = weights["embedding"].device
@@ -159,7 +159,7 @@ class Model:
         self._cos, self._sin = angles.cos().float(), angles.sin().float()
 
     def hidden(self, ids: Tensor) -> Tensor:
-        """ids [B, T] -> [B, T, hidden], before the last norm."""
+        """Return the hidden states [B, T, hidden] of ids [B, T], before the last norm."""
         x = F.embedding(ids, self.weights["embedding"]).to(self.dtype)
         cos, sin = self._cos[: ids.shape[1]], self._sin[: ids.shape[1]]
         for i in range(self.shape.layers):
@@ -172,15 +172,15 @@ class Model:
         return self.weights["last_norm"], self.weights["embedding"]
 
     def loss(self, windows: Tensor) -> tuple[Tensor, Tensor]:
-        """`cross_entropy` of windows [B, T + 1]."""
+        """Return the `cross_entropy` of windows [B, T + 1]."""
         return self._cross_entropy(self.hidden(windows[:, :-1]), windows[:, 1:], *self.ends)
 
     @torch.no_grad()
     def perplexity(self, windows: Tensor) -> float:
-        """exp of the mean cross entropy of windows [B, T], all tokens but the first of each; without compilation."""
+        """Return the perplexity of all tokens of windows [B, T] but the first of each, without compilation."""
         plain = type(self)(self.shape, self.weights, self.dtype, compiled=False)
-        found = [float(plain.loss(part)[1]) * len(part) for part in windows.split(16)]
-        return math.exp(sum(found) / len(windows))
+        losses = [float(plain.loss(part)[1]) * len(part) for part in windows.split(16)]
+        return math.exp(sum(losses) / len(windows))
 
 
 def save(
@@ -194,12 +194,12 @@ def save(
     from safetensors.torch import save_file
 
     folder.mkdir(parents=True, exist_ok=True)
-    found = {EMBEDDING: weights["embedding"], LAST_NORM: weights["last_norm"]}
+    tensors = {EMBEDDING: weights["embedding"], LAST_NORM: weights["last_norm"]}
     for i in range(shape.layers):
         for key, names in layer_names.items():
             for name, part in zip(names, weights[f"{i}.{key}"].chunk(len(names)), strict=True):
-                found[f"model.layers.{i}.{name}.weight"] = part
-    plain = {name: t.detach().to("cpu", torch.bfloat16).contiguous() for name, t in found.items()}
+                tensors[f"model.layers.{i}.{name}.weight"] = part
+    plain = {name: t.detach().to("cpu", torch.bfloat16).contiguous() for name, t in tensors.items()}
     save_file(plain, folder / "model.safetensors", metadata={"format": "pt"})
     (folder / "config.json").write_text(json.dumps(shape.config(), indent=1) + "\n")
     for path in (tokenizer / name for name in EXTRA_FILES) if tokenizer else ():
@@ -208,7 +208,7 @@ def save(
 
 
 def load(folder: Path, device: str) -> tuple[Shape, Weights]:
-    """A checkpoint that `save` wrote, or one of the same names; float32."""
+    """Read a checkpoint that `save` wrote, or another with the same tensor names, as float32."""
     from safetensors.torch import load_file
 
     config = json.loads((folder / "config.json").read_text())
@@ -221,15 +221,15 @@ def load(folder: Path, device: str) -> tuple[Shape, Weights]:
         config["max_position_embeddings"] // 2,
     )
     stored = load_file(folder / "model.safetensors")
-    found = {"embedding": stored[EMBEDDING], "last_norm": stored[LAST_NORM]}
+    weights = {"embedding": stored[EMBEDDING], "last_norm": stored[LAST_NORM]}
     for i in range(shape.layers):
         for key, names in NAMES.items():
-            found[f"{i}.{key}"] = torch.cat([stored[f"model.layers.{i}.{name}.weight"] for name in names])
-    return shape, {name: t.to(device, torch.float32).requires_grad_() for name, t in found.items()}
+            weights[f"{i}.{key}"] = torch.cat([stored[f"model.layers.{i}.{name}.weight"] for name in names])
+    return shape, {name: t.to(device, torch.float32).requires_grad_() for name, t in weights.items()}
 
 
 def read_stream(part: Path, device: str) -> Tensor:
-    """The training ids, int32, of a file that corpus.py wrote."""
+    """Return the training ids, int32, of a file that corpus.py wrote."""
     raw = lzma.decompress(part.read_bytes())
     return torch.from_numpy(np.frombuffer(raw, np.uint16).astype(np.int32)).to(device)
 
@@ -247,6 +247,6 @@ def batches(stream: Tensor, batch: int, window: int) -> Iterator[Tensor]:
 
 
 def describe(shape: Shape) -> dict[str, int]:
-    """The facts about a model for the log."""
+    """Return the facts about a model for the log."""
     linear = shape.layers * shape.hidden * (4 * shape.hidden + 3 * shape.intermediate)
     return {**asdict(shape), "linear_weights": linear, "weights": linear + shape.vocabulary * shape.hidden}

@@ -28,7 +28,7 @@ TOOLS = {"llmcompressor": "llm-compressor", "slidesparse": "SlideSparse"}
 
 
 def zeros(pattern: str) -> float:
-    """Percent of the weights that a pattern, such as 6:8 or 25%, zeroes."""
+    """Return the percentage of weights that a pattern, such as 6:8 or 25%, zeroes."""
     return float(pattern[:-1]) if pattern.endswith("%") else 200 / int(pattern.split(":")[1])
 
 
@@ -63,18 +63,18 @@ class Results:
         return Results(rows[rows["distilled"] == ""].drop_duplicates(KEY, keep="last"))
 
     def loss(self, pattern: str, method: str, quant: str, text: str = "in") -> Loss | None:
-        """The loss of one kind of checkpoint; None where it was not measured."""
-        found = (self.rows[KEY[:-1]] == (pattern, method, quant, text)).all(axis=1)
-        if not found.any():
+        """Return the loss of one kind of checkpoint; None where it was not measured."""
+        selected = (self.rows[KEY[:-1]] == (pattern, method, quant, text)).all(axis=1)
+        if not selected.any():
             return None
-        rows = self.rows[found]
+        rows = self.rows[selected]
         return Loss(tuple(rows["delta_pct"]), rows["ci_low"].min(), rows["ci_high"].max())
 
     def kinds(self) -> list[tuple[str, str]]:
-        """Patterns and methods, in the order of the tables."""
+        """Return the patterns and methods in the order of the tables."""
         pruned = [(pattern, method) for pattern in (*PATTERNS, *UNSTRUCTURED) for method in METHODS]
-        known = set(zip(self.rows["pattern"], self.rows["method"], strict=True))
-        return [kind for kind in [(DENSE, "-"), *pruned] if kind in known]
+        measured = set(zip(self.rows["pattern"], self.rows["method"], strict=True))
+        return [kind for kind in [(DENSE, "-"), *pruned] if kind in measured]
 
 
 def _format_cell(value: object) -> str:
@@ -82,7 +82,7 @@ def _format_cell(value: object) -> str:
 
 
 def losses(source: Path) -> str:
-    """Losses of the checkpoints without distillation."""
+    """Return the table of the losses of the checkpoints without distillation."""
     results = Results.of(source)
     rows = [
         (
@@ -96,7 +96,7 @@ def losses(source: Path) -> str:
 
 
 def encoder(source: Path) -> str:
-    """Protocol B, in the order of PATTERNS and METHODS."""
+    """Return the table of protocol B, in the order of PATTERNS and METHODS."""
     rows = pd.read_csv(source)
     shown = (
         DENSE,
@@ -136,18 +136,18 @@ def encoder(source: Path) -> str:
 
 
 def parity(source: Path) -> str:
-    """Means over the choices of calibration windows, of llm-compressor's checkpoints and ours."""
+    """Return the table of means over the calibration windows of llm-compressor's checkpoints and ours."""
     rows = pd.read_csv(source)
     rows = rows[rows["tool"] != "-"].assign(broken=rows["violations"] / rows["groups"])
-    found = rows.groupby(["pattern", "tool", "setting"])[["ppl", "delta_pct", "broken", "zeros_pct"]].mean()
+    means = rows.groupby(["pattern", "tool", "setting"])[["ppl", "delta_pct", "broken", "zeros_pct"]].mean()
     runs = rows.groupby(["pattern", "tool", "setting"]).size()
     lines = []
     for pattern in ("6:8", "4:6"):
         for tool, setting in PARITY:
-            if (key := (pattern, tool, setting)) in found.index:
-                ppl, up, broken, gone = found.loc[key]
-                words = PARITY[tool, setting] + (" (one choice)" if runs[key] == 1 else "")
+            if (key := (pattern, tool, setting)) in means.index:
+                ppl, up, broken, gone = means.loc[key]
+                label = PARITY[tool, setting] + (" (one choice)" if runs[key] == 1 else "")
                 share = f"{broken:.1%}" if broken else "0"
-                lines.append((pattern, TOOLS[tool], words, f"{ppl:.4f}", f"{up:.2f}%", share, f"{gone:.1f}%"))
+                lines.append((pattern, TOOLS[tool], label, f"{ppl:.4f}", f"{up:.2f}%", share, f"{gone:.1f}%"))
     header = ("pattern", "tool", "", "perplexity", "up on dense", "groups that break the pattern", "zeros")
     return table(header, lines, 3)

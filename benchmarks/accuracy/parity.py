@@ -58,7 +58,7 @@ class Run:
 
     @classmethod
     def parse(cls, name: str) -> Run:
-        """The inverse of `name`."""
+        """Return the run with a `name`."""
         pattern, tool, setting, seed = name.split("-")
         return cls(pattern.replace("_", ":"), tool, setting, int(seed))
 
@@ -77,9 +77,9 @@ SWEEPS = {"plain": 0, "sweeps4": 4}
 
 
 def calibration_windows(data: Path, seed: int) -> np.ndarray:
-    """[SAMPLES, SEQLEN] int32."""
-    with np.load(data) as found:
-        pool = found["calibration"]
+    """Return the calibration ids, [SAMPLES, SEQLEN] int32."""
+    with np.load(data) as arrays:
+        pool = arrays["calibration"]
     chosen = np.sort(np.random.default_rng(seed).permutation(len(pool))[:SAMPLES])
     return pool[chosen, :SEQLEN].astype(np.int32)
 
@@ -112,14 +112,14 @@ def prune_theirs(run: Run, options: argparse.Namespace, out: Path) -> None:
         )
     finally:
         base.sparsify_weight = plain
-    source, found = load_file(options.model / WEIGHTS), model.state_dict()
+    source, state = load_file(options.model / WEIGHTS), model.state_dict()
     shutil.copytree(options.model, out, ignore=shutil.ignore_patterns(WEIGHTS))
-    stored = {name: found[name].to(t.dtype).contiguous() for name, t in source.items()}
+    stored = {name: state[name].to(t.dtype).contiguous() for name, t in source.items()}
     save_file(stored, out / WEIGHTS, metadata={"format": "pt"})
 
 
 def padding(plain: Callable[..., Any], length: int) -> Callable[..., Any]:
-    """llm-compressor's ``sparsify_weight``, called with zero columns behind K up to a multiple of ``length``.
+    """Wrap llm-compressor's ``sparsify_weight`` to pad K with zero columns to a multiple of ``length``.
 
     The columns have zero weights and inputs of average size, uncorrelated with the others: they are removed first,
     without effect on the rest or on the damping.
@@ -128,12 +128,12 @@ def padding(plain: Callable[..., Any], length: int) -> Callable[..., Any]:
     def padded(module: torch.nn.Module, hessians_dict: dict[Any, Tensor], **options: Any) -> Any:
         weight, h = module.weight, hessians_dict.pop(module)
         columns = weight.shape[1]
-        more = -columns % length
+        extra = -columns % length
         wider = torch.nn.Linear(1, 1, bias=False)
-        wider.weight = torch.nn.Parameter(torch.nn.functional.pad(weight.detach(), (0, more)))
-        wide = torch.block_diag(h, torch.eye(more) * h.diagonal().mean())
-        loss, found = plain(module=wider, hessians_dict={wider: wide}, **options)
-        return loss, found[:, :columns].contiguous()
+        wider.weight = torch.nn.Parameter(torch.nn.functional.pad(weight.detach(), (0, extra)))
+        wide = torch.block_diag(h, torch.eye(extra) * h.diagonal().mean())
+        loss, pruned = plain(module=wider, hessians_dict={wider: wide}, **options)
+        return loss, pruned[:, :columns].contiguous()
 
     return padded
 
@@ -151,12 +151,12 @@ def prune_ours(run: Run, options: argparse.Namespace, out: Path) -> None:
 
 
 def is_broken(run: Run) -> bool:
-    """Whether llm-compressor's groups do not line up with the pattern's; shown for seed 0 only."""
+    """Return whether llm-compressor's groups do not line up with the pattern's; shown for seed 0 only."""
     return run.setting in THEIRS[run.pattern] and THEIRS[run.pattern][run.setting][0] % run.length > 0
 
 
 def prune_all(options: argparse.Namespace) -> None:
-    """Every run of a tool that the folder lacks."""
+    """Make the checkpoints of a tool that the folder lacks."""
     settings: dict[str, Any] = dict.fromkeys(THEIRS, SWEEPS)
     tool, prune = "slidesparse", prune_ours
     if options.verb == "theirs":
@@ -174,48 +174,50 @@ def prune_all(options: argparse.Namespace) -> None:
 
 @torch.no_grad()
 def token_losses(folder: Path, windows: Tensor) -> np.ndarray:
-    """Mean cross entropy of each window [B, T], all tokens but its first; float32 throughout."""
+    """Return the mean cross entropy of each window [B, T], all tokens but its first; float32 throughout."""
     from benchmarks.accuracy.language_model import Model, load
 
     model = Model(*load(folder, "cpu"), torch.float32, compiled=False)
-    return np.array([float(model.loss(one)[1]) for one in windows.split(1)])
+    return np.array([float(model.loss(window)[1]) for window in windows.split(1)])
 
 
 def count_zeros(run: Run, folder: Path) -> dict[str, Any]:
-    """How well the pruned layers obey the pattern; a partial group at the end of a row counts for zeros only."""
+    """Count groups that break the pattern, and zeros; a partial group at the end of a row counts for zeros only."""
     from safetensors.torch import load_file
 
     groups = violations = with_more = zeros = weights = 0
     for name, w in load_file(folder / WEIGHTS).items():
         if name.endswith(SUFFIX):
-            gone = w == 0
-            whole = w.shape[1] // run.length * run.length
-            each = gone[:, :whole].unflatten(-1, (-1, run.length)).sum(-1)
-            groups, zeros, weights = groups + each.numel(), zeros + int(gone.sum()), weights + gone.numel()
-            violations += int((each < ZEROS).sum())
-            with_more += int((each > ZEROS).sum())
+            is_zero = w == 0
+            columns = w.shape[1] // run.length * run.length
+            per_group = is_zero[:, :columns].unflatten(-1, (-1, run.length)).sum(-1)
+            groups += per_group.numel()
+            zeros += int(is_zero.sum())
+            weights += is_zero.numel()
+            violations += int((per_group < ZEROS).sum())
+            with_more += int((per_group > ZEROS).sum())
     counts = {"violations": violations, "with_more_zeros": with_more, "groups": groups}
     return {**counts, "zeros_pct": f"{100 * zeros / weights:.3f}"}
 
 
 def interval(difference: np.ndarray) -> tuple[float, float, float]:
-    """The increase in perplexity in percent, from paired differences in nats, and its 95% bootstrap interval."""
+    """Return the increase in perplexity in percent of paired differences in nats, and its 95% bootstrap interval."""
     drawn = np.random.default_rng(0).integers(0, len(difference), (DRAWS, len(difference)))
     low, high = np.quantile(difference[drawn].mean(-1), (0.025, 0.975))
     return tuple(100 * math.expm1(x) for x in (float(difference.mean()), low, high))  # type: ignore[return-value]
 
 
 def rows(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    """The dense model's, and those of every checkpoint in the folder."""
-    with np.load(options.data) as found:
-        windows = torch.from_numpy(found[TEXT][:WINDOWS].astype(np.int64))
+    """Yield the row of the dense model, and those of every checkpoint in the folder."""
+    with np.load(options.data) as arrays:
+        windows = torch.from_numpy(arrays[TEXT][:WINDOWS].astype(np.int64))
     folders = sorted(options.folder.glob("[0-9]*-*-*-*"), key=lambda f: (f.name[:3] != "6_8", f.name))
     dense = np.zeros(0)
     for folder in (options.model, *folders):
-        kept = options.folder / f"nats-{folder.name}.npy"
-        if not kept.exists():
-            np.save(kept, token_losses(folder, windows))
-        nats = np.load(kept)
+        cache = options.folder / f"nats-{folder.name}.npy"
+        if not cache.exists():
+            np.save(cache, token_losses(folder, windows))
+        nats = np.load(cache)
         row = {"ppl": f"{math.exp(nats.mean()):.5f}", "windows": len(nats)}
         if folder == options.model:
             dense = nats

@@ -30,17 +30,17 @@ METHODS = {"sparsegpt": "o", "wanda": "s", "magnitude": "^"}
 
 @mpl.rc_context(FIXED_PARAMETERS)
 def cosine(source: Path, out: Path) -> None:
-    """Mean cosine, with the first percentile below it, by pattern and method; INT8."""
+    """Draw the mean cosine in INT8, with the first percentile below it, by pattern and method."""
     rows = pd.read_csv(source).set_index(["pattern", "method", "quant"])
     figure = Figure(figsize=(7, 4.5), layout="constrained")
     axes = figure.subplots()
     for method, marker in METHODS.items():
-        found = [
+        points = [
             (i, rows.loc[key]) for i, p in enumerate(PATTERNS) if (key := (p, method, "int8")) in rows.index
         ]
-        x = [i for i, _ in found]
-        (line,) = axes.plot(x, [row["cosine_mean"] for _, row in found], marker=marker, label=method)
-        low = [row["cosine_p1"] for _, row in found]
+        x = [i for i, _ in points]
+        (line,) = axes.plot(x, [row["cosine_mean"] for _, row in points], marker=marker, label=method)
+        low = [row["cosine_p1"] for _, row in points]
         axes.plot(
             x, low, marker=marker, linestyle=":", color=line.get_color(), label=f"{method}, first percentile"
         )
@@ -55,7 +55,7 @@ def cosine(source: Path, out: Path) -> None:
 
 @mpl.rc_context(FIXED_PARAMETERS)
 def layers(reports: list[Path], out: Path) -> None:
-    """Relative error of the output of each layer, in the order of the model."""
+    """Draw the relative error of the output of each layer, in the order of the model."""
     figure = Figure(figsize=(10, 5), layout="constrained")
     axes = figure.subplots()
     for path in reports:
@@ -110,14 +110,14 @@ def _curve(
     text: str,
     **style: Any,
 ) -> None:
-    found = [(language.zeros(p), loss) for p in patterns if (loss := results.loss(p, method, quant, text))]
-    low = [loss.mean - loss.low for _, loss in found]
-    high = [loss.high - loss.mean for _, loss in found]
-    axes.errorbar([x for x, _ in found], [loss.mean for _, loss in found], [low, high], **style)
+    points = [(language.zeros(p), loss) for p in patterns if (loss := results.loss(p, method, quant, text))]
+    low = [loss.mean - loss.low for _, loss in points]
+    high = [loss.high - loss.mean for _, loss in points]
+    axes.errorbar([x for x, _ in points], [loss.mean for _, loss in points], [low, high], **style)
 
 
 def _plain_percent(axes: Axes) -> None:
-    """0.5, 1, 2, 5, ... instead of powers of ten."""
+    """Label the axes 0.5, 1, 2, 5, ... instead of powers of ten."""
     ticks = [digit * 10.0**power for power in range(-2, 3) for digit in (1, 2, 5)]
     low, high = axes.get_ylim()
     axes.set_yticks([tick for tick in ticks if low <= tick <= high], minor=False)

@@ -63,7 +63,7 @@ FIELDS = (
 
 
 def docstrings(path: Path) -> Iterator[tuple[str, str]]:
-    """(query, document) of each documented function and class of a source file."""
+    """Yield (query, document) of each documented function and class of a source file."""
     try:
         tree = ast.parse(path.read_text(encoding="utf-8"))
     except (SyntaxError, ValueError):
@@ -78,16 +78,17 @@ def docstrings(path: Path) -> Iterator[tuple[str, str]]:
 
 
 def files() -> list[Path]:
-    """All Python files of PACKAGES, in an order that does not depend on the machine."""
-    found = []
+    """Return all Python files of PACKAGES, in an order that does not depend on the machine."""
+    entries = []
     for name in PACKAGES:
         spec = importlib.util.find_spec(name)
         if spec is None or not spec.submodule_search_locations:
             raise SystemExit(f"the package {name} is not installed, whose docstrings are part of the data")
         root = Path(spec.submodule_search_locations[0])
         named = ((f"{name}/{path.relative_to(root).as_posix()}", path) for path in root.rglob("*.py"))
-        found += sorted(named)
-    return [path for name, path in sorted(found, key=lambda each: hashlib.sha256(each[0].encode()).digest())]
+        entries += sorted(named)
+    entries.sort(key=lambda entry: hashlib.sha256(entry[0].encode()).digest())
+    return [path for _, path in entries]
 
 
 def gather(folder: Path) -> tuple[Path, Path]:
@@ -114,7 +115,7 @@ def gather(folder: Path) -> tuple[Path, Path]:
 
 
 def runs() -> list[tuple[str, str, str]]:
-    """(pattern, method, quant), the most informative first."""
+    """Return (pattern, method, quant) of each run, the most informative first."""
     ours = [(pattern, method, "int8") for pattern in ("6:8", "4:6", "2:4", "8:10") for method in METHODS]
     ours += [(budget, BUDGET, "int8") for budget in BUDGETS]
     fp8 = [(pattern, "sparsegpt", "fp8") for pattern in ("6:8", "4:6", "2:4", "8:10")]
@@ -122,22 +123,22 @@ def runs() -> list[tuple[str, str, str]]:
 
 
 def originals(folder: Path, source: Path, engine: Engine, ids: list[list[int]]) -> np.ndarray:
-    """The original's embeddings of ``ids``, made once."""
+    """Return the original's embeddings of ``ids``, which are computed once and saved."""
     path = folder / f"dense-{hashlib.sha256(repr(ids).encode()).hexdigest()[:12]}.npy"
     if not path.exists():
         np.save(path, engine.score(source, "embedding", ids, stock=True).arrays["embeddings"])
     return np.asarray(np.load(path))
 
 
-def row(pattern: str, method: str, quant: str, found: Embedding) -> dict[str, str]:
-    """A line of the CSV."""
+def row(pattern: str, method: str, quant: str, embedding: Embedding) -> dict[str, str]:
+    """Return a line of the CSV."""
     cells = {"pattern": pattern, "method": method, "quant": quant}
     for name in ("cosine_mean", "cosine_p1", "top10", "mrr", "mrr_loss"):
-        interval = getattr(found, name)
+        interval = getattr(embedding, name)
         ends = {"": interval.value, "_low": interval.low, "_high": interval.high}
         cells |= {f"{name}{end}": f"{value:.5f}" for end, value in ends.items()}
-    assert found.mrr_against
-    return {**cells, "mrr_dense": f"{found.mrr_against.value:.5f}"}
+    assert embedding.mrr_against
+    return {**cells, "mrr_dense": f"{embedding.mrr_against.value:.5f}"}
 
 
 def main() -> None:
@@ -160,21 +161,21 @@ def main() -> None:
     if options.out.exists():
         with options.out.open(newline="") as file:
             done = list(csv.DictReader(file))
-    known = {(each["pattern"], each["method"], each["quant"]) for each in done}
+    measured = {(line["pattern"], line["method"], line["quant"]) for line in done}
     for run in [tuple(options.only.split(","))] if options.only else runs():
-        if run in known:
+        if run in measured:
             continue
         if dense is None:
             dense = originals(options.folder, source, engine, ids)
         pattern, method, quant = run
-        made = options.folder / "-".join(run).replace(":", "_").replace("%", "pct").replace(" ", "")
-        shutil.rmtree(made, ignore_errors=True)
+        checkpoint = options.folder / "-".join(run).replace(":", "_").replace("%", "pct").replace(" ", "")
+        shutil.rmtree(checkpoint, ignore_errors=True)
         if pattern == DENSE:
-            convert(source, made, ConvertOptions(SlidePattern(None), quant))
+            convert(source, checkpoint, ConvertOptions(SlidePattern(None), quant))
         else:
             calibration = Calibration(str(calib), CALIBRATION_TEXTS, MAX_TOKENS, resume=True)
             budget = parse_budget(pattern) if method == BUDGET else None
-            how = ConvertOptions(
+            convert_options = ConvertOptions(
                 MIDDLE if budget else parse_pruned(pattern),
                 quant,
                 method="sparsegpt" if budget else method,
@@ -182,13 +183,13 @@ def main() -> None:
                 calibration=calibration,
                 seed=SEED,
             )
-            report = convert(source, made, how)
-            (options.folder / f"{made.name}.json").write_text(json.dumps(report.to_json(), indent=2))
-        found = engine.score(made, "embedding", ids)
-        if not found.served_by:
-            raise SystemExit(f"the plugin did not serve {made}; see {engine.log}")
-        arrays = (found.arrays["embeddings"], dense)
-        done.append(row(*run, summarize(made.name, source.name, *arrays, True, (found.served_by, ""))))
+            report = convert(source, checkpoint, convert_options)
+            (options.folder / f"{checkpoint.name}.json").write_text(json.dumps(report.to_json(), indent=2))
+        result = engine.score(checkpoint, "embedding", ids)
+        if not result.served_by:
+            raise SystemExit(f"the plugin did not serve {checkpoint}; see {engine.log}")
+        arrays = (result.arrays["embeddings"], dense)
+        done.append(row(*run, summarize(checkpoint.name, source.name, *arrays, True, (result.served_by, ""))))
         with options.out.open("w", newline="") as file:
             writer = csv.DictWriter(file, FIELDS, lineterminator="\n")
             writer.writeheader()

@@ -61,7 +61,7 @@ class Clock:
 
 @dataclass
 class Log:
-    """A line every few seconds, on stdout and in a file."""
+    """A log with a line every few seconds, on stdout and in a file."""
 
     path: Path
     _last: float = field(default_factory=time.monotonic)
@@ -87,7 +87,7 @@ class Log:
 
 
 def make_optimizer(weights: dict[str, Tensor], rate: float) -> torch.optim.AdamW:
-    """AdamW; norms and the embedding do not decay."""
+    """Return AdamW without weight decay for norms and the embedding."""
     plain = [t for name, t in weights.items() if "norm" in name or name == "embedding"]
     decaying = [t for name, t in weights.items() if "norm" not in name and name != "embedding"]
     groups = [{"params": decaying, "weight_decay": WEIGHT_DECAY}, {"params": plain, "weight_decay": 0.0}]
@@ -112,7 +112,7 @@ def train(
     log: Log,
     highest: float = RATE,
 ) -> int:
-    """Train until the clock has run out; returns the number of tokens.
+    """Train until the clock has run out; return the number of tokens.
 
     Args:
         loss_of: windows [B, T + 1] -> (the loss to minimize, the loss to log).
@@ -134,26 +134,26 @@ def train(
 
 
 def prepare(device: str) -> tuple[torch.dtype, bool]:
-    """The dtype to compute in, and whether to compile."""
+    """Return the dtype to compute in, and whether to compile."""
     torch.backends.cuda.matmul.allow_tf32 = True
     return (torch.bfloat16, True) if device == "cuda" else (torch.float32, False)
 
 
 def corpus_parts(folder: Path) -> list[Path]:
-    """The parts of the training stream."""
-    found = sorted(folder.glob("part*.xz"))
-    if not found:
+    """Return the parts of the training stream."""
+    parts = sorted(folder.glob("part*.xz"))
+    if not parts:
         raise SystemExit(f"{folder} has no part0.xz; make the corpus with corpus.py")
-    wanted = json.loads((folder / "corpus.json").read_text())["bytes of parts"]
-    if [path.stat().st_size for path in found] != wanted:
+    sizes = json.loads((folder / "corpus.json").read_text())["bytes of parts"]
+    if [path.stat().st_size for path in parts] != sizes:
         raise SystemExit(
-            f"{folder} has {len(found)} parts, of {len(wanted)} that corpus.json names; copy the others"
+            f"{folder} has {len(parts)} parts, of {len(sizes)} that corpus.json names; copy the others"
         )
-    return found
+    return parts
 
 
 def read_parts(folder: Path, device: str) -> Tensor:
-    """The training stream, its parts unpacked in parallel."""
+    """Return the training stream, whose parts are unpacked in parallel."""
     parts = corpus_parts(folder)
     with ThreadPoolExecutor(len(parts)) as pool:
         return torch.cat(list(pool.map(lambda part: read_stream(part, device), parts)))
@@ -175,13 +175,13 @@ def main() -> None:
     if options.layers:
         shape = replace(shape, layers=options.layers)
     if options.hidden:
-        wide = options.hidden
-        shape = replace(shape, hidden=wide, intermediate=wide * 11 // 4, heads=max(1, wide // 64))
+        hidden = options.hidden
+        shape = replace(shape, hidden=hidden, intermediate=hidden * 11 // 4, heads=max(1, hidden // 64))
     began = time.monotonic()
     dtype, compiled = prepare(options.device)
     stream = read_parts(options.corpus, options.device)
-    found = {**describe(shape), "corpus": len(stream), "read_s": round(time.monotonic() - began, 1)}
-    print(json.dumps(found), flush=True)
+    facts = {**describe(shape), "corpus": len(stream), "read_s": round(time.monotonic() - began, 1)}
+    print(json.dumps(facts), flush=True)
     options.out.mkdir(parents=True, exist_ok=True)
     model = Model(shape, initial(shape, options.device), dtype, compiled)
     clock, log = Clock(options.seconds), Log(options.out / "log.jsonl")

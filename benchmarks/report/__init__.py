@@ -33,7 +33,7 @@ def render(folder: Path, reference: Path | None = None) -> list[Path]:
     if not folder.is_dir():
         raise RecordsError(f"{folder} is not a folder; name one that benchmarks wrote to")
     results = Results(folder)
-    drawn = [path for name, what in results.drawn().items() for path in plots.draw(name, folder, *what)]
+    drawn = [path for name, plot in results.drawn().items() for path in plots.draw(name, folder, *plot)]
     drawn += spmm.draw(results.tables["spmm"], folder)
     texts = results.pages(reference)
     for name, text in texts.items():

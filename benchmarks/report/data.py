@@ -77,7 +77,7 @@ class Table:
 
 
 def read(folder: Path, form: Format, name: str = "") -> Table:
-    """NAME.csv (by default the format's) and NAME.json of a folder.
+    """Read NAME.csv (by default the format's) and NAME.json of a folder.
 
     Rows without a figure are ignored; of rows with the same key the last counts.  Raises RecordsError.
     """
@@ -95,31 +95,31 @@ def read(folder: Path, form: Format, name: str = "") -> Table:
                 )
             elif column == "dtype":
                 frame[column] = frame[column].str.lower()
-            elif wrong := set(frame[column]) - set(ALLOWED.get(column, frame[column])):
-                raise ValueError(f"{min(wrong)!r} is not one of {', '.join(ALLOWED[column])}")
+            elif unknown := set(frame[column]) - set(ALLOWED.get(column, frame[column])):
+                raise ValueError(f"{min(unknown)!r} is not one of {', '.join(ALLOWED[column])}")
     except ValueError as error:
         raise RecordsError(f"{path}, column {column}: {error}; correct or remove the line") from error
     notes = [] if path.is_file() else [f"`{path.name}` is not there."]
     if torn:
         notes.append(f"The last line of `{path.name}` is torn and was left out.")
-    whole = frame.dropna(subset=list(REQUIRED_COLUMNS.get(form.name, ())))
-    last = whole.drop_duplicates(list(form.key), keep="last").reset_index(drop=True)
-    for count, what in (
-        (len(frame) - len(whole), "hold no figure: not measured"),
-        (len(whole) - len(last), "were repeated: the last ones count"),
+    complete = frame.dropna(subset=list(REQUIRED_COLUMNS.get(form.name, ())))
+    last = complete.drop_duplicates(list(form.key), keep="last").reset_index(drop=True)
+    for count, problem in (
+        (len(frame) - len(complete), "hold no figure: not measured"),
+        (len(complete) - len(last), "were repeated: the last ones count"),
     ):
-        notes += [f"{count} lines of `{path.name}` {what}."] if count else []
+        notes += [f"{count} lines of `{path.name}` {problem}."] if count else []
     return Table(last, read_conditions(path.with_suffix(".json")), tuple(notes))
 
 
 def pattern_order(name: str) -> float:
-    """Sort key: dense, shares of 2:4 blocks, 2:4, 4:6, ..., 2_inf."""
+    """Return the sort key of a pattern: dense, shares of 2:4 blocks, 2:4, 4:6, ..., 2_inf."""
     parsed = parse_pattern(name)
     return float(parsed.share if isinstance(parsed, MixedPattern) else parsed.length or math.inf)
 
 
 def dtype_order(name: str) -> tuple[int, str]:
-    """Sort key: the order of DTYPES, others after it by name."""
+    """Return the sort key of a dtype: the order of DTYPES, then others by name."""
     return (DTYPES.index(name) if name in DTYPES else len(DTYPES), name)
 
 
@@ -146,11 +146,11 @@ class Section:
     @property
     def dense(self) -> pd.DataFrame:
         """Microseconds of dense providers, cuBLASLt first; a row for each M."""
-        found = sorted((name for name, p in self.us if p == DENSE), key=lambda n: (n != CUBLASLT, n))
-        return pd.DataFrame({name: self.us[name, DENSE] for name in found}, index=self.us.index)
+        providers = sorted((name for name, p in self.us if p == DENSE), key=lambda n: (n != CUBLASLT, n))
+        return pd.DataFrame({name: self.us[name, DENSE] for name in providers}, index=self.us.index)
 
     def speedup(self, over: str = CUBLASLT) -> pd.DataFrame:
-        """Latency of the dense provider ``over`` / ours, by M and pattern; NaN unless both were measured."""
+        """Return latency of the dense provider ``over`` / ours, by M and pattern; NaN unless both were measured."""
         ours = pd.DataFrame({p: self.us[self.ours, p] for p in self.patterns}, index=self.us.index)
         return ours.rdiv(self.dense.get(over, math.nan), axis=0)
 
@@ -160,23 +160,23 @@ class Section:
         return pd.Series({p: float(parse_pattern(p).speedup_bound) for p in self.patterns}, dtype=float)
 
     def tops(self) -> pd.DataFrame:
-        """2 M N K / latency in TOPS, K of the dense weight; columns "cublaslt" and the patterns."""
+        """Return 2 M N K / latency in TOPS, K of the dense weight; columns "cublaslt" and the patterns."""
         work = [sum(2 * m * (n or m) * (k or m) for n, k in self.shapes) for m in self.us.index]
         us = {CUBLASLT: self.us.get((CUBLASLT, DENSE), math.nan)}
         us |= {pattern: self.us[self.ours, pattern] for pattern in self.patterns}
         return pd.DataFrame(us, index=self.us.index).rdiv(pd.Series(work, self.us.index) / 1e6, axis=0)
 
     def efficiency(self) -> pd.DataFrame:
-        """Algorithmic efficiency (S_pattern / S_2:4) / R_theory, R_theory = density(2:4) / density(pattern).
+        """Return the efficiency (S_pattern / S_2:4) / R_theory with R_theory = density(2:4) / density(pattern).
 
         Equations 18 and 19 of arXiv 2603.05232, appendix D.5; S is the speed-up over cuBLASLt.
         """
-        found = self.speedup()
-        native = found[TWO_FOUR] / 2 if TWO_FOUR in found else found.index.to_series() * math.nan
-        return found.div(native, axis=0) / self.bounds
+        speedup = self.speedup()
+        native = speedup[TWO_FOUR] / 2 if TWO_FOUR in speedup else speedup.index.to_series() * math.nan
+        return speedup.div(native, axis=0) / self.bounds
 
     def floor(self, copy: float, peak: float | None) -> pd.DataFrame:
-        """`floor_us` of all products, one after the other, by M; columns "dense" and the patterns."""
+        """Return the sum of `floor_us` over all products by M; columns "dense" and the patterns."""
         columns = {
             name: [
                 sum(floor_us(self.dtype, name, m, n or m, k or m, copy, peak) for n, k in self.shapes)
@@ -188,23 +188,23 @@ class Section:
 
 
 def floor_us(dtype: str, pattern: str, m: int, n: int, k: int, copy: float, peak: float | None) -> float:
-    """max(2 M N K / peak, bytes / bandwidth) in microseconds: the least time of one product with a 16-bit result.
+    """Return max(2 M N K / peak, bytes / bandwidth), the least microseconds of a product with a 16-bit result.
 
     ``copy`` is the bandwidth in GB/s, ``peak`` the rate of dense products in TFLOPS.  A pattern multiplies its
     non-zeros only, at the dense rate; activations [M, K'], the values [N, K'/2] and their metadata are read once, the
     result [M, N] is written once.
     """
-    size, slided, density, kept, metadata = ELEMENT_BYTES[dtype], k, 1.0, k, 0.0
+    size, slided, density, stored, metadata = ELEMENT_BYTES[dtype], k, 1.0, k, 0.0
     if pattern != DENSE:
         parsed = parse_pattern(pattern)
         density = float(parsed.density)
         if isinstance(parsed, MixedPattern):
-            kept, sparse = round(k * density), float(parsed.share) * k / 2
+            stored, sparse = round(k * density), float(parsed.share) * k / 2
         else:
             slided = parsed.layout(k).slided
-            kept = sparse = slided * HARDWARE_NONZEROS // HARDWARE_LENGTH
+            stored = sparse = slided * HARDWARE_NONZEROS // HARDWARE_LENGTH
         metadata = n * sparse * METADATA_BYTES
-    moved = (m * slided + n * kept) * size + metadata + m * n * RESULT_BYTES
+    moved = (m * slided + n * stored) * size + metadata + m * n * RESULT_BYTES
     compute = 2 * m * n * k * density / (peak * 1e6) if peak else 0.0
     return max(compute, moved / (copy * 1e3))
 
@@ -214,14 +214,16 @@ class Sections:
     """All sections of one table, and the cells of the table that were not measured."""
 
     cells: pd.DataFrame  # columns title, dtype, provider, pattern, M, us
-    wanted: pd.DataFrame  # the same but us: providers, patterns and M that each title of a group should have
+    expected: (
+        pd.DataFrame
+    )  # the same but us: providers, patterns and M that all titles of a group should have
     group: tuple[str, ...] = ("dtype",)
     shapes: Mapping[str, tuple[tuple[int, int], ...]] | None = None  # by title
 
     @cached_property
-    def each(self) -> list[Section]:
+    def sections(self) -> list[Section]:
         """A section for each dtype, title and sparse provider."""
-        found = []
+        sections = []
         parts = dict(iter(self.cells.groupby(["dtype", "title"])))
         for dtype, title in sorted(parts, key=lambda key: (dtype_order(key[0]), key[1])):
             rows = parts[dtype, title].set_index(["M", "provider", "pattern"])
@@ -229,34 +231,34 @@ class Sections:
             sparse = {name for name, p in us if p != DENSE} or {CUSPARSELT}
             for ours in sorted(sparse, key=lambda name: (name not in (CUSPARSELT, "sparse"), name)):
                 part = us[[pair for pair in us if pair[1] == DENSE or pair[0] == ours]].dropna(how="all")
-                found.append(Section(title, dtype, ours, part, (self.shapes or {}).get(title, ())))
-        return found
+                sections.append(Section(title, dtype, ours, part, (self.shapes or {}).get(title, ())))
+        return sections
 
     def missing(self) -> pd.DataFrame:
-        """Columns dtype, subject, provider, pattern, M: cells that others of the group have, merged over M."""
-        have = set(
+        """Return cells that others of the group have, merged over M: columns dtype, subject, provider, pattern, M."""
+        measured = set(
             self.cells[["dtype", "title", "provider", "pattern", "M"]].itertuples(index=False, name=None)
         )
         lacking = []
-        for _, wanted in self.wanted.groupby(list(self.group), sort=False):
-            dtype, ms = wanted["dtype"].iloc[0], sorted(wanted["M"].unique())
-            titles = (wanted if "title" in self.group else self.wanted)["title"].unique()
-            pairs = dict.fromkeys(zip(wanted["provider"], wanted["pattern"], strict=True))
+        for _, group_cells in self.expected.groupby(list(self.group), sort=False):
+            dtype, ms = group_cells["dtype"].iloc[0], sorted(group_cells["M"].unique())
+            titles = (group_cells if "title" in self.group else self.expected)["title"].unique()
+            pairs = dict.fromkeys(zip(group_cells["provider"], group_cells["pattern"], strict=True))
             for provider, pattern in sorted(pairs, key=lambda pair: (pair[0], pattern_order(pair[1]))):
                 for title in sorted(titles):
-                    gone = [str(m) for m in ms if (dtype, title, provider, pattern, m) not in have]
-                    where = "all" if len(gone) == len(ms) else ", ".join(gone)
-                    lacking += [(dtype.upper(), title, provider, pattern, where)] if gone else []
-        found = pd.DataFrame(lacking, columns=["dtype", "subject", "provider", "pattern", "M"])
+                    absent = [str(m) for m in ms if (dtype, title, provider, pattern, m) not in measured]
+                    absent_ms = "all" if len(absent) == len(ms) else ", ".join(absent)
+                    lacking += [(dtype.upper(), title, provider, pattern, absent_ms)] if absent else []
+        frame = pd.DataFrame(lacking, columns=["dtype", "subject", "provider", "pattern", "M"])
         for column in ("pattern", "subject", "dtype"):  # rows that differ only in this column are merged
-            others = [name for name in found.columns if name != column]
-            joined = found.groupby(others, sort=False)[column].agg(", ".join)
-            found = joined.reset_index()[list(found.columns)]
-        return found
+            others = [name for name in frame.columns if name != column]
+            joined = frame.groupby(others, sort=False)[column].agg(", ".join)
+            frame = joined.reset_index()[list(frame.columns)]
+        return frame
 
 
 def sliding(bandwidth: Table) -> pd.DataFrame:
-    """Microseconds by dtype, K and M, columns of SLIDING_KERNELS; NaN where not measured."""
+    """Return microseconds by dtype, K and M, columns of SLIDING_KERNELS; NaN where not measured."""
     rows = bandwidth.rows
     rows = rows[rows["kernel"].isin(SLIDING_KERNELS)]
     us = rows.pivot(index=["dtype", "K", "M"], columns="kernel", values="us").reindex(
@@ -266,14 +268,14 @@ def sliding(bandwidth: Table) -> pd.DataFrame:
 
 
 def square_sections(kernel: Table) -> Sections:
-    """One section for each dtype of the square products."""
+    """Return a section for each dtype of the square products."""
     rows = kernel.rows[kernel.rows["mode"] == "square"].rename(columns={"p50_us": "us"})
     title = "Square, M = N = K"
     return Sections(rows.assign(title=title), rows.assign(title=title), shapes={title: ((0, 0),)})
 
 
 def model_sections(kernel: Table) -> Sections:
-    """One section for each model and dtype, its four layers summed; a sum only where all four were measured.
+    """Return a section for each model and dtype, its four layers summed where all four were measured.
 
     The layers of a model are those that occur anywhere in the file.  If there are not four (a list of shapes, or an
     interrupted run), nothing can be summed, and each layer is a section.
@@ -292,51 +294,51 @@ def model_sections(kernel: Table) -> Sections:
 
 
 def linear_sections(linear: Table) -> Sections:
-    """One section for each model and dtype of linear.csv: its layer ``sum``, as the benchmark wrote it."""
+    """Return a section for each model and dtype of linear.csv: its layer ``sum``, as the benchmark wrote it."""
     rows = linear.rows.rename(columns={"model": "title", "p50_us": "us"})
     return Sections(rows[rows["layer"] == SUM], rows)
 
 
 def e2e_sections(e2e: Table) -> dict[str, Sections]:
-    """By stage, sections of microseconds a token."""
+    """Return sections of microseconds per token by stage."""
     rows = e2e.rows.rename(columns={"system": "provider", "model": "title"})
-    found = {}
+    sections = {}
     for stage in STAGES:
         of_stage = rows[rows["stage"] == stage]
         if not of_stage.empty:
             parts = [_token_us(part) for _, part in of_stage.groupby(["title", "dtype"], sort=False)]
             cells = pd.concat(parts, ignore_index=True)
-            found[stage] = Sections(cells, cells, ("title", "dtype"))
-    return found
+            sections[stage] = Sections(cells, cells, ("title", "dtype"))
+    return sections
 
 
 def _token_us(rows: pd.DataFrame) -> pd.DataFrame:
-    """Microseconds a token: stock vLLM's median, times the median of the ratios to it within a round.
+    """Return microseconds per token: stock vLLM's median, times the median of the ratios to it within a round.
 
     The speed of a machine varies from round to round, for all systems.  Without a round that has both, the system's
     own median is used.
     """
     rate, key = "tokens_per_s", ["title", "dtype", "provider", "pattern", "M"]
     stock = rows[rows["provider"] == STOCK][["M", "round", rate]]
-    both = rows.merge(stock, on=["M", "round"], how="left", suffixes=("", "_stock"))
-    found = (
-        both.assign(ratio=both[f"{rate}_stock"] / both[rate])
+    joined = rows.merge(stock, on=["M", "round"], how="left", suffixes=("", "_stock"))
+    medians = (
+        joined.assign(ratio=joined[f"{rate}_stock"] / joined[rate])
         .groupby(key, sort=False)[["ratio", rate]]
         .median()
     )
-    found = found.reset_index().join(stock.groupby("M")[rate].median().rename("stock"), on="M")
-    return found.assign(us=(1e6 / found["stock"] * found["ratio"]).fillna(1e6 / found[rate]))
+    medians = medians.reset_index().join(stock.groupby("M")[rate].median().rename("stock"), on="M")
+    return medians.assign(us=(1e6 / medians["stock"] * medians["ratio"]).fillna(1e6 / medians[rate]))
 
 
 def rounds(e2e: Table) -> pd.DataFrame:
-    """Median tokens per second over the rounds, (largest - smallest) / median and the number of rounds, by cell."""
+    """Return by cell: median tokens per second over the rounds, (largest - smallest) / median, number of rounds."""
     rates = e2e.rows.groupby(list(E2E.key[:-1]), sort=False)["tokens_per_s"]
-    found = pd.DataFrame({"rate": rates.median(), "count": rates.size()})
-    return found.assign(spread=(rates.max() - rates.min()) / found["rate"]).reset_index()
+    medians = pd.DataFrame({"rate": rates.median(), "count": rates.size()})
+    return medians.assign(spread=(rates.max() - rates.min()) / medians["rate"]).reset_index()
 
 
 def over_stock(sections: Iterable[Section]) -> pd.DataFrame:
-    """Columns title, dtype, ours, pattern, M, speedup: over stock vLLM, wherever both were measured."""
+    """Return speed-ups over stock vLLM where both were measured: columns title, dtype, ours, pattern, M, speedup."""
     columns = ["title", "dtype", "ours", "pattern", "M", "speedup"]
     parts = [pd.DataFrame(columns=columns)]
     for section in sections:

@@ -7,6 +7,7 @@ pages of docs/benchmarks/h100 and h200 are generated completely.
 from __future__ import annotations
 
 import csv
+import math
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cache
@@ -60,24 +61,24 @@ def _results(folder: Path) -> pages.Results:
 
 @cache
 def _layers(folder: Path) -> pd.DataFrame:
-    """Layers over stock vLLM's."""
-    return data.over_stock(_results(folder).layers.each)
+    """Speed-ups of layers over stock vLLM's."""
+    return data.over_stock(_results(folder).layers.sections)
 
 
 @cache
-def _whole() -> dict[tuple[str, str, str, int, str], float]:
-    """Whole models over stock vLLM, by model, dtype, stage, M, and pattern or dense system."""
-    found = {}
+def _model_speedups() -> dict[tuple[str, str, str, int, str], float]:
+    """Speed-ups of whole models over stock vLLM, by model, dtype, stage, M, and pattern or dense system."""
+    speedups = {}
     for stage, sections in _results(H200).stages.items():
-        for section in sections.each:
+        for section in sections.sections:
             stock = section.us[STOCK, DENSE]
             for system, pattern in section.us:
                 ratio = stock / section.us[system, pattern]
                 name = system if pattern == DENSE else pattern
-                found.update(
+                speedups.update(
                     {(section.title, section.dtype, stage, m, name): r for m, r in ratio.dropna().items()}
                 )
-    return found
+    return speedups
 
 
 # --- whole models
@@ -88,7 +89,7 @@ def _step(stage: str, m: int) -> str:
 
 
 def _few_tokens_speedups(base: str) -> pd.DataFrame:
-    """Rates of e2e_few.csv over those of ``base``, round by round; a column for each pattern or dense system."""
+    """Return rates of e2e_few.csv over those of ``base``, by round; a column for each pattern or dense system."""
     rates = data.read(H200, E2E, "e2e_few").rows
     name = rates["pattern"].where(rates["pattern"] != DENSE, rates["system"])
     name = name.where(rates["system"] != CUSPARSELT, CUSPARSELT + " " + rates["pattern"])
@@ -115,13 +116,16 @@ def few_bitnet() -> str:
 
 
 def _few_tokens_table(model: str, base: str, columns: Mapping[str, str]) -> str:
-    """A row for each dtype and step: medians over the rounds of the ratios to ``base``, and how many rounds at most."""
+    """Return a table of dtypes and steps: medians over the rounds of ratios to ``base``, and the most rounds."""
     ratios, rows = _few_tokens_speedups(base).loc[model], []
-    for dtype in (each for each in ("int8", "fp8") if each in ratios.index):
-        cells = sorted({at[:2] for at in ratios.loc[dtype].index}, key=lambda at: (at[0] == "prefill", at[1]))
+    dtypes = [dtype for dtype in ("int8", "fp8") if dtype in ratios.index]
+    for dtype in dtypes:
+        cells = sorted(
+            {cell[:2] for cell in ratios.loc[dtype].index}, key=lambda cell: (cell[0] == "prefill", cell[1])
+        )
         for number, (stage, m) in enumerate(cells):
-            found = ratios.loc[dtype, stage, m].reindex(columns=[*columns])
-            figures = (*map(times, found.median()), found.count().max())
+            cell_ratios = ratios.loc[dtype, stage, m].reindex(columns=[*columns])
+            figures = (*map(times, cell_ratios.median()), cell_ratios.count().max())
             rows.append((dtype.upper() if number == 0 else "", _step(stage, m), *figures))
     return table(("", "", *columns.values(), "rounds"), rows, 2)
 
@@ -129,11 +133,11 @@ def _few_tokens_table(model: str, base: str, columns: Mapping[str, str]) -> str:
 def gains() -> str:
     """Zeros, loss, speed of a model in INT8 and memory, not pruned and of three patterns."""
     patterns = ("6:8", "4:6", "2:4")
-    each = [SlidePattern.parse(pattern) for pattern in patterns]
+    parsed = [SlidePattern.parse(pattern) for pattern in patterns]
     losses = Budgets("D", "on", "in")
     chosen = (f"{losses.mean(f'zeros {share}'):+.2f}%" for share in ("25%", "33.3%"))
     rows: list[tuple[str, ...]] = [
-        ("weights that are zero", "", *(f"{1 - float(pattern.density):.0%}" for pattern in each)),
+        ("weights that are zero", "", *(f"{1 - float(pattern.density):.0%}" for pattern in parsed)),
         ("perplexity of a 107M model (1)", "", *(f"{losses.mean(pattern):+.2f}%" for pattern in patterns)),
         ("as many zeros, a pattern for each layer (`--zeros`)", "", *chosen, ""),
     ]
@@ -142,22 +146,22 @@ def gains() -> str:
     )
     for stage, m in ((stage, m) for stage, m in ratios.index if stage == "prefill" or m <= 32):
         note = " (2)" if (stage, m) == ("decode", 1) else ""
-        found = (f"{ratios[name][stage, m]:.2f}x" for name in (BLOCKS, *patterns))
-        rows.append((_step(stage, m) + note, *found))
+        cells = (f"{ratios[name][stage, m]:.2f}x" for name in (BLOCKS, *patterns))
+        rows.append((_step(stage, m) + note, *cells))
     # 0.5 of the bytes and 2 bits of metadata for each of them, of 2 - 2/N times as many columns
-    memory = [0.625 * float(2 - 2 / (pattern.length or 0) * 2) for pattern in each]
+    memory = [0.625 * float(2 - 2 / (pattern.length or 0) * 2) for pattern in parsed]
     rows.append(("GPU memory of a weight", "1x", *(f"{share:.3f}x" for share in memory)))
     return table(("", "not pruned", *patterns), rows, 5)
 
 
 def _models(model: str, cells: Sequence[tuple[str, int]], columns: Sequence[str]) -> str:
-    """A row for each dtype and cell (stage, M), over stock vLLM."""
+    """Return a table with a row for each dtype and cell (stage, M), over stock vLLM."""
     rows = []
     for dtype in ("int8", "fp8"):
-        for at, (stage, m) in enumerate(cells):
-            words = _step(stage, m) if at == 0 or cells[at - 1][0] != stage else str(m)
-            figures = [times(_whole().get((model, dtype, stage, m, name), float("nan"))) for name in columns]
-            rows.append((dtype.upper() if at == 0 else "", words, *figures))
+        for number, (stage, m) in enumerate(cells):
+            label = _step(stage, m) if number == 0 or cells[number - 1][0] != stage else str(m)
+            speedups = (_model_speedups().get((model, dtype, stage, m, name), math.nan) for name in columns)
+            rows.append((dtype.upper() if number == 0 else "", label, *map(times, speedups)))
     header = [name if name in PATTERNS else f"`{name}`" for name in columns]
     return table(("", "", *header), rows, 2)
 
@@ -183,10 +187,10 @@ def fusion() -> str:
     ratios = (rates["sparse"] / rates["unfused"]).dropna()
     lines = []
     for (stage, m), part in sorted(
-        ratios.groupby(["stage", "M"]), key=lambda one: (one[0][0] == "decode", one[0][1])
+        ratios.groupby(["stage", "M"]), key=lambda group: (group[0][0] == "decode", group[0][1])
     ):
-        each = [part[part.index.get_level_values("dtype") == dtype] for dtype in ("int8", "fp8")]
-        lines.append((_step(stage, m), *(f"{span(one)} ({len(one)})" for one in each)))
+        dtype_ratios = [part[part.index.get_level_values("dtype") == dtype] for dtype in ("int8", "fp8")]
+        lines.append((_step(stage, m), *(f"{span(values)} ({len(values)})" for values in dtype_ratios)))
     return table(("", "INT8", "FP8"), lines, 1)
 
 
@@ -197,8 +201,8 @@ def step() -> str:
     names, columns = ("stock", "sparse 6:8"), {}
     for stage, m in (("prefill", 8192), ("decode", 64)):
         for dtype in ("int8", "fp8"):
-            here = (rows[["model", "stage", "dtype", "M"]] == (QWEN, stage, dtype, m)).all(axis=1)
-            kinds = pages.by_kind(rows[here])
+            selected = (rows[["model", "stage", "dtype", "M"]] == (QWEN, stage, dtype, m)).all(axis=1)
+            kinds = pages.by_kind(rows[selected])
             kinds.loc["all kernels"] = kinds.loc["all"] - kinds.loc["idle"]
             for name in names:
                 columns[f"{stage} {m}, {dtype.upper()}: {name.removeprefix('sparse ')}"] = kinds[name] / 1e3
@@ -224,14 +228,14 @@ def layers() -> str:
         (H100, LLAMA, ("6:8",)),
     ]
     for folder, model, patterns in subjects:
-        found = _layers(folder)
-        found = found[(found["title"] == model) & (found["ours"] == "hopper")]
-        values = found.set_index(["dtype", "pattern", "M"])["speedup"]
+        speedups = _layers(folder)
+        speedups = speedups[(speedups["title"] == model) & (speedups["ours"] == "hopper")]
+        values = speedups.set_index(["dtype", "pattern", "M"])["speedup"]
         for dtype in ("int8", "fp8"):
             name = f"{folder.name.upper()}, {NAMES.get(model, model)}, {dtype.upper()}"
-            for at, pattern in enumerate(patterns):
+            for number, pattern in enumerate(patterns):
                 rows.append(
-                    (name if at == 0 else "", pattern, *(times(values[dtype, pattern, m]) for m in ms))
+                    (name if number == 0 else "", pattern, *(times(values[dtype, pattern, m]) for m in ms))
                 )
     return table(("", "M", *ms), rows, 2)
 
@@ -240,33 +244,33 @@ def ranges() -> str:
     """The least and the most of layers by `hopper` over stock vLLM's, by model, for few tokens and for many."""
     rows = []
     for folder in (H200, H100):
-        found = _layers(folder)
-        found = found[found["ours"] == "hopper"]
-        for model in found["title"].unique():
-            for words, part in (
-                (f"1 to {MAX_FEW_TOKENS}", found[found["M"] <= MAX_FEW_TOKENS]),
-                (f"{2 * MAX_FEW_TOKENS} and more", found[found["M"] > MAX_FEW_TOKENS]),
+        speedups = _layers(folder)
+        speedups = speedups[speedups["ours"] == "hopper"]
+        for model in speedups["title"].unique():
+            for label, part in (
+                (f"1 to {MAX_FEW_TOKENS}", speedups[speedups["M"] <= MAX_FEW_TOKENS]),
+                (f"{2 * MAX_FEW_TOKENS} and more", speedups[speedups["M"] > MAX_FEW_TOKENS]),
             ):
                 part = part[part["title"] == model]
                 cells = [span(part[part["pattern"] == pattern]["speedup"]) for pattern in PATTERNS]
-                rows.append((f"{folder.name.upper()}, {NAMES.get(model, model)}", words, *cells))
+                rows.append((f"{folder.name.upper()}, {NAMES.get(model, model)}", label, *cells))
     return table(("", "tokens", *PATTERNS), rows, 2)
 
 
 def verdicts() -> str:
     """How often layers beat stock vLLM's on an H200."""
-    found = _layers(H200)
-    return pages.verdicts(found[found["pattern"].isin(PATTERNS)], "ours")
+    speedups = _layers(H200)
+    return pages.verdicts(speedups[speedups["pattern"].isin(PATTERNS)], "ours")
 
 
 def products() -> str:
     """cuSPARSELt's products over dense cuBLASLt, Qwen2.5-7B from 512 tokens on."""
     rows = []
-    for section in _results(H200).models.each:
+    for section in _results(H200).models.sections:
         if section.title == QWEN and section.ours == CUSPARSELT:
-            found = section.speedup()
-            many = [span(found[found.index > MAX_FEW_TOKENS][pattern]) for pattern in PATTERNS]
-            rows.append((section.dtype.upper(), *many, *(times(found[p][64]) for p in ("2:4", "6:8"))))
+            speedups = section.speedup()
+            many = [span(speedups[speedups.index > MAX_FEW_TOKENS][pattern]) for pattern in PATTERNS]
+            rows.append((section.dtype.upper(), *many, *(times(speedups[p][64]) for p in ("2:4", "6:8"))))
     header = (
         *(f"{p}, from {2 * MAX_FEW_TOKENS} tokens" for p in PATTERNS),
         "2:4, 64 tokens",
@@ -278,15 +282,16 @@ def products() -> str:
 def hopper_products() -> str:
     """Products by `hopper`, Qwen2.5-7B: TOPS, and the speed-ups over dense cuBLASLt and stock vLLM's kernel."""
     patterns, rows = ("2:4", "4:6", "6:8"), []
-    for section in _results(H200).hopper.each:
+    for section in _results(H200).hopper.sections:
         if section.title == QWEN:
-            rates, over = section.tops(), [section.speedup(name) for name in (CUBLASLT, STOCK)]
-            for at, m in enumerate((64, 1024, 16384)):
+            rates, speedups = section.tops(), [section.speedup(name) for name in (CUBLASLT, STOCK)]
+            for number, m in enumerate((64, 1024, 16384)):
                 figures = [
-                    f"{tops(rates[p][m])}: {', '.join(times(one[p][m]) for one in over)}" for p in patterns
+                    f"{tops(rates[p][m])}: {', '.join(times(speedup[p][m]) for speedup in speedups)}"
+                    for p in patterns
                 ]
                 dense = tops(rates[CUBLASLT][m])
-                rows.append((section.dtype.upper() if at == 0 else "", m, dense, *figures))
+                rows.append((section.dtype.upper() if number == 0 else "", m, dense, *figures))
     return table(("", "M", "dense cuBLASLt", *patterns), rows, 1)
 
 
@@ -295,7 +300,7 @@ def heuristics() -> str:
     rows = _results(H200).tables["layout"].rows
     rows = rows[(rows[["weight", "activations", "output"]] == pages.SERVED).all(axis=1)]
     ratio = (rows["heuristic_us"] / rows["p50_us"]).groupby([rows["library"], rows["dtype"], rows["M"]])
-    order = sorted(ratio, key=lambda one: (one[0][0], data.dtype_order(one[0][1]), one[0][2]))
+    order = sorted(ratio, key=lambda group: (group[0][0], data.dtype_order(group[0][1]), group[0][2]))
     return table(
         ("library", "", "M", "shapes", "its own choice / the best"),
         [
@@ -311,14 +316,14 @@ def bandwidth() -> str:
     """Memory-bound kernels, as shares of a copy's rate."""
     rows = _results(H200).tables["bandwidth"].rows.set_index("kernel")["fraction"]
     lines = []
-    for words, *kernels in (
+    for label, *kernels in (
         ("quantize", "quant_only", "hopper quant_only"),
         ("quantize and slide, 6:8", "quant_slide 6:8", "hopper quant_slide 6:8"),
         ("after RMSNorm with the residual", "norm, quant_slide 6:8", "hopper norm_quant_slide 6:8"),
         ("after SiLU and gate", "silu, quant_slide 6:8", "hopper silu_quant_slide 6:8"),
         ("scale and add the bias", "dequant_bias", ""),
     ):
-        lines.append((words, *(span(rows[[name]], percent) if name else "" for name in kernels)))
+        lines.append((label, *(span(rows[[name]], percent) if name else "" for name in kernels)))
     return table(("", "Triton (after torch.compile's kernel)", "`hopper`, one kernel"), lines, 1)
 
 
@@ -330,11 +335,12 @@ def reference() -> str:
 def efficiency() -> str:
     """The paper's algorithmic efficiency, and the share of the bound, of products at 8192 tokens."""
     rows, results = [], _results(H200)
-    for section in (*results.models.each, *results.hopper.each):
+    for section in (*results.models.sections, *results.hopper.sections):
         if section.title == QWEN:
-            found, speedup = section.efficiency().loc[8192], section.speedup().loc[8192]
+            efficiencies, speedup = section.efficiency().loc[8192], section.speedup().loc[8192]
             cells = [
-                f"{percent(found[p])} ({times(speedup[p])} of {times(section.bounds[p])})" for p in PATTERNS
+                f"{percent(efficiencies[p])} ({times(speedup[p])} of {times(section.bounds[p])})"
+                for p in PATTERNS
             ]
             rows.append((f"`{section.ours}`", section.dtype.upper(), *cells))
     return table(("", "", *PATTERNS), rows, 2)
@@ -342,10 +348,10 @@ def efficiency() -> str:
 
 def blocks() -> str:
     """Whole layers of Qwen2.5-7B in INT8 over stock vLLM, by the share of their blocks that are 2:4."""
-    found = pd.read_csv(H200 / "linear.csv").set_index(
+    frame = pd.read_csv(H200 / "linear.csv").set_index(
         ["model", "layer", "dtype", "M", "provider", "pattern"]
     )
-    us = found["p50_us"].sort_index()["Qwen2.5-7B", "sum", "int8"].unstack(["provider", "pattern"])
+    us = frame["p50_us"].sort_index()["Qwen2.5-7B", "sum", "int8"].unstack(["provider", "pattern"])
     shares = {
         "dense": "dense",
         "2:4@33%": "a third",
@@ -360,10 +366,10 @@ def blocks() -> str:
 
 def bitnet() -> str:
     """The loss of a ternary model by pattern and method, and how many of its codes are pruned."""
-    found = pd.read_csv(ACCURACY / "bitnet.csv").set_index(["pattern", "method"])
+    frame = pd.read_csv(ACCURACY / "bitnet.csv").set_index(["pattern", "method"])
     rows = []
-    for pattern in found.index.unique("pattern").drop("dense"):
-        cells = found.loc[pattern]
+    for pattern in frame.index.unique("pattern").drop("dense"):
+        cells = frame.loc[pattern]
         over, gone = (percent(cells[name].iloc[0]) for name in ("blocks_over", "nonzeros_gone"))
         losses = (
             f"{cells['perplexity_up_pct'][method]:.1f}%" for method in ("sparsegpt", "wanda", "magnitude")
@@ -381,14 +387,14 @@ class Budgets:
         self._ppl = rows.groupby(["pattern", "distilled", "quant"])["ppl"].agg(list).to_dict()
 
     def losses(self, goal: str, distilled: str = "") -> list[float]:
-        """Percent of each seed, for a pattern or a goal of a budget."""
+        """Return the loss in percent of each seed, for a pattern or a goal of a budget."""
         (dense,) = self._ppl["dense", "", "int8"]
         return [100 * (ppl / dense - 1) for ppl in self._ppl.get((goal, distilled, "int8"), [])]
 
     def mean(self, goal: str) -> float:
-        """Percent, the mean over seeds."""
-        found = self.losses(goal)
-        return sum(found) / len(found)
+        """Return the mean loss over seeds in percent."""
+        losses = self.losses(goal)
+        return sum(losses) / len(losses)
 
 
 def budgets() -> str:
@@ -405,12 +411,14 @@ def budgets() -> str:
         "A, 30 M, not rotated": Budgets("A", "off", "in"),
     }
 
-    def cell(found: list[float]) -> str:
-        seeds = f" ({len(found)})" if len(found) > 1 else ""
-        return f"{sum(found) / len(found):+.2f}{seeds}" if found else "-"
+    def cell(losses: list[float]) -> str:
+        seeds = f" ({len(losses)})" if len(losses) > 1 else ""
+        return f"{sum(losses) / len(losses):+.2f}{seeds}" if losses else "-"
 
-    rows = [(shown, *(cell(one.losses(goal)) for one in columns.values())) for goal, shown in GOALS.items()]
-    rows.append(("2:4, distilled", *(cell(one.losses("2:4", "kl")) for one in columns.values())))
+    rows = [
+        (shown, *(cell(budget.losses(goal)) for budget in columns.values())) for goal, shown in GOALS.items()
+    ]
+    rows.append(("2:4, distilled", *(cell(budget.losses("2:4", "kl")) for budget in columns.values())))
     return table(("", *columns), rows, 1)
 
 
@@ -428,65 +436,65 @@ TABLES: dict[str, Callable[[], str]] = {
 
 
 def fill_tables(text: str, path: Path) -> str:
-    """The text of a page with regenerated tables.  Raises RecordsError for a name that is not in TABLES."""
+    """Return the text of a page with regenerated tables.  Raises RecordsError for a name that is not in TABLES."""
 
-    def fill(found: re.Match[str]) -> str:
-        name = found[2]
+    def fill(match: re.Match[str]) -> str:
+        name = match[2]
         if name not in TABLES:
             raise RecordsError(f"{path} asks for the table {name!r}; there are {', '.join(TABLES)}")
-        return f"{found[1]}{TABLES[name]()}{found[3]}"
+        return f"{match[1]}{TABLES[name]()}{match[3]}"
 
     return MARKED.sub(fill, text)
 
 
 def texts() -> Iterator[tuple[Path, str, str]]:
-    """(path, text that is there, text that should be) of every page."""
+    """Yield (path, present text, generated text) of every page."""
     for path in MARKED_PAGES:
         text = path.read_text(encoding="utf-8")
         yield path, text, fill_tables(text, path)
-    for folder, beside in FOLDERS.items():
-        for name, wanted in _results(folder).pages(beside).items():
+    for folder, reference_csv in FOLDERS.items():
+        for name, generated in _results(folder).pages(reference_csv).items():
             path = folder / name
-            yield path, path.read_text(encoding="utf-8") if path.exists() else "", wanted
+            yield path, path.read_text(encoding="utf-8") if path.exists() else "", generated
     path = FOLDER / "nvidia-h200.csv"
     yield path, path.read_text(encoding="utf-8") if path.exists() else "", layer_times(H200)
 
 
 def layer_times(folder: Path) -> str:
-    """The layer times that budgets use (see `slidesparse.convert.times`)."""
+    """Return the layer times that budgets use (see `slidesparse.convert.times`)."""
     shapes = {(model, layer.name): (layer.n, layer.k) for model, layers in MODELS.items() for layer in layers}
-    found: dict[tuple[str, int, int, str, int], str] = {}
+    us_by_key: dict[tuple[str, int, int, str, int], str] = {}
     for name in ("linear.csv", SHAPES):
         with (folder / name).open(newline="") as file:
             for row in csv.DictReader(file):
                 if row["layer"] == "sum" or row["pattern"] not in (DENSE, *PATTERNS):
                     continue
                 if row["provider"] in (STOCK, "hopper"):
-                    named = row["layer"].partition("x")
-                    shape = shapes.get((row["model"], row["layer"])) or (int(named[0]), int(named[2]))
+                    n, _, k = row["layer"].partition("x")
+                    shape = shapes.get((row["model"], row["layer"])) or (int(n), int(k))
                     pattern = STOCK if row["provider"] == STOCK else row["pattern"]
                     key = row["dtype"], shape[0], shape[1], pattern, int(row["M"])
-                    found[key] = row["p50_us"]
-    rows = [",".join(map(str, (*key, us))) for key, us in sorted(found.items())]
+                    us_by_key[key] = row["p50_us"]
+    rows = [",".join(map(str, (*key, us))) for key, us in sorted(us_by_key.items())]
     return "\n".join(["dtype,n,k,pattern,tokens,us", *rows, ""])
 
 
 def write() -> list[Path]:
     """Write the pages that differ; return their paths."""
-    changed = [(path, wanted) for path, text, wanted in texts() if text != wanted]
-    for path, wanted in changed:
-        path.write_text(wanted, encoding="utf-8")
+    changed = [(path, generated) for path, text, generated in texts() if text != generated]
+    for path, generated in changed:
+        path.write_text(generated, encoding="utf-8")
     return [path for path, _ in changed]
 
 
 def check() -> list[Path]:
     """Raise CheckFailed with the first line that differs from what the CSVs give; nothing is written."""
-    for path, text, wanted in texts():
-        lines = zip_longest(text.splitlines(), wanted.splitlines(), fillvalue="nothing")
-        for number, (found, expected) in enumerate(lines, 1):
-            if found != expected:
+    for path, text, generated in texts():
+        lines = zip_longest(text.splitlines(), generated.splitlines(), fillvalue="nothing")
+        for number, (line, expected) in enumerate(lines, 1):
+            if line != expected:
                 raise CheckFailed(
-                    f"{path.relative_to(ROOT)}, line {number}: found\n  {found}\nbut the CSVs give\n  {expected}\n"
+                    f"{path.relative_to(ROOT)}, line {number}: found\n  {line}\nbut the CSVs give\n  {expected}\n"
                     "write the pages anew: python -m benchmarks docs"
                 )
     return []

@@ -10,12 +10,12 @@ NO_VALUE = "-"
 
 
 def times(value: float) -> str:
-    """A ratio, to two decimals."""
+    """Format a ratio to two decimals."""
     return NO_VALUE if pd.isna(value) else f"{value:.2f}"
 
 
 def percent(value: float) -> str:
-    """A share, to a tenth of a percent."""
+    """Format a share to a tenth of a percent."""
     return NO_VALUE if pd.isna(value) else f"{value:.1%}"
 
 
@@ -30,31 +30,31 @@ def tops(value: float) -> str:
 
 
 def span(values: Iterable[float], show: Callable[[float], str] = times) -> str:
-    """``1.03 to 1.06``, the least and the most; ``-`` of nothing."""
-    found = [value for value in values if not pd.isna(value)]
-    ends = [show(end) for end in (min(found), max(found))] if found else [NO_VALUE]
+    """Format the smallest and the largest value: ``1.03 to 1.06``, or ``-`` if there is none."""
+    present = [value for value in values if not pd.isna(value)]
+    ends = [show(end) for end in (min(present), max(present))] if present else [NO_VALUE]
     return " to ".join(dict.fromkeys(ends))
 
 
 def cell(text: object) -> str:
-    """Text that cannot break a table."""
+    """Escape text so that it cannot break a table."""
     return " ".join(str(text).split()).replace("|", "\\|") or NO_VALUE
 
 
 def table(header: Sequence[object], rows: Iterable[Sequence[object]], left: int = 0) -> str:
-    """A table; the first ``left`` columns are left-aligned, the others right-aligned."""
+    """Format a table; the first ``left`` columns are left-aligned, the others right-aligned."""
     rules = ["---" if i < left else "---:" for i in range(len(header))]
     return "".join(f"| {' | '.join(map(str, line))} |\n" for line in (header, rules, *rows))
 
 
 def grid(frame: pd.DataFrame, left: int = 0) -> str:
-    """A table of a frame of text, its index as the first column."""
+    """Format a frame of text as a table, its index as the first column."""
     header = [frame.index.name or "", *frame.columns]
     return table(header, frame.itertuples(name=None), left)
 
 
 def bullets(lines: Iterable[str]) -> str:
-    """A list."""
+    """Format lines as a bulleted list."""
     return "".join(f"- {line}\n" for line in lines)
 
 

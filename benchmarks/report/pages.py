@@ -90,7 +90,7 @@ SUBJECTS = {
 
 
 class Results:
-    """All tables of a folder.  Raises RecordsError when it has none, and for an invalid file."""
+    """The tables of a folder.  Raises RecordsError when it has none, and for an invalid file."""
 
     def __init__(self, folder: Path) -> None:
         forms = {form.name: form for form in (KERNEL, LINEAR, BANDWIDTH, LAYOUT, E2E, PROFILE, SPMM)}
@@ -98,7 +98,7 @@ class Results:
         self.counters = data.read(folder, SPMM_COUNTERS)
         self.folder = folder
         self.tables = {name: data.read(folder, forms[name], name) for name in SUBJECTS if name in forms}
-        if all(one.rows.empty for one in self.tables.values()):
+        if all(data_table.rows.empty for data_table in self.tables.values()):
             raise RecordsError(
                 f"{folder} holds no measurement; name a folder that `python -m benchmarks` wrote to"
             )
@@ -111,23 +111,23 @@ class Results:
     @property
     def gpu(self) -> str:
         """The GPU that was measured, as the conditions name it."""
-        found = [one.conditions.get("gpu") for one in self.tables.values()]
-        return next((str(name).removeprefix("NVIDIA ") for name in found if name), "unknown GPU")
+        gpus = [data_table.conditions.get("gpu") for data_table in self.tables.values()]
+        return next((str(name).removeprefix("NVIDIA ") for name in gpus if name), "unknown GPU")
 
     def drawn(self) -> dict[str, tuple[list[Section], str]]:
-        """The sections to plot, and the dense provider to compare with, by name of the plot."""
-        found = {
-            "kernel": ([*self.square.each, *self.models.each], CUBLASLT),
-            KERNEL_HOPPER: (self.hopper.each, CUBLASLT),
-            "linear": (self.layers.each, STOCK),
+        """Return the sections to plot, and the dense provider to compare with, by name of the plot."""
+        drawn = {
+            "kernel": ([*self.square.sections, *self.models.sections], CUBLASLT),
+            KERNEL_HOPPER: (self.hopper.sections, CUBLASLT),
+            "linear": (self.layers.sections, STOCK),
         }
-        for stage, one in self.stages.items():
-            stock = any(STOCK in section.dense for section in one.each)
-            found[f"e2e-{stage}"] = (one.each, STOCK if stock else CUBLASLT)
-        return found
+        for stage, sections in self.stages.items():
+            stock = any(STOCK in section.dense for section in sections.sections)
+            drawn[f"e2e-{stage}"] = (sections.sections, STOCK if stock else CUBLASLT)
+        return drawn
 
     def pages(self, reference: Path | None = None) -> dict[str, str]:
-        """The text of each page by file name, with links to the plots that are in the folder."""
+        """Return the text of each page by file name, with links to the plots that are in the folder."""
         makers = (
             self._kernel,
             self._kernel_hopper,
@@ -139,14 +139,14 @@ class Results:
             self._spmm,
         )
         both = zip(self.tables.items(), makers, strict=True)
-        texts = {name: page(make(one)) for (name, one), make in both if len(one.rows)}
+        texts = {name: page(make(data_table)) for (name, data_table), make in both if len(data_table.rows)}
         if reference:
             texts["comparison"] = page(_comparison(self, reference))
         return {"README.md": self._readme(texts), **{f"{name}.md": text for name, text in texts.items()}}
 
     def _images(self, name: str) -> list[str]:
-        found = sorted(self.folder.glob(f"{name}-*.svg"))
-        return [f"![{path.stem.replace('-', ' ')}]({path.name})" for path in found]
+        paths = sorted(self.folder.glob(f"{name}-*.svg"))
+        return [f"![{path.stem.replace('-', ' ')}]({path.name})" for path in paths]
 
     def _readme(self, names: Iterable[str]) -> str:
         rows = []
@@ -156,15 +156,17 @@ class Results:
             rows.append((f"[{name}.md]({name}.md)", SUBJECTS[name], ", ".join(links)))
         gaps = {"kernel.csv, square": self.square, "kernel.csv": self.models}
         gaps |= {f"{KERNEL_HOPPER}.csv": self.hopper, "linear.csv": self.layers}
-        gaps |= {f"e2e.csv, {stage}": one for stage, one in self.stages.items()}
+        gaps |= {f"e2e.csv, {stage}": sections for stage, sections in self.stages.items()}
         lacking = [
-            (name, *row) for name, one in gaps.items() for row in one.missing().itertuples(index=False)
+            (name, *row)
+            for name, sections in gaps.items()
+            for row in sections.missing().itertuples(index=False)
         ]
         notes = [
             note
-            for name, one in self.tables.items()
-            if name not in OPTIONAL_PARTS or len(one.rows)
-            for note in one.notes
+            for name, data_table in self.tables.items()
+            if name not in OPTIONAL_PARTS or len(data_table.rows)
+            for note in data_table.notes
         ]
         parts = [
             "# Measurements",
@@ -179,10 +181,12 @@ class Results:
     # --- products and layers
 
     def _kernel(self, kernel: Table) -> list[str]:
-        return self._products(kernel, "Matrix products", "kernel", [*self.square.each, *self.models.each])
+        return self._products(
+            kernel, "Matrix products", "kernel", [*self.square.sections, *self.models.sections]
+        )
 
     def _kernel_hopper(self, kernel: Table) -> list[str]:
-        return self._products(kernel, "Matrix products by `hopper`", KERNEL_HOPPER, self.hopper.each)
+        return self._products(kernel, "Matrix products by `hopper`", KERNEL_HOPPER, self.hopper.sections)
 
     def _products(self, kernel: Table, title: str, name: str, sections: Iterable[Section]) -> list[str]:
         parts = [
@@ -222,9 +226,9 @@ class Results:
             _spread(linear.rows),
             *self._images("linear"),
             "## Beside stock vLLM",
-            verdicts(data.over_stock(self.layers.each), "ours"),
+            verdicts(data.over_stock(self.layers.sections), "ours"),
         ]
-        for section in self.layers.each:
+        for section in self.layers.sections:
             parts += [_heading(section), *_speedups(section, PROVIDERS)]
         return parts
 
@@ -276,7 +280,9 @@ class Results:
     def _e2e(self, e2e: Table) -> list[str]:
         rates = data.rounds(e2e)
         engines = (e2e.conditions.get("workload") or {}).get("engines")
-        found = [data.over_stock(one.each).assign(stage=stage) for stage, one in self.stages.items()]
+        speedups = [
+            data.over_stock(sections.sections).assign(stage=stage) for stage, sections in self.stages.items()
+        ]
         parts = [
             "# Whole models",
             "Tokens per second of `vllm bench throughput`: prompt and output tokens together for prefill (one output "
@@ -288,12 +294,12 @@ class Results:
             _noise(rates),
             *self._images("e2e"),
             "## Beside stock vLLM",
-            verdicts(pd.concat(found), "stage"),
+            verdicts(pd.concat(speedups), "stage"),
         ]
         for stage, sections in self.stages.items():
-            for section in sections.each:
-                one = (section.title, stage, section.dtype)
-                rows = rates[(rates[["model", "stage", "dtype"]] == one).all(axis=1)]
+            for section in sections.sections:
+                cell_key = (section.title, stage, section.dtype)
+                rows = rates[(rates[["model", "stage", "dtype"]] == cell_key).all(axis=1)]
                 title = f"## {section.heading}, {stage}, {section.dtype.upper()}"
                 parts += [title, "Tokens per second:", _rates(section, rows)]
                 parts += [*_speedups(section, SYSTEMS, lead=False), *_efficiency(section)]
@@ -341,10 +347,10 @@ def _sliding(us: pd.DataFrame) -> str:
     shown = pd.DataFrame({kernel: us[kernel].map(microseconds) for kernel in us})
     for kernel, alone in data.SLIDING_KERNELS.items():
         if alone:
-            more = (us[kernel] / us[alone] - 1).map(
+            cost = (us[kernel] / us[alone] - 1).map(
                 lambda share: "" if pd.isna(share) else f" ({share:+.0%})"
             )
-            shown[kernel] += more
+            shown[kernel] += cost
     return table(("dtype", "K", "M", *names), shown.reset_index().itertuples(index=False, name=None), 1)
 
 
@@ -363,40 +369,40 @@ def _spread(rows: pd.DataFrame) -> str:
 
 
 def _speedups(section: Section, over: Mapping[str, str], lead: bool = True) -> list[str]:
-    """A table over each dense provider of ``over``; with ``lead`` the first one shows the latencies of all of them."""
+    """Return a table over each dense provider of ``over``; with ``lead`` the first one shows all their latencies."""
     dense = section.dense[[name for name in over if name in section.dense]]
     if not section.patterns:
         return []
     parts: list[str] = []
     for provider in dense:
         shown = dense if lead and not parts else dense[[provider] if lead else []]
-        found = pd.concat(
+        frame = pd.concat(
             [shown.map(microseconds).add_suffix(" us"), section.speedup(provider).map(times)], axis=1
         ).rename_axis("M")
-        found.loc["N/(N-1)"] = [*("" for _ in shown), *section.bounds.map(times)]
-        parts += [f"Speed-up over {over[provider]}:", grid(found)]
+        frame.loc["N/(N-1)"] = [*("" for _ in shown), *section.bounds.map(times)]
+        parts += [f"Speed-up over {over[provider]}:", grid(frame)]
     return parts or ["No dense latency is complete here, so there is no speed-up."]
 
 
 def _efficiency(section: Section) -> list[str]:
-    found = section.efficiency()
-    if not found.notna().any(axis=None):
+    efficiency = section.efficiency()
+    if not efficiency.notna().any(axis=None):
         return []
     title = (
         "Algorithmic efficiency, (S / S of 2:4) / R with S the speed-up over dense cuBLASLt and R = density of 2:4 / "
         "density (arXiv 2603.05232, appendix D.5). Above 100%: 2:4 itself stays further below its bound:"
     )
-    return [title, grid(found.map(percent))]
+    return [title, grid(efficiency.map(percent))]
 
 
-def verdicts(found: pd.DataFrame, by: str) -> str:
-    """How often each pattern is faster than stock vLLM, equal and slower, and its best and worst cell; a table.
+def verdicts(speedups: pd.DataFrame, by: str) -> str:
+    """Return a table of how often each pattern is faster than stock vLLM, equal and slower, and its extremes.
 
-    ``found`` is what `data.over_stock` returns; rows are told apart by its column ``by`` and by pattern.
+    ``speedups`` is what `data.over_stock` returns; rows are told apart by its column ``by`` and by pattern.
     """
     rows = []
-    parts = dict(iter(found.reset_index(drop=True).groupby([by, "pattern"])))
-    order = list(dict.fromkeys(found[by]))
+    parts = dict(iter(speedups.reset_index(drop=True).groupby([by, "pattern"])))
+    order = list(dict.fromkeys(speedups[by]))
     for name, pattern in sorted(parts, key=lambda key: (order.index(key[0]), data.pattern_order(key[1]))):
         part = parts[name, pattern]
         slower = 1 / part["speedup"] - 1
@@ -411,48 +417,48 @@ def verdicts(found: pd.DataFrame, by: str) -> str:
 
 
 def _layouts(rows: pd.DataFrame) -> list[str]:
-    """One library and type: a row for each layout, and the library's error if it refused."""
+    """Return the results of one library and type: a row for each layout, and the library's error if it refused."""
     key = ["weight", "activations", "output"]
     shapes = len(rows[["N", "K"]].drop_duplicates())
     taken = (rows["taken"] == "yes").groupby([rows[name] for name in key]).agg(["sum", "size"])
     sums = rows.groupby([*key, "M"])[["p50_us", "heuristic_us"]].sum(min_count=shapes).unstack("M")
     ms = sorted(rows["M"].unique())
     lines = []
-    for at in sorted(
-        taken.index, key=lambda at: [data.ALLOWED[n].index(w) for n, w in zip(key, at, strict=True)]
+    for layout in sorted(
+        taken.index, key=lambda layout: [data.ALLOWED[n].index(w) for n, w in zip(key, layout, strict=True)]
     ):
-        line = [*at, "{} of {}".format(*taken.loc[at])]
+        line = [*layout, "{} of {}".format(*taken.loc[layout])]
         for m in ms:
-            best, own = sums.loc[at, ("p50_us", m)], sums.loc[at, ("heuristic_us", m)]
+            best, own = sums.loc[layout, ("p50_us", m)], sums.loc[layout, ("heuristic_us", m)]
             served = sums["p50_us", m].get(SERVED, math.nan)
             line += [microseconds(best), microseconds(own), times(served / best)]
         lines.append(line)
-    header = [*key, "taken", *(f"M {m} {what}" for m in ms for what in ("us", "heuristic us", "ratio"))]
+    header = [*key, "taken", *(f"M {m} {heading}" for m in ms for heading in ("us", "heuristic us", "ratio"))]
     refused = rows[rows["reason"] != ""]
     reasons = []
-    for words, same in refused.groupby(refused["reason"].str.split(";").str[0]):
-        where = [f"{', '.join(at)} ({len(part)})" for at, part in same.groupby(key, sort=False)]
-        reasons.append(f"{'; '.join(where)}: {cell(words)}")
+    for reason, group in refused.groupby(refused["reason"].str.split(";").str[0]):
+        places = [f"{', '.join(layout)} ({len(part)})" for layout, part in group.groupby(key, sort=False)]
+        reasons.append(f"{'; '.join(places)}: {cell(reason)}")
     return [table(header, lines, 4), bullets(reasons)]
 
 
 def _noise(rates: pd.DataFrame) -> str:
-    """The spread of the rounds, and the difference between ``off`` and ``stock``, which run the same kernels."""
-    words = f"Rounds: {rates['count'].min()} to {rates['count'].max()}."
+    """Describe the spread of the rounds and the difference between ``off`` and ``stock``, which run equal kernels."""
+    text = f"Rounds: {rates['count'].min()} to {rates['count'].max()}."
     several = rates[rates["count"] > 1]["spread"]
     if len(several):
-        words += f" Spread, (largest - smallest) / median: {percent(several.median())} in the median, "
-        words += f"{percent(several.max())} at most."
+        text += f" Spread, (largest - smallest) / median: {percent(several.median())} in the median, "
+        text += f"{percent(several.max())} at most."
     wide = rates[rates["pattern"] == DENSE].pivot(
         index=["model", "dtype", "stage", "M"], columns="system", values="rate"
     )
     if {OFF, STOCK} <= set(wide):
         apart = (wide[OFF] / wide[STOCK] - 1).abs().dropna()
-        words += (
+        text += (
             " `off` is the plugin told to do nothing, so that it runs stock vLLM's kernels. The two differ by "
             f"{percent(apart.median())} in the median, {percent(apart.max())} at most: the noise of a comparison."
         )
-    return words
+    return text
 
 
 def _rates(section: Section, rows: pd.DataFrame) -> str:
@@ -468,12 +474,12 @@ def _rates(section: Section, rows: pd.DataFrame) -> str:
 
 
 def system_names(rows: pd.DataFrame) -> pd.Series:
-    """``stock``, ``sparse 6:8``."""
+    """Return names of systems such as ``stock`` and ``sparse 6:8``."""
     return rows["system"].where(rows["pattern"] == DENSE, rows["system"] + " " + rows["pattern"])
 
 
 def by_kind(rows: pd.DataFrame) -> pd.DataFrame:
-    """Microseconds of one step of e2e_profile.csv, a row for each of KINDS and "all", a column for each system."""
+    """Return microseconds of a step of e2e_profile.csv: a row for each of KINDS and "all", a column for each system."""
     wide = rows.pivot_table(index="class", columns="system", values="us", aggfunc="sum")
     wide = wide.reindex(index=list(KINDS), columns=rows["system"].unique()).fillna(0.0)
     wide.loc["all"] = wide.sum()
@@ -484,7 +490,7 @@ def by_kind(rows: pd.DataFrame) -> pd.DataFrame:
 
 
 def compare_reference(results: Results, reference: Path) -> pd.DataFrame:
-    """Theirs beside each of ours: columns results, model, dtype, pattern, M, theirs, who, ours.
+    """Return reference figures beside ours: columns results, model, dtype, pattern, M, theirs, who, ours.
 
     ``who`` is our sparse provider and the dense one that it is compared with.  Figures of theirs without any of ours
     appear once, with NaN.  Raises RecordsError.
@@ -492,11 +498,11 @@ def compare_reference(results: Results, reference: Path) -> pd.DataFrame:
     rows, _ = read_rows(reference, REFERENCE)
     theirs = pd.DataFrame(rows, columns=list(REFERENCE)).astype({"M": int, "speedup": float})
     key = ["results", "model", "dtype", "pattern", "M"]
-    products = (*results.models.each, *results.hopper.each)
+    products = (*results.models.sections, *results.hopper.sections)
     sections = {
-        "square": results.square.each,
+        "square": results.square.sections,
         **dict.fromkeys(("operands", "served"), products),
-        **{stage: found.each for stage, found in results.stages.items()},
+        **{stage: stage_sections.sections for stage, stage_sections in results.stages.items()},
     }
     parts = [pd.DataFrame(columns=[*key, "who", "ours"])]
     for kind, of_kind in sections.items():
@@ -507,16 +513,16 @@ def compare_reference(results: Results, reference: Path) -> pd.DataFrame:
                         section.speedup(over).reset_index().melt("M", var_name="pattern", value_name="ours")
                     )
                     model = kind if kind == "square" else section.title
-                    told = {"results": kind, "model": model, "dtype": section.dtype}
-                    parts.append(ours.dropna().assign(**told, who=f"{section.ours} over {over}"))
-    mine = pd.concat([part for part in parts if len(part)] or parts)
-    return theirs.rename(columns={"speedup": "theirs"}).merge(mine, on=key, how="left")
+                    facts = {"results": kind, "model": model, "dtype": section.dtype}
+                    parts.append(ours.dropna().assign(**facts, who=f"{section.ours} over {over}"))
+    measured = pd.concat([part for part in parts if len(part)] or parts)
+    return theirs.rename(columns={"speedup": "theirs"}).merge(measured, on=key, how="left")
 
 
-def summary(found: pd.DataFrame) -> str:
-    """In how many cells of a comparison ours is at least theirs, and how far behind it is in the others; a table."""
+def summary(comparison: pd.DataFrame) -> str:
+    """Return a table of how many cells of ours are at least theirs, and how far behind the others are."""
     rows = []
-    for (results, who), part in found.dropna().groupby(["results", "who"], sort=False):
+    for (results, who), part in comparison.dropna().groupby(["results", "who"], sort=False):
         behind = 1 - part["ours"] / part["theirs"]
         counts = pd.cut(behind, [-math.inf, 0, 0.05, 0.15, math.inf]).value_counts(sort=False)
         most = percent(behind.max()) if behind.max() > 0 else NO_VALUE
@@ -526,7 +532,7 @@ def summary(found: pd.DataFrame) -> str:
 
 
 def _comparison(results: Results, reference: Path) -> list[str]:
-    found = compare_reference(results, reference)
+    comparison = compare_reference(results, reference)
     parts = [
         "# Beside the paper and the reference implementation",
         f"Speed-ups over dense products, theirs and ours, each over its own run. Theirs are of an {REFERENCE_GPU}, in "
@@ -536,16 +542,16 @@ def _comparison(results: Results, reference: Path) -> list[str]:
         "theirs; `cublaslt-int8`: with INT8 results; `stock`: over stock vLLM. `sparse` is a whole model as the plugin "
         "serves it, by `hopper` on such a GPU. Our dense `cublaslt` serves short steps slower than stock vLLM does, so "
         "ratios over it flatter: what a user gains is over `stock`. Their FP16 has no sparse figures on an H100.",
-        summary(found),
+        summary(comparison),
         "## Theirs, not measured here",
-        _not_measured(found),
+        _not_measured(comparison),
         "## What sliding costs",
         "Quantizing and sliding at 6:8 beside quantizing alone: table 1 of the paper, which does not tell K, and ours "
         "from least to most over K and operand types.",
         _sliding_beside(data.sliding(results.tables["bandwidth"])),
     ]
     for title, kinds in COMPARED_TITLES.items():
-        of_title = found[found["results"].isin(kinds)]
+        of_title = comparison[comparison["results"].isin(kinds)]
         for (dtype, model), rows in of_title.groupby(["dtype", "model"], sort=False):
             subject = "" if model == "square" else f" {model},"
             if rows["ours"].notna().any():
@@ -553,11 +559,11 @@ def _comparison(results: Results, reference: Path) -> list[str]:
     return parts
 
 
-def _not_measured(found: pd.DataFrame) -> str:
-    gone = found[found["ours"].isna()]
+def _not_measured(comparison: pd.DataFrame) -> str:
+    absent = comparison[comparison["ours"].isna()]
     rows = [
         (RESULTS[kind], model, dtype.upper(), len(part), ", ".join(map(str, sorted(part["M"].unique()))))
-        for (kind, model, dtype), part in gone.groupby(["results", "model", "dtype"], sort=False)
+        for (kind, model, dtype), part in absent.groupby(["results", "model", "dtype"], sort=False)
     ]
     return table(("theirs", "model", "dtype", "cells", "M"), rows, 3) if rows else "Nothing."
 
@@ -566,17 +572,17 @@ def _sliding_beside(us: pd.DataFrame) -> str:
     rows = []
     for m, (alone, slid) in REFERENCE_SLIDING_US.items():
         part = us[us.index.get_level_values("M") == m]
-        more = [
-            span(part[kernel] / part[one] - 1, lambda share: f"{share:+.0%}")
-            for kernel, one in data.SLIDING_KERNELS.items()
-            if one
+        costs = [
+            span(part[kernel] / part[quantizer] - 1, lambda share: f"{share:+.0%}")
+            for kernel, quantizer in data.SLIDING_KERNELS.items()
+            if quantizer
         ]
-        rows.append((m, f"{slid / alone - 1:+.0%} ({alone} and {slid} us)", *more))
+        rows.append((m, f"{slid / alone - 1:+.0%} ({alone} and {slid} us)", *costs))
     return table(("M", "theirs", "Triton", "Triton, two kernels", "`hopper`"), rows)
 
 
 def _side_by_side(rows: pd.DataFrame) -> str:
-    """For each M, a row for each kind of theirs, and one for each of ours."""
+    """Return a table with a row for each M and kind of their results, and one for each of ours."""
     theirs = rows.assign(who=rows["results"].map(REFERENCE_NAMES), shown=rows["theirs"])
     both = pd.concat([theirs, rows.assign(shown=rows["ours"]).dropna(subset=["ours"])])
     order = list(dict.fromkeys(both["who"]))

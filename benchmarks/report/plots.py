@@ -43,7 +43,7 @@ OTHER_STYLE = ("#332288", "X")  # 2_inf, and patterns beyond 16:18
 
 
 def draw(name: str, folder: Path, sections: Sequence[Section], over: str) -> list[Path]:
-    """``NAME-speedup-DTYPE.svg`` and ``NAME-models-DTYPE.svg`` for each dtype that has something to show.
+    """Draw ``NAME-speedup-DTYPE.svg`` and ``NAME-models-DTYPE.svg`` for each dtype with data.
 
     The former has a panel of speed-ups against M for each section (beyond six, the rest is in
     ``NAME-speedup-DTYPE-2.svg`` and so on), the latter bars of each model at the largest M that all have.
@@ -70,7 +70,7 @@ def save(figure: Figure, path: Path) -> Path:
 
 
 def common_m(sections: Sequence[Section], over: str) -> int | None:
-    """The largest M at which every section has a speed-up; None when there is none."""
+    """Return the largest M at which every section has a speed-up; None when there is none."""
     measured = [set(section.speedup(over).dropna(how="all").index) for section in sections]
     return max(set.intersection(*measured), default=None)
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Sequence
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ from benchmarks.spmm import CPU, CUBLAS, NONE, OWN, SHARED, TF32, TYPES, VARIANT
 MAIN_PATTERN = "2:4"
 KINDS = {OWN: "own offsets", SHARED: "strips"}
 COLOURS = dict(zip(VARIANTS, ("#000000", "#E69F00", "#D55E00", "#009E73", "#0072B2"), strict=True))
-At = int | tuple[str, str, int]  # a square's size, or (model, layer, M)
+Shape = int | tuple[str, str, int]  # a square's size, or (model, layer, M)
 Value = Callable[[int, str], float]  # (size, offsets) -> a value
 Show = Callable[[float], str]
 STYLES = {OWN: ("-", "o"), SHARED: ("--", "s")}
@@ -43,45 +44,45 @@ class Products:
         self.sizes = sorted(squares["M"].unique())
         self.sparsities = sorted(
             set(squares["sparsity"]) - {DENSE},
-            key=lambda one: (one != MAIN_PATTERN, split_sparsity(one)[0] / split_sparsity(one)[1], one),
+            key=lambda sparsity: (sparsity != MAIN_PATTERN, Fraction(*split_sparsity(sparsity)), sparsity),
         )
         models = self.rows[self.rows["mode"] != SQUARE]
         self.layers = list(dict.fromkeys(zip(models["model"], models["layer"], models["M"], strict=True)))
 
     def us(
         self,
-        at: At,
+        shape: Shape,
         provider: str,
         dtype: str = "fp32",
         offsets: str = OWN,
         sparsity: str = MAIN_PATTERN,
     ) -> float:
-        """The time of a square of this size, or of (model, layer, M)."""
-        shape = ("model", *at) if isinstance(at, tuple) else (SQUARE, SQUARE, SQUARE, at)
+        """Return the time of a square of this size, or of (model, layer, M)."""
+        key = ("model", *shape) if isinstance(shape, tuple) else (SQUARE, SQUARE, SQUARE, shape)
         if provider in (CUBLAS, TF32):
             offsets, sparsity = NONE, DENSE
-        return float(self._us.get((*shape, dtype, sparsity, offsets, provider), math.nan))
+        return float(self._us.get((*key, dtype, sparsity, offsets, provider), math.nan))
 
-    def speedup(self, at: At, provider: str, over: str = CUBLAS, **kind: str) -> float:
-        """Time of ``over`` / time of ``provider``, of one dtype, offsets and sparsity."""
-        return self.us(at, over, **kind) / self.us(at, provider, **kind)
+    def speedup(self, shape: Shape, provider: str, over: str = CUBLAS, **kind: str) -> float:
+        """Return time of ``over`` / time of ``provider``, for one dtype, offsets and sparsity."""
+        return self.us(shape, over, **kind) / self.us(shape, provider, **kind)
 
-    def best(self, at: At, **kind: str) -> float:
-        """The fastest variant's speed-up over cuBLAS."""
-        found = [self.speedup(at, name, **kind) for name in VARIANTS]
-        return max((one for one in found if not math.isnan(one)), default=math.nan)
+    def best(self, shape: Shape, **kind: str) -> float:
+        """Return the fastest variant's speed-up over cuBLAS."""
+        speedups = [self.speedup(shape, name, **kind) for name in VARIANTS]
+        return max((speedup for speedup in speedups if not math.isnan(speedup)), default=math.nan)
 
     def tflops(self, size: int, provider: str, offsets: str = OWN) -> float:
-        """TFLOPS, counting the kept values at 2:4 and all values for cuBLAS."""
+        """Return TFLOPS, counting the kept values at 2:4 and all values for cuBLAS."""
         share = 1.0 if provider == CUBLAS else 0.5
         return 2.0 * size**3 * share / self.us(size, provider, offsets=offsets) / 1e6
 
 
 def page(measured: Table, counters: Table, images: Iterable[str]) -> list[str]:
-    """The blocks of the page."""
-    found = Products(measured)
-    spread = (found.rows["p80_us"] - found.rows["p20_us"]) / found.rows["p50_us"]
-    ours = found.rows[found.rows["provider"].isin(list(VARIANTS))]
+    """Return the blocks of the page."""
+    products = Products(measured)
+    spread = (products.rows["p80_us"] - products.rows["p20_us"]) / products.rows["p50_us"]
+    ours = products.rows[products.rows["provider"].isin(list(VARIANTS))]
     return [
         "# Hand-written N:M kernels",
         "Products on CUDA cores by `slidesparse.spmm`, which serves nothing: 32 x 32 tiles of 64 threads with 4 x 4 "
@@ -94,16 +95,16 @@ def page(measured: Table, counters: Table, images: Iterable[str]) -> list[str]:
         "against float64, relative to the sum of the magnitudes of an output's products, of our kernels: "
         f"{ours['error'].max():.1e} at most.",
         *images,
-        *_by_variant(found, f"## Squares at {MAIN_PATTERN}, M = N = K", found.sizes),
-        *_sparsities(found),
-        *_other_libraries(found),
-        *_by_variant(found, f"## Layers of models at {MAIN_PATTERN}", found.layers),
-        *_cpu(found),
+        *_by_variant(products, f"## Squares at {MAIN_PATTERN}, M = N = K", products.sizes),
+        *_sparsities(products),
+        *_other_libraries(products),
+        *_by_variant(products, f"## Layers of models at {MAIN_PATTERN}", products.layers),
+        *_cpu(products),
         *_counters(counters, measured.conditions.get("counters")),
         "## The study's claims and our measurements",
         "The study's figures are from an RTX 4070, those here from the GPU of this page: `strips / own offsets`. "
         "Only what follows from the kernels can agree, not times.",
-        table(("claim", "the study", "here"), claims(found, Counters(counters)), 3),
+        table(("claim", "the study", "here"), claims(products, Counters(counters)), 3),
         bullets(NOTES),
     ]
 
@@ -122,48 +123,48 @@ NOTES = (
 )
 
 
-def _by_variant(found: Products, title: str, shapes: Sequence[At]) -> list[str]:
+def _by_variant(products: Products, title: str, shapes: Sequence[Shape]) -> list[str]:
     rows = []
     for dtype in TYPES:
-        for at in shapes:
-            dense = [microseconds(found.us(at, name, dtype)) for name in (CUBLAS, TF32)]
+        for shape in shapes:
+            dense = [microseconds(products.us(shape, name, dtype)) for name in (CUBLAS, TF32)]
             ours = [
-                times(found.speedup(at, name, dtype=dtype, offsets=kind))
+                times(products.speedup(shape, name, dtype=dtype, offsets=kind))
                 for kind in KINDS
                 for name in VARIANTS
             ]
-            rows.append((dtype.upper(), _shape(at), *dense, *ours))
+            rows.append((dtype.upper(), _shape_label(shape), *dense, *ours))
     header = [f"{kind}: {name}" for kind in KINDS.values() for name in VARIANTS]
     return [title, table(("", "", "cuBLAS us", "TF32 us", *header), rows, 2)] if rows else []
 
 
-def _sparsities(found: Products) -> list[str]:
+def _sparsities(products: Products) -> list[str]:
     rows = [
         (
             dtype.upper(),
             size,
-            *(times(found.best(size, dtype=dtype, sparsity=one)) for one in found.sparsities),
+            *(times(products.best(size, dtype=dtype, sparsity=sparsity)) for sparsity in products.sparsities),
         )
         for dtype in TYPES
-        for size in found.sizes
+        for size in products.sizes
     ]
     title = "## Squares at other patterns"
-    return [title, "The fastest variant, own offsets:", table(("", "M", *found.sparsities), rows, 1)]
+    return [title, "The fastest variant, own offsets:", table(("", "M", *products.sparsities), rows, 1)]
 
 
-def _other_libraries(found: Products) -> list[str]:
-    """Sparse libraries, in their own precision."""
-    ours = {CUBLAS, TF32, CPU, *VARIANTS}
-    rows = found.rows[~found.rows["provider"].isin(ours)]
+def _other_libraries(products: Products) -> list[str]:
+    """Return the section about sparse libraries, in their own precision."""
+    rows = products.rows[~products.rows["provider"].isin({CUBLAS, TF32, CPU, *VARIANTS})]
     pairs = list(dict.fromkeys(zip(rows["provider"], rows["dtype"], strict=True)))
     if not pairs:
         return []
-    shapes: list[At] = [*found.sizes, *found.layers]
+    shapes: list[Shape] = [*products.sizes, *products.layers]
     lines = []
-    for at in shapes:
-        base = found.us(at, CUBLAS, "fp16")
-        each = [times(base / found.us(at, name, dtype)) for name, dtype in pairs]
-        lines.append((_shape(at), microseconds(base), times(found.best(at, dtype="fp16")), *each))
+    for shape in shapes:
+        base = products.us(shape, CUBLAS, "fp16")
+        speedups = [times(base / products.us(shape, name, dtype)) for name, dtype in pairs]
+        ours = times(products.best(shape, dtype="fp16"))
+        lines.append((_shape_label(shape), microseconds(base), ours, *speedups))
     return [
         f"## Beside sparse tensor cores at {MAIN_PATTERN}",
         "Speed-up over cuBLAS in FP16. INT8 and FP8 are other precisions, with less to read; results are BF16 or FP16:",
@@ -175,19 +176,19 @@ def _other_libraries(found: Products) -> list[str]:
     ]
 
 
-def _shape(at: At) -> str:
-    return "{} {}, M {}".format(*at) if isinstance(at, tuple) else str(at)
+def _shape_label(shape: Shape) -> str:
+    return "{} {}, M {}".format(*shape) if isinstance(shape, tuple) else str(shape)
 
 
-def _cpu(found: Products) -> list[str]:
+def _cpu(products: Products) -> list[str]:
     rows = [
         (
             size,
-            microseconds(found.us(size, CPU)),
-            *(times(found.speedup(size, name, CPU)) for name in (CUBLAS, *VARIANTS)),
+            microseconds(products.us(size, CPU)),
+            *(times(products.speedup(size, name, CPU)) for name in (CUBLAS, *VARIANTS)),
         )
-        for size in found.sizes
-        if not math.isnan(found.us(size, CPU))
+        for size in products.sizes
+        if not math.isnan(products.us(size, CPU))
     ]
     title = "## Beside one thread of the CPU"
     text = "It multiplies the kept values, own offsets, FP32. Speed-up over it:"
@@ -203,7 +204,7 @@ class Counters:
         self._rows = {index: row for row in rows.to_dict("records") if (index := tuple(row[k] for k in key))}
 
     def of(self, name: str, size: int, provider: str, offsets: str) -> float:
-        """A counter in float32."""
+        """Return a counter of a float32 product."""
         return float(self._rows.get((size, offsets, provider, "fp32"), {}).get(name, math.nan))
 
 
@@ -230,47 +231,56 @@ def _short(value: float) -> str:
     return f"{value:.3g}" if abs(value) < 1e5 else f"{value:.2e}"
 
 
-def claims(found: Products, counters: Counters) -> list[tuple[str, str, str]]:
-    """(claim, the study's figure, ours) in words."""
+def claims(products: Products, counters: Counters) -> list[tuple[str, str, str]]:
+    """Return (claim, the study's figure, ours) as text."""
 
-    def at(sizes: Iterable[int], value: Value, show: Show = times) -> str:
+    def at_sizes(sizes: Iterable[int], value: Value, show: Show = times) -> str:
         return ", ".join(
             f"{' / '.join(show(value(size, kind)) for kind in (SHARED, OWN))} at {size}" for size in sizes
         )
 
     def ratio(name: str, over: str) -> Value:
-        return lambda size, kind: found.speedup(size, name, over, offsets=kind)
+        return lambda size, kind: products.speedup(size, name, over, offsets=kind)
 
     def counted(name: str, *sizes: int) -> str:
         def value(provider: str) -> Value:
             return lambda size, kind: counters.of(name, size, provider, kind)
 
-        return f"{at(sizes, value('baseline'), _format_known)} -> {at(sizes, value('double'), _format_known)}"
+        before, after = (
+            at_sizes(sizes, value(provider), _format_known) for provider in ("baseline", "double")
+        )
+        return f"{before} -> {after}"
 
-    cpu = [found.us(size, CPU) for size in found.sizes]
+    def own_over_strips(size: int) -> float:
+        return products.us(size, "double", offsets=OWN) / products.us(size, "double", offsets=SHARED)
+
+    cpu = [products.us(size, CPU) for size in products.sizes]
     gains = {
-        kind: [c / found.us(size, "baseline", offsets=kind) for c, size in zip(cpu, found.sizes, strict=True)]
+        kind: [
+            c / products.us(size, "baseline", offsets=kind)
+            for c, size in zip(cpu, products.sizes, strict=True)
+        ]
         for kind in (SHARED, OWN)
     }
-    ours = found.rows[found.rows["provider"].isin(list(VARIANTS))]["error"].max()
+    ours = products.rows[products.rows["provider"].isin(list(VARIANTS))]["error"].max()
     return [
         (
             "The baseline is 10^2 to 10^4 times as fast as one thread of the CPU",
             "10^2 at 64, 10^3 to 10^4 from 512 to 2048",
             " / ".join(f"{span(gains[kind], lambda v: f'{v:.0f}')}" for kind in (SHARED, OWN)),
         ),
-        ("cuBLAS is slower than that thread at 64", "0.1", times(found.speedup(64, CUBLAS, CPU))),
+        ("cuBLAS is slower than that thread at 64", "0.1", times(products.speedup(64, CUBLAS, CPU))),
         (
             "The baseline beats cuBLAS up to 2048 and loses from 4096 on",
             "16 at 512, 5.9 at 1024, 1.7 to 1.9 at 2048, below 1 at 4096 and 8192",
-            at((512, 1024, 2048, 4096, 8192), ratio("baseline", CUBLAS)),
+            at_sizes((512, 1024, 2048, 4096, 8192), ratio("baseline", CUBLAS)),
         ),
         (
             "Its rate is highest near 1024 and falls after, TFLOPS of kept values",
             "4 to 5 at 1024, 2.6 at 2048, 2.1 to 2.9 at 4096 and 8192",
-            at(
+            at_sizes(
                 (1024, 2048, 4096, 8192),
-                lambda size, kind: found.tflops(size, "baseline", kind),
+                lambda size, kind: products.tflops(size, "baseline", kind),
                 _format_known,
             ),
         ),
@@ -278,23 +288,24 @@ def claims(found: Products, counters: Counters) -> list[tuple[str, str, str]]:
             "cuBLAS, TFLOPS",
             "0.43 at 512, 2.9 at 2048, 7.3 at 4096, 10.8 at 8192",
             ", ".join(
-                f"{_format_known(found.tflops(size, CUBLAS))} at {size}" for size in (512, 2048, 4096, 8192)
+                f"{_format_known(products.tflops(size, CUBLAS))} at {size}"
+                for size in (512, 2048, 4096, 8192)
             ),
         ),
         (
             "Double buffering pays from 2048 on, over the baseline",
             "up to 1 until 1024, 1.09 at 2048, more after (with K cut in two)",
-            at((256, 1024, 2048, 4096, 8192), ratio("double", "baseline")),
+            at_sizes((256, 1024, 2048, 4096, 8192), ratio("double", "baseline")),
         ),
         (
             "Cutting K in two, over double buffering alone",
             "in the figure above",
-            at((256, 1024, 2048, 4096, 8192), ratio("split2", "double")),
+            at_sizes((256, 1024, 2048, 4096, 8192), ratio("split2", "double")),
         ),
         (
             "Prefetching to registers changes little, over the baseline",
             "a few percent up to 2048, a little faster above",
-            at((256, 1024, 2048, 4096, 8192), ratio("prefetch", "baseline")),
+            at_sizes((256, 1024, 2048, 4096, 8192), ratio("prefetch", "baseline")),
         ),
         (
             "SM throughput in percent, baseline -> double",
@@ -320,10 +331,7 @@ def claims(found: Products, counters: Counters) -> list[tuple[str, str, str]]:
         (
             "Any N:M: own offsets beside strips, time over time",
             "printed kernels have strips",
-            ", ".join(
-                f"{times(found.us(size, 'double', offsets=OWN) / found.us(size, 'double', offsets=SHARED))} at {size}"
-                for size in (256, 2048, 8192)
-            ),
+            ", ".join(f"{times(own_over_strips(size))} at {size}" for size in (256, 2048, 8192)),
         ),
     ]
 
@@ -336,23 +344,23 @@ def draw(measured: Table, folder: Path) -> list[Path]:
     """``spmm-squares.svg``: speed-up over cuBLAS against size, by variant, a panel for each dtype; and
     ``spmm-patterns.svg``: the fastest variant, by pattern.  Nothing for an empty table.
     """
-    found = Products(measured)
-    if not found.sizes:
+    products = Products(measured)
+    if not products.sizes:
         return []
-    figures = {"spmm-squares": _figure(found, _variants), "spmm-patterns": _figure(found, _patterns)}
+    figures = {"spmm-squares": _figure(products, _variants), "spmm-patterns": _figure(products, _patterns)}
     return [save(figure, folder / f"{stem}.svg") for stem, figure in figures.items()]
 
 
-def _figure(found: Products, lines: Callable[[Products, str, Any], None]) -> Figure:
+def _figure(products: Products, lines: Callable[[Products, str, Any], None]) -> Figure:
     with mpl.rc_context(FIXED_PARAMETERS):
         figure = Figure(figsize=(PANEL[0] * len(TYPES), PANEL[1] + 0.8), layout="constrained")
         for panel, dtype in zip(figure.subplots(1, len(TYPES), sharey=True), TYPES, strict=True):
             panel.axhline(1, color="#444444", linewidth=2)
-            lines(found, dtype, panel)
+            lines(products, dtype, panel)
             panel.set_xscale("log", base=2)
             panel.set_yscale("log", base=2)
             panel.yaxis.set_major_formatter("{x:g}")
-            panel.set_xticks(found.sizes, [str(size) for size in found.sizes], rotation=45)
+            panel.set_xticks(products.sizes, [str(size) for size in products.sizes], rotation=45)
             panel.minorticks_off()
             panel.set_title(dtype.upper())
             panel.set_xlabel("M = N = K")
@@ -361,15 +369,15 @@ def _figure(found: Products, lines: Callable[[Products, str, Any], None]) -> Fig
     return figure
 
 
-def _variants(found: Products, dtype: str, panel: Any) -> None:
+def _variants(products: Products, dtype: str, panel: Any) -> None:
     for kind, (line, marker) in STYLES.items():
         for name, colour in COLOURS.items():
-            values = [found.speedup(size, name, dtype=dtype, offsets=kind) for size in found.sizes]
+            values = [products.speedup(size, name, dtype=dtype, offsets=kind) for size in products.sizes]
             style = {"color": colour, "linestyle": line, "marker": marker, "markersize": 4}
-            panel.plot(found.sizes, values, label=f"{name}, {KINDS[kind]}", **style)
+            panel.plot(products.sizes, values, label=f"{name}, {KINDS[kind]}", **style)
 
 
-def _patterns(found: Products, dtype: str, panel: Any) -> None:
-    for sparsity in found.sparsities:
-        values = [found.best(size, dtype=dtype, sparsity=sparsity) for size in found.sizes]
-        panel.plot(found.sizes, values, marker="o", markersize=4, label=f"{sparsity}, own offsets")
+def _patterns(products: Products, dtype: str, panel: Any) -> None:
+    for sparsity in products.sparsities:
+        values = [products.best(size, dtype=dtype, sparsity=sparsity) for size in products.sizes]
+        panel.plot(products.sizes, values, marker="o", markersize=4, label=f"{sparsity}, own offsets")

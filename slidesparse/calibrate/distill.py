@@ -147,15 +147,15 @@ def require_memory(task: Task) -> str:
     assert task.texts
     needed = memory_bytes(task) / 1e9
     if task.device.type == "cuda":
-        have, where = torch.cuda.mem_get_info(task.device)[0], torch.cuda.get_device_name(task.device)
-        found = f"{where} has {have / 1e9:.0f} GB free"
+        available, gpu = torch.cuda.mem_get_info(task.device)[0], torch.cuda.get_device_name(task.device)
+        capacity = f"{gpu} has {available / 1e9:.0f} GB free"
     else:
-        have = host_memory()
-        found = f"this machine has {have / 1e9:.0f} GB"
-    if needed > have / 1e9:
+        available = host_memory()
+        capacity = f"this machine has {available / 1e9:.0f} GB"
+    if needed > available / 1e9:
         raise EnvironmentFault(
-            f"--distill trains all layers at once, which takes about {needed:.0f} GB of memory, but {found}; leave it "
-            "out, or use a GPU with more"
+            f"--distill trains all layers at once, which takes about {needed:.0f} GB of memory, but {capacity}; leave "
+            "it out, or use a GPU with more"
         )
     return f"{task.calibration.training_minutes:g} minutes on {task.texts[0].summary}; about {needed:.1f} GB of memory"
 
@@ -180,8 +180,8 @@ class _Weight:
         self.value = value
         self.moment = torch.zeros_like(value, dtype=torch.bfloat16)
         self.rows, self.columns = value.new_zeros(len(value), 1), value.new_zeros(1, value.shape[1])
-        kept = value != 0
-        self._size = float((value.square().sum() / kept.sum().clamp(min=1)).sqrt())
+        nonzero = value != 0
+        self._size = float((value.square().sum() / nonzero.sum().clamp(min=1)).sqrt())
 
     def state(self, name: str) -> dict[str, Tensor]:
         """Return the tensors of the state, by names that begin with the layer's."""
@@ -235,8 +235,8 @@ class _Training:
             if full in task.skipped:
                 pruned.weights[name + WEIGHT] = self._fake_quantize(w)
             if full in task.layers:
-                found, scale = (codes.whole(full + suffix).to(self._device) for suffix in (WEIGHT, SCALE))
-                weights[name] = _Weight(dequantize_rows(found, scale))
+                stored, scale = (codes.whole(full + suffix).to(self._device) for suffix in (WEIGHT, SCALE))
+                weights[name] = _Weight(dequantize_rows(stored, scale))
                 del pruned.weights[name + WEIGHT]
         self._dense.append(dense)
         self._pruned.append(pruned)
@@ -277,25 +277,25 @@ class _Training:
         self._steps += 1
         ids = self._training_ids[_step_samples(len(self._training_ids), self._per_step, self._steps - 1)]
         states = [self._embed(piece) for piece in ids.split(self._per_piece)]
-        wanted, read = states, []
+        targets, block_inputs = states, []
         for number in range(len(self._dense)):
-            wanted = [self._dense_output(number, x) for x in wanted]
-            read.append(states)
+            targets = [self._dense_output(number, x) for x in targets]
+            block_inputs.append(states)
             weights = self._served_weights(number)
             states = [self._pruned_output(number, weights, x) for x in states]
         gradients = [
-            self._divergence_gradient(*pair, ids.numel()) for pair in zip(states, wanted, strict=True)
+            self._divergence_gradient(*pair, ids.numel()) for pair in zip(states, targets, strict=True)
         ]
-        del states, wanted
+        del states, targets
         for number in reversed(range(len(self._pruned))):
             weights = self._served_weights(number)
             sums = [torch.zeros(w.shape, device=self._device) for w in weights.values()]
-            for i, x in enumerate(read.pop()):
+            for i, x in enumerate(block_inputs.pop()):
                 with torch.enable_grad():
                     x = x.detach().requires_grad_()
                     y = self._pruned_output(number, weights, x)
-                gradients[i], *found = torch.autograd.grad(y, [x, *weights.values()], gradients[i])
-                for total, part in zip(sums, found, strict=True):
+                gradients[i], *parts = torch.autograd.grad(y, [x, *weights.values()], gradients[i])
+                for total, part in zip(sums, parts, strict=True):
                     total += part
             for weight, gradient in zip(self._weights[number].values(), sums, strict=True):
                 weight.update(gradient, rate, self._steps)
@@ -328,18 +328,18 @@ class _Training:
         """Return a weight in the dtype of the matrix products."""
         return w.bfloat16() if self._device.type == "cuda" else w
 
-    # The loss, from x and ``wanted`` [samples, tokens, hidden], the outputs of the last blocks
+    # The loss, from x and ``targets`` [samples, tokens, hidden], the outputs of the last blocks
 
-    def _divergence_gradient(self, x: Tensor, wanted: Tensor, tokens: int) -> Tensor:
+    def _divergence_gradient(self, x: Tensor, targets: Tensor, tokens: int) -> Tensor:
         """Return the gradient to x of the divergence, summed and divided by ``tokens``."""
-        found: list[Tensor] = []
-        for ours, theirs in self._chunks(x, wanted):
+        pieces: list[Tensor] = []
+        for rows, target_rows in self._chunks(x, targets):
             with torch.enable_grad():
-                ours = ours.detach().requires_grad_()
-                logits = self._logits(ours)
-            slope = logits.detach().softmax(-1).sub_(self._logits(theirs).softmax(-1)).div_(tokens)
-            found += torch.autograd.grad(logits, ours, slope)
-        return torch.cat(found).view_as(x)
+                rows = rows.detach().requires_grad_()
+                logits = self._logits(rows)
+            slope = logits.detach().softmax(-1).sub_(self._logits(target_rows).softmax(-1)).div_(tokens)
+            pieces += torch.autograd.grad(logits, rows, slope)
+        return torch.cat(pieces).view_as(x)
 
     def _validation_loss(self) -> Loss:
         """Return the loss on the held-out samples."""
@@ -347,16 +347,17 @@ class _Training:
         samples, tokens = self._validation_ids.shape
         followed = torch.arange(1, tokens + 1, device=self._device) < tokens
         for ids in self._validation_ids.split(self._per_piece):
-            x = wanted = self._embed(ids)
+            x = target = self._embed(ids)
             for number in range(len(self._dense)):
-                wanted = self._dense_output(number, wanted)
+                target = self._dense_output(number, target)
                 x = self._pruned_output(number, self._served_weights(number), x)
             following = ids.roll(-1, 1).to(self._device)[..., None]
             counted = followed.expand(len(ids), -1)[..., None]
-            for ours, theirs, token, counts in self._chunks(x, wanted, following, counted):
-                found, given = (self._logits(rows).log_softmax(-1) for rows in (ours, theirs))
-                totals[0] += F.kl_div(found, given, reduction="sum", log_target=True)
-                totals[1] += ((given - found).gather(-1, token) * counts).sum()
+            for rows, target_rows, token, counts in self._chunks(x, target, following, counted):
+                predicted = self._logits(rows).log_softmax(-1)
+                expected = self._logits(target_rows).log_softmax(-1)
+                totals[0] += F.kl_div(predicted, expected, reduction="sum", log_target=True)
+                totals[1] += ((expected - predicted).gather(-1, token) * counts).sum()
         divergence, entropy = totals.tolist()
         return Loss(divergence / (samples * tokens), entropy / (samples * (tokens - 1)))
 
@@ -369,9 +370,9 @@ class _Training:
 
     def _save(self, end: bool) -> None:
         """Evaluate, keep the best codes, and save the training state; at the ``end`` without weights and moments."""
-        found = self._validation_loss()
-        if found.divergence < self._best.divergence:
-            self._best = found
+        loss = self._validation_loss()
+        if loss.divergence < self._best.divergence:
+            self._best = loss
             self._work.write_tensors(DISTILLED, dict(self._quantized_tensors()))
         facts = [self._seconds, self._steps, *asdict(self._before).values(), *asdict(self._best).values()]
         tensors = {FACTS: torch.tensor(facts, dtype=torch.float64)}
@@ -434,5 +435,5 @@ def _step_samples(count: int, per_step: int, step: int) -> list[int]:
 
 @lru_cache(2)
 def _epoch_order(count: int, epoch: int) -> Sequence[int]:
-    found: list[int] = torch.randperm(count, generator=torch.Generator().manual_seed(epoch)).tolist()
-    return found
+    order: list[int] = torch.randperm(count, generator=torch.Generator().manual_seed(epoch)).tolist()
+    return order

@@ -54,7 +54,7 @@ _Piece = tuple[int, slice]  # index of a batch, and some of its samples
 
 @dataclass(frozen=True)
 class Finetuned:
-    """Trained weights, and the block's error |y - d| / |d| as a root mean square over tokens."""
+    """The trained weights, and the block's error |y - d| / |d| as a root mean square over tokens."""
 
     weights: dict[str, Tensor]  # [N, K] by name of the linear layer
     error_before: float
@@ -180,9 +180,9 @@ class _Trainer:
     def _loss(self, piece: _Piece) -> Tensor:
         """Return the loss summed over the tokens of a piece."""
         batch, samples = piece
-        x, wanted = (states[batch][samples].clone() for states in (self._states, self._targets))
-        lost = (self._block.output(x) - wanted).square().sum(-1)
-        return (lost / wanted.square().sum(-1).clamp(min=torch.finfo(wanted.dtype).tiny)).sum()
+        x, target = (states[batch][samples].clone() for states in (self._states, self._targets))
+        error = (self._block.output(x) - target).square().sum(-1)
+        return (error / target.square().sum(-1).clamp(min=torch.finfo(target.dtype).tiny)).sum()
 
     def _load_weights(self) -> None:
         """Put the current weights, rounded, into the block."""
@@ -210,16 +210,16 @@ def _pieces(shapes: list[torch.Size], max_tokens: int) -> tuple[list[_Piece], li
     """Return the pieces of the training and validation splits; equal below VALIDATION_INTERVAL samples."""
     training: list[_Piece] = []
     validation: list[_Piece] = []
-    seen = 0
+    first = 0
     for batch, (samples, tokens, _) in enumerate(shapes):
         step, start = max(1, max_tokens // tokens), 0
         while start < samples:
-            alone = (seen + start) % VALIDATION_INTERVAL == VALIDATION_INTERVAL - 1
-            left = 1 if alone else VALIDATION_INTERVAL - 1 - (seen + start) % VALIDATION_INTERVAL
-            stop = min(samples, start + min(step, left))
+            alone = (first + start) % VALIDATION_INTERVAL == VALIDATION_INTERVAL - 1
+            room = 1 if alone else VALIDATION_INTERVAL - 1 - (first + start) % VALIDATION_INTERVAL
+            stop = min(samples, start + min(step, room))
             (validation if alone else training).append((batch, slice(start, stop)))
             start = stop
-        seen += samples
+        first += samples
     return training, validation or training
 
 
@@ -241,8 +241,8 @@ class _FakeQuantize(torch.autograd.Function):
 
 def _fake_quantize(x: Tensor, dtype: torch.dtype) -> Tensor:
     """Quantize and dequantize each row of x [..., K]."""
-    found: Tensor = _FakeQuantize.apply(x, dtype)
-    return found
+    rounded: Tensor = _FakeQuantize.apply(x, dtype)
+    return rounded
 
 
 class InputRounder:
@@ -268,28 +268,28 @@ class _Attention(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(context: Any, q: Tensor, k: Tensor, v: Tensor, how: Scores) -> Tensor:
+    def forward(context: Any, q: Tensor, k: Tensor, v: Tensor, scores: Scores) -> Tensor:
         context.save_for_backward(q, k, v)
-        context.how = how
-        return attention(q, k, v, how)
+        context.scores = scores
+        return attention(q, k, v, scores)
 
     @staticmethod
     def backward(context: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v = (t.detach().requires_grad_() for t in context.saved_tensors)
         with torch.enable_grad():
-            seen = attention(q, k, v, context.how)
+            out = attention(q, k, v, context.scores)
         with _fixed_order():
-            return (*torch.autograd.grad(seen, (q, k, v), gradients[0]), None)
+            return (*torch.autograd.grad(out, (q, k, v), gradients[0]), None)
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, how: Scores) -> Tensor:
+def attend(q: Tensor, k: Tensor, v: Tensor, scores: Scores) -> Tensor:
     """Compute attention; with gradients, in BF16 by a fused kernel if the GPU has one."""
-    wanted = q.is_cuda and torch.is_grad_enabled() and how.cap is None
-    if not wanted or torch.cuda.get_device_capability(q.device) < FUSED_ATTENTION:
-        return attention(q, k, v, how)
+    fuses = q.is_cuda and torch.is_grad_enabled() and scores.cap is None
+    if not fuses or torch.cuda.get_device_capability(q.device) < FUSED_ATTENTION:
+        return attention(q, k, v, scores)
     q, k, v = (t.to(torch.bfloat16) for t in (q, k, v))
-    found: Tensor = _Attention.apply(q, k, v, how)
-    return found
+    out: Tensor = _Attention.apply(q, k, v, scores)
+    return out
 
 
 @contextmanager

@@ -55,9 +55,9 @@ class HiddenStates:
         return len(self.shapes)
 
     def __getitem__(self, index: int) -> Tensor:
-        found = self._tensors[index]
-        if found is not None:
-            return found.to(self.device)
+        tensor = self._tensors[index]
+        if tensor is not None:
+            return tensor.to(self.device)
         assert self._file is not None
         raw = torch.empty(self.shapes[index], dtype=torch.float32)
         if not read_at(self._file.fileno(), bytes_of(raw), self._start(index)):
@@ -101,11 +101,11 @@ def choose_storage(
 
 def host_memory() -> int:
     """Return the bytes of host memory, or the container's limit if that is lower."""
-    found = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    nbytes = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     for limit in CONTAINER_LIMITS:
         with suppress(OSError, ValueError):  # absent, or "max"
-            found = min(found, int(limit.read_text()))
-    return found
+            nbytes = min(nbytes, int(limit.read_text()))
+    return nbytes
 
 
 def _free_device_bytes(device: torch.device) -> int:
@@ -139,10 +139,10 @@ class BlockInputs:
         assert reached <= stage
         for _ in range(reached, stage):
             next(steps)
-        found = next(steps)
+        x = next(steps)
         if self.keep and stage < len(self.block.stages):
             self._waiting[batch] = stage + 1, steps
-        return found
+        return x
 
     def restart(self) -> None:
         """Recompute all batches from the start of the block, because weights of earlier stages have changed."""
@@ -211,9 +211,9 @@ class Drift:
         self._stacked = torch.cat([*weights.values()]) if 2 * rows < in_features else None
         self._sum = first.new_zeros(in_features if self._stacked is None else rows, in_features)
 
-    def add(self, ours: Tensor, dense: Tensor) -> None:
-        """Add tokens: ``ours`` [..., K] is a, ``dense`` [..., K] is d."""
-        a, d = (x.reshape(-1, x.shape[-1]).to(self._sum.dtype) for x in (ours, dense))
+    def add(self, pruned: Tensor, dense: Tensor) -> None:
+        """Add tokens: ``pruned`` [..., K] is a, ``dense`` [..., K] is d."""
+        a, d = (x.reshape(-1, x.shape[-1]).to(self._sum.dtype) for x in (pruned, dense))
         moved = d - a if self._stacked is None else (d - a) @ self._stacked.t()
         self._sum.addmm_(moved.t(), a)
 
@@ -257,19 +257,19 @@ def gather_statistics(
     return hessian, drift
 
 
-def output_error(w: Tensor, found: Tensor, hessian: Tensor) -> float:
-    """|X (w - found)^T| / |X w^T| in Frobenius norms, both weights [N, K], over the tokens of ``hessian`` [K, K].
+def output_error(w: Tensor, other: Tensor, hessian: Tensor) -> float:
+    """Return |X (w - other)^T| / |X w^T| in Frobenius norms, weights [N, K], X the tokens of ``hessian`` [K, K].
 
     The error is 0 if both outputs are zero, and infinite if only that of ``w`` is.
     """
     w = w.to(hessian.dtype)
-    lost, whole = (_output_energy(x, hessian) for x in (w - found.to(hessian.dtype), w))
-    if whole == 0:
+    lost, total = (_output_energy(x, hessian) for x in (w - other.to(hessian.dtype), w))
+    if total == 0:
         return 0.0 if lost == 0 else float("inf")
-    return float((lost / whole) ** 0.5)
+    return float((lost / total) ** 0.5)
 
 
 def _output_energy(w: Tensor, hessian: Tensor) -> float:
     """Return trace(w H w^T), summed in float64 and clamped to at least 0, below which rounding may take it."""
-    found = float(((w @ hessian) * w).sum(-1, dtype=torch.float64).sum())
-    return max(found, 0.0)  # in this order, NaN stays NaN
+    energy = float(((w @ hessian) * w).sum(-1, dtype=torch.float64).sum())
+    return max(energy, 0.0)  # in this order, NaN stays NaN

@@ -39,7 +39,7 @@ from slidesparse.checkpoint.storage import Reader
 from slidesparse.errors import CalibrationError
 from slidesparse.methods.sparsegpt import damping_for, factor
 
-ROTATING = "rotating"  # the phase that progress is reported of
+ROTATING = "rotating"  # the phase in progress reports
 STEPS, WARM_UP = 100, 5
 RATE = 0.012  # peak learning rate: radians a step in each plane of Q, for a hidden size of 512
 BETAS = (0.9, 0.95)
@@ -61,13 +61,13 @@ class Learned:
 
 def find_rotation(task: Task, reader: Reader, work: WorkFolder, progress: Progress | None = None) -> Learned:
     """Return the rotation saved in ``work``, or learn one by `learn_rotation` and save it there."""
-    kept, gain = work.read_tensors(ROTATION), work.read_json(GAIN)
-    if kept is not None:
-        return Learned(Rotation(kept["q"], kept["r"]), **gain)
-    found = learn_rotation(task, reader, work.folder, progress)
-    work.write_json(GAIN, {"before": found.before, "after": found.after})
-    work.write_tensors(ROTATION, {"q": found.rotation.q, "r": found.rotation.r})
-    return found
+    saved, gain = work.read_tensors(ROTATION), work.read_json(GAIN)
+    if saved is not None:
+        return Learned(Rotation(saved["q"], saved["r"]), **gain)
+    learned = learn_rotation(task, reader, work.folder, progress)
+    work.write_json(GAIN, {"before": learned.before, "after": learned.after})
+    work.write_tensors(ROTATION, {"q": learned.rotation.q, "r": learned.rotation.r})
+    return learned
 
 
 @torch.inference_mode(False)
@@ -80,11 +80,11 @@ def learn_rotation(task: Task, reader: Reader, folder: Path, progress: Progress 
     sizes = task.model.sizes[0]
     q = hadamard(task.model.hidden).to(task.device)
     r = hadamard(sizes.head_dim).to(task.device).expand(task.model.blocks, sizes.kv_heads, -1, -1)
-    one = [torch.eye(x.shape[-1], dtype=x.dtype, device=x.device).expand_as(x) for x in (q, r)]
+    identities = [torch.eye(x.shape[-1], dtype=x.dtype, device=x.device).expand_as(x) for x in (q, r)]
     try:
         costs = _layer_costs(task, RotatedReader(reader, task.model, task.device), folder, progress)
         with fast_products(task.device):  # costs are estimates, and sums of millions of terms
-            before = _total_cost(costs, *one)
+            before = _total_cost(costs, *identities)
             q, r, after = _minimize_cost(costs, q, r, _report_third(2, progress))
     except torch.OutOfMemoryError as error:
         raise CalibrationError(
@@ -113,11 +113,11 @@ def hadamard(size: int) -> Tensor:
     """
     generator = torch.Generator().manual_seed(0)
     odd = size // (size & -size)
-    found: Tensor = torch.linalg.qr(torch.randn(odd, odd, dtype=torch.float64, generator=generator)).Q
-    while len(found) < size:
-        found = torch.cat((torch.cat((found, found), 1), torch.cat((found, -found), 1))) / math.sqrt(2)
+    matrix: Tensor = torch.linalg.qr(torch.randn(odd, odd, dtype=torch.float64, generator=generator)).Q
+    while len(matrix) < size:
+        matrix = torch.cat((torch.cat((matrix, matrix), 1), torch.cat((matrix, -matrix), 1))) / math.sqrt(2)
     signs = torch.randint(2, (size, 1), generator=generator) * 2 - 1
-    return found * signs
+    return matrix * signs
 
 
 def _report_third(number: int, progress: Progress | None) -> Progress | None:
@@ -137,15 +137,16 @@ Cost = Callable[[Tensor, Tensor], Tensor]
 def sum_two_smallest(scores: Tensor, length: int) -> Tensor:
     """Return the sum of the two smallest ``scores`` [..., K] of each whole block of ``length`` columns."""
     blocks = scores[..., : scores.shape[-1] // length * length].unflatten(-1, (-1, length))
-    at = blocks.detach().argmin(-1, keepdim=True)
-    found: Tensor = blocks.gather(-1, at).sum() + blocks.scatter(-1, at, float("inf")).amin(-1).sum()
-    return found
+    smallest = blocks.detach().argmin(-1, keepdim=True)
+    second = blocks.scatter(-1, smallest, float("inf")).amin(-1)
+    total: Tensor = blocks.gather(-1, smallest).sum() + second.sum()
+    return total
 
 
 def _rotated_diagonal(a: Tensor, q: Tensor) -> Tensor:
     """Return diag(q^T a q) for matrices [..., K, K]."""
-    found: Tensor = ((a @ q) * q).sum(-2)
-    return found
+    diagonal: Tensor = ((a @ q) * q).sum(-2)
+    return diagonal
 
 
 def _reader_cost(w: Tensor, g: Tensor, inverse: Tensor, length: int) -> Cost:
@@ -184,11 +185,11 @@ def _attention_output_cost(w: Tensor, g: Tensor, inverse: Tensor, length: int, s
 
 def _writer_cost(w: Tensor, g: Tensor, inverse: Tensor, length: int) -> Cost:
     """Return the cost of a layer [hidden, K] that adds to the residual stream; g is [hidden, hidden], H^-1 [K]."""
-    whole = w.shape[1] // length
-    step = -(-whole * length // SAMPLED_OUTPUTS)
-    w = w[:, : whole * length].unflatten(1, (whole, length))[:, ::step].flatten(1)
-    inverse = inverse[: whole * length].view(whole, length)[::step].flatten()
-    scale = whole * length / len(inverse)
+    count = w.shape[1] // length
+    step = -(-count * length // SAMPLED_OUTPUTS)
+    w = w[:, : count * length].unflatten(1, (count, length))[:, ::step].flatten(1)
+    inverse = inverse[: count * length].view(count, length)[::step].flatten()
+    scale = count * length / len(inverse)
 
     def cost(q: Tensor, _: Tensor) -> Tensor:
         return scale * sum_two_smallest(
@@ -208,20 +209,20 @@ def _layer_costs(task: Task, reader: Reader, folder: Path, progress: Progress | 
     states: HiddenStates | None = None
     try:
         with walk(task, reader, folder, 1, to_the_end=True) as positions:
-            for at in positions:
-                batches = _count_gradient_batches(at.inputs.states.shapes)
+            for position in positions:
+                batches = _count_gradient_batches(position.inputs.states.shapes)
                 if states is None:
-                    shapes = [at.inputs.states.shapes[i] for i in range(batches)] * (task.model.blocks + 1)
+                    shapes = position.inputs.states.shapes[:batches] * (task.model.blocks + 1)
                     states = HiddenStates(shapes, task.device, folder)
                 for i in range(batches):
-                    states[at.number * batches + i] = at.inputs.states[i]
-                inverses.append(_inverse_hessians(at))
-                at.inputs.advance()
-                report(at.number)
+                    states[position.number * batches + i] = position.inputs.states[i]
+                inverses.append(_inverse_hessians(position))
+                position.inputs.advance()
+                report(position.number)
             assert states
             for i in range(batches):
-                states[task.model.blocks * batches + i] = at.inputs.states[i]
-            ids = at.ids[:batches]
+                states[task.model.blocks * batches + i] = position.inputs.states[i]
+            ids = position.ids[:batches]
         return _backward_costs(task, reader, states, ids, inverses, progress)
     finally:
         if states:
@@ -238,23 +239,23 @@ def _count_gradient_batches(shapes: list[torch.Size]) -> int:
     return count
 
 
-def _inverse_hessians(at: Position) -> dict[int, Tensor]:
+def _inverse_hessians(position: Position) -> dict[int, Tensor]:
     """Return the parts of H^-1 that `_block_costs` needs, in float32, for each stage with layers to prune."""
-    sizes, found = at.block.sizes, {}
-    for stage in range(len(at.block.stages)):
-        if not at.weights_to_prune(stage):
+    sizes, inverses = position.block.sizes, {}
+    for stage in range(len(position.block.stages)):
+        if not position.weights_to_prune(stage):
             continue
-        hessian, _ = gather_statistics(at.inputs, stage)
+        hessian, _ = gather_statistics(position.inputs, stage)
         upper = factor(hessian.matrix, damping_for(len(hessian.matrix), hessian.tokens))
         upper *= math.sqrt(hessian.tokens)
         if stage in (0, 2):
-            found[stage] = upper.mT @ upper
+            inverses[stage] = upper.mT @ upper
         elif stage == 1:
             heads = upper.unflatten(1, (sizes.heads, -1)).transpose(0, 1)  # [heads, K, head_dim]
-            found[stage] = heads.mT @ heads
+            inverses[stage] = heads.mT @ heads
         else:
-            found[stage] = upper.square().sum(0)
-    return found
+            inverses[stage] = upper.square().sum(0)
+    return inverses
 
 
 def _backward_costs(
@@ -278,7 +279,7 @@ def _backward_costs(
             size = max(1, GRADIENT_PIECE // ids[i].shape[1])
             pairs = zip(states[number * batches + i].split(size), gradients[i].split(size), strict=True)
             gradients[i] = torch.cat([sums.backpropagate(x, gradient) for x, gradient in pairs])
-        means = {name: found / tokens for name, found in sums.found.items()}
+        means = {name: total / tokens for name, total in sums.sums.items()}
         costs.append(_block_costs(task, number, block, means, inverses[number]))
         report(number)
     return costs[::-1]
@@ -289,7 +290,7 @@ def _output_gradients(
 ) -> list[Tensor]:
     """Return the gradient of the summed loss, in nats, with respect to the last block's output, batch by batch."""
     vocabulary, logits_of = task.model.checkpoint.require(HEAD).rows, task.model.logits(reader, task.device)
-    found = []
+    gradients = []
     for i, batch in enumerate(ids):
         x = states[task.model.blocks * len(ids) + i]
         size = max(1, LOGITS_PER_CHUNK // (vocabulary * batch.shape[1]))
@@ -300,12 +301,12 @@ def _output_gradients(
                 logits = logits_of(part[:, :-1]).flatten(0, 1)
                 loss = F.cross_entropy(logits, tokens[:, 1:].flatten(), reduction="sum")
                 pieces += torch.autograd.grad(loss, part)
-        found.append(torch.cat(pieces))
-    if not all(bool(torch.isfinite(x).all()) for x in found):
+        gradients.append(torch.cat(pieces))
+    if not all(bool(torch.isfinite(x).all()) for x in gradients):
         raise CalibrationError(
             "the gradient of the loss is not finite (NaN or Inf), so no rotation can be learned; use --rotate off"
         )
-    return found
+    return gradients
 
 
 class _GradientSums:
@@ -314,7 +315,7 @@ class _GradientSums:
     def __init__(self, block: Block) -> None:
         self._block = block
         self._outputs: dict[str, Tensor] = {}
-        self.found: dict[str, Tensor] = {}
+        self.sums: dict[str, Tensor] = {}
 
     def backpropagate(self, x: Tensor, gradient: Tensor) -> Tensor:
         """Add tokens ``x`` [batch, tokens, hidden], given the gradient to the block's output; return that to ``x``."""
@@ -324,19 +325,20 @@ class _GradientSums:
             out = self._block.output(x)
             self._block.wrote = None
             names = [*self._outputs]
-            mine, *others = torch.autograd.grad(out, [x, *self._outputs.values()], gradient)
+            inputs = [x, *self._outputs.values()]
+            input_gradient, *output_gradients = torch.autograd.grad(out, inputs, gradient)
             self._outputs.clear()
-        for name, found in zip(names, others, strict=True):
-            g = found.flatten(0, -2)
+        for name, output_gradient in zip(names, output_gradients, strict=True):
+            g = output_gradient.flatten(0, -2)
             if name.endswith(("o_proj", "down_proj")):
-                made = g.mT @ g
+                squares = g.mT @ g
             elif name.endswith("v_proj"):
                 heads = g.unflatten(1, (self._block.sizes.kv_heads, -1)).transpose(0, 1)
-                made = heads.mT @ heads
+                squares = heads.mT @ heads
             else:
-                made = g.square().sum(0)
-            self.found[name] = self.found[name] + made if name in self.found else made
-        return mine
+                squares = g.square().sum(0)
+            self.sums[name] = self.sums[name] + squares if name in self.sums else squares
+        return input_gradient
 
     def _record_output(self, name: str, out: Tensor) -> Tensor:
         self._outputs[name] = out
@@ -347,7 +349,7 @@ def _block_costs(
     task: Task, number: int, block: Block, gradients: Mapping[str, Tensor], inverses: Mapping[int, Tensor]
 ) -> list[Cost]:
     """Return the costs of the layers of a block that are to be pruned."""
-    sizes, found = block.sizes, list[Cost]()
+    sizes, costs = block.sizes, list[Cost]()
     for stage, inverse in inverses.items():
         for name in block.stages[stage]:
             pattern = task.layers.get(task.model.prefix(number) + name)
@@ -355,17 +357,17 @@ def _block_costs(
             if pattern is None or pattern.length is None or w.shape[1] < pattern.length:
                 continue
             if name.endswith("v_proj"):
-                found.append(_value_cost(w.unflatten(0, (sizes.kv_heads, -1)), g, inverse, pattern.length))
+                costs.append(_value_cost(w.unflatten(0, (sizes.kv_heads, -1)), g, inverse, pattern.length))
             elif name.endswith("o_proj"):
                 w = w.unflatten(1, (sizes.heads, -1))
-                found.append(
+                costs.append(
                     _attention_output_cost(w, g, inverse, pattern.length, sizes.heads // sizes.kv_heads)
                 )
             elif name.endswith("down_proj"):
-                found.append(_writer_cost(w, g, inverse, pattern.length))
+                costs.append(_writer_cost(w, g, inverse, pattern.length))
             else:
-                found.append(_reader_cost(w, g, inverse, pattern.length))
-    return found
+                costs.append(_reader_cost(w, g, inverse, pattern.length))
+    return costs
 
 
 # Optimization
@@ -389,9 +391,9 @@ def _minimize_cost(
         for i, of_block in enumerate(costs):
             for cost in of_block:
                 with torch.enable_grad():
-                    found = cost(floats[0], floats[1][i])
-                    found.backward()  # layer by layer, so that each layer's memory is freed
-                total += 0.5 * float(found.detach())
+                    value = cost(floats[0], floats[1][i])
+                    value.backward()  # layer by layer, so that each layer's memory is freed
+                total += 0.5 * float(value.detach())
         if total < best[2]:
             best = adams[0].x, adams[1].x, total
         falling = MIN_RATE + (1 - MIN_RATE) * 0.5 * (1 + math.cos(math.pi * step / STEPS))

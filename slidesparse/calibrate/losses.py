@@ -49,7 +49,7 @@ def layer_losses(
     patterns: Sequence[SlidePattern],
     reader: Reader,
     folder: Path,
-    kept: WorkFolder,
+    work: WorkFolder,
     name: str,
     progress: Progress | None = None,
 ) -> Losses:
@@ -59,7 +59,7 @@ def layer_losses(
 
     Args:
         folder: where hidden states may be spilled.
-        kept: cache; losses are saved block by block in its file ``name`` and not measured again.
+        work: cache; losses are saved block by block in its file ``name`` and not measured again.
 
     Raises CalibrationError for a decoder without a language model head.
     """
@@ -68,51 +68,53 @@ def layer_losses(
             f"a budget needs an encoder or a language model (...{CAUSAL}), whose loss is known; config.json names "
             f"{architecture_of(task.model.checkpoint.config)}: give a pattern instead, such as --sparsity 6:8"
         )
-    found: Losses = {}
+    losses: Losses = {}
     with suppress(ValueError, TypeError):  # a damaged file is measured again
-        found = {tuple(unit): losses for unit, losses in kept.read_json(name) or []}
-    if {layer for unit in found for layer in unit} == set(task.layers):
-        return found
+        losses = {tuple(unit): by_pattern for unit, by_pattern in work.read_json(name) or []}
+    if {layer for unit in losses for layer in unit} == set(task.layers):
+        return losses
     judge = Judge(task, reader)
     blocks = _BlockCache(task, reader)
     report = block_counter(task, "measuring", progress)
     with walk(task, reader, folder, 1) as positions:
-        for at in positions:
-            wanted = [_stage_unit(at, stage) for stage in range(len(at.block.stages))]
-            if not all(unit in found for unit in wanted if unit):
-                found |= _measure(at, patterns, judge, blocks)
-                kept.write_json(name, [[list(unit), losses] for unit, losses in found.items()])
-            blocks.drop(at.number)
-            report(at.number)
-    return found
+        for position in positions:
+            units = [_stage_unit(position, stage) for stage in range(len(position.block.stages))]
+            if not all(unit in losses for unit in units if unit):
+                losses |= _measure(position, patterns, judge, blocks)
+                work.write_json(name, [[list(unit), by_pattern] for unit, by_pattern in losses.items()])
+            blocks.drop(position.number)
+            report(position.number)
+    return losses
 
 
-def _stage_unit(at: Position, stage: int) -> Unit:
-    return tuple(at.full_name(name) for name in at.weights_to_prune(stage))
+def _stage_unit(position: Position, stage: int) -> Unit:
+    return tuple(position.full_name(name) for name in position.weights_to_prune(stage))
 
 
-def _measure(at: Position, patterns: Sequence[SlidePattern], judge: Judge, blocks: _BlockCache) -> Losses:
+def _measure(
+    position: Position, patterns: Sequence[SlidePattern], judge: Judge, blocks: _BlockCache
+) -> Losses:
     """Return the losses of the units of a block."""
     options: dict[tuple[Unit, str], dict[str, Tensor]] = {((), ""): {}}  # the first is the dense model
-    for stage in range(len(at.block.stages)):
-        if not (weights := at.weights_to_prune(stage)):
+    for stage in range(len(position.block.stages)):
+        if not (weights := position.weights_to_prune(stage)):
             continue
-        hessian, _ = gather_statistics(at.inputs, stage)
-        prune = at.task.pruner.calibrated(hessian.matrix, hessian.tokens, 0, at.task.ternary)
+        hessian, _ = gather_statistics(position.inputs, stage)
+        prune = position.task.pruner.calibrated(hessian.matrix, hessian.tokens, 0, position.task.ternary)
         stacked, sizes = torch.cat([*weights.values()]), [len(w) for w in weights.values()]
         for pattern in patterns:
             parts = prune(stacked, pattern, None).split(sizes)
-            options[_stage_unit(at, stage), pattern.ratio] = {
+            options[_stage_unit(position, stage), pattern.ratio] = {
                 name + WEIGHT: w for name, w in zip(weights, parts, strict=True)
             }
-    chosen = _loss_batches(at)
+    chosen = _loss_batches(position)
     states: dict[tuple[Unit, str], list[Tensor]] = {}
-    with fast_products(at.task.device):
+    with fast_products(position.task.device):
         for option, changed in options.items():
-            block = at.block.copy()
+            block = position.block.copy()
             block.weights |= changed
-            states[option] = [block.output(at.inputs.states[i]) for i in chosen]
-        for number in range(at.number + 1, at.task.model.blocks):
+            states[option] = [block.output(position.inputs.states[i]) for i in chosen]
+        for number in range(position.number + 1, position.task.model.blocks):
             block = blocks.load(number)
             for outputs in states.values():
                 outputs[:] = [block.output(x) for x in outputs]
@@ -122,21 +124,21 @@ def _measure(at: Position, patterns: Sequence[SlidePattern], judge: Judge, block
         for number, lost in enumerate(judge.distances(x, [outputs[i] for _, outputs in others])):
             totals[number] += lost
     count = sum(judge.count(x) for x in dense)
-    found: Losses = {}
+    losses: Losses = {}
     for ((unit, ratio), _), total in zip(others, totals, strict=True):
         if not math.isfinite(total):
             raise CalibrationError(
                 f"the loss of {unit[0]} at {ratio} is not finite (NaN or Inf): the model overflows on these samples"
             )
-        found.setdefault(unit, {})[ratio] = total / count
-    return found
+        losses.setdefault(unit, {})[ratio] = total / count
+    return losses
 
 
-def _loss_batches(at: Position) -> list[int]:
+def _loss_batches(position: Position) -> list[int]:
     """Return evenly spaced batches with about LOSS_TOKENS tokens; batches are sorted by sequence length."""
-    tokens = sum(ids.numel() for ids in at.ids)
-    step = -(-tokens // LOSS_TOKENS[at.task.device.type])
-    return list(range(0, len(at.ids), step))
+    tokens = sum(ids.numel() for ids in position.ids)
+    step = -(-tokens // LOSS_TOKENS[position.task.device.type])
+    return list(range(0, len(position.ids), step))
 
 
 class _BlockCache:
@@ -144,7 +146,7 @@ class _BlockCache:
 
     def __init__(self, task: Task, reader: Reader) -> None:
         self._task, self._reader = task, reader
-        self._kept: dict[int, Block] = {}
+        self._cache: dict[int, Block] = {}
         if task.device.type == "cuda":
             self._free_bytes = torch.cuda.mem_get_info(task.device)[0] // CACHE_DEVICE_PART
         else:
@@ -152,18 +154,18 @@ class _BlockCache:
 
     def load(self, number: int) -> Block:
         """Return a block."""
-        if number in self._kept:
-            return self._kept[number]
+        if number in self._cache:
+            return self._cache[number]
         block = self._task.model.load(self._reader, number, self._task.device)
         size = sum(w.nbytes for w in block.weights.values())
         if size <= self._free_bytes:
             self._free_bytes -= size
-            self._kept[number] = block
+            self._cache[number] = block
         return block
 
     def drop(self, number: int) -> None:
         """Remove a block from the cache."""
-        if (block := self._kept.pop(number, None)) is not None:
+        if (block := self._cache.pop(number, None)) is not None:
             self._free_bytes += sum(w.nbytes for w in block.weights.values())
 
 
@@ -183,15 +185,16 @@ class Judge:
     def distances(self, dense: Tensor, others: Sequence[Tensor]) -> list[float]:
         """Return the divergence of each of ``others`` from ``dense``, summed over `count`."""
         if self._logits is None:
-            whole = self._pool(dense)
-            return [float((1 - F.cosine_similarity(whole, self._pool(x))).sum()) for x in others]
+            pooled = self._pool(dense)
+            return [float((1 - F.cosine_similarity(pooled, self._pool(x))).sum()) for x in others]
         totals = [0.0] * len(others)
         size = max(1, LOGITS_PER_CHUNK // self._vocabulary)
         for pieces in zip(*(x.flatten(0, 1).split(size) for x in (dense, *others)), strict=True):
-            wanted = self._logits(pieces[0]).log_softmax(-1)
+            expected = self._logits(pieces[0]).log_softmax(-1)
             for number, piece in enumerate(pieces[1:]):
-                found = self._logits(piece).log_softmax(-1)
-                totals[number] += float(F.kl_div(found, wanted, reduction="sum", log_target=True).double())
+                predicted = self._logits(piece).log_softmax(-1)
+                divergence = F.kl_div(predicted, expected, reduction="sum", log_target=True)
+                totals[number] += float(divergence.double())
         return totals
 
     def loss(self, dense: Tensor, x: Tensor, ids: Tensor) -> float:
@@ -204,11 +207,11 @@ class Judge:
         """Return the mean next-token cross-entropy in nats, times `count`."""
         assert self._logits
         total = 0.0
-        rows, wanted = x[:, :-1].flatten(0, 1), ids[:, 1:].flatten().to(x.device)
+        rows, targets = x[:, :-1].flatten(0, 1), ids[:, 1:].flatten().to(x.device)
         size = max(1, LOGITS_PER_CHUNK // self._vocabulary)
-        for piece, tokens in zip(rows.split(size), wanted.split(size), strict=True):
+        for piece, tokens in zip(rows.split(size), targets.split(size), strict=True):
             total += float(F.cross_entropy(self._logits(piece), tokens, reduction="sum").double())
-        return total / len(wanted) * self.count(x)
+        return total / len(targets) * self.count(x)
 
 
 def _pooling(checkpoint: Checkpoint) -> Callable[[Tensor], Tensor]:
@@ -230,26 +233,28 @@ def whole_loss(task: Task, reader: Reader, work: WorkFolder, progress: Progress 
     dtype, judge, total, count = NAMES[task.quant], Judge(task, reader), 0.0, 0
     report = block_counter(task, "judging", progress)
     with walk(held, reader, work.folder, 2, to_the_end=True) as positions:
-        for at in positions:
-            assert at.dense
+        for position in positions:
+            assert position.dense
             quantized = [
-                n for n in at.names if at.full_name(n) in task.layers or at.full_name(n) in task.skipped
+                n
+                for n in position.names
+                if position.full_name(n) in task.layers or position.full_name(n) in task.skipped
             ]
-            for inputs in (at.inputs, at.dense):
+            for inputs in (position.inputs, position.dense):
                 inputs.block.read = InputRounder(dtype, quantized)
             for name in quantized:
-                w = at.dense.block.weights[name + WEIGHT]
-                at.dense.block.weights[name + WEIGHT] = dequantize_rows(*quantize_rows(w, dtype))
-            quantize_skipped(at)
-            if work.has(at.number):
-                restore_block(at, work)
-            report(at.number)
-        pruned, dense = at.inputs, at.dense
+                w = position.dense.block.weights[name + WEIGHT]
+                position.dense.block.weights[name + WEIGHT] = dequantize_rows(*quantize_rows(w, dtype))
+            quantize_skipped(position)
+            if work.has(position.number):
+                restore_block(position, work)
+            report(position.number)
+        pruned, dense = position.inputs, position.dense
         assert dense
         pruned.advance()
         dense.advance()
         with fast_products(task.device):
-            for i, ids in enumerate(at.ids):
+            for i, ids in enumerate(position.ids):
                 x = pruned.states[i]
                 total += judge.loss(dense.states[i], x, ids)
                 count += judge.count(x)

@@ -224,12 +224,12 @@ class LayeredModel:
         name = f"{self.root}{'embed_tokens' if self.is_decoder else 'embeddings.word_embeddings'}.weight"
         used = torch.cat([sample.reshape(-1) for sample in samples]).unique()
         table = _read_embedding_rows(self.checkpoint, reader, name, used).to(device)
-        words = used.to(device)
+        rows = used.to(device)
         # The factor is rounded to the dtype of the weights, as in training and serving
         factor = float(torch.tensor(self.embedding_factor, dtype=table.dtype))
 
         def embed(ids: Tensor) -> Tensor:
-            return F.embedding(torch.searchsorted(words, ids.to(device)), table).float() * factor
+            return F.embedding(torch.searchsorted(rows, ids.to(device)), table).float() * factor
 
         return embed if self.is_decoder else self._with_positions(reader, embed, device)
 
@@ -245,27 +245,27 @@ class LayeredModel:
         scale, cap = _number(config, "logits_scaling", 1.0), _optional(config, "final_logit_softcapping")
 
         def logits(x: Tensor) -> Tensor:
-            found = F.linear(rms_norm(x, weight, sizes.eps), table) / scale
-            return torch.tanh(found / cap) * cap if cap else found
+            scores = F.linear(rms_norm(x, weight, sizes.eps), table) / scale
+            return torch.tanh(scores / cap) * cap if cap else scores
 
         return logits
 
     def _with_positions(
-        self, reader: Reader, words: Callable[[Tensor], Tensor], device: torch.device
+        self, reader: Reader, embed_words: Callable[[Tensor], Tensor], device: torch.device
     ) -> Callable[[Tensor], Tensor]:
         """Return an encoder's embedding function: words, positions and the first token type, normalized."""
 
         def tensor(name: str) -> Tensor:
-            found = f"{self.root}embeddings.{name}"
-            self.checkpoint.require(found)
-            return reader.whole(found).to(device).float()
+            full = f"{self.root}embeddings.{name}"
+            self.checkpoint.require(full)
+            return reader.whole(full).to(device).float()
 
         positions, types = tensor("position_embeddings.weight"), tensor("token_type_embeddings.weight")
         weight, bias = tensor("LayerNorm.weight"), tensor("LayerNorm.bias")
         first = _first_position(self.checkpoint.config, self.kind)
 
         def embed(ids: Tensor) -> Tensor:
-            x = words(ids) + types[0] + positions[first : first + ids.shape[1]]
+            x = embed_words(ids) + types[0] + positions[first : first + ids.shape[1]]
             return F.layer_norm(x, x.shape[-1:], weight, bias, self.sizes[0].eps)
 
         return embed
@@ -301,8 +301,8 @@ class Block(ABC):
 
     def input(self, stage: int, x: Tensor) -> Tensor:
         """Return the input of a stage's linear layers, [batch, tokens, K]."""
-        found: Tensor = next(islice(self.steps(x), stage, None))
-        return found
+        activations: Tensor = next(islice(self.steps(x), stage, None))
+        return activations
 
     def output(self, x: Tensor) -> Tensor:
         """Return the block's output, [batch, tokens, hidden]."""
@@ -354,11 +354,11 @@ class DecoderBlock(Block):
 
     def _project(self, stage: int, x: Tensor, shares: tuple[int, ...]) -> Sequence[Tensor]:
         """Run the layers of a stage on x; the output of a single fused layer is split by ``shares``."""
-        found = [self.linear(name, x) for name in self.stages[stage]]
-        if len(found) == len(shares):
-            return found
-        unit = found[0].shape[-1] // sum(shares)
-        parts: Sequence[Tensor] = found[0].split([share * unit for share in shares], dim=-1)
+        outputs = [self.linear(name, x) for name in self.stages[stage]]
+        if len(outputs) == len(shares):
+            return outputs
+        unit = outputs[0].shape[-1] // sum(shares)
+        parts: Sequence[Tensor] = outputs[0].split([share * unit for share in shares], dim=-1)
         return parts
 
     def _attention(self, h: Tensor) -> Tensor:
@@ -416,20 +416,20 @@ class EncoderBlock(Block):
         return F.layer_norm(x, x.shape[-1:], weight, bias, self.sizes.eps)
 
 
-def attention(q: Tensor, k: Tensor, v: Tensor, how: Scores) -> Tensor:
+def attention(q: Tensor, k: Tensor, v: Tensor, scores: Scores) -> Tensor:
     """Return softmax(s) v; all tensors are [batch, heads, tokens, head_dim]."""
-    tokens, found = q.shape[2], F.scaled_dot_product_attention
-    window = min(how.window or tokens, tokens)
-    if how.cap is None and window == tokens:
-        plain: Tensor = found(q, k, v, is_causal=how.causal, scale=how.scale)
+    tokens, sdpa = q.shape[2], F.scaled_dot_product_attention
+    window = min(scores.window or tokens, tokens)
+    if scores.cap is None and window == tokens:
+        plain: Tensor = sdpa(q, k, v, is_causal=scores.causal, scale=scores.scale)
         return plain
-    assert how.causal
-    seen = torch.ones(tokens, tokens, dtype=torch.bool, device=q.device).tril().triu(1 - window)
-    if how.cap is None:
-        masked: Tensor = found(q, k, v, attn_mask=seen, scale=how.scale)
+    assert scores.causal
+    mask = torch.ones(tokens, tokens, dtype=torch.bool, device=q.device).tril().triu(1 - window)
+    if scores.cap is None:
+        masked: Tensor = sdpa(q, k, v, attn_mask=mask, scale=scores.scale)
         return masked
-    scores = torch.tanh((q @ k.transpose(-1, -2)).float() * (how.scale / how.cap)) * how.cap
-    return scores.masked_fill(~seen, -torch.inf).softmax(-1).to(v.dtype) @ v
+    capped = torch.tanh((q @ k.transpose(-1, -2)).float() * (scores.scale / scores.cap)) * scores.cap
+    return capped.masked_fill(~mask, -torch.inf).softmax(-1).to(v.dtype) @ v
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -488,9 +488,9 @@ def open_model(checkpoint: Checkpoint) -> LayeredModel:
         root = "model." if "model.embed_tokens.weight" in checkpoint.tensors else ""
         kv_heads = size_of(config, "num_key_value_heads", heads)
         factor = hidden**0.5 if decoder.embeddings_by_width else _number(config, "embedding_multiplier", 1.0)
-        slides = _sliding_blocks(config, blocks)
-        ropes = {each: _rope_parameters(config, each) for each in set(slides)}
-        rotaries = {each: _make_rotary(rope, head_dim) for each, rope in ropes.items()}
+        sliding = _sliding_blocks(config, blocks)
+        ropes = {slides: _rope_parameters(config, slides) for slides in set(sliding)}
+        rotaries = {slides: _make_rotary(rope, head_dim) for slides, rope in ropes.items()}
         trained = [
             size_of(rope, "original_max_position_embeddings")
             for rope in ropes.values()
@@ -508,12 +508,12 @@ def open_model(checkpoint: Checkpoint) -> LayeredModel:
                 head_dim,
                 _number(config, "rms_norm_eps", 1e-6),
                 _activation(config),
-                Scores(scale, window=window if each and window else None, cap=cap),
-                rotaries[each],
+                Scores(scale, window=window if slides and window else None, cap=cap),
+                rotaries[slides],
                 _number(config, "residual_multiplier", 1.0),
                 decoder,
             )
-            for each in slides
+            for slides in sliding
         )
     else:
         roots = ("", "bert.", "roberta.")
@@ -580,9 +580,9 @@ def _architecture_kind(config: Config) -> str:
     )
 
 
-def _unsupported_config(found: str, allowed: str) -> CalibrationError:
+def _unsupported_config(feature: str, allowed: str) -> CalibrationError:
     return CalibrationError(
-        f"config.json asks for {found}, which calibration cannot run (it can: {allowed}); "
+        f"config.json asks for {feature}, which calibration cannot run (it can: {allowed}); "
         "without --calib, --method magnitude can prune the model"
     )
 
@@ -598,16 +598,16 @@ def _sliding_blocks(config: Config, blocks: int) -> list[bool]:
     """Return whether the attention of each block has a sliding window."""
     if config.get("use_bidirectional_attention"):
         raise _unsupported_config("bidirectional attention", "causal attention")
-    types, every = config.get("layer_types"), config.get("sliding_window_pattern")
+    types, interval = config.get("layer_types"), config.get("sliding_window_pattern")
     if types is not None:
         if not isinstance(types, list) or len(types) != blocks or any(t not in LAYER_TYPES for t in types):
             raise _unsupported_config(
                 f"the layer_types {types}", f"{', '.join(LAYER_TYPES)}, {blocks} in all"
             )
-        return [each == LAYER_TYPES[0] for each in types]
-    if every is not None:
-        every = size_of(config, "sliding_window_pattern")
-        return [number % every != 0 for number in range(1, blocks + 1)]
+        return [kind == LAYER_TYPES[0] for kind in types]
+    if interval is not None:
+        interval = size_of(config, "sliding_window_pattern")
+        return [number % interval != 0 for number in range(1, blocks + 1)]
     first = _count(config, "max_window_layers")
     return [number >= first for number in range(blocks)]
 
@@ -617,18 +617,18 @@ def _rope_parameters(config: Config, slides: bool) -> Config:
 
     They are in rope_parameters, common or by layer type, or in rope_scaling and at the top level.
     """
-    found = config.get("rope_parameters") or config.get("rope_scaling") or {}
-    if isinstance(found, dict) and LAYER_TYPES[1] in found:
-        found = found.get(LAYER_TYPES[not slides])
+    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    if isinstance(rope, dict) and LAYER_TYPES[1] in rope:
+        rope = rope.get(LAYER_TYPES[not slides])
     elif slides and "rope_local_base_freq" in config:
-        found = {"rope_theta": config["rope_local_base_freq"]}
-    if not isinstance(found, dict):
+        rope = {"rope_theta": config["rope_local_base_freq"]}
+    if not isinstance(rope, dict):
         raise CheckpointError(
-            f"config.json: rope_parameters or rope_scaling are {shown(found)}; they must be an object: fetch the "
+            f"config.json: rope_parameters or rope_scaling are {shown(rope)}; they must be an object: fetch the "
             "config again"
         )
-    beside = {key: config[key] for key in _ROPE_KEYS if config.get(key) is not None}
-    return {**beside, **found, "rope_type": found.get("rope_type") or found.get("type") or "default"}
+    top_level = {key: config[key] for key in _ROPE_KEYS if config.get(key) is not None}
+    return {**top_level, **rope, "rope_type": rope.get("rope_type") or rope.get("type") or "default"}
 
 
 def _make_rotary(rope: Config, head_dim: int) -> Rotary:
@@ -652,7 +652,7 @@ def _make_rotary(rope: Config, head_dim: int) -> Rotary:
 
 
 def _longrope(frequencies: Tensor, rope: Config) -> Rotary:
-    """Scale as the long-context models of Phi-3 do for sequences within their original length."""
+    """Scale frequencies as the long-context models of Phi-3 do for sequences within their original length."""
     original = _number(rope, "original_max_position_embeddings", above=1.0)
     stretch = _number(rope, "factor", _number(rope, "max_position_embeddings") / original)
     factor = math.sqrt(1 + max(0.0, math.log(stretch)) / math.log(original))
@@ -662,12 +662,12 @@ def _longrope(frequencies: Tensor, rope: Config) -> Rotary:
             f"config.json: short_factor is {shown(factors)}; it must be {len(frequencies)} numbers: fetch the config "
             "again"
         )
-    short = [_number({"short_factor": each}, "short_factor") for each in factors]
+    short = [_number({"short_factor": value}, "short_factor") for value in factors]
     return Rotary(frequencies / torch.tensor(short), _number(rope, "attention_factor", factor))
 
 
 def _yarn(frequencies: Tensor, rope: Config) -> Rotary:
-    """Scale as YaRN (arXiv 2309.00071, as transformers computes it).
+    """Scale frequencies by YaRN (arXiv 2309.00071), as transformers computes it.
 
     Channels that turn less than ``beta_slow`` times within the original length are stretched, those that turn more than
     ``beta_fast`` times kept, and those between interpolated, linearly in the number of the channel.
@@ -696,7 +696,7 @@ def _yarn(frequencies: Tensor, rope: Config) -> Rotary:
 
 
 def _llama3(frequencies: Tensor, rope: Config) -> Tensor:
-    """Scale as Llama 3.1: long wavelengths are stretched, short ones kept, and those between interpolated."""
+    """Scale frequencies as Llama 3.1 does: stretch long wavelengths, keep short ones, interpolate those between."""
     factor, low, high = (_number(rope, f"{n}factor") for n in ("", "low_freq_", "high_freq_"))
     original = _number(rope, "original_max_position_embeddings")
     wavelengths = 2 * math.pi / frequencies

@@ -71,21 +71,21 @@ def writer_layers(block: Block, stage: int) -> tuple[str, ...]:
 
 def layer_orders(block: Block, stage: int, order: Tensor) -> dict[str, Tensor]:
     """Return the permutations of the block's layers that put a stage's inputs in ``order`` [K], by name and suffix."""
-    (reads,) = block.stages[stage]
-    found = {reads + COLUMNS: order}
+    (reader,) = block.stages[stage]
+    orders = {reader + COLUMNS: order}
     if stage == 3:
         for name in writer_layers(block, stage):
             parts = len(block.weights[name + WEIGHT]) // len(order)  # 2 where gate and up are fused
-            found[name + ROWS] = torch.cat([order + i * len(order) for i in range(parts)])
-        return found
+            orders[name + ROWS] = torch.cat([order + i * len(order) for i in range(parts)])
+        return orders
     (name,), sizes = writer_layers(block, stage), block.sizes
     share, width = sizes.heads // sizes.kv_heads, sizes.head_dim
     # v follows q and k where the three are fused
     first = len(block.weights[name + WEIGHT]) - sizes.kv_heads * width
     starts = torch.arange(sizes.kv_heads, device=order.device)[:, None] * width + first
     values = order.view(-1, share, width)[:, 0] % width + starts
-    found[name + ROWS] = torch.cat((torch.arange(first, device=order.device), values.flatten()))
-    return found
+    orders[name + ROWS] = torch.cat((torch.arange(first, device=order.device), values.flatten()))
+    return orders
 
 
 def arrange_columns(scores: Tensor, length: int, region: int) -> Tensor:
@@ -106,44 +106,44 @@ def arrange_columns(scores: Tensor, length: int, region: int) -> Tensor:
     generator = torch.Generator().manual_seed(0)
     for _ in range(ROUNDS):
         slots = torch.randint(length, (count,), generator=generator).to(device)
-        out = places[blocks, slots]
-        stay = places[(torch.arange(length, device=device) != slots[:, None])].view(count, length - 1)
-        least = by_column[stay[:, 0]]
+        removed = places[blocks, slots]
+        remaining = places[(torch.arange(length, device=device) != slots[:, None])].view(count, length - 1)
+        least = by_column[remaining[:, 0]]
         second = torch.full_like(least, torch.inf)
-        for other in (by_column[stay[:, i]] for i in range(1, length - 1)):
+        for other in (by_column[remaining[:, i]] for i in range(1, length - 1)):
             second = torch.minimum(second, torch.maximum(least, other))
             least = torch.minimum(least, other)
         # [column, block]: sum over rows of the least, and of the smaller of the second and the column's score
-        smaller = second.sum(1) + totals[out][:, None] - torch.cdist(by_column[out], second, p=1)
+        smaller = second.sum(1) + totals[removed][:, None] - torch.cdist(by_column[removed], second, p=1)
         costs = least.sum(1) + smaller / 2
-        own, among = costs.diagonal(), regions[out]
+        own, own_regions = costs.diagonal(), regions[removed]
         gains = own[:, None] + own - costs - costs.t()
-        allowed = (among[:, None] == among) & (among >= 0)
+        allowed = (own_regions[:, None] == own_regions) & (own_regions >= 0)
         gains = gains.masked_fill(~allowed, 0.0).fill_diagonal_(0.0)
         while True:
-            gain, with_whom = gains.max(1)
-            paired = (gain > MIN_GAIN * own) & (with_whom[with_whom] == blocks) & (blocks < with_whom)
-            first = blocks[paired]
-            if not len(first):
+            gain, partner = gains.max(1)
+            paired = (gain > MIN_GAIN * own) & (partner[partner] == blocks) & (blocks < partner)
+            left = blocks[paired]
+            if not len(left):
                 break
-            second_of = with_whom[first]
-            places[first, slots[first]], places[second_of, slots[second_of]] = out[second_of], out[first]
-            done = torch.cat((first, second_of))
-            gains[done] = gains[:, done] = 0.0
-    found = places.flatten()
-    return found[found < columns]
+            right = partner[left]
+            places[left, slots[left]], places[right, slots[right]] = removed[right], removed[left]
+            swapped = torch.cat((left, right))
+            gains[swapped] = gains[:, swapped] = 0.0
+    order = places.flatten()
+    return order[order < columns]
 
 
 class OrderedReader(Reader):
-    """Reads the tensors of a model, with the rows and columns of its layers permuted by the orders in ``kept``."""
+    """Reads the tensors of a model, with the rows and columns of its layers permuted by the orders in ``finished``."""
 
-    def __init__(self, reader: Reader, kept: Reader) -> None:
+    def __init__(self, reader: Reader, finished: Reader) -> None:
         super().__init__(reader.checkpoint)
         self._reader = reader
-        names = (name for name in kept.checkpoint.tensors if name.endswith((ROWS, COLUMNS)))
-        self._orders = {name: kept.whole(name) for name in names}
+        names = (name for name in finished.checkpoint.tensors if name.endswith((ROWS, COLUMNS)))
+        self._orders = {name: finished.whole(name) for name in names}
         self._lock = threading.Lock()
-        self._kept: dict[str, Tensor] = {}  # the last one or two weights read whose rows are permuted
+        self._cache: dict[str, Tensor] = {}  # the last one or two weights read whose rows are permuted
 
     def rows(self, name: str, rows: slice) -> Tensor:
         """Read rows of a tensor as [rows, columns]."""
@@ -151,19 +151,19 @@ class OrderedReader(Reader):
         order, columns = self._orders.get(layer + ROWS), self._orders.get(layer + COLUMNS)
         if order is not None:
             return self._whole(name)[order[rows]]
-        found = self._reader.rows(name, rows)
-        return found if columns is None or not name.endswith(WEIGHT) else found[:, columns]
+        values = self._reader.rows(name, rows)
+        return values if columns is None or not name.endswith(WEIGHT) else values[:, columns]
 
     def _whole(self, name: str) -> Tensor:
-        """Read a tensor whose rows are wanted a few at a time, by several threads, in the order of the layers."""
+        """Read a tensor of which several threads need a few rows at a time, in the order of the layers."""
         if not name.endswith(WEIGHT):
             return self._read_whole(name)
         with self._lock:
-            if name not in self._kept:
-                for older in [*self._kept][:-1]:
-                    del self._kept[older]  # free it before reading the next
-                self._kept[name] = self._read_whole(name)
-            return self._kept[name]
+            if name not in self._cache:
+                for older in [*self._cache][:-1]:
+                    del self._cache[older]  # free it before reading the next
+                self._cache[name] = self._read_whole(name)
+            return self._cache[name]
 
     def _read_whole(self, name: str) -> Tensor:
         return self._reader.rows(name, slice(0, self.checkpoint.require(name).rows))

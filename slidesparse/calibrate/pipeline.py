@@ -86,13 +86,13 @@ def calibrate(task: Task, reader: Reader, work: WorkFolder, progress: Progress |
         return
     report = block_counter(task, "pruning", progress)
     with walk(task, reader, work.folder, task.streams) as positions:
-        for at in positions:
-            quantize_skipped(at)
-            if work.has(at.number):
-                restore_block(at, work)
+        for position in positions:
+            quantize_skipped(position)
+            if work.has(position.number):
+                restore_block(position, work)
             else:
-                work.save(at.number, *_prune_block(at))
-            report(at.number)
+                work.save(position.number, *_prune_block(position))
+            report(position.number)
 
 
 @torch.inference_mode()
@@ -108,29 +108,30 @@ def prune_floats(
         rule: replaces the task's method: a function of a weight [N, K] and the `Hessian` of its inputs that returns
             the pruned weight.
     """
-    found: dict[str, Tensor] = {}
+    results: dict[str, Tensor] = {}
     with walk(task, reader, folder, 1 if rule else task.streams) as positions:
-        for at in positions:
+        for position in positions:
 
-            def put(weights: Mapping[str, Tensor], at: Position = at) -> None:
+            def put(weights: Mapping[str, Tensor], position: Position = position) -> None:
                 for name, w in weights.items():
-                    stored = w.to(DTYPES[task.model.checkpoint.require(at.full_name(name) + WEIGHT).dtype])
-                    at.block.weights[name + WEIGHT], found[at.full_name(name)] = stored.float(), stored.cpu()
+                    full = position.full_name(name)
+                    stored = w.to(DTYPES[task.model.checkpoint.require(full + WEIGHT).dtype])
+                    position.block.weights[name + WEIGHT], results[full] = stored.float(), stored.cpu()
 
             pruned: dict[str, Tensor] = {}
-            for stage in range(len(at.block.stages)):
-                if not (weights := at.weights_to_prune(stage)):
+            for stage in range(len(position.block.stages)):
+                if not (weights := position.weights_to_prune(stage)):
                     continue
-                hessian, drift = gather_statistics(at.inputs, stage, at.dense, weights)
+                hessian, drift = gather_statistics(position.inputs, stage, position.dense, weights)
                 if rule:
-                    made = {name: rule(w, hessian) for name, w in weights.items()}
+                    stage_weights = {name: rule(w, hessian) for name, w in weights.items()}
                 else:
-                    made = _prune_rows(at, hessian, drift.errors() if drift else None, weights)
-                put(made)
-                pruned |= made
-            if (trained := _finetune(at, pruned, None)) is not None:
+                    stage_weights = _prune_rows(position, hessian, drift.errors() if drift else None, weights)
+                put(stage_weights)
+                pruned |= stage_weights
+            if (trained := _finetune(position, pruned, None)) is not None:
                 put(trained.weights)
-    return found
+    return results
 
 
 # The walk
@@ -183,10 +184,10 @@ def _positions(
     for number in range(last + 1):
         block = model.load(reader, number, task.device)
         blocks = [block, *(block.copy() for _ in states[1:])]
-        inputs = [BlockInputs(each, stream, keep) for each, stream in zip(blocks, states, strict=True)]
+        inputs = [BlockInputs(*pair, keep) for pair in zip(blocks, states, strict=True)]
         yield Position(task, number, inputs[0], inputs[1] if len(inputs) > 1 else None, batches)
-        for each in inputs if number < last else ():
-            each.advance()
+        for stream_inputs in inputs if number < last else ():
+            stream_inputs.advance()
 
 
 def _blocks_to_prune(task: Task) -> list[int]:
@@ -212,7 +213,7 @@ def block_counter(task: Task, phase: str, progress: Progress | None) -> Callable
 # One block
 
 
-def _prune_block(at: Position) -> tuple[dict[str, Tensor], list[dict[str, Any]]]:
+def _prune_block(position: Position) -> tuple[dict[str, Tensor], list[dict[str, Any]]]:
     """Prune, fine-tune and quantize a block.
 
     Returns its codes, scales and channel orders by tensor name, and the report's rows of its layers.  Errors there are
@@ -223,25 +224,25 @@ def _prune_block(at: Position) -> tuple[dict[str, Tensor], list[dict[str, Any]]]
     rows: dict[str, dict[str, Any]] = {}
     pruned: dict[str, Tensor] = {}  # not quantized
     hessians: dict[str, Tensor] = {}
-    for stage in range(len(at.block.stages)):
-        if weights := at.weights_to_prune(stage):
-            made, h = _prune_stage(at, stage, weights, tensors, rows)
-            pruned |= made
-            if at.task.epochs:
-                hessians |= dict.fromkeys(made, h)
-    if (trained := _finetune(at, pruned, NAMES[at.task.quant])) is not None:
-        assert at.dense
+    for stage in range(len(position.block.stages)):
+        if weights := position.weights_to_prune(stage):
+            stage_weights, h = _prune_stage(position, stage, weights, tensors, rows)
+            pruned |= stage_weights
+            if position.task.epochs:
+                hessians |= dict.fromkeys(stage_weights, h)
+    if (trained := _finetune(position, pruned, NAMES[position.task.quant])) is not None:
+        assert position.dense
         for name, w in trained.weights.items():
-            served = _quantize_layer(at, name, w, tensors)
-            whole = at.dense.block.weights[name + WEIGHT]
-            rows[name]["error_finetuned"] = output_error(whole, served, hessians[name])
+            served = _quantize_layer(position, name, w, tensors)
+            dense = position.dense.block.weights[name + WEIGHT]
+            rows[name]["error_finetuned"] = output_error(dense, served, hessians[name])
         for row in rows.values():
             row |= {"block_error": trained.error_before, "block_error_finetuned": trained.error_after}
     return tensors, [*rows.values()]
 
 
 def _prune_stage(
-    at: Position,
+    position: Position,
     stage: int,
     weights: Mapping[str, Tensor],
     tensors: dict[str, Tensor],
@@ -252,18 +253,19 @@ def _prune_stage(
     Returns the pruned weights before quantization, and H [K, K] of their inputs.
     """
     started = time.monotonic()
-    hessian, drift = gather_statistics(at.inputs, stage, at.dense, weights)
+    hessian, drift = gather_statistics(position.inputs, stage, position.dense, weights)
     errors = drift.errors() if drift else None
-    order = _find_order(at, stage, hessian, errors, weights)
+    order = _find_order(position, stage, hessian, errors, weights)
     if order is not None:
-        tensors |= {at.full_name(name): found for name, found in layer_orders(at.block, stage, order).items()}
-    pruned = _prune_rows(at, hessian, errors, weights, order)
+        orders = layer_orders(position.block, stage, order)
+        tensors |= {position.full_name(name): permutation for name, permutation in orders.items()}
+    pruned = _prune_rows(position, hessian, errors, weights, order)
     for name, w in weights.items():
-        served = _quantize_layer(at, name, pruned[name], tensors)
+        served = _quantize_layer(position, name, pruned[name], tensors)
         rows[name] = {
-            "name": at.full_name(name),
-            "pattern": at.task.layers[at.full_name(name)].ratio,
-            "method": at.task.method,
+            "name": position.full_name(name),
+            "pattern": position.task.layers[position.full_name(name)].ratio,
+            "method": position.task.method,
             "error_pruned": output_error(w, pruned[name], hessian.matrix),
             "error_quantized": output_error(w, served, hessian.matrix),
             "tokens": hessian.tokens,
@@ -274,7 +276,7 @@ def _prune_stage(
 
 
 def _find_order(
-    at: Position,
+    position: Position,
     stage: int,
     hessian: Hessian,
     errors: Mapping[str, Tensor] | None,
@@ -284,24 +286,24 @@ def _find_order(
 
     The rows of a mixed weight are grouped into strips, so they are not permuted.
     """
-    task, (name, w) = at.task, next(iter(weights.items()))
-    pattern = task.layers[at.full_name(name)]
+    task, (name, w) = position.task, next(iter(weights.items()))
+    pattern = task.layers[position.full_name(name)]
     if not task.permutes or not isinstance(pattern, SlidePattern) or obeys(w, pattern):
         return None
-    if pattern.length is None or not may_permute(at.block, stage, pattern.length):
+    if pattern.length is None or not may_permute(position.block, stage, pattern.length):
         return None
     if any(
-        isinstance(task.layers.get(at.full_name(each)), MixedPattern)
-        for each in writer_layers(at.block, stage)
+        isinstance(task.layers.get(position.full_name(writer)), MixedPattern)
+        for writer in writer_layers(position.block, stage)
     ):
         return None
     upper = factor(hessian.matrix, damping_for(len(hessian.matrix), hessian.tokens))
     target = compensated_target(w, errors[name], upper) if errors else w
-    return find_order(at.block, stage, target, upper, pattern.length)
+    return find_order(position.block, stage, target, upper, pattern.length)
 
 
 def _prune_rows(
-    at: Position,
+    position: Position,
     hessian: Hessian,
     errors: Mapping[str, Tensor] | None,
     weights: Mapping[str, Tensor],
@@ -316,73 +318,76 @@ def _prune_rows(
         errors: E [N, K] of each layer (see `slidesparse.calibrate.inputs.Drift`).
         order: permutation [K] of the columns in which the pattern holds; the result has the original order.
     """
-    patterns = {name: at.task.layers[at.full_name(name)] for name in weights}
-    found = {name: w.clone() for name, w in weights.items() if obeys(w, patterns[name])}
-    left = {name: w for name, w in weights.items() if name not in found}
-    if not left:
-        return found
-    sweeps = at.task.calibration.sweeps
+    patterns = {name: position.task.layers[position.full_name(name)] for name in weights}
+    pruned = {name: w.clone() for name, w in weights.items() if obeys(w, patterns[name])}
+    remaining = {name: w for name, w in weights.items() if name not in pruned}
+    if not remaining:
+        return pruned
+    sweeps = position.task.calibration.sweeps
     columns = slice(None) if order is None else order
     back = slice(None) if order is None else order.argsort()
     h = hessian.matrix[columns][:, columns]
-    prune = at.task.pruner.calibrated(h, hessian.tokens, sweeps, at.task.ternary)
-    together = {name: name if isinstance(patterns[name], MixedPattern) else "" for name in left}
-    for pattern, layer in dict.fromkeys((patterns[name], together[name]) for name in left):
-        names = [name for name in left if (patterns[name], together[name]) == (pattern, layer)]
-        w = torch.cat([left[name] for name in names])[:, columns]
+    prune = position.task.pruner.calibrated(h, hessian.tokens, sweeps, position.task.ternary)
+    groups = {name: name if isinstance(patterns[name], MixedPattern) else "" for name in remaining}
+    for pattern, group in dict.fromkeys((patterns[name], groups[name]) for name in remaining):
+        names = [name for name in remaining if (patterns[name], groups[name]) == (pattern, group)]
+        w = torch.cat([remaining[name] for name in names])[:, columns]
         error = torch.cat([errors[name] for name in names])[:, columns] if errors is not None else None
-        parts = prune(w, pattern, error)[:, back].split([len(left[name]) for name in names])
-        found |= dict(zip(names, parts, strict=True))
-    return found
+        parts = prune(w, pattern, error)[:, back].split([len(remaining[name]) for name in names])
+        pruned |= dict(zip(names, parts, strict=True))
+    return pruned
 
 
-def _finetune(at: Position, weights: Mapping[str, Tensor], dtype: torch.dtype | None) -> Finetuned | None:
+def _finetune(
+    position: Position, weights: Mapping[str, Tensor], dtype: torch.dtype | None
+) -> Finetuned | None:
     """Fine-tune the pruned ``weights`` of a block if the task says so; ``dtype`` is that of quantization, or None."""
-    task = at.task
-    pruned = {name: w for name, w in weights.items() if task.layers[at.full_name(name)].length is not None}
-    if not task.epochs or at.dense is None or not pruned:
+    task = position.task
+    patterns = {name: task.layers[position.full_name(name)] for name in weights}
+    pruned = {name: w for name, w in weights.items() if patterns[name].length is not None}
+    if not task.epochs or position.dense is None or not pruned:
         return None
-    at.dense.advance()
-    at.inputs.restart()
-    prefix = at.full_name("")
+    position.dense.advance()
+    position.inputs.restart()
+    prefix = position.full_name("")
     skipped = (name.removeprefix(prefix) for name in task.skipped if name.startswith(prefix))
-    return finetune(at.inputs, at.dense.states, pruned, {*weights, *skipped}, dtype, task.epochs)
+    return finetune(position.inputs, position.dense.states, pruned, {*weights, *skipped}, dtype, task.epochs)
 
 
-def quantize_skipped(at: Position) -> None:
+def quantize_skipped(position: Position) -> None:
     """Replace the weights of layers that are quantized but not pruned by their dequantized values."""
-    for name in at.names:
-        if at.full_name(name) in at.task.skipped:
-            _quantize_layer(at, name, at.block.weights[name + WEIGHT], {})
+    for name in position.names:
+        if position.full_name(name) in position.task.skipped:
+            _quantize_layer(position, name, position.block.weights[name + WEIGHT], {})
 
 
-def _quantize_layer(at: Position, name: str, w: Tensor, tensors: dict[str, Tensor]) -> Tensor:
+def _quantize_layer(position: Position, name: str, w: Tensor, tensors: dict[str, Tensor]) -> Tensor:
     """Quantize a layer: add codes and scale to ``tensors``, and return the dequantized weight.
 
     The block's weight is replaced by it, too.
     """
-    full = at.full_name(name)
+    full = position.full_name(name)
     if not bool(torch.isfinite(w).all()):
         raise CalibrationError(
             f"pruning {full} gave weights that are not finite (NaN or Inf): its weights or inputs are too large for "
             "sums in float32; without --calib, --method magnitude computes no such sums"
         )
-    if at.task.ternary:
-        scale = at.block.weights[name + SCALE]
+    if position.task.ternary:
+        scale = position.block.weights[name + SCALE]
         codes = (w / scale).round_().to(torch.int8)
     else:
-        codes, scale = quantize_rows(w, NAMES[at.task.quant], "cuda")
+        codes, scale = quantize_rows(w, NAMES[position.task.quant], "cuda")
     tensors[full + WEIGHT], tensors[full + SCALE] = codes, scale
-    served = at.block.weights[name + WEIGHT] = dequantize_rows(codes, scale)
+    served = position.block.weights[name + WEIGHT] = dequantize_rows(codes, scale)
     return served
 
 
-def restore_block(at: Position, work: WorkFolder) -> None:
+def restore_block(position: Position, work: WorkFolder) -> None:
     """Replace the weights of a block by those of its finished layers."""
-    with (found := work.tensors()).reader() as reader:
-        for name in at.names:
-            full = at.full_name(name)
-            if full + WEIGHT in found.tensors:
+    with (finished := work.tensors()).reader() as reader:
+        for name in position.names:
+            full = position.full_name(name)
+            if full + WEIGHT in finished.tensors:
                 codes, scale = (reader.whole(full + suffix) for suffix in (WEIGHT, SCALE))
-                device = at.block.weights[name + WEIGHT].device
-                at.block.weights[name + WEIGHT] = dequantize_rows(codes.to(device), scale.to(device))
+                device = position.block.weights[name + WEIGHT].device
+                position.block.weights[name + WEIGHT] = dequantize_rows(codes.to(device), scale.to(device))

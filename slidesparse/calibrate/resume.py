@@ -65,8 +65,8 @@ class WorkFolder:
         partial = self.folder / f".{name}"
         partial.unlink(missing_ok=True)
         with Writer(partial, specs) as writer:
-            for each, tensor in tensors.items():
-                writer.write(each, 0, tensor.cpu())
+            for tensor_name, tensor in tensors.items():
+                writer.write(tensor_name, 0, tensor.cpu())
         os.rename(partial, self.folder / name)
         sync(self.folder)
 
@@ -86,27 +86,28 @@ class WorkFolder:
 
     def rows(self) -> list[dict[str, Any]]:
         """Return the report's rows of all finished blocks, in order."""
-        done = sorted(path.stem for path in self.folder.glob(f"layer-*{SUFFIX}"))
-        return [row for name in done for row in self.read_json(f"{name}.json")]
+        stems = sorted(path.stem for path in self.folder.glob(f"layer-*{SUFFIX}"))
+        return [row for name in stems for row in self.read_json(f"{name}.json")]
 
-    def tensors(self, *more: str) -> Checkpoint:
-        """Return all finished blocks as one checkpoint; tensors in the files ``more`` override theirs."""
-        return self.open_files(*sorted(path.name for path in self.folder.glob(f"layer-*{SUFFIX}")), *more)
+    def tensors(self, *overrides: str) -> Checkpoint:
+        """Return all finished blocks as one checkpoint; tensors in the files ``overrides`` replace theirs."""
+        blocks = sorted(path.name for path in self.folder.glob(f"layer-*{SUFFIX}"))
+        return self.open_files(*blocks, *overrides)
 
     def read_tensors(self, name: str) -> dict[str, Tensor] | None:
         """Return the tensors that `write_tensors` saved under a name, or None."""
-        if not (found := self.open_files(name)).files:
+        if not (checkpoint := self.open_files(name)).files:
             return None
-        with found.reader() as reader:
-            return {each: reader.whole(each) for each in found.tensors}
+        with checkpoint.reader() as reader:
+            return {tensor_name: reader.whole(tensor_name) for tensor_name in checkpoint.tensors}
 
     def open_files(self, *names: str) -> Checkpoint:
         """Return the files that exist as one checkpoint; tensors of later files override those of earlier ones."""
         files = tuple(name for name in names if (self.folder / name).exists())
-        found: dict[str, StoredTensor] = {}
+        tensors: dict[str, StoredTensor] = {}
         for file in files:
-            found |= {tensor.spec.name: tensor for tensor in read_header(self.folder / file)}
-        return Checkpoint(self.folder, {}, None, files, found)
+            tensors |= {tensor.spec.name: tensor for tensor in read_header(self.folder / file)}
+        return Checkpoint(self.folder, {}, None, files, tensors)
 
     def clear(self) -> None:
         """Remove finished blocks."""
@@ -140,10 +141,10 @@ def open_work(out: Path, state: Mapping[str, Any], resume: bool) -> Iterator[Wor
     options (which the message names), and when another run holds the lock.
     """
     folder = work_folder(out)
-    kept = any(folder.glob(f"layer-*{SUFFIX}")) or any(
+    has_work = any(folder.glob(f"layer-*{SUFFIX}")) or any(
         (folder / n).exists() for n in (CHOICE, ROTATION, SMOOTHING)
     )
-    if kept and not resume:
+    if has_work and not resume:
         raise CalibrationError(
             f"{folder} holds the finished layers of an interrupted run; continue from them with --resume, or remove "
             "the folder to start over"
@@ -153,7 +154,7 @@ def open_work(out: Path, state: Mapping[str, Any], resume: bool) -> Iterator[Wor
     try:
         with locked(folder, busy):
             work = WorkFolder(folder)
-            if not kept:
+            if not has_work:
                 (folder / STATE).unlink(missing_ok=True)
             _require_same(work, state)
             yield work
@@ -162,15 +163,15 @@ def open_work(out: Path, state: Mapping[str, Any], resume: bool) -> Iterator[Wor
 
 
 def _require_same(work: WorkFolder, state: Mapping[str, Any]) -> None:
-    found = work.read_json(STATE)
+    saved = work.read_json(STATE)
     plain = json.loads(json.dumps(dict(state)))
-    if found is None:
+    if saved is None:
         work.write_json(STATE, plain)
         return
-    different = sorted(key for key in {*found, *plain} if found.get(key) != plain.get(key))
+    different = sorted(key for key in {*saved, *plain} if saved.get(key) != plain.get(key))
     if different:
         changes = "; ".join(
-            f"{key} was {shown(found.get(key))}, is {shown(plain.get(key))}" for key in different
+            f"{key} was {shown(saved.get(key))}, is {shown(plain.get(key))}" for key in different
         )
         raise CalibrationError(
             f"--resume: {work.folder} was started with other options ({changes}); repeat that command, or remove the "

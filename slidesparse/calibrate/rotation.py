@@ -48,12 +48,14 @@ class Rotation:
 
 def rotation_obstacle(checkpoint: Checkpoint) -> str | None:
     """Return why a model cannot be rotated, or None."""
-    named = architecture_of(checkpoint.config)
-    known = [f"{kind}ForCausalLM" for kind in KINDS]
-    if named not in known:
-        return f"{named or 'a model without a named architecture'} is not one of {', '.join(known)}"
-    other = next((name for name in checkpoint.tensors if not _TENSOR.fullmatch(name)), None)
-    return f"the purpose of tensor {other} is unknown" if other else None
+    architecture = architecture_of(checkpoint.config)
+    supported = [f"{kind}ForCausalLM" for kind in KINDS]
+    if architecture not in supported:
+        return (
+            f"{architecture or 'a model without a named architecture'} is not one of {', '.join(supported)}"
+        )
+    unknown = next((name for name in checkpoint.tensors if not _TENSOR.fullmatch(name)), None)
+    return f"the purpose of tensor {unknown} is unknown" if unknown else None
 
 
 def untie_head(checkpoint: Checkpoint) -> Checkpoint:
@@ -61,8 +63,8 @@ def untie_head(checkpoint: Checkpoint) -> Checkpoint:
     tensors = dict(checkpoint.tensors)
     root = "" if "embed_tokens.weight" in tensors else "model."
     name = f"{root}embed_tokens.weight"
-    for each in (name, f"{root}norm.weight"):
-        checkpoint.require(each)
+    for required in (name, f"{root}norm.weight"):
+        checkpoint.require(required)
     if is_tied(checkpoint):
         tensors[HEAD] = tensors[name]._replace(spec=tensors[name].spec._replace(name=HEAD))
     return replace(checkpoint, tensors=tensors, config={**checkpoint.config, "tie_word_embeddings": False})
@@ -124,9 +126,9 @@ class RotatedReader(Reader):
             x = self._rotate_inputs(name, x)
         if self._q is None or self._r is None:
             return x
-        found = _TENSOR.fullmatch(name)
-        assert found
-        number = int(found[1])
+        match = _TENSOR.fullmatch(name)
+        assert match
+        number = int(match[1])
         r, sizes = self._r[number], self._model.sizes[number]
         if "v_proj" in name:
             rotated: Tensor = r.mT @ x.unflatten(0, (sizes.kv_heads, -1))

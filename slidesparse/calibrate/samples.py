@@ -53,20 +53,20 @@ class Samples:
                 f"{self.origin} gives one sample, but two are needed, one of them to validate the pruned model; "
                 "give more text, or a smaller --seqlen"
             )
-        every = max(VALIDATION_INTERVAL, -(-count // (max_validation or count)))
-        held = set(range(min(every, count) - 1, count, every))
-        parts = (tuple(x for i, x in enumerate(self.ids) if (i in held) is which) for which in (False, True))
-        rest, held_back = (replace(self, ids=ids) for ids in parts)
-        return rest, held_back
+        interval = max(VALIDATION_INTERVAL, -(-count // (max_validation or count)))
+        first = min(interval, count) - 1
+        validation = self.ids[first::interval]
+        training = tuple(x for i, x in enumerate(self.ids) if i % interval != first)
+        return replace(self, ids=training), replace(self, ids=validation)
 
     @property
     def digest(self) -> str:
         """A hash of all samples."""
-        found = hashlib.sha256()
+        sha256 = hashlib.sha256()
         for sample in self.ids:
-            found.update(f"{len(sample)}:".encode())
-            found.update(sample.numpy().tobytes())
-        return found.hexdigest()
+            sha256.update(f"{len(sample)}:".encode())
+            sha256.update(sample.numpy().tobytes())
+        return sha256.hexdigest()
 
 
 def load_samples(
@@ -100,7 +100,7 @@ def load_samples(
             f"--seqlen {seqlen} must be from 2 to {model.longest}, the most positions of this model"
         )
     length = seqlen or min(SEQLEN, model.longest)
-    every, samples = samples is None, samples or max(1, MAX_TOKENS // length)
+    takes_all, samples = samples is None, samples or max(1, MAX_TOKENS // length)
     generator = np.random.default_rng(seed)
     if data == RANDOM:
         if samples * length > MAX_RANDOM_TOKENS:
@@ -117,8 +117,8 @@ def load_samples(
     if not path.is_file():
         raise CalibrationError(f"{option} {data!r} is not a file; give {ACCEPTED_DATA}")
     if path.suffix == ".npy":
-        found = _read_sample_ids(path, length)
-        chosen = [found[i] for i in sorted(generator.permutation(len(found))[:samples])]
+        sequences = _read_sample_ids(path, length)
+        chosen = [sequences[i] for i in sorted(generator.permutation(len(sequences))[:samples])]
     else:
         texts = read_records(path, ("text",))
         shuffled = (texts[i][0] for i in generator.permutation(len(texts)))
@@ -131,7 +131,7 @@ def load_samples(
         )
     require_ids(chosen, model.vocabulary, f"{option} {data}", model.checkpoint.folder)
     note = ""
-    if len(chosen) < samples and not every:
+    if len(chosen) < samples and not takes_all:
         note = f"{path.name} gives {len(chosen)} samples of at most {length} tokens, {samples} were requested"
     ids = tuple(torch.from_numpy(np.ascontiguousarray(row, dtype=np.int64)) for row in chosen)
     return Samples(ids, path.name, note)
@@ -139,11 +139,11 @@ def load_samples(
 
 def _read_sample_ids(path: Path, length: int) -> list[np.ndarray]:
     """Return the samples of a ``.npy`` file: its rows truncated to ``length``, or its stream cut into samples."""
-    found = read_ids(path)
-    if found.ndim == 1:
-        whole = len(found) // length * length
-        return list(found[:whole].reshape(-1, length))
-    return [row[:length] for row in found] if found.shape[1] > 1 else []
+    ids = read_ids(path)
+    if ids.ndim == 1:
+        usable = len(ids) // length * length
+        return list(ids[:usable].reshape(-1, length))
+    return [row[:length] for row in ids] if ids.shape[1] > 1 else []
 
 
 def _cut_stream(encoded: Iterator[list[int]], samples: int, length: int) -> list[np.ndarray]:

@@ -31,23 +31,23 @@ from slidesparse.checkpoint.architectures import WEIGHT
 from slidesparse.checkpoint.storage import Reader
 from slidesparse.quantize import dequantize_rows, quantize_rows
 
-PHASE = "smoothing"  # that progress is reported of
-TOKENS = 1024  # of the samples, evenly spaced, that errors are computed from
-OUTPUTS = 512  # of `down`, evenly spaced, likewise
+PHASE = "smoothing"  # the phase in progress reports
+TOKENS = 1024  # evenly spaced tokens of the samples from which errors are computed
+OUTPUTS = 512  # evenly spaced outputs of `down` from which errors are computed
 FACTORS, ERRORS = ".factors", ".errors"  # suffixes of the name of a `down` layer
 BIAS = ".bias"
 
 
 @dataclass(frozen=True)
 class Smoothing:
-    """The factors of a model, and what they gain."""
+    """The factors of a model, and the INT8 errors without and with them."""
 
     factors: dict[str, Tensor]  # [K] float32, by the name of the `down` layer
     errors: dict[str, Tensor]  # [2]: mean of |y' - y|^2 / |y|^2 over tokens, without and with factors
 
     @property
     def summary(self) -> str:
-        """A line for the report; empty if no layer is smoothed."""
+        """The line for the report; empty if no layer is smoothed."""
         if not self.factors:
             return ""
         before, after = torch.stack([*self.errors.values()]).mean(0).sqrt().tolist()
@@ -64,13 +64,13 @@ def find_smoothing(
 
     The result is deterministic on the same machine.
     """
-    kept = work.read_tensors(SMOOTHING)
-    if kept is None:
-        kept = _search(task, reader, work, progress)
-        work.write_tensors(SMOOTHING, kept)
+    saved = work.read_tensors(SMOOTHING)
+    if saved is None:
+        saved = _search(task, reader, work, progress)
+        work.write_tensors(SMOOTHING, saved)
     return Smoothing(
         *(
-            {name.removesuffix(suffix): x for name, x in kept.items() if name.endswith(suffix)}
+            {name.removesuffix(suffix): x for name, x in saved.items() if name.endswith(suffix)}
             for suffix in (FACTORS, ERRORS)
         )
     )
@@ -78,34 +78,37 @@ def find_smoothing(
 
 @torch.inference_mode()
 def _search(task: Task, reader: Reader, work: WorkFolder, progress: Progress | None) -> dict[str, Tensor]:
-    found: dict[str, Tensor] = {}
+    tensors: dict[str, Tensor] = {}
     report = block_counter(task, PHASE, progress)
     with walk(task, reader, work.folder, 1, to_the_end=True) as positions:
-        for at in positions:
-            *_, (gate, *up), (down,) = ([at.full_name(name) for name in stage] for stage in at.block.stages)
+        for position in positions:
+            block, inputs = position.block, position.inputs
+            *_, (gate, *up), (down,) = (
+                [position.full_name(name) for name in stage] for stage in block.stages
+            )
             if all(name in task.layers or name in task.skipped for name in (gate, *up, down)):
-                x, peaks = _sample_inputs(at.inputs, len(at.block.stages) - 1)
-                factors, errors = choose_factors(x, peaks, at.block.weights[at.block.stages[-1][0] + WEIGHT])
-                found[down + ERRORS] = errors
+                x, peaks = _sample_inputs(inputs, len(block.stages) - 1)
+                factors, errors = choose_factors(x, peaks, block.weights[block.stages[-1][0] + WEIGHT])
+                tensors[down + ERRORS] = errors
                 if factors is not None:
-                    found[down + FACTORS] = factors
-            at.inputs.advance()
-            report(at.number)
-    return found
+                    tensors[down + FACTORS] = factors
+            inputs.advance()
+            report(position.number)
+    return tensors
 
 
 def _sample_inputs(inputs: BlockInputs, stage: int) -> tuple[Tensor, Tensor]:
     """Return evenly spaced tokens [M, K] of a stage's inputs, and max |x| [K] over all tokens."""
     total = sum(samples * tokens for samples, tokens, _ in inputs.states.shapes)
     step, start = -(-total // TOKENS), 0
-    found, peaks = [], []
+    sampled, peaks = [], []
     with fast_products(inputs.states.device):
         for batch in range(len(inputs)):
             x = inputs.input(stage, batch).flatten(0, 1)
-            found.append(x[-start % step :: step].clone())
+            sampled.append(x[-start % step :: step].clone())
             peaks.append(x.abs().amax(0))
             start += len(x)
-    return torch.cat(found), torch.stack(peaks).amax(0)
+    return torch.cat(sampled), torch.stack(peaks).amax(0)
 
 
 def choose_factors(x: Tensor, peaks: Tensor, w: Tensor) -> tuple[Tensor | None, Tensor]:
@@ -124,7 +127,8 @@ def choose_factors(x: Tensor, peaks: Tensor, w: Tensor) -> tuple[Tensor | None, 
     energy = exact.square().sum(1).clamp(min=floor)
 
     def error(factors: Tensor) -> Tensor:
-        xs, ws = (dequantize_rows(*quantize_rows(each, torch.int8)) for each in (x / factors, w * factors))
+        operands = (x / factors, w * factors)
+        xs, ws = (dequantize_rows(*quantize_rows(operand, torch.int8)) for operand in operands)
         return ((F.linear(xs, ws) - exact).square().sum(1) / energy).mean()
 
     used = peaks > 0  # other channels have no effect
@@ -143,14 +147,14 @@ class SmoothedReader(Reader):
     def __init__(self, reader: Reader, factors: Mapping[str, Tensor], stages: Stages) -> None:
         super().__init__(reader.checkpoint)
         self._reader = reader
-        self._by_column = {name + WEIGHT: found for name, found in factors.items()}
+        self._by_column = {name + WEIGHT: factor for name, factor in factors.items()}
         (down,), writer = stages[-1], stages[-2][-1]
         self._by_row: dict[str, Tensor] = {}
-        for name, found in factors.items():
+        for name, factor in factors.items():
             up = name.removesuffix(down) + writer
             rows = self.checkpoint.require(up + WEIGHT).rows
-            gate = found.new_ones(rows - len(found))  # above up, where the two are fused
-            self._by_row |= dict.fromkeys((up + WEIGHT, up + BIAS), torch.cat((gate, found)))
+            gate = factor.new_ones(rows - len(factor))  # above up, where the two are fused
+            self._by_row |= dict.fromkeys((up + WEIGHT, up + BIAS), torch.cat((gate, factor)))
 
     def rows(self, name: str, rows: slice) -> Tensor:
         """Read rows of a tensor as [rows, columns]."""

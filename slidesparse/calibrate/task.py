@@ -194,12 +194,12 @@ def prepare(
     """
     model = open_model(checkpoint)
     model.require_rows()
-    run = {name for number in range(model.blocks) for name in model.linears(number)}
+    linears = {name for number in range(model.blocks) for name in model.linears(number)}
     for name in layers:
-        if name not in run:
+        if name not in linears:
             raise CalibrationError(
                 f"{name} is none of the linear layers that calibration runs in a {model.kind} model, such as "
-                f"{min(run)}; leave it out, or prune without --calib"
+                f"{min(linears)}; leave it out, or prune without --calib"
             )
     training = {"--finetune": calibration.finetune, "--distill": calibration.distill}
     for option, value in training.items() if is_bitnet(checkpoint.config) else ():
@@ -217,8 +217,8 @@ def prepare(
     samples, held_back = samples.split() if hold_back else (samples, None)
     texts = None
     if calibration.distill:
-        found = load_samples(calibration.distill, model, None, calibration.seqlen, seed, "--distill")
-        texts = found.split(MAX_VALIDATION_SAMPLES)
+        text_samples = load_samples(calibration.distill, model, None, calibration.seqlen, seed, "--distill")
+        texts = text_samples.split(MAX_VALIDATION_SAMPLES)
     return Task(
         model, layers, frozenset(skipped), samples, method, quant, device, calibration, held_back, texts
     )
@@ -236,9 +236,9 @@ def _device(name: str) -> torch.device:
 
 def _fingerprint(checkpoint: Checkpoint) -> str:
     """Hash a source's tensor names and shapes, its config, and file sizes and times, but not the weights themselves."""
-    found = hashlib.sha256(repr(sorted(checkpoint.tensors.values())).encode())
+    sha256 = hashlib.sha256(repr(sorted(checkpoint.tensors.values())).encode())
     for file in checkpoint.files:
         status = (checkpoint.folder / file).stat()
-        found.update(f"{file} {status.st_size} {status.st_mtime_ns}".encode())
-    found.update((checkpoint.folder / "config.json").read_bytes())
-    return found.hexdigest()
+        sha256.update(f"{file} {status.st_size} {status.st_mtime_ns}".encode())
+    sha256.update((checkpoint.folder / "config.json").read_bytes())
+    return sha256.hexdigest()

@@ -43,17 +43,17 @@ def get(name: str) -> Backend:
     if name not in REGISTRY:
         raise BackendError(f"backend {name!r} is not known; the backends are {', '.join(REGISTRY)}")
     module, attribute = REGISTRY[name][1].split(":")
-    made: Backend = getattr(import_module(module), attribute)()
-    return made
+    backend: Backend = getattr(import_module(module), attribute)()
+    return backend
 
 
 def require(name: str, device: torch.device) -> Backend:
     """Return the backend called ``name``.  Raises BackendError with the reason when it cannot run on ``device``."""
-    found = get(name)
-    reason = found.unusable(device)
+    backend = get(name)
+    reason = backend.unusable(device)
     if reason:
         raise BackendError(f"backend {name} cannot run on {device}: {reason}")
-    return found
+    return backend
 
 
 def choose(path: str, device: torch.device, capability: tuple[int, int] | None = None) -> tuple[str, str]:

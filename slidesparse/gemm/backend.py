@@ -104,7 +104,7 @@ class Backend(Protocol):
         bias: Tensor | None,
         out_dtype: torch.dtype,
     ) -> Tensor:
-        """(q @ weight.T) * scale_w * scale_x + bias -> [M, N] of ``out_dtype``.
+        """Return (q @ weight.T) * scale_w * scale_x + bias, [M, N] of ``out_dtype``.
 
         q [M, columns] INT8 or FP8, scale_x [M, 1] float32; the rest as in `linear`.  M may be 0.
         """
@@ -135,7 +135,7 @@ class Tunable(Backend, Protocol):
         """
 
     def unsplit(self, algorithm: str) -> str | None:
-        """Strip split-K from an algorithm; None for one that does not split K."""
+        """Return an algorithm without its split-K; None for one that does not split K."""
 
     def plan(
         self,

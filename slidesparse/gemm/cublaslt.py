@@ -65,8 +65,8 @@ class CublasLt(LibraryBackend):
         """See `Tunable.algorithms`: the proposals of the library's heuristics, best first, as hexadecimal text."""
         native = self._native_plan(problem, device, layout)
         with cuda.on_device(cuda.device_index(device)):
-            found = cuda.call(native.heuristics, MAX_PROPOSALS, cuda.WORKSPACE_BYTES)
-        return [_encode_algorithm(algorithm) for algorithm in found]
+            proposals = cuda.call(native.heuristics, MAX_PROPOSALS, cuda.WORKSPACE_BYTES)
+        return [_encode_algorithm(algorithm) for algorithm in proposals]
 
     def plan(
         self,
@@ -79,10 +79,10 @@ class CublasLt(LibraryBackend):
         native = self._native_plan(problem, device, layout)
         with cuda.on_device(cuda.device_index(device)):
             if algorithm is None:
-                proposed = cuda.call(native.heuristics, 1, cuda.WORKSPACE_BYTES)
-                if not proposed:
+                proposals = cuda.call(native.heuristics, 1, cuda.WORKSPACE_BYTES)
+                if not proposals:
                     raise LibraryError(f"cuBLASLt has no algorithm for {problem}, {layout}")
-                chosen = proposed[0]
+                chosen = proposals[0]
             else:
                 chosen = _decode_algorithm(algorithm)
             cuda.call(native.choose, chosen)

@@ -109,18 +109,18 @@ _thread_state = _ThreadState()
 
 
 def handle(name: str, index: int) -> Any:
-    """This thread's handle of library ``name`` on CUDA device ``index``.  Raises LibraryError."""
-    found = _thread_state.handles.get((name, index))
-    if found is None:
+    """Return this thread's handle of library ``name`` on CUDA device ``index``.  Raises LibraryError."""
+    library_handle = _thread_state.handles.get((name, index))
+    if library_handle is None:
         module = extension(name)
         with torch.cuda.device(index):
             torch.cuda.current_blas_handle()  # creates the device's context
-            found = _thread_state.handles[name, index] = call(module.Handle)
-    return found
+            library_handle = _thread_state.handles[name, index] = call(module.Handle)
+    return library_handle
 
 
 def plan_cache(name: str, index: int) -> PlanCache[Any]:
-    """This thread's plans of library ``name`` on CUDA device ``index``."""
+    """Return this thread's plans of library ``name`` on CUDA device ``index``."""
     return _thread_state.caches[name, index]
 
 
@@ -133,12 +133,12 @@ def call(function: Callable[..., T], *arguments: Any) -> T:
 
 
 def device_index(device: torch.device) -> int:
-    """The index of a CUDA device; of the current one when ``device`` names none."""
+    """Return the index of a CUDA device; of the current one when ``device`` has no index."""
     return torch.cuda.current_device() if device.index is None else device.index
 
 
 def current_stream(index: int) -> int:
-    """The address of torch's current stream on CUDA device ``index``."""
+    """Return the address of torch's current stream on CUDA device ``index``."""
     return torch._C._cuda_getCurrentRawStream(index)
 
 
@@ -148,14 +148,14 @@ _workspaces_lock = threading.Lock()
 
 def workspace(index: int, stream: int) -> int:
     """Return the address of a stream's workspace, allocated once and never moved, because captured graphs use it."""
-    found = _workspaces.get((index, stream))
-    if found is None:
+    buffer = _workspaces.get((index, stream))
+    if buffer is None:
         with _workspaces_lock:
-            found = _workspaces.get((index, stream))
-            if found is None:
-                made = torch.empty(WORKSPACE_BYTES, dtype=torch.uint8, device=torch.device("cuda", index))
-                found = _workspaces[index, stream] = made
-    return found.data_ptr()
+            buffer = _workspaces.get((index, stream))
+            if buffer is None:
+                buffer = torch.empty(WORKSPACE_BYTES, dtype=torch.uint8, device=torch.device("cuda", index))
+                _workspaces[index, stream] = buffer
+    return buffer.data_ptr()
 
 
 def on_device(index: int) -> AbstractContextManager[object]:
@@ -287,15 +287,16 @@ class CudaBackend(TwoStep, ABC):
                 f"torch {torch.__version__}, built for CUDA {torch.version.cuda}, finds no GPU that it can use: "
                 "nvidia-smi should list one, and its driver must support that CUDA version"
             )
-        found = capability or torch.cuda.get_device_capability(device)
-        if found < SPARSE_CAPABILITY:
+        gpu_capability = capability or torch.cuda.get_device_capability(device)
+        if gpu_capability < SPARSE_CAPABILITY:
+            major, minor = gpu_capability
             return (
-                f"this GPU has compute capability {found[0]}.{found[1]}, without 2:4 sparse tensor cores, "
+                f"this GPU has compute capability {major}.{minor}, without 2:4 sparse tensor cores, "
                 "which 8.0 (Ampere) and later have: DISABLE_SLIDESPARSE=1 serves by vLLM's own kernels"
             )
         if not find_spec("triton"):
             return "Triton is not installed; install a CUDA build of torch, which brings it"
-        return self.unusable_library(found, loads=capability is None)
+        return self.unusable_library(gpu_capability, loads=capability is None)
 
     def unusable_library(self, capability: tuple[int, int], loads: bool) -> str | None:
         """Return why the library cannot be used on GPUs of ``capability``, or None; load it if ``loads``."""

@@ -53,12 +53,12 @@ class CuSparseLt(LibraryBackend):
 
     def version(self) -> str:
         """See `Tunable.version`."""
-        found = tuple(cuda.call(cuda.extension(self.name).version))
+        version = tuple(cuda.call(cuda.extension(self.name).version))
         try:
-            require_supported(self.name, found)
+            require_supported(self.name, version)
         except ToolchainError as error:
             raise LibraryError(str(error)) from None
-        return ".".join(map(str, found))
+        return ".".join(map(str, version))
 
     def epilogue(self, dtype: str, out: str, device: torch.device | None = None) -> str:
         """See `Tunable.epilogue`: none, since the kernel that applies token scales applies both in one pass."""
@@ -96,17 +96,17 @@ class CuSparseLt(LibraryBackend):
         """See `Tunable.algorithms`: ids such as "3" and, if tiles are too few, "3/2x1": id/splits x mode."""
         count = self._native_plan(problem, device, None, layout).algorithms
         ids = [i for i in range(count) if i not in self._crashing_algorithms(problem, device)]
-        found = [str(i) for i in ids]
+        names = [str(i) for i in ids]
         tiles = -(-problem.n // 128) * -(-problem.m // 128)
         if tiles < 2 * torch.cuda.get_device_properties(device).multi_processor_count:
             splits = self._split_variants(problem.dtype, problem.out, device)
-            found += [f"{i}/{split}" for i in ids for split in splits]
-        return found
+            names += [f"{i}/{split}" for i in ids for split in splits]
+        return names
 
     def unsplit(self, algorithm: str) -> str | None:
-        """Strip the split-K suffix: "3/2x1" becomes "3"."""
-        whole, way, _ = algorithm.partition("/")
-        return whole if way else None
+        """See `Tunable.unsplit`: "3/2x1" becomes "3"."""
+        unsplit, suffix, _ = algorithm.partition("/")
+        return unsplit if suffix else None
 
     def _crashing_algorithms(self, problem: Problem, device: torch.device) -> range:
         if problem.dtype not in {dtype for *_, dtype in CRASHING_ALGORITHMS}:
@@ -154,10 +154,12 @@ class CuSparseLt(LibraryBackend):
         """Return the split-K variants, such as "2x1", that every eighth algorithm has; on Hopper 0.8.0 has none."""
         problem = Problem(dtype, out, *PROBE_SHAPE)
         ids = range(0, self._native_plan(problem, device, None).algorithms, 8)  # rejecting one takes 8 ms
-        ways = [f"{splits}x{mode}" for splits in SPLIT_COUNTS for mode in SPLIT_MODES]
-        ways += [f"1x{mode}" for mode in UNSPLIT_MODES]
+        variants = [f"{splits}x{mode}" for splits in SPLIT_COUNTS for mode in SPLIT_MODES]
+        variants += [f"1x{mode}" for mode in UNSPLIT_MODES]
         return tuple(
-            way for way in ways if any(self._accepts_algorithm(problem, device, f"{i}/{way}") for i in ids)
+            variant
+            for variant in variants
+            if any(self._accepts_algorithm(problem, device, f"{i}/{variant}") for i in ids)
         )
 
     def _accepts_algorithm(self, problem: Problem, device: torch.device, algorithm: str) -> bool:
@@ -207,32 +209,32 @@ class CuSparseLt(LibraryBackend):
     @cache  # noqa: B019  there is one object
     def _compresses_in_chunks(self, device: torch.device, dtype: torch.dtype) -> bool:
         """Return whether compressing chunks of rows gives what compressing the whole weight gives."""
-        columns, whole = 256, 3 * METADATA_TILE_ROWS
+        columns, rows = 256, 3 * METADATA_TILE_ROWS
         generator = torch.Generator(device).manual_seed(0)  # vLLM samples by torch's own
-        weight = torch.randint(1, 100, (whole, columns), generator=generator, dtype=torch.int8, device=device)
+        weight = torch.randint(1, 100, (rows, columns), generator=generator, dtype=torch.int8, device=device)
         column = torch.arange(columns, device=device)
-        row = torch.arange(whole, device=device)[:, None] % 12
+        row = torch.arange(rows, device=device)[:, None] % 12
         weight = torch.where((column + row // 3) % 4 < 2, weight, 0).view(dtype)
         expected = self.operand(weight)
-        found = torch.empty_like(expected)
-        for start in range(0, whole, METADATA_TILE_ROWS):
+        packed = torch.empty_like(expected)
+        for start in range(0, rows, METADATA_TILE_ROWS):
             part = weight[start : start + METADATA_TILE_ROWS]
             compressed = self.operand(part)
-            if (compressed.numel() - SLACK_BYTES) * whole != (expected.numel() - SLACK_BYTES) * len(part):
+            if (compressed.numel() - SLACK_BYTES) * rows != (expected.numel() - SLACK_BYTES) * len(part):
                 return False
-            _copy_chunk(found, compressed, start, len(part), whole, columns)
-        return torch.equal(found[:-SLACK_BYTES], expected[:-SLACK_BYTES])
+            _copy_chunk(packed, compressed, start, len(part), rows, columns)
+        return torch.equal(packed[:-SLACK_BYTES], expected[:-SLACK_BYTES])
 
 
 def _parse_algorithm(algorithm: str | None) -> tuple[int, int, int]:
     """Parse an algorithm into its id, splits and mode."""
     if not algorithm:
         return -1, 1, 0
-    found = re.fullmatch(r"(\d+)(?:/(\d+)x(\d+))?", algorithm)
-    if found is None:
+    match = re.fullmatch(r"(\d+)(?:/(\d+)x(\d+))?", algorithm)
+    if match is None:
         raise LibraryError(f"{algorithm!r} is no cuSPARSELt algorithm, such as '3' or '3/2x1'")
-    first, splits, mode = found.groups(default="")
-    return int(first), int(splits or 1), int(mode or 0)
+    algorithm_id, splits, mode = match.groups(default="")
+    return int(algorithm_id), int(splits or 1), int(mode or 0)
 
 
 # A compressed weight of N rows holds its values, K' / 2 bytes a row, and then its metadata, some bytes a row::
@@ -243,8 +245,10 @@ def _parse_algorithm(algorithm: str | None) -> tuple[int, int, int]:
 # The library does not guarantee this, so `CuSparseLt._compresses_in_chunks` checks it once per device and type.
 
 
-def _copy_chunk(packed: Tensor, compressed: Tensor, start: int, rows: int, whole: int, columns: int) -> None:
+def _copy_chunk(
+    packed: Tensor, compressed: Tensor, start: int, rows: int, total_rows: int, columns: int
+) -> None:
     values, metadata = columns // 2, (compressed.numel() - SLACK_BYTES) // rows - columns // 2
     packed[start * values : (start + rows) * values] = compressed[: rows * values]
-    at = whole * values + start * metadata
-    packed[at : at + rows * metadata] = compressed[rows * values : rows * (values + metadata)]
+    offset = total_rows * values + start * metadata
+    packed[offset : offset + rows * metadata] = compressed[rows * values : rows * (values + metadata)]

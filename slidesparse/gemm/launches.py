@@ -44,7 +44,7 @@ class Kernel:
 
 def launch_problem(source: torch.dtype, target: torch.dtype, n: int, k: int, m: int) -> Problem:
     """Return the problem, for tables, of turning m rows of k ``source`` elements into n ``target`` ones."""
-    read, written = (NAMES.get(EQUAL_WIDTH_TYPES.get(one, one), str(one)) for one in (source, target))
+    read, written = (NAMES.get(EQUAL_WIDTH_TYPES.get(dtype, dtype), str(dtype)) for dtype in (source, target))
     return Problem(read, written, n, k, m)
 
 
@@ -86,13 +86,13 @@ def _find_launch(
     subject = tuned.Subject(
         kind, VERSION, torch.cuda.get_device_name(device), torch.cuda.get_device_capability(device)
     )
-    found, instead = tuned.select_algorithm(
+    launch, instead = tuned.select_algorithm(
         subject, launch_problem(source, target, n, k, m), MAX_SHAPE_DISTANCE
     )
     if instead:
-        _log_untuned(kind, subject.gpu, instead if found else "that of the kernel's own table")
+        _log_untuned(kind, subject.gpu, instead if launch else "that of the kernel's own table")
     try:
-        return None if found is None else Config.parse(found)
+        return None if launch is None else Config.parse(launch)
     except ValueError as error:
         path = tuned.tables_folder() / subject.file_name
         raise tuned.TableError(

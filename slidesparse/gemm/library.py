@@ -53,9 +53,10 @@ class LibraryBackend(CudaBackend):
         scale_x: Tensor | None = None,
         bias: Tensor | None = None,
     ) -> Tensor:
-        """q [M, K'] @ weight.T, with scales and bias if the library applies them -> [M, N] of ``dtype``, rows strided.
+        """Return q [M, K'] @ weight.T, with scales and bias if the library applies them.
 
-        The weight is from `pack`; without scales INT32 and float32 hold full sums.  Raises LibraryError.
+        The weight is from `pack`.  The result is [M, N] of ``dtype`` with strided rows; without scales INT32 and
+        float32 hold full sums.  Raises LibraryError.
         """
         if q.shape[1] % self.alignment:
             q = cuda.pad(q, self.alignment)

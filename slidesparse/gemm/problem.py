@@ -60,7 +60,7 @@ class Problem:
 
 @dataclass(frozen=True)
 class Layout:
-    """Which dimension of each matrix is contiguous in memory."""
+    """The dimension of each matrix that is contiguous in memory."""
 
     weight_k: bool = True  # K of the weight, stored [n, k]; else N, stored [k, n]
     activations_k: bool = True  # K of the activations, stored [m, k]; else M, stored [k, m]

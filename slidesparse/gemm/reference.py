@@ -12,7 +12,7 @@ from slidesparse.slide import slide
 
 
 class Reference(TwoStep):
-    """INT8 accumulates exactly, FP8 in float32.  Exact, but slow."""
+    """The exact but slow backend: sums of INT8 are exact, those of FP8 float32."""
 
     name = "reference"
     device_type = "cpu"

@@ -46,7 +46,7 @@ class TableError(EnvironmentFault, RuntimeError):
 
 
 class Versioned(Protocol):
-    """A library that tables are about."""
+    """A library or kernel that has tables of tuned algorithms."""
 
     @property
     def name(self) -> str:
@@ -137,12 +137,12 @@ def select_algorithm(
     the one for fewer tokens, else None: the library's own choice.  A bias does not matter, so it is ignored.
     """
     plain = replace(problem, bias=False)
-    if found := tuned_algorithm(subject, plain):
-        return found, ""
-    if found := nearest_algorithm(subject, plain, max_distance):
-        return found, "that of the nearest tuned shape"
-    if found := tuned_algorithm(subject, plain, any_tokens=True):
-        return found, "that for fewer tokens"
+    if algorithm := tuned_algorithm(subject, plain):
+        return algorithm, ""
+    if algorithm := nearest_algorithm(subject, plain, max_distance):
+        return algorithm, "that of the nearest tuned shape"
+    if algorithm := tuned_algorithm(subject, plain, any_tokens=True):
+        return algorithm, "that for fewer tokens"
     return None, "its own heuristic"
 
 
@@ -167,12 +167,12 @@ def nearest_algorithm(subject: Subject, problem: Problem, max_distance: float = 
     file.
     """
     types = Shape.of_problem(problem).types
-    found = [
+    candidates = [
         (abs(math.log2(problem.n / shape.n)) + abs(math.log2(problem.k / shape.k)), shape, measured)
         for shape, measured in _merged_table(subject, tables_folder()).items()
         if shape.types == types and _covers_tokens(measured, problem.m)
     ]
-    nearest = min(found, key=lambda one: one[:2], default=None)
+    nearest = min(candidates, key=lambda candidate: candidate[:2], default=None)
     return _algorithm_for_tokens(nearest[2], problem.m) if nearest and nearest[0] <= max_distance else None
 
 
@@ -213,7 +213,7 @@ def note_refused(library: str, shape: Shape, algorithm: str, error: str) -> None
 
 
 def save(subject: Subject, results: Iterable[tuple[Problem, Tuned]]) -> Path:
-    """Merge results into the user's table and publish it atomically; returns its path.
+    """Merge results into the user's table and publish it atomically; return its path.
 
     A lock on the folder preserves concurrent updates of other processes.  Raises TableError for a damaged file, which
     is not overwritten.
@@ -228,7 +228,7 @@ def save(subject: Subject, results: Iterable[tuple[Problem, Tuned]]) -> Path:
             entries.setdefault(Shape.of_problem(problem), {})[problem.m] = best
         plain = {
             str(shape): {str(m): _entry_to_json(best) for m, best in sorted(measured.items())}
-            for shape, measured in sorted(entries.items(), key=lambda one: str(one[0]))
+            for shape, measured in sorted(entries.items(), key=lambda item: str(item[0]))
         }
         document = {"format": FORMAT, **subject.facts(), "entries": plain}
         _write_atomically(path, json.dumps(document, indent=1) + "\n")
@@ -246,9 +246,9 @@ def _entry_to_json(best: Tuned) -> dict[str, Any]:
     return {"algorithm": best.algorithm, "us": round(best.us, 3)} | (searched if best.tried else {})
 
 
-def _entry_from_json(one: Any) -> Tuned:
-    others = tuple((str(algorithm), float(us)) for algorithm, us in one.get("others", {}).items())
-    return Tuned(str(one["algorithm"]), float(one["us"]), others, int(one.get("tried", 0)))
+def _entry_from_json(entry: Any) -> Tuned:
+    others = tuple((str(algorithm), float(us)) for algorithm, us in entry.get("others", {}).items())
+    return Tuned(str(entry["algorithm"]), float(entry["us"]), others, int(entry.get("tried", 0)))
 
 
 def _write_atomically(path: Path, text: str) -> None:
@@ -267,7 +267,7 @@ def _write_atomically(path: Path, text: str) -> None:
 
 @cache
 def _merged_table(subject: Subject, users: Path) -> Entries:
-    """The shipped table, overridden by the user's entry by entry."""
+    """Return the shipped table, overridden by the user's entry by entry."""
     entries = _read_table(SHIPPED_TABLES / subject.file_name, subject)
     for key, measured in _read_table(users / subject.file_name, subject).items():
         entries.setdefault(key, {}).update(measured)
@@ -275,7 +275,7 @@ def _merged_table(subject: Subject, users: Path) -> Entries:
 
 
 def _read_table(path: Path, subject: Subject) -> Entries:
-    """The entries of one file; none when there is no file."""
+    """Return the entries of a file, or none if it does not exist."""
     try:
         text = path.read_text(encoding="utf-8")
     except FileNotFoundError:
@@ -287,8 +287,8 @@ def _read_table(path: Path, subject: Subject) -> Entries:
     except ValueError as error:
         raise _table_error(path, f"is not JSON: {error}") from error
     if not isinstance(document, dict) or document.get("format") != FORMAT:
-        found = document.get("format") if isinstance(document, dict) else type(document).__name__
-        raise _table_error(path, f"has format {found!r}, but this version reads {FORMAT}")
+        stored_format = document.get("format") if isinstance(document, dict) else type(document).__name__
+        raise _table_error(path, f"has format {stored_format!r}, but this version reads {FORMAT}")
     for name, expected in subject.facts().items():
         if document.get(name) != expected:
             raise _table_error(
@@ -296,7 +296,7 @@ def _read_table(path: Path, subject: Subject) -> Entries:
             )
     try:
         return {
-            Shape.parse(key): {int(m): _entry_from_json(one) for m, one in measured.items()}
+            Shape.parse(key): {int(m): _entry_from_json(entry) for m, entry in measured.items()}
             for key, measured in document["entries"].items()
             if measured
         }
@@ -304,9 +304,9 @@ def _read_table(path: Path, subject: Subject) -> Entries:
         raise _table_error(path, f"is damaged: {type(error).__name__}: {error}") from error
 
 
-def _table_error(path: Path, what: str) -> TableError:
+def _table_error(path: Path, problem: str) -> TableError:
     return TableError(
-        f"the table of tuned algorithms {path} {what}; delete it and run `slidesparse tune` again, "
+        f"the table of tuned algorithms {path} {problem}; delete it and run `slidesparse tune` again, "
         f"or set {CACHE_VARIABLE} to another folder"
     )
 

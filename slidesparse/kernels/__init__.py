@@ -38,16 +38,16 @@ class Config(NamedTuple):
     @classmethod
     def parse(cls, text: str) -> Config:
         """Read what ``str`` wrote.  Raises ValueError for anything else."""
-        words = text.split("x")
-        numbers = [int(word) for word in words if word.isdecimal()]
-        if len(words) != 3 or len(numbers) != 3 or any(number.bit_count() != 1 for number in numbers):
+        parts = text.split("x")
+        numbers = [int(part) for part in parts if part.isdecimal()]
+        if len(parts) != 3 or len(numbers) != 3 or any(number.bit_count() != 1 for number in numbers):
             raise ValueError(
                 f"{text!r} for a launch, not powers of two as block x rows x warps, such as 1024x1x8"
             )
-        found = cls(*numbers)
-        if found.warps > MAX_WARPS or found.block * found.rows > MAX_LANES:
+        config = cls(*numbers)
+        if config.warps > MAX_WARPS or config.block * config.rows > MAX_LANES:
             raise ValueError(f"{text!r} for a launch, more than {MAX_WARPS} warps or {MAX_LANES} lanes")
-        return found
+        return config
 
 
 class RmsNorm(NamedTuple):
@@ -101,7 +101,7 @@ def default_config(kind: str, size: int, m: int) -> Config:
 
     Raises KeyError for a kind that is not in KINDS.
     """
-    for largest_size, largest_m, found in TABLE[kind]:
+    for largest_size, largest_m, config in TABLE[kind]:
         if (largest_size is None or size <= largest_size) and (largest_m is None or m <= largest_m):
-            return found
+            return config
     raise AssertionError(f"the table of {kind} has no entry for any size")  # its last entry has no limits

@@ -38,10 +38,10 @@ class Launcher:
         """
         key = (
             *(
-                None if one is None else (one.dtype, one.data_ptr() % SPECIALIZED_ALIGNMENT == 0)
-                for one in tensors
+                None if tensor is None else (tensor.dtype, tensor.data_ptr() % SPECIALIZED_ALIGNMENT == 0)
+                for tensor in tensors
             ),
-            *((one == 1, one % SPECIALIZED_ALIGNMENT == 0, one < 2**31) for one in numbers),
+            *((number == 1, number % SPECIALIZED_ALIGNMENT == 0, number < 2**31) for number in numbers),
             *constants.values(),
             warps,
             torch.cuda.current_device() if tensors[0] is not None and tensors[0].is_cuda else None,

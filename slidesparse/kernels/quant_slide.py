@@ -168,7 +168,7 @@ def quant_slide(
     source = None if floats == 1 else common.view_as_words(x, 2 * floats)
     if source is None:
         source, floats = x, 1
-    how = launch or default_config(kind, k, m)
+    config = launch or default_config(kind, k, m)
     with common.on_device_of(x):
         _launch(
             (m, 1, 1),
@@ -184,8 +184,10 @@ def quant_slide(
                 "E4M3": dtype == FP8,
                 "NATIVE": common.native_level(x),
                 "DEPENDENTS": common.supports_dependent_launch(x),
-                "BLOCK": common.unrolled_step(how.block, max(words, k // (4 if kind == "quant_only" else 2))),
+                "BLOCK": common.unrolled_step(
+                    config.block, max(words, k // (4 if kind == "quant_only" else 2))
+                ),
             },
-            how.warps,
+            config.warps,
         )
     return q.view(dtype), scales

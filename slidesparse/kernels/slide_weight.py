@@ -128,8 +128,8 @@ def _slide_weight_kernel(
             late, zeros = _window(w, out, column, word, j, late, zeros, k, words, False, VALUE, PAIRS)
     last: tl.constexpr = LENGTH // 2 - 1
     late, zeros = _window(w, out, column, word, last, late, zeros, k, words, True, VALUE, PAIRS)
-    found = tl.sum((zeros < 2).to(tl.int32), 0)
-    tl.atomic_add(broken, found, mask=found > 0, sem="relaxed")
+    count = tl.sum((zeros < 2).to(tl.int32), 0)
+    tl.atomic_add(broken, count, mask=count > 0, sem="relaxed")
 
 
 def slide_weight(

@@ -28,5 +28,5 @@ DEFAULT_CALIBRATED = "sparsegpt"  # with calibration data
 def get(name: str) -> Method:
     """Return the method with a name from METHODS."""
     module, _, kind = METHODS[name].partition(":")
-    found: Method = getattr(import_module(module), kind)()
-    return found
+    method: Method = getattr(import_module(module), kind)()
+    return method

@@ -138,12 +138,12 @@ def block_costs(w: Tensor, upper: Tensor, length: int) -> Tensor:
     """
     groups = block_slices(w.shape[1], length)
     corners = [upper[group, group] for group in groups]
-    found = upper.new_zeros(len(w), len(groups))
+    costs = upper.new_zeros(len(w), len(groups))
     for number, rule in enumerate(rules([c.t() @ c for c in corners], length)):
         if rule is not None:
-            here = w[:, groups[number]].to(upper.dtype)
-            found[:, number] = (choose_removed(here, rule)[0] * here).sum(1)
-    return found.clamp_(min=0)  # rounding
+            block = w[:, groups[number]].to(upper.dtype)
+            costs[:, number] = (choose_removed(block, rule)[0] * block).sum(1)
+    return costs.clamp_(min=0)  # rounding
 
 
 def sparsegpt(
@@ -168,35 +168,35 @@ def sparsegpt(
         return out
     groups = block_slices(w.shape[1], pattern.length)
     corners = [upper[group, group] for group in groups]
-    found = rules([corner.t() @ corner for corner in corners], pattern.length)
+    block_rules = rules([corner.t() @ corner for corner in corners], pattern.length)
     step = max(1, BATCH_COLUMNS // pattern.length)
     for first in range(0, len(groups), step):
         batch = slice(first, first + step)
         start, stop = groups[batch][0].start, groups[batch][-1].stop
         errors = out.new_zeros(len(w), stop - start)
         for number, group in enumerate(groups[batch], first):
-            corner, rule = corners[number], found[number]
+            corner, rule = corners[number], block_rules[number]
             chosen = None if only is None else only[:, number : number + 1]
-            here, error = out[:, group], errors[:, group.start - start : group.stop - start]
+            block, error = out[:, group], errors[:, group.start - start : group.stop - start]
             if grid is not None:
-                removed = torch.zeros_like(here, dtype=torch.bool)
+                removed = torch.zeros_like(block, dtype=torch.bool)
                 if rule:
-                    removed = choose_removed(here, rule, chosen)[1]
-                rounded = _round_block(here, removed, corner, grid, error)
+                    removed = choose_removed(block, rule, chosen)[1]
+                rounded = _round_block(block, removed, corner, grid, error)
                 out[:, group.stop : stop].addmm_(error, upper[group, group.stop : stop], alpha=-1)
-                here.copy_(rounded)
+                block.copy_(rounded)
                 continue
             if rule is None:
                 continue
-            share, removed = choose_removed(here, rule, chosen)
+            share, removed = choose_removed(block, rule, chosen)
             torch.mm(share, corner.t(), out=error)
             out[:, group.start : stop].addmm_(error, upper[group, group.start : stop], alpha=-1)
-            here.masked_fill_(removed, 0.0)
+            block.masked_fill_(removed, 0.0)
         out[:, stop:].addmm_(errors, upper[start:stop, stop:], alpha=-1)
     return out
 
 
-def _round_block(here: Tensor, removed: Tensor, corner: Tensor, grid: Tensor, error: Tensor) -> Tensor:
+def _round_block(block: Tensor, removed: Tensor, corner: Tensor, grid: Tensor, error: Tensor) -> Tensor:
     """Round a block [N, L] to -s, 0 and s from left to right, each column compensating for those before it.
 
     Args:
@@ -205,14 +205,14 @@ def _round_block(here: Tensor, removed: Tensor, corner: Tensor, grid: Tensor, er
         grid: s [N, 1].
         error: output [N, L], the errors for which later columns compensate when multiplied by U.
     """
-    left, found = here.clone(), torch.zeros_like(here)
-    for i in range(here.shape[1]):
-        column = left[:, i : i + 1]
+    remaining, rounded = block.clone(), torch.zeros_like(block)
+    for i in range(block.shape[1]):
+        column = remaining[:, i : i + 1]
         code = (column / grid).nan_to_num_().round_().clamp_(-1, 1).masked_fill_(removed[:, i : i + 1], 0.0)
-        found[:, i : i + 1] = code * grid
-        error[:, i : i + 1] = (column - found[:, i : i + 1]) / corner[i, i]
-        left[:, i:].addmm_(error[:, i : i + 1], corner[i : i + 1, i:], alpha=-1)
-    return found
+        rounded[:, i : i + 1] = code * grid
+        error[:, i : i + 1] = (column - rounded[:, i : i + 1]) / corner[i, i]
+        remaining[:, i:].addmm_(error[:, i : i + 1], corner[i : i + 1, i:], alpha=-1)
+    return rounded
 
 
 def refine(
@@ -242,7 +242,7 @@ def refine(
     h = damped(hessian, damping)
     groups = block_slices(w.shape[1], pattern.length)
     inverses = _inverses(h, groups, pattern.length, out.dtype)
-    found = rules(inverses, pattern.length)
+    block_rules = rules(inverses, pattern.length)
     h = h.to(out.dtype)
     start_from = w.to(out.dtype)
     step = max(1, BATCH_COLUMNS // pattern.length)
@@ -253,23 +253,23 @@ def refine(
             start, stop = groups[batch][0].start, groups[batch][-1].stop
             before = out[:, start:stop].clone()
             for number, group in enumerate(groups[batch], first):
-                inverse, rule = inverses[number], found[number]
+                inverse, rule = inverses[number], block_rules[number]
                 chosen = None if only is None else only[:, number : number + 1]
-                here = out[:, group]
-                best = torch.addmm(here, gradient[:, group], inverse, alpha=-1)
+                block = out[:, group]
+                best = torch.addmm(block, gradient[:, group], inverse, alpha=-1)
                 if grid is not None:
-                    best = _best_on_grid(here, best, rule, inverse, h[group, group], grid, chosen)
+                    best = _best_on_grid(block, best, rule, inverse, h[group, group], grid, chosen)
                 elif rule is not None:
                     share, removed = choose_removed(best, rule, chosen)
                     best.addmm_(share, inverse, alpha=-1).masked_fill_(removed, 0.0)
-                gradient[:, group.stop : stop].addmm_(best - here, h[group, group.stop : stop])
-                here.copy_(best)
+                gradient[:, group.stop : stop].addmm_(best - block, h[group, group.stop : stop])
+                block.copy_(best)
             gradient[:, stop:].addmm_(out[:, start:stop] - before, h[start:stop, stop:])
     return out
 
 
 def _best_on_grid(
-    here: Tensor,
+    current: Tensor,
     best: Tensor,
     rule: Rule | None,
     inverse: Tensor,
@@ -277,20 +277,20 @@ def _best_on_grid(
     grid: Tensor,
     chosen: Tensor | None,
 ) -> Tensor:
-    """Return ``best`` [N, L] pruned and rounded, or ``here`` in rows where that is nearer to it in the norm of H_gg."""
+    """Return ``best`` [N, L] pruned and rounded, or ``current`` in rows where that is nearer in the norm of H_gg."""
     removed = choose_removed(best, rule, chosen)[1] if rule else torch.zeros_like(best, dtype=torch.bool)
     corner = torch.linalg.cholesky(inverse, upper=True)
-    found = _round_block(best, removed, corner, grid, torch.empty_like(best))
-    costs = [((w - best) @ h * (w - best)).sum(1, keepdim=True) for w in (found, here)]
-    return torch.where(costs[0] < costs[1], found, here)
+    rounded = _round_block(best, removed, corner, grid, torch.empty_like(best))
+    costs = [((w - best) @ h * (w - best)).sum(1, keepdim=True) for w in (rounded, current)]
+    return torch.where(costs[0] < costs[1], rounded, current)
 
 
 def _inverses(h: Tensor, groups: list[slice], length: int, dtype: torch.dtype) -> list[Tensor]:
     """Return (H_gg)^-1 of each block; whole blocks are inverted together."""
-    whole = [h[group, group] for group in groups if group.stop - group.start == length]
-    found = iter(torch.linalg.inv(torch.stack(whole)).to(dtype) if whole else ())
+    full = [h[group, group] for group in groups if group.stop - group.start == length]
+    inverses = iter(torch.linalg.inv(torch.stack(full)).to(dtype) if full else ())
     return [
-        next(found) if g.stop - g.start == length else torch.linalg.inv(h[g, g]).to(dtype) for g in groups
+        next(inverses) if g.stop - g.start == length else torch.linalg.inv(h[g, g]).to(dtype) for g in groups
     ]
 
 
@@ -307,18 +307,18 @@ def rules(a: Sequence[Tensor], length: int) -> list[Rule | None]:
     Whole blocks, of ``length`` columns, are computed together, because on a GPU kernel launches would take most of the
     time of a loop over blocks.
     """
-    whole = [block for block in a if len(block) == length]
+    full = [block for block in a if len(block) == length]
     ready = iter(
-        zip(*(part.unbind() for part in _rule(torch.stack(whole), ZEROS)), strict=True) if whole else ()
+        zip(*(part.unbind() for part in _rule(torch.stack(full), ZEROS)), strict=True) if full else ()
     )
-    found: list[Rule | None] = []
+    block_rules: list[Rule | None] = []
     for block in a:
         surplus = len(block) - (length - ZEROS)
         if len(block) == length:
-            found.append(Rule(*next(ready)))
+            block_rules.append(Rule(*next(ready)))
         else:
-            found.append(_rule(block, surplus) if surplus > 0 else None)
-    return found
+            block_rules.append(_rule(block, surplus) if surplus > 0 else None)
+    return block_rules
 
 
 def _rule(a: Tensor, count: int) -> Rule:
@@ -341,21 +341,21 @@ def choose_removed(w: Tensor, rule: Rule, chosen: Tensor | None = None) -> tuple
     if chosen is not None:
         share, removed = choose_removed(w, rule)
         return share.masked_fill_(~chosen, 0.0), removed & chosen
-    count, among = rule.diagonal.shape
-    step = max(1, CHOICE_ELEMENTS // among)
+    count, choice_count = rule.diagonal.shape
+    step = max(1, CHOICE_ELEMENTS // choice_count)
     if len(w) > step:
         parts = [choose_removed(part, rule) for part in w.split(step)]
         return torch.cat([share for share, _ in parts]), torch.cat([removed for _, removed in parts])
     choices = _choices(w.shape[1], count, w.device)
-    left = w[:, choices.columns]  # [N, count, C]
-    shares = left * rule.diagonal
+    selected = w[:, choices.columns]  # [N, count, C]
+    shares = selected * rule.diagonal
     if count > 1:
-        shares.addcmul_(left.flip(1), rule.off_diagonal)
-    best = left.mul_(shares).sum(1).argmin(-1)
+        shares.addcmul_(selected.flip(1), rule.off_diagonal)
+    best = selected.mul_(shares).sum(1).argmin(-1)
     values = shares.gather(2, best.view(-1, 1, 1).expand(-1, count, 1)).squeeze(2)
-    places = choices.pairs[best]
-    removed = torch.zeros_like(w, dtype=torch.bool).scatter_(1, places, True)
-    return torch.zeros_like(w).scatter_(1, places, values), removed
+    columns = choices.pairs[best]
+    removed = torch.zeros_like(w, dtype=torch.bool).scatter_(1, columns, True)
+    return torch.zeros_like(w).scatter_(1, columns, values), removed
 
 
 class _Choices(NamedTuple):

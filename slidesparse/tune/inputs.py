@@ -146,7 +146,7 @@ class Inputs:
         return torch.randint(low, high, (count,), generator=self._generator, dtype=dtype, device=self.device)
 
     def _mask(self, count: int) -> Tensor:
-        """Boolean [count], two of every four."""
+        """Return a mask, bool [count], with two of every four set."""
         table = torch.tensor(TWO_OF_FOUR, dtype=torch.bool, device=self.device)
         chosen = self._integers(0, len(TWO_OF_FOUR), -(-count // 4), torch.int64)
         return table[chosen].view(-1)[:count]

@@ -52,9 +52,9 @@ class KernelJob:
         """See `Job.prepare`; there is nothing to prepare."""
 
         def run(problem: Problem) -> SearchResult:
-            found = search_launches(self.library.name, problem, self.length, session.inputs, session.clock)
-            session.winners.add(self.library, problem, found)
-            return found
+            result = search_launches(self.library.name, problem, self.length, session.inputs, session.clock)
+            session.winners.add(self.library, problem, result)
+            return result
 
         return run
 
@@ -80,50 +80,50 @@ def gemm_jobs(
     tokens: Sequence[int],
 ) -> list[Job]:
     """List the GEMMs that serving runs, without duplicates: layers of several models may have the same shape."""
-    found: dict[tuple[str, Problem], Job] = {}
+    jobs: dict[tuple[str, Problem], Job] = {}
     for library in libraries:
         for layer in layers:
             for dtype in dtypes:
                 for out, scale in served_outputs(library, dtype):
                     for k, blocks in _packed_columns(library, layer, patterns):
                         problem = Problem(dtype, out, layer.n, k, tokens[0], scale, blocks=blocks)
-                        found.setdefault((library.name, problem), Job(library, problem, tuple(tokens)))
-    return list(found.values())
+                        jobs.setdefault((library.name, problem), Job(library, problem, tuple(tokens)))
+    return list(jobs.values())
 
 
 def _packed_columns(library: Tunable, layer: Layer, patterns: Sequence[str]) -> list[tuple[int, str]]:
     """Return the columns of a layer's packed weight at each pattern, and the kind of its blocks."""
-    whole = round_up(layer.k, library.alignment)
+    padded = round_up(layer.k, library.alignment)
     if not library.sparse:
-        return [(whole, ALL_2_4)]
-    found = []
+        return [(padded, ALL_2_4)]
+    columns = []
     for pattern in map(parse_pattern, patterns):
         if isinstance(pattern, SlidePattern):
-            found.append((slided_columns(layer.k, pattern.ratio, library.alignment), ALL_2_4))
+            columns.append((slided_columns(layer.k, pattern.ratio, library.alignment), ALL_2_4))
         elif library.takes_dense:
-            found.append((whole, MIXED if pattern.share else ALL_DENSE))
-    return list(dict.fromkeys(found))
+            columns.append((padded, MIXED if pattern.share else ALL_DENSE))
+    return list(dict.fromkeys(columns))
 
 
 def kernel_jobs(
     layers: Sequence[Layer], dtypes: Sequence[str], patterns: Sequence[str], tokens: Sequence[int]
 ) -> list[KernelJob]:
     """List the Triton kernels that serving runs for these layers, each problem once, with activations in BF16."""
-    found: dict[tuple[str, Problem], KernelJob] = {}
+    jobs: dict[tuple[str, Problem], KernelJob] = {}
 
     def add(kind: str, source: str, target: str, n: int, k: int, length: int = HARDWARE_LENGTH) -> None:
         problem = launch_problem(DTYPES[source], DTYPES[target], n, k, tokens[0])
-        found.setdefault((kind, problem), KernelJob(Kernel(kind), problem, tuple(tokens), length))
+        jobs.setdefault((kind, problem), KernelJob(Kernel(kind), problem, tuple(tokens), length))
 
     for layer in layers:
         for dtype in dtypes:
-            slid = [one for one in map(parse_pattern, patterns) if isinstance(one, SlidePattern)]
+            slid = [pattern for pattern in map(parse_pattern, patterns) if isinstance(pattern, SlidePattern)]
             for pattern in (TWO_FOUR, *slid):  # dense weights are served like 2:4 ones
                 layout = pattern.layout(layer.k)
                 add(quantizer_kind(layout.length, 0), "bf16", dtype, layout.slided, layer.k, layout.length)
             for sums in ("bf16", "int32") if dtype == "int8" else ("bf16",):
                 add("dequant_bias", sums, "bf16", layer.n, layer.n)
-    return list(found.values())
+    return list(jobs.values())
 
 
 def tune(session: Session, todo: Sequence[Job | KernelJob], force: bool = False) -> Summary:
@@ -138,7 +138,7 @@ def tune(session: Session, todo: Sequence[Job | KernelJob], force: bool = False)
 
 
 def _tune_job(session: Session, job: Job | KernelJob, force: bool, count: Summary) -> bool:
-    """Tune one job; return False when the time was up."""
+    """Tune one job; return False if the deadline passed."""
     subject = session.gpu.subject(job.library)
     search: Search | None = None
     for problem in (replace(job.problem, m=m) for m in job.tokens):
@@ -157,11 +157,11 @@ def _tune_job(session: Session, job: Job | KernelJob, force: bool, count: Summar
 
 def _search_problem(session: Session, name: str, problem: Problem, search: Search, count: Summary) -> None:
     try:
-        found = search(problem)
+        result = search(problem)
     except LibraryError as error:
         session.skipped.append(f"{name}: {error}")
         return
     count.tuned += 1
-    count.algorithms += found.tried
-    count.refused += found.refused
-    count.wrong += found.wrong
+    count.algorithms += result.tried
+    count.refused += result.refused
+    count.wrong += result.wrong

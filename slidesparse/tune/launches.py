@@ -28,7 +28,7 @@ ELEMENTS_PER_THREAD = (8, 16)  # elements per thread of dequant_bias
 
 
 class KernelRun(Protocol):
-    """Launches a kernel on copy i of its inputs; returns its results."""
+    """A function that launches a kernel on copy i of its inputs and returns its results."""
 
     def __call__(self, i: int, config: Config) -> tuple[Tensor, ...]: ...
 
@@ -40,16 +40,19 @@ def candidates(kind: str, problem: Problem) -> list[Config]:
 
 def _grid(kind: str, problem: Problem) -> Iterator[Config]:
     if kind == "dequant_bias":
-        shapes = ((block, rows, each) for block, rows, each in product(COLUMNS, ROWS, ELEMENTS_PER_THREAD))
-    else:
-        whole = 1 << (-(-problem.n // 4) - 1).bit_length()  # words of a row in one step
         shapes = (
-            (whole >> halved, 1, each)
-            for halved in range(MAX_STEPS.bit_length())
-            for each in WORDS_PER_THREAD
+            (block, rows, per_thread)
+            for block, rows, per_thread in product(COLUMNS, ROWS, ELEMENTS_PER_THREAD)
         )
-    for block, rows, each in shapes:
-        warps = block * rows // (32 * each)
+    else:
+        row_words = 1 << (-(-problem.n // 4) - 1).bit_length()  # words of a row in one step
+        shapes = (
+            (row_words >> halved, 1, per_thread)
+            for halved in range(MAX_STEPS.bit_length())
+            for per_thread in WORDS_PER_THREAD
+        )
+    for block, rows, per_thread in shapes:
+        warps = block * rows // (32 * per_thread)
         if 1 <= warps <= MAX_WARPS:
             yield Config(block, rows, warps)
 
@@ -63,20 +66,20 @@ def search_launches(kind: str, problem: Problem, length: int, inputs: Inputs, cl
     size = DTYPES[problem.dtype].itemsize * problem.k + DTYPES[problem.out].itemsize * problem.n
     copies = inputs.copies_exceeding_l2(problem.m * size)
     run = _make_run(kind, problem, length, inputs, copies)
-    todo = candidates(kind, problem)
-    expected = _as_bytes(run(0, todo[0]))
+    configs = candidates(kind, problem)
+    expected = _as_bytes(run(0, configs[0]))
     timed: list[Candidate] = []
-    for config in todo:
+    for config in configs:
         launch = partial(run, config=config)
-        best = min((one.us for one in timed), default=math.inf)
+        best = min((candidate.us for candidate in timed), default=math.inf)
         timed.append(Candidate(str(config), launch, estimate_us(clock, launch, copies, best)))
 
-    def is_correct(one: Candidate) -> bool:
-        found = _as_bytes(run(0, Config.parse(one.algorithm)))
-        return all(map(torch.equal, found, expected))
+    def is_correct(candidate: Candidate) -> bool:
+        outputs = _as_bytes(run(0, Config.parse(candidate.algorithm)))
+        return all(map(torch.equal, outputs, expected))
 
     finalists, wrong = select_correct(timed, is_correct)
-    return time_finalists(clock, finalists, copies, len(todo), 0, wrong)
+    return time_finalists(clock, finalists, copies, len(configs), 0, wrong)
 
 
 def _make_run(kind: str, problem: Problem, length: int, inputs: Inputs, copies: int) -> KernelRun:
@@ -95,5 +98,5 @@ def _make_run(kind: str, problem: Problem, length: int, inputs: Inputs, copies: 
     return lambda i, config: (dequant_bias(source[i], scale_x, scale_w, bias, out, launch=config),)
 
 
-def _as_bytes(found: tuple[Tensor, ...]) -> list[Tensor]:
-    return [one.view(torch.uint8) for one in found]
+def _as_bytes(outputs: tuple[Tensor, ...]) -> list[Tensor]:
+    return [output.view(torch.uint8) for output in outputs]

@@ -17,7 +17,7 @@ SERVED_DTYPES = ("int8", "fp8")  # the operand types that serving runs
 
 
 class MissingError(EnvironmentFault, RuntimeError):
-    """This machine lacks what a command needs; the message says what, and the remedy."""
+    """Something that a command needs is missing on this machine; the message names it and the remedy."""
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ class Gpu:
 
 
 def require_gpu() -> Gpu:
-    """The current CUDA device.  Raises MissingError."""
+    """Return the current CUDA device.  Raises MissingError."""
     if torch.version.cuda is None:
         raise MissingError(
             f"this command measures an NVIDIA GPU, but torch {torch.__version__} is built without CUDA; "
@@ -59,30 +59,30 @@ def require_gpu() -> Gpu:
 
 
 def tunable_names() -> tuple[str, ...]:
-    """The backends whose algorithms can be searched."""
+    """Return the names of the backends whose algorithms can be searched."""
     return tuple(name for name in gemm.REGISTRY if hasattr(gemm.get(name), "algorithms"))
 
 
 def require_libraries(gpu: Gpu, names: Sequence[str]) -> list[Tunable]:
-    """The backends of these names.  Raises MissingError with the reason when one cannot run on ``gpu``."""
-    found = []
+    """Return the backends of these names.  Raises MissingError with the reason when one cannot run on ``gpu``."""
+    libraries = []
     for name in names:
         library = cast("Tunable", gemm.get(name))
         reason = library.unusable(gpu.device)
         if reason:
             raise MissingError(f"{name} cannot run on {gpu.name}: {reason}")
-        found.append(library)
-    return found
+        libraries.append(library)
+    return libraries
 
 
 def usable_libraries(gpu: Gpu) -> tuple[list[Tunable], list[str]]:
-    """The tunable backends that run on ``gpu``, and why the others do not."""
-    found, missed = [], []
+    """Return the tunable backends that run on ``gpu``, and why the others do not."""
+    usable, reasons = [], []
     for name in tunable_names():
         library = cast("Tunable", gemm.get(name))
         reason = library.unusable(gpu.device)
         if reason is None:
-            found.append(library)
+            usable.append(library)
         else:
-            missed.append(f"{name} is left out: {reason}")
-    return found, missed
+            reasons.append(f"{name} is left out: {reason}")
+    return usable, reasons

@@ -49,7 +49,7 @@ class Replay(Protocol):
     graphed: bool
 
     def samples(self, count: int) -> list[float]:
-        """``count`` times of one launch, in microseconds."""
+        """Return ``count`` times of one launch, in microseconds."""
 
 
 class Clock(Protocol):
@@ -68,9 +68,9 @@ def copies_for(call_bytes: int, l2_bytes: int) -> int:
 
 
 def launches_for(copies: int, about_us: float, target_us: float) -> int:
-    """Launches of one sample: whole rounds through the copies, of about ``target_us``."""
-    wanted = min(MAX_LAUNCHES, -(-target_us // max(about_us, 0.1)))
-    return int(-(-wanted // copies)) * copies
+    """Return the launches of one sample: whole rounds through the copies, of about ``target_us``."""
+    launches = min(MAX_LAUNCHES, -(-target_us // max(about_us, 0.1)))
+    return int(-(-launches // copies)) * copies
 
 
 class CudaClock:
@@ -107,11 +107,11 @@ class CudaClock:
         """See `Clock.prepare`.  Falls back to eager launches, and says so, when capture fails."""
         count = launches_for(copies, about_us, target_us)
         graph = torch.cuda.CUDAGraph()
-        kept: deque[object] = deque(maxlen=copies)  # results are not overwritten while in the cache either
+        results: deque[object] = deque(maxlen=copies)  # not overwritten while in the cache either
         try:
             with _captured(graph):
                 for i in range(count):
-                    kept.append(launch(i % copies))
+                    results.append(launch(i % copies))
         except RuntimeError as error:
             return self._eager(launch, copies, count, error)
         return _CudaReplay(graph.replay, count, graphed=True)

@@ -67,7 +67,7 @@ def search(
     candidates: list[Candidate] = []
 
     def consider(name: str) -> None:
-        best = min((one.us for one in candidates), default=math.inf)
+        best = min((candidate.us for candidate in candidates), default=math.inf)
         try:
             launch = operands.launch(library.plan(problem, device, name, layout))
             us = estimate_us(clock, launch, operands.copies, best)
@@ -76,16 +76,18 @@ def search(
         candidates.append(Candidate(name, launch, us))
 
     unsplit = {name: library.unsplit(name) for name in names}
-    whole = [name for name in names if unsplit[name] is None]
-    for name in whole:
+    unsplit_names = [name for name in names if unsplit[name] is None]
+    for name in unsplit_names:
         consider(name)
-    fast = {one.algorithm for one in sorted(candidates, key=lambda one: one.us)[:SPLIT_K_CANDIDATES]}
+    ranked = sorted(candidates, key=lambda candidate: candidate.us)
+    fast = {candidate.algorithm for candidate in ranked[:SPLIT_K_CANDIDATES]}
     variants = [name for name in names if unsplit[name] is not None and (not fast or unsplit[name] in fast)]
     for name in variants:
         consider(name)
-    names = whole + variants
+    names = unsplit_names + variants
     finalists, wrong = select_correct(
-        candidates, lambda one: outputs_agree(_launch_output(operands, one.launch), expected, problem)
+        candidates,
+        lambda candidate: outputs_agree(_launch_output(operands, candidate.launch), expected, problem),
     )
     if not finalists:
         raise LibraryError(
@@ -127,16 +129,16 @@ def select_correct(
     candidates: list[Candidate], is_correct: Callable[[Candidate], bool]
 ) -> tuple[list[Candidate], int]:
     """Return the FINALISTS fastest candidates with the right result, and how many faster ones were wrong."""
-    found: list[Candidate] = []
+    correct: list[Candidate] = []
     wrong = 0
-    for candidate in sorted(candidates, key=lambda one: one.us):
+    for candidate in sorted(candidates, key=lambda candidate: candidate.us):
         if is_correct(candidate):
-            found.append(candidate)
+            correct.append(candidate)
         else:
             wrong += 1
-        if len(found) == FINALISTS:
+        if len(correct) == FINALISTS:
             break
-    return found, wrong
+    return correct, wrong
 
 
 def _launch_output(operands: Operands, launch: Launch) -> Tensor:
@@ -150,14 +152,14 @@ def _launch_output(operands: Operands, launch: Launch) -> Tensor:
 def time_finalists(
     clock: Clock, finalists: list[Candidate], copies: int, tried: int, refused: int, wrong: int
 ) -> SearchResult:
-    """Time the finalists, and the fastest of them best."""
+    """Time the finalists, and the fastest of them with more samples."""
     replays: list[tuple[Candidate, Replay, list[float]]] = []
-    for one in finalists:
-        replay = clock.prepare(one.launch, copies, one.us, EXACT_US)
-        replays.append((one, replay, replay.samples(FINAL_SAMPLES)))
+    for candidate in finalists:
+        replay = clock.prepare(candidate.launch, copies, candidate.us, EXACT_US)
+        replays.append((candidate, replay, replay.samples(FINAL_SAMPLES)))
     (winner, replay, samples), *others = sorted(replays, key=lambda entry: Timing.of(entry[2]).p50)
     samples = samples + replay.samples(SAMPLES - FINAL_SAMPLES)
-    slower = tuple((one.algorithm, Timing.of(times).p50) for one, _, times in others)
+    slower = tuple((candidate.algorithm, Timing.of(times).p50) for candidate, _, times in others)
     return SearchResult(winner.algorithm, Timing.of(samples, replay.graphed), slower, tried, refused, wrong)
 
 
@@ -182,7 +184,7 @@ def outputs_agree(out: Tensor, expected: Tensor, problem: Problem) -> bool:
 
 
 def _relative_error(out: Tensor, expected: Tensor) -> float:
-    """|out - expected| / |expected|, NaN when either holds NaN or Inf."""
+    """Return |out - expected| / |expected|, NaN when either holds NaN or Inf."""
     rows = max(1, COMPARED_ELEMENTS // max(1, out.shape[1]))
     squares = torch.zeros(2, dtype=torch.float64, device=out.device)
     for start in range(0, out.shape[0], rows):

@@ -30,9 +30,9 @@ class Winners:
         self._gpu, self._saved = gpu, time.monotonic()
         self._pending: dict[Subject, list[tuple[Problem, Tuned]]] = defaultdict(list)
 
-    def add(self, library: Versioned, problem: Problem, found: SearchResult) -> None:
+    def add(self, library: Versioned, problem: Problem, result: SearchResult) -> None:
         """Record the best of one problem."""
-        best = Tuned(found.algorithm, found.timing.p50, found.others, found.tried)
+        best = Tuned(result.algorithm, result.timing.p50, result.others, result.tried)
         self._pending[self._gpu.subject(library)].append((problem, best))
         if time.monotonic() - self._saved >= SAVE_SECONDS:
             self.flush()
@@ -62,10 +62,10 @@ class Session:
     def search(self, library: Tunable, problem: Problem, weights: list[Tensor]) -> SearchResult:
         """Search for the fastest algorithm, and save it if serving runs the problem.  Raises LibraryError."""
         operands = self.inputs.operands(problem, weights)
-        found = search(library, problem, operands, self.clock, self.gpu.device)
+        result = search(library, problem, operands, self.clock, self.gpu.device)
         if (problem.out, problem.scale) in served_outputs(library, problem.dtype):
-            self.winners.add(library, problem, found)
-        return found
+            self.winners.add(library, problem, result)
+        return result
 
 
 def served_outputs(library: Tunable, dtype: str) -> list[tuple[str, str]]:
@@ -74,18 +74,18 @@ def served_outputs(library: Tunable, dtype: str) -> list[tuple[str, str]]:
     Sparse INT8 with INT32 output is the exact path, scaled by a separate kernel.  A dense library that scales is
     also used without scales, because for few tokens a separate kernel is faster.
     """
-    found = library.output_types(dtype) if dtype in SERVED_DTYPES else ()
-    if not found:
+    outputs = library.output_types(dtype) if dtype in SERVED_DTYPES else ()
+    if not outputs:
         return []
-    problems = [(found[0], library.epilogue(dtype, found[0]))]
+    problems = [(outputs[0], library.epilogue(dtype, outputs[0]))]
     if not library.sparse and problems[0][1] != "none":
-        problems.append((found[0], "none"))
-    if library.sparse and dtype == "int8" and "int32" in found and ("int32", "none") not in problems:
+        problems.append((outputs[0], "none"))
+    if library.sparse and dtype == "int8" and "int32" in outputs and ("int32", "none") not in problems:
         problems.append(("int32", "none"))
     return problems
 
 
 def summarize_skipped(skipped: Sequence[str]) -> list[str]:
     """Return the first MAX_SHOWN of the refusals, and how many more there were."""
-    rest = [f"and {len(skipped) - MAX_SHOWN} more"] if len(skipped) > MAX_SHOWN else []
-    return [*skipped[:MAX_SHOWN], *rest]
+    note = [f"and {len(skipped) - MAX_SHOWN} more"] if len(skipped) > MAX_SHOWN else []
+    return [*skipped[:MAX_SHOWN], *note]

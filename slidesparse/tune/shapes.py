@@ -76,7 +76,7 @@ def find_model(name: str) -> tuple[str, tuple[Layer, ...]]:
 
 
 def parse_shapes(text: str) -> tuple[Layer, ...]:
-    """``"4608x3584,3584x18944"`` (N x K) -> layers with these names.  Raises ShapeError."""
+    """Parse shapes N x K, ``"4608x3584,3584x18944"``, into layers with these names.  Raises ShapeError."""
     layers = []
     for word in split_list(text):
         match = re.fullmatch(r"([0-9]{1,9})[xX]([0-9]{1,9})", word)
@@ -91,7 +91,7 @@ def parse_shapes(text: str) -> tuple[Layer, ...]:
 
 
 def parse_tokens(text: str) -> tuple[int, ...]:
-    """``"64,128"`` -> (64, 128).  Raises ShapeError."""
+    """Parse token counts: ``"64,128"`` -> (64, 128).  Raises ShapeError."""
     try:
         tokens = tuple(int(word) for word in split_list(text))
     except ValueError as error:
@@ -102,7 +102,7 @@ def parse_tokens(text: str) -> tuple[int, ...]:
 
 
 def parse_patterns(text: str, mixed: bool = False) -> tuple[str, ...]:
-    """``"6:8,2_10"`` -> ("6:8", "8:10"); if ``mixed`` also ``"2:4@50%"``.  Raises PatternError or ShapeError."""
+    """Parse "6:8,2_10" into ("6:8", "8:10"), with ``mixed`` also "2:4@50%".  Raises PatternError or ShapeError."""
     parse = parse_pattern if mixed else SlidePattern.parse
     if not (words := split_list(text)):
         raise ShapeError("--pattern is empty; use patterns such as 2:4,6:8")
@@ -110,7 +110,7 @@ def parse_patterns(text: str, mixed: bool = False) -> tuple[str, ...]:
 
 
 def parse_choice(option: str, text: str, allowed: tuple[str, ...]) -> tuple[str, ...]:
-    """Comma-separated words of ``allowed``.  Raises ShapeError."""
+    """Parse comma-separated words, each one of ``allowed``.  Raises ShapeError."""
     words = tuple(split_list(text))
     wrong = [word for word in words if word not in allowed]
     if wrong or not words:

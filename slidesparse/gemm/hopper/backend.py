@@ -113,8 +113,8 @@ class Hopper(CudaBackend):
         self._require_supported(problem, layout)
         with cuda.on_device(cuda.device_index(device)):
             sizes = problem.n, problem.k, problem.m, DTYPES[problem.dtype]
-            found = native.candidates(*sizes, CANDIDATES, problem.blocks)
-        return [configuration for configuration, _ in found]
+            candidates = native.candidates(*sizes, CANDIDATES, problem.blocks)
+        return [configuration for configuration, _ in candidates]
 
     def plan(
         self, problem: Problem, device: torch.device, algorithm: str | None = None, layout: Layout = TN
@@ -220,19 +220,19 @@ class Hopper(CudaBackend):
         Raises LibraryError, also if it would have to be made during CUDA graph capture, because that loads kernels.
         """
         find = native.library().slidesparse_hopper_find
-        found: int | None = find(cuda.device_index(device), *layer)
-        if found:
-            return found
+        plan: int | None = find(cuda.device_index(device), *layer)
+        if plan:
+            return plan
         if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
             raise LibraryError(
                 f"no plan for {layer} while a CUDA graph is being captured; run the layer once before the capture"
             )
         with _planning:
-            found = find(cuda.device_index(device), *layer)  # another thread may have been faster
-            if not found:
-                found = native.make_plan(layer, self._configuration_table(layer, device))
-                native.library().slidesparse_hopper_serve(found)
-        return found
+            plan = find(cuda.device_index(device), *layer)  # another thread may have been faster
+            if not plan:
+                plan = native.make_plan(layer, self._configuration_table(layer, device))
+                native.library().slidesparse_hopper_serve(plan)
+        return plan
 
     def _configuration_table(self, layer: Layer, device: torch.device) -> list[tuple[int, tuple[str, ...]]]:
         """Return the configurations of a layer by number of tokens, see `native.make_plan`.
@@ -385,8 +385,8 @@ def _multiply(
 ) -> None:
     """out = (q @ weight.T) * scale_w * scale_x + bias on torch's current stream."""
     if profiling.enabled():
-        found = native.library().slidesparse_hopper_configuration(plan, q.shape[0], packed.numel())
-        profiling.chose(found.decode())
+        configuration = native.library().slidesparse_hopper_configuration(plan, q.shape[0], packed.numel())
+        profiling.chose(configuration.decode())
     with profiling.stage("product", q):
         native.call(
             "product",
@@ -408,8 +408,8 @@ def _input_args(
     gain, eps, residual, total = producer
     if residual is None or total is None:
         return *tokens, native.RMS_NORM, eps, gain.data_ptr(), None, 0, None
-    rest = residual.data_ptr(), residual.stride(0), total.data_ptr()
-    return *tokens, native.ADD_RMS_NORM, eps, gain.data_ptr(), *rest
+    added = residual.data_ptr(), residual.stride(0), total.data_ptr()
+    return *tokens, native.ADD_RMS_NORM, eps, gain.data_ptr(), *added
 
 
 def _bias_args(bias: Tensor | None) -> tuple[int | None, int]:
@@ -440,7 +440,7 @@ def _require_layout(layout: Layout) -> None:
 def _require_output(dtype: torch.dtype) -> None:
     if dtype not in OUTPUTS:
         raise LibraryError(
-            f"the Hopper kernels write {' or '.join(NAMES[one] for one in OUTPUTS)}, asked for {dtype}: "
+            f"the Hopper kernels write {' or '.join(NAMES[output] for output in OUTPUTS)}, asked for {dtype}: "
             "use the backend cusparselt for it"
         )
 
@@ -464,9 +464,14 @@ def _require_input(x: Tensor, k: int, producer: Producer) -> None:
     if residual is None:
         return
     assert total is not None
-    for name, one in (("residual", residual), ("sum", total)):
-        if one.shape != x.shape or one.dtype != x.dtype or one.device != x.device or one.stride(1) != 1:
-            raise LibraryError(f"the {name} is {_describe(one)}; it must be as x, {_describe(x)}")
+    for name, tensor in (("residual", residual), ("sum", total)):
+        if (
+            tensor.shape != x.shape
+            or tensor.dtype != x.dtype
+            or tensor.device != x.device
+            or tensor.stride(1) != 1
+        ):
+            raise LibraryError(f"the {name} is {_describe(tensor)}; it must be as x, {_describe(x)}")
     if not total.is_contiguous():
         raise LibraryError(f"the sum is {_describe(total)}; it must be contiguous")
 

@@ -51,12 +51,12 @@ _KEPT_COLUMNS = {
 
 
 def packed_bytes(n: int, slided: int) -> int:
-    """The size of a packed weight [n, slided] of 2:4 blocks."""
+    """Return the bytes of a packed weight [n, slided] of 2:4 blocks."""
     return strips_of(n) * blocks_of(slided) * BLOCK_BYTES
 
 
 def pack(weight: Tensor) -> Tensor:
-    """2:4 [N, K'] of one-byte elements, any device -> uint8 [strips * blocks * 5120].
+    """Pack 2:4 weights [N, K'] of one-byte elements on any device: uint8 [strips * blocks * 5120].
 
     -0.0 counts as zero, and may become +0.0.  Raises ValueError for a group of four with more than two non-zeros.
     """
@@ -66,16 +66,16 @@ def pack(weight: Tensor) -> Tensor:
         weight.view(torch.uint8), (0, blocks * BLOCK - slided, 0, strips * STRIP - n)
     )
     groups = codes.view(strips * STRIP, blocks * BLOCK // 4, 4)
-    sizes = groups & 0x7F if weight.dtype.is_floating_point else groups
+    magnitudes = groups & 0x7F if weight.dtype.is_floating_point else groups
     powers = torch.tensor([1, 2, 4, 8], dtype=torch.uint8, device=weight.device)
-    kept = _kept_columns(weight.device)[((sizes != 0) * powers).sum(-1)]  # [rows, groups, 2]
-    if bool((kept < 0).any()):
-        row, group = (int(i) for i in (kept[..., 0] < 0).nonzero()[0])
+    columns = _kept_columns(weight.device)[((magnitudes != 0) * powers).sum(-1)]  # [rows, groups, 2]
+    if bool((columns < 0).any()):
+        row, group = (int(i) for i in (columns[..., 0] < 0).nonzero()[0])
         raise ValueError(
             f"row {row}, columns {4 * group} to {4 * group + 3} hold more than two non-zeros: slide the weight first"
         )
-    values = groups.gather(-1, kept)
-    nibbles = (kept[..., 0] | kept[..., 1] << 2).to(torch.uint8)
+    values = groups.gather(-1, columns)
+    nibbles = (columns[..., 0] | columns[..., 1] << 2).to(torch.uint8)
     packed = torch.empty(strips, blocks, BLOCK_BYTES, dtype=torch.uint8, device=weight.device)
     # rows: strip, eight rows, row; columns: block, wgmma, half, byte -> matrix by matrix
     matrices = values.reshape(strips, 8, 8, blocks, 2, 2, 16).permute(0, 3, 4, 1, 5, 2, 6)
@@ -103,7 +103,7 @@ def allocate_mixed(dense: Tensor) -> Tensor:
 
 
 def pack_mixed(weight: Tensor, dense: Tensor) -> Tensor:
-    """Weight [N, K] of one-byte elements, any device -> uint8, its blocks dense or 2:4 as ``dense`` says."""
+    """Pack a weight [N, K] of one-byte elements on any device into uint8, its blocks dense or 2:4 as ``dense`` says."""
     packed, (n, k) = allocate_mixed(dense), weight.shape
     strips, blocks = dense.shape
     codes = torch.nn.functional.pad(weight.view(torch.uint8), (0, blocks * BLOCK - k, 0, strips * STRIP - n))
@@ -151,12 +151,12 @@ def _unpack_sparse(packed: Tensor, n: int, slided: int, dtype: torch.dtype) -> T
     words = packed[..., VALUE_BYTES:].reshape(strips, blocks, 2, 4, 8, 2, 2, 4)
     pairs = words.permute(0, 3, 6, 4, 1, 2, 5, 7)  # strip, w, r, g, block, wgmma, half, pair
     nibbles = torch.stack((pairs & 15, pairs >> 4), -1).reshape(strips * STRIP, blocks * BLOCK // 4)
-    kept = torch.stack((nibbles & 3, nibbles >> 2), -1).long()
+    columns = torch.stack((nibbles & 3, nibbles >> 2), -1).long()
     groups = torch.zeros(*nibbles.shape, 4, dtype=torch.uint8, device=packed.device)
-    groups.scatter_(-1, kept, values)
+    groups.scatter_(-1, columns, values)
     return groups.view(strips * STRIP, blocks * BLOCK)[:n, :slided].contiguous().view(dtype)
 
 
 def _kept_columns(device: torch.device) -> Tensor:
-    kept = [_KEPT_COLUMNS.get(bits, (-1, -1)) for bits in range(16)]
-    return torch.tensor(kept, dtype=torch.int64, device=device)
+    pairs = [_KEPT_COLUMNS.get(bits, (-1, -1)) for bits in range(16)]
+    return torch.tensor(pairs, dtype=torch.int64, device=device)

@@ -68,18 +68,18 @@ def library() -> Any:
     """Return the kernels, compiled if needed, and install torch's operators that run them.  Raises LibraryError."""
     try:
         path = build("hopper")
-        found = ctypes.CDLL(str(path))
+        kernels = ctypes.CDLL(str(path))
     except (ToolchainError, OSError) as error:
         raise LibraryError(f"the Hopper kernels: {error}") from None
-    declare_functions(found)
+    declare_functions(kernels)
     operators.install(path)
-    return found
+    return kernels
 
 
-def declare_functions(found: Any) -> None:
+def declare_functions(kernels: Any) -> None:
     """Tell ctypes the types of `FUNCTIONS`."""
     for name, (result, *arguments) in FUNCTIONS.items():
-        function = getattr(found, f"slidesparse_hopper_{name}")
+        function = getattr(kernels, f"slidesparse_hopper_{name}")
         function.restype, function.argtypes = result, arguments
 
 
@@ -107,7 +107,7 @@ def fit(configuration: str, dtype: torch.dtype) -> Fit:
 def candidates(
     n: int, columns: int, m: int, dtype: torch.dtype, max_count: int, blocks: str = ALL_2_4
 ) -> list[tuple[str, float]]:
-    """Up to ``max_count`` configurations for a weight [n, columns] and m tokens on the current device, fastest first.
+    """Return up to ``max_count`` configurations for a weight [n, columns] and m tokens on this device, fastest first.
 
     Each with the microseconds that the model in csrc/hopper/configuration.cu predicts.  ``blocks`` is one of BLOCKS.
     """
@@ -122,7 +122,7 @@ def candidates(
 
 
 def make_plan(layer: Layer, table: Sequence[tuple[int, tuple[str, ...]]]) -> int:
-    """The handle of a new plan for the current device.  Raises LibraryError.
+    """Return the handle of a new plan for the current device.  Raises LibraryError.
 
     Args:
         layer: the layer.
@@ -132,10 +132,10 @@ def make_plan(layer: Layer, table: Sequence[tuple[int, tuple[str, ...]]]) -> int
     tokens = (c_int32 * len(table))(*(m for m, _ in table))
     rows = [text.encode() for _, row in table for text in row]
     texts = (c_char_p * len(rows))(*rows)
-    made = c_void_p()
-    call("plan", *layer, len(table), tokens, texts, ctypes.byref(made))
-    assert made.value
-    return made.value
+    plan = c_void_p()
+    call("plan", *layer, len(table), tokens, texts, ctypes.byref(plan))
+    assert plan.value
+    return plan.value
 
 
 class Plan:

@@ -72,17 +72,17 @@ def install(kernels: Path) -> None:
 def load(path: Path, kernels: Path) -> Any:
     """Load the compiled operators.cpp, which implements the operators from then on.  Raises LibraryError."""
     try:
-        found = ctypes.CDLL(str(path))
+        native = ctypes.CDLL(str(path))
     except OSError as error:
         raise LibraryError(f"torch's operators in C++: {error}") from None
-    found.slidesparse_operators_load.argtypes = [ctypes.c_char_p]
-    found.slidesparse_operators_load.restype = ctypes.c_char_p
-    found.slidesparse_operators_failed.argtypes = [ctypes.c_char_p]
-    found.slidesparse_operators_failed.restype = None
-    found.slidesparse_operators_enable.argtypes = [ctypes.c_int32]
-    found.slidesparse_operators_enable.restype = None
-    wrong = found.slidesparse_operators_load(str(kernels).encode())
-    if wrong:
-        raise LibraryError(f"torch's operators in C++: {wrong.decode()}")
-    profiling.on_switch(lambda on: found.slidesparse_operators_enable(not on))
-    return found
+    native.slidesparse_operators_load.argtypes = [ctypes.c_char_p]
+    native.slidesparse_operators_load.restype = ctypes.c_char_p
+    native.slidesparse_operators_failed.argtypes = [ctypes.c_char_p]
+    native.slidesparse_operators_failed.restype = None
+    native.slidesparse_operators_enable.argtypes = [ctypes.c_int32]
+    native.slidesparse_operators_enable.restype = None
+    message = native.slidesparse_operators_load(str(kernels).encode())
+    if message:
+        raise LibraryError(f"torch's operators in C++: {message.decode()}")
+    profiling.on_switch(lambda on: native.slidesparse_operators_enable(not on))
+    return native
