@@ -158,7 +158,7 @@ class SmoothedReader(Reader):
 
     def rows(self, name: str, rows: slice) -> Tensor:
         """Read rows of a tensor as [rows, columns]."""
-        x = self._reader.rows(name, rows)
+        x = self._reader.rows(name, rows)  # on a GPU, if it has been rotated there
         if name in self._by_column:
-            return x.float() * self._by_column[name]
-        return x.float() / self._by_row[name][rows, None] if name in self._by_row else x
+            return x.float() * self._by_column[name].to(x.device)
+        return x.float() / self._by_row[name][rows, None].to(x.device) if name in self._by_row else x
