@@ -250,7 +250,7 @@ def _explain_unserved(
         report.lacks("it has not been converted", convert, FAILED)
     elif source is None:
         report.lacks(unread, "", FAILED)
-    elif source.method != COMPRESSED_TENSORS or not any(scheme.ours for scheme in source.schemes):
+    elif source.method != COMPRESSED_TENSORS or not any(scheme.native for scheme in source.schemes):
         report.lacks("it is quantized in a way that only vLLM's own kernels serve", convert, FAILED)
     else:
         remedy = f"USE_CUSPARSELT=1 SPARSITY=dense, where the backend hopper runs, or {convert}"
@@ -287,7 +287,7 @@ def _layers(
         kind, reason = UNQUANTIZED, "not quantized"
         if scheme and quant:
             kind, reason = STOCK, ""
-            if not scheme.ours:
+            if not scheme.native:
                 reason = "block FP8" if scheme.block else f"{scheme.activations} activations"
             elif resolution is None:
                 reason = "vLLM's own kernels"
@@ -332,8 +332,8 @@ def _require_obeyed(reader: Reader, metadata: Metadata, unit: Sequence[str]) -> 
                 restore(_first_rows(reader, name), metadata, name)
             except DamagedError as error:
                 raise ResolveError(
-                    f"{name}: row {error.found.row} breaks {metadata.layers[name].pattern}, to which the metadata say "
-                    "that it was pruned (`slidesparse inspect` counts all rows): convert the original model again"
+                    f"{name}: row {error.violation.row} breaks {metadata.layers[name].pattern}, to which the metadata "
+                    "say that it was pruned (`slidesparse inspect` counts all rows): convert the original model again"
                 ) from error
 
 

@@ -147,12 +147,12 @@ def _facts(
         try:
             values = nonzero(restore(reader.rows(spec.name, rows), metadata, name, rows.start))
         except DamagedError as error:
-            broken, first = broken + error.found.total, first or error
+            broken, first = broken + error.violation.total, first or error
             continue
         alive |= values.any(0)
         zeros += int((~values).sum())
     if lacking := lacking_share(checkpoint, reader, metadata, name):
-        broken, first = lacking.found.total, lacking
+        broken, first = lacking.violation.total, lacking
     dead = 0 if bool(alive.all()) else int((_columns_used(source, name, len(alive)) & ~alive).sum())
     scale = reader.whole(name + SCALE).float()
     used = scale[scale > 0]
