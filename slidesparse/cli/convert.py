@@ -388,12 +388,12 @@ def _require_writable(option: str, report: Path | None, target: Path) -> None:
 
 
 def _warn(report: Report) -> None:
-    if report.method == "magnitude" and not report.samples and report.made:
+    if report.method == "magnitude" and not report.samples and report.newly_pruned:
         words = TERNARY if report.ternary else WITHOUT_CALIBRATION
         err.print(f"[yellow]warning:[/] {escape(words)}")
     if report.note:
         err.print(f"[yellow]note:[/] {escape(report.note)}")
-    if report.budget and not report.budget.kept:
+    if report.budget and not report.budget.within_budget:
         err.print(
             f"[yellow]warning:[/] {escape(report.budget.budget.goal)} is exceeded: {escape(report.budget.summary)}; "
             "this checkpoint is the closest of several tries. Allow more, or give more text"

@@ -140,9 +140,9 @@ def tensors(config: Config) -> list[TensorSpec]:
         )
     if not config.get("model_type"):
         raise CheckpointError("config.json has no model_type, by which vLLM finds the model; fetch it again")
-    named = config.get("torch_dtype") or config.get("dtype") or "bfloat16"
-    if named not in DTYPES:
-        raise CheckpointError(f"config.json: torch_dtype is {named!r}; use one of {', '.join(DTYPES)}")
+    dtype = config.get("torch_dtype") or config.get("dtype") or "bfloat16"
+    if dtype not in DTYPES:
+        raise CheckpointError(f"config.json: torch_dtype is {dtype!r}; use one of {', '.join(DTYPES)}")
     hidden, vocabulary = size_of(config, "hidden_size"), size_of(config, "vocab_size")
     shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (vocabulary, hidden)}
     block = dict(_block(config, architecture))
@@ -151,7 +151,7 @@ def tensors(config: Config) -> list[TensorSpec]:
     shapes["model.norm.weight"] = (hidden,)
     if not config.get("tie_word_embeddings", False):
         shapes["lm_head.weight"] = (vocabulary, hidden)
-    return [TensorSpec(name, DTYPES[named], shape) for name, shape in shapes.items()]
+    return [TensorSpec(name, DTYPES[dtype], shape) for name, shape in shapes.items()]
 
 
 def _block(config: Config, architecture: str) -> Iterator[tuple[str, tuple[int, ...]]]:
