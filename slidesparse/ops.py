@@ -99,13 +99,13 @@ def _layer(
 ) -> Tensor:
     """Run a layer by ``backend``, after ``producer``.  Raises BackendError for a wrong number of columns."""
     k = x.shape[1] // 2 if isinstance(producer, SiluMul) else x.shape[1]
-    spec, found = layer_spec(scale_w.shape[0], k, length, phase, dtype, out_dtype), gemm.get(backend)
-    if columns != spec.columns(found.alignment):
+    spec, implementation = layer_spec(scale_w.shape[0], k, length, phase, dtype, out_dtype), gemm.get(backend)
+    if columns != spec.columns(implementation.alignment):
         raise gemm.BackendError(
             f"backend {backend} quantizes {k} in-features in windows of blocks of {length} to "
-            f"{spec.columns(found.alignment)} columns, asked for {columns}: pack the weight for {backend}"
+            f"{spec.columns(implementation.alignment)} columns, asked for {columns}: pack the weight for {backend}"
         )
-    return found.linear(spec, x, weight, scale_w, bias, producer)
+    return implementation.linear(spec, x, weight, scale_w, bias, producer)
 
 
 def _linear(x: Tensor, *layer: Any) -> Tensor:
@@ -151,10 +151,10 @@ def _register(name: str, schema: str, implementation: Callable[..., Any], fake: 
         return
     replaceable = name in hopper_operators.OPERATORS
     names = [name, name + hopper_operators.PYTHON_SUFFIX] if replaceable else [name]
-    for one in names:
-        _library.define(one + schema, tags=(torch.Tag.pt2_compliant_tag,))
-        torch.library.register_fake(f"{NAMESPACE}::{one}", fake, lib=_library)
-        _library.impl(one, implementation, "CPU")
+    for operator in names:
+        _library.define(operator + schema, tags=(torch.Tag.pt2_compliant_tag,))
+        torch.library.register_fake(f"{NAMESPACE}::{operator}", fake, lib=_library)
+        _library.impl(operator, implementation, "CPU")
     if replaceable:
         hopper_operators.implement(name, implementation)
         implementation = hopper_operators.record_errors(implementation)
@@ -193,7 +193,7 @@ def linear(
     columns: int,
     backend: str,
 ) -> Tensor:
-    """A whole layer: x [..., K] -> [..., N] of x's dtype.  The arguments are those of the operators."""
+    """Run a whole layer, x [..., K] -> [..., N] of x's dtype; the arguments are those of the operators."""
     tokens = x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
     y: Tensor = torch.ops.slidesparse.linear(
         tokens, weight, scale_w, bias, length, phase, dtype, columns, x.dtype, backend

@@ -70,10 +70,10 @@ class Times:
         """Render a table, the costliest layers first."""
         share_of = "of its steps" if self.by_tokens else "of all steps"
         rows: list[tuple[str, ...]] = [("layer", "M", "calls", *STAGES, share_of, "algorithm")]
-        whole = sum(self.step_us.values())
-        for (kind, tokens), entry in sorted(self.entries.items(), key=lambda one: -sum(one[1].us.values())):
+        total = sum(self.step_us.values())
+        for (kind, tokens), entry in sorted(self.entries.items(), key=lambda item: -sum(item[1].us.values())):
             means = [f"{entry.us[name] / entry.timed:.1f}" if entry.timed else "-" for name in STAGES]
-            steps = self.step_us.get(tokens, 0.0) if self.by_tokens else whole
+            steps = self.step_us.get(tokens, 0.0) if self.by_tokens else total
             share = f"{sum(entry.us.values()) / steps:.1%}" if steps and entry.timed else "-"
             rows.append((kind, str(tokens), str(entry.calls), *means, share, entry.algorithm or "-"))
         widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
@@ -246,13 +246,13 @@ def stage(name: str, x: Tensor) -> AbstractContextManager[None]:
 
 
 def layer(weight: Tensor, n: int, q: Tensor) -> None:
-    """See `Profiler.layer`; nothing when profiling is off."""
+    """Call `Profiler.layer` when profiling is on."""
     if _profiler is not None:
         _profiler.layer(weight, n, q)
 
 
 def chose(algorithm: str) -> None:
-    """See `Profiler.chose`; nothing when profiling is off."""
+    """Call `Profiler.chose` when profiling is on."""
     if _profiler is not None:
         _profiler.chose(algorithm)
 

@@ -44,7 +44,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = No
 
 
 def silu_mul(x: Tensor) -> Tensor:
-    """silu(gate) * up of x [M, 2 K], gate before up -> [M, K] of x's dtype; in float32, rounded once."""
+    """Return silu(gate) * up, [M, K] of x's dtype, for x [M, 2 K] with gate before up; in float32, rounded once."""
     gate, up = x.float().chunk(2, -1)
     return (gate / (1 + gate.neg().exp()) * up).to(x.dtype)
 

@@ -51,8 +51,8 @@ def works() -> bool:
         return True
     if numbers(found) < numbers(VLLM_OLDEST):
         words = f"slidesparse needs vLLM {VLLM_OLDEST} or later, found {found}: upgrade vLLM"
-        if flags.asked():
-            raise CompatibilityError(f"{words}, or unset {flags.asked()}")
+        if flags.path_flag():
+            raise CompatibilityError(f"{words}, or unset {flags.path_flag()}")
         warn(f"{words}, or set DISABLE_SLIDESPARSE=1. Models are served without it")
         return False
     if found not in tested_releases(distribution[0], distribution[1]):
