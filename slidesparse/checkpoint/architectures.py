@@ -26,7 +26,7 @@ _JOINED = re.compile(r"\A(.*\b(?:experts|\w*moe\w*))\.[\w.]+\Z")
 
 WEIGHT = ".weight"
 SCALE = ".weight_scale"
-ZERO_POINT = ".weight_zero_point"  # which vLLM cannot load with W8A8; of a symmetric weight it is 0
+ZERO_POINT = ".weight_zero_point"  # vLLM cannot load it with W8A8; 0 for symmetric weights
 
 
 def layer_names(tensors: Iterable[str]) -> list[str]:

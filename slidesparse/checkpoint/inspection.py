@@ -83,7 +83,7 @@ class CheckpointReport:
     layout: str | None  # also a format of compressed-tensors, as in `sparsity_of`
     layers: tuple[LayerReport, ...]
     experts: Mapping[str, int]  # dtype -> number of routed experts' matrices, which are never pruned
-    fits: tuple[Fit, ...] = ()  # of a BitNet model, for RATIOS
+    fits: tuple[Fit, ...] = ()  # fits of RATIOS, for a BitNet model
 
     @property
     def violations(self) -> int:

@@ -31,11 +31,11 @@ from slidesparse.errors import SlideSparseError, shown
 from slidesparse.pattern import MixedPattern, Pattern, PatternError, parse_pruned
 
 KEY = "slidesparse"  # in quantization_config
-QUANT_METHOD = "slidesparse"  # of the layouts other than dense, and of the plugin inside vLLM
+QUANT_METHOD = "slidesparse"  # quant_method of the layouts other than dense, and of the plugin inside vLLM
 COMPRESSED_TENSORS = "compressed-tensors"  # the quant_method of the dense layout
 VERSION = 1
 LAYOUTS = ("dense", "slided", "packed")
-SPARSE_FORMATS = ("sparse-24-bitmask", "sparse-bitmask")  # of compressed-tensors up to 0.14
+SPARSE_FORMATS = ("sparse-24-bitmask", "sparse-bitmask")  # formats of compressed-tensors up to 0.14
 STAMP = "slidesparse_serving"  # in quantization_config, in memory only: the decisions of the plugin
 MAX_IN_FEATURES = 2**24
 MAX_NAME = 1000  # characters of a layer's name

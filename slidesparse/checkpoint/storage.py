@@ -34,8 +34,8 @@ from slidesparse.errors import SlideSparseError, shown
 CONFIG = "config.json"
 INDEX = "model.safetensors.index.json"
 SUFFIX = ".safetensors"
-MODEL = "model.safetensors"  # the whole model where there is no index, whatever lies beside it
-# Files of a folder that holds no model that can be read -> what to do
+MODEL = "model.safetensors"  # the whole model if there is no index, whatever other files exist
+# Files of a folder without a readable model -> what to do
 _INSTEAD = {
     "adapter_config.json": "it is a LoRA adapter: convert its base model and serve the adapter with that, or merge it "
     "into the base model first",
@@ -55,7 +55,7 @@ SIDE_NAMES = ("tokenizer.model", "LICENSE", "LICENCE", "COPYING", "NOTICE", "REA
 CHUNK_ELEMENTS = 2**20  # elements converted at a time; 2**19 and 2**21 were measured to be slower
 HEADER_LIMIT = 100 * 2**20  # bytes; as in the safetensors library
 JSON_LIMIT = 64 * 2**20  # bytes of a configuration or an index, which rarely exceed some megabytes
-MAX_DIMENSIONS, MAX_DIMENSION_SIZE = 8, 2**40  # of a tensor
+MAX_DIMENSIONS, MAX_DIMENSION_SIZE = 8, 2**40  # limits for a tensor's shape
 MAX_NAME = 1100  # characters of a tensor's name
 
 DTYPES = {
@@ -75,8 +75,8 @@ DTYPES = {
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
 FLOATS = ("F32", "F16", "BF16")  # dtypes that are quantized
 
-COMPRESSED, BITMASK, SHAPE = ".compressed", ".bitmask", ".shape"  # of a weight without its zeros
-ROW_OFFSETS = ".row_offsets"  # where each row begins in flat values
+COMPRESSED, BITMASK, SHAPE = ".compressed", ".bitmask", ".shape"  # suffixes for a weight without its zeros
+ROW_OFFSETS = ".row_offsets"  # suffix for the starts of the rows in flat values
 
 
 class CheckpointError(SlideSparseError, ValueError):
@@ -126,7 +126,7 @@ class StoredTensor(NamedTuple):
     spec: TensorSpec
     file: str
     start: int
-    parts: tuple[StoredTensor, ...] = ()  # of a weight without its zeros: values, bitmask and the rest
+    parts: tuple[StoredTensor, ...] = ()  # of a weight without its zeros: values, bitmask, shape, row offsets
 
     @property
     def nbytes(self) -> int:
@@ -300,9 +300,9 @@ def is_inside(folder: Path, path: Path) -> bool:
     except (OSError, RuntimeError):  # a dangling or circular link
         return False
     roots = [root]
-    for above in root.parents:
-        if above.name == "snapshots" and above.parent.name.startswith("models--"):
-            roots += [above.parent / "blobs", above.parent.parent / "blobs"]
+    for ancestor in root.parents:
+        if ancestor.name == "snapshots" and ancestor.parent.name.startswith("models--"):
+            roots += [ancestor.parent / "blobs", ancestor.parent.parent / "blobs"]
     return any(real.is_relative_to(root) for root in roots)
 
 
@@ -530,7 +530,7 @@ def read_at(descriptor: int, view: memoryview, position: int) -> bool:
     """Fill ``view`` from a position of a file, and return whether the file was long enough."""
     done = 0
     while done < len(view):
-        count = os.preadv(descriptor, [view[done:]], position + done)  # which may read less than asked for
+        count = os.preadv(descriptor, [view[done:]], position + done)  # a read may be short
         if count == 0:
             return False
         done += count

@@ -23,7 +23,7 @@ FP8_METHOD = "fp8"  # the quant_method of DeepSeek, Qwen and AutoFP8
 KINDS = {"int8": ("int", "I8"), "fp8": ("float", "F8_E4M3")}  # quant -> type, dtype of safetensors
 MIXED = "mixed-precision"  # the format of groups that have different formats
 _FORMATS = ("int-quantized", "float-quantized", "naive-quantized")
-_BLOCK_SCALE = ".weight_scale_inv"  # of quant_method fp8; despite its name it is a factor
+_BLOCK_SCALE = ".weight_scale_inv"  # suffix with quant_method fp8; despite its name a factor, not a divisor
 
 
 @dataclass(frozen=True)
