@@ -42,7 +42,7 @@ class Budget:
     """
 
     max_loss: float | None = None  # increase in perplexity, or 1 - cosine of embeddings: 0.01 is 1%
-    min_speedup: float | None = None  # of all linear layers together, relative to stock vLLM's dense ones
+    min_speedup: float | None = None  # speedup of all linear layers together over stock vLLM's dense ones
     zeros: float | None = None  # share of the weights of all linear layers
     tokens: tuple[int, ...] = DEFAULT_TOKENS  # tokens of the steps, which count equally
     gpu: str = DEFAULT_GPU
@@ -186,11 +186,11 @@ class AllocationProblem:
         spent = 0.0
         closed: set[Unit] = set()  # units with a step that exceeded the loss, as all later ones would
         for unit, candidate in self._steps():
-            more = candidate.loss - picked[unit].loss
-            if unit in closed or spent + more > loss:
+            increase = candidate.loss - picked[unit].loss
+            if unit in closed or spent + increase > loss:
                 closed.add(unit)
                 continue
-            picked[unit], spent = candidate, spent + more
+            picked[unit], spent = candidate, spent + increase
         return self.choice(picked)
 
     def least_loss(self, saved: float) -> Choice | None:

@@ -66,7 +66,7 @@ QUANTIZED = "quantized in the source, not a linear layer of a block"
 
 _BLOCK = re.compile(r"\blayers?\.(\d+)\.")
 _HEAD = re.compile(r"(^|\.)lm_head$")
-_ACTIVATIONS = (".input_scale", ".input_zero_point")  # of static activation quantization
+_ACTIVATIONS = (".input_scale", ".input_zero_point")  # suffixes for static activation quantization
 
 
 @dataclass(frozen=True)
@@ -116,14 +116,14 @@ class ConversionPlan:
 
     checkpoint: Checkpoint
     options: ConvertOptions
-    pattern: Pattern  # of all layers, or of most weights
+    pattern: Pattern  # pattern of all layers, or of most weights
     quant: str  # "int8", "fp8" or "fp8 and int8"
     parts: tuple[Part, ...]
     kept: dict[str, str]  # 2-D weights that are not changed -> reason
     skipped: dict[str, str]  # linear layers that are quantized but not pruned -> reason
     rewritten: str  # description of the changes to the source's quantization
     config: dict[str, Any]  # the config.json to write
-    converted: Metadata | None  # of a source that was converted before: only its layout changes
+    converted: Metadata | None  # metadata of a source that was converted before: only its layout changes
 
     @property
     def patterns(self) -> dict[str, Pattern]:
@@ -133,8 +133,8 @@ class ConversionPlan:
     @property
     def experts(self) -> dict[str, int]:
         """The number of routed experts' matrices in W8A8, and of unchanged ones."""
-        kept = sum(why == JOINED or architectures.is_expert(name) for name, why in self.kept.items())
-        return {"w8a8": sum(why == ROUTED for why in self.skipped.values()), "kept": kept}
+        kept = sum(reason == JOINED or architectures.is_expert(name) for name, reason in self.kept.items())
+        return {"w8a8": sum(reason == ROUTED for reason in self.skipped.values()), "kept": kept}
 
     @property
     def bytes_in(self) -> int:
@@ -245,8 +245,8 @@ def make_plan(
     if source is None or block is None:
         new = new_block(options.quant or "int8", ignore_list(_ignore_names(kept)))
     elif rewritten:
-        new_list = source.method == FP8_METHOD  # whose list of floats is not kept
-        unquantized = {name: why for name, why in kept.items() if new_list or not source.ignores(name)}
+        new_list = source.method == FP8_METHOD  # the source's ignore list is replaced
+        unquantized = {name: reason for name, reason in kept.items() if new_list or not source.ignores(name)}
         new = rewritten_block(block, source, partial(_quant, options), [*_ignore_names(unquantized), *heads])
     else:
         new = {**block, **({"ignore": [*source.ignore, *heads]} if heads else {})}
@@ -420,8 +420,8 @@ def _joined(spec: TensorSpec) -> str:
 
 def _require_none_ignored(checkpoint: Checkpoint, source: Quantization, kept: Mapping[str, str]) -> None:
     """Raise CheckpointError for --ignore on a quantized layer of a source that is requantized."""
-    for name, why in kept.items():
-        if why == BY_IGNORE and _scheme(checkpoint, name, source):
+    for name, reason in kept.items():
+        if reason == BY_IGNORE and _scheme(checkpoint, name, source):
             raise CheckpointError(
                 f"--ignore covers {name}, which cannot be left unchanged, because the source is requantized; "
                 "use --skip to leave it unpruned, or start from the original float checkpoint"
@@ -564,8 +564,8 @@ def _rewriting(schemes: Iterable[Scheme | None], heads: Iterable[str], zero_poin
 
 
 def _ignore_names(kept: Mapping[str, str]) -> Iterator[str]:
-    for name, why in kept.items():
-        experts = architectures.joined_experts(name) if why == JOINED else None
+    for name, reason in kept.items():
+        experts = architectures.joined_experts(name) if reason == JOINED else None
         yield from [architectures.inside(experts)] if experts else architectures.serving_names(name)
 
 

@@ -61,8 +61,8 @@ def svg(outcome: Outcome) -> str:
     if outcome.choice:
         x, y = at(gain(outcome.choice), 100 * outcome.loss(outcome.choice))
         parts.append(f'<circle cx="{x:.1f}" cy="{y:.1f}" r="6" fill="{CHOSEN}"/>')
-        words = escape(outcome.budget.goal)
-        parts.append(f'<text x="{x + 10:.1f}" y="{y + 16:.1f}" fill="{CHOSEN}">{words}</text>')
+        goal = escape(outcome.budget.goal)
+        parts.append(f'<text x="{x + 10:.1f}" y="{y + 16:.1f}" fill="{CHOSEN}">{goal}</text>')
     return "\n".join([*parts, "</svg>", ""])
 
 

@@ -83,7 +83,7 @@ class SynthReport:
 
     out: Path
     architecture: str
-    layers: int  # of the decoder
+    layers: int  # number of decoder layers
     pattern: Pattern | None
     quant: str
     layout: str

@@ -202,9 +202,9 @@ def tokenizer_files(config: Config) -> dict[str, bytes]:
     cannot read such words.  vLLM also looks for a config.json there, and retries for some seconds; a GPT-2 config
     accepts any tokenizer.json.
     """
-    words = {f"t{token}": token for token in range(size_of(config, "vocab_size"))}
+    vocabulary = {f"t{token}": token for token in range(size_of(config, "vocab_size"))}
     splitter = {"type": "WhitespaceSplit"}
-    model = {"type": "WordLevel", "vocab": words, "unk_token": "t0"}
+    model = {"type": "WordLevel", "vocab": vocabulary, "unk_token": "t0"}
     tokenizer = {"version": "1.0", "added_tokens": [], "pre_tokenizer": splitter, "model": model}
     settings = {"tokenizer_class": "PreTrainedTokenizerFast", "unk_token": "t0", "pad_token": "t0"}
     files = {

@@ -23,7 +23,7 @@ FOLDER = Path(__file__).parent.parent / "layer_times"
 DEFAULT_GPU = "h200"
 DEFAULT_TOKENS = (16, 8192)  # a step of decode with 16 sequences, and one of prefill
 
-STOCK = "stock"  # in the column of patterns
+STOCK = "stock"  # value in the column of patterns
 
 Shape = tuple[int, int]  # N, K
 
