@@ -389,8 +389,8 @@ def _require_writable(option: str, report: Path | None, target: Path) -> None:
 
 def _warn(report: Report) -> None:
     if report.method == "magnitude" and not report.samples and report.newly_pruned:
-        words = TERNARY if report.ternary else WITHOUT_CALIBRATION
-        err.print(f"[yellow]warning:[/] {escape(words)}")
+        warning = TERNARY if report.ternary else WITHOUT_CALIBRATION
+        err.print(f"[yellow]warning:[/] {escape(warning)}")
     if report.note:
         err.print(f"[yellow]note:[/] {escape(report.note)}")
     if report.budget and not report.budget.within_budget:
@@ -422,12 +422,12 @@ def _summarize(report: Report, dry_run: bool) -> None:
         distilled = report.distilled.summary if report.distilled else report.distillation
         out.print(escape(f"distilled {distilled}"))
     for verb, names in (("skipped", report.skipped), ("kept", report.kept)):
-        reasons = defaultdict(list)
-        for name, why in names.items():
-            reasons[why].append(name)
-        how = "quantized, not pruned" if verb == "skipped" else "as in the source"
-        for why, layers in sorted(reasons.items()):
-            out.print(escape(f"{verb:9} {len(layers)} {how} ({why}): {_join_names(layers)}"))
+        by_reason = defaultdict(list)
+        for name, reason in names.items():
+            by_reason[reason].append(name)
+        treatment = "quantized, not pruned" if verb == "skipped" else "as in the source"
+        for reason, layers in sorted(by_reason.items()):
+            out.print(escape(f"{verb:9} {len(layers)} {treatment} ({reason}): {_join_names(layers)}"))
     if report.left_out:
         files = [name if name.isprintable() else repr(name) for name in report.left_out]
         out.print(
