@@ -23,7 +23,7 @@ from slidesparse.flags import DISABLE
 WORKER = "slidesparse.evaluate.worker"
 SERVED_LINE = re.compile(r"SlideSparse (\S+ \([^)]*\): \d+ layers .*)")
 ERROR_LINE = re.compile(r"\b\w+(?:Error|Exception): .*")
-CONTINUED_ERROR = re.compile(r"ValidationError: \d+ ")  # of pydantic, whose next line has the reason
+CONTINUED_ERROR = re.compile(r"ValidationError: \d+ ")  # from pydantic; the next line has the reason
 # Make the log contain the plugin's line, whatever the user configured
 LOGGING = {"VLLM_CONFIGURE_LOGGING": "1", "VLLM_LOGGING_LEVEL": "INFO"}
 LOGGING_CONFIG = "VLLM_LOGGING_CONFIG_PATH"

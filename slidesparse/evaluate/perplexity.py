@@ -24,7 +24,7 @@ MAX_LOGPROBS = 2 * 10**8  # log-probabilities of all windows, of 8 bytes each
 class PairedComparison:
     """A comparison of a model with a reference on the same tokens."""
 
-    perplexity: Interval  # of the reference
+    perplexity: Interval  # perplexity of the reference
     delta_pct: Interval  # relative increase in perplexity over the reference, in percent; paired
     top1: Interval  # share of positions with the same most likely token
     kl: Interval  # mean KL(reference || model) in nats; see `divergence`
