@@ -245,7 +245,7 @@ def _cpp_command(target: Target, source: Path, file: str) -> tuple[list[str], li
         defines.append(f"-DSLIDESPARSE_MODULE=_{target.name}")
         folders += find.python_headers()
         key_files.append(folders[0] / "pybind11" / "detail" / "common.h")  # holds pybind11's version
-    if target.torch:  # its libraries are those of the torch that is loaded before this one
+    if target.torch:  # resolved against the torch that is loaded first
         torch = find.torch_folder(target.torch)
         folders.append(torch / "include")
         key_files.append(torch / "version.py")

@@ -136,8 +136,8 @@ def find_nvcc() -> FoundFile:
         for variable in NVCC_HOMES:
             home = os.environ.get(variable)
             path = Path(home or "") / "bin" / "nvcc"
-            words = f"{path} (of {variable})" if home else f"{variable} (not set)"
-            yield FoundFile(str(path), variable, None) if home and _is_executable(path) else words
+            tried = f"{path} (of {variable})" if home else f"{variable} (not set)"
+            yield FoundFile(str(path), variable, None) if home and _is_executable(path) else tried
         on_path = shutil.which("nvcc")
         yield FoundFile(on_path, "PATH", None) if on_path else "the PATH"
         yield (
