@@ -46,7 +46,7 @@ def compress(w: Tensor, pattern: SlidePattern, layer: str = "weight") -> tuple[T
         kept = _kept(w[rows], pattern).numpy()
         chosen = bits(w[rows]).numpy()[kept]
         if chosen.size != len(kept) * width:
-            require_pattern(w, pattern, layer)  # which it breaks
+            require_pattern(w, pattern, layer)  # raises the error with its details
         values[rows] = chosen.reshape(-1, width)
         bitmask[rows] = np.packbits(kept, axis=-1, bitorder="little")
     return torch.from_numpy(values).view(w.dtype), torch.from_numpy(bitmask)
@@ -94,7 +94,7 @@ def decompress(values: Tensor, bitmask: Tensor, in_features: int) -> Tensor:
         )
     counts = _counts(bitmask)
     fits = counts.sum() == len(values) if flat else (counts == values.shape[1]).all()
-    # bits of no column
+    # bits of the last byte beyond the columns
     past = bitmask[:, -1:] >> in_features % BYTE if in_features % BYTE else bitmask[:, :0]
     if not bool(fits & ~past.any()):
         raise ValueError(
@@ -104,7 +104,7 @@ def decompress(values: Tensor, bitmask: Tensor, in_features: int) -> Tensor:
     ends = [0, *counts.cumsum(0).tolist()]
     source = bits(values).reshape(-1)
     out = source.new_zeros(rows, in_features)
-    narrow = 1 if out.is_cpu else 4  # on a GPU fewer launches, of some 50 MB of temporary memory
+    narrow = 1 if out.is_cpu else 4  # larger chunks on a GPU: fewer launches, about 50 MB of temporary memory
     for part in row_chunks(rows, in_features // narrow):
         mask = _unpacked(bitmask[part], in_features)
         out[part].masked_scatter_(mask, source[ends[part.start] : ends[part.stop]])

@@ -25,7 +25,7 @@ from slidesparse.slide import nonzero
 
 STRIP = 64  # out-features of a block
 BLOCK = 128  # in-features
-PARTS = 8  # of the columns, which have about the same share of 2:4 blocks each
+PARTS = 8  # parts of the columns with about the same share of 2:4 blocks each
 
 
 def strips_of(n: int) -> int:
@@ -42,7 +42,7 @@ def dense_blocks(weight: Tensor) -> Tensor:
     """Return which blocks of [N, K] have a group of four with more than two non-zeros, bool [strips, blocks]."""
     k = weight.shape[1]
     dense = []
-    for rows in weight.split(STRIP * 64):  # at a time, which bounds the memory
+    for rows in weight.split(STRIP * 64):  # in chunks, which bounds the memory
         kept = torch.nn.functional.pad(
             nonzero(rows), (0, blocks_of(k) * BLOCK - k, 0, strips_of(rows.shape[0]) * STRIP - rows.shape[0])
         )

@@ -43,7 +43,7 @@ from slidesparse.flags import DISABLE, SPARSITY, USE_CUBLASLT, USE_CUSPARSELT
 from slidesparse.pattern import SlidePattern
 
 MARK = ".slidesparse-demo"  # file that marks a folder as the demo's own, which it may empty
-BUDGET = Budget(max_loss=0.01, tokens=(16,))  # of 1 - cosine; about as many tokens as a sentence has
+BUDGET = Budget(max_loss=0.01, tokens=(16,))  # loss in 1 - cosine; a sentence has about as many tokens
 # What is converted, by the option of `slidesparse convert` -> the checkpoint's name
 GOALS = {"--sparsity 6:8": "minilm-2_8", "--sparsity 2:4": "minilm-2_4", "--max-loss 1%": "minilm-budget"}
 CALIBRATION = Path(__file__).with_name("demo_sentences.txt")
@@ -106,8 +106,10 @@ def demo(
     models = {goal: folder / name for goal, name in GOALS.items()}
     jobs = {("original", "stock"): (source, {DISABLE: "1"})}
     for goal, checkpoint in models.items():
-        more = " --tokens 16" if goal.startswith("--max-loss") else ""
-        out.print(f"$ slidesparse convert MiniLM-L6 {checkpoint.name} {goal}{more} --calib {texts.name}")
+        extra_options = " --tokens 16" if goal.startswith("--max-loss") else ""
+        out.print(
+            f"$ slidesparse convert MiniLM-L6 {checkpoint.name} {goal}{extra_options} --calib {texts.name}"
+        )
         report = convert(source, checkpoint, _options(goal, texts))
         if report.budget and report.budget.choice:
             choice = report.budget.choice
@@ -121,10 +123,10 @@ def demo(
     out.print(f"  and {len(jobs) - 1} more servers like it, {machine.servers} at a time")
     with ThreadPoolExecutor(machine.servers) as pool:
         futures = {
-            (goal, how): pool.submit(
-                embed, model, flags, machine.options, folder / f"{GOALS.get(goal, goal)}-{how}.log"
+            (goal, server): pool.submit(
+                embed, model, flags, machine.options, folder / f"{GOALS.get(goal, goal)}-{server}.log"
             )
-            for (goal, how), (model, flags) in jobs.items()
+            for (goal, server), (model, flags) in jobs.items()
         }
         try:
             served = {job: future.result() for job, future in futures.items()}
@@ -171,7 +173,7 @@ class Machine:
     description: str
     options: tuple[str, ...]
     exact_stock: bool  # whether stock vLLM's own INT8 kernel accumulates exactly here
-    servers: int  # that run at a time: one on a GPU, because vLLM measures free memory while it starts
+    servers: int  # number that run at a time: one on a GPU, because vLLM measures free memory while it starts
 
 
 def this_machine() -> Machine:

@@ -91,8 +91,8 @@ def render(report: Report) -> str:
             title = ""
     lines += ["", "Backends"]
     for name, backend in report["backends"].items():
-        words = "usable" if backend["usable"] else f"not usable: {' '.join(backend['reason'].split())}"
-        lines.append(f"  {name:<20} {words}")
+        status = "usable" if backend["usable"] else f"not usable: {' '.join(backend['reason'].split())}"
+        lines.append(f"  {name:<20} {status}")
     return "\n".join(lines)
 
 
@@ -195,11 +195,11 @@ def query_smi(fields: Collection[str], *options: str) -> tuple[list[list[str]], 
 def gpus() -> Report:
     """List the GPUs that nvidia-smi finds."""
     rows, failed = query_smi(("name", "driver_version", "compute_cap", "memory.total"))
-    words = [f"{name}, compute capability {cc}, {mib} MiB, driver {driver}" for name, driver, cc, mib in rows]
+    lines = [f"{name}, compute capability {cc}, {mib} MiB, driver {driver}" for name, driver, cc, mib in rows]
     keys = ("name", "driver", "compute_capability", "memory_mib")
     return {
         "list": [dict(zip(keys, row, strict=True)) for row in rows],
-        "words": "\n".join(words) or f"none: {failed}",
+        "words": "\n".join(lines) or f"none: {failed}",
     }
 
 
@@ -233,14 +233,14 @@ def plugin() -> Report:
     group = importlib.metadata.entry_points(group="vllm.general_plugins")
     registered = any(entry.name == "slidesparse" for entry in group)
     allowed = os.environ.get("VLLM_PLUGINS")
-    why = ""
+    problem = ""
     if not registered:
-        why = "slidesparse is not installed as a package; pip install it, or pip install -e . in a clone"
+        problem = "slidesparse is not installed as a package; pip install it, or pip install -e . in a clone"
     elif allowed is not None and "slidesparse" not in allowed.split(","):  # as vLLM reads it
-        why = (
+        problem = (
             f"VLLM_PLUGINS={allowed!r} leaves it out; add slidesparse, without spaces, or unset the variable"
         )
-    return {"registered": registered, "loads": not why, "words": why or "registered"}
+    return {"registered": registered, "loads": not problem, "words": problem or "registered"}
 
 
 def _library(name: str, probed: Report) -> Report:
@@ -258,10 +258,10 @@ def _nvcc() -> Report:
 
 
 def _cxx() -> Report:
-    words = find.compiler()
-    number = re.search(r"\d+\.\d+(\.\d+)?", find.version_text(*words))
+    command = find.compiler()
+    number = re.search(r"\d+\.\d+(\.\d+)?", find.version_text(*command))
     return _describe(
-        find.FoundFile(" ".join(words), "CXX" if os.environ.get("CXX") else "PATH", None),
+        find.FoundFile(" ".join(command), "CXX" if os.environ.get("CXX") else "PATH", None),
         number and number[0],
     )
 

@@ -63,7 +63,7 @@ class Flags:
     path: str | None = None  # "sparse", "dense", or None: let the checkpoint decide
     pattern: Pattern | None = None
     profile: bool = False
-    backend: str | None = None  # of the sparse path, or None: the preferred one of the machine
+    backend: str | None = None  # backend of the sparse path; None: the preferred one of the machine
     fuse: bool | None = None  # None: as the plugin does by default
 
     @classmethod

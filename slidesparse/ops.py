@@ -32,7 +32,7 @@ from slidesparse.gemm.hopper import operators as hopper_operators
 from slidesparse.kernels import Producer, RmsNorm, SiluMul
 from slidesparse.pattern import SlideLayout
 
-ABI = 7  # of operators and packed weights; part of vLLM's compile-cache key
+ABI = 7  # version of operators and packed weights; part of vLLM's compile-cache key
 
 NAMESPACE = hopper_operators.NAMESPACE
 # Parts of schemas: the quantization of a row, and a layer that begins with it.

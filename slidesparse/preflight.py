@@ -126,9 +126,9 @@ class Report:
     experts: dict[str, int] = field(default_factory=dict)  # dtype -> number of matrices of routed experts
     backend: str | None = None
     backend_reason: str = ""
-    weight_bytes: int = 0  # of all weights, packed for the backend
+    weight_bytes: int = 0  # bytes of all weights, packed for the backend
     times: str | None = None  # the GPU whose layer times are shown
-    speedups: list[float | None] = field(default_factory=list)  # of all quantized layers
+    speedups: list[float | None] = field(default_factory=list)  # speedups of all quantized layers together
     missing: list[dict[str, str]] = field(default_factory=list)
     code: int = 0
     verdict: str = ""
@@ -242,7 +242,7 @@ def _explain_unserved(
         source: the same, parsed; None if it cannot be, for the reason ``unread``.
     """
     convert = f"slidesparse convert {report.model} OUT --sparsity 6:8"
-    convert += "" if source else " --calib texts.jsonl"  # which updates float weights
+    convert += "" if source else " --calib texts.jsonl"  # calibration updates float weights
     convert += "" if report.architecture in FAMILIES else " --linear REGEX"
     if stored := unread_storage(block):
         report.lacks(stored, f"USE_CUSPARSELT=1 serves it if it is W8A8; else {CONVERT_STORED}", FAILED)
@@ -372,10 +372,10 @@ def _tuned(layer: Layer, resolution: Resolution, machine: Machine) -> str:
         out, scale = served_outputs(backend, layer.quant or "")[0]
         subject = Subject(backend.name, backend.version(), machine.gpu, machine.capability)
         problems = [Problem(layer.quant or "", out, layer.n, columns, m, scale) for m in DEFAULT_TOKENS]
-        words = [select_algorithm(subject, problem, backend.max_shape_distance)[1] for problem in problems]
+        notes = [select_algorithm(subject, problem, backend.max_shape_distance)[1] for problem in problems]
     except (LibraryError, TableError) as error:
         return str(error)
-    return next(filter(None, words), TUNED)
+    return next(filter(None, notes), TUNED)
 
 
 def _weight_bytes(checkpoint: Checkpoint, layers: Iterable[Layer], resolution: Resolution | None) -> int:
@@ -466,14 +466,15 @@ def gib(count: int) -> str:
 def _verdict(report: Report) -> str:
     """Return how a checkpoint is served, and how fast."""
     layers = f"{report.count(OURS)} of {sum(layer.count for layer in report.layers)} linear layers"
-    words = f"the backend {report.backend} serves {layers}"
+    verdict = f"the backend {report.backend} serves {layers}"
     if report.machine.platform == "cpu":
-        words += ", exactly but not fast, as there is no GPU here"
+        verdict += ", exactly but not fast, as there is no GPU here"
     ratios = [
         f"{ratio:.2f}x in steps of {tokens} tokens"
         for ratio, tokens in zip(report.speedups, DEFAULT_TOKENS, strict=False)
         if ratio is not None
     ]
     if not ratios:
-        return words
-    return f"{words}; linear layers are at {' and '.join(ratios)} of stock vLLM's speed, by the times of {report.times}"
+        return verdict
+    speeds = " and ".join(ratios)
+    return f"{verdict}; linear layers are at {speeds} of stock vLLM's speed, by the times of {report.times}"

@@ -193,9 +193,11 @@ class Profiler:
             lines += times.lines()
         calls = sum(entry.calls for entry in self._captured.times.entries.values())
         if calls:
-            how = f"{replayed.steps} steps, as each graph was last replayed; microseconds are means of a call"
-            how += f"; some could not be read: {replayed.error}" if replayed.error else ""
-            lines += [f"SlideSparse profile: {calls} calls captured into CUDA graphs; {how}"]
+            summary = (
+                f"{replayed.steps} steps, as each graph was last replayed; microseconds are means of a call"
+            )
+            summary += f"; some could not be read: {replayed.error}" if replayed.error else ""
+            lines += [f"SlideSparse profile: {calls} calls captured into CUDA graphs; {summary}"]
             lines += replayed.lines()
         return "\n".join(lines)
 

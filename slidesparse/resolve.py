@@ -43,7 +43,7 @@ BREAKS = "whose weights break the pattern"  # reason for a dense layer in the lo
 
 NOT_PRUNED = MixedPattern(Fraction(0))
 
-Capability = tuple[int, int] | None  # of a GPU
+Capability = tuple[int, int] | None  # compute capability of a GPU
 
 
 class ResolveError(SlideSparseError, ValueError):
@@ -59,7 +59,7 @@ class Resolution:
     asked: bool  # whether a flag asks for the path
     backend: str  # a name of slidesparse.gemm.REGISTRY
     reason: str  # why this backend was chosen, as text
-    layout: str  # of the checkpoint: "dense", "slided" or "packed"
+    layout: str  # layout of the checkpoint: "dense", "slided" or "packed"
     abi: int
     plugin: str  # version
     profile: bool  # whether to time layers
@@ -114,9 +114,9 @@ def claim(
             )
         return None
     if method not in (COMPRESSED_TENSORS, QUANT_METHOD):
-        why = f"{flag} is set" if flag else "config.json holds SlideSparse metadata"
+        reason = f"{flag} is set" if flag else "config.json holds SlideSparse metadata"
         raise ResolveError(
-            f"{why}, but this checkpoint is quantized by {method!r}; {WHAT_IT_TAKES}{_or_unset()}"
+            f"{reason}, but this checkpoint is quantized by {method!r}; {WHAT_IT_TAKES}{_or_unset()}"
         )
     if user_quant not in (None, QUANT_METHOD):
         if flag:
@@ -303,7 +303,7 @@ def _pattern(metadata: Metadata | None, requested: Flags, path: str, structure: 
     if structure == "2:4":
         return SlidePattern(4)
     if path == DENSE:
-        return SlidePattern(4)  # nothing is slid; recorded only so that the stamp is whole
+        return SlidePattern(4)  # nothing is slid; recorded only to complete the stamp
     asks, draft = "--quantization slidesparse", ""
     if requested.path:
         asks = f"{USE_CUSPARSELT}=1"

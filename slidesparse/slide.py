@@ -39,8 +39,8 @@ class Violation(NamedTuple):
     """Blocks of a weight that hold more non-zeros than the pattern allows."""
 
     total: int  # offending blocks in all
-    row: int  # of the first one
-    block: int
+    row: int  # row of the first one
+    block: int  # its block within the row
     nonzeros: int  # its number of non-zeros
 
 
