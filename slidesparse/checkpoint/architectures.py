@@ -222,7 +222,7 @@ def architecture_of(config: Mapping[str, Any]) -> str | None:
 
 
 def size_of(config: Mapping[str, Any], key: str, default: int | None = None) -> int:
-    """Return a size from config.json, or ``default`` if it is missing.  CheckpointError unless a tensor may have it."""
+    """Return a size from config.json, or ``default`` if it is missing.  Raises CheckpointError for an invalid size."""
     value = default if config.get(key) is None else config[key]
     if type(value) is not int or not 1 <= value <= MAX_DIMENSION_SIZE:
         raise CheckpointError(

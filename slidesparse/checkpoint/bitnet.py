@@ -139,7 +139,7 @@ class _Reader(Reader):
         return self._ternary(name, torch.cat(parts).to(torch.int8) - 1)
 
     def _ternary(self, name: str, values: Tensor) -> Tensor:
-        """Return INT8 codes.  CheckpointError unless all values are -1, 0 or 1."""
+        """Return INT8 codes.  Raises CheckpointError unless all values are -1, 0 or 1."""
         codes = values.to(torch.int8)
         wrong = (codes != values) | (codes.abs() > 1)
         if bool(wrong.any()):

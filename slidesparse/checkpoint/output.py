@@ -1,4 +1,4 @@
-"""Writing a checkpoint folder: a few threads fill a hidden sibling folder, and one rename publishes it."""
+"""Write a checkpoint folder: a few threads fill a hidden sibling folder, and one rename publishes it."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ MAX_WORKERS = 8
 def require_free_name(source: Path, out: Path) -> None:
     """Raise CheckpointError unless ``out`` can be created: absent or empty, and not inside ``source``.
 
-    EnvironmentFault if its parent cannot be written to.
+    Raises EnvironmentFault if its parent cannot be written to.
     """
     if out.is_dir() and any(out.iterdir()):
         raise CheckpointError(f"output folder {out} is not empty; name a new one, or empty it first")

@@ -319,7 +319,7 @@ def _single_file(folder: Path) -> list[str]:
 
 
 def _instead(folder: Path) -> str:
-    """Return what a folder holds instead of a model that can be read, and what to do, in parentheses, or ""."""
+    """Return, in parentheses, a file that explains why a folder holds no readable model, and what to do; or ""."""
     matches = ((sorted(folder.glob(pattern)), advice) for pattern, advice in _INSTEAD.items())
     return next((f" (it has {files[0].name}: {advice})" for files, advice in matches if files), "")
 
@@ -414,7 +414,7 @@ def _entry(name: str, entry: Any) -> tuple[TensorSpec, int, int]:
 
 
 class Reader:
-    """Reads rows of a checkpoint's tensors."""
+    """A reader of rows of a checkpoint's tensors."""
 
     def __init__(self, checkpoint: Checkpoint) -> None:
         self.checkpoint = checkpoint
@@ -490,7 +490,7 @@ def plan_file(specs: Iterable[TensorSpec]) -> tuple[bytes, dict[str, int], int]:
 
 
 class Writer:
-    """Writes one safetensors file, whose tensors are known beforehand, in any order and from any thread.
+    """A writer of one safetensors file; its tensors are known beforehand, and written in any order from any thread.
 
     It is a context manager: when the block ends without an error, the file is synced to the disk.
     """

@@ -24,7 +24,7 @@ def read_text(path: Path) -> str:
 
 
 def read_lines(path: Path) -> list[str]:
-    """Read the lines of a file, which end at line feeds only: U+2028 and the like are legal in JSON strings."""
+    """Read the lines of a file, which end at line feeds only, because JSON strings may contain U+2028 and the like."""
     return read_text(path).split("\n")
 
 
