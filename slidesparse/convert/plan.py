@@ -409,7 +409,7 @@ def _choose(
 
 
 def _joined(spec: TensorSpec) -> str:
-    """Return why routed experts in one tensor are left unchanged.  CheckpointError for quantized ones."""
+    """Return why routed experts in one tensor are left unchanged.  Raises CheckpointError for quantized ones."""
     if spec.dtype not in FLOATS:
         raise CheckpointError(
             f"tensor {spec.name} holds several routed experts in {spec.dtype}, which cannot be written in a form that "

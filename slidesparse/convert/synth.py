@@ -100,7 +100,7 @@ class SynthReport:
 
 
 def parse_size(option: str, text: str) -> int:
-    """Read ``"2GB"`` or ``"500MB"`` as bytes.  CheckpointError names the ``option``."""
+    """Read ``"2GB"`` or ``"500MB"`` as bytes.  Raises CheckpointError, which names the ``option``."""
     match = re.fullmatch(r"(\d{1,9}(?:\.\d{1,9})?)\s*(MB|GB)", text.strip(), re.IGNORECASE)
     if not match:
         raise CheckpointError(f"{option} {text!r} is not a size; use MB or GB, such as 500MB or 4GB")
@@ -276,7 +276,7 @@ class _Sample:
 
 @dataclass(frozen=True)
 class _Recipe:
-    """Generates the values of each tensor."""
+    """A generator of the values of each tensor."""
 
     plan: ConversionPlan
     std: float  # standard deviation of tensors other than linear layers

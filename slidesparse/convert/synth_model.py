@@ -117,7 +117,7 @@ def read_config(config: str | Path) -> dict[str, Any]:
 
 
 def first_layers(config: Config, count: int) -> dict[str, Any]:
-    """Return the config of the model's first ``count`` layers.  CheckpointError unless it has that many."""
+    """Return the config of the model's first ``count`` layers.  Raises CheckpointError for an invalid count."""
     total = size_of(config, "num_hidden_layers")
     if not 1 <= count <= total:
         raise CheckpointError(f"--layers {count} must be from 1 to {total}, the layers of the model")
