@@ -17,7 +17,7 @@ NEAREST = 10
 
 @dataclass(frozen=True)
 class Embedding:
-    """The metrics.  Those of retrieval are None without pairs, and those that need a reference are None without one."""
+    """The metrics: those of retrieval are None without pairs, those of the comparison None without a reference."""
 
     model: str
     against: str | None
