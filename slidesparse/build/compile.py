@@ -120,7 +120,10 @@ def target_path(name: str) -> Path:
 
 
 def cache_folder() -> Path:
-    """Return $SLIDESPARSE_CACHE, else slidesparse in $XDG_CACHE_HOME or ~/.cache.  ToolchainError without a home."""
+    """Return $SLIDESPARSE_CACHE, else slidesparse in $XDG_CACHE_HOME or ~/.cache.
+
+    Raises ToolchainError for a user without a home folder.
+    """
     explicit = os.environ.get("SLIDESPARSE_CACHE")
     if explicit:
         return Path(explicit)

@@ -191,7 +191,7 @@ def compiler() -> list[str]:
 
 
 def version_text(*program: str) -> str:
-    """Return the output of ``program --version``, or why there is none."""
+    """Return the output of ``program --version``, or the error if it cannot be run."""
     command = [*program, "--version"]
     try:
         process = subprocess.run(
