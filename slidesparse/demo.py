@@ -168,7 +168,7 @@ def original() -> Path:
 
 @dataclass(frozen=True)
 class Machine:
-    """Where the demo runs, and the options of ``vllm serve`` that fit it."""
+    """The device that the demo runs on, and the options of ``vllm serve`` that fit it."""
 
     description: str
     options: tuple[str, ...]
@@ -177,7 +177,7 @@ class Machine:
 
 
 def this_machine() -> Machine:
-    """Return a GPU if ``nvidia-smi`` lists one, the CPU otherwise."""
+    """Return the first GPU that ``nvidia-smi`` lists, or the CPU if it lists none."""
     common = ("--runner", "pooling", "--enforce-eager", "--gpu-memory-utilization", "0.2")
     if gpus := doctor.gpus()["list"]:
         return Machine(gpus[0]["name"], common, exact_stock=True, servers=1)
@@ -262,7 +262,7 @@ def _wait(process: subprocess.Popen[bytes], address: str, log: Path) -> None:
 
 
 def _ask(address: str, model: str, sentence: str) -> list[float]:
-    """Embed one sentence: how a server batches several depends on timing, and the last bits on the batch."""
+    """Embed one sentence; batches of several would depend on timing, and the last bits depend on the batch."""
     body = json.dumps({"model": model, "input": sentence}).encode()
     request = urllib.request.Request(f"{address}/v1/embeddings", body, {"Content-Type": "application/json"})
     with urllib.request.urlopen(request, timeout=120) as response:

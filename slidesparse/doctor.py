@@ -107,7 +107,7 @@ def _section(look: Callable[..., Report], *arguments: Any) -> Report:
 
 
 def _run(*command: str, seconds: int = TOOL_SECONDS, **environ: str) -> tuple[str, str]:
-    """Run a command; return its standard output, and how it failed, "" if it did not."""
+    """Run a command; return its standard output and a description of its failure, "" for success."""
     name = Path(command[0]).name
     try:
         process = subprocess.run(
@@ -183,7 +183,7 @@ def system() -> Report:
 
 
 def query_smi(fields: Collection[str], *options: str) -> tuple[list[list[str]], str]:
-    """Return the values of ``fields`` for each GPU that nvidia-smi lists, and why there is none."""
+    """Return the values of ``fields`` for each GPU that nvidia-smi lists, and the reason if it lists none."""
     if shutil.which("nvidia-smi") is None:
         return [], "nvidia-smi is not on the PATH"
     query = f"--query-gpu={','.join(fields)}"

@@ -58,7 +58,7 @@ class FlagError(SlideSparseError, ValueError):
 
 @dataclass(frozen=True)
 class Flags:
-    """The choices that the environment makes."""
+    """The choices made by environment variables."""
 
     path: str | None = None  # "sparse", "dense", or None: let the checkpoint decide
     pattern: Pattern | None = None

@@ -70,7 +70,7 @@ def scaled_matmul(
     out_dtype: torch.dtype,
     backend: str,
 ) -> Tensor:
-    """(q @ weight.T) * scale_w * scale_x + bias, by ``backend`` (see `slidesparse.gemm`).
+    """Return (q @ weight.T) * scale_w * scale_x + bias, computed by ``backend`` (see `slidesparse.gemm`).
 
     q [M, K'] INT8 or FP8, scale_x [M, 1], weight as the backend packed it, scale_w [N, 1] float32, bias [N] or
     None -> [M, N] of ``out_dtype``.
@@ -118,7 +118,7 @@ def _linear_fake(x: Tensor, weight: Tensor, scale_w: Tensor, *rest: Any) -> Tens
 
 
 def _rms_norm_linear(x: Tensor, norm: Tensor, eps: float, *layer: Any) -> Tensor:
-    """``linear`` of RMSNorm(x), norm [K]."""
+    """Run ``linear`` on RMSNorm(x), norm [K]."""
     return _layer(x, RmsNorm(norm, eps), *layer)
 
 
@@ -129,7 +129,7 @@ def _rms_norm_linear_fake(x: Tensor, norm: Tensor, eps: float, *layer: Any) -> T
 def _add_rms_norm_linear(
     x: Tensor, residual: Tensor, norm: Tensor, eps: float, *layer: Any
 ) -> tuple[Tensor, Tensor]:
-    """``linear`` of RMSNorm(x + residual), and the sum [M, K] of x's dtype, which is the next residual."""
+    """Run ``linear`` on RMSNorm(x + residual); return also the sum [M, K] in x's dtype, the next residual."""
     total = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     return _layer(x, RmsNorm(norm, eps, residual, total), *layer), total
 
@@ -141,7 +141,7 @@ def _add_rms_norm_linear_fake(
 
 
 def _silu_mul_linear(x: Tensor, *layer: Any) -> Tensor:
-    """``linear`` of silu(gate) * up, where x [M, 2 K] holds gate before up."""
+    """Run ``linear`` on silu(gate) * up, where x [M, 2 K] holds gate before up."""
     return _layer(x, SiluMul(), *layer)
 
 

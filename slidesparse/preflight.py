@@ -115,7 +115,7 @@ class Layer:
 
 @dataclass
 class Report:
-    """Whether and how a checkpoint is served here, and the facts behind that."""
+    """The answer whether and how a checkpoint is served here, with the facts behind it."""
 
     model: str
     architecture: str | None

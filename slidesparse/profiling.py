@@ -84,7 +84,7 @@ class Times:
 
 
 class _Recorder:
-    """Orders events into the stages of a layer and the layers of a step."""
+    """A recorder that orders events into the stages of a layer and the layers of a step."""
 
     def __init__(self, captures: bool) -> None:
         self.captures = captures
@@ -122,7 +122,7 @@ class _Recorder:
 
 
 class Profiler:
-    """Collects times; not thread-safe."""
+    """A collector of times; not thread-safe."""
 
     def __init__(self) -> None:
         self.kinds: dict[int, str] = {}  # address of a packed weight -> what its layer is called
@@ -136,7 +136,7 @@ class Profiler:
 
     @contextmanager
     def stage(self, name: str, x: Tensor) -> Iterator[None]:
-        """Time what is launched within, on the device of ``x``."""
+        """Time the work launched in the block, on the device of ``x``."""
         recorder = self._recorder(x)
         start = _mark(x, recorder.captures)
         yield

@@ -52,7 +52,7 @@ class ResolveError(SlideSparseError, ValueError):
 
 @dataclass(frozen=True)
 class Resolution:
-    """How the layers of one model are served."""
+    """The decisions on how the layers of one model are served."""
 
     pattern: str  # "6:8", or "dense": blocks as they are
     path: str  # "sparse" or "dense"
@@ -67,7 +67,7 @@ class Resolution:
 
     @property
     def parsed_pattern(self) -> Pattern:
-        """The pattern, parsed."""
+        """The parsed pattern."""
         return parse_pattern(self.pattern)
 
     @classmethod
@@ -147,7 +147,7 @@ def require_dynamic_w8a8(quantization_config: Mapping[str, Any]) -> None:
 
 
 def _or_unset() -> str:
-    """Return the other remedy where a flag asks for our path, "" where only the checkpoint does."""
+    """Return the remedy of unsetting the flag that asks for our path, or "" if only the checkpoint does."""
     if not flags.path_flag():
         return ""
     return (

@@ -1,4 +1,4 @@
-"""Slide weights into 2:4 windows, back, and lift activations to match.  In torch, on any device.
+"""Slide weights into 2:4 windows and back, and lift activations to match.  In torch, on any device.
 
 Which window takes a weight has a closed form.  Split the block into pairs; window j sees the pairs j and
 j+1, so a pair has an earlier and a later window::

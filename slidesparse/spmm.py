@@ -46,7 +46,7 @@ TARGET = compile.Target(
 
 
 class SpmmError(SlideSparseError, ValueError):
-    """Operands that cannot be compressed or multiplied."""
+    """Operands cannot be compressed or multiplied."""
 
 
 @dataclass(frozen=True)
@@ -112,7 +112,7 @@ def decompress(weight: Compressed) -> Tensor:
 
 
 def spmm(x: Tensor, weight: Compressed, variant: str = "double", splits: int = 1) -> Tensor:
-    """x [M, K] @ weight.T -> [M, N] of x's dtype, by our kernels on a GPU and by `reference` on a CPU.
+    """Return x [M, K] @ weight.T, [M, N] of x's dtype, by our kernels on a GPU and by `reference` on a CPU.
 
     Args:
         x: float32 or float16, as the weight's values.
@@ -149,7 +149,7 @@ def spmm(x: Tensor, weight: Compressed, variant: str = "double", splits: int = 1
 
 
 def reference(x: Tensor, weight: Compressed) -> Tensor:
-    """`spmm` in torch operators, one kept value at a time.
+    """Compute `spmm` in torch operators, one kept value at a time.
 
     The kernels' fused multiply-adds are emulated in float64, whose second rounding may, rarely, change the last bit.
     """
@@ -221,7 +221,7 @@ def _room(matrix: Tensor, multiple: int) -> Tensor:
 
 
 class _Call(ctypes.Structure):
-    """SlidesparseSpmm of csrc/spmm/interface.h."""
+    """The struct SlidesparseSpmm of csrc/spmm/interface.h."""
 
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("x", "values", "offsets", "out", "partials", "stream")),
