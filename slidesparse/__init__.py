@@ -12,7 +12,7 @@ from pathlib import Path as _Path
 
 
 class _Clone:
-    """Finds the plugin next to this package in a clone; installations contain it."""
+    """A finder of the plugin next to this package in a clone; installations contain the plugin."""
 
     name, folder = f"{__name__}.vllm_patch", _Path(__file__).resolve().parent.parent / "vllm_patch"
 

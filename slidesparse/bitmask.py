@@ -28,8 +28,8 @@ def places(pattern: SlidePattern, in_features: int) -> int:
     """Return how many values of a row of K weights are stored."""
     if pattern.length is None:
         return in_features
-    whole, rest = divmod(in_features, pattern.length)
-    return whole * (pattern.length - ZEROS) + min(rest, pattern.length - ZEROS)
+    blocks, tail = divmod(in_features, pattern.length)
+    return blocks * (pattern.length - ZEROS) + min(tail, pattern.length - ZEROS)
 
 
 def compress(w: Tensor, pattern: SlidePattern, layer: str = "weight") -> tuple[Tensor, Tensor]:
@@ -46,7 +46,7 @@ def compress(w: Tensor, pattern: SlidePattern, layer: str = "weight") -> tuple[T
         kept = _kept(w[rows], pattern).numpy()
         chosen = bits(w[rows]).numpy()[kept]
         if chosen.size != len(kept) * width:
-            require_pattern(w, pattern, layer)  # which it breaks
+            require_pattern(w, pattern, layer)  # raises the error with its details
         values[rows] = chosen.reshape(-1, width)
         bitmask[rows] = np.packbits(kept, axis=-1, bitorder="little")
     return torch.from_numpy(values).view(w.dtype), torch.from_numpy(bitmask)
@@ -62,7 +62,7 @@ def _kept(w: Tensor, pattern: SlidePattern) -> Tensor:
     blocks = blocks_of(w, pattern.layout(w.shape[1])).flatten(0, 1)
     columns = transposed(bits(blocks))  # [L, blocks]: column by column, each contiguous
     kept = torch.ones(columns.shape, dtype=torch.int8)
-    left = torch.full(columns.shape[1:], ZEROS, dtype=torch.int8)  # zeros to drop
+    remaining = torch.full(columns.shape[1:], ZEROS, dtype=torch.int8)  # zeros to drop
     kinds = [columns == 0]
     if w.dtype.is_floating_point:
         kinds.append(~nonzero(columns.view(w.dtype)) & (columns != 0))
@@ -70,8 +70,8 @@ def _kept(w: Tensor, pattern: SlidePattern) -> Tensor:
         for keep, zero in zip(
             reversed(kept.unbind()), reversed(zeros.view(torch.int8).unbind()), strict=True
         ):
-            dropped = torch.minimum(zero, left)
-            left -= dropped
+            dropped = torch.minimum(zero, remaining)
+            remaining -= dropped
             keep -= dropped
     return transposed(kept).view(torch.bool).view(len(w), -1)[:, : w.shape[1]]
 
@@ -86,15 +86,15 @@ def decompress(values: Tensor, bitmask: Tensor, in_features: int) -> Tensor:
     Raises ValueError if the shapes, or the numbers of set bits and values, are inconsistent.
     """
     rows, flat = len(bitmask), values.dim() == 1
-    wanted = torch.uint8, (rows, -(-in_features // BYTE))
-    if (bitmask.dtype, bitmask.shape) != wanted or not (flat or values.shape[:-1] == (rows,)):
+    expected = torch.uint8, (rows, -(-in_features // BYTE))
+    if (bitmask.dtype, bitmask.shape) != expected or not (flat or values.shape[:-1] == (rows,)):
         raise ValueError(
             f"values {list(values.shape)} and a bitmask of {bitmask.dtype} {list(bitmask.shape)}; "
-            f"{in_features} columns need one of uint8 {list(wanted[1])}"
+            f"{in_features} columns need one of uint8 {list(expected[1])}"
         )
     counts = _counts(bitmask)
     fits = counts.sum() == len(values) if flat else (counts == values.shape[1]).all()
-    # bits of no column
+    # bits of the last byte beyond the columns
     past = bitmask[:, -1:] >> in_features % BYTE if in_features % BYTE else bitmask[:, :0]
     if not bool(fits & ~past.any()):
         raise ValueError(
@@ -104,7 +104,7 @@ def decompress(values: Tensor, bitmask: Tensor, in_features: int) -> Tensor:
     ends = [0, *counts.cumsum(0).tolist()]
     source = bits(values).reshape(-1)
     out = source.new_zeros(rows, in_features)
-    narrow = 1 if out.is_cpu else 4  # on a GPU fewer launches, of some 50 MB of temporary memory
+    narrow = 1 if out.is_cpu else 4  # larger chunks on a GPU: fewer launches, about 50 MB of temporary memory
     for part in row_chunks(rows, in_features // narrow):
         mask = _unpacked(bitmask[part], in_features)
         out[part].masked_scatter_(mask, source[ends[part.start] : ends[part.stop]])
@@ -119,9 +119,9 @@ def _counts(bitmask: Tensor) -> Tensor:
 
 
 def _unpacked(bitmask: Tensor, in_features: int) -> Tensor:
-    """[N, ceil(K / 8)] uint8 -> boolean [N, K]."""
+    """Unpack a bitmask [N, ceil(K / 8)] uint8 to boolean [N, K]."""
     if bitmask.is_cpu:  # several times as fast as torch
-        found = np.unpackbits(bitmask.numpy(), axis=-1, count=in_features, bitorder="little")
-        return torch.from_numpy(found).view(torch.bool)
+        unpacked = np.unpackbits(bitmask.numpy(), axis=-1, count=in_features, bitorder="little")
+        return torch.from_numpy(unpacked).view(torch.bool)
     shifts = torch.arange(BYTE, dtype=torch.uint8, device=bitmask.device)
     return ((bitmask[..., None] >> shifts) & 1).bool().flatten(1)[:, :in_features]

@@ -25,7 +25,7 @@ from slidesparse.slide import nonzero
 
 STRIP = 64  # out-features of a block
 BLOCK = 128  # in-features
-PARTS = 8  # of the columns, which have about the same share of 2:4 blocks each
+PARTS = 8  # parts of the columns with about the same share of 2:4 blocks each
 
 
 def strips_of(n: int) -> int:
@@ -42,7 +42,7 @@ def dense_blocks(weight: Tensor) -> Tensor:
     """Return which blocks of [N, K] have a group of four with more than two non-zeros, bool [strips, blocks]."""
     k = weight.shape[1]
     dense = []
-    for rows in weight.split(STRIP * 64):  # at a time, which bounds the memory
+    for rows in weight.split(STRIP * 64):  # in chunks, which bounds the memory
         kept = torch.nn.functional.pad(
             nonzero(rows), (0, blocks_of(k) * BLOCK - k, 0, strips_of(rows.shape[0]) * STRIP - rows.shape[0])
         )
@@ -76,14 +76,14 @@ def choose_blocks(costs: Tensor, share: Fraction) -> Tensor:
     """
     rows, groups = costs.shape
     strips, blocks, of_block = strips_of(rows), blocks_of(groups * HARDWARE_LENGTH), BLOCK // HARDWARE_LENGTH
-    whole = torch.nn.functional.pad(costs, (0, blocks * of_block - groups, 0, strips * STRIP - rows))
-    sums = whole.view(strips, STRIP, blocks, of_block).sum((1, 3), dtype=torch.float64).cpu()
+    padded = torch.nn.functional.pad(costs, (0, blocks * of_block - groups, 0, strips * STRIP - rows))
+    sums = padded.view(strips, STRIP, blocks, of_block).sum((1, 3), dtype=torch.float64).cpu()
     ends = [math.ceil(number * share * blocks) for number in range(strips + 1)]
     ranks = sums.argsort(dim=1, stable=True).argsort(1)
     chosen = ranks < (torch.tensor(ends[1:]) - torch.tensor(ends[:-1]))[:, None]
     _balance(sums.numpy(), chosen.numpy())
-    found = chosen.repeat_interleave(STRIP, 0)[:rows].repeat_interleave(of_block, 1)[:, :groups]
-    return found.to(costs.device)
+    mask = chosen.repeat_interleave(STRIP, 0)[:rows].repeat_interleave(of_block, 1)[:, :groups]
+    return mask.to(costs.device)
 
 
 def _balance(costs: NDArray[np.float64], chosen: NDArray[np.bool_]) -> None:
@@ -95,9 +95,9 @@ def _balance(costs: NDArray[np.float64], chosen: NDArray[np.bool_]) -> None:
     """
     edges = np.linspace(0, chosen.shape[1], PARTS + 1).round().astype(int)
     parts = [slice(start, stop) for start, stop in pairwise(edges.tolist())]
-    wanted = chosen.mean() * np.diff(edges) * len(chosen)
+    targets = chosen.mean() * np.diff(edges) * len(chosen)
     while True:
-        excess = np.array([chosen[:, part].sum() for part in parts]) - wanted
+        excess = np.array([chosen[:, part].sum() for part in parts]) - targets
         if excess.max() < 1 and excess.min() > -1:
             return
         most, least = parts[excess.argmax()], parts[excess.argmin()]

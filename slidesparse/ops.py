@@ -32,7 +32,7 @@ from slidesparse.gemm.hopper import operators as hopper_operators
 from slidesparse.kernels import Producer, RmsNorm, SiluMul
 from slidesparse.pattern import SlideLayout
 
-ABI = 7  # of operators and packed weights; part of vLLM's compile-cache key
+ABI = 7  # version of operators and packed weights; part of vLLM's compile-cache key
 
 NAMESPACE = hopper_operators.NAMESPACE
 # Parts of schemas: the quantization of a row, and a layer that begins with it.
@@ -70,7 +70,7 @@ def scaled_matmul(
     out_dtype: torch.dtype,
     backend: str,
 ) -> Tensor:
-    """(q @ weight.T) * scale_w * scale_x + bias, by ``backend`` (see `slidesparse.gemm`).
+    """Return (q @ weight.T) * scale_w * scale_x + bias, computed by ``backend`` (see `slidesparse.gemm`).
 
     q [M, K'] INT8 or FP8, scale_x [M, 1], weight as the backend packed it, scale_w [N, 1] float32, bias [N] or
     None -> [M, N] of ``out_dtype``.
@@ -99,13 +99,13 @@ def _layer(
 ) -> Tensor:
     """Run a layer by ``backend``, after ``producer``.  Raises BackendError for a wrong number of columns."""
     k = x.shape[1] // 2 if isinstance(producer, SiluMul) else x.shape[1]
-    spec, found = layer_spec(scale_w.shape[0], k, length, phase, dtype, out_dtype), gemm.get(backend)
-    if columns != spec.columns(found.alignment):
+    spec, implementation = layer_spec(scale_w.shape[0], k, length, phase, dtype, out_dtype), gemm.get(backend)
+    if columns != spec.columns(implementation.alignment):
         raise gemm.BackendError(
             f"backend {backend} quantizes {k} in-features in windows of blocks of {length} to "
-            f"{spec.columns(found.alignment)} columns, asked for {columns}: pack the weight for {backend}"
+            f"{spec.columns(implementation.alignment)} columns, asked for {columns}: pack the weight for {backend}"
         )
-    return found.linear(spec, x, weight, scale_w, bias, producer)
+    return implementation.linear(spec, x, weight, scale_w, bias, producer)
 
 
 def _linear(x: Tensor, *layer: Any) -> Tensor:
@@ -118,7 +118,7 @@ def _linear_fake(x: Tensor, weight: Tensor, scale_w: Tensor, *rest: Any) -> Tens
 
 
 def _rms_norm_linear(x: Tensor, norm: Tensor, eps: float, *layer: Any) -> Tensor:
-    """``linear`` of RMSNorm(x), norm [K]."""
+    """Run ``linear`` on RMSNorm(x), norm [K]."""
     return _layer(x, RmsNorm(norm, eps), *layer)
 
 
@@ -129,7 +129,7 @@ def _rms_norm_linear_fake(x: Tensor, norm: Tensor, eps: float, *layer: Any) -> T
 def _add_rms_norm_linear(
     x: Tensor, residual: Tensor, norm: Tensor, eps: float, *layer: Any
 ) -> tuple[Tensor, Tensor]:
-    """``linear`` of RMSNorm(x + residual), and the sum [M, K] of x's dtype, which is the next residual."""
+    """Run ``linear`` on RMSNorm(x + residual); return also the sum [M, K] in x's dtype, the next residual."""
     total = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     return _layer(x, RmsNorm(norm, eps, residual, total), *layer), total
 
@@ -141,7 +141,7 @@ def _add_rms_norm_linear_fake(
 
 
 def _silu_mul_linear(x: Tensor, *layer: Any) -> Tensor:
-    """``linear`` of silu(gate) * up, where x [M, 2 K] holds gate before up."""
+    """Run ``linear`` on silu(gate) * up, where x [M, 2 K] holds gate before up."""
     return _layer(x, SiluMul(), *layer)
 
 
@@ -151,10 +151,10 @@ def _register(name: str, schema: str, implementation: Callable[..., Any], fake: 
         return
     replaceable = name in hopper_operators.OPERATORS
     names = [name, name + hopper_operators.PYTHON_SUFFIX] if replaceable else [name]
-    for one in names:
-        _library.define(one + schema, tags=(torch.Tag.pt2_compliant_tag,))
-        torch.library.register_fake(f"{NAMESPACE}::{one}", fake, lib=_library)
-        _library.impl(one, implementation, "CPU")
+    for operator in names:
+        _library.define(operator + schema, tags=(torch.Tag.pt2_compliant_tag,))
+        torch.library.register_fake(f"{NAMESPACE}::{operator}", fake, lib=_library)
+        _library.impl(operator, implementation, "CPU")
     if replaceable:
         hopper_operators.implement(name, implementation)
         implementation = hopper_operators.record_errors(implementation)
@@ -193,7 +193,7 @@ def linear(
     columns: int,
     backend: str,
 ) -> Tensor:
-    """A whole layer: x [..., K] -> [..., N] of x's dtype.  The arguments are those of the operators."""
+    """Run a whole layer, x [..., K] -> [..., N] of x's dtype; the arguments are those of the operators."""
     tokens = x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
     y: Tensor = torch.ops.slidesparse.linear(
         tokens, weight, scale_w, bias, length, phase, dtype, columns, x.dtype, backend

@@ -61,10 +61,10 @@ class SlidePattern:
         """
         if isinstance(text, SlidePattern):
             return text
-        found = str(text).strip().lower()
-        if found in ("2_inf", "2_\N{INFINITY}"):
+        normalized = str(text).strip().lower()
+        if normalized in ("2_inf", "2_\N{INFINITY}"):
             return cls(None)
-        match = re.fullmatch(r"([0-9]{1,9})([:_])([0-9]{1,9})", found)
+        match = re.fullmatch(r"([0-9]{1,9})([:_])([0-9]{1,9})", normalized)
         if not match:
             raise PatternError(f"sparsity {shown(text)} is not a pattern; use one of {EXAMPLES}")
         first, separator, length = int(match[1]), match[2], int(match[3])
@@ -213,13 +213,13 @@ def parse_pattern(text: str) -> Pattern:
 
 def parse_pruned(text: str) -> Pattern:
     """Read a pattern of either kind that a weight may be pruned to.  Raises PatternError, also for ``dense``."""
-    found = parse_pattern(text)
-    if isinstance(found, MixedPattern) and not found.share:
+    pattern = parse_pattern(text)
+    if isinstance(pattern, MixedPattern) and not pattern.share:
         raise PatternError(
             f"sparsity {shown(text)} prunes nothing; use one of {EXAMPLES}, or {MIXED_EXAMPLES}. 2_inf prunes nothing "
             "either and is a pattern all the same"
         )
-    return found
+    return pattern
 
 
 @dataclass(frozen=True)
@@ -232,22 +232,22 @@ class SlideLayout:
 
     @property
     def blocks(self) -> int:
-        """Blocks of L weights that the phase and the row fill, the last one perhaps in part."""
+        """The number of blocks of L weights that the phase and the row fill, the last one perhaps in part."""
         return -(-(self.phase + self.in_features) // self.length) if self.in_features else 0
 
     @property
     def padded(self) -> int:
-        """Columns of the padded row: blocks * L."""
+        """The columns of the padded row: blocks * L."""
         return self.blocks * self.length
 
     @property
     def windows(self) -> int:
-        """Windows of a block: N - 1."""
+        """The number of windows of a block: N - 1."""
         return self.length // 2 - 1
 
     @property
     def slided(self) -> int:
-        """K', columns of the slided row: blocks * (N-1) * 4."""
+        """K', the columns of the slided row: blocks * (N-1) * 4."""
         return self.blocks * self.windows * HARDWARE_LENGTH
 
 

@@ -68,7 +68,7 @@ class Machine:
     free: int | None = None  # bytes of its memory
 
     @classmethod
-    def here(cls) -> Machine:
+    def current(cls) -> Machine:
         """Return the machine that this process runs on."""
         if not torch.cuda.is_available():
             return cls()
@@ -79,10 +79,10 @@ class Machine:
         """Return layer times of ``backend`` on this kind of GPU, or None; without a GPU those of DEFAULT_GPU."""
         gpu = DEFAULT_GPU if self.gpu is None else slug(self.gpu)
         try:
-            found = LayerTimes.of(gpu)
+            times = LayerTimes.of(gpu)
         except TimesError:
             return None
-        return found if self.gpu is None or (found.gpu == gpu and backend == "hopper") else None
+        return times if self.gpu is None or (times.gpu == gpu and backend == "hopper") else None
 
 
 @dataclass(frozen=True)
@@ -115,7 +115,7 @@ class Layer:
 
 @dataclass
 class Report:
-    """Whether and how a checkpoint is served here, and the facts behind that."""
+    """The answer whether and how a checkpoint is served here, with the facts behind it."""
 
     model: str
     architecture: str | None
@@ -126,18 +126,18 @@ class Report:
     experts: dict[str, int] = field(default_factory=dict)  # dtype -> number of matrices of routed experts
     backend: str | None = None
     backend_reason: str = ""
-    weight_bytes: int = 0  # of all weights, packed for the backend
+    weight_bytes: int = 0  # bytes of all weights, packed for the backend
     times: str | None = None  # the GPU whose layer times are shown
-    speedups: list[float | None] = field(default_factory=list)  # of all quantized layers
+    speedups: list[float | None] = field(default_factory=list)  # speedups of all quantized layers together
     missing: list[dict[str, str]] = field(default_factory=list)
     code: int = 0
     verdict: str = ""
 
-    def lacks(self, what: str, remedy: str, code: int = 0) -> None:
+    def lacks(self, problem: str, remedy: str, code: int = 0) -> None:
         """Record what is missing and its remedy; a ``code`` means that the checkpoint is not served for this reason."""
-        self.missing.append({"what": what, "remedy": remedy})
+        self.missing.append({"what": problem, "remedy": remedy})
         if code and not self.code:
-            self.code, self.verdict = code, what
+            self.code, self.verdict = code, problem
 
     def count(self, kind: str) -> int:
         """Return the number of layers whose ``served`` is ``kind``."""
@@ -146,11 +146,11 @@ class Report:
     @property
     def patterns(self) -> dict[str, int]:
         """The number of layers that we serve, by pattern."""
-        found: Counter[str] = Counter()
+        counts: Counter[str] = Counter()
         for layer in self.layers:
             if layer.served == OURS:
-                found[str(layer.pattern)] += layer.count
-        return dict(sorted(found.items()))
+                counts[str(layer.pattern)] += layer.count
+        return dict(sorted(counts.items()))
 
     def to_json(self) -> dict[str, Any]:
         """Return plain values."""
@@ -166,8 +166,8 @@ def examine(model: str, folder: Path) -> Report:
     """Examine a checkpoint.  Raises CheckpointError for a broken one, FlagError for invalid flags."""
     checkpoint, metadata = open_checkpoint(folder)
     raw = checkpoint.source if isinstance(checkpoint, BitNetCheckpoint) else checkpoint
-    machine = Machine.here()
-    vllm, carries = doctor.vllm()
+    machine = Machine.current()
+    vllm, supported = doctor.vllm()
     layout = metadata.layout if metadata else "dense"
     report = Report(model, architecture_of(checkpoint.config), layout, machine, str(vllm["words"]))
     block = checkpoint.quantization_config()
@@ -184,21 +184,21 @@ def examine(model: str, folder: Path) -> Report:
         report.layout = resolution.layout
     elif not report.code:
         _explain_unserved(report, raw.quantization_config() or {}, source, unread)
-    points = [name for name in checkpoint.tensors if source and name.endswith(ZERO_POINT)]
-    if points:
+    zero_points = [name for name in checkpoint.tensors if source and name.endswith(ZERO_POINT)]
+    if zero_points:
         report.lacks(
-            f"vLLM cannot load zero points of W8A8 weights ({points[0]})",
+            f"vLLM cannot load zero points of W8A8 weights ({zero_points[0]})",
             f"slidesparse convert {model} OUT --sparsity 6:8, or 2_inf to prune nothing, drops them",
             FAILED,
         )
     try:
         with checkpoint.reader() as reader:
-            found = Counter(_layers(checkpoint, reader, metadata, source, resolution))
+            layer_counts = Counter(_layers(checkpoint, reader, metadata, source, resolution))
     except ResolveError as error:
         report.lacks(str(error), "", FAILED)
-        found = Counter()
+        layer_counts = Counter()
     times = machine.times(report.backend) if resolution else None
-    report.layers = [_measured(layer, n, times, resolution, machine) for layer, n in found.items()]
+    report.layers = [_measured(layer, n, times, resolution, machine) for layer, n in layer_counts.items()]
     report.experts = expert_dtypes(checkpoint)
     report.weight_bytes = _weight_bytes(checkpoint, report.layers, resolution)
     if times:
@@ -206,7 +206,7 @@ def examine(model: str, folder: Path) -> Report:
         report.speedups = _speedups(layer for layer in report.layers if layer.quant)
     if resolution and not report.code:
         _judge_layers(report, unread, resolution, machine)
-    _judge_machine(report, carries)
+    _judge_machine(report, supported)
     report.verdict = report.verdict if report.code else _verdict(report)
     return report
 
@@ -221,10 +221,10 @@ def _resolution(report: Report, raw: Checkpoint) -> Resolution | None:
         if not block:
             require_no_flag(report.model)
             return None
-        found = claim(block, None, lambda: (machine.platform, machine.capability))
-        if found:
+        resolution = claim(block, None, lambda: (machine.platform, machine.capability))
+        if resolution:
             require_dynamic_w8a8(block)
-        return found
+        return resolution
     except ResolveError as error:
         report.lacks(str(error), "", FAILED)
     except gemm.BackendError as error:
@@ -242,7 +242,7 @@ def _explain_unserved(
         source: the same, parsed; None if it cannot be, for the reason ``unread``.
     """
     convert = f"slidesparse convert {report.model} OUT --sparsity 6:8"
-    convert += "" if source else " --calib texts.jsonl"  # which updates float weights
+    convert += "" if source else " --calib texts.jsonl"  # calibration updates float weights
     convert += "" if report.architecture in FAMILIES else " --linear REGEX"
     if stored := unread_storage(block):
         report.lacks(stored, f"USE_CUSPARSELT=1 serves it if it is W8A8; else {CONVERT_STORED}", FAILED)
@@ -250,7 +250,7 @@ def _explain_unserved(
         report.lacks("it has not been converted", convert, FAILED)
     elif source is None:
         report.lacks(unread, "", FAILED)
-    elif source.method != COMPRESSED_TENSORS or not any(scheme.ours for scheme in source.schemes):
+    elif source.method != COMPRESSED_TENSORS or not any(scheme.native for scheme in source.schemes):
         report.lacks("it is quantized in a way that only vLLM's own kernels serve", convert, FAILED)
     else:
         remedy = f"USE_CUSPARSELT=1 SPARSITY=dense, where the backend hopper runs, or {convert}"
@@ -273,9 +273,9 @@ def _layers(
     family = FAMILIES.get(architecture_of(checkpoint.config) or "", UNKNOWN)
     order = [part for group in family.fused for part in group]
     groups = {group[0]: group for group in family.groups(names)}
-    inside = {name for group in groups.values() for name in group[1:]}
+    fused = {name for group in groups.values() for name in group[1:]}
     for first in names:
-        if first in inside:
+        if first in fused:
             continue
         unit = sorted(groups.get(first, (first,)), key=lambda name: (*order, _last(name)).index(_last(name)))
         specs = [checkpoint.tensors[name + WEIGHT].spec for name in unit]
@@ -287,16 +287,16 @@ def _layers(
         kind, reason = UNQUANTIZED, "not quantized"
         if scheme and quant:
             kind, reason = STOCK, ""
-            if not scheme.ours:
+            if not scheme.native:
                 reason = "block FP8" if scheme.block else f"{scheme.activations} activations"
             elif resolution is None:
                 reason = "vLLM's own kernels"
             else:
-                wanted = pattern_of(resolution, metadata, entry)
-                reason = left_to_vllm(resolution, wanted) or ""
+                layer_pattern = pattern_of(resolution, metadata, entry)
+                reason = left_to_vllm(resolution, layer_pattern) or ""
                 if not reason:
                     kind = OURS
-                    pattern = wanted.ratio if resolution.path == gemm.SPARSE else DENSE_WEIGHT
+                    pattern = layer_pattern.ratio if resolution.path == gemm.SPARSE else DENSE_WEIGHT
                     if metadata:
                         _require_obeyed(reader, metadata, unit if resolution.path == gemm.SPARSE else ())
                     elif _break(reader, unit, pattern):
@@ -332,8 +332,8 @@ def _require_obeyed(reader: Reader, metadata: Metadata, unit: Sequence[str]) -> 
                 restore(_first_rows(reader, name), metadata, name)
             except DamagedError as error:
                 raise ResolveError(
-                    f"{name}: row {error.found.row} breaks {metadata.layers[name].pattern}, to which the metadata say "
-                    "that it was pruned (`slidesparse inspect` counts all rows): convert the original model again"
+                    f"{name}: row {error.violation.row} breaks {metadata.layers[name].pattern}, to which the metadata "
+                    "say that it was pruned (`slidesparse inspect` counts all rows): convert the original model again"
                 ) from error
 
 
@@ -372,15 +372,15 @@ def _tuned(layer: Layer, resolution: Resolution, machine: Machine) -> str:
         out, scale = served_outputs(backend, layer.quant or "")[0]
         subject = Subject(backend.name, backend.version(), machine.gpu, machine.capability)
         problems = [Problem(layer.quant or "", out, layer.n, columns, m, scale) for m in DEFAULT_TOKENS]
-        words = [select_algorithm(subject, problem, backend.max_shape_distance)[1] for problem in problems]
+        notes = [select_algorithm(subject, problem, backend.max_shape_distance)[1] for problem in problems]
     except (LibraryError, TableError) as error:
         return str(error)
-    return next(filter(None, words), TUNED)
+    return next(filter(None, notes), TUNED)
 
 
 def _weight_bytes(checkpoint: Checkpoint, layers: Iterable[Layer], resolution: Resolution | None) -> int:
     """Return the bytes of all tensors, with OURS packed for the backend."""
-    found = sum(stored.spec.nbytes for stored in checkpoint.tensors.values())
+    total = sum(stored.spec.nbytes for stored in checkpoint.tensors.values())
     for layer in layers:
         if resolution and layer.served == OURS:
             backend, spec = gemm.get(resolution.backend), layer.spec()
@@ -388,30 +388,31 @@ def _weight_bytes(checkpoint: Checkpoint, layers: Iterable[Layer], resolution: R
             halves = spec.pattern and backend.device_type == "cuda"
             packed = packed_bytes(layer.n, columns) if halves else layer.n * columns
             stored_columns = spec.layout.slided if resolution.layout == "slided" else layer.k
-            found += layer.count * (packed - layer.n * stored_columns)
-    return found
+            total += layer.count * (packed - layer.n * stored_columns)
+    return total
 
 
 def _speedups(layers: Iterable[Layer]) -> list[float | None]:
     """Return the speedup of all layers together over stock vLLM, for each of DEFAULT_TOKENS; None if unknown."""
-    found: list[float | None] = []
-    every = list(layers)
+    speedups: list[float | None] = []
+    all_layers = list(layers)
     for i in range(len(DEFAULT_TOKENS)):
-        ours = [None if (us := layer.us[i]) is None else us * layer.count for layer in every]
-        known = [us for us in ours if us is not None]
-        whole = len(known) == len(every) > 0
-        found.append(sum(layer.stock_us[i] * layer.count for layer in every) / sum(known) if whole else None)
-    return found
+        times = [None if (us := layer.us[i]) is None else us * layer.count for layer in all_layers]
+        known_times = [us for us in times if us is not None]
+        complete = len(known_times) == len(all_layers) > 0
+        stock_us = sum(layer.stock_us[i] * layer.count for layer in all_layers)
+        speedups.append(stock_us / sum(known_times) if complete else None)
+    return speedups
 
 
 def _judge_layers(report: Report, unread: str, resolution: Resolution, machine: Machine) -> None:
     """Record why layers are not served, or are slower than they could be."""
-    ours = [layer for layer in report.layers if layer.served == OURS]
+    served = [layer for layer in report.layers if layer.served == OURS]
     convert = "slidesparse convert SRC OUT --sparsity 6:8"
-    if not ours:
+    if not served:
         reasons = ", ".join(sorted({layer.reason for layer in report.layers})) or "it has none"
         report.lacks(unread or f"no linear layer can be served: {reasons}", convert, FAILED)
-    quants = {layer.quant for layer in ours}
+    quants = {layer.quant for layer in served}
     if "fp8" in quants and machine.capability and machine.capability < FP8_CAPABILITY:
         report.lacks(NO_FP8_ACTIVATIONS, f"{convert} --quant int8", FAILED)
     try:
@@ -425,24 +426,26 @@ def _judge_layers(report: Report, unread: str, resolution: Resolution, machine: 
         if gemm.get(name).device_type == machine.platform:
             reason = gemm.get(name).unusable(torch.device(machine.platform), machine.capability) or ""
             report.lacks(f"{name}, which is preferred, cannot run: {' '.join(reason.split())}", "")
-    untuned = [layer for layer in ours if layer.tuned not in ("", TUNED)]
+    untuned = [layer for layer in served if layer.tuned not in ("", TUNED)]
     if untuned:
-        what = f"{len(untuned)} of {len(ours)} shapes have no tuned table for {machine.gpu}"
-        report.lacks(what, f"slidesparse tune {report.model}")
+        problem = f"{len(untuned)} of {len(served)} shapes have no tuned table for {machine.gpu}"
+        report.lacks(problem, f"slidesparse tune {report.model}")
     for pattern in (p for p in report.patterns if report.times and p != DENSE_WEIGHT):
-        speedups = _speedups(layer for layer in ours if layer.pattern == pattern)
+        speedups = _speedups(layer for layer in served if layer.pattern == pattern)
         if None in speedups:
-            what = f"no times of {pattern} layers by our kernels on {report.times} are known"
-            report.lacks(what, "python -m benchmarks linear measures them")
+            problem = f"no times of {pattern} layers by our kernels on {report.times} are known"
+            report.lacks(problem, "python -m benchmarks linear measures them")
         elif all(ratio is not None and ratio <= 1 for ratio in speedups):
             steps = " or ".join(map(str, DEFAULT_TOKENS))
-            what = f"{pattern} makes no layers faster in steps of {steps} tokens on {report.times}"
-            report.lacks(what, "convert the original model to a sparser one, such as --sparsity 6:8 or 2:4")
+            problem = f"{pattern} makes no layers faster in steps of {steps} tokens on {report.times}"
+            report.lacks(
+                problem, "convert the original model to a sparser one, such as --sparsity 6:8 or 2:4"
+            )
 
 
-def _judge_machine(report: Report, carries: bool) -> None:
+def _judge_machine(report: Report, supported: bool) -> None:
     """Record what the machine lacks."""
-    if not carries:
+    if not supported:
         report.lacks(f"vLLM: {report.vllm}", f"pip install vllm=={VLLM_ON_GPUS[-1]}", ENVIRONMENT)
     plugin = doctor.plugin()
     if not plugin["loads"]:
@@ -451,8 +454,8 @@ def _judge_machine(report: Report, carries: bool) -> None:
     if machine.gpu is None and doctor.gpus()["list"]:
         report.lacks("torch cannot use this machine's GPU", INSTALL_CUDA, ENVIRONMENT)
     if machine.free is not None and report.weight_bytes > machine.free:
-        what = f"the weights take {gib(report.weight_bytes)}, {gib(machine.free)} of the GPU are free"
-        report.lacks(what, "free it, a larger GPU, or --tensor-parallel-size with several", ENVIRONMENT)
+        problem = f"the weights take {gib(report.weight_bytes)}, {gib(machine.free)} of the GPU are free"
+        report.lacks(problem, "free it, a larger GPU, or --tensor-parallel-size with several", ENVIRONMENT)
 
 
 def gib(count: int) -> str:
@@ -463,14 +466,15 @@ def gib(count: int) -> str:
 def _verdict(report: Report) -> str:
     """Return how a checkpoint is served, and how fast."""
     layers = f"{report.count(OURS)} of {sum(layer.count for layer in report.layers)} linear layers"
-    words = f"the backend {report.backend} serves {layers}"
+    verdict = f"the backend {report.backend} serves {layers}"
     if report.machine.platform == "cpu":
-        words += ", exactly but not fast, as there is no GPU here"
-    known = [
+        verdict += ", exactly but not fast, as there is no GPU here"
+    ratios = [
         f"{ratio:.2f}x in steps of {tokens} tokens"
         for ratio, tokens in zip(report.speedups, DEFAULT_TOKENS, strict=False)
         if ratio is not None
     ]
-    if not known:
-        return words
-    return f"{words}; linear layers are at {' and '.join(known)} of stock vLLM's speed, by the times of {report.times}"
+    if not ratios:
+        return verdict
+    speeds = " and ".join(ratios)
+    return f"{verdict}; linear layers are at {speeds} of stock vLLM's speed, by the times of {report.times}"

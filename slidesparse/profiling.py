@@ -70,10 +70,10 @@ class Times:
         """Render a table, the costliest layers first."""
         share_of = "of its steps" if self.by_tokens else "of all steps"
         rows: list[tuple[str, ...]] = [("layer", "M", "calls", *STAGES, share_of, "algorithm")]
-        whole = sum(self.step_us.values())
-        for (kind, tokens), entry in sorted(self.entries.items(), key=lambda one: -sum(one[1].us.values())):
+        total = sum(self.step_us.values())
+        for (kind, tokens), entry in sorted(self.entries.items(), key=lambda item: -sum(item[1].us.values())):
             means = [f"{entry.us[name] / entry.timed:.1f}" if entry.timed else "-" for name in STAGES]
-            steps = self.step_us.get(tokens, 0.0) if self.by_tokens else whole
+            steps = self.step_us.get(tokens, 0.0) if self.by_tokens else total
             share = f"{sum(entry.us.values()) / steps:.1%}" if steps and entry.timed else "-"
             rows.append((kind, str(tokens), str(entry.calls), *means, share, entry.algorithm or "-"))
         widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
@@ -84,7 +84,7 @@ class Times:
 
 
 class _Recorder:
-    """Orders events into the stages of a layer and the layers of a step."""
+    """A recorder that orders events into the stages of a layer and the layers of a step."""
 
     def __init__(self, captures: bool) -> None:
         self.captures = captures
@@ -122,7 +122,7 @@ class _Recorder:
 
 
 class Profiler:
-    """Collects times; not thread-safe."""
+    """A collector of times; not thread-safe."""
 
     def __init__(self) -> None:
         self.kinds: dict[int, str] = {}  # address of a packed weight -> what its layer is called
@@ -136,7 +136,7 @@ class Profiler:
 
     @contextmanager
     def stage(self, name: str, x: Tensor) -> Iterator[None]:
-        """Time what is launched within, on the device of ``x``."""
+        """Time the work launched in the block, on the device of ``x``."""
         recorder = self._recorder(x)
         start = _mark(x, recorder.captures)
         yield
@@ -193,9 +193,11 @@ class Profiler:
             lines += times.lines()
         calls = sum(entry.calls for entry in self._captured.times.entries.values())
         if calls:
-            how = f"{replayed.steps} steps, as each graph was last replayed; microseconds are means of a call"
-            how += f"; some could not be read: {replayed.error}" if replayed.error else ""
-            lines += [f"SlideSparse profile: {calls} calls captured into CUDA graphs; {how}"]
+            summary = (
+                f"{replayed.steps} steps, as each graph was last replayed; microseconds are means of a call"
+            )
+            summary += f"; some could not be read: {replayed.error}" if replayed.error else ""
+            lines += [f"SlideSparse profile: {calls} calls captured into CUDA graphs; {summary}"]
             lines += replayed.lines()
         return "\n".join(lines)
 
@@ -246,13 +248,13 @@ def stage(name: str, x: Tensor) -> AbstractContextManager[None]:
 
 
 def layer(weight: Tensor, n: int, q: Tensor) -> None:
-    """See `Profiler.layer`; nothing when profiling is off."""
+    """Call `Profiler.layer` when profiling is on."""
     if _profiler is not None:
         _profiler.layer(weight, n, q)
 
 
 def chose(algorithm: str) -> None:
-    """See `Profiler.chose`; nothing when profiling is off."""
+    """Call `Profiler.chose` when profiling is on."""
     if _profiler is not None:
         _profiler.chose(algorithm)
 

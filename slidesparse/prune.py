@@ -76,11 +76,13 @@ def prune_by_importance(w: Tensor, importance: Tensor, pattern: Pattern, phase: 
         second = second.minimum(position.maximum(least))
         least = least.minimum(position)
     ties = ZEROS - (least < second).to(torch.int8)  # how many weights equal to the second may go
-    kept = blocks_of(bits(w), layout).flatten(0, 1).clone()
-    for position, column in zip(scores, kept.unbind(-1), strict=True):
+    blocks = blocks_of(bits(w), layout).flatten(0, 1).clone()
+    for position, column in zip(scores, blocks.unbind(-1), strict=True):
         tie = (position == second).to(torch.int8).mul_(ties > 0)
         ties -= tie
         column *= (tie == 0) & (position >= second)
     return (
-        kept.view(w.shape[0], layout.padded)[:, phase : phase + layout.in_features].contiguous().view(w.dtype)
+        blocks.view(w.shape[0], layout.padded)[:, phase : phase + layout.in_features]
+        .contiguous()
+        .view(w.dtype)
     )

@@ -81,13 +81,16 @@ def quantize_rows(x: Tensor, dtype: torch.dtype, arithmetic: Arithmetic = "cuda"
 
 
 def dequantize_rows(q: Tensor, scale: Tensor) -> Tensor:
-    """q [N, K] INT8 or FP8 and scale ([N, 1], [N] or one element) -> float32 [N, K]."""
+    """Return q * scale, float32 [N, K], for q [N, K] INT8 or FP8 and scale [N, 1], [N] or one element."""
     return q.float() * scale.float().reshape(-1, 1)
 
 
 def dequantize_blocks(q: Tensor, scale: Tensor, block: tuple[int, int], first_row: int = 0) -> Tensor:
-    """Rows [M, K] of a weight from ``first_row`` on, and the scales of its blocks, [ceil(N / rows), ceil(K / columns)]
-    for ``block`` (rows, columns) -> float32 [M, K].
+    """Return q * scale, float32 [M, K], for rows of a weight whose blocks have a scale each.
+
+    Args:
+        q: [M, K], the rows of the weight from ``first_row`` on.
+        scale: [ceil(N / rows), ceil(K / columns)] for ``block`` (rows, columns).
     """
     rows = torch.arange(first_row, first_row + q.shape[0]) // block[0]
     columns = torch.arange(q.shape[1]) // block[1]

@@ -44,7 +44,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = No
 
 
 def silu_mul(x: Tensor) -> Tensor:
-    """silu(gate) * up of x [M, 2 K], gate before up -> [M, K] of x's dtype; in float32, rounded once."""
+    """Return silu(gate) * up, [M, K] of x's dtype, for x [M, 2 K] with gate before up; in float32, rounded once."""
     gate, up = x.float().chunk(2, -1)
     return (gate / (1 + gate.neg().exp()) * up).to(x.dtype)
 
@@ -110,7 +110,7 @@ def dequant_bias(
     out_dtype: torch.dtype,
     arithmetic: Arithmetic = "cuda",
 ) -> Tensor:
-    """y = (acc * scale_w) * scale_x + bias, in float32, rounded once to ``out_dtype``.
+    """Return y = (acc * scale_w) * scale_x + bias, computed in float32 and rounded once to ``out_dtype``.
 
     acc [M, N] INT32 or float32; scale_x [M, 1], scale_w [N] or [N, 1] float32; bias [N] or None.
     The last product and the bias are one fused multiply-add in "cuda" arithmetic, as in the epilogue of vLLM's

@@ -43,7 +43,7 @@ BREAKS = "whose weights break the pattern"  # reason for a dense layer in the lo
 
 NOT_PRUNED = MixedPattern(Fraction(0))
 
-Capability = tuple[int, int] | None  # of a GPU
+Capability = tuple[int, int] | None  # compute capability of a GPU
 
 
 class ResolveError(SlideSparseError, ValueError):
@@ -52,14 +52,14 @@ class ResolveError(SlideSparseError, ValueError):
 
 @dataclass(frozen=True)
 class Resolution:
-    """How the layers of one model are served."""
+    """The decisions on how the layers of one model are served."""
 
     pattern: str  # "6:8", or "dense": blocks as they are
     path: str  # "sparse" or "dense"
     asked: bool  # whether a flag asks for the path
     backend: str  # a name of slidesparse.gemm.REGISTRY
     reason: str  # why this backend was chosen, as text
-    layout: str  # of the checkpoint: "dense", "slided" or "packed"
+    layout: str  # layout of the checkpoint: "dense", "slided" or "packed"
     abi: int
     plugin: str  # version
     profile: bool  # whether to time layers
@@ -67,14 +67,14 @@ class Resolution:
 
     @property
     def parsed_pattern(self) -> Pattern:
-        """The pattern, parsed."""
+        """The parsed pattern."""
         return parse_pattern(self.pattern)
 
     @classmethod
     def of_stamp(cls, stamp: Any) -> Resolution:
         """Read what `resolve` stamped.  Raises ResolveError for anything else."""
-        known = {field.name: _TYPES[str(field.type)] for field in fields(cls)}
-        if not isinstance(stamp, dict) or {name: type(value) for name, value in stamp.items()} != known:
+        types = {field.name: _TYPES[str(field.type)] for field in fields(cls)}
+        if not isinstance(stamp, dict) or {name: type(value) for name, value in stamp.items()} != types:
             raise ResolveError(
                 f"quantization_config.{STAMP} is no resolution of this slidesparse ({__version__}): remove it from "
                 "config.json, and install the same slidesparse for all processes"
@@ -100,28 +100,28 @@ def claim(
 
     Raises ResolveError for what cannot be served as requested, FlagError for invalid flags.
     """
-    asked, method = flags.asked(), quantization_config.get("quant_method")
-    if not asked and not (KEY in quantization_config or QUANT_METHOD in (method, user_quant)):
+    flag, method = flags.path_flag(), quantization_config.get("quant_method")
+    if not flag and not (KEY in quantization_config or QUANT_METHOD in (method, user_quant)):
         if method == COMPRESSED_TENSORS:
             flags.require_known()
         return None
     platform, capability = machine()
     if platform not in ("cuda", "cpu"):
-        if asked or method == QUANT_METHOD:
+        if flag or method == QUANT_METHOD:
             raise ResolveError(
                 f"SlideSparse runs on NVIDIA GPUs and CPUs, but vLLM's platform here is {platform}; for vLLM's own "
                 "kernels unset the flags and convert with --layout dense"
             )
         return None
     if method not in (COMPRESSED_TENSORS, QUANT_METHOD):
-        why = f"{asked} is set" if asked else "config.json holds SlideSparse metadata"
+        reason = f"{flag} is set" if flag else "config.json holds SlideSparse metadata"
         raise ResolveError(
-            f"{why}, but this checkpoint is quantized by {method!r}; {WHAT_IT_TAKES}{_or_unset()}"
+            f"{reason}, but this checkpoint is quantized by {method!r}; {WHAT_IT_TAKES}{_or_unset()}"
         )
     if user_quant not in (None, QUANT_METHOD):
-        if asked:
+        if flag:
             raise ResolveError(
-                f"--quantization {user_quant} asks for vLLM's own kernels while {asked} is set; drop one"
+                f"--quantization {user_quant} asks for vLLM's own kernels while {flag} is set; drop one"
             )
         return None
     return resolve(quantization_config, Flags.from_environment(), platform == "cuda", capability)
@@ -129,9 +129,9 @@ def claim(
 
 def require_no_flag(model: str) -> None:
     """Raise ResolveError when a flag asks for our path, for a model that is not quantized."""
-    if flags.asked():
+    if flags.path_flag():
         raise ResolveError(
-            f"{flags.asked()} is set, but {model} is not quantized; {WHAT_IT_TAKES}{_or_unset()}"
+            f"{flags.path_flag()} is set, but {model} is not quantized; {WHAT_IT_TAKES}{_or_unset()}"
         )
 
 
@@ -140,18 +140,18 @@ def require_dynamic_w8a8(quantization_config: Mapping[str, Any]) -> None:
     groups = quantization_config.get("config_groups")
     if isinstance(groups, dict) and any(map(_is_dynamic_w8a8, groups.values())):
         return
-    found = "no group of layers of this checkpoint is W8A8 with dynamic activations"
+    problem = "no group of layers of this checkpoint is W8A8 with dynamic activations"
     if stored := unread_storage(quantization_config):
-        raise ResolveError(f"{found}. {stored}: {CONVERT_STORED}")
-    raise ResolveError(f"{found}; {WHAT_IT_TAKES}{_or_unset()}")
+        raise ResolveError(f"{problem}. {stored}: {CONVERT_STORED}")
+    raise ResolveError(f"{problem}; {WHAT_IT_TAKES}{_or_unset()}")
 
 
 def _or_unset() -> str:
-    """Return the other remedy where a flag asks for our path, "" where only the checkpoint does."""
-    if not flags.asked():
+    """Return the remedy of unsetting the flag that asks for our path, or "" if only the checkpoint does."""
+    if not flags.path_flag():
         return ""
     return (
-        f"; or unset {flags.asked()}, which acts on draft models as well: converted checkpoints are served sparse "
+        f"; or unset {flags.path_flag()}, which acts on draft models as well: converted checkpoints are served sparse "
         "without"
     )
 
@@ -179,8 +179,8 @@ def common_entry(name: str, entries: Mapping[str, LayerEntry | None]) -> LayerEn
 
     Raises ResolveError where they differ.
     """
-    found = [entry for entry in entries.values() if entry]
-    if found and any(entry != found[0] for entry in entries.values()):
+    present = [entry for entry in entries.values() if entry]
+    if present and any(entry != present[0] for entry in entries.values()):
         pruned = ", ".join(
             f"{part} {entry.pattern.ratio if entry else 'unpruned'}" for part, entry in entries.items()
         )
@@ -188,7 +188,7 @@ def common_entry(name: str, entries: Mapping[str, LayerEntry | None]) -> LayerEn
             f"{name} joins {', '.join(entries)}, which the checkpoint holds as {pruned}; "
             "convert again with the same pattern for all of them"
         )
-    return found[0] if found else None
+    return present[0] if present else None
 
 
 def pattern_of(resolution: Resolution, metadata: Metadata | None, entry: LayerEntry | None) -> Pattern:
@@ -226,7 +226,7 @@ def require_invariance(backend: str, quant: str) -> None:
 
 
 def resolve(
-    quantization_config: Mapping[str, Any], given: Flags, on_cuda: bool, capability: Capability = None
+    quantization_config: Mapping[str, Any], requested: Flags, on_cuda: bool, capability: Capability = None
 ) -> Resolution:
     """Decide how the layers of a checkpoint are served.  A stamp that is already in its config is ignored.
 
@@ -241,25 +241,25 @@ def resolve(
             f"quantization_config names {QUANT_METHOD} as its method but lacks the block {KEY!r}, which says how "
             "weights are stored; fetch the checkpoint again, or convert the original model again"
         )
-    path = given.path or SPARSE
+    path = requested.path or SPARSE
     stored = sparsity_of(quantization_config)
-    pattern = _pattern(metadata, given, path, stored[1] if stored else "")
+    pattern = _pattern(metadata, requested, path, stored[1] if stored else "")
     layout = metadata.layout if metadata else "packed" if stored else "dense"
     if path == DENSE and layout == "slided":
         raise ResolveError(
             f"{USE_CUBLASLT}=1 runs dense weights, but this checkpoint holds slided ones; "
             f"use {USE_CUSPARSELT}=1, or convert with --layout dense"
         )
-    if given.fuse and batch_invariant():
+    if requested.fuse and batch_invariant():
         raise ResolveError(
             f"{FUSE}=1 computes norms in an order that depends on the number of tokens, but VLLM_BATCH_INVARIANT is "
             "set; unset one of them"
         )
     from slidesparse.ops import ABI  # imported late, as it imports torch
 
-    backend, reason = _backend(path, on_cuda, given.backend, capability)
+    backend, reason = _backend(path, on_cuda, requested.backend, capability)
     blocks = path == SPARSE and isinstance(pattern, MixedPattern)
-    if blocks and given.path and not gemm.get(backend).takes_dense:
+    if blocks and requested.path and not gemm.get(backend).takes_dense:
         raise ResolveError(
             f"{SPARSITY}={pattern.flag} needs a backend that multiplies dense blocks, hopper (compute capability 9.0); "
             f"here {backend} is chosen: {reason}. Unset {USE_CUSPARSELT} for vLLM's own kernels"
@@ -268,14 +268,14 @@ def resolve(
     return Resolution(
         pattern=pattern.ratio,
         path=path,
-        asked=given.path is not None,
+        asked=requested.path is not None,
         backend=backend,
         reason=reason,
         layout=layout,
         abi=ABI,
         plugin=__version__,
-        profile=given.profile,
-        fuse=fuses if given.fuse is None else given.fuse,
+        profile=requested.profile,
+        fuse=fuses if requested.fuse is None else requested.fuse,
     )
 
 
@@ -285,14 +285,14 @@ def stamp(resolution: Resolution, configs: Iterable[MutableMapping[str, Any]]) -
         config[STAMP] = asdict(resolution)
 
 
-def _pattern(metadata: Metadata | None, given: Flags, path: str, structure: str) -> Pattern:
+def _pattern(metadata: Metadata | None, requested: Flags, path: str, structure: str) -> Pattern:
     """Return the pattern of the checkpoint's metadata, of the flag, or of its storage format (``structure``)."""
-    if metadata and given.pattern and metadata.pattern != given.pattern:
+    if metadata and requested.pattern and metadata.pattern != requested.pattern:
         raise ResolveError(
-            f"environment variable {SPARSITY} asks for {given.pattern}, but the checkpoint was pruned to "
+            f"environment variable {SPARSITY} asks for {requested.pattern}, but the checkpoint was pruned to "
             f"{metadata.pattern}; unset {SPARSITY} or set {SPARSITY}={metadata.pattern.flag}"
         )
-    pattern = given.pattern or (metadata.pattern if metadata else None)
+    pattern = requested.pattern or (metadata.pattern if metadata else None)
     if isinstance(pattern, MixedPattern) and pattern.share and not metadata:
         raise ResolveError(
             f"environment variable {SPARSITY}: {pattern.ratio} cannot be requested: blocks are 2:4 where "
@@ -303,9 +303,9 @@ def _pattern(metadata: Metadata | None, given: Flags, path: str, structure: str)
     if structure == "2:4":
         return SlidePattern(4)
     if path == DENSE:
-        return SlidePattern(4)  # nothing is slid; recorded only so that the stamp is whole
+        return SlidePattern(4)  # nothing is slid; recorded only to complete the stamp
     asks, draft = "--quantization slidesparse", ""
-    if given.path:
+    if requested.path:
         asks = f"{USE_CUSPARSELT}=1"
         draft = f". If this is a draft model of a converted one, unset {USE_CUSPARSELT}: that needs no flag"
     raise ResolveError(
@@ -315,16 +315,18 @@ def _pattern(metadata: Metadata | None, given: Flags, path: str, structure: str)
     )
 
 
-def _backend(path: str, on_cuda: bool, wanted: str | None, capability: Capability = None) -> tuple[str, str]:
+def _backend(
+    path: str, on_cuda: bool, requested: str | None, capability: Capability = None
+) -> tuple[str, str]:
     """Choose the backend, and compile its kernels once for all workers; return its name and the reason."""
     import torch  # late: the rest of this file needs no torch
 
     device = torch.device("cuda" if on_cuda else "cpu")
-    if wanted is None:
+    if requested is None:
         return gemm.choose(path, device, capability)
-    reason = gemm.get(wanted).unusable(device, capability)
+    reason = gemm.get(requested).unusable(device, capability)
     if reason:
         raise ResolveError(
-            f"environment variable {BACKEND}={wanted}: backend {wanted} cannot run here: {reason}"
+            f"environment variable {BACKEND}={requested}: backend {requested} cannot run here: {reason}"
         )
-    return wanted, f"{BACKEND}={wanted}"
+    return requested, f"{BACKEND}={requested}"

@@ -1,4 +1,4 @@
-"""Slide weights into 2:4 windows, back, and lift activations to match.  In torch, on any device.
+"""Slide weights into 2:4 windows and back, and lift activations to match.  In torch, on any device.
 
 Which window takes a weight has a closed form.  Split the block into pairs; window j sees the pairs j and
 j+1, so a pair has an earlier and a later window::
@@ -39,8 +39,8 @@ class Violation(NamedTuple):
     """Blocks of a weight that hold more non-zeros than the pattern allows."""
 
     total: int  # offending blocks in all
-    row: int  # of the first one
-    block: int
+    row: int  # row of the first one
+    block: int  # its block within the row
     nonzeros: int  # its number of non-zeros
 
 
@@ -57,7 +57,10 @@ def nonzero(w: Tensor) -> Tensor:
 
 
 def blocks_of(w: Tensor, layout: SlideLayout) -> Tensor:
-    """[N, K] -> [N, blocks, L], zeros added on the left (phase) and right.  A view when nothing is added."""
+    """Split rows [N, K] into blocks [N, blocks, L], with zeros added on the left (phase) and right.
+
+    Returns a view when nothing is added.
+    """
     right = layout.padded - layout.phase - layout.in_features
     if layout.blocks and (layout.phase or right):
         w = torch.nn.functional.pad(bits(w), (layout.phase, right)).view(w.dtype)
@@ -98,21 +101,22 @@ def obeys(w: Tensor, pattern: SlidePattern, phase: int = 0) -> bool:
     return not any(bool((block.sum(-1) > layout.length - ZEROS).any()) for block in blocks)
 
 
-def violation_message(layer: str, found: Violation, pattern: SlidePattern, phase: int = 0) -> str:
+def violation_message(layer: str, violation: Violation, pattern: SlidePattern, phase: int = 0) -> str:
     """Return the message for weights that break their pattern: layer, row, block, count, and the remedy."""
     assert pattern.length is not None  # any row obeys 2_inf
     return (
-        f"{layer}: row {found.row}, block {found.block} (columns from {found.block * pattern.length - phase}) has "
-        f"{found.nonzeros} non-zeros, {pattern} allows {pattern.length - ZEROS}; {found.total} blocks of the layer "
-        f"break the pattern. Prune the weights first: slidesparse convert SRC OUT --sparsity {pattern.ratio}"
+        f"{layer}: row {violation.row}, block {violation.block} "
+        f"(columns from {violation.block * pattern.length - phase}) has {violation.nonzeros} non-zeros, "
+        f"{pattern} allows {pattern.length - ZEROS}; {violation.total} blocks of the layer break the pattern. "
+        f"Prune the weights first: slidesparse convert SRC OUT --sparsity {pattern.ratio}"
     )
 
 
 def require_pattern(w: Tensor, pattern: SlidePattern, layer: str, phase: int = 0) -> None:
     """Raise PatternError with layer, row, block and count unless ``w`` [N, K] obeys ``pattern``."""
-    found = violations(w, pattern, phase)
-    if found:
-        raise PatternError(violation_message(layer, found, pattern, phase))
+    violation = violations(w, pattern, phase)
+    if violation:
+        raise PatternError(violation_message(layer, violation, pattern, phase))
 
 
 def slide(w: Tensor, pattern: SlidePattern, phase: int = 0, layer: str = "weight") -> Tensor:
@@ -160,11 +164,11 @@ def _slide_blocks(blocks: Tensor, out: Tensor) -> None:
         if j == windows:  # the last pair has no later window; a -0.0 there must not be lost
             takes = (torch.ones_like(first), torch.ones_like(first))
         for i in range(STRIDE):
-            value, taken = values[2 * j + i], takes[i].to(values.dtype)
+            value, is_early = values[2 * j + i], takes[i].to(values.dtype)
             if j > 0:
-                torch.mul(value, taken, out=slots[HARDWARE_LENGTH * j - STRIDE + i])
+                torch.mul(value, is_early, out=slots[HARDWARE_LENGTH * j - STRIDE + i])
             if j < windows:
-                torch.mul(value, 1 - taken, out=slots[HARDWARE_LENGTH * j + i])
+                torch.mul(value, 1 - is_early, out=slots[HARDWARE_LENGTH * j + i])
     flat = out.view(count, windows * HARDWARE_LENGTH)
     if flat.is_cpu:
         flat.numpy()[...] = slots.numpy().T
@@ -201,14 +205,14 @@ def is_slided(slided: Tensor, layout: SlideLayout) -> bool:
     if not slided.numel():
         return True
     padding = lift_layout(slided.new_ones(layout.in_features, dtype=torch.int8), layout) == 0
-    found = []
+    faults = []
     for rows in row_chunks(*slided.shape):
         used = nonzero(slided[rows])
         windows = used.view(-1, layout.blocks, layout.windows, HARDWARE_LENGTH)
-        found.append(
+        faults.append(
             (windows[:, :, :-1, STRIDE:] & windows[:, :, 1:, :STRIDE]).any() | (used & padding).any()
         )
-    return not bool(torch.stack(found).any())
+    return not bool(torch.stack(faults).any())
 
 
 def lift(x: Tensor, pattern: SlidePattern, phase: int = 0) -> Tensor:

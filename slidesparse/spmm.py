@@ -46,7 +46,7 @@ TARGET = compile.Target(
 
 
 class SpmmError(SlideSparseError, ValueError):
-    """Operands that cannot be compressed or multiplied."""
+    """Operands cannot be compressed or multiplied."""
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,9 @@ class Compressed:
 
     def to(self, device: torch.device | str, copy: bool = False) -> Compressed:
         """Return the weight on a device; itself if it is already there, unless ``copy`` is set."""
-        values, offsets = (_room(one.to(device, copy=copy), VECTOR) for one in (self.values, self.offsets))
+        values, offsets = (
+            _room(matrix.to(device, copy=copy), VECTOR) for matrix in (self.values, self.offsets)
+        )
         return replace(self, values=values, offsets=offsets)
 
 
@@ -93,13 +95,14 @@ def compress(weight: Tensor, kept: int, group: int, strip: int = 1) -> Compresse
         )
     order = torch.argsort(used.logical_not().byte(), dim=-1, stable=True)[..., :kept].sort(-1).values
     values, offsets = (
-        _room(one.permute(1, 2, 0).flatten(0, 1), VECTOR) for one in (blocks.gather(-1, order), order.byte())
+        _room(tensor.permute(1, 2, 0).flatten(0, 1), VECTOR)
+        for tensor in (blocks.gather(-1, order), order.byte())
     )
     return Compressed(values, offsets, kept, group, weight.shape[1], strip)
 
 
 def decompress(weight: Compressed) -> Tensor:
-    """The dense weight [N, K]."""
+    """Return the dense weight [N, K]."""
     groups = weight.values.shape[0] // weight.kept
     n = weight.values.shape[1]
     shape = (groups, weight.kept, n)
@@ -109,7 +112,7 @@ def decompress(weight: Compressed) -> Tensor:
 
 
 def spmm(x: Tensor, weight: Compressed, variant: str = "double", splits: int = 1) -> Tensor:
-    """x [M, K] @ weight.T -> [M, N] of x's dtype, by our kernels on a GPU and by `reference` on a CPU.
+    """Return x [M, K] @ weight.T, [M, N] of x's dtype, by our kernels on a GPU and by `reference` on a CPU.
 
     Args:
         x: float32 or float16, as the weight's values.
@@ -146,7 +149,7 @@ def spmm(x: Tensor, weight: Compressed, variant: str = "double", splits: int = 1
 
 
 def reference(x: Tensor, weight: Compressed) -> Tensor:
-    """`spmm` in torch operators, one kept value at a time.
+    """Compute `spmm` in torch operators, one kept value at a time.
 
     The kernels' fused multiply-adds are emulated in float64, whose second rounding may, rarely, change the last bit.
     """
@@ -159,7 +162,7 @@ def reference(x: Tensor, weight: Compressed) -> Tensor:
 
 
 def sequential(x: Tensor, weight: Compressed) -> tuple[Tensor, float]:
-    """The product of float32 by one thread of the CPU, and the seconds that it took.  Raises as `spmm` does."""
+    """Return the float32 product by one thread of the CPU, and the seconds that it took.  Raises as `spmm` does."""
     if x.is_cuda or x.dtype != torch.float32:
         raise SpmmError(f"x is {x.dtype} on {x.device}; the sequential product is of float32 on the CPU")
     call, out, _ = _prepare(x, weight, VARIANTS[0], 1, 0)
@@ -172,7 +175,7 @@ def sequential(x: Tensor, weight: Compressed) -> tuple[Tensor, float]:
 
 
 def _blocks(weight: Tensor, kept: int, group: int, strip: int) -> Tensor:
-    """[N, groups, group] of a weight [N, K], padded with zeros.  Raises SpmmError."""
+    """Return the groups of a weight [N, K] padded with zeros, [N, groups, group].  Raises SpmmError."""
     if not 1 <= kept <= group <= MAX_GROUP:
         raise SpmmError(
             f"{kept} of every {group} cannot be kept: at least 1, of groups of at most {MAX_GROUP}"
@@ -203,13 +206,13 @@ def _room(matrix: Tensor, multiple: int) -> Tensor:
     """
     rows, columns = matrix.shape
     stride, used = matrix.stride(0), matrix.storage_offset()
-    there = matrix.untyped_storage().nbytes() // matrix.element_size() - used
+    available = matrix.untyped_storage().nbytes() // matrix.element_size() - used
     if (
         matrix.stride(1) == 1
         and stride >= columns
         and stride % multiple == 0
         and matrix.data_ptr() % VECTOR == 0
-        and there >= rows * stride
+        and available >= rows * stride
     ):
         return matrix
     wide = matrix.new_zeros(rows, columns + -columns % multiple)
@@ -218,7 +221,7 @@ def _room(matrix: Tensor, multiple: int) -> Tensor:
 
 
 class _Call(ctypes.Structure):
-    """SlidesparseSpmm of csrc/spmm/interface.h."""
+    """The struct SlidesparseSpmm of csrc/spmm/interface.h."""
 
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("x", "values", "offsets", "out", "partials", "stream")),
@@ -264,11 +267,11 @@ def _require(error: bytes | None) -> None:
 
 @cache
 def native() -> Any:
-    """The compiled kernels.  Raises ToolchainError, or LibraryError when they cannot be loaded."""
+    """Return the compiled kernels.  Raises ToolchainError, or LibraryError when they cannot be loaded."""
     try:
-        found = ctypes.CDLL(str(compile.build(TARGET)))
+        library = ctypes.CDLL(str(compile.build(TARGET)))
     except OSError as error:
         raise LibraryError(f"the SpMM kernels cannot be loaded: {error}") from None
-    for function in (found.slidesparse_spmm, found.slidesparse_spmm_sequential):
+    for function in (library.slidesparse_spmm, library.slidesparse_spmm_sequential):
         function.argtypes, function.restype = [ctypes.c_void_p], ctypes.c_char_p
-    return found
+    return library

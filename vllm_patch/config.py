@@ -255,7 +255,7 @@ def _warn_without_effect(config: Mapping[str, Any]) -> None:
     """Warn that vLLM cannot read a checkpoint without us, or that flags have no effect on it."""
     if stored := unread_storage(config):
         compat.warn(f"{stored}. USE_CUSPARSELT=1 serves it if it is W8A8; else {CONVERT_STORED}")
-    elif idle := flags.given():
+    elif idle := flags.active_names():
         compat.warn(
             f"{', '.join(idle)} has no effect on this checkpoint, which `slidesparse convert` did not make: vLLM's own "
             "kernels serve it, unless USE_CUSPARSELT=1 is set"
@@ -325,7 +325,7 @@ def watch_models_without_quantization() -> None:
     vLLM never calls `override_quantization_method` for such a model.  Done only if one of our flags is set, because
     vLLM warns about a parser that replaces its own.
     """
-    if not flags.given():
+    if not flags.active_names():
         return
     try:
         from vllm.transformers_utils.config import HFConfigParser, register_config_parser
@@ -339,7 +339,7 @@ def watch_models_without_quantization() -> None:
             is_model = bool(parsed[0].get("architectures"))
             if is_model and not any(isinstance(value, dict) for value in _config_dicts(None, parsed[1])):
                 require_no_flag(str(model))
-                idle = ", ".join(flags.given())
+                idle = ", ".join(flags.active_names())
                 compat.warn(f"SlideSparse flags have no effect on {model}, which is not quantized: {idle}")
             return parsed
 

@@ -84,7 +84,7 @@ TARGETS = {
 
 @dataclass(frozen=True)
 class Recipe:
-    """How to make one file: command lines that name their outputs relative to the folder they run in."""
+    """The command lines that make one file; they name their outputs relative to the folder they run in."""
 
     compiles: tuple[tuple[str, ...], ...]  # may run in parallel
     link: tuple[str, ...]
@@ -93,7 +93,7 @@ class Recipe:
 
 
 def build(target: str | Target) -> Path:
-    """Compile the target ``name`` of TARGETS unless the cache holds it.  Raises ToolchainError.
+    """Compile a target, or the one of TARGETS with this name, unless the cache holds it.  Raises ToolchainError.
 
     A finished file is published by one rename; concurrent processes wait for the first one to compile it.
     """
@@ -120,7 +120,10 @@ def target_path(name: str) -> Path:
 
 
 def cache_folder() -> Path:
-    """Return $SLIDESPARSE_CACHE, else slidesparse in $XDG_CACHE_HOME or ~/.cache.  ToolchainError without a home."""
+    """Return $SLIDESPARSE_CACHE, else slidesparse in $XDG_CACHE_HOME or ~/.cache.
+
+    Raises ToolchainError for a user without a home folder.
+    """
     explicit = os.environ.get("SLIDESPARSE_CACHE")
     if explicit:
         return Path(explicit)
@@ -144,7 +147,7 @@ def sources_folder() -> Path:
 def compile_with(command: Sequence[str], folder: Path | None = None) -> None:
     """Run a compiler's command line in ``folder``.  Raises ToolchainError with its output when it fails."""
     try:
-        done = subprocess.run(
+        process = subprocess.run(
             command,
             cwd=folder,
             capture_output=True,
@@ -157,8 +160,8 @@ def compile_with(command: Sequence[str], folder: Path | None = None) -> None:
         raise ToolchainError(
             f"the compiler took more than {COMPILE_SECONDS} s: {' '.join(command)}", REMEDY
         ) from None
-    if done.returncode:
-        errors = "\n".join(re.split(r"\r?\n", done.stderr.strip())[:20])  # the first error is the cause
+    if process.returncode:
+        errors = "\n".join(re.split(r"\r?\n", process.stderr.strip())[:20])  # the first error is the cause
         raise ToolchainError(f"the compiler failed: {' '.join(command)}\n{errors}", REMEDY)
 
 
@@ -168,7 +171,8 @@ def make_folder(path: Path) -> None:
     Raises ToolchainError where it cannot be made, or written.
     """
     try:
-        for folder in reversed([path, *(one for one in path.parents if one.is_relative_to(cache_folder()))]):
+        parents = [parent for parent in path.parents if parent.is_relative_to(cache_folder())]
+        for folder in reversed([path, *parents]):
             if not folder.is_dir():
                 folder.parent.mkdir(parents=True, exist_ok=True)
                 with contextlib.suppress(FileExistsError):  # another process made it meanwhile
@@ -191,15 +195,15 @@ def _require_trusted(path: Path) -> None:
     Compiled code runs as the user.  Links are not followed within the cache, which itself may lie behind one.
     """
     cache = cache_folder()
-    inside = [path, *(folder for folder in path.parents if folder.is_relative_to(cache))]
-    for place in inside:
-        found = (place if place != cache else cache.resolve()).lstat()
-        if stat.S_ISLNK(found.st_mode):
+    paths = [path, *(folder for folder in path.parents if folder.is_relative_to(cache))]
+    for place in paths:
+        status = (place if place != cache else cache.resolve()).lstat()
+        if stat.S_ISLNK(status.st_mode):
             raise ToolchainError(f"{place} in the cache is a link", "remove it")
-        if found.st_uid not in (os.getuid(), 0) or found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+        if status.st_uid not in (os.getuid(), 0) or status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
             raise ToolchainError(
-                f"{place} belongs to user {found.st_uid} with mode {stat.S_IMODE(found.st_mode):o}, so another user "
-                "may have put compiled code there, or may",
+                f"{place} belongs to user {status.st_uid} with mode {stat.S_IMODE(status.st_mode):o}, so another "
+                "user may have put compiled code there, or may",
                 f"chmod -R go-w {cache} if you trust what is in it, else remove it; or set SLIDESPARSE_CACHE",
             )
 
@@ -239,23 +243,23 @@ def _recipe_path(recipe: Recipe) -> Path:
 
 def _cpp_command(target: Target, source: Path, file: str) -> tuple[list[str], list[Path]]:
     """Return the command line of a C++ target, and the headers outside csrc/ that are part of the key."""
-    defines, folders, known, links = [], [], [], ["-ldl"]
+    defines, folders, key_files, links = [], [], [], ["-ldl"]
     if target.module:
         defines.append(f"-DSLIDESPARSE_MODULE=_{target.name}")
         folders += find.python_headers()
-        known.append(folders[0] / "pybind11" / "detail" / "common.h")  # holds pybind11's version
-    if target.torch:  # its libraries are those of the torch that is loaded before this one
+        key_files.append(folders[0] / "pybind11" / "detail" / "common.h")  # holds pybind11's version
+    if target.torch:  # resolved against the torch that is loaded first
         torch = find.torch_folder(target.torch)
         folders.append(torch / "include")
-        known.append(torch / "version.py")
+        key_files.append(torch / "version.py")
         links += [f"-L{torch / 'lib'}", "-ltorch_cpu", "-lc10"]
     if target.headers:
         cuda = find.cuda_headers(target.headers, target.title)
         folders += cuda
-        known += [folder / header for folder in cuda for header in target.headers]
+        key_files += [folder / header for folder in cuda for header in target.headers]
     includes = [word for folder in folders for word in ("-isystem", str(folder))]
     command = [*find.compiler(), *FLAGS, *defines, *includes, str(source), "-o", file, *links]
-    return command, [path for path in known if path.is_file()]
+    return command, [path for path in key_files if path.is_file()]
 
 
 def _cuda_commands(
@@ -285,7 +289,7 @@ def _read_units(listed: Path) -> list[tuple[Path, list[str]]]:
 
     Raises ToolchainError for a line that is not ``SOURCE MACRO=VALUE,VALUE ...``.
     """
-    found = []
+    units = []
     for number, line in enumerate(listed.read_text().splitlines(), 1):
         words = line.partition("#")[0].split()
         if not words:
@@ -297,8 +301,8 @@ def _read_units(listed: Path) -> list[tuple[Path, list[str]]]:
                 "reinstall slidesparse",
             )
         choices = [[f"-D{name}={value}" for value in values.split(",")] for name, _, values in macros]
-        found += [(listed.parent / words[0], list(chosen)) for chosen in product(*choices)]
-    return found
+        units += [(listed.parent / words[0], list(chosen)) for chosen in product(*choices)]
+    return units
 
 
 def _run_recipe(recipe: Recipe, target: Path) -> None:
@@ -306,19 +310,19 @@ def _run_recipe(recipe: Recipe, target: Path) -> None:
     with tempfile.TemporaryDirectory(dir=target.parent, prefix="building-") as scratch:
         folder = Path(scratch)
         with ThreadPoolExecutor(max(1, min(len(recipe.compiles), _max_jobs()))) as pool:
-            running = [pool.submit(compile_with, command, folder) for command in recipe.compiles]
+            futures = [pool.submit(compile_with, command, folder) for command in recipe.compiles]
             try:
-                for one in running:
-                    one.result()
+                for future in futures:
+                    future.result()
             except BaseException:  # also on KeyboardInterrupt: start no further compiler
                 pool.shutdown(cancel_futures=True)
                 raise
         compile_with(recipe.link, folder)
-        made = folder / recipe.file
-        with made.open("rb") as file:
+        library = folder / recipe.file
+        with library.open("rb") as file:
             os.fsync(file.fileno())
-        made.chmod(0o755)
-        os.replace(made, target)
+        library.chmod(0o755)
+        os.replace(library, target)
 
 
 def _max_jobs() -> int:

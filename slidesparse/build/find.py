@@ -111,8 +111,8 @@ def find_library(name: str, cuda_major: int | None = None) -> FoundFile:
             else f"the loader's search path for lib{library.soname}"
         )
 
-    other = f"{library.wheels[-1]} with a CUDA 12 build of torch"
-    return _first_found(library.name, f"pip install {library.wheels[0]} ({other})", places())
+    alternative = f"{library.wheels[-1]} with a CUDA 12 build of torch"
+    return _first_found(library.name, f"pip install {library.wheels[0]} ({alternative})", places())
 
 
 def require_supported(name: str, version: Sequence[int]) -> None:
@@ -136,8 +136,8 @@ def find_nvcc() -> FoundFile:
         for variable in NVCC_HOMES:
             home = os.environ.get(variable)
             path = Path(home or "") / "bin" / "nvcc"
-            words = f"{path} (of {variable})" if home else f"{variable} (not set)"
-            yield FoundFile(str(path), variable, None) if home and _is_executable(path) else words
+            tried = f"{path} (of {variable})" if home else f"{variable} (not set)"
+            yield FoundFile(str(path), variable, None) if home and _is_executable(path) else tried
         on_path = shutil.which("nvcc")
         yield FoundFile(on_path, "PATH", None) if on_path else "the PATH"
         yield (
@@ -171,7 +171,10 @@ def nvcc_version(path: str) -> str:
 
 
 def compiler() -> list[str]:
-    """The C++ compiler, as the beginning of a command line: $CXX, else c++, g++ or clang++.  Raises ToolchainError."""
+    """Return the C++ compiler as the beginning of a command line: $CXX, else c++, g++ or clang++.
+
+    Raises ToolchainError.
+    """
     chosen = shlex.split(os.environ.get("CXX", ""))
     if chosen:
         if shutil.which(chosen[0]):
@@ -188,19 +191,19 @@ def compiler() -> list[str]:
 
 
 def version_text(*program: str) -> str:
-    """The output of ``program --version``, or why there is none."""
+    """Return the output of ``program --version``, or the error if it cannot be run."""
     command = [*program, "--version"]
     try:
-        done = subprocess.run(
+        process = subprocess.run(
             command, capture_output=True, text=True, errors="replace", timeout=60, check=False
         )
     except (OSError, subprocess.TimeoutExpired) as error:
         return str(error)
-    return done.stdout or done.stderr
+    return process.stdout or process.stderr
 
 
 def python_headers() -> list[Path]:
-    """The folders of pybind11's and Python's headers.  Raises ToolchainError."""
+    """Return the folders of pybind11's and Python's headers.  Raises ToolchainError."""
     bindings, python = importlib.util.find_spec("pybind11"), Path(sysconfig.get_paths()["include"])
     if bindings is None or not bindings.origin:
         raise ToolchainError("building the extensions needs pybind11", "pip install pybind11")
@@ -220,22 +223,22 @@ def torch_folder(oldest: tuple[int, int]) -> Path:
     folder = Path(spec.origin).parent
     match = re.search(r"^__version__ = '(.+)'", (folder / "version.py").read_text(), re.M)
     if match is None or numbers(match[1])[:2] < oldest:
-        found = match[1] if match else "of an unknown version"
+        installed = match[1] if match else "of an unknown version"
         raise ToolchainError(
-            f"torch {found} was found; its headers are too old", f"install torch {needed} or later"
+            f"torch {installed} was found; its headers are too old", f"install torch {needed} or later"
         )
     return folder
 
 
-def cuda_headers(headers: Collection[str], what: str) -> list[Path]:
-    """Folders that together hold CUDA's ``headers``; ``what`` is built with them.  Raises ToolchainError."""
+def cuda_headers(headers: Collection[str], title: str) -> list[Path]:
+    """Return the folders of CUDA's ``headers``, with which ``title`` is built.  Raises ToolchainError."""
     places = [Path(part) for part in os.environ.get(INCLUDE, "").split(os.pathsep) if part]
     for wheel in HEADER_WHEELS:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             distribution = importlib.metadata.distribution(wheel)
             files = [file for file in distribution.files or () if file.name in (*headers, "host_defines.h")]
-            found = (Path(str(distribution.locate_file(file))).parent for file in files)
-            places += dict.fromkeys(folder.parent if folder.name == "crt" else folder for folder in found)
+            parents = (Path(str(distribution.locate_file(file))).parent for file in files)
+            places += dict.fromkeys(folder.parent if folder.name == "crt" else folder for folder in parents)
     nvcc = shutil.which("nvcc")
     homes = [os.environ.get(variable) for variable in NVCC_HOMES]
     homes += [str(Path(nvcc).resolve().parent.parent) if nvcc else None, "/usr/local/cuda"]
@@ -251,7 +254,7 @@ def cuda_headers(headers: Collection[str], what: str) -> list[Path]:
     if missing:
         where = ", ".join(map(str, places)) or "no folder at all"
         raise ToolchainError(
-            f"building the {what} needs {', '.join(missing)}, found in none of {where}",
+            f"building the {title} needs {', '.join(missing)}, found in none of {where}",
             "the wheels nvidia-cusparselt-cu13, nvidia-cublas, nvidia-cusparse and nvidia-cuda-runtime carry them, as "
             f"does the CUDA toolkit; or name the folders in {INCLUDE}",
         )
@@ -260,17 +263,17 @@ def cuda_headers(headers: Collection[str], what: str) -> list[Path]:
     return [*folders, *([extra] if extra and extra not in folders else [])]
 
 
-def _first_found(what: str, remedy: str, places: Iterator[FoundFile | str]) -> FoundFile:
-    """Return the first place that holds it.  Raises ToolchainError, which lists the places tried."""
+def _first_found(name: str, remedy: str, places: Iterator[FoundFile | str]) -> FoundFile:
+    """Return the first file that was found in ``places``.  Raises ToolchainError, which lists the places tried."""
     tried = []
     for place in places:
         if isinstance(place, FoundFile):
             return place
         tried.append(place)
-    raise ToolchainError(f"{what} was not found: tried {', '.join(tried)}", remedy)
+    raise ToolchainError(f"{name} was not found: tried {', '.join(tried)}", remedy)
 
 
-def _from_variable(what: str, variable: str, accepted: Callable[[Path], bool], kind: str) -> FoundFile | str:
+def _from_variable(name: str, variable: str, accepted: Callable[[Path], bool], kind: str) -> FoundFile | str:
     """Return the path in an environment variable.  Raises ToolchainError if it is set to another kind of path."""
     path = os.environ.get(variable)
     if not path:
@@ -278,7 +281,7 @@ def _from_variable(what: str, variable: str, accepted: Callable[[Path], bool], k
     if accepted(Path(path)):
         return FoundFile(path, variable, None)
     raise ToolchainError(
-        f"{what} was not found: {variable}={path} is not {kind}",
+        f"{name} was not found: {variable}={path} is not {kind}",
         f"set {variable} to the path of one, or unset it",
     )
 
@@ -288,8 +291,8 @@ def _find_in_wheel(wheel: str, file: str, accepted: Callable[[Path], bool]) -> F
         distribution = importlib.metadata.distribution(wheel)
     except importlib.metadata.PackageNotFoundError:
         return f"the wheel {wheel} (not installed)"
-    for one in distribution.files or ():
-        path = Path(str(distribution.locate_file(one)))
+    for entry in distribution.files or ():
+        path = Path(str(distribution.locate_file(entry)))
         if accepted(path):
             return FoundFile(str(path), wheel, distribution.version)
     return f"the wheel {wheel} {distribution.version} (no {file} in it)"

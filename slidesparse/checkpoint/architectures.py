@@ -26,7 +26,7 @@ _JOINED = re.compile(r"\A(.*\b(?:experts|\w*moe\w*))\.[\w.]+\Z")
 
 WEIGHT = ".weight"
 SCALE = ".weight_scale"
-ZERO_POINT = ".weight_zero_point"  # which vLLM cannot load with W8A8; of a symmetric weight it is 0
+ZERO_POINT = ".weight_zero_point"  # vLLM cannot load it with W8A8; 0 for symmetric weights
 
 
 def layer_names(tensors: Iterable[str]) -> list[str]:
@@ -43,10 +43,11 @@ class Family:
 
     def layers(self, tensors: Iterable[str]) -> list[str]:
         """Return the linear layers among tensor names, in order, without ``.weight``."""
-        found = [
-            name for name in layer_names(tensors) if self.linear.search(name) and not _NEVER.search(name)
+        return [
+            name
+            for name in layer_names(tensors)
+            if self.linear.search(name) and not _NEVER.search(name) and not is_expert(name)
         ]
-        return [name for name in found if not is_expert(name)]
 
     def prefix(self, tensors: Iterable[str]) -> str | None:
         """Return what precedes the expected name of a linear layer, such as ``module.``, or None."""
@@ -58,22 +59,22 @@ class Family:
 
     def groups(self, layers: Iterable[str]) -> list[tuple[str, ...]]:
         """Return the groups of layers that vLLM fuses, each in order."""
-        found: dict[tuple[str, int], list[str]] = {}
+        members: dict[tuple[str, int], list[str]] = {}
         for name in layers:
             parent, _, last = name.rpartition(".")
             for number, group in enumerate(self.fused):
                 if last in group:
-                    found.setdefault((parent, number), []).append(name)
-        return [tuple(names) for names in found.values()]
+                    members.setdefault((parent, number), []).append(name)
+        return [tuple(names) for names in members.values()]
 
     def missing(self, layers: Iterable[str]) -> list[str]:
-        """Return the layers that are not there although others of their group are."""
-        found = []
+        """Return the layers that are absent although others of their group are present."""
+        absent = []
         for group in self.groups(layers):
             parent, _, last = group[0].rpartition(".")
-            (whole,) = (names for names in self.fused if last in names)
-            found += [name for name in (f"{parent}.{part}" for part in whole) if name not in group]
-        return found
+            (parts,) = (names for names in self.fused if last in names)
+            absent += [name for name in (f"{parent}.{part}" for part in parts) if name not in group]
+        return absent
 
 
 DECODER = Family(
@@ -123,12 +124,12 @@ def is_expert(layer: str) -> bool:
 
 def experts(tensors: Iterable[str]) -> dict[str, list[str]]:
     """Return the routed experts' matrices among tensor names, without ``.weight``, grouped by their layer."""
-    found: dict[str, list[str]] = {}
+    matrices: dict[str, list[str]] = {}
     for name in tensors:
         match = _EXPERT.match(name.removesuffix(WEIGHT)) if name.endswith(WEIGHT) else None
         if match:
-            found.setdefault(match[1], []).append(match[0])
-    return found
+            matrices.setdefault(match[1], []).append(match[0])
+    return matrices
 
 
 def inside(module: str) -> str:
@@ -160,10 +161,10 @@ def in_features(config: Mapping[str, Any], layer: str) -> int | None:
     key = next((key for name, key in _INPUTS.items() if layer.endswith(f".{name}")), None)
     hidden, heads, head = (config.get(name) for name in ("hidden_size", "num_attention_heads", "head_dim"))
     if key == "heads" and type(heads) is int and heads > 0:
-        found = heads * head if type(head) is int else hidden
+        size = heads * head if type(head) is int else hidden
     else:
-        found = config.get(str(key))
-    return found if type(found) is int and found > 0 else None
+        size = config.get(str(key))
+    return size if type(size) is int and size > 0 else None
 
 
 def compile_regexes(texts: Iterable[str], option: str, names: Iterable[str]) -> list[re.Pattern[str]]:
@@ -173,20 +174,20 @@ def compile_regexes(texts: Iterable[str], option: str, names: Iterable[str]) -> 
     search takes longer than SECONDS; the search is tried in a process that can be stopped.
     """
     texts = list(texts)
-    found = [_compile(text, option) for text in texts]
+    regexes = [_compile(text, option) for text in texts]
     slow = [text for text in texts if len(re.findall(r"[*+?{|()]", text)) > 1]
-    asked = json.dumps({"texts": slow, "names": list(names) if slow else []})
+    request = json.dumps({"texts": slow, "names": list(names) if slow else []})
     command = [sys.executable, "-I", "-S", "-c", _SEARCH]
     try:
         if slow:
-            subprocess.run(command, input=asked.encode(), capture_output=True, timeout=SECONDS, check=False)
+            subprocess.run(command, input=request.encode(), capture_output=True, timeout=SECONDS, check=False)
     except subprocess.TimeoutExpired as error:
         text = slow[len((error.stdout or b"").splitlines())]
         raise CheckpointError(
             f"{option} {shown(text)} takes more than {SECONDS:.0f} s to be searched in the names of layers; write it "
             "without nested repetitions"
         ) from None
-    return found
+    return regexes
 
 
 SECONDS = 10.0  # limit for all regular expressions of an option; a search takes microseconds
@@ -194,10 +195,10 @@ MAX_REGEX = 1000  # characters
 # Prints a line after each expression that has been searched in all names
 _SEARCH = """
 import json, re, sys
-asked = json.load(sys.stdin)
-for text in asked["texts"]:
+request = json.load(sys.stdin)
+for text in request["texts"]:
     regex = re.compile(text)
-    any([regex.search(name) for name in asked["names"]] + [regex.match(name) for name in asked["names"]])
+    any([regex.search(name) for name in request["names"]] + [regex.match(name) for name in request["names"]])
     print(flush=True)
 """
 
@@ -216,12 +217,12 @@ def _compile(text: str, option: str) -> re.Pattern[str]:
 
 def architecture_of(config: Mapping[str, Any]) -> str | None:
     """Return the first of config.json's ``architectures``, or None if there is none."""
-    found = config.get("architectures")
-    return found[0] if isinstance(found, list) and found and isinstance(found[0], str) else None
+    names = config.get("architectures")
+    return names[0] if isinstance(names, list) and names and isinstance(names[0], str) else None
 
 
 def size_of(config: Mapping[str, Any], key: str, default: int | None = None) -> int:
-    """Return a size from config.json, or ``default`` if it is missing.  CheckpointError unless a tensor may have it."""
+    """Return a size from config.json, or ``default`` if it is missing.  Raises CheckpointError for an invalid size."""
     value = default if config.get(key) is None else config[key]
     if type(value) is not int or not 1 <= value <= MAX_DIMENSION_SIZE:
         raise CheckpointError(
@@ -236,22 +237,26 @@ def family_of(config: Mapping[str, Any], tensors: Iterable[str] = (), linear: st
 
     Raises CheckpointError for unknown architectures.
     """
-    found = architecture_of(config)
-    if found and found.startswith("GPT2"):
+    architecture = architecture_of(config)
+    if architecture and architecture.startswith("GPT2"):
         raise CheckpointError(
-            f"{found} stores its weights transposed, [K, N] instead of [N, K]; such models cannot be converted"
+            f"{architecture} stores its weights transposed, [K, N] instead of [N, K]; such models cannot be converted"
         )
     if linear is not None:
         (regex,) = compile_regexes([linear], "--linear", layer_names(tensors))
         return replace(UNKNOWN, linear=regex)
-    if found is None or found not in FAMILIES:
-        what = f"architecture {found!r} is not known" if found else "config.json names no architecture"
+    if architecture is None or architecture not in FAMILIES:
+        problem = (
+            f"architecture {architecture!r} is not known"
+            if architecture
+            else "config.json names no architecture"
+        )
         kinds = dict.fromkeys(re.sub(r"(Model|For[A-Z]\w+)\Z", "", name) for name in FAMILIES)
         raise CheckpointError(
-            f"{what}; known are {', '.join(kinds)}, each with its usual heads. For another, name its linear layers "
+            f"{problem}; known are {', '.join(kinds)}, each with its usual heads. For another, name its linear layers "
             "yourself: --linear REGEX, searched in the names that slidesparse inspect shows"
         )
-    return FAMILIES[found]
+    return FAMILIES[architecture]
 
 
 def matched(
@@ -262,24 +267,24 @@ def matched(
     Raises CheckpointError for a regex that does not compile or matches nothing, and if a group that vLLM fuses is
     matched only in part, because the parts of one matrix must be treated alike.
     """
-    found: set[str] = set()
+    selected: set[str] = set()
     for text, regex in zip(regexes, compile_regexes(regexes, option, layers), strict=True):
-        these = {name for name in layers if regex.search(name)}
-        if not these:
+        matches = {name for name in layers if regex.search(name)}
+        if not matches:
             example = f", such as {layers[0]}" if layers else ""
             raise CheckpointError(
                 f"{option} {shown(text)} matches none of the {len(layers)} linear layers{example}"
             )
-        found |= these
+        selected |= matches
     for group in groups:
-        inside = [name for name in group if name in found]
-        if inside and len(inside) < len(group):
-            outside = [name for name in group if name not in found]
+        covered = [name for name in group if name in selected]
+        if covered and len(covered) < len(group):
+            uncovered = [name for name in group if name not in selected]
             raise CheckpointError(
-                f"{option} covers {', '.join(inside)} but not {', '.join(outside)}; vLLM fuses them into "
+                f"{option} covers {', '.join(covered)} but not {', '.join(uncovered)}; vLLM fuses them into "
                 f"one matrix, so {_VERBS[option]} all of them or none"
             )
-    return found
+    return selected
 
 
 _VERBS = {"--ignore": "ignore", "--skip": "skip", "--layer": "name", "--linear": "name"}

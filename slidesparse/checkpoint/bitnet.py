@@ -139,13 +139,13 @@ class _Reader(Reader):
         return self._ternary(name, torch.cat(parts).to(torch.int8) - 1)
 
     def _ternary(self, name: str, values: Tensor) -> Tensor:
-        """Return INT8 codes.  CheckpointError unless all values are -1, 0 or 1."""
+        """Return INT8 codes.  Raises CheckpointError unless all values are -1, 0 or 1."""
         codes = values.to(torch.int8)
         wrong = (codes != values) | (codes.abs() > 1)
         if bool(wrong.any()):
-            found = values[wrong][0].item()
+            value = values[wrong][0].item()
             raise CheckpointError(
-                f"tensor {name} holds {found:g}, ternary weights are -1, 0 and 1; fetch the checkpoint again"
+                f"tensor {name} holds {value:g}, ternary weights are -1, 0 and 1; fetch the checkpoint again"
             )
         return codes
 
@@ -153,13 +153,13 @@ class _Reader(Reader):
         """Return the scale of a layer, a float32 number."""
         with self._lock:
             if layer not in self._scales:
-                found = self._mean(layer) if self._view.forms[layer] == MASTER else self._stored(layer)
-                if not 0 < found < float("inf"):
+                scale = self._mean(layer) if self._view.forms[layer] == MASTER else self._stored(layer)
+                if not 0 < scale < float("inf"):
                     raise CheckpointError(
-                        f"the scale of {layer} is {found}, so its weights or their scale are not finite, or zero; "
+                        f"the scale of {layer} is {scale}, so its weights or their scale are not finite, or zero; "
                         "fetch the checkpoint again, or repair the training"
                     )
-                self._scales[layer] = found
+                self._scales[layer] = scale
             return self._scales[layer]
 
     def _mean(self, layer: str) -> float:

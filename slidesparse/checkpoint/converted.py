@@ -20,11 +20,11 @@ from slidesparse.slide import Violation, bits, slide, unslide, violation_message
 
 
 class DamagedError(CheckFailed, PatternError):
-    """Stored rows break their pattern; ``found`` is the first violation."""
+    """Stored rows break their pattern; ``violation`` is the first one."""
 
-    def __init__(self, message: str, found: Violation) -> None:
+    def __init__(self, message: str, violation: Violation) -> None:
         super().__init__(message)
-        self.found = found
+        self.violation = violation
 
 
 def natural(name: str) -> list[tuple[int, str]]:
@@ -67,15 +67,15 @@ def _require_widths(checkpoint: Checkpoint, metadata: Metadata) -> None:
     for layer in family.layers(checkpoint.tensors) if family else ():
         expected, entry = in_features(checkpoint.config, layer), metadata.layers.get(layer)
         shape = checkpoint.tensors[layer + WEIGHT].spec.shape
-        found = entry.in_features if entry else math.prod(shape[1:])
-        if expected is not None and found != expected:
-            what = (
+        actual = entry.in_features if entry else math.prod(shape[1:])
+        if expected is not None and actual != expected:
+            subject = (
                 f"metadata of {layer} say"
                 if entry
                 else f"tensor {layer + WEIGHT}, which they do not list, has"
             )
             raise CheckpointError(
-                f"{what} {found} in-features, the sizes in config.json {expected}; convert the original "
+                f"{subject} {actual} in-features, the sizes in config.json {expected}; convert the original "
                 "checkpoint again"
             )
 
@@ -126,10 +126,10 @@ def restore(values: Tensor, metadata: Metadata, layer: str, first_row: int = 0) 
         return values
     slided = metadata.layout == "slided"
     dense = unslide(values, entry.pattern, entry.in_features) if slided else values
-    found = violations(dense, entry.pattern)
-    if found:
-        found = found._replace(row=first_row + found.row)
-        raise DamagedError(violation_message(layer, found, entry.pattern), found)
+    violation = violations(dense, entry.pattern)
+    if violation:
+        violation = violation._replace(row=first_row + violation.row)
+        raise DamagedError(violation_message(layer, violation, entry.pattern), violation)
     if slided:
         different = (bits(slide(dense, entry.pattern)) != bits(values)).any(-1)
         if bool(different.any()):

@@ -30,7 +30,7 @@ def local_folder(model: str) -> Path:
     kinds = [f"*{suffix}" for suffix in (SUFFIX, *SIDE_SUFFIXES)] + [f"{name}*" for name in SIDE_NAMES]
     try:
         return Path(snapshot_download(model, allow_patterns=kinds, ignore_patterns=["consolidated*"]))
-    except Exception as error:  # of the library, of its HTTP client, of the file system
+    except Exception as error:  # raised by the library, its HTTP client or the file system
         reason = " ".join(str(error).split())
         raise CheckpointError(
             f"{model} is not a folder here, and the Hugging Face Hub does not provide it ({type(error).__name__}: "

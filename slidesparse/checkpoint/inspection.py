@@ -83,7 +83,7 @@ class CheckpointReport:
     layout: str | None  # also a format of compressed-tensors, as in `sparsity_of`
     layers: tuple[LayerReport, ...]
     experts: Mapping[str, int]  # dtype -> number of routed experts' matrices, which are never pruned
-    fits: tuple[Fit, ...] = ()  # of a BitNet model, for RATIOS
+    fits: tuple[Fit, ...] = ()  # fits of RATIOS, for a BitNet model
 
     @property
     def violations(self) -> int:
@@ -117,7 +117,7 @@ def expert_dtypes(checkpoint: Checkpoint) -> dict[str, int]:
 
 
 def _fits(checkpoint: Checkpoint, reader: Reader, metadata: Metadata | None) -> tuple[Fit, ...]:
-    found = {ratio: Fit(ratio, 0, 0, 0, 0, 0) for ratio in RATIOS}
+    fits = {ratio: Fit(ratio, 0, 0, 0, 0, 0) for ratio in RATIOS}
     names = [
         n for n in linear_layers(checkpoint, metadata) if checkpoint.tensors[n + WEIGHT].spec.dtype == "I8"
     ]
@@ -128,8 +128,8 @@ def _fits(checkpoint: Checkpoint, reader: Reader, metadata: Metadata | None) -> 
             if metadata and name in metadata.layers:
                 values = restore(values, metadata, name, rows.start)
             for ratio in RATIOS:
-                found[ratio] = _added(found[ratio], values)
-    return tuple(found.values()) if names else ()
+                fits[ratio] = _added(fits[ratio], values)
+    return tuple(fits.values()) if names else ()
 
 
 def _added(fit: Fit, values: Tensor) -> Fit:
@@ -152,11 +152,14 @@ def linear_layers(checkpoint: Checkpoint, metadata: Metadata | None) -> list[str
     """List the layers by metadata and architecture; for an unknown one, all matrices that may be linear layers."""
     family = FAMILIES.get(architecture_of(checkpoint.config) or "")
     if family:
-        found = set(family.layers(checkpoint.tensors))
+        names = family.layers(checkpoint.tensors)
     else:
-        names = layer_names(checkpoint.tensors)
-        found = {name for name in names if not _NOT_A_LAYER.search(name) and not is_expert(name)}
-    matrices = {name for name in found if len(checkpoint.tensors[name + WEIGHT].spec.shape) == 2}
+        names = [
+            name
+            for name in layer_names(checkpoint.tensors)
+            if not _NOT_A_LAYER.search(name) and not is_expert(name)
+        ]
+    matrices = {name for name in names if len(checkpoint.tensors[name + WEIGHT].spec.shape) == 2}
     return sorted(matrices.union(metadata.layers if metadata else ()), key=natural)
 
 
@@ -173,11 +176,11 @@ def _inspect_layer(
             try:
                 values = restore(values, metadata, name, rows.start)
             except DamagedError as error:
-                broken, first = broken + error.found.total, first or str(error)
+                broken, first = broken + error.violation.total, first or str(error)
                 candidates = []
         candidates = [pattern for pattern in candidates if violations(values, pattern) is None]
     if entry and metadata and (lacking := lacking_share(checkpoint, reader, metadata, name)):
-        broken, first = lacking.found.total, str(lacking)
+        broken, first = lacking.violation.total, str(lacking)
     satisfied = candidates[0] if candidates else None
     in_features = entry.in_features if entry else spec.columns
     shown = entry.pattern if entry else satisfied
@@ -243,8 +246,8 @@ class _Side:
 
     def slided(self, name: str) -> bool:
         """Return whether a tensor is the weight of a slided layer."""
-        found = self.metadata
-        return bool(found and found.layout == "slided" and name.removesuffix(WEIGHT) in found.layers)
+        metadata = self.metadata
+        return bool(metadata and metadata.layout == "slided" and name.removesuffix(WEIGHT) in metadata.layers)
 
     def spec(self, name: str) -> TensorSpec:
         """Return a tensor's spec in the dense layout."""
@@ -281,23 +284,25 @@ def verify(first: str | Path, second: str | Path) -> CheckpointComparison:
 
 
 def _missing(a: _Side, b: _Side) -> Difference | None:
-    for here, there in ((a, b), (b, a)):
-        absent = min(set(here.checkpoint.tensors) - set(there.checkpoint.tensors), default=None)
+    for side, other in ((a, b), (b, a)):
+        absent = min(set(side.checkpoint.tensors) - set(other.checkpoint.tensors), default=None)
         if absent:
-            return Difference(absent, f"is in {here.checkpoint.folder} but not in {there.checkpoint.folder}")
+            return Difference(absent, f"is in {side.checkpoint.folder} but not in {other.checkpoint.folder}")
     return None
 
 
 def _compare(name: str, a: _Side, b: _Side, read_a: Reader, read_b: Reader) -> Difference | None:
-    spec, other = a.spec(name), b.spec(name)
-    if (spec.dtype, spec.shape) != (other.dtype, other.shape):
-        return Difference(name, f"is {spec.dtype} {list(spec.shape)} and {other.dtype} {list(other.shape)}")
-    for rows in spec.chunks():
-        left, right = a.rows(read_a, name, rows), b.rows(read_b, name, rows)
-        different = bits(left) != bits(right)
+    spec_a, spec_b = a.spec(name), b.spec(name)
+    if (spec_a.dtype, spec_a.shape) != (spec_b.dtype, spec_b.shape):
+        return Difference(
+            name, f"is {spec_a.dtype} {list(spec_a.shape)} and {spec_b.dtype} {list(spec_b.shape)}"
+        )
+    for rows in spec_a.chunks():
+        values_a, values_b = a.rows(read_a, name, rows), b.rows(read_b, name, rows)
+        different = bits(values_a) != bits(values_b)
         if bool(different.any()):
-            row, column = divmod(int(different.flatten().to(torch.int8).argmax()), spec.columns)
-            shown = [_show(values[row, column]) for values in (left, right)]
+            row, column = divmod(int(different.flatten().to(torch.int8).argmax()), spec_a.columns)
+            shown = [_show(values[row, column]) for values in (values_a, values_b)]
             return Difference(name, "values differ", rows.start + row, column, *shown)
     return None
 

@@ -31,11 +31,11 @@ from slidesparse.errors import SlideSparseError, shown
 from slidesparse.pattern import MixedPattern, Pattern, PatternError, parse_pruned
 
 KEY = "slidesparse"  # in quantization_config
-QUANT_METHOD = "slidesparse"  # of the layouts other than dense, and of the plugin inside vLLM
+QUANT_METHOD = "slidesparse"  # quant_method of the layouts other than dense, and of the plugin inside vLLM
 COMPRESSED_TENSORS = "compressed-tensors"  # the quant_method of the dense layout
 VERSION = 1
 LAYOUTS = ("dense", "slided", "packed")
-SPARSE_FORMATS = ("sparse-24-bitmask", "sparse-bitmask")  # of compressed-tensors up to 0.14
+SPARSE_FORMATS = ("sparse-24-bitmask", "sparse-bitmask")  # formats of compressed-tensors up to 0.14
 STAMP = "slidesparse_serving"  # in quantization_config, in memory only: the decisions of the plugin
 MAX_IN_FEATURES = 2**24
 MAX_NAME = 1000  # characters of a layer's name
@@ -111,21 +111,23 @@ class Metadata:
         Raises MetadataError, which names the field, its value and what is allowed.
         """
         with _at(f"quantization_config.{KEY}"):
-            found = _of(dict, block)
+            fields = _of(dict, block)
             with _at("version"):
-                if type(found.get("version")) is not int or found["version"] != VERSION:
+                if type(fields.get("version")) is not int or fields["version"] != VERSION:
                     raise MetadataError(
-                        f"found {shown(found.get('version'))}, this slidesparse reads {VERSION}; upgrade "
+                        f"found {shown(fields.get('version'))}, this slidesparse reads {VERSION}; upgrade "
                         "slidesparse, or convert the checkpoint again"
                     )
             with _at("pattern"):
-                pattern = _pattern(found.get("pattern"))
+                pattern = _pattern(fields.get("pattern"))
             with _at("layout"):
-                layout = _of(str, found.get("layout"))
+                layout = _of(str, fields.get("layout"))
             with _at("layers"):
-                layers = {name: _entry(name, entry) for name, entry in _of(dict, found.get("layers")).items()}
+                layers = {
+                    name: _entry(name, entry) for name, entry in _of(dict, fields.get("layers")).items()
+                }
             with _at("tool"):
-                tool = _of(str, found.get("tool", ""))
+                tool = _of(str, fields.get("tool", ""))
             return cls(pattern, layout, layers, tool)
 
     @classmethod
@@ -137,10 +139,10 @@ class Metadata:
 
 def sparsity_of(quantization_config: Mapping[str, Any]) -> tuple[str, str] | None:
     """Return the format and structure (2:4) of weights that compressed-tensors stored without zeros, or None."""
-    found = quantization_config.get("sparsity_config")
-    if not isinstance(found, Mapping) or found.get("format") not in SPARSE_FORMATS:
+    sparsity = quantization_config.get("sparsity_config")
+    if not isinstance(sparsity, Mapping) or sparsity.get("format") not in SPARSE_FORMATS:
         return None
-    return found["format"], str(found.get("sparsity_structure"))
+    return sparsity["format"], str(sparsity.get("sparsity_structure"))
 
 
 @contextmanager
@@ -154,8 +156,8 @@ def _at(place: str) -> Iterator[None]:
 
 def _of(kind: type[T], value: object) -> T:
     if not isinstance(value, kind):
-        wanted = "an object" if kind is dict else "a text"
-        raise MetadataError(f"must be {wanted}, found {shown(value)}; convert the checkpoint again")
+        expected = "an object" if kind is dict else "a text"
+        raise MetadataError(f"must be {expected}, found {shown(value)}; convert the checkpoint again")
     return value
 
 

@@ -1,4 +1,4 @@
-"""Writing a checkpoint folder: a few threads fill a hidden sibling folder, and one rename publishes it."""
+"""Write a checkpoint folder: a few threads fill a hidden sibling folder, and one rename publishes it."""
 
 from __future__ import annotations
 
@@ -24,24 +24,26 @@ MAX_WORKERS = 8
 def require_free_name(source: Path, out: Path) -> None:
     """Raise CheckpointError unless ``out`` can be created: absent or empty, and not inside ``source``.
 
-    EnvironmentFault if its parent cannot be written to.
+    Raises EnvironmentFault if its parent cannot be written to.
     """
     if out.is_dir() and any(out.iterdir()):
         raise CheckpointError(f"output folder {out} is not empty; name a new one, or empty it first")
     if out.exists() and not out.is_dir():
         raise CheckpointError(f"output folder {out} is a file; name a new folder")
-    above = _existing_parent(out)
-    if not above.is_dir():
-        raise CheckpointError(f"output folder {out} lies below {above}, which is a file; name another folder")
+    parent = _existing_parent(out)
+    if not parent.is_dir():
+        raise CheckpointError(
+            f"output folder {out} lies below {parent}, which is a file; name another folder"
+        )
     if out.resolve().is_relative_to(source.resolve()):
         raise CheckpointError(f"output folder {out} lies inside the source {source}; name one elsewhere")
     if out.is_mount():  # a folder cannot be renamed to it
         raise CheckpointError(
             f"output folder {out} is where a disk or volume is mounted; name a folder in it"
         )
-    if not os.access(above, os.W_OK | os.X_OK):
+    if not os.access(parent, os.W_OK | os.X_OK):
         raise EnvironmentFault(
-            f"output folder {out} cannot be created: {above} is not writable by this user; change its permissions, or "
+            f"output folder {out} cannot be created: {parent} is not writable by this user; change its permissions, or "
             "name a folder elsewhere"
         )
 

@@ -34,8 +34,8 @@ from slidesparse.errors import SlideSparseError, shown
 CONFIG = "config.json"
 INDEX = "model.safetensors.index.json"
 SUFFIX = ".safetensors"
-MODEL = "model.safetensors"  # the whole model where there is no index, whatever lies beside it
-# Files of a folder that holds no model that can be read -> what to do
+MODEL = "model.safetensors"  # the whole model if there is no index, whatever other files exist
+# Files of a folder without a readable model -> what to do
 _INSTEAD = {
     "adapter_config.json": "it is a LoRA adapter: convert its base model and serve the adapter with that, or merge it "
     "into the base model first",
@@ -55,7 +55,7 @@ SIDE_NAMES = ("tokenizer.model", "LICENSE", "LICENCE", "COPYING", "NOTICE", "REA
 CHUNK_ELEMENTS = 2**20  # elements converted at a time; 2**19 and 2**21 were measured to be slower
 HEADER_LIMIT = 100 * 2**20  # bytes; as in the safetensors library
 JSON_LIMIT = 64 * 2**20  # bytes of a configuration or an index, which rarely exceed some megabytes
-MAX_DIMENSIONS, MAX_DIMENSION_SIZE = 8, 2**40  # of a tensor
+MAX_DIMENSIONS, MAX_DIMENSION_SIZE = 8, 2**40  # limits for a tensor's shape
 MAX_NAME = 1100  # characters of a tensor's name
 
 DTYPES = {
@@ -75,8 +75,8 @@ DTYPES = {
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
 FLOATS = ("F32", "F16", "BF16")  # dtypes that are quantized
 
-COMPRESSED, BITMASK, SHAPE = ".compressed", ".bitmask", ".shape"  # of a weight without its zeros
-ROW_OFFSETS = ".row_offsets"  # where each row begins in flat values
+COMPRESSED, BITMASK, SHAPE = ".compressed", ".bitmask", ".shape"  # suffixes for a weight without its zeros
+ROW_OFFSETS = ".row_offsets"  # suffix for the starts of the rows in flat values
 
 
 class CheckpointError(SlideSparseError, ValueError):
@@ -126,7 +126,7 @@ class StoredTensor(NamedTuple):
     spec: TensorSpec
     file: str
     start: int
-    parts: tuple[StoredTensor, ...] = ()  # of a weight without its zeros: values, bitmask and the rest
+    parts: tuple[StoredTensor, ...] = ()  # of a weight without its zeros: values, bitmask, shape, row offsets
 
     @property
     def nbytes(self) -> int:
@@ -173,9 +173,9 @@ class Checkpoint:
                     f"{folder / INDEX} places tensor {shown(name)} in {file}, which does not hold it; "
                     "the index belongs to other files: fetch the checkpoint again"
                 )
-        found = cls(folder, config, index, tuple(files), tensors)
-        with found.reader() as reader:
-            return replace(found, tensors=_joined(found, reader))
+        checkpoint = cls(folder, config, index, tuple(files), tensors)
+        with checkpoint.reader() as reader:
+            return replace(checkpoint, tensors=_joined(checkpoint, reader))
 
     def quantization_config(self) -> dict[str, Any] | None:
         """Return ``quantization_config`` of config.json, or its older form ``compression_config``, or None.
@@ -183,18 +183,18 @@ class Checkpoint:
         The name of its method is spelled as vLLM spells it.  Of a tool that keeps its configuration in a file of its
         own only the name is returned, as ``quant_method``: no such checkpoint can be read.
         """
-        found = self.config.get("quantization_config") or self.config.get("compression_config")
-        if found is None:
+        block = self.config.get("quantization_config") or self.config.get("compression_config")
+        if block is None:
             tools = (tool for file, tool in _QUANTIZED_BY.items() if (self.folder / file).is_file())
-            found = next(({"quant_method": tool} for tool in tools), None)
-        if found is not None and not isinstance(found, dict):
+            block = next(({"quant_method": tool} for tool in tools), None)
+        if block is not None and not isinstance(block, dict):
             raise CheckpointError(
-                f"quantization_config of {self.folder / CONFIG} must be an object, found {shown(found)}"
+                f"quantization_config of {self.folder / CONFIG} must be an object, found {shown(block)}"
             )
-        if found and isinstance(method := found.get("quant_method"), str):
+        if block and isinstance(method := block.get("quant_method"), str):
             spelled = method.lower().replace("compressed_tensors", "compressed-tensors")
-            return {**found, "quant_method": spelled}
-        return found
+            return {**block, "quant_method": spelled}
+        return block
 
     def require(self, name: str) -> TensorSpec:
         """Return a tensor's spec.  Raises CheckpointError if the checkpoint does not have it."""
@@ -211,7 +211,7 @@ class Checkpoint:
 
 def _joined(checkpoint: Checkpoint, reader: Reader) -> dict[str, StoredTensor]:
     """Return the tensors, with weights instead of their parts.  Raises CheckpointError for inconsistent parts."""
-    tensors, weights, taken = checkpoint.tensors, {}, set()
+    tensors, weights, part_names = checkpoint.tensors, {}, set()
     for name in tensors:
         layer = name.removesuffix(COMPRESSED)
         if layer == name:
@@ -222,10 +222,10 @@ def _joined(checkpoint: Checkpoint, reader: Reader) -> dict[str, StoredTensor]:
         small = shape.spec.dtype == "I64" and shape.spec.nbytes == 2 * 8
         n, k = reader.whole(shape.spec.name).flatten().tolist() if small else (-1, -1)
         flat = len(values.spec.shape) == 1
-        whole = (
+        fits = (
             [part.spec[1:] == ("I64", (n,)) for part in offsets] == [True] if flat else values.spec.rows == n
         )
-        if bitmask.spec[1:] != ("U8", (n, -(-k // BYTE))) or not whole or k < 0:
+        if bitmask.spec[1:] != ("U8", (n, -(-k // BYTE))) or not fits or k < 0:
             stored = ", ".join(
                 f"{part.spec.name} {part.spec.dtype} {list(part.spec.shape)}" for part in parts
             )
@@ -238,41 +238,43 @@ def _joined(checkpoint: Checkpoint, reader: Reader) -> dict[str, StoredTensor]:
             raise CheckpointError(f"{checkpoint.folder} holds both {weight} and {name}; remove one of them")
         spec = TensorSpec(weight, values.spec.dtype, (n, k))
         weights[name] = StoredTensor(spec, values.file, values.start, tuple(parts))
-        taken.update(needed)
-    left = (weights.get(name, tensors[name]) for name in tensors if name not in taken)
-    return {stored.spec.name: stored for stored in left}
+        part_names.update(needed)
+    merged = (weights.get(name, tensors[name]) for name in tensors if name not in part_names)
+    return {stored.spec.name: stored for stored in merged}
 
 
-def parse_json(text: bytes, what: object, **options: Any) -> dict[str, Any]:
-    """Parse ``text`` as a JSON object.  Raises CheckpointError, in which ``what`` names it, for anything else."""
+def parse_json(text: bytes, label: object, **options: Any) -> dict[str, Any]:
+    """Parse ``text`` as a JSON object.  Raises CheckpointError, in which ``label`` names it, for anything else."""
     try:
-        found = json.loads(text, **options)
+        value = json.loads(text, **options)
     except (ValueError, RecursionError) as error:
         reason = "it is nested too deeply" if isinstance(error, RecursionError) else error
-        raise CheckpointError(f"{what} is not JSON: {reason}; fetch it again") from error
-    if not isinstance(found, dict):
-        raise CheckpointError(f"{what} must hold an object, found {shown(found)}; fetch it again")
-    return found
+        raise CheckpointError(f"{label} is not JSON: {reason}; fetch it again") from error
+    if not isinstance(value, dict):
+        raise CheckpointError(f"{label} must hold an object, found {shown(value)}; fetch it again")
+    return value
 
 
-def _read_object(folder: Path, file: str, what: str) -> dict[str, Any]:
+def _read_object(folder: Path, file: str, description: str) -> dict[str, Any]:
     path = folder / file
     if not path.exists():
         raise CheckpointError(
-            f"{path} ({what}) is missing{_instead(folder)}; give a Hugging Face checkpoint folder"
+            f"{path} ({description}) is missing{_instead(folder)}; give a Hugging Face checkpoint folder"
         )
     _require_file(folder, file)
     size = path.stat().st_size
     if size > JSON_LIMIT:
         raise CheckpointError(
-            f"{path} ({what}) is {size} bytes, at most {JSON_LIMIT} are read; fetch it again"
+            f"{path} ({description}) is {size} bytes, at most {JSON_LIMIT} are read; fetch it again"
         )
-    found = parse_json(path.read_bytes(), f"{path} ({what})")
+    value = parse_json(path.read_bytes(), f"{path} ({description})")
     try:
-        json.dumps(found, ensure_ascii=False).encode()
+        json.dumps(value, ensure_ascii=False).encode()
     except UnicodeEncodeError as error:
-        raise CheckpointError(f"{path} ({what}) holds half of a surrogate pair: {error.reason}") from error
-    return found
+        raise CheckpointError(
+            f"{path} ({description}) holds half of a surrogate pair: {error.reason}"
+        ) from error
+    return value
 
 
 def _require_file(folder: Path, file: str) -> None:
@@ -298,28 +300,28 @@ def is_inside(folder: Path, path: Path) -> bool:
     except (OSError, RuntimeError):  # a dangling or circular link
         return False
     roots = [root]
-    for above in root.parents:
-        if above.name == "snapshots" and above.parent.name.startswith("models--"):
-            roots += [above.parent / "blobs", above.parent.parent / "blobs"]
-    return any(real.is_relative_to(one) for one in roots)
+    for ancestor in root.parents:
+        if ancestor.name == "snapshots" and ancestor.parent.name.startswith("models--"):
+            roots += [ancestor.parent / "blobs", ancestor.parent.parent / "blobs"]
+    return any(real.is_relative_to(root) for root in roots)
 
 
 def _single_file(folder: Path) -> list[str]:
-    found = sorted(path.name for path in folder.glob(f"*{SUFFIX}"))
-    if len(found) == 1 or MODEL in found:
-        return [MODEL] if MODEL in found else found
-    if found:
+    files = sorted(path.name for path in folder.glob(f"*{SUFFIX}"))
+    if len(files) == 1 or MODEL in files:
+        return [MODEL] if MODEL in files else files
+    if files:
         raise CheckpointError(
-            f"{folder} holds {len(found)} {SUFFIX} files ({found[0]}, ...) and no {INDEX}, which says "
+            f"{folder} holds {len(files)} {SUFFIX} files ({files[0]}, ...) and no {INDEX}, which says "
             "which of them make up the model; fetch the index too, or remove the files of other models"
         )
     raise CheckpointError(f"{folder} holds no {SUFFIX} file{_instead(folder)}")
 
 
 def _instead(folder: Path) -> str:
-    """Return what a folder holds instead of a model that can be read, and what to do, in parentheses, or ""."""
-    found = ((sorted(folder.glob(pattern)), advice) for pattern, advice in _INSTEAD.items())
-    return next((f" (it has {files[0].name}: {advice})" for files, advice in found if files), "")
+    """Return, in parentheses, a file that explains why a folder holds no readable model, and what to do; or ""."""
+    matches = ((sorted(folder.glob(pattern)), advice) for pattern, advice in _INSTEAD.items())
+    return next((f" (it has {files[0].name}: {advice})" for files, advice in matches if files), "")
 
 
 def _indexed_files(folder: Path, index: Mapping[str, Any]) -> list[str]:
@@ -380,19 +382,19 @@ def read_header(path: Path) -> list[StoredTensor]:
         position = end
     data = 8 + length
     if size != data + position:
-        what = "truncated" if size < data + position else "followed by other data"
+        problem = "truncated" if size < data + position else "followed by other data"
         raise CheckpointError(
-            f"{path} is {size} bytes, its header promises {data + position}: it is {what}; fetch it again"
+            f"{path} is {size} bytes, its header promises {data + position}: it is {problem}; fetch it again"
         )
     return [StoredTensor(spec, path.name, data + begin) for spec, begin, _ in entries]
 
 
 def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) < len(pairs):
+    mapping = dict(pairs)
+    if len(mapping) < len(pairs):
         (twice, _), *_ = Counter(name for name, _ in pairs).most_common(1)
         raise ValueError(f"{shown(twice)} appears twice")
-    return found
+    return mapping
 
 
 def _entry(name: str, entry: Any) -> tuple[TensorSpec, int, int]:
@@ -412,7 +414,7 @@ def _entry(name: str, entry: Any) -> tuple[TensorSpec, int, int]:
 
 
 class Reader:
-    """Reads rows of a checkpoint's tensors."""
+    """A reader of rows of a checkpoint's tensors."""
 
     def __init__(self, checkpoint: Checkpoint) -> None:
         self.checkpoint = checkpoint
@@ -444,10 +446,10 @@ class Reader:
                 ]
                 if sorted(starts) != starts or starts[0] < 0:
                     raise ValueError(f"{offsets[0].spec.name} does not ascend from 0 to {values.spec.rows}")
-                found = self._read(values, slice(starts[rows.start], starts[rows.stop])).flatten()
+                compressed = self._read(values, slice(starts[rows.start], starts[rows.stop])).flatten()
             else:
-                found = self._read(values, rows)
-            return decompress(found, self._read(bitmask, rows), stored.spec.columns)
+                compressed = self._read(values, rows)
+            return decompress(compressed, self._read(bitmask, rows), stored.spec.columns)
         except ValueError as error:
             raise CheckpointError(
                 f"{stored.spec.name} of {self.checkpoint.folder}, rows {rows.start} to {rows.stop}: {error}; fetch "
@@ -488,7 +490,7 @@ def plan_file(specs: Iterable[TensorSpec]) -> tuple[bytes, dict[str, int], int]:
 
 
 class Writer:
-    """Writes one safetensors file, whose tensors are known beforehand, in any order and from any thread.
+    """A writer of one safetensors file; its tensors are known beforehand, and written in any order from any thread.
 
     It is a context manager: when the block ends without an error, the file is synced to the disk.
     """
@@ -528,10 +530,10 @@ def read_at(descriptor: int, view: memoryview, position: int) -> bool:
     """Fill ``view`` from a position of a file, and return whether the file was long enough."""
     done = 0
     while done < len(view):
-        got = os.preadv(descriptor, [view[done:]], position + done)  # which may read less than asked for
-        if got == 0:
+        count = os.preadv(descriptor, [view[done:]], position + done)  # a read may be short
+        if count == 0:
             return False
-        done += got
+        done += count
     return True
 
 

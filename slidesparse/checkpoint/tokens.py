@@ -24,7 +24,7 @@ def read_text(path: Path) -> str:
 
 
 def read_lines(path: Path) -> list[str]:
-    """Read the lines of a file, which end at line feeds only: U+2028 and the like are legal in JSON strings."""
+    """Read the lines of a file, which end at line feeds only, because JSON strings may contain U+2028 and the like."""
     return read_text(path).split("\n")
 
 
@@ -34,7 +34,7 @@ def read_records(path: Path, keys: tuple[str, ...]) -> list[tuple[str, ...]]:
     Empty lines and empty texts are skipped.  Raises SlideSparseError, with the line number, for a line without the
     keys, and if no text remains.
     """
-    found = []
+    records = []
     for number, line in enumerate(read_lines(path), 1):
         if not line.strip():
             continue
@@ -42,21 +42,21 @@ def read_records(path: Path, keys: tuple[str, ...]) -> list[tuple[str, ...]]:
             value = json.loads(line)
             value = {"text": value} if isinstance(value, str) else value
             values = tuple(value[key] for key in keys)
-            wrong = [type(one).__name__ for one in values if not isinstance(one, str)]
+            wrong = [type(entry).__name__ for entry in values if not isinstance(entry, str)]
             if wrong:
                 raise TypeError(f"it holds a {wrong[0]}")
         except (ValueError, KeyError, TypeError) as reason:
-            wanted = ", ".join(f'"{key}": "..."' for key in keys)
+            example = ", ".join(f'"{key}": "..."' for key in keys)
             plain = ' or "..."' if keys == ("text",) else ""
             raise SlideSparseError(
                 f"{path}, line {number}: {type(reason).__name__}: {reason}; "
-                f"each line must be {{{wanted}}}{plain} in JSON"
+                f"each line must be {{{example}}}{plain} in JSON"
             ) from reason
-        if all(one.strip() for one in values):
-            found.append(values)
-    if not found:
+        if all(text.strip() for text in values):
+            records.append(values)
+    if not records:
         raise SlideSparseError(f"{path} holds no text")
-    return found
+    return records
 
 
 def read_ids(path: Path) -> np.ndarray:
@@ -65,13 +65,15 @@ def read_ids(path: Path) -> np.ndarray:
     Raises SlideSparseError, which names dtype and shape, for anything else.
     """
     try:
-        found = np.load(path, allow_pickle=False)
+        ids = np.load(path, allow_pickle=False)
     except ValueError as reason:
         raise SlideSparseError(f"{path} is not an array of numbers that NumPy wrote: {reason}") from reason
-    if not isinstance(found, np.ndarray) or found.dtype.kind not in "iu" or found.ndim not in (1, 2):
-        what = f"{found.dtype} {list(found.shape)}" if isinstance(found, np.ndarray) else type(found).__name__
-        raise SlideSparseError(f"{path} holds {what}; token ids are integers [samples, tokens], or [tokens]")
-    return found
+    if not isinstance(ids, np.ndarray) or ids.dtype.kind not in "iu" or ids.ndim not in (1, 2):
+        content = f"{ids.dtype} {list(ids.shape)}" if isinstance(ids, np.ndarray) else type(ids).__name__
+        raise SlideSparseError(
+            f"{path} holds {content}; token ids are integers [samples, tokens], or [tokens]"
+        )
+    return ids
 
 
 def require_ids(

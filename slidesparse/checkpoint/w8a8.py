@@ -23,7 +23,7 @@ FP8_METHOD = "fp8"  # the quant_method of DeepSeek, Qwen and AutoFP8
 KINDS = {"int8": ("int", "I8"), "fp8": ("float", "F8_E4M3")}  # quant -> type, dtype of safetensors
 MIXED = "mixed-precision"  # the format of groups that have different formats
 _FORMATS = ("int-quantized", "float-quantized", "naive-quantized")
-_BLOCK_SCALE = ".weight_scale_inv"  # of quant_method fp8; despite its name it is a factor
+_BLOCK_SCALE = ".weight_scale_inv"  # suffix with quant_method fp8; despite its name a factor, not a divisor
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class Scheme:
         return KINDS[self.quant][1]
 
     @property
-    def ours(self) -> bool:
+    def native(self) -> bool:
         """Whether the plugin serves this scheme unchanged."""
         return self.block is None and self.activations == "per token"
 
@@ -68,9 +68,9 @@ class Quantization:
 
     def rewritten(self, experts: bool) -> bool:
         """Return whether the source must be requantized, for the plugin or for ``experts`` with per-tensor scales."""
-        ours = all(scheme.ours for scheme in self.schemes)
+        native = all(scheme.native for scheme in self.schemes)
         by_tensor = any(scheme.strategy == "tensor" for scheme in self.schemes)
-        return self.method == FP8_METHOD or not ours or (experts and by_tensor)
+        return self.method == FP8_METHOD or not native or (experts and by_tensor)
 
     def ignores(self, layer: str) -> bool:
         """Return whether the ignore list contains a layer, by name or by a ``re:`` regex."""
@@ -154,8 +154,8 @@ def _require_scale(scale: TensorSpec, scheme: Scheme, shape: tuple[int, ...]) ->
     """Raise CheckpointError unless a scale fits a weight of ``shape``."""
     rows, columns = shape
     if scheme.block:
-        wanted = (-(-rows // scheme.block[0]), -(-columns // scheme.block[1]))
-        fits, expected = scale.shape == wanted, f"{list(wanted)}"
+        grid = (-(-rows // scheme.block[0]), -(-columns // scheme.block[1]))
+        fits, expected = scale.shape == grid, f"{list(grid)}"
     else:
         count = rows if scheme.strategy == "channel" else 1
         fits, expected = scale.rows * scale.columns == count and len(scale.shape) <= 2, f"{count}"
@@ -191,23 +191,26 @@ def _arguments(quant: str) -> dict[str, Any]:
 
 
 def rewritten_block(
-    block: Mapping[str, Any], found: Quantization, quant_of: Callable[[Scheme], str], left: Iterable[str]
+    block: Mapping[str, Any],
+    source: Quantization,
+    quant_of: Callable[[Scheme], str],
+    unquantized: Iterable[str],
 ) -> dict[str, Any]:
     """Return the ``quantization_config`` for a source whose layers are requantized as in `new_block`.
 
     Args:
-        block: the source's, from which ``found`` was parsed.
+        block: the source's, from which ``source`` was parsed.
         quant_of: returns the output type of the layers of a scheme.
-        left: names of unquantized layers to add to the ignore list.
+        unquantized: names of layers to add to the ignore list.
 
     Targets, KV cache and ignore list are kept.  Groups without weights are dropped unless they are for attention,
     because vLLM reads no others.
     """
-    written = {name: quant_of(scheme) for name, scheme in found.groups.items() if scheme}
+    written = {name: quant_of(scheme) for name, scheme in source.groups.items() if scheme}
     quants = sorted(set(written.values()))
-    kept = {"kv_cache_scheme": block["kv_cache_scheme"]} if block.get("kv_cache_scheme") else {}
-    if found.method == FP8_METHOD:
-        return {**new_block(quants[0], ignore_list(left)), **kept}
+    kv_cache = {"kv_cache_scheme": block["kv_cache_scheme"]} if block.get("kv_cache_scheme") else {}
+    if source.method == FP8_METHOD:
+        return {**new_block(quants[0], ignore_list(unquantized)), **kv_cache}
     groups = {}
     for name, group in block["config_groups"].items():
         if name in written:
@@ -217,7 +220,7 @@ def rewritten_block(
         elif all(target.endswith("Attention") for target in group["targets"]):
             groups[name] = dict(group)
     form = MIXED if len(quants) > 1 else f"{KINDS[quants[0]][0]}-quantized"
-    ignore = [*found.ignore, *sorted(set(left) - set(found.ignore))]
+    ignore = [*source.ignore, *sorted(set(unquantized) - set(source.ignore))]
     return {**block, "format": form, "config_groups": groups, "ignore": ignore}
 
 
@@ -227,11 +230,11 @@ def parse_block(block: Mapping[str, Any], tensors: Iterable[str] = ()) -> Quanti
     Args:
         tensors: names of the tensors whose layers will be looked up.
     """
-    found = _parsed(block)
-    for what, entries in (("ignore list", found.ignore), ("targets", found.targets)):
+    quantization = _parsed(block)
+    for kind, entries in (("ignore list", quantization.ignore), ("targets", quantization.targets)):
         regexes = [entry[3:] for entry in entries if entry.startswith("re:")]
-        compile_regexes(regexes, f"the source's {what}:", layer_names(tensors))
-    return found
+        compile_regexes(regexes, f"the source's {kind}:", layer_names(tensors))
+    return quantization
 
 
 def _parsed(block: Mapping[str, Any]) -> Quantization:
@@ -254,14 +257,14 @@ def _parsed(block: Mapping[str, Any]) -> Quantization:
         )
     if block.get("transform_config"):
         raise _refusal("a transform_config (rotations of the activations)", "checkpoints without one are")
-    given = block.get("config_groups")
-    if not isinstance(given, dict) or not given:
-        raise _refusal(f"config_groups {shown(given)}", "an object with a group for Linear is")
-    groups = {name: _group(shown(name), group, block.get("format")) for name, group in given.items()}
+    configs = block.get("config_groups")
+    if not isinstance(configs, dict) or not configs:
+        raise _refusal(f"config_groups {shown(configs)}", "an object with a group for Linear is")
+    groups = {name: _group(shown(name), group, block.get("format")) for name, group in configs.items()}
     if not any(groups.values()):
         raise _refusal(f"no weights in {', '.join(groups)}", "a group with 8-bit weights is")
     targets = {
-        target: groups[name] for name, group in given.items() for target in _targets(shown(name), group)
+        target: groups[name] for name, group in configs.items() for target in _targets(shown(name), group)
     }
     return Quantization(groups, targets, _ignore(block, "ignore"))
 
@@ -291,7 +294,7 @@ def _ignore(block: Mapping[str, Any], key: str) -> tuple[str, ...]:
 
 def _targets(name: str, group: Mapping[str, Any]) -> list[str]:
     targets = group.get("targets")
-    if not isinstance(targets, list) or not targets or not all(isinstance(each, str) for each in targets):
+    if not isinstance(targets, list) or not targets or not all(isinstance(target, str) for target in targets):
         raise _refusal(f"no list of targets in {name}", "names of layers, re: regexes or classes are")
     return targets
 
@@ -340,14 +343,14 @@ def _activations(name: str, inputs: Mapping[str, Any], by_block: bool) -> str:
     dynamic, strategy = inputs.get("dynamic", False), _strategy(inputs)
     if dynamic is False and strategy == "tensor":
         return "static"
-    known = {"token": "per token", "tensor": "dynamic", **({"group": "per group"} if by_block else {})}
-    if dynamic is not True or strategy not in known:
+    names = {"token": "per token", "tensor": "dynamic", **({"group": "per group"} if by_block else {})}
+    if dynamic is not True or strategy not in names:
         raise _refusal(
             f"activations not quantized per token in {name}", "static or dynamic per-token ones are"
         )
     if not inputs.get("symmetric", True):
         raise _refusal(f"asymmetric activations in {name}", "symmetric ones are")
-    return known[strategy]
+    return names[strategy]
 
 
 def _block_size(size: Any, where: str) -> tuple[int, int]:
@@ -360,13 +363,13 @@ def _block_size(size: Any, where: str) -> tuple[int, int]:
     return size[0], size[1]
 
 
-def _refusal(found: str, allowed: str) -> CheckpointError:
+def _refusal(problem: str, allowed: str) -> CheckpointError:
     return CheckpointError(
-        f"the source's quantization_config has {found}; only {allowed} supported. Start from the original "
+        f"the source's quantization_config has {problem}; only {allowed} supported. Start from the original "
         "checkpoint, or quantize it as W8A8 with dynamic per-token activations"
     )
 
 
-def ignore_list(left: Iterable[str]) -> list[str]:
+def ignore_list(unquantized: Iterable[str]) -> list[str]:
     """Return the ignore list of a newly quantized checkpoint: lm_head and the unquantized layers, sorted."""
-    return ["lm_head", *sorted(set(left) - {"lm_head"})]
+    return ["lm_head", *sorted(set(unquantized) - {"lm_head"})]

@@ -7,9 +7,9 @@ from slidesparse.errors import INTERRUPTED
 
 
 def main() -> None:
-    """The ``slidesparse`` command, which an interrupt ends in one line even while it is imported.
+    """Run the ``slidesparse`` command, which an interrupt ends with one line, even during its imports.
 
-    Once it is, ``slidesparse.cli.main`` is the module of that name.
+    After the imports, ``slidesparse.cli.main`` is the module of that name.
     """
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")  # for paths that the terminal cannot show

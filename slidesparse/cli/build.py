@@ -35,16 +35,16 @@ def build_targets(
         began = time.monotonic()
         try:
             target = target_path(name)
-            words = "was there" if target.is_file() else "built"
-            if words == "built":
+            state = "was there" if target.is_file() else "built"
+            if state == "built":
                 err.print(f"building the {TARGETS[name].title} ...")
-            found = {"state": words, "path": str(build(name))}
+            result = {"state": state, "path": str(build(name))}
         except ToolchainError as error:
             failed.append(f"the {TARGETS[name].title}: {error}")
-            found = {"state": "failed", "what": error.what, "remedy": error.remedy}
-        results.append({"name": name, **found, "seconds": round(time.monotonic() - began, 1)})
-        if not as_json and "path" in found:
-            out.print(escape(f"{name:<12} {words:<9} {results[-1]['seconds']:>6} s  {found['path']}"))
+            result = {"state": "failed", "what": error.what, "remedy": error.remedy}
+        results.append({"name": name, **result, "seconds": round(time.monotonic() - began, 1)})
+        if not as_json and "path" in result:
+            out.print(escape(f"{name:<12} {state:<9} {results[-1]['seconds']:>6} s  {result['path']}"))
     if as_json:
         print(json.dumps({"cache": str(cache_folder()), "targets": results}, indent=2))
     if failed:

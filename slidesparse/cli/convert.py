@@ -290,32 +290,32 @@ def convert(
     _require_writable("--report", report, target)
     _require_writable("--plot", plot, target)
     with byte_progress(lines=True) as progress:
-        done = run(local_folder(source), target, options, dry_run=dry_run, progress=progress)
-    if plot is not None and done.budget:
+        result = run(local_folder(source), target, options, dry_run=dry_run, progress=progress)
+    if plot is not None and result.budget:
         from slidesparse.convert.plot import svg
 
-        plot.write_text(svg(done.budget))
+        plot.write_text(svg(result.budget))
     if report is not None and (budget or not dry_run):
-        report.write_text(json.dumps(done.to_json(), indent=2) + "\n")
-    _warn(done)
-    _summarize(done, dry_run)
+        report.write_text(json.dumps(result.to_json(), indent=2) + "\n")
+    _warn(result)
+    _summarize(result, dry_run)
 
 
 def _parse_goals(
     sparsity: str | None, goals: Mapping[str, str | float | None], tokens: str | None, gpu: str | None
 ) -> tuple[Pattern, Budget | None]:
     """Return the requested pattern, or a budget with the pattern for which a rotation is learned."""
-    given = [name for name, value in {"--sparsity": sparsity, **goals}.items() if value is not None]
-    if len(given) != 1:
+    chosen = [name for name, value in {"--sparsity": sparsity, **goals}.items() if value is not None]
+    if len(chosen) != 1:
         raise SlideSparseError(
-            f"found {' and '.join(given) or 'neither a pattern nor a budget'}; give one of --sparsity, such as 6:8, "
-            f"{', '.join(goals)}"
+            f"found {' and '.join(chosen) or 'neither a pattern nor a budget'}; give one of --sparsity, such as "
+            f"6:8, {', '.join(goals)}"
         )
     idle = [name for name, value in {"--tokens": tokens, "--gpu": gpu}.items() if value is not None]
-    if idle and given[0] in ("--sparsity", "--zeros"):
+    if idle and chosen[0] in ("--sparsity", "--zeros"):
         raise SlideSparseError(
-            f"{' and '.join(idle)} would do nothing: {given[0]} does not depend on time; leave {idle[0]} out, or give "
-            "--max-loss or --min-speedup"
+            f"{' and '.join(idle)} would do nothing: {chosen[0]} does not depend on time; leave {idle[0]} out, or "
+            "give --max-loss or --min-speedup"
         )
     if sparsity is not None:
         return parse_pruned(sparsity), None
@@ -347,19 +347,19 @@ def _calibration(
     """
     from slidesparse.calibrate.task import Calibration
 
-    data, training = ({n: v for n, v in found.items() if v is not None} for found in (data, training))
+    data, training = ({n: v for n, v in options.items() if v is not None} for options in (data, training))
     if training and method in methods.METHODS and not methods.get(method).updates_weights:
-        given = " and ".join(f"--{name}" for name in training)
-        others = " and ".join(name for name in methods.METHODS if methods.get(name).updates_weights)
+        flags = " and ".join(f"--{name}" for name in training)
+        alternatives = " and ".join(name for name in methods.METHODS if methods.get(name).updates_weights)
         raise SlideSparseError(
-            f"--method {method} does not use {given}, but {others} does; leave {given} out"
+            f"--method {method} does not use {flags}, but {alternatives} does; leave {flags} out"
         )
     if calib is not None:
         return Calibration(calib, **data, **training)
     if data or training:
-        given = " and ".join(f"--{name}" for name in (*data, *training))
+        flags = " and ".join(f"--{name}" for name in (*data, *training))
         raise SlideSparseError(
-            f"without --calib nothing is calibrated, so {given} would do nothing: add --calib FILE"
+            f"without --calib nothing is calibrated, so {flags} would do nothing: add --calib FILE"
         )
     return None
 
@@ -388,12 +388,12 @@ def _require_writable(option: str, report: Path | None, target: Path) -> None:
 
 
 def _warn(report: Report) -> None:
-    if report.method == "magnitude" and not report.samples and report.made:
-        words = TERNARY if report.ternary else WITHOUT_CALIBRATION
-        err.print(f"[yellow]warning:[/] {escape(words)}")
+    if report.method == "magnitude" and not report.samples and report.newly_pruned:
+        warning = TERNARY if report.ternary else WITHOUT_CALIBRATION
+        err.print(f"[yellow]warning:[/] {escape(warning)}")
     if report.note:
         err.print(f"[yellow]note:[/] {escape(report.note)}")
-    if report.budget and not report.budget.kept:
+    if report.budget and not report.budget.within_budget:
         err.print(
             f"[yellow]warning:[/] {escape(report.budget.budget.goal)} is exceeded: {escape(report.budget.summary)}; "
             "this checkpoint is the closest of several tries. Allow more, or give more text"
@@ -422,17 +422,17 @@ def _summarize(report: Report, dry_run: bool) -> None:
         distilled = report.distilled.summary if report.distilled else report.distillation
         out.print(escape(f"distilled {distilled}"))
     for verb, names in (("skipped", report.skipped), ("kept", report.kept)):
-        reasons = defaultdict(list)
-        for name, why in names.items():
-            reasons[why].append(name)
-        how = "quantized, not pruned" if verb == "skipped" else "as in the source"
-        for why, found in sorted(reasons.items()):
-            out.print(escape(f"{verb:9} {len(found)} {how} ({why}): {_join_names(found)}"))
+        by_reason = defaultdict(list)
+        for name, reason in names.items():
+            by_reason[reason].append(name)
+        treatment = "quantized, not pruned" if verb == "skipped" else "as in the source"
+        for reason, layers in sorted(by_reason.items()):
+            out.print(escape(f"{verb:9} {len(layers)} {treatment} ({reason}): {_join_names(layers)}"))
     if report.left_out:
-        found = [name if name.isprintable() else repr(name) for name in report.left_out]
+        files = [name if name.isprintable() else repr(name) for name in report.left_out]
         out.print(
             escape(
-                f"left out  {len(found)} files that are no tokenizers, configurations or licences: {_join_names(found)}"
+                f"left out  {len(files)} files that are no tokenizers, configurations or licences: {_join_names(files)}"
             )
         )
     size = f"{report.bytes_in / 1e6:.1f} MB -> {report.bytes_out / 1e6:.1f} MB"
@@ -492,7 +492,7 @@ def _show_errors(report: Report) -> None:
     ranked = report.sensitivity[:MAX_WORST]
     for name in ranked:
         row = errors[name]
-        found = f"{row['error_pruned']:.4f} pruned, {row['error_quantized']:.4f} quantized"
+        text = f"{row['error_pruned']:.4f} pruned, {row['error_quantized']:.4f} quantized"
         if row["error_finetuned"] is not None:
-            found += f", {row['error_finetuned']:.4f} fine-tuned"
-        out.print(escape(f"error     {found}: {name}{'  (the largest)' if name == ranked[0] else ''}"))
+            text += f", {row['error_finetuned']:.4f} fine-tuned"
+        out.print(escape(f"error     {text}: {name}{'  (the largest)' if name == ranked[0] else ''}"))

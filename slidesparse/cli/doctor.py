@@ -79,9 +79,9 @@ def _show(report: Report) -> None:
     for title, words in rows:
         out.print(escape(f"  {title:<9} {words}"))
     _show_layers(report)
-    for each in report.missing:
-        remedy = f"\n            remedy: {each['remedy']}" if each["remedy"] else ""
-        out.print(escape(f"  missing   {each['what']}{remedy}"))
+    for item in report.missing:
+        remedy = f"\n            remedy: {item['remedy']}" if item["remedy"] else ""
+        out.print(escape(f"  missing   {item['what']}{remedy}"))
     out.print(escape(f"{'yes' if not report.code else 'no'}: {report.verdict}"))
 
 

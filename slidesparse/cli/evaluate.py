@@ -70,9 +70,9 @@ def perplexity(
     if seqlen is None:
         seqlen = window_of(model, *([against] if against else []))
     ids = windows(data, model, seqlen, samples)
-    found = measure(model, ids, against, top, _engine(option, log))
-    _warn(found)
-    print(json.dumps(found.to_json(), indent=2)) if as_json else _show_perplexity(found)
+    result = measure(model, ids, against, top, _engine(option, log))
+    _warn(result)
+    print(json.dumps(result.to_json(), indent=2)) if as_json else _show_perplexity(result)
 
 
 @app.command()
@@ -94,32 +94,32 @@ def embedding(
 
     for folder in filter(None, (model, against)):
         config_of(folder)  # raises an error unless it is a checkpoint
-    found = measure(model, texts_or_pairs(data, model, samples, longest), against, _engine(option, log))
-    _warn(found)
-    print(json.dumps(found.to_json(), indent=2)) if as_json else _show_embedding(found)
+    result = measure(model, texts_or_pairs(data, model, samples, longest), against, _engine(option, log))
+    _warn(result)
+    print(json.dumps(result.to_json(), indent=2)) if as_json else _show_embedding(result)
 
 
 def _engine(options: list[str] | None, log: Path | None) -> Engine:
     from slidesparse.evaluate.engine import Engine
 
-    found: dict[str, Any] = {}
+    arguments: dict[str, Any] = {}
     for text in options or []:
         name, separator, value = text.partition("=")
         if not separator or not name.isidentifier():
             raise SlideSparseError(f"--option {text!r} is not NAME=VALUE, such as dtype=float32")
         try:
-            found[name] = json.loads(value)
+            arguments[name] = json.loads(value)
         except ValueError:
-            found[name] = value
-    return Engine(found, log)
+            arguments[name] = value
+    return Engine(arguments, log)
 
 
-def _warn(found: Perplexity | Embedding) -> None:
+def _warn(result: Perplexity | Embedding) -> None:
     """Warn if a converted checkpoint was not served by the plugin."""
     from slidesparse.checkpoint.metadata import KEY
     from slidesparse.evaluate.texts import config_of
 
-    for folder, served in ((found.model, found.served_by), (found.against, found.against_served_by)):
+    for folder, served in ((result.model, result.served_by), (result.against, result.against_served_by)):
         if folder and not served and KEY in (config_of(Path(folder)).get("quantization_config") or {}):
             err.print(
                 f"[yellow]warning:[/] {escape(folder)} was served by vLLM itself, without the plugin; install "
@@ -128,33 +128,33 @@ def _warn(found: Perplexity | Embedding) -> None:
             )
 
 
-def _show(name: str, found: Interval | None, digits: int = 4, unit: str = "") -> None:
-    if found is not None:
-        low, high = (f"{value:.{digits}f}{unit}" for value in (found.low, found.high))
-        out.print(escape(f"{name:17} {found.value:.{digits}f}{unit}  (95%: {low} to {high})"))
+def _show(name: str, interval: Interval | None, digits: int = 4, unit: str = "") -> None:
+    if interval is not None:
+        low, high = (f"{value:.{digits}f}{unit}" for value in (interval.low, interval.high))
+        out.print(escape(f"{name:17} {interval.value:.{digits}f}{unit}  (95%: {low} to {high})"))
 
 
-def _show_perplexity(found: Perplexity) -> None:
-    out.print(escape(f"{'model':17} {found.model}: {found.served_by or 'vLLM itself'}"))
-    out.print(f"{'data':17} {found.windows} windows, {found.tokens} tokens scored")
-    _show("perplexity", found.perplexity)
-    if found.comparison is None:
+def _show_perplexity(result: Perplexity) -> None:
+    out.print(escape(f"{'model':17} {result.model}: {result.served_by or 'vLLM itself'}"))
+    out.print(f"{'data':17} {result.windows} windows, {result.tokens} tokens scored")
+    _show("perplexity", result.perplexity)
+    if result.comparison is None:
         return
-    out.print(escape(f"{'against':17} {found.against}: {found.against_served_by or 'vLLM itself'}"))
-    _show("its perplexity", found.comparison.perplexity)
-    _show("difference", found.comparison.delta_pct, 3, "%")
-    _show("same top token", found.comparison.top1)
-    _show("KL" if found.comparison.exact else "KL, at least", found.comparison.kl, 5)
+    out.print(escape(f"{'against':17} {result.against}: {result.against_served_by or 'vLLM itself'}"))
+    _show("its perplexity", result.comparison.perplexity)
+    _show("difference", result.comparison.delta_pct, 3, "%")
+    _show("same top token", result.comparison.top1)
+    _show("KL" if result.comparison.exact else "KL, at least", result.comparison.kl, 5)
 
 
-def _show_embedding(found: Embedding) -> None:
-    out.print(escape(f"{'model':17} {found.model}: {found.served_by or 'vLLM itself'}"))
-    if found.against:
-        out.print(escape(f"{'against':17} {found.against}: {found.against_served_by or 'vLLM itself'}"))
-    out.print(f"{'data':17} {found.texts} texts")
-    _show("cosine, mean", found.cosine_mean)
-    _show("cosine, 1%", found.cosine_p1)
-    _show("same nearest 10", found.top10)
-    _show("MRR", found.mrr)
-    _show("its MRR", found.mrr_against)
-    _show("MRR lost", found.mrr_loss)
+def _show_embedding(result: Embedding) -> None:
+    out.print(escape(f"{'model':17} {result.model}: {result.served_by or 'vLLM itself'}"))
+    if result.against:
+        out.print(escape(f"{'against':17} {result.against}: {result.against_served_by or 'vLLM itself'}"))
+    out.print(f"{'data':17} {result.texts} texts")
+    _show("cosine, mean", result.cosine_mean)
+    _show("cosine, 1%", result.cosine_p1)
+    _show("same nearest 10", result.top10)
+    _show("MRR", result.mrr)
+    _show("its MRR", result.mrr_against)
+    _show("MRR lost", result.mrr_loss)

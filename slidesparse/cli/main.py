@@ -32,7 +32,7 @@ app = application(
 
 
 def main() -> None:
-    """The ``slidesparse`` command."""
+    """Run the ``slidesparse`` command."""
     app()
 
 
@@ -121,18 +121,18 @@ def verify(
     from slidesparse.checkpoint.hub import local_folder
     from slidesparse.checkpoint.inspection import verify as run
 
-    found = run(local_folder(first), local_folder(second))
+    comparison = run(local_folder(first), local_folder(second))
     if as_json:
-        print(json.dumps(found.to_json(), indent=2))
-    elif found.difference:
-        out.print(escape(f"different: {found.difference}"))
+        print(json.dumps(comparison.to_json(), indent=2))
+    elif comparison.difference:
+        out.print(escape(f"different: {comparison.difference}"))
     else:
         out.print(
             escape(
-                f"equal: {found.tensors} tensors, {found.slided} of them compared through the slided layout"
+                f"equal: {comparison.tensors} tensors, {comparison.slided} of them compared through the slided layout"
             )
         )
-    raise typer.Exit(0 if found.equal else FAILED)
+    raise typer.Exit(0 if comparison.equal else FAILED)
 
 
 app.command("doctor")(doctor.doctor)  # in the order of --help

@@ -73,8 +73,8 @@ def _summarize(report: SynthReport) -> None:
     files = f"{report.files} file{'s' if report.files > 1 else ''}"
     size = f"{report.bytes_out / 1e6:.1f} MB in {files}, {report.seconds:.1f} s, {report.rate:.0f} MB/s"
     out.print(f"bytes     {size}")
-    made = shlex.quote(str(report.out))
+    folder = shlex.quote(str(report.out))
     out.print("tokens    one word each, t0 t1 t2 ...: the tokenizer is a placeholder for the model's own")
     if report.quant == "bf16":
-        out.print(escape(f"convert   slidesparse convert {made} PRUNED --sparsity 6:8 --calib random"))
-    out.print(escape(f"serve     vllm serve {made} --tokenizer {made}/tokenizer"))
+        out.print(escape(f"convert   slidesparse convert {folder} PRUNED --sparsity 6:8 --calib random"))
+    out.print(escape(f"serve     vllm serve {folder} --tokenizer {folder}/tokenizer"))

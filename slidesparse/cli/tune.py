@@ -78,7 +78,7 @@ def tune(
     from slidesparse.tune.jobs import tune as run
     from slidesparse.tune.shapes import FEW_TOKENS, MIXED_PATTERNS, PATTERNS, parse_choice, parse_patterns
 
-    layers = [layer for _, found in parse_models(model, shapes) for layer in found]
+    layers = [layer for _, model_layers in parse_models(model, shapes) for layer in model_layers]
     own_patterns, own_dtypes = _converted_types(model) or (
         (*PATTERNS, *MIXED_PATTERNS),
         machine.SERVED_DTYPES,

@@ -42,16 +42,16 @@ class Budget:
     """
 
     max_loss: float | None = None  # increase in perplexity, or 1 - cosine of embeddings: 0.01 is 1%
-    min_speedup: float | None = None  # of all linear layers together, relative to stock vLLM's dense ones
+    min_speedup: float | None = None  # speedup of all linear layers together over stock vLLM's dense ones
     zeros: float | None = None  # share of the weights of all linear layers
     tokens: tuple[int, ...] = DEFAULT_TOKENS  # tokens of the steps, which count equally
     gpu: str = DEFAULT_GPU
 
     def __post_init__(self) -> None:
         values = self.max_loss, self.min_speedup, self.zeros
-        given = [goal for goal, value in zip(GOALS, values, strict=True) if value is not None]
-        if len(given) != 1:
-            raise CalibrationError(f"give one of {', '.join(GOALS)}, found {' and '.join(given) or 'none'}")
+        goals = [goal for goal, value in zip(GOALS, values, strict=True) if value is not None]
+        if len(goals) != 1:
+            raise CalibrationError(f"give one of {', '.join(GOALS)}, found {' and '.join(goals) or 'none'}")
         if self.max_loss is not None and not 0 < self.max_loss < 1:
             raise CalibrationError(f"{self.goal} is not between 0% and 100%")
         if self.min_speedup is not None and not 1 < self.min_speedup < 2:
@@ -174,11 +174,11 @@ class AllocationProblem:
     def frontier(self) -> list[Choice]:
         """Return the choices on the convex hull of loss over saving, from dense to the largest saving."""
         picked = {unit: options[0] for unit, options in self.candidates.items()}
-        found = [self.choice(picked)]
+        choices = [self.choice(picked)]
         for unit, candidate in self._steps():
             picked[unit] = candidate
-            found.append(self.choice(picked))
-        return found
+            choices.append(self.choice(picked))
+        return choices
 
     def fastest(self, loss: float) -> Choice:
         """Return the choice with the largest saving whose total loss is at most ``loss``; possibly all dense."""
@@ -186,31 +186,31 @@ class AllocationProblem:
         spent = 0.0
         closed: set[Unit] = set()  # units with a step that exceeded the loss, as all later ones would
         for unit, candidate in self._steps():
-            more = candidate.loss - picked[unit].loss
-            if unit in closed or spent + more > loss:
+            increase = candidate.loss - picked[unit].loss
+            if unit in closed or spent + increase > loss:
                 closed.add(unit)
                 continue
-            picked[unit], spent = candidate, spent + more
+            picked[unit], spent = candidate, spent + increase
         return self.choice(picked)
 
     def least_loss(self, saved: float) -> Choice | None:
         """Return the choice of least loss that saves this share of stock vLLM's time or of all weights, or None."""
         picked = {unit: options[0] for unit, options in self.candidates.items()}
-        steps, done = self._steps(), list[tuple[Unit, Candidate, Candidate]]()
+        steps, applied = self._steps(), list[tuple[Unit, Candidate, Candidate]]()
         already = 0.0 if self.by_zeros else 1 - self.choice(picked).time
-        left = saved - already - 1e-12
+        needed = saved - already - 1e-12
         for unit, candidate in steps:
-            if left <= 0:
+            if needed <= 0:
                 break
-            done.append((unit, picked[unit], candidate))
-            left -= self._saving(candidate) - self._saving(picked[unit])
+            applied.append((unit, picked[unit], candidate))
+            needed -= self._saving(candidate) - self._saving(picked[unit])
             picked[unit] = candidate
-        if left > 0:
+        if needed > 0:
             return None
         # The last step may have saved more than needed: undo other steps if possible, those of most loss first
-        for unit, before, after in sorted(done, key=lambda step: step[1].loss - step[2].loss):
-            if picked[unit] is after and left + self._saving(after) - self._saving(before) <= 0:
-                left += self._saving(after) - self._saving(before)
+        for unit, before, after in sorted(applied, key=lambda step: step[1].loss - step[2].loss):
+            if picked[unit] is after and needed + self._saving(after) - self._saving(before) <= 0:
+                needed += self._saving(after) - self._saving(before)
                 picked[unit] = before
         return self.choice(picked)
 
@@ -219,12 +219,12 @@ class AllocationProblem:
 
     def _steps(self) -> list[tuple[Unit, Candidate]]:
         """Return all steps along the convex hulls of the units, in order of loss per saving."""
-        found: list[tuple[float, Unit, int, Candidate]] = []
+        steps: list[tuple[float, Unit, int, Candidate]] = []
         for unit, options in self.candidates.items():
             hull = self._hull(options)
             for number, (a, b) in enumerate(pairwise(hull)):
-                found.append((self._slope(a, b), unit, number, b))
-        return [(unit, candidate) for _, unit, _, candidate in sorted(found, key=lambda step: step[:3])]
+                steps.append((self._slope(a, b), unit, number, b))
+        return [(unit, candidate) for _, unit, _, candidate in sorted(steps, key=lambda step: step[:3])]
 
     def _hull(self, options: Sequence[Candidate]) -> list[Candidate]:
         """Return the candidates on the lower convex hull of loss over saving, starting with dense."""
@@ -254,15 +254,18 @@ def allocation_problem(
         fixed: [N, K] of the linear layers that stay dense, whose time and weights count, too.
     """
     times = None if budget.zeros is not None else LayerTimes.of(budget.gpu)
-    every = [*shapes.values(), *fixed]
-    whole = {
-        m: sum(times.stock_us(quant, shape, m) for shape in every) if times else 1.0 for m in budget.tokens
+    all_shapes = [*shapes.values(), *fixed]
+    baseline = {
+        m: sum(times.stock_us(quant, shape, m) for shape in all_shapes) if times else 1.0
+        for m in budget.tokens
     }
 
     def share(pattern: SlidePattern | None, shape: Shape) -> float:
         if times is None:
             return 0.0
-        return sum(times.us(quant, pattern, shape, m) / whole[m] for m in budget.tokens) / len(budget.tokens)
+        return sum(times.us(quant, pattern, shape, m) / baseline[m] for m in budget.tokens) / len(
+            budget.tokens
+        )
 
     candidates: Candidates = {}
     for unit, (n, k) in shapes.items():
@@ -273,8 +276,8 @@ def allocation_problem(
                 Candidate(pattern, max(0.0, losses[unit][pattern.ratio]), share(pattern, (n, k)), zeros)
             )
         candidates[unit] = tuple(options)
-    rest = sum(share(None, shape) for shape in fixed)
-    return AllocationProblem(candidates, sum(n * k for n, k in every), times is None, rest)
+    fixed_time = sum(share(None, shape) for shape in fixed)
+    return AllocationProblem(candidates, sum(n * k for n, k in all_shapes), times is None, fixed_time)
 
 
 def layers(choice: Choice) -> Iterator[tuple[str, SlidePattern | None]]:

@@ -44,7 +44,7 @@ class Outcome:
     part: float  # loss of the whole model relative to the sum of its layers' losses
     in_nats: bool  # whether losses are differences in cross-entropy, not 1 - cosine
     choice: Choice | None = None
-    found: float | None = None  # loss of the whole model on the validation split
+    measured_loss: float | None = None  # loss of the whole model on the validation split
 
     @property
     def allowed(self) -> float:
@@ -63,20 +63,21 @@ class Outcome:
         return math.expm1(loss) if self.in_nats else loss
 
     @property
-    def kept(self) -> bool:
+    def within_budget(self) -> bool:
         """Whether the loss of the whole model is within the budget."""
         most = self.budget.max_loss
-        return most is None or self.found is None or self.shown(self.found) <= most
+        return most is None or self.measured_loss is None or self.shown(self.measured_loss) <= most
 
     @property
     def summary(self) -> str:
         """The measured loss as text; empty in a dry run."""
-        if self.found is None:
+        if self.measured_loss is None:
             return ""
-        what = "perplexity" if self.in_nats else "1 - cosine"
+        metric = "perplexity" if self.in_nats else "1 - cosine"
         sign = "+" if self.in_nats else ""
         return (
-            f"{what} {sign}{percent(self.shown(self.found))} above the dense model with the same quantization"
+            f"{metric} {sign}{percent(self.shown(self.measured_loss))} above the dense model with the same "
+            "quantization"
         )
 
     def to_json(self) -> dict[str, Any]:
@@ -86,8 +87,8 @@ class Outcome:
             "gpu": self.budget.gpu,
             "tokens": list(self.budget.tokens),
             "loss_of": "perplexity" if self.in_nats else "1 - cosine",
-            "loss": None if self.found is None else self.shown(self.found),
-            "kept": self.kept,
+            "loss": None if self.measured_loss is None else self.shown(self.measured_loss),
+            "kept": self.within_budget,
             "part": self.part,
             "chosen": None if self.choice is None else self._row(self.choice),
             "uniform": {p.ratio: self._row(self.problem.uniform(p)) for p in self.problem.patterns},
@@ -138,8 +139,8 @@ def estimate(
 
 def _losses(task: Task, reader: Reader, work: WorkFolder, rotate: bool, progress: Progress | None) -> Losses:
     """Return the losses of all units, cached in the user's cache folder for other budgets."""
-    without = ("layers", "sweeps", "target", "finetune", "permutes", "distill", "minutes")
-    state = {key: value for key, value in task.state().items() if key not in without}
+    excluded = ("layers", "sweeps", "target", "finetune", "permutes", "distill", "minutes")
+    state = {key: value for key, value in task.state().items() if key not in excluded}
     state |= {"layers": sorted(task.layers), "rotate": rotate, "patterns": [p.ratio for p in PATTERNS]}
     name = f"{hashlib.sha256(json.dumps(state).encode()).hexdigest()[:32]}.json"
     cache = WorkFolder(cache_folder() / "losses")
@@ -170,19 +171,19 @@ def _choose(outcome: Outcome, aim: float) -> Choice:
             )
         return choice
     saved = budget.zeros if budget.min_speedup is None else 1 - 1 / budget.min_speedup
-    some = problem.least_loss(saved or 0.0)
-    if some is None:
+    best = problem.least_loss(saved or 0.0)
+    if best is None:
         most = problem.frontier()[-1]
         reached = percent(most.zeros) if problem.by_zeros else f"{most.speedup:.3f}"
         raise CalibrationError(
             f"{budget.goal} cannot be reached: the most is {reached}, with {most.mix}; ask for less"
         )
-    if not any(some.patterns.values()):
+    if not any(best.patterns.values()):
         raise CalibrationError(
-            f"{budget.goal} is reached without pruning: our dense kernels are {some.speedup:.3f} times as fast as "
+            f"{budget.goal} is reached without pruning: our dense kernels are {best.speedup:.3f} times as fast as "
             "stock vLLM's here. Ask for more, or serve an unpruned W8A8 model with USE_CUSPARSELT=1 SPARSITY=dense"
         )
-    return some
+    return best
 
 
 def prune_within(
@@ -199,23 +200,21 @@ def prune_within(
     Args:
         fitted: a function that returns the task for a choice, with a validation split.
     """
-    tries = [Try(*each) for each in work.read_json(CHOICE) or [(outcome.allowed / FIRST_PART, None)]]
+    tries = [Try(*entry) for entry in work.read_json(CHOICE) or [(outcome.allowed / FIRST_PART, None)]]
     while True:
         choice = _choose(outcome, tries[-1].aim)
-        if tries[-1].found is None:
+        if tries[-1].loss is None:
             chosen = fitted(choice)
             calibrate(chosen, reader, work, progress)
             tries[-1] = Try(tries[-1].aim, whole_loss(chosen, reader, work, progress))
             work.write_json(CHOICE, tries)
-        found = tries[-1].found
-        assert found is not None
+        loss = tries[-1].loss
+        assert loss is not None
         most = choice.patterns == outcome.problem.frontier()[-1].patterns
-        again = (
-            None if outcome.budget.max_loss is None else next_aim(tries, outcome.allowed, choice.loss, most)
-        )
-        if again is None:
-            return replace(outcome, choice=choice, found=found, part=max(found, 0.0) / choice.loss)
-        tries.append(Try(again, None))
+        aim = None if outcome.budget.max_loss is None else next_aim(tries, outcome.allowed, choice.loss, most)
+        if aim is None:
+            return replace(outcome, choice=choice, measured_loss=loss, part=max(loss, 0.0) / choice.loss)
+        tries.append(Try(aim, None))
         work.clear()
         work.write_json(CHOICE, tries)
 
@@ -224,7 +223,7 @@ class Try(NamedTuple):
     """A limit ``aim`` on the sum of layers' losses, and the resulting loss of the whole model."""
 
     aim: float
-    found: float | None
+    loss: float | None
 
 
 def next_aim(tries: Sequence[Try], allowed: float, predicted: float, most: bool) -> float | None:
@@ -235,10 +234,10 @@ def next_aim(tries: Sequence[Try], allowed: float, predicted: float, most: bool)
         predicted: the sum of layers' losses in the last try.
         most: whether the last try pruned as much as possible.
     """
-    last = tries[-1].found
+    last = tries[-1].loss
     assert last is not None
-    good = [each.aim for each in tries if each.found is not None and each.found <= allowed]
-    bad = [each.aim for each in tries if each.found is not None and each.found > allowed]
+    good = [attempt.aim for attempt in tries if attempt.loss is not None and attempt.loss <= allowed]
+    bad = [attempt.aim for attempt in tries if attempt.loss is not None and attempt.loss > allowed]
     if last <= allowed and (last >= CLOSE * allowed or most):
         return None
     if len(tries) >= ROUNDS:

@@ -49,13 +49,13 @@ class ConvertOptions:
                     raise CheckpointError(
                         f"--layout {self.layout} stores patterns such as 6:8, not {pattern.ratio}; use --layout dense"
                     )
-        wanted = methods.get(self.method_name).calibration
-        if wanted == "required" and not self.calibration:
+        requirement = methods.get(self.method_name).calibration
+        if requirement == "required" and not self.calibration:
             raise CalibrationError(
                 f"--method {self.method_name} needs calibration data: --calib FILE.jsonl, FILE.npy or random; "
                 "--method magnitude needs none"
             )
-        if wanted == "refused" and self.calibration:
+        if requirement == "refused" and self.calibration:
             raise CalibrationError(f"--method {self.method_name} does not use --calib; leave one of them out")
         if self.budget and not self.calibration:
             raise CalibrationError(

@@ -66,7 +66,7 @@ QUANTIZED = "quantized in the source, not a linear layer of a block"
 
 _BLOCK = re.compile(r"\blayers?\.(\d+)\.")
 _HEAD = re.compile(r"(^|\.)lm_head$")
-_ACTIVATIONS = (".input_scale", ".input_zero_point")  # of static activation quantization
+_ACTIVATIONS = (".input_scale", ".input_zero_point")  # suffixes for static activation quantization
 
 
 @dataclass(frozen=True)
@@ -97,17 +97,17 @@ class Part:
             weight: [rows, K], or [rows, K'] in the slided layout; for the packed layout it is packed here.
             scale: [rows, 1], unless the source's scales are copied.
         """
-        found = {self.out[0].name: weight}
+        tensors = {self.out[0].name: weight}
         if isinstance(self.pattern, SlidePattern) and len(self.out) > 2:
             values, bitmask = compress(weight, self.pattern, str(self.layer))
-            found = dict(zip((spec.name for spec in self.out), (values, bitmask), strict=False))
+            tensors = dict(zip((spec.name for spec in self.out), (values, bitmask), strict=False))
             if row == 0:
-                found[self.out[2].name] = torch.tensor([[self.source.rows], [self.in_features]])
+                tensors[self.out[2].name] = torch.tensor([[self.source.rows], [self.in_features]])
         if scale is not None:
-            found[self.out[-1].name] = scale
-        for name, tensor in found.items():
+            tensors[self.out[-1].name] = scale
+        for name, tensor in tensors.items():
             writer.write(name, row, tensor)
-        return sum(tensor.nbytes for tensor in found.values())
+        return sum(tensor.nbytes for tensor in tensors.values())
 
 
 @dataclass(frozen=True)
@@ -116,14 +116,14 @@ class ConversionPlan:
 
     checkpoint: Checkpoint
     options: ConvertOptions
-    pattern: Pattern  # of all layers, or of most weights
+    pattern: Pattern  # pattern of all layers, or of most weights
     quant: str  # "int8", "fp8" or "fp8 and int8"
     parts: tuple[Part, ...]
     kept: dict[str, str]  # 2-D weights that are not changed -> reason
     skipped: dict[str, str]  # linear layers that are quantized but not pruned -> reason
     rewritten: str  # description of the changes to the source's quantization
     config: dict[str, Any]  # the config.json to write
-    converted: Metadata | None  # of a source that was converted before: only its layout changes
+    converted: Metadata | None  # metadata of a source that was converted before: only its layout changes
 
     @property
     def patterns(self) -> dict[str, Pattern]:
@@ -133,8 +133,8 @@ class ConversionPlan:
     @property
     def experts(self) -> dict[str, int]:
         """The number of routed experts' matrices in W8A8, and of unchanged ones."""
-        kept = sum(why == JOINED or architectures.is_expert(name) for name, why in self.kept.items())
-        return {"w8a8": sum(why == ROUTED for why in self.skipped.values()), "kept": kept}
+        kept = sum(reason == JOINED or architectures.is_expert(name) for name, reason in self.kept.items())
+        return {"w8a8": sum(reason == ROUTED for reason in self.skipped.values()), "kept": kept}
 
     @property
     def bytes_in(self) -> int:
@@ -191,28 +191,28 @@ def make_plan(
         patterns = {name: entry.pattern for name, entry in converted.layers.items()}
     else:
         chosen, kept, groups = _choose(checkpoint, source, options, routed)
-        named = architectures.matched(chosen, groups, options.skip, BY_SKIP)
+        matches = architectures.matched(chosen, groups, options.skip, BY_SKIP)
         skipped = {
-            name: BY_SKIP if name in named else BY_BUDGET
+            name: BY_SKIP if name in matches else BY_BUDGET
             for name in chosen
-            if name in named or (by_budget is not None and by_budget.get(name) is None)
+            if name in matches or (by_budget is not None and by_budget.get(name) is None)
         }
         pruned: Mapping[str, Pattern | None] = by_budget or _patterns(chosen, groups, options)
         patterns = {name: None if name in skipped else pruned[name] for name in chosen}
         if not any(patterns.values()):
             raise CheckpointError("every linear layer is skipped, so nothing is left to prune; skip fewer")
-        others = {name: ROUTED for names in routed.values() for name in names if name not in kept}
+        unprunable = {name: ROUTED for names in routed.values() for name in names if name not in kept}
         if source and rewritten:
             _require_none_ignored(checkpoint, source, kept)
-            others |= _quantized(checkpoint, source, {*kept, *patterns, *others, *heads})
-        skipped |= others
-        patterns |= dict.fromkeys(others)
+            unprunable |= _quantized(checkpoint, source, {*kept, *patterns, *unprunable, *heads})
+        skipped |= unprunable
+        patterns |= dict.fromkeys(unprunable)
     sizes = {name: _in_features(checkpoint, name, source, converted) for name in patterns}
     schemes = {name: _scheme(checkpoint, name, source) for name in patterns}
     dropped = {
-        name for layer, found in schemes.items() if found and rewritten for name in _dropped(layer, found)
+        name for layer, scheme in schemes.items() if scheme and rewritten for name in _dropped(layer, scheme)
     }
-    dropped |= {layer + suffix for layer, found in heads.items() for suffix in (found.scale, *_ACTIVATIONS)}
+    dropped |= {layer + suffix for layer, scheme in heads.items() for suffix in (scheme.scale, *_ACTIVATIONS)}
     zero_points = [name for name in checkpoint.tensors if source and name.endswith(ZERO_POINT)]
     dropped |= set(zero_points)
     parts = tuple(
@@ -228,22 +228,26 @@ def make_plan(
     pattern = options.pattern
     if by_budget:
         weights: Counter[Pattern] = Counter()
-        for name, found in patterns.items():
-            if found:
-                weights[found] += sizes[name] * checkpoint.require(name + WEIGHT).rows
+        for name, layer_pattern in patterns.items():
+            if layer_pattern:
+                weights[layer_pattern] += sizes[name] * checkpoint.require(name + WEIGHT).rows
         pattern = weights.most_common(1)[0][0]
     metadata = Metadata(
         pattern,
         options.layout,
-        {name: LayerEntry(found, sizes[name]) for name, found in patterns.items() if found},
+        {
+            name: LayerEntry(layer_pattern, sizes[name])
+            for name, layer_pattern in patterns.items()
+            if layer_pattern
+        },
         f"slidesparse {slidesparse.__version__}",
     )
     if source is None or block is None:
         new = new_block(options.quant or "int8", ignore_list(_ignore_names(kept)))
     elif rewritten:
-        new_list = source.method == FP8_METHOD  # whose list of floats is not kept
-        left = {name: why for name, why in kept.items() if new_list or not source.ignores(name)}
-        new = rewritten_block(block, source, partial(_quant, options), [*_ignore_names(left), *heads])
+        new_list = source.method == FP8_METHOD  # the source's ignore list is replaced
+        unquantized = {name: reason for name, reason in kept.items() if new_list or not source.ignores(name)}
+        new = rewritten_block(block, source, partial(_quant, options), [*_ignore_names(unquantized), *heads])
     else:
         new = {**block, **({"ignore": [*source.ignore, *heads]} if heads else {})}
     return ConversionPlan(
@@ -281,8 +285,8 @@ def calibration_task(plan: ConversionPlan) -> Task:
 
 def _converted(block: dict[str, Any] | None, options: ConvertOptions) -> Metadata | None:
     """Return the metadata of a source that was converted before, whose pattern must be the requested one."""
-    found = Metadata.of_config(block)
-    if found is None:
+    metadata = Metadata.of_config(block)
+    if metadata is None:
         if block is not None and block.get("quant_method") == QUANT_METHOD:
             raise CheckpointError(
                 f"the source says quant_method {QUANT_METHOD!r} but has no quantization_config.{KEY}, which "
@@ -291,16 +295,16 @@ def _converted(block: dict[str, Any] | None, options: ConvertOptions) -> Metadat
         return None
     if options.budget:
         raise CheckpointError(
-            f"the source is already pruned to {found.pattern}, so {options.budget.goal} has nothing to choose; start "
-            "from the original checkpoint"
+            f"the source is already pruned to {metadata.pattern}, so {options.budget.goal} has nothing to choose; "
+            "start from the original checkpoint"
         )
-    if found.pattern != options.pattern:
+    if metadata.pattern != options.pattern:
         raise CheckpointError(
-            f"the source is already pruned to {found.pattern}, --sparsity asks for {options.pattern}; pruning twice "
-            "loses more than it must, so start from the original checkpoint, or give --sparsity "
-            f"{found.pattern.ratio} to change the layout only"
+            f"the source is already pruned to {metadata.pattern}, --sparsity asks for {options.pattern}; pruning "
+            "twice loses more than it must, so start from the original checkpoint, or give --sparsity "
+            f"{metadata.pattern.ratio} to change the layout only"
         )
-    return found
+    return metadata
 
 
 def _require_fitting(
@@ -315,7 +319,7 @@ def _require_fitting(
             "--quant out, or start from the original float checkpoint"
         )
     if converted:
-        given = {
+        conflicts = {
             "--ignore": bool(options.ignore),
             "--linear": options.linear is not None,
             "--layer": bool(options.layer_patterns),
@@ -323,7 +327,7 @@ def _require_fitting(
             "--calib": options.calibration is not None,
             f"--method {options.method}": options.method not in (None, methods.DEFAULT),
         }
-        for option in (option for option, is_given in given.items() if is_given):
+        for option in (option for option, is_given in conflicts.items() if is_given):
             raise CheckpointError(
                 f"{option} does not go with a source that is already pruned, as only its layout changes; "
                 "start from the original checkpoint"
@@ -352,11 +356,11 @@ def _choose(
     family = architectures.family_of(checkpoint.config, names, options.linear)
     candidates = family.layers(names)
     if options.linear is not None:
-        known = [
+        matrices = [
             n for n in architectures.UNKNOWN.layers(names) if len(checkpoint.require(n + WEIGHT).shape) == 2
         ]
-        found = architectures.matched(known, family.groups(known), [options.linear], "--linear")
-        candidates = [name for name in candidates if name in found]
+        selected = architectures.matched(matrices, family.groups(matrices), [options.linear], "--linear")
+        candidates = [name for name in candidates if name in selected]
     if not candidates:
         prefix = family.prefix(names)
         raise CheckpointError(
@@ -382,11 +386,13 @@ def _choose(
             f"config.json says num_hidden_layers is {expected}, but {checkpoint.folder} has linear layers of "
             f"{len(blocks)} blocks; the checkpoint is incomplete, or the config another model's: fetch it again"
         )
-    joined = [tuple(experts) for experts in routed.values()]
-    every = [*candidates, *(name for experts in joined for name in experts)]
-    left = architectures.matched(every, [*family.groups(candidates), *joined], options.ignore, BY_IGNORE)
-    kept = {name: BY_IGNORE for name in every if name in left}
-    for name in every:
+    expert_groups = [tuple(experts) for experts in routed.values()]
+    layers = [*candidates, *(name for experts in expert_groups for name in experts)]
+    ignored = architectures.matched(
+        layers, [*family.groups(candidates), *expert_groups], options.ignore, BY_IGNORE
+    )
+    kept = {name: BY_IGNORE for name in layers if name in ignored}
+    for name in layers:
         if (
             source
             and checkpoint.require(name + WEIGHT).dtype in FLOATS
@@ -403,7 +409,7 @@ def _choose(
 
 
 def _joined(spec: TensorSpec) -> str:
-    """Return why routed experts in one tensor are left unchanged.  CheckpointError for quantized ones."""
+    """Return why routed experts in one tensor are left unchanged.  Raises CheckpointError for quantized ones."""
     if spec.dtype not in FLOATS:
         raise CheckpointError(
             f"tensor {spec.name} holds several routed experts in {spec.dtype}, which cannot be written in a form that "
@@ -414,19 +420,23 @@ def _joined(spec: TensorSpec) -> str:
 
 def _require_none_ignored(checkpoint: Checkpoint, source: Quantization, kept: Mapping[str, str]) -> None:
     """Raise CheckpointError for --ignore on a quantized layer of a source that is requantized."""
-    for name, why in kept.items():
-        if why == BY_IGNORE and _scheme(checkpoint, name, source):
+    for name, reason in kept.items():
+        if reason == BY_IGNORE and _scheme(checkpoint, name, source):
             raise CheckpointError(
                 f"--ignore covers {name}, which cannot be left unchanged, because the source is requantized; "
                 "use --skip to leave it unpruned, or start from the original float checkpoint"
             )
 
 
-def _quantized(checkpoint: Checkpoint, source: Quantization, known: Container[str]) -> dict[str, str]:
-    """Return the quantized matrices of a requantized source that are not among the ``known`` layers."""
-    names = architectures.layer_names(checkpoint.tensors)
-    found = [name for name in names if name not in known and _scheme(checkpoint, name, source)]
-    return {name: QUANTIZED for name in found if checkpoint.require(name + WEIGHT).dtype not in FLOATS}
+def _quantized(checkpoint: Checkpoint, source: Quantization, excluded: Container[str]) -> dict[str, str]:
+    """Return the quantized matrices of a requantized source that are not among the ``excluded`` layers."""
+    return {
+        name: QUANTIZED
+        for name in architectures.layer_names(checkpoint.tensors)
+        if name not in excluded
+        and _scheme(checkpoint, name, source)
+        and checkpoint.require(name + WEIGHT).dtype not in FLOATS
+    }
 
 
 def _float_heads(checkpoint: Checkpoint, source: Quantization | None) -> dict[str, Scheme]:
@@ -435,23 +445,23 @@ def _float_heads(checkpoint: Checkpoint, source: Quantization | None) -> dict[st
     vLLM (0.25.1, 0.28) serves one that a target names.  It takes one of the class Linear for a float one, and ends with
     "There is no module or parameter named 'lm_head.weight_scale'".
     """
-    found: dict[str, Scheme] = {}
+    heads: dict[str, Scheme] = {}
     for name in filter(_HEAD.search, architectures.layer_names(checkpoint.tensors)):
         scheme = _scheme(checkpoint, name, source)
         if source and scheme and (source.method == FP8_METHOD or not source.names(name)):
             require_quantized(checkpoint, name, source)
-            found[name] = scheme
-    return found
+            heads[name] = scheme
+    return heads
 
 
 def _patterns(
     chosen: Sequence[str], groups: Sequence[tuple[str, ...]], options: ConvertOptions
 ) -> dict[str, Pattern]:
     """Return the pattern of each layer: that of the last match in ``layer_patterns``, or the common one."""
-    found = dict.fromkeys(chosen, options.pattern)
+    patterns = dict.fromkeys(chosen, options.pattern)
     for regex, pattern in options.layer_patterns:
-        found |= dict.fromkeys(architectures.matched(chosen, groups, [regex], "--layer"), pattern)
-    return found
+        patterns |= dict.fromkeys(architectures.matched(chosen, groups, [regex], "--layer"), pattern)
+    return patterns
 
 
 def _other_matrices(checkpoint: Checkpoint, pruned: Container[str]) -> Iterator[str]:
@@ -517,8 +527,8 @@ def _part(
 
 
 def _float_part(checkpoint: Checkpoint, stored: StoredTensor, scheme: Scheme) -> Part:
-    """Return the part of a weight to multiply out, to the dtype of the largest float tensor: of the embedding."""
-    floats = [each.spec for each in checkpoint.tensors.values() if each.spec.dtype in FLOATS]
+    """Return the part of a weight to multiply out, to the dtype of the largest float tensor, the embedding."""
+    floats = [tensor.spec for tensor in checkpoint.tensors.values() if tensor.spec.dtype in FLOATS]
     dtype = max(floats, key=lambda spec: spec.nbytes).dtype
     return Part(stored.spec, stored.file, (stored.spec._replace(dtype=dtype),), scheme=scheme)
 
@@ -554,8 +564,8 @@ def _rewriting(schemes: Iterable[Scheme | None], heads: Iterable[str], zero_poin
 
 
 def _ignore_names(kept: Mapping[str, str]) -> Iterator[str]:
-    for name, why in kept.items():
-        experts = architectures.joined_experts(name) if why == JOINED else None
+    for name, reason in kept.items():
+        experts = architectures.joined_experts(name) if reason == JOINED else None
         yield from [architectures.inside(experts)] if experts else architectures.serving_names(name)
 
 

@@ -24,8 +24,8 @@ def svg(outcome: Outcome) -> str:
     line = [(gain(choice), 100 * outcome.loss(choice)) for choice in problem.frontier()]
     uniform = [(p.ratio, problem.uniform(p)) for p in problem.patterns]
     points = [(name, gain(choice), 100 * outcome.loss(choice)) for name, choice in uniform]
-    every = [*line, *((x, y) for _, x, y in points)]
-    xs, ys = [x for x, _ in every], [y for _, y in every]
+    coordinates = [*line, *((x, y) for _, x, y in points)]
+    xs, ys = [x for x, _ in coordinates], [y for _, y in coordinates]
     low, high, most = min(xs), max(xs), max(ys)
 
     def at(x: float, y: float) -> tuple[float, float]:
@@ -44,14 +44,14 @@ def svg(outcome: Outcome) -> str:
         x = at(tick, 0.0)[0]
         label = f"{tick:g}%" if problem.by_zeros else f"{tick:g}x"
         parts.append(f'<text x="{x:.1f}" y="{HEIGHT - BOTTOM + 18}" text-anchor="middle">{label}</text>')
-    what = "perplexity above dense" if outcome.in_nats else "1 - cosine"
-    of = (
+    y_label = "perplexity above dense" if outcome.in_nats else "1 - cosine"
+    x_label = (
         "zeros"
         if problem.by_zeros
         else f"speed of linear layers over dense ones in vLLM, {outcome.budget.gpu}"
     )
-    parts.append(f'<text x="{LEFT}" y="{TOP - 12}">{what}, estimated</text>')
-    parts.append(f'<text x="{WIDTH - RIGHT}" y="{HEIGHT - 10}" text-anchor="end">{escape(of)}</text>')
+    parts.append(f'<text x="{LEFT}" y="{TOP - 12}">{y_label}, estimated</text>')
+    parts.append(f'<text x="{WIDTH - RIGHT}" y="{HEIGHT - 10}" text-anchor="end">{escape(x_label)}</text>')
     path = " ".join(f"{x:.1f},{y:.1f}" for x, y in (at(*point) for point in line))
     parts.append(f'<polyline points="{path}" fill="none" stroke="{LINE}" stroke-width="2"/>')
     for name, gained, lost in points:
@@ -61,15 +61,15 @@ def svg(outcome: Outcome) -> str:
     if outcome.choice:
         x, y = at(gain(outcome.choice), 100 * outcome.loss(outcome.choice))
         parts.append(f'<circle cx="{x:.1f}" cy="{y:.1f}" r="6" fill="{CHOSEN}"/>')
-        words = escape(outcome.budget.goal)
-        parts.append(f'<text x="{x + 10:.1f}" y="{y + 16:.1f}" fill="{CHOSEN}">{words}</text>')
+        goal = escape(outcome.budget.goal)
+        parts.append(f'<text x="{x + 10:.1f}" y="{y + 16:.1f}" fill="{CHOSEN}">{goal}</text>')
     return "\n".join([*parts, "</svg>", ""])
 
 
 def _ticks(low: float, high: float) -> list[float]:
     """Return round numbers from ``low`` to ``high``, four to nine of them."""
-    wanted = max(high - low, 1e-9) / 5
-    power = 10.0 ** math.floor(math.log10(wanted))
-    step = min((power * part for part in (*STEPS, 10)), key=lambda s: abs(s - wanted))
+    target = max(high - low, 1e-9) / 5
+    power = 10.0 ** math.floor(math.log10(target))
+    step = min((power * part for part in (*STEPS, 10)), key=lambda s: abs(s - target))
     first = math.ceil(low / step - 1e-9)
     return [step * number for number in range(first, math.floor(high / step + 1e-9) + 1)]

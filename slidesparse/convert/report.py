@@ -53,7 +53,7 @@ class Report:
     distilled: Distilled | None = None  # result of distillation
     layers: tuple[dict[str, Any], ...] = ()  # `layer_rows`, with calibration or ``check``
     ternary: bool = False  # whether the source is a BitNet model
-    made: bool = True  # whether layers were pruned, not only converted to another layout
+    newly_pruned: bool = True  # whether layers were pruned, not only converted to another layout
     left_out: tuple[str, ...] = ()  # files of the source that were not copied
 
     @property
@@ -64,8 +64,8 @@ class Report:
     @property
     def sensitivity(self) -> list[str]:
         """The pruned layers by descending relative output error; empty without calibration."""
-        known = [row for row in self.layers if row["error_quantized"] is not None]
-        return [row["name"] for row in sorted(known, key=lambda row: (-final_error(row), row["name"]))]
+        measured = [row for row in self.layers if row["error_quantized"] is not None]
+        return [row["name"] for row in sorted(measured, key=lambda row: (-final_error(row), row["name"]))]
 
     @property
     def rate(self) -> float:
@@ -129,12 +129,12 @@ def read_back(folder: Path, source: Checkpoint) -> list[Facts]:
     assert metadata
     names = sorted(metadata.layers, key=natural)
     with checkpoint.reader() as reader, workers() as pool:
-        read = partial(_facts, checkpoint, metadata, reader, source)
-        found = list(pool.map(read, names))
-    for _, error in found:
+        read_layer = partial(_facts, checkpoint, metadata, reader, source)
+        results = list(pool.map(read_layer, names))
+    for _, error in results:
         if error:
             raise error
-    return [facts for facts, _ in found]
+    return [facts for facts, _ in results]
 
 
 def _facts(
@@ -147,12 +147,12 @@ def _facts(
         try:
             values = nonzero(restore(reader.rows(spec.name, rows), metadata, name, rows.start))
         except DamagedError as error:
-            broken, first = broken + error.found.total, first or error
+            broken, first = broken + error.violation.total, first or error
             continue
         alive |= values.any(0)
         zeros += int((~values).sum())
     if lacking := lacking_share(checkpoint, reader, metadata, name):
-        broken, first = lacking.found.total, lacking
+        broken, first = lacking.violation.total, lacking
     dead = 0 if bool(alive.all()) else int((_columns_used(source, name, len(alive)) & ~alive).sum())
     scale = reader.whole(name + SCALE).float()
     used = scale[scale > 0]
@@ -186,9 +186,9 @@ def layer_rows(
     facts: Iterable[Facts], measured: Iterable[Mapping[str, Any]], method: str
 ) -> list[dict[str, Any]]:
     """Return the report's rows: the facts of each layer, with calibration's measurements or None."""
-    known = {row["name"]: row for row in measured}
+    by_name = {row["name"]: row for row in measured}
     rows = []
     for fact in facts:
-        found = known.get(fact.name, {"method": method})
-        rows.append({**asdict(fact), **{key: found.get(key) for key in MEASURED}})
+        values = by_name.get(fact.name, {"method": method})
+        rows.append({**asdict(fact), **{key: values.get(key) for key in MEASURED}})
     return rows

@@ -76,7 +76,7 @@ from slidesparse.quantize import FP8, dequantize_blocks, dequantize_rows, quanti
 from slidesparse.slide import slide
 
 ROTATED = "the residual stream and the values of each head, in the weights"
-MODULES = "modules.json"  # of sentence-transformers
+MODULES = "modules.json"  # file of sentence-transformers
 _CODE = (".py", ".pkl", ".bin", ".pt", ".pth", ".so", ".sh")  # never copied, whatever the name
 
 
@@ -121,9 +121,9 @@ def convert(
     if dry_run and task and options.budget:
         with checkpoint.reader() as reader, tempfile.TemporaryDirectory() as folder:
             work = WorkFolder(Path(folder))
-            seen = _rotated(task, reader, work, progress)[0] if rotation == ROTATED else reader
-            seen = _smoothed(task, seen, work, progress)[0]
-            outcome = estimate(task, seen, work, options.budget, rotation == ROTATED, progress)
+            transformed = _rotated(task, reader, work, progress)[0] if rotation == ROTATED else reader
+            transformed = _smoothed(task, transformed, work, progress)[0]
+            outcome = estimate(task, transformed, work, options.budget, rotation == ROTATED, progress)
     if not dry_run:
         remove_stale(out)
         _require_room(plan, task, out, rotation == ROTATED)
@@ -166,7 +166,7 @@ def convert(
         distilled=distilled,
         layers=tuple(rows),
         ternary=is_bitnet(checkpoint.config),
-        made=not plan.converted,
+        newly_pruned=not plan.converted,
         left_out=tuple(map(str, left_out)),
     )
 
@@ -256,14 +256,14 @@ def _smoothed(task: Task, reader: Reader, work: WorkFolder, progress: Progress |
     """Return a reader of the smoothed model and a line for the report; the same reader if it is not smoothed."""
     if not task.smooths:
         return reader, ""
-    found = find_smoothing(task, reader, work, progress)
-    return SmoothedReader(reader, found.factors, task.model.stages), found.summary
+    smoothing = find_smoothing(task, reader, work, progress)
+    return SmoothedReader(reader, smoothing.factors, task.model.stages), smoothing.summary
 
 
 def _write(
     plan: ConversionPlan, out: Path, reader: Reader, codes: Reader | None, progress: Progress | None
 ) -> list[Facts]:
-    """Write the output and publish it; with calibrated ``codes`` or ``check``, read it back before."""
+    """Write the output and publish it; with calibrated ``codes`` or the option ``check``, read it back first."""
     source = plan.checkpoint.folder
     with partial_folder(out) as folder:
         for name in _other_files(plan.checkpoint)[0]:
@@ -315,10 +315,10 @@ def _other_files(checkpoint: Checkpoint) -> tuple[list[Path], list[Path]]:
             continue
         if str(name) in (CONFIG, INDEX, *checkpoint.files):
             continue
-        known = path.name.endswith(SIDE_SUFFIXES) and not path.name.endswith(".index.json")
-        known |= path.name.startswith(SIDE_NAMES) and not path.name.endswith(_CODE)
-        known |= name.parts[0] in modules and path.suffix == SUFFIX
-        (copied if known and is_inside(source, path) else left_out).append(name)
+        copyable = path.name.endswith(SIDE_SUFFIXES) and not path.name.endswith(".index.json")
+        copyable |= path.name.startswith(SIDE_NAMES) and not path.name.endswith(_CODE)
+        copyable |= name.parts[0] in modules and path.suffix == SUFFIX
+        (copied if copyable and is_inside(source, path) else left_out).append(name)
     for module in modules:
         files = [name for name in left_out if name.parts[0] == module and name.suffix == ".bin"]
         if files and not any(name.parts[0] == module and name.suffix == SUFFIX for name in copied):

@@ -83,7 +83,7 @@ class SynthReport:
 
     out: Path
     architecture: str
-    layers: int  # of the decoder
+    layers: int  # number of decoder layers
     pattern: Pattern | None
     quant: str
     layout: str
@@ -100,7 +100,7 @@ class SynthReport:
 
 
 def parse_size(option: str, text: str) -> int:
-    """Read ``"2GB"`` or ``"500MB"`` as bytes.  CheckpointError names the ``option``."""
+    """Read ``"2GB"`` or ``"500MB"`` as bytes.  Raises CheckpointError, which names the ``option``."""
     match = re.fullmatch(r"(\d{1,9}(?:\.\d{1,9})?)\s*(MB|GB)", text.strip(), re.IGNORECASE)
     if not match:
         raise CheckpointError(f"{option} {text!r} is not a size; use MB or GB, such as 500MB or 4GB")
@@ -179,8 +179,8 @@ def synth(
 
 def _own_quantization(model: dict[str, Any]) -> str | None:
     """Remove the config's own quantization, and return its quant_method."""
-    found = [model.pop(key, None) for key in ("quantization_config", "compression_config")]
-    block = next((block for block in found if block), None)
+    blocks = [model.pop(key, None) for key in ("quantization_config", "compression_config")]
+    block = next((block for block in blocks if block), None)
     return None if block is None else str(block.get("quant_method") if isinstance(block, dict) else block)
 
 
@@ -217,10 +217,10 @@ def _plan(
         **model,
         MARK: {"weights": "random", "seed": seed, "tool": f"slidesparse {slidesparse.__version__}"},
     }
-    found = {spec.name: StoredTensor(spec, file, 0) for spec in tensors(model)}
-    imagined = Checkpoint(Path(file), marked, None, (file,), found)
+    stored = {spec.name: StoredTensor(spec, file, 0) for spec in tensors(model)}
+    source = Checkpoint(Path(file), marked, None, (file,), stored)
     kind = None if quant == BF16 else quant
-    plan = make_plan(imagined, ConvertOptions(pattern or SlidePattern(None), kind, layout, seed=seed))
+    plan = make_plan(source, ConvertOptions(pattern or SlidePattern(None), kind, layout, seed=seed))
     if quant == BF16:
         parts = tuple(replace(part, out=(part.source,), pattern=None) for part in plan.parts)
         plan = replace(plan, quant=quant, parts=parts, config=marked)
@@ -260,11 +260,11 @@ class _Sample:
 
     def make(self, count: int, shift: int, generator: torch.Generator) -> tuple[Tensor, Tensor | None]:
         """Return ``count`` <= R rows [count, columns], rolled by ``shift`` blocks, and their scales."""
-        whole = self.rows // self.strip
-        order = self.strip * torch.randperm(whole, generator=generator)[:, None]
+        strips = self.rows // self.strip
+        order = self.strip * torch.randperm(strips, generator=generator)[:, None]
         if self.strip > 1:
             order = order + torch.randperm(self.strip, generator=generator)
-        order = torch.cat([order.flatten(), torch.arange(whole * self.strip, self.rows)])[:count]
+        order = torch.cat([order.flatten(), torch.arange(strips * self.strip, self.rows)])[:count]
         signed = order + self.rows * torch.randint(0, 2, (count,), generator=generator)
         width = self.doubled.shape[1] // 2
         start = shift % self.shifts * (width // self.shifts)
@@ -276,7 +276,7 @@ class _Sample:
 
 @dataclass(frozen=True)
 class _Recipe:
-    """Generates the values of each tensor."""
+    """A generator of the values of each tensor."""
 
     plan: ConversionPlan
     std: float  # standard deviation of tensors other than linear layers
@@ -293,7 +293,7 @@ class _Recipe:
         return self.plan.options.layout == "slided"
 
     @property
-    def late(self) -> bool:
+    def rolls_first(self) -> bool:
         """Whether rows must be rolled before sliding: a row of 2_inf is a single block."""
         return self.slided and self.pattern.length is None
 
@@ -311,14 +311,14 @@ class _Recipe:
         drawn = [self._rows(part, piece.stop - piece.start, generator) for piece in pieces]
         values = torch.cat([bits(codes) for codes, _ in drawn])
         dtype = drawn[0][0].dtype
-        both = torch.cat([values, _negated(values, dtype)])
+        stacked = torch.cat([values, _negated(values, dtype)])
         unit = length
-        if part.layer and self.slided and not self.late and isinstance(self.pattern, SlidePattern):
+        if part.layer and self.slided and not self.rolls_first and isinstance(self.pattern, SlidePattern):
             unit = self.pattern.layout(length).slided
         width = blocks * unit
         return _Sample(
-            doubled=torch.cat([both[:, :width], both[:, :width]], 1),
-            tail=both[:, width:].contiguous(),
+            doubled=torch.cat([stacked[:, :width], stacked[:, :width]], 1),
+            tail=stacked[:, width:].contiguous(),
             scale=torch.cat([scale for _, scale in drawn]) if len(part.out) > 1 else None,
             dtype=dtype,
             rows=rows,
@@ -338,7 +338,7 @@ class _Recipe:
             codes = prune(codes, self.pattern)
         else:
             codes, scale = quantize_rows(prune(values, self.pattern), NAMES[self.plan.quant], "cuda")
-        if self.slided and not self.late and isinstance(self.pattern, SlidePattern):
+        if self.slided and not self.rolls_first and isinstance(self.pattern, SlidePattern):
             codes = slide(codes, self.pattern, layer=part.layer)
         return codes, scale
 
@@ -353,7 +353,7 @@ class _Recipe:
             return values.to(DTYPES[part.source.dtype]), None
         first = chunk_seed(self.seed, name, 0)
         values, scale = sample.make(count, first + rows.start // sample.rows, generator)
-        if part.layer and self.late and isinstance(self.pattern, SlidePattern):
+        if part.layer and self.rolls_first and isinstance(self.pattern, SlidePattern):
             values = slide(values, self.pattern, layer=part.layer)
         return values, scale
 

@@ -117,7 +117,7 @@ def read_config(config: str | Path) -> dict[str, Any]:
 
 
 def first_layers(config: Config, count: int) -> dict[str, Any]:
-    """Return the config of the model's first ``count`` layers.  CheckpointError unless it has that many."""
+    """Return the config of the model's first ``count`` layers.  Raises CheckpointError for an invalid count."""
     total = size_of(config, "num_hidden_layers")
     if not 1 <= count <= total:
         raise CheckpointError(f"--layers {count} must be from 1 to {total}, the layers of the model")
@@ -140,9 +140,9 @@ def tensors(config: Config) -> list[TensorSpec]:
         )
     if not config.get("model_type"):
         raise CheckpointError("config.json has no model_type, by which vLLM finds the model; fetch it again")
-    named = config.get("torch_dtype") or config.get("dtype") or "bfloat16"
-    if named not in DTYPES:
-        raise CheckpointError(f"config.json: torch_dtype is {named!r}; use one of {', '.join(DTYPES)}")
+    dtype = config.get("torch_dtype") or config.get("dtype") or "bfloat16"
+    if dtype not in DTYPES:
+        raise CheckpointError(f"config.json: torch_dtype is {dtype!r}; use one of {', '.join(DTYPES)}")
     hidden, vocabulary = size_of(config, "hidden_size"), size_of(config, "vocab_size")
     shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (vocabulary, hidden)}
     block = dict(_block(config, architecture))
@@ -151,7 +151,7 @@ def tensors(config: Config) -> list[TensorSpec]:
     shapes["model.norm.weight"] = (hidden,)
     if not config.get("tie_word_embeddings", False):
         shapes["lm_head.weight"] = (vocabulary, hidden)
-    return [TensorSpec(name, DTYPES[named], shape) for name, shape in shapes.items()]
+    return [TensorSpec(name, DTYPES[dtype], shape) for name, shape in shapes.items()]
 
 
 def _block(config: Config, architecture: str) -> Iterator[tuple[str, tuple[int, ...]]]:
@@ -202,9 +202,9 @@ def tokenizer_files(config: Config) -> dict[str, bytes]:
     cannot read such words.  vLLM also looks for a config.json there, and retries for some seconds; a GPT-2 config
     accepts any tokenizer.json.
     """
-    words = {f"t{token}": token for token in range(size_of(config, "vocab_size"))}
+    vocabulary = {f"t{token}": token for token in range(size_of(config, "vocab_size"))}
     splitter = {"type": "WhitespaceSplit"}
-    model = {"type": "WordLevel", "vocab": words, "unk_token": "t0"}
+    model = {"type": "WordLevel", "vocab": vocabulary, "unk_token": "t0"}
     tokenizer = {"version": "1.0", "added_tokens": [], "pre_tokenizer": splitter, "model": model}
     settings = {"tokenizer_class": "PreTrainedTokenizerFast", "unk_token": "t0", "pad_token": "t0"}
     files = {

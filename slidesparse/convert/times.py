@@ -23,7 +23,7 @@ FOLDER = Path(__file__).parent.parent / "layer_times"
 DEFAULT_GPU = "h200"
 DEFAULT_TOKENS = (16, 8192)  # a step of decode with 16 sequences, and one of prefill
 
-STOCK = "stock"  # in the column of patterns
+STOCK = "stock"  # value in the column of patterns
 
 Shape = tuple[int, int]  # N, K
 
@@ -39,14 +39,14 @@ class TimesError(SlideSparseError, ValueError):
 
 def times_of(gpu: str) -> Path:
     """Return the file with the times of the GPU whose name contains ``gpu``, such as ``h200``.  Raises TimesError."""
-    found = [path for path in sorted(FOLDER.glob("*.csv")) if gpu.lower() in path.stem]
-    if len(found) != 1 or not gpu:
-        known = ", ".join(path.stem for path in sorted(FOLDER.glob("*.csv")))
+    files = [path for path in sorted(FOLDER.glob("*.csv")) if gpu.lower() in path.stem]
+    if len(files) != 1 or not gpu:
+        gpus = ", ".join(path.stem for path in sorted(FOLDER.glob("*.csv")))
         raise TimesError(
-            f"--gpu {gpu!r}: times of layers were measured on {known}; name one of them, or give a share of zeros "
+            f"--gpu {gpu!r}: times of layers were measured on {gpus}; name one of them, or give a share of zeros "
             "instead: --zeros 25%"
         )
-    return found[0]
+    return files[0]
 
 
 @dataclass(frozen=True)
@@ -97,9 +97,9 @@ class LayerTimes:
         return math.exp(a + part * (b - a))
 
     def _at(self, dtype: str, name: str, shape: Shape, tokens: int) -> float:
-        found = self.measured[dtype, name][tokens].get(shape)
-        if found is not None:
-            return found
+        time_us = self.measured[dtype, name][tokens].get(shape)
+        if time_us is not None:
+            return time_us
         constant, per_weight = self._fits[dtype, name, tokens]
         return constant + per_weight * shape[0] * shape[1]
 

@@ -17,7 +17,7 @@ NEAREST = 10
 
 @dataclass(frozen=True)
 class Embedding:
-    """The metrics.  Those of retrieval are None without pairs, and those that need a reference are None without one."""
+    """The metrics: those of retrieval are None without pairs, those of the comparison None without a reference."""
 
     model: str
     against: str | None
@@ -34,10 +34,10 @@ class Embedding:
 
     def to_json(self) -> dict[str, Any]:
         """Return plain values."""
-        found = {name: value for name, value in vars(self).items() if value is not None}
+        fields = {name: value for name, value in vars(self).items() if value is not None}
         if self.against is None:
-            del found["against_served_by"]
-        return {name: v.to_json() if isinstance(v, Interval) else v for name, v in found.items()}
+            del fields["against_served_by"]
+        return {name: v.to_json() if isinstance(v, Interval) else v for name, v in fields.items()}
 
 
 def measure(
@@ -46,41 +46,47 @@ def measure(
     """Embed ``texts`` with ``model`` and with ``against``; intervals resample texts, or pairs."""
     engine = engine or Engine()
     ids = [*texts.queries, *(texts.documents or [])]
-    ours = engine.score(model, "embedding", ids)
-    theirs = engine.score(against, "embedding", ids) if against else None
+    scored = engine.score(model, "embedding", ids)
+    reference = engine.score(against, "embedding", ids) if against else None
     return summarize(
         str(model),
         str(against) if against else None,
-        ours.arrays["embeddings"],
-        theirs.arrays["embeddings"] if theirs else None,
+        scored.arrays["embeddings"],
+        reference.arrays["embeddings"] if reference else None,
         texts.documents is not None,
-        (ours.served_by, theirs.served_by if theirs else ""),
+        (scored.served_by, reference.served_by if reference else ""),
     )
 
 
 def summarize(
-    model: str, against: str | None, ours: Array, theirs: Array | None, paired: bool, served: tuple[str, str]
+    model: str,
+    against: str | None,
+    embeddings: Array,
+    reference: Array | None,
+    paired: bool,
+    served: tuple[str, str],
 ) -> Embedding:
     """Compute the metrics from embeddings [texts, hidden]; pairs are all queries followed by all documents."""
-    ours = _unit(ours)
-    theirs = None if theirs is None else _unit(theirs)
-    cosines = None if theirs is None else (ours * theirs).sum(-1)
-    found = _retrieval(ours) if paired else None
-    wanted = _retrieval(theirs) if paired and theirs is not None else None
-    overlap = None
-    if found and wanted:
-        pairs = zip(found.nearest, wanted.nearest, strict=True)
+    embeddings = _unit(embeddings)
+    reference = None if reference is None else _unit(reference)
+    cosines = None if reference is None else (embeddings * reference).sum(-1)
+    retrieval = _retrieval(embeddings) if paired else None
+    reference_retrieval = _retrieval(reference) if paired and reference is not None else None
+    overlap = mrr_loss = None
+    if retrieval and reference_retrieval:
+        pairs = zip(retrieval.nearest, reference_retrieval.nearest, strict=True)
         overlap = np.asarray([len(set(a) & set(b)) / len(b) for a, b in pairs])
+        mrr_loss = bootstrap(mean, reference_retrieval.reciprocal - retrieval.reciprocal)
     return Embedding(
         model=model,
         against=against,
-        texts=len(ours),
+        texts=len(embeddings),
         cosine_mean=None if cosines is None else bootstrap(mean, cosines),
         cosine_p1=None if cosines is None else bootstrap(lambda x: np.quantile(x, 0.01, axis=-1), cosines),
         top10=None if overlap is None else bootstrap(mean, overlap),
-        mrr=bootstrap(mean, found.reciprocal) if found else None,
-        mrr_against=bootstrap(mean, wanted.reciprocal) if wanted else None,
-        mrr_loss=bootstrap(mean, wanted.reciprocal - found.reciprocal) if found and wanted else None,
+        mrr=bootstrap(mean, retrieval.reciprocal) if retrieval else None,
+        mrr_against=bootstrap(mean, reference_retrieval.reciprocal) if reference_retrieval else None,
+        mrr_loss=mrr_loss,
         served_by=served[0],
         against_served_by=served[1],
     )

@@ -23,7 +23,7 @@ from slidesparse.flags import DISABLE
 WORKER = "slidesparse.evaluate.worker"
 SERVED_LINE = re.compile(r"SlideSparse (\S+ \([^)]*\): \d+ layers .*)")
 ERROR_LINE = re.compile(r"\b\w+(?:Error|Exception): .*")
-CONTINUED_ERROR = re.compile(r"ValidationError: \d+ ")  # of pydantic, whose next line has the reason
+CONTINUED_ERROR = re.compile(r"ValidationError: \d+ ")  # from pydantic; the next line has the reason
 # Make the log contain the plugin's line, whatever the user configured
 LOGGING = {"VLLM_CONFIGURE_LOGGING": "1", "VLLM_LOGGING_LEVEL": "INFO"}
 LOGGING_CONFIG = "VLLM_LOGGING_CONFIG_PATH"
@@ -40,7 +40,7 @@ class Scored:
 
 @dataclass(frozen=True)
 class Engine:
-    """How checkpoints are served."""
+    """The options with which checkpoints are served."""
 
     options: Mapping[str, Any] = field(default_factory=dict)  # arguments of vllm.LLM
     log: Path | None = None  # file to append the engine's output to; None discards it
@@ -69,7 +69,7 @@ class Engine:
                 sink.write(f"# {task} of {model}\n".encode())
                 sink.flush()
                 start = sink.tell()
-                done = subprocess.run(
+                process = subprocess.run(
                     [sys.executable, "-m", WORKER, str(out)],
                     input=json.dumps(request).encode(),
                     env=_environment(stock),
@@ -78,21 +78,21 @@ class Engine:
                     check=False,
                 )
             text = log.read_bytes()[start:].decode(errors="replace")
-            if done.returncode or not out.exists():
+            if process.returncode or not out.exists():
                 raise SlideSparseError(f"vLLM could not evaluate {model}:\n{find_errors(text)}")
-            with np.load(out) as found:
-                arrays = {name: found[name] for name in found.files}
+            with np.load(out) as archive:
+                arrays = {name: archive[name] for name in archive.files}
         served_line = SERVED_LINE.search(text)
         return Scored(arrays, served_line[1] if served_line else "")
 
 
 def vllm_command() -> str:
     """Return the ``vllm`` command of this Python's environment, else of the PATH.  Raises EnvironmentFault."""
-    beside = Path(sys.executable).with_name("vllm")
-    found = str(beside) if beside.is_file() else shutil.which("vllm")
-    if not found:
+    sibling = Path(sys.executable).with_name("vllm")
+    command = str(sibling) if sibling.is_file() else shutil.which("vllm")
+    if not command:
         raise EnvironmentFault(f"the vllm command is not installed: {INSTALL}")
-    return found
+    return command
 
 
 def _environment(stock: bool) -> dict[str, str]:

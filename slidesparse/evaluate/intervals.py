@@ -34,11 +34,11 @@ def bootstrap(statistic: Callable[..., Array], *columns: Array) -> Interval:
     """
     count = len(columns[0])
     generator = np.random.default_rng(0)
-    found, step = [], max(1, DRAWS // max(1, count))
+    resampled, step = [], max(1, DRAWS // max(1, count))
     for start in range(0, ROUNDS, step):
         drawn = generator.integers(0, count, (min(step, ROUNDS - start), count))
-        found.append(statistic(*(column[drawn] for column in columns)))
-    low, high = np.quantile(np.concatenate(found), [(1 - COVERAGE) / 2, (1 + COVERAGE) / 2])
+        resampled.append(statistic(*(column[drawn] for column in columns)))
+    low, high = np.quantile(np.concatenate(resampled), [(1 - COVERAGE) / 2, (1 + COVERAGE) / 2])
     return Interval(float(statistic(*columns)), float(low), float(high))
 
 

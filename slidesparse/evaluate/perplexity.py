@@ -24,7 +24,7 @@ MAX_LOGPROBS = 2 * 10**8  # log-probabilities of all windows, of 8 bytes each
 class PairedComparison:
     """A comparison of a model with a reference on the same tokens."""
 
-    perplexity: Interval  # of the reference
+    perplexity: Interval  # perplexity of the reference
     delta_pct: Interval  # relative increase in perplexity over the reference, in percent; paired
     top1: Interval  # share of positions with the same most likely token
     kl: Interval  # mean KL(reference || model) in nats; see `divergence`
@@ -46,7 +46,7 @@ class Perplexity:
 
     def to_json(self) -> dict[str, Any]:
         """Return plain values."""
-        found: dict[str, Any] = {
+        fields: dict[str, Any] = {
             "model": self.model,
             "windows": self.windows,
             "tokens": self.tokens,
@@ -54,7 +54,7 @@ class Perplexity:
             "served_by": self.served_by,
         }
         if self.comparison:
-            found |= {
+            fields |= {
                 "against": self.against,
                 "against_perplexity": self.comparison.perplexity.to_json(),
                 "delta_pct": self.comparison.delta_pct.to_json(),
@@ -62,7 +62,7 @@ class Perplexity:
                 "kl" if self.comparison.exact else "kl_at_least": self.comparison.kl.to_json(),
                 "against_served_by": self.against_served_by,
             }
-        return found
+        return fields
 
 
 def measure(
@@ -91,9 +91,9 @@ def measure(
                 )
         _require_memory(ids, top if top > 0 else vocabulary or 1, top)
     engine = engine or Engine()
-    ours = engine.score(model, "perplexity", ids, top)
-    theirs = engine.score(against, "perplexity", ids, top) if against else None
-    return summarize(str(model), str(against) if against else None, ids, ours, theirs)
+    scored = engine.score(model, "perplexity", ids, top)
+    reference = engine.score(against, "perplexity", ids, top) if against else None
+    return summarize(str(model), str(against) if against else None, ids, scored, reference)
 
 
 def _require_memory(ids: Sequence[Sequence[int]], per_token: int, top: int) -> None:
@@ -108,38 +108,38 @@ def _require_memory(ids: Sequence[Sequence[int]], per_token: int, top: int) -> N
 
 
 def summarize(
-    model: str, against: str | None, ids: Sequence[Sequence[int]], ours: Scored, theirs: Scored | None
+    model: str, against: str | None, ids: Sequence[Sequence[int]], scored: Scored, reference: Scored | None
 ) -> Perplexity:
     """Compute the metrics from the engines' arrays."""
     lengths = np.asarray([len(sample) - 1 for sample in ids])
-    found = _sum_by_window(-ours.arrays["logprobs"], lengths)
+    losses = _sum_by_window(-scored.arrays["logprobs"], lengths)
     comparison = None
-    if theirs is not None:
-        comparison = _compare(found, ours, theirs, lengths)
+    if reference is not None:
+        comparison = _compare(losses, scored, reference, lengths)
     return Perplexity(
         model=model,
         against=against,
         windows=len(ids),
         tokens=int(lengths.sum()),
-        perplexity=bootstrap(_perplexity, found, lengths),
+        perplexity=bootstrap(_perplexity, losses, lengths),
         comparison=comparison,
-        served_by=ours.served_by,
-        against_served_by=theirs.served_by if theirs else "",
+        served_by=scored.served_by,
+        against_served_by=reference.served_by if reference else "",
     )
 
 
-def _compare(found: Array, ours: Scored, theirs: Scored, lengths: Array) -> PairedComparison:
-    reference = _sum_by_window(-theirs.arrays["logprobs"], lengths)
-    same = ours.arrays["top_ids"][:, 0] == theirs.arrays["top_ids"][:, 0]
-    apart = divergence(*(s.arrays[name] for s in (theirs, ours) for name in ("top_ids", "top_logprobs")))
-    mass = np.exp(theirs.arrays["top_logprobs"].astype(np.float64)).sum(-1).min()
+def _compare(losses: Array, scored: Scored, reference: Scored, lengths: Array) -> PairedComparison:
+    reference_losses = _sum_by_window(-reference.arrays["logprobs"], lengths)
+    same = scored.arrays["top_ids"][:, 0] == reference.arrays["top_ids"][:, 0]
+    kl = divergence(*(s.arrays[name] for s in (reference, scored) for name in ("top_ids", "top_logprobs")))
+    mass = np.exp(reference.arrays["top_logprobs"].astype(np.float64)).sum(-1).min()
     return PairedComparison(
-        perplexity=bootstrap(_perplexity, reference, lengths),
+        perplexity=bootstrap(_perplexity, reference_losses, lengths),
         delta_pct=bootstrap(
-            lambda a, b, n: 100 * (np.exp(ratio(a, n) - ratio(b, n)) - 1), found, reference, lengths
+            lambda a, b, n: 100 * (np.exp(ratio(a, n) - ratio(b, n)) - 1), losses, reference_losses, lengths
         ),
         top1=bootstrap(ratio, _sum_by_window(same, lengths), lengths),
-        kl=bootstrap(ratio, _sum_by_window(apart, lengths), lengths),
+        kl=bootstrap(ratio, _sum_by_window(kl, lengths), lengths),
         exact=bool(mass > 1 - 1e-4),
     )
 
@@ -160,22 +160,24 @@ def divergence(p_ids: Array, p_logprobs: Array, q_ids: Array, q_logprobs: Array)
     Tokens listed for both count individually, and all others as one.  Merging outcomes never increases a KL divergence,
     so this is a lower bound, and exact if both list the whole vocabulary.
     """
-    found = np.empty(len(p_ids))
+    divergences = np.empty(len(p_ids))
     step = max(1, 2**24 // max(1, p_ids.shape[1] * q_ids.shape[1]))
     for start in range(0, len(p_ids), step):
         part = slice(start, start + step)
         order = np.argsort(q_ids[part], axis=1)
         sorted_ids = np.take_along_axis(q_ids[part], order, axis=1)
-        where = np.stack(
+        positions = np.stack(
             [np.searchsorted(row, tokens) for row, tokens in zip(sorted_ids, p_ids[part], strict=True)]
         )
-        where = where.clip(max=sorted_ids.shape[1] - 1)
-        both = np.take_along_axis(sorted_ids, where, axis=1) == p_ids[part]
-        q = np.take_along_axis(np.take_along_axis(q_logprobs[part], order, axis=1), where, axis=1)
+        positions = positions.clip(max=sorted_ids.shape[1] - 1)
+        shared = np.take_along_axis(sorted_ids, positions, axis=1) == p_ids[part]
+        q = np.take_along_axis(np.take_along_axis(q_logprobs[part], order, axis=1), positions, axis=1)
         p = p_logprobs[part].astype(np.float64)
-        share = np.where(both, np.exp(p), 0.0)
+        share = np.where(shared, np.exp(p), 0.0)
         listed = (share * (p - q)).sum(-1)
         p_rest = (1 - share.sum(-1)).clip(min=0)
-        q_rest = (1 - np.where(both, np.exp(q.astype(np.float64)), 0.0).sum(-1)).clip(min=1e-12)
-        found[part] = listed + np.where(p_rest > 0, p_rest * np.log(np.maximum(p_rest, 1e-300) / q_rest), 0.0)
-    return found
+        q_rest = (1 - np.where(shared, np.exp(q.astype(np.float64)), 0.0).sum(-1)).clip(min=1e-12)
+        divergences[part] = listed + np.where(
+            p_rest > 0, p_rest * np.log(np.maximum(p_rest, 1e-300) / q_rest), 0.0
+        )
+    return divergences

@@ -21,13 +21,13 @@ def window_of(*folders: Path) -> int:
     vLLM generates one token after a window.  A config.json without a number of positions does not limit the window.
     """
     positions = [_config_number(folder, "max_position_embeddings") for folder in folders]
-    return min([WINDOW, *(found - 1 for found in positions if found)])
+    return min([WINDOW, *(count - 1 for count in positions if count)])
 
 
 def vocabulary_of(folder: Path) -> int | None:
     """Return the size of a model's vocabulary, or None if it is not in config.json."""
-    found = _config_number(folder, "vocab_size")
-    return None if found is None else max(1, found)
+    size = _config_number(folder, "vocab_size")
+    return None if size is None else max(1, size)
 
 
 def _config_number(folder: Path, key: str) -> int | None:
@@ -42,12 +42,12 @@ def _config_number(folder: Path, key: str) -> int | None:
 def config_of(folder: Path) -> dict[str, Any]:
     """Read config.json of a checkpoint.  Raises SlideSparseError if it is missing or unreadable."""
     try:
-        found = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
+        config = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise SlideSparseError(
             f"{folder} is no checkpoint folder: its {CONFIG} cannot be read ({error})"
         ) from error
-    return found if isinstance(found, dict) else {}
+    return config if isinstance(config, dict) else {}
 
 
 def windows(data: str | Path, folder: Path, seqlen: int, samples: int | None) -> Ids:
@@ -66,12 +66,12 @@ def windows(data: str | Path, folder: Path, seqlen: int, samples: int | None) ->
             f"--seqlen {seqlen} is too short; a token is scored by those before it, so 2 at least"
         )
     if path.suffix == ".npy":
-        found = read_ids(path)
-        if found.ndim == 2 and (len(found) == 0 or found.shape[1] < 2):
-            raise SlideSparseError(f"{path} holds {list(found.shape)} ids; a window has 2 tokens at least")
-        if found.ndim == 2:
-            return [[int(token) for token in row[:seqlen]] for row in found[:samples]]
-        stream = [int(token) for token in found]
+        ids = read_ids(path)
+        if ids.ndim == 2 and (len(ids) == 0 or ids.shape[1] < 2):
+            raise SlideSparseError(f"{path} holds {list(ids.shape)} ids; a window has 2 tokens at least")
+        if ids.ndim == 2:
+            return [[int(token) for token in row[:seqlen]] for row in ids[:samples]]
+        stream = [int(token) for token in ids]
     else:
         encode = tokenizer_of(folder)
         texts = (

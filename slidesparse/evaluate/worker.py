@@ -30,24 +30,24 @@ def perplexity(request: Request) -> dict[str, np.ndarray]:
     return request_logprobs(llm, request["ids"], top)
 
 
-def request_logprobs(llm: Any, every: list[list[int]], top: int) -> dict[str, np.ndarray]:
-    """Request the log-probabilities of the samples ``every`` from an engine."""
+def request_logprobs(llm: Any, all_samples: list[list[int]], top: int) -> dict[str, np.ndarray]:
+    """Request the log-probabilities of ``all_samples`` from an engine."""
     from vllm import SamplingParams
 
     sampling = SamplingParams(max_tokens=1, temperature=0, prompt_logprobs=top, detokenize=False)
     logprobs, ids, tops = [], [], []
-    wide = top if top > 0 else llm.llm_engine.model_config.get_vocab_size()
-    longest = max(len(sample) for sample in every)
-    chunk = max(1, min(CHUNK_SAMPLES, MAX_LOGPROBS_AT_ONCE // (wide * longest)))
-    for start in range(0, len(every), chunk):
-        samples = every[start : start + chunk]
+    width = top if top > 0 else llm.llm_engine.model_config.get_vocab_size()
+    longest = max(len(sample) for sample in all_samples)
+    chunk = max(1, min(CHUNK_SAMPLES, MAX_LOGPROBS_AT_ONCE // (width * longest)))
+    for start in range(0, len(all_samples), chunk):
+        samples = all_samples[start : start + chunk]
         prompts = [{"prompt_token_ids": sample} for sample in samples]
         for sample, output in zip(samples, llm.generate(prompts, sampling, use_tqdm=False), strict=True):
             for token, position in zip(sample[1:], output.prompt_logprobs[1:], strict=True):
                 likeliest = sorted(position.items(), key=lambda item: item[1].rank)
                 likeliest = likeliest[: len(likeliest) if top < 0 else top]
                 logprobs.append(position[token].logprob)
-                ids.append([each for each, _ in likeliest])
+                ids.append([token_id for token_id, _ in likeliest])
                 tops.append([entry.logprob for _, entry in likeliest])
     return {
         "logprobs": np.asarray(logprobs, np.float32),

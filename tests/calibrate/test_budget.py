@@ -302,10 +302,10 @@ def test_whole_loss_equals_that_of_the_written_model(tmp_path: Path) -> None:
             codes = stored[f"{name}.weight"].float() * stored[f"{name}.weight_scale"]
             module.weight.data = codes
     assert report.budget
-    assert report.budget.found is not None
+    assert report.budget.measured_loss is not None
     added = entropy() - before
     assert added > 0.3
-    assert report.budget.found == pytest.approx(added, rel=0.05)
+    assert report.budget.measured_loss == pytest.approx(added, rel=0.05)
 
 
 # The whole way
@@ -354,16 +354,16 @@ def test_loss_budget_is_kept_and_used(model: Path, tmp_path: Path, ids: str) -> 
     budget = Budget(max_loss=0.05, tokens=(16,))
     report = calibrated(model, tmp_path / "out", ids, budget=budget, finetune=0)
     found = outcome(report)
-    assert found.kept
-    assert found.found is not None
-    assert math.expm1(found.found) <= 0.05
+    assert found.within_budget
+    assert found.measured_loss is not None
+    assert math.expm1(found.measured_loss) <= 0.05
     assert found.choice
     assert found.choice.speedup > 1
     dearer = calibrated(
         model, tmp_path / "dearer", ids, budget=Budget(max_loss=0.3, tokens=(16,)), finetune=0
     )
     more = outcome(dearer)
-    assert more.kept
+    assert more.within_budget
     assert more.choice
     assert more.choice.speedup >= found.choice.speedup
     document = json.loads(json.dumps(dearer.to_json()))["budget"]
@@ -378,7 +378,7 @@ def test_exceeded_budget_is_reported(
 ) -> None:
     monkeypatch.setattr(choose, "whole_loss", lambda *_: 1.0)
     report = calibrated(model, tmp_path / "out", ids, budget=Budget(max_loss=0.5, tokens=(16,)), finetune=0)
-    assert not outcome(report).kept
+    assert not outcome(report).within_budget
     assert outcome(report).to_json()["kept"] is False
 
 
@@ -389,7 +389,7 @@ def test_losses_are_measured_once_for_all_budgets(
     first = calibrated(model, tmp_path / "out", ids, budget=Budget(zeros=0.2), dry_run=True)
     assert snapshot(tmp_path) == before
     assert outcome(first).choice
-    assert outcome(first).found is None
+    assert outcome(first).measured_loss is None
 
     def not_again(*_: Any) -> Any:
         raise AssertionError("measured again")
@@ -492,8 +492,8 @@ def test_encoder_loss_is_cosine_distance_of_embeddings(tmp_path: Path) -> None:
     )
     found = outcome(report)
     assert not found.in_nats
-    assert found.found is not None
-    assert 0 < found.found < 1
+    assert found.measured_loss is not None
+    assert 0 < found.measured_loss < 1
     assert "1 - cosine" in found.summary
 
 

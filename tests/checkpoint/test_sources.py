@@ -88,7 +88,7 @@ def check_block(folder: Path, quant: str, ignore: set[str]) -> None:
     assert block["format"] == quantization_config(quant)["format"]
     assert set(block["ignore"]) == ignore
     parsed = parse_block(block)
-    assert all(scheme.ours for scheme in parsed.schemes)
+    assert all(scheme.native for scheme in parsed.schemes)
 
 
 def scheme(preset: str, targets: list[str], **weights: Any) -> Any:

@@ -302,7 +302,7 @@ class TestCheckpoints:
         monkeypatch.setattr(doctor, "vllm", lambda: ({"words": "a tested release"}, True))
         monkeypatch.setattr(doctor, "plugin", lambda: {"loads": True, "words": "registered"})
         monkeypatch.setattr(doctor, "gpus", lambda: {"list": []})
-        monkeypatch.setattr(preflight.Machine, "here", classmethod(lambda cls: cls()))
+        monkeypatch.setattr(preflight.Machine, "current", classmethod(lambda cls: cls()))
 
     @pytest.fixture
     def pretend_machine(self, monkeypatch: pytest.MonkeyPatch) -> Any:
@@ -311,7 +311,7 @@ class TestCheckpoints:
         def pretend(machine: preflight.Machine, **missing: str) -> None:
             with_gpu(monkeypatch, **missing)
             monkeypatch.setattr(Hopper, "version", lambda _: "4")
-            monkeypatch.setattr(preflight.Machine, "here", classmethod(lambda _: machine))
+            monkeypatch.setattr(preflight.Machine, "current", classmethod(lambda _: machine))
 
         return pretend
 

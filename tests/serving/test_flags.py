@@ -25,14 +25,14 @@ def test_flags_accept_both_pattern_spellings_and_boolean_words() -> None:
         for yes in ("1", "true", "YES"):
             environment = {"USE_CUSPARSELT": yes, "SPARSITY": spelling}
             assert Flags.from_environment(environment) == Flags("sparse", SIX_EIGHT)
-            assert flags.asked(environment) == "USE_CUSPARSELT"
-            assert flags.given(environment) == ["USE_CUSPARSELT", "SPARSITY"]
+            assert flags.path_flag(environment) == "USE_CUSPARSELT"
+            assert flags.active_names(environment) == ["USE_CUSPARSELT", "SPARSITY"]
             assert flags.disabled({"DISABLE_SLIDESPARSE": yes})
     assert Flags.from_environment({}) == Flags()
     assert Flags.from_environment({"SPARSITY": " "}) == Flags()
     assert Flags.from_environment({"USE_CUBLASLT": "1", "USE_CUSPARSELT": "0"}) == Flags("dense")
     for no in ("", "0", "ON", "perhaps"):  # ON is torch's, and asks us for nothing
-        assert flags.asked({"USE_CUSPARSELT": no}) is None
+        assert flags.path_flag({"USE_CUSPARSELT": no}) is None
         assert not flags.disabled({"DISABLE_SLIDESPARSE": no})
 
 
