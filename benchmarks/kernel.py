@@ -15,7 +15,7 @@ from torch import Tensor
 
 from benchmarks.records import KERNEL, Records
 from benchmarks.stock import Stock
-from benchmarks.timing import label_algorithm, time_exactly
+from benchmarks.timing import label_algorithm, rest, time_exactly
 from slidesparse.gemm.backend import LayerSpec, Tunable
 from slidesparse.gemm.problem import DTYPES as TORCH
 from slidesparse.gemm.problem import LibraryError, Problem
@@ -88,37 +88,37 @@ def model_groups(
 def cells(
     layer: Layer, dtype: str, patterns: Sequence[str], libraries: Sequence[Tunable], stock: Stock | None
 ) -> list[Cell]:
-    """The cells to measure for a layer."""
-    found: list[Cell] = []
+    """Return the cells to measure for a layer."""
+    planned: list[Cell] = []
     for library in libraries:
         outs = library.output_types(dtype)
         if not outs:
             continue
         scale = library.epilogue(dtype, outs[0])
         if library.sparse:
-            found += [
+            planned += [
                 Cell(library.name, names, k, outs[0], scale, library)
                 for k, names in _patterns_by_columns(layer.k, patterns, library.alignment).items()
             ]
             if not library.takes_dense:
                 continue
         k = round_up(layer.k, library.alignment)
-        found.append(Cell(library.name, (DENSE,), k, outs[0], scale, library))
+        planned.append(Cell(library.name, (DENSE,), k, outs[0], scale, library))
         if dtype == "int8" and "int8" in outs[1:]:
             scale = library.epilogue(dtype, "int8")
-            found.append(Cell(f"{library.name}-int8", (DENSE,), k, "int8", scale, library))
+            planned.append(Cell(f"{library.name}-int8", (DENSE,), k, "int8", scale, library))
     if stock and dtype in SERVED_DTYPES and not (layer.n % STOCK_ALIGNMENT or layer.k % STOCK_ALIGNMENT):
-        found.append(Cell("stock", (DENSE,), layer.k, "bf16", "both", None))
-    return found
+        planned.append(Cell("stock", (DENSE,), layer.k, "bf16", "both", None))
+    return planned
 
 
 def _patterns_by_columns(k: int, patterns: Sequence[str], alignment: int) -> dict[int, tuple[str, ...]]:
-    """The patterns that have each K'."""
-    found: dict[int, tuple[str, ...]] = {}
+    """Return the patterns that have each K'."""
+    by_columns: dict[int, tuple[str, ...]] = {}
     for pattern in patterns:
         columns = slided_columns(k, pattern, alignment)
-        found[columns] = (*found.get(columns, ()), pattern)
-    return found
+        by_columns[columns] = (*by_columns.get(columns, ()), pattern)
+    return by_columns
 
 
 class KernelBench:
@@ -152,6 +152,7 @@ class KernelBench:
 
     def _run(self, group: Group) -> bool:
         weights = _Weights(self._session, group)
+        rest()
         for m in group.tokens:
             for cell in self._cells[group]:
                 rows = [_row(group, cell, pattern, m) for pattern in cell.patterns]
@@ -180,16 +181,16 @@ class KernelBench:
     def _time(self, cell: Cell, problem: Problem, weights: list[Tensor]) -> tuple[Timing, str]:
         if cell.library and cell.dense_in_blocks:  # not saved: serving uses the winner for 2:4
             operands = self._session.inputs.operands(problem, weights)
-            found = search(cell.library, problem, operands, self._session.clock, self._session.gpu.device)
-            return found.timing, label_algorithm(found.algorithm, found.timing)
+            winner = search(cell.library, problem, operands, self._session.clock, self._session.gpu.device)
+            return winner.timing, label_algorithm(winner.algorithm, winner.timing)
         if cell.library:
             # dense: the faster of scaling in the epilogue and not
             scales = dict.fromkeys((problem.scale, problem.scale if cell.library.sparse else "none"))
             searches = [
-                self._session.search(cell.library, replace(problem, scale=one), weights) for one in scales
+                self._session.search(cell.library, replace(problem, scale=scale), weights) for scale in scales
             ]
-            found = min(searches, key=lambda one: one.timing.p50)
-            return found.timing, label_algorithm(found.algorithm, found.timing)
+            winner = min(searches, key=lambda result: result.timing.p50)
+            return winner.timing, label_algorithm(winner.algorithm, winner.timing)
         assert self._stock
         operands = self._session.inputs.operands(problem, weights)
         timing = time_exactly(self._session.clock, self._stock.gemm(operands), operands.copies)

@@ -18,7 +18,7 @@ from torch import Tensor
 from benchmarks.kernel import DENSE, STOCK_ALIGNMENT, Group
 from benchmarks.records import LINEAR, TIMES, Records
 from benchmarks.stock import Stock
-from benchmarks.timing import time_exactly
+from benchmarks.timing import rest, time_exactly
 from slidesparse import ops
 from slidesparse.gemm.backend import TWO_FOUR, LayerSpec, Tunable
 from slidesparse.gemm.problem import DTYPES
@@ -54,23 +54,23 @@ def providers(
     layer: Layer, dtype: str, patterns: Sequence[str], libraries: Sequence[Tunable], stock: Stock | None
 ) -> list[Provider]:
     """vLLM first, then each library: dense weights if it takes them, and each pattern if it is sparse."""
-    found = []
+    planned = []
     if stock and not (layer.n % STOCK_ALIGNMENT or layer.k % STOCK_ALIGNMENT):
-        found.append(Provider("stock", DENSE, False, lambda weight: weight, stock.linear, layer.k))
+        planned.append(Provider("stock", DENSE, False, lambda weight: weight, stock.linear, layer.k))
     for library in libraries:
-        wanted = [DENSE] if library.takes_dense else []
-        wanted += [pattern for pattern in patterns if library.sparse and pattern != DENSE]
-        for pattern in wanted:
+        taken = [DENSE] if library.takes_dense else []
+        taken += [pattern for pattern in patterns if library.sparse and pattern != DENSE]
+        for pattern in taken:
             parsed = parse_pattern(pattern)
             if isinstance(parsed, SlidePattern):
                 call, pack = _operators(library, layer, dtype, parsed)
                 columns = parsed.layout(layer.k).slided
-                found.append(Provider(library.name, pattern, True, pack, call, columns))
+                planned.append(Provider(library.name, pattern, True, pack, call, columns))
             elif library.takes_dense:
                 call, pack = _operators(library, layer, dtype, None)
                 pack = _with_dense_share(pack, parsed.share) if parsed.share else pack
-                found.append(Provider(library.name, pattern, False, pack, call, layer.k))
-    return found
+                planned.append(Provider(library.name, pattern, False, pack, call, layer.k))
+    return planned
 
 
 def _operators(
@@ -129,6 +129,7 @@ class LinearBench:
     def _run(self, group: Group) -> bool:
         weights: dict[Provider, list[Tensor]] = {}
         scale_w = self._session.inputs.scale(group.layer.n).view(-1, 1)
+        rest()
         for m in group.tokens:
             for provider in self._providers[group]:
                 row = _row(group, provider, m)
@@ -197,13 +198,13 @@ def add_sums(records: Records, groups: Iterable[Group]) -> None:
     layers: dict[str, set[str]] = {}
     for group in groups:
         layers.setdefault(group.model, set()).add(group.layer.name)
-    found: dict[tuple[str, ...], dict[str, dict[str, str]]] = {}
+    rows_by_case: dict[tuple[str, ...], dict[str, dict[str, str]]] = {}
     for row in records.rows:
         key = tuple(row[name] for name in LINEAR.key if name != "layer")
-        found.setdefault(key, {})[row["layer"]] = row
-    for by_layer in found.values():
+        rows_by_case.setdefault(key, {})[row["layer"]] = row
+    for by_layer in rows_by_case.values():
         first = next(iter(by_layer.values()))
-        wanted = layers.get(first["model"], set())
-        if wanted and wanted <= set(by_layer) and SUM_LAYER not in by_layer:
-            totals = {name: sum(float(by_layer[layer][name]) for layer in wanted) for name in TIMES}
+        names = layers.get(first["model"], set())
+        if names and names <= set(by_layer) and SUM_LAYER not in by_layer:
+            totals = {name: sum(float(by_layer[layer][name]) for layer in names) for name in TIMES}
             records.add({**first, "layer": SUM_LAYER, **totals})

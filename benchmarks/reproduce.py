@@ -66,10 +66,10 @@ class Step:
 
 def steps(out: Path) -> list[Step]:
     """All commands, in order."""
-    found = []
+    planned = []
     for name, command in KERNELS.items():
         place = () if command[0] == PRODUCT else ("--out", str(out))  # tuning saves into the user's tables
-        found.append(Step(name, (*command, *place)))
+        planned.append(Step(name, (*command, *place)))
     first_rounds: dict[Path, int] = {}
     for model, dtypes, systems, groups in WHOLE_MODELS:
         for dtype in dtypes:
@@ -91,8 +91,8 @@ def steps(out: Path) -> list[Step]:
                 first_rounds[folder] += ROUNDS
                 command += ("--first-round", str(first), "--out", str(out))
                 needed = [_synth(folder, model, dtype, name) for name in (DENSE, *patterns.split(","))]
-                found.append(Step(f"e2e, {model} {dtype} {patterns}", command, tuple(needed)))
-    return found
+                planned.append(Step(f"e2e, {model} {dtype} {patterns}", command, tuple(needed)))
+    return planned
 
 
 def _synth(folder: Path, model: str, dtype: str, pattern: str) -> tuple[Path, tuple[str, ...]]:
@@ -107,14 +107,14 @@ class Stopped(EnvironmentFault):
 
 def progress(out: Path) -> list[tuple[Step, dict[str, Any]]]:
     """Every step with its last report: measured "cells" of "planned" ones."""
-    known = read_conditions(out / STATE)
-    return [(step, known.get(step.name, {})) for step in steps(out)]
+    reports = read_conditions(out / STATE)
+    return [(step, reports.get(step.name, {})) for step in steps(out)]
 
 
 def steps_left(out: Path) -> list[Step]:
     """The steps that are not done; last those that finished with failed cells."""
-    found = [(step, report) for step, report in progress(out) if not is_done(report)]
-    return [step for step, _ in sorted(found, key=lambda one: bool(one[1].get("finished")))]
+    unfinished = [(step, report) for step, report in progress(out) if not is_done(report)]
+    return [step for step, _ in sorted(unfinished, key=lambda item: bool(item[1].get("finished")))]
 
 
 def is_done(report: dict[str, Any]) -> bool:

@@ -43,6 +43,7 @@ from slidesparse.evaluate.perplexity import summarize
 from slidesparse.pattern import SlidePattern
 
 DENSE = "dense"
+UNPRUNED = "2_inf"  # calibrated as pruned models are, but not pruned
 PATTERNS, METHODS = ("6:8", "4:6", "2:4", "8:10"), ("sparsegpt", "wanda", "magnitude")
 DISTILLED = ("2:4", "4:6", "6:8")
 UNSTRUCTURED = ("25%", "33%")
@@ -114,37 +115,39 @@ class Cell:
 
 def cells() -> list[Cell]:
     """All cells, the reference first and then the most informative; several seeds only where they matter."""
-    found = [Cell(DENSE, "-", quant) for quant in ("bf16", "int8", "fp8")]
+    planned = [Cell(DENSE, "-", quant) for quant in ("bf16", "int8", "fp8")]
+    planned.append(Cell(UNPRUNED, "sparsegpt", "int8"))
     for pattern in PATTERNS:
-        found += [Cell(pattern, "sparsegpt", quant) for quant in ("bf16", "int8", "fp8")]
+        planned += [Cell(pattern, "sparsegpt", quant) for quant in ("bf16", "int8", "fp8")]
     for method in ("magnitude", "wanda"):
-        found += [Cell(pattern, method, "int8") for pattern in PATTERNS]
+        planned += [Cell(pattern, method, "int8") for pattern in PATTERNS]
     for seed in SEEDS[1:]:
-        found += [Cell(p, m, "int8", seed) for m in ("sparsegpt", "wanda") for p in PATTERNS]
-    found += [Cell(share, method, "bf16") for share in UNSTRUCTURED for method in METHODS]
-    found += [Cell(budget, BUDGET, "int8", seed) for seed in SEEDS for budget in BUDGETS]
-    found += [
+        planned += [Cell(p, m, "int8", seed) for m in ("sparsegpt", "wanda") for p in PATTERNS]
+    planned += [Cell(share, method, "bf16") for share in UNSTRUCTURED for method in METHODS]
+    planned += [Cell(budget, BUDGET, "int8", seed) for seed in SEEDS for budget in BUDGETS]
+    planned += [
         Cell(p, m, quant) for quant in ("bf16", "fp8") for m in ("wanda", "magnitude") for p in PATTERNS
     ]
-    return found
+    return planned
 
 
 def distilled_cells() -> list[Cell]:
     """The cells that are distilled, each with the one that it starts from."""
-    found = []
+    planned = []
     for quant in ("int8", "fp8"):
         for pattern in DISTILLED:
-            found += [Cell(pattern, "sparsegpt", quant, distilled=by) for by in ("", "kl")]
-    return found
+            planned += [Cell(pattern, "sparsegpt", quant, distilled=by) for by in ("", "kl")]
+    return planned
 
 
 def make(cell: Cell, options: argparse.Namespace) -> Path:
     """The checkpoint of a cell."""
-    made: Path = options.folder / "made" / cell.name
-    if (made / "config.json").exists():
-        return made
+    out: Path = options.folder / "made" / cell.name
+    if (out / "config.json").exists():
+        return out
     source: Path = options.model
     pruned = cell.pattern != DENSE
+    rotated = "auto" if cell.pattern == UNPRUNED else "on"
     if cell.quant == "bf16" and not pruned:
         return source
     calibration = Calibration(
@@ -153,17 +156,17 @@ def make(cell: Cell, options: argparse.Namespace) -> Path:
         WINDOW,
         options.device,
         finetune=options.finetune,
-        rotate="on" if options.rotate else "off",
+        rotate=rotated if options.rotate else "off",
         distill=str(options.text) if cell.distilled else None,
         minutes=options.minutes if cell.distilled else None,
     )
     if cell.quant == "bf16":
-        float_prune.write_pruned(source, made, cell.pattern, cell.method, calibration, cell.seed)
-        return made
+        float_prune.write_pruned(source, out, cell.pattern, cell.method, calibration, cell.seed)
+        return out
     plain = not pruned or cell.method == "magnitude"
     budget = parse_budget(cell.pattern) if cell.method == BUDGET else None
     pattern = SlidePattern.parse(cell.pattern) if pruned and not budget else SlidePattern(None)
-    how = ConvertOptions(
+    convert_options = ConvertOptions(
         MIDDLE if budget else pattern,
         cell.quant,
         method="magnitude" if plain else "sparsegpt" if budget else cell.method,
@@ -171,21 +174,21 @@ def make(cell: Cell, options: argparse.Namespace) -> Path:
         calibration=None if plain else calibration,
         seed=cell.seed,
     )
-    report = convert(source, made, how)
+    report = convert(source, out, convert_options)
     if report.distilled:
         print(f"# {cell.name}: {report.distilled.summary}; {report.distilled}")
     if report.budget:
         (options.folder / "logs" / f"{cell.name}.json").write_text(json.dumps(report.budget.to_json()))
-    return made
+    return out
 
 
-def zeros_and_speeds(made: Path) -> tuple[str, str, str]:
+def zeros_and_speeds(folder: Path) -> tuple[str, str, str]:
     """Return the share of a checkpoint's linear weights that its patterns make zero, and how fast these layers are.
 
     That is over vLLM's dense ones, by `slidesparse.convert.times`, in steps of PREFILL and of DECODE tokens; "" for a
     checkpoint that is not quantized.
     """
-    checkpoint = Checkpoint.open(made)
+    checkpoint = Checkpoint.open(folder)
     metadata = Metadata.of_config(checkpoint.quantization_config())
     if metadata is None:
         return "", "", ""
@@ -219,12 +222,12 @@ def parse_budget(text: str) -> Budget:
 def score(cell: Cell, options: argparse.Namespace, ids: list[list[int]], out: Path) -> None:
     """Make a cell's checkpoint, serve it, and save vLLM's scores of ``ids``."""
     started = time.monotonic()
-    made = make(cell, options)
+    checkpoint = make(cell, options)
     gc.collect()
     if options.device == "cuda":
         torch.cuda.empty_cache()
     converted = time.monotonic()
-    request = {"model": str(made), "ids": ids, "top": 1, "options": options.engine}
+    request = {"model": str(checkpoint), "ids": ids, "top": 1, "options": options.engine}
     arrays = worker.perplexity(request)
     partial = out.with_suffix(".partial.npz")
     np.savez(partial, **arrays)
@@ -280,8 +283,10 @@ class Table:
         served_line = SERVED_LINE.search(
             (self._options.folder / "logs" / f"{cell.name}.log").read_text(errors="replace")
         )
-        with np.load(path) as found:
-            return Scored({name: found[name] for name in found.files}, served_line[1] if served_line else "")
+        with np.load(path) as arrays:
+            return Scored(
+                {name: arrays[name] for name in arrays.files}, served_line[1] if served_line else ""
+            )
 
     def add(self, cell: Cell) -> None:
         """Append the rows of a cell, and of those that were waiting for the reference."""
@@ -289,12 +294,14 @@ class Table:
         reference = self.scored(Cell(DENSE, "-", "bf16"))
         if reference is None:
             return
-        for one in [each for each in self._waiting if not self.has(each)]:
-            found = self.scored(one)
-            assert found
-            if (one.quant == "bf16") == bool(found.served_by):
-                raise SystemExit(f"{one.name} was served by {found.served_by or 'vLLM itself'}; see its log")
-            self._rows += [self._row(one, text, found, reference) for text in self._texts]
+        for waiting in [cell for cell in self._waiting if not self.has(cell)]:
+            scored = self.scored(waiting)
+            assert scored
+            if (waiting.quant == "bf16") == bool(scored.served_by):
+                raise SystemExit(
+                    f"{waiting.name} was served by {scored.served_by or 'vLLM itself'}; see its log"
+                )
+            self._rows += [self._row(waiting, text, scored, reference) for text in self._texts]
         self._waiting = []
         partial = self._options.out.with_suffix(".partial")
         with partial.open("w", newline="") as file:
@@ -303,17 +310,17 @@ class Table:
             writer.writerows(self._rows)
         partial.rename(self._options.out)
 
-    def _row(self, cell: Cell, text: str, ours: Scored, theirs: Scored) -> dict[str, str]:
+    def _row(self, cell: Cell, text: str, scored: Scored, reference: Scored) -> dict[str, str]:
         ids, start = self._texts[text], 0
         for name, others in self._texts.items():
             if name == text:
                 break
             start += sum(len(window) - 1 for window in others)
-        here = slice(start, start + sum(len(window) - 1 for window in ids))
-        parts = [Scored({n: a[here] for n, a in s.arrays.items()}, s.served_by) for s in (ours, theirs)]
-        found = summarize(cell.name, DENSE, ids, *parts)
-        assert found.comparison
-        delta, ppl = found.comparison.delta_pct, found.perplexity
+        part = slice(start, start + sum(len(window) - 1 for window in ids))
+        parts = [Scored({n: a[part] for n, a in s.arrays.items()}, s.served_by) for s in (scored, reference)]
+        summary = summarize(cell.name, DENSE, ids, *parts)
+        assert summary.comparison
+        delta, ppl = summary.comparison.delta_pct, summary.perplexity
         figures = (ppl.value, delta.value, delta.low, delta.high)
         values: list[Any] = [
             *cell.key[:4],
@@ -321,8 +328,8 @@ class Table:
             TEXTS[text],
             cell.distilled,
         ]
-        values += [f"{ppl.low:.4f}", f"{ppl.high:.4f}", f"{found.comparison.top1.value:.4f}"]
-        values += [found.windows, found.tokens, found.served_by]
+        values += [f"{ppl.low:.4f}", f"{ppl.high:.4f}", f"{summary.comparison.top1.value:.4f}"]
+        values += [summary.windows, summary.tokens, summary.served_by]
         values += cell.calibrated(self._options.samples, self._options.finetune)
         values += zeros_and_speeds(make(cell, self._options))
         return dict(zip(FIELDS, map(str, values), strict=True))
@@ -407,9 +414,9 @@ def main() -> None:
         (options.folder / name).mkdir(parents=True, exist_ok=True)
     torch.set_num_threads(1)
     options.calibration = options.folder / "calibration.npy"
-    with np.load(options.data) as found:
-        np.save(options.calibration, found["calibration"].astype(np.int32))
-        texts = {name: found[name].astype(int).tolist() for name in TEXTS if name in found.files}
+    with np.load(options.data) as stored:
+        np.save(options.calibration, stored["calibration"].astype(np.int32))
+        texts = {name: stored[name].astype(int).tolist() for name in TEXTS if name in stored.files}
     ids = [window for windows in texts.values() for window in windows]
     if options.distill:
         options.text = options.folder / "text.npy"
@@ -417,12 +424,12 @@ def main() -> None:
     options.engine = {"max_model_len": WINDOW + 1, "max_num_seqs": 64, "enable_prefix_caching": False}
     options.engine |= GPU_OPTIONS if options.device == "cuda" else CPU_OPTIONS
     table = Table(options, texts)
-    wanted = distilled_cells() if options.distill else cells()
+    selected = distilled_cells() if options.distill else cells()
     if options.only:
-        wanted = [cell for cell in wanted if cell.name in options.only.split(",")]
+        selected = [cell for cell in selected if cell.name in options.only.split(",")]
     if options.rotate:  # float_prune.py does not rotate its models
-        wanted = [cell for cell in wanted if cell.quant != "bf16" or cell.pattern == DENSE]
-    todo = [cell for cell in wanted if not table.has(cell)]
+        selected = [cell for cell in selected if cell.quant != "bf16" or cell.pattern == DENSE]
+    todo = [cell for cell in selected if not table.has(cell)]
     reference = Cell(DENSE, "-", "bf16")
     if todo and reference not in todo and table.scored(reference) is None:
         todo.insert(0, reference)
