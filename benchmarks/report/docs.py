@@ -7,6 +7,7 @@ pages of docs/benchmarks/h100 and h200 are generated completely.
 from __future__ import annotations
 
 import csv
+import json
 import math
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -24,6 +25,7 @@ from benchmarks.report.data import CUBLASLT, CUSPARSELT, DENSE, STOCK
 from benchmarks.report.markdown import percent, span, table, times, tops
 from slidesparse.convert.times import FOLDER
 from slidesparse.errors import CheckFailed
+from slidesparse.gemm.tuned import slug
 from slidesparse.pattern import SlidePattern
 from slidesparse.tune.shapes import MODELS
 
@@ -456,16 +458,18 @@ def texts() -> Iterator[tuple[Path, str, str]]:
         for name, generated in _results(folder).pages(reference_csv).items():
             path = folder / name
             yield path, path.read_text(encoding="utf-8") if path.exists() else "", generated
-    path = FOLDER / "nvidia-h200.csv"
-    yield path, path.read_text(encoding="utf-8") if path.exists() else "", layer_times(H200)
+    for folder in FOLDERS:
+        gpu = json.loads((folder / "linear.json").read_text(encoding="utf-8"))["gpu"]
+        path = FOLDER / f"{slug(gpu)}.csv"
+        yield path, path.read_text(encoding="utf-8") if path.exists() else "", layer_times(folder)
 
 
 def layer_times(folder: Path) -> str:
     """Return the layer times that budgets use (see `slidesparse.convert.times`)."""
     shapes = {(model, layer.name): (layer.n, layer.k) for model, layers in MODELS.items() for layer in layers}
     us_by_key: dict[tuple[str, int, int, str, int], str] = {}
-    for name in ("linear.csv", SHAPES):
-        with (folder / name).open(newline="") as file:
+    for path in filter(Path.exists, (folder / "linear.csv", folder / SHAPES)):
+        with path.open(newline="") as file:
             for row in csv.DictReader(file):
                 if row["layer"] == "sum" or row["pattern"] not in (DENSE, *PATTERNS):
                     continue

@@ -105,7 +105,7 @@ def convert(
     gpu: Annotated[
         str | None,
         typer.Option(
-            help=f"The GPU whose measured layer times are used; by default {DEFAULT_GPU}.",
+            help=f"The GPU whose measured layer times are used, h100 or h200; by default {DEFAULT_GPU}.",
             rich_help_panel=_BUDGET,
         ),
     ] = None,
