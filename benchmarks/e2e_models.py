@@ -13,7 +13,7 @@ from slidesparse.checkpoint.metadata import Metadata
 from slidesparse.checkpoint.storage import CheckpointError
 from slidesparse.checkpoint.w8a8 import parse_block
 from slidesparse.errors import SlideSparseError
-from slidesparse.pattern import Pattern, parse_pruned
+from slidesparse.pattern import Pattern, parse_pattern
 
 DENSE = "dense"  # the pattern of unpruned checkpoints and of dense systems
 
@@ -87,7 +87,7 @@ def _read_variants(folder: Path) -> dict[str, Variant]:
         if not (spelled.fullmatch(path.name) and (path / "config.json").is_file()):
             continue
         variant = read_variant(path)
-        pattern = None if path.name == DENSE else parse_pruned(path.name)
+        pattern = None if path.name == DENSE else parse_pattern(path.name)
         if pattern and variant.pattern != pattern:
             raise E2eError(f"{path} is named {pattern}, but was pruned to {variant.pattern or 'no pattern'}")
         variants[pattern.ratio if pattern else DENSE] = variant

@@ -26,7 +26,7 @@ STRIDE = HARDWARE_LENGTH - HARDWARE_NONZEROS
 MAX_LENGTH = 4096  # longest block; beyond it gamma is 2 to within 0.1%
 ZEROS = 2  # every pattern of the family prunes two weights of a block
 
-EXAMPLES = "2:4, 4:6, 6:8, 8:10, 10:12, 12:14, 14:16 (or 2_4, 2_6, 2_8, ...), and 2_inf"
+EXAMPLES = "2:4, 4:6, 6:8, 8:10, 10:12, 12:14, 14:16 (or 2_4, 2_6, 2_8, ...), 2_inf, and dense"
 DENSE_WEIGHT = "dense"  # the spelling for a weight that is not pruned
 MIXED_EXAMPLES = "2:4@33%, 2:4@50%, 2:4@67%"
 
@@ -209,17 +209,6 @@ def parse_pattern(text: str) -> Pattern:
     """Parse a `SlidePattern` or a `MixedPattern`.  Raises PatternError."""
     mixed = "@" in text or text.strip().lower() == DENSE_WEIGHT
     return MixedPattern.parse(text) if mixed else SlidePattern.parse(text)
-
-
-def parse_pruned(text: str) -> Pattern:
-    """Read a pattern of either kind that a weight may be pruned to.  Raises PatternError, also for ``dense``."""
-    pattern = parse_pattern(text)
-    if isinstance(pattern, MixedPattern) and not pattern.share:
-        raise PatternError(
-            f"sparsity {shown(text)} prunes nothing; use one of {EXAMPLES}, or {MIXED_EXAMPLES}. 2_inf prunes nothing "
-            "either and is a pattern all the same"
-        )
-    return pattern
 
 
 @dataclass(frozen=True)

@@ -188,7 +188,7 @@ def examine(model: str, folder: Path) -> Report:
     if zero_points:
         report.lacks(
             f"vLLM cannot load zero points of W8A8 weights ({zero_points[0]})",
-            f"slidesparse convert {model} OUT --sparsity 6:8, or 2_inf to prune nothing, drops them",
+            f"slidesparse convert {model} OUT --sparsity 6:8, or dense to prune nothing, drops them",
             FAILED,
         )
     try:

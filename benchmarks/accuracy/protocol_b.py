@@ -34,7 +34,7 @@ from slidesparse.convert.stream import convert
 from slidesparse.evaluate.embedding import Embedding, summarize
 from slidesparse.evaluate.engine import Engine
 from slidesparse.evaluate.texts import texts_or_pairs
-from slidesparse.pattern import SlidePattern, parse_pruned
+from slidesparse.pattern import SlidePattern, parse_pattern
 
 PACKAGES = (
     "torch",
@@ -176,7 +176,7 @@ def main() -> None:
             calibration = Calibration(str(calib), CALIBRATION_TEXTS, MAX_TOKENS, resume=True)
             budget = parse_budget(pattern) if method == BUDGET else None
             convert_options = ConvertOptions(
-                MIDDLE if budget else parse_pruned(pattern),
+                MIDDLE if budget else parse_pattern(pattern),
                 quant,
                 method="sparsegpt" if budget else method,
                 budget=budget,

@@ -344,7 +344,7 @@ def _finetune(
     """Fine-tune the pruned ``weights`` of a block if the task says so; ``dtype`` is that of quantization, or None."""
     task = position.task
     patterns = {name: task.layers[position.full_name(name)] for name in weights}
-    pruned = {name: w for name, w in weights.items() if patterns[name].length is not None}
+    pruned = {name: w for name, w in weights.items() if patterns[name].density < 1}
     if not task.epochs or position.dense is None or not pruned:
         return None
     position.dense.advance()

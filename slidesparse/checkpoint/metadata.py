@@ -28,7 +28,7 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from slidesparse.errors import SlideSparseError, shown
-from slidesparse.pattern import MixedPattern, Pattern, PatternError, parse_pruned
+from slidesparse.pattern import MixedPattern, Pattern, PatternError, parse_pattern
 
 KEY = "slidesparse"  # in quantization_config
 QUANT_METHOD = "slidesparse"  # quant_method of the layouts other than dense, and of the plugin inside vLLM
@@ -162,7 +162,7 @@ def _of(kind: type[T], value: object) -> T:
 
 
 def _pattern(value: object) -> Pattern:
-    return parse_pruned(_of(str, value))
+    return parse_pattern(_of(str, value))
 
 
 def _entry(name: str, value: object) -> LayerEntry:

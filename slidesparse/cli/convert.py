@@ -17,7 +17,7 @@ from slidesparse import methods
 from slidesparse.cli.console import Layout, byte_progress, err, out
 from slidesparse.convert.times import DEFAULT_GPU, DEFAULT_TOKENS
 from slidesparse.errors import SlideSparseError
-from slidesparse.pattern import Pattern, parse_pruned
+from slidesparse.pattern import Pattern, parse_pattern
 
 if TYPE_CHECKING:
     from slidesparse.calibrate.task import Calibration
@@ -67,7 +67,7 @@ def convert(
         typer.Option(
             "--sparsity",
             "-s",
-            help="The pattern, non-zeros : length: 2:4, 4:6, 6:8 (or 2_8), 8:10 and so on; 2_inf prunes nothing.",
+            help="The pattern, non-zeros : length: 2:4, 4:6, 6:8 (or 2_8), 8:10 and so on; dense prunes nothing.",
         ),
     ] = None,
     max_loss: Annotated[
@@ -318,7 +318,7 @@ def _parse_goals(
             "give --max-loss or --min-speedup"
         )
     if sparsity is not None:
-        return parse_pruned(sparsity), None
+        return parse_pattern(sparsity), None
     from slidesparse.convert.budget import MIDDLE, Budget, parse_percent, parse_tokens
 
     percents = {
@@ -388,7 +388,8 @@ def _require_writable(option: str, report: Path | None, target: Path) -> None:
 
 
 def _warn(report: Report) -> None:
-    if report.method == "magnitude" and not report.samples and report.newly_pruned:
+    pruned = any(pattern.density < 1 for pattern in report.patterns.values())
+    if report.method == "magnitude" and not report.samples and report.newly_pruned and pruned:
         warning = TERNARY if report.ternary else WITHOUT_CALIBRATION
         err.print(f"[yellow]warning:[/] {escape(warning)}")
     if report.note:

@@ -10,7 +10,7 @@ import typer
 from rich.markup import escape
 
 from slidesparse.cli.console import Layout, byte_progress, out
-from slidesparse.pattern import parse_pruned
+from slidesparse.pattern import parse_pattern
 
 if TYPE_CHECKING:
     from slidesparse.convert.synth import SynthReport
@@ -44,7 +44,7 @@ def synth(
     ] = "4GB",
 ) -> None:
     """Write a checkpoint of random weights in a model's shapes, for measuring speed."""
-    pattern = None if sparsity is None else parse_pruned(sparsity)
+    pattern = None if sparsity is None else parse_pattern(sparsity)
     from slidesparse.convert.synth import parse_size
     from slidesparse.convert.synth import synth as run
 

@@ -11,7 +11,7 @@ from slidesparse.checkpoint.storage import CheckpointError
 from slidesparse.checkpoint.w8a8 import KINDS
 from slidesparse.convert.budget import Budget
 from slidesparse.errors import CalibrationError
-from slidesparse.pattern import MixedPattern, Pattern, PatternError, parse_pruned
+from slidesparse.pattern import MixedPattern, Pattern, PatternError, parse_pattern
 
 
 @dataclass(frozen=True)
@@ -78,6 +78,6 @@ def parse_layer_pattern(text: str) -> tuple[str, Pattern]:
     if not separator or not regex:
         raise CheckpointError(f"--layer {text!r} is not REGEX=PATTERN, such as 'down_proj=8:10'")
     try:
-        return regex, parse_pruned(ratio)
+        return regex, parse_pattern(ratio)
     except PatternError as error:
         raise PatternError(f"--layer {text!r}: {error}") from error

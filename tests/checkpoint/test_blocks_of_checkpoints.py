@@ -18,10 +18,10 @@ from slidesparse.checkpoint.metadata import KEY, Metadata, MetadataError
 from slidesparse.checkpoint.storage import CheckpointError
 from slidesparse.convert.synth import synth
 from slidesparse.errors import CheckFailed
-from slidesparse.pattern import PatternError, parse_pruned
+from slidesparse.pattern import parse_pattern
 
 WIDE = Decoder("LlamaForCausalLM", hidden=256, intermediate=512, head_dim=64, vocabulary=64)
-HALF = parse_pruned("2:4@50%")
+HALF = parse_pattern("2:4@50%")
 UP = "model.layers.1.mlp.up_proj"
 
 
@@ -61,6 +61,28 @@ def test_convert_prunes_half_of_the_blocks(
     assert shares(tmp_path / "codes")[f"{UP}.weight"] == 0.5
 
 
+@pytest.mark.parametrize("quant", ["int8", "fp8"])
+def test_dense_conversion_only_quantizes(tmp_path: Path, source: Path, quant: str) -> None:
+    """It writes the codes that 2_inf has, also with calibration if no channels are scaled."""
+    report = convert(source, tmp_path / "dense", "dense", quant=quant)
+    assert report.pattern == parse_pattern("dense")
+    assert {layer.pattern for layer in inspect(tmp_path / "dense").layers} == {"dense"}
+    convert(source, tmp_path / "2_inf", "2_inf", quant=quant)
+    tensors = tensors_of(tmp_path / "dense")
+    ids = write_ids(tmp_path / "ids.npy")
+    unchanged = calibrated(source, tmp_path / "calibrated", ids, pattern="dense", quant=quant)
+    assert not unchanged.rotation
+    for folder in ("2_inf", "calibrated"):
+        other = tensors_of(tmp_path / folder)
+        assert other.keys() == tensors.keys()
+        assert all(torch.equal(other[name], tensor) for name, tensor in tensors.items()), folder
+    scaled = calibrated(source, tmp_path / "scaled", ids, pattern="dense", quant=quant, rotate="auto")
+    assert not scaled.rotation
+    assert bool(scaled.smoothing) == (quant == "int8")
+    convert(tmp_path / "dense", tmp_path / "again", "dense")
+    assert all(torch.equal(tensors_of(tmp_path / "again")[name], w) for name, w in tensors.items())
+
+
 @pytest.mark.parametrize("method", ["sparsegpt", "wanda"])
 def test_calibrated_conversion_of_a_share_of_blocks(tmp_path: Path, source: Path, method: str) -> None:
     ids = write_ids(tmp_path / "ids.npy")
@@ -69,7 +91,7 @@ def test_calibrated_conversion_of_a_share_of_blocks(tmp_path: Path, source: Path
     assert inspect(tmp_path / "out").violations == 0
     for name, w in tensors_of(tmp_path / "out").items():
         if name.endswith("_proj.weight"):
-            assert obeys(w, parse_pruned(third))
+            assert obeys(w, parse_pattern(third))
             assert 0.33 < float((~dense_blocks(w)).float().mean()) <= 0.5
     pruned_all = calibrated(source, tmp_path / "all", ids, pattern="2:4", method=method, check=True)
     for row, other in zip(report.layers, pruned_all.layers, strict=True):
@@ -95,17 +117,12 @@ def test_convert_refuses_block_patterns_it_cannot_store(tmp_path: Path, source: 
     for layout in ("slided", "packed"):
         refused(source, f"--layout {layout}", "2:4@50%", "--layout dense", pattern="2:4@50%", layout=layout)
         refused(source, f"--layout {layout}", "2:4@50%", layer=["down=2:4@50%"], layout=layout)
-    with pytest.raises(PatternError, match="prunes nothing"):
-        parse_pruned("dense")
+        refused(source, f"--layout {layout}", "not dense;", pattern="dense", layout=layout)
     convert(source, tmp_path / "out", "2:4@50%")
     refused(tmp_path / "out", "already pruned to 2:4@50%", error=CheckpointError, out="more", pattern="6:8")
     block = config_of(tmp_path / "out")["quantization_config"][KEY]
-    for changed, fact in (
-        ({"layout": "slided"}, "cannot store it"),
-        ({"pattern": "dense"}, "prunes nothing"),
-    ):
-        with pytest.raises(MetadataError, match=fact):
-            Metadata.from_json(block | changed)
+    with pytest.raises(MetadataError, match="cannot store it"):
+        Metadata.from_json(block | {"layout": "slided"})
 
 
 @pytest.mark.parametrize("quant", ["int8", "fp8"])

@@ -147,11 +147,17 @@ def test_cublaslt_path_tokens_equal_stock(engines: Engines, store: Path) -> None
         assert answer.tokens == expected.tokens
 
 
-def test_unpruned_model_on_sparse_path_equals_stock(engines: Engines, store: Path) -> None:
-    """With SPARSITY=dense no layer is refused, and its blocks are multiplied as they are."""
-    model = store / "qwen-not-pruned"
-    write_w8a8(QWEN, model, "int8")
-    answer = served(engines, Request(str(model), env={"USE_CUSPARSELT": "1", "SPARSITY": "dense"}))
+@pytest.mark.parametrize(
+    "env", [{"USE_CUSPARSELT": "1", "SPARSITY": "dense"}, {}], ids=["flags", "converted"]
+)
+def test_unpruned_model_on_sparse_path_equals_stock(
+    engines: Engines, tmp_path: Path, env: dict[str, str]
+) -> None:
+    """No layer of an unpruned model is refused, and its blocks are multiplied as they are."""
+    model = write_w8a8(QWEN, tmp_path / "source", "int8")
+    if not env:
+        model = converted(model, tmp_path / "converted", "dense")
+    answer = served(engines, Request(str(model), env=env))
     assert answer.summary.startswith(
         "dense (nothing pruned): 8 layers in blocks, dense or 2:4 as they are, 1 dense ("
     )

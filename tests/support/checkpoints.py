@@ -18,7 +18,7 @@ from slidesparse.checkpoint.storage import CheckpointError
 from slidesparse.convert import stream
 from slidesparse.convert.options import ConvertOptions, parse_layer_pattern
 from slidesparse.convert.report import Report
-from slidesparse.pattern import SlidePattern, parse_pruned
+from slidesparse.pattern import SlidePattern, parse_pattern
 from slidesparse.quantize import FP8, INT8, quantize_rows
 
 MODEL = "model.safetensors"
@@ -173,7 +173,7 @@ def convert(
 ) -> Report:
     """Convert with options that are written as on the command line."""
     made = ConvertOptions(
-        parse_pruned(pattern) if isinstance(pattern, str) else pattern,
+        parse_pattern(pattern) if isinstance(pattern, str) else pattern,
         layer_patterns=tuple(map(parse_layer_pattern, layer)),
         **{name: tuple(value) if isinstance(value, list) else value for name, value in options.items()},
     )

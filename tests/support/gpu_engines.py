@@ -26,7 +26,7 @@ from gpu_layers import require_served
 from slidesparse.convert.options import ConvertOptions
 from slidesparse.convert.stream import convert
 from slidesparse.flags import BACKEND
-from slidesparse.pattern import parse_pruned
+from slidesparse.pattern import parse_pattern
 
 AT_A_TIME = 12
 GIB = 1 << 30
@@ -184,7 +184,7 @@ class GpuEngines:
         pattern = engine.pattern.replace(":", "_")
         out = self.folder / f"{model}-{engine.quant}-{pattern}-{engine.layout}-{engine.method}{engine.skip}"
         if not out.exists():
-            pattern, skip = parse_pruned(engine.pattern), (engine.skip,) if engine.skip else ()
+            pattern, skip = parse_pattern(engine.pattern), (engine.skip,) if engine.skip else ()
             options = ConvertOptions(pattern, engine.quant, engine.layout, engine.method, skip=skip)
             convert(self._bitnet() if engine.bitnet else self.source, out, options)
         return out

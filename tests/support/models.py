@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file, save_file
 
-from slidesparse.pattern import SlidePattern
+from slidesparse.pattern import parse_pattern
 from slidesparse.quantize import FP8, quantize_rows
 
 # oneDNN's INT8 kernels for x86 CPUs without VNNI add pairs of products in 16 bits and saturate.  Stock vLLM uses
@@ -159,7 +159,7 @@ def converted(source: Path, out: Path, pattern: str, layout: str = "dense") -> P
     from slidesparse.convert.options import ConvertOptions
     from slidesparse.convert.stream import convert
 
-    convert(source, out, ConvertOptions(SlidePattern.parse(pattern), layout=layout))
+    convert(source, out, ConvertOptions(parse_pattern(pattern), layout=layout))
     return out
 
 
