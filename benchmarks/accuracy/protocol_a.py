@@ -40,10 +40,9 @@ from slidesparse.convert.times import DEFAULT_GPU, LayerTimes
 from slidesparse.evaluate import worker
 from slidesparse.evaluate.engine import SERVED_LINE, Scored
 from slidesparse.evaluate.perplexity import summarize
-from slidesparse.pattern import SlidePattern
+from slidesparse.pattern import parse_pattern
 
 DENSE = "dense"
-UNPRUNED = "2_inf"  # calibrated as pruned models are, but not pruned
 PATTERNS, METHODS = ("6:8", "4:6", "2:4", "8:10"), ("sparsegpt", "wanda", "magnitude")
 DISTILLED = ("2:4", "4:6", "6:8")
 UNSTRUCTURED = ("25%", "33%")
@@ -116,7 +115,7 @@ class Cell:
 def cells() -> list[Cell]:
     """All cells, the reference first and then the most informative; several seeds only where they matter."""
     planned = [Cell(DENSE, "-", quant) for quant in ("bf16", "int8", "fp8")]
-    planned.append(Cell(UNPRUNED, "sparsegpt", "int8"))
+    planned.append(Cell(DENSE, "sparsegpt", "int8"))
     for pattern in PATTERNS:
         planned += [Cell(pattern, "sparsegpt", quant) for quant in ("bf16", "int8", "fp8")]
     for method in ("magnitude", "wanda"):
@@ -147,7 +146,7 @@ def make(cell: Cell, options: argparse.Namespace) -> Path:
         return out
     source: Path = options.model
     pruned = cell.pattern != DENSE
-    rotated = "auto" if cell.pattern == UNPRUNED else "on"
+    rotated = "on" if pruned else "auto"
     if cell.quant == "bf16" and not pruned:
         return source
     calibration = Calibration(
@@ -163,11 +162,10 @@ def make(cell: Cell, options: argparse.Namespace) -> Path:
     if cell.quant == "bf16":
         float_prune.write_pruned(source, out, cell.pattern, cell.method, calibration, cell.seed)
         return out
-    plain = not pruned or cell.method == "magnitude"
+    plain = cell.method in ("-", "magnitude")
     budget = parse_budget(cell.pattern) if cell.method == BUDGET else None
-    pattern = SlidePattern.parse(cell.pattern) if pruned and not budget else SlidePattern(None)
     convert_options = ConvertOptions(
-        MIDDLE if budget else pattern,
+        MIDDLE if budget else parse_pattern(cell.pattern),
         cell.quant,
         method="magnitude" if plain else "sparsegpt" if budget else cell.method,
         budget=budget,
