@@ -354,7 +354,12 @@ def _block_costs(
         for name in block.stages[stage]:
             pattern = task.layers.get(task.model.prefix(number) + name)
             w, g = block.weights[name + WEIGHT], gradients[name]
-            if pattern is None or pattern.density == 1 or w.shape[1] < pattern.length:
+            if (
+                pattern is None
+                or pattern.length is None
+                or w.shape[1] < pattern.length
+                or pattern.density == 1
+            ):
                 continue
             if name.endswith("v_proj"):
                 costs.append(_value_cost(w.unflatten(0, (sizes.kv_heads, -1)), g, inverse, pattern.length))

@@ -182,9 +182,7 @@ def _rotation(checkpoint: Checkpoint, options: ConvertOptions) -> str:
     if block is not None and not holds_floats(block):
         return ""  # calibration refuses such a source
     by_default = options.calibration.rotate == "auto"
-    if by_default and (
-        options.pattern.density == 1 or not methods.get(options.method_name).updates_weights
-    ):
+    if by_default and (options.pattern.density == 1 or not methods.get(options.method_name).updates_weights):
         return ""  # nothing is pruned, or by a method for comparison
     why_not = rotation_obstacle(checkpoint) or _sparse(checkpoint, options)
     if not why_not:
