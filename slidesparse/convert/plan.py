@@ -284,7 +284,7 @@ def calibration_task(plan: ConversionPlan) -> Task:
 
 
 def _converted(block: dict[str, Any] | None, options: ConvertOptions) -> Metadata | None:
-    """Return the metadata of a source that was converted before, whose pattern must be the requested one."""
+    """Return the metadata of a source that was pruned before, whose pattern must be the requested one."""
     metadata = Metadata.of_config(block)
     if metadata is None:
         if block is not None and block.get("quant_method") == QUANT_METHOD:
@@ -293,6 +293,9 @@ def _converted(block: dict[str, Any] | None, options: ConvertOptions) -> Metadat
                 "holds its pattern and layout; start from the original checkpoint"
             )
         return None
+    patterns = (metadata.pattern, *(entry.pattern for entry in metadata.layers.values()))
+    if metadata.layout == "dense" and all(pattern.density == 1 for pattern in patterns):
+        return None  # an ordinary W8A8 checkpoint, of which nothing is pruned yet
     if options.budget:
         raise CheckpointError(
             f"the source is already pruned to {metadata.pattern}, so {options.budget.goal} has nothing to choose; "

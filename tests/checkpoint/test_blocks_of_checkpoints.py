@@ -81,6 +81,9 @@ def test_dense_conversion_only_quantizes(tmp_path: Path, source: Path, quant: st
     assert bool(scaled.smoothing) == (quant == "int8")
     convert(tmp_path / "dense", tmp_path / "again", "dense")
     assert all(torch.equal(tensors_of(tmp_path / "again")[name], w) for name, w in tensors.items())
+    convert(tmp_path / "dense", tmp_path / "pruned", "6:8")
+    assert {layer.pattern for layer in inspect(tmp_path / "pruned").layers} == {"6:8"}
+    assert inspect(tmp_path / "pruned").violations == 0
 
 
 @pytest.mark.parametrize("method", ["sparsegpt", "wanda"])
