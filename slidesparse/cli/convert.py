@@ -105,7 +105,8 @@ def convert(
     gpu: Annotated[
         str | None,
         typer.Option(
-            help=f"The GPU whose measured layer times are used, h100 or h200; by default {DEFAULT_GPU}.",
+            help="The GPU whose measured layer times are used, h100 or h200; by default this machine's, else "
+            f"{DEFAULT_GPU}.",
             rich_help_panel=_BUDGET,
         ),
     ] = None,
@@ -320,6 +321,7 @@ def _parse_goals(
     if sparsity is not None:
         return parse_pattern(sparsity), None
     from slidesparse.convert.budget import MIDDLE, Budget, parse_percent, parse_tokens
+    from slidesparse.convert.times import default_gpu
 
     percents = {
         option: parse_percent(option, str(goals[option]))
@@ -332,7 +334,7 @@ def _parse_goals(
         None if speedup is None else float(speedup),
         percents.get("--zeros"),
         DEFAULT_TOKENS if tokens is None else parse_tokens(tokens),
-        DEFAULT_GPU if gpu is None else gpu,
+        default_gpu() if gpu is None else gpu,
     )
 
 

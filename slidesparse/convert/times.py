@@ -17,6 +17,7 @@ from functools import cached_property
 from pathlib import Path
 
 from slidesparse.errors import SlideSparseError
+from slidesparse.gemm.tuned import slug
 from slidesparse.pattern import DENSE_WEIGHT, SlidePattern
 
 FOLDER = Path(__file__).parent.parent / "layer_times"
@@ -47,6 +48,16 @@ def times_of(gpu: str) -> Path:
             "instead: --zeros 25%"
         )
     return files[0]
+
+
+def default_gpu() -> str:
+    """Return the name of this machine's GPU if times of layers were measured on it, else DEFAULT_GPU."""
+    import torch  # late, as the rest of this file does without
+
+    if not torch.cuda.is_available():
+        return DEFAULT_GPU
+    name = slug(torch.cuda.get_device_name())
+    return name if (FOLDER / f"{name}.csv").exists() else DEFAULT_GPU
 
 
 @dataclass(frozen=True)

@@ -31,7 +31,7 @@ from slidesparse.convert import choose
 from slidesparse.convert.budget import PATTERNS, AllocationProblem, Budget, Candidate, Choice
 from slidesparse.convert.choose import Try, next_aim
 from slidesparse.convert.report import Report
-from slidesparse.convert.times import LayerTimes, TimesError, fit
+from slidesparse.convert.times import LayerTimes, TimesError, default_gpu, fit
 from slidesparse.errors import CalibrationError, EnvironmentFault, SlideSparseError
 from slidesparse.methods.sparsegpt import damping_for, factor, sparsegpt
 from slidesparse.pattern import SlidePattern
@@ -189,6 +189,19 @@ def test_gpu_without_times_is_refused(gpu: str, tmp_path: Path, monkeypatch: pyt
     for refused in (lambda: LayerTimes.of(gpu), lambda: Budget(max_loss=0.1, gpu=gpu)):
         with pytest.raises(TimesError, match="nvidia-h200"):
             refused()
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [("NVIDIA H100 80GB HBM3", "nvidia-h100-80gb-hbm3"), ("NVIDIA L40S", "h200"), (None, "h200")],
+)
+def test_default_gpu_is_that_of_the_machine_if_it_has_times(
+    name: str | None, expected: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: name is not None)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: name)
+    assert default_gpu() == expected
+    assert LayerTimes.of(default_gpu())
 
 
 # Losses
